@@ -1,0 +1,38 @@
+# What every target of the project is compiled with, and how a module is installed.
+
+if(NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
+  set(CMAKE_BUILD_TYPE Release)
+endif()
+# -O2: the host target's time goes into fiber switches and memcpy, which -O3 does not make faster, and
+# the build is shorter. Asserts stay out of Release; what must be checked is checked by an exception.
+set(CMAKE_CXX_FLAGS_RELEASE "-O2 -g0 -DNDEBUG")
+set(CMAKE_CUDA_FLAGS_RELEASE "-O3 -DNDEBUG")  # -O3 is nvcc's own default for device code
+
+set(CMAKE_CXX_STANDARD 20)
+set(CMAKE_CXX_STANDARD_REQUIRED ON)
+set(CMAKE_CXX_EXTENSIONS OFF)
+set(CMAKE_POSITION_INDEPENDENT_CODE ON)
+set(CMAKE_CXX_VISIBILITY_PRESET hidden)
+set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
+set(CMAKE_VISIBILITY_INLINES_HIDDEN ON)
+
+# A second build, even of a fresh clone, then takes seconds.
+find_program(DEEP_COMM_CCACHE ccache)
+if(DEEP_COMM_CCACHE)
+  foreach(language CXX CUDA)
+    if(NOT DEFINED CMAKE_${language}_COMPILER_LAUNCHER)
+      set(CMAKE_${language}_COMPILER_LAUNCHER "${DEEP_COMM_CCACHE}")
+    endif()
+  endforeach()
+endif()
+
+# Includes are written from csrc/: "device/arch/arch.cuh".
+add_library(deep_comm_options INTERFACE)
+target_include_directories(deep_comm_options INTERFACE "${PROJECT_SOURCE_DIR}/csrc")
+target_compile_options(deep_comm_options INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra>)
+
+function(deep_comm_install_module target)
+  # What comes from a static library stays inside the module: torch may carry another CUDA runtime.
+  target_link_options(${target} PRIVATE "LINKER:--exclude-libs,ALL" "$<$<CONFIG:Release>:LINKER:-s>")
+  install(TARGETS ${target} LIBRARY DESTINATION deep_comm COMPONENT python)
+endfunction()

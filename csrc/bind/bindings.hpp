@@ -1,0 +1,17 @@
+// The parts of the native modules; each is defined in the file of its name.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace deep_comm {
+
+// _core
+void bind_segment(pybind11::module_& m);
+void bind_simulation(pybind11::module_& m);
+void bind_engine_host(pybind11::module_& m);
+
+// _cuda
+void bind_memory_cuda(pybind11::module_& m);
+void bind_engine_cuda(pybind11::module_& m);
+
+}  // namespace deep_comm

@@ -1,0 +1,11 @@
+// deep_comm._core: the host target. Its Python face is described in deep_comm/_core.pyi.
+#include "bind/bindings.hpp"
+
+PYBIND11_MODULE(_core, m) {
+  m.doc() = "The host target: the protocol kernels over the SIMT executor, and shared memory.";
+  m.attr("version") = DEEP_COMM_VERSION;
+  deep_comm::bind_segment(m);
+  // Before the engine, whose signatures name the Simulation.
+  deep_comm::bind_simulation(m);
+  deep_comm::bind_engine_host(m);
+}

@@ -1,0 +1,396 @@
+// The primitives over the SIMT executor of csrc/simt/: every CUDA thread is a fiber.
+//
+// A direct grid acts on real memory, which other processes share: accesses are C++ atomics. On the
+// simulated machine they pass through its model of memory, and each access with an order is a place
+// where another fiber may come first.
+#pragma once
+
+#include "../../simt/faults.hpp"
+#include "../../simt/ops.hpp"
+#include "arch.cuh"
+#include "host_numbers.cuh"
+
+namespace deep_comm::arch {
+
+using Mbarrier = uint64_t;
+
+// ---- faults ---------------------------------------------------------------------------------------
+
+static_assert(simt::kFaultNames[0].bit == static_cast<uint32_t>(Fault::kWeakenRelease));
+static_assert(simt::kFaultNames[1].bit == static_cast<uint32_t>(Fault::kWeakenFence));
+static_assert(simt::kFaultNames[2].bit == static_cast<uint32_t>(Fault::kSkipCredit));
+static_assert(simt::kFaultNames[3].bit == static_cast<uint32_t>(Fault::kSkipBulkWait));
+static_assert(simt::kFaultNames[4].bit == static_cast<uint32_t>(Fault::kSkipBulkWaitRead));
+static_assert(simt::kFaultNames[5].bit == static_cast<uint32_t>(Fault::kSkipEntryBarrier));
+
+inline bool fault(Fault which) {
+  return (simt::t_state.faults & static_cast<uint32_t>(which)) != 0;
+}
+
+namespace detail {
+
+using simt::Scope;
+
+inline bool simulated() { return simt::t_state.simulated != nullptr; }
+
+inline void count_poll() {
+  if (--simt::t_state.polls_left == 0) [[unlikely]] simt::poll_yield();
+}
+
+template <class T>
+constexpr void check_word() {
+  static_assert(sizeof(T) == 1 || sizeof(T) == 2 || sizeof(T) == 4 || sizeof(T) == 8,
+                "words with an order have 1, 2, 4 or 8 bytes");
+}
+
+template <class T>
+inline T load_weak(const T* address) {
+  static_assert(sizeof(T) <= 16);
+  T value;
+  if (simulated()) {
+    simt::simulated_load(&value, address, sizeof(T));
+  } else if constexpr (sizeof(T) == 16) {
+    memcpy(&value, address, sizeof(T));
+  } else {
+    __atomic_load(const_cast<T*>(address), &value, __ATOMIC_RELAXED);
+  }
+  return value;
+}
+
+template <class T>
+inline void store_weak(T* address, T value) {
+  static_assert(sizeof(T) <= 16);
+  if (simulated()) {
+    simt::simulated_store(address, &value, sizeof(T));
+  } else if constexpr (sizeof(T) == 16) {
+    memcpy(address, &value, sizeof(T));
+  } else {
+    __atomic_store(address, &value, __ATOMIC_RELAXED);
+  }
+}
+
+template <int kOrder, class T>
+inline T load_ordered(const T* address) {
+  check_word<T>();
+  T value;
+  if (simulated()) {
+    simt::simulated_ordered_load(&value, address, sizeof(T));
+  } else {
+    __atomic_load(const_cast<T*>(address), &value, kOrder);
+    count_poll();
+  }
+  return value;
+}
+
+template <class T>
+inline void store_relaxed(T* address, T value) {
+  check_word<T>();
+  store_weak(address, value);
+}
+
+template <class T>
+inline void store_release(T* address, T value, Scope scope) {
+  check_word<T>();
+  if (!simulated()) {
+    __atomic_store(address, &value, __ATOMIC_RELEASE);
+  } else if (fault(Fault::kWeakenRelease)) {
+    simt::simulated_store(address, &value, sizeof(T));
+  } else {
+    simt::simulated_release_store(address, &value, sizeof(T), scope);
+  }
+}
+
+// Runs `update` on the word itself; on the simulated machine nobody else acts meanwhile.
+template <class T, class Update>
+inline T atomic(T* address, bool releases, Scope scope, Update update) {
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8);
+  if (!simulated()) return update(address);
+  simt::simulated_atomic_begin(address, sizeof(T), releases && !fault(Fault::kWeakenRelease),
+                               scope);
+  const T old = update(address);
+  simt::simulated_atomic_end(address);
+  return old;
+}
+
+template <int kOrder, class T>
+inline T atomic_add(T* address, T value, Scope scope) {
+  return atomic(address, kOrder == __ATOMIC_ACQ_REL, scope,
+                [value](T* word) { return __atomic_fetch_add(word, value, kOrder); });
+}
+
+template <class T>
+inline T atomic_cas(T* address, T expected, T desired, Scope scope) {
+  return atomic(address, true, scope, [expected, desired](T* word) {
+    T old = expected;
+    __atomic_compare_exchange_n(word, &old, desired, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+    return old;
+  });
+}
+
+inline void fence(Scope scope) {
+  if (!simulated()) {
+    __atomic_thread_fence(__ATOMIC_ACQ_REL);
+  } else if (!fault(Fault::kWeakenFence)) {
+    simt::simulated_fence(scope);
+  }
+}
+
+template <class T>
+inline uint64_t to_bits(T value) {
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8, "warp values have 4 or 8 bytes");
+  uint64_t bits = 0;
+  memcpy(&bits, &value, sizeof(T));
+  return bits;
+}
+
+template <class T>
+inline T from_bits(uint64_t bits) {
+  T value;
+  memcpy(&value, &bits, sizeof(T));
+  return value;
+}
+
+template <class T>
+inline T shuffle(simt::WarpOp op, uint32_t mask, T value, int argument) {
+  return from_bits<T>(
+      simt::warp_collective(op, mask, to_bits(value), static_cast<uint32_t>(argument)));
+}
+
+}  // namespace detail
+
+// ---- identity -------------------------------------------------------------------------------------
+
+inline int thread_idx() { return simt::t_state.current->thread_idx; }
+inline int num_threads() { return simt::grid_of(simt::t_state.current)->grid.num_threads; }
+inline int block_idx() { return simt::block_of(simt::t_state.current)->index; }
+inline int num_blocks() { return simt::grid_of(simt::t_state.current)->grid.num_blocks; }
+inline int lane_idx() { return simt::t_state.current->lane; }
+inline int warp_idx() { return simt::t_state.current->warp->index; }
+inline int num_warps() { return simt::grid_of(simt::t_state.current)->num_warps_per_block; }
+inline uint8_t* dynamic_smem() { return simt::block_of(simt::t_state.current)->smem.base; }
+
+// ---- memory ---------------------------------------------------------------------------------------
+
+template <class T>
+inline T ld_weak(const T* address) {
+  return detail::load_weak(address);
+}
+template <class T>
+inline void st_weak(T* address, T value) {
+  detail::store_weak(address, value);
+}
+template <class T>
+inline T ld_nc(const T* address) {
+  T value;
+  memcpy(&value, address, sizeof(T));
+  return value;
+}
+template <class T>
+inline void st_streaming(T* address, T value) {
+  detail::store_weak(address, value);
+}
+
+template <class T>
+inline T ld_relaxed_cta(const T* address) {
+  return detail::load_ordered<__ATOMIC_RELAXED>(address);
+}
+template <class T>
+inline T ld_relaxed_gpu(const T* address) {
+  return detail::load_ordered<__ATOMIC_RELAXED>(address);
+}
+template <class T>
+inline T ld_relaxed_sys(const T* address) {
+  return detail::load_ordered<__ATOMIC_RELAXED>(address);
+}
+template <class T>
+inline T ld_acquire_cta(const T* address) {
+  return detail::load_ordered<__ATOMIC_ACQUIRE>(address);
+}
+template <class T>
+inline T ld_acquire_gpu(const T* address) {
+  return detail::load_ordered<__ATOMIC_ACQUIRE>(address);
+}
+template <class T>
+inline T ld_acquire_sys(const T* address) {
+  return detail::load_ordered<__ATOMIC_ACQUIRE>(address);
+}
+
+template <class T>
+inline void st_relaxed_cta(T* address, T value) {
+  detail::store_relaxed(address, value);
+}
+template <class T>
+inline void st_relaxed_gpu(T* address, T value) {
+  detail::store_relaxed(address, value);
+}
+template <class T>
+inline void st_relaxed_sys(T* address, T value) {
+  detail::store_relaxed(address, value);
+}
+template <class T>
+inline void st_release_cta(T* address, T value) {
+  detail::store_release(address, value, detail::Scope::kCta);
+}
+template <class T>
+inline void st_release_gpu(T* address, T value) {
+  detail::store_release(address, value, detail::Scope::kGpu);
+}
+template <class T>
+inline void st_release_sys(T* address, T value) {
+  detail::store_release(address, value, detail::Scope::kSys);
+}
+
+template <class T>
+inline T atomic_add_relaxed_cta(T* address, T value) {
+  return detail::atomic_add<__ATOMIC_RELAXED>(address, value, detail::Scope::kCta);
+}
+template <class T>
+inline T atomic_add_relaxed_gpu(T* address, T value) {
+  return detail::atomic_add<__ATOMIC_RELAXED>(address, value, detail::Scope::kGpu);
+}
+template <class T>
+inline T atomic_add_relaxed_sys(T* address, T value) {
+  return detail::atomic_add<__ATOMIC_RELAXED>(address, value, detail::Scope::kSys);
+}
+template <class T>
+inline T atomic_add_acq_rel_cta(T* address, T value) {
+  return detail::atomic_add<__ATOMIC_ACQ_REL>(address, value, detail::Scope::kCta);
+}
+template <class T>
+inline T atomic_add_acq_rel_gpu(T* address, T value) {
+  return detail::atomic_add<__ATOMIC_ACQ_REL>(address, value, detail::Scope::kGpu);
+}
+template <class T>
+inline T atomic_add_acq_rel_sys(T* address, T value) {
+  return detail::atomic_add<__ATOMIC_ACQ_REL>(address, value, detail::Scope::kSys);
+}
+
+template <class T>
+inline T atomic_cas_acq_rel_cta(T* address, T expected, T desired) {
+  return detail::atomic_cas(address, expected, desired, detail::Scope::kCta);
+}
+template <class T>
+inline T atomic_cas_acq_rel_gpu(T* address, T expected, T desired) {
+  return detail::atomic_cas(address, expected, desired, detail::Scope::kGpu);
+}
+template <class T>
+inline T atomic_cas_acq_rel_sys(T* address, T expected, T desired) {
+  return detail::atomic_cas(address, expected, desired, detail::Scope::kSys);
+}
+
+inline uint32_t atomic_or_relaxed_gpu(uint32_t* address, uint32_t value) {
+  return detail::atomic(address, false, detail::Scope::kGpu, [value](uint32_t* word) {
+    return __atomic_fetch_or(word, value, __ATOMIC_RELAXED);
+  });
+}
+
+inline void fence_acq_rel_cta() { detail::fence(detail::Scope::kCta); }
+inline void fence_acq_rel_gpu() { detail::fence(detail::Scope::kGpu); }
+inline void fence_acq_rel_sys() { detail::fence(detail::Scope::kSys); }
+
+// Both proxies see one memory here, except that a bulk copy reads past the buffers of stores: the
+// fence is what empties those of this thread.
+inline void fence_proxy_async() {
+  if (detail::simulated()) {
+    simt::simulated_fence(detail::Scope::kGpu);
+  } else {
+    __atomic_signal_fence(__ATOMIC_SEQ_CST);
+  }
+}
+
+// ---- warp -----------------------------------------------------------------------------------------
+
+inline void sync_warp(uint32_t mask = kFullMask) {
+  simt::warp_collective(simt::WarpOp::kSync, mask, 0, 0);
+}
+template <class T>
+inline T shfl(uint32_t mask, T value, int src_lane) {
+  return detail::shuffle(simt::WarpOp::kShfl, mask, value, src_lane);
+}
+template <class T>
+inline T shfl_xor(uint32_t mask, T value, int lane_mask) {
+  return detail::shuffle(simt::WarpOp::kShflXor, mask, value, lane_mask);
+}
+template <class T>
+inline T shfl_up(uint32_t mask, T value, int delta) {
+  return detail::shuffle(simt::WarpOp::kShflUp, mask, value, delta);
+}
+template <class T>
+inline T shfl_down(uint32_t mask, T value, int delta) {
+  return detail::shuffle(simt::WarpOp::kShflDown, mask, value, delta);
+}
+inline uint32_t ballot(uint32_t mask, bool predicate) {
+  return static_cast<uint32_t>(simt::warp_collective(simt::WarpOp::kBallot, mask, predicate, 0));
+}
+inline bool any(uint32_t mask, bool predicate) {
+  return simt::warp_collective(simt::WarpOp::kAny, mask, predicate, 0) != 0;
+}
+inline bool all(uint32_t mask, bool predicate) {
+  return simt::warp_collective(simt::WarpOp::kAll, mask, predicate, 0) != 0;
+}
+template <class T>
+inline uint32_t match_any(uint32_t mask, T value) {
+  return static_cast<uint32_t>(
+      simt::warp_collective(simt::WarpOp::kMatchAny, mask, detail::to_bits(value), 0));
+}
+inline int popc(uint32_t bits) { return __builtin_popcount(bits); }
+inline int ffs(uint32_t bits) { return __builtin_ffs(static_cast<int>(bits)); }
+inline int clz(uint32_t bits) { return bits ? __builtin_clz(bits) : 32; }
+inline bool elect_one() {
+  return simt::warp_collective(simt::WarpOp::kElect, kFullMask, 0, 0) != 0;
+}
+
+// ---- block ----------------------------------------------------------------------------------------
+
+inline void sync_block() { simt::sync_block(); }
+inline void sync_named(int barrier, int num_threads) { simt::sync_named(barrier, num_threads); }
+inline void arrive_named(int barrier, int num_threads) { simt::arrive_named(barrier, num_threads); }
+
+// ---- bulk copies ----------------------------------------------------------------------------------
+
+inline void mbarrier_init(Mbarrier* barrier, int num_arrivals) {
+  simt::mbarrier_init(barrier, num_arrivals);
+}
+inline void fence_mbarrier_init() {}  // an mbarrier is plain memory of its block here
+inline void mbarrier_arrive(Mbarrier* barrier) { simt::mbarrier_arrive(barrier, 0); }
+inline void mbarrier_arrive_expect_tx(Mbarrier* barrier, uint32_t num_bytes) {
+  simt::mbarrier_arrive(barrier, num_bytes);
+}
+inline bool mbarrier_try_wait_parity(Mbarrier* barrier, uint32_t parity) {
+  return simt::mbarrier_try_wait_parity(barrier, parity);
+}
+inline void bulk_load(void* smem_dst, const void* global_src, uint32_t num_bytes,
+                      Mbarrier* barrier) {
+  simt::bulk_load(smem_dst, global_src, num_bytes, barrier);
+}
+inline void bulk_store(void* global_dst, const void* smem_src, uint32_t num_bytes) {
+  simt::bulk_store(global_dst, smem_src, num_bytes);
+}
+inline void bulk_commit() { simt::bulk_commit(); }
+template <int N>
+inline void bulk_wait_read() {
+  if (!fault(Fault::kSkipBulkWaitRead)) simt::bulk_wait(N, true);
+}
+template <int N>
+inline void bulk_wait() {
+  if (!fault(Fault::kSkipBulkWait)) simt::bulk_wait(N, false);
+}
+
+// ---- waiting, time --------------------------------------------------------------------------------
+
+template <class T>
+inline void wait_hint(const T* word, T seen, const uint32_t* abort_word, uint64_t deadline_ns) {
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8);
+  simt::wait_word(word, sizeof(T), detail::to_bits(seen), abort_word, deadline_ns);
+}
+inline void wait_note(const WaitNote& note) {
+  simt::Fiber* self = simt::t_state.current;
+  self->note = simt::Note{note.kernel, note.stage,   note.word,    note.rank,
+                          note.peer,   note.channel, note.expected};
+  self->has_note = true;
+}
+inline uint64_t globaltimer_ns() { return simt::clock_ns(); }
+inline void nanosleep(uint32_t duration_ns) { simt::sleep_ns(duration_ns); }
+[[noreturn]] inline void trap(const char* why) { simt::trap(why); }
+
+}  // namespace deep_comm::arch

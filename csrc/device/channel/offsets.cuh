@@ -1,0 +1,33 @@
+// The rows a channel will carry, told ahead by flag-in-data words: each word holds its value and the generation
+// it belongs to, so no order between the two words or towards the rows is needed.
+#pragma once
+
+#include "device/sync/await.cuh"
+
+namespace deep_comm {
+
+struct ChannelOffsets {
+  uint32_t start;  // rows of lower channels, same source and destination
+  uint32_t end;
+};
+
+// One lane of the sender.
+DC_DEVICE void publish_offsets(const Context& context, int lane, int peer,
+                               const ChannelOffsets& offsets) {
+  RecvLine* line = context.world.recv_line(peer, lane, context.world.rank);
+  // pairs with: await_offsets at the peer — nothing but the words themselves.
+  arch::st_relaxed_sys(&line->start_offset, Tagged::pack(context.generation, offsets.start));
+  arch::st_relaxed_sys(&line->end_offset, Tagged::pack(context.generation, offsets.end));
+}
+
+// One lane of the receiver.
+DC_DEVICE bool await_offsets(const Context& context, int lane, int channel, int peer, ChannelOffsets* offsets) {
+  const RecvLine* line = context.world.recv_line(context.world.rank, lane, peer);
+  return await_tagged(context, &line->start_offset,
+                      {Stage::kChannelOffsets, Word::kStartOffset, peer, channel}, 0,
+                      &offsets->start) &&
+         await_tagged(context, &line->end_offset,
+                      {Stage::kChannelOffsets, Word::kEndOffset, peer, channel}, 0, &offsets->end);
+}
+
+}  // namespace deep_comm

@@ -1,0 +1,170 @@
+// The arguments of the intranode kernels: one named struct a kernel, from the binding to the device.
+// R ranks, T local tokens, H hidden, K top-k, E experts, C channels, N received rows.
+#pragma once
+
+#include "device/layout/message.cuh"
+#include "device/layout/ring_layout.cuh"
+#include "device/layout/workspace.cuh"
+#include "device/move/reduce.cuh"
+
+namespace deep_comm {
+
+struct LayoutArgs {
+  World world;
+  const void* topk_idx;  // [T, K] int32 or int64
+  int topk_idx_bytes;
+  int num_tokens;
+  int num_topk;
+  int num_experts;
+  int ranks_per_node;
+  int num_nodes;
+  int tokens_per_block;
+  int32_t* num_tokens_per_rank;    // out [R]
+  int32_t* num_tokens_per_node;    // out [num_nodes], or null
+  int32_t* num_tokens_per_expert;  // out [E]
+  uint8_t* is_token_in_rank;       // out [T, R]
+};
+
+// What all ranks must agree on before a dispatch; compared field by field in notify_dispatch.
+struct NotifyHeader {
+  int fields[kNumHeaderFields];
+};
+enum class HeaderField : int {
+  kNumExperts,
+  kNumTopk,
+  kRowBytes,
+  kScaleRowBytes,
+  kNumChannels,
+  kNumSendTokens,
+  kNumSlots,
+  kNumStrips,
+  kBadExpertIndex,  // not compared: this rank's routing had an index out of range
+  kCount
+};
+inline constexpr const char* kHeaderFieldNames[] = {
+    "num_experts",
+    "num_topk",
+    "row_bytes",
+    "scale_row_bytes",
+    "num_channels (config.num_sms / 2)",
+    "config.num_max_nvl_chunked_send_tokens",
+    "config.num_max_nvl_chunked_recv_tokens",
+    "num_strips",
+    "topk_idx"};
+static_assert(sizeof(kHeaderFieldNames) / sizeof(char*) == static_cast<size_t>(HeaderField::kCount));
+static_assert(static_cast<int>(HeaderField::kCount) <= kNumHeaderFields);
+
+// Totals that the host waits for; host memory that kernels reach.
+struct CountsBlock {
+  uint32_t sequence;  // released last: the host's number of this notify
+  int32_t num_recv_tokens;
+  int32_t num_recv_tokens_per_expert[1];  // [num_local_experts], aligned; allocated for num_max_experts
+};
+
+struct NotifyArgs {
+  World world;
+  NotifyHeader header;
+  const int32_t* num_tokens_per_rank;    // [R]
+  const int32_t* num_tokens_per_expert;  // [E]
+  const uint8_t* is_token_in_rank;       // [T, R]
+  int num_tokens;
+  int num_experts;
+  int num_channels;
+  int expert_alignment;
+  uint32_t sequence;
+  CountsBlock* counts;
+  int32_t* rank_prefix_matrix;          // out [R, R]
+  int32_t* channel_prefix_matrix;       // out [R, C]
+  int32_t* send_head;                   // out [T, R]
+  int32_t* num_recv_tokens_per_expert;  // out [num_local_experts], or null
+};
+
+struct DispatchArgs {
+  World world;
+  uint32_t signature;
+  bool has_entry_barrier;  // cached dispatch; otherwise notify_dispatch was the barrier
+  bool fill_tail;
+  MessageLayout message;
+  StageLayout stage;
+  RingLayout ring;
+  int num_send_tokens;
+  // routing
+  const uint8_t* is_token_in_rank;        // [T, R]
+  const int32_t* rank_prefix_matrix;      // [R, R]
+  const int32_t* channel_prefix_matrix;   // [R, C]
+  int num_tokens;
+  int num_experts;
+  // payload
+  const uint8_t* x;         // [T, row_bytes]
+  const uint8_t* x_scales;  // [T, num_scales] at any strides, or null
+  int scale_bytes;
+  int num_scales;
+  int64_t scale_token_stride;   // in scales
+  int64_t scale_column_stride;  // in scales
+  const void* topk_idx;         // [T, K], or null
+  int topk_idx_bytes;
+  const float* topk_weights;  // [T, K], or null
+  // outputs
+  uint8_t* recv_x;                     // [N, row_bytes]
+  uint8_t* recv_x_scales;              // [N, num_scales], or null
+  void* recv_topk_idx;                 // [N, K], or null
+  float* recv_topk_weights;            // [N, K], or null
+  int32_t* recv_src_idx;               // [N]
+  int32_t* recv_channel_prefix_matrix; // [R, C]
+  int num_recv_rows;                   // rows the outputs have
+};
+
+// Direct dispatch: outputs lie in the receive region, in one block a rank (OutputLayout).
+struct DirectDispatchArgs {
+  World world;
+  uint32_t signature;
+  MessageLayout message;  // num_strips 1: rows are not split
+  StageLayout stage;
+  int num_move_warps;  // of a block; the warps behind them write metadata
+  int num_channels;
+  uint32_t output_line;  // where this rank's block begins, in lines from its segment's start
+  int num_recv_rows;     // rows this rank's block has
+  bool fill_tail;
+  // routing
+  const int32_t* send_head;              // [T, R]
+  const int32_t* rank_prefix_matrix;     // [R, R]
+  const int32_t* channel_prefix_matrix;  // [R, C]
+  int num_tokens;
+  int num_experts;
+  // payload, as in DispatchArgs
+  const uint8_t* x;
+  const uint8_t* x_scales;
+  int scale_bytes;
+  int num_scales;
+  int64_t scale_token_stride;
+  int64_t scale_column_stride;
+  const void* topk_idx;
+  int topk_idx_bytes;
+  const float* topk_weights;
+  // output outside of the block
+  int32_t* recv_channel_prefix_matrix;  // [R, C]
+};
+
+struct CombineArgs {
+  World world;
+  uint32_t signature;
+  MessageLayout message;
+  StageLayout stage;
+  RingLayout ring;
+  int num_send_tokens;
+  const int32_t* rank_prefix_matrix;          // [R, R]
+  const int32_t* recv_channel_prefix_matrix;  // [R, C]
+  const int32_t* send_head;                   // [T, R]
+  int num_tokens;
+  int num_rows;               // rows x has
+  const uint8_t* x;           // [N, row_bytes]
+  const float* topk_weights;  // [N, K], or null
+  const uint8_t* bias[2];     // [T, row_bytes], or null
+  uint8_t* combined_x;        // out [T, row_bytes]
+  float* combined_topk_weights;  // out [T, K], or null
+};
+
+// Stages of every warp's pipeline. Three keep one load, one landed row and one store in flight.
+inline constexpr int kNumStages = 3;
+
+}  // namespace deep_comm

@@ -1,0 +1,196 @@
+// combine: every expert rank's rows back to the ranks that own the tokens, where they are added.
+//
+// in     x [N, H] in dispatch's order, optional topk_weights [N, K]; optional bias_0, bias_1 [T, H];
+//        rank_prefix_matrix, recv_channel_prefix_matrix, send_head of the dispatch
+// out    combined_x [T, H] = round(((0 + x of rank a) + x of rank b + …) + bias_0 + bias_1), ranks ascending,
+//        in float32, rounded once; combined_topk_weights [T, K] likewise in float32
+// grid   one block a lane (channel c, strip s of the row): warp w < R sends to rank w, warp R returns credits,
+//        the warps behind it reduce, taking tokens in turn; strip 0 carries and adds the weights
+// smem   R x (kNumStages stages + mbarriers), then one progress word a reducing warp
+// words  recv_line.tail, send_line.head: as in dispatch, roles exchanged
+// before entry_barrier: every rank's rings are free and this rank's handle is complete
+// waits  tail: unblocked by the sender; head: by the receiver's warp R, which waits for its own block's
+//        reducers (progress), which wait for tails. Tokens are taken in order, so no cycle can form
+// not promised: nothing; the result does not depend on C, slots, chunks or the number of warps
+#pragma once
+
+#include "device/channel/ring.cuh"
+#include "device/intranode/args.cuh"
+#include "device/intranode/ring_send.cuh"
+#include "device/layout/channel_range.cuh"
+#include "device/move/reduce.cuh"
+#include "device/sync/barrier.cuh"
+#include "device/sync/generation.cuh"
+
+namespace deep_comm {
+
+// A contiguous range of x.
+class RowSource {
+ public:
+  DC_DEVICE RowSource(const CombineArgs& args, int begin, int end)
+      : args_(args), next_(begin), end_(end) {}
+  DC_DEVICE int next() { return next_ < end_ ? next_++ : -1; }
+  DC_DEVICE const uint8_t* row(int row) const {
+    return args_.x + static_cast<size_t>(row) * args_.message.row_bytes;
+  }
+  DC_DEVICE void write_meta(uint8_t* meta, int row) const {
+    float* weights = reinterpret_cast<float*>(meta + args_.message.topk_weights_offset());
+    for (int k = arch::lane_idx(); k < args_.message.num_topk; k += kWarpSize) {
+      weights[k] = arch::ld_nc(args_.topk_weights + static_cast<int64_t>(row) * args_.message.num_topk + k);
+    }
+  }
+
+ private:
+  const CombineArgs& args_;
+  int next_;
+  int end_;
+};
+
+DC_DEVICE void combine_send(const Context& context, const CombineArgs& args, int lane, int dst) {
+  const int num_ranks = args.world.num_ranks, num_channels = args.ring.num_channels;
+  const int channel = args.ring.channel_of(lane);
+  const Strip strip = Strip::of(args.message, args.ring.strip_of(lane));
+  StagePipe<kNumStages> pipe = make_pipe<kNumStages>(args.stage, num_ranks);
+  // The rows that rank dst sent through this channel lie together, in its order.
+  const int32_t* prefix = args.rank_prefix_matrix;
+  const int source_begin = dst == 0 ? 0 : arch::ld_nc(prefix + (dst - 1) * num_ranks + args.world.rank);
+  const int source_end = arch::ld_nc(prefix + dst * num_ranks + args.world.rank);
+  const int32_t* starts = args.recv_channel_prefix_matrix + dst * num_channels;
+  const int num_rows = args.num_rows;  // a worst-case handle may name rows that were dropped
+  const int begin = min_of(num_rows, source_begin + arch::ld_nc(starts + channel));
+  const int end = min_of(num_rows, channel + 1 == num_channels
+                                       ? source_end
+                                       : source_begin + arch::ld_nc(starts + channel + 1));
+  RingSender ring(context, args.ring, lane, dst);
+  send_rows(pipe, ring, strip, Pieces::of(strip, args.stage), args.num_send_tokens,
+            RowSource(args, begin, end), RowSource(args, begin, end));
+}
+
+// The reducing warps of a block and how far each has come, in shared memory behind the senders' stages.
+struct ReduceTeam {
+  int num_warps;
+  uint32_t* progress;  // [num_warps]: tokens finished
+
+  DC_DEVICE static ReduceTeam of_block(const CombineArgs& args) {
+    const int num_ranks = args.world.num_ranks;
+    const size_t sender_bytes =
+        kNumStages * static_cast<size_t>(args.stage.stage_bytes) + StagePipe<kNumStages>::barrier_bytes();
+    return {arch::num_warps() - num_ranks - 1,
+            reinterpret_cast<uint32_t*>(arch::dynamic_smem() + num_ranks * sender_bytes)};
+  }
+  DC_DEVICE void reset() const {
+    for (int warp = arch::thread_idx(); warp < num_warps; warp += arch::num_threads()) progress[warp] = 0;
+  }
+};
+
+// One warp, one token: waits for its rows, adds them, writes the result.
+template <Dtype kDtype>
+DC_DEVICE bool reduce_token(const Context& context, const CombineArgs& args, int ring_lane,
+                            const Strip& strip, int token) {
+  constexpr int kMaxRows = kMaxRanks + 2;  // every rank, and two biases behind them
+  const int num_ranks = args.world.num_ranks;
+  const int lane = arch::lane_idx();
+  int head = -1;
+  bool ok = true;
+  if (lane < num_ranks) {
+    head = arch::ld_nc(args.send_head + static_cast<int64_t>(token) * num_ranks + lane);
+    if (head >= 0) {
+      RingReceiver ring(context, args.ring, ring_lane, lane);
+      ok = ring.await_filled(head, Stage::kReduce);
+    }
+  }
+  arch::sync_warp();  // hands each lane's acquire to the whole warp
+  if (!arch::all(kFullMask, ok)) return false;
+  const uint8_t* rows[kMaxRows] = {};
+  DC_UNROLL
+  for (int rank = 0; rank < kMaxRanks; ++rank) {
+    if (rank >= num_ranks) continue;
+    const int row_idx = arch::shfl(kFullMask, head, rank);
+    if (row_idx >= 0) rows[rank] = RingReceiver(context, args.ring, ring_lane, rank).slot(row_idx);
+  }
+  const int64_t offset = static_cast<int64_t>(token) * args.message.row_bytes + strip.offset;
+  DC_UNROLL
+  for (int bias = 0; bias < 2; ++bias) {
+    if (args.bias[bias] != nullptr) rows[kMaxRanks + bias] = args.bias[bias] + offset;
+  }
+  reduce_rows<kDtype, kMaxRows, 2>(args.combined_x + offset, rows, strip.num_bytes / 16);
+  if (strip.meta_bytes == 0) return true;
+  for (int k = lane; k < args.message.num_topk; k += kWarpSize) {
+    float sum = 0.0f;
+    DC_UNROLL
+    for (int rank = 0; rank < kMaxRanks; ++rank) {
+      if (rows[rank] == nullptr) continue;
+      const uint8_t* weights = rows[rank] + strip.num_bytes + args.message.topk_weights_offset();
+      sum += arch::ld_weak(reinterpret_cast<const float*>(weights) + k);
+    }
+    arch::st_weak(args.combined_topk_weights + static_cast<int64_t>(token) * args.message.num_topk + k, sum);
+  }
+  return true;
+}
+
+// One reducing warp: every num_warps-th token of the channel.
+template <Dtype kDtype>
+DC_DEVICE void reduce_channel(const Context& context, const CombineArgs& args, int ring_lane,
+                              const ReduceTeam& team, int warp) {
+  const ChannelRange range =
+      ChannelRange::of(args.num_tokens, args.ring.num_channels, args.ring.channel_of(ring_lane));
+  const Strip strip = Strip::of(args.message, args.ring.strip_of(ring_lane));
+  uint32_t num_done = 0;
+  for (int token = range.begin + warp; token < range.end; token += team.num_warps) {
+    if (!reduce_token<kDtype>(context, args, ring_lane, strip, token)) return;
+    arch::sync_warp();  // every lane has read its part of the slots
+    ++num_done;
+    // pairs with: return_credits — the reads of this token's slots.
+    if (arch::lane_idx() == 0) arch::st_release_cta(team.progress + warp, num_done);
+  }
+}
+
+// One warp: walks the channel's tokens in order behind the reducers; lane r gives rank r its slots back.
+DC_DEVICE void return_credits(const Context& context, const CombineArgs& args, int ring_lane,
+                              const ReduceTeam& team) {
+  const int num_ranks = args.world.num_ranks, lane = arch::lane_idx();
+  const int channel = args.ring.channel_of(ring_lane);
+  const ChannelRange range = ChannelRange::of(args.num_tokens, args.ring.num_channels, channel);
+  const uint32_t release_step = min_of(args.num_send_tokens, args.ring.num_slots);
+  RingReceiver ring(context, args.ring, ring_lane, min_of(lane, num_ranks - 1));
+  for (int token = range.begin; token < range.end; ++token) {
+    const int warp = (token - range.begin) % team.num_warps;
+    const uint32_t wanted = (token - range.begin) / team.num_warps + 1;
+    uint32_t num_done = 0;
+    bool ok = true;
+    if (lane == 0) {
+      ok = await<Scope::kCta>(context, team.progress + warp,
+                              {Stage::kRetire, Word::kProgress, args.world.rank, channel}, wanted,
+                              [=](uint32_t value) { return value >= wanted; }, &num_done);
+    }
+    arch::sync_warp();  // hands the leader's acquire to the lanes that release
+    if (arch::shfl(kFullMask, static_cast<int>(ok), 0) == 0) return;
+    if (lane >= num_ranks) continue;
+    const int head = arch::ld_nc(args.send_head + static_cast<int64_t>(token) * num_ranks + lane);
+    if (head >= 0 && head + 1 - ring.num_released() >= release_step) ring.release(head + 1);
+  }
+}
+
+template <Dtype kDtype>
+DC_DEVICE void combine(const CombineArgs& args) {
+  const Context context{args.world, Kernel::kCombine, current_generation(args.world)};
+  const int lane = arch::block_idx(), num_ranks = args.world.num_ranks, warp = arch::warp_idx();
+  const ReduceTeam team = ReduceTeam::of_block(args);
+  // Before the entry barrier: past it, warps part for good, since each may find out about a failure by itself.
+  team.reset();
+  arch::sync_block();
+  if (entry_barrier(context, args.signature)) {
+    if (Strip::of(args.message, args.ring.strip_of(lane)).num_bytes == 0) {
+      // A row too short for this strip: nothing to move.
+    } else if (warp < num_ranks) {
+      combine_send(context, args, lane, warp);
+    } else if (warp == num_ranks) {
+      return_credits(context, args, lane, team);
+    } else {
+      reduce_channel<kDtype>(context, args, lane, team, warp - num_ranks - 1);
+    }
+  }
+  retire_block(context);
+}
+
+}  // namespace deep_comm

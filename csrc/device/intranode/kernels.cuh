@@ -1,0 +1,48 @@
+// The intranode kernels as types: what a target needs to launch one.
+#pragma once
+
+#include "device/intranode/combine.cuh"
+#include "device/intranode/dispatch.cuh"
+#include "device/intranode/dispatch_direct.cuh"
+#include "device/intranode/get_dispatch_layout.cuh"
+#include "device/intranode/notify_dispatch.cuh"
+
+namespace deep_comm {
+
+struct LayoutKernel {
+  using Args = LayoutArgs;
+  static constexpr Kernel kName = Kernel::kLayout;
+  static constexpr int kMaxThreads = 1024;
+  DC_DEVICE static void run(const Args& args) { get_dispatch_layout(args); }
+};
+
+struct NotifyKernel {
+  using Args = NotifyArgs;
+  static constexpr Kernel kName = Kernel::kNotifyDispatch;
+  static constexpr int kMaxThreads = 1024;
+  DC_DEVICE static void run(const Args& args) { notify_dispatch(args); }
+};
+
+struct DispatchKernel {
+  using Args = DispatchArgs;
+  static constexpr Kernel kName = Kernel::kDispatch;
+  static constexpr int kMaxThreads = 2 * kWarpSize * kMaxRanks;
+  DC_DEVICE static void run(const Args& args) { dispatch(args); }
+};
+
+struct DirectDispatchKernel {
+  using Args = DirectDispatchArgs;
+  static constexpr Kernel kName = Kernel::kDispatchDirect;
+  static constexpr int kMaxThreads = 512;
+  DC_DEVICE static void run(const Args& args) { dispatch_direct(args); }
+};
+
+template <Dtype kDtype>
+struct CombineKernel {
+  using Args = CombineArgs;
+  static constexpr Kernel kName = Kernel::kCombine;
+  static constexpr int kMaxThreads = 768;
+  DC_DEVICE static void run(const Args& args) { combine<kDtype>(args); }
+};
+
+}  // namespace deep_comm

@@ -1,0 +1,103 @@
+// The sending half of a ring, for dispatch and combine alike: one strip of a source's rows, in order.
+// A Source tells one warp which rows to send and what travels behind each of them:
+//
+//   int            next()                    the next row, or -1; the whole warp calls it
+//   const uint8_t* row(int row)              its first byte
+//   void           write_meta(uint8_t* meta, int row)    fills the metadata in shared memory, all lanes
+#pragma once
+
+#include "device/channel/ring.cuh"
+#include "device/intranode/args.cuh"
+#include "device/move/stage_pipe.cuh"
+
+namespace deep_comm {
+
+// The pipeline of one moving warp; the first `num_moving_warps` of a block move, one a peer and direction.
+// Shared memory of the block: [stages of warp 0 | stages of warp 1 | … | mbarriers].
+template <int kStages>
+DC_DEVICE StagePipe<kStages> make_pipe(const StageLayout& stage, int num_moving_warps) {
+  uint8_t* smem = arch::dynamic_smem();
+  const size_t warp_bytes = static_cast<size_t>(kStages) * stage.stage_bytes;
+  arch::Mbarrier* barriers = reinterpret_cast<arch::Mbarrier*>(smem + num_moving_warps * warp_bytes);
+  StagePipe<kStages> pipe(smem + arch::warp_idx() * warp_bytes,
+                          barriers + arch::warp_idx() * kStages, stage.stage_bytes);
+  pipe.init();
+  return pipe;
+}
+
+// Leader: publishes what has landed once a chunk of rows has; the newest stores stay in flight.
+template <int kStages>
+DC_DEVICE void publish_chunk(RingSender& ring, const StagePipe<kStages>& pipe, int num_pieces,
+                             uint32_t num_send_tokens) {
+  constexpr uint32_t kInFlight = kStages - 1;
+  if (pipe.num_stores() < kInFlight) return;
+  const uint32_t num_landed = (pipe.num_stores() - kInFlight) / num_pieces;
+  // acquire_slot may have published more already.
+  if (num_landed < ring.num_published() + num_send_tokens) return;
+  arch::bulk_wait<kInFlight>();
+  ring.publish(num_landed);
+}
+
+// Leader: a free slot for `row_idx`. Publishes everything before it blocks, so that the receiver can go on.
+template <int kStages>
+DC_DEVICE bool acquire_slot(RingSender& ring, uint32_t row_idx) {
+  if (ring.has_slot(row_idx)) return true;
+  arch::bulk_wait<0>();
+  ring.publish(row_idx);
+  return ring.await_slot(row_idx);
+}
+
+// One warp. Returns whether all rows went out; on failure the pipeline is drained and nothing more is written.
+template <int kStages, class Source>
+DC_DEVICE bool send_rows(StagePipe<kStages>& pipe, RingSender& ring, const Strip& strip,
+                         const Pieces& pieces, int num_send_tokens, Source ahead, Source current) {
+  const bool is_leader = arch::lane_idx() == 0;
+  int load_row = ahead.next();
+  int load_piece = 0;
+  auto load_next = [&] {
+    if (load_row < 0) return;
+    if (is_leader) {
+      pipe.make_room();
+      pipe.load(ahead.row(load_row) + strip.offset + load_piece * pieces.piece_bytes,
+                pieces.bytes_of(load_piece));
+    }
+    pipe.advance_load();
+    if (++load_piece == pieces.num_pieces) {
+      load_piece = 0;
+      load_row = ahead.next();
+    }
+  };
+  for (int stage = 0; stage < StagePipe<kStages>::kLookAhead; ++stage) load_next();
+
+  uint32_t row_idx = 0;
+  bool ok = true;
+  for (int row = current.next(); row >= 0; row = current.next(), ++row_idx) {
+    if (is_leader) ok = acquire_slot<kStages>(ring, row_idx);
+    ok = arch::shfl(kFullMask, static_cast<int>(ok), 0) != 0;
+    if (!ok) break;
+    for (int piece = 0; piece < pieces.num_pieces; ++piece) {
+      int num_bytes = pieces.bytes_of(piece);
+      if (pieces.is_last(piece) && strip.meta_bytes != 0) {
+        arch::sync_warp();  // the leader has seen this stage read out before any lane writes into it
+        current.write_meta(pipe.current() + num_bytes, row);
+        arch::fence_proxy_async();  // generic writes of the metadata before the bulk copy that reads them
+        arch::sync_warp();
+        num_bytes += strip.meta_bytes;
+      }
+      if (is_leader) {
+        pipe.await_load();
+        pipe.store(ring.slot(row_idx) + piece * pieces.piece_bytes, num_bytes);
+      }
+      pipe.advance_store();
+      load_next();
+    }
+    if (is_leader) publish_chunk<kStages>(ring, pipe, pieces.num_pieces, num_send_tokens);
+  }
+  if (is_leader) {
+    pipe.drain();
+    if (ok) ring.publish(row_idx);
+  }
+  return ok;
+}
+
+}  // namespace deep_comm

@@ -1,0 +1,71 @@
+// Names for what a failing thread writes into the error record: kernels, stages, words, kinds of failure.
+// Device code stores the number; the host turns it into the text beside it.
+#pragma once
+
+#include "device/arch/types.cuh"
+
+namespace deep_comm {
+
+enum class ErrorKind : uint32_t {
+  kNone,
+  kPeerTimeout,     // a peer's word did not come before the deadline
+  kConfigMismatch,  // a peer entered another operation, or the same with other arguments
+  kExpertIndex,     // an expert index outside [-1, num_experts)
+  kOverflow,        // more rows arrive than the output has
+  kCount
+};
+
+enum class Kernel : uint32_t { kLayout, kNotifyDispatch, kDispatch, kDispatchDirect, kCombine, kCount };
+
+enum class Stage : uint32_t {
+  kEntryBarrier,    // all ranks have entered this kernel
+  kCounts,          // exchange of token counts
+  kChannelOffsets,  // start and end of a channel's rows
+  kRingCredit,      // sender: a free slot
+  kRingTail,        // receiver: a filled slot
+  kReduce,          // combine: a row to add
+  kDone,            // direct dispatch: all rows of a peer have landed
+  kRetire,          // combine: progress of this block's own reducing warps
+  kCheckArguments,
+  kCount
+};
+
+enum class Word : uint32_t {
+  kArrived,
+  kDone,
+  kHead,
+  kTail,
+  kStartOffset,
+  kEndOffset,
+  kProgress,
+  kTopkIdx,
+  kNumRecvRows,
+  kHeader,     // a field of NotifyHeader; the record's `channel` is its index
+  kOperation,  // the low half of `arrived`: which kernel, with which arguments
+  kCount
+};
+
+inline constexpr const char* kErrorKindNames[] = {"none", "peer_timeout", "config_mismatch",
+                                                  "expert_index", "overflow"};
+inline constexpr const char* kKernelNames[] = {"get_dispatch_layout", "notify_dispatch", "dispatch",
+                                               "dispatch_direct", "combine"};
+inline constexpr const char* kStageNames[] = {"entry_barrier", "counts",    "channel_offsets",
+                                              "ring_credit",   "ring_tail", "reduce",
+                                              "done",          "retire",    "check_arguments"};
+inline constexpr const char* kWordNames[] = {"arrived",      "done",          "head",          "tail",
+                                             "start_offset", "end_offset",    "progress",
+                                             "topk_idx",     "num_recv_rows", "header",
+                                             "operation"};
+static_assert(sizeof(kErrorKindNames) / sizeof(char*) == static_cast<size_t>(ErrorKind::kCount));
+static_assert(sizeof(kKernelNames) / sizeof(char*) == static_cast<size_t>(Kernel::kCount));
+static_assert(sizeof(kStageNames) / sizeof(char*) == static_cast<size_t>(Stage::kCount));
+static_assert(sizeof(kWordNames) / sizeof(char*) == static_cast<size_t>(Word::kCount));
+
+#if !DEEP_COMM_TARGET_CUDA
+// Device code on the host target prints names; on CUDA only numbers travel.
+inline const char* name_of(Kernel kernel) { return kKernelNames[static_cast<int>(kernel)]; }
+inline const char* name_of(Stage stage) { return kStageNames[static_cast<int>(stage)]; }
+inline const char* name_of(Word word) { return kWordNames[static_cast<int>(word)]; }
+#endif
+
+}  // namespace deep_comm

@@ -1,0 +1,141 @@
+// The control words at the head of every rank's heap segment, and what a kernel needs to find them.
+//
+//   segment = [ LocalState | arrived | recv lines | send lines | counts | data region (rings) ]
+//
+// No word is ever reset: each carries the generation of the kernel that wrote it, and a word of an older
+// generation reads as "not yet". See csrc/device/intranode/README.md for the picture.
+#pragma once
+
+#include "device/arch/types.cuh"
+#include "device/layout/names.cuh"
+#include "device/layout/region.cuh"
+
+namespace deep_comm {
+
+inline constexpr int kMaxRanks = 8;       // peers of one NVLink node
+inline constexpr int kMaxLanes = 512;  // (channel, strip) pairs: more blocks than any GPU has SMs
+inline constexpr int kNumHeaderFields = 16;
+
+// A 32-bit value and the generation it belongs to, in one word that is written and read at once.
+struct Tagged {
+  uint32_t value;
+  uint32_t generation;
+
+  DC_HOST_DEVICE static uint64_t pack(uint32_t generation, uint32_t value) {
+    return static_cast<uint64_t>(generation) << 32 | value;
+  }
+  DC_HOST_DEVICE static Tagged unpack(uint64_t word) {
+    return {static_cast<uint32_t>(word), static_cast<uint32_t>(word >> 32)};
+  }
+  // Generations wrap around; they are compared by distance.
+  DC_HOST_DEVICE bool has_reached(uint32_t wanted) const {
+    return static_cast<int32_t>(generation - wanted) >= 0;
+  }
+};
+
+// Words of this rank alone; no peer touches them.
+struct LocalState {
+  uint32_t generation;         // of the last finished kernel
+  uint32_t num_exited_blocks;  // of the running kernel
+  uint32_t abort;              // set once by the first failing thread; every wait polls it
+  uint32_t error_claimed;      // the thread that turns it from 0 to 1 writes the error record
+  uint32_t bad_expert_index;   // get_dispatch_layout saw an index out of range since the last notify
+  uint32_t layout_ticket;      // blocks of get_dispatch_layout that have added their counts
+};
+
+// Written by the sender of a lane (a channel's strip) into its receiver's segment.
+struct alignas(kLineBytes) RecvLine {
+  uint64_t tail;          // Tagged: slots filled
+  uint64_t start_offset;  // Tagged: rows of lower channels from this source
+  uint64_t end_offset;    // Tagged: start_offset + rows of this channel
+};
+// Written by the receiver of a lane into its sender's segment.
+struct alignas(kLineBytes) SendLine {
+  uint64_t head;  // Tagged: slots read
+};
+static_assert(sizeof(RecvLine) == kLineBytes && sizeof(SendLine) == kLineBytes);
+
+// What one rank tells another about a kernel as a whole; all Tagged.
+struct alignas(kLineBytes) ArrivedLine {
+  uint64_t arrived;      // it has entered; value = operation signature
+  uint64_t output_line;  // direct dispatch: where its output block begins, in lines from its segment's start
+  uint64_t output_rows;  // direct dispatch: rows its output has
+  uint64_t done;         // everything it sends in this kernel has landed
+};
+static_assert(sizeof(ArrivedLine) == kLineBytes);
+
+// What the first failing thread leaves behind, in host memory that kernels reach.
+struct ErrorBlock {
+  uint32_t is_written;  // released last
+  uint32_t kind;        // ErrorKind
+  uint32_t kernel;      // Kernel
+  uint32_t stage;       // Stage
+  uint32_t word;        // Word
+  int32_t rank;
+  int32_t peer;
+  int32_t channel;
+  uint64_t seen;
+  uint64_t expected;
+  uint64_t waited_ns;
+  int64_t index;  // expert_index: position in topk_idx
+};
+
+struct WorkspaceLayout {
+  size_t arrived;     // ArrivedLine [num_ranks], by peer
+  size_t recv_lines;  // RecvLine [kMaxLanes, num_ranks], by source
+  size_t send_lines;  // SendLine [kMaxLanes, num_ranks], by destination
+  size_t counts;      // int32 [num_ranks, counts_stride], by source: header, counts per rank, counts per local expert
+  size_t counts_stride;
+  size_t layout_counts;  // int32 [num_ranks + num_max_experts]: accumulators of get_dispatch_layout, zero at rest
+  size_t data;           // rings; its size is the user's num_nvl_bytes
+
+  DC_HOST_DEVICE static constexpr WorkspaceLayout make(int num_ranks, int num_max_experts) {
+    WorkspaceLayout layout{};
+    RegionCursor cursor;
+    cursor.take(sizeof(LocalState));
+    layout.arrived = cursor.take(sizeof(ArrivedLine) * num_ranks);
+    layout.recv_lines = cursor.take(sizeof(RecvLine) * kMaxLanes * num_ranks);
+    layout.send_lines = cursor.take(sizeof(SendLine) * kMaxLanes * num_ranks);
+    layout.counts_stride = align_up<size_t>(
+        kNumHeaderFields + num_ranks + ceil_div(num_max_experts, num_ranks), kLineBytes / 4);
+    layout.counts = cursor.take(layout.counts_stride * 4 * num_ranks);
+    layout.layout_counts = cursor.take(static_cast<size_t>(num_ranks + num_max_experts) * 4);
+    layout.data = align_up<size_t>(cursor.num_bytes(), 4096);
+    return layout;
+  }
+};
+
+// One rank's view of the job; travels by value in every kernel's arguments.
+struct World {
+  int rank;
+  int num_ranks;
+  uint8_t* bases[kMaxRanks];  // every rank's segment, as this rank addresses it
+  WorkspaceLayout layout;
+  ErrorBlock* error;
+  uint64_t timeout_ns;
+
+  DC_HOST_DEVICE LocalState* state() const { return reinterpret_cast<LocalState*>(bases[rank]); }
+  // The words in `owner`'s segment by which `from` announces itself.
+  DC_HOST_DEVICE ArrivedLine* arrived_line(int owner, int from) const {
+    return reinterpret_cast<ArrivedLine*>(bases[owner] + layout.arrived) + from;
+  }
+  DC_HOST_DEVICE uint64_t* arrived(int owner, int from) const { return &arrived_line(owner, from)->arrived; }
+  DC_HOST_DEVICE RecvLine* recv_line(int owner, int lane, int source) const {
+    return reinterpret_cast<RecvLine*>(bases[owner] + layout.recv_lines) + lane * num_ranks +
+           source;
+  }
+  DC_HOST_DEVICE SendLine* send_line(int owner, int lane, int destination) const {
+    return reinterpret_cast<SendLine*>(bases[owner] + layout.send_lines) + lane * num_ranks +
+           destination;
+  }
+  DC_HOST_DEVICE int32_t* counts(int owner, int source) const {
+    return reinterpret_cast<int32_t*>(bases[owner] + layout.counts) +
+           static_cast<size_t>(source) * layout.counts_stride;
+  }
+  DC_HOST_DEVICE int32_t* layout_counts() const {
+    return reinterpret_cast<int32_t*>(bases[rank] + layout.layout_counts);
+  }
+  DC_HOST_DEVICE uint8_t* data(int owner) const { return bases[owner] + layout.data; }
+};
+
+}  // namespace deep_comm

@@ -1,0 +1,50 @@
+// Copies of single elements whose size is known at run time only (scales, top-k indices).
+#pragma once
+
+#include "device/arch/arch.cuh"
+
+namespace deep_comm {
+
+// Read-only global input → shared memory or registers.
+DC_DEVICE void gather_element(uint8_t* smem_dst, const uint8_t* src, int num_bytes) {
+  switch (num_bytes) {
+    case 1: *smem_dst = arch::ld_nc(src); break;
+    case 2: *reinterpret_cast<uint16_t*>(smem_dst) = arch::ld_nc(reinterpret_cast<const uint16_t*>(src)); break;
+    case 4: *reinterpret_cast<uint32_t*>(smem_dst) = arch::ld_nc(reinterpret_cast<const uint32_t*>(src)); break;
+    default: *reinterpret_cast<uint64_t*>(smem_dst) = arch::ld_nc(reinterpret_cast<const uint64_t*>(src)); break;
+  }
+}
+
+// Shared memory or registers → global output.
+DC_DEVICE void scatter_element(uint8_t* dst, const uint8_t* smem_src, int num_bytes) {
+  switch (num_bytes) {
+    case 1: arch::st_weak(dst, *smem_src); break;
+    case 2: arch::st_weak(reinterpret_cast<uint16_t*>(dst), *reinterpret_cast<const uint16_t*>(smem_src)); break;
+    case 4: arch::st_weak(reinterpret_cast<uint32_t*>(dst), *reinterpret_cast<const uint32_t*>(smem_src)); break;
+    default: arch::st_weak(reinterpret_cast<uint64_t*>(dst), *reinterpret_cast<const uint64_t*>(smem_src)); break;
+  }
+}
+
+// Read-only global input → global output.
+DC_DEVICE void copy_element(uint8_t* dst, const uint8_t* src, int num_bytes) {
+  uint64_t element;
+  gather_element(reinterpret_cast<uint8_t*>(&element), src, num_bytes);
+  scatter_element(dst, reinterpret_cast<const uint8_t*>(&element), num_bytes);
+}
+
+// An expert index of either width that a user may pass; anything out of int range becomes -2.
+DC_DEVICE int load_expert(const void* topk_idx, int64_t position, int num_bytes) {
+  if (num_bytes == 4) return arch::ld_nc(static_cast<const int32_t*>(topk_idx) + position);
+  const int64_t expert = arch::ld_nc(static_cast<const int64_t*>(topk_idx) + position);
+  return expert == static_cast<int32_t>(expert) ? static_cast<int>(expert) : -2;
+}
+
+DC_DEVICE void store_expert(void* topk_idx, int64_t position, int num_bytes, int expert) {
+  if (num_bytes == 4) {
+    arch::st_weak(static_cast<int32_t*>(topk_idx) + position, static_cast<int32_t>(expert));
+  } else {
+    arch::st_weak(static_cast<int64_t*>(topk_idx) + position, static_cast<int64_t>(expert));
+  }
+}
+
+}  // namespace deep_comm

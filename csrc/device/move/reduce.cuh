@@ -1,0 +1,102 @@
+// Sums of rows: 16 bytes of a row as float32, added in the caller's order, rounded once.
+#pragma once
+
+#include "device/arch/arch.cuh"
+
+namespace deep_comm {
+
+enum class Dtype : int { kBfloat16, kFloat16, kFloat32 };
+
+template <Dtype kDtype>
+struct Numeric;
+
+template <>
+struct Numeric<Dtype::kFloat32> {
+  static constexpr int kPerVec = 4;
+  DC_DEVICE static void add(float* sum, const Vec16& vec) {
+    DC_UNROLL
+    for (int word = 0; word < 4; ++word) sum[word] += bit_cast<float>(vec.words[word]);
+  }
+  DC_DEVICE static Vec16 round(const float* sum) {
+    Vec16 vec;
+    DC_UNROLL
+    for (int word = 0; word < 4; ++word) vec.words[word] = bit_cast<uint32_t>(sum[word]);
+    return vec;
+  }
+};
+
+template <>
+struct Numeric<Dtype::kBfloat16> {
+  static constexpr int kPerVec = 8;
+  DC_DEVICE static void add(float* sum, const Vec16& vec) {
+    DC_UNROLL
+    for (int word = 0; word < 4; ++word) {  // bfloat16 is the upper half of a float32
+      sum[2 * word] += bit_cast<float>(vec.words[word] << 16);
+      sum[2 * word + 1] += bit_cast<float>(vec.words[word] & 0xffff0000u);
+    }
+  }
+  DC_DEVICE static Vec16 round(const float* sum) {
+    Vec16 vec;
+    DC_UNROLL
+    for (int word = 0; word < 4; ++word) {
+      vec.words[word] = static_cast<uint32_t>(arch::float_to_bf16(sum[2 * word]).bits) |
+                        static_cast<uint32_t>(arch::float_to_bf16(sum[2 * word + 1]).bits) << 16;
+    }
+    return vec;
+  }
+};
+
+template <>
+struct Numeric<Dtype::kFloat16> {
+  static constexpr int kPerVec = 8;
+  DC_DEVICE static void add(float* sum, const Vec16& vec) {
+    DC_UNROLL
+    for (int word = 0; word < 4; ++word) {
+      sum[2 * word] += arch::fp16_to_float({static_cast<uint16_t>(vec.words[word])});
+      sum[2 * word + 1] += arch::fp16_to_float({static_cast<uint16_t>(vec.words[word] >> 16)});
+    }
+  }
+  DC_DEVICE static Vec16 round(const float* sum) {
+    Vec16 vec;
+    DC_UNROLL
+    for (int word = 0; word < 4; ++word) {
+      vec.words[word] = static_cast<uint32_t>(arch::float_to_fp16(sum[2 * word]).bits) |
+                        static_cast<uint32_t>(arch::float_to_fp16(sum[2 * word + 1]).bits) << 16;
+    }
+    return vec;
+  }
+};
+
+// One warp: dst = round(((0 + rows[0]) + rows[1]) + …), the order being the numerical contract.
+// rows: up to kMaxRows pointers, null ones are left out.
+template <Dtype kDtype, int kMaxRows, int kUnroll>
+DC_DEVICE void reduce_rows(uint8_t* dst, const uint8_t* const (&rows)[kMaxRows], int num_vecs) {
+  using Type = Numeric<kDtype>;
+  for (int base = arch::lane_idx(); base < num_vecs; base += kWarpSize * kUnroll) {
+    float sums[kUnroll][Type::kPerVec] = {};
+    DC_UNROLL
+    for (int row = 0; row < kMaxRows; ++row) {
+      if (rows[row] == nullptr) continue;
+      const Vec16* src = reinterpret_cast<const Vec16*>(rows[row]);
+      Vec16 vecs[kUnroll];  // all loads of a row are in flight before the first addition
+      DC_UNROLL
+      for (int step = 0; step < kUnroll; ++step) {
+        const int vec_idx = base + step * kWarpSize;
+        if (vec_idx < num_vecs) vecs[step] = arch::ld_weak(src + vec_idx);
+      }
+      DC_UNROLL
+      for (int step = 0; step < kUnroll; ++step) {
+        if (base + step * kWarpSize < num_vecs) Type::add(sums[step], vecs[step]);
+      }
+    }
+    DC_UNROLL
+    for (int step = 0; step < kUnroll; ++step) {
+      const int vec_idx = base + step * kWarpSize;
+      if (vec_idx < num_vecs) {
+        arch::st_streaming(reinterpret_cast<Vec16*>(dst) + vec_idx, Type::round(sums[step]));
+      }
+    }
+  }
+}
+
+}  // namespace deep_comm

@@ -1,0 +1,62 @@
+// What every stage of a kernel carries: the job as this rank sees it, the kernel's name and its generation.
+#pragma once
+
+#include "device/arch/arch.cuh"
+#include "device/layout/workspace.cuh"
+
+namespace deep_comm {
+
+struct Context {
+  const World& world;
+  Kernel kernel;
+  uint32_t generation;  // of this kernel; equal on all ranks
+};
+
+// Whom a wait waits for, and on what. Names the silent rank when the deadline passes.
+struct WaitFor {
+  Stage stage;
+  Word word;
+  int peer;
+  int channel;
+};
+
+struct ErrorReport {
+  ErrorKind kind;
+  WaitFor wait;
+  uint64_t seen;
+  uint64_t expected;
+  uint64_t waited_ns;
+  int64_t index;
+};
+
+// Writes the error record, if no other thread has. The first report wins: later ones are its consequences.
+DC_DEVICE void report_error(const Context& context, const ErrorReport& report) {
+  const World& world = context.world;
+  if (arch::atomic_cas_acq_rel_gpu(&world.state()->error_claimed, 0u, 1u) != 0u) return;
+  ErrorBlock* block = world.error;
+  arch::st_relaxed_sys(&block->kind, static_cast<uint32_t>(report.kind));
+  arch::st_relaxed_sys(&block->kernel, static_cast<uint32_t>(context.kernel));
+  arch::st_relaxed_sys(&block->stage, static_cast<uint32_t>(report.wait.stage));
+  arch::st_relaxed_sys(&block->word, static_cast<uint32_t>(report.wait.word));
+  arch::st_relaxed_sys(&block->rank, static_cast<int32_t>(world.rank));
+  arch::st_relaxed_sys(&block->peer, static_cast<int32_t>(report.wait.peer));
+  arch::st_relaxed_sys(&block->channel, static_cast<int32_t>(report.wait.channel));
+  arch::st_relaxed_sys(&block->seen, report.seen);
+  arch::st_relaxed_sys(&block->expected, report.expected);
+  arch::st_relaxed_sys(&block->waited_ns, report.waited_ns);
+  arch::st_relaxed_sys(&block->index, report.index);
+  // pairs with: Engine::poll_error on the host — the fields above.
+  arch::st_release_sys(&block->is_written, 1u);
+}
+
+// Makes every other wait of this rank give up, so that the kernel drains.
+DC_DEVICE void abort_rank(const Context& context) {
+  // pairs with: is_aborted in await — nothing but the word itself.
+  arch::st_relaxed_gpu(&context.world.state()->abort, 1u);
+}
+
+DC_DEVICE bool is_aborted(const World& world) {
+  return arch::ld_relaxed_gpu(&world.state()->abort) != 0u;
+}
+
+}  // namespace deep_comm

@@ -1,0 +1,109 @@
+// The native half of a Buffer: one rank's workspace, its launches and its error record.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "device/intranode/args.cuh"
+#include "host/target.hpp"
+
+namespace deep_comm {
+
+// The error record with its numbers turned into names.
+struct ErrorRecord {
+  std::string kind;
+  std::string kernel;
+  std::string stage;
+  std::string word;
+  int rank = -1;
+  int peer = -1;
+  int channel = -1;
+  int64_t seen = 0;
+  int64_t expected = 0;
+  uint64_t waited_ns = 0;
+  int64_t index = -1;
+};
+
+struct Counts {
+  int num_recv_tokens = 0;
+  std::vector<int> num_recv_tokens_per_expert;
+};
+
+// Channels and rings of one call, as the user's Config asks for them.
+struct ChannelConfig {
+  int num_channels;
+  int num_send_tokens;
+  int num_slots;
+};
+
+struct EngineOptions {
+  int rank;
+  int num_ranks;
+  int device;
+  std::vector<uintptr_t> peer_bases;
+  size_t heap_bytes;
+  int num_max_experts;
+  uint64_t timeout_ns;
+};
+
+// Arguments come as the kernels' own structs; the engine fills in what follows from its own state (world,
+// message, pieces, ring, signature). Every check that needs no tensor is made here, before a launch.
+template <class Target>
+class Engine {
+ public:
+  Engine(const EngineOptions& options, Target target);
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  static size_t workspace_bytes(int num_ranks, int num_max_experts);
+  static size_t ring_bytes(int num_ranks, const ChannelConfig& config, int row_bytes, int scale_row_bytes,
+                           int num_topk, int num_strips = Target::kTuning.num_strips);
+
+  void get_dispatch_layout(LayoutArgs args, uint64_t stream);
+  void notify_dispatch(NotifyArgs args, const ChannelConfig& config, uint64_t stream);
+  // Empty: the kernel failed; the error record says how.
+  std::optional<Counts> wait_counts();
+  void dispatch(DispatchArgs args, const ChannelConfig& config, int num_topk, int row_bytes, uint64_t stream);
+  void combine(CombineArgs args, Dtype dtype, const ChannelConfig& config, int num_topk, int row_bytes,
+               uint64_t stream);
+
+  std::optional<ErrorRecord> poll_error() const;
+  // Forgets a failure that left all ranks in step (everything but a timeout).
+  void clear_error();
+  void reset();
+  void close();
+
+  int64_t num_launches() const { return num_launches_; }
+  // Shared memory a block may use: smaller values cut rows into more pieces (tests, smaller GPUs).
+  int smem_bytes_limit = Target::kTuning.smem_bytes_limit;
+  // Blocks a channel uses, each moving a strip of every row's columns. The same on all ranks.
+  int num_strips = Target::kTuning.num_strips;
+
+ private:
+  struct Shape {
+    MessageLayout message;
+    StageLayout stage;
+    RingLayout ring;
+    size_t smem_bytes;  // of the moving warps
+  };
+  // num_moving_warps: warps of a block that own stages of shared memory.
+  Shape shape_of(const ChannelConfig& config, int row_bytes, int scale_row_bytes, int num_topk,
+                 int num_moving_warps) const;
+  void check_open() const;
+  template <class KernelType>
+  void launch(const LaunchConfig& config, typename KernelType::Args args, uint64_t stream);
+
+  World world_{};
+  Target target_;
+  size_t data_bytes_ = 0;
+  int num_max_experts_ = 0;
+  CountsBlock* counts_ = nullptr;
+  int num_counted_experts_ = 0;  // local experts of the last notify
+  uint64_t counts_stream_ = 0;
+  uint32_t sequence_ = 0;
+  int64_t num_launches_ = 0;
+};
+
+}  // namespace deep_comm

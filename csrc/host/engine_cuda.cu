@@ -1,0 +1,78 @@
+// The engine on the GPU target: the kernels' entry points and their launches.
+#include <cuda_runtime.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "host/engine_impl.hpp"
+#include "host/target_cuda.hpp"
+
+namespace deep_comm {
+
+namespace {
+
+void check(cudaError_t status, const char* what) {
+  if (status == cudaSuccess) return;
+  throw std::runtime_error(std::string(what) + ": " + cudaGetErrorName(status) + " (" +
+                           cudaGetErrorString(status) + ")");
+}
+
+// One block an SM: the kernels size their shared memory for a whole SM.
+template <class KernelType>
+__global__ void __launch_bounds__(KernelType::kMaxThreads, 1)
+    entry(const __grid_constant__ typename KernelType::Args args) {
+  KernelType::run(args);
+}
+
+}  // namespace
+
+template <class KernelType>
+void CudaTarget::launch(const LaunchConfig& config, const typename KernelType::Args& args,
+                        uint64_t stream) {
+  constexpr size_t kDefaultSmemBytes = 48 * 1024;
+  if (config.smem_bytes > kDefaultSmemBytes) {
+    check(cudaFuncSetAttribute(entry<KernelType>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               static_cast<int>(config.smem_bytes)),
+          "cudaFuncSetAttribute");
+  }
+  // Blocks wait for each other and for their peers' blocks: they must all run at once, or not start.
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeCooperative;
+  attribute.val.cooperative = 1;
+  cudaLaunchConfig_t launch_config{};
+  launch_config.gridDim = dim3(config.num_blocks);
+  launch_config.blockDim = dim3(config.num_threads);
+  launch_config.dynamicSmemBytes = config.smem_bytes;
+  launch_config.stream = reinterpret_cast<cudaStream_t>(stream);
+  launch_config.attrs = &attribute;
+  launch_config.numAttrs = 1;
+  check(cudaLaunchKernelEx(&launch_config, entry<KernelType>, args), kKernelNames[static_cast<int>(KernelType::kName)]);
+}
+
+void* CudaTarget::allocate_mapped(size_t num_bytes) {
+  void* memory = nullptr;
+  check(cudaHostAlloc(&memory, num_bytes, cudaHostAllocMapped | cudaHostAllocPortable), "cudaHostAlloc");
+  memset(memory, 0, num_bytes);
+  return memory;
+}
+
+void CudaTarget::free_mapped(void* memory) {
+  // Also called from destructors, where a failure (a context already gone) has nobody to hear of it.
+  (void)cudaFreeHost(memory);
+}
+
+void CudaTarget::fill_zero(void* memory, size_t num_bytes) {
+  check(cudaMemset(memory, 0, num_bytes), "cudaMemset");
+  check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+}
+
+bool CudaTarget::is_idle(uint64_t stream) {
+  const cudaError_t status = cudaStreamQuery(reinterpret_cast<cudaStream_t>(stream));
+  if (status == cudaErrorNotReady) return false;
+  check(status, "cudaStreamQuery");
+  return true;
+}
+
+template class Engine<CudaTarget>;
+
+}  // namespace deep_comm

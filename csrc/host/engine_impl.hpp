@@ -1,0 +1,271 @@
+// Engine's methods, compiled once a target (engine_host.cpp, engine_cuda.cu).
+#pragma once
+
+#include <stdexcept>
+
+#include "device/intranode/kernels.cuh"
+#include "host/engine.hpp"
+
+namespace deep_comm {
+
+// Shared memory of a block that is not stages: combine's progress words.
+inline constexpr int kReservedSmemBytes = 128;
+
+namespace detail {
+
+inline void require(bool condition, const std::string& message) {
+  if (!condition) throw std::invalid_argument(message);
+}
+
+// Words that a kernel of this rank releases and the host polls.
+inline uint32_t load_acquire(const uint32_t* word) {
+  return __atomic_load_n(word, __ATOMIC_ACQUIRE);
+}
+
+}  // namespace detail
+
+template <class Target>
+Engine<Target>::Engine(const EngineOptions& options, Target target) : target_(target) {
+  using detail::require;
+  require(options.num_ranks >= 1 && options.num_ranks <= kMaxRanks,
+          "num_ranks = " + std::to_string(options.num_ranks) + ", must lie in 1.." +
+              std::to_string(kMaxRanks));
+  require(options.rank >= 0 && options.rank < options.num_ranks,
+          "rank = " + std::to_string(options.rank) + ", must lie in 0..num_ranks - 1");
+  require(static_cast<int>(options.peer_bases.size()) == options.num_ranks,
+          "peer_bases has " + std::to_string(options.peer_bases.size()) + " entries for " +
+              std::to_string(options.num_ranks) + " ranks");
+  world_.rank = options.rank;
+  world_.num_ranks = options.num_ranks;
+  world_.layout = WorkspaceLayout::make(options.num_ranks, options.num_max_experts);
+  world_.timeout_ns = options.timeout_ns;
+  require(options.heap_bytes >= world_.layout.data,
+          "heap_bytes = " + std::to_string(options.heap_bytes) + ", must be at least " +
+              std::to_string(world_.layout.data));
+  for (int rank = 0; rank < options.num_ranks; ++rank) {
+    world_.bases[rank] = reinterpret_cast<uint8_t*>(options.peer_bases[rank]);
+  }
+  data_bytes_ = options.heap_bytes - world_.layout.data;
+  num_max_experts_ = options.num_max_experts;
+  world_.error = static_cast<ErrorBlock*>(target_.allocate_mapped(sizeof(ErrorBlock)));
+  counts_ = static_cast<CountsBlock*>(
+      target_.allocate_mapped(sizeof(CountsBlock) + sizeof(int32_t) * options.num_max_experts));
+}
+
+template <class Target>
+Engine<Target>::~Engine() {
+  close();
+}
+
+template <class Target>
+void Engine<Target>::close() {
+  if (world_.error == nullptr) return;
+  target_.free_mapped(world_.error);
+  target_.free_mapped(counts_);
+  world_.error = nullptr;
+  counts_ = nullptr;
+}
+
+template <class Target>
+void Engine<Target>::check_open() const {
+  if (world_.error == nullptr) throw std::runtime_error("the engine is closed");
+}
+
+template <class Target>
+size_t Engine<Target>::workspace_bytes(int num_ranks, int num_max_experts) {
+  return WorkspaceLayout::make(num_ranks, num_max_experts).data;
+}
+
+template <class Target>
+size_t Engine<Target>::ring_bytes(int num_ranks, const ChannelConfig& config, int row_bytes,
+                                  int scale_row_bytes, int num_topk, int num_strips) {
+  const MessageLayout message{row_bytes, scale_row_bytes, num_topk, num_strips};
+  return RingLayout{num_ranks, config.num_channels, num_strips, config.num_slots, message.slot_bytes()}
+      .num_bytes();
+}
+
+template <class Target>
+typename Engine<Target>::Shape Engine<Target>::shape_of(const ChannelConfig& config, int row_bytes,
+                                                        int scale_row_bytes, int num_topk,
+                                                        int num_moving_warps) const {
+  using detail::require;
+  require(config.num_channels >= 1 && config.num_channels * num_strips <= kMaxLanes,
+          "num_channels = " + std::to_string(config.num_channels) + ", must lie in 1.." +
+              std::to_string(kMaxLanes / num_strips));
+  require(config.num_slots >= 1 && config.num_send_tokens >= 1 &&
+              config.num_send_tokens <= config.num_slots,
+          "num_send_tokens = " + std::to_string(config.num_send_tokens) + ", must lie in 1..num_slots = " +
+              std::to_string(config.num_slots));
+  require(row_bytes > 0 && row_bytes % 16 == 0,
+          "row_bytes = " + std::to_string(row_bytes) + ", must be a positive multiple of 16");
+  Shape shape{};
+  shape.message = {row_bytes, scale_row_bytes, num_topk, num_strips};
+  const int barrier_bytes = static_cast<int>(StagePipe<kNumStages>::barrier_bytes());
+  // Stages are multiples of 128 bytes, so that every stage starts on one.
+  const int stage_limit = ((smem_bytes_limit - kReservedSmemBytes) / num_moving_warps - barrier_bytes) / kNumStages / 128 * 128;
+  require(stage_limit >= shape.message.meta_bytes() + 16,
+          "scales and top-k of one token take " + std::to_string(shape.message.meta_bytes()) +
+              " bytes, must be at most " + std::to_string(stage_limit - 16));
+  shape.stage = StageLayout::make(shape.message, stage_limit);
+  shape.ring = {world_.num_ranks, config.num_channels, num_strips, config.num_slots,
+                shape.message.slot_bytes()};
+  require(shape.ring.num_bytes() <= data_bytes_,
+          "the rings need " + std::to_string(shape.ring.num_bytes()) + " bytes, num_nvl_bytes gives " +
+              std::to_string(data_bytes_));
+  shape.smem_bytes =
+      static_cast<size_t>(num_moving_warps) * (kNumStages * shape.stage.stage_bytes + barrier_bytes);
+  return shape;
+}
+
+template <class Target>
+template <class KernelType>
+void Engine<Target>::launch(const LaunchConfig& config, typename KernelType::Args args, uint64_t stream) {
+  check_open();
+  args.world = world_;
+  ++num_launches_;
+  target_.template launch<KernelType>(config, args, stream);
+}
+
+template <class Target>
+void Engine<Target>::get_dispatch_layout(LayoutArgs args, uint64_t stream) {
+  detail::require(args.num_experts >= 1 && args.num_experts <= num_max_experts_,
+                  "num_experts = " + std::to_string(args.num_experts) + ", must lie in 1..num_max_experts = " +
+                      std::to_string(num_max_experts_));
+  const Tuning& tuning = Target::kTuning;
+  args.tokens_per_block = tuning.layout_tokens_per_block;
+  const size_t smem_bytes = sizeof(int32_t) * (world_.num_ranks + args.num_experts + 1);
+  detail::require(smem_bytes <= static_cast<size_t>(Target::kTuning.smem_bytes_limit),
+                  "num_experts = " + std::to_string(args.num_experts) +
+                      ", their counters must fit in a block's shared memory");
+  launch<LayoutKernel>({.num_blocks = max_of(1, ceil_div(args.num_tokens, args.tokens_per_block)),
+                        .num_threads = tuning.layout_threads,
+                        .smem_bytes = smem_bytes},
+                       args, stream);
+}
+
+template <class Target>
+void Engine<Target>::notify_dispatch(NotifyArgs args, const ChannelConfig& config, uint64_t stream) {
+  const auto field = [&](HeaderField name) -> int& { return args.header.fields[static_cast<int>(name)]; };
+  // Checks the shape of the dispatch that follows, so that nothing is launched if it cannot be.
+  shape_of(config, field(HeaderField::kRowBytes), field(HeaderField::kScaleRowBytes),
+           field(HeaderField::kNumTopk), 2 * world_.num_ranks);
+  detail::require(args.num_experts >= 1 && args.num_experts <= num_max_experts_,
+                  "num_experts = " + std::to_string(args.num_experts) + ", must lie in 1..num_max_experts = " +
+                      std::to_string(num_max_experts_));
+  field(HeaderField::kNumExperts) = args.num_experts;
+  field(HeaderField::kNumChannels) = config.num_channels;
+  field(HeaderField::kNumSendTokens) = config.num_send_tokens;
+  field(HeaderField::kNumSlots) = config.num_slots;
+  field(HeaderField::kNumStrips) = num_strips;
+  args.num_channels = config.num_channels;
+  args.sequence = ++sequence_;
+  args.counts = counts_;
+  num_counted_experts_ = ExpertMap{args.num_experts, world_.num_ranks}.num_local_experts(world_.rank);
+  counts_stream_ = stream;
+  launch<NotifyKernel>({.num_blocks = 1 + world_.num_ranks,
+                        .num_threads = Target::kTuning.notify_threads,
+                        .smem_bytes = sizeof(int32_t) * max_of(4, config.num_channels)},
+                       args, stream);
+}
+
+template <class Target>
+std::optional<Counts> Engine<Target>::wait_counts() {
+  check_open();
+  const auto has_come = [&] { return detail::load_acquire(&counts_->sequence) == sequence_; };
+  for (int num_polls = 0; !has_come(); ++num_polls) {
+    if (detail::load_acquire(&world_.error->is_written) != 0) return std::nullopt;
+    // The kernel bounds its own waits; here only the end of the stream needs watching.
+    if (num_polls % 1024 == 1023 && target_.is_idle(counts_stream_) && !has_come() &&
+        detail::load_acquire(&world_.error->is_written) == 0) {
+      throw std::runtime_error("notify_dispatch ended without totals: an earlier failure was not cleared");
+    }
+  }
+  Counts counts;
+  counts.num_recv_tokens = counts_->num_recv_tokens;
+  counts.num_recv_tokens_per_expert.assign(
+      counts_->num_recv_tokens_per_expert, counts_->num_recv_tokens_per_expert + num_counted_experts_);
+  return counts;
+}
+
+template <class Target>
+void Engine<Target>::dispatch(DispatchArgs args, const ChannelConfig& config, int num_topk, int row_bytes,
+                              uint64_t stream) {
+  const int num_warps = 2 * world_.num_ranks;  // one to send and one to receive, a peer
+  const int scale_row_bytes = args.num_scales * args.scale_bytes;
+  const Shape shape = shape_of(config, row_bytes, scale_row_bytes, num_topk, num_warps);
+  args.message = shape.message;
+  args.stage = shape.stage;
+  args.ring = shape.ring;
+  args.num_send_tokens = config.num_send_tokens;
+  const int agreed[] = {row_bytes,           scale_row_bytes, num_topk,  config.num_channels,
+                        config.num_send_tokens, config.num_slots, num_strips};
+  args.signature = Operation::signature(Kernel::kDispatch, agreed, 7);
+  launch<DispatchKernel>({.num_blocks = shape.ring.num_lanes(),
+                          .num_threads = kWarpSize * num_warps,
+                          .smem_bytes = shape.smem_bytes},
+                         args, stream);
+}
+
+template <class Target>
+void Engine<Target>::combine(CombineArgs args, Dtype dtype, const ChannelConfig& config, int num_topk,
+                             int row_bytes, uint64_t stream) {
+  const int num_reduce_warps = Target::kTuning.num_reduce_warps;
+  // The progress words of the reducing warps lie behind the stages.
+  static_assert(sizeof(uint32_t) * Target::kTuning.num_reduce_warps <= kReservedSmemBytes);
+  const Shape shape = shape_of(config, row_bytes, 0, num_topk, world_.num_ranks);
+  args.message = shape.message;
+  args.stage = shape.stage;
+  args.ring = shape.ring;
+  args.num_send_tokens = config.num_send_tokens;
+  const int agreed[] = {row_bytes,           num_topk,         static_cast<int>(dtype), config.num_channels,
+                        config.num_send_tokens, config.num_slots, num_strips};
+  args.signature = Operation::signature(Kernel::kCombine, agreed, 7);
+  const LaunchConfig launch_config{.num_blocks = shape.ring.num_lanes(),
+                                   .num_threads = kWarpSize * (world_.num_ranks + 1 + num_reduce_warps),
+                                   .smem_bytes = shape.smem_bytes + kReservedSmemBytes};
+  switch (dtype) {
+    case Dtype::kBfloat16: return launch<CombineKernel<Dtype::kBfloat16>>(launch_config, args, stream);
+    case Dtype::kFloat16: return launch<CombineKernel<Dtype::kFloat16>>(launch_config, args, stream);
+    case Dtype::kFloat32: return launch<CombineKernel<Dtype::kFloat32>>(launch_config, args, stream);
+  }
+}
+
+template <class Target>
+std::optional<ErrorRecord> Engine<Target>::poll_error() const {
+  check_open();
+  const ErrorBlock& block = *world_.error;
+  if (detail::load_acquire(&block.is_written) == 0) return std::nullopt;
+  ErrorRecord record;
+  record.kind = kErrorKindNames[block.kind];
+  record.kernel = kKernelNames[block.kernel];
+  record.stage = kStageNames[block.stage];
+  const bool is_header = block.word == static_cast<uint32_t>(Word::kHeader);
+  record.word = is_header ? kHeaderFieldNames[block.channel] : kWordNames[block.word];
+  record.rank = block.rank;
+  record.peer = block.peer;
+  record.channel = is_header ? -1 : block.channel;
+  record.seen = static_cast<int64_t>(block.seen);
+  record.expected = static_cast<int64_t>(block.expected);
+  record.waited_ns = block.waited_ns;
+  record.index = block.index;
+  return record;
+}
+
+template <class Target>
+void Engine<Target>::clear_error() {
+  check_open();
+  LocalState* state = world_.state();
+  target_.fill_zero(&state->abort, sizeof(state->abort));
+  target_.fill_zero(&state->bad_expert_index, sizeof(state->bad_expert_index));
+  *world_.error = ErrorBlock{};
+  target_.fill_zero(&state->error_claimed, sizeof(state->error_claimed));
+}
+
+template <class Target>
+void Engine<Target>::reset() {
+  check_open();
+  target_.fill_zero(world_.bases[world_.rank], world_.layout.data);
+  *world_.error = ErrorBlock{};
+}
+
+}  // namespace deep_comm

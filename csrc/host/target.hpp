@@ -1,0 +1,33 @@
+// What the engine asks of a target. Two classes offer it: HostTarget (SIMT executor) and CudaTarget.
+//
+//   static constexpr bool kIsSynchronous       a launch returns when the kernel has finished
+//   static constexpr Tuning kTuning
+//   template <class Kernel> void launch(const LaunchConfig&, const typename Kernel::Args&, uint64_t stream)
+//   void* allocate_mapped(size_t)              zeroed host memory, at the same address for kernels
+//   void  free_mapped(void*)
+//   void  fill_zero(void* heap_memory, size_t) when no kernel runs
+//   bool  is_idle(uint64_t stream)             nothing is left to run there; throws if the device failed
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace deep_comm {
+
+struct LaunchConfig {
+  int num_blocks;
+  int num_threads;
+  size_t smem_bytes;
+};
+
+// How wide kernels are on a target: GPUs want threads, the host wants few fibers.
+struct Tuning {
+  int layout_threads;
+  int layout_tokens_per_block;
+  int notify_threads;
+  int num_reduce_warps;  // combine: warps of a block that add rows
+  int num_strips;        // blocks a channel uses
+  int smem_bytes_limit;  // of one block
+};
+
+}  // namespace deep_comm

@@ -1,0 +1,32 @@
+// The GPU target. `launch` is defined in engine_cuda.cu, the only file that nvcc compiles for it.
+#pragma once
+
+#include "host/target.hpp"
+
+namespace deep_comm {
+
+class CudaTarget {
+ public:
+  static constexpr bool kIsSynchronous = false;
+  static constexpr Tuning kTuning = {.layout_threads = 256,
+                                     .layout_tokens_per_block = 256,
+                                     .notify_threads = 256,
+                                     .num_reduce_warps = 15,
+                                     .num_strips = 2,
+                                     .smem_bytes_limit = 227 * 1024};
+
+  CudaTarget(int rank, int device) : device_(device) { (void)rank; }
+
+  template <class KernelType>
+  void launch(const LaunchConfig& config, const typename KernelType::Args& args, uint64_t stream);
+
+  void* allocate_mapped(size_t num_bytes);
+  void free_mapped(void* memory);
+  void fill_zero(void* memory, size_t num_bytes);
+  bool is_idle(uint64_t stream);
+
+ private:
+  int device_;
+};
+
+}  // namespace deep_comm

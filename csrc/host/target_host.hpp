@@ -1,0 +1,59 @@
+// The host target: kernels run on the calling thread, or in the simulation that this rank belongs to.
+#pragma once
+
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#include "device/layout/names.cuh"
+#include "host/target.hpp"
+#include "simt/machine.hpp"
+
+namespace deep_comm {
+
+class HostTarget {
+ public:
+  static constexpr bool kIsSynchronous = true;
+  static constexpr Tuning kTuning = {.layout_threads = 32,
+                                     .layout_tokens_per_block = 2048,
+                                     .notify_threads = 32,
+                                     .num_reduce_warps = 2,
+                                     .num_strips = 1,
+                                     .smem_bytes_limit = 227 * 1024};
+
+  // simulation: not owned, may be null.
+  HostTarget(int rank, int /*device*/, simt::Simulation* simulation)
+      : rank_(rank), simulation_(simulation) {}
+
+  template <class KernelType>
+  void launch(const LaunchConfig& config, const typename KernelType::Args& args, uint64_t stream) {
+    using Args = typename KernelType::Args;
+    const simt::Grid grid{.kernel = name_of(KernelType::kName),
+                          .rank = rank_,
+                          .num_blocks = config.num_blocks,
+                          .num_threads = config.num_threads,
+                          .smem_bytes = config.smem_bytes};
+    const simt::Body body = [](const void* raw) { KernelType::run(*static_cast<const Args*>(raw)); };
+    if (simulation_ == nullptr) {
+      simt::run(grid, body, &args);
+    } else {
+      simulation_->launch(rank_, stream, grid, body, &args, sizeof(Args));
+      simulation_->synchronize(rank_, stream);
+    }
+  }
+
+  void* allocate_mapped(size_t num_bytes) {
+    void* memory = std::calloc(1, num_bytes);
+    if (memory == nullptr) throw std::bad_alloc();
+    return memory;
+  }
+  void free_mapped(void* memory) { std::free(memory); }
+  void fill_zero(void* memory, size_t num_bytes) { std::memset(memory, 0, num_bytes); }
+  bool is_idle(uint64_t /*stream*/) { return true; }
+
+ private:
+  int rank_;
+  simt::Simulation* simulation_;
+};
+
+}  // namespace deep_comm

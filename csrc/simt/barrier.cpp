@@ -1,0 +1,95 @@
+#include "barrier.hpp"
+
+#include "executor.hpp"
+#include "ops.hpp"
+#include "simulated_memory.hpp"
+
+namespace deep_comm::simt {
+namespace {
+
+void wake_all(FiberList& waiting) {
+  while (Fiber* fiber = waiting.pop_front()) {
+    fiber->wait = Wait::kNone;
+    t_state.executor->make_ready(fiber);
+  }
+}
+
+// Stores of the arriving thread and of those its warp has seen become visible to the block.
+void publish_to_block(Fiber* self) {
+  if (t_state.simulated) order_stores(self, Scope::kCta);
+}
+
+NamedBarrier& named_barrier(Fiber* self, int barrier, int num_threads, const char* op) {
+  Executor* executor = t_state.executor;
+  const std::string call = std::string(op) + "(" + std::to_string(barrier) + ", " +
+                           std::to_string(num_threads) + ")";
+  if (barrier < 1 || barrier >= kNumBarriers) {
+    executor->fail(self, call + ": a named barrier is 1 to 15");
+  }
+  if (num_threads <= 0 || num_threads % kLanes != 0) {
+    executor->fail(self, call + ": the number of threads is a positive multiple of 32");
+  }
+  NamedBarrier& state = block_of(self)->barriers[barrier];
+  if (state.expected == 0) state.expected = num_threads;
+  if (state.expected != num_threads) {
+    executor->fail(self, call + ": others use this barrier with " +
+                             std::to_string(state.expected) + " threads");
+  }
+  return state;
+}
+
+// Returns whether this arrival completed the barrier.
+bool arrive(NamedBarrier& state) {
+  if (++state.arrived < state.expected) return false;
+  state.arrived = state.expected = 0;
+  wake_all(state.waiting);
+  return true;
+}
+
+}  // namespace
+
+void sync_block() {
+  Fiber* self = t_state.current;
+  Block* block = block_of(self);
+  NamedBarrier& state = block->barriers[0];
+  publish_to_block(self);
+  if (++state.arrived == block->num_live) {
+    state.arrived = 0;
+    note_progress();
+    wake_all(state.waiting);
+    return;
+  }
+  self->wait = Wait::kBlockBarrier;
+  state.waiting.push_back(self);
+  t_state.executor->suspend(self);
+}
+
+void complete_block_barrier_after_exit(Block* block) {
+  NamedBarrier& state = block->barriers[0];
+  if (state.arrived == 0 || state.arrived < block->num_live) return;
+  state.arrived = 0;
+  wake_all(state.waiting);
+}
+
+void sync_named(int barrier, int num_threads) {
+  Fiber* self = t_state.current;
+  NamedBarrier& state = named_barrier(self, barrier, num_threads, "sync_named");
+  publish_to_block(self);
+  if (arrive(state)) {
+    note_progress();
+    return;
+  }
+  self->wait = Wait::kNamedBarrier;
+  self->barrier = barrier;
+  state.waiting.push_back(self);
+  t_state.executor->suspend(self);
+}
+
+void arrive_named(int barrier, int num_threads) {
+  Fiber* self = t_state.current;
+  NamedBarrier& state = named_barrier(self, barrier, num_threads, "arrive_named");
+  publish_to_block(self);
+  if (arrive(state)) note_progress();
+}
+
+}  // namespace deep_comm::simt

@@ -1,0 +1,159 @@
+// Direct mode: one grid on one OS thread, over memory that other processes write.
+#include <ctime>
+#include <sched.h>
+
+#include "executor.hpp"
+#include "ops.hpp"
+
+namespace deep_comm::simt {
+namespace {
+
+// Switches among fibers that are ready before those parked on a word get a look.
+constexpr uint32_t kPicksBetweenPolls = 64;
+// Switches inside one warp after another before the others' turn.
+constexpr uint32_t kMaxHotStreak = 1024;
+
+// Cores are often fewer than ranks: the peer that has to act may wait for this very core.
+constexpr int kIdleSpins = 4;
+constexpr int kIdleYields = 64;
+constexpr long kMinSleepNs = 2'000;
+constexpr long kMaxSleepNs = 100'000;
+
+uint64_t monotonic_ns() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return static_cast<uint64_t>(now.tv_sec) * 1'000'000'000u + static_cast<uint64_t>(now.tv_nsec);
+}
+
+class DirectExecutor final : public Executor {
+ public:
+  void run(const Grid& grid, Body body, const void* args);
+
+  void make_ready(Fiber* fiber) override { ready_.push_back(fiber); }
+  void make_ready_hot(Fiber* fiber) override { hot_.push_front(fiber); }
+  void make_ready_last(Fiber* fiber) override {
+    // A loop around a plain load, and nobody else to run: the value can only change from outside.
+    if (ready_.empty() && hot_.empty()) sched_yield();
+    ready_.push_back(fiber);
+  }
+
+  void notify(const void* address) override {
+    for (size_t i = 0; i < parked_.size();) {
+      Fiber* fiber = parked_[i];
+      if (fiber->wait == Wait::kMbarrier && fiber->word == address && holds(fiber)) {
+        unpark(fiber);
+        make_ready(fiber);
+      } else {
+        ++i;
+      }
+    }
+  }
+
+  uint64_t now_ns() override { return monotonic_ns(); }
+
+  uint64_t peek(const Fiber*, const void* word, unsigned num_bytes) override {
+    return num_bytes == 8 ? __atomic_load_n(static_cast<const uint64_t*>(word), __ATOMIC_ACQUIRE)
+                          : __atomic_load_n(static_cast<const uint32_t*>(word), __ATOMIC_ACQUIRE);
+  }
+
+ protected:
+  Fiber* pick_next() override {
+    if (++picks_ >= kPicksBetweenPolls + parked_.size()) {
+      picks_ = 0;
+      if (!parked_.empty()) poll_parked();
+    }
+    if (!hot_.empty() && (++hot_streak_ < kMaxHotStreak || ready_.empty())) return hot_.pop_front();
+    hot_streak_ = 0;
+    return ready_.pop_front();
+  }
+
+ private:
+  bool poll_parked();
+  void wait_for_others();
+
+  FiberList hot_;    // last in, first out by warps
+  FiberList ready_;  // first in, first out
+  uint32_t picks_ = 0;
+  uint32_t hot_streak_ = 0;
+  int idle_rounds_ = 0;
+};
+
+bool DirectExecutor::poll_parked() {
+  const uint64_t now = now_ns();
+  bool any = false;
+  for (size_t i = 0; i < parked_.size();) {
+    Fiber* fiber = parked_[i];
+    if (now < fiber->deadline_ns && !holds(fiber)) {
+      ++i;
+      continue;
+    }
+    unpark(fiber);  // moves another fiber to place i
+    make_ready(fiber);
+    any = true;
+  }
+  return any;
+}
+
+// Nothing of this grid can run: gives the core to whoever can change that.
+void DirectExecutor::wait_for_others() {
+  if (poll_parked()) {
+    idle_rounds_ = 0;
+    return;
+  }
+  const int round = idle_rounds_++;
+  if (round < kIdleSpins) return;
+  if (round < kIdleSpins + kIdleYields) {
+    sched_yield();
+    return;
+  }
+  const int doublings = round - kIdleSpins - kIdleYields;
+  const long sleep_ns = doublings < 6 ? kMinSleepNs << doublings : kMaxSleepNs;
+  const timespec duration{.tv_sec = 0, .tv_nsec = sleep_ns < kMaxSleepNs ? sleep_ns : kMaxSleepNs};
+  nanosleep(&duration, nullptr);
+}
+
+void DirectExecutor::run(const Grid& grid, Body body, const void* args) {
+  if (t_state.executor) throw MachineError("a grid cannot be run from inside a grid");
+  std::unique_ptr<GridRun> run = create(grid, body, args);
+  failed_ = false;
+  picks_ = hot_streak_ = 0;
+  idle_rounds_ = 0;
+  t_state = ThreadState{.current = nullptr,
+                        .executor = this,
+                        .simulated = nullptr,
+                        .faults = 0,
+                        .polls_left = kPollsPerYield};
+  struct AtRestAgain {
+    DirectExecutor& executor;
+    GridRun& run;
+    ~AtRestAgain() {
+      t_state = ThreadState{};
+      executor.hot_ = executor.ready_ = FiberList{};
+      executor.parked_.clear();
+      executor.release(run);
+    }
+  } at_rest_again{*this, *run};
+
+  start(*run);
+  while (!run->finished && !failed_) {
+    resume();
+    if (run->finished || failed_) break;
+    if (parked_.empty()) {
+      throw MachineError(std::string("kernel '") + grid.kernel + "' rank " +
+                         std::to_string(grid.rank) +
+                         ": no thread can go on, and nothing outside can change that\n" +
+                         describe(*run));
+    }
+    wait_for_others();
+  }
+  if (failed_) throw MachineError(failure_);
+}
+
+}  // namespace
+
+void run(const Grid& grid, Body body, const void* args) {
+  thread_local DirectExecutor executor;
+  executor.run(grid, body, args);
+}
+
+}  // namespace deep_comm::simt

@@ -1,0 +1,19 @@
+// The names by which a test asks for a fault; the bits are those of deep_comm::Fault, whose header is
+// above this layer (device/arch/host.cuh asserts that they agree).
+#pragma once
+
+#include <cstdint>
+
+namespace deep_comm::simt {
+
+struct FaultName {
+  const char* name;
+  uint32_t bit;
+};
+
+inline constexpr FaultName kFaultNames[] = {
+    {"weaken_release", 1u << 0}, {"weaken_fence", 1u << 1},        {"skip_credit", 1u << 2},
+    {"skip_bulk_wait", 1u << 3}, {"skip_bulk_wait_read", 1u << 4}, {"skip_entry_barrier", 1u << 5},
+};
+
+}  // namespace deep_comm::simt

@@ -1,0 +1,90 @@
+// The face of the host executor: run a grid at once, or launch it on a simulated machine.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace deep_comm::simt {
+
+// What a launch needs to know. `kernel` is a literal; blocks and grids are one-dimensional.
+struct Grid {
+  const char* kernel;
+  int rank;
+  int num_blocks;
+  int num_threads;  // of one block
+  size_t smem_bytes;
+};
+
+using Body = void (*)(const void* args);
+
+// A kernel broke a rule of the machine: the message says which and where.
+struct MachineError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// Nothing can make progress: the message lists every waiting fiber and how to replay the run.
+struct SimulationStuck : MachineError {
+  using MachineError::MachineError;
+};
+
+// Direct mode: runs one grid to completion on the calling OS thread. Any number of OS threads and
+// processes may do so at once; memory is the real one. `args` stays alive during the call.
+void run(const Grid& grid, Body body, const void* args);
+
+// Fibers of `rank` do not run from step `after_step` on for `num_steps` steps (0: for ever).
+struct Stall {
+  int rank;
+  uint64_t after_step;
+  uint64_t num_steps;
+};
+
+struct SimulationOptions {
+  int num_ranks = 1;
+  uint64_t seed = 0;
+  std::string policy = "random";  // random | fifo | lifo | starve | priority | any
+  bool weak_memory = true;        // hold stores that are not releases
+  bool delay_bulk = true;         // complete bulk copies late
+  std::vector<std::string> faults;
+  std::vector<Stall> stalls;
+  std::string on_stuck = "report";           // report | clock
+  uint64_t max_steps = 2'000'000'000;        // of the whole simulation
+  uint64_t max_idle_steps = 20'000'000;      // since memory or a barrier last changed: a livelock
+};
+
+class SimulationState;
+
+// All ranks of a job in one process under one seeded scheduler. Each rank is one OS thread; the
+// scheduler's thread and the rank threads never act at the same time, so that a seed replays a run.
+class Simulation {
+ public:
+  explicit Simulation(const SimulationOptions& options);
+  ~Simulation();
+  Simulation(const Simulation&) = delete;
+  Simulation& operator=(const Simulation&) = delete;
+
+  // Copies the arguments; asynchronous; first in, first out per (rank, stream).
+  void launch(int rank, uint64_t stream, const Grid& grid, Body body, const void* args,
+              size_t args_bytes);
+  // Blocks the rank's OS thread until the stream is empty.
+  void synchronize(int rank, uint64_t stream);
+  // All-gather between the rank threads.
+  std::vector<std::string> exchange(int rank, std::string payload);
+  // The rank's thread ends; it takes part in nothing any more. Its grids go on.
+  void leave(int rank);
+  // The rank's fibers never run again and its stores that nobody has seen are lost.
+  void kill(int rank);
+  // Every fiber that waits, and for what.
+  std::string describe() const;
+  uint64_t num_steps() const;
+  uint64_t time_ns() const;
+  int num_ranks() const;
+
+ private:
+  std::unique_ptr<SimulationState> state_;
+};
+
+}  // namespace deep_comm::simt

@@ -1,0 +1,125 @@
+// The mbarrier object: eight bytes of shared memory.
+//
+//   bit 63      parity of the current phase
+//   bits 40-62  bytes still to come, signed: a copy may land before the bytes it brings are expected
+//   bits 20-39  arrivals of every phase
+//   bits 0-19   arrivals still to come in this phase
+#include "barrier.hpp"
+#include "executor.hpp"
+#include "ops.hpp"
+#include "simulated_memory.hpp"
+
+namespace deep_comm::simt {
+namespace {
+
+constexpr uint32_t kMaxArrivals = (1u << 20) - 1;
+constexpr int64_t kMaxBytes = (1 << 20) - 1;
+
+// A try_wait returns after a while even if nothing has happened, as the hardware's does, so that the
+// loop around it can look at its deadline.
+constexpr uint64_t kTryWaitNs = 20'000;
+constexpr uint32_t kMaxTryWaitDoublings = 12;
+
+struct State {
+  uint32_t pending;
+  uint32_t arrivals;
+  int64_t bytes;
+  uint32_t parity;
+};
+
+State unpack(uint64_t word) {
+  return State{.pending = static_cast<uint32_t>(word) & kMaxArrivals,
+               .arrivals = static_cast<uint32_t>(word >> 20) & kMaxArrivals,
+               .bytes = static_cast<int64_t>(word << 1) >> 41,
+               .parity = static_cast<uint32_t>(word >> 63)};
+}
+
+uint64_t pack(const State& state) {
+  return state.pending | uint64_t{state.arrivals} << 20 |
+         (static_cast<uint64_t>(state.bytes) & ((uint64_t{1} << 23) - 1)) << 40 |
+         uint64_t{state.parity} << 63;
+}
+
+bool complete_phase_if_done(State& state) {
+  if (state.pending > 0 || state.bytes != 0) return false;
+  state.pending = state.arrivals;
+  state.parity ^= 1;
+  return true;
+}
+
+void check_address(Fiber* self, const uint64_t* barrier) {
+  if (!block_of(self)->owns(barrier) || reinterpret_cast<uintptr_t>(barrier) % 8 != 0) {
+    t_state.executor->fail(self, "an mbarrier is 8 aligned bytes of the block's shared memory");
+  }
+}
+
+}  // namespace
+
+bool mbarrier_phase_done(uint64_t barrier, uint32_t parity) {
+  return unpack(barrier).parity != (parity & 1);
+}
+
+bool mbarrier_complete_bytes(uint64_t* barrier, uint32_t num_bytes, const char** error) {
+  State state = unpack(*barrier);
+  state.bytes -= num_bytes;
+  if (state.bytes < -kMaxBytes) *error = "more bytes than an mbarrier can count have arrived";
+  if (state.arrivals == 0) *error = "bytes arrive at an mbarrier that was not initialised";
+  const bool done = complete_phase_if_done(state);
+  *barrier = pack(state);
+  return done;
+}
+
+void mbarrier_init(uint64_t* barrier, int num_arrivals) {
+  Fiber* self = t_state.current;
+  check_address(self, barrier);
+  if (num_arrivals < 1 || static_cast<uint32_t>(num_arrivals) > kMaxArrivals) {
+    t_state.executor->fail(self, "mbarrier_init with " + std::to_string(num_arrivals) +
+                                     " arrivals: the rule is 1 to 1048575");
+  }
+  const auto count = static_cast<uint32_t>(num_arrivals);
+  *barrier = pack(State{.pending = count, .arrivals = count, .bytes = 0, .parity = 0});
+}
+
+void mbarrier_arrive(uint64_t* barrier, uint32_t expected_bytes) {
+  Fiber* self = t_state.current;
+  check_address(self, barrier);
+  if (t_state.simulated) order_stores(self, Scope::kCta);
+  State state = unpack(*barrier);
+  if (state.arrivals == 0 || state.pending == 0 || state.pending > state.arrivals) {
+    t_state.executor->fail(self, "arrives at an mbarrier that was not initialised");
+  }
+  state.bytes += expected_bytes;
+  if (state.bytes > kMaxBytes) {
+    t_state.executor->fail(self, "an mbarrier can wait for at most 1048575 bytes, asked for " +
+                                     std::to_string(state.bytes));
+  }
+  --state.pending;
+  const bool done = complete_phase_if_done(state);
+  *barrier = pack(state);
+  note_progress();
+  if (done) t_state.executor->notify(barrier);
+}
+
+bool mbarrier_try_wait_parity(uint64_t* barrier, uint32_t parity) {
+  Fiber* self = t_state.current;
+  check_address(self, barrier);
+  if (!mbarrier_phase_done(*barrier, parity)) {
+    // The same wait again and again: look less and less often, so that a jumping clock makes way.
+    const bool again = self->word == barrier && self->seen == parity;
+    self->spurious_wakes = again ? self->spurious_wakes + 1 : 0;
+    const uint32_t doublings =
+        self->spurious_wakes < kMaxTryWaitDoublings ? self->spurious_wakes : kMaxTryWaitDoublings;
+    self->wait = Wait::kMbarrier;
+    self->word = barrier;
+    self->abort_word = nullptr;
+    self->seen = parity;
+    self->deadline_ns =
+        clock_ns() + (t_state.simulated ? kTryWaitNs << doublings : kTryWaitNs);
+    t_state.executor->park(self);
+  }
+  const bool done = mbarrier_phase_done(*barrier, parity);
+  if (done) self->word = nullptr;
+  return done;
+}
+
+}  // namespace deep_comm::simt

@@ -1,0 +1,107 @@
+// The simulated machine: the grids of all ranks under one seeded scheduler.
+#pragma once
+
+#include <deque>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "executor.hpp"
+#include "ops.hpp"
+#include "random.hpp"
+#include "ready_set.hpp"
+#include "simulated_bulk.hpp"
+#include "simulated_memory.hpp"
+
+namespace deep_comm::simt {
+
+class SimulatedExecutor final : public Executor {
+ public:
+  explicit SimulatedExecutor(const SimulationOptions& options);
+  ~SimulatedExecutor() override;
+
+  enum class Outcome { kGridFinished, kStuck, kFailed };
+
+  // ---- called by the scheduler's thread -----------------------------------------------------------
+  void enter_thread();  // this OS thread runs the fibers from now on
+  void launch(int rank, uint64_t stream, const Grid& grid, Body body, std::shared_ptr<void> args);
+  bool is_drained(int rank, uint64_t stream) const;
+  Outcome run();  // until a grid has ended or nothing can go on
+  const std::string& failure() const { return failure_; }
+
+  // ---- called while no fiber runs -----------------------------------------------------------------
+  void kill(int rank);
+  bool is_killed(int rank) const { return killed_[static_cast<size_t>(rank)]; }
+  std::string describe_all();
+  std::string describe_run() const;  // seed, policy, and how to do it again
+  uint64_t num_steps() const { return step_; }
+  uint64_t time_ns() const { return time_ns_; }
+
+  // ---- called by fibers ---------------------------------------------------------------------------
+  SimulatedMemory& memory() { return memory_; }
+  BulkQueue& bulk() { return bulk_; }
+  // Where the order of accesses shows: perhaps another fiber comes first.
+  void maybe_preempt(Fiber* self) {
+    if (preempt_.strikes(random_)) [[unlikely]] yield(self);
+  }
+  void note_progress() { last_progress_step_ = step_, ++num_changes_; }
+
+  void make_ready(Fiber* fiber) override { ready_.push(fiber); }
+  void make_ready_hot(Fiber* fiber) override { ready_.push(fiber); }
+  void make_ready_last(Fiber* fiber) override { ready_.push_last(fiber); }
+  void notify(const void* address) override;
+  uint64_t now_ns() override;
+  uint64_t peek(const Fiber* fiber, const void* word, unsigned num_bytes) override;
+
+ protected:
+  Fiber* pick_next() override;
+  void on_fiber_start(Fiber* fiber) override { ready_.adopt(fiber); }
+  void on_block_exit(Block* block) override;
+  void on_grid_exit(GridRun* run) override { finished_.push_back(run); }
+  void on_park(Fiber* fiber) override;
+  void on_unpark(Fiber* fiber) override;
+
+ private:
+  using StreamKey = std::pair<int, uint64_t>;
+  using Stream = std::deque<std::unique_ptr<GridRun>>;
+
+  bool memory_event();
+  bool is_stalled(int rank);
+  void retire_finished();
+  void start_next(Stream& stream);
+  bool go_on_after_idling();
+  bool wake_where_condition_holds();
+  bool end_stalls();
+  bool wake_try_waits();
+  bool jump_clock();
+  void wake(Fiber* fiber);
+
+  const SimulationOptions options_;
+  Random random_;
+  ReadySet ready_;
+  SimulatedMemory memory_;
+  BulkQueue bulk_;
+  Whim preempt_;
+  Whim memory_whim_;
+
+  uint64_t step_ = 0;
+  uint64_t time_ns_ = 0;
+  uint64_t last_progress_step_ = 0;
+  uint64_t num_changes_ = 0;
+  uint64_t changes_at_try_waits_ = ~uint64_t{0};
+  std::string stop_reason_;
+
+  std::map<StreamKey, Stream> streams_;
+  std::vector<GridRun*> finished_;
+  std::vector<bool> killed_;
+  std::vector<std::unique_ptr<GridRun>> dead_grids_;  // of killed ranks: their fibers may be in lists
+  std::vector<Stall> stalls_;
+  std::vector<Fiber*> stalled_;
+
+  std::vector<Fiber*> waiters_;  // hash of line -> chain of fibers that wait for a word there
+  std::vector<std::pair<const uint32_t*, int>> abort_words_;  // and how many fibers look at each
+};
+
+}  // namespace deep_comm::simt

@@ -1,0 +1,56 @@
+"""deep_comm: dispatch and combine for Mixture-of-Experts layers, on GPUs and on any host.
+
+``Buffer`` is where to start. ``deep_comm.local`` runs ranks as threads of one process,
+``deep_comm.simulate`` under a seeded scheduler, ``deep_comm.reference`` says what results must be.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from deep_comm import errors
+from deep_comm._version import __version__
+from deep_comm.buffer import Buffer
+from deep_comm.config import Config
+from deep_comm.errors import (
+    ArgumentError,
+    BufferDestroyed,
+    BufferTooSmall,
+    CapacityError,
+    ConfigMismatch,
+    DeepCommError,
+    ExpertIndexError,
+    HandleMismatch,
+    PeerLost,
+    PeerTimeout,
+    TopologyError,
+    UnsupportedError,
+)
+from deep_comm.events import EventHandle, EventOverlap
+from deep_comm.handle import Handle
+
+topk_idx_t: torch.dtype = torch.int64
+"""The usual dtype of topk_idx; int32 is taken as well."""
+
+__all__ = [
+    "ArgumentError",
+    "Buffer",
+    "BufferDestroyed",
+    "BufferTooSmall",
+    "CapacityError",
+    "Config",
+    "ConfigMismatch",
+    "DeepCommError",
+    "EventHandle",
+    "EventOverlap",
+    "ExpertIndexError",
+    "Handle",
+    "HandleMismatch",
+    "PeerLost",
+    "PeerTimeout",
+    "TopologyError",
+    "UnsupportedError",
+    "__version__",
+    "errors",
+    "topk_idx_t",
+]

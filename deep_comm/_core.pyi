@@ -1,0 +1,217 @@
+"""The host target: the protocol kernels over the SIMT executor, layout arithmetic, shared memory, simulation.
+
+Every pointer is an ``int`` address and 0 stands for "not given"; every size is in bytes or elements as named.
+Nothing here knows torch. Calls that may wait release the GIL.
+"""
+
+from collections.abc import Sequence
+
+version: str
+
+class ErrorRecord:
+    """What the first failing thread of a Buffer left behind."""
+
+    kind: str  # "peer_timeout" | "config_mismatch" | "expert_index" | "overflow"
+    kernel: str  # "notify_dispatch", "dispatch", "combine", "get_dispatch_layout"
+    stage: str  # "entry_barrier", "counts", "ring_credit", "ring_tail", "channel_offsets", ...
+    word: str  # the shared word it waited on: "arrived", "head", "tail", ...; for config_mismatch the field's name
+    rank: int  # who waited
+    peer: int  # for whom (-1: nobody in particular)
+    channel: int  # -1: none
+    seen: int
+    expected: int
+    waited_ns: int
+    index: int  # expert_index: position in topk_idx, -1 if a peer's; else -1
+
+class Counts:
+    """What notify_dispatch learned."""
+
+    num_recv_tokens: int
+    num_recv_tokens_per_expert: list[int]  # per local expert, rounded up to expert_alignment
+
+class Engine:
+    """The native half of a Buffer: workspace, generations, launches. One per (Buffer, rank)."""
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        num_ranks: int,
+        device: int,  # CUDA device index; -1 on the host target
+        peer_bases: Sequence[int],  # [num_ranks] base address of every rank's heap segment, as this process sees it
+        heap_bytes: int,
+        num_max_experts: int,
+        timeout_ns: int,
+        simulation: Simulation | None = None,  # host target only
+    ) -> None: ...
+    @staticmethod
+    def workspace_bytes(*, num_ranks: int, num_max_experts: int) -> int:
+        """Control words at the head of every segment; a segment is workspace_bytes + num_nvl_bytes."""
+    @staticmethod
+    def ring_bytes(
+        *, num_ranks: int, num_channels: int, num_slots: int, row_bytes: int, scale_row_bytes: int, num_topk: int
+    ) -> int:
+        """Bytes of ring space one dispatch or combine of this shape needs in every rank's data region."""
+    smem_bytes_limit: int  # shared memory of a block; smaller values cut rows into more pieces
+    num_strips: int  # blocks a channel uses, each moving a strip of the row's columns; equal on all ranks
+    num_launches: int  # kernels launched so far (tests assert "nothing launched" with it)
+
+    def get_dispatch_layout(
+        self,
+        *,
+        topk_idx: int,  # [num_tokens, num_topk]
+        topk_idx_bytes: int,  # 4 or 8
+        num_tokens: int,
+        num_topk: int,
+        num_experts: int,
+        ranks_per_node: int,
+        num_tokens_per_rank: int,  # out int32 [num_ranks]
+        num_tokens_per_node: int,  # out int32 [num_nodes], or 0
+        num_tokens_per_expert: int,  # out int32 [num_experts]
+        is_token_in_rank: int,  # out uint8 [num_tokens, num_ranks]
+        stream: int,
+    ) -> None: ...
+    def notify_dispatch(
+        self,
+        *,
+        num_tokens_per_rank: int,  # int32 [num_ranks]
+        num_tokens_per_expert: int,  # int32 [num_experts]
+        is_token_in_rank: int,  # uint8 [num_tokens, num_ranks]
+        num_tokens: int,
+        num_topk: int,
+        num_experts: int,
+        row_bytes: int,
+        scale_row_bytes: int,
+        expert_alignment: int,
+        num_channels: int,
+        num_send_tokens: int,  # chunk: rows between two publications of a tail
+        num_slots: int,  # ring slots per (channel, source)
+        rank_prefix_matrix: int,  # out int32 [num_ranks, num_ranks]
+        channel_prefix_matrix: int,  # out int32 [num_ranks, num_channels]
+        send_head: int,  # out int32 [num_tokens, num_ranks]
+        num_recv_tokens_per_expert: int,  # out int32 [num_local_experts] on the device, or 0
+        stream: int,
+    ) -> None: ...
+    def wait_counts(self) -> Counts | None:
+        """Wait for the totals of the last notify_dispatch. None: it failed, see poll_error()."""
+    def dispatch(
+        self,
+        *,
+        x: int,  # [num_tokens, row_bytes]
+        row_bytes: int,
+        num_tokens: int,
+        x_scales: int,  # or 0
+        scale_bytes: int,  # bytes of one scale: 1, 2, 4 or 8
+        num_scales: int,  # scales of one row
+        scale_token_stride: int,  # in elements
+        scale_column_stride: int,  # in elements
+        topk_idx: int,  # [num_tokens, num_topk], or 0
+        topk_idx_bytes: int,
+        topk_weights: int,  # float32 [num_tokens, num_topk], or 0
+        num_topk: int,
+        num_experts: int,
+        is_token_in_rank: int,
+        rank_prefix_matrix: int,
+        channel_prefix_matrix: int,
+        recv_x: int,  # out [num_recv_rows, row_bytes]
+        recv_x_scales: int,  # out contiguous [num_recv_rows, num_scales], or 0
+        recv_topk_idx: int,  # out [num_recv_rows, num_topk] of topk_idx_bytes, or 0
+        recv_topk_weights: int,  # out float32 [num_recv_rows, num_topk], or 0
+        recv_src_idx: int,  # out int32 [num_recv_rows]
+        recv_channel_prefix_matrix: int,  # out int32 [num_ranks, num_channels]
+        num_recv_rows: int,
+        has_entry_barrier: bool,  # True unless notify_dispatch of the same call was the barrier (cached handles)
+        fill_tail: bool,  # rows past the received ones get index -1, weight 0, source index -1
+        num_channels: int,
+        num_send_tokens: int,
+        num_slots: int,
+        stream: int,
+    ) -> None: ...
+    def combine(
+        self,
+        *,
+        x: int,  # [num_recv_rows, hidden]
+        dtype: str,  # "bfloat16" | "float16" | "float32"
+        hidden: int,
+        topk_weights: int,  # float32 [num_recv_rows, num_topk], or 0
+        num_topk: int,
+        bias_0: int,  # [num_tokens, hidden], or 0
+        bias_1: int,
+        num_tokens: int,
+        num_recv_rows: int,
+        rank_prefix_matrix: int,
+        recv_channel_prefix_matrix: int,
+        send_head: int,
+        combined_x: int,  # out [num_tokens, hidden]
+        combined_topk_weights: int,  # out float32 [num_tokens, num_topk], or 0
+        num_channels: int,
+        num_send_tokens: int,
+        num_slots: int,
+        stream: int,
+    ) -> None: ...
+    def poll_error(self) -> ErrorRecord | None:
+        """The error record, if a thread has written one. Does not wait and does not clear."""
+    def clear_error(self) -> None:
+        """Forget a failure that left all ranks in step: every kind but "peer_timeout", which needs reset()."""
+    def reset(self) -> None:
+        """Zero this rank's control words, generation and error record. Callers put a barrier before and after it."""
+    def close(self) -> None:
+        """Free what the engine owns on this rank. Never waits for a peer. Idempotent."""
+
+class Segment:
+    """A POSIX shared memory segment, mode 0600, with an unguessable name."""
+
+    name: str
+    address: int
+    num_bytes: int
+    @staticmethod
+    def create(num_bytes: int) -> Segment: ...
+    @staticmethod
+    def attach(name: str, num_bytes: int) -> Segment: ...
+    def unlink(self) -> None:
+        """Remove the name (every rank has attached); the memory lives until the last close. Idempotent."""
+    def close(self) -> None: ...
+
+def remove_stale_segments() -> list[str]:
+    """Remove this user's segments whose creating process is gone; returns their names."""
+
+def allocate(num_bytes: int) -> int:
+    """Zeroed, 4096-byte aligned memory of this process: the heap of ranks that are threads."""
+
+def free(address: int) -> None: ...
+
+class Simulation:
+    """All ranks of a job in this process under one seeded scheduler.
+
+    Each rank is one OS thread. Only one of {a rank's thread, the scheduler} acts at a time as far as results
+    can tell, so that a seed replays a run exactly.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_ranks: int,
+        seed: int,
+        policy: str = "random",  # "random" | "fifo" | "lifo" | "starve" | "priority" | "any" (chosen by the seed)
+        weak_memory: bool = True,  # hold stores that are not releases
+        delay_bulk: bool = True,  # complete bulk copies late
+        faults: Sequence[str] = (),  # names of Fault: "weaken_release", "skip_credit", ...
+        stalls: Sequence[tuple[int, int, int]] = (),  # (rank, after step, for so many steps); 0 steps: for ever
+        on_stuck: str = "report",  # "report": raise SimulationStuck; "clock": jump to the next deadline
+    ) -> None: ...
+    num_steps: int  # fiber switches so far
+    time_ns: int  # virtual clock
+    def exchange(self, rank: int, payload: bytes) -> list[bytes]:
+        """All-gather between the rank threads. Raises SimulationStuck if a rank can no longer come."""
+    def leave(self, rank: int) -> None:
+        """The rank's thread ends (or died); it takes part in nothing any more."""
+    def kill(self, rank: int) -> None:
+        """The rank's fibers stop where they are and never run again, like a process that was killed."""
+    def describe(self) -> str:
+        """Every waiting fiber: kernel, rank, block, warp, word, seen, expected."""
+
+class MachineError(RuntimeError):
+    """A kernel broke a rule of the machine (divergent barrier, bulk copy out of its shared memory, trap...)."""
+
+class SimulationStuck(MachineError):
+    """No fiber can make progress. The message lists every waiting fiber and the seed."""

@@ -1,0 +1,43 @@
+"""The targets a Buffer can run on: the host and CUDA devices."""
+
+from __future__ import annotations
+
+import torch
+
+from deep_comm import env
+from deep_comm.backends.base import Backend, Heap, Launch
+from deep_comm.errors import ArgumentError, UnsupportedError
+
+__all__ = ["Backend", "Heap", "Launch", "create_backend", "resolve_device"]
+
+
+def resolve_device(device: torch.device | str | int | None) -> torch.device:
+    """The device asked for, else that of the environment, else CUDA when available, else the host."""
+    if device is None:
+        device = env.DEVICE.get()
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        resolved = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ArgumentError("device", device, "must be a torch device") from None
+    if resolved.type == "cpu":
+        return torch.device("cpu")
+    if resolved.type != "cuda":
+        raise ArgumentError("device", device, "must be a CPU or CUDA device")
+    if not torch.cuda.is_available():
+        raise UnsupportedError(f"device {device!r} was asked for, but torch sees no CUDA device")
+    index = torch.cuda.current_device() if resolved.index is None else resolved.index
+    if index >= torch.cuda.device_count():
+        raise ArgumentError("device", device, f"must be one of {torch.cuda.device_count()} devices")
+    return torch.device("cuda", index)
+
+
+def create_backend(device: torch.device) -> Backend:
+    if device.type == "cuda":
+        from deep_comm.backends.cuda import CudaBackend
+
+        return CudaBackend(device)
+    from deep_comm.backends.cpu import CpuBackend
+
+    return CpuBackend()

@@ -1,0 +1,103 @@
+"""What a target offers to a Buffer: memory that peers reach, an engine, streams. See cpu.py, cuda.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from deep_comm.events import EventHandle, EventOverlap
+from deep_comm.rendezvous import Rendezvous
+
+if TYPE_CHECKING:
+    from deep_comm._core import Engine
+
+_POISON_BYTE = 0xA5
+
+
+class Heap(Protocol):
+    """One allocation per rank, equally large everywhere, and every peer's address of it."""
+
+    base: int
+    num_bytes: int
+    peer_bases: Sequence[int]
+
+    def view(self, offset: int, num_bytes: int) -> Tensor:
+        """uint8 tensor over this rank's part; the memory lives as long as the tensor."""
+
+    def close(self) -> None:
+        """Let go of the peers' parts and of this rank's own. Never waits for a peer. Idempotent."""
+
+
+class Launch(Protocol):
+    """The place of one operation on the streams; a context manager around its allocations and calls.
+
+    Entering makes the communication stream wait for what the operation needs. ``finish`` makes the
+    caller's stream wait for the operation, or returns the event of an asynchronous one.
+    """
+
+    stream: int  # to pass to the engine
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """An output, on the device and owned by the right stream."""
+
+    def finish(self, inputs: Iterable[Tensor | None]) -> EventOverlap:
+        """End of the operation, whose ``inputs`` must outlive it."""
+
+    def __enter__(self) -> Launch: ...
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None: ...
+
+
+class Backend(Protocol):
+    """One target on one device, for one Buffer."""
+
+    device: torch.device
+    is_synchronous: bool  # kernels have ended when an engine call returns
+    max_sms: int | None  # blocks that can run at once; None: no limit
+
+    def workspace_bytes(self, num_ranks: int, num_max_experts: int) -> int: ...
+    def ring_bytes(
+        self,
+        *,
+        num_ranks: int,
+        num_channels: int,
+        num_slots: int,
+        row_bytes: int,
+        scale_row_bytes: int,
+        num_topk: int,
+    ) -> int: ...
+
+    def create_heap(self, rendezvous: Rendezvous, num_bytes: int) -> Heap:
+        """Collective. Raises on every rank if it fails on one."""
+
+    def create_engine(
+        self, rendezvous: Rendezvous, heap: Heap, num_max_experts: int, timeout_ns: int
+    ) -> Engine: ...
+
+    def comm_stream(self) -> torch.cuda.Stream:
+        """Raises UnsupportedError on the host target."""
+
+    def launch(
+        self, previous_event: EventHandle | None, async_finish: bool, allocate_on_comm_stream: bool
+    ) -> Launch: ...
+
+    def synchronize(self) -> None:
+        """Wait for everything launched so far; bounded, since kernels are."""
+
+    def device_scope(self) -> AbstractContextManager[object]:
+        """Makes the device current."""
+
+
+def poison(tensor: Tensor) -> None:
+    """Fill an output with bytes that no kernel would write by chance."""
+    if tensor.numel() > 0:
+        tensor.view(torch.uint8).fill_(_POISON_BYTE)

@@ -1,0 +1,190 @@
+"""The host target: the kernels on the SIMT executor, heaps in shared or plain memory, no streams."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from deep_comm import _native, env
+from deep_comm.backends import in_process
+from deep_comm.backends.base import Heap, poison
+from deep_comm.errors import UnsupportedError
+from deep_comm.events import EventHandle, EventOverlap
+from deep_comm.rendezvous import Rendezvous
+
+if TYPE_CHECKING:
+    from deep_comm._core import Engine, Segment
+
+
+def _view(address: int, num_bytes: int, owner: object) -> Tensor:
+    if num_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    memory = (ctypes.c_uint8 * num_bytes).from_address(address)
+    memory.owner = owner  # torch keeps `memory` alive, and that keeps the heap's part alive
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+class _ThreadHeap:
+    """Ranks are threads: every rank holds every rank's block."""
+
+    def __init__(self, rendezvous: Rendezvous, num_bytes: int) -> None:
+        core = _native.core()
+        blocks = in_process.exchange(
+            rendezvous, lambda: in_process.Block(core.allocate(num_bytes), num_bytes, core.free)
+        )
+        self.num_bytes = num_bytes
+        self.peer_bases = [block.address for block in blocks]
+        self.base = self.peer_bases[rendezvous.rank]
+        self._rank = rendezvous.rank
+        self._blocks = blocks
+
+    def view(self, offset: int, num_bytes: int) -> Tensor:
+        return _view(self.base + offset, num_bytes, self._blocks[self._rank])
+
+    def close(self) -> None:
+        self._blocks = []
+
+
+class _SegmentHeap:
+    """Ranks are processes: POSIX shared memory, whose names are gone before the first kernel runs."""
+
+    def __init__(self, rendezvous: Rendezvous, num_bytes: int) -> None:
+        core = _native.core()
+        core.remove_stale_segments()
+        self.num_bytes = num_bytes
+        self._rank = rendezvous.rank
+        self._segments: list[Segment] = []
+        own: list[Segment] = []
+
+        def create() -> str:
+            own.append(core.Segment.create(num_bytes))
+            return own[0].name
+
+        def attach() -> None:
+            for rank, name in enumerate(names):
+                is_own = rank == rendezvous.rank
+                self._segments.append(own[0] if is_own else core.Segment.attach(name, num_bytes))
+
+        try:
+            names = rendezvous.all_gather_result("create its shared memory segment", create)
+            rendezvous.all_gather_result("attach to its peers' segments", attach)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            # All have attached, or the Buffer is not to be: either way nobody needs the name.
+            for segment in own:
+                segment.unlink()
+        self.peer_bases = [segment.address for segment in self._segments]
+        self.base = self.peer_bases[rendezvous.rank]
+
+    def view(self, offset: int, num_bytes: int) -> Tensor:
+        return _view(self.base + offset, num_bytes, self._segments[self._rank])
+
+    def close(self) -> None:
+        for rank, segment in enumerate(self._segments):
+            if rank != self._rank:
+                segment.close()
+        # Views may still use this rank's own segment, which unmaps itself with the last reference.
+        self._segments = []
+
+
+class _CpuLaunch:
+    stream = 0
+
+    def __init__(self, async_finish: bool, poison_outputs: bool) -> None:
+        self._async_finish = async_finish
+        self._poison_outputs = poison_outputs
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        tensor = torch.empty(shape, dtype=dtype)
+        if self._poison_outputs:
+            poison(tensor)
+        return tensor
+
+    def finish(self, inputs: Iterable[Tensor | None]) -> EventOverlap:
+        return EventOverlap(EventHandle() if self._async_finish else None)
+
+    def __enter__(self) -> _CpuLaunch:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        return None
+
+
+class CpuBackend:
+    device = torch.device("cpu")
+    is_synchronous = True
+    max_sms = None
+
+    def __init__(self) -> None:
+        self._core = _native.core()
+        self._poison_outputs = env.POISON.get()
+
+    def workspace_bytes(self, num_ranks: int, num_max_experts: int) -> int:
+        return self._core.Engine.workspace_bytes(
+            num_ranks=num_ranks, num_max_experts=num_max_experts
+        )
+
+    def ring_bytes(
+        self,
+        *,
+        num_ranks: int,
+        num_channels: int,
+        num_slots: int,
+        row_bytes: int,
+        scale_row_bytes: int,
+        num_topk: int,
+    ) -> int:
+        return self._core.Engine.ring_bytes(
+            num_ranks=num_ranks,
+            num_channels=num_channels,
+            num_slots=num_slots,
+            row_bytes=row_bytes,
+            scale_row_bytes=scale_row_bytes,
+            num_topk=num_topk,
+        )
+
+    def create_heap(self, rendezvous: Rendezvous, num_bytes: int) -> Heap:
+        if rendezvous.in_process:
+            return _ThreadHeap(rendezvous, num_bytes)
+        return _SegmentHeap(rendezvous, num_bytes)
+
+    def create_engine(
+        self, rendezvous: Rendezvous, heap: Heap, num_max_experts: int, timeout_ns: int
+    ) -> Engine:
+        return self._core.Engine(
+            rank=rendezvous.rank,
+            num_ranks=rendezvous.size,
+            device=-1,
+            peer_bases=list(heap.peer_bases),
+            heap_bytes=heap.num_bytes,
+            num_max_experts=num_max_experts,
+            timeout_ns=timeout_ns,
+            simulation=rendezvous.simulation,
+        )
+
+    def comm_stream(self) -> torch.cuda.Stream:
+        raise UnsupportedError("the host target has no streams")
+
+    def launch(
+        self, previous_event: EventHandle | None, async_finish: bool, allocate_on_comm_stream: bool
+    ) -> _CpuLaunch:
+        return _CpuLaunch(async_finish, self._poison_outputs)
+
+    def synchronize(self) -> None:
+        return None
+
+    def device_scope(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()

@@ -1,0 +1,388 @@
+"""Buffer: the engine's face. Dispatch and combine over one group of ranks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from deep_comm import _native, checks, env
+from deep_comm import config as configs
+from deep_comm._version import __version__
+from deep_comm.config import Config
+from deep_comm.context import Context, Settings
+from deep_comm.errors import ArgumentError, UnsupportedError
+from deep_comm.events import EventHandle, EventOverlap
+from deep_comm.handle import Handle
+from deep_comm.ops.combine import combine
+from deep_comm.ops.dispatch import DispatchResult, cached_dispatch, dispatch
+from deep_comm.ops.layout import get_dispatch_layout
+
+if TYPE_CHECKING:
+    from deep_comm._core import Engine
+
+
+class Buffer:
+    """Communication buffers of one rank, and the operations that use them.
+
+    R ranks, T tokens of this rank, H hidden, K top-k, E experts, L local experts, N received rows.
+    Ranks hold contiguous experts; if E is not a multiple of R, the first E % R ranks hold one more.
+
+    Operations that move data are collective: every rank of the group makes the same calls in the same
+    order. On CUDA devices they run on the Buffer's own stream, after ``previous_event`` if given, else
+    after the current stream. Without ``async_finish`` the current stream waits for them; with it they
+    return an event. On the host target they have ended when the call returns.
+
+    Attributes:
+        rank, group_size: this rank and R.
+        group: what the Buffer was built with.
+        num_nvl_bytes, num_rdma_bytes, low_latency_mode, explicitly_destroy, enable_shrink: as given.
+        device: where all tensors live.
+        runtime: the native engine; None after destroy().
+    """
+
+    num_sms: int = 20
+    """SMs of the recommended configs; see set_num_sms."""
+
+    def __init__(
+        self,
+        group: Any,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
+        num_qps_per_rank: int = 24,
+        allow_nvlink_for_low_latency_mode: bool = True,
+        allow_mnnvl: bool = False,
+        use_fabric: bool = False,
+        explicitly_destroy: bool = False,
+        enable_shrink: bool = False,
+        comm: Any = None,
+        *,
+        device: torch.device | str | int | None = None,
+        ranks_per_node: int | None = None,
+        timeout_s: float | None = None,
+        num_max_experts: int = 16384,
+    ) -> None:
+        """Allocate and find the peers. Collective over the group.
+
+        Args:
+            group: a torch.distributed group of any backend, a ThreadGroup or SimulatedGroup; or None.
+            num_nvl_bytes: bytes of ring space in every rank; see Config.get_nvl_buffer_size_hint.
+            num_rdma_bytes: for rings between nodes; nothing is allocated inside one node.
+            low_latency_mode, enable_shrink: not in this version.
+            num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric: concern
+                transports between nodes; nothing to do inside one node.
+            explicitly_destroy: kept for callers that pass it; destroy() may always be called.
+            comm: an mpi4py communicator instead of a group.
+            device: "cpu" for the host target, or a CUDA device; default: CUDA when available.
+            ranks_per_node: overrides what host names say.
+            timeout_s: how long a kernel waits for a peer; default: DEEP_COMM_TIMEOUT_S.
+            num_max_experts: the largest E that calls may use.
+
+        Raises:
+            ArgumentError, UnsupportedError: on this rank, before anything is exchanged.
+            ConfigMismatch, TopologyError, PeerLost: on all ranks.
+        """
+        if low_latency_mode:
+            raise UnsupportedError("low_latency_mode is not in this version; it comes later")
+        if enable_shrink:
+            raise UnsupportedError("enable_shrink is not in this version; it comes later")
+        if not isinstance(num_rdma_bytes, int) or num_rdma_bytes < 0:
+            raise ArgumentError("num_rdma_bytes", num_rdma_bytes, "must not be negative")
+        settings = Settings(
+            num_nvl_bytes=num_nvl_bytes,
+            num_max_experts=num_max_experts,
+            ranks_per_node=ranks_per_node,
+            device=device,
+            timeout_s=env.TIMEOUT_S.get() if timeout_s is None else timeout_s,
+            version=__version__,
+        )
+        self._context = Context(group, comm, settings)
+        self._finalizer = weakref.finalize(self, self._context.close)
+        # At exit the process gives back everything at once, and the CUDA driver may be gone already.
+        self._finalizer.atexit = False
+        self.rank = self._context.rank
+        self.group = group if group is not None else comm
+        self.group_size = self._context.num_ranks
+        self.num_nvl_bytes = num_nvl_bytes
+        self.num_rdma_bytes = num_rdma_bytes
+        self.low_latency_mode = low_latency_mode
+        self.explicitly_destroy = explicitly_destroy
+        self.enable_shrink = enable_shrink
+        self.device = self._context.device
+
+    # ---- life cycle ----------------------------------------------------------------------------
+
+    @property
+    def runtime(self) -> Engine | None:
+        return self._context.engine if self._context.is_open else None
+
+    def destroy(self) -> None:
+        """Free this rank's resources. Waits for this rank's own kernels, never for a peer. Idempotent.
+
+        The last reference to a Buffer does the same when it goes.
+        """
+        self._finalizer()
+
+    def reset(self) -> None:
+        """Make the Buffer usable again after a PeerTimeout, and forget what kernels recorded.
+
+        Collective: all ranks call it when none will launch on this Buffer before it returns. Handles
+        of earlier dispatches stay valid if those dispatches succeeded.
+        """
+        self._context.reset()
+
+    def check(self) -> None:
+        """Raise what a kernel of this rank recorded, if any has failed. Does not wait.
+
+        On CUDA devices failures of asynchronous kernels surface here, or in the next call.
+        """
+        self._context.check()
+
+    def __enter__(self) -> Buffer:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.destroy()
+
+    # ---- statics -------------------------------------------------------------------------------
+
+    @staticmethod
+    def is_sm90_compiled() -> bool:
+        """Does this build hold kernels for compute capability 9.0?"""
+        try:
+            return "90" in _native.cuda().architectures
+        except UnsupportedError:
+            return False
+
+    @staticmethod
+    def set_num_sms(new_num_sms: int) -> None:
+        """SMs of the recommended configs from now on, for all Buffers: even, at least 2."""
+        if new_num_sms < 2 or new_num_sms % 2 != 0:
+            raise ArgumentError("new_num_sms", new_num_sms, "must be even and at least 2")
+        Buffer.num_sms = new_num_sms
+
+    @staticmethod
+    def capture() -> EventOverlap:
+        """An event at this point of the current stream."""
+        return EventOverlap(EventHandle())
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> Config:
+        """The recommended Config of dispatch."""
+        return configs.recommended_dispatch_config(num_ranks, Buffer.num_sms)
+
+    @staticmethod
+    def get_combine_config(num_ranks: int) -> Config:
+        """The recommended Config of combine."""
+        return configs.recommended_combine_config(num_ranks, Buffer.num_sms)
+
+    def get_comm_stream(self) -> torch.cuda.Stream:
+        """The stream that the kernels run on. Raises UnsupportedError on the host target."""
+        self._context.require_open()
+        return self._context.backend.comm_stream()
+
+    def get_local_buffer_tensor(
+        self,
+        dtype: torch.dtype,
+        size: Sequence[int] | None = None,
+        offset: int = 0,
+        use_rdma_buffer: bool = False,
+    ) -> Tensor:
+        """This rank's ring space as a tensor, for tests and for looking at it.
+
+        Args:
+            dtype: of the elements.
+            size: shape of the result; default: everything from ``offset`` on, flat.
+            offset: in elements.
+        """
+        self._context.require_open()
+        if use_rdma_buffer:
+            raise UnsupportedError("there is no RDMA buffer inside one node")
+        num_elements = self.num_nvl_bytes // dtype.itemsize
+        shape = torch.Size([num_elements - offset] if size is None else size)
+        if offset < 0 or offset > num_elements:
+            raise ArgumentError("offset", offset, f"must be 0 to {num_elements} elements")
+        if offset + shape.numel() > num_elements:
+            rule = f"must fit in the {num_elements - offset} elements from offset on"
+            raise ArgumentError("size", list(shape), rule)
+        memory = self._context.heap.view(
+            self._context.workspace_bytes + offset * dtype.itemsize,
+            shape.numel() * dtype.itemsize,
+        )
+        return memory.view(dtype).view(shape)
+
+    # ---- operations ----------------------------------------------------------------------------
+
+    def get_dispatch_layout(
+        self,
+        topk_idx: Tensor,
+        num_experts: int,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap]:
+        """Count the tokens that go to each rank and expert. Local: no peer takes part.
+
+        Args:
+            topk_idx: int64 or int32 [T, K], global expert indices, -1: no selection. An expert may
+                stand in a row twice.
+            num_experts: E.
+
+        Returns:
+            num_tokens_per_rank: int32 [R], a token counts once per rank.
+            num_tokens_per_rdma_rank: None inside one node.
+            num_tokens_per_expert: int32 [E], every selection counts.
+            is_token_in_rank: bool [T, R].
+            event.
+
+        Raises:
+            ExpertIndexError: an index out of range; on CUDA devices dispatch raises it, on all ranks.
+        """
+        event = checks.stream_arguments(previous_event, async_finish, allocate_on_comm_stream)
+        layout, done = get_dispatch_layout(
+            self._context, topk_idx, num_experts, event, async_finish, allocate_on_comm_stream
+        )
+        per_rank, per_expert = layout.num_tokens_per_rank, layout.num_tokens_per_expert
+        return per_rank, None, per_expert, layout.is_token_in_rank, done
+
+    def dispatch(
+        self,
+        x: Tensor | tuple[Tensor, Tensor],
+        handle: Handle | Sequence[Tensor] | None = None,
+        num_tokens_per_rank: Tensor | None = None,
+        num_tokens_per_rdma_rank: Tensor | None = None,
+        is_token_in_rank: Tensor | None = None,
+        num_tokens_per_expert: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+        *,
+        num_experts: int | None = None,
+    ) -> DispatchResult:
+        """Send each token to the ranks of its experts. Collective.
+
+        Args:
+            x: [T, H] of any dtype, contiguous, rows a multiple of 16 bytes; or (x, scales) with scales
+                [T, S] of 1, 2, 4 or 8 bytes each, any strides. T may differ between ranks and be 0.
+            handle: of an earlier dispatch: repeat its routing with this x (cached dispatch). The
+                layout and top-k arguments are then left away.
+            num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert: from get_dispatch_layout.
+                With topk_idx and num_experts they may be left away together.
+            num_tokens_per_rdma_rank: not used inside one node.
+            topk_idx: int64 or int32 [T, K]; travels with the tokens.
+            topk_weights: float32 [T, K]; travels with topk_idx.
+            expert_alignment: the returned counts are rounded up to multiples of it.
+            num_worst_tokens: if positive, N is this number and the host waits for nothing. Rows past
+                the received ones have index -1 and weight 0; their payload is not written.
+            config: rings and SMs; default: the recommended ones, shrunk to num_nvl_bytes.
+
+        Returns:
+            recv_x: [N, H], sorted by (source rank, source token); with scales (recv_x, [N, S]).
+            recv_topk_idx: [N, K], local expert indices, -1 where the expert is on another rank; or None.
+            recv_topk_weights: float32 [N, K], 0 where the index is -1; or None.
+            num_recv_tokens_per_expert_list: L ints; [] with num_worst_tokens; None if cached.
+            handle: for combine and cached dispatch; None if cached.
+            event.
+
+        Raises:
+            ArgumentError, BufferTooSmall, HandleMismatch: nothing was launched.
+            ConfigMismatch, ExpertIndexError: on all ranks; the Buffer stays usable.
+            CapacityError: more rows than num_worst_tokens arrived on this rank.
+            PeerTimeout: a peer stayed silent; reset() makes the Buffer usable again.
+        """
+        event = checks.stream_arguments(previous_event, async_finish, allocate_on_comm_stream)
+        streams = {
+            "config": config,
+            "default_config": self._default_config(configs.recommended_dispatch_config),
+            "previous_event": event,
+            "async_finish": async_finish,
+            "allocate_on_comm_stream": allocate_on_comm_stream,
+        }
+        if handle is not None:
+            for name, value in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
+                if value is not None:
+                    raise ArgumentError(name, None, "must be left away with a handle")
+            return cached_dispatch(self._context, x, handle, **streams)
+        return dispatch(
+            self._context,
+            x,
+            num_tokens_per_rank=num_tokens_per_rank,
+            is_token_in_rank=is_token_in_rank,
+            num_tokens_per_expert=num_tokens_per_expert,
+            topk_idx=topk_idx,
+            topk_weights=topk_weights,
+            num_experts=num_experts,
+            expert_alignment=expert_alignment,
+            num_worst_tokens=num_worst_tokens,
+            **streams,
+        )
+
+    def combine(
+        self,
+        x: Tensor,
+        handle: Handle | Sequence[Tensor],
+        topk_weights: Tensor | None = None,
+        bias: Tensor | tuple[Tensor, Tensor] | None = None,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        """Send rows back to their source and sum those of each token. Collective.
+
+        The sum runs in float32 over the ranks that got the token, ascending, then over the biases, and
+        is rounded once: it does not depend on ``config``. A token that went nowhere gives its bias, or
+        zeros. Any number of combines may use one handle.
+
+        Args:
+            x: bfloat16, float16 or float32 [N, H], contiguous, rows a multiple of 16 bytes.
+            handle: of the dispatch that returned N rows.
+            topk_weights: float32 [N, K], summed alike.
+            bias: [T, H] of the dtype of x, or a pair of such.
+
+        Returns:
+            combined_x: [T, H] of the dtype of x.
+            combined_topk_weights: float32 [T, K], or None.
+            event.
+
+        Raises:
+            ArgumentError, BufferTooSmall, HandleMismatch: nothing was launched.
+            ConfigMismatch, PeerTimeout: as dispatch.
+        """
+        event = checks.stream_arguments(previous_event, async_finish, allocate_on_comm_stream)
+        return combine(
+            self._context,
+            x,
+            handle,
+            topk_weights=topk_weights,
+            bias=bias,
+            config=config,
+            default_config=self._default_config(configs.recommended_combine_config),
+            previous_event=event,
+            async_finish=async_finish,
+            allocate_on_comm_stream=allocate_on_comm_stream,
+        )
+
+    def _default_config(self, recommended: configs.Recommend) -> Config:
+        num_sms = env.NUM_SMS.get()
+        if self.device.type == "cpu":
+            return configs.host_default(num_sms)
+        max_sms = self._context.backend.max_sms
+        if num_sms is None:
+            num_sms = Buffer.num_sms if max_sms is None else min(Buffer.num_sms, max_sms // 2 * 2)
+        return recommended(self.group_size, num_sms)

@@ -1,0 +1,176 @@
+"""Checks of what callers pass, each naming the argument, the value and the rule. Nothing launches here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deep_comm.errors import ArgumentError
+from deep_comm.events import EventHandle, EventOverlap, unwrap
+
+MAX_TOPK = 64
+ROW_ALIGNMENT = 16
+TOPK_IDX_DTYPES = (torch.int64, torch.int32)
+COMBINE_DTYPES = {
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float32: "float32",
+}
+
+
+def _names(values: Sequence[Any]) -> str:
+    return " or ".join(str(value) for value in values)
+
+
+def tensor(
+    name: str,
+    value: Any,
+    device: torch.device,
+    *,
+    shape: Sequence[int | None],
+    dtypes: Sequence[torch.dtype] | None = None,
+    contiguous: bool = True,
+) -> Tensor:
+    """``value`` if it is a tensor of this shape (None: any extent), dtype and device."""
+    if not isinstance(value, Tensor):
+        raise ArgumentError(name, type(value).__name__, "must be a tensor")
+    if value.device != device:
+        raise ArgumentError(name, value.device, f"must be on this Buffer's device {device}")
+    if dtypes is not None and value.dtype not in dtypes:
+        raise ArgumentError(name, value.dtype, f"must have dtype {_names(dtypes)}")
+    fits = value.dim() == len(shape) and all(
+        wanted is None or extent == wanted
+        for extent, wanted in zip(value.shape, shape, strict=True)
+    )
+    if not fits:
+        wanted_shape = ["any" if extent is None else extent for extent in shape]
+        rule = f"must have shape [{', '.join(map(str, wanted_shape))}]"
+        raise ArgumentError(name, list(value.shape), rule)
+    if contiguous and not value.is_contiguous():
+        raise ArgumentError(name, f"strides {value.stride()}", "must be contiguous")
+    return value
+
+
+@dataclass(frozen=True)
+class Payload:
+    """x and its scales, as the engine takes them."""
+
+    x: Tensor  # [T, H]
+    scales: Tensor | None  # [T, S], any strides
+
+    @property
+    def num_tokens(self) -> int:
+        return self.x.shape[0]
+
+    @property
+    def row_bytes(self) -> int:
+        return self.x.shape[1] * self.x.element_size()
+
+    @property
+    def num_scales(self) -> int:
+        return 0 if self.scales is None else self.scales.shape[1]
+
+    @property
+    def scale_bytes(self) -> int:
+        return 0 if self.scales is None else self.scales.element_size()
+
+
+def _row(name: str, x: Tensor) -> None:
+    row_bytes = x.shape[1] * x.element_size()
+    if row_bytes == 0 or row_bytes % ROW_ALIGNMENT != 0:
+        raise ArgumentError(
+            name,
+            f"rows of {row_bytes} bytes",
+            f"must have rows of a positive multiple of {ROW_ALIGNMENT} bytes",
+        )
+    if x.data_ptr() % ROW_ALIGNMENT != 0:
+        raise ArgumentError(
+            name, f"address {x.data_ptr():#x}", f"must start at a multiple of {ROW_ALIGNMENT} bytes"
+        )
+
+
+def payload(x: Any, device: torch.device) -> Payload:
+    """dispatch's x: a tensor, or a pair of a tensor and its scales."""
+    scales = None
+    if isinstance(x, (tuple, list)):
+        if len(x) != 2:
+            raise ArgumentError("x", f"{len(x)} items", "must be a tensor or (tensor, scales)")
+        x, scales = x
+    x = tensor("x", x, device, shape=(None, None))
+    _row("x", x)
+    if scales is not None:
+        scales = tensor("x_scales", scales, device, shape=(x.shape[0], None), contiguous=False)
+        if scales.element_size() not in (1, 2, 4, 8):
+            raise ArgumentError("x_scales", scales.dtype, "must have elements of 1, 2, 4 or 8 bytes")
+        if scales.shape[1] == 0:
+            raise ArgumentError("x_scales", list(scales.shape), "must have at least one column")
+    return Payload(x, scales)
+
+
+def combine_input(x: Any, device: torch.device) -> Tensor:
+    x = tensor("x", x, device, shape=(None, None), dtypes=tuple(COMBINE_DTYPES))
+    _row("x", x)
+    return x
+
+
+def topk_idx(value: Any, device: torch.device, num_tokens: int | None = None) -> Tensor:
+    value = tensor("topk_idx", value, device, shape=(num_tokens, None), dtypes=TOPK_IDX_DTYPES)
+    if not 1 <= value.shape[1] <= MAX_TOPK:
+        raise ArgumentError("topk_idx", list(value.shape), f"must have 1 to {MAX_TOPK} columns")
+    return value
+
+
+def topk_pair(
+    idx: Any, weights: Any, device: torch.device, num_tokens: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """topk_idx with or without weights; weights alone say nothing."""
+    if idx is None:
+        if weights is not None:
+            raise ArgumentError("topk_weights", None, "must come with topk_idx")
+        return None, None
+    idx = topk_idx(idx, device, num_tokens)
+    if weights is not None:
+        weights = tensor(
+            "topk_weights", weights, device, shape=idx.shape, dtypes=(torch.float32,)
+        )
+    return idx, weights
+
+
+def biases(bias: Any, shape: Sequence[int], like: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """combine's bias: nothing, a tensor, or a pair."""
+    parts = bias if isinstance(bias, (tuple, list)) else (bias, None)
+    if len(parts) != 2:
+        raise ArgumentError("bias", f"{len(parts)} items", "must be a tensor or a pair of tensors")
+    for position, part in enumerate(parts):
+        if part is not None:
+            name = f"bias[{position}]" if isinstance(bias, (tuple, list)) else "bias"
+            tensor(name, part, like.device, shape=shape, dtypes=(like.dtype,))
+    return parts[0], parts[1]
+
+
+def num_experts(value: Any, num_max_experts: int) -> int:
+    if not isinstance(value, int) or not 1 <= value <= num_max_experts:
+        raise ArgumentError(
+            "num_experts", value, f"must be 1 to {num_max_experts} (num_max_experts of the Buffer)"
+        )
+    return value
+
+
+def stream_arguments(
+    previous_event: EventOverlap | EventHandle | None,
+    async_finish: bool,
+    allocate_on_comm_stream: bool,
+) -> EventHandle | None:
+    """The event to wait for; these three may only be combined as the streams allow."""
+    event = unwrap(previous_event)
+    if allocate_on_comm_stream and (event is None or not async_finish):
+        raise ArgumentError(
+            "allocate_on_comm_stream",
+            f"previous_event={'given' if event is not None else None}, async_finish={async_finish}",
+            "needs a previous_event and async_finish=True",
+        )
+    return event

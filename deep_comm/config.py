@@ -1,0 +1,224 @@
+"""Tuning of one dispatch or combine: how many SMs, how large the rings, and the recommended values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from deep_comm.errors import ArgumentError, BufferTooSmall
+from deep_comm.topology import MAX_RANKS_PER_NODE
+
+# What the size hints allow for beside the payload of a slot: the source index, and top-k indices
+# (int64), top-k weights and scales (4 bytes) of up to this many columns each.
+_HINT_COLUMNS = 128
+_SLOT_METADATA_BYTES = 8 + _HINT_COLUMNS * (8 + 4 + 4)
+_ALIGNMENT = 128
+
+
+@dataclass(frozen=True)
+class Config:
+    """Resources of one call. Two SMs make a channel; every channel has a ring per source rank.
+
+    Attributes:
+        num_sms: SMs (host target: blocks) the kernels use; even, at least 2 where used.
+        num_max_nvl_chunked_send_tokens: rows sent between two publications inside a node.
+        num_max_nvl_chunked_recv_tokens: slots of a ring inside a node, at least as many.
+        num_max_rdma_chunked_send_tokens: the same between nodes.
+        num_max_rdma_chunked_recv_tokens: at least twice as many; rounded up to a multiple.
+    """
+
+    num_sms: int = 20
+    num_max_nvl_chunked_send_tokens: int = 6
+    num_max_nvl_chunked_recv_tokens: int = 256
+    num_max_rdma_chunked_send_tokens: int = 6
+    num_max_rdma_chunked_recv_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        if self.num_sms < 0:
+            raise ArgumentError("num_sms", self.num_sms, "must not be negative")
+        for name in self.__dataclass_fields__:
+            if name != "num_sms" and getattr(self, name) < 1:
+                raise ArgumentError(name, getattr(self, name), "must be at least 1")
+        nvl_send, nvl_recv = (
+            self.num_max_nvl_chunked_send_tokens,
+            self.num_max_nvl_chunked_recv_tokens,
+        )
+        if nvl_send > nvl_recv:
+            raise ArgumentError(
+                "num_max_nvl_chunked_send_tokens",
+                nvl_send,
+                f"must not exceed num_max_nvl_chunked_recv_tokens ({nvl_recv})",
+            )
+        rdma_send, rdma_recv = (
+            self.num_max_rdma_chunked_send_tokens,
+            self.num_max_rdma_chunked_recv_tokens,
+        )
+        if 2 * rdma_send > rdma_recv:
+            raise ArgumentError(
+                "num_max_rdma_chunked_send_tokens",
+                rdma_send,
+                f"must be at most half of num_max_rdma_chunked_recv_tokens ({rdma_recv})",
+            )
+        rounded = -(-rdma_recv // rdma_send) * rdma_send
+        object.__setattr__(self, "num_max_rdma_chunked_recv_tokens", rounded)
+
+    @property
+    def num_channels(self) -> int:
+        return self.num_sms // 2
+
+    def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """num_nvl_bytes that serves rows of ``hidden_bytes`` with up to 128 top-k and scale columns."""
+        num_local, num_nodes = _split_ranks(num_ranks)
+        words_per_ring = (2 * num_nodes + 3) * 4
+        slot_bytes = hidden_bytes + _SLOT_METADATA_BYTES
+        per_ring = words_per_ring + self.num_max_nvl_chunked_recv_tokens * slot_bytes
+        return _align(self.num_channels * num_local * per_ring)
+
+    def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """num_rdma_bytes that serves rows of ``hidden_bytes``; 0 inside a node."""
+        if num_ranks <= MAX_RANKS_PER_NODE:
+            return 0
+        _, num_nodes = _split_ranks(num_ranks)
+        words_per_ring = (MAX_RANKS_PER_NODE * 2 + 2) * 4
+        slot_bytes = hidden_bytes + _SLOT_METADATA_BYTES + 16
+        per_ring = words_per_ring + self.num_max_rdma_chunked_recv_tokens * slot_bytes
+        return _align(2 * self.num_channels * num_nodes * per_ring)
+
+
+def _split_ranks(num_ranks: int) -> tuple[int, int]:
+    """(ranks per node, nodes) of ``num_ranks`` ranks on nodes of eight."""
+    if num_ranks < 1:
+        raise ArgumentError("num_ranks", num_ranks, "must be at least 1")
+    if num_ranks > MAX_RANKS_PER_NODE and num_ranks % MAX_RANKS_PER_NODE != 0:
+        raise ArgumentError(
+            "num_ranks", num_ranks, f"must be a multiple of {MAX_RANKS_PER_NODE} beyond one node"
+        )
+    return min(num_ranks, MAX_RANKS_PER_NODE), max(num_ranks // MAX_RANKS_PER_NODE, 1)
+
+
+def _align(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+# ranks -> (nvl send, nvl recv, rdma send, rdma recv). The values for 2, 4, 8, 16 and more ranks are
+# those that callers know from DeepEP; 1, 3, 5, 6 and 7 lie between their neighbours.
+_DISPATCH = {
+    1: (24, 256, 6, 128),
+    2: (24, 256, 6, 128),
+    3: (12, 256, 6, 128),
+    4: (6, 256, 6, 128),
+    5: (6, 256, 6, 128),
+    6: (6, 256, 6, 128),
+    7: (6, 256, 6, 128),
+    8: (6, 256, 6, 128),
+    16: (36, 288, 20, 128),
+    24: (32, 288, 8, 128),
+    32: (32, 288, 8, 128),
+    48: (32, 288, 8, 128),
+    64: (32, 288, 8, 128),
+    96: (20, 480, 12, 128),
+    128: (20, 560, 12, 128),
+    144: (32, 720, 12, 128),
+    160: (28, 720, 12, 128),
+}
+_COMBINE = {
+    1: (10, 256, 6, 128),
+    2: (10, 256, 6, 128),
+    3: (10, 256, 6, 128),
+    4: (9, 256, 6, 128),
+    5: (8, 256, 6, 128),
+    6: (6, 256, 6, 128),
+    7: (5, 256, 6, 128),
+    8: (4, 256, 6, 128),
+    16: (4, 288, 12, 128),
+    24: (1, 288, 8, 128),
+    32: (1, 288, 8, 128),
+    48: (1, 288, 8, 128),
+    64: (1, 288, 8, 128),
+    96: (1, 480, 8, 128),
+    128: (1, 560, 8, 128),
+    144: (2, 720, 8, 128),
+    160: (2, 720, 8, 128),
+}
+
+
+def recommended_dispatch_config(num_ranks: int, num_sms: int) -> Config:
+    return _recommended(_DISPATCH, num_ranks, num_sms)
+
+
+def recommended_combine_config(num_ranks: int, num_sms: int) -> Config:
+    return _recommended(_COMBINE, num_ranks, num_sms)
+
+
+def _recommended(
+    table: dict[int, tuple[int, int, int, int]], num_ranks: int, num_sms: int
+) -> Config:
+    if num_ranks not in table:
+        raise ArgumentError("num_ranks", num_ranks, f"must be one of {sorted(table)}")
+    return Config(num_sms, *table[num_ranks])
+
+
+Recommend = Callable[[int, int], Config]
+"""(ranks, SMs) -> Config."""
+
+
+def host_default(num_sms: int | None = None) -> Config:
+    """The Config of the host target when none is given.
+
+    It runs one fiber per thread of every block: one channel and small rings keep a job of several
+    ranks quick on few cores.
+    """
+    return Config(2 if num_sms is None else num_sms, 4, 16)
+
+
+@dataclass(frozen=True)
+class RingPlan:
+    """Geometry of the rings of one call."""
+
+    num_channels: int
+    num_send_tokens: int
+    num_slots: int
+
+
+def plan_rings(
+    config: Config | None,
+    default: Config,
+    *,
+    num_channels: int | None,
+    max_sms: int | None,
+    num_nvl_bytes: int,
+    ring_bytes: Callable[[int, int], int],
+) -> RingPlan:
+    """Rings for the caller's ``config``, taken as it is, or for ``default``, shrunk until it fits.
+
+    ``num_channels`` replaces the channel count of the default. ``ring_bytes(channels, slots)`` says
+    what rings need. Ranks with equal arguments get equal plans, as the protocol wants.
+    """
+    given = config is not None
+    chosen = config if config is not None else default
+    if not given and num_channels is not None:
+        chosen = replace(chosen, num_sms=2 * num_channels)
+    if chosen.num_sms < 2 or chosen.num_sms % 2 != 0:
+        raise ArgumentError("config.num_sms", chosen.num_sms, "must be even and at least 2")
+    if max_sms is not None and chosen.num_sms > max_sms:
+        raise ArgumentError(
+            "config.num_sms", chosen.num_sms, f"must not exceed the device's {max_sms} SMs"
+        )
+    channels = chosen.num_channels
+    slots = chosen.num_max_nvl_chunked_recv_tokens
+    wanted_bytes = ring_bytes(channels, slots)
+    if given and wanted_bytes > num_nvl_bytes:
+        raise BufferTooSmall(
+            num_nvl_bytes, wanted_bytes, f"{channels} channels with rings of {slots} slots"
+        )
+    while ring_bytes(channels, slots) > num_nvl_bytes:
+        if slots == 1:
+            raise BufferTooSmall(
+                num_nvl_bytes,
+                ring_bytes(channels, 1),
+                f"{channels} channels with rings of one slot ({wanted_bytes} bytes hold the default "
+                f"of {chosen.num_max_nvl_chunked_recv_tokens} slots)",
+            )
+        slots //= 2
+    send = min(chosen.num_max_nvl_chunked_send_tokens, slots)
+    return RingPlan(num_channels=channels, num_send_tokens=send, num_slots=slots)

@@ -1,0 +1,205 @@
+"""What a Buffer owns: rendezvous, heap, engine, error record; and how it comes and goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from deep_comm import errors
+from deep_comm.backends import Backend, Heap, create_backend, resolve_device
+from deep_comm.config import Config, RingPlan, plan_rings
+from deep_comm.rendezvous import Rendezvous
+from deep_comm.topology import (
+    Topology,
+    discover,
+    host_identity,
+    requested_ranks_per_node,
+    require_supported,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from deep_comm._core import Engine
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a Buffer is built with; equal on all ranks but for ``device``'s index and the timeout."""
+
+    num_nvl_bytes: int
+    num_max_experts: int
+    ranks_per_node: int | None
+    device: torch.device | str | int | None
+    timeout_s: float
+    version: str
+
+    def __post_init__(self) -> None:
+        for name, smallest in (("num_nvl_bytes", 0), ("num_max_experts", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < smallest:
+                raise errors.ArgumentError(name, value, f"must be an integer of at least {smallest}")
+        if not 0 < self.timeout_s < 1e9:
+            raise errors.ArgumentError(
+                "timeout_s", self.timeout_s, "must be a positive number of seconds"
+            )
+
+
+class Context:
+    """One rank of one Buffer. Holds no reference to the Buffer, so that the Buffer's finalizer can
+    hold one to it."""
+
+    def __init__(self, group: Any, comm: Any, settings: Settings) -> None:
+        """Collective over the group."""
+        ranks_per_node = requested_ranks_per_node(settings.ranks_per_node)
+        device = resolve_device(settings.device)
+        self.backend: Backend = create_backend(device)
+        self.device = device
+        self.rendezvous = Rendezvous(group, comm)
+        self.rank = self.rendezvous.rank
+        self.num_ranks = self.rendezvous.size
+        self.num_nvl_bytes = settings.num_nvl_bytes
+        self.num_max_experts = settings.num_max_experts
+        self.is_open = False
+        with self.backend.device_scope():
+            self.rendezvous.require_equal(
+                {
+                    "num_nvl_bytes": settings.num_nvl_bytes,
+                    "num_max_experts": settings.num_max_experts,
+                    "ranks_per_node": ranks_per_node,
+                    "device type": device.type,
+                    "deep_comm version": settings.version,
+                }
+            )
+            hosts = self.rendezvous.all_gather_object(host_identity())
+            self.topology: Topology = discover(hosts, ranks_per_node)
+            require_supported(self.topology)
+            self.members = self.rendezvous.members
+            self._create(settings)
+
+    def _create(self, settings: Settings) -> None:
+        self.workspace_bytes = self.backend.workspace_bytes(self.num_ranks, self.num_max_experts)
+        heap_bytes = self.workspace_bytes + -(-self.num_nvl_bytes // 128) * 128
+        self.heap: Heap = self.backend.create_heap(self.rendezvous, heap_bytes)
+        engines: list[Engine] = []
+
+        def create_engine() -> None:
+            timeout_ns = int(settings.timeout_s * 1e9)
+            engines.append(
+                self.backend.create_engine(
+                    self.rendezvous, self.heap, self.num_max_experts, timeout_ns
+                )
+            )
+
+        try:
+            # The exchange is also the barrier before the first kernel: every heap is mapped.
+            self.rendezvous.all_gather_result("create its engine", create_engine)
+        except BaseException:
+            for engine in engines:
+                engine.close()
+            self.heap.close()
+            raise
+        self.engine: Engine = engines[0]
+        self.is_open = True
+
+    def plan(
+        self,
+        config: Config | None,
+        default: Config,
+        *,
+        row_bytes: int,
+        scale_row_bytes: int = 0,
+        num_topk: int,
+        num_channels: int | None = None,
+    ) -> RingPlan:
+        """Rings for one call; raises BufferTooSmall or ArgumentError."""
+        if config is not None and not isinstance(config, Config):
+            raise errors.ArgumentError("config", type(config).__name__, "must be a Config or None")
+
+        def ring_bytes(channels: int, slots: int) -> int:
+            return self.backend.ring_bytes(
+                num_ranks=self.num_ranks,
+                num_channels=channels,
+                num_slots=slots,
+                row_bytes=row_bytes,
+                scale_row_bytes=scale_row_bytes,
+                num_topk=num_topk,
+            )
+
+        return plan_rings(
+            config,
+            default,
+            num_channels=num_channels,
+            max_sms=self.backend.max_sms,
+            num_nvl_bytes=self.num_nvl_bytes,
+            ring_bytes=ring_bytes,
+        )
+
+    def address(self, tensor: Tensor | None) -> int:
+        """Of a tensor, for the engine: 0 means "not given", which an empty tensor is not.
+
+        An empty tensor has no address of its own; it gets one that nobody will follow.
+        """
+        if tensor is None:
+            return 0
+        return tensor.data_ptr() or self.heap.base
+
+    def begin(self) -> None:
+        """Before every operation: the Buffer lives and no kernel has failed.
+
+        A bad expert index found by get_dispatch_layout is left to notify_dispatch, which tells the
+        peers as well; raising here, or not, would depend on when the kernel ran.
+        """
+        self.require_open()
+        record = self.engine.poll_error()
+        if record is not None and record.kind != "expert_index":
+            self._raise(record)
+
+    def end(self) -> None:
+        """After an engine call: where kernels have ended by now, raise what they recorded."""
+        if self.backend.is_synchronous:
+            self.check()
+
+    def check(self) -> None:
+        """Raise what a kernel recorded, if any has. Does not wait."""
+        self.require_open()
+        record = self.engine.poll_error()
+        if record is not None:
+            self._raise(record)
+
+    def _raise(self, record: Any) -> None:
+        if record.kind != "peer_timeout":
+            # All ranks are still in step: the Buffer goes on. After a timeout only reset() helps.
+            self.backend.synchronize()
+            self.engine.clear_error()
+        raise errors.from_record(record)
+
+    def require_open(self) -> None:
+        if not self.is_open:
+            raise errors.BufferDestroyed("the Buffer was used after destroy()")
+
+    def reset(self) -> None:
+        """Collective; see Buffer.reset."""
+        self.require_open()
+        with self.backend.device_scope():
+            self.backend.synchronize()
+            self.rendezvous.barrier()  # nobody's kernels run any more
+            self.engine.reset()
+            self.rendezvous.barrier()  # nobody launches before all words are at rest
+
+    def close(self) -> None:
+        """Free what this rank owns. Waits for its own kernels, which are bounded, and for no peer."""
+        if not self.is_open:
+            return
+        self.is_open = False
+        steps: tuple[Callable[[], None], ...] = (
+            self.backend.synchronize,
+            self.engine.close,
+            self.heap.close,
+        )
+        with self.backend.device_scope():
+            for step in steps:
+                step()

@@ -1,0 +1,105 @@
+"""One rank of the demo; see `deep_comm.demo`."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from deep_comm import Buffer
+from deep_comm.demo import report
+from deep_comm.demo.forward import Forward, forward
+from deep_comm.demo.layer import HIDDEN, NUM_EXPERTS, NUM_TOPK, Experts, Tokens, split, tokens_of
+
+# Far longer than any step takes; a rank that is stuck ends the demo then.
+GROUP_TIMEOUT = datetime.timedelta(seconds=300)
+NUM_NVL_BYTES = 64 << 20
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m deep_comm.demo")
+    parser.add_argument("file", type=Path, help="the text to send")
+    parser.add_argument("--tokens", type=int, default=1024, help="bytes of the text to use at most")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parsed = parser.parse_args(arguments)
+    if parsed.tokens < 1:
+        parser.error("--tokens must be at least 1")
+    return parsed
+
+
+def share_of(tokens: Tokens, sizes: Sequence[int], rank: int) -> Tokens:
+    start = sum(sizes[:rank])
+    rows = slice(start, start + sizes[rank])
+    return Tokens(tokens.x[rows], tokens.topk_idx[rows], tokens.topk_weights[rows])
+
+
+def run(arguments: argparse.Namespace) -> bool:
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+
+    def say(text: str) -> None:
+        if rank == 0:
+            print(f"[demo] {text}", flush=True)
+
+    device = torch.device("cpu")
+    if arguments.device == "cuda":
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    text = arguments.file.read_bytes()[: arguments.tokens]
+    if not text:
+        say(f"{arguments.file} is empty: nothing to send")
+        return False
+    target = f"CUDA ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else "the host target"
+    say(f"{len(text)} bytes of {arguments.file.name}, {num_ranks} ranks on {target}")
+    say(f"{NUM_EXPERTS} experts, top-{NUM_TOPK}, hidden {HIDDEN}, bfloat16")
+
+    tokens = tokens_of(text)
+    sizes = split(len(text), num_ranks)
+    mine = share_of(tokens, sizes, rank)
+    experts = Experts(device)
+    with Buffer(dist.group.WORLD, NUM_NVL_BYTES, device=device) as buffer:
+        say("first forward pass (warm-up)")
+        first = forward(buffer, mine, experts, device)
+        dist.barrier()
+        say("second forward pass (measured)")
+        second = forward(buffer, mine, experts, device)
+        repeats = report.same_bits(first.combined_x, second.combined_x)
+
+    forwards: list[Forward] = [second] * num_ranks
+    dist.all_gather_object(forwards, second)
+    repeated = [True] * num_ranks
+    dist.all_gather_object(repeated, repeats)
+    problems: list[str] = []
+    if rank == 0:
+        say("the same layer in one process, for comparison")
+        shares = [share_of(tokens, sizes, peer) for peer in range(num_ranks)]
+        problems = report.check(forwards, shares, experts)
+        problems += [f"rank {peer}: two passes gave different bits" for peer in range(num_ranks) if not repeated[peer]]
+        print(report.table(forwards), flush=True)
+        for problem in problems:
+            say(f"WRONG: {problem}")
+        if not problems:
+            say("dispatched rows and combined output equal the single-process layer bit for bit")
+    verdict = [not problems]
+    dist.broadcast_object_list(verdict, src=0)
+    say(f"verdict: {'OK' if verdict[0] else 'FAILED'}")
+    return verdict[0]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parsed = parse(arguments)
+    torch.set_num_threads(1)
+    # gloo carries only the rendezvous and the report; tokens travel through deep_comm.
+    dist.init_process_group("gloo", timeout=GROUP_TIMEOUT)
+    try:
+        return 0 if run(parsed) else 1
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

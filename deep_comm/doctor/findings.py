@@ -1,0 +1,139 @@
+"""Facts about the machine and the installation. Each function returns lines and problems; none raises on
+purpose, and `checkup` in __main__ turns what they raise by accident into a line."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import platform
+import resource
+import shutil
+import subprocess
+from dataclasses import dataclass, field
+
+PACKAGES = ("torch", "numpy", "pybind11", "nvshmem4py-cu13", "nvidia-nvshmem-cu13", "nvidia-nccl-cu13")
+
+# Below this a handful of Buffers on the host target fills /dev/shm; containers often get 64 MiB.
+ENOUGH_SHARED_MEMORY = 256 << 20
+
+
+@dataclass
+class Section:
+    """One part of the report. A problem makes the verdict bad, a warning does not."""
+
+    title: str
+    lines: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def machine() -> Section:
+    section = Section("machine")
+    section.lines.append(f"{platform.system()} {platform.release()} {platform.machine()}")
+    section.lines.append(f"Python {platform.python_version()}, {os.cpu_count()} cores")
+    shared = shutil.disk_usage("/dev/shm")
+    section.lines.append(f"/dev/shm: {shared.free >> 20} MiB free of {shared.total >> 20} MiB")
+    if shared.free < ENOUGH_SHARED_MEMORY:
+        section.warnings.append(
+            "/dev/shm is small: ranks that are processes keep their buffers there "
+            "(in a container, start it with more, such as --shm-size=2g)"
+        )
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    limits = ["unlimited" if limit < 0 else f"{limit >> 10} KiB" for limit in (soft, hard)]
+    section.lines.append(f"locked memory: {limits[0]} (hard limit {limits[1]})")
+    return section
+
+
+def packages() -> Section:
+    section = Section("packages")
+    for name in PACKAGES:
+        try:
+            section.lines.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            section.lines.append(f"{name} not installed")
+            if name == "torch":
+                section.problems.append("torch is not installed")
+    return section
+
+
+def modules() -> Section:
+    """The native modules: built, loadable, of this version?"""
+    import deep_comm
+
+    section = Section("modules")
+    section.lines.append(f"deep_comm {deep_comm.__version__} in {os.path.dirname(deep_comm.__file__)}")
+    try:
+        core = importlib.import_module("deep_comm._core")
+        section.lines.append(f"_core {core.version}: the host target")
+        if core.version != deep_comm.__version__:
+            section.problems.append(f"_core is of version {core.version}; build and install again")
+    except ImportError as error:
+        section.problems.append(f"_core does not load: {error}")
+    try:
+        cuda = importlib.import_module("deep_comm._cuda")
+        section.lines.append(f"_cuda for sm_{cuda.architectures}")
+    except ImportError as error:
+        section.lines.append(f"_cuda not available: {error}")
+        if num_devices() > 0:
+            section.warnings.append("there are CUDA devices, but no _cuda module: install nvcc and rebuild")
+    return section
+
+
+def num_devices() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def devices() -> Section:
+    """CUDA devices and who can reach whose memory."""
+    import torch
+
+    section = Section("CUDA devices")
+    count = num_devices()
+    if count == 0:
+        section.lines.append("none: the host target is used")
+        return section
+    for device in range(count):
+        properties = torch.cuda.get_device_properties(device)
+        section.lines.append(
+            f"{device}: {properties.name}, sm_{properties.major}{properties.minor}, "
+            f"{properties.multi_processor_count} SMs, {properties.total_memory >> 30} GiB"
+        )
+    try:
+        driver = subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=30,
+        ).stdout.split()
+        section.lines.append(f"driver {driver[0] if driver else 'unknown'}, CUDA {torch.version.cuda}")
+    except (OSError, subprocess.TimeoutExpired):
+        section.lines.append(f"driver unknown (no nvidia-smi), CUDA {torch.version.cuda}")
+    section.lines.append("peer access (row reaches column):")
+    section.lines.append("     " + " ".join(f"{device:>3}" for device in range(count)))
+    for device in range(count):
+        marks = []
+        for peer in range(count):
+            reaches = device == peer or torch.cuda.can_device_access_peer(device, peer)
+            marks.append("self" if device == peer else "yes" if reaches else "NO")
+            if not reaches:
+                section.warnings.append(f"device {device} cannot reach the memory of device {peer}")
+        section.lines.append(f"{device:>3}  " + " ".join(f"{mark:>3}" for mark in marks))
+    return section
+
+
+def environment() -> Section:
+    from deep_comm import env
+
+    section = Section("environment variables")
+    section.lines.extend(env.describe().splitlines())
+    for name in env.unknown():
+        section.warnings.append(f"{name} is set, but nothing reads it: a typing error?")
+    for variable in env.REGISTRY:
+        try:
+            variable.get()
+        except ValueError as error:
+            section.problems.append(str(error))
+    return section

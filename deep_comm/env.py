@@ -1,0 +1,136 @@
+"""The one registry of the environment variables that deep_comm reads.
+
+Code asks a variable here and nowhere else, so that its name, type, default and meaning stand in one
+place: ``env.TIMEOUT_S.get()``. Variables are read when asked, never at import.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from deep_comm.errors import ArgumentError
+
+T = TypeVar("T")
+
+PREFIX = "DEEP_COMM_"
+
+
+def _parse_flag(text: str) -> bool:
+    lowered = text.strip().lower()
+    if lowered in ("1", "true", "on", "yes"):
+        return True
+    if lowered in ("0", "false", "off", "no", ""):
+        return False
+    raise ValueError(text)
+
+
+def _parse_positive_float(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise ValueError(text)
+    return value
+
+
+def _parse_positive_int(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError(text)
+    return value
+
+
+def _parse_channel_sms(text: str) -> int:
+    value = int(text)
+    if value < 2 or value % 2 != 0:
+        raise ValueError(text)
+    return value
+
+
+@dataclass(frozen=True)
+class Variable(Generic[T]):
+    """One environment variable: ``name``, ``kind`` (its rule, in words), ``default``, ``doc``."""
+
+    name: str
+    kind: str
+    default: T
+    doc: str
+    parse: Callable[[str], Any]
+
+    def is_set(self) -> bool:
+        return self.name in os.environ
+
+    def get(self) -> T:
+        """The value now. Raises ArgumentError naming the variable if it does not parse."""
+        text = os.environ.get(self.name)
+        if text is None:
+            return self.default
+        try:
+            return self.parse(text)
+        except ValueError:
+            raise ArgumentError(self.name, text, f"must be {self.kind}") from None
+
+
+TIMEOUT_S: Variable[float] = Variable(
+    "DEEP_COMM_TIMEOUT_S",
+    "a positive number of seconds",
+    30.0,
+    "how long a kernel waits for a peer before it gives up; Buffer(timeout_s=) overrides it",
+    _parse_positive_float,
+)
+NUM_SMS: Variable[int | None] = Variable(
+    "DEEP_COMM_NUM_SMS",
+    "an even number of at least 2",
+    None,
+    "SMs of the default configs: two per channel; unset: Buffer.num_sms on GPUs, 2 on the host",
+    _parse_channel_sms,
+)
+DEVICE: Variable[str | None] = Variable(
+    "DEEP_COMM_DEVICE",
+    "a torch device such as 'cpu', 'cuda' or 'cuda:0'",
+    None,
+    "device of Buffers built without device=; unset: CUDA when available, else the host",
+    str,
+)
+RANKS_PER_NODE: Variable[int | None] = Variable(
+    "DEEP_COMM_RANKS_PER_NODE",
+    "a number of at least 1",
+    None,
+    "ranks per (logical) node; unset: counted from host names",
+    _parse_positive_int,
+)
+POISON: Variable[bool] = Variable(
+    "DEEP_COMM_POISON",
+    "0 or 1",
+    False,
+    "fill every output with 0xA5 bytes before the kernels run, to find what they do not write",
+    _parse_flag,
+)
+
+REGISTRY: tuple[Variable[Any], ...] = (TIMEOUT_S, NUM_SMS, DEVICE, RANKS_PER_NODE, POISON)
+
+# Read by the build, not by the package; listed so that unknown() does not call them typos.
+BUILD_VARIABLES = ("DEEP_COMM_TESTS", "DEEP_COMM_CUDA", "DEEP_COMM_PTXAS_REPORT")
+
+
+def describe() -> str:
+    """A table of every variable: name, value now, default, meaning."""
+    rows = [("variable", "value", "default", "meaning")]
+    for variable in REGISTRY:
+        value = os.environ.get(variable.name, "(unset)")
+        default = "-" if variable.default is None else str(variable.default)
+        rows.append((variable.name, value, default, f"{variable.doc} ({variable.kind})"))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False))
+        + "  "
+        + row[3]
+        for row in rows
+    )
+
+
+def unknown() -> list[str]:
+    """Set variables that carry our prefix and that nobody reads: probably typing errors."""
+    known = {variable.name for variable in REGISTRY} | set(BUILD_VARIABLES)
+    return sorted(name for name in os.environ if name.startswith(PREFIX) and name not in known)

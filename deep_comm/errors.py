@@ -1,0 +1,172 @@
+"""Every error deep_comm raises on purpose. All derive from DeepCommError."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deep_comm._core import ErrorRecord
+
+
+class DeepCommError(RuntimeError):
+    """Base of all errors of this package."""
+
+
+class ArgumentError(DeepCommError, ValueError):
+    """An argument breaks a rule. Nothing was launched.
+
+    Attributes: ``argument`` (its name), ``value`` (what was given), ``rule`` (what must hold).
+    """
+
+    def __init__(self, argument: str, value: Any, rule: str) -> None:
+        given = "" if value is None else f"; got {value}"
+        super().__init__(f"{argument} {rule}{given}")
+        self.argument = argument
+        self.value = value
+        self.rule = rule
+
+
+class BufferTooSmall(ArgumentError):
+    """num_nvl_bytes cannot hold the rings of this call. ``needed_bytes`` would do."""
+
+    def __init__(self, num_nvl_bytes: int, needed_bytes: int, detail: str) -> None:
+        super().__init__(
+            "num_nvl_bytes", num_nvl_bytes, f"must be at least {needed_bytes} for {detail}"
+        )
+        self.needed_bytes = needed_bytes
+
+
+class HandleMismatch(ArgumentError):
+    """A dispatch handle is used with another shape, channel count or group than it was made for."""
+
+
+class TopologyError(DeepCommError):
+    """The group does not fit the machine, or what this version supports."""
+
+
+class BufferDestroyed(DeepCommError):
+    """The Buffer was used after destroy()."""
+
+
+class UnsupportedError(DeepCommError):
+    """Something that this version or this build does not offer."""
+
+
+class PeerLost(DeepCommError):
+    """A rank ended, or reported a failure, while others waited for it on the host."""
+
+
+class PeerTimeout(DeepCommError):
+    """A kernel waited for a peer until its deadline. The Buffer can be reset().
+
+    Attributes: ``rank`` (who waited), ``peer`` (for whom; -1: nobody in particular), ``kernel``,
+    ``stage``, ``word`` (the shared word), ``channel`` (-1: none), ``seen``, ``expected``,
+    ``waited_s``.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        peer: int,
+        kernel: str,
+        stage: str,
+        word: str,
+        channel: int,
+        seen: int,
+        expected: int,
+        waited_s: float,
+    ) -> None:
+        whom = f"rank {peer}" if peer >= 0 else "its peers"
+        where = f"{kernel}, stage {stage}" + (f", channel {channel}" if channel >= 0 else "")
+        super().__init__(
+            f"rank {rank} waited {waited_s:.3f} s for {whom} in {where}: word '{word}' holds {seen}, "
+            f"expected {expected}. Look at {whom} first: it has crashed, is stuck before this call, "
+            "or made a different sequence of calls. If it is only slow, raise timeout_s (or "
+            "DEEP_COMM_TIMEOUT_S). Buffer.reset() on all ranks makes the Buffer usable again."
+        )
+        self.rank = rank
+        self.peer = peer
+        self.kernel = kernel
+        self.stage = stage
+        self.word = word
+        self.channel = channel
+        self.seen = seen
+        self.expected = expected
+        self.waited_s = waited_s
+
+
+class ConfigMismatch(DeepCommError):
+    """Ranks of one Buffer disagree about something that must be equal on all of them.
+
+    Attributes: ``field`` (what), ``values`` (rank -> value).
+    """
+
+    def __init__(self, field: str, values: Mapping[int, Any]) -> None:
+        listed = ", ".join(f"rank {rank} has {value!r}" for rank, value in sorted(values.items()))
+        super().__init__(f"ranks disagree about {field}: {listed}; it must be equal on all ranks")
+        self.field = field
+        self.values = dict(values)
+
+
+class ExpertIndexError(ArgumentError):
+    """topk_idx of a rank holds an index that is neither -1 nor one of the experts.
+
+    Attributes besides those of ArgumentError: ``rank`` (whose topk_idx), ``num_experts``,
+    ``position`` (in row order; -1: known to that rank alone, as is ``value``).
+    """
+
+    def __init__(self, rank: int, num_experts: int, value: int | None, position: int = -1) -> None:
+        where = f" (element {position} in row order)" if position >= 0 else ""
+        super().__init__(
+            "topk_idx", value, f"of rank {rank} must hold -1 or 0..{num_experts - 1} only{where}"
+        )
+        self.rank = rank
+        self.num_experts = num_experts
+        self.position = position
+
+
+class CapacityError(DeepCommError):
+    """More rows arrived than num_worst_tokens allows.
+
+    Attributes: ``needed_rows``, ``available_rows``.
+    """
+
+    def __init__(self, rank: int, needed_rows: int, available_rows: int) -> None:
+        super().__init__(
+            f"rank {rank} is sent {needed_rows} rows, but num_worst_tokens is {available_rows}; "
+            "raise num_worst_tokens (the number of tokens of all ranks together is always enough)"
+        )
+        self.rank = rank
+        self.needed_rows = needed_rows
+        self.available_rows = available_rows
+
+
+def from_record(record: ErrorRecord) -> DeepCommError:
+    """The exception that says what the first failing thread of a Buffer recorded."""
+    if record.kind == "peer_timeout":
+        return PeerTimeout(
+            rank=record.rank,
+            peer=record.peer,
+            kernel=record.kernel,
+            stage=record.stage,
+            word=record.word,
+            channel=record.channel,
+            seen=record.seen,
+            expected=record.expected,
+            waited_s=record.waited_ns / 1e9,
+        )
+    if record.kind == "config_mismatch":
+        field = record.word
+        if field == "operation":
+            field = f"the operation ({record.kernel} here: a digest of its name and shapes)"
+        return ConfigMismatch(field, {record.rank: record.expected, record.peer: record.seen})
+    if record.kind == "expert_index":
+        value = record.seen if record.index >= 0 else None
+        return ExpertIndexError(record.peer, record.expected, value, record.index)
+    if record.kind == "overflow":
+        return CapacityError(record.rank, record.seen, record.expected)
+    return DeepCommError(
+        f"{record.kernel} failed on rank {record.rank}: {record.kind} in stage {record.stage}"
+    )

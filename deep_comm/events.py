@@ -1,0 +1,81 @@
+"""Events between the caller's stream and a Buffer's communication stream.
+
+On the host target kernels have ended when a call returns, so that events hold nothing and waiting for
+one does nothing; which arguments may go together is the same on both targets.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+import torch
+
+from deep_comm.errors import ArgumentError
+
+
+class EventHandle:
+    """A point in the work of a CUDA stream: the current stream unless one is given."""
+
+    def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
+        self._event: torch.cuda.Event | None = None
+        # Without an initialised CUDA context nothing can be in flight, and recording would make one.
+        if stream is not None or (torch.cuda.is_available() and torch.cuda.is_initialized()):
+            self._event = torch.cuda.Event()
+            self._event.record(stream if stream is not None else torch.cuda.current_stream())
+
+    def current_stream_wait(self) -> None:
+        """Work that the current stream gets from now on waits for this event."""
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+
+    def stream_wait(self, stream: torch.cuda.Stream) -> None:
+        """The same for ``stream``."""
+        if self._event is not None:
+            stream.wait_event(self._event)
+
+
+class EventOverlap:
+    """An EventHandle or nothing, usable as a context manager that waits at its end::
+
+        with event:
+            ...  # work that does not need the result of the communication
+
+    Attributes: ``event`` (None if the call was synchronous), ``extra_tensors`` (kept alive with it).
+    """
+
+    def __init__(
+        self,
+        event: EventHandle | None = None,
+        extra_tensors: tuple[torch.Tensor, ...] | None = None,
+    ) -> None:
+        self.event = event
+        self.extra_tensors = extra_tensors
+
+    def current_stream_wait(self) -> None:
+        """The current stream waits for the event."""
+        if self.event is None:
+            raise ArgumentError("event", None, "must be that of an asynchronous call to wait for it")
+        self.event.current_stream_wait()
+
+    def __enter__(self) -> EventOverlap:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self.event is not None:
+            self.event.current_stream_wait()
+
+
+def unwrap(previous_event: EventOverlap | EventHandle | None) -> EventHandle | None:
+    """The event to wait for. ``EventOverlap(None)``, what synchronous calls return, means none."""
+    if previous_event is None or isinstance(previous_event, EventHandle):
+        return previous_event
+    if isinstance(previous_event, EventOverlap):
+        return previous_event.event
+    raise ArgumentError(
+        "previous_event", type(previous_event).__name__, "must be an EventOverlap or None"
+    )

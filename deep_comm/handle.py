@@ -1,0 +1,136 @@
+"""What a dispatch learned: consumed by combine, reused by cached dispatches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import overload
+
+import torch
+from torch import Tensor
+
+from deep_comm.errors import ArgumentError, HandleMismatch
+
+
+@dataclass(frozen=True, eq=False)
+class Handle:
+    """R ranks, C channels, T tokens of this rank, N rows received, L local experts.
+
+    The first six fields are also a sequence of that order, ``handle[0]`` to ``handle[5]``, which can
+    be indexed, sliced and unpacked; a plain tuple of the six serves combine and cached dispatch too.
+    Everything else describes the dispatch; None there: not known.
+    """
+
+    rank_prefix_matrix: Tensor  # int32 [R, R], [i, j]: tokens that ranks 0..i send to rank j
+    channel_prefix_matrix: Tensor  # int32 [R, C], [j, c]: tokens sent to rank j in channels 0..c
+    recv_channel_prefix_matrix: Tensor  # int32 [R, C], [i, c]: start of channel c in source i's block
+    recv_src_idx: Tensor  # int32 [N], token index at its source rank
+    is_token_in_rank: Tensor  # bool [T, R]
+    send_head: Tensor  # int32 [T, R], ordinal in the (rank, channel) queue; negative: not sent
+
+    rank: int | None = None
+    num_experts: int | None = None
+    num_topk: int | None = None  # 0: dispatched without top-k
+    num_recv_tokens: int | None = None  # rows that arrived; None in worst-case mode
+    num_recv_tokens_per_expert: Tensor | None = None  # int32 [L] on the device, aligned
+    members: tuple[str, ...] | None = None  # who the ranks are
+
+    @property
+    def num_ranks(self) -> int:
+        return self.rank_prefix_matrix.shape[0]
+
+    @property
+    def num_channels(self) -> int:
+        return self.channel_prefix_matrix.shape[1]
+
+    @property
+    def num_tokens(self) -> int:
+        """T: rows that the next cached dispatch takes and combine returns."""
+        return self.is_token_in_rank.shape[0]
+
+    @property
+    def num_recv_rows(self) -> int:
+        """N: rows that dispatch returned and combine takes, num_worst_tokens in worst-case mode."""
+        return self.recv_src_idx.shape[0]
+
+    def as_tuple(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        return (
+            self.rank_prefix_matrix,
+            self.channel_prefix_matrix,
+            self.recv_channel_prefix_matrix,
+            self.recv_src_idx,
+            self.is_token_in_rank,
+            self.send_head,
+        )
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Tensor, ...]: ...
+    def __getitem__(self, index: int | slice) -> Tensor | tuple[Tensor, ...]:
+        return self.as_tuple()[index]
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.as_tuple())
+
+    @staticmethod
+    def of(value: Handle | Sequence[Tensor]) -> Handle:
+        """A Handle from a Handle or from its six tensors. Raises ArgumentError for anything else."""
+        if isinstance(value, Handle):
+            return value
+        if not isinstance(value, (tuple, list)) or len(value) != 6:
+            given = f"{type(value).__name__}"
+            if isinstance(value, (tuple, list)):
+                given += f" of {len(value)} items"
+            raise ArgumentError("handle", given, "must be what dispatch returned")
+        dtypes = (torch.int32,) * 4 + (torch.bool, torch.int32)
+        num_dims = (2, 2, 2, 1, 2, 2)
+        for position, tensor in enumerate(value):
+            if not (
+                isinstance(tensor, Tensor)
+                and tensor.dtype == dtypes[position]
+                and tensor.dim() == num_dims[position]
+                and tensor.is_contiguous()
+            ):
+                raise ArgumentError(
+                    f"handle[{position}]",
+                    type(tensor).__name__,
+                    f"must be a contiguous {num_dims[position]}-D tensor of {dtypes[position]}",
+                )
+        return Handle(*value)
+
+    def require_group(
+        self, rank: int, num_ranks: int, members: tuple[str, ...], device: torch.device
+    ) -> None:
+        """Raise HandleMismatch unless the handle was made by this rank of this group."""
+        if self.num_ranks != num_ranks:
+            raise HandleMismatch(
+                "handle", f"{self.num_ranks} ranks", f"must be of this group of {num_ranks} ranks"
+            )
+        if self.rank is not None and self.rank != rank:
+            raise HandleMismatch("handle", f"rank {self.rank}", f"must be of this rank ({rank})")
+        if self.members is not None and self.members != members:
+            raise HandleMismatch("handle", "one of other ranks", "must be of this Buffer's group")
+        for tensor in self:
+            if tensor.device != device:
+                raise HandleMismatch("handle", tensor.device, f"must be on {device}")
+
+    def require_num_tokens(self, num_tokens: int) -> None:
+        if self.num_tokens != num_tokens:
+            raise HandleMismatch(
+                "handle",
+                f"{self.num_tokens} tokens",
+                f"must be of a dispatch of as many tokens as x has rows ({num_tokens})",
+            )
+
+    def require_num_channels(self, num_channels: int) -> None:
+        if self.num_channels != num_channels:
+            raise HandleMismatch(
+                "handle",
+                f"{self.num_channels} channels",
+                f"must have the config's {num_channels} channels (num_sms / 2); "
+                "leave config away to take the handle's",
+            )

@@ -1,0 +1,1 @@
+"""The operations of a Buffer, one file each: checks, allocation, engine calls, events."""

@@ -1,0 +1,86 @@
+"""combine: every token's rows come home and are summed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deep_comm import checks
+from deep_comm.config import Config
+from deep_comm.context import Context
+from deep_comm.errors import HandleMismatch
+from deep_comm.events import EventHandle, EventOverlap
+from deep_comm.handle import Handle
+
+
+def combine(
+    ctx: Context,
+    x: Any,
+    handle: Handle | Sequence[Tensor],
+    *,
+    topk_weights: Any,
+    bias: Any,
+    config: Config | None,
+    default_config: Config,
+    previous_event: EventHandle | None,
+    async_finish: bool,
+    allocate_on_comm_stream: bool,
+) -> tuple[Tensor, Tensor | None, EventOverlap]:
+    ctx.begin()
+    x = checks.combine_input(x, ctx.device)
+    num_rows, hidden = x.shape
+    handle = Handle.of(handle)
+    handle.require_group(ctx.rank, ctx.num_ranks, ctx.members, ctx.device)
+    if handle.num_recv_rows != num_rows:
+        raise HandleMismatch(
+            "handle",
+            f"{handle.num_recv_rows} received rows",
+            f"must be of a dispatch that returned as many rows as x has ({num_rows})",
+        )
+    num_topk = 0
+    if topk_weights is not None:
+        topk_weights = checks.tensor(
+            "topk_weights", topk_weights, ctx.device, shape=(num_rows, None), dtypes=(torch.float32,)
+        )
+        num_topk = topk_weights.shape[1]
+    bias_0, bias_1 = checks.biases(bias, (handle.num_tokens, hidden), x)
+    plan = ctx.plan(
+        config,
+        default_config,
+        row_bytes=hidden * x.element_size(),
+        num_topk=num_topk,
+        num_channels=handle.num_channels,
+    )
+    handle.require_num_channels(plan.num_channels)
+
+    with ctx.backend.launch(previous_event, async_finish, allocate_on_comm_stream) as launch:
+        combined_x = launch.empty((handle.num_tokens, hidden), x.dtype)
+        combined_topk_weights = None
+        if topk_weights is not None:
+            combined_topk_weights = launch.empty((handle.num_tokens, num_topk), torch.float32)
+        ctx.engine.combine(
+            x=ctx.address(x),
+            dtype=checks.COMBINE_DTYPES[x.dtype],
+            hidden=hidden,
+            topk_weights=ctx.address(topk_weights),
+            num_topk=num_topk,
+            bias_0=ctx.address(bias_0),
+            bias_1=ctx.address(bias_1),
+            num_tokens=handle.num_tokens,
+            num_recv_rows=num_rows,
+            rank_prefix_matrix=ctx.address(handle.rank_prefix_matrix),
+            recv_channel_prefix_matrix=ctx.address(handle.recv_channel_prefix_matrix),
+            send_head=ctx.address(handle.send_head),
+            combined_x=ctx.address(combined_x),
+            combined_topk_weights=ctx.address(combined_topk_weights),
+            num_channels=plan.num_channels,
+            num_send_tokens=plan.num_send_tokens,
+            num_slots=plan.num_slots,
+            stream=launch.stream,
+        )
+        event = launch.finish([x, topk_weights, bias_0, bias_1, *handle])
+    ctx.end()
+    return combined_x, combined_topk_weights, event

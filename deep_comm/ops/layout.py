@@ -1,0 +1,114 @@
+"""get_dispatch_layout: which ranks each token goes to, and how many tokens go where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deep_comm import checks
+from deep_comm.backends import Launch
+from deep_comm.context import Context
+from deep_comm.errors import ArgumentError
+from deep_comm.events import EventHandle, EventOverlap
+
+
+@dataclass(frozen=True)
+class Layout:
+    """R ranks, E experts, T tokens of this rank."""
+
+    num_tokens_per_rank: Tensor  # int32 [R], a token counts once per rank
+    num_tokens_per_expert: Tensor  # int32 [E], every selection counts
+    is_token_in_rank: Tensor  # bool [T, R]
+
+    @property
+    def num_experts(self) -> int:
+        return self.num_tokens_per_expert.shape[0]
+
+
+def launch_layout(ctx: Context, launch: Launch, topk_idx: Tensor, num_experts: int) -> Layout:
+    """Allocate and launch; what the kernel finds wrong with the indices is in the error record."""
+    num_tokens, num_topk = topk_idx.shape
+    layout = Layout(
+        num_tokens_per_rank=launch.empty((ctx.num_ranks,), torch.int32),
+        num_tokens_per_expert=launch.empty((num_experts,), torch.int32),
+        is_token_in_rank=launch.empty((num_tokens, ctx.num_ranks), torch.bool),
+    )
+    ctx.engine.get_dispatch_layout(
+        topk_idx=ctx.address(topk_idx),
+        topk_idx_bytes=topk_idx.element_size(),
+        num_tokens=num_tokens,
+        num_topk=num_topk,
+        num_experts=num_experts,
+        ranks_per_node=ctx.topology.ranks_per_node,
+        num_tokens_per_rank=ctx.address(layout.num_tokens_per_rank),
+        num_tokens_per_node=0,
+        num_tokens_per_expert=ctx.address(layout.num_tokens_per_expert),
+        is_token_in_rank=ctx.address(layout.is_token_in_rank),
+        stream=launch.stream,
+    )
+    return layout
+
+
+def get_dispatch_layout(
+    ctx: Context,
+    topk_idx: Any,
+    num_experts: int,
+    previous_event: EventHandle | None,
+    async_finish: bool,
+    allocate_on_comm_stream: bool,
+) -> tuple[Layout, EventOverlap]:
+    ctx.begin()
+    topk_idx = checks.topk_idx(topk_idx, ctx.device)
+    num_experts = checks.num_experts(num_experts, ctx.num_max_experts)
+    with ctx.backend.launch(previous_event, async_finish, allocate_on_comm_stream) as launch:
+        layout = launch_layout(ctx, launch, topk_idx, num_experts)
+        event = launch.finish([topk_idx])
+    ctx.end()
+    return layout, event
+
+
+def checked_layout(
+    ctx: Context,
+    num_tokens: int,
+    num_tokens_per_rank: Any,
+    num_tokens_per_expert: Any,
+    is_token_in_rank: Any,
+) -> Layout:
+    """The three tensors as dispatch gets them back from the caller."""
+    for name, value in (
+        ("num_tokens_per_rank", num_tokens_per_rank),
+        ("is_token_in_rank", is_token_in_rank),
+        ("num_tokens_per_expert", num_tokens_per_expert),
+    ):
+        if value is None:
+            raise ArgumentError(
+                name, None, "is needed without a handle (or topk_idx and num_experts alone)"
+            )
+    layout = Layout(
+        num_tokens_per_rank=checks.tensor(
+            "num_tokens_per_rank",
+            num_tokens_per_rank,
+            ctx.device,
+            shape=(ctx.num_ranks,),
+            dtypes=(torch.int32,),
+        ),
+        num_tokens_per_expert=checks.tensor(
+            "num_tokens_per_expert",
+            num_tokens_per_expert,
+            ctx.device,
+            shape=(None,),
+            dtypes=(torch.int32,),
+        ),
+        is_token_in_rank=checks.tensor(
+            "is_token_in_rank",
+            is_token_in_rank,
+            ctx.device,
+            shape=(num_tokens, ctx.num_ranks),
+            dtypes=(torch.bool,),
+        ),
+    )
+    checks.num_experts(layout.num_experts, ctx.num_max_experts)
+    return layout

@@ -1,0 +1,216 @@
+"""Ranks as processes of this machine: the counterpart of `deep_comm.local` and `deep_comm.simulate`.
+
+Every wait is bounded: a rank that hangs or dies ends the run with an error that names it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any, TypeVar
+
+from deep_comm.errors import DeepCommError
+
+T = TypeVar("T")
+
+# After the first rank failed, the others get this long to notice.
+FAILURE_GRACE_S = 60.0
+
+
+class RankFailed(DeepCommError):
+    """A rank raised, died or did not end in time."""
+
+    def __init__(self, rank: int, reason: str, traceback_text: str = "") -> None:
+        super().__init__(f"rank {rank} {reason}" + (f"\n{traceback_text}" if traceback_text else ""))
+        self.failed_rank = rank
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one rank ended."""
+
+    rank: int
+    value: Any = None
+    error: BaseException | None = None  # what it raised, or RankFailed when it died or hung
+    traceback: str = ""
+    elapsed_s: float = 0.0  # from the start of the run to its end, as the parent saw it
+
+
+def run(fn: Callable[..., T], num_ranks: int, *args: object, **options: Any) -> list[T]:
+    """Run ``fn(group, *args)`` in ``num_ranks`` processes and return the results in rank order.
+
+    ``fn`` must be importable (a module-level function) and its result picklable. ``options`` as in
+    :func:`outcomes`.
+
+    Raises:
+        RankFailed: naming the first rank that died or hung, else the lowest rank that raised, with
+            that rank's traceback.
+    """
+    ended = outcomes(fn, num_ranks, *args, **options)
+    failed = [outcome for outcome in ended if outcome.error is not None]
+    # A rank that died is the cause of what the others raise.
+    failed.sort(key=lambda outcome: not isinstance(outcome.error, RankFailed))
+    for outcome in failed:
+        if isinstance(outcome.error, RankFailed):
+            raise outcome.error
+        reason = f"raised {type(outcome.error).__name__}: {outcome.error}"
+        raise RankFailed(outcome.rank, reason, outcome.traceback) from outcome.error
+    return [outcome.value for outcome in ended]
+
+
+def outcomes(
+    fn: Callable[..., Any],
+    num_ranks: int,
+    *args: object,
+    backend: str = "gloo",
+    devices: Sequence[int] | None = None,
+    variables: Mapping[str, str] | None = None,
+    timeout_s: float = 300.0,
+    start_method: str = "spawn",
+) -> list[Outcome]:
+    """Run ``fn(group, *args)`` in ``num_ranks`` processes; never raises for a rank.
+
+    Args:
+        backend: of the torch.distributed group the ranks get ("gloo" or "nccl").
+        devices: CUDA device of every rank, made current before ``fn``; None: no device is touched.
+        variables: environment variables of the ranks.
+        timeout_s: for the whole run; ranks that are still running then are killed.
+        start_method: "spawn", or "forkserver" when many short runs follow each other.
+    """
+    context = multiprocessing.get_context(start_method)
+    if start_method == "forkserver":
+        context.set_forkserver_preload(["deep_comm.processes", "torch.distributed"])
+    with tempfile.TemporaryDirectory(prefix="deep_comm.") as folder:
+        processes, connections = [], []
+        for rank in range(num_ranks):
+            receiver, sender = context.Pipe(duplex=False)
+            job = _Job(
+                rank=rank,
+                num_ranks=num_ranks,
+                store=os.path.join(folder, "store"),
+                backend=backend,
+                device=None if devices is None else devices[rank],
+                variables=dict(variables or {}),
+                timeout_s=timeout_s,
+            )
+            process = context.Process(
+                target=_rank_main, args=(job, sender, fn, args), name=f"rank {rank}", daemon=True
+            )
+            process.start()
+            # Only the rank holds the sending end, so that its death reads as end of file here.
+            sender.close()
+            processes.append(process)
+            connections.append(receiver)
+        try:
+            return _collect(processes, connections, timeout_s)
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+            for process in processes:
+                process.join()
+
+
+@dataclass(frozen=True)
+class _Job:
+    rank: int
+    num_ranks: int
+    store: str
+    backend: str
+    device: int | None
+    variables: dict[str, str]
+    timeout_s: float
+
+
+def _collect(processes: list, connections: list[Connection], timeout_s: float) -> list[Outcome]:
+    started = time.monotonic()
+    deadline = started + timeout_s
+    ended: dict[int, Outcome] = {}
+    while len(ended) < len(connections):
+        open_ends = [c for rank, c in enumerate(connections) if rank not in ended]
+        ready = wait(open_ends, timeout=max(0.0, deadline - time.monotonic()))
+        elapsed = time.monotonic() - started
+        if not ready:
+            for rank in range(len(connections)):
+                failure = RankFailed(rank, f"did not end within {elapsed:.0f} s")
+                ended.setdefault(rank, Outcome(rank, error=failure, elapsed_s=elapsed))
+            break
+        for connection in ready:
+            rank = connections.index(connection)
+            ended[rank] = _receive(rank, processes[rank], connection, elapsed)
+            if ended[rank].error is not None:
+                deadline = min(deadline, time.monotonic() + FAILURE_GRACE_S)
+    return [ended[rank] for rank in range(len(connections))]
+
+
+def _receive(rank: int, process: Any, connection: Connection, elapsed_s: float) -> Outcome:
+    try:
+        value, error, text = _unpack(connection.recv_bytes())
+    except EOFError:
+        process.join(timeout=10)
+        code = process.exitcode
+        how = f"was killed by signal {-code}" if code is not None and code < 0 else f"exited with {code}"
+        return Outcome(rank, error=RankFailed(rank, how), elapsed_s=elapsed_s)
+    return Outcome(rank, value, error, text, elapsed_s)
+
+
+def _rank_main(job: _Job, sender: Connection, fn: Callable[..., Any], args: tuple) -> None:
+    os.environ.update(job.variables)
+    # All ranks are on this host; without this gloo asks the resolver for the host's own name.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    value, error, text = None, None, ""
+    try:
+        value = _call(job, fn, args)
+    except BaseException as raised:  # noqa: BLE001 - handed to the parent
+        error, text = raised, traceback.format_exc()
+    sender.send_bytes(_pack(value, error, text))
+    sender.close()
+
+
+def _pack(value: object, error: BaseException | None, text: str) -> bytes:
+    # Exceptions are taken apart, because pickle would call their constructors with the message alone.
+    parts = None if error is None else (type(error), error.args, vars(error))
+    try:
+        return pickle.dumps((value, parts, text))
+    except Exception:  # noqa: BLE001 - whatever a foreign type raises
+        what = f"{type(error).__name__}: {error}" if error is not None else "a result"
+        return pickle.dumps((None, (DeepCommError, (f"{what} (cannot be pickled)",), {}), text))
+
+
+def _unpack(packed: bytes) -> tuple[Any, BaseException | None, str]:
+    value, parts, text = pickle.loads(packed)
+    if parts is None:
+        return value, None, text
+    kind, args, state = parts
+    error = kind.__new__(kind, *args)
+    vars(error).update(state)
+    return value, error, text
+
+
+def _call(job: _Job, fn: Callable[..., Any], args: tuple) -> object:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    if job.device is not None:
+        torch.cuda.set_device(job.device)
+    dist.init_process_group(
+        job.backend,
+        init_method=f"file://{job.store}",
+        rank=job.rank,
+        world_size=job.num_ranks,
+        timeout=datetime.timedelta(seconds=job.timeout_s),
+    )
+    try:
+        return fn(dist.group.WORLD, *args)
+    finally:
+        dist.destroy_process_group()

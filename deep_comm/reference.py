@@ -1,0 +1,279 @@
+"""The readable truth: dispatch and combine over the inputs of all ranks, in plain torch.
+
+Every function takes lists indexed by rank and returns what each rank must see, bit for bit. Nothing
+here is fast on purpose and nothing here knows about rings, channels beyond their prefix sums, or
+devices: tests compare the engine with it.
+
+R ranks, T tokens of a rank, H hidden, K top-k, E experts, L experts of a rank, C channels, N rows
+that a rank receives. An index in topk_idx outside 0..E-1 selects nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deep_comm.topology import first_expert, num_local_experts
+
+Payload = Tensor | tuple[Tensor, Tensor]
+Bias = Tensor | tuple[Tensor, Tensor] | None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What get_dispatch_layout returns for one rank."""
+
+    num_tokens_per_rank: Tensor  # int32 [R], a token counts once per rank
+    num_tokens_per_rdma_rank: Tensor | None  # int32 [nodes], once per node; None on one node
+    num_tokens_per_expert: Tensor  # int32 [E], every selection counts
+    is_token_in_rank: Tensor  # bool [T, R]
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """What one rank has after a dispatch, and what its handle holds."""
+
+    recv_x: Tensor  # [N, H], sorted by (source rank, source token)
+    recv_x_scales: Tensor | None  # [N, S]
+    recv_topk_idx: Tensor  # [N, K], local expert index, or -1: not on this rank
+    recv_topk_weights: Tensor | None  # float32 [N, K], 0 where the index is -1
+    num_recv_tokens_per_expert: list[int]  # [L], rounded up to the alignment; [] in worst-case mode
+    num_recv_tokens: int  # rows that arrived; less than N in worst-case mode only
+    recv_src_idx: Tensor  # int32 [N], token index at its source; -1 past num_recv_tokens
+    recv_src_rank: Tensor  # int32 [N]; -1 past num_recv_tokens
+    rank_prefix_matrix: Tensor  # int32 [R, R], [i, j]: tokens of ranks 0..i to rank j
+    channel_prefix_matrix: Tensor  # int32 [R, C], [j, c]: tokens to rank j in channels 0..c
+    recv_channel_prefix_matrix: Tensor  # int32 [R, C], [i, c]: start of channel c in source i's block
+    is_token_in_rank: Tensor  # bool [T, R]
+    send_head: Tensor  # int32 [T, R], ordinal of the token in its (rank, channel) queue; -1: not sent
+
+
+def _owner_of_expert(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Tensor:
+    """Rank that holds each selected expert; num_ranks where nothing is selected."""
+    starts = torch.tensor([first_expert(r, num_experts, num_ranks) for r in range(num_ranks)])
+    selected = (topk_idx >= 0) & (topk_idx < num_experts)
+    owner = torch.searchsorted(starts, topk_idx.to(torch.int64).contiguous(), right=True) - 1
+    return torch.where(selected, owner, num_ranks)
+
+
+def get_dispatch_layout(
+    topk_idx: Tensor, num_experts: int, num_ranks: int, ranks_per_node: int | None = None
+) -> Layout:
+    """Layout of one rank's ``topk_idx`` [T, K]."""
+    num_tokens = topk_idx.shape[0]
+    owner = _owner_of_expert(topk_idx, num_experts, num_ranks)
+    mask = torch.zeros(num_tokens, num_ranks + 1, dtype=torch.bool)
+    is_token_in_rank = mask.scatter_(1, owner, True)[:, :num_ranks].contiguous()
+    selected = topk_idx[owner < num_ranks].to(torch.int64)
+    per_node = None
+    if ranks_per_node is not None and ranks_per_node < num_ranks:
+        nodes = is_token_in_rank.view(num_tokens, num_ranks // ranks_per_node, ranks_per_node)
+        per_node = nodes.any(dim=2).sum(dim=0, dtype=torch.int32)
+    return Layout(
+        num_tokens_per_rank=is_token_in_rank.sum(dim=0, dtype=torch.int32),
+        num_tokens_per_rdma_rank=per_node,
+        num_tokens_per_expert=torch.bincount(selected, minlength=num_experts).to(torch.int32),
+        is_token_in_rank=is_token_in_rank,
+    )
+
+
+def channel_of_token(num_tokens: int, num_channels: int) -> Tensor:
+    """int64 [T]: channel c carries the tokens [c * ceil(T / C), (c + 1) * ceil(T / C))."""
+    per_channel = max(1, -(-num_tokens // num_channels))
+    return torch.arange(num_tokens) // per_channel
+
+
+def _channel_prefix_matrix(is_token_in_rank: Tensor, num_channels: int) -> Tensor:
+    num_tokens, num_ranks = is_token_in_rank.shape
+    counts = torch.zeros(num_channels, num_ranks, dtype=torch.int64)
+    counts.index_add_(0, channel_of_token(num_tokens, num_channels), is_token_in_rank.long())
+    return counts.cumsum(dim=0).t().to(torch.int32).contiguous()
+
+
+def _exclusive(prefix: Tensor) -> Tensor:
+    """[R, C] inclusive prefix sums over the channels to exclusive ones."""
+    return torch.cat([torch.zeros_like(prefix[:, :1]), prefix[:, :-1]], dim=1)
+
+
+def _send_head(is_token_in_rank: Tensor, channel_prefix_matrix: Tensor) -> Tensor:
+    num_tokens = is_token_in_rank.shape[0]
+    channel = channel_of_token(num_tokens, channel_prefix_matrix.shape[1])
+    ordinal = is_token_in_rank.long().cumsum(dim=0) - 1
+    start_of_channel = _exclusive(channel_prefix_matrix).t()[channel]
+    return torch.where(is_token_in_rank, ordinal - start_of_channel, -1).to(torch.int32)
+
+
+def _pad_rows(rows: Tensor, num_rows: int, fill: int) -> Tensor:
+    missing = max(0, num_rows - rows.shape[0])
+    return torch.cat([rows, rows.new_full((missing, *rows.shape[1:]), fill)])
+
+
+def _bytes(rows: Tensor) -> Tensor:
+    """Payload as bytes: it is moved, never read, and torch cannot index every dtype."""
+    return rows.contiguous().view(torch.uint8)
+
+
+def dispatch(
+    xs: Sequence[Payload],
+    topk_idxs: Sequence[Tensor],
+    num_experts: int,
+    topk_weights: Sequence[Tensor] | None = None,
+    *,
+    num_channels: int = 1,
+    expert_alignment: int = 1,
+    num_worst_tokens: int = 0,
+) -> list[Dispatched]:
+    """What every rank receives when rank r sends ``xs[r]`` [T_r, H] by ``topk_idxs[r]`` [T_r, K].
+
+    With ``num_worst_tokens`` the results have that many rows; those past ``num_recv_tokens`` hold
+    zeros here and anything in the engine, except indices (-1) and weights (0), which are promised.
+    """
+    num_ranks = len(xs)
+    layouts = [get_dispatch_layout(idx, num_experts, num_ranks) for idx in topk_idxs]
+    sent = torch.stack([layout.num_tokens_per_rank for layout in layouts])
+    rank_prefix_matrix = sent.cumsum(dim=0).to(torch.int32)
+    per_expert = torch.stack([layout.num_tokens_per_expert for layout in layouts]).sum(dim=0)
+    channel_prefix = [_channel_prefix_matrix(layout.is_token_in_rank, num_channels)
+                      for layout in layouts]
+
+    dtype = (xs[0][0] if isinstance(xs[0], tuple) else xs[0]).dtype
+
+    results = []
+    for rank in range(num_ranks):
+        tokens = [layout.is_token_in_rank[:, rank].nonzero().squeeze(1) for layout in layouts]
+        num_recv_tokens = int(rank_prefix_matrix[-1, rank])
+        num_rows = num_worst_tokens or num_recv_tokens
+
+        def gather(per_rank: Sequence[Tensor], fill: int = 0) -> Tensor:
+            rows = torch.cat([source[index] for source, index in zip(per_rank, tokens, strict=True)])
+            return _pad_rows(rows, num_rows, fill)
+
+        data = [_bytes(x[0] if isinstance(x, tuple) else x) for x in xs]
+        scales = [x[1] for x in xs if isinstance(x, tuple)]
+        scale_bytes = [_bytes(rows) for rows in scales]
+        first = first_expert(rank, num_experts, num_ranks)
+        num_local = num_local_experts(rank, num_experts, num_ranks)
+        global_idx = gather(topk_idxs, -1)
+        is_local = (global_idx >= first) & (global_idx < first + num_local)
+        weights = None
+        if topk_weights is not None:
+            weights = torch.where(is_local, gather(topk_weights), 0.0)
+        aligned = -(-per_expert[first : first + num_local] // expert_alignment) * expert_alignment
+        source_ranks = [torch.full((x.shape[0],), r, dtype=torch.int32) for r, x in enumerate(data)]
+        results.append(
+            Dispatched(
+                recv_x=gather(data).view(dtype),
+                recv_x_scales=gather(scale_bytes).view(scales[0].dtype) if scales else None,
+                recv_topk_idx=torch.where(is_local, global_idx - first, -1),
+                recv_topk_weights=weights,
+                num_recv_tokens_per_expert=[] if num_worst_tokens else aligned.tolist(),
+                num_recv_tokens=num_recv_tokens,
+                recv_src_idx=_pad_rows(torch.cat(tokens).to(torch.int32), num_rows, -1),
+                recv_src_rank=gather(source_ranks, -1),
+                rank_prefix_matrix=rank_prefix_matrix,
+                channel_prefix_matrix=channel_prefix[rank],
+                recv_channel_prefix_matrix=_exclusive(
+                    torch.stack([prefix[rank] for prefix in channel_prefix])
+                ),
+                is_token_in_rank=layouts[rank].is_token_in_rank,
+                send_head=_send_head(layouts[rank].is_token_in_rank, channel_prefix[rank]),
+            )
+        )
+    return results
+
+
+def _sum_over_ranks(rows: Sequence[Tensor], dispatched: Sequence[Dispatched], rank: int) -> Tensor:
+    """float32 [T, width]: from 0.0, the rows that ``rank``'s tokens have at each rank, ascending."""
+    is_token_in_rank = dispatched[rank].is_token_in_rank
+    total = torch.zeros(is_token_in_rank.shape[0], rows[rank].shape[1], dtype=torch.float32)
+    for peer, peer_rows in enumerate(rows):
+        tokens = is_token_in_rank[:, peer].nonzero().squeeze(1)
+        end = int(dispatched[peer].rank_prefix_matrix[rank, peer])
+        total[tokens] += peer_rows[end - len(tokens) : end].float()
+    return total
+
+
+def combine(
+    xs: Sequence[Tensor],
+    dispatched: Sequence[Dispatched],
+    topk_weights: Sequence[Tensor] | None = None,
+    biases: Sequence[Bias] | None = None,
+) -> list[tuple[Tensor, Tensor | None]]:
+    """Sum of every token's rows over the ranks that got it, plus bias: per rank ([T, H], [T, K]).
+
+    The sum runs in float32, starts at 0.0, takes ranks in ascending order, then the first and the
+    second bias, and is rounded to the dtype of x once. Weights are summed alike and stay float32.
+    """
+    results: list[tuple[Tensor, Tensor | None]] = []
+    for rank, x in enumerate(xs):
+        total = _sum_over_ranks(xs, dispatched, rank)
+        bias = biases[rank] if biases is not None else None
+        if bias is not None:
+            for part in bias if isinstance(bias, tuple) else (bias,):
+                total += part.float()
+        weights = None
+        if topk_weights is not None:
+            weights = _sum_over_ranks(topk_weights, dispatched, rank)
+        results.append((total.to(x.dtype), weights))
+    return results
+
+
+Expert = Callable[[int, Tensor], Tensor]
+"""(global expert index, rows [n, H]) -> rows [n, H]."""
+
+
+def local_experts(
+    recv_x: Tensor,
+    recv_topk_idx: Tensor,
+    recv_topk_weights: Tensor,
+    first_expert: int,
+    num_local_experts: int,
+    expert: Expert,
+) -> Tensor:
+    """What a rank hands to combine: each row's weighted sum over this rank's experts, [N, H].
+
+    float32, experts in ascending order, rounded to the dtype of ``recv_x`` once. A row that selects
+    an expert twice counts it with the sum of both weights.
+    """
+    total = torch.zeros(recv_x.shape, dtype=torch.float32, device=recv_x.device)
+    for local in range(num_local_experts):
+        chosen = recv_topk_idx == local
+        rows = chosen.any(dim=1).nonzero().squeeze(1)
+        if len(rows) == 0:
+            continue
+        weight = torch.where(chosen[rows], recv_topk_weights[rows], 0.0).sum(dim=1, keepdim=True)
+        total[rows] += weight * expert(first_expert + local, recv_x[rows]).float()
+    return total.to(recv_x.dtype)
+
+
+def moe_layer(
+    xs: Sequence[Tensor],
+    topk_idxs: Sequence[Tensor],
+    topk_weights: Sequence[Tensor],
+    num_experts: int,
+    expert: Expert,
+) -> list[Tensor]:
+    """A Mixture-of-Experts layer of all ranks in one process: dispatch, experts, combine.
+
+    Every expert sees the very rows, in the very order and shape, that it sees in a distributed run,
+    so that results can be compared bit for bit.
+    """
+    num_ranks = len(xs)
+    dispatched = dispatch(xs, topk_idxs, num_experts, topk_weights)
+    outputs = []
+    for rank, received in enumerate(dispatched):
+        assert received.recv_topk_weights is not None
+        outputs.append(
+            local_experts(
+                received.recv_x,
+                received.recv_topk_idx,
+                received.recv_topk_weights,
+                first_expert(rank, num_experts, num_ranks),
+                num_local_experts(rank, num_experts, num_ranks),
+                expert,
+            )
+        )
+    return [combined for combined, _ in combine(outputs, dispatched)]

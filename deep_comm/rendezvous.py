@@ -1,0 +1,142 @@
+"""How the ranks of a Buffer find each other on the host: over any group, with failures shared.
+
+A rendezvous happens only while a Buffer is built or reset; kernels never wait for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+from deep_comm.errors import ArgumentError, ConfigMismatch, PeerLost
+from deep_comm.topology import member_identity
+
+T = TypeVar("T")
+
+
+@runtime_checkable
+class RankGroup(Protocol):
+    """What deep_comm.local and deep_comm.simulate offer as a group; anybody may offer the same."""
+
+    in_process: bool  # all ranks are threads of this process
+    simulation: Any  # the native Simulation, or None
+
+    def rank(self) -> int: ...
+    def size(self) -> int: ...
+    def all_gather_object(self, payload: Any) -> list[Any]: ...
+
+
+class _TorchGroup:
+    in_process = False
+    simulation = None
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def rank(self) -> int:
+        return int(self._group.rank())
+
+    def size(self) -> int:
+        return int(self._group.size())
+
+    def all_gather_object(self, payload: Any) -> list[Any]:
+        from torch import distributed
+
+        gathered: list[Any] = [None] * self.size()
+        distributed.all_gather_object(gathered, payload, group=self._group)
+        return gathered
+
+
+class _MpiComm:
+    """An mpi4py communicator."""
+
+    in_process = False
+    simulation = None
+
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm
+
+    def rank(self) -> int:
+        return int(self._comm.Get_rank())
+
+    def size(self) -> int:
+        return int(self._comm.Get_size())
+
+    def all_gather_object(self, payload: Any) -> list[Any]:
+        return list(self._comm.allgather(payload))
+
+
+def _adapt(group: Any, comm: Any) -> RankGroup:
+    if (group is None) == (comm is None):
+        given = "neither" if group is None else "both"
+        raise ArgumentError("group", given, "or comm must be given, exactly one of the two")
+    if comm is not None:
+        if not all(hasattr(comm, name) for name in ("Get_rank", "Get_size", "allgather")):
+            raise ArgumentError("comm", type(comm).__name__, "must be an mpi4py communicator")
+        return _MpiComm(comm)
+    if isinstance(group, RankGroup):
+        return group
+    if callable(getattr(group, "rank", None)) and callable(getattr(group, "size", None)):
+        return _TorchGroup(group)
+    raise ArgumentError(
+        "group",
+        type(group).__name__,
+        "must be a torch.distributed group, a ThreadGroup or a SimulatedGroup",
+    )
+
+
+class Rendezvous:
+    """The ranks of one Buffer. Every method is collective."""
+
+    def __init__(self, group: Any, comm: Any = None) -> None:
+        self._group = _adapt(group, comm)
+        self.rank = self._group.rank()
+        self.size = self._group.size()
+        if not 0 <= self.rank < self.size:
+            raise ArgumentError("group", f"rank {self.rank}", "must contain the calling process")
+        self.in_process = self._group.in_process
+        self.simulation = self._group.simulation
+        self._members: tuple[str, ...] | None = None
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Who the ranks are: equal for Buffers over the same ranks, different for other ranks."""
+        if self._members is None:
+            own = member_identity(self.in_process)
+            self._members = tuple(self.all_gather_object(own))
+        return self._members
+
+    def all_gather_object(self, payload: T) -> list[T]:
+        """Every rank's (picklable) object, by rank."""
+        return self._group.all_gather_object(payload)
+
+    def barrier(self) -> None:
+        self.all_gather_object(None)
+
+    def all_gather_result(self, what: str, step: Callable[[], T]) -> list[T]:
+        """Run ``step`` on every rank and gather the results; if it fails on one, raise on all.
+
+        A rank that fails alone would leave its peers in the next exchange until their timeout.
+        """
+        failure: Exception | None = None
+        result: T | None = None
+        try:
+            result = step()
+        except Exception as error:  # noqa: BLE001 - raised below, after the peers know
+            failure = error
+        message = None if failure is None else f"{type(failure).__name__}: {failure}"
+        outcomes = self.all_gather_object((message, result))
+        if failure is not None:
+            raise failure
+        for rank, (peer_message, _) in enumerate(outcomes):
+            if peer_message is not None:
+                raise PeerLost(f"rank {rank} failed to {what}: {peer_message}")
+        return [outcome for _, outcome in outcomes]  # type: ignore[misc]
+
+    def require_equal(self, settings: dict[str, Any]) -> None:
+        """Raise ConfigMismatch on every rank if the ranks' ``settings`` differ."""
+        gathered: Sequence[dict[str, Any]] = self.all_gather_object(settings)
+        for field in settings:
+            values = {rank: peer.get(field) for rank, peer in enumerate(gathered)}
+            if len({repr(value) for value in values.values()}) > 1:
+                raise ConfigMismatch(field, values)
