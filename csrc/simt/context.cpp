@@ -15,8 +15,8 @@ void prepare_context(Context& context, void* stack_low, size_t stack_bytes, void
   // caller's return address would be. At entry the stack pointer is 8 below a multiple of 16, as
   // after a call.
   uintptr_t high = (reinterpret_cast<uintptr_t>(stack_low) + stack_bytes) & ~uintptr_t{15};
-  auto* frame = reinterpret_cast<uint64_t*>(high) - 10;
-  memset(frame, 0, 10 * sizeof(uint64_t));
+  auto* frame = reinterpret_cast<uint64_t*>(high) - 9;
+  memset(frame, 0, 9 * sizeof(uint64_t));
   const uint32_t mxcsr = 0x1f80, x87_control = 0x037f;
   frame[0] = mxcsr | uint64_t{x87_control} << 32;
   frame[7] = reinterpret_cast<uint64_t>(entry);

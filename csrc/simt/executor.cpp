@@ -17,8 +17,6 @@ namespace {
 constexpr size_t kSmemAlignment = 128;
 constexpr size_t kSmemCanaryBytes = 64;
 constexpr uint8_t kSmemCanary = 0xcb;
-// What a kernel finds in shared memory that it has not written.
-constexpr uint8_t kSmemPoison = 0xd5;
 
 // Stacks of the lanes of a warp begin at different places of a page, so that their hot ends do not
 // compete for the same sets of the first cache.

@@ -147,6 +147,9 @@ struct NamedBarrier {
   FiberList waiting;
 };
 
+// What a kernel finds in shared memory that it has not written.
+inline constexpr uint8_t kSmemPoison = 0xd5;
+
 // Memory of one block, with a canary behind it. Kept between launches.
 struct SharedMemory {
   uint8_t* base = nullptr;

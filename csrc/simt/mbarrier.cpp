@@ -40,6 +40,12 @@ uint64_t pack(const State& state) {
          uint64_t{state.parity} << 63;
 }
 
+bool is_initialised(uint64_t word) {
+  constexpr uint64_t kPoison = 0x0101010101010101u * kSmemPoison;
+  const State state = unpack(word);
+  return word != kPoison && state.arrivals > 0 && state.pending <= state.arrivals;
+}
+
 bool complete_phase_if_done(State& state) {
   if (state.pending > 0 || state.bytes != 0) return false;
   state.pending = state.arrivals;
@@ -60,10 +66,10 @@ bool mbarrier_phase_done(uint64_t barrier, uint32_t parity) {
 }
 
 bool mbarrier_complete_bytes(uint64_t* barrier, uint32_t num_bytes, const char** error) {
+  if (!is_initialised(*barrier)) *error = "the mbarrier was not initialised";
   State state = unpack(*barrier);
   state.bytes -= num_bytes;
   if (state.bytes < -kMaxBytes) *error = "more bytes than an mbarrier can count have arrived";
-  if (state.arrivals == 0) *error = "bytes arrive at an mbarrier that was not initialised";
   const bool done = complete_phase_if_done(state);
   *barrier = pack(state);
   return done;
@@ -85,8 +91,12 @@ void mbarrier_arrive(uint64_t* barrier, uint32_t expected_bytes) {
   check_address(self, barrier);
   if (t_state.simulated) order_stores(self, Scope::kCta);
   State state = unpack(*barrier);
-  if (state.arrivals == 0 || state.pending == 0 || state.pending > state.arrivals) {
+  if (!is_initialised(*barrier)) {
     t_state.executor->fail(self, "arrives at an mbarrier that was not initialised");
+  }
+  if (state.pending == 0) {
+    t_state.executor->fail(self, "arrives at an mbarrier more often than a phase has arrivals (" +
+                                     std::to_string(state.arrivals) + ")");
   }
   state.bytes += expected_bytes;
   if (state.bytes > kMaxBytes) {
@@ -103,6 +113,9 @@ void mbarrier_arrive(uint64_t* barrier, uint32_t expected_bytes) {
 bool mbarrier_try_wait_parity(uint64_t* barrier, uint32_t parity) {
   Fiber* self = t_state.current;
   check_address(self, barrier);
+  if (!is_initialised(*barrier)) {
+    t_state.executor->fail(self, "waits for an mbarrier that was not initialised");
+  }
   if (!mbarrier_phase_done(*barrier, parity)) {
     // The same wait again and again: look less and less often, so that a jumping clock makes way.
     const bool again = self->word == barrier && self->seen == parity;
