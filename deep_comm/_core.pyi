@@ -29,6 +29,15 @@ class Counts:
     num_recv_tokens: int
     num_recv_tokens_per_expert: list[int]  # per local expert, rounded up to expert_alignment
 
+class OutputLayout:
+    """Offsets of a dispatch's outputs in their block, and its size, in bytes."""
+
+    x: int
+    scales: int
+    topk_idx: int
+    topk_weights: int
+    num_bytes: int
+
 class Engine:
     """The native half of a Buffer: workspace, generations, launches. One per (Buffer, rank)."""
 
@@ -52,6 +61,13 @@ class Engine:
         *, num_ranks: int, num_channels: int, num_slots: int, row_bytes: int, scale_row_bytes: int, num_topk: int
     ) -> int:
         """Bytes of ring space one dispatch or combine of this shape needs in every rank's data region."""
+    data_offset: int  # of the data region, from the segment's start
+    data_bytes: int
+    @staticmethod
+    def output_layout(
+        *, num_rows: int, row_bytes: int, scale_row_bytes: int, num_topk: int, topk_idx_bytes: int
+    ) -> OutputLayout:
+        """How the outputs of a dispatch lie in a block of the receive region."""
     smem_bytes_limit: int  # shared memory of a block; smaller values cut rows into more pieces
     num_strips: int  # blocks a channel uses, each moving a strip of the row's columns; equal on all ranks
     num_launches: int  # kernels launched so far (tests assert "nothing launched" with it)
@@ -111,6 +127,7 @@ class Engine:
         num_topk: int,
         num_experts: int,
         is_token_in_rank: int,
+        send_head: int,  # int32 [num_tokens, num_ranks]
         rank_prefix_matrix: int,
         channel_prefix_matrix: int,
         recv_x: int,  # out [num_recv_rows, row_bytes]
@@ -120,7 +137,8 @@ class Engine:
         recv_src_idx: int,  # out int32 [num_recv_rows]
         recv_channel_prefix_matrix: int,  # out int32 [num_ranks, num_channels]
         num_recv_rows: int,
-        has_entry_barrier: bool,  # True unless notify_dispatch of the same call was the barrier (cached handles)
+        output_offset: int,  # from the segment's start: outputs are the parts of an output_layout block there; 0: elsewhere
+        src_offset: int,  # the same for recv_src_idx
         fill_tail: bool,  # rows past the received ones get index -1, weight 0, source index -1
         num_channels: int,
         num_send_tokens: int,

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from deep_comm import _native, checks, env
 from deep_comm import config as configs
+from deep_comm import env
 from deep_comm._version import __version__
 from deep_comm.config import Config
 from deep_comm.context import Context, Settings
 from deep_comm.errors import ArgumentError, UnsupportedError
 from deep_comm.events import EventHandle, EventOverlap
 from deep_comm.handle import Handle
+from deep_comm.ops.call import CallOptions, StreamOptions
 from deep_comm.ops.combine import combine
 from deep_comm.ops.dispatch import DispatchResult, cached_dispatch, dispatch
 from deep_comm.ops.layout import get_dispatch_layout
@@ -32,15 +33,16 @@ class Buffer:
     R ranks, T tokens of this rank, H hidden, K top-k, E experts, L local experts, N received rows.
     Ranks hold contiguous experts; if E is not a multiple of R, the first E % R ranks hold one more.
 
-    Operations that move data are collective: every rank of the group makes the same calls in the same
-    order. On CUDA devices they run on the Buffer's own stream, after ``previous_event`` if given, else
-    after the current stream. Without ``async_finish`` the current stream waits for them; with it they
-    return an event. On the host target they have ended when the call returns.
+    Operations that move data are collective: every rank of the group makes the same calls in the
+    same order. On CUDA devices they run on the Buffer's own stream, after ``previous_event`` if
+    given, else after the current stream. Without ``async_finish`` the current stream waits for
+    them; with it they return an event. On the host target they have ended when the call returns.
 
     Attributes:
         rank, group_size: this rank and R.
         group: what the Buffer was built with.
-        num_nvl_bytes, num_rdma_bytes, low_latency_mode, explicitly_destroy, enable_shrink: as given.
+        num_nvl_bytes, num_rdma_bytes: as given.
+        low_latency_mode, explicitly_destroy, enable_shrink: as given.
         device: where all tensors live.
         runtime: the native engine; None after destroy().
     """
@@ -66,11 +68,13 @@ class Buffer:
         ranks_per_node: int | None = None,
         timeout_s: float | None = None,
         num_max_experts: int = 16384,
+        num_direct_bytes: int | None = None,
     ) -> None:
         """Allocate and find the peers. Collective over the group.
 
         Args:
-            group: a torch.distributed group of any backend, a ThreadGroup or SimulatedGroup; or None.
+            group: a torch.distributed group of any backend, a ThreadGroup, a SimulatedGroup; or
+                None.
             num_nvl_bytes: bytes of ring space in every rank; see Config.get_nvl_buffer_size_hint.
             num_rdma_bytes: for rings between nodes; nothing is allocated inside one node.
             low_latency_mode, enable_shrink: not in this version.
@@ -82,6 +86,10 @@ class Buffer:
             ranks_per_node: overrides what host names say.
             timeout_s: how long a kernel waits for a peer; default: DEEP_COMM_TIMEOUT_S.
             num_max_experts: the largest E that calls may use.
+            num_direct_bytes: the part of num_nvl_bytes that is receive region: outputs of dispatch are
+                allocated there while there is room, and peers write them in place, without rings.
+                Default: all but 64 MiB from 128 MiB on, else none. Outputs without room there are
+                ordinary tensors, filled through the rings.
 
         Raises:
             ArgumentError, UnsupportedError: on this rank, before anything is exchanged.
@@ -95,6 +103,7 @@ class Buffer:
             raise ArgumentError("num_rdma_bytes", num_rdma_bytes, "must not be negative")
         settings = Settings(
             num_nvl_bytes=num_nvl_bytes,
+            num_direct_bytes=num_direct_bytes,
             num_max_experts=num_max_experts,
             ranks_per_node=ranks_per_node,
             device=device,
@@ -103,7 +112,7 @@ class Buffer:
         )
         self._context = Context(group, comm, settings)
         self._finalizer = weakref.finalize(self, self._context.close)
-        # At exit the process gives back everything at once, and the CUDA driver may be gone already.
+        # At exit the process gives back everything at once, and the CUDA driver may be gone.
         self._finalizer.atexit = False
         self.rank = self._context.rank
         self.group = group if group is not None else comm
@@ -122,17 +131,18 @@ class Buffer:
         return self._context.engine if self._context.is_open else None
 
     def destroy(self) -> None:
-        """Free this rank's resources. Waits for this rank's own kernels, never for a peer. Idempotent.
+        """Free this rank's resources. Idempotent.
 
-        The last reference to a Buffer does the same when it goes.
+        Waits for this rank's own kernels, never for a peer. The last reference to a Buffer does the
+        same when it goes.
         """
         self._finalizer()
 
     def reset(self) -> None:
         """Make the Buffer usable again after a PeerTimeout, and forget what kernels recorded.
 
-        Collective: all ranks call it when none will launch on this Buffer before it returns. Handles
-        of earlier dispatches stay valid if those dispatches succeeded.
+        Collective: all ranks call it when none will launch on this Buffer before it returns.
+        Handles of earlier dispatches stay valid if those dispatches succeeded.
         """
         self._context.reset()
 
@@ -160,9 +170,10 @@ class Buffer:
     def is_sm90_compiled() -> bool:
         """Does this build hold kernels for compute capability 9.0?"""
         try:
-            return "90" in _native.cuda().architectures
-        except UnsupportedError:
+            from deep_comm import _cuda
+        except ImportError:  # built without nvcc
             return False
+        return "90" in _cuda.architectures
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
@@ -246,14 +257,13 @@ class Buffer:
             event.
 
         Raises:
-            ExpertIndexError: an index out of range; on CUDA devices dispatch raises it, on all ranks.
+            ExpertIndexError: an index out of range; on CUDA devices dispatch raises it, on all
+                ranks.
         """
-        event = checks.stream_arguments(previous_event, async_finish, allocate_on_comm_stream)
-        layout, done = get_dispatch_layout(
-            self._context, topk_idx, num_experts, event, async_finish, allocate_on_comm_stream
-        )
+        streams = StreamOptions.checked(previous_event, async_finish, allocate_on_comm_stream)
+        layout, event = get_dispatch_layout(self._context, topk_idx, num_experts, streams)
         per_rank, per_expert = layout.num_tokens_per_rank, layout.num_tokens_per_expert
-        return per_rank, None, per_expert, layout.is_token_in_rank, done
+        return per_rank, None, per_expert, layout.is_token_in_rank, event
 
     def dispatch(
         self,
@@ -277,8 +287,9 @@ class Buffer:
         """Send each token to the ranks of its experts. Collective.
 
         Args:
-            x: [T, H] of any dtype, contiguous, rows a multiple of 16 bytes; or (x, scales) with scales
-                [T, S] of 1, 2, 4 or 8 bytes each, any strides. T may differ between ranks and be 0.
+            x: [T, H] of any dtype, contiguous, rows a multiple of 16 bytes; or (x, scales) with
+                scales [T, S] of 1, 2, 4 or 8 bytes each, any strides. T may differ between ranks
+                and be 0.
             handle: of an earlier dispatch: repeat its routing with this x (cached dispatch). The
                 layout and top-k arguments are then left away.
             num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert: from get_dispatch_layout.
@@ -287,13 +298,14 @@ class Buffer:
             topk_idx: int64 or int32 [T, K]; travels with the tokens.
             topk_weights: float32 [T, K]; travels with topk_idx.
             expert_alignment: the returned counts are rounded up to multiples of it.
-            num_worst_tokens: if positive, N is this number and the host waits for nothing. Rows past
-                the received ones have index -1 and weight 0; their payload is not written.
+            num_worst_tokens: if positive, N is this number and the host waits for nothing. Rows
+                past the received ones have index -1 and weight 0; their payload is not written.
             config: rings and SMs; default: the recommended ones, shrunk to num_nvl_bytes.
 
         Returns:
             recv_x: [N, H], sorted by (source rank, source token); with scales (recv_x, [N, S]).
-            recv_topk_idx: [N, K], local expert indices, -1 where the expert is on another rank; or None.
+            recv_topk_idx: [N, K], local expert indices, -1 where the expert is on another rank; or
+                None.
             recv_topk_weights: float32 [N, K], 0 where the index is -1; or None.
             num_recv_tokens_per_expert_list: L ints; [] with num_worst_tokens; None if cached.
             handle: for combine and cached dispatch; None if cached.
@@ -305,19 +317,16 @@ class Buffer:
             CapacityError: more rows than num_worst_tokens arrived on this rank.
             PeerTimeout: a peer stayed silent; reset() makes the Buffer usable again.
         """
-        event = checks.stream_arguments(previous_event, async_finish, allocate_on_comm_stream)
-        streams = {
-            "config": config,
-            "default_config": self._default_config(configs.recommended_dispatch_config),
-            "previous_event": event,
-            "async_finish": async_finish,
-            "allocate_on_comm_stream": allocate_on_comm_stream,
-        }
+        options = CallOptions(
+            config,
+            self._default_config(configs.recommended_dispatch_config),
+            StreamOptions.checked(previous_event, async_finish, allocate_on_comm_stream),
+        )
         if handle is not None:
             for name, value in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
                 if value is not None:
                     raise ArgumentError(name, None, "must be left away with a handle")
-            return cached_dispatch(self._context, x, handle, **streams)
+            return cached_dispatch(self._context, x, handle, options)
         return dispatch(
             self._context,
             x,
@@ -329,7 +338,7 @@ class Buffer:
             num_experts=num_experts,
             expert_alignment=expert_alignment,
             num_worst_tokens=num_worst_tokens,
-            **streams,
+            options=options,
         )
 
     def combine(
@@ -345,9 +354,9 @@ class Buffer:
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
         """Send rows back to their source and sum those of each token. Collective.
 
-        The sum runs in float32 over the ranks that got the token, ascending, then over the biases, and
-        is rounded once: it does not depend on ``config``. A token that went nowhere gives its bias, or
-        zeros. Any number of combines may use one handle.
+        The sum runs in float32 over the ranks that got the token, ascending, then over the biases,
+        and is rounded once: it does not depend on ``config``. A token that went nowhere gives its
+        bias, or zeros. Any number of combines may use one handle.
 
         Args:
             x: bfloat16, float16 or float32 [N, H], contiguous, rows a multiple of 16 bytes.
@@ -364,18 +373,13 @@ class Buffer:
             ArgumentError, BufferTooSmall, HandleMismatch: nothing was launched.
             ConfigMismatch, PeerTimeout: as dispatch.
         """
-        event = checks.stream_arguments(previous_event, async_finish, allocate_on_comm_stream)
+        options = CallOptions(
+            config,
+            self._default_config(configs.recommended_combine_config),
+            StreamOptions.checked(previous_event, async_finish, allocate_on_comm_stream),
+        )
         return combine(
-            self._context,
-            x,
-            handle,
-            topk_weights=topk_weights,
-            bias=bias,
-            config=config,
-            default_config=self._default_config(configs.recommended_combine_config),
-            previous_event=event,
-            async_finish=async_finish,
-            allocate_on_comm_stream=allocate_on_comm_stream,
+            self._context, x, handle, topk_weights=topk_weights, bias=bias, options=options
         )
 
     def _default_config(self, recommended: configs.Recommend) -> Config:

@@ -1,4 +1,4 @@
-"""Checks of what callers pass, each naming the argument, the value and the rule. Nothing launches here."""
+"""Checks of what callers pass, each naming the argument, the value and the rule."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from deep_comm.errors import ArgumentError
-from deep_comm.events import EventHandle, EventOverlap, unwrap
 
 MAX_TOPK = 64
 ROW_ALIGNMENT = 16
@@ -105,7 +104,9 @@ def payload(x: Any, device: torch.device) -> Payload:
     if scales is not None:
         scales = tensor("x_scales", scales, device, shape=(x.shape[0], None), contiguous=False)
         if scales.element_size() not in (1, 2, 4, 8):
-            raise ArgumentError("x_scales", scales.dtype, "must have elements of 1, 2, 4 or 8 bytes")
+            raise ArgumentError(
+                "x_scales", scales.dtype, "must have elements of 1, 2, 4 or 8 bytes"
+            )
         if scales.shape[1] == 0:
             raise ArgumentError("x_scales", list(scales.shape), "must have at least one column")
     return Payload(x, scales)
@@ -134,9 +135,7 @@ def topk_pair(
         return None, None
     idx = topk_idx(idx, device, num_tokens)
     if weights is not None:
-        weights = tensor(
-            "topk_weights", weights, device, shape=idx.shape, dtypes=(torch.float32,)
-        )
+        weights = tensor("topk_weights", weights, device, shape=idx.shape, dtypes=(torch.float32,))
     return idx, weights
 
 
@@ -158,19 +157,3 @@ def num_experts(value: Any, num_max_experts: int) -> int:
             "num_experts", value, f"must be 1 to {num_max_experts} (num_max_experts of the Buffer)"
         )
     return value
-
-
-def stream_arguments(
-    previous_event: EventOverlap | EventHandle | None,
-    async_finish: bool,
-    allocate_on_comm_stream: bool,
-) -> EventHandle | None:
-    """The event to wait for; these three may only be combined as the streams allow."""
-    event = unwrap(previous_event)
-    if allocate_on_comm_stream and (event is None or not async_finish):
-        raise ArgumentError(
-            "allocate_on_comm_stream",
-            f"previous_event={'given' if event is not None else None}, async_finish={async_finish}",
-            "needs a previous_event and async_finish=True",
-        )
-    return event

@@ -1,4 +1,4 @@
-"""Tuning of one dispatch or combine: how many SMs, how large the rings, and the recommended values."""
+"""Tuning of one dispatch or combine: SMs, ring sizes, and the recommended values."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from deep_comm.topology import MAX_RANKS_PER_NODE
 _HINT_COLUMNS = 128
 _SLOT_METADATA_BYTES = 8 + _HINT_COLUMNS * (8 + 4 + 4)
 _ALIGNMENT = 128
+MAX_CHANNELS = 256  # control words exist for so many
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Config:
         return self.num_sms // 2
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """num_nvl_bytes that serves rows of ``hidden_bytes`` with up to 128 top-k and scale columns."""
+        """num_nvl_bytes for rows of ``hidden_bytes`` with up to 128 top-k and scale columns."""
         num_local, num_nodes = _split_ranks(num_ranks)
         words_per_ring = (2 * num_nodes + 3) * 4
         slot_bytes = hidden_bytes + _SLOT_METADATA_BYTES
@@ -188,18 +189,25 @@ def plan_rings(
     max_sms: int | None,
     num_nvl_bytes: int,
     ring_bytes: Callable[[int, int], int],
+    num_ring_bytes: int | None = None,
 ) -> RingPlan:
-    """Rings for the caller's ``config``, taken as it is, or for ``default``, shrunk until it fits.
+    """Rings for the caller's ``config``, which ``num_nvl_bytes`` must hold, or for ``default``.
+
+    Either is shrunk until it fits into ``num_ring_bytes``, what the receive region leaves (default: all).
 
     ``num_channels`` replaces the channel count of the default. ``ring_bytes(channels, slots)`` says
     what rings need. Ranks with equal arguments get equal plans, as the protocol wants.
     """
     given = config is not None
+    if num_ring_bytes is None:
+        num_ring_bytes = num_nvl_bytes
     chosen = config if config is not None else default
     if not given and num_channels is not None:
         chosen = replace(chosen, num_sms=2 * num_channels)
-    if chosen.num_sms < 2 or chosen.num_sms % 2 != 0:
-        raise ArgumentError("config.num_sms", chosen.num_sms, "must be even and at least 2")
+    if not 2 <= chosen.num_sms <= 2 * MAX_CHANNELS or chosen.num_sms % 2 != 0:
+        raise ArgumentError(
+            "config.num_sms", chosen.num_sms, f"must be even and 2 to {2 * MAX_CHANNELS}"
+        )
     if max_sms is not None and chosen.num_sms > max_sms:
         raise ArgumentError(
             "config.num_sms", chosen.num_sms, f"must not exceed the device's {max_sms} SMs"
@@ -211,13 +219,13 @@ def plan_rings(
         raise BufferTooSmall(
             num_nvl_bytes, wanted_bytes, f"{channels} channels with rings of {slots} slots"
         )
-    while ring_bytes(channels, slots) > num_nvl_bytes:
+    while ring_bytes(channels, slots) > num_ring_bytes:
         if slots == 1:
             raise BufferTooSmall(
                 num_nvl_bytes,
-                ring_bytes(channels, 1),
-                f"{channels} channels with rings of one slot ({wanted_bytes} bytes hold the default "
-                f"of {chosen.num_max_nvl_chunked_recv_tokens} slots)",
+                ring_bytes(channels, 1) + num_nvl_bytes - num_ring_bytes,
+                f"{channels} channels with rings of one slot ({wanted_bytes} bytes hold the "
+                f"default of {chosen.num_max_nvl_chunked_recv_tokens} slots)",
             )
         slots //= 2
     send = min(chosen.num_max_nvl_chunked_send_tokens, slots)

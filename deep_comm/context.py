@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from deep_comm import errors
 from deep_comm.backends import Backend, Heap, create_backend, resolve_device
 from deep_comm.config import Config, RingPlan, plan_rings
+from deep_comm.region import Region
 from deep_comm.rendezvous import Rendezvous
 from deep_comm.topology import (
     Topology,
@@ -26,11 +27,16 @@ if TYPE_CHECKING:
     from deep_comm._core import Engine
 
 
+# Rings that keep the links busy at any number of SMs; a larger buffer is better used as receive region.
+_RING_BYTES = 64 << 20
+
+
 @dataclass(frozen=True)
 class Settings:
-    """What a Buffer is built with; equal on all ranks but for ``device``'s index and the timeout."""
+    """What a Buffer is built with; equal on all ranks but for the device's index and timeout."""
 
     num_nvl_bytes: int
+    num_direct_bytes: int | None
     num_max_experts: int
     ranks_per_node: int | None
     device: torch.device | str | int | None
@@ -41,11 +47,27 @@ class Settings:
         for name, smallest in (("num_nvl_bytes", 0), ("num_max_experts", 1)):
             value = getattr(self, name)
             if not isinstance(value, int) or value < smallest:
-                raise errors.ArgumentError(name, value, f"must be an integer of at least {smallest}")
+                raise errors.ArgumentError(
+                    name, value, f"must be an integer of at least {smallest}"
+                )
+        direct = self.num_direct_bytes
+        if direct is not None and not (isinstance(direct, int) and 0 <= direct <= self.num_nvl_bytes):
+            raise errors.ArgumentError(
+                "num_direct_bytes", direct, f"must lie in 0..num_nvl_bytes ({self.num_nvl_bytes})"
+            )
         if not 0 < self.timeout_s < 1e9:
             raise errors.ArgumentError(
                 "timeout_s", self.timeout_s, "must be a positive number of seconds"
             )
+
+
+def _direct_bytes(settings: Settings) -> int:
+    """Size of the receive region: what is asked for, else what small rings leave of num_nvl_bytes."""
+    if settings.num_direct_bytes is not None:
+        return settings.num_direct_bytes
+    if settings.num_nvl_bytes < 2 * _RING_BYTES:
+        return 0
+    return settings.num_nvl_bytes - _RING_BYTES
 
 
 class Context:
@@ -68,6 +90,7 @@ class Context:
             self.rendezvous.require_equal(
                 {
                     "num_nvl_bytes": settings.num_nvl_bytes,
+                    "num_direct_bytes": settings.num_direct_bytes,
                     "num_max_experts": settings.num_max_experts,
                     "ranks_per_node": ranks_per_node,
                     "device type": device.type,
@@ -103,6 +126,11 @@ class Context:
             self.heap.close()
             raise
         self.engine: Engine = engines[0]
+        end = self.engine.data_offset + self.engine.data_bytes
+        self.region = Region(
+            end - _direct_bytes(settings), end, self.backend.mark, self.backend.is_capturing
+        )
+        self.num_ring_bytes = self.num_nvl_bytes - _direct_bytes(settings)
         self.is_open = True
 
     def plan(
@@ -135,6 +163,7 @@ class Context:
             num_channels=num_channels,
             max_sms=self.backend.max_sms,
             num_nvl_bytes=self.num_nvl_bytes,
+            num_ring_bytes=self.num_ring_bytes,
             ring_bytes=ring_bytes,
         )
 
@@ -191,15 +220,12 @@ class Context:
             self.rendezvous.barrier()  # nobody launches before all words are at rest
 
     def close(self) -> None:
-        """Free what this rank owns. Waits for its own kernels, which are bounded, and for no peer."""
+        """Free what this rank owns. Waits for its own kernels, which are bounded; for no peer."""
         if not self.is_open:
             return
         self.is_open = False
-        steps: tuple[Callable[[], None], ...] = (
-            self.backend.synchronize,
-            self.engine.close,
-            self.heap.close,
-        )
-        with self.backend.device_scope():
-            for step in steps:
-                step()
+        with self.backend.device_scope(), contextlib.ExitStack() as steps:
+            # Last in, first out; each runs even if an earlier one fails.
+            steps.callback(self.heap.close)
+            steps.callback(self.engine.close)
+            steps.callback(self.backend.synchronize)

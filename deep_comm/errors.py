@@ -81,10 +81,10 @@ class PeerTimeout(DeepCommError):
         whom = f"rank {peer}" if peer >= 0 else "its peers"
         where = f"{kernel}, stage {stage}" + (f", channel {channel}" if channel >= 0 else "")
         super().__init__(
-            f"rank {rank} waited {waited_s:.3f} s for {whom} in {where}: word '{word}' holds {seen}, "
-            f"expected {expected}. Look at {whom} first: it has crashed, is stuck before this call, "
-            "or made a different sequence of calls. If it is only slow, raise timeout_s (or "
-            "DEEP_COMM_TIMEOUT_S). Buffer.reset() on all ranks makes the Buffer usable again."
+            f"rank {rank} waited {waited_s:.3f} s for {whom} in {where}: word '{word}' holds "
+            f"{seen}, expected {expected}. Look at {whom} first: it has crashed, is stuck before "
+            "this call, or made a different sequence of calls. If it is only slow, raise timeout_s "
+            "(or DEEP_COMM_TIMEOUT_S). Buffer.reset() on all ranks makes the Buffer usable again."
         )
         self.rank = rank
         self.peer = peer

@@ -1,7 +1,7 @@
 """Events between the caller's stream and a Buffer's communication stream.
 
-On the host target kernels have ended when a call returns, so that events hold nothing and waiting for
-one does nothing; which arguments may go together is the same on both targets.
+On the host target kernels have ended when a call returns, so that events hold nothing and waiting
+for one does nothing; which arguments may go together is the same on both targets.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class EventHandle:
 
     def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
         self._event: torch.cuda.Event | None = None
-        # Without an initialised CUDA context nothing can be in flight, and recording would make one.
+        # Without a CUDA context nothing can be in flight, and recording would make one.
         if stream is not None or (torch.cuda.is_available() and torch.cuda.is_initialized()):
             self._event = torch.cuda.Event()
             self._event.record(stream if stream is not None else torch.cuda.current_stream())
@@ -40,7 +40,7 @@ class EventOverlap:
         with event:
             ...  # work that does not need the result of the communication
 
-    Attributes: ``event`` (None if the call was synchronous), ``extra_tensors`` (kept alive with it).
+    Attributes: ``event`` (None if the call was synchronous), ``extra_tensors`` (kept alive by it).
     """
 
     def __init__(
@@ -54,7 +54,9 @@ class EventOverlap:
     def current_stream_wait(self) -> None:
         """The current stream waits for the event."""
         if self.event is None:
-            raise ArgumentError("event", None, "must be that of an asynchronous call to wait for it")
+            raise ArgumentError(
+                "event", None, "must be that of an asynchronous call to wait for it"
+            )
         self.event.current_stream_wait()
 
     def __enter__(self) -> EventOverlap:

@@ -16,14 +16,16 @@ from deep_comm.errors import ArgumentError, HandleMismatch
 class Handle:
     """R ranks, C channels, T tokens of this rank, N rows received, L local experts.
 
-    The first six fields are also a sequence of that order, ``handle[0]`` to ``handle[5]``, which can
-    be indexed, sliced and unpacked; a plain tuple of the six serves combine and cached dispatch too.
-    Everything else describes the dispatch; None there: not known.
+    The first six fields are also a sequence of that order, ``handle[0]`` to ``handle[5]``, which
+    can be indexed, sliced and unpacked; a plain tuple of the six serves combine and cached dispatch
+    too. Everything else describes the dispatch; None there: not known.
     """
 
     rank_prefix_matrix: Tensor  # int32 [R, R], [i, j]: tokens that ranks 0..i send to rank j
     channel_prefix_matrix: Tensor  # int32 [R, C], [j, c]: tokens sent to rank j in channels 0..c
-    recv_channel_prefix_matrix: Tensor  # int32 [R, C], [i, c]: start of channel c in source i's block
+    recv_channel_prefix_matrix: (
+        Tensor  # int32 [R, C], [i, c]: start of channel c in source i's block
+    )
     recv_src_idx: Tensor  # int32 [N], token index at its source rank
     is_token_in_rank: Tensor  # bool [T, R]
     send_head: Tensor  # int32 [T, R], ordinal in the (rank, channel) queue; negative: not sent
@@ -78,7 +80,7 @@ class Handle:
 
     @staticmethod
     def of(value: Handle | Sequence[Tensor]) -> Handle:
-        """A Handle from a Handle or from its six tensors. Raises ArgumentError for anything else."""
+        """A Handle from a Handle or from its six tensors; ArgumentError for anything else."""
         if isinstance(value, Handle):
             return value
         if not isinstance(value, (tuple, list)) or len(value) != 6:

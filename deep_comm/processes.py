@@ -1,4 +1,5 @@
-"""Ranks as processes of this machine: the counterpart of `deep_comm.local` and `deep_comm.simulate`.
+"""Ranks as processes of this machine: the counterpart of `deep_comm.local` and
+`deep_comm.simulate`.
 
 Every wait is bounded: a rank that hangs or dies ends the run with an error that names it.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 import datetime
 import multiprocessing
 import os
-import pickle
+import io
 import tempfile
 import time
 import traceback
@@ -29,7 +30,9 @@ class RankFailed(DeepCommError):
     """A rank raised, died or did not end in time."""
 
     def __init__(self, rank: int, reason: str, traceback_text: str = "") -> None:
-        super().__init__(f"rank {rank} {reason}" + (f"\n{traceback_text}" if traceback_text else ""))
+        super().__init__(
+            f"rank {rank} {reason}" + (f"\n{traceback_text}" if traceback_text else "")
+        )
         self.failed_rank = rank
         self.reason = reason
 
@@ -158,7 +161,11 @@ def _receive(rank: int, process: Any, connection: Connection, elapsed_s: float) 
     except EOFError:
         process.join(timeout=10)
         code = process.exitcode
-        how = f"was killed by signal {-code}" if code is not None and code < 0 else f"exited with {code}"
+        how = (
+            f"was killed by signal {-code}"
+            if code is not None and code < 0
+            else f"exited with {code}"
+        )
         return Outcome(rank, error=RankFailed(rank, how), elapsed_s=elapsed_s)
     return Outcome(rank, value, error, text, elapsed_s)
 
@@ -176,18 +183,30 @@ def _rank_main(job: _Job, sender: Connection, fn: Callable[..., Any], args: tupl
     sender.close()
 
 
+def _dump(packed: object) -> bytes:
+    # Not plain pickle: it cannot read tensors of the 8-bit float types back.
+    import torch
+
+    file = io.BytesIO()
+    torch.save(packed, file)
+    return file.getvalue()
+
+
 def _pack(value: object, error: BaseException | None, text: str) -> bytes:
-    # Exceptions are taken apart, because pickle would call their constructors with the message alone.
+    # Exceptions are taken apart, because pickle would call their constructors with the message
+    # alone.
     parts = None if error is None else (type(error), error.args, vars(error))
     try:
-        return pickle.dumps((value, parts, text))
+        return _dump((value, parts, text))
     except Exception:  # noqa: BLE001 - whatever a foreign type raises
         what = f"{type(error).__name__}: {error}" if error is not None else "a result"
-        return pickle.dumps((None, (DeepCommError, (f"{what} (cannot be pickled)",), {}), text))
+        return _dump((None, (DeepCommError, (f"{what} (cannot be pickled)",), {}), text))
 
 
 def _unpack(packed: bytes) -> tuple[Any, BaseException | None, str]:
-    value, parts, text = pickle.loads(packed)
+    import torch
+
+    value, parts, text = torch.load(io.BytesIO(packed), weights_only=False)
     if parts is None:
         return value, None, text
     kind, args, state = parts

@@ -46,9 +46,13 @@ class Dispatched:
     recv_src_rank: Tensor  # int32 [N]; -1 past num_recv_tokens
     rank_prefix_matrix: Tensor  # int32 [R, R], [i, j]: tokens of ranks 0..i to rank j
     channel_prefix_matrix: Tensor  # int32 [R, C], [j, c]: tokens to rank j in channels 0..c
-    recv_channel_prefix_matrix: Tensor  # int32 [R, C], [i, c]: start of channel c in source i's block
+    recv_channel_prefix_matrix: (
+        Tensor  # int32 [R, C], [i, c]: start of channel c in source i's block
+    )
     is_token_in_rank: Tensor  # bool [T, R]
-    send_head: Tensor  # int32 [T, R], ordinal of the token in its (rank, channel) queue; -1: not sent
+    send_head: (
+        Tensor  # int32 [T, R], ordinal of the token in its (rank, channel) queue; -1: not sent
+    )
 
 
 def _owner_of_expert(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Tensor:
@@ -111,9 +115,18 @@ def _pad_rows(rows: Tensor, num_rows: int, fill: int) -> Tensor:
     return torch.cat([rows, rows.new_full((missing, *rows.shape[1:]), fill)])
 
 
+def _gather(
+    per_rank: Sequence[Tensor], tokens: Sequence[Tensor], num_rows: int, fill: int = 0
+) -> Tensor:
+    """The rows ``tokens[r]`` of every ``per_rank[r]``, by rank, padded to ``num_rows``."""
+    rows = [source[index] for source, index in zip(per_rank, tokens, strict=True)]
+    return _pad_rows(torch.cat(rows), num_rows, fill)
+
+
 def _bytes(rows: Tensor) -> Tensor:
     """Payload as bytes: it is moved, never read, and torch cannot index every dtype."""
-    return rows.contiguous().view(torch.uint8)
+    # Not contiguous(): it keeps odd strides of dimensions of extent 1, which a view then refuses.
+    return rows.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def dispatch(
@@ -136,43 +149,41 @@ def dispatch(
     sent = torch.stack([layout.num_tokens_per_rank for layout in layouts])
     rank_prefix_matrix = sent.cumsum(dim=0).to(torch.int32)
     per_expert = torch.stack([layout.num_tokens_per_expert for layout in layouts]).sum(dim=0)
-    channel_prefix = [_channel_prefix_matrix(layout.is_token_in_rank, num_channels)
-                      for layout in layouts]
+    channel_prefix = [
+        _channel_prefix_matrix(layout.is_token_in_rank, num_channels) for layout in layouts
+    ]
 
     dtype = (xs[0][0] if isinstance(xs[0], tuple) else xs[0]).dtype
+    data = [_bytes(x[0] if isinstance(x, tuple) else x) for x in xs]
+    scales = [x[1] for x in xs if isinstance(x, tuple)]
+    scale_bytes = [_bytes(rows) for rows in scales]
+    source_ranks = [torch.full((x.shape[0],), r, dtype=torch.int32) for r, x in enumerate(data)]
 
     results = []
     for rank in range(num_ranks):
         tokens = [layout.is_token_in_rank[:, rank].nonzero().squeeze(1) for layout in layouts]
         num_recv_tokens = int(rank_prefix_matrix[-1, rank])
         num_rows = num_worst_tokens or num_recv_tokens
-
-        def gather(per_rank: Sequence[Tensor], fill: int = 0) -> Tensor:
-            rows = torch.cat([source[index] for source, index in zip(per_rank, tokens, strict=True)])
-            return _pad_rows(rows, num_rows, fill)
-
-        data = [_bytes(x[0] if isinstance(x, tuple) else x) for x in xs]
-        scales = [x[1] for x in xs if isinstance(x, tuple)]
-        scale_bytes = [_bytes(rows) for rows in scales]
         first = first_expert(rank, num_experts, num_ranks)
         num_local = num_local_experts(rank, num_experts, num_ranks)
-        global_idx = gather(topk_idxs, -1)
+        global_idx = _gather(topk_idxs, tokens, num_rows, -1)
         is_local = (global_idx >= first) & (global_idx < first + num_local)
         weights = None
         if topk_weights is not None:
-            weights = torch.where(is_local, gather(topk_weights), 0.0)
+            weights = torch.where(is_local, _gather(topk_weights, tokens, num_rows), 0.0)
         aligned = -(-per_expert[first : first + num_local] // expert_alignment) * expert_alignment
-        source_ranks = [torch.full((x.shape[0],), r, dtype=torch.int32) for r, x in enumerate(data)]
         results.append(
             Dispatched(
-                recv_x=gather(data).view(dtype),
-                recv_x_scales=gather(scale_bytes).view(scales[0].dtype) if scales else None,
+                recv_x=_gather(data, tokens, num_rows).view(dtype),
+                recv_x_scales=_gather(scale_bytes, tokens, num_rows).view(scales[0].dtype)
+                if scales
+                else None,
                 recv_topk_idx=torch.where(is_local, global_idx - first, -1),
                 recv_topk_weights=weights,
                 num_recv_tokens_per_expert=[] if num_worst_tokens else aligned.tolist(),
                 num_recv_tokens=num_recv_tokens,
                 recv_src_idx=_pad_rows(torch.cat(tokens).to(torch.int32), num_rows, -1),
-                recv_src_rank=gather(source_ranks, -1),
+                recv_src_rank=_gather(source_ranks, tokens, num_rows, -1),
                 rank_prefix_matrix=rank_prefix_matrix,
                 channel_prefix_matrix=channel_prefix[rank],
                 recv_channel_prefix_matrix=_exclusive(
@@ -186,7 +197,7 @@ def dispatch(
 
 
 def _sum_over_ranks(rows: Sequence[Tensor], dispatched: Sequence[Dispatched], rank: int) -> Tensor:
-    """float32 [T, width]: from 0.0, the rows that ``rank``'s tokens have at each rank, ascending."""
+    """float32 [T, width]: 0.0 plus the rows that ``rank``'s tokens have, by ascending rank."""
     is_token_in_rank = dispatched[rank].is_token_in_rank
     total = torch.zeros(is_token_in_rank.shape[0], rows[rank].shape[1], dtype=torch.float32)
     for peer, peer_rows in enumerate(rows):

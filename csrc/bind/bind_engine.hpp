@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 
 #include "bind/bindings.hpp"
+#include "device/layout/output.cuh"
 #include "host/engine.hpp"
 
 namespace deep_comm {
@@ -35,6 +36,12 @@ inline void bind_records(pybind11::module_& m) {
       .def_readonly("expected", &ErrorRecord::expected)
       .def_readonly("waited_ns", &ErrorRecord::waited_ns)
       .def_readonly("index", &ErrorRecord::index);
+  py::class_<OutputLayout>(m, "OutputLayout", py::module_local())
+      .def_readonly("x", &OutputLayout::x)
+      .def_readonly("scales", &OutputLayout::scales)
+      .def_readonly("topk_idx", &OutputLayout::topk_idx)
+      .def_readonly("topk_weights", &OutputLayout::topk_weights)
+      .def_readonly("num_bytes", &OutputLayout::num_bytes);
   py::class_<Counts>(m, "Counts", py::module_local())
       .def_readonly("num_recv_tokens", &Counts::num_recv_tokens)
       .def_readonly("num_recv_tokens_per_expert", &Counts::num_recv_tokens_per_expert);
@@ -67,6 +74,12 @@ pybind11::class_<Engine<Target>> bind_engine(pybind11::module_& m) {
       },
       py::kw_only(), "num_ranks"_a, "num_channels"_a, "num_slots"_a, "row_bytes"_a, "scale_row_bytes"_a,
       "num_topk"_a);
+  engine.def_static(
+      "output_layout",
+      [](int64_t num_rows, int row_bytes, int scale_row_bytes, int num_topk, int topk_idx_bytes) {
+        return OutputLayout::make(num_rows, row_bytes, scale_row_bytes, num_topk, topk_idx_bytes);
+      },
+      py::kw_only(), "num_rows"_a, "row_bytes"_a, "scale_row_bytes"_a, "num_topk"_a, "topk_idx_bytes"_a);
   engine.def_property_readonly("num_launches", &Type::num_launches);
   engine.def_readwrite("smem_bytes_limit", &Type::smem_bytes_limit);
   engine.def_readwrite("num_strips", &Type::num_strips);
@@ -128,14 +141,16 @@ pybind11::class_<Engine<Target>> bind_engine(pybind11::module_& m) {
       "dispatch",
       [](Type& self, ptr x, int row_bytes, int num_tokens, ptr x_scales, int scale_bytes, int num_scales,
          int64_t scale_token_stride, int64_t scale_column_stride, ptr topk_idx, int topk_idx_bytes,
-         ptr topk_weights, int num_topk, int num_experts, ptr is_token_in_rank, ptr rank_prefix_matrix,
-         ptr channel_prefix_matrix, ptr recv_x, ptr recv_x_scales, ptr recv_topk_idx, ptr recv_topk_weights,
+         ptr topk_weights, int num_topk, int num_experts, ptr is_token_in_rank, ptr send_head,
+         ptr rank_prefix_matrix, ptr channel_prefix_matrix, ptr recv_x, ptr recv_x_scales, ptr recv_topk_idx, ptr recv_topk_weights,
          ptr recv_src_idx, ptr recv_channel_prefix_matrix, int num_recv_rows, bool fill_tail,
-         bool has_entry_barrier, int num_channels, int num_send_tokens, int num_slots, uint64_t stream) {
+         size_t output_offset, size_t src_offset, int num_channels, int num_send_tokens, int num_slots, uint64_t stream) {
         DispatchArgs args{};
-        args.has_entry_barrier = has_entry_barrier;
+        args.output_line = static_cast<uint32_t>(output_offset / kLineBytes);
+        args.src_line = static_cast<uint32_t>(src_offset / kLineBytes);
         args.fill_tail = fill_tail;
         args.is_token_in_rank = as_pointer<uint8_t>(is_token_in_rank);
+        args.send_head = as_pointer<int32_t>(send_head);
         args.rank_prefix_matrix = as_pointer<int32_t>(rank_prefix_matrix);
         args.channel_prefix_matrix = as_pointer<int32_t>(channel_prefix_matrix);
         args.num_tokens = num_tokens;
@@ -161,11 +176,13 @@ pybind11::class_<Engine<Target>> bind_engine(pybind11::module_& m) {
       },
       py::kw_only(), "x"_a, "row_bytes"_a, "num_tokens"_a, "x_scales"_a, "scale_bytes"_a, "num_scales"_a,
       "scale_token_stride"_a, "scale_column_stride"_a, "topk_idx"_a, "topk_idx_bytes"_a, "topk_weights"_a,
-      "num_topk"_a, "num_experts"_a, "is_token_in_rank"_a, "rank_prefix_matrix"_a, "channel_prefix_matrix"_a,
-      "recv_x"_a, "recv_x_scales"_a, "recv_topk_idx"_a, "recv_topk_weights"_a, "recv_src_idx"_a,
-      "recv_channel_prefix_matrix"_a, "num_recv_rows"_a, "fill_tail"_a, "has_entry_barrier"_a,
+      "num_topk"_a, "num_experts"_a, "is_token_in_rank"_a, "send_head"_a, "rank_prefix_matrix"_a,
+      "channel_prefix_matrix"_a, "recv_x"_a, "recv_x_scales"_a, "recv_topk_idx"_a, "recv_topk_weights"_a, "recv_src_idx"_a,
+      "recv_channel_prefix_matrix"_a, "num_recv_rows"_a, "fill_tail"_a, "output_offset"_a, "src_offset"_a,
       "num_channels"_a, "num_send_tokens"_a, "num_slots"_a, "stream"_a);
 
+  engine.def_property_readonly("data_offset", &Type::data_offset);
+  engine.def_property_readonly("data_bytes", &Type::data_bytes);
   engine.def(
       "combine",
       [](Type& self, ptr x, const std::string& dtype, int hidden, ptr topk_weights, int num_topk, ptr bias_0,

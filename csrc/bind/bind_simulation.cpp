@@ -1,5 +1,5 @@
-// Simulation and the executor's errors. Local to the module, so that another module with an executor
-// of its own (the native tests) can be loaded beside this one.
+// Simulation and the executor's errors. Local to the module, so that another module with an
+// executor of its own (the native tests) can be loaded beside this one.
 #include <pybind11/stl.h>
 
 #include <tuple>

@@ -75,6 +75,9 @@ class Engine {
   void reset();
   void close();
 
+  // Bytes from the segment's start to the data region, and the region's size.
+  size_t data_offset() const { return world_.layout.data; }
+  size_t data_bytes() const { return data_bytes_; }
   int64_t num_launches() const { return num_launches_; }
   // Shared memory a block may use: smaller values cut rows into more pieces (tests, smaller GPUs).
   int smem_bytes_limit = Target::kTuning.smem_bytes_limit;
@@ -92,6 +95,7 @@ class Engine {
   Shape shape_of(const ChannelConfig& config, int row_bytes, int scale_row_bytes, int num_topk,
                  int num_moving_warps) const;
   void check_open() const;
+  void check_output(const DispatchArgs& args, int num_topk, int scale_row_bytes, int row_bytes) const;
   template <class KernelType>
   void launch(const LaunchConfig& config, typename KernelType::Args args, uint64_t stream);
 

@@ -26,15 +26,17 @@ __global__ void __launch_bounds__(KernelType::kMaxThreads, 1)
 
 }  // namespace
 
+// Loads the kernel now: at its first launch, loading would wait for kernels that may be waiting for this rank.
+template <class KernelType>
+void CudaTarget::prepare() {
+  check(cudaFuncSetAttribute(entry<KernelType>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             kTuning.smem_bytes_limit),
+        "cudaFuncSetAttribute");
+}
+
 template <class KernelType>
 void CudaTarget::launch(const LaunchConfig& config, const typename KernelType::Args& args,
                         uint64_t stream) {
-  constexpr size_t kDefaultSmemBytes = 48 * 1024;
-  if (config.smem_bytes > kDefaultSmemBytes) {
-    check(cudaFuncSetAttribute(entry<KernelType>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               static_cast<int>(config.smem_bytes)),
-          "cudaFuncSetAttribute");
-  }
   // Blocks wait for each other and for their peers' blocks: they must all run at once, or not start.
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeCooperative;

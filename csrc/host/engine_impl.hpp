@@ -8,8 +8,9 @@
 
 namespace deep_comm {
 
-// Shared memory of a block that is not stages: combine's progress words.
-inline constexpr int kReservedSmemBytes = 128;
+// Shared memory of a block that is not stages: dispatch's entry, combine's progress words.
+inline constexpr int kReservedSmemBytes = 512;
+static_assert(sizeof(DispatchEntry) <= kReservedSmemBytes - 16);
 
 namespace detail {
 
@@ -50,6 +51,12 @@ Engine<Target>::Engine(const EngineOptions& options, Target target) : target_(ta
   world_.error = static_cast<ErrorBlock*>(target_.allocate_mapped(sizeof(ErrorBlock)));
   counts_ = static_cast<CountsBlock*>(
       target_.allocate_mapped(sizeof(CountsBlock) + sizeof(int32_t) * options.num_max_experts));
+  target_.template prepare<LayoutKernel>();
+  target_.template prepare<NotifyKernel>();
+  target_.template prepare<DispatchKernel>();
+  target_.template prepare<CombineKernel<Dtype::kBfloat16>>();
+  target_.template prepare<CombineKernel<Dtype::kFloat16>>();
+  target_.template prepare<CombineKernel<Dtype::kFloat32>>();
 }
 
 template <class Target>
@@ -190,20 +197,49 @@ std::optional<Counts> Engine<Target>::wait_counts() {
 template <class Target>
 void Engine<Target>::dispatch(DispatchArgs args, const ChannelConfig& config, int num_topk, int row_bytes,
                               uint64_t stream) {
-  const int num_warps = 2 * world_.num_ranks;  // one to send and one to receive, a peer
+  const Tuning& tuning = Target::kTuning;
+  const int num_ring_warps = 2 * world_.num_ranks;  // one to send and one to receive, a peer
   const int scale_row_bytes = args.num_scales * args.scale_bytes;
-  const Shape shape = shape_of(config, row_bytes, scale_row_bytes, num_topk, num_warps);
+  const Shape shape = shape_of(config, row_bytes, scale_row_bytes, num_topk, num_ring_warps);
   args.message = shape.message;
   args.stage = shape.stage;
   args.ring = shape.ring;
   args.num_send_tokens = config.num_send_tokens;
-  const int agreed[] = {row_bytes,           scale_row_bytes, num_topk,  config.num_channels,
-                        config.num_send_tokens, config.num_slots, num_strips};
-  args.signature = Operation::signature(Kernel::kDispatch, agreed, 7);
-  launch<DispatchKernel>({.num_blocks = shape.ring.num_lanes(),
-                          .num_threads = kWarpSize * num_warps,
-                          .smem_bytes = shape.smem_bytes},
-                         args, stream);
+  if (args.output_line != 0) check_output(args, num_topk, scale_row_bytes, row_bytes);
+  // As many moving warps as have room for whole rows, within reason; longer rows travel in pieces.
+  const int barrier_bytes = static_cast<int>(StagePipe<kNumDirectStages>::barrier_bytes());
+  const int room = smem_bytes_limit - kReservedSmemBytes;
+  const int row_stage_bytes = kNumDirectStages * align_up(row_bytes, 128) + barrier_bytes;
+  args.num_move_warps = max_of(2, min_of(tuning.num_direct_move_warps, room / row_stage_bytes));
+  args.num_meta_warps = tuning.num_direct_meta_warps;
+  args.direct_stage = StageLayout::make_rows(
+      row_bytes, (room / args.num_move_warps - barrier_bytes) / kNumDirectStages / 128 * 128);
+  const size_t direct_bytes =
+      args.num_move_warps * (kNumDirectStages * static_cast<size_t>(args.direct_stage.stage_bytes) + barrier_bytes);
+  args.entry_offset = align_up<size_t>(max_of(shape.smem_bytes, direct_bytes), 16);
+  const int agreed[] = {row_bytes,           scale_row_bytes,  num_topk,  config.num_channels,
+                        config.num_send_tokens, config.num_slots, num_strips, args.topk_idx_bytes};
+  args.signature = Operation::signature(Kernel::kDispatch, agreed, 8);
+  launch<DispatchKernel>(
+      {.num_blocks = shape.ring.num_lanes(),
+       .num_threads = kWarpSize * max_of(num_ring_warps, args.num_move_warps + args.num_meta_warps),
+       .smem_bytes = args.entry_offset + sizeof(DispatchEntry)},
+      args, stream);
+}
+
+template <class Target>
+void Engine<Target>::check_output(const DispatchArgs& args, int num_topk, int scale_row_bytes,
+                                  int row_bytes) const {
+  const OutputLayout output =
+      OutputLayout::make(args.num_recv_rows, row_bytes, scale_row_bytes, num_topk, args.topk_idx_bytes);
+  const auto check_block = [&](uint32_t line, size_t num_bytes) {
+    const size_t begin = static_cast<size_t>(line) * kLineBytes;
+    detail::require(begin >= world_.layout.data && begin + num_bytes <= world_.layout.data + data_bytes_,
+                    "an output block of " + std::to_string(num_bytes) + " bytes at " + std::to_string(begin) +
+                        " must lie in the data region");
+  };
+  check_block(args.output_line, output.num_bytes);
+  check_block(args.src_line, sizeof(int32_t) * static_cast<size_t>(args.num_recv_rows));
 }
 
 template <class Target>

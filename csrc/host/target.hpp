@@ -2,6 +2,7 @@
 //
 //   static constexpr bool kIsSynchronous       a launch returns when the kernel has finished
 //   static constexpr Tuning kTuning
+//   template <class Kernel> void prepare()     makes the first launch as quick as the later ones
 //   template <class Kernel> void launch(const LaunchConfig&, const typename Kernel::Args&, uint64_t stream)
 //   void* allocate_mapped(size_t)              zeroed host memory, at the same address for kernels
 //   void  free_mapped(void*)
@@ -27,6 +28,8 @@ struct Tuning {
   int notify_threads;
   int num_reduce_warps;  // combine: warps of a block that add rows
   int num_strips;        // blocks a channel uses
+  int num_direct_move_warps;  // direct dispatch: at most
+  int num_direct_meta_warps;
   int smem_bytes_limit;  // of one block
 };
 

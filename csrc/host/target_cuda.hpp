@@ -13,10 +13,14 @@ class CudaTarget {
                                      .notify_threads = 256,
                                      .num_reduce_warps = 15,
                                      .num_strips = 2,
+                                     .num_direct_move_warps = 8,
+                                     .num_direct_meta_warps = 4,
                                      .smem_bytes_limit = 227 * 1024};
 
   CudaTarget(int rank, int device) : device_(device) { (void)rank; }
 
+  template <class KernelType>
+  void prepare();
   template <class KernelType>
   void launch(const LaunchConfig& config, const typename KernelType::Args& args, uint64_t stream);
 

@@ -19,11 +19,16 @@ class HostTarget {
                                      .notify_threads = 32,
                                      .num_reduce_warps = 2,
                                      .num_strips = 1,
+                                     .num_direct_move_warps = 2,
+                                     .num_direct_meta_warps = 1,
                                      .smem_bytes_limit = 227 * 1024};
 
   // simulation: not owned, may be null.
   HostTarget(int rank, int /*device*/, simt::Simulation* simulation)
       : rank_(rank), simulation_(simulation) {}
+
+  template <class KernelType>
+  void prepare() {}
 
   template <class KernelType>
   void launch(const LaunchConfig& config, const typename KernelType::Args& args, uint64_t stream) {

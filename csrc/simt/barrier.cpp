@@ -21,8 +21,8 @@ void publish_to_block(Fiber* self) {
 
 NamedBarrier& named_barrier(Fiber* self, int barrier, int num_threads, const char* op) {
   Executor* executor = t_state.executor;
-  const std::string call = std::string(op) + "(" + std::to_string(barrier) + ", " +
-                           std::to_string(num_threads) + ")";
+  const std::string call =
+      std::string(op) + "(" + std::to_string(barrier) + ", " + std::to_string(num_threads) + ")";
   if (barrier < 1 || barrier >= kNumBarriers) {
     executor->fail(self, call + ": a named barrier is 1 to 15");
   }
@@ -32,8 +32,8 @@ NamedBarrier& named_barrier(Fiber* self, int barrier, int num_threads, const cha
   NamedBarrier& state = block_of(self)->barriers[barrier];
   if (state.expected == 0) state.expected = num_threads;
   if (state.expected != num_threads) {
-    executor->fail(self, call + ": others use this barrier with " +
-                             std::to_string(state.expected) + " threads");
+    executor->fail(self, call + ": others use this barrier with " + std::to_string(state.expected) +
+                             " threads");
   }
   return state;
 }

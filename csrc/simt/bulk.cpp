@@ -12,8 +12,8 @@ namespace {
 
 void check(Fiber* self, const char* op, const void* global, const void* smem, uint32_t num_bytes) {
   auto refuse = [&](const std::string& rule) {
-    t_state.executor->fail(self, std::string(op) + " of " + std::to_string(num_bytes) +
-                                     " bytes: " + rule);
+    t_state.executor->fail(
+        self, std::string(op) + " of " + std::to_string(num_bytes) + " bytes: " + rule);
   };
   if (num_bytes % 16 != 0) refuse("the size is a multiple of 16");
   if (reinterpret_cast<uintptr_t>(global) % 16 != 0) refuse("the global address is not 16-aligned");

@@ -23,10 +23,18 @@ void shuffle(Warp& warp, uint32_t mask, WarpOp op) {
     const auto argument = static_cast<int>(warp.arguments[lane]);
     int source = lane;
     switch (op) {
-      case WarpOp::kShfl: source = argument & (kLanes - 1); break;
-      case WarpOp::kShflXor: source = lane ^ argument; break;
-      case WarpOp::kShflUp: source = lane - argument; break;
-      default: source = lane + argument; break;
+      case WarpOp::kShfl:
+        source = argument & (kLanes - 1);
+        break;
+      case WarpOp::kShflXor:
+        source = lane ^ argument;
+        break;
+      case WarpOp::kShflUp:
+        source = lane - argument;
+        break;
+      default:
+        source = lane + argument;
+        break;
     }
     if (source < 0 || source >= kLanes) source = lane;  // past the end: one's own value
     warp.results[lane] = mask >> source & 1 ? warp.values[source] : kUndefined;
@@ -61,15 +69,26 @@ void match(Warp& warp, uint32_t mask) {
 
 void complete(Warp& warp, uint32_t mask, WarpOp op) {
   switch (op) {
-    case WarpOp::kSync: break;
+    case WarpOp::kSync:
+      break;
     case WarpOp::kShfl:
     case WarpOp::kShflXor:
     case WarpOp::kShflUp:
-    case WarpOp::kShflDown: shuffle(warp, mask, op); break;
-    case WarpOp::kBallot: broadcast(warp, mask, vote(warp, mask)); break;
-    case WarpOp::kAny: broadcast(warp, mask, vote(warp, mask) != 0); break;
-    case WarpOp::kAll: broadcast(warp, mask, vote(warp, mask) == mask); break;
-    case WarpOp::kMatchAny: match(warp, mask); break;
+    case WarpOp::kShflDown:
+      shuffle(warp, mask, op);
+      break;
+    case WarpOp::kBallot:
+      broadcast(warp, mask, vote(warp, mask));
+      break;
+    case WarpOp::kAny:
+      broadcast(warp, mask, vote(warp, mask) != 0);
+      break;
+    case WarpOp::kAll:
+      broadcast(warp, mask, vote(warp, mask) == mask);
+      break;
+    case WarpOp::kMatchAny:
+      match(warp, mask);
+      break;
     case WarpOp::kElect:
       // The same lane every time, as in the hardware: bulk copies belong to the thread that issued.
       for (int lane = 0; lane < kLanes; ++lane) warp.results[lane] = lane == 0;
@@ -100,16 +119,26 @@ void complete(Warp& warp, uint32_t mask, WarpOp op) {
 
 const char* name_of(WarpOp op) {
   switch (op) {
-    case WarpOp::kSync: return "sync_warp";
-    case WarpOp::kShfl: return "shfl";
-    case WarpOp::kShflXor: return "shfl_xor";
-    case WarpOp::kShflUp: return "shfl_up";
-    case WarpOp::kShflDown: return "shfl_down";
-    case WarpOp::kBallot: return "ballot";
-    case WarpOp::kAny: return "any";
-    case WarpOp::kAll: return "all";
-    case WarpOp::kMatchAny: return "match_any";
-    case WarpOp::kElect: return "elect_one";
+    case WarpOp::kSync:
+      return "sync_warp";
+    case WarpOp::kShfl:
+      return "shfl";
+    case WarpOp::kShflXor:
+      return "shfl_xor";
+    case WarpOp::kShflUp:
+      return "shfl_up";
+    case WarpOp::kShflDown:
+      return "shfl_down";
+    case WarpOp::kBallot:
+      return "ballot";
+    case WarpOp::kAny:
+      return "any";
+    case WarpOp::kAll:
+      return "all";
+    case WarpOp::kMatchAny:
+      return "match_any";
+    case WarpOp::kElect:
+      return "elect_one";
   }
   return "?";
 }
@@ -119,7 +148,8 @@ uint64_t warp_collective(WarpOp op, uint32_t mask, uint64_t value, uint32_t argu
   Warp& warp = *self->warp;
   const int lane = self->lane;
   const uint32_t bit = 1u << lane;
-  if (!(mask & bit) || (mask & warp.gone)) [[unlikely]] refuse_mask(self, op, mask);
+  if (!(mask & bit) || (mask & warp.gone)) [[unlikely]]
+    refuse_mask(self, op, mask);
 
   PendingCollective* pending = nullptr;
   for (int i = 0; i < warp.num_pending; ++i) {

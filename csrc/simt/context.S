@@ -1,7 +1,7 @@
 // void deep_comm_simt_switch(void** save_stack_pointer, void* load_stack_pointer)
 //
-// Saves what a callee must preserve (and the floating-point control words) on the running stack, and
-// takes the same from the other one. prepare_context() lays out the first frame to match.
+// Saves what a callee must preserve (and the floating-point control words) on the running stack,
+// and takes the same from the other one. prepare_context() lays out the first frame to match.
 
 #if defined(__ELF__) && !defined(DEEP_COMM_PORTABLE_CONTEXT)
 #if defined(__x86_64__)

@@ -8,8 +8,9 @@
 #define DEEP_COMM_ASSEMBLY_CONTEXT 1
 #else
 #define DEEP_COMM_ASSEMBLY_CONTEXT 0
-#include <csetjmp>
 #include <ucontext.h>
+
+#include <csetjmp>
 #endif
 
 namespace deep_comm::simt {

@@ -1,6 +1,7 @@
 // Direct mode: one grid on one OS thread, over memory that other processes write.
-#include <ctime>
 #include <sched.h>
+
+#include <ctime>
 
 #include "executor.hpp"
 #include "ops.hpp"
@@ -139,10 +140,9 @@ void DirectExecutor::run(const Grid& grid, Body body, const void* args) {
     resume();
     if (run->finished || failed_) break;
     if (parked_.empty()) {
-      throw MachineError(std::string("kernel '") + grid.kernel + "' rank " +
-                         std::to_string(grid.rank) +
-                         ": no thread can go on, and nothing outside can change that\n" +
-                         describe(*run));
+      throw MachineError(
+          std::string("kernel '") + grid.kernel + "' rank " + std::to_string(grid.rank) +
+          ": no thread can go on, and nothing outside can change that\n" + describe(*run));
     }
     wait_for_others();
   }
@@ -152,8 +152,10 @@ void DirectExecutor::run(const Grid& grid, Body body, const void* args) {
 }  // namespace
 
 void run(const Grid& grid, Body body, const void* args) {
-  thread_local DirectExecutor executor;
-  executor.run(grid, body, args);
+  // By pointer: what a module keeps in static thread-local storage must be small to be loadable.
+  thread_local std::unique_ptr<DirectExecutor> executor;
+  if (!executor) executor = std::make_unique<DirectExecutor>();
+  executor->run(grid, body, args);
 }
 
 }  // namespace deep_comm::simt

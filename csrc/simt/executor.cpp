@@ -69,8 +69,8 @@ void Executor::check_smem_canary(const Fiber* self, const Block& block) {
   for (size_t i = 0; i < kSmemCanaryBytes; ++i) {
     if (canary[i] == kSmemCanary) continue;
     fail(self, "the block has written behind its " + std::to_string(block.smem.num_bytes) +
-                   " bytes of shared memory (offset " +
-                   std::to_string(block.smem.num_bytes + i) + ")");
+                   " bytes of shared memory (offset " + std::to_string(block.smem.num_bytes + i) +
+                   ")");
   }
 }
 
@@ -112,9 +112,8 @@ void Executor::start(GridRun& run) {
       }
       const Stack& stack = run.stacks[fiber_idx];
       const size_t color = static_cast<size_t>(thread_idx) % kStackColors * kStackColorBytes;
-      const size_t fiber_offset =
-          (kStackBytes - sizeof(Fiber) - color) / alignof(std::max_align_t) *
-          alignof(std::max_align_t);
+      const size_t fiber_offset = (kStackBytes - sizeof(Fiber) - color) /
+                                  alignof(std::max_align_t) * alignof(std::max_align_t);
       auto* fiber = new (stack.low + fiber_offset) Fiber;
       prepare_context(fiber->context, stack.low, fiber_offset, &Executor::fiber_main);
       fiber->canary = stack.canary();
@@ -165,11 +164,10 @@ void Executor::yield(Fiber* self) {
   suspend(self);
 }
 
-void Executor::leave_for_ever(Fiber* self) {
+void Executor::leave_for_ever() {
   Fiber* next = failed_ ? nullptr : pick_next();
   t_state.current = next;
   switch_context(abandoned_, next ? next->context : scheduler_);
-  static_cast<void>(self);
   std::abort();  // nobody ever switches to `abandoned_`
 }
 
@@ -177,7 +175,7 @@ void Executor::fail(const Fiber* self, const std::string& message) {
   failure_ = location_of(self) + ": " + message;
   failed_ = true;
   if (!t_state.current) throw MachineError(failure_);  // on the scheduler's own stack
-  leave_for_ever(const_cast<Fiber*>(self));
+  leave_for_ever();
 }
 
 void Executor::park(Fiber* self) {
@@ -235,11 +233,10 @@ void Executor::exit_fiber(Fiber* self) {
     fail(self, "stack overflow: a thread has " + std::to_string(kStackBytes) + " bytes of stack");
   }
   if (self->num_open_stores > 0 || self->num_unread_groups > 0) {
-    fail(self,
-         "exits with bulk stores that may still read shared memory (" +
-             std::to_string(self->num_open_stores) + " not committed, " +
-             std::to_string(self->num_unread_groups) +
-             " groups without bulk_wait_read or bulk_wait)");
+    fail(self, "exits with bulk stores that may still read shared memory (" +
+                   std::to_string(self->num_open_stores) + " not committed, " +
+                   std::to_string(self->num_unread_groups) +
+                   " groups without bulk_wait_read or bulk_wait)");
   }
   const uint32_t bit = 1u << self->lane;
   for (int i = 0; i < warp->num_pending; ++i) {
@@ -247,7 +244,6 @@ void Executor::exit_fiber(Fiber* self) {
     fail(self, std::string("exits while lanes of its warp wait for it at ") +
                    name_of(warp->pending[i].op));
   }
-  on_fiber_exit(self);
   self->wait = Wait::kExited;
   warp->gone |= bit;
   --block->num_live;
@@ -261,7 +257,7 @@ void Executor::exit_fiber(Fiber* self) {
       run->finished = true;
     }
   }
-  leave_for_ever(self);
+  leave_for_ever();
 }
 
 }  // namespace deep_comm::simt

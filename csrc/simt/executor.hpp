@@ -15,14 +15,16 @@ class Executor {
   Executor(const Executor&) = delete;
   Executor& operator=(const Executor&) = delete;
 
-  // ---- called on the stack of a fiber -------------------------------------------------------------
-  // Runs others until somebody makes `self` ready. Its reason and place in a list are recorded before.
+  // ---- called on the stack of a fiber -------------------------------------------------
+
+  // Runs others until somebody makes `self` ready. Its reason and place in a list are recorded
+  // before.
   void suspend(Fiber* self);
   // Lets others run first.
   void yield(Fiber* self);
   // Ends the whole machine: nothing runs after this. The message gets the fiber's location.
   [[noreturn]] void fail(const Fiber* self, const std::string& message);
-  // Blocks until the condition in the fiber holds, its deadline passes, or the machine feels like it.
+  // Blocks until the condition in the fiber holds, its deadline passes, or for no reason.
   void park(Fiber* self);
 
   virtual void make_ready(Fiber* fiber) = 0;
@@ -43,13 +45,12 @@ class Executor {
   // The next fiber to run, or null: back to the context of the scheduler.
   virtual Fiber* pick_next() = 0;
   virtual void on_fiber_start(Fiber*) {}
-  virtual void on_fiber_exit(Fiber*) {}
   virtual void on_block_exit(Block*) {}
   virtual void on_grid_exit(GridRun*) {}
   virtual void on_park(Fiber*) {}
   virtual void on_unpark(Fiber*) {}
 
-  // ---- called on the stack of the scheduler -------------------------------------------------------
+  // ---- called on the stack of the scheduler -------------------------------------------
   std::unique_ptr<GridRun> create(const Grid& grid, Body body, const void* args);
   void start(GridRun& grid);
   void release(GridRun& grid);  // stacks and shared memory go back to their pools
@@ -64,7 +65,7 @@ class Executor {
  private:
   static void fiber_main();
   [[noreturn]] void exit_fiber(Fiber* self);
-  [[noreturn]] void leave_for_ever(Fiber* self);
+  [[noreturn]] void leave_for_ever();
   SharedMemory take_smem(size_t num_bytes);
   void check_smem_canary(const Fiber* self, const Block& block);
 

@@ -1,5 +1,5 @@
-// The names by which a test asks for a fault; the bits are those of deep_comm::Fault, whose header is
-// above this layer (device/arch/host.cuh asserts that they agree).
+// The names by which a test asks for a fault; the bits are those of deep_comm::Fault, whose header
+// is above this layer (device/arch/host.cuh asserts that they agree).
 #pragma once
 
 #include <cstdint>

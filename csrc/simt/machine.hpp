@@ -50,9 +50,11 @@ struct SimulationOptions {
   bool delay_bulk = true;         // complete bulk copies late
   std::vector<std::string> faults;
   std::vector<Stall> stalls;
-  std::string on_stuck = "report";           // report | clock
-  uint64_t max_steps = 2'000'000'000;        // of the whole simulation
-  uint64_t max_idle_steps = 20'000'000;      // since memory or a barrier last changed: a livelock
+  std::string on_stuck = "report";     // report | clock
+  uint64_t max_steps = 2'000'000'000;  // of the whole simulation
+  // Since memory or a barrier last changed: more are a livelock. For each fiber, and besides.
+  uint64_t max_idle_steps_per_fiber = 2'000;
+  uint64_t max_idle_steps = 500'000;
 };
 
 class SimulationState;

@@ -1,9 +1,8 @@
 // The mbarrier object: eight bytes of shared memory.
 //
 //   bit 63      parity of the current phase
-//   bits 40-62  bytes still to come, signed: a copy may land before the bytes it brings are expected
-//   bits 20-39  arrivals of every phase
-//   bits 0-19   arrivals still to come in this phase
+//   bits 40-62  bytes still to come, signed: a copy may land before the bytes it brings are
+//   expected bits 20-39  arrivals of every phase bits 0-19   arrivals still to come in this phase
 #include "barrier.hpp"
 #include "executor.hpp"
 #include "ops.hpp"
@@ -15,8 +14,8 @@ namespace {
 constexpr uint32_t kMaxArrivals = (1u << 20) - 1;
 constexpr int64_t kMaxBytes = (1 << 20) - 1;
 
-// A try_wait returns after a while even if nothing has happened, as the hardware's does, so that the
-// loop around it can look at its deadline.
+// A try_wait returns after a while even if nothing has happened, as the hardware's does, so that
+// the loop around it can look at its deadline.
 constexpr uint64_t kTryWaitNs = 20'000;
 constexpr uint32_t kMaxTryWaitDoublings = 12;
 
@@ -126,8 +125,7 @@ bool mbarrier_try_wait_parity(uint64_t* barrier, uint32_t parity) {
     self->word = barrier;
     self->abort_word = nullptr;
     self->seen = parity;
-    self->deadline_ns =
-        clock_ns() + (t_state.simulated ? kTryWaitNs << doublings : kTryWaitNs);
+    self->deadline_ns = clock_ns() + (t_state.simulated ? kTryWaitNs << doublings : kTryWaitNs);
     t_state.executor->park(self);
   }
   const bool done = mbarrier_phase_done(*barrier, parity);

@@ -36,9 +36,7 @@ void sleep_ns(uint32_t duration_ns) {
   executor->park(self);
 }
 
-void trap(const char* why) {
-  t_state.executor->fail(t_state.current, std::string("trap: ") + why);
-}
+void trap(const char* why) { t_state.executor->fail(t_state.current, std::string("trap: ") + why); }
 
 void poll_yield() {
   t_state.polls_left = kPollsPerYield;

@@ -26,15 +26,15 @@ struct ThreadState {
 // One word of static thread-local storage per field: read on every primitive.
 extern constinit thread_local ThreadState t_state __attribute__((tls_model("initial-exec")));
 
-// ---- warp -----------------------------------------------------------------------------------------
+// ---- warp -----------------------------------------------------------------------------
 uint64_t warp_collective(WarpOp op, uint32_t mask, uint64_t value, uint32_t argument);
 
-// ---- block ----------------------------------------------------------------------------------------
+// ---- block ----------------------------------------------------------------------------
 void sync_block();
 void sync_named(int barrier, int num_threads);
 void arrive_named(int barrier, int num_threads);
 
-// ---- mbarrier and bulk copies ---------------------------------------------------------------------
+// ---- mbarrier and bulk copies ---------------------------------------------------------
 void mbarrier_init(uint64_t* barrier, int num_arrivals);
 void mbarrier_arrive(uint64_t* barrier, uint32_t expected_bytes);
 bool mbarrier_try_wait_parity(uint64_t* barrier, uint32_t parity);
@@ -43,7 +43,7 @@ void bulk_store(void* global_dst, const void* smem_src, uint32_t num_bytes);
 void bulk_commit();
 void bulk_wait(int newest_groups, bool read_only);
 
-// ---- waiting, time --------------------------------------------------------------------------------
+// ---- waiting, time --------------------------------------------------------------------
 void wait_word(const void* word, unsigned num_bytes, uint64_t seen, const uint32_t* abort_word,
                uint64_t deadline_ns);
 uint64_t clock_ns();
@@ -56,7 +56,7 @@ inline constexpr uint32_t kPollsPerYield = 128;
 // value can change.
 void poll_yield();
 
-// ---- memory of the simulated machine (size: 1, 2, 4, 8 or 16) ---------------------------------------
+// ---- memory of the simulated machine (size: 1, 2, 4, 8 or 16) -------------------------
 void simulated_load(void* value, const void* address, unsigned num_bytes);
 void simulated_ordered_load(void* value, const void* address, unsigned num_bytes);
 void simulated_store(void* address, const void* value, unsigned num_bytes);

@@ -44,9 +44,12 @@ std::string ReadySet::describe() const {
   std::string text = name_of(policy_);
   if (policy_ != Policy::kStarve) return text;
   switch (victim_) {
-    case Victim::kRank: return text + " (rank " + std::to_string(victim_rank_) + ")";
-    case Victim::kBlock: return text + " (one block of rank " + std::to_string(victim_rank_) + ")";
-    case Victim::kWarp: return text + " (one warp of rank " + std::to_string(victim_rank_) + ")";
+    case Victim::kRank:
+      return text + " (rank " + std::to_string(victim_rank_) + ")";
+    case Victim::kBlock:
+      return text + " (one block of rank " + std::to_string(victim_rank_) + ")";
+    case Victim::kWarp:
+      return text + " (one warp of rank " + std::to_string(victim_rank_) + ")";
   }
   return text;
 }
@@ -58,11 +61,13 @@ bool ReadySet::is_victim(const Fiber* fiber) const {
   const auto num_warps = static_cast<uint64_t>(run->num_warps_per_block);
   const bool block = victim_number_ % num_blocks == static_cast<uint64_t>(block_of(fiber)->index);
   switch (victim_) {
-    case Victim::kRank: return true;
-    case Victim::kBlock: return block;
+    case Victim::kRank:
+      return true;
+    case Victim::kBlock:
+      return block;
     case Victim::kWarp:
-      return block && victim_number_ / num_blocks % num_warps ==
-                          static_cast<uint64_t>(fiber->warp->index);
+      return block &&
+             victim_number_ / num_blocks % num_warps == static_cast<uint64_t>(fiber->warp->index);
   }
   return false;
 }
@@ -140,8 +145,10 @@ Fiber* ReadySet::pop(uint64_t step, bool fair) {
   if (fair && !starved_.empty() && random_.coin()) return pop_any(starved_, 0);
   switch (policy_) {
     case Policy::kRandom:
-    case Policy::kStarve: return pop_any(items_, 0);
-    case Policy::kFifo: return pop_oldest();
+    case Policy::kStarve:
+      return pop_any(items_, 0);
+    case Policy::kFifo:
+      return pop_oldest();
     case Policy::kLifo: {
       if (fair) return pop_any(items_, 0);
       Fiber* fiber = items_.back().fiber;

@@ -60,10 +60,14 @@ std::string location_of(const Fiber* fiber) {
 std::string describe_wait(const Fiber* fiber, uint64_t seen_now) {
   const Block& block = *block_of(fiber);
   switch (fiber->wait) {
-    case Wait::kNone: return "ready to run";
-    case Wait::kExited: return "has exited";
-    case Wait::kSleep: return "sleeps";
-    case Wait::kCollective: return describe_collective(fiber);
+    case Wait::kNone:
+      return "ready to run";
+    case Wait::kExited:
+      return "has exited";
+    case Wait::kSleep:
+      return "sleeps";
+    case Wait::kCollective:
+      return describe_collective(fiber);
     case Wait::kBlockBarrier:
       return "at sync_block" + barrier_progress(block.barriers[0], block.num_live);
     case Wait::kNamedBarrier: {
@@ -76,7 +80,8 @@ std::string describe_wait(const Fiber* fiber, uint64_t seen_now) {
       return "waits for parity " + std::to_string(fiber->seen) + " of the mbarrier at byte " +
              std::to_string(offset) + " of shared memory";
     }
-    case Wait::kWord: return describe_word(fiber, seen_now);
+    case Wait::kWord:
+      return describe_word(fiber, seen_now);
   }
   return "?";
 }

@@ -16,14 +16,14 @@ class SimulatedMemory;
 
 struct BulkCopy {
   Fiber* issuer = nullptr;
-  BulkCopy* next = nullptr;       // of the same issuer's stores, younger
+  BulkCopy* next = nullptr;  // of the same issuer's stores, younger
   uint8_t* dst = nullptr;
   const uint8_t* src = nullptr;
-  uint64_t* barrier = nullptr;    // loads only
+  uint64_t* barrier = nullptr;  // loads only
   uint32_t num_bytes = 0;
-  uint32_t group = 0;             // stores only: how many groups the issuer had committed before
-  size_t index = 0;               // in the list of those under way
-  bool read = false;              // stores only: `staged` holds what was in shared memory
+  uint32_t group = 0;  // stores only: how many groups the issuer had committed before
+  size_t index = 0;    // in the list of those under way
+  bool read = false;   // stores only: `staged` holds what was in shared memory
   std::vector<uint8_t> staged;
 };
 
@@ -41,7 +41,8 @@ class BulkQueue {
   bool has_pending() const { return !pending_.empty(); }
   void advance_one();  // a copy by chance does its next step
 
-  // A load under way when its block ends would write into the shared memory of another; null if none.
+  // A load under way when its block ends would write into the shared memory of another; null if
+  // none.
   const BulkCopy* find_load_of(const Block* block) const;
   void finish_grid(const GridRun& run);
   void drop_grid(const GridRun& run);

@@ -8,13 +8,11 @@ namespace deep_comm::simt {
 namespace {
 
 constexpr uint64_t kNsPerStep = 4;
-constexpr uint64_t kNsPerClockRead = 20;
 constexpr uint64_t kStepsBetweenDeadlineChecks = 4096;
-constexpr size_t kWaiterBuckets = 4096;
 
-// A policy that is unfair for this long without anything happening waits for a fiber that it starves
-// itself: one pick in eight is then by chance.
-constexpr uint64_t kUnfairSteps = 20'000;
+// A policy that is unfair for this long without anything happening waits for a fiber that it
+// starves itself: one pick in eight is then by chance.
+constexpr uint64_t kUnfairSteps = 2'000;
 
 // How often another fiber may come first, and how often a store or a bulk copy completes by itself:
 // the seed takes one of each, because different faults show at different paces.
@@ -71,7 +69,7 @@ SimulatedExecutor::SimulatedExecutor(const SimulationOptions& options)
       memory_whim_(take_one(kMemoryMeans, random_), random_),
       killed_(static_cast<size_t>(options.num_ranks), false),
       stalls_(options.stalls),
-      waiters_(kWaiterBuckets, nullptr) {}
+      waiters_(size_t{1} << kWaiterBucketBits, nullptr) {}
 
 SimulatedExecutor::~SimulatedExecutor() {
   for (auto& [key, stream] : streams_) {
@@ -88,7 +86,7 @@ void SimulatedExecutor::enter_thread() {
                         .polls_left = 0};
 }
 
-// ---- grids ----------------------------------------------------------------------------------------
+// ---- grids ----------------------------------------------------------------------------
 
 void SimulatedExecutor::launch(int rank, uint64_t stream, const Grid& grid, Body body,
                                std::shared_ptr<void> args) {
@@ -104,6 +102,7 @@ void SimulatedExecutor::launch(int rank, uint64_t stream, const Grid& grid, Body
 void SimulatedExecutor::start_next(Stream& stream) {
   last_progress_step_ = step_;
   ++num_changes_;
+  num_fibers_ += static_cast<uint64_t>(stream.front()->num_fibers());
   start(*stream.front());
 }
 
@@ -116,6 +115,7 @@ void SimulatedExecutor::retire_finished() {
   std::vector<GridRun*> finished;
   finished.swap(finished_);
   for (GridRun* run : finished) {
+    num_fibers_ -= static_cast<uint64_t>(run->num_fibers());
     bulk_.finish_grid(*run);
     memory_.finish_grid(*run);
     release(*run);
@@ -137,6 +137,7 @@ void SimulatedExecutor::kill(int rank) {
   for (auto& [key, stream] : streams_) {
     if (key.first != rank || stream.empty()) continue;
     GridRun& run = *stream.front();
+    num_fibers_ -= static_cast<uint64_t>(run.num_fibers());
     bulk_.drop_grid(run);
     memory_.drop_grid(run);
     for (size_t i = 0; i < parked_.size();) {
@@ -152,7 +153,7 @@ void SimulatedExecutor::kill(int rank) {
   }
 }
 
-// ---- the choice of the next fiber -----------------------------------------------------------------
+// ---- the choice of the next fiber -----------------------------------------------------
 
 bool SimulatedExecutor::memory_event() {
   const bool stores = memory_.has_pending(), copies = bulk_.has_pending();
@@ -187,9 +188,7 @@ Fiber* SimulatedExecutor::pick_next() {
     }
   }
   for (;;) {
-    if (step_ - last_progress_step_ > options_.max_idle_steps || step_ > options_.max_steps) {
-      return nullptr;
-    }
+    if (is_livelock() || step_ > options_.max_steps) return nullptr;
     if (memory_whim_.strikes(random_)) memory_event();
     if ((ready_.empty() || ready_.only_starved()) && memory_event()) continue;
     const bool fair = step_ - last_progress_step_ > kUnfairSteps && (step_ & 7) == 0;
@@ -220,9 +219,9 @@ SimulatedExecutor::Outcome SimulatedExecutor::run() {
         stop_reason_ = "the simulation took " + std::to_string(step_) + " steps without an end";
         return Outcome::kStuck;
       }
-      if (step_ - last_progress_step_ > options_.max_idle_steps) {
-        stop_reason_ = "livelock: nothing changed in " + std::to_string(options_.max_idle_steps) +
-                       " steps";
+      if (is_livelock()) {
+        stop_reason_ = "livelock: nothing changed in " +
+                       std::to_string(step_ - last_progress_step_) + " steps";
         return Outcome::kStuck;
       }
       if (!go_on_after_idling()) {
@@ -237,141 +236,7 @@ SimulatedExecutor::Outcome SimulatedExecutor::run() {
   }
 }
 
-// ---- waiting fibers -------------------------------------------------------------------------------
-
-void SimulatedExecutor::on_park(Fiber* fiber) {
-  if (fiber->wait == Wait::kSleep) return;
-  Fiber*& chain = waiters_[line_hash(line_key(fiber->word)) >> 52];
-  fiber->next_on_word = chain;
-  chain = fiber;
-  if (!fiber->abort_word) return;
-  for (auto& [word, count] : abort_words_) {
-    if (word == fiber->abort_word) {
-      ++count;
-      return;
-    }
-  }
-  abort_words_.emplace_back(fiber->abort_word, 1);
-}
-
-void SimulatedExecutor::on_unpark(Fiber* fiber) {
-  if (fiber->wait == Wait::kSleep) return;
-  Fiber** link = &waiters_[line_hash(line_key(fiber->word)) >> 52];
-  while (*link != fiber) link = &(*link)->next_on_word;
-  *link = fiber->next_on_word;
-  if (!fiber->abort_word) return;
-  for (size_t i = 0; i < abort_words_.size(); ++i) {
-    if (abort_words_[i].first != fiber->abort_word) continue;
-    if (--abort_words_[i].second == 0) {
-      abort_words_[i] = abort_words_.back();
-      abort_words_.pop_back();
-    }
-    return;
-  }
-}
-
-void SimulatedExecutor::wake(Fiber* fiber) {
-  unpark(fiber);
-  ready_.push(fiber);
-}
-
-void SimulatedExecutor::notify(const void* address) {
-  if (parked_.empty()) return;
-  const LineKey key = line_key(address);
-  for (Fiber* fiber = waiters_[line_hash(key) >> 52]; fiber;) {
-    Fiber* next = fiber->next_on_word;
-    if (line_key(fiber->word) == key && holds(fiber)) wake(fiber);
-    fiber = next;
-  }
-  for (const auto& [word, count] : abort_words_) {
-    if (line_key(word) != key) continue;
-    wake_where_condition_holds();  // changes the list
-    return;
-  }
-}
-
-uint64_t SimulatedExecutor::now_ns() { return time_ns_ += kNsPerClockRead; }
-
-uint64_t SimulatedExecutor::peek(const Fiber* fiber, const void* word, unsigned num_bytes) {
-  uint64_t value = 0;
-  memory_.load(fiber, &value, word, num_bytes);
-  return value;
-}
-
-bool SimulatedExecutor::wake_where_condition_holds() {
-  bool any = false;
-  for (size_t i = 0; i < parked_.size();) {
-    if (holds(parked_[i])) {
-      wake(parked_[i]);  // another fiber takes place i
-      any = true;
-    } else {
-      ++i;
-    }
-  }
-  return any;
-}
-
-// ---- when nothing can run -------------------------------------------------------------------------
-
-bool SimulatedExecutor::go_on_after_idling() {
-  // Memory can change without notice: plain stores to shared memory, the host between two launches.
-  return wake_where_condition_holds() || end_stalls() || wake_try_waits() || jump_clock();
-}
-
-// A stall is slowness: it cannot outlast everything else.
-bool SimulatedExecutor::end_stalls() {
-  if (stalled_.empty()) return false;
-  bool any = false;
-  for (size_t i = 0; i < stalls_.size();) {
-    const Stall& stall = stalls_[i];
-    if (stall.num_steps > 0 && step_ >= stall.after_step) {
-      stalls_.erase(stalls_.begin() + static_cast<ptrdiff_t>(i));
-      any = true;
-    } else {
-      ++i;
-    }
-  }
-  if (!any) return false;
-  std::vector<Fiber*> stalled;
-  stalled.swap(stalled_);
-  for (Fiber* fiber : stalled) ready_.push(fiber);
-  return true;
-}
-
-// A try_wait may fail for no reason, and the loop around it may then see an abort word. Once per
-// change of anything: a second time would see nothing new.
-bool SimulatedExecutor::wake_try_waits() {
-  if (changes_at_try_waits_ == num_changes_) return false;
-  changes_at_try_waits_ = num_changes_;
-  bool any = false;
-  for (size_t i = 0; i < parked_.size();) {
-    if (parked_[i]->wait == Wait::kMbarrier) {
-      wake(parked_[i]);
-      any = true;
-    } else {
-      ++i;
-    }
-  }
-  return any;
-}
-
-// Time passes until the first sleeper wakes; with on_stuck = "clock" also to the first deadline.
-bool SimulatedExecutor::jump_clock() {
-  const bool deadlines = options_.on_stuck == "clock";
-  uint64_t earliest = ~uint64_t{0};
-  for (const Fiber* fiber : parked_) {
-    if (fiber->wait != Wait::kSleep && !deadlines) continue;
-    earliest = std::min(earliest, fiber->deadline_ns);
-  }
-  if (earliest == ~uint64_t{0}) return false;
-  time_ns_ = std::max(time_ns_, earliest);
-  for (size_t i = 0; i < parked_.size();) {
-    parked_[i]->deadline_ns <= time_ns_ ? wake(parked_[i]) : void(++i);
-  }
-  return true;
-}
-
-// ---- reports --------------------------------------------------------------------------------------
+// ---- reports --------------------------------------------------------------------------
 
 std::string SimulatedExecutor::describe_all() {
   std::string text;
@@ -393,8 +258,17 @@ std::string SimulatedExecutor::describe_run() const {
   std::string text = stop_reason_.empty() ? "" : stop_reason_ + "; ";
   text += "seed " + std::to_string(options_.seed) + ", policy " + ready_.describe() + ", step " +
           std::to_string(step_) + ", virtual time " + std::to_string(time_ns_) + " ns\n";
-  return text + "replay: python -m deep_comm.simulate --seed " + std::to_string(options_.seed) +
-         " --policy " + options_.policy + "\n";
+  text += "replay: python -m deep_comm.simulate --seed " + std::to_string(options_.seed) +
+          " --policy " + options_.policy + " --ranks " + std::to_string(options_.num_ranks);
+  if (!options_.weak_memory) text += " --strong-memory";
+  if (!options_.delay_bulk) text += " --prompt-bulk";
+  if (options_.on_stuck != "report") text += " --on-stuck " + options_.on_stuck;
+  for (const std::string& fault : options_.faults) text += " --fault " + fault;
+  for (const Stall& stall : options_.stalls) {
+    text += " --stall " + std::to_string(stall.rank) + ":" + std::to_string(stall.after_step) +
+            ":" + std::to_string(stall.num_steps);
+  }
+  return text + "\n";
 }
 
 }  // namespace deep_comm::simt

@@ -24,14 +24,14 @@ class SimulatedExecutor final : public Executor {
 
   enum class Outcome { kGridFinished, kStuck, kFailed };
 
-  // ---- called by the scheduler's thread -----------------------------------------------------------
+  // ---- called by the scheduler's thread -----------------------------------------------
   void enter_thread();  // this OS thread runs the fibers from now on
   void launch(int rank, uint64_t stream, const Grid& grid, Body body, std::shared_ptr<void> args);
   bool is_drained(int rank, uint64_t stream) const;
   Outcome run();  // until a grid has ended or nothing can go on
   const std::string& failure() const { return failure_; }
 
-  // ---- called while no fiber runs -----------------------------------------------------------------
+  // ---- called while no fiber runs -----------------------------------------------------
   void kill(int rank);
   bool is_killed(int rank) const { return killed_[static_cast<size_t>(rank)]; }
   std::string describe_all();
@@ -39,12 +39,15 @@ class SimulatedExecutor final : public Executor {
   uint64_t num_steps() const { return step_; }
   uint64_t time_ns() const { return time_ns_; }
 
-  // ---- called by fibers ---------------------------------------------------------------------------
+  // ---- called by fibers ---------------------------------------------------------------
   SimulatedMemory& memory() { return memory_; }
   BulkQueue& bulk() { return bulk_; }
   // Where the order of accesses shows: perhaps another fiber comes first.
   void maybe_preempt(Fiber* self) {
-    if (preempt_.strikes(random_)) [[unlikely]] yield(self);
+    if (memory_whim_.strikes(random_)) [[unlikely]]
+      memory_event();
+    if (preempt_.strikes(random_)) [[unlikely]]
+      yield(self);
   }
   void note_progress() { last_progress_step_ = step_, ++num_changes_; }
 
@@ -67,7 +70,16 @@ class SimulatedExecutor final : public Executor {
   using StreamKey = std::pair<int, uint64_t>;
   using Stream = std::deque<std::unique_ptr<GridRun>>;
 
+  static constexpr int kWaiterBucketBits = 12;
+  static size_t bucket_of(const void* word) {
+    return line_hash(line_key(word)) >> (64 - kWaiterBucketBits);
+  }
+
   bool memory_event();
+  bool is_livelock() const {
+    return step_ - last_progress_step_ >
+           options_.max_idle_steps + num_fibers_ * options_.max_idle_steps_per_fiber;
+  }
   bool is_stalled(int rank);
   void retire_finished();
   void start_next(Stream& stream);
@@ -87,6 +99,7 @@ class SimulatedExecutor final : public Executor {
   Whim memory_whim_;
 
   uint64_t step_ = 0;
+  uint64_t num_fibers_ = 0;  // of the grids that run
   uint64_t time_ns_ = 0;
   uint64_t last_progress_step_ = 0;
   uint64_t num_changes_ = 0;
@@ -96,7 +109,8 @@ class SimulatedExecutor final : public Executor {
   std::map<StreamKey, Stream> streams_;
   std::vector<GridRun*> finished_;
   std::vector<bool> killed_;
-  std::vector<std::unique_ptr<GridRun>> dead_grids_;  // of killed ranks: their fibers may be in lists
+  std::vector<std::unique_ptr<GridRun>>
+      dead_grids_;  // of killed ranks: their fibers may be in lists
   std::vector<Stall> stalls_;
   std::vector<Fiber*> stalled_;
 

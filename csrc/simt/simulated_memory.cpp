@@ -24,7 +24,8 @@ uint16_t valid_mask(const void* address, unsigned num_bytes) {
 
 void check_aligned(Executor& executor, const Fiber* fiber, const void* address,
                    unsigned num_bytes) {
-  if (reinterpret_cast<uintptr_t>(address) % num_bytes == 0) [[likely]] return;
+  if (reinterpret_cast<uintptr_t>(address) % num_bytes == 0) [[likely]]
+    return;
   executor.fail(fiber, "misaligned access of " + std::to_string(num_bytes) + " bytes");
 }
 
@@ -35,7 +36,7 @@ SimulatedMemory::SimulatedMemory(bool weak, int num_ranks, Random& random, Execu
   for (StoreBuffer& buffer : ranks_) buffer.bound = kRankLines;
 }
 
-// ---- buffers --------------------------------------------------------------------------------------
+// ---- buffers --------------------------------------------------------------------------
 
 StoreBuffer* SimulatedMemory::take_buffer(StoreBuffer* outer, size_t bound) {
   if (free_.empty()) {
@@ -73,7 +74,7 @@ StoreBuffer* SimulatedMemory::buffer_of(Fiber* fiber) {
   return fiber->stores;
 }
 
-// ---- lines ----------------------------------------------------------------------------------------
+// ---- lines ----------------------------------------------------------------------------
 
 void SimulatedMemory::write(LineKey key, uint16_t valid, const uint8_t* bytes) {
   auto* address = reinterpret_cast<uint8_t*>(key * kLineBytes);
@@ -97,8 +98,7 @@ void SimulatedMemory::drop(StoreBuffer* buffer, StoreLine* line) {
   if (buffer->empty()) empty(buffer);
 }
 
-void SimulatedMemory::put(StoreBuffer* buffer, LineKey key, uint16_t valid,
-                          const uint8_t* bytes) {
+void SimulatedMemory::put(StoreBuffer* buffer, LineKey key, uint16_t valid, const uint8_t* bytes) {
   if (!buffer->merge(key, valid, bytes)) return;
   ++num_lines_;
   if (buffer->list_index < 0) {
@@ -171,7 +171,7 @@ void SimulatedMemory::drain_all(StoreBuffer* buffer) {
   buffer->clear();
 }
 
-// ---- accesses -------------------------------------------------------------------------------------
+// ---- accesses -------------------------------------------------------------------------
 
 void SimulatedMemory::load(const Fiber* fiber, void* value, const void* address,
                            unsigned num_bytes) {
@@ -179,8 +179,7 @@ void SimulatedMemory::load(const Fiber* fiber, void* value, const void* address,
   if (num_lines_ == 0) return;
   const LineKey key = line_key(address);
   const Warp* warp = fiber->warp;
-  StoreBuffer* chain[4] = {buffer_of_rank(fiber), warp->block->stores, warp->stores,
-                           fiber->stores};
+  StoreBuffer* chain[4] = {buffer_of_rank(fiber), warp->block->stores, warp->stores, fiber->stores};
   const unsigned offset = reinterpret_cast<uintptr_t>(address) % kLineBytes;
   const uint32_t wanted = (1u << num_bytes) - 1;
   for (StoreBuffer* buffer : chain) {
@@ -253,8 +252,7 @@ void SimulatedMemory::order_to_warp(Fiber* fiber) {
 void SimulatedMemory::settle(Fiber* fiber, const void* address, size_t num_bytes) {
   if (num_lines_ == 0) return;
   Warp* warp = fiber->warp;
-  StoreBuffer* chain[4] = {buffer_of_rank(fiber), warp->block->stores, warp->stores,
-                           fiber->stores};
+  StoreBuffer* chain[4] = {buffer_of_rank(fiber), warp->block->stores, warp->stores, fiber->stores};
   const LineKey last = line_key(static_cast<const uint8_t*>(address) + num_bytes - 1);
   for (StoreBuffer* buffer : chain) {
     if (!buffer || buffer->empty()) continue;
@@ -264,7 +262,7 @@ void SimulatedMemory::settle(Fiber* fiber, const void* address, size_t num_bytes
   }
 }
 
-// ---- bulk copies ----------------------------------------------------------------------------------
+// ---- bulk copies ----------------------------------------------------------------------
 
 void SimulatedMemory::write_bulk(Fiber* fiber, void* dst, const uint8_t* src, size_t num_bytes,
                                  bool waited_for) {
@@ -300,7 +298,7 @@ void SimulatedMemory::read_bulk(const Fiber* fiber, uint8_t* dst, const void* sr
   }
 }
 
-// ---- the end of a grid ----------------------------------------------------------------------------
+// ---- the end of a grid ----------------------------------------------------------------
 
 void SimulatedMemory::finish_grid(GridRun& run) {
   drain_all(&ranks_[static_cast<size_t>(run.grid.rank)]);

@@ -1,9 +1,10 @@
 // The weak memory of the simulated machine.
 //
 // A store that is not a release waits in a buffer of its fiber; synchronisation carries it outward,
-// fiber -> warp -> block -> rank -> memory, as far as the scope of that synchronisation reaches; and
-// at any moment chance may send single lines to memory. A load looks from its fiber outward, so that
-// everybody sees what the memory model of PTX promises to them, and as little more as possible.
+// fiber -> warp -> block -> rank -> memory, as far as the scope of that synchronisation reaches;
+// and at any moment chance may send single lines to memory. A load looks from its fiber outward, so
+// that everybody sees what the memory model of PTX promises to them, and as little more as
+// possible.
 #pragma once
 
 #include <memory>
@@ -16,7 +17,8 @@
 
 namespace deep_comm::simt {
 
-// Beyond PTX, which orders memory at sync_warp alone: shuffles and votes carry stores to the warp too.
+// Beyond PTX, which orders memory at sync_warp alone: shuffles and votes carry stores to the warp
+// too.
 inline constexpr bool kCollectivesOrderMemory = true;
 
 class SimulatedMemory {
@@ -33,8 +35,8 @@ class SimulatedMemory {
   // Older stores of this fiber's own chain to these lines reach memory.
   void settle(Fiber* fiber, const void* address, size_t num_bytes);
 
-  // Bulk copies. A write that the issuer waited for is as visible as its own stores: a few lines, taken
-  // by chance, stay in its buffer. A write that completed by itself is in memory.
+  // Bulk copies. A write that the issuer waited for is as visible as its own stores: a few lines,
+  // taken by chance, stay in its buffer. A write that completed by itself is in memory.
   void write_bulk(Fiber* fiber, void* dst, const uint8_t* src, size_t num_bytes, bool waited_for);
   void read_bulk(const Fiber* fiber, uint8_t* dst, const void* src, size_t num_bytes);
 

@@ -1,8 +1,9 @@
 // The rank threads of a simulation and the baton between them and the scheduler.
 //
-// The scheduler acts only while every rank's thread is blocked here or has left, and holds the mutex
-// meanwhile; the threads that it lets go act among themselves, each on its own rank, until all are
-// blocked again. So what happens depends on the seed alone, however the OS schedules the threads.
+// The scheduler acts only while every rank's thread is blocked here or has left, and holds the
+// mutex meanwhile; the threads that it lets go act among themselves, each on its own rank, until
+// all are blocked again. So what happens depends on the seed alone, however the OS schedules the
+// threads.
 #include <condition_variable>
 #include <cstring>
 #include <mutex>
@@ -28,8 +29,8 @@ enum class Failure : uint8_t { kNone, kMachineError, kStuck };
 
 struct RankState {
   Place place = Place::kRunning;
-  uint64_t stream = 0;               // of synchronize
-  std::string payload;               // of exchange
+  uint64_t stream = 0;  // of synchronize
+  std::string payload;  // of exchange
   std::vector<std::string> gathered;
   std::vector<Launch> launches;      // not yet taken by the scheduler
   Failure failure = Failure::kNone;  // what ended this wait
@@ -136,9 +137,9 @@ class SimulationState {
     }
     RankState& state = ranks_[static_cast<size_t>(rank)];
     if (call && state.place != Place::kRunning) {
-      throw std::invalid_argument(std::string(call) + ": rank " + std::to_string(rank) +
-                                  (state.place == Place::kLeft ? " has left the simulation"
-                                                               : " already waits in it"));
+      throw std::invalid_argument(
+          std::string(call) + ": rank " + std::to_string(rank) +
+          (state.place == Place::kLeft ? " has left the simulation" : " already waits in it"));
     }
     return state;
   }
@@ -166,7 +167,7 @@ class SimulationState {
     if (state.place == Place::kLeft) throw MachineError("the rank left while it waited");
   }
 
-  // ---- the scheduler's thread ---------------------------------------------------------------------
+  // ---- the scheduler's thread ---------------------------------------------------------
   void schedule();
   bool anyone_waits() const;
   void take_launches();
@@ -204,9 +205,8 @@ void SimulationState::let_go(RankState& state, Failure failure, const std::strin
 
 void SimulationState::fail_all(Failure failure) {
   failure_ = failure;
-  message_ = failure == Failure::kMachineError
-                 ? machine_.failure() + "\n" + machine_.describe_run()
-                 : machine_.describe_run() + machine_.describe_all();
+  message_ = failure == Failure::kMachineError ? machine_.failure() + "\n" + machine_.describe_run()
+                                               : machine_.describe_run() + machine_.describe_all();
   for (size_t rank = 0; rank < ranks_.size(); ++rank) {
     if (failure == Failure::kStuck && ranks_[rank].place == Place::kExchange) {
       message_ += "  the thread of rank " + std::to_string(rank) + " waits in exchange\n";
@@ -305,7 +305,7 @@ void SimulationState::schedule() {
   }
 }
 
-// ---- the face -------------------------------------------------------------------------------------
+// ---- the face -------------------------------------------------------------------------
 
 Simulation::Simulation(const SimulationOptions& options)
     : state_(std::make_unique<SimulationState>(options)) {}
@@ -313,10 +313,9 @@ Simulation::~Simulation() = default;
 
 void Simulation::launch(int rank, uint64_t stream, const Grid& grid, Body body, const void* args,
                         size_t args_bytes) {
-  state_->launch(rank, Launch{.stream = stream,
-                              .grid = grid,
-                              .body = body,
-                              .args = copy_args(args, args_bytes)});
+  state_->launch(
+      rank,
+      Launch{.stream = stream, .grid = grid, .body = body, .args = copy_args(args, args_bytes)});
 }
 void Simulation::synchronize(int rank, uint64_t stream) { state_->synchronize(rank, stream); }
 std::vector<std::string> Simulation::exchange(int rank, std::string payload) {

@@ -1,8 +1,8 @@
 #include "stack_pool.hpp"
 
-#include <new>
-
 #include <sys/mman.h>
+
+#include <new>
 
 namespace deep_comm::simt {
 namespace {

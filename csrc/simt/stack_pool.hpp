@@ -13,8 +13,8 @@ inline constexpr uint64_t kStackCanary = 0x5afe57ac'c0ffee11u;
 
 struct Stack {
   uint8_t* low = nullptr;  // kStackBytes from here
-  // Below `low` lies a page that faults. Where the kernel allows no more of them (the number of maps
-  // of a process is limited), a canary lies in the lowest words of the stack instead.
+  // Below `low` lies a page that faults. Where the kernel allows no more of them (the number of
+  // maps of a process is limited), a canary lies in the lowest words of the stack instead.
   bool guarded = false;
 
   uint64_t* canary() const { return guarded ? nullptr : reinterpret_cast<uint64_t*>(low); }

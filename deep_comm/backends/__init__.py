@@ -12,7 +12,7 @@ __all__ = ["Backend", "Heap", "Launch", "create_backend", "resolve_device"]
 
 
 def resolve_device(device: torch.device | str | int | None) -> torch.device:
-    """The device asked for, else that of the environment, else CUDA when available, else the host."""
+    """The device asked for, else that of the environment, else CUDA if available, else the host."""
     if device is None:
         device = env.DEVICE.get()
     if device is None:
@@ -34,10 +34,19 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
 
 
 def create_backend(device: torch.device) -> Backend:
+    """The backend of a device. Native modules are loaded here, where they are first needed."""
+    name, remedy = "_core", "install the package: pip install ."
     if device.type == "cuda":
-        from deep_comm.backends.cuda import CudaBackend
+        name, remedy = "_cuda", "install the package where nvcc is on PATH: pip install ."
+    try:
+        if device.type == "cuda":
+            from deep_comm.backends.cuda import CudaBackend
 
-        return CudaBackend(device)
-    from deep_comm.backends.cpu import CpuBackend
+            return CudaBackend(device)
+        from deep_comm.backends.cpu import CpuBackend
 
-    return CpuBackend()
+        return CpuBackend()
+    except ImportError as error:
+        raise UnsupportedError(
+            f"the native module deep_comm.{name} cannot be loaded ({error}); {remedy}"
+        ) from error

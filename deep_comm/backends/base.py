@@ -1,4 +1,4 @@
-"""What a target offers to a Buffer: memory that peers reach, an engine, streams. See cpu.py, cuda.py."""
+"""What a target offers to a Buffer: memory that peers reach, an engine, streams."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class Heap(Protocol):
     num_bytes: int
     peer_bases: Sequence[int]
 
-    def view(self, offset: int, num_bytes: int) -> Tensor:
-        """uint8 tensor over this rank's part; the memory lives as long as the tensor."""
+    def view(self, offset: int, num_bytes: int, owner: object = None) -> Tensor:
+        """uint8 tensor over this rank's part; the memory, and ``owner``, live as long as the tensor."""
 
     def close(self) -> None:
         """Let go of the peers' parts and of this rank's own. Never waits for a peer. Idempotent."""
 
 
 class Launch(Protocol):
-    """The place of one operation on the streams; a context manager around its allocations and calls.
+    """The place of one operation on the streams: a context manager around its calls.
 
     Entering makes the communication stream wait for what the operation needs. ``finish`` makes the
     caller's stream wait for the operation, or returns the event of an asynchronous one.
@@ -44,6 +44,12 @@ class Launch(Protocol):
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """An output, on the device and owned by the right stream."""
+
+    def adopt(self, tensor: Tensor) -> Tensor:
+        """An output over memory that was there before."""
+
+    def wait(self, events: Iterable[EventHandle]) -> None:
+        """The operation also waits for these."""
 
     def finish(self, inputs: Iterable[Tensor | None]) -> EventOverlap:
         """End of the operation, whose ``inputs`` must outlive it."""
@@ -89,6 +95,12 @@ class Backend(Protocol):
     def launch(
         self, previous_event: EventHandle | None, async_finish: bool, allocate_on_comm_stream: bool
     ) -> Launch: ...
+
+    def mark(self) -> tuple[int, EventHandle] | None:
+        """The current stream and an event on it; None if nothing can be in flight."""
+
+    def is_capturing(self) -> bool:
+        """The current stream is recording a CUDA graph."""
 
     def synchronize(self) -> None:
         """Wait for everything launched so far; bounded, since kernels are."""

@@ -1,4 +1,4 @@
-"""The host target: the kernels on the SIMT executor, heaps in shared or plain memory, no streams."""
+"""The host target: kernels on the SIMT executor, heaps in shared or plain memory, no streams."""
 
 from __future__ import annotations
 
@@ -6,27 +6,24 @@ import contextlib
 import ctypes
 from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from deep_comm import _native, env
+from deep_comm import _core, env
 from deep_comm.backends import in_process
 from deep_comm.backends.base import Heap, poison
 from deep_comm.errors import UnsupportedError
 from deep_comm.events import EventHandle, EventOverlap
 from deep_comm.rendezvous import Rendezvous
 
-if TYPE_CHECKING:
-    from deep_comm._core import Engine, Segment
-
 
 def _view(address: int, num_bytes: int, owner: object) -> Tensor:
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     memory = (ctypes.c_uint8 * num_bytes).from_address(address)
-    memory.owner = owner  # torch keeps `memory` alive, and that keeps the heap's part alive
+    # torch keeps `memory` alive, and that keeps the heap's part alive.
+    memory.owner = owner  # type: ignore[attr-defined]
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
@@ -34,42 +31,40 @@ class _ThreadHeap:
     """Ranks are threads: every rank holds every rank's block."""
 
     def __init__(self, rendezvous: Rendezvous, num_bytes: int) -> None:
-        core = _native.core()
         blocks = in_process.exchange(
-            rendezvous, lambda: in_process.Block(core.allocate(num_bytes), num_bytes, core.free)
+            rendezvous, lambda: in_process.Block(_core.allocate(num_bytes), num_bytes, _core.free)
         )
         self.num_bytes = num_bytes
-        self.peer_bases = [block.address for block in blocks]
+        self.peer_bases: Sequence[int] = [block.address for block in blocks]
         self.base = self.peer_bases[rendezvous.rank]
         self._rank = rendezvous.rank
         self._blocks = blocks
 
-    def view(self, offset: int, num_bytes: int) -> Tensor:
-        return _view(self.base + offset, num_bytes, self._blocks[self._rank])
+    def view(self, offset: int, num_bytes: int, owner: object = None) -> Tensor:
+        return _view(self.base + offset, num_bytes, (self._blocks[self._rank], owner))
 
     def close(self) -> None:
         self._blocks = []
 
 
 class _SegmentHeap:
-    """Ranks are processes: POSIX shared memory, whose names are gone before the first kernel runs."""
+    """Ranks are processes: POSIX shared memory, its names gone before the first kernel runs."""
 
     def __init__(self, rendezvous: Rendezvous, num_bytes: int) -> None:
-        core = _native.core()
-        core.remove_stale_segments()
+        _core.remove_stale_segments()
         self.num_bytes = num_bytes
         self._rank = rendezvous.rank
-        self._segments: list[Segment] = []
-        own: list[Segment] = []
+        self._segments: list[_core.Segment] = []
+        own: list[_core.Segment] = []
 
         def create() -> str:
-            own.append(core.Segment.create(num_bytes))
+            own.append(_core.Segment.create(num_bytes))
             return own[0].name
 
         def attach() -> None:
             for rank, name in enumerate(names):
                 is_own = rank == rendezvous.rank
-                self._segments.append(own[0] if is_own else core.Segment.attach(name, num_bytes))
+                self._segments.append(own[0] if is_own else _core.Segment.attach(name, num_bytes))
 
         try:
             names = rendezvous.all_gather_result("create its shared memory segment", create)
@@ -81,11 +76,11 @@ class _SegmentHeap:
             # All have attached, or the Buffer is not to be: either way nobody needs the name.
             for segment in own:
                 segment.unlink()
-        self.peer_bases = [segment.address for segment in self._segments]
+        self.peer_bases: Sequence[int] = [segment.address for segment in self._segments]
         self.base = self.peer_bases[rendezvous.rank]
 
-    def view(self, offset: int, num_bytes: int) -> Tensor:
-        return _view(self.base + offset, num_bytes, self._segments[self._rank])
+    def view(self, offset: int, num_bytes: int, owner: object = None) -> Tensor:
+        return _view(self.base + offset, num_bytes, (self._segments[self._rank], owner))
 
     def close(self) -> None:
         for rank, segment in enumerate(self._segments):
@@ -108,6 +103,14 @@ class _CpuLaunch:
             poison(tensor)
         return tensor
 
+    def adopt(self, tensor: Tensor) -> Tensor:
+        if self._poison_outputs:
+            poison(tensor)
+        return tensor
+
+    def wait(self, events: Iterable[EventHandle]) -> None:
+        pass
+
     def finish(self, inputs: Iterable[Tensor | None]) -> EventOverlap:
         return EventOverlap(EventHandle() if self._async_finish else None)
 
@@ -126,16 +129,13 @@ class _CpuLaunch:
 class CpuBackend:
     device = torch.device("cpu")
     is_synchronous = True
-    max_sms = None
+    max_sms: int | None = None
 
     def __init__(self) -> None:
-        self._core = _native.core()
         self._poison_outputs = env.POISON.get()
 
     def workspace_bytes(self, num_ranks: int, num_max_experts: int) -> int:
-        return self._core.Engine.workspace_bytes(
-            num_ranks=num_ranks, num_max_experts=num_max_experts
-        )
+        return _core.Engine.workspace_bytes(num_ranks=num_ranks, num_max_experts=num_max_experts)
 
     def ring_bytes(
         self,
@@ -147,7 +147,7 @@ class CpuBackend:
         scale_row_bytes: int,
         num_topk: int,
     ) -> int:
-        return self._core.Engine.ring_bytes(
+        return _core.Engine.ring_bytes(
             num_ranks=num_ranks,
             num_channels=num_channels,
             num_slots=num_slots,
@@ -163,8 +163,8 @@ class CpuBackend:
 
     def create_engine(
         self, rendezvous: Rendezvous, heap: Heap, num_max_experts: int, timeout_ns: int
-    ) -> Engine:
-        return self._core.Engine(
+    ) -> _core.Engine:
+        return _core.Engine(
             rank=rendezvous.rank,
             num_ranks=rendezvous.size,
             device=-1,
@@ -182,6 +182,12 @@ class CpuBackend:
         self, previous_event: EventHandle | None, async_finish: bool, allocate_on_comm_stream: bool
     ) -> _CpuLaunch:
         return _CpuLaunch(async_finish, self._poison_outputs)
+
+    def mark(self) -> tuple[int, EventHandle] | None:
+        return None
+
+    def is_capturing(self) -> bool:
+        return False
 
     def synchronize(self) -> None:
         return None

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
-from deep_comm import _native, env
+from deep_comm import _cuda, env
 from deep_comm.backends import in_process
 from deep_comm.backends.base import Heap, poison
 from deep_comm.errors import TopologyError, UnsupportedError
@@ -20,7 +21,10 @@ from deep_comm.rendezvous import Rendezvous
 from deep_comm.topology import host_identity
 
 if TYPE_CHECKING:
-    from deep_comm._core import Engine
+    from deep_comm import _core
+
+# The engine of either target has the same methods; their types are written down once.
+_Engine = cast("type[_core.Engine]", _cuda.Engine)
 
 
 class _DeviceMemory:
@@ -39,34 +43,32 @@ class _DeviceMemory:
 class _CudaHeap:
     """cudaMalloc memory that peers reach over NVLink.
 
-    Peers in other processes open it by its IPC handle; peers that are threads of this process use the
-    address itself.
+    Peers in other processes open it by its IPC handle; peers that are threads of this process use
+    the address itself.
     """
 
     def __init__(self, rendezvous: Rendezvous, device: int, num_bytes: int) -> None:
-        self._cuda = _native.cuda()
         self._device = device
         self._rank = rendezvous.rank
         self._opened: list[int] = []
         self._blocks: dict[int, in_process.Block] = {}
         self.num_bytes = num_bytes
-        self.peer_bases: list[int] = []
+        bases: list[int] = []
 
         def create() -> tuple[str, int, int, int, bytes]:
             def free(address: int) -> None:
-                cuda.free(device, address)
+                _cuda.free(device, address)
 
-            cuda = self._cuda
-            block = in_process.Block(cuda.allocate(device, num_bytes), num_bytes, free)
+            block = in_process.Block(_cuda.allocate(device, num_bytes), num_bytes, free)
             self._blocks[self._rank] = block
             in_process.register(block)
-            handle = b"" if rendezvous.in_process else cuda.ipc_handle(block.address)
+            handle = b"" if rendezvous.in_process else _cuda.ipc_handle(block.address)
             return host_identity(), os.getpid(), device, block.address, handle
 
         def attach() -> None:
             for rank, (host, pid, peer_device, address, handle) in enumerate(described):
                 is_local = (host, pid) == (host_identity(), os.getpid())
-                self.peer_bases.append(
+                bases.append(
                     self._attach_local(rank, peer_device, address)
                     if is_local
                     else self._attach_process(handle)
@@ -78,32 +80,33 @@ class _CudaHeap:
         except BaseException:
             self.close()
             raise
-        self.base = self.peer_bases[self._rank]
+        self.peer_bases: Sequence[int] = bases
+        self.base = bases[self._rank]
 
     def _attach_local(self, rank: int, peer_device: int, address: int) -> int:
         if peer_device != self._device:
-            if not self._cuda.can_access_peer(self._device, peer_device):
+            if not _cuda.can_access_peer(self._device, peer_device):
                 raise TopologyError(
-                    f"cuda:{self._device} cannot reach the memory of cuda:{peer_device} (rank {rank})"
+                    f"cuda:{self._device} cannot reach cuda:{peer_device} (rank {rank})"
                 )
-            self._cuda.enable_peer_access(self._device, peer_device)
+            _cuda.enable_peer_access(self._device, peer_device)
         self._blocks[rank] = in_process.find(address)
         return address
 
     def _attach_process(self, handle: bytes) -> int:
-        address = self._cuda.ipc_open(self._device, handle)
+        address = _cuda.ipc_open(self._device, handle)
         self._opened.append(address)
         return address
 
-    def view(self, offset: int, num_bytes: int) -> Tensor:
+    def view(self, offset: int, num_bytes: int, owner: object = None) -> Tensor:
         if num_bytes == 0:
             return torch.empty(0, dtype=torch.uint8, device=f"cuda:{self._device}")
-        memory = _DeviceMemory(self.base + offset, num_bytes, self._blocks[self._rank])
+        memory = _DeviceMemory(self.base + offset, num_bytes, (self._blocks[self._rank], owner))
         return torch.as_tensor(memory, device=f"cuda:{self._device}")
 
     def close(self) -> None:
         for address in self._opened:
-            self._cuda.ipc_close(self._device, address)
+            _cuda.ipc_close(self._device, address)
         self._opened = []
         self._blocks = {}
 
@@ -172,6 +175,16 @@ class _CudaLaunch:
                 if self._on_comm:
                     tensor.record_stream(self._compute)
 
+    def adopt(self, tensor: Tensor) -> Tensor:
+        if self._poison_outputs:
+            with torch.cuda.stream(self._comm):
+                poison(tensor)
+        return tensor
+
+    def wait(self, events: Iterable[EventHandle]) -> None:
+        for event in events:
+            event.stream_wait(self._comm)
+
     def finish(self, inputs: Iterable[Tensor | None]) -> EventOverlap:
         if self._async_finish:
             self._record(inputs)
@@ -190,23 +203,20 @@ class CudaBackend:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._index: int = device.index
-        self._cuda = _native.cuda()
         major, minor = torch.cuda.get_device_capability(device)
-        built = {architecture.rstrip("af") for architecture in _architectures(self._cuda)}
+        built = {architecture.rstrip("af") for architecture in _architectures()}
         if f"{major}{minor}" not in built:
             raise UnsupportedError(
                 f"{device} has compute capability {major}.{minor}, but the kernels were built for "
-                f"{self._cuda.architectures}"
+                f"{_cuda.architectures}"
             )
-        self.max_sms: int | None = self._cuda.num_sms(self._index)
+        self.max_sms: int | None = _cuda.num_sms(self._index)
         self._poison_outputs = env.POISON.get()
-        lowest, highest = torch.cuda.Stream.priority_range()
-        self._comm_stream = torch.cuda.Stream(device, priority=min(lowest, highest))
+        # Above the default: communication that waits for a free SM keeps its peers waiting too.
+        self._comm_stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     def workspace_bytes(self, num_ranks: int, num_max_experts: int) -> int:
-        return self._cuda.Engine.workspace_bytes(
-            num_ranks=num_ranks, num_max_experts=num_max_experts
-        )
+        return _Engine.workspace_bytes(num_ranks=num_ranks, num_max_experts=num_max_experts)
 
     def ring_bytes(
         self,
@@ -218,7 +228,7 @@ class CudaBackend:
         scale_row_bytes: int,
         num_topk: int,
     ) -> int:
-        return self._cuda.Engine.ring_bytes(
+        return _Engine.ring_bytes(
             num_ranks=num_ranks,
             num_channels=num_channels,
             num_slots=num_slots,
@@ -232,8 +242,8 @@ class CudaBackend:
 
     def create_engine(
         self, rendezvous: Rendezvous, heap: Heap, num_max_experts: int, timeout_ns: int
-    ) -> Engine:
-        return self._cuda.Engine(
+    ) -> _core.Engine:
+        return _Engine(
             rank=rendezvous.rank,
             num_ranks=rendezvous.size,
             device=self._index,
@@ -258,6 +268,15 @@ class CudaBackend:
             self._poison_outputs,
         )
 
+    def mark(self) -> tuple[int, EventHandle] | None:
+        if torch.cuda.is_current_stream_capturing():
+            return None  # an eager output dropped during a capture: replays are ordered behind its readers
+        stream = torch.cuda.current_stream(self.device)
+        return stream.cuda_stream, EventHandle(stream)
+
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
     def synchronize(self) -> None:
         self._comm_stream.synchronize()
 
@@ -265,5 +284,5 @@ class CudaBackend:
         return torch.cuda.device(self.device)
 
 
-def _architectures(cuda: Any) -> list[str]:
-    return [part.strip() for part in cuda.architectures.replace(";", ",").split(",")]
+def _architectures() -> list[str]:
+    return re.split(r"[\s,;]+", _cuda.architectures.strip())

@@ -1,1 +1,1 @@
-"""Benchmarks: ``python -m deep_comm.bench``. Correctness first, then time; one table and, if asked, JSON."""
+"""``python -m deep_comm.bench``: correctness first, then time; a table and, if asked, JSON."""

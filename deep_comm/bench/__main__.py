@@ -1,7 +1,7 @@
 """``python -m deep_comm.bench``: dispatch and combine, timed after they have been checked.
 
-Under torchrun every process is a rank; else the ranks are started here. Times are the slowest rank's; bytes
-are defined in `deep_comm.bench.workload`.
+Under torchrun every process is a rank; else the ranks are started here. Times are the slowest
+rank's; bytes are defined in `deep_comm.bench.workload`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ RUN_TIMEOUT_S = 1800.0
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m deep_comm.bench", description=__doc__)
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda with 2 or more devices")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="default: cuda with 2 or more devices"
+    )
     parser.add_argument("--ranks", type=int, help="processes to start (not under torchrun)")
     parser.add_argument("--tokens", type=int, help="per rank (default: 256; on GPUs 4096)")
     parser.add_argument("--hidden", type=int, help="default: 2048; on GPUs 7168")
@@ -36,11 +38,19 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--topk", type=int, default=8)
     parser.add_argument("--warmup", type=int, help="default: 2; on GPUs 10")
     parser.add_argument("--iterations", type=int, help="default: 5; on GPUs 50")
-    parser.add_argument("--nvl-mib", type=int, help="num_nvl_bytes in MiB (default: 64; on GPUs 512)")
-    parser.add_argument("--num-sms", type=int, help="with --send and --slots: the Config of both directions")
-    parser.add_argument("--send", type=int, default=6, help="rows between two publications of a tail")
+    parser.add_argument(
+        "--nvl-mib", type=int, help="num_nvl_bytes in MiB (default: 64; on GPUs 512)"
+    )
+    parser.add_argument(
+        "--num-sms", type=int, help="with --send and --slots: the Config of both directions"
+    )
+    parser.add_argument(
+        "--send", type=int, default=6, help="rows between two publications of a tail"
+    )
     parser.add_argument("--slots", type=int, default=256, help="ring slots")
-    parser.add_argument("--simulation-runs", type=int, default=10, help="0: leave the simulation out")
+    parser.add_argument(
+        "--simulation-runs", type=int, default=10, help="0: leave the simulation out"
+    )
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parsed = parser.parse_args(arguments)
     if parsed.device is None:
@@ -62,7 +72,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run_rank(_group: Any, parsed: argparse.Namespace) -> normal.NormalReport:
-    """One rank, in whatever way it was started. The default group carries rendezvous and statistics."""
+    """One rank, however it was started. The default group carries rendezvous and statistics."""
     torch.set_num_threads(1)
     device = torch.device("cpu")
     if parsed.device == "cuda":

@@ -1,4 +1,4 @@
-"""Timing: wall clock on the host target, CUDA events on GPUs; statistics over iterations and ranks."""
+"""Timing: wall clock on the host target, CUDA events on GPUs; statistics over the ranks."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def _time_on_gpu(work: Callable[[], object]) -> float:
     torch.cuda.synchronize()
     dist.barrier()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    # The sleep lets the host queue what follows; the all-reduce lets all devices start together, to a few
-    # microseconds, where a barrier on the host leaves hundreds.
+    # The sleep lets the host queue what follows; the all-reduce lets all devices start together, to
+    # a few microseconds, where a barrier on the host leaves hundreds.
     torch.cuda._sleep(500_000)
     dist.all_reduce(torch.zeros(1, device="cuda"), group=nccl_group())
     begin.record()

@@ -1,4 +1,4 @@
-"""Normal mode: dispatch with and without a handle, combine, beside a plain all-to-all of the same rows."""
+"""Normal mode: layout, dispatch, combine, beside a plain all-to-all of the same rows."""
 
 from __future__ import annotations
 
@@ -139,7 +139,8 @@ def run(
         num_sent = int(per_rank.sum())
         outgoing = _largest(combine_volume(workload, num_sent, num_own))
         pair = Volume(
-            incoming.logical_bytes + outgoing.logical_bytes, incoming.wire_bytes + outgoing.wire_bytes
+            incoming.logical_bytes + outgoing.logical_bytes,
+            incoming.wire_bytes + outgoing.wire_bytes,
         )
         measured: list[tuple[str, Callable[[], object], Volume]] = [
             ("layout", layout, Volume(0, 0)),
@@ -166,7 +167,7 @@ def _all_to_all(
     rank = dist.get_rank()
     send_sizes = per_rank.tolist()
     ends = handle.rank_prefix_matrix[:, rank].tolist()
-    recv_sizes = [end - start for start, end in zip([0, *ends], ends)]
+    recv_sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
     rows = torch.empty(sum(send_sizes), workload.hidden, dtype=workload.dtype, device=recv_x.device)
     out = torch.empty_like(recv_x)
 

@@ -49,7 +49,9 @@ def run(workload: Workload, *, num_runs: int) -> SimulationReport:
         for rank, (got, want) in enumerate(zip(results, expected, strict=True)):
             for name, left, right in zip(("dispatch", "combine"), got, want, strict=True):
                 if not torch.equal(left, right):
-                    raise RuntimeError(f"seed {seed}: {name} differs from the reference on rank {rank}")
+                    raise RuntimeError(
+                        f"seed {seed}: {name} differs from the reference on rank {rank}"
+                    )
         if seed > 0:
             elapsed += took
             num_steps += results.num_steps

@@ -12,7 +12,7 @@ from deep_comm import reference
 
 @dataclass(frozen=True)
 class Workload:
-    """Every rank sends ``num_tokens`` tokens to ``num_topk`` of ``num_experts`` experts, at random."""
+    """Every rank sends its tokens to ``num_topk`` of ``num_experts`` experts, at random."""
 
     num_ranks: int
     num_tokens: int  # per rank
@@ -41,13 +41,15 @@ class RankInputs:
 
 
 def make_inputs(workload: Workload, rank: int) -> RankInputs:
-    """Inputs of one rank, on the host; a function of the rank, so that any rank can make them all."""
+    """Inputs of one rank, on the host; a function of the rank, so that all ranks can make them."""
     generator = torch.Generator().manual_seed(rank)
     shape = (workload.num_tokens, workload.num_experts)
     x = torch.randn(workload.num_tokens, workload.hidden, generator=generator)
     scores = torch.rand(shape, generator=generator)
     topk = scores.topk(workload.num_topk, dim=1)
-    return RankInputs(x.to(workload.dtype), topk.indices, topk.values / topk.values.sum(1, keepdim=True))
+    return RankInputs(
+        x.to(workload.dtype), topk.indices, topk.values / topk.values.sum(1, keepdim=True)
+    )
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,8 @@ class Volume:
 
     logical: payload rows delivered to the rank, its own tokens included, as in the rates that MoE
         libraries usually quote.
-    wire: what crosses between ranks: rows of other ranks, with the metadata that travels beside each
+    wire: what crosses between ranks: rows of other ranks, with the metadata that travels beside
+    each
         (source index, and an index and a weight per top-k selection).
     """
 
@@ -81,7 +84,7 @@ def combine_volume(workload: Workload, num_rows: int, num_own_rows: int) -> Volu
 
 
 def expected_results(workload: Workload, rank: int) -> tuple[Tensor, Tensor]:
-    """What ``rank`` must receive, and what combine must return when every rank hands its rows back."""
+    """What ``rank`` must receive, and the sum when every rank hands its rows back."""
     inputs = [make_inputs(workload, peer) for peer in range(workload.num_ranks)]
     dispatched = reference.dispatch(
         [i.x for i in inputs],

@@ -53,7 +53,11 @@ def run(arguments: argparse.Namespace) -> bool:
     if not text:
         say(f"{arguments.file} is empty: nothing to send")
         return False
-    target = f"CUDA ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else "the host target"
+    target = (
+        f"CUDA ({torch.cuda.get_device_name(device)})"
+        if device.type == "cuda"
+        else "the host target"
+    )
     say(f"{len(text)} bytes of {arguments.file.name}, {num_ranks} ranks on {target}")
     say(f"{NUM_EXPERTS} experts, top-{NUM_TOPK}, hidden {HIDDEN}, bfloat16")
 
@@ -78,7 +82,11 @@ def run(arguments: argparse.Namespace) -> bool:
         say("the same layer in one process, for comparison")
         shares = [share_of(tokens, sizes, peer) for peer in range(num_ranks)]
         problems = report.check(forwards, shares, experts)
-        problems += [f"rank {peer}: two passes gave different bits" for peer in range(num_ranks) if not repeated[peer]]
+        problems += [
+            f"rank {peer}: two passes gave different bits"
+            for peer in range(num_ranks)
+            if not repeated[peer]
+        ]
         print(report.table(forwards), flush=True)
         for problem in problems:
             say(f"WRONG: {problem}")

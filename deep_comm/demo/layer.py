@@ -1,8 +1,8 @@
 """The layer of the demo: bytes embedded, a fixed gate, small MLPs as experts.
 
-Everything is a function of the text and of fixed seeds, and built so that a token's values do not depend
-on how the tokens are spread over ranks. Only then can a distributed run be compared bit by bit with a
-run in one process:
+Everything is a function of the text and of fixed seeds, and built so that a token's values do not
+depend on how the tokens are spread over ranks. Only then can a distributed run be compared bit by
+bit with a run in one process:
 
 * embedding and gate hold small integers over a power of two, so that a logit is an exact integer
   sum in float32, whatever order a matrix product adds in;
@@ -65,10 +65,10 @@ def tokens_of(text: bytes) -> Tokens:
 
 
 def split(num_tokens: int, num_ranks: int) -> list[int]:
-    """Tokens of every rank: contiguous shares, uneven on purpose, since nothing may need them equal."""
+    """Tokens of every rank: contiguous shares, uneven on purpose."""
     parts = [2 + (3 * rank) % 5 for rank in range(num_ranks)]
     ends = [num_tokens * sum(parts[: rank + 1]) // sum(parts) for rank in range(num_ranks)]
-    return [end - start for start, end in zip([0, *ends], ends)]
+    return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
 
 class Experts:
@@ -79,7 +79,7 @@ class Experts:
         self._weights: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, expert_idx: int, rows: Tensor) -> Tensor:
-        """``rows`` [num_rows, HIDDEN] through expert ``expert_idx``; same shape, dtype and device."""
+        """``rows`` [num_rows, HIDDEN] through expert ``expert_idx``, as ``rows`` in all else."""
         up, down = self._weights_of(expert_idx)
         inner = torch.relu(rows.to(self._device).float() @ up)
         return (inner @ down).to(rows.dtype).to(rows.device)

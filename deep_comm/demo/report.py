@@ -25,7 +25,10 @@ def table(forwards: Sequence[Forward]) -> str:
         row += [f"{forward.times_s[stage] * 1e3:.1f}" for stage in STAGES]
         rows.append(row)
     widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows)
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    )
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
@@ -47,7 +50,9 @@ def check(forwards: Sequence[Forward], shares: Sequence[Tokens], experts: Expert
     for forward, received, result in zip(forwards, dispatched, expected, strict=True):
         assert forward.recv_x is not None and forward.combined_x is not None
         if not same_bits(forward.recv_x, received.recv_x):
-            problems.append(f"rank {forward.rank}: dispatch delivered other rows than the reference")
+            problems.append(
+                f"rank {forward.rank}: dispatch delivered other rows than the reference"
+            )
         if forward.tokens_per_expert != received.num_recv_tokens_per_expert:
             problems.append(f"rank {forward.rank}: other tokens per expert than the reference")
         if not same_bits(forward.combined_x, result):

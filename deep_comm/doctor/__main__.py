@@ -1,4 +1,4 @@
-"""``python -m deep_comm.doctor``: always prints, ends with a verdict; the exit code is the verdict."""
+"""``python -m deep_comm.doctor``: always prints; the verdict at its end is the exit code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from deep_comm.doctor.findings import Section, devices, environment, machine, mo
 
 
 def pings() -> Section:
-    # Imported here, because it needs the native modules, whose absence is a finding and not a crash.
+    # Imported here, because it needs the native modules, whose absence is a finding and not a
+    # crash.
     from deep_comm.doctor.ping import pings as run_pings
 
     return run_pings()

@@ -1,4 +1,5 @@
-"""Facts about the machine and the installation. Each function returns lines and problems; none raises on
+"""Facts about the machine and the installation. Each function returns lines and problems; none
+raises on
 purpose, and `checkup` in __main__ turns what they raise by accident into a line."""
 
 from __future__ import annotations
@@ -12,7 +13,14 @@ import shutil
 import subprocess
 from dataclasses import dataclass, field
 
-PACKAGES = ("torch", "numpy", "pybind11", "nvshmem4py-cu13", "nvidia-nvshmem-cu13", "nvidia-nccl-cu13")
+PACKAGES = (
+    "torch",
+    "numpy",
+    "pybind11",
+    "nvshmem4py-cu13",
+    "nvidia-nvshmem-cu13",
+    "nvidia-nccl-cu13",
+)
 
 # Below this a handful of Buffers on the host target fills /dev/shm; containers often get 64 MiB.
 ENOUGH_SHARED_MEMORY = 256 << 20
@@ -62,7 +70,9 @@ def modules() -> Section:
     import deep_comm
 
     section = Section("modules")
-    section.lines.append(f"deep_comm {deep_comm.__version__} in {os.path.dirname(deep_comm.__file__)}")
+    section.lines.append(
+        f"deep_comm {deep_comm.__version__} in {os.path.dirname(deep_comm.__file__)}"
+    )
     try:
         core = importlib.import_module("deep_comm._core")
         section.lines.append(f"_core {core.version}: the host target")
@@ -76,7 +86,9 @@ def modules() -> Section:
     except ImportError as error:
         section.lines.append(f"_cuda not available: {error}")
         if num_devices() > 0:
-            section.warnings.append("there are CUDA devices, but no _cuda module: install nvcc and rebuild")
+            section.warnings.append(
+                "there are CUDA devices, but no _cuda module: install nvcc and rebuild"
+            )
     return section
 
 
@@ -108,7 +120,9 @@ def devices() -> Section:
             text=True,
             timeout=30,
         ).stdout.split()
-        section.lines.append(f"driver {driver[0] if driver else 'unknown'}, CUDA {torch.version.cuda}")
+        section.lines.append(
+            f"driver {driver[0] if driver else 'unknown'}, CUDA {torch.version.cuda}"
+        )
     except (OSError, subprocess.TimeoutExpired):
         section.lines.append(f"driver unknown (no nvidia-smi), CUDA {torch.version.cuda}")
     section.lines.append("peer access (row reaches column):")

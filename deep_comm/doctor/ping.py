@@ -1,4 +1,4 @@
-"""A token there and back between two ranks, on each target: the shortest proof that everything works."""
+"""A token there and back between two ranks, on each target: the shortest proof that it works."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ TIMEOUT_S = 60.0
 
 
 def ping(group: Any, device: str) -> float:
-    """Send one token from each rank to the other and back; seconds of the second of two round trips.
+    """Send one token from each rank to the other and back; seconds of the second of two round
+    trips.
 
     Raises RuntimeError if what comes back is not what was sent.
     """
@@ -38,7 +39,9 @@ def ping(group: Any, device: str) -> float:
             good = bool((recv_x == 10.0 * call + peer).all()) and bool((back == x).all())
             elapsed = time.perf_counter() - started
             if not good:
-                raise RuntimeError(f"rank {rank} got {recv_x[0, 0].item()} and then {back[0, 0].item()}")
+                raise RuntimeError(
+                    f"rank {rank} got {recv_x[0, 0].item()} and then {back[0, 0].item()}"
+                )
     return elapsed
 
 
@@ -54,8 +57,14 @@ def _try(section: Section, name: str, work: Any) -> None:
 def pings() -> Section:
     section = Section("two ranks, one token there and back")
     _try(section, "host target, threads", lambda: local.run(_ping_host, 2, timeout_s=TIMEOUT_S))
-    _try(section, "host target, processes", lambda: processes.run(_ping_host, 2, timeout_s=TIMEOUT_S))
-    _try(section, "host target, simulation", lambda: simulate.run(_ping_host, 2, 1, timeout_s=TIMEOUT_S))
+    _try(
+        section, "host target, processes", lambda: processes.run(_ping_host, 2, timeout_s=TIMEOUT_S)
+    )
+    _try(
+        section,
+        "host target, simulation",
+        lambda: simulate.run(_ping_host, 2, 1, timeout_s=TIMEOUT_S),
+    )
     if num_devices() < 2:
         section.lines.append(f"CUDA: not tried, {num_devices()} device(s)")
         return section

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from deep_comm import checks
-from deep_comm.config import Config
 from deep_comm.context import Context
 from deep_comm.errors import HandleMismatch
-from deep_comm.events import EventHandle, EventOverlap
+from deep_comm.events import EventOverlap
 from deep_comm.handle import Handle
+from deep_comm.ops.call import CallOptions
 
 
 def combine(
@@ -23,11 +23,7 @@ def combine(
     *,
     topk_weights: Any,
     bias: Any,
-    config: Config | None,
-    default_config: Config,
-    previous_event: EventHandle | None,
-    async_finish: bool,
-    allocate_on_comm_stream: bool,
+    options: CallOptions,
 ) -> tuple[Tensor, Tensor | None, EventOverlap]:
     ctx.begin()
     x = checks.combine_input(x, ctx.device)
@@ -43,20 +39,24 @@ def combine(
     num_topk = 0
     if topk_weights is not None:
         topk_weights = checks.tensor(
-            "topk_weights", topk_weights, ctx.device, shape=(num_rows, None), dtypes=(torch.float32,)
+            "topk_weights",
+            topk_weights,
+            ctx.device,
+            shape=(num_rows, None),
+            dtypes=(torch.float32,),
         )
         num_topk = topk_weights.shape[1]
     bias_0, bias_1 = checks.biases(bias, (handle.num_tokens, hidden), x)
     plan = ctx.plan(
-        config,
-        default_config,
+        options.config,
+        options.default_config,
         row_bytes=hidden * x.element_size(),
         num_topk=num_topk,
         num_channels=handle.num_channels,
     )
     handle.require_num_channels(plan.num_channels)
 
-    with ctx.backend.launch(previous_event, async_finish, allocate_on_comm_stream) as launch:
+    with options.streams.launch(ctx) as launch:
         combined_x = launch.empty((handle.num_tokens, hidden), x.dtype)
         combined_topk_weights = None
         if topk_weights is not None:

@@ -12,11 +12,12 @@ from torch import Tensor
 from deep_comm import checks
 from deep_comm.backends import Launch
 from deep_comm.checks import Payload
-from deep_comm.config import Config, RingPlan
+from deep_comm.config import RingPlan
 from deep_comm.context import Context
 from deep_comm.errors import ArgumentError, DeepCommError
-from deep_comm.events import EventHandle, EventOverlap
+from deep_comm.events import EventOverlap
 from deep_comm.handle import Handle
+from deep_comm.ops.call import CallOptions
 from deep_comm.ops.layout import Layout, checked_layout, launch_layout
 from deep_comm.topology import num_local_experts
 
@@ -35,6 +36,7 @@ class Routing:
     topk_weights: Tensor | None
     num_experts: int
     is_token_in_rank: Tensor
+    send_head: Tensor
     rank_prefix_matrix: Tensor
     channel_prefix_matrix: Tensor
 
@@ -52,7 +54,8 @@ class Received:
     topk_idx: Tensor | None
     topk_weights: Tensor | None
     src_idx: Tensor
-    channel_prefix_matrix: Tensor
+    output_offset: int  # in the heap; 0: not in the receive region
+    src_offset: int
 
     @property
     def payload(self) -> RecvX:
@@ -67,22 +70,18 @@ def _launch_dispatch(
     num_rows: int,
     *,
     fill_tail: bool,
-    has_entry_barrier: bool,
-) -> Received:
-    """Allocate the outputs of ``num_rows`` rows and launch the kernel."""
+) -> tuple[Received, Tensor]:
+    """Allocate the outputs of ``num_rows`` rows and launch the kernel.
+
+    Returns them and recv_channel_prefix_matrix.
+    """
     payload = routing.payload
     idx, weights, scales = routing.topk_idx, routing.topk_weights, payload.scales
     num_topk = routing.num_topk
-    out = Received(
-        x=launch.empty((num_rows, payload.x.shape[1]), payload.x.dtype),
-        scales=None
-        if scales is None
-        else launch.empty((num_rows, payload.num_scales), scales.dtype),
-        topk_idx=None if idx is None else launch.empty((num_rows, num_topk), idx.dtype),
-        topk_weights=None if weights is None else launch.empty((num_rows, num_topk), weights.dtype),
-        src_idx=launch.empty((num_rows,), torch.int32),
-        channel_prefix_matrix=launch.empty((ctx.num_ranks, plan.num_channels), torch.int32),
-    )
+    out = _allocate_in_region(ctx, launch, routing, num_rows)
+    if out is None:
+        out = _allocate_anywhere(launch, routing, num_rows)
+    channel_prefix_matrix = launch.empty((ctx.num_ranks, plan.num_channels), torch.int32)
     ctx.engine.dispatch(
         x=ctx.address(payload.x),
         row_bytes=payload.row_bytes,
@@ -98,6 +97,7 @@ def _launch_dispatch(
         num_topk=num_topk,
         num_experts=routing.num_experts,
         is_token_in_rank=ctx.address(routing.is_token_in_rank),
+        send_head=ctx.address(routing.send_head),
         rank_prefix_matrix=ctx.address(routing.rank_prefix_matrix),
         channel_prefix_matrix=ctx.address(routing.channel_prefix_matrix),
         recv_x=ctx.address(out.x),
@@ -105,16 +105,72 @@ def _launch_dispatch(
         recv_topk_idx=ctx.address(out.topk_idx),
         recv_topk_weights=ctx.address(out.topk_weights),
         recv_src_idx=ctx.address(out.src_idx),
-        recv_channel_prefix_matrix=ctx.address(out.channel_prefix_matrix),
+        recv_channel_prefix_matrix=ctx.address(channel_prefix_matrix),
         num_recv_rows=num_rows,
         fill_tail=fill_tail,
-        has_entry_barrier=has_entry_barrier,
+        output_offset=out.output_offset,
+        src_offset=out.src_offset,
         num_channels=plan.num_channels,
         num_send_tokens=plan.num_send_tokens,
         num_slots=plan.num_slots,
         stream=launch.stream,
     )
-    return out
+    return out, channel_prefix_matrix
+
+
+def _allocate_anywhere(launch: Launch, routing: Routing, num_rows: int) -> Received:
+    """Ordinary tensors: the rows will come through the rings."""
+    payload, num_topk = routing.payload, routing.num_topk
+    idx, weights, scales = routing.topk_idx, routing.topk_weights, payload.scales
+    return Received(
+        x=launch.empty((num_rows, payload.x.shape[1]), payload.x.dtype),
+        scales=None
+        if scales is None
+        else launch.empty((num_rows, payload.num_scales), scales.dtype),
+        topk_idx=None if idx is None else launch.empty((num_rows, num_topk), idx.dtype),
+        topk_weights=None if weights is None else launch.empty((num_rows, num_topk), weights.dtype),
+        src_idx=launch.empty((num_rows,), torch.int32),
+        output_offset=0,
+        src_offset=0,
+    )
+
+
+def _allocate_in_region(
+    ctx: Context, launch: Launch, routing: Routing, num_rows: int
+) -> Received | None:
+    """Tensors over the receive region, where peers can write the rows in place; None without room."""
+    payload, num_topk = routing.payload, routing.num_topk
+    idx, weights, scales = routing.topk_idx, routing.topk_weights, payload.scales
+    layout = ctx.engine.output_layout(
+        num_rows=num_rows,
+        row_bytes=payload.row_bytes,
+        scale_row_bytes=payload.num_scales * payload.scale_bytes,
+        num_topk=num_topk,
+        topk_idx_bytes=0 if idx is None else idx.element_size(),
+    )
+    output = ctx.region.allocate(layout.num_bytes)
+    # The handle keeps the source tokens, and must not keep the payload's memory with them.
+    sources = ctx.region.allocate(4 * num_rows)
+    if output is None or sources is None:
+        return None
+    launch.wait(output[1])
+    launch.wait(sources[1])
+    block = launch.adopt(ctx.heap.view(output[0].offset, layout.num_bytes, output[0]))
+    src_idx = launch.adopt(ctx.heap.view(sources[0].offset, 4 * num_rows, sources[0]))
+
+    def part(offset: int, columns: int, dtype: torch.dtype) -> Tensor:
+        num_bytes = num_rows * columns * dtype.itemsize
+        return block[offset : offset + num_bytes].view(dtype).view(num_rows, columns)
+
+    return Received(
+        x=part(layout.x, payload.x.shape[1], payload.x.dtype),
+        scales=None if scales is None else part(layout.scales, payload.num_scales, scales.dtype),
+        topk_idx=None if idx is None else part(layout.topk_idx, num_topk, idx.dtype),
+        topk_weights=None if weights is None else part(layout.topk_weights, num_topk, weights.dtype),
+        src_idx=src_idx.view(torch.int32),
+        output_offset=output[0].offset,
+        src_offset=sources[0].offset,
+    )
 
 
 @dataclass(frozen=True)
@@ -186,11 +242,7 @@ def dispatch(
     num_experts: int | None,
     expert_alignment: int,
     num_worst_tokens: int,
-    config: Config | None,
-    default_config: Config,
-    previous_event: EventHandle | None,
-    async_finish: bool,
-    allocate_on_comm_stream: bool,
+    options: CallOptions,
 ) -> DispatchResult:
     ctx.begin()
     payload = checks.payload(x, ctx.device)
@@ -218,20 +270,18 @@ def dispatch(
             )
     num_topk = 0 if idx is None else idx.shape[1]
     plan = ctx.plan(
-        config,
-        default_config,
+        options.config,
+        options.default_config,
         row_bytes=payload.row_bytes,
         scale_row_bytes=payload.num_scales * payload.scale_bytes,
         num_topk=num_topk,
     )
 
-    with ctx.backend.launch(previous_event, async_finish, allocate_on_comm_stream) as launch:
+    with options.streams.launch(ctx) as launch:
         if layout is None:
             assert idx is not None and num_experts is not None
             layout = launch_layout(ctx, launch, idx, num_experts)
-        notified = _launch_notify(
-            ctx, launch, plan, payload, layout, num_topk, expert_alignment
-        )
+        notified = _launch_notify(ctx, launch, plan, payload, layout, num_topk, expert_alignment)
         num_recv_tokens: int | None = None
         per_expert_list: list[int] = []
         if num_worst_tokens == 0:
@@ -242,18 +292,18 @@ def dispatch(
             topk_weights=weights,
             num_experts=layout.num_experts,
             is_token_in_rank=layout.is_token_in_rank,
+            send_head=notified.send_head,
             rank_prefix_matrix=notified.rank_prefix_matrix,
             channel_prefix_matrix=notified.channel_prefix_matrix,
         )
         num_rows = num_worst_tokens if num_recv_tokens is None else num_recv_tokens
-        out = _launch_dispatch(
+        out, recv_channel_prefix_matrix = _launch_dispatch(
             ctx,
             launch,
             plan,
             routing,
             num_rows,
             fill_tail=num_recv_tokens is None,
-            has_entry_barrier=False,  # notify_dispatch was one
         )
         event = launch.finish(
             [
@@ -270,7 +320,7 @@ def dispatch(
     handle = Handle(
         rank_prefix_matrix=notified.rank_prefix_matrix,
         channel_prefix_matrix=notified.channel_prefix_matrix,
-        recv_channel_prefix_matrix=out.channel_prefix_matrix,
+        recv_channel_prefix_matrix=recv_channel_prefix_matrix,
         recv_src_idx=out.src_idx,
         is_token_in_rank=layout.is_token_in_rank,
         send_head=notified.send_head,
@@ -288,22 +338,17 @@ def cached_dispatch(
     ctx: Context,
     x: Any,
     handle: Handle | Sequence[Tensor],
-    *,
-    config: Config | None,
-    default_config: Config,
-    previous_event: EventHandle | None,
-    async_finish: bool,
-    allocate_on_comm_stream: bool,
+    options: CallOptions,
 ) -> DispatchResult:
-    """The routing of ``handle`` with another x: no counts to exchange, nothing for the host to wait for."""
+    """The routing of ``handle`` with another x: no counts to exchange, no wait of the host."""
     ctx.begin()
     payload = checks.payload(x, ctx.device)
     handle = Handle.of(handle)
     handle.require_group(ctx.rank, ctx.num_ranks, ctx.members, ctx.device)
     handle.require_num_tokens(payload.num_tokens)
     plan = ctx.plan(
-        config,
-        default_config,
+        options.config,
+        options.default_config,
         row_bytes=payload.row_bytes,
         scale_row_bytes=payload.num_scales * payload.scale_bytes,
         num_topk=0,
@@ -316,18 +361,18 @@ def cached_dispatch(
         topk_weights=None,
         num_experts=handle.num_experts or 0,
         is_token_in_rank=handle.is_token_in_rank,
+        send_head=handle.send_head,
         rank_prefix_matrix=handle.rank_prefix_matrix,
         channel_prefix_matrix=handle.channel_prefix_matrix,
     )
-    with ctx.backend.launch(previous_event, async_finish, allocate_on_comm_stream) as launch:
-        out = _launch_dispatch(
+    with options.streams.launch(ctx) as launch:
+        out, _ = _launch_dispatch(
             ctx,
             launch,
             plan,
             routing,
             handle.num_recv_rows,
             fill_tail=False,
-            has_entry_barrier=True,
         )
         event = launch.finish([payload.x, payload.scales, *handle])
     ctx.end()

@@ -12,7 +12,8 @@ from deep_comm import checks
 from deep_comm.backends import Launch
 from deep_comm.context import Context
 from deep_comm.errors import ArgumentError
-from deep_comm.events import EventHandle, EventOverlap
+from deep_comm.events import EventOverlap
+from deep_comm.ops.call import StreamOptions
 
 
 @dataclass(frozen=True)
@@ -56,14 +57,12 @@ def get_dispatch_layout(
     ctx: Context,
     topk_idx: Any,
     num_experts: int,
-    previous_event: EventHandle | None,
-    async_finish: bool,
-    allocate_on_comm_stream: bool,
+    streams: StreamOptions,
 ) -> tuple[Layout, EventOverlap]:
     ctx.begin()
     topk_idx = checks.topk_idx(topk_idx, ctx.device)
     num_experts = checks.num_experts(num_experts, ctx.num_max_experts)
-    with ctx.backend.launch(previous_event, async_finish, allocate_on_comm_stream) as launch:
+    with streams.launch(ctx) as launch:
         layout = launch_layout(ctx, launch, topk_idx, num_experts)
         event = launch.finish([topk_idx])
     ctx.end()

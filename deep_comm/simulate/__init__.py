@@ -10,7 +10,8 @@ A run without progress raises SimulationStuck, which lists every waiting thread:
 
     results = deep_comm.simulate.run(rank_main, num_ranks=4, seed=17)
 
-``python -m deep_comm.simulate --seed 17 --ranks 4`` replays dispatch and combine of a random routing.
+``python -m deep_comm.simulate --seed 17 --ranks 4`` replays dispatch and combine of a random
+routing.
 """
 
 from __future__ import annotations
@@ -19,13 +20,8 @@ import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from deep_comm import _native
+from deep_comm._core import MachineError, Simulation, SimulationStuck
 from deep_comm.local import check_num_ranks, run_threads
-
-_core = _native.core()
-MachineError = _core.MachineError
-Simulation = _core.Simulation
-SimulationStuck = _core.SimulationStuck
 
 __all__ = [
     "MachineError",

@@ -1,4 +1,4 @@
-"""python -m deep_comm.simulate: dispatch and combine of a random routing under the seeded scheduler.
+"""python -m deep_comm.simulate: a random routing's dispatch and combine, seeded and checked.
 
 The exit code is the verdict: 0 if every run gave the reference's results, bit for bit.
 """
@@ -100,7 +100,9 @@ def main(arguments: list[str] | None = None) -> int:
         seconds += time.perf_counter() - begin
         num_steps += results.num_steps
         if options.runs <= 20:
-            print(f"seed {seed}: {results.num_steps} steps, {results.time_ns / 1e3:.1f} us simulated")
+            print(
+                f"seed {seed}: {results.num_steps} steps, {results.time_ns / 1e3:.1f} us simulated"
+            )
     print(
         f"PASSED {options.runs} runs: bitwise equal to the reference; {num_steps} steps, "
         f"{options.runs / seconds:.1f} runs/s"

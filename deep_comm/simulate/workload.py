@@ -1,4 +1,4 @@
-"""The work that `python -m deep_comm.simulate` runs: dispatch and combine of a random routing, checked."""
+"""What `python -m deep_comm.simulate` runs: dispatch and combine of a random routing, checked."""
 
 from __future__ import annotations
 
@@ -85,9 +85,7 @@ def rank_main(case: Case) -> Callable[[RankGroup], None]:
         hidden_bytes = workload.hidden * 2
         num_nvl_bytes = config.get_nvl_buffer_size_hint(hidden_bytes, workload.num_ranks)
         num_max_experts = max(workload.num_experts, 1)
-        with Buffer(
-            group, num_nvl_bytes, device="cpu", num_max_experts=num_max_experts
-        ) as buffer:
+        with Buffer(group, num_nvl_bytes, device="cpu", num_max_experts=num_max_experts) as buffer:
             idx = case.topk_idxs[rank]
             per_rank, _, per_expert, is_token_in_rank, _ = buffer.get_dispatch_layout(
                 idx, workload.num_experts

@@ -14,7 +14,7 @@ namespace deep_comm::arch {
 
 using Mbarrier = uint64_t;
 
-// ---- faults ---------------------------------------------------------------------------------------
+// ---- faults ---------------------------------------------------------------------------
 
 static_assert(simt::kFaultNames[0].bit == static_cast<uint32_t>(Fault::kWeakenRelease));
 static_assert(simt::kFaultNames[1].bit == static_cast<uint32_t>(Fault::kWeakenFence));
@@ -34,7 +34,8 @@ using simt::Scope;
 inline bool simulated() { return simt::t_state.simulated != nullptr; }
 
 inline void count_poll() {
-  if (--simt::t_state.polls_left == 0) [[unlikely]] simt::poll_yield();
+  if (--simt::t_state.polls_left == 0) [[unlikely]]
+    simt::poll_yield();
 }
 
 template <class T>
@@ -158,7 +159,7 @@ inline T shuffle(simt::WarpOp op, uint32_t mask, T value, int argument) {
 
 }  // namespace detail
 
-// ---- identity -------------------------------------------------------------------------------------
+// ---- identity -------------------------------------------------------------------------
 
 inline int thread_idx() { return simt::t_state.current->thread_idx; }
 inline int num_threads() { return simt::grid_of(simt::t_state.current)->grid.num_threads; }
@@ -169,7 +170,7 @@ inline int warp_idx() { return simt::t_state.current->warp->index; }
 inline int num_warps() { return simt::grid_of(simt::t_state.current)->num_warps_per_block; }
 inline uint8_t* dynamic_smem() { return simt::block_of(simt::t_state.current)->smem.base; }
 
-// ---- memory ---------------------------------------------------------------------------------------
+// ---- memory ---------------------------------------------------------------------------
 
 template <class T>
 inline T ld_weak(const T* address) {
@@ -298,7 +299,7 @@ inline void fence_proxy_async() {
   }
 }
 
-// ---- warp -----------------------------------------------------------------------------------------
+// ---- warp -----------------------------------------------------------------------------
 
 inline void sync_warp(uint32_t mask = kFullMask) {
   simt::warp_collective(simt::WarpOp::kSync, mask, 0, 0);
@@ -340,13 +341,13 @@ inline bool elect_one() {
   return simt::warp_collective(simt::WarpOp::kElect, kFullMask, 0, 0) != 0;
 }
 
-// ---- block ----------------------------------------------------------------------------------------
+// ---- block ----------------------------------------------------------------------------
 
 inline void sync_block() { simt::sync_block(); }
 inline void sync_named(int barrier, int num_threads) { simt::sync_named(barrier, num_threads); }
 inline void arrive_named(int barrier, int num_threads) { simt::arrive_named(barrier, num_threads); }
 
-// ---- bulk copies ----------------------------------------------------------------------------------
+// ---- bulk copies ----------------------------------------------------------------------
 
 inline void mbarrier_init(Mbarrier* barrier, int num_arrivals) {
   simt::mbarrier_init(barrier, num_arrivals);
@@ -376,7 +377,7 @@ inline void bulk_wait() {
   if (!fault(Fault::kSkipBulkWait)) simt::bulk_wait(N, false);
 }
 
-// ---- waiting, time --------------------------------------------------------------------------------
+// ---- waiting, time --------------------------------------------------------------------
 
 template <class T>
 inline void wait_hint(const T* word, T seen, const uint32_t* abort_word, uint64_t deadline_ns) {

@@ -82,16 +82,24 @@ struct NotifyArgs {
 struct DispatchArgs {
   World world;
   uint32_t signature;
-  bool has_entry_barrier;  // cached dispatch; otherwise notify_dispatch was the barrier
   bool fill_tail;
   MessageLayout message;
+  size_t entry_offset;  // in shared memory: DispatchEntry, behind the stages of either mode
+  // ring mode
   StageLayout stage;
   RingLayout ring;
   int num_send_tokens;
+  // direct mode
+  StageLayout direct_stage;
+  int num_move_warps;  // of a block; the num_meta_warps behind them write metadata
+  int num_meta_warps;
+  uint32_t output_line;  // where this rank's output block begins, in lines from its segment's start; 0: elsewhere
+  uint32_t src_line;     // the same for recv_src_idx
   // routing
-  const uint8_t* is_token_in_rank;        // [T, R]
-  const int32_t* rank_prefix_matrix;      // [R, R]
-  const int32_t* channel_prefix_matrix;   // [R, C]
+  const uint8_t* is_token_in_rank;       // [T, R]
+  const int32_t* send_head;              // [T, R]
+  const int32_t* rank_prefix_matrix;     // [R, R]
+  const int32_t* channel_prefix_matrix;  // [R, C]
   int num_tokens;
   int num_experts;
   // payload
@@ -112,37 +120,6 @@ struct DispatchArgs {
   int32_t* recv_src_idx;               // [N]
   int32_t* recv_channel_prefix_matrix; // [R, C]
   int num_recv_rows;                   // rows the outputs have
-};
-
-// Direct dispatch: outputs lie in the receive region, in one block a rank (OutputLayout).
-struct DirectDispatchArgs {
-  World world;
-  uint32_t signature;
-  MessageLayout message;  // num_strips 1: rows are not split
-  StageLayout stage;
-  int num_move_warps;  // of a block; the warps behind them write metadata
-  int num_channels;
-  uint32_t output_line;  // where this rank's block begins, in lines from its segment's start
-  int num_recv_rows;     // rows this rank's block has
-  bool fill_tail;
-  // routing
-  const int32_t* send_head;              // [T, R]
-  const int32_t* rank_prefix_matrix;     // [R, R]
-  const int32_t* channel_prefix_matrix;  // [R, C]
-  int num_tokens;
-  int num_experts;
-  // payload, as in DispatchArgs
-  const uint8_t* x;
-  const uint8_t* x_scales;
-  int scale_bytes;
-  int num_scales;
-  int64_t scale_token_stride;
-  int64_t scale_column_stride;
-  const void* topk_idx;
-  int topk_idx_bytes;
-  const float* topk_weights;
-  // output outside of the block
-  int32_t* recv_channel_prefix_matrix;  // [R, C]
 };
 
 struct CombineArgs {
@@ -166,5 +143,7 @@ struct CombineArgs {
 
 // Stages of every warp's pipeline. Three keep one load, one landed row and one store in flight.
 inline constexpr int kNumStages = 3;
+// Direct mode has no receiving warps beside the sending ones, hence room for one more.
+inline constexpr int kNumDirectStages = 4;
 
 }  // namespace deep_comm

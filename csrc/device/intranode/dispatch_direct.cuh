@@ -1,89 +1,34 @@
-// dispatch_direct: after notify every row's final index is known, so the sender writes it there at once.
-//
-// in     as dispatch; send_head [T, R] of notify_dispatch
-// out    the rank's output block in the receive region: recv_x, scales, local expert ids, weights, source tokens,
-//        sorted by (source rank, source token); recv_channel_prefix_matrix [R, C]
-// grid   any number of blocks; warps [0, num_move_warps) move rows, the others write metadata; tokens are dealt to
-//        the moving (metadata) warps of all blocks in turn
-// smem   num_move_warps x (kNumDirectStages stages + mbarriers), then one PeerOutput a rank
-// words  arrived, output_line, output_rows · owner: reader · written by each peer's block 0 · read at entry
-//        done  · owner: reader · written by each peer's last block · release/acquire sys
-//        recv_line[c].start_offset · owner: reader · written by block 0, before `done`
-//        num_exited_blocks · this rank · counts blocks whose rows have landed
-// before nothing: entry is a barrier, and it tells every sender where each receiver's block lies
-// after  this rank's block is complete, all peers' rows included; blocks of peers are complete on their streams
-// waits  arrivals: unblocked by every peer's entry; done: by every peer's last block
+// dispatch, direct mode: after notify every row's final index is known, so the sender writes it there at once.
 // A row is loaded once and stored once a destination, the destinations by as many lanes; no receiver copies it.
+//
+// grid   any number of blocks; warps [0, num_move_warps) move rows, the next num_meta_warps write metadata; tokens
+//        are dealt to the moving (metadata) warps of all blocks in turn
+// smem   num_move_warps x (kNumDirectStages stages + mbarriers)
+// words  recv_line[c].{start,end}_offset · owner: receiver · written by block 0 of the sender, before `done`
+//        done              · owner: receiver · written by the sender's last block · release/acquire sys
+//        num_exited_blocks · this rank · counts blocks whose rows have landed
+// waits  done: unblocked by every peer's last block
 #pragma once
 
 #include "device/channel/offsets.cuh"
 #include "device/intranode/args.cuh"
+#include "device/intranode/dispatch_output.cuh"
 #include "device/intranode/ring_send.cuh"
 #include "device/layout/channel_range.cuh"
 #include "device/layout/expert_map.cuh"
-#include "device/layout/output.cuh"
 #include "device/move/element.cuh"
-#include "device/sync/barrier.cuh"
 #include "device/sync/generation.cuh"
 
 namespace deep_comm {
 
-inline constexpr int kNumDirectStages = 4;
-
-// One receiver's output block, as this rank addresses it.
-struct PeerOutput {
-  uint8_t* x;
-  uint8_t* scales;
-  uint8_t* topk_idx;
-  float* topk_weights;
-  int32_t* src_idx;
-  int64_t num_rows;
-};
-
-DC_DEVICE PeerOutput* peer_outputs(const DirectDispatchArgs& args) {
-  const size_t move_bytes =
-      kNumDirectStages * static_cast<size_t>(args.stage.stage_bytes) + StagePipe<kNumDirectStages>::barrier_bytes();
-  return reinterpret_cast<PeerOutput*>(arch::dynamic_smem() + args.num_move_warps * move_bytes);
-}
-
-// Block 0, threads [0, R): tells every peer where this rank's block lies, before the arrival that releases it.
-DC_DEVICE void announce_output(const Context& context, const DirectDispatchArgs& args) {
-  const World& world = args.world;
-  const int peer = arch::thread_idx();
-  if (peer < world.num_ranks) {
-    ArrivedLine* line = world.arrived_line(peer, world.rank);
-    arch::st_relaxed_sys(&line->output_line, Tagged::pack(context.generation, args.output_line));
-    arch::st_relaxed_sys(&line->output_rows,
-                         Tagged::pack(context.generation, static_cast<uint32_t>(args.num_recv_rows)));
-  }
-  announce_arrival(context, args.signature);
-}
-
-// Lane r: the block of rank r. After await_arrivals.
-DC_DEVICE PeerOutput find_output(const DirectDispatchArgs& args, int peer) {
-  const World& world = args.world;
-  const ArrivedLine* line = world.arrived_line(world.rank, peer);
-  const uint32_t output_line = Tagged::unpack(arch::ld_relaxed_sys(&line->output_line)).value;
-  const int64_t num_rows = Tagged::unpack(arch::ld_relaxed_sys(&line->output_rows)).value;
-  const OutputLayout layout = OutputLayout::make(num_rows, args.message.row_bytes, args.message.scale_row_bytes,
-                                                 args.message.num_topk, args.topk_idx_bytes);
-  uint8_t* block = world.bases[peer] + static_cast<size_t>(output_line) * kLineBytes;
-  return {block + layout.x,
-          block + layout.scales,
-          block + layout.topk_idx,
-          reinterpret_cast<float*>(block + layout.topk_weights),
-          reinterpret_cast<int32_t*>(block + layout.src_idx),
-          num_rows};
-}
-
 // Lane r < R: the row of `token` in rank r's output, or -1.
-DC_DEVICE int64_t final_row(const DirectDispatchArgs& args, int token, int peer) {
+DC_DEVICE int64_t final_row(const DispatchArgs& args, int token, int peer) {
   const World& world = args.world;
   const int head = arch::ld_nc(args.send_head + static_cast<int64_t>(token) * world.num_ranks + peer);
   if (head < 0) return -1;
-  const int channel = token / ceil_div(args.num_tokens, args.num_channels);
+  const int channel = token / ceil_div(args.num_tokens, args.ring.num_channels);
   const int64_t before_channel =
-      channel == 0 ? 0 : arch::ld_nc(args.channel_prefix_matrix + peer * args.num_channels + channel - 1);
+      channel == 0 ? 0 : arch::ld_nc(args.channel_prefix_matrix + peer * args.ring.num_channels + channel - 1);
   const int64_t before_rank =
       world.rank == 0 ? 0 : arch::ld_nc(args.rank_prefix_matrix + (world.rank - 1) * world.num_ranks + peer);
   return before_rank + before_channel + head;
@@ -91,14 +36,14 @@ DC_DEVICE int64_t final_row(const DirectDispatchArgs& args, int token, int peer)
 
 // One warp: moves every num_warps-th token from `warp` on. Lane i stores to rank (rank + 1 + i) % R, so that
 // ranks do not all write to the same receiver first.
-DC_DEVICE void move_tokens(const DirectDispatchArgs& args, const PeerOutput* outputs, int warp, int num_warps) {
+DC_DEVICE void move_tokens(const DispatchArgs& args, const PeerOutput* outputs, int warp, int num_warps) {
   const World& world = args.world;
   const bool is_leader = arch::lane_idx() == 0;
   const bool is_storing = arch::lane_idx() < world.num_ranks;
   const int peer = (world.rank + 1 + arch::lane_idx()) % world.num_ranks;
   const Strip row{0, args.message.row_bytes, 0};
-  const Pieces pieces = Pieces::of(row, args.stage);
-  StagePipe<kNumDirectStages> pipe = make_pipe<kNumDirectStages>(args.stage, args.num_move_warps);
+  const Pieces pieces = Pieces::of(row, args.direct_stage);
+  StagePipe<kNumDirectStages> pipe = make_pipe<kNumDirectStages>(args.direct_stage, args.num_move_warps);
   int load_token = warp, load_piece = 0;
   auto load_next = [&] {
     if (load_token >= args.num_tokens) return;
@@ -135,7 +80,7 @@ DC_DEVICE void move_tokens(const DirectDispatchArgs& args, const PeerOutput* out
 }
 
 // One warp: scales, expert ids, weights and source of every num_warps-th token, straight to the outputs.
-DC_DEVICE void write_metadata(const DirectDispatchArgs& args, const PeerOutput* outputs, int warp, int num_warps) {
+DC_DEVICE void write_metadata(const DispatchArgs& args, const PeerOutput* outputs, int warp, int num_warps) {
   const World& world = args.world;
   const ExpertMap experts{args.num_experts, world.num_ranks};
   const int lane = arch::lane_idx(), num_topk = args.message.num_topk;
@@ -165,58 +110,36 @@ DC_DEVICE void write_metadata(const DirectDispatchArgs& args, const PeerOutput* 
 }
 
 // Block 0: where each channel's rows begin, for the receivers' handles.
-DC_DEVICE void send_channel_starts(const Context& context, const DirectDispatchArgs& args) {
-  const int num_words = args.world.num_ranks * args.num_channels;
+DC_DEVICE void send_channel_starts(const Context& context, const DispatchArgs& args) {
+  const int num_words = args.world.num_ranks * args.ring.num_channels;
   for (int idx = arch::thread_idx(); idx < num_words; idx += arch::num_threads()) {
-    const int peer = idx / args.num_channels, channel = idx % args.num_channels;
-    const int32_t* prefix = args.channel_prefix_matrix + static_cast<int64_t>(peer) * args.num_channels;
+    const int peer = idx / args.ring.num_channels, channel = idx % args.ring.num_channels;
+    const int32_t* prefix = args.channel_prefix_matrix + static_cast<int64_t>(peer) * args.ring.num_channels;
     const int32_t start = channel == 0 ? 0 : arch::ld_nc(prefix + channel - 1);
     publish_offsets(context, channel, peer,
                     {static_cast<uint32_t>(start), static_cast<uint32_t>(arch::ld_nc(prefix + channel))});
   }
 }
 
-// The last block, after every peer is done: what only then is known or may be written.
-DC_DEVICE void finish_outputs(const Context& context, const DirectDispatchArgs& args) {
+// The last block, after every peer is done.
+DC_DEVICE void read_channel_starts(const DispatchArgs& args) {
   const World& world = args.world;
-  const int num_words = world.num_ranks * args.num_channels;
+  const int num_words = world.num_ranks * args.ring.num_channels;
   for (int idx = arch::thread_idx(); idx < num_words; idx += arch::num_threads()) {
-    const RecvLine* line = world.recv_line(world.rank, idx % args.num_channels, idx / args.num_channels);
+    const int channel = idx % args.ring.num_channels, source = idx / args.ring.num_channels;
+    const RecvLine* line = world.recv_line(world.rank, channel, source);
     arch::st_weak(args.recv_channel_prefix_matrix + idx,
                   static_cast<int32_t>(Tagged::unpack(arch::ld_relaxed_sys(&line->start_offset)).value));
-  }
-  const int num_rows = arch::ld_nc(args.rank_prefix_matrix + (world.num_ranks - 1) * world.num_ranks + world.rank);
-  if (num_rows > args.num_recv_rows && arch::thread_idx() == 0) {
-    report_error(context, {ErrorKind::kOverflow,
-                           {Stage::kCheckArguments, Word::kNumRecvRows, world.rank, -1},
-                           static_cast<uint64_t>(num_rows), static_cast<uint64_t>(args.num_recv_rows), 0, -1});
-  }
-  if (!args.fill_tail) return;
-  const PeerOutput own = find_output(args, world.rank);
-  const int num_topk = args.message.num_topk;
-  for (int64_t row = num_rows + arch::thread_idx(); row < args.num_recv_rows; row += arch::num_threads()) {
-    arch::st_weak(own.src_idx + row, -1);
-    for (int k = 0; k < num_topk; ++k) {
-      store_expert(own.topk_idx, row * num_topk + k, args.topk_idx_bytes, -1);
-      arch::st_weak(own.topk_weights + row * num_topk + k, 0.0f);
-    }
   }
 }
 
 // Every thread of every block, last. The last block tells the peers, waits for theirs, and closes the generation.
-DC_DEVICE void finish_direct(const Context& context, const DirectDispatchArgs& args, bool ok) {
+DC_DEVICE void finish_direct(const Context& context, const DispatchArgs& args) {
   const World& world = args.world;
-  uint32_t* is_last = reinterpret_cast<uint32_t*>(arch::dynamic_smem());
-  arch::sync_block();  // every warp of the block has drained
-  if (arch::thread_idx() == 0) {
-    // acq_rel, pairs with itself: the last block has seen that all blocks' rows have landed.
-    const uint32_t num_exited = arch::atomic_add_acq_rel_gpu(&world.state()->num_exited_blocks, 1u);
-    *is_last = num_exited + 1 == static_cast<uint32_t>(arch::num_blocks());
-  }
-  arch::sync_block();
-  if (*is_last == 0) return;
-  // A warp that gave up has set the abort word before it came here.
-  if (ok && !is_aborted(world) && arch::thread_idx() < world.num_ranks) {
+  const BlockExit exit = exit_block(context);
+  if (!exit.is_last) return;
+  // Whoever gave up has set the abort word before it came here; its rows may be missing.
+  if (!is_aborted(world) && arch::thread_idx() < world.num_ranks) {
     const int peer = arch::thread_idx();
     // pairs with: the await below at the peer — every row and word this rank wrote into its segment.
     arch::st_release_sys(&world.arrived_line(peer, world.rank)->done, Tagged::pack(context.generation, 1));
@@ -225,37 +148,21 @@ DC_DEVICE void finish_direct(const Context& context, const DirectDispatchArgs& a
                  &done);
   }
   arch::sync_block();
-  if (!is_aborted(world)) finish_outputs(context, args);
-  if (arch::thread_idx() == 0) {
-    arch::st_relaxed_gpu(&world.state()->num_exited_blocks, 0u);
-    arch::st_relaxed_gpu(&world.state()->generation, context.generation);
-  }
+  if (!is_aborted(world)) read_channel_starts(args);
+  close_generation(context);
 }
 
-DC_DEVICE void dispatch_direct(const DirectDispatchArgs& args) {
-  const World& world = args.world;
-  const Context context{world, Kernel::kDispatchDirect, current_generation(world)};
-  PeerOutput* outputs = peer_outputs(args);
-  if (arch::block_idx() == 0) announce_output(context, args);
-  const bool ok = await_arrivals(context, Stage::kEntryBarrier, args.signature);
-  if (ok && arch::warp_idx() == 0 && arch::lane_idx() < world.num_ranks) {
-    outputs[arch::lane_idx()] = find_output(args, arch::lane_idx());
+// The direct mode of one block, up to finish_direct.
+DC_DEVICE void dispatch_directly(const Context& context, const DispatchArgs& args, const PeerOutput* outputs) {
+  const int warp = arch::warp_idx(), block = arch::block_idx(), num_blocks = arch::num_blocks();
+  if (block == 0) send_channel_starts(context, args);
+  // Blocks, not warps, are dealt tokens first: neighbouring tokens move on different SMs.
+  if (warp < args.num_move_warps) {
+    move_tokens(args, outputs, warp * num_blocks + block, args.num_move_warps * num_blocks);
+  } else if (warp < args.num_move_warps + args.num_meta_warps) {
+    write_metadata(args, outputs, (warp - args.num_move_warps) * num_blocks + block,
+                   args.num_meta_warps * num_blocks);
   }
-  arch::sync_block();
-  if (ok) {
-    const int num_meta_warps = arch::num_warps() - args.num_move_warps;
-    const int warp = arch::warp_idx();
-    if (arch::block_idx() == 0) send_channel_starts(context, args);
-    // Warps of one block take tokens that lie far apart: blocks, not warps, are dealt first.
-    if (warp < args.num_move_warps) {
-      move_tokens(args, outputs, warp * arch::num_blocks() + arch::block_idx(),
-                  args.num_move_warps * arch::num_blocks());
-    } else {
-      write_metadata(args, outputs, (warp - args.num_move_warps) * arch::num_blocks() + arch::block_idx(),
-                     num_meta_warps * arch::num_blocks());
-    }
-  }
-  finish_direct(context, args, ok);
 }
 
 }  // namespace deep_comm

@@ -108,9 +108,7 @@ DC_DEVICE void get_dispatch_layout(const LayoutArgs& args) {
       arch::atomic_add_relaxed_gpu(args.world.layout_counts() + idx, counters[idx]);
     }
   }
-  // Each thread's additions before the barrier, the barrier before the ticket: the last block sees them all.
-  arch::fence_acq_rel_gpu();
-  arch::sync_block();
+  arch::sync_block();  // the block's additions before the ticket that releases them
   if (arch::thread_idx() == 0) {
     // pairs with: itself in the last block — layout_counts and is_token_in_rank of all blocks.
     *ticket = arch::atomic_add_acq_rel_gpu(&args.world.state()->layout_ticket, 1u);

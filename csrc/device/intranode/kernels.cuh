@@ -3,7 +3,6 @@
 
 #include "device/intranode/combine.cuh"
 #include "device/intranode/dispatch.cuh"
-#include "device/intranode/dispatch_direct.cuh"
 #include "device/intranode/get_dispatch_layout.cuh"
 #include "device/intranode/notify_dispatch.cuh"
 
@@ -28,13 +27,6 @@ struct DispatchKernel {
   static constexpr Kernel kName = Kernel::kDispatch;
   static constexpr int kMaxThreads = 2 * kWarpSize * kMaxRanks;
   DC_DEVICE static void run(const Args& args) { dispatch(args); }
-};
-
-struct DirectDispatchKernel {
-  using Args = DirectDispatchArgs;
-  static constexpr Kernel kName = Kernel::kDispatchDirect;
-  static constexpr int kMaxThreads = 512;
-  DC_DEVICE static void run(const Args& args) { dispatch_direct(args); }
 };
 
 template <Dtype kDtype>

@@ -59,6 +59,12 @@ struct StageLayout {
     stage.stage_bytes = align_up(stage.piece_bytes + message.meta_bytes(), 128);
     return stage;
   }
+  // For rows that travel without metadata.
+  DC_HOST_DEVICE static StageLayout make_rows(int row_bytes, int stage_bytes_limit) {
+    const int num_pieces = ceil_div(row_bytes, stage_bytes_limit);
+    const int piece_bytes = align_up(ceil_div(row_bytes, num_pieces), 16);
+    return {piece_bytes, align_up(piece_bytes, 128)};
+  }
 };
 
 // The pieces of one strip.

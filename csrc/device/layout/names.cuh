@@ -15,7 +15,7 @@ enum class ErrorKind : uint32_t {
   kCount
 };
 
-enum class Kernel : uint32_t { kLayout, kNotifyDispatch, kDispatch, kDispatchDirect, kCombine, kCount };
+enum class Kernel : uint32_t { kLayout, kNotifyDispatch, kDispatch, kCombine, kCount };
 
 enum class Stage : uint32_t {
   kEntryBarrier,    // all ranks have entered this kernel
@@ -48,7 +48,7 @@ enum class Word : uint32_t {
 inline constexpr const char* kErrorKindNames[] = {"none", "peer_timeout", "config_mismatch",
                                                   "expert_index", "overflow"};
 inline constexpr const char* kKernelNames[] = {"get_dispatch_layout", "notify_dispatch", "dispatch",
-                                               "dispatch_direct", "combine"};
+                                               "combine"};
 inline constexpr const char* kStageNames[] = {"entry_barrier", "counts",    "channel_offsets",
                                               "ring_credit",   "ring_tail", "reduce",
                                               "done",          "retire",    "check_arguments"};

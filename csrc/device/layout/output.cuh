@@ -1,7 +1,9 @@
-// A dispatch's outputs as one block of the receive region, so that a single offset tells a peer where each of a
+// A dispatch's outputs as a block of the receive region, so that a single offset tells a peer where each of a
 // row's parts belongs.
 //
-//   block = [ recv_x | scales | top-k indices | top-k weights | source token ]      each part row by row
+//   block = [ recv_x | scales | top-k indices | top-k weights ]      each part row by row
+//
+// The source tokens have a block of their own: they belong to the handle, which outlives the payload.
 #pragma once
 
 #include "device/layout/region.cuh"
@@ -13,7 +15,6 @@ struct OutputLayout {
   size_t scales;
   size_t topk_idx;
   size_t topk_weights;
-  size_t src_idx;
   size_t num_bytes;
 
   DC_HOST_DEVICE static OutputLayout make(int64_t num_rows, int row_bytes, int scale_row_bytes, int num_topk,
@@ -24,7 +25,6 @@ struct OutputLayout {
     layout.scales = cursor.take(num_rows * scale_row_bytes);
     layout.topk_idx = cursor.take(num_rows * num_topk * topk_idx_bytes);
     layout.topk_weights = cursor.take(num_rows * num_topk * sizeof(float));
-    layout.src_idx = cursor.take(num_rows * sizeof(int32_t));
     layout.num_bytes = cursor.num_bytes();
     return layout;
   }

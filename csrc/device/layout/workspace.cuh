@@ -58,8 +58,9 @@ static_assert(sizeof(RecvLine) == kLineBytes && sizeof(SendLine) == kLineBytes);
 // What one rank tells another about a kernel as a whole; all Tagged.
 struct alignas(kLineBytes) ArrivedLine {
   uint64_t arrived;      // it has entered; value = operation signature
-  uint64_t output_line;  // direct dispatch: where its output block begins, in lines from its segment's start
-  uint64_t output_rows;  // direct dispatch: rows its output has
+  uint64_t output_line;  // dispatch: where its output block begins, in lines from its segment's start; 0: none
+  uint64_t src_line;     // the same for its source tokens
+  uint64_t output_rows;  // dispatch: rows its output has
   uint64_t done;         // everything it sends in this kernel has landed
 };
 static_assert(sizeof(ArrivedLine) == kLineBytes);

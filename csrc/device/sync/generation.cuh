@@ -11,16 +11,34 @@ DC_DEVICE uint32_t current_generation(const World& world) {
   return arch::ld_relaxed_gpu(&world.state()->generation) + 1;
 }
 
-// Every thread of every block calls this last. The last block out makes the next generation current.
-DC_DEVICE void retire_block(const Context& context) {
+struct BlockExit {
+  bool is_last;  // all other blocks of the kernel have come here before
+};
+
+// Every thread of every block; the block's work is done. What the other blocks did is visible to the last one.
+DC_DEVICE BlockExit exit_block(const Context& context) {
+  uint32_t* num_exited = reinterpret_cast<uint32_t*>(arch::dynamic_smem());  // nobody needs the stages any more
   arch::sync_block();
+  if (arch::thread_idx() == 0) {
+    // acq_rel, pairs with itself: the last block sees all that the others have done, and that they have read
+    // `generation`.
+    *num_exited = arch::atomic_add_acq_rel_gpu(&context.world.state()->num_exited_blocks, 1u);
+  }
+  arch::sync_block();
+  return {*num_exited + 1 == static_cast<uint32_t>(arch::num_blocks())};
+}
+
+// Threads of the last block: the next kernel is a new generation.
+DC_DEVICE void close_generation(const Context& context) {
   if (arch::thread_idx() != 0) return;
   LocalState* state = context.world.state();
-  // acq_rel, pairs with itself: the last block sees that the others have read `generation`.
-  const uint32_t num_exited = arch::atomic_add_acq_rel_gpu(&state->num_exited_blocks, 1u);
-  if (num_exited + 1 != static_cast<uint32_t>(arch::num_blocks())) return;
   arch::st_relaxed_gpu(&state->num_exited_blocks, 0u);
   arch::st_relaxed_gpu(&state->generation, context.generation);
+}
+
+// Every thread of every block calls this last, unless it does something between the two halves.
+DC_DEVICE void retire_block(const Context& context) {
+  if (exit_block(context).is_last) close_generation(context);
 }
 
 }  // namespace deep_comm

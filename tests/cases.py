@@ -1,0 +1,143 @@
+"""One end-to-end case: shapes, routing and options of a dispatch and a combine, and its inputs.
+
+Inputs are a function of (case, rank, call), so that the process that checks can make them again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import payload
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Scales:
+    num: int  # scale columns of one row
+    dtype: torch.dtype = torch.float32
+    layout: str = "row"  # "row": contiguous; "column": column-major; "padded": rows further apart
+
+
+@dataclass(frozen=True)
+class Case:
+    """A dispatch and a combine of ``len(tokens)`` ranks."""
+
+    tokens: tuple[int, ...]  # per rank
+    hidden: int = 128
+    experts: int = 8
+    topk: int = 2
+    dtype: torch.dtype = torch.bfloat16
+    combine_dtype: torch.dtype = torch.bfloat16
+    routing: str = "random"  # see make_topk_idx
+    idx_dtype: torch.dtype = torch.int64
+    scales: Scales | None = None
+    num_sms: int | None = (
+        None  # None: the default config; else the three ring parameters below count
+    )
+    send_chunk: int = 4
+    slots: int = 16
+    alignment: int = 1
+    worst: int = 0  # num_worst_tokens: 0, or rows beyond the sum of all tokens + 1
+    biases: int = 0
+    fused_layout: bool = False  # dispatch(topk_idx=, num_experts=) instead of get_dispatch_layout
+    calls: int = 1
+    nvl_bytes: int = 16 << 20
+    seed: int = field(default=0, compare=True)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_worst_tokens(self) -> int:
+        return sum(self.tokens) + self.worst if self.worst else 0
+
+    def __str__(self) -> str:
+        parts = [f"r{self.num_ranks}", f"t{max(self.tokens)}", f"h{self.hidden}"]
+        parts += [f"e{self.experts}", f"k{self.topk}", str(self.dtype).removeprefix("torch.")]
+        if self.routing != "random":
+            parts.append(self.routing)
+        if self.scales is not None:
+            parts.append(f"scales-{self.scales.layout}")
+        if self.num_sms is not None:
+            parts.append(f"c{self.num_sms // 2}x{self.slots}by{self.send_chunk}")
+        if self.worst:
+            parts.append("worst")
+        if self.biases:
+            parts.append(f"bias{self.biases}")
+        if self.fused_layout:
+            parts.append("fused")
+        return "-".join(parts)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What one rank puts into one call."""
+
+    x: Tensor
+    scales: Tensor | None
+    topk_idx: Tensor
+    topk_weights: Tensor
+    bias: Tensor | tuple[Tensor, Tensor] | None
+
+
+def _generator(case: Case, rank: int, call: int, purpose: int) -> torch.Generator:
+    return torch.Generator().manual_seed(((case.seed * 64 + rank) * 1024 + call) * 8 + purpose)
+
+
+def make_topk_idx(case: Case, rank: int, call: int = 0) -> Tensor:
+    """Expert choices [tokens, topk] of one rank, after the case's routing."""
+    num_tokens = case.tokens[rank]
+    generator = _generator(case, rank, call, 0)
+    scores = torch.rand(num_tokens, case.experts, generator=generator)
+    if case.routing == "skewed":  # most tokens want the first experts
+        scores /= torch.arange(1, case.experts + 1) ** 1.5
+    if case.routing == "one_expert":
+        idx = torch.full((num_tokens, case.topk), -1)
+        idx[:, 0] = case.experts - 1
+    elif case.routing == "none":
+        idx = torch.full((num_tokens, case.topk), -1)
+    elif case.routing == "duplicates":  # the same expert several times in a row
+        idx = torch.randint(0, case.experts, (num_tokens, 1), generator=generator)
+        idx = idx.expand(num_tokens, case.topk).clone()
+    elif case.topk > case.experts:
+        idx = torch.randint(0, case.experts, (num_tokens, case.topk), generator=generator)
+    else:
+        idx = scores.topk(case.topk, dim=1).indices if num_tokens else torch.zeros(0, case.topk)
+    if case.routing == "holes":  # about a third of the selections, sometimes all of a token's
+        holes = torch.rand(idx.shape, generator=generator) < 0.35
+        idx = torch.where(holes, torch.full_like(idx, -1), idx)
+    return idx.to(case.idx_dtype).contiguous()
+
+
+def make_scales(case: Case, rank: int, call: int = 0) -> Tensor | None:
+    if case.scales is None:
+        return None
+    shape = (case.tokens[rank], case.scales.num)
+    values = torch.randint(0, 120, shape, generator=_generator(case, rank, call, 1))
+    values = values.to(case.scales.dtype)
+    if case.scales.layout == "column":
+        return values.t().contiguous().t()
+    if case.scales.layout == "padded":
+        wide = torch.zeros(shape[0], shape[1] * 2 + 3, dtype=case.scales.dtype)
+        wide[:, : 2 * shape[1] : 2] = values
+        return wide[:, : 2 * shape[1] : 2]
+    return values
+
+
+def make_inputs(case: Case, rank: int, call: int = 0) -> Inputs:
+    num_tokens = case.tokens[rank]
+    weights = torch.rand(num_tokens, case.topk, generator=_generator(case, rank, call, 2))
+    noise = _generator(case, rank, call, 3)
+    biases = [
+        torch.randn(num_tokens, case.hidden, generator=noise).to(case.combine_dtype)
+        for _ in range(case.biases)
+    ]
+    return Inputs(
+        x=payload.rows(rank, num_tokens, case.hidden, case.dtype, call),
+        scales=make_scales(case, rank, call),
+        topk_idx=make_topk_idx(case, rank, call),
+        topk_weights=weights,
+        bias=None if not biases else biases[0] if len(biases) == 1 else (biases[0], biases[1]),
+    )

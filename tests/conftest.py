@@ -1,0 +1,56 @@
+"""What all tests share. They test the installed package: the checkout has no native modules."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def _prefer_installed_package() -> None:
+    """Take the checkout off sys.path unless its package has native modules (an in-place build).
+
+    ``python -m pytest`` puts the working directory first, which would hide the installed package.
+    """
+    if any((ROOT / "deep_comm").glob("_core*.so")):
+        return
+    elsewhere = [entry for entry in sys.path if Path(entry or os.getcwd()).resolve() != ROOT]
+    removed, sys.path[:] = list(sys.path), elsewhere
+    if importlib.util.find_spec("deep_comm") is None:
+        sys.path[:] = removed
+
+
+_prefer_installed_package()
+
+
+@pytest.fixture(autouse=True)
+def _no_variables_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DEEP_COMM_* of the shell must not decide what a test sees."""
+    for name in list(os.environ):
+        if name.startswith("DEEP_COMM_"):
+            monkeypatch.delenv(name)
+
+
+def _num_cuda_devices() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        gpu = item.get_closest_marker("gpu")
+        if gpu is not None:
+            needed = gpu.kwargs.get("num_devices", gpu.args[0] if gpu.args else 2)
+        elif item.get_closest_marker("gpu1") is not None:
+            needed = 1
+        else:
+            continue
+        if _num_cuda_devices() < needed:
+            reason = f"needs {needed} CUDA devices, this machine has {_num_cuda_devices()}"
+            item.add_marker(pytest.mark.skip(reason=reason))

@@ -1,0 +1,139 @@
+"""Config: what it accepts, what it hints, and how rings are planned from it."""
+
+from __future__ import annotations
+
+import pytest
+
+from deep_comm import ArgumentError, Buffer, BufferTooSmall, Config
+from deep_comm.config import host_default, plan_rings
+
+
+def test_defaults_are_those_that_callers_know() -> None:
+    config = Config()
+    assert (config.num_sms, config.num_max_nvl_chunked_send_tokens) == (20, 6)
+    assert config.num_max_nvl_chunked_recv_tokens == 256
+    assert config.num_max_rdma_chunked_send_tokens == 6
+    assert config.num_max_rdma_chunked_recv_tokens == 258  # a multiple of the send chunk
+
+
+def test_keywords_and_positions_mean_the_same() -> None:
+    keywords = Config(
+        num_sms=8,
+        num_max_nvl_chunked_send_tokens=4,
+        num_max_nvl_chunked_recv_tokens=64,
+        num_max_rdma_chunked_send_tokens=8,
+        num_max_rdma_chunked_recv_tokens=32,
+    )
+    assert keywords == Config(8, 4, 64, 8, 32)
+    assert keywords.num_channels == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"num_sms": -1}, "num_sms"),
+        ({"num_max_nvl_chunked_send_tokens": 0}, "num_max_nvl_chunked_send_tokens"),
+        ({"num_max_nvl_chunked_recv_tokens": 0}, "num_max_nvl_chunked_recv_tokens"),
+        ({"num_max_rdma_chunked_send_tokens": 0}, "num_max_rdma_chunked_send_tokens"),
+        ({"num_max_nvl_chunked_send_tokens": 257}, "num_max_nvl_chunked_send_tokens"),
+        ({"num_max_rdma_chunked_send_tokens": 129}, "num_max_rdma_chunked_send_tokens"),
+    ],
+)
+def test_a_bad_value_is_named(arguments: dict[str, int], named: str) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        Config(**arguments)
+    assert caught.value.argument == named
+    assert str(caught.value.value) in str(caught.value)
+
+
+def test_a_ring_of_one_slot_is_legal() -> None:
+    assert Config(2, 1, 1).num_max_nvl_chunked_recv_tokens == 1
+
+
+def test_nvl_hint_follows_the_formula() -> None:
+    # 10 channels, 8 ranks: head, tail and offsets of 5 words, and 256 slots of a row with metadata.
+    slot = 14336 + 8 + 128 * 8 + 128 * 4 + 128 * 4
+    expected = 10 * 8 * (5 * 4 + 256 * slot)
+    assert Config().get_nvl_buffer_size_hint(14336, 8) == -(-expected // 128) * 128
+    assert Config().get_nvl_buffer_size_hint(14336, 3) % 128 == 0
+
+
+def test_rdma_hint_is_zero_inside_a_node_and_follows_the_formula_beyond() -> None:
+    config = Config(20, 6, 256, 6, 120)
+    assert config.get_rdma_buffer_size_hint(14336, 8) == 0
+    slot = 14336 + 8 + 128 * 8 + 128 * 4 + 128 * 4 + 16
+    expected = 2 * 10 * 2 * ((8 * 2 + 2) * 4 + 120 * slot)
+    assert config.get_rdma_buffer_size_hint(14336, 16) == -(-expected // 128) * 128
+    with pytest.raises(ArgumentError):
+        config.get_rdma_buffer_size_hint(14336, 12)
+
+
+@pytest.mark.parametrize("num_ranks", range(1, 9))
+def test_every_node_size_has_recommended_configs(num_ranks: int) -> None:
+    for config in (Buffer.get_dispatch_config(num_ranks), Buffer.get_combine_config(num_ranks)):
+        assert config.num_sms == Buffer.num_sms
+
+
+def test_recommended_configs_of_known_sizes() -> None:
+    assert Buffer.get_dispatch_config(8) == Config(20, 6, 256, 6, 128)
+    assert Buffer.get_combine_config(144) == Config(20, 2, 720, 8, 128)
+    with pytest.raises(ArgumentError) as caught:
+        Buffer.get_dispatch_config(12)
+    assert caught.value.argument == "num_ranks"
+
+
+def test_set_num_sms_changes_recommended_configs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Buffer, "num_sms", 20)
+    Buffer.set_num_sms(24)
+    assert Buffer.get_dispatch_config(8).num_sms == 24
+    for bad in (0, 7, -2):
+        with pytest.raises(ArgumentError):
+            Buffer.set_num_sms(bad)
+
+
+def _plan(config: Config | None, num_nvl_bytes: int, **options: int | None):
+    return plan_rings(
+        config,
+        options.pop("default", None) or host_default(),
+        num_channels=options.get("num_channels"),
+        max_sms=options.get("max_sms"),
+        num_nvl_bytes=num_nvl_bytes,
+        ring_bytes=lambda channels, slots: 100 * channels * slots,
+    )
+
+
+def test_a_default_config_shrinks_until_it_fits() -> None:
+    assert _plan(None, 1600).num_slots == 16
+    assert _plan(None, 1599).num_slots == 8
+    plan = _plan(None, 100)
+    assert (plan.num_slots, plan.num_send_tokens) == (1, 1)
+    with pytest.raises(BufferTooSmall) as caught:
+        _plan(None, 99)
+    assert caught.value.needed_bytes == 100
+    assert "1600" in str(caught.value)
+
+
+def test_a_given_config_is_taken_as_it_is_or_refused() -> None:
+    plan = _plan(Config(4, 6, 256), 51200)
+    assert (plan.num_channels, plan.num_send_tokens, plan.num_slots) == (2, 6, 256)
+    with pytest.raises(BufferTooSmall) as caught:
+        _plan(Config(4, 6, 256), 51199)
+    assert caught.value.needed_bytes == 51200
+    assert caught.value.value == 51199
+
+
+def test_the_handle_decides_the_channels_of_a_default_config_only() -> None:
+    assert _plan(None, 10**6, num_channels=3).num_channels == 3
+    assert _plan(Config(4, 1, 1), 10**6, num_channels=3).num_channels == 2
+
+
+@pytest.mark.parametrize("num_sms", [0, 1, 3])
+def test_channels_need_an_even_number_of_sms(num_sms: int) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        _plan(Config(num_sms), 10**9)
+    assert caught.value.argument == "config.num_sms"
+
+
+def test_more_sms_than_the_device_has_are_refused() -> None:
+    with pytest.raises(ArgumentError):
+        _plan(Config(134), 10**9, max_sms=132)

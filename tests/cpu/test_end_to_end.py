@@ -1,0 +1,35 @@
+"""Dispatch, cached dispatch and combine over a matrix of shapes, bit for bit; ranks are threads."""
+
+import matrix
+import pytest
+from cases import Case
+from roundtrip import run_case, verify
+
+from deep_comm import local
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEP_COMM_POISON", "1")
+
+
+def check(case: Case) -> None:
+    verify(case, local.run(lambda group: run_case(group, case), case.num_ranks, timeout_s=120))
+
+
+@pytest.mark.parametrize("case", matrix.sample(200, seed=1), ids=str)
+def test_every_rank_gets_its_rows_and_sums(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("name", matrix.SPECIAL)
+def test_special_case(name: str) -> None:
+    check(matrix.SPECIAL[name])
+
+
+@pytest.mark.parametrize("num_ranks", range(1, 9))
+def test_sum_does_not_depend_on_channels_and_rings(num_ranks: int) -> None:
+    tokens = tuple(11 + 3 * rank for rank in range(num_ranks))
+    for num_sms, send_chunk, slots in ((2, 1, 1), (4, 3, 3), (8, 4, 16)):
+        # verify() compares with the one reference, so equal to it means equal to each other.
+        check(Case(tokens, experts=16, topk=6, num_sms=num_sms, send_chunk=send_chunk, slots=slots))

@@ -1,0 +1,429 @@
+"""Bad arguments: errors that name argument, value and rule; nothing launched, nothing lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import deep_comm
+from deep_comm import (
+    ArgumentError,
+    Buffer,
+    BufferDestroyed,
+    BufferTooSmall,
+    Config,
+    EventHandle,
+    EventOverlap,
+    ExpertIndexError,
+    Handle,
+    HandleMismatch,
+    TopologyError,
+    UnsupportedError,
+    local,
+)
+
+T, H, K, E = 6, 64, 2, 4
+
+
+def _alone(body: Callable[[Buffer], Any], **options: Any) -> Any:
+    """``body(buffer)`` on a group of one rank, where every call can be made without partners."""
+
+    def main(group: local.ThreadGroup) -> Any:
+        with Buffer(group, **{"num_nvl_bytes": 1 << 20, "device": "cpu", **options}) as buffer:
+            return body(buffer)
+
+    return local.run(main, 1)[0]
+
+
+def _inputs() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "x": torch.randn(T, H, generator=generator).to(torch.bfloat16),
+        "topk_idx": torch.randint(0, E, (T, K), generator=generator),
+        "topk_weights": torch.rand(T, K, generator=generator),
+    }
+
+
+def _layout(buffer: Buffer, topk_idx: torch.Tensor) -> dict[str, torch.Tensor]:
+    per_rank, _, per_expert, is_token_in_rank, _ = buffer.get_dispatch_layout(topk_idx, E)
+    return {
+        "num_tokens_per_rank": per_rank,
+        "num_tokens_per_expert": per_expert,
+        "is_token_in_rank": is_token_in_rank,
+    }
+
+
+def _require_refusal(
+    buffer: Buffer, call: Callable[[], Any], argument: str, *fragments: str
+) -> ArgumentError:
+    launches = buffer.runtime.num_launches
+    with pytest.raises(ArgumentError) as caught:
+        call()
+    assert isinstance(caught.value, ValueError)
+    assert caught.value.argument == argument
+    for fragment in (argument, *fragments):
+        assert fragment in str(caught.value)
+    assert buffer.runtime.num_launches == launches
+    return caught.value
+
+
+def _require_working(buffer: Buffer) -> None:
+    given = _inputs()
+    recv_x, _, _, _, handle, _ = buffer.dispatch(**given, **_layout(buffer, given["topk_idx"]))
+    assert torch.equal(recv_x, given["x"])
+    assert torch.equal(buffer.combine(recv_x, handle)[0], given["x"])
+
+
+STRIDED = torch.zeros(T, 2 * H, dtype=torch.bfloat16)[:, ::2]
+
+DISPATCH_CASES = {
+    "x of a list": ({"x": [1, 2, 3]}, "x", "3 items"),
+    "x of a string": ({"x": "tokens"}, "x", "str"),
+    "x of one dimension": ({"x": torch.zeros(T * H)}, "x", "[any, any]"),
+    "x not contiguous": ({"x": STRIDED}, "x", "contiguous"),
+    "x of 24-byte rows": ({"x": torch.zeros(T, 6)}, "x", "24 bytes"),
+    "x without columns": ({"x": torch.zeros(T, 0)}, "x", "0 bytes"),
+    "x on another device": ({"x": torch.zeros(T, H, device="meta")}, "x", "meta"),
+    "scales of other rows": (
+        {"x": (torch.zeros(T, H), torch.zeros(T + 1, 2))},
+        "x_scales",
+        f"[{T + 1}, 2]",
+    ),
+    "scales of 16 bytes": (
+        {"x": (torch.zeros(T, H), torch.zeros(T, 2, dtype=torch.complex128))},
+        "x_scales",
+        "complex128",
+    ),
+    "scales without columns": ({"x": (torch.zeros(T, H), torch.zeros(T, 0))}, "x_scales", "column"),
+    "topk_idx of int16": (
+        {"topk_idx": torch.zeros(T, K, dtype=torch.int16)},
+        "topk_idx",
+        "torch.int16",
+    ),
+    "topk_idx of other rows": (
+        {"topk_idx": torch.zeros(T - 1, K, dtype=torch.int64)},
+        "topk_idx",
+        f"[{T}, any]",
+    ),
+    "topk_idx of 65 columns": (
+        {"topk_idx": torch.zeros(T, 65, dtype=torch.int64), "topk_weights": None},
+        "topk_idx",
+        "64 columns",
+    ),
+    "topk_weights of float64": (
+        {"topk_weights": torch.zeros(T, K, dtype=torch.float64)},
+        "topk_weights",
+        "torch.float64",
+    ),
+    "topk_weights of another K": (
+        {"topk_weights": torch.zeros(T, K + 1)},
+        "topk_weights",
+        "[6, 2]",
+    ),
+    "topk_weights alone": ({"topk_idx": None}, "topk_weights", "topk_idx"),
+    "no layout": ({"num_tokens_per_rank": None}, "num_tokens_per_rank", "needed"),
+    "layout of int64": (
+        {"num_tokens_per_rank": torch.zeros(1, dtype=torch.int64)},
+        "num_tokens_per_rank",
+        "torch.int64",
+    ),
+    "layout of two ranks": (
+        {"num_tokens_per_rank": torch.zeros(2, dtype=torch.int32)},
+        "num_tokens_per_rank",
+        "[2]",
+    ),
+    "mask of bytes": (
+        {"is_token_in_rank": torch.zeros(T, 1, dtype=torch.uint8)},
+        "is_token_in_rank",
+        "torch.uint8",
+    ),
+    "mask of other rows": (
+        {"is_token_in_rank": torch.zeros(T + 2, 1, dtype=torch.bool)},
+        "is_token_in_rank",
+        f"[{T}, 1]",
+    ),
+    "num_experts beside another layout": ({"num_experts": E + 1}, "num_experts", "5"),
+    "alignment 0": ({"expert_alignment": 0}, "expert_alignment", "0"),
+    "num_worst_tokens -1": ({"num_worst_tokens": -1}, "num_worst_tokens", "-1"),
+    "config of a dict": ({"config": {"num_sms": 2}}, "config", "dict"),
+    "config of an odd number of SMs": ({"config": Config(3)}, "config.num_sms", "3"),
+    "config of too many SMs": ({"config": Config(514)}, "config.num_sms", "514"),
+    "previous_event of a number": ({"previous_event": 3}, "previous_event", "int"),
+    "allocate_on_comm_stream alone": (
+        {"allocate_on_comm_stream": True},
+        "allocate_on_comm_stream",
+        "previous_event",
+    ),
+    "allocate_on_comm_stream and synchronous": (
+        {"allocate_on_comm_stream": True, "previous_event": EventOverlap(EventHandle())},
+        "allocate_on_comm_stream",
+        "async_finish=False",
+    ),
+    "allocate_on_comm_stream after no event": (
+        {
+            "allocate_on_comm_stream": True,
+            "previous_event": EventOverlap(None),
+            "async_finish": True,
+        },
+        "allocate_on_comm_stream",
+        "previous_event=None",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DISPATCH_CASES)
+def test_dispatch_names_a_bad_argument_and_launches_nothing(name: str) -> None:
+    changed, argument, *fragments = DISPATCH_CASES[name]
+
+    def body(buffer: Buffer) -> None:
+        given = _inputs()
+        arguments = {**given, **_layout(buffer, given["topk_idx"]), **changed}
+        _require_refusal(buffer, lambda: buffer.dispatch(**arguments), argument, *fragments)
+        _require_working(buffer)
+
+    _alone(body)
+
+
+COMBINE_CASES = {
+    "x of integers": ({"x": torch.zeros(T, H, dtype=torch.int32)}, "x", "torch.int32"),
+    "x not contiguous": ({"x": STRIDED}, "x", "contiguous"),
+    "x of 24-byte rows": ({"x": torch.zeros(T, 6)}, "x", "24 bytes"),
+    "x of other rows": (
+        {"x": torch.zeros(T + 1, H, dtype=torch.bfloat16)},
+        "handle",
+        "6 received rows",
+    ),
+    "weights of other rows": ({"topk_weights": torch.zeros(T + 1, K)}, "topk_weights", "[6, any]"),
+    "weights of float16": (
+        {"topk_weights": torch.zeros(T, K, dtype=torch.float16)},
+        "topk_weights",
+        "torch.float16",
+    ),
+    "bias of another dtype": ({"bias": torch.zeros(T, H)}, "bias", "torch.float32"),
+    "bias of other rows": (
+        {"bias": torch.zeros(T - 1, H, dtype=torch.bfloat16)},
+        "bias",
+        "[6, 64]",
+    ),
+    "three biases": ({"bias": (None, None, None)}, "bias", "3 items"),
+    "second bias of another shape": (
+        {"bias": (None, torch.zeros(T, 2, dtype=torch.bfloat16))},
+        "bias[1]",
+        "[6, 64]",
+    ),
+    "no handle": ({"handle": None}, "handle", "NoneType"),
+    "a tuple of five": ({"handle": (None,) * 5}, "handle", "5 items"),
+    "another channel count": ({"config": Config(4, 1, 1)}, "handle", "1 channels"),
+}
+
+
+@pytest.mark.parametrize("name", COMBINE_CASES)
+def test_combine_names_a_bad_argument_and_launches_nothing(name: str) -> None:
+    changed, argument, *fragments = COMBINE_CASES[name]
+
+    def body(buffer: Buffer) -> None:
+        given = _inputs()
+        recv_x, _, _, _, handle, _ = buffer.dispatch(**given, **_layout(buffer, given["topk_idx"]))
+        arguments = {"x": recv_x, "handle": handle, **changed}
+        _require_refusal(buffer, lambda: buffer.combine(**arguments), argument, *fragments)
+        assert torch.equal(buffer.combine(recv_x, handle)[0], given["x"])
+
+    _alone(body)
+
+
+def test_layout_names_a_bad_argument() -> None:
+    def body(buffer: Buffer) -> None:
+        idx = _inputs()["topk_idx"]
+        for value, experts, argument in (
+            (idx.float(), E, "topk_idx"),
+            (idx[0], E, "topk_idx"),
+            (idx[:, :0], E, "topk_idx"),
+            (idx.t().contiguous().t(), E, "topk_idx"),
+            (None, E, "topk_idx"),
+            (idx, 0, "num_experts"),
+            (idx, 33, "num_experts"),
+            (idx, 4.0, "num_experts"),
+        ):
+            call = lambda v=value, e=experts: buffer.get_dispatch_layout(v, e)  # noqa: E731
+            _require_refusal(buffer, call, argument)
+
+    _alone(body, num_max_experts=32)
+
+
+@pytest.mark.parametrize("bad", [E, E + 100, -2, 2**40])
+def test_an_expert_index_out_of_range_is_named_with_its_place(bad: int) -> None:
+    def body(buffer: Buffer) -> None:
+        idx = _inputs()["topk_idx"]
+        idx[3, 1] = bad
+        with pytest.raises(ExpertIndexError) as caught:
+            buffer.get_dispatch_layout(idx, E)
+        assert (caught.value.rank, caught.value.position) == (0, 3 * K + 1)
+        assert caught.value.num_experts == E
+        _require_working(buffer)
+
+    _alone(body)
+
+
+def test_an_expert_index_out_of_range_reaches_all_ranks_when_dispatch_makes_the_layout() -> None:
+    def main(group: local.ThreadGroup) -> None:
+        buffer = Buffer(group, 1 << 20, device="cpu")
+        given = _inputs()
+        if group.rank() == 1:
+            given["topk_idx"][2, 0] = 99
+        with pytest.raises(ExpertIndexError) as caught:
+            buffer.dispatch(**given, num_experts=E)
+        assert caught.value.rank == 1
+        group.barrier()
+        _, _, _, _, handle, _ = buffer.dispatch(**_inputs(), num_experts=E)
+        assert handle.num_experts == E
+
+    local.run(main, 3)
+
+
+def test_a_handle_is_refused_for_another_token_count_channel_count_or_group() -> None:
+    def main(group: local.ThreadGroup) -> None:
+        given = _inputs()
+        buffer = Buffer(group, 1 << 20, device="cpu")
+        pair = Buffer(group.subgroup([0, 1]), 1 << 20, device="cpu") if group.rank() < 2 else None
+        _, _, _, _, handle, _ = buffer.dispatch(**given, num_experts=E)
+        more = torch.zeros(T + 1, H)
+        error = _require_refusal(
+            buffer, lambda: buffer.dispatch(more, handle), "handle", "6 tokens"
+        )
+        assert isinstance(error, HandleMismatch)
+        x = given["x"]
+        config = Config(4, 1, 1)
+        _require_refusal(
+            buffer, lambda: buffer.dispatch(x, handle, config=config), "handle", "1 channels"
+        )
+        if pair is not None:
+            _require_refusal(pair, lambda: pair.dispatch(x, handle), "handle", "3 ranks")
+        for name in ("topk_idx", "topk_weights"):
+            call = lambda n=name: buffer.dispatch(x, handle, **{n: given[n]})  # noqa: E731
+            _require_refusal(buffer, call, name)
+        group.barrier()
+        buffer.dispatch(x, handle)
+
+    local.run(main, 3)
+
+
+def test_a_handle_serves_another_buffer_of_the_same_ranks() -> None:
+    def main(group: local.ThreadGroup) -> None:
+        given = _inputs()
+        recv_x, _, _, _, handle, _ = Buffer(group, 1 << 20, device="cpu").dispatch(
+            **given, num_experts=E
+        )
+        other = Buffer(group, 1 << 21, device="cpu")
+        again, *nothing, _ = other.dispatch(given["x"], handle)
+        assert torch.equal(again, recv_x) and nothing == [None] * 4
+        other.combine(recv_x, tuple(handle))
+
+    local.run(main, 2)
+
+
+def test_a_buffer_that_is_too_small_says_how_many_bytes_would_do() -> None:
+    def body(buffer: Buffer) -> int:
+        given = _inputs()
+        layout = _layout(buffer, given["topk_idx"])
+        launches = buffer.runtime.num_launches
+        with pytest.raises(BufferTooSmall) as caught:
+            buffer.dispatch(**given, **layout)
+        assert str(caught.value.needed_bytes) in str(caught.value)
+        assert buffer.runtime.num_launches == launches
+        return caught.value.needed_bytes
+
+    needed = _alone(body, num_nvl_bytes=0)
+    assert needed > 0
+    _alone(_require_working, num_nvl_bytes=needed)
+    assert _alone(body, num_nvl_bytes=needed - 1) == needed
+
+
+def test_a_given_config_that_does_not_fit_is_not_shrunk() -> None:
+    def body(buffer: Buffer) -> None:
+        given = _inputs()
+        layout = _layout(buffer, given["topk_idx"])
+        with pytest.raises(BufferTooSmall) as caught:
+            buffer.dispatch(**given, **layout, config=Config(2, 6, 256))
+        assert caught.value.needed_bytes > buffer.num_nvl_bytes
+        _require_working(buffer)
+
+    _alone(body, num_nvl_bytes=4096)
+
+
+@pytest.mark.parametrize(
+    ("options", "argument"),
+    [
+        ({"num_nvl_bytes": -1}, "num_nvl_bytes"),
+        ({"num_nvl_bytes": 1.5}, "num_nvl_bytes"),
+        ({"num_rdma_bytes": -1}, "num_rdma_bytes"),
+        ({"num_max_experts": 0}, "num_max_experts"),
+        ({"timeout_s": 0}, "timeout_s"),
+        ({"timeout_s": float("nan")}, "timeout_s"),
+        ({"ranks_per_node": 0}, "ranks_per_node"),
+        ({"device": "quantum"}, "device"),
+        ({"device": "meta"}, "device"),
+    ],
+)
+def test_the_constructor_names_a_bad_argument(options: dict[str, Any], argument: str) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        _alone(lambda buffer: None, **{"num_nvl_bytes": 0, **options})
+    assert caught.value.argument == argument
+
+
+def test_modes_of_later_versions_are_refused() -> None:
+    for option in ("low_latency_mode", "enable_shrink"):
+        with pytest.raises(UnsupportedError, match=option):
+            Buffer(None, **{option: True})
+
+
+def test_a_buffer_needs_a_group_or_a_communicator() -> None:
+    for group in (None, object()):
+        with pytest.raises(ArgumentError) as caught:
+            Buffer(group, device="cpu")
+        assert caught.value.argument == "group"
+
+
+def test_groups_that_do_not_fit_are_refused_on_every_rank() -> None:
+    def main(group: local.ThreadGroup, **options: Any) -> None:
+        Buffer(group, 1 << 20, device="cpu", **options)
+
+    for num_ranks, options, text in ((9, {}, "9 ranks"), (4, {"ranks_per_node": 2}, "2 nodes")):
+        errors = local.run(lambda g, o=options: main(g, **o), num_ranks, return_errors=True)
+        assert len(errors) == num_ranks
+        assert all(isinstance(error, TopologyError) and text in str(error) for error in errors)
+
+
+def test_use_after_destroy_is_refused_everywhere() -> None:
+    def main(group: local.ThreadGroup) -> None:
+        buffer = Buffer(group, 1 << 20, device="cpu", explicitly_destroy=True)
+        given = _inputs()
+        recv_x, _, _, _, handle, _ = buffer.dispatch(**given, num_experts=E)
+        buffer.destroy()
+        buffer.destroy()
+        assert buffer.runtime is None
+        for call in (
+            lambda: buffer.get_dispatch_layout(given["topk_idx"], E),
+            lambda: buffer.dispatch(**given, num_experts=E),
+            lambda: buffer.dispatch(given["x"], handle),
+            lambda: buffer.combine(recv_x, handle),
+            lambda: buffer.get_local_buffer_tensor(torch.int8),
+            buffer.get_comm_stream,
+            buffer.reset,
+            buffer.check,
+        ):
+            with pytest.raises(BufferDestroyed):
+                call()
+
+    local.run(main, 1)
+
+
+def test_every_error_is_a_deep_comm_error() -> None:
+    for name in deep_comm.__all__:
+        value = getattr(deep_comm, name)
+        if isinstance(value, type) and issubclass(value, Exception):
+            assert issubclass(value, deep_comm.DeepCommError)
+            assert issubclass(value, RuntimeError)
+    assert isinstance(Handle, type)

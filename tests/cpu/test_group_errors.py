@@ -1,0 +1,214 @@
+"""Errors that need several ranks: disagreement, silence, bad routing, too few rows."""
+
+import pytest
+import torch
+from cases import Case
+from roundtrip import run_case, verify
+
+import deep_comm
+from deep_comm import errors, local, simulate
+
+
+def tokens(num_tokens: int, num_experts: int, hidden: int = 64) -> dict:
+    return {
+        "x": torch.ones(num_tokens, hidden, dtype=torch.bfloat16),
+        "topk_idx": (torch.arange(num_tokens) % num_experts).unsqueeze(1),
+        "topk_weights": torch.ones(num_tokens, 1),
+        "num_experts": num_experts,
+    }
+
+
+def each_rank(change, *, num_ranks: int = 3, timeout_s: float = 20.0) -> list:
+    """Dispatches once per rank after ``change(rank, arguments)``; returns results and errors."""
+
+    def fn(group):
+        with deep_comm.Buffer(group, 4 << 20, device="cpu", timeout_s=timeout_s) as buffer:
+            arguments = tokens(5, 6)
+            change(group.rank(), arguments)
+            return buffer.dispatch(**arguments)
+
+    return local.run(fn, num_ranks, timeout_s=120, return_errors=True)
+
+
+CHANGES = {
+    "num_experts": lambda a: a.update(num_experts=9),
+    "hidden": lambda a: a.update(x=torch.ones(5, 128, dtype=torch.bfloat16)),
+    "top-k": lambda a: a.update(
+        topk_idx=torch.zeros(5, 2, dtype=torch.int64), topk_weights=torch.ones(5, 2)
+    ),
+    "channels": lambda a: a.update(config=deep_comm.Config(4, 2, 8)),
+    "scales": lambda a: a.update(x=(torch.ones(5, 128, dtype=torch.int8), torch.ones(5, 4))),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_rank_that_disagrees_is_found_at_the_first_notify(what: str) -> None:
+    def change(rank: int, arguments: dict) -> None:
+        if rank == 1:
+            CHANGES[what](arguments)
+
+    ended = each_rank(change)
+    for rank, error in enumerate(ended):
+        assert isinstance(error, errors.ConfigMismatch), f"rank {rank}: {error!r}"
+        assert len(error.values) >= 2 and error.field
+
+
+def test_ranks_may_align_their_counts_differently() -> None:
+    """The alignment rounds a rank's own counts; no other rank is concerned."""
+
+    def change(rank: int, arguments: dict) -> None:
+        arguments["expert_alignment"] = 64 if rank == 1 else 1
+
+    ended = each_rank(change)
+    assert all(count % 64 == 0 for count in ended[1][3])
+    assert any(count % 64 != 0 for count in ended[0][3])
+
+
+@pytest.mark.parametrize("bad", [6, 1 << 20, -2, -(1 << 40), (1 << 32) + 1])
+@pytest.mark.parametrize("fused", [True, False])
+def test_expert_index_out_of_range_is_reported_on_every_rank(bad: int, fused: bool) -> None:
+    def fn(group):
+        with deep_comm.Buffer(group, 4 << 20, device="cpu", timeout_s=2) as buffer:
+            arguments = tokens(5, 6)
+            if group.rank() == 2:
+                arguments["topk_idx"][3, 0] = bad
+            if not fused:
+                num_experts = arguments.pop("num_experts")
+                per_rank, per_node, per_expert, mask, _ = buffer.get_dispatch_layout(
+                    arguments["topk_idx"], num_experts
+                )
+                arguments.update(
+                    num_tokens_per_rank=per_rank,
+                    num_tokens_per_rdma_rank=per_node,
+                    num_tokens_per_expert=per_expert,
+                    is_token_in_rank=mask,
+                )
+            return buffer.dispatch(**arguments)
+
+    ended = local.run(fn, 3, timeout_s=120, return_errors=True)
+    assert isinstance(ended[2], errors.ExpertIndexError), repr(ended[2])
+    for rank in (0, 1):
+        # They hear of it from rank 2, or wait for it in vain.
+        assert isinstance(ended[rank], errors.DeepCommError), repr(ended[rank])
+
+
+def test_too_few_worst_case_rows_are_reported_not_overrun() -> None:
+    def fn(group):
+        with deep_comm.Buffer(group, 4 << 20, device="cpu", timeout_s=20) as buffer:
+            arguments = tokens(8, 3)
+            arguments["topk_idx"].zero_()  # all to rank 0: 24 rows
+            return buffer.dispatch(**arguments, num_worst_tokens=10)
+
+    ended = local.run(fn, 3, timeout_s=120, return_errors=True)
+    assert isinstance(ended[0], errors.CapacityError), repr(ended[0])
+
+
+def test_a_silent_rank_is_named_with_stage_and_word() -> None:
+    def fn(group):
+        with deep_comm.Buffer(group, 4 << 20, device="cpu", timeout_s=1.0) as buffer:
+            if group.rank() == 1:
+                return None
+            return buffer.dispatch(**tokens(5, 6))
+
+    ended = local.run(fn, 3, timeout_s=60, return_errors=True)
+    for rank in (0, 2):
+        error = ended[rank]
+        assert isinstance(error, errors.PeerTimeout), repr(error)
+        assert error.peer == 1 and error.rank == rank
+        assert error.stage and error.word
+        assert 0.9 < error.waited_s < 30
+        assert "rank 1" in str(error)
+
+
+def test_a_silent_rank_in_combine_is_named() -> None:
+    def fn(group):
+        with deep_comm.Buffer(group, 4 << 20, device="cpu", timeout_s=1.0) as buffer:
+            recv_x, _, _, _, handle, _ = buffer.dispatch(**tokens(5, 6))
+            if group.rank() == 2:
+                return None
+            return buffer.combine(recv_x, handle)
+
+    ended = local.run(fn, 3, timeout_s=60, return_errors=True)
+    for rank in (0, 1):
+        assert isinstance(ended[rank], errors.PeerTimeout), repr(ended[rank])
+        assert ended[rank].kernel == "combine"
+    assert 2 in (ended[0].peer, ended[1].peer)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_rank_stalled_for_ever_times_out_on_the_virtual_clock(seed: int) -> None:
+    case = Case(
+        (4, 6, 5), experts=6, hidden=16, num_sms=2, slots=2, send_chunk=1, nvl_bytes=1 << 18
+    )
+    ended = simulate.run(
+        lambda group: run_case(group, case),
+        3,
+        seed,
+        stalls=[(1, 150 * seed, 0)],
+        on_stuck="clock",
+        timeout_s=60,
+        return_errors=True,
+    )
+    timeouts = [ended[rank] for rank in (0, 2) if isinstance(ended[rank], errors.PeerTimeout)]
+    assert timeouts, [repr(item) for item in ended]
+    assert any(error.peer == 1 for error in timeouts), [str(error) for error in timeouts]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_rank_killed_under_simulation_is_named(seed: int) -> None:
+    def fn(group):
+        buffer = deep_comm.Buffer(group, 1 << 18, device="cpu", timeout_s=5)
+        recv_x, _, _, _, handle, _ = buffer.dispatch(**tokens(5, 6))
+        if group.rank() == 2:
+            group.kill()
+            return None
+        return buffer.combine(recv_x, handle)
+
+    ended = simulate.run(fn, 3, seed, on_stuck="clock", timeout_s=60, return_errors=True)
+    for rank in (0, 1):
+        assert isinstance(ended[rank], errors.PeerTimeout), repr(ended[rank])
+        assert ended[rank].peer == 2
+
+
+def test_buffer_goes_on_after_reset() -> None:
+    case = Case((4, 6, 5), experts=6)
+
+    def fn(group):
+        with deep_comm.Buffer(group, 4 << 20, device="cpu", timeout_s=1.0) as buffer:
+            if group.rank() != 0:
+                with pytest.raises(errors.PeerTimeout):
+                    buffer.dispatch(**tokens(5, 6))
+            group.barrier()
+            buffer.reset()
+            from roundtrip import call_once
+
+            return [call_once(buffer, case, 0, buffer.device)]
+
+    verify(case, local.run(fn, 3, timeout_s=60))
+
+
+def test_a_failed_buffer_says_so_until_it_is_reset() -> None:
+    def fn(group):
+        with deep_comm.Buffer(group, 4 << 20, device="cpu", timeout_s=0.5) as buffer:
+            if group.rank() == 0:
+                with pytest.raises(errors.PeerTimeout):
+                    buffer.dispatch(**tokens(5, 6))
+                launches = buffer.runtime.num_launches
+                with pytest.raises(errors.DeepCommError):
+                    buffer.dispatch(**tokens(5, 6))
+                assert buffer.runtime.num_launches - launches <= 2
+            group.barrier()
+
+    local.run(fn, 2, timeout_s=60)
+
+
+def test_one_rank_that_raises_does_not_hang_the_others() -> None:
+    def fn(group):
+        with deep_comm.Buffer(group, 4 << 20, device="cpu", timeout_s=1.0) as buffer:
+            if group.rank() == 1:
+                buffer.dispatch(torch.ones(5, 7, dtype=torch.uint8), topk_idx=None)
+            return buffer.dispatch(**tokens(5, 6))
+
+    ended = local.run(fn, 3, timeout_s=60, return_errors=True)
+    assert isinstance(ended[1], errors.ArgumentError)
+    assert isinstance(ended[0], errors.PeerTimeout) and isinstance(ended[2], errors.PeerTimeout)

@@ -1,0 +1,65 @@
+"""A protocol with a step left out must fail under simulation, or the simulation proves nothing.
+
+Each fault is a switch of the simulated machine (csrc/device/arch/arch.cuh, `Fault`). Some seed
+among the first few must find it: as wrong bytes, a broken rule of the machine, or a run without
+progress.
+
+`weaken_fence` is not among them: every fence of these kernels stands before a release that would do
+alone, so that leaving it out breaks nothing. The litmus kernels of the native tests show that the
+simulation honours fences.
+"""
+
+import pytest
+from cases import Case
+from roundtrip import run_case, verify
+
+from deep_comm import simulate
+from deep_comm.errors import DeepCommError
+
+NUM_SEEDS = 60
+
+# Rings of two slots, several calls and a rank that works ahead of the others give each fault a
+# chance.
+CASE = Case(
+    (9, 6, 12), experts=6, topk=2, hidden=48, num_sms=2, slots=2, send_chunk=1, calls=2,
+    nvl_bytes=1 << 18,
+)  # fmt: skip
+
+FAULTS = [
+    "weaken_release",
+    "skip_credit",
+    "skip_bulk_wait",
+    "skip_bulk_wait_read",
+    "skip_entry_barrier",
+]
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEP_COMM_POISON", "1")
+
+
+def notices(seed: int, faults: tuple[str, ...]) -> str | None:
+    """How the run with these faults fails, or None if it does not."""
+    try:
+        results = simulate.run(
+            lambda group: run_case(group, CASE), CASE.num_ranks, seed, faults=faults, timeout_s=60
+        )
+        verify(CASE, results)
+    except (AssertionError, DeepCommError, simulate.MachineError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_simulation_finds_the_fault(fault: str) -> None:
+    for seed in range(NUM_SEEDS):
+        if notices(seed, (fault,)) is not None:
+            return
+    pytest.fail(f"{NUM_SEEDS} seeds ran with {fault} and none noticed")
+
+
+def test_the_same_runs_pass_without_a_fault() -> None:
+    for seed in range(20):
+        found = notices(seed, ())
+        assert found is None, f"seed {seed}: {found}"

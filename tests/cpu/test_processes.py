@@ -1,0 +1,197 @@
+"""Ranks as real processes over shared memory: results, killed ranks, ranks that disagree."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Case, Scales
+from roundtrip import run_case, verify
+
+import deep_comm
+from deep_comm import _core, errors, processes
+
+# One worker runs these one after the other: they measure time and look at /dev/shm.
+pytestmark = pytest.mark.xdist_group("processes")
+
+TIMEOUT_S = 3.0
+# What a busy machine may add to a time-out before a test calls it late.
+SLACK_S = 20.0
+
+
+def run(fn, num_ranks, *args, **options):
+    return processes.run(fn, num_ranks, *args, start_method="forkserver", timeout_s=120, **options)
+
+
+def outcomes(fn, num_ranks, *args, **options):
+    return processes.outcomes(
+        fn, num_ranks, *args, start_method="forkserver", timeout_s=120, **options
+    )
+
+
+def segments_of(pids: list[int]) -> list[str]:
+    """Segments in /dev/shm made by these processes; their names hold the maker's pid."""
+    names = [path.name for path in Path("/dev/shm").glob("deep_comm.*")]
+    return [name for name in names if any(f".{pid}." in name for pid in pids)]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((40, 0, 33, 17), experts=13, topk=4, hidden=1024, calls=3, biases=2),
+        Case((9, 14), experts=6, topk=2, num_sms=4, slots=1, send_chunk=1, calls=4),
+        Case((5,) * 8, experts=32, topk=8, hidden=64, dtype=torch.int8, scales=Scales(3)),
+        Case(
+            (12, 7, 9), experts=4, topk=2, worst=5, dtype=torch.float32, combine_dtype=torch.float32
+        ),
+    ],
+    ids=str,
+)
+def test_processes_get_their_rows_and_sums(case: Case) -> None:
+    results = run(run_case, case.num_ranks, case, variables={"DEEP_COMM_POISON": "1"})
+    verify(case, results)
+
+
+def test_spawned_processes_work_too() -> None:
+    case = Case((8, 5), experts=4)
+    verify(case, processes.run(run_case, 2, case, timeout_s=120))
+
+
+def _over_subgroups(group, case):
+    """Two Buffers at once: one over the world, one over each half."""
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    half = halves[group.rank() // 2]
+    with deep_comm.Buffer(group, 8 << 20, device="cpu"):
+        return run_case(half, case)
+
+
+def test_buffers_over_subgroups_of_the_world() -> None:
+    case = Case((11, 6), experts=5)
+    results = run(_over_subgroups, 4, case)
+    verify(case, results[:2])
+    verify(case, results[2:])
+
+
+def _dispatch_all_to_all(buffer: deep_comm.Buffer, num_tokens: int):
+    ranks = buffer.group_size
+    x = torch.ones(num_tokens, 512, dtype=torch.bfloat16)
+    topk_idx = torch.arange(ranks).expand(num_tokens, ranks).contiguous()
+    weights = torch.ones(num_tokens, ranks)
+    return buffer.dispatch(x, topk_idx=topk_idx, topk_weights=weights, num_experts=ranks)
+
+
+def _killed_between_calls(group, victim: int):
+    buffer = deep_comm.Buffer(group, 8 << 20, device="cpu", timeout_s=TIMEOUT_S)
+    recv_x, _, _, _, handle, _ = _dispatch_all_to_all(buffer, 8)
+    if group.rank() == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        buffer.combine(recv_x, handle)
+    except errors.PeerTimeout as error:
+        return {"pid": os.getpid(), "peer": error.peer, "kernel": error.kernel, "text": str(error)}
+    return {"pid": os.getpid(), "peer": None}
+
+
+def _killed_in_the_middle(group, victim: int):
+    buffer = deep_comm.Buffer(group, 8 << 20, device="cpu", timeout_s=TIMEOUT_S)
+    _dispatch_all_to_all(buffer, 4)
+    if group.rank() == victim:
+        # From another thread, since this one is inside the kernels then.
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    started = time.monotonic()
+    try:
+        while time.monotonic() - started < 60:
+            _dispatch_all_to_all(buffer, 200)
+    except errors.PeerTimeout as error:
+        return {"pid": os.getpid(), "peer": error.peer, "kernel": error.kernel, "text": str(error)}
+    return {"pid": os.getpid(), "peer": None}
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("fn", [_killed_between_calls, _killed_in_the_middle])
+def test_survivors_of_a_killed_rank_name_it_within_the_timeout(fn, victim: int) -> None:
+    started = time.monotonic()
+    ended = outcomes(fn, 4, victim)
+    took = time.monotonic() - started
+    assert isinstance(ended[victim].error, processes.RankFailed)
+    assert "signal 9" in str(ended[victim].error)
+    survivors = [outcome for outcome in ended if outcome.rank != victim]
+    for outcome in survivors:
+        assert outcome.error is None, outcome.traceback
+        assert outcome.value["peer"] is not None, f"rank {outcome.rank} noticed nothing"
+    named = [outcome.value["peer"] for outcome in survivors]
+    # A survivor may wait for another survivor that waits for the victim; the first to expire, and
+    # so at least one, waits for the victim itself.
+    assert victim in named, named
+    assert f"rank {victim}" in next(o.value["text"] for o in survivors if o.value["peer"] == victim)
+    assert took < TIMEOUT_S * 2 + SLACK_S
+    pids = [outcome.value["pid"] for outcome in survivors]
+    assert segments_of(pids) == []
+
+
+def _killed_with_a_segment(group):
+    segment = _core.Segment.create(1 << 20)
+    os.kill(os.getpid(), signal.SIGKILL)
+    segment.close()  # never reached; keeps the segment alive until the kill
+
+
+def test_segments_of_a_crashed_run_are_removed_by_the_next() -> None:
+    before = set(Path("/dev/shm").glob("deep_comm.*"))
+    ended = outcomes(_killed_with_a_segment, 1)
+    assert isinstance(ended[0].error, processes.RankFailed)
+    left = set(Path("/dev/shm").glob("deep_comm.*")) - before
+    case = Case((3, 4), experts=2)
+    verify(case, run(run_case, 2, case))
+    still = {path for path in left if path.exists()}
+    assert not still, f"stale segments survived the next run: {still}"
+
+
+def _disagree(group, field: str):
+    rank = group.rank()
+    num_nvl_bytes = (4 << 20) * (1 + (field == "num_nvl_bytes" and rank == 1))
+    with deep_comm.Buffer(group, num_nvl_bytes, device="cpu", timeout_s=10) as buffer:
+        num_experts = 6 + 2 * (field == "num_experts" and rank == 1)
+        hidden = 64 * (1 + (field == "hidden" and rank == 1))
+        x = torch.ones(3, hidden, dtype=torch.bfloat16)
+        buffer.dispatch(
+            x,
+            topk_idx=torch.zeros(3, 1, dtype=torch.int64),
+            topk_weights=torch.ones(3, 1),
+            num_experts=num_experts,
+        )
+
+
+@pytest.mark.parametrize("field", ["num_nvl_bytes", "num_experts", "hidden"])
+def test_ranks_that_disagree_are_told_so(field: str) -> None:
+    ended = outcomes(_disagree, 2, field)
+    assert all(isinstance(outcome.error, errors.ConfigMismatch) for outcome in ended), [
+        repr(outcome.error) for outcome in ended
+    ]
+
+
+def _silent_then_reset(group, silent: int):
+    with deep_comm.Buffer(group, 8 << 20, device="cpu", timeout_s=TIMEOUT_S) as buffer:
+        caught = None
+        if group.rank() != silent:
+            try:
+                _dispatch_all_to_all(buffer, 5)
+            except errors.PeerTimeout as error:
+                caught = (error.peer, error.stage, error.word)
+        dist.barrier(group)
+        buffer.reset()
+        recv_x, _, _, _, handle, _ = _dispatch_all_to_all(buffer, 5)
+        total = buffer.combine(recv_x, handle)[0]
+        return caught, bool((total == group.size()).all())
+
+
+def test_a_silent_rank_is_named_and_the_buffer_goes_on_after_reset() -> None:
+    results = run(_silent_then_reset, 3, 1)
+    assert all(good for _, good in results)
+    assert results[1][0] is None
+    for rank in (0, 2):
+        peer, stage, word = results[rank][0]
+        assert peer == 1 and stage and word

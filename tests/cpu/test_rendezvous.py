@@ -1,0 +1,123 @@
+"""Rendezvous and topology: groups of every kind, shared failures, disagreement."""
+
+from __future__ import annotations
+
+import pytest
+
+from deep_comm import ArgumentError, ConfigMismatch, PeerLost, TopologyError, local
+from deep_comm.rendezvous import Rendezvous
+from deep_comm.topology import discover, require_supported
+
+
+class FakeComm:
+    """The part of an mpi4py communicator that a rendezvous uses."""
+
+    def __init__(self, group: local.ThreadGroup) -> None:
+        self._group = group
+
+    def Get_rank(self) -> int:  # noqa: N802 - mpi4py's name
+        return self._group.rank()
+
+    def Get_size(self) -> int:  # noqa: N802
+        return self._group.size()
+
+    def allgather(self, payload: object) -> list[object]:
+        return self._group.all_gather_object(payload)
+
+
+def test_a_thread_group_serves() -> None:
+    def main(group: local.ThreadGroup) -> None:
+        rendezvous = Rendezvous(group)
+        assert (rendezvous.rank, rendezvous.size) == (group.rank(), 3)
+        assert rendezvous.in_process
+        assert rendezvous.all_gather_object(group.rank()) == [0, 1, 2]
+
+    local.run(main, 3)
+
+
+def test_an_mpi_communicator_serves() -> None:
+    def main(group: local.ThreadGroup) -> None:
+        rendezvous = Rendezvous(None, FakeComm(group))
+        assert not rendezvous.in_process
+        assert rendezvous.all_gather_object("x") == ["x", "x"]
+
+    local.run(main, 2)
+
+
+@pytest.mark.parametrize(("group", "comm"), [(None, None), ("g", "c"), (object(), None), (None, 3)])
+def test_something_else_is_refused(group: object, comm: object) -> None:
+    with pytest.raises(ArgumentError):
+        Rendezvous(group, comm)
+
+
+def test_members_tell_groups_of_equal_shape_apart() -> None:
+    def main(group: local.ThreadGroup) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        pair = group.subgroup([0, 1] if group.rank() < 2 else [2, 3])
+        first, again = Rendezvous(pair).members, Rendezvous(pair).members
+        assert first == again
+        return first
+
+    members = local.run(main, 4)
+    assert members[0] == members[1] != members[2] == members[3]
+
+
+def test_a_failure_on_one_rank_is_raised_on_all() -> None:
+    def main(group: local.ThreadGroup) -> int:
+        rendezvous = Rendezvous(group)
+
+        def step() -> int:
+            if group.rank() == 1:
+                raise OSError("no space")
+            return group.rank()
+
+        return rendezvous.all_gather_result("allocate", step)
+
+    errors = local.run(main, 3, return_errors=True)
+    assert isinstance(errors[1], OSError)
+    for error in (errors[0], errors[2]):
+        assert isinstance(error, PeerLost)
+        assert "rank 1 failed to allocate" in str(error) and "no space" in str(error)
+
+
+def test_disagreement_is_raised_on_all_and_names_ranks_and_values() -> None:
+    def main(group: local.ThreadGroup) -> None:
+        Rendezvous(group).require_equal({"a": 1, "num_nvl_bytes": 100 + group.rank() // 2})
+
+    errors = local.run(main, 3, return_errors=True)
+    for error in errors:
+        assert isinstance(error, ConfigMismatch)
+        assert error.field == "num_nvl_bytes"
+        assert error.values == {0: 100, 1: 100, 2: 101}
+        assert "rank 2 has 101" in str(error)
+
+
+def test_equal_hosts_are_one_node() -> None:
+    topology = discover(["a"] * 6)
+    assert (topology.num_ranks, topology.ranks_per_node, topology.num_nodes) == (6, 6, 1)
+    require_supported(topology)
+
+
+def test_hosts_in_rank_order_are_nodes() -> None:
+    topology = discover(["a", "a", "b", "b"])
+    assert (topology.ranks_per_node, topology.num_nodes, topology.node(2)) == (2, 2, 1)
+    with pytest.raises(TopologyError, match="2 nodes"):
+        require_supported(topology)
+
+
+@pytest.mark.parametrize("hosts", [["a", "b", "a", "b"], ["a", "a", "b"], ["a", "b", "b"]])
+def test_uneven_or_mixed_hosts_are_refused(hosts: list[str]) -> None:
+    with pytest.raises(TopologyError, match="ranks_per_node"):
+        discover(hosts)
+
+
+def test_ranks_per_node_overrides_host_names() -> None:
+    assert discover(["a"] * 8, 4).num_nodes == 2
+    assert discover(["a", "b"], 2).num_nodes == 1
+    assert discover(["a"] * 3, 8).num_nodes == 1
+    with pytest.raises(TopologyError):
+        discover(["a"] * 6, 4)
+
+
+def test_more_than_eight_ranks_in_a_node_are_refused() -> None:
+    with pytest.raises(TopologyError, match="at most 8"):
+        require_supported(discover(["a"] * 9))

@@ -1,0 +1,96 @@
+"""Dispatch and combine under a thousand seeded schedules, with weak memory and late copies.
+
+Each seed has a case of its own and a scheduling policy of its own. A failure names the seed; run
+that seed alone to replay it step by step.
+"""
+
+import random
+
+import pytest
+import torch
+from cases import Case, Scales
+from roundtrip import run_case, verify
+
+from deep_comm import simulate
+
+NUM_SEEDS = 1200
+SEEDS_PER_TEST = 60
+
+ROUTINGS = ("random", "skewed", "holes", "one_expert", "none", "duplicates")
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEP_COMM_POISON", "1")
+
+
+def small_case(seed: int) -> Case:
+    """A case of few tokens: schedules differ most where rings are full and ranks wait."""
+    choose = random.Random(seed)
+    num_ranks = choose.choice((1, 2, 2, 3, 3, 4, 5))
+    slots = choose.choice((1, 1, 2, 3, 5))
+    return Case(
+        tuple(choose.choice((0, 1, 3, 6, 9)) for _ in range(num_ranks)),
+        hidden=choose.choice((16, 32, 48)),
+        experts=choose.choice((2, 5, 8)),
+        topk=choose.choice((1, 2, 4)),
+        dtype=choose.choice((torch.bfloat16, torch.uint8)),
+        scales=choose.choice((None, None, Scales(3, torch.float32, "column"))),
+        routing=choose.choice(ROUTINGS),
+        num_sms=choose.choice((2, 2, 4)),
+        send_chunk=choose.randint(1, slots),
+        slots=slots,
+        worst=choose.choice((0, 0, 2)),
+        biases=choose.choice((0, 1)),
+        fused_layout=choose.choice((False, True)),
+        calls=choose.choice((1, 2)),
+        nvl_bytes=1 << 18,
+        seed=seed,
+    )
+
+
+@pytest.mark.parametrize("first_seed", range(0, NUM_SEEDS, SEEDS_PER_TEST))
+def test_every_schedule_gives_the_same_bits(first_seed: int) -> None:
+    for seed in range(first_seed, first_seed + SEEDS_PER_TEST):
+        case = small_case(seed)
+        try:
+            results = simulate.run(
+                lambda group, case=case: run_case(group, case), case.num_ranks, seed, timeout_s=60
+            )
+            verify(case, results)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}, {case}: {error}") from error
+
+
+@pytest.mark.parametrize("policy", ["random", "fifo", "lifo", "starve", "priority"])
+def test_every_policy_serves_eight_ranks(policy: str) -> None:
+    case = Case(
+        (6, 0, 3, 9, 1, 4, 2, 5), hidden=32, experts=19, topk=3, slots=2, send_chunk=1, num_sms=2,
+        nvl_bytes=1 << 18,
+    )  # fmt: skip
+    verify(
+        case, simulate.run(lambda group: run_case(group, case), 8, 7, policy=policy, timeout_s=120)
+    )
+
+
+def test_a_seed_replays_its_run_step_by_step() -> None:
+    case = small_case(11)
+    first, second = (
+        simulate.run(lambda group: run_case(group, case), case.num_ranks, 11, timeout_s=60)
+        for _ in range(2)
+    )
+    assert first.num_steps == second.num_steps
+    assert first.time_ns == second.time_ns
+
+
+@pytest.mark.parametrize("stalled", [0, 1, 2])
+def test_a_rank_that_stalls_for_a_while_changes_nothing(stalled: int) -> None:
+    case = Case(
+        (7, 4, 9), experts=6, hidden=16, num_sms=2, slots=1, send_chunk=1, nvl_bytes=1 << 18
+    )
+    for seed in range(6):
+        stalls = [(stalled, 200 * seed, 3000)]
+        results = simulate.run(
+            lambda group: run_case(group, case), 3, seed, stalls=stalls, timeout_s=60
+        )
+        verify(case, results)

@@ -1,0 +1,67 @@
+"""Several Buffers in one process: over the same group, over parts of it, interleaved."""
+
+import dataclasses
+
+import torch
+from cases import Case
+from roundtrip import call_once, run_case, verify
+
+import deep_comm
+from deep_comm import local
+
+
+def test_two_buffers_of_one_group_do_not_disturb_each_other() -> None:
+    left = Case((12, 7, 20), experts=6, topk=2, seed=1)
+    right = Case((3, 25, 0), experts=9, topk=3, hidden=256, seed=2)
+
+    def fn(group):
+        with (
+            deep_comm.Buffer(group, 8 << 20, device="cpu") as one,
+            deep_comm.Buffer(group, 4 << 20, device="cpu") as two,
+        ):
+            results = []
+            for call in range(4):
+                results.append(
+                    (
+                        call_once(one, left, call, one.device),
+                        call_once(two, right, call, two.device),
+                    )
+                )
+            return results
+
+    results = local.run(fn, 3, timeout_s=60)
+    for which, case in enumerate((left, right)):
+        case = dataclasses.replace(case, calls=4)
+        verify(case, [[pair[which] for pair in calls] for calls in results])
+
+
+def test_interleaved_dispatches_keep_their_own_handles() -> None:
+    def fn(group):
+        with (
+            deep_comm.Buffer(group, 4 << 20, device="cpu") as one,
+            deep_comm.Buffer(group, 4 << 20, device="cpu") as two,
+        ):
+            x = torch.full((10, 64), float(one.rank + 1), dtype=torch.bfloat16)
+            idx_one = torch.arange(10).unsqueeze(1) % 2
+            idx_two = (torch.arange(10).unsqueeze(1) + 1) % 2
+            weights = torch.ones(10, 1)
+            got_one = one.dispatch(x, topk_idx=idx_one, topk_weights=weights, num_experts=2)
+            got_two = two.dispatch(2 * x, topk_idx=idx_two, topk_weights=weights, num_experts=2)
+            sum_two = two.combine(got_two[0], got_two[4])[0]
+            sum_one = one.combine(got_one[0], got_one[4])[0]
+            return torch.equal(sum_one, x) and torch.equal(sum_two, 2 * x)
+
+    assert local.run(fn, 2, timeout_s=60) == [True, True]
+
+
+def test_a_buffer_over_part_of_the_group() -> None:
+    inner = Case((8, 15), experts=4, seed=3)
+
+    def fn(group):
+        if group.rank() in (1, 3):
+            return run_case(group.subgroup([1, 3]), inner)
+        return None
+
+    results = local.run(fn, 4, timeout_s=60)
+    assert results[0] is None and results[2] is None
+    verify(inner, [results[1], results[3]])

@@ -1,0 +1,23 @@
+"""These tests need two or more CUDA devices; every rank is a process with a device of its own."""
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for item in items:
+        if "gpu" in item.path.parts:
+            needed = 2
+            marker = item.get_closest_marker("gpu")
+            if marker is not None:
+                needed = marker.kwargs.get("num_devices", 2)
+            if count < needed:
+                item.add_marker(
+                    pytest.mark.skip(reason=f"needs {needed} CUDA devices, has {count}")
+                )
+
+
+@pytest.fixture
+def num_ranks() -> int:
+    return min(torch.cuda.device_count(), 8)

@@ -1,0 +1,125 @@
+"""Silent ranks, killed ranks and bad routing on GPUs: an exception, and the process lives on."""
+
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import deep_comm
+from deep_comm import errors, processes
+
+TIMEOUT_S = 3.0
+
+
+def outcomes(fn, num_ranks: int, *args: object) -> list[processes.Outcome]:
+    return processes.outcomes(fn, num_ranks, *args, devices=range(num_ranks), timeout_s=200)
+
+
+def dispatch(buffer: deep_comm.Buffer, topk_idx: torch.Tensor | None = None):
+    ranks, device = buffer.group_size, buffer.device
+    if topk_idx is None:
+        topk_idx = torch.arange(ranks, device=device).expand(16, ranks).contiguous()
+    x = torch.ones(topk_idx.shape[0], 512, dtype=torch.bfloat16, device=device)
+    weights = torch.ones(topk_idx.shape, device=device)
+    return buffer.dispatch(x, topk_idx=topk_idx, topk_weights=weights, num_experts=ranks)
+
+
+def make(group) -> deep_comm.Buffer:
+    device = torch.device("cuda", group.rank())
+    return deep_comm.Buffer(group, 64 << 20, device=device, timeout_s=TIMEOUT_S)
+
+
+def _silent_then_reset(group, silent: int):
+    with make(group) as buffer:
+        dispatch(buffer)
+        caught = None
+        if group.rank() != silent:
+            try:
+                dispatch(buffer)
+                torch.cuda.synchronize()
+                buffer.check()
+            except errors.PeerTimeout as error:
+                caught = (error.peer, error.stage, error.word)
+        dist.barrier(group)
+        buffer.reset()
+        recv_x, _, _, _, handle, _ = dispatch(buffer)
+        total = buffer.combine(recv_x, handle)[0]
+        torch.cuda.synchronize()
+        buffer.check()
+        return caught, bool((total == group.size()).all())
+
+
+def test_a_silent_rank_is_named_and_the_context_survives(num_ranks: int) -> None:
+    ended = outcomes(_silent_then_reset, num_ranks, 1)
+    for outcome in ended:
+        assert outcome.error is None, outcome.traceback
+        caught, good = outcome.value
+        assert good, f"rank {outcome.rank} computes wrong sums after reset"
+        if outcome.rank != 1:
+            assert caught is not None and caught[0] == 1 and caught[1] and caught[2]
+
+
+def _killed(group, victim: int):
+    buffer = make(group)
+    recv_x, _, _, _, handle, _ = dispatch(buffer)
+    torch.cuda.synchronize()
+    dist.barrier(group)
+    if group.rank() == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        buffer.combine(recv_x, handle)
+        torch.cuda.synchronize()
+        buffer.check()
+    except errors.PeerTimeout as error:
+        alive = torch.ones(4, device=buffer.device).sum().item() == 4
+        return error.peer, alive
+    return None, True
+
+
+def test_survivors_of_a_killed_rank_name_it(num_ranks: int) -> None:
+    victim = num_ranks - 1
+    ended = outcomes(_killed, num_ranks, victim)
+    assert "signal 9" in str(ended[victim].error)
+    for outcome in ended[:victim]:
+        assert outcome.error is None, outcome.traceback
+        peer, alive = outcome.value
+        assert alive and peer is not None
+    assert victim in [outcome.value[0] for outcome in ended[:victim]]
+
+
+def _bad_expert(group, bad: int):
+    with make(group) as buffer:
+        topk_idx = torch.zeros(16, 2, dtype=torch.int64, device=buffer.device)
+        if group.rank() == 0:
+            topk_idx[7, 1] = bad
+        dispatch(buffer, topk_idx)
+        torch.cuda.synchronize()
+        buffer.check()
+
+
+@pytest.mark.parametrize("bad", [-2, 1 << 20, (1 << 32) + 1])
+def test_expert_index_out_of_range_is_reported(num_ranks: int, bad: int) -> None:
+    ended = outcomes(_bad_expert, num_ranks, bad)
+    assert isinstance(ended[0].error, errors.ExpertIndexError), repr(ended[0].error)
+    for outcome in ended[1:]:
+        assert isinstance(outcome.error, errors.DeepCommError), repr(outcome.error)
+
+
+def _too_few_rows(group):
+    with make(group) as buffer:
+        device = buffer.device
+        topk_idx = torch.zeros(16, 1, dtype=torch.int64, device=device)
+        x = torch.ones(16, 512, dtype=torch.bfloat16, device=device)
+        buffer.dispatch(
+            x, topk_idx=topk_idx, topk_weights=torch.ones(16, 1, device=device),
+            num_experts=group.size(), num_worst_tokens=17,
+        )  # fmt: skip
+        torch.cuda.synchronize()
+        buffer.check()
+
+
+def test_too_few_worst_case_rows_are_reported(num_ranks: int) -> None:
+    ended = outcomes(_too_few_rows, num_ranks)
+    assert isinstance(ended[0].error, errors.CapacityError), repr(ended[0].error)

@@ -1,0 +1,35 @@
+// Small kernels written against the primitives, which tests/cpu/test_simt_*.py run by name.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "device/arch/arch.cuh"
+#include "simt/machine.hpp"
+
+namespace deep_comm::test {
+
+struct Args {
+  uint64_t* memory;  // every rank's, in one process
+  int64_t rank;
+  int64_t params[8];
+};
+
+struct Kernel {
+  const char* name;
+  simt::Body body;
+};
+
+template <void (*kKernel)(const Args&)>
+constexpr Kernel kernel(const char* name) {
+  return {name, [](const void* args) { kKernel(*static_cast<const Args*>(args)); }};
+}
+
+std::span<const Kernel> warp_kernels();
+std::span<const Kernel> block_kernels();
+std::span<const Kernel> error_kernels();
+std::span<const Kernel> bulk_kernels();
+std::span<const Kernel> memory_kernels();
+std::span<const Kernel> waiting_kernels();
+
+}  // namespace deep_comm::test

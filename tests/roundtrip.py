@@ -1,0 +1,245 @@
+"""Run a case on every rank, and check what came out against the reference, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import payload
+import torch
+from cases import Case, Inputs, make_inputs
+from torch import Tensor
+
+import deep_comm
+from deep_comm import reference
+
+
+@dataclass(frozen=True)
+class Received:
+    """What one rank got out of one call; tensors on the host."""
+
+    recv_x: Tensor
+    recv_scales: Tensor | None
+    recv_topk_idx: Tensor
+    recv_topk_weights: Tensor
+    counts: list[int]
+    handle: dict[str, Tensor]
+    cached_x: Tensor  # a second dispatch with the handle, payload of call + CACHED_CALL
+    combined_x: Tensor
+    combined_weights: Tensor
+
+
+# The cached dispatch of a call carries a payload of its own, or a stale ring would look right.
+CACHED_CALL = 512
+
+HANDLE_FIELDS = (
+    "rank_prefix_matrix",
+    "channel_prefix_matrix",
+    "recv_channel_prefix_matrix",
+    "recv_src_idx",
+    "is_token_in_rank",
+)
+
+
+def config_of(case: Case) -> deep_comm.Config | None:
+    if case.num_sms is None:
+        return None
+    return deep_comm.Config(case.num_sms, case.send_chunk, case.slots)
+
+
+def num_channels_of(case: Case, received: Received) -> int:
+    return received.handle["channel_prefix_matrix"].shape[1]
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        # Strided scales must keep their strides on the way to a device.
+        if device.type == "cpu":
+            return value
+        return torch.empty_strided(
+            value.size(), value.stride(), dtype=value.dtype, device=device
+        ).copy_(value)
+    if isinstance(value, tuple):
+        return tuple(_to(item, device) for item in value)
+    return value
+
+
+def source_ranks(rank_prefix_matrix: Tensor, rank: int, num_rows: int) -> Tensor:
+    """Source rank of every row that ``rank`` received (the last rank's past the end)."""
+    ends = rank_prefix_matrix[:, rank].long().cpu()
+    return torch.searchsorted(ends, torch.arange(num_rows), right=True).clamp(max=len(ends) - 1)
+
+
+def expert_outputs(
+    case: Case, recv_src_rank: Tensor, recv_src_idx: Tensor, rank: int, call: int
+) -> Tensor:
+    return payload.summands(
+        recv_src_rank, recv_src_idx, rank, case.hidden, case.combine_dtype, call
+    )
+
+
+def call_once(
+    buffer: deep_comm.Buffer,
+    case: Case,
+    call: int,
+    device: torch.device,
+    options: dict | None = None,
+) -> Received:
+    """Layout, dispatch, cached dispatch, combine of one rank. ``options``: stream arguments."""
+    rank = buffer.rank
+    options = dict(options or {})
+    inputs = make_inputs(case, rank, call)
+    x, scales = _to(inputs.x, device), _to(inputs.scales, device)
+    topk_idx, weights = _to(inputs.topk_idx, device), _to(inputs.topk_weights, device)
+    config = config_of(case)
+    arguments: dict[str, Any] = dict(topk_idx=topk_idx, topk_weights=weights)
+    if case.fused_layout:
+        arguments["num_experts"] = case.experts
+    else:
+        per_rank, per_node, per_expert, mask, event = buffer.get_dispatch_layout(
+            topk_idx, case.experts, **options
+        )
+        _wait(event)
+        arguments.update(
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_node,
+            is_token_in_rank=mask,
+            num_tokens_per_expert=per_expert,
+        )
+    payload_in = x if scales is None else (x, scales)
+    recv, recv_topk_idx, recv_weights, counts, handle, event = buffer.dispatch(
+        payload_in,
+        **arguments,
+        expert_alignment=case.alignment,
+        num_worst_tokens=case.num_worst_tokens,
+        config=config,
+        **options,
+    )
+    _wait(event)
+    recv_x, recv_scales = recv if isinstance(recv, tuple) else (recv, None)
+
+    again = _to(
+        payload.rows(rank, case.tokens[rank], case.hidden, case.dtype, call + CACHED_CALL), device
+    )
+    cached, no_idx, no_weights, no_counts, no_handle, event = buffer.dispatch(
+        again if scales is None else (again, scales), handle=handle, config=config, **options
+    )
+    _wait(event)
+    assert (no_idx, no_weights, no_counts, no_handle) == (None, None, None, None)
+
+    src_rank = source_ranks(handle.rank_prefix_matrix, rank, recv_x.shape[0])
+    y = _to(expert_outputs(case, src_rank, handle.recv_src_idx.cpu(), rank, call), device)
+    combined_x, combined_weights, event = buffer.combine(
+        y,
+        handle,
+        topk_weights=recv_weights,
+        bias=_to(inputs.bias, device),
+        config=config,
+        **options,
+    )
+    _wait(event)
+    return Received(
+        recv_x=recv_x.cpu(),
+        recv_scales=None if recv_scales is None else recv_scales.cpu(),
+        recv_topk_idx=recv_topk_idx.cpu(),
+        recv_topk_weights=recv_weights.cpu(),
+        counts=list(counts),
+        handle={name: getattr(handle, name).cpu() for name in HANDLE_FIELDS},
+        cached_x=(cached[0] if isinstance(cached, tuple) else cached).cpu(),
+        combined_x=combined_x.cpu(),
+        combined_weights=combined_weights.cpu(),
+    )
+
+
+def _wait(event: deep_comm.EventOverlap) -> None:
+    if event.event is not None:
+        event.current_stream_wait()
+
+
+def run_case(
+    group: Any, case: Case, device: str = "cpu", options: dict | None = None
+) -> list[Received]:
+    """All calls of a case on one rank."""
+    with deep_comm.Buffer(group, case.nvl_bytes, device=device, timeout_s=60.0) as buffer:
+        return [call_once(buffer, case, call, buffer.device, options) for call in range(case.calls)]
+
+
+def verify(case: Case, results: Sequence[Sequence[Received]]) -> None:
+    """``results[rank][call]`` against the reference."""
+    for call in range(case.calls):
+        verify_call(case, [calls[call] for calls in results], call)
+
+
+def verify_call(case: Case, received: Sequence[Received], call: int) -> None:
+    inputs = [make_inputs(case, rank, call) for rank in range(case.num_ranks)]
+    expected = _reference_dispatch(case, inputs, num_channels_of(case, received[0]))
+    for rank, (got, want) in enumerate(zip(received, expected, strict=True)):
+        verify_dispatch(case, got, want, f"rank {rank} call {call}")
+        again = torch.cat(
+            [
+                payload.rows(peer, case.tokens[peer], case.hidden, case.dtype, call + CACHED_CALL)[
+                    want.recv_src_idx[: want.num_recv_tokens][
+                        want.recv_src_rank[: want.num_recv_tokens] == peer
+                    ].long()
+                ]
+                for peer in range(case.num_ranks)
+            ]
+        )
+        payload.assert_same_bits(
+            got.cached_x[: want.num_recv_tokens], again, f"rank {rank} call {call}: cached recv_x"
+        )
+    verify_combine(case, received, expected, inputs, call)
+
+
+def _reference_dispatch(
+    case: Case, inputs: Sequence[Inputs], num_channels: int
+) -> list[reference.Dispatched]:
+    return reference.dispatch(
+        [i.x if i.scales is None else (i.x, i.scales) for i in inputs],
+        [i.topk_idx for i in inputs],
+        case.experts,
+        [i.topk_weights for i in inputs],
+        num_channels=num_channels,
+        expert_alignment=case.alignment,
+        num_worst_tokens=case.num_worst_tokens,
+    )
+
+
+def verify_dispatch(case: Case, got: Received, want: reference.Dispatched, who: str) -> None:
+    same = payload.assert_same_bits
+    num = want.num_recv_tokens
+    assert got.recv_x.shape[0] == (case.num_worst_tokens or num), f"{who}: rows"
+    same(got.recv_x[:num], want.recv_x[:num], f"{who}: recv_x")
+    if want.recv_x_scales is not None:
+        assert got.recv_scales is not None and got.recv_scales.is_contiguous()
+        same(got.recv_scales[:num], want.recv_x_scales[:num], f"{who}: recv_x_scales")
+    # Indices, weights and source indices are promised for the whole tensor, received or not.
+    same(got.recv_topk_idx, want.recv_topk_idx, f"{who}: recv_topk_idx")
+    same(got.recv_topk_weights, want.recv_topk_weights, f"{who}: recv_topk_weights")
+    assert got.counts == want.num_recv_tokens_per_expert, f"{who}: {got.counts} tokens per expert"
+    for name in HANDLE_FIELDS:
+        same(got.handle[name], getattr(want, name), f"{who}: handle.{name}")
+
+
+def verify_combine(
+    case: Case,
+    received: Sequence[Received],
+    expected: Sequence[reference.Dispatched],
+    inputs: Sequence[Inputs],
+    call: int,
+) -> None:
+    outputs = [
+        expert_outputs(case, want.recv_src_rank.clamp(min=0), want.recv_src_idx, rank, call)
+        for rank, want in enumerate(expected)
+    ]
+    combined = reference.combine(
+        outputs,
+        expected,
+        [want.recv_topk_weights for want in expected],
+        [i.bias for i in inputs],
+    )
+    for rank, (got, (want_x, want_weights)) in enumerate(zip(received, combined, strict=True)):
+        who = f"rank {rank} call {call}"
+        payload.assert_same_bits(got.combined_x, want_x, f"{who}: combined_x")
+        payload.assert_same_bits(got.combined_weights, want_weights, f"{who}: combined weights")
