@@ -6,7 +6,7 @@ import threading
 import time
 
 import pytest
-from simt_machine import Shape, native, run_direct, words
+from simt_machine import Shape, run_direct, words
 
 SECOND = 1_000_000_000
 

@@ -21,18 +21,28 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEEP_COMM_POISON", "1")
 
 
+def reserve_memory() -> None:
+    """Give torch's allocator memory for the current stream, so that no call has to ask the driver for more:
+    that would wait for the other ranks' kernels, which wait for this rank."""
+    small = [torch.empty(1 << 19, dtype=torch.uint8, device="cuda:0") for _ in range(64)]
+    large = [torch.empty(size << 20, dtype=torch.uint8, device="cuda:0") for size in [2, 8, 15] * 4 + [64, 256]]
+    del small, large
+
+
 def check(case: Case, options: dict | None = None) -> None:
     if case.num_sms is None:
         case = dataclasses.replace(case, num_sms=4, send_chunk=4, slots=16)
     case = dataclasses.replace(case, nvl_bytes=64 << 20)
 
     def rank_main(group):
-        # A stream of its own for each rank: on one they share, the kernels of two ranks that wait for each
-        # other would queue up behind one another.
+        # One stream a rank, for everything: where ranks share a stream, or two streams share a hardware queue,
+        # kernels of two ranks that wait for each other queue up behind one another.
         with (
-            torch.cuda.stream(torch.cuda.Stream()),
             deep_comm.Buffer(group, case.nvl_bytes, device="cuda:0", timeout_s=10) as buffer,
+            torch.cuda.stream(buffer.get_comm_stream()),
         ):
+            reserve_memory()
+            group.barrier()
             return [
                 call_once(buffer, case, call, buffer.device, options) for call in range(case.calls)
             ]
