@@ -72,6 +72,7 @@ class Region:
         self._is_capturing = is_capturing
         self._lock = threading.RLock()  # reentrant: a garbage collection inside may give a block back
         self._holes: dict[bool, list[_Hole]] = {False: [], True: []}  # by "of a capture"
+        begin = -(-begin // _ALIGNMENT) * _ALIGNMENT
         if end > begin:
             self._holes[False].append(_Hole(begin, end - begin, {}))
 

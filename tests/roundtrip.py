@@ -57,6 +57,7 @@ def _to(value: Any, device: torch.device) -> Any:
         # Strided scales must keep their strides on the way to a device.
         if device.type == "cpu":
             return value
+        _settle()
         return torch.empty_strided(
             value.size(), value.stride(), dtype=value.dtype, device=device
         ).copy_(value)
@@ -67,7 +68,7 @@ def _to(value: Any, device: torch.device) -> Any:
 
 def source_ranks(rank_prefix_matrix: Tensor, rank: int, num_rows: int) -> Tensor:
     """Source rank of every row that ``rank`` received (the last rank's past the end)."""
-    ends = rank_prefix_matrix[:, rank].long().cpu()
+    ends = _to_host(rank_prefix_matrix[:, rank].long())
     return torch.searchsorted(ends, torch.arange(num_rows), right=True).clamp(max=len(ends) - 1)
 
 
@@ -129,7 +130,7 @@ def call_once(
     assert (no_idx, no_weights, no_counts, no_handle) == (None, None, None, None)
 
     src_rank = source_ranks(handle.rank_prefix_matrix, rank, recv_x.shape[0])
-    y = _to(expert_outputs(case, src_rank, handle.recv_src_idx.cpu(), rank, call), device)
+    y = _to(expert_outputs(case, src_rank, _to_host(handle.recv_src_idx), rank, call), device)
     combined_x, combined_weights, event = buffer.combine(
         y,
         handle,
@@ -140,16 +141,28 @@ def call_once(
     )
     _wait(event)
     return Received(
-        recv_x=recv_x.cpu(),
-        recv_scales=None if recv_scales is None else recv_scales.cpu(),
-        recv_topk_idx=recv_topk_idx.cpu(),
-        recv_topk_weights=recv_weights.cpu(),
+        recv_x=_to_host(recv_x),
+        recv_scales=None if recv_scales is None else _to_host(recv_scales),
+        recv_topk_idx=_to_host(recv_topk_idx),
+        recv_topk_weights=_to_host(recv_weights),
         counts=list(counts),
-        handle={name: getattr(handle, name).cpu() for name in HANDLE_FIELDS},
-        cached_x=(cached[0] if isinstance(cached, tuple) else cached).cpu(),
-        combined_x=combined_x.cpu(),
-        combined_weights=combined_weights.cpu(),
+        handle={name: _to_host(getattr(handle, name)) for name in HANDLE_FIELDS},
+        cached_x=_to_host(cached[0] if isinstance(cached, tuple) else cached),
+        combined_x=_to_host(combined_x),
+        combined_weights=_to_host(combined_weights),
     )
+
+
+def _settle() -> None:
+    """On CUDA, before a copy from or to ordinary host memory: the driver lets one such copy wait at a time, so
+    that ranks that are threads would wait for each other's kernels."""
+    if torch.cuda.is_initialized():
+        torch.cuda.current_stream().synchronize()
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    _settle()
+    return tensor.cpu()
 
 
 def _wait(event: deep_comm.EventOverlap) -> None:

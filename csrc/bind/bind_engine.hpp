@@ -145,6 +145,9 @@ pybind11::class_<Engine<Target>> bind_engine(pybind11::module_& m) {
          ptr rank_prefix_matrix, ptr channel_prefix_matrix, ptr recv_x, ptr recv_x_scales, ptr recv_topk_idx, ptr recv_topk_weights,
          ptr recv_src_idx, ptr recv_channel_prefix_matrix, int num_recv_rows, bool fill_tail,
          size_t output_offset, size_t src_offset, int num_channels, int num_send_tokens, int num_slots, uint64_t stream) {
+        if (output_offset % kLineBytes != 0 || src_offset % kLineBytes != 0) {
+          throw std::invalid_argument("output_offset and src_offset must be multiples of 128");
+        }
         DispatchArgs args{};
         args.output_line = static_cast<uint32_t>(output_offset / kLineBytes);
         args.src_line = static_cast<uint32_t>(src_offset / kLineBytes);

@@ -1,0 +1,101 @@
+"""The allocator of the receive region."""
+
+import gc
+
+import pytest
+import torch
+
+import deep_comm
+from deep_comm import local
+from deep_comm.events import EventHandle
+from deep_comm.region import Region
+
+
+def region(begin: int = 0, end: int = 1024, capturing=lambda: False, mark=lambda: None) -> Region:
+    return Region(begin, end, mark, capturing)
+
+
+def test_blocks_do_not_overlap_and_come_back() -> None:
+    r = region()
+    blocks = [r.allocate(200)[0] for _ in range(4)]
+    assert sorted(b.offset for b in blocks) == [0, 256, 512, 768]
+    assert r.allocate(1) is None
+    del blocks[1:3]
+    assert r.num_free_bytes == 512
+    assert r.allocate(512)[0].offset == 256
+
+
+def test_an_unaligned_beginning_is_rounded_up() -> None:
+    assert region(begin=130).allocate(1)[0].offset == 256
+
+
+def test_an_empty_block_has_a_place_of_its_own() -> None:
+    r = region()
+    one, other = r.allocate(0)[0], r.allocate(0)[0]
+    assert one.offset != other.offset
+
+
+def test_the_next_owner_waits_for_the_last_use_on_every_stream() -> None:
+    events = {name: EventHandle() for name in "abc"}
+    marks = iter([(1, events["a"]), (2, events["b"]), (1, events["c"])])
+    r = region(end=384, mark=lambda: next(marks, None))
+    one, two, three = (r.allocate(128)[0] for _ in range(3))
+    del one  # a, on stream 1
+    del two  # b, on stream 2
+    del three  # c, on stream 1 again: behind a
+    _, waits = r.allocate(384)
+    assert waits == [events["c"], events["b"]]
+
+
+def test_blocks_of_a_capture_go_to_captures_only() -> None:
+    capturing = [True]
+    r = region(capturing=lambda: capturing[0])
+    block = r.allocate(512)[0]
+    del block
+    capturing[0] = False
+    assert r.allocate(1024) is None
+    assert r.allocate(512)[0].offset == 512
+    capturing[0] = True
+    assert r.allocate(512)[0].offset == 0
+
+
+@pytest.mark.parametrize("num_nvl_bytes", [(4 << 20) + 100, 4 << 20])
+def test_outputs_lie_in_the_region_while_there_is_room(num_nvl_bytes: int) -> None:
+    def rank_main(group):
+        x = torch.full((50, 1024), float(group.rank())).bfloat16()
+        idx = torch.arange(50)[:, None] % 4
+        with deep_comm.Buffer(
+            group, num_nvl_bytes, num_direct_bytes=1 << 20, device="cpu", timeout_s=20
+        ) as buffer:
+            heap = buffer._context.heap
+            kept, places = [], []
+            for _ in range(9):
+                received = buffer.dispatch(x, topk_idx=idx, topk_weights=idx.float(), num_experts=4)
+                places.append(heap.base <= received[0].data_ptr() < heap.base + heap.num_bytes)
+                kept.append(received[0])
+            assert all(torch.equal(kept[0], other) for other in kept)
+            free = buffer._context.region.num_free_bytes
+            del kept, received
+            gc.collect()
+            assert buffer._context.region.num_free_bytes > free
+            return places
+
+    for places in local.run(rank_main, 2):
+        assert places[0] and not places[-1]  # 200 KiB a call: the region is full before the last
+        assert places == sorted(places, reverse=True)
+
+
+def test_a_handle_does_not_keep_the_payload() -> None:
+    def rank_main(group):
+        x = torch.ones(64, 1024).bfloat16()
+        idx = torch.arange(64)[:, None] % 4
+        with deep_comm.Buffer(
+            group, 4 << 20, num_direct_bytes=2 << 20, device="cpu", timeout_s=20
+        ) as buffer:
+            whole = buffer._context.region.num_free_bytes
+            handle = buffer.dispatch(x, topk_idx=idx, topk_weights=idx.float(), num_experts=4)[4]
+            gc.collect()
+            return whole - buffer._context.region.num_free_bytes, handle.recv_src_idx.numel()
+
+    for used, num_rows in local.run(rank_main, 2):
+        assert used <= 4 * num_rows + 128
