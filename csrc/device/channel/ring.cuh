@@ -68,6 +68,7 @@ class RingReceiver {
         tail_(&context.world.recv_line(context.world.rank, lane, peer)->tail),
         head_(&context.world.send_line(peer, lane, context.world.rank)->head) {}
 
+  DC_DEVICE uint32_t num_filled() const { return num_filled_; }  // as last seen
   // Whether row `row_idx` has arrived; looks once.
   DC_DEVICE bool poll_filled(uint32_t row_idx) {
     if (row_idx < num_filled_) return true;

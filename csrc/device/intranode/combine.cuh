@@ -6,7 +6,7 @@
 //        in float32, rounded once; combined_topk_weights [T, K] likewise in float32
 // grid   one block a lane (channel c, strip s of the row): warp w < R sends to rank w, warp R returns credits,
 //        the warps behind it reduce, taking tokens in turn; strip 0 carries and adds the weights
-// smem   R x (kNumStages stages + mbarriers), then one progress word a reducing warp
+// smem   R x (stages + mbarriers), then one progress word a reducing warp
 // words  recv_line.tail, send_line.head: as in dispatch, roles exchanged
 // before entry_barrier: every rank's rings are free and this rank's handle is complete
 // waits  tail: unblocked by the sender; head: by the receiver's warp R, which waits for its own block's
@@ -50,7 +50,7 @@ DC_DEVICE void combine_send(const Context& context, const CombineArgs& args, int
   const int num_ranks = args.world.num_ranks, num_channels = args.ring.num_channels;
   const int channel = args.ring.channel_of(lane);
   const Strip strip = Strip::of(args.message, args.ring.strip_of(lane));
-  StagePipe<kNumStages> pipe = make_pipe<kNumStages>(args.stage, num_ranks);
+  StagePipe pipe = make_pipe(args.stage, args.barriers_offset);
   // The rows that rank dst sent through this channel lie together, in its order.
   const int32_t* prefix = args.rank_prefix_matrix;
   const int source_begin = dst == 0 ? 0 : arch::ld_nc(prefix + (dst - 1) * num_ranks + args.world.rank);
@@ -73,13 +73,27 @@ struct ReduceTeam {
 
   DC_DEVICE static ReduceTeam of_block(const CombineArgs& args) {
     const int num_ranks = args.world.num_ranks;
-    const size_t sender_bytes =
-        kNumStages * static_cast<size_t>(args.stage.stage_bytes) + StagePipe<kNumStages>::barrier_bytes();
     return {arch::num_warps() - num_ranks - 1,
-            reinterpret_cast<uint32_t*>(arch::dynamic_smem() + num_ranks * sender_bytes)};
+            reinterpret_cast<uint32_t*>(arch::dynamic_smem() + args.progress_offset)};
   }
   DC_DEVICE void reset() const {
     for (int warp = arch::thread_idx(); warp < num_warps; warp += arch::num_threads()) progress[warp] = 0;
+  }
+};
+
+// The rows of one token, in the order in which they are added: ranks ascending, then the biases.
+struct Summands {
+  static constexpr int kMax = kMaxRanks + 2;
+  const uint8_t* rows[kMax];
+  int num_rows = 0;
+
+  // Indexed by constants only, so that the pointers stay in registers.
+  DC_DEVICE void add(const uint8_t* row) {
+    DC_UNROLL
+    for (int idx = 0; idx < kMax; ++idx) {
+      if (idx == num_rows) rows[idx] = row;
+    }
+    ++num_rows;
   }
 };
 
@@ -87,7 +101,6 @@ struct ReduceTeam {
 template <Dtype kDtype>
 DC_DEVICE bool reduce_token(const Context& context, const CombineArgs& args, int ring_lane,
                             const Strip& strip, int token) {
-  constexpr int kMaxRows = kMaxRanks + 2;  // every rank, and two biases behind them
   const int num_ranks = args.world.num_ranks;
   const int lane = arch::lane_idx();
   int head = -1;
@@ -101,26 +114,26 @@ DC_DEVICE bool reduce_token(const Context& context, const CombineArgs& args, int
   }
   arch::sync_warp();  // hands each lane's acquire to the whole warp
   if (!arch::all(kFullMask, ok)) return false;
-  const uint8_t* rows[kMaxRows] = {};
-  DC_UNROLL
-  for (int rank = 0; rank < kMaxRanks; ++rank) {
-    if (rank >= num_ranks) continue;
+  Summands summands;
+  for (uint32_t present = arch::ballot(kFullMask, head >= 0); present != 0; present &= present - 1) {
+    const int rank = arch::ffs(present) - 1;
     const int row_idx = arch::shfl(kFullMask, head, rank);
-    if (row_idx >= 0) rows[rank] = RingReceiver(context, args.ring, ring_lane, rank).slot(row_idx);
+    summands.add(RingReceiver(context, args.ring, ring_lane, rank).slot(row_idx));
   }
+  const int num_received = summands.num_rows;
   const int64_t offset = static_cast<int64_t>(token) * args.message.row_bytes + strip.offset;
   DC_UNROLL
   for (int bias = 0; bias < 2; ++bias) {
-    if (args.bias[bias] != nullptr) rows[kMaxRanks + bias] = args.bias[bias] + offset;
+    if (args.bias[bias] != nullptr) summands.add(args.bias[bias] + offset);
   }
-  reduce_rows<kDtype, kMaxRows, 2>(args.combined_x + offset, rows, strip.num_bytes / 16);
+  reduce_rows<kDtype>(args.combined_x + offset, summands.rows, summands.num_rows, strip.num_bytes / 16);
   if (strip.meta_bytes == 0) return true;
   for (int k = lane; k < args.message.num_topk; k += kWarpSize) {
     float sum = 0.0f;
     DC_UNROLL
-    for (int rank = 0; rank < kMaxRanks; ++rank) {
-      if (rows[rank] == nullptr) continue;
-      const uint8_t* weights = rows[rank] + strip.num_bytes + args.message.topk_weights_offset();
+    for (int idx = 0; idx < kMaxRanks; ++idx) {
+      if (idx >= num_received) continue;
+      const uint8_t* weights = summands.rows[idx] + strip.num_bytes + args.message.topk_weights_offset();
       sum += arch::ld_weak(reinterpret_cast<const float*>(weights) + k);
     }
     arch::st_weak(args.combined_topk_weights + static_cast<int64_t>(token) * args.message.num_topk + k, sum);

@@ -2,7 +2,7 @@
 //
 // grid   one block a lane (channel c, strip s of the row); warp w < R sends to rank w, warp R + w receives from
 //        rank w; only strip 0 carries and writes metadata
-// smem   2 R x (kNumStages stages + mbarriers)
+// smem   2 R x (stages + mbarriers)
 // words  recv_line.{start,end}_offset · owner: receiver · written by sender · relaxed, flag in data
 //        recv_line.tail               · owner: receiver · written by sender · release/acquire sys
 //        send_line.head               · owner: sender · written by receiver · release/acquire sys
@@ -81,7 +81,7 @@ DC_DEVICE void TokenSource::write_meta(uint8_t* meta, int token) const {
 DC_DEVICE void dispatch_send(const Context& context, const DispatchArgs& args, int lane, int dst) {
   const int channel = args.ring.channel_of(lane), num_channels = args.ring.num_channels;
   const Strip strip = Strip::of(args.message, args.ring.strip_of(lane));
-  StagePipe<kNumStages> pipe = make_pipe<kNumStages>(args.stage, 2 * args.world.num_ranks);
+  StagePipe pipe = make_pipe(args.stage, args.ring_barriers_offset);
   if (arch::lane_idx() == 0) {
     const int32_t* prefix = args.channel_prefix_matrix + static_cast<int64_t>(dst) * num_channels;
     const int32_t start = channel == 0 ? 0 : arch::ld_nc(prefix + channel - 1);
@@ -107,23 +107,25 @@ DC_DEVICE void store_meta(const DispatchArgs& args, const uint8_t* meta, int64_t
     store_expert(args.recv_topk_idx, row * message.num_topk + k, args.topk_idx_bytes, local_experts[k]);
     arch::st_weak(args.recv_topk_weights + row * message.num_topk + k, weights[k]);
   }
-  if (arch::lane_idx() == 0) {
+  if (arch::lane_idx() == 0 && args.recv_src_idx != nullptr) {
     arch::st_weak(args.recv_src_idx + row,
                   *reinterpret_cast<const int32_t*>(meta + message.src_idx_offset()));
   }
 }
 
 // Leader: issues every load whose row has come and whose stage is free; blocks only for the row needed next.
-DC_DEVICE bool load_arrived(RingReceiver& ring, StagePipe<kNumStages>& pipe, const Strip& strip,
+DC_DEVICE bool load_arrived(RingReceiver& ring, StagePipe& pipe, const Strip& strip,
                             const Pieces& pieces, uint32_t num_rows) {
   while (pipe.can_load() && pipe.num_loads() < num_rows * pieces.num_pieces) {
     const uint32_t row_idx = pipe.num_loads() / pieces.num_pieces;
     const int piece = pipe.num_loads() % pieces.num_pieces;
+    const uint32_t num_known = ring.num_filled();
     if (!ring.poll_filled(row_idx)) {
       if (pipe.num_loads() > pipe.num_stores()) return true;
       if (!ring.await_filled(row_idx)) return false;
     }
-    if (piece == 0) arch::fence_proxy_async();  // the acquire above before the bulk copy that reads the slot
+    // A new acquire before the bulk copies that read what it showed.
+    if (ring.num_filled() != num_known) arch::fence_proxy_async_global();
     pipe.make_room();
     pipe.load(ring.slot(row_idx) + piece * pieces.piece_bytes,
               pieces.bytes_of(piece) + (pieces.is_last(piece) ? strip.meta_bytes : 0));
@@ -133,7 +135,7 @@ DC_DEVICE bool load_arrived(RingReceiver& ring, StagePipe<kNumStages>& pipe, con
 }
 
 // One warp: a strip of the rows that `src` sends through this channel, from the ring to their final places.
-DC_DEVICE void receive_rows(const DispatchArgs& args, RingReceiver& ring, StagePipe<kNumStages>& pipe,
+DC_DEVICE void receive_rows(const DispatchArgs& args, RingReceiver& ring, StagePipe& pipe,
                             const Strip& strip, uint32_t num_rows, int64_t first_row) {
   const bool is_leader = arch::lane_idx() == 0;
   const Pieces pieces = Pieces::of(strip, args.stage);
@@ -170,7 +172,7 @@ DC_DEVICE void dispatch_receive(const Context& context, const DispatchArgs& args
   const World& world = args.world;
   const int channel = args.ring.channel_of(lane), num_channels = args.ring.num_channels;
   const Strip strip = Strip::of(args.message, args.ring.strip_of(lane));
-  StagePipe<kNumStages> pipe = make_pipe<kNumStages>(args.stage, 2 * world.num_ranks);
+  StagePipe pipe = make_pipe(args.stage, args.ring_barriers_offset);
   ChannelOffsets offsets{};
   bool ok = true;
   if (arch::lane_idx() == 0) ok = await_offsets(context, lane, channel, src, &offsets);
@@ -178,7 +180,7 @@ DC_DEVICE void dispatch_receive(const Context& context, const DispatchArgs& args
   if (!ok) return;
   offsets.start = arch::shfl(kFullMask, offsets.start, 0);
   offsets.end = arch::shfl(kFullMask, offsets.end, 0);
-  if (arch::lane_idx() == 0 && args.ring.strip_of(lane) == 0) {
+  if (arch::lane_idx() == 0 && args.ring.strip_of(lane) == 0 && args.recv_channel_prefix_matrix != nullptr) {
     arch::st_weak(args.recv_channel_prefix_matrix + src * num_channels + channel,
                   static_cast<int32_t>(offsets.start));
   }

@@ -12,24 +12,21 @@
 
 namespace deep_comm {
 
-// The pipeline of one moving warp; the first `num_moving_warps` of a block move, one a peer and direction.
-// Shared memory of the block: [stages of warp 0 | stages of warp 1 | … | mbarriers].
-template <int kStages>
-DC_DEVICE StagePipe<kStages> make_pipe(const StageLayout& stage, int num_moving_warps) {
+// The pipeline of this warp. Shared memory of the block: [stages of warp 0 | stages of warp 1 | …], and the
+// mbarriers from barriers_offset on.
+DC_DEVICE StagePipe make_pipe(const StageLayout& stage, size_t barriers_offset) {
   uint8_t* smem = arch::dynamic_smem();
-  const size_t warp_bytes = static_cast<size_t>(kStages) * stage.stage_bytes;
-  arch::Mbarrier* barriers = reinterpret_cast<arch::Mbarrier*>(smem + num_moving_warps * warp_bytes);
-  StagePipe<kStages> pipe(smem + arch::warp_idx() * warp_bytes,
-                          barriers + arch::warp_idx() * kStages, stage.stage_bytes);
+  const int warp = arch::warp_idx();
+  arch::Mbarrier* barriers = reinterpret_cast<arch::Mbarrier*>(smem + barriers_offset);
+  StagePipe pipe(smem + warp * stage.warp_bytes(), barriers + warp * stage.num_stages, stage.stage_bytes,
+                 stage.num_stages);
   pipe.init();
   return pipe;
 }
 
 // Leader: publishes what has landed once a chunk of rows has; the newest stores stay in flight.
-template <int kStages>
-DC_DEVICE void publish_chunk(RingSender& ring, const StagePipe<kStages>& pipe, int num_pieces,
-                             uint32_t num_send_tokens) {
-  constexpr uint32_t kInFlight = kStages - 1;
+DC_DEVICE void publish_chunk(RingSender& ring, const StagePipe& pipe, int num_pieces, uint32_t num_send_tokens) {
+  constexpr uint32_t kInFlight = 2;
   if (pipe.num_stores() < kInFlight) return;
   const uint32_t num_landed = (pipe.num_stores() - kInFlight) / num_pieces;
   // acquire_slot may have published more already.
@@ -39,7 +36,6 @@ DC_DEVICE void publish_chunk(RingSender& ring, const StagePipe<kStages>& pipe, i
 }
 
 // Leader: a free slot for `row_idx`. Publishes everything before it blocks, so that the receiver can go on.
-template <int kStages>
 DC_DEVICE bool acquire_slot(RingSender& ring, uint32_t row_idx) {
   if (ring.has_slot(row_idx)) return true;
   arch::bulk_wait<0>();
@@ -48,8 +44,8 @@ DC_DEVICE bool acquire_slot(RingSender& ring, uint32_t row_idx) {
 }
 
 // One warp. Returns whether all rows went out; on failure the pipeline is drained and nothing more is written.
-template <int kStages, class Source>
-DC_DEVICE bool send_rows(StagePipe<kStages>& pipe, RingSender& ring, const Strip& strip,
+template <class Source>
+DC_DEVICE bool send_rows(StagePipe& pipe, RingSender& ring, const Strip& strip,
                          const Pieces& pieces, int num_send_tokens, Source ahead, Source current) {
   const bool is_leader = arch::lane_idx() == 0;
   int load_row = ahead.next();
@@ -67,12 +63,12 @@ DC_DEVICE bool send_rows(StagePipe<kStages>& pipe, RingSender& ring, const Strip
       load_row = ahead.next();
     }
   };
-  for (int stage = 0; stage < StagePipe<kStages>::kLookAhead; ++stage) load_next();
+  while (load_row >= 0 && pipe.can_load()) load_next();
 
   uint32_t row_idx = 0;
   bool ok = true;
   for (int row = current.next(); row >= 0; row = current.next(), ++row_idx) {
-    if (is_leader) ok = acquire_slot<kStages>(ring, row_idx);
+    if (is_leader) ok = acquire_slot(ring, row_idx);
     ok = arch::shfl(kFullMask, static_cast<int>(ok), 0) != 0;
     if (!ok) break;
     for (int piece = 0; piece < pieces.num_pieces; ++piece) {
@@ -80,7 +76,7 @@ DC_DEVICE bool send_rows(StagePipe<kStages>& pipe, RingSender& ring, const Strip
       if (pieces.is_last(piece) && strip.meta_bytes != 0) {
         arch::sync_warp();  // the leader has seen this stage read out before any lane writes into it
         current.write_meta(pipe.current() + num_bytes, row);
-        arch::fence_proxy_async();  // generic writes of the metadata before the bulk copy that reads them
+        arch::fence_proxy_async_shared();  // generic writes of the metadata before the bulk copy that reads them
         arch::sync_warp();
         num_bytes += strip.meta_bytes;
       }
@@ -91,7 +87,7 @@ DC_DEVICE bool send_rows(StagePipe<kStages>& pipe, RingSender& ring, const Strip
       pipe.advance_store();
       load_next();
     }
-    if (is_leader) publish_chunk<kStages>(ring, pipe, pieces.num_pieces, num_send_tokens);
+    if (is_leader) publish_chunk(ring, pipe, pieces.num_pieces, num_send_tokens);
   }
   if (is_leader) {
     pipe.drain();
