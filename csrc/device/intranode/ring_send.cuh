@@ -24,9 +24,10 @@ DC_DEVICE StagePipe make_pipe(const StageLayout& stage, size_t barriers_offset) 
   return pipe;
 }
 
-// Leader: publishes what has landed once a chunk of rows has; the newest stores stay in flight.
+// Leader: publishes what has landed once a chunk of rows has. A store takes several rows' time to land, and waiting
+// for it would empty the pipeline: as many of the newest as that takes are left for later.
 DC_DEVICE void publish_chunk(RingSender& ring, const StagePipe& pipe, int num_pieces, uint32_t num_send_tokens) {
-  constexpr uint32_t kInFlight = 2;
+  constexpr uint32_t kInFlight = 6;
   if (pipe.num_stores() < kInFlight) return;
   const uint32_t num_landed = (pipe.num_stores() - kInFlight) / num_pieces;
   // acquire_slot may have published more already.
