@@ -1,7 +1,7 @@
 // One ring between two ranks: the slots and the `tail` word lie with the receiver, the `head` word with the
 // sender, so that each side polls its own memory. Credits are counted in rows since the kernel began.
 //
-//   sender:   has_slot / await_slot → fill slot() → publish(n)     (after the bytes have landed)
+//   sender:   poll_slot / await_slot → fill slot() → publish(n)     (after the bytes have landed)
 //   receiver: await_filled → read slot() → release(n)              (after the bytes have been read)
 //
 // One lane of a warp owns an end; the methods are for that lane alone.
@@ -23,9 +23,12 @@ class RingSender {
         tail_(&context.world.recv_line(peer, lane, context.world.rank)->tail),
         head_(&context.world.send_line(context.world.rank, lane, peer)->head) {}
 
-  // Whether row `row_idx` has a free slot, by what this lane already knows.
-  DC_DEVICE bool has_slot(uint32_t row_idx) const {
-    return row_idx - num_released_ < static_cast<uint32_t>(layout_.num_slots);
+  // Whether row `row_idx` has a free slot; looks once if this lane does not know of one.
+  DC_DEVICE bool poll_slot(uint32_t row_idx) {
+    if (is_free(row_idx)) return true;
+    const Tagged head = Tagged::unpack(arch::ld_acquire_sys(head_));
+    if (head.generation == context_.generation) num_released_ = head.value;
+    return is_free(row_idx);
   }
   // Waits for that slot. Everything filled must have been published, or the receiver cannot free one.
   DC_DEVICE bool await_slot(uint32_t row_idx) {
@@ -46,6 +49,10 @@ class RingSender {
   }
 
  private:
+  DC_DEVICE bool is_free(uint32_t row_idx) const {
+    return row_idx - num_released_ < static_cast<uint32_t>(layout_.num_slots);
+  }
+
   const Context& context_;
   const RingLayout& layout_;
   int lane_;

@@ -97,20 +97,22 @@ struct Summands {
   }
 };
 
-// One warp, one token: waits for its rows, adds them, writes the result.
+// Lane r < R: the ordinal of `token` in rank r's ring, or -1.
+DC_DEVICE int load_head(const CombineArgs& args, int token, int end) {
+  const int num_ranks = args.world.num_ranks, lane = arch::lane_idx();
+  if (token >= end || lane >= num_ranks) return -1;
+  return arch::ld_nc(args.send_head + static_cast<int64_t>(token) * num_ranks + lane);
+}
+
+// One warp, one token, `head` by load_head: waits for its rows, adds them, writes the result.
 template <Dtype kDtype>
 DC_DEVICE bool reduce_token(const Context& context, const CombineArgs& args, int ring_lane,
-                            const Strip& strip, int token) {
-  const int num_ranks = args.world.num_ranks;
+                            const Strip& strip, int token, int head) {
   const int lane = arch::lane_idx();
-  int head = -1;
   bool ok = true;
-  if (lane < num_ranks) {
-    head = arch::ld_nc(args.send_head + static_cast<int64_t>(token) * num_ranks + lane);
-    if (head >= 0) {
-      RingReceiver ring(context, args.ring, ring_lane, lane);
-      ok = ring.await_filled(head, Stage::kReduce);
-    }
+  if (head >= 0) {
+    RingReceiver ring(context, args.ring, ring_lane, lane);
+    ok = ring.await_filled(head, Stage::kReduce);
   }
   arch::sync_warp();  // hands each lane's acquire to the whole warp
   if (!arch::all(kFullMask, ok)) return false;
@@ -149,8 +151,11 @@ DC_DEVICE void reduce_channel(const Context& context, const CombineArgs& args, i
       ChannelRange::of(args.num_tokens, args.ring.num_channels, args.ring.channel_of(ring_lane));
   const Strip strip = Strip::of(args.message, args.ring.strip_of(ring_lane));
   uint32_t num_done = 0;
+  int next_head = load_head(args, range.begin + warp, range.end);
   for (int token = range.begin + warp; token < range.end; token += team.num_warps) {
-    if (!reduce_token<kDtype>(context, args, ring_lane, strip, token)) return;
+    const int head = next_head;
+    next_head = load_head(args, token + team.num_warps, range.end);  // while this token is added
+    if (!reduce_token<kDtype>(context, args, ring_lane, strip, token, head)) return;
     arch::sync_warp();  // every lane has read its part of the slots
     ++num_done;
     // pairs with: return_credits — the reads of this token's slots.
@@ -158,29 +163,40 @@ DC_DEVICE void reduce_channel(const Context& context, const CombineArgs& args, i
   }
 }
 
-// One warp: walks the channel's tokens in order behind the reducers; lane r gives rank r its slots back.
+// One warp: walks the channel's tokens in order behind the reducers; lane r gives rank r its slots back. A release
+// costs as much for one rank as for all, so when one is due the others go along.
 DC_DEVICE void return_credits(const Context& context, const CombineArgs& args, int ring_lane,
                               const ReduceTeam& team) {
+  constexpr int kAhead = 4;  // tokens whose heads are on their way
   const int num_ranks = args.world.num_ranks, lane = arch::lane_idx();
   const int channel = args.ring.channel_of(ring_lane);
   const ChannelRange range = ChannelRange::of(args.num_tokens, args.ring.num_channels, channel);
   const uint32_t release_step = min_of(args.num_send_tokens, args.ring.num_slots);
   RingReceiver ring(context, args.ring, ring_lane, min_of(lane, num_ranks - 1));
-  for (int token = range.begin; token < range.end; ++token) {
-    const int warp = (token - range.begin) % team.num_warps;
-    const uint32_t wanted = (token - range.begin) / team.num_warps + 1;
-    uint32_t num_done = 0;
-    bool ok = true;
-    if (lane == 0) {
-      ok = await<Scope::kCta>(context, team.progress + warp,
-                              {Stage::kRetire, Word::kProgress, args.world.rank, channel}, wanted,
-                              [=](uint32_t value) { return value >= wanted; }, &num_done);
+  uint32_t num_read = 0;  // rows of this lane's rank
+  int heads[kAhead];
+  for (int base = range.begin; base < range.end; base += kAhead) {
+    DC_UNROLL
+    for (int idx = 0; idx < kAhead; ++idx) heads[idx] = load_head(args, base + idx, range.end);
+    DC_UNROLL
+    for (int idx = 0; idx < kAhead; ++idx) {
+      const int token = base + idx;
+      if (token >= range.end) continue;
+      const int warp = (token - range.begin) % team.num_warps;
+      const uint32_t wanted = (token - range.begin) / team.num_warps + 1;
+      uint32_t num_done = 0;
+      bool ok = true;
+      if (lane == 0) {
+        ok = await<Scope::kCta>(context, team.progress + warp,
+                                {Stage::kRetire, Word::kProgress, args.world.rank, channel}, wanted,
+                                [=](uint32_t value) { return value >= wanted; }, &num_done);
+      }
+      arch::sync_warp();  // hands the leader's acquire to the lanes that release
+      if (arch::shfl(kFullMask, static_cast<int>(ok), 0) == 0) return;
+      if (heads[idx] >= 0) num_read = heads[idx] + 1;
+      const bool is_due = num_read - ring.num_released() >= release_step;
+      if (arch::any(kFullMask, is_due) && lane < num_ranks) ring.release(num_read);
     }
-    arch::sync_warp();  // hands the leader's acquire to the lanes that release
-    if (arch::shfl(kFullMask, static_cast<int>(ok), 0) == 0) return;
-    if (lane >= num_ranks) continue;
-    const int head = arch::ld_nc(args.send_head + static_cast<int64_t>(token) * num_ranks + lane);
-    if (head >= 0 && head + 1 - ring.num_released() >= release_step) ring.release(head + 1);
   }
 }
 

@@ -38,7 +38,7 @@ DC_DEVICE void publish_chunk(RingSender& ring, const StagePipe& pipe, int num_pi
 
 // Leader: a free slot for `row_idx`. Publishes everything before it blocks, so that the receiver can go on.
 DC_DEVICE bool acquire_slot(RingSender& ring, uint32_t row_idx) {
-  if (ring.has_slot(row_idx)) return true;
+  if (ring.poll_slot(row_idx)) return true;
   arch::bulk_wait<0>();
   ring.publish(row_idx);
   return ring.await_slot(row_idx);
