@@ -8,8 +8,8 @@
 
 namespace deep_comm {
 
-// Shared memory of a block that is not stages: dispatch's entry, combine's progress words.
-inline constexpr int kReservedSmemBytes = 512;
+// Shared memory of a block that is not stages: dispatch's entry, combine's team.
+inline constexpr int kReservedSmemBytes = 640;
 // The mbarriers of both modes of dispatch.
 inline constexpr int kMaxBarrierBytes = 2 * 2 * kMaxRanks * StagePipe::kMaxStages * sizeof(uint64_t);
 static_assert(sizeof(DispatchEntry) <= kReservedSmemBytes - 16);
@@ -226,7 +226,7 @@ void Engine<Target>::dispatch(DispatchArgs args, const ChannelConfig& config, in
   args.signature = Operation::signature(Kernel::kDispatch, agreed, 8);
   launch<DispatchKernel>(
       {.num_blocks = shape.ring.num_lanes(),
-       .num_threads = kWarpSize * max_of(num_ring_warps, args.num_move_warps + args.num_meta_warps),
+       .num_threads = kWarpSize * max_of(num_ring_warps + 1, args.num_move_warps + args.num_meta_warps),
        .smem_bytes = args.entry_offset + sizeof(DispatchEntry)},
       args, stream);
 }
@@ -250,11 +250,11 @@ template <class Target>
 void Engine<Target>::combine(CombineArgs args, Dtype dtype, const ChannelConfig& config, int num_topk,
                              int row_bytes, uint64_t stream) {
   constexpr int kMaxWarps = CombineKernel<Dtype::kFloat32>::kMaxThreads / kWarpSize;
-  const int num_reduce_warps = min_of(Target::kTuning.num_reduce_warps, kMaxWarps - world_.num_ranks - 1);
-  static_assert(sizeof(uint32_t) * Target::kTuning.num_reduce_warps <= kReservedSmemBytes);
+  const int num_reduce_warps = min_of(Target::kTuning.num_reduce_warps, kMaxWarps - world_.num_ranks - 2);
+  static_assert(ReduceTeam::num_bytes(Target::kTuning.num_reduce_warps) <= kReservedSmemBytes);
   const Shape shape = shape_of(config, row_bytes, 0, num_topk, world_.num_ranks);
   args.barriers_offset = world_.num_ranks * shape.stage.warp_bytes();
-  args.progress_offset = args.barriers_offset + world_.num_ranks * shape.stage.warp_barrier_bytes();
+  args.team_offset = args.barriers_offset + world_.num_ranks * shape.stage.warp_barrier_bytes();
   args.message = shape.message;
   args.stage = shape.stage;
   args.ring = shape.ring;
@@ -263,8 +263,8 @@ void Engine<Target>::combine(CombineArgs args, Dtype dtype, const ChannelConfig&
                         config.num_send_tokens, config.num_slots, num_strips};
   args.signature = Operation::signature(Kernel::kCombine, agreed, 7);
   const LaunchConfig launch_config{.num_blocks = shape.ring.num_lanes(),
-                                   .num_threads = kWarpSize * (world_.num_ranks + 1 + num_reduce_warps),
-                                   .smem_bytes = args.progress_offset + sizeof(uint32_t) * num_reduce_warps};
+                                   .num_threads = kWarpSize * (world_.num_ranks + 2 + num_reduce_warps),
+                                   .smem_bytes = args.team_offset + ReduceTeam::num_bytes(num_reduce_warps)};
   switch (dtype) {
     case Dtype::kBfloat16: return launch<CombineKernel<Dtype::kBfloat16>>(launch_config, args, stream);
     case Dtype::kFloat16: return launch<CombineKernel<Dtype::kFloat16>>(launch_config, args, stream);

@@ -131,8 +131,8 @@ struct CombineArgs {
   uint32_t signature;
   MessageLayout message;
   StageLayout stage;
-  size_t barriers_offset;  // shared memory: stages, mbarriers, progress words of the reducing warps
-  size_t progress_offset;
+  size_t barriers_offset;  // shared memory: stages, mbarriers, ReduceTeam
+  size_t team_offset;
   RingLayout ring;
   int num_send_tokens;
   const int32_t* rank_prefix_matrix;          // [R, R]

@@ -6,7 +6,7 @@
 // modes  direct (dispatch_direct.cuh), when every rank's outputs lie in its receive region and have room for its
 //        rows: senders write the final places. Otherwise rings (dispatch_ring.cuh). The ranks decide at entry, on
 //        the device, by words that all of them see alike, so that no host needs to know what the others chose.
-// grid   num_lanes blocks of max(2 R, num_move_warps + num_meta_warps) warps
+// grid   num_lanes blocks of max(2 R + 1, num_move_warps + num_meta_warps) warps
 // words  arrived, output_line, src_line, output_rows · owner: reader · written by each peer's block 0 · read at entry
 // before nothing: entry is a barrier; after it every rank's rings and its output block are free
 // after  outputs complete on this stream
@@ -22,9 +22,10 @@ namespace deep_comm {
 
 enum class DispatchMode : int { kFailed, kRings, kDirect };
 
-// What warp 0 found out at entry, for its block; in shared memory.
+// What warp 0 found out at entry, for its block, and what its warps report; in shared memory.
 struct DispatchEntry {
   DispatchMode mode;
+  Progress progress;  // ring mode
   PeerOutput outputs[kMaxRanks];
 };
 
@@ -106,10 +107,11 @@ DC_DEVICE void dispatch(const DispatchArgs& args) {
     finish_direct(context, args);
     return;
   }
-  arch::sync_block();  // movers that began in vain have left the stages
+  entry->progress.reset();
+  arch::sync_block();  // and movers that began in vain have left the stages
   if (mode == DispatchMode::kRings) {
     fill_tail_rows(context, args);
-    dispatch_by_rings(context, args);
+    dispatch_by_rings(context, args, entry->progress);
   }
   retire_block(context);
 }

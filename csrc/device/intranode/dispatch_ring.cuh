@@ -1,7 +1,7 @@
 // dispatch, ring mode: bounded memory. Every token to every rank that holds one of its experts, through rings.
 //
 // grid   one block a lane (channel c, strip s of the row); warp w < R sends to rank w, warp R + w receives from
-//        rank w; only strip 0 carries and writes metadata
+//        rank w, warp 2 R publishes tails and heads; only strip 0 carries and writes metadata
 // smem   2 R x (stages + mbarriers)
 // words  recv_line.{start,end}_offset · owner: receiver · written by sender · relaxed, flag in data
 //        recv_line.tail               · owner: receiver · written by sender · release/acquire sys
@@ -78,7 +78,8 @@ DC_DEVICE void TokenSource::write_meta(uint8_t* meta, int token) const {
   }
 }
 
-DC_DEVICE void dispatch_send(const Context& context, const DispatchArgs& args, int lane, int dst) {
+DC_DEVICE void dispatch_send(const Context& context, const DispatchArgs& args, Progress& progress, int lane,
+                             int dst) {
   const int channel = args.ring.channel_of(lane), num_channels = args.ring.num_channels;
   const Strip strip = Strip::of(args.message, args.ring.strip_of(lane));
   StagePipe pipe = make_pipe(args.stage, args.ring_barriers_offset);
@@ -90,7 +91,7 @@ DC_DEVICE void dispatch_send(const Context& context, const DispatchArgs& args, i
   }
   const ChannelRange range = ChannelRange::of(args.num_tokens, num_channels, channel);
   RingSender ring(context, args.ring, lane, dst);
-  send_rows(pipe, ring, strip, Pieces::of(strip, args.stage), args.num_send_tokens,
+  send_rows(pipe, ring, SendReport(progress, dst, args.num_send_tokens), strip, Pieces::of(strip, args.stage),
             TokenSource(args, range, dst), TokenSource(args, range, dst));
 }
 
@@ -135,11 +136,13 @@ DC_DEVICE bool load_arrived(RingReceiver& ring, StagePipe& pipe, const Strip& st
 }
 
 // One warp: a strip of the rows that `src` sends through this channel, from the ring to their final places.
-DC_DEVICE void receive_rows(const DispatchArgs& args, RingReceiver& ring, StagePipe& pipe,
-                            const Strip& strip, uint32_t num_rows, int64_t first_row) {
+// Reports what it has read, and that it has finished.
+DC_DEVICE void receive_rows(const DispatchArgs& args, RingReceiver& ring, StagePipe& pipe, Progress& progress,
+                            int word, const Strip& strip, uint32_t num_rows, int64_t first_row) {
   const bool is_leader = arch::lane_idx() == 0;
   const Pieces pieces = Pieces::of(strip, args.stage);
   const uint32_t release_step = min_of(args.num_send_tokens, args.ring.num_slots);
+  uint32_t num_reported = 0;
   for (uint32_t row_idx = 0; row_idx < num_rows; ++row_idx) {
     const int64_t row = first_row + row_idx;
     const bool fits = row < args.num_recv_rows;
@@ -154,6 +157,7 @@ DC_DEVICE void receive_rows(const DispatchArgs& args, RingReceiver& ring, StageP
       ok = arch::shfl(kFullMask, static_cast<int>(ok), 0) != 0;
       if (!ok) {
         if (is_leader) pipe.drain();
+        if (is_leader) progress.finish(word, num_reported);
         return;
       }
       const int num_bytes = pieces.bytes_of(piece);
@@ -163,12 +167,17 @@ DC_DEVICE void receive_rows(const DispatchArgs& args, RingReceiver& ring, StageP
       if (is_leader) pipe.store(dst + piece * pieces.piece_bytes, fits ? num_bytes : 0);
       pipe.advance_store();
     }
-    if (is_leader && row_idx + 1 - ring.num_released() >= release_step) ring.release(row_idx + 1);
+    if (is_leader && row_idx + 1 - num_reported >= release_step) {
+      num_reported = row_idx + 1;
+      progress.report(word, num_reported);
+    }
   }
   if (is_leader) pipe.drain();
+  if (is_leader) progress.finish(word, num_rows);
 }
 
-DC_DEVICE void dispatch_receive(const Context& context, const DispatchArgs& args, int lane, int src) {
+DC_DEVICE void dispatch_receive(const Context& context, const DispatchArgs& args, Progress& progress, int lane,
+                                int src) {
   const World& world = args.world;
   const int channel = args.ring.channel_of(lane), num_channels = args.ring.num_channels;
   const Strip strip = Strip::of(args.message, args.ring.strip_of(lane));
@@ -177,7 +186,11 @@ DC_DEVICE void dispatch_receive(const Context& context, const DispatchArgs& args
   bool ok = true;
   if (arch::lane_idx() == 0) ok = await_offsets(context, lane, channel, src, &offsets);
   ok = arch::shfl(kFullMask, static_cast<int>(ok), 0) != 0;
-  if (!ok) return;
+  const int word = world.num_ranks + src;
+  if (!ok) {
+    if (arch::lane_idx() == 0) progress.finish(word, 0);
+    return;
+  }
   offsets.start = arch::shfl(kFullMask, offsets.start, 0);
   offsets.end = arch::shfl(kFullMask, offsets.end, 0);
   if (arch::lane_idx() == 0 && args.ring.strip_of(lane) == 0 && args.recv_channel_prefix_matrix != nullptr) {
@@ -187,19 +200,26 @@ DC_DEVICE void dispatch_receive(const Context& context, const DispatchArgs& args
   const int32_t source_start =
       src == 0 ? 0 : arch::ld_nc(args.rank_prefix_matrix + (src - 1) * world.num_ranks + world.rank);
   RingReceiver ring(context, args.ring, lane, src);
-  receive_rows(args, ring, pipe, strip, offsets.end - offsets.start,
+  receive_rows(args, ring, pipe, progress, word, strip, offsets.end - offsets.start,
                static_cast<int64_t>(source_start) + offsets.start);
 }
 
-// The ring mode of one block.
-DC_DEVICE void dispatch_by_rings(const Context& context, const DispatchArgs& args) {
-  const int lane = arch::block_idx(), num_ranks = args.world.num_ranks, warp = arch::warp_idx();
+// The ring mode of one block. `progress` is reset.
+DC_DEVICE void dispatch_by_rings(const Context& context, const DispatchArgs& args, Progress& progress) {
+  const World& world = args.world;
+  const int ring_lane = arch::block_idx(), num_ranks = world.num_ranks, warp = arch::warp_idx();
   // A strip that a short row does not reach has nothing to move.
-  if (lane >= args.ring.num_lanes() || Strip::of(args.message, args.ring.strip_of(lane)).num_bytes == 0) return;
+  if (Strip::of(args.message, args.ring.strip_of(ring_lane)).num_bytes == 0) return;
   if (warp < num_ranks) {
-    dispatch_send(context, args, lane, warp);
+    dispatch_send(context, args, progress, ring_lane, warp);
   } else if (warp < 2 * num_ranks) {
-    dispatch_receive(context, args, lane, warp - num_ranks);
+    dispatch_receive(context, args, progress, ring_lane, warp - num_ranks);
+  } else if (warp == 2 * num_ranks) {
+    const int lane = arch::lane_idx();
+    uint64_t* target = lane < num_ranks       ? ring_tail(world, ring_lane, lane)
+                       : lane < 2 * num_ranks ? ring_head(world, ring_lane, lane - num_ranks)
+                                              : nullptr;
+    publish_progress(context, progress, 2 * num_ranks, target);
   }
 }
 

@@ -25,7 +25,7 @@ struct NotifyKernel {
 struct DispatchKernel {
   using Args = DispatchArgs;
   static constexpr Kernel kName = Kernel::kDispatch;
-  static constexpr int kMaxThreads = 2 * kWarpSize * kMaxRanks;
+  static constexpr int kMaxThreads = kWarpSize * (2 * kMaxRanks + 1);
   DC_DEVICE static void run(const Args& args) { dispatch(args); }
 };
 

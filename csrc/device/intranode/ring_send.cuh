@@ -8,6 +8,7 @@
 
 #include "device/channel/ring.cuh"
 #include "device/intranode/args.cuh"
+#include "device/intranode/publisher.cuh"
 #include "device/move/stage_pipe.cuh"
 
 namespace deep_comm {
@@ -24,30 +25,54 @@ DC_DEVICE StagePipe make_pipe(const StageLayout& stage, size_t barriers_offset) 
   return pipe;
 }
 
-// Leader: publishes what has landed once a chunk of rows has. A store takes several rows' time to land, and waiting
-// for it would empty the pipeline: as many of the newest as that takes are left for later.
-DC_DEVICE void publish_chunk(RingSender& ring, const StagePipe& pipe, int num_pieces, uint32_t num_send_tokens) {
-  constexpr uint32_t kInFlight = 6;
-  if (pipe.num_stores() < kInFlight) return;
-  const uint32_t num_landed = (pipe.num_stores() - kInFlight) / num_pieces;
-  // acquire_slot may have published more already.
-  if (num_landed < ring.num_published() + num_send_tokens) return;
-  arch::bulk_wait<kInFlight>();
-  ring.publish(num_landed);
-}
+// What a sending warp has reported to its block's publisher. Leader only.
+class SendReport {
+ public:
+  DC_DEVICE SendReport(Progress& progress, int word, uint32_t chunk)
+      : progress_(progress), word_(word), chunk_(chunk) {}
 
-// Leader: a free slot for `row_idx`. Publishes everything before it blocks, so that the receiver can go on.
-DC_DEVICE bool acquire_slot(RingSender& ring, uint32_t row_idx) {
+  // Once a chunk of rows has landed. A store takes several rows' time to land, and waiting for it would empty the
+  // pipeline: as many of the newest as that takes are left for later.
+  DC_DEVICE void after_row(const StagePipe& pipe, int num_pieces) {
+    constexpr uint32_t kInFlight = 6;
+    if (pipe.num_stores() < kInFlight) return;
+    const uint32_t num_landed = (pipe.num_stores() - kInFlight) / num_pieces;
+    if (num_landed < num_reported_ + chunk_) return;  // before_wait may have reported more already
+    arch::bulk_wait<kInFlight>();
+    report(num_landed);
+  }
+  // Before a wait for credit: all of `num_rows`, or the receiver could not free a slot.
+  DC_DEVICE void before_wait(uint32_t num_rows) {
+    arch::bulk_wait<0>();
+    report(num_rows);
+  }
+  // After the pipeline has been drained. A failed sender adds nothing to its last report.
+  DC_DEVICE void finish(bool ok, uint32_t num_rows) { progress_.finish(word_, ok ? num_rows : num_reported_); }
+
+ private:
+  DC_DEVICE void report(uint32_t num_rows) {
+    if (num_rows == num_reported_) return;
+    num_reported_ = num_rows;
+    progress_.report(word_, num_rows);
+  }
+
+  Progress& progress_;
+  int word_;
+  uint32_t chunk_;
+  uint32_t num_reported_ = 0;
+};
+
+// Leader: a free slot for `row_idx`.
+DC_DEVICE bool acquire_slot(RingSender& ring, SendReport& sent, uint32_t row_idx) {
   if (ring.poll_slot(row_idx)) return true;
-  arch::bulk_wait<0>();
-  ring.publish(row_idx);
+  sent.before_wait(row_idx);
   return ring.await_slot(row_idx);
 }
 
-// One warp. Returns whether all rows went out; on failure the pipeline is drained and nothing more is written.
+// One warp. On failure the pipeline is drained and nothing more is written.
 template <class Source>
-DC_DEVICE bool send_rows(StagePipe& pipe, RingSender& ring, const Strip& strip,
-                         const Pieces& pieces, int num_send_tokens, Source ahead, Source current) {
+DC_DEVICE void send_rows(StagePipe& pipe, RingSender& ring, SendReport sent, const Strip& strip,
+                         const Pieces& pieces, Source ahead, Source current) {
   const bool is_leader = arch::lane_idx() == 0;
   int load_row = ahead.next();
   int load_piece = 0;
@@ -69,7 +94,7 @@ DC_DEVICE bool send_rows(StagePipe& pipe, RingSender& ring, const Strip& strip,
   uint32_t row_idx = 0;
   bool ok = true;
   for (int row = current.next(); row >= 0; row = current.next(), ++row_idx) {
-    if (is_leader) ok = acquire_slot(ring, row_idx);
+    if (is_leader) ok = acquire_slot(ring, sent, row_idx);
     ok = arch::shfl(kFullMask, static_cast<int>(ok), 0) != 0;
     if (!ok) break;
     for (int piece = 0; piece < pieces.num_pieces; ++piece) {
@@ -88,13 +113,12 @@ DC_DEVICE bool send_rows(StagePipe& pipe, RingSender& ring, const Strip& strip,
       pipe.advance_store();
       load_next();
     }
-    if (is_leader) publish_chunk(ring, pipe, pieces.num_pieces, num_send_tokens);
+    if (is_leader) sent.after_row(pipe, pieces.num_pieces);
   }
   if (is_leader) {
     pipe.drain();
-    if (ok) ring.publish(row_idx);
+    sent.finish(ok, row_idx);
   }
-  return ok;
 }
 
 }  // namespace deep_comm
