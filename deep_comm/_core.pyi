@@ -4,7 +4,8 @@ Every pointer is an ``int`` address and 0 stands for "not given"; every size is 
 Nothing here knows torch. Calls that may wait release the GIL.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 version: str
 
@@ -192,6 +193,47 @@ class Segment:
 
 def remove_stale_segments() -> list[str]:
     """Remove this user's segments whose creating process is gone; returns their names."""
+
+class Block:
+    """Bytes of the heap, given back when the last reference goes."""
+
+    offset: int
+    num_bytes: int
+
+class Region:
+    """First-fit allocator of 128-byte aligned blocks in [begin, end).
+
+    A block may be given back while kernels that read it are still queued: ``mark()`` then says on which
+    stream (the current one) and leaves an event there, and whoever gets the bytes next waits for it; None:
+    nothing can be in flight. Blocks taken while ``is_capturing()`` are only handed out to later captures:
+    replays of the CUDA graph write to them whenever they like.
+    """
+
+    def __init__(
+        self,
+        begin: int,
+        end: int,
+        mark: Callable[[], tuple[int, Any] | None],
+        is_capturing: Callable[[], bool],
+    ) -> None: ...
+    def allocate(self, num_bytes: int, after: int | None = None) -> tuple[Block, list[Any]] | None:
+        """A block and the events to wait for before anything writes to it; None if there is no room.
+
+        Events of stream ``after`` are left out: the caller's work is behind all that is queued there.
+        """
+    num_free_bytes: int
+
+def matrix(
+    address: int,
+    num_rows: int,
+    num_columns: int,
+    type_code: int,  # DLPack's
+    type_bits: int,
+    device_type: int,  # DLPack's
+    device_index: int,
+    owner: object,  # lives as long as the last tensor over the memory
+) -> object:
+    """A DLPack capsule for torch.from_dlpack: contiguous memory that somebody else owns."""
 
 def allocate(num_bytes: int) -> int:
     """Zeroed, 4096-byte aligned memory of this process: the heap of ranks that are threads."""

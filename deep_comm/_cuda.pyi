@@ -37,3 +37,43 @@ def enable_peer_access(device: int, peer_device: int) -> None:
 
 def can_access_peer(device: int, peer_device: int) -> bool: ...
 def num_sms(device: int) -> int: ...
+def current_device() -> int: ...
+
+class Event:
+    """A point in the work of a stream, without timing. Events are reused: making one is cheap."""
+
+    def __init__(self, device: int) -> None: ...
+    def record(self, stream: int) -> None: ...
+    def wait(self, stream: int) -> None:
+        """Work that ``stream`` gets from now on waits for this event."""
+
+    def order(self, first: int, then: int) -> None:
+        """Work that stream ``then`` gets from now on waits for all that ``first`` has."""
+
+def mark(device: int, stream: int) -> Event | None:
+    """An event at this point of the stream; None while the stream is capturing a CUDA graph."""
+
+def is_capturing(stream: int) -> bool: ...
+
+# ---- for deep_comm.bench: the link limit ----
+
+def push_rows(
+    *,
+    destinations: Sequence[int],  # [num_ranks] receive area of every rank: num_ranks * num_rows_per_peer rows
+    src: int,  # (num_ranks - 1) * num_rows_per_peer rows
+    rank: int,
+    num_rows_per_peer: int,
+    row_bytes: int,  # a multiple of 16
+    num_blocks: int,
+    num_warps: int,  # of a block, at most max_push_warps
+    stream: int,
+) -> None:
+    """Pushes rows to every other rank with bulk copies: no counts, no flags, no barriers.
+
+    Row t goes to rank (rank + 1 + t % (num_ranks - 1)) % num_ranks, row rank * num_rows_per_peer +
+    t // (num_ranks - 1) there.
+    """
+
+def max_push_warps(row_bytes: int) -> int: ...
+def copy_async(*, dst: int, src: int, num_bytes: int, stream: int) -> None:
+    """cudaMemcpyAsync between any two reachable addresses; a copy engine's work between devices."""

@@ -319,13 +319,13 @@ class Buffer:
         """
         options = CallOptions(
             config,
-            self._default_config(configs.recommended_dispatch_config),
+            None if config is not None else self._default_config(configs.recommended_dispatch_config),
             StreamOptions.checked(previous_event, async_finish, allocate_on_comm_stream),
         )
         if handle is not None:
-            for name, value in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
-                if value is not None:
-                    raise ArgumentError(name, None, "must be left away with a handle")
+            if topk_idx is not None or topk_weights is not None:
+                name = "topk_weights" if topk_idx is None else "topk_idx"
+                raise ArgumentError(name, None, "must be left away with a handle")
             return cached_dispatch(self._context, x, handle, options)
         return dispatch(
             self._context,
@@ -375,7 +375,7 @@ class Buffer:
         """
         options = CallOptions(
             config,
-            self._default_config(configs.recommended_combine_config),
+            None if config is not None else self._default_config(configs.recommended_combine_config),
             StreamOptions.checked(previous_event, async_finish, allocate_on_comm_stream),
         )
         return combine(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -31,16 +30,41 @@ def tensor(
     device: torch.device,
     *,
     shape: Sequence[int | None],
-    dtypes: Sequence[torch.dtype] | None = None,
+    dtypes: Container[torch.dtype] | None = None,
     contiguous: bool = True,
 ) -> Tensor:
     """``value`` if it is a tensor of this shape (None: any extent), dtype and device."""
+    if (
+        isinstance(value, Tensor)
+        and value.device == device
+        and (dtypes is None or value.dtype in dtypes)
+        and (not contiguous or value.is_contiguous())
+    ):
+        extents = value.shape
+        if len(extents) == len(shape):
+            for extent, wanted in zip(extents, shape, strict=True):
+                if wanted is not None and extent != wanted:
+                    break
+            else:
+                return value
+    raise _refusal(name, value, device, shape, dtypes)
+
+
+def _refusal(
+    name: str,
+    value: Any,
+    device: torch.device,
+    shape: Sequence[int | None],
+    dtypes: Container[torch.dtype] | None,
+) -> ArgumentError:
+    """Which rule of tensor() ``value`` breaks; the first of several."""
     if not isinstance(value, Tensor):
-        raise ArgumentError(name, type(value).__name__, "must be a tensor")
+        return ArgumentError(name, type(value).__name__, "must be a tensor")
     if value.device != device:
-        raise ArgumentError(name, value.device, f"must be on this Buffer's device {device}")
+        return ArgumentError(name, value.device, f"must be on this Buffer's device {device}")
     if dtypes is not None and value.dtype not in dtypes:
-        raise ArgumentError(name, value.dtype, f"must have dtype {_names(dtypes)}")
+        assert isinstance(dtypes, Iterable)
+        return ArgumentError(name, value.dtype, f"must have dtype {_names(tuple(dtypes))}")
     fits = value.dim() == len(shape) and all(
         wanted is None or extent == wanted
         for extent, wanted in zip(value.shape, shape, strict=True)
@@ -48,34 +72,34 @@ def tensor(
     if not fits:
         wanted_shape = ["any" if extent is None else extent for extent in shape]
         rule = f"must have shape [{', '.join(map(str, wanted_shape))}]"
-        raise ArgumentError(name, list(value.shape), rule)
-    if contiguous and not value.is_contiguous():
-        raise ArgumentError(name, f"strides {value.stride()}", "must be contiguous")
-    return value
+        return ArgumentError(name, list(value.shape), rule)
+    return ArgumentError(name, f"strides {value.stride()}", "must be contiguous")
 
 
-@dataclass(frozen=True)
 class Payload:
     """x and its scales, as the engine takes them."""
 
-    x: Tensor  # [T, H]
-    scales: Tensor | None  # [T, S], any strides
+    __slots__ = (
+        "x",
+        "scales",
+        "num_tokens",
+        "hidden",
+        "row_bytes",
+        "num_scales",
+        "scale_bytes",
+        "scale_row_bytes",
+    )
 
-    @property
-    def num_tokens(self) -> int:
-        return self.x.shape[0]
-
-    @property
-    def row_bytes(self) -> int:
-        return self.x.shape[1] * self.x.element_size()
-
-    @property
-    def num_scales(self) -> int:
-        return 0 if self.scales is None else self.scales.shape[1]
-
-    @property
-    def scale_bytes(self) -> int:
-        return 0 if self.scales is None else self.scales.element_size()
+    def __init__(self, x: Tensor, scales: Tensor | None) -> None:
+        self.x = x  # [T, H]
+        self.scales = scales  # [T, S], any strides
+        self.num_tokens, self.hidden = x.shape
+        self.row_bytes = self.hidden * x.element_size()
+        self.num_scales = self.scale_bytes = self.scale_row_bytes = 0
+        if scales is not None:
+            self.num_scales = scales.shape[1]
+            self.scale_bytes = scales.element_size()
+            self.scale_row_bytes = self.num_scales * self.scale_bytes
 
 
 def _row(name: str, x: Tensor) -> None:
@@ -113,7 +137,7 @@ def payload(x: Any, device: torch.device) -> Payload:
 
 
 def combine_input(x: Any, device: torch.device) -> Tensor:
-    x = tensor("x", x, device, shape=(None, None), dtypes=tuple(COMBINE_DTYPES))
+    x = tensor("x", x, device, shape=(None, None), dtypes=COMBINE_DTYPES)
     _row("x", x)
     return x
 
@@ -141,6 +165,8 @@ def topk_pair(
 
 def biases(bias: Any, shape: Sequence[int], like: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """combine's bias: nothing, a tensor, or a pair."""
+    if bias is None:
+        return None, None
     parts = bias if isinstance(bias, (tuple, list)) else (bias, None)
     if len(parts) != 2:
         raise ArgumentError("bias", f"{len(parts)} items", "must be a tensor or a pair of tensors")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -143,10 +144,12 @@ _COMBINE = {
 }
 
 
+@functools.cache
 def recommended_dispatch_config(num_ranks: int, num_sms: int) -> Config:
     return _recommended(_DISPATCH, num_ranks, num_sms)
 
 
+@functools.cache
 def recommended_combine_config(num_ranks: int, num_sms: int) -> Config:
     return _recommended(_COMBINE, num_ranks, num_sms)
 
@@ -163,6 +166,7 @@ Recommend = Callable[[int, int], Config]
 """(ranks, SMs) -> Config."""
 
 
+@functools.cache
 def host_default(num_sms: int | None = None) -> Config:
     """The Config of the host target when none is given.
 

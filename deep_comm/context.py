@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from deep_comm import errors
 from deep_comm.backends import Backend, Heap, create_backend, resolve_device
 from deep_comm.config import Config, RingPlan, plan_rings
-from deep_comm.region import Region
+from deep_comm.handle import Handle, KnownHandle
 from deep_comm.rendezvous import Rendezvous
 from deep_comm.topology import (
     Topology,
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
     from deep_comm._core import Engine
 
+
+# Shapes and configs of calls whose rings are remembered; a program uses a handful.
+_MAX_PLANS = 512
 
 # Rings that keep the links busy at any number of SMs; a larger buffer is better used as receive region.
 _RING_BYTES = 64 << 20
@@ -86,6 +90,8 @@ class Context:
         self.num_nvl_bytes = settings.num_nvl_bytes
         self.num_max_experts = settings.num_max_experts
         self.is_open = False
+        self._identity = object()  # what handles remember this Buffer by, without keeping it alive
+        self._plans: dict[tuple[object, ...], RingPlan] = {}
         with self.backend.device_scope():
             self.rendezvous.require_equal(
                 {
@@ -126,6 +132,8 @@ class Context:
             self.heap.close()
             raise
         self.engine: Engine = engines[0]
+        from deep_comm.region import Region  # native: loaded no earlier than the backend's module
+
         end = self.engine.data_offset + self.engine.data_bytes
         self.region = Region(
             end - _direct_bytes(settings), end, self.backend.mark, self.backend.is_capturing
@@ -136,14 +144,36 @@ class Context:
     def plan(
         self,
         config: Config | None,
-        default: Config,
-        *,
+        default: Config | None,
         row_bytes: int,
-        scale_row_bytes: int = 0,
+        scale_row_bytes: int,
         num_topk: int,
         num_channels: int | None = None,
     ) -> RingPlan:
-        """Rings for one call; raises BufferTooSmall or ArgumentError."""
+        """Rings for one call; raises BufferTooSmall or ArgumentError. ``default``: without a config.
+
+        Worked out once for equal arguments: a Buffer's memory does not change.
+        """
+        if config is None or type(config) is Config:
+            key = (config, default, row_bytes, scale_row_bytes, num_topk, num_channels)
+            known = self._plans.get(key)
+            if known is None:
+                known = self._plan(*key)
+                if len(self._plans) == _MAX_PLANS:
+                    self._plans.clear()
+                self._plans[key] = known
+            return known
+        return self._plan(config, default, row_bytes, scale_row_bytes, num_topk, num_channels)
+
+    def _plan(
+        self,
+        config: Config | None,
+        default: Config | None,
+        row_bytes: int,
+        scale_row_bytes: int,
+        num_topk: int,
+        num_channels: int | None,
+    ) -> RingPlan:
         if config is not None and not isinstance(config, Config):
             raise errors.ArgumentError("config", type(config).__name__, "must be a Config or None")
 
@@ -157,9 +187,11 @@ class Context:
                 num_topk=num_topk,
             )
 
+        chosen = config if config is not None else default
+        assert chosen is not None
         return plan_rings(
             config,
-            default,
+            chosen,
             num_channels=num_channels,
             max_sms=self.backend.max_sms,
             num_nvl_bytes=self.num_nvl_bytes,
@@ -176,13 +208,24 @@ class Context:
             return 0
         return tensor.data_ptr() or self.heap.base
 
+    def known_handle(self, handle: Handle | Sequence[Tensor]) -> KnownHandle:
+        """The handle as calls use it; raises ArgumentError, or HandleMismatch if it is not of this group."""
+        if type(handle) is Handle:
+            known = handle.known_to(self._identity)
+            if known is not None:
+                return known
+        checked = Handle.of(handle)
+        checked.require_group(self.rank, self.num_ranks, self.members, self.device)
+        return checked.remember(self._identity, self.heap.base)
+
     def begin(self) -> None:
         """Before every operation: the Buffer lives and no kernel has failed.
 
         A bad expert index found by get_dispatch_layout is left to notify_dispatch, which tells the
         peers as well; raising here, or not, would depend on when the kernel ran.
         """
-        self.require_open()
+        if not self.is_open:
+            self.require_open()
         record = self.engine.poll_error()
         if record is not None and record.kind != "expert_index":
             self._raise(record)

@@ -3,13 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import overload
 
 import torch
 from torch import Tensor
 
 from deep_comm.errors import ArgumentError, HandleMismatch
+
+
+class KnownHandle:
+    """A handle that has passed a Buffer's checks, as the hot path wants it: numbers and addresses.
+
+    Kept in the handle, so that later calls with it check nothing but whose it is.
+    """
+
+    __slots__ = (
+        "owner",
+        "tensors",
+        "num_tokens",
+        "num_recv_rows",
+        "num_channels",
+        "num_experts",
+        "rank_prefix_matrix",
+        "channel_prefix_matrix",
+        "recv_channel_prefix_matrix",
+        "is_token_in_rank",
+        "send_head",
+        "output_layouts",
+        "recorded_on",
+    )
+
+    def __init__(self, handle: Handle, owner: object, empty_address: int) -> None:
+        """``owner``: whose checks. ``empty_address``: of tensors without elements."""
+        self.owner = owner
+        self.tensors = handle.as_tuple()
+        self.num_tokens = handle.num_tokens
+        self.num_recv_rows = handle.num_recv_rows
+        self.num_channels = handle.num_channels
+        self.num_experts = handle.num_experts or 0
+        self.rank_prefix_matrix = handle.rank_prefix_matrix.data_ptr() or empty_address
+        self.channel_prefix_matrix = handle.channel_prefix_matrix.data_ptr() or empty_address
+        self.recv_channel_prefix_matrix = (
+            handle.recv_channel_prefix_matrix.data_ptr() or empty_address
+        )
+        self.is_token_in_rank = handle.is_token_in_rank.data_ptr() or empty_address
+        self.send_head = handle.send_head.data_ptr() or empty_address
+        # (row bytes, scale bytes) -> how the outputs of a cached dispatch lie in the receive region
+        self.output_layouts: dict[tuple[int, int], tuple[int, int, int, int, int]] = {}
+        self.recorded_on: set[tuple[int, int | None]] = set()  # streams whose use torch knows of
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +78,7 @@ class Handle:
     num_recv_tokens: int | None = None  # rows that arrived; None in worst-case mode
     num_recv_tokens_per_expert: Tensor | None = None  # int32 [L] on the device, aligned
     members: tuple[str, ...] | None = None  # who the ranks are
+    _known: KnownHandle | None = field(default=None, init=False, repr=False)
 
     @property
     def num_ranks(self) -> int:
@@ -119,6 +162,16 @@ class Handle:
         for tensor in self:
             if tensor.device != device:
                 raise HandleMismatch("handle", tensor.device, f"must be on {device}")
+
+    def known_to(self, owner: object) -> KnownHandle | None:
+        """What require_group and remember left for ``owner``, if they were called before."""
+        known = self._known
+        return known if known is not None and known.owner is owner else None
+
+    def remember(self, owner: object, empty_address: int) -> KnownHandle:
+        known = KnownHandle(self, owner, empty_address)
+        object.__setattr__(self, "_known", known)  # a cache: the handle itself stays as it is
+        return known
 
     def require_num_tokens(self, num_tokens: int) -> None:
         if self.num_tokens != num_tokens:

@@ -7,11 +7,14 @@ namespace deep_comm {
 
 // _core
 void bind_segment(pybind11::module_& m);
+void bind_region(pybind11::module_& m);
 void bind_simulation(pybind11::module_& m);
 void bind_engine_host(pybind11::module_& m);
 
 // _cuda
 void bind_memory_cuda(pybind11::module_& m);
+void bind_stream_cuda(pybind11::module_& m);
 void bind_engine_cuda(pybind11::module_& m);
+void bind_bench_cuda(pybind11::module_& m);
 
 }  // namespace deep_comm

@@ -5,6 +5,7 @@ PYBIND11_MODULE(_core, m) {
   m.doc() = "The host target: the protocol kernels over the SIMT executor, and shared memory.";
   m.attr("version") = DEEP_COMM_VERSION;
   deep_comm::bind_segment(m);
+  deep_comm::bind_region(m);
   // Before the engine, whose signatures name the Simulation.
   deep_comm::bind_simulation(m);
   deep_comm::bind_engine_host(m);

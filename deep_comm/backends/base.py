@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from deep_comm.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
     from deep_comm._core import Engine
+    from deep_comm.handle import KnownHandle
 
 _POISON_BYTE = 0xA5
 
@@ -29,6 +30,11 @@ class Heap(Protocol):
     def view(self, offset: int, num_bytes: int, owner: object = None) -> Tensor:
         """uint8 tensor over this rank's part; the memory, and ``owner``, live as long as the tensor."""
 
+    def matrix(
+        self, offset: int, num_rows: int, num_columns: int, dtype: torch.dtype, owner: object
+    ) -> Tensor:
+        """The same as a contiguous [num_rows, num_columns] tensor of ``dtype``."""
+
     def close(self) -> None:
         """Let go of the peers' parts and of this rank's own. Never waits for a peer. Idempotent."""
 
@@ -41,6 +47,7 @@ class Launch(Protocol):
     """
 
     stream: int  # to pass to the engine
+    ordered_after: int | None  # the stream whose work so far all comes before; None: not a whole stream's
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """An output, on the device and owned by the right stream."""
@@ -48,11 +55,13 @@ class Launch(Protocol):
     def adopt(self, tensor: Tensor) -> Tensor:
         """An output over memory that was there before."""
 
-    def wait(self, events: Iterable[EventHandle]) -> None:
-        """The operation also waits for these."""
+    def wait(self, events: Iterable[Any]) -> None:
+        """The operation also waits for these, which ``Backend.mark`` made."""
 
-    def finish(self, inputs: Iterable[Tensor | None]) -> EventOverlap:
-        """End of the operation, whose ``inputs`` must outlive it."""
+    def finish(
+        self, inputs: Iterable[Tensor | None], handle: KnownHandle | None = None
+    ) -> EventOverlap:
+        """End of the operation, whose ``inputs`` and ``handle`` must outlive it."""
 
     def __enter__(self) -> Launch: ...
     def __exit__(
@@ -96,7 +105,7 @@ class Backend(Protocol):
         self, previous_event: EventHandle | None, async_finish: bool, allocate_on_comm_stream: bool
     ) -> Launch: ...
 
-    def mark(self) -> tuple[int, EventHandle] | None:
+    def mark(self) -> tuple[int, Any] | None:
         """The current stream and an event on it; None if nothing can be in flight."""
 
     def is_capturing(self) -> bool:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 from collections.abc import Iterable, Sequence
 from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,21 +13,38 @@ from torch import Tensor
 from deep_comm import _core, env
 from deep_comm.backends import in_process
 from deep_comm.backends.base import Heap, poison
+from deep_comm.backends.foreign import Place
 from deep_comm.errors import UnsupportedError
 from deep_comm.events import EventHandle, EventOverlap
 from deep_comm.rendezvous import Rendezvous
 
-
-def _view(address: int, num_bytes: int, owner: object) -> Tensor:
-    if num_bytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    memory = (ctypes.c_uint8 * num_bytes).from_address(address)
-    # torch keeps `memory` alive, and that keeps the heap's part alive.
-    memory.owner = owner  # type: ignore[attr-defined]
-    return torch.frombuffer(memory, dtype=torch.uint8)
+if TYPE_CHECKING:
+    from deep_comm.handle import KnownHandle
 
 
-class _ThreadHeap:
+_PLACE = Place(torch.device("cpu"))
+
+
+class _HostHeap:
+    """What both kinds of heap have in common: tensors over this rank's part."""
+
+    base: int
+
+    def _owner(self) -> object:
+        """What keeps this rank's part in place."""
+        raise NotImplementedError
+
+    def view(self, offset: int, num_bytes: int, owner: object = None) -> Tensor:
+        return self.matrix(offset, 1, num_bytes, torch.uint8, owner).view(num_bytes)
+
+    def matrix(
+        self, offset: int, num_rows: int, num_columns: int, dtype: torch.dtype, owner: object
+    ) -> Tensor:
+        address = self.base + offset
+        return _PLACE.matrix(address, num_rows, num_columns, dtype, (self._owner(), owner))
+
+
+class _ThreadHeap(_HostHeap):
     """Ranks are threads: every rank holds every rank's block."""
 
     def __init__(self, rendezvous: Rendezvous, num_bytes: int) -> None:
@@ -40,14 +57,14 @@ class _ThreadHeap:
         self._rank = rendezvous.rank
         self._blocks = blocks
 
-    def view(self, offset: int, num_bytes: int, owner: object = None) -> Tensor:
-        return _view(self.base + offset, num_bytes, (self._blocks[self._rank], owner))
+    def _owner(self) -> object:
+        return self._blocks[self._rank]
 
     def close(self) -> None:
         self._blocks = []
 
 
-class _SegmentHeap:
+class _SegmentHeap(_HostHeap):
     """Ranks are processes: POSIX shared memory, its names gone before the first kernel runs."""
 
     def __init__(self, rendezvous: Rendezvous, num_bytes: int) -> None:
@@ -79,8 +96,8 @@ class _SegmentHeap:
         self.peer_bases: Sequence[int] = [segment.address for segment in self._segments]
         self.base = self.peer_bases[rendezvous.rank]
 
-    def view(self, offset: int, num_bytes: int, owner: object = None) -> Tensor:
-        return _view(self.base + offset, num_bytes, (self._segments[self._rank], owner))
+    def _owner(self) -> object:
+        return self._segments[self._rank]
 
     def close(self) -> None:
         for rank, segment in enumerate(self._segments):
@@ -91,14 +108,16 @@ class _SegmentHeap:
 
 
 class _CpuLaunch:
+    __slots__ = ("_async_finish", "_poison_outputs")
     stream = 0
+    ordered_after: int | None = 0
 
     def __init__(self, async_finish: bool, poison_outputs: bool) -> None:
         self._async_finish = async_finish
         self._poison_outputs = poison_outputs
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        tensor = torch.empty(shape, dtype=dtype)
+        tensor = torch.empty(*shape, dtype=dtype)
         if self._poison_outputs:
             poison(tensor)
         return tensor
@@ -108,10 +127,12 @@ class _CpuLaunch:
             poison(tensor)
         return tensor
 
-    def wait(self, events: Iterable[EventHandle]) -> None:
+    def wait(self, events: Iterable[Any]) -> None:
         pass
 
-    def finish(self, inputs: Iterable[Tensor | None]) -> EventOverlap:
+    def finish(
+        self, inputs: Iterable[Tensor | None], handle: KnownHandle | None = None
+    ) -> EventOverlap:
         return EventOverlap(EventHandle() if self._async_finish else None)
 
     def __enter__(self) -> _CpuLaunch:
@@ -183,7 +204,7 @@ class CpuBackend:
     ) -> _CpuLaunch:
         return _CpuLaunch(async_finish, self._poison_outputs)
 
-    def mark(self) -> tuple[int, EventHandle] | None:
+    def mark(self) -> tuple[int, Any] | None:
         return None
 
     def is_capturing(self) -> bool:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from deep_comm import _cuda, env
 from deep_comm.backends import in_process
-from deep_comm.backends.base import Heap, poison
+from deep_comm.backends.base import Heap
+from deep_comm.backends.cuda_launch import CudaLaunch, Streams, current_raw_stream
+from deep_comm.backends.foreign import Place
 from deep_comm.errors import TopologyError, UnsupportedError
-from deep_comm.events import EventHandle, EventOverlap
+from deep_comm.events import EventHandle
 from deep_comm.rendezvous import Rendezvous
 from deep_comm.topology import host_identity
 
@@ -27,19 +28,6 @@ if TYPE_CHECKING:
 _Engine = cast("type[_core.Engine]", _cuda.Engine)
 
 
-class _DeviceMemory:
-    """What torch needs to see foreign device memory as a tensor; keeps ``owner`` alive with it."""
-
-    def __init__(self, address: int, num_bytes: int, owner: object) -> None:
-        self.owner = owner
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
-
-
 class _CudaHeap:
     """cudaMalloc memory that peers reach over NVLink.
 
@@ -47,7 +35,8 @@ class _CudaHeap:
     the address itself.
     """
 
-    def __init__(self, rendezvous: Rendezvous, device: int, num_bytes: int) -> None:
+    def __init__(self, rendezvous: Rendezvous, place: Place, device: int, num_bytes: int) -> None:
+        self._place = place
         self._device = device
         self._rank = rendezvous.rank
         self._opened: list[int] = []
@@ -99,102 +88,19 @@ class _CudaHeap:
         return address
 
     def view(self, offset: int, num_bytes: int, owner: object = None) -> Tensor:
-        if num_bytes == 0:
-            return torch.empty(0, dtype=torch.uint8, device=f"cuda:{self._device}")
-        memory = _DeviceMemory(self.base + offset, num_bytes, (self._blocks[self._rank], owner))
-        return torch.as_tensor(memory, device=f"cuda:{self._device}")
+        return self.matrix(offset, 1, num_bytes, torch.uint8, owner).view(num_bytes)
+
+    def matrix(
+        self, offset: int, num_rows: int, num_columns: int, dtype: torch.dtype, owner: object
+    ) -> Tensor:
+        owner = (self._blocks[self._rank], owner)
+        return self._place.matrix(self.base + offset, num_rows, num_columns, dtype, owner)
 
     def close(self) -> None:
         for address in self._opened:
             _cuda.ipc_close(self._device, address)
         self._opened = []
         self._blocks = {}
-
-
-class _CudaLaunch:
-    """Order of one operation among the caller's stream (compute) and the communication stream.
-
-    Outputs belong to the communication stream when the caller asks for that, and also whenever the
-    operation waits for an event instead of for the compute stream: memory that the compute stream
-    hands out may still be in use by work that this stream has queued after the event.
-    """
-
-    def __init__(
-        self,
-        device: torch.device,
-        comm_stream: torch.cuda.Stream,
-        previous_event: EventHandle | None,
-        async_finish: bool,
-        allocate_on_comm_stream: bool,
-        poison_outputs: bool,
-    ) -> None:
-        self.stream = comm_stream.cuda_stream
-        self._device = device
-        self._comm = comm_stream
-        self._previous_event = previous_event
-        self._async_finish = async_finish
-        self._on_comm = allocate_on_comm_stream or previous_event is not None
-        self._poison_outputs = poison_outputs
-        self._outputs: list[Tensor] = []
-        self._scope = contextlib.ExitStack()
-
-    def __enter__(self) -> _CudaLaunch:
-        self._scope.enter_context(torch.cuda.device(self._device))
-        self._compute = torch.cuda.current_stream(self._device)
-        if self._previous_event is not None:
-            self._previous_event.stream_wait(self._comm)
-        elif self._compute != self._comm:
-            self._comm.wait_stream(self._compute)
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if exc_type is not None:
-            # Kernels of a call that failed half-way may still write: its memory must outlive them.
-            self._record(self._outputs)
-        self._scope.close()
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        owner = self._comm if self._on_comm else self._compute
-        with torch.cuda.stream(owner):
-            tensor = torch.empty(shape, dtype=dtype, device=self._device)
-        if self._poison_outputs:
-            with torch.cuda.stream(self._comm):
-                poison(tensor)
-        self._outputs.append(tensor)
-        return tensor
-
-    def _record(self, tensors: Iterable[Tensor | None]) -> None:
-        for tensor in tensors:
-            if tensor is not None and tensor.numel() > 0:
-                tensor.record_stream(self._comm)
-                if self._on_comm:
-                    tensor.record_stream(self._compute)
-
-    def adopt(self, tensor: Tensor) -> Tensor:
-        if self._poison_outputs:
-            with torch.cuda.stream(self._comm):
-                poison(tensor)
-        return tensor
-
-    def wait(self, events: Iterable[EventHandle]) -> None:
-        for event in events:
-            event.stream_wait(self._comm)
-
-    def finish(self, inputs: Iterable[Tensor | None]) -> EventOverlap:
-        if self._async_finish:
-            self._record(inputs)
-            self._record(self._outputs)
-            return EventOverlap(EventHandle(self._comm))
-        if self._compute != self._comm:
-            self._compute.wait_stream(self._comm)
-        if self._on_comm:
-            self._record(self._outputs)
-        return EventOverlap(None)
 
 
 class CudaBackend:
@@ -214,6 +120,7 @@ class CudaBackend:
         self._poison_outputs = env.POISON.get()
         # Above the default: communication that waits for a free SM keeps its peers waiting too.
         self._comm_stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self._streams = Streams(device, self._comm_stream)
 
     def workspace_bytes(self, num_ranks: int, num_max_experts: int) -> int:
         return _Engine.workspace_bytes(num_ranks=num_ranks, num_max_experts=num_max_experts)
@@ -238,7 +145,7 @@ class CudaBackend:
         )
 
     def create_heap(self, rendezvous: Rendezvous, num_bytes: int) -> Heap:
-        return _CudaHeap(rendezvous, self._index, num_bytes)
+        return _CudaHeap(rendezvous, Place(self.device), self._index, num_bytes)
 
     def create_engine(
         self, rendezvous: Rendezvous, heap: Heap, num_max_experts: int, timeout_ns: int
@@ -258,24 +165,23 @@ class CudaBackend:
 
     def launch(
         self, previous_event: EventHandle | None, async_finish: bool, allocate_on_comm_stream: bool
-    ) -> _CudaLaunch:
-        return _CudaLaunch(
-            self.device,
-            self._comm_stream,
+    ) -> CudaLaunch:
+        return CudaLaunch(
+            self._streams,
             previous_event,
             async_finish,
             allocate_on_comm_stream,
             self._poison_outputs,
         )
 
-    def mark(self) -> tuple[int, EventHandle] | None:
-        if torch.cuda.is_current_stream_capturing():
-            return None  # an eager output dropped during a capture: replays are ordered behind its readers
-        stream = torch.cuda.current_stream(self.device)
-        return stream.cuda_stream, EventHandle(stream)
+    def mark(self) -> tuple[int, Any] | None:
+        stream = current_raw_stream(self._index)
+        # Nothing during a capture: replays are ordered behind the readers of an eager output dropped there.
+        event = _cuda.mark(self._index, stream)
+        return None if event is None else (stream, event)
 
     def is_capturing(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
+        return _cuda.is_capturing(current_raw_stream(self._index))
 
     def synchronize(self) -> None:
         self._comm_stream.synchronize()

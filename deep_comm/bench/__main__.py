@@ -1,98 +1,63 @@
 """``python -m deep_comm.bench``: dispatch and combine, timed after they have been checked.
 
-Under torchrun every process is a rank; else the ranks are started here. Times are the slowest
-rank's; bytes are defined in `deep_comm.bench.workload`.
+Under torchrun every process is a rank; else the ranks are started here. What is measured is chosen
+in `deep_comm.bench.options`, timed as `deep_comm.bench.measure` says and counted as
+`deep_comm.bench.workload` says.
 """
 
 from __future__ import annotations
 
-import argparse
+import datetime
+import faulthandler
 import json
 import os
 import platform
+import shlex
 import sys
+import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import deep_comm
-from deep_comm import Config, processes
-from deep_comm.bench import normal, report, simulation
+from deep_comm import processes
+from deep_comm.bench import normal, options, plot, report, simulation, targets
+from deep_comm.bench.options import Options
 from deep_comm.bench.workload import Workload
 
-RUN_TIMEOUT_S = 1800.0
+GROUP_TIMEOUT = datetime.timedelta(seconds=180)
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m deep_comm.bench", description=__doc__)
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), help="default: cuda with 2 or more devices"
-    )
-    parser.add_argument("--ranks", type=int, help="processes to start (not under torchrun)")
-    parser.add_argument("--tokens", type=int, help="per rank (default: 256; on GPUs 4096)")
-    parser.add_argument("--hidden", type=int, help="default: 2048; on GPUs 7168")
-    parser.add_argument("--experts", type=int, help="default: 32; on GPUs 256")
-    parser.add_argument("--topk", type=int, default=8)
-    parser.add_argument("--warmup", type=int, help="default: 2; on GPUs 10")
-    parser.add_argument("--iterations", type=int, help="default: 5; on GPUs 50")
-    parser.add_argument(
-        "--nvl-mib", type=int, help="num_nvl_bytes in MiB (default: 64; on GPUs 512)"
-    )
-    parser.add_argument(
-        "--num-sms", type=int, help="with --send and --slots: the Config of both directions"
-    )
-    parser.add_argument(
-        "--send", type=int, default=6, help="rows between two publications of a tail"
-    )
-    parser.add_argument("--slots", type=int, default=256, help="ring slots")
-    parser.add_argument(
-        "--simulation-runs", type=int, default=10, help="0: leave the simulation out"
-    )
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    parsed = parser.parse_args(arguments)
-    if parsed.device is None:
-        parsed.device = "cuda" if torch.cuda.device_count() >= 2 else "cpu"
-    on_gpu = parsed.device == "cuda"
-    defaults = {
-        "ranks": torch.cuda.device_count() if on_gpu else 4,
-        "tokens": 4096 if on_gpu else 256,
-        "hidden": 7168 if on_gpu else 2048,
-        "experts": 256 if on_gpu else 32,
-        "warmup": 10 if on_gpu else 2,
-        "iterations": 50 if on_gpu else 5,
-        "nvl_mib": 512 if on_gpu else 64,
-    }
-    for name, default in defaults.items():
-        if getattr(parsed, name) is None:
-            setattr(parsed, name, default)
-    return parsed
-
-
-def run_rank(_group: Any, parsed: argparse.Namespace) -> normal.NormalReport:
+def run_rank(_group: Any, chosen: Options) -> normal.Report:
     """One rank, however it was started. The default group carries rendezvous and statistics."""
+    # Everything that waits has a limit of its own; this one is for what nobody thought of.
+    faulthandler.dump_traceback_later(chosen.deadline_s, exit=True)
+    try:
+        return _run_rank(chosen)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _run_rank(chosen: Options) -> normal.Report:
     torch.set_num_threads(1)
     device = torch.device("cpu")
-    if parsed.device == "cuda":
-        device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    if chosen.device == "cuda":
+        # NVLink multicast stays off unless the user asks for it.
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    config = None
-    if parsed.num_sms is not None:
-        config = Config(parsed.num_sms, parsed.send, parsed.slots)
-    return normal.run(
-        workload_of(parsed, dist.get_world_size()),
-        device,
-        num_warmup=parsed.warmup,
-        num_iterations=parsed.iterations,
-        num_nvl_bytes=parsed.nvl_mib << 20,
-        config=config,
-    )
 
+    def say(text: str) -> None:
+        if rank == 0:
+            print(text, flush=True)
 
-def workload_of(parsed: argparse.Namespace, num_ranks: int) -> Workload:
-    return Workload(num_ranks, parsed.tokens, parsed.hidden, parsed.experts, parsed.topk)
+    def on_lines(lines: list[normal.Measured]) -> None:
+        say(report.table(lines))
+
+    return normal.Runner(chosen, device, say).run(chosen.scenarios_of(num_ranks), on_lines)
 
 
 def machine(device: str) -> dict[str, Any]:
@@ -106,43 +71,72 @@ def machine(device: str) -> dict[str, Any]:
     if device == "cuda":
         facts["gpu"] = torch.cuda.get_device_name()
         facts["num_gpus"] = torch.cuda.device_count()
+        facts["cuda"] = torch.version.cuda
+        facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        facts["nccl_nvls_enable"] = os.environ.get("NCCL_NVLS_ENABLE", "0")
     return facts
 
 
-def publish(parsed: argparse.Namespace, figures: normal.NormalReport, num_ranks: int) -> None:
-    workload = workload_of(parsed, num_ranks)
-    print(f"normal mode on {parsed.device}: {workload.describe()} (checked bit for bit)")
-    print(report.normal_table(figures), flush=True)
+def publish(chosen: Options, figures: normal.Report, num_ranks: int, elapsed_s: float) -> None:
+    """Everything after the tables, which rank 0 has printed while they grew."""
+    print("\n" + report.ending(figures))
+    verdicts = targets.judge(figures.lines, num_ranks)
+    if chosen.device == "cuda" and any(verdict.measured is not None for verdict in verdicts):
+        print(f"\ntargets on {num_ranks} GPUs (set for H200)\n{targets.table(verdicts)}")
     simulated = None
-    if parsed.simulation_runs > 0:
+    if chosen.simulation_runs > 0:
         small = Workload(num_ranks=8, num_tokens=64, hidden=64, num_experts=32, num_topk=4)
-        simulated = simulation.run(small, num_runs=parsed.simulation_runs)
-        print(report.simulation_line(simulated), flush=True)
-    if parsed.json is not None:
+        simulated = simulation.run(small, num_runs=chosen.simulation_runs)
+        print(report.simulation_line(simulated))
+    if chosen.json is not None:
         document = {
-            "machine": machine(parsed.device),
-            "workload": workload.describe(),
+            "machine": machine(chosen.device),
+            "command": chosen.command,
+            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "num_ranks": num_ranks,
+            "effort": vars(chosen.effort),
+            "limit": None if figures.limit is None else figures.limit.to_json(),
             "normal": [line.to_json() for line in figures.lines],
+            "notes": figures.notes,
+            "rows_received": figures.rows_received,
             "peak_rss_bytes": figures.peak_rss_bytes,
+            "targets": [verdict.to_json() for verdict in verdicts],
             "simulation": None if simulated is None else simulated.to_json(),
         }
-        parsed.json.write_text(json.dumps(document, indent=2) + "\n")
+        chosen.json.write_text(json.dumps(document, indent=2) + "\n")
+    if chosen.plot is not None:
+        if plot.is_available():
+            title = f"{machine(chosen.device).get('gpu', 'host target')}, {num_ranks} ranks"
+            plot.draw(figures.lines, figures.limit, title, chosen.plot)
+        else:
+            print(plot.MISSING)
+    print(f"measured in {elapsed_s:.0f} s", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parsed = parse(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    chosen = options.parse(given, shlex.join(["python", "-m", "deep_comm.bench", *given]))
+    started = time.monotonic()
     if "TORCHELASTIC_RUN_ID" not in os.environ:
-        figures = processes.run(run_rank, parsed.ranks, parsed, timeout_s=RUN_TIMEOUT_S)[0]
-        publish(parsed, figures, parsed.ranks)
+        num_ranks = chosen.num_ranks or (
+            torch.cuda.device_count() if chosen.device == "cuda" else 4
+        )
+        figures = processes.run(
+            run_rank, num_ranks, chosen, timeout_s=chosen.deadline_s + processes.FAILURE_GRACE_S
+        )[0]
+        publish(chosen, figures, num_ranks, time.monotonic() - started)
         return 0
-    dist.init_process_group("gloo")
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+        # All ranks are on this host; without this gloo asks the resolver for the host's own name.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", timeout=GROUP_TIMEOUT)
     try:
-        figures = run_rank(dist.group.WORLD, parsed)
+        figures = run_rank(dist.group.WORLD, chosen)
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        if rank == 0:
+            publish(chosen, figures, num_ranks, time.monotonic() - started)
     finally:
         dist.destroy_process_group()
-    if rank == 0:
-        publish(parsed, figures, num_ranks)
     return 0
 
 

@@ -1,84 +1,240 @@
-"""Timing: wall clock on the host target, CUDA events on GPUs; statistics over the ranks."""
+"""Timing: wall clock on the host target, CUDA events on GPUs; statistics over calls and ranks.
+
+The headline is the mean of back-to-back calls at the slowest rank, the median of a few such rounds.
+Every round begins with all ranks together: a barrier of the processes, and on GPUs a collective
+that lets the devices start within microseconds of each other. p50 and p99 are of single calls in
+one more round, also back to back, each as long as its slowest rank took; where a graph holds
+several calls, of their mean.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import functools
+import gc
+import math
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
+Work = Callable[[int], object]
+"""One call, told its number, by which it picks an input."""
+
+FLUSH_BYTES = 256 << 20  # several times the largest L2
+
+
+@dataclass(frozen=True)
+class Effort:
+    num_warmup: int
+    num_calls: int  # in a round
+    num_rounds: int
+    num_single_calls: int  # that p50 and p99 are taken from
+    flush_l2: bool = (
+        False  # every call alone, behind a flush and a barrier, instead of back to back
+    )
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Microseconds as one rank saw them."""
+
+    means_us: list[float]  # by round
+    calls_us: list[float]  # by single call
+    hosts_us: list[float]  # by round: time of the calling thread, per call
+
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds. Each iteration counts as long as its slowest rank took."""
+    """Microseconds over all ranks."""
 
+    mean_us: float  # of the slowest rank, the median of the rounds
+    best_us: float  # of the slowest rank, in the best round
     p50_us: float
     p99_us: float
-    min_us: float
-    spread_us: float  # between the slowest and the fastest rank, in the median
+    spread_us: (
+        float  # of the means, between the slowest and the fastest rank, the median of the rounds
+    )
+    host_us: float | None  # of the slowest rank; None where the call itself does the work
 
-    def to_json(self) -> dict[str, float]:
+    def to_json(self) -> dict[str, float | None]:
         return asdict(self)
 
 
-def time_iterations(
-    work: Callable[[], object], num_warmup: int, num_iterations: int, device: torch.device
-) -> list[float]:
-    """Microseconds of each call of ``work`` on this rank. Every rank calls it alike."""
-    timer = _time_on_gpu if device.type == "cuda" else _time_on_host
-    for _ in range(num_warmup):
-        work()
-    return [timer(work) for _ in range(num_iterations)]
+def percentile(values: Sequence[float], fraction: float) -> float:
+    """The smallest value that at least this fraction of the values does not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)]
 
 
-def _time_on_host(work: Callable[[], object]) -> float:
-    dist.barrier()
+def summarise(samples: Sequence[Sample], *, with_host: bool) -> Timing:
+    """One Sample per rank, all with the same numbers of rounds and calls."""
+    rounds = list(zip(*(sample.means_us for sample in samples), strict=True))
+    slowest = [max(means) for means in rounds]
+    calls = [max(times) for times in zip(*(sample.calls_us for sample in samples), strict=True)]
+    host_us = max(statistics.median(sample.hosts_us) for sample in samples)
+    return Timing(
+        mean_us=statistics.median(slowest),
+        best_us=min(slowest),
+        p50_us=percentile(calls, 0.5),
+        p99_us=percentile(calls, 0.99),
+        spread_us=statistics.median(max(means) - min(means) for means in rounds),
+        host_us=host_us if with_host else None,
+    )
+
+
+def time_over_ranks(
+    work: Work, effort: Effort, device: torch.device, *, calls_per_work: int = 1
+) -> Timing:
+    """Collective. ``work`` makes ``calls_per_work`` calls (a graph); times are of one of them."""
+    sample = take_sample(work, effort, clock_of(device), calls_per_work=calls_per_work)
+    samples: list[Sample] = [sample] * dist.get_world_size()
+    dist.all_gather_object(samples, sample)
+    return summarise(samples, with_host=device.type == "cuda")
+
+
+class Clock(Protocol):
+    """Marks on the time line of the work, and a start that all ranks share."""
+
+    def start_together(self, *, flush: bool) -> None: ...
+    def mark(self) -> object: ...
+    def finish(self) -> None: ...
+    def between_us(self, begin: object, end: object) -> float: ...
+
+
+@functools.cache
+def clock_of(device: torch.device) -> Clock:
+    return GpuClock(device) if device.type == "cuda" else HostClock()
+
+
+class HostClock:
+    def start_together(self, *, flush: bool) -> None:
+        dist.barrier()
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def finish(self) -> None:
+        pass
+
+    def between_us(self, begin: object, end: object) -> float:
+        assert isinstance(begin, float) and isinstance(end, float)
+        return (end - begin) * 1e6
+
+
+class GpuClock:
+    def __init__(self, device: torch.device) -> None:
+        self._group = nccl_group()
+        self._word = torch.zeros(1, device=device)
+        self._flush = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def start_together(self, *, flush: bool) -> None:
+        torch.cuda.synchronize()
+        dist.barrier()
+        if flush:
+            if self._flush.numel() == 0:
+                self._flush = self._flush.new_empty(FLUSH_BYTES)
+            self._flush.zero_()
+            # What follows is a single call: the host gets time to queue it before the devices
+            # start.
+            torch.cuda._sleep(300_000)
+        dist.all_reduce(self._word, group=self._group)
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def finish(self) -> None:
+        torch.cuda.synchronize()
+
+    def between_us(self, begin: object, end: object) -> float:
+        assert isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event)
+        return begin.elapsed_time(end) * 1e3
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def take_sample(work: Work, effort: Effort, clock: Clock, *, calls_per_work: int = 1) -> Sample:
+    for call in range(effort.num_warmup):
+        work(call)
+    clock.finish()
+    means: list[float] = []
+    hosts: list[float] = []
+    calls: list[float] = []
+    with _no_garbage_collection():
+        for _ in range(effort.num_rounds):
+            if effort.flush_l2:
+                times, host_us = _round_of_single_calls(work, effort.num_calls, clock)
+                calls += times
+                mean_us = statistics.fmean(times)
+            else:
+                mean_us, host_us = _round_back_to_back(work, effort.num_calls, clock)
+            means.append(mean_us / calls_per_work)
+            hosts.append(host_us / calls_per_work)
+        if not effort.flush_l2:
+            calls = _calls_back_to_back(work, effort.num_single_calls, clock)
+    return Sample(means, [time_us / calls_per_work for time_us in calls], hosts)
+
+
+def _round_back_to_back(work: Work, num_calls: int, clock: Clock) -> tuple[float, float]:
+    """Mean times of a call: as the device sees it, and of the calling thread."""
+    clock.start_together(flush=False)
+    begin = clock.mark()
     started = time.perf_counter()
-    work()
-    return (time.perf_counter() - started) * 1e6
+    for call in range(num_calls):
+        work(call)
+    host_s = time.perf_counter() - started
+    end = clock.mark()
+    clock.finish()
+    return clock.between_us(begin, end) / num_calls, host_s * 1e6 / num_calls
 
 
-def _time_on_gpu(work: Callable[[], object]) -> float:
-    torch.cuda.synchronize()
-    dist.barrier()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    # The sleep lets the host queue what follows; the all-reduce lets all devices start together, to
-    # a few microseconds, where a barrier on the host leaves hundreds.
-    torch.cuda._sleep(500_000)
-    dist.all_reduce(torch.zeros(1, device="cuda"), group=nccl_group())
-    begin.record()
-    work()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) * 1e3
+def _calls_back_to_back(work: Work, num_calls: int, clock: Clock) -> list[float]:
+    """Apart from the mean, since the marks between the calls take time too."""
+    clock.start_together(flush=False)
+    marks = [clock.mark()]
+    for call in range(num_calls):
+        work(call)
+        marks.append(clock.mark())
+    clock.finish()
+    return [clock.between_us(begin, end) for begin, end in zip(marks, marks[1:], strict=False)]
+
+
+def _round_of_single_calls(work: Work, num_calls: int, clock: Clock) -> tuple[list[float], float]:
+    times, host_s = [], 0.0
+    for call in range(num_calls):
+        clock.start_together(flush=True)
+        begin = clock.mark()
+        started = time.perf_counter()
+        work(call)
+        host_s += time.perf_counter() - started
+        end = clock.mark()
+        clock.finish()
+        times.append(clock.between_us(begin, end))
+    return times, host_s * 1e6 / num_calls
+
+
+_GROUP_TIMEOUT = datetime.timedelta(seconds=180)
 
 
 @functools.cache
 def nccl_group() -> dist.ProcessGroup:
     """An NCCL group of all ranks; collective when first called."""
-    return dist.new_group(backend="nccl")
-
-
-def over_ranks(local_us: Sequence[float]) -> Timing:
-    """Statistics over the ranks' iterations; collective."""
-    gathered: list[list[float]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, list(local_us))
-    per_iteration = list(zip(*gathered, strict=True))
-    slowest = sorted(max(times) for times in per_iteration)
-    spreads = sorted(max(times) - min(times) for times in per_iteration)
-
-    def quantile(values: Sequence[float], fraction: float) -> float:
-        return values[min(len(values) - 1, int(fraction * len(values)))]
-
-    return Timing(
-        p50_us=quantile(slowest, 0.5),
-        p99_us=quantile(slowest, 0.99),
-        min_us=slowest[0],
-        spread_us=quantile(spreads, 0.5),
-    )
+    return dist.new_group(backend="nccl", timeout=_GROUP_TIMEOUT)
 
 
 def peak_rss_bytes() -> int:

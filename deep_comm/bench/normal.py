@@ -1,178 +1,316 @@
-"""Normal mode: layout, dispatch, combine, beside a plain all-to-all of the same rows."""
+"""Normal mode: every scenario checked, then timed, on all ranks together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import gc
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from deep_comm import Buffer, Config
-from deep_comm.bench.measure import (
-    Timing,
-    nccl_group,
-    over_ranks,
-    peak_rss_bytes,
-    time_iterations,
-)
-from deep_comm.bench.workload import (
-    Volume,
-    Workload,
-    combine_volume,
-    expected_results,
-    make_inputs,
-    volume,
-)
+from deep_comm import Buffer
+from deep_comm.bench import link, rivals
+from deep_comm.bench.expected import Expected
+from deep_comm.bench.measure import Effort, Timing, peak_rss_bytes, time_over_ranks
+from deep_comm.bench.operations import BufferOperations, Operation
+from deep_comm.bench.options import AUTO, Options, Scenario
+from deep_comm.bench.workload import Volume, Workload
+
+L2_BYTES = 128 << 20  # inputs take turns until they are together larger than any L2
+_BLOCKS_IN_FLIGHT = 8  # outputs of dispatch that live at once, those that graphs keep included
 
 
 class WrongResult(RuntimeError):
-    """The measured operation does not compute what the reference says; nothing was timed."""
+    """The measured operation does not compute what the reference says; it was not timed."""
 
 
 @dataclass(frozen=True)
 class Measured:
     """One line of the report. ``volume`` is that of the rank that moves most."""
 
+    workload: Workload
     name: str
+    mode: str  # "direct", "ring"; "" for what has none
+    sms: str  # "24", or "auto 20"; "" for what has none
+    num_sms: int | None
+    config: tuple[int, int] | None  # (rows between publications, slots); None: the Buffer's choice
+    execution: str
     timing: Timing
-    volume: Volume
+    volume: Volume | None
+    host_waits: bool
+    is_rival: bool
+    limit_fraction: float | None
 
     def rate(self, num_bytes: int) -> float:
-        """GB/s (10^9 bytes per second) at the median time."""
-        return num_bytes / self.timing.p50_us / 1e3
+        """GB/s (10^9 bytes per second) at the mean time."""
+        return num_bytes / self.timing.mean_us / 1e3
 
     def to_json(self) -> dict[str, Any]:
+        rates: dict[str, Any] = {}
+        if self.volume is not None:
+            rates = {
+                "logical_bytes": self.volume.logical_bytes,
+                "wire_bytes": self.volume.wire_bytes,
+                "logical_gb_per_s": self.rate(self.volume.logical_bytes),
+                "wire_gb_per_s": self.rate(self.volume.wire_bytes),
+                "fraction_of_limit": self.limit_fraction,
+            }
         return {
             "name": self.name,
+            "workload": self.workload.describe(),
+            "num_tokens": self.workload.num_tokens,
+            "dtype": self.workload.dtype,
+            "routing": self.workload.routing,
+            "mode": self.mode,
+            "sms": self.sms,
+            "num_sms": self.num_sms,
+            "config": self.config,
+            "execution": self.execution,
+            "host_waits": self.host_waits,
+            "is_rival": self.is_rival,
             **self.timing.to_json(),
-            "logical_bytes": self.volume.logical_bytes,
-            "wire_bytes": self.volume.wire_bytes,
-            "logical_gb_per_s": self.rate(self.volume.logical_bytes),
-            "wire_gb_per_s": self.rate(self.volume.wire_bytes),
+            **rates,
         }
 
 
 @dataclass(frozen=True)
-class NormalReport:
+class Report:
+    limit: link.LinkLimit | None
     lines: list[Measured] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    rows_received: dict[str, list[int]] = field(default_factory=dict)  # by workload: by rank
     peak_rss_bytes: list[int] = field(default_factory=list)  # by rank
-    counts: list[int] = field(default_factory=list)  # rows received, by rank
 
 
-def _largest(volume_of_rank: Volume) -> Volume:
-    gathered = [volume_of_rank] * dist.get_world_size()
-    dist.all_gather_object(gathered, volume_of_rank)
-    return Volume(
-        logical_bytes=max(item.logical_bytes for item in gathered),
-        wire_bytes=max(item.wire_bytes for item in gathered),
-    )
-
-
-def _gather(value: int) -> list[int]:
-    gathered = [0] * dist.get_world_size()
+def gather(value: Any) -> list[Any]:
+    gathered = [value] * dist.get_world_size()
     dist.all_gather_object(gathered, value)
     return gathered
 
 
-def _require_on_all_ranks(good: bool, what: str) -> None:
-    verdicts = _gather(int(good))
-    bad = [rank for rank, verdict in enumerate(verdicts) if not verdict]
+def require_on_all_ranks(good: bool, what: str) -> None:
+    bad = [rank for rank, verdict in enumerate(gather(bool(good))) if not verdict]
     if bad:
         raise WrongResult(f"{what} differs from the reference on ranks {bad}")
 
 
-def run(
-    workload: Workload,
-    device: torch.device,
-    *,
-    num_warmup: int,
-    num_iterations: int,
-    num_nvl_bytes: int,
-    config: Config | None = None,
-) -> NormalReport:
-    """Collective over the default group; every rank gets the same report."""
-    rank = dist.get_rank()
-    inputs = make_inputs(workload, rank)
-    x, topk_idx, weights = (t.to(device) for t in (inputs.x, inputs.topk_idx, inputs.topk_weights))
-    report = NormalReport()
-    with Buffer(dist.group.WORLD, num_nvl_bytes, device=device) as buffer:
-        per_rank, per_node, per_expert, mask, _ = buffer.get_dispatch_layout(
-            topk_idx, workload.num_experts
+def make_buffer(scenario: Scenario, device: torch.device) -> Buffer:
+    """Rings that every Config fits into, and in direct mode a receive region for all that lives."""
+    shape = scenario.workload
+    row_bytes = max(shape.row_bytes, shape.combine_row_bytes)
+    smallest = (64 if device.type == "cuda" else 16) << 20
+    hints = [
+        config.get_nvl_buffer_size_hint(row_bytes, shape.num_ranks)
+        for config in scenario.configs
+        if config is not None
+    ]
+    num_nvl_bytes = max([smallest, *hints])
+    if scenario.mode == "ring":
+        return Buffer(dist.group.WORLD, num_nvl_bytes, device=device, num_direct_bytes=0)
+    num_worst = sum(shape.num_tokens_of(rank) for rank in range(shape.num_ranks))
+    block_bytes = num_worst * (row_bytes + 16 * shape.num_topk + 64) + (1 << 16)
+    num_nvl_bytes += _BLOCKS_IN_FLIGHT * block_bytes
+    return Buffer(
+        dist.group.WORLD, num_nvl_bytes, device=device, num_direct_bytes=num_nvl_bytes - smallest
+    )
+
+
+def num_slots_of(workload: Workload, device: torch.device, asked: int | None) -> int:
+    if asked is not None:
+        return asked
+    if device.type != "cuda":
+        return 2
+    input_bytes = max(1, workload.num_tokens * workload.row_bytes)
+    return min(max(2, -(-L2_BYTES // input_bytes)), 4)
+
+
+class Graph:
+    """A CUDA graph of one call per slot; ``last`` is what the call of the last slot returned."""
+
+    def __init__(self, operation: Operation, num_slots: int) -> None:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            operation.call(0)
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
+            for slot in range(num_slots):
+                self.last = operation.call(slot)
+
+    def replay(self, _call: int) -> None:
+        self.graph.replay()
+
+
+class Runner:
+    """Measures one scenario after the other; every rank makes the same calls."""
+
+    def __init__(self, options: Options, device: torch.device, say: Callable[[str], None]) -> None:
+        self._options = options
+        self._device = device
+        self._say = say
+        self.report = Report(limit=None)
+
+    def run(
+        self, scenarios: Sequence[Scenario], on_lines: Callable[[list[Measured]], None]
+    ) -> Report:
+        if self._options.with_limit and dist.get_world_size() > 1:
+            self._measure_limit(scenarios[0].workload)
+        # Runs of scenarios over one workload share inputs and expected results.
+        expected: Expected | None = None
+        for scenario in scenarios:
+            if expected is None or expected.workload != scenario.workload:
+                expected = None
+                gc.collect()  # its caches hold it in a cycle, and gigabytes with it
+                expected = self._expect(scenario.workload)
+            lines = self._measure_scenario(scenario, expected)
+            if lines:
+                self.report.lines.extend(lines)
+                on_lines(lines)
+        self.report.peak_rss_bytes.extend(gather(peak_rss_bytes()))
+        return self.report
+
+    def _expect(self, workload: Workload) -> Expected:
+        num_slots = num_slots_of(workload, self._device, self._options.num_slots)
+        expected = Expected(workload, dist.get_rank(), self._device, num_slots)
+        counts = gather(expected.num_recv_rows)
+        self.report.rows_received[workload.describe()] = counts
+        self._say(
+            f"\nnormal mode on {self._device.type}: {workload.describe()} (checked bit for bit)\n"
+            f"rows received by rank: {', '.join(map(str, counts))}; {num_slots} inputs take turns"
+        )
+        return expected
+
+    def _measure_limit(self, workload: Workload) -> None:
+        effort = Effort(num_warmup=3, num_calls=5, num_rounds=3, num_single_calls=1)
+        num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
+        limit = link.measure(self._device, workload.combine_row_bytes, effort, num_sms)
+        self.report = Report(limit=limit)
+        self._say(limit.describe())
+
+    def _measure_scenario(self, scenario: Scenario, expected: Expected) -> list[Measured]:
+        lines: list[Measured] = []
+        if scenario.with_rivals:
+            for operation in rivals.operations(expected):
+                lines += self._measure(scenario, expected, operation, ("eager",), None)
+        with make_buffer(scenario, self._device) as buffer:
+            for config in scenario.configs:
+                subject = BufferOperations(buffer, expected, config)
+                mode = self._observed_mode(scenario, subject)
+                for operation in subject.operations(mode):
+                    if operation.name in scenario.names:
+                        measured = self._measure(
+                            scenario, expected, operation, scenario.executions, subject
+                        )
+                        lines += (dataclasses.replace(line, mode=mode) for line in measured)
+                del subject, operation  # they hold outputs in the receive region
+            if self._device.type == "cuda":
+                torch.cuda.synchronize()
+            dist.barrier()  # before this rank's heap goes, nobody uses it
+        return lines
+
+    def _observed_mode(self, scenario: Scenario, subject: BufferOperations) -> str:
+        """What the dispatch did on all ranks, which is not always what was asked for."""
+        modes = set(gather(subject.local_mode)) - {"empty"} or {scenario.mode}
+        if modes != {scenario.mode}:
+            what = f"{scenario.workload.describe()}, {subject.num_sms} SMs"
+            self._note(f"{what}: asked for {scenario.mode} mode, got {sorted(modes)}")
+        return "/".join(sorted(modes))
+
+    def _measure(
+        self,
+        scenario: Scenario,
+        expected: Expected,
+        operation: Operation,
+        executions: Sequence[str],
+        subject: BufferOperations | None,
+    ) -> Iterator[Measured]:
+        num_slots = expected.num_slots
+        for slot in range(num_slots):
+            self._verify(operation, operation.call(slot), slot, "")
+        for execution in executions:
+            if execution == "graph" and operation.host_waits:
+                continue
+            if execution == "graph":
+                timing = self._time_graph(operation, num_slots)
+            else:
+                timing = self._time_eager(operation, num_slots)
+            if timing is not None:
+                yield self._line(scenario, operation, execution, timing, subject)
+
+    def _time_eager(self, operation: Operation, num_slots: int) -> Timing:
+        def work(call: int) -> object:
+            return operation.call(call % num_slots)
+
+        timing = time_over_ranks(work, self._options.effort, self._device)
+        self._verify(operation, operation.call(num_slots - 1), num_slots - 1, " after timing")
+        return timing
+
+    def _time_graph(self, operation: Operation, num_slots: int) -> Timing | None:
+        graph: Graph | None = None
+        reason = ""
+        try:
+            graph = Graph(operation, num_slots)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+        reasons = [text for text in gather(reason) if text]
+        if reasons or graph is None:
+            self._note(f"{operation.name}: no graph could be captured: {reasons[0]}")
+            return None
+        graph.replay(0)
+        self._verify(operation, graph.last, num_slots - 1, " in a graph")
+        effort = self._options.effort
+        effort = dataclasses.replace(
+            effort,
+            num_calls=-(-effort.num_calls // num_slots),
+            num_single_calls=-(-effort.num_single_calls // num_slots),
+        )
+        timing = time_over_ranks(graph.replay, effort, self._device, calls_per_work=num_slots)
+        self._verify(operation, graph.last, num_slots - 1, " in a graph after timing")
+        return timing
+
+    def _verify(self, operation: Operation, result: Any, slot: int, when: str) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        require_on_all_ranks(operation.verify(result, slot), f"{operation.name}{when}")
+
+    def _line(
+        self,
+        scenario: Scenario,
+        operation: Operation,
+        execution: str,
+        timing: Timing,
+        subject: BufferOperations | None,
+    ) -> Measured:
+        fraction = None
+        if operation.volume is not None:
+            rate = operation.volume.wire_bytes / timing.mean_us / 1e3
+            fraction = link.fraction(rate, self.report.limit)
+        config = None if subject is None else subject.config
+        sms = ""
+        if subject is not None:
+            sms = str(subject.num_sms) if config is not None else f"{AUTO} {subject.num_sms}"
+        return Measured(
+            workload=scenario.workload,
+            name=operation.name,
+            mode="",
+            sms=sms,
+            num_sms=None if subject is None else subject.num_sms,
+            config=None
+            if config is None
+            else (config.num_max_nvl_chunked_send_tokens, config.num_max_nvl_chunked_recv_tokens),
+            execution=execution,
+            timing=timing,
+            volume=operation.volume,
+            host_waits=operation.host_waits,
+            is_rival=operation.is_rival,
+            limit_fraction=fraction,
         )
 
-        def layout() -> object:
-            return buffer.get_dispatch_layout(topk_idx, workload.num_experts)
-
-        def dispatch() -> tuple[Any, ...]:
-            return buffer.dispatch(
-                x,
-                num_tokens_per_rank=per_rank,
-                num_tokens_per_rdma_rank=per_node,
-                is_token_in_rank=mask,
-                num_tokens_per_expert=per_expert,
-                topk_idx=topk_idx,
-                topk_weights=weights,
-                config=config,
-            )
-
-        recv_x, _, _, _, handle, _ = dispatch()
-
-        def cached() -> tuple[Any, ...]:
-            return buffer.dispatch(x, handle=handle, config=config)
-
-        def combine() -> tuple[Any, ...]:
-            return buffer.combine(recv_x, handle, config=config)
-
-        def both() -> None:
-            received = dispatch()
-            buffer.combine(received[0], received[4], config=config)
-
-        want_rows, want_sum = expected_results(workload, rank)
-        _require_on_all_ranks(torch.equal(recv_x.cpu(), want_rows), "dispatch")
-        _require_on_all_ranks(torch.equal(cached()[0].cpu(), want_rows), "cached dispatch")
-        _require_on_all_ranks(torch.equal(combine()[0].cpu(), want_sum), "combine")
-
-        num_rows, num_own = recv_x.shape[0], int(per_rank[rank])
-        incoming = _largest(volume(workload, num_rows, num_own))
-        num_sent = int(per_rank.sum())
-        outgoing = _largest(combine_volume(workload, num_sent, num_own))
-        pair = Volume(
-            incoming.logical_bytes + outgoing.logical_bytes,
-            incoming.wire_bytes + outgoing.wire_bytes,
-        )
-        measured: list[tuple[str, Callable[[], object], Volume]] = [
-            ("layout", layout, Volume(0, 0)),
-            ("dispatch", dispatch, incoming),
-            ("dispatch cached", cached, _largest(combine_volume(workload, num_rows, num_own))),
-            ("combine", combine, outgoing),
-            ("dispatch + combine", both, pair),
-        ]
-        if device.type == "cuda" and dist.is_nccl_available():
-            measured.append(_all_to_all(per_rank, handle, workload, recv_x))
-        for name, work, moved in measured:
-            times = time_iterations(work, num_warmup, num_iterations, device)
-            report.lines.append(Measured(name, over_ranks(times), moved))
-        report.counts.extend(_gather(num_rows))
-    report.peak_rss_bytes.extend(_gather(peak_rss_bytes()))
-    return report
-
-
-def _all_to_all(
-    per_rank: torch.Tensor, handle: Any, workload: Workload, recv_x: torch.Tensor
-) -> tuple[str, Callable[[], object], Volume]:
-    """NCCL moving the very rows that a dispatch moves, already sorted by destination."""
-    group = nccl_group()
-    rank = dist.get_rank()
-    send_sizes = per_rank.tolist()
-    ends = handle.rank_prefix_matrix[:, rank].tolist()
-    recv_sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
-    rows = torch.empty(sum(send_sizes), workload.hidden, dtype=workload.dtype, device=recv_x.device)
-    out = torch.empty_like(recv_x)
-
-    def work() -> object:
-        return dist.all_to_all_single(out, rows, recv_sizes, send_sizes, group=group)
-
-    moved = _largest(combine_volume(workload, recv_x.shape[0], send_sizes[rank]))
-    return "NCCL all_to_all_single", work, moved
+    def _note(self, text: str) -> None:
+        if text not in self.report.notes:
+            self.report.notes.append(text)
+            self._say(f"note: {text}")

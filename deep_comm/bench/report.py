@@ -1,37 +1,65 @@
-"""The table that `python -m deep_comm.bench` prints."""
+"""The tables that `python -m deep_comm.bench` prints."""
 
 from __future__ import annotations
 
-from deep_comm.bench.normal import NormalReport
+import textwrap
+from collections.abc import Sequence
+
+from deep_comm.bench.normal import Measured, Report
 from deep_comm.bench.simulation import SimulationReport
 
-COLUMNS = ("operation", "p50 us", "p99 us", "min us", "rank spread us", "logical MB", "wire MB",
-           "logical GB/s", "wire GB/s")  # fmt: skip
+COLUMNS = ("operation", "mode", "SMs", "run as", "us", "p50", "p99", "spread", "host us", "wire MB",
+           "wire GB/s", "logical GB/s", "% limit")  # fmt: skip
+NUM_TEXT_COLUMNS = 4
+
+LEGEND = (
+    "us: mean of back-to-back calls, slowest rank, median of the rounds; "
+    "p50, p99: of single calls; spread: between slowest and fastest rank; "
+    "host us: time of the calling thread per call, w: it waits for counts; "
+    "wire: what crosses the busiest link; logical: rows delivered, own ones too; "
+    "% limit: of the measured bulk-store all-to-all"
+)
 
 
-def normal_table(report: NormalReport) -> str:
-    rows = [list(COLUMNS)]
-    for line in report.lines:
-        timing, moved = line.timing, line.volume
-        row = [line.name, f"{timing.p50_us:.1f}", f"{timing.p99_us:.1f}", f"{timing.min_us:.1f}"]
-        row += [f"{timing.spread_us:.1f}"]
-        if moved.logical_bytes:
-            row += [f"{moved.logical_bytes / 1e6:.2f}", f"{moved.wire_bytes / 1e6:.2f}"]
-            row += [f"{line.rate(moved.logical_bytes):.2f}", f"{line.rate(moved.wire_bytes):.2f}"]
-        else:
-            row += ["-"] * 4
-        rows.append(row)
-    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+def align(rows: Sequence[Sequence[str]], num_text_columns: int) -> str:
+    """Columns of equal width: text to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
-        cells = [row[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join(cells))
-    rss = ", ".join(f"{num_bytes / 2**20:.0f}" for num_bytes in report.peak_rss_bytes)
-    counts = ", ".join(str(count) for count in report.counts)
-    lines.append(f"rows received by rank: {counts}")
-    lines.append(f"peak resident memory by rank: {rss} MiB")
+        cells = [
+            cell.ljust(width) if index < num_text_columns else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+def table(lines: Sequence[Measured]) -> str:
+    return align([COLUMNS, *map(_cells, lines)], NUM_TEXT_COLUMNS)
+
+
+def _cells(line: Measured) -> list[str]:
+    timing = line.timing
+    sms = line.sms
+    if line.config is not None and line.mode == "ring":
+        sms += f" ({line.config[0]}/{line.config[1]})"
+    cells = [line.name, line.mode or "-", sms or "-", line.execution]
+    cells += [f"{timing.mean_us:.1f}", f"{timing.p50_us:.1f}", f"{timing.p99_us:.1f}"]
+    cells += [f"{timing.spread_us:.1f}"]
+    cells += ["-" if timing.host_us is None else f"{timing.host_us:.1f}{'w' * line.host_waits}"]
+    if line.volume is None:
+        return [*cells, "-", "-", "-", "-"]
+    cells += [f"{line.volume.wire_bytes / 1e6:.2f}"]
+    cells += [f"{line.rate(line.volume.wire_bytes):.2f}"]
+    cells += [f"{line.rate(line.volume.logical_bytes):.2f}"]
+    share = line.limit_fraction
+    return [*cells, "-" if share is None else f"{100 * share:.1f}"]
+
+
+def ending(report: Report) -> str:
+    """What is not a line of a table."""
+    rss = ", ".join(f"{num_bytes / 2**20:.0f}" for num_bytes in report.peak_rss_bytes)
+    return f"{textwrap.fill(LEGEND, 120)}\npeak resident memory by rank: {rss} MiB"
 
 
 def simulation_line(report: SimulationReport) -> str:

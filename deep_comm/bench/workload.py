@@ -1,101 +1,185 @@
-"""What is measured: one shape of tokens, its inputs, and the bytes that it moves."""
+"""What is measured: one shape of tokens, where they go, and the bytes that this moves."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from deep_comm import reference
+from deep_comm.topology import first_expert, num_local_experts
+
+FP8_BLOCK = 128  # elements that share a scale
+
+ROUTINGS = {
+    "uniform": "every expert is as likely as any other",
+    "zipf": "the n-th most popular expert is chosen 1/n as often as the first; which expert is how "
+    "popular is random, so that no rank holds all popular ones",
+    "all-to-one": "every token chooses experts of rank 0 alone",
+    "idle-rank": "uniform, but the last rank has no tokens of its own",
+}
+DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Every rank sends its tokens to ``num_topk`` of ``num_experts`` experts, at random."""
+    """Tokens of every rank, and the experts that they choose. Equal on all ranks.
+
+    dtype "bf16", or "fp8": the payload is already quantised and carries a float32 scale per block
+    of 128 elements. Experts' outputs, which combine takes, are bf16 either way.
+    """
 
     num_ranks: int
     num_tokens: int  # per rank
     hidden: int
     num_experts: int
     num_topk: int
-    dtype: torch.dtype = torch.bfloat16
+    dtype: str = "bf16"
+    routing: str = "uniform"
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def num_scales(self) -> int:
+        return -(-self.hidden // FP8_BLOCK) if self.dtype == "fp8" else 0
 
     @property
     def row_bytes(self) -> int:
-        return self.hidden * self.dtype.itemsize
+        """A dispatched row with its scales."""
+        return self.hidden * self.torch_dtype.itemsize + 4 * self.num_scales
+
+    @property
+    def combine_row_bytes(self) -> int:
+        return 2 * self.hidden
+
+    def num_tokens_of(self, rank: int) -> int:
+        is_idle = self.routing == "idle-rank" and rank == self.num_ranks - 1
+        return 0 if is_idle and self.num_ranks > 1 else self.num_tokens
 
     def describe(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
         return (
-            f"{self.num_ranks} ranks x {self.num_tokens} tokens, hidden {self.hidden} {dtype}, "
-            f"{self.num_experts} experts, top-{self.num_topk}"
+            f"{self.num_ranks} ranks x {self.num_tokens} tokens, "
+            f"hidden {self.hidden} {self.dtype}, {self.num_experts} experts, "
+            f"top-{self.num_topk}, {self.routing} routing"
         )
 
 
 @dataclass(frozen=True)
-class RankInputs:
-    x: Tensor  # [num_tokens, hidden]
-    topk_idx: Tensor  # int64 [num_tokens, num_topk]
-    topk_weights: Tensor  # float32 [num_tokens, num_topk]
+class Routing:
+    """The experts that one rank's tokens choose."""
+
+    topk_idx: Tensor  # int64 [T, K], -1: none
+    topk_weights: Tensor  # float32 [T, K], a token's sum to 1
 
 
-def make_inputs(workload: Workload, rank: int) -> RankInputs:
-    """Inputs of one rank, on the host; a function of the rank, so that all ranks can make them."""
-    generator = torch.Generator().manual_seed(rank)
-    shape = (workload.num_tokens, workload.num_experts)
-    x = torch.randn(workload.num_tokens, workload.hidden, generator=generator)
-    scores = torch.rand(shape, generator=generator)
-    topk = scores.topk(workload.num_topk, dim=1)
-    return RankInputs(
-        x.to(workload.dtype), topk.indices, topk.values / topk.values.sum(1, keepdim=True)
+def routing_of(workload: Workload, rank: int) -> Routing:
+    """A function of the workload and the rank, so that every rank knows every other's."""
+    generator = torch.Generator().manual_seed(1000 + rank)
+    num_tokens, num_topk = workload.num_tokens_of(rank), workload.num_topk
+    popularity = _popularity(workload)
+    num_choices = min(num_topk, int((popularity > 0).sum()))
+    # The largest of p / Exp(1) are a sample without replacement with probabilities p.
+    waiting = torch.empty(num_tokens, workload.num_experts)
+    waiting.exponential_(generator=generator)
+    chosen = (popularity / waiting.clamp_min_(1e-30)).topk(num_choices, dim=1).indices
+    topk_idx = torch.full((num_tokens, num_topk), -1, dtype=torch.int64)
+    topk_idx[:, :num_choices] = chosen
+    weights = torch.rand(num_tokens, num_topk, generator=generator) + 0.01
+    return Routing(topk_idx, weights / weights.sum(dim=1, keepdim=True))
+
+
+def _popularity(workload: Workload) -> Tensor:
+    num_experts, num_ranks = workload.num_experts, workload.num_ranks
+    popularity = torch.ones(num_experts)
+    if workload.routing == "zipf":
+        order = torch.randperm(num_experts, generator=torch.Generator().manual_seed(7))
+        popularity[order] = 1 / torch.arange(1, num_experts + 1, dtype=torch.float32)
+    elif workload.routing == "all-to-one":
+        first = first_expert(0, num_experts, num_ranks)
+        popularity.zero_()
+        popularity[first : first + num_local_experts(0, num_experts, num_ranks)] = 1
+    return popularity
+
+
+@functools.lru_cache(maxsize=4)
+def _plans(
+    num_ranks: int, num_tokens: int, num_experts: int, num_topk: int, routing: str
+) -> tuple[tuple[Routing, ...], tuple[reference.Dispatched, ...]]:
+    """Routings of all ranks and what the reference makes of them; independent of the payload."""
+    shape = Workload(num_ranks, num_tokens, 1, num_experts, num_topk, routing=routing)
+    routings = tuple(routing_of(shape, rank) for rank in range(num_ranks))
+    # The payload is the token's index: what arrives says where it came from.
+    tokens = [
+        torch.arange(shape.num_tokens_of(rank), dtype=torch.int32)[:, None]
+        for rank in range(num_ranks)
+    ]
+    dispatched = reference.dispatch(
+        tokens,
+        [routing.topk_idx for routing in routings],
+        num_experts,
+        [routing.topk_weights for routing in routings],
     )
+    return routings, tuple(dispatched)
+
+
+def plan_of(workload: Workload) -> tuple[Sequence[Routing], Sequence[reference.Dispatched]]:
+    """By rank: the routing, and what the reference says arrives, the payload being token
+    indices."""
+    return _plans(
+        workload.num_ranks,
+        workload.num_tokens,
+        workload.num_experts,
+        workload.num_topk,
+        workload.routing,
+    )
+
+
+def rows_between(workload: Workload) -> list[list[int]]:
+    """[i][j]: rows that rank i sends to rank j."""
+    _, dispatched = plan_of(workload)
+    per_rank = [plan.is_token_in_rank.sum(dim=0).tolist() for plan in dispatched]
+    return [[int(count) for count in counts] for counts in per_rank]
 
 
 @dataclass(frozen=True)
 class Volume:
-    """Bytes of one dispatch into one rank; a combine moves the same rows the other way.
+    """Bytes of one operation at the rank where they are most.
 
-    logical: payload rows delivered to the rank, its own tokens included, as in the rates that MoE
+    logical: rows delivered to a rank with their scales, its own tokens' rows included, as MoE
         libraries usually quote.
-    wire: what crosses between ranks: rows of other ranks, with the metadata that travels beside
-    each
-        (source index, and an index and a weight per top-k selection).
+    wire: what crosses a rank's link in its busier direction: rows of other ranks, with the
+        metadata that travels beside each.
     """
 
     logical_bytes: int
     wire_bytes: int
 
-
-def volume(workload: Workload, num_rows: int, num_own_rows: int) -> Volume:
-    metadata_bytes = 4 + workload.num_topk * 8
-    return Volume(
-        logical_bytes=num_rows * workload.row_bytes,
-        wire_bytes=(num_rows - num_own_rows) * (workload.row_bytes + metadata_bytes),
-    )
+    def __add__(self, other: Volume) -> Volume:
+        return Volume(self.logical_bytes + other.logical_bytes, self.wire_bytes + other.wire_bytes)
 
 
-def combine_volume(workload: Workload, num_rows: int, num_own_rows: int) -> Volume:
+def volume(rows: Sequence[Sequence[int]], row_bytes: int, beside_bytes: int = 0) -> Volume:
+    """``rows[i][j]`` rows from rank i to j, of ``row_bytes`` and ``beside_bytes`` of metadata.
+
+    The way back (combine) has the same volume: the busier direction of a link is the same.
+    """
+    ranks = range(len(rows))
+    received = [sum(rows[source][rank] for source in ranks) for rank in ranks]
+    foreign = [max(sum(rows[rank]), received[rank]) - rows[rank][rank] for rank in ranks]
+    return Volume(max(received) * row_bytes, max(foreign) * (row_bytes + beside_bytes))
+
+
+def dispatch_volume(workload: Workload, *, is_cached: bool) -> Volume:
+    """Uncached rows are accompanied by source index, expert indices (int64) and weights."""
+    beside = 4 if is_cached else 4 + workload.num_topk * (8 + 4)
+    return volume(rows_between(workload), workload.row_bytes, beside)
+
+
+def combine_volume(workload: Workload) -> Volume:
     """Combine without top-k weights: rows alone travel."""
-    return Volume(
-        logical_bytes=num_rows * workload.row_bytes,
-        wire_bytes=(num_rows - num_own_rows) * workload.row_bytes,
-    )
-
-
-def expected_results(workload: Workload, rank: int) -> tuple[Tensor, Tensor]:
-    """What ``rank`` must receive, and the sum when every rank hands its rows back."""
-    inputs = [make_inputs(workload, peer) for peer in range(workload.num_ranks)]
-    dispatched = reference.dispatch(
-        [i.x for i in inputs],
-        [i.topk_idx for i in inputs],
-        workload.num_experts,
-        [i.topk_weights for i in inputs],
-    )
-    # Every rank's copy of a row is the same, so the sum is known without the other ranks' rows.
-    num_copies = dispatched[rank].is_token_in_rank.sum(dim=1, keepdim=True)
-    x = inputs[rank].x.float()
-    total = torch.zeros_like(x)
-    for copy in range(workload.num_ranks):
-        total += torch.where(num_copies > copy, x, torch.zeros_like(x))
-    return dispatched[rank].recv_x, total.to(workload.dtype)
+    return volume(rows_between(workload), workload.combine_row_bytes)

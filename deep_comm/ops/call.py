@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from deep_comm.backends import Launch
 from deep_comm.config import Config
 from deep_comm.context import Context
@@ -11,13 +9,17 @@ from deep_comm.errors import ArgumentError
 from deep_comm.events import EventHandle, EventOverlap, unwrap
 
 
-@dataclass(frozen=True)
 class StreamOptions:
     """What to wait for, whether to return before the end, and whose memory outputs are."""
 
-    previous_event: EventHandle | None
-    async_finish: bool
-    allocate_on_comm_stream: bool
+    __slots__ = ("previous_event", "async_finish", "allocate_on_comm_stream")
+
+    def __init__(
+        self, previous_event: EventHandle | None, async_finish: bool, allocate_on_comm_stream: bool
+    ) -> None:
+        self.previous_event = previous_event
+        self.async_finish = async_finish
+        self.allocate_on_comm_stream = allocate_on_comm_stream
 
     @staticmethod
     def checked(
@@ -26,7 +28,7 @@ class StreamOptions:
         allocate_on_comm_stream: bool,
     ) -> StreamOptions:
         """The three as callers give them; they may only be combined as the streams allow."""
-        event = unwrap(previous_event)
+        event = None if previous_event is None else unwrap(previous_event)
         if allocate_on_comm_stream and (event is None or not async_finish):
             given = "given" if event is not None else None
             raise ArgumentError(
@@ -42,10 +44,14 @@ class StreamOptions:
         )
 
 
-@dataclass(frozen=True)
 class CallOptions:
     """Options of dispatch and combine."""
 
-    config: Config | None  # the caller's, taken as it is
-    default_config: Config  # otherwise this one, shrunk until it fits
-    streams: StreamOptions
+    __slots__ = ("config", "default_config", "streams")
+
+    def __init__(
+        self, config: Config | None, default_config: Config | None, streams: StreamOptions
+    ) -> None:
+        self.config = config  # the caller's, taken as it is
+        self.default_config = default_config  # otherwise this one, shrunk until it fits
+        self.streams = streams

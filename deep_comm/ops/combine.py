@@ -28,12 +28,11 @@ def combine(
     ctx.begin()
     x = checks.combine_input(x, ctx.device)
     num_rows, hidden = x.shape
-    handle = Handle.of(handle)
-    handle.require_group(ctx.rank, ctx.num_ranks, ctx.members, ctx.device)
-    if handle.num_recv_rows != num_rows:
+    known = ctx.known_handle(handle)
+    if known.num_recv_rows != num_rows:
         raise HandleMismatch(
             "handle",
-            f"{handle.num_recv_rows} received rows",
+            f"{known.num_recv_rows} received rows",
             f"must be of a dispatch that returned as many rows as x has ({num_rows})",
         )
     num_topk = 0
@@ -46,21 +45,24 @@ def combine(
             dtypes=(torch.float32,),
         )
         num_topk = topk_weights.shape[1]
-    bias_0, bias_1 = checks.biases(bias, (handle.num_tokens, hidden), x)
+    num_tokens = known.num_tokens
+    bias_0, bias_1 = checks.biases(bias, (num_tokens, hidden), x)
     plan = ctx.plan(
         options.config,
         options.default_config,
-        row_bytes=hidden * x.element_size(),
-        num_topk=num_topk,
-        num_channels=handle.num_channels,
+        hidden * x.element_size(),
+        0,
+        num_topk,
+        known.num_channels,
     )
-    handle.require_num_channels(plan.num_channels)
+    if plan.num_channels != known.num_channels:
+        Handle.of(handle).require_num_channels(plan.num_channels)
 
     with options.streams.launch(ctx) as launch:
-        combined_x = launch.empty((handle.num_tokens, hidden), x.dtype)
+        combined_x = launch.empty((num_tokens, hidden), x.dtype)
         combined_topk_weights = None
         if topk_weights is not None:
-            combined_topk_weights = launch.empty((handle.num_tokens, num_topk), torch.float32)
+            combined_topk_weights = launch.empty((num_tokens, num_topk), torch.float32)
         ctx.engine.combine(
             x=ctx.address(x),
             dtype=checks.COMBINE_DTYPES[x.dtype],
@@ -69,11 +71,11 @@ def combine(
             num_topk=num_topk,
             bias_0=ctx.address(bias_0),
             bias_1=ctx.address(bias_1),
-            num_tokens=handle.num_tokens,
+            num_tokens=num_tokens,
             num_recv_rows=num_rows,
-            rank_prefix_matrix=ctx.address(handle.rank_prefix_matrix),
-            recv_channel_prefix_matrix=ctx.address(handle.recv_channel_prefix_matrix),
-            send_head=ctx.address(handle.send_head),
+            rank_prefix_matrix=known.rank_prefix_matrix,
+            recv_channel_prefix_matrix=known.recv_channel_prefix_matrix,
+            send_head=known.send_head,
             combined_x=ctx.address(combined_x),
             combined_topk_weights=ctx.address(combined_topk_weights),
             num_channels=plan.num_channels,
@@ -81,6 +83,6 @@ def combine(
             num_slots=plan.num_slots,
             stream=launch.stream,
         )
-        event = launch.finish([x, topk_weights, bias_0, bias_1, *handle])
+        event = launch.finish((x, topk_weights, bias_0, bias_1), known)
     ctx.end()
     return combined_x, combined_topk_weights, event

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,17 +15,18 @@ from deep_comm.events import EventOverlap
 from deep_comm.ops.call import StreamOptions
 
 
-@dataclass(frozen=True)
 class Layout:
     """R ranks, E experts, T tokens of this rank."""
 
-    num_tokens_per_rank: Tensor  # int32 [R], a token counts once per rank
-    num_tokens_per_expert: Tensor  # int32 [E], every selection counts
-    is_token_in_rank: Tensor  # bool [T, R]
+    __slots__ = ("num_tokens_per_rank", "num_tokens_per_expert", "is_token_in_rank", "num_experts")
 
-    @property
-    def num_experts(self) -> int:
-        return self.num_tokens_per_expert.shape[0]
+    def __init__(
+        self, num_tokens_per_rank: Tensor, num_tokens_per_expert: Tensor, is_token_in_rank: Tensor
+    ) -> None:
+        self.num_tokens_per_rank = num_tokens_per_rank  # int32 [R], a token counts once per rank
+        self.num_tokens_per_expert = num_tokens_per_expert  # int32 [E], every selection counts
+        self.is_token_in_rank = is_token_in_rank  # bool [T, R]
+        self.num_experts: int = num_tokens_per_expert.shape[0]
 
 
 def launch_layout(ctx: Context, launch: Launch, topk_idx: Tensor, num_experts: int) -> Layout:
@@ -64,7 +64,7 @@ def get_dispatch_layout(
     num_experts = checks.num_experts(num_experts, ctx.num_max_experts)
     with streams.launch(ctx) as launch:
         layout = launch_layout(ctx, launch, topk_idx, num_experts)
-        event = launch.finish([topk_idx])
+        event = launch.finish((topk_idx,))
     ctx.end()
     return layout, event
 

@@ -28,7 +28,17 @@ def run(command: list[str], folder: Path) -> str:
 @pytest.mark.xdist_group("processes")
 def test_bench_measures_every_combination_and_writes_json(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
-    command = [*BENCH, "--ranks", "2", *SMALL, *SHORT, "--dtype", "all", "--routing", "uniform,idle-rank"]
+    command = [
+        *BENCH,
+        "--ranks",
+        "2",
+        *SMALL,
+        *SHORT,
+        "--dtype",
+        "all",
+        "--routing",
+        "uniform,idle-rank",
+    ]
     command += ["--sms", "auto,4", "--simulation-runs", "1", "--json", str(file)]
     output = run(command, tmp_path)
     assert output.count("normal mode on cpu: 2 ranks") == 4 and "runs/s" in output
@@ -36,7 +46,8 @@ def test_bench_measures_every_combination_and_writes_json(tmp_path: Path) -> Non
     lines = document["normal"]
     own = [line for line in lines if not line["is_rival"]]
     seen = {
-        (line["routing"], line["dtype"], line["mode"], line["num_sms"], line["name"]) for line in own
+        (line["routing"], line["dtype"], line["mode"], line["num_sms"], line["name"])
+        for line in own
     }
     for routing in ("uniform", "idle-rank"):
         for dtype in ("bf16", "fp8"):
@@ -45,11 +56,17 @@ def test_bench_measures_every_combination_and_writes_json(tmp_path: Path) -> Non
                     for name in operations.NAMES:
                         is_there = (routing, dtype, mode, num_sms, name) in seen
                         in_place = name == operations.COMBINE_IN_PLACE
-                        assert is_there == (not in_place or (dtype, mode) == ("bf16", "direct")), name
+                        assert is_there == (not in_place or (dtype, mode) == ("bf16", "direct")), (
+                            name
+                        )
     rivals = {line["name"] for line in lines if line["is_rival"]}
     assert rivals == {"gloo all_to_all_single", "gloo all_gather", "gloo reduce_scatter"}
     assert all(line["mean_us"] > 0 and line["p99_us"] >= line["p50_us"] for line in lines)
-    assert all(line["host_us"] is None and line["fraction_of_limit"] is None for line in lines if "wire_bytes" in line)
+    assert all(
+        line["host_us"] is None and line["fraction_of_limit"] is None
+        for line in lines
+        if "wire_bytes" in line
+    )
     assert document["command"].endswith(str(file)) and document["limit"] is None
     assert len(document["peak_rss_bytes"]) == 2 and document["notes"] == []
     assert document["simulation"]["runs_per_s"] > 0
@@ -57,8 +74,24 @@ def test_bench_measures_every_combination_and_writes_json(tmp_path: Path) -> Non
 
 @pytest.mark.xdist_group("processes")
 def test_bench_runs_under_torchrun(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", *BENCH[2:], *SMALL, *SHORT, "--simulation-runs", "0", "--ops", "dispatch,combine"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    command += [
+        "-m",
+        *BENCH[2:],
+        *SMALL,
+        *SHORT,
+        "--simulation-runs",
+        "0",
+        "--ops",
+        "dispatch,combine",
+    ]
     output = run([*command, "--plot", str(tmp_path / "plot.png")], tmp_path)
     assert output.count("normal mode on cpu: 2 ranks") == 1
     assert "dispatch cached" not in output and "combine" in output
@@ -67,7 +100,17 @@ def test_bench_runs_under_torchrun(tmp_path: Path) -> None:
 
 @pytest.mark.xdist_group("processes")
 def test_the_quick_profile_runs(tmp_path: Path) -> None:
-    command = [*BENCH, "--quick", "--ranks", "2", "--hidden", "128", *SHORT, "--simulation-runs", "0"]
+    command = [
+        *BENCH,
+        "--quick",
+        "--ranks",
+        "2",
+        "--hidden",
+        "128",
+        *SHORT,
+        "--simulation-runs",
+        "0",
+    ]
     output = run(command, tmp_path)
     assert output.count("normal mode on cpu: 2 ranks") == 5
     # The targets are about GPUs; a table of them on a host would be about nothing.
@@ -93,7 +136,14 @@ main(sys.argv[1:])
 def test_one_wrong_bit_on_one_rank_ends_the_run_before_it_is_timed(tmp_path: Path) -> None:
     script = tmp_path / "wrong.py"
     script.write_text(WRONG)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     command += [str(script), "--device", "cpu", *SMALL, *SHORT, "--ops", "combine", "--no-rivals"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
     assert done.returncode != 0
@@ -139,7 +189,9 @@ def test_wrong_ranks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "arguments", [["--sms", "3"], ["--mode", "rings"], ["--tokens", "0"], ["--execution", "graph"]]
 )
-def test_bad_arguments_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_arguments_are_refused(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     from deep_comm.bench import options
 
     with pytest.raises(SystemExit):

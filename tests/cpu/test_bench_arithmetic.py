@@ -30,7 +30,8 @@ SMALL = Workload(num_ranks=3, num_tokens=12, hidden=160, num_experts=7, num_topk
 HOST = torch.device("cpu")
 
 
-# ---- bytes ------------------------------------------------------------------------------------------
+# ---- bytes
+# ------------------------------------------------------------------------------------------
 
 
 def test_volume_is_that_of_the_busiest_rank_and_direction() -> None:
@@ -62,7 +63,8 @@ def test_rate_is_bytes_by_mean_time() -> None:
     assert line("dispatch", 100.0).rate(34_200_000) == pytest.approx(342.0)
 
 
-# ---- routing ----------------------------------------------------------------------------------------
+# ---- routing
+# ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("routing", workload.ROUTINGS)
@@ -98,7 +100,8 @@ def test_zipf_has_favourites() -> None:
     assert ordered[0] > 5 * ordered[20]
 
 
-# ---- expected results -------------------------------------------------------------------------------
+# ---- expected results
+# -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", workload.DTYPES)
@@ -151,7 +154,8 @@ def test_same_bits_sees_the_sign_of_zero_and_the_dtype() -> None:
     assert not payload.same_bits(zero, zero[:1])
 
 
-# ---- times ------------------------------------------------------------------------------------------
+# ---- times
+# ------------------------------------------------------------------------------------------
 
 
 def test_percentiles_are_values_that_occurred() -> None:
@@ -169,9 +173,7 @@ def test_a_call_takes_as_long_as_its_slowest_rank() -> None:
         Sample(means_us=[14, 28, 21], calls_us=[2, 1, 9, 4], hosts_us=[1, 1, 2]),
     ]
     timing = measure.summarise(samples, with_host=True)
-    assert timing == Timing(
-        mean_us=21, best_us=14, p50_us=4, p99_us=9, spread_us=2, host_us=6
-    )
+    assert timing == Timing(mean_us=21, best_us=14, p50_us=4, p99_us=9, spread_us=2, host_us=6)
     assert measure.summarise(samples, with_host=False).host_us is None
 
 
@@ -219,7 +221,8 @@ def test_samples_hold_rounds_and_single_calls(flush: bool) -> None:
         assert calls == [0, 1, *range(5), *range(5), *range(5), *range(7)]
 
 
-# ---- reports ----------------------------------------------------------------------------------------
+# ---- reports
+# ----------------------------------------------------------------------------------------
 
 
 def line(name: str, mean_us: float, **changes: Any) -> normal.Measured:
@@ -323,7 +326,8 @@ def test_plots_take_the_quickest_line_at_each_point() -> None:
     assert times == {"combine bf16 direct eager": [(128, 100.0), (4096, 300.0)]}
 
 
-# ---- the command line -------------------------------------------------------------------------------
+# ---- the command line
+# -------------------------------------------------------------------------------
 
 
 def test_lists_are_multiplied_and_auto_stands_once() -> None:
@@ -364,7 +368,8 @@ def test_the_quick_profile_asks_for_every_line_that_targets_need() -> None:
     assert all(set(scenario.names) <= set(operations.NAMES) for scenario in scenarios)
 
 
-# ---- the link limit ---------------------------------------------------------------------------------
+# ---- the link limit
+# ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 8])

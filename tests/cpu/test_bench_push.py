@@ -13,7 +13,9 @@ from deep_comm.bench.link import push_order
 STAGES = 4
 
 
-def arena(num_ranks: int, num_rows: int, row_bytes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def arena(
+    num_ranks: int, num_rows: int, row_bytes: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(memory, receive areas [R, R, rows, bytes], sources [R, (R - 1) * rows, bytes])"""
     num_area, num_source = num_ranks * num_ranks * num_rows, num_ranks * (num_ranks - 1) * num_rows
     memory = words((num_area + num_source) * row_bytes // 8)
@@ -35,8 +37,8 @@ def pushed_right(areas: np.ndarray, sources: np.ndarray) -> bool:
     return bool((areas == expected).all())
 
 
-def push(machine: str, num_ranks: int, num_rows: int, row_bytes: int, num_blocks: int, num_warps: int,
-         **options: Any) -> bool:  # fmt: skip
+def push(machine: str, num_ranks: int, num_rows: int, row_bytes: int, num_blocks: int, num_warps:
+int,          **options: Any) -> bool:  # fmt: skip
     memory, areas, sources = arena(num_ranks, num_rows, row_bytes)
     shape = Shape(num_blocks, 32 * num_warps, num_warps * STAGES * (row_bytes + 8))
     params = [num_ranks, num_rows, row_bytes]
@@ -46,7 +48,13 @@ def push(machine: str, num_ranks: int, num_rows: int, row_bytes: int, num_blocks
     else:
         seed = int(machine.split()[1])
         run = simulate(
-            "push_all", params, num_ranks=num_ranks, seed=seed, shape=shape, memory=memory, **options
+            "push_all",
+            params,
+            num_ranks=num_ranks,
+            seed=seed,
+            shape=shape,
+            memory=memory,
+            **options,
         )
         run.check()
     return pushed_right(areas, sources)

@@ -297,3 +297,23 @@ def test_names_of_shared_memory_are_gone_once_a_buffer_is_built() -> None:
         buffer.combine(recv_x, handle)
 
     local.run(main, 3)
+
+
+def test_routing_without_weights_moves_rows_and_indices() -> None:
+    def rank_main(group):
+        x = torch.arange(40.0)[:, None].expand(40, 64).bfloat16().contiguous()
+        idx = torch.arange(40)[:, None] % 4
+        found = []
+        for direct in (0, 1 << 20):
+            with deep_comm.Buffer(
+                group, 2 << 20, num_direct_bytes=direct, device="cpu", timeout_s=20
+            ) as buffer:
+                recv, recv_idx, weights, counts, handle, _ = buffer.dispatch(
+                    x, topk_idx=idx, num_experts=4
+                )
+                found.append((recv.clone(), recv_idx.clone(), weights, counts))
+        return found
+
+    for rings, direct in local.run(rank_main, 2):
+        assert torch.equal(rings[0], direct[0]) and torch.equal(rings[1], direct[1])
+        assert rings[2] is None and direct[2] is None and sum(rings[3]) == 40

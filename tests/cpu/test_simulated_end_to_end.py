@@ -96,3 +96,14 @@ def test_a_rank_that_stalls_for_a_while_changes_nothing(stalled: int) -> None:
             lambda group: run_case(group, case), 3, seed, stalls=stalls, timeout_s=60
         )
         verify(case, results)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_eight_ranks_with_full_rings(seed: int) -> None:
+    """Enough rows a ring for every warp to be at work at once; small cases end before that."""
+    case = Case(
+        (64,) * 8, hidden=64, experts=32, topk=4, send_chunk=4, slots=16, num_sms=2,
+        nvl_bytes=1 << 20, seed=seed,
+    )  # fmt: skip
+    results = simulate.run(lambda group: run_case(group, case), 8, seed, timeout_s=120)
+    verify(case, results)

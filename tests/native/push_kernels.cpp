@@ -1,12 +1,13 @@
-// The kernel of the link limit, device/bench/push_rows.cuh, on the host: it moves what it says it moves.
+// The kernel of the link limit, device/bench/push_rows.cuh, on the host: it moves what it says it
+// moves.
 #include "device/bench/push_rows.cuh"
-
 #include "test_kernel.hpp"
 
 namespace deep_comm::test {
 namespace {
 
-// params: ranks, rows per peer, bytes of a row. memory: the receive areas of all ranks, then their sources.
+// params: ranks, rows per peer, bytes of a row. memory: the receive areas of all ranks, then their
+// sources.
 void push_all(const Args& args) {
   const int num_ranks = static_cast<int>(args.params[0]);
   const int num_rows = static_cast<int>(args.params[1]);

@@ -115,7 +115,7 @@ struct DispatchArgs {
   int64_t scale_column_stride;  // in scales
   const void* topk_idx;         // [T, K], or null
   int topk_idx_bytes;
-  const float* topk_weights;  // [T, K], or null
+  const float* topk_weights;  // [T, K], or null: routing alone
   // outputs
   uint8_t* recv_x;                     // [N, row_bytes]
   uint8_t* recv_x_scales;              // [N, num_scales], or null

@@ -65,7 +65,9 @@ DC_DEVICE void fill_tail_rows(const Context& context, const DispatchArgs& args) 
     arch::st_weak(args.recv_src_idx + row, -1);
     for (int k = 0; k < args.message.num_topk; ++k) {
       store_expert(args.recv_topk_idx, row * args.message.num_topk + k, args.topk_idx_bytes, -1);
-      arch::st_weak(args.recv_topk_weights + row * args.message.num_topk + k, 0.0f);
+      if (args.recv_topk_weights != nullptr) {
+        arch::st_weak(args.recv_topk_weights + row * args.message.num_topk + k, 0.0f);
+      }
     }
   }
 }

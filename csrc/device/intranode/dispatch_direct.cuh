@@ -142,8 +142,10 @@ DC_DEVICE void write_metadata(const DispatchArgs& args, const PeerOutput* output
         const int local = load_expert(args.topk_idx, position, args.topk_idx_bytes) - first;
         const bool is_here = local >= 0 && local < count;
         store_expert(output.topk_idx, row * num_topk + k, args.topk_idx_bytes, is_here ? local : -1);
-        arch::st_weak(output.topk_weights + row * num_topk + k,
-                      is_here ? arch::ld_nc(args.topk_weights + position) : 0.0f);
+        if (args.topk_weights != nullptr) {
+          arch::st_weak(output.topk_weights + row * num_topk + k,
+                        is_here ? arch::ld_nc(args.topk_weights + position) : 0.0f);
+        }
       }
       for (int column = lane; column < args.num_scales; column += kWarpSize) {
         const int64_t position = token * args.scale_token_stride + column * args.scale_column_stride;

@@ -71,7 +71,7 @@ DC_DEVICE void TokenSource::write_meta(uint8_t* meta, int token) const {
     const int local = load_expert(args_.topk_idx, position, args_.topk_idx_bytes) - first;
     const bool is_here = local >= 0 && local < count;
     local_experts[k] = is_here ? local : -1;
-    weights[k] = is_here ? arch::ld_nc(args_.topk_weights + position) : 0.0f;
+    weights[k] = is_here && args_.topk_weights != nullptr ? arch::ld_nc(args_.topk_weights + position) : 0.0f;
   }
   if (arch::lane_idx() == 0) {
     *reinterpret_cast<int32_t*>(meta + message.src_idx_offset()) = token;
@@ -106,7 +106,9 @@ DC_DEVICE void store_meta(const DispatchArgs& args, const uint8_t* meta, int64_t
   const float* weights = reinterpret_cast<const float*>(meta + message.topk_weights_offset());
   for (int k = arch::lane_idx(); k < message.num_topk; k += kWarpSize) {
     store_expert(args.recv_topk_idx, row * message.num_topk + k, args.topk_idx_bytes, local_experts[k]);
-    arch::st_weak(args.recv_topk_weights + row * message.num_topk + k, weights[k]);
+    if (args.recv_topk_weights != nullptr) {
+      arch::st_weak(args.recv_topk_weights + row * message.num_topk + k, weights[k]);
+    }
   }
   if (arch::lane_idx() == 0 && args.recv_src_idx != nullptr) {
     arch::st_weak(args.recv_src_idx + row,

@@ -24,8 +24,9 @@ struct Progress {
   }
   // One lane: `num_rows` rows have landed, or have been read.
   DC_DEVICE void report(int word, uint32_t num_rows) {
-    arch::st_relaxed_cta(&words[word], num_rows);
-    // pairs with: publish_progress — the rows, and the word.
+    // pairs with: publish_progress, which may look at the word before the bell rings — the rows.
+    arch::st_release_cta(&words[word], num_rows);
+    // pairs with: publish_progress — the word.
     arch::atomic_add_acq_rel_cta(&bell, 1u);
   }
   // The last report; also of a warp that gives up.

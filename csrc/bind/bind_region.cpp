@@ -1,0 +1,132 @@
+// The receive region's allocator, and tensors over memory that torch does not own.
+//
+// Both run in every call, so that microseconds count: an allocation, its tensor and its return take less
+// than one of them. The GIL guards all state; Python is only called where the state is at rest, since a
+// garbage collection in there may give blocks back.
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <optional>
+#include <stdexcept>
+
+#include "bind/bindings.hpp"
+#include "bind/dlpack.hpp"
+#include "host/region.hpp"
+
+namespace deep_comm {
+
+namespace py = pybind11;
+
+namespace {
+
+constexpr size_t kAlignment = 128;
+
+size_t align(size_t num_bytes) { return (num_bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+// A block may be given back while kernels that read it are still queued: `mark` says where its stream
+// is at that moment, and whoever gets the bytes next waits for it. Blocks that a CUDA graph was captured
+// with are only handed out to later captures: replays write to them whenever they like.
+class Region {
+ public:
+  using List = FreeList<py::object>;
+
+  Region(size_t begin, size_t end, py::object mark, py::object is_capturing)
+      : mark_(std::move(mark)), is_capturing_(std::move(is_capturing)) {
+    begin = align(begin);
+    if (end > begin) eager_.give_back({begin, end - begin, {}});
+  }
+
+  bool is_capturing() const { return is_capturing_().cast<bool>(); }
+
+  std::optional<List::Hole> take(size_t num_bytes, bool is_captured) {
+    std::optional<List::Hole> taken = (is_captured ? captured_ : eager_).take(num_bytes);
+    if (!taken && is_captured) taken = eager_.take(num_bytes);
+    return taken;
+  }
+
+  void give_back(size_t offset, size_t num_bytes, bool is_captured) {
+    List::Hole hole{offset, num_bytes, {}};
+    if (!is_captured) {
+      const py::object marked = mark_();
+      if (!marked.is_none()) {
+        const auto pair = marked.cast<py::tuple>();
+        hole.uses.push_back({pair[0].cast<uint64_t>(), num_marks_++, pair[1]});
+      }
+    }
+    (is_captured ? captured_ : eager_).give_back(std::move(hole));
+  }
+
+  size_t num_free_bytes() const { return eager_.num_bytes() + captured_.num_bytes(); }
+
+ private:
+  py::object mark_;
+  py::object is_capturing_;
+  List eager_;
+  List captured_;
+  uint64_t num_marks_ = 0;
+};
+
+// Bytes [offset, offset + num_bytes), given back when the last reference goes.
+class Block {
+ public:
+  Block(std::shared_ptr<Region> region, size_t offset, size_t num_bytes, bool is_captured)
+      : offset(offset), num_bytes(num_bytes), region_(std::move(region)), is_captured_(is_captured) {}
+  Block(const Block&) = delete;
+  Block& operator=(const Block&) = delete;
+  ~Block() {
+    if (Py_IsInitialized() == 0) return;  // at exit there is no next owner, and no Python to ask
+    try {
+      region_->give_back(offset, num_bytes, is_captured_);
+    } catch (py::error_already_set& error) {
+      // Nobody knows who still reads the bytes: nobody gets them.
+      error.discard_as_unraisable("giving back a block of the receive region");
+    }
+  }
+
+  const size_t offset;
+  const size_t num_bytes;
+
+ private:
+  std::shared_ptr<Region> region_;
+  bool is_captured_;
+};
+
+// (block, events to wait for), or None. Events of stream `after` are left out: the caller's work is
+// behind everything on it.
+py::object allocate(const std::shared_ptr<Region>& region, size_t num_bytes,
+                    std::optional<uint64_t> after) {
+  num_bytes = align(num_bytes == 0 ? 1 : num_bytes);
+  const bool is_captured = region->is_capturing();
+  std::optional<Region::List::Hole> taken = region->take(num_bytes, is_captured);
+  if (!taken) return py::none();
+  py::object block =
+      py::cast(std::make_unique<Block>(region, taken->offset, num_bytes, is_captured));
+  py::list events;
+  // A capture may not wait for work outside of it, and begins with the device idle.
+  if (!is_captured) {
+    for (const Region::List::Use& use : taken->uses) {
+      if (!after || *after != use.stream) events.append(use.event);
+    }
+  }
+  return py::make_tuple(std::move(block), std::move(events));
+}
+
+}  // namespace
+
+void bind_region(py::module_& m) {
+  py::class_<Block>(m, "Block", py::module_local(),
+                    "Bytes of the heap, given back when the last reference goes.")
+      .def_readonly("offset", &Block::offset)
+      .def_readonly("num_bytes", &Block::num_bytes);
+  py::class_<Region, std::shared_ptr<Region>>(m, "Region", py::module_local(),
+                                              "First-fit allocator of blocks.")
+      .def(py::init<size_t, size_t, py::object, py::object>(), py::arg("begin"), py::arg("end"),
+           py::arg("mark"), py::arg("is_capturing"))
+      .def("allocate", &allocate, py::arg("num_bytes"), py::arg("after") = py::none())
+      .def_property_readonly("num_free_bytes", &Region::num_free_bytes);
+  m.def("matrix", &make_dlpack_matrix, py::arg("address"), py::arg("num_rows"),
+        py::arg("num_columns"), py::arg("type_code"), py::arg("type_bits"), py::arg("device_type"),
+        py::arg("device_index"), py::arg("owner"));
+}
+
+}  // namespace deep_comm

@@ -1,0 +1,78 @@
+#include <cuda_runtime.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "device/bench/push_rows.cuh"
+#include "host/link_bench_cuda.hpp"
+
+namespace deep_comm {
+
+namespace {
+
+constexpr size_t kSmemBytesLimit = 227 * 1024;  // of one block on sm_90
+constexpr int kMaxPushWarps = 8;                // more were never faster
+
+void check(cudaError_t status, const char* what) {
+  if (status == cudaSuccess) return;
+  cudaGetLastError();  // or the next launch check would report this failure a second time
+  throw std::runtime_error(std::string(what) + ": " + cudaGetErrorName(status) + " (" +
+                           cudaGetErrorString(status) + ")");
+}
+
+void require(bool holds, const std::string& rule) {
+  if (!holds) throw std::invalid_argument("push_rows: " + rule);
+}
+
+__global__ void __launch_bounds__(kMaxPushWarps* kWarpSize, 1)
+    push_rows_entry(const __grid_constant__ PushRowsArgs args) {
+  push_rows(args);
+}
+
+}  // namespace
+
+int cuda_max_push_warps(int row_bytes) {
+  int num_warps = 0;
+  while (num_warps < kMaxPushWarps &&
+         push_rows_smem_bytes(num_warps + 1, row_bytes) <= kSmemBytesLimit) {
+    ++num_warps;
+  }
+  return num_warps;
+}
+
+void cuda_push_rows(const PushRows& call) {
+  const int num_ranks = static_cast<int>(call.destinations.size());
+  require(num_ranks >= 2 && num_ranks <= kMaxPushRanks, "2 to 8 ranks");
+  require(call.rank >= 0 && call.rank < num_ranks, "rank must be one of them");
+  require(call.row_bytes > 0 && call.row_bytes % 16 == 0, "row_bytes must be a multiple of 16");
+  require(call.num_rows_per_peer >= 0, "num_rows_per_peer must not be negative");
+  require(call.num_blocks >= 1, "num_blocks must be at least 1");
+  const int max_warps = cuda_max_push_warps(call.row_bytes);
+  require(call.num_warps >= 1 && call.num_warps <= max_warps,
+          "num_warps must be 1 to " + std::to_string(max_warps) + " for rows of " +
+              std::to_string(call.row_bytes) + " bytes");
+  PushRowsArgs args{.destinations = {},
+                    .src = reinterpret_cast<const uint8_t*>(call.src),
+                    .rank = call.rank,
+                    .num_ranks = num_ranks,
+                    .num_rows_per_peer = call.num_rows_per_peer,
+                    .row_bytes = call.row_bytes};
+  for (int peer = 0; peer < num_ranks; ++peer) {
+    args.destinations[peer] = reinterpret_cast<uint8_t*>(call.destinations[peer]);
+  }
+  check(cudaFuncSetAttribute(push_rows_entry, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             static_cast<int>(kSmemBytesLimit)),
+        "cudaFuncSetAttribute");
+  const size_t smem_bytes = push_rows_smem_bytes(call.num_warps, call.row_bytes);
+  push_rows_entry<<<call.num_blocks, call.num_warps * kWarpSize, smem_bytes,
+                    reinterpret_cast<cudaStream_t>(call.stream)>>>(args);
+  check(cudaGetLastError(), "push_rows");
+}
+
+void cuda_copy_async(uintptr_t dst, uintptr_t src, size_t num_bytes, uint64_t stream) {
+  check(cudaMemcpyAsync(reinterpret_cast<void*>(dst), reinterpret_cast<const void*>(src), num_bytes,
+                        cudaMemcpyDefault, reinterpret_cast<cudaStream_t>(stream)),
+        "cudaMemcpyAsync");
+}
+
+}  // namespace deep_comm

@@ -1,0 +1,98 @@
+// Which bytes of the receive region are free, and what may still read them. Knows neither Python nor
+// CUDA: `Event` is whatever a caller can wait for.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <utility>
+#include <vector>
+
+namespace deep_comm {
+
+// First fit over holes sorted by offset; neighbours are joined as they come back.
+template <class Event>
+class FreeList {
+ public:
+  // The last use of some bytes on one stream; work queued there before the event may still read them.
+  struct Use {
+    uint64_t stream;
+    uint64_t order;  // later uses of a stream have larger numbers
+    Event event;
+  };
+  struct Hole {
+    size_t offset;
+    size_t num_bytes;
+    std::vector<Use> uses;  // at most one a stream
+  };
+
+  // The taken bytes with everything that may still read them; empty if no hole is large enough.
+  std::optional<Hole> take(size_t num_bytes) {
+    const auto hole = std::find_if(holes_.begin(), holes_.end(), [&](const Hole& candidate) {
+      return candidate.num_bytes >= num_bytes;
+    });
+    if (hole == holes_.end()) return std::nullopt;
+    if (hole->num_bytes == num_bytes) {
+      Hole taken = std::move(*hole);
+      holes_.erase(hole);
+      return taken;
+    }
+    Hole taken{hole->offset, num_bytes, hole->uses};
+    hole->offset += num_bytes;
+    hole->num_bytes -= num_bytes;
+    return taken;
+  }
+
+  // An event's end may run code of its owner's, which may come back here. So what is replaced is moved
+  // into locals, and ends when the list is at rest.
+  void give_back(Hole hole) {
+    const auto after = std::lower_bound(
+        holes_.begin(), holes_.end(), hole.offset,
+        [](const Hole& other, size_t offset) { return other.offset < offset; });
+    const auto before = after == holes_.begin() ? holes_.end() : after - 1;
+    const bool touches_after =
+        after != holes_.end() && hole.offset + hole.num_bytes == after->offset;
+    const bool touches_before =
+        before != holes_.end() && before->offset + before->num_bytes == hole.offset;
+    Hole next{};
+    if (touches_after) {
+      next = std::move(*after);
+      hole.num_bytes += next.num_bytes;
+      join(hole.uses, next.uses);
+    }
+    if (touches_before) {
+      before->num_bytes += hole.num_bytes;
+      join(before->uses, hole.uses);
+      if (touches_after) holes_.erase(after);
+    } else if (touches_after) {
+      *after = std::move(hole);
+    } else {
+      holes_.insert(after, std::move(hole));
+    }
+  }
+
+  size_t num_bytes() const {
+    size_t sum = 0;
+    for (const Hole& hole : holes_) sum += hole.num_bytes;
+    return sum;
+  }
+
+ private:
+  // `uses` becomes what waits for both, on each stream the later use; `others` gets what is left over.
+  static void join(std::vector<Use>& uses, std::vector<Use>& others) {
+    for (Use& other : others) {
+      const auto same = std::find_if(uses.begin(), uses.end(),
+                                     [&](const Use& use) { return use.stream == other.stream; });
+      if (same == uses.end()) {
+        uses.push_back(other);
+      } else if (same->order < other.order) {
+        std::swap(*same, other);
+      }
+    }
+  }
+
+  std::vector<Hole> holes_;
+};
+
+}  // namespace deep_comm

@@ -1,0 +1,91 @@
+#include "host/stream_cuda.hpp"
+
+#include <cuda_runtime_api.h>
+
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace deep_comm {
+
+namespace {
+
+void check(cudaError_t status, const char* tried) {
+  if (status == cudaSuccess) return;
+  cudaGetLastError();  // or the next launch check would report this failure a second time
+  throw std::runtime_error(std::string(tried) + ": " + cudaGetErrorName(status) + " (" +
+                           cudaGetErrorString(status) + ")");
+}
+
+cudaStream_t as_stream(uint64_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
+
+// Makes `device` current; costs one cheap query when it is already.
+class DeviceScope {
+ public:
+  explicit DeviceScope(int device) : previous_(cuda_current_device()), device_(device) {
+    if (previous_ != device_) check(cudaSetDevice(device_), "cudaSetDevice");
+  }
+  ~DeviceScope() {
+    if (previous_ != device_) cudaSetDevice(previous_);
+  }
+  DeviceScope(const DeviceScope&) = delete;
+  DeviceScope& operator=(const DeviceScope&) = delete;
+
+ private:
+  int previous_;
+  int device_;
+};
+
+// Idle events by device. Never destroyed: at exit the driver may be gone before this module.
+std::vector<cudaEvent_t>& pool_of(int device) {
+  static auto& pools = *new std::vector<std::vector<cudaEvent_t>>();
+  if (static_cast<size_t>(device) >= pools.size()) pools.resize(device + 1);
+  return pools[device];
+}
+
+}  // namespace
+
+CudaEvent::CudaEvent(int device) : device_(device), event_(nullptr) {
+  if (device < 0) throw std::invalid_argument("device = " + std::to_string(device) + ", must be >= 0");
+  std::vector<cudaEvent_t>& pool = pool_of(device);
+  if (!pool.empty()) {
+    event_ = pool.back();
+    pool.pop_back();
+    return;
+  }
+  DeviceScope scope(device);
+  check(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+}
+
+// Streams that were told to wait keep waiting for what was recorded then, whatever the event does next.
+CudaEvent::~CudaEvent() { pool_of(device_).push_back(event_); }
+
+void CudaEvent::record(uint64_t stream) {
+  check(cudaEventRecord(event_, as_stream(stream)), "cudaEventRecord");
+}
+
+void CudaEvent::wait(uint64_t stream) const {
+  check(cudaStreamWaitEvent(as_stream(stream), event_, 0), "cudaStreamWaitEvent");
+}
+
+std::unique_ptr<CudaEvent> cuda_mark(int device, uint64_t stream) {
+  DeviceScope scope(device);  // stream 0 is the current device's
+  if (cuda_is_capturing(stream)) return nullptr;
+  auto event = std::make_unique<CudaEvent>(device);
+  event->record(stream);
+  return event;
+}
+
+bool cuda_is_capturing(uint64_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  check(cudaStreamIsCapturing(as_stream(stream), &status), "cudaStreamIsCapturing");
+  return status != cudaStreamCaptureStatusNone;
+}
+
+int cuda_current_device() {
+  int device = -1;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  return device;
+}
+
+}  // namespace deep_comm

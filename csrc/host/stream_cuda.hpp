@@ -1,0 +1,42 @@
+// Order among CUDA streams, for the host's hot path: no call here waits or allocates in the steady state.
+// Streams are cudaStream_t as integers.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+struct CUevent_st;
+
+namespace deep_comm {
+
+// An event without timing. Its end returns it to its device's pool instead of destroying it: CUDA events
+// cost more to make than to record. Not for use by several threads at once; the pool is not locked, the
+// GIL guards it.
+class CudaEvent {
+ public:
+  explicit CudaEvent(int device);
+  ~CudaEvent();
+  CudaEvent(const CudaEvent&) = delete;
+  CudaEvent& operator=(const CudaEvent&) = delete;
+
+  void record(uint64_t stream);
+  // Work that `stream` gets from now on waits for what was recorded.
+  void wait(uint64_t stream) const;
+  // Work that `then` gets from now on waits for all that `first` has. The device must be current.
+  void order(uint64_t first, uint64_t then) {
+    record(first);
+    wait(then);
+  }
+
+ private:
+  int device_;
+  CUevent_st* event_;
+};
+
+// An event at this point of a stream of `device`, whichever device is current. Empty while the stream is
+// capturing: an event of a capture means nothing outside of it.
+std::unique_ptr<CudaEvent> cuda_mark(int device, uint64_t stream);
+bool cuda_is_capturing(uint64_t stream);
+int cuda_current_device();
+
+}  // namespace deep_comm

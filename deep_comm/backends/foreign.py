@@ -1,0 +1,55 @@
+"""Tensors over memory that torch does not own: the heaps."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deep_comm import _core
+
+# DLPack's (code, bits). Other types travel as bytes and are viewed afterwards.
+_TYPES: dict[torch.dtype, tuple[int, int]] = {
+    torch.int8: (0, 8),
+    torch.int16: (0, 16),
+    torch.int32: (0, 32),
+    torch.int64: (0, 64),
+    torch.uint8: (1, 8),
+    torch.float16: (2, 16),
+    torch.float32: (2, 32),
+    torch.float64: (2, 64),
+    torch.bfloat16: (4, 16),
+}
+_DEVICE_TYPES = {"cpu": 1, "cuda": 2}
+
+_from_dlpack = torch.from_dlpack  # type: ignore[attr-defined]
+_matrix = _core.matrix
+
+
+class Place:
+    """Makes tensors over memory of one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device_type = _DEVICE_TYPES[device.type]
+        self._device_index = device.index or 0
+
+    def matrix(
+        self, address: int, num_rows: int, num_columns: int, dtype: torch.dtype, owner: object
+    ) -> Tensor:
+        """[num_rows, num_columns], contiguous; ``owner`` lives as long as the last tensor over it."""
+        known = _TYPES.get(dtype)
+        if known is None:
+            return self.matrix(
+                address, num_rows, num_columns * dtype.itemsize, torch.uint8, owner
+            ).view(dtype)
+        return _from_dlpack(
+            _matrix(
+                address,
+                num_rows,
+                num_columns,
+                known[0],
+                known[1],
+                self._device_type,
+                self._device_index,
+                owner,
+            )
+        )

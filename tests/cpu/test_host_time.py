@@ -1,0 +1,178 @@
+"""What one call costs the host, counted: times depend on the machine, counts do not."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import deep_comm
+from deep_comm import local
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import fake_cuda  # noqa: E402
+from fake_cuda import COMM, COMPUTE  # noqa: E402
+
+T, H, K, E = 40, 256, 2, 8
+
+
+class Counter:
+    """Python functions of the package entered, and tensors made, while it is active."""
+
+    def __init__(self) -> None:
+        self.functions: list[str] = []
+
+    def __enter__(self) -> Counter:
+        sys.setprofile(self._enter)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        sys.setprofile(None)
+
+    def _enter(self, frame: Any, event: str, argument: Any) -> None:
+        if event == "call" and "/deep_comm/" in frame.f_code.co_filename:
+            self.functions.append(frame.f_code.co_name)
+
+
+def _on_fake_cuda(body: Callable[..., Any], num_direct_bytes: int = 8 << 20) -> Any:
+    """``body(buffer, log, x, handle, topk_idx)`` after two rounds that fill every cache."""
+
+    def main(group: local.ThreadGroup) -> Any:
+        with deep_comm.Buffer(
+            group, 16 << 20, num_direct_bytes=num_direct_bytes, timeout_s=20
+        ) as buffer:
+            generator = torch.Generator().manual_seed(3)
+            x = torch.randn(T, H, generator=generator).bfloat16()
+            idx = torch.rand(T, E, generator=generator).topk(K).indices
+            config = deep_comm.Config(2, 4, 16)
+            received = buffer.dispatch(
+                x, topk_idx=idx, topk_weights=idx.float(), num_experts=E, config=config
+            )
+            handle = received[4]
+            for _ in range(2):
+                buffer.get_dispatch_layout(idx, E)
+                again = buffer.dispatch(x, handle=handle, config=config)[0]
+                assert torch.equal(again, received[0])
+                sums = buffer.combine(again, handle, config=config)[0]
+            assert torch.equal(sums, x)
+            del again, sums, received
+            log.clear()
+            return body(buffer, log, x, handle, idx)
+
+    with fake_cuda.installed() as log:
+        return local.run(main, 1, timeout_s=60)[0]
+
+
+@pytest.fixture
+def empties(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
+    """Every torch.empty, by shape."""
+    made: list[object] = []
+    empty = torch.empty
+
+    def counting(*shape: Any, **options: Any) -> torch.Tensor:
+        made.append(shape)
+        return empty(*shape, **options)
+
+    monkeypatch.setattr(torch, "empty", counting)
+    yield made
+
+
+CONFIG = deep_comm.Config(2, 4, 16)
+
+
+def test_a_cached_dispatch_takes_one_block_and_no_tensor_of_torch(empties: list[object]) -> None:
+    def body(buffer: Any, log: Any, x: Any, handle: Any, idx: Any) -> None:
+        before = buffer._context.region.num_free_bytes
+        empties.clear()
+        with Counter() as counter:
+            out = buffer.dispatch(x, handle=handle, config=CONFIG)[0]
+        assert empties == []
+        assert log == [("order", COMPUTE, COMM), ("dispatch", COMM), ("order", COMM, COMPUTE)]
+        assert len(counter.functions) <= 32, counter.functions
+        assert buffer._context.region.num_free_bytes < before
+        log.clear()
+        del out
+        assert log == [("mark", COMPUTE)]
+        assert buffer._context.region.num_free_bytes == before
+
+    _on_fake_cuda(body)
+
+
+def test_a_cached_dispatch_without_region_takes_two_tensors(empties: list[object]) -> None:
+    def body(buffer: Any, log: Any, x: Any, handle: Any, idx: Any) -> None:
+        empties.clear()
+        buffer.dispatch(x, handle=handle, config=CONFIG)
+        assert len(empties) == 2
+        assert log.names() == ["order", "dispatch", "order"]
+
+    _on_fake_cuda(body, num_direct_bytes=0)
+
+
+def test_a_combine_takes_one_tensor(empties: list[object]) -> None:
+    def body(buffer: Any, log: Any, x: Any, handle: Any, idx: Any) -> None:
+        rows = buffer.dispatch(x, handle=handle, config=CONFIG)[0]
+        log.clear()
+        empties.clear()
+        with Counter() as counter:
+            buffer.combine(rows, handle, config=CONFIG)
+        assert len(empties) == 1
+        assert log == [("order", COMPUTE, COMM), ("combine", COMM), ("order", COMM, COMPUTE)]
+        assert len(counter.functions) <= 29, counter.functions
+
+    _on_fake_cuda(body)
+
+
+def test_a_layout_takes_three_tensors(empties: list[object]) -> None:
+    def body(buffer: Any, log: Any, x: Any, handle: Any, idx: Any) -> None:
+        empties.clear()
+        with Counter() as counter:
+            buffer.get_dispatch_layout(idx, E)
+        assert len(empties) == 3
+        assert log == [("order", COMPUTE, COMM), ("layout", COMM), ("order", COMM, COMPUTE)]
+        assert len(counter.functions) <= 29, counter.functions
+
+    _on_fake_cuda(body)
+
+
+def test_a_handle_is_checked_once_and_copies_of_it_again() -> None:
+    import copy
+    import dataclasses
+
+    def body(buffer: Any, log: Any, x: Any, handle: Any, idx: Any) -> None:
+        rows = buffer.dispatch(x, handle=handle, config=CONFIG)[0]
+        for same in (dataclasses.replace(handle), copy.deepcopy(handle), tuple(handle)):
+            with Counter() as counter:
+                sums = buffer.combine(rows, same, config=CONFIG)[0]
+            assert "require_group" in counter.functions
+            assert torch.equal(sums, x)
+        with Counter() as counter:
+            buffer.combine(rows, handle, config=CONFIG)
+        assert "require_group" not in counter.functions
+
+    _on_fake_cuda(body)
+
+
+def test_a_block_that_another_stream_may_read_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def body(buffer: Any, log: Any, x: Any, handle: Any, idx: Any) -> None:
+        # All of the region was last used on some other stream.
+        region = buffer._context.region
+        blocks = []
+        while (taken := region.allocate(1024)) is not None:
+            blocks.append(taken[0])
+        monkeypatch.setattr(
+            sys.modules["deep_comm.backends.cuda"], "current_raw_stream", lambda index: 33
+        )
+        del blocks, taken
+        assert set(log) == {("mark", 33)}
+        log.clear()
+        buffer.dispatch(x, handle=handle, config=CONFIG)
+        assert log[:3] == [("order", COMPUTE, COMM), ("wait", COMM), ("dispatch", COMM)]
+
+    _on_fake_cuda(body)
