@@ -305,7 +305,7 @@ def test_routing_without_weights_moves_rows_and_indices() -> None:
         idx = torch.arange(40)[:, None] % 4
         found = []
         for direct in (0, 1 << 20):
-            with deep_comm.Buffer(
+            with Buffer(
                 group, 2 << 20, num_direct_bytes=direct, device="cpu", timeout_s=20
             ) as buffer:
                 recv, recv_idx, weights, counts, handle, _ = buffer.dispatch(
