@@ -6,9 +6,8 @@ from collections.abc import Sequence
 import matrix
 import torch
 from cases import Case
-from roundtrip import call_once, verify
+from roundtrip import run_case, verify
 
-import deep_comm
 from deep_comm import processes
 
 NUM_CASES = 64
@@ -37,21 +36,7 @@ def run(
 def run_cases(group, cases: list[Case], options: dict) -> list:
     """Many cases in one set of processes, since starting one costs more than a case."""
     device = torch.device("cuda", torch.cuda.current_device())
-    results = []
-    for case in cases:
-        with deep_comm.Buffer(
-            group,
-            case.nvl_bytes,
-            device=device,
-            timeout_s=60,
-            num_direct_bytes=case.direct_bytes,
-        ) as buffer:
-            if case.smem_bytes is not None:
-                buffer.runtime.smem_bytes_limit = case.smem_bytes
-            results.append(
-                [call_once(buffer, case, call, device, options) for call in range(case.calls)]
-            )
-    return results
+    return [run_case(group, case, device, options) for case in cases]
 
 
 def verify_all(cases: list[Case], results: list) -> None:

@@ -171,7 +171,7 @@ def _wait(event: deep_comm.EventOverlap) -> None:
 
 
 def run_case(
-    group: Any, case: Case, device: str = "cpu", options: dict | None = None
+    group: Any, case: Case, device: torch.device | str = "cpu", options: dict | None = None
 ) -> list[Received]:
     """All calls of a case on one rank."""
     with deep_comm.Buffer(
