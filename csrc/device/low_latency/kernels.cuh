@@ -1,0 +1,24 @@
+// The low-latency kernels as types: what a target needs to launch one.
+#pragma once
+
+#include "device/low_latency/combine.cuh"
+#include "device/low_latency/dispatch.cuh"
+
+namespace deep_comm {
+
+template <PayloadFormat kFormat>
+struct LowLatencyDispatchKernel {
+  using Args = LowLatencyDispatchArgs;
+  static constexpr Kernel kName = Kernel::kLowLatencyDispatch;
+  static constexpr int kMaxThreads = 1024;
+  DC_DEVICE static void run(const Args& args) { low_latency_dispatch<kFormat>(args); }
+};
+
+struct LowLatencyCombineKernel {
+  using Args = LowLatencyCombineArgs;
+  static constexpr Kernel kName = Kernel::kLowLatencyCombine;
+  static constexpr int kMaxThreads = 1024;
+  DC_DEVICE static void run(const Args& args) { low_latency_combine(args); }
+};
+
+}  // namespace deep_comm
