@@ -10,14 +10,14 @@ template <PayloadFormat kFormat>
 struct LowLatencyDispatchKernel {
   using Args = LowLatencyDispatchArgs;
   static constexpr Kernel kName = Kernel::kLowLatencyDispatch;
-  static constexpr int kMaxThreads = 1024;
+  static constexpr int kMaxThreads = 896;
   DC_DEVICE static void run(const Args& args) { low_latency_dispatch<kFormat>(args); }
 };
 
 struct LowLatencyCombineKernel {
   using Args = LowLatencyCombineArgs;
   static constexpr Kernel kName = Kernel::kLowLatencyCombine;
-  static constexpr int kMaxThreads = 1024;
+  static constexpr int kMaxThreads = 896;
   DC_DEVICE static void run(const Args& args) { low_latency_combine(args); }
 };
 
