@@ -83,7 +83,8 @@ class LowLatencyCalls:
 
         Args:
             x: bfloat16 [T, H], H a multiple of 8, of 128 with use_fp8. T may differ between ranks.
-            topk_idx: int64 or int32 [T, K], -1: no selection. An expert may stand in a row twice.
+            topk_idx: int64 or int32 [T, K], -1: no selection. An expert may stand in a row twice:
+                the token then has one row with it, which combine adds with both weights.
             num_max_dispatch_tokens_per_rank: M, equal on all ranks.
             cumulative_local_expert_recv_stats: int32 [L], += rows of each expert.
             dispatch_wait_recv_cost_stats: int64 [R], += nanoseconds that one block waited for each
@@ -95,8 +96,8 @@ class LowLatencyCalls:
             compact: return each received token once instead of once an expert.
 
         Returns:
-            recv_x: [L, R * M, H]: the rows of an expert, by (source rank, source token, k), as many
-                as recv_count says; with use_fp8 (recv_x, scales), scales [L, R * M, S] stored by
+            recv_x: [L, R * M, H]: the rows of an expert, by (source rank, source token), as many as
+                recv_count says; with use_fp8 (recv_x, scales), scales [L, R * M, S] stored by
                 column. Compact: [R * M, H], rows by (source rank, source token), as many as
                 handle.num_recv_tokens says, with handle.recv_topk_idx and .recv_topk_weights.
             recv_count: int32 [L], rows of each expert.

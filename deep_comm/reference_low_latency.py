@@ -47,7 +47,7 @@ def quantise(x: Tensor, round_scale: bool = False) -> tuple[Tensor, Tensor]:
         scales = torch.ldexp(torch.ones_like(scales), exponent)
         factors = 1.0 / scales
     else:
-        factors = _LARGEST_E4M3 / amax
+        factors = torch.full_like(amax, _LARGEST_E4M3) / amax  # a scalar would be multiplied
     scaled = (blocks * factors.unsqueeze(2)).clamp(-_LARGEST_E4M3, _LARGEST_E4M3)
     return scaled.to(torch.float8_e4m3fn).view(x.shape), scales
 
@@ -55,8 +55,9 @@ def quantise(x: Tensor, round_scale: bool = False) -> tuple[Tensor, Tensor]:
 def pack_ue8m0(scales: Tensor) -> Tensor:
     """Powers of two [T, S] as their exponent bytes, four in an int32 [T, ceil(S / 4)]."""
     exponents = (scales.view(torch.int32) >> 23) & 0xFF
-    missing = -exponents.shape[1] % 4
-    exponents = torch.nn.functional.pad(exponents, (0, missing)).view(scales.shape[0], -1, 4)
+    num_packs = -(-exponents.shape[1] // 4)
+    exponents = torch.nn.functional.pad(exponents, (0, 4 * num_packs - exponents.shape[1]))
+    exponents = exponents.view(scales.shape[0], num_packs, 4)
     packed = (exponents.to(torch.int64) << torch.tensor([0, 8, 16, 24])).sum(dim=2)
     return packed.to(torch.int32)
 
@@ -73,7 +74,7 @@ def low_latency_dispatch(
     use_ue8m0: bool = False,
     compact: bool = False,
 ) -> list[LowLatencyDispatched]:
-    """What every rank receives: rows of an expert by (source rank, source token, k)."""
+    """What every rank receives: rows of an expert by (source rank, source token)."""
     num_ranks, num_topk = len(xs), topk_idxs[0].shape[1]
     num_slots = num_ranks * num_max_tokens
     payloads: list[tuple[Tensor, Tensor | None]] = []
@@ -102,6 +103,9 @@ def low_latency_dispatch(
                 local = [e - first if 0 <= e - first < num_local else -1 for e in selection]
                 for k, expert in enumerate(local):
                     if expert < 0:
+                        continue
+                    if expert in local[:k]:  # one row, whatever the number of selections
+                        places[source, token, k] = places[source, token, local.index(expert)]
                         continue
                     places[source, token, k] = expert * num_slots + count[expert]
                     rows.append((expert, count[expert], source, token))

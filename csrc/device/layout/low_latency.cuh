@@ -16,9 +16,14 @@ namespace deep_comm {
 // One selection of one token, as its destination sees it.
 struct alignas(16) Route {
   int32_t local_expert;  // -1: not on this rank
-  int32_t ordinal;       // selections of this expert by earlier tokens, and earlier ones of this token
+  int32_t ordinal;       // earlier tokens of this source that select this expert; see repeated
   float weight;
   int32_t row_ordinal;  // earlier tokens of this source that come to this rank
+
+  // A token that selects an expert again has one row with it: the later selections stand for the row of the first.
+  DC_HOST_DEVICE static int32_t repeated(uint32_t ordinal) { return ~static_cast<int32_t>(ordinal); }
+  DC_HOST_DEVICE bool is_repeated() const { return ordinal < 0; }
+  DC_HOST_DEVICE int32_t row() const { return is_repeated() ? ~ordinal : ordinal; }
 };
 static_assert(sizeof(Route) == sizeof(Vec16));
 

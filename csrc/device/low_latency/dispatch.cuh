@@ -1,7 +1,7 @@
 // dispatch for decoding: every token to every rank that holds one of its experts, once, with no barrier and no host.
 //
 // in     x [T, H] bfloat16, topk_idx [T, K], optional topk_weights [T, K]; T <= M on every rank, may differ
-// out    expert-major: recv_x [L, R*M, row], rows of an expert by (source, token, k); recv_count, src_info, layout_range
+// out    expert-major: recv_x [L, R*M, row], rows of an expert by (source, token); recv_count, src_info, layout_range
 //        compact: recv_x [R*M, row], rows by (source, token), with local experts and weights of each
 //        for combine: recv_tokens, places, recv_weights
 // grid   B blocks, the same B on all ranks: block b sends a share of this rank's tokens and receives the shares that

@@ -70,15 +70,18 @@ DC_DEVICE void find_places(const LowLatencyDispatchArgs& args, const LowLatencyH
     Route route{-1, 0, 0.0f, 0};
     if (k < num_topk) route = bit_cast<Route>(arch::ld_weak(reinterpret_cast<const Vec16*>(routes + k)));
     const bool is_here = route.local_expert >= 0;
-    const uint32_t here = arch::ballot(kFullMask, is_here);
+    // Rows to write: expert-major, one for every expert of the token; compact, one in all.
+    const uint32_t here = arch::ballot(kFullMask, is_here && (out.is_compact || !route.is_repeated()));
     int place = -1;
     if (out.is_compact) {
       if (is_here) place = static_cast<int>(first_rows[0]) + route.row_ordinal;
       if (here != 0) compact_place = arch::shfl(kFullMask, place, arch::ffs(here) - 1);
     } else if (is_here) {
-      place = route.local_expert * num_slots + static_cast<int>(first_rows[1 + route.local_expert]) + route.ordinal;
-      memory.places[warp * num_topk + num_places + arch::popc(here & ((1u << arch::lane_idx()) - 1))] = place;
-      if (task.is_leading) arch::st_weak(out.src_info + place, task.token);
+      place = route.local_expert * num_slots + static_cast<int>(first_rows[1 + route.local_expert]) + route.row();
+      if (!route.is_repeated()) {
+        memory.places[warp * num_topk + num_places + arch::popc(here & ((1u << arch::lane_idx()) - 1))] = place;
+        if (task.is_leading) arch::st_weak(out.src_info + place, task.token);
+      }
     }
     num_places += arch::popc(here);
     if (k >= num_topk || !task.is_leading) continue;

@@ -44,7 +44,7 @@ DC_DEVICE int valid_expert(const LowLatencyDispatchArgs& args, int64_t position)
   return expert < args.shape.num_experts ? expert : -1;
 }
 
-// The block counts the selections of tokens [begin, end): counters[e] of expert e, counters[E + r] tokens to rank r.
+// The block counts tokens [begin, end): counters[e] that select expert e, counters[E + r] that go to rank r.
 DC_DEVICE void count_tokens(const LowLatencyDispatchArgs& args, uint32_t* counters, int begin, int end) {
   const int num_topk = args.shape.num_topk, num_experts = args.shape.num_experts;
   const ExpertMap map{num_experts, args.world.num_ranks};
@@ -52,14 +52,14 @@ DC_DEVICE void count_tokens(const LowLatencyDispatchArgs& args, uint32_t* counte
        idx < static_cast<int64_t>(end) * num_topk; idx += arch::num_threads()) {
     const int expert = valid_expert(args, idx);
     if (expert < 0) continue;
-    arch::atomic_add_relaxed_cta(&counters[expert], 1u);
-    if (!args.out.is_compact) continue;
-    const int rank = map.rank_of(expert);
-    bool is_first = true;  // of this token's selections on that rank
-    for (int64_t other = idx / num_topk * num_topk; other < idx && is_first; ++other) {
+    const int rank = args.out.is_compact ? map.rank_of(expert) : 0;
+    bool is_repeat = false, is_first = args.out.is_compact;  // of this token's on that expert, on that rank
+    for (int64_t other = idx / num_topk * num_topk; other < idx; ++other) {
       const int other_expert = valid_expert(args, other);
-      is_first = other_expert < 0 || map.rank_of(other_expert) != rank;
+      is_repeat |= other_expert == expert;
+      is_first = is_first && (other_expert < 0 || map.rank_of(other_expert) != rank);
     }
+    if (!is_repeat) arch::atomic_add_relaxed_cta(&counters[expert], 1u);
     if (is_first) arch::atomic_add_relaxed_cta(&counters[num_experts + rank], 1u);
   }
 }
@@ -105,17 +105,25 @@ DC_DEVICE void send_routes(const LowLatencyDispatchArgs& args, const LowLatencyH
   const World& world = args.world;
   const int num_topk = args.shape.num_topk, num_experts = args.shape.num_experts, lane = arch::lane_idx();
   const ExpertMap map{num_experts, world.num_ranks};
-  uint32_t ordinals[2] = {0, 0};
+  int32_t ordinals[2] = {0, 0};
   DC_UNROLL
   for (int part = 0; part < 2; ++part) {
     const int k = lane + part * kWarpSize, expert = routing.experts[part];
     if (k >= num_topk || expert < 0) continue;
-    ordinals[part] = memory.counters[expert];
-    // Tokens of the other warps that come before this one, and this token's own selections.
-    const int64_t own = static_cast<int64_t>(token) * num_topk + k;
-    for (int64_t idx = static_cast<int64_t>(group_begin) * num_topk; idx < own; ++idx) {
-      if (valid_expert(args, idx) == expert) ++ordinals[part];
+    uint32_t ordinal = memory.counters[expert];
+    // Tokens of the other warps that come before this one.
+    for (int other = group_begin; other < token; ++other) {
+      bool selects = false;
+      for (int column = 0; column < num_topk; ++column) {
+        selects |= valid_expert(args, static_cast<int64_t>(other) * num_topk + column) == expert;
+      }
+      if (selects) ++ordinal;
     }
+    bool is_repeat = false;
+    for (int column = 0; column < k; ++column) {
+      is_repeat |= valid_expert(args, static_cast<int64_t>(token) * num_topk + column) == expert;
+    }
+    ordinals[part] = is_repeat ? Route::repeated(ordinal) : static_cast<int32_t>(ordinal);
   }
   uint32_t row_ordinal = 0;  // lane r: on rank r
   if (args.out.is_compact && lane < world.num_ranks) {
@@ -126,8 +134,8 @@ DC_DEVICE void send_routes(const LowLatencyDispatchArgs& args, const LowLatencyH
   for (int base = 0; base < num_total; base += kWarpSize) {
     const int idx = base + lane, peer = min_of(idx / num_topk, world.num_ranks - 1), k = idx % num_topk;
     const int expert = routing.expert(k);
-    const uint32_t low = arch::shfl(kFullMask, ordinals[0], k % kWarpSize);
-    const uint32_t high = arch::shfl(kFullMask, ordinals[1], k % kWarpSize);
+    const int32_t low = arch::shfl(kFullMask, ordinals[0], k % kWarpSize);
+    const int32_t high = arch::shfl(kFullMask, ordinals[1], k % kWarpSize);
     const uint32_t my_row = arch::shfl(kFullMask, row_ordinal, peer);
     if (idx >= num_total) continue;
     const int local = expert - map.first_expert(peer);
@@ -135,7 +143,7 @@ DC_DEVICE void send_routes(const LowLatencyDispatchArgs& args, const LowLatencyH
     Route route{-1, 0, 0.0f, 0};
     if (is_there) {
       const bool has_weight = args.topk_weights != nullptr;
-      route = {local, static_cast<int32_t>(k < kWarpSize ? low : high),
+      route = {local, k < kWarpSize ? low : high,
                has_weight ? arch::ld_nc(args.topk_weights + static_cast<int64_t>(token) * num_topk + k) : 0.0f,
                static_cast<int32_t>(my_row)};
     }
