@@ -71,10 +71,12 @@ def test_low_latency_and_normal_calls_mix_in_any_order() -> None:
             group, 1 << 20, case.num_bytes, low_latency_mode=True, device="cpu"
         ) as buffer:
             x = torch.full((6, 64), 1.0 + buffer.rank, dtype=torch.bfloat16)
-            idx = torch.arange(6).unsqueeze(1) % 2
+            idx, ones = torch.arange(6).unsqueeze(1) % 2, torch.ones(6, 1)
             for call in range(case.calls):
                 pair = Pair(buffer, case, call)
-                received = buffer.dispatch(x, topk_idx=idx, num_experts=2)
+                received = buffer.dispatch(
+                    x, topk_idx=idx, topk_weights=ones, num_experts=2
+                )
                 pair.dispatch()
                 combined = buffer.combine(received[0], received[4])[0]
                 assert torch.equal(combined, x)
