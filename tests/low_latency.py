@@ -112,6 +112,7 @@ class Pair:
         self.rank = buffer.rank
         inputs = inputs_of(case, self.rank, call)
         self.x, self.idx, self.weights = (part.to(buffer.device) for part in inputs)
+        self.rows: Tensor | None = None  # made by the first combine, kept for later ones
 
     def _hooked(self, event: Any, hook: Any) -> Any:
         if self.case.mode == "async":
@@ -137,11 +138,12 @@ class Pair:
 
     def combine(self) -> Any:
         case = self.case
-        rows = expert_rows(case, self.rank, self.call).to(self.buffer.device)
+        if self.rows is None:
+            self.rows = expert_rows(case, self.rank, self.call).to(self.buffer.device)
         if case.zero_copy:
-            self.buffer.get_next_low_latency_combine_buffer(self.handle).copy_(rows)
+            self.buffer.get_next_low_latency_combine_buffer(self.handle).copy_(self.rows)
         self.combined_x, event, hook = self.buffer.low_latency_combine(
-            rows,
+            self.rows,
             self.idx,
             None if case.weights_ahead else self.weights,
             self.handle,
@@ -149,7 +151,6 @@ class Pair:
             async_finish=case.mode == "async",
             return_recv_hook=case.mode in ("hook", "late"),
         )
-        self.rows = rows  # outlives the hook
         return self._hooked(event, hook)
 
     def received(self) -> Received:
