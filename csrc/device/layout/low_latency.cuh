@@ -102,7 +102,8 @@ struct LowLatencyShare {
   DC_HOST_DEVICE static LowLatencyShare of(const LowLatencyShape& shape, int num_tokens, int block) {
     const int num_blocks = shape.num_blocks;
     if (num_tokens >= num_blocks) {
-      const auto first = [&](int64_t of) { return static_cast<int>(of * num_tokens / num_blocks); };
+      static_assert(kMaxLowLatencyBlocks < 1 << 15, "the product fits: there are less than 1 << 16 tokens");
+      const auto first = [&](uint32_t of) { return static_cast<int>(of * num_tokens / num_blocks); };
       return {first(block), first(block + 1), 0, shape.hidden, true};
     }
     const int num_groups = ceil_div(shape.hidden, kGroupElements);

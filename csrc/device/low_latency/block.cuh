@@ -26,7 +26,7 @@ struct BlockMemory {
   uint32_t* counters;   // [E + R] when sending, [R, 1 + L] when receiving
   uint32_t* masks;      // [warps] sending: destinations of the warp's token
   int32_t* num_places;  // [warps] receiving: places of the warp's row
-  int32_t* tasks;       // [warps] source * M + token
+  int32_t* tasks;       // [warps] pack_task
   int32_t* places;      // [warps, K]
   float* weights;       // [warps, K] combine
 
@@ -115,22 +115,35 @@ DC_DEVICE bool await_sources(const Context& context, const LowLatencyHalf& half,
   return ok;
 }
 
-// The tasks of a block: the tokens of its share of every source, by source. Thread 0 writes the prefix sums.
+// The tasks of a block: the tokens of its share of every source, by source. Every thread calls it when num_tokens is
+// known to thread `source`; a barrier of the block makes it known to all.
 DC_DEVICE void number_tasks(const LowLatencyShape& shape, const BlockMemory& memory, int num_ranks,
                             int element_bytes) {
   BlockMemory::Header* header = memory.header;
-  int num_tasks = 0, max_vecs = 1;
-  for (int source = 0; source < num_ranks; ++source) {
+  const int source = arch::thread_idx();
+  if (source >= kWarpSize) return;
+  int num_tasks = 0, num_vecs = 1;
+  if (source < num_ranks) {
     const LowLatencyShare share = LowLatencyShare::of(shape, header->num_tokens[source], arch::block_idx());
-    header->first_task[source] = num_tasks;
+    num_tasks = share.num_tokens();
+    num_vecs = share.num_columns() * element_bytes / 16;
     header->first_vec[source] = share.column_begin * element_bytes / 16;
-    header->num_vecs[source] = share.num_columns() * element_bytes / 16;
-    num_tasks += share.num_tokens();
-    max_vecs = max_of(max_vecs, header->num_vecs[source]);
+    header->num_vecs[source] = num_vecs;
   }
-  header->first_task[num_ranks] = num_tasks;
-  header->max_vecs = max_vecs;
+  int end = num_tasks, max_vecs = max_of(num_vecs, 1);
+  for (int delta = 1; delta < kWarpSize; delta *= 2) {
+    const int before = arch::shfl_up(kFullMask, end, delta);
+    if (source >= delta) end += before;
+    max_vecs = max_of(max_vecs, arch::shfl_xor(kFullMask, max_vecs, delta));
+  }
+  if (source <= num_ranks) header->first_task[source] = end - num_tasks;
+  if (source == 0) header->max_vecs = max_vecs;
 }
+
+// A warp's task as the whole block finds it in shared memory.
+DC_DEVICE int32_t pack_task(int source, int token) { return source << 16 | token; }
+DC_DEVICE int source_of(int32_t task) { return task >> 16; }
+DC_DEVICE int token_of(int32_t task) { return task & 0xffff; }
 
 struct Task {
   int source;

@@ -65,7 +65,7 @@ DC_DEVICE bool find_summands(const Context& context, const LowLatencyCombineArgs
   }
   if (arch::lane_idx() == 0) {
     memory.num_places[warp] = num_places;
-    memory.tasks[warp] = task.source * shape.num_max_tokens + task.token;
+    memory.tasks[warp] = pack_task(task.source, task.token);
   }
   return ok;
 }
@@ -88,7 +88,7 @@ DC_DEVICE void send_sums(const LowLatencyCombineArgs& args, const LowLatencyHalf
   const int max_vecs = memory.header->max_vecs;
   for (int idx = arch::thread_idx(); idx < num_tasks * max_vecs; idx += arch::num_threads()) {
     const int warp = idx / max_vecs, num_places = memory.num_places[warp];
-    const int source = memory.tasks[warp] / shape.num_max_tokens, token = memory.tasks[warp] % shape.num_max_tokens;
+    const int source = source_of(memory.tasks[warp]), token = token_of(memory.tasks[warp]);
     if (num_places == 0 || idx % max_vecs >= memory.header->num_vecs[source]) continue;
     const int column = memory.header->first_vec[source] + idx % max_vecs;
     const int32_t* places = memory.places + warp * shape.num_topk;
@@ -124,8 +124,7 @@ DC_DEVICE bool combine_send(const Context& context, const LowLatencyCombineArgs&
   if (arch::thread_idx() < num_ranks) {
     memory.header->num_tokens[arch::thread_idx()] = arch::ld_nc(args.recv_tokens + arch::thread_idx());
   }
-  arch::sync_block();
-  if (arch::thread_idx() == 0) number_tasks(args.shape, memory, num_ranks, sizeof(Bf16));
+  number_tasks(args.shape, memory, num_ranks, sizeof(Bf16));
   if (!block_agrees(memory, ok)) return false;
   const int num_tasks = memory.header->first_task[num_ranks];
   for (int first = 0; first < num_tasks; first += num_warps) {

@@ -104,7 +104,7 @@ DC_DEVICE void find_places(const LowLatencyDispatchArgs& args, const LowLatencyH
   }
   if (arch::lane_idx() == 0) {
     memory.num_places[warp] = num_places;
-    memory.tasks[warp] = task.source * shape.num_max_tokens + task.token;
+    memory.tasks[warp] = pack_task(task.source, task.token);
   }
 }
 
@@ -122,7 +122,7 @@ DC_DEVICE void expand_rows(const LowLatencyDispatchArgs& args, const LowLatencyH
       const int idx = base + step * num_threads, warp = idx / max_vecs;
       warps[step] = -1;
       if (warp >= num_tasks || memory.num_places[warp] == 0) continue;
-      const int source = memory.tasks[warp] / shape.num_max_tokens, token = memory.tasks[warp] % shape.num_max_tokens;
+      const int source = source_of(memory.tasks[warp]), token = token_of(memory.tasks[warp]);
       if (idx % max_vecs >= memory.header->num_vecs[source]) continue;
       warps[step] = warp;
       columns[step] = memory.header->first_vec[source] + idx % max_vecs;
@@ -151,7 +151,7 @@ DC_DEVICE void expand_scales(const LowLatencyDispatchArgs& args, const LowLatenc
   for (int base = arch::thread_idx(); base < num_tasks * num_outputs; base += arch::num_threads()) {
     const int warp = base / num_outputs, output = base % num_outputs;
     if (memory.num_places[warp] == 0) continue;
-    const int source = memory.tasks[warp] / shape.num_max_tokens, token = memory.tasks[warp] % shape.num_max_tokens;
+    const int source = source_of(memory.tasks[warp]), token = token_of(memory.tasks[warp]);
     // FP8: a vector is 16 columns.
     const int vec = output * per_output * kScaleBlock / 16 - memory.header->first_vec[source];
     if (vec < 0 || vec >= memory.header->num_vecs[source]) continue;
@@ -181,7 +181,7 @@ DC_DEVICE void dispatch_receive(const Context& context, const LowLatencyDispatch
   const bool has_rows = await_sources(context, half, memory, args.signature, args.out.wait_stats);
   if (!block_agrees(memory, has_counts && has_rows)) return;
   place_sources(args, memory, num_local);
-  if (arch::thread_idx() == 0) number_tasks(args.shape, memory, num_ranks, args.shape.row_bytes / args.shape.hidden);
+  number_tasks(args.shape, memory, num_ranks, args.shape.row_bytes / args.shape.hidden);
   arch::sync_block();
   const int num_tasks = memory.header->first_task[num_ranks];
   for (int first = 0; first < num_tasks; first += num_warps) {
