@@ -57,10 +57,7 @@ class LowLatencyCalls:
         """Nothing needs cleaning, here or after other calls; checks that the sizes would fit."""
         self._context.require_open()
         max_tokens = low_latency.check_num_max_tokens(num_max_dispatch_tokens_per_rank)
-        state = self._low_latency
-        state.require_room(
-            max_tokens, hidden, 1, num_experts, state.num_blocks(max_tokens, hidden), False
-        )
+        self._low_latency.num_blocks(max_tokens, hidden, 1, num_experts, False)
 
     def low_latency_dispatch(
         self,

@@ -55,9 +55,9 @@ class Phases:
 class _CurrentStreamLaunch:
     """An operation on the caller's own CUDA stream: no events, nothing to wait for."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, poison_outputs: bool) -> None:
         self._device = device
-        self._poison_outputs = env.POISON.get()
+        self._poison_outputs = poison_outputs
         self._scope = contextlib.ExitStack()
         self.stream = 0
 
@@ -98,29 +98,36 @@ class LowLatencyState:
         self._ctx = ctx
         self._pending: dict[str, list[object]] = {"dispatch": [], "combine": []}
         self._combine_buffers: dict[tuple[int, ...], Tensor] = {}
+        self._num_blocks: dict[tuple[int, int, int, int, bool], int] = {}
+        self._poison_outputs = env.POISON.get()
 
-    def num_blocks(self, num_max_tokens: int, hidden: int) -> int:
-        """Blocks of a call, equal on all ranks: no more than there are pieces of work."""
-        available = self._ctx.backend.max_sms or _HOST_BLOCKS
-        wanted = env.NUM_SMS.get()
-        if wanted is not None:
-            available = min(available, wanted)
-        return min(available, MAX_BLOCKS, num_max_tokens * -(-hidden // _COLUMN_GROUP))
+    def num_blocks(
+        self, num_max_tokens: int, hidden: int, num_topk: int, num_experts: int, use_fp8: bool
+    ) -> int:
+        """Blocks of a call, equal on all ranks, if the region has room for it; else BufferTooSmall.
 
-    def require_room(
-        self,
-        num_max_tokens: int,
-        hidden: int,
-        num_topk: int,
-        num_experts: int,
-        num_blocks: int,
-        use_fp8: bool,
-    ) -> None:
+        Looked up after the first call of a shape: these calls are about microseconds.
+        """
+        shape = (num_max_tokens, hidden, num_topk, num_experts, use_fp8)
+        found = self._num_blocks.get(shape)
+        if found is None:
+            found = self._num_blocks[shape] = self._checked_num_blocks(*shape)
+        return found
+
+    def _checked_num_blocks(
+        self, num_max_tokens: int, hidden: int, num_topk: int, num_experts: int, use_fp8: bool
+    ) -> int:
         ctx = self._ctx
         if ctx.low_latency_bytes == 0:
             raise ArgumentError(
                 "low_latency_mode", None, "must be True, with num_rdma_bytes, for low-latency calls"
             )
+        available = ctx.backend.max_sms or _HOST_BLOCKS
+        wanted = env.NUM_SMS.get()
+        if wanted is not None:
+            available = min(available, wanted)
+        # No more than there are pieces of work.
+        num_blocks = min(available, MAX_BLOCKS, num_max_tokens * -(-hidden // _COLUMN_GROUP))
         needed = ctx.engine.low_latency_region_bytes(
             num_ranks=ctx.num_ranks,
             num_max_tokens=num_max_tokens,
@@ -137,6 +144,7 @@ class LowLatencyState:
                 f"{num_max_tokens} tokens a rank of hidden size {hidden}",
                 argument="num_rdma_bytes",
             )
+        return num_blocks
 
     def require_half(self, kind: str) -> None:
         """An operation may be sent while one of its kind waits for its hook, not while two do."""
@@ -151,7 +159,7 @@ class LowLatencyState:
     def launch(self, async_finish: bool) -> Launch:
         if async_finish or self._ctx.device.type != "cuda":
             return self._ctx.backend.launch(None, async_finish, False)
-        return _CurrentStreamLaunch(self._ctx.device)
+        return _CurrentStreamLaunch(self._ctx.device, self._poison_outputs)
 
     def run(
         self,

@@ -101,8 +101,7 @@ def low_latency_dispatch(
         "cumulative_local_expert_recv_stats", cumulative_stats, ctx, num_local, torch.int32
     )
     wait_stats = _stats("dispatch_wait_recv_cost_stats", wait_stats, ctx, ctx.num_ranks, torch.int64)
-    num_blocks = state.num_blocks(max_tokens, hidden)
-    state.require_room(max_tokens, hidden, num_topk, experts, num_blocks, options.use_fp8)
+    num_blocks = state.num_blocks(max_tokens, hidden, num_topk, experts, options.use_fp8)
     state.require_half("dispatch")
 
     num_rows = ctx.num_ranks * max_tokens
@@ -234,8 +233,7 @@ def low_latency_combine(
             ),
         )
     wait_stats = _stats("combine_wait_recv_cost_stats", wait_stats, ctx, ctx.num_ranks, torch.int64)
-    num_blocks = state.num_blocks(max_tokens, hidden)
-    state.require_room(max_tokens, hidden, handle.num_topk, handle.num_experts, num_blocks, False)
+    num_blocks = state.num_blocks(max_tokens, hidden, handle.num_topk, handle.num_experts, False)
     state.require_half("combine")
 
     with state.launch(phases.async_finish) as launch:
