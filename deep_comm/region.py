@@ -86,7 +86,9 @@ class Region:
                 taken = self._take(self._holes[False], num_bytes)
         if taken is None:
             return None
-        events = [mark.event for mark in taken.last_use.values()]
+        # A capture runs nothing, and whatever came before it has ended when its first replay runs; an event from
+        # outside could not be waited for in it.
+        events = [] if is_captured else [mark.event for mark in taken.last_use.values()]
         return Block(self, taken.offset, num_bytes, is_captured), events
 
     @staticmethod

@@ -43,6 +43,8 @@ class Case:
     fused_layout: bool = False  # dispatch(topk_idx=, num_experts=) instead of get_dispatch_layout
     calls: int = 1
     nvl_bytes: int = 16 << 20
+    direct_bytes: int | None = None  # of nvl_bytes; None: the Buffer's own rule
+    smem_bytes: int | None = None  # shared memory of a block; None: a whole SM's
     seed: int = field(default=0, compare=True)
 
     @property

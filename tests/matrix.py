@@ -63,6 +63,9 @@ DIMENSIONS: dict[str, Sequence[Any]] = {
     "worst": [0, 0, 1, 9],
     "biases": [0, 1, 2],
     "fused_layout": [False, True],
+    # The default of small buffers is rings; a small region overflows into them.
+    "direct_bytes": [None, 8 << 20, 1 << 16],
+    "smem_bytes": [None, None, 40000],
 }
 
 
@@ -102,6 +105,8 @@ def sample(num_cases: int, seed: int, **fixed: Sequence[Any]) -> list[Case]:
                 worst=card["worst"],
                 biases=card["biases"],
                 fused_layout=card["fused_layout"],
+                direct_bytes=card["direct_bytes"],
+                smem_bytes=card["smem_bytes"],
                 seed=seed * 1000 + number,
             )
         )

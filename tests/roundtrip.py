@@ -174,7 +174,15 @@ def run_case(
     group: Any, case: Case, device: str = "cpu", options: dict | None = None
 ) -> list[Received]:
     """All calls of a case on one rank."""
-    with deep_comm.Buffer(group, case.nvl_bytes, device=device, timeout_s=60.0) as buffer:
+    with deep_comm.Buffer(
+        group,
+        case.nvl_bytes,
+        device=device,
+        timeout_s=60.0,
+        num_direct_bytes=case.direct_bytes,
+    ) as buffer:
+        if case.smem_bytes is not None:
+            buffer.runtime.smem_bytes_limit = case.smem_bytes
         return [call_once(buffer, case, call, buffer.device, options) for call in range(case.calls)]
 
 

@@ -98,7 +98,6 @@ class Engine {
     MessageLayout message;
     StageLayout stage;
     RingLayout ring;
-    size_t smem_bytes;  // of the moving warps
   };
   // num_moving_warps: warps of a block that own stages of shared memory.
   Shape shape_of(const ChannelConfig& config, int row_bytes, int scale_row_bytes, int num_topk,

@@ -9,8 +9,10 @@
 
 namespace deep_comm {
 
-// Shared memory of a block that is not stages: dispatch's entry, combine's progress words.
-inline constexpr int kReservedSmemBytes = 512;
+// Shared memory of a block that is not stages: dispatch's entry, combine's team.
+inline constexpr int kReservedSmemBytes = 640;
+// The mbarriers of both modes of dispatch.
+inline constexpr int kMaxBarrierBytes = 2 * 2 * kMaxRanks * StagePipe::kMaxStages * sizeof(uint64_t);
 static_assert(sizeof(DispatchEntry) <= kReservedSmemBytes - 16);
 
 namespace detail {
@@ -108,20 +110,18 @@ typename Engine<Target>::Shape Engine<Target>::shape_of(const ChannelConfig& con
           "row_bytes = " + std::to_string(row_bytes) + ", must be a positive multiple of 16");
   Shape shape{};
   shape.message = {row_bytes, scale_row_bytes, num_topk, num_strips};
-  const int barrier_bytes = static_cast<int>(StagePipe<kNumStages>::barrier_bytes());
-  // Stages are multiples of 128 bytes, so that every stage starts on one.
-  const int stage_limit = ((smem_bytes_limit - kReservedSmemBytes) / num_moving_warps - barrier_bytes) / kNumStages / 128 * 128;
-  require(stage_limit >= shape.message.meta_bytes() + 16,
-          "scales and top-k of one token take " + std::to_string(shape.message.meta_bytes()) +
-              " bytes, must be at most " + std::to_string(stage_limit - 16));
-  shape.stage = StageLayout::make(shape.message, stage_limit);
+  const int meta_bytes = shape.message.meta_bytes();
+  const int warp_limit = (smem_bytes_limit - kReservedSmemBytes - kMaxBarrierBytes) / num_moving_warps;
+  require(warp_limit >= StageLayout::min_warp_bytes(meta_bytes, StagePipe::kMinStages),
+          "scales and top-k of one token take " + std::to_string(meta_bytes) +
+              " bytes: too many for the stages of a warp, which has " + std::to_string(warp_limit));
+  shape.stage = StageLayout::make(shape.message.max_strip_bytes(), meta_bytes, warp_limit,
+                                  StagePipe::kMinStages, StagePipe::kMaxStages);
   shape.ring = {world_.num_ranks, config.num_channels, num_strips, config.num_slots,
                 shape.message.slot_bytes()};
   require(shape.ring.num_bytes() <= data_bytes_,
           "the rings need " + std::to_string(shape.ring.num_bytes()) + " bytes, num_nvl_bytes gives " +
               std::to_string(data_bytes_));
-  shape.smem_bytes =
-      static_cast<size_t>(num_moving_warps) * (kNumStages * shape.stage.stage_bytes + barrier_bytes);
   return shape;
 }
 
@@ -208,22 +208,26 @@ void Engine<Target>::dispatch(DispatchArgs args, const ChannelConfig& config, in
   args.num_send_tokens = config.num_send_tokens;
   if (args.output_line != 0) check_output(args, num_topk, scale_row_bytes, row_bytes);
   // As many moving warps as have room for whole rows, within reason; longer rows travel in pieces.
-  const int barrier_bytes = static_cast<int>(StagePipe<kNumDirectStages>::barrier_bytes());
-  const int room = smem_bytes_limit - kReservedSmemBytes;
-  const int row_stage_bytes = kNumDirectStages * align_up(row_bytes, 128) + barrier_bytes;
-  args.num_move_warps = max_of(2, min_of(tuning.num_direct_move_warps, room / row_stage_bytes));
-  args.num_meta_warps = tuning.num_direct_meta_warps;
-  args.direct_stage = StageLayout::make_rows(
-      row_bytes, (room / args.num_move_warps - barrier_bytes) / kNumDirectStages / 128 * 128);
-  const size_t direct_bytes =
-      args.num_move_warps * (kNumDirectStages * static_cast<size_t>(args.direct_stage.stage_bytes) + barrier_bytes);
-  args.entry_offset = align_up<size_t>(max_of(shape.smem_bytes, direct_bytes), 16);
+  constexpr int kMinDirectStages = 4;
+  const int room = smem_bytes_limit - kReservedSmemBytes - kMaxBarrierBytes;
+  args.num_move_warps =
+      max_of(2, min_of(tuning.num_direct_move_warps, room / (kMinDirectStages * align_up(row_bytes, 128))));
+  args.num_meta_warps =
+      num_topk != 0 || args.num_scales != 0 || args.recv_src_idx != nullptr ? tuning.num_direct_meta_warps : 0;
+  args.direct_stage =
+      StageLayout::make(row_bytes, 0, room / args.num_move_warps, kMinDirectStages, StagePipe::kMaxStages);
+  const size_t stages_bytes = align_up<size_t>(max_of(num_ring_warps * args.stage.warp_bytes(),
+                                                      args.num_move_warps * args.direct_stage.warp_bytes()), 16);
+  args.ring_barriers_offset = stages_bytes;
+  args.direct_barriers_offset = args.ring_barriers_offset + num_ring_warps * args.stage.warp_barrier_bytes();
+  args.entry_offset = align_up<size_t>(
+      args.direct_barriers_offset + args.num_move_warps * args.direct_stage.warp_barrier_bytes(), 16);
   const int agreed[] = {row_bytes,           scale_row_bytes,  num_topk,  config.num_channels,
                         config.num_send_tokens, config.num_slots, num_strips, args.topk_idx_bytes};
   args.signature = Operation::signature(Kernel::kDispatch, agreed, 8);
   launch<DispatchKernel>(
       {.num_blocks = shape.ring.num_lanes(),
-       .num_threads = kWarpSize * max_of(num_ring_warps, args.num_move_warps + args.num_meta_warps),
+       .num_threads = kWarpSize * max_of(num_ring_warps + 1, args.num_move_warps + args.num_meta_warps),
        .smem_bytes = args.entry_offset + sizeof(DispatchEntry)},
       args, stream);
 }
@@ -246,10 +250,12 @@ void Engine<Target>::check_output(const DispatchArgs& args, int num_topk, int sc
 template <class Target>
 void Engine<Target>::combine(CombineArgs args, Dtype dtype, const ChannelConfig& config, int num_topk,
                              int row_bytes, uint64_t stream) {
-  const int num_reduce_warps = Target::kTuning.num_reduce_warps;
-  // The progress words of the reducing warps lie behind the stages.
-  static_assert(sizeof(uint32_t) * Target::kTuning.num_reduce_warps <= kReservedSmemBytes);
+  constexpr int kMaxWarps = CombineKernel<Dtype::kFloat32>::kMaxThreads / kWarpSize;
+  const int num_reduce_warps = min_of(Target::kTuning.num_reduce_warps, kMaxWarps - world_.num_ranks - 2);
+  static_assert(ReduceTeam::num_bytes(Target::kTuning.num_reduce_warps) <= kReservedSmemBytes);
   const Shape shape = shape_of(config, row_bytes, 0, num_topk, world_.num_ranks);
+  args.barriers_offset = world_.num_ranks * shape.stage.warp_bytes();
+  args.team_offset = args.barriers_offset + world_.num_ranks * shape.stage.warp_barrier_bytes();
   args.message = shape.message;
   args.stage = shape.stage;
   args.ring = shape.ring;
@@ -258,8 +264,8 @@ void Engine<Target>::combine(CombineArgs args, Dtype dtype, const ChannelConfig&
                         config.num_send_tokens, config.num_slots, num_strips};
   args.signature = Operation::signature(Kernel::kCombine, agreed, 7);
   const LaunchConfig launch_config{.num_blocks = shape.ring.num_lanes(),
-                                   .num_threads = kWarpSize * (world_.num_ranks + 1 + num_reduce_warps),
-                                   .smem_bytes = shape.smem_bytes + kReservedSmemBytes};
+                                   .num_threads = kWarpSize * (world_.num_ranks + 2 + num_reduce_warps),
+                                   .smem_bytes = args.team_offset + ReduceTeam::num_bytes(num_reduce_warps)};
   switch (dtype) {
     case Dtype::kBfloat16: return launch<CombineKernel<Dtype::kBfloat16>>(launch_config, args, stream);
     case Dtype::kFloat16: return launch<CombineKernel<Dtype::kFloat16>>(launch_config, args, stream);

@@ -1,94 +1,147 @@
-"""The benchmark checks before it times and counts bytes as it says. No figure is judged here."""
+"""The bench as a program: it checks, prints, and writes what it says. No figure is judged here."""
 
+import importlib.machinery
+import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
-from payload import assert_same_bits
 
-from deep_comm import reference
-from deep_comm.bench import workload as workloads
-from deep_comm.bench.workload import Workload
+from deep_comm.bench import normal, operations
 
-SMALL = Workload(num_ranks=3, num_tokens=12, hidden=32, num_experts=7, num_topk=2)
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
-
-def test_expected_sum_is_that_of_the_reference() -> None:
-    inputs = [workloads.make_inputs(SMALL, rank) for rank in range(3)]
-    dispatched = reference.dispatch([i.x for i in inputs], [i.topk_idx for i in inputs], 7)
-    combined = reference.combine([d.recv_x for d in dispatched], dispatched)
-    for rank in range(3):
-        rows, total = workloads.expected_results(SMALL, rank)
-        assert_same_bits(rows, dispatched[rank].recv_x, "rows")
-        assert_same_bits(total, combined[rank][0], "sum")
+BENCH = [sys.executable, "-m", "deep_comm.bench", "--device", "cpu"]
+SMALL = ["--tokens", "6", "--hidden", "128", "--experts", "5", "--topk", "2"]
+SHORT = ["--iterations", "1", "--rounds", "1", "--warmup", "0", "--deadline-s", "200"]
 
 
-def test_wire_bytes_leave_out_own_rows_and_count_metadata() -> None:
-    moved = workloads.volume(SMALL, num_rows=10, num_own_rows=4)
-    assert moved.logical_bytes == 10 * 64
-    assert moved.wire_bytes == 6 * (64 + 4 + 2 * 8)
+def run(command: list[str], folder: Path) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 @pytest.mark.xdist_group("processes")
-def test_bench_prints_a_table_and_writes_json(tmp_path: Path) -> None:
+def test_bench_measures_every_combination_and_writes_json(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
-    command = [sys.executable, "-m", "deep_comm.bench", "--device", "cpu", "--ranks", "2"]
-    command += [
-        "--tokens",
-        "8",
-        "--hidden",
-        "64",
-        "--experts",
-        "4",
-        "--topk",
-        "2",
-        "--iterations",
-        "2",
-    ]
-    command += ["--warmup", "1", "--simulation-runs", "1", "--json", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "dispatch + combine" in done.stdout and "runs/s" in done.stdout
+    command = [*BENCH, "--ranks", "2", *SMALL, *SHORT, "--dtype", "all", "--routing", "uniform,idle-rank"]
+    command += ["--sms", "auto,4", "--simulation-runs", "1", "--json", str(file)]
+    output = run(command, tmp_path)
+    assert output.count("normal mode on cpu: 2 ranks") == 4 and "runs/s" in output
     document = json.loads(file.read_text())
-    assert {line["name"] for line in document["normal"]} >= {
-        "dispatch",
-        "dispatch cached",
-        "combine",
+    lines = document["normal"]
+    own = [line for line in lines if not line["is_rival"]]
+    seen = {
+        (line["routing"], line["dtype"], line["mode"], line["num_sms"], line["name"]) for line in own
     }
-    assert len(document["peak_rss_bytes"]) == 2
+    for routing in ("uniform", "idle-rank"):
+        for dtype in ("bf16", "fp8"):
+            for mode in ("direct", "ring"):
+                for num_sms in (2, 4):
+                    for name in operations.NAMES:
+                        is_there = (routing, dtype, mode, num_sms, name) in seen
+                        in_place = name == operations.COMBINE_IN_PLACE
+                        assert is_there == (not in_place or (dtype, mode) == ("bf16", "direct")), name
+    rivals = {line["name"] for line in lines if line["is_rival"]}
+    assert rivals == {"gloo all_to_all_single", "gloo all_gather", "gloo reduce_scatter"}
+    assert all(line["mean_us"] > 0 and line["p99_us"] >= line["p50_us"] for line in lines)
+    assert all(line["host_us"] is None and line["fraction_of_limit"] is None for line in lines if "wire_bytes" in line)
+    assert document["command"].endswith(str(file)) and document["limit"] is None
+    assert len(document["peak_rss_bytes"]) == 2 and document["notes"] == []
     assert document["simulation"]["runs_per_s"] > 0
 
 
 @pytest.mark.xdist_group("processes")
 def test_bench_runs_under_torchrun(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
-    command += ["-m", "deep_comm.bench", "--device", "cpu", "--tokens", "4", "--hidden", "64"]
-    command += ["--experts", "4", "--topk", "2", "--iterations", "1", "--warmup", "0"]
-    command += ["--simulation-runs", "0"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", *BENCH[2:], *SMALL, *SHORT, "--simulation-runs", "0", "--ops", "dispatch,combine"]
+    output = run([*command, "--plot", str(tmp_path / "plot.png")], tmp_path)
+    assert output.count("normal mode on cpu: 2 ranks") == 1
+    assert "dispatch cached" not in output and "combine" in output
+    assert (tmp_path / "plot.png").exists() != ("matplotlib is not installed" in output)
+
+
+@pytest.mark.xdist_group("processes")
+def test_the_quick_profile_runs(tmp_path: Path) -> None:
+    command = [*BENCH, "--quick", "--ranks", "2", "--hidden", "128", *SHORT, "--simulation-runs", "0"]
+    output = run(command, tmp_path)
+    assert output.count("normal mode on cpu: 2 ranks") == 5
+    # The targets are about GPUs; a table of them on a host would be about nothing.
+    assert "at most" not in output
+
+
+WRONG = """
+import sys, torch
+from deep_comm.bench import operations
+from deep_comm.bench.__main__ import main
+good = operations.BufferOperations._combine
+def bad(self, x, handle):
+    result = good(self, x, handle)
+    if torch.distributed.get_rank() == 1:
+        result[0].view(torch.int16)[0, 0] ^= 1
+    return result
+operations.BufferOperations._combine = bad
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.xdist_group("processes")
+def test_one_wrong_bit_on_one_rank_ends_the_run_before_it_is_timed(tmp_path: Path) -> None:
+    script = tmp_path / "wrong.py"
+    script.write_text(WRONG)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(script), "--device", "cpu", *SMALL, *SHORT, "--ops", "combine", "--no-rivals"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("normal mode on cpu: 2 ranks") == 1
+    assert done.returncode != 0
+    assert "combine differs from the reference on ranks [1]" in done.stderr
+    assert "wire MB" not in done.stdout
 
 
-def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch.distributed as dist
+@pytest.mark.xdist_group("processes")
+def test_tune_writes_its_choices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    loader = importlib.machinery.SourceFileLoader("tune_tool", str(TOOLS / "tune"))
+    spec = importlib.util.spec_from_loader("tune_tool", loader)
+    assert spec is not None
+    tune = importlib.util.module_from_spec(spec)
+    loader.exec_module(tune)
+    lib = sys.modules[tune.prepare.__module__]
+    here = lib.Environment(Path(sys.executable), None, None, 0)  # this environment, as it is
+    monkeypatch.setattr(tune, "prepare", lambda **_options: here)
+    monkeypatch.chdir(tmp_path)
+    arguments = ["tune", "--ranks", "2", "--mode", "direct", "--sms", "auto,2,4", *SMALL, *SHORT]
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert tune.main() == 0, capsys.readouterr()
+    document = json.loads((tmp_path / "tune.json").read_text())
+    assert {choice["name"] for choice in document["choices"]} == set(tune.OPERATIONS.split(","))
+    assert all(choice["num_sms"] in (2, 4) for choice in document["choices"])
+    assert all(choice["default_us"] > 0 for choice in document["choices"])
+    assert document["machine"]["device"] == "cpu"
 
-    from deep_comm.bench import normal
 
-    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
-    monkeypatch.setattr(
-        dist, "all_gather_object", lambda gathered, value: gathered.__setitem__(0, value)
-    )
-    normal._require_on_all_ranks(True, "dispatch")
-    with pytest.raises(normal.WrongResult, match="combine .* ranks \\[0\\]"):
-        normal._require_on_all_ranks(torch.equal(torch.zeros(1), torch.ones(1)), "combine")
+def test_wrong_ranks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def all_gather(gathered: list[Any], value: Any) -> None:
+        gathered[:] = [True, value, True]
+
+    monkeypatch.setattr(normal.dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(normal.dist, "all_gather_object", all_gather)
+    normal.require_on_all_ranks(True, "dispatch")
+    with pytest.raises(normal.WrongResult, match=r"combine .* ranks \[1\]"):
+        normal.require_on_all_ranks(False, "combine")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--sms", "3"], ["--mode", "rings"], ["--tokens", "0"], ["--execution", "graph"]]
+)
+def test_bad_arguments_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    from deep_comm.bench import options
+
+    with pytest.raises(SystemExit):
+        options.parse(["--device", "cpu", *arguments], "")
+    assert arguments[0] in capsys.readouterr().err

@@ -18,19 +18,29 @@ from deep_comm.errors import DeepCommError
 
 NUM_SEEDS = 60
 
-# Rings of two slots, several calls and a rank that works ahead of the others give each fault a
-# chance.
-CASE = Case(
-    (9, 6, 12), experts=6, topk=2, hidden=48, num_sms=2, slots=2, send_chunk=1, calls=2,
-    nvl_bytes=1 << 18,
-)  # fmt: skip
+# Rings of two slots, few stages, several calls and a rank that works ahead of the others give each
+# fault a chance.
+CASES = {
+    "rings": Case(
+        (9, 6, 12), experts=6, topk=2, hidden=48, num_sms=2, slots=2, send_chunk=1, calls=2,
+        nvl_bytes=1 << 18, smem_bytes=5200,
+    ),
+    "direct": Case(
+        (19, 16, 22), experts=6, topk=2, hidden=48, num_sms=2, slots=2, send_chunk=1, calls=2,
+        nvl_bytes=1 << 20, direct_bytes=1 << 19, smem_bytes=5200,
+    ),
+}  # fmt: skip
 
 FAULTS = [
-    "weaken_release",
-    "skip_credit",
-    "skip_bulk_wait",
-    "skip_bulk_wait_read",
-    "skip_entry_barrier",
+    ("rings", "weaken_release"),
+    ("rings", "skip_credit"),
+    ("rings", "skip_bulk_wait"),
+    ("rings", "skip_bulk_wait_read"),
+    ("rings", "skip_entry_barrier"),
+    ("direct", "weaken_release"),
+    ("direct", "skip_bulk_wait"),
+    ("direct", "skip_bulk_wait_read"),
+    ("direct", "skip_entry_barrier"),
 ]
 
 
@@ -39,27 +49,28 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEEP_COMM_POISON", "1")
 
 
-def notices(seed: int, faults: tuple[str, ...]) -> str | None:
+def notices(case: Case, seed: int, faults: tuple[str, ...]) -> str | None:
     """How the run with these faults fails, or None if it does not."""
     try:
         results = simulate.run(
-            lambda group: run_case(group, CASE), CASE.num_ranks, seed, faults=faults, timeout_s=60
+            lambda group: run_case(group, case), case.num_ranks, seed, faults=faults, timeout_s=60
         )
-        verify(CASE, results)
+        verify(case, results)
     except (AssertionError, DeepCommError, simulate.MachineError) as error:
         return f"{type(error).__name__}: {error}"
     return None
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_simulation_finds_the_fault(fault: str) -> None:
+@pytest.mark.parametrize(("mode", "fault"), FAULTS)
+def test_simulation_finds_the_fault(mode: str, fault: str) -> None:
     for seed in range(NUM_SEEDS):
-        if notices(seed, (fault,)) is not None:
+        if notices(CASES[mode], seed, (fault,)) is not None:
             return
     pytest.fail(f"{NUM_SEEDS} seeds ran with {fault} and none noticed")
 
 
-def test_the_same_runs_pass_without_a_fault() -> None:
+@pytest.mark.parametrize("mode", CASES)
+def test_the_same_runs_pass_without_a_fault(mode: str) -> None:
     for seed in range(20):
-        found = notices(seed, ())
+        found = notices(CASES[mode], seed, ())
         assert found is None, f"seed {seed}: {found}"

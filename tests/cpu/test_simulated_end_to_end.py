@@ -45,6 +45,8 @@ def small_case(seed: int) -> Case:
         fused_layout=choose.choice((False, True)),
         calls=choose.choice((1, 2)),
         nvl_bytes=1 << 18,
+        direct_bytes=choose.choice((0, 1 << 12, 1 << 17, 1 << 17)),
+        smem_bytes=choose.choice((None, 7000)),
         seed=seed,
     )
 

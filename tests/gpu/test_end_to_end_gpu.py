@@ -6,54 +6,7 @@ import matrix
 import pytest
 import torch
 from cases import Case
-from roundtrip import call_once, verify
-
-import deep_comm
-from deep_comm import processes
-
-NUM_CASES = 64
-POISON = {"DEEP_COMM_POISON": "1"}
-
-
-def run(fn, num_ranks: int, *args: object, backend: str = "gloo") -> list:
-    return processes.run(
-        fn,
-        num_ranks,
-        *args,
-        backend=backend,
-        devices=range(num_ranks),
-        variables=POISON,
-        timeout_s=280,
-    )
-
-
-def run_cases(group, cases: list[Case], options: dict) -> list:
-    """Many cases in one set of processes, since starting one costs more than a case."""
-    device = torch.device("cuda", group.rank())
-    results = []
-    for case in cases:
-        with deep_comm.Buffer(group, case.nvl_bytes, device=device, timeout_s=60) as buffer:
-            results.append(
-                [call_once(buffer, case, call, device, options) for call in range(case.calls)]
-            )
-    return results
-
-
-def verify_all(cases: list[Case], results: list) -> None:
-    failures = []
-    for number, case in enumerate(cases):
-        try:
-            verify(case, [ranks[number] for ranks in results])
-        except AssertionError as error:
-            failures.append(f"{case}: {error}")
-    assert not failures, "\n".join(failures)
-
-
-def matrix_for(num_ranks: int, seed: int, num_cases: int = NUM_CASES) -> list[Case]:
-    cases = matrix.sample(num_cases, seed, ranks=[num_ranks])
-    # A default config on a GPU takes more room than one on the host.
-    return [dataclasses.replace(case, nvl_bytes=128 << 20) for case in cases]
-
+from gpu_cases import matrix_for, run, run_cases, verify_all
 
 @pytest.mark.parametrize("num_ranks_wanted", [2, 3, 4, 5, 6, 7, 8])
 def test_every_rank_gets_its_rows_and_sums(num_ranks_wanted: int) -> None:

@@ -65,6 +65,8 @@ PROBE(fence_acq_rel_cta) { arch::fence_acq_rel_cta(); }
 PROBE(fence_acq_rel_gpu) { arch::fence_acq_rel_gpu(); }
 PROBE(fence_acq_rel_sys) { arch::fence_acq_rel_sys(); }
 PROBE(fence_proxy_async) { arch::fence_proxy_async(); }
+PROBE(fence_proxy_async_shared) { arch::fence_proxy_async_shared(); }
+PROBE(fence_proxy_async_global) { arch::fence_proxy_async_global(); }
 
 // A payload load after an acquire spin, and a payload store before a release: what a compiler must
 // neither hoist, nor sink, nor delete, nor turn into a non-coherent load.

@@ -25,7 +25,8 @@
 //   T    atomic_cas_acq_rel_{cta,gpu,sys}(T*, T expected, T desired) -> old   (uint32, uint64)
 //   T    atomic_or_relaxed_gpu(T*, T) -> old                                 (uint32)
 //   void fence_acq_rel_{cta,gpu,sys}()
-//   void fence_proxy_async()                // orders generic accesses of this thread with bulk copies it
+//   void fence_proxy_async_shared(), fence_proxy_async_global(), fence_proxy_async()
+//                                           // order generic accesses of this thread with bulk copies it
 //                                           // issues afterwards (shared and global memory)
 //   Shared memory is ordinary C++ memory for its block: plain loads and stores, ordered by the block and
 //   warp barriers below. Words in shared memory on which a warp waits use the `_cta` forms.

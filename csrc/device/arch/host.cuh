@@ -298,6 +298,9 @@ inline void fence_proxy_async() {
     __atomic_signal_fence(__ATOMIC_SEQ_CST);
   }
 }
+// The executor does not tell the spaces apart: a fence of either is one of both.
+inline void fence_proxy_async_shared() { fence_proxy_async(); }
+inline void fence_proxy_async_global() { fence_proxy_async(); }
 
 // ---- warp -----------------------------------------------------------------------------
 

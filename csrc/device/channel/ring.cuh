@@ -1,8 +1,10 @@
 // One ring between two ranks: the slots and the `tail` word lie with the receiver, the `head` word with the
 // sender, so that each side polls its own memory. Credits are counted in rows since the kernel began.
 //
-//   sender:   has_slot / await_slot → fill slot() → publish(n)     (after the bytes have landed)
-//   receiver: await_filled → read slot() → release(n)              (after the bytes have been read)
+//   sender:   poll_slot / await_slot → fill slot() → tail = n      (after the bytes have landed)
+//   receiver: await_filled → read slot() → head = n               (after the bytes have been read)
+//
+// The words are published elsewhere (ring_tail, ring_head): a release is too dear for the warp that moves.
 //
 // One lane of a warp owns an end; the methods are for that lane alone.
 #pragma once
@@ -12,6 +14,14 @@
 
 namespace deep_comm {
 
+// The words that this rank writes at a peer: of the ring it fills there, and of the ring the peer fills here.
+DC_DEVICE uint64_t* ring_tail(const World& world, int lane, int peer) {
+  return &world.recv_line(peer, lane, world.rank)->tail;
+}
+DC_DEVICE uint64_t* ring_head(const World& world, int lane, int peer) {
+  return &world.send_line(peer, lane, world.rank)->head;
+}
+
 class RingSender {
  public:
   DC_DEVICE RingSender(const Context& context, const RingLayout& layout, int lane, int peer)
@@ -20,12 +30,14 @@ class RingSender {
         lane_(lane),
         peer_(peer),
         slots_(context.world.data(peer) + layout.ring_offset(lane, context.world.rank)),
-        tail_(&context.world.recv_line(peer, lane, context.world.rank)->tail),
         head_(&context.world.send_line(context.world.rank, lane, peer)->head) {}
 
-  // Whether row `row_idx` has a free slot, by what this lane already knows.
-  DC_DEVICE bool has_slot(uint32_t row_idx) const {
-    return row_idx - num_released_ < static_cast<uint32_t>(layout_.num_slots);
+  // Whether row `row_idx` has a free slot; looks once if this lane does not know of one.
+  DC_DEVICE bool poll_slot(uint32_t row_idx) {
+    if (is_free(row_idx)) return true;
+    const Tagged head = Tagged::unpack(arch::ld_acquire_sys(head_));
+    if (head.generation == context_.generation) num_released_ = head.value;
+    return is_free(row_idx);
   }
   // Waits for that slot. Everything filled must have been published, or the receiver cannot free one.
   DC_DEVICE bool await_slot(uint32_t row_idx) {
@@ -36,24 +48,18 @@ class RingSender {
   DC_DEVICE uint8_t* slot(uint32_t row_idx) const {
     return slots_ + static_cast<size_t>(row_idx % layout_.num_slots) * layout_.slot_bytes;
   }
-  DC_DEVICE uint32_t num_published() const { return num_published_; }
-  // Hands the first `num_rows` rows to the receiver; their bytes have landed.
-  DC_DEVICE void publish(uint32_t num_rows) {
-    if (num_rows == num_published_) return;
-    num_published_ = num_rows;
-    // pairs with: RingReceiver::await_filled and ::poll_filled — slots of rows [0, num_rows).
-    arch::st_release_sys(tail_, Tagged::pack(context_.generation, num_rows));
-  }
 
  private:
+  DC_DEVICE bool is_free(uint32_t row_idx) const {
+    return row_idx - num_released_ < static_cast<uint32_t>(layout_.num_slots);
+  }
+
   const Context& context_;
   const RingLayout& layout_;
   int lane_;
   int peer_;
   uint8_t* slots_;
-  uint64_t* tail_;
   const uint64_t* head_;
-  uint32_t num_published_ = 0;
   uint32_t num_released_ = 0;  // as last seen
 };
 
@@ -65,9 +71,9 @@ class RingReceiver {
         lane_(lane),
         peer_(peer),
         slots_(context.world.data(context.world.rank) + layout.ring_offset(lane, peer)),
-        tail_(&context.world.recv_line(context.world.rank, lane, peer)->tail),
-        head_(&context.world.send_line(peer, lane, context.world.rank)->head) {}
+        tail_(&context.world.recv_line(context.world.rank, lane, peer)->tail) {}
 
+  DC_DEVICE uint32_t num_filled() const { return num_filled_; }  // as last seen
   // Whether row `row_idx` has arrived; looks once.
   DC_DEVICE bool poll_filled(uint32_t row_idx) {
     if (row_idx < num_filled_) return true;
@@ -83,14 +89,6 @@ class RingReceiver {
   DC_DEVICE const uint8_t* slot(uint32_t row_idx) const {
     return slots_ + static_cast<size_t>(row_idx % layout_.num_slots) * layout_.slot_bytes;
   }
-  DC_DEVICE uint32_t num_released() const { return num_released_; }
-  // Gives the slots of the first `num_rows` rows back; they have been read.
-  DC_DEVICE void release(uint32_t num_rows) {
-    if (num_rows == num_released_) return;
-    num_released_ = num_rows;
-    // pairs with: RingSender::await_slot — the reads of slots of rows [0, num_rows).
-    arch::st_release_sys(head_, Tagged::pack(context_.generation, num_rows));
-  }
 
  private:
   const Context& context_;
@@ -99,9 +97,7 @@ class RingReceiver {
   int peer_;
   const uint8_t* slots_;
   const uint64_t* tail_;
-  uint64_t* head_;
   uint32_t num_filled_ = 0;  // as last seen
-  uint32_t num_released_ = 0;
 };
 
 }  // namespace deep_comm

@@ -84,7 +84,11 @@ struct DispatchArgs {
   uint32_t signature;
   bool fill_tail;
   MessageLayout message;
-  size_t entry_offset;  // in shared memory: DispatchEntry, behind the stages of either mode
+  // Shared memory: the stages of either mode, then the mbarriers of each (an mbarrier's memory is nothing else
+  // as long as the kernel runs), then a DispatchEntry.
+  size_t ring_barriers_offset;
+  size_t direct_barriers_offset;
+  size_t entry_offset;
   // ring mode
   StageLayout stage;
   RingLayout ring;
@@ -92,7 +96,7 @@ struct DispatchArgs {
   // direct mode
   StageLayout direct_stage;
   int num_move_warps;  // of a block; the num_meta_warps behind them write metadata
-  int num_meta_warps;
+  int num_meta_warps;  // 0: no metadata to write
   uint32_t output_line;  // where this rank's output block begins, in lines from its segment's start; 0: elsewhere
   uint32_t src_line;     // the same for recv_src_idx
   // routing
@@ -117,8 +121,8 @@ struct DispatchArgs {
   uint8_t* recv_x_scales;              // [N, num_scales], or null
   void* recv_topk_idx;                 // [N, K], or null
   float* recv_topk_weights;            // [N, K], or null
-  int32_t* recv_src_idx;               // [N]
-  int32_t* recv_channel_prefix_matrix; // [R, C]
+  int32_t* recv_src_idx;                // [N], or null
+  int32_t* recv_channel_prefix_matrix;  // [R, C], or null
   int num_recv_rows;                   // rows the outputs have
 };
 
@@ -127,6 +131,8 @@ struct CombineArgs {
   uint32_t signature;
   MessageLayout message;
   StageLayout stage;
+  size_t barriers_offset;  // shared memory: stages, mbarriers, ReduceTeam
+  size_t team_offset;
   RingLayout ring;
   int num_send_tokens;
   const int32_t* rank_prefix_matrix;          // [R, R]
@@ -140,10 +146,5 @@ struct CombineArgs {
   uint8_t* combined_x;        // out [T, row_bytes]
   float* combined_topk_weights;  // out [T, K], or null
 };
-
-// Stages of every warp's pipeline. Three keep one load, one landed row and one store in flight.
-inline constexpr int kNumStages = 3;
-// Direct mode has no receiving warps beside the sending ones, hence room for one more.
-inline constexpr int kNumDirectStages = 4;
 
 }  // namespace deep_comm

@@ -6,7 +6,7 @@
 // modes  direct (dispatch_direct.cuh), when every rank's outputs lie in its receive region and have room for its
 //        rows: senders write the final places. Otherwise rings (dispatch_ring.cuh). The ranks decide at entry, on
 //        the device, by words that all of them see alike, so that no host needs to know what the others chose.
-// grid   num_lanes blocks of max(2 R, num_move_warps + num_meta_warps) warps
+// grid   num_lanes blocks of max(2 R + 1, num_move_warps + num_meta_warps) warps
 // words  arrived, output_line, src_line, output_rows · owner: reader · written by each peer's block 0 · read at entry
 // before nothing: entry is a barrier; after it every rank's rings and its output block are free
 // after  outputs complete on this stream
@@ -22,9 +22,10 @@ namespace deep_comm {
 
 enum class DispatchMode : int { kFailed, kRings, kDirect };
 
-// What warp 0 found out at entry, for its block; in shared memory.
+// What warp 0 found out at entry, for its block, and what its warps report; in shared memory.
 struct DispatchEntry {
   DispatchMode mode;
+  Progress progress;  // ring mode
   PeerOutput outputs[kMaxRanks];
 };
 
@@ -69,21 +70,50 @@ DC_DEVICE void fill_tail_rows(const Context& context, const DispatchArgs& args) 
   }
 }
 
+// A moving warp of direct mode. Its loads begin before anybody knows whether the mode will be direct; this rank's
+// own outputs being in place makes it likely.
+DC_DEVICE DispatchMode enter_and_move(const Context& context, const DispatchArgs& args, DispatchEntry* entry) {
+  const int num_blocks = arch::num_blocks();
+  // Blocks, not warps, are dealt tokens first: neighbouring tokens move on different SMs.
+  TokenMover mover(args, arch::warp_idx() * num_blocks + arch::block_idx(), args.num_move_warps * num_blocks);
+  mover.begin();
+  if (arch::warp_idx() == 0) enter_dispatch(context, args, entry);
+  arch::sync_block();
+  if (entry->mode == DispatchMode::kDirect) {
+    mover.run(entry->outputs);
+  } else {
+    mover.give_up();
+  }
+  return entry->mode;
+}
+
 DC_DEVICE void dispatch(const DispatchArgs& args) {
   const Context context{args.world, Kernel::kDispatch, current_generation(args.world)};
   DispatchEntry* entry = reinterpret_cast<DispatchEntry*>(arch::dynamic_smem() + args.entry_offset);
   if (arch::block_idx() == 0) announce_output(context, args);
-  if (arch::warp_idx() == 0) enter_dispatch(context, args, entry);
-  arch::sync_block();
-  const DispatchMode mode = entry->mode;
-  if (mode != DispatchMode::kFailed) fill_tail_rows(context, args);
-  if (mode == DispatchMode::kDirect) {
-    dispatch_directly(context, args, entry->outputs);
-    finish_direct(context, args);
+  const bool is_mover = args.output_line != 0 && arch::warp_idx() < args.num_move_warps;
+  DispatchMode mode;
+  if (is_mover) {
+    mode = enter_and_move(context, args, entry);
   } else {
-    if (mode == DispatchMode::kRings) dispatch_by_rings(context, args);
-    retire_block(context);
+    if (arch::warp_idx() == 0) enter_dispatch(context, args, entry);
+    arch::sync_block();
+    mode = entry->mode;
+    if (mode == DispatchMode::kDirect) write_block_metadata(args, entry->outputs);
   }
+  if (mode == DispatchMode::kDirect) {
+    if (arch::block_idx() == 0 && args.recv_channel_prefix_matrix != nullptr) send_channel_starts(context, args);
+    if (args.fill_tail) fill_tail_rows(context, args);
+    finish_direct(context, args);
+    return;
+  }
+  entry->progress.reset();
+  arch::sync_block();  // and movers that began in vain have left the stages
+  if (mode == DispatchMode::kRings) {
+    fill_tail_rows(context, args);
+    dispatch_by_rings(context, args, entry->progress);
+  }
+  retire_block(context);
 }
 
 }  // namespace deep_comm

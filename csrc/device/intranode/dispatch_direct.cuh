@@ -3,7 +3,7 @@
 //
 // grid   any number of blocks; warps [0, num_move_warps) move rows, the next num_meta_warps write metadata; tokens
 //        are dealt to the moving (metadata) warps of all blocks in turn
-// smem   num_move_warps x (kNumDirectStages stages + mbarriers)
+// smem   num_move_warps x (stages + mbarriers)
 // words  recv_line[c].{start,end}_offset · owner: receiver · written by block 0 of the sender, before `done`
 //        done              · owner: receiver · written by the sender's last block · release/acquire sys
 //        num_exited_blocks · this rank · counts blocks whose rows have landed
@@ -21,71 +21,117 @@
 
 namespace deep_comm {
 
-// Lane r < R: the row of `token` in rank r's output, or -1.
-DC_DEVICE int64_t final_row(const DispatchArgs& args, int token, int peer) {
-  const World& world = args.world;
-  const int head = arch::ld_nc(args.send_head + static_cast<int64_t>(token) * world.num_ranks + peer);
-  if (head < 0) return -1;
-  const int channel = token / ceil_div(args.num_tokens, args.ring.num_channels);
-  const int64_t before_channel =
-      channel == 0 ? 0 : arch::ld_nc(args.channel_prefix_matrix + peer * args.ring.num_channels + channel - 1);
-  const int64_t before_rank =
-      world.rank == 0 ? 0 : arch::ld_nc(args.rank_prefix_matrix + (world.rank - 1) * world.num_ranks + peer);
-  return before_rank + before_channel + head;
-}
+// Where tokens end up in one receiver's output; one lane's view of one receiver. What it needs of a token is
+// loaded ahead (`look_up`), since each look-up costs a trip to memory.
+class FinalRows {
+ public:
+  DC_DEVICE FinalRows(const DispatchArgs& args, int peer)
+      : args_(args), peer_(peer), per_channel_(ceil_div(args.num_tokens, args.ring.num_channels)) {
+    const World& world = args.world;
+    before_rank_ =
+        world.rank == 0 ? 0 : arch::ld_nc(args.rank_prefix_matrix + (world.rank - 1) * world.num_ranks + peer);
+  }
+  DC_DEVICE void look_up(int token) {
+    head_ = -1;
+    if (token >= args_.num_tokens) return;
+    const int channel = token / per_channel_;
+    const int32_t* prefix = args_.channel_prefix_matrix + peer_ * args_.ring.num_channels;
+    head_ = arch::ld_nc(args_.send_head + static_cast<int64_t>(token) * args_.world.num_ranks + peer_);
+    before_channel_ = channel == 0 ? 0 : arch::ld_nc(prefix + channel - 1);
+  }
+  // Of the token looked up last; -1: not sent there.
+  DC_DEVICE int64_t row() const {
+    return head_ < 0 ? -1 : static_cast<int64_t>(before_rank_) + before_channel_ + head_;
+  }
+
+ private:
+  const DispatchArgs& args_;
+  int peer_;
+  int per_channel_;
+  int before_rank_;
+  int before_channel_ = 0;
+  int head_ = -1;
+};
 
 // One warp: moves every num_warps-th token from `warp` on. Lane i stores to rank (rank + 1 + i) % R, so that
-// ranks do not all write to the same receiver first.
-DC_DEVICE void move_tokens(const DispatchArgs& args, const PeerOutput* outputs, int warp, int num_warps) {
-  const World& world = args.world;
-  const bool is_leader = arch::lane_idx() == 0;
-  const bool is_storing = arch::lane_idx() < world.num_ranks;
-  const int peer = (world.rank + 1 + arch::lane_idx()) % world.num_ranks;
-  const Strip row{0, args.message.row_bytes, 0};
-  const Pieces pieces = Pieces::of(row, args.direct_stage);
-  StagePipe<kNumDirectStages> pipe = make_pipe<kNumDirectStages>(args.direct_stage, args.num_move_warps);
-  int load_token = warp, load_piece = 0;
-  auto load_next = [&] {
-    if (load_token >= args.num_tokens) return;
-    if (is_leader) {
-      pipe.load(args.x + static_cast<size_t>(load_token) * row.num_bytes + load_piece * pieces.piece_bytes,
-                pieces.bytes_of(load_piece));
-    }
-    pipe.advance_load();
-    if (++load_piece == pieces.num_pieces) load_piece = 0, load_token += num_warps;
-  };
-  for (int stage = 0; stage < StagePipe<kNumDirectStages>::kLookAhead; ++stage) load_next();
-  int64_t dst_row = is_storing && warp < args.num_tokens ? final_row(args, warp, peer) : -1;
-  for (int token = warp; token < args.num_tokens; token += num_warps) {
-    // The next token's place is looked up while this one moves.
-    const int next = token + num_warps;
-    const int64_t next_row = is_storing && next < args.num_tokens ? final_row(args, next, peer) : -1;
-    const bool fits = dst_row >= 0 && dst_row < outputs[peer].num_rows;
-    uint8_t* dst = outputs[peer].x + dst_row * row.num_bytes;
-    for (int piece = 0; piece < pieces.num_pieces; ++piece) {
-      pipe.await_load();
-      if (is_storing) {
-        pipe.store(dst + piece * pieces.piece_bytes, fits ? pieces.bytes_of(piece) : 0);
-        pipe.advance_store();
-        pipe.make_room();
-      } else {
-        pipe.advance_store();
-      }
-      arch::sync_warp();  // all storing lanes have read the stage that the leader loads next
-      load_next();
-    }
-    dst_row = next_row;
+// ranks do not all write to the same receiver first. Loads begin before the peers have come (begin), stores after
+// (run).
+class TokenMover {
+ public:
+  DC_DEVICE TokenMover(const DispatchArgs& args, int warp, int num_warps)
+      : args_(args),
+        num_warps_(num_warps),
+        first_token_(warp),
+        load_token_(warp),
+        peer_((args.world.rank + 1 + arch::lane_idx()) % args.world.num_ranks),
+        is_storing_(arch::lane_idx() < args.world.num_ranks),
+        pieces_(Pieces::of({0, args.message.row_bytes, 0}, args.direct_stage)),
+        pipe_(make_pipe(args.direct_stage, args.direct_barriers_offset)),
+        rows_(args, is_storing_ ? peer_ : 0) {}
+
+  DC_DEVICE void begin() {
+    while (load_token_ < args_.num_tokens && pipe_.can_load()) load_next();
+    rows_.look_up(is_storing_ ? first_token_ : args_.num_tokens);
   }
-  pipe.drain();
-}
+
+  DC_DEVICE void run(const PeerOutput* outputs) {
+    const PeerOutput output = outputs[is_storing_ ? peer_ : 0];
+    for (int token = first_token_; token < args_.num_tokens; token += num_warps_) {
+      const int64_t row = rows_.row();
+      rows_.look_up(is_storing_ ? token + num_warps_ : args_.num_tokens);
+      const bool goes = row >= 0 && row < output.num_rows;
+      uint8_t* dst = output.x + row * args_.message.row_bytes;
+      for (int piece = 0; piece < pieces_.num_pieces; ++piece) {
+        pipe_.await_load();
+        if (is_storing_) pipe_.store(dst + piece * pieces_.piece_bytes, goes ? pieces_.bytes_of(piece) : 0);
+        pipe_.advance_store();
+        if (is_storing_) pipe_.make_room();
+        arch::sync_warp();  // all storing lanes have read the stage that the leader loads next
+        load_next();
+      }
+    }
+    pipe_.drain();
+  }
+
+  // Instead of run, when the peers did not come.
+  DC_DEVICE void give_up() { pipe_.drain(); }
+
+ private:
+  DC_DEVICE void load_next() {
+    if (load_token_ >= args_.num_tokens) return;
+    if (arch::lane_idx() == 0) {
+      pipe_.load(args_.x + static_cast<size_t>(load_token_) * args_.message.row_bytes +
+                     load_piece_ * pieces_.piece_bytes,
+                 pieces_.bytes_of(load_piece_));
+    }
+    pipe_.advance_load();
+    if (++load_piece_ < pieces_.num_pieces) return;
+    load_piece_ = 0;
+    load_token_ += num_warps_;
+  }
+
+  const DispatchArgs& args_;
+  int num_warps_;
+  int first_token_;
+  int load_token_;
+  int load_piece_ = 0;
+  int peer_;
+  bool is_storing_;
+  Pieces pieces_;
+  StagePipe pipe_;
+  FinalRows rows_;
+};
 
 // One warp: scales, expert ids, weights and source of every num_warps-th token, straight to the outputs.
 DC_DEVICE void write_metadata(const DispatchArgs& args, const PeerOutput* outputs, int warp, int num_warps) {
   const World& world = args.world;
   const ExpertMap experts{args.num_experts, world.num_ranks};
   const int lane = arch::lane_idx(), num_topk = args.message.num_topk;
+  FinalRows rows(args, min_of(lane, world.num_ranks - 1));
+  rows.look_up(warp);
   for (int token = warp; token < args.num_tokens; token += num_warps) {
-    const int64_t my_row = lane < world.num_ranks ? final_row(args, token, lane) : -1;
+    const int64_t my_row = lane < world.num_ranks ? rows.row() : -1;
+    rows.look_up(token + num_warps);
     for (int peer = 0; peer < world.num_ranks; ++peer) {
       const int64_t row = arch::shfl(kFullMask, my_row, peer);
       const PeerOutput& output = outputs[peer];
@@ -104,7 +150,7 @@ DC_DEVICE void write_metadata(const DispatchArgs& args, const PeerOutput* output
         copy_element(output.scales + (row * args.num_scales + column) * args.scale_bytes,
                      args.x_scales + position * args.scale_bytes, args.scale_bytes);
       }
-      if (lane == 0) arch::st_weak(output.src_idx + row, token);
+      if (lane == 0 && output.src_idx != nullptr) arch::st_weak(output.src_idx + row, token);
     }
   }
 }
@@ -148,21 +194,16 @@ DC_DEVICE void finish_direct(const Context& context, const DispatchArgs& args) {
                  &done);
   }
   arch::sync_block();
-  if (!is_aborted(world)) read_channel_starts(args);
+  if (!is_aborted(world) && args.recv_channel_prefix_matrix != nullptr) read_channel_starts(args);
   close_generation(context);
 }
 
-// The direct mode of one block, up to finish_direct.
-DC_DEVICE void dispatch_directly(const Context& context, const DispatchArgs& args, const PeerOutput* outputs) {
-  const int warp = arch::warp_idx(), block = arch::block_idx(), num_blocks = arch::num_blocks();
-  if (block == 0) send_channel_starts(context, args);
-  // Blocks, not warps, are dealt tokens first: neighbouring tokens move on different SMs.
-  if (warp < args.num_move_warps) {
-    move_tokens(args, outputs, warp * num_blocks + block, args.num_move_warps * num_blocks);
-  } else if (warp < args.num_move_warps + args.num_meta_warps) {
-    write_metadata(args, outputs, (warp - args.num_move_warps) * num_blocks + block,
-                   args.num_meta_warps * num_blocks);
-  }
+// Warps past the movers: metadata, if the call has any.
+DC_DEVICE void write_block_metadata(const DispatchArgs& args, const PeerOutput* outputs) {
+  const int warp = arch::warp_idx() - args.num_move_warps;
+  if (warp < 0 || warp >= args.num_meta_warps) return;
+  write_metadata(args, outputs, warp * arch::num_blocks() + arch::block_idx(),
+                 args.num_meta_warps * arch::num_blocks());
 }
 
 }  // namespace deep_comm

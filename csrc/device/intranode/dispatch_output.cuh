@@ -46,7 +46,9 @@ DC_DEVICE PeerOutput find_output(const DispatchArgs& args, int peer) {
           block + layout.scales,
           block + layout.topk_idx,
           reinterpret_cast<float*>(block + layout.topk_weights),
-          reinterpret_cast<int32_t*>(world.bases[peer] + static_cast<size_t>(src_line) * kLineBytes),
+          src_line == 0
+              ? nullptr
+              : reinterpret_cast<int32_t*>(world.bases[peer] + static_cast<size_t>(src_line) * kLineBytes),
           num_rows};
 }
 

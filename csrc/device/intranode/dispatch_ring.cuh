@@ -1,8 +1,8 @@
 // dispatch, ring mode: bounded memory. Every token to every rank that holds one of its experts, through rings.
 //
 // grid   one block a lane (channel c, strip s of the row); warp w < R sends to rank w, warp R + w receives from
-//        rank w; only strip 0 carries and writes metadata
-// smem   2 R x (kNumStages stages + mbarriers)
+//        rank w, warp 2 R publishes tails and heads; only strip 0 carries and writes metadata
+// smem   2 R x (stages + mbarriers)
 // words  recv_line.{start,end}_offset · owner: receiver · written by sender · relaxed, flag in data
 //        recv_line.tail               · owner: receiver · written by sender · release/acquire sys
 //        send_line.head               · owner: sender · written by receiver · release/acquire sys
@@ -78,10 +78,11 @@ DC_DEVICE void TokenSource::write_meta(uint8_t* meta, int token) const {
   }
 }
 
-DC_DEVICE void dispatch_send(const Context& context, const DispatchArgs& args, int lane, int dst) {
+DC_DEVICE void dispatch_send(const Context& context, const DispatchArgs& args, Progress& progress, int lane,
+                             int dst) {
   const int channel = args.ring.channel_of(lane), num_channels = args.ring.num_channels;
   const Strip strip = Strip::of(args.message, args.ring.strip_of(lane));
-  StagePipe<kNumStages> pipe = make_pipe<kNumStages>(args.stage, 2 * args.world.num_ranks);
+  StagePipe pipe = make_pipe(args.stage, args.ring_barriers_offset);
   if (arch::lane_idx() == 0) {
     const int32_t* prefix = args.channel_prefix_matrix + static_cast<int64_t>(dst) * num_channels;
     const int32_t start = channel == 0 ? 0 : arch::ld_nc(prefix + channel - 1);
@@ -90,7 +91,7 @@ DC_DEVICE void dispatch_send(const Context& context, const DispatchArgs& args, i
   }
   const ChannelRange range = ChannelRange::of(args.num_tokens, num_channels, channel);
   RingSender ring(context, args.ring, lane, dst);
-  send_rows(pipe, ring, strip, Pieces::of(strip, args.stage), args.num_send_tokens,
+  send_rows(pipe, ring, SendReport(progress, dst, args.num_send_tokens), strip, Pieces::of(strip, args.stage),
             TokenSource(args, range, dst), TokenSource(args, range, dst));
 }
 
@@ -107,23 +108,25 @@ DC_DEVICE void store_meta(const DispatchArgs& args, const uint8_t* meta, int64_t
     store_expert(args.recv_topk_idx, row * message.num_topk + k, args.topk_idx_bytes, local_experts[k]);
     arch::st_weak(args.recv_topk_weights + row * message.num_topk + k, weights[k]);
   }
-  if (arch::lane_idx() == 0) {
+  if (arch::lane_idx() == 0 && args.recv_src_idx != nullptr) {
     arch::st_weak(args.recv_src_idx + row,
                   *reinterpret_cast<const int32_t*>(meta + message.src_idx_offset()));
   }
 }
 
 // Leader: issues every load whose row has come and whose stage is free; blocks only for the row needed next.
-DC_DEVICE bool load_arrived(RingReceiver& ring, StagePipe<kNumStages>& pipe, const Strip& strip,
+DC_DEVICE bool load_arrived(RingReceiver& ring, StagePipe& pipe, const Strip& strip,
                             const Pieces& pieces, uint32_t num_rows) {
   while (pipe.can_load() && pipe.num_loads() < num_rows * pieces.num_pieces) {
     const uint32_t row_idx = pipe.num_loads() / pieces.num_pieces;
     const int piece = pipe.num_loads() % pieces.num_pieces;
+    const uint32_t num_known = ring.num_filled();
     if (!ring.poll_filled(row_idx)) {
       if (pipe.num_loads() > pipe.num_stores()) return true;
       if (!ring.await_filled(row_idx)) return false;
     }
-    if (piece == 0) arch::fence_proxy_async();  // the acquire above before the bulk copy that reads the slot
+    // A new acquire before the bulk copies that read what it showed.
+    if (ring.num_filled() != num_known) arch::fence_proxy_async_global();
     pipe.make_room();
     pipe.load(ring.slot(row_idx) + piece * pieces.piece_bytes,
               pieces.bytes_of(piece) + (pieces.is_last(piece) ? strip.meta_bytes : 0));
@@ -133,11 +136,13 @@ DC_DEVICE bool load_arrived(RingReceiver& ring, StagePipe<kNumStages>& pipe, con
 }
 
 // One warp: a strip of the rows that `src` sends through this channel, from the ring to their final places.
-DC_DEVICE void receive_rows(const DispatchArgs& args, RingReceiver& ring, StagePipe<kNumStages>& pipe,
-                            const Strip& strip, uint32_t num_rows, int64_t first_row) {
+// Reports what it has read, and that it has finished.
+DC_DEVICE void receive_rows(const DispatchArgs& args, RingReceiver& ring, StagePipe& pipe, Progress& progress,
+                            int word, const Strip& strip, uint32_t num_rows, int64_t first_row) {
   const bool is_leader = arch::lane_idx() == 0;
   const Pieces pieces = Pieces::of(strip, args.stage);
   const uint32_t release_step = min_of(args.num_send_tokens, args.ring.num_slots);
+  uint32_t num_reported = 0;
   for (uint32_t row_idx = 0; row_idx < num_rows; ++row_idx) {
     const int64_t row = first_row + row_idx;
     const bool fits = row < args.num_recv_rows;
@@ -152,6 +157,7 @@ DC_DEVICE void receive_rows(const DispatchArgs& args, RingReceiver& ring, StageP
       ok = arch::shfl(kFullMask, static_cast<int>(ok), 0) != 0;
       if (!ok) {
         if (is_leader) pipe.drain();
+        if (is_leader) progress.finish(word, num_reported);
         return;
       }
       const int num_bytes = pieces.bytes_of(piece);
@@ -161,43 +167,59 @@ DC_DEVICE void receive_rows(const DispatchArgs& args, RingReceiver& ring, StageP
       if (is_leader) pipe.store(dst + piece * pieces.piece_bytes, fits ? num_bytes : 0);
       pipe.advance_store();
     }
-    if (is_leader && row_idx + 1 - ring.num_released() >= release_step) ring.release(row_idx + 1);
+    if (is_leader && row_idx + 1 - num_reported >= release_step) {
+      num_reported = row_idx + 1;
+      progress.report(word, num_reported);
+    }
   }
   if (is_leader) pipe.drain();
+  if (is_leader) progress.finish(word, num_rows);
 }
 
-DC_DEVICE void dispatch_receive(const Context& context, const DispatchArgs& args, int lane, int src) {
+DC_DEVICE void dispatch_receive(const Context& context, const DispatchArgs& args, Progress& progress, int lane,
+                                int src) {
   const World& world = args.world;
   const int channel = args.ring.channel_of(lane), num_channels = args.ring.num_channels;
   const Strip strip = Strip::of(args.message, args.ring.strip_of(lane));
-  StagePipe<kNumStages> pipe = make_pipe<kNumStages>(args.stage, 2 * world.num_ranks);
+  StagePipe pipe = make_pipe(args.stage, args.ring_barriers_offset);
   ChannelOffsets offsets{};
   bool ok = true;
   if (arch::lane_idx() == 0) ok = await_offsets(context, lane, channel, src, &offsets);
   ok = arch::shfl(kFullMask, static_cast<int>(ok), 0) != 0;
-  if (!ok) return;
+  const int word = world.num_ranks + src;
+  if (!ok) {
+    if (arch::lane_idx() == 0) progress.finish(word, 0);
+    return;
+  }
   offsets.start = arch::shfl(kFullMask, offsets.start, 0);
   offsets.end = arch::shfl(kFullMask, offsets.end, 0);
-  if (arch::lane_idx() == 0 && args.ring.strip_of(lane) == 0) {
+  if (arch::lane_idx() == 0 && args.ring.strip_of(lane) == 0 && args.recv_channel_prefix_matrix != nullptr) {
     arch::st_weak(args.recv_channel_prefix_matrix + src * num_channels + channel,
                   static_cast<int32_t>(offsets.start));
   }
   const int32_t source_start =
       src == 0 ? 0 : arch::ld_nc(args.rank_prefix_matrix + (src - 1) * world.num_ranks + world.rank);
   RingReceiver ring(context, args.ring, lane, src);
-  receive_rows(args, ring, pipe, strip, offsets.end - offsets.start,
+  receive_rows(args, ring, pipe, progress, word, strip, offsets.end - offsets.start,
                static_cast<int64_t>(source_start) + offsets.start);
 }
 
-// The ring mode of one block.
-DC_DEVICE void dispatch_by_rings(const Context& context, const DispatchArgs& args) {
-  const int lane = arch::block_idx(), num_ranks = args.world.num_ranks, warp = arch::warp_idx();
+// The ring mode of one block. `progress` is reset.
+DC_DEVICE void dispatch_by_rings(const Context& context, const DispatchArgs& args, Progress& progress) {
+  const World& world = args.world;
+  const int ring_lane = arch::block_idx(), num_ranks = world.num_ranks, warp = arch::warp_idx();
   // A strip that a short row does not reach has nothing to move.
-  if (lane >= args.ring.num_lanes() || Strip::of(args.message, args.ring.strip_of(lane)).num_bytes == 0) return;
+  if (Strip::of(args.message, args.ring.strip_of(ring_lane)).num_bytes == 0) return;
   if (warp < num_ranks) {
-    dispatch_send(context, args, lane, warp);
+    dispatch_send(context, args, progress, ring_lane, warp);
   } else if (warp < 2 * num_ranks) {
-    dispatch_receive(context, args, lane, warp - num_ranks);
+    dispatch_receive(context, args, progress, ring_lane, warp - num_ranks);
+  } else if (warp == 2 * num_ranks) {
+    const int lane = arch::lane_idx();
+    uint64_t* target = lane < num_ranks       ? ring_tail(world, ring_lane, lane)
+                       : lane < 2 * num_ranks ? ring_head(world, ring_lane, lane - num_ranks)
+                                              : nullptr;
+    publish_progress(context, progress, 2 * num_ranks, target);
   }
 }
 

@@ -25,7 +25,7 @@ struct NotifyKernel {
 struct DispatchKernel {
   using Args = DispatchArgs;
   static constexpr Kernel kName = Kernel::kDispatch;
-  static constexpr int kMaxThreads = 2 * kWarpSize * kMaxRanks;
+  static constexpr int kMaxThreads = kWarpSize * (2 * kMaxRanks + 1);
   DC_DEVICE static void run(const Args& args) { dispatch(args); }
 };
 
@@ -33,7 +33,8 @@ template <Dtype kDtype>
 struct CombineKernel {
   using Args = CombineArgs;
   static constexpr Kernel kName = Kernel::kCombine;
-  static constexpr int kMaxThreads = 768;
+  // 20 warps leave a thread 96 registers: loads of four rows in flight, without spilling.
+  static constexpr int kMaxThreads = 640;
   DC_DEVICE static void run(const Args& args) { combine<kDtype>(args); }
 };
 

@@ -8,49 +8,71 @@
 
 #include "device/channel/ring.cuh"
 #include "device/intranode/args.cuh"
+#include "device/intranode/publisher.cuh"
 #include "device/move/stage_pipe.cuh"
 
 namespace deep_comm {
 
-// The pipeline of one moving warp; the first `num_moving_warps` of a block move, one a peer and direction.
-// Shared memory of the block: [stages of warp 0 | stages of warp 1 | … | mbarriers].
-template <int kStages>
-DC_DEVICE StagePipe<kStages> make_pipe(const StageLayout& stage, int num_moving_warps) {
+// The pipeline of this warp. Shared memory of the block: [stages of warp 0 | stages of warp 1 | …], and the
+// mbarriers from barriers_offset on.
+DC_DEVICE StagePipe make_pipe(const StageLayout& stage, size_t barriers_offset) {
   uint8_t* smem = arch::dynamic_smem();
-  const size_t warp_bytes = static_cast<size_t>(kStages) * stage.stage_bytes;
-  arch::Mbarrier* barriers = reinterpret_cast<arch::Mbarrier*>(smem + num_moving_warps * warp_bytes);
-  StagePipe<kStages> pipe(smem + arch::warp_idx() * warp_bytes,
-                          barriers + arch::warp_idx() * kStages, stage.stage_bytes);
+  const int warp = arch::warp_idx();
+  arch::Mbarrier* barriers = reinterpret_cast<arch::Mbarrier*>(smem + barriers_offset);
+  StagePipe pipe(smem + warp * stage.warp_bytes(), barriers + warp * stage.num_stages, stage.stage_bytes,
+                 stage.num_stages);
   pipe.init();
   return pipe;
 }
 
-// Leader: publishes what has landed once a chunk of rows has; the newest stores stay in flight.
-template <int kStages>
-DC_DEVICE void publish_chunk(RingSender& ring, const StagePipe<kStages>& pipe, int num_pieces,
-                             uint32_t num_send_tokens) {
-  constexpr uint32_t kInFlight = kStages - 1;
-  if (pipe.num_stores() < kInFlight) return;
-  const uint32_t num_landed = (pipe.num_stores() - kInFlight) / num_pieces;
-  // acquire_slot may have published more already.
-  if (num_landed < ring.num_published() + num_send_tokens) return;
-  arch::bulk_wait<kInFlight>();
-  ring.publish(num_landed);
-}
+// What a sending warp has reported to its block's publisher. Leader only.
+class SendReport {
+ public:
+  DC_DEVICE SendReport(Progress& progress, int word, uint32_t chunk)
+      : progress_(progress), word_(word), chunk_(chunk) {}
 
-// Leader: a free slot for `row_idx`. Publishes everything before it blocks, so that the receiver can go on.
-template <int kStages>
-DC_DEVICE bool acquire_slot(RingSender& ring, uint32_t row_idx) {
-  if (ring.has_slot(row_idx)) return true;
-  arch::bulk_wait<0>();
-  ring.publish(row_idx);
+  // Once a chunk of rows has landed. A store takes several rows' time to land, and waiting for it would empty the
+  // pipeline: as many of the newest as that takes are left for later.
+  DC_DEVICE void after_row(const StagePipe& pipe, int num_pieces) {
+    constexpr uint32_t kInFlight = 6;
+    if (pipe.num_stores() < kInFlight) return;
+    const uint32_t num_landed = (pipe.num_stores() - kInFlight) / num_pieces;
+    if (num_landed < num_reported_ + chunk_) return;  // before_wait may have reported more already
+    arch::bulk_wait<kInFlight>();
+    report(num_landed);
+  }
+  // Before a wait for credit: all of `num_rows`, or the receiver could not free a slot.
+  DC_DEVICE void before_wait(uint32_t num_rows) {
+    arch::bulk_wait<0>();
+    report(num_rows);
+  }
+  // After the pipeline has been drained. A failed sender adds nothing to its last report.
+  DC_DEVICE void finish(bool ok, uint32_t num_rows) { progress_.finish(word_, ok ? num_rows : num_reported_); }
+
+ private:
+  DC_DEVICE void report(uint32_t num_rows) {
+    if (num_rows == num_reported_) return;
+    num_reported_ = num_rows;
+    progress_.report(word_, num_rows);
+  }
+
+  Progress& progress_;
+  int word_;
+  uint32_t chunk_;
+  uint32_t num_reported_ = 0;
+};
+
+// Leader: a free slot for `row_idx`.
+DC_DEVICE bool acquire_slot(RingSender& ring, SendReport& sent, uint32_t row_idx) {
+  if (ring.poll_slot(row_idx)) return true;
+  sent.before_wait(row_idx);
   return ring.await_slot(row_idx);
 }
 
-// One warp. Returns whether all rows went out; on failure the pipeline is drained and nothing more is written.
-template <int kStages, class Source>
-DC_DEVICE bool send_rows(StagePipe<kStages>& pipe, RingSender& ring, const Strip& strip,
-                         const Pieces& pieces, int num_send_tokens, Source ahead, Source current) {
+// One warp. On failure the pipeline is drained and nothing more is written.
+template <class Source>
+DC_DEVICE void send_rows(StagePipe& pipe, RingSender& ring, SendReport sent, const Strip& strip,
+                         const Pieces& pieces, Source ahead, Source current) {
   const bool is_leader = arch::lane_idx() == 0;
   int load_row = ahead.next();
   int load_piece = 0;
@@ -67,12 +89,12 @@ DC_DEVICE bool send_rows(StagePipe<kStages>& pipe, RingSender& ring, const Strip
       load_row = ahead.next();
     }
   };
-  for (int stage = 0; stage < StagePipe<kStages>::kLookAhead; ++stage) load_next();
+  while (load_row >= 0 && pipe.can_load()) load_next();
 
   uint32_t row_idx = 0;
   bool ok = true;
   for (int row = current.next(); row >= 0; row = current.next(), ++row_idx) {
-    if (is_leader) ok = acquire_slot<kStages>(ring, row_idx);
+    if (is_leader) ok = acquire_slot(ring, sent, row_idx);
     ok = arch::shfl(kFullMask, static_cast<int>(ok), 0) != 0;
     if (!ok) break;
     for (int piece = 0; piece < pieces.num_pieces; ++piece) {
@@ -80,7 +102,7 @@ DC_DEVICE bool send_rows(StagePipe<kStages>& pipe, RingSender& ring, const Strip
       if (pieces.is_last(piece) && strip.meta_bytes != 0) {
         arch::sync_warp();  // the leader has seen this stage read out before any lane writes into it
         current.write_meta(pipe.current() + num_bytes, row);
-        arch::fence_proxy_async();  // generic writes of the metadata before the bulk copy that reads them
+        arch::fence_proxy_async_shared();  // generic writes of the metadata before the bulk copy that reads them
         arch::sync_warp();
         num_bytes += strip.meta_bytes;
       }
@@ -91,13 +113,12 @@ DC_DEVICE bool send_rows(StagePipe<kStages>& pipe, RingSender& ring, const Strip
       pipe.advance_store();
       load_next();
     }
-    if (is_leader) publish_chunk<kStages>(ring, pipe, pieces.num_pieces, num_send_tokens);
+    if (is_leader) sent.after_row(pipe, pieces.num_pieces);
   }
   if (is_leader) {
     pipe.drain();
-    if (ok) ring.publish(row_idx);
+    sent.finish(ok, row_idx);
   }
-  return ok;
 }
 
 }  // namespace deep_comm

@@ -49,21 +49,27 @@ struct Strip {
 struct StageLayout {
   int piece_bytes;  // row bytes a stage holds, multiple of 16
   int stage_bytes;  // a piece and the metadata behind it, multiple of 128
+  int num_stages;   // of one warp
 
-  // stage_bytes_limit: what one stage may take; must hold the metadata and at least 16 bytes of row.
-  DC_HOST_DEVICE static StageLayout make(const MessageLayout& message, int stage_bytes_limit) {
-    const int limit = (stage_bytes_limit - message.meta_bytes()) / 16 * 16;
-    const int num_pieces = ceil_div(message.max_strip_bytes(), limit);
-    StageLayout stage{};
-    stage.piece_bytes = align_up(ceil_div(message.max_strip_bytes(), num_pieces), 16);
-    stage.stage_bytes = align_up(stage.piece_bytes + message.meta_bytes(), 128);
-    return stage;
+  // Shared memory of one warp's stages; each has an mbarrier beside it.
+  DC_HOST_DEVICE size_t warp_bytes() const { return static_cast<size_t>(num_stages) * stage_bytes; }
+  DC_HOST_DEVICE size_t warp_barrier_bytes() const { return num_stages * sizeof(uint64_t); }
+  // The least a warp needs for this metadata.
+  DC_HOST_DEVICE static int min_warp_bytes(int meta_bytes, int min_stages) {
+    return min_stages * (align_up(16 + meta_bytes, 128) + static_cast<int>(sizeof(uint64_t)));
   }
-  // For rows that travel without metadata.
-  DC_HOST_DEVICE static StageLayout make_rows(int row_bytes, int stage_bytes_limit) {
-    const int num_pieces = ceil_div(row_bytes, stage_bytes_limit);
-    const int piece_bytes = align_up(ceil_div(row_bytes, num_pieces), 16);
-    return {piece_bytes, align_up(piece_bytes, 128)};
+  // strip_bytes, and metadata behind them, through stages in warp_bytes_limit: whole strips if min_stages of
+  // them fit, and then as many as do; else pieces.
+  DC_HOST_DEVICE static StageLayout make(int strip_bytes, int meta_bytes, int warp_bytes_limit, int min_stages,
+                                         int max_stages) {
+    const int barrier_bytes = static_cast<int>(sizeof(uint64_t));
+    const int stage_limit = (warp_bytes_limit / min_stages - barrier_bytes) / 128 * 128;
+    const int num_pieces = ceil_div(strip_bytes, (stage_limit - meta_bytes) / 16 * 16);
+    StageLayout stage{};
+    stage.piece_bytes = align_up(ceil_div(strip_bytes, num_pieces), 16);
+    stage.stage_bytes = align_up(stage.piece_bytes + meta_bytes, 128);
+    stage.num_stages = min_of(max_stages, warp_bytes_limit / (stage.stage_bytes + barrier_bytes));
+    return stage;
   }
 };
 

@@ -1,6 +1,6 @@
 // A warp's pipeline of shared-memory stages between bulk loads and bulk stores:
 //
-//   load → (bytes land) → store → (bytes read) → load …        stage = index % kNumStages
+//   load → (bytes land) → store → (bytes read) → load …        stage = index % num_stages
 //
 // The leader lane (lane 0) loads; one lane or several store, each in bulk groups of its own. The count of
 // stores advances in every lane, so that all agree on the current stage; the count of loads matters to the
@@ -11,73 +11,103 @@
 
 namespace deep_comm {
 
-template <int kNumStages>
 class StagePipe {
-  static_assert(kNumStages >= 2);
-
  public:
-  static constexpr int kLookAhead = kNumStages - 1;  // loads that may run ahead of the stores
+  static constexpr int kMinStages = 3;
+  static constexpr int kMaxStages = 8;
 
-  DC_HOST_DEVICE static constexpr size_t barrier_bytes() { return kNumStages * sizeof(uint64_t); }
+  DC_HOST_DEVICE static constexpr int barrier_bytes(int num_stages) {
+    return num_stages * static_cast<int>(sizeof(uint64_t));
+  }
 
-  DC_DEVICE StagePipe(uint8_t* stages, arch::Mbarrier* barriers, int stage_bytes)
-      : stages_(stages), barriers_(barriers), stage_bytes_(stage_bytes) {}
+  DC_DEVICE StagePipe(uint8_t* stages, arch::Mbarrier* barriers, int stage_bytes, int num_stages)
+      : stages_(stages),
+        barriers_(barriers),
+        stage_bytes_(stage_bytes),
+        num_stages_(num_stages),
+        num_reading_(num_stages < 5 ? 1 : 2) {}
 
   // A whole warp calls it once, before anything else.
   DC_DEVICE void init() {
     if (arch::lane_idx() == 0) {
-      for (int stage = 0; stage < kNumStages; ++stage) arch::mbarrier_init(barriers_ + stage, 1);
+      for (int stage = 0; stage < num_stages_; ++stage) arch::mbarrier_init(barriers_ + stage, 1);
       arch::fence_mbarrier_init();
     }
     arch::sync_warp();
   }
 
+  // Loads that may run ahead of the stores: a stage each, but for those that the newest stores still read.
+  DC_DEVICE int look_ahead() const { return num_stages_ - num_reading_; }
   DC_DEVICE uint32_t num_loads() const { return num_loads_; }
   DC_DEVICE uint32_t num_stores() const { return num_stores_; }
+  DC_DEVICE bool can_load() const { return num_loads_ < num_stores_ + look_ahead(); }
   // The stage whose load is the next to be stored.
-  DC_DEVICE uint8_t* current() const { return stages_ + (num_stores_ % kNumStages) * stage_bytes_; }
-  DC_DEVICE bool can_load() const { return num_loads_ < num_stores_ + kLookAhead; }
+  DC_DEVICE uint8_t* current() const { return stages_ + store_slot_.stage * stage_bytes_; }
 
-  // Every lane that stores, before the next load. That stage was stored from two groups ago at the latest, so
-  // one group may still be reading.
-  DC_DEVICE void make_room() const { arch::bulk_wait_read<1>(); }
+  // Every lane that stores, before the next load: all but the newest stores have read their stages.
+  DC_DEVICE void make_room() const {
+    if (num_reading_ == 1) {
+      arch::bulk_wait_read<1>();
+    } else {
+      arch::bulk_wait_read<2>();
+    }
+  }
 
   // Leader, after make_room of all storing lanes.
   DC_DEVICE void load(const uint8_t* src, int num_bytes) {
-    arch::Mbarrier* barrier = barriers_ + num_loads_ % kNumStages;
+    arch::Mbarrier* barrier = barriers_ + load_slot_.stage;
     arch::mbarrier_arrive_expect_tx(barrier, num_bytes);
-    arch::bulk_load(stages_ + (num_loads_ % kNumStages) * stage_bytes_, src, num_bytes, barrier);
+    arch::bulk_load(stages_ + load_slot_.stage * stage_bytes_, src, num_bytes, barrier);
   }
-  DC_DEVICE void advance_load() { ++num_loads_; }
+  DC_DEVICE void advance_load() {
+    ++num_loads_;
+    load_slot_.advance(num_stages_);
+  }
 
-  // Leader: the bytes of the current stage have landed.
-  DC_DEVICE void await_load() const { await_index(num_stores_); }
+  // The bytes of the current stage have landed.
+  DC_DEVICE void await_load() const { await_bulk(barriers_ + store_slot_.stage, store_slot_.phase); }
 
   // A storing lane: sends the current stage; num_bytes 0 sends nothing but keeps the lanes' groups in step.
   DC_DEVICE void store(uint8_t* dst, int num_bytes) {
     if (num_bytes > 0) arch::bulk_store(dst, current(), num_bytes);
     arch::bulk_commit();
   }
-  DC_DEVICE void advance_store() { ++num_stores_; }
+  DC_DEVICE void advance_store() {
+    ++num_stores_;
+    store_slot_.advance(num_stages_);
+  }
 
   // Leader: every load that was issued has ended. Storing lanes: every store has landed.
-  DC_DEVICE void drain() const {
+  DC_DEVICE void drain() {
     if (arch::lane_idx() == 0) {
-      for (uint32_t index = num_stores_; index != num_loads_; ++index) await_index(index);
+      for (; num_stores_ != num_loads_; advance_store()) await_load();
     }
     arch::bulk_wait<0>();
   }
 
  private:
-  DC_DEVICE void await_index(uint32_t index) const {
-    await_bulk(barriers_ + index % kNumStages, index / kNumStages & 1);
-  }
+  // Where in the cycle of stages an index is, kept without divisions.
+  struct Slot {
+    int stage = 0;
+    uint32_t phase = 0;  // of its mbarrier
+
+    DC_DEVICE void advance(int num_stages) {
+      if (++stage == num_stages) {
+        stage = 0;
+        phase ^= 1;
+      }
+    }
+  };
 
   uint8_t* stages_;
   arch::Mbarrier* barriers_;
   int stage_bytes_;
+  int num_stages_;
+  int num_reading_;  // newest stores that may still be reading
   uint32_t num_loads_ = 0;
   uint32_t num_stores_ = 0;
+  Slot load_slot_;
+  Slot store_slot_;
 };
 
 }  // namespace deep_comm

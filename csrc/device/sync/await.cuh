@@ -36,7 +36,9 @@ DC_DEVICE bool await(const Context& context, const T* word, const WaitFor& wait,
   if (is_ready(*value)) return true;
   const World& world = context.world;
   const uint64_t start_ns = arch::globaltimer_ns();
-  const uint64_t deadline_ns = start_ns + world.timeout_ns;
+  // Warps of this block are bounded by their own waits, which began later and know the silent rank's name.
+  constexpr uint64_t kPatience = kScope == Scope::kCta ? 4 : 1;
+  const uint64_t deadline_ns = start_ns + kPatience * world.timeout_ns;
   note_wait(context, wait, expected);
   while (true) {
     for (int poll = 0; poll < kPollsPerClock; ++poll) {

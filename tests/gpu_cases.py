@@ -1,0 +1,70 @@
+"""Cases of the end-to-end tests on GPUs, many in one set of processes."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import matrix
+import torch
+from cases import Case
+from roundtrip import call_once, verify
+
+import deep_comm
+from deep_comm import processes
+
+NUM_CASES = 64
+POISON = {"DEEP_COMM_POISON": "1"}
+
+
+def run(
+    fn,
+    num_ranks: int,
+    *args: object,
+    backend: str = "gloo",
+    devices: Sequence[int] | None = None,
+) -> list:
+    """One process a rank, on a device of its own unless ``devices`` says otherwise."""
+    return processes.run(
+        fn,
+        num_ranks,
+        *args,
+        backend=backend,
+        devices=range(num_ranks) if devices is None else devices,
+        variables=POISON,
+        timeout_s=280,
+    )
+
+
+def run_cases(group, cases: list[Case], options: dict) -> list:
+    """Many cases in one set of processes, since starting one costs more than a case."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    results = []
+    for case in cases:
+        with deep_comm.Buffer(
+            group,
+            case.nvl_bytes,
+            device=device,
+            timeout_s=60,
+            num_direct_bytes=case.direct_bytes,
+        ) as buffer:
+            if case.smem_bytes is not None:
+                buffer.runtime.smem_bytes_limit = case.smem_bytes
+            results.append(
+                [call_once(buffer, case, call, device, options) for call in range(case.calls)]
+            )
+    return results
+
+
+def verify_all(cases: list[Case], results: list) -> None:
+    failures = []
+    for number, case in enumerate(cases):
+        try:
+            verify(case, [ranks[number] for ranks in results])
+        except AssertionError as error:
+            failures.append(f"{case}: {error}")
+    assert not failures, "\n".join(failures)
+
+
+def matrix_for(num_ranks: int, seed: int, num_cases: int = NUM_CASES) -> list[Case]:
+    cases = matrix.sample(num_cases, seed, ranks=[num_ranks])
+    # A default config on a GPU takes more room than one on the host.
+    return [dataclasses.replace(case, nvl_bytes=128 << 20) for case in cases]
