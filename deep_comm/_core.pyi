@@ -180,6 +180,7 @@ class Engine:
         num_experts: int,
         num_blocks: int,
         format: str,
+        one_rounding: bool = False,  # room for combine's rows "selections" as well
     ) -> int:
         """The smallest low-latency region that serves calls of this shape."""
     def low_latency_dispatch(
@@ -226,14 +227,14 @@ class Engine:
         recv_weights: int,  # or 0
         topk_idx: int,
         topk_idx_bytes: int,
-        topk_weights: int,  # float32 [num_tokens, num_topk]; 0: compact, or recv_weights
+        topk_weights: int,  # float32 [num_tokens, num_topk]; 0: reduced rows, or recv_weights
         num_tokens: int,
         num_max_tokens: int,
         hidden: int,
         num_topk: int,
         num_experts: int,
         num_blocks: int,
-        is_compact: bool,
+        rows: str,  # "sums" | "reduced" (compact) | "selections" (one rounding)
         send: bool,
         receive: bool,
         ticket: int,

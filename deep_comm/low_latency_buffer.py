@@ -57,7 +57,7 @@ class LowLatencyCalls:
         """Nothing needs cleaning, here or after other calls; checks that the sizes would fit."""
         self._context.require_open()
         max_tokens = low_latency.check_num_max_tokens(num_max_dispatch_tokens_per_rank)
-        self._low_latency.num_blocks(max_tokens, hidden, 1, num_experts, False)
+        self._low_latency.num_blocks(max_tokens, hidden, 1, num_experts)
 
     def low_latency_dispatch(
         self,
@@ -135,6 +135,8 @@ class LowLatencyCalls:
         return_recv_hook: bool = False,
         out: Tensor | None = None,
         combine_wait_recv_cost_stats: Tensor | None = None,
+        *,
+        one_rounding: bool = False,
     ) -> CombineResult:
         """Weighted sum of the experts' rows of each token, at its source. Collective.
 
@@ -151,6 +153,11 @@ class LowLatencyCalls:
                 shape counts.
             out: bfloat16 [T, H]: written instead of a new tensor.
             combine_wait_recv_cost_stats: int64 [R], as dispatch's.
+            one_rounding: send every row as it is; the token's rank adds weight * row in float32, k
+                ascending, each product rounded to float32, and rounds to bfloat16. Moves a row per
+                (token, expert) instead of per (token, rank), and needs room for M * K rows in a
+                quarter of num_rdma_bytes: with K > R more than the size hint says. Equal on all
+                ranks.
 
         Returns:
             combined_x: [T, H].
@@ -166,6 +173,7 @@ class LowLatencyCalls:
             topk_weights,
             handle,
             zero_copy=zero_copy,
+            one_rounding=one_rounding,
             out=out,
             wait_stats=combine_wait_recv_cost_stats,
             phases=Phases(async_finish, return_recv_hook),

@@ -98,24 +98,36 @@ class LowLatencyState:
         self._ctx = ctx
         self._pending: dict[str, list[object]] = {"dispatch": [], "combine": []}
         self._combine_buffers: dict[tuple[int, ...], Tensor] = {}
-        self._num_blocks: dict[tuple[int, int, int, int, bool], int] = {}
+        self._num_blocks: dict[tuple[int, int, int, int, bool, bool], int] = {}
         self._poison_outputs = env.POISON.get()
 
     def num_blocks(
-        self, num_max_tokens: int, hidden: int, num_topk: int, num_experts: int, use_fp8: bool
+        self,
+        num_max_tokens: int,
+        hidden: int,
+        num_topk: int,
+        num_experts: int,
+        use_fp8: bool = False,
+        one_rounding: bool = False,
     ) -> int:
         """Blocks of a call, equal on all ranks, if the region has room for it; else BufferTooSmall.
 
         Looked up after the first call of a shape: these calls are about microseconds.
         """
-        shape = (num_max_tokens, hidden, num_topk, num_experts, use_fp8)
+        shape = (num_max_tokens, hidden, num_topk, num_experts, use_fp8, one_rounding)
         found = self._num_blocks.get(shape)
         if found is None:
             found = self._num_blocks[shape] = self._checked_num_blocks(*shape)
         return found
 
     def _checked_num_blocks(
-        self, num_max_tokens: int, hidden: int, num_topk: int, num_experts: int, use_fp8: bool
+        self,
+        num_max_tokens: int,
+        hidden: int,
+        num_topk: int,
+        num_experts: int,
+        use_fp8: bool = False,
+        one_rounding: bool = False,
     ) -> int:
         ctx = self._ctx
         if ctx.low_latency_bytes == 0:
@@ -136,6 +148,7 @@ class LowLatencyState:
             num_experts=num_experts,
             num_blocks=num_blocks,
             format="fp8" if use_fp8 else "bfloat16",
+            one_rounding=one_rounding,
         )
         if needed > ctx.low_latency_bytes:
             raise BufferTooSmall(

@@ -162,13 +162,18 @@ def low_latency_combine(
     topk_weights: Sequence[Tensor],
     *,
     compact: bool = False,
+    one_rounding: bool = False,
 ) -> list[Tensor]:
     """Every token's weighted sum, bfloat16 [T, H].
 
     Two roundings: the rank of the experts adds weight * row in float32, k ascending, starting at
     0.0, each product rounded to float32, and rounds the sum to bfloat16; the token's rank adds
     those in float32, ranks ascending, and rounds to bfloat16. Compact rows skip the first step.
+
+    ``one_rounding``: the token's rank adds weight * row, k ascending, and rounds.
     """
+    if one_rounding:
+        return [_sum_selections(xs, dispatched, rank, w) for rank, w in enumerate(topk_weights)]
     results = []
     for rank, weights in enumerate(topk_weights):
         hidden = xs[0].shape[-1]
@@ -188,3 +193,17 @@ def low_latency_combine(
                 total[token] += partial.to(x.dtype).float()
         results.append(total.to(xs[0].dtype))
     return results
+
+
+def _sum_selections(
+    xs: Sequence[Tensor], dispatched: Sequence[LowLatencyDispatched], rank: int, weights: Tensor
+) -> Tensor:
+    hidden = xs[0].shape[-1]
+    total = torch.zeros(weights.shape[0], hidden, dtype=torch.float32)
+    for token, token_weights in enumerate(weights):
+        for k, weight in enumerate(token_weights):
+            for x, received in zip(xs, dispatched, strict=True):
+                place = int(received.places[rank, token, k])
+                if place >= 0:
+                    total[token] += x.reshape(-1, hidden)[place].float() * weight
+    return total.to(xs[0].dtype)

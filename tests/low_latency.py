@@ -32,6 +32,7 @@ class LowLatencyCase:
     use_ue8m0: bool = False
     compact: bool = False
     weights_ahead: bool = False  # with dispatch, not with combine
+    one_rounding: bool = False
     mode: str = "plain"  # "hook": two phases; "late": two pairs at a time; "async"
     zero_copy: bool = False
     calls: int = 2
@@ -43,8 +44,10 @@ class LowLatencyCase:
 
     @property
     def num_bytes(self) -> int:
+        # One rounding needs a row a selection, not a rank.
+        num_ranks = max(self.num_ranks, self.topk) if self.one_rounding else self.num_ranks
         return deep_comm.Buffer.get_low_latency_rdma_size_hint(
-            self.max_tokens, self.hidden, self.num_ranks, self.experts
+            self.max_tokens, self.hidden, num_ranks, self.experts
         )
 
 
@@ -145,9 +148,10 @@ class Pair:
         self.combined_x, event, hook = self.buffer.low_latency_combine(
             self.rows,
             self.idx,
-            None if case.weights_ahead else self.weights,
+            None if case.weights_ahead and not case.one_rounding else self.weights,
             self.handle,
             zero_copy=case.zero_copy,
+            one_rounding=case.one_rounding,
             async_finish=case.mode == "async",
             return_recv_hook=case.mode in ("hook", "late"),
         )
@@ -201,7 +205,9 @@ def verify(case: LowLatencyCase, results: Sequence[Sequence[Received]]) -> None:
         for rank in ranks:
             verify_dispatch(case, results[rank][call], expected[rank], f"rank {rank} call {call}")
         rows = [expert_rows(case, rank, call) for rank in ranks]
-        combined = reference.low_latency_combine(rows, expected, weights, compact=case.compact)
+        combined = reference.low_latency_combine(
+            rows, expected, weights, compact=case.compact, one_rounding=case.one_rounding
+        )
         for rank in ranks:
             what = f"rank {rank} call {call}: combined_x"
             assert_same_bits(results[rank][call].combined_x, combined[rank], what)

@@ -11,6 +11,13 @@ inline PayloadFormat payload_format_of(const std::string& name) {
   throw std::invalid_argument("format = " + name + ", must be bfloat16 or fp8");
 }
 
+inline CombineRows combine_rows_of(const std::string& name) {
+  if (name == "sums") return CombineRows::kSums;
+  if (name == "reduced") return CombineRows::kReduced;
+  if (name == "selections") return CombineRows::kSelections;
+  throw std::invalid_argument("rows = " + name + ", must be sums, reduced or selections");
+}
+
 template <class Target>
 void bind_low_latency(pybind11::class_<Engine<Target>>& engine) {
   namespace py = pybind11;
@@ -23,13 +30,13 @@ void bind_low_latency(pybind11::class_<Engine<Target>>& engine) {
   engine.def_static(
       "low_latency_region_bytes",
       [](int num_ranks, int num_max_tokens, int hidden, int num_topk, int num_experts, int num_blocks,
-         const std::string& format) {
+         const std::string& format, bool one_rounding) {
         const LowLatencyShape shape = low_latency_shape(num_max_tokens, hidden, num_topk, num_experts, num_blocks,
                                                         payload_format_of(format));
-        return LowLatencyRegion::bytes_for(shape, num_ranks);
+        return LowLatencyRegion::bytes_for(shape, num_ranks, one_rounding);
       },
       py::kw_only(), "num_ranks"_a, "num_max_tokens"_a, "hidden"_a, "num_topk"_a, "num_experts"_a, "num_blocks"_a,
-      "format"_a);
+      "format"_a, "one_rounding"_a = false);
 
   engine.def(
       "low_latency_dispatch",
@@ -76,13 +83,13 @@ void bind_low_latency(pybind11::class_<Engine<Target>>& engine) {
       "low_latency_combine",
       [](Type& self, ptr x, ptr recv_tokens, ptr places, ptr recv_weights, ptr topk_idx, int topk_idx_bytes,
          ptr topk_weights, int num_tokens, int num_max_tokens, int hidden, int num_topk, int num_experts,
-         int num_blocks, bool is_compact, bool send, bool receive, ptr ticket, ptr combined_x, ptr wait_stats,
+         int num_blocks, const std::string& rows, bool send, bool receive, ptr ticket, ptr combined_x, ptr wait_stats,
          uint64_t stream) {
         LowLatencyCombineArgs args{};
         args.shape = low_latency_shape(num_max_tokens, hidden, num_topk, num_experts, num_blocks,
                                        PayloadFormat::kBfloat16);
         args.phases = {send, receive, as_pointer<uint32_t>(ticket)};
-        args.is_compact = is_compact;
+        args.rows = combine_rows_of(rows);
         args.x = as_pointer<uint8_t>(x);
         args.recv_tokens = as_pointer<int32_t>(recv_tokens);
         args.places = as_pointer<int32_t>(places);
@@ -98,7 +105,7 @@ void bind_low_latency(pybind11::class_<Engine<Target>>& engine) {
       },
       py::kw_only(), "x"_a, "recv_tokens"_a, "places"_a, "recv_weights"_a, "topk_idx"_a, "topk_idx_bytes"_a,
       "topk_weights"_a, "num_tokens"_a, "num_max_tokens"_a, "hidden"_a, "num_topk"_a, "num_experts"_a,
-      "num_blocks"_a, "is_compact"_a, "send"_a, "receive"_a, "ticket"_a, "combined_x"_a, "wait_stats"_a, "stream"_a);
+      "num_blocks"_a, "rows"_a, "send"_a, "receive"_a, "ticket"_a, "combined_x"_a, "wait_stats"_a, "stream"_a);
 }
 
 }  // namespace deep_comm

@@ -103,7 +103,7 @@ class Engine {
   Shape shape_of(const ChannelConfig& config, int row_bytes, int scale_row_bytes, int num_topk,
                  int num_moving_warps) const;
   void check_open() const;
-  LaunchConfig low_latency_launch(const LowLatencyShape& shape) const;
+  LaunchConfig low_latency_launch(const LowLatencyShape& shape, bool one_rounding) const;
   void check_output(const DispatchArgs& args, int num_topk, int scale_row_bytes, int row_bytes) const;
   template <class KernelType>
   void launch(const LaunchConfig& config, typename KernelType::Args args, uint64_t stream);

@@ -21,7 +21,7 @@ void Engine<Target>::enable_low_latency(size_t num_bytes) {
 }
 
 template <class Target>
-LaunchConfig Engine<Target>::low_latency_launch(const LowLatencyShape& shape) const {
+LaunchConfig Engine<Target>::low_latency_launch(const LowLatencyShape& shape, bool one_rounding) const {
   using detail::require;
   require(shape.num_blocks >= 1 && shape.num_blocks <= kMaxLowLatencyBlocks,
           "num_blocks = " + std::to_string(shape.num_blocks) + ", must lie in 1.." +
@@ -36,7 +36,7 @@ LaunchConfig Engine<Target>::low_latency_launch(const LowLatencyShape& shape) co
   const bool is_fp8 = shape.num_scales > 0;
   require(shape.hidden >= 8 && shape.hidden % (is_fp8 ? kScaleBlock : 8) == 0,
           "hidden = " + std::to_string(shape.hidden) + ", must be a positive multiple of 8, of 128 for FP8");
-  const size_t needed = LowLatencyRegion::bytes_for(shape, world_.num_ranks);
+  const size_t needed = LowLatencyRegion::bytes_for(shape, world_.num_ranks, one_rounding);
   require(needed <= low_latency_bytes_, "this shape needs a low-latency region of " + std::to_string(needed) +
                                             " bytes, there are " + std::to_string(low_latency_bytes_));
   const int num_threads = Target::kTuning.low_latency_threads;
@@ -69,7 +69,7 @@ void Engine<Target>::low_latency_dispatch(LowLatencyDispatchArgs args, PayloadFo
   detail::require_phases(args.phases);
   detail::require(args.num_tokens >= 0 && args.num_tokens <= args.shape.num_max_tokens,
                   "num_tokens = " + std::to_string(args.num_tokens) + ", must lie in 0..num_max_tokens");
-  const LaunchConfig config = low_latency_launch(args.shape);
+  const LaunchConfig config = low_latency_launch(args.shape, false);
   args.region = low_latency_region_;
   args.signature =
       detail::low_latency_signature(Kernel::kLowLatencyDispatch, args.shape, args.out.is_compact ? 1 : 0);
@@ -85,10 +85,10 @@ void Engine<Target>::low_latency_combine(LowLatencyCombineArgs args, uint64_t st
   detail::require_phases(args.phases);
   detail::require(args.num_tokens >= 0 && args.num_tokens <= args.shape.num_max_tokens,
                   "num_tokens = " + std::to_string(args.num_tokens) + ", must lie in 0..num_max_tokens");
-  const LaunchConfig config = low_latency_launch(args.shape);
+  const LaunchConfig config = low_latency_launch(args.shape, args.rows == CombineRows::kSelections);
   args.region = low_latency_region_;
   args.signature =
-      detail::low_latency_signature(Kernel::kLowLatencyCombine, args.shape, args.is_compact ? 1 : 0);
+      detail::low_latency_signature(Kernel::kLowLatencyCombine, args.shape, static_cast<int>(args.rows));
   launch<LowLatencyCombineKernel>(config, args, stream);
 }
 

@@ -200,6 +200,7 @@ def low_latency_combine(
     handle: Any,
     *,
     zero_copy: bool,
+    one_rounding: bool,
     out: Any,
     wait_stats: Any,
     phases: Phases,
@@ -221,9 +222,14 @@ def low_latency_combine(
             "handle", f"{handle.num_topk} selections a token", f"must be of this topk_idx "
             f"({idx.shape[1]} columns)",
         )  # fmt: skip
-    needs_weights = not handle.is_compact and handle.recv_weights is None
+    if one_rounding and handle.is_compact:
+        raise ArgumentError("one_rounding", True, "needs rows that are not compact")
+    if one_rounding and weights is None:
+        raise ArgumentError("topk_weights", None, "must be given with one_rounding")
+    needs_weights = one_rounding or (not handle.is_compact and handle.recv_weights is None)
     if needs_weights and weights is None:
         raise ArgumentError("topk_weights", None, "must be given, here or to low_latency_dispatch")
+    rows = "selections" if one_rounding else "reduced" if handle.is_compact else "sums"
     hidden, max_tokens = handle.hidden, handle.num_max_dispatch_tokens_per_rank
     if out is not None:
         out = aligned(
@@ -233,7 +239,9 @@ def low_latency_combine(
             ),
         )
     wait_stats = _stats("combine_wait_recv_cost_stats", wait_stats, ctx, ctx.num_ranks, torch.int64)
-    num_blocks = state.num_blocks(max_tokens, hidden, handle.num_topk, handle.num_experts, False)
+    num_blocks = state.num_blocks(
+        max_tokens, hidden, handle.num_topk, handle.num_experts, one_rounding=one_rounding
+    )
     state.require_half("combine")
 
     with state.launch(phases.async_finish) as launch:
@@ -256,7 +264,7 @@ def low_latency_combine(
                 num_topk=handle.num_topk,
                 num_experts=handle.num_experts,
                 num_blocks=num_blocks,
-                is_compact=handle.is_compact,
+                rows=rows,
                 send=send,
                 receive=receive,
                 ticket=ctx.address(ticket),

@@ -37,6 +37,7 @@ def sampled_case(seed: int) -> LowLatencyCase:
         use_ue8m0=round_scale and choose.random() < 0.5,
         compact=compact,
         weights_ahead=choose.random() < 0.4,
+        one_rounding=not compact and choose.random() < 0.35,
         mode=choose.choice(("plain", "plain", "hook", "late", "async")),
         zero_copy=choose.random() < 0.3,
         calls=3,

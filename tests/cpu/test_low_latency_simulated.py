@@ -40,6 +40,7 @@ def small_case(seed: int) -> LowLatencyCase:
         use_fp8=use_fp8,
         compact=compact,
         weights_ahead=choose.random() < 0.4,
+        one_rounding=not compact and choose.random() < 0.35,
         mode=choose.choice(("plain", "hook", "late")),
         calls=choose.choice((2, 4)),
         seed=seed,

@@ -30,6 +30,7 @@ def sampled_case(seed: int, num_ranks: int) -> LowLatencyCase:
     choose = random.Random(seed * 8 + num_ranks)
     max_tokens = choose.choice((1, 16, 128, 300))
     use_fp8 = choose.random() < 0.5
+    compact = choose.random() < 0.4
     round_scale = use_fp8 and choose.random() < 0.5
     return LowLatencyCase(
         tuple(choose.choice((0, 1, max_tokens // 2, max_tokens)) for _ in range(num_ranks)),
@@ -41,8 +42,9 @@ def sampled_case(seed: int, num_ranks: int) -> LowLatencyCase:
         use_fp8=use_fp8,
         round_scale=round_scale,
         use_ue8m0=round_scale and choose.random() < 0.5,
-        compact=choose.random() < 0.4,
+        compact=compact,
         weights_ahead=choose.random() < 0.4,
+        one_rounding=not compact and choose.random() < 0.35,
         mode=choose.choice(("plain", "hook", "late", "async")),
         zero_copy=choose.random() < 0.3,
         calls=2,

@@ -3,7 +3,7 @@
 //   region   = [ weights of half 0 | 1 | dispatch half 0 | 1 | combine half 0 | 1 ]   at fixed places, whatever the shape
 //   dispatch = by source rank: [ slot of token 0 … M-1 | routes of block 0 … B-1 ]
 //   slot     = [ row | float32 scales | pad to 16 ]
-//   combine  = by expert rank: row of token 0 … M-1
+//   combine  = by expert rank: row of token 0 … M-1; with one rounding, by token: row of selection 0 … K-1
 //
 // A token keeps its number: slot t of source s is token t of rank s, so that no rank has to tell another where a
 // row went. A half serves every second operation of its kind.
@@ -51,6 +51,10 @@ struct LowLatencyShape {
   DC_HOST_DEVICE size_t combine_source_bytes() const {
     return align_up<size_t>(static_cast<size_t>(num_max_tokens) * hidden * sizeof(Bf16), kLineBytes);
   }
+  // Of a half, when rows are added at the source only: [M, K] rows, whoever sends them.
+  DC_HOST_DEVICE size_t gather_bytes() const {
+    return align_up<size_t>(static_cast<size_t>(num_max_tokens) * num_topk * hidden * sizeof(Bf16), kLineBytes);
+  }
   DC_HOST_DEVICE size_t weights_source_bytes() const {
     return align_up<size_t>(static_cast<size_t>(num_max_tokens) * num_topk * sizeof(uint64_t), kLineBytes);
   }
@@ -77,10 +81,11 @@ struct LowLatencyRegion {
     for (size_t& half : region.combine) half = offset + cursor.take(region.half_bytes);
     return region;
   }
-  // The smallest region that serves a shape.
-  DC_HOST_DEVICE static size_t bytes_for(const LowLatencyShape& shape, int num_ranks) {
+  // The smallest region that serves a shape, combine(one_rounding) included or not.
+  DC_HOST_DEVICE static size_t bytes_for(const LowLatencyShape& shape, int num_ranks, bool one_rounding) {
     const size_t weights = shape.weights_source_bytes() * num_ranks;
-    const size_t half = max_of(shape.dispatch_source_bytes(), shape.combine_source_bytes()) * num_ranks;
+    const size_t half = max_of(max_of(shape.dispatch_source_bytes(), shape.combine_source_bytes()) * num_ranks,
+                               one_rounding ? shape.gather_bytes() : 0);
     // 4 halves in what the weights leave; and a line for each cut that is rounded down.
     const size_t by_half = ceil_div<size_t>(4 * half * kWeightsShare, kWeightsShare - 1) + 8 * kLineBytes;
     const size_t by_weights = (weights + kLineBytes) * 2 * kWeightsShare;
@@ -155,6 +160,10 @@ struct LowLatencyHalf {
   DC_HOST_DEVICE uint8_t* combine_row(int owner, int expert_rank, int token) const {
     return world.bases[owner] + region.combine[half] + expert_rank * shape.combine_source_bytes() +
            static_cast<size_t>(token) * shape.hidden * sizeof(Bf16);
+  }
+  DC_HOST_DEVICE uint8_t* gather_row(int owner, int token, int k) const {
+    return world.bases[owner] + region.combine[half] +
+           (static_cast<size_t>(token) * shape.num_topk + k) * shape.hidden * sizeof(Bf16);
   }
   DC_HOST_DEVICE uint64_t* weights(int owner, int source, int token) const {
     return reinterpret_cast<uint64_t*>(world.bases[owner] + region.weights[half] +

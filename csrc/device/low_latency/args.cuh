@@ -60,13 +60,20 @@ struct LowLatencyDispatchArgs {
   LowLatencyOutputs out;
 };
 
+// What travels back.
+enum class CombineRows : int {
+  kSums,        // one row a token and rank: its rows there, weighted and added
+  kReduced,     // compact: one row a token and rank, as the caller has reduced it
+  kSelections,  // one row a selection, as it is; weighted and added at the source, rounded once
+};
+
 struct LowLatencyCombineArgs {
   World world;
   LowLatencyRegion region;
   LowLatencyShape shape;
   uint32_t signature;
   Phases phases;
-  bool is_compact;
+  CombineRows rows;
   // as expert rank
   const uint8_t* x;             // [L, R*M, H] or [R*M, H] bfloat16
   const int32_t* recv_tokens;   // [R]
@@ -76,7 +83,7 @@ struct LowLatencyCombineArgs {
   int num_tokens;
   const void* topk_idx;  // [T, K]
   int topk_idx_bytes;
-  const float* topk_weights;  // [T, K]; null: compact, or recv_weights
+  const float* topk_weights;  // [T, K]; null: reduced rows, or recv_weights
   uint8_t* combined_x;        // [T, H] bfloat16
   int64_t* wait_stats;        // [R], or null
 };

@@ -5,7 +5,8 @@
 // out    combined_x [T, H]
 // sum    an expert's rank adds weight * row over a token's selections there, k ascending, in float32, each product
 //        rounded by itself, and rounds to bfloat16; the source adds those rows, ranks ascending, in float32, and
-//        rounds once more. Compact rows are sent as they are.
+//        rounds once more. Compact rows are sent as they are. One rounding: every row is sent as it is, and the
+//        source adds weight * row, k ascending, and rounds.
 // grid   B blocks, as in dispatch: block b takes the tokens that block b of their source sent
 // words  as in dispatch; weight · owner: expert's rank · written by the source's leading block · number in the word
 // before the operation's dispatch has been received on this rank
@@ -39,7 +40,7 @@ DC_DEVICE void send_weights(const Context& context, const LowLatencyCombineArgs&
 DC_DEVICE bool find_summands(const Context& context, const LowLatencyCombineArgs& args, const LowLatencyHalf& half,
                              const BlockMemory& memory, const Task& task) {
   const LowLatencyShape& shape = args.shape;
-  const int num_topk = shape.num_topk, warp = arch::warp_idx(), num_columns = args.is_compact ? 1 : num_topk;
+  const int num_topk = shape.num_topk, warp = arch::warp_idx(), num_columns = args.rows == CombineRows::kReduced ? 1 : num_topk;
   const int64_t token_row = static_cast<int64_t>(task.source) * shape.num_max_tokens + task.token;
   int num_places = 0;
   bool ok = true;
@@ -50,9 +51,11 @@ DC_DEVICE bool find_summands(const Context& context, const LowLatencyCombineArgs
     if (place >= 0) {
       const int position = warp * num_topk + num_places + arch::popc(here & ((1u << arch::lane_idx()) - 1));
       float weight = 1.0f;
-      if (args.recv_weights != nullptr) {
+      if (args.rows == CombineRows::kSelections) {
+        weight = bit_cast<float>(k);  // the source weights; it wants to know which row this is
+      } else if (args.recv_weights != nullptr) {
         weight = arch::ld_nc(args.recv_weights + token_row * num_topk + k);
-      } else if (!args.is_compact) {
+      } else if (args.rows == CombineRows::kSums) {
         uint32_t bits = 0;
         ok = await_tagged(context, half.weights(args.world.rank, task.source, task.token) + k,
                           {Stage::kWeights, Word::kWeight, task.source, arch::block_idx()}, 0, &bits);
@@ -112,12 +115,30 @@ DC_DEVICE void send_sums(const LowLatencyCombineArgs& args, const LowLatencyHalf
   }
 }
 
+// The block stores every row of its warps' tokens with their sources.
+DC_DEVICE void send_selections(const LowLatencyCombineArgs& args, const LowLatencyHalf& half,
+                               const BlockMemory& memory, int num_tasks) {
+  const LowLatencyShape& shape = args.shape;
+  const int max_vecs = memory.header->max_vecs;
+  for (int idx = arch::thread_idx(); idx < num_tasks * max_vecs; idx += arch::num_threads()) {
+    const int warp = idx / max_vecs, source = source_of(memory.tasks[warp]), token = token_of(memory.tasks[warp]);
+    if (idx % max_vecs >= memory.header->num_vecs[source]) continue;
+    const int column = memory.header->first_vec[source] + idx % max_vecs;
+    for (int row = warp * shape.num_topk; row < warp * shape.num_topk + memory.num_places[warp]; ++row) {
+      const uint8_t* src = args.x + static_cast<size_t>(memory.places[row]) * shape.hidden * sizeof(Bf16);
+      uint8_t* dst = half.gather_row(source, token, bit_cast<int32_t>(memory.weights[row]));
+      arch::st_streaming(reinterpret_cast<Vec16*>(dst) + column,
+                         arch::ld_nc(reinterpret_cast<const Vec16*>(src) + column));
+    }
+  }
+}
+
 DC_DEVICE bool combine_send(const Context& context, const LowLatencyCombineArgs& args, const LowLatencyHalf& half,
                             const BlockMemory& memory) {
   const int num_ranks = args.world.num_ranks, num_warps = arch::num_warps(), warp = arch::warp_idx();
   // Peers wait for the weights: they go first. Their words of this half were read before the rows of two operations
   // ago came back, which this rank has received.
-  if (args.topk_weights != nullptr && args.recv_weights == nullptr) {
+  if (args.rows == CombineRows::kSums && args.recv_weights == nullptr) {
     send_weights(context, args, half, LowLatencyShare::of(args.shape, args.num_tokens, arch::block_idx()));
   }
   bool ok = await_credit(context, half);
@@ -133,7 +154,11 @@ DC_DEVICE bool combine_send(const Context& context, const LowLatencyCombineArgs&
       ok = find_summands(context, args, half, memory, Task::find(args.shape, memory, num_ranks, first + warp));
     }
     if (!block_agrees(memory, ok)) return false;
-    send_sums(args, half, memory, num_now);
+    if (args.rows == CombineRows::kSelections) {
+      send_selections(args, half, memory, num_now);
+    } else {
+      send_sums(args, half, memory, num_now);
+    }
     arch::sync_block();  // places and weights have been read
   }
   // The barriers above hand this block's stores to the threads that release them.
@@ -180,6 +205,43 @@ DC_DEVICE void add_ranks(const LowLatencyCombineArgs& args, const LowLatencyHalf
   }
 }
 
+// Source, one warp: the selections of a token and their weights, k ascending.
+DC_DEVICE void find_selections(const LowLatencyCombineArgs& args, const BlockMemory& memory, int token) {
+  const int num_topk = args.shape.num_topk, warp = arch::warp_idx();
+  int num_rows = 0;
+  for (int base = 0; base < num_topk; base += kWarpSize) {
+    const int k = base + arch::lane_idx();
+    const int64_t position = static_cast<int64_t>(token) * num_topk + k;
+    const int expert = k < num_topk ? load_expert(args.topk_idx, position, args.topk_idx_bytes) : -1;
+    const bool is_selected = expert >= 0 && expert < args.shape.num_experts;
+    const uint32_t selected = arch::ballot(kFullMask, is_selected);
+    if (is_selected) {
+      const int row = warp * num_topk + num_rows + arch::popc(selected & ((1u << arch::lane_idx()) - 1));
+      memory.places[row] = k;
+      memory.weights[row] = arch::ld_nc(args.topk_weights + position);
+    }
+    num_rows += arch::popc(selected);
+  }
+  if (arch::lane_idx() == 0) memory.num_places[warp] = num_rows;
+}
+
+// The block weights and adds the rows of tokens [begin, end) and writes the results.
+DC_DEVICE void add_selections(const LowLatencyCombineArgs& args, const LowLatencyHalf& half,
+                              const LowLatencyShare& share, const BlockMemory& memory, int begin, int end) {
+  using Type = Numeric<Dtype::kBfloat16>;
+  const int first_vec = share.column_begin / Type::kPerVec, num_vecs = share.num_columns() / Type::kPerVec;
+  for (int idx = arch::thread_idx(); idx < (end - begin) * num_vecs; idx += arch::num_threads()) {
+    const int warp = idx / num_vecs, vec = first_vec + idx % num_vecs;
+    float sum[Type::kPerVec] = {};
+    for (int row = warp * args.shape.num_topk; row < warp * args.shape.num_topk + memory.num_places[warp]; ++row) {
+      const uint8_t* src = half.gather_row(args.world.rank, begin + warp, memory.places[row]);
+      add_weighted(sum, arch::ld_weak(reinterpret_cast<const Vec16*>(src) + vec), memory.weights[row]);
+    }
+    uint8_t* dst = args.combined_x + static_cast<size_t>(begin + warp) * args.shape.hidden * sizeof(Bf16);
+    arch::st_streaming(reinterpret_cast<Vec16*>(dst) + vec, Type::round(sum));
+  }
+}
+
 DC_DEVICE void combine_receive(const Context& context, const LowLatencyCombineArgs& args, const LowLatencyHalf& half,
                                const BlockMemory& memory) {
   const int num_warps = arch::num_warps(), warp = arch::warp_idx();
@@ -187,13 +249,20 @@ DC_DEVICE void combine_receive(const Context& context, const LowLatencyCombineAr
   bool ok = await_sources(context, half, memory, args.signature, args.wait_stats);
   for (int group = share.begin; group < share.end; group += num_warps) {
     const int group_end = min_of(group + num_warps, share.end);
-    if (group + warp < group_end) {
+    const bool has_token = group + warp < group_end;
+    if (has_token && args.rows == CombineRows::kSelections) {
+      find_selections(args, memory, group + warp);
+    } else if (has_token) {
       const uint32_t mask = ranks_of(args, group + warp);
       if (arch::lane_idx() == 0) memory.masks[warp] = mask;
     }
     if (!block_agrees(memory, ok)) return;
-    add_ranks(args, half, share, memory.masks, group, group_end);
-    arch::sync_block();  // masks have been read
+    if (args.rows == CombineRows::kSelections) {
+      add_selections(args, half, share, memory, group, group_end);
+    } else {
+      add_ranks(args, half, share, memory.masks, group, group_end);
+    }
+    arch::sync_block();  // what the warps have found has been read
   }
 }
 
