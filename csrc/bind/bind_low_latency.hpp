@@ -89,7 +89,7 @@ void bind_low_latency(pybind11::class_<Engine<Target>>& engine) {
         args.shape = low_latency_shape(num_max_tokens, hidden, num_topk, num_experts, num_blocks,
                                        PayloadFormat::kBfloat16);
         args.phases = {send, receive, as_pointer<uint32_t>(ticket)};
-        args.rows = combine_rows_of(rows);
+        const CombineRows combine_rows = combine_rows_of(rows);
         args.x = as_pointer<uint8_t>(x);
         args.recv_tokens = as_pointer<int32_t>(recv_tokens);
         args.places = as_pointer<int32_t>(places);
@@ -101,7 +101,7 @@ void bind_low_latency(pybind11::class_<Engine<Target>>& engine) {
         args.combined_x = as_pointer<uint8_t>(combined_x);
         args.wait_stats = as_pointer<int64_t>(wait_stats);
         Release release;
-        self.low_latency_combine(args, stream);
+        self.low_latency_combine(args, combine_rows, stream);
       },
       py::kw_only(), "x"_a, "recv_tokens"_a, "places"_a, "recv_weights"_a, "topk_idx"_a, "topk_idx_bytes"_a,
       "topk_weights"_a, "num_tokens"_a, "num_max_tokens"_a, "hidden"_a, "num_topk"_a, "num_experts"_a,

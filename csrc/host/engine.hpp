@@ -76,7 +76,7 @@ class Engine {
   size_t low_latency_bytes() const { return low_latency_bytes_; }
   // Fill in the region, the message and the signature, and check them.
   void low_latency_dispatch(LowLatencyDispatchArgs args, PayloadFormat format, uint64_t stream);
-  void low_latency_combine(LowLatencyCombineArgs args, uint64_t stream);
+  void low_latency_combine(LowLatencyCombineArgs args, CombineRows rows, uint64_t stream);
 
   std::optional<ErrorRecord> poll_error() const;
   // Forgets a failure that left all ranks in step (everything but a timeout).

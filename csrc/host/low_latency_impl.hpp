@@ -17,7 +17,9 @@ void Engine<Target>::enable_low_latency(size_t num_bytes) {
   low_latency_region_ = LowLatencyRegion::make(world_.layout.data + data_bytes_, num_bytes);
   target_.template prepare<LowLatencyDispatchKernel<PayloadFormat::kBfloat16>>();
   target_.template prepare<LowLatencyDispatchKernel<PayloadFormat::kFp8>>();
-  target_.template prepare<LowLatencyCombineKernel>();
+  target_.template prepare<LowLatencyCombineKernel<CombineRows::kSums>>();
+  target_.template prepare<LowLatencyCombineKernel<CombineRows::kReduced>>();
+  target_.template prepare<LowLatencyCombineKernel<CombineRows::kSelections>>();
 }
 
 template <class Target>
@@ -81,15 +83,20 @@ void Engine<Target>::low_latency_dispatch(LowLatencyDispatchArgs args, PayloadFo
 }
 
 template <class Target>
-void Engine<Target>::low_latency_combine(LowLatencyCombineArgs args, uint64_t stream) {
+void Engine<Target>::low_latency_combine(LowLatencyCombineArgs args, CombineRows rows, uint64_t stream) {
   detail::require_phases(args.phases);
   detail::require(args.num_tokens >= 0 && args.num_tokens <= args.shape.num_max_tokens,
                   "num_tokens = " + std::to_string(args.num_tokens) + ", must lie in 0..num_max_tokens");
-  const LaunchConfig config = low_latency_launch(args.shape, args.rows == CombineRows::kSelections);
+  const LaunchConfig config = low_latency_launch(args.shape, rows == CombineRows::kSelections);
   args.region = low_latency_region_;
   args.signature =
-      detail::low_latency_signature(Kernel::kLowLatencyCombine, args.shape, static_cast<int>(args.rows));
-  launch<LowLatencyCombineKernel>(config, args, stream);
+      detail::low_latency_signature(Kernel::kLowLatencyCombine, args.shape, static_cast<int>(rows));
+  switch (rows) {
+    case CombineRows::kSums: return launch<LowLatencyCombineKernel<CombineRows::kSums>>(config, args, stream);
+    case CombineRows::kReduced: return launch<LowLatencyCombineKernel<CombineRows::kReduced>>(config, args, stream);
+    case CombineRows::kSelections:
+      return launch<LowLatencyCombineKernel<CombineRows::kSelections>>(config, args, stream);
+  }
 }
 
 }  // namespace deep_comm

@@ -258,7 +258,8 @@ def test_the_module_holds_every_kernel_of_the_protocol() -> None:
     spec = importlib.util.find_spec("deep_comm._cuda")
     assert spec is not None and spec.origin is not None
     code = b"".join(cubins_in(Path(spec.origin).read_bytes()))
-    for kernel in (b"LayoutKernel", b"NotifyKernel", b"DispatchKernel", b"CombineKernel"):
+    normal = (b"LayoutKernel", b"NotifyKernel", b"DispatchKernel", b"CombineKernel")
+    for kernel in (*normal, b"LowLatencyDispatchKernel", b"LowLatencyCombineKernel"):
         assert re.search(rb"\.text\.\w*" + kernel, code), kernel.decode()
 
 

@@ -73,7 +73,6 @@ struct LowLatencyCombineArgs {
   LowLatencyShape shape;
   uint32_t signature;
   Phases phases;
-  CombineRows rows;
   // as expert rank
   const uint8_t* x;             // [L, R*M, H] or [R*M, H] bfloat16
   const int32_t* recv_tokens;   // [R]

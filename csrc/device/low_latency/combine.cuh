@@ -37,10 +37,11 @@ DC_DEVICE void send_weights(const Context& context, const LowLatencyCombineArgs&
 }
 
 // One warp: the rows of a token that lie on this rank, and their weights, k ascending.
+template <CombineRows kRows>
 DC_DEVICE bool find_summands(const Context& context, const LowLatencyCombineArgs& args, const LowLatencyHalf& half,
                              const BlockMemory& memory, const Task& task) {
   const LowLatencyShape& shape = args.shape;
-  const int num_topk = shape.num_topk, warp = arch::warp_idx(), num_columns = args.rows == CombineRows::kReduced ? 1 : num_topk;
+  const int num_topk = shape.num_topk, warp = arch::warp_idx(), num_columns = kRows == CombineRows::kReduced ? 1 : num_topk;
   const int64_t token_row = static_cast<int64_t>(task.source) * shape.num_max_tokens + task.token;
   int num_places = 0;
   bool ok = true;
@@ -51,11 +52,11 @@ DC_DEVICE bool find_summands(const Context& context, const LowLatencyCombineArgs
     if (place >= 0) {
       const int position = warp * num_topk + num_places + arch::popc(here & ((1u << arch::lane_idx()) - 1));
       float weight = 1.0f;
-      if (args.rows == CombineRows::kSelections) {
+      if (kRows == CombineRows::kSelections) {
         weight = bit_cast<float>(k);  // the source weights; it wants to know which row this is
       } else if (args.recv_weights != nullptr) {
         weight = arch::ld_nc(args.recv_weights + token_row * num_topk + k);
-      } else if (args.rows == CombineRows::kSums) {
+      } else if constexpr (kRows == CombineRows::kSums) {
         uint32_t bits = 0;
         ok = await_tagged(context, half.weights(args.world.rank, task.source, task.token) + k,
                           {Stage::kWeights, Word::kWeight, task.source, arch::block_idx()}, 0, &bits);
@@ -133,12 +134,13 @@ DC_DEVICE void send_selections(const LowLatencyCombineArgs& args, const LowLaten
   }
 }
 
+template <CombineRows kRows>
 DC_DEVICE bool combine_send(const Context& context, const LowLatencyCombineArgs& args, const LowLatencyHalf& half,
                             const BlockMemory& memory) {
   const int num_ranks = args.world.num_ranks, num_warps = arch::num_warps(), warp = arch::warp_idx();
   // Peers wait for the weights: they go first. Their words of this half were read before the rows of two operations
   // ago came back, which this rank has received.
-  if (args.rows == CombineRows::kSums && args.recv_weights == nullptr) {
+  if (kRows == CombineRows::kSums && args.recv_weights == nullptr) {
     send_weights(context, args, half, LowLatencyShare::of(args.shape, args.num_tokens, arch::block_idx()));
   }
   bool ok = await_credit(context, half);
@@ -151,10 +153,10 @@ DC_DEVICE bool combine_send(const Context& context, const LowLatencyCombineArgs&
   for (int first = 0; first < num_tasks; first += num_warps) {
     const int num_now = min_of(num_warps, num_tasks - first);
     if (warp < num_now) {
-      ok = find_summands(context, args, half, memory, Task::find(args.shape, memory, num_ranks, first + warp));
+      ok = find_summands<kRows>(context, args, half, memory, Task::find(args.shape, memory, num_ranks, first + warp));
     }
     if (!block_agrees(memory, ok)) return false;
-    if (args.rows == CombineRows::kSelections) {
+    if constexpr (kRows == CombineRows::kSelections) {
       send_selections(args, half, memory, num_now);
     } else {
       send_sums(args, half, memory, num_now);
@@ -242,6 +244,7 @@ DC_DEVICE void add_selections(const LowLatencyCombineArgs& args, const LowLatenc
   }
 }
 
+template <CombineRows kRows>
 DC_DEVICE void combine_receive(const Context& context, const LowLatencyCombineArgs& args, const LowLatencyHalf& half,
                                const BlockMemory& memory) {
   const int num_warps = arch::num_warps(), warp = arch::warp_idx();
@@ -250,14 +253,14 @@ DC_DEVICE void combine_receive(const Context& context, const LowLatencyCombineAr
   for (int group = share.begin; group < share.end; group += num_warps) {
     const int group_end = min_of(group + num_warps, share.end);
     const bool has_token = group + warp < group_end;
-    if (has_token && args.rows == CombineRows::kSelections) {
+    if (has_token && kRows == CombineRows::kSelections) {
       find_selections(args, memory, group + warp);
     } else if (has_token) {
       const uint32_t mask = ranks_of(args, group + warp);
       if (arch::lane_idx() == 0) memory.masks[warp] = mask;
     }
     if (!block_agrees(memory, ok)) return;
-    if (args.rows == CombineRows::kSelections) {
+    if constexpr (kRows == CombineRows::kSelections) {
       add_selections(args, half, share, memory, group, group_end);
     } else {
       add_ranks(args, half, share, memory.masks, group, group_end);
@@ -266,6 +269,7 @@ DC_DEVICE void combine_receive(const Context& context, const LowLatencyCombineAr
   }
 }
 
+template <CombineRows kRows>
 DC_DEVICE void low_latency_combine(const LowLatencyCombineArgs& args) {
   LowLatencyHalf half{args.world, args.region, args.shape, LowLatencyKind::kCombine, 0};
   const Context context{args.world, Kernel::kLowLatencyCombine, operation_of(half, args.phases)};
@@ -274,9 +278,9 @@ DC_DEVICE void low_latency_combine(const LowLatencyCombineArgs& args) {
   if (arch::thread_idx() == 0) memory.header->has_failed = 0;
   arch::sync_block();
   bool ok = true;
-  if (args.phases.send) ok = combine_send(context, args, half, memory);
+  if (args.phases.send) ok = combine_send<kRows>(context, args, half, memory);
   arch::sync_block();
-  if (args.phases.receive && ok) combine_receive(context, args, half, memory);
+  if (args.phases.receive && ok) combine_receive<kRows>(context, args, half, memory);
   finish_operation(context, half, args.phases);
 }
 

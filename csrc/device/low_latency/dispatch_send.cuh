@@ -64,11 +64,12 @@ DC_DEVICE void count_tokens(const LowLatencyDispatchArgs& args, uint32_t* counte
   }
 }
 
-// The block moves its columns of tokens [begin, end), one piece a thread. `first` holds what was loaded before of
-// the piece that this thread is the first to move.
+// The block moves its columns of tokens [begin, end), one piece a thread. With has_first, `first` is what was loaded
+// before of the piece that this thread moves first.
 template <PayloadFormat kFormat>
 DC_DEVICE void send_rows(const LowLatencyDispatchArgs& args, const LowLatencyHalf& half, const LowLatencyShare& share,
-                         const uint32_t* masks, int begin, int end, Piece<kFormat>* first) {
+                         const uint32_t* masks, int begin, int end, const Piece<kFormat>& first,
+                         bool has_first) {
   using PieceType = Piece<kFormat>;
   const World& world = args.world;
   const int num_pieces = share.num_columns() / PieceType::kElements;
@@ -80,13 +81,11 @@ DC_DEVICE void send_rows(const LowLatencyDispatchArgs& args, const LowLatencyHal
     const bool is_active = idx < num_total;
     const int token = begin + (is_active ? idx / num_pieces : 0);
     const int piece = first_piece + (is_active ? idx % num_pieces : 0);
-    PieceType loaded;
-    if (first != nullptr) {
-      loaded = *first;
-      first = nullptr;
-    } else {
+    PieceType loaded = first;
+    if (!has_first) {
       loaded.load(args.x + static_cast<size_t>(token) * args.shape.hidden * sizeof(Bf16), piece);
     }
+    has_first = false;
     loaded.encode(args.round_scale);
     if (!is_active) continue;
     const uint32_t mask = masks[token - begin];
@@ -192,7 +191,7 @@ DC_DEVICE bool dispatch_send(const Context& context, const LowLatencyDispatchArg
     }
     if (!block_agrees(memory, ok)) return false;
     const bool is_first = group == share.begin;
-    send_rows<kFormat>(args, half, share, memory.masks, group, group_end, is_first ? &first : nullptr);
+    send_rows<kFormat>(args, half, share, memory.masks, group, group_end, first, is_first);
     if (is_first) {
       count_tokens(args, memory.counters, 0, share.begin);
       arch::sync_block();

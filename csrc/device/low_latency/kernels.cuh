@@ -14,11 +14,12 @@ struct LowLatencyDispatchKernel {
   DC_DEVICE static void run(const Args& args) { low_latency_dispatch<kFormat>(args); }
 };
 
+template <CombineRows kRows>
 struct LowLatencyCombineKernel {
   using Args = LowLatencyCombineArgs;
   static constexpr Kernel kName = Kernel::kLowLatencyCombine;
   static constexpr int kMaxThreads = 896;
-  DC_DEVICE static void run(const Args& args) { low_latency_combine(args); }
+  DC_DEVICE static void run(const Args& args) { low_latency_combine<kRows>(args); }
 };
 
 }  // namespace deep_comm
