@@ -168,6 +168,81 @@ class Engine:
         num_slots: int,
         stream: int,
     ) -> None: ...
+    low_latency_bytes: int  # of the low-latency region; 0: not enabled
+    def enable_low_latency(self, *, num_bytes: int) -> None:
+        """Take the last num_bytes of the heap, a multiple of 128. Once, before anything is launched."""
+    @staticmethod
+    def low_latency_region_bytes(
+        *,
+        num_ranks: int,
+        num_max_tokens: int,
+        hidden: int,
+        num_topk: int,
+        num_experts: int,
+        num_blocks: int,
+        format: str,
+        one_rounding: bool = False,  # room for combine's rows "selections" as well
+    ) -> int:
+        """The smallest low-latency region that serves calls of this shape."""
+    def low_latency_dispatch(
+        self,
+        *,
+        x: int,  # bfloat16 [num_tokens, hidden]
+        topk_idx: int,  # [num_tokens, num_topk]
+        topk_idx_bytes: int,
+        topk_weights: int,  # float32 [num_tokens, num_topk], or 0
+        num_tokens: int,
+        num_max_tokens: int,  # M; N = num_ranks * M below, L local experts, S scales of a row
+        hidden: int,
+        num_topk: int,
+        num_experts: int,
+        num_blocks: int,  # equal on all ranks
+        format: str,  # "bfloat16" | "fp8"
+        round_scale: bool,
+        use_ue8m0: bool,
+        is_compact: bool,
+        send: bool,  # phases of this launch
+        receive: bool,
+        ticket: int,  # uint32 [1]: written by a send phase, read by a receive phase alone; or 0
+        recv_x: int,  # out [L, N, row]; compact: [N, row]
+        recv_scales: int,  # out float32 [L, S, N], UE8M0: int32 [L, ceil(S / 4), N]; compact: without L; or 0
+        recv_count: int,  # out int32 [L]
+        src_info: int,  # out int32 [L, N]; compact: [N]
+        layout_range: int,  # out int64 [L, num_ranks]; compact: [num_ranks]
+        num_recv: int,  # compact: out int32 [1]
+        compact_idx: int,  # compact: out int32 [N, num_topk]
+        compact_weights: int,  # compact: out float32 [N, num_topk], or 0
+        recv_tokens: int,  # out int32 [num_ranks]
+        places: int,  # out int32 [num_ranks, M, num_topk]; compact: [num_ranks, M]
+        recv_weights: int,  # out float32 [num_ranks, M, num_topk], or 0
+        cumulative_stats: int,  # int32 [L], or 0
+        wait_stats: int,  # int64 [num_ranks], or 0
+        stream: int,
+    ) -> None: ...
+    def low_latency_combine(
+        self,
+        *,
+        x: int,  # bfloat16 [L, N, hidden]; compact: [N, hidden]
+        recv_tokens: int,  # these three from dispatch
+        places: int,
+        recv_weights: int,  # or 0
+        topk_idx: int,
+        topk_idx_bytes: int,
+        topk_weights: int,  # float32 [num_tokens, num_topk]; 0: reduced rows, or recv_weights
+        num_tokens: int,
+        num_max_tokens: int,
+        hidden: int,
+        num_topk: int,
+        num_experts: int,
+        num_blocks: int,
+        rows: str,  # "sums" | "reduced" (compact) | "selections" (one rounding)
+        send: bool,
+        receive: bool,
+        ticket: int,
+        combined_x: int,  # out bfloat16 [num_tokens, hidden]
+        wait_stats: int,  # int64 [num_ranks], or 0
+        stream: int,
+    ) -> None: ...
     def poll_error(self) -> ErrorRecord | None:
         """The error record, if a thread has written one. Does not wait and does not clear."""
     def clear_error(self) -> None:

@@ -22,12 +22,14 @@ from deep_comm.ops.call import CallOptions, StreamOptions
 from deep_comm.ops.combine import combine
 from deep_comm.ops.dispatch import DispatchResult, cached_dispatch, dispatch
 from deep_comm.ops.layout import get_dispatch_layout
+from deep_comm.low_latency_buffer import LowLatencyCalls
+from deep_comm.low_latency_state import LowLatencyState
 
 if TYPE_CHECKING:
     from deep_comm._core import Engine
 
 
-class Buffer:
+class Buffer(LowLatencyCalls):
     """Communication buffers of one rank, and the operations that use them.
 
     R ranks, T tokens of this rank, H hidden, K top-k, E experts, L local experts, N received rows.
@@ -76,8 +78,11 @@ class Buffer:
             group: a torch.distributed group of any backend, a ThreadGroup, a SimulatedGroup; or
                 None.
             num_nvl_bytes: bytes of ring space in every rank; see Config.get_nvl_buffer_size_hint.
-            num_rdma_bytes: for rings between nodes; nothing is allocated inside one node.
-            low_latency_mode, enable_shrink: not in this version.
+            num_rdma_bytes: for low-latency calls, if low_latency_mode; else for rings between nodes,
+                and nothing is allocated inside one node.
+            low_latency_mode: allocate num_rdma_bytes for low-latency calls as well; see
+                get_low_latency_rdma_size_hint.
+            enable_shrink: not in this version.
             num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric: concern
                 transports between nodes; nothing to do inside one node.
             explicitly_destroy: kept for callers that pass it; destroy() may always be called.
@@ -95,8 +100,6 @@ class Buffer:
             ArgumentError, UnsupportedError: on this rank, before anything is exchanged.
             ConfigMismatch, TopologyError, PeerLost: on all ranks.
         """
-        if low_latency_mode:
-            raise UnsupportedError("low_latency_mode is not in this version; it comes later")
         if enable_shrink:
             raise UnsupportedError("enable_shrink is not in this version; it comes later")
         if not isinstance(num_rdma_bytes, int) or num_rdma_bytes < 0:
@@ -109,8 +112,10 @@ class Buffer:
             device=device,
             timeout_s=env.TIMEOUT_S.get() if timeout_s is None else timeout_s,
             version=__version__,
+            low_latency_bytes=num_rdma_bytes if low_latency_mode else 0,
         )
         self._context = Context(group, comm, settings)
+        self._low_latency = LowLatencyState(self._context)
         self._finalizer = weakref.finalize(self, self._context.close)
         # At exit the process gives back everything at once, and the CUDA driver may be gone.
         self._finalizer.atexit = False
@@ -145,6 +150,7 @@ class Buffer:
         Handles of earlier dispatches stay valid if those dispatches succeeded.
         """
         self._context.reset()
+        self._low_latency.reset()
 
     def check(self) -> None:
         """Raise what a kernel of this rank recorded, if any has failed. Does not wait.
@@ -209,7 +215,8 @@ class Buffer:
         offset: int = 0,
         use_rdma_buffer: bool = False,
     ) -> Tensor:
-        """This rank's ring space as a tensor, for tests and for looking at it.
+        """This rank's ring space, or its low-latency region, as a tensor: to look at it, and to
+        zero the latter between calls.
 
         Args:
             dtype: of the elements.
@@ -217,17 +224,22 @@ class Buffer:
             offset: in elements.
         """
         self._context.require_open()
-        if use_rdma_buffer:
+        if use_rdma_buffer and not self.low_latency_mode:
             raise UnsupportedError("there is no RDMA buffer inside one node")
-        num_elements = self.num_nvl_bytes // dtype.itemsize
+        num_elements = (
+            self.num_rdma_bytes if use_rdma_buffer else self.num_nvl_bytes
+        ) // dtype.itemsize
         shape = torch.Size([num_elements - offset] if size is None else size)
         if offset < 0 or offset > num_elements:
             raise ArgumentError("offset", offset, f"must be 0 to {num_elements} elements")
         if offset + shape.numel() > num_elements:
             rule = f"must fit in the {num_elements - offset} elements from offset on"
             raise ArgumentError("size", list(shape), rule)
+        begin = self._context.workspace_bytes
+        if use_rdma_buffer:
+            begin = self._context.heap.num_bytes - self._context.low_latency_bytes
         memory = self._context.heap.view(
-            self._context.workspace_bytes + offset * dtype.itemsize,
+            begin + offset * dtype.itemsize,
             shape.numel() * dtype.itemsize,
         )
         return memory.view(dtype).view(shape)

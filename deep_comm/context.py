@@ -46,6 +46,7 @@ class Settings:
     device: torch.device | str | int | None
     timeout_s: float
     version: str
+    low_latency_bytes: int = 0  # of the low-latency region
 
     def __post_init__(self) -> None:
         for name, smallest in (("num_nvl_bytes", 0), ("num_max_experts", 1)):
@@ -98,6 +99,7 @@ class Context:
                     "num_nvl_bytes": settings.num_nvl_bytes,
                     "num_direct_bytes": settings.num_direct_bytes,
                     "num_max_experts": settings.num_max_experts,
+                    "num_rdma_bytes in low_latency_mode": settings.low_latency_bytes,
                     "ranks_per_node": ranks_per_node,
                     "device type": device.type,
                     "deep_comm version": settings.version,
@@ -111,7 +113,9 @@ class Context:
 
     def _create(self, settings: Settings) -> None:
         self.workspace_bytes = self.backend.workspace_bytes(self.num_ranks, self.num_max_experts)
+        self.low_latency_bytes = -(-settings.low_latency_bytes // 128) * 128
         heap_bytes = self.workspace_bytes + -(-self.num_nvl_bytes // 128) * 128
+        heap_bytes += self.low_latency_bytes
         self.heap: Heap = self.backend.create_heap(self.rendezvous, heap_bytes)
         engines: list[Engine] = []
 
@@ -122,6 +126,8 @@ class Context:
                     self.rendezvous, self.heap, self.num_max_experts, timeout_ns
                 )
             )
+            if self.low_latency_bytes > 0:
+                engines[0].enable_low_latency(num_bytes=self.low_latency_bytes)
 
         try:
             # The exchange is also the barrier before the first kernel: every heap is mapped.

@@ -28,12 +28,15 @@ class ArgumentError(DeepCommError, ValueError):
 
 
 class BufferTooSmall(ArgumentError):
-    """num_nvl_bytes cannot hold the rings of this call. ``needed_bytes`` would do."""
+    """num_nvl_bytes cannot hold the rings of this call, or num_rdma_bytes a low-latency call.
 
-    def __init__(self, num_nvl_bytes: int, needed_bytes: int, detail: str) -> None:
-        super().__init__(
-            "num_nvl_bytes", num_nvl_bytes, f"must be at least {needed_bytes} for {detail}"
-        )
+    ``needed_bytes`` would do.
+    """
+
+    def __init__(
+        self, num_bytes: int, needed_bytes: int, detail: str, argument: str = "num_nvl_bytes"
+    ) -> None:
+        super().__init__(argument, num_bytes, f"must be at least {needed_bytes} for {detail}")
         self.needed_bytes = needed_bytes
 
 

@@ -1,4 +1,5 @@
 #include "bind/bind_engine.hpp"
+#include "bind/bind_low_latency.hpp"
 #include "host/target_cuda.hpp"
 
 namespace deep_comm {
@@ -7,7 +8,9 @@ void bind_engine_cuda(pybind11::module_& m) {
   namespace py = pybind11;
   using namespace pybind11::literals;
   using Type = Engine<CudaTarget>;
-  bind_engine<CudaTarget>(m).def(
+  auto engine = bind_engine<CudaTarget>(m);
+  bind_low_latency<CudaTarget>(engine);
+  engine.def(
       py::init([](int rank, int num_ranks, int device, std::vector<uintptr_t> peer_bases, size_t heap_bytes,
                   int num_max_experts, uint64_t timeout_ns) {
         const EngineOptions options{rank, num_ranks, device, peer_bases, heap_bytes, num_max_experts, timeout_ns};

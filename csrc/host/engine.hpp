@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "device/intranode/args.cuh"
+#include "device/low_latency/args.cuh"
 #include "host/target.hpp"
 
 namespace deep_comm {
@@ -69,6 +70,14 @@ class Engine {
   void combine(CombineArgs args, Dtype dtype, const ChannelConfig& config, int num_topk, int row_bytes,
                uint64_t stream);
 
+  // Low-latency mode; defined in low_latency_impl.hpp.
+  // Gives the last num_bytes of the heap to it. Once, before anything is launched.
+  void enable_low_latency(size_t num_bytes);
+  size_t low_latency_bytes() const { return low_latency_bytes_; }
+  // Fill in the region, the message and the signature, and check them.
+  void low_latency_dispatch(LowLatencyDispatchArgs args, PayloadFormat format, uint64_t stream);
+  void low_latency_combine(LowLatencyCombineArgs args, CombineRows rows, uint64_t stream);
+
   std::optional<ErrorRecord> poll_error() const;
   // Forgets a failure that left all ranks in step (everything but a timeout).
   void clear_error();
@@ -94,6 +103,7 @@ class Engine {
   Shape shape_of(const ChannelConfig& config, int row_bytes, int scale_row_bytes, int num_topk,
                  int num_moving_warps) const;
   void check_open() const;
+  LaunchConfig low_latency_launch(const LowLatencyShape& shape, bool one_rounding) const;
   void check_output(const DispatchArgs& args, int num_topk, int scale_row_bytes, int row_bytes) const;
   template <class KernelType>
   void launch(const LaunchConfig& config, typename KernelType::Args args, uint64_t stream);
@@ -101,6 +111,8 @@ class Engine {
   World world_{};
   Target target_;
   size_t data_bytes_ = 0;
+  size_t low_latency_bytes_ = 0;
+  LowLatencyRegion low_latency_region_{};
   int num_max_experts_ = 0;
   CountsBlock* counts_ = nullptr;
   int num_counted_experts_ = 0;  // local experts of the last notify

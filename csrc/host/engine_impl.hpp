@@ -4,6 +4,7 @@
 #include <stdexcept>
 
 #include "device/intranode/kernels.cuh"
+#include "device/low_latency/kernels.cuh"
 #include "host/engine.hpp"
 
 namespace deep_comm {
@@ -307,7 +308,13 @@ template <class Target>
 void Engine<Target>::reset() {
   check_open();
   target_.fill_zero(world_.bases[world_.rank], world_.layout.data);
+  if (low_latency_bytes_ > 0) {  // weights carry the number of their operation, which starts anew
+    target_.fill_zero(world_.bases[world_.rank] + low_latency_region_.weights[0],
+                      2 * low_latency_region_.weights_bytes);
+  }
   *world_.error = ErrorBlock{};
 }
 
 }  // namespace deep_comm
+
+#include "host/low_latency_impl.hpp"

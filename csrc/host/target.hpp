@@ -31,6 +31,7 @@ struct Tuning {
   int num_direct_move_warps;  // direct dispatch: at most
   int num_direct_meta_warps;
   int smem_bytes_limit;  // of one block
+  int low_latency_threads;
 };
 
 }  // namespace deep_comm

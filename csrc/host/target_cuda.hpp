@@ -15,7 +15,8 @@ class CudaTarget {
                                      .num_strips = 2,
                                      .num_direct_move_warps = 8,
                                      .num_direct_meta_warps = 4,
-                                     .smem_bytes_limit = 227 * 1024};
+                                     .smem_bytes_limit = 227 * 1024,
+                                     .low_latency_threads = 896};
 
   CudaTarget(int rank, int device) : device_(device) { (void)rank; }
 

@@ -21,7 +21,8 @@ class HostTarget {
                                      .num_strips = 1,
                                      .num_direct_move_warps = 2,
                                      .num_direct_meta_warps = 1,
-                                     .smem_bytes_limit = 227 * 1024};
+                                     .smem_bytes_limit = 227 * 1024,
+                                     .low_latency_threads = 64};
 
   // simulation: not owned, may be null.
   HostTarget(int rank, int /*device*/, simt::Simulation* simulation)

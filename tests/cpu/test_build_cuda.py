@@ -127,13 +127,15 @@ def expected_instructions() -> dict[str, list[str]]:
     expected["bf16_to_float"] = []
     expected["fp16_to_float"] = ["cvt.f32.f16"]
     expected["float_to_bf16"] = ["cvt.rn.bf16.f32"]
+    expected["floats_to_e4m3x2"] = ["cvt.rn.satfinite.e4m3x2.f32"]
+    expected["multiply"] = ["mul.rn.f32"]
     expected["float_to_fp16"] = ["cvt.rn.f16.f32"]
     return expected
 
 
 # Arithmetic, control flow and kernel arguments: not what a primitive is about.
 PLUMBING = re.compile(
-    r"(?:ld\.param|mov|cvta|cvt\.[us]\d+|setp|selp|bra|ret|add|sub|mul|mad|shl|shr|and|or|xor|not"
+    r"(?:ld\.param|mov|cvta|cvt\.[us]\d+|setp|selp|bra|ret|add|sub|mul(?!\.rn)|mad|shl|shr|and|or|xor|not"
     r"|bfe|bfi|bfind|popc|brev|clz|prmt|min|max)\b"
 )
 PTX_LINE = re.compile(r"^\s*(?:@!?%\w+\s+)?([a-z][\w.:]*)([^;]*);", re.MULTILINE)
@@ -256,7 +258,8 @@ def test_the_module_holds_every_kernel_of_the_protocol() -> None:
     spec = importlib.util.find_spec("deep_comm._cuda")
     assert spec is not None and spec.origin is not None
     code = b"".join(cubins_in(Path(spec.origin).read_bytes()))
-    for kernel in (b"LayoutKernel", b"NotifyKernel", b"DispatchKernel", b"CombineKernel"):
+    normal = (b"LayoutKernel", b"NotifyKernel", b"DispatchKernel", b"CombineKernel")
+    for kernel in (*normal, b"LowLatencyDispatchKernel", b"LowLatencyCombineKernel"):
         assert re.search(rb"\.text\.\w*" + kernel, code), kernel.decode()
 
 

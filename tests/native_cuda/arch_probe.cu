@@ -177,5 +177,12 @@ PROBE(bf16_to_float, float* out, Bf16 value) { arch::st_weak(out, arch::bf16_to_
 PROBE(fp16_to_float, float* out, Fp16 value) { arch::st_weak(out, arch::fp16_to_float(value)); }
 PROBE(float_to_bf16, Bf16* out, float value) { arch::st_weak(out, arch::float_to_bf16(value)); }
 PROBE(float_to_fp16, Fp16* out, float value) { arch::st_weak(out, arch::float_to_fp16(value)); }
+PROBE(floats_to_e4m3x2, uint16_t* out, float low, float high) {
+  arch::st_weak(out, arch::floats_to_e4m3x2(low, high));
+}
+// A product that is added to something must stay two instructions.
+PROBE(multiply, float* out, float left, float right, float addend) {
+  arch::st_weak(out, arch::multiply(left, right) + addend);
+}
 
 static_assert(!arch::fault(deep_comm::Fault::kSkipCredit));

@@ -402,6 +402,17 @@ DC_DEVICE Fp16 float_to_fp16(float value) {
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(result.bits) : "f"(value));
   return result;
 }
+// Needs sm_89.
+DC_DEVICE uint16_t floats_to_e4m3x2(float low, float high) {
+  uint16_t result;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(result) : "f"(high), "f"(low));
+  return result;
+}
+DC_DEVICE float multiply(float left, float right) {
+  float result;
+  asm("mul.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(left), "f"(right));
+  return result;
+}
 
 // ---- faults -------------------------------------------------------------------------------------
 

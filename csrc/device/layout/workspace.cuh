@@ -1,18 +1,19 @@
 // The control words at the head of every rank's heap segment, and what a kernel needs to find them.
 //
-//   segment = [ LocalState | arrived | recv lines | send lines | counts | data region (rings) ]
+//   segment = [ LocalState | arrived | recv lines | send lines | counts | low-latency words | data region (rings) ]
+//             [ low-latency region, at the end, if there is one ]
 //
 // No word is ever reset: each carries the generation of the kernel that wrote it, and a word of an older
 // generation reads as "not yet". See csrc/device/intranode/README.md for the picture.
 #pragma once
 
 #include "device/arch/types.cuh"
+#include "device/layout/low_latency_words.cuh"
 #include "device/layout/names.cuh"
 #include "device/layout/region.cuh"
 
 namespace deep_comm {
 
-inline constexpr int kMaxRanks = 8;       // peers of one NVLink node
 inline constexpr int kMaxLanes = 512;  // (channel, strip) pairs: more blocks than any GPU has SMs
 inline constexpr int kNumHeaderFields = 16;
 
@@ -88,6 +89,7 @@ struct WorkspaceLayout {
   size_t counts;      // int32 [num_ranks, counts_stride], by source: header, counts per rank, counts per local expert
   size_t counts_stride;
   size_t layout_counts;  // int32 [num_ranks + num_max_experts]: accumulators of get_dispatch_layout, zero at rest
+  LowLatencyWords low_latency;
   size_t data;           // rings; its size is the user's num_nvl_bytes
 
   DC_HOST_DEVICE static constexpr WorkspaceLayout make(int num_ranks, int num_max_experts) {
@@ -101,6 +103,7 @@ struct WorkspaceLayout {
         kNumHeaderFields + num_ranks + ceil_div(num_max_experts, num_ranks), kLineBytes / 4);
     layout.counts = cursor.take(layout.counts_stride * 4 * num_ranks);
     layout.layout_counts = cursor.take(static_cast<size_t>(num_ranks + num_max_experts) * 4);
+    layout.low_latency = LowLatencyWords::make(&cursor, num_ranks, num_max_experts);
     layout.data = align_up<size_t>(cursor.num_bytes(), 4096);
     return layout;
   }

@@ -16,16 +16,21 @@ struct BlockExit {
 };
 
 // Every thread of every block; the block's work is done. What the other blocks did is visible to the last one.
-DC_DEVICE BlockExit exit_block(const Context& context) {
+// num_exited_blocks: a word of this rank, zero while no kernel of its kind runs; the last block zeroes it.
+DC_DEVICE BlockExit exit_block(uint32_t* num_exited_blocks) {
   uint32_t* num_exited = reinterpret_cast<uint32_t*>(arch::dynamic_smem());  // nobody needs the stages any more
   arch::sync_block();
   if (arch::thread_idx() == 0) {
     // acq_rel, pairs with itself: the last block sees all that the others have done, and that they have read
     // `generation`.
-    *num_exited = arch::atomic_add_acq_rel_gpu(&context.world.state()->num_exited_blocks, 1u);
+    *num_exited = arch::atomic_add_acq_rel_gpu(num_exited_blocks, 1u);
   }
   arch::sync_block();
   return {*num_exited + 1 == static_cast<uint32_t>(arch::num_blocks())};
+}
+
+DC_DEVICE BlockExit exit_block(const Context& context) {
+  return exit_block(&context.world.state()->num_exited_blocks);
 }
 
 // Threads of the last block: the next kernel is a new generation.

@@ -1,0 +1,175 @@
+// Low-latency mode: where its payload lies, who moves which part of it, and where its words are.
+//
+//   region   = [ weights of half 0 | 1 | dispatch half 0 | 1 | combine half 0 | 1 ]   at fixed places, whatever the shape
+//   dispatch = by source rank: [ slot of token 0 … M-1 | routes of block 0 … B-1 ]
+//   slot     = [ row | float32 scales | pad to 16 ]
+//   combine  = by expert rank: row of token 0 … M-1; with one rounding, by token: row of selection 0 … K-1
+//
+// A token keeps its number: slot t of source s is token t of rank s, so that no rank has to tell another where a
+// row went. A half serves every second operation of its kind.
+#pragma once
+
+#include "device/layout/workspace.cuh"
+
+namespace deep_comm {
+
+// One selection of one token, as its destination sees it.
+struct alignas(16) Route {
+  int32_t local_expert;  // -1: not on this rank
+  int32_t ordinal;       // earlier tokens of this source that select this expert; see repeated
+  float weight;
+  int32_t row_ordinal;  // earlier tokens of this source that come to this rank
+
+  // A token that selects an expert again has one row with it: the later selections stand for the row of the first.
+  DC_HOST_DEVICE static int32_t repeated(uint32_t ordinal) { return ~static_cast<int32_t>(ordinal); }
+  DC_HOST_DEVICE bool is_repeated() const { return ordinal < 0; }
+  DC_HOST_DEVICE int32_t row() const { return is_repeated() ? ~ordinal : ordinal; }
+};
+static_assert(sizeof(Route) == sizeof(Vec16));
+
+// What all ranks agree on in one call.
+struct LowLatencyShape {
+  int num_max_tokens;  // M
+  int hidden;
+  int num_topk;
+  int num_experts;
+  int num_blocks;
+  int row_bytes;   // of a dispatched row
+  int num_scales;  // of a dispatched row
+
+  DC_HOST_DEVICE size_t slot_bytes() const {
+    return align_up<size_t>(static_cast<size_t>(row_bytes) + sizeof(float) * num_scales, 16);
+  }
+  DC_HOST_DEVICE int max_block_tokens() const { return ceil_div(num_max_tokens, num_blocks); }
+  DC_HOST_DEVICE size_t routes_offset() const {
+    return align_up<size_t>(num_max_tokens * slot_bytes(), kLineBytes);
+  }
+  DC_HOST_DEVICE size_t dispatch_source_bytes() const {
+    const size_t num_routes = static_cast<size_t>(num_blocks) * max_block_tokens() * num_topk;
+    return align_up<size_t>(routes_offset() + num_routes * sizeof(Route), kLineBytes);
+  }
+  DC_HOST_DEVICE size_t combine_source_bytes() const {
+    return align_up<size_t>(static_cast<size_t>(num_max_tokens) * hidden * sizeof(Bf16), kLineBytes);
+  }
+  // Of a half, when rows are added at the source only: [M, K] rows, whoever sends them.
+  DC_HOST_DEVICE size_t gather_bytes() const {
+    return align_up<size_t>(static_cast<size_t>(num_max_tokens) * num_topk * hidden * sizeof(Bf16), kLineBytes);
+  }
+  DC_HOST_DEVICE size_t weights_source_bytes() const {
+    return align_up<size_t>(static_cast<size_t>(num_max_tokens) * num_topk * sizeof(uint64_t), kLineBytes);
+  }
+};
+
+struct LowLatencyRegion {
+  // The part of a region that weights get: words whose generation travels with them must not be written by
+  // anything else, so they have a place of their own.
+  static constexpr size_t kWeightsShare = 32;
+
+  size_t weights[2];  // from the segment's start
+  size_t dispatch[2];
+  size_t combine[2];
+  size_t weights_bytes;  // of one half
+  size_t half_bytes;     // of one half of a kind
+
+  DC_HOST_DEVICE static LowLatencyRegion make(size_t offset, size_t num_bytes) {
+    LowLatencyRegion region{};
+    region.weights_bytes = num_bytes / kWeightsShare / 2 / kLineBytes * kLineBytes;
+    region.half_bytes = (num_bytes - 2 * region.weights_bytes) / 4 / kLineBytes * kLineBytes;
+    RegionCursor cursor;
+    for (size_t& half : region.weights) half = offset + cursor.take(region.weights_bytes);
+    for (size_t& half : region.dispatch) half = offset + cursor.take(region.half_bytes);
+    for (size_t& half : region.combine) half = offset + cursor.take(region.half_bytes);
+    return region;
+  }
+  // The smallest region that serves a shape, combine(one_rounding) included or not.
+  DC_HOST_DEVICE static size_t bytes_for(const LowLatencyShape& shape, int num_ranks, bool one_rounding) {
+    const size_t weights = shape.weights_source_bytes() * num_ranks;
+    const size_t half = max_of(max_of(shape.dispatch_source_bytes(), shape.combine_source_bytes()) * num_ranks,
+                               one_rounding ? shape.gather_bytes() : 0);
+    // 4 halves in what the weights leave; and a line for each cut that is rounded down.
+    const size_t by_half = ceil_div<size_t>(4 * half * kWeightsShare, kWeightsShare - 1) + 8 * kLineBytes;
+    const size_t by_weights = (weights + kLineBytes) * 2 * kWeightsShare;
+    return align_up(max_of(by_half, by_weights), kLineBytes);
+  }
+};
+
+// The part of a rank's tokens, and of their columns, that one block of it sends, and that block of every
+// destination receives. With fewer tokens than blocks several blocks share a token, by columns.
+struct LowLatencyShare {
+  static constexpr int kGroupElements = 512;  // strips are groups of columns: whole scales, whole packs of them
+
+  int begin;  // tokens
+  int end;
+  int column_begin;  // elements
+  int column_end;
+  bool is_leading;  // has the first columns: does what is done once a token
+
+  DC_HOST_DEVICE static LowLatencyShare of(const LowLatencyShape& shape, int num_tokens, int block) {
+    const int num_blocks = shape.num_blocks;
+    if (num_tokens >= num_blocks) {
+      static_assert(kMaxLowLatencyBlocks < 1 << 15, "the product fits: there are less than 1 << 16 tokens");
+      const auto first = [&](uint32_t of) { return static_cast<int>(of * num_tokens / num_blocks); };
+      return {first(block), first(block + 1), 0, shape.hidden, true};
+    }
+    const int num_groups = ceil_div(shape.hidden, kGroupElements);
+    const int num_strips = num_tokens == 0 ? 1 : min_of(num_blocks / num_tokens, num_groups);
+    if (block >= num_tokens * num_strips) return {0, 0, 0, 0, false};
+    const int token = block / num_strips, strip = block % num_strips;
+    return {token, token + 1, num_groups * strip / num_strips * kGroupElements,
+            min_of(shape.hidden, num_groups * (strip + 1) / num_strips * kGroupElements), strip == 0};
+  }
+  DC_HOST_DEVICE int num_tokens() const { return end - begin; }
+  DC_HOST_DEVICE int num_columns() const { return column_end - column_begin; }
+};
+
+// Addresses of one operation: the words and the payload of its half. `owner` is whose memory it is.
+struct LowLatencyHalf {
+  const World& world;
+  const LowLatencyRegion& region;
+  const LowLatencyShape& shape;
+  LowLatencyKind kind;
+  int half;
+
+  DC_HOST_DEVICE LowLatencyState* state() const {
+    return reinterpret_cast<LowLatencyState*>(world.bases[world.rank] + world.layout.low_latency.state);
+  }
+  DC_HOST_DEVICE uint64_t* consumed(int owner, int by) const {
+    const size_t line = (static_cast<size_t>(kind) * 2 + half) * world.num_ranks + by;
+    return reinterpret_cast<uint64_t*>(world.bases[owner] + world.layout.low_latency.consumed + line * kLineBytes);
+  }
+  DC_HOST_DEVICE uint64_t* landed(int owner, int source, int block) const {
+    const size_t row = (static_cast<size_t>(kind) * 2 + half) * world.num_ranks + source;
+    return reinterpret_cast<uint64_t*>(world.bases[owner] + world.layout.low_latency.landed) +
+           row * kMaxLowLatencyBlocks + block;
+  }
+  DC_HOST_DEVICE uint64_t* counts(int owner, int source) const {
+    return reinterpret_cast<uint64_t*>(world.bases[owner] + world.layout.low_latency.counts) +
+           (static_cast<size_t>(half) * world.num_ranks + source) * world.layout.low_latency.counts_stride;
+  }
+  DC_HOST_DEVICE uint8_t* slot(int owner, int source, int token) const {
+    return world.bases[owner] + region.dispatch[half] + source * shape.dispatch_source_bytes() +
+           token * shape.slot_bytes();
+  }
+  // Routes [num_topk] of the token_idx-th token of a block.
+  DC_HOST_DEVICE Route* routes(int owner, int source, int block, int token_idx) const {
+    uint8_t* base = world.bases[owner] + region.dispatch[half] + source * shape.dispatch_source_bytes() +
+                    shape.routes_offset();
+    return reinterpret_cast<Route*>(base) +
+           (static_cast<size_t>(block) * shape.max_block_tokens() + token_idx) * shape.num_topk;
+  }
+  DC_HOST_DEVICE uint8_t* combine_row(int owner, int expert_rank, int token) const {
+    return world.bases[owner] + region.combine[half] + expert_rank * shape.combine_source_bytes() +
+           static_cast<size_t>(token) * shape.hidden * sizeof(Bf16);
+  }
+  DC_HOST_DEVICE uint8_t* gather_row(int owner, int token, int k) const {
+    return world.bases[owner] + region.combine[half] +
+           (static_cast<size_t>(token) * shape.num_topk + k) * shape.hidden * sizeof(Bf16);
+  }
+  DC_HOST_DEVICE uint64_t* weights(int owner, int source, int token) const {
+    return reinterpret_cast<uint64_t*>(world.bases[owner] + region.weights[half] +
+                                       source * shape.weights_source_bytes()) +
+           static_cast<size_t>(token) * shape.num_topk;
+  }
+};
+
+}  // namespace deep_comm

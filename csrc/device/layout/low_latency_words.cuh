@@ -1,0 +1,44 @@
+// The control words of low-latency mode, in every rank's workspace: no shape of a call moves them, so that calls
+// of different shapes, and zeroing the payload between calls, disturb none.
+//
+//   [ LowLatencyState | consumed | landed | counts ]
+#pragma once
+
+#include "device/layout/region.cuh"
+
+namespace deep_comm {
+
+inline constexpr int kMaxRanks = 8;  // peers of one NVLink node
+
+// Blocks of a low-latency kernel; block b of a rank talks to block b of every other.
+inline constexpr int kMaxLowLatencyBlocks = 160;
+
+enum class LowLatencyKind : int { kDispatch, kCombine };
+enum class Phase : int { kSend, kReceive };
+
+// This rank alone.
+struct alignas(kLineBytes) LowLatencyState {
+  uint32_t sequence[2];              // by kind: number of the last operation that was sent
+  uint32_t num_exited_blocks[2][2];  // by kind and phase
+};
+
+struct LowLatencyWords {
+  size_t state;     // LowLatencyState
+  size_t consumed;  // Tagged [kind, half, peer], a line each: the operation that peer has read what it got of
+  size_t landed;    // Tagged [kind, half, source, kMaxLowLatencyBlocks]: all of a source's block has landed
+  size_t counts;    // Tagged [half, source, counts_stride]: tokens to this rank, then to each local expert
+  size_t counts_stride;
+
+  DC_HOST_DEVICE static constexpr LowLatencyWords make(RegionCursor* cursor, int num_ranks, int num_max_experts) {
+    LowLatencyWords words{};
+    words.state = cursor->take(sizeof(LowLatencyState));
+    words.consumed = cursor->take(2 * 2 * num_ranks * kLineBytes);
+    words.landed = cursor->take(sizeof(uint64_t) * 2 * 2 * num_ranks * kMaxLowLatencyBlocks);
+    words.counts_stride =
+        align_up<size_t>(1 + ceil_div(num_max_experts, num_ranks), kLineBytes / sizeof(uint64_t));
+    words.counts = cursor->take(sizeof(uint64_t) * 2 * num_ranks * words.counts_stride);
+    return words;
+  }
+};
+
+}  // namespace deep_comm

@@ -1,0 +1,90 @@
+// The arguments of the low-latency kernels. R ranks, T local tokens, M the most tokens a rank may have, H hidden,
+// K top-k, E experts, L local experts (of the rank that has most), S scales of a row.
+#pragma once
+
+#include "device/layout/low_latency.cuh"
+#include "device/move/quantise.cuh"
+
+namespace deep_comm {
+
+// The shape that the ranks agree on. FP8 rows come with a float32 scale a block of columns.
+inline LowLatencyShape low_latency_shape(int num_max_tokens, int hidden, int num_topk, int num_experts,
+                                         int num_blocks, PayloadFormat format) {
+  const bool is_fp8 = format == PayloadFormat::kFp8;
+  return {num_max_tokens, hidden, num_topk, num_experts, num_blocks,
+          is_fp8 ? hidden : hidden * static_cast<int>(sizeof(Bf16)), is_fp8 ? hidden / kScaleBlock : 0};
+}
+
+// What one launch does of an operation.
+struct Phases {
+  bool send;
+  bool receive;
+  // Without `send`: which operation to receive. With it: where to say which one was sent. Device memory, so that a
+  // graph that replays both phases receives what it has sent.
+  uint32_t* ticket;  // or null
+};
+
+// Outputs of dispatch. A row's place is its number in [L, R*M] or, compact, in [R*M].
+struct LowLatencyOutputs {
+  bool is_compact;
+  uint8_t* recv_x;       // [L, R*M, row] or [R*M, row]
+  void* recv_scales;     // float32 [L, S, R*M] or [S, R*M]; UE8M0: int32 with ceil(S/4) for S; null in BF16
+  bool use_ue8m0;
+  int32_t* recv_count;   // [L]
+  int32_t* src_info;     // [L, R*M] or [R*M]: source token
+  int64_t* layout_range; // [L, R] or [R]: first row << 32 | rows
+  int32_t* num_recv;     // compact: [1]
+  int32_t* compact_idx;  // compact: [R*M, K] local experts, or -1
+  float* compact_weights;  // compact: [R*M, K], or null
+  // for combine
+  int32_t* recv_tokens;  // [R]: tokens that each source has
+  int32_t* places;       // [R, M, K] or [R, M]: rows that a token's selections have here, or -1
+  float* recv_weights;   // [R, M, K], or null
+  // statistics
+  int32_t* cumulative_stats;  // [L], += rows, or null
+  int64_t* wait_stats;        // [R], += nanoseconds, or null
+};
+
+struct LowLatencyDispatchArgs {
+  World world;
+  LowLatencyRegion region;
+  LowLatencyShape shape;
+  uint32_t signature;  // 16 bits: what must be equal on all ranks
+  Phases phases;
+  int num_tokens;
+  const uint8_t* x;      // [T, H] bfloat16
+  const void* topk_idx;  // [T, K]
+  int topk_idx_bytes;
+  const float* topk_weights;  // [T, K], or null
+  bool round_scale;
+  LowLatencyOutputs out;
+};
+
+// What travels back.
+enum class CombineRows : int {
+  kSums,        // one row a token and rank: its rows there, weighted and added
+  kReduced,     // compact: one row a token and rank, as the caller has reduced it
+  kSelections,  // one row a selection, as it is; weighted and added at the source, rounded once
+};
+
+struct LowLatencyCombineArgs {
+  World world;
+  LowLatencyRegion region;
+  LowLatencyShape shape;
+  uint32_t signature;
+  Phases phases;
+  // as expert rank
+  const uint8_t* x;             // [L, R*M, H] or [R*M, H] bfloat16
+  const int32_t* recv_tokens;   // [R]
+  const int32_t* places;        // [R, M, K] or [R, M]
+  const float* recv_weights;    // [R, M, K] if dispatch brought the weights, else null
+  // as source
+  int num_tokens;
+  const void* topk_idx;  // [T, K]
+  int topk_idx_bytes;
+  const float* topk_weights;  // [T, K]; null: reduced rows, or recv_weights
+  uint8_t* combined_x;        // [T, H] bfloat16
+  int64_t* wait_stats;        // [R], or null
+};
+
+}  // namespace deep_comm

@@ -1,0 +1,287 @@
+// combine for decoding: the experts' rows back to the ranks that own the tokens, where they are added.
+//
+// in     x [L, R*M, H] bfloat16 in dispatch's places, or compact [R*M, H], one row a token; topk_weights [T, K] at
+//        the source; recv_tokens, places and, if the weights came with dispatch, recv_weights at the expert's rank
+// out    combined_x [T, H]
+// sum    an expert's rank adds weight * row over a token's selections there, k ascending, in float32, each product
+//        rounded by itself, and rounds to bfloat16; the source adds those rows, ranks ascending, in float32, and
+//        rounds once more. Compact rows are sent as they are. One rounding: every row is sent as it is, and the
+//        source adds weight * row, k ascending, and rounds.
+// grid   B blocks, as in dispatch: block b takes the tokens that block b of their source sent
+// words  as in dispatch; weight · owner: expert's rank · written by the source's leading block · number in the word
+// before the operation's dispatch has been received on this rank
+// waits  half_credit: as in dispatch; weights: unblocked by the source's send phase; rows: by the expert rank's
+// not promised: nothing; the result does not depend on B
+#pragma once
+
+#include "device/low_latency/block.cuh"
+#include "device/move/reduce.cuh"
+
+namespace deep_comm {
+
+// Source: every weight to the rank that needs it.
+DC_DEVICE void send_weights(const Context& context, const LowLatencyCombineArgs& args, const LowLatencyHalf& half,
+                            const LowLatencyShare& share) {
+  const int num_topk = args.shape.num_topk;
+  const ExpertMap map{args.shape.num_experts, args.world.num_ranks};
+  if (!share.is_leading) return;
+  for (int64_t idx = static_cast<int64_t>(share.begin) * num_topk + arch::thread_idx();
+       idx < static_cast<int64_t>(share.end) * num_topk; idx += arch::num_threads()) {
+    const int expert = load_expert(args.topk_idx, idx, args.topk_idx_bytes);
+    if (expert < 0 || expert >= args.shape.num_experts) continue;
+    const int token = static_cast<int>(idx / num_topk), k = static_cast<int>(idx % num_topk);
+    // pairs with: find_summands at the expert's rank — nothing but the word itself.
+    arch::st_relaxed_sys(half.weights(map.rank_of(expert), args.world.rank, token) + k,
+                         Tagged::pack(context.generation, bit_cast<uint32_t>(arch::ld_nc(args.topk_weights + idx))));
+  }
+}
+
+// One warp: the rows of a token that lie on this rank, and their weights, k ascending.
+template <CombineRows kRows>
+DC_DEVICE bool find_summands(const Context& context, const LowLatencyCombineArgs& args, const LowLatencyHalf& half,
+                             const BlockMemory& memory, const Task& task) {
+  const LowLatencyShape& shape = args.shape;
+  const int num_topk = shape.num_topk, warp = arch::warp_idx(), num_columns = kRows == CombineRows::kReduced ? 1 : num_topk;
+  const int64_t token_row = static_cast<int64_t>(task.source) * shape.num_max_tokens + task.token;
+  int num_places = 0;
+  bool ok = true;
+  for (int base = 0; base < num_columns; base += kWarpSize) {
+    const int k = base + arch::lane_idx();
+    const int place = k < num_columns ? arch::ld_nc(args.places + token_row * num_columns + k) : -1;
+    const uint32_t here = arch::ballot(kFullMask, place >= 0);
+    if (place >= 0) {
+      const int position = warp * num_topk + num_places + arch::popc(here & ((1u << arch::lane_idx()) - 1));
+      float weight = 1.0f;
+      if (kRows == CombineRows::kSelections) {
+        weight = bit_cast<float>(k);  // the source weights; it wants to know which row this is
+      } else if (args.recv_weights != nullptr) {
+        weight = arch::ld_nc(args.recv_weights + token_row * num_topk + k);
+      } else if constexpr (kRows == CombineRows::kSums) {
+        uint32_t bits = 0;
+        ok = await_tagged(context, half.weights(args.world.rank, task.source, task.token) + k,
+                          {Stage::kWeights, Word::kWeight, task.source, arch::block_idx()}, 0, &bits);
+        weight = bit_cast<float>(bits);
+      }
+      memory.places[position] = place;
+      memory.weights[position] = weight;
+    }
+    num_places += arch::popc(here);
+  }
+  if (arch::lane_idx() == 0) {
+    memory.num_places[warp] = num_places;
+    memory.tasks[warp] = pack_task(task.source, task.token);
+  }
+  return ok;
+}
+
+DC_DEVICE void add_weighted(float* sum, const Vec16& vec, float weight) {
+  DC_UNROLL
+  for (int word = 0; word < 4; ++word) {
+    sum[2 * word] += arch::multiply(weight, bit_cast<float>(vec.words[word] << 16));
+    sum[2 * word + 1] += arch::multiply(weight, bit_cast<float>(vec.words[word] & 0xffff0000u));
+  }
+}
+
+// The block adds the rows of its warps' tokens and stores the sums with their sources.
+DC_DEVICE void send_sums(const LowLatencyCombineArgs& args, const LowLatencyHalf& half, const BlockMemory& memory,
+                         int num_tasks) {
+  using Type = Numeric<Dtype::kBfloat16>;
+  constexpr int kAhead = 4;  // rows whose loads are in flight together
+  const LowLatencyShape& shape = args.shape;
+  const size_t row_bytes = shape.hidden * sizeof(Bf16);
+  const int max_vecs = memory.header->max_vecs;
+  for (int idx = arch::thread_idx(); idx < num_tasks * max_vecs; idx += arch::num_threads()) {
+    const int warp = idx / max_vecs, num_places = memory.num_places[warp];
+    const int source = source_of(memory.tasks[warp]), token = token_of(memory.tasks[warp]);
+    if (num_places == 0 || idx % max_vecs >= memory.header->num_vecs[source]) continue;
+    const int column = memory.header->first_vec[source] + idx % max_vecs;
+    const int32_t* places = memory.places + warp * shape.num_topk;
+    const float* weights = memory.weights + warp * shape.num_topk;
+    float sum[Type::kPerVec] = {};
+    for (int first = 0; first < num_places; first += kAhead) {
+      Vec16 vecs[kAhead];
+      DC_UNROLL
+      for (int step = 0; step < kAhead; ++step) {
+        if (first + step >= num_places) continue;
+        const uint8_t* row = args.x + static_cast<size_t>(places[first + step]) * row_bytes;
+        vecs[step] = arch::ld_nc(reinterpret_cast<const Vec16*>(row) + column);
+      }
+      DC_UNROLL
+      for (int step = 0; step < kAhead; ++step) {
+        if (first + step < num_places) add_weighted(sum, vecs[step], weights[first + step]);
+      }
+    }
+    uint8_t* dst = half.combine_row(source, args.world.rank, token);
+    arch::st_streaming(reinterpret_cast<Vec16*>(dst) + column, Type::round(sum));
+  }
+}
+
+// The block stores every row of its warps' tokens with their sources.
+DC_DEVICE void send_selections(const LowLatencyCombineArgs& args, const LowLatencyHalf& half,
+                               const BlockMemory& memory, int num_tasks) {
+  const LowLatencyShape& shape = args.shape;
+  const int max_vecs = memory.header->max_vecs;
+  for (int idx = arch::thread_idx(); idx < num_tasks * max_vecs; idx += arch::num_threads()) {
+    const int warp = idx / max_vecs, source = source_of(memory.tasks[warp]), token = token_of(memory.tasks[warp]);
+    if (idx % max_vecs >= memory.header->num_vecs[source]) continue;
+    const int column = memory.header->first_vec[source] + idx % max_vecs;
+    for (int row = warp * shape.num_topk; row < warp * shape.num_topk + memory.num_places[warp]; ++row) {
+      const uint8_t* src = args.x + static_cast<size_t>(memory.places[row]) * shape.hidden * sizeof(Bf16);
+      uint8_t* dst = half.gather_row(source, token, bit_cast<int32_t>(memory.weights[row]));
+      arch::st_streaming(reinterpret_cast<Vec16*>(dst) + column,
+                         arch::ld_nc(reinterpret_cast<const Vec16*>(src) + column));
+    }
+  }
+}
+
+template <CombineRows kRows>
+DC_DEVICE bool combine_send(const Context& context, const LowLatencyCombineArgs& args, const LowLatencyHalf& half,
+                            const BlockMemory& memory) {
+  const int num_ranks = args.world.num_ranks, num_warps = arch::num_warps(), warp = arch::warp_idx();
+  // Peers wait for the weights: they go first. Their words of this half were read before the rows of two operations
+  // ago came back, which this rank has received.
+  if (kRows == CombineRows::kSums && args.recv_weights == nullptr) {
+    send_weights(context, args, half, LowLatencyShare::of(args.shape, args.num_tokens, arch::block_idx()));
+  }
+  bool ok = await_credit(context, half);
+  if (arch::thread_idx() < num_ranks) {
+    memory.header->num_tokens[arch::thread_idx()] = arch::ld_nc(args.recv_tokens + arch::thread_idx());
+  }
+  number_tasks(args.shape, memory, num_ranks, sizeof(Bf16));
+  if (!block_agrees(memory, ok)) return false;
+  const int num_tasks = memory.header->first_task[num_ranks];
+  for (int first = 0; first < num_tasks; first += num_warps) {
+    const int num_now = min_of(num_warps, num_tasks - first);
+    if (warp < num_now) {
+      ok = find_summands<kRows>(context, args, half, memory, Task::find(args.shape, memory, num_ranks, first + warp));
+    }
+    if (!block_agrees(memory, ok)) return false;
+    if constexpr (kRows == CombineRows::kSelections) {
+      send_selections(args, half, memory, num_now);
+    } else {
+      send_sums(args, half, memory, num_now);
+    }
+    arch::sync_block();  // places and weights have been read
+  }
+  // The barriers above hand this block's stores to the threads that release them.
+  publish_landed(context, half, args.signature, args.num_tokens);
+  return true;
+}
+
+// Source: ranks that hold an expert of a token.
+DC_DEVICE uint32_t ranks_of(const LowLatencyCombineArgs& args, int token) {
+  const ExpertMap map{args.shape.num_experts, args.world.num_ranks};
+  uint32_t mask = 0;
+  for (int k = arch::lane_idx(); k < args.shape.num_topk; k += kWarpSize) {
+    const int64_t position = static_cast<int64_t>(token) * args.shape.num_topk + k;
+    const int expert = load_expert(args.topk_idx, position, args.topk_idx_bytes);
+    if (expert >= 0 && expert < args.shape.num_experts) mask |= 1u << map.rank_of(expert);
+  }
+  for (int lane_mask = 1; lane_mask < kWarpSize; lane_mask *= 2) {
+    mask |= arch::shfl_xor(kFullMask, mask, lane_mask);
+  }
+  return mask;
+}
+
+// The block adds the ranks' rows of tokens [begin, end) and writes the results.
+DC_DEVICE void add_ranks(const LowLatencyCombineArgs& args, const LowLatencyHalf& half, const LowLatencyShare& share,
+                         const uint32_t* masks, int begin, int end) {
+  using Type = Numeric<Dtype::kBfloat16>;
+  const int first_vec = share.column_begin / Type::kPerVec, num_vecs = share.num_columns() / Type::kPerVec;
+  for (int idx = arch::thread_idx(); idx < (end - begin) * num_vecs; idx += arch::num_threads()) {
+    const int token = begin + idx / num_vecs, vec = first_vec + idx % num_vecs;
+    const uint32_t mask = masks[idx / num_vecs];
+    Vec16 vecs[kMaxRanks];
+    float sum[Type::kPerVec] = {};
+    DC_UNROLL
+    for (int peer = 0; peer < kMaxRanks; ++peer) {
+      if ((mask >> peer & 1u) == 0) continue;
+      vecs[peer] = arch::ld_weak(reinterpret_cast<const Vec16*>(half.combine_row(args.world.rank, peer, token)) + vec);
+    }
+    DC_UNROLL
+    for (int peer = 0; peer < kMaxRanks; ++peer) {
+      if ((mask >> peer & 1u) != 0) Type::add(sum, vecs[peer]);
+    }
+    uint8_t* dst = args.combined_x + static_cast<size_t>(token) * args.shape.hidden * sizeof(Bf16);
+    arch::st_streaming(reinterpret_cast<Vec16*>(dst) + vec, Type::round(sum));
+  }
+}
+
+// Source, one warp: the selections of a token and their weights, k ascending.
+DC_DEVICE void find_selections(const LowLatencyCombineArgs& args, const BlockMemory& memory, int token) {
+  const int num_topk = args.shape.num_topk, warp = arch::warp_idx();
+  int num_rows = 0;
+  for (int base = 0; base < num_topk; base += kWarpSize) {
+    const int k = base + arch::lane_idx();
+    const int64_t position = static_cast<int64_t>(token) * num_topk + k;
+    const int expert = k < num_topk ? load_expert(args.topk_idx, position, args.topk_idx_bytes) : -1;
+    const bool is_selected = expert >= 0 && expert < args.shape.num_experts;
+    const uint32_t selected = arch::ballot(kFullMask, is_selected);
+    if (is_selected) {
+      const int row = warp * num_topk + num_rows + arch::popc(selected & ((1u << arch::lane_idx()) - 1));
+      memory.places[row] = k;
+      memory.weights[row] = arch::ld_nc(args.topk_weights + position);
+    }
+    num_rows += arch::popc(selected);
+  }
+  if (arch::lane_idx() == 0) memory.num_places[warp] = num_rows;
+}
+
+// The block weights and adds the rows of tokens [begin, end) and writes the results.
+DC_DEVICE void add_selections(const LowLatencyCombineArgs& args, const LowLatencyHalf& half,
+                              const LowLatencyShare& share, const BlockMemory& memory, int begin, int end) {
+  using Type = Numeric<Dtype::kBfloat16>;
+  const int first_vec = share.column_begin / Type::kPerVec, num_vecs = share.num_columns() / Type::kPerVec;
+  for (int idx = arch::thread_idx(); idx < (end - begin) * num_vecs; idx += arch::num_threads()) {
+    const int warp = idx / num_vecs, vec = first_vec + idx % num_vecs;
+    float sum[Type::kPerVec] = {};
+    for (int row = warp * args.shape.num_topk; row < warp * args.shape.num_topk + memory.num_places[warp]; ++row) {
+      const uint8_t* src = half.gather_row(args.world.rank, begin + warp, memory.places[row]);
+      add_weighted(sum, arch::ld_weak(reinterpret_cast<const Vec16*>(src) + vec), memory.weights[row]);
+    }
+    uint8_t* dst = args.combined_x + static_cast<size_t>(begin + warp) * args.shape.hidden * sizeof(Bf16);
+    arch::st_streaming(reinterpret_cast<Vec16*>(dst) + vec, Type::round(sum));
+  }
+}
+
+template <CombineRows kRows>
+DC_DEVICE void combine_receive(const Context& context, const LowLatencyCombineArgs& args, const LowLatencyHalf& half,
+                               const BlockMemory& memory) {
+  const int num_warps = arch::num_warps(), warp = arch::warp_idx();
+  const LowLatencyShare share = LowLatencyShare::of(args.shape, args.num_tokens, arch::block_idx());
+  bool ok = await_sources(context, half, memory, args.signature, args.wait_stats);
+  for (int group = share.begin; group < share.end; group += num_warps) {
+    const int group_end = min_of(group + num_warps, share.end);
+    const bool has_token = group + warp < group_end;
+    if (has_token && kRows == CombineRows::kSelections) {
+      find_selections(args, memory, group + warp);
+    } else if (has_token) {
+      const uint32_t mask = ranks_of(args, group + warp);
+      if (arch::lane_idx() == 0) memory.masks[warp] = mask;
+    }
+    if (!block_agrees(memory, ok)) return;
+    if constexpr (kRows == CombineRows::kSelections) {
+      add_selections(args, half, share, memory, group, group_end);
+    } else {
+      add_ranks(args, half, share, memory.masks, group, group_end);
+    }
+    arch::sync_block();  // what the warps have found has been read
+  }
+}
+
+template <CombineRows kRows>
+DC_DEVICE void low_latency_combine(const LowLatencyCombineArgs& args) {
+  LowLatencyHalf half{args.world, args.region, args.shape, LowLatencyKind::kCombine, 0};
+  const Context context{args.world, Kernel::kLowLatencyCombine, operation_of(half, args.phases)};
+  half.half = static_cast<int>(context.generation & 1u);
+  const BlockMemory memory = BlockMemory::make(args.shape, args.world.num_ranks);
+  if (arch::thread_idx() == 0) memory.header->has_failed = 0;
+  arch::sync_block();
+  bool ok = true;
+  if (args.phases.send) ok = combine_send<kRows>(context, args, half, memory);
+  arch::sync_block();
+  if (args.phases.receive && ok) combine_receive<kRows>(context, args, half, memory);
+  finish_operation(context, half, args.phases);
+}
+
+}  // namespace deep_comm

@@ -1,0 +1,44 @@
+// dispatch for decoding: every token to every rank that holds one of its experts, once, with no barrier and no host.
+//
+// in     x [T, H] bfloat16, topk_idx [T, K], optional topk_weights [T, K]; T <= M on every rank, may differ
+// out    expert-major: recv_x [L, R*M, row], rows of an expert by (source, token); recv_count, src_info, layout_range
+//        compact: recv_x [R*M, row], rows by (source, token), with local experts and weights of each
+//        for combine: recv_tokens, places, recv_weights
+// grid   B blocks, the same B on all ranks: block b sends a share of this rank's tokens and receives the shares that
+//        the blocks b of all ranks have sent (LowLatencyShare)
+// smem   BlockMemory
+// phases send and receive in one launch, or in two with nothing running in between
+//
+//   word      owner     written by              read by            order                       reset
+//   landed    receiver  block b of the source   its block b        release / acquire, sys      never: sequence
+//   counts    receiver  last block of a source  every block        relaxed; number in the word never: sequence
+//   consumed  source    last receiving block    senders, two later release / acquire, sys      never: sequence
+//   sequence  this rank its last sending block  its next launch    stream order                never
+//
+// before nothing: the credit of two operations ago is awaited here
+// after  outputs complete on this stream; this half may be written again
+// waits  half_credit: unblocked by the peer's receive phase two operations ago; counts, rows: by its send phase
+// not promised: rows past recv_count
+#pragma once
+
+#include "device/low_latency/dispatch_receive.cuh"
+#include "device/low_latency/dispatch_send.cuh"
+
+namespace deep_comm {
+
+template <PayloadFormat kFormat>
+DC_DEVICE void low_latency_dispatch(const LowLatencyDispatchArgs& args) {
+  LowLatencyHalf half{args.world, args.region, args.shape, LowLatencyKind::kDispatch, 0};
+  const Context context{args.world, Kernel::kLowLatencyDispatch, operation_of(half, args.phases)};
+  half.half = static_cast<int>(context.generation & 1u);
+  const BlockMemory memory = BlockMemory::make(args.shape, args.world.num_ranks);
+  if (arch::thread_idx() == 0) memory.header->has_failed = 0;
+  arch::sync_block();
+  bool ok = true;
+  if (args.phases.send) ok = dispatch_send<kFormat>(context, args, half, memory);
+  arch::sync_block();  // the counters are free
+  if (args.phases.receive && ok) dispatch_receive(context, args, half, memory);
+  finish_operation(context, half, args.phases);
+}
+
+}  // namespace deep_comm

@@ -1,0 +1,25 @@
+// The low-latency kernels as types: what a target needs to launch one.
+#pragma once
+
+#include "device/low_latency/combine.cuh"
+#include "device/low_latency/dispatch.cuh"
+
+namespace deep_comm {
+
+template <PayloadFormat kFormat>
+struct LowLatencyDispatchKernel {
+  using Args = LowLatencyDispatchArgs;
+  static constexpr Kernel kName = Kernel::kLowLatencyDispatch;
+  static constexpr int kMaxThreads = 896;
+  DC_DEVICE static void run(const Args& args) { low_latency_dispatch<kFormat>(args); }
+};
+
+template <CombineRows kRows>
+struct LowLatencyCombineKernel {
+  using Args = LowLatencyCombineArgs;
+  static constexpr Kernel kName = Kernel::kLowLatencyCombine;
+  static constexpr int kMaxThreads = 896;
+  DC_DEVICE static void run(const Args& args) { low_latency_combine<kRows>(args); }
+};
+
+}  // namespace deep_comm

@@ -1,0 +1,95 @@
+// Rows on their way into a message, 16 bytes of it at a time: bfloat16 as it is, or cast to FP8 e4m3 with one
+// float32 scale a block of 128 elements.
+#pragma once
+
+#include "device/arch/arch.cuh"
+
+namespace deep_comm {
+
+enum class PayloadFormat : int { kBfloat16, kFp8 };
+
+inline constexpr int kScaleBlock = 128;  // elements a scale stands for
+
+template <PayloadFormat kFormat>
+struct Piece;
+
+template <>
+struct Piece<PayloadFormat::kBfloat16> {
+  static constexpr int kElements = 8;
+  Vec16 vec;
+
+  DC_DEVICE void load(const uint8_t* row, int piece) {
+    vec = arch::ld_nc(reinterpret_cast<const Vec16*>(row) + piece);
+  }
+  DC_DEVICE void encode(bool /*round_scale*/) {}
+  DC_DEVICE void store(uint8_t* slot, int /*row_bytes*/, int piece) const {
+    arch::st_streaming(reinterpret_cast<Vec16*>(slot) + piece, vec);
+  }
+};
+
+// amax: largest magnitude of a block. Returns what a stored element is multiplied with to get it back.
+DC_DEVICE float inverse_scale(float amax, bool round_scale) {
+  constexpr float kOneOverLargest = 1.0f / 448.0f;
+  const float inverse = arch::multiply(amax, kOneOverLargest);
+  if (!round_scale) return inverse;
+  const uint32_t bits = bit_cast<uint32_t>(inverse);  // normal and positive: amax has a floor
+  const uint32_t exponent = (bits >> 23) + ((bits & 0x7fffffu) != 0 ? 1 : 0);
+  return bit_cast<float>(exponent << 23);
+}
+
+template <>
+struct Piece<PayloadFormat::kFp8> {
+  static constexpr int kElements = 16;
+  static constexpr int kLanesPerScale = kScaleBlock / kElements;
+  Vec16 vec;    // FP8, after encode
+  Vec16 rest;   // the upper half of the bfloat16 input, before it
+  float scale;  // inverse_scale of the block
+
+  DC_DEVICE void load(const uint8_t* row, int piece) {
+    const Vec16* src = reinterpret_cast<const Vec16*>(row) + 2 * piece;
+    vec = arch::ld_nc(src);
+    rest = arch::ld_nc(src + 1);
+  }
+  // A whole warp; the lanes of a block are neighbours, the first at a multiple of their number.
+  DC_DEVICE void encode(bool round_scale) {
+    float elements[kElements];
+    DC_UNROLL
+    for (int word = 0; word < 4; ++word) {
+      elements[2 * word] = bit_cast<float>(vec.words[word] << 16);
+      elements[2 * word + 1] = bit_cast<float>(vec.words[word] & 0xffff0000u);
+      elements[8 + 2 * word] = bit_cast<float>(rest.words[word] << 16);
+      elements[8 + 2 * word + 1] = bit_cast<float>(rest.words[word] & 0xffff0000u);
+    }
+    float amax = 1e-4f;  // a block of zeros has a scale too
+    DC_UNROLL
+    for (int idx = 0; idx < kElements; ++idx) {
+      const float magnitude = bit_cast<float>(bit_cast<uint32_t>(elements[idx]) & 0x7fffffffu);
+      amax = magnitude > amax ? magnitude : amax;
+    }
+    DC_UNROLL
+    for (int lane_mask = 1; lane_mask < kLanesPerScale; lane_mask *= 2) {
+      const float other = arch::shfl_xor(kFullMask, amax, lane_mask);
+      amax = other > amax ? other : amax;
+    }
+    scale = inverse_scale(amax, round_scale);
+    // Not 1 / scale: the quotient is rounded once. A power of two is exact either way.
+    const float factor = round_scale ? 1.0f / scale : 448.0f / amax;
+    DC_UNROLL
+    for (int word = 0; word < 4; ++word) {
+      const float* four = elements + 4 * word;
+      const uint32_t low =
+          arch::floats_to_e4m3x2(arch::multiply(four[0], factor), arch::multiply(four[1], factor));
+      const uint32_t high =
+          arch::floats_to_e4m3x2(arch::multiply(four[2], factor), arch::multiply(four[3], factor));
+      vec.words[word] = low | high << 16;
+    }
+  }
+  DC_DEVICE void store(uint8_t* slot, int row_bytes, int piece) const {
+    arch::st_streaming(reinterpret_cast<Vec16*>(slot) + piece, vec);
+    if (piece % kLanesPerScale == 0) {
+      arch::st_weak(reinterpret_cast<float*>(slot + row_bytes) + piece / kLanesPerScale, scale);
+    }
+  }
+};
+
+}  // namespace deep_comm

@@ -1,0 +1,202 @@
+"""The low-latency methods of Buffer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from deep_comm.errors import ArgumentError, UnsupportedError
+from deep_comm.low_latency_handle import LowLatencyHandle
+from deep_comm.low_latency_state import LowLatencyState, Phases, region_bytes
+from deep_comm.ops import low_latency
+from deep_comm.ops.low_latency import CombineResult, DispatchOptions, DispatchResult
+
+if TYPE_CHECKING:
+    from deep_comm.context import Context
+
+
+class LowLatencyCalls:
+    """Dispatch and combine for decoding: no host synchronisation, fixed shapes, CUDA graphs.
+
+    R ranks, M tokens that a rank may have, T <= M that it has, H hidden, K top-k, E experts, L local
+    experts, S = H / 128 scales.
+
+    Calls are collective, as Buffer says, and may be mixed with dispatch and combine in any order.
+    They run on the current stream, with ``async_finish`` on the Buffer's own. With
+    ``return_recv_hook`` only the send phase runs now; the returned hook runs the receive phase, on
+    the same stream. In between no SM is held. Two calls of a kind may wait for their hooks at a
+    time; hooks may be called in any order, each once; every call wants its hook called before the
+    next but one call of its kind.
+    """
+
+    _context: Context
+    _low_latency: LowLatencyState
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        """num_rdma_bytes that serve calls up to these sizes, with any top-k and format.
+
+        It grows with tokens and ranks, not with experts.
+        """
+        for name, value, smallest in (
+            ("hidden", hidden, 8),
+            ("num_ranks", num_ranks, 1),
+            ("num_experts", num_experts, 1),
+        ):
+            if value < smallest:
+                raise ArgumentError(name, value, f"must be at least {smallest}")
+        max_tokens = low_latency.check_num_max_tokens(num_max_dispatch_tokens_per_rank)
+        return region_bytes(num_ranks, max_tokens, hidden)
+
+    def clean_low_latency_buffer(
+        self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
+    ) -> None:
+        """Nothing needs cleaning, here or after other calls; checks that the sizes would fit."""
+        self._context.require_open()
+        max_tokens = low_latency.check_num_max_tokens(num_max_dispatch_tokens_per_rank)
+        self._low_latency.num_blocks(max_tokens, hidden, 1, num_experts)
+
+    def low_latency_dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        cumulative_local_expert_recv_stats: Tensor | None = None,
+        dispatch_wait_recv_cost_stats: Tensor | None = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        *,
+        topk_weights: Tensor | None = None,
+        compact: bool = False,
+    ) -> DispatchResult:
+        """Send each token to the ranks of its experts, once a rank. Collective.
+
+        Args:
+            x: bfloat16 [T, H], H a multiple of 8, of 128 with use_fp8. T may differ between ranks.
+            topk_idx: int64 or int32 [T, K], -1: no selection. An expert may stand in a row twice:
+                the token then has one row with it, which combine adds with both weights.
+            num_max_dispatch_tokens_per_rank: M, equal on all ranks.
+            cumulative_local_expert_recv_stats: int32 [L], += rows of each expert.
+            dispatch_wait_recv_cost_stats: int64 [R], += nanoseconds that one block waited for each
+                source.
+            use_fp8: cast rows to e4m3 with a scale for 128 columns: largest magnitude / 448.
+            round_scale: scales are rounded up to powers of two.
+            use_ue8m0: scales come back as exponent bytes, four in an int32.
+            topk_weights: float32 [T, K]: travels along, so that combine need not send it.
+            compact: return each received token once instead of once an expert.
+
+        Returns:
+            recv_x: [L, R * M, H]: the rows of an expert, by (source rank, source token), as many as
+                recv_count says; with use_fp8 (recv_x, scales), scales [L, R * M, S] stored by
+                column. Compact: [R * M, H], rows by (source rank, source token), as many as
+                handle.num_recv_tokens says, with handle.recv_topk_idx and .recv_topk_weights.
+            recv_count: int32 [L], rows of each expert.
+            handle: for combine; see LowLatencyHandle.
+            event.
+            hook: None without return_recv_hook.
+
+        Raises:
+            ArgumentError, BufferTooSmall: nothing was launched.
+            ExpertIndexError: on this rank; the token's other selections were sent.
+            ConfigMismatch, PeerTimeout: as dispatch.
+        """
+        options = DispatchOptions(
+            use_fp8, round_scale, use_ue8m0, compact, Phases(async_finish, return_recv_hook)
+        )
+        return low_latency.low_latency_dispatch(
+            self._context,
+            self._low_latency,
+            x,
+            topk_idx,
+            num_max_dispatch_tokens_per_rank,
+            num_experts,
+            topk_weights=topk_weights,
+            cumulative_stats=cumulative_local_expert_recv_stats,
+            wait_stats=dispatch_wait_recv_cost_stats,
+            options=options,
+        )
+
+    def low_latency_combine(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor | None,
+        handle: LowLatencyHandle,
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: Tensor | None = None,
+        combine_wait_recv_cost_stats: Tensor | None = None,
+        *,
+        one_rounding: bool = False,
+    ) -> CombineResult:
+        """Weighted sum of the experts' rows of each token, at its source. Collective.
+
+        Two roundings: the rank of the experts adds weight * row over a token's selections there in
+        float32, k ascending, each product rounded to float32, and rounds the sum to bfloat16; the
+        token's rank adds those in float32, ranks ascending, and rounds to bfloat16. With compact
+        rows, which their rank has reduced, only the second.
+
+        Args:
+            x: bfloat16, the shape of dispatch's recv_x, contiguous.
+            topk_idx: as given to dispatch.
+            topk_weights: float32 [T, K]; not used if dispatch got them, nor with compact rows.
+            zero_copy: the rows are in get_next_low_latency_combine_buffer(handle); of x only the
+                shape counts.
+            out: bfloat16 [T, H]: written instead of a new tensor.
+            combine_wait_recv_cost_stats: int64 [R], as dispatch's.
+            one_rounding: send every row as it is; the token's rank adds weight * row in float32, k
+                ascending, each product rounded to float32, and rounds to bfloat16. Moves a row per
+                (token, expert) instead of per (token, rank), and needs room for M * K rows in a
+                quarter of num_rdma_bytes: with K > R more than the size hint says. Equal on all
+                ranks.
+
+        Returns:
+            combined_x: [T, H].
+            event, hook: as of low_latency_dispatch. The send phase waits for its peers' send
+                phases, unless the weights came with dispatch.
+        """
+        low_latency.require_no_logfmt(use_logfmt, zero_copy)
+        return low_latency.low_latency_combine(
+            self._context,
+            self._low_latency,
+            x,
+            topk_idx,
+            topk_weights,
+            handle,
+            zero_copy=zero_copy,
+            one_rounding=one_rounding,
+            out=out,
+            wait_stats=combine_wait_recv_cost_stats,
+            phases=Phases(async_finish, return_recv_hook),
+        )
+
+    def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
+        """Where to write the rows for combine(zero_copy=True): bfloat16, shaped like recv_x.
+
+        The same memory for every handle of this shape; it is made on first use (before a CUDA graph
+        is captured). The send phase of combine is done with it.
+        """
+        self._context.require_open()
+        handle = LowLatencyHandle.of(handle, self._context.rank, self._context.members)
+        return self._low_latency.combine_buffer(handle.rows_shape)
+
+    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
+        """Not in this version."""
+        raise UnsupportedError("rank masks need enable_shrink, which is not in this version")
+
+    def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
+        """Not in this version."""
+        raise UnsupportedError("rank masks need enable_shrink, which is not in this version")
+
+    def low_latency_clean_mask_buffer(self) -> None:
+        """Not in this version."""
+        raise UnsupportedError("rank masks need enable_shrink, which is not in this version")

@@ -1,0 +1,209 @@
+"""The readable truth of low-latency mode, in plain torch; see deep_comm.reference.
+
+Rows past the received ones are zeros here and anything in the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deep_comm.topology import first_expert, num_local_experts
+
+SCALE_BLOCK = 128
+_LARGEST_E4M3 = 448.0
+
+
+@dataclass(frozen=True)
+class LowLatencyDispatched:
+    """What one rank has after a dispatch. N = R * M rows an expert, compact: N rows in all."""
+
+    recv_x: Tensor  # [L, N, H]; compact: [N, H]
+    recv_scales: Tensor | None  # [L, N, S]; compact: [N, S]
+    recv_count: Tensor  # int32 [L]
+    src_info: Tensor  # int32 [L, N]; compact: [N]
+    layout_range: Tensor  # int64 [L, R]; compact: [R]
+    places: Tensor  # int32 [R, M, K], row in [L * N], or -1; compact: [R, M], row in [N]
+    num_recv_tokens: int  # a token counts once
+    recv_topk_idx: Tensor  # int32 [N, K], rows as in compact output
+    recv_topk_weights: Tensor | None  # float32 [N, K]
+
+
+def quantise(x: Tensor, round_scale: bool = False) -> tuple[Tensor, Tensor]:
+    """bfloat16 [T, H] as (float8_e4m3fn [T, H], float32 scales [T, H / 128]).
+
+    The scale of a block is its largest magnitude, at least 1e-4, over 448; ``round_scale`` rounds
+    it up to a power of two. An element is x * (448 / largest), or x / scale if rounded, to nearest.
+    """
+    blocks = x.float().view(x.shape[0], x.shape[1] // SCALE_BLOCK, SCALE_BLOCK)
+    amax = blocks.abs().amax(dim=2).clamp(min=1e-4)
+    scales = amax * torch.tensor(1.0 / _LARGEST_E4M3, dtype=torch.float32)
+    if round_scale:
+        mantissa, exponent = torch.frexp(scales)
+        exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
+        scales = torch.ldexp(torch.ones_like(scales), exponent)
+        factors = 1.0 / scales
+    else:
+        factors = torch.full_like(amax, _LARGEST_E4M3) / amax  # a scalar would be multiplied
+    scaled = (blocks * factors.unsqueeze(2)).clamp(-_LARGEST_E4M3, _LARGEST_E4M3)
+    return scaled.to(torch.float8_e4m3fn).view(x.shape), scales
+
+
+def pack_ue8m0(scales: Tensor) -> Tensor:
+    """Powers of two [T, S] as their exponent bytes, four in an int32 [T, ceil(S / 4)]."""
+    exponents = (scales.view(torch.int32) >> 23) & 0xFF
+    num_packs = -(-exponents.shape[1] // 4)
+    exponents = torch.nn.functional.pad(exponents, (0, 4 * num_packs - exponents.shape[1]))
+    exponents = exponents.view(scales.shape[0], num_packs, 4)
+    packed = (exponents.to(torch.int64) << torch.tensor([0, 8, 16, 24])).sum(dim=2)
+    return packed.to(torch.int32)
+
+
+def low_latency_dispatch(
+    xs: Sequence[Tensor],
+    topk_idxs: Sequence[Tensor],
+    num_max_tokens: int,
+    num_experts: int,
+    *,
+    topk_weights: Sequence[Tensor] | None = None,
+    use_fp8: bool = False,
+    round_scale: bool = False,
+    use_ue8m0: bool = False,
+    compact: bool = False,
+) -> list[LowLatencyDispatched]:
+    """What every rank receives: rows of an expert by (source rank, source token)."""
+    num_ranks, num_topk = len(xs), topk_idxs[0].shape[1]
+    num_slots = num_ranks * num_max_tokens
+    payloads: list[tuple[Tensor, Tensor | None]] = []
+    for x in xs:
+        if not use_fp8:
+            payloads.append((x, None))
+            continue
+        data, scales = quantise(x, round_scale)
+        payloads.append((data.view(torch.uint8), pack_ue8m0(scales) if use_ue8m0 else scales))
+    results = []
+    for rank in range(num_ranks):
+        first = first_expert(rank, num_experts, num_ranks)
+        num_local = num_local_experts(rank, num_experts, num_ranks)
+        count = [0] * num_local
+        rows: list[tuple[int, int, int, int]] = []  # (expert, row, source, token)
+        tokens: list[tuple[int, int]] = []
+        ranges = torch.zeros(num_local, num_ranks, dtype=torch.int64)
+        token_ranges = torch.zeros(num_ranks, dtype=torch.int64)
+        places = torch.full((num_ranks, num_max_tokens, num_topk), -1, dtype=torch.int32)
+        token_places = torch.full((num_ranks, num_max_tokens), -1, dtype=torch.int32)
+        recv_idx = torch.full((num_slots, num_topk), -1, dtype=torch.int32)
+        recv_weights = torch.zeros(num_slots, num_topk)
+        for source, topk_idx in enumerate(topk_idxs):
+            before, tokens_before = list(count), len(tokens)
+            for token, selection in enumerate(topk_idx.tolist()):
+                local = [e - first if 0 <= e - first < num_local else -1 for e in selection]
+                for k, expert in enumerate(local):
+                    if expert < 0:
+                        continue
+                    if expert in local[:k]:  # one row, whatever the number of selections
+                        places[source, token, k] = places[source, token, local.index(expert)]
+                        continue
+                    places[source, token, k] = expert * num_slots + count[expert]
+                    rows.append((expert, count[expert], source, token))
+                    count[expert] += 1
+                if max(local) < 0:
+                    continue
+                token_places[source, token] = len(tokens)
+                recv_idx[len(tokens)] = torch.tensor(local, dtype=torch.int32)
+                if topk_weights is not None:
+                    is_here = torch.tensor(local) >= 0
+                    recv_weights[len(tokens)] = torch.where(
+                        is_here, topk_weights[source][token], 0.0
+                    )
+                tokens.append((source, token))
+            for expert in range(num_local):
+                ranges[expert, source] = before[expert] << 32 | count[expert] - before[expert]
+            token_ranges[source] = tokens_before << 32 | len(tokens) - tokens_before
+        if compact:
+            rows = [(0, row, source, token) for row, (source, token) in enumerate(tokens)]
+        num_groups = 1 if compact else num_local
+        recv_x, recv_scales = (
+            None if part is None else part.new_zeros(num_groups, num_slots, part.shape[1])
+            for part in payloads[0]
+        )
+        src_info = torch.zeros(num_groups, num_slots, dtype=torch.int32)
+        assert recv_x is not None
+        for group, row, source, token in rows:
+            data, token_scales = payloads[source]
+            recv_x[group, row] = data[token]
+            src_info[group, row] = token
+            if recv_scales is not None and token_scales is not None:
+                recv_scales[group, row] = token_scales[token]
+        if use_fp8:
+            recv_x = recv_x.view(torch.float8_e4m3fn)
+        results.append(
+            LowLatencyDispatched(
+                recv_x=recv_x[0] if compact else recv_x,
+                recv_scales=recv_scales[0] if compact and recv_scales is not None else recv_scales,
+                recv_count=torch.tensor(count, dtype=torch.int32),
+                src_info=src_info[0] if compact else src_info,
+                layout_range=token_ranges if compact else ranges,
+                places=token_places if compact else places,
+                num_recv_tokens=len(tokens),
+                recv_topk_idx=recv_idx,
+                recv_topk_weights=recv_weights if topk_weights is not None else None,
+            )
+        )
+    return results
+
+
+def low_latency_combine(
+    xs: Sequence[Tensor],
+    dispatched: Sequence[LowLatencyDispatched],
+    topk_weights: Sequence[Tensor],
+    *,
+    compact: bool = False,
+    one_rounding: bool = False,
+) -> list[Tensor]:
+    """Every token's weighted sum, bfloat16 [T, H].
+
+    Two roundings: the rank of the experts adds weight * row in float32, k ascending, starting at
+    0.0, each product rounded to float32, and rounds the sum to bfloat16; the token's rank adds
+    those in float32, ranks ascending, and rounds to bfloat16. Compact rows skip the first step.
+
+    ``one_rounding``: the token's rank adds weight * row, k ascending, and rounds.
+    """
+    if one_rounding:
+        return [_sum_selections(xs, dispatched, rank, w) for rank, w in enumerate(topk_weights)]
+    results = []
+    for rank, weights in enumerate(topk_weights):
+        hidden = xs[0].shape[-1]
+        total = torch.zeros(weights.shape[0], hidden, dtype=torch.float32)
+        for x, received in zip(xs, dispatched, strict=True):
+            rows = x.reshape(-1, hidden)
+            for token in range(weights.shape[0]):
+                places = received.places[rank, token].reshape(-1)
+                if int(places.max()) < 0:
+                    continue
+                partial = torch.zeros(hidden, dtype=torch.float32)
+                for k, place in enumerate(places.tolist()):
+                    if place < 0:
+                        continue
+                    row = rows[place].float()
+                    partial += row if compact else row * weights[token, k]
+                total[token] += partial.to(x.dtype).float()
+        results.append(total.to(xs[0].dtype))
+    return results
+
+
+def _sum_selections(
+    xs: Sequence[Tensor], dispatched: Sequence[LowLatencyDispatched], rank: int, weights: Tensor
+) -> Tensor:
+    hidden = xs[0].shape[-1]
+    total = torch.zeros(weights.shape[0], hidden, dtype=torch.float32)
+    for token, token_weights in enumerate(weights):
+        for k, weight in enumerate(token_weights):
+            for x, received in zip(xs, dispatched, strict=True):
+                place = int(received.places[rank, token, k])
+                if place >= 0:
+                    total[token] += x.reshape(-1, hidden)[place].float() * weight
+    return total.to(xs[0].dtype)

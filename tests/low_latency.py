@@ -1,0 +1,248 @@
+"""Low-latency cases: run one on every rank, and check what came out against the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from cases import Case, make_topk_idx
+from payload import assert_same_bits
+from torch import Tensor
+
+import deep_comm
+from deep_comm import reference_low_latency as reference
+from deep_comm.topology import num_local_experts
+
+
+@dataclass(frozen=True)
+class LowLatencyCase:
+    """``calls`` pairs of dispatch and combine of ``len(tokens)`` ranks."""
+
+    tokens: tuple[int, ...]  # per rank, in the first call
+    max_tokens: int
+    hidden: int = 128
+    experts: int = 8
+    topk: int = 2
+    routing: str = "random"
+    idx_dtype: torch.dtype = torch.int64
+    use_fp8: bool = False
+    round_scale: bool = False
+    use_ue8m0: bool = False
+    compact: bool = False
+    weights_ahead: bool = False  # with dispatch, not with combine
+    one_rounding: bool = False
+    mode: str = "plain"  # "hook": two phases; "late": two pairs at a time; "async"
+    zero_copy: bool = False
+    calls: int = 2
+    seed: int = 0
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_bytes(self) -> int:
+        # One rounding needs a row a selection, not a rank.
+        num_ranks = max(self.num_ranks, self.topk) if self.one_rounding else self.num_ranks
+        return deep_comm.Buffer.get_low_latency_rdma_size_hint(
+            self.max_tokens, self.hidden, num_ranks, self.experts
+        )
+
+
+@dataclass(frozen=True)
+class Received:
+    """What one rank got out of one pair; tensors on the host."""
+
+    recv_x: Tensor
+    recv_scales: Tensor | None
+    recv_count: Tensor
+    src_info: Tensor
+    layout_range: Tensor
+    num_recv_tokens: int
+    recv_topk_idx: Tensor | None
+    recv_topk_weights: Tensor | None
+    combined_x: Tensor
+
+
+def num_tokens(case: LowLatencyCase, rank: int, call: int) -> int:
+    """Ranks take turns, so that the share of a block changes from call to call."""
+    return case.tokens[(rank + call) % case.num_ranks]
+
+
+def _generator(case: LowLatencyCase, rank: int, call: int, purpose: int) -> torch.Generator:
+    return torch.Generator().manual_seed(((case.seed * 64 + rank) * 1024 + call) * 8 + purpose)
+
+
+def inputs_of(case: LowLatencyCase, rank: int, call: int) -> tuple[Tensor, Tensor, Tensor]:
+    """x [T, H], topk_idx [T, K], topk_weights [T, K]."""
+    count = num_tokens(case, rank, call)
+    generator = _generator(case, rank, call, 0)
+    scale = torch.exp2(torch.randint(-14, 10, (count, 1), generator=generator).float())
+    x = (torch.randn(count, case.hidden, generator=generator) * scale).to(torch.bfloat16)
+    if count > 1 and case.hidden >= 128:
+        x[1, :128] = 0  # a block of zeros has a scale as well
+    routing = Case(
+        tuple(num_tokens(case, r, call) for r in range(case.num_ranks)),
+        experts=case.experts,
+        topk=case.topk,
+        routing=case.routing,
+        idx_dtype=case.idx_dtype,
+        seed=case.seed,
+    )
+    weights = torch.rand(count, case.topk, generator=generator)
+    return x, make_topk_idx(routing, rank, call), weights
+
+
+def expert_rows(case: LowLatencyCase, rank: int, call: int) -> Tensor:
+    """What a rank gives to combine. Columns 0, 4, … cancel in some orders of addition only."""
+    num_rows = case.num_ranks * case.max_tokens
+    num_local = num_local_experts(rank, case.experts, case.num_ranks)
+    shape = (num_rows,) if case.compact else (num_local, num_rows)
+    generator = _generator(case, rank, call, 1)
+    rows = torch.randn(*shape, case.hidden, generator=generator)
+    sign = torch.randint(0, 2, (*shape, 1), generator=generator) * 2.0 - 1
+    rows[..., ::4] = sign * 2.0**20
+    return rows.to(torch.bfloat16)
+
+
+class Pair:
+    """One dispatch and the combine behind it, step by step."""
+
+    def __init__(self, buffer: deep_comm.Buffer, case: LowLatencyCase, call: int) -> None:
+        self.buffer, self.case, self.call = buffer, case, call
+        self.rank = buffer.rank
+        inputs = inputs_of(case, self.rank, call)
+        self.x, self.idx, self.weights = (part.to(buffer.device) for part in inputs)
+        self.rows: Tensor | None = None  # made by the first combine, kept for later ones
+
+    def _hooked(self, event: Any, hook: Any) -> Any:
+        if self.case.mode == "async":
+            event.current_stream_wait() if event.event is not None else None
+        return hook
+
+    def dispatch(self) -> Any:
+        case = self.case
+        self.payload, self.recv_count, self.handle, event, hook = self.buffer.low_latency_dispatch(
+            self.x,
+            self.idx,
+            case.max_tokens,
+            case.experts,
+            use_fp8=case.use_fp8,
+            round_scale=case.round_scale,
+            use_ue8m0=case.use_ue8m0,
+            async_finish=case.mode == "async",
+            return_recv_hook=case.mode in ("hook", "late"),
+            topk_weights=self.weights if case.weights_ahead else None,
+            compact=case.compact,
+        )
+        return self._hooked(event, hook)
+
+    def combine(self) -> Any:
+        case = self.case
+        if self.rows is None:
+            self.rows = expert_rows(case, self.rank, self.call).to(self.buffer.device)
+        if case.zero_copy:
+            self.buffer.get_next_low_latency_combine_buffer(self.handle).copy_(self.rows)
+        self.combined_x, event, hook = self.buffer.low_latency_combine(
+            self.rows,
+            self.idx,
+            None if case.weights_ahead and not case.one_rounding else self.weights,
+            self.handle,
+            zero_copy=case.zero_copy,
+            one_rounding=case.one_rounding,
+            async_finish=case.mode == "async",
+            return_recv_hook=case.mode in ("hook", "late"),
+        )
+        return self._hooked(event, hook)
+
+    def received(self) -> Received:
+        recv_x, scales = self.payload if self.case.use_fp8 else (self.payload, None)
+        handle, compact = self.handle, self.case.compact
+        host = [
+            None if part is None else part.cpu().clone()
+            for part in (
+                recv_x, scales, self.recv_count, handle.src_info, handle.layout_range,
+                handle.recv_topk_idx, handle.recv_topk_weights, self.combined_x,
+            )
+        ]  # fmt: skip
+        num_recv = int(handle.num_recv_tokens) if compact else -1
+        return Received(*host[:5], num_recv, *host[5:])  # type: ignore[arg-type]
+
+
+def run_pairs(buffer: deep_comm.Buffer, case: LowLatencyCase) -> list[Received]:
+    results = []
+    step = 2 if case.mode == "late" else 1
+    for first in range(0, case.calls, step):
+        pairs = [Pair(buffer, case, call) for call in range(first, min(first + step, case.calls))]
+        for stage in ("dispatch", "combine"):
+            hooks = [getattr(pair, stage)() for pair in pairs]
+            for hook in reversed(hooks):
+                if hook is not None:
+                    hook()
+        results += [pair.received() for pair in pairs]
+    return results
+
+
+def run_case(group: Any, case: LowLatencyCase, **options: Any) -> list[Received]:
+    with deep_comm.Buffer(
+        group, 0, case.num_bytes, low_latency_mode=True, num_max_experts=case.experts,
+        **{"device": "cpu", **options},
+    ) as buffer:  # fmt: skip
+        return run_pairs(buffer, case)
+
+
+def verify(case: LowLatencyCase, results: Sequence[Sequence[Received]]) -> None:
+    """``results``: by rank, then by call."""
+    for call in range(case.calls):
+        ranks = range(case.num_ranks)
+        xs, idxs, weights = zip(*(inputs_of(case, rank, call) for rank in ranks), strict=True)
+        expected = reference.low_latency_dispatch(
+            xs, idxs, case.max_tokens, case.experts, topk_weights=weights, use_fp8=case.use_fp8,
+            round_scale=case.round_scale, use_ue8m0=case.use_ue8m0, compact=case.compact,
+        )  # fmt: skip
+        for rank in ranks:
+            verify_dispatch(case, results[rank][call], expected[rank], f"rank {rank} call {call}")
+        rows = [expert_rows(case, rank, call) for rank in ranks]
+        combined = reference.low_latency_combine(
+            rows, expected, weights, compact=case.compact, one_rounding=case.one_rounding
+        )
+        for rank in ranks:
+            what = f"rank {rank} call {call}: combined_x"
+            assert_same_bits(results[rank][call].combined_x, combined[rank], what)
+
+
+def verify_dispatch(
+    case: LowLatencyCase, got: Received, expected: reference.LowLatencyDispatched, where: str
+) -> None:
+    assert got.recv_count.tolist() == expected.recv_count.tolist(), where
+    assert got.layout_range.tolist() == expected.layout_range.tolist(), where
+    if case.compact:
+        num_rows = expected.num_recv_tokens
+        assert got.num_recv_tokens == num_rows, where
+        assert got.recv_topk_idx is not None
+        idx = expected.recv_topk_idx[:num_rows]
+        assert_same_bits(got.recv_topk_idx[:num_rows], idx, f"{where}: recv_topk_idx")
+        if case.weights_ahead:
+            assert got.recv_topk_weights is not None and expected.recv_topk_weights is not None
+            weights = expected.recv_topk_weights[:num_rows]
+            assert_same_bits(got.recv_topk_weights[:num_rows], weights, f"{where}: recv_weights")
+        groups = [(..., num_rows)]
+    else:
+        groups = [(expert, count) for expert, count in enumerate(expected.recv_count.tolist())]
+    for group, count in groups:
+        what = f"{where} expert {group}"
+        assert got.src_info[group][:count].tolist() == expected.src_info[group][:count].tolist()
+        rows, expected_rows = got.recv_x[group][:count], expected.recv_x[group][:count]
+        assert_same_bits(
+            rows.contiguous().view(torch.uint8), expected_rows.contiguous().view(torch.uint8), what
+        )
+        if expected.recv_scales is not None:
+            assert got.recv_scales is not None
+            # By column, and an extent of one keeps its odd stride: compared as flat copies.
+            scales, expected_scales = (
+                part[group][:count].clone(memory_format=torch.contiguous_format).reshape(-1, 1)
+                for part in (got.recv_scales, expected.recv_scales)
+            )
+            assert_same_bits(scales, expected_scales, f"{what} scales")
