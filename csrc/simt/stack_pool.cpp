@@ -9,6 +9,9 @@ namespace {
 
 constexpr size_t kPageBytes = 4096;
 constexpr size_t kStacksPerChunk = 64;
+// A guarded stack takes two of the 65 530 maps that Linux allows a process by default, and once those are gone every
+// mmap of the process fails, not only ours. Stacks beyond this number have canaries.
+constexpr size_t kMaxGuardedStacks = 8192;
 
 size_t guard_bytes() {
   // Pages of 16 or 64 KiB exist (aarch64): a guard is at least one page of the largest size there.
@@ -43,7 +46,9 @@ void StackPool::grow() {
 #endif
   for (size_t i = 0; i < kStacksPerChunk; ++i) {
     uint8_t* slot = static_cast<uint8_t*>(chunk) + i * stride;
-    const bool guarded = !refuse_guard_pages_ && mprotect(slot, guard_bytes(), PROT_NONE) == 0;
+    const bool guarded = !refuse_guard_pages_ && num_guarded_ < kMaxGuardedStacks &&
+                         mprotect(slot, guard_bytes(), PROT_NONE) == 0;
+    num_guarded_ += guarded;
     free_.push_back(Stack{.low = slot + guard_bytes(), .guarded = guarded});
   }
 }

@@ -35,6 +35,7 @@ class StackPool {
 
   std::mutex mutex_;
   std::vector<Stack> free_;
+  size_t num_guarded_ = 0;
   bool refuse_guard_pages_ = false;
 };
 
