@@ -66,29 +66,33 @@ pybind11::class_<Engine<Target>> bind_engine(pybind11::module_& m) {
   using ptr = uintptr_t;
   bind_records(m);
   py::class_<Type> engine(m, "Engine", py::module_local());
-  engine.def_static("workspace_bytes", &Type::workspace_bytes, py::kw_only(), "num_ranks"_a, "num_max_experts"_a);
+  engine.def_static("workspace_bytes", &Type::workspace_bytes, py::kw_only(), "num_ranks"_a,
+                    "num_max_experts"_a);
   engine.def_static(
       "ring_bytes",
-      [](int num_ranks, int num_channels, int num_slots, int row_bytes, int scale_row_bytes, int num_topk) {
-        return Type::ring_bytes(num_ranks, {num_channels, 1, num_slots}, row_bytes, scale_row_bytes, num_topk);
+      [](int num_ranks, int num_channels, int num_slots, int row_bytes, int scale_row_bytes,
+         int num_topk) {
+        return Type::ring_bytes(num_ranks, {num_channels, 1, num_slots}, row_bytes, scale_row_bytes,
+                                num_topk);
       },
-      py::kw_only(), "num_ranks"_a, "num_channels"_a, "num_slots"_a, "row_bytes"_a, "scale_row_bytes"_a,
-      "num_topk"_a);
+      py::kw_only(), "num_ranks"_a, "num_channels"_a, "num_slots"_a, "row_bytes"_a,
+      "scale_row_bytes"_a, "num_topk"_a);
   engine.def_static(
       "output_layout",
       [](int64_t num_rows, int row_bytes, int scale_row_bytes, int num_topk, int topk_idx_bytes) {
         return OutputLayout::make(num_rows, row_bytes, scale_row_bytes, num_topk, topk_idx_bytes);
       },
-      py::kw_only(), "num_rows"_a, "row_bytes"_a, "scale_row_bytes"_a, "num_topk"_a, "topk_idx_bytes"_a);
+      py::kw_only(), "num_rows"_a, "row_bytes"_a, "scale_row_bytes"_a, "num_topk"_a,
+      "topk_idx_bytes"_a);
   engine.def_property_readonly("num_launches", &Type::num_launches);
   engine.def_readwrite("smem_bytes_limit", &Type::smem_bytes_limit);
   engine.def_readwrite("num_strips", &Type::num_strips);
 
   engine.def(
       "get_dispatch_layout",
-      [](Type& self, ptr topk_idx, int topk_idx_bytes, int num_tokens, int num_topk, int num_experts,
-         int ranks_per_node, ptr num_tokens_per_rank, ptr num_tokens_per_node, ptr num_tokens_per_expert,
-         ptr is_token_in_rank, uint64_t stream) {
+      [](Type& self, ptr topk_idx, int topk_idx_bytes, int num_tokens, int num_topk,
+         int num_experts, int ranks_per_node, ptr num_tokens_per_rank, ptr num_tokens_per_node,
+         ptr num_tokens_per_expert, ptr is_token_in_rank, uint64_t stream) {
         LayoutArgs args{};
         args.topk_idx = as_pointer<void>(topk_idx);
         args.topk_idx_bytes = topk_idx_bytes;
@@ -103,16 +107,17 @@ pybind11::class_<Engine<Target>> bind_engine(pybind11::module_& m) {
         Release release;
         self.get_dispatch_layout(args, stream);
       },
-      py::kw_only(), "topk_idx"_a, "topk_idx_bytes"_a, "num_tokens"_a, "num_topk"_a, "num_experts"_a,
-      "ranks_per_node"_a, "num_tokens_per_rank"_a, "num_tokens_per_node"_a, "num_tokens_per_expert"_a,
-      "is_token_in_rank"_a, "stream"_a);
+      py::kw_only(), "topk_idx"_a, "topk_idx_bytes"_a, "num_tokens"_a, "num_topk"_a,
+      "num_experts"_a, "ranks_per_node"_a, "num_tokens_per_rank"_a, "num_tokens_per_node"_a,
+      "num_tokens_per_expert"_a, "is_token_in_rank"_a, "stream"_a);
 
   engine.def(
       "notify_dispatch",
-      [](Type& self, ptr num_tokens_per_rank, ptr num_tokens_per_expert, ptr is_token_in_rank, int num_tokens,
-         int num_topk, int num_experts, int row_bytes, int scale_row_bytes, int expert_alignment,
-         int num_channels, int num_send_tokens, int num_slots, ptr rank_prefix_matrix,
-         ptr channel_prefix_matrix, ptr send_head, ptr num_recv_tokens_per_expert, uint64_t stream) {
+      [](Type& self, ptr num_tokens_per_rank, ptr num_tokens_per_expert, ptr is_token_in_rank,
+         int num_tokens, int num_topk, int num_experts, int row_bytes, int scale_row_bytes,
+         int expert_alignment, int num_channels, int num_send_tokens, int num_slots,
+         ptr rank_prefix_matrix, ptr channel_prefix_matrix, ptr send_head,
+         ptr num_recv_tokens_per_expert, uint64_t stream) {
         NotifyArgs args{};
         args.header.fields[static_cast<int>(HeaderField::kNumTopk)] = num_topk;
         args.header.fields[static_cast<int>(HeaderField::kRowBytes)] = row_bytes;
@@ -130,21 +135,23 @@ pybind11::class_<Engine<Target>> bind_engine(pybind11::module_& m) {
         Release release;
         self.notify_dispatch(args, {num_channels, num_send_tokens, num_slots}, stream);
       },
-      py::kw_only(), "num_tokens_per_rank"_a, "num_tokens_per_expert"_a, "is_token_in_rank"_a, "num_tokens"_a,
-      "num_topk"_a, "num_experts"_a, "row_bytes"_a, "scale_row_bytes"_a, "expert_alignment"_a,
-      "num_channels"_a, "num_send_tokens"_a, "num_slots"_a, "rank_prefix_matrix"_a,
-      "channel_prefix_matrix"_a, "send_head"_a, "num_recv_tokens_per_expert"_a, "stream"_a);
+      py::kw_only(), "num_tokens_per_rank"_a, "num_tokens_per_expert"_a, "is_token_in_rank"_a,
+      "num_tokens"_a, "num_topk"_a, "num_experts"_a, "row_bytes"_a, "scale_row_bytes"_a,
+      "expert_alignment"_a, "num_channels"_a, "num_send_tokens"_a, "num_slots"_a,
+      "rank_prefix_matrix"_a, "channel_prefix_matrix"_a, "send_head"_a,
+      "num_recv_tokens_per_expert"_a, "stream"_a);
 
   engine.def("wait_counts", &Type::wait_counts, py::call_guard<py::gil_scoped_release>());
 
   engine.def(
       "dispatch",
-      [](Type& self, ptr x, int row_bytes, int num_tokens, ptr x_scales, int scale_bytes, int num_scales,
-         int64_t scale_token_stride, int64_t scale_column_stride, ptr topk_idx, int topk_idx_bytes,
-         ptr topk_weights, int num_topk, int num_experts, ptr is_token_in_rank, ptr send_head,
-         ptr rank_prefix_matrix, ptr channel_prefix_matrix, ptr recv_x, ptr recv_x_scales, ptr recv_topk_idx, ptr recv_topk_weights,
-         ptr recv_src_idx, ptr recv_channel_prefix_matrix, int num_recv_rows, bool fill_tail,
-         size_t output_offset, size_t src_offset, int num_channels, int num_send_tokens, int num_slots, uint64_t stream) {
+      [](Type& self, ptr x, int row_bytes, int num_tokens, ptr x_scales, int scale_bytes,
+         int num_scales, int64_t scale_token_stride, int64_t scale_column_stride, ptr topk_idx,
+         int topk_idx_bytes, ptr topk_weights, int num_topk, int num_experts, ptr is_token_in_rank,
+         ptr send_head, ptr rank_prefix_matrix, ptr channel_prefix_matrix, ptr recv_x,
+         ptr recv_x_scales, ptr recv_topk_idx, ptr recv_topk_weights, ptr recv_src_idx,
+         ptr recv_channel_prefix_matrix, int num_recv_rows, bool fill_tail, size_t output_offset,
+         size_t src_offset, int num_channels, int num_send_tokens, int num_slots, uint64_t stream) {
         if (output_offset % kLineBytes != 0 || src_offset % kLineBytes != 0) {
           throw std::invalid_argument("output_offset and src_offset must be multiples of 128");
         }
@@ -175,21 +182,23 @@ pybind11::class_<Engine<Target>> bind_engine(pybind11::module_& m) {
         args.recv_channel_prefix_matrix = as_pointer<int32_t>(recv_channel_prefix_matrix);
         args.num_recv_rows = num_recv_rows;
         Release release;
-        self.dispatch(args, {num_channels, num_send_tokens, num_slots}, num_topk, row_bytes, stream);
+        self.dispatch(args, {num_channels, num_send_tokens, num_slots}, num_topk, row_bytes,
+                      stream);
       },
-      py::kw_only(), "x"_a, "row_bytes"_a, "num_tokens"_a, "x_scales"_a, "scale_bytes"_a, "num_scales"_a,
-      "scale_token_stride"_a, "scale_column_stride"_a, "topk_idx"_a, "topk_idx_bytes"_a, "topk_weights"_a,
-      "num_topk"_a, "num_experts"_a, "is_token_in_rank"_a, "send_head"_a, "rank_prefix_matrix"_a,
-      "channel_prefix_matrix"_a, "recv_x"_a, "recv_x_scales"_a, "recv_topk_idx"_a, "recv_topk_weights"_a, "recv_src_idx"_a,
-      "recv_channel_prefix_matrix"_a, "num_recv_rows"_a, "fill_tail"_a, "output_offset"_a, "src_offset"_a,
-      "num_channels"_a, "num_send_tokens"_a, "num_slots"_a, "stream"_a);
+      py::kw_only(), "x"_a, "row_bytes"_a, "num_tokens"_a, "x_scales"_a, "scale_bytes"_a,
+      "num_scales"_a, "scale_token_stride"_a, "scale_column_stride"_a, "topk_idx"_a,
+      "topk_idx_bytes"_a, "topk_weights"_a, "num_topk"_a, "num_experts"_a, "is_token_in_rank"_a,
+      "send_head"_a, "rank_prefix_matrix"_a, "channel_prefix_matrix"_a, "recv_x"_a,
+      "recv_x_scales"_a, "recv_topk_idx"_a, "recv_topk_weights"_a, "recv_src_idx"_a,
+      "recv_channel_prefix_matrix"_a, "num_recv_rows"_a, "fill_tail"_a, "output_offset"_a,
+      "src_offset"_a, "num_channels"_a, "num_send_tokens"_a, "num_slots"_a, "stream"_a);
 
   engine.def_property_readonly("data_offset", &Type::data_offset);
   engine.def_property_readonly("data_bytes", &Type::data_bytes);
   engine.def(
       "combine",
-      [](Type& self, ptr x, const std::string& dtype, int hidden, ptr topk_weights, int num_topk, ptr bias_0,
-         ptr bias_1, int num_tokens, int num_recv_rows, ptr rank_prefix_matrix,
+      [](Type& self, ptr x, const std::string& dtype, int hidden, ptr topk_weights, int num_topk,
+         ptr bias_0, ptr bias_1, int num_tokens, int num_recv_rows, ptr rank_prefix_matrix,
          ptr recv_channel_prefix_matrix, ptr send_head, ptr combined_x, ptr combined_topk_weights,
          int num_channels, int num_send_tokens, int num_slots, uint64_t stream) {
         const Dtype type = dtype_of(dtype);
@@ -207,12 +216,13 @@ pybind11::class_<Engine<Target>> bind_engine(pybind11::module_& m) {
         args.combined_topk_weights = as_pointer<float>(combined_topk_weights);
         const int row_bytes = hidden * (type == Dtype::kFloat32 ? 4 : 2);
         Release release;
-        self.combine(args, type, {num_channels, num_send_tokens, num_slots}, num_topk, row_bytes, stream);
+        self.combine(args, type, {num_channels, num_send_tokens, num_slots}, num_topk, row_bytes,
+                     stream);
       },
-      py::kw_only(), "x"_a, "dtype"_a, "hidden"_a, "topk_weights"_a, "num_topk"_a, "bias_0"_a, "bias_1"_a,
-      "num_tokens"_a, "num_recv_rows"_a, "rank_prefix_matrix"_a, "recv_channel_prefix_matrix"_a,
-      "send_head"_a, "combined_x"_a, "combined_topk_weights"_a, "num_channels"_a, "num_send_tokens"_a,
-      "num_slots"_a, "stream"_a);
+      py::kw_only(), "x"_a, "dtype"_a, "hidden"_a, "topk_weights"_a, "num_topk"_a, "bias_0"_a,
+      "bias_1"_a, "num_tokens"_a, "num_recv_rows"_a, "rank_prefix_matrix"_a,
+      "recv_channel_prefix_matrix"_a, "send_head"_a, "combined_x"_a, "combined_topk_weights"_a,
+      "num_channels"_a, "num_send_tokens"_a, "num_slots"_a, "stream"_a);
 
   engine.def("poll_error", &Type::poll_error);
   engine.def("clear_error", &Type::clear_error);

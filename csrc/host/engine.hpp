@@ -59,16 +59,18 @@ class Engine {
   Engine& operator=(const Engine&) = delete;
 
   static size_t workspace_bytes(int num_ranks, int num_max_experts);
-  static size_t ring_bytes(int num_ranks, const ChannelConfig& config, int row_bytes, int scale_row_bytes,
-                           int num_topk, int num_strips = Target::kTuning.num_strips);
+  static size_t ring_bytes(int num_ranks, const ChannelConfig& config, int row_bytes,
+                           int scale_row_bytes, int num_topk,
+                           int num_strips = Target::kTuning.num_strips);
 
   void get_dispatch_layout(LayoutArgs args, uint64_t stream);
   void notify_dispatch(NotifyArgs args, const ChannelConfig& config, uint64_t stream);
   // Empty: the kernel failed; the error record says how.
   std::optional<Counts> wait_counts();
-  void dispatch(DispatchArgs args, const ChannelConfig& config, int num_topk, int row_bytes, uint64_t stream);
-  void combine(CombineArgs args, Dtype dtype, const ChannelConfig& config, int num_topk, int row_bytes,
-               uint64_t stream);
+  void dispatch(DispatchArgs args, const ChannelConfig& config, int num_topk, int row_bytes,
+                uint64_t stream);
+  void combine(CombineArgs args, Dtype dtype, const ChannelConfig& config, int num_topk,
+               int row_bytes, uint64_t stream);
 
   // Low-latency mode; defined in low_latency_impl.hpp.
   // Gives the last num_bytes of the heap to it. Once, before anything is launched.
@@ -104,7 +106,8 @@ class Engine {
                  int num_moving_warps) const;
   void check_open() const;
   LaunchConfig low_latency_launch(const LowLatencyShape& shape, bool one_rounding) const;
-  void check_output(const DispatchArgs& args, int num_topk, int scale_row_bytes, int row_bytes) const;
+  void check_output(const DispatchArgs& args, int num_topk, int scale_row_bytes,
+                    int row_bytes) const;
   template <class KernelType>
   void launch(const LaunchConfig& config, typename KernelType::Args args, uint64_t stream);
 

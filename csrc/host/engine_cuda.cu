@@ -48,12 +48,14 @@ void CudaTarget::launch(const LaunchConfig& config, const typename KernelType::A
   launch_config.stream = reinterpret_cast<cudaStream_t>(stream);
   launch_config.attrs = &attribute;
   launch_config.numAttrs = 1;
-  check(cudaLaunchKernelEx(&launch_config, entry<KernelType>, args), kKernelNames[static_cast<int>(KernelType::kName)]);
+  check(cudaLaunchKernelEx(&launch_config, entry<KernelType>, args),
+        kKernelNames[static_cast<int>(KernelType::kName)]);
 }
 
 void* CudaTarget::allocate_mapped(size_t num_bytes) {
   void* memory = nullptr;
-  check(cudaHostAlloc(&memory, num_bytes, cudaHostAllocMapped | cudaHostAllocPortable), "cudaHostAlloc");
+  check(cudaHostAlloc(&memory, num_bytes, cudaHostAllocMapped | cudaHostAllocPortable),
+        "cudaHostAlloc");
   memset(memory, 0, num_bytes);
   return memory;
 }

@@ -12,7 +12,8 @@ namespace deep_comm {
 // Shared memory of a block that is not stages: dispatch's entry, combine's team.
 inline constexpr int kReservedSmemBytes = 640;
 // The mbarriers of both modes of dispatch.
-inline constexpr int kMaxBarrierBytes = 2 * 2 * kMaxRanks * StagePipe::kMaxStages * sizeof(uint64_t);
+inline constexpr int kMaxBarrierBytes =
+    2 * 2 * kMaxRanks * StagePipe::kMaxStages * sizeof(uint64_t);
 static_assert(sizeof(DispatchEntry) <= kReservedSmemBytes - 16);
 
 namespace detail {
@@ -90,7 +91,8 @@ template <class Target>
 size_t Engine<Target>::ring_bytes(int num_ranks, const ChannelConfig& config, int row_bytes,
                                   int scale_row_bytes, int num_topk, int num_strips) {
   const MessageLayout message{row_bytes, scale_row_bytes, num_topk, num_strips};
-  return RingLayout{num_ranks, config.num_channels, num_strips, config.num_slots, message.slot_bytes()}
+  return RingLayout{num_ranks, config.num_channels, num_strips, config.num_slots,
+                    message.slot_bytes()}
       .num_bytes();
 }
 
@@ -104,14 +106,15 @@ typename Engine<Target>::Shape Engine<Target>::shape_of(const ChannelConfig& con
               std::to_string(kMaxLanes / num_strips));
   require(config.num_slots >= 1 && config.num_send_tokens >= 1 &&
               config.num_send_tokens <= config.num_slots,
-          "num_send_tokens = " + std::to_string(config.num_send_tokens) + ", must lie in 1..num_slots = " +
-              std::to_string(config.num_slots));
+          "num_send_tokens = " + std::to_string(config.num_send_tokens) +
+              ", must lie in 1..num_slots = " + std::to_string(config.num_slots));
   require(row_bytes > 0 && row_bytes % 16 == 0,
           "row_bytes = " + std::to_string(row_bytes) + ", must be a positive multiple of 16");
   Shape shape{};
   shape.message = {row_bytes, scale_row_bytes, num_topk, num_strips};
   const int meta_bytes = shape.message.meta_bytes();
-  const int warp_limit = (smem_bytes_limit - kReservedSmemBytes - kMaxBarrierBytes) / num_moving_warps;
+  const int warp_limit =
+      (smem_bytes_limit - kReservedSmemBytes - kMaxBarrierBytes) / num_moving_warps;
   require(warp_limit >= StageLayout::min_warp_bytes(meta_bytes, StagePipe::kMinStages),
           "scales and top-k of one token take " + std::to_string(meta_bytes) +
               " bytes: too many for the stages of a warp, which has " + std::to_string(warp_limit));
@@ -120,14 +123,15 @@ typename Engine<Target>::Shape Engine<Target>::shape_of(const ChannelConfig& con
   shape.ring = {world_.num_ranks, config.num_channels, num_strips, config.num_slots,
                 shape.message.slot_bytes()};
   require(shape.ring.num_bytes() <= data_bytes_,
-          "the rings need " + std::to_string(shape.ring.num_bytes()) + " bytes, num_nvl_bytes gives " +
-              std::to_string(data_bytes_));
+          "the rings need " + std::to_string(shape.ring.num_bytes()) +
+              " bytes, num_nvl_bytes gives " + std::to_string(data_bytes_));
   return shape;
 }
 
 template <class Target>
 template <class KernelType>
-void Engine<Target>::launch(const LaunchConfig& config, typename KernelType::Args args, uint64_t stream) {
+void Engine<Target>::launch(const LaunchConfig& config, typename KernelType::Args args,
+                            uint64_t stream) {
   check_open();
   args.world = world_;
   ++num_launches_;
@@ -137,8 +141,8 @@ void Engine<Target>::launch(const LaunchConfig& config, typename KernelType::Arg
 template <class Target>
 void Engine<Target>::get_dispatch_layout(LayoutArgs args, uint64_t stream) {
   detail::require(args.num_experts >= 1 && args.num_experts <= num_max_experts_,
-                  "num_experts = " + std::to_string(args.num_experts) + ", must lie in 1..num_max_experts = " +
-                      std::to_string(num_max_experts_));
+                  "num_experts = " + std::to_string(args.num_experts) +
+                      ", must lie in 1..num_max_experts = " + std::to_string(num_max_experts_));
   const Tuning& tuning = Target::kTuning;
   args.tokens_per_block = tuning.layout_tokens_per_block;
   const size_t smem_bytes = sizeof(int32_t) * (world_.num_ranks + args.num_experts + 1);
@@ -152,14 +156,17 @@ void Engine<Target>::get_dispatch_layout(LayoutArgs args, uint64_t stream) {
 }
 
 template <class Target>
-void Engine<Target>::notify_dispatch(NotifyArgs args, const ChannelConfig& config, uint64_t stream) {
-  const auto field = [&](HeaderField name) -> int& { return args.header.fields[static_cast<int>(name)]; };
+void Engine<Target>::notify_dispatch(NotifyArgs args, const ChannelConfig& config,
+                                     uint64_t stream) {
+  const auto field = [&](HeaderField name) -> int& {
+    return args.header.fields[static_cast<int>(name)];
+  };
   // Checks the shape of the dispatch that follows, so that nothing is launched if it cannot be.
   shape_of(config, field(HeaderField::kRowBytes), field(HeaderField::kScaleRowBytes),
            field(HeaderField::kNumTopk), 2 * world_.num_ranks);
   detail::require(args.num_experts >= 1 && args.num_experts <= num_max_experts_,
-                  "num_experts = " + std::to_string(args.num_experts) + ", must lie in 1..num_max_experts = " +
-                      std::to_string(num_max_experts_));
+                  "num_experts = " + std::to_string(args.num_experts) +
+                      ", must lie in 1..num_max_experts = " + std::to_string(num_max_experts_));
   field(HeaderField::kNumExperts) = args.num_experts;
   field(HeaderField::kNumChannels) = config.num_channels;
   field(HeaderField::kNumSendTokens) = config.num_send_tokens;
@@ -168,7 +175,8 @@ void Engine<Target>::notify_dispatch(NotifyArgs args, const ChannelConfig& confi
   args.num_channels = config.num_channels;
   args.sequence = ++sequence_;
   args.counts = counts_;
-  num_counted_experts_ = ExpertMap{args.num_experts, world_.num_ranks}.num_local_experts(world_.rank);
+  num_counted_experts_ =
+      ExpertMap{args.num_experts, world_.num_ranks}.num_local_experts(world_.rank);
   counts_stream_ = stream;
   launch<NotifyKernel>({.num_blocks = 1 + world_.num_ranks,
                         .num_threads = Target::kTuning.notify_threads,
@@ -185,19 +193,21 @@ std::optional<Counts> Engine<Target>::wait_counts() {
     // The kernel bounds its own waits; here only the end of the stream needs watching.
     if (num_polls % 1024 == 1023 && target_.is_idle(counts_stream_) && !has_come() &&
         detail::load_acquire(&world_.error->is_written) == 0) {
-      throw std::runtime_error("notify_dispatch ended without totals: an earlier failure was not cleared");
+      throw std::runtime_error(
+          "notify_dispatch ended without totals: an earlier failure was not cleared");
     }
   }
   Counts counts;
   counts.num_recv_tokens = counts_->num_recv_tokens;
   counts.num_recv_tokens_per_expert.assign(
-      counts_->num_recv_tokens_per_expert, counts_->num_recv_tokens_per_expert + num_counted_experts_);
+      counts_->num_recv_tokens_per_expert,
+      counts_->num_recv_tokens_per_expert + num_counted_experts_);
   return counts;
 }
 
 template <class Target>
-void Engine<Target>::dispatch(DispatchArgs args, const ChannelConfig& config, int num_topk, int row_bytes,
-                              uint64_t stream) {
+void Engine<Target>::dispatch(DispatchArgs args, const ChannelConfig& config, int num_topk,
+                              int row_bytes, uint64_t stream) {
   const Tuning& tuning = Target::kTuning;
   const int num_ring_warps = 2 * world_.num_ranks;  // one to send and one to receive, a peer
   const int scale_row_bytes = args.num_scales * args.scale_bytes;
@@ -210,24 +220,31 @@ void Engine<Target>::dispatch(DispatchArgs args, const ChannelConfig& config, in
   // As many moving warps as have room for whole rows, within reason; longer rows travel in pieces.
   constexpr int kMinDirectStages = 4;
   const int room = smem_bytes_limit - kReservedSmemBytes - kMaxBarrierBytes;
-  args.num_move_warps =
-      max_of(2, min_of(tuning.num_direct_move_warps, room / (kMinDirectStages * align_up(row_bytes, 128))));
-  args.num_meta_warps =
-      num_topk != 0 || args.num_scales != 0 || args.recv_src_idx != nullptr ? tuning.num_direct_meta_warps : 0;
-  args.direct_stage =
-      StageLayout::make(row_bytes, 0, room / args.num_move_warps, kMinDirectStages, StagePipe::kMaxStages);
-  const size_t stages_bytes = align_up<size_t>(max_of(num_ring_warps * args.stage.warp_bytes(),
-                                                      args.num_move_warps * args.direct_stage.warp_bytes()), 16);
+  args.num_move_warps = max_of(2, min_of(tuning.num_direct_move_warps,
+                                         room / (kMinDirectStages * align_up(row_bytes, 128))));
+  args.num_meta_warps = num_topk != 0 || args.num_scales != 0 || args.recv_src_idx != nullptr
+                            ? tuning.num_direct_meta_warps
+                            : 0;
+  args.direct_stage = StageLayout::make(row_bytes, 0, room / args.num_move_warps, kMinDirectStages,
+                                        StagePipe::kMaxStages);
+  const size_t stages_bytes =
+      align_up<size_t>(max_of(num_ring_warps * args.stage.warp_bytes(),
+                              args.num_move_warps * args.direct_stage.warp_bytes()),
+                       16);
   args.ring_barriers_offset = stages_bytes;
-  args.direct_barriers_offset = args.ring_barriers_offset + num_ring_warps * args.stage.warp_barrier_bytes();
+  args.direct_barriers_offset =
+      args.ring_barriers_offset + num_ring_warps * args.stage.warp_barrier_bytes();
   args.entry_offset = align_up<size_t>(
-      args.direct_barriers_offset + args.num_move_warps * args.direct_stage.warp_barrier_bytes(), 16);
-  const int agreed[] = {row_bytes,           scale_row_bytes,  num_topk,  config.num_channels,
-                        config.num_send_tokens, config.num_slots, num_strips, args.topk_idx_bytes};
+      args.direct_barriers_offset + args.num_move_warps * args.direct_stage.warp_barrier_bytes(),
+      16);
+  const int agreed[] = {row_bytes,           scale_row_bytes,        num_topk,
+                        config.num_channels, config.num_send_tokens, config.num_slots,
+                        num_strips,          args.topk_idx_bytes};
   args.signature = Operation::signature(Kernel::kDispatch, agreed, 8);
   launch<DispatchKernel>(
       {.num_blocks = shape.ring.num_lanes(),
-       .num_threads = kWarpSize * max_of(num_ring_warps + 1, args.num_move_warps + args.num_meta_warps),
+       .num_threads =
+           kWarpSize * max_of(num_ring_warps + 1, args.num_move_warps + args.num_meta_warps),
        .smem_bytes = args.entry_offset + sizeof(DispatchEntry)},
       args, stream);
 }
@@ -235,23 +252,25 @@ void Engine<Target>::dispatch(DispatchArgs args, const ChannelConfig& config, in
 template <class Target>
 void Engine<Target>::check_output(const DispatchArgs& args, int num_topk, int scale_row_bytes,
                                   int row_bytes) const {
-  const OutputLayout output =
-      OutputLayout::make(args.num_recv_rows, row_bytes, scale_row_bytes, num_topk, args.topk_idx_bytes);
+  const OutputLayout output = OutputLayout::make(args.num_recv_rows, row_bytes, scale_row_bytes,
+                                                 num_topk, args.topk_idx_bytes);
   const auto check_block = [&](uint32_t line, size_t num_bytes) {
     const size_t begin = static_cast<size_t>(line) * kLineBytes;
-    detail::require(begin >= world_.layout.data && begin + num_bytes <= world_.layout.data + data_bytes_,
-                    "an output block of " + std::to_string(num_bytes) + " bytes at " + std::to_string(begin) +
-                        " must lie in the data region");
+    detail::require(
+        begin >= world_.layout.data && begin + num_bytes <= world_.layout.data + data_bytes_,
+        "an output block of " + std::to_string(num_bytes) + " bytes at " + std::to_string(begin) +
+            " must lie in the data region");
   };
   check_block(args.output_line, output.num_bytes);
   check_block(args.src_line, sizeof(int32_t) * static_cast<size_t>(args.num_recv_rows));
 }
 
 template <class Target>
-void Engine<Target>::combine(CombineArgs args, Dtype dtype, const ChannelConfig& config, int num_topk,
-                             int row_bytes, uint64_t stream) {
+void Engine<Target>::combine(CombineArgs args, Dtype dtype, const ChannelConfig& config,
+                             int num_topk, int row_bytes, uint64_t stream) {
   constexpr int kMaxWarps = CombineKernel<Dtype::kFloat32>::kMaxThreads / kWarpSize;
-  const int num_reduce_warps = min_of(Target::kTuning.num_reduce_warps, kMaxWarps - world_.num_ranks - 2);
+  const int num_reduce_warps =
+      min_of(Target::kTuning.num_reduce_warps, kMaxWarps - world_.num_ranks - 2);
   static_assert(ReduceTeam::num_bytes(Target::kTuning.num_reduce_warps) <= kReservedSmemBytes);
   const Shape shape = shape_of(config, row_bytes, 0, num_topk, world_.num_ranks);
   args.barriers_offset = world_.num_ranks * shape.stage.warp_bytes();
@@ -260,16 +279,25 @@ void Engine<Target>::combine(CombineArgs args, Dtype dtype, const ChannelConfig&
   args.stage = shape.stage;
   args.ring = shape.ring;
   args.num_send_tokens = config.num_send_tokens;
-  const int agreed[] = {row_bytes,           num_topk,         static_cast<int>(dtype), config.num_channels,
-                        config.num_send_tokens, config.num_slots, num_strips};
+  const int agreed[] = {row_bytes,
+                        num_topk,
+                        static_cast<int>(dtype),
+                        config.num_channels,
+                        config.num_send_tokens,
+                        config.num_slots,
+                        num_strips};
   args.signature = Operation::signature(Kernel::kCombine, agreed, 7);
-  const LaunchConfig launch_config{.num_blocks = shape.ring.num_lanes(),
-                                   .num_threads = kWarpSize * (world_.num_ranks + 2 + num_reduce_warps),
-                                   .smem_bytes = args.team_offset + ReduceTeam::num_bytes(num_reduce_warps)};
+  const LaunchConfig launch_config{
+      .num_blocks = shape.ring.num_lanes(),
+      .num_threads = kWarpSize * (world_.num_ranks + 2 + num_reduce_warps),
+      .smem_bytes = args.team_offset + ReduceTeam::num_bytes(num_reduce_warps)};
   switch (dtype) {
-    case Dtype::kBfloat16: return launch<CombineKernel<Dtype::kBfloat16>>(launch_config, args, stream);
-    case Dtype::kFloat16: return launch<CombineKernel<Dtype::kFloat16>>(launch_config, args, stream);
-    case Dtype::kFloat32: return launch<CombineKernel<Dtype::kFloat32>>(launch_config, args, stream);
+    case Dtype::kBfloat16:
+      return launch<CombineKernel<Dtype::kBfloat16>>(launch_config, args, stream);
+    case Dtype::kFloat16:
+      return launch<CombineKernel<Dtype::kFloat16>>(launch_config, args, stream);
+    case Dtype::kFloat32:
+      return launch<CombineKernel<Dtype::kFloat32>>(launch_config, args, stream);
   }
 }
 

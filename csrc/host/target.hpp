@@ -26,8 +26,8 @@ struct Tuning {
   int layout_threads;
   int layout_tokens_per_block;
   int notify_threads;
-  int num_reduce_warps;  // combine: warps of a block that add rows
-  int num_strips;        // blocks a channel uses
+  int num_reduce_warps;       // combine: warps of a block that add rows
+  int num_strips;             // blocks a channel uses
   int num_direct_move_warps;  // direct dispatch: at most
   int num_direct_meta_warps;
   int smem_bytes_limit;  // of one block

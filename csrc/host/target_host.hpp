@@ -39,7 +39,9 @@ class HostTarget {
                           .num_blocks = config.num_blocks,
                           .num_threads = config.num_threads,
                           .smem_bytes = config.smem_bytes};
-    const simt::Body body = [](const void* raw) { KernelType::run(*static_cast<const Args*>(raw)); };
+    const simt::Body body = [](const void* raw) {
+      KernelType::run(*static_cast<const Args*>(raw));
+    };
     if (simulation_ == nullptr) {
       simt::run(grid, body, &args);
     } else {

@@ -21,7 +21,8 @@ DC_DEVICE void publish_offsets(const Context& context, int lane, int peer,
 }
 
 // One lane of the receiver.
-DC_DEVICE bool await_offsets(const Context& context, int lane, int channel, int peer, ChannelOffsets* offsets) {
+DC_DEVICE bool await_offsets(const Context& context, int lane, int channel, int peer,
+                             ChannelOffsets* offsets) {
   const RecvLine* line = context.world.recv_line(context.world.rank, lane, peer);
   return await_tagged(context, &line->start_offset,
                       {Stage::kChannelOffsets, Word::kStartOffset, peer, channel}, 0,

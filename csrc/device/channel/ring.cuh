@@ -42,7 +42,8 @@ class RingSender {
   // Waits for that slot. Everything filled must have been published, or the receiver cannot free one.
   DC_DEVICE bool await_slot(uint32_t row_idx) {
     if (arch::fault(Fault::kSkipCredit)) return true;
-    return await_tagged(context_, head_, {Stage::kRingCredit, Word::kHead, peer_, layout_.channel_of(lane_)},
+    return await_tagged(context_, head_,
+                        {Stage::kRingCredit, Word::kHead, peer_, layout_.channel_of(lane_)},
                         row_idx + 1 - layout_.num_slots, &num_released_);
   }
   DC_DEVICE uint8_t* slot(uint32_t row_idx) const {
@@ -83,8 +84,8 @@ class RingReceiver {
   }
   DC_DEVICE bool await_filled(uint32_t row_idx, Stage stage = Stage::kRingTail) {
     if (row_idx < num_filled_) return true;
-    return await_tagged(context_, tail_, {stage, Word::kTail, peer_, layout_.channel_of(lane_)}, row_idx + 1,
-                        &num_filled_);
+    return await_tagged(context_, tail_, {stage, Word::kTail, peer_, layout_.channel_of(lane_)},
+                        row_idx + 1, &num_filled_);
   }
   DC_DEVICE const uint8_t* slot(uint32_t row_idx) const {
     return slots_ + static_cast<size_t>(row_idx % layout_.num_slots) * layout_.slot_bytes;

@@ -41,24 +41,25 @@ enum class HeaderField : int {
   kBadExpertIndex,  // not compared: this rank's routing had an index out of range
   kCount
 };
-inline constexpr const char* kHeaderFieldNames[] = {
-    "num_experts",
-    "num_topk",
-    "row_bytes",
-    "scale_row_bytes",
-    "num_channels (config.num_sms / 2)",
-    "config.num_max_nvl_chunked_send_tokens",
-    "config.num_max_nvl_chunked_recv_tokens",
-    "num_strips",
-    "topk_idx"};
-static_assert(sizeof(kHeaderFieldNames) / sizeof(char*) == static_cast<size_t>(HeaderField::kCount));
+inline constexpr const char* kHeaderFieldNames[] = {"num_experts",
+                                                    "num_topk",
+                                                    "row_bytes",
+                                                    "scale_row_bytes",
+                                                    "num_channels (config.num_sms / 2)",
+                                                    "config.num_max_nvl_chunked_send_tokens",
+                                                    "config.num_max_nvl_chunked_recv_tokens",
+                                                    "num_strips",
+                                                    "topk_idx"};
+static_assert(sizeof(kHeaderFieldNames) / sizeof(char*) ==
+              static_cast<size_t>(HeaderField::kCount));
 static_assert(static_cast<int>(HeaderField::kCount) <= kNumHeaderFields);
 
 // Totals that the host waits for; host memory that kernels reach.
 struct CountsBlock {
   uint32_t sequence;  // released last: the host's number of this notify
   int32_t num_recv_tokens;
-  int32_t num_recv_tokens_per_expert[1];  // [num_local_experts], aligned; allocated for num_max_experts
+  int32_t
+      num_recv_tokens_per_expert[1];  // [num_local_experts], aligned; allocated for num_max_experts
 };
 
 struct NotifyArgs {
@@ -97,8 +98,9 @@ struct DispatchArgs {
   StageLayout direct_stage;
   int num_move_warps;  // of a block; the num_meta_warps behind them write metadata
   int num_meta_warps;  // 0: no metadata to write
-  uint32_t output_line;  // where this rank's output block begins, in lines from its segment's start; 0: elsewhere
-  uint32_t src_line;     // the same for recv_src_idx
+  uint32_t
+      output_line;  // where this rank's output block begins, in lines from its segment's start; 0: elsewhere
+  uint32_t src_line;  // the same for recv_src_idx
   // routing
   const uint8_t* is_token_in_rank;       // [T, R]
   const int32_t* send_head;              // [T, R]
@@ -117,13 +119,13 @@ struct DispatchArgs {
   int topk_idx_bytes;
   const float* topk_weights;  // [T, K], or null: routing alone
   // outputs
-  uint8_t* recv_x;                     // [N, row_bytes]
-  uint8_t* recv_x_scales;              // [N, num_scales], or null
-  void* recv_topk_idx;                 // [N, K], or null
-  float* recv_topk_weights;            // [N, K], or null
+  uint8_t* recv_x;                      // [N, row_bytes]
+  uint8_t* recv_x_scales;               // [N, num_scales], or null
+  void* recv_topk_idx;                  // [N, K], or null
+  float* recv_topk_weights;             // [N, K], or null
   int32_t* recv_src_idx;                // [N], or null
   int32_t* recv_channel_prefix_matrix;  // [R, C], or null
-  int num_recv_rows;                   // rows the outputs have
+  int num_recv_rows;                    // rows the outputs have
 };
 
 struct CombineArgs {
@@ -139,11 +141,11 @@ struct CombineArgs {
   const int32_t* recv_channel_prefix_matrix;  // [R, C]
   const int32_t* send_head;                   // [T, R]
   int num_tokens;
-  int num_rows;               // rows x has
-  const uint8_t* x;           // [N, row_bytes]
-  const float* topk_weights;  // [N, K], or null
-  const uint8_t* bias[2];     // [T, row_bytes], or null
-  uint8_t* combined_x;        // out [T, row_bytes]
+  int num_rows;                  // rows x has
+  const uint8_t* x;              // [N, row_bytes]
+  const float* topk_weights;     // [N, K], or null
+  const uint8_t* bias[2];        // [T, row_bytes], or null
+  uint8_t* combined_x;           // out [T, row_bytes]
   float* combined_topk_weights;  // out [T, K], or null
 };
 

@@ -36,7 +36,8 @@ class RowSource {
   DC_DEVICE void write_meta(uint8_t* meta, int row) const {
     float* weights = reinterpret_cast<float*>(meta + args_.message.topk_weights_offset());
     for (int k = arch::lane_idx(); k < args_.message.num_topk; k += kWarpSize) {
-      weights[k] = arch::ld_nc(args_.topk_weights + static_cast<int64_t>(row) * args_.message.num_topk + k);
+      weights[k] =
+          arch::ld_nc(args_.topk_weights + static_cast<int64_t>(row) * args_.message.num_topk + k);
     }
   }
 
@@ -46,15 +47,16 @@ class RowSource {
   int end_;
 };
 
-DC_DEVICE void combine_send(const Context& context, const CombineArgs& args, Progress& progress, int lane,
-                            int dst) {
+DC_DEVICE void combine_send(const Context& context, const CombineArgs& args, Progress& progress,
+                            int lane, int dst) {
   const int num_ranks = args.world.num_ranks, num_channels = args.ring.num_channels;
   const int channel = args.ring.channel_of(lane);
   const Strip strip = Strip::of(args.message, args.ring.strip_of(lane));
   StagePipe pipe = make_pipe(args.stage, args.barriers_offset);
   // The rows that rank dst sent through this channel lie together, in its order.
   const int32_t* prefix = args.rank_prefix_matrix;
-  const int source_begin = dst == 0 ? 0 : arch::ld_nc(prefix + (dst - 1) * num_ranks + args.world.rank);
+  const int source_begin =
+      dst == 0 ? 0 : arch::ld_nc(prefix + (dst - 1) * num_ranks + args.world.rank);
   const int source_end = arch::ld_nc(prefix + dst * num_ranks + args.world.rank);
   const int32_t* starts = args.recv_channel_prefix_matrix + dst * num_channels;
   const int num_rows = args.num_rows;  // a worst-case handle may name rows that were dropped
@@ -63,8 +65,9 @@ DC_DEVICE void combine_send(const Context& context, const CombineArgs& args, Pro
                                        ? source_end
                                        : source_begin + arch::ld_nc(starts + channel + 1));
   RingSender ring(context, args.ring, lane, dst);
-  send_rows(pipe, ring, SendReport(progress, dst, args.num_send_tokens), strip, Pieces::of(strip, args.stage),
-            RowSource(args, begin, end), RowSource(args, begin, end));
+  send_rows(pipe, ring, SendReport(progress, dst, args.num_send_tokens), strip,
+            Pieces::of(strip, args.stage), RowSource(args, begin, end),
+            RowSource(args, begin, end));
 }
 
 // The reducing warps of a block and how far each has come; in shared memory, behind the senders' stages.
@@ -79,10 +82,13 @@ struct ReduceTeam {
     return sizeof(Progress) + sizeof(uint32_t) * num_warps;
   }
   // Warps that neither send nor return credits nor publish.
-  DC_DEVICE static int num_warps(const CombineArgs& args) { return arch::num_warps() - args.world.num_ranks - 2; }
+  DC_DEVICE static int num_warps(const CombineArgs& args) {
+    return arch::num_warps() - args.world.num_ranks - 2;
+  }
   DC_DEVICE void reset(const CombineArgs& args) {
     progress.reset();
-    for (int warp = arch::thread_idx(); warp < num_warps(args); warp += arch::num_threads()) num_done[warp] = 0;
+    for (int warp = arch::thread_idx(); warp < num_warps(args); warp += arch::num_threads())
+      num_done[warp] = 0;
   }
 };
 
@@ -122,7 +128,8 @@ DC_DEVICE bool reduce_token(const Context& context, const CombineArgs& args, int
   arch::sync_warp();  // hands each lane's acquire to the whole warp
   if (!arch::all(kFullMask, ok)) return false;
   Summands summands;
-  for (uint32_t present = arch::ballot(kFullMask, head >= 0); present != 0; present &= present - 1) {
+  for (uint32_t present = arch::ballot(kFullMask, head >= 0); present != 0;
+       present &= present - 1) {
     const int rank = arch::ffs(present) - 1;
     const int row_idx = arch::shfl(kFullMask, head, rank);
     summands.add(RingReceiver(context, args.ring, ring_lane, rank).slot(row_idx));
@@ -133,25 +140,28 @@ DC_DEVICE bool reduce_token(const Context& context, const CombineArgs& args, int
   for (int bias = 0; bias < 2; ++bias) {
     if (args.bias[bias] != nullptr) summands.add(args.bias[bias] + offset);
   }
-  reduce_rows<kDtype>(args.combined_x + offset, summands.rows, summands.num_rows, strip.num_bytes / 16);
+  reduce_rows<kDtype>(args.combined_x + offset, summands.rows, summands.num_rows,
+                      strip.num_bytes / 16);
   if (strip.meta_bytes == 0) return true;
   for (int k = lane; k < args.message.num_topk; k += kWarpSize) {
     float sum = 0.0f;
     DC_UNROLL
     for (int idx = 0; idx < kMaxRanks; ++idx) {
       if (idx >= num_received) continue;
-      const uint8_t* weights = summands.rows[idx] + strip.num_bytes + args.message.topk_weights_offset();
+      const uint8_t* weights =
+          summands.rows[idx] + strip.num_bytes + args.message.topk_weights_offset();
       sum += arch::ld_weak(reinterpret_cast<const float*>(weights) + k);
     }
-    arch::st_weak(args.combined_topk_weights + static_cast<int64_t>(token) * args.message.num_topk + k, sum);
+    arch::st_weak(
+        args.combined_topk_weights + static_cast<int64_t>(token) * args.message.num_topk + k, sum);
   }
   return true;
 }
 
 // One reducing warp: every num_warps-th token of the channel.
 template <Dtype kDtype>
-DC_DEVICE void reduce_channel(const Context& context, const CombineArgs& args, int ring_lane, ReduceTeam* team,
-                              int warp) {
+DC_DEVICE void reduce_channel(const Context& context, const CombineArgs& args, int ring_lane,
+                              ReduceTeam* team, int warp) {
   const int num_warps = ReduceTeam::num_warps(args);
   const ChannelRange range =
       ChannelRange::of(args.num_tokens, args.ring.num_channels, args.ring.channel_of(ring_lane));
@@ -171,7 +181,8 @@ DC_DEVICE void reduce_channel(const Context& context, const CombineArgs& args, i
 
 // One warp: walks the channel's tokens in order behind the reducers; lane r reports the rows of rank r that have
 // been read.
-DC_DEVICE void return_credits(const Context& context, const CombineArgs& args, int ring_lane, ReduceTeam* team) {
+DC_DEVICE void return_credits(const Context& context, const CombineArgs& args, int ring_lane,
+                              ReduceTeam* team) {
   constexpr int kAhead = 4;  // tokens whose heads are on their way
   const int num_ranks = args.world.num_ranks, lane = arch::lane_idx();
   const int num_warps = ReduceTeam::num_warps(args);
@@ -192,9 +203,10 @@ DC_DEVICE void return_credits(const Context& context, const CombineArgs& args, i
       const uint32_t wanted = (token - range.begin) / num_warps + 1;
       uint32_t num_done = 0;
       if (lane == 0) {
-        ok = await<Scope::kCta>(context, &team->num_done[warp],
-                                {Stage::kRetire, Word::kProgress, args.world.rank, channel}, wanted,
-                                [=](uint32_t value) { return value >= wanted; }, &num_done);
+        ok = await<Scope::kCta>(
+            context, &team->num_done[warp],
+            {Stage::kRetire, Word::kProgress, args.world.rank, channel}, wanted,
+            [=](uint32_t value) { return value >= wanted; }, &num_done);
       }
       arch::sync_warp();  // hands the leader's acquire to the lanes that report
       ok = arch::shfl(kFullMask, static_cast<int>(ok), 0) != 0;

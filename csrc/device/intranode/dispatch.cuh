@@ -31,7 +31,8 @@ struct DispatchEntry {
 
 // Warp 0: waits for all ranks and finds where their outputs lie. The same mode in every block of every rank,
 // unless one has given up.
-DC_DEVICE void enter_dispatch(const Context& context, const DispatchArgs& args, DispatchEntry* entry) {
+DC_DEVICE void enter_dispatch(const Context& context, const DispatchArgs& args,
+                              DispatchEntry* entry) {
   const int num_ranks = args.world.num_ranks, peer = arch::lane_idx();
   const bool ok = await_arrivals(context, Stage::kEntryBarrier, args.signature);
   bool is_direct = true;
@@ -44,7 +45,9 @@ DC_DEVICE void enter_dispatch(const Context& context, const DispatchArgs& args, 
   }
   is_direct = arch::all(kFullMask, is_direct);
   if (peer == 0) {
-    entry->mode = !ok ? DispatchMode::kFailed : is_direct ? DispatchMode::kDirect : DispatchMode::kRings;
+    entry->mode = !ok         ? DispatchMode::kFailed
+                  : is_direct ? DispatchMode::kDirect
+                              : DispatchMode::kRings;
   }
 }
 
@@ -56,11 +59,15 @@ DC_DEVICE void fill_tail_rows(const Context& context, const DispatchArgs& args) 
   if (num_rows > args.num_recv_rows && arch::block_idx() == 0 && arch::thread_idx() == 0) {
     report_error(context, {ErrorKind::kOverflow,
                            {Stage::kCheckArguments, Word::kNumRecvRows, world.rank, -1},
-                           static_cast<uint64_t>(num_rows), static_cast<uint64_t>(args.num_recv_rows), 0, -1});
+                           static_cast<uint64_t>(num_rows),
+                           static_cast<uint64_t>(args.num_recv_rows),
+                           0,
+                           -1});
   }
   if (!args.fill_tail) return;
   const int64_t num_threads = static_cast<int64_t>(arch::num_blocks()) * arch::num_threads();
-  const int64_t thread = static_cast<int64_t>(arch::block_idx()) * arch::num_threads() + arch::thread_idx();
+  const int64_t thread =
+      static_cast<int64_t>(arch::block_idx()) * arch::num_threads() + arch::thread_idx();
   for (int64_t row = num_rows + thread; row < args.num_recv_rows; row += num_threads) {
     arch::st_weak(args.recv_src_idx + row, -1);
     for (int k = 0; k < args.message.num_topk; ++k) {
@@ -74,10 +81,12 @@ DC_DEVICE void fill_tail_rows(const Context& context, const DispatchArgs& args) 
 
 // A moving warp of direct mode. Its loads begin before anybody knows whether the mode will be direct; this rank's
 // own outputs being in place makes it likely.
-DC_DEVICE DispatchMode enter_and_move(const Context& context, const DispatchArgs& args, DispatchEntry* entry) {
+DC_DEVICE DispatchMode enter_and_move(const Context& context, const DispatchArgs& args,
+                                      DispatchEntry* entry) {
   const int num_blocks = arch::num_blocks();
   // Blocks, not warps, are dealt tokens first: neighbouring tokens move on different SMs.
-  TokenMover mover(args, arch::warp_idx() * num_blocks + arch::block_idx(), args.num_move_warps * num_blocks);
+  TokenMover mover(args, arch::warp_idx() * num_blocks + arch::block_idx(),
+                   args.num_move_warps * num_blocks);
   mover.begin();
   if (arch::warp_idx() == 0) enter_dispatch(context, args, entry);
   arch::sync_block();
@@ -104,7 +113,8 @@ DC_DEVICE void dispatch(const DispatchArgs& args) {
     if (mode == DispatchMode::kDirect) write_block_metadata(args, entry->outputs);
   }
   if (mode == DispatchMode::kDirect) {
-    if (arch::block_idx() == 0 && args.recv_channel_prefix_matrix != nullptr) send_channel_starts(context, args);
+    if (arch::block_idx() == 0 && args.recv_channel_prefix_matrix != nullptr)
+      send_channel_starts(context, args);
     if (args.fill_tail) fill_tail_rows(context, args);
     finish_direct(context, args);
     return;

@@ -29,14 +29,17 @@ class FinalRows {
       : args_(args), peer_(peer), per_channel_(ceil_div(args.num_tokens, args.ring.num_channels)) {
     const World& world = args.world;
     before_rank_ =
-        world.rank == 0 ? 0 : arch::ld_nc(args.rank_prefix_matrix + (world.rank - 1) * world.num_ranks + peer);
+        world.rank == 0
+            ? 0
+            : arch::ld_nc(args.rank_prefix_matrix + (world.rank - 1) * world.num_ranks + peer);
   }
   DC_DEVICE void look_up(int token) {
     head_ = -1;
     if (token >= args_.num_tokens) return;
     const int channel = token / per_channel_;
     const int32_t* prefix = args_.channel_prefix_matrix + peer_ * args_.ring.num_channels;
-    head_ = arch::ld_nc(args_.send_head + static_cast<int64_t>(token) * args_.world.num_ranks + peer_);
+    head_ =
+        arch::ld_nc(args_.send_head + static_cast<int64_t>(token) * args_.world.num_ranks + peer_);
     before_channel_ = channel == 0 ? 0 : arch::ld_nc(prefix + channel - 1);
   }
   // Of the token looked up last; -1: not sent there.
@@ -83,7 +86,8 @@ class TokenMover {
       uint8_t* dst = output.x + row * args_.message.row_bytes;
       for (int piece = 0; piece < pieces_.num_pieces; ++piece) {
         pipe_.await_load();
-        if (is_storing_) pipe_.store(dst + piece * pieces_.piece_bytes, goes ? pieces_.bytes_of(piece) : 0);
+        if (is_storing_)
+          pipe_.store(dst + piece * pieces_.piece_bytes, goes ? pieces_.bytes_of(piece) : 0);
         pipe_.advance_store();
         if (is_storing_) pipe_.make_room();
         arch::sync_warp();  // all storing lanes have read the stage that the leader loads next
@@ -123,7 +127,8 @@ class TokenMover {
 };
 
 // One warp: scales, expert ids, weights and source of every num_warps-th token, straight to the outputs.
-DC_DEVICE void write_metadata(const DispatchArgs& args, const PeerOutput* outputs, int warp, int num_warps) {
+DC_DEVICE void write_metadata(const DispatchArgs& args, const PeerOutput* outputs, int warp,
+                              int num_warps) {
   const World& world = args.world;
   const ExpertMap experts{args.num_experts, world.num_ranks};
   const int lane = arch::lane_idx(), num_topk = args.message.num_topk;
@@ -141,14 +146,16 @@ DC_DEVICE void write_metadata(const DispatchArgs& args, const PeerOutput* output
         const int64_t position = static_cast<int64_t>(token) * num_topk + k;
         const int local = load_expert(args.topk_idx, position, args.topk_idx_bytes) - first;
         const bool is_here = local >= 0 && local < count;
-        store_expert(output.topk_idx, row * num_topk + k, args.topk_idx_bytes, is_here ? local : -1);
+        store_expert(output.topk_idx, row * num_topk + k, args.topk_idx_bytes,
+                     is_here ? local : -1);
         if (args.topk_weights != nullptr) {
           arch::st_weak(output.topk_weights + row * num_topk + k,
                         is_here ? arch::ld_nc(args.topk_weights + position) : 0.0f);
         }
       }
       for (int column = lane; column < args.num_scales; column += kWarpSize) {
-        const int64_t position = token * args.scale_token_stride + column * args.scale_column_stride;
+        const int64_t position =
+            token * args.scale_token_stride + column * args.scale_column_stride;
         copy_element(output.scales + (row * args.num_scales + column) * args.scale_bytes,
                      args.x_scales + position * args.scale_bytes, args.scale_bytes);
       }
@@ -162,10 +169,12 @@ DC_DEVICE void send_channel_starts(const Context& context, const DispatchArgs& a
   const int num_words = args.world.num_ranks * args.ring.num_channels;
   for (int idx = arch::thread_idx(); idx < num_words; idx += arch::num_threads()) {
     const int peer = idx / args.ring.num_channels, channel = idx % args.ring.num_channels;
-    const int32_t* prefix = args.channel_prefix_matrix + static_cast<int64_t>(peer) * args.ring.num_channels;
+    const int32_t* prefix =
+        args.channel_prefix_matrix + static_cast<int64_t>(peer) * args.ring.num_channels;
     const int32_t start = channel == 0 ? 0 : arch::ld_nc(prefix + channel - 1);
-    publish_offsets(context, channel, peer,
-                    {static_cast<uint32_t>(start), static_cast<uint32_t>(arch::ld_nc(prefix + channel))});
+    publish_offsets(
+        context, channel, peer,
+        {static_cast<uint32_t>(start), static_cast<uint32_t>(arch::ld_nc(prefix + channel))});
   }
 }
 
@@ -176,8 +185,9 @@ DC_DEVICE void read_channel_starts(const DispatchArgs& args) {
   for (int idx = arch::thread_idx(); idx < num_words; idx += arch::num_threads()) {
     const int channel = idx % args.ring.num_channels, source = idx / args.ring.num_channels;
     const RecvLine* line = world.recv_line(world.rank, channel, source);
-    arch::st_weak(args.recv_channel_prefix_matrix + idx,
-                  static_cast<int32_t>(Tagged::unpack(arch::ld_relaxed_sys(&line->start_offset)).value));
+    arch::st_weak(
+        args.recv_channel_prefix_matrix + idx,
+        static_cast<int32_t>(Tagged::unpack(arch::ld_relaxed_sys(&line->start_offset)).value));
   }
 }
 
@@ -190,10 +200,11 @@ DC_DEVICE void finish_direct(const Context& context, const DispatchArgs& args) {
   if (!is_aborted(world) && arch::thread_idx() < world.num_ranks) {
     const int peer = arch::thread_idx();
     // pairs with: the await below at the peer — every row and word this rank wrote into its segment.
-    arch::st_release_sys(&world.arrived_line(peer, world.rank)->done, Tagged::pack(context.generation, 1));
+    arch::st_release_sys(&world.arrived_line(peer, world.rank)->done,
+                         Tagged::pack(context.generation, 1));
     uint32_t done = 0;
-    await_tagged(context, &world.arrived_line(world.rank, peer)->done, {Stage::kDone, Word::kDone, peer, -1}, 1,
-                 &done);
+    await_tagged(context, &world.arrived_line(world.rank, peer)->done,
+                 {Stage::kDone, Word::kDone, peer, -1}, 1, &done);
   }
   arch::sync_block();
   if (!is_aborted(world) && args.recv_channel_prefix_matrix != nullptr) read_channel_starts(args);

@@ -25,8 +25,9 @@ DC_DEVICE void announce_output(const Context& context, const DispatchArgs& args)
     ArrivedLine* line = world.arrived_line(peer, world.rank);
     arch::st_relaxed_sys(&line->output_line, Tagged::pack(context.generation, args.output_line));
     arch::st_relaxed_sys(&line->src_line, Tagged::pack(context.generation, args.src_line));
-    arch::st_relaxed_sys(&line->output_rows,
-                         Tagged::pack(context.generation, static_cast<uint32_t>(args.num_recv_rows)));
+    arch::st_relaxed_sys(
+        &line->output_rows,
+        Tagged::pack(context.generation, static_cast<uint32_t>(args.num_recv_rows)));
   }
   announce_arrival(context, args.signature);
 }
@@ -39,16 +40,17 @@ DC_DEVICE PeerOutput find_output(const DispatchArgs& args, int peer) {
   const uint32_t src_line = Tagged::unpack(arch::ld_relaxed_sys(&line->src_line)).value;
   const int64_t num_rows = Tagged::unpack(arch::ld_relaxed_sys(&line->output_rows)).value;
   if (output_line == 0) return {};
-  const OutputLayout layout = OutputLayout::make(num_rows, args.message.row_bytes, args.message.scale_row_bytes,
-                                                 args.message.num_topk, args.topk_idx_bytes);
+  const OutputLayout layout =
+      OutputLayout::make(num_rows, args.message.row_bytes, args.message.scale_row_bytes,
+                         args.message.num_topk, args.topk_idx_bytes);
   uint8_t* block = world.bases[peer] + static_cast<size_t>(output_line) * kLineBytes;
   return {block + layout.x,
           block + layout.scales,
           block + layout.topk_idx,
           reinterpret_cast<float*>(block + layout.topk_weights),
-          src_line == 0
-              ? nullptr
-              : reinterpret_cast<int32_t*>(world.bases[peer] + static_cast<size_t>(src_line) * kLineBytes),
+          src_line == 0 ? nullptr
+                        : reinterpret_cast<int32_t*>(world.bases[peer] +
+                                                     static_cast<size_t>(src_line) * kLineBytes),
           num_rows};
 }
 

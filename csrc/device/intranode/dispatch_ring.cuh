@@ -45,7 +45,8 @@ class TokenSource {
   DC_DEVICE void look_at_batch() {
     const int token = base_ + arch::lane_idx();
     const int64_t position = static_cast<int64_t>(token) * args_.world.num_ranks + dst_;
-    pending_ = arch::ballot(kFullMask, token < end_ && arch::ld_nc(args_.is_token_in_rank + position) != 0);
+    pending_ = arch::ballot(kFullMask,
+                            token < end_ && arch::ld_nc(args_.is_token_in_rank + position) != 0);
   }
 
   const DispatchArgs& args_;
@@ -71,28 +72,32 @@ DC_DEVICE void TokenSource::write_meta(uint8_t* meta, int token) const {
     const int local = load_expert(args_.topk_idx, position, args_.topk_idx_bytes) - first;
     const bool is_here = local >= 0 && local < count;
     local_experts[k] = is_here ? local : -1;
-    weights[k] = is_here && args_.topk_weights != nullptr ? arch::ld_nc(args_.topk_weights + position) : 0.0f;
+    weights[k] = is_here && args_.topk_weights != nullptr
+                     ? arch::ld_nc(args_.topk_weights + position)
+                     : 0.0f;
   }
   if (arch::lane_idx() == 0) {
     *reinterpret_cast<int32_t*>(meta + message.src_idx_offset()) = token;
   }
 }
 
-DC_DEVICE void dispatch_send(const Context& context, const DispatchArgs& args, Progress& progress, int lane,
-                             int dst) {
+DC_DEVICE void dispatch_send(const Context& context, const DispatchArgs& args, Progress& progress,
+                             int lane, int dst) {
   const int channel = args.ring.channel_of(lane), num_channels = args.ring.num_channels;
   const Strip strip = Strip::of(args.message, args.ring.strip_of(lane));
   StagePipe pipe = make_pipe(args.stage, args.ring_barriers_offset);
   if (arch::lane_idx() == 0) {
     const int32_t* prefix = args.channel_prefix_matrix + static_cast<int64_t>(dst) * num_channels;
     const int32_t start = channel == 0 ? 0 : arch::ld_nc(prefix + channel - 1);
-    publish_offsets(context, lane, dst,
-                    {static_cast<uint32_t>(start), static_cast<uint32_t>(arch::ld_nc(prefix + channel))});
+    publish_offsets(
+        context, lane, dst,
+        {static_cast<uint32_t>(start), static_cast<uint32_t>(arch::ld_nc(prefix + channel))});
   }
   const ChannelRange range = ChannelRange::of(args.num_tokens, num_channels, channel);
   RingSender ring(context, args.ring, lane, dst);
-  send_rows(pipe, ring, SendReport(progress, dst, args.num_send_tokens), strip, Pieces::of(strip, args.stage),
-            TokenSource(args, range, dst), TokenSource(args, range, dst));
+  send_rows(pipe, ring, SendReport(progress, dst, args.num_send_tokens), strip,
+            Pieces::of(strip, args.stage), TokenSource(args, range, dst),
+            TokenSource(args, range, dst));
 }
 
 // All lanes: the metadata behind a landed row, from shared memory to the outputs.
@@ -105,7 +110,8 @@ DC_DEVICE void store_meta(const DispatchArgs& args, const uint8_t* meta, int64_t
   const int32_t* local_experts = reinterpret_cast<const int32_t*>(meta + message.topk_idx_offset());
   const float* weights = reinterpret_cast<const float*>(meta + message.topk_weights_offset());
   for (int k = arch::lane_idx(); k < message.num_topk; k += kWarpSize) {
-    store_expert(args.recv_topk_idx, row * message.num_topk + k, args.topk_idx_bytes, local_experts[k]);
+    store_expert(args.recv_topk_idx, row * message.num_topk + k, args.topk_idx_bytes,
+                 local_experts[k]);
     if (args.recv_topk_weights != nullptr) {
       arch::st_weak(args.recv_topk_weights + row * message.num_topk + k, weights[k]);
     }
@@ -139,8 +145,9 @@ DC_DEVICE bool load_arrived(RingReceiver& ring, StagePipe& pipe, const Strip& st
 
 // One warp: a strip of the rows that `src` sends through this channel, from the ring to their final places.
 // Reports what it has read, and that it has finished.
-DC_DEVICE void receive_rows(const DispatchArgs& args, RingReceiver& ring, StagePipe& pipe, Progress& progress,
-                            int word, const Strip& strip, uint32_t num_rows, int64_t first_row) {
+DC_DEVICE void receive_rows(const DispatchArgs& args, RingReceiver& ring, StagePipe& pipe,
+                            Progress& progress, int word, const Strip& strip, uint32_t num_rows,
+                            int64_t first_row) {
   const bool is_leader = arch::lane_idx() == 0;
   const Pieces pieces = Pieces::of(strip, args.stage);
   const uint32_t release_step = min_of(args.num_send_tokens, args.ring.num_slots);
@@ -178,8 +185,8 @@ DC_DEVICE void receive_rows(const DispatchArgs& args, RingReceiver& ring, StageP
   if (is_leader) progress.finish(word, num_rows);
 }
 
-DC_DEVICE void dispatch_receive(const Context& context, const DispatchArgs& args, Progress& progress, int lane,
-                                int src) {
+DC_DEVICE void dispatch_receive(const Context& context, const DispatchArgs& args,
+                                Progress& progress, int lane, int src) {
   const World& world = args.world;
   const int channel = args.ring.channel_of(lane), num_channels = args.ring.num_channels;
   const Strip strip = Strip::of(args.message, args.ring.strip_of(lane));
@@ -195,19 +202,22 @@ DC_DEVICE void dispatch_receive(const Context& context, const DispatchArgs& args
   }
   offsets.start = arch::shfl(kFullMask, offsets.start, 0);
   offsets.end = arch::shfl(kFullMask, offsets.end, 0);
-  if (arch::lane_idx() == 0 && args.ring.strip_of(lane) == 0 && args.recv_channel_prefix_matrix != nullptr) {
+  if (arch::lane_idx() == 0 && args.ring.strip_of(lane) == 0 &&
+      args.recv_channel_prefix_matrix != nullptr) {
     arch::st_weak(args.recv_channel_prefix_matrix + src * num_channels + channel,
                   static_cast<int32_t>(offsets.start));
   }
   const int32_t source_start =
-      src == 0 ? 0 : arch::ld_nc(args.rank_prefix_matrix + (src - 1) * world.num_ranks + world.rank);
+      src == 0 ? 0
+               : arch::ld_nc(args.rank_prefix_matrix + (src - 1) * world.num_ranks + world.rank);
   RingReceiver ring(context, args.ring, lane, src);
   receive_rows(args, ring, pipe, progress, word, strip, offsets.end - offsets.start,
                static_cast<int64_t>(source_start) + offsets.start);
 }
 
 // The ring mode of one block. `progress` is reset.
-DC_DEVICE void dispatch_by_rings(const Context& context, const DispatchArgs& args, Progress& progress) {
+DC_DEVICE void dispatch_by_rings(const Context& context, const DispatchArgs& args,
+                                 Progress& progress) {
   const World& world = args.world;
   const int ring_lane = arch::block_idx(), num_ranks = world.num_ranks, warp = arch::warp_idx();
   // A strip that a short row does not reach has nothing to move.

@@ -22,7 +22,9 @@ DC_DEVICE void report_bad_expert(const LayoutArgs& args, int64_t position, int e
   report_error(context, {ErrorKind::kExpertIndex,
                          {Stage::kCheckArguments, Word::kTopkIdx, args.world.rank, -1},
                          static_cast<uint64_t>(static_cast<int64_t>(expert)),
-                         static_cast<uint64_t>(args.num_experts), 0, position});
+                         static_cast<uint64_t>(args.num_experts),
+                         0,
+                         position});
 }
 
 // One thread, one token: marks the ranks it goes to, counts its experts.
@@ -68,7 +70,8 @@ DC_DEVICE void count_block(const LayoutArgs& args, int32_t* num_per_rank, int32_
 DC_DEVICE void write_layout(const LayoutArgs& args) {
   const int num_ranks = args.world.num_ranks;
   int32_t* totals = args.world.layout_counts();
-  for (int idx = arch::thread_idx(); idx < num_ranks + args.num_experts; idx += arch::num_threads()) {
+  for (int idx = arch::thread_idx(); idx < num_ranks + args.num_experts;
+       idx += arch::num_threads()) {
     const int32_t total = arch::ld_relaxed_gpu(totals + idx);
     arch::st_relaxed_gpu(totals + idx, 0);
     arch::st_weak(idx < num_ranks ? args.num_tokens_per_rank + idx
@@ -85,8 +88,8 @@ DC_DEVICE void count_nodes(const LayoutArgs& args) {
     for (int token = 0; token < args.num_tokens; ++token) {
       bool goes = false;
       for (int local = 0; local < args.ranks_per_node; ++local) {
-        const int64_t position = static_cast<int64_t>(token) * args.world.num_ranks +
-                                 node * args.ranks_per_node + local;
+        const int64_t position =
+            static_cast<int64_t>(token) * args.world.num_ranks + node * args.ranks_per_node + local;
         goes = goes || arch::ld_weak(args.is_token_in_rank + position) != 0;
       }
       num_tokens += goes;
@@ -99,7 +102,8 @@ DC_DEVICE void get_dispatch_layout(const LayoutArgs& args) {
   const int num_counters = args.world.num_ranks + args.num_experts;
   int32_t* counters = reinterpret_cast<int32_t*>(arch::dynamic_smem());
   uint32_t* ticket = reinterpret_cast<uint32_t*>(counters + num_counters);
-  for (int idx = arch::thread_idx(); idx < num_counters; idx += arch::num_threads()) counters[idx] = 0;
+  for (int idx = arch::thread_idx(); idx < num_counters; idx += arch::num_threads())
+    counters[idx] = 0;
   arch::sync_block();
   count_block(args, counters, counters + args.world.num_ranks);
   arch::sync_block();

@@ -56,14 +56,19 @@ DC_DEVICE void check_headers(const Context& context, const NotifyArgs& args) {
     if (field == static_cast<int>(HeaderField::kBadExpertIndex)) {
       if (theirs == 0) continue;
       report_error(context, {ErrorKind::kExpertIndex,
-                             {Stage::kCheckArguments, Word::kTopkIdx, peer, -1}, 0,
-                             static_cast<uint64_t>(args.num_experts), 0, -1});
+                             {Stage::kCheckArguments, Word::kTopkIdx, peer, -1},
+                             0,
+                             static_cast<uint64_t>(args.num_experts),
+                             0,
+                             -1});
       abort_rank(context);
     } else if (theirs != args.header.fields[field]) {
-      report_error(context,
-                   {ErrorKind::kConfigMismatch, {Stage::kCounts, Word::kHeader, peer, field},
-                    static_cast<uint64_t>(static_cast<int64_t>(theirs)),
-                    static_cast<uint64_t>(static_cast<int64_t>(args.header.fields[field])), 0, -1});
+      report_error(context, {ErrorKind::kConfigMismatch,
+                             {Stage::kCounts, Word::kHeader, peer, field},
+                             static_cast<uint64_t>(static_cast<int64_t>(theirs)),
+                             static_cast<uint64_t>(static_cast<int64_t>(args.header.fields[field])),
+                             0,
+                             -1});
       abort_rank(context);
     }
   }
@@ -89,7 +94,8 @@ DC_DEVICE void write_expert_counts(const NotifyArgs& args) {
        expert += arch::num_threads()) {
     int32_t sum = 0;
     for (int src = 0; src < world.num_ranks; ++src) {
-      sum += arch::ld_weak(world.counts(world.rank, src) + kNumHeaderFields + world.num_ranks + expert);
+      sum += arch::ld_weak(world.counts(world.rank, src) + kNumHeaderFields + world.num_ranks +
+                           expert);
     }
     sum = align_up(sum, args.expert_alignment);
     arch::st_relaxed_sys(&args.counts->num_recv_tokens_per_expert[0] + expert, sum);

@@ -34,14 +34,16 @@ struct Progress {
 };
 
 // One warp; lane l turns word l into `target`, a Tagged word at a peer. Returns when all words are finished.
-DC_DEVICE void publish_progress(const Context& context, Progress& progress, int num_words, uint64_t* target) {
+DC_DEVICE void publish_progress(const Context& context, Progress& progress, int num_words,
+                                uint64_t* target) {
   const int lane = arch::lane_idx();
   uint32_t num_published = 0;
   while (true) {
     // The bell before any lane's word: what is reported later rings again.
     const uint32_t rung = arch::ld_acquire_cta(&progress.bell);
     arch::sync_warp();
-    const uint32_t word = lane < num_words ? arch::ld_acquire_cta(&progress.words[lane]) : Progress::kFinished;
+    const uint32_t word =
+        lane < num_words ? arch::ld_acquire_cta(&progress.words[lane]) : Progress::kFinished;
     const uint32_t num_rows = word & ~Progress::kFinished;
     const bool is_new = num_rows != num_published;
     if (arch::any(kFullMask, is_new)) {
@@ -55,8 +57,9 @@ DC_DEVICE void publish_progress(const Context& context, Progress& progress, int 
     bool ok = true;
     if (lane == 0) {
       uint32_t seen = 0;
-      ok = await<Scope::kCta>(context, &progress.bell, {Stage::kRetire, Word::kProgress, context.world.rank, -1},
-                              rung + 1, [=](uint32_t value) { return value != rung; }, &seen);
+      ok = await<Scope::kCta>(
+          context, &progress.bell, {Stage::kRetire, Word::kProgress, context.world.rank, -1},
+          rung + 1, [=](uint32_t value) { return value != rung; }, &seen);
     }
     if (arch::shfl(kFullMask, static_cast<int>(ok), 0) == 0) return;
   }

@@ -19,8 +19,8 @@ DC_DEVICE StagePipe make_pipe(const StageLayout& stage, size_t barriers_offset) 
   uint8_t* smem = arch::dynamic_smem();
   const int warp = arch::warp_idx();
   arch::Mbarrier* barriers = reinterpret_cast<arch::Mbarrier*>(smem + barriers_offset);
-  StagePipe pipe(smem + warp * stage.warp_bytes(), barriers + warp * stage.num_stages, stage.stage_bytes,
-                 stage.num_stages);
+  StagePipe pipe(smem + warp * stage.warp_bytes(), barriers + warp * stage.num_stages,
+                 stage.stage_bytes, stage.num_stages);
   pipe.init();
   return pipe;
 }
@@ -47,7 +47,9 @@ class SendReport {
     report(num_rows);
   }
   // After the pipeline has been drained. A failed sender adds nothing to its last report.
-  DC_DEVICE void finish(bool ok, uint32_t num_rows) { progress_.finish(word_, ok ? num_rows : num_reported_); }
+  DC_DEVICE void finish(bool ok, uint32_t num_rows) {
+    progress_.finish(word_, ok ? num_rows : num_reported_);
+  }
 
  private:
   DC_DEVICE void report(uint32_t num_rows) {
@@ -100,9 +102,11 @@ DC_DEVICE void send_rows(StagePipe& pipe, RingSender& ring, SendReport sent, con
     for (int piece = 0; piece < pieces.num_pieces; ++piece) {
       int num_bytes = pieces.bytes_of(piece);
       if (pieces.is_last(piece) && strip.meta_bytes != 0) {
-        arch::sync_warp();  // the leader has seen this stage read out before any lane writes into it
+        arch::
+            sync_warp();  // the leader has seen this stage read out before any lane writes into it
         current.write_meta(pipe.current() + num_bytes, row);
-        arch::fence_proxy_async_shared();  // generic writes of the metadata before the bulk copy that reads them
+        arch::
+            fence_proxy_async_shared();  // generic writes of the metadata before the bulk copy that reads them
         arch::sync_warp();
         num_bytes += strip.meta_bytes;
       }

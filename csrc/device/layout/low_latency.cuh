@@ -21,7 +21,9 @@ struct alignas(16) Route {
   int32_t row_ordinal;  // earlier tokens of this source that come to this rank
 
   // A token that selects an expert again has one row with it: the later selections stand for the row of the first.
-  DC_HOST_DEVICE static int32_t repeated(uint32_t ordinal) { return ~static_cast<int32_t>(ordinal); }
+  DC_HOST_DEVICE static int32_t repeated(uint32_t ordinal) {
+    return ~static_cast<int32_t>(ordinal);
+  }
   DC_HOST_DEVICE bool is_repeated() const { return ordinal < 0; }
   DC_HOST_DEVICE int32_t row() const { return is_repeated() ? ~ordinal : ordinal; }
 };
@@ -49,14 +51,17 @@ struct LowLatencyShape {
     return align_up<size_t>(routes_offset() + num_routes * sizeof(Route), kLineBytes);
   }
   DC_HOST_DEVICE size_t combine_source_bytes() const {
-    return align_up<size_t>(static_cast<size_t>(num_max_tokens) * hidden * sizeof(Bf16), kLineBytes);
+    return align_up<size_t>(static_cast<size_t>(num_max_tokens) * hidden * sizeof(Bf16),
+                            kLineBytes);
   }
   // Of a half, when rows are added at the source only: [M, K] rows, whoever sends them.
   DC_HOST_DEVICE size_t gather_bytes() const {
-    return align_up<size_t>(static_cast<size_t>(num_max_tokens) * num_topk * hidden * sizeof(Bf16), kLineBytes);
+    return align_up<size_t>(static_cast<size_t>(num_max_tokens) * num_topk * hidden * sizeof(Bf16),
+                            kLineBytes);
   }
   DC_HOST_DEVICE size_t weights_source_bytes() const {
-    return align_up<size_t>(static_cast<size_t>(num_max_tokens) * num_topk * sizeof(uint64_t), kLineBytes);
+    return align_up<size_t>(static_cast<size_t>(num_max_tokens) * num_topk * sizeof(uint64_t),
+                            kLineBytes);
   }
 };
 
@@ -82,12 +87,15 @@ struct LowLatencyRegion {
     return region;
   }
   // The smallest region that serves a shape, combine(one_rounding) included or not.
-  DC_HOST_DEVICE static size_t bytes_for(const LowLatencyShape& shape, int num_ranks, bool one_rounding) {
+  DC_HOST_DEVICE static size_t bytes_for(const LowLatencyShape& shape, int num_ranks,
+                                         bool one_rounding) {
     const size_t weights = shape.weights_source_bytes() * num_ranks;
-    const size_t half = max_of(max_of(shape.dispatch_source_bytes(), shape.combine_source_bytes()) * num_ranks,
-                               one_rounding ? shape.gather_bytes() : 0);
+    const size_t half =
+        max_of(max_of(shape.dispatch_source_bytes(), shape.combine_source_bytes()) * num_ranks,
+               one_rounding ? shape.gather_bytes() : 0);
     // 4 halves in what the weights leave; and a line for each cut that is rounded down.
-    const size_t by_half = ceil_div<size_t>(4 * half * kWeightsShare, kWeightsShare - 1) + 8 * kLineBytes;
+    const size_t by_half =
+        ceil_div<size_t>(4 * half * kWeightsShare, kWeightsShare - 1) + 8 * kLineBytes;
     const size_t by_weights = (weights + kLineBytes) * 2 * kWeightsShare;
     return align_up(max_of(by_half, by_weights), kLineBytes);
   }
@@ -96,7 +104,8 @@ struct LowLatencyRegion {
 // The part of a rank's tokens, and of their columns, that one block of it sends, and that block of every
 // destination receives. With fewer tokens than blocks several blocks share a token, by columns.
 struct LowLatencyShare {
-  static constexpr int kGroupElements = 512;  // strips are groups of columns: whole scales, whole packs of them
+  static constexpr int kGroupElements =
+      512;  // strips are groups of columns: whole scales, whole packs of them
 
   int begin;  // tokens
   int end;
@@ -104,11 +113,15 @@ struct LowLatencyShare {
   int column_end;
   bool is_leading;  // has the first columns: does what is done once a token
 
-  DC_HOST_DEVICE static LowLatencyShare of(const LowLatencyShape& shape, int num_tokens, int block) {
+  DC_HOST_DEVICE static LowLatencyShare of(const LowLatencyShape& shape, int num_tokens,
+                                           int block) {
     const int num_blocks = shape.num_blocks;
     if (num_tokens >= num_blocks) {
-      static_assert(kMaxLowLatencyBlocks < 1 << 15, "the product fits: there are less than 1 << 16 tokens");
-      const auto first = [&](uint32_t of) { return static_cast<int>(of * num_tokens / num_blocks); };
+      static_assert(kMaxLowLatencyBlocks < 1 << 15,
+                    "the product fits: there are less than 1 << 16 tokens");
+      const auto first = [&](uint32_t of) {
+        return static_cast<int>(of * num_tokens / num_blocks);
+      };
       return {first(block), first(block + 1), 0, shape.hidden, true};
     }
     const int num_groups = ceil_div(shape.hidden, kGroupElements);
@@ -116,7 +129,8 @@ struct LowLatencyShare {
     if (block >= num_tokens * num_strips) return {0, 0, 0, 0, false};
     const int token = block / num_strips, strip = block % num_strips;
     return {token, token + 1, num_groups * strip / num_strips * kGroupElements,
-            min_of(shape.hidden, num_groups * (strip + 1) / num_strips * kGroupElements), strip == 0};
+            min_of(shape.hidden, num_groups * (strip + 1) / num_strips * kGroupElements),
+            strip == 0};
   }
   DC_HOST_DEVICE int num_tokens() const { return end - begin; }
   DC_HOST_DEVICE int num_columns() const { return column_end - column_begin; }
@@ -131,11 +145,13 @@ struct LowLatencyHalf {
   int half;
 
   DC_HOST_DEVICE LowLatencyState* state() const {
-    return reinterpret_cast<LowLatencyState*>(world.bases[world.rank] + world.layout.low_latency.state);
+    return reinterpret_cast<LowLatencyState*>(world.bases[world.rank] +
+                                              world.layout.low_latency.state);
   }
   DC_HOST_DEVICE uint64_t* consumed(int owner, int by) const {
     const size_t line = (static_cast<size_t>(kind) * 2 + half) * world.num_ranks + by;
-    return reinterpret_cast<uint64_t*>(world.bases[owner] + world.layout.low_latency.consumed + line * kLineBytes);
+    return reinterpret_cast<uint64_t*>(world.bases[owner] + world.layout.low_latency.consumed +
+                                       line * kLineBytes);
   }
   DC_HOST_DEVICE uint64_t* landed(int owner, int source, int block) const {
     const size_t row = (static_cast<size_t>(kind) * 2 + half) * world.num_ranks + source;
@@ -144,7 +160,8 @@ struct LowLatencyHalf {
   }
   DC_HOST_DEVICE uint64_t* counts(int owner, int source) const {
     return reinterpret_cast<uint64_t*>(world.bases[owner] + world.layout.low_latency.counts) +
-           (static_cast<size_t>(half) * world.num_ranks + source) * world.layout.low_latency.counts_stride;
+           (static_cast<size_t>(half) * world.num_ranks + source) *
+               world.layout.low_latency.counts_stride;
   }
   DC_HOST_DEVICE uint8_t* slot(int owner, int source, int token) const {
     return world.bases[owner] + region.dispatch[half] + source * shape.dispatch_source_bytes() +
@@ -152,8 +169,8 @@ struct LowLatencyHalf {
   }
   // Routes [num_topk] of the token_idx-th token of a block.
   DC_HOST_DEVICE Route* routes(int owner, int source, int block, int token_idx) const {
-    uint8_t* base = world.bases[owner] + region.dispatch[half] + source * shape.dispatch_source_bytes() +
-                    shape.routes_offset();
+    uint8_t* base = world.bases[owner] + region.dispatch[half] +
+                    source * shape.dispatch_source_bytes() + shape.routes_offset();
     return reinterpret_cast<Route*>(base) +
            (static_cast<size_t>(block) * shape.max_block_tokens() + token_idx) * shape.num_topk;
   }

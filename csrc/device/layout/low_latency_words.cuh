@@ -23,13 +23,17 @@ struct alignas(kLineBytes) LowLatencyState {
 };
 
 struct LowLatencyWords {
-  size_t state;     // LowLatencyState
-  size_t consumed;  // Tagged [kind, half, peer], a line each: the operation that peer has read what it got of
-  size_t landed;    // Tagged [kind, half, source, kMaxLowLatencyBlocks]: all of a source's block has landed
-  size_t counts;    // Tagged [half, source, counts_stride]: tokens to this rank, then to each local expert
+  size_t state;  // LowLatencyState
+  size_t
+      consumed;  // Tagged [kind, half, peer], a line each: the operation that peer has read what it got of
+  size_t
+      landed;  // Tagged [kind, half, source, kMaxLowLatencyBlocks]: all of a source's block has landed
+  size_t
+      counts;  // Tagged [half, source, counts_stride]: tokens to this rank, then to each local expert
   size_t counts_stride;
 
-  DC_HOST_DEVICE static constexpr LowLatencyWords make(RegionCursor* cursor, int num_ranks, int num_max_experts) {
+  DC_HOST_DEVICE static constexpr LowLatencyWords make(RegionCursor* cursor, int num_ranks,
+                                                       int num_max_experts) {
     LowLatencyWords words{};
     words.state = cursor->take(sizeof(LowLatencyState));
     words.consumed = cursor->take(2 * 2 * num_ranks * kLineBytes);

@@ -26,7 +26,9 @@ struct MessageLayout {
   DC_HOST_DEVICE int src_idx_offset() const { return topk_weights_offset() + 4 * num_topk; }
   DC_HOST_DEVICE int meta_bytes() const { return align_up(src_idx_offset() + 4, 16); }
 
-  DC_HOST_DEVICE int max_strip_bytes() const { return align_up(ceil_div(row_bytes, num_strips), 16); }
+  DC_HOST_DEVICE int max_strip_bytes() const {
+    return align_up(ceil_div(row_bytes, num_strips), 16);
+  }
   DC_HOST_DEVICE size_t slot_bytes() const {
     return static_cast<size_t>(max_strip_bytes()) + meta_bytes();
   }
@@ -60,8 +62,8 @@ struct StageLayout {
   }
   // strip_bytes, and metadata behind them, through stages in warp_bytes_limit: whole strips if min_stages of
   // them fit, and then as many as do; else pieces.
-  DC_HOST_DEVICE static StageLayout make(int strip_bytes, int meta_bytes, int warp_bytes_limit, int min_stages,
-                                         int max_stages) {
+  DC_HOST_DEVICE static StageLayout make(int strip_bytes, int meta_bytes, int warp_bytes_limit,
+                                         int min_stages, int max_stages) {
     const int barrier_bytes = static_cast<int>(sizeof(uint64_t));
     const int stage_limit = (warp_bytes_limit / min_stages - barrier_bytes) / 128 * 128;
     const int num_pieces = ceil_div(strip_bytes, (stage_limit - meta_bytes) / 16 * 16);

@@ -15,7 +15,15 @@ enum class ErrorKind : uint32_t {
   kCount
 };
 
-enum class Kernel : uint32_t { kLayout, kNotifyDispatch, kDispatch, kCombine, kLowLatencyDispatch, kLowLatencyCombine, kCount };
+enum class Kernel : uint32_t {
+  kLayout,
+  kNotifyDispatch,
+  kDispatch,
+  kCombine,
+  kLowLatencyDispatch,
+  kLowLatencyCombine,
+  kCount
+};
 
 enum class Stage : uint32_t {
   kEntryBarrier,    // all ranks have entered this kernel
@@ -27,9 +35,9 @@ enum class Stage : uint32_t {
   kDone,            // direct dispatch: all rows of a peer have landed
   kRetire,          // combine: progress of this block's own reducing warps
   kCheckArguments,
-  kHalfCredit,      // low latency: a peer has read what this half held before
-  kRows,            // low latency: rows of a peer's block have landed
-  kWeights,         // low latency combine: a token's weights
+  kHalfCredit,  // low latency: a peer has read what this half held before
+  kRows,        // low latency: rows of a peer's block have landed
+  kWeights,     // low latency combine: a token's weights
   kCount
 };
 
@@ -54,18 +62,16 @@ enum class Word : uint32_t {
 
 inline constexpr const char* kErrorKindNames[] = {"none", "peer_timeout", "config_mismatch",
                                                   "expert_index", "overflow"};
-inline constexpr const char* kKernelNames[] = {"get_dispatch_layout", "notify_dispatch", "dispatch",
-                                               "combine", "low_latency_dispatch",
-                                               "low_latency_combine"};
-inline constexpr const char* kStageNames[] = {"entry_barrier", "counts",    "channel_offsets",
-                                              "ring_credit",   "ring_tail", "reduce",
-                                              "done",          "retire",    "check_arguments",
-                                              "half_credit", "rows",     "weights"};
-inline constexpr const char* kWordNames[] = {"arrived",      "done",          "head",          "tail",
-                                             "start_offset", "end_offset",    "progress",
-                                             "topk_idx",     "num_recv_rows", "header",
-                                             "operation",    "consumed",      "landed",
-                                             "token_count",  "weight"};
+inline constexpr const char* kKernelNames[] = {
+    "get_dispatch_layout",  "notify_dispatch",    "dispatch", "combine",
+    "low_latency_dispatch", "low_latency_combine"};
+inline constexpr const char* kStageNames[] = {
+    "entry_barrier", "counts", "channel_offsets", "ring_credit", "ring_tail", "reduce",
+    "done",          "retire", "check_arguments", "half_credit", "rows",      "weights"};
+inline constexpr const char* kWordNames[] = {
+    "arrived",    "done",     "head",     "tail",          "start_offset",
+    "end_offset", "progress", "topk_idx", "num_recv_rows", "header",
+    "operation",  "consumed", "landed",   "token_count",   "weight"};
 static_assert(sizeof(kErrorKindNames) / sizeof(char*) == static_cast<size_t>(ErrorKind::kCount));
 static_assert(sizeof(kKernelNames) / sizeof(char*) == static_cast<size_t>(Kernel::kCount));
 static_assert(sizeof(kStageNames) / sizeof(char*) == static_cast<size_t>(Stage::kCount));

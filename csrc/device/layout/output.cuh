@@ -17,8 +17,8 @@ struct OutputLayout {
   size_t topk_weights;
   size_t num_bytes;
 
-  DC_HOST_DEVICE static OutputLayout make(int64_t num_rows, int row_bytes, int scale_row_bytes, int num_topk,
-                                          int topk_idx_bytes) {
+  DC_HOST_DEVICE static OutputLayout make(int64_t num_rows, int row_bytes, int scale_row_bytes,
+                                          int num_topk, int topk_idx_bytes) {
     OutputLayout layout{};
     RegionCursor cursor;
     layout.x = cursor.take(num_rows * row_bytes);

@@ -40,8 +40,8 @@ struct LocalState {
   uint32_t num_exited_blocks;  // of the running kernel
   uint32_t abort;              // set once by the first failing thread; every wait polls it
   uint32_t error_claimed;      // the thread that turns it from 0 to 1 writes the error record
-  uint32_t bad_expert_index;   // get_dispatch_layout saw an index out of range since the last notify
-  uint32_t layout_ticket;      // blocks of get_dispatch_layout that have added their counts
+  uint32_t bad_expert_index;  // get_dispatch_layout saw an index out of range since the last notify
+  uint32_t layout_ticket;     // blocks of get_dispatch_layout that have added their counts
 };
 
 // Written by the sender of a lane (a channel's strip) into its receiver's segment.
@@ -58,8 +58,9 @@ static_assert(sizeof(RecvLine) == kLineBytes && sizeof(SendLine) == kLineBytes);
 
 // What one rank tells another about a kernel as a whole; all Tagged.
 struct alignas(kLineBytes) ArrivedLine {
-  uint64_t arrived;      // it has entered; value = operation signature
-  uint64_t output_line;  // dispatch: where its output block begins, in lines from its segment's start; 0: none
+  uint64_t arrived;  // it has entered; value = operation signature
+  uint64_t
+      output_line;  // dispatch: where its output block begins, in lines from its segment's start; 0: none
   uint64_t src_line;     // the same for its source tokens
   uint64_t output_rows;  // dispatch: rows its output has
   uint64_t done;         // everything it sends in this kernel has landed
@@ -86,11 +87,13 @@ struct WorkspaceLayout {
   size_t arrived;     // ArrivedLine [num_ranks], by peer
   size_t recv_lines;  // RecvLine [kMaxLanes, num_ranks], by source
   size_t send_lines;  // SendLine [kMaxLanes, num_ranks], by destination
-  size_t counts;      // int32 [num_ranks, counts_stride], by source: header, counts per rank, counts per local expert
+  size_t
+      counts;  // int32 [num_ranks, counts_stride], by source: header, counts per rank, counts per local expert
   size_t counts_stride;
-  size_t layout_counts;  // int32 [num_ranks + num_max_experts]: accumulators of get_dispatch_layout, zero at rest
+  size_t
+      layout_counts;  // int32 [num_ranks + num_max_experts]: accumulators of get_dispatch_layout, zero at rest
   LowLatencyWords low_latency;
-  size_t data;           // rings; its size is the user's num_nvl_bytes
+  size_t data;  // rings; its size is the user's num_nvl_bytes
 
   DC_HOST_DEVICE static constexpr WorkspaceLayout make(int num_ranks, int num_max_experts) {
     WorkspaceLayout layout{};
@@ -123,7 +126,9 @@ struct World {
   DC_HOST_DEVICE ArrivedLine* arrived_line(int owner, int from) const {
     return reinterpret_cast<ArrivedLine*>(bases[owner] + layout.arrived) + from;
   }
-  DC_HOST_DEVICE uint64_t* arrived(int owner, int from) const { return &arrived_line(owner, from)->arrived; }
+  DC_HOST_DEVICE uint64_t* arrived(int owner, int from) const {
+    return &arrived_line(owner, from)->arrived;
+  }
   DC_HOST_DEVICE RecvLine* recv_line(int owner, int lane, int source) const {
     return reinterpret_cast<RecvLine*>(bases[owner] + layout.recv_lines) + lane * num_ranks +
            source;

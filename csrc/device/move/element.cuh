@@ -8,20 +8,36 @@ namespace deep_comm {
 // Read-only global input → shared memory or registers.
 DC_DEVICE void gather_element(uint8_t* smem_dst, const uint8_t* src, int num_bytes) {
   switch (num_bytes) {
-    case 1: *smem_dst = arch::ld_nc(src); break;
-    case 2: *reinterpret_cast<uint16_t*>(smem_dst) = arch::ld_nc(reinterpret_cast<const uint16_t*>(src)); break;
-    case 4: *reinterpret_cast<uint32_t*>(smem_dst) = arch::ld_nc(reinterpret_cast<const uint32_t*>(src)); break;
-    default: *reinterpret_cast<uint64_t*>(smem_dst) = arch::ld_nc(reinterpret_cast<const uint64_t*>(src)); break;
+    case 1:
+      *smem_dst = arch::ld_nc(src);
+      break;
+    case 2:
+      *reinterpret_cast<uint16_t*>(smem_dst) = arch::ld_nc(reinterpret_cast<const uint16_t*>(src));
+      break;
+    case 4:
+      *reinterpret_cast<uint32_t*>(smem_dst) = arch::ld_nc(reinterpret_cast<const uint32_t*>(src));
+      break;
+    default:
+      *reinterpret_cast<uint64_t*>(smem_dst) = arch::ld_nc(reinterpret_cast<const uint64_t*>(src));
+      break;
   }
 }
 
 // Shared memory or registers → global output.
 DC_DEVICE void scatter_element(uint8_t* dst, const uint8_t* smem_src, int num_bytes) {
   switch (num_bytes) {
-    case 1: arch::st_weak(dst, *smem_src); break;
-    case 2: arch::st_weak(reinterpret_cast<uint16_t*>(dst), *reinterpret_cast<const uint16_t*>(smem_src)); break;
-    case 4: arch::st_weak(reinterpret_cast<uint32_t*>(dst), *reinterpret_cast<const uint32_t*>(smem_src)); break;
-    default: arch::st_weak(reinterpret_cast<uint64_t*>(dst), *reinterpret_cast<const uint64_t*>(smem_src)); break;
+    case 1:
+      arch::st_weak(dst, *smem_src);
+      break;
+    case 2:
+      arch::st_weak(reinterpret_cast<uint16_t*>(dst), *reinterpret_cast<const uint16_t*>(smem_src));
+      break;
+    case 4:
+      arch::st_weak(reinterpret_cast<uint32_t*>(dst), *reinterpret_cast<const uint32_t*>(smem_src));
+      break;
+    default:
+      arch::st_weak(reinterpret_cast<uint64_t*>(dst), *reinterpret_cast<const uint64_t*>(smem_src));
+      break;
   }
 }
 

@@ -71,7 +71,8 @@ struct Numeric<Dtype::kFloat16> {
 // Loads of up to kInFlight rows are issued before the first of them is added: one at a time, each row would
 // cost a trip to memory. `rows` is indexed by constants only and stays in registers.
 template <Dtype kDtype, int kMaxRows>
-DC_DEVICE void reduce_rows(uint8_t* dst, const uint8_t* const (&rows)[kMaxRows], int num_rows, int num_vecs) {
+DC_DEVICE void reduce_rows(uint8_t* dst, const uint8_t* const (&rows)[kMaxRows], int num_rows,
+                           int num_vecs) {
   using Type = Numeric<kDtype>;
   constexpr int kInFlight = 4, kUnroll = 2;
   for (int base = arch::lane_idx(); base < num_vecs; base += kWarpSize * kUnroll) {

@@ -65,7 +65,9 @@ class StagePipe {
   }
 
   // The bytes of the current stage have landed.
-  DC_DEVICE void await_load() const { await_bulk(barriers_ + store_slot_.stage, store_slot_.phase); }
+  DC_DEVICE void await_load() const {
+    await_bulk(barriers_ + store_slot_.stage, store_slot_.phase);
+  }
 
   // A storing lane: sends the current stage; num_bytes 0 sends nothing but keeps the lanes' groups in step.
   DC_DEVICE void store(uint8_t* dst, int num_bytes) {

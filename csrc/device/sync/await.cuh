@@ -31,7 +31,8 @@ DC_DEVICE void note_wait(const Context& context, const WaitFor& wait, uint64_t e
 template <Scope kScope, class T, class IsReady>
 DC_DEVICE bool await(const Context& context, const T* word, const WaitFor& wait, uint64_t expected,
                      IsReady is_ready, T* value) {
-  constexpr int kPollsPerClock = DEEP_COMM_TARGET_CUDA ? 64 : 1;  // reading the clock costs more than a poll
+  constexpr int kPollsPerClock =
+      DEEP_COMM_TARGET_CUDA ? 64 : 1;  // reading the clock costs more than a poll
   *value = ld_acquire<kScope>(word);
   if (is_ready(*value)) return true;
   const World& world = context.world;

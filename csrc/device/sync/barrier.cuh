@@ -12,7 +12,8 @@ struct Operation {
     uint32_t hash = 2166136261u;  // FNV-1a over the values' bytes
     for (int value_idx = 0; value_idx < num_values; ++value_idx) {
       for (int byte = 0; byte < 4; ++byte) {
-        hash = (hash ^ (static_cast<uint32_t>(values[value_idx]) >> (8 * byte) & 0xffu)) * 16777619u;
+        hash =
+            (hash ^ (static_cast<uint32_t>(values[value_idx]) >> (8 * byte) & 0xffu)) * 16777619u;
       }
     }
     return static_cast<uint32_t>(kernel) << 28 | (hash & 0x0fffffffu);
@@ -44,8 +45,12 @@ DC_DEVICE bool await_arrivals(const Context& context, Stage stage, uint32_t sign
     // A peer that is already one kernel further has passed this comparison itself.
     const Tagged seen = Tagged::unpack(raw);
     if (ok && seen.generation == context.generation && seen.value != signature) {
-      report_error(context, {ErrorKind::kConfigMismatch, {stage, Word::kOperation, peer, -1},
-                             seen.value, signature, 0, -1});
+      report_error(context, {ErrorKind::kConfigMismatch,
+                             {stage, Word::kOperation, peer, -1},
+                             seen.value,
+                             signature,
+                             0,
+                             -1});
       abort_rank(context);
       ok = false;
     }

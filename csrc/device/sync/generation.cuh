@@ -18,7 +18,8 @@ struct BlockExit {
 // Every thread of every block; the block's work is done. What the other blocks did is visible to the last one.
 // num_exited_blocks: a word of this rank, zero while no kernel of its kind runs; the last block zeroes it.
 DC_DEVICE BlockExit exit_block(uint32_t* num_exited_blocks) {
-  uint32_t* num_exited = reinterpret_cast<uint32_t*>(arch::dynamic_smem());  // nobody needs the stages any more
+  uint32_t* num_exited =
+      reinterpret_cast<uint32_t*>(arch::dynamic_smem());  // nobody needs the stages any more
   arch::sync_block();
   if (arch::thread_idx() == 0) {
     // acq_rel, pairs with itself: the last block sees all that the others have done, and that they have read
