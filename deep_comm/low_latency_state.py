@@ -126,8 +126,8 @@ class LowLatencyState:
         hidden: int,
         num_topk: int,
         num_experts: int,
-        use_fp8: bool = False,
-        one_rounding: bool = False,
+        use_fp8: bool,
+        one_rounding: bool,
     ) -> int:
         ctx = self._ctx
         if ctx.low_latency_bytes == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 from collections.abc import Iterable, Sequence
 from types import TracebackType
@@ -25,14 +26,14 @@ if TYPE_CHECKING:
 _PLACE = Place(torch.device("cpu"))
 
 
-class _HostHeap:
+class _HostHeap(abc.ABC):
     """What both kinds of heap have in common: tensors over this rank's part."""
 
     base: int
 
+    @abc.abstractmethod
     def _owner(self) -> object:
         """What keeps this rank's part in place."""
-        raise NotImplementedError
 
     def view(self, offset: int, num_bytes: int, owner: object = None) -> Tensor:
         return self.matrix(offset, 1, num_bytes, torch.uint8, owner).view(num_bytes)
