@@ -6,16 +6,19 @@ Every wait is bounded: a rank that hangs or dies ends the run with an error that
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import gc
+import io
 import multiprocessing
 import os
-import io
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from types import TracebackType
 from typing import Any, TypeVar
 
 from deep_comm.errors import DeepCommError
@@ -58,7 +61,10 @@ def run(fn: Callable[..., T], num_ranks: int, *args: object, **options: Any) -> 
         RankFailed: naming the first rank that died or hung, else the lowest rank that raised, with
             that rank's traceback.
     """
-    ended = outcomes(fn, num_ranks, *args, **options)
+    return _values(outcomes(fn, num_ranks, *args, **options))
+
+
+def _values(ended: list[Outcome]) -> list[Any]:
     failed = [outcome for outcome in ended if outcome.error is not None]
     # A rank that died is the cause of what the others raise.
     failed.sort(key=lambda outcome: not isinstance(outcome.error, RankFailed))
@@ -74,53 +80,124 @@ def outcomes(
     fn: Callable[..., Any],
     num_ranks: int,
     *args: object,
-    backend: str = "gloo",
-    devices: Sequence[int] | None = None,
-    variables: Mapping[str, str] | None = None,
-    timeout_s: float = 300.0,
     start_method: str = "spawn",
+    **options: Any,
 ) -> list[Outcome]:
-    """Run ``fn(group, *args)`` in ``num_ranks`` processes; never raises for a rank.
+    """Run ``fn(group, *args)`` in ``num_ranks`` new processes; never raises for a rank.
 
     Args:
-        backend: of the torch.distributed group the ranks get ("gloo" or "nccl").
-        devices: CUDA device of every rank, made current before ``fn``; None: no device is touched.
-        variables: environment variables of the ranks.
-        timeout_s: for the whole run; ranks that are still running then are killed.
         start_method: "spawn", or "forkserver" when many short runs follow each other.
+        options: as in :meth:`Pool.outcomes`.
     """
-    context = multiprocessing.get_context(start_method)
-    if start_method == "forkserver":
-        context.set_forkserver_preload(["deep_comm.processes", "torch.distributed"])
-    with tempfile.TemporaryDirectory(prefix="deep_comm.") as folder:
-        processes, connections = [], []
-        for rank in range(num_ranks):
-            receiver, sender = context.Pipe(duplex=False)
-            job = _Job(
-                rank=rank,
-                num_ranks=num_ranks,
-                store=os.path.join(folder, "store"),
-                backend=backend,
-                device=None if devices is None else devices[rank],
-                variables=dict(variables or {}),
-                timeout_s=timeout_s,
-            )
-            process = context.Process(
-                target=_rank_main, args=(job, sender, fn, args), name=f"rank {rank}", daemon=True
+    with Pool(start_method=start_method) as pool:
+        return pool.outcomes(fn, num_ranks, *args, **options)
+
+
+class Pool:
+    """Rank processes that outlive a run, for many runs in a row: a process start, the import of
+    torch and a CUDA context cost seconds.
+
+    Every run has a torch.distributed group of its own. Processes that died or hung are replaced, and all
+    others with them, before the next run; what else a run leaves behind in a process (caches,
+    the device's context, modules) the next run finds there.
+    """
+
+    def __init__(self, num_ranks: int = 0, start_method: str = "spawn") -> None:
+        """Start ``num_ranks`` processes; runs that need more start more."""
+        self._context = multiprocessing.get_context(start_method)
+        if start_method == "forkserver":
+            self._context.set_forkserver_preload(["deep_comm.processes", "torch.distributed"])
+        self._processes: list[Any] = []
+        self._connections: list[Connection] = []
+        self._start(num_ranks)
+
+    def run(self, fn: Callable[..., T], num_ranks: int, *args: object, **options: Any) -> list[T]:
+        """As the function :func:`run`."""
+        return _values(self.outcomes(fn, num_ranks, *args, **options))
+
+    def outcomes(
+        self,
+        fn: Callable[..., Any],
+        num_ranks: int,
+        *args: object,
+        backend: str = "gloo",
+        devices: Sequence[int] | None = None,
+        variables: Mapping[str, str] | None = None,
+        timeout_s: float = 300.0,
+    ) -> list[Outcome]:
+        """Run ``fn(group, *args)`` in ``num_ranks`` processes; never raises for a rank.
+
+        Args:
+            backend: of the torch.distributed group the ranks get ("gloo" or "nccl").
+            devices: CUDA device of every rank, made current before ``fn``; None: no device is touched.
+            variables: environment variables of the ranks, for this run.
+            timeout_s: for the whole run; ranks that are still running then are killed.
+        """
+        self._start(num_ranks)
+        is_spent = True
+        with tempfile.TemporaryDirectory(prefix="deep_comm.") as folder:
+            try:
+                for rank in range(num_ranks):
+                    job = _Job(
+                        rank=rank,
+                        num_ranks=num_ranks,
+                        store=os.path.join(folder, "store"),
+                        backend=backend,
+                        device=None if devices is None else devices[rank],
+                        variables=dict(variables or {}),
+                        timeout_s=timeout_s,
+                    )
+                    # A rank that is dead already says so when its end of the pipe is read.
+                    with contextlib.suppress(BrokenPipeError):
+                        self._connections[rank].send((job, fn, args))
+                ended = _collect(self._processes, self._connections[:num_ranks], timeout_s)
+                is_spent = any(isinstance(outcome.error, RankFailed) for outcome in ended)
+            finally:
+                if is_spent:
+                    self.close(kill=True)
+        return ended
+
+    def restart(self) -> None:
+        """New processes, as many as there were."""
+        num_ranks = len(self._processes)
+        self.close(kill=True)
+        self._start(num_ranks)
+
+    def close(self, kill: bool = False) -> None:
+        """End the processes. ``kill``: at once; else those that are idle get the time to leave."""
+        for connection in self._connections:
+            connection.close()
+        for process in self._processes:
+            if not kill:
+                process.join(timeout=20)
+            if process.is_alive():
+                process.kill()
+        for process in self._processes:
+            process.join()
+        self._processes, self._connections = [], []
+
+    def _start(self, num_ranks: int) -> None:
+        for rank in range(len(self._processes), num_ranks):
+            here, there = self._context.Pipe()
+            process = self._context.Process(
+                target=_rank_main, args=(there,), name=f"rank {rank}", daemon=True
             )
             process.start()
-            # Only the rank holds the sending end, so that its death reads as end of file here.
-            sender.close()
-            processes.append(process)
-            connections.append(receiver)
-        try:
-            return _collect(processes, connections, timeout_s)
-        finally:
-            for process in processes:
-                if process.is_alive():
-                    process.kill()
-            for process in processes:
-                process.join()
+            # Only the rank holds its end, so that its death reads as end of file here.
+            there.close()
+            self._processes.append(process)
+            self._connections.append(here)
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close(kill=exc_type is not None)
 
 
 @dataclass(frozen=True)
@@ -170,17 +247,41 @@ def _receive(rank: int, process: Any, connection: Connection, elapsed_s: float) 
     return Outcome(rank, value, error, text, elapsed_s)
 
 
-def _rank_main(job: _Job, sender: Connection, fn: Callable[..., Any], args: tuple) -> None:
-    os.environ.update(job.variables)
+def _rank_main(connection: Connection) -> None:
+    """Runs what comes through the pipe, until its other end is closed."""
     # All ranks are on this host; without this gloo asks the resolver for the host's own name.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    value, error, text = None, None, ""
-    try:
-        value = _call(job, fn, args)
-    except BaseException as raised:  # noqa: BLE001 - handed to the parent
-        error, text = raised, traceback.format_exc()
-    sender.send_bytes(_pack(value, error, text))
-    sender.close()
+    while True:
+        value, error, text = None, None, ""
+        try:
+            job, fn, args = connection.recv()
+        except EOFError:
+            return
+        except Exception as raised:  # noqa: BLE001 - what cannot be unpickled here; handed to the parent
+            error, text = raised, traceback.format_exc()
+        else:
+            before = dict(os.environ)
+            os.environ.update(job.variables)
+            try:
+                value = _call(job, fn, args)
+            except BaseException as raised:  # noqa: BLE001 - handed to the parent
+                error, text = raised, traceback.format_exc()
+            os.environ.clear()
+            os.environ.update(before)
+        try:
+            connection.send_bytes(_pack(value, error, text))
+        except BrokenPipeError:  # the parent has given this run up
+            return
+        value = error = job = fn = args = None  # a run's memory goes before the next one comes
+        _free_memory()
+
+
+def _free_memory() -> None:
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def _dump(packed: object) -> bytes:

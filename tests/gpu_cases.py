@@ -3,12 +3,11 @@
 import dataclasses
 from collections.abc import Sequence
 
+import gpu_pool
 import matrix
 import torch
 from cases import Case
 from roundtrip import run_case, verify
-
-from deep_comm import processes
 
 NUM_CASES = 64
 POISON = {"DEEP_COMM_POISON": "1"}
@@ -21,8 +20,8 @@ def run(
     backend: str = "gloo",
     devices: Sequence[int] | None = None,
 ) -> list:
-    """One process a rank, on a device of its own unless ``devices`` says otherwise."""
-    return processes.run(
+    """One process of the session's pool a rank, on a device of its own unless ``devices`` says otherwise."""
+    return gpu_pool.shared().run(
         fn,
         num_ranks,
         *args,

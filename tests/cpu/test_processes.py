@@ -195,3 +195,45 @@ def test_a_silent_rank_is_named_and_the_buffer_goes_on_after_reset() -> None:
     for rank in (0, 2):
         peer, stage, word = results[rank][0]
         assert peer == 1 and stage and word
+
+
+def _pid_and_variable(group, failing: int | None = None, dying: int | None = None):
+    if group.rank() == failing:
+        raise ValueError("on purpose")
+    if group.rank() == dying:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return os.getpid(), os.environ.get("DEEP_COMM_POISON"), group.size()
+
+
+def test_a_pool_keeps_its_processes_until_one_dies() -> None:
+    with processes.Pool(2, start_method="forkserver") as pool:
+        options = dict(timeout_s=60)
+        first = pool.run(_pid_and_variable, 2, variables={"DEEP_COMM_POISON": "1"}, **options)
+        wider = pool.run(_pid_and_variable, 3, **options)
+        assert [pid for pid, _, _ in wider[:2]] == [pid for pid, _, _ in first]
+        assert {(variable, size) for _, variable, size in first} == {("1", 2)}
+        assert {(variable, size) for _, variable, size in wider} == {(None, 3)}
+
+        ended = pool.outcomes(_pid_and_variable, 3, 1, **options)
+        assert isinstance(ended[1].error, ValueError)
+        assert [ended[0].value, ended[2].value] == [wider[0], wider[2]]
+        assert pool.run(_pid_and_variable, 3, **options) == wider
+
+        ended = pool.outcomes(_pid_and_variable, 3, None, 2, **options)
+        assert isinstance(ended[2].error, processes.RankFailed)
+        fresh = pool.run(_pid_and_variable, 3, **options)
+        assert not {pid for pid, _, _ in fresh} & {pid for pid, _, _ in wider}
+        pool.restart()
+        again = pool.run(_pid_and_variable, 2, **options)
+        assert not {pid for pid, _, _ in again} & {pid for pid, _, _ in fresh}
+
+
+def _sleep(group) -> None:
+    time.sleep(60)
+
+
+def test_a_pool_replaces_processes_that_hang() -> None:
+    with processes.Pool(start_method="forkserver") as pool:
+        hung = pool.outcomes(_sleep, 2, timeout_s=1.0)
+        assert all("did not end" in str(outcome.error) for outcome in hung)
+        assert len(pool.run(_pid_and_variable, 2, timeout_s=60)) == 2

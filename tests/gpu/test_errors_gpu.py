@@ -1,7 +1,12 @@
-"""Silent ranks, killed ranks and bad routing on GPUs: an exception, and the process lives on."""
+"""Silent ranks, killed ranks and bad routing on GPUs: an exception, and the process lives on.
+
+The ranks are this file's own, so that nothing it does to them reaches other tests. That the next test
+of the file runs in them again is part of what is tested: a failure must not cost the process its device.
+"""
 
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,8 +18,20 @@ from deep_comm import errors, processes
 TIMEOUT_S = 3.0
 
 
+_pool: processes.Pool | None = None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ranks_of_this_file() -> Iterator[None]:
+    global _pool
+    with processes.Pool(min(torch.cuda.device_count(), 8)) as _pool:
+        yield
+    _pool = None
+
+
 def outcomes(fn, num_ranks: int, *args: object) -> list[processes.Outcome]:
-    return processes.outcomes(fn, num_ranks, *args, devices=range(num_ranks), timeout_s=200)
+    assert _pool is not None
+    return _pool.outcomes(fn, num_ranks, *args, devices=range(num_ranks), timeout_s=200)
 
 
 def dispatch(buffer: deep_comm.Buffer, topk_idx: torch.Tensor | None = None):

@@ -2,20 +2,20 @@
 
 import random
 
+import gpu_pool
 import low_latency
 import pytest
 import torch
 from low_latency import LowLatencyCase, Pair, inputs_of, run_pairs, verify
 
 import deep_comm
-from deep_comm import processes
 
 POISON = {"DEEP_COMM_POISON": "1"}
 ROUTINGS = ("random", "skewed", "holes", "one_expert", "none", "duplicates")
 
 
 def run(fn, num_ranks: int, *args: object) -> list:
-    return processes.run(
+    return gpu_pool.shared().run(
         fn, num_ranks, *args, backend="gloo", devices=range(num_ranks), variables=POISON,
         timeout_s=280,
     )  # fmt: skip

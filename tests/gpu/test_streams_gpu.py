@@ -1,16 +1,16 @@
 """Stream semantics: what a call waits for, what waits for it, and who keeps the memory."""
 
+import gpu_pool
 import pytest
 import torch
 
 import deep_comm
-from deep_comm import processes
 
 HIDDEN = 2048
 
 
 def run(fn, num_ranks: int, *args: object) -> list:
-    return processes.run(fn, num_ranks, *args, devices=range(num_ranks), timeout_s=200)
+    return gpu_pool.shared().run(fn, num_ranks, *args, devices=range(num_ranks), timeout_s=200)
 
 
 def make(group) -> tuple[deep_comm.Buffer, torch.Tensor, torch.Tensor, torch.Tensor]:

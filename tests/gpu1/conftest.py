@@ -1,5 +1,9 @@
 """Tests of this folder need one CUDA device; ranks are processes that share it."""
 
+from collections.abc import Generator
+from typing import Any
+
+import gpu_pool
 import pytest
 import torch
 
@@ -11,3 +15,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu1" in item.path.parts:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, has none"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Generator[None, Any, Any]:
+    report = yield
+    if report.failed:
+        gpu_pool.distrust()
+    return report
