@@ -28,6 +28,7 @@ class Counts:
     """What notify_dispatch learned."""
 
     num_recv_tokens: int
+    max_num_tokens: int  # of all ranks
     num_recv_tokens_per_expert: list[int]  # per local expert, rounded up to expert_alignment
 
 class OutputLayout:
@@ -217,8 +218,11 @@ class Engine:
         recv_weights: int,  # out float32 [num_ranks, M, num_topk], or 0
         cumulative_stats: int,  # int32 [L], or 0
         wait_stats: int,  # int64 [num_ranks], or 0
+        is_reporting: bool,  # wait_low_latency_num_tokens will be called
         stream: int,
     ) -> None: ...
+    def wait_low_latency_num_tokens(self) -> int | None:
+        """The most tokens any rank had in the last reporting dispatch; None: a kernel failed. Without the GIL."""
     def low_latency_combine(
         self,
         *,

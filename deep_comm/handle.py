@@ -76,6 +76,7 @@ class Handle:
     num_experts: int | None = None
     num_topk: int | None = None  # 0: dispatched without top-k
     num_recv_tokens: int | None = None  # rows that arrived; None in worst-case mode
+    max_num_tokens: int | None = None  # the largest T of all ranks; None in worst-case mode
     num_recv_tokens_per_expert: Tensor | None = None  # int32 [L] on the device, aligned
     members: tuple[str, ...] | None = None  # who the ranks are
     _known: KnownHandle | None = field(default=None, init=False, repr=False)

@@ -75,6 +75,7 @@ class LowLatencyCalls:
         *,
         topk_weights: Tensor | None = None,
         compact: bool = False,
+        report_num_tokens: bool = False,
     ) -> DispatchResult:
         """Send each token to the ranks of its experts, once a rank. Collective.
 
@@ -91,6 +92,8 @@ class LowLatencyCalls:
             use_ue8m0: scales come back as exponent bytes, four in an int32.
             topk_weights: float32 [T, K]: travels along, so that combine need not send it.
             compact: return each received token once instead of once an expert.
+            report_num_tokens: wait_low_latency_num_tokens will be asked. Not while a CUDA graph is
+                captured.
 
         Returns:
             recv_x: [L, R * M, H]: the rows of an expert, by (source rank, source token), as many as
@@ -120,8 +123,18 @@ class LowLatencyCalls:
             topk_weights=topk_weights,
             cumulative_stats=cumulative_local_expert_recv_stats,
             wait_stats=dispatch_wait_recv_cost_stats,
+            report_num_tokens=report_num_tokens,
             options=options,
         )
+
+    def wait_low_latency_num_tokens(self) -> int:
+        """The most tokens that any rank had in the last dispatch with ``report_num_tokens``.
+
+        Every rank learns the same number. The host waits until the receive phase has it, not until
+        the dispatch has ended.
+        """
+        self._context.require_open()
+        return low_latency.wait_num_tokens(self._context)
 
     def low_latency_combine(
         self,

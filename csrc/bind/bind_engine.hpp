@@ -44,6 +44,7 @@ inline void bind_records(pybind11::module_& m) {
       .def_readonly("num_bytes", &OutputLayout::num_bytes);
   py::class_<Counts>(m, "Counts", py::module_local())
       .def_readonly("num_recv_tokens", &Counts::num_recv_tokens)
+      .def_readonly("max_num_tokens", &Counts::max_num_tokens)
       .def_readonly("num_recv_tokens_per_expert", &Counts::num_recv_tokens_per_expert);
 }
 

@@ -44,7 +44,8 @@ void bind_low_latency(pybind11::class_<Engine<Target>>& engine) {
          int hidden, int num_topk, int num_experts, int num_blocks, const std::string& format, bool round_scale,
          bool use_ue8m0, bool is_compact, bool send, bool receive, ptr ticket, ptr recv_x, ptr recv_scales,
          ptr recv_count, ptr src_info, ptr layout_range, ptr num_recv, ptr compact_idx, ptr compact_weights,
-         ptr recv_tokens, ptr places, ptr recv_weights, ptr cumulative_stats, ptr wait_stats, uint64_t stream) {
+         ptr recv_tokens, ptr places, ptr recv_weights, ptr cumulative_stats, ptr wait_stats, bool is_reporting,
+         uint64_t stream) {
         const PayloadFormat payload = payload_format_of(format);
         LowLatencyDispatchArgs args{};
         args.shape = low_latency_shape(num_max_tokens, hidden, num_topk, num_experts, num_blocks, payload);
@@ -71,13 +72,16 @@ void bind_low_latency(pybind11::class_<Engine<Target>>& engine) {
                     .cumulative_stats = as_pointer<int32_t>(cumulative_stats),
                     .wait_stats = as_pointer<int64_t>(wait_stats)};
         Release release;
-        self.low_latency_dispatch(args, payload, stream);
+        self.low_latency_dispatch(args, payload, is_reporting, stream);
       },
       py::kw_only(), "x"_a, "topk_idx"_a, "topk_idx_bytes"_a, "topk_weights"_a, "num_tokens"_a, "num_max_tokens"_a,
       "hidden"_a, "num_topk"_a, "num_experts"_a, "num_blocks"_a, "format"_a, "round_scale"_a, "use_ue8m0"_a,
       "is_compact"_a, "send"_a, "receive"_a, "ticket"_a, "recv_x"_a, "recv_scales"_a, "recv_count"_a, "src_info"_a,
       "layout_range"_a, "num_recv"_a, "compact_idx"_a, "compact_weights"_a, "recv_tokens"_a, "places"_a,
-      "recv_weights"_a, "cumulative_stats"_a, "wait_stats"_a, "stream"_a);
+      "recv_weights"_a, "cumulative_stats"_a, "wait_stats"_a, "is_reporting"_a, "stream"_a);
+
+  engine.def("wait_low_latency_num_tokens", &Type::wait_low_latency_num_tokens,
+             py::call_guard<py::gil_scoped_release>());
 
   engine.def(
       "low_latency_combine",

@@ -28,6 +28,7 @@ struct ErrorRecord {
 
 struct Counts {
   int num_recv_tokens = 0;
+  int max_num_tokens = 0;  // of all ranks
   std::vector<int> num_recv_tokens_per_expert;
 };
 
@@ -77,7 +78,10 @@ class Engine {
   void enable_low_latency(size_t num_bytes);
   size_t low_latency_bytes() const { return low_latency_bytes_; }
   // Fill in the region, the message and the signature, and check them.
-  void low_latency_dispatch(LowLatencyDispatchArgs args, PayloadFormat format, uint64_t stream);
+  // With is_reporting, wait_low_latency_num_tokens may be called.
+  void low_latency_dispatch(LowLatencyDispatchArgs args, PayloadFormat format, bool is_reporting, uint64_t stream);
+  // The most tokens that any rank had in the last reporting dispatch. Empty: a kernel failed.
+  std::optional<int> wait_low_latency_num_tokens();
   void low_latency_combine(LowLatencyCombineArgs args, CombineRows rows, uint64_t stream);
 
   std::optional<ErrorRecord> poll_error() const;
@@ -121,6 +125,9 @@ class Engine {
   int num_counted_experts_ = 0;  // local experts of the last notify
   uint64_t counts_stream_ = 0;
   uint32_t sequence_ = 0;
+  uint64_t* low_latency_report_ = nullptr;  // host memory that kernels reach
+  uint32_t report_sequence_ = 0;
+  uint64_t report_stream_ = 0;
   int64_t num_launches_ = 0;
 };
 

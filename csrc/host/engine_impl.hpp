@@ -73,8 +73,10 @@ void Engine<Target>::close() {
   if (world_.error == nullptr) return;
   target_.free_mapped(world_.error);
   target_.free_mapped(counts_);
+  if (low_latency_report_ != nullptr) target_.free_mapped(low_latency_report_);
   world_.error = nullptr;
   counts_ = nullptr;
+  low_latency_report_ = nullptr;
 }
 
 template <class Target>
@@ -168,6 +170,7 @@ void Engine<Target>::notify_dispatch(NotifyArgs args, const ChannelConfig& confi
                   "num_experts = " + std::to_string(args.num_experts) +
                       ", must lie in 1..num_max_experts = " + std::to_string(num_max_experts_));
   field(HeaderField::kNumExperts) = args.num_experts;
+  field(HeaderField::kNumTokens) = args.num_tokens;
   field(HeaderField::kNumChannels) = config.num_channels;
   field(HeaderField::kNumSendTokens) = config.num_send_tokens;
   field(HeaderField::kNumSlots) = config.num_slots;
@@ -199,6 +202,7 @@ std::optional<Counts> Engine<Target>::wait_counts() {
   }
   Counts counts;
   counts.num_recv_tokens = counts_->num_recv_tokens;
+  counts.max_num_tokens = counts_->max_num_tokens;
   counts.num_recv_tokens_per_expert.assign(
       counts_->num_recv_tokens_per_expert,
       counts_->num_recv_tokens_per_expert + num_counted_experts_);

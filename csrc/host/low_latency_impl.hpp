@@ -15,6 +15,7 @@ void Engine<Target>::enable_low_latency(size_t num_bytes) {
   data_bytes_ -= num_bytes;
   low_latency_bytes_ = num_bytes;
   low_latency_region_ = LowLatencyRegion::make(world_.layout.data + data_bytes_, num_bytes);
+  low_latency_report_ = static_cast<uint64_t*>(target_.allocate_mapped(sizeof(uint64_t)));
   target_.template prepare<LowLatencyDispatchKernel<PayloadFormat::kBfloat16>>();
   target_.template prepare<LowLatencyDispatchKernel<PayloadFormat::kFp8>>();
   target_.template prepare<LowLatencyCombineKernel<CombineRows::kSums>>();
@@ -67,12 +68,18 @@ inline void require_phases(const Phases& phases) {
 }  // namespace detail
 
 template <class Target>
-void Engine<Target>::low_latency_dispatch(LowLatencyDispatchArgs args, PayloadFormat format, uint64_t stream) {
+void Engine<Target>::low_latency_dispatch(LowLatencyDispatchArgs args, PayloadFormat format, bool is_reporting,
+                                          uint64_t stream) {
   detail::require_phases(args.phases);
   detail::require(args.num_tokens >= 0 && args.num_tokens <= args.shape.num_max_tokens,
                   "num_tokens = " + std::to_string(args.num_tokens) + ", must lie in 0..num_max_tokens");
   const LaunchConfig config = low_latency_launch(args.shape, false);
   args.region = low_latency_region_;
+  if (is_reporting) {
+    args.report = low_latency_report_;
+    args.report_sequence = ++report_sequence_;
+    report_stream_ = stream;
+  }
   args.signature =
       detail::low_latency_signature(Kernel::kLowLatencyDispatch, args.shape, args.out.is_compact ? 1 : 0);
   if (format == PayloadFormat::kFp8) {
@@ -80,6 +87,26 @@ void Engine<Target>::low_latency_dispatch(LowLatencyDispatchArgs args, PayloadFo
   } else {
     launch<LowLatencyDispatchKernel<PayloadFormat::kBfloat16>>(config, args, stream);
   }
+}
+
+template <class Target>
+std::optional<int> Engine<Target>::wait_low_latency_num_tokens() {
+  check_open();
+  detail::require(report_sequence_ != 0, "no low-latency dispatch has been asked to report");
+  uint64_t word = 0;
+  const auto has_come = [&] {
+    word = __atomic_load_n(low_latency_report_, __ATOMIC_ACQUIRE);
+    return Tagged::unpack(word).generation == report_sequence_;
+  };
+  for (int num_polls = 0; !has_come(); ++num_polls) {
+    if (detail::load_acquire(&world_.error->is_written) != 0) return std::nullopt;
+    // As in wait_counts: the kernel bounds its own waits.
+    if (num_polls % 1024 == 1023 && target_.is_idle(report_stream_) && !has_come() &&
+        detail::load_acquire(&world_.error->is_written) == 0) {
+      throw std::runtime_error("low_latency_dispatch ended without a report: its receive phase has not run");
+    }
+  }
+  return static_cast<int>(Tagged::unpack(word).value);
 }
 
 template <class Target>

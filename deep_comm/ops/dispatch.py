@@ -146,12 +146,12 @@ def _launch_notify(
     return out
 
 
-def _wait_counts(ctx: Context) -> tuple[int, list[int]]:
+def _wait_counts(ctx: Context) -> tuple[int, int, list[int]]:
     counts = ctx.engine.wait_counts()
     if counts is None:
         ctx.check()
         raise DeepCommError("notify_dispatch failed and left no error record")
-    return counts.num_recv_tokens, list(counts.num_recv_tokens_per_expert)
+    return counts.num_recv_tokens, counts.max_num_tokens, list(counts.num_recv_tokens_per_expert)
 
 
 def dispatch(
@@ -211,9 +211,10 @@ def dispatch(
             layout = launch_layout(ctx, launch, idx, num_experts)
         notified = _launch_notify(ctx, launch, plan, payload, layout, num_topk, expert_alignment)
         num_recv_tokens: int | None = None
+        max_num_tokens: int | None = None
         per_expert_list: list[int] = []
         if num_worst_tokens == 0:
-            num_recv_tokens, per_expert_list = _wait_counts(ctx)
+            num_recv_tokens, max_num_tokens, per_expert_list = _wait_counts(ctx)
         num_rows = num_worst_tokens if num_recv_tokens is None else num_recv_tokens
         out = allocate(ctx, launch, plan, payload, idx, weights, num_rows)
         fill_tail = num_recv_tokens is None
@@ -245,6 +246,7 @@ def dispatch(
         num_experts=layout.num_experts,
         num_topk=num_topk,
         num_recv_tokens=num_recv_tokens,
+        max_num_tokens=max_num_tokens,
         num_recv_tokens_per_expert=notified.num_recv_tokens_per_expert,
         members=ctx.members,
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deep_comm import checks
 from deep_comm.context import Context
-from deep_comm.errors import ArgumentError, HandleMismatch, UnsupportedError
+from deep_comm.errors import ArgumentError, DeepCommError, HandleMismatch, UnsupportedError
 from deep_comm.events import EventOverlap
 from deep_comm.low_latency_handle import LowLatencyHandle
 from deep_comm.low_latency_state import LowLatencyState, Phases
@@ -80,6 +80,7 @@ def low_latency_dispatch(
     topk_weights: Any,
     cumulative_stats: Any,
     wait_stats: Any,
+    report_num_tokens: bool,
     options: DispatchOptions,
 ) -> DispatchResult:
     ctx.begin()
@@ -182,6 +183,7 @@ def low_latency_dispatch(
                 recv_weights=ctx.address(handle.recv_weights),
                 cumulative_stats=ctx.address(cumulative_stats),
                 wait_stats=ctx.address(wait_stats),
+                is_reporting=report_num_tokens and receive,
                 stream=stream,
             )
 
@@ -189,6 +191,15 @@ def low_latency_dispatch(
         event, hook = state.run("dispatch", options.phases, launch, run, inputs)
     payload: Payload = recv_x if scales is None else (recv_x, scales.transpose(-1, -2))
     return payload, recv_count, handle, event, hook
+
+
+def wait_num_tokens(ctx: Context) -> int:
+    """The most tokens that any rank had in the last dispatch with report_num_tokens."""
+    most = ctx.engine.wait_low_latency_num_tokens()
+    if most is None:
+        ctx.check()
+        raise DeepCommError("low_latency_dispatch failed and left no error record")
+    return most
 
 
 def low_latency_combine(

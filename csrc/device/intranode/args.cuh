@@ -39,6 +39,7 @@ enum class HeaderField : int {
   kNumSlots,
   kNumStrips,
   kBadExpertIndex,  // not compared: this rank's routing had an index out of range
+  kNumTokens,       // not compared: the most of all ranks goes to the host
   kCount
 };
 inline constexpr const char* kHeaderFieldNames[] = {"num_experts",
@@ -49,7 +50,8 @@ inline constexpr const char* kHeaderFieldNames[] = {"num_experts",
                                                     "config.num_max_nvl_chunked_send_tokens",
                                                     "config.num_max_nvl_chunked_recv_tokens",
                                                     "num_strips",
-                                                    "topk_idx"};
+                                                    "topk_idx",
+                                                    "num_tokens"};
 static_assert(sizeof(kHeaderFieldNames) / sizeof(char*) ==
               static_cast<size_t>(HeaderField::kCount));
 static_assert(static_cast<int>(HeaderField::kCount) <= kNumHeaderFields);
@@ -58,6 +60,7 @@ static_assert(static_cast<int>(HeaderField::kCount) <= kNumHeaderFields);
 struct CountsBlock {
   uint32_t sequence;  // released last: the host's number of this notify
   int32_t num_recv_tokens;
+  int32_t max_num_tokens;  // of all ranks
   int32_t
       num_recv_tokens_per_expert[1];  // [num_local_experts], aligned; allocated for num_max_experts
 };

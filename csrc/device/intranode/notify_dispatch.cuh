@@ -4,7 +4,7 @@
 // out    rank_prefix_matrix [R, R]     [i][j] = rows that ranks 0..i send to rank j
 //        channel_prefix_matrix [R, C]  [j][c] = rows that this rank sends to j in channels 0..c
 //        send_head [T, R]              ordinal of a token among those its channel sends to a rank, or -1
-//        counts (host memory): total and per-expert rows, aligned; num_recv_tokens_per_expert (device)
+//        counts (host memory): total and per-expert rows, aligned, and the most tokens a rank has; num_recv_tokens_per_expert (device)
 // grid   1 + R blocks; block 0 talks to the peers, block 1 + j counts the channels of destination j
 // words  arrived  · owner: receiver · written by each peer · read by block 0 · release/acquire sys · generation
 //        counts   · owner: receiver · row of each peer    · before its `arrived` · overwritten by the next notify,
@@ -62,6 +62,8 @@ DC_DEVICE void check_headers(const Context& context, const NotifyArgs& args) {
                              0,
                              -1});
       abort_rank(context);
+    } else if (field == static_cast<int>(HeaderField::kNumTokens)) {
+      continue;
     } else if (theirs != args.header.fields[field]) {
       report_error(context, {ErrorKind::kConfigMismatch,
                              {Stage::kCounts, Word::kHeader, peer, field},
@@ -84,7 +86,15 @@ DC_DEVICE void write_rank_prefix(const NotifyArgs& args) {
     sum += arch::ld_weak(world.counts(world.rank, src) + kNumHeaderFields + dst);
     arch::st_weak(args.rank_prefix_matrix + src * world.num_ranks + dst, sum);
   }
-  if (dst == world.rank) arch::st_relaxed_sys(&args.counts->num_recv_tokens, sum);
+  if (dst == world.rank) {
+    arch::st_relaxed_sys(&args.counts->num_recv_tokens, sum);
+    int32_t most = 0;
+    for (int src = 0; src < world.num_ranks; ++src) {
+      most = max_of(most, arch::ld_weak(world.counts(world.rank, src) +
+                                        static_cast<int>(HeaderField::kNumTokens)));
+    }
+    arch::st_relaxed_sys(&args.counts->max_num_tokens, most);
+  }
 }
 
 DC_DEVICE void write_expert_counts(const NotifyArgs& args) {

@@ -57,6 +57,9 @@ struct LowLatencyDispatchArgs {
   int topk_idx_bytes;
   const float* topk_weights;  // [T, K], or null
   bool round_scale;
+  // Host memory, or null: the most tokens that any rank has, beside the host's number of this dispatch.
+  uint64_t* report;
+  uint32_t report_sequence;
   LowLatencyOutputs out;
 };
 

@@ -52,6 +52,12 @@ DC_DEVICE void place_sources(const LowLatencyDispatchArgs& args, const BlockMemo
   if (is_writing && arch::thread_idx() < num_ranks) {
     arch::st_weak(out.recv_tokens + arch::thread_idx(), memory.header->num_tokens[arch::thread_idx()]);
   }
+  if (is_writing && args.report != nullptr && arch::thread_idx() == 0) {
+    int32_t most = 0;
+    for (int source = 0; source < num_ranks; ++source) most = max_of(most, memory.header->num_tokens[source]);
+    // Engine::wait_low_latency_num_tokens reads nothing but the word itself.
+    arch::st_relaxed_sys(args.report, Tagged::pack(args.report_sequence, static_cast<uint32_t>(most)));
+  }
 }
 
 // One warp: the places of a token's selections, into shared memory and, once a token, into the outputs.
