@@ -59,6 +59,19 @@ class LowLatencyCalls:
         max_tokens = low_latency.check_num_max_tokens(num_max_dispatch_tokens_per_rank)
         self._low_latency.num_blocks(max_tokens, hidden, 1, num_experts)
 
+    def low_latency_num_blocks(
+        self,
+        num_max_dispatch_tokens_per_rank: int,
+        hidden: int,
+        num_topk: int,
+        num_experts: int,
+    ) -> int:
+        """Blocks, of one SM each, of the kernels of a call of this shape."""
+        self._context.require_open()
+        return self._low_latency.num_blocks(
+            num_max_dispatch_tokens_per_rank, hidden, num_topk, num_experts
+        )
+
     def low_latency_dispatch(
         self,
         x: Tensor,

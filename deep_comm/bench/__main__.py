@@ -1,7 +1,7 @@
 """``python -m deep_comm.bench``: dispatch and combine, timed after they have been checked.
 
 Under torchrun every process is a rank; else the ranks are started here. What is measured is chosen
-in `deep_comm.bench.options`, timed as `deep_comm.bench.measure` says and counted as
+in `deep_comm.bench.options` (low-latency mode: `deep_comm.bench.low_latency`), timed as `deep_comm.bench.measure` says and counted as
 `deep_comm.bench.workload` says.
 """
 
@@ -11,7 +11,6 @@ import datetime
 import faulthandler
 import json
 import os
-import platform
 import shlex
 import sys
 import time
@@ -21,16 +20,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import deep_comm
 from deep_comm import processes
-from deep_comm.bench import normal, options, plot, report, simulation, targets
+from deep_comm.bench import machine, normal, options, plot, report, simulation, targets
+from deep_comm.bench.low_latency import main as low_latency
+from deep_comm.bench.low_latency import options as low_latency_options
+from deep_comm.bench.low_latency.options import Options as LowLatencyOptions
 from deep_comm.bench.options import Options
 from deep_comm.bench.workload import Workload
 
 GROUP_TIMEOUT = datetime.timedelta(seconds=180)
 
 
-def run_rank(_group: Any, chosen: Options) -> normal.Report:
+def run_rank(_group: Any, chosen: Options | LowLatencyOptions) -> Any:
     """One rank, however it was started. The default group carries rendezvous and statistics."""
     # Everything that waits has a limit of its own; this one is for what nobody thought of.
     faulthandler.dump_traceback_later(chosen.deadline_s, exit=True)
@@ -40,7 +41,7 @@ def run_rank(_group: Any, chosen: Options) -> normal.Report:
         faulthandler.cancel_dump_traceback_later()
 
 
-def _run_rank(chosen: Options) -> normal.Report:
+def _run_rank(chosen: Options | LowLatencyOptions) -> Any:
     torch.set_num_threads(1)
     device = torch.device("cpu")
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
@@ -54,31 +55,21 @@ def _run_rank(chosen: Options) -> normal.Report:
         if rank == 0:
             print(text, flush=True)
 
+    if isinstance(chosen, LowLatencyOptions):
+        return low_latency.run_rank(chosen, device, say)
+
     def on_lines(lines: list[normal.Measured]) -> None:
         say(report.table(lines))
 
     return normal.Runner(chosen, device, say).run(chosen.scenarios_of(num_ranks), on_lines)
 
 
-def machine(device: str) -> dict[str, Any]:
-    facts: dict[str, Any] = {
-        "deep_comm": deep_comm.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "cores": os.cpu_count(),
-        "device": device,
-    }
-    if device == "cuda":
-        facts["gpu"] = torch.cuda.get_device_name()
-        facts["num_gpus"] = torch.cuda.device_count()
-        facts["cuda"] = torch.version.cuda
-        facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-        facts["nccl_nvls_enable"] = os.environ.get("NCCL_NVLS_ENABLE", "0")
-    return facts
-
-
-def publish(chosen: Options, figures: normal.Report, num_ranks: int, elapsed_s: float) -> None:
+def publish(
+    chosen: Options | LowLatencyOptions, figures: Any, num_ranks: int, elapsed_s: float
+) -> None:
     """Everything after the tables, which rank 0 has printed while they grew."""
+    if isinstance(chosen, LowLatencyOptions):
+        return low_latency.publish(chosen, figures, num_ranks, elapsed_s)
     print("\n" + report.ending(figures))
     verdicts = targets.judge(figures.lines, num_ranks)
     if chosen.device == "cuda" and any(verdict.measured is not None for verdict in verdicts):
@@ -90,7 +81,7 @@ def publish(chosen: Options, figures: normal.Report, num_ranks: int, elapsed_s: 
         print(report.simulation_line(simulated))
     if chosen.json is not None:
         document = {
-            "machine": machine(chosen.device),
+            "machine": machine.describe(chosen.device),
             "command": chosen.command,
             "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "num_ranks": num_ranks,
@@ -106,7 +97,9 @@ def publish(chosen: Options, figures: normal.Report, num_ranks: int, elapsed_s: 
         chosen.json.write_text(json.dumps(document, indent=2) + "\n")
     if chosen.plot is not None:
         if plot.is_available():
-            title = f"{machine(chosen.device).get('gpu', 'host target')}, {num_ranks} ranks"
+            title = (
+                f"{machine.describe(chosen.device).get('gpu', 'host target')}, {num_ranks} ranks"
+            )
             plot.draw(figures.lines, figures.limit, title, chosen.plot)
         else:
             print(plot.MISSING)
@@ -115,7 +108,8 @@ def publish(chosen: Options, figures: normal.Report, num_ranks: int, elapsed_s: 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
-    chosen = options.parse(given, shlex.join(["python", "-m", "deep_comm.bench", *given]))
+    parse = low_latency_options.parse if low_latency_options.is_asked_for(given) else options.parse
+    chosen = parse(given, shlex.join(["python", "-m", "deep_comm.bench", *given]))
     started = time.monotonic()
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         num_ranks = chosen.num_ranks or (

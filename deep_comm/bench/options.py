@@ -54,7 +54,7 @@ class Options:
     command: str
 
 
-def _integers(sweep: Sequence[int]) -> Callable[[str], tuple[int, ...]]:
+def integers(sweep: Sequence[int]) -> Callable[[str], tuple[int, ...]]:
     def parse(text: str) -> tuple[int, ...]:
         values = tuple(sweep) if text == "sweep" else tuple(int(part) for part in text.split(","))
         if not values or min(values) < 1:
@@ -65,7 +65,8 @@ def _integers(sweep: Sequence[int]) -> Callable[[str], tuple[int, ...]]:
     return parse
 
 
-def _sms(text: str) -> tuple[int | None, ...]:
+def sms(text: str) -> tuple[int | None, ...]:
+    """Even numbers; AUTO: the Buffer's choice."""
     if text == "sweep":
         return (None, *SM_SWEEP)
     values = tuple(None if part == AUTO else int(part) for part in text.split(","))
@@ -74,10 +75,10 @@ def _sms(text: str) -> tuple[int | None, ...]:
     return values
 
 
-_sms.__name__ = "list of even numbers or 'auto'"
+sms.__name__ = "list of even numbers or 'auto'"
 
 
-def _names(allowed: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+def names(allowed: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
     def parse(text: str) -> tuple[str, ...]:
         values = tuple(allowed) if text == "all" else tuple(text.split(","))
         unknown = [value for value in values if value not in allowed]
@@ -103,26 +104,26 @@ def make_parser() -> argparse.ArgumentParser:
     add("--quick", action="store_true", help="what the table of targets needs, within a minute")
     shape = parser.add_argument_group("workload")
     add = shape.add_argument
-    add("--tokens", type=_integers(TOKEN_SWEEP), help="per rank, or 'sweep' (256; GPUs: 4096)")
+    add("--tokens", type=integers(TOKEN_SWEEP), help="per rank, or 'sweep' (256; GPUs: 4096)")
     add("--hidden", type=int, help="default: 2048; on GPUs 7168")
     add("--experts", type=int, help="default: 32; on GPUs 256")
     add("--topk", type=int, default=8)
-    add("--dtype", type=_names(tuple(DTYPES)), help="default: bf16; on GPUs bf16,fp8")
-    add("--routing", type=_names(tuple(ROUTINGS)), default=("uniform",), help=", ".join(ROUTINGS))
+    add("--dtype", type=names(tuple(DTYPES)), help="default: bf16; on GPUs bf16,fp8")
+    add("--routing", type=names(tuple(ROUTINGS)), default=("uniform",), help=", ".join(ROUTINGS))
     how = parser.add_argument_group("how it is called")
     add = how.add_argument
-    add("--mode", type=_names(MODES), default=MODES, help="direct,ring")
-    add("--execution", type=_names(EXECUTIONS), help="eager,graph (the host has eager alone)")
+    add("--mode", type=names(MODES), default=MODES, help="direct,ring; or low-latency: see its --help")
+    add("--execution", type=names(EXECUTIONS), help="eager,graph (the host has eager alone)")
     add(
         "--sms",
-        type=_sms,
+        type=sms,
         help="SMs of the Config, 'auto' for none, or 'sweep' (auto; GPUs: auto,8,24)",
     )
-    add("--send", type=_integers((4, 8, 16)), default=(6,), help="rows between two publications")
-    add("--slots", type=_integers((64, 128, 256)), default=(256,), help="of a ring")
+    add("--send", type=integers((4, 8, 16)), default=(6,), help="rows between two publications")
+    add("--slots", type=integers((64, 128, 256)), default=(256,), help="of a ring")
     add(
         "--ops",
-        type=_names(operations.NAMES),
+        type=names(operations.NAMES),
         default=operations.NAMES,
         help="operations to measure",
     )

@@ -24,7 +24,7 @@ def _mix(value: Tensor) -> Tensor:
     return value ^ (value >> 13)
 
 
-def row_keys(rank: Tensor | int, token: Tensor, slot: int, salt: int = 0) -> Tensor:
+def row_keys(rank: Tensor | int, token: Tensor, slot: int, salt: Tensor | int = 0) -> Tensor:
     """int64 keys of rows, like ``token`` in shape."""
     token = token.to(torch.int64)
     source = torch.as_tensor(rank, dtype=torch.int64, device=token.device)

@@ -38,8 +38,8 @@ def operations(expected: Expected) -> Iterator[Operation]:
     library = "NCCL" if on_gpu else "gloo"
     group = nccl_group() if on_gpu else dist.group.WORLD
     yield _all_to_all(expected, library, group)
-    yield _all_gather(expected, library, group)
-    yield _reduce_scatter(expected, library, group)
+    yield all_gather(expected, library, group)
+    yield reduce_scatter(expected, library, group)
 
 
 def _all_to_all(expected: Expected, library: str, group: dist.ProcessGroup | None) -> Operation:
@@ -73,7 +73,7 @@ def _collective_volume(expected: Expected, row_bytes: int) -> Volume:
     return Volume(shape.num_ranks * block, (shape.num_ranks - 1) * block)
 
 
-def _all_gather(expected: Expected, library: str, group: dist.ProcessGroup | None) -> Operation:
+def all_gather(expected: Expected, library: str, group: dist.ProcessGroup | None) -> Operation:
     """Dispatch without routing: every rank gets all tokens. A rank with fewer sends padding."""
     shape = expected.workload
     padded: dict[int, Tensor] = {}
@@ -104,7 +104,7 @@ def _all_gather(expected: Expected, library: str, group: dist.ProcessGroup | Non
     return Operation(f"{library} {ALL_GATHER}", call, verify, moved, is_rival=True)
 
 
-def _reduce_scatter(expected: Expected, library: str, group: dist.ProcessGroup | None) -> Operation:
+def reduce_scatter(expected: Expected, library: str, group: dist.ProcessGroup | None) -> Operation:
     """Combine without routing: every rank adds up its experts' outputs for all tokens of all
     ranks."""
     shape = expected.workload

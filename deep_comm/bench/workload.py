@@ -77,9 +77,9 @@ class Routing:
     topk_weights: Tensor  # float32 [T, K], a token's sum to 1
 
 
-def routing_of(workload: Workload, rank: int) -> Routing:
-    """A function of the workload and the rank, so that every rank knows every other's."""
-    generator = torch.Generator().manual_seed(1000 + rank)
+def routing_of(workload: Workload, rank: int, slot: int = 0) -> Routing:
+    """A function of workload, rank and slot, so that every rank knows every other's."""
+    generator = torch.Generator().manual_seed(1000 + rank + 64 * slot)
     num_tokens, num_topk = workload.num_tokens_of(rank), workload.num_topk
     popularity = _popularity(workload)
     num_choices = min(num_topk, int((popularity > 0).sum()))

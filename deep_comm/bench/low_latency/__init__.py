@@ -1,0 +1,1 @@
+"""``python -m deep_comm.bench --mode low-latency``: decode batches, checked bit for bit, then timed."""
