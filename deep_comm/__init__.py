@@ -24,6 +24,7 @@ from deep_comm.errors import (
     PeerLost,
     PeerTimeout,
     TopologyError,
+    UnsupportedArgument,
     UnsupportedError,
 )
 from deep_comm.events import EventHandle, EventOverlap
@@ -49,6 +50,7 @@ __all__ = [
     "PeerLost",
     "PeerTimeout",
     "TopologyError",
+    "UnsupportedArgument",
     "UnsupportedError",
     "__version__",
     "errors",

@@ -227,7 +227,7 @@ class Buffer(LowLatencyCalls):
         if use_rdma_buffer and not self.low_latency_mode:
             raise UnsupportedError("there is no RDMA buffer inside one node")
         num_elements = (
-            self.num_rdma_bytes if use_rdma_buffer else self.num_nvl_bytes
+            self._context.low_latency_bytes if use_rdma_buffer else self.num_nvl_bytes
         ) // dtype.itemsize
         shape = torch.Size([num_elements - offset] if size is None else size)
         if offset < 0 or offset > num_elements:
@@ -400,5 +400,6 @@ class Buffer(LowLatencyCalls):
             return configs.host_default(num_sms)
         max_sms = self._context.backend.max_sms
         if num_sms is None:
-            num_sms = Buffer.num_sms if max_sms is None else min(Buffer.num_sms, max_sms // 2 * 2)
+            wanted = self.num_sms  # of this Buffer, of its class, or of all
+            num_sms = wanted if max_sms is None else min(wanted, max_sms // 2 * 2)
         return recommended(self.group_size, num_sms)

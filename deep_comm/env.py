@@ -108,7 +108,18 @@ POISON: Variable[bool] = Variable(
     _parse_flag,
 )
 
-REGISTRY: tuple[Variable[Any], ...] = (TIMEOUT_S, NUM_SMS, DEVICE, RANKS_PER_NODE, POISON)
+DEEP_EP_FULL_RDMA: Variable[bool] = Variable(
+    "DEEP_COMM_DEEP_EP_FULL_RDMA",
+    "0 or 1",
+    False,
+    "drop-in deep_ep: allocate all of num_rdma_bytes, for programs that use the memory themselves; "
+    "unset: what low-latency calls need for the shape whose size hint that is",
+    _parse_flag,
+)
+
+REGISTRY: tuple[Variable[Any], ...] = (
+    TIMEOUT_S, NUM_SMS, DEVICE, RANKS_PER_NODE, POISON, DEEP_EP_FULL_RDMA,
+)  # fmt: skip
 
 # Read by the build, not by the package; listed so that unknown() does not call them typos.
 BUILD_VARIABLES = ("DEEP_COMM_TESTS", "DEEP_COMM_CUDA", "DEEP_COMM_PTXAS_REPORT")

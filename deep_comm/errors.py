@@ -56,6 +56,21 @@ class UnsupportedError(DeepCommError):
     """Something that this version or this build does not offer."""
 
 
+class UnsupportedArgument(UnsupportedError, TypeError):
+    """A keyword that some DeepEP knows and that has no counterpart here. Nothing was launched.
+
+    Also a TypeError, as callers expect that try a keyword and go on without it.
+
+    Attributes: ``function``, ``argument``, ``value``.
+    """
+
+    def __init__(self, function: str, argument: str, value: Any, reason: str) -> None:
+        super().__init__(f"{function}() got {argument}={value!r}: {reason}")
+        self.function = function
+        self.argument = argument
+        self.value = value
+
+
 class PeerLost(DeepCommError):
     """A rank ended, or reported a failure, while others waited for it on the host."""
 

@@ -6,6 +6,7 @@ for one does nothing; which arguments may go together is the same on both target
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 
 import torch
@@ -40,8 +41,12 @@ class EventOverlap:
         with event:
             ...  # work that does not need the result of the communication
 
-    Attributes: ``event`` (None if the call was synchronous), ``extra_tensors`` (kept alive by it).
+    Attributes: ``event`` (None if the call was synchronous), ``extra_tensors`` (kept alive by it),
+    ``hook_after_wait`` (called once, by the next wait).
     """
+
+    hook_after_wait: Callable[[], object] | None = None
+    _release_handle_by_call = False
 
     def __init__(
         self,
@@ -51,13 +56,30 @@ class EventOverlap:
         self.event = event
         self.extra_tensors = extra_tensors
 
-    def current_stream_wait(self) -> None:
-        """The current stream waits for the event."""
+    def current_stream_wait(self, release_handle: bool = False) -> None:
+        """The current stream waits for the event. ``release_handle``: the event, and what it keeps
+        alive, is let go of afterwards."""
         if self.event is None:
             raise ArgumentError(
                 "event", None, "must be that of an asynchronous call to wait for it"
             )
         self.event.current_stream_wait()
+        hook, self.hook_after_wait = self.hook_after_wait, None
+        if hook is not None:
+            hook()
+        if release_handle:
+            self.event = self.extra_tensors = None
+
+    def register_hook_after_wait(self, hook: Callable[[], object]) -> None:
+        """The next wait calls ``hook`` when it has queued the waiting. One at a time."""
+        if self.hook_after_wait is not None:
+            raise ArgumentError("hook", None, "is there already, and only one may be")
+        self.hook_after_wait = hook
+
+    def __call__(self, release_handle: bool = False) -> EventOverlap:
+        """``with event(release_handle=True): ...``"""
+        self._release_handle_by_call = release_handle
+        return self
 
     def __enter__(self) -> EventOverlap:
         return self
@@ -69,7 +91,7 @@ class EventOverlap:
         traceback: TracebackType | None,
     ) -> None:
         if self.event is not None:
-            self.event.current_stream_wait()
+            self.current_stream_wait(self._release_handle_by_call)
 
 
 def unwrap(previous_event: EventOverlap | EventHandle | None) -> EventHandle | None:

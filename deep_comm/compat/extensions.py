@@ -1,0 +1,79 @@
+"""Keywords that forks of DeepEP added: taken where they ask for nothing, else refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deep_comm.errors import UnsupportedArgument
+
+
+@dataclass(frozen=True)
+class Extension:
+    """A keyword of a fork. ``neutral``: the values that ask for what happens anyway."""
+
+    origin: str
+    neutral: tuple[Any, ...]
+    reason: str
+
+
+_SIGNALS = "combine starts when it is called, not when signals of a running GEMM arrive"
+_NO_NVFP4 = "rows travel as bfloat16 or e4m3"
+
+CONSTRUCTOR = {
+    "allow_nvlink_for_normal_mode": Extension(
+        "hybrid-ep", (True,), "inside a node rows always travel over NVLink"
+    ),
+    "eager_support": Extension("eager-rdma", (False,), "there is no eager protocol"),
+}
+DISPATCH = {
+    "global_expert_id_offset": Extension(
+        "TensorRT-LLM's copy", (0, None), "recv_topk_idx holds local indices; add the offset to those >= 0"
+    ),
+}
+LOW_LATENCY_DISPATCH = {
+    "use_nvfp4": Extension("hybrid-ep", (False,), _NO_NVFP4),
+    "use_ue8m0_for_sf": Extension("hybrid-ep", (False,), _NO_NVFP4),
+    "x_global_scale": Extension("hybrid-ep", (None,), _NO_NVFP4),
+    "topk_weights": Extension(
+        "hybrid-ep", (None,), "the seven-item result is not offered; deep_comm.Buffer takes topk_weights"
+    ),
+    "use_eager": Extension("eager-rdma", (False,), "there is no eager protocol"),
+    "align_fp8_quantization": Extension(
+        "zhuzilin/DeepEP", (False,),
+        "rows are scaled as deep_comm/reference_low_latency.py says, bit for bit, and no other way",
+    ),
+}  # fmt: skip
+LOW_LATENCY_COMBINE = {
+    "overlap": Extension("hybrid-ep and antgroup-opt", (False,), _SIGNALS),
+    "src_signals": Extension("hybrid-ep", (None,), _SIGNALS),
+    "src_signal_expect_value": Extension("hybrid-ep", (0, None), _SIGNALS),
+    "packed_recv_count": Extension("antgroup-opt", (None,), _SIGNALS),
+    "comp_signal": Extension("antgroup-opt", (None,), _SIGNALS),
+    # Of the overlap alone: without it they mean nothing.
+    "block_m": Extension("antgroup-opt", (), ""),
+    "threshold": Extension("antgroup-opt", (), ""),
+    "num_sms": Extension("antgroup-opt", (), ""),
+    "use_eager": Extension("eager-rdma", (False,), "there is no eager protocol"),
+}
+
+
+def check(function: str, known: Mapping[str, Extension], given: Mapping[str, Any]) -> None:
+    """Raise UnsupportedArgument for the first keyword of ``given`` that asks for something."""
+    for name, value in given.items():
+        extension = known.get(name)
+        if extension is None:
+            raise UnsupportedArgument(
+                function, name, value, "no release of DeepEP that deep_comm follows has this keyword"
+            )
+        if not extension.reason or _is_neutral(value, extension.neutral):
+            continue
+        raise UnsupportedArgument(
+            function, name, value, f"a keyword of {extension.origin}; {extension.reason}"
+        )
+
+
+def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
+    # Of the same type: a tensor must not be compared, and 0 must not stand for False.
+    return any(value is item or (type(value) is type(item) and value == item) for item in neutral)

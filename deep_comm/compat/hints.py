@@ -1,0 +1,41 @@
+"""DeepEP's number for low-latency memory, and what deep_comm takes instead.
+
+Programs compare the hint with a formula of their own, so it must be DeepEP's, which grows with the
+number of experts. deep_comm needs tokens times ranks. The drop-in returns the former, remembers the
+shape it was asked for, and allocates the latter when a Buffer is built with that number.
+"""
+
+from __future__ import annotations
+
+from deep_comm import env
+from deep_comm.low_latency_state import region_bytes
+from deep_comm.rendezvous import Rendezvous
+
+_ALIGNMENT = 128
+_hinted: dict[int, int] = {}  # DeepEP's bytes -> ours, of every hint asked for in this process
+
+
+def low_latency_bytes(num_max_tokens: int, hidden: int, num_ranks: int, num_experts: int) -> int:
+    """DeepEP's size, to the byte; remembers what deep_comm needs for the same shape.
+
+    Twice a send area, a receive area and a word per expert: a dispatch message has 16 bytes before
+    its bfloat16 row, a combine message a pair of bfloat16 per 128 columns before it.
+    """
+    dispatch_bytes = 16 + 2 * hidden
+    combine_bytes = 2 * hidden + hidden // 128 * 4
+    send = max(num_max_tokens * dispatch_bytes, num_experts * num_max_tokens * combine_bytes)
+    receive = num_experts * num_max_tokens * max(dispatch_bytes, combine_bytes)
+    signals = -(-4 * num_experts // _ALIGNMENT) * _ALIGNMENT
+    total = 2 * (send + receive + signals)
+    total = (total + _ALIGNMENT) // _ALIGNMENT * _ALIGNMENT
+    needed = region_bytes(num_ranks, num_max_tokens, hidden)
+    _hinted[total] = max(needed, _hinted.get(total, 0))
+    return total
+
+
+def bytes_to_allocate(group: object, comm: object, num_rdma_bytes: int) -> int:
+    """For a low-latency Buffer of ``num_rdma_bytes``. Collective: ranks may have asked for the hint on
+    one of them only."""
+    known = 0 if env.DEEP_EP_FULL_RDMA.get() else _hinted.get(num_rdma_bytes, 0)
+    agreed = max(Rendezvous(group, comm).all_gather_object(known))
+    return agreed if agreed > 0 else num_rdma_bytes

@@ -1,0 +1,6 @@
+"""The module path of V1."""
+
+from deep_comm import Config, EventHandle, EventOverlap
+from deep_comm.compat.legacy import Buffer
+
+__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap"]

@@ -1,0 +1,1 @@
+"""The module paths of V2."""

@@ -1,0 +1,119 @@
+"""Programs written for DeepEP, argument by argument, against the drop-in on the host target."""
+
+from __future__ import annotations
+
+import drop_in
+import pytest
+
+from deep_comm import local, processes
+
+from users import megatron, others, sglang, vllm  # isort: skip
+
+
+@pytest.fixture(autouse=True)
+def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEP_COMM_DEVICE", "cpu")
+    monkeypatch.setenv("DEEP_COMM_POISON", "1")
+    monkeypatch.setenv("DEEP_COMM_TIMEOUT_S", "10")
+
+
+def run(fn, num_ranks: int, *args: object) -> None:
+    local.run(lambda group: fn(group, *args), num_ranks, timeout_s=120)
+
+
+def test_vllm_finds_the_names_it_annotates_with() -> None:
+    vllm.annotations()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("routing", ["distinct", "holes", "duplicates"])
+def test_vllm_high_throughput(num_ranks: int, routing: str) -> None:
+    run(vllm.high_throughput, num_ranks, routing, drop_in.HIDDEN, False, False)
+
+
+def test_vllm_high_throughput_with_fp8_and_dual_batches() -> None:
+    run(vllm.high_throughput, 2, "holes", drop_in.HIDDEN, True, True)
+
+
+def test_vllm_high_throughput_with_rows_of_256_bytes() -> None:
+    run(vllm.high_throughput, 2, "distinct", 128, False, False)
+
+
+def test_vllm_keeps_two_handles() -> None:
+    run(vllm.two_handles_in_flight, 3)
+
+
+@pytest.mark.parametrize("use_fp8", [False, True])
+@pytest.mark.parametrize("return_recv_hook", [False, True])
+def test_vllm_low_latency(use_fp8: bool, return_recv_hook: bool) -> None:
+    run(vllm.low_latency, 4, use_fp8, return_recv_hook)
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+@pytest.mark.parametrize("use_fp8", [False, True])
+def test_vllm_elastic(is_captured: bool, use_fp8: bool) -> None:
+    run(vllm.elastic, 3, is_captured, use_fp8, 64 if is_captured else None)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_sglang_normal_and_low_latency_over_one_buffer(num_ranks: int) -> None:
+    run(sglang.auto, num_ranks)
+
+
+@pytest.mark.parametrize("is_prefill", [False, True])
+def test_sglang_elastic(is_prefill: bool) -> None:
+    run(sglang.elastic, 3, is_prefill)
+
+
+@pytest.mark.parametrize("async_finish", [False, True])
+def test_megatron_forward_and_backward(async_finish: bool) -> None:
+    run(megatron.step, 3, async_finish)
+
+
+def test_torchtitan_forward_and_backward() -> None:
+    run(others.torchtitan, 3)
+
+
+@pytest.mark.parametrize("is_rewritten", [False, True])
+def test_lightllm_prefill(is_rewritten: bool) -> None:
+    run(others.lightllm_prefill, 3, is_rewritten)
+
+
+def test_lightllm_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEP_COMM_DEEP_EP_FULL_RDMA", "1")
+    run(others.lightllm_decode, 2)
+
+
+def test_lmdeploy() -> None:
+    run(others.lmdeploy, 2)
+
+
+def test_tensorrt_llm() -> None:
+    run(others.tensorrt_llm, 4)
+
+
+def test_slime_replaces_the_constructor() -> None:
+    run(others.slime, 1)
+
+
+def everything(group) -> None:
+    """In processes over a torch.distributed group, as servers and trainers have it."""
+    vllm.high_throughput(group, "holes", drop_in.HIDDEN, False, False)
+    vllm.low_latency(group, True, True)
+    vllm.elastic(group, False, True, None)
+    sglang.auto(group)
+    sglang.elastic(group, True)
+    megatron.step(group, True)
+    others.torchtitan(group)
+    others.lightllm_prefill(group, True)
+    others.lmdeploy(group)
+    others.tensorrt_llm(group)
+    others.slime(group)
+
+
+@pytest.mark.xdist_group("processes")
+def test_everything_between_processes() -> None:
+    processes.run(
+        everything, 2, variables={"DEEP_COMM_DEVICE": "cpu"}, start_method="forkserver",
+        timeout_s=200,
+    )  # fmt: skip

@@ -1,0 +1,96 @@
+"""Makes ``import deep_ep`` the drop-in, in this process and in the ranks it starts; a small MoE layer."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deep_comm import env
+from deep_comm.compat.installer import SITE
+from deep_comm.topology import first_expert, num_local_experts
+
+if str(SITE) not in sys.path:
+    sys.path.insert(0, str(SITE))
+
+NUM_EXPERTS, NUM_TOPK, HIDDEN = 16, 4, 256
+
+
+def device() -> torch.device:
+    if torch.cuda.is_available() and env.DEVICE.get() != "cpu":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def routed(
+    rank: int,
+    num_tokens: int,
+    *,
+    hidden: int = HIDDEN,
+    num_topk: int = NUM_TOPK,
+    routing: str = "distinct",
+    seed: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x [T, H] bfloat16, topk_idx int64 [T, K], topk_weights float32 [T, K].
+
+    Small integers and halves, so that every order of summation gives the same bfloat16. ``routing``:
+    "distinct", "holes" (-1 here and there), "duplicates" (experts twice in a row, weights of any sign).
+    """
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    x = torch.randint(-3, 4, (num_tokens, hidden), generator=generator).to(torch.bfloat16)
+    idx = torch.rand(num_tokens, NUM_EXPERTS, generator=generator).topk(num_topk).indices
+    weights = torch.full((num_tokens, num_topk), 0.5)
+    if routing == "holes":
+        idx = torch.where(torch.rand(idx.shape, generator=generator) < 0.4, -1, idx)
+    if routing == "duplicates":
+        idx = torch.randint(0, NUM_EXPERTS, idx.shape, generator=generator)
+        sign = torch.randint(0, 2, idx.shape, generator=generator) * 2 - 1
+        weights = weights * sign
+    return tuple(part.to(device()) for part in (x, idx, weights))  # type: ignore[return-value]
+
+
+def dense(x: Tensor, topk_idx: Tensor, weights: Tensor) -> Tensor:
+    """The layer in one process: expert e multiplies by e + 1."""
+    scale = torch.where(topk_idx >= 0, (topk_idx + 1) * weights, 0.0)
+    return x.float() * scale.sum(dim=1, keepdim=True)
+
+
+def num_tokens_of(rank: int) -> int:
+    """Different on each rank, none on rank 1."""
+    return 0 if rank == 1 else 9 + 3 * rank
+
+
+def first_of(rank: int, num_ranks: int) -> int:
+    return first_expert(rank, NUM_EXPERTS, num_ranks)
+
+
+def num_local_of(rank: int, num_ranks: int) -> int:
+    return num_local_experts(rank, NUM_EXPERTS, num_ranks)
+
+
+def local_experts(rows: Tensor, local_idx: Tensor, weights: Tensor, first: int) -> Tensor:
+    """Sum of the weighted outputs of this rank's experts for rows that came once."""
+    scale = torch.where(local_idx >= 0, (local_idx + first + 1) * weights, 0.0)
+    return (rows.float() * scale.sum(dim=1, keepdim=True)).to(torch.bfloat16)
+
+
+def masked_experts(rows: Tensor, counts: Tensor, first: int) -> Tensor:
+    """[L, N, H] rows, only the first counts[l] of which mean anything."""
+    out = torch.zeros(rows.shape, dtype=torch.bfloat16, device=rows.device)
+    for expert, count in enumerate(counts.tolist()):
+        out[expert, :count] = (rows[expert, :count].float() * (first + expert + 1)).to(out.dtype)
+    return out
+
+
+def dequantised(fp8: Tensor, scales: Tensor) -> Tensor:
+    """[..., H] of e4m3 with float32 scales [..., H / 128]."""
+    return (fp8.float().unflatten(-1, (-1, 128)) * scales.unsqueeze(-1)).flatten(-2)
+
+
+def barrier(group: Any) -> None:
+    if hasattr(group, "all_gather_object"):
+        group.all_gather_object(None)
+    else:
+        torch.distributed.barrier(group)
