@@ -1,6 +1,6 @@
 """deep_comm: dispatch and combine for Mixture-of-Experts layers, on GPUs and on any host.
 
-``Buffer`` is where to start. ``deep_comm.local`` runs ranks as threads of one process,
+``Buffer`` is where to start, ``ExpertParallel`` the layer over it that suits every batch size. ``deep_comm.local`` runs ranks as threads of one process,
 ``deep_comm.simulate`` under a seeded scheduler, ``deep_comm.reference`` says what results must be.
 """
 
@@ -29,6 +29,7 @@ from deep_comm.errors import (
 )
 from deep_comm.events import EventHandle, EventOverlap
 from deep_comm.handle import Handle
+from deep_comm.layer import ExpertBatch, ExpertParallel
 
 topk_idx_t: torch.dtype = torch.int64
 """The usual dtype of topk_idx; int32 is taken as well."""
@@ -44,7 +45,9 @@ __all__ = [
     "DeepCommError",
     "EventHandle",
     "EventOverlap",
+    "ExpertBatch",
     "ExpertIndexError",
+    "ExpertParallel",
     "Handle",
     "HandleMismatch",
     "PeerLost",

@@ -107,6 +107,13 @@ POISON: Variable[bool] = Variable(
     "fill every output with 0xA5 bytes before the kernels run, to find what they do not write",
     _parse_flag,
 )
+DECODE_TOKENS: Variable[int | None] = Variable(
+    "DEEP_COMM_DECODE_TOKENS",
+    "a number of at least 1",
+    None,
+    "ExpertParallel: the most tokens a rank may have in a decode step; equal on all ranks; unset: 128",
+    _parse_positive_int,
+)
 
 DEEP_EP_FULL_RDMA: Variable[bool] = Variable(
     "DEEP_COMM_DEEP_EP_FULL_RDMA",
@@ -118,7 +125,7 @@ DEEP_EP_FULL_RDMA: Variable[bool] = Variable(
 )
 
 REGISTRY: tuple[Variable[Any], ...] = (
-    TIMEOUT_S, NUM_SMS, DEVICE, RANKS_PER_NODE, POISON, DEEP_EP_FULL_RDMA,
+    TIMEOUT_S, NUM_SMS, DEVICE, RANKS_PER_NODE, POISON, DEEP_EP_FULL_RDMA, DECODE_TOKENS,
 )  # fmt: skip
 
 # Read by the build, not by the package; listed so that unknown() does not call them typos.

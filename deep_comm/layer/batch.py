@@ -1,0 +1,104 @@
+"""What experts get: rows grouped by local expert."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deep_comm.errors import ArgumentError
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertBatch:
+    """Rows of this rank's L experts, grouped by expert: what ``dispatch`` returns.
+
+    Rows of local expert e are ``x[offsets[e] : offsets[e] + num_tokens_per_expert[e]]``, by (source
+    rank, source token). Every other row is padding: zeros between the groups of a prefill batch,
+    anything in a decode batch. Experts return rows of the same shape; what they make of padding is
+    ignored, as long as it stays in its row. Routing weights are applied by ``combine``.
+
+    Attributes:
+        x: [S, H]; float8_e4m3fn if the layer sends FP8.
+        scales: float32 [S, H / 128] in that case, else None.
+        num_tokens_per_expert: int32 [L] on the device.
+        offsets: int32 [L + 1] on the device; first rows of groups, and the end of the last.
+        counts: num_tokens_per_expert as a list; None where the host does not know it: decode
+            batches, and prefill batches with bounded counts.
+        capacity: rows of every group in a decode batch: x is [L * capacity, H]. None: prefill.
+        mode: "prefill" or "decode".
+        first_expert: global index of local expert 0.
+    """
+
+    x: Tensor
+    scales: Tensor | None
+    num_tokens_per_expert: Tensor
+    offsets: Tensor
+    counts: Sequence[int] | None
+    capacity: int | None
+    mode: str
+    first_expert: int
+    alignment: int
+    state: Any  # what combine needs
+
+    @property
+    def num_local_experts(self) -> int:
+        return self.num_tokens_per_expert.shape[0]
+
+    @property
+    def is_masked(self) -> bool:
+        """Groups of equal room, of which the first rows count: kernels take a count an expert."""
+        return self.capacity is not None
+
+    def masked(self, rows: Tensor | None = None) -> Tensor:
+        """x, or other rows of its layout, as [L, capacity, width]. Decode batches only."""
+        if self.capacity is None:
+            raise ArgumentError("batch", self.mode, "must be a decode batch to have masked rows")
+        rows = self.x if rows is None else rows
+        return rows.view(self.num_local_experts, self.capacity, rows.shape[-1])
+
+    def mask(self) -> Tensor:
+        """bool [S], True where a row counts. No host synchronisation."""
+        row = torch.arange(self.x.shape[0], device=self.x.device)
+        expert = torch.searchsorted(self.offsets[1:].long(), row, right=True)
+        if self.num_local_experts == 0 or self.x.shape[0] == 0:
+            return torch.zeros_like(row, dtype=torch.bool)
+        expert = expert.clamp(max=self.num_local_experts - 1)
+        return row - self.offsets[expert] < self.num_tokens_per_expert[expert]
+
+    def group_ranges(self) -> list[tuple[int, int]]:
+        """(first row, rows to compute) of each local expert, known without asking the device.
+
+        As many rows as there are where the host knows it; else all of a masked group.
+        """
+        if self.capacity is not None:
+            return [(e * self.capacity, self.capacity) for e in range(self.num_local_experts)]
+        if self.counts is None:
+            raise ArgumentError(
+                "batch", "bounded counts", "has counts on the device only: use offsets with a kernel "
+                "that reads them there",
+            )  # fmt: skip
+        ranges, first = [], 0
+        for count in self.counts:
+            ranges.append((first, count))
+            first += -(-count // self.alignment) * self.alignment
+        return ranges
+
+    def map(self, expert: Callable[[int, Tensor], Tensor]) -> Tensor:
+        """``expert(global index, rows [n, H]) -> [n, H]`` on each group: the plain way to compute.
+
+        One call an expert, also for those without rows, so that all ranks do alike. Rows of padding
+        come out as zeros (prefill), or as what ``expert`` makes of anything (decode).
+        """
+        outputs = []
+        for local, (first, count) in enumerate(self.group_ranges()):
+            outputs.append(expert(self.first_expert + local, self.x[first : first + count]))
+            padding = 0
+            if self.capacity is None and self.alignment > 1:
+                padding = -count % self.alignment
+            if padding:
+                outputs.append(outputs[-1].new_zeros(padding, outputs[-1].shape[1]))
+        return torch.cat(outputs) if outputs else self.x.clone()

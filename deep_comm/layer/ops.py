@@ -1,0 +1,241 @@
+"""The layer in ``torch.compile`` graphs: dispatch and combine as opaque custom operators.
+
+What they do depends on the other ranks, so the compiler sees shapes only: rows whose number is known
+when they have come, or, with mode="decode", fixed. Between them ``experts`` is traced like anything
+else; its batch has counts and offsets on the device.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from deep_comm.errors import ArgumentError, DeepCommError
+from deep_comm.layer.batch import ExpertBatch
+from deep_comm.layer.transport import Prefilled
+
+if TYPE_CHECKING:
+    from deep_comm.layer.expert_parallel import ExpertParallel
+
+_layers: weakref.WeakValueDictionary[int, ExpertParallel] = weakref.WeakValueDictionary()
+_keys = itertools.count(1)
+# Operators pass tensors only: a state tensor holds the number under which the rest is found here.
+_states: dict[int, Any] = {}
+
+
+class _Number(bytearray):
+    """Memory of a state tensor. It dies with the tensor's storage, and with it the state."""
+
+
+def register(layer: ExpertParallel) -> int:
+    key = next(_keys)
+    _layers[key] = layer
+    return key
+
+
+def _layer(key: int) -> ExpertParallel:
+    layer = _layers.get(key)
+    if layer is None:
+        raise DeepCommError("a compiled graph outlived its ExpertParallel")
+    return layer
+
+
+def _keep(state: Any) -> Tensor:
+    key = next(_keys)
+    number = _Number(key.to_bytes(8, "little"))
+    _states[key] = state
+    weakref.finalize(number, _states.pop, key, None)
+    return torch.frombuffer(number, dtype=torch.int64)
+
+
+def _kept(state: Tensor) -> Any:
+    found = _states.get(int(state[0]))
+    if found is None:
+        raise DeepCommError("the state of a batch is gone: its dispatch was of another run")
+    return found
+
+
+@torch.library.custom_op("deep_comm::ep_dispatch", mutates_args=())
+def ep_dispatch(
+    x: Tensor, topk_idx: Tensor, topk_weights: Tensor, layer: int, way: str, bounded: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Rows, scales, received weights, counts, offsets, state."""
+    owner = _layer(layer)
+    with torch.no_grad():
+        if way == "auto":
+            way = owner._way(x, "auto", bounded)
+        batch = owner._dispatch(way, x, topk_idx, topk_weights, bounded)
+    state = batch.state
+    weights = state.weights if type(state) is Prefilled else topk_weights.new_empty(
+        0, topk_weights.shape[1]
+    )  # fmt: skip
+    scales = batch.scales
+    return (
+        batch.x,
+        x.new_empty(0, 0, dtype=torch.float32) if scales is None else scales.contiguous(),
+        weights,
+        batch.num_tokens_per_expert,
+        batch.offsets.clone(),
+        _keep(state),
+    )
+
+
+@ep_dispatch.register_fake
+def _(
+    x: Tensor, topk_idx: Tensor, topk_weights: Tensor, layer: int, way: str, bounded: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    owner = _layer(layer)
+    shape, transport = owner.shape, owner._transport
+    num_rows: Any = transport.num_local * transport.capacity
+    num_received: Any = 0
+    if way != "decode":
+        ctx = torch.library.get_ctx()
+        num_rows, num_received = ctx.new_dynamic_size(), ctx.new_dynamic_size()
+    scales = (0, 0) if not shape.fp8 else (num_rows, shape.hidden // 128)
+    return (
+        x.new_empty(num_rows, shape.hidden, dtype=torch.float8_e4m3fn if shape.fp8 else x.dtype),
+        x.new_empty(*scales, dtype=torch.float32),
+        topk_weights.new_empty(num_received, topk_weights.shape[1]),
+        x.new_empty(transport.num_local, dtype=torch.int32),
+        x.new_empty(transport.num_local + 1, dtype=torch.int32),
+        torch.empty(1, dtype=torch.int64, device="cpu"),
+    )
+
+
+@torch.library.custom_op("deep_comm::ep_dispatch_grads", mutates_args=())
+def ep_dispatch_grads(
+    grad_rows: Tensor, grad_weights: Tensor, topk_idx: Tensor, state: Tensor, layer: int
+) -> tuple[Tensor, Tensor]:
+    """Of x and of topk_weights."""
+    kept: Prefilled = _kept(state)
+    return _layer(layer)._transport.combine_grads(
+        kept.groups.sum_rows(grad_rows, None), grad_weights, kept.handle
+    )
+
+
+@ep_dispatch_grads.register_fake
+def _(
+    grad_rows: Tensor, grad_weights: Tensor, topk_idx: Tensor, state: Tensor, layer: int
+) -> tuple[Tensor, Tensor]:
+    num_tokens = topk_idx.shape[0]
+    return (
+        grad_rows.new_empty(num_tokens, grad_rows.shape[1]),
+        grad_weights.new_empty(num_tokens, grad_weights.shape[1]),
+    )
+
+
+@torch.library.custom_op("deep_comm::ep_combine", mutates_args=())
+def ep_combine(
+    rows: Tensor, weights: Tensor, topk_idx: Tensor, state: Tensor, layer: int
+) -> Tensor:
+    owner, kept = _layer(layer), _kept(state)
+    with torch.no_grad():
+        if type(kept) is Prefilled:
+            sums = kept.groups.sum_rows(rows.contiguous(), weights)
+            return owner._transport.sum_of_ranks(sums, kept.handle, False)[0]
+        return owner._transport.decode_combine(rows.contiguous(), kept, False)[0]
+
+
+@ep_combine.register_fake
+def _(rows: Tensor, weights: Tensor, topk_idx: Tensor, state: Tensor, layer: int) -> Tensor:
+    return rows.new_empty(topk_idx.shape[0], rows.shape[1])
+
+
+@torch.library.custom_op("deep_comm::ep_combine_grads", mutates_args=())
+def ep_combine_grads(
+    grad: Tensor, rows: Tensor, weights: Tensor, state: Tensor, layer: int
+) -> tuple[Tensor, Tensor]:
+    """Of rows and of weights."""
+    kept: Prefilled = _kept(state)
+    received = _layer(layer)._transport.dispatch_grads(grad, kept.handle)
+    return kept.groups.spread_rows(received, weights), kept.groups.dot_rows(rows, received)
+
+
+@ep_combine_grads.register_fake
+def _(
+    grad: Tensor, rows: Tensor, weights: Tensor, state: Tensor, layer: int
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(rows), torch.empty_like(weights)
+
+
+def _setup_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, topk_idx, _, layer, _, _ = inputs
+    rows, _, weights, _, _, state = output
+    ctx.save_for_backward(topk_idx, state)
+    ctx.layer = layer
+    ctx.rows_like, ctx.weights_like = (rows.shape, rows.dtype), weights.shape
+
+
+def _dispatch_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    topk_idx, state = ctx.saved_tensors
+    grad_rows, grad_weights = grads[0], grads[2]
+    # All ranks take part in the exchange, also one whose loss used neither.
+    if grad_rows is None:
+        shape, dtype = ctx.rows_like
+        grad_rows = torch.zeros(shape, dtype=dtype, device=topk_idx.device)
+    if grad_weights is None:
+        grad_weights = torch.zeros(ctx.weights_like, device=topk_idx.device)
+    grad_x, grad_topk_weights = ep_dispatch_grads(
+        grad_rows, grad_weights, topk_idx, state, ctx.layer
+    )
+    return grad_x, None, grad_topk_weights, None, None, None
+
+
+def _setup_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    rows, weights, _, state, layer = inputs
+    ctx.save_for_backward(rows, weights, state)
+    ctx.layer = layer
+
+
+def _combine_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    rows, weights, state = ctx.saved_tensors
+    grad_rows, grad_weights = ep_combine_grads(grad, rows, weights, state, ctx.layer)
+    return grad_rows, grad_weights, None, None, None
+
+
+ep_dispatch.register_autograd(_dispatch_backward, setup_context=_setup_dispatch)
+ep_combine.register_autograd(_combine_backward, setup_context=_setup_combine)
+
+
+def traced_forward(
+    layer: ExpertParallel,
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    experts: Callable[[ExpertBatch], Tensor],
+    mode: str | None,
+    bounded: bool,
+) -> Tensor:
+    """ExpertParallel.forward while it is being traced."""
+    way = layer.mode if mode is None else mode
+    needs_grad = torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad)
+    if way == "auto":
+        if not layer._can_decode or torch.is_grad_enabled():
+            way = "learn"
+        elif not layer.shape.may_exceed:
+            way = "decode"
+    if way == "decode" and needs_grad:
+        raise ArgumentError("mode", "decode", "has no gradients: compile under torch.no_grad()")
+    rows, scales, weights, counts, offsets, state = ep_dispatch(
+        x, topk_idx, topk_weights, layer._key, way, bounded
+    )
+    transport = layer._transport
+    is_decode = way == "decode"
+    batch = ExpertBatch(
+        x=rows,
+        scales=scales if layer.shape.fp8 else None,
+        num_tokens_per_expert=counts,
+        offsets=offsets,
+        counts=None,
+        capacity=transport.capacity if is_decode else None,
+        mode="decode" if is_decode else "prefill",
+        first_expert=transport.first_expert,
+        alignment=transport.alignment,
+        state=None,
+    )
+    return ep_combine(experts(batch), weights, topk_idx, state, layer._key)

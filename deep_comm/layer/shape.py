@@ -1,0 +1,234 @@
+"""What a layer looks like, and the memory that it takes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from deep_comm import _core
+from deep_comm.config import host_default
+from deep_comm.errors import ArgumentError
+from deep_comm.low_latency_state import region_bytes
+from deep_comm.topology import num_local_experts
+
+Mode = Literal["auto", "prefill", "decode"]
+MODES: tuple[Mode, ...] = ("auto", "prefill", "decode")
+
+DEFAULT_DECODE_TOKENS = 128
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SCALE_BLOCK = 128
+
+_SLOT_ALIGNMENT = 4  # masked grouped kernels want rows of scales to start at 16 bytes
+_ALIGNMENT = 128
+_MAX_SLOTS = 65535
+_MAX_TOPK = 64
+_DEVICE_RING_BYTES = 64 << 20
+# Receive region: rows of balanced routing, with so much on top for imbalance, for dispatch and again
+# for what combine and a second call in flight need.
+_IMBALANCE = 1.25
+_USES = 2
+
+
+def _positive(name: str, value: object, largest: int | None = None) -> int:
+    if not isinstance(value, int) or value < 1 or (largest is not None and value > largest):
+        upper = "" if largest is None else f" and at most {largest}"
+        raise ArgumentError(name, value, f"must be an integer of at least 1{upper}")
+    return value
+
+
+@dataclass(frozen=True)
+class MoEShape:
+    """Of a Mixture-of-Experts layer; equal on all ranks.
+
+    Attributes:
+        hidden: H.
+        num_experts: E.
+        num_topk: K.
+        max_tokens: the most tokens that a rank may have in a call.
+        decode_tokens: M; calls in which no rank has more may go by low-latency mode. At most
+            max_tokens.
+        dtype: of tokens and results.
+        fp8: tokens travel as float8_e4m3 with a float32 scale for 128 columns.
+    """
+
+    hidden: int
+    num_experts: int
+    num_topk: int
+    max_tokens: int
+    decode_tokens: int
+    dtype: torch.dtype = torch.bfloat16
+    fp8: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "num_experts", "max_tokens"):
+            _positive(name, getattr(self, name))
+        _positive("num_topk", self.num_topk, _MAX_TOPK)
+        _positive("decode_tokens", self.decode_tokens, self.max_tokens)
+        if self.dtype not in DTYPES:
+            raise ArgumentError("dtype", self.dtype, f"must be one of {', '.join(map(str, DTYPES))}")
+        if self.row_bytes % 16 != 0:
+            raise ArgumentError("hidden", self.hidden, "must make rows of a multiple of 16 bytes")
+        if self.fp8 and (self.dtype != torch.bfloat16 or self.hidden % SCALE_BLOCK != 0):
+            raise ArgumentError(
+                "fp8", True, f"needs bfloat16 tokens and a hidden of a multiple of {SCALE_BLOCK}"
+            )
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a token as the experts get it and as it returns."""
+        return self.hidden * self.dtype.itemsize
+
+    @property
+    def can_decode(self) -> bool:
+        """Low-latency mode moves bfloat16 rows."""
+        return self.dtype == torch.bfloat16 and self.num_slots <= _MAX_SLOTS
+
+    @property
+    def may_exceed(self) -> bool:
+        """A rank may have more tokens than low-latency mode takes."""
+        return self.max_tokens > self.decode_tokens
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens of a rank that low-latency calls have room for.
+
+        Where a rank may have more than decode_tokens, one more: so many say "too many for this".
+        """
+        if not self.may_exceed:
+            return self.decode_tokens
+        return -(-(self.decode_tokens + 1) // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
+
+    def num_balanced_rows(self, num_ranks: int) -> int:
+        """Rows that a rank receives when all ranks have max_tokens and routing is uniform."""
+        spread = 1 - (1 - 1 / num_ranks) ** self.num_topk  # of the ranks that a token goes to
+        return math.ceil(self.max_tokens * num_ranks * spread)
+
+    def sent_row_bytes(self, itemsize_of_idx: int = 8) -> int:
+        """Of a received token, with its scales, indices, weights and source."""
+        payload = self.hidden + self.hidden // SCALE_BLOCK * 4 if self.fp8 else self.row_bytes
+        return payload + self.num_topk * (itemsize_of_idx + 4) + 4
+
+
+def _lines(num_bytes: float) -> int:
+    return math.ceil(num_bytes / _ALIGNMENT) * _ALIGNMENT
+
+
+def ring_bytes(shape: MoEShape, num_ranks: int, device_type: str) -> int:
+    """For the rings that carry what finds no room in the receive region."""
+    if device_type != "cpu":
+        return _DEVICE_RING_BYTES  # calls shrink their rings to what there is
+    return host_default().get_nvl_buffer_size_hint(shape.row_bytes, num_ranks)
+
+
+def direct_bytes(shape: MoEShape, num_ranks: int) -> int:
+    """For the receive region."""
+    worst = shape.max_tokens * num_ranks
+    num_rows = min(worst, math.ceil(shape.num_balanced_rows(num_ranks) * _IMBALANCE))
+    return _lines(_USES * (num_rows * shape.sent_row_bytes() + 8 * _ALIGNMENT))
+
+
+def low_latency_bytes(shape: MoEShape, num_ranks: int) -> int:
+    return _lines(region_bytes(num_ranks, shape.num_slots, shape.hidden))
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on one rank; print it for the words.
+
+    Attributes:
+        rings, receive_region, low_latency_region, control_words: held by the Buffer for its life.
+        prefill_call, decode_call: in tensors that a call makes, besides what experts compute with;
+            with max_tokens a rank and uniform routing, and with decode_tokens. 0: mode not used.
+    """
+
+    shape: MoEShape
+    num_ranks: int
+    rings: int
+    receive_region: int
+    low_latency_region: int
+    control_words: int
+    prefill_call: int
+    decode_call: int
+
+    @property
+    def buffer(self) -> int:
+        return self.rings + self.receive_region + self.low_latency_region + self.control_words
+
+    @property
+    def num_nvl_bytes(self) -> int:
+        """Of the Buffer to build."""
+        return self.rings + self.receive_region
+
+    @property
+    def total(self) -> int:
+        return self.buffer + max(self.prefill_call, self.decode_call)
+
+    def __str__(self) -> str:
+        shape, size = self.shape, _human
+        lines = [
+            f"{self.num_ranks} ranks, {shape.num_experts} experts of hidden size {shape.hidden}, "
+            f"top-{shape.num_topk}, {str(shape.dtype).removeprefix('torch.')}"
+            f"{' sent as FP8' if shape.fp8 else ''}, up to {shape.max_tokens} tokens a rank.",
+            f"The Buffer holds {size(self.buffer)} on every rank for as long as it lives:",
+            f"  {size(self.receive_region)} where peers write prefill rows in place,",
+            f"  {size(self.rings)} of rings for what does not fit there,",
+            f"  {size(self.low_latency_region)} for decode calls of up to "
+            f"{shape.decode_tokens} tokens a rank,",
+            f"  {size(self.control_words)} of control words.",
+        ]
+        if self.prefill_call:
+            lines.append(
+                f"A prefill call of {shape.max_tokens} tokens a rank with uniform routing makes "
+                f"tensors of {size(self.prefill_call)}: rows for the experts, their outputs, sums."
+            )
+        if self.decode_call:
+            lines.append(
+                f"A decode call makes tensors of {size(self.decode_call)}, however many tokens there "
+                f"are: {shape.num_slots * self.num_ranks} places for each expert of a rank."
+            )
+        lines.append(f"Together at most {size(self.total)}, if one call runs at a time.")
+        return "\n".join(lines)
+
+
+def _human(num_bytes: int) -> str:
+    value = float(num_bytes)
+    for unit in ("bytes", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "bytes" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.2f} GiB"
+
+
+def estimate_memory(
+    shape: MoEShape, num_ranks: int, mode: Mode = "auto", device_type: str = "cuda"
+) -> MemoryEstimate:
+    """What a layer of this shape takes on the rank that has most experts."""
+    _positive("num_ranks", num_ranks)
+    num_local = num_local_experts(0, shape.num_experts, num_ranks)
+    decodes = shape.can_decode and mode != "prefill"
+    prefills = mode != "decode" and (mode == "prefill" or shape.may_exceed or not decodes)
+    num_rows = shape.num_balanced_rows(num_ranks)
+    num_selections = shape.max_tokens * shape.num_topk  # uniform: as many as this rank sends
+    # For the experts, from the experts, and their sums, which combine takes; in float32 while adding.
+    prefill = num_selections * (2 * shape.row_bytes + 16) + num_rows * (
+        shape.row_bytes + 8 * shape.hidden
+    )
+    prefill += shape.max_tokens * shape.row_bytes
+    num_places = num_local * num_ranks * shape.num_slots
+    sent = shape.hidden + shape.hidden // SCALE_BLOCK * 4 if shape.fp8 else shape.row_bytes
+    decode = num_places * (sent + shape.row_bytes + 4) + shape.num_slots * shape.row_bytes
+    return MemoryEstimate(
+        shape=shape,
+        num_ranks=num_ranks,
+        rings=_lines(ring_bytes(shape, num_ranks, device_type)),
+        receive_region=direct_bytes(shape, num_ranks) if prefills else 0,
+        low_latency_region=low_latency_bytes(shape, num_ranks) if decodes else 0,
+        control_words=_core.Engine.workspace_bytes(
+            num_ranks=num_ranks, num_max_experts=shape.num_experts
+        ),
+        prefill_call=prefill if prefills else 0,
+        decode_call=decode if decodes else 0,
+    )

@@ -1,0 +1,104 @@
+"""The readable truth of ExpertParallel, in plain torch; see deep_comm.reference.
+
+R ranks, T tokens of a rank, H hidden, K top-k, E experts. An expert is a function of its global index and
+of rows, which it computes one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from deep_comm.reference import get_dispatch_layout
+from deep_comm.topology import first_expert, num_local_experts
+
+Expert = Callable[[int, Tensor], Tensor]
+"""(global expert index, rows [n, H]) -> rows [n, H]."""
+
+
+def _rows_of_selections(x: Tensor, topk_idx: Tensor, num_experts: int, expert: Expert) -> Tensor:
+    """[T, K, H]: what each selected expert makes of the token; zeros where nothing is selected."""
+    rows = torch.zeros(*topk_idx.shape, x.shape[1], dtype=x.dtype)
+    for idx in range(num_experts):
+        tokens, selections = (topk_idx == idx).nonzero(as_tuple=True)
+        rows[tokens, selections] = expert(idx, x[tokens])
+    return rows
+
+
+def _sum_of_selections(rows: Tensor, weights: Tensor | None, chosen: Tensor) -> Tensor:
+    """[T, K, H] to [T, H] in float32 from 0.0, k ascending; every product rounded."""
+    total = torch.zeros(rows.shape[0], rows.shape[2], dtype=torch.float32)
+    for k in range(rows.shape[1]):
+        addend = rows[:, k].float()
+        if weights is not None:
+            addend = addend * weights[:, k : k + 1]
+        total = torch.where(chosen[:, k : k + 1], total + addend, total)
+    return total
+
+
+def _sum_over_ranks(
+    rows: Tensor, weights: Tensor | None, topk_idx: Tensor, num_experts: int, num_ranks: int
+) -> Tensor:
+    """Per rank the sum of its selections, rounded; then the ranks' sums, ascending, rounded."""
+    layout = get_dispatch_layout(topk_idx, num_experts, num_ranks)
+    total = torch.zeros(rows.shape[0], rows.shape[2], dtype=torch.float32)
+    for rank in range(num_ranks):
+        first = first_expert(rank, num_experts, num_ranks)
+        end = first + num_local_experts(rank, num_experts, num_ranks)
+        chosen = (topk_idx >= first) & (topk_idx < end)
+        partial = _sum_of_selections(rows, weights, chosen).to(rows.dtype).float()
+        total = torch.where(layout.is_token_in_rank[:, rank : rank + 1], total + partial, total)
+    return total.to(rows.dtype)
+
+
+def expert_parallel(
+    xs: Sequence[Tensor],
+    topk_idxs: Sequence[Tensor],
+    topk_weights: Sequence[Tensor],
+    num_experts: int,
+    expert: Expert,
+) -> list[Tensor]:
+    """y [T, H] of every rank.
+
+    A rank of experts adds weight * row over a token's selections there in float32, k ascending,
+    starting at 0.0, each product rounded to float32, and rounds the sum to the dtype of x; the token's
+    rank adds those in float32, ranks ascending, and rounds.
+    """
+    return [
+        _sum_over_ranks(
+            _rows_of_selections(x, idx, num_experts, expert), weights, idx, num_experts, len(xs)
+        )
+        for x, idx, weights in zip(xs, topk_idxs, topk_weights, strict=True)
+    ]
+
+
+def gradients(
+    grad: Tensor,
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    num_experts: int,
+    num_ranks: int,
+    expert: Expert,
+    backward: Expert,
+) -> tuple[Tensor, Tensor]:
+    """Of x [T, H] and of topk_weights [T, K], for ``grad`` [T, H] of one rank's y.
+
+    Args:
+        backward: (global expert index, gradients of an expert's output rows) -> of its input rows.
+
+    An expert's rows get weight * grad, rounded to the dtype once; what comes back is added as y is,
+    without weights. A weight gets row * grad, added in float32 (in any order: compare with a
+    tolerance).
+    """
+    rows = _rows_of_selections(x, topk_idx, num_experts, expert)
+    weight_grads = (rows.float() * grad.float().unsqueeze(1)).sum(dim=2)
+    chosen = (topk_idx >= 0) & (topk_idx < num_experts)
+    spread = (grad.float().unsqueeze(1) * topk_weights.unsqueeze(2)).to(grad.dtype)
+    for idx in range(num_experts):
+        tokens, selections = (topk_idx == idx).nonzero(as_tuple=True)
+        spread[tokens, selections] = backward(idx, spread[tokens, selections])
+    grad_x = _sum_over_ranks(spread, None, topk_idx, num_experts, num_ranks)
+    return grad_x, torch.where(chosen, weight_grads, 0.0)

@@ -1,0 +1,313 @@
+"""ExpertParallel in every mode gives the reference's bits; ranks are threads or processes."""
+
+import random
+from typing import Any
+
+import layer_cases
+import pytest
+import torch
+from layer_cases import LayerCase, build, random_steps, run, verify
+
+import deep_comm
+from deep_comm import ArgumentError, BufferTooSmall, ConfigMismatch, local, processes
+
+ROUTINGS = ("random", "skewed", "holes", "one_expert", "none", "duplicates")
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEP_COMM_POISON", "1")
+
+
+def check(case: LayerCase) -> list[Any]:
+    results = local.run(lambda group: run(group, case), case.num_ranks, timeout_s=120)
+    verify(case, results)
+    return results
+
+
+def sampled(seed: int, mode: str) -> LayerCase:
+    choose = random.Random(seed)
+    num_ranks = choose.choice((1, 2, 3, 4, 5, 8))
+    few = choose.choice((1, 3, 7))
+    dtype = torch.bfloat16
+    if mode == "prefill":
+        dtype = choose.choice((torch.bfloat16, torch.float16, torch.float32))
+    most = few if mode == "decode" else few + choose.choice((1, 5, 20))
+    return LayerCase(
+        random_steps(choose, num_ranks, most, few, 5 if mode == "auto" else 2),
+        max_tokens=most,
+        decode_tokens=few,
+        hidden=choose.choice((8, 56, 128)),
+        experts=choose.choice((1, 3, 8, 19)),
+        topk=choose.choice((1, 2, 5)),
+        routing=choose.choice(ROUTINGS),
+        idx_dtype=choose.choice((torch.int64, torch.int32)),
+        dtype=dtype,
+        mode=mode,
+        alignment=choose.choice((1, 1, 4, 16)),
+        bounded=mode == "prefill" and choose.random() < 0.4,
+        how=choose.choice(("forward", "split", "async", "shared", "mixed")),
+        seed=seed,
+    )
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode", "auto"])
+@pytest.mark.parametrize("first_seed", range(0, 45, 15))
+def test_every_rank_gets_its_sums(first_seed: int, mode: str) -> None:
+    for seed in range(first_seed, first_seed + 15):
+        case = sampled(seed, mode)
+        try:
+            check(case)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}, {case}: {error}") from error
+
+
+def test_prefill_and_decode_give_the_same_bits() -> None:
+    steps = ((5, 0, 7), (7, 7, 7), (1, 2, 0))
+    base = dict(steps=steps, max_tokens=7, decode_tokens=7, hidden=96, experts=10, topk=4)
+    decode = check(LayerCase(**base, mode="decode"))
+    prefill = check(LayerCase(**base, mode="prefill"))
+    for one, other in zip(decode, prefill, strict=True):
+        for (y, modes), (z, other_modes) in zip(one, other, strict=True):
+            assert modes == ["decode"] and other_modes == ["prefill"]
+            assert torch.equal(y.view(torch.int16), z.view(torch.int16))
+
+
+def test_ranks_may_be_processes() -> None:
+    case = LayerCase(((3, 9, 0), (2, 2, 2), (1, 0, 3)), 9, 3, hidden=128, topk=3)
+    verify(case, processes.run(run, 3, case, timeout_s=100))
+
+
+def test_fp8_rows_are_those_of_quantising_first() -> None:
+    """Both modes hand experts the same bytes, of which experts make the same rows."""
+    from deep_comm.reference_low_latency import quantise
+
+    hidden, experts, topk = 256, 6, 3
+
+    def main(group: Any) -> None:
+        torch.manual_seed(group.rank())
+        x = torch.randn(5, hidden).bfloat16()
+        idx = torch.rand(5, experts).topk(topk).indices
+        weights = torch.rand(5, topk)
+        rows, scales = quantise(x)
+        seen: dict[str, torch.Tensor] = {}
+
+        def compute(batch: deep_comm.ExpertBatch) -> torch.Tensor:
+            assert batch.x.dtype == torch.float8_e4m3fn and batch.scales is not None
+            wide = batch.x.float().view(-1, hidden // 128, 128) * batch.scales.unsqueeze(2)
+            return wide.view(-1, hidden).bfloat16()
+
+        with deep_comm.ExpertParallel(
+            group, hidden=hidden, num_experts=experts, num_topk=topk, max_tokens=8,
+            decode_tokens=8, fp8=True, device="cpu", timeout_s=30, expert_alignment=4,
+        ) as layer, torch.no_grad():  # fmt: skip
+            for mode in ("prefill", "decode"):
+                seen[mode] = layer(x, idx, weights, compute, mode=mode)
+            with torch.enable_grad(), pytest.raises(ArgumentError, match="requires grad"):
+                layer(x.requires_grad_(), idx, weights, compute, mode="prefill")
+        assert torch.equal(seen["prefill"], seen["decode"])
+        # The sum over selections of dequantised rows.
+        wide = (rows.float().view(5, -1, 128) * scales.unsqueeze(2)).view(5, hidden)
+        near = wide.bfloat16().float() * weights.sum(1, keepdim=True)
+        assert torch.allclose(seen["decode"].float(), near, rtol=0.02, atol=1e-3)
+
+    local.run(main, 3, timeout_s=60)
+
+
+# ---- arguments ----------------------------------------------------------------------------------
+
+CASE = LayerCase(((1, 1),), max_tokens=6, decode_tokens=2)
+
+
+def test_bad_arguments_are_named_before_anything_is_exchanged() -> None:
+    def main(group: Any) -> None:
+        good = dict(hidden=64, num_experts=4, num_topk=2, max_tokens=8, device="cpu")
+        for name, value in (
+            ("hidden", 7), ("hidden", 0), ("num_experts", 0), ("num_topk", 65), ("max_tokens", 0),
+            ("decode_tokens", 9), ("decode_tokens", 0), ("mode", "fast"), ("dtype", torch.int8),
+            ("expert_alignment", 0), ("max_recv_tokens", 0), ("fp8", True),
+        ):  # fmt: skip
+            with pytest.raises(ArgumentError) as caught:
+                deep_comm.ExpertParallel(group, **{**good, name: value})
+            assert caught.value.argument == name, (name, value, str(caught.value))
+        with pytest.raises(ArgumentError, match="bfloat16"):
+            deep_comm.ExpertParallel(group, **good, mode="decode", dtype=torch.float32)
+
+    local.run(main, 1, timeout_s=30)
+
+
+def test_bad_inputs_are_named_before_anything_is_launched() -> None:
+    def main(group: Any) -> None:
+        with build(group, CASE) as layer, torch.no_grad():
+            x, idx, weights = torch.zeros(2, 64).bfloat16(), torch.zeros(2, 2).long(), torch.ones(2, 2)
+            same = layer_cases.Experts()
+            for bad_x, message in (
+                (x.float(), "bfloat16"), (x[:, :32], r"\[T, 64\]"), (x[0], r"\[T, 64\]"),
+                (torch.zeros(7, 64).bfloat16(), "max_tokens"),
+            ):  # fmt: skip
+                with pytest.raises(ArgumentError, match=message):
+                    layer(bad_x, idx, weights, same)
+            many = torch.zeros(3, 64).bfloat16()
+            with pytest.raises(ArgumentError, match="decode_tokens"):
+                layer(many, idx, weights, same, mode="decode")
+            with pytest.raises(ArgumentError, match="mode"):
+                layer(x, idx, weights, same, mode="quick")
+            with pytest.raises(ArgumentError, match="bounded"):
+                layer(x, idx, weights, same, bounded=True)
+            assert same.modes == []
+            batch = layer.dispatch(x, idx, weights)
+            for rows in (batch.x.float(), batch.x[:1]):
+                with pytest.raises(ArgumentError, match="rows"):
+                    layer.combine(batch, rows)
+            layer.combine(batch, batch.x)
+            with pytest.raises(ArgumentError, match="no gradients"), torch.enable_grad():
+                layer(x.requires_grad_(), idx, weights, same, mode="decode")
+
+    local.run(main, 1, timeout_s=30)
+
+
+def test_ranks_that_are_built_differently_are_told() -> None:
+    def main(group: Any) -> None:
+        with pytest.raises(ConfigMismatch):
+            deep_comm.ExpertParallel(
+                group, hidden=64, num_experts=4, num_topk=2 + group.rank(), max_tokens=8,
+                device="cpu",
+            )  # fmt: skip
+
+    local.run(main, 2, timeout_s=30)
+
+
+def test_a_buffer_may_be_shared_and_is_not_destroyed_with_the_layer() -> None:
+    def main(group: Any) -> None:
+        memory = deep_comm.ExpertParallel.estimate_memory(
+            2, hidden=64, num_experts=8, num_topk=2, max_tokens=6, decode_tokens=2,
+            device_type="cpu",
+        )  # fmt: skip
+        with deep_comm.Buffer(
+            group, memory.num_nvl_bytes, memory.low_latency_region, low_latency_mode=True,
+            device="cpu", timeout_s=30,
+        ) as buffer, torch.no_grad():  # fmt: skip
+            for mode in ("auto", "decode"):
+                case = LayerCase(((2, 1),), 6, 2, mode=mode)
+                layer = build(None, case, device=None, buffer=buffer)
+                y = layer(*layer_cases.inputs(case, buffer.rank, 0), layer_cases.Experts())
+                assert y.shape[0] == (2, 1)[buffer.rank]
+                layer.destroy()
+            assert buffer.runtime is not None
+        with deep_comm.Buffer(group, 1 << 20, device="cpu", timeout_s=30) as small:
+            with pytest.raises(ArgumentError, match="low_latency_mode"):
+                build(None, CASE, device=None, buffer=small)
+        with deep_comm.Buffer(
+            group, 1 << 20, 1 << 10, low_latency_mode=True, device="cpu", timeout_s=30
+        ) as small, pytest.raises(BufferTooSmall):
+            build(None, CASE, device=None, buffer=small)
+
+    local.run(main, 2, timeout_s=30)
+
+
+def test_a_layer_that_has_lost_a_peer_can_be_reset() -> None:
+    def main(group: Any) -> None:
+        case = LayerCase(((2, 2), (5, 1)), 6, 2)
+        with build(group, case, timeout_s=0.3) as layer, torch.no_grad():
+            layer(*layer_cases.inputs(case, group.rank(), 1), layer_cases.Experts())
+            assert not layer.rule.begins_with_decode
+            if group.rank() == 0:
+                with pytest.raises(deep_comm.PeerTimeout):
+                    layer(*layer_cases.inputs(case, 0, 0), layer_cases.Experts())
+            group.barrier()
+            layer.reset()
+            assert layer.rule.begins_with_decode
+            experts = layer_cases.Experts()
+            layer(*layer_cases.inputs(case, group.rank(), 0), experts)
+            assert experts.modes == ["decode"]
+
+    local.run(main, 2, timeout_s=30)
+
+
+# ---- captured calls, batches --------------------------------------------------------------------
+
+
+def test_a_captured_step_is_decode_and_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def main(group: Any) -> None:
+        case = LayerCase(((2, 1), (6, 1)), 6, 2)
+        with build(group, case) as layer, torch.no_grad():
+            layer(*layer_cases.inputs(case, group.rank(), 1), layer_cases.Experts())
+            before = layer.rule.num_steps
+            layer._is_capturing = lambda: True
+            experts = layer_cases.Experts()
+            layer(*layer_cases.inputs(case, group.rank(), 0), experts)
+            assert experts.modes == ["decode"] and layer.rule.num_steps == before
+            batch = layer.dispatch(*layer_cases.inputs(case, group.rank(), 0), mode="prefill")
+            assert batch.counts is None and batch.x.shape[0] == 2 * 6 * case.topk
+            layer.combine(batch, batch.x)
+            many = torch.zeros(3, 64).bfloat16()
+            with pytest.raises(ArgumentError, match="captured"):
+                layer.dispatch(many, torch.zeros(3, 2).long(), torch.ones(3, 2))
+
+    local.run(main, 2, timeout_s=30)
+
+
+def test_groups_hold_rows_by_source_rank_and_token() -> None:
+    def main(group: Any) -> Any:
+        case = LayerCase(((4, 3),), 8, 4, experts=4, topk=2)
+        x = torch.full((case.steps[0][group.rank()], 64), float(group.rank() * 100)).bfloat16()
+        x += torch.arange(x.shape[0]).unsqueeze(1).bfloat16()
+        idx = torch.tensor([[0, 1], [1, 2], [3, 3], [0, -1]])[: x.shape[0]]
+        found = {}
+        with build(group, case) as layer, torch.no_grad():
+            for mode in ("prefill", "decode"):
+                batch = layer.dispatch(x, idx, torch.ones(len(x), 2), mode=mode)
+                found[mode] = [
+                    batch.x[first : first + count, 0].tolist()
+                    for first, count in zip(
+                        batch.offsets.tolist(), batch.num_tokens_per_expert.tolist(), strict=False
+                    )
+                ]
+                if mode == "decode":
+                    assert batch.masked().shape == (2, layer._transport.capacity, 64)
+                    assert batch.masked(batch.x).data_ptr() == batch.x.data_ptr()
+                else:
+                    with pytest.raises(ArgumentError, match="decode batch"):
+                        batch.masked()
+                layer.combine(batch, batch.x)
+        return found
+
+    first, second = local.run(main, 2, timeout_s=30)
+    expected = [[0.0, 3.0, 100.0], [0.0, 1.0, 100.0, 101.0]]
+    assert first["prefill"] == first["decode"] == expected
+    # A token that selects an expert twice: a row a selection in prefill, one row in decode.
+    assert second["prefill"] == [[1.0, 101.0], [2.0, 2.0, 102.0, 102.0]]
+    assert second["decode"] == [[1.0, 101.0], [2.0, 102.0]]
+
+
+def test_copies_of_a_model_share_the_layer() -> None:
+    import copy
+
+    def main(group: Any) -> None:
+        with build(group, CASE) as layer:
+            assert copy.deepcopy({"layer": layer})["layer"] is layer
+
+    local.run(main, 1, timeout_s=30)
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_a_row_that_overflows_stays_with_its_token(mode: str) -> None:
+    def main(group: Any) -> torch.Tensor:
+        case = LayerCase(((3, 3),), 8, 4, experts=4, alignment=4)
+        x = torch.ones(3, 64).bfloat16()
+        # The first row of every group is the one that missing selections could be mistaken for.
+        idx = torch.tensor([[0, 2], [1, -1], [-1, 3]])
+        with build(group, case) as layer, torch.no_grad():
+            def explode(batch: deep_comm.ExpertBatch) -> torch.Tensor:
+                rows = batch.x.clone()
+                rows[~batch.mask()] = float("nan")
+                if batch.first_expert == 0 and group.rank() == 0:
+                    rows[0] = float("inf")  # of rank 0's first token, by expert 0
+                return rows
+
+            return layer(x, idx, torch.ones(3, 2), explode, mode=mode)
+
+    first, second = local.run(main, 2, timeout_s=30)
+    assert first[0].isinf().all()
+    assert torch.equal(first[1:].float(), torch.ones(2, 64))
+    assert torch.equal(second.float(), torch.tensor([[2.0], [1.0], [1.0]]).expand(3, 64))
