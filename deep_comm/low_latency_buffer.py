@@ -28,6 +28,9 @@ class LowLatencyCalls:
     the same stream. In between no SM is held. Two calls of a kind may wait for their hooks at a
     time; hooks may be called in any order, each once; every call wants its hook called before the
     next but one call of its kind.
+
+    The region of these calls is zero while none runs, and must stay so: it may be zeroed, or looked
+    at, but nothing else may be written there.
     """
 
     _context: Context
@@ -121,7 +124,7 @@ class LowLatencyCalls:
         Raises:
             ArgumentError, BufferTooSmall: nothing was launched.
             ExpertIndexError: on this rank; the token's other selections were sent.
-            ConfigMismatch, PeerTimeout: as dispatch.
+            ConfigMismatch, PeerTimeout: on the ranks that notice; reset() makes the Buffer usable again.
         """
         options = DispatchOptions(
             use_fp8, round_scale, use_ue8m0, compact, Phases(async_finish, return_recv_hook)

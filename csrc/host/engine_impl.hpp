@@ -340,9 +340,8 @@ template <class Target>
 void Engine<Target>::reset() {
   check_open();
   target_.fill_zero(world_.bases[world_.rank], world_.layout.data);
-  if (low_latency_bytes_ > 0) {  // weights carry the number of their operation, which starts anew
-    target_.fill_zero(world_.bases[world_.rank] + low_latency_region_.weights[0],
-                      2 * low_latency_region_.weights_bytes);
+  if (low_latency_bytes_ > 0) {  // numbers start anew, and rows are told from zeros
+    target_.fill_zero(world_.bases[world_.rank] + world_.layout.data + data_bytes_, low_latency_bytes_);
   }
   *world_.error = ErrorBlock{};
 }

@@ -16,7 +16,7 @@ class CudaTarget {
                                      .num_direct_move_warps = 8,
                                      .num_direct_meta_warps = 4,
                                      .smem_bytes_limit = 227 * 1024,
-                                     .low_latency_threads = 896};
+                                     .low_latency_threads = 512};
 
   CudaTarget(int rank, int device) : device_(device) { (void)rank; }
 

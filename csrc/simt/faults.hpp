@@ -14,6 +14,7 @@ struct FaultName {
 inline constexpr FaultName kFaultNames[] = {
     {"weaken_release", 1u << 0}, {"weaken_fence", 1u << 1},        {"skip_credit", 1u << 2},
     {"skip_bulk_wait", 1u << 3}, {"skip_bulk_wait_read", 1u << 4}, {"skip_entry_barrier", 1u << 5},
+    {"skip_arrival", 1u << 6},   {"skip_clear", 1u << 7},
 };
 
 }  // namespace deep_comm::simt

@@ -158,10 +158,14 @@ def test_a_bad_expert_index_is_raised_where_it_is_and_the_buffer_goes_on() -> No
     verify(CASE, together(main))
 
 
-def test_ranks_that_disagree_are_told() -> None:
+def test_ranks_that_disagree_are_told_and_reset_brings_the_buffer_back() -> None:
+    """Each has written rows into the other's memory that nobody will read."""
+
     def main(buffer: Buffer) -> list:
-        with pytest.raises(ConfigMismatch):
-            dispatch(buffer, num_experts=8 - buffer.rank)
+        for _ in range(2):
+            with pytest.raises(ConfigMismatch):
+                dispatch(buffer, num_experts=8 - buffer.rank)
+        buffer.reset()
         return run_pairs(buffer, CASE)
 
     verify(CASE, together(main))

@@ -6,7 +6,7 @@
 //
 // Naming: `op_order_scope`. Scope is always spelled: cta (block), gpu (all blocks of one rank),
 // sys (all ranks, NICs, the host). T is any trivially copyable type of 1, 2, 4, 8 or 16 bytes
-// (16: Vec16; only weak and nc accesses), naturally aligned.
+// (16: Vec16; only weak, nc and relaxed sys accesses), naturally aligned.
 //
 // ---- identity -------------------------------------------------------------------------------------
 //   int thread_idx(), num_threads();        // in the block; blocks and grids are one-dimensional
@@ -20,6 +20,7 @@
 //   T    ld_nc(const T*)                    // read-only input that nobody writes during this kernel
 //   void st_streaming(T*, T)                // st_weak that asks not to stay in L1; payload only
 //   T    ld_relaxed_{cta,gpu,sys}(const T*),  void st_relaxed_{cta,gpu,sys}(T*, T)
+//        sys also takes Vec16: four words of 4 bytes, each relaxed and arriving by itself
 //   T    ld_acquire_{cta,gpu,sys}(const T*),  void st_release_{cta,gpu,sys}(T*, T)
 //   T    atomic_add_{relaxed,acq_rel}_{cta,gpu,sys}(T*, T)  -> old value      (int32, uint32, uint64)
 //   T    atomic_cas_acq_rel_{cta,gpu,sys}(T*, T expected, T desired) -> old   (uint32, uint64)
@@ -103,6 +104,8 @@ enum class Fault : uint32_t {
   kSkipBulkWait = 1u << 3,     // bulk_wait<N> returns at once
   kSkipBulkWaitRead = 1u << 4, // bulk_wait_read<N> returns at once
   kSkipEntryBarrier = 1u << 5, // a kernel does not wait for its peers before it writes into their memory
+  kSkipArrival = 1u << 6,      // words that say of themselves whether they have come are taken as they are
+  kSkipClear = 1u << 7,        // and stay where they are when they have been taken
 };
 
 }  // namespace deep_comm

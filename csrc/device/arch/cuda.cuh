@@ -157,16 +157,27 @@ DC_DEVICE void st_streaming(T* ptr, detail::Same<T> value) {
 
 DC_DEFINE_LOAD(ld_relaxed_cta, "ld.relaxed.cta")
 DC_DEFINE_LOAD(ld_relaxed_gpu, "ld.relaxed.gpu.global")
-DC_DEFINE_LOAD(ld_relaxed_sys, "ld.relaxed.sys.global")
 DC_DEFINE_LOAD(ld_acquire_cta, "ld.acquire.cta")
 DC_DEFINE_LOAD(ld_acquire_gpu, "ld.acquire.gpu.global")
 DC_DEFINE_LOAD(ld_acquire_sys, "ld.acquire.sys.global")
 DC_DEFINE_STORE(st_relaxed_cta, "st.relaxed.cta")
 DC_DEFINE_STORE(st_relaxed_gpu, "st.relaxed.gpu.global")
-DC_DEFINE_STORE(st_relaxed_sys, "st.relaxed.sys.global")
 DC_DEFINE_STORE(st_release_cta, "st.release.cta")
 DC_DEFINE_STORE(st_release_gpu, "st.release.gpu.global")
 DC_DEFINE_STORE(st_release_sys, "st.release.sys.global")
+
+template <class T>
+DC_DEVICE T ld_relaxed_sys(const T* ptr) {
+  static_assert(detail::kIsWordOrVec<T>);
+  DC_DEFINE_LOAD_WORD("ld.relaxed.sys.global", DC_CLOBBERS_MEMORY)
+  DC_DEFINE_LOAD_VEC("ld.relaxed.sys.global", DC_CLOBBERS_MEMORY)
+}
+template <class T>
+DC_DEVICE void st_relaxed_sys(T* ptr, detail::Same<T> value) {
+  static_assert(detail::kIsWordOrVec<T>);
+  DC_DEFINE_STORE_WORD("st.relaxed.sys.global")
+  DC_DEFINE_STORE_VEC("st.relaxed.sys.global")
+}
 
 #define DC_DEFINE_ATOMIC_ADD(NAME, OP)                                                         \
   template <class T>                                                                           \

@@ -22,6 +22,8 @@ static_assert(simt::kFaultNames[2].bit == static_cast<uint32_t>(Fault::kSkipCred
 static_assert(simt::kFaultNames[3].bit == static_cast<uint32_t>(Fault::kSkipBulkWait));
 static_assert(simt::kFaultNames[4].bit == static_cast<uint32_t>(Fault::kSkipBulkWaitRead));
 static_assert(simt::kFaultNames[5].bit == static_cast<uint32_t>(Fault::kSkipEntryBarrier));
+static_assert(simt::kFaultNames[6].bit == static_cast<uint32_t>(Fault::kSkipArrival));
+static_assert(simt::kFaultNames[7].bit == static_cast<uint32_t>(Fault::kSkipClear));
 
 inline bool fault(Fault which) {
   return (simt::t_state.faults & static_cast<uint32_t>(which)) != 0;
@@ -87,6 +89,39 @@ template <class T>
 inline void store_relaxed(T* address, T value) {
   check_word<T>();
   store_weak(address, value);
+}
+
+// Vectors of four words; the simulated machine may let a half of one go before the other.
+template <class T>
+inline T load_words(const T* address) {
+  static_assert(sizeof(T) == 16);
+  T value;
+  if (simulated()) {
+    simt::simulated_ordered_load(&value, address, sizeof(T));
+    return value;
+  }
+  uint32_t words[4];
+  for (int word = 0; word < 4; ++word) {
+    words[word] =
+        __atomic_load_n(reinterpret_cast<const uint32_t*>(address) + word, __ATOMIC_RELAXED);
+  }
+  memcpy(&value, words, sizeof(T));
+  count_poll();
+  return value;
+}
+
+template <class T>
+inline void store_words(T* address, T value) {
+  static_assert(sizeof(T) == 16);
+  if (simulated()) {
+    simt::simulated_store(address, &value, sizeof(T));
+    return;
+  }
+  uint32_t words[4];
+  memcpy(words, &value, sizeof(T));
+  for (int word = 0; word < 4; ++word) {
+    __atomic_store_n(reinterpret_cast<uint32_t*>(address) + word, words[word], __ATOMIC_RELAXED);
+  }
 }
 
 template <class T>
@@ -201,7 +236,11 @@ inline T ld_relaxed_gpu(const T* address) {
 }
 template <class T>
 inline T ld_relaxed_sys(const T* address) {
-  return detail::load_ordered<__ATOMIC_RELAXED>(address);
+  if constexpr (sizeof(T) == 16) {
+    return detail::load_words(address);
+  } else {
+    return detail::load_ordered<__ATOMIC_RELAXED>(address);
+  }
 }
 template <class T>
 inline T ld_acquire_cta(const T* address) {
@@ -226,7 +265,11 @@ inline void st_relaxed_gpu(T* address, T value) {
 }
 template <class T>
 inline void st_relaxed_sys(T* address, T value) {
-  detail::store_relaxed(address, value);
+  if constexpr (sizeof(T) == 16) {
+    detail::store_words(address, value);
+  } else {
+    detail::store_relaxed(address, value);
+  }
 }
 template <class T>
 inline void st_release_cta(T* address, T value) {

@@ -6,15 +6,16 @@
 //   combine  = by expert rank: row of token 0 … M-1; with one rounding, by token: row of selection 0 … K-1
 //
 // A token keeps its number: slot t of source s is token t of rank s, so that no rank has to tell another where a
-// row went. A half serves every second operation of its kind.
+// row went. A half serves every second operation of its kind. Apart from the weights all of it is zero at rest
+// (sync/arrival.cuh).
 #pragma once
 
 #include "device/layout/workspace.cuh"
 
 namespace deep_comm {
 
-// One selection of one token, as its destination sees it.
-struct alignas(16) Route {
+// One selection of one token, as its destination sees it. It travels as four words, none of them zero.
+struct Route {
   int32_t local_expert;  // -1: not on this rank
   int32_t ordinal;       // earlier tokens of this source that select this expert; see repeated
   float weight;
@@ -26,8 +27,24 @@ struct alignas(16) Route {
   }
   DC_HOST_DEVICE bool is_repeated() const { return ordinal < 0; }
   DC_HOST_DEVICE int32_t row() const { return is_repeated() ? ~ordinal : ordinal; }
+
+  // A signalling NaN: a weight of just these bits arrives as the quiet NaN that arithmetic would make of it.
+  static constexpr uint32_t kWeightKey = 0x7fa5c963u;
+  static constexpr uint32_t kQuiet = 0x00400000u;
+
+  DC_HOST_DEVICE Vec16 pack() const {
+    const uint32_t weight_bits = bit_cast<uint32_t>(weight) ^ kWeightKey;
+    return {{static_cast<uint32_t>(local_expert + 2),
+             static_cast<uint32_t>(row()) << 1 | (is_repeated() ? 1u : 0u) | 1u << 31,
+             weight_bits != 0 ? weight_bits : kQuiet, static_cast<uint32_t>(row_ordinal + 1)}};
+  }
+  DC_HOST_DEVICE static Route unpack(const Vec16& vec) {
+    const uint32_t row = (vec.words[1] & ~(1u << 31)) >> 1;
+    return {static_cast<int32_t>(vec.words[0]) - 2,
+            (vec.words[1] & 1u) != 0 ? repeated(row) : static_cast<int32_t>(row),
+            bit_cast<float>(vec.words[2] ^ kWeightKey), static_cast<int32_t>(vec.words[3]) - 1};
+  }
 };
-static_assert(sizeof(Route) == sizeof(Vec16));
 
 // What all ranks agree on in one call.
 struct LowLatencyShape {
@@ -48,7 +65,7 @@ struct LowLatencyShape {
   }
   DC_HOST_DEVICE size_t dispatch_source_bytes() const {
     const size_t num_routes = static_cast<size_t>(num_blocks) * max_block_tokens() * num_topk;
-    return align_up<size_t>(routes_offset() + num_routes * sizeof(Route), kLineBytes);
+    return align_up<size_t>(routes_offset() + num_routes * sizeof(Vec16), kLineBytes);
   }
   DC_HOST_DEVICE size_t combine_source_bytes() const {
     return align_up<size_t>(static_cast<size_t>(num_max_tokens) * hidden * sizeof(Bf16),
@@ -149,14 +166,16 @@ struct LowLatencyHalf {
                                               world.layout.low_latency.state);
   }
   DC_HOST_DEVICE uint64_t* consumed(int owner, int by) const {
-    const size_t line = (static_cast<size_t>(kind) * 2 + half) * world.num_ranks + by;
+    return consumed(owner, half, by);
+  }
+  DC_HOST_DEVICE uint64_t* consumed(int owner, int of_half, int by) const {
+    const size_t line = (static_cast<size_t>(kind) * 2 + of_half) * world.num_ranks + by;
     return reinterpret_cast<uint64_t*>(world.bases[owner] + world.layout.low_latency.consumed +
                                        line * kLineBytes);
   }
-  DC_HOST_DEVICE uint64_t* landed(int owner, int source, int block) const {
-    const size_t row = (static_cast<size_t>(kind) * 2 + half) * world.num_ranks + source;
-    return reinterpret_cast<uint64_t*>(world.bases[owner] + world.layout.low_latency.landed) +
-           row * kMaxLowLatencyBlocks + block;
+  DC_HOST_DEVICE uint64_t* announced(int owner, int source) const {
+    return reinterpret_cast<uint64_t*>(world.bases[owner] + world.layout.low_latency.announced) +
+           (static_cast<size_t>(kind) * 2 + half) * kMaxRanks + source;
   }
   DC_HOST_DEVICE uint64_t* counts(int owner, int source) const {
     return reinterpret_cast<uint64_t*>(world.bases[owner] + world.layout.low_latency.counts) +
@@ -168,10 +187,10 @@ struct LowLatencyHalf {
            token * shape.slot_bytes();
   }
   // Routes [num_topk] of the token_idx-th token of a block.
-  DC_HOST_DEVICE Route* routes(int owner, int source, int block, int token_idx) const {
+  DC_HOST_DEVICE Vec16* routes(int owner, int source, int block, int token_idx) const {
     uint8_t* base = world.bases[owner] + region.dispatch[half] +
                     source * shape.dispatch_source_bytes() + shape.routes_offset();
-    return reinterpret_cast<Route*>(base) +
+    return reinterpret_cast<Vec16*>(base) +
            (static_cast<size_t>(block) * shape.max_block_tokens() + token_idx) * shape.num_topk;
   }
   DC_HOST_DEVICE uint8_t* combine_row(int owner, int expert_rank, int token) const {

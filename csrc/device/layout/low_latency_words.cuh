@@ -1,7 +1,7 @@
 // The control words of low-latency mode, in every rank's workspace: no shape of a call moves them, so that calls
 // of different shapes, and zeroing the payload between calls, disturb none.
 //
-//   [ LowLatencyState | consumed | landed | counts ]
+//   [ LowLatencyState | consumed | announced | counts ]
 #pragma once
 
 #include "device/layout/region.cuh"
@@ -18,18 +18,16 @@ enum class Phase : int { kSend, kReceive };
 
 // This rank alone.
 struct alignas(kLineBytes) LowLatencyState {
-  uint32_t sequence[2];              // by kind: number of the last operation that was sent
-  uint32_t num_exited_blocks[2][2];  // by kind and phase
+  uint32_t sequence[2];               // by kind: number of the last operation that was sent
+  uint32_t received[2][2];            // by kind and half: the last one whose receive phase was launched
+  uint32_t num_entered_blocks[2][2];  // by kind and phase
 };
 
 struct LowLatencyWords {
-  size_t state;  // LowLatencyState
-  size_t
-      consumed;  // Tagged [kind, half, peer], a line each: the operation that peer has read what it got of
-  size_t
-      landed;  // Tagged [kind, half, source, kMaxLowLatencyBlocks]: all of a source's block has landed
-  size_t
-      counts;  // Tagged [half, source, counts_stride]: tokens to this rank, then to each local expert
+  size_t state;          // LowLatencyState
+  size_t consumed;       // Tagged [kind, half, peer], a line each: the operation that peer has read what it got of
+  size_t announced;      // Tagged [kind, half, kMaxRanks], by source: it has begun; value = signature, its tokens
+  size_t counts;         // Tagged [half, source, counts_stride]: tokens to this rank, then to each local expert
   size_t counts_stride;
 
   DC_HOST_DEVICE static constexpr LowLatencyWords make(RegionCursor* cursor, int num_ranks,
@@ -37,7 +35,7 @@ struct LowLatencyWords {
     LowLatencyWords words{};
     words.state = cursor->take(sizeof(LowLatencyState));
     words.consumed = cursor->take(2 * 2 * num_ranks * kLineBytes);
-    words.landed = cursor->take(sizeof(uint64_t) * 2 * 2 * num_ranks * kMaxLowLatencyBlocks);
+    words.announced = cursor->take(sizeof(uint64_t) * 2 * 2 * kMaxRanks);
     words.counts_stride =
         align_up<size_t>(1 + ceil_div(num_max_experts, num_ranks), kLineBytes / sizeof(uint64_t));
     words.counts = cursor->take(sizeof(uint64_t) * 2 * num_ranks * words.counts_stride);

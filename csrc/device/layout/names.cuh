@@ -36,8 +36,9 @@ enum class Stage : uint32_t {
   kRetire,          // combine: progress of this block's own reducing warps
   kCheckArguments,
   kHalfCredit,  // low latency: a peer has read what this half held before
-  kRows,        // low latency: rows of a peer's block have landed
+  kRows,        // low latency: a piece of a row, its scale or its routes
   kWeights,     // low latency combine: a token's weights
+  kAnnounced,   // low latency: a peer has begun the same operation
   kCount
 };
 
@@ -54,9 +55,12 @@ enum class Word : uint32_t {
   kHeader,     // a field of NotifyHeader; the record's `channel` is its index
   kOperation,  // the low half of `arrived`: which kernel, with which arguments
   kConsumed,
-  kLanded,
+  kAnnounced,
   kTokenCount,
   kWeight,
+  kRoute,
+  kRow,
+  kScale,
   kCount
 };
 
@@ -67,11 +71,13 @@ inline constexpr const char* kKernelNames[] = {
     "low_latency_dispatch", "low_latency_combine"};
 inline constexpr const char* kStageNames[] = {
     "entry_barrier", "counts", "channel_offsets", "ring_credit", "ring_tail", "reduce",
-    "done",          "retire", "check_arguments", "half_credit", "rows",      "weights"};
+    "done",          "retire", "check_arguments", "half_credit", "rows",      "weights",
+    "announced"};
 inline constexpr const char* kWordNames[] = {
     "arrived",    "done",     "head",     "tail",          "start_offset",
     "end_offset", "progress", "topk_idx", "num_recv_rows", "header",
-    "operation",  "consumed", "landed",   "token_count",   "weight"};
+    "operation",  "consumed", "announced", "token_count",  "weight",
+    "route",      "row",      "scale"};
 static_assert(sizeof(kErrorKindNames) / sizeof(char*) == static_cast<size_t>(ErrorKind::kCount));
 static_assert(sizeof(kKernelNames) / sizeof(char*) == static_cast<size_t>(Kernel::kCount));
 static_assert(sizeof(kStageNames) / sizeof(char*) == static_cast<size_t>(Stage::kCount));

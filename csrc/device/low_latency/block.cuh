@@ -1,32 +1,44 @@
-// What the stages of a low-latency kernel share: the block's shared memory, its agreement to go on, the life of an
-// operation from its sequence number to its last block.
+// What the stages of a low-latency kernel share: the block's shared memory, its agreement to go on, how an operation
+// begins, what ranks tell each other about it, the tasks of a block.
 #pragma once
 
 #include "device/low_latency/args.cuh"
 #include "device/move/element.cuh"
 #include "device/layout/expert_map.cuh"
-#include "device/sync/await.cuh"
+#include "device/sync/arrival.cuh"
 #include "device/sync/barrier.cuh"
-#include "device/sync/generation.cuh"
 
 namespace deep_comm {
+
+// Division of many small numbers by one: exact for numerators up to 64 times the divisor.
+struct Divisor {
+  static constexpr int kShift = 40;
+  uint64_t inverse;
+
+  DC_DEVICE static Divisor make(int divisor) {
+    return {((uint64_t{1} << kShift) + static_cast<uint64_t>(divisor) - 1) / static_cast<uint64_t>(divisor)};
+  }
+  DC_DEVICE int quotient(int numerator) const {
+    return static_cast<int>(static_cast<uint64_t>(numerator) * inverse >> kShift);
+  }
+};
 
 // Shared memory, in words of 4 bytes. A warp prepares one token at a time, then the whole block moves its row.
 struct BlockMemory {
   struct Header {
-    uint32_t exited;  // exit_block's
     uint32_t has_failed;
     int32_t num_tokens[kMaxRanks];  // of each source
-    int32_t first_task[kMaxRanks + 1];
+    int32_t first_task[kMaxRanks + 1];  // by position: see source_at
     int32_t first_vec[kMaxRanks];  // of a row of each source: this block's columns, in 16 bytes
     int32_t num_vecs[kMaxRanks];
     int32_t max_vecs;
+    Divisor by_max_vecs;
   };
   Header* header;
   uint32_t* counters;   // [E + R] when sending, [R, 1 + L] when receiving
   uint32_t* masks;      // [warps] sending: destinations of the warp's token
   int32_t* num_places;  // [warps] receiving: places of the warp's row
-  int32_t* tasks;       // [warps] pack_task
+  int32_t* tasks;       // [warps] pack_task, of the group that is worked on
   int32_t* places;      // [warps, K]
   float* weights;       // [warps, K] combine
 
@@ -58,35 +70,72 @@ DC_DEVICE bool block_agrees(const BlockMemory& memory, bool ok) {
   return arch::ld_relaxed_cta(&memory.header->has_failed) == 0u;
 }
 
-// Threads [0, R): whether every peer has read what this half of its memory held two operations ago.
-//   unblocked by: finish_operation of the peer's receive phase
-DC_DEVICE bool await_credit(const Context& context, const LowLatencyHalf& half) {
-  const int peer = arch::thread_idx();
-  if (peer >= context.world.num_ranks || arch::fault(Fault::kSkipCredit)) return true;
-  const uint32_t wanted = context.generation - 2;
-  uint64_t raw = 0;
-  return await<Scope::kSys>(
-      context, half.consumed(context.world.rank, peer), {Stage::kHalfCredit, Word::kConsumed, peer, -1},
-      Tagged::pack(wanted, 0), [=](uint64_t word) { return Tagged::unpack(word).has_reached(wanted); }, &raw);
+// The number of the operation this launch is about.
+DC_DEVICE uint32_t operation_of(const LowLatencyHalf& words, const Phases& phases) {
+  if (!phases.send) return arch::ld_weak(phases.ticket);
+  return arch::ld_relaxed_gpu(&words.state()->sequence[static_cast<int>(words.kind)]) + 1;
 }
 
-// Threads [0, R), behind a barrier of the block: all of this block's share lies with its receivers.
-DC_DEVICE void publish_landed(const Context& context, const LowLatencyHalf& half, uint32_t signature, int num_tokens) {
-  const int peer = arch::thread_idx();
-  if (peer >= context.world.num_ranks) return;
-  // pairs with: await_landed at the peer — the rows, scales and routes that this block wrote for it.
-  arch::st_release_sys(half.landed(peer, context.world.rank, arch::block_idx()),
-                       Tagged::pack(context.generation, signature << 16 | static_cast<uint32_t>(num_tokens)));
+// Every thread, behind a barrier of the block that follows operation_of. All that a launch does for the launches
+// after it is done here, at its begin, when nothing waits for it: the last warp returns credit for what earlier
+// launches have received, and the last block to come numbers the operation.
+DC_DEVICE void begin_operation(const Context& context, const LowLatencyHalf& half, const Phases& phases) {
+  if (arch::warp_idx() != arch::num_warps() - 1) return;
+  const int kind = static_cast<int>(half.kind), num_ranks = context.world.num_ranks;
+  LowLatencyState* state = half.state();
+  if (arch::block_idx() == 0 && arch::lane_idx() < 2 * num_ranks) {
+    const int of_half = arch::lane_idx() / num_ranks, peer = arch::lane_idx() % num_ranks;
+    const uint32_t received = arch::ld_relaxed_gpu(&state->received[kind][of_half]);
+    // pairs with: await_credit at the peer — reads and zeros of an earlier launch, which has ended: no release needed.
+    arch::st_relaxed_sys(half.consumed(peer, of_half, context.world.rank), Tagged::pack(received, 0));
+  }
+  arch::sync_warp();
+  if (arch::lane_idx() != 0) return;
+  const Phase phase = phases.send ? Phase::kSend : Phase::kReceive;
+  uint32_t* num_entered = &state->num_entered_blocks[kind][static_cast<int>(phase)];
+  // acq_rel, pairs with itself: all blocks have read the state before the last one changes it.
+  if (arch::atomic_add_acq_rel_gpu(num_entered, 1u) + 1 != static_cast<uint32_t>(arch::num_blocks())) return;
+  arch::st_relaxed_gpu(num_entered, 0u);
+  // Only later launches read these.
+  if (phases.receive) arch::st_relaxed_gpu(&state->received[kind][half.half], context.generation);
+  if (!phases.send) return;
+  arch::st_relaxed_gpu(&state->sequence[kind], context.generation);
+  if (phases.ticket != nullptr) arch::st_weak(phases.ticket, context.generation);
 }
 
-// One lane: this block's rows of `source` have landed. Counts the time of block 0 for the statistics.
-DC_DEVICE bool await_landed(const Context& context, const LowLatencyHalf& half, uint32_t signature, int source,
-                            int64_t* wait_stats, int* num_tokens) {
+// One warp, lane r: whether peer r has read what this half of its memory held two operations ago. Block 0 then
+// announces the operation.
+//   unblocked by: begin_operation of the launch that follows the peer's receive phase two operations ago; at the
+//   latest that is the one that sends this operation
+DC_DEVICE bool await_credit(const Context& context, const LowLatencyHalf& half, uint32_t signature, int num_tokens) {
+  const int peer = arch::lane_idx();
+  if (peer >= context.world.num_ranks) return true;
+  if (!arch::fault(Fault::kSkipCredit)) {
+    const uint32_t wanted = context.generation - 2;
+    uint64_t raw = 0;
+    const bool ok = await<Scope::kSys>(
+        context, half.consumed(context.world.rank, peer), {Stage::kHalfCredit, Word::kConsumed, peer, -1},
+        Tagged::pack(wanted, 0), [=](uint64_t word) { return Tagged::unpack(word).has_reached(wanted); }, &raw);
+    if (!ok) return false;
+  }
+  if (arch::block_idx() == 0) {
+    // pairs with: await_announcements at the peer — nothing but the word itself.
+    arch::st_relaxed_sys(half.announced(peer, context.world.rank),
+                         Tagged::pack(context.generation, signature << 16 | static_cast<uint32_t>(num_tokens)));
+  }
+  return true;
+}
+
+// One warp, lane r: source r has begun the same operation. Block 0 counts the time for the statistics.
+DC_DEVICE bool await_announcements(const Context& context, const LowLatencyHalf& half, const BlockMemory& memory,
+                                   uint32_t signature, int64_t* wait_stats) {
+  const int source = arch::lane_idx();
+  if (source >= context.world.num_ranks) return true;
   const bool is_timed = wait_stats != nullptr && arch::block_idx() == 0;
   const uint64_t start_ns = is_timed ? arch::globaltimer_ns() : 0;
-  const WaitFor wait{Stage::kRows, Word::kLanded, source, arch::block_idx()};
   uint32_t value = 0;
-  if (!await_tagged(context, half.landed(context.world.rank, source, arch::block_idx()), wait, 0, &value)) {
+  if (!await_tagged_alone(context, half.announced(context.world.rank, source),
+                          {Stage::kAnnounced, Word::kAnnounced, source, -1}, &value)) {
     return false;
   }
   if (is_timed) {
@@ -94,36 +143,27 @@ DC_DEVICE bool await_landed(const Context& context, const LowLatencyHalf& half, 
     arch::st_weak(wait_stats + source, arch::ld_weak(wait_stats + source) + waited_ns);
   }
   if (value >> 16 != signature) {
-    report_error(context, {ErrorKind::kConfigMismatch, {Stage::kRows, Word::kOperation, source, -1}, value >> 16,
+    report_error(context, {ErrorKind::kConfigMismatch, {Stage::kAnnounced, Word::kOperation, source, -1}, value >> 16,
                            signature, 0, -1});
     abort_rank(context);
     return false;
   }
-  *num_tokens = static_cast<int>(value & 0xffffu);
+  memory.header->num_tokens[source] = static_cast<int32_t>(value & 0xffffu);
   return true;
 }
 
-// A warp takes the sources in turn.
-DC_DEVICE bool await_sources(const Context& context, const LowLatencyHalf& half, const BlockMemory& memory,
-                             uint32_t signature, int64_t* wait_stats) {
-  bool ok = true;
-  if (arch::lane_idx() == 0) {
-    for (int source = arch::warp_idx(); source < context.world.num_ranks && ok; source += arch::num_warps()) {
-      ok = await_landed(context, half, signature, source, wait_stats, &memory.header->num_tokens[source]);
-    }
-  }
-  return ok;
-}
+// Each rank begins with another peer, so that none is hit by all at once.
+DC_DEVICE int source_at(const World& world, int position) { return (world.rank + 1 + position) % world.num_ranks; }
 
-// The tasks of a block: the tokens of its share of every source, by source. Every thread calls it when num_tokens is
-// known to thread `source`; a barrier of the block makes it known to all.
-DC_DEVICE void number_tasks(const LowLatencyShape& shape, const BlockMemory& memory, int num_ranks,
+// One warp: the tasks of the block, the tokens of its share of every source, when num_tokens is known. A barrier of
+// the block makes them known.
+DC_DEVICE void number_tasks(const World& world, const LowLatencyShape& shape, const BlockMemory& memory,
                             int element_bytes) {
   BlockMemory::Header* header = memory.header;
-  const int source = arch::thread_idx();
-  if (source >= kWarpSize) return;
+  const int position = arch::lane_idx();
   int num_tasks = 0, num_vecs = 1;
-  if (source < num_ranks) {
+  if (position < world.num_ranks) {
+    const int source = source_at(world, position);
     const LowLatencyShare share = LowLatencyShare::of(shape, header->num_tokens[source], arch::block_idx());
     num_tasks = share.num_tokens();
     num_vecs = share.num_columns() * element_bytes / 16;
@@ -133,11 +173,15 @@ DC_DEVICE void number_tasks(const LowLatencyShape& shape, const BlockMemory& mem
   int end = num_tasks, max_vecs = max_of(num_vecs, 1);
   for (int delta = 1; delta < kWarpSize; delta *= 2) {
     const int before = arch::shfl_up(kFullMask, end, delta);
-    if (source >= delta) end += before;
+    if (position >= delta) end += before;
     max_vecs = max_of(max_vecs, arch::shfl_xor(kFullMask, max_vecs, delta));
   }
-  if (source <= num_ranks) header->first_task[source] = end - num_tasks;
-  if (source == 0) header->max_vecs = max_vecs;
+  if (position <= world.num_ranks) header->first_task[position] = end - num_tasks;
+  if (position == 0) {
+    header->max_vecs = max_vecs;
+    header->by_max_vecs = Divisor::make(max_vecs);
+  }
+  arch::sync_warp();
 }
 
 // A warp's task as the whole block finds it in shared memory.
@@ -151,42 +195,34 @@ struct Task {
   int token;
   bool is_leading;  // this block has its first columns
 
-  DC_DEVICE static Task find(const LowLatencyShape& shape, const BlockMemory& memory, int num_ranks, int task) {
-    int source = 0;
-    while (source + 1 < num_ranks && task >= memory.header->first_task[source + 1]) ++source;
-    const int token_idx = task - memory.header->first_task[source];
+  DC_DEVICE static Task find(const World& world, const LowLatencyShape& shape, const BlockMemory& memory, int task) {
+    int position = 0;
+    while (position + 1 < world.num_ranks && task >= memory.header->first_task[position + 1]) ++position;
+    const int source = source_at(world, position), token_idx = task - memory.header->first_task[position];
     const LowLatencyShare share =
         LowLatencyShare::of(shape, memory.header->num_tokens[source], arch::block_idx());
     return {source, token_idx, share.begin + token_idx, share.is_leading};
   }
 };
 
-// The number of the operation this launch is about.
-DC_DEVICE uint32_t operation_of(const LowLatencyHalf& words, const Phases& phases) {
-  if (!phases.send) return arch::ld_weak(phases.ticket);
-  return arch::ld_relaxed_gpu(&words.state()->sequence[static_cast<int>(words.kind)]) + 1;
+// One warp: the tasks of a group, one a warp of the block.
+DC_DEVICE void list_tasks(const World& world, const LowLatencyShape& shape, const BlockMemory& memory, int first) {
+  const int num_now = min_of(arch::num_warps(), memory.header->first_task[world.num_ranks] - first);
+  if (arch::lane_idx() >= num_now) return;
+  const Task task = Task::find(world, shape, memory, first + arch::lane_idx());
+  memory.tasks[arch::lane_idx()] = pack_task(task.source, task.token);
 }
 
-// Every thread of every block, last.
-DC_DEVICE void finish_operation(const Context& context, const LowLatencyHalf& half, const Phases& phases) {
-  const int kind = static_cast<int>(half.kind);
-  LowLatencyState* state = half.state();
-  const Phase phase = phases.send ? Phase::kSend : Phase::kReceive;
-  uint32_t* num_exited = &state->num_exited_blocks[kind][static_cast<int>(phase)];
-  if (!exit_block(num_exited).is_last) return;
-  const int peer = arch::thread_idx();
-  if (phases.receive && peer < context.world.num_ranks) {
-    // Also after a failure: a peer must not wait for a half that nobody will read.
-    // pairs with: await_credit at the peer — all reads of what it wrote into this half.
-    arch::st_release_sys(half.consumed(peer, context.world.rank), Tagged::pack(context.generation, 0));
+// A row and a column of a matrix that is walked through by one index. One row is the usual case, and costs nothing.
+struct Position {
+  int row;
+  int column;
+
+  DC_DEVICE static Position of(int idx, int num_rows, int num_columns) {
+    if (num_rows == 1) return {0, idx};
+    return {idx / num_columns, idx % num_columns};
   }
-  if (peer != 0) return;
-  arch::st_relaxed_gpu(num_exited, 0u);
-  if (phases.send) {
-    arch::st_relaxed_gpu(&state->sequence[kind], context.generation);
-    if (phases.ticket != nullptr) arch::st_weak(phases.ticket, context.generation);
-  }
-}
+};
 
 // The k-th selection of a token; -1 also for what lies out of range, which is reported.
 DC_DEVICE int checked_expert(const Context& context, const void* topk_idx, int64_t position, int num_bytes,

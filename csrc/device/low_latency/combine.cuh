@@ -8,7 +8,8 @@
 //        rounds once more. Compact rows are sent as they are. One rounding: every row is sent as it is, and the
 //        source adds weight * row, k ascending, and rounds.
 // grid   B blocks, as in dispatch: block b takes the tokens that block b of their source sent
-// words  as in dispatch; weight · owner: expert's rank · written by the source's leading block · number in the word
+// words  as in dispatch, rows being what comes back; weight · owner: expert's rank · written by the source's leading
+//        block · number in the word
 // before the operation's dispatch has been received on this rank
 // waits  half_credit: as in dispatch; weights: unblocked by the source's send phase; rows: by the expert rank's
 // not promised: nothing; the result does not depend on B
@@ -74,6 +75,17 @@ DC_DEVICE bool find_summands(const Context& context, const LowLatencyCombineArgs
   return ok;
 }
 
+// A row's part on its way: two zeros travel as two zeros of the other sign. Sums begin at +0.0, so that it makes no
+// difference to them.
+DC_DEVICE void send_piece(uint8_t* row, int column, Vec16 vec) {
+  DC_UNROLL
+  for (int word = 0; word < 4; ++word) {
+    if (vec.words[word] == 0) vec.words[word] = 0x80008000u;
+  }
+  // pairs with: take_arrival in add_ranks and add_selections — nothing but the words themselves.
+  arch::st_relaxed_sys(reinterpret_cast<Vec16*>(row) + column, vec);
+}
+
 DC_DEVICE void add_weighted(float* sum, const Vec16& vec, float weight) {
   DC_UNROLL
   for (int word = 0; word < 4; ++word) {
@@ -90,11 +102,12 @@ DC_DEVICE void send_sums(const LowLatencyCombineArgs& args, const LowLatencyHalf
   const LowLatencyShape& shape = args.shape;
   const size_t row_bytes = shape.hidden * sizeof(Bf16);
   const int max_vecs = memory.header->max_vecs;
+  const Divisor by_max_vecs = memory.header->by_max_vecs;
   for (int idx = arch::thread_idx(); idx < num_tasks * max_vecs; idx += arch::num_threads()) {
-    const int warp = idx / max_vecs, num_places = memory.num_places[warp];
+    const int warp = by_max_vecs.quotient(idx), vec = idx - warp * max_vecs, num_places = memory.num_places[warp];
     const int source = source_of(memory.tasks[warp]), token = token_of(memory.tasks[warp]);
-    if (num_places == 0 || idx % max_vecs >= memory.header->num_vecs[source]) continue;
-    const int column = memory.header->first_vec[source] + idx % max_vecs;
+    if (num_places == 0 || vec >= memory.header->num_vecs[source]) continue;
+    const int column = memory.header->first_vec[source] + vec;
     const int32_t* places = memory.places + warp * shape.num_topk;
     const float* weights = memory.weights + warp * shape.num_topk;
     float sum[Type::kPerVec] = {};
@@ -111,8 +124,7 @@ DC_DEVICE void send_sums(const LowLatencyCombineArgs& args, const LowLatencyHalf
         if (first + step < num_places) add_weighted(sum, vecs[step], weights[first + step]);
       }
     }
-    uint8_t* dst = half.combine_row(source, args.world.rank, token);
-    arch::st_streaming(reinterpret_cast<Vec16*>(dst) + column, Type::round(sum));
+    send_piece(half.combine_row(source, args.world.rank, token), column, Type::round(sum));
   }
 }
 
@@ -121,15 +133,16 @@ DC_DEVICE void send_selections(const LowLatencyCombineArgs& args, const LowLaten
                                const BlockMemory& memory, int num_tasks) {
   const LowLatencyShape& shape = args.shape;
   const int max_vecs = memory.header->max_vecs;
+  const Divisor by_max_vecs = memory.header->by_max_vecs;
   for (int idx = arch::thread_idx(); idx < num_tasks * max_vecs; idx += arch::num_threads()) {
-    const int warp = idx / max_vecs, source = source_of(memory.tasks[warp]), token = token_of(memory.tasks[warp]);
-    if (idx % max_vecs >= memory.header->num_vecs[source]) continue;
-    const int column = memory.header->first_vec[source] + idx % max_vecs;
+    const int warp = by_max_vecs.quotient(idx), vec = idx - warp * max_vecs;
+    const int source = source_of(memory.tasks[warp]), token = token_of(memory.tasks[warp]);
+    if (vec >= memory.header->num_vecs[source]) continue;
+    const int column = memory.header->first_vec[source] + vec;
     for (int row = warp * shape.num_topk; row < warp * shape.num_topk + memory.num_places[warp]; ++row) {
       const uint8_t* src = args.x + static_cast<size_t>(memory.places[row]) * shape.hidden * sizeof(Bf16);
-      uint8_t* dst = half.gather_row(source, token, bit_cast<int32_t>(memory.weights[row]));
-      arch::st_streaming(reinterpret_cast<Vec16*>(dst) + column,
-                         arch::ld_nc(reinterpret_cast<const Vec16*>(src) + column));
+      send_piece(half.gather_row(source, token, bit_cast<int32_t>(memory.weights[row])), column,
+                 arch::ld_nc(reinterpret_cast<const Vec16*>(src) + column));
     }
   }
 }
@@ -143,17 +156,21 @@ DC_DEVICE bool combine_send(const Context& context, const LowLatencyCombineArgs&
   if (kRows == CombineRows::kSums && args.recv_weights == nullptr) {
     send_weights(context, args, half, LowLatencyShare::of(args.shape, args.num_tokens, arch::block_idx()));
   }
-  bool ok = await_credit(context, half);
-  if (arch::thread_idx() < num_ranks) {
-    memory.header->num_tokens[arch::thread_idx()] = arch::ld_nc(args.recv_tokens + arch::thread_idx());
+  if (warp == 0) {
+    if (arch::lane_idx() < num_ranks) {
+      memory.header->num_tokens[arch::lane_idx()] = arch::ld_nc(args.recv_tokens + arch::lane_idx());
+    }
+    arch::sync_warp();
+    number_tasks(args.world, args.shape, memory, sizeof(Bf16));
   }
-  number_tasks(args.shape, memory, num_ranks, sizeof(Bf16));
+  const bool has_credit_warp = warp == max_of(0, num_warps - 2);
+  bool ok = !has_credit_warp || await_credit(context, half, args.signature, args.num_tokens);
   if (!block_agrees(memory, ok)) return false;
   const int num_tasks = memory.header->first_task[num_ranks];
   for (int first = 0; first < num_tasks; first += num_warps) {
     const int num_now = min_of(num_warps, num_tasks - first);
     if (warp < num_now) {
-      ok = find_summands<kRows>(context, args, half, memory, Task::find(args.shape, memory, num_ranks, first + warp));
+      ok = find_summands<kRows>(context, args, half, memory, Task::find(args.world, args.shape, memory, first + warp));
     }
     if (!block_agrees(memory, ok)) return false;
     if constexpr (kRows == CombineRows::kSelections) {
@@ -163,8 +180,6 @@ DC_DEVICE bool combine_send(const Context& context, const LowLatencyCombineArgs&
     }
     arch::sync_block();  // places and weights have been read
   }
-  // The barriers above hand this block's stores to the threads that release them.
-  publish_landed(context, half, args.signature, args.num_tokens);
   return true;
 }
 
@@ -184,27 +199,34 @@ DC_DEVICE uint32_t ranks_of(const LowLatencyCombineArgs& args, int token) {
 }
 
 // The block adds the ranks' rows of tokens [begin, end) and writes the results.
-DC_DEVICE void add_ranks(const LowLatencyCombineArgs& args, const LowLatencyHalf& half, const LowLatencyShare& share,
-                         const uint32_t* masks, int begin, int end) {
+DC_DEVICE bool add_ranks(const Context& context, const LowLatencyCombineArgs& args, const LowLatencyHalf& half,
+                         const LowLatencyShare& share, const uint32_t* masks, int begin, int end) {
   using Type = Numeric<Dtype::kBfloat16>;
   const int first_vec = share.column_begin / Type::kPerVec, num_vecs = share.num_columns() / Type::kPerVec;
   for (int idx = arch::thread_idx(); idx < (end - begin) * num_vecs; idx += arch::num_threads()) {
-    const int token = begin + idx / num_vecs, vec = first_vec + idx % num_vecs;
-    const uint32_t mask = masks[idx / num_vecs];
+    const Position position = Position::of(idx, end - begin, num_vecs);
+    const int token = begin + position.row, vec = first_vec + position.column;
+    const uint32_t mask = masks[position.row];
+    const auto piece_of = [&](int peer) {
+      return reinterpret_cast<Vec16*>(half.combine_row(args.world.rank, peer, token)) + vec;
+    };
     Vec16 vecs[kMaxRanks];
     float sum[Type::kPerVec] = {};
     DC_UNROLL
     for (int peer = 0; peer < kMaxRanks; ++peer) {
-      if ((mask >> peer & 1u) == 0) continue;
-      vecs[peer] = arch::ld_weak(reinterpret_cast<const Vec16*>(half.combine_row(args.world.rank, peer, token)) + vec);
+      if ((mask >> peer & 1u) != 0) vecs[peer] = arch::ld_relaxed_sys(piece_of(peer));
     }
     DC_UNROLL
     for (int peer = 0; peer < kMaxRanks; ++peer) {
-      if ((mask >> peer & 1u) != 0) Type::add(sum, vecs[peer]);
+      if ((mask >> peer & 1u) == 0) continue;
+      const WaitFor wait{Stage::kRows, Word::kRow, peer, arch::block_idx()};
+      if (!take_arrival(context, piece_of(peer), wait, &vecs[peer])) return false;
+      Type::add(sum, vecs[peer]);
     }
     uint8_t* dst = args.combined_x + static_cast<size_t>(token) * args.shape.hidden * sizeof(Bf16);
     arch::st_streaming(reinterpret_cast<Vec16*>(dst) + vec, Type::round(sum));
   }
+  return true;
 }
 
 // Source, one warp: the selections of a token and their weights, k ascending.
@@ -228,20 +250,29 @@ DC_DEVICE void find_selections(const LowLatencyCombineArgs& args, const BlockMem
 }
 
 // The block weights and adds the rows of tokens [begin, end) and writes the results.
-DC_DEVICE void add_selections(const LowLatencyCombineArgs& args, const LowLatencyHalf& half,
+DC_DEVICE bool add_selections(const Context& context, const LowLatencyCombineArgs& args, const LowLatencyHalf& half,
                               const LowLatencyShare& share, const BlockMemory& memory, int begin, int end) {
+  const ExpertMap map{args.shape.num_experts, args.world.num_ranks};
   using Type = Numeric<Dtype::kBfloat16>;
   const int first_vec = share.column_begin / Type::kPerVec, num_vecs = share.num_columns() / Type::kPerVec;
   for (int idx = arch::thread_idx(); idx < (end - begin) * num_vecs; idx += arch::num_threads()) {
-    const int warp = idx / num_vecs, vec = first_vec + idx % num_vecs;
+    const Position position = Position::of(idx, end - begin, num_vecs);
+    const int warp = position.row, vec = first_vec + position.column;
     float sum[Type::kPerVec] = {};
     for (int row = warp * args.shape.num_topk; row < warp * args.shape.num_topk + memory.num_places[warp]; ++row) {
-      const uint8_t* src = half.gather_row(args.world.rank, begin + warp, memory.places[row]);
-      add_weighted(sum, arch::ld_weak(reinterpret_cast<const Vec16*>(src) + vec), memory.weights[row]);
+      const int token = begin + warp, k = memory.places[row];
+      const int64_t position = static_cast<int64_t>(token) * args.shape.num_topk + k;
+      const int peer = map.rank_of(load_expert(args.topk_idx, position, args.topk_idx_bytes));
+      const WaitFor wait{Stage::kRows, Word::kRow, peer, arch::block_idx()};
+      Vec16* src = reinterpret_cast<Vec16*>(half.gather_row(args.world.rank, token, k)) + vec;
+      Vec16 words{};
+      if (!take_arrival(context, src, wait, &words)) return false;
+      add_weighted(sum, words, memory.weights[row]);
     }
     uint8_t* dst = args.combined_x + static_cast<size_t>(begin + warp) * args.shape.hidden * sizeof(Bf16);
     arch::st_streaming(reinterpret_cast<Vec16*>(dst) + vec, Type::round(sum));
   }
+  return true;
 }
 
 template <CombineRows kRows>
@@ -249,7 +280,11 @@ DC_DEVICE void combine_receive(const Context& context, const LowLatencyCombineAr
                                const BlockMemory& memory) {
   const int num_warps = arch::num_warps(), warp = arch::warp_idx();
   const LowLatencyShare share = LowLatencyShare::of(args.shape, args.num_tokens, arch::block_idx());
-  bool ok = await_sources(context, half, memory, args.signature, args.wait_stats);
+  bool ok = true;
+  // Rows need no announcement; a rank that does something else, or nothing, is found by one block.
+  if (arch::block_idx() == 0 && warp == num_warps - 1) {
+    ok = await_announcements(context, half, memory, args.signature, args.wait_stats);
+  }
   for (int group = share.begin; group < share.end; group += num_warps) {
     const int group_end = min_of(group + num_warps, share.end);
     const bool has_token = group + warp < group_end;
@@ -261,11 +296,11 @@ DC_DEVICE void combine_receive(const Context& context, const LowLatencyCombineAr
     }
     if (!block_agrees(memory, ok)) return;
     if constexpr (kRows == CombineRows::kSelections) {
-      add_selections(args, half, share, memory, group, group_end);
+      ok = add_selections(context, args, half, share, memory, group, group_end);
     } else {
-      add_ranks(args, half, share, memory.masks, group, group_end);
+      ok = add_ranks(context, args, half, share, memory.masks, group, group_end);
     }
-    arch::sync_block();  // what the warps have found has been read
+    if (!block_agrees(memory, ok)) return;  // what the warps have found has been read
   }
 }
 
@@ -277,11 +312,11 @@ DC_DEVICE void low_latency_combine(const LowLatencyCombineArgs& args) {
   const BlockMemory memory = BlockMemory::make(args.shape, args.world.num_ranks);
   if (arch::thread_idx() == 0) memory.header->has_failed = 0;
   arch::sync_block();
+  begin_operation(context, half, args.phases);
   bool ok = true;
   if (args.phases.send) ok = combine_send<kRows>(context, args, half, memory);
   arch::sync_block();
   if (args.phases.receive && ok) combine_receive<kRows>(context, args, half, memory);
-  finish_operation(context, half, args.phases);
 }
 
 }  // namespace deep_comm

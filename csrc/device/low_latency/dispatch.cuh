@@ -9,15 +9,19 @@
 // smem   BlockMemory
 // phases send and receive in one launch, or in two with nothing running in between
 //
-//   word      owner     written by              read by            order                       reset
-//   landed    receiver  block b of the source   its block b        release / acquire, sys      never: sequence
-//   counts    receiver  last block of a source  every block        relaxed; number in the word never: sequence
-//   consumed  source    last receiving block    senders, two later release / acquire, sys      never: sequence
-//   sequence  this rank its last sending block  its next launch    stream order                never
+//   word       owner     written by             read by            order                       reset
+//   rows, scales, routes
+//              receiver  block b of the source  its block b        relaxed; not zero           by the reader, to zero
+//   announced  receiver  block 0 of the source  every block        relaxed; number in the word never: sequence
+//   counts     receiver  last block of a source every block        relaxed; number in the word never: sequence
+//   consumed   source    block 0 of the receiver's next launch     acquire; the launch that    never: sequence
+//                        of this kind           senders, two later read has ended
+//   sequence, received   last block to enter    later launches     stream order                never
 //
-// before nothing: the credit of two operations ago is awaited here
-// after  outputs complete on this stream; this half may be written again
-// waits  half_credit: unblocked by the peer's receive phase two operations ago; counts, rows: by its send phase
+// before rows, scales and routes of this half are zero; the credit of two operations ago is awaited here
+// after  outputs complete on this stream; the half is zero again
+// waits  half_credit: unblocked by the peer's next launch after its receive phase two operations ago; announced, counts,
+//        rows: by its send phase. After a failed wait the half is as it is: only reset() makes it zero.
 // not promised: rows past recv_count
 #pragma once
 
@@ -34,11 +38,11 @@ DC_DEVICE void low_latency_dispatch(const LowLatencyDispatchArgs& args) {
   const BlockMemory memory = BlockMemory::make(args.shape, args.world.num_ranks);
   if (arch::thread_idx() == 0) memory.header->has_failed = 0;
   arch::sync_block();
+  begin_operation(context, half, args.phases);
   bool ok = true;
   if (args.phases.send) ok = dispatch_send<kFormat>(context, args, half, memory);
   arch::sync_block();  // the counters are free
-  if (args.phases.receive && ok) dispatch_receive(context, args, half, memory);
-  finish_operation(context, half, args.phases);
+  if (args.phases.receive && ok) dispatch_receive<kFormat>(context, args, half, memory);
 }
 
 }  // namespace deep_comm

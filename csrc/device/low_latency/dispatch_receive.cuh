@@ -1,31 +1,36 @@
-// The receive phase of dispatch: every block takes what the blocks of its number sent, and copies each row to the
-// places of its selections.
+// The receive phase of dispatch: every block takes what the blocks of its number sent, as it arrives, and copies each
+// row to the places of its selections.
 //
-//   counts of all sources → first row of every (source, expert) → per token: routes → places → row and scales
+//   announcements and counts of all sources → first row of every (source, expert) → per token: routes → places → row
 #pragma once
 
 #include "device/low_latency/block.cuh"
 
 namespace deep_comm {
 
-// counters[source, 0]: rows of this rank by source, then [source, 1 + e] of local expert e.
+// counters[source, 0]: rows of this rank by source, then [source, 1 + e] of local expert e; of both the first
+// num_columns.
 DC_DEVICE bool await_counts(const Context& context, const LowLatencyDispatchArgs& args, const LowLatencyHalf& half,
-                            const BlockMemory& memory, int num_local) {
+                            const BlockMemory& memory, int num_local, int num_columns) {
   bool ok = true;
-  for (int idx = arch::thread_idx(); idx < args.world.num_ranks * (1 + num_local) && ok; idx += arch::num_threads()) {
-    const int source = idx / (1 + num_local), place = idx % (1 + num_local);
-    ok = await_tagged(context, half.counts(args.world.rank, source) + place,
-                      {Stage::kCounts, Word::kTokenCount, source, -1}, 0, &memory.counters[idx]);
+  // From the last thread on: the first warp has announcements to wait for.
+  for (int idx = arch::num_threads() - 1 - arch::thread_idx(); idx < args.world.num_ranks * num_columns && ok;
+       idx += arch::num_threads()) {
+    const int source = idx / num_columns, place = idx % num_columns;
+    ok = await_tagged_alone(context, half.counts(args.world.rank, source) + place,
+                            {Stage::kCounts, Word::kTokenCount, source, -1},
+                            &memory.counters[source * (1 + num_local) + place]);
   }
   return ok;
 }
 
-// Threads [0, 1 + L): counts over the sources become first rows. Block 0 writes them out.
-DC_DEVICE void place_sources(const LowLatencyDispatchArgs& args, const BlockMemory& memory, int num_local) {
+// Threads [0, num_columns): counts over the sources become first rows. Block 0 writes them out.
+DC_DEVICE void place_sources(const LowLatencyDispatchArgs& args, const BlockMemory& memory, int num_local,
+                             int num_columns) {
   const LowLatencyOutputs& out = args.out;
   const int num_ranks = args.world.num_ranks;
   const bool is_writing = arch::block_idx() == 0;
-  for (int column = arch::thread_idx(); column <= num_local; column += arch::num_threads()) {
+  for (int column = arch::thread_idx(); column < num_columns; column += arch::num_threads()) {
     const bool is_expert = column > 0, has_range = is_expert != out.is_compact;
     int64_t* ranges = out.layout_range + (is_expert ? static_cast<int64_t>(column - 1) * num_ranks : 0);
     uint32_t num_before = 0;
@@ -61,20 +66,31 @@ DC_DEVICE void place_sources(const LowLatencyDispatchArgs& args, const BlockMemo
 }
 
 // One warp: the places of a token's selections, into shared memory and, once a token, into the outputs.
-DC_DEVICE void find_places(const LowLatencyDispatchArgs& args, const LowLatencyHalf& half, const BlockMemory& memory,
-                           const Task& task, int num_local) {
+DC_DEVICE bool find_places(const Context& context, const LowLatencyDispatchArgs& args, const LowLatencyHalf& half,
+                           const BlockMemory& memory, const Task& task, int num_local) {
   const LowLatencyOutputs& out = args.out;
   const LowLatencyShape& shape = args.shape;
   const int num_topk = shape.num_topk, warp = arch::warp_idx();
   const int num_slots = args.world.num_ranks * shape.num_max_tokens;
-  const Route* routes = half.routes(args.world.rank, task.source, arch::block_idx(), task.token_idx);
+  Vec16* routes = half.routes(args.world.rank, task.source, arch::block_idx(), task.token_idx);
   const uint32_t* first_rows = memory.counters + task.source * (1 + num_local);
   const int64_t token_row = static_cast<int64_t>(task.source) * shape.num_max_tokens + task.token;
   int num_places = 0, compact_place = -1;
-  for (int base = 0; base < num_topk; base += kWarpSize) {
-    const int k = base + arch::lane_idx();
-    Route route{-1, 0, 0.0f, 0};
-    if (k < num_topk) route = bit_cast<Route>(arch::ld_weak(reinterpret_cast<const Vec16*>(routes + k)));
+  bool ok = true;
+  Route taken[2];  // selections lane and lane + 32
+  DC_UNROLL
+  for (int part = 0; part < 2; ++part) {
+    const int base = part * kWarpSize, k = base + arch::lane_idx();
+    Route& route = taken[part];
+    route = {-1, 0, 0.0f, 0};
+    if (base >= num_topk) continue;
+    if (k < num_topk) {
+      Vec16 words{};
+      const bool has_come =
+          take_arrival(context, routes + k, {Stage::kRows, Word::kRoute, task.source, arch::block_idx()}, &words);
+      if (has_come) route = Route::unpack(words);
+      ok = ok && has_come;
+    }
     const bool is_here = route.local_expert >= 0;
     // Rows to write: expert-major, one for every expert of the token; compact, one in all.
     const uint32_t here = arch::ballot(kFullMask, is_here && (out.is_compact || !route.is_repeated()));
@@ -101,104 +117,142 @@ DC_DEVICE void find_places(const LowLatencyDispatchArgs& args, const LowLatencyH
       arch::st_weak(out.places + token_row, compact_place);
       if (compact_place >= 0) arch::st_weak(out.src_info + compact_place, task.token);
     }
-    for (int k = arch::lane_idx(); k < num_topk && compact_place >= 0 && task.is_leading; k += kWarpSize) {
-      const Route route = bit_cast<Route>(arch::ld_weak(reinterpret_cast<const Vec16*>(routes + k)));
+    DC_UNROLL
+    for (int part = 0; part < 2; ++part) {
+      const int k = part * kWarpSize + arch::lane_idx();
+      if (k >= num_topk || compact_place < 0 || !task.is_leading) continue;
       const int64_t position = static_cast<int64_t>(compact_place) * num_topk + k;
-      arch::st_weak(out.compact_idx + position, route.local_expert);
-      if (out.compact_weights != nullptr) arch::st_weak(out.compact_weights + position, route.weight);
+      arch::st_weak(out.compact_idx + position, taken[part].local_expert);
+      if (out.compact_weights != nullptr) arch::st_weak(out.compact_weights + position, taken[part].weight);
     }
   }
-  if (arch::lane_idx() == 0) {
-    memory.num_places[warp] = num_places;
-    memory.tasks[warp] = pack_task(task.source, task.token);
-  }
+  if (arch::lane_idx() == 0) memory.num_places[warp] = num_places;
+  return ok;
 }
 
-// The block copies the rows of its warps' tokens to their places.
-DC_DEVICE void expand_rows(const LowLatencyDispatchArgs& args, const LowLatencyHalf& half, const BlockMemory& memory,
-                           int num_tasks) {
-  constexpr int kUnroll = 4;  // loads in flight before the first store
-  const LowLatencyShape& shape = args.shape;
-  const int max_vecs = memory.header->max_vecs, num_threads = arch::num_threads();
-  for (int base = arch::thread_idx(); base < num_tasks * max_vecs; base += num_threads * kUnroll) {
-    Vec16 vecs[kUnroll];
-    int warps[kUnroll], columns[kUnroll];
+// A thread's pieces of the rows of a block's tasks, some at a time: first looks are taken together.
+struct RowPieces {
+  static constexpr int kCount = 4;
+  Vec16 vecs[kCount];
+  Vec16* from[kCount];  // null: none
+  int tasks[kCount];    // among the warps' tasks
+  int columns[kCount];  // in 16 bytes
+
+  // Piece numbers first, first + num_threads, … of num_tasks rows of max_vecs.
+  DC_DEVICE void look(const LowLatencyDispatchArgs& args, const LowLatencyHalf& half, const BlockMemory& memory,
+                      int first, int num_tasks) {
+    const int max_vecs = memory.header->max_vecs;
+    const Divisor by_max_vecs = memory.header->by_max_vecs;
     DC_UNROLL
-    for (int step = 0; step < kUnroll; ++step) {
-      const int idx = base + step * num_threads, warp = idx / max_vecs;
-      warps[step] = -1;
-      if (warp >= num_tasks || memory.num_places[warp] == 0) continue;
-      const int source = source_of(memory.tasks[warp]), token = token_of(memory.tasks[warp]);
-      if (idx % max_vecs >= memory.header->num_vecs[source]) continue;
-      warps[step] = warp;
-      columns[step] = memory.header->first_vec[source] + idx % max_vecs;
-      const uint8_t* row = half.slot(args.world.rank, source, token);
-      vecs[step] = arch::ld_weak(reinterpret_cast<const Vec16*>(row) + columns[step]);
+    for (int step = 0; step < kCount; ++step) {
+      const int idx = first + step * arch::num_threads();
+      from[step] = nullptr;
+      if (idx >= num_tasks * max_vecs) continue;
+      tasks[step] = by_max_vecs.quotient(idx);
+      const int vec = idx - tasks[step] * max_vecs;
+      const int source = source_of(memory.tasks[tasks[step]]), token = token_of(memory.tasks[tasks[step]]);
+      if (vec >= memory.header->num_vecs[source]) continue;
+      columns[step] = memory.header->first_vec[source] + vec;
+      from[step] = reinterpret_cast<Vec16*>(half.slot(args.world.rank, source, token)) + columns[step];
+      vecs[step] = arch::ld_relaxed_sys(from[step]);
     }
+  }
+};
+
+// The block copies the rows of its warps' tokens to their places. `pieces`: the first look at the first of them.
+template <PayloadFormat kFormat>
+DC_DEVICE bool expand_rows(const Context& context, const LowLatencyDispatchArgs& args, const LowLatencyHalf& half,
+                           const BlockMemory& memory, RowPieces& pieces, int num_tasks) {
+  const LowLatencyShape& shape = args.shape;
+  const int num_total = num_tasks * memory.header->max_vecs;
+  bool ok = true;
+  for (int base = arch::thread_idx(); base < num_total && ok; base += arch::num_threads() * RowPieces::kCount) {
+    if (base != arch::thread_idx()) pieces.look(args, half, memory, base, num_tasks);
     DC_UNROLL
-    for (int step = 0; step < kUnroll; ++step) {
-      if (warps[step] < 0) continue;
-      for (int idx = 0; idx < memory.num_places[warps[step]]; ++idx) {
-        const size_t place = memory.places[warps[step] * shape.num_topk + idx];
+    for (int step = 0; step < RowPieces::kCount; ++step) {
+      if (pieces.from[step] == nullptr || !ok) continue;
+      const int task = pieces.tasks[step];
+      if (memory.num_places[task] == 0) continue;
+      const WaitFor wait{Stage::kRows, Word::kRow, source_of(memory.tasks[task]), arch::block_idx()};
+      ok = take_arrival(context, pieces.from[step], wait, &pieces.vecs[step]);
+      const Vec16 vec = decode<kFormat>(pieces.vecs[step]);
+      for (int idx = 0; idx < memory.num_places[task] && ok; ++idx) {
+        const size_t place = memory.places[task * shape.num_topk + idx];
         uint8_t* row = args.out.recv_x + place * shape.row_bytes;
-        arch::st_streaming(reinterpret_cast<Vec16*>(row) + columns[step], vecs[step]);
+        arch::st_streaming(reinterpret_cast<Vec16*>(row) + pieces.columns[step], vec);
       }
     }
   }
+  return ok;
 }
 
 // The same for their scales, which lie by column in the output: [L, S, R*M], compact [S, R*M].
-DC_DEVICE void expand_scales(const LowLatencyDispatchArgs& args, const LowLatencyHalf& half, const BlockMemory& memory,
-                             int num_tasks) {
+DC_DEVICE bool expand_scales(const Context& context, const LowLatencyDispatchArgs& args, const LowLatencyHalf& half,
+                             const BlockMemory& memory, int num_tasks) {
   const LowLatencyShape& shape = args.shape;
   const int per_output = args.out.use_ue8m0 ? 4 : 1;
   const int num_outputs = ceil_div(shape.num_scales, per_output);
   const int num_slots = args.world.num_ranks * shape.num_max_tokens;
-  for (int base = arch::thread_idx(); base < num_tasks * num_outputs; base += arch::num_threads()) {
-    const int warp = base / num_outputs, output = base % num_outputs;
-    if (memory.num_places[warp] == 0) continue;
-    const int source = source_of(memory.tasks[warp]), token = token_of(memory.tasks[warp]);
+  bool ok = true;
+  // From the last thread on: the first ones have most pieces of rows.
+  for (int base = arch::num_threads() - 1 - arch::thread_idx(); base < num_tasks * num_outputs && ok;
+       base += arch::num_threads()) {
+    const int task = base / num_outputs, output = base % num_outputs;
+    if (memory.num_places[task] == 0) continue;
+    const int source = source_of(memory.tasks[task]), token = token_of(memory.tasks[task]);
     // FP8: a vector is 16 columns.
     const int vec = output * per_output * kScaleBlock / 16 - memory.header->first_vec[source];
     if (vec < 0 || vec >= memory.header->num_vecs[source]) continue;
-    const float* scales = reinterpret_cast<const float*>(half.slot(args.world.rank, source, token) + shape.row_bytes);
+    uint32_t* scales = reinterpret_cast<uint32_t*>(half.slot(args.world.rank, source, token) + shape.row_bytes);
+    const WaitFor wait{Stage::kRows, Word::kScale, source, arch::block_idx()};
     uint32_t value = 0;
-    if (args.out.use_ue8m0) {
-      for (int idx = 0; idx < 4 && 4 * output + idx < shape.num_scales; ++idx) {
-        const uint32_t bits = bit_cast<uint32_t>(arch::ld_weak(scales + 4 * output + idx));
-        value |= (bits >> 23 & 0xffu) << (8 * idx);
-      }
-    } else {
-      value = bit_cast<uint32_t>(arch::ld_weak(scales + output));
+    for (int idx = 0; idx < per_output && per_output * output + idx < shape.num_scales && ok; ++idx) {
+      uint32_t bits = 0;
+      ok = take_arrival(context, scales + per_output * output + idx, wait, &bits);
+      value |= args.out.use_ue8m0 ? (bits >> 23 & 0xffu) << (8 * idx) : bits;
     }
-    for (int idx = 0; idx < memory.num_places[warp]; ++idx) {
-      const int64_t place = memory.places[warp * shape.num_topk + idx];
+    for (int idx = 0; idx < memory.num_places[task] && ok; ++idx) {
+      const int64_t place = memory.places[task * shape.num_topk + idx];
       const int64_t position = (place / num_slots * num_outputs + output) * num_slots + place % num_slots;
       arch::st_weak(static_cast<uint32_t*>(args.out.recv_scales) + position, value);
     }
   }
+  return ok;
 }
 
+template <PayloadFormat kFormat>
 DC_DEVICE void dispatch_receive(const Context& context, const LowLatencyDispatchArgs& args, const LowLatencyHalf& half,
                                 const BlockMemory& memory) {
-  const int num_ranks = args.world.num_ranks, num_warps = arch::num_warps(), warp = arch::warp_idx();
-  const int num_local = ExpertMap{args.shape.num_experts, num_ranks}.num_local_experts(args.world.rank);
-  const bool has_counts = await_counts(context, args, half, memory, num_local);
-  const bool has_rows = await_sources(context, half, memory, args.signature, args.out.wait_stats);
-  if (!block_agrees(memory, has_counts && has_rows)) return;
-  place_sources(args, memory, num_local);
-  number_tasks(args.shape, memory, num_ranks, args.shape.row_bytes / args.shape.hidden);
+  const World& world = args.world;
+  const int num_warps = arch::num_warps(), warp = arch::warp_idx();
+  const int num_local = ExpertMap{args.shape.num_experts, world.num_ranks}.num_local_experts(world.rank);
+  // Compact places need the counts of tokens alone; those of experts are for block 0 to write out.
+  const int num_columns = args.out.is_compact && arch::block_idx() != 0 ? 1 : 1 + num_local;
+  bool ok = true;
+  if (warp == 0) ok = await_announcements(context, half, memory, args.signature, args.out.wait_stats);
+  ok = await_counts(context, args, half, memory, num_local, num_columns) && ok;
+  if (!block_agrees(memory, ok)) return;
+  place_sources(args, memory, num_local, num_columns);
+  if (warp == num_warps - 1) {
+    number_tasks(world, args.shape, memory, args.shape.row_bytes / args.shape.hidden);
+    list_tasks(world, args.shape, memory, 0);
+  }
   arch::sync_block();
-  const int num_tasks = memory.header->first_task[num_ranks];
+  const int num_tasks = memory.header->first_task[world.num_ranks];
   for (int first = 0; first < num_tasks; first += num_warps) {
     const int num_now = min_of(num_warps, num_tasks - first);
+    RowPieces pieces;
+    pieces.look(args, half, memory, arch::thread_idx(), num_now);
     if (warp < num_now) {
-      find_places(args, half, memory, Task::find(args.shape, memory, num_ranks, first + warp), num_local);
+      ok = find_places(context, args, half, memory, Task::find(world, args.shape, memory, first + warp), num_local);
     }
+    if (!block_agrees(memory, ok)) return;
+    if (args.shape.num_scales > 0) ok = expand_scales(context, args, half, memory, num_now);
+    ok = ok && expand_rows<kFormat>(context, args, half, memory, pieces, num_now);
+    if (!block_agrees(memory, ok)) return;  // places have been read
+    if (first + num_warps >= num_tasks) break;
+    if (warp == 0) list_tasks(world, args.shape, memory, first + num_warps);
     arch::sync_block();
-    expand_rows(args, half, memory, num_now);
-    if (args.shape.num_scales > 0) expand_scales(args, half, memory, num_now);
-    arch::sync_block();  // places have been read
   }
 }
 

@@ -1,4 +1,5 @@
-// The send phase of dispatch: rows straight from registers into the receivers' slots, then routes, counts, flags.
+// The send phase of dispatch: rows straight from registers into the receivers' slots, then routes and counts. No
+// store waits for another: every word says of itself that it has come.
 //
 //   warp:  masks of its token → block: rows → (first time) counts of earlier tokens → warp: routes → next tokens
 //
@@ -74,13 +75,13 @@ DC_DEVICE void send_rows(const LowLatencyDispatchArgs& args, const LowLatencyHal
   const World& world = args.world;
   const int num_pieces = share.num_columns() / PieceType::kElements;
   const int first_piece = share.column_begin / PieceType::kElements;
-  const int num_total = (end - begin) * num_pieces;
+  const int num_tokens = end - begin, num_total = num_tokens * num_pieces;
   // Bounds by warp, not by thread: encoding takes the whole warp.
   for (int base = arch::warp_idx() * kWarpSize; base < num_total; base += arch::num_threads()) {
     const int idx = base + arch::lane_idx();
     const bool is_active = idx < num_total;
-    const int token = begin + (is_active ? idx / num_pieces : 0);
-    const int piece = first_piece + (is_active ? idx % num_pieces : 0);
+    const Position position = Position::of(is_active ? idx : 0, num_tokens, num_pieces);
+    const int token = begin + position.row, piece = first_piece + position.column;
     PieceType loaded = first;
     if (!has_first) {
       loaded.load(args.x + static_cast<size_t>(token) * args.shape.hidden * sizeof(Bf16), piece);
@@ -93,7 +94,7 @@ DC_DEVICE void send_rows(const LowLatencyDispatchArgs& args, const LowLatencyHal
       // Each rank begins with another destination, so that none is hit by all at once.
       const int peer = (world.rank + 1 + step) % world.num_ranks;
       if ((mask >> peer & 1u) == 0) continue;
-      loaded.store(half.slot(peer, world.rank, token), args.shape.row_bytes, piece);
+      loaded.send(half.slot(peer, world.rank, token), args.shape.row_bytes, piece);
     }
   }
 }
@@ -146,8 +147,8 @@ DC_DEVICE void send_routes(const LowLatencyDispatchArgs& args, const LowLatencyH
                has_weight ? arch::ld_nc(args.topk_weights + static_cast<int64_t>(token) * num_topk + k) : 0.0f,
                static_cast<int32_t>(my_row)};
     }
-    arch::st_weak(reinterpret_cast<Vec16*>(half.routes(peer, world.rank, arch::block_idx(), token_idx) + k),
-                  bit_cast<Vec16>(route));
+    // pairs with: take_arrival in find_places at the peer — nothing but the words themselves.
+    arch::st_relaxed_sys(half.routes(peer, world.rank, arch::block_idx(), token_idx) + k, route.pack());
   }
 }
 
@@ -176,12 +177,15 @@ DC_DEVICE bool dispatch_send(const Context& context, const LowLatencyDispatchArg
   Piece<kFormat> first{};
   if (const int num_pieces = share.num_columns() / Piece<kFormat>::kElements;
       arch::thread_idx() < min_of(share.num_tokens(), num_warps) * num_pieces) {
-    const int token = share.begin + arch::thread_idx() / num_pieces;
-    first.load(args.x + static_cast<size_t>(token) * shape.hidden * sizeof(Bf16),
-               share.column_begin / Piece<kFormat>::kElements + arch::thread_idx() % num_pieces);
+    const Position position =
+        Position::of(arch::thread_idx(), min_of(share.num_tokens(), num_warps), num_pieces);
+    first.load(args.x + static_cast<size_t>(share.begin + position.row) * shape.hidden * sizeof(Bf16),
+               share.column_begin / Piece<kFormat>::kElements + position.column);
   }
   for (int idx = arch::thread_idx(); idx < num_counters; idx += arch::num_threads()) memory.counters[idx] = 0;
-  bool ok = await_credit(context, half);
+  // Not by the warps that have tokens, if there are others.
+  const bool has_credit_warp = warp == max_of(0, num_warps - 2);
+  bool ok = !has_credit_warp || await_credit(context, half, args.signature, args.num_tokens);
   for (int group = share.begin; group < share.end; group += num_warps) {
     const int group_end = min_of(group + num_warps, share.end), token = group + warp;
     TokenRouting routing{};
@@ -208,8 +212,6 @@ DC_DEVICE bool dispatch_send(const Context& context, const LowLatencyDispatchArg
     arch::sync_block();
     send_counts(context, args, half, memory.counters);
   }
-  // The barrier above hands this block's stores to the threads that release them.
-  publish_landed(context, half, args.signature, args.num_tokens);
   return true;
 }
 

@@ -1,5 +1,6 @@
 // Rows on their way into a message, 16 bytes of it at a time: bfloat16 as it is, or cast to FP8 e4m3 with one
-// float32 scale a block of 128 elements.
+// float32 scale a block of 128 elements. On the way no word of a row is zero (sync/arrival.cuh): words are xored with
+// a key that they do not equal, and a scale is positive.
 #pragma once
 
 #include "device/arch/arch.cuh"
@@ -16,14 +17,23 @@ struct Piece;
 template <>
 struct Piece<PayloadFormat::kBfloat16> {
   static constexpr int kElements = 8;
+  // Two signalling NaNs. A word of just these bits arrives with the first made quiet, as arithmetic would.
+  static constexpr uint32_t kKey = 0x7fa57f93u, kQuiet = 0x00400000u;
   Vec16 vec;
 
   DC_DEVICE void load(const uint8_t* row, int piece) {
     vec = arch::ld_nc(reinterpret_cast<const Vec16*>(row) + piece);
   }
-  DC_DEVICE void encode(bool /*round_scale*/) {}
-  DC_DEVICE void store(uint8_t* slot, int /*row_bytes*/, int piece) const {
-    arch::st_streaming(reinterpret_cast<Vec16*>(slot) + piece, vec);
+  DC_DEVICE void encode(bool /*round_scale*/) {
+    DC_UNROLL
+    for (int word = 0; word < 4; ++word) {
+      vec.words[word] ^= kKey;
+      if (vec.words[word] == 0) vec.words[word] = kQuiet;
+    }
+  }
+  DC_DEVICE void send(uint8_t* slot, int /*row_bytes*/, int piece) const {
+    // pairs with: take_arrival in expand_rows — nothing but the words themselves.
+    arch::st_relaxed_sys(reinterpret_cast<Vec16*>(slot) + piece, vec);
   }
 };
 
@@ -40,6 +50,8 @@ DC_DEVICE float inverse_scale(float amax, bool round_scale) {
 template <>
 struct Piece<PayloadFormat::kFp8> {
   static constexpr int kElements = 16;
+  // Four negative NaNs; if there are such, the last becomes a positive one.
+  static constexpr uint32_t kKey = 0xffffffffu, kOther = 0x80000000u;
   static constexpr int kLanesPerScale = kScaleBlock / kElements;
   Vec16 vec;    // FP8, after encode
   Vec16 rest;   // the upper half of the bfloat16 input, before it
@@ -81,15 +93,26 @@ struct Piece<PayloadFormat::kFp8> {
           arch::floats_to_e4m3x2(arch::multiply(four[0], factor), arch::multiply(four[1], factor));
       const uint32_t high =
           arch::floats_to_e4m3x2(arch::multiply(four[2], factor), arch::multiply(four[3], factor));
-      vec.words[word] = low | high << 16;
+      const uint32_t keyed = (low | high << 16) ^ kKey;
+      vec.words[word] = keyed != 0 ? keyed : kOther;
     }
   }
-  DC_DEVICE void store(uint8_t* slot, int row_bytes, int piece) const {
-    arch::st_streaming(reinterpret_cast<Vec16*>(slot) + piece, vec);
+  DC_DEVICE void send(uint8_t* slot, int row_bytes, int piece) const {
+    // pairs with: take_arrival in expand_rows and expand_scales — nothing but the words themselves.
+    arch::st_relaxed_sys(reinterpret_cast<Vec16*>(slot) + piece, vec);
     if (piece % kLanesPerScale == 0) {
-      arch::st_weak(reinterpret_cast<float*>(slot + row_bytes) + piece / kLanesPerScale, scale);
+      arch::st_relaxed_sys(reinterpret_cast<float*>(slot + row_bytes) + piece / kLanesPerScale,
+                           scale);
     }
   }
 };
+
+// What was sent, from what arrived.
+template <PayloadFormat kFormat>
+DC_DEVICE Vec16 decode(Vec16 vec) {
+  DC_UNROLL
+  for (int word = 0; word < 4; ++word) vec.words[word] ^= Piece<kFormat>::kKey;
+  return vec;
+}
 
 }  // namespace deep_comm

@@ -25,37 +25,62 @@ DC_DEVICE void note_wait(const Context& context, const WaitFor& wait, uint64_t e
 #endif
 }
 
-// Polls `word` with acquire until is_ready(value). Returns false when the deadline passed (then this thread
+// Looks again and again until watch.look() is true. Returns false when the deadline passed (then this thread
 // has written the error record) or when another thread of this rank has given up.
-//   unblocked by: the store that is_ready accepts, the rank's abort word, the deadline.
-template <Scope kScope, class T, class IsReady>
-DC_DEVICE bool await(const Context& context, const T* word, const WaitFor& wait, uint64_t expected,
-                     IsReady is_ready, T* value) {
+//   unblocked by: what the watch looks at, the rank's abort word, the deadline.
+// Watch: bool look(), uint64_t seen(), void rest(abort_word, deadline_ns).
+template <class Watch>
+DC_DEVICE bool await_watch(const Context& context, Watch& watch, const WaitFor& wait,
+                           uint64_t expected, uint64_t patience = 1) {
   constexpr int kPollsPerClock =
       DEEP_COMM_TARGET_CUDA ? 64 : 1;  // reading the clock costs more than a poll
-  *value = ld_acquire<kScope>(word);
-  if (is_ready(*value)) return true;
+  if (watch.look()) return true;
   const World& world = context.world;
   const uint64_t start_ns = arch::globaltimer_ns();
-  // Warps of this block are bounded by their own waits, which began later and know the silent rank's name.
-  constexpr uint64_t kPatience = kScope == Scope::kCta ? 4 : 1;
-  const uint64_t deadline_ns = start_ns + kPatience * world.timeout_ns;
+  const uint64_t deadline_ns = start_ns + patience * world.timeout_ns;
   note_wait(context, wait, expected);
   while (true) {
     for (int poll = 0; poll < kPollsPerClock; ++poll) {
-      *value = ld_acquire<kScope>(word);
-      if (is_ready(*value)) return true;
+      if (watch.look()) return true;
     }
     if (is_aborted(world)) return false;
     const uint64_t now_ns = arch::globaltimer_ns();
     if (now_ns >= deadline_ns) {
-      report_error(context, {ErrorKind::kPeerTimeout, wait, static_cast<uint64_t>(*value), expected,
+      report_error(context, {ErrorKind::kPeerTimeout, wait, watch.seen(), expected,
                              now_ns - start_ns, -1});
       abort_rank(context);
       return false;
     }
-    arch::wait_hint(word, *value, &world.state()->abort, deadline_ns);
+    watch.rest(&world.state()->abort, deadline_ns);
   }
+}
+
+template <Scope kScope, class T, class IsReady>
+struct AcquireWatch {
+  const T* word;
+  IsReady is_ready;
+  T value;
+
+  DC_DEVICE bool look() {
+    value = ld_acquire<kScope>(word);
+    return is_ready(value);
+  }
+  DC_DEVICE uint64_t seen() const { return static_cast<uint64_t>(value); }
+  DC_DEVICE void rest(const uint32_t* abort_word, uint64_t deadline_ns) const {
+    arch::wait_hint(word, value, abort_word, deadline_ns);
+  }
+};
+
+// Polls `word` with acquire until is_ready(value); see await_watch.
+template <Scope kScope, class T, class IsReady>
+DC_DEVICE bool await(const Context& context, const T* word, const WaitFor& wait, uint64_t expected,
+                     IsReady is_ready, T* value) {
+  // Warps of this block are bounded by their own waits, which began later and know the silent rank's name.
+  constexpr uint64_t kPatience = kScope == Scope::kCta ? 4 : 1;
+  AcquireWatch<kScope, T, IsReady> watch{word, is_ready, T{}};
+  const bool ok = await_watch(context, watch, wait, expected, kPatience);
+  *value = watch.value;
+  return ok;
 }
 
 // Waits until a Tagged word of this kernel's generation holds at least `wanted`.
@@ -71,6 +96,31 @@ DC_DEVICE bool await_tagged(const Context& context, const uint64_t* word, const 
       },
       &raw);
   *value = Tagged::unpack(raw).value;
+  return ok;
+}
+
+// A Tagged word that speaks of nothing but itself.
+struct RelaxedTaggedWatch {
+  const uint64_t* word;
+  uint32_t generation;
+  uint64_t value;
+
+  DC_DEVICE bool look() {
+    value = arch::ld_relaxed_sys(word);
+    return Tagged::unpack(value).generation == generation;
+  }
+  DC_DEVICE uint64_t seen() const { return value; }
+  DC_DEVICE void rest(const uint32_t* abort_word, uint64_t deadline_ns) const {
+    arch::wait_hint(word, value, abort_word, deadline_ns);
+  }
+};
+
+// Waits for a Tagged word of this kernel's generation and takes its value; orders nothing else.
+DC_DEVICE bool await_tagged_alone(const Context& context, const uint64_t* word, const WaitFor& wait,
+                                  uint32_t* value) {
+  RelaxedTaggedWatch watch{word, context.generation, 0};
+  const bool ok = await_watch(context, watch, wait, Tagged::pack(context.generation, 0));
+  *value = Tagged::unpack(watch.value).value;
   return ok;
 }
 
