@@ -22,7 +22,7 @@ from deep_comm.layer.transport import Prefilled
 if TYPE_CHECKING:
     from deep_comm.layer.expert_parallel import ExpertParallel
 
-_layers: weakref.WeakValueDictionary[int, ExpertParallel] = weakref.WeakValueDictionary()
+_layers: weakref.WeakValueDictionary[str, ExpertParallel] = weakref.WeakValueDictionary()
 _keys = itertools.count(1)
 # Operators pass tensors only: a state tensor holds the number under which the rest is found here.
 _states: dict[int, Any] = {}
@@ -32,13 +32,13 @@ class _Number(bytearray):
     """Memory of a state tensor. It dies with the tensor's storage, and with it the state."""
 
 
-def register(layer: ExpertParallel) -> int:
-    key = next(_keys)
+def register(layer: ExpertParallel) -> str:
+    key = str(next(_keys))  # a number would be traced as a symbol
     _layers[key] = layer
     return key
 
 
-def _layer(key: int) -> ExpertParallel:
+def _layer(key: str) -> ExpertParallel:
     layer = _layers.get(key)
     if layer is None:
         raise DeepCommError("a compiled graph outlived its ExpertParallel")
@@ -62,7 +62,7 @@ def _kept(state: Tensor) -> Any:
 
 @torch.library.custom_op("deep_comm::ep_dispatch", mutates_args=())
 def ep_dispatch(
-    x: Tensor, topk_idx: Tensor, topk_weights: Tensor, layer: int, way: str, bounded: bool
+    x: Tensor, topk_idx: Tensor, topk_weights: Tensor, layer: str, way: str, bounded: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Rows, scales, received weights, counts, offsets, state."""
     owner = _layer(layer)
@@ -87,7 +87,7 @@ def ep_dispatch(
 
 @ep_dispatch.register_fake
 def _(
-    x: Tensor, topk_idx: Tensor, topk_weights: Tensor, layer: int, way: str, bounded: bool
+    x: Tensor, topk_idx: Tensor, topk_weights: Tensor, layer: str, way: str, bounded: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     owner = _layer(layer)
     shape, transport = owner.shape, owner._transport
@@ -109,7 +109,7 @@ def _(
 
 @torch.library.custom_op("deep_comm::ep_dispatch_grads", mutates_args=())
 def ep_dispatch_grads(
-    grad_rows: Tensor, grad_weights: Tensor, topk_idx: Tensor, state: Tensor, layer: int
+    grad_rows: Tensor, grad_weights: Tensor, topk_idx: Tensor, state: Tensor, layer: str
 ) -> tuple[Tensor, Tensor]:
     """Of x and of topk_weights."""
     kept: Prefilled = _kept(state)
@@ -120,7 +120,7 @@ def ep_dispatch_grads(
 
 @ep_dispatch_grads.register_fake
 def _(
-    grad_rows: Tensor, grad_weights: Tensor, topk_idx: Tensor, state: Tensor, layer: int
+    grad_rows: Tensor, grad_weights: Tensor, topk_idx: Tensor, state: Tensor, layer: str
 ) -> tuple[Tensor, Tensor]:
     num_tokens = topk_idx.shape[0]
     return (
@@ -131,7 +131,7 @@ def _(
 
 @torch.library.custom_op("deep_comm::ep_combine", mutates_args=())
 def ep_combine(
-    rows: Tensor, weights: Tensor, topk_idx: Tensor, state: Tensor, layer: int
+    rows: Tensor, weights: Tensor, topk_idx: Tensor, state: Tensor, layer: str
 ) -> Tensor:
     owner, kept = _layer(layer), _kept(state)
     with torch.no_grad():
@@ -142,13 +142,13 @@ def ep_combine(
 
 
 @ep_combine.register_fake
-def _(rows: Tensor, weights: Tensor, topk_idx: Tensor, state: Tensor, layer: int) -> Tensor:
+def _(rows: Tensor, weights: Tensor, topk_idx: Tensor, state: Tensor, layer: str) -> Tensor:
     return rows.new_empty(topk_idx.shape[0], rows.shape[1])
 
 
 @torch.library.custom_op("deep_comm::ep_combine_grads", mutates_args=())
 def ep_combine_grads(
-    grad: Tensor, rows: Tensor, weights: Tensor, state: Tensor, layer: int
+    grad: Tensor, rows: Tensor, weights: Tensor, state: Tensor, layer: str
 ) -> tuple[Tensor, Tensor]:
     """Of rows and of weights."""
     kept: Prefilled = _kept(state)
@@ -158,7 +158,7 @@ def ep_combine_grads(
 
 @ep_combine_grads.register_fake
 def _(
-    grad: Tensor, rows: Tensor, weights: Tensor, state: Tensor, layer: int
+    grad: Tensor, rows: Tensor, weights: Tensor, state: Tensor, layer: str
 ) -> tuple[Tensor, Tensor]:
     return torch.empty_like(rows), torch.empty_like(weights)
 

@@ -1,0 +1,154 @@
+"""ExpertParallel in torch.compile graphs without breaks: opaque operators with shapes known to the compiler.
+
+Ranks are processes: the compiler is not made for ranks that are threads.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from layer_cases import LayerCase, build, inputs
+from payload import assert_same_bits
+from torch import Tensor
+
+from deep_comm import ExpertBatch, processes
+from deep_comm.layer import ops
+
+# The operators are checked with what torch has for that; inductor needs a compiler that CI may lack.
+BACKEND = "aot_eager"
+
+
+def scaled(batch: ExpertBatch) -> Tensor:
+    """Experts of a compiled graph: everything by device counts and offsets, no loop over rows."""
+    row = torch.arange(batch.x.shape[0])
+    expert = torch.searchsorted(batch.offsets[1:].long(), row, right=True)
+    expert = expert.clamp(max=batch.num_local_experts - 1)
+    return batch.x * (1.0 + (batch.first_expert + expert) / 8).unsqueeze(1).to(batch.x.dtype)
+
+
+def scaled_masked(batch: ExpertBatch) -> Tensor:
+    assert batch.is_masked
+    factors = 1.0 + (batch.first_expert + torch.arange(batch.num_local_experts)) / 8
+    return (batch.masked() * factors.view(-1, 1, 1).to(batch.x.dtype)).view(batch.x.shape)
+
+
+def compiled_equals_eager(group: Any, mode: str) -> list[list[bool]]:
+    """[same bits, a prefill step] of each step."""
+    case = LayerCase(((3, 1), (2, 4), (9, 0), (1, 2), (0, 3)), 9, 4, experts=6, mode=mode)
+    if mode == "decode":
+        case = LayerCase(((3, 1), (2, 4), (4, 0), (0, 2)), 4, 4, experts=6, mode=mode)
+    compute = scaled_masked if mode == "decode" else scaled
+    results = []
+    with build(group, case) as layer, build(group, case) as eager_layer, torch.no_grad():
+
+        @torch.compile(backend=BACKEND, fullgraph=True, dynamic=True)
+        def step(x: Tensor, idx: Tensor, weights: Tensor) -> Tensor:
+            return layer(x * 2, idx, weights, compute) + 1
+
+        for number in range(len(case.steps)):
+            x, idx, weights = inputs(case, group.rank(), number)
+            got = step(x, idx, weights)
+            want = eager_layer(x * 2, idx, weights, compute) + 1
+            assert_same_bits(got, want, f"step {number}")
+            # A compiled step dispatches and combines, an eager one may do so twice; the rule is one.
+            assert layer.rule.begins_with_decode == eager_layer.rule.begins_with_decode
+            results.append(not layer.rule.begins_with_decode)
+    return results
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode", "auto"])
+def test_a_compiled_step_gives_the_bits_of_an_eager_one(mode: str) -> None:
+    results = processes.run(compiled_equals_eager, 2, mode, timeout_s=200)
+    assert results[0] == results[1]
+    if mode == "auto":
+        assert results[0] == [False, False, True, False, False]
+
+
+def compiled_gradients(group: Any) -> None:
+    case = LayerCase(((3, 1), (2, 0), (5, 6)), 8, 4, hidden=32, experts=6, mode="prefill")
+    with build(group, case) as layer:
+        factor = torch.full((32,), 1.5, dtype=case.dtype, requires_grad=True)
+
+        def step(x: Tensor, idx: Tensor, weights: Tensor) -> Tensor:
+            return layer(x * factor, idx, weights, scaled)
+
+        compiled = torch.compile(step, backend=BACKEND, fullgraph=True, dynamic=True)
+        for number in range(len(case.steps)):
+            grads = []
+            for run in (step, compiled):
+                x, idx, weights = inputs(case, group.rank(), number)
+                x.requires_grad_()
+                weights.requires_grad_()
+                factor.grad = None
+                y = run(x, idx, weights)
+                y.backward(torch.cos(torch.arange(y.numel()).float()).view_as(y).to(y.dtype))
+                grads.append((y.detach(), x.grad, weights.grad, factor.grad.clone()))
+            for name, eager, traced in zip(("y", "x", "weights", "factor"), *grads, strict=True):
+                assert_same_bits(traced, eager, f"step {number}: {name}")
+        assert len(ops._states) <= 1  # the last step's, until its graph goes
+
+
+def test_gradients_of_a_compiled_step_have_the_bits_of_an_eager_one() -> None:
+    processes.run(compiled_gradients, 2, timeout_s=200)
+
+
+def decode_has_no_gradients(group: Any) -> None:
+    case = LayerCase(((3,),), 4, 4, experts=6, mode="decode")
+    with build(group, case) as layer:
+        step = torch.compile(
+            lambda *parts: layer(*parts, scaled_masked), backend=BACKEND, fullgraph=True
+        )
+        x, idx, weights = inputs(case, 0, 0)
+        with pytest.raises(Exception, match="no gradients"):
+            step(x.requires_grad_(), idx, weights)
+
+
+def test_a_compiled_decode_step_refuses_gradients() -> None:
+    processes.run(decode_has_no_gradients, 1, timeout_s=200)
+
+
+def operators_pass_opcheck(group: Any) -> None:
+    case = LayerCase(((5,),), 8, 8, hidden=32, experts=4, dtype=torch.bfloat16, mode="prefill")
+    with build(group, case) as layer:
+        x, idx, weights = inputs(case, 0, 0)
+        x.requires_grad_()
+        weights.requires_grad_()
+        utilities = ("test_schema", "test_faketensor", "test_autograd_registration")
+        arguments = (x, idx, weights, layer._key, "prefill", False)
+        torch.library.opcheck(ops.ep_dispatch, arguments, test_utils=utilities)
+        rows, _, received, _, _, state = ops.ep_dispatch(*arguments)
+        torch.library.opcheck(
+            ops.ep_combine, (rows, received, idx, state, layer._key), test_utils=utilities
+        )
+        rows, received = rows.detach(), received.detach()
+        torch.library.opcheck(
+            ops.ep_dispatch_grads, (rows, received, idx, state, layer._key), test_utils=utilities[:2]
+        )
+        torch.library.opcheck(
+            ops.ep_combine_grads, (x.detach(), rows, received, state, layer._key),
+            test_utils=utilities[:2],
+        )  # fmt: skip
+
+
+def test_operators_keep_to_the_rules_of_custom_operators() -> None:
+    processes.run(operators_pass_opcheck, 1, timeout_s=200)
+
+
+def state_dies(group: Any) -> None:
+    case = LayerCase(((5,),), 8, 8, mode="prefill")
+    with build(group, case) as layer, torch.no_grad():
+        before = len(ops._states)
+        *_, state = ops.ep_dispatch(*inputs(case, 0, 0), layer._key, "prefill", False)
+        view = state.view(1)
+        del state
+        assert len(ops._states) == before + 1
+        del view
+        assert len(ops._states) == before
+        key = layer._key
+    with pytest.raises(RuntimeError, match="outlived"):
+        del layer
+        ops._layer(key)
+
+
+def test_the_state_of_a_batch_lives_as_long_as_its_tensor() -> None:
+    processes.run(state_dies, 1, timeout_s=100)

@@ -1,0 +1,81 @@
+"""estimate_memory says what the Buffer takes, and what calls make, in plain words."""
+
+from typing import Any
+
+import pytest
+import torch
+from layer_cases import LayerCase, build, inputs
+
+from deep_comm import ArgumentError, ExpertParallel, local
+
+SHAPE = dict(hidden=7168, num_experts=256, num_topk=8, max_tokens=4096)
+
+
+@pytest.mark.parametrize("mode", ["auto", "prefill", "decode"])
+def test_the_buffer_is_as_large_as_estimated(mode: str) -> None:
+    case = LayerCase(((6, 6, 6),), 24, 6, hidden=256, experts=9, mode=mode)
+
+    def main(group: Any) -> None:
+        with build(group, case) as layer:
+            memory, ctx = layer.memory, layer.buffer._context
+            assert abs(ctx.heap.num_bytes - memory.buffer) <= 1024
+            assert layer.buffer.num_nvl_bytes == memory.num_nvl_bytes
+            assert ctx.low_latency_bytes == memory.low_latency_region
+            assert (memory.low_latency_region == 0) == (mode == "prefill")
+            assert (memory.prefill_call == 0) == (mode == "decode")
+
+    local.run(main, 3, timeout_s=30)
+
+
+def test_the_tensors_of_a_call_are_as_large_as_estimated() -> None:
+    case = LayerCase(((64,) * 4,), 64, 6, hidden=256, experts=16, topk=4)
+
+    def main(group: Any) -> None:
+        with build(group, case) as layer, torch.no_grad():
+            memory = layer.memory
+            batch = layer.dispatch(*inputs(case, group.rank(), 0), mode="prefill")
+            # In, out, and the float32 sums; routing is random, so only about as many as uniform.
+            used = 2 * batch.x.nbytes + batch.state.handle.num_recv_rows * case.hidden * 10
+            assert 0.7 < used / memory.prefill_call < 1.3, (used, memory.prefill_call)
+            few = LayerCase(((6,) * 4,), 64, 6, hidden=256, experts=16, topk=4)
+            batch = layer.dispatch(*inputs(few, group.rank(), 0), mode="decode")
+            used = 2 * batch.x.nbytes
+            assert 0.95 < used / memory.decode_call < 1.05, (used, memory.decode_call)
+
+    local.run(main, 4, timeout_s=30)
+
+
+def test_the_words_name_every_part_and_the_total() -> None:
+    memory = ExpertParallel.estimate_memory(8, **SHAPE, decode_tokens=128)
+    text = str(memory)
+    for words in (
+        "8 ranks, 256 experts of hidden size 7168, top-8, bfloat16",
+        "up to 4096 tokens a rank",
+        "The Buffer holds",
+        "for decode calls of up to 128 tokens a rank",
+        "A prefill call of 4096 tokens a rank",
+        "A decode call makes tensors",
+        "GiB",
+    ):
+        assert words in text, words
+    assert memory.buffer == sum(
+        (memory.rings, memory.receive_region, memory.low_latency_region, memory.control_words)
+    )
+    assert memory.total == memory.buffer + max(memory.prefill_call, memory.decode_call)
+
+
+def test_the_estimate_grows_with_what_it_depends_on() -> None:
+    base = ExpertParallel.estimate_memory(8, **SHAPE)
+    for change in (dict(max_tokens=8192), dict(hidden=8192), dict(num_topk=9)):
+        assert ExpertParallel.estimate_memory(8, **{**SHAPE, **change}).total > base.total, change
+    # Neither receives more than there is.
+    alone = ExpertParallel.estimate_memory(1, **SHAPE)
+    assert alone.receive_region < base.receive_region
+    fp8 = ExpertParallel.estimate_memory(8, **SHAPE, fp8=True)
+    assert fp8.receive_region < 0.6 * base.receive_region
+    wide = ExpertParallel.estimate_memory(8, **SHAPE, dtype=torch.float32)
+    assert wide.low_latency_region == 0 and wide.receive_region > 1.9 * base.receive_region
+    few = ExpertParallel.estimate_memory(8, **{**SHAPE, "max_tokens": 128})
+    assert few.receive_region == 0  # every step is a decode step
+    with pytest.raises(ArgumentError, match="num_ranks"):
+        ExpertParallel.estimate_memory(0, **SHAPE)
