@@ -29,6 +29,7 @@ class Counts:
 
     num_recv_tokens: int
     max_num_tokens: int  # of all ranks
+    is_direct: bool  # the outputs announced to notify_dispatch serve all ranks
     num_recv_tokens_per_expert: list[int]  # per local expert, rounded up to expert_alignment
 
 class OutputLayout:
@@ -92,15 +93,21 @@ class Engine:
     def notify_dispatch(
         self,
         *,
-        num_tokens_per_rank: int,  # int32 [num_ranks]
-        num_tokens_per_expert: int,  # int32 [num_experts]
-        is_token_in_rank: int,  # uint8 [num_tokens, num_ranks]
+        topk_idx: int,  # [num_tokens, num_topk], or 0: the next three are get_dispatch_layout's
+        topk_idx_bytes: int,
+        num_tokens_per_rank: int,  # int32 [num_ranks], or 0
+        num_tokens_per_expert: int,  # int32 [num_experts], or 0
+        is_token_in_rank: int,  # uint8 [num_tokens, num_ranks]; out with topk_idx
         num_tokens: int,
         num_topk: int,
         num_experts: int,
         row_bytes: int,
         scale_row_bytes: int,
         expert_alignment: int,
+        output_offset: int,  # where the outputs of the dispatch will lie, as there
+        src_offset: int,
+        num_output_rows: int,  # that fit in there
+        is_exact: bool,  # laid out for as many rows as come, not for num_output_rows
         num_channels: int,
         num_send_tokens: int,  # chunk: rows between two publications of a tail
         num_slots: int,  # ring slots per (channel, source)
@@ -141,6 +148,8 @@ class Engine:
         num_recv_rows: int,
         output_offset: int,  # from the segment's start: outputs are the parts of an output_layout block there; 0: elsewhere
         src_offset: int,  # the same for recv_src_idx
+        follows_notify: bool,  # of the same routing and offsets, with nothing between the two
+        is_speculative: bool,  # do nothing unless that notify's Counts say is_direct
         fill_tail: bool,  # rows past the received ones get index -1, weight 0, source index -1
         num_channels: int,
         num_send_tokens: int,
@@ -278,6 +287,8 @@ class Block:
 
     offset: int
     num_bytes: int
+    def shrink(self, num_bytes: int) -> None:
+        """Give back what lies behind the first num_bytes; nobody but the block's own stream has used it."""
 
 class Region:
     """First-fit allocator of 128-byte aligned blocks in [begin, end).

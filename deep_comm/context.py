@@ -91,6 +91,8 @@ class Context:
         self.num_nvl_bytes = settings.num_nvl_bytes
         self.num_max_experts = settings.num_max_experts
         self.is_open = False
+        self.most_recv_rows = 0  # of one dispatch so far
+        self.most_tokens = 0  # that any rank has brought to one
         self._identity = object()  # what handles remember this Buffer by, without keeping it alive
         self._plans: dict[tuple[object, ...], RingPlan] = {}
         with self.backend.device_scope():

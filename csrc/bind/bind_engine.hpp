@@ -22,6 +22,15 @@ inline Dtype dtype_of(const std::string& name) {
   throw std::invalid_argument("dtype = " + name + ", must be bfloat16, float16 or float32");
 }
 
+// Offsets in a segment travel to peers in lines.
+inline uint32_t line_of(const char* name, size_t offset) {
+  if (offset % kLineBytes != 0) {
+    throw std::invalid_argument(std::string(name) + " = " + std::to_string(offset) +
+                                ", must be a multiple of " + std::to_string(kLineBytes));
+  }
+  return static_cast<uint32_t>(offset / kLineBytes);
+}
+
 inline void bind_records(pybind11::module_& m) {
   namespace py = pybind11;
   py::class_<ErrorRecord>(m, "ErrorRecord", py::module_local())
@@ -45,6 +54,7 @@ inline void bind_records(pybind11::module_& m) {
   py::class_<Counts>(m, "Counts", py::module_local())
       .def_readonly("num_recv_tokens", &Counts::num_recv_tokens)
       .def_readonly("max_num_tokens", &Counts::max_num_tokens)
+      .def_readonly("is_direct", &Counts::is_direct)
       .def_readonly("num_recv_tokens_per_expert", &Counts::num_recv_tokens_per_expert);
 }
 
@@ -95,11 +105,8 @@ pybind11::class_<Engine<Target>> bind_engine(pybind11::module_& m) {
          int num_experts, int ranks_per_node, ptr num_tokens_per_rank, ptr num_tokens_per_node,
          ptr num_tokens_per_expert, ptr is_token_in_rank, uint64_t stream) {
         LayoutArgs args{};
-        args.topk_idx = as_pointer<void>(topk_idx);
-        args.topk_idx_bytes = topk_idx_bytes;
+        args.topk = {as_pointer<void>(topk_idx), topk_idx_bytes, num_topk, num_experts};
         args.num_tokens = num_tokens;
-        args.num_topk = num_topk;
-        args.num_experts = num_experts;
         args.ranks_per_node = ranks_per_node;
         args.num_tokens_per_rank = as_pointer<int32_t>(num_tokens_per_rank);
         args.num_tokens_per_node = as_pointer<int32_t>(num_tokens_per_node);
@@ -114,11 +121,13 @@ pybind11::class_<Engine<Target>> bind_engine(pybind11::module_& m) {
 
   engine.def(
       "notify_dispatch",
-      [](Type& self, ptr num_tokens_per_rank, ptr num_tokens_per_expert, ptr is_token_in_rank,
-         int num_tokens, int num_topk, int num_experts, int row_bytes, int scale_row_bytes,
-         int expert_alignment, int num_channels, int num_send_tokens, int num_slots,
-         ptr rank_prefix_matrix, ptr channel_prefix_matrix, ptr send_head,
-         ptr num_recv_tokens_per_expert, uint64_t stream) {
+      [](Type& self, ptr topk_idx, int topk_idx_bytes, ptr num_tokens_per_rank,
+         ptr num_tokens_per_expert, ptr is_token_in_rank, int num_tokens, int num_topk,
+         int num_experts, int row_bytes, int scale_row_bytes, int expert_alignment,
+         size_t output_offset, size_t src_offset, int num_output_rows, bool is_exact,
+         int num_channels, int num_send_tokens, int num_slots, ptr rank_prefix_matrix,
+         ptr channel_prefix_matrix, ptr send_head, ptr num_recv_tokens_per_expert,
+         uint64_t stream) {
         NotifyArgs args{};
         args.header.fields[static_cast<int>(HeaderField::kNumTopk)] = num_topk;
         args.header.fields[static_cast<int>(HeaderField::kRowBytes)] = row_bytes;
@@ -126,6 +135,11 @@ pybind11::class_<Engine<Target>> bind_engine(pybind11::module_& m) {
         args.num_tokens_per_rank = as_pointer<int32_t>(num_tokens_per_rank);
         args.num_tokens_per_expert = as_pointer<int32_t>(num_tokens_per_expert);
         args.is_token_in_rank = as_pointer<uint8_t>(is_token_in_rank);
+        if (topk_idx != 0) {
+          args.topk = {as_pointer<void>(topk_idx), topk_idx_bytes, num_topk, num_experts};
+        }
+        args.place = {line_of("output_offset", output_offset), line_of("src_offset", src_offset),
+                      num_output_rows, is_exact};
         args.num_tokens = num_tokens;
         args.num_experts = num_experts;
         args.expert_alignment = expert_alignment;
@@ -136,10 +150,11 @@ pybind11::class_<Engine<Target>> bind_engine(pybind11::module_& m) {
         Release release;
         self.notify_dispatch(args, {num_channels, num_send_tokens, num_slots}, stream);
       },
-      py::kw_only(), "num_tokens_per_rank"_a, "num_tokens_per_expert"_a, "is_token_in_rank"_a,
-      "num_tokens"_a, "num_topk"_a, "num_experts"_a, "row_bytes"_a, "scale_row_bytes"_a,
-      "expert_alignment"_a, "num_channels"_a, "num_send_tokens"_a, "num_slots"_a,
-      "rank_prefix_matrix"_a, "channel_prefix_matrix"_a, "send_head"_a,
+      py::kw_only(), "topk_idx"_a, "topk_idx_bytes"_a, "num_tokens_per_rank"_a,
+      "num_tokens_per_expert"_a, "is_token_in_rank"_a, "num_tokens"_a, "num_topk"_a,
+      "num_experts"_a, "row_bytes"_a, "scale_row_bytes"_a, "expert_alignment"_a, "output_offset"_a,
+      "src_offset"_a, "num_output_rows"_a, "is_exact"_a, "num_channels"_a, "num_send_tokens"_a,
+      "num_slots"_a, "rank_prefix_matrix"_a, "channel_prefix_matrix"_a, "send_head"_a,
       "num_recv_tokens_per_expert"_a, "stream"_a);
 
   engine.def("wait_counts", &Type::wait_counts, py::call_guard<py::gil_scoped_release>());
@@ -152,13 +167,13 @@ pybind11::class_<Engine<Target>> bind_engine(pybind11::module_& m) {
          ptr send_head, ptr rank_prefix_matrix, ptr channel_prefix_matrix, ptr recv_x,
          ptr recv_x_scales, ptr recv_topk_idx, ptr recv_topk_weights, ptr recv_src_idx,
          ptr recv_channel_prefix_matrix, int num_recv_rows, bool fill_tail, size_t output_offset,
-         size_t src_offset, int num_channels, int num_send_tokens, int num_slots, uint64_t stream) {
-        if (output_offset % kLineBytes != 0 || src_offset % kLineBytes != 0) {
-          throw std::invalid_argument("output_offset and src_offset must be multiples of 128");
-        }
+         size_t src_offset, bool follows_notify, bool is_speculative, int num_channels,
+         int num_send_tokens, int num_slots, uint64_t stream) {
         DispatchArgs args{};
-        args.output_line = static_cast<uint32_t>(output_offset / kLineBytes);
-        args.src_line = static_cast<uint32_t>(src_offset / kLineBytes);
+        args.output_line = line_of("output_offset", output_offset);
+        args.src_line = line_of("src_offset", src_offset);
+        args.follows_notify = follows_notify;
+        args.is_speculative = is_speculative;
         args.fill_tail = fill_tail;
         args.is_token_in_rank = as_pointer<uint8_t>(is_token_in_rank);
         args.send_head = as_pointer<int32_t>(send_head);
@@ -192,7 +207,8 @@ pybind11::class_<Engine<Target>> bind_engine(pybind11::module_& m) {
       "send_head"_a, "rank_prefix_matrix"_a, "channel_prefix_matrix"_a, "recv_x"_a,
       "recv_x_scales"_a, "recv_topk_idx"_a, "recv_topk_weights"_a, "recv_src_idx"_a,
       "recv_channel_prefix_matrix"_a, "num_recv_rows"_a, "fill_tail"_a, "output_offset"_a,
-      "src_offset"_a, "num_channels"_a, "num_send_tokens"_a, "num_slots"_a, "stream"_a);
+      "src_offset"_a, "follows_notify"_a, "is_speculative"_a, "num_channels"_a, "num_send_tokens"_a,
+      "num_slots"_a, "stream"_a);
 
   engine.def_property_readonly("data_offset", &Type::data_offset);
   engine.def_property_readonly("data_bytes", &Type::data_bytes);

@@ -56,6 +56,10 @@ class Region {
     (is_captured ? captured_ : eager_).give_back(std::move(hole));
   }
 
+  void give_back_unused(size_t offset, size_t num_bytes, bool is_captured) {
+    (is_captured ? captured_ : eager_).give_back({offset, num_bytes, {}});
+  }
+
   size_t num_free_bytes() const { return eager_.num_bytes() + captured_.num_bytes(); }
 
  private:
@@ -70,7 +74,10 @@ class Region {
 class Block {
  public:
   Block(std::shared_ptr<Region> region, size_t offset, size_t num_bytes, bool is_captured)
-      : offset(offset), num_bytes(num_bytes), region_(std::move(region)), is_captured_(is_captured) {}
+      : offset(offset),
+        num_bytes(num_bytes),
+        region_(std::move(region)),
+        is_captured_(is_captured) {}
   Block(const Block&) = delete;
   Block& operator=(const Block&) = delete;
   ~Block() {
@@ -83,8 +90,18 @@ class Block {
     }
   }
 
+  // Gives back what lies behind the first num_bytes. For bytes that no stream but the one the block
+  // was allocated for has used: whatever that one waited for, the next owner is behind as well.
+  void shrink(size_t new_num_bytes) {
+    new_num_bytes = align(new_num_bytes == 0 ? 1 : new_num_bytes);
+    if (new_num_bytes > num_bytes) throw std::invalid_argument("a block can only become smaller");
+    if (new_num_bytes == num_bytes) return;
+    region_->give_back_unused(offset + new_num_bytes, num_bytes - new_num_bytes, is_captured_);
+    num_bytes = new_num_bytes;
+  }
+
   const size_t offset;
-  const size_t num_bytes;
+  size_t num_bytes;
 
  private:
   std::shared_ptr<Region> region_;
@@ -117,7 +134,8 @@ void bind_region(py::module_& m) {
   py::class_<Block>(m, "Block", py::module_local(),
                     "Bytes of the heap, given back when the last reference goes.")
       .def_readonly("offset", &Block::offset)
-      .def_readonly("num_bytes", &Block::num_bytes);
+      .def_readonly("num_bytes", &Block::num_bytes)
+      .def("shrink", &Block::shrink, py::arg("num_bytes"));
   py::class_<Region, std::shared_ptr<Region>>(m, "Region", py::module_local(),
                                               "First-fit allocator of blocks.")
       .def(py::init<size_t, size_t, py::object, py::object>(), py::arg("begin"), py::arg("end"),

@@ -29,6 +29,7 @@ struct ErrorRecord {
 struct Counts {
   int num_recv_tokens = 0;
   int max_num_tokens = 0;  // of all ranks
+  bool is_direct = false;  // the outputs announced to notify_dispatch serve
   std::vector<int> num_recv_tokens_per_expert;
 };
 
@@ -109,6 +110,8 @@ class Engine {
   Shape shape_of(const ChannelConfig& config, int row_bytes, int scale_row_bytes, int num_topk,
                  int num_moving_warps) const;
   void check_open() const;
+  void check_num_experts(int num_experts) const;
+  void check_counters(int num_experts, size_t smem_bytes) const;
   LaunchConfig low_latency_launch(const LowLatencyShape& shape, bool one_rounding) const;
   void check_output(const DispatchArgs& args, int num_topk, int scale_row_bytes,
                     int row_bytes) const;

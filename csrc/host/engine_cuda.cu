@@ -37,10 +37,10 @@ void CudaTarget::prepare() {
 template <class KernelType>
 void CudaTarget::launch(const LaunchConfig& config, const typename KernelType::Args& args,
                         uint64_t stream) {
-  // Blocks wait for each other and for their peers' blocks: they must all run at once, or not start.
+  // Blocks that wait for each other and for their peers' blocks must all run at once, or not start.
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeCooperative;
-  attribute.val.cooperative = 1;
+  attribute.val.cooperative = KernelType::kBlocksWait ? 1 : 0;
   cudaLaunchConfig_t launch_config{};
   launch_config.gridDim = dim3(config.num_blocks);
   launch_config.blockDim = dim3(config.num_threads);

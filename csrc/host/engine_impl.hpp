@@ -141,16 +141,27 @@ void Engine<Target>::launch(const LaunchConfig& config, typename KernelType::Arg
 }
 
 template <class Target>
-void Engine<Target>::get_dispatch_layout(LayoutArgs args, uint64_t stream) {
-  detail::require(args.num_experts >= 1 && args.num_experts <= num_max_experts_,
-                  "num_experts = " + std::to_string(args.num_experts) +
+void Engine<Target>::check_num_experts(int num_experts) const {
+  detail::require(num_experts >= 1 && num_experts <= num_max_experts_,
+                  "num_experts = " + std::to_string(num_experts) +
                       ", must lie in 1..num_max_experts = " + std::to_string(num_max_experts_));
+}
+
+template <class Target>
+void Engine<Target>::check_counters(int num_experts, size_t smem_bytes) const {
+  detail::require(smem_bytes <= static_cast<size_t>(Target::kTuning.smem_bytes_limit),
+                  "num_experts = " + std::to_string(num_experts) +
+                      ", their counters must fit in a block's shared memory");
+}
+
+template <class Target>
+void Engine<Target>::get_dispatch_layout(LayoutArgs args, uint64_t stream) {
+  const int num_experts = args.topk.num_experts;
+  check_num_experts(num_experts);
   const Tuning& tuning = Target::kTuning;
   args.tokens_per_block = tuning.layout_tokens_per_block;
-  const size_t smem_bytes = sizeof(int32_t) * (world_.num_ranks + args.num_experts + 1);
-  detail::require(smem_bytes <= static_cast<size_t>(Target::kTuning.smem_bytes_limit),
-                  "num_experts = " + std::to_string(args.num_experts) +
-                      ", their counters must fit in a block's shared memory");
+  const size_t smem_bytes = sizeof(int32_t) * (world_.num_ranks + num_experts + 1);
+  check_counters(num_experts, smem_bytes);
   launch<LayoutKernel>({.num_blocks = max_of(1, ceil_div(args.num_tokens, args.tokens_per_block)),
                         .num_threads = tuning.layout_threads,
                         .smem_bytes = smem_bytes},
@@ -166,24 +177,35 @@ void Engine<Target>::notify_dispatch(NotifyArgs args, const ChannelConfig& confi
   // Checks the shape of the dispatch that follows, so that nothing is launched if it cannot be.
   shape_of(config, field(HeaderField::kRowBytes), field(HeaderField::kScaleRowBytes),
            field(HeaderField::kNumTopk), 2 * world_.num_ranks);
-  detail::require(args.num_experts >= 1 && args.num_experts <= num_max_experts_,
-                  "num_experts = " + std::to_string(args.num_experts) +
-                      ", must lie in 1..num_max_experts = " + std::to_string(num_max_experts_));
+  check_num_experts(args.num_experts);
+  const size_t counter_bytes =
+      args.topk.data == nullptr ? 0 : sizeof(int32_t) * static_cast<size_t>(args.num_experts);
+  const size_t smem_bytes = sizeof(NotifySmem) + counter_bytes;
+  check_counters(args.num_experts, smem_bytes);
   field(HeaderField::kNumExperts) = args.num_experts;
   field(HeaderField::kNumTokens) = args.num_tokens;
   field(HeaderField::kNumChannels) = config.num_channels;
   field(HeaderField::kNumSendTokens) = config.num_send_tokens;
   field(HeaderField::kNumSlots) = config.num_slots;
   field(HeaderField::kNumStrips) = num_strips;
+  const OutputWords words = OutputWords::of(args.place);
+  field(HeaderField::kOutputLine) = static_cast<int>(words.line);
+  field(HeaderField::kSrcLine) = static_cast<int>(words.src_line);
+  field(HeaderField::kOutputRows) = static_cast<int>(words.rows);
   args.num_channels = config.num_channels;
   args.sequence = ++sequence_;
   args.counts = counts_;
   num_counted_experts_ =
       ExpertMap{args.num_experts, world_.num_ranks}.num_local_experts(world_.rank);
   counts_stream_ = stream;
-  launch<NotifyKernel>({.num_blocks = 1 + world_.num_ranks,
-                        .num_threads = Target::kTuning.notify_threads,
-                        .smem_bytes = sizeof(int32_t) * max_of(4, config.num_channels)},
+  const Tuning& tuning = Target::kTuning;
+  const int tokens_per_channel = ceil_div(args.num_tokens, config.num_channels);
+  const int num_threads =
+      min_of(max_of(tuning.min_notify_threads, align_up(tokens_per_channel, kWarpSize)),
+             tuning.max_notify_threads);
+  launch<NotifyKernel>({.num_blocks = min_of(config.num_channels, tuning.max_notify_blocks),
+                        .num_threads = num_threads,
+                        .smem_bytes = smem_bytes},
                        args, stream);
 }
 
@@ -203,6 +225,7 @@ std::optional<Counts> Engine<Target>::wait_counts() {
   Counts counts;
   counts.num_recv_tokens = counts_->num_recv_tokens;
   counts.max_num_tokens = counts_->max_num_tokens;
+  counts.is_direct = counts_->is_direct != 0;
   counts.num_recv_tokens_per_expert.assign(
       counts_->num_recv_tokens_per_expert,
       counts_->num_recv_tokens_per_expert + num_counted_experts_);

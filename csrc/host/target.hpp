@@ -25,7 +25,9 @@ struct LaunchConfig {
 struct Tuning {
   int layout_threads;
   int layout_tokens_per_block;
-  int notify_threads;
+  int min_notify_threads;
+  int max_notify_threads;
+  int max_notify_blocks;
   int num_reduce_warps;       // combine: warps of a block that add rows
   int num_strips;             // blocks a channel uses
   int num_direct_move_warps;  // direct dispatch: at most

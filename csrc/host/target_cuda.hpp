@@ -10,7 +10,9 @@ class CudaTarget {
   static constexpr bool kIsSynchronous = false;
   static constexpr Tuning kTuning = {.layout_threads = 256,
                                      .layout_tokens_per_block = 256,
-                                     .notify_threads = 256,
+                                     .min_notify_threads = 256,
+                                     .max_notify_threads = 1024,
+                                     .max_notify_blocks = 132,
                                      .num_reduce_warps = 15,
                                      .num_strips = 2,
                                      .num_direct_move_warps = 8,

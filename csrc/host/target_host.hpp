@@ -16,7 +16,9 @@ class HostTarget {
   static constexpr bool kIsSynchronous = true;
   static constexpr Tuning kTuning = {.layout_threads = 32,
                                      .layout_tokens_per_block = 2048,
-                                     .notify_threads = 32,
+                                     .min_notify_threads = 64,  // two warps and blocks: as few as have something to share
+                                     .max_notify_threads = 64,
+                                     .max_notify_blocks = 2,
                                      .num_reduce_warps = 2,
                                      .num_strips = 1,
                                      .num_direct_move_warps = 2,

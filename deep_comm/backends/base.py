@@ -47,6 +47,7 @@ class Launch(Protocol):
     """
 
     stream: int  # to pass to the engine
+    poisons: bool  # outputs are filled before the kernels run
     ordered_after: int | None  # the stream whose work so far all comes before; None: not a whole stream's
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -109,22 +109,22 @@ class _SegmentHeap(_HostHeap):
 
 
 class _CpuLaunch:
-    __slots__ = ("_async_finish", "_poison_outputs")
+    __slots__ = ("_async_finish", "poisons")
     stream = 0
     ordered_after: int | None = 0
 
     def __init__(self, async_finish: bool, poison_outputs: bool) -> None:
         self._async_finish = async_finish
-        self._poison_outputs = poison_outputs
+        self.poisons = poison_outputs
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         tensor = torch.empty(*shape, dtype=dtype)
-        if self._poison_outputs:
+        if self.poisons:
             poison(tensor)
         return tensor
 
     def adopt(self, tensor: Tensor) -> Tensor:
-        if self._poison_outputs:
+        if self.poisons:
             poison(tensor)
         return tensor
 

@@ -59,7 +59,7 @@ class CudaLaunch:
         "_previous_event",
         "_async_finish",
         "_on_comm",
-        "_poison_outputs",
+        "poisons",
         "_outputs",
         "_compute",
         "_device_scope",
@@ -78,7 +78,7 @@ class CudaLaunch:
         self._previous_event = previous_event
         self._async_finish = async_finish
         self._on_comm = allocate_on_comm_stream or previous_event is not None
-        self._poison_outputs = poison_outputs
+        self.poisons = poison_outputs
         self._outputs: list[Tensor] = []
         self._device_scope: torch.cuda.device | None = None
 
@@ -114,7 +114,7 @@ class CudaLaunch:
             tensor = self._empty_on_comm(shape, dtype)
         else:
             tensor = torch.empty(*shape, dtype=dtype, device=self._streams.device)
-        if self._poison_outputs:
+        if self.poisons:
             self._poison(tensor)
         self._outputs.append(tensor)
         return tensor
@@ -142,7 +142,7 @@ class CudaLaunch:
                     tensor.record_stream(stream)
 
     def adopt(self, tensor: Tensor) -> Tensor:
-        if self._poison_outputs:
+        if self.poisons:
             self._poison(tensor)
         return tensor
 

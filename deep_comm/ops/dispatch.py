@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from deep_comm import checks
@@ -13,13 +12,20 @@ from deep_comm.backends import Launch
 from deep_comm.checks import Payload
 from deep_comm.config import RingPlan
 from deep_comm.context import Context
-from deep_comm.errors import ArgumentError, DeepCommError
+from deep_comm.errors import ArgumentError
 from deep_comm.events import EventOverlap
 from deep_comm.handle import Handle
 from deep_comm.ops.call import CallOptions
-from deep_comm.ops.layout import Layout, checked_layout, launch_layout
-from deep_comm.ops.outputs import Outputs, RecvX, allocate, allocate_cached
-from deep_comm.topology import num_local_experts
+from deep_comm.ops.layout import Layout, checked_layout
+from deep_comm.ops.notify import NOWHERE, Notified, Place, launch_notify, wait_counts
+from deep_comm.ops.outputs import (
+    Outputs,
+    RecvX,
+    allocate,
+    allocate_cached,
+    outputs_in,
+    reserve_unknown,
+)
 
 DispatchResult = tuple[
     RecvX, Tensor | None, Tensor | None, list[int] | None, Handle | None, EventOverlap
@@ -47,6 +53,9 @@ def _launch_dispatch(
     num_rows: int,
     fill_tail: bool,
     out: Outputs,
+    recv_channel_prefix_matrix: int,
+    follows_notify: bool = False,
+    is_speculative: bool = False,
 ) -> None:
     scales = payload.scales
     ctx.engine.dispatch(
@@ -72,86 +81,18 @@ def _launch_dispatch(
         recv_topk_idx=out.topk_idx_address,
         recv_topk_weights=out.topk_weights_address,
         recv_src_idx=out.src_idx_address,
-        recv_channel_prefix_matrix=out.channel_prefix_matrix_address,
+        recv_channel_prefix_matrix=recv_channel_prefix_matrix,
         num_recv_rows=num_rows,
         fill_tail=fill_tail,
         output_offset=out.output_offset,
         src_offset=out.src_offset,
+        follows_notify=follows_notify,
+        is_speculative=is_speculative,
         num_channels=plan.num_channels,
         num_send_tokens=plan.num_send_tokens,
         num_slots=plan.num_slots,
         stream=launch.stream,
     )
-
-
-class Notified:
-    """Outputs of the notify kernel, and with them the routing of the dispatch."""
-
-    def __init__(
-        self,
-        ctx: Context,
-        layout: Layout,
-        rank_prefix_matrix: Tensor,
-        channel_prefix_matrix: Tensor,
-        send_head: Tensor,
-        num_recv_tokens_per_expert: Tensor,
-    ) -> None:
-        self.tensors = (rank_prefix_matrix, channel_prefix_matrix, send_head)
-        self.num_recv_tokens_per_expert = num_recv_tokens_per_expert
-        self.num_experts = layout.num_experts
-        self.is_token_in_rank = ctx.address(layout.is_token_in_rank)
-        self.rank_prefix_matrix = ctx.address(rank_prefix_matrix)
-        self.channel_prefix_matrix = ctx.address(channel_prefix_matrix)
-        self.send_head = ctx.address(send_head)
-
-
-def _launch_notify(
-    ctx: Context,
-    launch: Launch,
-    plan: RingPlan,
-    payload: Payload,
-    layout: Layout,
-    num_topk: int,
-    expert_alignment: int,
-) -> Notified:
-    num_local = num_local_experts(ctx.rank, layout.num_experts, ctx.num_ranks)
-    out = Notified(
-        ctx,
-        layout,
-        rank_prefix_matrix=launch.empty((ctx.num_ranks, ctx.num_ranks), torch.int32),
-        channel_prefix_matrix=launch.empty((ctx.num_ranks, plan.num_channels), torch.int32),
-        send_head=launch.empty((payload.num_tokens, ctx.num_ranks), torch.int32),
-        num_recv_tokens_per_expert=launch.empty((num_local,), torch.int32),
-    )
-    ctx.engine.notify_dispatch(
-        num_tokens_per_rank=ctx.address(layout.num_tokens_per_rank),
-        num_tokens_per_expert=ctx.address(layout.num_tokens_per_expert),
-        is_token_in_rank=out.is_token_in_rank,
-        num_tokens=payload.num_tokens,
-        num_topk=num_topk,
-        num_experts=layout.num_experts,
-        row_bytes=payload.row_bytes,
-        scale_row_bytes=payload.scale_row_bytes,
-        expert_alignment=expert_alignment,
-        num_channels=plan.num_channels,
-        num_send_tokens=plan.num_send_tokens,
-        num_slots=plan.num_slots,
-        rank_prefix_matrix=out.rank_prefix_matrix,
-        channel_prefix_matrix=out.channel_prefix_matrix,
-        send_head=out.send_head,
-        num_recv_tokens_per_expert=ctx.address(out.num_recv_tokens_per_expert),
-        stream=launch.stream,
-    )
-    ctx.end()
-    return out
-
-
-def _wait_counts(ctx: Context) -> tuple[int, int, list[int]]:
-    counts = ctx.engine.wait_counts()
-    if counts is None:
-        ctx.check()
-        raise DeepCommError("notify_dispatch failed and left no error record")
-    return counts.num_recv_tokens, counts.max_num_tokens, list(counts.num_recv_tokens_per_expert)
 
 
 def dispatch(
@@ -205,49 +146,81 @@ def dispatch(
         num_topk,
     )
 
+    if num_experts is None:
+        assert layout is not None
+        num_experts = layout.num_experts
     with options.streams.launch(ctx) as launch:
-        if layout is None:
-            assert idx is not None and num_experts is not None
-            layout = launch_layout(ctx, launch, idx, num_experts)
-        notified = _launch_notify(ctx, launch, plan, payload, layout, num_topk, expert_alignment)
+
+        def notify(place: Place) -> Notified:
+            return launch_notify(
+                ctx, launch, plan, payload, idx, num_experts, layout, expert_alignment, place
+            )
+
+        def move(out: Outputs, num_rows: int, **flags: bool) -> None:
+            _launch_dispatch(
+                ctx, launch, plan, notified, payload, idx, weights, num_rows, out=out,
+                recv_channel_prefix_matrix=notified.recv_channel_prefix_matrix,
+                follows_notify=True, **flags,
+            )  # fmt: skip
+
         num_recv_tokens: int | None = None
         max_num_tokens: int | None = None
         per_expert_list: list[int] = []
-        if num_worst_tokens == 0:
-            num_recv_tokens, max_num_tokens, per_expert_list = _wait_counts(ctx)
-        num_rows = num_worst_tokens if num_recv_tokens is None else num_recv_tokens
-        out = allocate(ctx, launch, plan, payload, idx, weights, num_rows)
-        fill_tail = num_recv_tokens is None
-        _launch_dispatch(
-            ctx, launch, plan, notified, payload, idx, weights, num_rows, fill_tail, out
-        )
-        event = launch.finish(
-            (
-                payload.x,
-                payload.scales,
-                idx,
-                weights,
-                layout.num_tokens_per_rank,
-                layout.num_tokens_per_expert,
-                layout.is_token_in_rank,
-            )
-        )
+        if num_worst_tokens > 0:
+            out = allocate(ctx, launch, payload, idx, weights, num_worst_tokens)
+            notified = notify(Place(out.output_offset, out.src_offset, num_worst_tokens, False))
+            move(out, num_worst_tokens, fill_tail=True)
+        else:
+            # The rows may begin to move before this host knows how many they are (docs/design/0006).
+            reserved = reserve_unknown(ctx, launch, payload, idx)
+            if reserved is None:
+                notified = notify(NOWHERE)
+            else:
+                blank = Outputs.blank(ctx, reserved)
+                notified = notify(
+                    Place(blank.output_offset, blank.src_offset, reserved.num_rows, True)
+                )
+                move(blank, reserved.num_rows, fill_tail=False, is_speculative=True)
+            counts = wait_counts(ctx)
+            num_recv_tokens, max_num_tokens = counts.num_recv_tokens, counts.max_num_tokens
+            per_expert_list = list(counts.num_recv_tokens_per_expert)
+            ctx.most_recv_rows = max(ctx.most_recv_rows, num_recv_tokens)
+            ctx.most_tokens = max(ctx.most_tokens, max_num_tokens)
+            if counts.is_direct:
+                assert reserved is not None
+                out = outputs_in(ctx, reserved, payload, idx, weights, num_recv_tokens)
+            else:
+                del reserved  # some rank has no room for so many; all launch again
+                out = allocate(ctx, launch, payload, idx, weights, num_recv_tokens)
+                move(out, num_recv_tokens, fill_tail=False)
+        inputs = [payload.x, payload.scales, idx, weights]
+        if layout is not None:
+            inputs += layout.num_tokens_per_rank, layout.num_tokens_per_expert
+            inputs.append(layout.is_token_in_rank)
+        event = launch.finish(inputs)
     ctx.end()
-    rank_prefix_matrix, channel_prefix_matrix, send_head = notified.tensors
-    assert out.channel_prefix_matrix is not None and out.src_idx is not None
+    (
+        rank_prefix_matrix,
+        channel_prefix_matrix,
+        recv_channel_prefix_matrix,
+        mask,
+        send_head,
+        num_recv_tokens_per_expert,
+    ) = notified.tensors()
+    assert out.src_idx is not None
     handle = Handle(
         rank_prefix_matrix=rank_prefix_matrix,
         channel_prefix_matrix=channel_prefix_matrix,
-        recv_channel_prefix_matrix=out.channel_prefix_matrix,
+        recv_channel_prefix_matrix=recv_channel_prefix_matrix,
         recv_src_idx=out.src_idx,
-        is_token_in_rank=layout.is_token_in_rank,
+        is_token_in_rank=mask,
         send_head=send_head,
         rank=ctx.rank,
-        num_experts=layout.num_experts,
+        num_experts=num_experts,
         num_topk=num_topk,
         num_recv_tokens=num_recv_tokens,
         max_num_tokens=max_num_tokens,
-        num_recv_tokens_per_expert=notified.num_recv_tokens_per_expert,
+        num_recv_tokens_per_expert=num_recv_tokens_per_expert,
         members=ctx.members,
     )
     return out.payload, out.topk_idx, out.topk_weights, per_expert_list, handle, event
@@ -278,7 +251,10 @@ def cached_dispatch(
     num_rows = known.num_recv_rows
     with options.streams.launch(ctx) as launch:
         out = allocate_cached(ctx, launch, payload, known)
-        _launch_dispatch(ctx, launch, plan, known, payload, None, None, num_rows, False, out)
+        _launch_dispatch(
+            ctx, launch, plan, known, payload, None, None, num_rows, False, out,
+            out.channel_prefix_matrix_address,
+        )  # fmt: skip
         event = launch.finish((payload.x, payload.scales), known)
     ctx.end()
     return out.payload, None, None, None, None, event

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor
 
 from deep_comm.backends import Launch
 from deep_comm.checks import Payload
-from deep_comm.config import RingPlan
 from deep_comm.context import Context
 from deep_comm.handle import KnownHandle
+
+if TYPE_CHECKING:
+    from deep_comm._core import OutputLayout
 
 RecvX = Tensor | tuple[Tensor, Tensor]
 _LINE_BYTES = 128  # parts of a block that the engine knows by their offset start at multiples of it
@@ -26,7 +30,6 @@ class Outputs:
         x, scales: [N, H] and [N, S] or None.
         topk_idx, topk_weights: [N, K] or None.
         src_idx: int32 [N]; None where no handle will hold it.
-        channel_prefix_matrix: int32 [R, C], recv_channel_prefix_matrix; None likewise.
         rest: memory of what the kernel writes and nobody gets to see, or None.
         output_offset, src_offset: in the heap; 0: not in the receive region.
     """
@@ -37,7 +40,6 @@ class Outputs:
         "topk_idx",
         "topk_weights",
         "src_idx",
-        "channel_prefix_matrix",
         "x_address",
         "scales_address",
         "topk_idx_address",
@@ -54,7 +56,6 @@ class Outputs:
         self.topk_idx: Tensor | None = None
         self.topk_weights: Tensor | None = None
         self.src_idx: Tensor | None = None
-        self.channel_prefix_matrix: Tensor | None = None
         self.rest: Tensor | None = None
         self.scales_address = self.topk_idx_address = self.topk_weights_address = 0
         self.output_offset = self.src_offset = 0
@@ -63,79 +64,128 @@ class Outputs:
         self.src_idx_address: int
         self.channel_prefix_matrix_address: int
 
+    @staticmethod
+    def blank(ctx: Context, reserved: Reservation) -> Outputs:
+        """Places without tensors, for a launch before the number of rows is known. In direct mode no kernel
+        follows these addresses of its own outputs; that they are not 0 says what the call carries."""
+        out = Outputs()
+        out.output_offset, out.src_offset = reserved.block.offset, reserved.src_block.offset
+        address = ctx.heap.base + out.output_offset
+        out.x_address = out.scales_address = address
+        out.topk_idx_address = out.topk_weights_address = address
+        out.src_idx_address = ctx.heap.base + out.src_offset
+        return out
+
     @property
     def payload(self) -> RecvX:
         return self.x if self.scales is None else (self.x, self.scales)
 
 
+class Reservation:
+    """Blocks of the receive region for a dispatch's outputs, of as many rows as there is room for."""
+
+    __slots__ = ("block", "src_block", "num_rows")
+
+    def __init__(self, block: Any, src_block: Any, num_rows: int) -> None:
+        self.block = block
+        self.src_block = src_block  # of the source tokens, which the handle keeps without the payload
+        self.num_rows = num_rows
+
+
+def reserve(
+    ctx: Context, launch: Launch, payload: Payload, idx: Tensor | None, num_rows: int
+) -> Reservation | None:
+    """Room for ``num_rows`` rows, poisoned if outputs are; None if the region has none."""
+    layout = _layout(ctx, payload, idx, num_rows)
+    output = ctx.region.allocate(layout.num_bytes, launch.ordered_after)
+    sources = ctx.region.allocate(4 * num_rows, launch.ordered_after)
+    if output is None or sources is None:
+        return None
+    for block, events in (output, sources):
+        launch.wait(events)
+        if launch.poisons:
+            launch.adopt(ctx.heap.view(block.offset, block.num_bytes))
+    return Reservation(output[0], sources[0], num_rows)
+
+
+def reserve_unknown(
+    ctx: Context, launch: Launch, payload: Payload, idx: Tensor | None
+) -> Reservation | None:
+    """For as many rows as may come, before anybody knows the number: what ranks as full as any has
+    been could send, and some more; or else a little more than ever came. What is too much goes
+    back at once."""
+    likely = ctx.most_recv_rows + ctx.most_recv_rows // 8
+    most = ctx.num_ranks * max(payload.num_tokens, ctx.most_tokens)
+    for num_rows in sorted({max(most + most // 4, likely), max(most, likely), likely}, reverse=True):
+        if num_rows > 0:
+            reserved = reserve(ctx, launch, payload, idx, num_rows)
+            if reserved is not None:
+                return reserved
+    return None
+
+
 def allocate(
     ctx: Context,
     launch: Launch,
-    plan: RingPlan,
     payload: Payload,
     idx: Tensor | None,
     weights: Tensor | None,
     num_rows: int,
 ) -> Outputs:
     """For a dispatch that makes a handle."""
-    out = _in_region(ctx, launch, payload, idx, weights, num_rows)
-    if out is None:
-        out = _anywhere(ctx, launch, payload, idx, weights, num_rows)
-    matrix = launch.empty((ctx.num_ranks, plan.num_channels), torch.int32)
-    out.channel_prefix_matrix = matrix
-    out.channel_prefix_matrix_address = ctx.address(matrix)
-    return out
+    reserved = reserve(ctx, launch, payload, idx, num_rows)
+    if reserved is None:
+        return _anywhere(ctx, launch, payload, idx, weights, num_rows)
+    return outputs_in(ctx, reserved, payload, idx, weights, num_rows)
 
 
-def _in_region(
+def outputs_in(
     ctx: Context,
-    launch: Launch,
+    reserved: Reservation,
     payload: Payload,
     idx: Tensor | None,
     weights: Tensor | None,
     num_rows: int,
-) -> Outputs | None:
-    """Tensors over the receive region, where peers can write the rows in place; None without room."""
-    num_topk = 0 if idx is None else idx.shape[1]
-    layout = ctx.engine.output_layout(
-        num_rows=num_rows,
-        row_bytes=payload.row_bytes,
-        scale_row_bytes=payload.scale_row_bytes,
-        num_topk=num_topk,
-        topk_idx_bytes=0 if idx is None else idx.element_size(),
-    )
-    output = ctx.region.allocate(layout.num_bytes, launch.ordered_after)
-    # The handle keeps the source tokens, and must not keep the payload's memory with them.
-    sources = ctx.region.allocate(4 * num_rows, launch.ordered_after)
-    if output is None or sources is None:
-        return None
-    launch.wait(output[1])
-    launch.wait(sources[1])
-    block, src_block = output[0], sources[0]
-    base, offset = ctx.heap.base, block.offset
+) -> Outputs:
+    """Tensors of ``num_rows`` rows over the region, where peers write them in place."""
+    layout = _layout(ctx, payload, idx, num_rows)
+    block, src_block = reserved.block, reserved.src_block
+    if num_rows < reserved.num_rows:
+        block.shrink(layout.num_bytes)
+        src_block.shrink(4 * num_rows)
+    offset = block.offset
+    address = ctx.heap.base + offset
 
     def part(part_offset: int, columns: int, dtype: torch.dtype) -> Tensor:
-        return launch.adopt(
-            ctx.heap.matrix(offset + part_offset, num_rows, columns, dtype, block)
-        )
+        return ctx.heap.matrix(offset + part_offset, num_rows, columns, dtype, block)
 
     out = Outputs()
     out.output_offset, out.src_offset = offset, src_block.offset
     out.x = part(layout.x, payload.hidden, payload.x.dtype)
-    out.x_address = base + offset + layout.x
+    out.x_address = address + layout.x
     if payload.scales is not None:
         out.scales = part(layout.scales, payload.num_scales, payload.scales.dtype)
-        out.scales_address = base + offset + layout.scales
+        out.scales_address = address + layout.scales
     if idx is not None:
-        out.topk_idx = part(layout.topk_idx, num_topk, idx.dtype)
-        out.topk_idx_address = base + offset + layout.topk_idx
+        out.topk_idx = part(layout.topk_idx, idx.shape[1], idx.dtype)
+        out.topk_idx_address = address + layout.topk_idx
     if weights is not None:
-        out.topk_weights = part(layout.topk_weights, num_topk, weights.dtype)
-        out.topk_weights_address = base + offset + layout.topk_weights
+        out.topk_weights = part(layout.topk_weights, weights.shape[1], weights.dtype)
+        out.topk_weights_address = address + layout.topk_weights
     src_idx = ctx.heap.matrix(src_block.offset, 1, num_rows, torch.int32, src_block)
-    out.src_idx = launch.adopt(src_idx.view(num_rows))
-    out.src_idx_address = base + src_block.offset
+    out.src_idx = src_idx.view(num_rows)
+    out.src_idx_address = ctx.heap.base + src_block.offset
     return out
+
+
+def _layout(ctx: Context, payload: Payload, idx: Tensor | None, num_rows: int) -> OutputLayout:
+    return ctx.engine.output_layout(
+        num_rows=num_rows,
+        row_bytes=payload.row_bytes,
+        scale_row_bytes=payload.scale_row_bytes,
+        num_topk=0 if idx is None else idx.shape[1],
+        topk_idx_bytes=0 if idx is None else idx.element_size(),
+    )
 
 
 def _anywhere(

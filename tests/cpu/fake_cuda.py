@@ -62,6 +62,14 @@ def _module(log: Log) -> types.ModuleType:
             log.append(("combine", arguments["stream"]))
             super().combine(**arguments)
 
+        def notify_dispatch(self, **arguments: object) -> None:
+            log.append(("notify", arguments["stream"]))
+            super().notify_dispatch(**arguments)
+
+        def wait_counts(self) -> object:
+            log.append(("wait_counts",))
+            return super().wait_counts()
+
         def get_dispatch_layout(self, **arguments: object) -> None:
             log.append(("layout", arguments["stream"]))
             super().get_dispatch_layout(**arguments)

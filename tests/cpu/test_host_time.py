@@ -103,6 +103,20 @@ def test_a_cached_dispatch_takes_one_block_and_no_tensor_of_torch(empties: list[
     _on_fake_cuda(body)
 
 
+def test_a_dispatch_launches_all_before_it_waits(empties: list[object]) -> None:
+    def body(buffer: Any, log: Any, x: Any, handle: Any, idx: Any) -> None:
+        empties.clear()
+        with Counter() as counter:
+            buffer.dispatch(x, topk_idx=idx, topk_weights=idx.float(), num_experts=E, config=CONFIG)
+        assert len(empties) == 1  # everything that the handle keeps
+        names = ["order", "notify", "dispatch", "wait_counts", "order"]
+        assert [entry[0] for entry in log[:5]] == names, log
+        assert log[0] == ("order", COMPUTE, COMM) and log[4] == ("order", COMM, COMPUTE)
+        assert len(counter.functions) <= 70, counter.functions
+
+    _on_fake_cuda(body)
+
+
 def test_a_cached_dispatch_without_region_takes_two_tensors(empties: list[object]) -> None:
     def body(buffer: Any, log: Any, x: Any, handle: Any, idx: Any) -> None:
         empties.clear()

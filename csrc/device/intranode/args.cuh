@@ -9,13 +9,18 @@
 
 namespace deep_comm {
 
-struct LayoutArgs {
-  World world;
-  const void* topk_idx;  // [T, K] int32 or int64
-  int topk_idx_bytes;
-  int num_tokens;
+// A rank's expert choices.
+struct TopkIdx {
+  const void* data;  // [T, K] int32 or int64, or null
+  int element_bytes;
   int num_topk;
   int num_experts;
+};
+
+struct LayoutArgs {
+  World world;
+  TopkIdx topk;
+  int num_tokens;
   int ranks_per_node;
   int num_nodes;
   int tokens_per_block;
@@ -38,8 +43,13 @@ enum class HeaderField : int {
   kNumSendTokens,
   kNumSlots,
   kNumStrips,
-  kBadExpertIndex,  // not compared: this rank's routing had an index out of range
-  kNumTokens,       // not compared: the most of all ranks goes to the host
+  kNumCompared,
+  // The rest tells the peers something.
+  kBadExpertIndex = kNumCompared,  // this rank's routing had an index out of range
+  kNumTokens,                      // of this rank; the most of all ranks goes to the host
+  kOutputLine,                     // where the outputs of the dispatch that follows will lie: OutputPlace
+  kSrcLine,
+  kOutputRows,
   kCount
 };
 inline constexpr const char* kHeaderFieldNames[] = {"num_experts",
@@ -51,7 +61,10 @@ inline constexpr const char* kHeaderFieldNames[] = {"num_experts",
                                                     "config.num_max_nvl_chunked_recv_tokens",
                                                     "num_strips",
                                                     "topk_idx",
-                                                    "num_tokens"};
+                                                    "num_tokens",
+                                                    "output_line",
+                                                    "src_line",
+                                                    "output_rows"};
 static_assert(sizeof(kHeaderFieldNames) / sizeof(char*) ==
               static_cast<size_t>(HeaderField::kCount));
 static_assert(static_cast<int>(HeaderField::kCount) <= kNumHeaderFields);
@@ -61,20 +74,33 @@ struct CountsBlock {
   uint32_t sequence;  // released last: the host's number of this notify
   int32_t num_recv_tokens;
   int32_t max_num_tokens;  // of all ranks
+  int32_t is_direct;  // the outputs announced to this notify serve all ranks
   int32_t
       num_recv_tokens_per_expert[1];  // [num_local_experts], aligned; allocated for num_max_experts
+};
+
+// Where a rank's outputs begin in its segment, in lines from its start; 0: not in its receive region.
+struct OutputPlace {
+  uint32_t output_line;
+  uint32_t src_line;  // recv_src_idx
+  int num_rows;       // that fit in there
+  // The block is laid out for the rows that come, which the host does not know yet; else for num_rows.
+  bool is_exact;
 };
 
 struct NotifyArgs {
   World world;
   NotifyHeader header;
-  const int32_t* num_tokens_per_rank;    // [R]
-  const int32_t* num_tokens_per_expert;  // [E]
-  const uint8_t* is_token_in_rank;       // [T, R]
+  // Either the choices, and then the mask is an output, or the layout that get_dispatch_layout made of them.
+  TopkIdx topk;
+  uint8_t* is_token_in_rank;             // [T, R]
+  const int32_t* num_tokens_per_rank;    // [R], or null
+  const int32_t* num_tokens_per_expert;  // [E], or null
   int num_tokens;
   int num_experts;
   int num_channels;
   int expert_alignment;
+  OutputPlace place;  // of the dispatch that follows
   uint32_t sequence;
   CountsBlock* counts;
   int32_t* rank_prefix_matrix;          // out [R, R]
@@ -104,6 +130,10 @@ struct DispatchArgs {
   uint32_t
       output_line;  // where this rank's output block begins, in lines from its segment's start; 0: elsewhere
   uint32_t src_line;  // the same for recv_src_idx
+  // A notify came right before: where it found that direct mode serves, its barrier and its words are this
+  // kernel's too (docs/design/0006).
+  bool follows_notify;
+  bool is_speculative;  // launched in the hope for that; else it leaves at once, as if it had never run
   // routing
   const uint8_t* is_token_in_rank;       // [T, R]
   const int32_t* send_head;              // [T, R]

@@ -4,11 +4,14 @@
 // out    recv_x [N, H] sorted by (source rank, source token), with scales, local expert ids, weights, recv_src_idx;
 //        recv_channel_prefix_matrix [R, C]
 // modes  direct (dispatch_direct.cuh), when every rank's outputs lie in its receive region and have room for its
-//        rows: senders write the final places. Otherwise rings (dispatch_ring.cuh). The ranks decide at entry, on
-//        the device, by words that all of them see alike, so that no host needs to know what the others chose.
+//        rows: senders write the final places. Otherwise rings (dispatch_ring.cuh). The ranks decide on the device, by
+//        words that all of them see alike, so that no host needs to know what the others chose: in the notify before,
+//        if it found room everywhere, else at entry. A speculative launch, which has outputs for the first case
+//        alone, leaves no trace in the second; the host then launches again.
 // grid   num_lanes blocks of max(2 R + 1, num_move_warps + num_meta_warps) warps
 // words  arrived, output_line, src_line, output_rows · owner: reader · written by each peer's block 0 · read at entry
-// before nothing: entry is a barrier; after it every rank's rings and its output block are free
+//        notify_result · this rank · written by the notify before, as are the counts' headers with the outputs' places
+// before nothing: entry is a barrier, here or in the notify; after it every rank's rings and its output block are free
 // after  outputs complete on this stream
 // not promised: which SM moved a row, when; nothing about rows past the received ones unless fill_tail
 #pragma once
@@ -22,6 +25,12 @@ namespace deep_comm {
 
 enum class DispatchMode : int { kFailed, kRings, kDirect };
 
+// The same in every block: the word was written by the kernel before.
+DC_DEVICE NotifyResult notify_result(const DispatchArgs& args) {
+  if (!args.follows_notify) return NotifyResult::kNotDirect;
+  return static_cast<NotifyResult>(arch::ld_relaxed_gpu(&args.world.state()->notify_result));
+}
+
 // What warp 0 found out at entry, for its block, and what its warps report; in shared memory.
 struct DispatchEntry {
   DispatchMode mode;
@@ -32,16 +41,19 @@ struct DispatchEntry {
 // Warp 0: waits for all ranks and finds where their outputs lie. The same mode in every block of every rank,
 // unless one has given up.
 DC_DEVICE void enter_dispatch(const Context& context, const DispatchArgs& args,
-                              DispatchEntry* entry) {
+                              NotifyResult notified, DispatchEntry* entry) {
   const int num_ranks = args.world.num_ranks, peer = arch::lane_idx();
-  const bool ok = await_arrivals(context, Stage::kEntryBarrier, args.signature);
-  bool is_direct = true;
+  const bool is_direct_already = notified == NotifyResult::kDirect;
+  bool is_direct = true, ok = true;
+  if (!is_direct_already) ok = await_arrivals(context, Stage::kEntryBarrier, args.signature);
   if (ok && peer < num_ranks) {
-    const PeerOutput output = find_output(args, peer);
     const int32_t num_rows =
         arch::ld_nc(args.rank_prefix_matrix + (num_ranks - 1) * num_ranks + peer);
-    is_direct = output.x != nullptr && num_rows <= output.num_rows;
-    entry->outputs[peer] = output;
+    const OutputWords words = is_direct_already
+                                  ? words_of_notify(args.world, peer, context.generation - 1)
+                                  : words_of_dispatch(args.world, peer);
+    is_direct = is_direct_already || words.has_room(num_rows);
+    if (is_direct) entry->outputs[peer] = output_at(args, peer, words, num_rows);
   }
   is_direct = arch::all(kFullMask, is_direct);
   if (peer == 0) {
@@ -82,13 +94,13 @@ DC_DEVICE void fill_tail_rows(const Context& context, const DispatchArgs& args) 
 // A moving warp of direct mode. Its loads begin before anybody knows whether the mode will be direct; this rank's
 // own outputs being in place makes it likely.
 DC_DEVICE DispatchMode enter_and_move(const Context& context, const DispatchArgs& args,
-                                      DispatchEntry* entry) {
+                                      NotifyResult notified, DispatchEntry* entry) {
   const int num_blocks = arch::num_blocks();
   // Blocks, not warps, are dealt tokens first: neighbouring tokens move on different SMs.
   TokenMover mover(args, arch::warp_idx() * num_blocks + arch::block_idx(),
                    args.num_move_warps * num_blocks);
   mover.begin();
-  if (arch::warp_idx() == 0) enter_dispatch(context, args, entry);
+  if (arch::warp_idx() == 0) enter_dispatch(context, args, notified, entry);
   arch::sync_block();
   if (entry->mode == DispatchMode::kDirect) {
     mover.run(entry->outputs);
@@ -101,13 +113,17 @@ DC_DEVICE DispatchMode enter_and_move(const Context& context, const DispatchArgs
 DC_DEVICE void dispatch(const DispatchArgs& args) {
   const Context context{args.world, Kernel::kDispatch, current_generation(args.world)};
   DispatchEntry* entry = reinterpret_cast<DispatchEntry*>(arch::dynamic_smem() + args.entry_offset);
-  if (arch::block_idx() == 0) announce_output(context, args);
+  const NotifyResult notified = notify_result(args);
+  const bool is_direct_already = notified == NotifyResult::kDirect;
+  // No word is written, not even a generation: so it is on all ranks.
+  if (notified == NotifyResult::kFailed || (args.is_speculative && !is_direct_already)) return;
+  if (arch::block_idx() == 0 && !is_direct_already) announce_output(context, args);
   const bool is_mover = args.output_line != 0 && arch::warp_idx() < args.num_move_warps;
   DispatchMode mode;
   if (is_mover) {
-    mode = enter_and_move(context, args, entry);
+    mode = enter_and_move(context, args, notified, entry);
   } else {
-    if (arch::warp_idx() == 0) enter_dispatch(context, args, entry);
+    if (arch::warp_idx() == 0) enter_dispatch(context, args, notified, entry);
     arch::sync_block();
     mode = entry->mode;
     if (mode == DispatchMode::kDirect) write_block_metadata(args, entry->outputs);

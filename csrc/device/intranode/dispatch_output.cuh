@@ -1,4 +1,5 @@
-// Where every rank wants its rows: told at the entry of dispatch, together with the arrival.
+// Where every rank wants its rows: told together with an arrival, that of notify_dispatch or of
+// dispatch itself.
 #pragma once
 
 #include "device/intranode/args.cuh"
@@ -17,40 +18,77 @@ struct PeerOutput {
   int64_t num_rows;
 };
 
-// Block 0: tells every peer where this rank's block lies, then that it has come.
+// Three words that travel: an OutputPlace. In `rows`, kExactRows: the block is laid out for as many rows as come, not
+// for as many as fit.
+struct OutputWords {
+  static constexpr uint32_t kExactRows = 1u << 31;
+
+  uint32_t line;
+  uint32_t src_line;
+  uint32_t rows;
+
+  DC_HOST_DEVICE static OutputWords of(const OutputPlace& place) {
+    return {place.output_line, place.src_line,
+            static_cast<uint32_t>(place.num_rows) | (place.is_exact ? kExactRows : 0)};
+  }
+  DC_HOST_DEVICE bool has_room(int64_t num_rows) const {
+    return line != 0 && num_rows <= static_cast<int64_t>(rows & ~kExactRows);
+  }
+};
+
+// Block 0 of dispatch: tells every peer where this rank's block lies, then that it has come.
 DC_DEVICE void announce_output(const Context& context, const DispatchArgs& args) {
   const World& world = args.world;
   const int peer = arch::thread_idx();
   if (peer < world.num_ranks) {
+    const OutputWords words =
+        OutputWords::of({args.output_line, args.src_line, args.num_recv_rows, false});
     ArrivedLine* line = world.arrived_line(peer, world.rank);
-    arch::st_relaxed_sys(&line->output_line, Tagged::pack(context.generation, args.output_line));
-    arch::st_relaxed_sys(&line->src_line, Tagged::pack(context.generation, args.src_line));
-    arch::st_relaxed_sys(
-        &line->output_rows,
-        Tagged::pack(context.generation, static_cast<uint32_t>(args.num_recv_rows)));
+    arch::st_relaxed_sys(&line->output_line, Tagged::pack(context.generation, words.line));
+    arch::st_relaxed_sys(&line->src_line, Tagged::pack(context.generation, words.src_line));
+    arch::st_relaxed_sys(&line->output_rows, Tagged::pack(context.generation, words.rows));
   }
   announce_arrival(context, args.signature);
 }
 
-// Lane r, after await_arrivals: the block of rank r.
-DC_DEVICE PeerOutput find_output(const DispatchArgs& args, int peer) {
-  const World& world = args.world;
+// After await_arrivals of dispatch: what `peer` announced there.
+DC_DEVICE OutputWords words_of_dispatch(const World& world, int peer) {
   const ArrivedLine* line = world.arrived_line(world.rank, peer);
-  const uint32_t output_line = Tagged::unpack(arch::ld_relaxed_sys(&line->output_line)).value;
-  const uint32_t src_line = Tagged::unpack(arch::ld_relaxed_sys(&line->src_line)).value;
-  const int64_t num_rows = Tagged::unpack(arch::ld_relaxed_sys(&line->output_rows)).value;
-  if (output_line == 0) return {};
+  return {Tagged::unpack(arch::ld_relaxed_sys(&line->output_line)).value,
+          Tagged::unpack(arch::ld_relaxed_sys(&line->src_line)).value,
+          Tagged::unpack(arch::ld_relaxed_sys(&line->output_rows)).value};
+}
+
+// After await_arrivals of notify, until its dispatch is done: what `peer` announced there. Not in the line of arrival,
+// which a peer that has gone on to a dispatch of its own may have written again. generation: of the notify.
+DC_DEVICE OutputWords words_of_notify(const World& world, int peer, uint32_t generation) {
+  const int32_t* header = world.counts(world.rank, peer, generation);
+  const auto field = [&](HeaderField name) {
+    return static_cast<uint32_t>(arch::ld_weak(header + static_cast<int>(name)));
+  };
+  return {field(HeaderField::kOutputLine), field(HeaderField::kSrcLine),
+          field(HeaderField::kOutputRows)};
+}
+
+// The block of rank `peer`, which receives num_recv_rows rows, as this rank addresses it.
+DC_DEVICE PeerOutput output_at(const DispatchArgs& args, int peer, const OutputWords& words,
+                               int64_t num_recv_rows) {
+  const World& world = args.world;
+  const int64_t num_rows = (words.rows & OutputWords::kExactRows) != 0
+                               ? num_recv_rows
+                               : static_cast<int64_t>(words.rows);
   const OutputLayout layout =
       OutputLayout::make(num_rows, args.message.row_bytes, args.message.scale_row_bytes,
                          args.message.num_topk, args.topk_idx_bytes);
-  uint8_t* block = world.bases[peer] + static_cast<size_t>(output_line) * kLineBytes;
+  uint8_t* block = world.bases[peer] + static_cast<size_t>(words.line) * kLineBytes;
   return {block + layout.x,
           block + layout.scales,
           block + layout.topk_idx,
           reinterpret_cast<float*>(block + layout.topk_weights),
-          src_line == 0 ? nullptr
-                        : reinterpret_cast<int32_t*>(world.bases[peer] +
-                                                     static_cast<size_t>(src_line) * kLineBytes),
+          words.src_line == 0
+              ? nullptr
+              : reinterpret_cast<int32_t*>(world.bases[peer] +
+                                           static_cast<size_t>(words.src_line) * kLineBytes),
           num_rows};
 }
 

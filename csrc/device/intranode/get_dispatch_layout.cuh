@@ -9,40 +9,9 @@
 // errors an index outside [-1, E) counts as -1, is reported, and never indexes memory
 #pragma once
 
-#include "device/intranode/args.cuh"
-#include "device/layout/expert_map.cuh"
-#include "device/move/element.cuh"
-#include "device/sync/context.cuh"
+#include "device/intranode/count_tokens.cuh"
 
 namespace deep_comm {
-
-DC_DEVICE void report_bad_expert(const LayoutArgs& args, int64_t position, int expert) {
-  const Context context{args.world, Kernel::kLayout, 0};
-  arch::st_relaxed_gpu(&args.world.state()->bad_expert_index, 1u);
-  report_error(context, {ErrorKind::kExpertIndex,
-                         {Stage::kCheckArguments, Word::kTopkIdx, args.world.rank, -1},
-                         static_cast<uint64_t>(static_cast<int64_t>(expert)),
-                         static_cast<uint64_t>(args.num_experts),
-                         0,
-                         position});
-}
-
-// One thread, one token: marks the ranks it goes to, counts its experts.
-DC_DEVICE uint32_t count_token(const LayoutArgs& args, int token, int32_t* num_per_expert) {
-  const ExpertMap experts{args.num_experts, args.world.num_ranks};
-  uint32_t rank_mask = 0;
-  for (int k = 0; k < args.num_topk; ++k) {
-    const int64_t position = static_cast<int64_t>(token) * args.num_topk + k;
-    const int expert = load_expert(args.topk_idx, position, args.topk_idx_bytes);
-    if (expert < 0 || expert >= args.num_experts) {
-      if (expert != -1) report_bad_expert(args, position, expert);
-      continue;
-    }
-    rank_mask |= 1u << experts.rank_of(expert);
-    arch::atomic_add_relaxed_cta(num_per_expert + expert, 1);
-  }
-  return rank_mask;
-}
 
 DC_DEVICE void count_block(const LayoutArgs& args, int32_t* num_per_rank, int32_t* num_per_expert) {
   const int num_ranks = args.world.num_ranks;
@@ -51,7 +20,9 @@ DC_DEVICE void count_block(const LayoutArgs& args, int32_t* num_per_rank, int32_
   // Whole warps step together, so that the ballots below are complete.
   for (int base = begin; base < end; base += arch::num_threads()) {
     const int token = base + arch::thread_idx();
-    const uint32_t rank_mask = token < end ? count_token(args, token, num_per_expert) : 0;
+    const uint32_t rank_mask =
+        token < end ? count_token(args.world, Kernel::kLayout, args.topk, token, num_per_expert)
+                    : 0;
     for (int rank = 0; rank < num_ranks; ++rank) {
       const bool goes = (rank_mask >> rank & 1) != 0;
       if (token < end) {
@@ -70,7 +41,7 @@ DC_DEVICE void count_block(const LayoutArgs& args, int32_t* num_per_rank, int32_
 DC_DEVICE void write_layout(const LayoutArgs& args) {
   const int num_ranks = args.world.num_ranks;
   int32_t* totals = args.world.layout_counts();
-  for (int idx = arch::thread_idx(); idx < num_ranks + args.num_experts;
+  for (int idx = arch::thread_idx(); idx < num_ranks + args.topk.num_experts;
        idx += arch::num_threads()) {
     const int32_t total = arch::ld_relaxed_gpu(totals + idx);
     arch::st_relaxed_gpu(totals + idx, 0);
@@ -99,7 +70,7 @@ DC_DEVICE void count_nodes(const LayoutArgs& args) {
 }
 
 DC_DEVICE void get_dispatch_layout(const LayoutArgs& args) {
-  const int num_counters = args.world.num_ranks + args.num_experts;
+  const int num_counters = args.world.num_ranks + args.topk.num_experts;
   int32_t* counters = reinterpret_cast<int32_t*>(arch::dynamic_smem());
   uint32_t* ticket = reinterpret_cast<uint32_t*>(counters + num_counters);
   for (int idx = arch::thread_idx(); idx < num_counters; idx += arch::num_threads())
@@ -107,21 +78,8 @@ DC_DEVICE void get_dispatch_layout(const LayoutArgs& args) {
   arch::sync_block();
   count_block(args, counters, counters + args.world.num_ranks);
   arch::sync_block();
-  for (int idx = arch::thread_idx(); idx < num_counters; idx += arch::num_threads()) {
-    if (counters[idx] != 0) {
-      arch::atomic_add_relaxed_gpu(args.world.layout_counts() + idx, counters[idx]);
-    }
-  }
-  arch::sync_block();  // the block's additions before the ticket that releases them
-  if (arch::thread_idx() == 0) {
-    // pairs with: itself in the last block — layout_counts and is_token_in_rank of all blocks.
-    *ticket = arch::atomic_add_acq_rel_gpu(&args.world.state()->layout_ticket, 1u);
-    if (*ticket + 1 == static_cast<uint32_t>(arch::num_blocks())) {
-      arch::st_relaxed_gpu(&args.world.state()->layout_ticket, 0u);
-    }
-  }
-  arch::sync_block();
-  if (*ticket + 1 != static_cast<uint32_t>(arch::num_blocks())) return;
+  add_counters(args.world.layout_counts(), counters, num_counters);
+  if (!is_last_to_count(args.world, ticket)) return;
   write_layout(args);
   count_nodes(args);
 }

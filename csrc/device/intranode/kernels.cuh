@@ -1,4 +1,5 @@
-// The intranode kernels as types: what a target needs to launch one.
+// The intranode kernels as types: what a target needs to launch one. kBlocksWait: blocks wait for
+// other blocks, here or at a peer, so that all must run at once.
 #pragma once
 
 #include "device/intranode/combine.cuh"
@@ -11,6 +12,7 @@ namespace deep_comm {
 struct LayoutKernel {
   using Args = LayoutArgs;
   static constexpr Kernel kName = Kernel::kLayout;
+  static constexpr bool kBlocksWait = false;
   static constexpr int kMaxThreads = 1024;
   DC_DEVICE static void run(const Args& args) { get_dispatch_layout(args); }
 };
@@ -18,6 +20,7 @@ struct LayoutKernel {
 struct NotifyKernel {
   using Args = NotifyArgs;
   static constexpr Kernel kName = Kernel::kNotifyDispatch;
+  static constexpr bool kBlocksWait = false;
   static constexpr int kMaxThreads = 1024;
   DC_DEVICE static void run(const Args& args) { notify_dispatch(args); }
 };
@@ -25,6 +28,7 @@ struct NotifyKernel {
 struct DispatchKernel {
   using Args = DispatchArgs;
   static constexpr Kernel kName = Kernel::kDispatch;
+  static constexpr bool kBlocksWait = true;
   static constexpr int kMaxThreads = kWarpSize * (2 * kMaxRanks + 1);
   DC_DEVICE static void run(const Args& args) { dispatch(args); }
 };
@@ -33,6 +37,7 @@ template <Dtype kDtype>
 struct CombineKernel {
   using Args = CombineArgs;
   static constexpr Kernel kName = Kernel::kCombine;
+  static constexpr bool kBlocksWait = true;
   // 20 warps leave a thread 96 registers: loads of four rows in flight, without spilling.
   static constexpr int kMaxThreads = 640;
   DC_DEVICE static void run(const Args& args) { combine<kDtype>(args); }

@@ -1,47 +1,169 @@
 // notify_dispatch: every rank learns how many rows it will receive from whom, before any row moves.
 //
-// in     num_tokens_per_rank [R], num_tokens_per_expert [E], is_token_in_rank [T, R]
-// out    rank_prefix_matrix [R, R]     [i][j] = rows that ranks 0..i send to rank j
+// in     topk_idx [T, K], -1 selects nothing; or, where get_dispatch_layout has run before, what it made of them:
+//        num_tokens_per_rank [R], num_tokens_per_expert [E], is_token_in_rank [T, R]
+//        place: where the dispatch that follows will want its rows
+// out    is_token_in_rank [T, R]       from topk_idx
+//        rank_prefix_matrix [R, R]     [i][j] = rows that ranks 0..i send to rank j
 //        channel_prefix_matrix [R, C]  [j][c] = rows that this rank sends to j in channels 0..c
 //        send_head [T, R]              ordinal of a token among those its channel sends to a rank, or -1
-//        counts (host memory): total and per-expert rows, aligned, and the most tokens a rank has; num_recv_tokens_per_expert (device)
-// grid   1 + R blocks; block 0 talks to the peers, block 1 + j counts the channels of destination j
-// words  arrived  · owner: receiver · written by each peer · read by block 0 · release/acquire sys · generation
-//        counts   · owner: receiver · row of each peer    · before its `arrived` · overwritten by the next notify,
-//                   which a peer can reach only after this rank has finished this kernel (its dispatch needs ours)
-// after  all ranks have entered this kernel, hence finished their earlier ones: rings are free
+//        counts (host memory): total and per-expert rows, aligned; the most tokens a rank has; is_direct
+//        num_recv_tokens_per_expert [L] (device): the same, aligned
+//        notify_result (LocalState): whether every rank has announced room for its rows
+// grid   any; a block numbers the tokens of every num_blocks-th channel, one thread a token. The block that is done
+//        last talks to the peers; no block waits for another
+// smem   NotifySmem, then E counters if topk_idx is given
+// words  layout_counts, layout_ticket · this rank only · zero at rest
+//        arrived  · owner: receiver · written by each peer · read by the last block · release/acquire sys · generation
+//        counts   · owner: receiver · row of each peer    · before its `arrived` · read by the last block, and by the dispatch that
+//                   follows if is_direct · overwritten by the second next
+//                   notify, or the next one behind another kernel: both need this rank to have left this one
+// after  all ranks have entered this kernel, hence finished their earlier ones: rings and announced outputs are free
 // waits  await_arrivals, unblocked by every peer's announce_arrival
+// errors an index outside [-1, E) counts as -1, never indexes memory, and is reported on all ranks
 #pragma once
 
-#include "device/intranode/args.cuh"
+#include "device/intranode/count_tokens.cuh"
+#include "device/intranode/dispatch_output.cuh"
 #include "device/layout/channel_range.cuh"
-#include "device/layout/expert_map.cuh"
-#include "device/sync/barrier.cuh"
 #include "device/sync/generation.cuh"
 
 namespace deep_comm {
 
-// Writes this rank's header and counts into every peer's segment.
-DC_DEVICE void send_counts(const NotifyArgs& args) {
+struct NotifySmem {
+  static constexpr int kMaxWarps = 32;
+
+  uint32_t ticket;
+  int32_t has_arrived;
+  int32_t num_per_rank[kMaxRanks];
+  int32_t num_per_warp[kMaxWarps][kMaxRanks];  // tokens of a warp's 32 that go to a rank
+
+  // Behind it: tokens per expert.
+  DC_DEVICE int32_t* num_per_expert() { return reinterpret_cast<int32_t*>(this + 1); }
+};
+
+// One thread: the ranks of its token. Finds them out, or reads what get_dispatch_layout found.
+DC_DEVICE uint32_t ranks_of_token(const NotifyArgs& args, NotifySmem* smem, int token) {
+  const int num_ranks = args.world.num_ranks;
+  uint8_t* row = args.is_token_in_rank + static_cast<int64_t>(token) * num_ranks;
+  uint32_t rank_mask = 0;
+  if (args.topk.data != nullptr) {
+    rank_mask =
+        count_token(args.world, Kernel::kNotifyDispatch, args.topk, token, smem->num_per_expert());
+    for (int rank = 0; rank < num_ranks; ++rank)
+      arch::st_weak(row + rank, static_cast<uint8_t>(rank_mask >> rank & 1));
+    return rank_mask;
+  }
+  DC_UNROLL
+  for (int rank = 0; rank < kMaxRanks; ++rank) {
+    if (rank < num_ranks && arch::ld_nc(row + rank) != 0) rank_mask |= 1u << rank;
+  }
+  return rank_mask;
+}
+
+// The whole block numbers the tokens of one channel, by rank; the channel's counts go where its
+// prefix sums will be.
+DC_DEVICE void number_channel(const NotifyArgs& args, NotifySmem* smem, int channel) {
+  const int num_ranks = args.world.num_ranks, lane = arch::lane_idx(), warp = arch::warp_idx();
+  const ChannelRange range = ChannelRange::of(args.num_tokens, args.num_channels, channel);
+  const uint32_t lower_lanes = (1u << lane) - 1;
+  int num_rows = 0;  // lane r: so far to rank r; the same in all warps
+  // Whole blocks step together, so that ballots and barriers are complete.
+  for (int base = range.begin; base < range.end; base += arch::num_threads()) {
+    const int token = base + arch::thread_idx();
+    const bool is_token = token < range.end;
+    const uint32_t rank_mask = is_token ? ranks_of_token(args, smem, token) : 0;
+    int num_below[kMaxRanks];  // this warp's tokens before this one
+    int num_in_warp = 0;       // lane r: of this warp to rank r
+    DC_UNROLL
+    for (int rank = 0; rank < kMaxRanks; ++rank) {
+      const uint32_t going = arch::ballot(kFullMask, (rank_mask >> rank & 1) != 0);
+      num_below[rank] = arch::popc(going & lower_lanes);
+      if (rank == lane) num_in_warp = arch::popc(going);
+    }
+    if (lane < num_ranks) smem->num_per_warp[warp][lane] = num_in_warp;
+    arch::sync_block();
+    int before_warp = num_rows;
+    if (lane < num_ranks) {
+      for (int other = 0; other < arch::num_warps(); ++other) {
+        const int num = smem->num_per_warp[other][lane];
+        if (other < warp) before_warp += num;
+        num_rows += num;
+      }
+    }
+    DC_UNROLL
+    for (int rank = 0; rank < kMaxRanks; ++rank) {
+      const int before = arch::shfl(kFullMask, before_warp, rank);
+      if (!is_token || rank >= num_ranks) continue;
+      arch::st_weak(args.send_head + static_cast<int64_t>(token) * num_ranks + rank,
+                    (rank_mask >> rank & 1) != 0 ? before + num_below[rank] : -1);
+    }
+    arch::sync_block();  // num_per_warp has been read
+  }
+  if (warp == 0 && lane < num_ranks) {
+    smem->num_per_rank[lane] += num_rows;
+    arch::st_relaxed_gpu(args.channel_prefix_matrix + lane * args.num_channels + channel, num_rows);
+  }
+}
+
+// Every block: its channels, and their tokens into the rank's accumulators.
+DC_DEVICE void count_channels(const NotifyArgs& args, NotifySmem* smem) {
+  const int num_ranks = args.world.num_ranks;
+  const int num_experts = args.topk.data != nullptr ? args.num_experts : 0;
+  int32_t* totals = args.world.layout_counts();
+  for (int idx = arch::thread_idx(); idx < num_experts; idx += arch::num_threads())
+    smem->num_per_expert()[idx] = 0;
+  if (arch::thread_idx() < num_ranks) smem->num_per_rank[arch::thread_idx()] = 0;
+  arch::sync_block();
+  for (int channel = arch::block_idx(); channel < args.num_channels; channel += arch::num_blocks())
+    number_channel(args, smem, channel);
+  if (num_experts == 0) return;
+  arch::sync_block();
+  add_counters(totals, smem->num_per_rank, num_ranks);
+  add_counters(totals + num_ranks, smem->num_per_expert(), num_experts);
+}
+
+// The last block: this rank's tokens per rank and per expert, from the accumulators, which are zero
+// again afterwards, or from the caller's layout.
+DC_DEVICE int32_t take_total(const NotifyArgs& args, int idx) {
+  const int num_ranks = args.world.num_ranks;
+  if (args.topk.data == nullptr) {
+    return arch::ld_weak(idx < num_ranks ? args.num_tokens_per_rank + idx
+                                         : args.num_tokens_per_expert + (idx - num_ranks));
+  }
+  int32_t* total = args.world.layout_counts() + idx;
+  const int32_t value = arch::ld_relaxed_gpu(total);
+  arch::st_relaxed_gpu(total, 0);
+  return value;
+}
+
+// Writes this rank's header and counts into every peer's segment; each count is read once and
+// stored where it is wanted.
+DC_DEVICE void send_counts(const Context& context, const NotifyArgs& args) {
   const World& world = args.world;
   const ExpertMap experts{args.num_experts, world.num_ranks};
-  for (int peer = 0; peer < world.num_ranks; ++peer) {
-    int32_t* row = world.counts(peer, world.rank);
-    const int num_experts = experts.num_local_experts(peer);
-    const int num_words = kNumHeaderFields + world.num_ranks + num_experts;
-    for (int idx = arch::thread_idx(); idx < num_words; idx += arch::num_threads()) {
-      int32_t value;
-      if (idx < kNumHeaderFields) {
-        value = idx == static_cast<int>(HeaderField::kBadExpertIndex)
-                    ? static_cast<int32_t>(arch::ld_relaxed_gpu(&world.state()->bad_expert_index))
-                    : args.header.fields[idx];
-      } else if (idx < kNumHeaderFields + world.num_ranks) {
-        value = arch::ld_weak(args.num_tokens_per_rank + idx - kNumHeaderFields);
-      } else {
-        value = arch::ld_weak(args.num_tokens_per_expert + experts.first_expert(peer) + idx -
-                              kNumHeaderFields - world.num_ranks);
-      }
-      arch::st_weak(row + idx, value);
+  const int num_ranks = world.num_ranks;
+  const int num_words = kNumHeaderFields + num_ranks + args.num_experts;
+  for (int idx = arch::thread_idx(); idx < num_words; idx += arch::num_threads()) {
+    if (idx >= kNumHeaderFields + num_ranks) {  // to the expert's rank
+      const int expert = idx - kNumHeaderFields - num_ranks;
+      const int owner = experts.rank_of(expert);
+      arch::st_weak(world.counts(owner, world.rank, context.generation) + kNumHeaderFields +
+                        num_ranks + expert - experts.first_expert(owner),
+                    take_total(args, num_ranks + expert));
+      continue;
+    }
+    int32_t value;
+    if (idx >= kNumHeaderFields) {
+      value = take_total(args, idx - kNumHeaderFields);
+    } else if (idx == static_cast<int>(HeaderField::kBadExpertIndex)) {
+      value = static_cast<int32_t>(arch::ld_relaxed_gpu(&world.state()->bad_expert_index));
+    } else {
+      value = args.header.fields[idx];
+    }
+    for (int step = 1; step <= num_ranks; ++step) {
+      const int peer = (world.rank + step) % num_ranks;
+      arch::st_weak(world.counts(peer, world.rank, context.generation) + idx, value);
     }
   }
 }
@@ -50,21 +172,19 @@ DC_DEVICE void send_counts(const NotifyArgs& args) {
 DC_DEVICE void check_headers(const Context& context, const NotifyArgs& args) {
   const int peer = arch::thread_idx();
   if (peer >= args.world.num_ranks) return;
-  const int32_t* header = args.world.counts(args.world.rank, peer);
-  for (int field = 0; field < static_cast<int>(HeaderField::kCount); ++field) {
+  const int32_t* header = args.world.counts(args.world.rank, peer, context.generation);
+  if (arch::ld_weak(header + static_cast<int>(HeaderField::kBadExpertIndex)) != 0) {
+    report_error(context, {ErrorKind::kExpertIndex,
+                           {Stage::kCheckArguments, Word::kTopkIdx, peer, -1},
+                           0,
+                           static_cast<uint64_t>(args.num_experts),
+                           0,
+                           -1});
+    abort_rank(context);
+  }
+  for (int field = 0; field < static_cast<int>(HeaderField::kNumCompared); ++field) {
     const int32_t theirs = arch::ld_weak(header + field);
-    if (field == static_cast<int>(HeaderField::kBadExpertIndex)) {
-      if (theirs == 0) continue;
-      report_error(context, {ErrorKind::kExpertIndex,
-                             {Stage::kCheckArguments, Word::kTopkIdx, peer, -1},
-                             0,
-                             static_cast<uint64_t>(args.num_experts),
-                             0,
-                             -1});
-      abort_rank(context);
-    } else if (field == static_cast<int>(HeaderField::kNumTokens)) {
-      continue;
-    } else if (theirs != args.header.fields[field]) {
+    if (theirs != args.header.fields[field]) {
       report_error(context, {ErrorKind::kConfigMismatch,
                              {Stage::kCounts, Word::kHeader, peer, field},
                              static_cast<uint64_t>(static_cast<int64_t>(theirs)),
@@ -76,37 +196,72 @@ DC_DEVICE void check_headers(const Context& context, const NotifyArgs& args) {
   }
 }
 
-// Thread j < R: column j of the rank prefix matrix, and the total if j is this rank.
-DC_DEVICE void write_rank_prefix(const NotifyArgs& args) {
+// Thread j < R: column j of the rank prefix matrix, and the total if j is this rank. Returns its
+// last entry, the rows that rank j receives.
+DC_DEVICE int32_t write_rank_prefix(const Context& context, const NotifyArgs& args, int dst) {
   const World& world = args.world;
-  const int dst = arch::thread_idx();
-  if (dst >= world.num_ranks) return;
+  int32_t counts[kMaxRanks];  // all loads in flight before the first sum
+  DC_UNROLL
+  for (int src = 0; src < kMaxRanks; ++src) {
+    counts[src] = src < world.num_ranks
+                      ? arch::ld_weak(world.counts(world.rank, src, context.generation) +
+                                      kNumHeaderFields + dst)
+                      : 0;
+  }
   int32_t sum = 0;
-  for (int src = 0; src < world.num_ranks; ++src) {
-    sum += arch::ld_weak(world.counts(world.rank, src) + kNumHeaderFields + dst);
-    arch::st_weak(args.rank_prefix_matrix + src * world.num_ranks + dst, sum);
+  DC_UNROLL
+  for (int src = 0; src < kMaxRanks; ++src) {
+    sum += counts[src];
+    if (src < world.num_ranks)
+      arch::st_weak(args.rank_prefix_matrix + src * world.num_ranks + dst, sum);
   }
-  if (dst == world.rank) {
-    arch::st_relaxed_sys(&args.counts->num_recv_tokens, sum);
-    int32_t most = 0;
-    for (int src = 0; src < world.num_ranks; ++src) {
-      most = max_of(most, arch::ld_weak(world.counts(world.rank, src) +
-                                        static_cast<int>(HeaderField::kNumTokens)));
-    }
-    arch::st_relaxed_sys(&args.counts->max_num_tokens, most);
-  }
+  if (dst == world.rank) arch::st_relaxed_sys(&args.counts->num_recv_tokens, sum);
+  return sum;
 }
 
-DC_DEVICE void write_expert_counts(const NotifyArgs& args) {
+// Warp 0: the rank prefix matrix, the most tokens, and whether the announced outputs serve. All ranks see the same
+// words, hence decide alike.
+DC_DEVICE void write_totals(const Context& context, const NotifyArgs& args) {
+  const World& world = args.world;
+  const int peer = arch::lane_idx();
+  bool is_direct = true;
+  int32_t most_tokens = 0;
+  if (peer < world.num_ranks) {
+    most_tokens = arch::ld_weak(world.counts(world.rank, peer, context.generation) +
+                                static_cast<int>(HeaderField::kNumTokens));
+    const int32_t num_rows = write_rank_prefix(context, args, peer);
+    is_direct = words_of_notify(world, peer, context.generation).has_room(num_rows);
+  }
+  is_direct = arch::all(kFullMask, is_direct);
+  for (int mask = kMaxRanks / 2; mask > 0; mask /= 2)
+    most_tokens = max_of(most_tokens, arch::shfl_xor(kFullMask, most_tokens, mask));
+  if (peer != 0) return;
+  arch::st_relaxed_sys(&args.counts->max_num_tokens, most_tokens);
+  arch::st_relaxed_sys(&args.counts->is_direct, is_direct ? 1 : 0);
+  // pairs with: the end of this kernel — read by the dispatch that follows.
+  const NotifyResult result = is_aborted(world) ? NotifyResult::kFailed
+                              : is_direct       ? NotifyResult::kDirect
+                                                : NotifyResult::kNotDirect;
+  arch::st_relaxed_gpu(&world.state()->notify_result, static_cast<uint32_t>(result));
+}
+
+DC_DEVICE void write_expert_counts(const Context& context, const NotifyArgs& args) {
   const World& world = args.world;
   const ExpertMap experts{args.num_experts, world.num_ranks};
   for (int expert = arch::thread_idx(); expert < experts.num_local_experts(world.rank);
        expert += arch::num_threads()) {
-    int32_t sum = 0;
-    for (int src = 0; src < world.num_ranks; ++src) {
-      sum += arch::ld_weak(world.counts(world.rank, src) + kNumHeaderFields + world.num_ranks +
-                           expert);
+    const int position = kNumHeaderFields + world.num_ranks + expert;
+    int32_t counts[kMaxRanks];
+    DC_UNROLL
+    for (int src = 0; src < kMaxRanks; ++src) {
+      counts[src] =
+          src < world.num_ranks
+              ? arch::ld_weak(world.counts(world.rank, src, context.generation) + position)
+              : 0;
     }
+    int32_t sum = 0;
+    DC_UNROLL
+    for (int src = 0; src < kMaxRanks; ++src) sum += counts[src];
     sum = align_up(sum, args.expert_alignment);
     arch::st_relaxed_sys(&args.counts->num_recv_tokens_per_expert[0] + expert, sum);
     if (args.num_recv_tokens_per_expert != nullptr) {
@@ -115,21 +270,46 @@ DC_DEVICE void write_expert_counts(const NotifyArgs& args) {
   }
 }
 
-DC_DEVICE void exchange_counts(const Context& context, const NotifyArgs& args) {
+// A warp a destination: the channels' counts, which all blocks left there, become prefix sums.
+DC_DEVICE void write_channel_prefix(const NotifyArgs& args) {
+  // The last warp first: warp 0 is waiting for the peers.
+  for (int dst = arch::num_warps() - 1 - arch::warp_idx(); dst < args.world.num_ranks;
+       dst += arch::num_warps()) {
+    int32_t* row = args.channel_prefix_matrix + static_cast<int64_t>(dst) * args.num_channels;
+    int32_t before = 0;
+    for (int base = 0; base < args.num_channels; base += kWarpSize) {
+      const int channel = base + arch::lane_idx();
+      int32_t sum = channel < args.num_channels ? arch::ld_relaxed_gpu(row + channel) : 0;
+      for (int delta = 1; delta < kWarpSize; delta *= 2) {
+        const int32_t lower = arch::shfl_up(kFullMask, sum, delta);
+        if (arch::lane_idx() >= delta) sum += lower;
+      }
+      if (channel < args.num_channels) arch::st_weak(row + channel, before + sum);
+      before += arch::shfl(kFullMask, sum, kWarpSize - 1);
+    }
+  }
+}
+
+DC_DEVICE void exchange_counts(const Context& context, const NotifyArgs& args, NotifySmem* smem) {
   const uint32_t signature = Operation::signature(Kernel::kNotifyDispatch, nullptr, 0);
-  uint32_t* arrived = reinterpret_cast<uint32_t*>(arch::dynamic_smem());
-  send_counts(args);
+  send_counts(context, args);
+  if (arch::thread_idx() == 0) {
+    arch::st_relaxed_gpu(&context.world.state()->notify_result,
+                         static_cast<uint32_t>(NotifyResult::kFailed));
+  }
   arch::sync_block();  // the block's counts before the arrivals that release them
   announce_arrival(context, signature);
   if (arch::warp_idx() == 0) {
     const bool ok = await_arrivals(context, Stage::kCounts, signature);
-    if (arch::lane_idx() == 0) *arrived = ok;
+    if (arch::lane_idx() == 0) smem->has_arrived = ok;
   }
+  write_channel_prefix(args);
   arch::sync_block();
-  if (*arrived == 0) return;
+  if (smem->has_arrived == 0) return;
   check_headers(context, args);
-  write_rank_prefix(args);
-  write_expert_counts(args);
+  arch::sync_block();  // what they found before is_direct
+  if (arch::warp_idx() == 0) write_totals(context, args);
+  write_expert_counts(context, args);
   arch::sync_block();
   if (arch::thread_idx() == 0 && !is_aborted(args.world)) {
     // pairs with: Engine::wait_counts on the host — every field of CountsBlock.
@@ -137,59 +317,14 @@ DC_DEVICE void exchange_counts(const Context& context, const NotifyArgs& args) {
   }
 }
 
-// One warp numbers the tokens that one channel sends to `dst`; returns how many they are.
-DC_DEVICE int number_channel(const NotifyArgs& args, int channel, int dst) {
-  constexpr int kBatches = 4;  // loads in flight: each would otherwise cost a trip to L2
-  const ChannelRange range = ChannelRange::of(args.num_tokens, args.num_channels, channel);
-  const uint32_t lower_lanes = (1u << arch::lane_idx()) - 1;
-  int num_rows = 0;
-  for (int base = range.begin; base < range.end; base += kBatches * kWarpSize) {
-    bool goes[kBatches];
-    DC_UNROLL
-    for (int batch = 0; batch < kBatches; ++batch) {
-      const int token = base + batch * kWarpSize + arch::lane_idx();
-      const int64_t position = static_cast<int64_t>(token) * args.world.num_ranks + dst;
-      goes[batch] = token < range.end && arch::ld_nc(args.is_token_in_rank + position) != 0;
-    }
-    DC_UNROLL
-    for (int batch = 0; batch < kBatches; ++batch) {
-      const int token = base + batch * kWarpSize + arch::lane_idx();
-      const uint32_t going = arch::ballot(kFullMask, goes[batch]);
-      if (token < range.end) {
-        arch::st_weak(args.send_head + static_cast<int64_t>(token) * args.world.num_ranks + dst,
-                      goes[batch] ? num_rows + arch::popc(going & lower_lanes) : -1);
-      }
-      num_rows += arch::popc(going);
-    }
-  }
-  return num_rows;
-}
-
-// A warp a channel; then one thread turns counts into prefix sums.
-DC_DEVICE void count_channels(const NotifyArgs& args, int dst) {
-  int32_t* row = args.channel_prefix_matrix + static_cast<int64_t>(dst) * args.num_channels;
-  int32_t* num_rows = reinterpret_cast<int32_t*>(arch::dynamic_smem());
-  for (int channel = arch::warp_idx(); channel < args.num_channels; channel += arch::num_warps()) {
-    const int count = number_channel(args, channel, dst);
-    if (arch::lane_idx() == 0) num_rows[channel] = count;
-  }
-  arch::sync_block();
-  if (arch::thread_idx() != 0) return;
-  int32_t sum = 0;  // C is small, and the peers' counts take longer to come
-  for (int channel = 0; channel < args.num_channels; ++channel) {
-    sum += num_rows[channel];
-    arch::st_weak(row + channel, sum);
-  }
-}
-
 DC_DEVICE void notify_dispatch(const NotifyArgs& args) {
   const Context context{args.world, Kernel::kNotifyDispatch, current_generation(args.world)};
-  if (arch::block_idx() == 0) {
-    exchange_counts(context, args);
-  } else {
-    count_channels(args, arch::block_idx() - 1);
-  }
-  retire_block(context);
+  NotifySmem* smem = reinterpret_cast<NotifySmem*>(arch::dynamic_smem());
+  count_channels(args, smem);
+  // The counts' ticket is the kernel's exit as well: whoever is not last has nothing left to do.
+  if (!is_last_to_count(args.world, &smem->ticket)) return;
+  exchange_counts(context, args, smem);
+  close_generation(context);
 }
 
 }  // namespace deep_comm

@@ -41,7 +41,15 @@ struct LocalState {
   uint32_t abort;              // set once by the first failing thread; every wait polls it
   uint32_t error_claimed;      // the thread that turns it from 0 to 1 writes the error record
   uint32_t bad_expert_index;  // get_dispatch_layout saw an index out of range since the last notify
-  uint32_t layout_ticket;     // blocks of get_dispatch_layout that have added their counts
+  uint32_t layout_ticket;  // blocks of get_dispatch_layout or notify_dispatch that have added their counts
+  uint32_t notify_result;  // NotifyResult of the last notify_dispatch
+};
+
+// What notify_dispatch tells the dispatch behind it. All ranks find the same, unless one has timed out.
+enum class NotifyResult : uint32_t {
+  kNotDirect,  // some rank has announced no room for its rows
+  kDirect,     // rows may be written to the announced places, without another barrier
+  kFailed,     // nothing may be sent
 };
 
 // Written by the sender of a lane (a channel's strip) into its receiver's segment.
@@ -88,10 +96,10 @@ struct WorkspaceLayout {
   size_t recv_lines;  // RecvLine [kMaxLanes, num_ranks], by source
   size_t send_lines;  // SendLine [kMaxLanes, num_ranks], by destination
   size_t
-      counts;  // int32 [num_ranks, counts_stride], by source: header, counts per rank, counts per local expert
+      counts;  // int32 [2, num_ranks, counts_stride], by generation and source: header, counts per rank, counts per local expert
   size_t counts_stride;
   size_t
-      layout_counts;  // int32 [num_ranks + num_max_experts]: accumulators of get_dispatch_layout, zero at rest
+      layout_counts;  // int32 [num_ranks + num_max_experts]: accumulators of get_dispatch_layout and notify_dispatch, zero at rest
   LowLatencyWords low_latency;
   size_t data;  // rings; its size is the user's num_nvl_bytes
 
@@ -104,7 +112,7 @@ struct WorkspaceLayout {
     layout.send_lines = cursor.take(sizeof(SendLine) * kMaxLanes * num_ranks);
     layout.counts_stride = align_up<size_t>(
         kNumHeaderFields + num_ranks + ceil_div(num_max_experts, num_ranks), kLineBytes / 4);
-    layout.counts = cursor.take(layout.counts_stride * 4 * num_ranks);
+    layout.counts = cursor.take(2 * layout.counts_stride * 4 * num_ranks);
     layout.layout_counts = cursor.take(static_cast<size_t>(num_ranks + num_max_experts) * 4);
     layout.low_latency = LowLatencyWords::make(&cursor, num_ranks, num_max_experts);
     layout.data = align_up<size_t>(cursor.num_bytes(), 4096);
@@ -137,9 +145,11 @@ struct World {
     return reinterpret_cast<SendLine*>(bases[owner] + layout.send_lines) + lane * num_ranks +
            destination;
   }
-  DC_HOST_DEVICE int32_t* counts(int owner, int source) const {
+  // Of the notify of that generation. The row of the one before is another: a notify that failed on all ranks may be
+  // followed by the next while a slow rank still reads.
+  DC_HOST_DEVICE int32_t* counts(int owner, int source, uint32_t generation) const {
     return reinterpret_cast<int32_t*>(bases[owner] + layout.counts) +
-           static_cast<size_t>(source) * layout.counts_stride;
+           static_cast<size_t>((generation & 1) * num_ranks + source) * layout.counts_stride;
   }
   DC_HOST_DEVICE int32_t* layout_counts() const {
     return reinterpret_cast<int32_t*>(bases[rank] + layout.layout_counts);

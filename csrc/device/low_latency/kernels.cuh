@@ -10,6 +10,7 @@ template <PayloadFormat kFormat>
 struct LowLatencyDispatchKernel {
   using Args = LowLatencyDispatchArgs;
   static constexpr Kernel kName = Kernel::kLowLatencyDispatch;
+  static constexpr bool kBlocksWait = true;
   static constexpr int kMaxThreads = 512;
   DC_DEVICE static void run(const Args& args) { low_latency_dispatch<kFormat>(args); }
 };
@@ -18,6 +19,7 @@ template <CombineRows kRows>
 struct LowLatencyCombineKernel {
   using Args = LowLatencyCombineArgs;
   static constexpr Kernel kName = Kernel::kLowLatencyCombine;
+  static constexpr bool kBlocksWait = true;
   static constexpr int kMaxThreads = 512;
   DC_DEVICE static void run(const Args& args) { low_latency_combine<kRows>(args); }
 };

@@ -55,6 +55,26 @@ DC_DEVICE int load_expert(const void* topk_idx, int64_t position, int num_bytes)
   return expert == static_cast<int32_t>(expert) ? static_cast<int>(expert) : -2;
 }
 
+// `count` of them, at most kNum, all loads in flight at once; -1 behind them.
+template <int kNum>
+DC_DEVICE void load_experts(const void* topk_idx, int64_t position, int count, int num_bytes,
+                            int (&experts)[kNum]) {
+  if (num_bytes == 4) {
+    const int32_t* src = static_cast<const int32_t*>(topk_idx) + position;
+    DC_UNROLL
+    for (int k = 0; k < kNum; ++k) experts[k] = k < count ? arch::ld_nc(src + k) : -1;
+    return;
+  }
+  const int64_t* src = static_cast<const int64_t*>(topk_idx) + position;
+  int64_t wide[kNum];
+  DC_UNROLL
+  for (int k = 0; k < kNum; ++k) wide[k] = k < count ? arch::ld_nc(src + k) : -1;
+  DC_UNROLL
+  for (int k = 0; k < kNum; ++k) {
+    experts[k] = wide[k] == static_cast<int32_t>(wide[k]) ? static_cast<int>(wide[k]) : -2;
+  }
+}
+
 DC_DEVICE void store_expert(void* topk_idx, int64_t position, int num_bytes, int expert) {
   if (num_bytes == 4) {
     arch::st_weak(static_cast<int32_t*>(topk_idx) + position, static_cast<int32_t>(expert));

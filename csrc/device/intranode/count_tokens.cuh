@@ -1,0 +1,73 @@
+// Which ranks a token goes to, from its experts: the pass over topk_idx that get_dispatch_layout
+// and notify_dispatch share. Runs inside a block, one thread a token; no words of other ranks.
+#pragma once
+
+#include "device/intranode/args.cuh"
+#include "device/layout/expert_map.cuh"
+#include "device/move/element.cuh"
+#include "device/sync/context.cuh"
+
+namespace deep_comm {
+
+// The word that makes the next notify tell the peers, and the error record.
+DC_DEVICE void report_bad_expert(const World& world, Kernel kernel, int num_experts,
+                                 int64_t position, int expert) {
+  arch::st_relaxed_gpu(&world.state()->bad_expert_index, 1u);
+  report_error(Context{world, kernel, 0}, {ErrorKind::kExpertIndex,
+                                           {Stage::kCheckArguments, Word::kTopkIdx, world.rank, -1},
+                                           static_cast<uint64_t>(static_cast<int64_t>(expert)),
+                                           static_cast<uint64_t>(num_experts),
+                                           0,
+                                           position});
+}
+
+// One thread, one token: the mask of the ranks it goes to; every selection counts in num_per_expert
+// (shared memory). An index outside [-1, E) counts as -1 and is reported.
+DC_DEVICE uint32_t count_token(const World& world, Kernel kernel, const TopkIdx& topk, int token,
+                               int32_t* num_per_expert) {
+  constexpr int kBatch = 8;  // loads in flight: each would otherwise cost a trip to memory
+  const ExpertMap experts{topk.num_experts, world.num_ranks};
+  const int64_t begin = static_cast<int64_t>(token) * topk.num_topk;
+  uint32_t rank_mask = 0;
+  for (int base = 0; base < topk.num_topk; base += kBatch) {
+    int selected[kBatch];
+    load_experts<kBatch>(topk.data, begin + base, min_of(kBatch, topk.num_topk - base),
+                         topk.element_bytes, selected);
+    DC_UNROLL
+    for (int k = 0; k < kBatch; ++k) {
+      if (selected[k] == -1) continue;
+      if (selected[k] < 0 || selected[k] >= topk.num_experts) {
+        report_bad_expert(world, kernel, topk.num_experts, begin + base + k, selected[k]);
+        continue;
+      }
+      rank_mask |= 1u << experts.rank_of(selected[k]);
+      arch::atomic_add_relaxed_cta(num_per_expert + selected[k], 1);
+    }
+  }
+  return rank_mask;
+}
+
+// A block's counters in shared memory into the rank's accumulators. All threads, after a block
+// barrier; the additions are ordered by the caller's next barrier and ticket.
+DC_DEVICE void add_counters(int32_t* totals, const int32_t* counters, int num_counters) {
+  for (int idx = arch::thread_idx(); idx < num_counters; idx += arch::num_threads()) {
+    if (counters[idx] != 0) arch::atomic_add_relaxed_gpu(totals + idx, counters[idx]);
+  }
+}
+
+// Every thread of every block: whether all other blocks have come here before, and what they wrote
+// is visible. `ticket`: shared memory.
+DC_DEVICE bool is_last_to_count(const World& world, uint32_t* ticket) {
+  arch::sync_block();  // the block's work before the ticket that releases it
+  if (arch::thread_idx() == 0) {
+    // pairs with: itself in the last block — accumulators and outputs of all blocks.
+    *ticket = arch::atomic_add_acq_rel_gpu(&world.state()->layout_ticket, 1u);
+    if (*ticket + 1 == static_cast<uint32_t>(arch::num_blocks())) {
+      arch::st_relaxed_gpu(&world.state()->layout_ticket, 0u);
+    }
+  }
+  arch::sync_block();
+  return *ticket + 1 == static_cast<uint32_t>(arch::num_blocks());
+}
+
+}  // namespace deep_comm

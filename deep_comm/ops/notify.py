@@ -1,0 +1,158 @@
+"""notify_dispatch: what a rank tells its peers before rows move, and what it learns from them."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from deep_comm.backends import Launch
+from deep_comm.checks import Payload
+from deep_comm.config import RingPlan
+from deep_comm.context import Context
+from deep_comm.errors import DeepCommError
+from deep_comm.ops.layout import Layout
+from deep_comm.topology import num_local_experts
+
+if TYPE_CHECKING:
+    from deep_comm._core import Counts
+
+
+class Notified:
+    """The routing of a dispatch as the kernels write it: addresses for the engine, tensors for the handle.
+
+    R ranks, T tokens, C channels, L local experts. All lies in one allocation, which the handle keeps:
+
+        rank_prefix [R, R] | channel_prefix [R, C] | recv_channel_prefix [R, C] | per expert [L]
+        | send_head [T, R] | is_token_in_rank bool [T, R], without a layout from get_dispatch_layout
+    """
+
+    __slots__ = (
+        "num_experts",
+        "is_token_in_rank",
+        "send_head",
+        "rank_prefix_matrix",
+        "channel_prefix_matrix",
+        "recv_channel_prefix_matrix",
+        "num_recv_tokens_per_expert",
+        "_shape",
+        "_parts",
+        "_slab",
+        "_mask",
+    )
+
+    def __init__(
+        self, ctx: Context, launch: Launch, plan: RingPlan, num_tokens: int, num_experts: int,
+        layout: Layout | None,
+    ) -> None:  # fmt: skip
+        ranks, channels = ctx.num_ranks, plan.num_channels
+        num_local = num_local_experts(ctx.rank, num_experts, ranks)
+        self._shape = (ranks, channels, num_local, num_tokens)
+        self._parts = parts = _parts(ranks, channels, num_local, num_tokens)
+        self._mask = None if layout is None else layout.is_token_in_rank
+        mask_words = (num_tokens * ranks + 3) // 4 if layout is None else 0
+        self._slab = launch.empty((parts[-1] + mask_words,), torch.int32)
+        self.num_experts = num_experts
+        address = self._slab.data_ptr()
+        self.rank_prefix_matrix = address
+        self.channel_prefix_matrix = address + 4 * parts[0]
+        self.recv_channel_prefix_matrix = address + 4 * parts[1]
+        self.num_recv_tokens_per_expert = address + 4 * parts[2]
+        self.send_head = address + 4 * parts[3]
+        self.is_token_in_rank = (
+            address + 4 * parts[4] if layout is None else ctx.address(layout.is_token_in_rank)
+        )
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """rank_prefix_matrix, channel_prefix_matrix, recv_channel_prefix_matrix, is_token_in_rank,
+        send_head, num_recv_tokens_per_expert."""
+        ranks, channels, num_local, num_tokens = self._shape
+        slab, parts, mask = self._slab, self._parts, self._mask
+        if mask is None:
+            mask = slab.view(torch.bool).as_strided((num_tokens, ranks), (ranks, 1), 4 * parts[4])
+        return (
+            slab.as_strided((ranks, ranks), (ranks, 1), 0),
+            slab.as_strided((ranks, channels), (channels, 1), parts[0]),
+            slab.as_strided((ranks, channels), (channels, 1), parts[1]),
+            mask,
+            slab.as_strided((num_tokens, ranks), (ranks, 1), parts[3]),
+            slab.as_strided((num_local,), (1,), parts[2]),
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def _parts(ranks: int, channels: int, num_local: int, num_tokens: int) -> tuple[int, ...]:
+    """Where the parts of a slab end, in words: each begins at a multiple of 16 bytes."""
+    sizes = (ranks * ranks, ranks * channels, ranks * channels, num_local, num_tokens * ranks)
+    return tuple(itertools.accumulate((size + 3) // 4 * 4 for size in sizes))
+
+
+class Place:
+    """Where the outputs of the dispatch that follows lie in this rank's receive region."""
+
+    __slots__ = ("output_offset", "src_offset", "num_rows", "is_exact")
+
+    def __init__(
+        self, output_offset: int, src_offset: int, num_rows: int, is_exact: bool
+    ) -> None:
+        self.output_offset = output_offset  # 0: not there
+        self.src_offset = src_offset
+        self.num_rows = num_rows  # that fit
+        self.is_exact = is_exact  # laid out for as many rows as come
+
+
+NOWHERE = Place(0, 0, 0, False)
+
+
+def launch_notify(
+    ctx: Context,
+    launch: Launch,
+    plan: RingPlan,
+    payload: Payload,
+    idx: Tensor | None,
+    num_experts: int,
+    layout: Layout | None,
+    expert_alignment: int,
+    place: Place,
+) -> Notified:
+    """With ``layout`` from get_dispatch_layout, else from ``idx``."""
+    out = Notified(ctx, launch, plan, payload.num_tokens, num_experts, layout)
+    ctx.engine.notify_dispatch(
+        topk_idx=ctx.address(idx) if layout is None else 0,
+        topk_idx_bytes=0 if idx is None else idx.element_size(),
+        num_tokens_per_rank=0 if layout is None else ctx.address(layout.num_tokens_per_rank),
+        num_tokens_per_expert=0 if layout is None else ctx.address(layout.num_tokens_per_expert),
+        is_token_in_rank=out.is_token_in_rank,
+        num_tokens=payload.num_tokens,
+        num_topk=0 if idx is None else idx.shape[1],
+        num_experts=num_experts,
+        row_bytes=payload.row_bytes,
+        scale_row_bytes=payload.scale_row_bytes,
+        expert_alignment=expert_alignment,
+        output_offset=place.output_offset,
+        src_offset=place.src_offset,
+        num_output_rows=place.num_rows,
+        is_exact=place.is_exact,
+        num_channels=plan.num_channels,
+        num_send_tokens=plan.num_send_tokens,
+        num_slots=plan.num_slots,
+        rank_prefix_matrix=out.rank_prefix_matrix,
+        channel_prefix_matrix=out.channel_prefix_matrix,
+        send_head=out.send_head,
+        num_recv_tokens_per_expert=out.num_recv_tokens_per_expert,
+        stream=launch.stream,
+    )
+    ctx.end()
+    return out
+
+
+def wait_counts(ctx: Context) -> Counts:
+    """Blocks until the peers' counts have come; raises what the kernel recorded if they did not."""
+    counts = ctx.engine.wait_counts()
+    if counts is None:
+        ctx.check()
+        raise DeepCommError("notify_dispatch failed and left no error record")
+    return counts

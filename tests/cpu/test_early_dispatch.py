@@ -1,0 +1,156 @@
+"""Rows may begin to move before the host knows how many come: docs/design/0006."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases import Case
+from roundtrip import run_case, verify
+
+import deep_comm
+from deep_comm import errors, local, simulate
+
+H, E = 64, 8
+FIRST_GUESS = 2  # launches of a dispatch whose outputs were reserved well: notify and dispatch
+SECOND_TRY = 3  # notify, a dispatch that left at once, and the one that moved
+
+
+def inputs(num_tokens: int, to_rank: int | None = None) -> dict[str, Any]:
+    """Every token to two experts of two ranks, or to one expert of rank ``to_rank`` of 2."""
+    x = torch.arange(num_tokens * H).view(num_tokens, H).bfloat16()
+    idx = torch.tensor([[0, E - 1]]).expand(num_tokens, 2).clone()
+    if to_rank is not None:
+        idx[:] = torch.tensor([to_rank * (E // 2), -1])
+    return dict(x=x, topk_idx=idx, topk_weights=torch.ones(num_tokens, 2), num_experts=E)
+
+
+def launches_of(buffer: deep_comm.Buffer, **arguments: Any) -> tuple[int, Any]:
+    assert buffer.runtime is not None
+    before = buffer.runtime.num_launches
+    result = buffer.dispatch(**arguments)
+    return buffer.runtime.num_launches - before, result
+
+
+def lies_in_region(buffer: deep_comm.Buffer, tensor: torch.Tensor) -> bool:
+    heap = buffer._context.heap
+    assert tensor.numel() > 0  # or it has no place
+    return heap.base <= tensor.data_ptr() < heap.base + heap.num_bytes
+
+
+def test_layout_counts_and_rows_take_two_launches() -> None:
+    def rank_main(group):
+        with deep_comm.Buffer(
+            group, 2 << 20, num_direct_bytes=1 << 20, device="cpu", timeout_s=20
+        ) as buffer:
+            free = buffer._context.region.num_free_bytes
+            launches, received = launches_of(buffer, **inputs(10 + group.rank()))
+            assert lies_in_region(buffer, received[0])
+            # Reserved for more rows than came, kept for those that came.
+            layout = buffer.runtime.output_layout(
+                num_rows=21, row_bytes=2 * H, scale_row_bytes=0, num_topk=2, topk_idx_bytes=8
+            )
+            assert received[0].shape[0] == 21
+            assert free - buffer._context.region.num_free_bytes == layout.num_bytes + 128
+            return launches
+
+    assert local.run(rank_main, 2, timeout_s=60) == [FIRST_GUESS] * 2
+
+
+def test_a_rank_that_receives_more_than_it_expected_costs_one_call_a_second_try() -> None:
+    """Rank 1 has one token and gets forty: nobody could tell it before."""
+
+    def rank_main(group):
+        with deep_comm.Buffer(
+            group, 2 << 20, num_direct_bytes=1 << 20, device="cpu", timeout_s=20
+        ) as buffer:
+            arguments = inputs(40 if group.rank() == 0 else 1, to_rank=1)
+            launches = []
+            for _ in range(2):
+                number, received = launches_of(buffer, **arguments)
+                launches.append(number)
+                assert received[0].shape[0] == (41 if group.rank() == 1 else 0)
+                if group.rank() == 1:
+                    assert lies_in_region(buffer, received[0])
+                    assert torch.equal(received[0][:40], inputs(40)["x"])
+                combined = buffer.combine(received[0], received[4])[0]
+                assert torch.equal(combined, arguments["x"])
+            return launches
+
+    assert local.run(rank_main, 2, timeout_s=60) == [[SECOND_TRY, FIRST_GUESS]] * 2
+
+
+def test_ranks_without_room_make_all_take_the_rings() -> None:
+    """One rank's region is full, the others' are not; then it is free again."""
+
+    def rank_main(group):
+        with deep_comm.Buffer(
+            group, 2 << 20, num_direct_bytes=1 << 16, device="cpu", timeout_s=20
+        ) as buffer:
+            arguments = inputs(30)  # to ranks 0 and 2
+            kept = None
+            if group.rank() == 2:
+                kept = buffer._context.region.allocate(60 << 10)
+            one, received = launches_of(buffer, **arguments)
+            if group.rank() != 1:
+                assert lies_in_region(buffer, received[0]) == (group.rank() == 0)
+            sums = buffer.combine(received[0], received[4])[0]
+            del received, kept
+            two, received = launches_of(buffer, **arguments)
+            if group.rank() != 1:
+                assert lies_in_region(buffer, received[0])
+            assert torch.equal(sums, buffer.combine(received[0], received[4])[0])
+            return one, two
+
+    # The full rank had nothing to launch in hope.
+    ended = local.run(rank_main, 3, timeout_s=60)
+    assert [one for one, _ in ended] == [SECOND_TRY, SECOND_TRY, FIRST_GUESS]
+    assert [two for _, two in ended] == [FIRST_GUESS] * 3
+
+
+def test_without_a_region_nothing_is_launched_in_hope() -> None:
+    def rank_main(group):
+        with deep_comm.Buffer(
+            group, 2 << 20, num_direct_bytes=0, device="cpu", timeout_s=20
+        ) as buffer:
+            return launches_of(buffer, **inputs(30))[0]
+
+    assert local.run(rank_main, 3, timeout_s=60) == [2] * 3
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_schedules_of_calls_whose_guess_is_wrong(seed: int) -> None:
+    """Ranks of few tokens receive many: the decision of notify falls, and the next call's is another."""
+    tokens = ((1, 9, 0), (0, 0, 12), (2, 7, 1), (11, 1))[seed % 4]
+    case = Case(
+        tokens, hidden=16, experts=5, topk=2, num_sms=2 + 2 * (seed % 2), slots=3, send_chunk=1,
+        calls=3, fused_layout=seed % 3 != 0, nvl_bytes=1 << 18, direct_bytes=1 << 17,
+        seed=seed, routing=("random", "skewed", "one_expert")[seed % 3],
+    )  # fmt: skip
+    verify(
+        case,
+        simulate.run(lambda group: run_case(group, case), case.num_ranks, seed, timeout_s=60),
+    )
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_bad_index_reaches_slow_ranks_although_fast_ones_go_on(seed: int) -> None:
+    """The next notify's words must not hide from a slow rank that this one failed."""
+
+    def rank_main(group):
+        with deep_comm.Buffer(
+            group, 1 << 18, num_direct_bytes=1 << 17, device="cpu", timeout_s=20
+        ) as buffer:
+            arguments = inputs(3)
+            good = arguments["topk_idx"].clone()
+            if group.rank() == 1:
+                arguments["topk_idx"][2, 1] = E
+            with pytest.raises(errors.ExpertIndexError):
+                buffer.dispatch(**arguments)
+            arguments["topk_idx"] = good
+            received = buffer.dispatch(**arguments)
+            combined = buffer.combine(received[0], received[4])[0]
+            assert torch.equal(combined, 2 * arguments["x"])
+
+    simulate.run(rank_main, 3, seed, timeout_s=60)
