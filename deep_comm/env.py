@@ -111,7 +111,8 @@ DECODE_TOKENS: Variable[int | None] = Variable(
     "DEEP_COMM_DECODE_TOKENS",
     "a number of at least 1",
     None,
-    "ExpertParallel: the most tokens a rank may have in a decode step; equal on all ranks; unset: 128",
+    "the most tokens a rank may have in a decode step, equal on all ranks; unset: 128 in ExpertParallel, "
+    "in the vLLM adapter no step is one",
     _parse_positive_int,
 )
 
@@ -124,8 +125,16 @@ DEEP_EP_FULL_RDMA: Variable[bool] = Variable(
     _parse_flag,
 )
 
+VLLM: Variable[bool] = Variable(
+    "DEEP_COMM_VLLM",
+    "0 or 1",
+    False,
+    "vLLM plugin: put deep_comm in the place of vLLM's DeepEP backends",
+    _parse_flag,
+)
+
 REGISTRY: tuple[Variable[Any], ...] = (
-    TIMEOUT_S, NUM_SMS, DEVICE, RANKS_PER_NODE, POISON, DEEP_EP_FULL_RDMA, DECODE_TOKENS,
+    TIMEOUT_S, NUM_SMS, DEVICE, RANKS_PER_NODE, POISON, DEEP_EP_FULL_RDMA, DECODE_TOKENS, VLLM,
 )  # fmt: skip
 
 # Read by the build, not by the package; listed so that unknown() does not call them typos.

@@ -1,0 +1,142 @@
+"""The names of vLLM that the adapters use, or stand-ins for them where vLLM is not installed."""
+
+from __future__ import annotations
+
+import enum
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+IS_AVAILABLE = importlib.util.find_spec("vllm") is not None
+
+if IS_AVAILABLE:
+    from vllm.distributed.device_communicators.base_device_communicator import (
+        All2AllManagerBase,
+    )
+    from vllm.model_executor.layers.fused_moe.modular_kernel import (
+        ExpertTokensMetadata,
+        FusedMoEActivationFormat,
+        FusedMoEPrepareAndFinalizeModular,
+    )
+    from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
+        TopKWeightAndReduceContiguous,
+        TopKWeightAndReduceDelegate,
+    )
+    from vllm.model_executor.layers.fused_moe.utils import (
+        moe_kernel_quantize_input,
+        normalize_batched_scales_shape,
+    )
+    from vllm.v1.worker.ubatching import (
+        dbo_current_ubatch_id,
+        dbo_enabled,
+        dbo_get_previous_event,
+        dbo_maybe_run_recv_hook,
+        dbo_switch_to_comm,
+        dbo_switch_to_compute,
+        dbo_switch_to_compute_sync,
+        dbo_yield_and_switch_from_comm_to_compute,
+        dbo_yield_and_switch_from_compute_to_comm,
+    )
+else:
+
+    class FusedMoEActivationFormat(enum.Enum):  # type: ignore[no-redef]
+        Standard = ("standard",)
+        BatchedExperts = ("batched_experts",)
+
+    @dataclass
+    class ExpertTokensMetadata:  # type: ignore[no-redef]
+        expert_num_tokens: Tensor | None
+        expert_num_tokens_cpu: Tensor | None
+        psum_recv_per_rank: Tensor | None = None
+        rank_expert_offset: int | None = None
+
+    class FusedMoEPrepareAndFinalizeModular:  # type: ignore[no-redef]
+        pass
+
+    class All2AllManagerBase:  # type: ignore[no-redef]
+        def __init__(self, cpu_group: Any, tcp_store_group: Any = None) -> None:
+            self.cpu_group = cpu_group
+            self.tcp_store_group = tcp_store_group
+            self.rank = cpu_group.rank()
+            self.world_size = cpu_group.size()
+
+    class TopKWeightAndReduceDelegate:  # type: ignore[no-redef]
+        pass
+
+    def _missing(*args: Any, **options: Any) -> Any:
+        from deep_comm.errors import UnsupportedError
+
+        raise UnsupportedError("this needs vLLM, which is not installed")
+
+    TopKWeightAndReduceContiguous = _missing
+    moe_kernel_quantize_input = normalize_batched_scales_shape = _missing
+
+    def dbo_enabled() -> bool:
+        return False
+
+    def dbo_current_ubatch_id() -> int:
+        return 0
+
+    def dbo_get_previous_event(func: Callable[[], Any]) -> Any:
+        return None
+
+    def _nothing() -> None:
+        return None
+
+    dbo_maybe_run_recv_hook = dbo_switch_to_comm = dbo_switch_to_compute = _nothing
+    dbo_switch_to_compute_sync = dbo_yield_and_switch_from_comm_to_compute = _nothing
+    dbo_yield_and_switch_from_compute_to_comm = _nothing
+
+
+def most_tokens_of_a_rank() -> int | None:
+    """The largest number of tokens that any data-parallel rank has in this step, which vLLM exchanges
+    before it; None where it does not."""
+    try:
+        from vllm.forward_context import get_forward_context
+    except ImportError:
+        return None
+    metadata = getattr(get_forward_context(), "dp_metadata", None)
+    most = getattr(metadata, "max_tokens_across_dp_cpu", None)
+    return None if most is None else int(most)
+
+
+def weighted_input(
+    a1: Tensor, topk_weights: Tensor, topk_ids: Tensor, apply_router_weight_on_input: bool
+) -> Tensor:
+    """Input that the router's only weight was applied to, if the model wants it so."""
+    if not apply_router_weight_on_input:
+        return a1
+    if topk_ids.shape[1] != 1:
+        from deep_comm.errors import ArgumentError
+
+        raise ArgumentError(
+            "apply_router_weight_on_input", f"top-{topk_ids.shape[1]}", "needs top-1 routing"
+        )
+    return a1 * topk_weights.to(a1.dtype)
+
+
+__all__ = [
+    "IS_AVAILABLE",
+    "All2AllManagerBase",
+    "ExpertTokensMetadata",
+    "FusedMoEActivationFormat",
+    "FusedMoEPrepareAndFinalizeModular",
+    "TopKWeightAndReduceContiguous",
+    "TopKWeightAndReduceDelegate",
+    "dbo_current_ubatch_id",
+    "dbo_enabled",
+    "dbo_get_previous_event",
+    "dbo_maybe_run_recv_hook",
+    "dbo_switch_to_comm",
+    "dbo_switch_to_compute",
+    "dbo_switch_to_compute_sync",
+    "dbo_yield_and_switch_from_comm_to_compute",
+    "dbo_yield_and_switch_from_compute_to_comm",
+    "moe_kernel_quantize_input",
+    "most_tokens_of_a_rank",
+    "normalize_batched_scales_shape",
+    "weighted_input",
+]

@@ -1,0 +1,253 @@
+"""Prepare and finalize with rows by expert and fixed shapes: vLLM's BatchedExperts format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import deep_comm
+from deep_comm.errors import ArgumentError, UnsupportedError
+from deep_comm.integrations.vllm import interface as vllm
+from deep_comm.integrations.vllm.normal import Prepared, is_fp8_in_blocks
+
+_SCALE_BLOCK = 128
+
+
+class LowLatencyPrepareFinalize(vllm.FusedMoEPrepareAndFinalizeModular):
+    """Low-latency dispatch and combine, in two phases each; nothing waits on the host.
+
+    Experts may write straight into combine's memory (allocate_fused_expert_output).
+    """
+
+    def __init__(
+        self,
+        buffer: deep_comm.Buffer,
+        max_tokens_per_rank: int,
+        num_dispatchers: int,
+        use_fp8_dispatch: bool = False,
+        global_to_physical: Tensor | None = None,
+        physical_to_global: Tensor | None = None,
+        local_expert_global_ids: Tensor | None = None,
+    ) -> None:
+        """
+        Args:
+            buffer: in low_latency_mode.
+            max_tokens_per_rank: equal on all ranks; any number.
+            use_fp8_dispatch: rows travel as e4m3 with a scale for 128 columns.
+            global_to_physical: int64 [experts], where experts were moved by load balancing.
+        """
+        super().__init__()
+        self.buffer = buffer
+        self.max_tokens_per_rank = max_tokens_per_rank
+        self.use_fp8_dispatch = use_fp8_dispatch
+        self.use_ue8m0_dispatch = False
+        self._num_dispatchers = num_dispatchers
+        self._handles: list[Any] = [None, None]
+
+        def cast(table: Tensor | None) -> Tensor | None:
+            return None if table is None else table.to(torch.int64)
+
+        self.global_to_physical = cast(global_to_physical)
+        self.physical_to_global = cast(physical_to_global)
+        self.local_expert_global_ids = cast(local_expert_global_ids)
+
+    @staticmethod
+    def maybe_roundup_layer_hidden_size(hidden_size: int) -> int:
+        """Whole blocks of 128 columns, of any number."""
+        return -(-hidden_size // _SCALE_BLOCK) * _SCALE_BLOCK
+
+    def post_init_setup(self, fused_experts: Any) -> None:
+        """Scales as packed exponents, if the experts take them."""
+        if self.use_fp8_dispatch and fused_experts.supports_packed_ue8m0_act_scales():
+            self.use_ue8m0_dispatch = True
+
+    @property
+    def activation_format(self) -> Any:
+        return vllm.FusedMoEActivationFormat.BatchedExperts
+
+    def topk_indices_dtype(self) -> torch.dtype | None:
+        return torch.int64
+
+    def max_num_tokens_per_rank(self) -> int | None:
+        return self.max_tokens_per_rank
+
+    def num_dispatchers(self) -> int:
+        return self._num_dispatchers
+
+    def output_is_reduced(self) -> bool:
+        return True
+
+    def supports_async(self) -> bool:
+        return True
+
+    def _physical(self, topk_ids: Tensor) -> Tensor:
+        return topk_ids if self.global_to_physical is None else self.global_to_physical[topk_ids]
+
+    # ---- prepare -------------------------------------------------------------------------------
+
+    def prepare(
+        self,
+        a1: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        num_experts: int,
+        expert_map: Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: Any,
+        defer_input_quant: bool = False,
+    ) -> Prepared:
+        hook, receiver = self.prepare_async(
+            a1,
+            topk_weights,
+            topk_ids,
+            num_experts,
+            expert_map,
+            apply_router_weight_on_input,
+            quant_config,
+            defer_input_quant,
+        )
+        hook()
+        return receiver()
+
+    def prepare_async(
+        self,
+        a1: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        num_experts: int,
+        expert_map: Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: Any,
+        defer_input_quant: bool = False,
+    ) -> tuple[Callable[[], None], Callable[[], Prepared]]:
+        if defer_input_quant:
+            raise UnsupportedError("defer_input_quant: experts of this format take quantised rows")
+        a1 = vllm.weighted_input(a1, topk_weights, topk_ids, apply_router_weight_on_input)
+        recv, recv_count, handle, _, hook = self.buffer.low_latency_dispatch(
+            a1,
+            self._physical(topk_ids),
+            self.max_tokens_per_rank,
+            num_experts,
+            use_fp8=self.use_fp8_dispatch,
+            round_scale=self.use_ue8m0_dispatch,
+            use_ue8m0=self.use_ue8m0_dispatch,
+            return_recv_hook=True,
+        )
+        assert hook is not None
+        self._handles[vllm.dbo_current_ubatch_id()] = handle
+
+        def receive() -> Prepared:
+            rows, scales = self._quantised(recv, a1.dtype, quant_config)
+            metadata = vllm.ExpertTokensMetadata(
+                expert_num_tokens=recv_count, expert_num_tokens_cpu=None
+            )
+            return rows, scales, metadata, None, None
+
+        return hook, receive
+
+    def _quantised(
+        self, recv: Any, dtype: torch.dtype, quant_config: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Rows in the format the experts want: as they came, or quantised again."""
+        if self.use_fp8_dispatch:
+            rows, scales = recv
+            if is_fp8_in_blocks(quant_config):
+                return rows, scales
+            blocks = rows.to(torch.float32).unflatten(-1, (-1, _SCALE_BLOCK))
+            recv = (blocks * scales.unsqueeze(-1)).flatten(-2).to(dtype)
+        quant_dtype = quant_config.quant_dtype
+        if quant_dtype == "nvfp4":
+            quant_dtype = None  # its experts quantise themselves
+        num_experts, _, hidden = recv.shape
+        rows, scales = vllm.moe_kernel_quantize_input(
+            recv.view(-1, hidden),
+            quant_config.a1_scale,
+            quant_dtype,
+            quant_config.per_act_token_quant,
+            quant_config.block_shape,
+        )
+        rows = rows.view(num_experts, -1, rows.shape[-1])
+        if quant_dtype is not None:
+            scales = vllm.normalize_batched_scales_shape(scales, num_experts)
+        return rows, scales
+
+    # ---- finalize ------------------------------------------------------------------------------
+
+    def allocate_fused_expert_output(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        weight_and_reduce_impl: Any,
+    ) -> Tensor | None:
+        """Combine's own memory, so that rows need not be copied there.
+
+        None where it does not fit, and with two micro-batches, which would share it.
+        """
+        handle = self._handles[vllm.dbo_current_ubatch_id()]
+        if handle is None or vllm.dbo_enabled() or dtype != torch.bfloat16:
+            return None
+        if tuple(shape) != handle.rows_shape or device != self.buffer.device:
+            return None
+        return self.buffer.get_next_low_latency_combine_buffer(handle)
+
+    def finalize(
+        self,
+        output: Tensor,
+        fused_expert_output: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: Any,
+    ) -> None:
+        hook, receiver = self.finalize_async(
+            output,
+            fused_expert_output,
+            topk_weights,
+            topk_ids,
+            apply_router_weight_on_input,
+            weight_and_reduce_impl,
+        )
+        hook()
+        receiver()
+
+    def finalize_async(
+        self,
+        output: Tensor,
+        fused_expert_output: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: Any,
+    ) -> tuple[Callable[[], None], Callable[[], None]]:
+        if not isinstance(weight_and_reduce_impl, vllm.TopKWeightAndReduceDelegate):
+            raise ArgumentError(
+                "weight_and_reduce_impl",
+                type(weight_and_reduce_impl).__name__,
+                "must be TopKWeightAndReduceDelegate: combine applies the weights",
+            )
+        handle = self._handles[vllm.dbo_current_ubatch_id()]
+        if handle is None:
+            raise ArgumentError("finalize", None, "comes after prepare")
+        weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
+        vllm.dbo_maybe_run_recv_hook()
+        _, _, hook = self.buffer.low_latency_combine(
+            fused_expert_output,
+            self._physical(topk_ids),
+            weights,
+            handle,
+            return_recv_hook=True,
+            zero_copy=self._is_combine_memory(fused_expert_output, handle),
+            out=output,
+        )
+        assert hook is not None
+        return hook, lambda: None
+
+    def _is_combine_memory(self, rows: Tensor, handle: Any) -> bool:
+        if vllm.dbo_enabled() or rows.shape != torch.Size(handle.rows_shape):
+            return False
+        memory = self.buffer.get_next_low_latency_combine_buffer(handle)
+        return rows.data_ptr() == memory.data_ptr()

@@ -1,0 +1,116 @@
+"""Buffers of a vLLM worker: one for each set of sizes, as long as a layer holds it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from typing import Any
+
+from torch import Tensor
+
+import deep_comm
+from deep_comm.errors import ArgumentError, UnsupportedError
+from deep_comm.integrations.vllm import interface as vllm
+
+_DEFAULT_MEBIBYTES = 1024
+
+
+def _buffer_bytes() -> int:
+    """vLLM's own variable for the size of these buffers, in MiB."""
+    text = os.environ.get("VLLM_DEEPEP_BUFFER_SIZE_MB", str(_DEFAULT_MEBIBYTES))
+    try:
+        return int(text) << 20
+    except ValueError:
+        raise ArgumentError("VLLM_DEEPEP_BUFFER_SIZE_MB", text, "must be a number") from None
+
+
+class DeepCommAll2AllManager(vllm.All2AllManagerBase):
+    """Hands out Buffers; dispatch and combine are the modular kernels' alone."""
+
+    def __init__(self, cpu_group: Any, tcp_store_group: Any = None, device_group: Any = None) -> None:
+        """``cpu_group``: the expert-parallel ranks, over gloo."""
+        super().__init__(cpu_group, tcp_store_group)
+        self._buffers: weakref.WeakValueDictionary[Any, deep_comm.Buffer] = (
+            weakref.WeakValueDictionary()
+        )
+        self._lock = threading.RLock()
+
+    def buffer_arguments(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of the Buffer for the sizes that a layer names."""
+        raise NotImplementedError
+
+    def get_handle(self, kwargs: dict[str, Any]) -> deep_comm.Buffer:
+        """The Buffer for these sizes. Collective when it is made."""
+        arguments = self.buffer_arguments(kwargs)
+        key = tuple(sorted(arguments.items()))
+        with self._lock:
+            buffer = self._buffers.get(key)
+            if buffer is None:
+                buffer = deep_comm.Buffer(self.cpu_group, **arguments)
+                self._buffers[key] = buffer
+            return buffer
+
+    def set_num_sms(self, num_sms: int) -> None:
+        """SMs of normal mode from now on; fewer leave more to the other micro-batch."""
+        deep_comm.Buffer.set_num_sms(max(2, num_sms // 2 * 2))
+
+    def max_sms_used(self) -> int | None:
+        return deep_comm.Buffer.num_sms
+
+    def dispatch_router_logits(self, *args: Any, **options: Any) -> Any:
+        raise UnsupportedError("router logits do not travel: use the modular kernels")
+
+    def dispatch(self, *args: Any, **options: Any) -> Any:
+        raise UnsupportedError("tokens travel by the modular kernels' prepare and finalize")
+
+    def combine(self, hidden_states: Tensor, is_sequence_parallel: bool = False) -> Tensor:
+        raise UnsupportedError("tokens travel by the modular kernels' prepare and finalize")
+
+    def query_active_mask(self) -> Any:
+        raise UnsupportedError("masks of ranks belong to the Buffer: low_latency_query_mask_buffer")
+
+    def clean_buffers(self) -> None:
+        """Nothing needs cleaning between calls, nor after a rank was masked out."""
+
+    def destroy(self) -> None:
+        """Waits for no peer."""
+        with self._lock:
+            for buffer in list(self._buffers.values()):
+                buffer.destroy()
+            self._buffers.clear()
+
+
+class NormalManager(DeepCommAll2AllManager):
+    """For NormalPrepareFinalize. Sizes may name what decoding needs; {} is prefill alone."""
+
+    def buffer_arguments(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        arguments: dict[str, Any] = {"num_nvl_bytes": _buffer_bytes()}
+        if kwargs:
+            arguments.update(_low_latency_arguments(kwargs))
+        return arguments
+
+
+class LowLatencyManager(DeepCommAll2AllManager):
+    """For LowLatencyPrepareFinalize."""
+
+    def buffer_arguments(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        return {"num_nvl_bytes": 0, **_low_latency_arguments(kwargs)}
+
+    def max_sms_used(self) -> int | None:
+        """None are held between send and receive."""
+        return 0
+
+
+def _low_latency_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
+    names = {"max_num_tokens_per_dp_rank", "token_hidden_size", "num_ep_ranks", "num_global_experts"}
+    missing = names - kwargs.keys()
+    if missing:
+        raise ArgumentError("kwargs", sorted(kwargs), f"must name {sorted(missing)}")
+    num_bytes = deep_comm.Buffer.get_low_latency_rdma_size_hint(
+        kwargs["max_num_tokens_per_dp_rank"],
+        kwargs["token_hidden_size"],
+        kwargs["num_ep_ranks"],
+        kwargs["num_global_experts"],
+    )
+    return {"num_rdma_bytes": num_bytes, "low_latency_mode": True}

@@ -1,0 +1,334 @@
+"""Prepare and finalize with rows that come once a rank: vLLM's Standard activation format."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import deep_comm
+from deep_comm import env
+from deep_comm.errors import ArgumentError
+from deep_comm.integrations.vllm import interface as vllm
+
+_ROW_BYTES = 16
+Prepared = tuple[Tensor, Tensor | None, Any, Tensor | None, Tensor | None]
+
+
+class NormalPrepareFinalize(vllm.FusedMoEPrepareAndFinalizeModular):
+    """Dispatch and combine in normal mode; with ``decode_tokens`` small steps go in low-latency mode,
+    whose compact rows have the same format.
+
+    The mode of a step depends on the largest number of tokens of a rank, which vLLM exchanges before
+    every step, so that ranks agree without an exchange of ours. Where vLLM does not tell it, the mode
+    is normal. Decoding steps have fixed shapes and wait for nothing on the host: CUDA graphs hold them.
+    """
+
+    def __init__(
+        self,
+        buffer: deep_comm.Buffer,
+        num_dispatchers: int,
+        dp_size: int,
+        rank_expert_offset: int,
+        decode_tokens: int | None = None,
+        most_tokens: Callable[[], int | None] = vllm.most_tokens_of_a_rank,
+    ) -> None:
+        """
+        Args:
+            buffer: serves decoding too if it is in low_latency_mode; else decoding makes one of its own,
+                for the hidden size of its first step, which all layers share.
+            num_dispatchers: ranks of the group.
+            rank_expert_offset: global index of this rank's first expert.
+            decode_tokens: a step in which no rank has more tokens is a decoding step; 0: none is.
+                Default: DEEP_COMM_DECODE_TOKENS, else 0. Equal on all ranks.
+            most_tokens: tells the largest number of tokens of a rank, alike on all ranks.
+        """
+        super().__init__()
+        if decode_tokens is None:
+            decode_tokens = env.DECODE_TOKENS.get() or 0
+        if decode_tokens < 0:
+            raise ArgumentError("decode_tokens", decode_tokens, "must not be negative")
+        self.buffer = buffer
+        self.decode_buffer = buffer if buffer.low_latency_mode else None
+        self.dp_size = dp_size
+        self.rank_expert_offset = rank_expert_offset
+        self.decode_tokens = decode_tokens
+        self._most_tokens = most_tokens
+        self._num_dispatchers = num_dispatchers
+        # One for each micro-batch: (handle, topk_ids if the step was a decoding step).
+        self._handles: list[tuple[Any, Tensor | None] | None] = [None, None]
+
+    @staticmethod
+    def maybe_roundup_layer_hidden_size(hidden_size: int, dtype: torch.dtype) -> int:
+        """Rows of any multiple of 16 bytes will do."""
+        step = _ROW_BYTES // dtype.itemsize
+        return -(-hidden_size // step) * step
+
+    @property
+    def activation_format(self) -> Any:
+        return vllm.FusedMoEActivationFormat.Standard
+
+    def topk_indices_dtype(self) -> torch.dtype | None:
+        """int64 as the router makes it; int32 is taken as well."""
+        return torch.int64
+
+    def max_num_tokens_per_rank(self) -> int | None:
+        return None
+
+    def num_dispatchers(self) -> int:
+        return self._num_dispatchers
+
+    def output_is_reduced(self) -> bool:
+        return True
+
+    def supports_async(self) -> bool:
+        return True
+
+    # ---- prepare -------------------------------------------------------------------------------
+
+    def prepare(
+        self,
+        a1: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        num_experts: int,
+        expert_map: Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: Any,
+        defer_input_quant: bool = False,
+    ) -> Prepared:
+        return self.prepare_async(
+            a1,
+            topk_weights,
+            topk_ids,
+            num_experts,
+            expert_map,
+            apply_router_weight_on_input,
+            quant_config,
+            defer_input_quant,
+        )()
+
+    def prepare_async(
+        self,
+        a1: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        num_experts: int,
+        expert_map: Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: Any,
+        defer_input_quant: bool = False,
+    ) -> Callable[[], Prepared]:
+        a1 = vllm.weighted_input(a1, topk_weights, topk_ids, apply_router_weight_on_input)
+        if self._is_decoding():
+            return self._decode(a1, topk_weights, topk_ids, num_experts, quant_config, defer_input_quant)
+        tokens: Any = a1
+        quantises_before = quant_config.is_block_quantized and not defer_input_quant
+        if quantises_before:
+            values, scales = vllm.moe_kernel_quantize_input(
+                a1,
+                quant_config.a1_scale,
+                quant_dtype=quant_config.quant_dtype,
+                per_act_token_quant=quant_config.per_act_token_quant,
+                block_shape=quant_config.block_shape,
+            )
+            tokens = values if scales is None else (values, scales)
+        # Before the yield: the event must not cover what the other micro-batch queues meanwhile.
+        previous_event = vllm.dbo_get_previous_event(self.buffer.capture)
+        vllm.dbo_yield_and_switch_from_compute_to_comm()
+        recv, recv_ids, recv_weights, counts, handle, event = self.buffer.dispatch(
+            tokens,
+            topk_idx=topk_ids,
+            topk_weights=topk_weights,
+            num_experts=num_experts,
+            previous_event=previous_event,
+            async_finish=not vllm.dbo_enabled(),
+        )
+        self._handles[vllm.dbo_current_ubatch_id()] = (handle, None)
+        vllm.dbo_switch_to_compute_sync()
+
+        def receive() -> Prepared:
+            if event.event is not None:
+                event.current_stream_wait()
+            rows, scales = recv if isinstance(recv, tuple) else (recv, None)
+            assert recv_ids is not None and handle is not None
+            metadata = vllm.ExpertTokensMetadata(
+                expert_num_tokens=handle.num_recv_tokens_per_expert,
+                expert_num_tokens_cpu=torch.tensor(counts, dtype=torch.int32),
+            )
+            if not quantises_before:
+                rows, scales = self._quantised(rows, quant_config, defer_input_quant)
+            ids = self._global_ids(recv_ids, num_experts)
+            return rows, scales, metadata, ids, recv_weights
+
+        return receive
+
+    def _is_decoding(self) -> bool:
+        if self.decode_tokens == 0:
+            return False
+        most = self._most_tokens()
+        return most is not None and most <= self.decode_tokens
+
+    def _decode(
+        self,
+        a1: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        num_experts: int,
+        quant_config: Any,
+        defer_input_quant: bool,
+    ) -> Callable[[], Prepared]:
+        use_fp8 = not defer_input_quant and is_fp8_in_blocks(quant_config)
+        if self.decode_buffer is None:
+            self.decode_buffer = decode_buffer(
+                self.buffer, self.decode_tokens, a1.shape[1], num_experts
+            )
+        recv, recv_count, handle, _, hook = self.decode_buffer.low_latency_dispatch(
+            a1,
+            topk_ids,
+            self.decode_tokens,
+            num_experts,
+            use_fp8=use_fp8,
+            return_recv_hook=True,
+            topk_weights=topk_weights,
+            compact=True,
+        )
+        self._handles[vllm.dbo_current_ubatch_id()] = (handle, topk_ids)
+
+        def receive() -> Prepared:
+            assert hook is not None
+            assert handle.recv_topk_idx is not None and handle.recv_topk_weights is not None
+            hook()
+            rows, scales = recv if isinstance(recv, tuple) else (recv, None)
+            if not use_fp8:
+                rows, scales = self._quantised(rows, quant_config, defer_input_quant)
+            metadata = vllm.ExpertTokensMetadata(
+                expert_num_tokens=recv_count, expert_num_tokens_cpu=None
+            )
+            # Nobody writes the rows past the received ones: no expert may look at them.
+            places = torch.arange(rows.shape[0], device=rows.device).unsqueeze(1)
+            is_real = places < handle.num_recv_tokens
+            local_ids = torch.where(is_real, handle.recv_topk_idx, -1).to(topk_ids.dtype)
+            weights = torch.where(is_real, handle.recv_topk_weights, 0.0)
+            return rows, scales, metadata, self._global_ids(local_ids, num_experts), weights
+
+        return receive
+
+    def _quantised(
+        self, rows: Tensor, quant_config: Any, defer_input_quant: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Rows that travelled as they were, in the format the experts want."""
+        if defer_input_quant or rows.numel() == 0:
+            return rows, None
+        scale = quant_config.a1_scale
+        if quant_config.quant_dtype == "nvfp4":
+            scale = quant_config.a1_gscale
+        return vllm.moe_kernel_quantize_input(  # type: ignore[no-any-return]
+            rows,
+            scale,
+            quant_dtype=quant_config.quant_dtype,
+            per_act_token_quant=False,
+            block_shape=quant_config.block_shape,
+        )
+
+    def _global_ids(self, local_ids: Tensor, num_experts: int) -> Tensor:
+        """vLLM's experts take global indices, all of them valid: -1 becomes an expert elsewhere."""
+        elsewhere = num_experts - 1 if self.rank_expert_offset == 0 else 0
+        return torch.where(local_ids == -1, elsewhere, local_ids + self.rank_expert_offset)
+
+    # ---- finalize ------------------------------------------------------------------------------
+
+    def finalize(
+        self,
+        output: Tensor,
+        fused_expert_output: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: Any,
+    ) -> None:
+        self.finalize_async(
+            output,
+            fused_expert_output,
+            topk_weights,
+            topk_ids,
+            apply_router_weight_on_input,
+            weight_and_reduce_impl,
+        )()
+
+    def finalize_async(
+        self,
+        output: Tensor,
+        fused_expert_output: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: Any,
+    ) -> Callable[[], None]:
+        kept = self._handles[vllm.dbo_current_ubatch_id()]
+        if kept is None:
+            raise ArgumentError("finalize", None, "comes after prepare")
+        handle, decoded_ids = kept
+        rows = fused_expert_output
+        if rows.numel() != 0:
+            if isinstance(weight_and_reduce_impl, vllm.TopKWeightAndReduceDelegate):
+                weight_and_reduce_impl = vllm.TopKWeightAndReduceContiguous()
+            rows = weight_and_reduce_impl.apply(
+                output=None,
+                fused_expert_output=rows,
+                topk_weights=topk_weights,
+                topk_ids=topk_ids,
+                apply_router_weight_on_input=apply_router_weight_on_input,
+            )
+        if decoded_ids is not None:
+            assert self.decode_buffer is not None
+            _, _, hook = self.decode_buffer.low_latency_combine(
+                rows, decoded_ids, None, handle, return_recv_hook=True, out=output
+            )
+            assert hook is not None
+            return hook
+        previous_event = vllm.dbo_get_previous_event(self.buffer.capture)
+        vllm.dbo_yield_and_switch_from_compute_to_comm()
+        combined_x, _, event = self.buffer.combine(
+            rows, handle, previous_event=previous_event, async_finish=not vllm.dbo_enabled()
+        )
+        vllm.dbo_switch_to_compute()
+
+        def receive() -> None:
+            if event.event is not None:
+                event.current_stream_wait()
+            vllm.dbo_switch_to_comm()
+            output.copy_(combined_x, non_blocking=True)
+            vllm.dbo_yield_and_switch_from_comm_to_compute()
+
+        return receive
+
+
+# Held by the layers that use them.
+_decode_buffers: weakref.WeakValueDictionary[Any, deep_comm.Buffer] = weakref.WeakValueDictionary()
+
+
+def decode_buffer(
+    beside: deep_comm.Buffer, num_tokens: int, hidden: int, num_experts: int
+) -> deep_comm.Buffer:
+    """A Buffer of the same ranks for decoding steps of these sizes. Collective when it is made."""
+    key = (id(beside), num_tokens, hidden)
+    buffer = _decode_buffers.get(key)
+    if buffer is None:
+        num_bytes = deep_comm.Buffer.get_low_latency_rdma_size_hint(
+            num_tokens, hidden, beside.group_size, num_experts
+        )
+        buffer = deep_comm.Buffer(
+            beside.group, 0, num_bytes, low_latency_mode=True, device=beside.device
+        )
+        _decode_buffers[key] = buffer
+    return buffer
+
+
+def is_fp8_in_blocks(quant_config: Any) -> bool:
+    """Do the experts take e4m3 rows with a scale for 128 columns, as dispatch can make them?"""
+    shape = quant_config.block_shape
+    return quant_config.quant_dtype == torch.float8_e4m3fn and shape is not None and shape[1] == 128

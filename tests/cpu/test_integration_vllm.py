@@ -1,0 +1,371 @@
+"""deep_comm.integrations.vllm against stand-ins of vLLM's interfaces (tests/stubs/vllm)."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import drop_in
+import pytest
+import torch
+from drop_in import HIDDEN, NUM_EXPERTS, NUM_TOPK
+
+from deep_comm import UnsupportedError, errors, local
+
+STUBS = Path(__file__).resolve().parents[1] / "stubs"
+sys.path.insert(0, str(STUBS))
+
+from vllm import forward_context  # noqa: E402
+from vllm.distributed.device_communicators import all2all, base_device_communicator  # noqa: E402
+from vllm.model_executor.layers.fused_moe import all2all_utils, modular_kernel  # noqa: E402
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (  # noqa: E402
+    TopKWeightAndReduceContiguous,
+    TopKWeightAndReduceDelegate,
+)
+from vllm.v1.worker import ubatching  # noqa: E402
+
+from deep_comm.integrations import vllm as adapter  # noqa: E402
+from deep_comm.integrations import vllm_plugin  # noqa: E402
+from deep_comm.integrations.vllm import interface  # noqa: E402
+
+FORMAT = modular_kernel.FusedMoEActivationFormat
+
+
+@pytest.fixture(autouse=True)
+def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEP_COMM_DEVICE", "cpu")
+    monkeypatch.setenv("DEEP_COMM_TIMEOUT_S", "10")
+    monkeypatch.setenv("VLLM_DEEPEP_BUFFER_SIZE_MB", "16")
+    monkeypatch.setattr(all2all, "DeepEPHTAll2AllManager", all2all.DeepEPHTAll2AllManager)
+    monkeypatch.setattr(all2all, "DeepEPLLAll2AllManager", all2all.DeepEPLLAll2AllManager)
+    for name in ("DeepEPHTPrepareAndFinalize", "DeepEPLLPrepareAndFinalize"):
+        monkeypatch.setattr(all2all_utils, name, getattr(all2all_utils, name))
+
+
+def quant(kind: str) -> SimpleNamespace:
+    fp8 = kind == "fp8"
+    return SimpleNamespace(
+        is_block_quantized=fp8,
+        quant_dtype=torch.float8_e4m3fn if fp8 else None,
+        block_shape=[128, 128] if fp8 else None,
+        per_act_token_quant=False,
+        a1_scale=None,
+        a1_gscale=None,
+        a2_scale=None,
+    )
+
+
+@pytest.mark.parametrize("ours", [adapter.NormalPrepareFinalize, adapter.LowLatencyPrepareFinalize])
+def test_signatures_are_those_of_the_interface(ours: type) -> None:
+    theirs = modular_kernel.FusedMoEPrepareAndFinalizeModular
+    assert issubclass(ours, theirs) and not ours.__abstractmethods__
+    for name in (
+        "prepare", "prepare_async", "finalize", "finalize_async", "allocate_fused_expert_output",
+        "post_init_setup", "topk_indices_dtype", "max_num_tokens_per_rank", "num_dispatchers",
+        "output_is_reduced", "supports_async", "supports_dbo", "supports_deferred_moe_finalize",
+    ):  # fmt: skip
+        wanted = inspect.signature(getattr(theirs, name)).parameters
+        got = inspect.signature(getattr(ours, name)).parameters
+        assert list(got) == list(wanted), name
+        assert [p.default for p in got.values()] == [p.default for p in wanted.values()], name
+
+
+def test_manager_keeps_to_the_interface() -> None:
+    theirs = base_device_communicator.All2AllManagerBase
+    assert issubclass(adapter.DeepCommAll2AllManager, theirs)
+    public = [name for name in vars(theirs) if not name.startswith("_") and callable(getattr(theirs, name))]
+    assert all(hasattr(adapter.DeepCommAll2AllManager, name) for name in public)
+
+    def fn(group):
+        manager = adapter.NormalManager(group, None)
+        with pytest.raises(UnsupportedError):
+            manager.dispatch(None, None, None)
+        with pytest.raises(UnsupportedError):
+            manager.combine(None)
+        with pytest.raises(errors.ArgumentError, match="kwargs"):
+            adapter.LowLatencyManager(group).get_handle({"token_hidden_size": 4})
+        buffer = manager.get_handle({})
+        assert manager.get_handle({}) is buffer and buffer.num_nvl_bytes == 16 << 20
+        assert manager.max_sms_used() == buffer.num_sms
+        del buffer
+        gc.collect()
+        assert not manager._buffers  # layers hold it, the manager does not
+        kept = manager.get_handle({})
+        manager.destroy()
+        with pytest.raises(errors.BufferDestroyed):
+            kept.get_local_buffer_tensor(torch.int8)
+
+    local.run(fn, 1, timeout_s=60)
+
+
+def standard_experts(rows, scales, ids, weights, first: int, num_local: int):
+    """vLLM's experts of the Standard format: [rows, K, H], unweighted; 0 where not local."""
+    x = rows.float()
+    if scales is not None:
+        x = drop_in.dequantised(rows, scales)
+    assert bool((ids >= 0).all()) and bool((ids < NUM_EXPERTS).all())
+    is_local = (ids >= first) & (ids < first + num_local)
+    factors = torch.where(is_local, (ids + 1).float(), 0.0).unsqueeze(-1)
+    # Rows that never came may hold anything.
+    x = torch.where(is_local.any(dim=1, keepdim=True), x, 0.0)
+    return (x.unsqueeze(1) * factors).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+@pytest.mark.parametrize("impl", [TopKWeightAndReduceDelegate, TopKWeightAndReduceContiguous])
+def test_standard_format_prefill_and_decode(kind: str, impl: type) -> None:
+    """Every rank takes the mode that the exchanged number of tokens says, empty ranks too."""
+
+    def fn(group):
+        rank, num_ranks = group.rank(), group.size()
+        adapter.register()
+        manager = all2all.DeepEPHTAll2AllManager(group)
+        num_local = NUM_EXPERTS // num_ranks
+        prepare_finalize = all2all_utils.make_high_throughput(manager, num_ranks, num_local)
+        assert isinstance(prepare_finalize, adapter.NormalPrepareFinalize)
+        assert prepare_finalize.activation_format is FORMAT.Standard
+        assert prepare_finalize.max_num_tokens_per_rank() is None
+        assert prepare_finalize.num_dispatchers() == num_ranks
+        prepare_finalize.decode_tokens = 8
+        modes = []
+        for step, most in enumerate((30, 8, 5, 30, 8)):
+            tokens = most if rank == step % num_ranks else (rank * 3) % (most + 1)
+            x, ids, weights = drop_in.routed(rank, tokens, seed=step)
+            forward_context.set_most_tokens(torch.tensor(most))
+            a1q, scale, meta, recv_ids, recv_weights = prepare_finalize.prepare(
+                x, weights, ids, NUM_EXPERTS, None, False, quant(kind)
+            )
+            modes.append(meta.expert_num_tokens_cpu is None)
+            first = rank * num_local
+            counts = [int((recv_ids == first + e).sum()) for e in range(num_local)]
+            if not modes[-1]:
+                assert meta.expert_num_tokens_cpu.tolist() == counts
+            assert meta.expert_num_tokens.tolist() == counts
+            assert (scale is not None) == (kind == "fp8" and a1q.dtype == torch.float8_e4m3fn)
+            out = standard_experts(a1q, scale, recv_ids, recv_weights, first, num_local)
+            output = torch.full_like(x, float("nan"))
+            prepare_finalize.finalize(output, out, recv_weights, recv_ids, False, impl())
+            wanted = drop_in.dense(x, ids, weights)
+            # e4m3 with a scale of amax / 448 is exact only nearly.
+            tolerance = 0.08 * float(wanted.abs().max()) if modes[-1] and kind == "fp8" and tokens else 0
+            if tokens:
+                assert float((output.float() - wanted).abs().max()) <= tolerance
+        assert modes == [False, True, True, False, True]
+        group.barrier()
+
+    if impl is TopKWeightAndReduceDelegate or kind == "bf16":
+        local.run(fn, 4, timeout_s=60)
+
+
+def test_router_weight_on_the_input() -> None:
+    def fn(group):
+        rank, num_ranks = group.rank(), group.size()
+        num_local = NUM_EXPERTS // num_ranks
+        manager = adapter.NormalManager(group)
+        prepare_finalize = adapter.NormalPrepareFinalize(
+            manager.get_handle({}), num_ranks, num_ranks, rank * num_local
+        )
+        x, ids, weights = drop_in.routed(rank, 7, num_topk=1)
+        rows, scale, _, recv_ids, recv_weights = prepare_finalize.prepare(
+            x, weights, ids, NUM_EXPERTS, None, True, quant("bf16")
+        )
+        out = standard_experts(rows, scale, recv_ids, recv_weights, rank * num_local, num_local)
+        output = torch.empty_like(x)
+        receiver = prepare_finalize.finalize_async(
+            output, out, recv_weights, recv_ids, True, TopKWeightAndReduceDelegate()
+        )
+        receiver()
+        assert torch.equal(output.float(), drop_in.dense(x, ids, weights))
+        with pytest.raises(errors.ArgumentError, match="apply_router_weight_on_input"):
+            x, ids, weights = drop_in.routed(rank, 7)
+            prepare_finalize.prepare(x, weights, ids, NUM_EXPERTS, None, True, quant("bf16"))
+        group.barrier()
+
+    local.run(fn, 2, timeout_s=60)
+
+
+def test_two_micro_batches_of_the_standard_format() -> None:
+    def fn(group):
+        rank, num_ranks = group.rank(), group.size()
+        num_local = NUM_EXPERTS // num_ranks
+        first = rank * num_local
+        manager = adapter.NormalManager(group)
+        prepare_finalize = adapter.NormalPrepareFinalize(
+            manager.get_handle({}), num_ranks, num_ranks, first
+        )
+        try:
+            inputs, receivers, outputs = [], [], []
+            for batch in range(2):
+                ubatching.enable(batch)
+                x, ids, weights = drop_in.routed(rank, 4 + batch, seed=batch)
+                inputs.append((x, ids, weights))
+                receivers.append(
+                    prepare_finalize.prepare_async(
+                        x, weights, ids, NUM_EXPERTS, None, False, quant("bf16")
+                    )
+                )
+            for batch in range(2):
+                ubatching.enable(batch)
+                rows, scale, _, recv_ids, recv_weights = receivers[batch]()
+                out = standard_experts(rows, scale, recv_ids, recv_weights, first, num_local)
+                outputs.append(torch.empty_like(inputs[batch][0]))
+                receivers[batch] = prepare_finalize.finalize_async(
+                    outputs[batch], out, recv_weights, recv_ids, False, TopKWeightAndReduceDelegate()
+                )
+            for batch in range(2):
+                ubatching.enable(batch)
+                receivers[batch]()
+                assert torch.equal(outputs[batch].float(), drop_in.dense(*inputs[batch]))
+            assert ubatching.calls().count("yield_and_switch_from_compute_to_comm") == 4
+            assert ubatching.calls().count("switch_to_compute_sync") == 2
+            assert ubatching.calls().count("yield_and_switch_from_comm_to_compute") == 2
+        finally:
+            ubatching.disable()
+        group.barrier()
+
+    local.run(fn, 2, timeout_s=60)
+
+
+class Experts:
+    def __init__(self, takes_exponents: bool) -> None:
+        self._takes = takes_exponents
+
+    def supports_packed_ue8m0_act_scales(self) -> bool:
+        return self._takes
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8", "ue8m0", "fp8 again"])
+@pytest.mark.parametrize("is_moved", [False, True])
+def test_batched_format(kind: str, is_moved: bool) -> None:
+    def fn(group):
+        rank, num_ranks = group.rank(), group.size()
+        num_local = NUM_EXPERTS // num_ranks
+        adapter.register()
+        manager = all2all.DeepEPLLAll2AllManager(group)
+        assert manager.max_sms_used() == 0
+        hidden, max_tokens = 2 * HIDDEN, 12
+        tables = None
+        if is_moved:
+            physical = torch.arange(NUM_EXPERTS, dtype=torch.int32).flip(0)
+            tables = (physical, physical, physical[rank * num_local :][:num_local])
+        prepare_finalize = all2all_utils.make_low_latency(
+            manager, max_tokens, hidden, NUM_EXPERTS, kind != "bf16", tables
+        )
+        assert isinstance(prepare_finalize, adapter.LowLatencyPrepareFinalize)
+        assert prepare_finalize.activation_format is FORMAT.BatchedExperts
+        assert prepare_finalize.max_num_tokens_per_rank() == max_tokens
+        prepare_finalize.post_init_setup(Experts(kind == "ue8m0"))
+        config = quant("bf16" if kind == "fp8 again" else "fp8" if kind != "bf16" else "bf16")
+        for step in range(3):
+            x, ids, weights = drop_in.routed(rank, (5 * rank + step) % 12, hidden=hidden, seed=step)
+            hook, receiver = prepare_finalize.prepare_async(
+                x, weights, ids, NUM_EXPERTS, None, False, config
+            )
+            hook()
+            rows, scales, meta, recv_ids, recv_weights = receiver()
+            assert recv_ids is None and recv_weights is None
+            counts = meta.expert_num_tokens
+            if kind == "ue8m0":
+                assert scales.dtype == torch.int32 and scales.shape[-1] == hidden // 512
+                packed = scales.squeeze(-1).contiguous().unsqueeze(-1)
+                exponents = packed.view(torch.uint8).to(torch.int32) - 127
+                scales = torch.exp2(exponents.float())
+            values = rows.float() if scales is None else drop_in.dequantised(rows, scales)
+            moved = prepare_finalize.global_to_physical
+            first = rank * num_local
+            out = torch.zeros(rows.shape, dtype=torch.bfloat16)
+            for expert, count in enumerate(counts.tolist()):
+                factor = first + expert
+                factor = NUM_EXPERTS - factor if moved is not None else factor + 1
+                out[expert, :count] = (values[expert, :count] * factor).to(torch.bfloat16)
+            memory = prepare_finalize.allocate_fused_expert_output(
+                tuple(out.shape), torch.bfloat16, out.device, TopKWeightAndReduceDelegate()
+            )
+            assert memory is not None and memory.shape == out.shape
+            assert prepare_finalize.allocate_fused_expert_output(
+                (1, 2, 3), torch.bfloat16, out.device, TopKWeightAndReduceDelegate()
+            ) is None  # fmt: skip
+            if step == 1:  # experts that wrote elsewhere
+                memory.fill_(float("nan"))
+                memory = out
+            else:
+                memory.copy_(out)
+            output = torch.full_like(x, float("nan"))
+            hook, receiver = prepare_finalize.finalize_async(
+                output, memory, weights, ids, False, TopKWeightAndReduceDelegate()
+            )
+            hook()
+            receiver()
+            wanted = drop_in.dense(x, ids, weights)
+            tolerance = 0.08 * float(wanted.abs().max()) if "fp8" in kind and len(x) else 0.0
+            if len(x):
+                assert float((output.float() - wanted).abs().max()) <= tolerance
+        with pytest.raises(errors.ArgumentError, match="weight_and_reduce_impl"):
+            prepare_finalize.finalize(
+                output, out, weights, ids, False, TopKWeightAndReduceContiguous()
+            )
+        with pytest.raises(UnsupportedError, match="defer_input_quant"):
+            prepare_finalize.prepare(x, weights, ids, NUM_EXPERTS, None, False, config, True)
+        group.barrier()
+
+    local.run(fn, 2, timeout_s=60)
+
+
+def test_hidden_sizes_are_not_rounded_up_for_nothing() -> None:
+    normal, decode = adapter.NormalPrepareFinalize, adapter.LowLatencyPrepareFinalize
+    assert normal.maybe_roundup_layer_hidden_size(2880, torch.bfloat16) == 2880
+    assert normal.maybe_roundup_layer_hidden_size(2881, torch.bfloat16) == 2888
+    assert decode.maybe_roundup_layer_hidden_size(2816) == 2816
+    assert decode.maybe_roundup_layer_hidden_size(2880) == 2944
+
+
+def test_decode_tokens_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEP_COMM_DECODE_TOKENS", "64")
+
+    def fn(group):
+        manager = adapter.NormalManager(group)
+        made = adapter.NormalPrepareFinalize(manager.get_handle({}), 1, 1, 0)
+        assert made.decode_tokens == 64
+        forward_context.set_most_tokens(None)
+        assert not made._is_decoding()  # nobody tells: normal mode
+        forward_context.set_most_tokens(torch.tensor(64))
+        assert made._is_decoding()
+
+    local.run(fn, 1, timeout_s=60)
+
+
+def test_plugin_does_nothing_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = all2all.DeepEPHTAll2AllManager
+    vllm_plugin.register_if_asked()
+    assert all2all.DeepEPHTAll2AllManager is before
+    monkeypatch.setenv("DEEP_COMM_VLLM", "1")
+    vllm_plugin.register_if_asked()
+    assert all2all.DeepEPHTAll2AllManager is adapter.NormalManager
+    assert all2all_utils.DeepEPLLPrepareAndFinalize is adapter.LowLatencyPrepareFinalize
+
+
+def test_plugin_refuses_a_vllm_that_it_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = all2all.DeepEPHTAll2AllManager
+    monkeypatch.delattr(all2all_utils, "DeepEPLLPrepareAndFinalize")
+    with pytest.raises(UnsupportedError, match="DeepEPLLPrepareAndFinalize"):
+        adapter.register()
+    assert all2all.DeepEPHTAll2AllManager is before
+
+
+def test_imports_without_vllm() -> None:
+    code = (
+        "from deep_comm.integrations import vllm\n"
+        "from deep_comm.errors import UnsupportedError\n"
+        "from deep_comm.integrations.vllm import interface\n"
+        "assert not interface.IS_AVAILABLE and vllm.NormalPrepareFinalize\n"
+        "try:\n    vllm.register()\nexcept UnsupportedError as error:\n    print('refused', error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd="/"
+    )
+    assert done.stdout.startswith("refused"), done.stdout + done.stderr
+    assert interface.IS_AVAILABLE and NUM_TOPK

@@ -1,0 +1,1 @@
+"""Stand-in for SGLang 0.5.23: the interfaces that deep_comm.integrations.sglang meets."""

@@ -1,0 +1,6 @@
+class DeepEPHTAll2AllManager:
+    pass
+
+
+class DeepEPLLAll2AllManager:
+    pass
