@@ -53,6 +53,19 @@ def _sum_over_ranks(
     return total.to(rows.dtype)
 
 
+def of_one_rank(
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    num_experts: int,
+    num_ranks: int,
+    expert: Expert,
+) -> Tensor:
+    """y [T, H] of these tokens; see expert_parallel. Other ranks' tokens do not matter."""
+    rows = _rows_of_selections(x, topk_idx, num_experts, expert)
+    return _sum_over_ranks(rows, topk_weights, topk_idx, num_experts, num_ranks)
+
+
 def expert_parallel(
     xs: Sequence[Tensor],
     topk_idxs: Sequence[Tensor],
@@ -67,9 +80,7 @@ def expert_parallel(
     rank adds those in float32, ranks ascending, and rounds.
     """
     return [
-        _sum_over_ranks(
-            _rows_of_selections(x, idx, num_experts, expert), weights, idx, num_experts, len(xs)
-        )
+        of_one_rank(x, idx, weights, num_experts, len(xs), expert)
         for x, idx, weights in zip(xs, topk_idxs, topk_weights, strict=True)
     ]
 

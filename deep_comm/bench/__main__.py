@@ -1,7 +1,7 @@
 """``python -m deep_comm.bench``: dispatch and combine, timed after they have been checked.
 
 Under torchrun every process is a rank; else the ranks are started here. What is measured is chosen
-in `deep_comm.bench.options` (low-latency mode: `deep_comm.bench.low_latency`), timed as `deep_comm.bench.measure` says and counted as
+in `deep_comm.bench.options` (low-latency mode: `deep_comm.bench.low_latency`; ExpertParallel: `deep_comm.bench.layer`), timed as `deep_comm.bench.measure` says and counted as
 `deep_comm.bench.workload` says.
 """
 
@@ -14,16 +14,17 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from deep_comm import processes
-from deep_comm.bench import machine, normal, options, plot, report, simulation, targets
+from deep_comm.bench import layer, machine, normal, options, plot, report, simulation, targets
 from deep_comm.bench.low_latency import main as low_latency
 from deep_comm.bench.low_latency import options as low_latency_options
+from deep_comm.bench.layer import Options as LayerOptions
 from deep_comm.bench.low_latency.options import Options as LowLatencyOptions
 from deep_comm.bench.options import Options
 from deep_comm.bench.workload import Workload
@@ -31,7 +32,10 @@ from deep_comm.bench.workload import Workload
 GROUP_TIMEOUT = datetime.timedelta(seconds=180)
 
 
-def run_rank(_group: Any, chosen: Options | LowLatencyOptions) -> Any:
+AnyOptions = Options | LowLatencyOptions | LayerOptions
+
+
+def run_rank(_group: Any, chosen: AnyOptions) -> Any:
     """One rank, however it was started. The default group carries rendezvous and statistics."""
     # Everything that waits has a limit of its own; this one is for what nobody thought of.
     faulthandler.dump_traceback_later(chosen.deadline_s, exit=True)
@@ -41,7 +45,7 @@ def run_rank(_group: Any, chosen: Options | LowLatencyOptions) -> Any:
         faulthandler.cancel_dump_traceback_later()
 
 
-def _run_rank(chosen: Options | LowLatencyOptions) -> Any:
+def _run_rank(chosen: AnyOptions) -> Any:
     torch.set_num_threads(1)
     device = torch.device("cpu")
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
@@ -57,6 +61,8 @@ def _run_rank(chosen: Options | LowLatencyOptions) -> Any:
 
     if isinstance(chosen, LowLatencyOptions):
         return low_latency.run_rank(chosen, device, say)
+    if isinstance(chosen, LayerOptions):
+        return layer.run_rank(chosen, device, say)
 
     def on_lines(lines: list[normal.Measured]) -> None:
         say(report.table(lines))
@@ -64,12 +70,12 @@ def _run_rank(chosen: Options | LowLatencyOptions) -> Any:
     return normal.Runner(chosen, device, say).run(chosen.scenarios_of(num_ranks), on_lines)
 
 
-def publish(
-    chosen: Options | LowLatencyOptions, figures: Any, num_ranks: int, elapsed_s: float
-) -> None:
+def publish(chosen: AnyOptions, figures: Any, num_ranks: int, elapsed_s: float) -> None:
     """Everything after the tables, which rank 0 has printed while they grew."""
     if isinstance(chosen, LowLatencyOptions):
         return low_latency.publish(chosen, figures, num_ranks, elapsed_s)
+    if isinstance(chosen, LayerOptions):
+        return layer.publish(chosen, figures, num_ranks, elapsed_s)
     print("\n" + report.ending(figures))
     verdicts = targets.judge(figures.lines, num_ranks)
     if chosen.device == "cuda" and any(verdict.measured is not None for verdict in verdicts):
@@ -108,7 +114,11 @@ def publish(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
-    parse = low_latency_options.parse if low_latency_options.is_asked_for(given) else options.parse
+    parse: Callable[[list[str], str], AnyOptions] = options.parse
+    if low_latency_options.is_asked_for(given):
+        parse = low_latency_options.parse
+    elif layer.is_asked_for(given):
+        parse = layer.parse
     chosen = parse(given, shlex.join(["python", "-m", "deep_comm.bench", *given]))
     started = time.monotonic()
     if "TORCHELASTIC_RUN_ID" not in os.environ:

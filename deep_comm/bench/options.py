@@ -112,7 +112,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--routing", type=names(tuple(ROUTINGS)), default=("uniform",), help=", ".join(ROUTINGS))
     how = parser.add_argument_group("how it is called")
     add = how.add_argument
-    add("--mode", type=names(MODES), default=MODES, help="direct,ring; or low-latency: see its --help")
+    add("--mode", type=names(MODES), default=MODES, help="direct,ring; or low-latency or layer: see their --help")
     add("--execution", type=names(EXECUTIONS), help="eager,graph (the host has eager alone)")
     add(
         "--sms",

@@ -1,0 +1,182 @@
+"""tests/cpu/test_layer*.py on GPUs, and CUDA graphs; every rank is a process."""
+
+import random
+
+import gpu_pool
+import pytest
+import torch
+from layer_cases import Experts, LayerCase, build, expert, inputs, random_steps, run, verify
+from payload import assert_same_bits
+
+from deep_comm import reference_layer
+
+POISON = {"DEEP_COMM_POISON": "1"}
+ROUTINGS = ("random", "skewed", "holes", "one_expert", "none", "duplicates")
+
+
+def on_gpus(fn, num_ranks: int, *args: object) -> list:
+    return gpu_pool.shared().run(
+        fn, num_ranks, *args, backend="gloo", devices=range(num_ranks), variables=POISON,
+        timeout_s=280,
+    )  # fmt: skip
+
+
+def device_of(group) -> torch.device:
+    return torch.device("cuda", group.rank())
+
+
+def sampled(seed: int, num_ranks: int, mode: str) -> LayerCase:
+    choose = random.Random(seed * 8 + num_ranks)
+    few = choose.choice((1, 16, 64))
+    most = few if mode == "decode" else few + choose.choice((1, 200, 1000))
+    dtype = torch.bfloat16
+    if mode == "prefill":
+        dtype = choose.choice((torch.bfloat16, torch.float16, torch.float32))
+    return LayerCase(
+        random_steps(choose, num_ranks, most, few, 8 if mode == "auto" else 2),
+        max_tokens=most,
+        decode_tokens=few,
+        hidden=choose.choice((64, 1024, 7168)),
+        experts=choose.choice((3, 8, 19)),
+        topk=choose.choice((1, 2, 6)),
+        routing=choose.choice(ROUTINGS),
+        idx_dtype=choose.choice((torch.int64, torch.int32)),
+        dtype=dtype,
+        mode=mode,
+        alignment=choose.choice((1, 16, 128)),
+        bounded=mode == "prefill" and choose.random() < 0.4,
+        how=choose.choice(("forward", "split", "async", "shared", "mixed")),
+        seed=seed,
+    )
+
+
+def run_cases(group, cases: list[LayerCase]) -> list:
+    return [run(group, case, device_of(group)) for case in cases]
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode", "auto"])
+@pytest.mark.gpu
+def test_every_rank_gets_its_sums(num_ranks: int, mode: str) -> None:
+    for ranks in sorted({2, num_ranks}):
+        cases = [sampled(seed, ranks, mode) for seed in range(10)]
+        results = on_gpus(run_cases, ranks, cases)
+        for number, case in enumerate(cases):
+            try:
+                verify(case, [results[rank][number] for rank in range(ranks)])
+            except AssertionError as error:
+                raise AssertionError(f"{case}: {error}") from error
+
+
+def replay(group, case: LayerCase, mode: str) -> list[torch.Tensor]:
+    """A graph captured at step 0, replayed with the inputs of every step."""
+    device = device_of(group)
+    results = []
+    with build(group, case, device) as layer, torch.no_grad():
+        parts = [part.to(device) for part in inputs(case, group.rank(), 0)]
+
+        def compute(batch) -> torch.Tensor:
+            # By device counts alone, as a captured kernel must; the experts of layer_cases.expert.
+            row = torch.arange(batch.x.shape[0], device=device)
+            local = torch.searchsorted(batch.offsets[1:].long(), row, right=True)
+            idx = batch.first_expert + local.clamp(max=batch.num_local_experts - 1)
+            factor = 1.0 + ((idx * 37) % 11) / 8
+            rows = batch.x.float() * factor.unsqueeze(1) - (idx % 3).unsqueeze(1)
+            return rows.to(batch.x.dtype)
+
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            bounded = mode == "prefill"
+            for _ in range(2):
+                layer(*parts, compute, mode=mode, bounded=bounded)
+        torch.cuda.synchronize()
+        torch.distributed.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = layer(*parts, compute, mode=mode)
+        for step in range(len(case.steps)):
+            for part, new in zip(parts, inputs(case, group.rank(), step), strict=True):
+                part.copy_(new)
+            graph.replay()
+            torch.cuda.synchronize()
+            results.append(y.cpu())
+        layer.buffer.check()
+    return results
+
+
+@pytest.mark.parametrize("mode", ["decode", "auto", "prefill"])
+@pytest.mark.gpu
+def test_a_captured_step_follows_its_inputs(num_ranks: int, mode: str) -> None:
+    tokens = tuple(16 - rank for rank in range(num_ranks))
+    # Where auto may exceed decode_tokens, a captured step is a decode step all the same.
+    max_tokens = 64 if mode == "auto" else 16
+    case = LayerCase(
+        (tokens,) * 6, max_tokens, 16, hidden=1024, experts=4 * num_ranks, topk=4,
+        mode="auto" if mode == "auto" else mode,
+    )  # fmt: skip
+    results = on_gpus(replay, num_ranks, case, "decode" if mode == "auto" else mode)
+    for step in range(len(case.steps)):
+        parts = [inputs(case, rank, step) for rank in range(num_ranks)]
+        wanted = reference_layer.expert_parallel(*zip(*parts, strict=True), case.experts, expert)
+        for rank, want in enumerate(wanted):
+            assert_same_bits(results[rank][step], want, f"step {step} rank {rank}")
+
+
+def gradients(group, case: LayerCase) -> list:
+    device = device_of(group)
+    results = []
+    with build(group, case, device) as layer:
+        for step in range(len(case.steps)):
+            x, idx, weights = (part.to(device) for part in inputs(case, group.rank(), step))
+            x.requires_grad_()
+            weights.requires_grad_()
+            with layer.dispatch_async(x, idx, weights) as sent:
+                pass
+            batch = sent.result()
+            y = layer.combine_async(batch, batch.x * 1.5).result()
+            y.backward(torch.cos(torch.arange(y.numel(), device=device)).view_as(y).to(y.dtype))
+            results.append((x.grad.cpu(), weights.grad.cpu()))
+    return results
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.gpu
+def test_gradients_are_those_of_the_reference(num_ranks: int, dtype: torch.dtype) -> None:
+    steps = ((100, 0, 37, 64, 1, 2, 3, 4)[:num_ranks], (5, 200, 1, 0, 9, 9, 9, 9)[:num_ranks])
+    case = LayerCase(steps, 256, 16, hidden=512, experts=19, topk=5, dtype=dtype, mode="prefill")
+    results = on_gpus(gradients, num_ranks, case)
+    for step in range(len(steps)):
+        for rank in range(num_ranks):
+            x, idx, weights = inputs(case, rank, step)
+            grad = torch.cos(torch.arange(x.numel()).float()).view_as(x).to(dtype)
+            want_x, want_weights = reference_layer.gradients(
+                grad, x, idx, weights, case.experts, num_ranks,
+                lambda idx, rows: rows * 1.5, lambda idx, rows: rows * 1.5,
+            )  # fmt: skip
+            got_x, got_weights = results[rank][step]
+            # cos on a GPU may differ in its last bit, before it is rounded.
+            torch.testing.assert_close(got_x, want_x, rtol=1e-2, atol=1e-2)
+            torch.testing.assert_close(got_weights, want_weights, rtol=1e-2, atol=0.5)
+
+
+def long_mixed_run(group, case: LayerCase, num_rounds: int) -> list[str]:
+    device = device_of(group)
+    with build(group, case, device) as layer, torch.no_grad():
+        parts = [
+            [part.to(device) for part in inputs(case, group.rank(), step)]
+            for step in range(len(case.steps))
+        ]
+        first = [layer(*p, Experts()) for p in parts]
+        for _ in range(num_rounds):
+            again = [layer(*p, lambda batch: batch.map(expert)) for p in parts]
+        torch.cuda.synchronize()
+        layer.buffer.check()
+        same = all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    return [str(same), str(layer.rule.num_changes)]
+
+
+@pytest.mark.gpu
+def test_a_thousand_steps_of_disagreeing_ranks(num_ranks: int) -> None:
+    steps = random_steps(random.Random(3), num_ranks, 300, 32, 20)
+    case = LayerCase(steps, 300, 32, hidden=256, experts=8, topk=2)
+    results = on_gpus(long_mixed_run, num_ranks, case, 50)
+    assert all(result == results[0] and result[0] == "True" for result in results), results
