@@ -117,6 +117,8 @@ class Engine:
         num_recv_tokens_per_expert: int,  # out int32 [num_local_experts] on the device, or 0
         stream: int,
     ) -> None: ...
+    def set_generation(self, generation: int) -> None:
+        """Tests: the number of the last kernel, on all ranks alike, while none runs (see docs/design/0001)."""
     def wait_counts(self) -> Counts | None:
         """Wait for the totals of the last notify_dispatch. None: it failed, see poll_error()."""
     def dispatch(

@@ -157,6 +157,7 @@ pybind11::class_<Engine<Target>> bind_engine(pybind11::module_& m) {
       "num_slots"_a, "rank_prefix_matrix"_a, "channel_prefix_matrix"_a, "send_head"_a,
       "num_recv_tokens_per_expert"_a, "stream"_a);
 
+  engine.def("set_generation", &Type::set_generation, "generation"_a);
   engine.def("wait_counts", &Type::wait_counts, py::call_guard<py::gil_scoped_release>());
 
   engine.def(

@@ -89,6 +89,9 @@ class Engine {
   // Forgets a failure that left all ranks in step (everything but a timeout).
   void clear_error();
   void reset();
+  // For tests of the wrap-around: the number of the last kernel, as if so many had run. On all ranks, between two
+  // barriers of the hosts, when no kernel runs.
+  void set_generation(uint32_t generation);
   void close();
 
   // Bytes from the segment's start to the data region, and the region's size.

@@ -70,6 +70,11 @@ void CudaTarget::fill_zero(void* memory, size_t num_bytes) {
   check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
 }
 
+void CudaTarget::copy_in(void* memory, const void* source, size_t num_bytes) {
+  check(cudaMemcpy(memory, source, num_bytes, cudaMemcpyHostToDevice), "cudaMemcpy");
+  check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+}
+
 bool CudaTarget::is_idle(uint64_t stream) {
   const cudaError_t status = cudaStreamQuery(reinterpret_cast<cudaStream_t>(stream));
   if (status == cudaErrorNotReady) return false;

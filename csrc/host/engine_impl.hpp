@@ -369,6 +369,14 @@ void Engine<Target>::reset() {
   *world_.error = ErrorBlock{};
 }
 
+template <class Target>
+void Engine<Target>::set_generation(uint32_t generation) {
+  check_open();
+  target_.store(&world_.state()->generation, generation);
+  for (int peer = 0; peer < world_.num_ranks; ++peer)
+    target_.store(world_.arrived(world_.rank, peer), Tagged::pack(generation, 0));
+}
+
 }  // namespace deep_comm
 
 #include "host/low_latency_impl.hpp"

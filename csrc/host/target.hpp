@@ -7,6 +7,7 @@
 //   void* allocate_mapped(size_t)              zeroed host memory, at the same address for kernels
 //   void  free_mapped(void*)
 //   void  fill_zero(void* heap_memory, size_t) when no kernel runs
+//   void  store(T* heap_word, T value)         when no kernel runs
 //   bool  is_idle(uint64_t stream)             nothing is left to run there; throws if the device failed
 #pragma once
 

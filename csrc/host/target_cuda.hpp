@@ -30,9 +30,15 @@ class CudaTarget {
   void* allocate_mapped(size_t num_bytes);
   void free_mapped(void* memory);
   void fill_zero(void* memory, size_t num_bytes);
+  template <class T>
+  void store(T* word, T value) {
+    copy_in(word, &value, sizeof(T));
+  }
   bool is_idle(uint64_t stream);
 
  private:
+  void copy_in(void* memory, const void* source, size_t num_bytes);
+
   int device_;
 };
 

@@ -59,6 +59,10 @@ class HostTarget {
   }
   void free_mapped(void* memory) { std::free(memory); }
   void fill_zero(void* memory, size_t num_bytes) { std::memset(memory, 0, num_bytes); }
+  template <class T>
+  void store(T* word, T value) {
+    *word = value;
+  }
   bool is_idle(uint64_t /*stream*/) { return true; }
 
  private:

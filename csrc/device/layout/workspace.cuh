@@ -34,6 +34,12 @@ struct Tagged {
   }
 };
 
+// The generation after this one. 0 is left out: words that nobody has written yet hold it. So is 1 behind the last,
+// so that even and odd ones take turns (World::counts).
+DC_HOST_DEVICE constexpr uint32_t next_generation(uint32_t generation) {
+  return generation == 0xffffffffu ? 2 : generation + 1;
+}
+
 // Words of this rank alone; no peer touches them.
 struct LocalState {
   uint32_t generation;         // of the last finished kernel

@@ -8,7 +8,7 @@ namespace deep_comm {
 
 // The generation of the kernel that is running. Equal in all its blocks: it moves when the last block leaves.
 DC_DEVICE uint32_t current_generation(const World& world) {
-  return arch::ld_relaxed_gpu(&world.state()->generation) + 1;
+  return next_generation(arch::ld_relaxed_gpu(&world.state()->generation));
 }
 
 struct BlockExit {

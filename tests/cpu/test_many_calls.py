@@ -1,0 +1,89 @@
+"""Many operations in a row: generations do not drift, wrap around, and leave nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import Case
+from long_runs import make_and_destroy, many_calls
+from roundtrip import call_once, verify
+
+import deep_comm
+from deep_comm import local, processes, simulate
+
+LAST = 0xFFFFFFFF
+
+
+def rounds_from(group: Any, case: Case, generation: int, **options: Any) -> list[Any]:
+    """All calls of a case, as if ``generation`` kernels had run before."""
+    with deep_comm.Buffer(
+        group, case.nvl_bytes, num_direct_bytes=case.direct_bytes, device="cpu", timeout_s=60
+    ) as buffer:
+        group.barrier()
+        assert buffer.runtime is not None
+        buffer.runtime.set_generation(generation)
+        group.barrier()
+        return [call_once(buffer, case, call, buffer.device) for call in range(case.calls)]
+
+
+# Four generations a round: each role meets the last number once, and the first ones after it.
+@pytest.mark.parametrize("before_wrap", range(9))
+@pytest.mark.parametrize("direct_bytes", [0, 8 << 20])
+def test_generations_wrap_around(before_wrap: int, direct_bytes: int) -> None:
+    case = Case(
+        (7, 0, 12), experts=9, topk=3, num_sms=4, slots=2, send_chunk=1, calls=4,
+        direct_bytes=direct_bytes, fused_layout=before_wrap % 2 == 0, biases=1,
+    )  # fmt: skip
+    verify(case, local.run(lambda g: rounds_from(g, case, LAST - before_wrap), 3, timeout_s=60))
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_generations_wrap_around_under_every_schedule(seed: int) -> None:
+    case = Case(
+        (5, 0, 4), hidden=16, experts=4, topk=2, slots=2, send_chunk=1, num_sms=2, calls=3,
+        nvl_bytes=1 << 18, direct_bytes=(0, 1 << 17)[seed % 2], seed=seed,
+    )  # fmt: skip
+    generation = LAST - seed % 8
+    verify(
+        case,
+        simulate.run(lambda g: rounds_from(g, case, generation), 3, seed, timeout_s=60),
+    )
+
+
+@pytest.mark.parametrize("generation", [0, 0x7FFFFFFF - 3000, LAST - 3000])
+def test_ten_thousand_calls_in_a_row(generation: int) -> None:
+    """Through the counter's middle and its end: comparisons of signed distances change there."""
+    sums = local.run(
+        lambda group: many_calls(group, torch.device("cpu"), 10_000, generation),
+        2,
+        timeout_s=280,
+    )
+    assert sums == [10_000] * 2
+
+
+def _rss_bytes() -> int:
+    fields = Path("/proc/self/statm").read_text().split()
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _cycles(group: Any) -> tuple[list[str], list[int]]:
+    """20 Buffers one after the other: what is left in /dev/shm, and the resident memory after each."""
+    rss = []
+    for _ in range(20):
+        make_and_destroy(group, torch.device("cpu"))
+        gc.collect()
+        rss.append(_rss_bytes())
+    left = [path.name for path in Path("/dev/shm").glob(f"deep_comm.*.{os.getpid()}.*")]
+    return left, rss
+
+
+def test_twenty_buffers_leave_no_memory_behind() -> None:
+    for left, rss in processes.run(_cycles, 2, timeout_s=200):
+        assert left == []
+        # Each touches 24 MiB; the first ones load and fill what stays.
+        assert max(rss[10:]) - rss[4] < 12 << 20, rss
