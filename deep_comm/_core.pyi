@@ -196,15 +196,10 @@ class Engine:
         one_rounding: bool = False,  # room for combine's rows "selections" as well
     ) -> int:
         """The smallest low-latency region that serves calls of this shape."""
-    def low_latency_dispatch(
+    def plan_low_latency(
         self,
         *,
-        x: int,  # bfloat16 [num_tokens, hidden]
-        topk_idx: int,  # [num_tokens, num_topk]
-        topk_idx_bytes: int,
-        topk_weights: int,  # float32 [num_tokens, num_topk], or 0
-        num_tokens: int,
-        num_max_tokens: int,  # M; N = num_ranks * M below, L local experts, S scales of a row
+        num_max_tokens: int,
         hidden: int,
         num_topk: int,
         num_experts: int,
@@ -213,51 +208,11 @@ class Engine:
         round_scale: bool,
         use_ue8m0: bool,
         is_compact: bool,
-        send: bool,  # phases of this launch
-        receive: bool,
-        ticket: int,  # uint32 [1]: written by a send phase, read by a receive phase alone; or 0
-        recv_x: int,  # out [L, N, row]; compact: [N, row]
-        recv_scales: int,  # out float32 [L, S, N], UE8M0: int32 [L, ceil(S / 4), N]; compact: without L; or 0
-        recv_count: int,  # out int32 [L]
-        src_info: int,  # out int32 [L, N]; compact: [N]
-        layout_range: int,  # out int64 [L, num_ranks]; compact: [num_ranks]
-        num_recv: int,  # compact: out int32 [1]
-        compact_idx: int,  # compact: out int32 [N, num_topk]
-        compact_weights: int,  # compact: out float32 [N, num_topk], or 0
-        recv_tokens: int,  # out int32 [num_ranks]
-        places: int,  # out int32 [num_ranks, M, num_topk]; compact: [num_ranks, M]
-        recv_weights: int,  # out float32 [num_ranks, M, num_topk], or 0
-        cumulative_stats: int,  # int32 [L], or 0
-        wait_stats: int,  # int64 [num_ranks], or 0
-        is_reporting: bool,  # wait_low_latency_num_tokens will be called
-        stream: int,
-    ) -> None: ...
+        has_weights: bool,  # they travel with dispatch
+    ) -> LowLatencyPlan:
+        """Check a shape and its options, once for all calls with them."""
     def wait_low_latency_num_tokens(self) -> int | None:
         """The most tokens any rank had in the last reporting dispatch; None: a kernel failed. Without the GIL."""
-    def low_latency_combine(
-        self,
-        *,
-        x: int,  # bfloat16 [L, N, hidden]; compact: [N, hidden]
-        recv_tokens: int,  # these three from dispatch
-        places: int,
-        recv_weights: int,  # or 0
-        topk_idx: int,
-        topk_idx_bytes: int,
-        topk_weights: int,  # float32 [num_tokens, num_topk]; 0: reduced rows, or recv_weights
-        num_tokens: int,
-        num_max_tokens: int,
-        hidden: int,
-        num_topk: int,
-        num_experts: int,
-        num_blocks: int,
-        rows: str,  # "sums" | "reduced" (compact) | "selections" (one rounding)
-        send: bool,
-        receive: bool,
-        ticket: int,
-        combined_x: int,  # out bfloat16 [num_tokens, hidden]
-        wait_stats: int,  # int64 [num_ranks], or 0
-        stream: int,
-    ) -> None: ...
     def poll_error(self) -> ErrorRecord | None:
         """The error record, if a thread has written one. Does not wait and does not clear."""
     def clear_error(self) -> None:
@@ -266,6 +221,56 @@ class Engine:
         """Zero this rank's control words, generation and error record. Callers put a barrier before and after it."""
     def close(self) -> None:
         """Free what the engine owns on this rank. Never waits for a peer. Idempotent."""
+
+class LowLatencyPlan:
+    """A shape and options of low-latency calls of one engine. Arguments of calls are positional.
+
+    T tokens of this rank, M num_max_tokens, N = num_ranks * M, L local experts, S scales of a row.
+    """
+
+    num_blocks: int
+    num_metadata_bytes: int  # of a dispatch's metadata block, 16-byte aligned
+    metadata: dict[str, int]  # offsets in it, of those of the parts below that these calls have:
+    # recv_count int32 [L]; num_recv int32 [1]; ticket uint32 [1]; recv_tokens int32 [num_ranks];
+    # layout_range int64 [L, num_ranks], compact: [num_ranks]; src_info int32 [L, N], compact: [N];
+    # places int32 [num_ranks, M, K], compact: [num_ranks, M]; recv_weights float32 [num_ranks, M, K];
+    # compact_idx int32 [N, K]; compact_weights float32 [N, K]
+    def dispatch(
+        self,
+        x: int,  # bfloat16 [T, hidden]
+        topk_idx: int,  # [T, K]
+        topk_idx_bytes: int,
+        topk_weights: int,  # float32 [T, K], or 0
+        num_tokens: int,  # T
+        recv_x: int,  # out [L, N, row]; compact: [N, row]
+        recv_scales: int,  # out float32 [L, S, N], UE8M0: int32 [L, ceil(S / 4), N]; compact: without L; or 0
+        metadata: int,  # out
+        cumulative_stats: int,  # int32 [L], or 0
+        wait_stats: int,  # int64 [num_ranks], or 0
+        send: bool,  # phases of this launch
+        receive: bool,
+        has_ticket: bool,  # the ticket is written by a send phase, or read by a receive phase alone
+        is_reporting: bool,  # wait_low_latency_num_tokens will be called
+        stream: int,
+        /,
+    ) -> None: ...
+    def combine(
+        self,
+        x: int,  # bfloat16 [L, N, hidden]; compact: [N, hidden]
+        metadata: int,  # from dispatch
+        topk_idx: int,
+        topk_idx_bytes: int,
+        topk_weights: int,  # float32 [T, K]; 0: reduced rows, or weights that came with dispatch
+        num_tokens: int,
+        rows: int,  # 0: sums, 1: reduced (compact), 2: selections (one rounding)
+        combined_x: int,  # out bfloat16 [T, hidden]
+        wait_stats: int,  # int64 [num_ranks], or 0
+        send: bool,
+        receive: bool,
+        ticket: int,  # uint32 [1], or 0
+        stream: int,
+        /,
+    ) -> None: ...
 
 class Segment:
     """A POSIX shared memory segment, mode 0600, with an unguessable name."""

@@ -50,6 +50,19 @@ def tensor(
     raise _refusal(name, value, device, shape, dtypes)
 
 
+def matrix(name: str, value: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """tensor() for a contiguous matrix of one dtype, in less time."""
+    if (
+        isinstance(value, Tensor)
+        and value.dtype == dtype
+        and value.dim() == 2
+        and value.device == device
+        and value.is_contiguous()
+    ):
+        return value
+    return tensor(name, value, device, shape=(None, None), dtypes=(dtype,))
+
+
 def _refusal(
     name: str,
     value: Any,
@@ -157,9 +170,20 @@ def topk_pair(
         if weights is not None:
             raise ArgumentError("topk_weights", None, "must come with topk_idx")
         return None, None
-    idx = topk_idx(idx, device, num_tokens)
+    if not (
+        isinstance(idx, Tensor)
+        and (idx.dtype == torch.int64 or idx.dtype == torch.int32)
+        and idx.dim() == 2
+        and idx.device == device
+        and idx.shape[0] == num_tokens
+        and 1 <= idx.shape[1] <= MAX_TOPK
+        and idx.is_contiguous()
+    ):
+        idx = topk_idx(idx, device, num_tokens)
     if weights is not None:
-        weights = tensor("topk_weights", weights, device, shape=idx.shape, dtypes=(torch.float32,))
+        weights = matrix("topk_weights", weights, device, torch.float32)
+        if weights.shape != idx.shape:
+            tensor("topk_weights", weights, device, shape=idx.shape)
     return idx, weights
 
 

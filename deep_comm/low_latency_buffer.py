@@ -8,9 +8,9 @@ from torch import Tensor
 
 from deep_comm.errors import ArgumentError, UnsupportedError
 from deep_comm.low_latency_handle import LowLatencyHandle
-from deep_comm.low_latency_state import LowLatencyState, Phases, region_bytes
+from deep_comm.low_latency_state import LowLatencyState, region_bytes
 from deep_comm.ops import low_latency
-from deep_comm.ops.low_latency import CombineResult, DispatchOptions, DispatchResult
+from deep_comm.ops.low_latency import CombineResult, DispatchResult
 
 if TYPE_CHECKING:
     from deep_comm.context import Context
@@ -126,9 +126,6 @@ class LowLatencyCalls:
             ExpertIndexError: on this rank; the token's other selections were sent.
             ConfigMismatch, PeerTimeout: on the ranks that notice; reset() makes the Buffer usable again.
         """
-        options = DispatchOptions(
-            use_fp8, round_scale, use_ue8m0, compact, Phases(async_finish, return_recv_hook)
-        )
         return low_latency.low_latency_dispatch(
             self._context,
             self._low_latency,
@@ -136,11 +133,16 @@ class LowLatencyCalls:
             topk_idx,
             num_max_dispatch_tokens_per_rank,
             num_experts,
-            topk_weights=topk_weights,
-            cumulative_stats=cumulative_local_expert_recv_stats,
-            wait_stats=dispatch_wait_recv_cost_stats,
-            report_num_tokens=report_num_tokens,
-            options=options,
+            topk_weights,
+            cumulative_local_expert_recv_stats,
+            dispatch_wait_recv_cost_stats,
+            use_fp8,
+            round_scale,
+            use_ue8m0,
+            compact,
+            report_num_tokens,
+            async_finish,
+            return_recv_hook,
         )
 
     def wait_low_latency_num_tokens(self) -> int:
@@ -193,7 +195,8 @@ class LowLatencyCalls:
             event, hook: as of low_latency_dispatch. The send phase waits for its peers' send
                 phases, unless the weights came with dispatch.
         """
-        low_latency.require_no_logfmt(use_logfmt, zero_copy)
+        if use_logfmt:
+            low_latency.require_no_logfmt(use_logfmt, zero_copy)
         return low_latency.low_latency_combine(
             self._context,
             self._low_latency,
@@ -201,11 +204,12 @@ class LowLatencyCalls:
             topk_idx,
             topk_weights,
             handle,
-            zero_copy=zero_copy,
-            one_rounding=one_rounding,
-            out=out,
-            wait_stats=combine_wait_recv_cost_stats,
-            phases=Phases(async_finish, return_recv_hook),
+            zero_copy,
+            one_rounding,
+            out,
+            combine_wait_recv_cost_stats,
+            async_finish,
+            return_recv_hook,
         )
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,6 +15,10 @@ from deep_comm.backends.base import poison
 from deep_comm.context import Context
 from deep_comm.errors import ArgumentError, BufferTooSmall
 from deep_comm.events import EventHandle, EventOverlap
+from deep_comm.topology import num_local_experts
+
+if TYPE_CHECKING:
+    from deep_comm.handle import KnownHandle
 
 MAX_BLOCKS = 160  # of a low-latency kernel
 _MAX_TOPK = 64
@@ -23,8 +26,15 @@ _COLUMN_GROUP = 512  # columns that stay in one block
 _HOST_BLOCKS = 3
 _NUM_HALVES = 2
 
-Run = Callable[[bool, bool, Tensor | None, int], None]
-"""(send, receive, ticket, stream): launches these phases of an operation."""
+SCALE_BLOCK = 128
+_SCALES_PER_PACK = 4
+
+Run = Callable[[bool, bool, int], None]
+"""(send, receive, stream): launches these phases of an operation, in two launches by its ticket."""
+
+ShapeOptions = tuple[int, int, int, int, bool, bool, bool, bool, bool]
+"""(max_tokens, hidden, num_topk, num_experts, use_fp8, round_scale, use_ue8m0, compact, weights travel
+with dispatch)."""
 
 
 def region_bytes(num_ranks: int, num_max_tokens: int, hidden: int) -> int:
@@ -40,33 +50,105 @@ def region_bytes(num_ranks: int, num_max_tokens: int, hidden: int) -> int:
     )
 
 
-@dataclass(frozen=True)
-class Phases:
-    """How an operation runs: at once on the current stream, aside, or in two phases."""
+class LowLatencyShape:
+    """Sizes and options of calls, and what follows from them: worked out once for all calls with
+    them, since a call has a few microseconds of the host's time.
 
-    async_finish: bool
-    return_recv_hook: bool
+    Attributes:
+        native: the engine's plan.
+        recv_shape, recv_dtype, scales_shape, scales_dtype: of dispatch's outputs; no scales: None.
+        rows_shape: of what combine takes.
+        offsets: bytes from the start of a metadata block to its parts.
+    """
 
-    def __post_init__(self) -> None:
-        if self.async_finish and self.return_recv_hook:
-            raise ArgumentError("return_recv_hook", True, "excludes async_finish")
+    __slots__ = (
+        "combine",
+        "dispatch",
+        "hidden",
+        "is_compact",
+        "max_tokens",
+        "members",
+        "metadata_shape",
+        "native",
+        "num_experts",
+        "num_local",
+        "num_ranks",
+        "num_rows",
+        "num_topk",
+        "offsets",
+        "options",
+        "rank",
+        "recv_dtype",
+        "recv_shape",
+        "rows_shape",
+        "scales_dtype",
+        "scales_shape",
+        "ticket",
+        "weights_travel",
+    )
+
+    def __init__(self, ctx: Context, options: ShapeOptions, num_blocks: int) -> None:
+        (
+            self.max_tokens,
+            self.hidden,
+            self.num_topk,
+            self.num_experts,
+            use_fp8,
+            round_scale,
+            use_ue8m0,
+            self.is_compact,
+            self.weights_travel,
+        ) = self.options = options
+        self.rank, self.num_ranks, self.members = ctx.rank, ctx.num_ranks, ctx.members
+        self.num_local = num_local_experts(self.rank, self.num_experts, self.num_ranks)
+        self.num_rows = self.num_ranks * self.max_tokens
+        groups = () if self.is_compact else (self.num_local,)
+        self.recv_shape = self.rows_shape = (*groups, self.num_rows, self.hidden)
+        self.recv_dtype = torch.float8_e4m3fn if use_fp8 else torch.bfloat16
+        self.scales_shape: tuple[int, ...] | None = None
+        self.scales_dtype = torch.int32 if use_ue8m0 else torch.float32
+        if use_fp8:
+            num_scales = self.hidden // SCALE_BLOCK
+            # By column, as grouped kernels want them.
+            self.scales_shape = (
+                *groups, -(-num_scales // _SCALES_PER_PACK) if use_ue8m0 else num_scales,
+                self.num_rows,
+            )  # fmt: skip
+        self.native = ctx.engine.plan_low_latency(
+            num_max_tokens=self.max_tokens,
+            hidden=self.hidden,
+            num_topk=self.num_topk,
+            num_experts=self.num_experts,
+            num_blocks=num_blocks,
+            format="fp8" if use_fp8 else "bfloat16",
+            round_scale=round_scale,
+            use_ue8m0=use_ue8m0,
+            is_compact=self.is_compact,
+            has_weights=self.weights_travel,
+        )
+        self.dispatch, self.combine = self.native.dispatch, self.native.combine
+        self.offsets: dict[str, int] = self.native.metadata
+        self.ticket: int = self.offsets["ticket"]
+        self.metadata_shape = (self.native.num_metadata_bytes // 4,)
 
 
 class _CurrentStreamLaunch:
     """An operation on the caller's own CUDA stream: no events, nothing to wait for."""
 
+    __slots__ = ("stream", "ordered_after", "_device", "poisons", "_scope")
+
     def __init__(self, device: torch.device, poison_outputs: bool) -> None:
         self._device = device
-        self._poison_outputs = poison_outputs
-        self._scope = contextlib.ExitStack()
-        self.stream = 0
+        self.poisons = poison_outputs
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
-        return self.adopt(tensor)
+        if self.poisons:
+            poison(tensor)
+        return tensor
 
     def adopt(self, tensor: Tensor) -> Tensor:
-        if self._poison_outputs:
+        if self.poisons:
             poison(tensor)
         return tensor
 
@@ -74,12 +156,21 @@ class _CurrentStreamLaunch:
         for event in events:
             event.current_stream_wait()
 
-    def finish(self, inputs: Iterable[Tensor | None]) -> EventOverlap:
+    def finish(
+        self, inputs: Iterable[Tensor | None], handle: KnownHandle | None = None
+    ) -> EventOverlap:
         return EventOverlap(None)
 
     def __enter__(self) -> _CurrentStreamLaunch:
-        self._scope.enter_context(torch.cuda.device(self._device))
-        self.stream = torch.cuda.current_stream(self._device).cuda_stream
+        from deep_comm.backends import cuda_launch  # native: there is a CUDA backend
+
+        index = self._device.index or 0
+        self._scope: torch.cuda.device | None = None
+        if cuda_launch.current_device() != index:
+            self._scope = torch.cuda.device(index)
+            self._scope.__enter__()
+        self.stream = cuda_launch.current_raw_stream(index)
+        self.ordered_after: int | None = self.stream
         return self
 
     def __exit__(
@@ -88,7 +179,8 @@ class _CurrentStreamLaunch:
         exc_value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._scope.close()
+        if self._scope is not None:
+            self._scope.__exit__(exc_type, exc_value, traceback)
 
 
 class LowLatencyState:
@@ -100,6 +192,15 @@ class LowLatencyState:
         self._combine_buffers: dict[tuple[int, ...], Tensor] = {}
         self._num_blocks: dict[tuple[int, int, int, int, bool, bool], int] = {}
         self._poison_outputs = env.POISON.get()
+        self._uses_streams = not ctx.backend.is_synchronous
+        self.shapes: dict[ShapeOptions, LowLatencyShape] = {}
+
+    def make_shape(self, options: ShapeOptions) -> LowLatencyShape:
+        """Checks the sizes of calls; afterwards ``shapes`` has it."""
+        max_tokens, hidden, num_topk, num_experts, use_fp8, *_ = options
+        num_blocks = self.num_blocks(max_tokens, hidden, num_topk, num_experts, use_fp8)
+        shape = self.shapes[options] = LowLatencyShape(self._ctx, options, num_blocks)
+        return shape
 
     def num_blocks(
         self,
@@ -170,43 +271,32 @@ class LowLatencyState:
             )
 
     def launch(self, async_finish: bool) -> Launch:
-        if async_finish or self._ctx.device.type != "cuda":
+        if async_finish or not self._uses_streams:
             return self._ctx.backend.launch(None, async_finish, False)
         return _CurrentStreamLaunch(self._ctx.device, self._poison_outputs)
 
-    def run(
-        self,
-        kind: str,
-        phases: Phases,
-        launch: Launch,
-        run: Run,
-        inputs: Iterable[Tensor | None],
-    ) -> tuple[EventOverlap, Callable[[], None] | None]:
-        """Launches what is due now; a hook does the rest."""
-        if not phases.return_recv_hook:
-            run(True, True, None, launch.stream)
-            event = launch.finish(inputs)
-            self._ctx.end()
-            return event, None
-        ticket = launch.empty((1,), torch.int32)
-        run(True, False, ticket, launch.stream)
-        # Failures of the send phase are raised by the hook: peers count on its receive phase.
-        event = launch.finish(inputs)
-        pending = self._pending[kind]
-        pending.append(ticket)
-        stream = launch.stream
-        ctx = self._ctx
+    def hook(
+        self, kind: str, launch: Launch, run: Run, tensors: Sequence[Tensor | None]
+    ) -> Callable[[], None]:
+        """Launches the send phase; the hook runs the receive phase, and keeps what both work on.
+
+        Failures of the send phase are raised by the hook: peers count on its receive phase.
+        """
+        ctx, pending, stream = self._ctx, self._pending[kind], launch.stream
+        entry = list(tensors)
+        run(True, False, stream)
+        pending.append(entry)
 
         def hook() -> None:
             ctx.require_open()
-            if not any(entry is ticket for entry in pending):
+            if not any(other is entry for other in pending):
                 raise ArgumentError("hook", None, "may be called once, and not after reset()")
-            pending[:] = [entry for entry in pending if entry is not ticket]
+            pending[:] = [other for other in pending if other is not entry]
             with ctx.backend.device_scope():
-                run(False, True, ticket, stream)
+                run(False, True, stream)
             ctx.end()
 
-        return event, hook
+        return hook
 
     def combine_buffer(self, shape: tuple[int, ...]) -> Tensor:
         """Where callers may write the rows of the next combine; made when first asked for."""

@@ -9,7 +9,7 @@ void bind_engine_cuda(pybind11::module_& m) {
   using namespace pybind11::literals;
   using Type = Engine<CudaTarget>;
   auto engine = bind_engine<CudaTarget>(m);
-  bind_low_latency<CudaTarget>(engine);
+  bind_low_latency<CudaTarget>(m, engine);
   engine.def(py::init([](int rank, int num_ranks, int device, std::vector<uintptr_t> peer_bases,
                          size_t heap_bytes, int num_max_experts, uint64_t timeout_ns) {
                const EngineOptions options{rank,       num_ranks,       device,    peer_bases,

@@ -9,7 +9,7 @@ void bind_engine_host(pybind11::module_& m) {
   using namespace pybind11::literals;
   using Type = Engine<HostTarget>;
   auto engine = bind_engine<HostTarget>(m);
-  bind_low_latency<HostTarget>(engine);
+  bind_low_latency<HostTarget>(m, engine);
   engine.def(py::init([](int rank, int num_ranks, int device, std::vector<uintptr_t> peer_bases,
                          size_t heap_bytes, int num_max_experts, uint64_t timeout_ns,
                          simt::Simulation* simulation) {

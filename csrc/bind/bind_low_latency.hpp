@@ -11,15 +11,32 @@ inline PayloadFormat payload_format_of(const std::string& name) {
   throw std::invalid_argument("format = " + name + ", must be bfloat16 or fp8");
 }
 
-inline CombineRows combine_rows_of(const std::string& name) {
-  if (name == "sums") return CombineRows::kSums;
-  if (name == "reduced") return CombineRows::kReduced;
-  if (name == "selections") return CombineRows::kSelections;
-  throw std::invalid_argument("rows = " + name + ", must be sums, reduced or selections");
+// A plan with the engine it is for, which lives as long.
+template <class Target>
+struct BoundLowLatencyPlan {
+  Engine<Target>* engine;
+  LowLatencyPlan plan;
+};
+
+// Offsets of the parts of the metadata block that there are.
+template <class Target>
+pybind11::dict metadata_offsets(const BoundLowLatencyPlan<Target>& self) {
+  const LowLatencyMetadata& layout = self.plan.metadata;
+  const std::pair<const char*, size_t> parts[] = {
+      {"recv_count", layout.recv_count},     {"num_recv", layout.num_recv},
+      {"ticket", layout.ticket},             {"recv_tokens", layout.recv_tokens},
+      {"layout_range", layout.layout_range}, {"src_info", layout.src_info},
+      {"places", layout.places},             {"recv_weights", layout.recv_weights},
+      {"compact_idx", layout.compact_idx},   {"compact_weights", layout.compact_weights}};
+  pybind11::dict offsets;
+  for (const auto& [name, offset] : parts) {
+    if (offset != LowLatencyMetadata::kNone) offsets[name] = offset;
+  }
+  return offsets;
 }
 
 template <class Target>
-void bind_low_latency(pybind11::class_<Engine<Target>>& engine) {
+void bind_low_latency(pybind11::module_& m, pybind11::class_<Engine<Target>>& engine) {
   namespace py = pybind11;
   using namespace pybind11::literals;
   using Type = Engine<Target>;
@@ -38,78 +55,55 @@ void bind_low_latency(pybind11::class_<Engine<Target>>& engine) {
       py::kw_only(), "num_ranks"_a, "num_max_tokens"_a, "hidden"_a, "num_topk"_a, "num_experts"_a, "num_blocks"_a,
       "format"_a, "one_rounding"_a = false);
 
-  engine.def(
-      "low_latency_dispatch",
-      [](Type& self, ptr x, ptr topk_idx, int topk_idx_bytes, ptr topk_weights, int num_tokens, int num_max_tokens,
-         int hidden, int num_topk, int num_experts, int num_blocks, const std::string& format, bool round_scale,
-         bool use_ue8m0, bool is_compact, bool send, bool receive, ptr ticket, ptr recv_x, ptr recv_scales,
-         ptr recv_count, ptr src_info, ptr layout_range, ptr num_recv, ptr compact_idx, ptr compact_weights,
-         ptr recv_tokens, ptr places, ptr recv_weights, ptr cumulative_stats, ptr wait_stats, bool is_reporting,
-         uint64_t stream) {
-        const PayloadFormat payload = payload_format_of(format);
-        LowLatencyDispatchArgs args{};
-        args.shape = low_latency_shape(num_max_tokens, hidden, num_topk, num_experts, num_blocks, payload);
-        args.phases = {send, receive, as_pointer<uint32_t>(ticket)};
-        args.num_tokens = num_tokens;
-        args.x = as_pointer<uint8_t>(x);
-        args.topk_idx = as_pointer<void>(topk_idx);
-        args.topk_idx_bytes = topk_idx_bytes;
-        args.topk_weights = as_pointer<float>(topk_weights);
-        args.round_scale = round_scale;
-        args.out = {.is_compact = is_compact,
-                    .recv_x = as_pointer<uint8_t>(recv_x),
-                    .recv_scales = as_pointer<void>(recv_scales),
-                    .use_ue8m0 = use_ue8m0,
-                    .recv_count = as_pointer<int32_t>(recv_count),
-                    .src_info = as_pointer<int32_t>(src_info),
-                    .layout_range = as_pointer<int64_t>(layout_range),
-                    .num_recv = as_pointer<int32_t>(num_recv),
-                    .compact_idx = as_pointer<int32_t>(compact_idx),
-                    .compact_weights = as_pointer<float>(compact_weights),
-                    .recv_tokens = as_pointer<int32_t>(recv_tokens),
-                    .places = as_pointer<int32_t>(places),
-                    .recv_weights = as_pointer<float>(recv_weights),
-                    .cumulative_stats = as_pointer<int32_t>(cumulative_stats),
-                    .wait_stats = as_pointer<int64_t>(wait_stats)};
-        Release release;
-        self.low_latency_dispatch(args, payload, is_reporting, stream);
-      },
-      py::kw_only(), "x"_a, "topk_idx"_a, "topk_idx_bytes"_a, "topk_weights"_a, "num_tokens"_a, "num_max_tokens"_a,
-      "hidden"_a, "num_topk"_a, "num_experts"_a, "num_blocks"_a, "format"_a, "round_scale"_a, "use_ue8m0"_a,
-      "is_compact"_a, "send"_a, "receive"_a, "ticket"_a, "recv_x"_a, "recv_scales"_a, "recv_count"_a, "src_info"_a,
-      "layout_range"_a, "num_recv"_a, "compact_idx"_a, "compact_weights"_a, "recv_tokens"_a, "places"_a,
-      "recv_weights"_a, "cumulative_stats"_a, "wait_stats"_a, "is_reporting"_a, "stream"_a);
+  // The calls are positional: names would cost them microseconds.
+  using Plan = BoundLowLatencyPlan<Target>;
+  py::class_<Plan>(m, "LowLatencyPlan", py::module_local())
+      .def_property_readonly("num_blocks", [](const Plan& self) { return self.plan.options.num_blocks; })
+      .def_property_readonly("num_metadata_bytes", [](const Plan& self) { return self.plan.metadata.num_bytes; })
+      .def_property_readonly("metadata", &metadata_offsets<Target>)
+      .def(
+          "dispatch",
+          [](const Plan& self, ptr x, ptr topk_idx, int topk_idx_bytes, ptr topk_weights, int num_tokens, ptr recv_x,
+             ptr recv_scales, ptr metadata, ptr cumulative_stats, ptr wait_stats, bool send, bool receive,
+             bool has_ticket, bool is_reporting, uint64_t stream) {
+            Release release;
+            self.engine->low_latency_dispatch(
+                self.plan,
+                {x, topk_idx, topk_idx_bytes, topk_weights, num_tokens, recv_x, recv_scales, metadata,
+                 cumulative_stats, wait_stats, send, receive, has_ticket, is_reporting},
+                stream);
+          },
+          "x"_a, "topk_idx"_a, "topk_idx_bytes"_a, "topk_weights"_a, "num_tokens"_a, "recv_x"_a, "recv_scales"_a,
+          "metadata"_a, "cumulative_stats"_a, "wait_stats"_a, "send"_a, "receive"_a, "has_ticket"_a,
+          "is_reporting"_a, "stream"_a)
+      .def(
+          "combine",
+          [](const Plan& self, ptr x, ptr metadata, ptr topk_idx, int topk_idx_bytes, ptr topk_weights,
+             int num_tokens, int rows, ptr combined_x, ptr wait_stats, bool send, bool receive, ptr ticket,
+             uint64_t stream) {
+            if (rows < 0 || rows >= kNumCombineRows) throw std::invalid_argument("rows must be 0, 1 or 2");
+            Release release;
+            self.engine->low_latency_combine(self.plan,
+                                             {x, metadata, topk_idx, topk_idx_bytes, topk_weights, num_tokens,
+                                              static_cast<CombineRows>(rows), combined_x, wait_stats, send, receive,
+                                              ticket},
+                                             stream);
+          },
+          "x"_a, "metadata"_a, "topk_idx"_a, "topk_idx_bytes"_a, "topk_weights"_a, "num_tokens"_a, "rows"_a,
+          "combined_x"_a, "wait_stats"_a, "send"_a, "receive"_a, "ticket"_a, "stream"_a);
 
+  engine.def(
+      "plan_low_latency",
+      [](Type& self, int num_max_tokens, int hidden, int num_topk, int num_experts, int num_blocks,
+         const std::string& format, bool round_scale, bool use_ue8m0, bool is_compact, bool has_weights) {
+        return Plan{&self, self.plan_low_latency({num_max_tokens, hidden, num_topk, num_experts, num_blocks,
+                                                  payload_format_of(format), round_scale, use_ue8m0, is_compact,
+                                                  has_weights})};
+      },
+      py::keep_alive<0, 1>(), py::kw_only(), "num_max_tokens"_a, "hidden"_a, "num_topk"_a, "num_experts"_a,
+      "num_blocks"_a, "format"_a, "round_scale"_a, "use_ue8m0"_a, "is_compact"_a, "has_weights"_a);
   engine.def("wait_low_latency_num_tokens", &Type::wait_low_latency_num_tokens,
              py::call_guard<py::gil_scoped_release>());
-
-  engine.def(
-      "low_latency_combine",
-      [](Type& self, ptr x, ptr recv_tokens, ptr places, ptr recv_weights, ptr topk_idx, int topk_idx_bytes,
-         ptr topk_weights, int num_tokens, int num_max_tokens, int hidden, int num_topk, int num_experts,
-         int num_blocks, const std::string& rows, bool send, bool receive, ptr ticket, ptr combined_x, ptr wait_stats,
-         uint64_t stream) {
-        LowLatencyCombineArgs args{};
-        args.shape = low_latency_shape(num_max_tokens, hidden, num_topk, num_experts, num_blocks,
-                                       PayloadFormat::kBfloat16);
-        args.phases = {send, receive, as_pointer<uint32_t>(ticket)};
-        const CombineRows combine_rows = combine_rows_of(rows);
-        args.x = as_pointer<uint8_t>(x);
-        args.recv_tokens = as_pointer<int32_t>(recv_tokens);
-        args.places = as_pointer<int32_t>(places);
-        args.recv_weights = as_pointer<float>(recv_weights);
-        args.num_tokens = num_tokens;
-        args.topk_idx = as_pointer<void>(topk_idx);
-        args.topk_idx_bytes = topk_idx_bytes;
-        args.topk_weights = as_pointer<float>(topk_weights);
-        args.combined_x = as_pointer<uint8_t>(combined_x);
-        args.wait_stats = as_pointer<int64_t>(wait_stats);
-        Release release;
-        self.low_latency_combine(args, combine_rows, stream);
-      },
-      py::kw_only(), "x"_a, "recv_tokens"_a, "places"_a, "recv_weights"_a, "topk_idx"_a, "topk_idx_bytes"_a,
-      "topk_weights"_a, "num_tokens"_a, "num_max_tokens"_a, "hidden"_a, "num_topk"_a, "num_experts"_a,
-      "num_blocks"_a, "rows"_a, "send"_a, "receive"_a, "ticket"_a, "combined_x"_a, "wait_stats"_a, "stream"_a);
 }
 
 }  // namespace deep_comm

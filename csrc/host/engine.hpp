@@ -7,6 +7,7 @@
 
 #include "device/intranode/args.cuh"
 #include "device/low_latency/args.cuh"
+#include "host/low_latency_plan.hpp"
 #include "host/target.hpp"
 
 namespace deep_comm {
@@ -78,12 +79,13 @@ class Engine {
   // Gives the last num_bytes of the heap to it. Once, before anything is launched.
   void enable_low_latency(size_t num_bytes);
   size_t low_latency_bytes() const { return low_latency_bytes_; }
-  // Fill in the region, the message and the signature, and check them.
+  // Checks what calls with these options need. A plan is for this engine alone.
+  LowLatencyPlan plan_low_latency(const LowLatencyOptions& options) const;
   // With is_reporting, wait_low_latency_num_tokens may be called.
-  void low_latency_dispatch(LowLatencyDispatchArgs args, PayloadFormat format, bool is_reporting, uint64_t stream);
+  void low_latency_dispatch(const LowLatencyPlan& plan, const LowLatencyDispatchCall& call, uint64_t stream);
   // The most tokens that any rank had in the last reporting dispatch. Empty: a kernel failed.
   std::optional<int> wait_low_latency_num_tokens();
-  void low_latency_combine(LowLatencyCombineArgs args, CombineRows rows, uint64_t stream);
+  void low_latency_combine(const LowLatencyPlan& plan, const LowLatencyCombineCall& call, uint64_t stream);
 
   std::optional<ErrorRecord> poll_error() const;
   // Forgets a failure that left all ranks in step (everything but a timeout).
@@ -115,7 +117,7 @@ class Engine {
   void check_open() const;
   void check_num_experts(int num_experts) const;
   void check_counters(int num_experts, size_t smem_bytes) const;
-  LaunchConfig low_latency_launch(const LowLatencyShape& shape, bool one_rounding) const;
+  LaunchConfig low_latency_launch(const LowLatencyShape& shape) const;
   void check_output(const DispatchArgs& args, int num_topk, int scale_row_bytes,
                     int row_bytes) const;
   template <class KernelType>

@@ -24,7 +24,7 @@ void Engine<Target>::enable_low_latency(size_t num_bytes) {
 }
 
 template <class Target>
-LaunchConfig Engine<Target>::low_latency_launch(const LowLatencyShape& shape, bool one_rounding) const {
+LaunchConfig Engine<Target>::low_latency_launch(const LowLatencyShape& shape) const {
   using detail::require;
   require(shape.num_blocks >= 1 && shape.num_blocks <= kMaxLowLatencyBlocks,
           "num_blocks = " + std::to_string(shape.num_blocks) + ", must lie in 1.." +
@@ -39,7 +39,7 @@ LaunchConfig Engine<Target>::low_latency_launch(const LowLatencyShape& shape, bo
   const bool is_fp8 = shape.num_scales > 0;
   require(shape.hidden >= 8 && shape.hidden % (is_fp8 ? kScaleBlock : 8) == 0,
           "hidden = " + std::to_string(shape.hidden) + ", must be a positive multiple of 8, of 128 for FP8");
-  const size_t needed = LowLatencyRegion::bytes_for(shape, world_.num_ranks, one_rounding);
+  const size_t needed = LowLatencyRegion::bytes_for(shape, world_.num_ranks, false);
   require(needed <= low_latency_bytes_, "this shape needs a low-latency region of " + std::to_string(needed) +
                                             " bytes, there are " + std::to_string(low_latency_bytes_));
   const int num_threads = Target::kTuning.low_latency_threads;
@@ -60,32 +60,90 @@ inline uint32_t low_latency_signature(Kernel kernel, const LowLatencyShape& shap
   return (hash ^ hash >> 16) & 0xffffu;
 }
 
-inline void require_phases(const Phases& phases) {
-  require(phases.send || phases.receive, "an operation without a phase");
-  require(phases.send || phases.ticket != nullptr, "the receive phase alone needs the ticket of its send phase");
+// In every call: no text is made unless it is needed.
+inline void check_call(const Phases& phases, int num_tokens, const LowLatencyPlan& plan) {
+  if (!phases.send && !phases.receive) throw std::invalid_argument("an operation without a phase");
+  if (!phases.send && phases.ticket == nullptr) {
+    throw std::invalid_argument("the receive phase alone needs the ticket of its send phase");
+  }
+  if (num_tokens < 0 || num_tokens > plan.options.num_max_tokens) {
+    throw std::invalid_argument("num_tokens = " + std::to_string(num_tokens) + ", must lie in 0..num_max_tokens");
+  }
 }
 
 }  // namespace detail
 
 template <class Target>
-void Engine<Target>::low_latency_dispatch(LowLatencyDispatchArgs args, PayloadFormat format, bool is_reporting,
+LowLatencyPlan Engine<Target>::plan_low_latency(const LowLatencyOptions& options) const {
+  check_open();
+  LowLatencyPlan plan{};
+  plan.options = options;
+  const int num_local = ExpertMap{options.num_experts, world_.num_ranks}.num_local_experts(world_.rank);
+  plan.metadata = LowLatencyMetadata::make(world_.num_ranks, num_local, options.num_max_tokens, options.num_topk,
+                                           options.is_compact, options.has_weights);
+  const auto shape_of = [&](PayloadFormat format) {
+    return low_latency_shape(options.num_max_tokens, options.hidden, options.num_topk, options.num_experts,
+                             options.num_blocks, format);
+  };
+  plan.dispatch_shape = shape_of(options.format);
+  plan.combine_shape = shape_of(PayloadFormat::kBfloat16);
+  plan.launch = low_latency_launch(plan.dispatch_shape);
+  // Which ranks send weights ahead need not be compared: each says so row by row.
+  plan.dispatch_signature =
+      detail::low_latency_signature(Kernel::kLowLatencyDispatch, plan.dispatch_shape, options.is_compact ? 1 : 0);
+  for (int rows = 0; rows < kNumCombineRows; ++rows) {
+    plan.combine_signatures[rows] =
+        detail::low_latency_signature(Kernel::kLowLatencyCombine, plan.combine_shape, rows);
+  }
+  plan.has_room_for_selections =
+      LowLatencyRegion::bytes_for(plan.combine_shape, world_.num_ranks, true) <= low_latency_bytes_;
+  return plan;
+}
+
+template <class Target>
+void Engine<Target>::low_latency_dispatch(const LowLatencyPlan& plan, const LowLatencyDispatchCall& call,
                                           uint64_t stream) {
-  detail::require_phases(args.phases);
-  detail::require(args.num_tokens >= 0 && args.num_tokens <= args.shape.num_max_tokens,
-                  "num_tokens = " + std::to_string(args.num_tokens) + ", must lie in 0..num_max_tokens");
-  const LaunchConfig config = low_latency_launch(args.shape, false);
+  const LowLatencyMetadata& metadata = plan.metadata;
+  const auto part = [&](size_t offset) {
+    return offset == LowLatencyMetadata::kNone ? nullptr : reinterpret_cast<uint8_t*>(call.metadata + offset);
+  };
+  LowLatencyDispatchArgs args{};
   args.region = low_latency_region_;
-  if (is_reporting) {
+  args.shape = plan.dispatch_shape;
+  args.signature = plan.dispatch_signature;
+  args.phases = {call.send, call.receive,
+                 call.has_ticket ? reinterpret_cast<uint32_t*>(part(metadata.ticket)) : nullptr};
+  detail::check_call(args.phases, call.num_tokens, plan);
+  args.num_tokens = call.num_tokens;
+  args.x = reinterpret_cast<const uint8_t*>(call.x);
+  args.topk_idx = reinterpret_cast<const void*>(call.topk_idx);
+  args.topk_idx_bytes = call.topk_idx_bytes;
+  args.topk_weights = reinterpret_cast<const float*>(call.topk_weights);
+  args.round_scale = plan.options.round_scale;
+  if (call.is_reporting) {
     args.report = low_latency_report_;
     args.report_sequence = ++report_sequence_;
     report_stream_ = stream;
   }
-  args.signature =
-      detail::low_latency_signature(Kernel::kLowLatencyDispatch, args.shape, args.out.is_compact ? 1 : 0);
-  if (format == PayloadFormat::kFp8) {
-    launch<LowLatencyDispatchKernel<PayloadFormat::kFp8>>(config, args, stream);
+  args.out = {.is_compact = plan.options.is_compact,
+              .recv_x = reinterpret_cast<uint8_t*>(call.recv_x),
+              .recv_scales = reinterpret_cast<void*>(call.recv_scales),
+              .use_ue8m0 = plan.options.use_ue8m0,
+              .recv_count = reinterpret_cast<int32_t*>(part(metadata.recv_count)),
+              .src_info = reinterpret_cast<int32_t*>(part(metadata.src_info)),
+              .layout_range = reinterpret_cast<int64_t*>(part(metadata.layout_range)),
+              .num_recv = reinterpret_cast<int32_t*>(part(metadata.num_recv)),
+              .compact_idx = reinterpret_cast<int32_t*>(part(metadata.compact_idx)),
+              .compact_weights = reinterpret_cast<float*>(part(metadata.compact_weights)),
+              .recv_tokens = reinterpret_cast<int32_t*>(part(metadata.recv_tokens)),
+              .places = reinterpret_cast<int32_t*>(part(metadata.places)),
+              .recv_weights = reinterpret_cast<float*>(part(metadata.recv_weights)),
+              .cumulative_stats = reinterpret_cast<int32_t*>(call.cumulative_stats),
+              .wait_stats = reinterpret_cast<int64_t*>(call.wait_stats)};
+  if (plan.options.format == PayloadFormat::kFp8) {
+    launch<LowLatencyDispatchKernel<PayloadFormat::kFp8>>(plan.launch, args, stream);
   } else {
-    launch<LowLatencyDispatchKernel<PayloadFormat::kBfloat16>>(config, args, stream);
+    launch<LowLatencyDispatchKernel<PayloadFormat::kBfloat16>>(plan.launch, args, stream);
   }
 }
 
@@ -110,19 +168,34 @@ std::optional<int> Engine<Target>::wait_low_latency_num_tokens() {
 }
 
 template <class Target>
-void Engine<Target>::low_latency_combine(LowLatencyCombineArgs args, CombineRows rows, uint64_t stream) {
-  detail::require_phases(args.phases);
-  detail::require(args.num_tokens >= 0 && args.num_tokens <= args.shape.num_max_tokens,
-                  "num_tokens = " + std::to_string(args.num_tokens) + ", must lie in 0..num_max_tokens");
-  const LaunchConfig config = low_latency_launch(args.shape, rows == CombineRows::kSelections);
+void Engine<Target>::low_latency_combine(const LowLatencyPlan& plan, const LowLatencyCombineCall& call,
+                                         uint64_t stream) {
+  const LowLatencyMetadata& metadata = plan.metadata;
+  LowLatencyCombineArgs args{};
   args.region = low_latency_region_;
-  args.signature =
-      detail::low_latency_signature(Kernel::kLowLatencyCombine, args.shape, static_cast<int>(rows));
-  switch (rows) {
-    case CombineRows::kSums: return launch<LowLatencyCombineKernel<CombineRows::kSums>>(config, args, stream);
-    case CombineRows::kReduced: return launch<LowLatencyCombineKernel<CombineRows::kReduced>>(config, args, stream);
+  args.shape = plan.combine_shape;
+  args.signature = plan.combine_signatures[static_cast<int>(call.rows)];
+  args.phases = {call.send, call.receive, reinterpret_cast<uint32_t*>(call.ticket)};
+  detail::check_call(args.phases, call.num_tokens, plan);
+  args.x = reinterpret_cast<const uint8_t*>(call.x);
+  args.recv_tokens = reinterpret_cast<const int32_t*>(call.metadata + metadata.recv_tokens);
+  args.places = reinterpret_cast<const int32_t*>(call.metadata + metadata.places);
+  if (metadata.recv_weights != LowLatencyMetadata::kNone) {
+    args.recv_weights = reinterpret_cast<const float*>(call.metadata + metadata.recv_weights);
+  }
+  args.num_tokens = call.num_tokens;
+  args.topk_idx = reinterpret_cast<const void*>(call.topk_idx);
+  args.topk_idx_bytes = call.topk_idx_bytes;
+  args.topk_weights = reinterpret_cast<const float*>(call.topk_weights);
+  args.combined_x = reinterpret_cast<uint8_t*>(call.combined_x);
+  args.wait_stats = reinterpret_cast<int64_t*>(call.wait_stats);
+  switch (call.rows) {
+    case CombineRows::kSums: return launch<LowLatencyCombineKernel<CombineRows::kSums>>(plan.launch, args, stream);
+    case CombineRows::kReduced:
+      return launch<LowLatencyCombineKernel<CombineRows::kReduced>>(plan.launch, args, stream);
     case CombineRows::kSelections:
-      return launch<LowLatencyCombineKernel<CombineRows::kSelections>>(config, args, stream);
+      if (!plan.has_room_for_selections) throw std::invalid_argument("no room for a row a selection");
+      return launch<LowLatencyCombineKernel<CombineRows::kSelections>>(plan.launch, args, stream);
   }
 }
 

@@ -30,7 +30,7 @@ def _current_raw_stream(device_index: int) -> int:
 current_raw_stream: Callable[[int], int] = getattr(
     torch._C, "_cuda_getCurrentRawStream", _current_raw_stream
 )
-_current_device = _cuda.current_device
+current_device: Callable[[], int] = _cuda.current_device
 
 
 class Streams:
@@ -84,7 +84,7 @@ class CudaLaunch:
 
     def __enter__(self) -> CudaLaunch:
         streams = self._streams
-        if _current_device() != streams.index:
+        if current_device() != streams.index:
             self._device_scope = torch.cuda.device(streams.index)
             self._device_scope.__enter__()
         self._compute = current_raw_stream(streams.index)

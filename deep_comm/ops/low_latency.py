@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,31 +13,20 @@ from deep_comm.context import Context
 from deep_comm.errors import ArgumentError, DeepCommError, HandleMismatch, UnsupportedError
 from deep_comm.events import EventOverlap
 from deep_comm.low_latency_handle import LowLatencyHandle
-from deep_comm.low_latency_state import LowLatencyState, Phases
-from deep_comm.topology import num_local_experts
+from deep_comm.low_latency_state import (
+    SCALE_BLOCK,
+    LowLatencyShape,
+    LowLatencyState,
+    ShapeOptions,
+)
 
 Hook = Callable[[], None]
 Payload = Tensor | tuple[Tensor, Tensor]
 DispatchResult = tuple[Payload, Tensor, LowLatencyHandle, EventOverlap, Hook | None]
 CombineResult = tuple[Tensor, EventOverlap, Hook | None]
 
-_SCALE_BLOCK = 128
-_ROWS_PER_PACK = 4
-
-
-@dataclass(frozen=True)
-class DispatchOptions:
-    use_fp8: bool
-    round_scale: bool
-    use_ue8m0: bool
-    compact: bool
-    phases: Phases
-
-    def __post_init__(self) -> None:
-        if self.use_ue8m0 and not (self.round_scale and self.use_fp8):
-            raise ArgumentError("use_ue8m0", True, "needs use_fp8 and round_scale")
-        if self.round_scale and not self.use_fp8:
-            raise ArgumentError("round_scale", True, "needs use_fp8")
+_SUMS, _REDUCED, _SELECTIONS = range(3)
+"""What travels back; CombineRows of the kernels."""
 
 
 def check_num_max_tokens(value: Any) -> int:
@@ -47,26 +35,43 @@ def check_num_max_tokens(value: Any) -> int:
     return value
 
 
-def check_rows(name: str, x: Any, device: torch.device, *, multiple: int) -> Tensor:
-    """bfloat16 rows whose width is a positive multiple of ``multiple``."""
-    x = checks.tensor(name, x, device, shape=(None, None), dtypes=(torch.bfloat16,))
-    if x.shape[1] == 0 or x.shape[1] % multiple != 0:
+def check_hidden(name: str, hidden: int, *, multiple: int) -> None:
+    if hidden == 0 or hidden % multiple != 0:
         raise ArgumentError(
-            name, f"hidden {x.shape[1]}", f"must have a hidden size of a positive multiple of {multiple}"
+            name, f"hidden {hidden}", f"must have a hidden size of a positive multiple of {multiple}"
         )
-    return aligned(name, x)
 
 
-def aligned(name: str, x: Tensor) -> Tensor:
-    if x.data_ptr() % 16 != 0:
-        raise ArgumentError(name, f"address {x.data_ptr():#x}", "must start at a multiple of 16 bytes")
-    return x
+def aligned(name: str, x: Tensor) -> int:
+    """The address of ``x``: a multiple of 16."""
+    address = x.data_ptr()
+    if address % 16 != 0:
+        raise ArgumentError(name, f"address {address:#x}", "must start at a multiple of 16 bytes")
+    return address
 
 
-def _stats(name: str, value: Any, ctx: Context, size: int, dtype: torch.dtype) -> Tensor | None:
-    if value is None:
-        return None
+def _stats(name: str, value: Any, ctx: Context, size: int, dtype: torch.dtype) -> Tensor:
     return checks.tensor(name, value, ctx.device, shape=(size,), dtypes=(dtype,))
+
+
+def _shape_of(ctx: Context, state: LowLatencyState, options: ShapeOptions) -> LowLatencyShape:
+    """The shape of calls with these options, which have not been checked yet."""
+    max_tokens, hidden, num_topk, num_experts, use_fp8, round_scale, use_ue8m0, compact, weights = (
+        options
+    )
+    max_tokens = check_num_max_tokens(max_tokens)
+    check_hidden("x", hidden, multiple=SCALE_BLOCK if use_fp8 else 8)
+    num_experts = checks.num_experts(num_experts, ctx.num_max_experts)
+    if use_ue8m0 and not (round_scale and use_fp8):
+        raise ArgumentError("use_ue8m0", True, "needs use_fp8 and round_scale")
+    if round_scale and not use_fp8:
+        raise ArgumentError("round_scale", True, "needs use_fp8")
+    return state.make_shape(
+        (
+            max_tokens, hidden, num_topk, num_experts, bool(use_fp8), bool(round_scale),
+            bool(use_ue8m0), bool(compact), weights,
+        )
+    )  # fmt: skip
 
 
 def low_latency_dispatch(
@@ -76,121 +81,89 @@ def low_latency_dispatch(
     topk_idx: Any,
     num_max_tokens: Any,
     num_experts: Any,
-    *,
     topk_weights: Any,
     cumulative_stats: Any,
     wait_stats: Any,
+    use_fp8: bool,
+    round_scale: bool,
+    use_ue8m0: bool,
+    compact: bool,
     report_num_tokens: bool,
-    options: DispatchOptions,
+    async_finish: bool,
+    return_recv_hook: bool,
 ) -> DispatchResult:
     ctx.begin()
-    max_tokens = check_num_max_tokens(num_max_tokens)
-    x = check_rows("x", x, ctx.device, multiple=_SCALE_BLOCK if options.use_fp8 else 8)
+    device = ctx.device
+    x = checks.matrix("x", x, device, torch.bfloat16)
     num_tokens, hidden = x.shape
-    if num_tokens > max_tokens:
-        raise ArgumentError(
-            "x", f"{num_tokens} tokens", f"must have at most {max_tokens} "
-            "(num_max_dispatch_tokens_per_rank)",
-        )  # fmt: skip
-    idx, weights = checks.topk_pair(topk_idx, topk_weights, ctx.device, num_tokens)
+    idx, weights = checks.topk_pair(topk_idx, topk_weights, device, num_tokens)
     if idx is None:
         raise ArgumentError("topk_idx", None, "must be given")
-    num_topk = idx.shape[1]
-    experts = checks.num_experts(num_experts, ctx.num_max_experts)
-    num_local = num_local_experts(ctx.rank, experts, ctx.num_ranks)
-    cumulative_stats = _stats(
-        "cumulative_local_expert_recv_stats", cumulative_stats, ctx, num_local, torch.int32
-    )
-    wait_stats = _stats("dispatch_wait_recv_cost_stats", wait_stats, ctx, ctx.num_ranks, torch.int64)
-    num_blocks = state.num_blocks(max_tokens, hidden, num_topk, experts, options.use_fp8)
+    options = (
+        num_max_tokens, hidden, idx.shape[1], num_experts, use_fp8, round_scale, use_ue8m0, compact,
+        weights is not None,
+    )  # fmt: skip
+    try:
+        shape = state.shapes.get(options)
+    except TypeError:  # something that cannot be a size
+        shape = None
+    if shape is None:
+        shape = _shape_of(ctx, state, options)
+    if num_tokens > shape.max_tokens:
+        raise ArgumentError(
+            "x", f"{num_tokens} tokens", f"must have at most {shape.max_tokens} "
+            "(num_max_dispatch_tokens_per_rank)",
+        )  # fmt: skip
+    x_address = aligned("x", x)
+    if cumulative_stats is not None:
+        cumulative_stats = _stats(
+            "cumulative_local_expert_recv_stats", cumulative_stats, ctx, shape.num_local,
+            torch.int32,
+        )  # fmt: skip
+    if wait_stats is not None:
+        wait_stats = _stats(
+            "dispatch_wait_recv_cost_stats", wait_stats, ctx, ctx.num_ranks, torch.int64
+        )
+    if async_finish and return_recv_hook:
+        raise ArgumentError("return_recv_hook", True, "excludes async_finish")
     state.require_half("dispatch")
 
-    num_rows = ctx.num_ranks * max_tokens
-    groups = () if options.compact else (num_local,)
-    compact_rows = num_rows if options.compact else 0
-    with state.launch(options.phases.async_finish) as launch:
-
-        def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return launch.empty(shape, dtype)
-
-        dtype = torch.float8_e4m3fn if options.use_fp8 else torch.bfloat16
-        recv_x = launch.empty((*groups, num_rows, hidden), dtype)
-        recv_count = ints(num_local)
+    with state.launch(async_finish) as launch:
+        recv_x = launch.empty(shape.recv_shape, shape.recv_dtype)
         scales = None
-        if options.use_fp8:
-            num_scales = hidden // _SCALE_BLOCK
-            if options.use_ue8m0:
-                num_scales = -(-num_scales // _ROWS_PER_PACK)
-            # By column, as grouped kernels want them.
-            scales = launch.empty(
-                (*groups, num_scales, num_rows),
-                torch.int32 if options.use_ue8m0 else torch.float32,
-            )
-        token_shape = (ctx.num_ranks, max_tokens)
-        recv_topk_weights = recv_weights = None
-        if weights is not None and options.compact:
-            recv_topk_weights = launch.empty((compact_rows, num_topk), torch.float32)
-        elif weights is not None:
-            recv_weights = launch.empty((*token_shape, num_topk), torch.float32)
-        handle = LowLatencyHandle(
-            src_info=ints(*groups, num_rows),
-            layout_range=ints(*groups, ctx.num_ranks, dtype=torch.int64),
-            num_max_dispatch_tokens_per_rank=max_tokens,
-            hidden=hidden,
-            num_experts=experts,
-            num_tokens=num_tokens,
-            num_topk=num_topk,
-            is_compact=options.compact,
-            rank=ctx.rank,
-            members=ctx.members,
-            recv_tokens=ints(ctx.num_ranks),
-            places=ints(*token_shape) if options.compact else ints(*token_shape, num_topk),
-            recv_weights=recv_weights,
-            num_recv_tokens=ints(1) if options.compact else None,
-            recv_topk_idx=ints(compact_rows, num_topk) if options.compact else None,
-            recv_topk_weights=recv_topk_weights,
+        if shape.scales_shape is not None:
+            scales = launch.empty(shape.scales_shape, shape.scales_dtype)
+        metadata = launch.empty(shape.metadata_shape, torch.int32)
+        address = ctx.address
+        call = (
+            x_address or address(x),
+            idx.data_ptr() or address(idx),
+            idx.element_size(),
+            0 if weights is None else weights.data_ptr() or address(weights),
+            num_tokens,
+            recv_x.data_ptr() or address(recv_x),
+            0 if scales is None else scales.data_ptr() or address(scales),
+            metadata.data_ptr(),
+            0 if cumulative_stats is None else cumulative_stats.data_ptr(),
+            0 if wait_stats is None else wait_stats.data_ptr(),
         )
+        hook = None
+        if return_recv_hook:
+            dispatch = shape.dispatch
 
-        def run(send: bool, receive: bool, ticket: Tensor | None, stream: int) -> None:
-            ctx.engine.low_latency_dispatch(
-                x=ctx.address(x),
-                topk_idx=ctx.address(idx),
-                topk_idx_bytes=idx.element_size(),
-                topk_weights=ctx.address(weights),
-                num_tokens=num_tokens,
-                num_max_tokens=max_tokens,
-                hidden=hidden,
-                num_topk=num_topk,
-                num_experts=experts,
-                num_blocks=num_blocks,
-                format="fp8" if options.use_fp8 else "bfloat16",
-                round_scale=options.round_scale,
-                use_ue8m0=options.use_ue8m0,
-                is_compact=options.compact,
-                send=send,
-                receive=receive,
-                ticket=ctx.address(ticket),
-                recv_x=ctx.address(recv_x),
-                recv_scales=ctx.address(scales),
-                recv_count=ctx.address(recv_count),
-                src_info=ctx.address(handle.src_info),
-                layout_range=ctx.address(handle.layout_range),
-                num_recv=ctx.address(handle.num_recv_tokens),
-                compact_idx=ctx.address(handle.recv_topk_idx),
-                compact_weights=ctx.address(handle.recv_topk_weights),
-                recv_tokens=ctx.address(handle.recv_tokens),
-                places=ctx.address(handle.places),
-                recv_weights=ctx.address(handle.recv_weights),
-                cumulative_stats=ctx.address(cumulative_stats),
-                wait_stats=ctx.address(wait_stats),
-                is_reporting=report_num_tokens and receive,
-                stream=stream,
-            )
+            def run(send: bool, receive: bool, stream: int) -> None:
+                dispatch(*call, send, receive, True, report_num_tokens and receive, stream)
 
-        inputs = [x, idx, weights, cumulative_stats, wait_stats]
-        event, hook = state.run("dispatch", options.phases, launch, run, inputs)
-    payload: Payload = recv_x if scales is None else (recv_x, scales.transpose(-1, -2))
-    return payload, recv_count, handle, event, hook
+            keep = (x, idx, weights, recv_x, scales, metadata, cumulative_stats, wait_stats)
+            hook = state.hook("dispatch", launch, run, keep)
+        else:
+            shape.dispatch(*call, True, True, False, report_num_tokens, launch.stream)
+        event = launch.finish((x, idx, weights, cumulative_stats, wait_stats))
+        if hook is None:
+            ctx.end()
+    payload: Payload = recv_x if scales is None else (recv_x, scales.mT)
+    recv_count = metadata[: shape.num_local]  # the first part of the block
+    return payload, recv_count, LowLatencyHandle(shape, metadata, num_tokens), event, hook
 
 
 def wait_num_tokens(ctx: Context) -> int:
@@ -209,85 +182,89 @@ def low_latency_combine(
     topk_idx: Any,
     topk_weights: Any,
     handle: Any,
-    *,
     zero_copy: bool,
     one_rounding: bool,
     out: Any,
     wait_stats: Any,
-    phases: Phases,
+    async_finish: bool,
+    return_recv_hook: bool,
 ) -> CombineResult:
     ctx.begin()
+    device = ctx.device
     handle = LowLatencyHandle.of(handle, ctx.rank, ctx.members)
+    shape = state.shapes.get(handle.shape.options) or state.make_shape(handle.shape.options)
+    num_tokens = handle.num_tokens
     x = checks.tensor(
-        "x", x, ctx.device, shape=handle.rows_shape, dtypes=(torch.bfloat16,),
-        contiguous=not zero_copy,
-    )  # fmt: skip
+        "x", x, device, shape=shape.rows_shape, dtypes=(torch.bfloat16,), contiguous=not zero_copy
+    )
     if zero_copy:
-        x = state.filled_combine_buffer(handle.rows_shape)
-    aligned("x", x)
-    idx, weights = checks.topk_pair(topk_idx, topk_weights, ctx.device, handle.num_tokens)
+        x = state.filled_combine_buffer(shape.rows_shape)
+    x_address = aligned("x", x)
+    idx, weights = checks.topk_pair(topk_idx, topk_weights, device, num_tokens)
     if idx is None:
         raise ArgumentError("topk_idx", None, "must be given")
-    if idx.shape[1] != handle.num_topk:
+    if idx.shape[1] != shape.num_topk:
         raise HandleMismatch(
-            "handle", f"{handle.num_topk} selections a token", f"must be of this topk_idx "
+            "handle", f"{shape.num_topk} selections a token", f"must be of this topk_idx "
             f"({idx.shape[1]} columns)",
         )  # fmt: skip
-    if one_rounding and handle.is_compact:
-        raise ArgumentError("one_rounding", True, "needs rows that are not compact")
-    if one_rounding and weights is None:
-        raise ArgumentError("topk_weights", None, "must be given with one_rounding")
-    needs_weights = one_rounding or (not handle.is_compact and handle.recv_weights is None)
-    if needs_weights and weights is None:
-        raise ArgumentError("topk_weights", None, "must be given, here or to low_latency_dispatch")
-    rows = "selections" if one_rounding else "reduced" if handle.is_compact else "sums"
-    hidden, max_tokens = handle.hidden, handle.num_max_dispatch_tokens_per_rank
-    if out is not None:
-        out = aligned(
-            "out",
-            checks.tensor(
-                "out", out, ctx.device, shape=(handle.num_tokens, hidden), dtypes=(torch.bfloat16,)
-            ),
+    rows = _REDUCED if shape.is_compact else _SUMS
+    needs_weights = not (shape.is_compact or shape.weights_travel)
+    if one_rounding:
+        if shape.is_compact:
+            raise ArgumentError("one_rounding", True, "needs rows that are not compact")
+        state.num_blocks(
+            shape.max_tokens, shape.hidden, shape.num_topk, shape.num_experts, one_rounding=True
         )
-    wait_stats = _stats("combine_wait_recv_cost_stats", wait_stats, ctx, ctx.num_ranks, torch.int64)
-    num_blocks = state.num_blocks(
-        max_tokens, hidden, handle.num_topk, handle.num_experts, one_rounding=one_rounding
-    )
+        rows, needs_weights = _SELECTIONS, True
+    if needs_weights and weights is None:
+        raise ArgumentError(
+            "topk_weights", None, "must be given with one_rounding" if one_rounding
+            else "must be given, here or to low_latency_dispatch",
+        )  # fmt: skip
+    if out is not None:
+        out = checks.tensor(
+            "out", out, device, shape=(num_tokens, shape.hidden), dtypes=(torch.bfloat16,)
+        )
+        aligned("out", out)
+    if wait_stats is not None:
+        wait_stats = _stats(
+            "combine_wait_recv_cost_stats", wait_stats, ctx, ctx.num_ranks, torch.int64
+        )
+    if async_finish and return_recv_hook:
+        raise ArgumentError("return_recv_hook", True, "excludes async_finish")
     state.require_half("combine")
 
-    with state.launch(phases.async_finish) as launch:
+    with state.launch(async_finish) as launch:
         combined_x = out
         if combined_x is None:
-            combined_x = launch.empty((handle.num_tokens, hidden), torch.bfloat16)
+            combined_x = launch.empty((num_tokens, shape.hidden), torch.bfloat16)
+        metadata, address = handle.metadata, ctx.address
+        call = (
+            x_address or address(x),
+            metadata.data_ptr(),
+            idx.data_ptr() or address(idx),
+            idx.element_size(),
+            address(weights) if needs_weights else 0,
+            num_tokens,
+            rows,
+            combined_x.data_ptr() or address(combined_x),
+            0 if wait_stats is None else wait_stats.data_ptr(),
+        )
+        hook = None
+        if return_recv_hook:
+            combine, ticket = shape.combine, launch.empty((1,), torch.int32)
 
-        def run(send: bool, receive: bool, ticket: Tensor | None, stream: int) -> None:
-            ctx.engine.low_latency_combine(
-                x=ctx.address(x),
-                recv_tokens=ctx.address(handle.recv_tokens),
-                places=ctx.address(handle.places),
-                recv_weights=ctx.address(handle.recv_weights),
-                topk_idx=ctx.address(idx),
-                topk_idx_bytes=idx.element_size(),
-                topk_weights=ctx.address(weights) if needs_weights else 0,
-                num_tokens=handle.num_tokens,
-                num_max_tokens=max_tokens,
-                hidden=hidden,
-                num_topk=handle.num_topk,
-                num_experts=handle.num_experts,
-                num_blocks=num_blocks,
-                rows=rows,
-                send=send,
-                receive=receive,
-                ticket=ctx.address(ticket),
-                combined_x=ctx.address(combined_x),
-                wait_stats=ctx.address(wait_stats),
-                stream=stream,
-            )
+            def run(send: bool, receive: bool, stream: int) -> None:
+                combine(*call, send, receive, ticket.data_ptr(), stream)
 
-        inputs: Sequence[Tensor | None] = [
-            x, idx, weights, out, wait_stats, handle.recv_tokens, handle.places, handle.recv_weights
-        ]  # fmt: skip
-        event, hook = state.run("combine", phases, launch, run, inputs)
+            keep = (x, metadata, idx, weights, combined_x, wait_stats, ticket)
+            hook = state.hook("combine", launch, run, keep)
+        else:
+            shape.combine(*call, True, True, 0, launch.stream)
+        event = launch.finish((x, idx, weights, out, wait_stats, metadata))
+        if hook is None:
+            ctx.end()
     return combined_x, event, hook
 
 

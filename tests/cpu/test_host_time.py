@@ -190,3 +190,46 @@ def test_a_block_that_another_stream_may_read_is_waited_for(
         assert log[:3] == [("order", COMPUTE, COMM), ("wait", COMM), ("dispatch", COMM)]
 
     _on_fake_cuda(body)
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_low_latency_calls_make_four_tensors_and_touch_no_other_stream(
+    empties: list[object], compact: bool
+) -> None:
+    def main(group: local.ThreadGroup) -> None:
+        num_bytes = deep_comm.Buffer.get_low_latency_rdma_size_hint(T, H, 1, E)
+        with deep_comm.Buffer(group, 0, num_bytes, low_latency_mode=True, timeout_s=20) as buffer:
+            x = torch.randn(T, H).bfloat16()
+            idx = torch.rand(T, E).topk(K).indices
+            weights = torch.rand(T, K)
+
+            def pair() -> tuple[torch.Tensor, Counter, Counter]:
+                with Counter() as there:
+                    handle = buffer.low_latency_dispatch(
+                        x, idx, T, E, topk_weights=weights, compact=compact
+                    )[2]
+                rows = torch.ones(handle.rows_shape, dtype=torch.bfloat16)
+                with Counter() as back:
+                    combined = buffer.low_latency_combine(rows, idx, None, handle)[0]
+                return combined, there, back
+
+            pair()
+            empties.clear()
+            log.clear()
+            combined, there, back = pair()
+            assert empties == [
+                (handle_shape,) for handle_shape in _shapes(compact)
+            ] and log == []
+            assert len(there.functions) <= 20, there.functions
+            assert len(back.functions) <= 17, back.functions
+            want = weights.sum(1) if not compact else torch.ones(T)
+            assert torch.allclose(combined[:, 0].float(), want, rtol=1e-2)
+
+    def _shapes(compact: bool) -> list[tuple[int, ...]]:
+        groups = () if compact else (E,)
+        rows, scales = (*groups, T, H), (*groups, H // 128, T)
+        metadata = [shape for (shape, *_) in empties if len(shape) == 1]
+        return [rows, scales, *metadata, (T, H)]
+
+    with fake_cuda.installed() as log:
+        local.run(main, 1, timeout_s=60)

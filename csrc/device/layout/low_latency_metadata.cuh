@@ -1,0 +1,51 @@
+// What a low-latency dispatch returns beside rows and scales, as one block of memory: one allocation, and one address
+// for the combine that follows. L local experts, N = R * M rows of an expert, or in all if compact.
+//
+//   block = [ recv_count | num_recv | ticket | recv_tokens | layout_range | src_info | places | recv_weights |
+//             compact_idx | compact_weights ]                      the last three where the call has them
+#pragma once
+
+#include "device/layout/region.cuh"
+
+namespace deep_comm {
+
+struct LowLatencyMetadata {
+  static constexpr size_t kNone = ~size_t{0};
+
+  size_t recv_count;       // int32 [L]
+  size_t num_recv;         // int32 [1]
+  size_t ticket;           // uint32 [1]
+  size_t recv_tokens;      // int32 [R]
+  size_t layout_range;     // int64 [L, R] or [R]
+  size_t src_info;         // int32 [L, N] or [N]
+  size_t places;           // int32 [R, M, K] or [R, M]
+  size_t recv_weights;     // float32 [R, M, K]
+  size_t compact_idx;      // int32 [N, K]
+  size_t compact_weights;  // float32 [N, K]
+  size_t num_bytes;
+
+  DC_HOST_DEVICE static LowLatencyMetadata make(int num_ranks, int num_local, int num_max_tokens, int num_topk,
+                                                bool is_compact, bool has_weights) {
+    const size_t num_rows = static_cast<size_t>(num_ranks) * num_max_tokens;
+    const size_t num_groups = is_compact ? 1 : num_local;
+    LowLatencyMetadata layout{};
+    RegionCursor cursor;
+    const auto take = [&](size_t num_elements, size_t element_bytes, bool is_there = true) {
+      return is_there ? cursor.take(num_elements * element_bytes, 16) : kNone;
+    };
+    layout.recv_count = take(num_local, 4);
+    layout.num_recv = take(1, 4);
+    layout.ticket = take(1, 4);
+    layout.recv_tokens = take(num_ranks, 4);
+    layout.layout_range = take(num_groups * num_ranks, 8);
+    layout.src_info = take(num_groups * num_rows, 4);
+    layout.places = take(num_rows * (is_compact ? 1 : num_topk), 4);
+    layout.recv_weights = take(num_rows * num_topk, 4, has_weights && !is_compact);
+    layout.compact_idx = take(num_rows * num_topk, 4, is_compact);
+    layout.compact_weights = take(num_rows * num_topk, 4, has_weights && is_compact);
+    layout.num_bytes = cursor.num_bytes();
+    return layout;
+  }
+};
+
+}  // namespace deep_comm
