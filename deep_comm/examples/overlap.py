@@ -1,0 +1,197 @@
+"""Communication behind computation: two batches in turn, and shared experts between send and receive.
+
+The same model three times: one step after the other; shared experts while tokens travel; the batch
+halved, so that one half computes while the other one's tokens are on their way. Results are compared
+bit for bit. ``--trace FOLDER`` writes a Chrome trace of rank 0 for each way and, on GPUs, a picture
+of what ran when on which stream, and says how much of the communication had computation beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import deep_comm
+from deep_comm.examples import picture
+from deep_comm.examples.launch import device_of, on_ranks, say
+from deep_comm.topology import first_expert, num_local_experts
+
+NUM_EXPERTS, NUM_TOPK, NUM_LAYERS = 16, 4, 3
+
+
+class Model:
+    """Layers of something like attention, a gate, experts and a shared expert; weights from seeds."""
+
+    def __init__(self, group: Any, hidden: int, max_tokens: int, device: torch.device, mode: Any) -> None:
+        self.parallel = deep_comm.ExpertParallel(
+            group, hidden=hidden, num_experts=NUM_EXPERTS, num_topk=NUM_TOPK,
+            max_tokens=max_tokens, decode_tokens=max_tokens, mode=mode, device=device,
+        )  # fmt: skip
+        def weight(seed: int, *shape: int) -> Tensor:
+            generator = torch.Generator(device).manual_seed(seed)
+            values = torch.randn(shape, generator=generator, device=device) / hidden**0.5
+            return values.to(torch.bfloat16)
+
+        rank, num_ranks = group.rank(), group.size()
+        self.first = first_expert(rank, NUM_EXPERTS, num_ranks)
+        local = range(self.first, self.first + num_local_experts(rank, NUM_EXPERTS, num_ranks))
+        self.mix, self.gate = weight(1, hidden, hidden), weight(2, hidden, NUM_EXPERTS)
+        self.shared = weight(3, hidden, hidden)
+        self.experts = torch.stack([weight(100 + idx, hidden, hidden) for idx in local])
+
+    def attention(self, x: Tensor) -> Tensor:
+        """Row by row, so that a batch may be halved: only its cost is attention's."""
+        return x + torch.tanh(x @ self.mix)
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        weights, idx = (x @ self.gate).float().softmax(-1).topk(NUM_TOPK)
+        return idx, weights
+
+    def compute(self, batch: deep_comm.ExpertBatch) -> Tensor:
+        if batch.is_masked:
+            return torch.bmm(batch.masked(), self.experts).view(batch.x.shape)
+        return batch.map(lambda idx, rows: rows @ self.experts[idx - self.first])
+
+    def shared_experts(self, x: Tensor) -> Tensor:
+        return x @ self.shared
+
+
+def one_after_the_other(model: Model, x: Tensor) -> Tensor:
+    for _ in range(NUM_LAYERS):
+        h = model.attention(x)
+        x = h + (model.parallel(h, *model.route(h), model.compute) + model.shared_experts(h))
+    return x
+
+
+def shared_between(model: Model, x: Tensor) -> Tensor:
+    for _ in range(NUM_LAYERS):
+        h = model.attention(x)
+        with model.parallel.dispatch_async(h, *model.route(h)) as sent:
+            shared = model.shared_experts(h)  # while tokens travel
+        batch = sent.result()
+        with model.parallel.combine_async(batch, model.compute(batch)) as returning:
+            pass  # nothing is left to do here; forward(shared=) is this whole block
+        x = h + (returning.result() + shared)
+    return x
+
+
+def two_batches(model: Model, x: Tensor) -> Tensor:
+    """Each half computes what it has while the other half's rows are on their way.
+
+        a   attention ·          experts ·           (next layer) attention
+        b             attention ·        experts ·
+            ├ dispatch a ┤├ dispatch b ┤├ combine a ┤├ combine b ┤
+    """
+    parallel = model.parallel
+    a, b = x.split([x.shape[0] - x.shape[0] // 2, x.shape[0] // 2])
+    finish_b: Callable[[], Tensor] = lambda b=b: b  # noqa: E731 - replaced in every layer
+    for _ in range(NUM_LAYERS):
+        h_a = model.attention(a)  # while b's sums of the layer before travel
+        sent_a = parallel.dispatch_async(h_a, *model.route(h_a))
+        h_b = model.attention(finish_b())  # while a's tokens travel
+        batch_a = sent_a.result()
+        sent_b = parallel.dispatch_async(h_b, *model.route(h_b))
+        shared_a, rows_a = model.shared_experts(h_a), model.compute(batch_a)  # while b's tokens travel
+        batch_b = sent_b.result()
+        back_a = parallel.combine_async(batch_a, rows_a)
+        shared_b, rows_b = model.shared_experts(h_b), model.compute(batch_b)  # while a's sums travel
+        a = h_a + (back_a.result() + shared_a)
+        back_b = parallel.combine_async(batch_b, rows_b)
+
+        def finish_b(h: Tensor = h_b, back: Any = back_b, shared: Tensor = shared_b) -> Tensor:
+            return h + (back.result() + shared)
+
+    return torch.cat([a, finish_b()])
+
+
+WAYS = {"sequential": one_after_the_other, "shared": shared_between, "two-batch": two_batches}
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _trace(way: str, step: Callable[[], Tensor], device: torch.device, folder: Path) -> str:
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities) as profiler:
+        step()
+        _synchronize(device)
+    file = folder / f"{way}.json"
+    profiler.export_chrome_trace(str(file))
+    spans = picture.device_spans(file)
+    if not spans:
+        return f"{way}: {file} (no kernels of a GPU to draw)"
+    drawing = folder / f"{way}.svg"
+    drawing.write_text(picture.draw(spans, f"{way}, rank 0"))
+    share = picture.overlapped_share(spans)
+    return f"{way}: {drawing}; {share:.0%} of communication had computation beside it"
+
+
+def rank_main(
+    group: Any, num_tokens: int, hidden: int, mode: str, folder: str | None
+) -> bool:
+    device = device_of(group)
+    rank = group.rank()
+    model = Model(group, hidden, num_tokens, device, mode)
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(num_tokens, hidden, generator=generator).to(device, torch.bfloat16)
+    results = {}
+    with torch.inference_mode():
+        for way, run in WAYS.items():
+            results[way] = run(model, x)  # also the warm-up
+            _synchronize(device)
+            torch.distributed.barrier(group)
+            started = time.perf_counter()
+            for _ in range(3):
+                run(model, x)
+            _synchronize(device)
+            say(group, f"{way:>10}: {(time.perf_counter() - started) / 3e-3:.2f} ms a pass of {NUM_LAYERS} layers")
+        if folder is not None:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            for way, run in WAYS.items():
+                torch.distributed.barrier(group)
+                if rank == 0:
+                    print(_trace(way, lambda run=run: run(model, x), device, Path(folder)), flush=True)
+                else:
+                    run(model, x)
+                    _synchronize(device)
+    model.parallel.destroy()
+    wanted = results["sequential"]
+    if device.type == "cpu":
+        is_right = all(torch.equal(y, wanted) for y in results.values())
+    else:  # halves are other shapes, for which a GPU's matrix products may add in another order
+        is_right = all(
+            torch.allclose(y.float(), wanted.float(), rtol=0.05, atol=0.05) for y in results.values()
+        )
+    say(group, "all ways give the same results" if is_right else "the ways give OTHER results")
+    return is_right
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    on_gpu = torch.cuda.is_available()
+    parser.add_argument("--tokens", type=int, default=4096 if on_gpu else 48, help="of a rank")
+    parser.add_argument("--hidden", type=int, default=7168 if on_gpu else 64)
+    parser.add_argument("--mode", choices=("prefill", "decode"), default="prefill")
+    parser.add_argument("--ranks", type=int, default=2, help="without torchrun")
+    parser.add_argument("--trace", metavar="FOLDER", help="write traces and pictures there")
+    parsed = parser.parse_args(arguments)
+    return on_ranks(
+        rank_main, parsed.ranks, parsed.tokens, parsed.hidden, parsed.mode, parsed.trace
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""Every example runs, checks itself and says so."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deep_comm.examples import picture
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(tmp_path: Path, name: str, *arguments: object, torchrun: int = 0) -> str:
+    program = [sys.executable, "-m"]
+    if torchrun:
+        program += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(torchrun), "-m"]
+    done = subprocess.run(
+        [*program, f"deep_comm.examples.{name}", *map(str, arguments)],
+        capture_output=True, text=True, timeout=280, check=False, cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_dispatch_and_combine_by_hand(tmp_path: Path, num_ranks: int) -> None:
+    assert "sums are right" in run(tmp_path, "dispatch_combine", "--ranks", num_ranks)
+
+
+def test_a_transformer_learns_and_equals_one_process(tmp_path: Path) -> None:
+    out = run(
+        tmp_path, "moe_transformer", ROOT / "README.md", "--steps", 200, "--ranks", 2, "--compare"
+    )
+    assert "after 200 steps on 2 ranks" in out
+    assert "the single-process run has the same losses" in out
+
+
+def test_a_transformer_runs_under_torchrun(tmp_path: Path) -> None:
+    out = run(
+        tmp_path, "moe_transformer", ROOT / "README.md", "--steps", 25, "--compare", torchrun=3
+    )
+    assert "on 3 ranks" in out and "same losses" in out
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_two_batches_and_shared_experts_overlap(tmp_path: Path, mode: str) -> None:
+    out = run(tmp_path, "overlap", "--mode", mode, "--ranks", 2, "--trace", tmp_path)
+    assert "all ways give the same results" in out
+    for way in ("sequential", "shared", "two-batch"):
+        assert json.loads((tmp_path / f"{way}.json").read_text())["traceEvents"]
+
+
+def test_decoding_follows_its_inputs(tmp_path: Path) -> None:
+    assert "all steps gave the reference's bits" in run(tmp_path, "decode_graph", "--ranks", 3)
+
+
+# ---- the picture of a GPU's trace ----------------------------------------------------------------
+
+
+def _trace(path: Path) -> Path:
+    def kernel(name: str, stream: int, ts: float, dur: float) -> dict:
+        return {
+            "ph": "X", "cat": "kernel", "name": name, "ts": ts, "dur": dur, "args": {"stream": stream}
+        }  # fmt: skip
+
+    events = [
+        kernel("gemm<float>", 7, 1000.0, 10.0),
+        kernel("void deep_comm::run<DispatchKernel>", 13, 1005.0, 10.0),
+        kernel("gemm<float>", 7, 1012.0, 1.0),
+        {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 990.0, "dur": 50.0, "args": {}},
+    ]
+    path.write_text(json.dumps({"traceEvents": events}))
+    return path
+
+
+def test_the_picture_shows_kernels_by_stream_and_their_overlap(tmp_path: Path) -> None:
+    spans = picture.device_spans(_trace(tmp_path / "trace.json"))
+    assert [(span.stream, span.begin_us, span.end_us) for span in spans] == [
+        (7, 0.0, 10.0), (13, 5.0, 15.0), (7, 12.0, 13.0),
+    ]  # fmt: skip
+    assert [span.is_communication for span in spans] == [False, True, False]
+    assert picture.overlapped_share(spans) == pytest.approx(0.6)
+    drawing = picture.draw(spans, "a <title>")
+    assert drawing.startswith("<svg") and "a &lt;title&gt;" in drawing
+    assert drawing.count(picture.COLOURS[True]) == 2 and "stream 13" in drawing
+    assert "60% of communication beside computation" in drawing
+
+
+def test_a_trace_without_kernels_has_no_spans(tmp_path: Path) -> None:
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": []}))
+    assert picture.device_spans(tmp_path / "trace.json") == []
+    assert picture.overlapped_share([]) == 0.0
