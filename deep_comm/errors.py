@@ -10,13 +10,19 @@ if TYPE_CHECKING:
 
 
 class DeepCommError(RuntimeError):
-    """Base of all errors of this package."""
+    """Base of all errors of this package.
+
+    What to do: read the message; `except DeepCommError` catches everything of this package. Raised
+    itself only for what a kernel reports and no class below describes: report that as a bug.
+    """
 
 
 class ArgumentError(DeepCommError, ValueError):
     """An argument breaks a rule. Nothing was launched.
 
     Attributes: ``argument`` (its name), ``value`` (what was given), ``rule`` (what must hold).
+
+    What to do: change the argument that is named. The Buffer is as it was.
     """
 
     def __init__(self, argument: str, value: Any, rule: str) -> None:
@@ -31,6 +37,10 @@ class BufferTooSmall(ArgumentError):
     """num_nvl_bytes cannot hold the rings of this call, or num_rdma_bytes a low-latency call.
 
     ``needed_bytes`` would do.
+
+    What to do: build the Buffer with ``needed_bytes``, or leave ``config`` away, so that rings
+    shrink to what there is; for low-latency calls use get_low_latency_rdma_size_hint with the
+    largest sizes of all calls.
     """
 
     def __init__(
@@ -41,19 +51,33 @@ class BufferTooSmall(ArgumentError):
 
 
 class HandleMismatch(ArgumentError):
-    """A dispatch handle is used with another shape, channel count or group than it was made for."""
+    """A dispatch handle is used with another shape, channel count or group than it was made for.
+
+    What to do: pass the handle of the dispatch whose rows these are, to the Buffer that made
+    it, with ``config`` left away or of as many SMs.
+    """
 
 
 class TopologyError(DeepCommError):
-    """The group does not fit the machine, or what this version supports."""
+    """The group does not fit the machine, or what this version supports.
+
+    What to do: put equal numbers of consecutive ranks on every host, or pass ranks_per_node;
+    ``python -m deep_comm.doctor`` shows which GPUs reach each other.
+    """
 
 
 class BufferDestroyed(DeepCommError):
-    """The Buffer was used after destroy()."""
+    """The Buffer was used after destroy().
+
+    What to do: destroy the Buffer after its last call, on every rank.
+    """
 
 
 class UnsupportedError(DeepCommError):
-    """Something that this version or this build does not offer."""
+    """Something that this version or this build does not offer.
+
+    What to do: leave the feature away; the message says what serves instead, if anything.
+    """
 
 
 class UnsupportedArgument(UnsupportedError, TypeError):
@@ -62,6 +86,9 @@ class UnsupportedArgument(UnsupportedError, TypeError):
     Also a TypeError, as callers expect that try a keyword and go on without it.
 
     Attributes: ``function``, ``argument``, ``value``.
+
+    What to do: leave the keyword away; the message says what serves instead, if
+    anything.
     """
 
     def __init__(self, function: str, argument: str, value: Any, reason: str) -> None:
@@ -72,7 +99,10 @@ class UnsupportedArgument(UnsupportedError, TypeError):
 
 
 class PeerLost(DeepCommError):
-    """A rank ended, or reported a failure, while others waited for it on the host."""
+    """A rank ended, or reported a failure, while others waited for it on the host.
+
+    What to do: look at the rank that is named: its own error is the cause.
+    """
 
 
 class PeerTimeout(DeepCommError):
@@ -81,6 +111,10 @@ class PeerTimeout(DeepCommError):
     Attributes: ``rank`` (who waited), ``peer`` (for whom; -1: nobody in particular), ``kernel``,
     ``stage``, ``word`` (the shared word), ``channel`` (-1: none), ``seen``, ``expected``,
     ``waited_s``.
+
+    What to do: look at the peer that is named: it has crashed, is stuck before this call, or
+    made other calls. ``reset()`` on all ranks makes the Buffer usable again. If the peer is only
+    slow, raise ``timeout_s``.
     """
 
     def __init__(
@@ -119,6 +153,9 @@ class ConfigMismatch(DeepCommError):
     """Ranks of one Buffer disagree about something that must be equal on all of them.
 
     Attributes: ``field`` (what), ``values`` (rank -> value).
+
+    What to do: give all ranks the same value of what is named; if it is the operation, let
+    all ranks make the same calls in the same order.
     """
 
     def __init__(self, field: str, values: Mapping[int, Any]) -> None:
@@ -133,6 +170,8 @@ class ExpertIndexError(ArgumentError):
 
     Attributes besides those of ArgumentError: ``rank`` (whose topk_idx), ``num_experts``,
     ``position`` (in row order; -1: known to that rank alone, as is ``value``).
+
+    What to do: look at the router: indices are global, 0..num_experts-1, or -1 for none.
     """
 
     def __init__(self, rank: int, num_experts: int, value: int | None, position: int = -1) -> None:
@@ -149,6 +188,9 @@ class CapacityError(DeepCommError):
     """More rows arrived than num_worst_tokens allows.
 
     Attributes: ``needed_rows``, ``available_rows``.
+
+    What to do: raise num_worst_tokens: the number of tokens of all ranks together is always
+    enough.
     """
 
     def __init__(self, rank: int, needed_rows: int, available_rows: int) -> None:

@@ -100,6 +100,7 @@ class Handle:
         return self.recv_src_idx.shape[0]
 
     def as_tuple(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """The six tensors, in the order of DeepEP's handle."""
         return (
             self.rank_prefix_matrix,
             self.channel_prefix_matrix,
@@ -170,11 +171,13 @@ class Handle:
         return known if known is not None and known.owner is owner else None
 
     def remember(self, owner: object, empty_address: int) -> KnownHandle:
+        """What the calls of ``owner``, which has checked the handle, need of it from now on."""
         known = KnownHandle(self, owner, empty_address)
         object.__setattr__(self, "_known", known)  # a cache: the handle itself stays as it is
         return known
 
     def require_num_tokens(self, num_tokens: int) -> None:
+        """Raise HandleMismatch unless the dispatch had as many tokens."""
         if self.num_tokens != num_tokens:
             raise HandleMismatch(
                 "handle",
@@ -183,6 +186,7 @@ class Handle:
             )
 
     def require_num_channels(self, num_channels: int) -> None:
+        """Raise HandleMismatch unless the dispatch had as many channels."""
         if self.num_channels != num_channels:
             raise HandleMismatch(
                 "handle",

@@ -213,6 +213,7 @@ class ElasticBuffer(Refused):
         return 1, self.num_ranks
 
     def get_comm_stream(self) -> torch.cuda.Stream:
+        """The stream that everything runs on. Raises UnsupportedError on the host target."""
         return self._buffer.get_comm_stream()
 
     @staticmethod

@@ -30,6 +30,7 @@ class InstallError(DeepCommError):
 
 
 def default_target() -> Path:
+    """Where pip installs, in the Python that runs this."""
     return Path(sysconfig.get_path("purelib"))
 
 
@@ -41,6 +42,7 @@ def _dist_info(target: Path) -> Path | None:
 
 
 def is_ours(target: Path) -> bool:
+    """Did install() put the deep_ep of ``target`` there?"""
     info = _dist_info(target)
     installer = info / "INSTALLER" if info is not None else None
     return installer is not None and installer.exists() and installer.read_text().strip() == _INSTALLER
@@ -120,6 +122,7 @@ def uninstall(target: Path | None = None) -> Path:
 
 
 def describe(target: Path | None = None) -> str:
+    """What ``import deep_ep`` finds, in words."""
     target = default_target() if target is None else target
     found = existing()
     lines = [f"python: {sys.executable}", f"installed in {target}: {'yes' if is_ours(target) else 'no'}"]

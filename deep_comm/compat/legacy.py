@@ -37,6 +37,7 @@ class HandleTuple(tuple[Any, ...]):
 
     @classmethod
     def of(cls, native: Any) -> HandleTuple | None:
+        """Of a native handle; None of none."""
         if native is None:
             return None
         handle = cls(native.as_tuple())

@@ -1,0 +1,304 @@
+#!/usr/bin/env python3
+"""Writes what documentation can be written from the code: no packages beyond deep_comm's own.
+
+    python tools/build_docs.py                 # docs/guide/{errors,environment,shapes}.md
+    python tools/build_docs.py --api FOLDER    # and the API reference, one page a module, into FOLDER
+
+The three guide pages are part of the repository; tests/cpu/test_docs.py says when they are out of date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import inspect
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+GUIDE = ROOT / "docs" / "guide"
+
+# Page -> modules whose public classes and functions stand on it, in the order of reading.
+API = {
+    "deep_comm": ["deep_comm"],
+    "layer": ["deep_comm.layer"],
+    "handles": ["deep_comm.handle", "deep_comm.low_latency_handle"],
+    "groups": ["deep_comm.local", "deep_comm.simulate", "deep_comm.processes"],
+    "reference": ["deep_comm.reference", "deep_comm.reference_low_latency"],
+    "environment": ["deep_comm.env"],
+    "compat": [
+        "deep_comm.compat.legacy",
+        "deep_comm.compat.elastic",
+        "deep_comm.compat.ep_handle",
+        "deep_comm.compat.installer",
+    ],
+    "vllm": ["deep_comm.integrations.vllm"],
+    "sglang": ["deep_comm.integrations.sglang"],
+    "errors": ["deep_comm.errors"],
+}
+
+_NOTE = "<!-- Written by tools/build_docs.py; change the code and run it again. -->"
+_REMEDY = "What to do:"
+
+
+# ---- API reference -----------------------------------------------------------------------------------
+
+
+def public_names(module: Any) -> list[str]:
+    """What a module offers: __all__, else what it defines itself without an underscore."""
+    names = getattr(module, "__all__", None)
+    if names is not None:
+        return [name for name in names if not name.startswith("__")]
+    return [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
+    ]
+
+
+def members(cls: type) -> list[tuple[str, Any]]:
+    """Public methods and properties, those of deep_comm's own base classes too, in order of writing."""
+    found: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):
+        if base.__module__.split(".")[0] != "deep_comm":
+            continue
+        for name, value in vars(base).items():
+            raw = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+            if not name.startswith("_") and (inspect.isfunction(raw) or isinstance(raw, property)):
+                found.pop(name, None)
+                found[name] = value
+    return list(found.items())
+
+
+def signature(value: Any) -> str:
+    raw = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+    try:
+        text = str(inspect.signature(raw))
+    except (TypeError, ValueError):
+        return "(…)"
+    text = re.sub(r"^\((self|cls)(, )?", "(", text)
+    return without_addresses(text).replace("torch.", "")
+
+
+def without_addresses(text: str) -> str:
+    """Of objects, which differ from run to run."""
+    return re.sub(r"(<[^<>]*?) at 0x[0-9a-f]+>", r"\1>", text)
+
+
+def block(doc: str | None) -> str:
+    """A docstring as text that keeps its lines."""
+    return f"```text\n{inspect.cleandoc(doc)}\n```\n" if doc else ""
+
+
+def document(name: str, value: Any) -> str:
+    if isinstance(value, type):
+        init = vars(value).get("__init__")
+        lines = [f"## class `{name}`\n", block(vars(value).get("__doc__"))]
+        is_generated = dataclasses.is_dataclass(value) or init is None
+        if not is_generated:
+            lines.append(f"### `{name}{signature(init)}`\n\n{block(init.__doc__)}")
+        for member, method in members(value):
+            if isinstance(method, property):
+                lines.append(f"### property `{name}.{member}`\n\n{block(method.__doc__)}")
+                continue
+            kind = "static " if isinstance(method, staticmethod) else ""
+            lines.append(
+                f"### {kind}`{name}.{member}{signature(method)}`\n\n"
+                + block(inspect.getdoc(getattr(value, member)))
+            )
+        return "\n".join(lines)
+    if callable(value):
+        return f"## `{name}{signature(value)}`\n\n{block(inspect.getdoc(value))}"
+    return f"## `{name}`\n\n```text\n{without_addresses(repr(value))}\n```\n"
+
+
+def api_page(title: str, modules: list[str]) -> str:
+    parts = [f"# {title}\n"]
+    for module_name in modules:
+        module = importlib.import_module(module_name)
+        parts.append(f"Module `{module_name}`\n\n{block(module.__doc__)}")
+        parts += [document(name, getattr(module, name)) for name in public_names(module)]
+    return "\n".join(parts)
+
+
+def write_api(folder: Path) -> list[Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    pages = []
+    for title, modules in API.items():
+        page = folder / f"{title}.md"
+        page.write_text(f"{_NOTE}\n\n{api_page(title, modules)}")
+        pages.append(page)
+    index = "\n".join(f"* [{title}]({title}.md): `{'`, `'.join(m)}`" for title, m in API.items())
+    (folder / "README.md").write_text(f"{_NOTE}\n\n# API reference\n\n{index}\n")
+    return pages
+
+
+# ---- pages of the guide ------------------------------------------------------------------------------
+
+
+def error_classes() -> list[type]:
+    from deep_comm import errors
+
+    own = [
+        value
+        for value in vars(errors).values()
+        if isinstance(value, type) and issubclass(value, Exception)
+        and value.__module__ == errors.__name__
+    ]  # fmt: skip
+    return own
+
+
+def errors_page() -> str:
+    """Every error: what it says, when, and what to do, from its docstring."""
+    lines = [
+        _NOTE,
+        "",
+        "# Error catalogue",
+        "",
+        "Everything that deep_comm raises on purpose derives from `DeepCommError`, a `RuntimeError`. Errors of "
+        "arguments are raised before anything is launched, on the rank that made the call; errors that kernels "
+        "find are raised on all ranks that they concern, and after all but `PeerTimeout` the Buffer goes on.",
+        "",
+        "| error | is also | what happened |",
+        "|---|---|---|",
+    ]
+    classes = error_classes()
+    for cls in classes:
+        bases = ", ".join(f"`{base.__name__}`" for base in cls.__mro__[1:-3] if base is not Exception)
+        first = inspect.cleandoc(cls.__doc__ or "").split("\n\n")[0].split(". ")[0].replace("\n", " ")
+        lines.append(f"| [`{cls.__name__}`](#{cls.__name__.lower()}) | {bases} | {first.rstrip('.')} |")
+    for cls in classes:
+        text = inspect.cleandoc(cls.__doc__ or "").replace("``", "`")
+        about, _, remedy = text.partition(_REMEDY)
+        lines += ["", f"## {cls.__name__}", "", about.strip(), ""]
+        lines += [f"**{_REMEDY}** {remedy.strip()}"]
+    return "\n".join(lines) + "\n"
+
+
+def environment_page() -> str:
+    from deep_comm import env
+
+    lines = [
+        _NOTE,
+        "",
+        "# Environment variables",
+        "",
+        "Read when they are needed, never at import. `python -m deep_comm.doctor` prints them with their "
+        "values, and names variables with this prefix that nobody reads.",
+        "",
+        "| variable | default | meaning | value |",
+        "|---|---|---|---|",
+    ]
+    for variable in env.REGISTRY:
+        default = "unset" if variable.default is None else f"{variable.default}"
+        lines.append(f"| `{variable.name}` | {default} | {variable.doc} | {variable.kind} |")
+    return "\n".join(lines) + "\n"
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    name: str
+    hidden: int
+    experts: int
+    topk: int
+    note: str = ""
+
+
+# Read from public model configurations; hidden is that of the rows that travel.
+MODELS = (
+    Model("DeepSeek-V3, R1, V3.2", 7168, 256, 8),
+    Model("DeepSeek-V4-Flash", 4096, 256, 6),
+    Model("DeepSeek-V2-Lite, Moonlight-16B", 2048, 64, 6),
+    Model("Kimi K2, K2.5, K2.6", 7168, 384, 8),
+    Model("Kimi K3", 3584, 896, 16, "latent rows"),
+    Model("Qwen3-30B-A3B", 2048, 128, 8),
+    Model("Qwen3-235B-A22B", 4096, 128, 8),
+    Model("Qwen3-Next-80B", 2048, 512, 10),
+    Model("Qwen3.5-35B-A3B", 2048, 256, 8),
+    Model("GLM-4.5-Air", 4096, 128, 8),
+    Model("GLM-4.5", 5120, 160, 8),
+    Model("GLM-5", 6144, 256, 8),
+    Model("MiniMax-M2", 3072, 256, 8),
+    Model("MiniMax-M3", 6144, 128, 4),
+    Model("gpt-oss-120b", 2880, 128, 4, "no rounding up needed"),
+    Model("gpt-oss-20b", 2880, 32, 4, "no rounding up needed"),
+    Model("LongCat-Flash", 6144, 512, 12),
+    Model("Step-3.5", 4096, 288, 8),
+    Model("hy_v4", 2816, 256, 8),
+)
+_RANKS = 8
+_PREFILL_TOKENS, _DECODE_TOKENS = 4096, 128
+
+
+def shapes_page() -> str:
+    """Recommended sizes, by the functions that programs size their Buffers with."""
+    import deep_comm
+    from deep_comm.compat.hints import low_latency_bytes
+    from deep_comm.layer import MoEShape, estimate_memory
+
+    dispatch = deep_comm.Buffer.get_dispatch_config(_RANKS)
+    combine = deep_comm.Buffer.get_combine_config(_RANKS)
+    lines = [
+        _NOTE,
+        "",
+        "# Sizes for known models",
+        "",
+        f"For {_RANKS} ranks in a node, up to {_PREFILL_TOKENS} tokens a rank in prefill and {_DECODE_TOKENS} in "
+        "decode, BF16 rows, MiB on every rank. *Layer* is what `ExpertParallel` allocates for both modes; the next "
+        "two are `num_nvl_bytes` and `num_rdma_bytes` of a `Buffer` that one builds oneself: a receive region "
+        "for the worst routing beside 64 MiB of rings (less works: rows without room take the rings), and "
+        "`get_low_latency_rdma_size_hint`. *Rings alone* is the least for DeepEP's configs. The last column is "
+        "DeepEP's low-latency hint for the same shape, which grows with the experts.",
+        "",
+        "| model | hidden | experts | top-k | layer | normal | low latency | rings alone | DeepEP's hint |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+
+    def mebibytes(num_bytes: int) -> str:
+        return f"{-(-num_bytes // (1 << 20))}"
+
+    for model in MODELS:
+        layer = estimate_memory(
+            MoEShape(model.hidden, model.experts, model.topk, _PREFILL_TOKENS, _DECODE_TOKENS), _RANKS
+        )
+        normal = _RANKS * _PREFILL_TOKENS * (2 * model.hidden + 12 * model.topk + 4) + (64 << 20)
+        decode = deep_comm.Buffer.get_low_latency_rdma_size_hint(
+            _DECODE_TOKENS, model.hidden, _RANKS, model.experts
+        )
+        rings = max(
+            config.get_nvl_buffer_size_hint(2 * model.hidden, _RANKS) for config in (dispatch, combine)
+        )
+        theirs = low_latency_bytes(_DECODE_TOKENS, model.hidden, _RANKS, model.experts)
+        name = model.name + (f" ({model.note})" if model.note else "")
+        cells = [name, model.hidden, model.experts, model.topk]
+        cells += [mebibytes(size) for size in (layer.buffer, normal, decode, rings, theirs)]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    lines += [
+        "",
+        "Another shape: `print(deep_comm.ExpertParallel.estimate_memory(...))`, or the three functions named "
+        "above. FP8 rows take a little more than half of the receive region.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+PAGES = {"errors.md": errors_page, "environment.md": environment_page, "shapes.md": shapes_page}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--api", type=Path, metavar="FOLDER", help="write the API reference there too")
+    options = parser.parse_args(arguments)
+    for name, make in PAGES.items():
+        (GUIDE / name).write_text(make())
+        print(f"docs/guide/{name}")
+    if options.api is not None:
+        for page in write_api(options.api):
+            print(page)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
