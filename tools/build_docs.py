@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Writes what documentation can be written from the code: no packages beyond deep_comm's own.
 
     python tools/build_docs.py                 # docs/guide/{errors,environment,shapes}.md
@@ -167,9 +166,15 @@ def errors_page() -> str:
     ]
     classes = error_classes()
     for cls in classes:
-        bases = ", ".join(f"`{base.__name__}`" for base in cls.__mro__[1:-3] if base is not Exception)
-        first = inspect.cleandoc(cls.__doc__ or "").split("\n\n")[0].split(". ")[0].replace("\n", " ")
-        lines.append(f"| [`{cls.__name__}`](#{cls.__name__.lower()}) | {bases} | {first.rstrip('.')} |")
+        bases = ", ".join(
+            f"`{base.__name__}`" for base in cls.__mro__[1:-3] if base is not Exception
+        )
+        first = (
+            inspect.cleandoc(cls.__doc__ or "").split("\n\n")[0].split(". ")[0].replace("\n", " ")
+        )
+        lines.append(
+            f"| [`{cls.__name__}`](#{cls.__name__.lower()}) | {bases} | {first.rstrip('.')} |"
+        )
     for cls in classes:
         text = inspect.cleandoc(cls.__doc__ or "").replace("``", "`")
         about, _, remedy = text.partition(_REMEDY)
@@ -262,14 +267,16 @@ def shapes_page() -> str:
 
     for model in MODELS:
         layer = estimate_memory(
-            MoEShape(model.hidden, model.experts, model.topk, _PREFILL_TOKENS, _DECODE_TOKENS), _RANKS
+            MoEShape(model.hidden, model.experts, model.topk, _PREFILL_TOKENS, _DECODE_TOKENS),
+            _RANKS,
         )
         normal = _RANKS * _PREFILL_TOKENS * (2 * model.hidden + 12 * model.topk + 4) + (64 << 20)
         decode = deep_comm.Buffer.get_low_latency_rdma_size_hint(
             _DECODE_TOKENS, model.hidden, _RANKS, model.experts
         )
         rings = max(
-            config.get_nvl_buffer_size_hint(2 * model.hidden, _RANKS) for config in (dispatch, combine)
+            config.get_nvl_buffer_size_hint(2 * model.hidden, _RANKS)
+            for config in (dispatch, combine)
         )
         theirs = low_latency_bytes(_DECODE_TOKENS, model.hidden, _RANKS, model.experts)
         name = model.name + (f" ({model.note})" if model.note else "")
@@ -289,7 +296,9 @@ PAGES = {"errors.md": errors_page, "environment.md": environment_page, "shapes.m
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--api", type=Path, metavar="FOLDER", help="write the API reference there too")
+    parser.add_argument(
+        "--api", type=Path, metavar="FOLDER", help="write the API reference there too"
+    )
     options = parser.parse_args(arguments)
     for name, make in PAGES.items():
         (GUIDE / name).write_text(make())

@@ -117,7 +117,9 @@ class ElasticBuffer(Refused):
         topology = self._buffer._context.topology
         self.num_rdma_ranks, self.num_nvlink_ranks = topology.num_nodes, topology.ranks_per_node
         self.num_scaleout_ranks, self.num_scaleup_ranks = self.get_logical_domain_size()
-        self.scaleout_rank_idx, self.scaleup_rank_idx = divmod(self.rank_idx, self.num_scaleup_ranks)
+        self.scaleout_rank_idx, self.scaleup_rank_idx = divmod(
+            self.rank_idx, self.num_scaleup_ranks
+        )
 
     # ---- life cycle ----------------------------------------------------------------------------
 
@@ -172,9 +174,13 @@ class ElasticBuffer(Refused):
         ):  # fmt: skip
             if value < 1:
                 raise ArgumentError(name, value, "must be at least 1 (or give num_bytes)")
-        row_bytes = hidden + _align(-(-hidden // 128) * 4, _ROW_BYTES) if use_fp8_dispatch else 2 * hidden
+        row_bytes = (
+            hidden + _align(-(-hidden // 128) * 4, _ROW_BYTES) if use_fp8_dispatch else 2 * hidden
+        )
         per_row = row_bytes + 12 * num_topk + 4
-        return _align(group.size() * num_max_tokens_per_rank * per_row + _RING_BYTES, _SIZE_ALIGNMENT)
+        return _align(
+            group.size() * num_max_tokens_per_rank * per_row + _RING_BYTES, _SIZE_ALIGNMENT
+        )
 
     def get_theoretical_num_sms(
         self,
@@ -295,7 +301,9 @@ class ElasticBuffer(Refused):
         if num_sms % 2 != 0 or num_sms < 0:
             raise ArgumentError("num_sms", num_sms, "must be even and not negative")
         syncs = do_cpu_sync is None or do_cpu_sync
-        self._buffer.num_sms = num_sms or self.get_theoretical_num_sms(num_experts, topk_idx.shape[1])
+        self._buffer.num_sms = num_sms or self.get_theoretical_num_sms(
+            num_experts, topk_idx.shape[1]
+        )
 
         def run(**options: Any) -> tuple[Any, ...]:
             recv, recv_idx, recv_weights, counts, native, event = self._buffer.dispatch(

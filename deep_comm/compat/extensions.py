@@ -29,7 +29,9 @@ CONSTRUCTOR = {
 }
 DISPATCH = {
     "global_expert_id_offset": Extension(
-        "TensorRT-LLM's copy", (0, None), "recv_topk_idx holds local indices; add the offset to those >= 0"
+        "TensorRT-LLM's copy",
+        (0, None),
+        "recv_topk_idx holds local indices; add the offset to those >= 0",
     ),
 }
 LOW_LATENCY_DISPATCH = {
@@ -65,7 +67,10 @@ def check(function: str, known: Mapping[str, Extension], given: Mapping[str, Any
         extension = known.get(name)
         if extension is None:
             raise UnsupportedArgument(
-                function, name, value, "no release of DeepEP that deep_comm follows has this keyword"
+                function,
+                name,
+                value,
+                "no release of DeepEP that deep_comm follows has this keyword",
             )
         if not extension.reason or _is_neutral(value, extension.neutral):
             continue

@@ -45,7 +45,9 @@ def is_ours(target: Path) -> bool:
     """Did install() put the deep_ep of ``target`` there?"""
     info = _dist_info(target)
     installer = info / "INSTALLER" if info is not None else None
-    return installer is not None and installer.exists() and installer.read_text().strip() == _INSTALLER
+    return (
+        installer is not None and installer.exists() and installer.read_text().strip() == _INSTALLER
+    )
 
 
 def existing() -> Path | None:
@@ -125,6 +127,9 @@ def describe(target: Path | None = None) -> str:
     """What ``import deep_ep`` finds, in words."""
     target = default_target() if target is None else target
     found = existing()
-    lines = [f"python: {sys.executable}", f"installed in {target}: {'yes' if is_ours(target) else 'no'}"]
+    lines = [
+        f"python: {sys.executable}",
+        f"installed in {target}: {'yes' if is_ours(target) else 'no'}",
+    ]
     lines.append(f"import {NAME} finds: {found if found is not None else 'nothing'}")
     return "\n".join(lines)

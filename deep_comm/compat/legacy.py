@@ -152,7 +152,9 @@ class Buffer(deep_comm.Buffer):
         if bias is None or isinstance(bias, Tensor):
             return bias, None
         if len(bias) != 2:
-            raise ArgumentError("bias", f"{len(bias)} items", "must be a tensor or a pair of tensors")
+            raise ArgumentError(
+                "bias", f"{len(bias)} items", "must be a tensor or a pair of tensors"
+            )
         return bias[0], bias[1]
 
     # ---- normal mode ---------------------------------------------------------------------------
@@ -264,9 +266,7 @@ class Buffer(deep_comm.Buffer):
     ]:
         """``round_scale`` and ``use_ue8m0`` are ignored without ``use_fp8``: servers pass them always."""
         if extensions:
-            extended.check(
-                "Buffer.low_latency_dispatch", extended.LOW_LATENCY_DISPATCH, extensions
-            )
+            extended.check("Buffer.low_latency_dispatch", extended.LOW_LATENCY_DISPATCH, extensions)
         recv_x, recv_count, native, event, hook = super().low_latency_dispatch(
             x,
             topk_idx,

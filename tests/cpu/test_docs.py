@@ -126,7 +126,9 @@ def test_modules_and_files_that_commands_name_exist(page: Path) -> None:
 PROGRAMS = [
     (page.name, program)
     for page in PAGES
-    for program in re.findall(r"```python\n(# torchrun [^\n]+\n.*?)```", page.read_text(), re.DOTALL)
+    for program in re.findall(
+        r"```python\n(# torchrun [^\n]+\n.*?)```", page.read_text(), re.DOTALL
+    )
 ]
 
 

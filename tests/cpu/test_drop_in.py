@@ -186,9 +186,10 @@ def test_set_num_sms_reaches_configs_and_calls_of_the_drop_in_alone() -> None:
 def test_low_latency_size_hint_is_the_number_that_servers_compare_with() -> None:
     hint = deep_ep.Buffer.get_low_latency_rdma_size_hint
     assert hint(1024, 6144, 8, 256) == 13086230656
-    assert hint(
-        num_max_dispatch_tokens_per_rank=128, hidden=7168, num_ranks=8, num_experts=256
-    ) == 2 * (2 * 256 * 128 * (2 * 7168 + 7168 // 128 * 4) + 4 * 256) + 128
+    assert (
+        hint(num_max_dispatch_tokens_per_rank=128, hidden=7168, num_ranks=8, num_experts=256)
+        == 2 * (2 * 256 * 128 * (2 * 7168 + 7168 // 128 * 4) + 4 * 256) + 128
+    )
 
 
 def test_low_latency_memory_is_what_the_shape_needs() -> None:

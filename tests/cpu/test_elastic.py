@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-import drop_in
 import pytest
 import torch
 from drop_in import NUM_EXPERTS
@@ -83,7 +82,9 @@ def round_up(count: int, alignment: int) -> int:
 
 def check_handle(case: ElasticCase, rank: int, handle: EPHandle, num_rows: int):
     rows, num_local = expected_rows(case, rank)
-    counts = [sum(e == local for _, _, here in rows for e in here.values()) for local in range(num_local)]
+    counts = [
+        sum(e == local for _, _, here in rows for e in here.values()) for local in range(num_local)
+    ]
     padded = [round_up(count, case.alignment) for count in counts]
     starts = [sum(padded[:local]) for local in range(num_local)]
     assert handle.num_unaligned_recv_tokens_per_expert.tolist() == counts
@@ -124,9 +125,7 @@ def check_handle(case: ElasticCase, rank: int, handle: EPHandle, num_rows: int):
 
 def check_payload(case, rank, handle, recv, recv_idx, recv_weights):
     """Every row that should be there, by what its elements say."""
-    rows, slots = check_handle(
-        case, rank, handle, (recv[0] if case.fp8 else recv).shape[0]
-    )
+    rows, slots = check_handle(case, rank, handle, (recv[0] if case.fp8 else recv).shape[0])
     recv_x, recv_sf = recv if case.fp8 else (recv, None)
     for row, (source, token, here) in enumerate(rows):
         x, _, weights, scales = inputs(case, source)
@@ -142,7 +141,9 @@ def check_payload(case, rank, handle, recv, recv_idx, recv_weights):
             assert recv_idx[row].tolist() == [here.get(k, -1) for k in range(case.topk)]
             if recv_weights is not None:
                 for k in range(case.topk):
-                    assert float(recv_weights[row, k]) == (float(weights[token, k]) if k in here else 0)
+                    assert float(recv_weights[row, k]) == (
+                        float(weights[token, k]) if k in here else 0
+                    )
     if handle.do_expand:
         assert recv_idx is None
         assert recv_weights is None or recv_weights.shape == (recv_x.shape[0],)

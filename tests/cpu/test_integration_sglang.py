@@ -20,18 +20,18 @@ from deep_comm import UnsupportedError, errors, local
 STUBS = Path(__file__).resolve().parents[1] / "stubs"
 sys.path.insert(0, str(STUBS))
 
-from sglang.srt.batch_overlap import two_batch_overlap  # noqa: E402
-from sglang.srt.eplb.expert_distribution import (  # noqa: E402
+from sglang.srt.batch_overlap import two_batch_overlap
+from sglang.srt.eplb.expert_distribution import (
     get_global_expert_distribution_recorder,
 )
-from sglang.srt.layers.dp_attention import set_is_extend_in_batch  # noqa: E402
-from sglang.srt.layers.moe import token_dispatcher  # noqa: E402
-from sglang.srt.layers.moe.fused_moe_triton.layer import create_moe_dispatcher  # noqa: E402
-from sglang.srt.layers.moe.token_dispatcher import base, deepep  # noqa: E402
-from sglang.srt.layers.moe.utils import DeepEPMode  # noqa: E402
+from sglang.srt.layers.dp_attention import set_is_extend_in_batch
+from sglang.srt.layers.moe import token_dispatcher
+from sglang.srt.layers.moe.fused_moe_triton.layer import create_moe_dispatcher
+from sglang.srt.layers.moe.token_dispatcher import base, deepep
+from sglang.srt.layers.moe.utils import DeepEPMode
 
-from deep_comm.integrations import sglang as adapter  # noqa: E402
-from deep_comm.integrations.sglang import dispatcher as module  # noqa: E402
+from deep_comm.integrations import sglang as adapter
+from deep_comm.integrations.sglang import dispatcher as module
 
 ORIGINAL = deepep.DeepEPDispatcher
 H = 2 * HIDDEN

@@ -19,18 +19,18 @@ from deep_comm import UnsupportedError, errors, local
 STUBS = Path(__file__).resolve().parents[1] / "stubs"
 sys.path.insert(0, str(STUBS))
 
-from vllm import forward_context  # noqa: E402
-from vllm.distributed.device_communicators import all2all, base_device_communicator  # noqa: E402
-from vllm.model_executor.layers.fused_moe import all2all_utils, modular_kernel  # noqa: E402
-from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (  # noqa: E402
+from vllm import forward_context
+from vllm.distributed.device_communicators import all2all, base_device_communicator
+from vllm.model_executor.layers.fused_moe import all2all_utils, modular_kernel
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
     TopKWeightAndReduceContiguous,
     TopKWeightAndReduceDelegate,
 )
-from vllm.v1.worker import ubatching  # noqa: E402
+from vllm.v1.worker import ubatching
 
-from deep_comm.integrations import vllm as adapter  # noqa: E402
-from deep_comm.integrations import vllm_plugin  # noqa: E402
-from deep_comm.integrations.vllm import interface  # noqa: E402
+from deep_comm.integrations import vllm as adapter
+from deep_comm.integrations import vllm_plugin
+from deep_comm.integrations.vllm import interface
 
 FORMAT = modular_kernel.FusedMoEActivationFormat
 
@@ -77,7 +77,11 @@ def test_signatures_are_those_of_the_interface(ours: type) -> None:
 def test_manager_keeps_to_the_interface() -> None:
     theirs = base_device_communicator.All2AllManagerBase
     assert issubclass(adapter.DeepCommAll2AllManager, theirs)
-    public = [name for name in vars(theirs) if not name.startswith("_") and callable(getattr(theirs, name))]
+    public = [
+        name
+        for name in vars(theirs)
+        if not name.startswith("_") and callable(getattr(theirs, name))
+    ]
     assert all(hasattr(adapter.DeepCommAll2AllManager, name) for name in public)
 
     def fn(group):
@@ -151,7 +155,9 @@ def test_standard_format_prefill_and_decode(kind: str, impl: type) -> None:
             prepare_finalize.finalize(output, out, recv_weights, recv_ids, False, impl())
             wanted = drop_in.dense(x, ids, weights)
             # e4m3 with a scale of amax / 448 is exact only nearly.
-            tolerance = 0.08 * float(wanted.abs().max()) if modes[-1] and kind == "fp8" and tokens else 0
+            tolerance = (
+                0.08 * float(wanted.abs().max()) if modes[-1] and kind == "fp8" and tokens else 0
+            )
             if tokens:
                 assert float((output.float() - wanted).abs().max()) <= tolerance
         assert modes == [False, True, True, False, True]
@@ -214,7 +220,12 @@ def test_two_micro_batches_of_the_standard_format() -> None:
                 out = standard_experts(rows, scale, recv_ids, recv_weights, first, num_local)
                 outputs.append(torch.empty_like(inputs[batch][0]))
                 receivers[batch] = prepare_finalize.finalize_async(
-                    outputs[batch], out, recv_weights, recv_ids, False, TopKWeightAndReduceDelegate()
+                    outputs[batch],
+                    out,
+                    recv_weights,
+                    recv_ids,
+                    False,
+                    TopKWeightAndReduceDelegate(),
                 )
             for batch in range(2):
                 ubatching.enable(batch)

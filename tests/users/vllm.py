@@ -44,9 +44,7 @@ def annotations() -> None:
     assert hasattr(deep_ep, "ElasticBuffer")
 
 
-def high_throughput(
-    group: Any, routing: str, hidden: int, use_fp8: bool, is_dbo: bool
-) -> None:
+def high_throughput(group: Any, routing: str, hidden: int, use_fp8: bool, is_dbo: bool) -> None:
     rank, num_ranks = group.rank(), group.size()
     manager = Manager()
     arguments = dict(
@@ -84,9 +82,7 @@ def high_throughput(
         assert is_dbo == (event.event is None)
         assert type(counts) is list and all(type(count) is int for count in counts)
         rows = token_data[0] if use_fp8 else token_data
-        out = drop_in.local_experts(
-            rows, ids, recv_weights, drop_in.first_of(rank, num_ranks)
-        )
+        out = drop_in.local_experts(rows, ids, recv_weights, drop_in.first_of(rank, num_ranks))
         config = deep_ep.Buffer.get_combine_config(num_ranks) if has_config else None
         combined_x, _, event = buffer.combine(
             x=out, handle=handle, topk_weights=None, config=config, previous_event=None,

@@ -28,7 +28,9 @@ def _buffer_bytes() -> int:
 class DeepCommAll2AllManager(vllm.All2AllManagerBase):
     """Hands out Buffers; dispatch and combine are the modular kernels' alone."""
 
-    def __init__(self, cpu_group: Any, tcp_store_group: Any = None, device_group: Any = None) -> None:
+    def __init__(
+        self, cpu_group: Any, tcp_store_group: Any = None, device_group: Any = None
+    ) -> None:
         """``cpu_group``: the expert-parallel ranks, over gloo."""
         super().__init__(cpu_group, tcp_store_group)
         self._buffers: weakref.WeakValueDictionary[Any, deep_comm.Buffer] = (
@@ -103,7 +105,12 @@ class LowLatencyManager(DeepCommAll2AllManager):
 
 
 def _low_latency_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
-    names = {"max_num_tokens_per_dp_rank", "token_hidden_size", "num_ep_ranks", "num_global_experts"}
+    names = {
+        "max_num_tokens_per_dp_rank",
+        "token_hidden_size",
+        "num_ep_ranks",
+        "num_global_experts",
+    }
     missing = names - kwargs.keys()
     if missing:
         raise ArgumentError("kwargs", sorted(kwargs), f"must name {sorted(missing)}")

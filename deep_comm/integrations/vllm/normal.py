@@ -124,7 +124,9 @@ class NormalPrepareFinalize(vllm.FusedMoEPrepareAndFinalizeModular):
     ) -> Callable[[], Prepared]:
         a1 = vllm.weighted_input(a1, topk_weights, topk_ids, apply_router_weight_on_input)
         if self._is_decoding():
-            return self._decode(a1, topk_weights, topk_ids, num_experts, quant_config, defer_input_quant)
+            return self._decode(
+                a1, topk_weights, topk_ids, num_experts, quant_config, defer_input_quant
+            )
         tokens: Any = a1
         quantises_before = quant_config.is_block_quantized and not defer_input_quant
         if quantises_before:
