@@ -301,8 +301,9 @@ class Region:
     """First-fit allocator of 128-byte aligned blocks in [begin, end).
 
     A block may be given back while kernels that read it are still queued: ``mark()`` then says on which
-    stream (the current one) and leaves an event there, and whoever gets the bytes next waits for it; None:
-    nothing can be in flight. Blocks taken while ``is_capturing()`` are only handed out to later captures:
+    stream (the current one) and leaves an event there, ``mark(stream)`` does the same on the stream that was
+    current when the block was taken, and whoever gets the bytes next waits for both; None: nothing can be in
+    flight. Blocks taken while ``is_capturing()`` are only handed out to later captures:
     replays of the CUDA graph write to them whenever they like.
     """
 
@@ -310,8 +311,9 @@ class Region:
         self,
         begin: int,
         end: int,
-        mark: Callable[[], tuple[int, Any] | None],
+        mark: Callable[..., tuple[int, Any] | None],
         is_capturing: Callable[[], bool],
+        current_stream: Callable[[], int] | None = None,
     ) -> None: ...
     def allocate(self, num_bytes: int, after: int | None = None) -> tuple[Block, list[Any]] | None:
         """A block and the events to wait for before anything writes to it; None if there is no room.

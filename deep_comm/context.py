@@ -144,7 +144,8 @@ class Context:
 
         end = self.engine.data_offset + self.engine.data_bytes
         self.region = Region(
-            end - _direct_bytes(settings), end, self.backend.mark, self.backend.is_capturing
+            end - _direct_bytes(settings), end, self.backend.mark, self.backend.is_capturing,
+            self.backend.current_stream,
         )
         self.num_ring_bytes = self.num_nvl_bytes - _direct_bytes(settings)
         self.is_open = True

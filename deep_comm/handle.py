@@ -32,6 +32,7 @@ class KnownHandle:
         "send_head",
         "output_layouts",
         "recorded_on",
+        "home_stream",
     )
 
     def __init__(self, handle: Handle, owner: object, empty_address: int) -> None:
@@ -52,6 +53,7 @@ class KnownHandle:
         # (row bytes, scale bytes) -> how the outputs of a cached dispatch lie in the receive region
         self.output_layouts: dict[tuple[int, int], tuple[int, int, int, int, int]] = {}
         self.recorded_on: set[tuple[int, int | None]] = set()  # streams whose use torch knows of
+        self.home_stream = handle.home_stream
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +81,7 @@ class Handle:
     max_num_tokens: int | None = None  # the largest T of all ranks; None in worst-case mode
     num_recv_tokens_per_expert: Tensor | None = None  # int32 [L] on the device, aligned
     members: tuple[str, ...] | None = None  # who the ranks are
+    home_stream: int | None = field(default=None, repr=False)  # whose memory it is; None: not known
     _known: KnownHandle | None = field(default=None, init=False, repr=False)
 
     @property

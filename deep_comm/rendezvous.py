@@ -96,6 +96,8 @@ class Rendezvous:
             raise ArgumentError("group", f"rank {self.rank}", "must contain the calling process")
         self.in_process = self._group.in_process
         self.simulation = self._group.simulation
+        # Where kernels run, if that is not the rank of the same number.
+        self.machine_rank: int = getattr(self._group, "machine_rank", -1)
         self._members: tuple[str, ...] | None = None
 
     @property

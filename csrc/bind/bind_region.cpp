@@ -23,20 +23,28 @@ constexpr size_t kAlignment = 128;
 
 size_t align(size_t num_bytes) { return (num_bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
-// A block may be given back while kernels that read it are still queued: `mark` says where its stream
-// is at that moment, and whoever gets the bytes next waits for it. Blocks that a CUDA graph was captured
+// A block may be given back while kernels that read it are still queued: `mark` says where the current stream is at
+// that moment, and likewise the stream that was current when the block was taken, whose work may use it without
+// saying so; whoever gets the bytes next waits for both. Blocks that a CUDA graph was captured
 // with are only handed out to later captures: replays write to them whenever they like.
 class Region {
  public:
   using List = FreeList<py::object>;
 
-  Region(size_t begin, size_t end, py::object mark, py::object is_capturing)
-      : mark_(std::move(mark)), is_capturing_(std::move(is_capturing)) {
+  Region(size_t begin, size_t end, py::object mark, py::object is_capturing,
+         py::object current_stream)
+      : mark_(std::move(mark)),
+        is_capturing_(std::move(is_capturing)),
+        current_stream_(std::move(current_stream)) {
     begin = align(begin);
     if (end > begin) eager_.give_back({begin, end - begin, {}});
   }
 
   bool is_capturing() const { return is_capturing_().cast<bool>(); }
+  std::optional<uint64_t> current_stream() const {
+    if (current_stream_.is_none()) return std::nullopt;
+    return current_stream_().cast<uint64_t>();
+  }
 
   std::optional<List::Hole> take(size_t num_bytes, bool is_captured) {
     std::optional<List::Hole> taken = (is_captured ? captured_ : eager_).take(num_bytes);
@@ -44,15 +52,11 @@ class Region {
     return taken;
   }
 
-  void give_back(size_t offset, size_t num_bytes, bool is_captured) {
+  void give_back(size_t offset, size_t num_bytes, bool is_captured,
+                 std::optional<uint64_t> owner) {
     List::Hole hole{offset, num_bytes, {}};
-    if (!is_captured) {
-      const py::object marked = mark_();
-      if (!marked.is_none()) {
-        const auto pair = marked.cast<py::tuple>();
-        hole.uses.push_back({pair[0].cast<uint64_t>(), num_marks_++, pair[1]});
-      }
-    }
+    if (!is_captured && add_use(hole, mark_()) && owner && *owner != hole.uses[0].stream)
+      add_use(hole, mark_(*owner));
     (is_captured ? captured_ : eager_).give_back(std::move(hole));
   }
 
@@ -63,8 +67,16 @@ class Region {
   size_t num_free_bytes() const { return eager_.num_bytes() + captured_.num_bytes(); }
 
  private:
+  bool add_use(List::Hole& hole, const py::object& marked) {
+    if (marked.is_none()) return false;
+    const auto pair = marked.cast<py::tuple>();
+    hole.uses.push_back({pair[0].cast<uint64_t>(), num_marks_++, pair[1]});
+    return true;
+  }
+
   py::object mark_;
   py::object is_capturing_;
+  py::object current_stream_;
   List eager_;
   List captured_;
   uint64_t num_marks_ = 0;
@@ -73,17 +85,19 @@ class Region {
 // Bytes [offset, offset + num_bytes), given back when the last reference goes.
 class Block {
  public:
-  Block(std::shared_ptr<Region> region, size_t offset, size_t num_bytes, bool is_captured)
+  Block(std::shared_ptr<Region> region, size_t offset, size_t num_bytes, bool is_captured,
+        std::optional<uint64_t> owner)
       : offset(offset),
         num_bytes(num_bytes),
         region_(std::move(region)),
-        is_captured_(is_captured) {}
+        is_captured_(is_captured),
+        owner_(owner) {}
   Block(const Block&) = delete;
   Block& operator=(const Block&) = delete;
   ~Block() {
     if (Py_IsInitialized() == 0) return;  // at exit there is no next owner, and no Python to ask
     try {
-      region_->give_back(offset, num_bytes, is_captured_);
+      region_->give_back(offset, num_bytes, is_captured_, owner_);
     } catch (py::error_already_set& error) {
       // Nobody knows who still reads the bytes: nobody gets them.
       error.discard_as_unraisable("giving back a block of the receive region");
@@ -106,6 +120,7 @@ class Block {
  private:
   std::shared_ptr<Region> region_;
   bool is_captured_;
+  std::optional<uint64_t> owner_;  // the stream that was current
 };
 
 // (block, events to wait for), or None. Events of stream `after` are left out: the caller's work is
@@ -117,7 +132,8 @@ py::object allocate(const std::shared_ptr<Region>& region, size_t num_bytes,
   std::optional<Region::List::Hole> taken = region->take(num_bytes, is_captured);
   if (!taken) return py::none();
   py::object block =
-      py::cast(std::make_unique<Block>(region, taken->offset, num_bytes, is_captured));
+      py::cast(std::make_unique<Block>(region, taken->offset, num_bytes, is_captured,
+                                       is_captured ? std::nullopt : region->current_stream()));
   py::list events;
   // A capture may not wait for work outside of it, and begins with the device idle.
   if (!is_captured) {
@@ -138,8 +154,8 @@ void bind_region(py::module_& m) {
       .def("shrink", &Block::shrink, py::arg("num_bytes"));
   py::class_<Region, std::shared_ptr<Region>>(m, "Region", py::module_local(),
                                               "First-fit allocator of blocks.")
-      .def(py::init<size_t, size_t, py::object, py::object>(), py::arg("begin"), py::arg("end"),
-           py::arg("mark"), py::arg("is_capturing"))
+      .def(py::init<size_t, size_t, py::object, py::object, py::object>(), py::arg("begin"), py::arg("end"),
+           py::arg("mark"), py::arg("is_capturing"), py::arg("current_stream") = py::none())
       .def("allocate", &allocate, py::arg("num_bytes"), py::arg("after") = py::none())
       .def_property_readonly("num_free_bytes", &Region::num_free_bytes);
   m.def("matrix", &make_dlpack_matrix, py::arg("address"), py::arg("num_rows"),

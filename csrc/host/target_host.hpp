@@ -26,9 +26,9 @@ class HostTarget {
                                      .smem_bytes_limit = 227 * 1024,
                                      .low_latency_threads = 64};
 
-  // simulation: not owned, may be null.
-  HostTarget(int rank, int /*device*/, simt::Simulation* simulation)
-      : rank_(rank), simulation_(simulation) {}
+  // simulation: not owned, may be null. device: the rank of the simulated machine to run on, or -1: the same rank.
+  HostTarget(int rank, int device, simt::Simulation* simulation)
+      : rank_(device < 0 ? rank : device), simulation_(simulation) {}
 
   template <class KernelType>
   void prepare() {}

@@ -48,6 +48,7 @@ class Launch(Protocol):
 
     stream: int  # to pass to the engine
     poisons: bool  # outputs are filled before the kernels run
+    home_stream: int  # whose memory `empty` hands out
     ordered_after: int | None  # the stream whose work so far all comes before; None: not a whole stream's
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -106,8 +107,11 @@ class Backend(Protocol):
         self, previous_event: EventHandle | None, async_finish: bool, allocate_on_comm_stream: bool
     ) -> Launch: ...
 
-    def mark(self) -> tuple[int, Any] | None:
-        """The current stream and an event on it; None if nothing can be in flight."""
+    def mark(self, stream: int | None = None) -> tuple[int, Any] | None:
+        """A stream, the current one unless given, and an event on it; None if nothing can be in flight."""
+
+    def current_stream(self) -> int:
+        """As the engine and ``mark`` know it."""
 
     def is_capturing(self) -> bool:
         """The current stream is recording a CUDA graph."""

@@ -111,6 +111,7 @@ class _SegmentHeap(_HostHeap):
 class _CpuLaunch:
     __slots__ = ("_async_finish", "poisons")
     stream = 0
+    home_stream = 0
     ordered_after: int | None = 0
 
     def __init__(self, async_finish: bool, poison_outputs: bool) -> None:
@@ -189,7 +190,7 @@ class CpuBackend:
         return _core.Engine(
             rank=rendezvous.rank,
             num_ranks=rendezvous.size,
-            device=-1,
+            device=rendezvous.machine_rank,
             peer_bases=list(heap.peer_bases),
             heap_bytes=heap.num_bytes,
             num_max_experts=num_max_experts,
@@ -205,8 +206,11 @@ class CpuBackend:
     ) -> _CpuLaunch:
         return _CpuLaunch(async_finish, self._poison_outputs)
 
-    def mark(self) -> tuple[int, Any] | None:
+    def mark(self, stream: int | None = None) -> tuple[int, Any] | None:
         return None
+
+    def current_stream(self) -> int:
+        return 0
 
     def is_capturing(self) -> bool:
         return False

@@ -174,8 +174,12 @@ class CudaBackend:
             self._poison_outputs,
         )
 
-    def mark(self) -> tuple[int, Any] | None:
-        stream = current_raw_stream(self._index)
+    def current_stream(self) -> int:
+        return current_raw_stream(self._index)
+
+    def mark(self, stream: int | None = None) -> tuple[int, Any] | None:
+        if stream is None:
+            stream = current_raw_stream(self._index)
         # Nothing during a capture: replays are ordered behind the readers of an eager output dropped there.
         event = _cuda.mark(self._index, stream)
         return None if event is None else (stream, event)

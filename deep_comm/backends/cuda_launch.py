@@ -109,6 +109,10 @@ class CudaLaunch:
         if self._device_scope is not None:
             self._device_scope.__exit__(exc_type, exc_value, traceback)
 
+    @property
+    def home_stream(self) -> int:
+        return self.stream if self._on_comm else self._compute
+
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         if self._on_comm:
             tensor = self._empty_on_comm(shape, dtype)
@@ -164,6 +168,13 @@ class CudaLaunch:
             streams.event.order(streams.raw_comm, self._compute)
         if self._on_comm:
             self._record(self._outputs)
+        if handle is not None and handle.home_stream not in (
+            None,
+            self._compute,
+            streams.raw_comm,
+        ):
+            # The stream that would reuse the handle's memory does not wait for this call.
+            self._record_handle(handle)
         return EventOverlap(None)
 
     def _record_handle(self, handle: KnownHandle) -> None:

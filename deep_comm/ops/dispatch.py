@@ -171,7 +171,7 @@ def dispatch(
             notified = notify(Place(out.output_offset, out.src_offset, num_worst_tokens, False))
             move(out, num_worst_tokens, fill_tail=True)
         else:
-            # The rows may begin to move before this host knows how many they are (docs/design/0006).
+            # The rows may begin to move before this host knows how many they are (docs/design/0009).
             reserved = reserve_unknown(ctx, launch, payload, idx)
             if reserved is None:
                 notified = notify(NOWHERE)
@@ -222,6 +222,7 @@ def dispatch(
         max_num_tokens=max_num_tokens,
         num_recv_tokens_per_expert=num_recv_tokens_per_expert,
         members=ctx.members,
+        home_stream=launch.home_stream,
     )
     return out.payload, out.topk_idx, out.topk_weights, per_expert_list, handle, event
 

@@ -24,10 +24,11 @@ if TYPE_CHECKING:
 class Notified:
     """The routing of a dispatch as the kernels write it: addresses for the engine, tensors for the handle.
 
-    R ranks, T tokens, C channels, L local experts. All lies in one allocation, which the handle keeps:
+    R ranks, T tokens, C channels, L local experts. All but the mask lies in one allocation, which the
+    handle keeps:
 
         rank_prefix [R, R] | channel_prefix [R, C] | recv_channel_prefix [R, C] | per expert [L]
-        | send_head [T, R] | is_token_in_rank bool [T, R], without a layout from get_dispatch_layout
+        | send_head [T, R]
     """
 
     __slots__ = (
@@ -52,9 +53,13 @@ class Notified:
         num_local = num_local_experts(ctx.rank, num_experts, ranks)
         self._shape = (ranks, channels, num_local, num_tokens)
         self._parts = parts = _parts(ranks, channels, num_local, num_tokens)
-        self._mask = None if layout is None else layout.is_token_in_rank
-        mask_words = (num_tokens * ranks + 3) // 4 if layout is None else 0
-        self._slab = launch.empty((parts[-1] + mask_words,), torch.int32)
+        self._slab = launch.empty((parts[-1],), torch.int32)
+        # Not in the slab: torch does not save tensors of two types that share memory.
+        self._mask = (
+            launch.empty((num_tokens, ranks), torch.bool)
+            if layout is None
+            else layout.is_token_in_rank
+        )
         self.num_experts = num_experts
         address = self._slab.data_ptr()
         self.rank_prefix_matrix = address
@@ -62,22 +67,18 @@ class Notified:
         self.recv_channel_prefix_matrix = address + 4 * parts[1]
         self.num_recv_tokens_per_expert = address + 4 * parts[2]
         self.send_head = address + 4 * parts[3]
-        self.is_token_in_rank = (
-            address + 4 * parts[4] if layout is None else ctx.address(layout.is_token_in_rank)
-        )
+        self.is_token_in_rank = ctx.address(self._mask)
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """rank_prefix_matrix, channel_prefix_matrix, recv_channel_prefix_matrix, is_token_in_rank,
         send_head, num_recv_tokens_per_expert."""
         ranks, channels, num_local, num_tokens = self._shape
-        slab, parts, mask = self._slab, self._parts, self._mask
-        if mask is None:
-            mask = slab.view(torch.bool).as_strided((num_tokens, ranks), (ranks, 1), 4 * parts[4])
+        slab, parts = self._slab, self._parts
         return (
             slab.as_strided((ranks, ranks), (ranks, 1), 0),
             slab.as_strided((ranks, channels), (channels, 1), parts[0]),
             slab.as_strided((ranks, channels), (channels, 1), parts[1]),
-            mask,
+            self._mask,
             slab.as_strided((num_tokens, ranks), (ranks, 1), parts[3]),
             slab.as_strided((num_local,), (1,), parts[2]),
         )

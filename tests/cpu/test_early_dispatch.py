@@ -1,4 +1,4 @@
-"""Rows may begin to move before the host knows how many come: docs/design/0006."""
+"""Rows may begin to move before the host knows how many come: docs/design/0009."""
 
 from __future__ import annotations
 

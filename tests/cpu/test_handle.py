@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deep_comm import ArgumentError, Handle, HandleMismatch
+import deep_comm
+from deep_comm import ArgumentError, Handle, HandleMismatch, local
 
 CPU = torch.device("cpu")
 
@@ -83,3 +84,24 @@ def test_other_token_and_channel_counts_do_not_fit() -> None:
         handle.require_num_tokens(6)
     with pytest.raises(HandleMismatch, match="3 channels"):
         handle.require_num_channels(1)
+
+
+def test_a_handle_can_be_saved_and_copied() -> None:
+    """Its tensors share memory; that must not show."""
+    import copy
+    import io
+
+    def rank_main(group):
+        with deep_comm.Buffer(group, 4 << 20, device="cpu", timeout_s=20) as buffer:
+            x = torch.ones(6, 64).bfloat16()
+            idx = torch.arange(6)[:, None] % 4
+            handle = buffer.dispatch(x, topk_idx=idx, topk_weights=idx.float(), num_experts=4)[4]
+            file = io.BytesIO()
+            torch.save(tuple(handle), file)
+            file.seek(0)
+            saved = torch.load(file)
+            for other in (saved, copy.deepcopy(handle), tuple(t.clone() for t in handle)):
+                rows = buffer.dispatch(x, handle=other)[0]
+                assert torch.equal(buffer.combine(rows, other)[0], x)
+
+    local.run(rank_main, 2, timeout_s=60)

@@ -131,7 +131,7 @@ struct DispatchArgs {
       output_line;  // where this rank's output block begins, in lines from its segment's start; 0: elsewhere
   uint32_t src_line;  // the same for recv_src_idx
   // A notify came right before: where it found that direct mode serves, its barrier and its words are this
-  // kernel's too (docs/design/0006).
+  // kernel's too (docs/design/0009).
   bool follows_notify;
   bool is_speculative;  // launched in the hope for that; else it leaves at once, as if it had never run
   // routing
