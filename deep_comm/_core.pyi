@@ -369,6 +369,19 @@ class Simulation:
     def describe(self) -> str:
         """Every waiting fiber: kernel, rank, block, warp, word, seen, expected."""
 
+def run_example(
+    simulation: Simulation,
+    *,
+    name: str,  # "one_flag" | "ring"
+    rank: int,  # 0 sends, 1 receives
+    memory: int,  # zeroed; see csrc/device/examples
+    num_words: int,
+    num_rows: int = 0,
+    num_slots: int = 1,
+    num_threads: int = 32,
+) -> None:
+    """One rank's half of an example on a simulated machine, to its end. Without the GIL."""
+
 class MachineError(RuntimeError):
     """A kernel broke a rule of the machine (divergent barrier, bulk copy out of its shared memory, trap...)."""
 

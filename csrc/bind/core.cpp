@@ -9,4 +9,5 @@ PYBIND11_MODULE(_core, m) {
   // Before the engine, whose signatures name the Simulation.
   deep_comm::bind_simulation(m);
   deep_comm::bind_engine_host(m);
+  deep_comm::bind_examples(m);
 }

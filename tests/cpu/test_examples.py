@@ -58,6 +58,25 @@ def test_decoding_follows_its_inputs(tmp_path: Path) -> None:
     assert "all steps gave the reference's bits" in run(tmp_path, "decode_graph", "--ranks", 3)
 
 
+def test_one_flag_under_many_schedules(tmp_path: Path) -> None:
+    out = run(tmp_path, "one_flag", "--seeds", 120)
+    assert "120 of 120 schedules" in out and "verdict: OK" in out
+
+
+def test_a_ring_under_many_schedules_and_broken(tmp_path: Path) -> None:
+    out = run(tmp_path, "ring", "--seeds", 30)
+    assert out.count("all rows right in 30 of 30") == 3 and "verdict: OK" in out
+
+
+def test_an_example_that_does_not_exist_is_named() -> None:
+    from deep_comm.examples.simulated import wrong_words
+
+    with pytest.raises(ValueError, match="one_flag or ring"):
+        wrong_words("two_flags", 0, num_words=4)
+    with pytest.raises(ValueError, match="one warp"):
+        wrong_words("ring", 0, num_words=4, num_rows=2, num_threads=64)
+
+
 # ---- the picture of a GPU's trace ----------------------------------------------------------------
 
 

@@ -1,0 +1,38 @@
+"""A ring: any number of rows through a few slots, with credit, under many schedules.
+
+The kernel is csrc/device/examples/ring.cuh: its block comment is the protocol. Each of its two promises is then
+broken once: a tail that is released, and a sender that waits for a free slot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from deep_comm.examples.simulated import wrong_words
+
+NUM_WORDS, NUM_ROWS = 40, 12
+BREAKS = {"weaken_release": "no release", "skip_credit": "no wait for a free slot"}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=60, help="schedules to try, of each size")
+    seeds = range(parser.parse_args(arguments).seeds)
+    is_right = True
+    for num_slots in (1, 2, 5):
+        shape = dict(num_words=NUM_WORDS, num_rows=NUM_ROWS, num_slots=num_slots)
+        right = sum(wrong_words("ring", seed, **shape) == 0 for seed in seeds)
+        print(f"{num_slots} slots, {NUM_ROWS} rows: all rows right in {right} of {len(seeds)} schedules")
+        is_right = is_right and right == len(seeds)
+    for fault, meaning in BREAKS.items():
+        shape = dict(num_words=NUM_WORDS, num_rows=NUM_ROWS, num_slots=2)
+        broken = sum(wrong_words("ring", seed, faults=[fault], **shape) > 0 for seed in seeds)
+        print(f"{meaning}: rows wrong in {broken} of {len(seeds)}")
+        is_right = is_right and broken > 0
+    print("verdict: " + ("OK" if is_right else "FAILED"))
+    return 0 if is_right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
