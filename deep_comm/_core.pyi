@@ -67,12 +67,14 @@ class Engine:
     data_offset: int  # of the data region, from the segment's start
     data_bytes: int
     @staticmethod
+    def staging_row_bytes(*, row_bytes: int, num_topk: int) -> int:
+        """Bytes of one row in combine's staging."""
+    @staticmethod
     def output_layout(
         *, num_rows: int, row_bytes: int, scale_row_bytes: int, num_topk: int, topk_idx_bytes: int
     ) -> OutputLayout:
         """How the outputs of a dispatch lie in a block of the receive region."""
     smem_bytes_limit: int  # shared memory of a block; smaller values cut rows into more pieces
-    num_strips: int  # blocks a channel uses, each moving a strip of the row's columns; equal on all ranks
     num_launches: int  # kernels launched so far (tests assert "nothing launched" with it)
 
     def get_dispatch_layout(
@@ -171,10 +173,13 @@ class Engine:
         num_tokens: int,
         num_recv_rows: int,
         rank_prefix_matrix: int,
+        channel_prefix_matrix: int,
         recv_channel_prefix_matrix: int,
         send_head: int,
         combined_x: int,  # out [num_tokens, hidden]
         combined_topk_weights: int,  # out float32 [num_tokens, num_topk], or 0
+        staging_offset: int,  # from the segment's start: memory for rows that come back; 0: none
+        num_staging_rows: int,  # of staging_row_bytes each
         num_channels: int,
         num_send_tokens: int,
         num_slots: int,
@@ -315,6 +320,10 @@ class Region:
         is_capturing: Callable[[], bool],
         current_stream: Callable[[], int] | None = None,
     ) -> None: ...
+    def allocate_scratch(
+        self, num_bytes: int, after: int | None = None
+    ) -> tuple[Block, list[Any]] | None:
+        """A block that only kernels of the engine's stream use; see ``allocate``."""
     def allocate(self, num_bytes: int, after: int | None = None) -> tuple[Block, list[Any]] | None:
         """A block and the events to wait for before anything writes to it; None if there is no room.
 

@@ -183,9 +183,9 @@ class Buffer(LowLatencyCalls):
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
-        """SMs of the recommended configs from now on, for all Buffers: even, at least 2."""
-        if new_num_sms < 2 or new_num_sms % 2 != 0:
-            raise ArgumentError("new_num_sms", new_num_sms, "must be even and at least 2")
+        """SMs of the recommended configs from now on, for all Buffers: at least 1."""
+        if new_num_sms < 1:
+            raise ArgumentError("new_num_sms", new_num_sms, "must be at least 1")
         Buffer.num_sms = new_num_sms
 
     @staticmethod
@@ -401,5 +401,5 @@ class Buffer(LowLatencyCalls):
         max_sms = self._context.backend.max_sms
         if num_sms is None:
             wanted = self.num_sms  # of this Buffer, of its class, or of all
-            num_sms = wanted if max_sms is None else min(wanted, max_sms // 2 * 2)
+            num_sms = wanted if max_sms is None else min(wanted, max_sms)
         return recommended(self.group_size, num_sms)

@@ -19,12 +19,13 @@ MAX_CHANNELS = 256  # control words exist for so many
 
 @dataclass(frozen=True)
 class Config:
-    """Resources of one call. Two SMs make a channel; every channel has a ring per source rank.
+    """Resources of one call. Every SM is a channel, with a ring per source rank.
 
     Attributes:
-        num_sms: SMs (host target: blocks) the kernels use; even, at least 2 where used.
+        num_sms: SMs (host target: blocks) the kernels use, at least 1 where used.
         num_max_nvl_chunked_send_tokens: rows sent between two publications inside a node.
-        num_max_nvl_chunked_recv_tokens: slots of a ring inside a node, at least as many.
+        num_max_nvl_chunked_recv_tokens: slots inside a node that two SMs share from one source, at least
+            as many: each has a ring of half of them.
         num_max_rdma_chunked_send_tokens: the same between nodes.
         num_max_rdma_chunked_recv_tokens: at least twice as many; rounded up to a multiple.
     """
@@ -66,15 +67,20 @@ class Config:
 
     @property
     def num_channels(self) -> int:
-        return self.num_sms // 2
+        return self.num_sms
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of a ring inside a node."""
+        return -(-self.num_max_nvl_chunked_recv_tokens // 2)
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """num_nvl_bytes for rows of ``hidden_bytes`` with up to 128 top-k and scale columns."""
         num_local, num_nodes = _split_ranks(num_ranks)
-        words_per_ring = (2 * num_nodes + 3) * 4
+        words_per_pair = (2 * num_nodes + 3) * 4  # of SMs
         slot_bytes = hidden_bytes + _SLOT_METADATA_BYTES
-        per_ring = words_per_ring + self.num_max_nvl_chunked_recv_tokens * slot_bytes
-        return _align(self.num_channels * num_local * per_ring)
+        per_pair = words_per_pair + 2 * self.num_slots * slot_bytes
+        return _align(-(-self.num_channels // 2) * num_local * per_pair)
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """num_rdma_bytes that serves rows of ``hidden_bytes``; 0 inside a node."""
@@ -84,7 +90,7 @@ class Config:
         words_per_ring = (MAX_RANKS_PER_NODE * 2 + 2) * 4
         slot_bytes = hidden_bytes + _SLOT_METADATA_BYTES + 16
         per_ring = words_per_ring + self.num_max_rdma_chunked_recv_tokens * slot_bytes
-        return _align(2 * self.num_channels * num_nodes * per_ring)
+        return _align(self.num_channels * num_nodes * per_ring)
 
 
 def _split_ranks(num_ranks: int) -> tuple[int, int]:
@@ -173,7 +179,7 @@ def host_default(num_sms: int | None = None) -> Config:
     It runs one fiber per thread of every block: one channel and small rings keep a job of several
     ranks quick on few cores.
     """
-    return Config(2 if num_sms is None else num_sms, 4, 16)
+    return Config(1 if num_sms is None else num_sms, 4, 32)
 
 
 @dataclass(frozen=True)
@@ -207,17 +213,15 @@ def plan_rings(
         num_ring_bytes = num_nvl_bytes
     chosen = config if config is not None else default
     if not given and num_channels is not None:
-        chosen = replace(chosen, num_sms=2 * num_channels)
-    if not 2 <= chosen.num_sms <= 2 * MAX_CHANNELS or chosen.num_sms % 2 != 0:
-        raise ArgumentError(
-            "config.num_sms", chosen.num_sms, f"must be even and 2 to {2 * MAX_CHANNELS}"
-        )
+        chosen = replace(chosen, num_sms=num_channels)
+    if not 1 <= chosen.num_sms <= MAX_CHANNELS:
+        raise ArgumentError("config.num_sms", chosen.num_sms, f"must lie in 1..{MAX_CHANNELS}")
     if max_sms is not None and chosen.num_sms > max_sms:
         raise ArgumentError(
             "config.num_sms", chosen.num_sms, f"must not exceed the device's {max_sms} SMs"
         )
     channels = chosen.num_channels
-    slots = chosen.num_max_nvl_chunked_recv_tokens
+    slots = chosen.num_slots
     wanted_bytes = ring_bytes(channels, slots)
     if given and wanted_bytes > num_nvl_bytes:
         raise BufferTooSmall(
@@ -229,7 +233,7 @@ def plan_rings(
                 num_nvl_bytes,
                 ring_bytes(channels, 1) + num_nvl_bytes - num_ring_bytes,
                 f"{channels} channels with rings of one slot ({wanted_bytes} bytes hold the "
-                f"default of {chosen.num_max_nvl_chunked_recv_tokens} slots)",
+                f"default of {chosen.num_slots} slots)",
             )
         slots //= 2
     send = min(chosen.num_max_nvl_chunked_send_tokens, slots)

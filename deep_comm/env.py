@@ -41,13 +41,6 @@ def _parse_positive_int(text: str) -> int:
     return value
 
 
-def _parse_channel_sms(text: str) -> int:
-    value = int(text)
-    if value < 2 or value % 2 != 0:
-        raise ValueError(text)
-    return value
-
-
 @dataclass(frozen=True)
 class Variable(Generic[T]):
     """One environment variable: ``name``, ``kind`` (its rule, in words), ``default``, ``doc``."""
@@ -81,10 +74,10 @@ TIMEOUT_S: Variable[float] = Variable(
 )
 NUM_SMS: Variable[int | None] = Variable(
     "DEEP_COMM_NUM_SMS",
-    "an even number of at least 2",
+    "a number of at least 1",
     None,
-    "SMs of the default configs: two per channel; unset: Buffer.num_sms on GPUs, 2 on the host",
-    _parse_channel_sms,
+    "SMs of the default configs; unset: Buffer.num_sms on GPUs, 1 on the host",
+    _parse_positive_int,
 )
 DEVICE: Variable[str | None] = Variable(
     "DEEP_COMM_DEVICE",

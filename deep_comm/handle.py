@@ -25,6 +25,7 @@ class KnownHandle:
         "num_recv_rows",
         "num_channels",
         "num_experts",
+        "num_topk",
         "rank_prefix_matrix",
         "channel_prefix_matrix",
         "recv_channel_prefix_matrix",
@@ -43,6 +44,7 @@ class KnownHandle:
         self.num_recv_rows = handle.num_recv_rows
         self.num_channels = handle.num_channels
         self.num_experts = handle.num_experts or 0
+        self.num_topk = handle.num_topk or 0  # 0: not known
         self.rank_prefix_matrix = handle.rank_prefix_matrix.data_ptr() or empty_address
         self.channel_prefix_matrix = handle.channel_prefix_matrix.data_ptr() or empty_address
         self.recv_channel_prefix_matrix = (
@@ -51,7 +53,7 @@ class KnownHandle:
         self.is_token_in_rank = handle.is_token_in_rank.data_ptr() or empty_address
         self.send_head = handle.send_head.data_ptr() or empty_address
         # (row bytes, scale bytes) -> how the outputs of a cached dispatch lie in the receive region
-        self.output_layouts: dict[tuple[int, int], tuple[int, int, int, int, int]] = {}
+        self.output_layouts: dict[tuple[int, int], tuple[int, int, int]] = {}
         self.recorded_on: set[tuple[int, int | None]] = set()  # streams whose use torch knows of
         self.home_stream = handle.home_stream
 
@@ -194,6 +196,6 @@ class Handle:
             raise HandleMismatch(
                 "handle",
                 f"{self.num_channels} channels",
-                f"must have the config's {num_channels} channels (num_sms / 2); "
+                f"must have the config's {num_channels} channels (num_sms); "
                 "leave config away to take the handle's",
             )

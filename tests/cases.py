@@ -36,7 +36,7 @@ class Case:
         None  # None: the default config; else the three ring parameters below count
     )
     send_chunk: int = 4
-    slots: int = 16
+    slots: int = 16  # of a ring
     alignment: int = 1
     worst: int = 0  # num_worst_tokens: 0, or rows beyond the sum of all tokens + 1
     biases: int = 0
@@ -63,7 +63,7 @@ class Case:
         if self.scales is not None:
             parts.append(f"scales-{self.scales.layout}")
         if self.num_sms is not None:
-            parts.append(f"c{self.num_sms // 2}x{self.slots}by{self.send_chunk}")
+            parts.append(f"c{self.num_sms}x{self.slots}by{self.send_chunk}")
         if self.worst:
             parts.append("worst")
         if self.biases:

@@ -37,15 +37,15 @@ PAYLOADS: list[tuple[torch.dtype, Scales | None]] = [
     (torch.uint8, Scales(5, torch.uint8, "padded")),
 ]
 
-# num_sms, rows per publication of a tail, slots; None: the default config.
+# num_sms, rows per publication of a tail, slots of a ring; None: the default config.
 RINGS: list[tuple[int, int, int] | None] = [
     None,
-    (2, 1, 1),
-    (2, 4, 16),
-    (4, 3, 7),
-    (6, 1, 2),
-    (2, 8, 8),
-    (8, 2, 5),
+    (1, 1, 1),
+    (1, 4, 16),
+    (2, 3, 7),
+    (3, 1, 2),
+    (1, 8, 8),
+    (4, 2, 5),
 ]
 
 DIMENSIONS: dict[str, Sequence[Any]] = {
@@ -116,7 +116,7 @@ def sample(num_cases: int, seed: int, **fixed: Sequence[Any]) -> list[Case]:
 # What users run or what sits at a border, each for a reason.
 SPECIAL: dict[str, Case] = {
     "smallest row, bfloat16": Case(
-        (5, 3), hidden=8, experts=2, topk=1, num_sms=2, slots=1, send_chunk=1
+        (5, 3), hidden=8, experts=2, topk=1, num_sms=1, slots=1, send_chunk=1
     ),
     "smallest row, float32": Case(
         (4, 6, 2), hidden=4, experts=3, dtype=torch.float32, combine_dtype=torch.float32
@@ -132,6 +132,6 @@ SPECIAL: dict[str, Case] = {
     "top-64": Case((3, 2), hidden=16, experts=128, topk=64, dtype=torch.uint8),
     "nobody has a token": Case((0, 0, 0), experts=6),
     "one rank, one token": Case((1,), experts=1, topk=1),
-    "tokens do not fill the channels": Case((2, 1, 3, 0), num_sms=16, slots=2, send_chunk=1),
+    "tokens do not fill the channels": Case((2, 1, 3, 0), num_sms=8, slots=2, send_chunk=1),
     "all tokens to one expert of eight ranks": Case((40,) * 8, routing="one_expert", experts=8),
 }  # fmt: skip

@@ -45,7 +45,7 @@ HANDLE_FIELDS = (
 def config_of(case: Case) -> deep_comm.Config | None:
     if case.num_sms is None:
         return None
-    return deep_comm.Config(case.num_sms, case.send_chunk, case.slots)
+    return deep_comm.Config(case.num_sms, case.send_chunk, 2 * case.slots)
 
 
 def num_channels_of(case: Case, received: Received) -> int:

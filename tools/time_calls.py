@@ -57,11 +57,10 @@ class Timer:
         dist.barrier()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            kept = [work() for _ in range(10)]
+            for _ in range(10):
+                work()  # outputs of one call make room for the next, as they do in a model
         graph.replay()
-        mean = self._run(graph.replay, 3) / 10
-        del graph, kept
-        return mean
+        return self._run(graph.replay, 3) / 10
 
 
 def measure(tokens: int, sms: list[int], send: int, slots: int, timer: Timer, gloo: dist.ProcessGroup) -> None:
@@ -90,7 +89,8 @@ def measure(tokens: int, sms: list[int], send: int, slots: int, timer: Timer, gl
                 "direct fp8": lambda: direct.dispatch(quantised, handle=one[4], config=config),
                 "rings": lambda: rings.dispatch(x, handle=other[4], config=config),
                 "rings fp8": lambda: rings.dispatch(quantised, handle=other[4], config=config),
-                "combine": lambda: rings.combine(other[0], other[4], config=config),
+                "combine": lambda: direct.combine(one[0], one[4], config=config),
+                "combine rings": lambda: rings.combine(other[0], other[4], config=config),
             }
             line = [f"{name} {timer.eager(call):.1f} (g {timer.graph(call):.1f})" for name, call in calls.items()]
             uncached = timer.eager(lambda: direct.dispatch(x, config=config, **routing))

@@ -1,4 +1,5 @@
-// Engine's Python face, the same for both targets. Pointers travel as integers; 0 stands for "not given".
+// Engine's Python face, the same for both targets. Pointers travel as integers; 0 stands for "not
+// given".
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -58,7 +59,8 @@ inline void bind_records(pybind11::module_& m) {
       .def_readonly("num_recv_tokens_per_expert", &Counts::num_recv_tokens_per_expert);
 }
 
-// Releases the GIL where the call may last: everywhere on a synchronous target, in waits on the other.
+// Releases the GIL where the call may last: everywhere on a synchronous target, in waits on the
+// other.
 template <bool kReleases>
 struct MaybeRelease {
   pybind11::gil_scoped_release release;
@@ -88,6 +90,8 @@ pybind11::class_<Engine<Target>> bind_engine(pybind11::module_& m) {
       },
       py::kw_only(), "num_ranks"_a, "num_channels"_a, "num_slots"_a, "row_bytes"_a,
       "scale_row_bytes"_a, "num_topk"_a);
+  engine.def_static("staging_row_bytes", &Type::staging_row_bytes, py::kw_only(), "row_bytes"_a,
+                    "num_topk"_a);
   engine.def_static(
       "output_layout",
       [](int64_t num_rows, int row_bytes, int scale_row_bytes, int num_topk, int topk_idx_bytes) {
@@ -97,7 +101,6 @@ pybind11::class_<Engine<Target>> bind_engine(pybind11::module_& m) {
       "topk_idx_bytes"_a);
   engine.def_property_readonly("num_launches", &Type::num_launches);
   engine.def_readwrite("smem_bytes_limit", &Type::smem_bytes_limit);
-  engine.def_readwrite("num_strips", &Type::num_strips);
 
   engine.def(
       "get_dispatch_layout",
@@ -217,10 +220,17 @@ pybind11::class_<Engine<Target>> bind_engine(pybind11::module_& m) {
       "combine",
       [](Type& self, ptr x, const std::string& dtype, int hidden, ptr topk_weights, int num_topk,
          ptr bias_0, ptr bias_1, int num_tokens, int num_recv_rows, ptr rank_prefix_matrix,
-         ptr recv_channel_prefix_matrix, ptr send_head, ptr combined_x, ptr combined_topk_weights,
-         int num_channels, int num_send_tokens, int num_slots, uint64_t stream) {
+         ptr channel_prefix_matrix, ptr recv_channel_prefix_matrix, ptr send_head, ptr combined_x,
+         ptr combined_topk_weights, size_t staging_offset, int num_staging_rows, int num_channels,
+         int num_send_tokens, int num_slots, uint64_t stream) {
         const Dtype type = dtype_of(dtype);
+        if (staging_offset % kLineBytes != 0) {
+          throw std::invalid_argument("staging_offset must be a multiple of 128");
+        }
         CombineArgs args{};
+        args.staging_line = static_cast<uint32_t>(staging_offset / kLineBytes);
+        args.num_staging_rows = num_staging_rows;
+        args.channel_prefix_matrix = as_pointer<int32_t>(channel_prefix_matrix);
         args.rank_prefix_matrix = as_pointer<int32_t>(rank_prefix_matrix);
         args.recv_channel_prefix_matrix = as_pointer<int32_t>(recv_channel_prefix_matrix);
         args.send_head = as_pointer<int32_t>(send_head);
@@ -239,8 +249,9 @@ pybind11::class_<Engine<Target>> bind_engine(pybind11::module_& m) {
       },
       py::kw_only(), "x"_a, "dtype"_a, "hidden"_a, "topk_weights"_a, "num_topk"_a, "bias_0"_a,
       "bias_1"_a, "num_tokens"_a, "num_recv_rows"_a, "rank_prefix_matrix"_a,
-      "recv_channel_prefix_matrix"_a, "send_head"_a, "combined_x"_a, "combined_topk_weights"_a,
-      "num_channels"_a, "num_send_tokens"_a, "num_slots"_a, "stream"_a);
+      "channel_prefix_matrix"_a, "recv_channel_prefix_matrix"_a, "send_head"_a, "combined_x"_a,
+      "combined_topk_weights"_a, "staging_offset"_a, "num_staging_rows"_a, "num_channels"_a,
+      "num_send_tokens"_a, "num_slots"_a, "stream"_a);
 
   engine.def("poll_error", &Type::poll_error);
   engine.def("clear_error", &Type::clear_error);

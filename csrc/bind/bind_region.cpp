@@ -52,11 +52,12 @@ class Region {
     return taken;
   }
 
-  void give_back(size_t offset, size_t num_bytes, bool is_captured,
+  // A scratch block leaves nothing to wait for: see allocate_scratch.
+  void give_back(size_t offset, size_t num_bytes, bool is_captured, bool is_scratch,
                  std::optional<uint64_t> owner) {
     List::Hole hole{offset, num_bytes, {}};
-    if (!is_captured && add_use(hole, mark_()) && owner && *owner != hole.uses[0].stream)
-      add_use(hole, mark_(*owner));
+    const bool has_use = !is_captured && !is_scratch && add_use(hole, mark_());
+    if (has_use && owner && *owner != hole.uses[0].stream) add_use(hole, mark_(*owner));
     (is_captured ? captured_ : eager_).give_back(std::move(hole));
   }
 
@@ -86,18 +87,19 @@ class Region {
 class Block {
  public:
   Block(std::shared_ptr<Region> region, size_t offset, size_t num_bytes, bool is_captured,
-        std::optional<uint64_t> owner)
+        bool is_scratch, std::optional<uint64_t> owner)
       : offset(offset),
         num_bytes(num_bytes),
         region_(std::move(region)),
         is_captured_(is_captured),
+        is_scratch_(is_scratch),
         owner_(owner) {}
   Block(const Block&) = delete;
   Block& operator=(const Block&) = delete;
   ~Block() {
     if (Py_IsInitialized() == 0) return;  // at exit there is no next owner, and no Python to ask
     try {
-      region_->give_back(offset, num_bytes, is_captured_, owner_);
+      region_->give_back(offset, num_bytes, is_captured_, is_scratch_, owner_);
     } catch (py::error_already_set& error) {
       // Nobody knows who still reads the bytes: nobody gets them.
       error.discard_as_unraisable("giving back a block of the receive region");
@@ -120,19 +122,20 @@ class Block {
  private:
   std::shared_ptr<Region> region_;
   bool is_captured_;
+  bool is_scratch_;
   std::optional<uint64_t> owner_;  // the stream that was current
 };
 
 // (block, events to wait for), or None. Events of stream `after` are left out: the caller's work is
 // behind everything on it.
 py::object allocate(const std::shared_ptr<Region>& region, size_t num_bytes,
-                    std::optional<uint64_t> after) {
+                    std::optional<uint64_t> after, bool is_scratch) {
   num_bytes = align(num_bytes == 0 ? 1 : num_bytes);
   const bool is_captured = region->is_capturing();
   std::optional<Region::List::Hole> taken = region->take(num_bytes, is_captured);
   if (!taken) return py::none();
   py::object block =
-      py::cast(std::make_unique<Block>(region, taken->offset, num_bytes, is_captured,
+      py::cast(std::make_unique<Block>(region, taken->offset, num_bytes, is_captured, is_scratch,
                                        is_captured ? std::nullopt : region->current_stream()));
   py::list events;
   // A capture may not wait for work outside of it, and begins with the device idle.
@@ -154,9 +157,23 @@ void bind_region(py::module_& m) {
       .def("shrink", &Block::shrink, py::arg("num_bytes"));
   py::class_<Region, std::shared_ptr<Region>>(m, "Region", py::module_local(),
                                               "First-fit allocator of blocks.")
-      .def(py::init<size_t, size_t, py::object, py::object, py::object>(), py::arg("begin"), py::arg("end"),
-           py::arg("mark"), py::arg("is_capturing"), py::arg("current_stream") = py::none())
-      .def("allocate", &allocate, py::arg("num_bytes"), py::arg("after") = py::none())
+      .def(py::init<size_t, size_t, py::object, py::object, py::object>(), py::arg("begin"),
+           py::arg("end"), py::arg("mark"), py::arg("is_capturing"),
+           py::arg("current_stream") = py::none())
+      .def(
+          "allocate",
+          [](const std::shared_ptr<Region>& self, size_t num_bytes, std::optional<uint64_t> after) {
+            return allocate(self, num_bytes, after, false);
+          },
+          py::arg("num_bytes"), py::arg("after") = py::none())
+      .def(
+          "allocate_scratch",
+          [](const std::shared_ptr<Region>& self, size_t num_bytes, std::optional<uint64_t> after) {
+            return allocate(self, num_bytes, after, true);
+          },
+          py::arg("num_bytes"), py::arg("after") = py::none(),
+          "A block that only kernels of the engine's stream use. All owners of blocks write them on that "
+          "stream, so that nobody has to wait for this one's end.")
       .def_property_readonly("num_free_bytes", &Region::num_free_bytes);
   m.def("matrix", &make_dlpack_matrix, py::arg("address"), py::arg("num_rows"),
         py::arg("num_columns"), py::arg("type_code"), py::arg("type_bits"), py::arg("device_type"),

@@ -51,8 +51,9 @@ struct EngineOptions {
   uint64_t timeout_ns;
 };
 
-// Arguments come as the kernels' own structs; the engine fills in what follows from its own state (world,
-// message, pieces, ring, signature). Every check that needs no tensor is made here, before a launch.
+// Arguments come as the kernels' own structs; the engine fills in what follows from its own state
+// (world, message, pieces, ring, signature). Every check that needs no tensor is made here, before
+// a launch.
 template <class Target>
 class Engine {
  public:
@@ -63,8 +64,11 @@ class Engine {
 
   static size_t workspace_bytes(int num_ranks, int num_max_experts);
   static size_t ring_bytes(int num_ranks, const ChannelConfig& config, int row_bytes,
-                           int scale_row_bytes, int num_topk,
-                           int num_strips = Target::kTuning.num_strips);
+                           int scale_row_bytes, int num_topk);
+  // Bytes of one row in combine's staging.
+  static size_t staging_row_bytes(int row_bytes, int num_topk) {
+    return MessageLayout::of_combine(row_bytes, num_topk).slot_bytes();
+  }
 
   void get_dispatch_layout(LayoutArgs args, uint64_t stream);
   void notify_dispatch(NotifyArgs args, const ChannelConfig& config, uint64_t stream);
@@ -102,18 +106,14 @@ class Engine {
   int64_t num_launches() const { return num_launches_; }
   // Shared memory a block may use: smaller values cut rows into more pieces (tests, smaller GPUs).
   int smem_bytes_limit = Target::kTuning.smem_bytes_limit;
-  // Blocks a channel uses, each moving a strip of every row's columns. The same on all ranks.
-  int num_strips = Target::kTuning.num_strips;
 
  private:
   struct Shape {
-    MessageLayout message;
+    int num_senders;  // warps of a block that own stages
     StageLayout stage;
     RingLayout ring;
   };
-  // num_moving_warps: warps of a block that own stages of shared memory.
-  Shape shape_of(const ChannelConfig& config, int row_bytes, int scale_row_bytes, int num_topk,
-                 int num_moving_warps) const;
+  Shape shape_of(const ChannelConfig& config, const MessageLayout& message) const;
   void check_open() const;
   void check_num_experts(int num_experts) const;
   void check_counters(int num_experts, size_t smem_bytes) const;

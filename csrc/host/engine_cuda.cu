@@ -24,6 +24,13 @@ __global__ void __launch_bounds__(KernelType::kMaxThreads, 1)
   KernelType::run(args);
 }
 
+// The least part of an SM's shared memory that holds one block.
+unsigned int carveout_percent(size_t smem_bytes) {
+  constexpr size_t kSmemBytesOfSm = 228 * 1024, kReservedBytesOfBlock = 1024;
+  return static_cast<unsigned int>(
+      ceil_div<size_t>(100 * (smem_bytes + kReservedBytesOfBlock), kSmemBytesOfSm));
+}
+
 }  // namespace
 
 // Loads the kernel now: at its first launch, loading would wait for kernels that may be waiting for this rank.
@@ -38,16 +45,19 @@ template <class KernelType>
 void CudaTarget::launch(const LaunchConfig& config, const typename KernelType::Args& args,
                         uint64_t stream) {
   // Blocks that wait for each other and for their peers' blocks must all run at once, or not start.
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeCooperative;
-  attribute.val.cooperative = KernelType::kBlocksWait ? 1 : 0;
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeCooperative;
+  attributes[0].val.cooperative = KernelType::kBlocksWait ? 1 : 0;
+  // What shared memory leaves is L1, which bounds the loads that a block's readers can have under way.
+  attributes[1].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
+  attributes[1].val.sharedMemCarveout = carveout_percent(config.smem_bytes);
   cudaLaunchConfig_t launch_config{};
   launch_config.gridDim = dim3(config.num_blocks);
   launch_config.blockDim = dim3(config.num_threads);
   launch_config.dynamicSmemBytes = config.smem_bytes;
   launch_config.stream = reinterpret_cast<cudaStream_t>(stream);
-  launch_config.attrs = &attribute;
-  launch_config.numAttrs = 1;
+  launch_config.attrs = attributes;
+  launch_config.numAttrs = 2;
   check(cudaLaunchKernelEx(&launch_config, entry<KernelType>, args),
         kKernelNames[static_cast<int>(KernelType::kName)]);
 }

@@ -9,12 +9,13 @@
 
 namespace deep_comm {
 
-// Shared memory of a block that is not stages: dispatch's entry, combine's team.
-inline constexpr int kReservedSmemBytes = 640;
+// Shared memory of a block that is not stages: the entries of dispatch and combine.
+inline constexpr int kReservedSmemBytes = 3072;
 // The mbarriers of both modes of dispatch.
 inline constexpr int kMaxBarrierBytes =
     2 * 2 * kMaxRanks * StagePipe::kMaxStages * sizeof(uint64_t);
 static_assert(sizeof(DispatchEntry) <= kReservedSmemBytes - 16);
+static_assert(sizeof(CombineEntry) <= kReservedSmemBytes - 16);
 
 namespace detail {
 
@@ -91,39 +92,41 @@ size_t Engine<Target>::workspace_bytes(int num_ranks, int num_max_experts) {
 
 template <class Target>
 size_t Engine<Target>::ring_bytes(int num_ranks, const ChannelConfig& config, int row_bytes,
-                                  int scale_row_bytes, int num_topk, int num_strips) {
-  const MessageLayout message{row_bytes, scale_row_bytes, num_topk, num_strips};
-  return RingLayout{num_ranks, config.num_channels, num_strips, config.num_slots,
-                    message.slot_bytes()}
+                                  int scale_row_bytes, int num_topk) {
+  const MessageLayout message =
+      MessageLayout::of_dispatch(row_bytes, scale_row_bytes, num_topk, true);
+  return RingLayout{num_ranks, config.num_channels, config.num_slots, message.slot_bytes()}
       .num_bytes();
 }
 
 template <class Target>
-typename Engine<Target>::Shape Engine<Target>::shape_of(const ChannelConfig& config, int row_bytes,
-                                                        int scale_row_bytes, int num_topk,
-                                                        int num_moving_warps) const {
+typename Engine<Target>::Shape Engine<Target>::shape_of(const ChannelConfig& config,
+                                                        const MessageLayout& message) const {
   using detail::require;
-  require(config.num_channels >= 1 && config.num_channels * num_strips <= kMaxLanes,
+  require(config.num_channels >= 1 && config.num_channels <= kMaxChannels,
           "num_channels = " + std::to_string(config.num_channels) + ", must lie in 1.." +
-              std::to_string(kMaxLanes / num_strips));
+              std::to_string(kMaxChannels));
   require(config.num_slots >= 1 && config.num_send_tokens >= 1 &&
               config.num_send_tokens <= config.num_slots,
           "num_send_tokens = " + std::to_string(config.num_send_tokens) +
               ", must lie in 1..num_slots = " + std::to_string(config.num_slots));
-  require(row_bytes > 0 && row_bytes % 16 == 0,
-          "row_bytes = " + std::to_string(row_bytes) + ", must be a positive multiple of 16");
+  require(
+      message.row_bytes > 0 && message.row_bytes % 16 == 0,
+      "row_bytes = " + std::to_string(message.row_bytes) + ", must be a positive multiple of 16");
   Shape shape{};
-  shape.message = {row_bytes, scale_row_bytes, num_topk, num_strips};
-  const int meta_bytes = shape.message.meta_bytes();
-  const int warp_limit =
-      (smem_bytes_limit - kReservedSmemBytes - kMaxBarrierBytes) / num_moving_warps;
-  require(warp_limit >= StageLayout::min_warp_bytes(meta_bytes, StagePipe::kMinStages),
-          "scales and top-k of one token take " + std::to_string(meta_bytes) +
+  shape.num_senders = world_.num_ranks - 1;
+  const int warp_limit = min_of(
+      Target::kTuning.sender_smem_bytes,
+      (smem_bytes_limit - kReservedSmemBytes - kMaxBarrierBytes) / max_of(1, shape.num_senders));
+  require(warp_limit >= StageLayout::min_warp_bytes(message.meta_bytes, StagePipe::kMinStages),
+          "scales and top-k of one token take " + std::to_string(message.meta_bytes) +
               " bytes: too many for the stages of a warp, which has " + std::to_string(warp_limit));
-  shape.stage = StageLayout::make(shape.message.max_strip_bytes(), meta_bytes, warp_limit,
-                                  StagePipe::kMinStages, StagePipe::kMaxStages);
-  shape.ring = {world_.num_ranks, config.num_channels, num_strips, config.num_slots,
-                shape.message.slot_bytes()};
+  const bool has_room =
+      warp_limit >= StageLayout::min_warp_bytes(message.meta_bytes, StagePipe::kGoodStages);
+  shape.stage = StageLayout::make(message.row_bytes, message.meta_bytes, warp_limit,
+                                  has_room ? StagePipe::kGoodStages : StagePipe::kMinStages,
+                                  StagePipe::kMaxStages);
+  shape.ring = {world_.num_ranks, config.num_channels, config.num_slots, message.slot_bytes()};
   require(shape.ring.num_bytes() <= data_bytes_,
           "the rings need " + std::to_string(shape.ring.num_bytes()) +
               " bytes, num_nvl_bytes gives " + std::to_string(data_bytes_));
@@ -175,8 +178,9 @@ void Engine<Target>::notify_dispatch(NotifyArgs args, const ChannelConfig& confi
     return args.header.fields[static_cast<int>(name)];
   };
   // Checks the shape of the dispatch that follows, so that nothing is launched if it cannot be.
-  shape_of(config, field(HeaderField::kRowBytes), field(HeaderField::kScaleRowBytes),
-           field(HeaderField::kNumTopk), 2 * world_.num_ranks);
+  shape_of(config, MessageLayout::of_dispatch(field(HeaderField::kRowBytes),
+                                              field(HeaderField::kScaleRowBytes),
+                                              field(HeaderField::kNumTopk), true));
   check_num_experts(args.num_experts);
   const size_t counter_bytes =
       args.topk.data == nullptr ? 0 : sizeof(int32_t) * static_cast<size_t>(args.num_experts);
@@ -187,7 +191,6 @@ void Engine<Target>::notify_dispatch(NotifyArgs args, const ChannelConfig& confi
   field(HeaderField::kNumChannels) = config.num_channels;
   field(HeaderField::kNumSendTokens) = config.num_send_tokens;
   field(HeaderField::kNumSlots) = config.num_slots;
-  field(HeaderField::kNumStrips) = num_strips;
   const OutputWords words = OutputWords::of(args.place);
   field(HeaderField::kOutputLine) = static_cast<int>(words.line);
   field(HeaderField::kSrcLine) = static_cast<int>(words.src_line);
@@ -236,14 +239,20 @@ template <class Target>
 void Engine<Target>::dispatch(DispatchArgs args, const ChannelConfig& config, int num_topk,
                               int row_bytes, uint64_t stream) {
   const Tuning& tuning = Target::kTuning;
-  const int num_ring_warps = 2 * world_.num_ranks;  // one to send and one to receive, a peer
   const int scale_row_bytes = args.num_scales * args.scale_bytes;
-  const Shape shape = shape_of(config, row_bytes, scale_row_bytes, num_topk, num_ring_warps);
-  args.message = shape.message;
+  args.message = MessageLayout::of_dispatch(row_bytes, scale_row_bytes, num_topk,
+                                            args.recv_src_idx != nullptr);
+  const Shape shape = shape_of(config, args.message);
+  constexpr int kMaxWarps = DispatchKernel::kMaxThreads / kWarpSize;
+  args.num_receive_warps =
+      min_of(tuning.num_receive_warps, (kMaxWarps - world_.num_ranks) / world_.num_ranks);
+  const int num_ring_warps =
+      shape.num_senders + world_.num_ranks * args.num_receive_warps + 1;  // and the publisher
   args.stage = shape.stage;
   args.ring = shape.ring;
   args.num_send_tokens = config.num_send_tokens;
-  if (args.output_line != 0) check_output(args, num_topk, scale_row_bytes, row_bytes);
+  const bool may_be_direct = args.output_line != 0;  // otherwise no stages for it
+  if (may_be_direct) check_output(args, num_topk, scale_row_bytes, row_bytes);
   // As many moving warps as have room for whole rows, within reason; longer rows travel in pieces.
   constexpr int kMinDirectStages = 4;
   const int room = smem_bytes_limit - kReservedSmemBytes - kMaxBarrierBytes;
@@ -255,23 +264,27 @@ void Engine<Target>::dispatch(DispatchArgs args, const ChannelConfig& config, in
   args.direct_stage = StageLayout::make(row_bytes, 0, room / args.num_move_warps, kMinDirectStages,
                                         StagePipe::kMaxStages);
   const size_t stages_bytes =
-      align_up<size_t>(max_of(num_ring_warps * args.stage.warp_bytes(),
-                              args.num_move_warps * args.direct_stage.warp_bytes()),
+      align_up<size_t>(max_of(shape.num_senders * args.stage.warp_bytes(),
+                              may_be_direct * args.num_move_warps * args.direct_stage.warp_bytes()),
                        16);
   args.ring_barriers_offset = stages_bytes;
   args.direct_barriers_offset =
-      args.ring_barriers_offset + num_ring_warps * args.stage.warp_barrier_bytes();
+      args.ring_barriers_offset + shape.num_senders * args.stage.warp_barrier_bytes();
   args.entry_offset = align_up<size_t>(
       args.direct_barriers_offset + args.num_move_warps * args.direct_stage.warp_barrier_bytes(),
       16);
-  const int agreed[] = {row_bytes,           scale_row_bytes,        num_topk,
-                        config.num_channels, config.num_send_tokens, config.num_slots,
-                        num_strips,          args.topk_idx_bytes};
+  const int agreed[] = {row_bytes,
+                        scale_row_bytes,
+                        num_topk,
+                        config.num_channels,
+                        config.num_send_tokens,
+                        config.num_slots,
+                        args.topk_idx_bytes,
+                        args.recv_src_idx != nullptr};
   args.signature = Operation::signature(Kernel::kDispatch, agreed, 8);
   launch<DispatchKernel>(
-      {.num_blocks = shape.ring.num_lanes(),
-       .num_threads =
-           kWarpSize * max_of(num_ring_warps + 1, args.num_move_warps + args.num_meta_warps),
+      {.num_blocks = config.num_channels,
+       .num_threads = kWarpSize * max_of(num_ring_warps, args.num_move_warps + args.num_meta_warps),
        .smem_bytes = args.entry_offset + sizeof(DispatchEntry)},
       args, stream);
 }
@@ -289,35 +302,47 @@ void Engine<Target>::check_output(const DispatchArgs& args, int num_topk, int sc
             " must lie in the data region");
   };
   check_block(args.output_line, output.num_bytes);
-  check_block(args.src_line, sizeof(int32_t) * static_cast<size_t>(args.num_recv_rows));
+  if (args.src_line != 0) {
+    check_block(args.src_line, sizeof(int32_t) * static_cast<size_t>(args.num_recv_rows));
+  }
 }
 
 template <class Target>
 void Engine<Target>::combine(CombineArgs args, Dtype dtype, const ChannelConfig& config,
                              int num_topk, int row_bytes, uint64_t stream) {
   constexpr int kMaxWarps = CombineKernel<Dtype::kFloat32>::kMaxThreads / kWarpSize;
+  // Beside the reducing warps: a sender for each peer, the credits', the publisher.
   const int num_reduce_warps =
-      min_of(Target::kTuning.num_reduce_warps, kMaxWarps - world_.num_ranks - 2);
-  static_assert(ReduceTeam::num_bytes(Target::kTuning.num_reduce_warps) <= kReservedSmemBytes);
-  const Shape shape = shape_of(config, row_bytes, 0, num_topk, world_.num_ranks);
-  args.barriers_offset = world_.num_ranks * shape.stage.warp_bytes();
-  args.team_offset = args.barriers_offset + world_.num_ranks * shape.stage.warp_barrier_bytes();
-  args.message = shape.message;
+      min_of(Target::kTuning.num_reduce_warps, kMaxWarps - world_.num_ranks - 1);
+  static_assert(Target::kTuning.num_reduce_warps <= CombineEntry::kMaxReduceWarps);
+  args.message = MessageLayout::of_combine(row_bytes, num_topk);
+  const Shape shape = shape_of(config, args.message);
+  args.barriers_offset = shape.num_senders * shape.stage.warp_bytes();
+  args.entry_offset =
+      align_up<size_t>(args.barriers_offset + shape.num_senders * shape.stage.warp_barrier_bytes(),
+                       alignof(CombineEntry));
   args.stage = shape.stage;
   args.ring = shape.ring;
   args.num_send_tokens = config.num_send_tokens;
+  if (args.staging_line != 0) {
+    const size_t begin = static_cast<size_t>(args.staging_line) * kLineBytes;
+    const size_t num_bytes = static_cast<size_t>(args.num_staging_rows) * args.message.slot_bytes();
+    detail::require(
+        begin >= world_.layout.data && begin + num_bytes <= world_.layout.data + data_bytes_,
+        "staging of " + std::to_string(num_bytes) + " bytes at " + std::to_string(begin) +
+            " must lie in the data region");
+  }
   const int agreed[] = {row_bytes,
                         num_topk,
                         static_cast<int>(dtype),
                         config.num_channels,
                         config.num_send_tokens,
-                        config.num_slots,
-                        num_strips};
-  args.signature = Operation::signature(Kernel::kCombine, agreed, 7);
+                        config.num_slots};
+  args.signature = Operation::signature(Kernel::kCombine, agreed, 6);
   const LaunchConfig launch_config{
-      .num_blocks = shape.ring.num_lanes(),
-      .num_threads = kWarpSize * (world_.num_ranks + 2 + num_reduce_warps),
-      .smem_bytes = args.team_offset + ReduceTeam::num_bytes(num_reduce_warps)};
+      .num_blocks = config.num_channels,
+      .num_threads = kWarpSize * (shape.num_senders + 2 + num_reduce_warps),
+      .smem_bytes = args.entry_offset + sizeof(CombineEntry)};
   switch (dtype) {
     case Dtype::kBfloat16:
       return launch<CombineKernel<Dtype::kBfloat16>>(launch_config, args, stream);
@@ -364,7 +389,8 @@ void Engine<Target>::reset() {
   check_open();
   target_.fill_zero(world_.bases[world_.rank], world_.layout.data);
   if (low_latency_bytes_ > 0) {  // numbers start anew, and rows are told from zeros
-    target_.fill_zero(world_.bases[world_.rank] + world_.layout.data + data_bytes_, low_latency_bytes_);
+    target_.fill_zero(world_.bases[world_.rank] + world_.layout.data + data_bytes_,
+                      low_latency_bytes_);
   }
   *world_.error = ErrorBlock{};
 }

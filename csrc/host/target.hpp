@@ -30,10 +30,11 @@ struct Tuning {
   int max_notify_threads;
   int max_notify_blocks;
   int num_reduce_warps;       // combine: warps of a block that add rows
-  int num_strips;             // blocks a channel uses
+  int num_receive_warps;      // ring dispatch: a source rank, at most
   int num_direct_move_warps;  // direct dispatch: at most
   int num_direct_meta_warps;
   int smem_bytes_limit;  // of one block
+  int sender_smem_bytes;  // stages of one sending warp, at most: what a block leaves is L1 for its readers
   int low_latency_threads;
 };
 

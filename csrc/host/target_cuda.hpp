@@ -13,11 +13,12 @@ class CudaTarget {
                                      .min_notify_threads = 256,
                                      .max_notify_threads = 1024,
                                      .max_notify_blocks = 132,
-                                     .num_reduce_warps = 15,
-                                     .num_strips = 2,
+                                     .num_reduce_warps = 22,
+                                     .num_receive_warps = 4,
                                      .num_direct_move_warps = 8,
                                      .num_direct_meta_warps = 4,
                                      .smem_bytes_limit = 227 * 1024,
+                                     .sender_smem_bytes = 43100,
                                      .low_latency_threads = 512};
 
   CudaTarget(int rank, int device) : device_(device) { (void)rank; }

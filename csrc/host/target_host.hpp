@@ -14,17 +14,19 @@ namespace deep_comm {
 class HostTarget {
  public:
   static constexpr bool kIsSynchronous = true;
-  static constexpr Tuning kTuning = {.layout_threads = 32,
-                                     .layout_tokens_per_block = 2048,
-                                     .min_notify_threads = 64,  // two warps and blocks: as few as have something to share
-                                     .max_notify_threads = 64,
-                                     .max_notify_blocks = 2,
-                                     .num_reduce_warps = 2,
-                                     .num_strips = 1,
-                                     .num_direct_move_warps = 2,
-                                     .num_direct_meta_warps = 1,
-                                     .smem_bytes_limit = 227 * 1024,
-                                     .low_latency_threads = 64};
+  static constexpr Tuning kTuning = {
+      .layout_threads = 32,
+      .layout_tokens_per_block = 2048,
+      .min_notify_threads = 64,  // two warps and blocks: as few as have something to share
+      .max_notify_threads = 64,
+      .max_notify_blocks = 2,
+      .num_reduce_warps = 2,
+      .num_receive_warps = 1,
+      .num_direct_move_warps = 2,
+      .num_direct_meta_warps = 1,
+      .smem_bytes_limit = 227 * 1024,
+      .sender_smem_bytes = 43100,
+      .low_latency_threads = 64};
 
   // simulation: not owned, may be null. device: the rank of the simulated machine to run on, or -1: the same rank.
   HostTarget(int rank, int device, simt::Simulation* simulation)

@@ -76,7 +76,7 @@ class BufferOperations:
     @property
     def num_sms(self) -> int:
         """As many as the kernels used, whoever chose them."""
-        return 2 * self.handle.num_channels
+        return self.handle.num_channels
 
     # ---- calls ---------------------------------------------------------------------------------
 

@@ -70,12 +70,12 @@ def sms(text: str) -> tuple[int | None, ...]:
     if text == "sweep":
         return (None, *SM_SWEEP)
     values = tuple(None if part == AUTO else int(part) for part in text.split(","))
-    if any(value is not None and (value < 2 or value % 2) for value in values):
+    if any(value is not None and value < 1 for value in values):
         raise ValueError(text)
     return values
 
 
-sms.__name__ = "list of even numbers or 'auto'"
+sms.__name__ = "list of positive integers or 'auto'"
 
 
 def names(allowed: Sequence[str]) -> Callable[[str], tuple[str, ...]]:

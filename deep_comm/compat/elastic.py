@@ -200,7 +200,7 @@ class ElasticBuffer(Refused):
         context = self._buffer._context
         default = self._buffer._default_config(deep_comm.config.recommended_dispatch_config)
         if self.device.type == "cpu":
-            return default.num_sms
+            return max(2, default.num_sms // 2 * 2)
         wanted = _OVERLAPPED_SMS if self.prefer_overlap_with_compute else _ALONE_SMS
         return min(wanted, (context.backend.max_sms or wanted) // 2 * 2)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +26,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m deep_comm.demo")
     parser.add_argument("file", type=Path, help="the text to send")
     parser.add_argument("--tokens", type=int, default=1024, help="bytes of the text to use at most")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="default: cuda with two or more devices"
+    )
     parsed = parser.parse_args(arguments)
     if parsed.tokens < 1:
         parser.error("--tokens must be at least 1")
@@ -38,6 +41,10 @@ def share_of(tokens: Tokens, sizes: Sequence[int], rank: int) -> Tokens:
     return Tokens(tokens.x[rows], tokens.topk_idx[rows], tokens.topk_weights[rows])
 
 
+def _has_gpus() -> bool:
+    return torch.cuda.device_count() >= 2 and importlib.util.find_spec("deep_comm._cuda") is not None
+
+
 def run(arguments: argparse.Namespace) -> bool:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
 
@@ -46,7 +53,7 @@ def run(arguments: argparse.Namespace) -> bool:
             print(f"[demo] {text}", flush=True)
 
     device = torch.device("cpu")
-    if arguments.device == "cuda":
+    if arguments.device == "cuda" or (arguments.device is None and _has_gpus()):
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     text = arguments.file.read_bytes()[: arguments.tokens]

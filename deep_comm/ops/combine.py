@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from deep_comm import checks
+from deep_comm.backends import Launch
 from deep_comm.context import Context
 from deep_comm.errors import HandleMismatch
 from deep_comm.events import EventOverlap
-from deep_comm.handle import Handle
+from deep_comm.handle import Handle, KnownHandle
 from deep_comm.ops.call import CallOptions
 
 
@@ -59,6 +60,9 @@ def combine(
         Handle.of(handle).require_num_channels(plan.num_channels)
 
     with options.streams.launch(ctx) as launch:
+        staging, staging_offset, num_staging_rows = _staging(
+            ctx, launch, known, hidden * x.element_size(), num_topk
+        )
         combined_x = launch.empty((num_tokens, hidden), x.dtype)
         combined_topk_weights = None
         if topk_weights is not None:
@@ -74,15 +78,37 @@ def combine(
             num_tokens=num_tokens,
             num_recv_rows=num_rows,
             rank_prefix_matrix=known.rank_prefix_matrix,
+            channel_prefix_matrix=known.channel_prefix_matrix,
             recv_channel_prefix_matrix=known.recv_channel_prefix_matrix,
             send_head=known.send_head,
             combined_x=ctx.address(combined_x),
             combined_topk_weights=ctx.address(combined_topk_weights),
+            staging_offset=staging_offset,
+            num_staging_rows=num_staging_rows,
             num_channels=plan.num_channels,
             num_send_tokens=plan.num_send_tokens,
             num_slots=plan.num_slots,
             stream=launch.stream,
         )
+        del staging  # whoever gets its memory next writes there behind this kernel
         event = launch.finish((x, topk_weights, bias_0, bias_1), known)
     ctx.end()
     return combined_x, combined_topk_weights, event
+
+
+def _staging(
+    ctx: Context, launch: Launch, handle: KnownHandle, row_bytes: int, num_topk: int
+) -> tuple[object, int, int]:
+    """Memory for all rows that may come: (its owner, offset in the heap, rows); offset 0 without room."""
+    num_peers = ctx.num_ranks - 1
+    if handle.num_topk > 0:
+        num_peers = min(num_peers, handle.num_topk)
+    num_rows = handle.num_tokens * num_peers
+    num_bytes = num_rows * ctx.engine.staging_row_bytes(row_bytes=row_bytes, num_topk=num_topk)
+    taken = ctx.region.allocate_scratch(num_bytes, launch.ordered_after)
+    if taken is None:
+        return None, 0, 0
+    block, events = taken
+    if events:
+        launch.wait(events)
+    return block, block.offset, num_rows

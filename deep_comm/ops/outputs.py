@@ -16,11 +16,6 @@ if TYPE_CHECKING:
     from deep_comm._core import OutputLayout
 
 RecvX = Tensor | tuple[Tensor, Tensor]
-_LINE_BYTES = 128  # parts of a block that the engine knows by their offset start at multiples of it
-
-
-def _lines(num_bytes: int) -> int:
-    return -(-num_bytes // _LINE_BYTES) * _LINE_BYTES
 
 
 class Outputs:
@@ -30,7 +25,6 @@ class Outputs:
         x, scales: [N, H] and [N, S] or None.
         topk_idx, topk_weights: [N, K] or None.
         src_idx: int32 [N]; None where no handle will hold it.
-        rest: memory of what the kernel writes and nobody gets to see, or None.
         output_offset, src_offset: in the heap; 0: not in the receive region.
     """
 
@@ -46,7 +40,6 @@ class Outputs:
         "topk_weights_address",
         "src_idx_address",
         "channel_prefix_matrix_address",
-        "rest",
         "output_offset",
         "src_offset",
     )
@@ -56,13 +49,11 @@ class Outputs:
         self.topk_idx: Tensor | None = None
         self.topk_weights: Tensor | None = None
         self.src_idx: Tensor | None = None
-        self.rest: Tensor | None = None
         self.scales_address = self.topk_idx_address = self.topk_weights_address = 0
+        self.src_idx_address = self.channel_prefix_matrix_address = 0
         self.output_offset = self.src_offset = 0
         self.x: Tensor
         self.x_address: int
-        self.src_idx_address: int
-        self.channel_prefix_matrix_address: int
 
     @staticmethod
     def blank(ctx: Context, reserved: Reservation) -> Outputs:
@@ -217,15 +208,9 @@ def _anywhere(
 def allocate_cached(
     ctx: Context, launch: Launch, payload: Payload, handle: KnownHandle
 ) -> Outputs:
-    """For a dispatch that repeats ``handle``: one allocation.
-
-    The kernel writes the source tokens and the prefix matrix again; nobody gets to see them, so they
-    share the payload's memory.
-    """
+    """For a dispatch that repeats ``handle``, which already knows sources and prefix matrix."""
     num_rows = handle.num_recv_rows
-    x_offset, scales_offset, src_offset, matrix_offset, num_bytes = _cached_layout(
-        ctx, payload, handle
-    )
+    x_offset, scales_offset, num_bytes = _cached_layout(ctx, payload, handle)
     taken = ctx.region.allocate(num_bytes, launch.ordered_after)
     out = Outputs()
     if taken is None:
@@ -234,10 +219,6 @@ def allocate_cached(
         if payload.scales is not None:
             out.scales = launch.empty((num_rows, payload.num_scales), payload.scales.dtype)
             out.scales_address = ctx.address(out.scales)
-        rest = launch.empty((num_bytes - src_offset,), torch.uint8)
-        out.rest = rest
-        out.src_idx_address = ctx.address(rest)
-        out.channel_prefix_matrix_address = out.src_idx_address + matrix_offset - src_offset
         return out
     block, events = taken
     if events:
@@ -245,7 +226,6 @@ def allocate_cached(
     heap, offset = ctx.heap, block.offset
     address = heap.base + offset
     out.output_offset = offset
-    out.src_offset = offset + src_offset
     out.x = launch.adopt(
         heap.matrix(offset + x_offset, num_rows, payload.hidden, payload.x.dtype, block)
     )
@@ -257,15 +237,11 @@ def allocate_cached(
             )
         )
         out.scales_address = address + scales_offset
-    out.src_idx_address = address + src_offset
-    out.channel_prefix_matrix_address = address + matrix_offset
     return out
 
 
-def _cached_layout(
-    ctx: Context, payload: Payload, handle: KnownHandle
-) -> tuple[int, int, int, int, int]:
-    """Offsets of x, scales, source tokens and prefix matrix, and bytes of all."""
+def _cached_layout(ctx: Context, payload: Payload, handle: KnownHandle) -> tuple[int, int, int]:
+    """Offsets of x and scales, and bytes of both."""
     key = (payload.row_bytes, payload.scale_row_bytes)
     known = handle.output_layouts.get(key)
     if known is None:
@@ -276,8 +252,5 @@ def _cached_layout(
             num_topk=0,
             topk_idx_bytes=0,
         )
-        src = _lines(layout.num_bytes)
-        matrix = src + _lines(4 * handle.num_recv_rows)
-        num_bytes = matrix + 4 * ctx.num_ranks * handle.num_channels
-        known = handle.output_layouts[key] = (layout.x, layout.scales, src, matrix, num_bytes)
+        known = handle.output_layouts[key] = (layout.x, layout.scales, layout.num_bytes)
     return known

@@ -39,7 +39,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=defaults.hidden, help="bfloat16 elements")
     parser.add_argument("--experts", type=int, default=defaults.num_experts)
     parser.add_argument("--topk", type=int, default=defaults.num_topk)
-    parser.add_argument("--sms", type=int, default=defaults.num_sms, help="two make a channel")
+    parser.add_argument("--sms", type=int, default=defaults.num_sms, help="a channel each")
     parser.add_argument("--slots", type=int, default=defaults.num_slots, help="of every ring")
     parser.add_argument(
         "--policy",

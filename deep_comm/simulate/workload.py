@@ -27,8 +27,8 @@ class Workload:
     hidden: int = 64  # bfloat16 elements
     num_experts: int = 8
     num_topk: int = 2
-    num_sms: int = 2
-    num_slots: int = 4
+    num_sms: int = 1
+    num_slots: int = 4  # of a ring
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def make_case(workload: Workload, seed: int) -> Case:
         topk_idxs.append(torch.randint(-1, workload.num_experts, shape, generator=generator))
         topk_weights.append(torch.rand(shape, generator=generator))
     dispatched = reference.dispatch(
-        xs, topk_idxs, workload.num_experts, topk_weights, num_channels=workload.num_sms // 2
+        xs, topk_idxs, workload.num_experts, topk_weights, num_channels=workload.num_sms
     )
     combined = reference.combine(
         [received.recv_x for received in dispatched],
@@ -81,7 +81,7 @@ def rank_main(case: Case) -> Callable[[RankGroup], None]:
 
     def main(group: RankGroup) -> None:
         workload, rank = case.workload, group.rank()
-        config = Config(workload.num_sms, min(4, workload.num_slots), workload.num_slots)
+        config = Config(workload.num_sms, min(4, workload.num_slots), 2 * workload.num_slots)
         hidden_bytes = workload.hidden * 2
         num_nvl_bytes = config.get_nvl_buffer_size_hint(hidden_bytes, workload.num_ranks)
         num_max_experts = max(workload.num_experts, 1)

@@ -172,7 +172,7 @@ def test_the_environment_chooses_device_channels_and_timeout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("DEEP_COMM_DEVICE", "cpu")
-    monkeypatch.setenv("DEEP_COMM_NUM_SMS", "6")
+    monkeypatch.setenv("DEEP_COMM_NUM_SMS", "3")
     monkeypatch.setenv("DEEP_COMM_TIMEOUT_S", "0.3")
 
     def main(group: local.ThreadGroup) -> None:
@@ -192,7 +192,7 @@ def test_a_handle_brings_its_channels_along() -> None:
     def main(group: local.ThreadGroup) -> None:
         buffer = Buffer(group, 1 << 20, device="cpu")
         given = _tokens(group.rank())
-        recv_x, *_, handle, _ = buffer.dispatch(**given, config=Config(8, 2, 8))
+        recv_x, *_, handle, _ = buffer.dispatch(**given, config=Config(4, 2, 8))
         assert handle.num_channels == 4
         again, *_ = buffer.dispatch(given["x"], handle)
         assert torch.equal(again, recv_x)
@@ -270,7 +270,7 @@ def test_the_size_hint_holds_the_rings_of_every_call_it_allows(
             needed = _core.Engine.ring_bytes(
                 num_ranks=num_ranks,
                 num_channels=config.num_channels,
-                num_slots=config.num_max_nvl_chunked_recv_tokens,
+                num_slots=config.num_slots,
                 row_bytes=hidden_bytes,
                 scale_row_bytes=scale_row_bytes,
                 num_topk=num_topk,

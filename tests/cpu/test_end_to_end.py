@@ -30,6 +30,6 @@ def test_special_case(name: str) -> None:
 @pytest.mark.parametrize("num_ranks", range(1, 9))
 def test_sum_does_not_depend_on_channels_and_rings(num_ranks: int) -> None:
     tokens = tuple(11 + 3 * rank for rank in range(num_ranks))
-    for num_sms, send_chunk, slots in ((2, 1, 1), (4, 3, 3), (8, 4, 16)):
+    for num_sms, send_chunk, slots in ((1, 1, 1), (2, 3, 3), (4, 4, 16)):
         # verify() compares with the one reference, so equal to it means equal to each other.
         check(Case(tokens, experts=16, topk=6, num_sms=num_sms, send_chunk=send_chunk, slots=slots))

@@ -34,7 +34,7 @@ def test_variables_are_read_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
         ("DEEP_COMM_TIMEOUT_S", "-1"),
         ("DEEP_COMM_TIMEOUT_S", "inf"),
         ("DEEP_COMM_TIMEOUT_S", "nan"),
-        ("DEEP_COMM_NUM_SMS", "3"),
+        ("DEEP_COMM_NUM_SMS", "0"),
         ("DEEP_COMM_RANKS_PER_NODE", "0"),
         ("DEEP_COMM_POISON", "perhaps"),
     ],

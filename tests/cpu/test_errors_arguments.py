@@ -149,7 +149,7 @@ DISPATCH_CASES = {
     "alignment 0": ({"expert_alignment": 0}, "expert_alignment", "0"),
     "num_worst_tokens -1": ({"num_worst_tokens": -1}, "num_worst_tokens", "-1"),
     "config of a dict": ({"config": {"num_sms": 2}}, "config", "dict"),
-    "config of an odd number of SMs": ({"config": Config(3)}, "config.num_sms", "3"),
+    "config of no SMs": ({"config": Config(0)}, "config.num_sms", "0"),
     "config of too many SMs": ({"config": Config(514)}, "config.num_sms", "514"),
     "previous_event of a number": ({"previous_event": 3}, "previous_event", "int"),
     "allocate_on_comm_stream alone": (

@@ -138,7 +138,7 @@ def test_a_silent_rank_in_combine_is_named() -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_a_rank_stalled_for_ever_times_out_on_the_virtual_clock(seed: int) -> None:
     case = Case(
-        (4, 6, 5), experts=6, hidden=16, num_sms=2, slots=2, send_chunk=1, nvl_bytes=1 << 18
+        (4, 6, 5), experts=6, hidden=16, num_sms=1, slots=2, send_chunk=1, nvl_bytes=1 << 18
     )
     ended = simulate.run(
         lambda group: run_case(group, case),

@@ -43,7 +43,7 @@ def segments_of(pids: list[int]) -> list[str]:
     "case",
     [
         Case((40, 0, 33, 17), experts=13, topk=4, hidden=1024, calls=3, biases=2),
-        Case((9, 14), experts=6, topk=2, num_sms=4, slots=1, send_chunk=1, calls=4),
+        Case((9, 14), experts=6, topk=2, num_sms=2, slots=1, send_chunk=1, calls=4),
         Case((5,) * 8, experts=32, topk=8, hidden=64, dtype=torch.int8, scales=Scales(3)),
         Case(
             (12, 7, 9), experts=4, topk=2, worst=5, dtype=torch.float32, combine_dtype=torch.float32

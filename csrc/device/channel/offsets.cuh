@@ -1,5 +1,5 @@
-// The rows a channel will carry, told ahead by flag-in-data words: each word holds its value and the generation
-// it belongs to, so no order between the two words or towards the rows is needed.
+// The rows a channel will carry, told ahead by flag-in-data words: each word holds its value and
+// the generation it belongs to, so no order between the two words or towards the rows is needed.
 #pragma once
 
 #include "device/sync/await.cuh"
@@ -12,18 +12,18 @@ struct ChannelOffsets {
 };
 
 // One lane of the sender.
-DC_DEVICE void publish_offsets(const Context& context, int lane, int peer,
+DC_DEVICE void publish_offsets(const Context& context, int channel, int peer,
                                const ChannelOffsets& offsets) {
-  RecvLine* line = context.world.recv_line(peer, lane, context.world.rank);
+  RecvLine* line = context.world.recv_line(peer, channel, context.world.rank);
   // pairs with: await_offsets at the peer — nothing but the words themselves.
   arch::st_relaxed_sys(&line->start_offset, Tagged::pack(context.generation, offsets.start));
   arch::st_relaxed_sys(&line->end_offset, Tagged::pack(context.generation, offsets.end));
 }
 
 // One lane of the receiver.
-DC_DEVICE bool await_offsets(const Context& context, int lane, int channel, int peer,
+DC_DEVICE bool await_offsets(const Context& context, int channel, int peer,
                              ChannelOffsets* offsets) {
-  const RecvLine* line = context.world.recv_line(context.world.rank, lane, peer);
+  const RecvLine* line = context.world.recv_line(context.world.rank, channel, peer);
   return await_tagged(context, &line->start_offset,
                       {Stage::kChannelOffsets, Word::kStartOffset, peer, channel}, 0,
                       &offsets->start) &&

@@ -1,5 +1,5 @@
-// The arguments of the intranode kernels: one named struct a kernel, from the binding to the device.
-// R ranks, T local tokens, H hidden, K top-k, E experts, C channels, N received rows.
+// The arguments of the intranode kernels: one named struct a kernel, from the binding to the
+// device. R ranks, T local tokens, H hidden, K top-k, E experts, C channels, N received rows.
 #pragma once
 
 #include "device/layout/message.cuh"
@@ -42,12 +42,11 @@ enum class HeaderField : int {
   kNumChannels,
   kNumSendTokens,
   kNumSlots,
-  kNumStrips,
   kNumCompared,
   // The rest tells the peers something.
   kBadExpertIndex = kNumCompared,  // this rank's routing had an index out of range
   kNumTokens,                      // of this rank; the most of all ranks goes to the host
-  kOutputLine,                     // where the outputs of the dispatch that follows will lie: OutputPlace
+  kOutputLine,  // where the outputs of the dispatch that follows will lie: OutputPlace
   kSrcLine,
   kOutputRows,
   kCount
@@ -56,10 +55,9 @@ inline constexpr const char* kHeaderFieldNames[] = {"num_experts",
                                                     "num_topk",
                                                     "row_bytes",
                                                     "scale_row_bytes",
-                                                    "num_channels (config.num_sms / 2)",
+                                                    "num_channels (config.num_sms)",
                                                     "config.num_max_nvl_chunked_send_tokens",
                                                     "config.num_max_nvl_chunked_recv_tokens",
-                                                    "num_strips",
                                                     "topk_idx",
                                                     "num_tokens",
                                                     "output_line",
@@ -74,7 +72,7 @@ struct CountsBlock {
   uint32_t sequence;  // released last: the host's number of this notify
   int32_t num_recv_tokens;
   int32_t max_num_tokens;  // of all ranks
-  int32_t is_direct;  // the outputs announced to this notify serve all ranks
+  int32_t is_direct;       // the outputs announced to this notify serve all ranks
   int32_t
       num_recv_tokens_per_expert[1];  // [num_local_experts], aligned; allocated for num_max_experts
 };
@@ -114,8 +112,8 @@ struct DispatchArgs {
   uint32_t signature;
   bool fill_tail;
   MessageLayout message;
-  // Shared memory: the stages of either mode, then the mbarriers of each (an mbarrier's memory is nothing else
-  // as long as the kernel runs), then a DispatchEntry.
+  // Shared memory: the stages of either mode, then the mbarriers of each (an mbarrier's memory is
+  // nothing else as long as the kernel runs), then a DispatchEntry.
   size_t ring_barriers_offset;
   size_t direct_barriers_offset;
   size_t entry_offset;
@@ -123,6 +121,7 @@ struct DispatchArgs {
   StageLayout stage;
   RingLayout ring;
   int num_send_tokens;
+  int num_receive_warps;  // of a block, a source rank
   // direct mode
   StageLayout direct_stage;
   int num_move_warps;  // of a block; the num_meta_warps behind them write metadata
@@ -133,7 +132,8 @@ struct DispatchArgs {
   // A notify came right before: where it found that direct mode serves, its barrier and its words are this
   // kernel's too (docs/design/0009).
   bool follows_notify;
-  bool is_speculative;  // launched in the hope for that; else it leaves at once, as if it had never run
+  bool
+      is_speculative;  // launched in the hope for that; else it leaves at once, as if it had never run
   // routing
   const uint8_t* is_token_in_rank;       // [T, R]
   const int32_t* send_head;              // [T, R]
@@ -166,11 +166,14 @@ struct CombineArgs {
   uint32_t signature;
   MessageLayout message;
   StageLayout stage;
-  size_t barriers_offset;  // shared memory: stages, mbarriers, ReduceTeam
-  size_t team_offset;
+  size_t barriers_offset;  // shared memory: stages, mbarriers, CombineEntry
+  size_t entry_offset;
   RingLayout ring;
   int num_send_tokens;
+  uint32_t staging_line;  // where this rank's staging begins, in lines from its segment; 0: none
+  int num_staging_rows;
   const int32_t* rank_prefix_matrix;          // [R, R]
+  const int32_t* channel_prefix_matrix;       // [R, C]
   const int32_t* recv_channel_prefix_matrix;  // [R, C]
   const int32_t* send_head;                   // [T, R]
   int num_tokens;

@@ -1,17 +1,22 @@
 // dispatch: every token to every rank that holds one of its experts.
 //
-// in     x [T, H] any dtype, optional x_scales, topk_idx, topk_weights; send_head, is_token_in_rank, prefix matrices
-// out    recv_x [N, H] sorted by (source rank, source token), with scales, local expert ids, weights, recv_src_idx;
-//        recv_channel_prefix_matrix [R, C]
-// modes  direct (dispatch_direct.cuh), when every rank's outputs lie in its receive region and have room for its
-//        rows: senders write the final places. Otherwise rings (dispatch_ring.cuh). The ranks decide on the device, by
-//        words that all of them see alike, so that no host needs to know what the others chose: in the notify before,
-//        if it found room everywhere, else at entry. A speculative launch, which has outputs for the first case
-//        alone, leaves no trace in the second; the host then launches again.
-// grid   num_lanes blocks of max(2 R + 1, num_move_warps + num_meta_warps) warps
-// words  arrived, output_line, src_line, output_rows · owner: reader · written by each peer's block 0 · read at entry
-//        notify_result · this rank · written by the notify before, as are the counts' headers with the outputs' places
-// before nothing: entry is a barrier, here or in the notify; after it every rank's rings and its output block are free
+// in     x [T, H] any dtype, optional x_scales, topk_idx, topk_weights; send_head, is_token_in_rank,
+//        prefix matrices
+// out    recv_x [N, H] sorted by (source rank, source token), with scales, local expert ids, weights,
+//        recv_src_idx; recv_channel_prefix_matrix [R, C]
+// modes  direct (dispatch_direct.cuh), when every rank's outputs lie in its receive region and have
+//        room for its rows: senders write the final places. Otherwise rings (dispatch_ring.cuh). The
+//        ranks decide on the device, by words that all of them see alike, so that no host needs to
+//        know what the others chose: in the notify before, if it found room everywhere, else at entry.
+//        A speculative launch, which has outputs for the first case alone, leaves no trace in the
+//        second; the host then launches again.
+// grid   num_channels blocks of as many warps as the greater of both modes needs
+// words  arrived, output_line, src_line, output_rows · owner: reader · written by each peer's block 0
+//        · read at entry
+//        notify_result · this rank · written by the notify before, as are the counts' headers with the
+//        outputs' places
+// before nothing: entry is a barrier, here or in the notify; after it every rank's rings and its
+//        output block are free
 // after  outputs complete on this stream
 // not promised: which SM moved a row, when; nothing about rows past the received ones unless fill_tail
 #pragma once
@@ -38,8 +43,8 @@ struct DispatchEntry {
   PeerOutput outputs[kMaxRanks];
 };
 
-// Warp 0: waits for all ranks and finds where their outputs lie. The same mode in every block of every rank,
-// unless one has given up.
+// Warp 0: waits for all ranks and finds where their outputs lie. The same mode in every block of
+// every rank, unless one has given up.
 DC_DEVICE void enter_dispatch(const Context& context, const DispatchArgs& args,
                               NotifyResult notified, DispatchEntry* entry) {
   const int num_ranks = args.world.num_ranks, peer = arch::lane_idx();
@@ -91,8 +96,8 @@ DC_DEVICE void fill_tail_rows(const Context& context, const DispatchArgs& args) 
   }
 }
 
-// A moving warp of direct mode. Its loads begin before anybody knows whether the mode will be direct; this rank's
-// own outputs being in place makes it likely.
+// A moving warp of direct mode. Its loads begin before anybody knows whether the mode will be
+// direct; this rank's own outputs being in place makes it likely.
 DC_DEVICE DispatchMode enter_and_move(const Context& context, const DispatchArgs& args,
                                       NotifyResult notified, DispatchEntry* entry) {
   const int num_blocks = arch::num_blocks();

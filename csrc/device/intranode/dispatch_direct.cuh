@@ -1,10 +1,12 @@
-// dispatch, direct mode: after notify every row's final index is known, so the sender writes it there at once.
-// A row is loaded once and stored once a destination, the destinations by as many lanes; no receiver copies it.
+// dispatch, direct mode: after notify every row's final index is known, so the sender writes it
+// there at once. A row is loaded once and stored once a destination, the destinations by as many
+// lanes; no receiver copies it.
 //
-// grid   any number of blocks; warps [0, num_move_warps) move rows, the next num_meta_warps write metadata; tokens
-//        are dealt to the moving (metadata) warps of all blocks in turn
+// grid   any number of blocks; warps [0, num_move_warps) move rows, the next num_meta_warps write
+//        metadata; tokens are dealt to the moving (metadata) warps of all blocks in turn
 // smem   num_move_warps x (stages + mbarriers)
-// words  recv_line[c].{start,end}_offset · owner: receiver · written by block 0 of the sender, before `done`
+// words  recv_line[c].{start,end}_offset · owner: receiver · written by block 0 of the sender,
+//                            before `done`
 //        done              · owner: receiver · written by the sender's last block · release/acquire sys
 //        num_exited_blocks · this rank · counts blocks whose rows have landed
 // waits  done: unblocked by every peer's last block
@@ -12,6 +14,7 @@
 
 #include "device/channel/offsets.cuh"
 #include "device/intranode/args.cuh"
+#include "device/intranode/dispatch_meta.cuh"
 #include "device/intranode/dispatch_output.cuh"
 #include "device/intranode/ring_send.cuh"
 #include "device/layout/channel_range.cuh"
@@ -21,8 +24,8 @@
 
 namespace deep_comm {
 
-// Where tokens end up in one receiver's output; one lane's view of one receiver. What it needs of a token is
-// loaded ahead (`look_up`), since each look-up costs a trip to memory.
+// Where tokens end up in one receiver's output; one lane's view of one receiver. What it needs of a
+// token is loaded ahead (`look_up`), since each look-up costs a trip to memory.
 class FinalRows {
  public:
   DC_DEVICE FinalRows(const DispatchArgs& args, int peer)
@@ -56,9 +59,9 @@ class FinalRows {
   int head_ = -1;
 };
 
-// One warp: moves every num_warps-th token from `warp` on. Lane i stores to rank (rank + 1 + i) % R, so that
-// ranks do not all write to the same receiver first. Loads begin before the peers have come (begin), stores after
-// (run).
+// One warp: moves every num_warps-th token from `warp` on. Lane i stores to rank (rank + 1 + i) %
+// R, so that ranks do not all write to the same receiver first. Loads begin before the peers have
+// come (begin), stores after (run).
 class TokenMover {
  public:
   DC_DEVICE TokenMover(const DispatchArgs& args, int warp, int num_warps)
@@ -68,7 +71,7 @@ class TokenMover {
         load_token_(warp),
         peer_((args.world.rank + 1 + arch::lane_idx()) % args.world.num_ranks),
         is_storing_(arch::lane_idx() < args.world.num_ranks),
-        pieces_(Pieces::of({0, args.message.row_bytes, 0}, args.direct_stage)),
+        pieces_(Pieces::of(args.message.row_bytes, args.direct_stage)),
         pipe_(make_pipe(args.direct_stage, args.direct_barriers_offset)),
         rows_(args, is_storing_ ? peer_ : 0) {}
 
@@ -126,12 +129,13 @@ class TokenMover {
   FinalRows rows_;
 };
 
-// One warp: scales, expert ids, weights and source of every num_warps-th token, straight to the outputs.
+// One warp: scales, expert ids, weights and source of every num_warps-th token, straight to the
+// outputs.
 DC_DEVICE void write_metadata(const DispatchArgs& args, const PeerOutput* outputs, int warp,
                               int num_warps) {
   const World& world = args.world;
   const ExpertMap experts{args.num_experts, world.num_ranks};
-  const int lane = arch::lane_idx(), num_topk = args.message.num_topk;
+  const int lane = arch::lane_idx();
   FinalRows rows(args, min_of(lane, world.num_ranks - 1));
   rows.look_up(warp);
   for (int token = warp; token < args.num_tokens; token += num_warps) {
@@ -141,25 +145,7 @@ DC_DEVICE void write_metadata(const DispatchArgs& args, const PeerOutput* output
       const int64_t row = arch::shfl(kFullMask, my_row, peer);
       const PeerOutput& output = outputs[peer];
       if (row < 0 || row >= output.num_rows) continue;
-      const int first = experts.first_expert(peer), count = experts.num_local_experts(peer);
-      for (int k = lane; k < num_topk; k += kWarpSize) {
-        const int64_t position = static_cast<int64_t>(token) * num_topk + k;
-        const int local = load_expert(args.topk_idx, position, args.topk_idx_bytes) - first;
-        const bool is_here = local >= 0 && local < count;
-        store_expert(output.topk_idx, row * num_topk + k, args.topk_idx_bytes,
-                     is_here ? local : -1);
-        if (args.topk_weights != nullptr) {
-          arch::st_weak(output.topk_weights + row * num_topk + k,
-                        is_here ? arch::ld_nc(args.topk_weights + position) : 0.0f);
-        }
-      }
-      for (int column = lane; column < args.num_scales; column += kWarpSize) {
-        const int64_t position =
-            token * args.scale_token_stride + column * args.scale_column_stride;
-        copy_element(output.scales + (row * args.num_scales + column) * args.scale_bytes,
-                     args.x_scales + position * args.scale_bytes, args.scale_bytes);
-      }
-      if (lane == 0 && output.src_idx != nullptr) arch::st_weak(output.src_idx + row, token);
+      store_token_meta(args, experts, token, peer, output, row);
     }
   }
 }
@@ -191,7 +177,8 @@ DC_DEVICE void read_channel_starts(const DispatchArgs& args) {
   }
 }
 
-// Every thread of every block, last. The last block tells the peers, waits for theirs, and closes the generation.
+// Every thread of every block, last. The last block tells the peers, waits for theirs, and closes
+// the generation.
 DC_DEVICE void finish_direct(const Context& context, const DispatchArgs& args) {
   const World& world = args.world;
   const BlockExit exit = exit_block(context);
@@ -199,7 +186,8 @@ DC_DEVICE void finish_direct(const Context& context, const DispatchArgs& args) {
   // Whoever gave up has set the abort word before it came here; its rows may be missing.
   if (!is_aborted(world) && arch::thread_idx() < world.num_ranks) {
     const int peer = arch::thread_idx();
-    // pairs with: the await below at the peer — every row and word this rank wrote into its segment.
+    // pairs with: the await below at the peer — every row and word this rank wrote into its
+    // segment.
     arch::st_release_sys(&world.arrived_line(peer, world.rank)->done,
                          Tagged::pack(context.generation, 1));
     uint32_t done = 0;

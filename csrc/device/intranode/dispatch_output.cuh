@@ -78,7 +78,7 @@ DC_DEVICE PeerOutput output_at(const DispatchArgs& args, int peer, const OutputW
                                ? num_recv_rows
                                : static_cast<int64_t>(words.rows);
   const OutputLayout layout =
-      OutputLayout::make(num_rows, args.message.row_bytes, args.message.scale_row_bytes,
+      OutputLayout::make(num_rows, args.message.row_bytes, args.num_scales * args.scale_bytes,
                          args.message.num_topk, args.topk_idx_bytes);
   uint8_t* block = world.bases[peer] + static_cast<size_t>(words.line) * kLineBytes;
   return {block + layout.x,

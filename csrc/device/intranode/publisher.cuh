@@ -1,8 +1,9 @@
 // The warp that tells the peers how far a block's moving warps have come.
 //
-// A release at system scope waits for writes that other warps of the SM have under way: measured on H200 with
-// bulk stores in flight, 3 to 10 µs. So the movers only report to their block, at block scope, and one warp turns
-// all reports into one fence and a relaxed store a peer, again and again, off the movers' path.
+// A release at system scope waits for writes that other warps of the SM have under way: measured on
+// H200 with bulk stores in flight, 3 to 10 µs. So the movers only report to their block, at block
+// scope, and one warp turns all reports into one fence and a relaxed store a peer, again and again,
+// off the movers' path.
 #pragma once
 
 #include "device/sync/await.cuh"
@@ -12,7 +13,7 @@ namespace deep_comm {
 // Reports of a block's moving warps, in shared memory: a count of rows each.
 struct Progress {
   static constexpr uint32_t kFinished = 1u << 31;
-  static constexpr int kMaxWords = 2 * kMaxRanks;
+  static constexpr int kMaxWords = 32;
 
   uint32_t bell;  // counts reports
   uint32_t words[kMaxWords];
@@ -33,29 +34,42 @@ struct Progress {
   DC_DEVICE void finish(int word, uint32_t num_rows) { report(word, num_rows | kFinished); }
 };
 
-// One warp; lane l turns word l into `target`, a Tagged word at a peer. Returns when all words are finished.
-DC_DEVICE void publish_progress(const Context& context, Progress& progress, int num_words,
-                                uint64_t* target) {
-  const int lane = arch::lane_idx();
+// What one lane of the publishing warp turns into a Tagged word at a peer: how far all of
+// `num_words` reports have come. Default: nothing.
+struct Published {
+  uint64_t* target = nullptr;
+  int first_word = 0;
+  int num_words = 0;
+};
+
+// One warp; every lane has something of its own to publish. Returns when all reports are finished.
+DC_DEVICE void publish_progress(const Context& context, Progress& progress,
+                                const Published& published) {
   uint32_t num_published = 0;
   while (true) {
-    // The bell before any lane's word: what is reported later rings again.
+    // The bell before any lane's words: what is reported later rings again.
     const uint32_t rung = arch::ld_acquire_cta(&progress.bell);
     arch::sync_warp();
-    const uint32_t word =
-        lane < num_words ? arch::ld_acquire_cta(&progress.words[lane]) : Progress::kFinished;
-    const uint32_t num_rows = word & ~Progress::kFinished;
+    bool is_finished = true;
+    uint32_t num_rows = published.num_words == 0 ? 0 : Progress::kFinished - 1;
+    for (int idx = 0; idx < published.num_words; ++idx) {
+      const uint32_t word = arch::ld_acquire_cta(&progress.words[published.first_word + idx]);
+      is_finished = is_finished && (word & Progress::kFinished) != 0;
+      num_rows = min_of(num_rows, word & ~Progress::kFinished);
+    }
     const bool is_new = num_rows != num_published;
     if (arch::any(kFullMask, is_new)) {
-      // With the store below, a release; pairs with: RingReceiver::await_filled and ::poll_filled (tails: slots of
-      // rows [0, num_rows) are filled), RingSender::await_slot and ::poll_slot (heads: they have been read).
+      // With the store below, a release; pairs with: RingReceiver::await_filled (tails: slots of
+      // rows [0, num_rows) are filled), RingSender::await_slot and ::poll_slot (heads: they have
+      // been read).
       arch::fence_acq_rel_sys();
-      if (is_new) arch::st_relaxed_sys(target, Tagged::pack(context.generation, num_rows));
+      if (is_new)
+        arch::st_relaxed_sys(published.target, Tagged::pack(context.generation, num_rows));
       num_published = num_rows;
     }
-    if (arch::all(kFullMask, (word & Progress::kFinished) != 0)) return;
+    if (arch::all(kFullMask, is_finished)) return;
     bool ok = true;
-    if (lane == 0) {
+    if (arch::lane_idx() == 0) {
       uint32_t seen = 0;
       ok = await<Scope::kCta>(
           context, &progress.bell, {Stage::kRetire, Word::kProgress, context.world.rank, -1},

@@ -1,9 +1,9 @@
-// The sending half of a ring, for dispatch and combine alike: one strip of a source's rows, in order.
+// The sending half of a ring, for dispatch and combine alike: a source's rows, in order.
 // A Source tells one warp which rows to send and what travels behind each of them:
 //
 //   int            next()                    the next row, or -1; the whole warp calls it
 //   const uint8_t* row(int row)              its first byte
-//   void           write_meta(uint8_t* meta, int row)    fills the metadata in shared memory, all lanes
+//   void           write_meta(uint8_t* meta, int row)    fills the metadata in shared memory
 #pragma once
 
 #include "device/channel/ring.cuh"
@@ -13,8 +13,8 @@
 
 namespace deep_comm {
 
-// The pipeline of this warp. Shared memory of the block: [stages of warp 0 | stages of warp 1 | …], and the
-// mbarriers from barriers_offset on.
+// The pipeline of this warp. Shared memory of the block: [stages of warp 0 | stages of warp 1 | …],
+// and the mbarriers from barriers_offset on.
 DC_DEVICE StagePipe make_pipe(const StageLayout& stage, size_t barriers_offset) {
   uint8_t* smem = arch::dynamic_smem();
   const int warp = arch::warp_idx();
@@ -31,8 +31,8 @@ class SendReport {
   DC_DEVICE SendReport(Progress& progress, int word, uint32_t chunk)
       : progress_(progress), word_(word), chunk_(chunk) {}
 
-  // Once a chunk of rows has landed. A store takes several rows' time to land, and waiting for it would empty the
-  // pipeline: as many of the newest as that takes are left for later.
+  // Once a chunk of rows has landed. A store takes several rows' time to land, and waiting for it
+  // would empty the pipeline: as many of the newest as that takes are left for later.
   DC_DEVICE void after_row(const StagePipe& pipe, int num_pieces) {
     constexpr uint32_t kInFlight = 6;
     if (pipe.num_stores() < kInFlight) return;
@@ -73,8 +73,8 @@ DC_DEVICE bool acquire_slot(RingSender& ring, SendReport& sent, uint32_t row_idx
 
 // One warp. On failure the pipeline is drained and nothing more is written.
 template <class Source>
-DC_DEVICE void send_rows(StagePipe& pipe, RingSender& ring, SendReport sent, const Strip& strip,
-                         const Pieces& pieces, Source ahead, Source current) {
+DC_DEVICE void send_rows(StagePipe& pipe, RingSender& ring, SendReport sent, const Pieces& pieces,
+                         int meta_bytes, Source ahead, Source current) {
   const bool is_leader = arch::lane_idx() == 0;
   int load_row = ahead.next();
   int load_piece = 0;
@@ -82,8 +82,7 @@ DC_DEVICE void send_rows(StagePipe& pipe, RingSender& ring, SendReport sent, con
     if (load_row < 0) return;
     if (is_leader) {
       pipe.make_room();
-      pipe.load(ahead.row(load_row) + strip.offset + load_piece * pieces.piece_bytes,
-                pieces.bytes_of(load_piece));
+      pipe.load(ahead.row(load_row) + load_piece * pieces.piece_bytes, pieces.bytes_of(load_piece));
     }
     pipe.advance_load();
     if (++load_piece == pieces.num_pieces) {
@@ -101,14 +100,14 @@ DC_DEVICE void send_rows(StagePipe& pipe, RingSender& ring, SendReport sent, con
     if (!ok) break;
     for (int piece = 0; piece < pieces.num_pieces; ++piece) {
       int num_bytes = pieces.bytes_of(piece);
-      if (pieces.is_last(piece) && strip.meta_bytes != 0) {
-        arch::
-            sync_warp();  // the leader has seen this stage read out before any lane writes into it
+      if (pieces.is_last(piece) && meta_bytes != 0) {
+        arch::sync_warp();  // the leader has seen this stage read out before any lane writes into
+                            // it
         current.write_meta(pipe.current() + num_bytes, row);
-        arch::
-            fence_proxy_async_shared();  // generic writes of the metadata before the bulk copy that reads them
+        arch::fence_proxy_async_shared();  // generic writes of the metadata before the bulk copy
+                                           // that reads them
         arch::sync_warp();
-        num_bytes += strip.meta_bytes;
+        num_bytes += meta_bytes;
       }
       if (is_leader) {
         pipe.await_load();

@@ -1,12 +1,10 @@
-// What travels through a ring: strips of rows, cut into pieces that fit a stage of shared memory.
+// What travels through a ring: rows, each with its metadata behind it, cut into pieces that fit a
+// stage of shared memory.
 //
-// A row is split by columns into `num_strips` strips of equal size (the last may be shorter, or empty for short
-// rows). Every strip of a channel has rings and a block of its own, so that a channel uses several SMs without
-// any of them talking to another. Strip 0 carries the metadata.
-//
-//   row   = [ strip 0 | strip 1 | … ]
-//   slot  = [ strip | scales | local expert ids int32[K] | weights float[K] | source token int32 | pad to 16 ]
-//   stage = one piece of the strip; the last piece carries everything behind the strip as well
+//   slot of dispatch = [ row | scales | local expert ids int32[K] | weights float[K]
+//                        | source token int32 | pad to 16 ]
+//   slot of combine  = [ row | weights float[K] | pad to 16 ]
+//   stage            = one piece of the row; the last piece carries the metadata as well
 #pragma once
 
 #include "device/arch/types.cuh"
@@ -14,40 +12,41 @@
 namespace deep_comm {
 
 struct MessageLayout {
-  int row_bytes;        // multiple of 16
-  int scale_row_bytes;  // bytes of one token's scales, packed
+  int row_bytes;  // multiple of 16
   int num_topk;
-  int num_strips;
+  // Offsets in the metadata, which begins right behind the row, and its size, a multiple of 16.
+  int scales_offset;
+  int topk_idx_offset;
+  int topk_weights_offset;
+  int src_idx_offset;
+  int meta_bytes;
 
-  // Offsets in the metadata, which begins right behind the strip.
-  DC_HOST_DEVICE int scales_offset() const { return 0; }
-  DC_HOST_DEVICE int topk_idx_offset() const { return align_up(scale_row_bytes, 4); }
-  DC_HOST_DEVICE int topk_weights_offset() const { return topk_idx_offset() + 4 * num_topk; }
-  DC_HOST_DEVICE int src_idx_offset() const { return topk_weights_offset() + 4 * num_topk; }
-  DC_HOST_DEVICE int meta_bytes() const { return align_up(src_idx_offset() + 4, 16); }
-
-  DC_HOST_DEVICE int max_strip_bytes() const {
-    return align_up(ceil_div(row_bytes, num_strips), 16);
+  // scale_row_bytes: of one token's scales, packed.
+  DC_HOST_DEVICE static MessageLayout of_dispatch(int row_bytes, int scale_row_bytes, int num_topk,
+                                                  bool has_src_idx) {
+    MessageLayout message{};
+    message.row_bytes = row_bytes;
+    message.num_topk = num_topk;
+    message.topk_idx_offset = align_up(scale_row_bytes, 4);
+    message.topk_weights_offset = message.topk_idx_offset + 4 * num_topk;
+    message.src_idx_offset = message.topk_weights_offset + 4 * num_topk;
+    message.meta_bytes = align_up(message.src_idx_offset + (has_src_idx ? 4 : 0), 16);
+    return message;
   }
+  DC_HOST_DEVICE static MessageLayout of_combine(int row_bytes, int num_topk) {
+    MessageLayout message{};
+    message.row_bytes = row_bytes;
+    message.num_topk = num_topk;
+    message.meta_bytes = align_up(4 * num_topk, 16);
+    return message;
+  }
+  // Whole lines: a store of part of a line costs the link as much as two.
   DC_HOST_DEVICE size_t slot_bytes() const {
-    return static_cast<size_t>(max_strip_bytes()) + meta_bytes();
+    return align_up<size_t>(static_cast<size_t>(row_bytes) + meta_bytes, 128);
   }
 };
 
-// The columns one block moves.
-struct Strip {
-  int offset;  // in the row
-  int num_bytes;
-  int meta_bytes;  // behind the strip: all of the metadata, or none
-
-  DC_HOST_DEVICE static Strip of(const MessageLayout& message, int strip) {
-    const int offset = min_of(strip * message.max_strip_bytes(), message.row_bytes);
-    return {offset, min_of(message.max_strip_bytes(), message.row_bytes - offset),
-            strip == 0 ? message.meta_bytes() : 0};
-  }
-};
-
-// How a strip is cut so that the stages of every moving warp fit into a block's shared memory.
+// How a row is cut so that the stages of every moving warp fit into a block's shared memory.
 struct StageLayout {
   int piece_bytes;  // row bytes a stage holds, multiple of 16
   int stage_bytes;  // a piece and the metadata behind it, multiple of 128
@@ -60,30 +59,34 @@ struct StageLayout {
   DC_HOST_DEVICE static int min_warp_bytes(int meta_bytes, int min_stages) {
     return min_stages * (align_up(16 + meta_bytes, 128) + static_cast<int>(sizeof(uint64_t)));
   }
-  // strip_bytes, and metadata behind them, through stages in warp_bytes_limit: whole strips if min_stages of
-  // them fit, and then as many as do; else pieces.
-  DC_HOST_DEVICE static StageLayout make(int strip_bytes, int meta_bytes, int warp_bytes_limit,
+  // row_bytes, and metadata behind them, through stages in warp_bytes_limit: whole rows if
+  // min_stages of them fit, and then as many as do; else pieces.
+  DC_HOST_DEVICE static StageLayout make(int row_bytes, int meta_bytes, int warp_bytes_limit,
                                          int min_stages, int max_stages) {
     const int barrier_bytes = static_cast<int>(sizeof(uint64_t));
     const int stage_limit = (warp_bytes_limit / min_stages - barrier_bytes) / 128 * 128;
-    const int num_pieces = ceil_div(strip_bytes, (stage_limit - meta_bytes) / 16 * 16);
+    const int num_pieces = ceil_div(row_bytes, (stage_limit - meta_bytes) / 16 * 16);
     StageLayout stage{};
-    stage.piece_bytes = align_up(ceil_div(strip_bytes, num_pieces), 16);
+    // Whole lines, if the stages have room for the rounding.
+    const int piece_bytes = align_up(ceil_div(row_bytes, num_pieces), 128);
+    stage.piece_bytes = piece_bytes + meta_bytes <= stage_limit
+                            ? piece_bytes
+                            : align_up(ceil_div(row_bytes, num_pieces), 16);
     stage.stage_bytes = align_up(stage.piece_bytes + meta_bytes, 128);
     stage.num_stages = min_of(max_stages, warp_bytes_limit / (stage.stage_bytes + barrier_bytes));
     return stage;
   }
 };
 
-// The pieces of one strip.
+// The pieces of one row.
 struct Pieces {
   int num_pieces;
   int piece_bytes;
   int last_bytes;
 
-  DC_HOST_DEVICE static Pieces of(const Strip& strip, const StageLayout& stage) {
-    const int num_pieces = ceil_div(strip.num_bytes, stage.piece_bytes);
-    return {num_pieces, stage.piece_bytes, strip.num_bytes - (num_pieces - 1) * stage.piece_bytes};
+  DC_HOST_DEVICE static Pieces of(int row_bytes, const StageLayout& stage) {
+    const int num_pieces = ceil_div(row_bytes, stage.piece_bytes);
+    return {num_pieces, stage.piece_bytes, row_bytes - (num_pieces - 1) * stage.piece_bytes};
   }
   DC_HOST_DEVICE bool is_last(int piece) const { return piece == num_pieces - 1; }
   DC_HOST_DEVICE int bytes_of(int piece) const { return is_last(piece) ? last_bytes : piece_bytes; }

@@ -1,10 +1,11 @@
 // The control words at the head of every rank's heap segment, and what a kernel needs to find them.
 //
-//   segment = [ LocalState | arrived | recv lines | send lines | counts | low-latency words | data region (rings) ]
+//   segment = [ LocalState | arrived | recv lines | send lines | counts | low-latency words
+//               | data region (rings, receive region) ]
 //             [ low-latency region, at the end, if there is one ]
 //
-// No word is ever reset: each carries the generation of the kernel that wrote it, and a word of an older
-// generation reads as "not yet". See csrc/device/intranode/README.md for the picture.
+// No word is ever reset: each carries the generation of the kernel that wrote it, and a word of an
+// older generation reads as "not yet". See csrc/device/intranode/README.md for the picture.
 #pragma once
 
 #include "device/arch/types.cuh"
@@ -14,7 +15,7 @@
 
 namespace deep_comm {
 
-inline constexpr int kMaxLanes = 512;  // (channel, strip) pairs: more blocks than any GPU has SMs
+inline constexpr int kMaxChannels = 256;  // one block each: more than any GPU has SMs
 inline constexpr int kNumHeaderFields = 16;
 
 // A 32-bit value and the generation it belongs to, in one word that is written and read at once.
@@ -58,13 +59,13 @@ enum class NotifyResult : uint32_t {
   kFailed,     // nothing may be sent
 };
 
-// Written by the sender of a lane (a channel's strip) into its receiver's segment.
+// Written by the sender of a channel into its receiver's segment.
 struct alignas(kLineBytes) RecvLine {
   uint64_t tail;          // Tagged: slots filled
   uint64_t start_offset;  // Tagged: rows of lower channels from this source
   uint64_t end_offset;    // Tagged: start_offset + rows of this channel
 };
-// Written by the receiver of a lane into its sender's segment.
+// Written by the receiver of a channel into its sender's segment.
 struct alignas(kLineBytes) SendLine {
   uint64_t head;  // Tagged: slots read
 };
@@ -72,12 +73,16 @@ static_assert(sizeof(RecvLine) == kLineBytes && sizeof(SendLine) == kLineBytes);
 
 // What one rank tells another about a kernel as a whole; all Tagged.
 struct alignas(kLineBytes) ArrivedLine {
-  uint64_t arrived;  // it has entered; value = operation signature
-  uint64_t
-      output_line;  // dispatch: where its output block begins, in lines from its segment's start; 0: none
+  uint64_t arrived;      // it has entered; value = operation signature
+  uint64_t output_line;  // dispatch: where its output block begins, in lines from its segment's
+                         // start; 0: none
   uint64_t src_line;     // the same for its source tokens
   uint64_t output_rows;  // dispatch: rows its output has
   uint64_t done;         // everything it sends in this kernel has landed
+  // combine, by the generation's lowest bit: a peer without tokens may be one kernel further when
+  // this is read.
+  uint64_t staging_line[2];  // where its staging begins, in lines from its segment's start; 0: none
+  uint64_t staging_rows[2];  // rows that it has room for
 };
 static_assert(sizeof(ArrivedLine) == kLineBytes);
 
@@ -99,8 +104,8 @@ struct ErrorBlock {
 
 struct WorkspaceLayout {
   size_t arrived;     // ArrivedLine [num_ranks], by peer
-  size_t recv_lines;  // RecvLine [kMaxLanes, num_ranks], by source
-  size_t send_lines;  // SendLine [kMaxLanes, num_ranks], by destination
+  size_t recv_lines;  // RecvLine [kMaxChannels, num_ranks], by source
+  size_t send_lines;  // SendLine [kMaxChannels, num_ranks], by destination
   size_t
       counts;  // int32 [2, num_ranks, counts_stride], by generation and source: header, counts per rank, counts per local expert
   size_t counts_stride;
@@ -114,8 +119,8 @@ struct WorkspaceLayout {
     RegionCursor cursor;
     cursor.take(sizeof(LocalState));
     layout.arrived = cursor.take(sizeof(ArrivedLine) * num_ranks);
-    layout.recv_lines = cursor.take(sizeof(RecvLine) * kMaxLanes * num_ranks);
-    layout.send_lines = cursor.take(sizeof(SendLine) * kMaxLanes * num_ranks);
+    layout.recv_lines = cursor.take(sizeof(RecvLine) * kMaxChannels * num_ranks);
+    layout.send_lines = cursor.take(sizeof(SendLine) * kMaxChannels * num_ranks);
     layout.counts_stride = align_up<size_t>(
         kNumHeaderFields + num_ranks + ceil_div(num_max_experts, num_ranks), kLineBytes / 4);
     layout.counts = cursor.take(2 * layout.counts_stride * 4 * num_ranks);
@@ -143,12 +148,12 @@ struct World {
   DC_HOST_DEVICE uint64_t* arrived(int owner, int from) const {
     return &arrived_line(owner, from)->arrived;
   }
-  DC_HOST_DEVICE RecvLine* recv_line(int owner, int lane, int source) const {
-    return reinterpret_cast<RecvLine*>(bases[owner] + layout.recv_lines) + lane * num_ranks +
+  DC_HOST_DEVICE RecvLine* recv_line(int owner, int channel, int source) const {
+    return reinterpret_cast<RecvLine*>(bases[owner] + layout.recv_lines) + channel * num_ranks +
            source;
   }
-  DC_HOST_DEVICE SendLine* send_line(int owner, int lane, int destination) const {
-    return reinterpret_cast<SendLine*>(bases[owner] + layout.send_lines) + lane * num_ranks +
+  DC_HOST_DEVICE SendLine* send_line(int owner, int channel, int destination) const {
+    return reinterpret_cast<SendLine*>(bases[owner] + layout.send_lines) + channel * num_ranks +
            destination;
   }
   // Of the notify of that generation. The row of the one before is another: a notify that failed on all ranks may be

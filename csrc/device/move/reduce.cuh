@@ -68,43 +68,42 @@ struct Numeric<Dtype::kFloat16> {
 };
 
 // One warp: dst = round(((0 + rows[0]) + rows[1]) + …), the order being the numerical contract.
-// Loads of up to kInFlight rows are issued before the first of them is added: one at a time, each row would
-// cost a trip to memory. `rows` is indexed by constants only and stays in registers.
-template <Dtype kDtype, int kMaxRows>
-DC_DEVICE void reduce_rows(uint8_t* dst, const uint8_t* const (&rows)[kMaxRows], int num_rows,
-                           int num_vecs) {
+// Loads of up to kInFlight rows are issued before the first of them is added: one at a time, each row
+// would cost a trip to memory. `rows` lies in shared memory: pointers in registers would leave fewer of
+// those for loads.
+template <Dtype kDtype>
+DC_DEVICE void reduce_rows(uint8_t* dst, const uint8_t* const* rows, int num_rows, int num_vecs) {
   using Type = Numeric<kDtype>;
   constexpr int kInFlight = 4, kUnroll = 2;
   for (int base = arch::lane_idx(); base < num_vecs; base += kWarpSize * kUnroll) {
     float sums[kUnroll][Type::kPerVec] = {};
-    DC_UNROLL
-    for (int first = 0; first < kMaxRows; first += kInFlight) {
-      if (first >= num_rows) continue;
+    for (int first = 0; first < num_rows; first += kInFlight) {
       Vec16 vecs[kInFlight][kUnroll];
       DC_UNROLL
       for (int idx = 0; idx < kInFlight; ++idx) {
-        if (first + idx >= kMaxRows || first + idx >= num_rows) continue;
-        const Vec16* src = reinterpret_cast<const Vec16*>(rows[min_of(first + idx, kMaxRows - 1)]);
+        if (first + idx >= num_rows) continue;
+        const Vec16* src = reinterpret_cast<const Vec16*>(rows[first + idx]) + base;
         DC_UNROLL
         for (int step = 0; step < kUnroll; ++step) {
-          const int vec_idx = base + step * kWarpSize;
-          if (vec_idx < num_vecs) vecs[idx][step] = arch::ld_weak(src + vec_idx);
+          if (base + step * kWarpSize < num_vecs) {
+            vecs[idx][step] = arch::ld_weak(src + step * kWarpSize);
+          }
         }
       }
       DC_UNROLL
       for (int idx = 0; idx < kInFlight; ++idx) {
-        if (first + idx >= kMaxRows || first + idx >= num_rows) continue;
+        if (first + idx >= num_rows) continue;
         DC_UNROLL
         for (int step = 0; step < kUnroll; ++step) {
           if (base + step * kWarpSize < num_vecs) Type::add(sums[step], vecs[idx][step]);
         }
       }
     }
+    Vec16* out = reinterpret_cast<Vec16*>(dst) + base;
     DC_UNROLL
     for (int step = 0; step < kUnroll; ++step) {
-      const int vec_idx = base + step * kWarpSize;
-      if (vec_idx < num_vecs) {
-        arch::st_streaming(reinterpret_cast<Vec16*>(dst) + vec_idx, Type::round(sums[step]));
+      if (base + step * kWarpSize < num_vecs) {
+        arch::st_streaming(out + step * kWarpSize, Type::round(sums[step]));
       }
     }
   }

@@ -14,6 +14,7 @@ namespace deep_comm {
 class StagePipe {
  public:
   static constexpr int kMinStages = 3;
+  static constexpr int kGoodStages = 5;  // with fewer, rows are cut into smaller pieces if possible
   static constexpr int kMaxStages = 8;
 
   DC_HOST_DEVICE static constexpr int barrier_bytes(int num_stages) {
