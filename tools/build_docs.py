@@ -236,6 +236,7 @@ MODELS = (
 )
 _RANKS = 8
 _PREFILL_TOKENS, _DECODE_TOKENS = 4096, 128
+_ROUNDED = 8  # MiB: what is below is control words and alignment
 
 
 def shapes_page() -> str:
@@ -252,7 +253,7 @@ def shapes_page() -> str:
         "# Sizes for known models",
         "",
         f"For {_RANKS} ranks in a node, up to {_PREFILL_TOKENS} tokens a rank in prefill and {_DECODE_TOKENS} in "
-        "decode, BF16 rows, MiB on every rank. *Layer* is what `ExpertParallel` allocates for both modes; the next "
+        "decode, BF16 rows, MiB on every rank, rounded up to 8. *Layer* is what `ExpertParallel` allocates for both modes; the next "
         "two are `num_nvl_bytes` and `num_rdma_bytes` of a `Buffer` that one builds oneself: a receive region "
         "for the worst routing beside 64 MiB of rings (less works: rows without room take the rings), and "
         "`get_low_latency_rdma_size_hint`. *Rings alone* is the least for DeepEP's configs. The last column is "
@@ -263,7 +264,7 @@ def shapes_page() -> str:
     ]
 
     def mebibytes(num_bytes: int) -> str:
-        return f"{-(-num_bytes // (1 << 20))}"
+        return f"{-(-num_bytes // (_ROUNDED << 20)) * _ROUNDED}"
 
     for model in MODELS:
         layer = estimate_memory(
