@@ -117,6 +117,7 @@ class Engine:
         channel_prefix_matrix: int,  # out int32 [num_ranks, num_channels]
         send_head: int,  # out int32 [num_tokens, num_ranks]
         num_recv_tokens_per_expert: int,  # out int32 [num_local_experts] on the device, or 0
+        recv_counts: int,  # out int32 [1 + num_ranks]: rows in all, and from each rank
         stream: int,
     ) -> None: ...
     def set_generation(self, generation: int) -> None:
@@ -155,6 +156,7 @@ class Engine:
         follows_notify: bool,  # of the same routing and offsets, with nothing between the two
         is_speculative: bool,  # do nothing unless that notify's Counts say is_direct
         fill_tail: bool,  # rows past the received ones get index -1, weight 0, source index -1
+        zero_tail: bool,  # and zeros as payload and scales
         num_channels: int,
         num_send_tokens: int,
         num_slots: int,

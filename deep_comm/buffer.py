@@ -295,6 +295,7 @@ class Buffer(LowLatencyCalls):
         allocate_on_comm_stream: bool = False,
         *,
         num_experts: int | None = None,
+        zero_tail: bool = False,
     ) -> DispatchResult:
         """Send each token to the ranks of its experts. Collective.
 
@@ -311,7 +312,10 @@ class Buffer(LowLatencyCalls):
             topk_weights: float32 [T, K]; travels with topk_idx.
             expert_alignment: the returned counts are rounded up to multiples of it.
             num_worst_tokens: if positive, N is this number and the host waits for nothing. Rows
-                past the received ones have index -1 and weight 0; their payload is not written.
+                past the received ones have index -1 and weight 0; their payload is not written. How
+                many came is in the handle, on the device: num_recv_tokens_tensor [1],
+                num_recv_tokens_per_rank [R], num_recv_tokens_per_expert [L].
+            zero_tail: write zeros there, and to the scales.
             config: rings and SMs; default: the recommended ones, shrunk to num_nvl_bytes.
 
         Returns:
@@ -350,6 +354,7 @@ class Buffer(LowLatencyCalls):
             num_experts=num_experts,
             expert_alignment=expert_alignment,
             num_worst_tokens=num_worst_tokens,
+            zero_tail=zero_tail,
             options=options,
         )
 

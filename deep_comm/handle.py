@@ -82,6 +82,8 @@ class Handle:
     num_recv_tokens: int | None = None  # rows that arrived; None in worst-case mode
     max_num_tokens: int | None = None  # the largest T of all ranks; None in worst-case mode
     num_recv_tokens_per_expert: Tensor | None = None  # int32 [L] on the device, aligned
+    num_recv_tokens_tensor: Tensor | None = None  # int32 [1] on the device: rows that arrived
+    num_recv_tokens_per_rank: Tensor | None = None  # int32 [R] on the device: rows by source rank
     members: tuple[str, ...] | None = None  # who the ranks are
     home_stream: int | None = field(default=None, repr=False)  # whose memory it is; None: not known
     _known: KnownHandle | None = field(default=None, init=False, repr=False)

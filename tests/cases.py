@@ -39,6 +39,7 @@ class Case:
     slots: int = 16  # of a ring
     alignment: int = 1
     worst: int = 0  # num_worst_tokens: 0, or rows beyond the sum of all tokens + 1
+    zero_tail: bool = False
     biases: int = 0
     fused_layout: bool = False  # dispatch(topk_idx=, num_experts=) instead of get_dispatch_layout
     calls: int = 1

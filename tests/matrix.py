@@ -61,6 +61,7 @@ DIMENSIONS: dict[str, Sequence[Any]] = {
     "ring": RINGS,
     "alignment": [1, 4, 128],
     "worst": [0, 0, 1, 9],
+    "zero_tail": [False, True],
     "biases": [0, 1, 2],
     "fused_layout": [False, True],
     # The default of small buffers is rings; a small region overflows into them.
@@ -103,6 +104,7 @@ def sample(num_cases: int, seed: int, **fixed: Sequence[Any]) -> list[Case]:
                 slots=ring[2] if ring else 16,
                 alignment=card["alignment"],
                 worst=card["worst"],
+                zero_tail=card["zero_tail"],
                 biases=card["biases"],
                 fused_layout=card["fused_layout"],
                 direct_bytes=card["direct_bytes"],

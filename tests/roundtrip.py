@@ -40,6 +40,11 @@ HANDLE_FIELDS = (
     "recv_src_idx",
     "is_token_in_rank",
 )
+DEVICE_COUNTS = (
+    "num_recv_tokens_tensor",
+    "num_recv_tokens_per_rank",
+    "num_recv_tokens_per_expert",
+)
 
 
 def config_of(case: Case) -> deep_comm.Config | None:
@@ -114,6 +119,7 @@ def call_once(
         **arguments,
         expert_alignment=case.alignment,
         num_worst_tokens=case.num_worst_tokens,
+        zero_tail=case.zero_tail,
         config=config,
         **options,
     )
@@ -146,7 +152,7 @@ def call_once(
         recv_topk_idx=_to_host(recv_topk_idx),
         recv_topk_weights=_to_host(recv_weights),
         counts=list(counts),
-        handle={name: _to_host(getattr(handle, name)) for name in HANDLE_FIELDS},
+        handle={name: _to_host(getattr(handle, name)) for name in HANDLE_FIELDS + DEVICE_COUNTS},
         cached_x=_to_host(cached[0] if isinstance(cached, tuple) else cached),
         combined_x=_to_host(combined_x),
         combined_weights=_to_host(combined_weights),
@@ -239,8 +245,23 @@ def verify_dispatch(case: Case, got: Received, want: reference.Dispatched, who: 
     same(got.recv_topk_idx, want.recv_topk_idx, f"{who}: recv_topk_idx")
     same(got.recv_topk_weights, want.recv_topk_weights, f"{who}: recv_topk_weights")
     assert got.counts == want.num_recv_tokens_per_expert, f"{who}: {got.counts} tokens per expert"
+    if case.zero_tail and case.num_worst_tokens:
+        for tail in (got.recv_x[num:], got.recv_scales[num:] if got.recv_scales is not None else None):
+            assert tail is None or not tail.view(torch.uint8).any(), f"{who}: the tail is not zero"
+    verify_device_counts(case, got, want, who)
     for name in HANDLE_FIELDS:
         same(got.handle[name], getattr(want, name), f"{who}: handle.{name}")
+
+
+def verify_device_counts(case: Case, got: Received, want: reference.Dispatched, who: str) -> None:
+    by_source = torch.bincount(want.recv_src_rank[: want.num_recv_tokens], minlength=case.num_ranks)
+    assert got.handle["num_recv_tokens_tensor"].tolist() == [want.num_recv_tokens], who
+    assert got.handle["num_recv_tokens_per_rank"].tolist() == by_source.tolist(), who
+    idx = want.recv_topk_idx[: want.num_recv_tokens]
+    per_expert = got.handle["num_recv_tokens_per_expert"]
+    counted = torch.bincount(idx[idx >= 0].long(), minlength=len(per_expert))
+    aligned = -(-counted // case.alignment) * case.alignment
+    assert per_expert.tolist() == aligned.tolist(), who
 
 
 def verify_combine(

@@ -129,7 +129,7 @@ pybind11::class_<Engine<Target>> bind_engine(pybind11::module_& m) {
          int num_experts, int row_bytes, int scale_row_bytes, int expert_alignment,
          size_t output_offset, size_t src_offset, int num_output_rows, bool is_exact,
          int num_channels, int num_send_tokens, int num_slots, ptr rank_prefix_matrix,
-         ptr channel_prefix_matrix, ptr send_head, ptr num_recv_tokens_per_expert,
+         ptr channel_prefix_matrix, ptr send_head, ptr num_recv_tokens_per_expert, ptr recv_counts,
          uint64_t stream) {
         NotifyArgs args{};
         args.header.fields[static_cast<int>(HeaderField::kNumTopk)] = num_topk;
@@ -150,6 +150,7 @@ pybind11::class_<Engine<Target>> bind_engine(pybind11::module_& m) {
         args.channel_prefix_matrix = as_pointer<int32_t>(channel_prefix_matrix);
         args.send_head = as_pointer<int32_t>(send_head);
         args.num_recv_tokens_per_expert = as_pointer<int32_t>(num_recv_tokens_per_expert);
+        args.recv_counts = as_pointer<int32_t>(recv_counts);
         Release release;
         self.notify_dispatch(args, {num_channels, num_send_tokens, num_slots}, stream);
       },
@@ -158,7 +159,7 @@ pybind11::class_<Engine<Target>> bind_engine(pybind11::module_& m) {
       "num_experts"_a, "row_bytes"_a, "scale_row_bytes"_a, "expert_alignment"_a, "output_offset"_a,
       "src_offset"_a, "num_output_rows"_a, "is_exact"_a, "num_channels"_a, "num_send_tokens"_a,
       "num_slots"_a, "rank_prefix_matrix"_a, "channel_prefix_matrix"_a, "send_head"_a,
-      "num_recv_tokens_per_expert"_a, "stream"_a);
+      "num_recv_tokens_per_expert"_a, "recv_counts"_a, "stream"_a);
 
   engine.def("set_generation", &Type::set_generation, "generation"_a);
   engine.def("wait_counts", &Type::wait_counts, py::call_guard<py::gil_scoped_release>());
@@ -170,7 +171,7 @@ pybind11::class_<Engine<Target>> bind_engine(pybind11::module_& m) {
          int topk_idx_bytes, ptr topk_weights, int num_topk, int num_experts, ptr is_token_in_rank,
          ptr send_head, ptr rank_prefix_matrix, ptr channel_prefix_matrix, ptr recv_x,
          ptr recv_x_scales, ptr recv_topk_idx, ptr recv_topk_weights, ptr recv_src_idx,
-         ptr recv_channel_prefix_matrix, int num_recv_rows, bool fill_tail, size_t output_offset,
+         ptr recv_channel_prefix_matrix, int num_recv_rows, bool fill_tail, bool zero_tail, size_t output_offset,
          size_t src_offset, bool follows_notify, bool is_speculative, int num_channels,
          int num_send_tokens, int num_slots, uint64_t stream) {
         DispatchArgs args{};
@@ -179,6 +180,7 @@ pybind11::class_<Engine<Target>> bind_engine(pybind11::module_& m) {
         args.follows_notify = follows_notify;
         args.is_speculative = is_speculative;
         args.fill_tail = fill_tail;
+        args.zero_tail = zero_tail;
         args.is_token_in_rank = as_pointer<uint8_t>(is_token_in_rank);
         args.send_head = as_pointer<int32_t>(send_head);
         args.rank_prefix_matrix = as_pointer<int32_t>(rank_prefix_matrix);
@@ -210,7 +212,7 @@ pybind11::class_<Engine<Target>> bind_engine(pybind11::module_& m) {
       "topk_idx_bytes"_a, "topk_weights"_a, "num_topk"_a, "num_experts"_a, "is_token_in_rank"_a,
       "send_head"_a, "rank_prefix_matrix"_a, "channel_prefix_matrix"_a, "recv_x"_a,
       "recv_x_scales"_a, "recv_topk_idx"_a, "recv_topk_weights"_a, "recv_src_idx"_a,
-      "recv_channel_prefix_matrix"_a, "num_recv_rows"_a, "fill_tail"_a, "output_offset"_a,
+      "recv_channel_prefix_matrix"_a, "num_recv_rows"_a, "fill_tail"_a, "zero_tail"_a, "output_offset"_a,
       "src_offset"_a, "follows_notify"_a, "is_speculative"_a, "num_channels"_a, "num_send_tokens"_a,
       "num_slots"_a, "stream"_a);
 

@@ -52,6 +52,7 @@ def _launch_dispatch(
     weights: Tensor | None,
     num_rows: int,
     fill_tail: bool,
+    zero_tail: bool,
     out: Outputs,
     recv_channel_prefix_matrix: int,
     follows_notify: bool = False,
@@ -84,6 +85,7 @@ def _launch_dispatch(
         recv_channel_prefix_matrix=recv_channel_prefix_matrix,
         num_recv_rows=num_rows,
         fill_tail=fill_tail,
+        zero_tail=zero_tail,
         output_offset=out.output_offset,
         src_offset=out.src_offset,
         follows_notify=follows_notify,
@@ -107,6 +109,7 @@ def dispatch(
     num_experts: int | None,
     expert_alignment: int,
     num_worst_tokens: int,
+    zero_tail: bool,
     options: CallOptions,
 ) -> DispatchResult:
     ctx.begin()
@@ -156,11 +159,13 @@ def dispatch(
                 ctx, launch, plan, payload, idx, num_experts, layout, expert_alignment, place
             )
 
-        def move(out: Outputs, num_rows: int, **flags: bool) -> None:
+        def move(
+            out: Outputs, num_rows: int, fill_tail: bool = False, is_speculative: bool = False
+        ) -> None:
             _launch_dispatch(
-                ctx, launch, plan, notified, payload, idx, weights, num_rows, out=out,
-                recv_channel_prefix_matrix=notified.recv_channel_prefix_matrix,
-                follows_notify=True, **flags,
+                ctx, launch, plan, notified, payload, idx, weights, num_rows, fill_tail,
+                fill_tail and zero_tail, out, notified.recv_channel_prefix_matrix, True,
+                is_speculative,
             )  # fmt: skip
 
         num_recv_tokens: int | None = None
@@ -180,7 +185,7 @@ def dispatch(
                 notified = notify(
                     Place(blank.output_offset, blank.src_offset, reserved.num_rows, True)
                 )
-                move(blank, reserved.num_rows, fill_tail=False, is_speculative=True)
+                move(blank, reserved.num_rows, is_speculative=True)
             counts = wait_counts(ctx)
             num_recv_tokens, max_num_tokens = counts.num_recv_tokens, counts.max_num_tokens
             per_expert_list = list(counts.num_recv_tokens_per_expert)
@@ -192,35 +197,22 @@ def dispatch(
             else:
                 del reserved  # some rank has no room for so many; all launch again
                 out = allocate(ctx, launch, payload, idx, weights, num_recv_tokens)
-                move(out, num_recv_tokens, fill_tail=False)
+                move(out, num_recv_tokens)
         inputs = [payload.x, payload.scales, idx, weights]
         if layout is not None:
             inputs += layout.num_tokens_per_rank, layout.num_tokens_per_expert
             inputs.append(layout.is_token_in_rank)
         event = launch.finish(inputs)
     ctx.end()
-    (
-        rank_prefix_matrix,
-        channel_prefix_matrix,
-        recv_channel_prefix_matrix,
-        mask,
-        send_head,
-        num_recv_tokens_per_expert,
-    ) = notified.tensors()
     assert out.src_idx is not None
     handle = Handle(
-        rank_prefix_matrix=rank_prefix_matrix,
-        channel_prefix_matrix=channel_prefix_matrix,
-        recv_channel_prefix_matrix=recv_channel_prefix_matrix,
+        **notified.tensors(),
         recv_src_idx=out.src_idx,
-        is_token_in_rank=mask,
-        send_head=send_head,
         rank=ctx.rank,
         num_experts=num_experts,
         num_topk=num_topk,
         num_recv_tokens=num_recv_tokens,
         max_num_tokens=max_num_tokens,
-        num_recv_tokens_per_expert=num_recv_tokens_per_expert,
         members=ctx.members,
         home_stream=launch.home_stream,
     )
@@ -253,7 +245,7 @@ def cached_dispatch(
     with options.streams.launch(ctx) as launch:
         out = allocate_cached(ctx, launch, payload, known)
         _launch_dispatch(
-            ctx, launch, plan, known, payload, None, None, num_rows, False, out,
+            ctx, launch, plan, known, payload, None, None, num_rows, False, False, out,
             out.channel_prefix_matrix_address,
         )  # fmt: skip
         event = launch.finish((payload.x, payload.scales), known)

@@ -28,7 +28,7 @@ class Notified:
     handle keeps:
 
         rank_prefix [R, R] | channel_prefix [R, C] | recv_channel_prefix [R, C] | per expert [L]
-        | send_head [T, R]
+        | send_head [T, R] | all rows, rows by source [1 + R]
     """
 
     __slots__ = (
@@ -39,6 +39,7 @@ class Notified:
         "channel_prefix_matrix",
         "recv_channel_prefix_matrix",
         "num_recv_tokens_per_expert",
+        "recv_counts",
         "_shape",
         "_parts",
         "_slab",
@@ -67,27 +68,31 @@ class Notified:
         self.recv_channel_prefix_matrix = address + 4 * parts[1]
         self.num_recv_tokens_per_expert = address + 4 * parts[2]
         self.send_head = address + 4 * parts[3]
+        self.recv_counts = address + 4 * parts[4]
         self.is_token_in_rank = ctx.address(self._mask)
 
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """rank_prefix_matrix, channel_prefix_matrix, recv_channel_prefix_matrix, is_token_in_rank,
-        send_head, num_recv_tokens_per_expert."""
+    def tensors(self) -> dict[str, Tensor]:
+        """As the handle names them."""
         ranks, channels, num_local, num_tokens = self._shape
         slab, parts = self._slab, self._parts
-        return (
-            slab.as_strided((ranks, ranks), (ranks, 1), 0),
-            slab.as_strided((ranks, channels), (channels, 1), parts[0]),
-            slab.as_strided((ranks, channels), (channels, 1), parts[1]),
-            self._mask,
-            slab.as_strided((num_tokens, ranks), (ranks, 1), parts[3]),
-            slab.as_strided((num_local,), (1,), parts[2]),
+        return dict(
+            rank_prefix_matrix=slab.as_strided((ranks, ranks), (ranks, 1), 0),
+            channel_prefix_matrix=slab.as_strided((ranks, channels), (channels, 1), parts[0]),
+            recv_channel_prefix_matrix=slab.as_strided((ranks, channels), (channels, 1), parts[1]),
+            is_token_in_rank=self._mask,
+            send_head=slab.as_strided((num_tokens, ranks), (ranks, 1), parts[3]),
+            num_recv_tokens_per_expert=slab.as_strided((num_local,), (1,), parts[2]),
+            num_recv_tokens_tensor=slab.as_strided((1,), (1,), parts[4]),
+            num_recv_tokens_per_rank=slab.as_strided((ranks,), (1,), parts[4] + 1),
         )
 
 
 @functools.lru_cache(maxsize=256)
 def _parts(ranks: int, channels: int, num_local: int, num_tokens: int) -> tuple[int, ...]:
     """Where the parts of a slab end, in words: each begins at a multiple of 16 bytes."""
-    sizes = (ranks * ranks, ranks * channels, ranks * channels, num_local, num_tokens * ranks)
+    sizes = (
+        ranks * ranks, ranks * channels, ranks * channels, num_local, num_tokens * ranks, 1 + ranks
+    )  # fmt: skip
     return tuple(itertools.accumulate((size + 3) // 4 * 4 for size in sizes))
 
 
@@ -144,6 +149,7 @@ def launch_notify(
         channel_prefix_matrix=out.channel_prefix_matrix,
         send_head=out.send_head,
         num_recv_tokens_per_expert=out.num_recv_tokens_per_expert,
+        recv_counts=out.recv_counts,
         stream=launch.stream,
     )
     ctx.end()

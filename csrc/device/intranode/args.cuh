@@ -105,12 +105,14 @@ struct NotifyArgs {
   int32_t* channel_prefix_matrix;       // out [R, C]
   int32_t* send_head;                   // out [T, R]
   int32_t* num_recv_tokens_per_expert;  // out [num_local_experts], or null
+  int32_t* recv_counts;                 // out [1 + R]: rows that come to this rank, in all and from each
 };
 
 struct DispatchArgs {
   World world;
   uint32_t signature;
   bool fill_tail;
+  bool zero_tail;  // payload and scales, too
   MessageLayout message;
   // Shared memory: the stages of either mode, then the mbarriers of each (an mbarrier's memory is
   // nothing else as long as the kernel runs), then a DispatchEntry.

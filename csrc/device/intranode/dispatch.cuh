@@ -94,6 +94,16 @@ DC_DEVICE void fill_tail_rows(const Context& context, const DispatchArgs& args) 
       }
     }
   }
+  if (!args.zero_tail || num_rows >= args.num_recv_rows) return;
+  const int64_t num_tail_rows = args.num_recv_rows - num_rows;
+  Vec16* tail = reinterpret_cast<Vec16*>(args.recv_x +
+                                         static_cast<int64_t>(num_rows) * args.message.row_bytes);
+  const int64_t num_vecs =
+      num_tail_rows * (args.message.row_bytes / static_cast<int>(sizeof(Vec16)));
+  for (int64_t vec = thread; vec < num_vecs; vec += num_threads) arch::st_weak(tail + vec, Vec16{});
+  const int64_t scale_row_bytes = static_cast<int64_t>(args.num_scales) * args.scale_bytes;
+  for (int64_t byte = thread; byte < num_tail_rows * scale_row_bytes; byte += num_threads)
+    arch::st_weak(args.recv_x_scales + num_rows * scale_row_bytes + byte, uint8_t{0});
 }
 
 // A moving warp of direct mode. Its loads begin before anybody knows whether the mode will be

@@ -8,7 +8,7 @@
 //        channel_prefix_matrix [R, C]  [j][c] = rows that this rank sends to j in channels 0..c
 //        send_head [T, R]              ordinal of a token among those its channel sends to a rank, or -1
 //        counts (host memory): total and per-expert rows, aligned; the most tokens a rank has; is_direct
-//        num_recv_tokens_per_expert [L] (device): the same, aligned
+//        num_recv_tokens_per_expert [L], recv_counts [1 + R] (device): the same, aligned; all rows, and by source
 //        notify_result (LocalState): whether every rank has announced room for its rows
 // grid   any; a block numbers the tokens of every num_blocks-th channel, one thread a token. The block that is done
 //        last talks to the peers; no block waits for another
@@ -215,7 +215,14 @@ DC_DEVICE int32_t write_rank_prefix(const Context& context, const NotifyArgs& ar
     if (src < world.num_ranks)
       arch::st_weak(args.rank_prefix_matrix + src * world.num_ranks + dst, sum);
   }
-  if (dst == world.rank) arch::st_relaxed_sys(&args.counts->num_recv_tokens, sum);
+  if (dst == world.rank) {
+    arch::st_relaxed_sys(&args.counts->num_recv_tokens, sum);
+    arch::st_weak(args.recv_counts, sum);
+    DC_UNROLL
+    for (int src = 0; src < kMaxRanks; ++src) {
+      if (src < world.num_ranks) arch::st_weak(args.recv_counts + 1 + src, counts[src]);
+    }
+  }
   return sum;
 }
 

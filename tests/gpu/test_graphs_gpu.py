@@ -1,0 +1,118 @@
+"""CUDA graphs of dispatch, experts and combine: replayed with other routings, between eager calls."""
+
+import pytest
+import torch
+from gpu_cases import run
+from graph_bodies import Step, check, expected, fill, make_step, run_step
+
+import deep_comm
+
+NUM_REPLAYS = 9
+
+
+def _gather(group):
+    def gather(payload):
+        gathered = [None] * group.size()
+        torch.distributed.all_gather_object(gathered, payload, group=group)
+        return gathered
+
+    return gather
+
+
+def _buffer(group, direct_bytes: int, device: torch.device) -> deep_comm.Buffer:
+    return deep_comm.Buffer(
+        group, 192 << 20, num_direct_bytes=direct_bytes, device=device, timeout_s=60
+    )
+
+
+def _cached(buffer: deep_comm.Buffer, step: Step, config) -> torch.Tensor:
+    """One more operation in the graph, so that graphs of odd and even numbers of kernels are met."""
+    return buffer.dispatch(step.x, handle=step.handle, config=config)[0]
+
+
+def _replays(group, direct_bytes: int, num_steps: int, num_cached: int) -> bool:
+    """A graph of ``num_steps`` steps (three kernels each) and ``num_cached`` cached dispatches."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    config = deep_comm.Config(8, 4, 16)
+    rank, ranks = group.rank(), group.size()
+    with _buffer(group, direct_bytes, device) as buffer:
+        steps = [make_step(device) for _ in range(num_steps)]
+        eager = make_step(device)
+        run_step(buffer, eager, config)  # whatever the first call makes
+        torch.cuda.synchronize()
+        group.barrier()
+        graph = torch.cuda.CUDAGraph()
+        again = []
+        with torch.cuda.graph(graph):
+            for step in steps:
+                run_step(buffer, step, config)
+            again = [_cached(buffer, steps[-1], config) for _ in range(num_cached)]
+        for call in range(NUM_REPLAYS):
+            for number, step in enumerate(steps):
+                fill(step, rank, 10 * call + number)
+            graph.replay()
+            torch.cuda.synchronize()
+            for step in steps:
+                check(buffer, step, _gather(group))
+            count = int(steps[-1].handle.num_recv_tokens_tensor)
+            for rows in again:
+                assert torch.equal(rows[:count], steps[-1].recv_x[:count])
+            # Eager calls between replays, of every kind: with a host wait, without, cached.
+            fill(eager, rank, 500 + call)
+            if call % 3 == 0:
+                run_step(buffer, eager, config)
+                check(buffer, eager, _gather(group))
+            elif call % 3 == 1:
+                received, idx, weights, _, handle, _ = buffer.dispatch(
+                    eager.x, topk_idx=eager.idx, topk_weights=eager.weights, num_experts=10, config=config
+                )
+                rows = _cached(buffer, Step(eager.x, eager.idx, eager.weights, handle=handle), config)
+                assert torch.equal(rows, received)
+        # Replays in a row, with nothing between them.
+        fill(steps[-1], rank, 999)
+        for _ in range(5):
+            graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(steps[-1].combined, expected(steps[-1], ranks))
+        buffer.check()
+    return True
+
+
+@pytest.mark.parametrize("direct_bytes", [0, 128 << 20])
+@pytest.mark.parametrize(("num_steps", "num_cached"), [(1, 0), (1, 1), (2, 1), (3, 0)])
+def test_a_graph_replays_with_other_routings(
+    num_ranks: int, direct_bytes: int, num_steps: int, num_cached: int
+) -> None:
+    assert all(run(_replays, num_ranks, direct_bytes, num_steps, num_cached))
+
+
+def _two_graphs(group) -> bool:
+    """Graphs of one and two steps in turn: generations have another parity at each replay."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    config = deep_comm.Config(8, 4, 16)
+    with _buffer(group, 128 << 20, device) as buffer:
+        parts = [[make_step(device)], [make_step(device), make_step(device)]]
+        run_step(buffer, make_step(device), config)
+        torch.cuda.synchronize()
+        group.barrier()
+        graphs = []
+        for part in parts:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                for step in part:
+                    run_step(buffer, step, config)
+            graphs.append(graph)
+        for call in range(10):
+            part, graph = parts[call % 3 % 2], graphs[call % 3 % 2]
+            for number, step in enumerate(part):
+                fill(step, group.rank(), 7 * call + number)
+            graph.replay()
+            torch.cuda.synchronize()
+            for step in part:
+                check(buffer, step, _gather(group))
+        buffer.check()
+    return True
+
+
+def test_two_graphs_take_turns(num_ranks: int) -> None:
+    assert all(run(_two_graphs, num_ranks))
