@@ -188,8 +188,15 @@ class Engine:
         stream: int,
     ) -> None: ...
     low_latency_bytes: int  # of the low-latency region; 0: not enabled
-    def enable_low_latency(self, *, num_bytes: int) -> None:
-        """Take the last num_bytes of the heap, a multiple of 128. Once, before anything is launched."""
+    max_ranks: int  # of any group
+    masked_offset: int  # from the heap's start: int32 [max_ranks], ranks that this one does without
+    votes_offset: int  # int32 [max_ranks, max_ranks]: [from, rank], the same of the others
+    def enable_low_latency(self, *, num_bytes: int, can_shrink: bool = False) -> None:
+        """Take the last num_bytes of the heap, a multiple of 128. Once, before anything is launched.
+
+        can_shrink: kernels do without ranks that stay silent."""
+    def reset_low_latency(self) -> None:
+        """Zero the words and the region: nobody is masked. Callers put a barrier before and after it."""
     @staticmethod
     def low_latency_region_bytes(
         *,

@@ -82,7 +82,8 @@ class Buffer(LowLatencyCalls):
                 and nothing is allocated inside one node.
             low_latency_mode: allocate num_rdma_bytes for low-latency calls as well; see
                 get_low_latency_rdma_size_hint.
-            enable_shrink: not in this version.
+            enable_shrink: low-latency calls do without a rank that stays silent for timeout_s, instead
+                of raising PeerTimeout; see low_latency_query_mask_buffer. Needs low_latency_mode.
             num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric: concern
                 transports between nodes; nothing to do inside one node.
             explicitly_destroy: kept for callers that pass it; destroy() may always be called.
@@ -100,8 +101,8 @@ class Buffer(LowLatencyCalls):
             ArgumentError, UnsupportedError: on this rank, before anything is exchanged.
             ConfigMismatch, TopologyError, PeerLost: on all ranks.
         """
-        if enable_shrink:
-            raise UnsupportedError("enable_shrink is not in this version; it comes later")
+        if enable_shrink and not low_latency_mode:
+            raise ArgumentError("enable_shrink", True, "needs low_latency_mode")
         if not isinstance(num_rdma_bytes, int) or num_rdma_bytes < 0:
             raise ArgumentError("num_rdma_bytes", num_rdma_bytes, "must not be negative")
         settings = Settings(
@@ -113,6 +114,7 @@ class Buffer(LowLatencyCalls):
             timeout_s=env.TIMEOUT_S.get() if timeout_s is None else timeout_s,
             version=__version__,
             low_latency_bytes=num_rdma_bytes if low_latency_mode else 0,
+            enable_shrink=bool(enable_shrink),
         )
         self._context = Context(group, comm, settings)
         self._low_latency = LowLatencyState(self._context)

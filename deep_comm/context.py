@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from deep_comm import errors
@@ -47,6 +48,7 @@ class Settings:
     timeout_s: float
     version: str
     low_latency_bytes: int = 0  # of the low-latency region
+    enable_shrink: bool = False
 
     def __post_init__(self) -> None:
         for name, smallest in (("num_nvl_bytes", 0), ("num_max_experts", 1)):
@@ -102,6 +104,7 @@ class Context:
                     "num_direct_bytes": settings.num_direct_bytes,
                     "num_max_experts": settings.num_max_experts,
                     "num_rdma_bytes in low_latency_mode": settings.low_latency_bytes,
+                    "enable_shrink": settings.enable_shrink,
                     "ranks_per_node": ranks_per_node,
                     "device type": device.type,
                     "deep_comm version": settings.version,
@@ -115,6 +118,7 @@ class Context:
 
     def _create(self, settings: Settings) -> None:
         self.workspace_bytes = self.backend.workspace_bytes(self.num_ranks, self.num_max_experts)
+        self.enable_shrink = settings.enable_shrink
         self.low_latency_bytes = -(-settings.low_latency_bytes // 128) * 128
         heap_bytes = self.workspace_bytes + -(-self.num_nvl_bytes // 128) * 128
         heap_bytes += self.low_latency_bytes
@@ -129,7 +133,9 @@ class Context:
                 )
             )
             if self.low_latency_bytes > 0:
-                engines[0].enable_low_latency(num_bytes=self.low_latency_bytes)
+                engines[0].enable_low_latency(
+                    num_bytes=self.low_latency_bytes, can_shrink=settings.enable_shrink
+                )
 
         try:
             # The exchange is also the barrier before the first kernel: every heap is mapped.
@@ -253,7 +259,7 @@ class Context:
 
     def _raise(self, record: Any) -> None:
         leaves_payload = record.kind == "config_mismatch" and record.kernel.startswith("low_latency")
-        if record.kind != "peer_timeout" and not leaves_payload:
+        if record.kind not in ("peer_timeout", "masked_out") and not leaves_payload:
             # All ranks are still in step: the Buffer goes on. After a timeout, and where ranks wrote
             # rows into each other's memory that nobody expects, only reset() helps.
             self.backend.synchronize()
@@ -267,10 +273,20 @@ class Context:
     def reset(self) -> None:
         """Collective; see Buffer.reset."""
         self.require_open()
+        self._reset(self.engine.reset)
+
+    def reset_low_latency(self) -> None:
+        """Collective; see Buffer.low_latency_clean_mask_buffer."""
+        self.require_open()
+        self._reset(self.engine.reset_low_latency)
+
+    def _reset(self, reset: Callable[[], None]) -> None:
         with self.backend.device_scope():
             self.backend.synchronize()
+            if self.low_latency_bytes > 0 and not self.backend.is_synchronous:
+                torch.cuda.synchronize()  # these calls run on the callers' own streams
             self.rendezvous.barrier()  # nobody's kernels run any more
-            self.engine.reset()
+            reset()
             self.rendezvous.barrier()  # nobody launches before all words are at rest
 
     def close(self) -> None:

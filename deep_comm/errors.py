@@ -149,6 +149,22 @@ class PeerTimeout(DeepCommError):
         self.waited_s = waited_s
 
 
+class MaskedOut(DeepCommError):
+    """This rank was silent for longer than the others wait, and they go on without it.
+
+    Attributes: ``rank`` (this one), ``kernel`` (in which it noticed).
+    """
+
+    def __init__(self, rank: int, kernel: str) -> None:
+        super().__init__(
+            f"rank {rank} noticed in {kernel} that the other ranks do without it, since it was silent "
+            "for longer than their timeout_s; low_latency_clean_mask_buffer() on all ranks takes it "
+            "back"
+        )
+        self.rank = rank
+        self.kernel = kernel
+
+
 class ConfigMismatch(DeepCommError):
     """Ranks of one Buffer disagree about something that must be equal on all of them.
 
@@ -205,6 +221,8 @@ class CapacityError(DeepCommError):
 
 def from_record(record: ErrorRecord) -> DeepCommError:
     """The exception that says what the first failing thread of a Buffer recorded."""
+    if record.kind == "masked_out":
+        return MaskedOut(record.rank, record.kernel)
     if record.kind == "peer_timeout":
         return PeerTimeout(
             rank=record.rank,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from deep_comm.errors import ArgumentError, UnsupportedError
+from deep_comm.errors import ArgumentError
 from deep_comm.low_latency_handle import LowLatencyHandle
 from deep_comm.low_latency_state import LowLatencyState, region_bytes
 from deep_comm.ops import low_latency
@@ -223,13 +223,30 @@ class LowLatencyCalls:
         return self._low_latency.combine_buffer(handle.rows_shape)
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Not in this version."""
-        raise UnsupportedError("rank masks need enable_shrink, which is not in this version")
+        """Do without a rank from the next low-latency call on, or not any more.
+
+        For this rank alone: the others must be told likewise. A rank that has missed a call cannot
+        come back this way, but with low_latency_clean_mask_buffer. Ordered on the current stream.
+        """
+        self._low_latency.update_mask(rank_to_mask, mask)
 
     def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
-        """Not in this version."""
-        raise UnsupportedError("rank masks need enable_shrink, which is not in this version")
+        """Which ranks low-latency calls do without: those that were silent for the Buffer's
+        timeout_s during a call of any rank, and those of low_latency_update_mask_buffer.
+
+        A call during which a rank falls silent ends after at most a few such times. Dispatch leaves
+        its tokens out; if it fell silent in the middle, recv_count may count rows of it that have no
+        content, and combine sends nothing back for them. Combine leaves out what its experts did
+        not send. Later calls do not wait for it.
+
+        Args:
+            mask_status: int32 [R], out: 1 for masked ranks. Ordered on the current stream.
+        """
+        self._low_latency.query_mask(mask_status)
 
     def low_latency_clean_mask_buffer(self) -> None:
-        """Not in this version."""
-        raise UnsupportedError("rank masks need enable_shrink, which is not in this version")
+        """All ranks take part again. Collective over all of them, also those that were masked.
+
+        Calls whose hooks have not run are forgotten. Waits for this rank's kernels.
+        """
+        self._low_latency.clean_mask()

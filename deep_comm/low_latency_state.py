@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from deep_comm import _core, env
+from deep_comm import _core, checks, env
 from deep_comm.backends import Launch
 from deep_comm.backends.base import poison
 from deep_comm.context import Context
@@ -317,3 +317,48 @@ class LowLatencyState:
         """Hooks from before a reset have nothing left to receive."""
         for pending in self._pending.values():
             pending.clear()
+
+    # ---- masks ---------------------------------------------------------------------------------
+
+    def _require_shrink(self) -> None:
+        self._ctx.require_open()
+        if not self._ctx.enable_shrink:
+            raise ArgumentError("enable_shrink", False, "must be True for rank masks")
+
+    def _masks(self) -> tuple[Tensor, Tensor]:
+        """int32 views: ranks that this one does without [8], and what the others say [8, 8]."""
+        ctx = self._ctx
+        num_ranks = ctx.engine.max_ranks
+        own = ctx.heap.view(ctx.engine.masked_offset, 4 * num_ranks).view(torch.int32)
+        votes = ctx.heap.view(ctx.engine.votes_offset, 4 * num_ranks * num_ranks)
+        return own, votes.view(torch.int32).view(num_ranks, num_ranks)
+
+    def update_mask(self, rank: Any, is_masked: bool) -> None:
+        self._require_shrink()
+        if not isinstance(rank, int) or not 0 <= rank < self._ctx.num_ranks or rank == self._ctx.rank:
+            raise ArgumentError(
+                "rank_to_mask", rank, f"must be another rank of the {self._ctx.num_ranks}"
+            )
+        own, votes = self._masks()
+        own[rank] = int(bool(is_masked))
+        if not is_masked:
+            votes[:, rank] = 0
+
+    def query_mask(self, mask_status: Any) -> None:
+        self._require_shrink()
+        num_ranks = self._ctx.num_ranks
+        status = checks.tensor(
+            "mask_status", mask_status, self._ctx.device, shape=(num_ranks,), dtypes=(torch.int32,)
+        )
+        own, votes = self._masks()
+        masked = own + votes.sum(dim=0, dtype=torch.int32)
+        masked[self._ctx.rank] = 0
+        status.copy_(masked[:num_ranks].clamp_(max=1))
+
+    def clean_mask(self) -> None:
+        self._require_shrink()
+        self._ctx.reset_low_latency()
+        self.reset()
+        record = self._ctx.engine.poll_error()
+        if record is not None and record.kernel.startswith("low_latency"):
+            self._ctx.engine.clear_error()

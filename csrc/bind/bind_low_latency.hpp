@@ -42,7 +42,11 @@ void bind_low_latency(pybind11::module_& m, pybind11::class_<Engine<Target>>& en
   using Type = Engine<Target>;
   using Release = MaybeRelease<Target::kIsSynchronous>;
   using ptr = uintptr_t;
-  engine.def("enable_low_latency", &Type::enable_low_latency, py::kw_only(), "num_bytes"_a);
+  engine.def("enable_low_latency", &Type::enable_low_latency, py::kw_only(), "num_bytes"_a, "can_shrink"_a = false);
+  engine.def_property_readonly("max_ranks", [](const Type&) { return kMaxRanks; });
+  engine.def_property_readonly("masked_offset", &Type::masked_offset);
+  engine.def_property_readonly("votes_offset", &Type::votes_offset);
+  engine.def("reset_low_latency", &Type::reset_low_latency);
   engine.def_property_readonly("low_latency_bytes", &Type::low_latency_bytes);
   engine.def_static(
       "low_latency_region_bytes",

@@ -81,7 +81,13 @@ class Engine {
 
   // Low-latency mode; defined in low_latency_impl.hpp.
   // Gives the last num_bytes of the heap to it. Once, before anything is launched.
-  void enable_low_latency(size_t num_bytes);
+  // can_shrink: its kernels do without ranks that stay silent.
+  void enable_low_latency(size_t num_bytes, bool can_shrink);
+  // From the segment's start: int32 [kMaxRanks] and [kMaxRanks, kMaxRanks], see sync/mask.cuh.
+  size_t masked_offset() const { return world_.layout.low_latency.masked; }
+  size_t votes_offset() const { return world_.layout.low_latency.votes; }
+  // Numbers start anew and nobody is masked. Callers put a barrier before and after it.
+  void reset_low_latency();
   size_t low_latency_bytes() const { return low_latency_bytes_; }
   // Checks what calls with these options need. A plan is for this engine alone.
   LowLatencyPlan plan_low_latency(const LowLatencyOptions& options) const;
@@ -127,6 +133,7 @@ class Engine {
   Target target_;
   size_t data_bytes_ = 0;
   size_t low_latency_bytes_ = 0;
+  bool can_shrink_ = false;
   LowLatencyRegion low_latency_region_{};
   int num_max_experts_ = 0;
   CountsBlock* counts_ = nullptr;

@@ -6,7 +6,7 @@
 namespace deep_comm {
 
 template <class Target>
-void Engine<Target>::enable_low_latency(size_t num_bytes) {
+void Engine<Target>::enable_low_latency(size_t num_bytes, bool can_shrink) {
   using detail::require;
   check_open();
   require(low_latency_bytes_ == 0 && num_launches_ == 0, "low-latency mode is enabled once, before any launch");
@@ -14,6 +14,7 @@ void Engine<Target>::enable_low_latency(size_t num_bytes) {
           "num_bytes = " + std::to_string(num_bytes) + ", must be a multiple of 128 within the heap");
   data_bytes_ -= num_bytes;
   low_latency_bytes_ = num_bytes;
+  can_shrink_ = can_shrink;
   low_latency_region_ = LowLatencyRegion::make(world_.layout.data + data_bytes_, num_bytes);
   low_latency_report_ = static_cast<uint64_t*>(target_.allocate_mapped(sizeof(uint64_t)));
   target_.template prepare<LowLatencyDispatchKernel<PayloadFormat::kBfloat16>>();
@@ -74,6 +75,14 @@ inline void check_call(const Phases& phases, int num_tokens, const LowLatencyPla
 }  // namespace detail
 
 template <class Target>
+void Engine<Target>::reset_low_latency() {
+  check_open();
+  uint8_t* base = world_.bases[world_.rank];
+  target_.fill_zero(base + world_.layout.low_latency.state, world_.layout.low_latency.num_bytes);
+  target_.fill_zero(base + world_.layout.data + data_bytes_, low_latency_bytes_);
+}
+
+template <class Target>
 LowLatencyPlan Engine<Target>::plan_low_latency(const LowLatencyOptions& options) const {
   check_open();
   LowLatencyPlan plan{};
@@ -114,6 +123,7 @@ void Engine<Target>::low_latency_dispatch(const LowLatencyPlan& plan, const LowL
   args.phases = {call.send, call.receive,
                  call.has_ticket ? reinterpret_cast<uint32_t*>(part(metadata.ticket)) : nullptr};
   detail::check_call(args.phases, call.num_tokens, plan);
+  args.can_shrink = can_shrink_;
   args.num_tokens = call.num_tokens;
   args.x = reinterpret_cast<const uint8_t*>(call.x);
   args.topk_idx = reinterpret_cast<const void*>(call.topk_idx);
@@ -177,6 +187,7 @@ void Engine<Target>::low_latency_combine(const LowLatencyPlan& plan, const LowLa
   args.signature = plan.combine_signatures[static_cast<int>(call.rows)];
   args.phases = {call.send, call.receive, reinterpret_cast<uint32_t*>(call.ticket)};
   detail::check_call(args.phases, call.num_tokens, plan);
+  args.can_shrink = can_shrink_;
   args.x = reinterpret_cast<const uint8_t*>(call.x);
   args.recv_tokens = reinterpret_cast<const int32_t*>(call.metadata + metadata.recv_tokens);
   args.places = reinterpret_cast<const int32_t*>(call.metadata + metadata.places);

@@ -21,7 +21,6 @@ from deep_comm import (
     Handle,
     HandleMismatch,
     TopologyError,
-    UnsupportedError,
     local,
 )
 
@@ -373,8 +372,8 @@ def test_the_constructor_names_a_bad_argument(options: dict[str, Any], argument:
     assert caught.value.argument == argument
 
 
-def test_modes_of_later_versions_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="enable_shrink"):
+def test_masks_belong_to_low_latency_mode() -> None:
+    with pytest.raises(ArgumentError, match="enable_shrink"):
         Buffer(None, enable_shrink=True)
 
 

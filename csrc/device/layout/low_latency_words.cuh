@@ -1,7 +1,7 @@
 // The control words of low-latency mode, in every rank's workspace: no shape of a call moves them, so that calls
 // of different shapes, and zeroing the payload between calls, disturb none.
 //
-//   [ LowLatencyState | consumed | announced | counts ]
+//   [ LowLatencyState | consumed | announced | counts | masked | votes ]
 #pragma once
 
 #include "device/layout/region.cuh"
@@ -19,8 +19,10 @@ enum class Phase : int { kSend, kReceive };
 // This rank alone.
 struct alignas(kLineBytes) LowLatencyState {
   uint32_t sequence[2];               // by kind: number of the last operation that was sent
+  uint32_t sent[2][2];                // by kind and half: the same of the half
   uint32_t received[2][2];            // by kind and half: the last one whose receive phase was launched
   uint32_t num_entered_blocks[2][2];  // by kind and phase
+  uint64_t participants;              // Tagged: sources, a bit each, whose rows a dispatch places; with masks only
 };
 
 struct LowLatencyWords {
@@ -29,6 +31,9 @@ struct LowLatencyWords {
   size_t announced;      // Tagged [kind, half, kMaxRanks], by source: it has begun; value = signature, its tokens
   size_t counts;         // Tagged [half, source, counts_stride]: tokens to this rank, then to each local expert
   size_t counts_stride;
+  size_t masked;         // int32 [kMaxRanks]: this rank does without them
+  size_t votes;          // int32 [kMaxRanks, kMaxRanks]: [from][rank]: `from` does without `rank`
+  size_t num_bytes;      // of all these, from `state` on
 
   DC_HOST_DEVICE static constexpr LowLatencyWords make(RegionCursor* cursor, int num_ranks,
                                                        int num_max_experts) {
@@ -39,6 +44,9 @@ struct LowLatencyWords {
     words.counts_stride =
         align_up<size_t>(1 + ceil_div(num_max_experts, num_ranks), kLineBytes / sizeof(uint64_t));
     words.counts = cursor->take(sizeof(uint64_t) * 2 * num_ranks * words.counts_stride);
+    words.masked = cursor->take(sizeof(int32_t) * kMaxRanks);
+    words.votes = cursor->take(sizeof(int32_t) * kMaxRanks * kMaxRanks);
+    words.num_bytes = words.votes + sizeof(int32_t) * kMaxRanks * kMaxRanks - words.state;
     return words;
   }
 };

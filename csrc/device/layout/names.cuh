@@ -12,6 +12,7 @@ enum class ErrorKind : uint32_t {
   kConfigMismatch,  // a peer entered another operation, or the same with other arguments
   kExpertIndex,     // an expert index outside [-1, num_experts)
   kOverflow,        // more rows arrive than the output has
+  kMaskedOut,       // the others do without this rank
   kCount
 };
 
@@ -39,6 +40,7 @@ enum class Stage : uint32_t {
   kRows,        // low latency: a piece of a row, its scale or its routes
   kWeights,     // low latency combine: a token's weights
   kAnnounced,   // low latency: a peer has begun the same operation
+  kParticipants,  // low latency: this rank's block 0 has found who takes part
   kCount
 };
 
@@ -61,23 +63,24 @@ enum class Word : uint32_t {
   kRoute,
   kRow,
   kScale,
+  kMask,
   kCount
 };
 
 inline constexpr const char* kErrorKindNames[] = {"none", "peer_timeout", "config_mismatch",
-                                                  "expert_index", "overflow"};
+                                                  "expert_index", "overflow", "masked_out"};
 inline constexpr const char* kKernelNames[] = {
     "get_dispatch_layout",  "notify_dispatch",    "dispatch", "combine",
     "low_latency_dispatch", "low_latency_combine"};
 inline constexpr const char* kStageNames[] = {
     "entry_barrier", "counts", "channel_offsets", "ring_credit", "ring_tail", "reduce",
     "done",          "retire", "check_arguments", "half_credit", "rows",      "weights",
-    "announced"};
+    "announced",     "participants"};
 inline constexpr const char* kWordNames[] = {
     "arrived",    "done",     "head",     "tail",          "start_offset",
     "end_offset", "progress", "topk_idx", "num_recv_rows", "header",
     "operation",  "consumed", "announced", "token_count",  "weight",
-    "route",      "row",      "scale"};
+    "route",      "row",      "scale",  "mask"};
 static_assert(sizeof(kErrorKindNames) / sizeof(char*) == static_cast<size_t>(ErrorKind::kCount));
 static_assert(sizeof(kKernelNames) / sizeof(char*) == static_cast<size_t>(Kernel::kCount));
 static_assert(sizeof(kStageNames) / sizeof(char*) == static_cast<size_t>(Stage::kCount));

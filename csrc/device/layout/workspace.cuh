@@ -165,6 +165,14 @@ struct World {
   DC_HOST_DEVICE int32_t* layout_counts() const {
     return reinterpret_cast<int32_t*>(bases[rank] + layout.layout_counts);
   }
+  DC_HOST_DEVICE int32_t* masked(int peer) const {
+    return reinterpret_cast<int32_t*>(bases[rank] + layout.low_latency.masked) + peer;
+  }
+  // In `owner`'s segment: `from` does without `peer`.
+  DC_HOST_DEVICE int32_t* vote(int owner, int from, int peer) const {
+    return reinterpret_cast<int32_t*>(bases[owner] + layout.low_latency.votes) + from * kMaxRanks +
+           peer;
+  }
   DC_HOST_DEVICE uint8_t* data(int owner) const { return bases[owner] + layout.data; }
 };
 

@@ -51,6 +51,7 @@ struct LowLatencyDispatchArgs {
   LowLatencyShape shape;
   uint32_t signature;  // 16 bits: what must be equal on all ranks
   Phases phases;
+  bool can_shrink;  // a silent rank is done without
   int num_tokens;
   const uint8_t* x;      // [T, H] bfloat16
   const void* topk_idx;  // [T, K]
@@ -76,6 +77,7 @@ struct LowLatencyCombineArgs {
   LowLatencyShape shape;
   uint32_t signature;
   Phases phases;
+  bool can_shrink;  // a silent rank is done without
   // as expert rank
   const uint8_t* x;             // [L, R*M, H] or [R*M, H] bfloat16
   const int32_t* recv_tokens;   // [R]

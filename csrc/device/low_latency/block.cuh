@@ -26,7 +26,10 @@ struct Divisor {
 // Shared memory, in words of 4 bytes. A warp prepares one token at a time, then the whole block moves its row.
 struct BlockMemory {
   struct Header {
-    uint32_t has_failed;
+    uint32_t has_failed[2];         // by parity of BlockMemory::num_agreements
+    uint32_t active;                // ranks, a bit each, that this block found not masked when it began
+    uint32_t participants;          // agree_on_sources
+    uint32_t is_absent[kMaxRanks];  // with masks: given up while this block waited for its counts
     int32_t num_tokens[kMaxRanks];  // of each source
     int32_t first_task[kMaxRanks + 1];  // by position: see source_at
     int32_t first_vec[kMaxRanks];  // of a row of each source: this block's columns, in 16 bytes
@@ -41,6 +44,7 @@ struct BlockMemory {
   int32_t* tasks;       // [warps] pack_task, of the group that is worked on
   int32_t* places;      // [warps, K]
   float* weights;       // [warps, K] combine
+  mutable uint32_t num_agreements;  // of this thread, equal in all of a block behind a barrier
 
   DC_HOST_DEVICE static size_t num_counters(const LowLatencyShape& shape, int num_ranks) {
     const int max_local = ceil_div(shape.num_experts, num_ranks);
@@ -63,18 +67,39 @@ struct BlockMemory {
   }
 };
 
-// A barrier of the block that also tells every thread whether one has given up. Sticky.
+// A barrier of the block that also tells every thread whether one has given up; then none calls it again. A thread
+// that is quick may fail in the next call before a slow one has looked at the word of this call: hence two words.
 DC_DEVICE bool block_agrees(const BlockMemory& memory, bool ok) {
-  if (!ok) arch::st_relaxed_cta(&memory.header->has_failed, 1u);
+  uint32_t* has_failed = &memory.header->has_failed[memory.num_agreements++ & 1u];
+  if (!ok) arch::st_relaxed_cta(has_failed, 1u);
   arch::sync_block();
-  return arch::ld_relaxed_cta(&memory.header->has_failed) == 0u;
+  return arch::ld_relaxed_cta(has_failed) == 0u;
 }
 
 // The number of the operation this launch is about.
 DC_DEVICE uint32_t operation_of(const LowLatencyHalf& words, const Phases& phases) {
   if (!phases.send) return arch::ld_weak(phases.ticket);
-  return arch::ld_relaxed_gpu(&words.state()->sequence[static_cast<int>(words.kind)]) + 1;
+  return next_generation(arch::ld_relaxed_gpu(&words.state()->sequence[static_cast<int>(words.kind)]));
 }
+
+// Before the first barrier of the block: its shared words, and the number of the last operation that was sent in this
+// half.
+DC_DEVICE uint32_t begin_block(const Context& context, const LowLatencyHalf& half, const BlockMemory& memory) {
+  const World& world = context.world;
+  if (arch::warp_idx() == 0) {
+    const int peer = arch::lane_idx();
+    const bool is_there = peer < world.num_ranks;
+    const bool is_active = is_there && !(context.can_shrink && peer != world.rank && is_masked(world, peer));
+    const uint32_t active = arch::ballot(kFullMask, is_active);
+    if (peer == 0) {
+      memory.header->has_failed[0] = memory.header->has_failed[1] = 0;
+      memory.header->active = active;
+    }
+  }
+  return arch::ld_relaxed_gpu(&half.state()->sent[static_cast<int>(half.kind)][half.half]);
+}
+
+DC_DEVICE bool is_active(const BlockMemory& memory, int rank) { return (memory.header->active >> rank & 1u) != 0; }
 
 // Every thread, behind a barrier of the block that follows operation_of. All that a launch does for the launches
 // after it is done here, at its begin, when nothing waits for it: the last warp returns credit for what earlier
@@ -100,23 +125,25 @@ DC_DEVICE void begin_operation(const Context& context, const LowLatencyHalf& hal
   if (phases.receive) arch::st_relaxed_gpu(&state->received[kind][half.half], context.generation);
   if (!phases.send) return;
   arch::st_relaxed_gpu(&state->sequence[kind], context.generation);
+  arch::st_relaxed_gpu(&state->sent[kind][half.half], context.generation);
   if (phases.ticket != nullptr) arch::st_weak(phases.ticket, context.generation);
 }
 
-// One warp, lane r: whether peer r has read what this half of its memory held two operations ago. Block 0 then
-// announces the operation.
+// One warp, lane r: whether peer r has read what the last operation in this half, `previous`, wrote into its memory.
+// Block 0 then announces the operation.
 //   unblocked by: begin_operation of the launch that follows the peer's receive phase two operations ago; at the
 //   latest that is the one that sends this operation
-DC_DEVICE bool await_credit(const Context& context, const LowLatencyHalf& half, uint32_t signature, int num_tokens) {
+DC_DEVICE bool await_credit(const Context& context, const LowLatencyHalf& half, const BlockMemory& memory,
+                            uint32_t previous, uint32_t signature, int num_tokens) {
   const int peer = arch::lane_idx();
-  if (peer >= context.world.num_ranks) return true;
+  if (peer >= context.world.num_ranks || !is_active(memory, peer)) return true;
   if (!arch::fault(Fault::kSkipCredit)) {
-    const uint32_t wanted = context.generation - 2;
+    const uint32_t wanted = previous;
     uint64_t raw = 0;
     const bool ok = await<Scope::kSys>(
         context, half.consumed(context.world.rank, peer), {Stage::kHalfCredit, Word::kConsumed, peer, -1},
         Tagged::pack(wanted, 0), [=](uint64_t word) { return Tagged::unpack(word).has_reached(wanted); }, &raw);
-    if (!ok) return false;
+    if (!ok) return is_given_up(context, peer);  // what is written for it is read by nobody
   }
   if (arch::block_idx() == 0) {
     // pairs with: await_announcements at the peer — nothing but the word itself.
@@ -126,17 +153,20 @@ DC_DEVICE bool await_credit(const Context& context, const LowLatencyHalf& half, 
   return true;
 }
 
-// One warp, lane r: source r has begun the same operation. Block 0 counts the time for the statistics.
+// One warp, lane r: source r has begun the same operation; one that is not in `sources` has no tokens. Block 0 counts
+// the time for the statistics.
 DC_DEVICE bool await_announcements(const Context& context, const LowLatencyHalf& half, const BlockMemory& memory,
-                                   uint32_t signature, int64_t* wait_stats) {
+                                   uint32_t sources, uint32_t signature, int64_t* wait_stats) {
   const int source = arch::lane_idx();
   if (source >= context.world.num_ranks) return true;
+  memory.header->num_tokens[source] = 0;
+  if ((sources >> source & 1u) == 0) return true;
   const bool is_timed = wait_stats != nullptr && arch::block_idx() == 0;
   const uint64_t start_ns = is_timed ? arch::globaltimer_ns() : 0;
   uint32_t value = 0;
   if (!await_tagged_alone(context, half.announced(context.world.rank, source),
                           {Stage::kAnnounced, Word::kAnnounced, source, -1}, &value)) {
-    return false;
+    return is_given_up(context, source);
   }
   if (is_timed) {
     const int64_t waited_ns = static_cast<int64_t>(arch::globaltimer_ns() - start_ns);

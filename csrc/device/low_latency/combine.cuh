@@ -22,14 +22,14 @@ namespace deep_comm {
 
 // Source: every weight to the rank that needs it.
 DC_DEVICE void send_weights(const Context& context, const LowLatencyCombineArgs& args, const LowLatencyHalf& half,
-                            const LowLatencyShare& share) {
+                            const BlockMemory& memory, const LowLatencyShare& share) {
   const int num_topk = args.shape.num_topk;
   const ExpertMap map{args.shape.num_experts, args.world.num_ranks};
   if (!share.is_leading) return;
   for (int64_t idx = static_cast<int64_t>(share.begin) * num_topk + arch::thread_idx();
        idx < static_cast<int64_t>(share.end) * num_topk; idx += arch::num_threads()) {
     const int expert = load_expert(args.topk_idx, idx, args.topk_idx_bytes);
-    if (expert < 0 || expert >= args.shape.num_experts) continue;
+    if (expert < 0 || expert >= args.shape.num_experts || !is_active(memory, map.rank_of(expert))) continue;
     const int token = static_cast<int>(idx / num_topk), k = static_cast<int>(idx % num_topk);
     // pairs with: find_summands at the expert's rank — nothing but the word itself.
     arch::st_relaxed_sys(half.weights(map.rank_of(expert), args.world.rank, token) + k,
@@ -61,6 +61,7 @@ DC_DEVICE bool find_summands(const Context& context, const LowLatencyCombineArgs
         uint32_t bits = 0;
         ok = await_tagged(context, half.weights(args.world.rank, task.source, task.token) + k,
                           {Stage::kWeights, Word::kWeight, task.source, arch::block_idx()}, 0, &bits);
+        ok = ok || is_given_up(context, task.source);
         weight = bit_cast<float>(bits);
       }
       memory.places[position] = place;
@@ -149,22 +150,23 @@ DC_DEVICE void send_selections(const LowLatencyCombineArgs& args, const LowLaten
 
 template <CombineRows kRows>
 DC_DEVICE bool combine_send(const Context& context, const LowLatencyCombineArgs& args, const LowLatencyHalf& half,
-                            const BlockMemory& memory) {
+                            const BlockMemory& memory, uint32_t previous) {
   const int num_ranks = args.world.num_ranks, num_warps = arch::num_warps(), warp = arch::warp_idx();
   // Peers wait for the weights: they go first. Their words of this half were read before the rows of two operations
   // ago came back, which this rank has received.
   if (kRows == CombineRows::kSums && args.recv_weights == nullptr) {
-    send_weights(context, args, half, LowLatencyShare::of(args.shape, args.num_tokens, arch::block_idx()));
+    send_weights(context, args, half, memory, LowLatencyShare::of(args.shape, args.num_tokens, arch::block_idx()));
   }
   if (warp == 0) {
     if (arch::lane_idx() < num_ranks) {
-      memory.header->num_tokens[arch::lane_idx()] = arch::ld_nc(args.recv_tokens + arch::lane_idx());
+      const bool is_there = is_active(memory, arch::lane_idx());
+      memory.header->num_tokens[arch::lane_idx()] = is_there ? arch::ld_nc(args.recv_tokens + arch::lane_idx()) : 0;
     }
     arch::sync_warp();
     number_tasks(args.world, args.shape, memory, sizeof(Bf16));
   }
   const bool has_credit_warp = warp == max_of(0, num_warps - 2);
-  bool ok = !has_credit_warp || await_credit(context, half, args.signature, args.num_tokens);
+  bool ok = !has_credit_warp || await_credit(context, half, memory, previous, args.signature, args.num_tokens);
   if (!block_agrees(memory, ok)) return false;
   const int num_tasks = memory.header->first_task[num_ranks];
   for (int first = 0; first < num_tasks; first += num_warps) {
@@ -220,7 +222,10 @@ DC_DEVICE bool add_ranks(const Context& context, const LowLatencyCombineArgs& ar
     for (int peer = 0; peer < kMaxRanks; ++peer) {
       if ((mask >> peer & 1u) == 0) continue;
       const WaitFor wait{Stage::kRows, Word::kRow, peer, arch::block_idx()};
-      if (!take_arrival(context, piece_of(peer), wait, &vecs[peer])) return false;
+      if (!take_arrival(context, piece_of(peer), wait, &vecs[peer])) {
+        if (!is_given_up(context, peer)) return false;
+        continue;
+      }
       Type::add(sum, vecs[peer]);
     }
     uint8_t* dst = args.combined_x + static_cast<size_t>(token) * args.shape.hidden * sizeof(Bf16);
@@ -231,13 +236,15 @@ DC_DEVICE bool add_ranks(const Context& context, const LowLatencyCombineArgs& ar
 
 // Source, one warp: the selections of a token and their weights, k ascending.
 DC_DEVICE void find_selections(const LowLatencyCombineArgs& args, const BlockMemory& memory, int token) {
+  const ExpertMap map{args.shape.num_experts, args.world.num_ranks};
   const int num_topk = args.shape.num_topk, warp = arch::warp_idx();
   int num_rows = 0;
   for (int base = 0; base < num_topk; base += kWarpSize) {
     const int k = base + arch::lane_idx();
     const int64_t position = static_cast<int64_t>(token) * num_topk + k;
     const int expert = k < num_topk ? load_expert(args.topk_idx, position, args.topk_idx_bytes) : -1;
-    const bool is_selected = expert >= 0 && expert < args.shape.num_experts;
+    const bool is_selected =
+        expert >= 0 && expert < args.shape.num_experts && is_active(memory, map.rank_of(expert));
     const uint32_t selected = arch::ballot(kFullMask, is_selected);
     if (is_selected) {
       const int row = warp * num_topk + num_rows + arch::popc(selected & ((1u << arch::lane_idx()) - 1));
@@ -266,7 +273,10 @@ DC_DEVICE bool add_selections(const Context& context, const LowLatencyCombineArg
       const WaitFor wait{Stage::kRows, Word::kRow, peer, arch::block_idx()};
       Vec16* src = reinterpret_cast<Vec16*>(half.gather_row(args.world.rank, token, k)) + vec;
       Vec16 words{};
-      if (!take_arrival(context, src, wait, &words)) return false;
+      if (!take_arrival(context, src, wait, &words)) {
+        if (!is_given_up(context, peer)) return false;
+        continue;
+      }
       add_weighted(sum, words, memory.weights[row]);
     }
     uint8_t* dst = args.combined_x + static_cast<size_t>(begin + warp) * args.shape.hidden * sizeof(Bf16);
@@ -283,7 +293,7 @@ DC_DEVICE void combine_receive(const Context& context, const LowLatencyCombineAr
   bool ok = true;
   // Rows need no announcement; a rank that does something else, or nothing, is found by one block.
   if (arch::block_idx() == 0 && warp == num_warps - 1) {
-    ok = await_announcements(context, half, memory, args.signature, args.wait_stats);
+    ok = await_announcements(context, half, memory, memory.header->active, args.signature, args.wait_stats);
   }
   for (int group = share.begin; group < share.end; group += num_warps) {
     const int group_end = min_of(group + num_warps, share.end);
@@ -292,7 +302,7 @@ DC_DEVICE void combine_receive(const Context& context, const LowLatencyCombineAr
       find_selections(args, memory, group + warp);
     } else if (has_token) {
       const uint32_t mask = ranks_of(args, group + warp);
-      if (arch::lane_idx() == 0) memory.masks[warp] = mask;
+      if (arch::lane_idx() == 0) memory.masks[warp] = mask & memory.header->active;
     }
     if (!block_agrees(memory, ok)) return;
     if constexpr (kRows == CombineRows::kSelections) {
@@ -307,14 +317,14 @@ DC_DEVICE void combine_receive(const Context& context, const LowLatencyCombineAr
 template <CombineRows kRows>
 DC_DEVICE void low_latency_combine(const LowLatencyCombineArgs& args) {
   LowLatencyHalf half{args.world, args.region, args.shape, LowLatencyKind::kCombine, 0};
-  const Context context{args.world, Kernel::kLowLatencyCombine, operation_of(half, args.phases)};
+  const Context context{args.world, Kernel::kLowLatencyCombine, operation_of(half, args.phases), args.can_shrink};
   half.half = static_cast<int>(context.generation & 1u);
   const BlockMemory memory = BlockMemory::make(args.shape, args.world.num_ranks);
-  if (arch::thread_idx() == 0) memory.header->has_failed = 0;
+  const uint32_t previous = begin_block(context, half, memory);
   arch::sync_block();
   begin_operation(context, half, args.phases);
   bool ok = true;
-  if (args.phases.send) ok = combine_send<kRows>(context, args, half, memory);
+  if (args.phases.send) ok = combine_send<kRows>(context, args, half, memory, previous);
   arch::sync_block();
   if (args.phases.receive && ok) combine_receive<kRows>(context, args, half, memory);
 }

@@ -33,14 +33,14 @@ namespace deep_comm {
 template <PayloadFormat kFormat>
 DC_DEVICE void low_latency_dispatch(const LowLatencyDispatchArgs& args) {
   LowLatencyHalf half{args.world, args.region, args.shape, LowLatencyKind::kDispatch, 0};
-  const Context context{args.world, Kernel::kLowLatencyDispatch, operation_of(half, args.phases)};
+  const Context context{args.world, Kernel::kLowLatencyDispatch, operation_of(half, args.phases), args.can_shrink};
   half.half = static_cast<int>(context.generation & 1u);
   const BlockMemory memory = BlockMemory::make(args.shape, args.world.num_ranks);
-  if (arch::thread_idx() == 0) memory.header->has_failed = 0;
+  const uint32_t previous = begin_block(context, half, memory);
   arch::sync_block();
   begin_operation(context, half, args.phases);
   bool ok = true;
-  if (args.phases.send) ok = dispatch_send<kFormat>(context, args, half, memory);
+  if (args.phases.send) ok = dispatch_send<kFormat>(context, args, half, memory, previous);
   arch::sync_block();  // the counters are free
   if (args.phases.receive && ok) dispatch_receive<kFormat>(context, args, half, memory);
 }

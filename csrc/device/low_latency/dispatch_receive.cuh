@@ -9,19 +9,65 @@
 namespace deep_comm {
 
 // counters[source, 0]: rows of this rank by source, then [source, 1 + e] of local expert e; of both the first
-// num_columns.
+// num_columns. None of one that is not in `sources`, and one that is given up is noted.
 DC_DEVICE bool await_counts(const Context& context, const LowLatencyDispatchArgs& args, const LowLatencyHalf& half,
-                            const BlockMemory& memory, int num_local, int num_columns) {
+                            const BlockMemory& memory, uint32_t sources, int num_local, int num_columns) {
   bool ok = true;
   // From the last thread on: the first warp has announcements to wait for.
   for (int idx = arch::num_threads() - 1 - arch::thread_idx(); idx < args.world.num_ranks * num_columns && ok;
        idx += arch::num_threads()) {
     const int source = idx / num_columns, place = idx % num_columns;
+    uint32_t* counter = &memory.counters[source * (1 + num_local) + place];
+    *counter = 0;
+    if ((sources >> source & 1u) == 0) continue;
     ok = await_tagged_alone(context, half.counts(args.world.rank, source) + place,
-                            {Stage::kCounts, Word::kTokenCount, source, -1},
-                            &memory.counters[source * (1 + num_local) + place]);
+                            {Stage::kCounts, Word::kTokenCount, source, -1}, counter);
+    if (!ok && is_given_up(context, source)) {
+      ok = true;
+      arch::st_relaxed_cta(&memory.header->is_absent[source], 1u);
+    }
   }
   return ok;
+}
+
+// With masks: block 0 finds out whose rows this operation places, and the other blocks do as it says. Else some could
+// leave room for rows of a rank that falls silent, and others not. Returns false after a failure; *participants: a bit
+// each.
+DC_DEVICE bool agree_on_sources(const Context& context, const LowLatencyDispatchArgs& args, const LowLatencyHalf& half,
+                                const BlockMemory& memory, int num_local, uint32_t* participants) {
+  const uint32_t active = memory.header->active;
+  uint64_t* word = &half.state()->participants;
+  bool ok = true;
+  if (arch::block_idx() != 0) {
+    uint32_t value = 0;
+    if (arch::thread_idx() == 0) {
+      // Block 0 may be about to give up several ranks, at one deadline.
+      ok = await_tagged(context, word, {Stage::kParticipants, Word::kMask, context.world.rank, 0}, 0, &value, 4);
+      memory.header->participants = value;
+    }
+    ok = block_agrees(memory, ok);
+    *participants = memory.header->participants;
+    return ok;
+  }
+  if (arch::thread_idx() < kMaxRanks) memory.header->is_absent[arch::thread_idx()] = 0;
+  arch::sync_block();
+  if (arch::warp_idx() == 0) {
+    ok = await_announcements(context, half, memory, active, args.signature, args.out.wait_stats);
+    const int source = arch::lane_idx();
+    if (source < context.world.num_ranks && is_given_up(context, source)) {
+      arch::st_relaxed_cta(&memory.header->is_absent[source], 1u);
+    }
+  }
+  ok = await_counts(context, args, half, memory, active, num_local, 1 + num_local) && ok;
+  if (!block_agrees(memory, ok)) return false;
+  uint32_t present = 0;
+  for (int source = 0; source < context.world.num_ranks; ++source) {
+    if (memory.header->is_absent[source] == 0) present |= 1u << source;
+  }
+  *participants = present & active;
+  // pairs with: the await above — the announcements and counts that this block has seen.
+  if (arch::thread_idx() == 0) arch::st_release_gpu(word, Tagged::pack(context.generation, *participants));
+  return true;
 }
 
 // Threads [0, num_columns): counts over the sources become first rows. Block 0 writes them out.
@@ -89,7 +135,7 @@ DC_DEVICE bool find_places(const Context& context, const LowLatencyDispatchArgs&
       const bool has_come =
           take_arrival(context, routes + k, {Stage::kRows, Word::kRoute, task.source, arch::block_idx()}, &words);
       if (has_come) route = Route::unpack(words);
-      ok = ok && has_come;
+      ok = ok && (has_come || is_given_up(context, task.source));
     }
     const bool is_here = route.local_expert >= 0;
     // Rows to write: expert-major, one for every expert of the token; compact, one in all.
@@ -174,9 +220,12 @@ DC_DEVICE bool expand_rows(const Context& context, const LowLatencyDispatchArgs&
       const int task = pieces.tasks[step];
       if (memory.num_places[task] == 0) continue;
       const WaitFor wait{Stage::kRows, Word::kRow, source_of(memory.tasks[task]), arch::block_idx()};
-      ok = take_arrival(context, pieces.from[step], wait, &pieces.vecs[step]);
+      if (!take_arrival(context, pieces.from[step], wait, &pieces.vecs[step])) {
+        ok = is_given_up(context, wait.peer);  // combine sends nothing back for this row
+        continue;
+      }
       const Vec16 vec = decode<kFormat>(pieces.vecs[step]);
-      for (int idx = 0; idx < memory.num_places[task] && ok; ++idx) {
+      for (int idx = 0; idx < memory.num_places[task]; ++idx) {
         const size_t place = memory.places[task * shape.num_topk + idx];
         uint8_t* row = args.out.recv_x + place * shape.row_bytes;
         arch::st_streaming(reinterpret_cast<Vec16*>(row) + pieces.columns[step], vec);
@@ -208,7 +257,7 @@ DC_DEVICE bool expand_scales(const Context& context, const LowLatencyDispatchArg
     uint32_t value = 0;
     for (int idx = 0; idx < per_output && per_output * output + idx < shape.num_scales && ok; ++idx) {
       uint32_t bits = 0;
-      ok = take_arrival(context, scales + per_output * output + idx, wait, &bits);
+      ok = take_arrival(context, scales + per_output * output + idx, wait, &bits) || is_given_up(context, source);
       value |= args.out.use_ue8m0 ? (bits >> 23 & 0xffu) << (8 * idx) : bits;
     }
     for (int idx = 0; idx < memory.num_places[task] && ok; ++idx) {
@@ -228,9 +277,14 @@ DC_DEVICE void dispatch_receive(const Context& context, const LowLatencyDispatch
   const int num_local = ExpertMap{args.shape.num_experts, world.num_ranks}.num_local_experts(world.rank);
   // Compact places need the counts of tokens alone; those of experts are for block 0 to write out.
   const int num_columns = args.out.is_compact && arch::block_idx() != 0 ? 1 : 1 + num_local;
+  uint32_t sources = memory.header->active;
+  if (context.can_shrink && !agree_on_sources(context, args, half, memory, num_local, &sources)) return;
   bool ok = true;
-  if (warp == 0) ok = await_announcements(context, half, memory, args.signature, args.out.wait_stats);
-  ok = await_counts(context, args, half, memory, num_local, num_columns) && ok;
+  if (warp == 0) {
+    int64_t* wait_stats = context.can_shrink ? nullptr : args.out.wait_stats;  // agree_on_sources has counted
+    ok = await_announcements(context, half, memory, sources, args.signature, wait_stats);
+  }
+  ok = await_counts(context, args, half, memory, sources, num_local, num_columns) && ok;
   if (!block_agrees(memory, ok)) return;
   place_sources(args, memory, num_local, num_columns);
   if (warp == num_warps - 1) {

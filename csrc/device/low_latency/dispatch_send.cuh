@@ -137,7 +137,7 @@ DC_DEVICE void send_routes(const LowLatencyDispatchArgs& args, const LowLatencyH
     const int32_t low = arch::shfl(kFullMask, ordinals[0], k % kWarpSize);
     const int32_t high = arch::shfl(kFullMask, ordinals[1], k % kWarpSize);
     const uint32_t my_row = arch::shfl(kFullMask, row_ordinal, peer);
-    if (idx >= num_total) continue;
+    if (idx >= num_total || !is_active(memory, peer)) continue;
     const int local = expert - map.first_expert(peer);
     const bool is_there = expert >= 0 && local >= 0 && local < map.num_local_experts(peer);
     Route route{-1, 0, 0.0f, 0};
@@ -154,22 +154,23 @@ DC_DEVICE void send_routes(const LowLatencyDispatchArgs& args, const LowLatencyH
 
 // The block, when its counters hold all tokens: what each rank, and each of its experts, will get.
 DC_DEVICE void send_counts(const Context& context, const LowLatencyDispatchArgs& args, const LowLatencyHalf& half,
-                           const uint32_t* counters) {
+                           const BlockMemory& memory) {
   const World& world = args.world;
   const int num_experts = args.shape.num_experts;
   const ExpertMap map{num_experts, world.num_ranks};
   for (int idx = arch::thread_idx(); idx < num_experts + world.num_ranks; idx += arch::num_threads()) {
     const bool is_expert = idx < num_experts;
     const int peer = is_expert ? map.rank_of(idx) : idx - num_experts;
+    if (!is_active(memory, peer)) continue;
     const int place = is_expert ? 1 + idx - map.first_expert(peer) : 0;
     // pairs with: await_counts at the peer — nothing but the word itself.
-    arch::st_relaxed_sys(half.counts(peer, world.rank) + place, Tagged::pack(context.generation, counters[idx]));
+    arch::st_relaxed_sys(half.counts(peer, world.rank) + place, Tagged::pack(context.generation, memory.counters[idx]));
   }
 }
 
 template <PayloadFormat kFormat>
 DC_DEVICE bool dispatch_send(const Context& context, const LowLatencyDispatchArgs& args, const LowLatencyHalf& half,
-                             const BlockMemory& memory) {
+                             const BlockMemory& memory, uint32_t previous) {
   const LowLatencyShape& shape = args.shape;
   const LowLatencyShare share = LowLatencyShare::of(shape, args.num_tokens, arch::block_idx());
   const int num_warps = arch::num_warps(), warp = arch::warp_idx();
@@ -185,13 +186,13 @@ DC_DEVICE bool dispatch_send(const Context& context, const LowLatencyDispatchArg
   for (int idx = arch::thread_idx(); idx < num_counters; idx += arch::num_threads()) memory.counters[idx] = 0;
   // Not by the warps that have tokens, if there are others.
   const bool has_credit_warp = warp == max_of(0, num_warps - 2);
-  bool ok = !has_credit_warp || await_credit(context, half, args.signature, args.num_tokens);
+  bool ok = !has_credit_warp || await_credit(context, half, memory, previous, args.signature, args.num_tokens);
   for (int group = share.begin; group < share.end; group += num_warps) {
     const int group_end = min_of(group + num_warps, share.end), token = group + warp;
     TokenRouting routing{};
     if (token < group_end) {
       routing = TokenRouting::load(context, args, token);
-      if (arch::lane_idx() == 0) memory.masks[warp] = routing.mask;
+      if (arch::lane_idx() == 0) memory.masks[warp] = routing.mask & memory.header->active;
     }
     if (!block_agrees(memory, ok)) return false;
     const bool is_first = group == share.begin;
@@ -210,7 +211,7 @@ DC_DEVICE bool dispatch_send(const Context& context, const LowLatencyDispatchArg
     const int num_counted = share.begin == share.end ? 0 : (share.end - share.begin - 1) / num_warps * num_warps + share.begin;
     count_tokens(args, memory.counters, num_counted, args.num_tokens);
     arch::sync_block();
-    send_counts(context, args, half, memory.counters);
+    send_counts(context, args, half, memory);
   }
   return true;
 }

@@ -1,7 +1,7 @@
 // The one bounded wait. Nothing outside this folder spins on a word that another thread writes.
 #pragma once
 
-#include "device/sync/context.cuh"
+#include "device/sync/mask.cuh"
 
 namespace deep_comm {
 
@@ -26,8 +26,9 @@ DC_DEVICE void note_wait(const Context& context, const WaitFor& wait, uint64_t e
 }
 
 // Looks again and again until watch.look() is true. Returns false when the deadline passed (then this thread
-// has written the error record) or when another thread of this rank has given up.
-//   unblocked by: what the watch looks at, the rank's abort word, the deadline.
+// has written the error record) or when another thread of this rank has given up. With context.can_shrink also when
+// the ranks do without wait.peer, which then is_given_up; past the deadline this thread begins with that.
+//   unblocked by: what the watch looks at, the rank's abort word, masks, the deadline.
 // Watch: bool look(), uint64_t seen(), void rest(abort_word, deadline_ns).
 template <class Watch>
 DC_DEVICE bool await_watch(const Context& context, Watch& watch, const WaitFor& wait,
@@ -44,14 +45,29 @@ DC_DEVICE bool await_watch(const Context& context, Watch& watch, const WaitFor& 
       if (watch.look()) return true;
     }
     if (is_aborted(world)) return false;
+    const bool can_do_without = context.can_shrink && wait.peer != world.rank;
+    if (can_do_without) {
+      const Verdict verdict = verdict_on(context, wait.peer);
+      if (verdict == Verdict::kOut) {
+        report_error(context, {ErrorKind::kMaskedOut, wait, 0, 0, arch::globaltimer_ns() - start_ns, -1});
+        abort_rank(context);
+      }
+      if (verdict != Verdict::kGoOn) return false;
+    }
     const uint64_t now_ns = arch::globaltimer_ns();
+    if (now_ns >= deadline_ns && can_do_without) {
+      mask_rank(world, wait.peer);
+      return false;
+    }
     if (now_ns >= deadline_ns) {
       report_error(context, {ErrorKind::kPeerTimeout, wait, watch.seen(), expected,
                              now_ns - start_ns, -1});
       abort_rank(context);
       return false;
     }
-    watch.rest(&world.state()->abort, deadline_ns);
+    // Nothing wakes a rest on account of a vote: rests are short where there may be one.
+    const uint64_t wake_ns = can_do_without ? min_of(deadline_ns, now_ns + world.timeout_ns / 16 + 1) : deadline_ns;
+    watch.rest(&world.state()->abort, wake_ns);
   }
 }
 
@@ -74,18 +90,17 @@ struct AcquireWatch {
 // Polls `word` with acquire until is_ready(value); see await_watch.
 template <Scope kScope, class T, class IsReady>
 DC_DEVICE bool await(const Context& context, const T* word, const WaitFor& wait, uint64_t expected,
-                     IsReady is_ready, T* value) {
+                     IsReady is_ready, T* value, uint64_t patience = kScope == Scope::kCta ? 4 : 1) {
   // Warps of this block are bounded by their own waits, which began later and know the silent rank's name.
-  constexpr uint64_t kPatience = kScope == Scope::kCta ? 4 : 1;
   AcquireWatch<kScope, T, IsReady> watch{word, is_ready, T{}};
-  const bool ok = await_watch(context, watch, wait, expected, kPatience);
+  const bool ok = await_watch(context, watch, wait, expected, patience);
   *value = watch.value;
   return ok;
 }
 
 // Waits until a Tagged word of this kernel's generation holds at least `wanted`.
 DC_DEVICE bool await_tagged(const Context& context, const uint64_t* word, const WaitFor& wait,
-                            uint32_t wanted, uint32_t* value) {
+                            uint32_t wanted, uint32_t* value, uint64_t patience = 1) {
   const uint32_t generation = context.generation;
   uint64_t raw = 0;
   const bool ok = await<Scope::kSys>(
@@ -94,7 +109,7 @@ DC_DEVICE bool await_tagged(const Context& context, const uint64_t* word, const 
         const Tagged tagged = Tagged::unpack(candidate);
         return tagged.generation == generation && tagged.value >= wanted;
       },
-      &raw);
+      &raw, patience);
   *value = Tagged::unpack(raw).value;
   return ok;
 }

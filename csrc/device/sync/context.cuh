@@ -10,6 +10,7 @@ struct Context {
   const World& world;
   Kernel kernel;
   uint32_t generation;  // of this kernel; equal on all ranks
+  bool can_shrink = false;  // a silent rank is done without: see mask.cuh
 };
 
 // Whom a wait waits for, and on what. Names the silent rank when the deadline passes.

@@ -1,0 +1,43 @@
+// Ranks that the others do without. A rank that stays silent for the deadline is masked by the one that waited for it,
+// which tells all others: a word in their memory, which every wait for that rank looks at. So all survivors do without
+// it soon, at the cost of one deadline, and later kernels do not wait for it at all.
+//
+//   word    owner     written by        read by                  order     reset
+//   masked  this rank its waits, host   its kernels              relaxed   clean
+//   votes   receiver  any rank          the receiver's kernels   relaxed   clean, by all ranks together
+#pragma once
+
+#include "device/sync/context.cuh"
+
+namespace deep_comm {
+
+DC_DEVICE bool is_masked(const World& world, int peer) {
+  if (arch::ld_relaxed_gpu(world.masked(peer)) != 0) return true;
+  for (int from = 0; from < world.num_ranks; ++from) {
+    if (from != world.rank && arch::ld_relaxed_sys(world.vote(world.rank, from, peer)) != 0) return true;
+  }
+  return false;
+}
+
+// Is `peer` one that this kernel does without? For the slow path, after a wait has failed.
+DC_DEVICE bool is_given_up(const Context& context, int peer) {
+  return context.can_shrink && is_masked(context.world, peer);
+}
+
+DC_DEVICE void mask_rank(const World& world, int peer) {
+  arch::st_relaxed_gpu(world.masked(peer), 1);
+  for (int owner = 0; owner < world.num_ranks; ++owner) {
+    // pairs with: is_masked at the owner — nothing but the word itself.
+    if (owner != world.rank) arch::st_relaxed_sys(world.vote(owner, world.rank, peer), 1);
+  }
+}
+
+enum class Verdict { kGoOn, kWithout, kOut };
+
+// A wait for `peer` asks between two looks: shall it go on, do without the peer, or is this rank itself done without?
+DC_DEVICE Verdict verdict_on(const Context& context, int peer) {
+  if (is_masked(context.world, context.world.rank)) return Verdict::kOut;
+  return is_masked(context.world, peer) ? Verdict::kWithout : Verdict::kGoOn;
+}
+
+}  // namespace deep_comm

@@ -1,0 +1,175 @@
+"""Low-latency calls go on without a rank that falls silent: at every stage, and with its return."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from low_latency import Pair, expert_rows, inputs_of
+from low_latency_masks import DEAD, STAGES, case_of, run_until, survive, verify_survivors
+from payload import assert_same_bits
+from torch import Tensor
+
+import deep_comm
+from deep_comm import ArgumentError, Buffer, MaskedOut, local, processes, simulate
+from deep_comm import reference_low_latency as reference
+
+
+@pytest.mark.xdist_group("processes")
+@pytest.mark.parametrize("stage", STAGES)
+def test_processes_go_on_when_one_is_killed(stage: str) -> None:
+    case = case_of(weights_ahead=stage != "in dispatch")
+    ended = processes.outcomes(survive, case.num_ranks, case, stage, timeout_s=60)
+    for outcome in ended:
+        if outcome.rank != DEAD:
+            assert outcome.error is None, f"{outcome.error}\n{outcome.traceback}"
+    verify_survivors(case, [outcome.value for outcome in ended], stage)
+
+
+class Gone(Exception):
+    """The rank ends here; its threads go on elsewhere."""
+
+
+def leave() -> None:
+    raise Gone
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("variant", ["packed", "late", "compact", "one_rounding", "fp8"])
+def test_every_schedule_goes_on_without_a_rank_that_leaves(stage: str, variant: str) -> None:
+    case = case_of(
+        weights_ahead=variant != "late",
+        compact=variant == "compact",
+        one_rounding=variant == "one_rounding",
+        use_fp8=variant == "fp8",
+        calls=4,
+    )
+
+    def main(group: simulate.SimulatedGroup) -> list:
+        buffer = Buffer(
+            group, 0, case.num_bytes, low_latency_mode=True, device="cpu", timeout_s=1000,
+            enable_shrink=True,
+        )  # fmt: skip
+        try:
+            return run_until(buffer, case, stage, leave)
+        except Gone:
+            return []
+
+    for seed in range(4):
+        results = simulate.run(main, case.num_ranks, seed, on_stuck="clock", timeout_s=60)
+        try:
+            verify_survivors(case, list(results), stage)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+
+
+def test_a_slow_rank_learns_that_it_is_out_and_comes_back_after_clean() -> None:
+    case = case_of(calls=2, tokens=(5, 4, 6))
+
+    def main(group: local.ThreadGroup) -> list:
+        with Buffer(
+            group, 0, case.num_bytes, low_latency_mode=True, device="cpu", timeout_s=0.3,
+            enable_shrink=True,
+        ) as buffer:  # fmt: skip
+            results = []
+            for number in range(6):
+                pair = Pair(buffer, case, number % 2)
+                if buffer.rank == DEAD and number == 1:
+                    time.sleep(1.0)
+                    with pytest.raises(MaskedOut):
+                        for _ in range(2):
+                            pair.dispatch()()
+                            pair.combine()()
+                    group.barrier()
+                    buffer.low_latency_clean_mask_buffer()
+                elif number < 3 and not (buffer.rank == DEAD and number == 2):
+                    pair.dispatch()()
+                    pair.combine()()
+                    results.append(pair.received())
+                if number == 2 and buffer.rank != DEAD:
+                    group.barrier()
+                    buffer.low_latency_clean_mask_buffer()
+                if number >= 3:
+                    pair.dispatch()()
+                    pair.combine()()
+                    mask = torch.ones(3, dtype=torch.int32)
+                    buffer.low_latency_query_mask_buffer(mask)
+                    assert mask.tolist() == [0, 0, 0]
+                    results.append(pair.received())
+            return results[-3:]
+
+    results = local.run(main, 3, timeout_s=60)
+    for number, call in enumerate((1, 0, 1)):
+        xs, idxs, weights = zip(*(inputs_of(case, r, call) for r in range(3)), strict=True)
+        dispatched = reference.low_latency_dispatch(
+            xs, idxs, case.max_tokens, case.experts, topk_weights=weights
+        )
+        rows = [expert_rows(case, rank, call) for rank in range(3)]
+        combined = reference.low_latency_combine(rows, dispatched, weights)
+        for rank in range(3):
+            assert_same_bits(results[rank][number].combined_x, combined[rank], f"rank {rank}")
+
+
+def test_masks_by_hand() -> None:
+    case = case_of(calls=1, mode="plain")
+
+    def main(group: local.ThreadGroup) -> Tensor | None:
+        with Buffer(
+            group, 0, case.num_bytes, low_latency_mode=True, device="cpu", timeout_s=20,
+            enable_shrink=True,
+        ) as buffer:  # fmt: skip
+            for wrong in (buffer.rank, 3, -1, "1"):
+                with pytest.raises(ArgumentError, match="rank_to_mask"):
+                    buffer.low_latency_update_mask_buffer(wrong, True)
+            with pytest.raises(ArgumentError, match="mask_status"):
+                buffer.low_latency_query_mask_buffer(torch.zeros(3))
+            status = torch.zeros(3, dtype=torch.int32)
+            if buffer.rank == DEAD:
+                return None
+            buffer.low_latency_update_mask_buffer(DEAD, True)
+            buffer.low_latency_query_mask_buffer(status)
+            assert status.tolist() == [0, 1, 0]
+            started = time.monotonic()
+            pair = Pair(buffer, case, 0)
+            pair.dispatch()
+            pair.combine()
+            assert time.monotonic() - started < 10, "nobody is waited for"
+            buffer.low_latency_update_mask_buffer(DEAD, False)
+            buffer.low_latency_query_mask_buffer(status)
+            assert status.tolist() == [0, 0, 0]
+            return pair.combined_x
+
+    combined = local.run(main, 3, timeout_s=60)
+    assert combined[0] is not None and combined[2] is not None
+
+
+def test_masks_need_enable_shrink() -> None:
+    def main(group: local.ThreadGroup) -> None:
+        with pytest.raises(ArgumentError, match="enable_shrink"):
+            Buffer(group, 1 << 20, device="cpu", enable_shrink=True)
+        with Buffer(group, 0, 1 << 20, low_latency_mode=True, device="cpu") as buffer:
+            for call in (
+                lambda: buffer.low_latency_update_mask_buffer(0, True),
+                lambda: buffer.low_latency_query_mask_buffer(torch.zeros(1, dtype=torch.int32)),
+                buffer.low_latency_clean_mask_buffer,
+            ):
+                with pytest.raises(ArgumentError, match="enable_shrink"):
+                    call()
+
+    local.run(main, 1, timeout_s=60)
+
+
+def test_without_masks_a_silent_rank_is_still_an_error() -> None:
+    case = case_of(calls=1, mode="plain")
+
+    def main(group: local.ThreadGroup) -> None:
+        with Buffer(
+            group, 0, case.num_bytes, low_latency_mode=True, device="cpu", timeout_s=0.2
+        ) as buffer:
+            if buffer.rank != DEAD:
+                with pytest.raises(deep_comm.PeerTimeout) as caught:
+                    Pair(buffer, case, 0).dispatch()
+                assert caught.value.peer == DEAD
+
+    local.run(main, 3, timeout_s=60)
