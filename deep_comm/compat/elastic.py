@@ -102,6 +102,13 @@ class ElasticBuffer(Refused):
             timeout_s=float(num_gpu_timeout_secs),
             device=device,
         )
+        topology = self._buffer._context.topology
+        if topology.num_nodes > 1:
+            self._buffer.destroy()
+            raise UnsupportedError(
+                f"ElasticBuffer over {topology.num_nodes} nodes is not in this version: it serves groups "
+                "inside a node"
+            )
         self.group = group
         self.rank_idx = self._buffer.rank
         self.num_ranks = self._buffer.group_size
@@ -114,7 +121,6 @@ class ElasticBuffer(Refused):
         self.num_allocated_qps = num_allocated_qps
         self.explicitly_destroy = explicitly_destroy
         self.nccl_comm_handle = None
-        topology = self._buffer._context.topology
         self.num_rdma_ranks, self.num_nvlink_ranks = topology.num_nodes, topology.ranks_per_node
         self.num_scaleout_ranks, self.num_scaleup_ranks = self.get_logical_domain_size()
         self.scaleout_rank_idx, self.scaleup_rank_idx = divmod(

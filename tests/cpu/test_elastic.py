@@ -400,3 +400,13 @@ def test_sizes_domains_and_resources() -> None:
         assert buffer.runtime is None
 
     local.run(fn, 2, timeout_s=60)
+
+
+def test_a_group_of_several_nodes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEP_COMM_RANKS_PER_NODE", "1")
+
+    def fn(group):
+        with pytest.raises((UnsupportedError, errors.TopologyError), match="node"):
+            ElasticBuffer(group, num_max_tokens_per_rank=8, hidden=64)
+
+    local.run(fn, 2, timeout_s=60)
