@@ -49,6 +49,10 @@ def test_vllm_low_latency(use_fp8: bool, return_recv_hook: bool) -> None:
     run(vllm.low_latency, 4, use_fp8, return_recv_hook)
 
 
+def test_vllm_fault_tolerance() -> None:
+    run(vllm.fault_tolerance, 3)
+
+
 @pytest.mark.parametrize("is_captured", [False, True])
 @pytest.mark.parametrize("use_fp8", [False, True])
 def test_vllm_elastic(is_captured: bool, use_fp8: bool) -> None:

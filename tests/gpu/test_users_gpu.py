@@ -21,6 +21,7 @@ CALLS = [
     (vllm.high_throughput, ("holes", drop_in.HIDDEN, True, True)),
     (vllm.high_throughput, ("distinct", 128, False, False)),
     (vllm.two_handles_in_flight, ()),
+    (vllm.fault_tolerance, ()),
     *((vllm.low_latency, (fp8, hook)) for fp8 in (False, True) for hook in (False, True)),
     *((vllm.elastic, (captured, fp8, 64 if captured else None))
       for captured in (False, True) for fp8 in (False, True)),

@@ -225,3 +225,57 @@ def elastic(group: Any, is_captured: bool, use_fp8: bool, cap: int | None) -> No
             event.current_stream_wait()
         assert torch.equal(combined_x.float(), drop_in.dense(x, ids, weights))
     buffer.destroy()
+
+
+def fault_tolerance(group: Any) -> None:
+    """A rank is masked out; the others go on without its tokens and experts; later it comes back."""
+    rank, num_ranks = group.rank(), group.size()
+    gone, hidden, max_tokens = 1, 512, 16
+    num_bytes = deep_ep.Buffer.get_low_latency_rdma_size_hint(
+        max_tokens, hidden, num_ranks, NUM_EXPERTS
+    )
+    buffer = deep_ep.Buffer(
+        group=group, num_nvl_bytes=1 << 20, num_rdma_bytes=num_bytes, low_latency_mode=True,
+        num_qps_per_rank=NUM_EXPERTS // num_ranks, allow_nvlink_for_low_latency_mode=True,
+        allow_mnnvl=False, explicitly_destroy=True, enable_shrink=True,
+    )  # fmt: skip
+    assert buffer.enable_shrink
+    mask = torch.full((num_ranks,), 7, dtype=torch.int32, device=buffer.device)
+    first, num_local = drop_in.first_of(gone, num_ranks), drop_in.num_local_of(gone, num_ranks)
+    for step in range(6):
+        is_masked = step in (2, 3)
+        if step == 2 and rank != gone:
+            buffer.low_latency_update_mask_buffer(gone, True)
+        if step == 4:  # everybody meets again
+            drop_in.barrier(group)
+            buffer.low_latency_clean_mask_buffer()
+            if buffer.device.type == "cuda":
+                torch.cuda.synchronize()
+            drop_in.barrier(group)
+            buffer.get_local_buffer_tensor(dtype=torch.int8, use_rdma_buffer=True).zero_()
+            if buffer.device.type == "cuda":
+                torch.cuda.synchronize()
+            drop_in.barrier(group)
+        if is_masked and rank == gone:
+            continue
+        x, ids, weights = drop_in.routed(rank, 6 + rank, hidden=hidden, seed=step)
+        expert_x, count, handle, _, hook = buffer.low_latency_dispatch(
+            x, ids, max_tokens, NUM_EXPERTS, use_fp8=False, async_finish=False,
+            return_recv_hook=True,
+        )  # fmt: skip
+        hook()
+        out = drop_in.masked_experts(expert_x, count, drop_in.first_of(rank, num_ranks))
+        output = torch.full_like(x, float("nan"))
+        _, _, hook = buffer.low_latency_combine(
+            out, ids, weights, handle, async_finish=False, zero_copy=False,
+            return_recv_hook=True, out=output,
+        )  # fmt: skip
+        hook()
+        buffer.low_latency_query_mask_buffer(mask)
+        assert mask.tolist() == [int(is_masked and peer == gone) for peer in range(num_ranks)]
+        if is_masked:
+            is_lost = (ids >= first) & (ids < first + num_local)
+            ids = torch.where(is_lost, -1, ids)
+        assert torch.equal(output.float(), drop_in.dense(x, ids, weights)), step
+    drop_in.barrier(group)
+    buffer.destroy()
