@@ -153,6 +153,9 @@ class MaskedOut(DeepCommError):
     """This rank was silent for longer than the others wait, and they go on without it.
 
     Attributes: ``rank`` (this one), ``kernel`` (in which it noticed).
+
+    What to do: find out what held this rank up, then call low_latency_clean_mask_buffer() on all
+    ranks, which takes it back; or end it.
     """
 
     def __init__(self, rank: int, kernel: str) -> None:
