@@ -187,6 +187,46 @@ class Engine:
         num_slots: int,
         stream: int,
     ) -> None: ...
+    has_rail: bool  # this target reaches other nodes
+    rail_put_bytes: list[int]  # that this rank has put, [nodes, queues]
+    @staticmethod
+    def rail_workspace_bytes(
+        *, num_nodes: int, ranks_per_node: int, num_max_experts: int
+    ) -> int: ...
+    @staticmethod
+    def rail_ring_bytes(
+        *,
+        num_nodes: int,
+        num_channels: int,
+        num_slots: int,
+        row_bytes: int,
+        scale_row_bytes: int,
+        num_topk: int,
+    ) -> int: ...
+    @staticmethod
+    def two_tier_ring_bytes(
+        *,
+        ranks_per_node: int,
+        num_channels: int,
+        num_slots: int,
+        row_bytes: int,
+        scale_row_bytes: int,
+        num_topk: int,
+    ) -> int: ...
+    def enable_internode(
+        self, *, node: int, num_nodes: int, rail_bases: list[int], num_qps: int, num_bytes: int
+    ) -> None:
+        """The engine's ranks are those of one node; the heap's last num_bytes are the rail's."""
+    def quiet_rail(self) -> None: ...
+    def internode_layout(self, **arguments: int) -> None:
+        """See InternodeLayoutArgs."""
+    def internode_notify(self, **arguments: int) -> None:
+        """See InternodeNotifyArgs in csrc/device/internode/args.cuh; addresses as integers."""
+    def wait_internode_counts(self) -> TwoTierCounts | None: ...
+    def internode_dispatch(self, **arguments: int) -> None:
+        """See InternodeDispatchArgs."""
+    def internode_combine(self, *, dtype: str, **arguments: int) -> None:
+        """See InternodeCombineArgs."""
     low_latency_bytes: int  # of the low-latency region; 0: not enabled
     max_ranks: int  # of any group
     masked_offset: int  # from the heap's start: int32 [max_ranks], ranks that this one does without
@@ -357,6 +397,14 @@ def allocate(num_bytes: int) -> int:
 
 def free(address: int) -> None: ...
 
+class TwoTierCounts:
+    """Totals of one rank after internode_notify."""
+
+    num_recv_tokens: int
+    num_forward_tokens: int
+    max_num_tokens: int
+    num_recv_tokens_per_expert: list[int]
+
 class Simulation:
     """All ranks of a job in this process under one seeded scheduler.
 
@@ -382,6 +430,10 @@ class Simulation:
         """All-gather between the rank threads. Raises SimulationStuck if a rank can no longer come."""
     def leave(self, rank: int) -> None:
         """The rank's thread ends (or died); it takes part in nothing any more."""
+    def stall_rail(self, rank: int) -> None:
+        """The rank's NIC delivers nothing any more."""
+    def flush_rail(self, rank: int) -> None:
+        """It delivers again, and all that it holds at once."""
     def kill(self, rank: int) -> None:
         """The rank's fibers stop where they are and never run again, like a process that was killed."""
     def describe(self) -> str:

@@ -22,6 +22,8 @@ from deep_comm.ops.call import CallOptions, StreamOptions
 from deep_comm.ops.combine import combine
 from deep_comm.ops.dispatch import DispatchResult, cached_dispatch, dispatch
 from deep_comm.ops.layout import get_dispatch_layout
+from deep_comm.internode_buffer import InternodeCalls
+from deep_comm.internode_handle import InternodeHandle
 from deep_comm.low_latency_buffer import LowLatencyCalls
 from deep_comm.low_latency_state import LowLatencyState
 
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from deep_comm._core import Engine
 
 
-class Buffer(LowLatencyCalls):
+class Buffer(InternodeCalls, LowLatencyCalls):
     """Communication buffers of one rank, and the operations that use them.
 
     R ranks, T tokens of this rank, H hidden, K top-k, E experts, L local experts, N received rows.
@@ -84,8 +86,9 @@ class Buffer(LowLatencyCalls):
                 get_low_latency_rdma_size_hint.
             enable_shrink: low-latency calls do without a rank that stays silent for timeout_s, instead
                 of raising PeerTimeout; see low_latency_query_mask_buffer. Needs low_latency_mode.
-            num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric: concern
-                transports between nodes; nothing to do inside one node.
+            num_qps_per_rank: queues to each other node; nothing to do inside one node.
+            allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric: concern transports between
+                nodes that this version has not.
             explicitly_destroy: kept for callers that pass it; destroy() may always be called.
             comm: an mpi4py communicator instead of a group.
             device: "cpu" for the host target, or a CUDA device; default: CUDA when available.
@@ -105,6 +108,8 @@ class Buffer(LowLatencyCalls):
             raise ArgumentError("enable_shrink", True, "needs low_latency_mode")
         if not isinstance(num_rdma_bytes, int) or num_rdma_bytes < 0:
             raise ArgumentError("num_rdma_bytes", num_rdma_bytes, "must not be negative")
+        if not isinstance(num_qps_per_rank, int) or num_qps_per_rank < 1:
+            raise ArgumentError("num_qps_per_rank", num_qps_per_rank, "must be at least 1")
         settings = Settings(
             num_nvl_bytes=num_nvl_bytes,
             num_direct_bytes=num_direct_bytes,
@@ -115,6 +120,8 @@ class Buffer(LowLatencyCalls):
             version=__version__,
             low_latency_bytes=num_rdma_bytes if low_latency_mode else 0,
             enable_shrink=bool(enable_shrink),
+            num_rdma_bytes=num_rdma_bytes,
+            num_qps=num_qps_per_rank,
         )
         self._context = Context(group, comm, settings)
         self._low_latency = LowLatencyState(self._context)
@@ -265,7 +272,8 @@ class Buffer(LowLatencyCalls):
 
         Returns:
             num_tokens_per_rank: int32 [R], a token counts once per rank.
-            num_tokens_per_rdma_rank: None inside one node.
+            num_tokens_per_rdma_rank: int32 [nodes], a token counts once per node; None inside one
+                node.
             num_tokens_per_expert: int32 [E], every selection counts.
             is_token_in_rank: bool [T, R].
             event.
@@ -277,12 +285,13 @@ class Buffer(LowLatencyCalls):
         streams = StreamOptions.checked(previous_event, async_finish, allocate_on_comm_stream)
         layout, event = get_dispatch_layout(self._context, topk_idx, num_experts, streams)
         per_rank, per_expert = layout.num_tokens_per_rank, layout.num_tokens_per_expert
-        return per_rank, None, per_expert, layout.is_token_in_rank, event
+        per_node = layout.num_tokens_per_node
+        return per_rank, per_node, per_expert, layout.is_token_in_rank, event
 
     def dispatch(
         self,
         x: Tensor | tuple[Tensor, Tensor],
-        handle: Handle | Sequence[Tensor] | None = None,
+        handle: Handle | InternodeHandle | Sequence[Tensor] | None = None,
         num_tokens_per_rank: Tensor | None = None,
         num_tokens_per_rdma_rank: Tensor | None = None,
         is_token_in_rank: Tensor | None = None,
@@ -309,7 +318,7 @@ class Buffer(LowLatencyCalls):
                 layout and top-k arguments are then left away.
             num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert: from get_dispatch_layout.
                 With topk_idx and num_experts they may be left away together.
-            num_tokens_per_rdma_rank: not used inside one node.
+            num_tokens_per_rdma_rank: only checked: the other three say it all.
             topk_idx: int64 or int32 [T, K]; travels with the tokens.
             topk_weights: float32 [T, K]; travels with topk_idx.
             expert_alignment: the returned counts are rounded up to multiples of it.
@@ -335,6 +344,25 @@ class Buffer(LowLatencyCalls):
             CapacityError: more rows than num_worst_tokens arrived on this rank.
             PeerTimeout: a peer stayed silent; reset() makes the Buffer usable again.
         """
+        if self._context.topology.num_nodes > 1:
+            return self.internode_dispatch(
+                x,
+                handle,
+                num_tokens_per_rank,
+                num_tokens_per_rdma_rank,
+                is_token_in_rank,
+                num_tokens_per_expert,
+                topk_idx,
+                topk_weights,
+                expert_alignment,
+                num_worst_tokens,
+                config,
+                previous_event,
+                async_finish,
+                allocate_on_comm_stream,
+                num_experts=num_experts,
+                zero_tail=zero_tail,
+            )
         options = CallOptions(
             config,
             None if config is not None else self._default_config(configs.recommended_dispatch_config),
@@ -363,7 +391,7 @@ class Buffer(LowLatencyCalls):
     def combine(
         self,
         x: Tensor,
-        handle: Handle | Sequence[Tensor],
+        handle: Handle | InternodeHandle | Sequence[Tensor],
         topk_weights: Tensor | None = None,
         bias: Tensor | tuple[Tensor, Tensor] | None = None,
         config: Config | None = None,
@@ -374,7 +402,8 @@ class Buffer(LowLatencyCalls):
         """Send rows back to their source and sum those of each token. Collective.
 
         The sum runs in float32 over the ranks that got the token, ascending, then over the biases,
-        and is rounded once: it does not depend on ``config``. A token that went nowhere gives its
+        and is rounded once (between nodes also once a node, see InternodeCalls): it does not
+        depend on ``config``. A token that went nowhere gives its
         bias, or zeros. Any number of combines may use one handle.
 
         Args:
@@ -392,6 +421,17 @@ class Buffer(LowLatencyCalls):
             ArgumentError, BufferTooSmall, HandleMismatch: nothing was launched.
             ConfigMismatch, PeerTimeout: as dispatch.
         """
+        if self._context.topology.num_nodes > 1:
+            return self.internode_combine(
+                x,
+                handle,
+                topk_weights,
+                bias,
+                config,
+                previous_event,
+                async_finish,
+                allocate_on_comm_stream,
+            )
         options = CallOptions(
             config,
             None if config is not None else self._default_config(configs.recommended_combine_config),

@@ -49,6 +49,8 @@ class Settings:
     version: str
     low_latency_bytes: int = 0  # of the low-latency region
     enable_shrink: bool = False
+    num_rdma_bytes: int = 0  # for rings between nodes, if there are several
+    num_qps: int = 24  # queues to each node
 
     def __post_init__(self) -> None:
         for name, smallest in (("num_nvl_bytes", 0), ("num_max_experts", 1)):
@@ -97,6 +99,7 @@ class Context:
         self.most_tokens = 0  # that any rank has brought to one
         self._identity = object()  # what handles remember this Buffer by, without keeping it alive
         self._plans: dict[tuple[object, ...], RingPlan] = {}
+        self.two_tier_plans: dict[tuple[object, ...], Any] = {}  # see ops/internode_plan.py
         with self.backend.device_scope():
             self.rendezvous.require_equal(
                 {
@@ -106,22 +109,38 @@ class Context:
                     "num_rdma_bytes in low_latency_mode": settings.low_latency_bytes,
                     "enable_shrink": settings.enable_shrink,
                     "ranks_per_node": ranks_per_node,
+                    "num_rdma_bytes": settings.num_rdma_bytes,
+                    "num_qps_per_rank": settings.num_qps,
                     "device type": device.type,
                     "deep_comm version": settings.version,
                 }
             )
             hosts = self.rendezvous.all_gather_object(host_identity())
             self.topology: Topology = discover(hosts, ranks_per_node)
-            require_supported(self.topology)
+            require_supported(self.topology, hosts, self.backend.has_rail)
+            if self.topology.num_nodes > 1 and settings.low_latency_bytes > 0:
+                raise errors.UnsupportedError(
+                    "low_latency_mode between nodes is not in this version; it comes later"
+                )
             self.members = self.rendezvous.members
             self._create(settings)
 
     def _create(self, settings: Settings) -> None:
-        self.workspace_bytes = self.backend.workspace_bytes(self.num_ranks, self.num_max_experts)
+        topology = self.topology
+        is_internode = topology.num_nodes > 1
+        self.workspace_bytes = self.backend.workspace_bytes(
+            topology.ranks_per_node, self.num_max_experts
+        )
         self.enable_shrink = settings.enable_shrink
         self.low_latency_bytes = -(-settings.low_latency_bytes // 128) * 128
         heap_bytes = self.workspace_bytes + -(-self.num_nvl_bytes // 128) * 128
         heap_bytes += self.low_latency_bytes
+        rail_bytes = 0  # words and rings between nodes
+        self.num_rdma_bytes = settings.num_rdma_bytes if is_internode else 0
+        if is_internode:
+            rail_bytes = self.backend.rail_workspace_bytes(topology, self.num_max_experts)
+            rail_bytes += -(-self.num_rdma_bytes // 128) * 128
+            heap_bytes += rail_bytes
         self.heap: Heap = self.backend.create_heap(self.rendezvous, heap_bytes)
         engines: list[Engine] = []
 
@@ -129,9 +148,19 @@ class Context:
             timeout_ns = int(settings.timeout_s * 1e9)
             engines.append(
                 self.backend.create_engine(
-                    self.rendezvous, self.heap, self.num_max_experts, timeout_ns
+                    self.rendezvous, self.topology, self.heap, self.num_max_experts, timeout_ns
                 )
             )
+            if is_internode:
+                engines[0].enable_internode(
+                    node=topology.node(self.rank),
+                    num_nodes=topology.num_nodes,
+                    rail_bases=[
+                        self.heap.peer_bases[peer] for peer in topology.rail_members(self.rank)
+                    ],
+                    num_qps=settings.num_qps,
+                    num_bytes=rail_bytes,
+                )
             if self.low_latency_bytes > 0:
                 engines[0].enable_low_latency(
                     num_bytes=self.low_latency_bytes, can_shrink=settings.enable_shrink
@@ -149,11 +178,13 @@ class Context:
         from deep_comm.region import Region  # native: loaded no earlier than the backend's module
 
         end = self.engine.data_offset + self.engine.data_bytes
+        # Between nodes rows arrive through rings alone.
+        direct_bytes = 0 if is_internode else _direct_bytes(settings)
         self.region = Region(
-            end - _direct_bytes(settings), end, self.backend.mark, self.backend.is_capturing,
+            end - direct_bytes, end, self.backend.mark, self.backend.is_capturing,
             self.backend.current_stream,
         )
-        self.num_ring_bytes = self.num_nvl_bytes - _direct_bytes(settings)
+        self.num_ring_bytes = self.num_nvl_bytes - direct_bytes
         self.is_open = True
 
     def plan(
@@ -285,7 +316,8 @@ class Context:
             self.backend.synchronize()
             if self.low_latency_bytes > 0 and not self.backend.is_synchronous:
                 torch.cuda.synchronize()  # these calls run on the callers' own streams
-            self.rendezvous.barrier()  # nobody's kernels run any more
+            self.engine.quiet_rail()
+            self.rendezvous.barrier()  # nobody's kernels run any more, nothing is on its way
             reset()
             self.rendezvous.barrier()  # nobody launches before all words are at rest
 

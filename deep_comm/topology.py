@@ -58,6 +58,19 @@ class Topology:
     def node(self, rank: int) -> int:
         return rank // self.ranks_per_node
 
+    def local_rank(self, rank: int) -> int:
+        """Index of ``rank`` in its node."""
+        return rank % self.ranks_per_node
+
+    def node_members(self, rank: int) -> range:
+        """The ranks of the node of ``rank``."""
+        first = self.node(rank) * self.ranks_per_node
+        return range(first, first + self.ranks_per_node)
+
+    def rail_members(self, rank: int) -> range:
+        """The ranks of the local index of ``rank``, one a node."""
+        return range(self.local_rank(rank), self.num_ranks, self.ranks_per_node)
+
 
 def requested_ranks_per_node(argument: int | None) -> int | None:
     """The caller's ``ranks_per_node``, else that of the environment, else None: discover it."""
@@ -92,15 +105,26 @@ def discover(hosts: Sequence[str], ranks_per_node: int | None = None) -> Topolog
     return Topology(num_ranks=num_ranks, ranks_per_node=ranks_per_node)
 
 
-def require_supported(topology: Topology) -> None:
-    """Raise TopologyError unless the modes that exist can serve this topology."""
-    if topology.num_nodes > 1:
+def require_supported(topology: Topology, hosts: Sequence[str], has_rail: bool) -> None:
+    """Raise TopologyError unless the modes that exist can serve this topology.
+
+    ``has_rail``: the target reaches other (logical) nodes, so far those of the same host.
+    """
+    if topology.ranks_per_node > MAX_RANKS_PER_NODE:
         raise TopologyError(
-            f"the group spans {topology.num_nodes} nodes ({topology.num_ranks} ranks, "
-            f"{topology.ranks_per_node} per node); this version serves groups inside one node only"
+            f"the group has {topology.ranks_per_node} ranks in one node; at most "
+            f"{MAX_RANKS_PER_NODE} are supported (ranks_per_node= makes several logical nodes of one)"
         )
-    if topology.num_ranks > MAX_RANKS_PER_NODE:
+    if topology.num_nodes == 1:
+        return
+    spans = (
+        f"the group spans {topology.num_nodes} nodes ({topology.num_ranks} ranks, "
+        f"{topology.ranks_per_node} per node)"
+    )
+    if not has_rail:
+        raise TopologyError(f"{spans}; on this device this version serves groups inside one node only")
+    if len(set(hosts)) > 1:
         raise TopologyError(
-            f"the group has {topology.num_ranks} ranks in one node; "
-            f"at most {MAX_RANKS_PER_NODE} are supported"
+            f"{spans} on {len(set(hosts))} hosts; this version has no transport between hosts, only "
+            "between the logical nodes of one (ranks_per_node=)"
         )

@@ -234,6 +234,14 @@ def _reference_dispatch(
 
 
 def verify_dispatch(case: Case, got: Received, want: reference.Dispatched, who: str) -> None:
+    verify_payload(case, got, want, who)
+    verify_device_counts(case, got, want, who)
+    for name in HANDLE_FIELDS:
+        payload.assert_same_bits(got.handle[name], getattr(want, name), f"{who}: handle.{name}")
+
+
+def verify_payload(case: Case, got: Any, want: reference.Dispatched, who: str) -> None:
+    """What dispatch returned beside the handle."""
     same = payload.assert_same_bits
     num = want.num_recv_tokens
     assert got.recv_x.shape[0] == (case.num_worst_tokens or num), f"{who}: rows"
@@ -248,9 +256,6 @@ def verify_dispatch(case: Case, got: Received, want: reference.Dispatched, who: 
     if case.zero_tail and case.num_worst_tokens:
         for tail in (got.recv_x[num:], got.recv_scales[num:] if got.recv_scales is not None else None):
             assert tail is None or not tail.view(torch.uint8).any(), f"{who}: the tail is not zero"
-    verify_device_counts(case, got, want, who)
-    for name in HANDLE_FIELDS:
-        same(got.handle[name], getattr(want, name), f"{who}: handle.{name}")
 
 
 def verify_device_counts(case: Case, got: Received, want: reference.Dispatched, who: str) -> None:

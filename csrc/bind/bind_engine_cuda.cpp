@@ -1,4 +1,5 @@
 #include "bind/bind_engine.hpp"
+#include "bind/bind_internode.hpp"
 #include "bind/bind_low_latency.hpp"
 #include "host/target_cuda.hpp"
 
@@ -10,6 +11,8 @@ void bind_engine_cuda(pybind11::module_& m) {
   using Type = Engine<CudaTarget>;
   auto engine = bind_engine<CudaTarget>(m);
   bind_low_latency<CudaTarget>(m, engine);
+  bind_internode_records(m);
+  bind_internode<CudaTarget>(engine);
   engine.def(py::init([](int rank, int num_ranks, int device, std::vector<uintptr_t> peer_bases,
                          size_t heap_bytes, int num_max_experts, uint64_t timeout_ns) {
                const EngineOptions options{rank,       num_ranks,       device,    peer_bases,

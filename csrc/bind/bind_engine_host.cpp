@@ -1,4 +1,5 @@
 #include "bind/bind_engine.hpp"
+#include "bind/bind_internode.hpp"
 #include "bind/bind_low_latency.hpp"
 #include "host/target_host.hpp"
 
@@ -10,6 +11,8 @@ void bind_engine_host(pybind11::module_& m) {
   using Type = Engine<HostTarget>;
   auto engine = bind_engine<HostTarget>(m);
   bind_low_latency<HostTarget>(m, engine);
+  bind_internode_records(m);
+  bind_internode<HostTarget>(engine);
   engine.def(py::init([](int rank, int num_ranks, int device, std::vector<uintptr_t> peer_bases,
                          size_t heap_bytes, int num_max_experts, uint64_t timeout_ns,
                          simt::Simulation* simulation) {

@@ -63,6 +63,7 @@ void bind_simulation(py::module_& m) {
       .def("exchange", &exchange, py::arg("rank"), py::arg("payload"))
       .def("leave", &Simulation::leave, py::arg("rank"), release_gil)
       .def("kill", &Simulation::kill, py::arg("rank"), release_gil)
+      .def("stall_rail", &Simulation::stall_rail, py::arg("rank"), release_gil)
       .def("describe", &Simulation::describe, release_gil);
 }
 

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "device/internode/args.cuh"
 #include "device/intranode/args.cuh"
 #include "device/low_latency/args.cuh"
 #include "host/low_latency_plan.hpp"
@@ -39,6 +40,29 @@ struct ChannelConfig {
   int num_channels;
   int num_send_tokens;
   int num_slots;
+};
+
+// The rings between nodes of one call.
+struct RailConfig {
+  int num_send_tokens;  // rows of a put, at most
+  int num_slots;
+};
+
+// What internode_notify tells the host.
+struct TwoTierCounts {
+  int num_recv_tokens = 0;
+  int num_forward_tokens = 0;  // tokens of ranks of this local index that go to this node
+  int max_num_tokens = 0;      // of all ranks
+  std::vector<int> num_recv_tokens_per_expert;
+};
+
+// The engine's own ranks are then those of one node; node n's rank of the same local index is rail peer n.
+struct InternodeOptions {
+  int node;
+  int num_nodes;
+  std::vector<uintptr_t> rail_bases;  // segments of the rail peers, as the rail's executor addresses them
+  int num_qps;
+  size_t num_bytes;  // of the heap's end: words, then rings between nodes
 };
 
 struct EngineOptions {
@@ -97,6 +121,31 @@ class Engine {
   std::optional<int> wait_low_latency_num_tokens();
   void low_latency_combine(const LowLatencyPlan& plan, const LowLatencyCombineCall& call, uint64_t stream);
 
+  // Groups of several nodes; defined in internode_impl.hpp.
+  // Bytes of words beside the rings, and of the rings of either tier.
+  static size_t rail_workspace_bytes(int num_nodes, int ranks_per_node, int num_max_experts);
+  static size_t rail_ring_bytes(int num_nodes, int num_channels, int num_slots, int row_bytes,
+                                int scale_row_bytes, int num_topk);
+  static size_t two_tier_ring_bytes(int ranks_per_node, int num_channels, int num_slots,
+                                    int row_bytes, int scale_row_bytes, int num_topk);
+  // Once, before anything is launched.
+  void enable_internode(const InternodeOptions& options);
+  void internode_layout(InternodeLayoutArgs args, uint64_t stream);
+  // Two launches: the channels' counts, then their exchange.
+  void internode_notify(InternodeNotifyArgs args, const uint8_t* is_token_in_rank, int num_tokens,
+                        int32_t* send_node_head, const ChannelConfig& config,
+                        const RailConfig& rail, uint64_t stream);
+  // Empty: the kernel failed; the error record says how.
+  std::optional<TwoTierCounts> wait_internode_counts();
+  void internode_dispatch(InternodeDispatchArgs args, const ChannelConfig& config,
+                          const RailConfig& rail, int num_topk, int row_bytes, uint64_t stream);
+  void internode_combine(InternodeCombineArgs args, Dtype dtype, const ChannelConfig& config,
+                         const RailConfig& rail, int num_topk, int row_bytes, uint64_t stream);
+  // Bytes that this rank has put, [num_nodes, num_qps].
+  std::vector<uint64_t> rail_put_bytes() const;
+  // Waits for what this rank has put on the rail; before a reset.
+  void quiet_rail();
+
   std::optional<ErrorRecord> poll_error() const;
   // Forgets a failure that left all ranks in step (everything but a timeout).
   void clear_error();
@@ -120,6 +169,11 @@ class Engine {
     RingLayout ring;
   };
   Shape shape_of(const ChannelConfig& config, const MessageLayout& message) const;
+  bool is_internode() const { return rail_bases_ != nullptr; }
+  void make_rings(const ChannelConfig& config, const RailConfig& rail, int slot_bytes,
+                  RingLayout* ring, RailRings* rail_rings) const;
+  // Waits for the sequence number of the last notify; false: a kernel failed.
+  bool wait_sequence(const uint32_t* sequence);
   void check_open() const;
   void check_num_experts(int num_experts) const;
   void check_counters(int num_experts, size_t smem_bytes) const;
@@ -144,6 +198,11 @@ class Engine {
   uint32_t report_sequence_ = 0;
   uint64_t report_stream_ = 0;
   int64_t num_launches_ = 0;
+  TwoTier tiers_{};
+  size_t rail_ring_bytes_ = 0;
+  uint8_t** rail_bases_ = nullptr;  // host memory that kernels reach, as the two below
+  uint64_t* rail_byte_counters_ = nullptr;
+  InternodeCounts* internode_counts_ = nullptr;
 };
 
 }  // namespace deep_comm

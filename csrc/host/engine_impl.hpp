@@ -3,6 +3,7 @@
 
 #include <stdexcept>
 
+#include "device/internode/kernels.cuh"
 #include "device/intranode/kernels.cuh"
 #include "device/low_latency/kernels.cuh"
 #include "host/engine.hpp"
@@ -75,8 +76,16 @@ void Engine<Target>::close() {
   target_.free_mapped(world_.error);
   target_.free_mapped(counts_);
   if (low_latency_report_ != nullptr) target_.free_mapped(low_latency_report_);
+  if (is_internode()) {
+    target_.free_mapped(rail_bases_);
+    target_.free_mapped(rail_byte_counters_);
+    target_.free_mapped(internode_counts_);
+  }
   world_.error = nullptr;
   counts_ = nullptr;
+  rail_bases_ = nullptr;
+  rail_byte_counters_ = nullptr;
+  internode_counts_ = nullptr;
   low_latency_report_ = nullptr;
 }
 
@@ -213,11 +222,10 @@ void Engine<Target>::notify_dispatch(NotifyArgs args, const ChannelConfig& confi
 }
 
 template <class Target>
-std::optional<Counts> Engine<Target>::wait_counts() {
-  check_open();
-  const auto has_come = [&] { return detail::load_acquire(&counts_->sequence) == sequence_; };
+bool Engine<Target>::wait_sequence(const uint32_t* sequence) {
+  const auto has_come = [&] { return detail::load_acquire(sequence) == sequence_; };
   for (int num_polls = 0; !has_come(); ++num_polls) {
-    if (detail::load_acquire(&world_.error->is_written) != 0) return std::nullopt;
+    if (detail::load_acquire(&world_.error->is_written) != 0) return false;
     // The kernel bounds its own waits; here only the end of the stream needs watching.
     if (num_polls % 1024 == 1023 && target_.is_idle(counts_stream_) && !has_come() &&
         detail::load_acquire(&world_.error->is_written) == 0) {
@@ -225,6 +233,13 @@ std::optional<Counts> Engine<Target>::wait_counts() {
           "notify_dispatch ended without totals: an earlier failure was not cleared");
     }
   }
+  return true;
+}
+
+template <class Target>
+std::optional<Counts> Engine<Target>::wait_counts() {
+  check_open();
+  if (!wait_sequence(&counts_->sequence)) return std::nullopt;
   Counts counts;
   counts.num_recv_tokens = counts_->num_recv_tokens;
   counts.max_num_tokens = counts_->max_num_tokens;
@@ -363,10 +378,13 @@ std::optional<ErrorRecord> Engine<Target>::poll_error() const {
   record.kernel = kKernelNames[block.kernel];
   record.stage = kStageNames[block.stage];
   const bool is_header = block.word == static_cast<uint32_t>(Word::kHeader);
-  record.word = is_header ? kHeaderFieldNames[block.channel] : kWordNames[block.word];
+  const bool is_rail_header = block.word == static_cast<uint32_t>(Word::kRailHeader);
+  record.word = is_header        ? kHeaderFieldNames[block.channel]
+                : is_rail_header ? kRailFieldNames[block.channel]
+                                 : kWordNames[block.word];
   record.rank = block.rank;
   record.peer = block.peer;
-  record.channel = is_header ? -1 : block.channel;
+  record.channel = is_header || is_rail_header ? -1 : block.channel;
   record.seen = static_cast<int64_t>(block.seen);
   record.expected = static_cast<int64_t>(block.expected);
   record.waited_ns = block.waited_ns;
@@ -392,7 +410,17 @@ void Engine<Target>::reset() {
     target_.fill_zero(world_.bases[world_.rank] + world_.layout.data + data_bytes_,
                       low_latency_bytes_);
   }
+  if (is_internode()) {
+    const size_t begin = tiers_.rail.layout.arrived;
+    target_.fill_zero(world_.bases[world_.rank] + begin, tiers_.rail.layout.data - begin);
+  }
   *world_.error = ErrorBlock{};
+}
+
+template <class Target>
+void Engine<Target>::quiet_rail() {
+  check_open();
+  if (is_internode()) target_.quiet_rail();
 }
 
 template <class Target>
@@ -405,4 +433,5 @@ void Engine<Target>::set_generation(uint32_t generation) {
 
 }  // namespace deep_comm
 
+#include "host/internode_impl.hpp"
 #include "host/low_latency_impl.hpp"

@@ -1,14 +1,17 @@
-// What the engine asks of a target. Two classes offer it: HostTarget (SIMT executor) and CudaTarget.
+// What the engine asks of a target. Two classes offer it: HostTarget (SIMT executor) and
+// CudaTarget.
 //
 //   static constexpr bool kIsSynchronous       a launch returns when the kernel has finished
+//   static constexpr bool kHasRail             arch::rail_put reaches other nodes
 //   static constexpr Tuning kTuning
 //   template <class Kernel> void prepare()     makes the first launch as quick as the later ones
-//   template <class Kernel> void launch(const LaunchConfig&, const typename Kernel::Args&, uint64_t stream)
-//   void* allocate_mapped(size_t)              zeroed host memory, at the same address for kernels
-//   void  free_mapped(void*)
-//   void  fill_zero(void* heap_memory, size_t) when no kernel runs
+//   template <class Kernel> void launch(const LaunchConfig&, const typename Kernel::Args&, uint64_t
+//   stream) void* allocate_mapped(size_t)              zeroed host memory, at the same address for
+//   kernels void  free_mapped(void*) void  fill_zero(void* heap_memory, size_t) when no kernel runs
 //   void  store(T* heap_word, T value)         when no kernel runs
-//   bool  is_idle(uint64_t stream)             nothing is left to run there; throws if the device failed
+//   void  quiet_rail()                         when no kernel runs: everything put has landed
+//   bool  is_idle(uint64_t stream)             nothing is left to run there; throws if the device
+//   failed
 #pragma once
 
 #include <cstddef>
@@ -36,6 +39,9 @@ struct Tuning {
   int smem_bytes_limit;  // of one block
   int sender_smem_bytes;  // stages of one sending warp, at most: what a block leaves is L1 for its readers
   int low_latency_threads;
+  int internode_notify_threads;
+  int num_count_blocks;       // two tiers: blocks that count a rank's tokens, at most
+  int num_rail_sender_warps;  // two tiers, dispatch: warps of a channel that send to nodes, at most
 };
 
 }  // namespace deep_comm

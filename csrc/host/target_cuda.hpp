@@ -8,6 +8,7 @@ namespace deep_comm {
 class CudaTarget {
  public:
   static constexpr bool kIsSynchronous = false;
+  static constexpr bool kHasRail = true;
   static constexpr Tuning kTuning = {.layout_threads = 256,
                                      .layout_tokens_per_block = 256,
                                      .min_notify_threads = 256,
@@ -19,7 +20,10 @@ class CudaTarget {
                                      .num_direct_meta_warps = 4,
                                      .smem_bytes_limit = 227 * 1024,
                                      .sender_smem_bytes = 43100,
-                                     .low_latency_threads = 512};
+                                     .low_latency_threads = 512,
+                                     .internode_notify_threads = 256,
+                                     .num_count_blocks = 64,
+                                     .num_rail_sender_warps = 7};
 
   CudaTarget(int rank, int device) : device_(device) { (void)rank; }
 
@@ -35,6 +39,7 @@ class CudaTarget {
   void store(T* word, T value) {
     copy_in(word, &value, sizeof(T));
   }
+  void quiet_rail() {}
   bool is_idle(uint64_t stream);
 
  private:

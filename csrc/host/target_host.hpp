@@ -1,4 +1,5 @@
-// The host target: kernels run on the calling thread, or in the simulation that this rank belongs to.
+// The host target: kernels run on the calling thread, or in the simulation that this rank belongs
+// to.
 #pragma once
 
 #include <cstdlib>
@@ -14,6 +15,7 @@ namespace deep_comm {
 class HostTarget {
  public:
   static constexpr bool kIsSynchronous = true;
+  static constexpr bool kHasRail = true;
   static constexpr Tuning kTuning = {
       .layout_threads = 32,
       .layout_tokens_per_block = 2048,
@@ -26,7 +28,10 @@ class HostTarget {
       .num_direct_meta_warps = 1,
       .smem_bytes_limit = 227 * 1024,
       .sender_smem_bytes = 43100,
-      .low_latency_threads = 64};
+      .low_latency_threads = 64,
+      .internode_notify_threads = 32,
+      .num_count_blocks = 1,
+      .num_rail_sender_warps = 2};
 
   // simulation: not owned, may be null. device: the rank of the simulated machine to run on, or -1: the same rank.
   HostTarget(int rank, int device, simt::Simulation* simulation)
@@ -64,6 +69,10 @@ class HostTarget {
   template <class T>
   void store(T* word, T value) {
     *word = value;
+  }
+  void quiet_rail() {
+    // Outside of a simulation what a grid has put lands before its launch returns.
+    if (simulation_ != nullptr) simulation_->flush_rail(rank_);
   }
   bool is_idle(uint64_t /*stream*/) { return true; }
 

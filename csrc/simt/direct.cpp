@@ -1,6 +1,7 @@
 // Direct mode: one grid on one OS thread, over memory that other processes write.
 #include <sched.h>
 
+#include <cstring>
 #include <ctime>
 
 #include "executor.hpp"
@@ -15,6 +16,9 @@ constexpr uint32_t kPicksBetweenPolls = 64;
 constexpr uint32_t kMaxHotStreak = 1024;
 
 // Cores are often fewer than ranks: the peer that has to act may wait for this very core.
+// Into how many parts a put falls.
+constexpr uint32_t kRailPieces = 2;
+
 constexpr int kIdleSpins = 4;
 constexpr int kIdleYields = 64;
 constexpr long kMinSleepNs = 2'000;
@@ -26,8 +30,9 @@ uint64_t monotonic_ns() {
   return static_cast<uint64_t>(now.tv_sec) * 1'000'000'000u + static_cast<uint64_t>(now.tv_nsec);
 }
 
-class DirectExecutor final : public Executor {
+class DirectExecutor final : public Executor, private RailMemory {
  public:
+  DirectExecutor() : random_(monotonic_ns()), rail_(*this, random_, kRailPieces, true) {}
   void run(const Grid& grid, Body body, const void* args);
 
   void make_ready(Fiber* fiber) override { ready_.push_back(fiber); }
@@ -50,6 +55,14 @@ class DirectExecutor final : public Executor {
     }
   }
 
+  void post_rail(const RailOp& op) override { rail_.post(op); }
+  void land(uint8_t* dst, const uint8_t* src, size_t num_bytes) override {
+    memcpy(dst, src, num_bytes);
+  }
+  void land_signal(uint64_t* word, uint64_t value) override {
+    __atomic_store_n(word, value, __ATOMIC_RELEASE);  // after all that has landed before it
+  }
+
   uint64_t now_ns() override { return monotonic_ns(); }
 
   uint64_t peek(const Fiber*, const void* word, unsigned num_bytes) override {
@@ -62,6 +75,7 @@ class DirectExecutor final : public Executor {
     if (++picks_ >= kPicksBetweenPolls + parked_.size()) {
       picks_ = 0;
       if (!parked_.empty()) poll_parked();
+      if (rail_.has_pending()) rail_.advance_one();
     }
     if (!hot_.empty() && (++hot_streak_ < kMaxHotStreak || ready_.empty())) return hot_.pop_front();
     hot_streak_ = 0;
@@ -72,6 +86,8 @@ class DirectExecutor final : public Executor {
   bool poll_parked();
   void wait_for_others();
 
+  Random random_;
+  RailNetwork rail_;
   FiberList hot_;    // last in, first out by warps
   FiberList ready_;  // first in, first out
   uint32_t picks_ = 0;
@@ -99,6 +115,10 @@ bool DirectExecutor::poll_parked() {
 void DirectExecutor::wait_for_others() {
   if (poll_parked()) {
     idle_rounds_ = 0;
+    return;
+  }
+  if (rail_.has_pending()) {
+    rail_.advance_one();
     return;
   }
   const int round = idle_rounds_++;
@@ -146,6 +166,8 @@ void DirectExecutor::run(const Grid& grid, Body body, const void* args) {
     }
     wait_for_others();
   }
+  // The network outlives a grid, but nobody would drive it: what is under way lands now.
+  while (rail_.has_pending()) rail_.advance_one();
   if (failed_) throw MachineError(failure_);
 }
 

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "fiber.hpp"
+#include "rail.hpp"
 
 namespace deep_comm::simt {
 
@@ -34,6 +35,8 @@ class Executor {
   virtual void make_ready_last(Fiber* fiber) = 0;
   // Something at `address` changed that a parked fiber may wait for.
   virtual void notify(const void* address) = 0;
+  // The network between nodes takes it; it lands some time later.
+  virtual void post_rail(const RailOp& op) = 0;
   virtual uint64_t now_ns() = 0;
   // The word as the fiber sees it.
   virtual uint64_t peek(const Fiber* fiber, const void* word, unsigned num_bytes) = 0;

@@ -12,9 +12,12 @@ struct FaultName {
 };
 
 inline constexpr FaultName kFaultNames[] = {
-    {"weaken_release", 1u << 0}, {"weaken_fence", 1u << 1},        {"skip_credit", 1u << 2},
-    {"skip_bulk_wait", 1u << 3}, {"skip_bulk_wait_read", 1u << 4}, {"skip_entry_barrier", 1u << 5},
-    {"skip_arrival", 1u << 6},   {"skip_clear", 1u << 7},
+    {"weaken_release", 1u << 0},      {"weaken_fence", 1u << 1},
+    {"skip_credit", 1u << 2},         {"skip_bulk_wait", 1u << 3},
+    {"skip_bulk_wait_read", 1u << 4}, {"skip_entry_barrier", 1u << 5},
+    {"skip_arrival", 1u << 6},        {"skip_clear", 1u << 7},
+    {"reorder_rail", 1u << 8},        {"skip_rail_credit", 1u << 9},
+    {"early_rail_credit", 1u << 10},  {"skip_rail_fence", 1u << 11},
 };
 
 }  // namespace deep_comm::simt

@@ -79,6 +79,10 @@ class Simulation {
   void leave(int rank);
   // The rank's fibers never run again and its stores that nobody has seen are lost.
   void kill(int rank);
+  // The rank's NIC delivers nothing any more: not what is posted, nor what will be.
+  void stall_rail(int rank);
+  // It delivers again, and all that it holds at once. While no kernel of the rank runs.
+  void flush_rail(int rank);
   // Every fiber that waits, and for what.
   std::string describe() const;
   uint64_t num_steps() const;

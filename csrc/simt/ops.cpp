@@ -1,4 +1,4 @@
-// Waiting, time and traps, for both machines.
+// Waiting, time, traps and the network, for both machines.
 #include "ops.hpp"
 
 #include "executor.hpp"
@@ -22,6 +22,27 @@ void wait_word(const void* word, unsigned num_bytes, uint64_t seen, const uint32
     return;
   }
   executor->park(self);
+}
+
+void rail_put(int peer, int qp, void* dst, const void* src, uint32_t num_bytes) {
+  if (num_bytes == 0) t_state.executor->fail(t_state.current, "rail_put of no bytes");
+  t_state.executor->post_rail({.rank = grid_of(t_state.current)->grid.rank,
+                               .peer = peer,
+                               .qp = qp,
+                               .dst = static_cast<uint8_t*>(dst),
+                               .src = static_cast<const uint8_t*>(src),
+                               .num_bytes = num_bytes,
+                               .value = 0});
+}
+
+void rail_signal(int peer, int qp, uint64_t* word, uint64_t value) {
+  t_state.executor->post_rail({.rank = grid_of(t_state.current)->grid.rank,
+                               .peer = peer,
+                               .qp = qp,
+                               .dst = reinterpret_cast<uint8_t*>(word),
+                               .src = nullptr,
+                               .num_bytes = 0,
+                               .value = value});
 }
 
 uint64_t clock_ns() { return t_state.executor->now_ns(); }

@@ -1,6 +1,7 @@
 #include "simulated_executor.hpp"
 
 #include <algorithm>
+#include <cstring>
 
 #include "faults.hpp"
 
@@ -18,6 +19,9 @@ constexpr uint64_t kUnfairSteps = 2'000;
 // the seed takes one of each, because different faults show at different paces.
 constexpr uint32_t kPreemptMeans[] = {2, 8, 32, 256};
 constexpr uint32_t kMemoryMeans[] = {2, 16, 128, 0};
+
+constexpr uint32_t kRailPieces = 4;
+constexpr uint32_t kReorderRail = kFaultNames[8].bit;
 
 template <size_t N>
 uint32_t take_one(const uint32_t (&means)[N], Random& random) {
@@ -65,6 +69,7 @@ SimulatedExecutor::SimulatedExecutor(const SimulationOptions& options)
       ready_(parse_policy(options.policy, random_), options.num_ranks, random_),
       memory_(options.weak_memory, options.num_ranks, random_, *this),
       bulk_(options.delay_bulk, memory_, random_, *this),
+      rail_(*this, random_, kRailPieces, (fault_bits(options.faults) & kReorderRail) == 0),
       preempt_(take_one(kPreemptMeans, random_), random_),
       memory_whim_(take_one(kMemoryMeans, random_), random_),
       killed_(static_cast<size_t>(options.num_ranks), false),
@@ -125,6 +130,25 @@ void SimulatedExecutor::retire_finished() {
   }
 }
 
+// ---- the network ----------------------------------------------------------------------
+
+void SimulatedExecutor::post_rail(const RailOp& op) {
+  rail_.post(op);
+  note_progress();
+}
+
+void SimulatedExecutor::land(uint8_t* dst, const uint8_t* src, size_t num_bytes) {
+  memcpy(dst, src, num_bytes);
+  note_progress();
+  for (size_t i = 0; i < num_bytes; i += kLineBytes) notify(dst + i);
+}
+
+void SimulatedExecutor::land_signal(uint64_t* word, uint64_t value) {
+  *word = value;
+  note_progress();
+  notify(word);
+}
+
 void SimulatedExecutor::on_block_exit(Block* block) {
   if (const BulkCopy* load = bulk_.find_load_of(block)) {
     fail(load->issuer, "the block ends while a bulk_load of " + std::to_string(load->num_bytes) +
@@ -134,6 +158,7 @@ void SimulatedExecutor::on_block_exit(Block* block) {
 
 void SimulatedExecutor::kill(int rank) {
   killed_[static_cast<size_t>(rank)] = true;
+  rail_.drop(rank);
   for (auto& [key, stream] : streams_) {
     if (key.first != rank || stream.empty()) continue;
     GridRun& run = *stream.front();
@@ -157,6 +182,10 @@ void SimulatedExecutor::kill(int rank) {
 
 bool SimulatedExecutor::memory_event() {
   const bool stores = memory_.has_pending(), copies = bulk_.has_pending();
+  if (rail_.has_pending() && ((!stores && !copies) || random_.below(3) == 0)) {
+    rail_.advance_one();
+    return true;
+  }
   if (copies && (!stores || random_.coin())) {
     bulk_.advance_one();
   } else if (stores) {

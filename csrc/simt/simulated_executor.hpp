@@ -17,7 +17,7 @@
 
 namespace deep_comm::simt {
 
-class SimulatedExecutor final : public Executor {
+class SimulatedExecutor final : public Executor, private RailMemory {
  public:
   explicit SimulatedExecutor(const SimulationOptions& options);
   ~SimulatedExecutor() override;
@@ -33,6 +33,10 @@ class SimulatedExecutor final : public Executor {
 
   // ---- called while no fiber runs -----------------------------------------------------
   void kill(int rank);
+  // The rank's NIC delivers nothing any more.
+  void stall_rail(int rank) { rail_.stall(rank); }
+  // All that it has posted lands.
+  void flush_rail(int rank) { rail_.flush(rank); }
   bool is_killed(int rank) const { return killed_[static_cast<size_t>(rank)]; }
   std::string describe_all();
   std::string describe_run() const;  // seed, policy, and how to do it again
@@ -55,6 +59,7 @@ class SimulatedExecutor final : public Executor {
   void make_ready_hot(Fiber* fiber) override { ready_.push(fiber); }
   void make_ready_last(Fiber* fiber) override { ready_.push_last(fiber); }
   void notify(const void* address) override;
+  void post_rail(const RailOp& op) override;
   uint64_t now_ns() override;
   uint64_t peek(const Fiber* fiber, const void* word, unsigned num_bytes) override;
 
@@ -74,6 +79,9 @@ class SimulatedExecutor final : public Executor {
   static size_t bucket_of(const void* word) {
     return line_hash(line_key(word)) >> (64 - kWaiterBucketBits);
   }
+
+  void land(uint8_t* dst, const uint8_t* src, size_t num_bytes) override;
+  void land_signal(uint64_t* word, uint64_t value) override;
 
   bool memory_event();
   bool is_livelock() const {
@@ -95,6 +103,7 @@ class SimulatedExecutor final : public Executor {
   ReadySet ready_;
   SimulatedMemory memory_;
   BulkQueue bulk_;
+  RailNetwork rail_;
   Whim preempt_;
   Whim memory_whim_;
 

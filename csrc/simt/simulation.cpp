@@ -115,6 +115,18 @@ class SimulationState {
     scheduler_wakes_.notify_all();
   }
 
+  void stall_rail(int rank) {
+    std::lock_guard lock(mutex_);
+    check_rank(rank, nullptr);
+    machine_.stall_rail(rank);
+  }
+
+  void flush_rail(int rank) {
+    std::lock_guard lock(mutex_);
+    check_rank(rank, nullptr);
+    machine_.flush_rail(rank);
+  }
+
   std::string describe() {
     std::lock_guard lock(mutex_);
     return machine_.describe_all();
@@ -323,6 +335,8 @@ std::vector<std::string> Simulation::exchange(int rank, std::string payload) {
 }
 void Simulation::leave(int rank) { state_->leave(rank); }
 void Simulation::kill(int rank) { state_->kill(rank); }
+void Simulation::stall_rail(int rank) { state_->stall_rail(rank); }
+void Simulation::flush_rail(int rank) { state_->flush_rail(rank); }
 std::string Simulation::describe() const { return state_->describe(); }
 uint64_t Simulation::num_steps() const { return state_->num_steps(); }
 uint64_t Simulation::time_ns() const { return state_->time_ns(); }

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from deep_comm.events import EventHandle, EventOverlap
 from deep_comm.rendezvous import Rendezvous
+from deep_comm.topology import Topology
 
 if TYPE_CHECKING:
     from deep_comm._core import Engine
@@ -80,8 +81,10 @@ class Backend(Protocol):
     device: torch.device
     is_synchronous: bool  # kernels have ended when an engine call returns
     max_sms: int | None  # blocks that can run at once; None: no limit
+    has_rail: bool  # reaches other nodes
 
     def workspace_bytes(self, num_ranks: int, num_max_experts: int) -> int: ...
+    def rail_workspace_bytes(self, topology: Topology, num_max_experts: int) -> int: ...
     def ring_bytes(
         self,
         *,
@@ -97,8 +100,14 @@ class Backend(Protocol):
         """Collective. Raises on every rank if it fails on one."""
 
     def create_engine(
-        self, rendezvous: Rendezvous, heap: Heap, num_max_experts: int, timeout_ns: int
-    ) -> Engine: ...
+        self,
+        rendezvous: Rendezvous,
+        topology: Topology,
+        heap: Heap,
+        num_max_experts: int,
+        timeout_ns: int,
+    ) -> Engine:
+        """Of this rank and the others of its node."""
 
     def comm_stream(self) -> torch.cuda.Stream:
         """Raises UnsupportedError on the host target."""

@@ -18,6 +18,7 @@ from deep_comm.backends.foreign import Place
 from deep_comm.errors import UnsupportedError
 from deep_comm.events import EventHandle, EventOverlap
 from deep_comm.rendezvous import Rendezvous
+from deep_comm.topology import Topology
 
 if TYPE_CHECKING:
     from deep_comm.handle import KnownHandle
@@ -153,12 +154,20 @@ class CpuBackend:
     device = torch.device("cpu")
     is_synchronous = True
     max_sms: int | None = None
+    has_rail = _core.Engine.has_rail
 
     def __init__(self) -> None:
         self._poison_outputs = env.POISON.get()
 
     def workspace_bytes(self, num_ranks: int, num_max_experts: int) -> int:
         return _core.Engine.workspace_bytes(num_ranks=num_ranks, num_max_experts=num_max_experts)
+
+    def rail_workspace_bytes(self, topology: Topology, num_max_experts: int) -> int:
+        return _core.Engine.rail_workspace_bytes(
+            num_nodes=topology.num_nodes,
+            ranks_per_node=topology.ranks_per_node,
+            num_max_experts=num_max_experts,
+        )
 
     def ring_bytes(
         self,
@@ -185,13 +194,19 @@ class CpuBackend:
         return _SegmentHeap(rendezvous, num_bytes)
 
     def create_engine(
-        self, rendezvous: Rendezvous, heap: Heap, num_max_experts: int, timeout_ns: int
+        self,
+        rendezvous: Rendezvous,
+        topology: Topology,
+        heap: Heap,
+        num_max_experts: int,
+        timeout_ns: int,
     ) -> _core.Engine:
+        machine_rank = rendezvous.machine_rank if rendezvous.machine_rank >= 0 else rendezvous.rank
         return _core.Engine(
-            rank=rendezvous.rank,
-            num_ranks=rendezvous.size,
-            device=rendezvous.machine_rank,
-            peer_bases=list(heap.peer_bases),
+            rank=topology.local_rank(rendezvous.rank),
+            num_ranks=topology.ranks_per_node,
+            device=machine_rank,
+            peer_bases=[heap.peer_bases[rank] for rank in topology.node_members(rendezvous.rank)],
             heap_bytes=heap.num_bytes,
             num_max_experts=num_max_experts,
             timeout_ns=timeout_ns,

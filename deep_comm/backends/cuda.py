@@ -19,6 +19,7 @@ from deep_comm.backends.foreign import Place
 from deep_comm.errors import TopologyError, UnsupportedError
 from deep_comm.events import EventHandle
 from deep_comm.rendezvous import Rendezvous
+from deep_comm.topology import Topology
 from deep_comm.topology import host_identity
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ class _CudaHeap:
 
 class CudaBackend:
     is_synchronous = False
+    has_rail = False  # the rail's software NIC and NVSHMEM are to come
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -124,6 +126,13 @@ class CudaBackend:
 
     def workspace_bytes(self, num_ranks: int, num_max_experts: int) -> int:
         return _Engine.workspace_bytes(num_ranks=num_ranks, num_max_experts=num_max_experts)
+
+    def rail_workspace_bytes(self, topology: Topology, num_max_experts: int) -> int:
+        return _Engine.rail_workspace_bytes(
+            num_nodes=topology.num_nodes,
+            ranks_per_node=topology.ranks_per_node,
+            num_max_experts=num_max_experts,
+        )
 
     def ring_bytes(
         self,
@@ -148,13 +157,13 @@ class CudaBackend:
         return _CudaHeap(rendezvous, Place(self.device), self._index, num_bytes)
 
     def create_engine(
-        self, rendezvous: Rendezvous, heap: Heap, num_max_experts: int, timeout_ns: int
+        self, rendezvous: Rendezvous, topology: Topology, heap: Heap, num_max_experts: int, timeout_ns: int
     ) -> _core.Engine:
         return _Engine(
-            rank=rendezvous.rank,
-            num_ranks=rendezvous.size,
+            rank=topology.local_rank(rendezvous.rank),
+            num_ranks=topology.ranks_per_node,
             device=self._index,
-            peer_bases=list(heap.peer_bases),
+            peer_bases=[heap.peer_bases[rank] for rank in topology.node_members(rendezvous.rank)],
             heap_bytes=heap.num_bytes,
             num_max_experts=num_max_experts,
             timeout_ns=timeout_ns,

@@ -18,12 +18,23 @@ from deep_comm.ops.call import StreamOptions
 class Layout:
     """R ranks, E experts, T tokens of this rank."""
 
-    __slots__ = ("num_tokens_per_rank", "num_tokens_per_expert", "is_token_in_rank", "num_experts")
+    __slots__ = (
+        "num_tokens_per_rank",
+        "num_tokens_per_node",
+        "num_tokens_per_expert",
+        "is_token_in_rank",
+        "num_experts",
+    )
 
     def __init__(
-        self, num_tokens_per_rank: Tensor, num_tokens_per_expert: Tensor, is_token_in_rank: Tensor
+        self,
+        num_tokens_per_rank: Tensor,
+        num_tokens_per_expert: Tensor,
+        is_token_in_rank: Tensor,
+        num_tokens_per_node: Tensor | None = None,
     ) -> None:
         self.num_tokens_per_rank = num_tokens_per_rank  # int32 [R], a token counts once per rank
+        self.num_tokens_per_node = num_tokens_per_node  # int32 [nodes], likewise; None inside one node
         self.num_tokens_per_expert = num_tokens_per_expert  # int32 [E], every selection counts
         self.is_token_in_rank = is_token_in_rank  # bool [T, R]
         self.num_experts: int = num_tokens_per_expert.shape[0]
@@ -37,19 +48,25 @@ def launch_layout(ctx: Context, launch: Launch, topk_idx: Tensor, num_experts: i
         num_tokens_per_expert=launch.empty((num_experts,), torch.int32),
         is_token_in_rank=launch.empty((num_tokens, ctx.num_ranks), torch.bool),
     )
-    ctx.engine.get_dispatch_layout(
+    shared = dict(
         topk_idx=ctx.address(topk_idx),
         topk_idx_bytes=topk_idx.element_size(),
         num_tokens=num_tokens,
         num_topk=num_topk,
         num_experts=num_experts,
-        ranks_per_node=ctx.topology.ranks_per_node,
         num_tokens_per_rank=ctx.address(layout.num_tokens_per_rank),
-        num_tokens_per_node=0,
         num_tokens_per_expert=ctx.address(layout.num_tokens_per_expert),
         is_token_in_rank=ctx.address(layout.is_token_in_rank),
         stream=launch.stream,
     )
+    if ctx.topology.num_nodes > 1:
+        layout.num_tokens_per_node = launch.empty((ctx.topology.num_nodes,), torch.int32)
+        per_node = ctx.address(layout.num_tokens_per_node)
+        ctx.engine.internode_layout(num_tokens_per_node=per_node, **shared)
+    else:
+        ctx.engine.get_dispatch_layout(
+            ranks_per_node=ctx.topology.ranks_per_node, num_tokens_per_node=0, **shared
+        )
     return layout
 
 

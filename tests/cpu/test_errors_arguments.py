@@ -388,7 +388,7 @@ def test_groups_that_do_not_fit_are_refused_on_every_rank() -> None:
     def main(group: local.ThreadGroup, **options: Any) -> None:
         Buffer(group, 1 << 20, device="cpu", **options)
 
-    for num_ranks, options, text in ((9, {}, "9 ranks"), (4, {"ranks_per_node": 2}, "2 nodes")):
+    for num_ranks, options, text in ((9, {}, "9 ranks"), (6, {"ranks_per_node": 4}, "6 ranks")):
         errors = local.run(lambda g, o=options: main(g, **o), num_ranks, return_errors=True)
         assert len(errors) == num_ranks
         assert all(isinstance(error, TopologyError) and text in str(error) for error in errors)

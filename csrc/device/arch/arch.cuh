@@ -60,6 +60,14 @@
 //   void bulk_wait<N>()                     // all but the newest N groups have written: visible to this
 //                                           // thread, and to others by its next release
 //
+// ---- rail: the network between nodes (one thread posts; offsets from the start of the peer's segment) -------
+//   void rail_put(const RailPort&, int peer, int qp, size_t dst_offset, const void* src, uint32_t num_bytes)
+//        The source lies in this rank's segment and stays as it is until the peer has told that it came. It is
+//        read past this thread's caches: a fence of scope sys stands between the stores that fill it and the put.
+//   void rail_signal(const RailPort&, int peer, int qp, size_t word_offset, uint64_t value)
+//        Writes a word after all earlier puts and signals of this queue (peer, qp). An acquire of it shows them.
+//        Between queues, and against stores over NVLink, nothing is ordered.
+//
 // ---- waiting, time ----------------------------------------------------------------------------------
 //   void wait_hint(const T* word, T seen, const uint32_t* abort_word, uint64_t deadline_ns)
 //        Between two polls of `word` (4 or 8 bytes). CUDA: nothing, or a short sleep. Host: the fiber is
@@ -106,6 +114,10 @@ enum class Fault : uint32_t {
   kSkipEntryBarrier = 1u << 5, // a kernel does not wait for its peers before it writes into their memory
   kSkipArrival = 1u << 6,      // words that say of themselves whether they have come are taken as they are
   kSkipClear = 1u << 7,        // and stay where they are when they have been taken
+  kReorderRail = 1u << 8,      // signals overtake the puts before them
+  kSkipRailCredit = 1u << 9,   // rail senders do not wait for a free slot
+  kEarlyRailCredit = 1u << 10,  // rail receivers free slots that they have not read
+  kSkipRailFence = 1u << 11,    // no fence between filling a slot and putting it
 };
 
 }  // namespace deep_comm

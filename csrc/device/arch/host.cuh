@@ -24,6 +24,10 @@ static_assert(simt::kFaultNames[4].bit == static_cast<uint32_t>(Fault::kSkipBulk
 static_assert(simt::kFaultNames[5].bit == static_cast<uint32_t>(Fault::kSkipEntryBarrier));
 static_assert(simt::kFaultNames[6].bit == static_cast<uint32_t>(Fault::kSkipArrival));
 static_assert(simt::kFaultNames[7].bit == static_cast<uint32_t>(Fault::kSkipClear));
+static_assert(simt::kFaultNames[8].bit == static_cast<uint32_t>(Fault::kReorderRail));
+static_assert(simt::kFaultNames[9].bit == static_cast<uint32_t>(Fault::kSkipRailCredit));
+static_assert(simt::kFaultNames[10].bit == static_cast<uint32_t>(Fault::kEarlyRailCredit));
+static_assert(simt::kFaultNames[11].bit == static_cast<uint32_t>(Fault::kSkipRailFence));
 
 inline bool fault(Fault which) {
   return (simt::t_state.faults & static_cast<uint32_t>(which)) != 0;
@@ -421,6 +425,19 @@ inline void bulk_wait_read() {
 template <int N>
 inline void bulk_wait() {
   if (!fault(Fault::kSkipBulkWait)) simt::bulk_wait(N, false);
+}
+
+// ---- rail -----------------------------------------------------------------------------
+
+inline void rail_put(const RailPort& port, int peer, int qp, size_t dst_offset, const void* src,
+                     uint32_t num_bytes) {
+  // The grid's own thread runs all of its fibers, so that plain additions count right.
+  if (port.num_bytes != nullptr) port.num_bytes[peer * port.num_qps + qp] += num_bytes;
+  simt::rail_put(peer, qp, port.bases[peer] + dst_offset, src, num_bytes);
+}
+inline void rail_signal(const RailPort& port, int peer, int qp, size_t word_offset,
+                        uint64_t value) {
+  simt::rail_signal(peer, qp, reinterpret_cast<uint64_t*>(port.bases[peer] + word_offset), value);
 }
 
 // ---- waiting, time --------------------------------------------------------------------

@@ -36,6 +36,32 @@ struct Fp16 {
   uint16_t bits;
 };
 
+// What a GPU asks of its rank's software NIC; pinned host memory.
+struct alignas(64) RailDescriptor {
+  uint64_t sequence;  // released last: its ticket + 1
+  uint64_t src;       // address in this rank's segment; puts only
+  uint64_t dst_offset;
+  uint64_t value;      // signals only
+  uint32_t num_bytes;  // 0: a signal
+  int32_t peer;
+  int32_t qp;
+};
+struct RailQueue {
+  RailDescriptor* slots;      // [depth], a ring
+  uint64_t* num_posted;       // device memory: tickets given out
+  const uint64_t* num_taken;  // host memory: descriptors that the NIC has read
+  uint64_t timeout_ns;        // for a free slot
+  uint32_t depth;
+};
+
+// How a rank reaches its rail, the network between nodes. Peers are nodes: the rank of the same local index there.
+struct RailPort {
+  uint8_t* const* bases;  // [num_nodes]: every peer's segment, as whoever carries out a put addresses it
+  uint64_t* num_bytes;    // [num_nodes, num_qps]: bytes put so far
+  int num_qps;
+  RailQueue queue;  // GPUs
+};
+
 template <class To, class From>
 DC_HOST_DEVICE To bit_cast(const From& from) {
   static_assert(sizeof(To) == sizeof(From));

@@ -1,5 +1,5 @@
-// Names for what a failing thread writes into the error record: kernels, stages, words, kinds of failure.
-// Device code stores the number; the host turns it into the text beside it.
+// Names for what a failing thread writes into the error record: kernels, stages, words, kinds of
+// failure. Device code stores the number; the host turns it into the text beside it.
 #pragma once
 
 #include "device/arch/types.cuh"
@@ -23,6 +23,10 @@ enum class Kernel : uint32_t {
   kCombine,
   kLowLatencyDispatch,
   kLowLatencyCombine,
+  kInternodeCount,
+  kInternodeNotify,
+  kInternodeDispatch,
+  kInternodeCombine,
   kCount
 };
 
@@ -36,11 +40,15 @@ enum class Stage : uint32_t {
   kDone,            // direct dispatch: all rows of a peer have landed
   kRetire,          // combine: progress of this block's own reducing warps
   kCheckArguments,
-  kHalfCredit,  // low latency: a peer has read what this half held before
-  kRows,        // low latency: a piece of a row, its scale or its routes
-  kWeights,     // low latency combine: a token's weights
-  kAnnounced,   // low latency: a peer has begun the same operation
+  kHalfCredit,    // low latency: a peer has read what this half held before
+  kRows,          // low latency: a piece of a row, its scale or its routes
+  kWeights,       // low latency combine: a token's weights
+  kAnnounced,     // low latency: a peer has begun the same operation
   kParticipants,  // low latency: this rank's block 0 has found who takes part
+  kRailBarrier,   // all ranks of this local index have entered this kernel
+  kRailCredit,    // rail sender: a free slot
+  kRailTail,      // forwarder, or the reducer of combine: a row from another node
+  kBlamed,        // a neighbour gave up waiting for that rank
   kCount
 };
 
@@ -64,23 +72,31 @@ enum class Word : uint32_t {
   kRow,
   kScale,
   kMask,
+  kRailArrived,
+  kRailHead,
+  kRailTail,
+  kRailHeader,  // a field of RailHeader; the record's `channel` is its index
+  kNumForwardRows,
+  kBlamed,
   kCount
 };
 
-inline constexpr const char* kErrorKindNames[] = {"none", "peer_timeout", "config_mismatch",
-                                                  "expert_index", "overflow", "masked_out"};
+inline constexpr const char* kErrorKindNames[] = {"none",         "peer_timeout", "config_mismatch",
+                                                  "expert_index", "overflow",     "masked_out"};
 inline constexpr const char* kKernelNames[] = {
-    "get_dispatch_layout",  "notify_dispatch",    "dispatch", "combine",
-    "low_latency_dispatch", "low_latency_combine"};
+    "get_dispatch_layout",  "notify_dispatch",     "dispatch",        "combine",
+    "low_latency_dispatch", "low_latency_combine", "internode_count", "internode_notify",
+    "internode_dispatch",   "internode_combine"};
 inline constexpr const char* kStageNames[] = {
-    "entry_barrier", "counts", "channel_offsets", "ring_credit", "ring_tail", "reduce",
-    "done",          "retire", "check_arguments", "half_credit", "rows",      "weights",
-    "announced",     "participants"};
+    "entry_barrier", "counts",       "channel_offsets", "ring_credit", "ring_tail", "reduce",
+    "done",          "retire",       "check_arguments", "half_credit", "rows",      "weights",
+    "announced",     "participants", "rail_barrier",    "rail_credit", "rail_tail", "blamed"};
 inline constexpr const char* kWordNames[] = {
-    "arrived",    "done",     "head",     "tail",          "start_offset",
-    "end_offset", "progress", "topk_idx", "num_recv_rows", "header",
-    "operation",  "consumed", "announced", "token_count",  "weight",
-    "route",      "row",      "scale",  "mask"};
+    "arrived",   "done",         "head",          "tail",      "start_offset", "end_offset",
+    "progress",  "topk_idx",     "num_recv_rows", "header",    "operation",    "consumed",
+    "announced", "token_count",  "weight",        "route",     "row",          "scale",
+    "mask",      "rail_arrived", "rail_head",     "rail_tail", "rail_header",  "num_forward_rows",
+    "blamed"};
 static_assert(sizeof(kErrorKindNames) / sizeof(char*) == static_cast<size_t>(ErrorKind::kCount));
 static_assert(sizeof(kKernelNames) / sizeof(char*) == static_cast<size_t>(Kernel::kCount));
 static_assert(sizeof(kStageNames) / sizeof(char*) == static_cast<size_t>(Stage::kCount));

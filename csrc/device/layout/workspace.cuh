@@ -50,6 +50,7 @@ struct LocalState {
   uint32_t bad_expert_index;  // get_dispatch_layout saw an index out of range since the last notify
   uint32_t layout_ticket;  // blocks of get_dispatch_layout or notify_dispatch that have added their counts
   uint32_t notify_result;  // NotifyResult of the last notify_dispatch
+  uint32_t blamed;  // two tiers: the rank that a neighbour which gave up waited for, plus one
 };
 
 // What notify_dispatch tells the dispatch behind it. All ranks find the same, unless one has timed out.

@@ -62,6 +62,24 @@ DC_DEVICE void move_element(uint8_t* dst, const uint8_t* src, int num_bytes) {
   }
 }
 
+// Global memory that a peer has written → registers.
+DC_DEVICE void load_element(void* element, const uint8_t* src, int num_bytes) {
+  switch (num_bytes) {
+    case 1:
+      *static_cast<uint8_t*>(element) = arch::ld_weak(src);
+      break;
+    case 2:
+      *static_cast<uint16_t*>(element) = arch::ld_weak(reinterpret_cast<const uint16_t*>(src));
+      break;
+    case 4:
+      *static_cast<uint32_t*>(element) = arch::ld_weak(reinterpret_cast<const uint32_t*>(src));
+      break;
+    default:
+      *static_cast<uint64_t*>(element) = arch::ld_weak(reinterpret_cast<const uint64_t*>(src));
+      break;
+  }
+}
+
 // Read-only global input → global output.
 DC_DEVICE void copy_element(uint8_t* dst, const uint8_t* src, int num_bytes) {
   uint64_t element;

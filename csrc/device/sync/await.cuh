@@ -19,7 +19,7 @@ DC_DEVICE T ld_acquire(const T* word) {
 DC_DEVICE void note_wait(const Context& context, const WaitFor& wait, uint64_t expected) {
 #if !DEEP_COMM_TARGET_CUDA
   arch::wait_note({name_of(context.kernel), name_of(wait.stage), name_of(wait.word),
-                   context.world.rank, wait.peer, wait.channel, expected});
+                   context.own_name(), context.names.of(wait.peer), wait.channel, expected});
 #else
   (void)context, (void)wait, (void)expected;
 #endif
@@ -38,7 +38,7 @@ DC_DEVICE bool await_watch(const Context& context, Watch& watch, const WaitFor& 
   if (watch.look()) return true;
   const World& world = context.world;
   const uint64_t start_ns = arch::globaltimer_ns();
-  const uint64_t deadline_ns = start_ns + patience * world.timeout_ns;
+  const uint64_t deadline_ns = start_ns + patience * context.patience * world.timeout_ns;
   note_wait(context, wait, expected);
   while (true) {
     for (int poll = 0; poll < kPollsPerClock; ++poll) {

@@ -6,11 +6,24 @@
 
 namespace deep_comm {
 
+// What the ranks of a World are called in the group: the World of one node, or of one rail, knows a part of it.
+struct RankNames {
+  int own = -1;  // -1: as in the World
+  int first = 0;
+  int stride = 1;
+
+  DC_DEVICE int of(int peer) const { return peer < 0 ? peer : first + peer * stride; }
+};
+
 struct Context {
   const World& world;
   Kernel kernel;
   uint32_t generation;  // of this kernel; equal on all ranks
   bool can_shrink = false;  // a silent rank is done without: see mask.cuh
+  RankNames names = {};
+  uint64_t patience = 1;  // deadlines of this context's waits, in timeouts
+
+  DC_DEVICE int own_name() const { return names.own < 0 ? world.rank : names.own; }
 };
 
 // Whom a wait waits for, and on what. Names the silent rank when the deadline passes.
@@ -39,8 +52,8 @@ DC_DEVICE void report_error(const Context& context, const ErrorReport& report) {
   arch::st_relaxed_sys(&block->kernel, static_cast<uint32_t>(context.kernel));
   arch::st_relaxed_sys(&block->stage, static_cast<uint32_t>(report.wait.stage));
   arch::st_relaxed_sys(&block->word, static_cast<uint32_t>(report.wait.word));
-  arch::st_relaxed_sys(&block->rank, static_cast<int32_t>(world.rank));
-  arch::st_relaxed_sys(&block->peer, static_cast<int32_t>(report.wait.peer));
+  arch::st_relaxed_sys(&block->rank, static_cast<int32_t>(context.own_name()));
+  arch::st_relaxed_sys(&block->peer, static_cast<int32_t>(context.names.of(report.wait.peer)));
   arch::st_relaxed_sys(&block->channel, static_cast<int32_t>(report.wait.channel));
   arch::st_relaxed_sys(&block->seen, report.seen);
   arch::st_relaxed_sys(&block->expected, report.expected);
@@ -57,7 +70,8 @@ DC_DEVICE void abort_rank(const Context& context) {
 }
 
 DC_DEVICE bool is_aborted(const World& world) {
-  return arch::ld_relaxed_gpu(&world.state()->abort) != 0u;
+  // sys: between nodes, a neighbour that has given up sets it as well.
+  return arch::ld_relaxed_sys(&world.state()->abort) != 0u;
 }
 
 }  // namespace deep_comm

@@ -1,0 +1,200 @@
+// The methods of Engine's Python face for groups of several nodes, the same for both targets.
+#pragma once
+
+#include "bind/bind_engine.hpp"
+
+namespace deep_comm {
+
+template <class Target>
+void bind_internode(pybind11::class_<Engine<Target>>& engine) {
+  namespace py = pybind11;
+  using namespace pybind11::literals;
+  using Type = Engine<Target>;
+  using Release = MaybeRelease<Target::kIsSynchronous>;
+  using ptr = uintptr_t;
+
+  engine.def_property_readonly_static("has_rail",
+                                      [](const py::object&) { return Target::kHasRail; });
+  engine.def_static("rail_workspace_bytes", &Type::rail_workspace_bytes, py::kw_only(),
+                    "num_nodes"_a, "ranks_per_node"_a, "num_max_experts"_a);
+  engine.def_static("rail_ring_bytes", &Type::rail_ring_bytes, py::kw_only(), "num_nodes"_a,
+                    "num_channels"_a, "num_slots"_a, "row_bytes"_a, "scale_row_bytes"_a,
+                    "num_topk"_a);
+  engine.def_static("two_tier_ring_bytes", &Type::two_tier_ring_bytes, py::kw_only(),
+                    "ranks_per_node"_a, "num_channels"_a, "num_slots"_a, "row_bytes"_a,
+                    "scale_row_bytes"_a, "num_topk"_a);
+  engine.def(
+      "enable_internode",
+      [](Type& self, int node, int num_nodes, std::vector<uintptr_t> rail_bases, int num_qps,
+         size_t num_bytes) {
+        self.enable_internode({node, num_nodes, std::move(rail_bases), num_qps, num_bytes});
+      },
+      py::kw_only(), "node"_a, "num_nodes"_a, "rail_bases"_a, "num_qps"_a, "num_bytes"_a);
+  engine.def_property_readonly("rail_put_bytes", &Type::rail_put_bytes);
+  engine.def("quiet_rail", &Type::quiet_rail, py::call_guard<py::gil_scoped_release>());
+
+  engine.def(
+      "internode_layout",
+      [](Type& self, ptr topk_idx, int topk_idx_bytes, int num_tokens, int num_topk,
+         int num_experts, ptr num_tokens_per_rank, ptr num_tokens_per_node,
+         ptr num_tokens_per_expert, ptr is_token_in_rank, uint64_t stream) {
+        InternodeLayoutArgs args{};
+        args.topk_idx = as_pointer<void>(topk_idx);
+        args.topk_idx_bytes = topk_idx_bytes;
+        args.num_tokens = num_tokens;
+        args.num_topk = num_topk;
+        args.num_experts = num_experts;
+        args.num_tokens_per_rank = as_pointer<int32_t>(num_tokens_per_rank);
+        args.num_tokens_per_node = as_pointer<int32_t>(num_tokens_per_node);
+        args.num_tokens_per_expert = as_pointer<int32_t>(num_tokens_per_expert);
+        args.is_token_in_rank = as_pointer<uint8_t>(is_token_in_rank);
+        Release release;
+        self.internode_layout(args, stream);
+      },
+      py::kw_only(), "topk_idx"_a, "topk_idx_bytes"_a, "num_tokens"_a, "num_topk"_a,
+      "num_experts"_a, "num_tokens_per_rank"_a, "num_tokens_per_node"_a, "num_tokens_per_expert"_a,
+      "is_token_in_rank"_a, "stream"_a);
+
+  engine.def(
+      "internode_notify",
+      [](Type& self, ptr num_tokens_per_expert, ptr is_token_in_rank, int num_tokens, int num_topk,
+         int num_experts, int row_bytes, int scale_row_bytes, int expert_alignment,
+         int num_channels, int num_send_tokens, int num_slots, int num_rail_send_tokens,
+         int num_rail_slots, ptr node_channel_prefix, ptr rank_channel_prefix, ptr send_node_head,
+         ptr recv_node_channel_prefix, ptr recv_node_prefix_sum, ptr recv_rank_channel_start,
+         ptr recv_rank_prefix_sum, ptr combine_start, ptr num_recv_tokens_per_expert,
+         uint64_t stream) {
+        InternodeNotifyArgs args{};
+        args.header.fields[static_cast<int>(RailField::kNumTopk)] = num_topk;
+        args.header.fields[static_cast<int>(RailField::kRowBytes)] = row_bytes;
+        args.header.fields[static_cast<int>(RailField::kScaleRowBytes)] = scale_row_bytes;
+        args.num_tokens_per_expert = as_pointer<int32_t>(num_tokens_per_expert);
+        args.node_channel_prefix = as_pointer<int32_t>(node_channel_prefix);
+        args.rank_channel_prefix = as_pointer<int32_t>(rank_channel_prefix);
+        args.num_experts = num_experts;
+        args.expert_alignment = expert_alignment;
+        args.recv_node_channel_prefix = as_pointer<int32_t>(recv_node_channel_prefix);
+        args.recv_node_prefix_sum = as_pointer<int32_t>(recv_node_prefix_sum);
+        args.recv_rank_channel_start = as_pointer<int32_t>(recv_rank_channel_start);
+        args.recv_rank_prefix_sum = as_pointer<int32_t>(recv_rank_prefix_sum);
+        args.combine_start = as_pointer<int32_t>(combine_start);
+        args.num_recv_tokens_per_expert = as_pointer<int32_t>(num_recv_tokens_per_expert);
+        Release release;
+        self.internode_notify(args, as_pointer<uint8_t>(is_token_in_rank), num_tokens,
+                              as_pointer<int32_t>(send_node_head),
+                              {num_channels, num_send_tokens, num_slots},
+                              {num_rail_send_tokens, num_rail_slots}, stream);
+      },
+      py::kw_only(), "num_tokens_per_expert"_a, "is_token_in_rank"_a, "num_tokens"_a, "num_topk"_a,
+      "num_experts"_a, "row_bytes"_a, "scale_row_bytes"_a, "expert_alignment"_a, "num_channels"_a,
+      "num_send_tokens"_a, "num_slots"_a, "num_rail_send_tokens"_a, "num_rail_slots"_a,
+      "node_channel_prefix"_a, "rank_channel_prefix"_a, "send_node_head"_a,
+      "recv_node_channel_prefix"_a, "recv_node_prefix_sum"_a, "recv_rank_channel_start"_a,
+      "recv_rank_prefix_sum"_a, "combine_start"_a, "num_recv_tokens_per_expert"_a, "stream"_a);
+
+  engine.def("wait_internode_counts", &Type::wait_internode_counts,
+             py::call_guard<py::gil_scoped_release>());
+
+  engine.def(
+      "internode_dispatch",
+      [](Type& self, ptr x, int row_bytes, int num_tokens, ptr x_scales, int scale_bytes,
+         int num_scales, int64_t scale_token_stride, int64_t scale_column_stride, ptr topk_idx,
+         int topk_idx_bytes, ptr topk_weights, int num_topk, int num_experts, ptr is_token_in_rank,
+         ptr send_node_head, ptr recv_node_channel_prefix, ptr recv_node_prefix_sum,
+         ptr recv_rank_channel_start, ptr recv_rank_prefix_sum, ptr combine_start, ptr recv_x,
+         ptr recv_x_scales, ptr recv_topk_idx, ptr recv_topk_weights, ptr recv_src_idx,
+         ptr recv_src_meta, ptr send_rank_head, int num_recv_rows, int num_forward_rows,
+         bool fill_tail, bool zero_tail, int num_channels, int num_send_tokens, int num_slots,
+         int num_rail_send_tokens, int num_rail_slots, uint64_t stream) {
+        InternodeDispatchArgs args{};
+        args.fill_tail = fill_tail;
+        args.zero_tail = zero_tail;
+        args.is_token_in_rank = as_pointer<uint8_t>(is_token_in_rank);
+        args.send_node_head = as_pointer<int32_t>(send_node_head);
+        args.recv_node_channel_prefix = as_pointer<int32_t>(recv_node_channel_prefix);
+        args.recv_node_prefix_sum = as_pointer<int32_t>(recv_node_prefix_sum);
+        args.recv_rank_channel_start = as_pointer<int32_t>(recv_rank_channel_start);
+        args.recv_rank_prefix_sum = as_pointer<int32_t>(recv_rank_prefix_sum);
+        args.combine_start = as_pointer<int32_t>(combine_start);
+        args.num_tokens = num_tokens;
+        args.num_experts = num_experts;
+        args.x = as_pointer<uint8_t>(x);
+        args.x_scales = as_pointer<uint8_t>(x_scales);
+        args.scale_bytes = scale_bytes;
+        args.num_scales = num_scales;
+        args.scale_token_stride = scale_token_stride;
+        args.scale_column_stride = scale_column_stride;
+        args.topk_idx = as_pointer<void>(topk_idx);
+        args.topk_idx_bytes = topk_idx_bytes;
+        args.topk_weights = as_pointer<float>(topk_weights);
+        args.recv_x = as_pointer<uint8_t>(recv_x);
+        args.recv_x_scales = as_pointer<uint8_t>(recv_x_scales);
+        args.recv_topk_idx = as_pointer<void>(recv_topk_idx);
+        args.recv_topk_weights = as_pointer<float>(recv_topk_weights);
+        args.recv_src_idx = as_pointer<int32_t>(recv_src_idx);
+        args.recv_src_meta = as_pointer<int32_t>(recv_src_meta);
+        args.send_rank_head = as_pointer<int32_t>(send_rank_head);
+        args.num_recv_rows = num_recv_rows;
+        args.num_forward_rows = num_forward_rows;
+        Release release;
+        self.internode_dispatch(args, {num_channels, num_send_tokens, num_slots},
+                                {num_rail_send_tokens, num_rail_slots}, num_topk, row_bytes,
+                                stream);
+      },
+      py::kw_only(), "x"_a, "row_bytes"_a, "num_tokens"_a, "x_scales"_a, "scale_bytes"_a,
+      "num_scales"_a, "scale_token_stride"_a, "scale_column_stride"_a, "topk_idx"_a,
+      "topk_idx_bytes"_a, "topk_weights"_a, "num_topk"_a, "num_experts"_a, "is_token_in_rank"_a,
+      "send_node_head"_a, "recv_node_channel_prefix"_a, "recv_node_prefix_sum"_a,
+      "recv_rank_channel_start"_a, "recv_rank_prefix_sum"_a, "combine_start"_a, "recv_x"_a,
+      "recv_x_scales"_a, "recv_topk_idx"_a, "recv_topk_weights"_a, "recv_src_idx"_a,
+      "recv_src_meta"_a, "send_rank_head"_a, "num_recv_rows"_a, "num_forward_rows"_a, "fill_tail"_a,
+      "zero_tail"_a, "num_channels"_a, "num_send_tokens"_a, "num_slots"_a, "num_rail_send_tokens"_a,
+      "num_rail_slots"_a, "stream"_a);
+
+  engine.def(
+      "internode_combine",
+      [](Type& self, ptr x, const std::string& dtype, int hidden, ptr topk_weights, int num_topk,
+         ptr bias_0, ptr bias_1, int num_tokens, int num_recv_rows, ptr send_node_head,
+         ptr send_rank_head, ptr recv_node_channel_prefix, ptr recv_node_prefix_sum,
+         ptr recv_rank_channel_start, ptr recv_rank_prefix_sum, ptr combined_x,
+         ptr combined_topk_weights, int num_channels, int num_send_tokens, int num_slots,
+         int num_rail_send_tokens, int num_rail_slots, uint64_t stream) {
+        const Dtype type = dtype_of(dtype);
+        InternodeCombineArgs args{};
+        args.send_node_head = as_pointer<int32_t>(send_node_head);
+        args.send_rank_head = as_pointer<int32_t>(send_rank_head);
+        args.recv_node_channel_prefix = as_pointer<int32_t>(recv_node_channel_prefix);
+        args.recv_node_prefix_sum = as_pointer<int32_t>(recv_node_prefix_sum);
+        args.recv_rank_channel_start = as_pointer<int32_t>(recv_rank_channel_start);
+        args.recv_rank_prefix_sum = as_pointer<int32_t>(recv_rank_prefix_sum);
+        args.num_tokens = num_tokens;
+        args.num_rows = num_recv_rows;
+        args.x = as_pointer<uint8_t>(x);
+        args.topk_weights = as_pointer<float>(topk_weights);
+        args.bias[0] = as_pointer<uint8_t>(bias_0);
+        args.bias[1] = as_pointer<uint8_t>(bias_1);
+        args.combined_x = as_pointer<uint8_t>(combined_x);
+        args.combined_topk_weights = as_pointer<float>(combined_topk_weights);
+        const int row_bytes = hidden * (type == Dtype::kFloat32 ? 4 : 2);
+        Release release;
+        self.internode_combine(args, type, {num_channels, num_send_tokens, num_slots},
+                               {num_rail_send_tokens, num_rail_slots}, num_topk, row_bytes, stream);
+      },
+      py::kw_only(), "x"_a, "dtype"_a, "hidden"_a, "topk_weights"_a, "num_topk"_a, "bias_0"_a,
+      "bias_1"_a, "num_tokens"_a, "num_recv_rows"_a, "send_node_head"_a, "send_rank_head"_a,
+      "recv_node_channel_prefix"_a, "recv_node_prefix_sum"_a, "recv_rank_channel_start"_a,
+      "recv_rank_prefix_sum"_a, "combined_x"_a, "combined_topk_weights"_a, "num_channels"_a,
+      "num_send_tokens"_a, "num_slots"_a, "num_rail_send_tokens"_a, "num_rail_slots"_a, "stream"_a);
+}
+
+// Beside bind_records.
+inline void bind_internode_records(pybind11::module_& m) {
+  namespace py = pybind11;
+  py::class_<TwoTierCounts>(m, "TwoTierCounts", py::module_local())
+      .def_readonly("num_recv_tokens", &TwoTierCounts::num_recv_tokens)
+      .def_readonly("num_forward_tokens", &TwoTierCounts::num_forward_tokens)
+      .def_readonly("max_num_tokens", &TwoTierCounts::max_num_tokens)
+      .def_readonly("num_recv_tokens_per_expert", &TwoTierCounts::num_recv_tokens_per_expert);
+}
+
+}  // namespace deep_comm

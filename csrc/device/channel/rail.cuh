@@ -1,0 +1,166 @@
+// One ring between two nodes: the rank of this local index here and there. Slots and `tail` lie
+// with the receiver, `head` with the sender, as in ring.cuh; what crosses is put by the NIC.
+//
+//   sender:   poll_slot / await_slot → fill slot() → publish(begin, end)     (puts, then tail, on
+//   one queue) receiver: await_filled → read slot() → return_credit(n)                  (head)
+//
+// Each word is always written through the same queue, so that its writes keep their order from
+// kernel to kernel; a late write of an older kernel carries its generation and counts as "not yet".
+// A send slot may be filled again when its credit is back: who has read the row has it.
+//
+// Rows for the own node pass through the receive ring as well, without the NIC.
+//
+// One lane of a warp owns an end; the methods are for that lane alone.
+#pragma once
+
+#include "device/layout/rail.cuh"
+#include "device/sync/await.cuh"
+
+namespace deep_comm {
+
+// This rank on its rail.
+struct RailTier {
+  int node;
+  RailPort port;
+  RailLayout layout;
+
+  DC_HOST_DEVICE int num_nodes() const { return layout.num_nodes; }
+  // Queues: the first half carries rows and their tails, the other credits, which would wait behind
+  // rows.
+  DC_HOST_DEVICE int data_qp(int channel) const { return channel % max_of(1, port.num_qps / 2); }
+  DC_HOST_DEVICE int credit_qp(int channel) const {
+    const int num_data = max_of(1, port.num_qps / 2);
+    return port.num_qps == 1 ? 0 : num_data + channel % (port.num_qps - num_data);
+  }
+};
+
+class RailSender {
+ public:
+  DC_DEVICE RailSender(const Context& context, const RailTier& tier, const RailRings& rings,
+                       int channel, int node)
+      : context_(context), tier_(tier), rings_(rings), channel_(channel), node_(node) {
+    uint8_t* base = context.world.bases[context.world.rank];
+    ring_ = is_own() ? rings.recv_ring(channel, node) : rings.send_ring(channel, node);
+    slots_ = base + ring_;
+    head_ = reinterpret_cast<const uint64_t*>(base + tier.layout.head_of(channel, node));
+  }
+
+  DC_DEVICE uint8_t* slot(uint32_t row_idx) const { return slots_ + rings_.slot_offset(row_idx); }
+  // Whether row `row_idx` has a free slot; looks once if this lane does not know of one.
+  DC_DEVICE bool poll_slot(uint32_t row_idx) {
+    if (is_free(row_idx)) return true;
+    const Tagged head = Tagged::unpack(arch::ld_acquire_sys(head_));
+    if (head.generation == context_.generation) num_released_ = head.value;
+    return is_free(row_idx);
+  }
+  // Waits for that slot. Somebody must publish everything filled, or the receiver cannot free one.
+  DC_DEVICE bool await_slot(uint32_t row_idx) {
+    if (is_free(row_idx) || arch::fault(Fault::kSkipRailCredit)) return true;
+    return await_tagged(context_, head_, {Stage::kRailCredit, Word::kRailHead, node_, channel_},
+                        row_idx + 1 - rings_.num_slots, &num_released_);
+  }
+  // Rows [begin, end) are filled by this lane, or by others that it has met at a barrier or by an
+  // acquire.
+  DC_DEVICE void publish(uint32_t begin, uint32_t end) {
+    if (begin == end) return;
+    const size_t tail = tier_.layout.tail_of(channel_, tier_.node);
+    const uint64_t word = Tagged::pack(context_.generation, end);
+    if (is_own()) {
+      uint8_t* base = context_.world.bases[context_.world.rank];
+      // pairs with: RailReceiver::await_filled — slots [begin, end).
+      arch::st_release_sys(reinterpret_cast<uint64_t*>(base + tail), word);
+      return;
+    }
+    // Orders the filled slots before the NIC's reads of them.
+    if (!arch::fault(Fault::kSkipRailFence)) arch::fence_acq_rel_sys();
+    const int qp = tier_.data_qp(channel_);
+    const size_t target = rings_.recv_ring(channel_, tier_.node);
+    while (begin != end) {
+      const uint32_t first = begin % rings_.num_slots;
+      const uint32_t count = min_of(end - begin, static_cast<uint32_t>(rings_.num_slots) - first);
+      arch::rail_put(tier_.port, node_, qp, target + rings_.slot_offset(begin), slot(begin),
+                     count * rings_.slot_bytes);
+      begin += count;
+    }
+    // pairs with: RailReceiver::await_filled at the node — the puts above, on the same queue.
+    arch::rail_signal(tier_.port, node_, qp, tail, word);
+  }
+
+ private:
+  DC_DEVICE bool is_own() const { return node_ == tier_.node; }
+  DC_DEVICE bool is_free(uint32_t row_idx) const {
+    return row_idx - num_released_ < static_cast<uint32_t>(rings_.num_slots);
+  }
+
+  const Context& context_;
+  const RailTier& tier_;
+  const RailRings& rings_;
+  int channel_;
+  int node_;
+  size_t ring_;
+  uint8_t* slots_;
+  const uint64_t* head_;
+  uint32_t num_released_ = 0;  // as last seen
+};
+
+class RailReceiver {
+ public:
+  DC_DEVICE RailReceiver(const Context& context, const RailTier& tier, const RailRings& rings,
+                         int channel, int node)
+      : context_(context), tier_(tier), rings_(rings), channel_(channel), node_(node) {
+    const uint8_t* base = context.world.bases[context.world.rank];
+    slots_ = base + rings.recv_ring(channel, node);
+    tail_ = reinterpret_cast<const uint64_t*>(base + tier.layout.tail_of(channel, node));
+  }
+
+  DC_DEVICE bool is_filled(uint32_t row_idx) const {
+    return row_idx < num_filled_;
+  }  // as last seen
+  // Whether row `row_idx` has come; looks once.
+  DC_DEVICE bool poll_filled(uint32_t row_idx) {
+    if (row_idx < num_filled_) return true;
+    const Tagged tail = Tagged::unpack(arch::ld_acquire_sys(tail_));
+    if (tail.generation == context_.generation) num_filled_ = tail.value;
+    return row_idx < num_filled_;
+  }
+  DC_DEVICE bool await_filled(uint32_t row_idx) {
+    if (row_idx < num_filled_) return true;
+    return await_tagged(context_, tail_, {Stage::kRailTail, Word::kRailTail, node_, channel_},
+                        row_idx + 1, &num_filled_);
+  }
+  DC_DEVICE const uint8_t* slot(uint32_t row_idx) const {
+    return slots_ + rings_.slot_offset(row_idx);
+  }
+  // Rows [0, num_rows) have been read by this lane, or by others that it has met by a barrier or an
+  // acquire.
+  DC_DEVICE void return_credit(uint32_t num_rows) const {
+    const size_t head = tier_.layout.head_of(channel_, tier_.node);
+    const uint64_t word = Tagged::pack(context_.generation, num_rows);
+    if (node_ == tier_.node) {
+      uint8_t* base = context_.world.bases[context_.world.rank];
+      // pairs with: RailSender::await_slot and ::poll_slot — the reads of the slots.
+      arch::st_release_sys(reinterpret_cast<uint64_t*>(base + head), word);
+      return;
+    }
+    arch::fence_acq_rel_sys();  // the reads before the signal
+    // pairs with: RailSender::await_slot and ::poll_slot at the node — the reads of the slots.
+    arch::rail_signal(tier_.port, node_, tier_.credit_qp(channel_), head, word);
+  }
+  // How many credits a sender of `num_rows` rows can need at all; the rest is never returned.
+  DC_DEVICE static uint32_t num_needed(const RailRings& rings, uint32_t num_rows) {
+    const auto num_slots = static_cast<uint32_t>(rings.num_slots);
+    return num_rows > num_slots ? num_rows - num_slots : 0;
+  }
+
+ private:
+  const Context& context_;
+  const RailTier& tier_;
+  const RailRings& rings_;
+  int channel_;
+  int node_;
+  const uint8_t* slots_;
+  const uint64_t* tail_;
+  uint32_t num_filled_ = 0;  // as last seen
+};
+
+}  // namespace deep_comm

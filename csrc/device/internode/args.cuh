@@ -1,0 +1,215 @@
+// The arguments of the internode kernels: one named struct a kernel, from the binding to the
+// device. N nodes, M ranks a node, R = N * M ranks, T local tokens, K top-k, E experts, C channels,
+// Q received rows, F rows that this rank forwards: tokens that ranks of its local index send to its
+// node.
+#pragma once
+
+#include "device/channel/rail.cuh"
+#include "device/layout/rail.cuh"
+#include "device/layout/ring_layout.cuh"
+#include "device/layout/workspace.cuh"
+#include "device/move/reduce.cuh"
+
+namespace deep_comm {
+
+// Both tiers as one rank sees them. `world` of a kernel's arguments is the node: its ranks are the
+// M local ones.
+struct TwoTier {
+  RailTier rail;
+  int rank;  // in the group
+
+  DC_HOST_DEVICE int num_nodes() const { return rail.num_nodes(); }
+  DC_HOST_DEVICE int ranks_per_node() const { return rail.layout.ranks_per_node; }
+  DC_HOST_DEVICE int num_ranks() const { return num_nodes() * ranks_per_node(); }
+};
+
+// What all ranks must agree on before a dispatch; compared field by field in internode_notify.
+enum class RailField : int {
+  kNumExperts,
+  kNumTopk,
+  kRowBytes,
+  kScaleRowBytes,
+  kNumChannels,
+  kNumSendTokens,
+  kNumSlots,
+  kNumRailSendTokens,
+  kNumRailSlots,
+  kBadExpertIndex,  // not compared: this rank's routing had an index out of range
+  kNumTokens,       // not compared: the most of all ranks goes to the host
+  kCount
+};
+inline constexpr const char* kRailFieldNames[] = {"num_experts",
+                                                  "num_topk",
+                                                  "row_bytes",
+                                                  "scale_row_bytes",
+                                                  "num_channels (config.num_sms / 2)",
+                                                  "config.num_max_nvl_chunked_send_tokens",
+                                                  "config.num_max_nvl_chunked_recv_tokens",
+                                                  "config.num_max_rdma_chunked_send_tokens",
+                                                  "config.num_max_rdma_chunked_recv_tokens",
+                                                  "topk_idx",
+                                                  "num_tokens"};
+static_assert(sizeof(kRailFieldNames) / sizeof(char*) == static_cast<size_t>(RailField::kCount));
+static_assert(static_cast<int>(RailField::kCount) <= kNumRailHeaderFields);
+
+struct RailHeader {
+  int fields[kNumRailHeaderFields];
+};
+
+struct InternodeLayoutArgs {
+  World world;
+  TwoTier tiers;
+  const void* topk_idx;  // [T, K] int32 or int64
+  int topk_idx_bytes;
+  int num_tokens;
+  int num_topk;
+  int num_experts;
+  int tokens_per_block;
+  int32_t* num_tokens_per_rank;    // out [R]
+  int32_t* num_tokens_per_node;    // out [N]
+  int32_t* num_tokens_per_expert;  // out [E]
+  uint8_t* is_token_in_rank;       // out [T, R]
+};
+
+struct InternodeCountArgs {
+  World world;
+  TwoTier tiers;
+  const uint8_t* is_token_in_rank;  // [T, R]
+  int num_tokens;
+  int num_channels;
+  int32_t*
+      node_channel_prefix;  // out [N, C]  tokens that this rank sends to node n in channels 0..c
+  int32_t* rank_channel_prefix;  // out [R, C]  the same by rank
+  int32_t* send_node_head;  // out [T, N]  ordinal of a token among those its channel sends to a
+                            // node, or -1
+};
+
+// Totals that the host waits for; host memory that kernels reach.
+struct InternodeCounts {
+  uint32_t sequence;  // released last: the host's number of this notify
+  int32_t num_recv_tokens;
+  int32_t num_forward_tokens;
+  int32_t max_num_tokens;  // of all ranks
+  int32_t
+      num_recv_tokens_per_expert[1];  // [num_local_experts], aligned; allocated for num_max_experts
+};
+
+struct InternodeNotifyArgs {
+  World world;
+  TwoTier tiers;
+  RailHeader header;
+  const int32_t* num_tokens_per_expert;  // [E]
+  const int32_t* node_channel_prefix;    // [N, C]
+  const int32_t* rank_channel_prefix;    // [R, C]
+  int num_experts;
+  int num_channels;
+  int expert_alignment;
+  uint32_t sequence;
+  InternodeCounts* counts;
+  int32_t*
+      recv_node_channel_prefix;   // out [N, C]  rows to forward of source node n in channels 0..c
+  int32_t* recv_node_prefix_sum;  // out [N]     rows to forward of nodes 0..n
+  int32_t* recv_rank_channel_start;  // out [R, C]  where the rows of channel c of source r begin
+  int32_t* recv_rank_prefix_sum;     // out [R]     rows of sources 0..r
+  int32_t* combine_start;  // out [C, N, M]  where a node's rows begin in combine's ring of a rank
+  int32_t* num_recv_tokens_per_expert;  // out [num_local_experts]
+};
+
+struct InternodeDispatchArgs {
+  World world;
+  TwoTier tiers;
+  uint32_t signature;
+  bool fill_tail;
+  bool zero_tail;  // the payload and scales of rows past the received ones as well
+  RailMessage message;
+  RingLayout ring;  // inside the node: a lane a channel
+  RailRings rail_rings;
+  int num_send_tokens;       // rows between two publications inside the node
+  int num_rail_send_tokens;  // rows of a put, at most
+  int num_sender_warps;
+  // routing
+  const uint8_t* is_token_in_rank;          // [T, R]
+  const int32_t* send_node_head;            // [T, N]
+  const int32_t* recv_node_channel_prefix;  // [N, C]
+  const int32_t* recv_node_prefix_sum;      // [N]
+  const int32_t* recv_rank_channel_start;   // [R, C]
+  const int32_t* recv_rank_prefix_sum;      // [R]
+  const int32_t* combine_start;             // [C, N, M], with send_rank_head
+  int num_tokens;
+  int num_experts;
+  // payload
+  const uint8_t* x;         // [T, row_bytes]
+  const uint8_t* x_scales;  // [T, num_scales] at any strides, or null
+  int scale_bytes;
+  int num_scales;
+  int64_t scale_token_stride;   // in scales
+  int64_t scale_column_stride;  // in scales
+  const void* topk_idx;         // [T, K], or null
+  int topk_idx_bytes;
+  const float* topk_weights;  // [T, K], or null
+  // outputs
+  uint8_t* recv_x;           // [Q, row_bytes]
+  uint8_t* recv_x_scales;    // [Q, num_scales], or null
+  void* recv_topk_idx;       // [Q, K], or null
+  float* recv_topk_weights;  // [Q, K], or null
+  int32_t* recv_src_idx;     // [Q], or null
+  int32_t*
+      recv_src_meta;  // [Q, 2]: source node, mask of the node's ranks that got the token; or null
+  int32_t* send_rank_head;  // [F, M]: ordinal of a forwarded row in combine's ring of a rank, or
+                            // -1; or null
+  int num_recv_rows;        // Q
+  int num_forward_rows;     // F
+};
+
+struct InternodeCombineArgs {
+  World world;
+  TwoTier tiers;
+  uint32_t signature;
+  SumMessage message;
+  RingLayout ring;
+  RailRings rail_rings;
+  int num_send_tokens;
+  int num_rail_send_tokens;
+  int num_reduce_warps;                     // of either block of a channel
+  const int32_t* send_node_head;            // [T, N]
+  const int32_t* send_rank_head;            // [F, M]
+  const int32_t* recv_node_channel_prefix;  // [N, C]
+  const int32_t* recv_node_prefix_sum;      // [N]
+  const int32_t* recv_rank_channel_start;   // [R, C]
+  const int32_t* recv_rank_prefix_sum;      // [R]
+  int num_tokens;
+  int num_rows;                  // rows x has
+  const uint8_t* x;              // [Q, row_bytes]
+  const float* topk_weights;     // [Q, K], or null
+  const uint8_t* bias[2];        // [T, row_bytes], or null
+  uint8_t* combined_x;           // out [T, row_bytes]
+  float* combined_topk_weights;  // out [T, K], or null
+};
+
+// Rows of one (source rank, channel): [begin, end) of the received rows.
+struct RowRange {
+  int begin;
+  int end;
+};
+
+template <class Args>
+DC_DEVICE RowRange received_rows(const Args& args, int source, int channel) {
+  const int num_channels = args.rail_rings.num_channels;
+  const int position = source * num_channels + channel;
+  const int num_ranks = args.tiers.num_ranks();
+  const int end = position + 1 < num_ranks * num_channels
+                      ? arch::ld_nc(args.recv_rank_channel_start + position + 1)
+                      : arch::ld_nc(args.recv_rank_prefix_sum + num_ranks - 1);
+  return {arch::ld_nc(args.recv_rank_channel_start + position), end};
+}
+
+// Rows that this rank forwards for one (source node, channel): [begin, end) of F.
+template <class Args>
+DC_DEVICE RowRange forwarded_rows(const Args& args, int node, int channel) {
+  const int32_t* prefix = args.recv_node_channel_prefix + node * args.rail_rings.num_channels;
+  const int start = node == 0 ? 0 : arch::ld_nc(args.recv_node_prefix_sum + node - 1);
+  const int before = channel == 0 ? 0 : arch::ld_nc(prefix + channel - 1);
+  return {start + before, start + arch::ld_nc(prefix + channel)};
+}
+
+}  // namespace deep_comm

@@ -1,0 +1,74 @@
+// internode_combine: every expert rank's rows back to the ranks that own the tokens, added once a
+// node on the way.
+//
+// in     x [Q, H] in dispatch's order, optional topk_weights [Q, K]; optional bias_0, bias_1 [T,
+// H]; the handle out    combined_x [T, H], combined_topk_weights [T, K] sums   s(n)       =
+// round(((0 + x of rank (n, a)) + x of rank (n, b)) + …)   local ranks ascending, float32
+//        combined_x = round(((0 + s(m)) + s(n)) + … + bias_0 + bias_1)         nodes ascending,
+//        float32 rounded to the dtype of x once a node, the own node included, and once at the end;
+//        weights stay float32
+// path   rank (n, j) → NVLink → rank (n, l) → rail → rank (n', l), which owns the token
+// grid   two blocks a channel c, W reducing warps each:
+//          2 c      warp i < M: sender to local rank i; warp M: returns credits on the rail; then
+//          W: add nodes' sums 2 c + 1  warp 0: puts finished sums on the rail, returns credits in
+//          the node; then W: add local rows
+// smem   a ReduceTurns; behind it in blocks 2 c SumsRead [N], else pointers [W, kMaxRanks]
+// words  as in dispatch, roles exchanged
+// waits  ring tail: unblocked by a local sender; ring credit: by warp 0 of the forwarder's block,
+// which waits for its
+//        reducing warps alone; rail credit: by warp M at the owner, likewise; rail tail: by warp 0
+//        of the forwarder. All nodes take the owners' nodes in one order, so that what is sent at
+//        step k is read at step k on all of them: no cycle (docs/design: two tiers)
+// not promised: nothing; the result does not depend on C, slots, chunks or the number of warps
+#pragma once
+
+#include "device/internode/combine_forward.cuh"
+#include "device/internode/combine_reduce.cuh"
+#include "device/internode/combine_send.cuh"
+
+namespace deep_comm {
+
+template <Dtype kDtype>
+DC_DEVICE void run_owner_block(const TierContexts& contexts, const InternodeCombineArgs& args,
+                               ReduceTurns* turns, int channel) {
+  const int num_local = args.tiers.ranks_per_node(), warp = arch::warp_idx();
+  const int reducer = warp - num_local - 1;
+  if (warp < num_local) {
+    send_to_forwarder(contexts.node, args, channel, warp);
+  } else if (warp == num_local) {
+    SumsRead* rings = reinterpret_cast<SumsRead*>(turns + 1);
+    return_sum_credits(contexts, args, turns, rings, channel);
+  } else if (reducer < args.num_reduce_warps) {
+    reduce_tokens<kDtype>(contexts.rail, args, turns, channel, reducer);
+  }
+}
+
+template <Dtype kDtype>
+DC_DEVICE void run_sum_block(const TierContexts& contexts, const InternodeCombineArgs& args,
+                             ReduceTurns* turns, int channel) {
+  const int warp = arch::warp_idx();
+  if (warp == 0) {
+    publish_sums(contexts, args, turns, channel);
+  } else if (warp <= args.num_reduce_warps) {
+    forward_sums<kDtype>(contexts, args, turns, channel, warp - 1);
+  }
+}
+
+template <Dtype kDtype>
+DC_DEVICE void internode_combine(const InternodeCombineArgs& args) {
+  const TierContexts contexts =
+      TierContexts::make(args.world, args.tiers, Kernel::kInternodeCombine);
+  ReduceTurns* turns = ReduceTurns::of_block();
+  turns->reset();
+  if (enter_tiers(contexts, args.tiers, args.signature, &turns->flag)) {
+    const int channel = arch::block_idx() / 2;
+    if (arch::block_idx() % 2 == 0) {
+      run_owner_block<kDtype>(contexts, args, turns, channel);
+    } else {
+      run_sum_block<kDtype>(contexts, args, turns, channel);
+    }
+  }
+  leave_tiers(contexts);
+}
+
+}  // namespace deep_comm

@@ -1,0 +1,71 @@
+// internode_count: the tokens of this rank by channel, for every node and every rank.
+//
+// in     is_token_in_rank [T, R]
+// out    node_channel_prefix [N, C], rank_channel_prefix [R, C], send_node_head [T, N]
+// grid   any number of blocks; a target (node, then rank) a block at a time, a warp a channel
+// smem   int32 [C]
+// local: no peer takes part, no generation passes
+#pragma once
+
+#include "device/internode/args.cuh"
+#include "device/layout/channel_range.cuh"
+
+namespace deep_comm {
+
+// Does a token go to a target? Targets [0, N) are nodes, [N, N + R) ranks.
+DC_DEVICE bool goes_to(const InternodeCountArgs& args, int64_t token, int target) {
+  const int num_nodes = args.tiers.num_nodes(), num_local = args.tiers.ranks_per_node();
+  const uint8_t* row = args.is_token_in_rank + token * args.tiers.num_ranks();
+  if (target >= num_nodes) return arch::ld_nc(row + target - num_nodes) != 0;
+  bool goes = false;
+  for (int local = 0; local < num_local; ++local) {
+    goes = arch::ld_nc(row + target * num_local + local) != 0 || goes;
+  }
+  return goes;
+}
+
+// One warp, one channel: counts its tokens for a target, and numbers them if it is a node.
+DC_DEVICE int count_channel(const InternodeCountArgs& args, int channel, int target) {
+  const int num_nodes = args.tiers.num_nodes();
+  const ChannelRange range = ChannelRange::of(args.num_tokens, args.num_channels, channel);
+  const uint32_t lower_lanes = (1u << arch::lane_idx()) - 1;
+  int num_rows = 0;
+  for (int base = range.begin; base < range.end; base += kWarpSize) {
+    const int token = base + arch::lane_idx();
+    const bool goes = token < range.end && goes_to(args, token, target);
+    const uint32_t going = arch::ballot(kFullMask, goes);
+    if (target < num_nodes && token < range.end) {
+      arch::st_weak(args.send_node_head + static_cast<int64_t>(token) * num_nodes + target,
+                    goes ? num_rows + arch::popc(going & lower_lanes) : -1);
+    }
+    num_rows += arch::popc(going);
+  }
+  return num_rows;
+}
+
+DC_DEVICE void internode_count(const InternodeCountArgs& args) {
+  const int num_nodes = args.tiers.num_nodes();
+  int32_t* counts = reinterpret_cast<int32_t*>(arch::dynamic_smem());
+  for (int target = arch::block_idx(); target < num_nodes + args.tiers.num_ranks();
+       target += arch::num_blocks()) {
+    for (int channel = arch::warp_idx(); channel < args.num_channels;
+         channel += arch::num_warps()) {
+      const int count = count_channel(args, channel, target);
+      if (arch::lane_idx() == 0) counts[channel] = count;
+    }
+    arch::sync_block();
+    if (arch::thread_idx() == 0) {
+      int32_t* prefix = target < num_nodes
+                            ? args.node_channel_prefix + target * args.num_channels
+                            : args.rank_channel_prefix + (target - num_nodes) * args.num_channels;
+      int32_t sum = 0;
+      for (int channel = 0; channel < args.num_channels; ++channel) {
+        sum += counts[channel];
+        arch::st_weak(prefix + channel, sum);
+      }
+    }
+    arch::sync_block();  // the counts may be overwritten
+  }
+}
+
+}  // namespace deep_comm

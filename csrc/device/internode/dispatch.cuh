@@ -1,0 +1,123 @@
+// internode_dispatch: every token once to each node that holds one of its experts, and there to the
+// ranks.
+//
+// in     x [T, H] any dtype, optional x_scales, topk_idx, topk_weights; is_token_in_rank,
+// send_node_head, prefixes out    recv_x [Q, H] sorted by (source rank, source token), with scales,
+// local expert ids, weights, recv_src_idx,
+//        recv_src_meta; send_rank_head [F, M]
+// path   rank (n, l) → rail → rank (n', l) → NVLink → rank (n', j); tokens for the own node skip
+// the NIC alone grid   two blocks a channel c:
+//          2 c      warps [0, S): rail senders, each some of the nodes; warp S + i: receiver of
+//          local rank i 2 c + 1  warp j: forwarder to local rank j; warp M: returns credits on the
+//          rail
+// words  rail tail, head          · channel/rail.cuh · put by the NIC on one queue each, behind the
+// rows
+//        recv_line.tail, send_line.head · channel/ring.cuh · lane = channel
+// before nothing: entry is a barrier over both tiers
+// after  outputs complete on this stream
+// waits  rail credit: unblocked by the forwarders' warp M there; rail tail: by the sender; ring
+// credit: by the
+//        receiver, which waits for nothing but rows. Forwarders and senders take the nodes in one
+//        rotation, so that step k of all ranks waits for steps up to k alone: no cycle
+//        (docs/design: two tiers)
+// slots  a rail slot is free when all M forwarders have passed it; a send slot when its credit has
+// come back not promised: which node's rows come first in time
+#pragma once
+
+#include "device/internode/dispatch_forward.cuh"
+#include "device/internode/dispatch_receive.cuh"
+#include "device/internode/dispatch_send.cuh"
+
+namespace deep_comm {
+
+// Rows past the received ones, spread over the whole grid; and whether all rows fit.
+DC_DEVICE void fill_tail_rows(const Context& context, const InternodeDispatchArgs& args) {
+  const TwoTier& tiers = args.tiers;
+  const int num_rows = arch::ld_nc(args.recv_rank_prefix_sum + tiers.num_ranks() - 1);
+  const int num_forward = arch::ld_nc(args.recv_node_prefix_sum + tiers.num_nodes() - 1);
+  const bool fits = num_rows <= args.num_recv_rows;
+  if ((!fits || num_forward > args.num_forward_rows) && arch::block_idx() == 0 &&
+      arch::thread_idx() == 0) {
+    report_error(context,
+                 {ErrorKind::kOverflow,
+                  {Stage::kCheckArguments, fits ? Word::kNumForwardRows : Word::kNumRecvRows,
+                   context.world.rank, -1},
+                  static_cast<uint64_t>(fits ? num_forward : num_rows),
+                  static_cast<uint64_t>(fits ? args.num_forward_rows : args.num_recv_rows),
+                  0,
+                  -1});
+  }
+  if (!args.fill_tail) return;
+  const int num_topk = args.message.num_topk;
+  const int64_t num_threads = static_cast<int64_t>(arch::num_blocks()) * arch::num_threads();
+  const int64_t thread =
+      static_cast<int64_t>(arch::block_idx()) * arch::num_threads() + arch::thread_idx();
+  for (int64_t row = num_rows + thread; row < args.num_recv_rows; row += num_threads) {
+    arch::st_weak(args.recv_src_idx + row, -1);
+    arch::st_weak(args.recv_src_meta + 2 * row, -1);
+    arch::st_weak(args.recv_src_meta + 2 * row + 1, 0);
+    for (int k = 0; k < num_topk; ++k) {
+      store_expert(args.recv_topk_idx, row * num_topk + k, args.topk_idx_bytes, -1);
+      if (args.recv_topk_weights != nullptr) {
+        arch::st_weak(args.recv_topk_weights + row * num_topk + k, 0.0f);
+      }
+    }
+  }
+  if (args.zero_tail && args.num_recv_rows > num_rows) {
+    const int64_t num_tail = args.num_recv_rows - num_rows;
+    const int64_t first_vec = static_cast<int64_t>(num_rows) * args.message.row_bytes / 16;
+    const int64_t num_vecs = num_tail * args.message.row_bytes / 16;
+    Vec16* x = reinterpret_cast<Vec16*>(args.recv_x) + first_vec;
+    for (int64_t vec = thread; vec < num_vecs; vec += num_threads) arch::st_weak(x + vec, Vec16{});
+    const int64_t first_scale = static_cast<int64_t>(num_rows) * args.num_scales;
+    for (int64_t scale = thread; scale < num_tail * args.num_scales; scale += num_threads) {
+      const uint64_t zero = 0;
+      scatter_element(args.recv_x_scales + (first_scale + scale) * args.scale_bytes,
+                      reinterpret_cast<const uint8_t*>(&zero), args.scale_bytes);
+    }
+  }
+  for (int64_t row = num_forward + thread; row < args.num_forward_rows; row += num_threads) {
+    for (int local = 0; local < tiers.ranks_per_node(); ++local) {
+      arch::st_weak(args.send_rank_head + row * tiers.ranks_per_node() + local, -1);
+    }
+  }
+}
+
+DC_DEVICE void run_outer_block(const TierContexts& contexts, const InternodeDispatchArgs& args,
+                               int channel) {
+  const int receiver = arch::warp_idx() - args.num_sender_warps;
+  if (receiver < 0) {
+    send_to_nodes(contexts.rail, args, channel, arch::warp_idx());
+  } else if (receiver < args.tiers.ranks_per_node()) {
+    receive_from_rank(contexts.node, args, channel, receiver);
+  }
+}
+
+DC_DEVICE void run_forwarding_block(const TierContexts& contexts, const InternodeDispatchArgs& args,
+                                    ForwardTeam* team, int channel) {
+  const int num_local = args.tiers.ranks_per_node();
+  if (arch::warp_idx() < num_local) {
+    forward_to_rank(contexts, args, team, channel, arch::warp_idx());
+  } else if (arch::warp_idx() == num_local) {
+    return_rail_credits(contexts, args, team, channel);
+  }
+}
+
+DC_DEVICE void internode_dispatch(const InternodeDispatchArgs& args) {
+  const TierContexts contexts =
+      TierContexts::make(args.world, args.tiers, Kernel::kInternodeDispatch);
+  ForwardTeam* team = ForwardTeam::of_block();
+  team->reset();
+  if (enter_tiers(contexts, args.tiers, args.signature, &team->flag)) {
+    fill_tail_rows(contexts.node, args);
+    const int channel = arch::block_idx() / 2;
+    if (arch::block_idx() % 2 == 0) {
+      run_outer_block(contexts, args, channel);
+    } else {
+      run_forwarding_block(contexts, args, team, channel);
+    }
+  }
+  leave_tiers(contexts);
+}
+
+}  // namespace deep_comm

@@ -1,0 +1,169 @@
+// dispatch, inside the node: rows that came over the rail go on to the ranks that want them.
+#pragma once
+
+#include "device/channel/ring.cuh"
+#include "device/internode/tiers.cuh"
+#include "device/move/copy_row.cuh"
+
+namespace deep_comm {
+
+// Forwarding warps' progress, for the warp that returns credits; in shared memory.
+struct ForwardTeam {
+  uint32_t flag;                 // of enter_tiers
+  uint32_t num_read[kMaxRanks];  // rail rows that each forwarding warp has passed, over all steps
+
+  DC_DEVICE static ForwardTeam* of_block() {
+    return reinterpret_cast<ForwardTeam*>(arch::dynamic_smem());
+  }
+  // The block, before a barrier.
+  DC_DEVICE void reset() {
+    if (arch::thread_idx() < kMaxRanks) num_read[arch::thread_idx()] = 0;
+  }
+};
+
+// One warp's end of a ring inside the node, filled through registers.
+class RingOutlet {
+ public:
+  DC_DEVICE RingOutlet(const Context& node, const RingLayout& layout, int channel, int peer,
+                       uint32_t batch)
+      : context_(node),
+        ring_(node, ring_slots(node.world, layout, channel, peer, node.world.rank), channel, peer),
+        tail_(ring_tail(node.world, channel, peer)),
+        batch_(batch) {}
+
+  // The next slot, or null: the wait failed. The whole warp calls it.
+  DC_DEVICE uint8_t* acquire() {
+    bool ok = true;
+    if (arch::lane_idx() == 0) ok = ring_.poll_slot(num_filled_);
+    ok = arch::all(kFullMask, ok);
+    if (!ok) {
+      publish();
+      ok = true;
+      if (arch::lane_idx() == 0) ok = ring_.await_slot(num_filled_);
+      ok = arch::all(kFullMask, ok);
+    }
+    arch::sync_warp();  // hands the leader's acquire to all lanes
+    return ok ? ring_.slot(num_filled_) : nullptr;
+  }
+  DC_DEVICE void commit() {
+    if (++num_filled_ - num_published_ >= batch_) publish();
+  }
+  DC_DEVICE void publish() {
+    if (num_published_ == num_filled_) return;
+    num_published_ = num_filled_;
+    arch::sync_warp();  // the lanes' stores before the leader's release
+    if (arch::lane_idx() == 0) {
+      // pairs with: RingReceiver::await_filled — slots of rows [0, num_filled).
+      arch::st_release_sys(tail_, Tagged::pack(context_.generation, num_filled_));
+    }
+  }
+
+ private:
+  const Context& context_;
+  RingSender ring_;
+  uint64_t* tail_;
+  uint32_t batch_;
+  uint32_t num_filled_ = 0;
+  uint32_t num_published_ = 0;
+};
+
+// One warp, one source node: its rows for local rank `dst`. num_before: rail rows of earlier steps.
+DC_DEVICE bool forward_from_node(const TierContexts& contexts, const InternodeDispatchArgs& args,
+                                 ForwardTeam* team, RingOutlet& outlet, int channel, int node,
+                                 int dst, uint32_t num_before) {
+  const int num_local = args.tiers.ranks_per_node();
+  const RowRange rows = forwarded_rows(args, node, channel);
+  RailReceiver rail(contexts.rail, args.tiers.rail, args.rail_rings, channel, node);
+  const bool keeps_heads = args.send_rank_head != nullptr;
+  int32_t head = 0;
+  if (keeps_heads) {
+    const int num_nodes = args.tiers.num_nodes();
+    head = arch::ld_nc(args.combine_start + (channel * num_nodes + node) * num_local + dst);
+  }
+  const auto num_rows = static_cast<uint32_t>(rows.end - rows.begin);
+  for (uint32_t row_idx = 0; row_idx < num_rows; ++row_idx) {
+    bool has_come = true;
+    if (arch::lane_idx() == 0) has_come = rail.poll_filled(row_idx);
+    if (!arch::all(kFullMask, has_come)) {
+      outlet.publish();  // the receiver need not wait for what this warp waits for
+      has_come = true;
+      if (arch::lane_idx() == 0) has_come = rail.await_filled(row_idx);
+      if (!arch::all(kFullMask, has_come)) return false;
+    }
+    arch::sync_warp();  // hands the leader's acquire to all lanes
+    const uint8_t* message = rail.slot(row_idx);
+    const uint32_t rank_mask = arch::ld_weak(reinterpret_cast<const uint32_t*>(
+        message + args.message.row_bytes + args.message.rank_mask_offset()));
+    const bool goes = (rank_mask >> dst & 1) != 0;
+    if (goes) {
+      uint8_t* slot = outlet.acquire();
+      if (slot == nullptr) return false;
+      copy_row(slot, message, args.message.num_bytes());
+      outlet.commit();
+    }
+    arch::sync_warp();  // every lane has read its part of the slot
+    if (arch::lane_idx() == 0) {
+      const int row = rows.begin + static_cast<int>(row_idx);
+      if (keeps_heads && row < args.num_forward_rows) {
+        arch::st_weak(args.send_rank_head + static_cast<int64_t>(row) * num_local + dst,
+                      goes ? head : -1);
+      }
+      // pairs with: return_rail_credits — the reads of the slot.
+      arch::st_release_cta(&team->num_read[dst], num_before + row_idx + 1);
+    }
+    head += goes;
+  }
+  return true;
+}
+
+// One warp: everything that reaches this rank over its rail and goes on to local rank `dst`.
+DC_DEVICE void forward_to_rank(const TierContexts& contexts, const InternodeDispatchArgs& args,
+                               ForwardTeam* team, int channel, int dst) {
+  const int num_nodes = args.tiers.num_nodes();
+  RingOutlet outlet(contexts.node, args.ring, channel, dst, args.num_send_tokens);
+  uint32_t num_before = 0;
+  for (int step = 0; step < num_nodes; ++step) {
+    const int node = NodeOrder::dispatch_from(args.tiers.rail.node, channel, step, num_nodes);
+    if (!forward_from_node(contexts, args, team, outlet, channel, node, dst, num_before)) return;
+    const RowRange rows = forwarded_rows(args, node, channel);
+    num_before += rows.end - rows.begin;
+  }
+  outlet.publish();
+}
+
+// One warp: a rail slot is free when all forwarding warps have passed it. Credits go back in
+// batches, and only as many as the sender can need.
+DC_DEVICE void return_rail_credits(const TierContexts& contexts, const InternodeDispatchArgs& args,
+                                   ForwardTeam* team, int channel) {
+  const int num_nodes = args.tiers.num_nodes(), num_local = args.tiers.ranks_per_node();
+  const int lane = arch::lane_idx();
+  const auto batch =
+      static_cast<uint32_t>(min_of(args.num_rail_send_tokens, args.rail_rings.num_slots));
+  uint32_t num_before = 0;
+  for (int step = 0; step < num_nodes; ++step) {
+    const int node = NodeOrder::dispatch_from(args.tiers.rail.node, channel, step, num_nodes);
+    const RowRange rows = forwarded_rows(args, node, channel);
+    const auto num_rows = static_cast<uint32_t>(rows.end - rows.begin);
+    const uint32_t num_needed = RailReceiver::num_needed(args.rail_rings, num_rows);
+    const RailReceiver rail(contexts.rail, args.tiers.rail, args.rail_rings, channel, node);
+    for (uint32_t num_returned = 0; num_returned < num_needed;) {
+      const uint32_t wanted = min_of(num_returned + batch, num_rows);
+      bool ok = true;
+      if (lane < num_local && !arch::fault(Fault::kEarlyRailCredit)) {
+        uint32_t num_read = 0;
+        ok = await<Scope::kCta>(
+            contexts.node, &team->num_read[lane],
+            {Stage::kRetire, Word::kProgress, contexts.node.world.rank, channel},
+            num_before + wanted, [=](uint32_t value) { return value >= num_before + wanted; },
+            &num_read);
+      }
+      arch::sync_warp();  // hands each lane's acquire to the leader
+      if (!arch::all(kFullMask, ok)) return;
+      if (lane == 0) rail.return_credit(wanted);
+      num_returned = wanted;
+    }
+    num_before += num_rows;
+  }
+}
+
+}  // namespace deep_comm

@@ -1,0 +1,116 @@
+// dispatch, the way out: one channel's tokens for one node, each once, into the ring of the rail.
+#pragma once
+
+#include "device/internode/tiers.cuh"
+#include "device/layout/channel_range.cuh"
+#include "device/move/copy_row.cuh"
+#include "device/move/element.cuh"
+
+namespace deep_comm {
+
+// All lanes: what travels behind a row.
+DC_DEVICE void write_rail_meta(const InternodeDispatchArgs& args, uint8_t* meta, int token,
+                               int node) {
+  const RailMessage& parts = args.message;
+  for (int column = arch::lane_idx(); column < args.num_scales; column += kWarpSize) {
+    const int64_t position = token * args.scale_token_stride + column * args.scale_column_stride;
+    copy_element(meta + parts.scales_offset() + column * args.scale_bytes,
+                 args.x_scales + position * args.scale_bytes, args.scale_bytes);
+  }
+  int32_t* experts = reinterpret_cast<int32_t*>(meta + parts.topk_idx_offset());
+  float* weights = reinterpret_cast<float*>(meta + parts.topk_weights_offset());
+  for (int k = arch::lane_idx(); k < parts.num_topk; k += kWarpSize) {
+    const int64_t position = static_cast<int64_t>(token) * parts.num_topk + k;
+    arch::st_weak(experts + k, load_expert(args.topk_idx, position, args.topk_idx_bytes));
+    arch::st_weak(weights + k,
+                  args.topk_weights != nullptr ? arch::ld_nc(args.topk_weights + position) : 0.0f);
+  }
+  const int num_local = args.tiers.ranks_per_node();
+  const int64_t first = static_cast<int64_t>(token) * args.tiers.num_ranks() + node * num_local;
+  const bool goes = arch::lane_idx() < num_local &&
+                    arch::ld_nc(args.is_token_in_rank + first + arch::lane_idx()) != 0;
+  const uint32_t rank_mask = arch::ballot(kFullMask, goes);
+  if (arch::lane_idx() == 0) {
+    arch::st_weak(reinterpret_cast<int32_t*>(meta + parts.src_idx_offset()),
+                  static_cast<int32_t>(token));
+    arch::st_weak(reinterpret_cast<uint32_t*>(meta + args.message.rank_mask_offset()), rank_mask);
+  }
+}
+
+// One warp's end of a rail ring: filled rows are published in batches, and before every wait for
+// credit.
+class RailOutlet {
+ public:
+  DC_DEVICE RailOutlet(const Context& rail, const RailTier& tier, const RailRings& rings,
+                       int channel, int node, uint32_t batch)
+      : ring_(rail, tier, rings, channel, node), batch_(batch) {}
+
+  // The next slot, or null: the wait failed. The whole warp calls it; the slot is for all lanes.
+  DC_DEVICE uint8_t* acquire() {
+    bool ok = true;
+    if (arch::lane_idx() == 0) ok = ring_.poll_slot(num_filled_);
+    ok = arch::all(kFullMask, ok);
+    if (!ok) {
+      publish();
+      ok = true;
+      if (arch::lane_idx() == 0) ok = ring_.await_slot(num_filled_);
+      ok = arch::all(kFullMask, ok);
+    }
+    arch::sync_warp();  // hands the leader's acquire to all lanes
+    return ok ? ring_.slot(num_filled_) : nullptr;
+  }
+  // The slot is filled, by all lanes.
+  DC_DEVICE void commit() {
+    if (++num_filled_ - num_published_ >= batch_) publish();
+  }
+  DC_DEVICE void publish() {
+    arch::sync_warp();  // the lanes' stores before the leader's release
+    if (arch::lane_idx() == 0) ring_.publish(num_published_, num_filled_);
+    num_published_ = num_filled_;
+  }
+
+ private:
+  RailSender ring_;
+  uint32_t batch_;
+  uint32_t num_filled_ = 0;
+  uint32_t num_published_ = 0;
+};
+
+// One warp. False: a wait failed.
+DC_DEVICE bool send_channel_to_node(const Context& rail, const InternodeDispatchArgs& args,
+                                    int channel, int node) {
+  const int num_nodes = args.tiers.num_nodes();
+  const int row_bytes = args.message.row_bytes;
+  const ChannelRange range =
+      ChannelRange::of(args.num_tokens, args.rail_rings.num_channels, channel);
+  RailOutlet outlet(rail, args.tiers.rail, args.rail_rings, channel, node,
+                    args.num_rail_send_tokens);
+  for (int base = range.begin; base < range.end; base += kWarpSize) {
+    const int64_t own = base + arch::lane_idx();
+    uint32_t pending =
+        arch::ballot(kFullMask, own < range.end &&
+                                    arch::ld_nc(args.send_node_head + own * num_nodes + node) >= 0);
+    for (; pending != 0; pending &= pending - 1) {
+      const int token = base + arch::ffs(pending) - 1;
+      uint8_t* slot = outlet.acquire();
+      if (slot == nullptr) return false;
+      copy_row(slot, args.x + static_cast<size_t>(token) * row_bytes, row_bytes);
+      write_rail_meta(args, slot + row_bytes, token, node);
+      outlet.commit();
+    }
+  }
+  outlet.publish();
+  return true;
+}
+
+// One warp: every num_sender_warps-th node of the channel's rotation.
+DC_DEVICE void send_to_nodes(const Context& rail, const InternodeDispatchArgs& args, int channel,
+                             int warp) {
+  const int num_nodes = args.tiers.num_nodes();
+  for (int step = warp; step < num_nodes; step += args.num_sender_warps) {
+    const int node = NodeOrder::dispatch_to(args.tiers.rail.node, channel, step, num_nodes);
+    if (!send_channel_to_node(rail, args, channel, node)) return;
+  }
+}
+
+}  // namespace deep_comm

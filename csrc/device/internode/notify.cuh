@@ -1,0 +1,299 @@
+// internode_notify: every rank learns how many rows it will receive and forward, before any row
+// moves.
+//
+// in     num_tokens_per_expert [E], node_channel_prefix [N, C], rank_channel_prefix [R, C]
+// (internode_count) out    recv_node_channel_prefix [N, C], recv_node_prefix_sum [N]      rows to
+// forward
+//        recv_rank_channel_start [R, C], recv_rank_prefix_sum [R]       rows to receive
+//        combine_start [C, N, M]; counts (host memory); num_recv_tokens_per_expert
+// grid   one block
+// rounds two, and they are the barrier over all ranks as well: counts for a node go over the rail
+// to the rank of
+//        this local index, which hands every rank of its node its part
+// words  arrived (rail)  · owner: receiver · written by each node's rank · after its counts, on the
+// same queue
+//        counts_received · owner: receiver · overwritten by the notify after the next one: its
+//        parity returns only
+//                          when this rank has entered a kernel behind this one
+//        arrived (node), rank_counts · the same inside the node · release/acquire sys
+// after  all ranks have entered this kernel
+// waits  await_rail_arrivals, unblocked by announce_on_rail of every node; await_arrivals by every
+// local rank
+#pragma once
+
+#include "device/internode/tiers.cuh"
+#include "device/layout/expert_map.cuh"
+
+namespace deep_comm {
+
+// Offsets in the counts for a node and in those for a rank, in int32.
+struct CountsOffsets {
+  int num_channels;
+  int ranks_per_node;
+
+  DC_DEVICE int node_prefix() const { return kNumRailHeaderFields; }
+  DC_DEVICE int rank_prefix(int local) const { return node_prefix() + num_channels * (1 + local); }
+  DC_DEVICE int node_experts() const { return rank_prefix(ranks_per_node); }
+  DC_DEVICE int own_prefix() const { return kNumRailHeaderFields; }
+  DC_DEVICE int own_experts() const { return own_prefix() + num_channels; }
+};
+
+DC_DEVICE int32_t* counts_at(const World& world, int owner, size_t offset) {
+  return reinterpret_cast<int32_t*>(world.bases[owner] + offset);
+}
+
+// How much this rank tells `node`, in int32.
+DC_DEVICE int num_counts(const InternodeNotifyArgs& args, int node) {
+  const int num_local = args.tiers.ranks_per_node();
+  const CountsOffsets offsets{args.num_channels, num_local};
+  const ExpertMap experts{args.num_experts, args.tiers.num_ranks()};
+  return offsets.node_experts() + experts.first_expert((node + 1) * num_local) -
+         experts.first_expert(node * num_local);
+}
+
+// What it tells, into `out`.
+DC_DEVICE void fill_counts(const InternodeNotifyArgs& args, int node, int32_t* out) {
+  const World& world = args.world;
+  const int num_local = args.tiers.ranks_per_node(), num_channels = args.num_channels;
+  const CountsOffsets offsets{num_channels, num_local};
+  const int first_rank = node * num_local;
+  const int first_expert =
+      ExpertMap{args.num_experts, args.tiers.num_ranks()}.first_expert(first_rank);
+  const int num_words = num_counts(args, node);
+  for (int idx = arch::thread_idx(); idx < num_words; idx += arch::num_threads()) {
+    int32_t value;
+    if (idx < offsets.node_prefix()) {
+      value = idx == static_cast<int>(RailField::kBadExpertIndex)
+                  ? static_cast<int32_t>(arch::ld_relaxed_gpu(&world.state()->bad_expert_index))
+                  : args.header.fields[idx];
+    } else if (idx < offsets.rank_prefix(0)) {
+      value = arch::ld_weak(args.node_channel_prefix + node * num_channels + idx -
+                            offsets.node_prefix());
+    } else if (idx < offsets.node_experts()) {
+      value = arch::ld_weak(args.rank_channel_prefix + first_rank * num_channels + idx -
+                            offsets.rank_prefix(0));
+    } else {
+      value =
+          arch::ld_weak(args.num_tokens_per_expert + first_expert + idx - offsets.node_experts());
+    }
+    arch::st_weak(out + idx, value);
+  }
+}
+
+// Round one. The own node's counts take the short way.
+DC_DEVICE void send_counts_to_nodes(const Context& rail, const InternodeNotifyArgs& args,
+                                    int parity) {
+  const World& world = args.world;
+  const RailTier& tier = args.tiers.rail;
+  for (int node = 0; node < tier.num_nodes(); ++node) {
+    const size_t offset = node == tier.node ? tier.layout.received_counts_of(parity, node)
+                                            : tier.layout.sent_counts_of(parity, node);
+    fill_counts(args, node, counts_at(world, world.rank, offset));
+  }
+  arch::sync_block();
+  if (arch::warp_idx() != 0) return;
+  if (!arch::fault(Fault::kSkipRailFence)) arch::fence_acq_rel_sys();  // before the NIC reads them
+  for (int node = arch::lane_idx(); node < tier.num_nodes(); node += kWarpSize) {
+    if (node == tier.node) continue;
+    arch::rail_put(tier.port, node, 0, tier.layout.received_counts_of(parity, tier.node),
+                   counts_at(world, world.rank, tier.layout.sent_counts_of(parity, node)),
+                   static_cast<uint32_t>(align_up(4 * num_counts(args, node), 16)));
+  }
+}
+
+// Round two: every local rank's part of what came from every node.
+DC_DEVICE void hand_on_counts(const InternodeNotifyArgs& args, int parity) {
+  const World& world = args.world;
+  const RailLayout& layout = args.tiers.rail.layout;
+  const int num_local = args.tiers.ranks_per_node(), num_channels = args.num_channels;
+  const CountsOffsets offsets{num_channels, num_local};
+  const ExpertMap experts{args.num_experts, args.tiers.num_ranks()};
+  const int first_rank = args.tiers.rail.node * num_local;
+  for (int node = 0; node < args.tiers.num_nodes(); ++node) {
+    const int source = node * num_local + world.rank;
+    const int32_t* in = counts_at(world, world.rank, layout.received_counts_of(parity, node));
+    for (int local = 0; local < num_local; ++local) {
+      int32_t* out = counts_at(world, local, layout.rank_counts_of(parity, source));
+      const int skipped =
+          experts.first_expert(first_rank + local) - experts.first_expert(first_rank);
+      const int num_words = offsets.own_experts() + experts.num_local_experts(first_rank + local);
+      for (int idx = arch::thread_idx(); idx < num_words; idx += arch::num_threads()) {
+        const int from = idx < offsets.own_prefix() ? idx
+                         : idx < offsets.own_experts()
+                             ? offsets.rank_prefix(local) + idx - offsets.own_prefix()
+                             : offsets.node_experts() + skipped + idx - offsets.own_experts();
+        arch::st_weak(out + idx, arch::ld_weak(in + from));
+      }
+    }
+  }
+}
+
+// Compares every rank's header with this rank's; a thread a source.
+DC_DEVICE void check_rail_headers(const Context& node, const InternodeNotifyArgs& args,
+                                  int parity) {
+  Context context = node;
+  context.names.first = 0;  // sources go by their names in the group
+  const World& world = args.world;
+  for (int source = arch::thread_idx(); source < args.tiers.num_ranks();
+       source += arch::num_threads()) {
+    const int32_t* header =
+        counts_at(world, world.rank, args.tiers.rail.layout.rank_counts_of(parity, source));
+    for (int field = 0; field < static_cast<int>(RailField::kNumTokens); ++field) {
+      const int32_t theirs = arch::ld_weak(header + field);
+      if (field == static_cast<int>(RailField::kBadExpertIndex)) {
+        if (theirs == 0) continue;
+        report_error(context, {ErrorKind::kExpertIndex,
+                               {Stage::kCheckArguments, Word::kTopkIdx, source, -1},
+                               0,
+                               static_cast<uint64_t>(args.num_experts),
+                               0,
+                               -1});
+        abort_rank(context);
+      } else if (theirs != args.header.fields[field]) {
+        report_error(context,
+                     {ErrorKind::kConfigMismatch,
+                      {Stage::kCounts, Word::kRailHeader, source, field},
+                      static_cast<uint64_t>(static_cast<int64_t>(theirs)),
+                      static_cast<uint64_t>(static_cast<int64_t>(args.header.fields[field])),
+                      0,
+                      -1});
+        abort_rank(context);
+      }
+    }
+  }
+}
+
+// Rows to forward, and where they begin in the rings of combine.
+DC_DEVICE void write_forward_prefixes(const InternodeNotifyArgs& args, int parity) {
+  const World& world = args.world;
+  const RailLayout& layout = args.tiers.rail.layout;
+  const int num_nodes = args.tiers.num_nodes(), num_local = args.tiers.ranks_per_node();
+  const int num_channels = args.num_channels;
+  const CountsOffsets offsets{num_channels, num_local};
+  const auto counts_of = [&](int node) {
+    return counts_at(world, world.rank, layout.received_counts_of(parity, node));
+  };
+  for (int idx = arch::thread_idx(); idx < num_nodes * num_channels; idx += arch::num_threads()) {
+    const int node = idx / num_channels, channel = idx % num_channels;
+    arch::st_weak(args.recv_node_channel_prefix + idx,
+                  arch::ld_weak(counts_of(node) + offsets.node_prefix() + channel));
+  }
+  if (arch::thread_idx() == 0) {
+    int32_t sum = 0;
+    for (int node = 0; node < num_nodes; ++node) {
+      sum += arch::ld_weak(counts_of(node) + offsets.node_prefix() + num_channels - 1);
+      arch::st_weak(args.recv_node_prefix_sum + node, sum);
+    }
+    arch::st_relaxed_sys(&args.counts->num_forward_tokens, sum);
+  }
+  for (int idx = arch::thread_idx(); idx < num_channels * num_local; idx += arch::num_threads()) {
+    const int channel = idx / num_local, local = idx % num_local;
+    int32_t sum = 0;
+    for (int step = 0; step < num_nodes; ++step) {
+      const int node = NodeOrder::combine_to(channel, step, num_nodes);
+      arch::st_weak(args.combine_start + (channel * num_nodes + node) * num_local + local, sum);
+      const int32_t* prefix = counts_of(node) + offsets.rank_prefix(local);
+      sum += arch::ld_weak(prefix + channel) -
+             (channel == 0 ? 0 : arch::ld_weak(prefix + channel - 1));
+    }
+  }
+}
+
+// Rows to receive. One warp: a scan over the sources, 32 at a time.
+DC_DEVICE void write_receive_prefixes(const InternodeNotifyArgs& args, int parity) {
+  const World& world = args.world;
+  const RailLayout& layout = args.tiers.rail.layout;
+  const int num_ranks = args.tiers.num_ranks(), num_channels = args.num_channels;
+  const CountsOffsets offsets{num_channels, args.tiers.ranks_per_node()};
+  int32_t before = 0, max_num_tokens = 0;
+  for (int base = 0; base < num_ranks; base += kWarpSize) {
+    const int source = base + arch::lane_idx();
+    int32_t count = 0, num_tokens = 0;
+    const int32_t* counts = nullptr;
+    if (source < num_ranks) {
+      counts = counts_at(world, world.rank, layout.rank_counts_of(parity, source));
+      count = arch::ld_weak(counts + offsets.own_prefix() + num_channels - 1);
+      num_tokens = arch::ld_weak(counts + static_cast<int>(RailField::kNumTokens));
+    }
+    int32_t inclusive = count;
+    for (int delta = 1; delta < kWarpSize; delta *= 2) {
+      const int32_t lower = arch::shfl_up(kFullMask, inclusive, delta);
+      if (arch::lane_idx() >= delta) inclusive += lower;
+      num_tokens = max_of(num_tokens, arch::shfl_xor(kFullMask, num_tokens, delta));
+    }
+    max_num_tokens = max_of(max_num_tokens, num_tokens);
+    if (source < num_ranks) {
+      arch::st_weak(args.recv_rank_prefix_sum + source, before + inclusive);
+      int32_t start = before + inclusive - count;
+      for (int channel = 0; channel < num_channels; ++channel) {
+        arch::st_weak(args.recv_rank_channel_start + source * num_channels + channel, start);
+        start = before + inclusive - count + arch::ld_weak(counts + offsets.own_prefix() + channel);
+      }
+    }
+    before += arch::shfl(kFullMask, inclusive, kWarpSize - 1);
+  }
+  if (arch::lane_idx() == 0) {
+    arch::st_relaxed_sys(&args.counts->num_recv_tokens, before);
+    arch::st_relaxed_sys(&args.counts->max_num_tokens, max_num_tokens);
+  }
+}
+
+DC_DEVICE void write_expert_totals(const InternodeNotifyArgs& args, int parity) {
+  const World& world = args.world;
+  const RailLayout& layout = args.tiers.rail.layout;
+  const CountsOffsets offsets{args.num_channels, args.tiers.ranks_per_node()};
+  const ExpertMap experts{args.num_experts, args.tiers.num_ranks()};
+  for (int expert = arch::thread_idx(); expert < experts.num_local_experts(args.tiers.rank);
+       expert += arch::num_threads()) {
+    int32_t sum = 0;
+    for (int source = 0; source < args.tiers.num_ranks(); ++source) {
+      sum += arch::ld_weak(counts_at(world, world.rank, layout.rank_counts_of(parity, source)) +
+                           offsets.own_experts() + expert);
+    }
+    sum = align_up(sum, args.expert_alignment);
+    arch::st_relaxed_sys(&args.counts->num_recv_tokens_per_expert[0] + expert, sum);
+    arch::st_weak(args.num_recv_tokens_per_expert + expert, sum);
+  }
+}
+
+DC_DEVICE void exchange_tier_counts(const TierContexts& contexts, const InternodeNotifyArgs& args) {
+  const uint32_t signature = Operation::signature(Kernel::kInternodeNotify, nullptr, 0);
+  const int parity = contexts.node.generation & 1;
+  uint32_t* flag = reinterpret_cast<uint32_t*>(arch::dynamic_smem());
+  send_counts_to_nodes(contexts.rail, args, parity);
+  if (arch::warp_idx() == 0) {
+    arch::sync_warp();
+    announce_on_rail(contexts.rail, args.tiers.rail, signature);
+    const bool ok = await_rail_arrivals(contexts.rail, args.tiers.rail, signature);
+    if (arch::lane_idx() == 0) *flag = ok;
+  }
+  arch::sync_block();
+  if (*flag == 0) return;
+  hand_on_counts(args, parity);
+  arch::sync_block();  // the block's counts before the arrivals that release them
+  announce_arrival(contexts.node, signature);
+  if (arch::warp_idx() == 0) {
+    const bool ok = await_arrivals(contexts.node, Stage::kCounts, signature);
+    if (arch::lane_idx() == 0) *flag = ok;
+  }
+  arch::sync_block();
+  if (*flag == 0) return;
+  check_rail_headers(contexts.node, args, parity);
+  write_forward_prefixes(args, parity);
+  if (arch::warp_idx() == 0) write_receive_prefixes(args, parity);
+  write_expert_totals(args, parity);
+  arch::sync_block();
+  if (arch::thread_idx() == 0 && !is_aborted(args.world)) {
+    // pairs with: Engine::wait_internode_counts on the host — every field of InternodeCounts.
+    arch::st_release_sys(&args.counts->sequence, args.sequence);
+  }
+}
+
+DC_DEVICE void internode_notify(const InternodeNotifyArgs& args) {
+  const TierContexts contexts =
+      TierContexts::make(args.world, args.tiers, Kernel::kInternodeNotify);
+  exchange_tier_counts(contexts, args);
+  leave_tiers(contexts);
+}
+
+}  // namespace deep_comm

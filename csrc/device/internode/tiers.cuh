@@ -1,0 +1,132 @@
+// How a kernel over both tiers is entered and left.
+//
+// Entry: the ranks of one local index tell each other over their rail, and whoever has heard from
+// all of them tells its node. A rank that has heard from its node therefore knows that all ranks of
+// the group have entered, hence finished their earlier kernels: rings of both tiers are free.
+//
+// Failure: a rank that gives up tells its node whom it blames. Waits inside the node are more
+// patient than those on the rail, so that a rank which waits for a neighbour that waits for a
+// silent node learns the silent rank's name.
+#pragma once
+
+#include "device/internode/args.cuh"
+#include "device/sync/barrier.cuh"
+#include "device/sync/generation.cuh"
+
+namespace deep_comm {
+
+inline constexpr uint32_t kAbortedByNeighbour = 2;
+
+// One kernel's contexts: of the node, whose peers are local ranks, and of the rail, whose peers are
+// nodes.
+struct TierContexts {
+  Context node;
+  Context rail;
+
+  DC_DEVICE static TierContexts make(const World& world, const TwoTier& tiers, Kernel kernel) {
+    const uint32_t generation = current_generation(world);
+    const int num_local = tiers.ranks_per_node();
+    return {{world, kernel, generation, false, {tiers.rank, tiers.rail.node * num_local, 1}, 2},
+            {world, kernel, generation, false, {tiers.rank, world.rank, num_local}, 1}};
+  }
+};
+
+DC_DEVICE uint64_t* own_word(const World& world, size_t offset) {
+  return reinterpret_cast<uint64_t*>(world.bases[world.rank] + offset);
+}
+
+// A warp: tells the ranks of this local index that this one has entered.
+DC_DEVICE void announce_on_rail(const Context& rail, const RailTier& tier, uint32_t signature) {
+  for (int node = arch::lane_idx(); node < tier.num_nodes(); node += kWarpSize) {
+    if (node == tier.node) continue;
+    // pairs with: await_rail_arrivals at the node — what was put there before, on the same queue.
+    arch::rail_signal(tier.port, node, 0, tier.layout.arrived_of(tier.node),
+                      Tagged::pack(rail.generation, signature));
+  }
+}
+
+// A warp: waits until all of them have; the result is uniform.
+DC_DEVICE bool await_rail_arrivals(const Context& rail, const RailTier& tier, uint32_t signature) {
+  bool ok = true;
+  for (int node = arch::lane_idx(); node < tier.num_nodes() && ok; node += kWarpSize) {
+    if (node == tier.node || arch::fault(Fault::kSkipEntryBarrier)) continue;
+    const WaitFor wait{Stage::kRailBarrier, Word::kRailArrived, node, -1};
+    const uint64_t expected = Tagged::pack(rail.generation, signature);
+    uint64_t raw = 0;
+    ok = await<Scope::kSys>(
+        rail, own_word(rail.world, tier.layout.arrived_of(node)), wait, expected,
+        [&](uint64_t word) { return Tagged::unpack(word).has_reached(rail.generation); }, &raw);
+    const Tagged seen = Tagged::unpack(raw);
+    if (ok && seen.generation == rail.generation && seen.value != signature) {
+      report_error(rail, {ErrorKind::kConfigMismatch,
+                          {Stage::kRailBarrier, Word::kOperation, node, -1},
+                          seen.value,
+                          signature,
+                          0,
+                          -1});
+      abort_rank(rail);
+      ok = false;
+    }
+  }
+  arch::sync_warp();  // hands each lane's acquire to the whole warp
+  return arch::all(kFullMask, ok);
+}
+
+// Every thread of every block; the result is uniform in a block. `flag`: shared memory, not used by
+// anybody else until the block has met again.
+DC_DEVICE bool enter_tiers(const TierContexts& contexts, const TwoTier& tiers, uint32_t signature,
+                           uint32_t* flag) {
+  if (arch::warp_idx() == 0) {
+    bool ok = true;
+    if (arch::block_idx() == 0) {
+      announce_on_rail(contexts.rail, tiers.rail, signature);
+      ok = await_rail_arrivals(contexts.rail, tiers.rail, signature);
+      if (ok) announce_arrival(contexts.node, signature);
+    }
+    ok = ok && await_arrivals(contexts.node, Stage::kEntryBarrier, signature);
+    if (arch::lane_idx() == 0) *flag = ok;
+  }
+  arch::sync_block();
+  return *flag != 0;
+}
+
+// One thread of the last block: what this rank learned from a neighbour becomes its own error, and
+// what it found itself its neighbours'.
+DC_DEVICE void share_failure(const TierContexts& contexts) {
+  const World& world = contexts.node.world;
+  LocalState* state = world.state();
+  // pairs with: the release below at a neighbour — the rank it blames.
+  const uint32_t abort = arch::ld_acquire_sys(&state->abort);
+  if (abort == kAbortedByNeighbour) {
+    const int blamed = static_cast<int>(arch::ld_relaxed_sys(&state->blamed)) - 1;
+    Context context = contexts.node;
+    context.names.first = 0;  // the blamed rank by its name in the group
+    report_error(context, {ErrorKind::kPeerTimeout,
+                           {Stage::kBlamed, Word::kBlamed, blamed, -1},
+                           0,
+                           0,
+                           contexts.node.world.timeout_ns,
+                           -1});
+  } else if (abort != 0 && arch::ld_relaxed_sys(&world.error->kind) ==
+                               static_cast<uint32_t>(ErrorKind::kPeerTimeout)) {
+    const int32_t peer = arch::ld_relaxed_sys(&world.error->peer);
+    if (peer < 0) return;
+    for (int local = 0; local < world.num_ranks; ++local) {
+      if (local == world.rank) continue;
+      LocalState* theirs = reinterpret_cast<LocalState*>(world.bases[local]);
+      if (arch::ld_relaxed_sys(&theirs->abort) != 0) continue;
+      arch::st_relaxed_sys(&theirs->blamed, static_cast<uint32_t>(peer + 1));
+      // pairs with: share_failure there — the blamed rank.
+      arch::st_release_sys(&theirs->abort, kAbortedByNeighbour);
+    }
+  }
+}
+
+// Every thread of every block calls this last.
+DC_DEVICE void leave_tiers(const TierContexts& contexts) {
+  if (!exit_block(contexts.node).is_last) return;
+  if (arch::thread_idx() == 0 && is_aborted(contexts.node.world)) share_failure(contexts);
+  close_generation(contexts.node);
+}
+
+}  // namespace deep_comm

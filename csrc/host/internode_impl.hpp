@@ -1,0 +1,287 @@
+// The part of Engine's methods for groups of several nodes; included by engine_impl.hpp.
+#pragma once
+
+#include "host/engine.hpp"
+
+namespace deep_comm {
+
+namespace detail {
+
+// Rows of one channel on their way between two nodes; a row is a slot.
+inline void check_rail(const RailConfig& config) {
+  require(config.num_slots >= 1 && config.num_send_tokens >= 1 &&
+              config.num_send_tokens <= config.num_slots,
+          "num_rail_send_tokens = " + std::to_string(config.num_send_tokens) +
+              ", must lie in 1..num_rail_slots = " + std::to_string(config.num_slots));
+}
+
+}  // namespace detail
+
+template <class Target>
+size_t Engine<Target>::rail_workspace_bytes(int num_nodes, int ranks_per_node,
+                                            int num_max_experts) {
+  return RailLayout::make(0, num_nodes, ranks_per_node, num_max_experts).data;
+}
+
+template <class Target>
+size_t Engine<Target>::rail_ring_bytes(int num_nodes, int num_channels, int num_slots,
+                                       int row_bytes, int scale_row_bytes, int num_topk) {
+  const RailMessage message{row_bytes, scale_row_bytes, num_topk};
+  return RailRings{num_nodes, num_channels, num_slots, message.slot_bytes(), 0}.num_bytes();
+}
+
+template <class Target>
+size_t Engine<Target>::two_tier_ring_bytes(int ranks_per_node, int num_channels, int num_slots,
+                                           int row_bytes, int scale_row_bytes, int num_topk) {
+  const RailMessage message{row_bytes, scale_row_bytes, num_topk};
+  return RingLayout{ranks_per_node, num_channels, num_slots,
+                    static_cast<size_t>(message.slot_bytes())}
+      .num_bytes();
+}
+
+template <class Target>
+void Engine<Target>::enable_internode(const InternodeOptions& options) {
+  using detail::require;
+  check_open();
+  const int num_local = world_.num_ranks;
+  require(!is_internode() && num_launches_ == 0,
+          "the tier between nodes is enabled once, before any launch");
+  require(options.num_nodes >= 1 && options.node >= 0 && options.node < options.num_nodes,
+          "node = " + std::to_string(options.node) +
+              ", must lie in 0..num_nodes - 1 = " + std::to_string(options.num_nodes - 1));
+  require(static_cast<int>(options.rail_bases.size()) == options.num_nodes,
+          "rail_bases has " + std::to_string(options.rail_bases.size()) + " entries for " +
+              std::to_string(options.num_nodes) + " nodes");
+  require(options.num_qps >= 1,
+          "num_qps = " + std::to_string(options.num_qps) + ", must be at least 1");
+  const size_t words = rail_workspace_bytes(options.num_nodes, num_local, num_max_experts_);
+  require(options.num_bytes % kLineBytes == 0 && options.num_bytes >= words &&
+              options.num_bytes <= data_bytes_,
+          "num_bytes = " + std::to_string(options.num_bytes) +
+              ", must be a multiple of 128, at least " + std::to_string(words) +
+              ", within the heap");
+  data_bytes_ -= options.num_bytes;
+  rail_ring_bytes_ = options.num_bytes - words;
+  const size_t num_counters = static_cast<size_t>(options.num_nodes) * options.num_qps;
+  rail_bases_ =
+      static_cast<uint8_t**>(target_.allocate_mapped(sizeof(uint8_t*) * options.num_nodes));
+  rail_byte_counters_ =
+      static_cast<uint64_t*>(target_.allocate_mapped(sizeof(uint64_t) * num_counters));
+  internode_counts_ = static_cast<InternodeCounts*>(
+      target_.allocate_mapped(sizeof(InternodeCounts) + sizeof(int32_t) * num_max_experts_));
+  for (int node = 0; node < options.num_nodes; ++node) {
+    rail_bases_[node] = reinterpret_cast<uint8_t*>(options.rail_bases[node]);
+  }
+  tiers_.rank = options.node * num_local + world_.rank;
+  tiers_.rail.node = options.node;
+  tiers_.rail.port = {rail_bases_, rail_byte_counters_, options.num_qps, {}};
+  tiers_.rail.layout = RailLayout::make(world_.layout.data + data_bytes_, options.num_nodes,
+                                        num_local, num_max_experts_);
+  if constexpr (Target::kHasRail) {
+    target_.template prepare<InternodeLayoutKernel>();
+    target_.template prepare<InternodeCountKernel>();
+    target_.template prepare<InternodeNotifyKernel>();
+    target_.template prepare<InternodeDispatchKernel>();
+    target_.template prepare<InternodeCombineKernel<Dtype::kBfloat16>>();
+    target_.template prepare<InternodeCombineKernel<Dtype::kFloat16>>();
+    target_.template prepare<InternodeCombineKernel<Dtype::kFloat32>>();
+  } else {
+    require(false, "this build has no rail for this target");
+  }
+}
+
+template <class Target>
+std::vector<uint64_t> Engine<Target>::rail_put_bytes() const {
+  const size_t count =
+      is_internode() ? static_cast<size_t>(tiers_.num_nodes()) * tiers_.rail.port.num_qps : 0;
+  return {rail_byte_counters_, rail_byte_counters_ + count};
+}
+
+// The rings of a call in both tiers; slots of either have slot_bytes.
+template <class Target>
+void Engine<Target>::make_rings(const ChannelConfig& config, const RailConfig& rail, int slot_bytes,
+                                RingLayout* ring, RailRings* rail_rings) const {
+  using detail::require;
+  require(is_internode(), "the tier between nodes is not enabled");
+  require(config.num_channels >= 1 && config.num_channels <= kMaxRailChannels,
+          "num_channels = " + std::to_string(config.num_channels) + ", must lie in 1.." +
+              std::to_string(kMaxRailChannels));
+  require(config.num_slots >= 1 && config.num_send_tokens >= 1 &&
+              config.num_send_tokens <= config.num_slots,
+          "num_send_tokens = " + std::to_string(config.num_send_tokens) +
+              ", must lie in 1..num_slots = " + std::to_string(config.num_slots));
+  detail::check_rail(rail);
+  *ring = {world_.num_ranks, config.num_channels, config.num_slots,
+           static_cast<size_t>(slot_bytes)};
+  *rail_rings = {tiers_.num_nodes(), config.num_channels, rail.num_slots, slot_bytes,
+                 tiers_.rail.layout.data};
+  require(ring->num_bytes() <= data_bytes_,
+          "the rings inside the node need " + std::to_string(ring->num_bytes()) +
+              " bytes, num_nvl_bytes gives " + std::to_string(data_bytes_));
+  require(rail_rings->num_bytes() <= rail_ring_bytes_,
+          "the rings between nodes need " + std::to_string(rail_rings->num_bytes()) +
+              " bytes, num_rdma_bytes gives " + std::to_string(rail_ring_bytes_));
+}
+
+template <class Target>
+void Engine<Target>::internode_layout(InternodeLayoutArgs args, uint64_t stream) {
+  check_num_experts(args.num_experts);
+  args.tiers = tiers_;
+  args.tokens_per_block = Target::kTuning.layout_tokens_per_block;
+  const size_t smem_bytes =
+      sizeof(int32_t) * (tiers_.num_ranks() + tiers_.num_nodes() + args.num_experts + 1);
+  check_counters(args.num_experts, smem_bytes);
+  if constexpr (Target::kHasRail) {
+    launch<InternodeLayoutKernel>(
+        {.num_blocks = max_of(1, ceil_div(args.num_tokens, args.tokens_per_block)),
+         .num_threads = Target::kTuning.layout_threads,
+         .smem_bytes = smem_bytes},
+        args, stream);
+  }
+}
+
+template <class Target>
+void Engine<Target>::internode_notify(InternodeNotifyArgs args, const uint8_t* is_token_in_rank,
+                                      int num_tokens, int32_t* send_node_head,
+                                      const ChannelConfig& config, const RailConfig& rail,
+                                      uint64_t stream) {
+  using detail::require;
+  const auto field = [&](RailField name) -> int& {
+    return args.header.fields[static_cast<int>(name)];
+  };
+  const int row_bytes = field(RailField::kRowBytes);
+  require(row_bytes > 0 && row_bytes % 16 == 0,
+          "row_bytes = " + std::to_string(row_bytes) + ", must be a positive multiple of 16");
+  require(args.num_experts >= 1 && args.num_experts <= num_max_experts_,
+          "num_experts = " + std::to_string(args.num_experts) +
+              ", must lie in 1..num_max_experts = " + std::to_string(num_max_experts_));
+  const RailMessage message{row_bytes, field(RailField::kScaleRowBytes),
+                            field(RailField::kNumTopk)};
+  RingLayout ring{};
+  RailRings rail_rings{};
+  // Checks the shape of the dispatch that follows, so that nothing is launched if it cannot be.
+  make_rings(config, rail, message.slot_bytes(), &ring, &rail_rings);
+  field(RailField::kNumExperts) = args.num_experts;
+  field(RailField::kNumChannels) = config.num_channels;
+  field(RailField::kNumSendTokens) = config.num_send_tokens;
+  field(RailField::kNumSlots) = config.num_slots;
+  field(RailField::kNumRailSendTokens) = rail.num_send_tokens;
+  field(RailField::kNumRailSlots) = rail.num_slots;
+  field(RailField::kNumTokens) = num_tokens;
+  args.tiers = tiers_;
+  args.num_channels = config.num_channels;
+  args.sequence = ++sequence_;
+  args.counts = internode_counts_;
+  num_counted_experts_ =
+      ExpertMap{args.num_experts, tiers_.num_ranks()}.num_local_experts(tiers_.rank);
+  counts_stream_ = stream;
+  InternodeCountArgs count{};
+  count.tiers = tiers_;
+  count.is_token_in_rank = is_token_in_rank;
+  count.num_tokens = num_tokens;
+  count.num_channels = config.num_channels;
+  count.node_channel_prefix = const_cast<int32_t*>(args.node_channel_prefix);
+  count.rank_channel_prefix = const_cast<int32_t*>(args.rank_channel_prefix);
+  count.send_node_head = send_node_head;
+  if constexpr (Target::kHasRail) {
+    const Tuning& tuning = Target::kTuning;
+    launch<InternodeCountKernel>(
+        {.num_blocks = min_of(tiers_.num_ranks() + tiers_.num_nodes(), tuning.num_count_blocks),
+         .num_threads = tuning.internode_notify_threads,
+         .smem_bytes = sizeof(int32_t) * config.num_channels},
+        count, stream);
+    launch<InternodeNotifyKernel>(
+        {.num_blocks = 1, .num_threads = tuning.internode_notify_threads, .smem_bytes = 16}, args,
+        stream);
+  }
+}
+
+template <class Target>
+std::optional<TwoTierCounts> Engine<Target>::wait_internode_counts() {
+  check_open();
+  if (!wait_sequence(&internode_counts_->sequence)) return std::nullopt;
+  TwoTierCounts counts;
+  counts.num_recv_tokens = internode_counts_->num_recv_tokens;
+  counts.num_forward_tokens = internode_counts_->num_forward_tokens;
+  counts.max_num_tokens = internode_counts_->max_num_tokens;
+  counts.num_recv_tokens_per_expert.assign(
+      internode_counts_->num_recv_tokens_per_expert,
+      internode_counts_->num_recv_tokens_per_expert + num_counted_experts_);
+  return counts;
+}
+
+template <class Target>
+void Engine<Target>::internode_dispatch(InternodeDispatchArgs args, const ChannelConfig& config,
+                                        const RailConfig& rail, int num_topk, int row_bytes,
+                                        uint64_t stream) {
+  const int scale_row_bytes = args.num_scales * args.scale_bytes;
+  args.tiers = tiers_;
+  args.message = {row_bytes, scale_row_bytes, num_topk};
+  make_rings(config, rail, args.message.slot_bytes(), &args.ring, &args.rail_rings);
+  args.num_send_tokens = config.num_send_tokens;
+  args.num_rail_send_tokens = rail.num_send_tokens;
+  args.num_sender_warps = min_of(Target::kTuning.num_rail_sender_warps, tiers_.num_nodes());
+  const int agreed[] = {row_bytes,
+                        scale_row_bytes,
+                        num_topk,
+                        config.num_channels,
+                        config.num_send_tokens,
+                        config.num_slots,
+                        rail.num_send_tokens,
+                        rail.num_slots};
+  args.signature = Operation::signature(Kernel::kInternodeDispatch, agreed, 8);
+  if constexpr (Target::kHasRail) {
+    launch<InternodeDispatchKernel>(
+        {.num_blocks = 2 * config.num_channels,
+         .num_threads = kWarpSize * (args.num_sender_warps + world_.num_ranks),
+         .smem_bytes = align_up<size_t>(sizeof(ForwardTeam), 128)},
+        args, stream);
+  }
+}
+
+template <class Target>
+void Engine<Target>::internode_combine(InternodeCombineArgs args, Dtype dtype,
+                                       const ChannelConfig& config, const RailConfig& rail,
+                                       int num_topk, int row_bytes, uint64_t stream) {
+  detail::require(row_bytes > 0 && row_bytes % 16 == 0, "row_bytes = " + std::to_string(row_bytes) +
+                                                            ", must be a positive multiple of 16");
+  args.tiers = tiers_;
+  args.message = {row_bytes, num_topk};
+  make_rings(config, rail, args.message.slot_bytes(), &args.ring, &args.rail_rings);
+  args.num_send_tokens = config.num_send_tokens;
+  args.num_rail_send_tokens = rail.num_send_tokens;
+  const int agreed[] = {row_bytes,
+                        num_topk,
+                        static_cast<int>(dtype),
+                        config.num_channels,
+                        config.num_send_tokens,
+                        config.num_slots,
+                        rail.num_send_tokens,
+                        rail.num_slots};
+  args.signature = Operation::signature(Kernel::kInternodeCombine, agreed, 8);
+  if constexpr (Target::kHasRail) {
+    constexpr int kMaxWarps = InternodeCombineKernel<Dtype::kFloat32>::kMaxThreads / kWarpSize;
+    args.num_reduce_warps =
+        min_of(Target::kTuning.num_reduce_warps, kMaxWarps - world_.num_ranks - 1);
+    const LaunchConfig launch_config{
+        .num_blocks = 2 * config.num_channels,
+        .num_threads = kWarpSize * (world_.num_ranks + 1 + args.num_reduce_warps),
+        .smem_bytes = sizeof(ReduceTurns) +
+                      max_of(sizeof(SumsRead) * tiers_.num_nodes(),
+                             sizeof(const uint8_t*) * kMaxRanks * args.num_reduce_warps)};
+    detail::require(
+        launch_config.smem_bytes <= static_cast<size_t>(Target::kTuning.smem_bytes_limit),
+        "num_nodes = " + std::to_string(tiers_.num_nodes()) +
+            ", a word for each must fit in a block's shared memory");
+    switch (dtype) {
+      case Dtype::kBfloat16:
+        return launch<InternodeCombineKernel<Dtype::kBfloat16>>(launch_config, args, stream);
+      case Dtype::kFloat16:
+        return launch<InternodeCombineKernel<Dtype::kFloat16>>(launch_config, args, stream);
+      case Dtype::kFloat32:
+        return launch<InternodeCombineKernel<Dtype::kFloat32>>(launch_config, args, stream);
+    }
+  }
+}
+
+}  // namespace deep_comm

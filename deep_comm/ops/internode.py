@@ -1,0 +1,446 @@
+"""dispatch and combine of a group of several nodes: each token crosses once to a node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deep_comm import checks
+from deep_comm.backends import Launch
+from deep_comm.checks import Payload
+from deep_comm.context import Context
+from deep_comm.errors import ArgumentError, DeepCommError, HandleMismatch
+from deep_comm.events import EventOverlap
+from deep_comm.internode_handle import InternodeHandle
+from deep_comm.ops.call import CallOptions
+from deep_comm.ops.internode_plan import TwoTierPlan, plan_two_tiers
+from deep_comm.ops.layout import Layout, checked_layout, launch_layout
+from deep_comm.topology import num_local_experts
+
+RecvX = Tensor | tuple[Tensor, Tensor]
+DispatchResult = tuple[
+    RecvX, Tensor | None, Tensor | None, list[int] | None, InternodeHandle | None, EventOverlap
+]
+
+
+class _Routing:
+    """What the counting kernels write: the handle's matrices, and where combine's rings begin."""
+
+    def __init__(
+        self, ctx: Context, launch: Launch, layout: Layout, num_tokens: int, num_channels: int
+    ) -> None:
+        def empty(*shape: int) -> Tensor:
+            return launch.empty(shape, torch.int32)
+
+        num_nodes, num_ranks = ctx.topology.num_nodes, ctx.num_ranks
+        self.layout = layout
+        self.node_channel_prefix = empty(num_nodes, num_channels)
+        self.rank_channel_prefix = empty(num_ranks, num_channels)
+        self.send_node_head = empty(num_tokens, num_nodes)
+        self.recv_node_channel_prefix = empty(num_nodes, num_channels)
+        self.recv_node_prefix_sum = empty(num_nodes)
+        self.recv_rank_channel_start = empty(num_ranks, num_channels)
+        self.recv_rank_prefix_sum = empty(num_ranks)
+        self.combine_start = empty(num_channels, num_nodes, ctx.topology.ranks_per_node)
+        num_local = num_local_experts(ctx.rank, layout.num_experts, num_ranks)
+        self.num_recv_tokens_per_expert = empty(num_local)
+
+
+class _Outputs:
+    """Q received rows, F forwarded ones. Of a cached dispatch: the payload alone."""
+
+    def __init__(
+        self,
+        ctx: Context,
+        launch: Launch,
+        payload: Payload,
+        idx: Tensor | None,
+        weights: Tensor | None,
+        num_rows: int,
+        num_forward_rows: int,
+        makes_handle: bool,
+    ) -> None:
+        self.num_rows = num_rows
+        self.num_forward_rows = num_forward_rows
+        self.x = launch.empty((num_rows, payload.hidden), payload.x.dtype)
+        self.scales = self.topk_idx = self.topk_weights = None
+        self.src_idx = self.src_meta = self.send_rank_head = None
+        if payload.scales is not None:
+            self.scales = launch.empty((num_rows, payload.num_scales), payload.scales.dtype)
+        if idx is not None:
+            self.topk_idx = launch.empty((num_rows, idx.shape[1]), idx.dtype)
+        if weights is not None:
+            self.topk_weights = launch.empty((num_rows, weights.shape[1]), weights.dtype)
+        if makes_handle:
+            self.src_idx = launch.empty((num_rows,), torch.int32)
+            self.src_meta = launch.empty((num_rows, 8), torch.uint8)
+            ranks_per_node = ctx.topology.ranks_per_node
+            self.send_rank_head = launch.empty((num_forward_rows, ranks_per_node), torch.int32)
+
+    @property
+    def payload(self) -> RecvX:
+        return self.x if self.scales is None else (self.x, self.scales)
+
+
+def _launch_dispatch(
+    ctx: Context,
+    launch: Launch,
+    plan: TwoTierPlan,
+    payload: Payload,
+    idx: Tensor | None,
+    weights: Tensor | None,
+    num_experts: int,
+    handle_parts: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+    combine_start: Tensor | None,
+    fill_tail: bool,
+    zero_tail: bool,
+    out: _Outputs,
+) -> None:
+    """``handle_parts``: is_token_in_rank, send_rdma_head and the four receive prefixes."""
+    address, scales = ctx.address, payload.scales
+    is_token_in_rank, send_head, node_prefix, node_sum, rank_start, rank_sum = handle_parts
+    ctx.engine.internode_dispatch(
+        x=address(payload.x),
+        row_bytes=payload.row_bytes,
+        num_tokens=payload.num_tokens,
+        x_scales=address(scales),
+        scale_bytes=payload.scale_bytes,
+        num_scales=payload.num_scales,
+        scale_token_stride=0 if scales is None else scales.stride(0),
+        scale_column_stride=0 if scales is None else scales.stride(1),
+        topk_idx=address(idx),
+        topk_idx_bytes=0 if idx is None else idx.element_size(),
+        topk_weights=address(weights),
+        num_topk=0 if idx is None else idx.shape[1],
+        num_experts=num_experts,
+        is_token_in_rank=address(is_token_in_rank),
+        send_node_head=address(send_head),
+        recv_node_channel_prefix=address(node_prefix),
+        recv_node_prefix_sum=address(node_sum),
+        recv_rank_channel_start=address(rank_start),
+        recv_rank_prefix_sum=address(rank_sum),
+        combine_start=address(combine_start),
+        recv_x=address(out.x),
+        recv_x_scales=address(out.scales),
+        recv_topk_idx=address(out.topk_idx),
+        recv_topk_weights=address(out.topk_weights),
+        recv_src_idx=address(out.src_idx),
+        recv_src_meta=address(out.src_meta),
+        send_rank_head=address(out.send_rank_head),
+        num_recv_rows=out.num_rows,
+        num_forward_rows=out.num_forward_rows,
+        fill_tail=fill_tail,
+        zero_tail=zero_tail,
+        stream=launch.stream,
+        **plan.as_arguments(),
+    )
+
+
+def _notify(
+    ctx: Context,
+    launch: Launch,
+    plan: TwoTierPlan,
+    payload: Payload,
+    layout: Layout,
+    num_topk: int,
+    expert_alignment: int,
+) -> _Routing:
+    routing = _Routing(ctx, launch, layout, payload.num_tokens, plan.num_channels)
+    address = ctx.address
+    ctx.engine.internode_notify(
+        num_tokens_per_expert=address(layout.num_tokens_per_expert),
+        is_token_in_rank=address(layout.is_token_in_rank),
+        num_tokens=payload.num_tokens,
+        num_topk=num_topk,
+        num_experts=layout.num_experts,
+        row_bytes=payload.row_bytes,
+        scale_row_bytes=payload.scale_row_bytes,
+        expert_alignment=expert_alignment,
+        node_channel_prefix=address(routing.node_channel_prefix),
+        rank_channel_prefix=address(routing.rank_channel_prefix),
+        send_node_head=address(routing.send_node_head),
+        recv_node_channel_prefix=address(routing.recv_node_channel_prefix),
+        recv_node_prefix_sum=address(routing.recv_node_prefix_sum),
+        recv_rank_channel_start=address(routing.recv_rank_channel_start),
+        recv_rank_prefix_sum=address(routing.recv_rank_prefix_sum),
+        combine_start=address(routing.combine_start),
+        num_recv_tokens_per_expert=address(routing.num_recv_tokens_per_expert),
+        stream=launch.stream,
+        **plan.as_arguments(),
+    )
+    ctx.end()
+    return routing
+
+
+def internode_dispatch(
+    ctx: Context,
+    x: Any,
+    *,
+    num_tokens_per_rank: Any,
+    num_tokens_per_rdma_rank: Any,
+    is_token_in_rank: Any,
+    num_tokens_per_expert: Any,
+    topk_idx: Any,
+    topk_weights: Any,
+    num_experts: int | None,
+    expert_alignment: int,
+    num_worst_tokens: int,
+    zero_tail: bool,
+    options: CallOptions,
+) -> DispatchResult:
+    ctx.begin()
+    payload = checks.payload(x, ctx.device)
+    idx, weights = checks.topk_pair(topk_idx, topk_weights, ctx.device, payload.num_tokens)
+    for name, value, smallest in (
+        ("expert_alignment", expert_alignment, 1),
+        ("num_worst_tokens", num_worst_tokens, 0),
+    ):
+        if not isinstance(value, int) or value < smallest:
+            raise ArgumentError(name, value, f"must be an integer of at least {smallest}")
+    given = (num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert)
+    layout: Layout | None = None
+    if num_experts is not None and all(part is None for part in given):
+        if idx is None:
+            raise ArgumentError("topk_idx", None, "is needed to compute the layout")
+        checks.num_experts(num_experts, ctx.num_max_experts)
+    else:
+        layout = checked_layout(
+            ctx, payload.num_tokens, num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank
+        )
+        if num_experts is not None and num_experts != layout.num_experts:
+            raise ArgumentError(
+                "num_experts", num_experts, f"must be that of the layout ({layout.num_experts})"
+            )
+    if num_tokens_per_rdma_rank is not None:
+        checks.tensor(
+            "num_tokens_per_rdma_rank",
+            num_tokens_per_rdma_rank,
+            ctx.device,
+            shape=(ctx.topology.num_nodes,),
+            dtypes=(torch.int32,),
+        )
+    num_topk = 0 if idx is None else idx.shape[1]
+    plan = plan_two_tiers(
+        ctx,
+        options.config,
+        options.default_config,
+        payload.row_bytes,
+        payload.scale_row_bytes,
+        num_topk,
+    )
+
+    with options.streams.launch(ctx) as launch:
+        if layout is None:
+            assert idx is not None and num_experts is not None
+            layout = launch_layout(ctx, launch, idx, num_experts)
+        routing = _notify(ctx, launch, plan, payload, layout, num_topk, expert_alignment)
+        counts = None
+        if num_worst_tokens == 0:
+            counts = ctx.engine.wait_internode_counts()
+            if counts is None:
+                ctx.check()
+                raise DeepCommError("internode_notify failed and left no error record")
+        # Without counts: as many rows as can come when all ranks have as many tokens as this one.
+        num_forward = max(num_worst_tokens, ctx.topology.num_nodes * payload.num_tokens)
+        out = _Outputs(
+            ctx,
+            launch,
+            payload,
+            idx,
+            weights,
+            num_worst_tokens if counts is None else counts.num_recv_tokens,
+            num_forward if counts is None else counts.num_forward_tokens,
+            makes_handle=True,
+        )
+        parts = (
+            layout.is_token_in_rank,
+            routing.send_node_head,
+            routing.recv_node_channel_prefix,
+            routing.recv_node_prefix_sum,
+            routing.recv_rank_channel_start,
+            routing.recv_rank_prefix_sum,
+        )
+        _launch_dispatch(
+            ctx,
+            launch,
+            plan,
+            payload,
+            idx,
+            weights,
+            layout.num_experts,
+            parts,
+            routing.combine_start,
+            counts is None,
+            counts is None and zero_tail,
+            out,
+        )
+        event = launch.finish(
+            (
+                payload.x,
+                payload.scales,
+                idx,
+                weights,
+                layout.num_tokens_per_rank,
+                layout.num_tokens_per_expert,
+                layout.is_token_in_rank,
+                routing.combine_start,
+            )
+        )
+    ctx.end()
+    assert out.src_meta is not None and out.send_rank_head is not None
+    handle = InternodeHandle(
+        is_token_in_rank=layout.is_token_in_rank,
+        rdma_channel_prefix_matrix=routing.node_channel_prefix,
+        gbl_channel_prefix_matrix=routing.rank_channel_prefix,
+        recv_rdma_channel_prefix_matrix=routing.recv_node_channel_prefix,
+        recv_rdma_rank_prefix_sum=routing.recv_node_prefix_sum,
+        recv_gbl_channel_prefix_matrix=routing.recv_rank_channel_start,
+        recv_gbl_rank_prefix_sum=routing.recv_rank_prefix_sum,
+        recv_src_meta=out.src_meta,
+        send_rdma_head=routing.send_node_head,
+        send_nvl_head=out.send_rank_head,
+        recv_src_idx=out.src_idx,
+        rank=ctx.rank,
+        num_experts=layout.num_experts,
+        num_topk=num_topk,
+        num_recv_tokens=None if counts is None else counts.num_recv_tokens,
+        max_num_tokens=None if counts is None else counts.max_num_tokens,
+        num_recv_tokens_per_expert=routing.num_recv_tokens_per_expert,
+        members=ctx.members,
+    )
+    per_expert = [] if counts is None else list(counts.num_recv_tokens_per_expert)
+    return out.payload, out.topk_idx, out.topk_weights, per_expert, handle, event
+
+
+def _known(ctx: Context, handle: InternodeHandle | Sequence[Tensor]) -> InternodeHandle:
+    known = InternodeHandle.of(handle)
+    known.require_group(ctx.rank, ctx.num_ranks, ctx.topology.num_nodes, ctx.members, ctx.device)
+    return known
+
+
+def cached_internode_dispatch(
+    ctx: Context, x: Any, handle: InternodeHandle | Sequence[Tensor], options: CallOptions
+) -> DispatchResult:
+    """The routing of ``handle`` with another x: no counts to exchange, no wait of the host."""
+    ctx.begin()
+    payload = checks.payload(x, ctx.device)
+    known = _known(ctx, handle)
+    if known.num_tokens != payload.num_tokens:
+        raise HandleMismatch(
+            "handle",
+            f"{known.num_tokens} tokens",
+            f"must be of a dispatch of as many tokens as x has rows ({payload.num_tokens})",
+        )
+    plan = plan_two_tiers(
+        ctx,
+        options.config,
+        options.default_config,
+        payload.row_bytes,
+        payload.scale_row_bytes,
+        0,
+        known.num_channels,
+    )
+    with options.streams.launch(ctx) as launch:
+        out = _Outputs(
+            ctx,
+            launch,
+            payload,
+            None,
+            None,
+            known.num_recv_rows,
+            known.num_forward_rows,
+            makes_handle=False,
+        )
+        parts = (known[0], known[8], known[3], known[4], known[5], known[6])
+        _launch_dispatch(
+            ctx,
+            launch,
+            plan,
+            payload,
+            None,
+            None,
+            known.num_experts or 0,
+            parts,
+            None,
+            False,
+            False,
+            out,
+        )
+        event = launch.finish((payload.x, payload.scales, *known))
+    ctx.end()
+    return out.payload, None, None, None, None, event
+
+
+def internode_combine(
+    ctx: Context,
+    x: Any,
+    handle: InternodeHandle | Sequence[Tensor],
+    *,
+    topk_weights: Any,
+    bias: Any,
+    options: CallOptions,
+) -> tuple[Tensor, Tensor | None, EventOverlap]:
+    ctx.begin()
+    x = checks.combine_input(x, ctx.device)
+    num_rows, hidden = x.shape
+    known = _known(ctx, handle)
+    if known.num_recv_rows != num_rows:
+        raise HandleMismatch(
+            "handle",
+            f"{known.num_recv_rows} received rows",
+            f"must be of a dispatch that returned as many rows as x has ({num_rows})",
+        )
+    num_topk = 0
+    if topk_weights is not None:
+        topk_weights = checks.tensor(
+            "topk_weights",
+            topk_weights,
+            ctx.device,
+            shape=(num_rows, None),
+            dtypes=(torch.float32,),
+        )
+        num_topk = topk_weights.shape[1]
+    num_tokens = known.num_tokens
+    bias_0, bias_1 = checks.biases(bias, (num_tokens, hidden), x)
+    plan = plan_two_tiers(
+        ctx,
+        options.config,
+        options.default_config,
+        hidden * x.element_size(),
+        0,
+        num_topk,
+        known.num_channels,
+    )
+    address = ctx.address
+    with options.streams.launch(ctx) as launch:
+        combined_x = launch.empty((num_tokens, hidden), x.dtype)
+        combined_topk_weights = None
+        if topk_weights is not None:
+            combined_topk_weights = launch.empty((num_tokens, num_topk), torch.float32)
+        ctx.engine.internode_combine(
+            x=address(x),
+            dtype=checks.COMBINE_DTYPES[x.dtype],
+            hidden=hidden,
+            topk_weights=address(topk_weights),
+            num_topk=num_topk,
+            bias_0=address(bias_0),
+            bias_1=address(bias_1),
+            num_tokens=num_tokens,
+            num_recv_rows=num_rows,
+            send_node_head=address(known.send_rdma_head),
+            send_rank_head=address(known.send_nvl_head),
+            recv_node_channel_prefix=address(known.recv_rdma_channel_prefix_matrix),
+            recv_node_prefix_sum=address(known.recv_rdma_rank_prefix_sum),
+            recv_rank_channel_start=address(known.recv_gbl_channel_prefix_matrix),
+            recv_rank_prefix_sum=address(known.recv_gbl_rank_prefix_sum),
+            combined_x=address(combined_x),
+            combined_topk_weights=address(combined_topk_weights),
+            stream=launch.stream,
+            **plan.as_arguments(),
+        )
+        event = launch.finish((x, topk_weights, bias_0, bias_1, *known))
+    ctx.end()
+    return combined_x, combined_topk_weights, event

@@ -1,0 +1,119 @@
+"""Rings of one call between nodes: inside the node and on the rail."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deep_comm.config import Config, plan_rings
+from deep_comm.context import Context
+from deep_comm.errors import ArgumentError, BufferTooSmall, HandleMismatch
+
+
+@dataclass(frozen=True)
+class TwoTierPlan:
+    """Geometry of the rings of one call in both tiers."""
+
+    num_channels: int
+    num_send_tokens: int
+    num_slots: int
+    num_rail_send_tokens: int
+    num_rail_slots: int
+
+    def as_arguments(self) -> dict[str, int]:
+        """By the names that the engine knows."""
+        return {
+            "num_channels": self.num_channels,
+            "num_send_tokens": self.num_send_tokens,
+            "num_slots": self.num_slots,
+            "num_rail_send_tokens": self.num_rail_send_tokens,
+            "num_rail_slots": self.num_rail_slots,
+        }
+
+
+def plan_two_tiers(
+    ctx: Context,
+    config: Config | None,
+    default: Config | None,
+    row_bytes: int,
+    scale_row_bytes: int,
+    num_topk: int,
+    num_channels: int | None = None,
+) -> TwoTierPlan:
+    """Rings for one call. A caller's ``config`` is taken as it is; ``default`` is shrunk until it fits.
+
+    ``num_channels``: of the handle, which the plan must have.
+
+    Raises:
+        ArgumentError, BufferTooSmall, HandleMismatch.
+    """
+    if config is not None and not isinstance(config, Config):
+        raise ArgumentError("config", type(config).__name__, "must be a Config or None")
+    key = ("two tiers", config, default, row_bytes, scale_row_bytes, num_topk, num_channels)
+    known = ctx.two_tier_plans.get(key)
+    if known is None:
+        known = _plan(ctx, config, default, row_bytes, scale_row_bytes, num_topk, num_channels)
+        ctx.two_tier_plans[key] = known
+    return known
+
+
+def _plan(
+    ctx: Context,
+    config: Config | None,
+    default: Config | None,
+    row_bytes: int,
+    scale_row_bytes: int,
+    num_topk: int,
+    num_channels: int | None,
+) -> TwoTierPlan:
+    shape = dict(row_bytes=row_bytes, scale_row_bytes=scale_row_bytes, num_topk=num_topk)
+
+    def ring_bytes(channels: int, slots: int) -> int:
+        return ctx.engine.two_tier_ring_bytes(
+            ranks_per_node=ctx.topology.ranks_per_node,
+            num_channels=channels,
+            num_slots=slots,
+            **shape,
+        )
+
+    def rail_bytes(channels: int, slots: int) -> int:
+        return ctx.engine.rail_ring_bytes(
+            num_nodes=ctx.topology.num_nodes, num_channels=channels, num_slots=slots, **shape
+        )
+
+    chosen = config if config is not None else default
+    assert chosen is not None
+    rings = plan_rings(
+        config,
+        chosen,
+        num_channels=num_channels,
+        max_sms=ctx.backend.max_sms,
+        num_nvl_bytes=ctx.num_nvl_bytes,
+        num_ring_bytes=ctx.num_ring_bytes,
+        ring_bytes=ring_bytes,
+    )
+    if num_channels is not None and rings.num_channels != num_channels:
+        raise HandleMismatch(
+            "handle",
+            f"{num_channels} channels",
+            f"must have the config's {rings.num_channels} channels (num_sms / 2); "
+            "leave config away to take the handle's",
+        )
+    channels = rings.num_channels
+    slots = chosen.num_max_rdma_chunked_recv_tokens
+    if config is None:
+        while slots > 1 and rail_bytes(channels, slots) > ctx.num_rdma_bytes:
+            slots //= 2
+    if rail_bytes(channels, slots) > ctx.num_rdma_bytes:
+        raise BufferTooSmall(
+            ctx.num_rdma_bytes,
+            rail_bytes(channels, slots),
+            f"{channels} channels with rings of {slots} slots to each of {ctx.topology.num_nodes} nodes",
+            "num_rdma_bytes",
+        )
+    return TwoTierPlan(
+        num_channels=channels,
+        num_send_tokens=rings.num_send_tokens,
+        num_slots=rings.num_slots,
+        num_rail_send_tokens=min(chosen.num_max_rdma_chunked_send_tokens, slots),
+        num_rail_slots=slots,
+    )

@@ -1,0 +1,198 @@
+"""The readable truth of groups of several nodes: what the two-tier dispatch and combine must give, bit for bit.
+
+Rows arrive as inside one node (deep_comm.reference); what differs is the handle and where sums are
+rounded. N nodes of M ranks, R = N * M; otherwise the names of deep_comm.reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deep_comm import reference
+from deep_comm.reference import Bias, Dispatched, Payload, channel_of_token
+
+
+@dataclass(frozen=True)
+class InternodeDispatched:
+    """What one rank has after a dispatch between nodes, and what its handle holds."""
+
+    received: Dispatched
+    ranks_per_node: int
+    rdma_channel_prefix_matrix: Tensor  # int32 [N, C]
+    gbl_channel_prefix_matrix: Tensor  # int32 [R, C]
+    recv_rdma_channel_prefix_matrix: Tensor  # int32 [N, C]
+    recv_rdma_rank_prefix_sum: Tensor  # int32 [N]
+    recv_gbl_channel_prefix_matrix: Tensor  # int32 [R, C]
+    recv_gbl_rank_prefix_sum: Tensor  # int32 [R]
+    recv_src_meta: Tensor  # int32 [num_recv_tokens, 2]: source node, mask of this node's ranks
+    send_rdma_head: Tensor  # int32 [T, N]
+    send_nvl_head: Tensor  # int32 [F, M]
+
+
+def _node_mask(is_token_in_rank: Tensor, ranks_per_node: int) -> Tensor:
+    """bool [T, N]: does a token go to a node?"""
+    num_tokens, num_ranks = is_token_in_rank.shape
+    return is_token_in_rank.view(num_tokens, num_ranks // ranks_per_node, ranks_per_node).any(dim=2)
+
+
+def _prefix(mask: Tensor, num_channels: int) -> Tensor:
+    """int32 [columns, C]: tokens of channels 0..c for each column of ``mask`` [T, columns]."""
+    counts = torch.zeros(num_channels, mask.shape[1], dtype=torch.int64)
+    counts.index_add_(0, channel_of_token(mask.shape[0], num_channels), mask.long())
+    return counts.cumsum(dim=0).t().to(torch.int32).contiguous()
+
+
+def _heads(mask: Tensor, num_channels: int) -> Tensor:
+    """int32 [T, columns]: ordinal of a token in its (column, channel) queue; -1: not there."""
+    heads = torch.full(mask.shape, -1, dtype=torch.int32)
+    channels = channel_of_token(mask.shape[0], num_channels)
+    for channel in range(num_channels):
+        rows = (channels == channel).nonzero().squeeze(1)
+        part = mask[rows]
+        heads[rows] = torch.where(part, part.long().cumsum(dim=0) - 1, -1).to(torch.int32)
+    return heads
+
+
+def _forwarded(
+    tokens: Sequence[Tensor], num_channels: int, num_tokens: Sequence[int]
+) -> Tensor:
+    """int32 [F, M] from ``tokens[n]``: bool [T_n, M], which of this node's ranks node n's tokens go to.
+
+    A row's place in the ring that combine fills for a local rank: the ring of channel c takes the
+    nodes c, c + 1, … modulo N, and a node's rows in order. -1: not sent there.
+    """
+    num_nodes, num_local = len(tokens), tokens[0].shape[1]
+    heads = [torch.full(mask.shape, -1, dtype=torch.int32) for mask in tokens]
+    for channel in range(num_channels):
+        next_place = torch.zeros(num_local, dtype=torch.int64)
+        for step in range(num_nodes):
+            node = (channel + step) % num_nodes
+            channels = channel_of_token(num_tokens[node], num_channels)
+            for token in (channels == channel).nonzero().squeeze(1).tolist():
+                goes = tokens[node][token]
+                heads[node][token][goes] = next_place[goes].to(torch.int32)
+                next_place += goes.long()
+    # A row is forwarded if it goes to any rank of this node.
+    rows = [head[mask.any(dim=1)] for head, mask in zip(heads, tokens, strict=True)]
+    return torch.cat(rows)
+
+
+def dispatch(
+    xs: Sequence[Payload],
+    topk_idxs: Sequence[Tensor],
+    num_experts: int,
+    ranks_per_node: int,
+    topk_weights: Sequence[Tensor] | None = None,
+    *,
+    num_channels: int = 1,
+    expert_alignment: int = 1,
+    num_worst_tokens: int = 0,
+) -> list[InternodeDispatched]:
+    """What every rank receives; arguments as of ``reference.dispatch``."""
+    received = reference.dispatch(
+        xs,
+        topk_idxs,
+        num_experts,
+        topk_weights,
+        num_channels=num_channels,
+        expert_alignment=expert_alignment,
+        num_worst_tokens=num_worst_tokens,
+    )
+    num_ranks = len(xs)
+    num_nodes = num_ranks // ranks_per_node
+    masks = [got.is_token_in_rank for got in received]
+    node_masks = [_node_mask(mask, ranks_per_node) for mask in masks]
+    node_prefixes = [_prefix(mask, num_channels) for mask in node_masks]
+    results = []
+    for rank, got in enumerate(received):
+        node, local = divmod(rank, ranks_per_node)
+        rail = range(local, num_ranks, ranks_per_node)  # the ranks of this local index
+        own = slice(node * ranks_per_node, (node + 1) * ranks_per_node)
+        recv_node_prefix = torch.stack([node_prefixes[peer][node] for peer in rail])
+        starts = got.rank_prefix_matrix[:, rank] - torch.diff(
+            got.rank_prefix_matrix[:, rank], prepend=torch.zeros(1, dtype=torch.int32)
+        )
+        num = got.num_recv_tokens
+        sources, tokens = got.recv_src_rank[:num].tolist(), got.recv_src_idx[:num].tolist()
+        bits = torch.tensor([1 << i for i in range(ranks_per_node)])
+        ranks_of = [
+            int((masks[source][token][own].long() * bits).sum())
+            for source, token in zip(sources, tokens, strict=True)
+        ]
+        meta = [[source // ranks_per_node, mask] for source, mask in zip(sources, ranks_of, strict=True)]
+        results.append(
+            InternodeDispatched(
+                received=got,
+                ranks_per_node=ranks_per_node,
+                rdma_channel_prefix_matrix=node_prefixes[rank],
+                gbl_channel_prefix_matrix=got.channel_prefix_matrix,
+                recv_rdma_channel_prefix_matrix=recv_node_prefix,
+                recv_rdma_rank_prefix_sum=recv_node_prefix[:, -1].cumsum(0).to(torch.int32),
+                recv_gbl_channel_prefix_matrix=got.recv_channel_prefix_matrix
+                + starts.unsqueeze(1).to(torch.int32),
+                recv_gbl_rank_prefix_sum=got.rank_prefix_matrix[:, rank].contiguous(),
+                recv_src_meta=torch.tensor(meta, dtype=torch.int32).view(num, 2),
+                send_rdma_head=_heads(node_masks[rank], num_channels),
+                send_nvl_head=_forwarded(
+                    [masks[peer][:, own] for peer in rail],
+                    num_channels,
+                    [masks[peer].shape[0] for peer in rail],
+                ),
+            )
+        )
+    assert num_nodes * ranks_per_node == num_ranks
+    return results
+
+
+def _sums_of_nodes(
+    rows: Sequence[Tensor],
+    dispatched: Sequence[InternodeDispatched],
+    rank: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """float32 [T, width]: per node the float32 sum over its ranks, ascending, rounded to ``dtype``; these
+    added in float32, nodes ascending."""
+    received = [got.received for got in dispatched]
+    is_token_in_rank = received[rank].is_token_in_rank
+    ranks_per_node = dispatched[rank].ranks_per_node
+    num_tokens, num_ranks = is_token_in_rank.shape
+    total = torch.zeros(num_tokens, rows[rank].shape[1], dtype=torch.float32)
+    for first in range(0, num_ranks, ranks_per_node):
+        node_total = torch.zeros_like(total)
+        for peer in range(first, first + ranks_per_node):
+            tokens = is_token_in_rank[:, peer].nonzero().squeeze(1)
+            end = int(received[peer].rank_prefix_matrix[rank, peer])
+            node_total[tokens] += rows[peer][end - len(tokens) : end].float()
+        here = is_token_in_rank[:, first : first + ranks_per_node].any(dim=1)
+        total[here] += node_total[here].to(dtype).float()
+    return total
+
+
+def combine(
+    xs: Sequence[Tensor],
+    dispatched: Sequence[InternodeDispatched],
+    topk_weights: Sequence[Tensor] | None = None,
+    biases: Sequence[Bias] | None = None,
+) -> list[tuple[Tensor, Tensor | None]]:
+    """Sum of every token's rows over the ranks that got it, plus bias: per rank ([T, H], [T, K]).
+
+    A node's rows are added in float32 from 0.0, ranks ascending, and rounded to the dtype of x, the
+    source's own node included. The nodes' sums are added in float32 from 0.0, nodes ascending, then
+    the biases, and rounded once more. Weights are summed in the same order and stay float32.
+    """
+    results: list[tuple[Tensor, Tensor | None]] = []
+    for rank, x in enumerate(xs):
+        total = _sums_of_nodes(xs, dispatched, rank, x.dtype)
+        bias = biases[rank] if biases is not None else None
+        if bias is not None:
+            for part in bias if isinstance(bias, tuple) else (bias,):
+                total += part.float()
+        weights = None
+        if topk_weights is not None:
+            weights = _sums_of_nodes(topk_weights, dispatched, rank, torch.float32)
+        results.append((total.to(x.dtype), weights))
+    return results

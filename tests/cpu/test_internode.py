@@ -1,0 +1,158 @@
+"""Dispatch, cached dispatch and combine between logical nodes, bit for bit; ranks are threads."""
+
+import random
+
+import matrix
+import pytest
+import torch
+from cases import Scales
+from internode import InternodeCase, run_case, verify
+
+from deep_comm import local
+
+# (nodes, ranks per node); one node takes the single-tier path and has tests of its own.
+SHAPES = [(2, 2), (2, 4), (4, 2), (3, 3), (8, 1), (2, 1), (3, 2), (2, 3)]
+
+ROUTINGS = ("random", "random", "skewed", "holes", "one_expert", "none", "duplicates")
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEP_COMM_POISON", "1")
+
+
+def check(case: InternodeCase) -> None:
+    verify(case, local.run(lambda group: run_case(group, case), case.num_ranks, timeout_s=120))
+
+
+def random_case(seed: int) -> InternodeCase:
+    choose = random.Random(seed)
+    num_nodes, ranks_per_node = SHAPES[seed % len(SHAPES)]
+    load = choose.choice(list(matrix.TOKENS.values()))
+    num_ranks = num_nodes * ranks_per_node
+    slots, rail_slots = choose.choice((1, 2, 5, 16)), choose.choice((2, 3, 8, 24))
+    dtype, scales = choose.choice(matrix.PAYLOADS)
+    return InternodeCase(
+        tuple(min(40, load(rank, num_ranks)) for rank in range(num_ranks)),
+        hidden=choose.choice((16, 80, 128)),
+        experts=choose.choice((num_ranks, 2 * num_ranks + 3, 64, 3)),
+        topk=choose.choice((1, 2, 5, 8)),
+        dtype=dtype,
+        combine_dtype=choose.choice((torch.bfloat16, torch.float16, torch.float32)),
+        routing=choose.choice(ROUTINGS),
+        idx_dtype=choose.choice((torch.int64, torch.int32)),
+        scales=scales,
+        num_sms=choose.choice((None, 2, 4, 6)),
+        send_chunk=choose.randint(1, slots),
+        slots=slots,
+        rail_chunk=choose.randint(1, rail_slots // 2),
+        rail_slots=rail_slots,
+        num_qps=choose.choice((1, 2, 3, 24)),
+        alignment=choose.choice((1, 1, 8)),
+        worst=choose.choice((0, 0, 3)),
+        zero_tail=choose.choice((False, True)),
+        biases=choose.choice((0, 1, 2)),
+        fused_layout=choose.choice((False, True)),
+        calls=choose.choice((1, 2)),
+        ranks_per_node=ranks_per_node,
+        seed=seed,
+    )
+
+
+@pytest.mark.parametrize("case", [random_case(seed) for seed in range(96)], ids=str)
+def test_every_rank_gets_its_rows_and_sums(case: InternodeCase) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (4, 2), (3, 3)], ids=str)
+def test_sum_does_not_depend_on_channels_and_rings(shape: tuple[int, int]) -> None:
+    num_ranks = shape[0] * shape[1]
+    tokens = tuple(11 + 3 * rank for rank in range(num_ranks))
+    for num_sms, chunk, slots in ((2, 1, 2), (4, 3, 6), (10, 4, 16)):
+        # verify() compares with the one reference, so equal to it means equal to each other.
+        check(
+            InternodeCase(
+                tokens, experts=2 * num_ranks, topk=6, num_sms=num_sms, send_chunk=chunk,
+                slots=slots, rail_chunk=chunk, rail_slots=slots, ranks_per_node=shape[1],
+            )
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("rail_slots", [2, 3, 4, 5, 6, 7])
+def test_rail_ring_wraps_at_every_offset(rail_slots: int) -> None:
+    for num_tokens in (7, 8, 40):
+        check(
+            InternodeCase(
+                (num_tokens, num_tokens + rail_slots, 3, 5), experts=4, topk=2, hidden=16,
+                num_sms=2, send_chunk=1, slots=2, rail_chunk=rail_slots // 2,
+                rail_slots=rail_slots, calls=2,
+            )
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [("one node", range(4, 6)), ("own node", None), ("one rank", [5]), ("not node 0", range(2, 6))],
+)
+def test_skewed_routing(name: str, wanted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tokens to one node, none to another, to the own node alone, one hot rank."""
+    import internode
+
+    case = InternodeCase(
+        (23, 9, 31, 14, 0, 27), experts=6, topk=2, num_sms=4, slots=2, send_chunk=1,
+        rail_slots=2, rail_chunk=1, ranks_per_node=2,
+    )  # fmt: skip
+    plain = internode.make_inputs
+
+    def skewed(case, rank, call):
+        inputs = plain(case, rank, call)
+        experts = torch.tensor([rank - rank % 2, rank - rank % 2 + 1] if wanted is None else [*wanted])
+        return type(inputs)(**{**vars(inputs), "topk_idx": experts[inputs.topk_idx % len(experts)]})
+
+    monkeypatch.setattr(internode, "make_inputs", skewed)
+    check(case)
+
+
+def test_sixteen_ranks_of_four_nodes() -> None:
+    tokens = tuple(5 + rank % 7 for rank in range(16))
+    check(InternodeCase(tokens, experts=33, topk=8, num_sms=4, ranks_per_node=4, scales=Scales(3)))
+
+
+def test_forty_ranks_have_more_than_one_warp_of_nodes() -> None:
+    check(
+        InternodeCase(
+            (3,) * 40, experts=80, topk=8, hidden=16, num_sms=2, ranks_per_node=1, rail_slots=2,
+            rail_chunk=1, slots=2, send_chunk=1, rdma_bytes=1 << 20, nvl_bytes=1 << 18,
+        )
+    )  # fmt: skip
+
+
+def test_a_hundred_calls_of_changing_shapes_on_one_buffer() -> None:
+    import internode
+
+    import deep_comm
+
+    choose = random.Random(5)
+    cases = [
+        InternodeCase(
+            tuple(choose.choice((0, 1, 4, 13)) for _ in range(4)),
+            hidden=choose.choice((16, 32, 256)),
+            experts=choose.choice((4, 7, 12)),
+            topk=choose.choice((1, 3)),
+            num_sms=choose.choice((2, 4)),
+            slots=choose.choice((1, 3)),
+            send_chunk=1,
+            rail_slots=choose.choice((2, 5)),
+            rail_chunk=1,
+            seed=number,
+        )
+        for number in range(100)
+    ]
+
+    def fn(group):
+        with deep_comm.Buffer(group, 1 << 20, 1 << 20, device="cpu", ranks_per_node=2) as buffer:
+            return [internode.call_once(buffer, case, 0) for case in cases]
+
+    results = local.run(fn, 4, timeout_s=200)
+    for number, case in enumerate(cases):
+        verify(case, [[calls[number]] for calls in results])

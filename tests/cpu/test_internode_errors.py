@@ -1,0 +1,309 @@
+"""Failures between nodes: who is named, on which ranks, and what a reset restores."""
+
+import os
+import re
+import signal
+import threading
+
+import pytest
+import torch
+from internode import InternodeCase, run_case, verify
+
+import deep_comm
+from deep_comm import context, errors, local, processes, simulate
+
+NUM_RANKS, RANKS_PER_NODE = 6, 2
+
+
+def make_buffer(group, timeout_s: float = 20.0, **options) -> deep_comm.Buffer:
+    return deep_comm.Buffer(
+        group, 1 << 18, 1 << 18, device="cpu", timeout_s=timeout_s, num_max_experts=64,
+        **{"ranks_per_node": RANKS_PER_NODE, **options},
+    )  # fmt: skip
+
+
+def arguments_of(num_tokens: int = 5, num_experts: int = 12, hidden: int = 64) -> dict:
+    return {
+        "x": torch.ones(num_tokens, hidden, dtype=torch.bfloat16),
+        "topk_idx": (torch.arange(num_tokens * 2) * 5 % num_experts).view(num_tokens, 2),
+        "topk_weights": torch.ones(num_tokens, 2),
+        "num_experts": num_experts,
+        "config": deep_comm.Config(2, 1, 2, 1, 2),
+    }
+
+
+CHANGES = {
+    "num_experts": lambda a: a.update(num_experts=13),
+    "hidden": lambda a: a.update(x=torch.ones(5, 128, dtype=torch.bfloat16)),
+    "channels": lambda a: a.update(config=deep_comm.Config(4, 1, 2, 1, 2)),
+    "rail slots": lambda a: a.update(config=deep_comm.Config(2, 1, 2, 1, 4)),
+    "scales": lambda a: a.update(x=(torch.ones(5, 128, dtype=torch.int8), torch.ones(5, 4))),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_rank_that_disagrees_is_found_on_all_ranks(what: str) -> None:
+    def fn(group):
+        with make_buffer(group) as buffer:
+            arguments = arguments_of()
+            if group.rank() == 3:
+                CHANGES[what](arguments)
+            with pytest.raises(errors.ConfigMismatch) as caught:
+                buffer.dispatch(**arguments)
+            assert len(caught.value.values) == 2 and caught.value.field
+            recv_x, *_, handle, _ = buffer.dispatch(**arguments_of())  # the Buffer stays usable
+            buffer.combine(recv_x, handle)
+
+    local.run(fn, NUM_RANKS, timeout_s=120)
+
+
+def test_bad_expert_index_is_reported_on_every_rank() -> None:
+    def fn(group):
+        with make_buffer(group) as buffer:
+            arguments = arguments_of()
+            if group.rank() == 4:
+                arguments["topk_idx"][3, 0] = 12
+            with pytest.raises(errors.ExpertIndexError) as caught:
+                buffer.dispatch(**arguments)
+            assert (caught.value.rank, caught.value.num_experts) == (4, 12)
+
+    local.run(fn, NUM_RANKS, timeout_s=60)
+
+
+def test_too_few_worst_case_rows_are_reported() -> None:
+    def fn(group):
+        with make_buffer(group) as buffer:
+            buffer.dispatch(**arguments_of(), num_worst_tokens=3)
+
+    ended = local.run(fn, NUM_RANKS, timeout_s=60, return_errors=True)
+    found = [error for error in ended if isinstance(error, errors.CapacityError)]
+    assert len(found) == NUM_RANKS
+    assert all(error.available_rows == 3 and error.needed_rows > 3 for error in found)
+
+
+@pytest.mark.parametrize("silent", [0, 3, 5])
+@pytest.mark.parametrize("operation", ["notify", "cached", "combine"])
+def test_every_rank_names_the_rank_that_never_comes(silent: int, operation: str) -> None:
+    def fn(group):
+        with make_buffer(group, timeout_s=2.0) as buffer:
+            if operation == "notify":
+                if group.rank() != silent:
+                    buffer.dispatch(**arguments_of())
+                return
+            arguments = arguments_of()
+            recv_x, *_, handle, _ = buffer.dispatch(**arguments)
+            if group.rank() == silent:
+                return
+            if operation == "cached":
+                buffer.dispatch(arguments["x"], handle, config=arguments["config"])
+            else:
+                buffer.combine(recv_x, handle, config=arguments["config"])
+
+    ended = simulate.run(
+        fn, NUM_RANKS, 7, on_stuck="clock", return_errors=True, timeout_s=120
+    )
+    for rank, error in enumerate(ended):
+        if rank == silent:
+            continue
+        assert isinstance(error, errors.PeerTimeout), f"rank {rank}: {error!r}"
+        assert (error.rank, error.peer) == (rank, silent), f"rank {rank}: {error}"
+
+
+@pytest.mark.parametrize("stalled", [1, 4])
+def test_a_stalled_rail_is_named_by_its_rank(stalled: int) -> None:
+    """Its NIC delivers nothing more: the ranks of its local index name it, and tell their nodes."""
+
+    def fn(group):
+        with make_buffer(group, timeout_s=2.0) as buffer:
+            if group.rank() == stalled:
+                group.simulation.stall_rail(stalled)
+            buffer.dispatch(**arguments_of())
+
+    ended = simulate.run(
+        fn, NUM_RANKS, 3, on_stuck="clock", return_errors=True, timeout_s=120
+    )
+    for rank, error in enumerate(ended):
+        if rank // RANKS_PER_NODE == stalled // RANKS_PER_NODE:
+            continue  # inside its node nothing is late before the next call
+        assert isinstance(error, errors.PeerTimeout), f"rank {rank}: {error!r}"
+        assert error.peer == stalled, f"rank {rank}: {error}"
+
+
+def test_reset_makes_the_buffer_usable_after_a_stalled_rail() -> None:
+    case = InternodeCase(
+        (7, 3, 9, 5), experts=8, topk=3, num_sms=2, slots=2, send_chunk=1, rail_slots=2, rail_chunk=1
+    )
+    import internode
+
+    def fn(group):
+        with make_buffer(group, timeout_s=2.0) as buffer:
+            internode.call_once(buffer, case, 0)
+            if group.rank() == 1:
+                group.simulation.stall_rail(1)
+            try:
+                internode.call_once(buffer, case, 1)
+            except errors.PeerTimeout:
+                pass
+            buffer.reset()
+            return [internode.call_once(buffer, case, 2)]
+
+    for seed in range(8):
+        results = simulate.run(fn, 4, seed, on_stuck="clock", timeout_s=120)
+        internode.verify_call(case, [calls[0] for calls in results], 2)
+
+
+def test_buffer_sizes_name_the_bytes_that_are_needed() -> None:
+    def fn(group):
+        with make_buffer(group) as buffer:
+            arguments = arguments_of()
+            arguments["config"] = deep_comm.Config(4, 1, 2, 8, 4096)
+            with pytest.raises(errors.BufferTooSmall, match="num_rdma_bytes") as caught:
+                buffer.dispatch(**arguments)
+            return caught.value.needed_bytes
+
+    needed = local.run(fn, NUM_RANKS, timeout_s=60)[0]
+
+    def enough(group):
+        with deep_comm.Buffer(
+            group, 1 << 18, needed, device="cpu", ranks_per_node=RANKS_PER_NODE
+        ) as buffer:
+            buffer.dispatch(**{**arguments_of(), "config": deep_comm.Config(4, 1, 2, 8, 4096)})
+
+    local.run(enough, 2 * RANKS_PER_NODE + 2, timeout_s=60)
+
+
+def test_handles_are_checked() -> None:
+    def fn(group):
+        with make_buffer(group) as buffer:
+            arguments = arguments_of()
+            recv_x, *_, handle, _ = buffer.dispatch(**arguments)
+            assert len(handle) == 10 and handle[-4] is handle.recv_gbl_rank_prefix_sum
+            assert [*handle][0] is handle.is_token_in_rank and handle[7].shape[1] == 8
+            for bad, kind in (
+                ((1, 2), errors.ArgumentError),
+                (tuple(handle)[:9] + (None,), errors.ArgumentError),
+            ):
+                with pytest.raises(kind, match="handle"):
+                    buffer.combine(recv_x, bad)
+            with pytest.raises(errors.HandleMismatch, match="rows"):
+                buffer.combine(torch.cat([recv_x, recv_x]), handle)
+            with pytest.raises(errors.HandleMismatch, match="tokens"):
+                buffer.dispatch(torch.ones(9, 64, dtype=torch.bfloat16), handle)
+            with pytest.raises(errors.HandleMismatch, match="channels"):
+                buffer.combine(recv_x, handle, config=deep_comm.Config(6, 1, 2, 1, 2))
+
+    local.run(fn, NUM_RANKS, timeout_s=60)
+
+
+def test_one_node_has_no_internode_calls() -> None:
+    def fn(group):
+        with make_buffer(group, ranks_per_node=2) as buffer:
+            with pytest.raises(errors.TopologyError, match="one node"):
+                buffer.internode_dispatch(**arguments_of())
+            with pytest.raises(errors.TopologyError, match="one node"):
+                buffer.internode_combine(torch.ones(1, 64), ())
+
+    local.run(fn, 2, timeout_s=60)
+
+
+def test_hosts_make_nodes_and_other_hosts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that believe to be on two hosts; this target reaches one alone, and says so on all ranks."""
+    monkeypatch.setattr(context, "host_identity", _host_of_thread)
+
+    def fn(group):
+        _hosts.rank = group.rank()
+        with pytest.raises(errors.TopologyError, match="2 nodes .* on 2 hosts"):
+            make_buffer(group, ranks_per_node=None)
+
+    local.run(fn, 4, timeout_s=60)
+
+
+_hosts = threading.local()
+
+
+def _host_of_thread() -> str:
+    return f"host {_hosts.rank // 2}"
+
+
+def test_ranks_per_node_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEP_COMM_RANKS_PER_NODE", "3")
+
+    def fn(group):
+        with make_buffer(group, ranks_per_node=None) as buffer:
+            per_node = buffer.get_dispatch_layout(arguments_of()["topk_idx"], 12)[1]
+            return None if per_node is None else per_node.shape[0]
+
+    assert local.run(fn, 6, timeout_s=60) == [2] * 6
+    assert local.run(fn, 3, timeout_s=60) == [None] * 3
+
+
+# ---- processes ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        InternodeCase((20, 0, 13, 17), experts=13, topk=4, hidden=512, calls=3, biases=2),
+        InternodeCase(
+            (9, 14, 3, 8, 6, 11), experts=12, topk=3, num_sms=4, slots=1, send_chunk=1, calls=3,
+            rail_slots=2, rail_chunk=1, ranks_per_node=3,
+        ),
+        InternodeCase((8,) * 4, experts=8, topk=2, num_sms=2, ranks_per_node=1, calls=2),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.xdist_group("processes")
+def test_processes_get_their_rows_and_sums(case: InternodeCase) -> None:
+    variables = {"DEEP_COMM_POISON": "1"}
+    results = processes.run(
+        run_case, case.num_ranks, case, start_method="forkserver", timeout_s=120, variables=variables
+    )
+    verify(case, results)
+
+
+def dispatch_and_die(group, silent: int):
+    with make_buffer(group, timeout_s=3.0) as buffer:
+        buffer.dispatch(**arguments_of())
+        if buffer.rank == silent:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            buffer.dispatch(**arguments_of())
+        except errors.PeerTimeout as error:
+            return error.peer
+    return None
+
+
+@pytest.mark.xdist_group("processes")
+def test_a_killed_process_is_named_by_all_others() -> None:
+    ended = processes.outcomes(
+        dispatch_and_die, NUM_RANKS, 2, start_method="forkserver", timeout_s=120
+    )
+    named = [outcome.value for outcome in ended if outcome.rank != 2]
+    assert named == [2] * (NUM_RANKS - 1), [
+        re.sub(r"\s+", " ", str(outcome.error)) for outcome in ended
+    ]
+
+
+def two_groups(group):
+    """A Buffer over the world as two nodes, and one over each half of it, in turn."""
+    import torch.distributed as dist
+
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    own = halves[dist.get_rank() // 2]
+    rows = []
+    with make_buffer(group) as world, make_buffer(own, ranks_per_node=1) as half:
+        for _ in range(3):
+            for buffer in (world, half):
+                arguments = arguments_of()
+                recv_x, *_, handle, _ = buffer.dispatch(**arguments)
+                combined, *_ = buffer.combine(recv_x, handle)
+                copies = handle.is_token_in_rank.sum(1, keepdim=True)
+                assert torch.equal(combined, arguments["x"] * copies)
+                rows.append(recv_x.shape[0])
+    return rows
+
+
+@pytest.mark.xdist_group("processes")
+def test_buffers_over_a_world_and_over_parts_of_it() -> None:
+    rows = processes.run(two_groups, 4, start_method="forkserver", timeout_s=120)
+    assert all(part[:2] == part[2:4] == part[4:] for part in rows)

@@ -1,0 +1,123 @@
+"""Two tiers under seeded schedules: late and reordered puts, weak memory; and faults that must be found."""
+
+import random
+
+import pytest
+import torch
+from cases import Scales
+from internode import InternodeCase, run_case, verify
+
+from deep_comm import simulate
+from deep_comm.errors import DeepCommError
+
+NUM_SEEDS = 320
+SEEDS_PER_TEST = 40
+SHAPES = [(2, 2), (2, 4), (4, 2), (3, 3), (8, 1), (2, 1), (3, 2)]
+ROUTINGS = ("random", "skewed", "holes", "one_expert", "none", "duplicates")
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEP_COMM_POISON", "1")
+
+
+def small_case(seed: int) -> InternodeCase:
+    choose = random.Random(seed)
+    num_nodes, ranks_per_node = SHAPES[seed % len(SHAPES)]
+    num_ranks = num_nodes * ranks_per_node
+    slots, rail_slots = choose.choice((1, 2, 3)), choose.choice((2, 3, 5))
+    return InternodeCase(
+        tuple(choose.choice((0, 1, 3, 6, 9)) for _ in range(num_ranks)),
+        hidden=choose.choice((16, 32, 48)),
+        experts=choose.choice((num_ranks, 2 * num_ranks + 1)),
+        topk=choose.choice((1, 2, 4)),
+        dtype=choose.choice((torch.bfloat16, torch.uint8)),
+        scales=choose.choice((None, None, Scales(3, torch.float32, "column"))),
+        routing=choose.choice(ROUTINGS),
+        num_sms=choose.choice((2, 2, 4)),
+        send_chunk=choose.randint(1, slots),
+        slots=slots,
+        rail_chunk=choose.randint(1, rail_slots // 2),
+        rail_slots=rail_slots,
+        num_qps=choose.choice((1, 2, 5)),
+        worst=choose.choice((0, 0, 2)),
+        biases=choose.choice((0, 1)),
+        fused_layout=choose.choice((False, True)),
+        calls=choose.choice((1, 2)),
+        nvl_bytes=1 << 17,
+        rdma_bytes=1 << 18,
+        ranks_per_node=ranks_per_node,
+        seed=seed,
+    )
+
+
+def simulated(case: InternodeCase, seed: int, **options) -> simulate.SimulationResults:
+    return simulate.run(
+        lambda group: run_case(group, case), case.num_ranks, seed, timeout_s=120, **options
+    )
+
+
+@pytest.mark.parametrize("first_seed", range(0, NUM_SEEDS, SEEDS_PER_TEST))
+def test_every_schedule_gives_the_same_bits(first_seed: int) -> None:
+    for seed in range(first_seed, first_seed + SEEDS_PER_TEST):
+        case = small_case(seed)
+        try:
+            verify(case, simulated(case, seed))
+        except Exception as error:
+            raise AssertionError(f"seed {seed}, {case}: {error}") from error
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_full_rings_on_both_tiers(seed: int) -> None:
+    """Enough rows for every role to wait for credit; small cases end before that."""
+    case = InternodeCase(
+        (40,) * 6, hidden=32, experts=12, topk=4, num_sms=4, send_chunk=1, slots=2, rail_chunk=1,
+        rail_slots=2, nvl_bytes=1 << 18, rdma_bytes=1 << 18, seed=seed,
+        ranks_per_node=(2, 3, 1)[seed % 3],
+    )  # fmt: skip
+    verify(case, simulated(case, seed))
+
+
+# Rings of two slots, several calls and unequal ranks give each fault a chance.
+FAULTY = InternodeCase(
+    (9, 6, 12, 5), experts=4, topk=3, hidden=48, num_sms=2, slots=2, send_chunk=1, calls=2,
+    rail_slots=2, rail_chunk=1, nvl_bytes=1 << 17, rdma_bytes=1 << 18, ranks_per_node=2,
+)  # fmt: skip
+FAULTS = [
+    "reorder_rail",  # a signal overtakes the rows before it
+    "skip_rail_credit",  # slots are filled again before they have been read
+    "early_rail_credit",  # credits go back before the reads
+    "skip_rail_fence",  # the NIC reads slots whose stores it cannot see yet
+    "skip_entry_barrier",  # a kernel writes where peers still run the one before
+    "weaken_release",
+]
+
+
+def notices(case: InternodeCase, seed: int, faults: tuple[str, ...]) -> str | None:
+    """How the run with these faults fails, or None if it does not."""
+    try:
+        verify(case, simulated(case, seed, faults=faults))
+    except (AssertionError, DeepCommError, simulate.MachineError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_simulation_finds_the_fault(fault: str) -> None:
+    for seed in range(60):
+        if notices(FAULTY, seed, (fault,)) is not None:
+            return
+    pytest.fail(f"60 seeds ran with {fault} and none noticed")
+
+
+def test_the_same_runs_pass_without_a_fault() -> None:
+    for seed in range(20):
+        found = notices(FAULTY, seed, ())
+        assert found is None, f"seed {seed}: {found}"
+
+
+@pytest.mark.parametrize("stalled", [0, 1, 2, 3])
+def test_a_rank_that_stalls_for_a_while_changes_nothing(stalled: int) -> None:
+    for seed in range(3):
+        results = simulated(FAULTY, seed, stalls=[(stalled, 300 * seed, 4000)])
+        verify(FAULTY, results)

@@ -1,0 +1,243 @@
+"""Two-tier cases: run one on every rank, and check what came out against the reference, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import payload
+import torch
+from cases import Case, make_inputs
+from roundtrip import CACHED_CALL, expert_outputs, verify_payload
+from torch import Tensor
+
+import deep_comm
+from deep_comm import reference_internode as reference
+
+HANDLE_FIELDS = (
+    "rdma_channel_prefix_matrix",
+    "gbl_channel_prefix_matrix",
+    "recv_rdma_channel_prefix_matrix",
+    "recv_rdma_rank_prefix_sum",
+    "recv_gbl_channel_prefix_matrix",
+    "recv_gbl_rank_prefix_sum",
+    "send_rdma_head",
+)
+
+
+@dataclass(frozen=True)
+class InternodeCase(Case):
+    """A case of ``len(tokens)`` ranks, ``ranks_per_node`` to a logical node."""
+
+    ranks_per_node: int = 2
+    rail_chunk: int = 2
+    rail_slots: int = 4
+    rdma_bytes: int = 16 << 20
+    num_qps: int = 4
+
+    @property
+    def num_nodes(self) -> int:
+        return self.num_ranks // self.ranks_per_node
+
+    def __str__(self) -> str:
+        shape = f"{self.num_nodes}x{self.ranks_per_node}-"
+        rail = f"-rail{self.rail_slots}by{self.rail_chunk}q{self.num_qps}"
+        return shape + super().__str__() + (rail if self.num_sms is not None else "")
+
+
+@dataclass(frozen=True)
+class Received:
+    """What one rank got out of one call; tensors on the host."""
+
+    recv_x: Tensor
+    recv_scales: Tensor | None
+    recv_topk_idx: Tensor
+    recv_topk_weights: Tensor
+    counts: list[int]
+    num_tokens_per_node: Tensor | None
+    handle: deep_comm.InternodeHandle
+    cached_x: Tensor  # a second dispatch with the handle's ten tensors, payload of call + CACHED_CALL
+    cached_bytes: list[list[int]]  # that it has put on the rail, by node and queue
+    combined_x: Tensor
+    combined_weights: Tensor
+
+
+def config_of(case: InternodeCase) -> deep_comm.Config | None:
+    if case.num_sms is None:
+        return None
+    return deep_comm.Config(
+        case.num_sms, case.send_chunk, case.slots, case.rail_chunk, case.rail_slots
+    )
+
+
+def source_ranks(handle: deep_comm.InternodeHandle, num_rows: int) -> Tensor:
+    ends = handle.recv_gbl_rank_prefix_sum.cpu().long()
+    return torch.searchsorted(ends, torch.arange(num_rows), right=True).clamp(max=len(ends) - 1)
+
+
+def call_once(buffer: deep_comm.Buffer, case: InternodeCase, call: int) -> Received:
+    """Layout, dispatch, cached dispatch, combine of one rank."""
+    rank, config = buffer.rank, config_of(case)
+    inputs = make_inputs(case, rank, call)
+    arguments: dict[str, Any] = dict(topk_idx=inputs.topk_idx, topk_weights=inputs.topk_weights)
+    per_node = None
+    if case.fused_layout:
+        arguments["num_experts"] = case.experts
+    else:
+        per_rank, per_node, per_expert, mask, _ = buffer.get_dispatch_layout(
+            inputs.topk_idx, case.experts
+        )
+        arguments.update(
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_node,
+            is_token_in_rank=mask,
+            num_tokens_per_expert=per_expert,
+        )
+    scales = inputs.scales
+    recv, recv_topk_idx, recv_weights, counts, handle, _ = buffer.dispatch(
+        inputs.x if scales is None else (inputs.x, scales),
+        **arguments,
+        expert_alignment=case.alignment,
+        num_worst_tokens=case.num_worst_tokens,
+        zero_tail=case.zero_tail,
+        config=config,
+    )
+    recv_x, recv_scales = recv if isinstance(recv, tuple) else (recv, None)
+    before = buffer.rail_put_bytes
+    again = payload.rows(rank, case.tokens[rank], case.hidden, case.dtype, call + CACHED_CALL)
+    cached, *nothing, _ = buffer.dispatch(
+        again if scales is None else (again, scales), handle=tuple(handle), config=config
+    )
+    assert nothing == [None, None, None, None]
+    cached_bytes = [
+        [now - then for now, then in zip(*queues, strict=True)]
+        for queues in zip(buffer.rail_put_bytes, before, strict=True)
+    ]
+    src_rank = source_ranks(handle, recv_x.shape[0])
+    y = expert_outputs(case, src_rank, handle.recv_src_idx, rank, call)
+    combined_x, combined_weights, _ = buffer.combine(
+        y, handle, topk_weights=recv_weights, bias=inputs.bias, config=config
+    )
+    return Received(
+        recv_x=recv_x,
+        recv_scales=recv_scales,
+        recv_topk_idx=recv_topk_idx,
+        recv_topk_weights=recv_weights,
+        counts=list(counts),
+        num_tokens_per_node=per_node,
+        handle=handle,
+        cached_x=cached[0] if isinstance(cached, tuple) else cached,
+        cached_bytes=cached_bytes,
+        combined_x=combined_x,
+        combined_weights=combined_weights,
+    )
+
+
+def run_case(group: Any, case: InternodeCase, timeout_s: float = 60.0) -> list[Received]:
+    """All calls of a case on one rank."""
+    with deep_comm.Buffer(
+        group,
+        case.nvl_bytes,
+        case.rdma_bytes,
+        num_qps_per_rank=case.num_qps,
+        device="cpu",
+        timeout_s=timeout_s,
+        ranks_per_node=case.ranks_per_node,
+        num_max_experts=max(case.experts, 64),
+    ) as buffer:
+        return [call_once(buffer, case, call) for call in range(case.calls)]
+
+
+def verify(case: InternodeCase, results: Sequence[Sequence[Received]]) -> None:
+    """``results[rank][call]`` against the reference."""
+    for call in range(case.calls):
+        verify_call(case, [calls[call] for calls in results], call)
+
+
+def verify_call(case: InternodeCase, received: Sequence[Received], call: int) -> None:
+    same = payload.assert_same_bits
+    inputs = [make_inputs(case, rank, call) for rank in range(case.num_ranks)]
+    num_channels = received[0].handle.num_channels
+    expected = reference.dispatch(
+        [i.x if i.scales is None else (i.x, i.scales) for i in inputs],
+        [i.topk_idx for i in inputs],
+        case.experts,
+        case.ranks_per_node,
+        [i.topk_weights for i in inputs],
+        num_channels=num_channels,
+        expert_alignment=case.alignment,
+        num_worst_tokens=case.num_worst_tokens,
+    )
+    for rank, (got, want) in enumerate(zip(received, expected, strict=True)):
+        who = f"rank {rank} call {call}"
+        verify_payload(case, got, want.received, who)
+        verify_handle(case, got, want, who)
+        again = [
+            payload.rows(peer, case.tokens[peer], case.hidden, case.dtype, call + CACHED_CALL)
+            for peer in range(case.num_ranks)
+        ]
+        num = want.received.num_recv_tokens
+        sources = want.received.recv_src_rank[:num]
+        tokens = want.received.recv_src_idx[:num].long()
+        rows = torch.cat([again[peer][tokens[sources == peer]] for peer in range(case.num_ranks)])
+        same(got.cached_x[:num], rows, f"{who}: cached recv_x")
+        verify_bytes(case, got, want, rank)
+    outputs = [
+        expert_outputs(
+            case,
+            want.received.recv_src_rank.clamp(min=0),
+            want.received.recv_src_idx,
+            rank,
+            call,
+        )
+        for rank, want in enumerate(expected)
+    ]
+    combined = reference.combine(
+        outputs,
+        expected,
+        [want.received.recv_topk_weights for want in expected],
+        [i.bias for i in inputs],
+    )
+    for rank, (got, (want_x, want_weights)) in enumerate(zip(received, combined, strict=True)):
+        who = f"rank {rank} call {call}"
+        same(got.combined_x, want_x, f"{who}: combined_x")
+        same(got.combined_weights, want_weights, f"{who}: combined weights")
+
+
+def verify_handle(
+    case: InternodeCase, got: Received, want: reference.InternodeDispatched, who: str
+) -> None:
+    same, handle = payload.assert_same_bits, got.handle
+    num = want.received.num_recv_tokens
+    num_forward = want.send_nvl_head.shape[0]
+    same(handle.is_token_in_rank, want.received.is_token_in_rank, f"{who}: is_token_in_rank")
+    for name in HANDLE_FIELDS:
+        same(getattr(handle, name), getattr(want, name), f"{who}: handle.{name}")
+    same(handle.recv_src_idx, want.received.recv_src_idx, f"{who}: recv_src_idx")
+    meta = handle.recv_src_meta[:num].view(torch.int32)
+    same(meta, want.recv_src_meta, f"{who}: handle.recv_src_meta")
+    same(handle.send_nvl_head[:num_forward], want.send_nvl_head, f"{who}: handle.send_nvl_head")
+    assert (handle.send_nvl_head[num_forward:] == -1).all()
+    if got.num_tokens_per_node is not None:
+        sent = want.rdma_channel_prefix_matrix[:, -1].contiguous()
+        same(got.num_tokens_per_node, sent, f"{who}: num_tokens_per_rdma_rank")
+
+
+def slot_bytes(case: Case, num_topk: int) -> int:
+    """A row on its way in dispatch, with all that travels beside it."""
+    scales = 0 if case.scales is None else case.scales.num * case.scales.dtype.itemsize
+    meta = -(-scales // 4) * 4 + 8 * num_topk + 4 + 4
+    row = case.hidden * case.dtype.itemsize + -(-meta // 16) * 16
+    return -(-row // 128) * 128
+
+
+def verify_bytes(
+    case: InternodeCase, got: Received, want: reference.InternodeDispatched, rank: int
+) -> None:
+    """A cached dispatch puts exactly one row per (token, remote node), and none for the own node."""
+    sent = want.rdma_channel_prefix_matrix[:, -1].tolist()
+    for node, queues in enumerate(got.cached_bytes):
+        is_own = node == rank // case.ranks_per_node
+        rows = 0 if is_own else sent[node]
+        assert sum(queues) == rows * slot_bytes(case, 0), f"rank {rank} to node {node}: {queues}"
