@@ -100,6 +100,18 @@ def test_slime_replaces_the_constructor() -> None:
     run(others.slime, 1)
 
 
+def test_two_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEP_COMM_RANKS_PER_NODE", "2")
+    run(others.two_nodes, 4)
+
+
+@pytest.mark.parametrize("routing", ["distinct", "holes"])
+def test_vllm_high_throughput_over_two_nodes(routing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEP_COMM_RANKS_PER_NODE", "2")
+    monkeypatch.setattr(vllm, "RDMA_BYTES", 128 << 20)
+    run(vllm.high_throughput, 4, routing, drop_in.HIDDEN, False, False)
+
+
 def everything(group) -> None:
     """In processes over a torch.distributed group, as servers and trainers have it."""
     vllm.high_throughput(group, "holes", drop_in.HIDDEN, False, False)

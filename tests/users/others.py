@@ -293,3 +293,44 @@ def slime(group: Any) -> None:
     layout = buffer.get_dispatch_layout(ids, NUM_EXPERTS)
     assert int(layout[0].sum()) == int(layout[3].sum())
     drop_in.barrier(group)
+
+
+# ---- two tiers: the ten-item handle ------------------------------------------------------------------
+
+
+def two_nodes(group: Any) -> None:
+    """DeepEP's own test of several nodes: with DEEP_COMM_RANKS_PER_NODE half of the group."""
+    rank, num_ranks = group.rank(), group.size()
+    num_nvl_bytes = num_rdma_bytes = 0
+    for config in (deep_ep.Config(4, 4, 32, 4, 16), deep_ep.Config(4, 2, 16, 2, 8)):
+        num_nvl_bytes = max(num_nvl_bytes, config.get_nvl_buffer_size_hint(2 * HIDDEN, 16))
+        num_rdma_bytes = max(num_rdma_bytes, config.get_rdma_buffer_size_hint(2 * HIDDEN, 16))
+    buffer = deep_ep.Buffer(
+        group, num_nvl_bytes, num_rdma_bytes, low_latency_mode=False, num_qps_per_rank=4,
+        explicitly_destroy=True,
+    )  # fmt: skip
+    assert buffer.runtime.get_num_rdma_ranks() == 2
+    assert buffer.runtime.get_rdma_rank() == rank // (num_ranks // 2)
+    x, ids, weights = drop_in.routed(rank, drop_in.num_tokens_of(rank), routing="holes")
+    per_rank, per_rdma_rank, per_expert, mask, _ = buffer.get_dispatch_layout(ids, NUM_EXPERTS)
+    assert per_rdma_rank.shape == (2,) and per_rdma_rank.dtype == torch.int32
+    config = deep_ep.Config(4, 4, 32, 4, 16)
+    recv_x, recv_ids, recv_weights, counts, handle, _ = buffer.dispatch(
+        x, None, per_rank, per_rdma_rank, mask, per_expert, ids, weights, config=config
+    )
+    assert isinstance(handle, tuple) and len(handle) == 10
+    assert int(handle[-4][-1]) == recv_x.shape[0]  # rows of all sources
+    assert handle[7].dtype == torch.uint8 and handle[7].shape == (recv_x.shape[0], 8)
+    assert sum(counts) == int((recv_ids >= 0).sum())
+    first = drop_in.first_of(rank, num_ranks)
+    out = drop_in.local_experts(recv_x, recv_ids, recv_weights, first)
+    for some in (handle, tuple(handle)):
+        combined, combined_weights, _ = buffer.combine(
+            out, some, topk_weights=recv_weights, config=deep_ep.Config(4, 2, 16, 2, 8)
+        )
+        assert torch.equal(combined.float(), drop_in.dense(x, ids, weights))
+        assert torch.equal(combined_weights, torch.where(ids >= 0, weights, 0.0))
+        again = buffer.dispatch(x, handle=some, config=config)
+        assert torch.equal(again[0], recv_x) and again[1:5] == (None,) * 4
+    drop_in.barrier(group)
+    buffer.destroy()

@@ -13,6 +13,7 @@ import deep_ep  # type: ignore[import-not-found]  # isort: skip
 
 # The server's default is 1024 MiB; on the host as much as makes deep_comm keep a receive region.
 BUFFER_BYTES = (1024 if torch.cuda.is_available() else 128) << 20
+RDMA_BYTES = 0  # inside a node
 
 
 class Manager:
@@ -48,8 +49,8 @@ def high_throughput(group: Any, routing: str, hidden: int, use_fp8: bool, is_dbo
     rank, num_ranks = group.rank(), group.size()
     manager = Manager()
     arguments = dict(
-        num_nvl_bytes=BUFFER_BYTES, num_rdma_bytes=0, low_latency_mode=False, num_qps_per_rank=1,
-        explicitly_destroy=True,
+        num_nvl_bytes=BUFFER_BYTES, num_rdma_bytes=RDMA_BYTES, low_latency_mode=False,
+        num_qps_per_rank=1, explicitly_destroy=True,
     )  # fmt: skip
     buffer = manager.get(deep_ep.Buffer, group, arguments)
     assert manager.get(deep_ep.Buffer, group, arguments) is buffer
