@@ -73,6 +73,7 @@ class InternodeHandle:
         return self.send_nvl_head.shape[0]
 
     def as_tuple(self) -> tuple[Tensor, ...]:
+        """The ten tensors, in the order of DeepEP's handle."""
         return (
             self.is_token_in_rank,
             self.rdma_channel_prefix_matrix,
@@ -147,6 +148,7 @@ class InternodeHandle:
                 raise HandleMismatch("handle", tensor.device, f"must be on {device}")
 
     def require_num_channels(self, num_channels: int) -> None:
+        """Raise HandleMismatch unless the dispatch had as many channels."""
         if self.num_channels != num_channels:
             raise HandleMismatch(
                 "handle",

@@ -24,9 +24,17 @@ GUIDE = ROOT / "docs" / "guide"
 API = {
     "deep_comm": ["deep_comm"],
     "layer": ["deep_comm.layer"],
-    "handles": ["deep_comm.handle", "deep_comm.low_latency_handle"],
+    "handles": [
+        "deep_comm.handle",
+        "deep_comm.internode_handle",
+        "deep_comm.low_latency_handle",
+    ],
     "groups": ["deep_comm.local", "deep_comm.simulate", "deep_comm.processes"],
-    "reference": ["deep_comm.reference", "deep_comm.reference_low_latency"],
+    "reference": [
+        "deep_comm.reference",
+        "deep_comm.reference_internode",
+        "deep_comm.reference_low_latency",
+    ],
     "environment": ["deep_comm.env"],
     "compat": [
         "deep_comm.compat.legacy",
