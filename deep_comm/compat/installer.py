@@ -60,6 +60,11 @@ def existing() -> Path | None:
     return Path(next(iter(spec.submodule_search_locations or ["?"])))
 
 
+def is_drop_in(package: Path) -> bool:
+    """Is this folder, which existing() returned, the drop-in, installed or by its path?"""
+    return package == SITE / NAME or is_ours(package.parent)
+
+
 def install(target: Path | None = None) -> Path:
     """Copy the package into ``target`` (default: where pip installs). Returns its folder.
 

@@ -62,6 +62,11 @@ def packages() -> Section:
             section.lines.append(f"{name} not installed")
             if name == "torch":
                 section.problems.append("torch is not installed")
+    from deep_comm.compat import installer
+
+    found = installer.existing()
+    whose = "" if found is None else ", the drop-in" if installer.is_drop_in(found) else ", not ours"
+    section.lines.append(f"import deep_ep: {found if found is not None else 'nothing'}{whose}")
     return section
 
 

@@ -464,6 +464,19 @@ from deep_ep.utils import EventHandle, EventOverlap
     assert compat("uninstall", "--target", tmp_path).returncode == 1
 
 
+def test_doctor_says_whose_deep_ep_is_found(tmp_path: Path) -> None:
+    code = "from deep_comm.doctor.findings import packages; print(packages().lines[-1])"
+    (tmp_path / "deep_ep").mkdir()
+    (tmp_path / "deep_ep" / "__init__.py").write_text("")
+    for path, wanted in (
+        ("", "import deep_ep: nothing"),
+        (compat("path").stdout.strip(), "the drop-in"),
+        (str(tmp_path), "not ours"),
+    ):
+        done = python("-c", code, env={**os.environ, "PYTHONPATH": path})
+        assert done.stdout.strip().endswith(wanted), done.stdout + done.stderr
+
+
 def test_another_deep_ep_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "deep_ep").mkdir()
     (tmp_path / "deep_ep" / "__init__.py").write_text("mine = True\n")
