@@ -1,7 +1,7 @@
 """The readable truth of ExpertParallel, in plain torch; see deep_comm.reference.
 
-R ranks, T tokens of a rank, H hidden, K top-k, E experts. An expert is a function of its global index and
-of rows, which it computes one by one.
+R ranks, T tokens of a rank, H hidden, K top-k, E experts. An expert is a function of its global
+index and of rows, which it computes one by one.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def expert_parallel(
     """y [T, H] of every rank.
 
     A rank of experts adds weight * row over a token's selections there in float32, k ascending,
-    starting at 0.0, each product rounded to float32, and rounds the sum to the dtype of x; the token's
-    rank adds those in float32, ranks ascending, and rounds.
+    starting at 0.0, each product rounded to float32, and rounds the sum to the dtype of x; the
+    token's rank adds those in float32, ranks ascending, and rounds.
     """
     return [
         of_one_rank(x, idx, weights, num_experts, len(xs), expert)

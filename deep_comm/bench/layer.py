@@ -1,9 +1,10 @@
 """``python -m deep_comm.bench --mode layer``: ExpertParallel's modes over a sweep of token counts.
 
-For every number of tokens: a step (dispatch, experts that return their rows, combine) by prefill, by
-decode with as many slots as tokens, and by auto with the threshold; eagerly, and decode in a CUDA graph.
-Checked first: the first tokens of every rank, bit for bit. The table says where decode stops being the
-faster one, and whether auto is within 5 % of the better mode.
+For every number of tokens: a step (dispatch, experts that return their rows, combine) by prefill,
+by decode with as many slots as tokens, and by auto with the threshold; eagerly, and decode in a
+CUDA graph.
+Checked first: the first tokens of every rank, bit for bit. The table says where decode stops
+being the faster one, and whether auto is within 5 % of the better mode.
 """
 
 from __future__ import annotations
@@ -77,13 +78,17 @@ def is_asked_for(arguments: Sequence[str]) -> bool:
 
 
 def parse(arguments: Sequence[str], command: str) -> Options:
-    parser = argparse.ArgumentParser(prog="python -m deep_comm.bench --mode layer", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m deep_comm.bench --mode layer", description=__doc__
+    )
     add = parser.add_argument
     add("--mode", choices=("layer",))
     add("--device", choices=("cpu", "cuda"), help="default: cuda with 2 or more devices")
     add("--ranks", type=int, help="processes to start (not under torchrun)")
     add("--quick", action="store_true", help="every second size up to 4096")
-    add("--tokens", type=integers(TOKEN_SWEEP), help="per rank (default: the sweep; host: up to 64)")
+    add(
+        "--tokens", type=integers(TOKEN_SWEEP), help="per rank (default: the sweep; host: up to 64)"
+    )
     add("--hidden", type=int, help="default: 256; on GPUs 7168")
     add("--experts", type=int, help="default: 16; on GPUs 256")
     add("--topk", type=int, default=8)
@@ -169,7 +174,9 @@ class Runner:
         if not torch.equal(got.view(torch.int16), want.view(torch.int16)):
             raise deep_comm.DeepCommError(f"{what}: rank {self._rank} got other sums")
 
-    def _time(self, layer: deep_comm.ExpertParallel, parts: tuple[Tensor, ...], what: str) -> Timing:
+    def _time(
+        self, layer: deep_comm.ExpertParallel, parts: tuple[Tensor, ...], what: str
+    ) -> Timing:
         x, idx, weights = parts
         for _ in range(2):  # auto: the first step may change the mode
             self._check(layer(x, idx, weights, _experts), x, idx, weights, what)
@@ -250,7 +257,9 @@ _COLUMNS = ("tokens", "prefill", "decode", "graph", "auto", "auto/best", "one ra
 def header(options: Options, num_ranks: int) -> str:
     shape = f"{num_ranks} ranks on {options.device}, hidden {options.hidden}, "
     shape += f"{options.experts} experts, top-{options.topk}, auto decodes up to "
-    shape += f"{options.decode_tokens} tokens; microseconds of a step (dispatch + combine), slowest rank"
+    shape += (
+        f"{options.decode_tokens} tokens; microseconds of a step (dispatch + combine), slowest rank"
+    )
     return shape + "\n" + " ".join(name.rjust(9) for name in _COLUMNS)
 
 

@@ -1,8 +1,8 @@
 """Decoding with a CUDA graph: one capture, then replays with other tokens and other routings.
 
-A decode step has fixed shapes and no host in it, so that a whole step of the layer is one graph. Tokens
-that a rank does not have in a step are routed nowhere (index -1). Without GPUs the same steps run
-eagerly; every step is compared with the reference, bit for bit.
+A decode step has fixed shapes and no host in it, so that a whole step of the layer is one graph.
+Tokens that a rank does not have in a step are routed nowhere (index -1). Without GPUs the same
+steps run eagerly; every step is compared with the reference, bit for bit.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ def rank_main(group: Any, num_places: int, hidden: int, num_steps: int) -> bool:
                 y = layer(x, idx, weights, compute)
             step_again = graph.replay
         else:
+
             def step_again() -> None:
                 y.copy_(layer(x, idx, weights, compute))
 

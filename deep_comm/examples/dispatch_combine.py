@@ -66,7 +66,10 @@ def rank_main(group: Any) -> bool:
     ]  # fmt: skip
     wanted = torch.tensor(expected).view(-1, 1).expand(-1, HIDDEN)
     is_right = torch.allclose(y.float().cpu(), wanted, rtol=1e-2)
-    say(group, "sums are right" if is_right else f"sums are WRONG: {y[:, 0].tolist()}, not {expected}")
+    say(
+        group,
+        "sums are right" if is_right else f"sums are WRONG: {y[:, 0].tolist()}, not {expected}",
+    )
     return is_right
 
 

@@ -12,8 +12,11 @@ import torch.distributed as dist
 from deep_comm import processes
 
 
-def on_ranks(fn: Callable[..., Any], num_ranks: int, *args: object, timeout_s: float = 300.0) -> int:
-    """``fn(group, *args)`` on every rank; 0 if all return something true. Under torchrun this is one of them."""
+def on_ranks(
+    fn: Callable[..., Any], num_ranks: int, *args: object, timeout_s: float = 300.0
+) -> int:
+    """``fn(group, *args)`` on every rank; 0 if all return something true. Under torchrun this is
+    one of them."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return 0 if all(processes.run(fn, num_ranks, *args, timeout_s=timeout_s)) else 1
     dist.init_process_group("gloo")

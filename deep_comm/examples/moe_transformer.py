@@ -1,9 +1,9 @@
 """A small Mixture-of-Experts transformer that learns a text, byte by byte, over several ranks.
 
-Every rank has its own sentences (data parallel: attention, gate and embedding are copies, their gradients
-are added) and its own experts (expert parallel: ExpertParallel moves tokens to them and gradients back).
-``--compare`` trains the same model in one process and wants the same losses, bit for bit: sums are
-taken in the same order there.
+Every rank has its own sentences (data parallel: attention, gate and embedding are copies, their
+gradients are added) and its own experts (expert parallel: ExpertParallel moves tokens to them and
+gradients back). ``--compare`` trains the same model in one process and wants the same losses, bit
+for bit: sums are taken in the same order there.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def attention(dense: Dense, layer: int, x: Tensor) -> Tensor:
 
 
 def losses(denses: Sequence[Dense], shards: Sequence[Tensor], moe: MoE) -> list[Tensor]:
-    """Cross entropy of each shard [sentences, LENGTH + 1] of bytes; all shards go layer by layer."""
+    """Cross entropy of each shard [sentences, LENGTH + 1] of bytes; all shards go layer by
+    layer."""
     xs = [d["embedding"][s[:, :-1]] + d["position"] for d, s in zip(denses, shards, strict=True)]
     for layer in range(NUM_LAYERS):
         xs = [x + attention(d, layer, x) for d, x in zip(denses, xs, strict=True)]
@@ -192,7 +193,8 @@ def rank_main(group: Any, text: bytes, num_steps: int, compare: bool) -> bool:
     bytes_of_text = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     history = train(group, bytes_of_text, num_steps, device)
     begin, end = history[0], sum(history[-10:]) / len(history[-10:])
-    say(group, f"loss {begin:.3f} -> {end:.3f} after {num_steps} steps on {group.size()} ranks ({device.type})")
+    where = f"on {group.size()} ranks ({device.type})"
+    say(group, f"loss {begin:.3f} -> {end:.3f} after {num_steps} steps {where}")
     is_right = end < 0.8 * begin
     if not is_right:
         say(group, "the loss did NOT fall")

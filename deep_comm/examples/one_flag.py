@@ -1,8 +1,8 @@
 """One flag: a payload and a word that says it is there, between two ranks, under many schedules.
 
-The kernel is csrc/device/examples/one_flag.cuh: its block comment is the protocol. It runs on the simulated
-machine, whose scheduler permutes threads and holds stores back by a seed. Then the release is taken
-away, and the same schedules show what it was for.
+The kernel is csrc/device/examples/one_flag.cuh: its block comment is the protocol. It runs on the
+simulated machine, whose scheduler permutes threads and holds stores back by a seed. Then the
+release is taken away, and the same schedules show what it was for.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def main(arguments: list[str] | None = None) -> int:
         for seed in seeds
         if wrong_words("one_flag", seed, faults=["weaken_release"], **shape) > 0
     ]
-    print(f"without it: words were missing in {len(broken)} of {len(seeds)}, first with seed {broken[:1]}")
+    first = f", first with seed {broken[0]}" if broken else ""
+    print(f"without it: words were missing in {len(broken)} of {len(seeds)}{first}")
     is_right = right == len(seeds) and len(broken) > 0
     print("verdict: " + ("OK" if is_right else "FAILED"))
     return 0 if is_right else 1

@@ -1,9 +1,11 @@
-"""Communication behind computation: two batches in turn, and shared experts between send and receive.
+"""Communication behind computation: two batches in turn, and shared experts between send and
+receive.
 
-The same model three times: one step after the other; shared experts while tokens travel; the batch
-halved, so that one half computes while the other one's tokens are on their way. Results are compared
-bit for bit. ``--trace FOLDER`` writes a Chrome trace of rank 0 for each way and, on GPUs, a picture
-of what ran when on which stream, and says how much of the communication had computation beside it.
+The same model three times: one step after the other; shared experts while tokens travel; the
+batch halved, so that one half computes while the other one's tokens are on their way. Results are
+compared bit for bit. ``--trace FOLDER`` writes a Chrome trace of rank 0 for each way and, on
+GPUs, a picture of what ran when on which stream, and says how much of the communication had
+computation beside it.
 """
 
 from __future__ import annotations
@@ -27,13 +29,17 @@ NUM_EXPERTS, NUM_TOPK, NUM_LAYERS = 16, 4, 3
 
 
 class Model:
-    """Layers of something like attention, a gate, experts and a shared expert; weights from seeds."""
+    """Layers of something like attention, a gate, experts and a shared expert; weights from
+    seeds."""
 
-    def __init__(self, group: Any, hidden: int, max_tokens: int, device: torch.device, mode: Any) -> None:
+    def __init__(
+        self, group: Any, hidden: int, max_tokens: int, device: torch.device, mode: Any
+    ) -> None:
         self.parallel = deep_comm.ExpertParallel(
             group, hidden=hidden, num_experts=NUM_EXPERTS, num_topk=NUM_TOPK,
             max_tokens=max_tokens, decode_tokens=max_tokens, mode=mode, device=device,
         )  # fmt: skip
+
         def weight(seed: int, *shape: int) -> Tensor:
             generator = torch.Generator(device).manual_seed(seed)
             values = torch.randn(shape, generator=generator, device=device) / hidden**0.5
@@ -85,23 +91,25 @@ def shared_between(model: Model, x: Tensor) -> Tensor:
 def two_batches(model: Model, x: Tensor) -> Tensor:
     """Each half computes what it has while the other half's rows are on their way.
 
-        a   attention ·          experts ·           (next layer) attention
-        b             attention ·        experts ·
-            ├ dispatch a ┤├ dispatch b ┤├ combine a ┤├ combine b ┤
+    a   attention ·          experts ·           (next layer) attention
+    b             attention ·        experts ·
+        ├ dispatch a ┤├ dispatch b ┤├ combine a ┤├ combine b ┤
     """
     parallel = model.parallel
     a, b = x.split([x.shape[0] - x.shape[0] // 2, x.shape[0] // 2])
-    finish_b: Callable[[], Tensor] = lambda b=b: b  # noqa: E731 - replaced in every layer
+    finish_b: Callable[[], Tensor] = lambda b=b: b
     for _ in range(NUM_LAYERS):
         h_a = model.attention(a)  # while b's sums of the layer before travel
         sent_a = parallel.dispatch_async(h_a, *model.route(h_a))
         h_b = model.attention(finish_b())  # while a's tokens travel
         batch_a = sent_a.result()
         sent_b = parallel.dispatch_async(h_b, *model.route(h_b))
-        shared_a, rows_a = model.shared_experts(h_a), model.compute(batch_a)  # while b's tokens travel
+        # While b's tokens travel:
+        shared_a, rows_a = model.shared_experts(h_a), model.compute(batch_a)
         batch_b = sent_b.result()
         back_a = parallel.combine_async(batch_a, rows_a)
-        shared_b, rows_b = model.shared_experts(h_b), model.compute(batch_b)  # while a's sums travel
+        # While a's sums travel:
+        shared_b, rows_b = model.shared_experts(h_b), model.compute(batch_b)
         a = h_a + (back_a.result() + shared_a)
         back_b = parallel.combine_async(batch_b, rows_b)
 
@@ -139,9 +147,7 @@ def _trace(way: str, step: Callable[[], Tensor], device: torch.device, folder: P
     return f"{way}: {drawing}; {share:.0%} of communication had computation beside it"
 
 
-def rank_main(
-    group: Any, num_tokens: int, hidden: int, mode: str, folder: str | None
-) -> bool:
+def rank_main(group: Any, num_tokens: int, hidden: int, mode: str, folder: str | None) -> bool:
     device = device_of(group)
     rank = group.rank()
     model = Model(group, hidden, num_tokens, device, mode)
@@ -157,13 +163,16 @@ def rank_main(
             for _ in range(3):
                 run(model, x)
             _synchronize(device)
-            say(group, f"{way:>10}: {(time.perf_counter() - started) / 3e-3:.2f} ms a pass of {NUM_LAYERS} layers")
+            pass_ms = (time.perf_counter() - started) / 3e-3
+            say(group, f"{way:>10}: {pass_ms:.2f} ms a pass of {NUM_LAYERS} layers")
         if folder is not None:
             Path(folder).mkdir(parents=True, exist_ok=True)
             for way, run in WAYS.items():
                 torch.distributed.barrier(group)
                 if rank == 0:
-                    print(_trace(way, lambda run=run: run(model, x), device, Path(folder)), flush=True)
+                    print(
+                        _trace(way, lambda run=run: run(model, x), device, Path(folder)), flush=True
+                    )
                 else:
                     run(model, x)
                     _synchronize(device)
@@ -173,7 +182,8 @@ def rank_main(
         is_right = all(torch.equal(y, wanted) for y in results.values())
     else:  # halves are other shapes, for which a GPU's matrix products may add in another order
         is_right = all(
-            torch.allclose(y.float(), wanted.float(), rtol=0.05, atol=0.05) for y in results.values()
+            torch.allclose(y.float(), wanted.float(), rtol=0.05, atol=0.05)
+            for y in results.values()
         )
     say(group, "all ways give the same results" if is_right else "the ways give OTHER results")
     return is_right

@@ -85,9 +85,13 @@ def draw(spans: Sequence[Span], title: str) -> str:
         f'<text x="10" y="18" font-size="14">{html.escape(title)}: {last / 1e3:.2f} ms, '
         f"{overlapped_share(spans):.0%} of communication beside computation</text>",
     ]
-    for number, (text, is_communication) in enumerate((("communication", True), ("computation", False))):
+    for number, (text, is_communication) in enumerate(
+        (("communication", True), ("computation", False))
+    ):
         x = 10 + 130 * number
-        parts.append(f'<rect x="{x}" y="28" width="12" height="12" fill="{COLOURS[is_communication]}"/>')
+        parts.append(
+            f'<rect x="{x}" y="28" width="12" height="12" fill="{COLOURS[is_communication]}"/>'
+        )
         parts.append(f'<text x="{x + 18}" y="38">{text}</text>')
     for row, stream in enumerate(streams):
         parts.append(f'<text x="10" y="{_TOP + _ROW * row + 18}">stream {stream}</text>')

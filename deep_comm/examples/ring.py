@@ -1,7 +1,7 @@
 """A ring: any number of rows through a few slots, with credit, under many schedules.
 
-The kernel is csrc/device/examples/ring.cuh: its block comment is the protocol. Each of its two promises is then
-broken once: a tail that is released, and a sender that waits for a free slot.
+The kernel is csrc/device/examples/ring.cuh: its block comment is the protocol. Each of its two
+promises is then broken once: a tail that is released, and a sender that waits for a free slot.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ def main(arguments: list[str] | None = None) -> int:
     for num_slots in (1, 2, 5):
         shape = dict(num_words=NUM_WORDS, num_rows=NUM_ROWS, num_slots=num_slots)
         right = sum(wrong_words("ring", seed, **shape) == 0 for seed in seeds)
-        print(f"{num_slots} slots, {NUM_ROWS} rows: all rows right in {right} of {len(seeds)} schedules")
+        what = f"{num_slots} slots, {NUM_ROWS} rows"
+        print(f"{what}: all rows right in {right} of {len(seeds)} schedules")
         is_right = is_right and right == len(seeds)
     for fault, meaning in BREAKS.items():
         shape = dict(num_words=NUM_WORDS, num_rows=NUM_ROWS, num_slots=2)

@@ -20,7 +20,9 @@ def wrong_words(name: str, seed: int, *, faults: Sequence[str] = (), **shape: in
     try:
 
         def rank_main(group: Any) -> None:
-            _core.run_example(group.simulation, name=name, rank=group.rank(), memory=memory, **shape)
+            _core.run_example(
+                group.simulation, name=name, rank=group.rank(), memory=memory, **shape
+            )
 
         simulate.run(rank_main, 2, seed, faults=faults)
         return ctypes.c_uint64.from_address(memory + _WORD_BYTES * _LINE_WORDS).value

@@ -26,8 +26,9 @@ class ExpertBatch:
         scales: float32 [S, H / 128] in that case, else None.
         num_tokens_per_expert: int32 [L] on the device.
         offsets: int32 [L + 1] on the device; first rows of groups, and the end of the last.
-        counts: num_tokens_per_expert as a list; None where the host does not know it: decode
-            batches, and prefill batches with bounded counts.
+        counts: rows of each group on the host, padding included: multiples of the alignment that
+            add up to S. None where the host does not know them: decode batches, and prefill batches
+            with bounded counts.
         capacity: rows of every group in a decode batch: x is [L * capacity, H]. None: prefill.
         mode: "prefill" or "decode".
         first_expert: global index of local expert 0.
@@ -70,35 +71,29 @@ class ExpertBatch:
         return row - self.offsets[expert] < self.num_tokens_per_expert[expert]
 
     def group_ranges(self) -> list[tuple[int, int]]:
-        """(first row, rows to compute) of each local expert, known without asking the device.
-
-        As many rows as there are where the host knows it; else all of a masked group.
-        """
+        """(first row, rows) of each group, padding included, known without asking the device."""
         if self.capacity is not None:
             return [(e * self.capacity, self.capacity) for e in range(self.num_local_experts)]
         if self.counts is None:
             raise ArgumentError(
-                "batch", "bounded counts", "has counts on the device only: use offsets with a kernel "
-                "that reads them there",
-            )  # fmt: skip
+                "batch",
+                "bounded counts",
+                "has counts on the device only: use offsets with a kernel that reads them there",
+            )
         ranges, first = [], 0
         for count in self.counts:
             ranges.append((first, count))
-            first += -(-count // self.alignment) * self.alignment
+            first += count
         return ranges
 
     def map(self, expert: Callable[[int, Tensor], Tensor]) -> Tensor:
         """``expert(global index, rows [n, H]) -> [n, H]`` on each group: the plain way to compute.
 
-        One call an expert, also for those without rows, so that all ranks do alike. Rows of padding
-        come out as zeros (prefill), or as what ``expert`` makes of anything (decode).
+        One call an expert, also for those without rows, so that all ranks do alike. Padding is
+        computed along.
         """
-        outputs = []
-        for local, (first, count) in enumerate(self.group_ranges()):
-            outputs.append(expert(self.first_expert + local, self.x[first : first + count]))
-            padding = 0
-            if self.capacity is None and self.alignment > 1:
-                padding = -count % self.alignment
-            if padding:
-                outputs.append(outputs[-1].new_zeros(padding, outputs[-1].shape[1]))
+        outputs = [
+            expert(self.first_expert + local, self.x[first : first + count])
+            for local, (first, count) in enumerate(self.group_ranges())
+        ]
         return torch.cat(outputs) if outputs else self.x.clone()

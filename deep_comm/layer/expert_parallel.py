@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -12,13 +11,13 @@ from torch import Tensor
 
 from deep_comm import env
 from deep_comm.buffer import Buffer
-from deep_comm.checks import payload as check_rows
 from deep_comm.context import Context
 from deep_comm.errors import ArgumentError
 from deep_comm.layer import autograd, ops
 from deep_comm.layer.batch import ExpertBatch
 from deep_comm.layer.mode import ModeRule
 from deep_comm.layer.pending import Pending
+from deep_comm.layer.prefill import Sent
 from deep_comm.layer.shape import (
     DEFAULT_DECODE_TOKENS,
     MODES,
@@ -28,6 +27,7 @@ from deep_comm.layer.shape import (
     estimate_memory,
 )
 from deep_comm.layer.transport import Decoded, Prefilled, Transport
+from deep_comm.topology import num_local_experts
 
 Experts = Callable[[ExpertBatch], Tensor]
 """Rows of a batch to rows of the same shape and the layer's dtype."""
@@ -40,25 +40,27 @@ class ExpertParallel:
             group, hidden=7168, num_experts=256, num_topk=8, max_tokens=4096)
         y = layer(x, topk_idx, topk_weights, experts)
 
-    with ``experts(batch) -> rows``, see ExpertBatch; y[t] is the sum of topk_weights[t, k] times the
-    row of expert topk_idx[t, k] for token t. One object serves all layers of a model that have this
-    shape. Calls are collective: all ranks make the same calls in the same order, with whatever
-    number of tokens each of them has, none included.
+    with ``experts(batch) -> rows``, see ExpertBatch; y[t] is the sum of topk_weights[t, k] times
+    the row of expert topk_idx[t, k] for token t. One object serves all layers of a model that
+    have this shape. Calls are collective: all ranks make the same calls in the same order, with
+    whatever number of tokens each of them has, none included.
 
-    **Mode.** "prefill" takes any number of tokens and its host waits for counts; "decode" is for few
-    tokens on every rank, has no host wait and can be captured in CUDA graphs. "auto" takes decode
-    for a step in which no rank has more than ``decode_tokens``, without asking the ranks first:
+    **Mode.** "prefill" takes any number of tokens and its host waits for counts; "decode" is for
+    few tokens on every rank, has no host wait and can be captured in CUDA graphs. "auto" takes
+    decode for a step in which no rank has more than ``decode_tokens``, without asking the ranks
+    first:
 
-    * a step begins as the last one ended: every exchange tells all ranks the most tokens that any of
-      them had in it;
+    * a step begins as the last one ended: every exchange tells all ranks the most tokens that any
+      of them had in it;
     * a prefill step takes any number of tokens;
     * in a decode step a rank with too many tokens says so instead of sending them. All ranks learn
       of it in that exchange and go on with a prefill step for it; the tokens of the other ranks
       have been served by then. So ``experts`` may be called twice in one ``forward``.
 
-    Only decode steps are taken while a CUDA graph is captured and where max_tokens does not exceed
-    decode_tokens; only prefill steps where gradients are enabled (``torch.is_grad_enabled``) or
-    rows are not bfloat16. Results are the same bits in either mode if ``experts`` computes a row the
+    Only decode steps are taken while a CUDA graph is captured and where max_tokens does not
+    exceed decode_tokens; only prefill steps where gradients are enabled
+    (``torch.is_grad_enabled``) or rows are not bfloat16. Results are the same bits in either mode
+    if ``experts`` computes a row the
     same way in either, because both add in the same order and round at the same places: a rank's
     rows of a token in float32, k ascending, to the dtype; those of the ranks in float32, ranks
     ascending, to the dtype.
@@ -84,7 +86,7 @@ class ExpertParallel:
         dtype: torch.dtype = torch.bfloat16,
         fp8: bool = False,
         expert_alignment: int = 1,
-        max_recv_tokens: int | None = None,
+        max_recv_rows: int | None = None,
         buffer: Buffer | None = None,
         device: torch.device | str | int | None = None,
         ranks_per_node: int | None = None,
@@ -104,8 +106,9 @@ class ExpertParallel:
             dtype: of tokens and results. Low-latency mode needs bfloat16.
             fp8: send tokens as float8_e4m3 with a scale for 128 columns. No gradients.
             expert_alignment: groups of prefill batches begin at multiples of it.
-            max_recv_tokens: rows of prefill batches with bounded counts: of calls with
-                ``bounded=True`` and of captured ones. Default: the tokens of all ranks.
+            max_recv_rows: rows of prefill batches with bounded counts, padding included: of calls
+                with ``bounded=True`` and of captured ones. Default: enough for every selection of
+                every rank to come here.
             buffer: take this one instead of building one; it must be large enough, and is not
                 destroyed with the layer.
             device, ranks_per_node, timeout_s, comm: of the Buffer to build.
@@ -127,7 +130,7 @@ class ExpertParallel:
             raise ArgumentError("mode", mode, "needs bfloat16 rows and at most 65535 decode_tokens")
         for name, value in (
             ("expert_alignment", expert_alignment),
-            ("max_recv_tokens", 1 if max_recv_tokens is None else max_recv_tokens),
+            ("max_recv_rows", 1 if max_recv_rows is None else max_recv_rows),
         ):
             if not isinstance(value, int) or value < 1:
                 raise ArgumentError(name, value, "must be an integer of at least 1")
@@ -141,7 +144,7 @@ class ExpertParallel:
         ctx: Context = buffer._context
         self._is_capturing = ctx.backend.is_capturing
         try:
-            self._agree(ctx, expert_alignment, max_recv_tokens)
+            self._agree(ctx, expert_alignment, max_recv_rows)
             self._can_decode = self.shape.can_decode and mode != "prefill"
             if self._can_decode:
                 self._check_decode(buffer)
@@ -152,9 +155,12 @@ class ExpertParallel:
             buffer,
             self.shape,
             expert_alignment,
-            num_ranks * max_tokens if max_recv_tokens is None else max_recv_tokens,
+            self._most_rows(num_ranks, expert_alignment)
+            if max_recv_rows is None
+            else max_recv_rows,
         )
         self.rule = ModeRule(self.shape.decode_tokens)
+        self._max_num_tokens: int | None = None  # of the last prefill exchange
         # What a rank with too many tokens sends in a decode step: tokens that go nowhere.
         num_asking = self.shape.decode_tokens + 1
         self._nowhere = {
@@ -163,6 +169,13 @@ class ExpertParallel:
         }
         self._no_weights = torch.zeros(num_asking, num_topk, device=buffer.device)
         self._key = ops.register(self)
+
+    def _most_rows(self, num_ranks: int, expert_alignment: int) -> int:
+        """That a rank can ever get: every selection there is, and a padding behind each group."""
+        shape = self.shape
+        num_local = num_local_experts(0, shape.num_experts, num_ranks)
+        selections = num_ranks * shape.max_tokens * shape.num_topk
+        return selections + num_local * (expert_alignment - 1)
 
     def _build(
         self, group: Any, comm: Any, device: Any, ranks_per_node: int | None,
@@ -187,7 +200,7 @@ class ExpertParallel:
             num_direct_bytes=memory.receive_region,
         )
 
-    def _agree(self, ctx: Context, expert_alignment: int, max_recv_tokens: int | None) -> None:
+    def _agree(self, ctx: Context, expert_alignment: int, max_recv_rows: int | None) -> None:
         shape = self.shape
         ctx.rendezvous.require_equal(
             {
@@ -200,7 +213,7 @@ class ExpertParallel:
                 "dtype": str(shape.dtype),
                 "fp8": shape.fp8,
                 "expert_alignment": expert_alignment,
-                "max_recv_tokens": max_recv_tokens,
+                "max_recv_rows": max_recv_rows,
             }
         )
 
@@ -226,7 +239,8 @@ class ExpertParallel:
         fp8: bool = False,
         device_type: str = "cuda",
     ) -> MemoryEstimate:
-        """What a layer will take, before it is built: ``print(ExpertParallel.estimate_memory(...))``."""
+        """What a layer will take, before it is built:
+        ``print(ExpertParallel.estimate_memory(...))``."""
         if decode_tokens is None:
             decode_tokens = min(DEFAULT_DECODE_TOKENS, max_tokens)
         shape = MoEShape(hidden, num_experts, num_topk, max_tokens, decode_tokens, dtype, fp8)
@@ -249,7 +263,8 @@ class ExpertParallel:
         self.destroy()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallel:
-        """Copies of a model share the layer: it has no parameters, and its memory cannot be copied."""
+        """Copies of a model share the layer: it has no parameters, and its memory cannot be
+        copied."""
         return self
 
     def reset(self) -> None:
@@ -295,7 +310,7 @@ class ExpertParallel:
             experts: gets an ExpertBatch, returns rows of the layout of its x, of the layer's dtype.
             shared: computed on x while tokens travel, and added to the result.
             mode: for this call; then equal on all ranks.
-            bounded: prefill without a host wait, in batches of max_recv_tokens rows.
+            bounded: prefill without a host wait, in batches of max_recv_rows rows.
 
         Returns:
             [T, H] of the dtype of x.
@@ -361,7 +376,8 @@ class ExpertParallel:
         """Rows for this rank's experts. Collective; arguments and errors as of forward.
 
         With "auto" the host waits until the exchange has told how many tokens there are; forward
-        need not. In a step in which ranks disagree about the mode, all use dispatch, or all forward.
+        need not. In a step in which ranks disagree about the mode, all use dispatch, or all
+        forward.
         """
         way = self._way(x, mode, bounded)
         return self._dispatch(way, x, topk_idx, topk_weights, bounded)
@@ -393,7 +409,7 @@ class ExpertParallel:
         state = batch.state
         if type(state) is Decoded:
             return self._transport.decode_combine(rows, state, False)[0]
-        return self._combine_sums(self._sums(rows, state), state, False, [])
+        return self._prefill_combine(rows, state, False, [])
 
     def combine_async(self, batch: ExpertBatch, rows: Tensor) -> Pending[Tensor]:
         """combine in two halves. See Pending."""
@@ -404,13 +420,13 @@ class ExpertParallel:
             assert hook is not None
             return Pending(_after(hook, combined))
         events: list[Any] = []
-        combined = self._combine_sums(self._sums(rows, state), state, True, events)
+        combined = self._prefill_combine(rows, state, True, events)
         return Pending(_after(events[0].current_stream_wait, combined))
 
     # ---- steps ---------------------------------------------------------------------------------
 
     def _way(self, x: Tensor, mode: Mode | None, bounded: bool) -> str:
-        """"prefill", "decode", "learn": prefill that tells the rule, "ask": decode that asks."""
+        """One of "prefill", "decode", "learn" (prefill that tells the rule), "ask" (decode)."""
         shape = self.shape
         num_tokens = self._check(x)
         if mode is None:
@@ -440,7 +456,9 @@ class ExpertParallel:
         shape = self.shape
         if x.dim() != 2 or x.shape[1] != shape.hidden or x.dtype != shape.dtype:
             raise ArgumentError(
-                "x", f"{list(x.shape)} of {x.dtype}", f"must be [T, {shape.hidden}] of {shape.dtype}"
+                "x",
+                f"{list(x.shape)} of {x.dtype}",
+                f"must be [T, {shape.hidden}] of {shape.dtype}",
             )
         num_tokens = x.shape[0]
         if num_tokens > shape.max_tokens:
@@ -468,7 +486,7 @@ class ExpertParallel:
             return self._prefill(x, topk_idx, topk_weights, False)
         batch = self._prefill(x, topk_idx, topk_weights, bounded or self._is_capturing())
         if way == "learn":
-            self._learn(batch)
+            self._learn()
         return batch
 
     def _dispatch_async(
@@ -491,15 +509,14 @@ class ExpertParallel:
         def group() -> ExpertBatch:
             batch = finish()
             if way == "learn":
-                self._learn(batch)
+                self._learn()
             return batch
 
         return Pending(group)
 
-    def _learn(self, batch: ExpertBatch) -> None:
-        most = batch.state.handle.max_num_tokens
-        if most is not None:  # None: bounded, while a graph is captured
-            self.rule.learn(most)
+    def _learn(self) -> None:
+        if self._max_num_tokens is not None:  # None: bounded, while a graph is captured
+            self.rule.learn(self._max_num_tokens)
 
     def _decode(
         self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, is_async: bool
@@ -508,9 +525,7 @@ class ExpertParallel:
             raise ArgumentError(
                 "mode", "decode", "has no gradients: call under torch.no_grad(), or with prefill"
             )
-        return self._transport.decode(
-            x, topk_idx, topk_weights, is_asking=False, is_async=is_async
-        )
+        return self._transport.decode(x, topk_idx, topk_weights, is_asking=False, is_async=is_async)
 
     def _open(
         self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, is_async: bool
@@ -537,31 +552,32 @@ class ExpertParallel:
         is_async: bool,
     ) -> Callable[[], ExpertBatch]:
         """Sends now; the function returned receives and groups."""
-        transport = self._transport
+        prefill = self._transport.prefill
         needs_grad = self._needs_grad(x, topk_weights)
         if needs_grad:
             out: list[Any] = []
-            recv_x, recv_weights = autograd.Dispatch.apply(
-                x, topk_weights, topk_idx, transport, is_bounded, is_async, out
+            rows, weights = autograd.Dispatch.apply(
+                x, topk_weights, topk_idx, prefill, is_bounded, is_async, out
             )
             sent = out[0]
         else:
-            sent = transport.send(
+            sent = prefill.send(
                 x, topk_idx, topk_weights, is_bounded=is_bounded, is_async=is_async
             )
-            recv_x, recv_weights = sent.x, sent.weights
 
         def receive() -> ExpertBatch:
             if is_async:
                 sent.event.current_stream_wait()
-            groups, is_padded = transport.group(sent)
             if needs_grad:
-                rows = autograd.Gather.apply(recv_x, groups, is_padded)
-            else:
-                rows = groups.gather(recv_x, is_padded)
-            return transport.prefill_batch(sent, groups, is_padded, rows, recv_weights)
+                return self._batch(sent, rows, weights)
+            prefill.receive(sent)
+            return self._batch(sent, sent.x, sent.weights)
 
         return receive
+
+    def _batch(self, sent: Sent, rows: Tensor, weights: Tensor) -> ExpertBatch:
+        self._max_num_tokens = sent.max_num_tokens
+        return self._transport.prefill_batch(sent, rows, weights)
 
     def _expert_rows(self, batch: ExpertBatch, rows: Tensor) -> Tensor:
         if rows.shape != batch.x.shape or rows.dtype != self.shape.dtype:
@@ -572,17 +588,13 @@ class ExpertParallel:
             )  # fmt: skip
         return rows if rows.is_contiguous() else rows.contiguous()
 
-    def _sums(self, rows: Tensor, state: Prefilled) -> Tensor:
-        if torch.is_grad_enabled() and (rows.requires_grad or state.weights.requires_grad):
-            return autograd.Sum.apply(rows, state.weights, state.groups)
-        return state.groups.sum_rows(rows, state.weights)
-
-    def _combine_sums(
-        self, sums: Tensor, state: Prefilled, is_async: bool, events: list[Any]
+    def _prefill_combine(
+        self, rows: Tensor, state: Prefilled, is_async: bool, events: list[Any]
     ) -> Tensor:
-        if sums.requires_grad and torch.is_grad_enabled():
-            return autograd.Combine.apply(sums, state.handle, self._transport, is_async, events)
-        combined, event = self._transport.sum_of_ranks(sums, state.handle, is_async)
+        handle, weights, prefill = state.handle, state.weights, self._transport.prefill
+        if torch.is_grad_enabled() and (rows.requires_grad or weights.requires_grad):
+            return autograd.Combine.apply(rows, weights, handle, prefill, is_async, events)
+        combined, event = prefill.combine(rows, weights, handle, is_async)
         events.append(event)
         return combined
 

@@ -59,31 +59,21 @@ class Groups:
             total += picked.masked_fill_((row < 0).unsqueeze(1), 0.0)
         return total.to(rows.dtype)
 
-    def spread_rows(self, received: Tensor, weights: Tensor) -> Tensor:
-        """The transpose of sum_rows: [N, H] to [S, H], each row times its weight, rounded once."""
-        if received.shape[0] == 0:
-            return received.new_zeros((self.selection_of_row.shape[0], received.shape[1]))
+    def of_rows(self, by_selection: Tensor) -> Tensor:
+        """[N, K] to [S], zeros for padding."""
         selection = self.selection_of_row
-        weight = weights.reshape(-1).index_select(0, selection.clamp(min=0))
-        rows = received.index_select(0, (selection // self.num_topk).clamp(min=0)).float()
-        rows *= weight.unsqueeze(1)
-        return rows.masked_fill_((selection < 0).unsqueeze(1), 0.0).to(received.dtype)
+        if by_selection.numel() == 0:
+            return by_selection.new_zeros(selection.shape)
+        values = by_selection.reshape(-1).index_select(0, selection.clamp(min=0))
+        return values.masked_fill_(selection < 0, 0.0)
 
-    def dot_rows(self, rows: Tensor, received: Tensor) -> Tensor:
-        """float32 [N, K]: of every selection, its row times its received row; 0 for other ranks'."""
-        dots = torch.zeros(self.row_of_selection.shape, dtype=torch.float32, device=rows.device)
-        if rows.shape[0] == 0:
-            return dots
-        received = received.float()
-        for k in range(self.num_topk):
-            row = self.row_of_selection[:, k]
-            products = rows.index_select(0, row.clamp(min=0)).float() * received
-            dots[:, k] = products.sum(dim=1).masked_fill_(row < 0, 0.0)
-        return dots
-
-
-def num_grouped_rows(counts: list[int], alignment: int) -> int:
-    return sum(-(-count // alignment) * alignment for count in counts)
+    def of_selections(self, by_row: Tensor) -> Tensor:
+        """[S] to [N, K], zeros for selections of other ranks' experts."""
+        row = self.row_of_selection
+        if by_row.numel() == 0:
+            return by_row.new_zeros(row.shape)
+        values = by_row.index_select(0, row.reshape(-1).clamp(min=0)).view(row.shape)
+        return values.masked_fill_(row < 0, 0.0)
 
 
 def group(recv_topk_idx: Tensor, num_local: int, alignment: int, num_rows: int) -> Groups:
@@ -108,6 +98,8 @@ def group(recv_topk_idx: Tensor, num_local: int, alignment: int, num_rows: int) 
     is_local = sorted_key < num_local
     row_of_selection = torch.full_like(order, -1)
     row_of_selection[order] = torch.where(is_local, row, -1)
+    # With too few rows the caller raises; nothing may be written outside.
+    row = row.clamp(max=num_rows)
     # One row more takes what is not local, so that nothing needs to be counted on the host.
     selection_of_row = torch.full((num_rows + 1,), -1, dtype=torch.int64, device=device)
     selection_of_row[torch.where(is_local, row, num_rows)] = torch.where(is_local, order, -1)

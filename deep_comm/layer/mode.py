@@ -6,12 +6,12 @@ tokens that any rank had in it (Handle.max_num_tokens, Buffer.wait_low_latency_n
 
 * the step begins with the mode that the *last* step's maximum asks for;
 * a prefill exchange takes any number of tokens: if it was the wrong guess, it was only slow;
-* a decode exchange is also the question: a rank with too many tokens takes part in it with one token
-  more than decode_tokens that goes nowhere. Every rank then learns that the maximum is too large,
-  and a prefill exchange follows on all of them.
+* a decode exchange is also the question: a rank with too many tokens takes part in it with one
+  token more than decode_tokens that goes nowhere. Every rank then learns that the maximum is too
+  large, and a prefill exchange follows on all of them.
 
-Every branch depends on numbers that all ranks have alike, so that all ranks make the same calls in the
-same order whatever tokens they have; see docs/design for the argument and what it costs.
+Every branch depends on numbers that all ranks have alike, so that all ranks make the same calls
+in the same order whatever tokens they have; see docs/design for the argument and what it costs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The layer in ``torch.compile`` graphs: dispatch and combine as opaque custom operators.
 
-What they do depends on the other ranks, so the compiler sees shapes only: rows whose number is known
-when they have come, or, with mode="decode", fixed. Between them ``experts`` is traced like anything
-else; its batch has counts and offsets on the device.
+What they do depends on the other ranks, so the compiler sees shapes only: rows whose number is
+known when they have come, or, with mode="decode", fixed. Between them ``experts`` is traced like
+anything else; its batch has counts and offsets on the device.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _kept(state: Tensor) -> Any:
 def ep_dispatch(
     x: Tensor, topk_idx: Tensor, topk_weights: Tensor, layer: str, way: str, bounded: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Rows, scales, received weights, counts, offsets, state."""
+    """Rows, scales, weights of rows (decode: none), counts, offsets, state."""
     owner = _layer(layer)
     with torch.no_grad():
         if way == "auto":
@@ -72,7 +72,7 @@ def ep_dispatch(
         batch = owner._dispatch(way, x, topk_idx, topk_weights, bounded)
     state = batch.state
     weights = state.weights if type(state) is Prefilled else topk_weights.new_empty(
-        0, topk_weights.shape[1]
+        0
     )  # fmt: skip
     scales = batch.scales
     return (
@@ -92,15 +92,16 @@ def _(
     owner = _layer(layer)
     shape, transport = owner.shape, owner._transport
     num_rows: Any = transport.num_local * transport.capacity
-    num_received: Any = 0
+    num_weights: Any = 0
     if way != "decode":
         ctx = torch.library.get_ctx()
-        num_rows, num_received = ctx.new_dynamic_size(), ctx.new_dynamic_size()
+        # Of rows and of weights: as many, unless the step is found to be a decode step.
+        num_rows, num_weights = ctx.new_dynamic_size(), ctx.new_dynamic_size()
     scales = (0, 0) if not shape.fp8 else (num_rows, shape.hidden // 128)
     return (
         x.new_empty(num_rows, shape.hidden, dtype=torch.float8_e4m3fn if shape.fp8 else x.dtype),
         x.new_empty(*scales, dtype=torch.float32),
-        topk_weights.new_empty(num_received, topk_weights.shape[1]),
+        topk_weights.new_empty(num_weights),
         x.new_empty(transport.num_local, dtype=torch.int32),
         x.new_empty(transport.num_local + 1, dtype=torch.int32),
         torch.empty(1, dtype=torch.int64, device="cpu"),
@@ -113,9 +114,7 @@ def ep_dispatch_grads(
 ) -> tuple[Tensor, Tensor]:
     """Of x and of topk_weights."""
     kept: Prefilled = _kept(state)
-    return _layer(layer)._transport.combine_grads(
-        kept.groups.sum_rows(grad_rows, None), grad_weights, kept.handle
-    )
+    return _layer(layer)._transport.prefill.dispatch_grads(grad_rows, grad_weights, kept.handle)
 
 
 @ep_dispatch_grads.register_fake
@@ -125,7 +124,7 @@ def _(
     num_tokens = topk_idx.shape[0]
     return (
         grad_rows.new_empty(num_tokens, grad_rows.shape[1]),
-        grad_weights.new_empty(num_tokens, grad_weights.shape[1]),
+        grad_weights.new_empty(num_tokens, topk_idx.shape[1]),
     )
 
 
@@ -136,8 +135,7 @@ def ep_combine(
     owner, kept = _layer(layer), _kept(state)
     with torch.no_grad():
         if type(kept) is Prefilled:
-            sums = kept.groups.sum_rows(rows.contiguous(), weights)
-            return owner._transport.sum_of_ranks(sums, kept.handle, False)[0]
+            return owner._transport.prefill.combine(rows.contiguous(), weights, kept.handle, False)[0]
         return owner._transport.decode_combine(rows.contiguous(), kept, False)[0]
 
 
@@ -152,8 +150,7 @@ def ep_combine_grads(
 ) -> tuple[Tensor, Tensor]:
     """Of rows and of weights."""
     kept: Prefilled = _kept(state)
-    received = _layer(layer)._transport.dispatch_grads(grad, kept.handle)
-    return kept.groups.spread_rows(received, weights), kept.groups.dot_rows(rows, received)
+    return _layer(layer)._transport.prefill.combine_grads(grad, rows, weights, kept.handle)
 
 
 @ep_combine_grads.register_fake

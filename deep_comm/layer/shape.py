@@ -26,8 +26,8 @@ _ALIGNMENT = 128
 _MAX_SLOTS = 65535
 _MAX_TOPK = 64
 _DEVICE_RING_BYTES = 64 << 20
-# Receive region: rows of balanced routing, with so much on top for imbalance, for dispatch and again
-# for what combine and a second call in flight need.
+# Receive region: rows of balanced routing, with so much on top for imbalance, for dispatch and
+# again for what combine and a second call in flight need.
 _IMBALANCE = 1.25
 _USES = 2
 
@@ -68,7 +68,9 @@ class MoEShape:
         _positive("num_topk", self.num_topk, _MAX_TOPK)
         _positive("decode_tokens", self.decode_tokens, self.max_tokens)
         if self.dtype not in DTYPES:
-            raise ArgumentError("dtype", self.dtype, f"must be one of {', '.join(map(str, DTYPES))}")
+            raise ArgumentError(
+                "dtype", self.dtype, f"must be one of {', '.join(map(str, DTYPES))}"
+            )
         if self.row_bytes % 16 != 0:
             raise ArgumentError("hidden", self.hidden, "must make rows of a multiple of 16 bytes")
         if self.fp8 and (self.dtype != torch.bfloat16 or self.hidden % SCALE_BLOCK != 0):
@@ -106,10 +108,15 @@ class MoEShape:
         spread = 1 - (1 - 1 / num_ranks) ** self.num_topk  # of the ranks that a token goes to
         return math.ceil(self.max_tokens * num_ranks * spread)
 
-    def sent_row_bytes(self, itemsize_of_idx: int = 8) -> int:
-        """Of a received token, with its scales, indices, weights and source."""
-        payload = self.hidden + self.hidden // SCALE_BLOCK * 4 if self.fp8 else self.row_bytes
-        return payload + self.num_topk * (itemsize_of_idx + 4) + 4
+    @property
+    def sent_bytes(self) -> int:
+        """Of a token as it travels, with its scales."""
+        return self.hidden + self.hidden // SCALE_BLOCK * 4 if self.fp8 else self.row_bytes
+
+    @property
+    def num_balanced_selections(self) -> int:
+        """Rows that the experts of a rank get in that case: as many as the rank's tokens select."""
+        return self.max_tokens * self.num_topk
 
 
 def _lines(num_bytes: float) -> int:
@@ -125,9 +132,11 @@ def ring_bytes(shape: MoEShape, num_ranks: int, device_type: str) -> int:
 
 def direct_bytes(shape: MoEShape, num_ranks: int) -> int:
     """For the receive region."""
-    worst = shape.max_tokens * num_ranks
-    num_rows = min(worst, math.ceil(shape.num_balanced_rows(num_ranks) * _IMBALANCE))
-    return _lines(_USES * (num_rows * shape.sent_row_bytes() + 8 * _ALIGNMENT))
+    balanced = shape.num_balanced_selections
+    num_rows = min(balanced * num_ranks, math.ceil(balanced * _IMBALANCE))
+    # Beside each row its expert, weight and source, and the rows of its token.
+    beside = 8 + 4 + 4 + 4 * shape.num_topk
+    return _lines(_USES * (num_rows * (shape.sent_bytes + beside) + 8 * _ALIGNMENT))
 
 
 def low_latency_bytes(shape: MoEShape, num_ranks: int) -> int:
@@ -182,12 +191,12 @@ class MemoryEstimate:
         if self.prefill_call:
             lines.append(
                 f"A prefill call of {shape.max_tokens} tokens a rank with uniform routing makes "
-                f"tensors of {size(self.prefill_call)}: rows for the experts, their outputs, sums."
+                f"tensors of {size(self.prefill_call)}: what experts return, sums, results."
             )
         if self.decode_call:
             lines.append(
-                f"A decode call makes tensors of {size(self.decode_call)}, however many tokens there "
-                f"are: {shape.num_slots * self.num_ranks} places for each expert of a rank."
+                f"A decode call makes tensors of {size(self.decode_call)}, however many tokens "
+                f"there are: {shape.num_slots * self.num_ranks} places for each expert of a rank."
             )
         lines.append(f"Together at most {size(self.total)}, if one call runs at a time.")
         return "\n".join(lines)
@@ -211,15 +220,12 @@ def estimate_memory(
     decodes = shape.can_decode and mode != "prefill"
     prefills = mode != "decode" and (mode == "prefill" or shape.may_exceed or not decodes)
     num_rows = shape.num_balanced_rows(num_ranks)
-    num_selections = shape.max_tokens * shape.num_topk  # uniform: as many as this rank sends
-    # For the experts, from the experts, and their sums, which combine takes; in float32 while adding.
-    prefill = num_selections * (2 * shape.row_bytes + 16) + num_rows * (
-        shape.row_bytes + 8 * shape.hidden
-    )
-    prefill += shape.max_tokens * shape.row_bytes
+    # From the experts, their sums, what comes home. Rows for the experts lie in the receive region.
+    prefill = shape.row_bytes * (shape.num_balanced_selections + num_rows + shape.max_tokens)
     num_places = num_local * num_ranks * shape.num_slots
-    sent = shape.hidden + shape.hidden // SCALE_BLOCK * 4 if shape.fp8 else shape.row_bytes
-    decode = num_places * (sent + shape.row_bytes + 4) + shape.num_slots * shape.row_bytes
+    decode = (
+        num_places * (shape.sent_bytes + shape.row_bytes + 4) + shape.num_slots * shape.row_bytes
+    )
     return MemoryEstimate(
         shape=shape,
         num_ranks=num_ranks,

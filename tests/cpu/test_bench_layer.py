@@ -1,4 +1,5 @@
-"""The bench of ExpertParallel: what it parses, computes and prints, and a run on the host target."""
+"""The bench of ExpertParallel: what it parses, computes and prints, and a run on the host
+target."""
 
 import json
 import subprocess

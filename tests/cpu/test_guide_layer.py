@@ -1,4 +1,5 @@
-"""The guide pages of the layer and of launching: their program runs, their commands and links exist."""
+"""The guide pages of the layer and of launching: their program runs, their commands and links
+exist."""
 
 import importlib.util
 import os

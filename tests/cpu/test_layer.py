@@ -125,7 +125,7 @@ def test_bad_arguments_are_named_before_anything_is_exchanged() -> None:
         for name, value in (
             ("hidden", 7), ("hidden", 0), ("num_experts", 0), ("num_topk", 65), ("max_tokens", 0),
             ("decode_tokens", 9), ("decode_tokens", 0), ("mode", "fast"), ("dtype", torch.int8),
-            ("expert_alignment", 0), ("max_recv_tokens", 0), ("fp8", True),
+            ("expert_alignment", 0), ("max_recv_rows", 0), ("fp8", True),
         ):  # fmt: skip
             with pytest.raises(ArgumentError) as caught:
                 deep_comm.ExpertParallel(group, **{**good, name: value})
@@ -139,7 +139,11 @@ def test_bad_arguments_are_named_before_anything_is_exchanged() -> None:
 def test_bad_inputs_are_named_before_anything_is_launched() -> None:
     def main(group: Any) -> None:
         with build(group, CASE) as layer, torch.no_grad():
-            x, idx, weights = torch.zeros(2, 64).bfloat16(), torch.zeros(2, 2).long(), torch.ones(2, 2)
+            x, idx, weights = (
+                torch.zeros(2, 64).bfloat16(),
+                torch.zeros(2, 2).long(),
+                torch.ones(2, 2),
+            )
             same = layer_cases.Experts()
             for bad_x, message in (
                 (x.float(), "bfloat16"), (x[:, :32], r"\[T, 64\]"), (x[0], r"\[T, 64\]"),
@@ -197,9 +201,12 @@ def test_a_buffer_may_be_shared_and_is_not_destroyed_with_the_layer() -> None:
         with deep_comm.Buffer(group, 1 << 20, device="cpu", timeout_s=30) as small:
             with pytest.raises(ArgumentError, match="low_latency_mode"):
                 build(None, CASE, device=None, buffer=small)
-        with deep_comm.Buffer(
-            group, 1 << 20, 1 << 10, low_latency_mode=True, device="cpu", timeout_s=30
-        ) as small, pytest.raises(BufferTooSmall):
+        with (
+            deep_comm.Buffer(
+                group, 1 << 20, 1 << 10, low_latency_mode=True, device="cpu", timeout_s=30
+            ) as small,
+            pytest.raises(BufferTooSmall),
+        ):
             build(None, CASE, device=None, buffer=small)
 
     local.run(main, 2, timeout_s=30)
@@ -298,6 +305,7 @@ def test_a_row_that_overflows_stays_with_its_token(mode: str) -> None:
         # The first row of every group is the one that missing selections could be mistaken for.
         idx = torch.tensor([[0, 2], [1, -1], [-1, 3]])
         with build(group, case) as layer, torch.no_grad():
+
             def explode(batch: deep_comm.ExpertBatch) -> torch.Tensor:
                 rows = batch.x.clone()
                 rows[~batch.mask()] = float("nan")

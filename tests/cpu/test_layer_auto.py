@@ -80,7 +80,9 @@ def test_every_schedule_gives_the_same_bits(first_seed: int) -> None:
         try:
             verify(
                 case,
-                simulate.run(lambda group, case=case: run(group, case), num_ranks, seed, timeout_s=60),
+                simulate.run(
+                    lambda group, case=case: run(group, case), num_ranks, seed, timeout_s=60
+                ),
             )
         except Exception as error:
             raise AssertionError(f"seed {seed}, {case}: {error}") from error
@@ -171,3 +173,30 @@ def test_the_rule_counts_steps_and_changes() -> None:
     rule = ModeRule(decode_tokens=4)
     assert [rule.learn(most) for most in (4, 5, 5, 0, 4)] == [True, False, False, True, True]
     assert (rule.num_steps, rule.num_changes, rule.begins_with_decode) == (5, 2, True)
+
+
+def _two_in_flight(group: Any, case: LayerCase) -> list[torch.Tensor]:
+    """Steps in pairs: both are sent before the first is received."""
+    results = []
+    with build(group, case) as layer, torch.no_grad():
+        for step in range(0, len(case.steps), 2):
+            sent = [
+                layer.dispatch_async(*inputs(case, group.rank(), step + half)) for half in (0, 1)
+            ]
+            batches = [pending.result() for pending in sent]
+            back = [layer.combine_async(batch, Experts()(batch)) for batch in batches]
+            results += [pending.result() for pending in back]
+    return results
+
+
+def test_two_batches_in_flight_may_each_change_the_mode() -> None:
+    for seed in range(40):
+        choose = random.Random(seed)
+        num_ranks = choose.choice((1, 2, 3))
+        case = LayerCase(
+            random_steps(choose, num_ranks, 5, 2, 6), 5, 2, hidden=32, experts=5, seed=seed
+        )
+        results = simulate.run(
+            lambda group, case=case: _two_in_flight(group, case), num_ranks, seed, timeout_s=60
+        )
+        verify(case, [[(y, ["any"]) for y in ys] for ys in results])

@@ -187,7 +187,9 @@ def _check_against_one_process(how: str, dtype: torch.dtype) -> None:
 
     def main(group: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
         model, rank = MoE(dtype), group.rank()
-        case = LayerCase(((1,) * RANKS,), 8, 2, hidden=HIDDEN, experts=EXPERTS, topk=TOPK, dtype=dtype)
+        case = LayerCase(
+            ((1,) * RANKS,), 8, 2, hidden=HIDDEN, experts=EXPERTS, topk=TOPK, dtype=dtype
+        )
         xs = [tokens_of(rank, dtype, batch).requires_grad_() for batch in range(num_batches)]
         with build(group, case) as layer:
             if how == "checkpoint" or how == "reentrant checkpoint":

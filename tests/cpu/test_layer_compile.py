@@ -1,4 +1,5 @@
-"""ExpertParallel in torch.compile graphs without breaks: opaque operators with shapes known to the compiler.
+"""ExpertParallel in torch.compile graphs without breaks: opaque operators with shapes known to
+the compiler.
 
 Ranks are processes: the compiler is not made for ranks that are threads.
 """
@@ -122,7 +123,9 @@ def operators_pass_opcheck(group: Any) -> None:
         )
         rows, received = rows.detach(), received.detach()
         torch.library.opcheck(
-            ops.ep_dispatch_grads, (rows, received, idx, state, layer._key), test_utils=utilities[:2]
+            ops.ep_dispatch_grads,
+            (rows, received, idx, state, layer._key),
+            test_utils=utilities[:2],
         )
         torch.library.opcheck(
             ops.ep_combine_grads, (x.detach(), rows, received, state, layer._key),

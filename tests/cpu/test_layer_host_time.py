@@ -13,7 +13,7 @@ from layer_cases import LayerCase, build, inputs
 from deep_comm import local
 
 TARGET_US = 10.0  # a step: dispatch and combine
-MAX_FUNCTIONS = 14
+MAX_FUNCTIONS = 16
 IMPORT_TARGET_S = 0.5
 
 
@@ -34,7 +34,8 @@ class _Counter:
 
 
 def _on_stub(body: Callable[[Any, tuple[Any, ...]], Any]) -> Any:
-    """``body(layer, (x, idx, weights))`` with a Buffer whose calls return at once what real ones did."""
+    """``body(layer, (x, idx, weights))`` with a Buffer whose calls return at once what real ones
+    did."""
 
     def main(group: Any) -> Any:
         case = LayerCase(((16,),), max_tokens=64, decode_tokens=32, experts=16, topk=8)
@@ -60,17 +61,22 @@ def _experts(batch: Any) -> torch.Tensor:
     return batch.x
 
 
+def _raw_decode(layer: Any, parts: tuple[Any, ...]) -> Callable[[], None]:
+    x, idx, weights = parts
+    buffer, slots = layer.buffer, layer.shape.num_slots
+
+    def step() -> None:
+        sent = buffer.low_latency_dispatch(x, idx, slots, 16, use_fp8=False, topk_weights=weights)
+        buffer.low_latency_combine(sent[0], idx, None, sent[2])
+
+    return step
+
+
 @pytest.mark.parametrize("mode", ["decode", "auto"])
 def test_a_step_adds_few_microseconds_to_the_buffer_calls(mode: str) -> None:
     def body(layer: Any, parts: tuple[Any, ...]) -> float:
         x, idx, weights = parts
-        buffer, slots = layer.buffer, layer.shape.num_slots
-
-        def raw() -> None:
-            sent = buffer.low_latency_dispatch(
-                x, idx, slots, 16, use_fp8=False, topk_weights=weights
-            )
-            buffer.low_latency_combine(sent[0], idx, None, sent[2])
+        raw = _raw_decode(layer, parts)
 
         def step() -> None:
             layer(x, idx, weights, _experts, mode=mode)

@@ -56,16 +56,17 @@ def _steps(seed: int, num_ranks: int, count: int) -> list[list[int]]:
 def test_threads_learn_the_maximum(num_ranks: int, nowhere: bool) -> None:
     steps = _steps(num_ranks, num_ranks, 12)
     expected = [max(tokens) for tokens in steps]
-    assert local.run(lambda group: learned(group, steps, nowhere), num_ranks, timeout_s=60) == [
-        expected
-    ] * num_ranks
+    assert (
+        local.run(lambda group: learned(group, steps, nowhere), num_ranks, timeout_s=60)
+        == [expected] * num_ranks
+    )
 
 
 def test_processes_learn_the_maximum() -> None:
     steps = _steps(17, 3, 7)
-    assert processes.run(learned, 3, steps, timeout_s=100) == [
-        [max(tokens) for tokens in steps]
-    ] * 3
+    assert (
+        processes.run(learned, 3, steps, timeout_s=100) == [[max(tokens) for tokens in steps]] * 3
+    )
 
 
 def test_every_schedule_tells_the_maximum() -> None:
