@@ -198,7 +198,7 @@ class ElasticBuffer(Refused):
         sm_read_gbs: float = 200,
         sm_write_gbs: float = 50,
     ) -> int:
-        """SMs that dispatch and combine use by default: even, at least 2.
+        """SMs that dispatch and combine use by default: at least 1.
 
         Measured, not derived: inside a node more than 24 SMs gain a few per cent (docs/performance.md),
         which is worth it only where no compute runs beside them.
@@ -206,9 +206,9 @@ class ElasticBuffer(Refused):
         context = self._buffer._context
         default = self._buffer._default_config(deep_comm.config.recommended_dispatch_config)
         if self.device.type == "cpu":
-            return max(2, default.num_sms // 2 * 2)
+            return default.num_sms
         wanted = _OVERLAPPED_SMS if self.prefer_overlap_with_compute else _ALONE_SMS
-        return min(wanted, (context.backend.max_sms or wanted) // 2 * 2)
+        return min(wanted, context.backend.max_sms or wanted)
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
         """At least one, as callers expect; transports inside a node have none."""
@@ -266,7 +266,7 @@ class ElasticBuffer(Refused):
             cumulative_local_expert_recv_stats: int32 [L], += selections of each local expert.
             num_max_tokens_per_rank: M, equal on all ranks; default: the constructor's.
             expert_alignment: groups of expanded rows start at multiples of it; counts are rounded up.
-            num_sms: even; 0: get_theoretical_num_sms. With a handle it is the handle's.
+            num_sms: 0: get_theoretical_num_sms. With a handle it is the handle's.
             previous_event: run after it instead of after the current stream; needs
                 allocate_on_comm_stream.
             previous_event_before_epilogue: also run after this one.
@@ -304,8 +304,8 @@ class ElasticBuffer(Refused):
         alignment = 1 if expert_alignment is None else expert_alignment
         if not isinstance(alignment, int) or alignment < 1:
             raise ArgumentError("expert_alignment", alignment, "must be an integer of at least 1")
-        if num_sms % 2 != 0 or num_sms < 0:
-            raise ArgumentError("num_sms", num_sms, "must be even and not negative")
+        if num_sms < 0:
+            raise ArgumentError("num_sms", num_sms, "must not be negative")
         syncs = do_cpu_sync is None or do_cpu_sync
         self._buffer.num_sms = num_sms or self.get_theoretical_num_sms(
             num_experts, topk_idx.shape[1]

@@ -54,7 +54,7 @@ class EPHandle:
         self.num_experts = num_experts
         self.expert_alignment = expert_alignment
         self.num_max_tokens_per_rank = num_max_tokens_per_rank
-        self.num_sms = 2 * native.num_channels
+        self.num_sms = native.num_channels
         self.num_recv_tokens = native.num_recv_rows
         self.num_unaligned_recv_tokens_per_expert = native.num_recv_tokens_per_expert
         alignment = expert_alignment

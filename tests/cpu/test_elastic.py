@@ -308,6 +308,7 @@ def test_cached_dispatch_says_what_does_not_fit_its_handle() -> None:
     def fn(buffer, x, idx):
         recv, recv_idx, _, handle, _ = buffer.dispatch(x, idx, num_experts=4, expert_alignment=2)
         # Neither num_sms nor num_experts is needed beside a handle.
+        assert handle.num_sms == buffer.get_theoretical_num_sms(4, 2)
         again, again_idx, _, same, _ = buffer.dispatch(x, handle=handle)
         assert again.equal(recv) and again_idx is recv_idx and same is handle
         buffer.dispatch(
@@ -338,7 +339,7 @@ def test_arguments_are_checked_before_anything_is_sent() -> None:
             ({"num_experts": 4, "num_max_tokens_per_rank": 3}, "x"),
             ({"num_experts": 4, "num_max_tokens_per_rank": 0}, "num_max_tokens_per_rank"),
             ({"num_experts": 4, "expert_alignment": 0}, "expert_alignment"),
-            ({"num_experts": 4, "num_sms": 3}, "num_sms"),
+            ({"num_experts": 4, "num_sms": -2}, "num_sms"),
             ({"num_experts": 4, "handle": (1, 2)}, "handle"),
         ):
             with pytest.raises(ValueError, match=name):
@@ -392,7 +393,7 @@ def test_sizes_domains_and_resources() -> None:
         assert deep_ep.get_logical_domain_size(group, allow_hybrid_mode=False) == (1, 2)
         assert (buffer.scaleout_rank_idx, buffer.scaleup_rank_idx) == (0, group.rank())
         num_sms = buffer.get_theoretical_num_sms(256, 8)
-        assert num_sms >= 2 and num_sms % 2 == 0
+        assert num_sms >= 1
         assert buffer.get_theoretical_num_qps(num_sms) > 0
         buffer.barrier()
         buffer.destroy()

@@ -55,7 +55,7 @@ class DeepCommAll2AllManager(vllm.All2AllManagerBase):
 
     def set_num_sms(self, num_sms: int) -> None:
         """SMs of normal mode from now on; fewer leave more to the other micro-batch."""
-        deep_comm.Buffer.set_num_sms(max(2, num_sms // 2 * 2))
+        deep_comm.Buffer.set_num_sms(max(1, num_sms))
 
     def max_sms_used(self) -> int | None:
         return deep_comm.Buffer.num_sms
