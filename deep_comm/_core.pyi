@@ -41,6 +41,12 @@ class OutputLayout:
     topk_weights: int
     num_bytes: int
 
+class SourceLayout:
+    """Offsets in the block that belongs to the handle of an expanded dispatch, and its size, in bytes."""
+
+    recv_rows: int
+    num_bytes: int
+
 class Engine:
     """The native half of a Buffer: workspace, generations, launches. One per (Buffer, rank)."""
 
@@ -119,6 +125,10 @@ class Engine:
         num_recv_tokens_per_expert: int,  # out int32 [num_local_experts] on the device, or 0
         recv_counts: int,  # out int32 [1 + num_ranks]: rows in all, and from each rank
         stream: int,
+        first_rows: int = 0,  # these four for expanded outputs: out int32 [num_experts]
+        expert_offsets: int = 0,  # out int32 [num_local_experts + 1]
+        expert_counts: int = 0,  # out int32 [num_local_experts]
+        num_expanded: int = 0,  # out int32 [num_ranks]
     ) -> None: ...
     def set_generation(self, generation: int) -> None:
         """Tests: the number of the last kernel, on all ranks alike, while none runs (see docs/design/0001)."""
@@ -160,6 +170,73 @@ class Engine:
         num_channels: int,
         num_send_tokens: int,
         num_slots: int,
+        stream: int,
+        send_row: int = 0,  # expanded outputs: int32 [num_tokens, num_ranks]; num_recv_rows is then M
+        send_rows: int = 0,  # int32 [num_tokens, num_topk], or 0: cached
+        num_expanded: int = 0,  # int32 [num_ranks]
+        recv_rows: int = 0,  # out int32 [received tokens, num_topk], or 0: cached
+        source: int = 0,  # bfloat16 [num_tokens, hidden] to quantise; x and x_scales are scratch then
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+    ) -> None: ...
+    place_bytes: int  # what expanded outputs add to a row's metadata, at most
+    @staticmethod
+    def source_layout(*, num_rows: int, num_topk: int) -> SourceLayout:
+        """How the source tokens and recv_rows of an expanded dispatch lie in a block of the receive region."""
+    def number_rows(
+        self,
+        *,
+        topk_idx: int,  # [num_tokens, num_topk]
+        topk_idx_bytes: int,
+        num_tokens: int,
+        num_topk: int,
+        num_experts: int,
+        first_rows: int,  # int32 [num_experts], of notify_dispatch
+        send_row: int,  # out int32 [num_tokens, num_ranks]
+        send_rows: int,  # out int32 [num_tokens, num_topk]
+        num_channels: int,
+        stream: int,
+    ) -> None: ...
+    def expand_rows(
+        self,
+        *,
+        rank_prefix_matrix: int,
+        recv_rows: int,  # int32 [num_tokens_limit, num_topk]
+        expert_offsets: int,
+        expert_counts: int,
+        num_topk: int,
+        num_local_experts: int,
+        num_rows: int,  # M
+        num_tokens_limit: int,  # N
+        row_bytes: int,
+        scale_row_bytes: int,
+        zero_padding: bool,
+        x: int,  # [M, row_bytes], the first row of every token in place
+        scales: int,  # [M, scale_row_bytes], or 0
+        expert_idx: int,  # out [M], or 0
+        expert_idx_bytes: int,
+        weights: int,  # float32 [M], or 0: zeros where a row belongs to no token
+        fill_src_idx: int,  # int32 [N], or 0: -1 past the received tokens
+        fill_rows: int,  # int32 [N, num_topk], likewise
+        num_channels: int,
+        stream: int,
+    ) -> None: ...
+    def reduce_experts(
+        self,
+        *,
+        rank_prefix_matrix: int,
+        recv_rows: int,
+        num_topk: int,
+        num_rows: int,
+        num_tokens_limit: int,
+        dtype: str,
+        hidden: int,
+        x: int,  # [M, hidden]
+        row_weights: int,  # float32 [M] to multiply with, or 0
+        reduced_x: int,  # out [N, hidden]
+        weights: int,  # float32 [M], or 0
+        reduced_weights: int,  # out float32 [N, num_topk], or 0
+        num_channels: int,
         stream: int,
     ) -> None: ...
     def combine(

@@ -124,6 +124,7 @@ class Buffer(InternodeCalls, LowLatencyCalls):
             num_qps=num_qps_per_rank,
         )
         self._context = Context(group, comm, settings)
+        self._is_internode = self._context.topology.num_nodes > 1
         self._low_latency = LowLatencyState(self._context)
         self._finalizer = weakref.finalize(self, self._context.close)
         # At exit the process gives back everything at once, and the CUDA driver may be gone.
@@ -307,6 +308,8 @@ class Buffer(InternodeCalls, LowLatencyCalls):
         *,
         num_experts: int | None = None,
         zero_tail: bool = False,
+        expand: bool = False,
+        zero_padding: bool = False,
     ) -> DispatchResult:
         """Send each token to the ranks of its experts. Collective.
 
@@ -328,6 +331,14 @@ class Buffer(InternodeCalls, LowLatencyCalls):
                 num_recv_tokens_per_rank [R], num_recv_tokens_per_expert [L].
             zero_tail: write zeros there, and to the scales.
             config: rings and SMs; default: the recommended ones, shrunk to num_nvl_bytes.
+            expand: rows grouped by local expert instead, one for each selection, for grouped GEMMs:
+                recv_x [M, H] (scales [M, S]), recv_topk_idx [M] the local expert of a row,
+                recv_topk_weights [M] its weight, -1 and 0 where a row belongs to no token.
+                ``handle.expansion`` says which rows are whose; groups start at multiples of
+                expert_alignment, which must be equal on all ranks. Needs topk_idx. M is the sum of
+                the returned counts, or num_worst_tokens, which must leave room for the padding too.
+                A handle remembers it: cached dispatches and combines with it are expanded.
+            zero_padding: with expand, rows of no token are zeros; otherwise they are not written.
 
         Returns:
             recv_x: [N, H], sorted by (source rank, source token); with scales (recv_x, [N, S]).
@@ -344,7 +355,9 @@ class Buffer(InternodeCalls, LowLatencyCalls):
             CapacityError: more rows than num_worst_tokens arrived on this rank.
             PeerTimeout: a peer stayed silent; reset() makes the Buffer usable again.
         """
-        if self._context.topology.num_nodes > 1:
+        if self._is_internode:
+            if expand or zero_padding:
+                raise UnsupportedError("expand is not in this version between nodes")
             return self.internode_dispatch(
                 x,
                 handle,
@@ -372,7 +385,9 @@ class Buffer(InternodeCalls, LowLatencyCalls):
             if topk_idx is not None or topk_weights is not None:
                 name = "topk_weights" if topk_idx is None else "topk_idx"
                 raise ArgumentError(name, None, "must be left away with a handle")
-            return cached_dispatch(self._context, x, handle, options)
+            return cached_dispatch(
+                self._context, x, handle, expand=expand, zero_padding=zero_padding, options=options
+            )
         return dispatch(
             self._context,
             x,
@@ -385,6 +400,8 @@ class Buffer(InternodeCalls, LowLatencyCalls):
             expert_alignment=expert_alignment,
             num_worst_tokens=num_worst_tokens,
             zero_tail=zero_tail,
+            expand=expand,
+            zero_padding=zero_padding,
             options=options,
         )
 
@@ -398,6 +415,8 @@ class Buffer(InternodeCalls, LowLatencyCalls):
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
+        *,
+        apply_weights: bool = False,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
         """Send rows back to their source and sum those of each token. Collective.
 
@@ -411,6 +430,11 @@ class Buffer(InternodeCalls, LowLatencyCalls):
             handle: of the dispatch that returned N rows.
             topk_weights: float32 [N, K], summed alike.
             bias: [T, H] of the dtype of x, or a pair of such.
+            apply_weights: with the handle of an expanded dispatch, whose x is [M, H] and
+                topk_weights [M]: multiply rows with their weights, instead of sending these back.
+                Either way each rank first adds a token's rows there, in float32, selections
+                ascending, products rounded before they are added, the sum rounded to the dtype of x
+                once; that row travels, and the sum over ranks is as above.
 
         Returns:
             combined_x: [T, H] of the dtype of x.
@@ -421,7 +445,9 @@ class Buffer(InternodeCalls, LowLatencyCalls):
             ArgumentError, BufferTooSmall, HandleMismatch: nothing was launched.
             ConfigMismatch, PeerTimeout: as dispatch.
         """
-        if self._context.topology.num_nodes > 1:
+        if self._is_internode:
+            if apply_weights:
+                raise UnsupportedError("apply_weights is not in this version between nodes")
             return self.internode_combine(
                 x,
                 handle,
@@ -438,7 +464,13 @@ class Buffer(InternodeCalls, LowLatencyCalls):
             StreamOptions.checked(previous_event, async_finish, allocate_on_comm_stream),
         )
         return combine(
-            self._context, x, handle, topk_weights=topk_weights, bias=bias, options=options
+            self._context,
+            x,
+            handle,
+            topk_weights=topk_weights,
+            bias=bias,
+            apply_weights=apply_weights,
+            options=options,
         )
 
     def _default_config(self, recommended: configs.Recommend) -> Config:

@@ -96,6 +96,7 @@ class Context:
         self.num_max_experts = settings.num_max_experts
         self.is_open = False
         self.most_recv_rows = 0  # of one dispatch so far
+        self.most_expanded_rows = 0  # likewise, of an expanded dispatch
         self.most_tokens = 0  # that any rank has brought to one
         self._identity = object()  # what handles remember this Buffer by, without keeping it alive
         self._plans: dict[tuple[object, ...], RingPlan] = {}
@@ -195,11 +196,14 @@ class Context:
         scale_row_bytes: int,
         num_topk: int,
         num_channels: int | None = None,
+        expand: bool = False,
     ) -> RingPlan:
         """Rings for one call; raises BufferTooSmall or ArgumentError. ``default``: without a config.
 
         Worked out once for equal arguments: a Buffer's memory does not change.
         """
+        if expand:
+            scale_row_bytes += self.engine.place_bytes  # travels with each row, as scales do
         if config is None or type(config) is Config:
             key = (config, default, row_bytes, scale_row_bytes, num_topk, num_channels)
             known = self._plans.get(key)

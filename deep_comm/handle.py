@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from deep_comm.errors import ArgumentError, HandleMismatch
+from deep_comm.expansion import Expansion
 
 
 class KnownHandle:
@@ -23,6 +24,8 @@ class KnownHandle:
         "tensors",
         "num_tokens",
         "num_recv_rows",
+        "num_output_rows",
+        "expansion",
         "num_channels",
         "num_experts",
         "num_topk",
@@ -39,9 +42,13 @@ class KnownHandle:
     def __init__(self, handle: Handle, owner: object, empty_address: int) -> None:
         """``owner``: whose checks. ``empty_address``: of tensors without elements."""
         self.owner = owner
-        self.tensors = handle.as_tuple()
+        self.tensors: tuple[Tensor, ...] = handle.as_tuple()
         self.num_tokens = handle.num_tokens
         self.num_recv_rows = handle.num_recv_rows
+        self.num_output_rows = handle.num_output_rows
+        self.expansion = handle.expansion
+        if handle.expansion is not None:
+            self.tensors += handle.expansion.tensors
         self.num_channels = handle.num_channels
         self.num_experts = handle.num_experts or 0
         self.num_topk = handle.num_topk or 0  # 0: not known
@@ -85,6 +92,7 @@ class Handle:
     num_recv_tokens_tensor: Tensor | None = None  # int32 [1] on the device: rows that arrived
     num_recv_tokens_per_rank: Tensor | None = None  # int32 [R] on the device: rows by source rank
     members: tuple[str, ...] | None = None  # who the ranks are
+    expansion: Expansion | None = None  # of a dispatch with expand=True
     home_stream: int | None = field(default=None, repr=False)  # whose memory it is; None: not known
     _known: KnownHandle | None = field(default=None, init=False, repr=False)
 
@@ -103,8 +111,13 @@ class Handle:
 
     @property
     def num_recv_rows(self) -> int:
-        """N: rows that dispatch returned and combine takes, num_worst_tokens in worst-case mode."""
+        """N: received tokens, num_worst_tokens in worst-case mode."""
         return self.recv_src_idx.shape[0]
+
+    @property
+    def num_output_rows(self) -> int:
+        """Rows that dispatch returned and combine takes: N, or the M of an expanded dispatch."""
+        return self.num_recv_rows if self.expansion is None else self.expansion.num_rows
 
     def as_tuple(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """The six tensors, in the order of DeepEP's handle."""

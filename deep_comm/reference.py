@@ -196,6 +196,90 @@ def dispatch(
     return results
 
 
+@dataclass(frozen=True)
+class Expanded:
+    """What one rank has after a dispatch with expand=True: M rows grouped by local expert."""
+
+    recv_x: Tensor  # [M, H]; zeros in rows of no token
+    recv_x_scales: Tensor | None  # [M, S]
+    recv_topk_idx: Tensor  # [M], local expert, or -1: the row belongs to no token
+    recv_topk_weights: Tensor | None  # float32 [M], 0 where the index is -1
+    expert_offsets: Tensor  # int32 [L + 1], multiples of the alignment
+    expert_counts: Tensor  # int32 [L]
+    recv_rows: Tensor  # int32 [N, K], row of a token's selection; -1: not here
+
+
+def expand(
+    received: Dispatched, num_local_experts: int, expert_alignment: int = 1, num_rows: int = 0
+) -> Expanded:
+    """The expanded output of one rank, from its plain one; ``num_rows``: M in worst-case mode.
+
+    Every selection has a row of its own. Within an expert rows are sorted by (source rank, source
+    token, selection), and so the two of a token that selects an expert twice are neighbours.
+    """
+    idx = received.recv_topk_idx[: received.num_recv_tokens]
+    tokens_of, offsets, counts = [], [0], []
+    for expert in range(num_local_experts):
+        tokens_of.append((idx == expert).nonzero())  # (token, selection), in this order
+        counts.append(len(tokens_of[-1]))
+        offsets.append(offsets[-1] + -(-counts[-1] // expert_alignment) * expert_alignment)
+    num_rows = num_rows or offsets[-1]
+    data = _bytes(received.recv_x)
+    scales = None if received.recv_x_scales is None else _bytes(received.recv_x_scales)
+    out_x = data.new_zeros(num_rows, data.shape[1])
+    out_scales = None if scales is None else scales.new_zeros(num_rows, scales.shape[1])
+    out_idx = torch.full((num_rows,), -1, dtype=idx.dtype)
+    out_weights = None if received.recv_topk_weights is None else torch.zeros(num_rows)
+    recv_rows = torch.full(received.recv_topk_idx.shape, -1, dtype=torch.int32)
+    for expert, selections in enumerate(tokens_of):
+        rows = torch.arange(counts[expert]) + offsets[expert]
+        tokens, columns = selections.unbind(dim=1)
+        out_x[rows] = data[tokens]
+        out_idx[rows] = expert
+        recv_rows[tokens, columns] = rows.to(torch.int32)
+        if out_scales is not None and scales is not None:
+            out_scales[rows] = scales[tokens]
+        if out_weights is not None and received.recv_topk_weights is not None:
+            out_weights[rows] = received.recv_topk_weights[tokens, columns]
+    return Expanded(
+        recv_x=out_x.view(received.recv_x.dtype),
+        recv_x_scales=None
+        if out_scales is None or received.recv_x_scales is None
+        else out_scales.view(received.recv_x_scales.dtype),
+        recv_topk_idx=out_idx,
+        recv_topk_weights=out_weights,
+        expert_offsets=torch.tensor(offsets, dtype=torch.int32),
+        expert_counts=torch.tensor(counts, dtype=torch.int32),
+        recv_rows=recv_rows,
+    )
+
+
+def reduce_experts(x: Tensor, expanded: Expanded, weights: Tensor | None = None) -> Tensor:
+    """One row a received token, [N, H], from expanded rows ``x`` [M, H]: what combine sends home.
+
+    float32 from 0.0, selections ascending; with ``weights`` [M] each row times its weight, rounded
+    before it is added; the sum is rounded to the dtype of ``x`` once.
+    """
+    num_tokens, num_topk = expanded.recv_rows.shape
+    total = torch.zeros(num_tokens, x.shape[1], dtype=torch.float32)
+    for k in range(num_topk):
+        rows = expanded.recv_rows[:, k].long()
+        tokens = (rows >= 0).nonzero().squeeze(1)
+        values = x[rows[tokens]].float()
+        if weights is not None:
+            values = values * weights[rows[tokens]].unsqueeze(1)
+        total[tokens] += values
+    return total.to(x.dtype)
+
+
+def selection_weights(weights: Tensor, expanded: Expanded) -> Tensor:
+    """float32 [N, K] from one weight a row [M]: 0 where the selection is on another rank."""
+    rows = expanded.recv_rows.long()
+    if len(weights) == 0:
+        return torch.zeros(rows.shape)
+    return torch.where(rows >= 0, weights[rows.clamp(min=0)], 0.0)
+
+
 def _sum_over_ranks(rows: Sequence[Tensor], dispatched: Sequence[Dispatched], rank: int) -> Tensor:
     """float32 [T, width]: 0.0 plus the rows that ``rank``'s tokens have, by ascending rank."""
     is_token_in_rank = dispatched[rank].is_token_in_rank

@@ -220,7 +220,7 @@ def verify_call(case: Case, received: Sequence[Received], call: int) -> None:
 
 
 def _reference_dispatch(
-    case: Case, inputs: Sequence[Inputs], num_channels: int
+    case: Case, inputs: Sequence[Inputs], num_channels: int, num_worst_tokens: int | None = None
 ) -> list[reference.Dispatched]:
     return reference.dispatch(
         [i.x if i.scales is None else (i.x, i.scales) for i in inputs],
@@ -229,7 +229,7 @@ def _reference_dispatch(
         [i.topk_weights for i in inputs],
         num_channels=num_channels,
         expert_alignment=case.alignment,
-        num_worst_tokens=case.num_worst_tokens,
+        num_worst_tokens=case.num_worst_tokens if num_worst_tokens is None else num_worst_tokens,
     )
 
 

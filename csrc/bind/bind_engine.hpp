@@ -130,7 +130,8 @@ pybind11::class_<Engine<Target>> bind_engine(pybind11::module_& m) {
          size_t output_offset, size_t src_offset, int num_output_rows, bool is_exact,
          int num_channels, int num_send_tokens, int num_slots, ptr rank_prefix_matrix,
          ptr channel_prefix_matrix, ptr send_head, ptr num_recv_tokens_per_expert, ptr recv_counts,
-         uint64_t stream) {
+         uint64_t stream, ptr first_rows, ptr expert_offsets, ptr expert_counts,
+         ptr num_expanded) {
         NotifyArgs args{};
         args.header.fields[static_cast<int>(HeaderField::kNumTopk)] = num_topk;
         args.header.fields[static_cast<int>(HeaderField::kRowBytes)] = row_bytes;
@@ -151,6 +152,8 @@ pybind11::class_<Engine<Target>> bind_engine(pybind11::module_& m) {
         args.send_head = as_pointer<int32_t>(send_head);
         args.num_recv_tokens_per_expert = as_pointer<int32_t>(num_recv_tokens_per_expert);
         args.recv_counts = as_pointer<int32_t>(recv_counts);
+        args.expansion = {as_pointer<int32_t>(first_rows), as_pointer<int32_t>(expert_offsets),
+                          as_pointer<int32_t>(expert_counts), as_pointer<int32_t>(num_expanded)};
         Release release;
         self.notify_dispatch(args, {num_channels, num_send_tokens, num_slots}, stream);
       },
@@ -159,7 +162,8 @@ pybind11::class_<Engine<Target>> bind_engine(pybind11::module_& m) {
       "num_experts"_a, "row_bytes"_a, "scale_row_bytes"_a, "expert_alignment"_a, "output_offset"_a,
       "src_offset"_a, "num_output_rows"_a, "is_exact"_a, "num_channels"_a, "num_send_tokens"_a,
       "num_slots"_a, "rank_prefix_matrix"_a, "channel_prefix_matrix"_a, "send_head"_a,
-      "num_recv_tokens_per_expert"_a, "recv_counts"_a, "stream"_a);
+      "num_recv_tokens_per_expert"_a, "recv_counts"_a, "stream"_a, "first_rows"_a = 0, "expert_offsets"_a = 0,
+      "expert_counts"_a = 0, "num_expanded"_a = 0);
 
   engine.def("set_generation", &Type::set_generation, "generation"_a);
   engine.def("wait_counts", &Type::wait_counts, py::call_guard<py::gil_scoped_release>());
@@ -173,7 +177,8 @@ pybind11::class_<Engine<Target>> bind_engine(pybind11::module_& m) {
          ptr recv_x_scales, ptr recv_topk_idx, ptr recv_topk_weights, ptr recv_src_idx,
          ptr recv_channel_prefix_matrix, int num_recv_rows, bool fill_tail, bool zero_tail, size_t output_offset,
          size_t src_offset, bool follows_notify, bool is_speculative, int num_channels,
-         int num_send_tokens, int num_slots, uint64_t stream) {
+         int num_send_tokens, int num_slots, uint64_t stream, ptr send_row, ptr send_rows,
+         ptr num_expanded, ptr recv_rows, ptr source, bool round_scale, bool use_ue8m0) {
         DispatchArgs args{};
         args.output_line = line_of("output_offset", output_offset);
         args.src_line = line_of("src_offset", src_offset);
@@ -203,6 +208,12 @@ pybind11::class_<Engine<Target>> bind_engine(pybind11::module_& m) {
         args.recv_src_idx = as_pointer<int32_t>(recv_src_idx);
         args.recv_channel_prefix_matrix = as_pointer<int32_t>(recv_channel_prefix_matrix);
         args.num_recv_rows = num_recv_rows;
+        args.send_row = as_pointer<int32_t>(send_row);
+        args.send_rows = as_pointer<int32_t>(send_rows);
+        args.num_expanded = as_pointer<int32_t>(num_expanded);
+        args.recv_rows = as_pointer<int32_t>(recv_rows);
+        args.source = as_pointer<uint8_t>(source);
+        args.scale_format = {round_scale, use_ue8m0};
         Release release;
         self.dispatch(args, {num_channels, num_send_tokens, num_slots}, num_topk, row_bytes,
                       stream);
@@ -214,7 +225,8 @@ pybind11::class_<Engine<Target>> bind_engine(pybind11::module_& m) {
       "recv_x_scales"_a, "recv_topk_idx"_a, "recv_topk_weights"_a, "recv_src_idx"_a,
       "recv_channel_prefix_matrix"_a, "num_recv_rows"_a, "fill_tail"_a, "zero_tail"_a, "output_offset"_a,
       "src_offset"_a, "follows_notify"_a, "is_speculative"_a, "num_channels"_a, "num_send_tokens"_a,
-      "num_slots"_a, "stream"_a);
+      "num_slots"_a, "stream"_a, "send_row"_a = 0, "send_rows"_a = 0, "num_expanded"_a = 0,
+      "recv_rows"_a = 0, "source"_a = 0, "round_scale"_a = false, "use_ue8m0"_a = false);
 
   engine.def_property_readonly("data_offset", &Type::data_offset);
   engine.def_property_readonly("data_bytes", &Type::data_bytes);

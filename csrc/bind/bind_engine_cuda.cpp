@@ -1,5 +1,6 @@
 #include "bind/bind_engine.hpp"
 #include "bind/bind_internode.hpp"
+#include "bind/bind_expand.hpp"
 #include "bind/bind_low_latency.hpp"
 #include "host/target_cuda.hpp"
 
@@ -10,6 +11,7 @@ void bind_engine_cuda(pybind11::module_& m) {
   using namespace pybind11::literals;
   using Type = Engine<CudaTarget>;
   auto engine = bind_engine<CudaTarget>(m);
+  bind_expand<CudaTarget>(m, engine);
   bind_low_latency<CudaTarget>(m, engine);
   bind_internode_records(m);
   bind_internode<CudaTarget>(engine);

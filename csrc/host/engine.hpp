@@ -103,6 +103,12 @@ class Engine {
   void combine(CombineArgs args, Dtype dtype, const ChannelConfig& config, int num_topk,
                int row_bytes, uint64_t stream);
 
+  // Expanded outputs; defined in expand_impl.hpp. All local, on as many blocks as a dispatch of this config.
+  void number_rows(NumberRowsArgs args, const ChannelConfig& config, uint64_t stream);
+  void expand_rows(const ExpandArgs& args, const ChannelConfig& config, uint64_t stream);
+  void reduce_experts(const ReduceExpertsArgs& args, Dtype dtype, const ChannelConfig& config,
+                      uint64_t stream);
+
   // Low-latency mode; defined in low_latency_impl.hpp.
   // Gives the last num_bytes of the heap to it. Once, before anything is launched.
   // can_shrink: its kernels do without ranks that stay silent.
@@ -174,6 +180,8 @@ class Engine {
                   RingLayout* ring, RailRings* rail_rings) const;
   // Waits for the sequence number of the last notify; false: a kernel failed.
   bool wait_sequence(const uint32_t* sequence);
+  // Stages and warps of direct mode.
+  void plan_direct(DispatchArgs& args, int num_topk, int row_bytes) const;
   void check_open() const;
   void check_num_experts(int num_experts) const;
   void check_counters(int num_experts, size_t smem_bytes) const;

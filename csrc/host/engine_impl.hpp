@@ -59,7 +59,15 @@ Engine<Target>::Engine(const EngineOptions& options, Target target) : target_(ta
       target_.allocate_mapped(sizeof(CountsBlock) + sizeof(int32_t) * options.num_max_experts));
   target_.template prepare<LayoutKernel>();
   target_.template prepare<NotifyKernel>();
-  target_.template prepare<DispatchKernel>();
+  target_.template prepare<DispatchKernel<false, false>>();
+  target_.template prepare<DispatchKernel<false, true>>();
+  target_.template prepare<DispatchKernel<true, false>>();
+  target_.template prepare<DispatchKernel<true, true>>();
+  target_.template prepare<NumberRowsKernel>();
+  target_.template prepare<ExpandKernel>();
+  target_.template prepare<ReduceExpertsKernel<Dtype::kBfloat16>>();
+  target_.template prepare<ReduceExpertsKernel<Dtype::kFloat16>>();
+  target_.template prepare<ReduceExpertsKernel<Dtype::kFloat32>>();
   target_.template prepare<CombineKernel<Dtype::kBfloat16>>();
   target_.template prepare<CombineKernel<Dtype::kFloat16>>();
   target_.template prepare<CombineKernel<Dtype::kFloat32>>();
@@ -103,7 +111,7 @@ template <class Target>
 size_t Engine<Target>::ring_bytes(int num_ranks, const ChannelConfig& config, int row_bytes,
                                   int scale_row_bytes, int num_topk) {
   const MessageLayout message =
-      MessageLayout::of_dispatch(row_bytes, scale_row_bytes, num_topk, true);
+      MessageLayout::of_dispatch(row_bytes, scale_row_bytes, num_topk, true, false);
   return RingLayout{num_ranks, config.num_channels, config.num_slots, message.slot_bytes()}
       .num_bytes();
 }
@@ -189,7 +197,8 @@ void Engine<Target>::notify_dispatch(NotifyArgs args, const ChannelConfig& confi
   // Checks the shape of the dispatch that follows, so that nothing is launched if it cannot be.
   shape_of(config, MessageLayout::of_dispatch(field(HeaderField::kRowBytes),
                                               field(HeaderField::kScaleRowBytes),
-                                              field(HeaderField::kNumTopk), true));
+                                              field(HeaderField::kNumTopk), true,
+                                              args.expansion.first_rows != nullptr));
   check_num_experts(args.num_experts);
   const size_t counter_bytes =
       args.topk.data == nullptr ? 0 : sizeof(int32_t) * static_cast<size_t>(args.num_experts);
@@ -200,6 +209,8 @@ void Engine<Target>::notify_dispatch(NotifyArgs args, const ChannelConfig& confi
   field(HeaderField::kNumChannels) = config.num_channels;
   field(HeaderField::kNumSendTokens) = config.num_send_tokens;
   field(HeaderField::kNumSlots) = config.num_slots;
+  field(HeaderField::kExpertAlignment) =
+      args.expansion.first_rows != nullptr ? args.expert_alignment : 0;
   const OutputWords words = OutputWords::of(args.place);
   field(HeaderField::kOutputLine) = static_cast<int>(words.line);
   field(HeaderField::kSrcLine) = static_cast<int>(words.src_line);
@@ -251,14 +262,43 @@ std::optional<Counts> Engine<Target>::wait_counts() {
 }
 
 template <class Target>
+void Engine<Target>::plan_direct(DispatchArgs& args, int num_topk, int row_bytes) const {
+  // As many moving warps as have room for whole rows, within reason; longer rows travel in pieces.
+  constexpr int kMinDirectStages = 4;
+  const Tuning& tuning = Target::kTuning;
+  const int room = smem_bytes_limit - kReservedSmemBytes - kMaxBarrierBytes;
+  const bool is_quantised = args.source != nullptr;
+  // Quantising takes a warp's time: as many as have room for pieces of 512 elements and their scales.
+  const int stage_bytes = is_quantised ? 1024 + 16 : row_bytes;
+  const int most_warps = room / (kMinDirectStages * align_up(stage_bytes, 128));
+  args.num_move_warps = max_of(2, min_of(tuning.num_direct_move_warps, most_warps));
+  args.num_meta_warps = num_topk != 0 || args.num_scales != 0 || args.recv_src_idx != nullptr
+                            ? tuning.num_direct_meta_warps
+                            : 0;
+  const int warp_limit = room / args.num_move_warps;
+  if (!is_quantised) {
+    args.direct_stage =
+        StageLayout::make(row_bytes, 0, warp_limit, kMinDirectStages, StagePipe::kMaxStages);
+    return;
+  }
+  args.direct_stage = StageLayout::make_quantised(row_bytes * static_cast<int>(sizeof(Bf16)),
+                                                  warp_limit, kMinDirectStages,
+                                                  StagePipe::kMaxStages);
+  detail::require(args.direct_stage.num_stages > 0,
+                  "smem_bytes_limit = " + std::to_string(smem_bytes_limit) +
+                      ", quantising needs stages of 512 elements");
+}
+
+template <class Target>
 void Engine<Target>::dispatch(DispatchArgs args, const ChannelConfig& config, int num_topk,
                               int row_bytes, uint64_t stream) {
   const Tuning& tuning = Target::kTuning;
   const int scale_row_bytes = args.num_scales * args.scale_bytes;
+  const bool is_expanded = args.send_row != nullptr, is_quantised = args.source != nullptr;
   args.message = MessageLayout::of_dispatch(row_bytes, scale_row_bytes, num_topk,
-                                            args.recv_src_idx != nullptr);
+                                            args.recv_src_idx != nullptr, is_expanded);
   const Shape shape = shape_of(config, args.message);
-  constexpr int kMaxWarps = DispatchKernel::kMaxThreads / kWarpSize;
+  constexpr int kMaxWarps = DispatchKernel<false, false>::kMaxThreads / kWarpSize;
   args.num_receive_warps =
       min_of(tuning.num_receive_warps, (kMaxWarps - world_.num_ranks) / world_.num_ranks);
   const int num_ring_warps =
@@ -268,16 +308,7 @@ void Engine<Target>::dispatch(DispatchArgs args, const ChannelConfig& config, in
   args.num_send_tokens = config.num_send_tokens;
   const bool may_be_direct = args.output_line != 0;  // otherwise no stages for it
   if (may_be_direct) check_output(args, num_topk, scale_row_bytes, row_bytes);
-  // As many moving warps as have room for whole rows, within reason; longer rows travel in pieces.
-  constexpr int kMinDirectStages = 4;
-  const int room = smem_bytes_limit - kReservedSmemBytes - kMaxBarrierBytes;
-  args.num_move_warps = max_of(2, min_of(tuning.num_direct_move_warps,
-                                         room / (kMinDirectStages * align_up(row_bytes, 128))));
-  args.num_meta_warps = num_topk != 0 || args.num_scales != 0 || args.recv_src_idx != nullptr
-                            ? tuning.num_direct_meta_warps
-                            : 0;
-  args.direct_stage = StageLayout::make(row_bytes, 0, room / args.num_move_warps, kMinDirectStages,
-                                        StagePipe::kMaxStages);
+  plan_direct(args, num_topk, row_bytes);
   const size_t stages_bytes =
       align_up<size_t>(max_of(shape.num_senders * args.stage.warp_bytes(),
                               may_be_direct * args.num_move_warps * args.direct_stage.warp_bytes()),
@@ -295,20 +326,34 @@ void Engine<Target>::dispatch(DispatchArgs args, const ChannelConfig& config, in
                         config.num_send_tokens,
                         config.num_slots,
                         args.topk_idx_bytes,
-                        args.recv_src_idx != nullptr};
-  args.signature = Operation::signature(Kernel::kDispatch, agreed, 8);
-  launch<DispatchKernel>(
-      {.num_blocks = config.num_channels,
-       .num_threads = kWarpSize * max_of(num_ring_warps, args.num_move_warps + args.num_meta_warps),
-       .smem_bytes = args.entry_offset + sizeof(DispatchEntry)},
-      args, stream);
+                        args.recv_src_idx != nullptr,
+                        is_expanded,
+                        is_quantised,
+                        args.scale_format.round_scale,
+                        args.scale_format.use_ue8m0};
+  args.signature = Operation::signature(Kernel::kDispatch, agreed, 12);
+  const LaunchConfig launch_config{
+      .num_blocks = config.num_channels,
+      .num_threads = kWarpSize * max_of(num_ring_warps, args.num_move_warps + args.num_meta_warps),
+      .smem_bytes = args.entry_offset + sizeof(DispatchEntry)};
+  if (is_expanded && is_quantised) {
+    launch<DispatchKernel<true, true>>(launch_config, args, stream);
+  } else if (is_expanded) {
+    launch<DispatchKernel<true, false>>(launch_config, args, stream);
+  } else if (is_quantised) {
+    launch<DispatchKernel<false, true>>(launch_config, args, stream);
+  } else {
+    launch<DispatchKernel<false, false>>(launch_config, args, stream);
+  }
 }
 
 template <class Target>
 void Engine<Target>::check_output(const DispatchArgs& args, int num_topk, int scale_row_bytes,
                                   int row_bytes) const {
-  const OutputLayout output = OutputLayout::make(args.num_recv_rows, row_bytes, scale_row_bytes,
-                                                 num_topk, args.topk_idx_bytes);
+  const bool is_expanded = args.send_row != nullptr;
+  const OutputLayout output =
+      OutputLayout::make(args.num_recv_rows, row_bytes, scale_row_bytes,
+                         is_expanded ? min_of(num_topk, 1) : num_topk, args.topk_idx_bytes);
   const auto check_block = [&](uint32_t line, size_t num_bytes) {
     const size_t begin = static_cast<size_t>(line) * kLineBytes;
     detail::require(
@@ -318,7 +363,9 @@ void Engine<Target>::check_output(const DispatchArgs& args, int num_topk, int sc
   };
   check_block(args.output_line, output.num_bytes);
   if (args.src_line != 0) {
-    check_block(args.src_line, sizeof(int32_t) * static_cast<size_t>(args.num_recv_rows));
+    check_block(args.src_line, is_expanded
+                                   ? SourceLayout::make(args.num_recv_rows, num_topk).num_bytes
+                                   : sizeof(int32_t) * static_cast<size_t>(args.num_recv_rows));
   }
 }
 
@@ -434,4 +481,5 @@ void Engine<Target>::set_generation(uint32_t generation) {
 }  // namespace deep_comm
 
 #include "host/internode_impl.hpp"
+#include "host/expand_impl.hpp"
 #include "host/low_latency_impl.hpp"

@@ -23,7 +23,10 @@ class CudaTarget {
                                      .low_latency_threads = 512,
                                      .internode_notify_threads = 256,
                                      .num_count_blocks = 64,
-                                     .num_rail_sender_warps = 7};
+                                     .num_rail_sender_warps = 7,
+                                     .number_threads = 512,
+                                     .expand_threads = 1024,
+                                     .reduce_experts_threads = 640};
 
   CudaTarget(int rank, int device) : device_(device) { (void)rank; }
 

@@ -31,7 +31,10 @@ class HostTarget {
       .low_latency_threads = 64,
       .internode_notify_threads = 32,
       .num_count_blocks = 1,
-      .num_rail_sender_warps = 2};
+      .num_rail_sender_warps = 2,
+      .number_threads = 64,
+      .expand_threads = 64,
+      .reduce_experts_threads = 64};
 
   // simulation: not owned, may be null. device: the rank of the simulated machine to run on, or -1: the same rank.
   HostTarget(int rank, int device, simt::Simulation* simulation)

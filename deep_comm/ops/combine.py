@@ -11,10 +11,11 @@ from torch import Tensor
 from deep_comm import checks
 from deep_comm.backends import Launch
 from deep_comm.context import Context
-from deep_comm.errors import HandleMismatch
+from deep_comm.errors import ArgumentError, HandleMismatch
 from deep_comm.events import EventOverlap
 from deep_comm.handle import Handle, KnownHandle
 from deep_comm.ops.call import CallOptions
+from deep_comm.ops.expand import reduce_experts
 
 
 def combine(
@@ -24,20 +25,38 @@ def combine(
     *,
     topk_weights: Any,
     bias: Any,
+    apply_weights: bool,
     options: CallOptions,
 ) -> tuple[Tensor, Tensor | None, EventOverlap]:
     ctx.begin()
     x = checks.combine_input(x, ctx.device)
     num_rows, hidden = x.shape
     known = ctx.known_handle(handle)
-    if known.num_recv_rows != num_rows:
+    if known.num_output_rows != num_rows:
         raise HandleMismatch(
             "handle",
-            f"{known.num_recv_rows} received rows",
+            f"{known.num_output_rows} received rows",
             f"must be of a dispatch that returned as many rows as x has ({num_rows})",
         )
     num_topk = 0
-    if topk_weights is not None:
+    row_weights = None  # multiplied with the rows, here
+    expansion = known.expansion
+    if apply_weights:
+        if expansion is None:
+            raise HandleMismatch(
+                "handle", "without expansion", "must be of a dispatch with expand=True (apply_weights)"
+            )
+        if topk_weights is None:
+            raise ArgumentError("topk_weights", None, "is needed with apply_weights")
+    if topk_weights is not None and expansion is not None:
+        topk_weights = checks.tensor(
+            "topk_weights", topk_weights, ctx.device, shape=(num_rows,), dtypes=(torch.float32,)
+        )
+        if apply_weights:
+            row_weights, topk_weights = topk_weights, None
+        else:
+            num_topk = expansion.recv_rows.shape[1]
+    elif topk_weights is not None:
         topk_weights = checks.tensor(
             "topk_weights",
             topk_weights,
@@ -60,6 +79,9 @@ def combine(
         Handle.of(handle).require_num_channels(plan.num_channels)
 
     with options.streams.launch(ctx) as launch:
+        inputs = (x, topk_weights, row_weights, bias_0, bias_1)
+        if expansion is not None:
+            x, topk_weights = reduce_experts(ctx, launch, plan, x, known, row_weights, topk_weights)
         staging, staging_offset, num_staging_rows = _staging(
             ctx, launch, known, hidden * x.element_size(), num_topk
         )
@@ -76,7 +98,7 @@ def combine(
             bias_0=ctx.address(bias_0),
             bias_1=ctx.address(bias_1),
             num_tokens=num_tokens,
-            num_recv_rows=num_rows,
+            num_recv_rows=known.num_recv_rows,
             rank_prefix_matrix=known.rank_prefix_matrix,
             channel_prefix_matrix=known.channel_prefix_matrix,
             recv_channel_prefix_matrix=known.recv_channel_prefix_matrix,
@@ -91,7 +113,7 @@ def combine(
             stream=launch.stream,
         )
         del staging  # whoever gets its memory next writes there behind this kernel
-        event = launch.finish((x, topk_weights, bias_0, bias_1), known)
+        event = launch.finish(inputs, known)
     ctx.end()
     return combined_x, combined_topk_weights, event
 

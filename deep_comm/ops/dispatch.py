@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -12,10 +13,12 @@ from deep_comm.backends import Launch
 from deep_comm.checks import Payload
 from deep_comm.config import RingPlan
 from deep_comm.context import Context
-from deep_comm.errors import ArgumentError
+from deep_comm.errors import ArgumentError, HandleMismatch
 from deep_comm.events import EventOverlap
+from deep_comm.expansion import Expansion
 from deep_comm.handle import Handle
 from deep_comm.ops.call import CallOptions
+from deep_comm.ops.expand import Numbering, cached_arguments, expand_rows
 from deep_comm.ops.layout import Layout, checked_layout
 from deep_comm.ops.notify import NOWHERE, Notified, Place, launch_notify, wait_counts
 from deep_comm.ops.outputs import (
@@ -25,6 +28,7 @@ from deep_comm.ops.outputs import (
     allocate_cached,
     outputs_in,
     reserve_unknown,
+    reserve_unknown_expanded,
 )
 
 DispatchResult = tuple[
@@ -57,7 +61,9 @@ def _launch_dispatch(
     recv_channel_prefix_matrix: int,
     follows_notify: bool = False,
     is_speculative: bool = False,
+    extra: Mapping[str, int] = MappingProxyType({}),
 ) -> None:
+    """``extra``: what quantising and expanding add to the engine's arguments."""
     scales = payload.scales
     ctx.engine.dispatch(
         x=ctx.address(payload.x),
@@ -94,6 +100,7 @@ def _launch_dispatch(
         num_send_tokens=plan.num_send_tokens,
         num_slots=plan.num_slots,
         stream=launch.stream,
+        **extra,
     )
 
 
@@ -110,6 +117,8 @@ def dispatch(
     expert_alignment: int,
     num_worst_tokens: int,
     zero_tail: bool,
+    expand: bool,
+    zero_padding: bool,
     options: CallOptions,
 ) -> DispatchResult:
     ctx.begin()
@@ -121,6 +130,13 @@ def dispatch(
     ):
         if not isinstance(value, int) or value < smallest:
             raise ArgumentError(name, value, f"must be an integer of at least {smallest}")
+    if expand and idx is None:
+        raise ArgumentError("topk_idx", None, "is needed with expand")
+    if zero_tail and expand:
+        rule = "is for outputs without expand; zero_padding serves expanded ones"
+        raise ArgumentError("zero_tail", True, rule)
+    if zero_padding and not expand:
+        raise ArgumentError("zero_padding", True, "needs expand=True")
     layout: Layout | None = None
     computes_layout = (
         num_tokens_per_rank is None
@@ -147,17 +163,31 @@ def dispatch(
         payload.row_bytes,
         payload.scale_row_bytes,
         num_topk,
+        expand=expand,
     )
 
     if num_experts is None:
         assert layout is not None
         num_experts = layout.num_experts
     with options.streams.launch(ctx) as launch:
+        numbering: Numbering | None = None
+        places = 0  # of a received token, with expanded outputs
+        row_idx, row_weights = idx, weights  # of the shape that outputs have
+        if expand:
+            assert idx is not None
+            numbering = Numbering(ctx, launch, num_experts, idx)
+            places = num_topk
+            row_idx, row_weights = idx[:, :1], None if weights is None else weights[:, :1]
 
         def notify(place: Place) -> Notified:
-            return launch_notify(
-                ctx, launch, plan, payload, idx, num_experts, layout, expert_alignment, place
-            )
+            told = launch_notify(
+                ctx, launch, plan, payload, idx, num_experts, layout, expert_alignment, place,
+                {} if numbering is None else numbering.notify_arguments(ctx),
+            )  # fmt: skip
+            if numbering is not None:
+                assert idx is not None
+                numbering.launch(ctx, launch, plan, idx, num_experts)
+            return told
 
         def move(
             out: Outputs, num_rows: int, fill_tail: bool = False, is_speculative: bool = False
@@ -166,18 +196,25 @@ def dispatch(
                 ctx, launch, plan, notified, payload, idx, weights, num_rows, fill_tail,
                 fill_tail and zero_tail, out, notified.recv_channel_prefix_matrix, True,
                 is_speculative,
+                {} if numbering is None else numbering.dispatch_arguments(ctx, out),
             )  # fmt: skip
 
         num_recv_tokens: int | None = None
         max_num_tokens: int | None = None
         per_expert_list: list[int] = []
         if num_worst_tokens > 0:
-            out = allocate(ctx, launch, payload, idx, weights, num_worst_tokens)
+            num_rows = num_worst_tokens
+            out = allocate(ctx, launch, payload, row_idx, row_weights, num_worst_tokens, places)
             notified = notify(Place(out.output_offset, out.src_offset, num_worst_tokens, False))
             move(out, num_worst_tokens, fill_tail=True)
         else:
             # The rows may begin to move before this host knows how many they are (docs/design/0009).
-            reserved = reserve_unknown(ctx, launch, payload, idx)
+            if row_idx is None or numbering is None:
+                reserved = reserve_unknown(ctx, launch, payload, idx)
+            else:
+                reserved = reserve_unknown_expanded(
+                    ctx, launch, payload, row_idx, places, num_experts, expert_alignment
+                )
             if reserved is None:
                 notified = notify(NOWHERE)
             else:
@@ -189,15 +226,28 @@ def dispatch(
             counts = wait_counts(ctx)
             num_recv_tokens, max_num_tokens = counts.num_recv_tokens, counts.max_num_tokens
             per_expert_list = list(counts.num_recv_tokens_per_expert)
-            ctx.most_recv_rows = max(ctx.most_recv_rows, num_recv_tokens)
+            num_rows = num_recv_tokens
+            if numbering is None:
+                ctx.most_recv_rows = max(ctx.most_recv_rows, num_rows)
+            else:
+                num_rows = sum(per_expert_list)
+                ctx.most_expanded_rows = max(ctx.most_expanded_rows, num_rows)
             ctx.most_tokens = max(ctx.most_tokens, max_num_tokens)
             if counts.is_direct:
                 assert reserved is not None
-                out = outputs_in(ctx, reserved, payload, idx, weights, num_recv_tokens)
+                out = outputs_in(ctx, reserved, payload, row_idx, row_weights, num_rows, places)
             else:
                 del reserved  # some rank has no room for so many; all launch again
-                out = allocate(ctx, launch, payload, idx, weights, num_recv_tokens)
-                move(out, num_recv_tokens)
+                out = allocate(ctx, launch, payload, row_idx, row_weights, num_rows, places)
+                move(out, num_rows)
+        expansion: Expansion | None = None
+        if numbering is not None:
+            num_tokens = num_rows if num_recv_tokens is None else num_recv_tokens
+            expansion = numbering.expansion(out, num_rows, num_tokens, expert_alignment)
+            expand_rows(
+                ctx, launch, plan, payload, expansion, notified.rank_prefix_matrix, out,
+                zero_padding=zero_padding, fill_handle=num_recv_tokens is None,
+            )  # fmt: skip
         inputs = [payload.x, payload.scales, idx, weights]
         if layout is not None:
             inputs += layout.num_tokens_per_rank, layout.num_tokens_per_expert
@@ -215,6 +265,7 @@ def dispatch(
         max_num_tokens=max_num_tokens,
         members=ctx.members,
         home_stream=launch.home_stream,
+        expansion=expansion,
     )
     return out.payload, out.topk_idx, out.topk_weights, per_expert_list, handle, event
 
@@ -223,12 +274,18 @@ def cached_dispatch(
     ctx: Context,
     x: Any,
     handle: Handle | Sequence[Tensor],
+    *,
+    expand: bool,
+    zero_padding: bool,
     options: CallOptions,
 ) -> DispatchResult:
     """The routing of ``handle`` with another x: no counts to exchange, no wait of the host."""
     ctx.begin()
     payload = checks.payload(x, ctx.device)
     known = ctx.known_handle(handle)
+    expansion = known.expansion
+    if (expand or zero_padding) and expansion is None:
+        raise HandleMismatch("handle", "without expansion", "must be of a dispatch with expand=True")
     if known.num_tokens != payload.num_tokens:
         Handle.of(handle).require_num_tokens(payload.num_tokens)
     plan = ctx.plan(
@@ -238,16 +295,23 @@ def cached_dispatch(
         payload.scale_row_bytes,
         0,
         known.num_channels,
+        expand=expansion is not None,
     )
     if plan.num_channels != known.num_channels:
         Handle.of(handle).require_num_channels(plan.num_channels)
-    num_rows = known.num_recv_rows
+    num_rows = known.num_output_rows
     with options.streams.launch(ctx) as launch:
         out = allocate_cached(ctx, launch, payload, known)
         _launch_dispatch(
             ctx, launch, plan, known, payload, None, None, num_rows, False, False, out,
             out.channel_prefix_matrix_address,
+            extra={} if expansion is None else cached_arguments(ctx, expansion),
         )  # fmt: skip
+        if expansion is not None:
+            expand_rows(
+                ctx, launch, plan, payload, expansion, known.rank_prefix_matrix, out,
+                zero_padding=zero_padding, fill_handle=False,
+            )  # fmt: skip
         event = launch.finish((payload.x, payload.scales), known)
     ctx.end()
     return out.payload, None, None, None, None, event

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -123,8 +124,10 @@ def launch_notify(
     layout: Layout | None,
     expert_alignment: int,
     place: Place,
+    extra: Mapping[str, int],
 ) -> Notified:
-    """With ``layout`` from get_dispatch_layout, else from ``idx``."""
+    """With ``layout`` from get_dispatch_layout, else from ``idx``. ``extra``: what expanded outputs add to the
+    engine's arguments."""
     out = Notified(ctx, launch, plan, payload.num_tokens, num_experts, layout)
     ctx.engine.notify_dispatch(
         topk_idx=ctx.address(idx) if layout is None else 0,
@@ -151,6 +154,7 @@ def launch_notify(
         num_recv_tokens_per_expert=out.num_recv_tokens_per_expert,
         recv_counts=out.recv_counts,
         stream=launch.stream,
+        **extra,
     )
     ctx.end()
     return out

@@ -23,8 +23,9 @@ class Outputs:
 
     Attributes:
         x, scales: [N, H] and [N, S] or None.
-        topk_idx, topk_weights: [N, K] or None.
+        topk_idx, topk_weights: [N, K] or None; expanded: [M, 1], one a row.
         src_idx: int32 [N]; None where no handle will hold it.
+        recv_rows: int32 [N, K] of an expanded dispatch; None likewise.
         output_offset, src_offset: in the heap; 0: not in the receive region.
     """
 
@@ -34,11 +35,13 @@ class Outputs:
         "topk_idx",
         "topk_weights",
         "src_idx",
+        "recv_rows",
         "x_address",
         "scales_address",
         "topk_idx_address",
         "topk_weights_address",
         "src_idx_address",
+        "recv_rows_address",
         "channel_prefix_matrix_address",
         "output_offset",
         "src_offset",
@@ -49,6 +52,8 @@ class Outputs:
         self.topk_idx: Tensor | None = None
         self.topk_weights: Tensor | None = None
         self.src_idx: Tensor | None = None
+        self.recv_rows: Tensor | None = None
+        self.recv_rows_address = 0
         self.scales_address = self.topk_idx_address = self.topk_weights_address = 0
         self.src_idx_address = self.channel_prefix_matrix_address = 0
         self.output_offset = self.src_offset = 0
@@ -64,7 +69,7 @@ class Outputs:
         address = ctx.heap.base + out.output_offset
         out.x_address = out.scales_address = address
         out.topk_idx_address = out.topk_weights_address = address
-        out.src_idx_address = ctx.heap.base + out.src_offset
+        out.src_idx_address = out.recv_rows_address = ctx.heap.base + out.src_offset
         return out
 
     @property
@@ -83,13 +88,26 @@ class Reservation:
         self.num_rows = num_rows
 
 
+def _source_bytes(ctx: Context, num_rows: int, places: int) -> int:
+    """Of the handle's block: source tokens, and with expanded outputs ``places`` of each."""
+    if places == 0:
+        return 4 * num_rows
+    return ctx.engine.source_layout(num_rows=num_rows, num_topk=places).num_bytes
+
+
 def reserve(
-    ctx: Context, launch: Launch, payload: Payload, idx: Tensor | None, num_rows: int
+    ctx: Context,
+    launch: Launch,
+    payload: Payload,
+    idx: Tensor | None,
+    num_rows: int,
+    places: int = 0,
 ) -> Reservation | None:
-    """Room for ``num_rows`` rows, poisoned if outputs are; None if the region has none."""
+    """Room for ``num_rows`` rows, poisoned if outputs are; None if the region has none. ``places``: of a
+    received token, with expanded outputs."""
     layout = _layout(ctx, payload, idx, num_rows)
     output = ctx.region.allocate(layout.num_bytes, launch.ordered_after)
-    sources = ctx.region.allocate(4 * num_rows, launch.ordered_after)
+    sources = ctx.region.allocate(_source_bytes(ctx, num_rows, places), launch.ordered_after)
     if output is None or sources is None:
         return None
     for block, events in (output, sources):
@@ -107,9 +125,42 @@ def reserve_unknown(
     back at once."""
     likely = ctx.most_recv_rows + ctx.most_recv_rows // 8
     most = ctx.num_ranks * max(payload.num_tokens, ctx.most_tokens)
-    for num_rows in sorted({max(most + most // 4, likely), max(most, likely), likely}, reverse=True):
+    return _reserve_most(
+        ctx, launch, payload, idx, {max(most + most // 4, likely), max(most, likely), likely}, 0
+    )
+
+
+def reserve_unknown_expanded(
+    ctx: Context,
+    launch: Launch,
+    payload: Payload,
+    row_idx: Tensor,
+    places: int,
+    num_experts: int,
+    expert_alignment: int,
+) -> Reservation | None:
+    """The same for an expanded dispatch: twice what even routing brings, or a little more than ever came."""
+    likely = ctx.most_expanded_rows + ctx.most_expanded_rows // 8
+    num_local = -(-num_experts // ctx.num_ranks)
+    num_tokens = ctx.num_ranks * max(payload.num_tokens, ctx.most_tokens)
+    even = -(-num_tokens * places * num_local // num_experts)
+    return _reserve_most(
+        ctx, launch, payload, row_idx,
+        {max(2 * even + num_local * (expert_alignment - 1), likely), likely}, places,
+    )  # fmt: skip
+
+
+def _reserve_most(
+    ctx: Context,
+    launch: Launch,
+    payload: Payload,
+    idx: Tensor | None,
+    choices: set[int],
+    places: int,
+) -> Reservation | None:
+    for num_rows in sorted(choices, reverse=True):
         if num_rows > 0:
-            reserved = reserve(ctx, launch, payload, idx, num_rows)
+            reserved = reserve(ctx, launch, payload, idx, num_rows, places)
             if reserved is not None:
                 return reserved
     return None
@@ -122,12 +173,13 @@ def allocate(
     idx: Tensor | None,
     weights: Tensor | None,
     num_rows: int,
+    places: int = 0,
 ) -> Outputs:
     """For a dispatch that makes a handle."""
-    reserved = reserve(ctx, launch, payload, idx, num_rows)
+    reserved = reserve(ctx, launch, payload, idx, num_rows, places)
     if reserved is None:
-        return _anywhere(ctx, launch, payload, idx, weights, num_rows)
-    return outputs_in(ctx, reserved, payload, idx, weights, num_rows)
+        return _anywhere(ctx, launch, payload, idx, weights, num_rows, places)
+    return outputs_in(ctx, reserved, payload, idx, weights, num_rows, places)
 
 
 def outputs_in(
@@ -137,13 +189,14 @@ def outputs_in(
     idx: Tensor | None,
     weights: Tensor | None,
     num_rows: int,
+    places: int = 0,
 ) -> Outputs:
     """Tensors of ``num_rows`` rows over the region, where peers write them in place."""
     layout = _layout(ctx, payload, idx, num_rows)
     block, src_block = reserved.block, reserved.src_block
     if num_rows < reserved.num_rows:
         block.shrink(layout.num_bytes)
-        src_block.shrink(4 * num_rows)
+        src_block.shrink(_source_bytes(ctx, num_rows, places))
     offset = block.offset
     address = ctx.heap.base + offset
 
@@ -166,6 +219,11 @@ def outputs_in(
     src_idx = ctx.heap.matrix(src_block.offset, 1, num_rows, torch.int32, src_block)
     out.src_idx = src_idx.view(num_rows)
     out.src_idx_address = ctx.heap.base + src_block.offset
+    if places > 0:
+        begin = src_block.offset
+        begin += ctx.engine.source_layout(num_rows=num_rows, num_topk=places).recv_rows
+        out.recv_rows = ctx.heap.matrix(begin, num_rows, places, torch.int32, src_block)
+        out.recv_rows_address = ctx.heap.base + begin
     return out
 
 
@@ -186,6 +244,7 @@ def _anywhere(
     idx: Tensor | None,
     weights: Tensor | None,
     num_rows: int,
+    places: int,
 ) -> Outputs:
     """Ordinary tensors: the rows will come through the rings."""
     out = Outputs()
@@ -202,6 +261,9 @@ def _anywhere(
         out.topk_weights_address = ctx.address(out.topk_weights)
     out.src_idx = launch.empty((num_rows,), torch.int32)
     out.src_idx_address = ctx.address(out.src_idx)
+    if places > 0:
+        out.recv_rows = launch.empty((num_rows, places), torch.int32)
+        out.recv_rows_address = ctx.address(out.recv_rows)
     return out
 
 
@@ -209,7 +271,7 @@ def allocate_cached(
     ctx: Context, launch: Launch, payload: Payload, handle: KnownHandle
 ) -> Outputs:
     """For a dispatch that repeats ``handle``, which already knows sources and prefix matrix."""
-    num_rows = handle.num_recv_rows
+    num_rows = handle.num_output_rows
     x_offset, scales_offset, num_bytes = _cached_layout(ctx, payload, handle)
     taken = ctx.region.allocate(num_bytes, launch.ordered_after)
     out = Outputs()
@@ -246,7 +308,7 @@ def _cached_layout(ctx: Context, payload: Payload, handle: KnownHandle) -> tuple
     known = handle.output_layouts.get(key)
     if known is None:
         layout = ctx.engine.output_layout(
-            num_rows=handle.num_recv_rows,
+            num_rows=handle.num_output_rows,
             row_bytes=payload.row_bytes,
             scale_row_bytes=payload.scale_row_bytes,
             num_topk=0,

@@ -5,6 +5,7 @@
 #include "device/layout/message.cuh"
 #include "device/layout/ring_layout.cuh"
 #include "device/layout/workspace.cuh"
+#include "device/move/quantise.cuh"
 #include "device/move/reduce.cuh"
 
 namespace deep_comm {
@@ -42,6 +43,7 @@ enum class HeaderField : int {
   kNumChannels,
   kNumSendTokens,
   kNumSlots,
+  kExpertAlignment,  // of expanded outputs; 0: not expanded
   kNumCompared,
   // The rest tells the peers something.
   kBadExpertIndex = kNumCompared,  // this rank's routing had an index out of range
@@ -58,6 +60,7 @@ inline constexpr const char* kHeaderFieldNames[] = {"num_experts",
                                                     "num_channels (config.num_sms)",
                                                     "config.num_max_nvl_chunked_send_tokens",
                                                     "config.num_max_nvl_chunked_recv_tokens",
+                                                    "expert_alignment with expand (0: without)",
                                                     "topk_idx",
                                                     "num_tokens",
                                                     "output_line",
@@ -86,6 +89,14 @@ struct OutputPlace {
   bool is_exact;
 };
 
+// Where the rows of expanded outputs belong; all null without expand.
+struct ExpansionArgs {
+  int32_t* first_rows;      // out [E]: of this rank's rows for an expert, in the output of the expert's rank
+  int32_t* expert_offsets;  // out [num_local_experts + 1]: where the group of a local expert begins here
+  int32_t* expert_counts;   // out [num_local_experts]: rows of a group, without padding
+  int32_t* num_rows;        // out [R]: rows of every rank's output, with padding
+};
+
 struct NotifyArgs {
   World world;
   NotifyHeader header;
@@ -106,6 +117,14 @@ struct NotifyArgs {
   int32_t* send_head;                   // out [T, R]
   int32_t* num_recv_tokens_per_expert;  // out [num_local_experts], or null
   int32_t* recv_counts;                 // out [1 + R]: rows that come to this rank, in all and from each
+  ExpansionArgs expansion;
+};
+
+// What a dispatch does beyond moving rows as they are. Each form is compiled apart: plain rows pay for none of it.
+template <bool kIsExpanded, bool kIsQuantised>
+struct DispatchForm {
+  static constexpr bool kExpanded = kIsExpanded;    // received rows grouped by local expert
+  static constexpr bool kQuantised = kIsQuantised;  // bfloat16 rows travel as FP8
 };
 
 struct DispatchArgs {
@@ -153,7 +172,15 @@ struct DispatchArgs {
   const void* topk_idx;         // [T, K], or null
   int topk_idx_bytes;
   const float* topk_weights;  // [T, K], or null: routing alone
-  // outputs
+  // quantised: x and x_scales are the engine's own then, filled from `source` if ring mode needs them
+  const uint8_t* source;  // [T, H] bfloat16
+  ScaleFormat scale_format;
+  // expanded outputs: what is sent where
+  const int32_t* send_row;       // [T, R] place of a token's first row at a rank, or -1
+  const int32_t* send_rows;      // [T, K] place of each selection's row at its rank, or -1; null: cached
+  const int32_t* num_expanded;   // [R] rows that each rank's output needs
+  int32_t* recv_rows;            // out [N, K] this rank's places of each received token, or -1; null: cached
+  // outputs; expanded: M rows, num_topk 1 (local expert and weight of the row), as many of the others as arrive
   uint8_t* recv_x;                      // [N, row_bytes]
   uint8_t* recv_x_scales;               // [N, num_scales], or null
   void* recv_topk_idx;                  // [N, K], or null
@@ -161,6 +188,59 @@ struct DispatchArgs {
   int32_t* recv_src_idx;                // [N], or null
   int32_t* recv_channel_prefix_matrix;  // [R, C], or null
   int num_recv_rows;                    // rows the outputs have
+};
+
+// Numbers the rows of expanded outputs; local. After notify_dispatch.
+struct NumberRowsArgs {
+  World world;
+  const void* topk_idx;  // [T, K] int32 or int64
+  int topk_idx_bytes;
+  int num_tokens;
+  int num_topk;
+  int num_experts;
+  int tokens_per_block;
+  const int32_t* first_rows;  // [E]
+  int32_t* send_row;          // out [T, R]
+  int32_t* send_rows;         // out [T, K]
+};
+
+// Completes expanded outputs; local. After dispatch, which has placed the first row of every received token.
+struct ExpandArgs {
+  World world;
+  const int32_t* rank_prefix_matrix;  // [R, R]
+  const int32_t* recv_rows;           // [N, K]
+  const int32_t* expert_offsets;      // [num_local_experts + 1]
+  const int32_t* expert_counts;       // [num_local_experts]
+  int num_topk;
+  int num_local_experts;
+  int num_rows;          // M: of the outputs
+  int num_tokens_limit;  // N: of recv_rows
+  int row_bytes;
+  int scale_row_bytes;
+  bool zero_padding;
+  uint8_t* x;             // [M, row_bytes]
+  uint8_t* scales;        // [M, scale_row_bytes], or null
+  void* expert_idx;       // out [M], or null
+  int expert_idx_bytes;
+  float* weights;         // [M], or null
+  int32_t* fill_src_idx;  // [N], -1 past the received tokens; null: all N have been received
+  int32_t* fill_rows;     // [N, K], likewise
+};
+
+// Adds the rows that a token has on this rank; local. Before combine.
+struct ReduceExpertsArgs {
+  World world;
+  const int32_t* rank_prefix_matrix;  // [R, R]
+  const int32_t* recv_rows;           // [N, K]
+  int num_topk;
+  int num_rows;          // M
+  int num_tokens_limit;  // N
+  int row_bytes;
+  const uint8_t* x;          // [M, row_bytes]
+  const float* row_weights;  // [M] to multiply with, or null
+  uint8_t* reduced_x;        // out [N, row_bytes]
+  const float* weights;      // [M] to bring back by selection, or null
+  float* reduced_weights;    // out [N, K], or null
 };
 
 struct CombineArgs {

@@ -43,8 +43,17 @@ struct DispatchEntry {
   PeerOutput outputs[kMaxRanks];
 };
 
+// Rows that the output of a rank must have.
+template <class Form>
+DC_DEVICE int32_t num_rows_at(const DispatchArgs& args, int rank) {
+  if constexpr (Form::kExpanded) return arch::ld_nc(args.num_expanded + rank);
+  const int num_ranks = args.world.num_ranks;
+  return arch::ld_nc(args.rank_prefix_matrix + (num_ranks - 1) * num_ranks + rank);
+}
+
 // Warp 0: waits for all ranks and finds where their outputs lie. The same mode in every block of
 // every rank, unless one has given up.
+template <class Form>
 DC_DEVICE void enter_dispatch(const Context& context, const DispatchArgs& args,
                               NotifyResult notified, DispatchEntry* entry) {
   const int num_ranks = args.world.num_ranks, peer = arch::lane_idx();
@@ -52,13 +61,12 @@ DC_DEVICE void enter_dispatch(const Context& context, const DispatchArgs& args,
   bool is_direct = true, ok = true;
   if (!is_direct_already) ok = await_arrivals(context, Stage::kEntryBarrier, args.signature);
   if (ok && peer < num_ranks) {
-    const int32_t num_rows =
-        arch::ld_nc(args.rank_prefix_matrix + (num_ranks - 1) * num_ranks + peer);
+    const int32_t num_rows = num_rows_at<Form>(args, peer);
     const OutputWords words = is_direct_already
                                   ? words_of_notify(args.world, peer, context.generation - 1)
                                   : words_of_dispatch(args.world, peer);
     is_direct = is_direct_already || words.has_room(num_rows);
-    if (is_direct) entry->outputs[peer] = output_at(args, peer, words, num_rows);
+    if (is_direct) entry->outputs[peer] = output_at<Form>(args, peer, words, num_rows);
   }
   is_direct = arch::all(kFullMask, is_direct);
   if (peer == 0) {
@@ -69,10 +77,10 @@ DC_DEVICE void enter_dispatch(const Context& context, const DispatchArgs& args,
 }
 
 // Rows past the received ones, spread over the whole grid.
+template <class Form>
 DC_DEVICE void fill_tail_rows(const Context& context, const DispatchArgs& args) {
   const World& world = args.world;
-  const int num_rows =
-      arch::ld_nc(args.rank_prefix_matrix + (world.num_ranks - 1) * world.num_ranks + world.rank);
+  const int num_rows = num_rows_at<Form>(args, world.rank);
   if (num_rows > args.num_recv_rows && arch::block_idx() == 0 && arch::thread_idx() == 0) {
     report_error(context, {ErrorKind::kOverflow,
                            {Stage::kCheckArguments, Word::kNumRecvRows, world.rank, -1},
@@ -81,7 +89,7 @@ DC_DEVICE void fill_tail_rows(const Context& context, const DispatchArgs& args) 
                            0,
                            -1});
   }
-  if (!args.fill_tail) return;
+  if (!args.fill_tail || Form::kExpanded) return;  // expanded: expand.cuh does
   const int64_t num_threads = static_cast<int64_t>(arch::num_blocks()) * arch::num_threads();
   const int64_t thread =
       static_cast<int64_t>(arch::block_idx()) * arch::num_threads() + arch::thread_idx();
@@ -108,14 +116,15 @@ DC_DEVICE void fill_tail_rows(const Context& context, const DispatchArgs& args) 
 
 // A moving warp of direct mode. Its loads begin before anybody knows whether the mode will be
 // direct; this rank's own outputs being in place makes it likely.
+template <class Form>
 DC_DEVICE DispatchMode enter_and_move(const Context& context, const DispatchArgs& args,
                                       NotifyResult notified, DispatchEntry* entry) {
   const int num_blocks = arch::num_blocks();
   // Blocks, not warps, are dealt tokens first: neighbouring tokens move on different SMs.
-  TokenMover mover(args, arch::warp_idx() * num_blocks + arch::block_idx(),
-                   args.num_move_warps * num_blocks);
+  TokenMover<Form> mover(args, arch::warp_idx() * num_blocks + arch::block_idx(),
+                         args.num_move_warps * num_blocks);
   mover.begin();
-  if (arch::warp_idx() == 0) enter_dispatch(context, args, notified, entry);
+  if (arch::warp_idx() == 0) enter_dispatch<Form>(context, args, notified, entry);
   arch::sync_block();
   if (entry->mode == DispatchMode::kDirect) {
     mover.run(entry->outputs);
@@ -125,6 +134,7 @@ DC_DEVICE DispatchMode enter_and_move(const Context& context, const DispatchArgs
   return entry->mode;
 }
 
+template <class Form>
 DC_DEVICE void dispatch(const DispatchArgs& args) {
   const Context context{args.world, Kernel::kDispatch, current_generation(args.world)};
   DispatchEntry* entry = reinterpret_cast<DispatchEntry*>(arch::dynamic_smem() + args.entry_offset);
@@ -136,25 +146,25 @@ DC_DEVICE void dispatch(const DispatchArgs& args) {
   const bool is_mover = args.output_line != 0 && arch::warp_idx() < args.num_move_warps;
   DispatchMode mode;
   if (is_mover) {
-    mode = enter_and_move(context, args, notified, entry);
+    mode = enter_and_move<Form>(context, args, notified, entry);
   } else {
-    if (arch::warp_idx() == 0) enter_dispatch(context, args, notified, entry);
+    if (arch::warp_idx() == 0) enter_dispatch<Form>(context, args, notified, entry);
     arch::sync_block();
     mode = entry->mode;
-    if (mode == DispatchMode::kDirect) write_block_metadata(args, entry->outputs);
+    if (mode == DispatchMode::kDirect) write_block_metadata<Form>(args, entry->outputs);
   }
   if (mode == DispatchMode::kDirect) {
     if (arch::block_idx() == 0 && args.recv_channel_prefix_matrix != nullptr)
       send_channel_starts(context, args);
-    if (args.fill_tail) fill_tail_rows(context, args);
+    if (args.fill_tail) fill_tail_rows<Form>(context, args);
     finish_direct(context, args);
     return;
   }
   entry->progress.reset();
   arch::sync_block();  // and movers that began in vain have left the stages
   if (mode == DispatchMode::kRings) {
-    fill_tail_rows(context, args);
-    dispatch_by_rings(context, args, entry->progress);
+    fill_tail_rows<Form>(context, args);
+    dispatch_by_rings<Form>(context, args, entry->progress);
   }
   retire_block(context);
 }

@@ -4,6 +4,9 @@
 //
 // grid   any number of blocks; warps [0, num_move_warps) move rows, the next num_meta_warps write
 //        metadata; tokens are dealt to the moving (metadata) warps of all blocks in turn
+// forms  expanded: a row goes to the first of its places, the receiver copies it to the others
+//        (expand.cuh): each row crosses the link once. Quantised: a warp turns a stage into FP8
+//        where it lies, and writes the scales itself
 // smem   num_move_warps x (stages + mbarriers)
 // words  recv_line[c].{start,end}_offset · owner: receiver · written by block 0 of the sender,
 //                            before `done`
@@ -12,12 +15,15 @@
 // waits  done: unblocked by every peer's last block
 #pragma once
 
+#include <type_traits>
+
 #include "device/channel/offsets.cuh"
 #include "device/intranode/args.cuh"
 #include "device/intranode/dispatch_meta.cuh"
 #include "device/intranode/dispatch_output.cuh"
 #include "device/intranode/ring_send.cuh"
 #include "device/layout/channel_range.cuh"
+#include "device/move/quantise.cuh"
 #include "device/layout/expert_map.cuh"
 #include "device/move/element.cuh"
 #include "device/sync/generation.cuh"
@@ -59,9 +65,26 @@ class FinalRows {
   int head_ = -1;
 };
 
+// The same interface for expanded outputs: the place of a token's first row.
+class FirstRows {
+ public:
+  DC_DEVICE FirstRows(const DispatchArgs& args, int peer) : args_(args), peer_(peer) {}
+  DC_DEVICE void look_up(int token) {
+    const int64_t position = static_cast<int64_t>(token) * args_.world.num_ranks + peer_;
+    row_ = token >= args_.num_tokens ? -1 : arch::ld_nc(args_.send_row + position);
+  }
+  DC_DEVICE int64_t row() const { return row_; }
+
+ private:
+  const DispatchArgs& args_;
+  int peer_;
+  int row_ = -1;
+};
+
 // One warp: moves every num_warps-th token from `warp` on. Lane i stores to rank (rank + 1 + i) %
 // R, so that ranks do not all write to the same receiver first. Loads begin before the peers have
 // come (begin), stores after (run).
+template <class Form>
 class TokenMover {
  public:
   DC_DEVICE TokenMover(const DispatchArgs& args, int warp, int num_warps)
@@ -71,7 +94,9 @@ class TokenMover {
         load_token_(warp),
         peer_((args.world.rank + 1 + arch::lane_idx()) % args.world.num_ranks),
         is_storing_(arch::lane_idx() < args.world.num_ranks),
-        pieces_(Pieces::of(args.message.row_bytes, args.direct_stage)),
+        source_(Form::kQuantised ? args.source : args.x),
+        source_row_bytes_(args.message.row_bytes * kShrink),
+        pieces_(Pieces::of(source_row_bytes_, args.direct_stage)),
         pipe_(make_pipe(args.direct_stage, args.direct_barriers_offset)),
         rows_(args, is_storing_ ? peer_ : 0) {}
 
@@ -89,8 +114,11 @@ class TokenMover {
       uint8_t* dst = output.x + row * args_.message.row_bytes;
       for (int piece = 0; piece < pieces_.num_pieces; ++piece) {
         pipe_.await_load();
+        if constexpr (Form::kQuantised) quantise_stage(piece);
         if (is_storing_)
-          pipe_.store(dst + piece * pieces_.piece_bytes, goes ? pieces_.bytes_of(piece) : 0);
+          pipe_.store(dst + piece * (pieces_.piece_bytes / kShrink),
+                      goes ? pieces_.bytes_of(piece) / kShrink : 0);
+        if constexpr (Form::kQuantised) write_scales(outputs, piece, goes ? row : -1);
         pipe_.advance_store();
         if (is_storing_) pipe_.make_room();
         arch::sync_warp();  // all storing lanes have read the stage that the leader loads next
@@ -107,7 +135,7 @@ class TokenMover {
   DC_DEVICE void load_next() {
     if (load_token_ >= args_.num_tokens) return;
     if (arch::lane_idx() == 0) {
-      pipe_.load(args_.x + static_cast<size_t>(load_token_) * args_.message.row_bytes +
+      pipe_.load(source_ + static_cast<size_t>(load_token_) * source_row_bytes_ +
                      load_piece_ * pieces_.piece_bytes,
                  pieces_.bytes_of(load_piece_));
     }
@@ -117,6 +145,34 @@ class TokenMover {
     load_token_ += num_warps_;
   }
 
+  // All lanes, the stage has landed: FP8 in its place, scales behind it.
+  DC_DEVICE void quantise_stage(int piece) {
+    quantise_in_place(pipe_.current(), pieces_.bytes_of(piece) / sizeof(Bf16),
+                      {pipe_.current() + pieces_.piece_bytes, args_.scale_format});
+    arch::fence_proxy_async_shared();  // the FP8 bytes before the bulk copies that read them
+    arch::sync_warp();
+  }
+  // All lanes, each with the row at its own peer, or -1.
+  DC_DEVICE void write_scales(const PeerOutput* outputs, int piece, int64_t my_row) {
+    const uint32_t* words = reinterpret_cast<const uint32_t*>(pipe_.current() + pieces_.piece_bytes);
+    const int num_words = args_.scale_format.num_words(pieces_.bytes_of(piece) / kSourceBlockBytes);
+    const int first = args_.scale_format.num_words(pieces_.piece_bytes / kSourceBlockBytes) * piece;
+    for (int lane = 0; lane < args_.world.num_ranks; ++lane) {
+      const int64_t row = arch::shfl(kFullMask, my_row, lane);
+      const int peer = arch::shfl(kFullMask, peer_, lane);
+      if (row < 0) continue;
+      uint32_t* dst = reinterpret_cast<uint32_t*>(outputs[peer].scales) + row * args_.num_scales + first;
+      for (int word = arch::lane_idx(); word < num_words; word += kWarpSize) {
+        arch::st_weak(dst + word, words[word]);
+      }
+    }
+  }
+
+  // Bytes loaded for a byte stored.
+  static constexpr int kShrink = Form::kQuantised ? static_cast<int>(sizeof(Bf16)) : 1;
+  static constexpr int kSourceBlockBytes = kScaleBlock * static_cast<int>(sizeof(Bf16));
+  using Rows = std::conditional_t<Form::kExpanded, FirstRows, FinalRows>;
+
   const DispatchArgs& args_;
   int num_warps_;
   int first_token_;
@@ -124,17 +180,21 @@ class TokenMover {
   int load_piece_ = 0;
   int peer_;
   bool is_storing_;
+  const uint8_t* source_;
+  int source_row_bytes_;
   Pieces pieces_;
   StagePipe pipe_;
-  FinalRows rows_;
+  Rows rows_;
 };
 
 // One warp: scales, expert ids, weights and source of every num_warps-th token, straight to the
 // outputs.
+template <class Form>
 DC_DEVICE void write_metadata(const DispatchArgs& args, const PeerOutput* outputs, int warp,
                               int num_warps) {
   const World& world = args.world;
   const ExpertMap experts{args.num_experts, world.num_ranks};
+  constexpr ScaleSource kScales = Form::kQuantised ? ScaleSource::kNone : ScaleSource::kInput;
   const int lane = arch::lane_idx();
   FinalRows rows(args, min_of(lane, world.num_ranks - 1));
   rows.look_up(warp);
@@ -145,7 +205,32 @@ DC_DEVICE void write_metadata(const DispatchArgs& args, const PeerOutput* output
       const int64_t row = arch::shfl(kFullMask, my_row, peer);
       const PeerOutput& output = outputs[peer];
       if (row < 0 || row >= output.num_rows) continue;
-      store_token_meta(args, experts, token, peer, output, row);
+      store_token_meta<kScales>(args, experts, token, peer, output, row);
+    }
+  }
+}
+
+// The same for expanded outputs.
+template <class Form>
+DC_DEVICE void write_expanded_metadata(const DispatchArgs& args, const PeerOutput* outputs,
+                                       int warp, int num_warps) {
+  const World& world = args.world;
+  const ExpertMap experts{args.num_experts, world.num_ranks};
+  constexpr ScaleSource kScales = Form::kQuantised ? ScaleSource::kNone : ScaleSource::kInput;
+  const int lane = arch::lane_idx();
+  FinalRows ordinals(args, min_of(lane, world.num_ranks - 1));
+  FirstRows first_rows(args, min_of(lane, world.num_ranks - 1));
+  for (int token = warp; token < args.num_tokens; token += num_warps) {
+    ordinals.look_up(token);
+    first_rows.look_up(token);
+    const int64_t my_ordinal = lane < world.num_ranks ? ordinals.row() : -1;
+    const int64_t my_row = lane < world.num_ranks ? first_rows.row() : -1;
+    for (int peer = 0; peer < world.num_ranks; ++peer) {
+      const int64_t ordinal = arch::shfl(kFullMask, my_ordinal, peer);
+      const int64_t row = arch::shfl(kFullMask, my_row, peer);
+      const PeerOutput& output = outputs[peer];
+      if (ordinal < 0 || ordinal >= output.num_rows) continue;
+      store_expanded_meta<kScales>(args, experts, token, peer, output, ordinal, row);
     }
   }
 }
@@ -200,11 +285,17 @@ DC_DEVICE void finish_direct(const Context& context, const DispatchArgs& args) {
 }
 
 // Warps past the movers: metadata, if the call has any.
+template <class Form>
 DC_DEVICE void write_block_metadata(const DispatchArgs& args, const PeerOutput* outputs) {
   const int warp = arch::warp_idx() - args.num_move_warps;
   if (warp < 0 || warp >= args.num_meta_warps) return;
-  write_metadata(args, outputs, warp * arch::num_blocks() + arch::block_idx(),
-                 args.num_meta_warps * arch::num_blocks());
+  const int first = warp * arch::num_blocks() + arch::block_idx();
+  const int num_warps = args.num_meta_warps * arch::num_blocks();
+  if constexpr (Form::kExpanded) {
+    write_expanded_metadata<Form>(args, outputs, first, num_warps);
+  } else {
+    write_metadata<Form>(args, outputs, first, num_warps);
+  }
 }
 
 }  // namespace deep_comm

@@ -9,7 +9,26 @@
 
 namespace deep_comm {
 
+enum class ScaleSource { kInput, kWrittenHere, kNone };  // kWrittenHere: words that this kernel wrote
+
+// One warp: the scales of `token` at `dst`.
+template <ScaleSource kSource>
+DC_DEVICE void store_token_scales(const DispatchArgs& args, uint8_t* dst, int token) {
+  if constexpr (kSource == ScaleSource::kNone) return;
+  for (int column = arch::lane_idx(); column < args.num_scales; column += kWarpSize) {
+    const int64_t position = token * args.scale_token_stride + column * args.scale_column_stride;
+    if constexpr (kSource == ScaleSource::kWrittenHere) {
+      const uint32_t* words = reinterpret_cast<const uint32_t*>(args.x_scales);
+      arch::st_weak(reinterpret_cast<uint32_t*>(dst) + column, arch::ld_weak(words + position));
+    } else {
+      copy_element(dst + column * args.scale_bytes, args.x_scales + position * args.scale_bytes,
+                   args.scale_bytes);
+    }
+  }
+}
+
 // One warp: everything of `token` that rank `dst` gets, at row `row` of its outputs.
+template <ScaleSource kSource>
 DC_DEVICE void store_token_meta(const DispatchArgs& args, const ExpertMap& experts, int token,
                                 int dst, const PeerOutput& output, int64_t row) {
   const int lane = arch::lane_idx(), num_topk = args.message.num_topk;
@@ -24,12 +43,33 @@ DC_DEVICE void store_token_meta(const DispatchArgs& args, const ExpertMap& exper
                     is_here ? arch::ld_nc(args.topk_weights + position) : 0.0f);
     }
   }
-  for (int column = lane; column < args.num_scales; column += kWarpSize) {
-    const int64_t position = token * args.scale_token_stride + column * args.scale_column_stride;
-    copy_element(output.scales + (row * args.num_scales + column) * args.scale_bytes,
-                 args.x_scales + position * args.scale_bytes, args.scale_bytes);
-  }
+  store_token_scales<kSource>(args, output.scales + row * args.num_scales * args.scale_bytes, token);
   if (lane == 0 && output.src_idx != nullptr) arch::st_weak(output.src_idx + row, token);
+}
+
+// The same for expanded outputs: scales to the token's first row there, a weight to the row of its
+// selection, and to the handle where the rows are, at the token's ordinal among the received.
+template <ScaleSource kSource>
+DC_DEVICE void store_expanded_meta(const DispatchArgs& args, const ExpertMap& experts, int token,
+                                   int dst, const PeerOutput& output, int64_t ordinal,
+                                   int64_t first_row) {
+  const int lane = arch::lane_idx(), num_topk = args.message.num_topk;
+  const int first = experts.first_expert(dst), count = experts.num_local_experts(dst);
+  for (int k = lane; k < num_topk; k += kWarpSize) {
+    const int64_t position = static_cast<int64_t>(token) * num_topk + k;
+    const int local = load_expert(args.topk_idx, position, args.topk_idx_bytes) - first;
+    const bool is_here = local >= 0 && local < count;
+    const int32_t row = is_here ? arch::ld_nc(args.send_rows + position) : -1;
+    arch::st_weak(output.recv_rows + ordinal * num_topk + k, row);
+    if (args.topk_weights != nullptr && row >= 0 && row < output.num_rows) {
+      arch::st_weak(output.topk_weights + row, arch::ld_nc(args.topk_weights + position));
+    }
+  }
+  if (first_row >= 0 && first_row < output.num_rows) {
+    store_token_scales<kSource>(
+        args, output.scales + first_row * args.num_scales * args.scale_bytes, token);
+  }
+  if (lane == 0 && output.src_idx != nullptr) arch::st_weak(output.src_idx + ordinal, token);
 }
 
 }  // namespace deep_comm

@@ -15,6 +15,7 @@ struct PeerOutput {
   uint8_t* topk_idx;
   float* topk_weights;
   int32_t* src_idx;
+  int32_t* recv_rows;  // expanded only
   int64_t num_rows;
 };
 
@@ -71,6 +72,7 @@ DC_DEVICE OutputWords words_of_notify(const World& world, int peer, uint32_t gen
 }
 
 // The block of rank `peer`, which receives num_recv_rows rows, as this rank addresses it.
+template <class Form>
 DC_DEVICE PeerOutput output_at(const DispatchArgs& args, int peer, const OutputWords& words,
                                int64_t num_recv_rows) {
   const World& world = args.world;
@@ -79,16 +81,21 @@ DC_DEVICE PeerOutput output_at(const DispatchArgs& args, int peer, const OutputW
                                : static_cast<int64_t>(words.rows);
   const OutputLayout layout =
       OutputLayout::make(num_rows, args.message.row_bytes, args.num_scales * args.scale_bytes,
-                         args.message.num_topk, args.topk_idx_bytes);
+                         Form::kExpanded ? min_of(args.message.num_topk, 1) : args.message.num_topk,
+                         args.topk_idx_bytes);
   uint8_t* block = world.bases[peer] + static_cast<size_t>(words.line) * kLineBytes;
+  uint8_t* src_block = words.src_line == 0 ? nullptr
+                                           : world.bases[peer] +
+                                                 static_cast<size_t>(words.src_line) * kLineBytes;
+  const SourceLayout sources =
+      SourceLayout::make(num_rows, Form::kExpanded ? args.message.num_topk : 0);
   return {block + layout.x,
           block + layout.scales,
           block + layout.topk_idx,
           reinterpret_cast<float*>(block + layout.topk_weights),
-          words.src_line == 0
-              ? nullptr
-              : reinterpret_cast<int32_t*>(world.bases[peer] +
-                                           static_cast<size_t>(words.src_line) * kLineBytes),
+          reinterpret_cast<int32_t*>(src_block),
+          src_block == nullptr ? nullptr
+                               : reinterpret_cast<int32_t*>(src_block + sources.recv_rows),
           num_rows};
 }
 

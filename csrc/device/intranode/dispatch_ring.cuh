@@ -4,6 +4,9 @@
 // grid   one block a channel; R - 1 warps send to a peer each, R x num_receive_warps receive, each
 //        some columns of the rows of one source (this rank's own rows come straight from x), one
 //        publishes tails and heads
+// forms  expanded: a row lands at the first of its places, which travels behind all other metadata;
+//        the receiver copies it to the others (expand.cuh). Quantised: a block first turns its
+//        channel's rows into FP8 in memory, since every destination's warp loads them anew
 // smem   (R - 1) x (stages + mbarriers)
 // words  recv_line.{start,end}_offset · owner: receiver · written by sender · relaxed, flag in data
 //        recv_line.tail               · owner: receiver · written by sender · release/acquire sys
@@ -21,11 +24,13 @@
 #include "device/layout/channel_range.cuh"
 #include "device/layout/expert_map.cuh"
 #include "device/move/element.cuh"
+#include "device/move/quantise.cuh"
 #include "device/move/vecs.cuh"
 
 namespace deep_comm {
 
 // The tokens of one channel that go to one rank, 32 at a time.
+template <class Form>
 class TokenSource {
  public:
   DC_DEVICE TokenSource(const DispatchArgs& args, const ChannelRange& range, int dst)
@@ -61,12 +66,18 @@ class TokenSource {
   uint32_t pending_ = 0;
 };
 
-DC_DEVICE void TokenSource::write_meta(uint8_t* meta, int token) const {
+template <class Form>
+DC_DEVICE void TokenSource<Form>::write_meta(uint8_t* meta, int token) const {
   const MessageLayout& message = args_.message;
   for (int column = arch::lane_idx(); column < args_.num_scales; column += kWarpSize) {
     const int64_t position = token * args_.scale_token_stride + column * args_.scale_column_stride;
-    gather_element(meta + message.scales_offset + column * args_.scale_bytes,
-                   args_.x_scales + position * args_.scale_bytes, args_.scale_bytes);
+    uint8_t* dst = meta + message.scales_offset + column * args_.scale_bytes;
+    if constexpr (Form::kQuantised) {  // written by this kernel
+      *reinterpret_cast<uint32_t*>(dst) =
+          arch::ld_weak(reinterpret_cast<const uint32_t*>(args_.x_scales) + position);
+    } else {
+      gather_element(dst, args_.x_scales + position * args_.scale_bytes, args_.scale_bytes);
+    }
   }
   const ExpertMap experts{args_.num_experts, args_.world.num_ranks};
   const int first = experts.first_expert(dst_), count = experts.num_local_experts(dst_);
@@ -76,13 +87,21 @@ DC_DEVICE void TokenSource::write_meta(uint8_t* meta, int token) const {
     const int64_t position = static_cast<int64_t>(token) * message.num_topk + k;
     const int local = load_expert(args_.topk_idx, position, args_.topk_idx_bytes) - first;
     const bool is_here = local >= 0 && local < count;
-    local_experts[k] = is_here ? local : -1;
+    if constexpr (Form::kExpanded) {
+      local_experts[k] = is_here ? arch::ld_nc(args_.send_rows + position) : -1;
+    } else {
+      local_experts[k] = is_here ? local : -1;
+    }
     weights[k] = is_here && args_.topk_weights != nullptr
                      ? arch::ld_nc(args_.topk_weights + position)
                      : 0.0f;
   }
   if (arch::lane_idx() == 0 && args_.recv_src_idx != nullptr) {
     *reinterpret_cast<int32_t*>(meta + message.src_idx_offset) = token;
+  }
+  if (Form::kExpanded && arch::lane_idx() == 0) {
+    *reinterpret_cast<int32_t*>(meta + message.place_offset) =
+        arch::ld_nc(args_.send_row + static_cast<int64_t>(token) * args_.world.num_ranks + dst_);
   }
 }
 
@@ -92,6 +111,7 @@ DC_DEVICE int receive_word(const DispatchArgs& args, int src) {
   return args.world.num_ranks + src * args.num_receive_warps;
 }
 
+template <class Form>
 DC_DEVICE void dispatch_send(const Context& context, const DispatchArgs& args, Progress& progress,
                              int channel, int dst) {
   const int num_channels = args.ring.num_channels;
@@ -108,7 +128,7 @@ DC_DEVICE void dispatch_send(const Context& context, const DispatchArgs& args, P
                   channel, dst);
   send_rows(pipe, ring, SendReport(progress, dst, args.num_send_tokens),
             Pieces::of(args.message.row_bytes, args.stage), args.message.meta_bytes,
-            TokenSource(args, range, dst), TokenSource(args, range, dst));
+            TokenSource<Form>(args, range, dst), TokenSource<Form>(args, range, dst));
 }
 
 // All lanes: the metadata of one received row, to the outputs.
@@ -134,6 +154,30 @@ DC_DEVICE void store_meta(const DispatchArgs& args, const uint8_t* meta, int64_t
   }
 }
 
+// The same for expanded outputs: `ordinal` among the received tokens, whose first row is `row`.
+DC_DEVICE void store_expanded_meta(const DispatchArgs& args, const uint8_t* meta, int64_t ordinal,
+                                   int64_t row) {
+  const MessageLayout& message = args.message;
+  const bool fits = row >= 0 && row < args.num_recv_rows;
+  for (int column = arch::lane_idx(); column < args.num_scales && fits; column += kWarpSize) {
+    move_element(args.recv_x_scales + (row * args.num_scales + column) * args.scale_bytes,
+                 meta + message.scales_offset + column * args.scale_bytes, args.scale_bytes);
+  }
+  const int32_t* places = reinterpret_cast<const int32_t*>(meta + message.topk_idx_offset);
+  const float* weights = reinterpret_cast<const float*>(meta + message.topk_weights_offset);
+  for (int k = arch::lane_idx(); k < message.num_topk; k += kWarpSize) {
+    const int32_t place = arch::ld_weak(places + k);
+    arch::st_weak(args.recv_rows + ordinal * message.num_topk + k, place);
+    if (args.recv_topk_weights != nullptr && place >= 0 && place < args.num_recv_rows) {
+      arch::st_weak(args.recv_topk_weights + place, arch::ld_weak(weights + k));
+    }
+  }
+  if (arch::lane_idx() == 0 && args.recv_src_idx != nullptr) {
+    arch::st_weak(args.recv_src_idx + ordinal,
+                  arch::ld_weak(reinterpret_cast<const int32_t*>(meta + message.src_idx_offset)));
+  }
+}
+
 // The columns of every row that one of the receiving warps of a source copies.
 struct Columns {
   int first_vec;  // 16 bytes each
@@ -149,6 +193,7 @@ struct Columns {
 
 // One warp: its columns of the rows that `src` sends through this channel, from the ring to their
 // final places. Returns how many rows it has read.
+template <class Form>
 DC_DEVICE uint32_t receive_rows(const DispatchArgs& args, RingReceiver& ring, Progress& progress,
                                 int word, int part, uint32_t num_rows, int64_t first_row) {
   const Columns columns = Columns::of(args, part);
@@ -159,13 +204,19 @@ DC_DEVICE uint32_t receive_rows(const DispatchArgs& args, RingReceiver& ring, Pr
     if (arch::lane_idx() == 0) ok = ring.await_filled(row_idx);
     arch::sync_warp();  // hands the leader's acquire to all lanes
     if (arch::shfl(kFullMask, static_cast<int>(ok), 0) == 0) return num_reported;
-    const int64_t row = first_row + row_idx;
-    if (row < args.num_recv_rows) {
-      const uint8_t* slot = ring.slot(row_idx);
+    const int64_t ordinal = first_row + row_idx;
+    int64_t row = ordinal;
+    const uint8_t* slot = ring.slot(row_idx);
+    if constexpr (Form::kExpanded) {
+      const uint8_t* meta = slot + args.message.row_bytes;
+      row = arch::ld_weak(reinterpret_cast<const int32_t*>(meta + args.message.place_offset));
+      if (part == 0 && ordinal < args.num_recv_rows) store_expanded_meta(args, meta, ordinal, row);
+    }
+    if (row >= 0 && row < args.num_recv_rows) {
       const size_t offset = static_cast<size_t>(columns.first_vec) * 16;
       copy_vecs<VecSource::kPeerWritten>(args.recv_x + row * args.message.row_bytes + offset,
                                          slot + offset, columns.num_vecs);
-      if (part == 0) store_meta(args, slot + args.message.row_bytes, row);
+      if (!Form::kExpanded && part == 0) store_meta(args, slot + args.message.row_bytes, row);
     }
     if (row_idx + 1 - num_reported >= release_step) {
       arch::sync_warp();  // every lane has read its part of the slots
@@ -178,6 +229,7 @@ DC_DEVICE uint32_t receive_rows(const DispatchArgs& args, RingReceiver& ring, Pr
 }
 
 // One warp: its columns of the rows that stay on this rank, straight from x.
+template <class Form>
 DC_DEVICE void copy_own_rows(const DispatchArgs& args, int channel, int part, int64_t first_row) {
   const World& world = args.world;
   const ExpertMap experts{args.num_experts, world.num_ranks};
@@ -186,17 +238,30 @@ DC_DEVICE void copy_own_rows(const DispatchArgs& args, int channel, int part, in
                           static_cast<uint8_t*>(args.recv_topk_idx),
                           args.recv_topk_weights,
                           args.recv_src_idx,
+                          args.recv_rows,
                           args.num_recv_rows};
+  constexpr VecSource kRows = Form::kQuantised ? VecSource::kPeerWritten : VecSource::kInput;
+  constexpr ScaleSource kScales =
+      Form::kQuantised ? ScaleSource::kWrittenHere : ScaleSource::kInput;
   const size_t offset = static_cast<size_t>(Columns::of(args, part).first_vec) * 16;
   const int num_vecs = Columns::of(args, part).num_vecs;
-  TokenSource tokens(args, ChannelRange::of(args.num_tokens, args.ring.num_channels, channel),
-                     world.rank);
-  int64_t row = first_row;
-  for (int token = tokens.next(); token >= 0; token = tokens.next(), ++row) {
-    if (row >= args.num_recv_rows) return;
-    copy_vecs<VecSource::kInput>(args.recv_x + row * args.message.row_bytes + offset,
+  TokenSource<Form> tokens(args, ChannelRange::of(args.num_tokens, args.ring.num_channels, channel),
+                           world.rank);
+  int64_t ordinal = first_row;
+  for (int token = tokens.next(); token >= 0; token = tokens.next(), ++ordinal) {
+    if (ordinal < 0 || ordinal >= args.num_recv_rows) return;
+    int64_t row = ordinal;
+    if constexpr (Form::kExpanded) {
+      row = arch::ld_nc(args.send_row + static_cast<int64_t>(token) * world.num_ranks + world.rank);
+      if (part == 0) {
+        store_expanded_meta<kScales>(args, experts, token, world.rank, output, ordinal, row);
+      }
+      if (row < 0 || row >= args.num_recv_rows) continue;
+    }
+    copy_vecs<kRows>(args.recv_x + row * args.message.row_bytes + offset,
                                  tokens.row(token) + offset, num_vecs);
-    if (part == 0) store_token_meta(args, experts, token, world.rank, output, row);
+    if (!Form::kExpanded && part == 0)
+      store_token_meta<kScales>(args, experts, token, world.rank, output, row);
   }
 }
 
@@ -208,6 +273,7 @@ DC_DEVICE void note_channel_start(const DispatchArgs& args, int channel, int src
 }
 
 // One of the warps that receive from `src`.
+template <class Form>
 DC_DEVICE void dispatch_receive(const Context& context, const DispatchArgs& args,
                                 Progress& progress, int channel, int src, int part) {
   const World& world = args.world;
@@ -219,7 +285,7 @@ DC_DEVICE void dispatch_receive(const Context& context, const DispatchArgs& args
         args.channel_prefix_matrix + static_cast<int64_t>(src) * args.ring.num_channels;
     const int32_t start = channel == 0 ? 0 : arch::ld_nc(prefix + channel - 1);
     if (part == 0) note_channel_start(args, channel, src, start);
-    copy_own_rows(args, channel, part, source_start + start);
+    copy_own_rows<Form>(args, channel, part, source_start + start);
     return;
   }
   const int word = receive_word(args, src) + part;
@@ -234,7 +300,7 @@ DC_DEVICE void dispatch_receive(const Context& context, const DispatchArgs& args
     if (part == 0) note_channel_start(args, channel, src, offsets.start);
     RingReceiver ring(context, ring_slots(world, args.ring, channel, world.rank, src), channel,
                       src);
-    num_read = receive_rows(args, ring, progress, word, part, offsets.end - offsets.start,
+    num_read = receive_rows<Form>(args, ring, progress, word, part, offsets.end - offsets.start,
                             source_start + offsets.start);
   }
   if (arch::lane_idx() == 0) progress.finish(word, num_read);
@@ -255,16 +321,35 @@ DC_DEVICE void dispatch_publish(const Context& context, const DispatchArgs& args
   publish_progress(context, progress, published);
 }
 
+// The block: FP8 of its channel's rows, to where the senders load them.
+DC_DEVICE void quantise_channel(const DispatchArgs& args, int channel) {
+  const int row_bytes = args.message.row_bytes;
+  const ChannelRange range =
+      ChannelRange::of(args.num_tokens, args.ring.num_channels, channel);
+  for (int token = range.begin + arch::warp_idx(); token < range.end; token += arch::num_warps()) {
+    uint8_t* dst = const_cast<uint8_t*>(args.x) + static_cast<size_t>(token) * row_bytes;
+    uint8_t* scales = const_cast<uint8_t*>(args.x_scales) +
+                      static_cast<size_t>(token) * args.num_scales * args.scale_bytes;
+    quantise_row(dst, {scales, args.scale_format},
+                 args.source + static_cast<size_t>(token) * row_bytes * sizeof(Bf16),
+                 row_bytes / kScaleBlock);
+  }
+  arch::fence_proxy_async_global();  // before the bulk copies of the block's senders
+  arch::sync_block();
+}
+
 // The ring mode of one block. `progress` is reset.
+template <class Form>
 DC_DEVICE void dispatch_by_rings(const Context& context, const DispatchArgs& args,
                                  Progress& progress) {
   const int channel = arch::block_idx(), num_ranks = args.world.num_ranks;
   const int num_senders = num_ranks - 1, num_receivers = num_ranks * args.num_receive_warps;
   const int warp = arch::warp_idx(), receiver = warp - num_senders;
+  if constexpr (Form::kQuantised) quantise_channel(args, channel);
   if (warp < num_senders) {
-    dispatch_send(context, args, progress, channel, (args.world.rank + 1 + warp) % num_ranks);
+    dispatch_send<Form>(context, args, progress, channel, (args.world.rank + 1 + warp) % num_ranks);
   } else if (receiver < num_receivers) {
-    dispatch_receive(context, args, progress, channel, receiver / args.num_receive_warps,
+    dispatch_receive<Form>(context, args, progress, channel, receiver / args.num_receive_warps,
                      receiver % args.num_receive_warps);
   } else if (receiver == num_receivers) {
     dispatch_publish(context, args, progress, channel);

@@ -5,7 +5,10 @@
 #include "device/intranode/combine.cuh"
 #include "device/intranode/dispatch.cuh"
 #include "device/intranode/get_dispatch_layout.cuh"
+#include "device/intranode/expand.cuh"
 #include "device/intranode/notify_dispatch.cuh"
+#include "device/intranode/number_rows.cuh"
+#include "device/intranode/reduce_experts.cuh"
 
 namespace deep_comm {
 
@@ -25,13 +28,16 @@ struct NotifyKernel {
   DC_DEVICE static void run(const Args& args) { notify_dispatch(args); }
 };
 
+template <bool kIsExpanded, bool kIsQuantised>
 struct DispatchKernel {
   using Args = DispatchArgs;
   static constexpr Kernel kName = Kernel::kDispatch;
   static constexpr bool kBlocksWait = true;
   // 20 warps leave a thread 96 registers, and four ranks four warps each to receive.
   static constexpr int kMaxThreads = 640;
-  DC_DEVICE static void run(const Args& args) { dispatch(args); }
+  DC_DEVICE static void run(const Args& args) {
+    dispatch<DispatchForm<kIsExpanded, kIsQuantised>>(args);
+  }
 };
 
 template <Dtype kDtype>
@@ -42,6 +48,31 @@ struct CombineKernel {
   // 24 warps leave a thread 80 registers: loads of four rows in flight, without spilling.
   static constexpr int kMaxThreads = 768;
   DC_DEVICE static void run(const Args& args) { combine<kDtype>(args); }
+};
+
+struct NumberRowsKernel {
+  using Args = NumberRowsArgs;
+  static constexpr Kernel kName = Kernel::kNumberRows;
+  static constexpr bool kBlocksWait = false;
+  static constexpr int kMaxThreads = 1024;
+  DC_DEVICE static void run(const Args& args) { number_rows(args); }
+};
+
+struct ExpandKernel {
+  using Args = ExpandArgs;
+  static constexpr Kernel kName = Kernel::kExpandRows;
+  static constexpr bool kBlocksWait = false;
+  static constexpr int kMaxThreads = 1024;
+  DC_DEVICE static void run(const Args& args) { expand_rows(args); }
+};
+
+template <Dtype kDtype>
+struct ReduceExpertsKernel {
+  using Args = ReduceExpertsArgs;
+  static constexpr Kernel kName = Kernel::kReduceExperts;
+  static constexpr bool kBlocksWait = false;
+  static constexpr int kMaxThreads = 640;
+  DC_DEVICE static void run(const Args& args) { reduce_experts<kDtype>(args); }
 };
 
 }  // namespace deep_comm

@@ -10,6 +10,7 @@
 //        counts (host memory): total and per-expert rows, aligned; the most tokens a rank has; is_direct
 //        num_recv_tokens_per_expert [L], recv_counts [1 + R] (device): the same, aligned; all rows, and by source
 //        notify_result (LocalState): whether every rank has announced room for its rows
+//        expansion, if asked for: first_rows [E], expert_offsets [L + 1], expert_counts [L], num_rows [R]
 // grid   any; a block numbers the tokens of every num_blocks-th channel, one thread a token. The block that is done
 //        last talks to the peers; no block waits for another
 // smem   NotifySmem, then E counters if topk_idx is given
@@ -18,6 +19,7 @@
 //        counts   · owner: receiver · row of each peer    · before its `arrived` · read by the last block, and by the dispatch that
 //                   follows if is_direct · overwritten by the second next
 //                   notify, or the next one behind another kernel: both need this rank to have left this one
+//        expert_counts · as counts, with expansion only; read by the last block alone
 // after  all ranks have entered this kernel, hence finished their earlier ones: rings and announced outputs are free
 // waits  await_arrivals, unblocked by every peer's announce_arrival
 // errors an index outside [-1, E) counts as -1, never indexes memory, and is reported on all ranks
@@ -148,9 +150,14 @@ DC_DEVICE void send_counts(const Context& context, const NotifyArgs& args) {
     if (idx >= kNumHeaderFields + num_ranks) {  // to the expert's rank
       const int expert = idx - kNumHeaderFields - num_ranks;
       const int owner = experts.rank_of(expert);
+      const int32_t total = take_total(args, num_ranks + expert);
       arch::st_weak(world.counts(owner, world.rank, context.generation) + kNumHeaderFields +
                         num_ranks + expert - experts.first_expert(owner),
-                    take_total(args, num_ranks + expert));
+                    total);
+      // Expanded outputs: everybody works out where its rows belong, on every rank.
+      for (int peer = 0; peer < num_ranks && args.expansion.first_rows != nullptr; ++peer) {
+        arch::st_weak(world.expert_counts(peer, world.rank, context.generation) + expert, total);
+      }
       continue;
     }
     int32_t value;
@@ -237,7 +244,9 @@ DC_DEVICE void write_totals(const Context& context, const NotifyArgs& args) {
     most_tokens = arch::ld_weak(world.counts(world.rank, peer, context.generation) +
                                 static_cast<int>(HeaderField::kNumTokens));
     const int32_t num_rows = write_rank_prefix(context, args, peer);
-    is_direct = words_of_notify(world, peer, context.generation).has_room(num_rows);
+    const bool is_expanded = args.expansion.first_rows != nullptr;
+    is_direct = words_of_notify(world, peer, context.generation)
+                    .has_room(is_expanded ? arch::ld_weak(args.expansion.num_rows + peer) : num_rows);
   }
   is_direct = arch::all(kFullMask, is_direct);
   for (int mask = kMaxRanks / 2; mask > 0; mask /= 2)
@@ -297,6 +306,44 @@ DC_DEVICE void write_channel_prefix(const NotifyArgs& args) {
   }
 }
 
+// The block: where the groups of every rank's expanded output begin, and this rank's rows in them. A warp a rank.
+DC_DEVICE void write_expansion(const Context& context, const NotifyArgs& args) {
+  const World& world = args.world;
+  const ExpansionArgs& out = args.expansion;
+  const ExpertMap experts{args.num_experts, world.num_ranks};
+  const int lane = arch::lane_idx();
+  for (int dst = arch::warp_idx(); dst < world.num_ranks; dst += arch::num_warps()) {
+    const int first = experts.first_expert(dst), count = experts.num_local_experts(dst);
+    int32_t num_rows = 0;
+    for (int base = 0; base < count; base += kWarpSize) {
+      const int local = base + lane;
+      int32_t total = 0, before = 0;  // rows of all ranks, of lower ranks
+      for (int src = 0; src < world.num_ranks && local < count; ++src) {
+        if (src == world.rank) before = total;
+        total += arch::ld_weak(world.expert_counts(world.rank, src, context.generation) + first + local);
+      }
+      const int32_t aligned = align_up(total, args.expert_alignment);
+      int32_t end = aligned;
+      for (int delta = 1; delta < kWarpSize; delta *= 2) {
+        const int32_t lower = arch::shfl_up(kFullMask, end, delta);
+        if (lane >= delta) end += lower;
+      }
+      const int32_t begin = num_rows + end - aligned;
+      if (local < count) {
+        arch::st_weak(out.first_rows + first + local, begin + before);
+        if (dst == world.rank) {
+          arch::st_weak(out.expert_offsets + local, begin);
+          arch::st_weak(out.expert_counts + local, total);
+        }
+      }
+      num_rows += arch::shfl(kFullMask, end, kWarpSize - 1);
+    }
+    if (lane != 0) continue;
+    arch::st_weak(out.num_rows + dst, num_rows);
+    if (dst == world.rank) arch::st_weak(out.expert_offsets + count, num_rows);
+  }
+}
+
 DC_DEVICE void exchange_counts(const Context& context, const NotifyArgs& args, NotifySmem* smem) {
   const uint32_t signature = Operation::signature(Kernel::kNotifyDispatch, nullptr, 0);
   send_counts(context, args);
@@ -314,6 +361,7 @@ DC_DEVICE void exchange_counts(const Context& context, const NotifyArgs& args, N
   arch::sync_block();
   if (smem->has_arrived == 0) return;
   check_headers(context, args);
+  if (args.expansion.first_rows != nullptr) write_expansion(context, args);
   arch::sync_block();  // what they found before is_direct
   if (arch::warp_idx() == 0) write_totals(context, args);
   write_expert_counts(context, args);

@@ -3,6 +3,8 @@
 //
 //   slot of dispatch = [ row | scales | local expert ids int32[K] | weights float[K]
 //                        | source token int32 | pad to 16 ]
+//   … of expanded rows (docs/design/0008): the places of the selections for the ids, and behind all
+//                      of it the place of the row, int32
 //   slot of combine  = [ row | weights float[K] | pad to 16 ]
 //   stage            = one piece of the row; the last piece carries the metadata as well
 #pragma once
@@ -19,18 +21,22 @@ struct MessageLayout {
   int topk_idx_offset;
   int topk_weights_offset;
   int src_idx_offset;
+  int place_offset;  // expanded only
   int meta_bytes;
+
+  static constexpr int kPlaceBytes = 16;  // what a place adds to meta_bytes at most
 
   // scale_row_bytes: of one token's scales, packed.
   DC_HOST_DEVICE static MessageLayout of_dispatch(int row_bytes, int scale_row_bytes, int num_topk,
-                                                  bool has_src_idx) {
+                                                  bool has_src_idx, bool is_expanded) {
     MessageLayout message{};
     message.row_bytes = row_bytes;
     message.num_topk = num_topk;
     message.topk_idx_offset = align_up(scale_row_bytes, 4);
     message.topk_weights_offset = message.topk_idx_offset + 4 * num_topk;
     message.src_idx_offset = message.topk_weights_offset + 4 * num_topk;
-    message.meta_bytes = align_up(message.src_idx_offset + (has_src_idx ? 4 : 0), 16);
+    message.place_offset = message.src_idx_offset + (has_src_idx ? 4 : 0);
+    message.meta_bytes = align_up(message.place_offset + (is_expanded ? 4 : 0), 16);
     return message;
   }
   DC_HOST_DEVICE static MessageLayout of_combine(int row_bytes, int num_topk) {
@@ -73,6 +79,23 @@ struct StageLayout {
                             ? piece_bytes
                             : align_up(ceil_div(row_bytes, num_pieces), 16);
     stage.stage_bytes = align_up(stage.piece_bytes + meta_bytes, 128);
+    stage.num_stages = min_of(max_stages, warp_bytes_limit / (stage.stage_bytes + barrier_bytes));
+    return stage;
+  }
+  // For rows that are quantised in their stage: pieces of whole words of four block scales, which
+  // lie behind them. Empty (no stages) if there is no room.
+  DC_HOST_DEVICE static StageLayout make_quantised(int source_row_bytes, int warp_bytes_limit,
+                                                   int min_stages, int max_stages) {
+    constexpr int kUnitBytes = 4 * 128 * 2, kUnitScaleBytes = 4 * 4;
+    const int barrier_bytes = static_cast<int>(sizeof(uint64_t));
+    const int stage_limit = (warp_bytes_limit / min_stages - barrier_bytes) / 128 * 128;
+    const int num_units = ceil_div(source_row_bytes, kUnitBytes);
+    const int most_units = stage_limit / (kUnitBytes + kUnitScaleBytes);
+    StageLayout stage{};
+    if (most_units < 1) return stage;
+    const int stage_units = ceil_div(num_units, ceil_div(num_units, most_units));
+    stage.piece_bytes = min_of(stage_units * kUnitBytes, source_row_bytes);
+    stage.stage_bytes = align_up(stage.piece_bytes + stage_units * kUnitScaleBytes, 128);
     stage.num_stages = min_of(max_stages, warp_bytes_limit / (stage.stage_bytes + barrier_bytes));
     return stage;
   }

@@ -27,6 +27,9 @@ enum class Kernel : uint32_t {
   kInternodeNotify,
   kInternodeDispatch,
   kInternodeCombine,
+  kNumberRows,
+  kExpandRows,
+  kReduceExperts,
   kCount
 };
 
@@ -86,7 +89,8 @@ inline constexpr const char* kErrorKindNames[] = {"none",         "peer_timeout"
 inline constexpr const char* kKernelNames[] = {
     "get_dispatch_layout",  "notify_dispatch",     "dispatch",        "combine",
     "low_latency_dispatch", "low_latency_combine", "internode_count", "internode_notify",
-    "internode_dispatch",   "internode_combine"};
+    "internode_dispatch",   "internode_combine",   "number_rows",     "expand_rows",
+    "reduce_experts"};
 inline constexpr const char* kStageNames[] = {
     "entry_barrier", "counts",       "channel_offsets", "ring_credit", "ring_tail", "reduce",
     "done",          "retire",       "check_arguments", "half_credit", "rows",      "weights",

@@ -30,4 +30,22 @@ struct OutputLayout {
   }
 };
 
+// The block that belongs to the handle. `num_rows` is that of the OutputLayout: at least the received tokens.
+//
+//   block = [ recv_src_idx int32[num_rows] | expanded: recv_rows int32[num_rows, K] ]
+struct SourceLayout {
+  size_t recv_rows;
+  size_t num_bytes;
+
+  // num_topk: 0 without recv_rows.
+  DC_HOST_DEVICE static SourceLayout make(int64_t num_rows, int num_topk) {
+    SourceLayout layout{};
+    RegionCursor cursor;
+    cursor.take(num_rows * sizeof(int32_t));
+    layout.recv_rows = cursor.take(num_rows * num_topk * sizeof(int32_t));
+    layout.num_bytes = cursor.num_bytes();
+    return layout;
+  }
+};
+
 }  // namespace deep_comm

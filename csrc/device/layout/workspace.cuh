@@ -110,6 +110,8 @@ struct WorkspaceLayout {
   size_t
       counts;  // int32 [2, num_ranks, counts_stride], by generation and source: header, counts per rank, counts per local expert
   size_t counts_stride;
+  size_t expert_counts;  // int32 [2, num_ranks, num_max_experts], likewise: selections of every expert
+  int num_max_experts;
   size_t
       layout_counts;  // int32 [num_ranks + num_max_experts]: accumulators of get_dispatch_layout and notify_dispatch, zero at rest
   LowLatencyWords low_latency;
@@ -125,6 +127,9 @@ struct WorkspaceLayout {
     layout.counts_stride = align_up<size_t>(
         kNumHeaderFields + num_ranks + ceil_div(num_max_experts, num_ranks), kLineBytes / 4);
     layout.counts = cursor.take(2 * layout.counts_stride * 4 * num_ranks);
+    layout.num_max_experts = num_max_experts;
+    layout.expert_counts =
+        cursor.take(2 * static_cast<size_t>(num_max_experts) * 4 * num_ranks);
     layout.layout_counts = cursor.take(static_cast<size_t>(num_ranks + num_max_experts) * 4);
     layout.low_latency = LowLatencyWords::make(&cursor, num_ranks, num_max_experts);
     layout.data = align_up<size_t>(cursor.num_bytes(), 4096);
@@ -162,6 +167,10 @@ struct World {
   DC_HOST_DEVICE int32_t* counts(int owner, int source, uint32_t generation) const {
     return reinterpret_cast<int32_t*>(bases[owner] + layout.counts) +
            static_cast<size_t>((generation & 1) * num_ranks + source) * layout.counts_stride;
+  }
+  DC_HOST_DEVICE int32_t* expert_counts(int owner, int source, uint32_t generation) const {
+    return reinterpret_cast<int32_t*>(bases[owner] + layout.expert_counts) +
+           (static_cast<size_t>(generation % 2) * num_ranks + source) * layout.num_max_experts;
   }
   DC_HOST_DEVICE int32_t* layout_counts() const {
     return reinterpret_cast<int32_t*>(bases[rank] + layout.layout_counts);

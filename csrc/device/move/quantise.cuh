@@ -11,6 +11,16 @@ enum class PayloadFormat : int { kBfloat16, kFp8 };
 
 inline constexpr int kScaleBlock = 128;  // elements a scale stands for
 
+// How the scales of a row are stored, in words of 4 bytes.
+struct ScaleFormat {
+  bool round_scale;  // up to a power of two
+  bool use_ue8m0;    // their exponents alone, four in a word, zeros behind the last
+
+  DC_HOST_DEVICE int num_words(int num_scales) const {
+    return use_ue8m0 ? ceil_div(num_scales, 4) : num_scales;
+  }
+};
+
 template <PayloadFormat kFormat>
 struct Piece;
 
@@ -62,8 +72,14 @@ struct Piece<PayloadFormat::kFp8> {
     vec = arch::ld_nc(src);
     rest = arch::ld_nc(src + 1);
   }
+  // From shared memory.
+  DC_DEVICE void load_stage(const uint8_t* stage, int piece) {
+    const Vec16* src = reinterpret_cast<const Vec16*>(stage) + 2 * piece;
+    vec = src[0];
+    rest = src[1];
+  }
   // A whole warp; the lanes of a block are neighbours, the first at a multiple of their number.
-  DC_DEVICE void encode(bool round_scale) {
+  DC_DEVICE void quantise(bool round_scale) {
     float elements[kElements];
     DC_UNROLL
     for (int word = 0; word < 4; ++word) {
@@ -93,7 +109,15 @@ struct Piece<PayloadFormat::kFp8> {
           arch::floats_to_e4m3x2(arch::multiply(four[0], factor), arch::multiply(four[1], factor));
       const uint32_t high =
           arch::floats_to_e4m3x2(arch::multiply(four[2], factor), arch::multiply(four[3], factor));
-      const uint32_t keyed = (low | high << 16) ^ kKey;
+      vec.words[word] = low | high << 16;
+    }
+  }
+  // The same, as words that are not zero.
+  DC_DEVICE void encode(bool round_scale) {
+    quantise(round_scale);
+    DC_UNROLL
+    for (int word = 0; word < 4; ++word) {
+      const uint32_t keyed = vec.words[word] ^ kKey;
       vec.words[word] = keyed != 0 ? keyed : kOther;
     }
   }
@@ -113,6 +137,74 @@ DC_DEVICE Vec16 decode(Vec16 vec) {
   DC_UNROLL
   for (int word = 0; word < 4; ++word) vec.words[word] ^= Piece<kFormat>::kKey;
   return vec;
+}
+
+// The scales of a row in shared or in global memory.
+template <bool kShared>
+struct ScaleRow {
+  uint8_t* bytes;
+  const ScaleFormat& format;
+
+  template <class T>
+  DC_DEVICE void store(int idx, T value) const {
+    T* dst = reinterpret_cast<T*>(bytes) + idx;
+    if constexpr (kShared) {
+      *dst = value;
+    } else {
+      arch::st_weak(dst, value);
+    }
+  }
+  // One lane, the first of a block.
+  DC_DEVICE void set(int block, float scale) const {
+    if (format.use_ue8m0) {
+      store(block, static_cast<uint8_t>(bit_cast<uint32_t>(scale) >> 23));
+    } else {
+      store(block, scale);
+    }
+  }
+  // A whole warp: the bytes of the last word that no block fills.
+  DC_DEVICE void pad(int num_blocks) const {
+    const int byte = num_blocks + arch::lane_idx();
+    if (format.use_ue8m0 && byte < align_up(num_blocks, 4)) store(byte, uint8_t{0});
+  }
+};
+
+// One warp: bfloat16 in shared memory, a multiple of kScaleBlock elements, becomes FP8 at the same place. What a step
+// overwrites, it or an earlier one has read.
+DC_DEVICE void quantise_in_place(uint8_t* stage, int num_elements, const ScaleRow<true>& scales) {
+  using PieceType = Piece<PayloadFormat::kFp8>;
+  const int num_pieces = num_elements / PieceType::kElements;
+  for (int base = 0; base < num_pieces; base += kWarpSize) {
+    const int piece = base + arch::lane_idx();
+    PieceType loaded{};
+    if (piece < num_pieces) loaded.load_stage(stage, piece);
+    loaded.quantise(scales.format.round_scale);
+    arch::sync_warp();  // all lanes have read
+    if (piece >= num_pieces) continue;
+    reinterpret_cast<Vec16*>(stage)[piece] = loaded.vec;
+    if (piece % PieceType::kLanesPerScale == 0) {
+      scales.set(piece / PieceType::kLanesPerScale, loaded.scale);
+    }
+  }
+  scales.pad(num_elements / kScaleBlock);
+}
+
+// One warp: a bfloat16 row as FP8 with its scales, in global memory.
+DC_DEVICE void quantise_row(uint8_t* dst, const ScaleRow<false>& scales, const uint8_t* row,
+                            int num_blocks) {
+  using PieceType = Piece<PayloadFormat::kFp8>;
+  constexpr int kPerBlock = PieceType::kLanesPerScale;
+  for (int base = 0; base < num_blocks * kPerBlock; base += kWarpSize) {
+    const int piece = base + arch::lane_idx();
+    const bool is_active = piece < num_blocks * kPerBlock;
+    PieceType loaded{};
+    if (is_active) loaded.load(row, piece);
+    loaded.quantise(scales.format.round_scale);
+    if (!is_active) continue;
+    arch::st_weak(reinterpret_cast<Vec16*>(dst) + piece, loaded.vec);
+    if (piece % kPerBlock == 0) scales.set(piece / kPerBlock, loaded.scale);
+  }
+  scales.pad(num_blocks);
 }
 
 }  // namespace deep_comm

@@ -17,6 +17,13 @@ struct Numeric<Dtype::kFloat32> {
     DC_UNROLL
     for (int word = 0; word < 4; ++word) sum[word] += bit_cast<float>(vec.words[word]);
   }
+  // The product is rounded before it is added: no fused multiply-add.
+  DC_DEVICE static void add_weighted(float* sum, const Vec16& vec, float weight) {
+    DC_UNROLL
+    for (int word = 0; word < 4; ++word) {
+      sum[word] += arch::multiply(weight, bit_cast<float>(vec.words[word]));
+    }
+  }
   DC_DEVICE static Vec16 round(const float* sum) {
     Vec16 vec;
     DC_UNROLL
@@ -33,6 +40,13 @@ struct Numeric<Dtype::kBfloat16> {
     for (int word = 0; word < 4; ++word) {  // bfloat16 is the upper half of a float32
       sum[2 * word] += bit_cast<float>(vec.words[word] << 16);
       sum[2 * word + 1] += bit_cast<float>(vec.words[word] & 0xffff0000u);
+    }
+  }
+  DC_DEVICE static void add_weighted(float* sum, const Vec16& vec, float weight) {
+    DC_UNROLL
+    for (int word = 0; word < 4; ++word) {
+      sum[2 * word] += arch::multiply(weight, bit_cast<float>(vec.words[word] << 16));
+      sum[2 * word + 1] += arch::multiply(weight, bit_cast<float>(vec.words[word] & 0xffff0000u));
     }
   }
   DC_DEVICE static Vec16 round(const float* sum) {
@@ -54,6 +68,15 @@ struct Numeric<Dtype::kFloat16> {
     for (int word = 0; word < 4; ++word) {
       sum[2 * word] += arch::fp16_to_float({static_cast<uint16_t>(vec.words[word])});
       sum[2 * word + 1] += arch::fp16_to_float({static_cast<uint16_t>(vec.words[word] >> 16)});
+    }
+  }
+  DC_DEVICE static void add_weighted(float* sum, const Vec16& vec, float weight) {
+    DC_UNROLL
+    for (int word = 0; word < 4; ++word) {
+      const uint32_t bits = vec.words[word];
+      sum[2 * word] += arch::multiply(weight, arch::fp16_to_float({static_cast<uint16_t>(bits)}));
+      sum[2 * word + 1] +=
+          arch::multiply(weight, arch::fp16_to_float({static_cast<uint16_t>(bits >> 16)}));
     }
   }
   DC_DEVICE static Vec16 round(const float* sum) {

@@ -1,0 +1,101 @@
+// The methods of Engine's Python face that belong to expanded outputs, the same for both targets.
+#pragma once
+
+#include "bind/bind_engine.hpp"
+
+namespace deep_comm {
+
+template <class Target>
+void bind_expand(pybind11::module_& m, pybind11::class_<Engine<Target>>& engine) {
+  namespace py = pybind11;
+  using namespace pybind11::literals;
+  using Type = Engine<Target>;
+  using Release = MaybeRelease<Target::kIsSynchronous>;
+  using ptr = uintptr_t;
+  py::class_<SourceLayout>(m, "SourceLayout", py::module_local())
+      .def_readonly("recv_rows", &SourceLayout::recv_rows)
+      .def_readonly("num_bytes", &SourceLayout::num_bytes);
+  engine.def_static("source_layout", &SourceLayout::make, py::kw_only(), "num_rows"_a,
+                    "num_topk"_a);
+  engine.def_property_readonly_static("place_bytes",
+                                      [](const py::object&) { return MessageLayout::kPlaceBytes; });
+  engine.def(
+      "number_rows",
+      [](Type& self, ptr topk_idx, int topk_idx_bytes, int num_tokens, int num_topk,
+         int num_experts, ptr first_rows, ptr send_row, ptr send_rows, int num_channels,
+         uint64_t stream) {
+        NumberRowsArgs args{};
+        args.topk_idx = as_pointer<void>(topk_idx);
+        args.topk_idx_bytes = topk_idx_bytes;
+        args.num_tokens = num_tokens;
+        args.num_topk = num_topk;
+        args.num_experts = num_experts;
+        args.first_rows = as_pointer<int32_t>(first_rows);
+        args.send_row = as_pointer<int32_t>(send_row);
+        args.send_rows = as_pointer<int32_t>(send_rows);
+        Release release;
+        self.number_rows(args, {num_channels, 1, 1}, stream);
+      },
+      py::kw_only(), "topk_idx"_a, "topk_idx_bytes"_a, "num_tokens"_a, "num_topk"_a,
+      "num_experts"_a, "first_rows"_a, "send_row"_a, "send_rows"_a, "num_channels"_a, "stream"_a);
+  engine.def(
+      "expand_rows",
+      [](Type& self, ptr rank_prefix_matrix, ptr recv_rows, ptr expert_offsets, ptr expert_counts,
+         int num_topk, int num_local_experts, int num_rows, int num_tokens_limit, int row_bytes,
+         int scale_row_bytes, bool zero_padding, ptr x, ptr scales, ptr expert_idx,
+         int expert_idx_bytes, ptr weights, ptr fill_src_idx, ptr fill_rows, int num_channels,
+         uint64_t stream) {
+        ExpandArgs args{};
+        args.rank_prefix_matrix = as_pointer<int32_t>(rank_prefix_matrix);
+        args.recv_rows = as_pointer<int32_t>(recv_rows);
+        args.expert_offsets = as_pointer<int32_t>(expert_offsets);
+        args.expert_counts = as_pointer<int32_t>(expert_counts);
+        args.num_topk = num_topk;
+        args.num_local_experts = num_local_experts;
+        args.num_rows = num_rows;
+        args.num_tokens_limit = num_tokens_limit;
+        args.row_bytes = row_bytes;
+        args.scale_row_bytes = scale_row_bytes;
+        args.zero_padding = zero_padding;
+        args.x = as_pointer<uint8_t>(x);
+        args.scales = as_pointer<uint8_t>(scales);
+        args.expert_idx = as_pointer<void>(expert_idx);
+        args.expert_idx_bytes = expert_idx_bytes;
+        args.weights = as_pointer<float>(weights);
+        args.fill_src_idx = as_pointer<int32_t>(fill_src_idx);
+        args.fill_rows = as_pointer<int32_t>(fill_rows);
+        Release release;
+        self.expand_rows(args, {num_channels, 1, 1}, stream);
+      },
+      py::kw_only(), "rank_prefix_matrix"_a, "recv_rows"_a, "expert_offsets"_a, "expert_counts"_a,
+      "num_topk"_a, "num_local_experts"_a, "num_rows"_a, "num_tokens_limit"_a, "row_bytes"_a,
+      "scale_row_bytes"_a, "zero_padding"_a, "x"_a, "scales"_a, "expert_idx"_a,
+      "expert_idx_bytes"_a, "weights"_a, "fill_src_idx"_a, "fill_rows"_a, "num_channels"_a,
+      "stream"_a);
+  engine.def(
+      "reduce_experts",
+      [](Type& self, ptr rank_prefix_matrix, ptr recv_rows, int num_topk, int num_rows,
+         int num_tokens_limit, const std::string& dtype, int hidden, ptr x, ptr row_weights,
+         ptr reduced_x, ptr weights, ptr reduced_weights, int num_channels, uint64_t stream) {
+        const Dtype type = dtype_of(dtype);
+        ReduceExpertsArgs args{};
+        args.rank_prefix_matrix = as_pointer<int32_t>(rank_prefix_matrix);
+        args.recv_rows = as_pointer<int32_t>(recv_rows);
+        args.num_topk = num_topk;
+        args.num_rows = num_rows;
+        args.num_tokens_limit = num_tokens_limit;
+        args.row_bytes = hidden * (type == Dtype::kFloat32 ? 4 : 2);
+        args.x = as_pointer<uint8_t>(x);
+        args.row_weights = as_pointer<float>(row_weights);
+        args.reduced_x = as_pointer<uint8_t>(reduced_x);
+        args.weights = as_pointer<float>(weights);
+        args.reduced_weights = as_pointer<float>(reduced_weights);
+        Release release;
+        self.reduce_experts(args, type, {num_channels, 1, 1}, stream);
+      },
+      py::kw_only(), "rank_prefix_matrix"_a, "recv_rows"_a, "num_topk"_a, "num_rows"_a,
+      "num_tokens_limit"_a, "dtype"_a, "hidden"_a, "x"_a, "row_weights"_a, "reduced_x"_a,
+      "weights"_a, "reduced_weights"_a, "num_channels"_a, "stream"_a);
+}
+
+}  // namespace deep_comm

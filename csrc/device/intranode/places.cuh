@@ -1,0 +1,44 @@
+// Where the rows of a received token lie in an expanded output: what expand_rows and reduce_experts
+// share.
+#pragma once
+
+#include "device/intranode/args.cuh"
+
+namespace deep_comm {
+
+inline constexpr int kMaxTopk = 64;
+
+// One warp's token, in shared memory, in the order of its selections.
+struct Places {
+  int32_t rows[kMaxTopk];
+
+  DC_DEVICE static Places& of_warp() {
+    return reinterpret_cast<Places*>(arch::dynamic_smem())[arch::warp_idx()];
+  }
+  // The whole warp; returns how many rows there are. Places past num_rows, which a worst-case
+  // output has dropped, count as none.
+  DC_DEVICE int load(const int32_t* recv_rows, int64_t token, int num_topk, int num_rows) {
+    const uint32_t lower_lanes = (1u << arch::lane_idx()) - 1;
+    int count = 0;
+    arch::sync_warp();  // all lanes are done with the warp's last token
+    for (int base = 0; base < num_topk; base += kWarpSize) {
+      const int k = base + arch::lane_idx();
+      const int32_t row = k < num_topk ? arch::ld_weak(recv_rows + token * num_topk + k) : -1;
+      const bool is_here = row >= 0 && row < num_rows;
+      const uint32_t present = arch::ballot(kFullMask, is_here);
+      if (is_here) rows[count + arch::popc(present & lower_lanes)] = row;
+      count += arch::popc(present);
+    }
+    arch::sync_warp();
+    return count;
+  }
+};
+
+// Tokens this rank has received, of those that the outputs have room for.
+DC_DEVICE int num_received(const World& world, const int32_t* rank_prefix_matrix, int num_limit) {
+  const int num_tokens =
+      arch::ld_nc(rank_prefix_matrix + (world.num_ranks - 1) * world.num_ranks + world.rank);
+  return min_of(num_tokens, num_limit);
+}
+
+}  // namespace deep_comm

@@ -1,0 +1,85 @@
+// reduce_experts: the rows that a token has on this rank become one, before combine sends it home.
+// Local: no peer takes part, and each row still crosses the link once.
+//
+// in     x [M, H] grouped by expert, recv_rows [N, K] of the dispatch; optional row_weights [M]
+// out    reduced_x [N, H] = round(((0 + w_a * x_a) + w_b * x_b) + …), in float32, selections
+// ascending, each product
+//        rounded to float32 before it is added, the sum rounded to the dtype once; w = 1 without
+//        row_weights reduced_weights [N, K] = weights[place of the selection], 0 where it is on
+//        another rank
+// grid   any number of blocks and warps; a warp a token
+// smem   Places, a warp
+// not promised: rows past the received tokens, which combine does not read
+#pragma once
+
+#include "device/intranode/places.cuh"
+
+namespace deep_comm {
+
+// One warp: dst = the sum of the rows at `places`.
+template <Dtype kDtype>
+DC_DEVICE void reduce_places(const ReduceExpertsArgs& args, uint8_t* dst, const Places& places,
+                             int num_places) {
+  using Type = Numeric<kDtype>;
+  constexpr int kInFlight = 4, kUnroll = 2;  // rows and vectors whose loads are issued together
+  const int num_vecs = args.row_bytes / 16;
+  for (int base = arch::lane_idx(); base < num_vecs; base += kWarpSize * kUnroll) {
+    float sums[kUnroll][Type::kPerVec] = {};
+    for (int first = 0; first < num_places; first += kInFlight) {
+      Vec16 vecs[kInFlight][kUnroll];
+      DC_UNROLL
+      for (int idx = 0; idx < kInFlight; ++idx) {
+        if (first + idx >= num_places) continue;
+        const Vec16* src = reinterpret_cast<const Vec16*>(
+            args.x + static_cast<int64_t>(places.rows[first + idx]) * args.row_bytes);
+        DC_UNROLL
+        for (int step = 0; step < kUnroll; ++step) {
+          const int vec_idx = base + step * kWarpSize;
+          if (vec_idx < num_vecs) vecs[idx][step] = arch::ld_nc(src + vec_idx);
+        }
+      }
+      DC_UNROLL
+      for (int idx = 0; idx < kInFlight; ++idx) {
+        if (first + idx >= num_places) continue;
+        const bool is_weighted = args.row_weights != nullptr;
+        const float weight =
+            is_weighted ? arch::ld_nc(args.row_weights + places.rows[first + idx]) : 1.0f;
+        DC_UNROLL
+        for (int step = 0; step < kUnroll; ++step) {
+          if (base + step * kWarpSize >= num_vecs) continue;
+          Type::add_weighted(sums[step], vecs[idx][step], weight);  // times one: exact
+        }
+      }
+    }
+    DC_UNROLL
+    for (int step = 0; step < kUnroll; ++step) {
+      const int vec_idx = base + step * kWarpSize;
+      if (vec_idx < num_vecs) {
+        arch::st_weak(reinterpret_cast<Vec16*>(dst) + vec_idx, Type::round(sums[step]));
+      }
+    }
+  }
+}
+
+template <Dtype kDtype>
+DC_DEVICE void reduce_experts(const ReduceExpertsArgs& args) {
+  Places& places = Places::of_warp();
+  const int num_tokens = num_received(args.world, args.rank_prefix_matrix, args.num_tokens_limit);
+  const int step = arch::num_warps() * arch::num_blocks();
+  for (int token = arch::warp_idx() * arch::num_blocks() + arch::block_idx(); token < num_tokens;
+       token += step) {
+    const int num_places = places.load(args.recv_rows, token, args.num_topk, args.num_rows);
+    reduce_places<kDtype>(args, args.reduced_x + static_cast<int64_t>(token) * args.row_bytes,
+                          places, num_places);
+    if (args.weights == nullptr) continue;
+    for (int k = arch::lane_idx(); k < args.num_topk; k += kWarpSize) {
+      const int64_t position = static_cast<int64_t>(token) * args.num_topk + k;
+      const int32_t row = arch::ld_nc(args.recv_rows + position);
+      const bool is_here = row >= 0 && row < args.num_rows;
+      arch::st_weak(args.reduced_weights + position,
+                    is_here ? arch::ld_nc(args.weights + row) : 0.0f);
+    }
+  }
+}
+
+}  // namespace deep_comm

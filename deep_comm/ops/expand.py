@@ -1,0 +1,166 @@
+"""Expanded outputs: numbering rows before a dispatch, copying them after it, adding them before a combine.
+
+The kernels here are local; peers take part in dispatch and combine alone.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deep_comm.backends import Launch
+from deep_comm.checks import COMBINE_DTYPES, Payload
+from deep_comm.config import RingPlan
+from deep_comm.context import Context
+from deep_comm.expansion import Expansion
+from deep_comm.handle import KnownHandle
+from deep_comm.ops.outputs import Outputs
+from deep_comm.topology import num_local_experts
+
+
+class Numbering:
+    """Where rows belong: filled by notify_dispatch, then by number_rows."""
+
+    def __init__(self, ctx: Context, launch: Launch, num_experts: int, idx: Tensor) -> None:
+        num_local = num_local_experts(ctx.rank, num_experts, ctx.num_ranks)
+        self.first_rows = launch.empty((num_experts,), torch.int32)
+        self.expert_offsets = launch.empty((num_local + 1,), torch.int32)
+        self.expert_counts = launch.empty((num_local,), torch.int32)
+        self.num_expanded = launch.empty((ctx.num_ranks,), torch.int32)
+        self.send_row = launch.empty((idx.shape[0], ctx.num_ranks), torch.int32)
+        self.send_rows = launch.empty(tuple(idx.shape), torch.int32)
+
+    def notify_arguments(self, ctx: Context) -> dict[str, int]:
+        return {
+            "first_rows": ctx.address(self.first_rows),
+            "expert_offsets": ctx.address(self.expert_offsets),
+            "expert_counts": ctx.address(self.expert_counts),
+            "num_expanded": ctx.address(self.num_expanded),
+        }
+
+    def launch(self, ctx: Context, launch: Launch, plan: RingPlan, idx: Tensor, num_experts: int) -> None:
+        """After notify."""
+        ctx.engine.number_rows(
+            topk_idx=ctx.address(idx),
+            topk_idx_bytes=idx.element_size(),
+            num_tokens=idx.shape[0],
+            num_topk=idx.shape[1],
+            num_experts=num_experts,
+            first_rows=ctx.address(self.first_rows),
+            send_row=ctx.address(self.send_row),
+            send_rows=ctx.address(self.send_rows),
+            num_channels=plan.num_channels,
+            stream=launch.stream,
+        )
+
+    def dispatch_arguments(self, ctx: Context, out: Outputs) -> dict[str, int]:
+        return {
+            "send_row": ctx.address(self.send_row),
+            "send_rows": ctx.address(self.send_rows),
+            "num_expanded": ctx.address(self.num_expanded),
+            "recv_rows": out.recv_rows_address,
+        }
+
+    def expansion(
+        self, out: Outputs, num_rows: int, num_tokens: int, expert_alignment: int
+    ) -> Expansion:
+        """Also gives ``out`` the shapes that callers see."""
+        assert out.recv_rows is not None and out.src_idx is not None and out.topk_idx is not None
+        out.src_idx, out.recv_rows = out.src_idx[:num_tokens], out.recv_rows[:num_tokens]
+        out.topk_idx = out.topk_idx.view(num_rows)
+        if out.topk_weights is not None:
+            out.topk_weights = out.topk_weights.view(num_rows)
+        return Expansion(
+            expert_offsets=self.expert_offsets,
+            expert_counts=self.expert_counts,
+            recv_rows=out.recv_rows,
+            num_rows=num_rows,
+            expert_alignment=expert_alignment,
+            send_row=self.send_row,
+            num_expanded=self.num_expanded,
+        )
+
+
+def expand_rows(
+    ctx: Context,
+    launch: Launch,
+    plan: RingPlan,
+    payload: Payload,
+    expansion: Expansion,
+    rank_prefix_matrix: int,
+    out: Outputs,
+    *,
+    zero_padding: bool,
+    fill_handle: bool,
+) -> None:
+    """After dispatch: the other rows of each token, the padding. ``fill_handle``: in worst-case mode."""
+    recv_rows = expansion.recv_rows
+    ctx.engine.expand_rows(
+        rank_prefix_matrix=rank_prefix_matrix,
+        recv_rows=ctx.address(recv_rows),
+        expert_offsets=ctx.address(expansion.expert_offsets),
+        expert_counts=ctx.address(expansion.expert_counts),
+        num_topk=recv_rows.shape[1],
+        num_local_experts=expansion.expert_counts.shape[0],
+        num_rows=expansion.num_rows,
+        num_tokens_limit=recv_rows.shape[0],
+        row_bytes=payload.row_bytes,
+        scale_row_bytes=payload.scale_row_bytes,
+        zero_padding=zero_padding,
+        x=out.x_address,
+        scales=out.scales_address,
+        expert_idx=out.topk_idx_address,
+        expert_idx_bytes=0 if out.topk_idx is None else out.topk_idx.element_size(),
+        weights=out.topk_weights_address,
+        fill_src_idx=out.src_idx_address if fill_handle else 0,
+        fill_rows=out.recv_rows_address if fill_handle else 0,
+        num_channels=plan.num_channels,
+        stream=launch.stream,
+    )
+
+
+def cached_arguments(ctx: Context, expansion: Expansion) -> dict[str, int]:
+    """What a cached dispatch adds to the engine's arguments."""
+    return {
+        "send_row": ctx.address(expansion.send_row),
+        "num_expanded": ctx.address(expansion.num_expanded),
+    }
+
+
+def reduce_experts(
+    ctx: Context,
+    launch: Launch,
+    plan: RingPlan,
+    x: Tensor,
+    known: KnownHandle,
+    row_weights: Tensor | None,
+    weights: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """x [M, H] as one row a received token [N, H]; ``weights`` [M] as [N, K].
+
+    ``row_weights`` [M]: multiplied with the rows.
+    """
+    expansion = known.expansion
+    assert expansion is not None
+    num_tokens, num_topk = expansion.recv_rows.shape
+    reduced = launch.empty((num_tokens, x.shape[1]), x.dtype)
+    reduced_weights = None
+    if weights is not None:
+        reduced_weights = launch.empty((num_tokens, num_topk), torch.float32)
+    ctx.engine.reduce_experts(
+        rank_prefix_matrix=known.rank_prefix_matrix,
+        recv_rows=ctx.address(expansion.recv_rows),
+        num_topk=num_topk,
+        num_rows=expansion.num_rows,
+        num_tokens_limit=num_tokens,
+        dtype=COMBINE_DTYPES[x.dtype],
+        hidden=x.shape[1],
+        x=ctx.address(x),
+        row_weights=ctx.address(row_weights),
+        reduced_x=ctx.address(reduced),
+        weights=ctx.address(weights),
+        reduced_weights=ctx.address(reduced_weights),
+        num_channels=plan.num_channels,
+        stream=launch.stream,
+    )
+    return reduced, reduced_weights

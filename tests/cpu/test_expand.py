@@ -1,0 +1,159 @@
+"""Expanded dispatch and combine over a matrix of shapes, bit for bit; ranks are threads."""
+
+from typing import Any
+
+import expanded
+import matrix
+import pytest
+import torch
+from cases import Case, Scales
+
+from deep_comm import Buffer, local, processes
+from deep_comm.errors import ArgumentError, CapacityError, ConfigMismatch, HandleMismatch
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEP_COMM_POISON", "1")
+
+
+def check(case: Case) -> None:
+    results = local.run(lambda group: expanded.run_case(group, case), case.num_ranks, timeout_s=120)
+    expanded.verify(case, results)
+
+
+@pytest.mark.parametrize("case", matrix.sample(60, seed=5, alignment=[1, 16, 128]), ids=str)
+def test_every_expert_gets_its_rows_and_every_token_its_sum(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("name", matrix.SPECIAL)
+def test_special_case(name: str) -> None:
+    check(matrix.SPECIAL[name])
+
+
+@pytest.mark.parametrize("num_ranks", [2, 5])
+def test_sums_do_not_depend_on_channels_and_rings(num_ranks: int) -> None:
+    tokens = tuple(11 + 3 * rank for rank in range(num_ranks))
+    for num_sms, send_chunk, slots in ((2, 1, 1), (8, 4, 16)):
+        check(
+            Case(
+                tokens, experts=16, topk=6, num_sms=num_sms, send_chunk=send_chunk, slots=slots,
+                alignment=16, scales=Scales(3),
+            )
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("smem_bytes", [8000, None])
+@pytest.mark.parametrize("direct_bytes", [0, 8 << 20])
+def test_pieces_know_where_rows_belong(smem_bytes: int | None, direct_bytes: int) -> None:
+    """Rows in one piece and in several: each must find its place."""
+    check(
+        Case(
+            (13, 22, 8), hidden=1040, experts=12, topk=5, num_sms=4, scales=Scales(5),
+            alignment=8, direct_bytes=direct_bytes, smem_bytes=smem_bytes,
+        )
+    )  # fmt: skip
+
+
+def test_processes_over_shared_memory() -> None:
+    cases = matrix.sample(6, seed=6, ranks=[3], alignment=[1, 16])
+    results = processes.run(_run_cases, 3, cases, timeout_s=120)
+    for number, case in enumerate(cases):
+        expanded.verify(case, [ranks[number] for ranks in results])
+
+
+def _run_cases(group: Any, cases: list[Case]) -> list[list[expanded.ReceivedExpanded]]:
+    return [expanded.run_case(group, case) for case in cases]
+
+
+def _dispatch(
+    buffer: Buffer, num_tokens: int, alignment: int, **options: Any
+) -> tuple[Any, Any, Any, Any, Any, Any]:
+    idx = torch.arange(num_tokens * 2).view(num_tokens, 2) % 4
+    x = torch.ones(num_tokens, 64, dtype=torch.bfloat16)
+    return buffer.dispatch(
+        x, topk_idx=idx, num_experts=4, expert_alignment=alignment, expand=True, **options
+    )
+
+
+def test_without_weights() -> None:
+    def main(group: local.ThreadGroup) -> None:
+        with Buffer(group, 1 << 20, device="cpu") as buffer:
+            x, idx, weights, counts, handle, _ = _dispatch(buffer, 6, 1)
+            assert weights is None
+            assert idx.tolist() == [0] * 6 + [1] * 6
+            assert counts == [6, 6]
+            y, _, _ = buffer.combine(x, handle)
+            assert y.unique().tolist() == [2.0]
+
+    local.run(main, 2)
+
+
+def test_alignment_must_agree() -> None:
+    def main(group: local.ThreadGroup) -> None:
+        with Buffer(group, 1 << 20, device="cpu") as buffer:
+            with pytest.raises(ConfigMismatch, match="expert_alignment"):
+                _dispatch(buffer, 6, 1 + group.rank())
+            assert _dispatch(buffer, 6, 8)[3] == [8, 8]  # the Buffer goes on
+
+    local.run(main, 2)
+
+
+def test_expand_must_agree() -> None:
+    def main(group: local.ThreadGroup) -> None:
+        idx = torch.zeros(3, 1, dtype=torch.int64)
+        x = torch.ones(3, 64, dtype=torch.bfloat16)
+        with Buffer(group, 1 << 20, device="cpu") as buffer:
+            with pytest.raises(ConfigMismatch, match="expand"):
+                buffer.dispatch(x, topk_idx=idx, num_experts=2, expand=group.rank() == 0)
+
+    local.run(main, 2)
+
+
+@pytest.mark.parametrize("direct_bytes", [0, 1 << 19])
+def test_too_few_worst_case_rows_are_an_error(direct_bytes: int) -> None:
+    def main(group: local.ThreadGroup) -> None:
+        with Buffer(group, 1 << 20, device="cpu", num_direct_bytes=direct_bytes) as buffer:
+            # 12 selections a rank in two groups of 16: 32 rows.
+            with pytest.raises(CapacityError):
+                _dispatch(buffer, 6, 16, num_worst_tokens=31)
+            x = _dispatch(buffer, 6, 16, num_worst_tokens=32, zero_padding=True)[0]
+            assert x.shape[0] == 32
+            assert int((x != 0).any(dim=1).sum()) == 12
+
+    local.run(main, 2)
+
+
+def test_refusals() -> None:
+    def main(group: local.ThreadGroup) -> None:
+        x = torch.ones(4, 64, dtype=torch.bfloat16)
+        idx = torch.zeros(4, 1, dtype=torch.int64)
+        with Buffer(group, 1 << 20, device="cpu") as buffer:
+            layout = buffer.get_dispatch_layout(idx, 2)
+            given = dict(
+                num_tokens_per_rank=layout[0],
+                num_tokens_per_expert=layout[2],
+                is_token_in_rank=layout[3],
+            )
+            expanded_handle = _dispatch(buffer, 4, 8)[4]
+            plain_handle = buffer.dispatch(x, topk_idx=idx, num_experts=2)[4]
+            before = buffer.runtime.num_launches
+            with pytest.raises(ArgumentError, match="topk_idx"):
+                buffer.dispatch(x, **given, expand=True)
+            with pytest.raises(ArgumentError, match="zero_padding"):
+                buffer.dispatch(x, topk_idx=idx, num_experts=2, zero_padding=True)
+            with pytest.raises(HandleMismatch, match="expand=True"):
+                buffer.dispatch(x, handle=plain_handle, expand=True)
+            with pytest.raises(HandleMismatch, match="apply_weights"):
+                buffer.combine(x, plain_handle, torch.ones(4, 1), apply_weights=True)
+            with pytest.raises(HandleMismatch, match="32 received rows"):
+                buffer.combine(x, expanded_handle)
+            y = torch.ones(32, 64, dtype=torch.bfloat16)
+            with pytest.raises(ArgumentError, match="topk_weights"):
+                buffer.combine(y, expanded_handle, apply_weights=True)
+            with pytest.raises(ArgumentError, match="topk_weights"):
+                buffer.combine(y, expanded_handle, torch.ones(32, 1), apply_weights=True)
+            assert buffer.runtime.num_launches == before
+
+    local.run(main, 1)

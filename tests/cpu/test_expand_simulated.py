@@ -1,0 +1,83 @@
+"""Expanded dispatches and combines under seeded schedules, with weak memory and late copies."""
+
+import dataclasses
+import random
+
+import expanded
+import pytest
+from cases import Case
+from test_simulated_end_to_end import small_case
+
+from deep_comm import simulate
+from deep_comm.errors import DeepCommError
+
+NUM_SEEDS = 600
+SEEDS_PER_TEST = 60
+NUM_FAULT_SEEDS = 60
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEP_COMM_POISON", "1")
+
+
+def expanded_case(seed: int) -> Case:
+    choose = random.Random(seed + 77)
+    return dataclasses.replace(
+        small_case(seed),
+        alignment=choose.choice((1, 2, 16)),
+        nvl_bytes=1 << 20,
+        # None at all, too little for most, enough.
+        direct_bytes=choose.choice((0, 1 << 13, 1 << 19, 1 << 19)),
+    )
+
+
+@pytest.mark.parametrize("first_seed", range(0, NUM_SEEDS, SEEDS_PER_TEST))
+def test_every_schedule_gives_the_same_bits(first_seed: int) -> None:
+    for seed in range(first_seed, first_seed + SEEDS_PER_TEST):
+        case = expanded_case(seed)
+        try:
+            results = simulate.run(
+                lambda group, case=case: expanded.run_case(group, case),
+                case.num_ranks,
+                seed,
+                timeout_s=60,
+            )
+            expanded.verify(case, results)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}, {case}: {error}") from error
+
+
+RINGS = Case(
+    (9, 6, 12), experts=6, topk=3, hidden=48, num_sms=2, slots=2, send_chunk=1, calls=2,
+    nvl_bytes=1 << 20, direct_bytes=0, smem_bytes=8000, seed=2,
+)  # fmt: skip
+DIRECT = dataclasses.replace(RINGS, tokens=(19, 16, 22), direct_bytes=1 << 19)
+
+
+@pytest.mark.parametrize(
+    ("case", "fault"),
+    [
+        (RINGS, "weaken_release"),
+        (RINGS, "skip_credit"),
+        (RINGS, "skip_bulk_wait"),
+        (DIRECT, "weaken_release"),
+        (DIRECT, "skip_bulk_wait"),
+        (DIRECT, "skip_entry_barrier"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_protocol_with_a_step_left_out_fails(case: Case, fault: str) -> None:
+    for seed in range(NUM_FAULT_SEEDS):
+        try:
+            results = simulate.run(
+                lambda group: expanded.run_case(group, case),
+                case.num_ranks,
+                seed,
+                timeout_s=60,
+                faults=[fault],
+            )
+            expanded.verify(case, results)
+        except (AssertionError, DeepCommError, simulate.MachineError):
+            return
+    pytest.fail(f"{NUM_FAULT_SEEDS} seeds did not notice {fault}")

@@ -1,0 +1,256 @@
+"""Expanded dispatches and combines of a case, against the reference, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import payload
+import torch
+from cases import Case, make_inputs
+from roundtrip import CACHED_CALL, _reference_dispatch, _to, _wait, config_of
+from roundtrip import _to_host as _view_on_host
+from torch import Tensor
+
+import deep_comm
+from deep_comm import reference
+from deep_comm.topology import num_local_experts
+
+
+@dataclass(frozen=True)
+class ReceivedExpanded:
+    """What one rank got out of one call; tensors on the host."""
+
+    recv_x: Tensor
+    recv_scales: Tensor | None
+    recv_topk_idx: Tensor
+    recv_topk_weights: Tensor
+    counts: list[int]
+    expert_offsets: Tensor
+    expert_counts: Tensor
+    recv_rows: Tensor
+    recv_src_idx: Tensor
+    cached_x: Tensor
+    cached_scales: Tensor | None
+    combined_x: Tensor  # rows as they are, weights sent back
+    combined_weights: Tensor
+    weighted_x: Tensor  # rows times weights
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """A copy: parts of no rows share an address, which torch.save refuses."""
+    return _view_on_host(tensor).clone()
+
+
+def num_local(case: Case, rank: int) -> int:
+    return num_local_experts(rank, case.experts, case.num_ranks)
+
+
+def worst_rows(case: Case) -> int:
+    """num_worst_tokens that always suffices, plus what the case adds; 0 without it."""
+    if not case.worst:
+        return 0
+    padding = max(num_local(case, rank) for rank in range(case.num_ranks)) * (case.alignment - 1)
+    return sum(case.tokens) * case.topk + padding + case.worst
+
+
+def outputs_of(case: Case, rank: int, num_rows: int, call: int) -> Tensor:
+    """What a rank's experts return for its rows; order-sensitive columns included."""
+    rows = torch.arange(num_rows)
+    # Neighbouring rows of a token cancel only in the right order: alternate the sign by row.
+    even = payload.summands(rows % 7, rows, rank, case.hidden, case.combine_dtype, call)
+    odd = payload.summands(rows % 7, rows, rank + 1, case.hidden, case.combine_dtype, call)
+    return torch.where((rows % 2 == 0).unsqueeze(1), even, odd)
+
+
+def call_once(
+    buffer: deep_comm.Buffer, case: Case, call: int, options: dict | None = None
+) -> ReceivedExpanded:
+    rank, device = buffer.rank, buffer.device
+    options = dict(options or {})
+    inputs = make_inputs(case, rank, call)
+    x, scales = _to(inputs.x, device), _to(inputs.scales, device)
+    topk_idx, weights = _to(inputs.topk_idx, device), _to(inputs.topk_weights, device)
+    config = config_of(case)
+    arguments: dict[str, Any] = dict(topk_idx=topk_idx, topk_weights=weights)
+    if case.fused_layout:
+        arguments["num_experts"] = case.experts
+    else:
+        per_rank, _, per_expert, mask, event = buffer.get_dispatch_layout(
+            topk_idx, case.experts, **options
+        )
+        _wait(event)
+        arguments.update(
+            num_tokens_per_rank=per_rank, is_token_in_rank=mask, num_tokens_per_expert=per_expert
+        )
+    recv, recv_topk_idx, recv_weights, counts, handle, event = buffer.dispatch(
+        x if scales is None else (x, scales),
+        **arguments,
+        expert_alignment=case.alignment,
+        num_worst_tokens=worst_rows(case),
+        config=config,
+        expand=True,
+        zero_padding=case.seed % 2 == 0,
+        **options,
+    )
+    _wait(event)
+    recv_x, recv_scales = recv if isinstance(recv, tuple) else (recv, None)
+    expansion = handle.expansion
+    again = _to(
+        payload.rows(rank, case.tokens[rank], case.hidden, case.dtype, call + CACHED_CALL), device
+    )
+    cached, *nothing, event = buffer.dispatch(
+        again if scales is None else (again, scales),
+        handle=handle,
+        config=config,
+        zero_padding=True,
+        **options,
+    )
+    _wait(event)
+    assert nothing == [None, None, None, None]
+    cached_x, cached_scales = cached if isinstance(cached, tuple) else (cached, None)
+    y = _to(outputs_of(case, rank, recv_x.shape[0], call), device)
+    bias = _to(inputs.bias, device)
+    combined_x, combined_weights, event = buffer.combine(
+        y, handle, topk_weights=recv_weights, bias=bias, config=config, **options
+    )
+    _wait(event)
+    weighted_x, no_weights, event = buffer.combine(
+        y,
+        handle,
+        topk_weights=recv_weights,
+        bias=bias,
+        config=config,
+        apply_weights=True,
+        **options,
+    )
+    _wait(event)
+    assert no_weights is None
+    return ReceivedExpanded(
+        recv_x=_to_host(recv_x),
+        recv_scales=None if recv_scales is None else _to_host(recv_scales),
+        recv_topk_idx=_to_host(recv_topk_idx),
+        recv_topk_weights=_to_host(recv_weights),
+        counts=list(counts),
+        expert_offsets=_to_host(expansion.expert_offsets),
+        expert_counts=_to_host(expansion.expert_counts),
+        recv_rows=_to_host(expansion.recv_rows),
+        recv_src_idx=_to_host(handle.recv_src_idx),
+        cached_x=_to_host(cached_x),
+        cached_scales=None if cached_scales is None else _to_host(cached_scales),
+        combined_x=_to_host(combined_x),
+        combined_weights=_to_host(combined_weights),
+        weighted_x=_to_host(weighted_x),
+    )
+
+
+def run_case(
+    group: Any, case: Case, device: torch.device | str = "cpu", options: dict | None = None
+) -> list[ReceivedExpanded]:
+    """All calls of a case on one rank."""
+    with deep_comm.Buffer(
+        group,
+        case.nvl_bytes,
+        device=device,
+        timeout_s=60.0,
+        num_direct_bytes=case.direct_bytes,
+    ) as buffer:
+        if case.smem_bytes is not None:
+            buffer.runtime.smem_bytes_limit = case.smem_bytes
+        return [call_once(buffer, case, call, options) for call in range(case.calls)]
+
+
+def verify(case: Case, results: Sequence[Sequence[ReceivedExpanded]]) -> None:
+    """``results[rank][call]`` against the reference."""
+    for call in range(case.calls):
+        _verify_call(case, [calls[call] for calls in results], call)
+
+
+def _expanded(case: Case, received: Sequence[reference.Dispatched]) -> list[reference.Expanded]:
+    return [
+        reference.expand(one, num_local(case, rank), case.alignment, worst_rows(case))
+        for rank, one in enumerate(received)
+    ]
+
+
+def _verify_call(case: Case, results: Sequence[ReceivedExpanded], call: int) -> None:
+    same = payload.assert_same_bits
+    inputs = [make_inputs(case, rank, call) for rank in range(case.num_ranks)]
+    plain = _reference_dispatch(case, inputs, 1, num_worst_tokens=worst_rows(case))
+    again = [
+        payload.rows(rank, num_tokens, case.hidden, case.dtype, call + CACHED_CALL)
+        for rank, num_tokens in enumerate(case.tokens)
+    ]
+    repeated = reference.dispatch(
+        [x if i.scales is None else (x, i.scales) for x, i in zip(again, inputs, strict=True)],
+        [i.topk_idx for i in inputs],
+        case.experts,
+        num_worst_tokens=worst_rows(case),
+    )
+    wanted, wanted_again = _expanded(case, plain), _expanded(case, repeated)
+    for rank, (got, want, want_again) in enumerate(
+        zip(results, wanted, wanted_again, strict=True)
+    ):
+        who = f"rank {rank} call {call}"
+        offsets = [] if case.worst else want.expert_offsets.diff().tolist()
+        assert got.counts == offsets, f"{who}: counts {got.counts}"
+        for name in ("expert_offsets", "expert_counts", "recv_rows"):
+            same(getattr(got, name), getattr(want, name), f"{who}: {name}")
+        same(got.recv_src_idx, plain[rank].recv_src_idx, f"{who}: recv_src_idx")
+        same(got.recv_topk_idx, want.recv_topk_idx, f"{who}: recv_topk_idx")
+        same(got.recv_topk_weights, want.recv_topk_weights, f"{who}: recv_topk_weights")
+        # Rows of no token are promised with zero_padding alone.
+        is_row = want.recv_topk_idx >= 0
+        mask = slice(None) if case.seed % 2 == 0 else is_row
+        assert got.recv_x.shape == want.recv_x.shape, f"{who}: {tuple(got.recv_x.shape)}"
+        same(_rows(got.recv_x, mask), _rows(want.recv_x, mask), f"{who}: recv_x")
+        same(_rows(got.cached_x), _rows(want_again.recv_x), f"{who}: cached recv_x")
+        if want.recv_x_scales is not None and want_again.recv_x_scales is not None:
+            assert got.recv_scales is not None and got.cached_scales is not None
+            same(_rows(got.recv_scales, mask), _rows(want.recv_x_scales, mask), f"{who}: scales")
+            same(_rows(got.cached_scales), _rows(want_again.recv_x_scales), f"{who}: cached scales")
+    outputs = [outputs_of(case, rank, one.recv_x.shape[0], call) for rank, one in enumerate(wanted)]
+    weights = [one.recv_topk_weights for one in wanted]
+    biases = [i.bias for i in inputs]
+    combined = reference.combine(
+        [reference.reduce_experts(y, one) for y, one in zip(outputs, wanted, strict=True)],
+        plain,
+        [reference.selection_weights(w, one) for w, one in zip(weights, wanted, strict=True)],
+        biases,
+    )
+    weighted = reference.combine(
+        [
+            reference.reduce_experts(y, one, w)
+            for y, one, w in zip(outputs, wanted, weights, strict=True)
+        ],
+        plain,
+        biases=biases,
+    )
+    for rank, got in enumerate(results):
+        who = f"rank {rank} call {call}"
+        same(got.combined_x, combined[rank][0], f"{who}: combined_x")
+        same(got.combined_weights, combined[rank][1], f"{who}: combined weights")
+        same(got.weighted_x, weighted[rank][0], f"{who}: combined_x with weights")
+
+
+def _rows(tensor: Tensor, mask: Any = slice(None)) -> Tensor:
+    """As bytes: torch cannot index every dtype."""
+    width = tensor.shape[1] * tensor.element_size()
+    return tensor.contiguous().view(torch.uint8).view(tensor.shape[0], width)[mask]
+
+
+def run_cases(group: Any, cases: list[Case], options: dict) -> list[list[ReceivedExpanded]]:
+    """On a GPU: many cases in one set of processes."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    return [run_case(group, case, device, options) for case in cases]
+
+
+def verify_all(cases: list[Case], results: list) -> None:
+    failures = []
+    for number, case in enumerate(cases):
+        try:
+            verify(case, [ranks[number] for ranks in results])
+        except AssertionError as error:
+            failures.append(f"{case}: {error}")
+    assert not failures, "\n".join(failures)

@@ -1,0 +1,42 @@
+"""tests/cpu/test_expand.py on GPUs: the same cases; every rank is a process."""
+
+import dataclasses
+
+import expanded
+import matrix
+import pytest
+import torch
+from cases import Case, Scales
+from gpu_cases import run
+
+
+def cases_for(num_ranks: int, seed: int, num_cases: int) -> list[Case]:
+    cases = matrix.sample(num_cases, seed, ranks=[num_ranks], alignment=[1, 16, 128])
+    return [dataclasses.replace(case, nvl_bytes=128 << 20) for case in cases]
+
+
+@pytest.mark.parametrize("num_ranks_wanted", [2, 3, 4, 5, 6, 7, 8])
+def test_every_expert_gets_its_rows_and_every_token_its_sum(num_ranks_wanted: int) -> None:
+    if torch.cuda.device_count() < num_ranks_wanted:
+        pytest.skip(f"needs {num_ranks_wanted} CUDA devices, has {torch.cuda.device_count()}")
+    cases = cases_for(num_ranks_wanted, seed=num_ranks_wanted, num_cases=40)
+    expanded.verify_all(cases, run(expanded.run_cases, num_ranks_wanted, cases, {}))
+
+
+@pytest.mark.parametrize("direct_bytes", [None, 0])
+@pytest.mark.parametrize("has_scales", [False, True])
+def test_many_tokens_at_a_model_shape(
+    num_ranks: int, direct_bytes: int | None, has_scales: bool
+) -> None:
+    case = Case(
+        tuple(1024 + 97 * rank for rank in range(num_ranks)), hidden=7168, experts=256, topk=8,
+        dtype=torch.float8_e4m3fn if has_scales else torch.bfloat16,
+        scales=Scales(56) if has_scales else None, alignment=128, biases=1, calls=3,
+        nvl_bytes=2 << 30, direct_bytes=direct_bytes,
+    )  # fmt: skip
+    expanded.verify_all([case], run(expanded.run_cases, num_ranks, [case], {}))
+
+
+def test_asynchronous_calls_give_the_same(num_ranks: int) -> None:
+    cases = cases_for(num_ranks, seed=93, num_cases=12)
+    expanded.verify_all(cases, run(expanded.run_cases, num_ranks, cases, {"async_finish": True}))
