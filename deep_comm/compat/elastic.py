@@ -11,13 +11,19 @@ from torch import Tensor
 import deep_comm
 from deep_comm.compat.elastic_refused import Refused
 from deep_comm.compat.ep_handle import EPHandle
-from deep_comm.compat.expand import Expansion, reduce, reduce_weights
+from deep_comm.compat.expand import Expansion, num_rows_bound, reduce, reduce_weights
 from deep_comm.compat.runtime import Runtime
 from deep_comm.compat.section import Section
 from deep_comm.errors import ArgumentError, HandleMismatch, UnsupportedError
 from deep_comm.events import EventHandle, EventOverlap, unwrap
+from deep_comm.handle import Handle
 from deep_comm.rendezvous import Rendezvous
-from deep_comm.topology import discover, host_identity, requested_ranks_per_node
+from deep_comm.topology import (
+    discover,
+    host_identity,
+    num_local_experts,
+    requested_ranks_per_node,
+)
 
 Payload = Tensor | tuple[Tensor, Tensor]
 
@@ -307,6 +313,12 @@ class ElasticBuffer(Refused):
         if num_sms < 0:
             raise ArgumentError("num_sms", num_sms, "must not be negative")
         syncs = do_cpu_sync is None or do_cpu_sync
+        num_worst_tokens = 0 if syncs else num_max_tokens * self.num_ranks
+        if do_expand and not syncs:
+            num_local = num_local_experts(self.rank_idx, num_experts, self.num_ranks)
+            num_worst_tokens = num_rows_bound(
+                num_worst_tokens, topk_idx.shape[1], num_local, alignment
+            )
         self._buffer.num_sms = num_sms or self.get_theoretical_num_sms(
             num_experts, topk_idx.shape[1]
         )
@@ -317,7 +329,11 @@ class ElasticBuffer(Refused):
                 topk_idx=topk_idx,
                 topk_weights=topk_weights,
                 num_experts=num_experts,
-                num_worst_tokens=0 if syncs else num_max_tokens * self.num_ranks,
+                num_worst_tokens=num_worst_tokens,
+                # Counts as they are, unless rows lie by them: the handle has both.
+                expert_alignment=alignment if do_expand else 1,
+                expand=do_expand,
+                zero_padding=do_zero_padding and do_expand,
                 **options,
             )
             made = EPHandle(
@@ -376,15 +392,21 @@ class ElasticBuffer(Refused):
         handle = handle.with_expand(do_expand)
 
         def run(**options: Any) -> tuple[Any, ...]:
-            recv, _, _, _, _, event = self._buffer.dispatch(x, handle=handle._native, **options)
+            if handle.is_expanded_by_engine:
+                options.update(expand=True, zero_padding=do_zero_padding)
+            recv, _, _, _, _, event = self._buffer.dispatch(x, handle=handle.native, **options)
             recv_weights = None
             if topk_weights is not None:
                 recv_weights = self._cached_weights(topk_weights, handle)
-            return recv, handle.recv_topk_idx, recv_weights, handle, event
+            # Made where it is asked for: an expanded dispatch has no use for it.
+            recv_idx = None if do_expand else handle.recv_topk_idx
+            return recv, recv_idx, recv_weights, handle, event
 
+        is_made_by_torch = not do_expand and handle.compact is not handle._native
         return self._run_dispatch(
             run, _tensors(x, topk_weights), None, do_expand, do_zero_padding, col_major_sf, events,
-            is_async, in_section=topk_weights is not None,
+            is_async, in_section=topk_weights is not None or is_made_by_torch,
+            by_torch=do_expand and not handle.is_expanded_by_engine,
         )  # fmt: skip
 
     def _cached_weights(self, topk_weights: Tensor, handle: EPHandle) -> Tensor:
@@ -399,9 +421,12 @@ class ElasticBuffer(Refused):
             )  # fmt: skip
         rows = topk_weights.new_zeros(num_tokens, _align(num_topk, _ROW_BYTES // 4))
         rows[:, :num_topk] = topk_weights
-        received = self._buffer.dispatch(rows, handle=handle._native)[0]
+        received = self._buffer.dispatch(rows, handle=handle.compact)[0]
         assert isinstance(received, Tensor)
-        return torch.where(handle.recv_topk_idx >= 0, received[:, :num_topk], 0.0)
+        weights = torch.where(handle.is_selected_here, received[:, :num_topk], 0.0)
+        if not handle.is_expanded_by_engine:
+            return weights
+        return Expansion(handle.slots, handle.num_expanded_tokens).weights(weights)
 
     def _run_dispatch(
         self,
@@ -414,10 +439,15 @@ class ElasticBuffer(Refused):
         events: list[EventHandle],
         is_async: bool,
         in_section: bool = False,
+        by_torch: bool = False,
     ) -> tuple[Payload, Tensor | None, Tensor | None, EPHandle, EventOverlap]:
-        """``run`` alone if nothing is to be done to its results, else both in one section."""
+        """``run`` alone if nothing is to be done to its results, else both in one section.
+
+        ``by_torch``: rows come once and are expanded here, which only a handle of a compact dispatch
+        needs.
+        """
         is_capturing = self._is_capturing()
-        if not (do_expand or col_major_sf or in_section or len(events) > 1) and not (
+        if not (by_torch or col_major_sf or in_section or len(events) > 1) and not (
             is_async and (is_capturing or stats is not None)
         ):
             recv, recv_idx, recv_weights, handle, event = run(
@@ -429,32 +459,28 @@ class ElasticBuffer(Refused):
                 stats += handle.num_unaligned_recv_tokens_per_expert
             if is_capturing:
                 handle.materialise()
-            return recv, recv_idx, recv_weights, handle, event
+            return recv, None if do_expand else recv_idx, recv_weights, handle, event
 
         section = Section(self._buffer, events, is_async)
         with section:
             recv, recv_idx, recv_weights, handle, _ = run()
             if stats is not None:
                 stats += handle.num_unaligned_recv_tokens_per_expert
-            made = handle.materialise()
+            made = handle.materialise() if is_capturing else []
             recv_x, recv_sf = recv if isinstance(recv, tuple) else (recv, None)
-            kept_idx = recv_idx
-            if do_expand:
+            if by_torch:
                 expansion = Expansion(handle.slots, handle.num_expanded_tokens)
                 recv_x = expansion.rows(recv_x, do_zero_padding)
                 if recv_sf is not None:
                     recv_sf = expansion.rows(recv_sf, do_zero_padding)
                 if recv_weights is not None:
                     recv_weights = expansion.weights(recv_weights)
-                recv_idx = None
             if recv_sf is not None and col_major_sf:
                 recv_sf = _col_major(recv_sf)
-        native = handle._native
-        outputs = [recv_x, recv_sf, kept_idx, recv_weights, handle.topk_idx, *made, *native]
-        outputs.append(native.num_recv_tokens_per_expert)
+        outputs = [recv_x, recv_sf, recv_weights, *made, *handle.tensors()]
         event = section.finish([*inputs, *([] if stats is None else [stats])], outputs)
         recv = recv_x if recv_sf is None else (recv_x, recv_sf)
-        return recv, recv_idx, recv_weights, handle, event
+        return recv, None if do_expand else recv_idx, recv_weights, handle, event
 
     # ---- combine -------------------------------------------------------------------------------
 
@@ -477,7 +503,7 @@ class ElasticBuffer(Refused):
             x: bfloat16 [N, H]. Expanded: [P, H], or as many rows as handle.recv_src_metadata names. The
                 rows of one token are then summed first, in float32, selections ascending, and rounded
                 once; sums of ranks follow in float32, ranks ascending, and are rounded once.
-            topk_weights: float32 [N, K], expanded also [P]: comes back as [T, K].
+            topk_weights: float32 [N, K], expanded [P]: comes back as [T, K].
             bias: bfloat16 [T, H] or a pair.
             num_sms: the handle's is used.
 
@@ -488,43 +514,51 @@ class ElasticBuffer(Refused):
         )
         handle = _checked(handle)
         is_async = async_with_compute_stream
-        if not handle.do_expand and topk_weights is None and len(events) < 2:
-            return self._buffer.combine(
-                x,
-                handle._native,
-                bias=bias,
-                previous_event=events[0] if events else None,
-                async_finish=is_async,
-                allocate_on_comm_stream=bool(events) and is_async,
-            )
-        num_recv, num_topk = handle.recv_topk_idx.shape
         if not isinstance(x, Tensor) or x.dim() != 2 or not x.is_contiguous():
             given = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ArgumentError("x", given, "must be a contiguous tensor of two dimensions")
         if topk_weights is not None:
-            shapes = [(num_recv, num_topk)]
-            if handle.do_expand:
-                shapes.append((x.shape[0],))
-            if tuple(topk_weights.shape) not in shapes or topk_weights.dtype != torch.float32:
+            shape = (x.shape[0],) if handle.do_expand else (x.shape[0], handle.topk_idx.shape[1])
+            if tuple(topk_weights.shape) != shape or topk_weights.dtype != torch.float32:
                 raise ArgumentError(
                     "topk_weights", f"{topk_weights.dtype} {list(topk_weights.shape)}",
-                    f"must be float32 of shape {' or '.join(str(list(s)) for s in shapes)}",
+                    f"must be float32 of shape {list(shape)}",
                 )  # fmt: skip
+        is_plain = not handle.do_expand and topk_weights is None
+        is_engines = handle.is_expanded_by_engine and not handle.is_metadata_lent
+        if (is_plain or is_engines) and len(events) < 2:
+            return self._buffer.combine(
+                x,
+                handle.native,
+                topk_weights,
+                bias,
+                previous_event=events[0] if events else None,
+                async_finish=is_async,
+                allocate_on_comm_stream=bool(events) and is_async,
+            )
         section = Section(self._buffer, events, is_async)
         with section:
-            rows = reduce(x, handle.slots) if handle.do_expand else x
-            weights = topk_weights
-            if weights is not None and weights.dim() == 1:
-                weights = reduce_weights(weights, handle.slots)
-            elif weights is not None:
-                # A selection's weight comes from the rank of its expert alone.
-                weights = torch.where(handle.recv_topk_idx >= 0, weights, 0.0)
-            combined_x, combined_weights, _ = self._buffer.combine(
-                rows, handle._native, topk_weights=weights, bias=bias
-            )
+            rows, weights, native = self._rows_for_combine(x, topk_weights, handle)
+            combined_x, combined_weights, _ = self._buffer.combine(rows, native, weights, bias)
         inputs = _tensors(x, topk_weights, *(bias if isinstance(bias, (tuple, list)) else (bias,)))
-        inputs += [*handle._native, handle.recv_topk_idx, *handle._fields.values()]
+        inputs += handle.tensors()
         return combined_x, combined_weights, section.finish(inputs, [combined_x, combined_weights])
+
+    def _rows_for_combine(
+        self, x: Tensor, topk_weights: Tensor | None, handle: EPHandle
+    ) -> tuple[Tensor, Tensor | None, Handle]:
+        """x, weights and handle as the engine takes them."""
+        if handle.is_expanded_by_engine:
+            return x, topk_weights, handle.rewritten(x.shape[0])
+        if handle.do_expand:
+            rows = reduce(x, handle.slots)
+            if topk_weights is not None:
+                topk_weights = reduce_weights(topk_weights, handle.slots)
+            return rows, topk_weights, handle.compact
+        if topk_weights is not None:
+            # A selection's weight comes from the rank of its expert alone.
+            topk_weights = torch.where(handle.is_selected_here, topk_weights, 0.0)
+        return x, topk_weights, handle.compact
 
     # ---- rules ---------------------------------------------------------------------------------
 

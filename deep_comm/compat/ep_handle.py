@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+import dataclasses
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ class EPHandle:
         num_recv_tokens: N: rows that arrived; without CPU sync, rows that may arrive.
         num_expanded_tokens: rows grouped by expert, padding included; likewise.
         num_recv_tokens_per_expert_list: L aligned counts; [] without CPU sync.
-        recv_topk_idx: [N, K], local expert or -1.
+        num_unaligned_recv_tokens_per_expert: int32 [L].
         dst_buffer_slot_idx, token_metadata_at_forward, channel_linked_list: None: of another protocol.
     """
 
@@ -44,31 +45,47 @@ class EPHandle:
         expert_alignment: int,
         num_max_tokens_per_rank: int,
     ) -> None:
-        assert native.num_recv_tokens_per_expert is not None
+        """
+        Args:
+            native: of the dispatch: expanded with do_expand, else compact with an alignment of 1.
+            recv_topk_idx: what that dispatch returned: local expert of each row [P] if expanded, else of
+                each selection [N, K].
+            counts: rows of each local expert, aligned if expanded; None without CPU sync.
+        """
         self._native = native
         self._rank = rank
+        self._made_by_dispatch = recv_topk_idx
         self._fields: dict[str, Tensor] = {}
-        self.recv_topk_idx = recv_topk_idx
+        self._is_metadata_lent = False
         self.topk_idx = topk_idx
         self.do_expand = do_expand
         self.num_experts = num_experts
         self.expert_alignment = expert_alignment
         self.num_max_tokens_per_rank = num_max_tokens_per_rank
         self.num_sms = native.num_channels
-        self.num_recv_tokens = native.num_recv_rows
-        self.num_unaligned_recv_tokens_per_expert = native.num_recv_tokens_per_expert
+        expansion = native.expansion
+        per_expert = native.num_recv_tokens_per_expert
+        assert per_expert is not None
+        self.num_unaligned_recv_tokens_per_expert: Tensor = (
+            per_expert if expansion is None else expansion.expert_counts
+        )
+        num_recv = native.num_recv_rows
+        if counts is None:
+            num_recv = num_max_tokens_per_rank * native.num_ranks
+        self.num_recv_tokens = num_recv
         alignment = expert_alignment
         self.num_recv_tokens_per_expert_list = [
             -(-count // alignment) * alignment for count in counts or []
         ]
-        num_local = self.num_unaligned_recv_tokens_per_expert.shape[0]
-        self.num_expanded_tokens = (
-            sum(self.num_recv_tokens_per_expert_list)
-            if counts is not None
-            else expand.num_rows_bound(
-                self.num_recv_tokens, recv_topk_idx.shape[1], num_local, alignment
+        if expansion is not None:
+            self.num_expanded_tokens = expansion.num_rows
+        elif counts is not None:
+            self.num_expanded_tokens = sum(self.num_recv_tokens_per_expert_list)
+        else:
+            num_local = self.num_unaligned_recv_tokens_per_expert.shape[0]
+            self.num_expanded_tokens = expand.num_rows_bound(
+                num_recv, recv_topk_idx.shape[1], num_local, alignment
             )
-        )
 
     def with_expand(self, do_expand: bool) -> EPHandle:
         """The same dispatch, seen the other way; tensors are shared."""
@@ -79,7 +96,95 @@ class EPHandle:
         other._fields = {k: v for k, v in self._fields.items() if k != _PSUM_PER_EXPERT}
         return other
 
-    def _field(self, name: str, make: Any) -> Tensor:
+    # ---- for the calls -------------------------------------------------------------------------
+
+    @property
+    def native(self) -> Handle:
+        """The handle for a dispatch of this kind; a compact one cannot be expanded by the engine."""
+        return self._native if self.do_expand else self.compact
+
+    @property
+    def compact(self) -> Handle:
+        """The handle for rows that come once."""
+        if self._native.expansion is None:
+            return self._native
+        # Without CPU sync an expanded dispatch sizes everything for expanded rows.
+        return dataclasses.replace(
+            self._native,
+            recv_src_idx=self._native.recv_src_idx[: self.num_recv_tokens],
+            expansion=None,
+        )
+
+    @property
+    def is_expanded_by_engine(self) -> bool:
+        return self.do_expand and self._native.expansion is not None
+
+    @property
+    def is_metadata_lent(self) -> bool:
+        """Has a caller seen recv_src_metadata, and may have rewritten it?"""
+        return self._is_metadata_lent
+
+    def rewritten(self, num_rows: int) -> Handle:
+        """The handle for a combine of ``num_rows`` rows that lie as recv_src_metadata says now."""
+        expansion = self._native.expansion
+        assert expansion is not None
+        return dataclasses.replace(
+            self._native,
+            recv_src_idx=self._native.recv_src_idx[: self.num_recv_tokens],
+            expansion=dataclasses.replace(
+                expansion, recv_rows=self.slots.contiguous(), num_rows=num_rows
+            ),
+        )
+
+    @property
+    def recv_topk_idx(self) -> Tensor:
+        """[N, K], local expert or -1."""
+        if self._native.expansion is None:
+            return self._made_by_dispatch
+        return self._field("topk_idx", self._experts_of_selections)
+
+    def _experts_of_selections(self) -> Tensor:
+        slots, experts = self._slots().to(torch.int64), self._made_by_dispatch
+        if experts.shape[0] == 0:
+            return experts.new_full(slots.shape, -1)
+        return torch.where(slots >= 0, experts[slots.clamp(min=0)], -1)
+
+    @property
+    def is_selected_here(self) -> Tensor:
+        """bool [N, K]"""
+        expansion = self._native.expansion
+        return (self._made_by_dispatch if expansion is None else self._slots()) >= 0
+
+    def _slots(self) -> Tensor:
+        """int32 [N, K] as the dispatch laid the rows out."""
+        expansion = self._native.expansion
+        if expansion is not None:
+            return expansion.recv_rows[: self.num_recv_tokens]
+        return expand.slots(
+            self._made_by_dispatch, self.num_unaligned_recv_tokens_per_expert, self.expert_alignment
+        )
+
+    @property
+    def slots(self) -> Tensor:
+        """int32 [N, K], of recv_src_metadata as it is now."""
+        return self._field(_METADATA, self._metadata)[:, 2:]
+
+    def materialise(self) -> list[Tensor]:
+        """Makes the fields now, for a CUDA graph to hold; returns them."""
+        made = [self.psum_num_recv_tokens_per_scaleup_rank, self.psum_num_recv_tokens_per_expert]
+        return [*made, self._field(_METADATA, self._metadata)] if self.do_expand else made
+
+    def tensors(self) -> list[Tensor]:
+        """Everything that a call with this handle may read."""
+        expansion = self._native.expansion
+        parts = () if expansion is None else expansion.tensors
+        found = [*self._native, *parts, self._made_by_dispatch, self.topk_idx]
+        found.append(self.num_unaligned_recv_tokens_per_expert)
+        return [*found, *self._fields.values()]
+
+    # ---- fields --------------------------------------------------------------------------------
+
+    def _field(self, name: str, make: Callable[[], Tensor]) -> Tensor:
         found = self._fields.get(name)
         if found is None:
             found = self._fields[name] = make()
@@ -112,31 +217,23 @@ class EPHandle:
         Expanded combine reads the last K columns: callers that have summed rows themselves may rewrite
         them in place.
         """
-        return self._field("metadata", self._metadata)
+        self._is_metadata_lent = True
+        return self._field(_METADATA, self._metadata)
 
     def _metadata(self) -> Tensor:
-        num_recv, num_topk = self.recv_topk_idx.shape
+        slots = self._slots()
+        num_recv, num_topk = slots.shape
         ends = self.psum_num_recv_tokens_per_scaleup_rank
         rows = torch.arange(num_recv, dtype=torch.int32, device=ends.device)
         source = torch.searchsorted(ends, rows, right=True, out_int32=True)
         arrived = rows < ends[-1]
-        token = source * self.num_max_tokens_per_rank + self._native.recv_src_idx
+        token = source * self.num_max_tokens_per_rank + self._native.recv_src_idx[:num_recv]
         metadata = torch.empty(num_recv, num_topk + 2, dtype=torch.int32, device=ends.device)
         metadata[:, 0] = torch.where(arrived, token, -1)
         metadata[:, 1] = torch.where(arrived, source, -1)
-        metadata[:, 2:] = expand.slots(
-            self.recv_topk_idx, self.num_unaligned_recv_tokens_per_expert, self.expert_alignment
-        )
+        metadata[:, 2:] = slots
         return metadata
-
-    @property
-    def slots(self) -> Tensor:
-        return self.recv_src_metadata[:, 2:]
-
-    def materialise(self) -> list[Tensor]:
-        """Makes the small fields now, and the slots if they are needed; returns all that were made."""
-        made = [self.psum_num_recv_tokens_per_scaleup_rank, self.psum_num_recv_tokens_per_expert]
-        return [*made, self.recv_src_metadata] if self.do_expand else made
 
 
 _PSUM_PER_EXPERT = "psum_expert"
+_METADATA = "metadata"

@@ -1,7 +1,8 @@
 """Rows grouped by expert, from rows that arrived once: where each goes, and back again.
 
-Torch operations on tensors that are already here; no peer takes part and the host waits for nothing, so
-that CUDA graphs hold them. N received rows, K top-k, L local experts, A alignment, P expanded rows.
+For handles of compact dispatches that are used expanded; an expanded dispatch is the engine's. Torch
+operations on tensors that are already here; no peer takes part and the host waits for nothing, so that
+CUDA graphs hold them. N received rows, K top-k, L local experts, A alignment, P expanded rows.
 """
 
 from __future__ import annotations
