@@ -39,9 +39,29 @@ def _sum_of_selections(rows: Tensor, weights: Tensor | None, chosen: Tensor) -> 
 
 
 def _sum_over_ranks(
-    rows: Tensor, weights: Tensor | None, topk_idx: Tensor, num_experts: int, num_ranks: int
+    rows: Tensor,
+    weights: Tensor | None,
+    topk_idx: Tensor,
+    num_experts: int,
+    num_ranks: int,
+    ranks_per_node: int | None = None,
 ) -> Tensor:
-    """Per rank the sum of its selections, rounded; then the ranks' sums, ascending, rounded."""
+    """Per rank the sum of its selections, rounded; then the ranks' sums, ascending, rounded.
+
+    With several nodes: the ranks' sums of a node, rounded, then the nodes' sums, ascending, rounded.
+    """
+    per_node = num_ranks if ranks_per_node is None else ranks_per_node
+    if per_node < num_ranks:
+        total = torch.zeros(rows.shape[0], rows.shape[2], dtype=torch.float32)
+        for first in range(0, num_ranks, per_node):
+            begin = first_expert(first, num_experts, num_ranks)
+            last = first + per_node - 1
+            end = first_expert(last, num_experts, num_ranks)
+            end += num_local_experts(last, num_experts, num_ranks)
+            here = torch.where((topk_idx >= begin) & (topk_idx < end), topk_idx, -1)
+            of_node = _sum_over_ranks(rows, weights, here, num_experts, num_ranks)
+            total += of_node.float()
+        return total.to(rows.dtype)
     layout = get_dispatch_layout(topk_idx, num_experts, num_ranks)
     total = torch.zeros(rows.shape[0], rows.shape[2], dtype=torch.float32)
     for rank in range(num_ranks):
@@ -60,10 +80,11 @@ def of_one_rank(
     num_experts: int,
     num_ranks: int,
     expert: Expert,
+    ranks_per_node: int | None = None,
 ) -> Tensor:
     """y [T, H] of these tokens; see expert_parallel. Other ranks' tokens do not matter."""
     rows = _rows_of_selections(x, topk_idx, num_experts, expert)
-    return _sum_over_ranks(rows, topk_weights, topk_idx, num_experts, num_ranks)
+    return _sum_over_ranks(rows, topk_weights, topk_idx, num_experts, num_ranks, ranks_per_node)
 
 
 def expert_parallel(
@@ -72,6 +93,7 @@ def expert_parallel(
     topk_weights: Sequence[Tensor],
     num_experts: int,
     expert: Expert,
+    ranks_per_node: int | None = None,
 ) -> list[Tensor]:
     """y [T, H] of every rank.
 
@@ -80,7 +102,7 @@ def expert_parallel(
     token's rank adds those in float32, ranks ascending, and rounds.
     """
     return [
-        of_one_rank(x, idx, weights, num_experts, len(xs), expert)
+        of_one_rank(x, idx, weights, num_experts, len(xs), expert, ranks_per_node)
         for x, idx, weights in zip(xs, topk_idxs, topk_weights, strict=True)
     ]
 

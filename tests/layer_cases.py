@@ -35,6 +35,7 @@ class LayerCase:
     how: str = "forward"  # "split", "async", "shared", or "mixed": another way every step
     seed: int = 0
     fp8: bool = field(default=False)
+    ranks_per_node: int | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -73,7 +74,7 @@ def build(group: Any, case: LayerCase, device: Any = "cpu", **options: Any) -> A
         group, hidden=case.hidden, num_experts=case.experts, num_topk=case.topk,
         max_tokens=case.max_tokens, decode_tokens=case.decode_tokens, mode=case.mode,
         dtype=case.dtype, fp8=case.fp8, expert_alignment=case.alignment, device=device,
-        **{"timeout_s": 60.0, **options},
+        ranks_per_node=case.ranks_per_node, **{"timeout_s": 60.0, **options},
     )  # fmt: skip
 
 
@@ -154,7 +155,9 @@ def verify(case: LayerCase, results: Sequence[Sequence[tuple[Tensor, list[str]]]
     for step in range(len(case.steps)):
         parts = [inputs(case, rank, step) for rank in range(case.num_ranks)]
         xs, idxs, weights = zip(*parts, strict=True)
-        expected = reference_layer.expert_parallel(xs, idxs, weights, case.experts, expert)
+        expected = reference_layer.expert_parallel(
+            xs, idxs, weights, case.experts, expert, case.ranks_per_node
+        )
         how = case.how
         if how == "mixed":
             how = ("forward", "split", "async", "shared")[(step + case.seed) % 4]

@@ -12,7 +12,7 @@ from torch import Tensor
 from deep_comm import env
 from deep_comm.buffer import Buffer
 from deep_comm.context import Context
-from deep_comm.errors import ArgumentError
+from deep_comm.errors import ArgumentError, UnsupportedError
 from deep_comm.layer import autograd, ops
 from deep_comm.layer.batch import ExpertBatch
 from deep_comm.layer.mode import ModeRule
@@ -27,7 +27,12 @@ from deep_comm.layer.shape import (
     estimate_memory,
 )
 from deep_comm.layer.transport import Decoded, Prefilled, Transport
-from deep_comm.topology import num_local_experts
+from deep_comm.topology import (
+    discover,
+    host_identity,
+    num_local_experts,
+    requested_ranks_per_node,
+)
 
 Experts = Callable[[ExpertBatch], Tensor]
 """Rows of a batch to rows of the same shape and the layer's dtype."""
@@ -64,6 +69,9 @@ class ExpertParallel:
     same way in either, because both add in the same order and round at the same places: a rank's
     rows of a token in float32, k ascending, to the dtype; those of the ranks in float32, ranks
     ascending, to the dtype.
+
+    Between nodes every step is a prefill step, and a node's rows of a token are added and rounded
+    before they cross (InternodeCalls).
 
     Attributes:
         buffer: what it runs on.
@@ -140,12 +148,15 @@ class ExpertParallel:
             buffer = self._build(group, comm, device, ranks_per_node, timeout_s)
         self.buffer = buffer
         num_ranks = buffer.group_size
-        self.memory = estimate_memory(self.shape, num_ranks, mode, buffer.device.type)
         ctx: Context = buffer._context
+        num_nodes = ctx.topology.num_nodes
+        self._require_mode_on(num_nodes)
+        self.memory = estimate_memory(self.shape, num_ranks, mode, buffer.device.type, num_nodes)
         self._is_capturing = ctx.backend.is_capturing
         try:
             self._agree(ctx, expert_alignment, max_recv_rows)
-            self._can_decode = self.shape.can_decode and mode != "prefill"
+            # Between nodes there is no low-latency mode yet.
+            self._can_decode = self.shape.can_decode and mode != "prefill" and num_nodes == 1
             if self._can_decode:
                 self._check_decode(buffer)
         except BaseException:
@@ -185,12 +196,15 @@ class ExpertParallel:
         from deep_comm.rendezvous import Rendezvous
 
         device = resolve_device(device)
-        num_ranks = Rendezvous(group, comm).size
-        memory = estimate_memory(self.shape, num_ranks, self.mode, device.type)
+        rendezvous = Rendezvous(group, comm)
+        hosts = rendezvous.all_gather_object(host_identity())
+        num_nodes = discover(hosts, requested_ranks_per_node(ranks_per_node)).num_nodes
+        self._require_mode_on(num_nodes)
+        memory = estimate_memory(self.shape, rendezvous.size, self.mode, device.type, num_nodes)
         return Buffer(
             group,
             memory.num_nvl_bytes,
-            memory.low_latency_region,
+            memory.low_latency_region + memory.rail,
             low_latency_mode=memory.low_latency_region > 0,
             comm=comm,
             device=device,
@@ -199,6 +213,12 @@ class ExpertParallel:
             num_max_experts=self.shape.num_experts,
             num_direct_bytes=memory.receive_region,
         )
+
+    def _require_mode_on(self, num_nodes: int) -> None:
+        if num_nodes > 1 and self.mode == "decode":
+            raise UnsupportedError(
+                'mode="decode" between nodes is not in this version; "auto" and "prefill" are prefill'
+            )
 
     def _agree(self, ctx: Context, expert_alignment: int, max_recv_rows: int | None) -> None:
         shape = self.shape

@@ -26,6 +26,8 @@ _ALIGNMENT = 128
 _MAX_SLOTS = 65535
 _MAX_TOPK = 64
 _DEVICE_RING_BYTES = 64 << 20
+_HOST_RAIL_SLOTS = 32
+_SLOT_METADATA_BYTES = 2048
 # Receive region: rows of balanced routing, with so much on top for imbalance, for dispatch and
 # again for what combine and a second call in flight need.
 _IMBALANCE = 1.25
@@ -130,6 +132,13 @@ def ring_bytes(shape: MoEShape, num_ranks: int, device_type: str) -> int:
     return host_default().get_nvl_buffer_size_hint(shape.row_bytes, num_ranks)
 
 
+def rail_bytes(shape: MoEShape, num_nodes: int, device_type: str) -> int:
+    """For the rings between nodes, of dispatch and of combine; calls shrink them to what there is."""
+    if device_type != "cpu":
+        return _lines(num_nodes * _DEVICE_RING_BYTES)
+    return _lines(2 * num_nodes * _HOST_RAIL_SLOTS * (shape.row_bytes + _SLOT_METADATA_BYTES))
+
+
 def direct_bytes(shape: MoEShape, num_ranks: int) -> int:
     """For the receive region."""
     balanced = shape.num_balanced_selections
@@ -161,10 +170,12 @@ class MemoryEstimate:
     control_words: int
     prefill_call: int
     decode_call: int
+    rail: int = 0  # rings between nodes; 0: all ranks are on one
 
     @property
     def buffer(self) -> int:
-        return self.rings + self.receive_region + self.low_latency_region + self.control_words
+        parts = (self.rings, self.receive_region, self.low_latency_region, self.control_words)
+        return sum(parts) + self.rail
 
     @property
     def num_nvl_bytes(self) -> int:
@@ -188,6 +199,8 @@ class MemoryEstimate:
             f"{shape.decode_tokens} tokens a rank,",
             f"  {size(self.control_words)} of control words.",
         ]
+        if self.rail:
+            lines.append(f"  {size(self.rail)} of rings between nodes.")
         if self.prefill_call:
             lines.append(
                 f"A prefill call of {shape.max_tokens} tokens a rank with uniform routing makes "
@@ -212,12 +225,16 @@ def _human(num_bytes: int) -> str:
 
 
 def estimate_memory(
-    shape: MoEShape, num_ranks: int, mode: Mode = "auto", device_type: str = "cuda"
+    shape: MoEShape,
+    num_ranks: int,
+    mode: Mode = "auto",
+    device_type: str = "cuda",
+    num_nodes: int = 1,
 ) -> MemoryEstimate:
     """What a layer of this shape takes on the rank that has most experts."""
     _positive("num_ranks", num_ranks)
     num_local = num_local_experts(0, shape.num_experts, num_ranks)
-    decodes = shape.can_decode and mode != "prefill"
+    decodes = shape.can_decode and mode != "prefill" and num_nodes == 1
     prefills = mode != "decode" and (mode == "prefill" or shape.may_exceed or not decodes)
     num_rows = shape.num_balanced_rows(num_ranks)
     # From the experts, their sums, what comes home. Rows for the experts lie in the receive region.
@@ -230,11 +247,12 @@ def estimate_memory(
         shape=shape,
         num_ranks=num_ranks,
         rings=_lines(ring_bytes(shape, num_ranks, device_type)),
-        receive_region=direct_bytes(shape, num_ranks) if prefills else 0,
+        receive_region=direct_bytes(shape, num_ranks) if prefills and num_nodes == 1 else 0,
         low_latency_region=low_latency_bytes(shape, num_ranks) if decodes else 0,
         control_words=_core.Engine.workspace_bytes(
             num_ranks=num_ranks, num_max_experts=shape.num_experts
         ),
         prefill_call=prefill if prefills else 0,
         decode_call=decode if decodes else 0,
+        rail=rail_bytes(shape, num_nodes, device_type) if num_nodes > 1 else 0,
     )

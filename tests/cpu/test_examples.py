@@ -64,6 +64,11 @@ def test_decoding_follows_its_inputs(tmp_path: Path) -> None:
     assert "all steps gave the reference's bits" in run(tmp_path, "decode_graph", "--ranks", 3)
 
 
+def test_two_logical_nodes(tmp_path: Path) -> None:
+    out = run(tmp_path, "two_nodes")
+    assert "sums are right" in out and out.count("bytes on the rail") == 4
+
+
 def test_one_flag_under_many_schedules(tmp_path: Path) -> None:
     out = run(tmp_path, "one_flag", "--seeds", 120)
     assert "120 of 120 schedules" in out and "verdict: OK" in out

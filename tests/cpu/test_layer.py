@@ -319,3 +319,38 @@ def test_a_row_that_overflows_stays_with_its_token(mode: str) -> None:
     assert first[0].isinf().all()
     assert torch.equal(first[1:].float(), torch.ones(2, 64))
     assert torch.equal(second.float(), torch.tensor([[2.0], [1.0], [1.0]]).expand(3, 64))
+
+
+@pytest.mark.parametrize(("ranks_per_node", "num_ranks"), [(2, 4), (1, 3), (3, 6)])
+@pytest.mark.parametrize("mode", ["auto", "prefill"])
+def test_ranks_of_several_nodes_get_their_sums(
+    ranks_per_node: int, num_ranks: int, mode: str
+) -> None:
+    for seed in range(3):
+        choose = random.Random(seed)
+        case = LayerCase(
+            random_steps(choose, num_ranks, 9, 3, 2),
+            max_tokens=9,
+            decode_tokens=3,
+            hidden=64,
+            experts=choose.choice((5, 12)),
+            topk=choose.choice((2, 5)),
+            routing=choose.choice(ROUTINGS),
+            dtype=choose.choice((torch.bfloat16, torch.float32)),
+            mode=mode,
+            alignment=choose.choice((1, 8)),
+            how="mixed",
+            ranks_per_node=ranks_per_node,
+            seed=seed,
+        )
+        results = check(case)
+        assert {m for steps in results for _, modes in steps for m in modes} <= {"prefill"}
+
+
+def test_decode_between_nodes_is_refused_by_name() -> None:
+    def main(group: Any) -> None:
+        case = LayerCase(((1, 1),), 2, 2, mode="decode", ranks_per_node=1)
+        with pytest.raises(deep_comm.UnsupportedError, match="between nodes"):
+            build(group, case)
+
+    local.run(main, 2, timeout_s=30)

@@ -1,0 +1,77 @@
+"""Two logical nodes: four ranks of one machine as two nodes of two, with a rail between them.
+
+``ranks_per_node=2`` is all it takes: a token then crosses once to the other node, however many ranks want
+it there, and is handed on inside; sums come back the same way. The bytes on the rail are counted, and
+ExpertParallel over the same nodes is compared with the reference, bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+import torch
+
+import deep_comm
+from deep_comm import reference_layer
+from deep_comm.examples.launch import on_ranks, say
+
+HIDDEN, NUM_EXPERTS, NUM_TOPK = 256, 16, 4
+RANKS_PER_NODE = 2
+
+
+def rank_main(group: Any, num_tokens: int) -> bool:
+    rank, num_ranks = group.rank(), group.size()
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(num_tokens, HIDDEN, generator=generator).bfloat16()
+    topk_idx = torch.rand(num_tokens, NUM_EXPERTS, generator=generator).topk(NUM_TOPK).indices
+    topk_weights = torch.rand(num_tokens, NUM_TOPK, generator=generator)
+
+    # Rails exist on the host target in this version.
+    layer = deep_comm.ExpertParallel(
+        group,
+        hidden=HIDDEN,
+        num_experts=NUM_EXPERTS,
+        num_topk=NUM_TOPK,
+        max_tokens=max(num_tokens, 1),
+        ranks_per_node=RANKS_PER_NODE,
+        device="cpu",
+    )
+    node = rank // RANKS_PER_NODE
+    with layer, torch.inference_mode():
+        _, per_node, _, in_rank, _ = layer.buffer.get_dispatch_layout(topk_idx, NUM_EXPERTS)
+        before = [sum(queues) for queues in layer.buffer.rail_put_bytes]
+        batch = layer.dispatch(x, topk_idx, topk_weights)
+        sent = [sum(q) - b for q, b in zip(layer.buffer.rail_put_bytes, before, strict=True)]
+        y = layer.combine(batch, batch.map(lambda expert, rows: rows * (1.0 + expert % 2)))
+
+    other = 1 - node
+    crossing = int(per_node[other])
+    elsewhere = in_rank.view(num_tokens, -1, RANKS_PER_NODE)[:, other]
+    print(
+        f"rank {rank} (node {node}): {crossing} tokens cross to node {other} for "
+        f"{int(elsewhere.sum())} ranks there, {sent[other]} bytes on the rail",
+        flush=True,
+    )
+    wanted = reference_layer.of_one_rank(
+        x, topk_idx, topk_weights, NUM_EXPERTS, num_ranks,
+        lambda expert, rows: rows * (1.0 + expert % 2), RANKS_PER_NODE,
+    )  # fmt: skip
+    row_bytes = HIDDEN * x.element_size()
+    # Beside a row: scales, experts, weights, source; no row twice.
+    crossed_once = crossing * row_bytes <= sent[other] < crossing * row_bytes * 2 + 4096
+    is_right = torch.equal(y.view(torch.int16), wanted.view(torch.int16)) and crossed_once
+    torch.distributed.barrier(group)
+    say(group, "sums are right" if is_right else "sums, or bytes on the rail, are WRONG")
+    return is_right
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=12, help="of a rank")
+    return on_ranks(rank_main, 2 * RANKS_PER_NODE, parser.parse_args(arguments).tokens)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
