@@ -26,9 +26,21 @@ from deep_comm.internode_buffer import InternodeCalls
 from deep_comm.internode_handle import InternodeHandle
 from deep_comm.low_latency_buffer import LowLatencyCalls
 from deep_comm.low_latency_state import LowLatencyState
+from deep_comm.tuning import DefaultConfig
 
 if TYPE_CHECKING:
     from deep_comm._core import Engine
+
+
+class _DefaultNumSms(int):
+    """Tells "nobody has chosen" from the same number chosen."""
+
+
+DEFAULT_NUM_SMS = _DefaultNumSms(20)
+RECOMMENDED = {
+    "dispatch": configs.recommended_dispatch_config,
+    "combine": configs.recommended_combine_config,
+}
 
 
 class Buffer(InternodeCalls, LowLatencyCalls):
@@ -51,8 +63,9 @@ class Buffer(InternodeCalls, LowLatencyCalls):
         runtime: the native engine; None after destroy().
     """
 
-    num_sms: int = 20
-    """SMs of the recommended configs; see set_num_sms."""
+    num_sms: int = DEFAULT_NUM_SMS
+    """SMs of the recommended configs; see set_num_sms. Until it is set, calls without a Config get as many as
+    was measured to be best, or a model says (docs/guide/sms.md)."""
 
     def __init__(
         self,
@@ -138,6 +151,16 @@ class Buffer(InternodeCalls, LowLatencyCalls):
         self.explicitly_destroy = explicitly_destroy
         self.enable_shrink = enable_shrink
         self.device = self._context.device
+        self._defaults = {
+            operation: DefaultConfig(
+                operation,
+                recommended,
+                self._context.tuned,
+                self.group_size,
+                self._context.backend.max_sms,
+            )
+            for operation, recommended in RECOMMENDED.items()
+        }
 
     # ---- life cycle ----------------------------------------------------------------------------
 
@@ -378,7 +401,7 @@ class Buffer(InternodeCalls, LowLatencyCalls):
             )
         options = CallOptions(
             config,
-            None if config is not None else self._default_config(configs.recommended_dispatch_config),
+            None if config is not None else self._default_for_rows("dispatch"),
             StreamOptions.checked(previous_event, async_finish, allocate_on_comm_stream),
         )
         if handle is not None:
@@ -460,7 +483,7 @@ class Buffer(InternodeCalls, LowLatencyCalls):
             )
         options = CallOptions(
             config,
-            None if config is not None else self._default_config(configs.recommended_combine_config),
+            None if config is not None else self._default_for_rows("combine"),
             StreamOptions.checked(previous_event, async_finish, allocate_on_comm_stream),
         )
         return combine(
@@ -474,6 +497,7 @@ class Buffer(InternodeCalls, LowLatencyCalls):
         )
 
     def _default_config(self, recommended: configs.Recommend) -> Config:
+        """Where the rows are not known."""
         num_sms = env.NUM_SMS.get()
         if self.device.type == "cpu":
             return configs.host_default(num_sms)
@@ -482,3 +506,11 @@ class Buffer(InternodeCalls, LowLatencyCalls):
             wanted = self.num_sms  # of this Buffer, of its class, or of all
             num_sms = wanted if max_sms is None else min(wanted, max_sms)
         return recommended(self.group_size, num_sms)
+
+    def _default_for_rows(self, operation: str) -> Config | DefaultConfig:
+        """For "dispatch" or "combine" inside a node: docs/guide/sms.md."""
+        is_chosen = env.NUM_SMS.is_set() or self.num_sms is not DEFAULT_NUM_SMS
+        is_host_default = self.device.type == "cpu" and not self._context.tuned
+        if is_chosen or is_host_default:
+            return self._default_config(RECOMMENDED[operation])
+        return self._defaults[operation]

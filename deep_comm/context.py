@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from deep_comm import errors
+from deep_comm import errors, tuning
 from deep_comm.backends import Backend, Heap, create_backend, resolve_device
 from deep_comm.config import Config, RingPlan, plan_rings
 from deep_comm.handle import Handle, KnownHandle
@@ -22,6 +22,7 @@ from deep_comm.topology import (
     requested_ranks_per_node,
     require_supported,
 )
+from deep_comm.tuning import DefaultConfig
 
 if TYPE_CHECKING:
     import torch
@@ -124,6 +125,10 @@ class Context:
                     "low_latency_mode between nodes is not in this version; it comes later"
                 )
             self.members = self.rendezvous.members
+            # One rank's for all: hosts may have measured at other times, or not at all.
+            self.tuned = self.rendezvous.all_gather_result(
+                "read what was tuned", lambda: tuning.read(device, self.num_ranks)
+            )[0]
             self._create(settings)
 
     def _create(self, settings: Settings) -> None:
@@ -191,7 +196,7 @@ class Context:
     def plan(
         self,
         config: Config | None,
-        default: Config | None,
+        default: Config | DefaultConfig | None,
         row_bytes: int,
         scale_row_bytes: int,
         num_topk: int,
@@ -218,7 +223,7 @@ class Context:
     def _plan(
         self,
         config: Config | None,
-        default: Config | None,
+        default: Config | DefaultConfig | None,
         row_bytes: int,
         scale_row_bytes: int,
         num_topk: int,
@@ -237,6 +242,8 @@ class Context:
                 num_topk=num_topk,
             )
 
+        if isinstance(default, DefaultConfig):
+            default = default(row_bytes + scale_row_bytes)
         chosen = config if config is not None else default
         assert chosen is not None
         return plan_rings(

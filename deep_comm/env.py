@@ -76,7 +76,7 @@ NUM_SMS: Variable[int | None] = Variable(
     "DEEP_COMM_NUM_SMS",
     "a number of at least 1",
     None,
-    "SMs of the default configs; unset: Buffer.num_sms on GPUs, 1 on the host",
+    "SMs of calls without a Config; unset: docs/guide/sms.md on GPUs, 1 on the host",
     _parse_positive_int,
 )
 DEVICE: Variable[str | None] = Variable(
@@ -92,6 +92,13 @@ RANKS_PER_NODE: Variable[int | None] = Variable(
     None,
     "ranks per (logical) node; unset: counted from host names",
     _parse_positive_int,
+)
+TUNE_FILE: Variable[str | None] = Variable(
+    "DEEP_COMM_TUNE_FILE",
+    "a path",
+    None,
+    "what tools/tune has measured and Buffers read; unset: deep_comm/tune.json in the cache folder",
+    str,
 )
 POISON: Variable[bool] = Variable(
     "DEEP_COMM_POISON",
@@ -127,7 +134,7 @@ VLLM: Variable[bool] = Variable(
 )
 
 REGISTRY: tuple[Variable[Any], ...] = (
-    TIMEOUT_S, NUM_SMS, DEVICE, RANKS_PER_NODE, POISON, DEEP_EP_FULL_RDMA, DECODE_TOKENS, VLLM,
+    TIMEOUT_S, NUM_SMS, DEVICE, RANKS_PER_NODE, TUNE_FILE, POISON, DEEP_EP_FULL_RDMA, DECODE_TOKENS, VLLM,
 )  # fmt: skip
 
 # Read by the build, not by the package; listed so that unknown() does not call them typos.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import os
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -26,6 +29,10 @@ def _prefer_installed_package() -> None:
 
 
 _prefer_installed_package()
+
+# What was tuned on this machine must not decide what a test sees either, in processes that tests start included.
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="deep_comm.cache.")
+atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)

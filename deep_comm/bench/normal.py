@@ -63,6 +63,8 @@ class Measured:
             "workload": self.workload.describe(),
             "num_tokens": self.workload.num_tokens,
             "dtype": self.workload.dtype,
+            "row_bytes": self.workload.row_bytes,
+            "combine_row_bytes": self.workload.combine_row_bytes,
             "routing": self.workload.routing,
             "mode": self.mode,
             "sms": self.sms,

@@ -1,13 +1,16 @@
 """Which Config to use on this machine: chosen from the lines of a bench run, never guessed.
 
-The package does not read what is chosen here; pass the Config to the calls it was chosen for.
+``entries`` are what Buffers read (deep_comm.tuning) for calls without a Config.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from deep_comm import tuning
 
 TOLERANCE = 0.02
 """SMs are worth more to the experts than this part of a call's time is to the caller."""
@@ -32,6 +35,8 @@ def choose(lines: Sequence[Line]) -> list[dict[str, Any]]:
         choices.append(
             {
                 **dict(zip(GROUP, group, strict=True)),
+                "row_bytes": chosen.get("row_bytes"),
+                "combine_row_bytes": chosen.get("combine_row_bytes"),
                 "num_sms": chosen["num_sms"],
                 "config": chosen["config"],
                 "mean_us": chosen["mean_us"],
@@ -40,6 +45,51 @@ def choose(lines: Sequence[Line]) -> list[dict[str, Any]]:
             }
         )
     return choices
+
+
+def entries(choices: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What Buffers are told: of every size of row the choice at the most tokens, where time is bandwidth.
+
+    Uniform routing, eager calls. Direct mode's where it was measured: rings serve what has no room there. A
+    combine runs on the channels of its dispatch, so that only chunks and slots of its own choice matter.
+    """
+    best: dict[tuple[str, int], tuple[tuple[bool, bool, int], Mapping[str, Any]]] = {}
+    for choice in choices:
+        operation = {"dispatch cached": "dispatch"}.get(choice["name"], choice["name"])
+        if operation not in ("dispatch", "combine") or choice["execution"] != "eager":
+            continue
+        row_bytes = choice["row_bytes" if operation == "dispatch" else "combine_row_bytes"]
+        weight = (
+            choice["mode"] == "direct",
+            choice["routing"] == "uniform",
+            choice["num_tokens"] * 2 + (choice["name"] != "dispatch"),
+        )
+        key = (operation, row_bytes)
+        if key not in best or weight > best[key][0]:
+            best[key] = (weight, choice)
+    return [
+        {
+            "operation": operation,
+            "row_bytes": row_bytes,
+            "num_sms": choice["num_sms"],
+            "send": choice["config"][0],
+            "recv": choice["config"][1],
+            "mean_us": choice["mean_us"],
+            "num_tokens": choice["num_tokens"],
+            "mode": choice["mode"],
+        }
+        for (operation, row_bytes), (_, choice) in sorted(best.items(), key=lambda item: item[0])
+    ]
+
+
+def store(choices: Sequence[Mapping[str, Any]], measured: Mapping[str, Any]) -> Path:
+    """Into the file that Buffers on machines of this kind read."""
+    path = tuning.tune_file()
+    machine = measured["machine"]
+    name = machine["gpu"] if machine["device"] == "cuda" else "host target"
+    key = f"{name} x {measured['num_ranks']}"
+    tuning.store(path, key, measured["date"], entries(choices))
+    return path
 
 
 def _default_us(lines: Sequence[Line], group: tuple[Any, ...]) -> float | None:

@@ -7,6 +7,7 @@ from deep_comm.config import Config
 from deep_comm.context import Context
 from deep_comm.errors import ArgumentError
 from deep_comm.events import EventHandle, EventOverlap, unwrap
+from deep_comm.tuning import DefaultConfig
 
 
 class StreamOptions:
@@ -50,7 +51,10 @@ class CallOptions:
     __slots__ = ("config", "default_config", "streams")
 
     def __init__(
-        self, config: Config | None, default_config: Config | None, streams: StreamOptions
+        self,
+        config: Config | None,
+        default_config: Config | DefaultConfig | None,
+        streams: StreamOptions,
     ) -> None:
         self.config = config  # the caller's, taken as it is
         self.default_config = default_config  # otherwise this one, shrunk until it fits

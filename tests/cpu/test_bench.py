@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import deep_comm
 from deep_comm.bench import normal, operations
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
@@ -167,6 +169,10 @@ def test_tune_writes_its_choices(
     here = lib.Environment(Path(sys.executable), None, None, 0)  # this environment, as it is
     monkeypatch.setattr(tune, "prepare", lambda **_options: here)
     monkeypatch.chdir(tmp_path)
+    stored = tmp_path / "cache" / "tune.json"
+    # Buffers of the measurement read it, too: a file without measurements, since a missing one is refused.
+    deep_comm.tuning.store(stored, "another machine x 8", "2026-01-01", [])
+    monkeypatch.setenv("DEEP_COMM_TUNE_FILE", str(stored))
     arguments = ["tune", "--ranks", "2", "--mode", "direct", "--sms", "auto,2,4", *SMALL, *SHORT]
     monkeypatch.setattr(sys, "argv", arguments)
     assert tune.main() == 0, capsys.readouterr()
@@ -175,6 +181,11 @@ def test_tune_writes_its_choices(
     assert all(choice["num_sms"] in (1, 2, 4) for choice in document["choices"])
     assert all(choice["default_us"] > 0 for choice in document["choices"])
     assert document["machine"]["device"] == "cpu"
+    machines = json.loads(stored.read_text())["machines"]
+    assert set(machines) == {"another machine x 8", "host target x 2"}
+    operations = [entry["operation"] for entry in machines["host target x 2"]["entries"]]
+    assert sorted(operations) == ["combine", "dispatch"]
+    assert deep_comm.tuning.read(torch.device("cpu"), 2) == machines["host target x 2"]["entries"]
 
 
 def test_wrong_ranks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

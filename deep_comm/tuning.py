@@ -1,0 +1,157 @@
+"""How many SMs a call gets that names none: measured on this machine if it has been, else a model.
+
+Every rank must come to the same number, while ranks may have different numbers of tokens; so the choice depends
+on what they share: the row's bytes and the number of ranks. Tokens drop out anyway: the time on the links and
+the time on the SMs both grow with them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deep_comm import env
+from deep_comm.config import Config
+from deep_comm.errors import ArgumentError
+
+# Fitted to cached dispatches in direct mode, 4 × H200, 4096 tokens, top-8 of 256 experts, eager
+# (docs/performance.md: BF16 562 / 495 / 484 µs and FP8 344 / 264 / 258 µs with 8 / 24 / 48 SMs), as
+# t = fixed + sqrt(link² + (sm / SMs)²): the two overlap but for the beginning and the end. Within 2 % of all six.
+FIXED_US = 12.0  # entry and exit; the same for any number of SMs
+LINK_BYTES_PER_US = 342e3  # one GPU's NVLink, in one direction, bulk stores of rows
+SM_US_PER_ROW = 0.087  # time of one SM for a row and destination, whatever its size
+SM_US_PER_BYTE = 5.13e-6  # and for its bytes
+
+TOLERANCE = 0.03
+"""SMs are worth more to the experts than this part of a dispatch's time is to the caller."""
+
+FEWEST_SMS, MOST_SMS = 8, 32
+
+FILE_VERSION = 1
+# A measurement holds for rows of up to this factor of its own bytes, either way.
+_NEAR = 1.5
+
+
+def modelled_num_sms(row_bytes: int, num_ranks: int, max_sms: int | None = None) -> int:
+    """The fewest SMs whose modelled time is within the tolerance of that of the links alone.
+
+    Args:
+        row_bytes: of payload and scales.
+        max_sms: of the device.
+    """
+    most = MOST_SMS if max_sms is None else min(MOST_SMS, max_sms)
+    wire_us = row_bytes * (num_ranks - 1) / num_ranks / LINK_BYTES_PER_US
+    sm_us = SM_US_PER_ROW + SM_US_PER_BYTE * row_bytes
+    ratio = math.sqrt((1 + TOLERANCE) ** 2 - 1)  # of SM time to link time
+    wanted = sm_us / (ratio * wire_us) if wire_us > 0 else most
+    return max(min(FEWEST_SMS, most), min(most, math.ceil(wanted)))
+
+
+def modelled_us(num_rows: float, row_bytes: int, num_ranks: int, num_sms: int) -> float:
+    """Time of a dispatch that sends ``num_rows`` rows from every rank, its own ones among them."""
+    link_us = num_rows * row_bytes * (num_ranks - 1) / num_ranks / LINK_BYTES_PER_US
+    sm_us = num_rows * (SM_US_PER_ROW + SM_US_PER_BYTE * row_bytes)
+    return FIXED_US + math.hypot(link_us, sm_us / num_sms)
+
+
+Entry = Mapping[str, Any]  # operation, row_bytes, num_sms, send, recv, mean_us
+
+
+def tune_file() -> Path:
+    """DEEP_COMM_TUNE_FILE, else deep_comm/tune.json in the user's cache folder."""
+    named = env.TUNE_FILE.get()
+    if named is not None:
+        return Path(named)
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "deep_comm" / "tune.json"
+
+
+def machine_key(device: torch.device, num_ranks: int) -> str:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "host target"
+    return f"{name} x {num_ranks}"
+
+
+def read(device: torch.device, num_ranks: int) -> list[Entry]:
+    """What was measured on machines like this one; empty if nothing was.
+
+    The host target reads only a file that DEEP_COMM_TUNE_FILE names: its default is meant for tests. Raises
+    ArgumentError if such a file cannot be read; the one in the cache folder is then passed over.
+    """
+    is_named = env.TUNE_FILE.get() is not None
+    if device.type != "cuda" and not is_named:
+        return []
+    path = tune_file()
+    try:
+        document = json.loads(path.read_text())
+        if document["version"] != FILE_VERSION:
+            raise ValueError(f"version {document['version']}, this package reads {FILE_VERSION}")
+        entries = document["machines"].get(machine_key(device, num_ranks), {"entries": []})["entries"]
+        for entry in entries:
+            _config_of(entry)
+        return list(entries)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if is_named:
+            rule = f"must be a file that tools/tune wrote ({type(error).__name__}: {error})"
+            raise ArgumentError(env.TUNE_FILE.name, str(path), rule) from error
+        return []
+
+
+def store(path: Path, key: str, date: str, entries: Sequence[Entry]) -> None:
+    """Replace what ``path`` says of one machine; other machines' measurements stay."""
+    document: dict[str, Any] = {"version": FILE_VERSION, "machines": {}}
+    try:
+        known = json.loads(path.read_text())
+        if known["version"] == FILE_VERSION:
+            document = known
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    document["machines"][key] = {"date": date, "entries": list(entries)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = path.with_name(f"{path.name}.{os.getpid()}")
+    written.write_text(json.dumps(document, indent=2) + "\n")
+    written.replace(path)  # ranks may be reading
+
+
+def _config_of(entry: Entry) -> Config:
+    return Config(int(entry["num_sms"]), int(entry["send"]), int(entry["recv"]))
+
+
+class DefaultConfig:
+    """The Config of calls without one, once their rows are known. Compared by identity."""
+
+    def __init__(
+        self,
+        operation: str,
+        recommended: Callable[[int, int], Config],
+        entries: Sequence[Entry],
+        num_ranks: int,
+        max_sms: int | None,
+    ) -> None:
+        self._recommended = recommended
+        self._num_ranks = num_ranks
+        self._max_sms = max_sms
+        self._measured = [
+            (int(entry["row_bytes"]), _config_of(entry))
+            for entry in entries
+            if entry["operation"] == operation
+            and (max_sms is None or int(entry["num_sms"]) <= max_sms)
+        ]
+
+    def __call__(self, row_bytes: int) -> Config:
+        """``row_bytes``: of payload and scales."""
+        near = [
+            (abs(math.log(measured / row_bytes)), config)
+            for measured, config in self._measured
+            if row_bytes / _NEAR <= measured <= row_bytes * _NEAR
+        ]
+        if near:
+            return min(near, key=lambda pair: pair[0])[1]
+        return self._recommended(
+            self._num_ranks, modelled_num_sms(row_bytes, self._num_ranks, self._max_sms)
+        )

@@ -1,0 +1,178 @@
+"""SMs of calls that name none: the model, the stored measurements, and who decides."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import deep_comm
+from deep_comm import ArgumentError, config, errors, local, tuning
+from deep_comm.bench import tune
+from deep_comm.tuning import DefaultConfig, modelled_num_sms, modelled_us
+
+CPU = torch.device("cpu")
+ROWS = 4096 * 3.6  # copies of 4096 tokens, top-8 of 256 experts on 4 ranks
+
+
+@pytest.mark.parametrize(
+    ("row_bytes", "num_sms", "measured_us"),
+    [
+        (14336, 8, 562), (14336, 24, 495), (14336, 48, 484),
+        (7392, 8, 344), (7392, 24, 264), (7392, 48, 258),
+    ],
+)  # fmt: skip
+def test_the_model_says_what_was_measured(row_bytes: int, num_sms: int, measured_us: float) -> None:
+    """docs/performance.md: 4 GPUs, direct mode, eager."""
+    assert modelled_us(ROWS, row_bytes, 4, num_sms) == pytest.approx(measured_us, rel=0.02)
+
+
+def test_the_model_takes_the_fewest_sms_within_the_tolerance() -> None:
+    for num_ranks in (2, 4, 8):
+        for row_bytes in (2048, 7392, 14336, 28672):
+            chosen = modelled_num_sms(row_bytes, num_ranks)
+            assert tuning.FEWEST_SMS <= chosen <= tuning.MOST_SMS
+
+            def moving_us(num_sms: int) -> float:
+                return modelled_us(ROWS, row_bytes, num_ranks, num_sms) - tuning.FIXED_US
+
+            best = moving_us(1 << 30) * (1 + tuning.TOLERANCE)
+            if chosen < tuning.MOST_SMS:
+                assert moving_us(chosen) <= best
+            if chosen > tuning.FEWEST_SMS:
+                assert moving_us(chosen - 1) > best
+    assert modelled_num_sms(14336, 8, max_sms=6) == 6
+    assert modelled_num_sms(14336, 1) == tuning.MOST_SMS  # no link to wait for
+
+
+def entry(operation: str, row_bytes: int, num_sms: int, **more: Any) -> dict[str, Any]:
+    return dict(operation=operation, row_bytes=row_bytes, num_sms=num_sms, send=4, recv=32, **more)
+
+
+def test_measurements_go_before_the_model_for_rows_like_theirs() -> None:
+    entries = [entry("dispatch", 14336, 16), entry("dispatch", 7392, 26), entry("combine", 14336, 40)]
+    default = DefaultConfig("dispatch", config.recommended_dispatch_config, entries, 4, 132)
+    assert default(14336) == deep_comm.Config(16, 4, 32)
+    assert default(12000).num_sms == 16
+    assert default(7168).num_sms == 26
+    assert default(2048) == config.recommended_dispatch_config(4, modelled_num_sms(2048, 4, 132))
+    small = DefaultConfig("dispatch", config.recommended_dispatch_config, entries, 4, 20)
+    assert small(7392).num_sms == modelled_num_sms(7392, 4, 20)  # 26 SMs do not exist there
+    other = DefaultConfig("combine", config.recommended_combine_config, entries, 4, 132)
+    assert other(14336).num_sms == 40
+
+
+def test_files_keep_what_other_machines_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "folder" / "tune.json"
+    monkeypatch.setenv("DEEP_COMM_TUNE_FILE", str(path))
+    tuning.store(path, "host target x 2", "today", [entry("dispatch", 128, 3)])
+    tuning.store(path, "another x 8", "today", [entry("dispatch", 128, 30)])
+    tuning.store(path, "host target x 2", "later", [entry("dispatch", 128, 5)])
+    assert tuning.read(CPU, 2) == [entry("dispatch", 128, 5)]
+    assert tuning.read(CPU, 3) == []
+    machines = json.loads(path.read_text())["machines"]
+    assert machines["another x 8"]["entries"][0]["num_sms"] == 30
+
+
+@pytest.mark.parametrize(
+    "text",
+    [None, "no json", "[]", '{"version": 99, "machines": {}}',
+     '{"version": 1, "machines": {"host target x 2": {"entries": [{"num_sms": -1}]}}}'],
+)  # fmt: skip
+def test_a_named_file_that_cannot_be_read_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None
+) -> None:
+    path = tmp_path / "tune.json"
+    if text is not None:
+        path.write_text(text)
+    monkeypatch.setenv("DEEP_COMM_TUNE_FILE", str(path))
+    with pytest.raises(ArgumentError, match="DEEP_COMM_TUNE_FILE"):
+        tuning.read(CPU, 2)
+
+
+def test_the_file_of_the_cache_folder_is_not_for_the_host_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert tuning.tune_file() == tmp_path / "deep_comm" / "tune.json"
+    tuning.store(tuning.tune_file(), "host target x 2", "today", [entry("dispatch", 128, 3)])
+    assert tuning.read(CPU, 2) == []
+
+
+def _channels(group: Any, **options: Any) -> int:
+    with deep_comm.Buffer(group, 1 << 20, device="cpu", timeout_s=20) as buffer:
+        x = torch.ones(6, 64).bfloat16()
+        idx = torch.arange(6)[:, None] % 4
+        received, _, _, _, handle, _ = buffer.dispatch(
+            x, topk_idx=idx, topk_weights=torch.ones(6, 1), num_experts=4, **options
+        )
+        assert torch.equal(buffer.combine(received, handle)[0], x)
+        return handle.num_channels
+
+
+def test_buffers_use_what_was_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "tune.json"
+    tuning.store(path, "host target x 2", "today", [entry("dispatch", 128, 3)])
+    assert local.run(_channels, 2, timeout_s=60) == [1, 1]  # the host target's own default
+    monkeypatch.setenv("DEEP_COMM_TUNE_FILE", str(path))
+    assert local.run(_channels, 2, timeout_s=60) == [3, 3]
+    # A Config, the variable and set_num_sms go before it.
+    given = deep_comm.Config(2, 4, 32)
+    assert local.run(lambda group: _channels(group, config=given), 2, timeout_s=60) == [2, 2]
+    monkeypatch.setenv("DEEP_COMM_NUM_SMS", "4")
+    assert local.run(_channels, 2, timeout_s=60) == [4, 4]
+    monkeypatch.delenv("DEEP_COMM_NUM_SMS")
+    monkeypatch.setattr(deep_comm.Buffer, "num_sms", 20)  # the same number, but chosen
+    assert local.run(_channels, 2, timeout_s=60) == [1, 1]  # where SMs mean nothing
+
+
+def test_ranks_agree_although_their_files_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        tuning,
+        "read",
+        lambda device, num_ranks: [entry("dispatch", 128, next(numbers))],
+    )
+    numbers = iter((2, 7, 5))
+    channels = local.run(_channels, 3, timeout_s=60)
+    assert len(set(channels)) == 1 and channels[0] in (2, 5, 7)
+
+
+def test_a_bad_file_stops_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEP_COMM_TUNE_FILE", str(tmp_path / "missing.json"))
+    for ended in local.run(_channels, 2, timeout_s=60, return_errors=True):
+        assert isinstance(ended, (ArgumentError, errors.PeerLost))
+
+
+def choice(name: str, num_tokens: int, num_sms: int, **more: Any) -> dict[str, Any]:
+    made = dict(
+        name=name, num_tokens=num_tokens, num_sms=num_sms, config=[8, 64], mean_us=1.0, mode="direct",
+        routing="uniform", execution="eager", row_bytes=14336, combine_row_bytes=14336,
+    )  # fmt: skip
+    return made | more
+
+
+def test_what_is_stored_is_the_choice_at_the_most_tokens() -> None:
+    stored = tune.entries(
+        [
+            choice("dispatch cached", 128, 8),
+            choice("dispatch cached", 4096, 24),
+            choice("dispatch", 4096, 32),
+            choice("dispatch cached", 8192, 40, mode="ring"),
+            choice("dispatch cached", 8192, 44, execution="graph"),
+            choice("dispatch cached", 4096, 28, row_bytes=7392),
+            choice("combine", 4096, 48),
+            choice("layout", 4096, 2),
+        ]
+    )
+    assert [(e["operation"], e["row_bytes"], e["num_sms"]) for e in stored] == [
+        ("combine", 14336, 48),
+        ("dispatch", 7392, 28),
+        ("dispatch", 14336, 24),
+    ]
