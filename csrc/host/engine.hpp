@@ -122,10 +122,12 @@ class Engine {
   // Checks what calls with these options need. A plan is for this engine alone.
   LowLatencyPlan plan_low_latency(const LowLatencyOptions& options) const;
   // With is_reporting, wait_low_latency_num_tokens may be called.
-  void low_latency_dispatch(const LowLatencyPlan& plan, const LowLatencyDispatchCall& call, uint64_t stream);
+  void low_latency_dispatch(const LowLatencyPlan& plan, const LowLatencyDispatchCall& call,
+                            uint64_t stream);
   // The most tokens that any rank had in the last reporting dispatch. Empty: a kernel failed.
   std::optional<int> wait_low_latency_num_tokens();
-  void low_latency_combine(const LowLatencyPlan& plan, const LowLatencyCombineCall& call, uint64_t stream);
+  void low_latency_combine(const LowLatencyPlan& plan, const LowLatencyCombineCall& call,
+                           uint64_t stream);
 
   // Groups of several nodes; defined in internode_impl.hpp.
   // Bytes of words beside the rings, and of the rings of either tier.
@@ -174,7 +176,7 @@ class Engine {
     StageLayout stage;
     RingLayout ring;
   };
-  Shape shape_of(const ChannelConfig& config, const MessageLayout& message) const;
+  Shape shape_of(const ChannelConfig& config, const MessageLayout& message, int num_senders) const;
   bool is_internode() const { return rail_bases_ != nullptr; }
   void make_rings(const ChannelConfig& config, const RailConfig& rail, int slot_bytes,
                   RingLayout* ring, RailRings* rail_rings) const;

@@ -11,7 +11,7 @@
 namespace deep_comm {
 
 // Shared memory of a block that is not stages: the entries of dispatch and combine.
-inline constexpr int kReservedSmemBytes = 3072;
+inline constexpr int kReservedSmemBytes = 4608;
 // The mbarriers of both modes of dispatch.
 inline constexpr int kMaxBarrierBytes =
     2 * 2 * kMaxRanks * StagePipe::kMaxStages * sizeof(uint64_t);
@@ -118,7 +118,8 @@ size_t Engine<Target>::ring_bytes(int num_ranks, const ChannelConfig& config, in
 
 template <class Target>
 typename Engine<Target>::Shape Engine<Target>::shape_of(const ChannelConfig& config,
-                                                        const MessageLayout& message) const {
+                                                        const MessageLayout& message,
+                                                        int num_senders) const {
   using detail::require;
   require(config.num_channels >= 1 && config.num_channels <= kMaxChannels,
           "num_channels = " + std::to_string(config.num_channels) + ", must lie in 1.." +
@@ -131,7 +132,7 @@ typename Engine<Target>::Shape Engine<Target>::shape_of(const ChannelConfig& con
       message.row_bytes > 0 && message.row_bytes % 16 == 0,
       "row_bytes = " + std::to_string(message.row_bytes) + ", must be a positive multiple of 16");
   Shape shape{};
-  shape.num_senders = world_.num_ranks - 1;
+  shape.num_senders = num_senders;
   const int warp_limit = min_of(
       Target::kTuning.sender_smem_bytes,
       (smem_bytes_limit - kReservedSmemBytes - kMaxBarrierBytes) / max_of(1, shape.num_senders));
@@ -195,10 +196,11 @@ void Engine<Target>::notify_dispatch(NotifyArgs args, const ChannelConfig& confi
     return args.header.fields[static_cast<int>(name)];
   };
   // Checks the shape of the dispatch that follows, so that nothing is launched if it cannot be.
-  shape_of(config, MessageLayout::of_dispatch(field(HeaderField::kRowBytes),
-                                              field(HeaderField::kScaleRowBytes),
-                                              field(HeaderField::kNumTopk), true,
-                                              args.expansion.first_rows != nullptr));
+  shape_of(config,
+           MessageLayout::of_dispatch(
+               field(HeaderField::kRowBytes), field(HeaderField::kScaleRowBytes),
+               field(HeaderField::kNumTopk), true, args.expansion.first_rows != nullptr),
+           world_.num_ranks - 1);
   check_num_experts(args.num_experts);
   const size_t counter_bytes =
       args.topk.data == nullptr ? 0 : sizeof(int32_t) * static_cast<size_t>(args.num_experts);
@@ -281,9 +283,9 @@ void Engine<Target>::plan_direct(DispatchArgs& args, int num_topk, int row_bytes
         StageLayout::make(row_bytes, 0, warp_limit, kMinDirectStages, StagePipe::kMaxStages);
     return;
   }
-  args.direct_stage = StageLayout::make_quantised(row_bytes * static_cast<int>(sizeof(Bf16)),
-                                                  warp_limit, kMinDirectStages,
-                                                  StagePipe::kMaxStages);
+  args.direct_stage =
+      StageLayout::make_quantised(row_bytes * static_cast<int>(sizeof(Bf16)), warp_limit,
+                                  kMinDirectStages, StagePipe::kMaxStages);
   detail::require(args.direct_stage.num_stages > 0,
                   "smem_bytes_limit = " + std::to_string(smem_bytes_limit) +
                       ", quantising needs stages of 512 elements");
@@ -297,7 +299,7 @@ void Engine<Target>::dispatch(DispatchArgs args, const ChannelConfig& config, in
   const bool is_expanded = args.send_row != nullptr, is_quantised = args.source != nullptr;
   args.message = MessageLayout::of_dispatch(row_bytes, scale_row_bytes, num_topk,
                                             args.recv_src_idx != nullptr, is_expanded);
-  const Shape shape = shape_of(config, args.message);
+  const Shape shape = shape_of(config, args.message, world_.num_ranks - 1);
   constexpr int kMaxWarps = DispatchKernel<false, false>::kMaxThreads / kWarpSize;
   args.num_receive_warps =
       min_of(tuning.num_receive_warps, (kMaxWarps - world_.num_ranks) / world_.num_ranks);
@@ -373,12 +375,14 @@ template <class Target>
 void Engine<Target>::combine(CombineArgs args, Dtype dtype, const ChannelConfig& config,
                              int num_topk, int row_bytes, uint64_t stream) {
   constexpr int kMaxWarps = CombineKernel<Dtype::kFloat32>::kMaxThreads / kWarpSize;
-  // Beside the reducing warps: a sender for each peer, the credits', the publisher.
+  const int num_senders = max_of(world_.num_ranks - 1, Target::kTuning.min_senders);
+  // Beside the reducing warps: the senders, the credits', the publisher.
   const int num_reduce_warps =
-      min_of(Target::kTuning.num_reduce_warps, kMaxWarps - world_.num_ranks - 1);
+      min_of(Target::kTuning.num_reduce_warps, kMaxWarps - num_senders - 2);
   static_assert(Target::kTuning.num_reduce_warps <= CombineEntry::kMaxReduceWarps);
   args.message = MessageLayout::of_combine(row_bytes, num_topk);
-  const Shape shape = shape_of(config, args.message);
+  const Shape shape = shape_of(config, args.message, num_senders);
+  args.num_senders = num_senders;
   args.barriers_offset = shape.num_senders * shape.stage.warp_bytes();
   args.entry_offset =
       align_up<size_t>(args.barriers_offset + shape.num_senders * shape.stage.warp_barrier_bytes(),
@@ -480,6 +484,6 @@ void Engine<Target>::set_generation(uint32_t generation) {
 
 }  // namespace deep_comm
 
-#include "host/internode_impl.hpp"
 #include "host/expand_impl.hpp"
+#include "host/internode_impl.hpp"
 #include "host/low_latency_impl.hpp"

@@ -33,6 +33,7 @@ struct Tuning {
   int max_notify_threads;
   int max_notify_blocks;
   int num_reduce_warps;       // combine: warps of a block that add rows
+  int min_senders;            // combine: warps of a block that send, at least
   int num_receive_warps;      // ring dispatch: a source rank, at most
   int num_direct_move_warps;  // direct dispatch: at most
   int num_direct_meta_warps;

@@ -15,6 +15,7 @@ class CudaTarget {
                                      .max_notify_threads = 1024,
                                      .max_notify_blocks = 132,
                                      .num_reduce_warps = 22,
+                                     .min_senders = 3,
                                      .num_receive_warps = 4,
                                      .num_direct_move_warps = 8,
                                      .num_direct_meta_warps = 4,

@@ -23,6 +23,7 @@ class HostTarget {
       .max_notify_threads = 64,
       .max_notify_blocks = 2,
       .num_reduce_warps = 2,
+      .min_senders = 1,
       .num_receive_warps = 1,
       .num_direct_move_warps = 2,
       .num_direct_meta_warps = 1,

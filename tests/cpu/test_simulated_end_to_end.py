@@ -46,7 +46,7 @@ def small_case(seed: int) -> Case:
         calls=choose.choice((1, 2)),
         nvl_bytes=1 << 18,
         direct_bytes=choose.choice((0, 1 << 12, 1 << 17, 1 << 17)),
-        smem_bytes=choose.choice((None, 7000)),
+        smem_bytes=choose.choice((None, 9000)),
         seed=seed,
     )
 

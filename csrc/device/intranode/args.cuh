@@ -248,6 +248,7 @@ struct CombineArgs {
   uint32_t signature;
   MessageLayout message;
   StageLayout stage;
+  int num_senders;         // warps of a block that send; at least R - 1
   size_t barriers_offset;  // shared memory: stages, mbarriers, CombineEntry
   size_t entry_offset;
   RingLayout ring;

@@ -12,6 +12,21 @@ namespace deep_comm {
 enum class CombineMode : int { kFailed, kRings, kStaged };
 
 inline constexpr uint32_t kUnlimitedSlots = 1u << 31;
+inline constexpr int kMaxChunks = kMaxChannels * kChunksOfLine;  // of one pair of ranks
+
+// What the sending warps of a block have taken, for its publisher; in shared memory.
+struct LandedChunks {
+  static constexpr int kMaxSenders = kMaxRanks;
+  static constexpr uint32_t kDepth = 32;
+
+  int items[kMaxSenders][kDepth];       // peer and chunk, by a sender's own count
+  uint32_t num_published[kMaxSenders];  // of each sender
+
+  // The whole block, before a barrier.
+  DC_DEVICE void reset() {
+    if (arch::thread_idx() < kMaxSenders) num_published[arch::thread_idx()] = 0;
+  }
+};
 
 // Rows that rank `from` sent to rank `to`.
 DC_DEVICE int num_rows_between(const CombineArgs& args, int from, int to) {

@@ -119,10 +119,7 @@ DC_DEVICE void fill_tail_rows(const Context& context, const DispatchArgs& args) 
 template <class Form>
 DC_DEVICE DispatchMode enter_and_move(const Context& context, const DispatchArgs& args,
                                       NotifyResult notified, DispatchEntry* entry) {
-  const int num_blocks = arch::num_blocks();
-  // Blocks, not warps, are dealt tokens first: neighbouring tokens move on different SMs.
-  TokenMover<Form> mover(args, arch::warp_idx() * num_blocks + arch::block_idx(),
-                         args.num_move_warps * num_blocks);
+  TokenMover<Form> mover(args);
   mover.begin();
   if (arch::warp_idx() == 0) enter_dispatch<Form>(context, args, notified, entry);
   arch::sync_block();

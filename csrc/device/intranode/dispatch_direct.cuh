@@ -2,8 +2,8 @@
 // there at once. A row is loaded once and stored once a destination, the destinations by as many
 // lanes; no receiver copies it.
 //
-// grid   any number of blocks; warps [0, num_move_warps) move rows, the next num_meta_warps write
-//        metadata; tokens are dealt to the moving (metadata) warps of all blocks in turn
+// grid   any number of blocks; warps [0, num_move_warps) move rows, taking tokens as they get through
+//        them; the next num_meta_warps write metadata of tokens dealt in turn
 // forms  expanded: a row goes to the first of its places, the receiver copies it to the others
 //        (expand.cuh): each row crosses the link once. Quantised: a warp turns a stage into FP8
 //        where it lies, and writes the scales itself
@@ -23,10 +23,11 @@
 #include "device/intranode/dispatch_output.cuh"
 #include "device/intranode/ring_send.cuh"
 #include "device/layout/channel_range.cuh"
-#include "device/move/quantise.cuh"
 #include "device/layout/expert_map.cuh"
 #include "device/move/element.cuh"
+#include "device/move/quantise.cuh"
 #include "device/sync/generation.cuh"
+#include "device/sync/work_queue.cuh"
 
 namespace deep_comm {
 
@@ -81,17 +82,15 @@ class FirstRows {
   int row_ = -1;
 };
 
-// One warp: moves every num_warps-th token from `warp` on. Lane i stores to rank (rank + 1 + i) %
-// R, so that ranks do not all write to the same receiver first. Loads begin before the peers have
-// come (begin), stores after (run).
+// One warp: moves the tokens it takes. Lane i stores to rank (rank + 1 + i) % R, so that ranks do not
+// all write to the same receiver first. Loads begin before the peers have come (begin), stores after
+// (run).
 template <class Form>
 class TokenMover {
  public:
-  DC_DEVICE TokenMover(const DispatchArgs& args, int warp, int num_warps)
+  DC_DEVICE explicit TokenMover(const DispatchArgs& args)
       : args_(args),
-        num_warps_(num_warps),
-        first_token_(warp),
-        load_token_(warp),
+        tokens_({&args.world.state()->num_taken_tokens, args.num_tokens}),
         peer_((args.world.rank + 1 + arch::lane_idx()) % args.world.num_ranks),
         is_storing_(arch::lane_idx() < args.world.num_ranks),
         source_(Form::kQuantised ? args.source : args.x),
@@ -101,15 +100,15 @@ class TokenMover {
         rows_(args, is_storing_ ? peer_ : 0) {}
 
   DC_DEVICE void begin() {
-    while (load_token_ < args_.num_tokens && pipe_.can_load()) load_next();
-    rows_.look_up(is_storing_ ? first_token_ : args_.num_tokens);
+    while (load_token() >= 0 && pipe_.can_load()) load_next();
+    look_up(0);
   }
 
   DC_DEVICE void run(const PeerOutput* outputs) {
     const PeerOutput output = outputs[is_storing_ ? peer_ : 0];
-    for (int token = first_token_; token < args_.num_tokens; token += num_warps_) {
+    for (uint32_t index = 0; tokens_.at(index) >= 0; ++index) {
       const int64_t row = rows_.row();
-      rows_.look_up(is_storing_ ? token + num_warps_ : args_.num_tokens);
+      look_up(index + 1);
       const bool goes = row >= 0 && row < output.num_rows;
       uint8_t* dst = output.x + row * args_.message.row_bytes;
       for (int piece = 0; piece < pieces_.num_pieces; ++piece) {
@@ -132,17 +131,24 @@ class TokenMover {
   DC_DEVICE void give_up() { pipe_.drain(); }
 
  private:
+  DC_DEVICE int load_token() { return tokens_.at(load_index_); }
+  // Where the index-th token goes.
+  DC_DEVICE void look_up(uint32_t index) {
+    const int token = tokens_.at(index);
+    rows_.look_up(is_storing_ && token >= 0 ? token : args_.num_tokens);
+  }
   DC_DEVICE void load_next() {
-    if (load_token_ >= args_.num_tokens) return;
+    const int token = load_token();
+    if (token < 0) return;
     if (arch::lane_idx() == 0) {
-      pipe_.load(source_ + static_cast<size_t>(load_token_) * source_row_bytes_ +
+      pipe_.load(source_ + static_cast<size_t>(token) * source_row_bytes_ +
                      load_piece_ * pieces_.piece_bytes,
                  pieces_.bytes_of(load_piece_));
     }
     pipe_.advance_load();
     if (++load_piece_ < pieces_.num_pieces) return;
     load_piece_ = 0;
-    load_token_ += num_warps_;
+    ++load_index_;
   }
 
   // All lanes, the stage has landed: FP8 in its place, scales behind it.
@@ -154,14 +160,16 @@ class TokenMover {
   }
   // All lanes, each with the row at its own peer, or -1.
   DC_DEVICE void write_scales(const PeerOutput* outputs, int piece, int64_t my_row) {
-    const uint32_t* words = reinterpret_cast<const uint32_t*>(pipe_.current() + pieces_.piece_bytes);
+    const uint32_t* words =
+        reinterpret_cast<const uint32_t*>(pipe_.current() + pieces_.piece_bytes);
     const int num_words = args_.scale_format.num_words(pieces_.bytes_of(piece) / kSourceBlockBytes);
     const int first = args_.scale_format.num_words(pieces_.piece_bytes / kSourceBlockBytes) * piece;
     for (int lane = 0; lane < args_.world.num_ranks; ++lane) {
       const int64_t row = arch::shfl(kFullMask, my_row, lane);
       const int peer = arch::shfl(kFullMask, peer_, lane);
       if (row < 0) continue;
-      uint32_t* dst = reinterpret_cast<uint32_t*>(outputs[peer].scales) + row * args_.num_scales + first;
+      uint32_t* dst =
+          reinterpret_cast<uint32_t*>(outputs[peer].scales) + row * args_.num_scales + first;
       for (int word = arch::lane_idx(); word < num_words; word += kWarpSize) {
         arch::st_weak(dst + word, words[word]);
       }
@@ -174,9 +182,8 @@ class TokenMover {
   using Rows = std::conditional_t<Form::kExpanded, FirstRows, FinalRows>;
 
   const DispatchArgs& args_;
-  int num_warps_;
-  int first_token_;
-  int load_token_;
+  WorkQueue<TakeNext> tokens_;
+  uint32_t load_index_ = 0;  // among them
   int load_piece_ = 0;
   int peer_;
   bool is_storing_;

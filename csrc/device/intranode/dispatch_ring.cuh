@@ -126,7 +126,7 @@ DC_DEVICE void dispatch_send(const Context& context, const DispatchArgs& args, P
   const ChannelRange range = ChannelRange::of(args.num_tokens, num_channels, channel);
   RingSender ring(context, ring_slots(args.world, args.ring, channel, dst, args.world.rank),
                   channel, dst);
-  send_rows(pipe, ring, SendReport(progress, dst, args.num_send_tokens),
+  send_rows(pipe, ring, SendReport(progress, dst, args.num_send_tokens, pipe),
             Pieces::of(args.message.row_bytes, args.stage), args.message.meta_bytes,
             TokenSource<Form>(args, range, dst), TokenSource<Form>(args, range, dst));
 }

@@ -28,15 +28,17 @@ DC_DEVICE StagePipe make_pipe(const StageLayout& stage, size_t barriers_offset) 
 // What a sending warp has reported to its block's publisher. Leader only.
 class SendReport {
  public:
-  DC_DEVICE SendReport(Progress& progress, int word, uint32_t chunk)
-      : progress_(progress), word_(word), chunk_(chunk) {}
+  // pipe: may have been used before.
+  DC_DEVICE SendReport(Progress& progress, int word, uint32_t chunk, const StagePipe& pipe)
+      : progress_(progress), word_(word), chunk_(chunk), num_stores_before_(pipe.num_stores()) {}
 
   // Once a chunk of rows has landed. A store takes several rows' time to land, and waiting for it
   // would empty the pipeline: as many of the newest as that takes are left for later.
   DC_DEVICE void after_row(const StagePipe& pipe, int num_pieces) {
     constexpr uint32_t kInFlight = 6;
-    if (pipe.num_stores() < kInFlight) return;
-    const uint32_t num_landed = (pipe.num_stores() - kInFlight) / num_pieces;
+    const uint32_t num_stores = pipe.num_stores() - num_stores_before_;
+    if (num_stores < kInFlight) return;
+    const uint32_t num_landed = (num_stores - kInFlight) / num_pieces;
     if (num_landed < num_reported_ + chunk_) return;  // before_wait may have reported more already
     arch::bulk_wait<kInFlight>();
     report(num_landed);
@@ -61,6 +63,7 @@ class SendReport {
   Progress& progress_;
   int word_;
   uint32_t chunk_;
+  uint32_t num_stores_before_;
   uint32_t num_reported_ = 0;
 };
 

@@ -81,6 +81,7 @@ enum class Word : uint32_t {
   kRailHeader,  // a field of RailHeader; the record's `channel` is its index
   kNumForwardRows,
   kBlamed,
+  kLanded,
   kCount
 };
 
@@ -100,7 +101,7 @@ inline constexpr const char* kWordNames[] = {
     "progress",  "topk_idx",     "num_recv_rows", "header",    "operation",    "consumed",
     "announced", "token_count",  "weight",        "route",     "row",          "scale",
     "mask",      "rail_arrived", "rail_head",     "rail_tail", "rail_header",  "num_forward_rows",
-    "blamed"};
+    "blamed",    "landed"};
 static_assert(sizeof(kErrorKindNames) / sizeof(char*) == static_cast<size_t>(ErrorKind::kCount));
 static_assert(sizeof(kKernelNames) / sizeof(char*) == static_cast<size_t>(Kernel::kCount));
 static_assert(sizeof(kStageNames) / sizeof(char*) == static_cast<size_t>(Stage::kCount));

@@ -16,6 +16,7 @@
 namespace deep_comm {
 
 inline constexpr int kMaxChannels = 256;  // one block each: more than any GPU has SMs
+inline constexpr int kChunksOfLine = 8;
 inline constexpr int kNumHeaderFields = 16;
 
 // A 32-bit value and the generation it belongs to, in one word that is written and read at once.
@@ -51,6 +52,9 @@ struct LocalState {
   uint32_t layout_ticket;  // blocks of get_dispatch_layout or notify_dispatch that have added their counts
   uint32_t notify_result;  // NotifyResult of the last notify_dispatch
   uint32_t blamed;  // two tiers: the rank that a neighbour which gave up waited for, plus one
+  // Work that blocks of the running kernel have taken; zero at rest.
+  uint32_t num_taken_tokens;
+  uint32_t num_taken_chunks[kMaxRanks];
 };
 
 // What notify_dispatch tells the dispatch behind it. All ranks find the same, unless one has timed out.
@@ -65,6 +69,8 @@ struct alignas(kLineBytes) RecvLine {
   uint64_t tail;          // Tagged: slots filled
   uint64_t start_offset;  // Tagged: rows of lower channels from this source
   uint64_t end_offset;    // Tagged: start_offset + rows of this channel
+  // Staged combine, which knows no channels: Tagged, chunk number line * kChunksOfLine + i has landed.
+  uint64_t landed[kChunksOfLine];
 };
 // Written by the receiver of a channel into its sender's segment.
 struct alignas(kLineBytes) SendLine {

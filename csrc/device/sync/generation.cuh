@@ -36,8 +36,11 @@ DC_DEVICE BlockExit exit_block(const Context& context) {
 
 // Threads of the last block: the next kernel is a new generation.
 DC_DEVICE void close_generation(const Context& context) {
-  if (arch::thread_idx() != 0) return;
   LocalState* state = context.world.state();
+  const int thread = arch::thread_idx();
+  if (thread < context.world.num_ranks) arch::st_relaxed_gpu(&state->num_taken_chunks[thread], 0u);
+  if (thread != 0) return;
+  arch::st_relaxed_gpu(&state->num_taken_tokens, 0u);
   arch::st_relaxed_gpu(&state->num_exited_blocks, 0u);
   arch::st_relaxed_gpu(&state->generation, context.generation);
 }

@@ -1,0 +1,61 @@
+// The adding half of combine, for both modes: one warp, one token.
+#pragma once
+
+#include "device/intranode/combine_entry.cuh"
+#include "device/move/reduce.cuh"
+
+namespace deep_comm {
+
+// combined_x[token] and combined_topk_weights[token]. Lane r < R brings this rank's row of rank r, or
+// null; `own_row` is the index in x of the row of this rank itself, in every lane. `rows`: in shared
+// memory, this warp's own.
+template <Dtype kDtype>
+DC_DEVICE void add_token(const CombineArgs& args, const uint8_t** rows, int token,
+                         const uint8_t* row, int64_t own_row) {
+  const int lane = arch::lane_idx(), rank = args.world.rank;
+  const uint32_t present = arch::ballot(kFullMask, row != nullptr);
+  const int position = arch::popc(present & ((1u << lane) - 1));
+  if (row != nullptr) rows[position] = row;
+  const int num_received = arch::popc(present);
+  const int64_t offset = static_cast<int64_t>(token) * args.message.row_bytes;
+  int num_rows = num_received;
+  DC_UNROLL
+  for (int bias = 0; bias < 2; ++bias) {
+    if (args.bias[bias] == nullptr) continue;
+    if (lane == 0) rows[num_rows] = args.bias[bias] + offset;
+    ++num_rows;
+  }
+  arch::sync_warp();  // the rows' addresses before any lane follows them
+  reduce_rows<kDtype>(args.combined_x + offset, rows, num_rows, args.message.row_bytes / 16);
+  const int num_topk = args.message.num_topk;
+  if (num_topk == 0) return;
+  const int own_position =
+      (present >> rank & 1u) != 0 ? arch::popc(present & ((1u << rank) - 1)) : -1;
+  for (int k = lane; k < num_topk; k += kWarpSize) {
+    float sum = 0.0f;
+    for (int idx = 0; idx < num_received; ++idx) {
+      const float* weights =
+          idx == own_position ? args.topk_weights + own_row * num_topk
+                              : reinterpret_cast<const float*>(rows[idx] + args.message.row_bytes);
+      sum += arch::ld_weak(weights + k);
+    }
+    arch::st_weak(args.combined_topk_weights + static_cast<int64_t>(token) * num_topk + k, sum);
+  }
+}
+
+// The first row of x that `src` sent, if it sent any.
+DC_DEVICE int64_t first_row_of(const CombineArgs& args, int src) {
+  return src == 0 ? 0
+                  : arch::ld_nc(args.rank_prefix_matrix + (src - 1) * args.world.num_ranks +
+                                args.world.rank);
+}
+
+// What travels behind a row of x, into shared memory.
+DC_DEVICE void write_weights(const CombineArgs& args, uint8_t* meta, int64_t row) {
+  const int num_topk = args.message.num_topk;
+  for (int k = arch::lane_idx(); k < num_topk; k += kWarpSize) {
+    reinterpret_cast<float*>(meta)[k] = arch::ld_nc(args.topk_weights + row * num_topk + k);
+  }
+}
+
+}  // namespace deep_comm
