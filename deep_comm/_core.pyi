@@ -394,6 +394,7 @@ class LowLatencyPlan:
         topk_weights: int,  # float32 [T, K]; 0: reduced rows, or weights that came with dispatch
         num_tokens: int,
         rows: int,  # 0: sums, 1: reduced (compact), 2: selections (one rounding)
+        use_logfmt: bool,  # not with selections
         combined_x: int,  # out bfloat16 [T, hidden]
         wait_stats: int,  # int64 [num_ranks], or 0
         send: bool,

@@ -195,6 +195,22 @@ def low_latency_combine(
     return results
 
 
+def logfmt_bound(x: Tensor) -> Tensor:
+    """float32 [T, H]: by how much elements may be wrong that travel in LogFMT-10.
+
+    16 neighbours share a range of r = log2(largest / least) <= 32 that 510 steps divide; a logarithm
+    is wrong by half a step.
+    """
+    pieces = x.float().abs().unflatten(-1, (x.shape[-1] // 16, 16))
+    largest = pieces.amax(dim=-1, keepdim=True)
+    least = torch.where(pieces > 0, pieces, largest).amin(dim=-1, keepdim=True)
+    ratio = torch.where(largest > 0, largest / least, 1.0)
+    log_range = torch.log2(ratio).clamp(max=32.0) + 1 / 64
+    relative = torch.exp2(log_range / 1020) - 1
+    bound: Tensor = pieces * relative + largest * 2.0**-32
+    return bound.reshape(x.shape)
+
+
 def _sum_selections(
     xs: Sequence[Tensor], dispatched: Sequence[LowLatencyDispatched], rank: int, weights: Tensor
 ) -> Tensor:

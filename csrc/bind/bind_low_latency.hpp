@@ -83,18 +83,18 @@ void bind_low_latency(pybind11::module_& m, pybind11::class_<Engine<Target>>& en
       .def(
           "combine",
           [](const Plan& self, ptr x, ptr metadata, ptr topk_idx, int topk_idx_bytes, ptr topk_weights,
-             int num_tokens, int rows, ptr combined_x, ptr wait_stats, bool send, bool receive, ptr ticket,
+             int num_tokens, int rows, bool use_logfmt, ptr combined_x, ptr wait_stats, bool send, bool receive, ptr ticket,
              uint64_t stream) {
             if (rows < 0 || rows >= kNumCombineRows) throw std::invalid_argument("rows must be 0, 1 or 2");
             Release release;
             self.engine->low_latency_combine(self.plan,
                                              {x, metadata, topk_idx, topk_idx_bytes, topk_weights, num_tokens,
-                                              static_cast<CombineRows>(rows), combined_x, wait_stats, send, receive,
+                                              static_cast<CombineRows>(rows), use_logfmt, combined_x, wait_stats, send, receive,
                                               ticket},
                                              stream);
           },
           "x"_a, "metadata"_a, "topk_idx"_a, "topk_idx_bytes"_a, "topk_weights"_a, "num_tokens"_a, "rows"_a,
-          "combined_x"_a, "wait_stats"_a, "send"_a, "receive"_a, "ticket"_a, "stream"_a);
+          "use_logfmt"_a, "combined_x"_a, "wait_stats"_a, "send"_a, "receive"_a, "ticket"_a, "stream"_a);
 
   engine.def(
       "plan_low_latency",

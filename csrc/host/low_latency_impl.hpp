@@ -22,6 +22,8 @@ void Engine<Target>::enable_low_latency(size_t num_bytes, bool can_shrink) {
   target_.template prepare<LowLatencyCombineKernel<CombineRows::kSums>>();
   target_.template prepare<LowLatencyCombineKernel<CombineRows::kReduced>>();
   target_.template prepare<LowLatencyCombineKernel<CombineRows::kSelections>>();
+  target_.template prepare<LowLatencyCombineKernel<CombineRows::kSums, true>>();
+  target_.template prepare<LowLatencyCombineKernel<CombineRows::kReduced, true>>();
 }
 
 template <class Target>
@@ -100,7 +102,7 @@ LowLatencyPlan Engine<Target>::plan_low_latency(const LowLatencyOptions& options
   // Which ranks send weights ahead need not be compared: each says so row by row.
   plan.dispatch_signature =
       detail::low_latency_signature(Kernel::kLowLatencyDispatch, plan.dispatch_shape, options.is_compact ? 1 : 0);
-  for (int rows = 0; rows < kNumCombineRows; ++rows) {
+  for (int rows = 0; rows < 2 * kNumCombineRows; ++rows) {
     plan.combine_signatures[rows] =
         detail::low_latency_signature(Kernel::kLowLatencyCombine, plan.combine_shape, rows);
   }
@@ -184,7 +186,7 @@ void Engine<Target>::low_latency_combine(const LowLatencyPlan& plan, const LowLa
   LowLatencyCombineArgs args{};
   args.region = low_latency_region_;
   args.shape = plan.combine_shape;
-  args.signature = plan.combine_signatures[static_cast<int>(call.rows)];
+  args.signature = plan.combine_signatures[static_cast<int>(call.rows) + (call.use_logfmt ? kLogFmtRows : 0)];
   args.phases = {call.send, call.receive, reinterpret_cast<uint32_t*>(call.ticket)};
   detail::check_call(args.phases, call.num_tokens, plan);
   args.can_shrink = can_shrink_;
@@ -200,6 +202,15 @@ void Engine<Target>::low_latency_combine(const LowLatencyPlan& plan, const LowLa
   args.topk_weights = reinterpret_cast<const float*>(call.topk_weights);
   args.combined_x = reinterpret_cast<uint8_t*>(call.combined_x);
   args.wait_stats = reinterpret_cast<int64_t*>(call.wait_stats);
+  if (call.use_logfmt) {
+    if (plan.options.hidden % LogPiece::kElements != 0 || call.rows == CombineRows::kSelections) {
+      throw std::invalid_argument("LogFMT takes sums or reduced rows of a multiple of 16 columns");
+    }
+    if (call.rows == CombineRows::kSums) {
+      return launch<LowLatencyCombineKernel<CombineRows::kSums, true>>(plan.launch, args, stream);
+    }
+    return launch<LowLatencyCombineKernel<CombineRows::kReduced, true>>(plan.launch, args, stream);
+  }
   switch (call.rows) {
     case CombineRows::kSums: return launch<LowLatencyCombineKernel<CombineRows::kSums>>(plan.launch, args, stream);
     case CombineRows::kReduced:

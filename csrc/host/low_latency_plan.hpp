@@ -22,6 +22,7 @@ struct LowLatencyOptions {
 };
 
 inline constexpr int kNumCombineRows = 3;
+inline constexpr int kLogFmtRows = kNumCombineRows;  // added to sums and reduced rows that travel in LogFMT
 
 struct LowLatencyPlan {
   LowLatencyOptions options;
@@ -30,7 +31,7 @@ struct LowLatencyPlan {
   LowLatencyShape combine_shape;
   LaunchConfig launch;
   uint32_t dispatch_signature;
-  uint32_t combine_signatures[kNumCombineRows];
+  uint32_t combine_signatures[2 * kNumCombineRows];
   bool has_room_for_selections;
 };
 
@@ -60,6 +61,7 @@ struct LowLatencyCombineCall {
   uintptr_t topk_weights;
   int num_tokens;
   CombineRows rows;
+  bool use_logfmt;
   uintptr_t combined_x;
   uintptr_t wait_stats;
   bool send;

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deep_comm import checks
 from deep_comm.context import Context
-from deep_comm.errors import ArgumentError, DeepCommError, HandleMismatch, UnsupportedError
+from deep_comm.errors import ArgumentError, DeepCommError, HandleMismatch
 from deep_comm.events import EventOverlap
 from deep_comm.low_latency_handle import LowLatencyHandle
 from deep_comm.low_latency_state import (
@@ -25,6 +25,7 @@ Payload = Tensor | tuple[Tensor, Tensor]
 DispatchResult = tuple[Payload, Tensor, LowLatencyHandle, EventOverlap, Hook | None]
 CombineResult = tuple[Tensor, EventOverlap, Hook | None]
 
+_LOGFMT_PIECE = 16
 _SUMS, _REDUCED, _SELECTIONS = range(3)
 """What travels back; CombineRows of the kernels."""
 
@@ -182,6 +183,7 @@ def low_latency_combine(
     topk_idx: Any,
     topk_weights: Any,
     handle: Any,
+    use_logfmt: bool,
     zero_copy: bool,
     one_rounding: bool,
     out: Any,
@@ -194,6 +196,8 @@ def low_latency_combine(
     handle = LowLatencyHandle.of(handle, ctx.rank, ctx.members)
     shape = state.shapes.get(handle.shape.options) or state.make_shape(handle.shape.options)
     num_tokens = handle.num_tokens
+    if use_logfmt:
+        check_logfmt(shape.hidden, zero_copy, one_rounding)
     x = checks.tensor(
         "x", x, device, shape=shape.rows_shape, dtypes=(torch.bfloat16,), contiguous=not zero_copy
     )
@@ -248,6 +252,7 @@ def low_latency_combine(
             address(weights) if needs_weights else 0,
             num_tokens,
             rows,
+            use_logfmt,
             combined_x.data_ptr() or address(combined_x),
             0 if wait_stats is None else wait_stats.data_ptr(),
         )
@@ -268,9 +273,12 @@ def low_latency_combine(
     return combined_x, event, hook
 
 
-def require_no_logfmt(use_logfmt: bool, zero_copy: bool) -> None:
-    if use_logfmt and zero_copy:
+def check_logfmt(hidden: int, zero_copy: bool, one_rounding: bool) -> None:
+    if zero_copy:
         raise ArgumentError("use_logfmt", True, "excludes zero_copy")
-    if use_logfmt:
-        raise UnsupportedError("use_logfmt is not in this version: rows travel as bfloat16")
-
+    if one_rounding:
+        raise ArgumentError("use_logfmt", True, "excludes one_rounding")
+    if hidden % _LOGFMT_PIECE != 0:
+        raise ArgumentError(
+            "use_logfmt", f"hidden {hidden}", f"needs a hidden size of a multiple of {_LOGFMT_PIECE}"
+        )

@@ -4,10 +4,11 @@ import random
 
 import pytest
 import torch
-from low_latency import LowLatencyCase, Pair, run_case, run_pairs, verify
+from low_latency import LowLatencyCase, Pair, inputs_of, run_case, run_pairs, verify
 
 import deep_comm
 from deep_comm import local, processes
+from deep_comm.reference_low_latency import logfmt_bound
 
 ROUTINGS = ("random", "skewed", "holes", "one_expert", "none", "duplicates")
 
@@ -261,3 +262,109 @@ def test_memory_grows_with_tokens_and_ranks_not_with_experts() -> None:
     assert hint(128, 7168, 8, 256) <= 96 << 20
     assert hint(128, 7168, 8, 256) == hint(128, 7168, 8, 8)
     assert hint(128, 7168, 8, 256) < 2.1 * hint(128, 7168, 4, 256)
+
+
+# ---- LogFMT ------------------------------------------------------------------------------------
+
+
+def log_combine(case: LowLatencyCase, scale: float) -> None:
+    """Rows whose elements span `scale` binary orders; sums within the stated error, bit for bit the
+    same with other numbers of blocks."""
+
+    def main(group: local.ThreadGroup) -> tuple:
+        with deep_comm.Buffer(
+            group, 0, case.num_bytes, low_latency_mode=True, device="cpu"
+        ) as buffer:
+            pair = Pair(buffer, case, 0)
+            handle = buffer.low_latency_dispatch(
+                pair.x, pair.idx, case.max_tokens, case.experts, use_fp8=False,
+                topk_weights=pair.weights if case.weights_ahead else None, compact=case.compact,
+            )[2]  # fmt: skip
+            generator = torch.Generator().manual_seed(buffer.rank)
+            exponents = torch.rand(*handle.rows_shape, generator=generator) * scale - scale / 2
+            signs = torch.randint(0, 2, handle.rows_shape, generator=generator) * 2 - 1
+            rows = (torch.exp2(exponents) * signs).to(torch.bfloat16)
+            rows[..., 3::16] = 0.0
+            arguments = (rows, pair.idx, pair.weights, handle, True)
+            combined = buffer.low_latency_combine(*arguments)[0]
+            out = torch.empty_like(combined)
+            hook = buffer.low_latency_combine(*arguments, return_recv_hook=True, out=out)[2]
+            hook()
+            assert torch.equal(out, combined)
+            return rows, handle.places.clone(), combined
+
+    results = local.run(main, case.num_ranks, timeout_s=60)
+    for rank in range(case.num_ranks):
+        _, _, weights = inputs_of(case, rank, 0)
+        total = torch.zeros(len(weights), case.hidden)
+        bound = torch.zeros_like(total)
+        for rows, places, _ in results:
+            columns = 1 if case.compact else case.topk
+            places = places[rank, : len(weights)].reshape(len(weights), columns)
+            taken = rows.view(-1, case.hidden)[places.clamp(min=0)].float()
+            taken *= (places >= 0)[:, :, None]
+            if not case.compact:
+                taken *= weights[:, :, None]
+            partial = taken.sum(dim=1)
+            total += partial
+            bound += logfmt_bound(partial)
+        got = results[rank][2].float()
+        bound = bound * 1.001 + total.abs() * 2.0**-8 + 1e-30
+        assert bool(((got - total).abs() <= bound).all()), (rank, (got - total).abs().max())
+        similarity = 2 * (got * total).sum() / (got.square().sum() + total.square().sum())
+        assert len(weights) == 0 or 1 - float(similarity) < 1e-4
+
+
+@pytest.mark.parametrize("scale", [0.0, 4.0, 20.0, 60.0])
+@pytest.mark.parametrize("variant", ["packed", "late", "compact"])
+def test_logfmt_stays_within_its_stated_error(variant: str, scale: float) -> None:
+    case = LowLatencyCase(
+        (5, 0, 8), 8, hidden=1168, experts=7, topk=3, weights_ahead=variant == "packed",
+        compact=variant == "compact",
+    )  # fmt: skip
+    log_combine(case, scale)
+
+
+def test_logfmt_of_zeros_and_of_what_is_not_finite() -> None:
+    def main(group: local.ThreadGroup) -> list[torch.Tensor]:
+        num_bytes = deep_comm.Buffer.get_low_latency_rdma_size_hint(4, 64, 1, 1)
+        with deep_comm.Buffer(group, 0, num_bytes, low_latency_mode=True, device="cpu") as buffer:
+            x, idx, ones = torch.ones(1, 64).bfloat16(), torch.zeros(1, 1).long(), torch.ones(1, 1)
+            handle = buffer.low_latency_dispatch(x, idx, 4, 1, use_fp8=False)[2]
+            results = []
+            for value in (0.0, -0.0, 1e-38, 3e38, float("inf"), float("-inf"), float("nan")):
+                rows = torch.full(handle.rows_shape, 1.5).bfloat16()
+                rows[..., 16:32] = 0.0
+                rows[..., 20] = value
+                rows[..., 32:48] = value
+                results.append(buffer.low_latency_combine(rows, idx, ones, handle, True)[0][0])
+            return results
+
+    *finite, inf, minus_inf, nan = local.run(main, 1, timeout_s=60)[0]
+    for value, got in zip((0.0, -0.0, 1e-38, 3e38), finite, strict=True):
+        assert bool((got[:16] == 1.5).all() and (got[48:] == 1.5).all())
+        want = torch.full((16,), value).bfloat16().float()
+        assert torch.allclose(got[32:48].float(), want, rtol=1e-2, atol=0.0)
+        assert bool((got[16:20] == 0).all() and (got[21:32] == 0).all())
+    for got in (inf, minus_inf, nan):
+        assert bool(got[16:48].isnan().all()) and bool((got[:16] == 1.5).all())
+
+
+def test_logfmt_needs_whole_pieces_on_all_ranks() -> None:
+    case = LowLatencyCase((2, 2), 2, hidden=24)
+
+    def main(group: local.ThreadGroup) -> None:
+        with deep_comm.Buffer(
+            group, 0, case.num_bytes, low_latency_mode=True, device="cpu"
+        ) as buffer:
+            pair = Pair(buffer, case, 0)
+            pair.dispatch()
+            rows = torch.zeros(pair.handle.rows_shape, dtype=torch.bfloat16)
+            with pytest.raises(deep_comm.ArgumentError, match="multiple of 16"):
+                buffer.low_latency_combine(rows, pair.idx, pair.weights, pair.handle, True)
+            with pytest.raises(deep_comm.ArgumentError, match="zero_copy"):
+                buffer.low_latency_combine(
+                    rows, pair.idx, pair.weights, pair.handle, True, zero_copy=True
+                )
+
+    local.run(main, 2, timeout_s=60)

@@ -18,7 +18,6 @@ from deep_comm import (
     ExpertIndexError,
     HandleMismatch,
     PeerTimeout,
-    UnsupportedError,
     local,
 )
 
@@ -119,7 +118,7 @@ def test_low_latency_calls_need_low_latency_mode() -> None:
         ({"out": torch.zeros(3, 128, dtype=torch.bfloat16)}, ArgumentError, "out"),
         ({"zero_copy": True}, ArgumentError, "zero_copy"),
         ({"use_logfmt": True, "zero_copy": True}, ArgumentError, "use_logfmt"),
-        ({"use_logfmt": True}, UnsupportedError, None),
+        ({"use_logfmt": True, "one_rounding": True}, ArgumentError, "use_logfmt"),
     ],
 )
 def test_combine_names_a_bad_argument(

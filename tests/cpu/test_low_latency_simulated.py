@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 from low_latency import LowLatencyCase, Pair, inputs_of, run_case, verify, verify_dispatch
+from schedules import POLICIES, run_policy, run_seeds
 
 from deep_comm import (
     Buffer,
@@ -49,23 +50,13 @@ def small_case(seed: int) -> LowLatencyCase:
 
 @pytest.mark.parametrize("first_seed", range(0, NUM_SEEDS, SEEDS_PER_TEST))
 def test_every_schedule_gives_the_same_bits(first_seed: int) -> None:
-    for seed in range(first_seed, first_seed + SEEDS_PER_TEST):
-        case = small_case(seed)
-        try:
-            results = simulate.run(
-                lambda group, case=case: run_case(group, case), case.num_ranks, seed, timeout_s=60
-            )
-            verify(case, results)
-        except Exception as error:
-            raise AssertionError(f"seed {seed}, {case}: {error}") from error
+    run_seeds(range(first_seed, first_seed + SEEDS_PER_TEST), small_case, run_case, verify)
 
 
-@pytest.mark.parametrize("policy", ["random", "fifo", "lifo", "starve", "priority"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_serves_eight_ranks(policy: str) -> None:
     case = LowLatencyCase((3, 0, 2, 4, 1, 4, 2, 3), 4, hidden=128, experts=19, topk=3, use_fp8=True)
-    verify(
-        case, simulate.run(lambda group: run_case(group, case), 8, 7, policy=policy, timeout_s=120)
-    )
+    run_policy(policy, case, run_case, verify)
 
 
 # Five pairs with a stalled rank: a half is used again while somebody may still read it.

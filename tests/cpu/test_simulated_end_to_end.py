@@ -10,6 +10,7 @@ import pytest
 import torch
 from cases import Case, Scales
 from roundtrip import run_case, verify
+from schedules import POLICIES, run_policy, run_seeds
 
 from deep_comm import simulate
 
@@ -53,26 +54,16 @@ def small_case(seed: int) -> Case:
 
 @pytest.mark.parametrize("first_seed", range(0, NUM_SEEDS, SEEDS_PER_TEST))
 def test_every_schedule_gives_the_same_bits(first_seed: int) -> None:
-    for seed in range(first_seed, first_seed + SEEDS_PER_TEST):
-        case = small_case(seed)
-        try:
-            results = simulate.run(
-                lambda group, case=case: run_case(group, case), case.num_ranks, seed, timeout_s=60
-            )
-            verify(case, results)
-        except Exception as error:
-            raise AssertionError(f"seed {seed}, {case}: {error}") from error
+    run_seeds(range(first_seed, first_seed + SEEDS_PER_TEST), small_case, run_case, verify)
 
 
-@pytest.mark.parametrize("policy", ["random", "fifo", "lifo", "starve", "priority"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_serves_eight_ranks(policy: str) -> None:
     case = Case(
         (6, 0, 3, 9, 1, 4, 2, 5), hidden=32, experts=19, topk=3, slots=2, send_chunk=1, num_sms=1,
         nvl_bytes=1 << 18,
     )  # fmt: skip
-    verify(
-        case, simulate.run(lambda group: run_case(group, case), 8, 7, policy=policy, timeout_s=120)
-    )
+    run_policy(policy, case, run_case, verify)
 
 
 def test_a_seed_replays_its_run_step_by_step() -> None:

@@ -80,6 +80,7 @@
 //   float bf16_to_float(Bf16), fp16_to_float(Fp16);  Bf16 float_to_bf16(float);  Fp16 float_to_fp16(float)
 //        (round to nearest even; NaN stays NaN)
 //   uint16_t floats_to_e4m3x2(float low, float high)     // nearest even, beyond 448: 448; low in the low byte
+//   float log2(float), exp2(float)          // good to about 2^-21 of 1 and of the result; the targets differ in the last bits
 //   float multiply(float, float)            // rounded by itself: never fused with an addition that follows
 //
 // ---- faults (negative controls) ---------------------------------------------------------------------

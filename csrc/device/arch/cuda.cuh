@@ -455,6 +455,16 @@ DC_DEVICE uint16_t floats_to_e4m3x2(float low, float high) {
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(result) : "f"(high), "f"(low));
   return result;
 }
+DC_DEVICE float log2(float value) {
+  float result;
+  asm("lg2.approx.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
+}
+DC_DEVICE float exp2(float value) {
+  float result;
+  asm("ex2.approx.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
+}
 DC_DEVICE float multiply(float left, float right) {
   float result;
   asm("mul.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(left), "f"(right));

@@ -1,6 +1,8 @@
 // Conversions of half-precision payload on the host, bit by bit.
 #pragma once
 
+#include <cmath>
+
 #include "types.cuh"
 
 namespace deep_comm::arch {
@@ -63,6 +65,8 @@ inline uint16_t floats_to_e4m3x2(float low, float high) {
   return static_cast<uint16_t>(float_to_e4m3(low) | float_to_e4m3(high) << 8);
 }
 
+inline float log2(float value) { return std::log2(value); }
+inline float exp2(float value) { return std::exp2(value); }
 inline float multiply(float left, float right) {
   float product = left * right;
   // The compiler must not see where the product comes from, or it may fuse it with an addition.

@@ -6,7 +6,8 @@
 // sum    an expert's rank adds weight * row over a token's selections there, k ascending, in float32, each product
 //        rounded by itself, and rounds to bfloat16; the source adds those rows, ranks ascending, in float32, and
 //        rounds once more. Compact rows are sent as they are. One rounding: every row is sent as it is, and the
-//        source adds weight * row, k ascending, and rounds.
+//        source adds weight * row, k ascending, and rounds. LogFMT: what an expert's rank sends is not rounded to
+//        bfloat16 but to LogFMT-10 (move/logfmt.cuh).
 // grid   B blocks, as in dispatch: block b takes the tokens that block b of their source sent
 // words  as in dispatch, rows being what comes back; weight · owner: expert's rank · written by the source's leading
 //        block · number in the word
@@ -16,6 +17,7 @@
 #pragma once
 
 #include "device/low_latency/block.cuh"
+#include "device/move/logfmt.cuh"
 #include "device/move/reduce.cuh"
 
 namespace deep_comm {
@@ -95,37 +97,69 @@ DC_DEVICE void add_weighted(float* sum, const Vec16& vec, float weight) {
   }
 }
 
+// Adds weight * row over a task's rows, k ascending: kVecs pieces of 16 bytes from `column` on.
+template <int kVecs>
+DC_DEVICE void sum_places(const LowLatencyCombineArgs& args, const BlockMemory& memory, int warp, int column,
+                          float* sum) {
+  constexpr int kAhead = 4 / kVecs;  // rows whose loads are in flight together
+  constexpr int kPerVec = Numeric<Dtype::kBfloat16>::kPerVec;
+  const size_t row_bytes = args.shape.hidden * sizeof(Bf16);
+  const int num_places = memory.num_places[warp];
+  const int32_t* places = memory.places + warp * args.shape.num_topk;
+  const float* weights = memory.weights + warp * args.shape.num_topk;
+  for (int first = 0; first < num_places; first += kAhead) {
+    Vec16 vecs[kAhead][kVecs];
+    DC_UNROLL
+    for (int step = 0; step < kAhead; ++step) {
+      if (first + step >= num_places) continue;
+      const uint8_t* row = args.x + static_cast<size_t>(places[first + step]) * row_bytes;
+      DC_UNROLL
+      for (int vec = 0; vec < kVecs; ++vec) {
+        vecs[step][vec] = arch::ld_nc(reinterpret_cast<const Vec16*>(row) + column + vec);
+      }
+    }
+    DC_UNROLL
+    for (int step = 0; step < kAhead; ++step) {
+      if (first + step >= num_places) continue;
+      DC_UNROLL
+      for (int vec = 0; vec < kVecs; ++vec) {
+        add_weighted(sum + vec * kPerVec, vecs[step][vec], weights[first + step]);
+      }
+    }
+  }
+}
+
+// Where piece number `piece` of a row in LogFMT lies: its codes, then, behind those of the whole row, its last words.
+DC_DEVICE Vec16* log_codes(uint8_t* row, int piece) { return reinterpret_cast<Vec16*>(row) + piece; }
+DC_DEVICE uint32_t* log_last(uint8_t* row, int hidden, int piece) {
+  return reinterpret_cast<uint32_t*>(row + hidden) + 2 * piece;
+}
+
 // The block adds the rows of its warps' tokens and stores the sums with their sources.
+template <bool kLogFmt>
 DC_DEVICE void send_sums(const LowLatencyCombineArgs& args, const LowLatencyHalf& half, const BlockMemory& memory,
                          int num_tasks) {
   using Type = Numeric<Dtype::kBfloat16>;
-  constexpr int kAhead = 4;  // rows whose loads are in flight together
-  const LowLatencyShape& shape = args.shape;
-  const size_t row_bytes = shape.hidden * sizeof(Bf16);
+  constexpr int kVecs = kLogFmt ? LogPiece::kElements / Type::kPerVec : 1;  // of a thread
   const int max_vecs = memory.header->max_vecs;
   const Divisor by_max_vecs = memory.header->by_max_vecs;
-  for (int idx = arch::thread_idx(); idx < num_tasks * max_vecs; idx += arch::num_threads()) {
-    const int warp = by_max_vecs.quotient(idx), vec = idx - warp * max_vecs, num_places = memory.num_places[warp];
+  for (int idx = kVecs * arch::thread_idx(); idx < num_tasks * max_vecs; idx += kVecs * arch::num_threads()) {
+    const int warp = by_max_vecs.quotient(idx), vec = idx - warp * max_vecs;
     const int source = source_of(memory.tasks[warp]), token = token_of(memory.tasks[warp]);
-    if (num_places == 0 || vec >= memory.header->num_vecs[source]) continue;
+    if (memory.num_places[warp] == 0 || vec >= memory.header->num_vecs[source]) continue;
     const int column = memory.header->first_vec[source] + vec;
-    const int32_t* places = memory.places + warp * shape.num_topk;
-    const float* weights = memory.weights + warp * shape.num_topk;
-    float sum[Type::kPerVec] = {};
-    for (int first = 0; first < num_places; first += kAhead) {
-      Vec16 vecs[kAhead];
-      DC_UNROLL
-      for (int step = 0; step < kAhead; ++step) {
-        if (first + step >= num_places) continue;
-        const uint8_t* row = args.x + static_cast<size_t>(places[first + step]) * row_bytes;
-        vecs[step] = arch::ld_nc(reinterpret_cast<const Vec16*>(row) + column);
-      }
-      DC_UNROLL
-      for (int step = 0; step < kAhead; ++step) {
-        if (first + step < num_places) add_weighted(sum, vecs[step], weights[first + step]);
-      }
+    uint8_t* row = half.combine_row(source, args.world.rank, token);
+    float sum[kVecs * Type::kPerVec] = {};
+    sum_places<kVecs>(args, memory, warp, column, sum);
+    if constexpr (kLogFmt) {
+      const LogPiece piece = LogPiece::encode(sum);
+      // pairs with: take_arrival in add_ranks — nothing but the words themselves.
+      arch::st_relaxed_sys(log_codes(row, column / kVecs), piece.codes);
+      arch::st_relaxed_sys(log_last(row, args.shape.hidden, column / kVecs), piece.last[0]);
+      arch::st_relaxed_sys(log_last(row, args.shape.hidden, column / kVecs) + 1, piece.last[1]);
+    } else {
+      send_piece(row, column, Type::round(sum));
     }
-    send_piece(half.combine_row(source, args.world.rank, token), column, Type::round(sum));
   }
 }
 
@@ -148,7 +182,7 @@ DC_DEVICE void send_selections(const LowLatencyCombineArgs& args, const LowLaten
   }
 }
 
-template <CombineRows kRows>
+template <CombineRows kRows, bool kLogFmt>
 DC_DEVICE bool combine_send(const Context& context, const LowLatencyCombineArgs& args, const LowLatencyHalf& half,
                             const BlockMemory& memory, uint32_t previous) {
   const int num_ranks = args.world.num_ranks, num_warps = arch::num_warps(), warp = arch::warp_idx();
@@ -178,7 +212,7 @@ DC_DEVICE bool combine_send(const Context& context, const LowLatencyCombineArgs&
     if constexpr (kRows == CombineRows::kSelections) {
       send_selections(args, half, memory, num_now);
     } else {
-      send_sums(args, half, memory, num_now);
+      send_sums<kLogFmt>(args, half, memory, num_now);
     }
     arch::sync_block();  // places and weights have been read
   }
@@ -234,6 +268,45 @@ DC_DEVICE bool add_ranks(const Context& context, const LowLatencyCombineArgs& ar
   return true;
 }
 
+// The same for rows in LogFMT.
+DC_DEVICE bool add_log_ranks(const Context& context, const LowLatencyCombineArgs& args, const LowLatencyHalf& half,
+                             const LowLatencyShare& share, const uint32_t* masks, int begin, int end) {
+  using Type = Numeric<Dtype::kBfloat16>;
+  constexpr int kElements = LogPiece::kElements;
+  const int first_piece = share.column_begin / kElements, num_pieces = share.num_columns() / kElements;
+  for (int idx = arch::thread_idx(); idx < (end - begin) * num_pieces; idx += arch::num_threads()) {
+    const Position position = Position::of(idx, end - begin, num_pieces);
+    const int token = begin + position.row, piece_idx = first_piece + position.column;
+    float sum[kElements] = {};
+    for (int peer = 0; peer < args.world.num_ranks; ++peer) {
+      if ((masks[position.row] >> peer & 1u) == 0) continue;
+      const WaitFor wait{Stage::kRows, Word::kRow, peer, arch::block_idx()};
+      uint8_t* row = half.combine_row(args.world.rank, peer, token);
+      uint32_t* last = log_last(row, args.shape.hidden, piece_idx);
+      // First looks together: they are trips to memory.
+      LogPiece piece{arch::ld_relaxed_sys(log_codes(row, piece_idx)),
+                     {arch::ld_relaxed_sys(last), arch::ld_relaxed_sys(last + 1)}};
+      if (!take_arrival(context, log_codes(row, piece_idx), wait, &piece.codes) ||
+          !take_arrival(context, last, wait, &piece.last[0]) ||
+          !take_arrival(context, last + 1, wait, &piece.last[1])) {
+        if (!is_given_up(context, peer)) return false;
+        continue;
+      }
+      float values[kElements];
+      piece.decode(values);
+      DC_UNROLL
+      for (int element = 0; element < kElements; ++element) sum[element] += values[element];
+    }
+    uint8_t* dst = args.combined_x + static_cast<size_t>(token) * args.shape.hidden * sizeof(Bf16);
+    DC_UNROLL
+    for (int part = 0; part < kElements / Type::kPerVec; ++part) {
+      arch::st_streaming(reinterpret_cast<Vec16*>(dst) + kElements / Type::kPerVec * piece_idx + part,
+                         Type::round(sum + part * Type::kPerVec));
+    }
+  }
+  return true;
+}
+
 // Source, one warp: the selections of a token and their weights, k ascending.
 DC_DEVICE void find_selections(const LowLatencyCombineArgs& args, const BlockMemory& memory, int token) {
   const ExpertMap map{args.shape.num_experts, args.world.num_ranks};
@@ -285,7 +358,7 @@ DC_DEVICE bool add_selections(const Context& context, const LowLatencyCombineArg
   return true;
 }
 
-template <CombineRows kRows>
+template <CombineRows kRows, bool kLogFmt>
 DC_DEVICE void combine_receive(const Context& context, const LowLatencyCombineArgs& args, const LowLatencyHalf& half,
                                const BlockMemory& memory) {
   const int num_warps = arch::num_warps(), warp = arch::warp_idx();
@@ -307,6 +380,8 @@ DC_DEVICE void combine_receive(const Context& context, const LowLatencyCombineAr
     if (!block_agrees(memory, ok)) return;
     if constexpr (kRows == CombineRows::kSelections) {
       ok = add_selections(context, args, half, share, memory, group, group_end);
+    } else if constexpr (kLogFmt) {
+      ok = add_log_ranks(context, args, half, share, memory.masks, group, group_end);
     } else {
       ok = add_ranks(context, args, half, share, memory.masks, group, group_end);
     }
@@ -314,7 +389,7 @@ DC_DEVICE void combine_receive(const Context& context, const LowLatencyCombineAr
   }
 }
 
-template <CombineRows kRows>
+template <CombineRows kRows, bool kLogFmt>
 DC_DEVICE void low_latency_combine(const LowLatencyCombineArgs& args) {
   LowLatencyHalf half{args.world, args.region, args.shape, LowLatencyKind::kCombine, 0};
   const Context context{args.world, Kernel::kLowLatencyCombine, operation_of(half, args.phases), args.can_shrink};
@@ -324,9 +399,9 @@ DC_DEVICE void low_latency_combine(const LowLatencyCombineArgs& args) {
   arch::sync_block();
   begin_operation(context, half, args.phases);
   bool ok = true;
-  if (args.phases.send) ok = combine_send<kRows>(context, args, half, memory, previous);
+  if (args.phases.send) ok = combine_send<kRows, kLogFmt>(context, args, half, memory, previous);
   arch::sync_block();
-  if (args.phases.receive && ok) combine_receive<kRows>(context, args, half, memory);
+  if (args.phases.receive && ok) combine_receive<kRows, kLogFmt>(context, args, half, memory);
 }
 
 }  // namespace deep_comm

@@ -15,13 +15,13 @@ struct LowLatencyDispatchKernel {
   DC_DEVICE static void run(const Args& args) { low_latency_dispatch<kFormat>(args); }
 };
 
-template <CombineRows kRows>
+template <CombineRows kRows, bool kLogFmt = false>
 struct LowLatencyCombineKernel {
   using Args = LowLatencyCombineArgs;
   static constexpr Kernel kName = Kernel::kLowLatencyCombine;
   static constexpr bool kBlocksWait = true;
   static constexpr int kMaxThreads = 512;
-  DC_DEVICE static void run(const Args& args) { low_latency_combine<kRows>(args); }
+  DC_DEVICE static void run(const Args& args) { low_latency_combine<kRows, kLogFmt>(args); }
 };
 
 }  // namespace deep_comm
