@@ -312,6 +312,8 @@ class Engine:
         """Take the last num_bytes of the heap, a multiple of 128. Once, before anything is launched.
 
         can_shrink: kernels do without ranks that stay silent."""
+    def set_low_latency_sequence(self, sequence: int) -> None:
+        """For tests: as if so many operations of each kind, at least 4, had run."""
     def reset_low_latency(self) -> None:
         """Zero the words and the region: nobody is masked. Callers put a barrier before and after it."""
     @staticmethod

@@ -46,6 +46,7 @@ void bind_low_latency(pybind11::module_& m, pybind11::class_<Engine<Target>>& en
   engine.def_property_readonly("max_ranks", [](const Type&) { return kMaxRanks; });
   engine.def_property_readonly("masked_offset", &Type::masked_offset);
   engine.def_property_readonly("votes_offset", &Type::votes_offset);
+  engine.def("set_low_latency_sequence", &Type::set_low_latency_sequence, "sequence"_a);
   engine.def("reset_low_latency", &Type::reset_low_latency);
   engine.def_property_readonly("low_latency_bytes", &Type::low_latency_bytes);
   engine.def_static(

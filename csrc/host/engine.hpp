@@ -116,6 +116,9 @@ class Engine {
   // From the segment's start: int32 [kMaxRanks] and [kMaxRanks, kMaxRanks], see sync/mask.cuh.
   size_t masked_offset() const { return world_.layout.low_latency.masked; }
   size_t votes_offset() const { return world_.layout.low_latency.votes; }
+  // For tests of the wrap-around: the number of the last operation of each kind, at least 4, as if so many had run.
+  // On all ranks, between two barriers of the hosts, when no kernel runs.
+  void set_low_latency_sequence(uint32_t sequence);
   // Numbers start anew and nobody is masked. Callers put a barrier before and after it.
   void reset_low_latency();
   size_t low_latency_bytes() const { return low_latency_bytes_; }

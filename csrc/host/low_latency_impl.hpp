@@ -85,6 +85,26 @@ void Engine<Target>::reset_low_latency() {
 }
 
 template <class Target>
+void Engine<Target>::set_low_latency_sequence(uint32_t sequence) {
+  check_open();
+  detail::require(sequence >= 4, "sequence must be at least 4");
+  const LowLatencyShape none{};
+  for (const LowLatencyKind kind : {LowLatencyKind::kDispatch, LowLatencyKind::kCombine}) {
+    const LowLatencyHalf words{world_, low_latency_region_, none, kind, 0};
+    LowLatencyState* state = words.state();
+    target_.store(&state->sequence[static_cast<int>(kind)], sequence);
+    for (const uint32_t number : {sequence - 1, sequence}) {
+      const int half = static_cast<int>(number & 1u);
+      target_.store(&state->sent[static_cast<int>(kind)][half], number);
+      target_.store(&state->received[static_cast<int>(kind)][half], number);
+      for (int peer = 0; peer < world_.num_ranks; ++peer) {
+        target_.store(words.consumed(world_.rank, half, peer), Tagged::pack(number, 0));
+      }
+    }
+  }
+}
+
+template <class Target>
 LowLatencyPlan Engine<Target>::plan_low_latency(const LowLatencyOptions& options) const {
   check_open();
   LowLatencyPlan plan{};

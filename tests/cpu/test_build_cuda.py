@@ -128,6 +128,10 @@ def expected_instructions() -> dict[str, list[str]]:
     expected["fp16_to_float"] = ["cvt.f32.f16"]
     expected["float_to_bf16"] = ["cvt.rn.bf16.f32"]
     expected["floats_to_e4m3x2"] = ["cvt.rn.satfinite.e4m3x2.f32"]
+    expected["log2"] = ["lg2.approx.f32"]
+    expected["exp2"] = ["ex2.approx.f32"]
+    expected["ld_relaxed_sys_vec"] = ["ld.relaxed.sys.global.v4.u32"]
+    expected["st_relaxed_sys_vec"] = ["st.relaxed.sys.global.v4.u32"]
     expected["multiply"] = ["mul.rn.f32"]
     expected["float_to_fp16"] = ["cvt.rn.f16.f32"]
     return expected

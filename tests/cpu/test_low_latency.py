@@ -1,13 +1,14 @@
 """Low-latency dispatch and combine on the host target, bit for bit, over shapes and options."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
 from low_latency import LowLatencyCase, Pair, inputs_of, run_case, run_pairs, verify
 
 import deep_comm
-from deep_comm import local, processes
+from deep_comm import local, processes, simulate
 from deep_comm.reference_low_latency import logfmt_bound
 
 ROUTINGS = ("random", "skewed", "holes", "one_expert", "none", "duplicates")
@@ -262,6 +263,65 @@ def test_memory_grows_with_tokens_and_ranks_not_with_experts() -> None:
     assert hint(128, 7168, 8, 256) <= 96 << 20
     assert hint(128, 7168, 8, 256) == hint(128, 7168, 8, 8)
     assert hint(128, 7168, 8, 256) < 2.1 * hint(128, 7168, 4, 256)
+
+
+# ---- long runs ---------------------------------------------------------------------------------
+
+LAST = 0xFFFFFFFF
+
+
+def pairs_from(group: Any, case: LowLatencyCase, sequence: int) -> list:
+    """All calls of a case, as if ``sequence`` operations of each kind had run before."""
+    with deep_comm.Buffer(
+        group, 0, case.num_bytes, low_latency_mode=True, device="cpu", timeout_s=60
+    ) as buffer:
+        group.barrier()
+        assert buffer.runtime is not None
+        buffer.runtime.set_low_latency_sequence(sequence)
+        group.barrier()
+        return run_pairs(buffer, case)
+
+
+@pytest.mark.parametrize("mode", ["plain", "hook", "late"])
+@pytest.mark.parametrize("before_wrap", range(5))
+def test_numbers_of_operations_wrap_around(before_wrap: int, mode: str) -> None:
+    case = LowLatencyCase((3, 0, 5), 5, hidden=64, experts=5, topk=3, calls=6, mode=mode)
+    verify(case, local.run(lambda g: pairs_from(g, case, LAST - before_wrap), 3, timeout_s=60))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_numbers_of_operations_wrap_around_under_every_schedule(seed: int) -> None:
+    case = LowLatencyCase(
+        (3, 0, 2), 3, hidden=32, experts=4, calls=6, seed=seed, mode=("hook", "late")[seed % 2]
+    )
+    sequence = LAST - seed % 4
+    verify(case, simulate.run(lambda g: pairs_from(g, case, sequence), 3, seed, timeout_s=60))
+
+
+@pytest.mark.parametrize("sequence", [4, 0x7FFFFFFF - 5000, LAST - 5000])
+def test_ten_thousand_pairs_in_a_row(sequence: int) -> None:
+    case = LowLatencyCase((1, 2), 2, hidden=16, experts=2, topk=1, calls=1)
+
+    def main(group: local.ThreadGroup) -> list:
+        with deep_comm.Buffer(
+            group, 0, case.num_bytes, low_latency_mode=True, device="cpu", timeout_s=60
+        ) as buffer:
+            group.barrier()
+            assert buffer.runtime is not None
+            buffer.runtime.set_low_latency_sequence(sequence)
+            group.barrier()
+            pair = Pair(buffer, case, 0)
+            for number in range(10_000):
+                pair.x.fill_(number % 128)
+                pair.dispatch()
+                assert pair.rows is None or bool((pair.payload[0, 0] == number % 128).all())
+                pair.combine()
+            pair.x.copy_(inputs_of(case, buffer.rank, 0)[0])
+            pair.dispatch()
+            pair.combine()
+            return [pair.received()]
+
+    verify(case, local.run(main, 2, timeout_s=250))
 
 
 # ---- LogFMT ------------------------------------------------------------------------------------

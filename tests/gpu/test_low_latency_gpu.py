@@ -9,6 +9,7 @@ import torch
 from low_latency import LowLatencyCase, Pair, inputs_of, run_pairs, verify
 
 import deep_comm
+from deep_comm import reference_low_latency
 
 POISON = {"DEEP_COMM_POISON": "1"}
 ROUTINGS = ("random", "skewed", "holes", "one_expert", "none", "duplicates")
@@ -151,3 +152,95 @@ def many_pairs(group, case: LowLatencyCase, num_pairs: int) -> list:
 def test_ten_thousand_pairs_in_a_row() -> None:
     case = LowLatencyCase((16, 9), 16, hidden=512, experts=8, topk=4, calls=1)
     verify(case, run(many_pairs, 2, case, 10_000))
+
+
+def alternate_graphs(group, case: LowLatencyCase) -> list:
+    """A graph for each number of tokens, replayed in turn with new rows, routings and expert rows;
+    between them eager pairs and normal calls."""
+    device = torch.device("cuda", group.rank())
+    results = []
+    with deep_comm.Buffer(
+        group, 64 << 20, case.num_bytes, low_latency_mode=True, device=device, timeout_s=60
+    ) as buffer:
+
+        def run(pair: Pair) -> None:
+            hooks = []
+            for stage in (pair.dispatch, pair.combine):
+                hook = stage()
+                if hook is not None:
+                    hook()
+                hooks.append(hook)
+
+        pairs = [Pair(buffer, case, number) for number in range(case.num_ranks)]
+        for pair in pairs:
+            run(pair)  # what is made on first use, before the capture
+        torch.cuda.synchronize()
+        group.barrier()
+        graphs = []
+        for pair in pairs:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                run(pair)
+            graphs.append(graph)
+        normal = torch.full((6, 64), 1.0 + buffer.rank, dtype=torch.bfloat16, device=device)
+        normal_idx = (torch.arange(6, device=device) % case.num_ranks).unsqueeze(1)
+        for call in range(case.calls):
+            pair = pairs[call % case.num_ranks]
+            for own, new in zip((pair.x, pair.idx, pair.weights), inputs_of(case, buffer.rank, call)):
+                own.copy_(new)
+            pair.rows.copy_(low_latency.expert_rows(case, buffer.rank, call))
+            pair.call = call
+            graphs[call % case.num_ranks].replay()
+            torch.cuda.synchronize()
+            results.append(pair.received())
+            if call % 3 == 1:
+                run(Pair(buffer, case, call))
+            if call % 4 == 2:
+                received = buffer.dispatch(
+                    normal, topk_idx=normal_idx, topk_weights=torch.ones(6, 1, device=device),
+                    num_experts=case.num_ranks,
+                )  # fmt: skip
+                assert torch.equal(buffer.combine(received[0], received[4])[0], normal)
+        buffer.check()
+    return results
+
+
+@pytest.mark.parametrize("variant", ["packed", "hook", "compact", "late_weights"])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.gpu
+def test_graphs_of_other_token_counts_alternate(num_ranks: int, variant: str) -> None:
+    require(num_ranks)
+    case = LowLatencyCase(
+        (32, 9, 0, 17)[:num_ranks], 32, hidden=1024, experts=16, topk=4, use_fp8=True,
+        mode="hook" if variant == "hook" else "plain", compact=variant == "compact",
+        weights_ahead=variant != "late_weights", calls=16,
+    )  # fmt: skip
+    verify(case, run(alternate_graphs, num_ranks, case))
+
+
+def log_combine(group, hidden: int) -> list:
+    device = torch.device("cuda", group.rank())
+    num_bytes = deep_comm.Buffer.get_low_latency_rdma_size_hint(16, hidden, 2, 4)
+    with deep_comm.Buffer(group, 0, num_bytes, low_latency_mode=True, device=device) as buffer:
+        generator = torch.Generator().manual_seed(5)  # the same rows on both ranks
+        x = torch.zeros(16, hidden, dtype=torch.bfloat16, device=device)
+        idx = torch.tensor([[0, 2]], device=device).repeat(16, 1)  # one expert of each rank
+        weights = torch.tensor([[0.5, 0.25]], device=device).repeat(16, 1)
+        handle = buffer.low_latency_dispatch(x, idx, 16, 4, topk_weights=weights)[2]
+        shape = handle.rows_shape
+        rows = torch.exp2(torch.rand(*shape, generator=generator) * 20 - 10) * (
+            torch.randint(0, 2, shape, generator=generator) * 2 - 1
+        )
+        rows = rows.to(torch.bfloat16)
+        combined = buffer.low_latency_combine(rows.to(device), idx, None, handle, True)[0]
+        own = rows[0, 16 * buffer.rank : 16 * buffer.rank + 16].float()
+        partials = [0.5 * own, 0.25 * own]
+        bound = sum(reference_low_latency.logfmt_bound(part) for part in partials) * 1.001
+        bound += (partials[0] + partials[1]).abs() * 2.0**-8
+        off = (combined.cpu().float() - partials[0] - partials[1]).abs()
+        return [bool((off <= bound).all())]
+
+
+@pytest.mark.gpu
+def test_logfmt_stays_within_its_stated_error() -> None:
+    assert run(log_combine, 2, 7168) == [[True], [True]]

@@ -180,6 +180,12 @@ PROBE(float_to_fp16, Fp16* out, float value) { arch::st_weak(out, arch::float_to
 PROBE(floats_to_e4m3x2, uint16_t* out, float low, float high) {
   arch::st_weak(out, arch::floats_to_e4m3x2(low, high));
 }
+PROBE(log2, float* out, float value) { arch::st_weak(out, arch::log2(value)); }
+PROBE(exp2, float* out, float value) { arch::st_weak(out, arch::exp2(value)); }
+PROBE(ld_relaxed_sys_vec, Vec16* out, const Vec16* ptr) {
+  arch::st_weak(out, arch::ld_relaxed_sys(ptr));
+}
+PROBE(st_relaxed_sys_vec, Vec16* ptr, Vec16 value) { arch::st_relaxed_sys(ptr, value); }
 // A product that is added to something must stay two instructions.
 PROBE(multiply, float* out, float left, float right, float addend) {
   arch::st_weak(out, arch::multiply(left, right) + addend);
