@@ -10,6 +10,7 @@ from torch import Tensor
 
 from deep_comm.errors import CapacityError
 from deep_comm.events import EventOverlap
+from deep_comm.handle import Handle
 from deep_comm.layer.grouping import Groups, group
 from deep_comm.layer.shape import MoEShape
 from deep_comm.reference_low_latency import quantise
@@ -61,7 +62,74 @@ class Prefill(Protocol):
 
 
 def prefill_of(buffer: Buffer, shape: MoEShape, alignment: int, max_recv_rows: int) -> Prefill:
-    return GroupedPrefill(buffer, shape, alignment, max_recv_rows)
+    """Inside a node the engine groups and adds; between nodes it moves rows as they are."""
+    if buffer._context.topology.num_nodes > 1:
+        return GroupedPrefill(buffer, shape, alignment, max_recv_rows)
+    return ExpandedPrefill(buffer, shape, alignment, max_recv_rows)
+
+
+class ExpandedPrefill:
+    """Rows arrive grouped, and combine weighs and adds them."""
+
+    def __init__(
+        self, buffer: Buffer, shape: MoEShape, alignment: int, max_recv_rows: int
+    ) -> None:
+        self._buffer = buffer
+        self._shape = shape
+        self._alignment = alignment
+        self._max_recv_rows = max_recv_rows
+
+    def send(
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, *, is_bounded: bool, is_async: bool
+    ) -> Sent:
+        shape = self._shape
+        recv, _, weights, counts, handle, event = self._buffer.dispatch(
+            quantise(x) if shape.fp8 else x,
+            topk_idx=topk_idx,
+            topk_weights=topk_weights,
+            num_experts=shape.num_experts,
+            expert_alignment=self._alignment,
+            num_worst_tokens=self._max_recv_rows if is_bounded else 0,
+            async_finish=is_async,
+            expand=True,
+            zero_padding=is_bounded or self._alignment > 1,
+        )
+        rows, scales = recv if isinstance(recv, tuple) else (recv, None)
+        assert weights is not None and isinstance(handle, Handle) and counts is not None
+        expansion = handle.expansion
+        assert expansion is not None
+        return Sent(
+            rows, scales, weights, counts, handle, event, is_bounded, handle.max_num_tokens,
+            expansion.expert_counts, expansion.expert_offsets,
+        )  # fmt: skip
+
+    def receive(self, sent: Sent) -> None:
+        pass
+
+    def combine(
+        self, rows: Tensor, weights: Tensor, handle: Handle, is_async: bool
+    ) -> tuple[Tensor, EventOverlap]:
+        combined, _, event = self._buffer.combine(
+            rows, handle, topk_weights=weights, apply_weights=True, async_finish=is_async
+        )
+        return combined, event
+
+    def dispatch_grads(
+        self, grad_rows: Tensor, grad_weights: Tensor, handle: Handle
+    ) -> tuple[Tensor, Tensor]:
+        grad_x, grad_topk_weights, _ = self._buffer.combine(
+            grad_rows.contiguous(), handle, topk_weights=grad_weights.contiguous()
+        )
+        assert grad_topk_weights is not None
+        return grad_x, grad_topk_weights
+
+    def combine_grads(
+        self, grad: Tensor, rows: Tensor, weights: Tensor, handle: Handle
+    ) -> tuple[Tensor, Tensor]:
+        recv = self._buffer.dispatch(grad.contiguous(), handle=handle, zero_padding=True)[0]
+        assert isinstance(recv, Tensor)
+        wide = recv.float()
+        return (wide * weights.unsqueeze(1)).to(grad.dtype), (rows.float() * wide).sum(dim=1)
 
 
 @dataclass(eq=False)

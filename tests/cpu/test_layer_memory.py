@@ -35,7 +35,7 @@ def test_the_tensors_of_a_call_are_as_large_as_estimated() -> None:
             memory = layer.memory
             batch = layer.dispatch(*inputs(case, group.rank(), 0), mode="prefill")
             # Outputs, sums and results; routing is random, so only about as many as uniform.
-            num_received = batch.state.handle.handle.num_recv_tokens
+            num_received = batch.state.handle.num_recv_tokens
             used = batch.x.nbytes + (num_received + 64) * layer.shape.row_bytes
             assert 0.7 < used / memory.prefill_call < 1.3, (used, memory.prefill_call)
             few = LayerCase(((6,) * 4,), 64, 6, hidden=256, experts=16, topk=4)
