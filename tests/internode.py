@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import matrix
 import payload
 import torch
 from cases import Case, make_inputs
-from roundtrip import CACHED_CALL, expert_outputs, verify_payload
+from roundtrip import CACHED_CALL, _to, _to_host, _wait, expert_outputs, verify_payload
 from torch import Tensor
 
 import deep_comm
 from deep_comm import reference_internode as reference
+
+# (nodes, ranks per node); one node takes the single-tier path and has tests of its own.
+SHAPES = [(2, 2), (2, 4), (4, 2), (3, 3), (8, 1), (2, 1), (3, 2), (2, 3)]
+
+ROUTINGS = ("random", "random", "skewed", "holes", "one_expert", "none", "duplicates")
 
 HANDLE_FIELDS = (
     "rdma_channel_prefix_matrix",
@@ -46,6 +53,41 @@ class InternodeCase(Case):
         return shape + super().__str__() + (rail if self.num_sms is not None else "")
 
 
+def random_case(seed: int, shape: tuple[int, int] | None = None) -> InternodeCase:
+    """A case that follows from the seed; ``shape``: (nodes, ranks per node)."""
+    choose = random.Random(seed)
+    num_nodes, ranks_per_node = SHAPES[seed % len(SHAPES)] if shape is None else shape
+    load = choose.choice(list(matrix.TOKENS.values()))
+    num_ranks = num_nodes * ranks_per_node
+    slots, rail_slots = choose.choice((1, 2, 5, 16)), choose.choice((2, 3, 8, 24))
+    dtype, scales = choose.choice(matrix.PAYLOADS)
+    return InternodeCase(
+        tuple(min(40, load(rank, num_ranks)) for rank in range(num_ranks)),
+        hidden=choose.choice((16, 80, 128)),
+        experts=choose.choice((num_ranks, 2 * num_ranks + 3, 64, 3)),
+        topk=choose.choice((1, 2, 5, 8)),
+        dtype=dtype,
+        combine_dtype=choose.choice((torch.bfloat16, torch.float16, torch.float32)),
+        routing=choose.choice(ROUTINGS),
+        idx_dtype=choose.choice((torch.int64, torch.int32)),
+        scales=scales,
+        num_sms=choose.choice((None, 2, 4, 6)),
+        send_chunk=choose.randint(1, slots),
+        slots=slots,
+        rail_chunk=choose.randint(1, rail_slots // 2),
+        rail_slots=rail_slots,
+        num_qps=choose.choice((1, 2, 3, 24)),
+        alignment=choose.choice((1, 1, 8)),
+        worst=choose.choice((0, 0, 3)),
+        zero_tail=choose.choice((False, True)),
+        biases=choose.choice((0, 1, 2)),
+        fused_layout=choose.choice((False, True)),
+        calls=choose.choice((1, 2)),
+        ranks_per_node=ranks_per_node,
+        seed=seed,
+    )
+
+
 @dataclass(frozen=True)
 class Received:
     """What one rank got out of one call; tensors on the host."""
@@ -76,77 +118,112 @@ def source_ranks(handle: deep_comm.InternodeHandle, num_rows: int) -> Tensor:
     return torch.searchsorted(ends, torch.arange(num_rows), right=True).clamp(max=len(ends) - 1)
 
 
-def call_once(buffer: deep_comm.Buffer, case: InternodeCase, call: int) -> Received:
-    """Layout, dispatch, cached dispatch, combine of one rank."""
-    rank, config = buffer.rank, config_of(case)
+def call_once(
+    buffer: deep_comm.Buffer, case: InternodeCase, call: int, options: dict | None = None
+) -> Received:
+    """Layout, dispatch, cached dispatch, combine of one rank. ``options``: stream arguments."""
+    rank, config, device = buffer.rank, config_of(case), buffer.device
+    options = dict(options or {})
     inputs = make_inputs(case, rank, call)
-    arguments: dict[str, Any] = dict(topk_idx=inputs.topk_idx, topk_weights=inputs.topk_weights)
+    x, scales = _to(inputs.x, device), _to(inputs.scales, device)
+    topk_idx = _to(inputs.topk_idx, device)
+    arguments: dict[str, Any] = dict(
+        topk_idx=topk_idx, topk_weights=_to(inputs.topk_weights, device)
+    )
     per_node = None
     if case.fused_layout:
         arguments["num_experts"] = case.experts
     else:
-        per_rank, per_node, per_expert, mask, _ = buffer.get_dispatch_layout(
-            inputs.topk_idx, case.experts
+        per_rank, per_node, per_expert, mask, event = buffer.get_dispatch_layout(
+            topk_idx, case.experts, **options
         )
+        _wait(event)
         arguments.update(
             num_tokens_per_rank=per_rank,
             num_tokens_per_rdma_rank=per_node,
             is_token_in_rank=mask,
             num_tokens_per_expert=per_expert,
         )
-    scales = inputs.scales
-    recv, recv_topk_idx, recv_weights, counts, handle, _ = buffer.dispatch(
-        inputs.x if scales is None else (inputs.x, scales),
+    recv, recv_topk_idx, recv_weights, counts, handle, event = buffer.dispatch(
+        x if scales is None else (x, scales),
         **arguments,
         expert_alignment=case.alignment,
         num_worst_tokens=case.num_worst_tokens,
         zero_tail=case.zero_tail,
         config=config,
+        **options,
     )
+    _wait(event)
     recv_x, recv_scales = recv if isinstance(recv, tuple) else (recv, None)
+    _settle_rail(buffer)
     before = buffer.rail_put_bytes
-    again = payload.rows(rank, case.tokens[rank], case.hidden, case.dtype, call + CACHED_CALL)
-    cached, *nothing, _ = buffer.dispatch(
-        again if scales is None else (again, scales), handle=tuple(handle), config=config
+    again = _to(
+        payload.rows(rank, case.tokens[rank], case.hidden, case.dtype, call + CACHED_CALL), device
     )
+    cached, *nothing, event = buffer.dispatch(
+        again if scales is None else (again, scales), handle=tuple(handle), config=config, **options
+    )
+    _wait(event)
+    _settle_rail(buffer)
     assert nothing == [None, None, None, None]
     cached_bytes = [
         [now - then for now, then in zip(*queues, strict=True)]
         for queues in zip(buffer.rail_put_bytes, before, strict=True)
     ]
     src_rank = source_ranks(handle, recv_x.shape[0])
-    y = expert_outputs(case, src_rank, handle.recv_src_idx, rank, call)
-    combined_x, combined_weights, _ = buffer.combine(
-        y, handle, topk_weights=recv_weights, bias=inputs.bias, config=config
+    y = _to(expert_outputs(case, src_rank, _to_host(handle.recv_src_idx), rank, call), device)
+    combined_x, combined_weights, event = buffer.combine(
+        y,
+        handle,
+        topk_weights=recv_weights,
+        bias=_to(inputs.bias, device),
+        config=config,
+        **options,
     )
+    _wait(event)
     return Received(
-        recv_x=recv_x,
-        recv_scales=recv_scales,
-        recv_topk_idx=recv_topk_idx,
-        recv_topk_weights=recv_weights,
+        recv_x=_to_host(recv_x),
+        recv_scales=None if recv_scales is None else _to_host(recv_scales),
+        recv_topk_idx=_to_host(recv_topk_idx),
+        recv_topk_weights=_to_host(recv_weights),
         counts=list(counts),
-        num_tokens_per_node=per_node,
-        handle=handle,
-        cached_x=cached[0] if isinstance(cached, tuple) else cached,
+        num_tokens_per_node=None if per_node is None else _to_host(per_node),
+        handle=deep_comm.InternodeHandle(
+            *(_to_host(part) for part in handle), recv_src_idx=_to_host(handle.recv_src_idx)
+        ),
+        cached_x=_to_host(cached[0] if isinstance(cached, tuple) else cached),
         cached_bytes=cached_bytes,
-        combined_x=combined_x,
-        combined_weights=combined_weights,
+        combined_x=_to_host(combined_x),
+        combined_weights=_to_host(combined_weights),
     )
 
 
-def run_case(group: Any, case: InternodeCase, timeout_s: float = 60.0) -> list[Received]:
+def _settle_rail(buffer: deep_comm.Buffer) -> None:
+    """On CUDA, before the counters of bytes are read: kernels have ended, and the NIC has taken all."""
+    if buffer.device.type == "cuda":
+        torch.cuda.synchronize()
+        buffer.runtime.quiet_rail()
+
+
+def run_case(
+    group: Any,
+    case: InternodeCase,
+    timeout_s: float = 60.0,
+    device: torch.device | str = "cpu",
+    options: dict | None = None,
+) -> list[Received]:
     """All calls of a case on one rank."""
     with deep_comm.Buffer(
         group,
         case.nvl_bytes,
         case.rdma_bytes,
         num_qps_per_rank=case.num_qps,
-        device="cpu",
+        device=device,
         timeout_s=timeout_s,
         ranks_per_node=case.ranks_per_node,
         num_max_experts=max(case.experts, 64),
     ) as buffer:
-        return [call_once(buffer, case, call) for call in range(case.calls)]
+        return [call_once(buffer, case, call, options) for call in range(case.calls)]
 
 
 def verify(case: InternodeCase, results: Sequence[Sequence[Received]]) -> None:

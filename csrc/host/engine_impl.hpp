@@ -85,6 +85,7 @@ void Engine<Target>::close() {
   target_.free_mapped(counts_);
   if (low_latency_report_ != nullptr) target_.free_mapped(low_latency_report_);
   if (is_internode()) {
+    target_.close_rail();
     target_.free_mapped(rail_bases_);
     target_.free_mapped(rail_byte_counters_);
     target_.free_mapped(internode_counts_);

@@ -74,7 +74,8 @@ void Engine<Target>::enable_internode(const InternodeOptions& options) {
   }
   tiers_.rank = options.node * num_local + world_.rank;
   tiers_.rail.node = options.node;
-  tiers_.rail.port = {rail_bases_, rail_byte_counters_, options.num_qps, {}};
+  tiers_.rail.port = target_.open_rail({rail_bases_, rail_byte_counters_, options.num_qps, {}},
+                                       options.num_nodes, world_.timeout_ns);
   tiers_.rail.layout = RailLayout::make(world_.layout.data + data_bytes_, options.num_nodes,
                                         num_local, num_max_experts_);
   if constexpr (Target::kHasRail) {

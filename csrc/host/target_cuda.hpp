@@ -1,6 +1,10 @@
 // The GPU target. `launch` is defined in engine_cuda.cu, the only file that nvcc compiles for it.
 #pragma once
 
+#include <memory>
+#include <vector>
+
+#include "host/software_nic_cuda.hpp"
 #include "host/target.hpp"
 
 namespace deep_comm {
@@ -43,13 +47,22 @@ class CudaTarget {
   void store(T* word, T value) {
     copy_in(word, &value, sizeof(T));
   }
-  void quiet_rail() {}
+  RailPort open_rail(RailPort port, int num_nodes, uint64_t timeout_ns) {
+    nic_ = std::make_shared<SoftwareNic>(device_,
+                                         std::vector<uint8_t*>(port.bases, port.bases + num_nodes),
+                                         port.num_qps, port.num_bytes, timeout_ns);
+    port.queue = nic_->queue();
+    return port;
+  }
+  void close_rail() { nic_.reset(); }
+  void quiet_rail() { nic_->quiet(); }
   bool is_idle(uint64_t stream);
 
  private:
   void copy_in(void* memory, const void* source, size_t num_bytes);
 
   int device_;
+  std::shared_ptr<SoftwareNic> nic_;  // of a group of several nodes
 };
 
 }  // namespace deep_comm

@@ -106,7 +106,7 @@ class _CudaHeap:
 
 class CudaBackend:
     is_synchronous = False
-    has_rail = False  # the rail's software NIC and NVSHMEM are to come
+    has_rail = _Engine.has_rail
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -2,19 +2,12 @@
 
 import random
 
-import matrix
 import pytest
 import torch
 from cases import Scales
-from internode import InternodeCase, run_case, verify
+from internode import InternodeCase, random_case, run_case, verify
 
 from deep_comm import local
-
-# (nodes, ranks per node); one node takes the single-tier path and has tests of its own.
-SHAPES = [(2, 2), (2, 4), (4, 2), (3, 3), (8, 1), (2, 1), (3, 2), (2, 3)]
-
-ROUTINGS = ("random", "random", "skewed", "holes", "one_expert", "none", "duplicates")
-
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,40 +16,6 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def check(case: InternodeCase) -> None:
     verify(case, local.run(lambda group: run_case(group, case), case.num_ranks, timeout_s=120))
-
-
-def random_case(seed: int) -> InternodeCase:
-    choose = random.Random(seed)
-    num_nodes, ranks_per_node = SHAPES[seed % len(SHAPES)]
-    load = choose.choice(list(matrix.TOKENS.values()))
-    num_ranks = num_nodes * ranks_per_node
-    slots, rail_slots = choose.choice((1, 2, 5, 16)), choose.choice((2, 3, 8, 24))
-    dtype, scales = choose.choice(matrix.PAYLOADS)
-    return InternodeCase(
-        tuple(min(40, load(rank, num_ranks)) for rank in range(num_ranks)),
-        hidden=choose.choice((16, 80, 128)),
-        experts=choose.choice((num_ranks, 2 * num_ranks + 3, 64, 3)),
-        topk=choose.choice((1, 2, 5, 8)),
-        dtype=dtype,
-        combine_dtype=choose.choice((torch.bfloat16, torch.float16, torch.float32)),
-        routing=choose.choice(ROUTINGS),
-        idx_dtype=choose.choice((torch.int64, torch.int32)),
-        scales=scales,
-        num_sms=choose.choice((None, 2, 4, 6)),
-        send_chunk=choose.randint(1, slots),
-        slots=slots,
-        rail_chunk=choose.randint(1, rail_slots // 2),
-        rail_slots=rail_slots,
-        num_qps=choose.choice((1, 2, 3, 24)),
-        alignment=choose.choice((1, 1, 8)),
-        worst=choose.choice((0, 0, 3)),
-        zero_tail=choose.choice((False, True)),
-        biases=choose.choice((0, 1, 2)),
-        fused_layout=choose.choice((False, True)),
-        calls=choose.choice((1, 2)),
-        ranks_per_node=ranks_per_node,
-        seed=seed,
-    )
 
 
 @pytest.mark.parametrize("case", [random_case(seed) for seed in range(96)], ids=str)

@@ -1,0 +1,54 @@
+// A NIC in software, for GPU hosts without one: kernels post descriptors to a ring in pinned memory, and a thread
+// of the rank's process carries them out with the copy engines. See arch::rail_put for what it promises.
+//
+// Every queue (peer, qp) belongs to one CUDA stream, on which it stays in order; streams run as they like.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "device/arch/types.cuh"
+
+namespace deep_comm {
+
+class SoftwareNic {
+ public:
+  // peer_bases: [num_peers], as this process addresses them. num_bytes: [num_peers, num_qps], counted here.
+  SoftwareNic(int device, std::vector<uint8_t*> peer_bases, int num_qps, uint64_t* num_bytes,
+              uint64_t timeout_ns);
+  ~SoftwareNic();
+  SoftwareNic(const SoftwareNic&) = delete;
+  SoftwareNic& operator=(const SoftwareNic&) = delete;
+
+  RailQueue queue() const { return queue_; }
+  // While no kernel runs: everything posted has landed. Throws after timeout_ns, or if a copy failed.
+  void quiet();
+
+ private:
+  void run();
+  // Carries out the next descriptor; false: there is none yet.
+  bool take();
+  void carry_out(const RailDescriptor& op);
+
+  static constexpr uint32_t kDepth = 1 << 14;
+  static constexpr int kMaxStreams = 16;
+
+  int device_;
+  std::vector<uint8_t*> peer_bases_;
+  int num_qps_;
+  uint64_t* num_bytes_;
+  RailQueue queue_{};
+  uint64_t* num_taken_ = nullptr;
+  std::vector<void*> streams_;   // cudaStream_t
+  void* write_value_ = nullptr;  // cuStreamWriteValue64
+  uint64_t next_ticket_ = 0;
+  std::atomic<bool> is_stopping_{false};
+  std::atomic<bool> has_failed_{false};
+  std::string failure_;  // written before has_failed_
+  std::thread thread_;
+};
+
+}  // namespace deep_comm

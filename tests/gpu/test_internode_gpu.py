@@ -1,0 +1,149 @@
+"""tests/cpu/test_internode.py on GPUs: one host's GPUs as logical nodes, over the software NIC."""
+
+import dataclasses
+import time
+
+import pytest
+import torch
+from gpu_cases import run
+from internode import InternodeCase, random_case, run_case, verify
+
+import deep_comm
+from deep_comm import errors
+
+
+def shapes(num_ranks: int) -> list[tuple[int, int]]:
+    """(nodes, ranks per node) of at most ``num_ranks`` GPUs, several nodes each."""
+    wanted = [(2, 1), (3, 1), (2, 2), (4, 1), (3, 2), (2, 4), (4, 2), (8, 1)]
+    return [shape for shape in wanted if shape[0] * shape[1] <= num_ranks]
+
+
+def run_cases(group, cases: list[InternodeCase], options: dict) -> list:
+    device = torch.device("cuda", torch.cuda.current_device())
+    return [run_case(group, case, device=device, options=options) for case in cases]
+
+
+def check(cases: list[InternodeCase], options: dict | None = None, **run_options) -> None:
+    results = run(run_cases, cases[0].num_ranks, cases, options or {}, **run_options)
+    failures = []
+    for number, case in enumerate(cases):
+        try:
+            verify(case, [ranks[number] for ranks in results])
+        except AssertionError as error:
+            failures.append(f"{case}: {error}")
+    assert not failures, "\n".join(failures)
+
+
+def random_cases(shape: tuple[int, int], first_seed: int, num_cases: int) -> list[InternodeCase]:
+    cases = [random_case(first_seed + number, shape) for number in range(num_cases)]
+    # A default config on a GPU has ten channels and takes more room than one on the host.
+    return [
+        dataclasses.replace(case, nvl_bytes=128 << 20, rdma_bytes=128 << 20) for case in cases
+    ]
+
+
+def test_every_rank_gets_its_rows_and_sums(num_ranks: int) -> None:
+    for shape in shapes(num_ranks):
+        check(random_cases(shape, first_seed=100 * shape[0] + shape[1], num_cases=24))
+
+
+def test_asynchronous_calls_give_the_same(num_ranks: int) -> None:
+    shape = shapes(num_ranks)[-1]
+    check(random_cases(shape, first_seed=900, num_cases=8), {"async_finish": True})
+
+
+def test_nccl_group_serves_as_well(num_ranks: int) -> None:
+    check(random_cases(shapes(num_ranks)[-1], first_seed=950, num_cases=4), backend="nccl")
+
+
+def test_many_tokens_at_a_model_shape(num_ranks: int) -> None:
+    for num_nodes, ranks_per_node in shapes(num_ranks):
+        num = num_nodes * ranks_per_node
+        case = InternodeCase(
+            tuple(512 + 97 * rank for rank in range(num)), hidden=7168, experts=64, topk=8,
+            biases=1, calls=3, nvl_bytes=512 << 20, rdma_bytes=512 << 20, num_sms=24,
+            send_chunk=6, slots=64, rail_chunk=6, rail_slots=64, ranks_per_node=ranks_per_node,
+        )  # fmt: skip
+        check([case])
+
+
+def test_a_hundred_calls_with_rings_of_few_slots(num_ranks: int) -> None:
+    num_nodes, ranks_per_node = shapes(num_ranks)[-1]
+    case = InternodeCase(
+        tuple(40 + 7 * rank for rank in range(num_nodes * ranks_per_node)), hidden=512, experts=32,
+        topk=4, num_sms=4, send_chunk=2, slots=3, rail_chunk=1, rail_slots=2, calls=100,
+        ranks_per_node=ranks_per_node,
+    )  # fmt: skip
+    check([case])
+
+
+def silent_rank(group, silent: int, ranks_per_node: int):
+    device = torch.device("cuda", torch.cuda.current_device())
+    with deep_comm.Buffer(
+        group, 64 << 20, 64 << 20, device=device, timeout_s=3.0, ranks_per_node=ranks_per_node
+    ) as buffer:
+        x = torch.ones(64, 256, dtype=torch.bfloat16, device=device)
+        idx = (torch.arange(128, device=device) % 16).view(64, 2)
+        recv_x, *_, handle, _ = buffer.dispatch(x, topk_idx=idx, num_experts=16)
+        torch.cuda.synchronize()
+        named = None
+        if buffer.rank != silent:
+            try:
+                buffer.combine(recv_x, handle)
+                torch.cuda.synchronize()
+                buffer.check()
+            except errors.PeerTimeout as error:
+                named = error.peer
+        else:
+            time.sleep(8.0)
+        buffer.reset()
+        recv_x, *_, handle, _ = buffer.dispatch(x, topk_idx=idx, num_experts=16)
+        combined, *_ = buffer.combine(recv_x, handle)
+        copies = handle.is_token_in_rank.sum(1, keepdim=True)
+        assert torch.equal(combined, x * copies)
+        return named
+
+
+def test_a_silent_rank_is_named_and_the_buffer_recovers(num_ranks: int) -> None:
+    num_nodes, ranks_per_node = shapes(num_ranks)[-1]
+    num = num_nodes * ranks_per_node
+    named = run(silent_rank, num, num - 1, ranks_per_node)
+    assert named == [num - 1] * (num - 1) + [None]
+
+
+def timed(group, ranks_per_node: int):
+    device = torch.device("cuda", torch.cuda.current_device())
+    config = deep_comm.Config(24, 6, 256, 6, 128)
+    results = {}
+    with deep_comm.Buffer(
+        group, 1 << 30, 1 << 30, device=device, timeout_s=20.0, ranks_per_node=ranks_per_node
+    ) as buffer:
+        x = torch.randn(4096, 7168, device=device).to(torch.bfloat16)
+        idx = torch.rand(4096, 256, device=device).topk(8).indices
+        recv_x, *_, handle, _ = buffer.dispatch(x, topk_idx=idx, num_experts=256, config=config)
+        calls = {
+            "dispatch": lambda: buffer.dispatch(x, handle, config=config),
+            "combine": lambda: buffer.combine(recv_x, handle, config=config),
+        }
+        for name, call in calls.items():
+            for _ in range(3):
+                call()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(10):
+                call()
+            end.record()
+            end.synchronize()
+            buffer.check()
+            results[name] = begin.elapsed_time(end) * 100  # us a call
+    return results
+
+
+@pytest.mark.parametrize("split", ["one node", "two nodes"])
+def test_cached_calls_at_4096_tokens_end(num_ranks: int, split: str, capsys) -> None:
+    """Prints the time of a call; performance is no verdict here."""
+    num = num_ranks // 2 * 2
+    slowest = run(timed, num, num if split == "one node" else num // 2)
+    with capsys.disabled():
+        for name in ("dispatch", "combine"):
+            print(f"\n{num} GPUs as {split}: {name} {max(r[name] for r in slowest):.0f} us")
