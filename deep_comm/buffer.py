@@ -505,7 +505,8 @@ class Buffer(InternodeCalls, LowLatencyCalls):
         if num_sms is None:
             wanted = self.num_sms  # of this Buffer, of its class, or of all
             num_sms = wanted if max_sms is None else min(wanted, max_sms)
-        return recommended(self.group_size, num_sms)
+        # Groups of several nodes may have any size.
+        return recommended(configs.known_size(self.group_size), num_sms)
 
     def _default_for_rows(self, operation: str) -> Config | DefaultConfig:
         """For "dispatch" or "combine" inside a node: docs/guide/sms.md."""

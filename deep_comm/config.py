@@ -74,34 +74,45 @@ class Config:
         """Slots of a ring inside a node."""
         return -(-self.num_max_nvl_chunked_recv_tokens // 2)
 
-    def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+    def get_nvl_buffer_size_hint(
+        self, hidden_bytes: int, num_ranks: int, ranks_per_node: int = MAX_RANKS_PER_NODE
+    ) -> int:
         """num_nvl_bytes for rows of ``hidden_bytes`` with up to 128 top-k and scale columns."""
-        num_local, num_nodes = _split_ranks(num_ranks)
+        num_local, num_nodes = _split_ranks(num_ranks, ranks_per_node)
         words_per_pair = (2 * num_nodes + 3) * 4  # of SMs
         slot_bytes = hidden_bytes + _SLOT_METADATA_BYTES
         per_pair = words_per_pair + 2 * self.num_slots * slot_bytes
         return _align(-(-self.num_channels // 2) * num_local * per_pair)
 
-    def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+    def get_rdma_buffer_size_hint(
+        self, hidden_bytes: int, num_ranks: int, ranks_per_node: int = MAX_RANKS_PER_NODE
+    ) -> int:
         """num_rdma_bytes that serves rows of ``hidden_bytes``; 0 inside a node."""
-        if num_ranks <= MAX_RANKS_PER_NODE:
+        if num_ranks <= ranks_per_node:
             return 0
-        _, num_nodes = _split_ranks(num_ranks)
+        _, num_nodes = _split_ranks(num_ranks, ranks_per_node)
         words_per_ring = (MAX_RANKS_PER_NODE * 2 + 2) * 4
         slot_bytes = hidden_bytes + _SLOT_METADATA_BYTES + 16
         per_ring = words_per_ring + self.num_max_rdma_chunked_recv_tokens * slot_bytes
         return _align(self.num_channels * num_nodes * per_ring)
 
 
-def _split_ranks(num_ranks: int) -> tuple[int, int]:
-    """(ranks per node, nodes) of ``num_ranks`` ranks on nodes of eight."""
+def _split_ranks(num_ranks: int, ranks_per_node: int = MAX_RANKS_PER_NODE) -> tuple[int, int]:
+    """(ranks per node, nodes) of ``num_ranks`` ranks."""
+    if not 1 <= ranks_per_node <= MAX_RANKS_PER_NODE:
+        raise ArgumentError("ranks_per_node", ranks_per_node, f"must be 1 to {MAX_RANKS_PER_NODE}")
     if num_ranks < 1:
         raise ArgumentError("num_ranks", num_ranks, "must be at least 1")
-    if num_ranks > MAX_RANKS_PER_NODE and num_ranks % MAX_RANKS_PER_NODE != 0:
+    if num_ranks > ranks_per_node and num_ranks % ranks_per_node != 0:
         raise ArgumentError(
-            "num_ranks", num_ranks, f"must be a multiple of {MAX_RANKS_PER_NODE} beyond one node"
+            "num_ranks", num_ranks, f"must be a multiple of {ranks_per_node} beyond one node"
         )
-    return min(num_ranks, MAX_RANKS_PER_NODE), max(num_ranks // MAX_RANKS_PER_NODE, 1)
+    return min(num_ranks, ranks_per_node), max(num_ranks // ranks_per_node, 1)
+
+
+def known_size(num_ranks: int) -> int:
+    """The largest size of a group, up to ``num_ranks``, that the recommended configs know."""
+    return max(size for size in _DISPATCH if size <= max(1, num_ranks))
 
 
 def _align(num_bytes: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deep_comm.config import Config, plan_rings
 from deep_comm.context import Context
@@ -56,6 +56,15 @@ def plan_two_tiers(
     return known
 
 
+def _with_channels_of_two_sms(config: Config) -> Config:
+    """As plan_rings wants it, whose channels are one SM each, with half as many slots."""
+    return replace(
+        config,
+        num_sms=max(1, config.num_sms // 2),
+        num_max_nvl_chunked_recv_tokens=2 * config.num_max_nvl_chunked_recv_tokens,
+    )
+
+
 def _plan(
     ctx: Context,
     config: Config | None,
@@ -82,11 +91,15 @@ def _plan(
 
     chosen = config if config is not None else default
     assert chosen is not None
+    if config is not None and (config.num_sms < 2 or config.num_sms % 2 != 0):
+        raise ArgumentError("config.num_sms", config.num_sms, "must be even and at least 2 between nodes")
+    halved = _with_channels_of_two_sms(chosen)
+    max_sms = ctx.backend.max_sms
     rings = plan_rings(
-        config,
-        chosen,
+        None if config is None else halved,
+        halved,
         num_channels=num_channels,
-        max_sms=ctx.backend.max_sms,
+        max_sms=None if max_sms is None else max_sms // 2,
         num_nvl_bytes=ctx.num_nvl_bytes,
         num_ring_bytes=ctx.num_ring_bytes,
         ring_bytes=ring_bytes,

@@ -138,6 +138,7 @@ def test_reset_makes_the_buffer_usable_after_a_stalled_rail() -> None:
     def fn(group):
         with make_buffer(group, timeout_s=2.0) as buffer:
             internode.call_once(buffer, case, 0)
+            group.barrier()  # the others need not its last signals any more
             if group.rank() == 1:
                 group.simulation.stall_rail(1)
             try:
@@ -170,6 +171,29 @@ def test_buffer_sizes_name_the_bytes_that_are_needed() -> None:
             buffer.dispatch(**{**arguments_of(), "config": deep_comm.Config(4, 1, 2, 8, 4096)})
 
     local.run(enough, 2 * RANKS_PER_NODE + 2, timeout_s=60)
+
+
+@pytest.mark.parametrize(("num_nodes", "ranks_per_node"), [(3, 2), (2, 4), (9, 1)])
+def test_size_hints_suffice(num_nodes: int, ranks_per_node: int) -> None:
+    config = deep_comm.Config(4, 3, 7, 2, 5)
+    num_ranks = num_nodes * ranks_per_node
+    case = InternodeCase(
+        (6,) * num_ranks, hidden=112, experts=2 * num_ranks, topk=6, num_sms=4, send_chunk=3,
+        slots=7, rail_chunk=2, rail_slots=5, ranks_per_node=ranks_per_node,
+        nvl_bytes=config.get_nvl_buffer_size_hint(224, num_ranks, ranks_per_node),
+        rdma_bytes=config.get_rdma_buffer_size_hint(224, num_ranks, ranks_per_node),
+    )  # fmt: skip
+    results = local.run(lambda group: run_case(group, case), num_ranks, timeout_s=120)
+    assert results[0][0].handle.num_channels == 2  # two SMs make a channel
+    verify(case, results)
+
+
+def test_an_odd_number_of_sms_is_refused() -> None:
+    def fn(group):
+        with make_buffer(group) as buffer, pytest.raises(errors.ArgumentError, match="even"):
+            buffer.dispatch(**{**arguments_of(), "config": deep_comm.Config(3, 1, 2, 1, 2)})
+
+    local.run(fn, NUM_RANKS, timeout_s=60)
 
 
 def test_handles_are_checked() -> None:
