@@ -22,7 +22,7 @@ struct ChunkedRows {
   int chunk_rows;
 
   DC_DEVICE static ChunkedRows of(int num_rows) {
-    constexpr int kMinRows = 2;  // the fewer, the sooner a token can be added
+    constexpr int kMinRows = 1;  // the fewer, the sooner a token can be added
     return {num_rows, max_of(kMinRows, ceil_div(num_rows, kMaxChunks))};
   }
   DC_DEVICE int num_chunks() const { return ceil_div(num_rows, chunk_rows); }
