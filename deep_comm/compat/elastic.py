@@ -336,6 +336,7 @@ class ElasticBuffer(Refused):
                 zero_padding=do_zero_padding and do_expand,
                 **options,
             )
+            assert native is not None and recv_idx is not None
             made = EPHandle(
                 native,
                 self.rank_idx,
@@ -532,7 +533,7 @@ class ElasticBuffer(Refused):
                 handle.native,
                 topk_weights,
                 bias,
-                previous_event=events[0] if events else None,
+                previous_event=EventOverlap(events[0]) if events else None,
                 async_finish=is_async,
                 allocate_on_comm_stream=bool(events) and is_async,
             )

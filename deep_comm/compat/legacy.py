@@ -204,7 +204,7 @@ class Buffer(deep_comm.Buffer):
         )
         return recv_x, recv_topk_idx, recv_topk_weights, counts, HandleTuple.of(native), event
 
-    def combine(
+    def combine(  # type: ignore[override]
         self,
         x: Tensor,
         handle: Sequence[Tensor],

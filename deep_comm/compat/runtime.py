@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ class Runtime:
     def __init__(self, buffer: Buffer) -> None:
         self._buffer = weakref.ref(buffer)
 
-    def _get(self) -> Any:
+    def _get(self) -> Buffer:
         buffer = self._buffer()
         if buffer is None:
             raise ReferenceError("the Buffer of this runtime is gone")

@@ -29,7 +29,7 @@ class Stage(enum.Enum):
     COMBINE_SENT = "combine_a"
 
 
-class DeepCommDispatcher(sglang.BaseDispatcher):
+class DeepCommDispatcher(sglang.BaseDispatcher):  # type: ignore[misc]
     """Emits DeepEPNormalDispatchOutput and DeepEPLLDispatchOutput, so that every runner that SGLang has
     for them works. Both modes share one Buffer, and nothing is cleaned between them.
 
@@ -145,6 +145,7 @@ class DeepCommDispatcher(sglang.BaseDispatcher):
         self._advance(Stage.COMBINE_SENT, Stage.READY)
         (combined, event, hook), self._pending = self._pending, ()
         _finish(event, hook)
+        assert isinstance(combined, Tensor)
         return combined
 
     def register_deepep_dispatch_hook(self, hook: Callable[[Any], object]) -> Any:

@@ -16,7 +16,7 @@ from deep_comm.integrations.vllm.normal import Prepared, is_fp8_in_blocks
 _SCALE_BLOCK = 128
 
 
-class LowLatencyPrepareFinalize(vllm.FusedMoEPrepareAndFinalizeModular):
+class LowLatencyPrepareFinalize(vllm.FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc]
     """Low-latency dispatch and combine, in two phases each; nothing waits on the host.
 
     Experts may write straight into combine's memory (allocate_fused_expert_output).

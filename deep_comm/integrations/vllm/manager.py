@@ -25,7 +25,7 @@ def _buffer_bytes() -> int:
         raise ArgumentError("VLLM_DEEPEP_BUFFER_SIZE_MB", text, "must be a number") from None
 
 
-class DeepCommAll2AllManager(vllm.All2AllManagerBase):
+class DeepCommAll2AllManager(vllm.All2AllManagerBase):  # type: ignore[misc]
     """Hands out Buffers; dispatch and combine are the modular kernels' alone."""
 
     def __init__(

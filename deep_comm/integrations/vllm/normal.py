@@ -18,7 +18,7 @@ _ROW_BYTES = 16
 Prepared = tuple[Tensor, Tensor | None, Any, Tensor | None, Tensor | None]
 
 
-class NormalPrepareFinalize(vllm.FusedMoEPrepareAndFinalizeModular):
+class NormalPrepareFinalize(vllm.FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc]
     """Dispatch and combine in normal mode; with ``decode_tokens`` small steps go in low-latency mode,
     whose compact rows have the same format.
 
@@ -203,6 +203,7 @@ class NormalPrepareFinalize(vllm.FusedMoEPrepareAndFinalizeModular):
         def receive() -> Prepared:
             assert hook is not None
             assert handle.recv_topk_idx is not None and handle.recv_topk_weights is not None
+            assert handle.num_recv_tokens is not None
             hook()
             rows, scales = recv if isinstance(recv, tuple) else (recv, None)
             if not use_fp8:
