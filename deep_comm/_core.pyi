@@ -221,6 +221,17 @@ class Engine:
         num_channels: int,
         stream: int,
     ) -> None: ...
+    def transpose_scales(
+        self,
+        *,
+        src: int,  # [num_rows, num_columns] words of 4 bytes
+        dst: int,  # out [num_columns, column_stride]
+        num_rows: int,
+        num_columns: int,
+        column_stride: int,
+        num_channels: int,
+        stream: int,
+    ) -> None: ...
     def reduce_experts(
         self,
         *,

@@ -22,6 +22,7 @@ from deep_comm.ops.call import CallOptions, StreamOptions
 from deep_comm.ops.combine import combine
 from deep_comm.ops.dispatch import DispatchResult, cached_dispatch, dispatch
 from deep_comm.ops.layout import get_dispatch_layout
+from deep_comm.ops.scales import PLAIN, ScaleOptions
 from deep_comm.internode_buffer import InternodeCalls
 from deep_comm.internode_handle import InternodeHandle
 from deep_comm.low_latency_buffer import LowLatencyCalls
@@ -333,6 +334,10 @@ class Buffer(InternodeCalls, LowLatencyCalls):
         zero_tail: bool = False,
         expand: bool = False,
         zero_padding: bool = False,
+        use_fp8: bool = False,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        column_major_scales: bool = False,
     ) -> DispatchResult:
         """Send each token to the ranks of its experts. Collective.
 
@@ -362,6 +367,13 @@ class Buffer(InternodeCalls, LowLatencyCalls):
                 the returned counts, or num_worst_tokens, which must leave room for the padding too.
                 A handle remembers it: cached dispatches and combines with it are expanded.
             zero_padding: with expand, rows of no token are zeros; otherwise they are not written.
+            use_fp8: x is bfloat16 [T, H], H a multiple of 128, and travels as e4m3 with a float32
+                scale for 128 columns, largest magnitude / 448, at least 1e-4 / 448: recv_x is a
+                pair as if the caller had quantised x. Rows are cast once, by their sender.
+            round_scale: with use_fp8, scales are rounded up to powers of two.
+            use_ue8m0: with round_scale, scales are exponent bytes, four in an int32 [N, ceil(S/4)].
+            column_major_scales: scales of 4 bytes, quantised here or given, come back stored column
+                by column, each column at a multiple of 16 bytes (one more pass over the scales).
 
         Returns:
             recv_x: [N, H], sorted by (source rank, source token); with scales (recv_x, [N, S]).
@@ -379,8 +391,9 @@ class Buffer(InternodeCalls, LowLatencyCalls):
             PeerTimeout: a peer stayed silent; reset() makes the Buffer usable again.
         """
         if self._is_internode:
-            if expand or zero_padding:
-                raise UnsupportedError("expand is not in this version between nodes")
+            if expand or zero_padding or use_fp8 or column_major_scales:
+                name = "expand" if expand or zero_padding else "use_fp8"
+                raise UnsupportedError(f"{name} is not in this version between nodes")
             return self.internode_dispatch(
                 x,
                 handle,
@@ -404,12 +417,21 @@ class Buffer(InternodeCalls, LowLatencyCalls):
             None if config is not None else self._default_for_rows("dispatch"),
             StreamOptions.checked(previous_event, async_finish, allocate_on_comm_stream),
         )
+        scale_options = PLAIN
+        if use_fp8 or round_scale or use_ue8m0 or column_major_scales:
+            scale_options = ScaleOptions(use_fp8, round_scale, use_ue8m0, column_major_scales)
         if handle is not None:
             if topk_idx is not None or topk_weights is not None:
                 name = "topk_weights" if topk_idx is None else "topk_idx"
                 raise ArgumentError(name, None, "must be left away with a handle")
             return cached_dispatch(
-                self._context, x, handle, expand=expand, zero_padding=zero_padding, options=options
+                self._context,
+                x,
+                handle,
+                expand=expand,
+                zero_padding=zero_padding,
+                scale_options=scale_options,
+                options=options,
             )
         return dispatch(
             self._context,
@@ -425,6 +447,7 @@ class Buffer(InternodeCalls, LowLatencyCalls):
             zero_tail=zero_tail,
             expand=expand,
             zero_padding=zero_padding,
+            scale_options=scale_options,
             options=options,
         )
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from deep_comm.errors import ArgumentError
 
+if TYPE_CHECKING:
+    from deep_comm.backends import Launch
+
 MAX_TOPK = 64
 ROW_ALIGNMENT = 16
+SCALE_BLOCK = 128  # columns of a row that share a scale when the engine quantises
 TOPK_IDX_DTYPES = (torch.int64, torch.int32)
 COMBINE_DTYPES = {
     torch.bfloat16: "bfloat16",
@@ -115,6 +119,31 @@ class Payload:
             self.scale_row_bytes = self.num_scales * self.scale_bytes
 
 
+class QuantisedPayload(Payload):
+    """bfloat16 rows that the engine casts to FP8 on their way: e4m3, a scale for 128 columns.
+
+    ``x`` and ``scales`` are its scratch, which ring mode sends from; ``allocate`` makes them.
+    """
+
+    __slots__ = ("source", "round_scale", "use_ue8m0")
+
+    def __init__(self, source: Tensor, round_scale: bool, use_ue8m0: bool) -> None:
+        self.source = source  # [T, H]
+        self.round_scale = round_scale
+        self.use_ue8m0 = use_ue8m0
+        self.num_tokens, self.hidden = source.shape
+        self.row_bytes = self.hidden
+        num_blocks = self.hidden // SCALE_BLOCK
+        self.num_scales = -(-num_blocks // 4) if use_ue8m0 else num_blocks
+        self.scale_bytes = 4
+        self.scale_row_bytes = 4 * self.num_scales
+
+    def allocate(self, launch: Launch) -> None:
+        self.x = launch.empty((self.num_tokens, self.hidden), torch.float8_e4m3fn)
+        scale_dtype = torch.int32 if self.use_ue8m0 else torch.float32
+        self.scales = launch.empty((self.num_tokens, self.num_scales), scale_dtype)
+
+
 def _row(name: str, x: Tensor) -> None:
     row_bytes = x.shape[1] * x.element_size()
     if row_bytes == 0 or row_bytes % ROW_ALIGNMENT != 0:
@@ -147,6 +176,20 @@ def payload(x: Any, device: torch.device) -> Payload:
         if scales.shape[1] == 0:
             raise ArgumentError("x_scales", list(scales.shape), "must have at least one column")
     return Payload(x, scales)
+
+
+def quantised_payload(
+    x: Any, device: torch.device, round_scale: bool, use_ue8m0: bool
+) -> QuantisedPayload:
+    """dispatch's x with use_fp8."""
+    if isinstance(x, (tuple, list)):
+        raise ArgumentError("x", f"{len(x)} items", "must be a tensor without scales with use_fp8")
+    x = tensor("x", x, device, shape=(None, None), dtypes=(torch.bfloat16,))
+    if x.shape[1] == 0 or x.shape[1] % SCALE_BLOCK != 0:
+        rule = f"must have a positive multiple of {SCALE_BLOCK} columns with use_fp8"
+        raise ArgumentError("x", list(x.shape), rule)
+    _row("x", x)
+    return QuantisedPayload(x, round_scale, use_ue8m0)
 
 
 def combine_input(x: Any, device: torch.device) -> Tensor:

@@ -237,7 +237,9 @@ def _verify_call(case: Case, results: Sequence[ReceivedExpanded], call: int) -> 
 def _rows(tensor: Tensor, mask: Any = slice(None)) -> Tensor:
     """As bytes: torch cannot index every dtype."""
     width = tensor.shape[1] * tensor.element_size()
-    return tensor.contiguous().view(torch.uint8).view(tensor.shape[0], width)[mask]
+    # Not contiguous(): it keeps odd strides of dimensions of extent 1, which a view then refuses.
+    rows = tensor.clone(memory_format=torch.contiguous_format)
+    return rows.view(torch.uint8).view(tensor.shape[0], width)[mask]
 
 
 def run_cases(group: Any, cases: list[Case], options: dict) -> list[list[ReceivedExpanded]]:

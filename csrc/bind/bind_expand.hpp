@@ -96,6 +96,21 @@ void bind_expand(pybind11::module_& m, pybind11::class_<Engine<Target>>& engine)
       py::kw_only(), "rank_prefix_matrix"_a, "recv_rows"_a, "num_topk"_a, "num_rows"_a,
       "num_tokens_limit"_a, "dtype"_a, "hidden"_a, "x"_a, "row_weights"_a, "reduced_x"_a,
       "weights"_a, "reduced_weights"_a, "num_channels"_a, "stream"_a);
+  engine.def(
+      "transpose_scales",
+      [](Type& self, ptr src, ptr dst, int num_rows, int num_columns, int64_t column_stride,
+         int num_channels, uint64_t stream) {
+        TransposeScalesArgs args{};
+        args.src = as_pointer<uint32_t>(src);
+        args.dst = as_pointer<uint32_t>(dst);
+        args.num_rows = num_rows;
+        args.num_columns = num_columns;
+        args.column_stride = column_stride;
+        Release release;
+        self.transpose_scales(args, {num_channels, 1, 1}, stream);
+      },
+      py::kw_only(), "src"_a, "dst"_a, "num_rows"_a, "num_columns"_a, "column_stride"_a,
+      "num_channels"_a, "stream"_a);
 }
 
 }  // namespace deep_comm

@@ -109,6 +109,9 @@ class Engine {
   void reduce_experts(const ReduceExpertsArgs& args, Dtype dtype, const ChannelConfig& config,
                       uint64_t stream);
 
+  void transpose_scales(const TransposeScalesArgs& args, const ChannelConfig& config,
+                        uint64_t stream);
+
   // Low-latency mode; defined in low_latency_impl.hpp.
   // Gives the last num_bytes of the heap to it. Once, before anything is launched.
   // can_shrink: its kernels do without ranks that stay silent.

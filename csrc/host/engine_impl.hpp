@@ -65,6 +65,7 @@ Engine<Target>::Engine(const EngineOptions& options, Target target) : target_(ta
   target_.template prepare<DispatchKernel<true, true>>();
   target_.template prepare<NumberRowsKernel>();
   target_.template prepare<ExpandKernel>();
+  target_.template prepare<TransposeScalesKernel>();
   target_.template prepare<ReduceExpertsKernel<Dtype::kBfloat16>>();
   target_.template prepare<ReduceExpertsKernel<Dtype::kFloat16>>();
   target_.template prepare<ReduceExpertsKernel<Dtype::kFloat32>>();

@@ -1,4 +1,4 @@
-// Engine's methods for expanded outputs; included by engine_impl.hpp.
+// Engine's methods for the local kernels around a dispatch: expanded outputs, the order of scales; included by engine_impl.hpp.
 #pragma once
 
 namespace deep_comm {
@@ -47,6 +47,15 @@ void Engine<Target>::reduce_experts(const ReduceExpertsArgs& args, Dtype dtype,
     case Dtype::kFloat32:
       return launch<ReduceExpertsKernel<Dtype::kFloat32>>(launch_config, args, stream);
   }
+}
+
+template <class Target>
+void Engine<Target>::transpose_scales(const TransposeScalesArgs& args, const ChannelConfig& config,
+                                      uint64_t stream) {
+  launch<TransposeScalesKernel>({.num_blocks = config.num_channels,
+                                 .num_threads = Target::kTuning.expand_threads,
+                                 .smem_bytes = 0},
+                                args, stream);
 }
 
 }  // namespace deep_comm

@@ -30,6 +30,9 @@ from deep_comm.ops.outputs import (
     reserve_unknown,
     reserve_unknown_expanded,
 )
+from deep_comm.ops.scales import PLAIN, ScaleOptions, inputs_of, source_arguments, turn_scales
+
+NOTHING: Mapping[str, int] = MappingProxyType({})
 
 DispatchResult = tuple[
     RecvX, Tensor | None, Tensor | None, list[int] | None, Handle | None, EventOverlap
@@ -61,7 +64,7 @@ def _launch_dispatch(
     recv_channel_prefix_matrix: int,
     follows_notify: bool = False,
     is_speculative: bool = False,
-    extra: Mapping[str, int] = MappingProxyType({}),
+    extra: Mapping[str, int] = NOTHING,
 ) -> None:
     """``extra``: what quantising and expanding add to the engine's arguments."""
     scales = payload.scales
@@ -119,10 +122,12 @@ def dispatch(
     zero_tail: bool,
     expand: bool,
     zero_padding: bool,
+    scale_options: ScaleOptions,
     options: CallOptions,
 ) -> DispatchResult:
     ctx.begin()
-    payload = checks.payload(x, ctx.device)
+    is_plain = scale_options is PLAIN
+    payload = checks.payload(x, ctx.device) if is_plain else scale_options.payload(x, ctx.device)
     idx, weights = checks.topk_pair(topk_idx, topk_weights, ctx.device, payload.num_tokens)
     for name, value, smallest in (
         ("expert_alignment", expert_alignment, 1),
@@ -170,6 +175,7 @@ def dispatch(
         assert layout is not None
         num_experts = layout.num_experts
     with options.streams.launch(ctx) as launch:
+        source = NOTHING if is_plain else source_arguments(ctx, launch, payload)
         numbering: Numbering | None = None
         places = 0  # of a received token, with expanded outputs
         row_idx, row_weights = idx, weights  # of the shape that outputs have
@@ -196,7 +202,9 @@ def dispatch(
                 ctx, launch, plan, notified, payload, idx, weights, num_rows, fill_tail,
                 fill_tail and zero_tail, out, notified.recv_channel_prefix_matrix, True,
                 is_speculative,
-                {} if numbering is None else numbering.dispatch_arguments(ctx, out),
+                source
+                if numbering is None
+                else {**source, **numbering.dispatch_arguments(ctx, out)},
             )  # fmt: skip
 
         num_recv_tokens: int | None = None
@@ -248,7 +256,11 @@ def dispatch(
                 ctx, launch, plan, payload, expansion, notified.rank_prefix_matrix, out,
                 zero_padding=zero_padding, fill_handle=num_recv_tokens is None,
             )  # fmt: skip
+        if scale_options.column_major:
+            turn_scales(ctx, launch, plan, out)
         inputs = [payload.x, payload.scales, idx, weights]
+        if not is_plain:
+            inputs += inputs_of(payload)
         if layout is not None:
             inputs += layout.num_tokens_per_rank, layout.num_tokens_per_expert
             inputs.append(layout.is_token_in_rank)
@@ -277,11 +289,13 @@ def cached_dispatch(
     *,
     expand: bool,
     zero_padding: bool,
+    scale_options: ScaleOptions,
     options: CallOptions,
 ) -> DispatchResult:
     """The routing of ``handle`` with another x: no counts to exchange, no wait of the host."""
     ctx.begin()
-    payload = checks.payload(x, ctx.device)
+    is_plain = scale_options is PLAIN
+    payload = checks.payload(x, ctx.device) if is_plain else scale_options.payload(x, ctx.device)
     known = ctx.known_handle(handle)
     expansion = known.expansion
     if (expand or zero_padding) and expansion is None:
@@ -301,17 +315,25 @@ def cached_dispatch(
         Handle.of(handle).require_num_channels(plan.num_channels)
     num_rows = known.num_output_rows
     with options.streams.launch(ctx) as launch:
+        extra: Mapping[str, int] = NOTHING
+        if not is_plain:
+            extra = source_arguments(ctx, launch, payload)
+        if expansion is not None:
+            extra = {**extra, **cached_arguments(ctx, expansion)}
         out = allocate_cached(ctx, launch, payload, known)
         _launch_dispatch(
             ctx, launch, plan, known, payload, None, None, num_rows, False, False, out,
             out.channel_prefix_matrix_address,
-            extra={} if expansion is None else cached_arguments(ctx, expansion),
+            extra=extra,
         )  # fmt: skip
         if expansion is not None:
             expand_rows(
                 ctx, launch, plan, payload, expansion, known.rank_prefix_matrix, out,
                 zero_padding=zero_padding, fill_handle=False,
             )  # fmt: skip
-        event = launch.finish((payload.x, payload.scales), known)
+        if scale_options.column_major:
+            turn_scales(ctx, launch, plan, out)
+        inputs = (payload.x, payload.scales) if is_plain else inputs_of(payload)
+        event = launch.finish(inputs, known)
     ctx.end()
     return out.payload, None, None, None, None, event

@@ -243,6 +243,16 @@ struct ReduceExpertsArgs {
   float* reduced_weights;    // out [N, K], or null
 };
 
+// Scales row by row, column by column; local. After dispatch.
+struct TransposeScalesArgs {
+  World world;
+  const uint32_t* src;  // [N, S]
+  uint32_t* dst;        // out [S, column_stride], of which N are written
+  int num_rows;
+  int num_columns;
+  int64_t column_stride;
+};
+
 struct CombineArgs {
   World world;
   uint32_t signature;

@@ -9,6 +9,7 @@
 #include "device/intranode/notify_dispatch.cuh"
 #include "device/intranode/number_rows.cuh"
 #include "device/intranode/reduce_experts.cuh"
+#include "device/intranode/transpose_scales.cuh"
 
 namespace deep_comm {
 
@@ -64,6 +65,14 @@ struct ExpandKernel {
   static constexpr bool kBlocksWait = false;
   static constexpr int kMaxThreads = 1024;
   DC_DEVICE static void run(const Args& args) { expand_rows(args); }
+};
+
+struct TransposeScalesKernel {
+  using Args = TransposeScalesArgs;
+  static constexpr Kernel kName = Kernel::kTransposeScales;
+  static constexpr bool kBlocksWait = false;
+  static constexpr int kMaxThreads = 1024;
+  DC_DEVICE static void run(const Args& args) { transpose_scales(args); }
 };
 
 template <Dtype kDtype>

@@ -30,6 +30,7 @@ enum class Kernel : uint32_t {
   kNumberRows,
   kExpandRows,
   kReduceExperts,
+  kTransposeScales,
   kCount
 };
 
@@ -91,7 +92,7 @@ inline constexpr const char* kKernelNames[] = {
     "get_dispatch_layout",  "notify_dispatch",     "dispatch",        "combine",
     "low_latency_dispatch", "low_latency_combine", "internode_count", "internode_notify",
     "internode_dispatch",   "internode_combine",   "number_rows",     "expand_rows",
-    "reduce_experts"};
+    "reduce_experts",       "transpose_scales"};
 inline constexpr const char* kStageNames[] = {
     "entry_barrier", "counts",       "channel_offsets", "ring_credit", "ring_tail", "reduce",
     "done",          "retire",       "check_arguments", "half_credit", "rows",      "weights",

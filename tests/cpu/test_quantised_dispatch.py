@@ -1,0 +1,136 @@
+"""dispatch with use_fp8: equal to quantising first and dispatching the result, bit for bit."""
+
+import dataclasses
+import random
+from typing import Any
+
+import matrix
+import pytest
+import quantised
+import torch
+from cases import Case
+from quantised import FORMS, Form
+from test_simulated_end_to_end import small_case
+
+from deep_comm import Buffer, local, processes, simulate
+from deep_comm.errors import ArgumentError, ConfigMismatch
+
+HIDDEN = [128, 256, 384, 640, 1024, 2176]
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEP_COMM_POISON", "1")
+
+
+def sample(num_cases: int, seed: int, **fixed: Any) -> list[tuple[Case, Form]]:
+    cases = matrix.sample(
+        num_cases, seed, hidden=HIDDEN, payload=[(torch.bfloat16, None)], alignment=[1, 16, 128], **fixed
+    )
+    return [(case, FORMS[number % len(FORMS)]) for number, case in enumerate(cases)]
+
+
+def check(case: Case, form: Form) -> None:
+    results = local.run(
+        lambda group: quantised.run_case(group, case, form), case.num_ranks, timeout_s=120
+    )
+    quantised.verify(case, form, results)
+
+
+@pytest.mark.parametrize(("case", "form"), sample(30, seed=7), ids=str)
+def test_rows_are_cast_once_and_bit_for_bit(case: Case, form: Form) -> None:
+    check(case, form)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("direct_bytes", [0, 8 << 20])
+def test_rows_in_pieces(form: Form, direct_bytes: int) -> None:
+    """Pieces in rings need not end where a block of 128 columns does."""
+    case = Case(
+        (13, 0, 22, 8), hidden=2176, experts=12, topk=5, num_sms=4, alignment=8,
+        direct_bytes=direct_bytes, smem_bytes=20000,
+    )  # fmt: skip
+    check(case, form)
+
+
+@pytest.mark.parametrize("first_seed", range(0, 180, 60))
+def test_every_schedule_gives_the_same_bits(first_seed: int) -> None:
+    for seed in range(first_seed, first_seed + 60):
+        choose = random.Random(seed + 99)
+        case = dataclasses.replace(
+            small_case(seed), hidden=choose.choice((128, 384, 640)), scales=None,
+            dtype=torch.bfloat16, nvl_bytes=1 << 20, smem_bytes=choose.choice((None, 20000)),
+            direct_bytes=choose.choice((0, 1 << 13, 1 << 19, 1 << 19)),
+        )  # fmt: skip
+        form = choose.choice(FORMS)
+        try:
+            results = simulate.run(
+                lambda group, case=case, form=form: quantised.run_case(group, case, form),
+                case.num_ranks,
+                seed,
+                timeout_s=60,
+            )
+            quantised.verify(case, form, results)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}, {case}, {form}: {error}") from error
+
+
+def test_processes_over_shared_memory() -> None:
+    cases = sample(6, seed=8, ranks=[3])
+    results = processes.run(_run_cases, 3, cases, timeout_s=120)
+    quantised.verify_all(cases, results)
+
+
+def _run_cases(group: Any, cases: list[tuple[Case, Form]]) -> list[list[quantised.ReceivedFp8]]:
+    return [quantised.run_case(group, case, form) for case, form in cases]
+
+
+def test_given_scales_come_back_column_by_column() -> None:
+    def main(group: local.ThreadGroup) -> None:
+        x = torch.ones(5, 64, dtype=torch.float8_e4m3fn)
+        scales = torch.arange(10.0).view(5, 2)
+        idx = torch.zeros(5, 1, dtype=torch.int64)
+        with Buffer(group, 1 << 20, device="cpu") as buffer:
+            (_, received), *_ = buffer.dispatch(
+                (x, scales), topk_idx=idx, num_experts=1, column_major_scales=True
+            )
+            assert received.stride() == (1, 8)
+            assert torch.equal(received, scales)
+
+    local.run(main, 1)
+
+
+def test_all_ranks_must_quantise_alike() -> None:
+    def main(group: local.ThreadGroup) -> None:
+        x = torch.ones(5, 128, dtype=torch.bfloat16)
+        idx = torch.zeros(5, 1, dtype=torch.int64)
+        with Buffer(group, 1 << 20, device="cpu") as buffer, pytest.raises(ConfigMismatch):
+            buffer.dispatch(
+                x, topk_idx=idx, num_experts=2, use_fp8=True, round_scale=group.rank() == 0
+            )
+
+    local.run(main, 2)
+
+
+def test_refusals() -> None:
+    def main(group: local.ThreadGroup) -> None:
+        x = torch.ones(5, 128, dtype=torch.bfloat16)
+        given: dict[str, Any] = dict(
+            topk_idx=torch.zeros(5, 1, dtype=torch.int64), num_experts=1
+        )
+        with Buffer(group, 1 << 20, device="cpu") as buffer:
+            assert buffer.runtime is not None
+            before = buffer.runtime.num_launches
+            for bad, match, options in (
+                (x, "round_scale", dict(round_scale=True)),
+                (x, "use_ue8m0", dict(use_fp8=True, use_ue8m0=True)),
+                (x, "column_major_scales", dict(column_major_scales=True)),
+                (x.float(), "bfloat16", dict(use_fp8=True)),
+                (x[:, :64].contiguous(), "multiple of 128", dict(use_fp8=True)),
+                ((x, torch.ones(5, 1)), "without scales", dict(use_fp8=True)),
+            ):
+                with pytest.raises(ArgumentError, match=match):
+                    buffer.dispatch(bad, **given, **options)
+            assert buffer.runtime.num_launches == before
+
+    local.run(main, 1)
