@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import deep_comm
+from deep_comm.buffer import DEFAULT_NUM_SMS
 from deep_comm.compat.elastic_refused import Refused
 from deep_comm.compat.ep_handle import EPHandle
 from deep_comm.compat.expand import Expansion, num_rows_bound, reduce, reduce_weights
@@ -204,7 +205,7 @@ class ElasticBuffer(Refused):
         sm_read_gbs: float = 200,
         sm_write_gbs: float = 50,
     ) -> int:
-        """SMs that dispatch and combine use by default: at least 1.
+        """SMs worth giving to dispatch and combine: at least 1.
 
         Measured, not derived: inside a node more than 24 SMs gain a few per cent (docs/performance.md),
         which is worth it only where no compute runs beside them.
@@ -272,7 +273,7 @@ class ElasticBuffer(Refused):
             cumulative_local_expert_recv_stats: int32 [L], += selections of each local expert.
             num_max_tokens_per_rank: M, equal on all ranks; default: the constructor's.
             expert_alignment: groups of expanded rows start at multiples of it; counts are rounded up.
-            num_sms: 0: get_theoretical_num_sms. With a handle it is the handle's.
+            num_sms: 0: the engine chooses, see docs/guide/sms.md. With a handle it is the handle's.
             previous_event: run after it instead of after the current stream; needs
                 allocate_on_comm_stream.
             previous_event_before_epilogue: also run after this one.
@@ -319,9 +320,7 @@ class ElasticBuffer(Refused):
             num_worst_tokens = num_rows_bound(
                 num_worst_tokens, topk_idx.shape[1], num_local, alignment
             )
-        self._buffer.num_sms = num_sms or self.get_theoretical_num_sms(
-            num_experts, topk_idx.shape[1]
-        )
+        self._buffer.num_sms = num_sms or DEFAULT_NUM_SMS
 
         def run(**options: Any) -> tuple[Any, ...]:
             recv, recv_idx, recv_weights, counts, native, event = self._buffer.dispatch(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import deep_comm
 from deep_comm import config as configs
+from deep_comm.buffer import DEFAULT_NUM_SMS
 from deep_comm.compat import extensions as extended
 from deep_comm.compat import hints
 from deep_comm.compat.runtime import Runtime
@@ -56,7 +57,7 @@ class Buffer(deep_comm.Buffer):
     waits for a peer.
     """
 
-    num_sms: int = 20
+    num_sms: int = DEFAULT_NUM_SMS  # 20, until it is set the engine's own choice: docs/guide/sms.md
 
     def __init__(
         self,
