@@ -121,3 +121,11 @@ def test_a_rank_that_stalls_for_a_while_changes_nothing(stalled: int) -> None:
     for seed in range(3):
         results = simulated(FAULTY, seed, stalls=[(stalled, 300 * seed, 4000)])
         verify(FAULTY, results)
+
+
+def test_sixty_four_ranks_of_eight_nodes() -> None:
+    case = InternodeCase(
+        (2,) * 64, hidden=16, experts=64, topk=4, num_sms=2, slots=2, send_chunk=1, rail_chunk=1,
+        rail_slots=2, ranks_per_node=8, nvl_bytes=1 << 16, rdma_bytes=1 << 17,
+    )  # fmt: skip
+    verify(case, simulated(case, 1))
