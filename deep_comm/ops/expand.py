@@ -1,4 +1,4 @@
-"""Expanded outputs: numbering rows before a dispatch, copying them after it, adding them before a combine.
+"""Expanded outputs: rows are numbered before a dispatch, copied after it, added before a combine.
 
 The kernels here are local; peers take part in dispatch and combine alone.
 """
@@ -38,7 +38,9 @@ class Numbering:
             "num_expanded": ctx.address(self.num_expanded),
         }
 
-    def launch(self, ctx: Context, launch: Launch, plan: RingPlan, idx: Tensor, num_experts: int) -> None:
+    def launch(
+        self, ctx: Context, launch: Launch, plan: RingPlan, idx: Tensor, num_experts: int
+    ) -> None:
         """After notify."""
         ctx.engine.number_rows(
             topk_idx=ctx.address(idx),
@@ -93,7 +95,10 @@ def expand_rows(
     zero_padding: bool,
     fill_handle: bool,
 ) -> None:
-    """After dispatch: the other rows of each token, the padding. ``fill_handle``: in worst-case mode."""
+    """After dispatch: the other rows of each token, the padding.
+
+    ``fill_handle``: in worst-case mode.
+    """
     recv_rows = expansion.recv_rows
     ctx.engine.expand_rows(
         rank_prefix_matrix=rank_prefix_matrix,
