@@ -256,12 +256,12 @@ def quick(num_ranks: int, parsed: argparse.Namespace) -> list[Scenario]:
     op = operations
     moves = (op.DISPATCH_CACHED, op.COMBINE, op.COMBINE_IN_PLACE)
     whole = (op.LAYOUT, op.DISPATCH, op.DISPATCH_NO_WAIT, *moves, op.PAIR, op.PAIR_CACHED)
-    wide = (None, 8, 24, 48, 64, 132)
+    wide = (None, 8, 16, 24, 48, 96)
     return [
         scenario(4096, "bf16", "direct", wide, whole, with_rivals=True),
-        scenario(4096, "bf16", "ring", (24,), (op.DISPATCH, *moves[:2])),
-        scenario(4096, "fp8", "direct", (None, 8, 24, 64), moves[:1], with_rivals=True),
-        scenario(1024, "bf16", "direct", (None, 24, 64), (op.DISPATCH, *moves), with_rivals=True),
-        scenario(1024, "fp8", "direct", (None, 24, 64), moves[:1]),
+        scenario(4096, "bf16", "ring", (16, 24), (op.DISPATCH, *moves[:2])),
+        scenario(4096, "fp8", "direct", (None, 8, 24, 48, 96), moves[:1], with_rivals=True),
+        scenario(1024, "bf16", "direct", (None, 24, 64, 128), (op.DISPATCH, *moves), with_rivals=True),
+        scenario(1024, "fp8", "direct", (None, 24, 64, 128), moves[:1]),
         scenario(128, "bf16", "direct", (None, 24), (op.DISPATCH, *moves, op.PAIR, op.PAIR_CACHED)),
     ]
