@@ -99,6 +99,19 @@ def expected_instructions() -> dict[str, list[str]]:
     expected["sync_named"] = ["barrier.sync"]
     expected["arrive_named"] = ["barrier.arrive"]
 
+    # A ticket, the wait for a free slot, the descriptor, and the release that hands it over.
+    expected["rail_put"] = expected["rail_signal"] = [
+        "atom.relaxed.gpu.global.add.u64",
+        "mov.u64 %globaltimer",
+        "ld.acquire.sys.global.u64",
+        "mov.u64 %globaltimer",
+        "rem.u64",
+        "rem.u32",
+        *["st.relaxed.sys.global.u64"] * 3,
+        *["st.relaxed.sys.global.u32"] * 3,
+        "st.release.sys.global.u64",
+    ]
+
     expected["mbarrier_init"] = ["mbarrier.init.shared::cta.b64"]
     expected["fence_mbarrier_init"] = ["fence.mbarrier_init.release.cluster"]
     expected["mbarrier_arrive"] = ["mbarrier.arrive.release.cta.shared::cta.b64"]

@@ -66,7 +66,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         variables["CMAKE_CXX_COMPILER_LAUNCHER"] = "ccache"
     run(
         sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps",
-        "-C", f"build-dir={folder / 'build'}", "-w", folder, ROOT, env=variables,
+        f"--config-settings=build-dir={folder / 'build'}", "-w", folder, ROOT, env=variables,
     )  # fmt: skip
     (built,) = folder.glob("*.whl")
     return built
