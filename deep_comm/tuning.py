@@ -20,13 +20,15 @@ from deep_comm import env
 from deep_comm.config import Config
 from deep_comm.errors import ArgumentError
 
-# Fitted to cached dispatches in direct mode, 4 × H200, 4096 tokens, top-8 of 256 experts, eager
-# (docs/performance.md: BF16 562 / 495 / 484 µs and FP8 344 / 264 / 258 µs with 8 / 24 / 48 SMs), as
-# t = fixed + sqrt(link² + (sm / SMs)²): the two overlap but for the beginning and the end. Within 2 % of all six.
-FIXED_US = 12.0  # entry and exit; the same for any number of SMs
-LINK_BYTES_PER_US = 342e3  # one GPU's NVLink, in one direction, bulk stores of rows
-SM_US_PER_ROW = 0.087  # time of one SM for a row and destination, whatever its size
-SM_US_PER_BYTE = 5.13e-6  # and for its bytes
+# Fitted to cached dispatches in direct mode, 4 × H200, 2026-11-21, 4096 tokens, top-8 of 256 experts, eager
+# (docs/performance.md: BF16 564 / 465 / 466 / 470 / 473 µs with 8 / 16 / 24 / 48 / 96 SMs, FP8 359 / 264 / 257 / 253 /
+# 257 with 8 / 24 / 32 / 48 / 96), as t = fixed + (link⁴ + (sm / SMs)⁴)^¼: the slower of the two, and a little more
+# where they are alike. Within 2 % of all ten.
+FIXED_US = 36.2  # what neither explains
+LINK_BYTES_PER_US = 371e3  # one GPU's NVLink, in one direction
+SM_US_PER_ROW = 0.0886  # time of one SM for a row and destination, whatever its size
+SM_US_PER_BYTE = 10.72e-6  # and for its bytes
+_SHARPNESS = 4
 
 TOLERANCE = 0.03
 """SMs are worth more to the experts than this part of a dispatch's time is to the caller."""
@@ -48,7 +50,7 @@ def modelled_num_sms(row_bytes: int, num_ranks: int, max_sms: int | None = None)
     most = MOST_SMS if max_sms is None else min(MOST_SMS, max_sms)
     wire_us = row_bytes * (num_ranks - 1) / num_ranks / LINK_BYTES_PER_US
     sm_us = SM_US_PER_ROW + SM_US_PER_BYTE * row_bytes
-    ratio = math.sqrt((1 + TOLERANCE) ** 2 - 1)  # of SM time to link time
+    ratio = ((1 + TOLERANCE) ** _SHARPNESS - 1) ** (1 / _SHARPNESS)  # of SM time to link time
     wanted = sm_us / (ratio * wire_us) if wire_us > 0 else most
     return max(min(FEWEST_SMS, most), min(most, math.ceil(wanted)))
 
@@ -57,7 +59,8 @@ def modelled_us(num_rows: float, row_bytes: int, num_ranks: int, num_sms: int) -
     """Time of a dispatch that sends ``num_rows`` rows from every rank, its own ones among them."""
     link_us = num_rows * row_bytes * (num_ranks - 1) / num_ranks / LINK_BYTES_PER_US
     sm_us = num_rows * (SM_US_PER_ROW + SM_US_PER_BYTE * row_bytes)
-    return FIXED_US + math.hypot(link_us, sm_us / num_sms)
+    both_us = (link_us**_SHARPNESS + (sm_us / num_sms) ** _SHARPNESS) ** (1 / _SHARPNESS)
+    return FIXED_US + both_us
 
 
 Entry = Mapping[str, Any]  # operation, row_bytes, num_sms, send, recv, mean_us
