@@ -4,8 +4,8 @@ Each fault is a switch of the simulated machine (csrc/device/arch/arch.cuh, `Fau
 among the first few must find it: as wrong bytes, a broken rule of the machine, or a run without
 progress.
 
-`weaken_fence` is for the rings alone: their publisher's fence makes tails and heads releases, while
-direct mode has no fence beside its releases.
+`weaken_fence`: the publishers' fence makes tails, heads and landed chunks releases. In the case "direct"
+that is staged combine's, since direct dispatch has no fence beside its releases.
 """
 
 import pytest
@@ -38,6 +38,7 @@ FAULTS = [
     ("rings", "skip_bulk_wait_read"),
     ("rings", "skip_entry_barrier"),
     ("direct", "weaken_release"),
+    ("direct", "weaken_fence"),
     ("direct", "skip_bulk_wait"),
     ("direct", "skip_bulk_wait_read"),
     ("direct", "skip_entry_barrier"),
