@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import os
 import threading
 import weakref
@@ -25,7 +26,7 @@ def _buffer_bytes() -> int:
         raise ArgumentError("VLLM_DEEPEP_BUFFER_SIZE_MB", text, "must be a number") from None
 
 
-class DeepCommAll2AllManager(vllm.All2AllManagerBase):  # type: ignore[misc]
+class DeepCommAll2AllManager(vllm.All2AllManagerBase, abc.ABC):  # type: ignore[misc]
     """Hands out Buffers; dispatch and combine are the modular kernels' alone."""
 
     def __init__(
@@ -38,9 +39,9 @@ class DeepCommAll2AllManager(vllm.All2AllManagerBase):  # type: ignore[misc]
         )
         self._lock = threading.RLock()
 
+    @abc.abstractmethod
     def buffer_arguments(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Arguments of the Buffer for the sizes that a layer names."""
-        raise NotImplementedError
 
     def get_handle(self, kwargs: dict[str, Any]) -> deep_comm.Buffer:
         """The Buffer for these sizes. Collective when it is made."""
