@@ -139,13 +139,19 @@ PROGRAMS = [
 def test_programs_of_the_guide_run_as_written(page: str, program: str, tmp_path: Path) -> None:
     command = shlex.split(program.splitlines()[0].removeprefix("# torchrun "))
     (tmp_path / command[-1]).write_text(program)
+    # A file a rank: written to one pipe, the lines of ranks run into each other.
+    logs = tmp_path / "logs"
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", *command],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--redirects", "3",
+         "--log-dir", str(logs), *command],
         capture_output=True, text=True, timeout=240, cwd=tmp_path,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    written = {str(file): file.read_text() for file in logs.rglob("std*.log")}
+    assert done.returncode == 0, (done.stdout, done.stderr, written)
     ranks = int(command[command.index("--nproc-per-node") + 1])
-    assert done.stdout.count("equal: True") == ranks, done.stdout + done.stderr
+    outputs = [text for name, text in written.items() if name.endswith("stdout.log")]
+    assert len(outputs) == ranks
+    assert all(text.count("equal: True") == 1 for text in outputs), written
 
 
 def test_there_are_programs_to_run() -> None:
