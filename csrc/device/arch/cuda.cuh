@@ -394,7 +394,8 @@ DC_DEVICE void nanosleep(uint32_t ns) { asm volatile("nanosleep.u32 %0;" ::"r"(n
 }
 
 // ---- rail ---------------------------------------------------------------------------------------
-// Through the software NIC: a descriptor in pinned memory, carried out by a thread of this rank's process.
+// Through the software NIC: a descriptor in pinned memory, carried out by a thread of this rank's
+// process.
 
 namespace detail {
 
@@ -403,7 +404,8 @@ DC_DEVICE void post_rail(const RailQueue& queue, uint64_t src, uint64_t dst_offs
   const uint64_t ticket = atomic_add_relaxed_gpu(queue.num_posted, 1);
   const uint64_t deadline_ns = globaltimer_ns() + queue.timeout_ns;
   while (ticket >= queue.depth && ld_acquire_sys(queue.num_taken) + queue.depth <= ticket) {
-    // A NIC that takes nothing any more: what is not posted never comes, and the peers' waits end this.
+    // A NIC that takes nothing any more: what is not posted never comes, and the peers' waits end
+    // this.
     if (globaltimer_ns() >= deadline_ns) return;
   }
   RailDescriptor* slot = queue.slots + ticket % queue.depth;

@@ -54,9 +54,10 @@ struct RailQueue {
   uint32_t depth;
 };
 
-// How a rank reaches its rail, the network between nodes. Peers are nodes: the rank of the same local index there.
+// How a rank reaches its rail, the network between nodes. Peers are nodes: the rank of the same
+// local index there.
 struct RailPort {
-  uint8_t* const* bases;  // [num_nodes]: every peer's segment, as whoever carries out a put addresses it
+  uint8_t* const* bases;  // [num_nodes]: peers' segments, as whoever carries out a put sees them
   uint64_t* num_bytes;    // [num_nodes, num_qps]: bytes put so far
   int num_qps;
   RailQueue queue;  // GPUs

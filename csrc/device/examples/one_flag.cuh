@@ -11,9 +11,10 @@
 // after  wrong: words of the payload that rank 1 did not see as they were written
 // waits  await_flag, unblocked by rank 0's release; bounded
 //
-// The barrier before the release hands the stores of the whole block to the thread that releases them; the one
-// behind the acquire hands what it has acquired to the whole block. Without the release (fault: weaken_release) the
-// payload may come after the flag: the example shows that the simulation finds such schedules.
+// The barrier before the release hands the stores of the whole block to the thread that releases
+// them; the one behind the acquire hands what it has acquired to the whole block. Without the
+// release (fault: weaken_release) the payload may come after the flag: the example shows that the
+// simulation finds such schedules.
 #pragma once
 
 #include "device/arch/arch.cuh"
@@ -35,8 +36,8 @@ DC_DEVICE uint64_t payload_word(int row, int word) {
   return static_cast<uint64_t>(row + 1) << 32 | static_cast<uint32_t>(word + 1);
 }
 
-// Whether `word` reaches `wanted` in time. The kernels proper use device/sync/await.cuh, which also polls the
-// rank's abort word and leaves a record of who waited for whom.
+// Whether `word` reaches `wanted` in time. The kernels proper use device/sync/await.cuh, which also
+// polls the rank's abort word and leaves a record of who waited for whom.
 DC_DEVICE bool await_word(const uint64_t* word, uint64_t wanted) {
   const uint64_t deadline_ns = arch::globaltimer_ns() + kPatienceNs;
   while (true) {

@@ -1,4 +1,5 @@
-// Rows without end through memory with an end: a ring of slots, a tail that fills and a head that frees.
+// Rows without end through memory with an end: a ring of slots, a tail that fills and a head that
+// frees.
 //
 // in     num_rows rows of num_words, num_slots slots
 // grid   one warp on each of two ranks: rank 0 sends, rank 1 receives
@@ -10,10 +11,12 @@
 //   wrong  rank 1  rank 1's lanes  the host        end of the kernel        never
 //
 // after  wrong: words that rank 1 did not see as rank 0 has written them
-// waits  for a filled slot: unblocked by tail; for a free one: by head, which moves with every row; both bounded
+// waits  for a filled slot: unblocked by tail; for a free one: by head, which moves with every row;
+//        both bounded
 //
-// Each rank polls its own memory. A ring of one slot is enough for any number of rows. device/channel/ring.cuh is this
-// with rows of bytes, moved by bulk copies. Faults that the simulation finds here: weaken_release, skip_credit.
+// Each rank polls its own memory. A ring of one slot is enough for any number of rows.
+// device/channel/ring.cuh is this with rows of bytes, moved by bulk copies. Faults that the
+// simulation finds here: weaken_release, skip_credit.
 #pragma once
 
 #include "device/examples/one_flag.cuh"

@@ -1,5 +1,6 @@
-// Which rank holds which expert. Ranks hold contiguous ranges; when the experts do not divide evenly, the
-// first `num_experts % num_ranks` ranks hold one more. deep_comm/topology.py states the same for Python.
+// Which rank holds which expert. Ranks hold contiguous ranges; when the experts do not divide
+// evenly, the first `num_experts % num_ranks` ranks hold one more. deep_comm/topology.py states the
+// same for Python.
 #pragma once
 
 #include "device/arch/types.cuh"

@@ -1,9 +1,10 @@
-// A dispatch's outputs as a block of the receive region, so that a single offset tells a peer where each of a
-// row's parts belongs.
+// A dispatch's outputs as a block of the receive region, so that a single offset tells a peer where
+// each of a row's parts belongs.
 //
 //   block = [ recv_x | scales | top-k indices | top-k weights ]      each part row by row
 //
-// The source tokens have a block of their own: they belong to the handle, which outlives the payload.
+// The source tokens have a block of their own: they belong to the handle, which outlives the
+// payload.
 #pragma once
 
 #include "device/layout/region.cuh"
@@ -30,7 +31,8 @@ struct OutputLayout {
   }
 };
 
-// The block that belongs to the handle. `num_rows` is that of the OutputLayout: at least the received tokens.
+// The block that belongs to the handle. `num_rows` is that of the OutputLayout: at least the
+// received tokens.
 //
 //   block = [ recv_src_idx int32[num_rows] | expanded: recv_rows int32[num_rows, K] ]
 struct SourceLayout {

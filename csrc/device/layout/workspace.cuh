@@ -36,8 +36,8 @@ struct Tagged {
   }
 };
 
-// The generation after this one. 0 is left out: words that nobody has written yet hold it. So is 1 behind the last,
-// so that even and odd ones take turns (World::counts).
+// The generation after this one. 0 is left out: words that nobody has written yet hold it. So is 1
+// behind the last, so that even and odd ones take turns (World::counts).
 DC_HOST_DEVICE constexpr uint32_t next_generation(uint32_t generation) {
   return generation == 0xffffffffu ? 2 : generation + 1;
 }
@@ -49,7 +49,7 @@ struct LocalState {
   uint32_t abort;              // set once by the first failing thread; every wait polls it
   uint32_t error_claimed;      // the thread that turns it from 0 to 1 writes the error record
   uint32_t bad_expert_index;  // get_dispatch_layout saw an index out of range since the last notify
-  uint32_t layout_ticket;  // blocks of get_dispatch_layout or notify_dispatch that have added their counts
+  uint32_t layout_ticket;  // blocks of a layout or notify kernel that have added their counts
   uint32_t notify_result;  // NotifyResult of the last notify_dispatch
   uint32_t blamed;  // two tiers: the rank that a neighbour which gave up waited for, plus one
   // Work that blocks of the running kernel have taken; zero at rest.
@@ -57,7 +57,8 @@ struct LocalState {
   uint32_t num_taken_chunks[kMaxRanks];
 };
 
-// What notify_dispatch tells the dispatch behind it. All ranks find the same, unless one has timed out.
+// What notify_dispatch tells the dispatch behind it. All ranks find the same, unless one has timed
+// out.
 enum class NotifyResult : uint32_t {
   kNotDirect,  // some rank has announced no room for its rows
   kDirect,     // rows may be written to the announced places, without another barrier
@@ -69,7 +70,8 @@ struct alignas(kLineBytes) RecvLine {
   uint64_t tail;          // Tagged: slots filled
   uint64_t start_offset;  // Tagged: rows of lower channels from this source
   uint64_t end_offset;    // Tagged: start_offset + rows of this channel
-  // Staged combine, which knows no channels: Tagged, chunk number line * kChunksOfLine + i has landed.
+  // Staged combine, which knows no channels: Tagged, chunk number line * kChunksOfLine + i has
+  // landed.
   uint64_t landed[kChunksOfLine];
 };
 // Written by the receiver of a channel into its sender's segment.
@@ -113,13 +115,14 @@ struct WorkspaceLayout {
   size_t arrived;     // ArrivedLine [num_ranks], by peer
   size_t recv_lines;  // RecvLine [kMaxChannels, num_ranks], by source
   size_t send_lines;  // SendLine [kMaxChannels, num_ranks], by destination
-  size_t
-      counts;  // int32 [2, num_ranks, counts_stride], by generation and source: header, counts per rank, counts per local expert
+  // int32 [2, num_ranks, counts_stride], by generation and source: header, then counts per rank and
+  // per local expert.
+  size_t counts;
   size_t counts_stride;
-  size_t expert_counts;  // int32 [2, num_ranks, num_max_experts], likewise: selections of every expert
+  size_t expert_counts;  // int32 [2, num_ranks, num_max_experts], likewise: every expert's
   int num_max_experts;
-  size_t
-      layout_counts;  // int32 [num_ranks + num_max_experts]: accumulators of get_dispatch_layout and notify_dispatch, zero at rest
+  // int32 [num_ranks + num_max_experts]: accumulators of layout and notify kernels, zero at rest.
+  size_t layout_counts;
   LowLatencyWords low_latency;
   size_t data;  // rings; its size is the user's num_nvl_bytes
 
@@ -168,8 +171,8 @@ struct World {
     return reinterpret_cast<SendLine*>(bases[owner] + layout.send_lines) + channel * num_ranks +
            destination;
   }
-  // Of the notify of that generation. The row of the one before is another: a notify that failed on all ranks may be
-  // followed by the next while a slow rank still reads.
+  // Of the notify of that generation. The row of the one before is another: a notify that failed on
+  // all ranks may be followed by the next while a slow rank still reads.
   DC_HOST_DEVICE int32_t* counts(int owner, int source, uint32_t generation) const {
     return reinterpret_cast<int32_t*>(bases[owner] + layout.counts) +
            static_cast<size_t>((generation & 1) * num_ranks + source) * layout.counts_stride;

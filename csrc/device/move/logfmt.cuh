@@ -1,13 +1,14 @@
-// LogFMT-10: sixteen numbers as a sign and nine bits of their logarithm each, with the largest logarithm and the range
-// of the sixteen beside them: 24 bytes for 32 of bfloat16. (Logarithms instead of small floats for rows that are added
-// afterwards: DeepSeek-AI, "Insights into DeepSeek-V3", 2025; the layout here is our own.)
+// LogFMT-10: sixteen numbers as a sign and nine bits of their logarithm each, with the largest
+// logarithm and the range of the sixteen beside them: 24 bytes for 32 of bfloat16. (Logarithms
+// instead of small floats for rows that are added afterwards: DeepSeek-AI, "Insights into
+// DeepSeek-V3", 2025; the layout here is our own.)
 //
-//   piece = [ 16 codes of 10 bits, xored with a key | header ]     no word of it is zero: see sync/arrival.cuh
+//   piece = [ 16 codes of 10 bits, xored with a key | header ], no word of it zero: sync/arrival.cuh
 //   code  = sign << 9 | level;  level 0: zero;  level m: 2 ^ (largest - (511 - m) * step)
 //
-// Error: at most a factor of 2 ^ (step / 2), step = range / 510 and range at most 32: 2.2 %, and 0.3 % where the sixteen
-// lie within a factor of 16. The range is rounded up by at most 1/64. What is less than 2^-32 of the largest becomes
-// zero. If one is not finite, all are NaN.
+// Error: at most a factor of 2 ^ (step / 2), step = range / 510 and range at most 32: 2.2 %, and
+// 0.3 % where the sixteen lie within a factor of 16. The range is rounded up by at most 1/64. What
+// is less than 2^-32 of the largest becomes zero. If one is not finite, all are NaN.
 #pragma once
 
 #include "device/arch/arch.cuh"
@@ -22,8 +23,8 @@ struct LogPiece {
   static constexpr float kLargestScale = 128.0f, kLargestBias = 160.0f, kRangeScale = 256.0f;
   static constexpr uint32_t kNotFinite = 0x7fffu;  // as range
 
-  Vec16 codes;        // words 0 to 3
-  uint32_t last[2];   // word 4; header: largest << 16 | range << 1 | 1
+  Vec16 codes;       // words 0 to 3
+  uint32_t last[2];  // word 4; header: largest << 16 | range << 1 | 1
 
   // Words of codes that are all minus zero, which encode never makes: no word equals its key.
   DC_HOST_DEVICE static constexpr uint32_t key(int word) {
@@ -54,12 +55,14 @@ struct LogPiece {
     const float top = static_cast<float>(stored_largest) / kLargestScale - kLargestBias;
     const float range = least <= top ? top - least : 0.0f;
     const uint32_t stored_range = round_up((range < kMaxRange ? range : kMaxRange) * kRangeScale);
-    const float levels_per_log = static_cast<float>(kNumLevels - 1) * kRangeScale / static_cast<float>(stored_range);
+    const float levels_per_log =
+        static_cast<float>(kNumLevels - 1) * kRangeScale / static_cast<float>(stored_range);
     uint32_t codes[kElements];
     DC_UNROLL
     for (int idx = 0; idx < kElements; ++idx) {
       const float below = arch::multiply(top - logs[idx], levels_per_log) + 0.5f;
-      const uint32_t distance = below < static_cast<float>(kNumLevels) ? static_cast<uint32_t>(below) : kNumLevels;
+      const uint32_t distance =
+          below < static_cast<float>(kNumLevels) ? static_cast<uint32_t>(below) : kNumLevels;
       const uint32_t level = kNumLevels - distance;
       const uint32_t sign = bit_cast<uint32_t>(values[idx]) >> 31;
       codes[idx] = level == 0 ? 0u : sign << (kBits - 1) | level;
@@ -67,7 +70,8 @@ struct LogPiece {
     return pack(codes, stored_largest, stored_range);
   }
 
-  DC_DEVICE static LogPiece pack(const uint32_t (&codes)[kElements], uint32_t largest, uint32_t range) {
+  DC_DEVICE static LogPiece pack(const uint32_t (&codes)[kElements], uint32_t largest,
+                                 uint32_t range) {
     uint32_t words[5] = {};
     DC_UNROLL
     for (int idx = 0; idx < kElements; ++idx) {
@@ -80,19 +84,23 @@ struct LogPiece {
   }
 
   DC_DEVICE void decode(float* values) const {
-    const uint32_t words[5] = {codes.words[0] ^ key(0), codes.words[1] ^ key(1), codes.words[2] ^ key(2),
-                               codes.words[3] ^ key(3), last[0] ^ key(4)};
+    const uint32_t words[5] = {codes.words[0] ^ key(0), codes.words[1] ^ key(1),
+                               codes.words[2] ^ key(2), codes.words[3] ^ key(3), last[0] ^ key(4)};
     const uint32_t range = last[1] >> 1 & 0x7fffu;
     const float top = static_cast<float>(last[1] >> 16) / kLargestScale - kLargestBias;
-    const float step = static_cast<float>(range) / (kRangeScale * static_cast<float>(kNumLevels - 1));
+    const float step =
+        static_cast<float>(range) / (kRangeScale * static_cast<float>(kNumLevels - 1));
     DC_UNROLL
     for (int idx = 0; idx < kElements; ++idx) {
       const int word = idx * kBits / 32, at = idx * kBits % 32;
       uint32_t code = words[word] >> at;
       if (at + kBits > 32) code |= words[word + 1] << (32 - at);
       const uint32_t level = code & (kNumLevels);
-      const float magnitude = arch::exp2(top - arch::multiply(static_cast<float>(kNumLevels - level), step));
-      const float value = level == 0 ? 0.0f : (code >> (kBits - 1) & 1u) != 0 ? -magnitude : magnitude;
+      const float magnitude =
+          arch::exp2(top - arch::multiply(static_cast<float>(kNumLevels - level), step));
+      const float value = level == 0                        ? 0.0f
+                          : (code >> (kBits - 1) & 1u) != 0 ? -magnitude
+                                                            : magnitude;
       values[idx] = range == kNotFinite ? bit_cast<float>(0x7fc00000u) : value;
     }
   }

@@ -1,6 +1,6 @@
-// Rows on their way into a message, 16 bytes of it at a time: bfloat16 as it is, or cast to FP8 e4m3 with one
-// float32 scale a block of 128 elements. On the way no word of a row is zero (sync/arrival.cuh): words are xored with
-// a key that they do not equal, and a scale is positive.
+// Rows on their way into a message, 16 bytes of it at a time: bfloat16 as it is, or cast to FP8
+// e4m3 with one float32 scale a block of 128 elements. On the way no word of a row is zero
+// (sync/arrival.cuh): words are xored with a key that they do not equal, and a scale is positive.
 #pragma once
 
 #include "device/arch/arch.cuh"
@@ -27,7 +27,8 @@ struct Piece;
 template <>
 struct Piece<PayloadFormat::kBfloat16> {
   static constexpr int kElements = 8;
-  // Two signalling NaNs. A word of just these bits arrives with the first made quiet, as arithmetic would.
+  // Two signalling NaNs. A word of just these bits arrives with the first made quiet, as arithmetic
+  // would.
   static constexpr uint32_t kKey = 0x7fa57f93u, kQuiet = 0x00400000u;
   Vec16 vec;
 
@@ -47,7 +48,8 @@ struct Piece<PayloadFormat::kBfloat16> {
   }
 };
 
-// amax: largest magnitude of a block. Returns what a stored element is multiplied with to get it back.
+// amax: largest magnitude of a block. Returns what a stored element is multiplied with to get it
+// back.
 DC_DEVICE float inverse_scale(float amax, bool round_scale) {
   constexpr float kOneOverLargest = 1.0f / 448.0f;
   const float inverse = arch::multiply(amax, kOneOverLargest);
@@ -169,8 +171,8 @@ struct ScaleRow {
   }
 };
 
-// One warp: bfloat16 in shared memory, a multiple of kScaleBlock elements, becomes FP8 at the same place. What a step
-// overwrites, it or an earlier one has read.
+// One warp: bfloat16 in shared memory, a multiple of kScaleBlock elements, becomes FP8 at the same
+// place. What a step overwrites, it or an earlier one has read.
 DC_DEVICE void quantise_in_place(uint8_t* stage, int num_elements, const ScaleRow<true>& scales) {
   using PieceType = Piece<PayloadFormat::kFp8>;
   const int num_pieces = num_elements / PieceType::kElements;

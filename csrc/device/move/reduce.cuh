@@ -91,9 +91,9 @@ struct Numeric<Dtype::kFloat16> {
 };
 
 // One warp: dst = round(((0 + rows[0]) + rows[1]) + …), the order being the numerical contract.
-// Loads of up to kInFlight rows are issued before the first of them is added: one at a time, each row
-// would cost a trip to memory. `rows` lies in shared memory: pointers in registers would leave fewer of
-// those for loads.
+// Loads of up to kInFlight rows are issued before the first of them is added: one at a time, each
+// row would cost a trip to memory. `rows` lies in shared memory: pointers in registers would leave
+// fewer of those for loads.
 template <Dtype kDtype>
 DC_DEVICE void reduce_rows(uint8_t* dst, const uint8_t* const* rows, int num_rows, int num_vecs) {
   using Type = Numeric<kDtype>;

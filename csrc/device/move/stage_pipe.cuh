@@ -2,9 +2,9 @@
 //
 //   load → (bytes land) → store → (bytes read) → load …        stage = index % num_stages
 //
-// The leader lane (lane 0) loads; one lane or several store, each in bulk groups of its own. The count of
-// stores advances in every lane, so that all agree on the current stage; the count of loads matters to the
-// leader alone. No flag of a peer is seen here.
+// The leader lane (lane 0) loads; one lane or several store, each in bulk groups of its own. The
+// count of stores advances in every lane, so that all agree on the current stage; the count of
+// loads matters to the leader alone. No flag of a peer is seen here.
 #pragma once
 
 #include "device/sync/await.cuh"
@@ -37,7 +37,8 @@ class StagePipe {
     arch::sync_warp();
   }
 
-  // Loads that may run ahead of the stores: a stage each, but for those that the newest stores still read.
+  // Loads that may run ahead of the stores: a stage each, but for those that the newest stores
+  // still read.
   DC_DEVICE int look_ahead() const { return num_stages_ - num_reading_; }
   DC_DEVICE uint32_t num_loads() const { return num_loads_; }
   DC_DEVICE uint32_t num_stores() const { return num_stores_; }
@@ -70,7 +71,8 @@ class StagePipe {
     await_bulk(barriers_ + store_slot_.stage, store_slot_.phase);
   }
 
-  // A storing lane: sends the current stage; num_bytes 0 sends nothing but keeps the lanes' groups in step.
+  // A storing lane: sends the current stage; num_bytes 0 sends nothing but keeps the lanes' groups
+  // in step.
   DC_DEVICE void store(uint8_t* dst, int num_bytes) {
     if (num_bytes > 0) arch::bulk_store(dst, current(), num_bytes);
     arch::bulk_commit();

@@ -1,6 +1,7 @@
-// Words that say of themselves whether they have come: zero means "not yet". The sender never sends a zero, the one
-// reader of a word puts the zero back, and the credit for the memory comes after that. So no flag follows the payload
-// and no store waits for another: on NVLink a release behind stores in flight costs microseconds.
+// Words that say of themselves whether they have come: zero means "not yet". The sender never sends
+// a zero, the one reader of a word puts the zero back, and the credit for the memory comes after
+// that. So no flag follows the payload and no store waits for another: on NVLink a release behind
+// stores in flight costs microseconds.
 //
 // Relaxed is enough: a word that is seen is all that is read on account of it.
 #pragma once
@@ -34,7 +35,8 @@ struct ArrivalWatch {
   }
 };
 
-// Takes what comes to `address`: waits for it and leaves zeros there. *value: an earlier look at it, or zeros.
+// Takes what comes to `address`: waits for it and leaves zeros there. *value: an earlier look at
+// it, or zeros.
 //   unblocked by: the peer's store of words that are not zero
 template <class T>
 DC_DEVICE bool take_arrival(const Context& context, T* address, const WaitFor& wait, T* value) {

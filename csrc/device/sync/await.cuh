@@ -25,9 +25,10 @@ DC_DEVICE void note_wait(const Context& context, const WaitFor& wait, uint64_t e
 #endif
 }
 
-// Looks again and again until watch.look() is true. Returns false when the deadline passed (then this thread
-// has written the error record) or when another thread of this rank has given up. With context.can_shrink also when
-// the ranks do without wait.peer, which then is_given_up; past the deadline this thread begins with that.
+// Looks again and again until watch.look() is true. Returns false when the deadline passed (then
+// this thread has written the error record) or when another thread of this rank has given up. With
+// context.can_shrink also when the ranks do without wait.peer, which then is_given_up; past the
+// deadline this thread begins with that.
 //   unblocked by: what the watch looks at, the rank's abort word, masks, the deadline.
 // Watch: bool look(), uint64_t seen(), void rest(abort_word, deadline_ns).
 template <class Watch>
@@ -49,7 +50,8 @@ DC_DEVICE bool await_watch(const Context& context, Watch& watch, const WaitFor& 
     if (can_do_without) {
       const Verdict verdict = verdict_on(context, wait.peer);
       if (verdict == Verdict::kOut) {
-        report_error(context, {ErrorKind::kMaskedOut, wait, 0, 0, arch::globaltimer_ns() - start_ns, -1});
+        report_error(context,
+                     {ErrorKind::kMaskedOut, wait, 0, 0, arch::globaltimer_ns() - start_ns, -1});
         abort_rank(context);
       }
       if (verdict != Verdict::kGoOn) return false;
@@ -60,13 +62,14 @@ DC_DEVICE bool await_watch(const Context& context, Watch& watch, const WaitFor& 
       return false;
     }
     if (now_ns >= deadline_ns) {
-      report_error(context, {ErrorKind::kPeerTimeout, wait, watch.seen(), expected,
-                             now_ns - start_ns, -1});
+      report_error(context,
+                   {ErrorKind::kPeerTimeout, wait, watch.seen(), expected, now_ns - start_ns, -1});
       abort_rank(context);
       return false;
     }
     // Nothing wakes a rest on account of a vote: rests are short where there may be one.
-    const uint64_t wake_ns = can_do_without ? min_of(deadline_ns, now_ns + world.timeout_ns / 16 + 1) : deadline_ns;
+    const uint64_t wake_ns =
+        can_do_without ? min_of(deadline_ns, now_ns + world.timeout_ns / 16 + 1) : deadline_ns;
     watch.rest(&world.state()->abort, wake_ns);
   }
 }
@@ -90,8 +93,10 @@ struct AcquireWatch {
 // Polls `word` with acquire until is_ready(value); see await_watch.
 template <Scope kScope, class T, class IsReady>
 DC_DEVICE bool await(const Context& context, const T* word, const WaitFor& wait, uint64_t expected,
-                     IsReady is_ready, T* value, uint64_t patience = kScope == Scope::kCta ? 4 : 1) {
-  // Warps of this block are bounded by their own waits, which began later and know the silent rank's name.
+                     IsReady is_ready, T* value,
+                     uint64_t patience = kScope == Scope::kCta ? 4 : 1) {
+  // Warps of this block are bounded by their own waits, which began later and know the silent
+  // rank's name.
   AcquireWatch<kScope, T, IsReady> watch{word, is_ready, T{}};
   const bool ok = await_watch(context, watch, wait, expected, patience);
   *value = watch.value;

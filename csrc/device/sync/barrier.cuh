@@ -1,5 +1,6 @@
-// The barrier over all ranks at the entry of a kernel: after it, every rank has finished its earlier kernels,
-// so that their rings and words are free. It also compares what the ranks think they are doing.
+// The barrier over all ranks at the entry of a kernel: after it, every rank has finished its
+// earlier kernels, so that their rings and words are free. It also compares what the ranks think
+// they are doing.
 #pragma once
 
 #include "device/sync/await.cuh"
@@ -20,8 +21,8 @@ struct Operation {
   }
 };
 
-// Tells every rank that this one has entered. Threads [0, num_ranks) of one block call it, after a barrier
-// that orders whatever the block wrote for its peers before.
+// Tells every rank that this one has entered. Threads [0, num_ranks) of one block call it, after a
+// barrier that orders whatever the block wrote for its peers before.
 DC_DEVICE void announce_arrival(const Context& context, uint32_t signature) {
   const World& world = context.world;
   const int peer = arch::thread_idx();
@@ -58,12 +59,6 @@ DC_DEVICE bool await_arrivals(const Context& context, Stage stage, uint32_t sign
   // The barrier hands each lane's acquire to the whole warp.
   arch::sync_warp();
   return arch::all(kFullMask, ok);
-}
-
-// Both halves, for kernels that write nothing for their peers before it.
-DC_DEVICE bool entry_barrier(const Context& context, uint32_t signature) {
-  if (arch::block_idx() == 0) announce_arrival(context, signature);
-  return await_arrivals(context, Stage::kEntryBarrier, signature);
 }
 
 }  // namespace deep_comm

@@ -1,4 +1,5 @@
-// What every stage of a kernel carries: the job as this rank sees it, the kernel's name and its generation.
+// What every stage of a kernel carries: the job as this rank sees it, the kernel's name and its
+// generation.
 #pragma once
 
 #include "device/arch/arch.cuh"
@@ -6,7 +7,8 @@
 
 namespace deep_comm {
 
-// What the ranks of a World are called in the group: the World of one node, or of one rail, knows a part of it.
+// What the ranks of a World are called in the group: the World of one node, or of one rail, knows a
+// part of it.
 struct RankNames {
   int own = -1;  // -1: as in the World
   int first = 0;
@@ -43,7 +45,8 @@ struct ErrorReport {
   int64_t index;
 };
 
-// Writes the error record, if no other thread has. The first report wins: later ones are its consequences.
+// Writes the error record, if no other thread has. The first report wins: later ones are its
+// consequences.
 DC_DEVICE void report_error(const Context& context, const ErrorReport& report) {
   const World& world = context.world;
   if (arch::atomic_cas_acq_rel_gpu(&world.state()->error_claimed, 0u, 1u) != 0u) return;

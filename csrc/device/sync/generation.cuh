@@ -1,12 +1,13 @@
-// Generations instead of resets: every kernel that talks to peers is one generation, counted on the device (so
-// that a CUDA graph replays correctly), and every word it writes carries it.
+// Generations instead of resets: every kernel that talks to peers is one generation, counted on the
+// device (so that a CUDA graph replays correctly), and every word it writes carries it.
 #pragma once
 
 #include "device/sync/context.cuh"
 
 namespace deep_comm {
 
-// The generation of the kernel that is running. Equal in all its blocks: it moves when the last block leaves.
+// The generation of the kernel that is running. Equal in all its blocks: it moves when the last
+// block leaves.
 DC_DEVICE uint32_t current_generation(const World& world) {
   return next_generation(arch::ld_relaxed_gpu(&world.state()->generation));
 }
@@ -15,15 +16,16 @@ struct BlockExit {
   bool is_last;  // all other blocks of the kernel have come here before
 };
 
-// Every thread of every block; the block's work is done. What the other blocks did is visible to the last one.
-// num_exited_blocks: a word of this rank, zero while no kernel of its kind runs; the last block zeroes it.
+// Every thread of every block; the block's work is done. What the other blocks did is visible to
+// the last one. num_exited_blocks: a word of this rank, zero while no kernel of its kind runs; the
+// last block zeroes it.
 DC_DEVICE BlockExit exit_block(uint32_t* num_exited_blocks) {
   uint32_t* num_exited =
       reinterpret_cast<uint32_t*>(arch::dynamic_smem());  // nobody needs the stages any more
   arch::sync_block();
   if (arch::thread_idx() == 0) {
-    // acq_rel, pairs with itself: the last block sees all that the others have done, and that they have read
-    // `generation`.
+    // acq_rel, pairs with itself: the last block sees all that the others have done, and that they
+    // have read `generation`.
     *num_exited = arch::atomic_add_acq_rel_gpu(num_exited_blocks, 1u);
   }
   arch::sync_block();

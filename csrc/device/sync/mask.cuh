@@ -1,10 +1,11 @@
-// Ranks that the others do without. A rank that stays silent for the deadline is masked by the one that waited for it,
-// which tells all others: a word in their memory, which every wait for that rank looks at. So all survivors do without
-// it soon, at the cost of one deadline, and later kernels do not wait for it at all.
+// Ranks that the others do without. A rank that stays silent for the deadline is masked by the one
+// that waited for it, which tells all others: a word in their memory, which every wait for that
+// rank looks at. So all survivors do without it soon, at the cost of one deadline, and later
+// kernels do not wait for it at all.
 //
 //   word    owner     written by        read by                  order     reset
 //   masked  this rank its waits, host   its kernels              relaxed   clean
-//   votes   receiver  any rank          the receiver's kernels   relaxed   clean, by all ranks together
+//   votes   receiver  any rank          the receiver's kernels   relaxed   clean, by all ranks
 #pragma once
 
 #include "device/sync/context.cuh"
@@ -14,7 +15,8 @@ namespace deep_comm {
 DC_DEVICE bool is_masked(const World& world, int peer) {
   if (arch::ld_relaxed_gpu(world.masked(peer)) != 0) return true;
   for (int from = 0; from < world.num_ranks; ++from) {
-    if (from != world.rank && arch::ld_relaxed_sys(world.vote(world.rank, from, peer)) != 0) return true;
+    if (from != world.rank && arch::ld_relaxed_sys(world.vote(world.rank, from, peer)) != 0)
+      return true;
   }
   return false;
 }
@@ -34,7 +36,8 @@ DC_DEVICE void mask_rank(const World& world, int peer) {
 
 enum class Verdict { kGoOn, kWithout, kOut };
 
-// A wait for `peer` asks between two looks: shall it go on, do without the peer, or is this rank itself done without?
+// A wait for `peer` asks between two looks: shall it go on, do without the peer, or is this rank
+// itself done without?
 DC_DEVICE Verdict verdict_on(const Context& context, int peer) {
   if (is_masked(context.world, context.world.rank)) return Verdict::kOut;
   return is_masked(context.world, peer) ? Verdict::kWithout : Verdict::kGoOn;

@@ -7,8 +7,8 @@
 namespace deep_comm {
 
 // Items that one warp has taken, in the order in which it took them, -1 behind the last. `Take` is
-// called by lane 0 alone, one item ahead, so that nobody waits for its trip to memory; it returns the
-// next item or -1. Whole warps call the methods.
+// called by lane 0 alone, one item ahead, so that nobody waits for its trip to memory; it returns
+// the next item or -1. Whole warps call the methods.
 template <class Take>
 class WorkQueue {
  public:
