@@ -9,33 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deep_comm import env
 from deep_comm.buffer import Buffer
-from deep_comm.context import Context
-from deep_comm.errors import ArgumentError, UnsupportedError
-from deep_comm.layer import autograd, ops
+from deep_comm.layer import construction, ops
 from deep_comm.layer.batch import ExpertBatch
 from deep_comm.layer.mode import ModeRule
 from deep_comm.layer.pending import Pending
-from deep_comm.layer.prefill import Sent
 from deep_comm.layer.shape import (
     DEFAULT_DECODE_TOKENS,
-    MODES,
     MemoryEstimate,
     Mode,
     MoEShape,
     estimate_memory,
 )
-from deep_comm.layer.transport import Decoded, Prefilled, Transport
-from deep_comm.topology import (
-    discover,
-    host_identity,
-    num_local_experts,
-    requested_ranks_per_node,
-)
-
-Experts = Callable[[ExpertBatch], Tensor]
-"""Rows of a batch to rows of the same shape and the layer's dtype."""
+from deep_comm.layer.steps import Experts, Steps
+from deep_comm.layer.transport import Transport
 
 
 class ExpertParallel:
@@ -78,7 +65,6 @@ class ExpertParallel:
         shape: MoEShape.
         mode: of calls that do not name one.
         memory: MemoryEstimate; ``print(layer.memory)``.
-        rule: ModeRule, the state of "auto"; the same on all ranks.
     """
 
     def __init__(
@@ -125,123 +111,42 @@ class ExpertParallel:
             ArgumentError, UnsupportedError: on this rank.
             ConfigMismatch, TopologyError, PeerLost: on all ranks.
         """
-        if mode not in MODES:
-            raise ArgumentError("mode", mode, f"must be one of {', '.join(MODES)}")
-        if decode_tokens is None and isinstance(max_tokens, int):
-            preset = env.DECODE_TOKENS.get()
-            decode_tokens = min(DEFAULT_DECODE_TOKENS if preset is None else preset, max_tokens)
-        self.shape = MoEShape(
-            hidden, num_experts, num_topk, max_tokens,
-            max_tokens if decode_tokens is None else decode_tokens, dtype, fp8,
-        )  # fmt: skip
-        if mode == "decode" and not self.shape.can_decode:
-            raise ArgumentError("mode", mode, "needs bfloat16 rows and at most 65535 decode_tokens")
-        for name, value in (
-            ("expert_alignment", expert_alignment),
-            ("max_recv_rows", 1 if max_recv_rows is None else max_recv_rows),
-        ):
-            if not isinstance(value, int) or value < 1:
-                raise ArgumentError(name, value, "must be an integer of at least 1")
+        construction.check_mode(mode)
+        if decode_tokens is None:
+            decode_tokens = construction.default_decode_tokens(max_tokens)
+        self.shape = MoEShape(hidden, num_experts, num_topk, max_tokens, decode_tokens, dtype, fp8)
+        construction.check_options(self.shape, mode, expert_alignment, max_recv_rows)
         self.mode: Mode = mode
         self._owns_buffer = buffer is None
         if buffer is None:
-            buffer = self._build(group, comm, device, ranks_per_node, timeout_s)
+            buffer = construction.build_buffer(
+                self.shape, mode, group, comm, device, ranks_per_node, timeout_s
+            )
         self.buffer = buffer
         num_ranks = buffer.group_size
-        ctx: Context = buffer._context
+        ctx = buffer._context
         num_nodes = ctx.topology.num_nodes
-        self._require_mode_on(num_nodes)
+        construction.require_mode_on(num_nodes, mode)
         self.memory = estimate_memory(self.shape, num_ranks, mode, buffer.device.type, num_nodes)
-        self._is_capturing = ctx.backend.is_capturing
         try:
-            self._agree(ctx, expert_alignment, max_recv_rows)
+            construction.require_alike(ctx, self.shape, mode, expert_alignment, max_recv_rows)
             # Between nodes there is no low-latency mode yet.
-            self._can_decode = self.shape.can_decode and mode != "prefill" and num_nodes == 1
-            if self._can_decode:
-                self._check_decode(buffer)
+            can_decode = self.shape.can_decode and mode != "prefill" and num_nodes == 1
+            if can_decode:
+                construction.require_decode(buffer, self.shape)
         except BaseException:
             self.destroy()
             raise
-        self._transport = Transport(
-            buffer,
-            self.shape,
-            expert_alignment,
-            self._most_rows(num_ranks, expert_alignment)
-            if max_recv_rows is None
-            else max_recv_rows,
-        )
-        self.rule = ModeRule(self.shape.decode_tokens)
-        self._max_num_tokens: int | None = None  # of the last prefill exchange
-        # What a rank with too many tokens sends in a decode step: tokens that go nowhere.
-        num_asking = self.shape.decode_tokens + 1
-        self._nowhere = {
-            dtype: torch.full((num_asking, num_topk), -1, dtype=dtype, device=buffer.device)
-            for dtype in (torch.int64, torch.int32)
-        }
-        self._no_weights = torch.zeros(num_asking, num_topk, device=buffer.device)
+        if max_recv_rows is None:
+            max_recv_rows = construction.most_rows(self.shape, num_ranks, expert_alignment)
+        transport = Transport(buffer, self.shape, expert_alignment, max_recv_rows)
+        self._steps = Steps(buffer, transport, can_decode)
         self._key = ops.register(self)
 
-    def _most_rows(self, num_ranks: int, expert_alignment: int) -> int:
-        """That a rank can ever get: every selection there is, and a padding behind each group."""
-        shape = self.shape
-        num_local = num_local_experts(0, shape.num_experts, num_ranks)
-        selections = num_ranks * shape.max_tokens * shape.num_topk
-        return selections + num_local * (expert_alignment - 1)
-
-    def _build(
-        self, group: Any, comm: Any, device: Any, ranks_per_node: int | None,
-        timeout_s: float | None,
-    ) -> Buffer:  # fmt: skip
-        from deep_comm.backends import resolve_device
-        from deep_comm.rendezvous import Rendezvous
-
-        device = resolve_device(device)
-        rendezvous = Rendezvous(group, comm)
-        hosts = rendezvous.all_gather_object(host_identity())
-        num_nodes = discover(hosts, requested_ranks_per_node(ranks_per_node)).num_nodes
-        self._require_mode_on(num_nodes)
-        memory = estimate_memory(self.shape, rendezvous.size, self.mode, device.type, num_nodes)
-        return Buffer(
-            group,
-            memory.num_nvl_bytes,
-            memory.low_latency_region + memory.rail,
-            low_latency_mode=memory.low_latency_region > 0,
-            comm=comm,
-            device=device,
-            ranks_per_node=ranks_per_node,
-            timeout_s=timeout_s,
-            num_max_experts=self.shape.num_experts,
-            num_direct_bytes=memory.receive_region,
-        )
-
-    def _require_mode_on(self, num_nodes: int) -> None:
-        if num_nodes > 1 and self.mode == "decode":
-            raise UnsupportedError(
-                'mode="decode" between nodes is not in this version; "auto" and "prefill" are prefill'
-            )
-
-    def _agree(self, ctx: Context, expert_alignment: int, max_recv_rows: int | None) -> None:
-        shape = self.shape
-        ctx.rendezvous.require_equal(
-            {
-                "hidden": shape.hidden,
-                "num_experts": shape.num_experts,
-                "num_topk": shape.num_topk,
-                "max_tokens": shape.max_tokens,
-                "decode_tokens": shape.decode_tokens,
-                "mode": self.mode,
-                "dtype": str(shape.dtype),
-                "fp8": shape.fp8,
-                "expert_alignment": expert_alignment,
-                "max_recv_rows": max_recv_rows,
-            }
-        )
-
-    def _check_decode(self, buffer: Buffer) -> None:
-        """The Buffer's own words for what it lacks."""
-        buffer.clean_low_latency_buffer(
-            self.shape.num_slots, self.shape.hidden, self.shape.num_experts
-        )
+    @property
+    def rule(self) -> ModeRule:
+        """The state of "auto"; the same on all ranks."""
+        return self._steps.rule
 
     # ---- life cycle ----------------------------------------------------------------------------
 
@@ -290,7 +195,7 @@ class ExpertParallel:
     def reset(self) -> None:
         """After a PeerTimeout: Buffer.reset, and "auto" begins anew. Collective."""
         self.buffer.reset()
-        self.rule = ModeRule(self.shape.decode_tokens)
+        self._steps.begin_anew()
 
     # ---- operations ----------------------------------------------------------------------------
 
@@ -342,47 +247,17 @@ class ExpertParallel:
         if torch.compiler.is_compiling():
             y = ops.traced_forward(self, x, topk_idx, topk_weights, experts, mode, bounded)
             return y if shared is None else y + shared(x)
-        way = self._way(x, mode, bounded)
+        steps = self._steps
+        way = steps.way(x, self.mode if mode is None else mode, bounded)
         if way == "ask":
-            return self._ask(x, topk_idx, topk_weights, experts, shared)
+            return steps.ask(x, topk_idx, topk_weights, experts, shared)
         if shared is None:
-            batch = self._dispatch(way, x, topk_idx, topk_weights, bounded)
-            return self.combine(batch, experts(batch))
-        with self._dispatch_async(way, x, topk_idx, topk_weights, bounded) as sent:
+            batch = steps.dispatch(way, x, topk_idx, topk_weights, bounded)
+            return steps.combine(batch, experts(batch))
+        with steps.dispatch_async(way, x, topk_idx, topk_weights, bounded) as sent:
             y_shared = shared(x)
         batch = sent.result()
-        return self.combine(batch, experts(batch)) + y_shared
-
-    def _ask(
-        self,
-        x: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor,
-        experts: Experts,
-        shared: Callable[[Tensor], Tensor] | None,
-    ) -> Tensor:
-        """A step that begins with decode, on all ranks, and goes on with prefill if one needs it.
-
-        The answer is looked at last: by then experts and combine are queued, and no SM waits for
-        the host.
-        """
-        fits = x.shape[0] <= self.shape.decode_tokens
-        y_shared = None
-        if shared is None:
-            batch = self._open(x, topk_idx, topk_weights, False)[0]
-        else:
-            batch, hook = self._open(x, topk_idx, topk_weights, True)
-            y_shared = shared(x)
-            assert hook is not None
-            hook()
-        y = self.combine(batch, experts(batch))
-        if not self.rule.learn(self.buffer.wait_low_latency_num_tokens()):
-            # Those that have been served take part with nothing, as hosts of their experts.
-            share = slice(0, 0) if fits else slice(None)
-            batch = self._prefill(x[share], topk_idx[share], topk_weights[share], False)
-            late = self.combine(batch, experts(batch))
-            y = y if fits else late
-        return y if y_shared is None else y + y_shared
+        return steps.combine(batch, experts(batch)) + y_shared
 
     def dispatch(
         self,
@@ -399,8 +274,9 @@ class ExpertParallel:
         need not. In a step in which ranks disagree about the mode, all use dispatch, or all
         forward.
         """
-        way = self._way(x, mode, bounded)
-        return self._dispatch(way, x, topk_idx, topk_weights, bounded)
+        steps = self._steps
+        way = steps.way(x, self.mode if mode is None else mode, bounded)
+        return steps.dispatch(way, x, topk_idx, topk_weights, bounded)
 
     def dispatch_async(
         self,
@@ -412,8 +288,9 @@ class ExpertParallel:
         bounded: bool = False,
     ) -> Pending[ExpertBatch]:
         """dispatch in two halves: this one sends, ``result()`` receives. See Pending."""
-        way = self._way(x, mode, bounded)
-        return self._dispatch_async(way, x, topk_idx, topk_weights, bounded)
+        steps = self._steps
+        way = steps.way(x, self.mode if mode is None else mode, bounded)
+        return steps.dispatch_async(way, x, topk_idx, topk_weights, bounded)
 
     def combine(self, batch: ExpertBatch, rows: Tensor) -> Tensor:
         """Weighted sums of the experts' rows, at the tokens' ranks. Collective.
@@ -425,203 +302,8 @@ class ExpertParallel:
         Returns:
             [T, H].
         """
-        rows = self._expert_rows(batch, rows)
-        state = batch.state
-        if type(state) is Decoded:
-            return self._transport.decode_combine(rows, state, False)[0]
-        return self._prefill_combine(rows, state, False, [])
+        return self._steps.combine(batch, rows)
 
     def combine_async(self, batch: ExpertBatch, rows: Tensor) -> Pending[Tensor]:
         """combine in two halves. See Pending."""
-        rows = self._expert_rows(batch, rows)
-        state = batch.state
-        if type(state) is Decoded:
-            combined, hook = self._transport.decode_combine(rows, state, True)
-            assert hook is not None
-            return Pending(_after(hook, combined))
-        events: list[Any] = []
-        combined = self._prefill_combine(rows, state, True, events)
-        return Pending(_after(events[0].current_stream_wait, combined))
-
-    # ---- steps ---------------------------------------------------------------------------------
-
-    def _way(self, x: Tensor, mode: Mode | None, bounded: bool) -> str:
-        """One of "prefill", "decode", "learn" (prefill that tells the rule), "ask" (decode)."""
-        shape = self.shape
-        num_tokens = self._check(x)
-        if mode is None:
-            mode = self.mode
-        elif mode not in MODES:
-            raise ArgumentError("mode", mode, f"must be one of {', '.join(MODES)}")
-        if mode == "auto":
-            if bounded:
-                raise ArgumentError("bounded", True, 'needs mode="prefill": "auto" wants counts')
-            if not self._can_decode or torch.is_grad_enabled():
-                return "learn"
-            if shape.may_exceed and not self._is_capturing():
-                return "ask" if self.rule.begins_with_decode else "learn"
-            mode = "decode"
-        if mode == "prefill":
-            return "prefill"
-        if num_tokens > shape.decode_tokens:
-            raise ArgumentError(
-                "x", f"{num_tokens} tokens", f"must have at most {shape.decode_tokens} "
-                "(decode_tokens) in a decode step or in a captured one",
-            )  # fmt: skip
-        if not self._can_decode:
-            raise ArgumentError("mode", mode, "needs a layer that is built for it")
-        return "decode"
-
-    def _check(self, x: Tensor) -> int:
-        shape = self.shape
-        if x.dim() != 2 or x.shape[1] != shape.hidden or x.dtype != shape.dtype:
-            raise ArgumentError(
-                "x",
-                f"{list(x.shape)} of {x.dtype}",
-                f"must be [T, {shape.hidden}] of {shape.dtype}",
-            )
-        num_tokens = x.shape[0]
-        if num_tokens > shape.max_tokens:
-            raise ArgumentError(
-                "x", f"{num_tokens} tokens", f"must have at most {shape.max_tokens} (max_tokens)"
-            )
-        return num_tokens
-
-    def _needs_grad(self, x: Tensor, topk_weights: Tensor) -> bool:
-        if not torch.is_grad_enabled() or not (x.requires_grad or topk_weights.requires_grad):
-            return False
-        if self.shape.fp8:
-            raise ArgumentError("x", "a tensor that requires grad", "must not, with fp8=True")
-        return True
-
-    def _dispatch(
-        self, way: str, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, bounded: bool
-    ) -> ExpertBatch:
-        if way == "decode":
-            return self._decode(x, topk_idx, topk_weights, False)[0]
-        if way == "ask":
-            batch = self._open(x, topk_idx, topk_weights, False)[0]
-            if self.rule.learn(self.buffer.wait_low_latency_num_tokens()):
-                return batch
-            return self._prefill(x, topk_idx, topk_weights, False)
-        batch = self._prefill(x, topk_idx, topk_weights, bounded or self._is_capturing())
-        if way == "learn":
-            self._learn()
-        return batch
-
-    def _dispatch_async(
-        self, way: str, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, bounded: bool
-    ) -> Pending[ExpertBatch]:
-        if way == "decode" or way == "ask":
-            step = self._decode if way == "decode" else self._open
-            batch, hook = step(x, topk_idx, topk_weights, True)
-            assert hook is not None
-
-            def receive() -> ExpertBatch:
-                hook()
-                if way == "decode" or self.rule.learn(self.buffer.wait_low_latency_num_tokens()):
-                    return batch
-                return self._prefill(x, topk_idx, topk_weights, False)
-
-            return Pending(receive)
-        finish = self._send(x, topk_idx, topk_weights, bounded or self._is_capturing(), True)
-
-        def group() -> ExpertBatch:
-            batch = finish()
-            if way == "learn":
-                self._learn()
-            return batch
-
-        return Pending(group)
-
-    def _learn(self) -> None:
-        if self._max_num_tokens is not None:  # None: bounded, while a graph is captured
-            self.rule.learn(self._max_num_tokens)
-
-    def _decode(
-        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, is_async: bool
-    ) -> tuple[ExpertBatch, Callable[[], None] | None]:
-        if self._needs_grad(x, topk_weights):
-            raise ArgumentError(
-                "mode", "decode", "has no gradients: call under torch.no_grad(), or with prefill"
-            )
-        return self._transport.decode(x, topk_idx, topk_weights, is_asking=False, is_async=is_async)
-
-    def _open(
-        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, is_async: bool
-    ) -> tuple[ExpertBatch, Callable[[], None] | None]:
-        """A decode exchange that tells all ranks the most tokens; too many are not sent."""
-        if x.shape[0] > self.shape.decode_tokens:
-            x = x[: self.shape.decode_tokens + 1]
-            nowhere = self._nowhere.get(topk_idx.dtype)
-            topk_idx = topk_idx[: len(x)] if nowhere is None else nowhere  # refused by its name
-            topk_weights = self._no_weights
-        return self._transport.decode(x, topk_idx, topk_weights, is_asking=True, is_async=is_async)
-
-    def _prefill(
-        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, is_bounded: bool
-    ) -> ExpertBatch:
-        return self._send(x, topk_idx, topk_weights, is_bounded, False)()
-
-    def _send(
-        self,
-        x: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor,
-        is_bounded: bool,
-        is_async: bool,
-    ) -> Callable[[], ExpertBatch]:
-        """Sends now; the function returned receives and groups."""
-        prefill = self._transport.prefill
-        needs_grad = self._needs_grad(x, topk_weights)
-        if needs_grad:
-            out: list[Any] = []
-            rows, weights = autograd.Dispatch.apply(
-                x, topk_weights, topk_idx, prefill, is_bounded, is_async, out
-            )
-            sent = out[0]
-        else:
-            sent = prefill.send(
-                x, topk_idx, topk_weights, is_bounded=is_bounded, is_async=is_async
-            )
-
-        def receive() -> ExpertBatch:
-            if is_async:
-                sent.event.current_stream_wait()
-            if needs_grad:
-                return self._batch(sent, rows, weights)
-            prefill.receive(sent)
-            return self._batch(sent, sent.x, sent.weights)
-
-        return receive
-
-    def _batch(self, sent: Sent, rows: Tensor, weights: Tensor) -> ExpertBatch:
-        self._max_num_tokens = sent.max_num_tokens
-        return self._transport.prefill_batch(sent, rows, weights)
-
-    def _expert_rows(self, batch: ExpertBatch, rows: Tensor) -> Tensor:
-        if rows.shape != batch.x.shape or rows.dtype != self.shape.dtype:
-            raise ArgumentError(
-                "rows", f"{list(rows.shape)} of {rows.dtype}",
-                f"must be what experts made of the batch: {list(batch.x.shape)} of "
-                f"{self.shape.dtype}",
-            )  # fmt: skip
-        return rows if rows.is_contiguous() else rows.contiguous()
-
-    def _prefill_combine(
-        self, rows: Tensor, state: Prefilled, is_async: bool, events: list[Any]
-    ) -> Tensor:
-        handle, weights, prefill = state.handle, state.weights, self._transport.prefill
-        if torch.is_grad_enabled() and (rows.requires_grad or weights.requires_grad):
-            return autograd.Combine.apply(rows, weights, handle, prefill, is_async, events)
-        combined, event = prefill.combine(rows, weights, handle, is_async)
-        events.append(event)
-        return combined
-
-
-def _after(wait: Callable[[], None], value: Tensor) -> Callable[[], Tensor]:
-    def finish() -> Tensor:
-        wait()
-        return value
-
-    return finish
+        return self._steps.combine_async(batch, rows)

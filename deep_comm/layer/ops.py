@@ -68,8 +68,8 @@ def ep_dispatch(
     owner = _layer(layer)
     with torch.no_grad():
         if way == "auto":
-            way = owner._way(x, "auto", bounded)
-        batch = owner._dispatch(way, x, topk_idx, topk_weights, bounded)
+            way = owner._steps.way(x, "auto", bounded)
+        batch = owner._steps.dispatch(way, x, topk_idx, topk_weights, bounded)
     state = batch.state
     weights = state.weights if type(state) is Prefilled else topk_weights.new_empty(
         0
@@ -90,7 +90,7 @@ def _(
     x: Tensor, topk_idx: Tensor, topk_weights: Tensor, layer: str, way: str, bounded: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     owner = _layer(layer)
-    shape, transport = owner.shape, owner._transport
+    shape, transport = owner.shape, owner._steps.transport
     num_rows: Any = transport.num_local * transport.capacity
     num_weights: Any = 0
     if way != "decode":
@@ -114,7 +114,9 @@ def ep_dispatch_grads(
 ) -> tuple[Tensor, Tensor]:
     """Of x and of topk_weights."""
     kept: Prefilled = _kept(state)
-    return _layer(layer)._transport.prefill.dispatch_grads(grad_rows, grad_weights, kept.handle)
+    return _layer(layer)._steps.transport.prefill.dispatch_grads(
+        grad_rows, grad_weights, kept.handle
+    )
 
 
 @ep_dispatch_grads.register_fake
@@ -135,8 +137,10 @@ def ep_combine(
     owner, kept = _layer(layer), _kept(state)
     with torch.no_grad():
         if type(kept) is Prefilled:
-            return owner._transport.prefill.combine(rows.contiguous(), weights, kept.handle, False)[0]
-        return owner._transport.decode_combine(rows.contiguous(), kept, False)[0]
+            return owner._steps.transport.prefill.combine(
+                rows.contiguous(), weights, kept.handle, False
+            )[0]
+        return owner._steps.transport.decode_combine(rows.contiguous(), kept, False)[0]
 
 
 @ep_combine.register_fake
@@ -150,7 +154,7 @@ def ep_combine_grads(
 ) -> tuple[Tensor, Tensor]:
     """Of rows and of weights."""
     kept: Prefilled = _kept(state)
-    return _layer(layer)._transport.prefill.combine_grads(grad, rows, weights, kept.handle)
+    return _layer(layer)._steps.transport.prefill.combine_grads(grad, rows, weights, kept.handle)
 
 
 @ep_combine_grads.register_fake
@@ -212,7 +216,7 @@ def traced_forward(
     way = layer.mode if mode is None else mode
     needs_grad = torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad)
     if way == "auto":
-        if not layer._can_decode or torch.is_grad_enabled():
+        if not layer._steps.can_decode or torch.is_grad_enabled():
             way = "learn"
         elif not layer.shape.may_exceed:
             way = "decode"
@@ -221,7 +225,7 @@ def traced_forward(
     rows, scales, weights, counts, offsets, state = ep_dispatch(
         x, topk_idx, topk_weights, layer._key, way, bounded
     )
-    transport = layer._transport
+    transport = layer._steps.transport
     is_decode = way == "decode"
     batch = ExpertBatch(
         x=rows,

@@ -240,7 +240,7 @@ def test_a_captured_step_is_decode_and_asks_nothing(monkeypatch: pytest.MonkeyPa
         with build(group, case) as layer, torch.no_grad():
             layer(*layer_cases.inputs(case, group.rank(), 1), layer_cases.Experts())
             before = layer.rule.num_steps
-            layer._is_capturing = lambda: True
+            layer._steps.is_capturing = lambda: True
             experts = layer_cases.Experts()
             layer(*layer_cases.inputs(case, group.rank(), 0), experts)
             assert experts.modes == ["decode"] and layer.rule.num_steps == before
@@ -271,7 +271,7 @@ def test_groups_hold_rows_by_source_rank_and_token() -> None:
                     )
                 ]
                 if mode == "decode":
-                    assert batch.masked().shape == (2, layer._transport.capacity, 64)
+                    assert batch.masked().shape == (2, layer._steps.transport.capacity, 64)
                     assert batch.masked(batch.x).data_ptr() == batch.x.data_ptr()
                 else:
                     with pytest.raises(ArgumentError, match="decode batch"):

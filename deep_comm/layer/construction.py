@@ -1,0 +1,121 @@
+"""Building a layer: what is asked for is checked, agreed on by the ranks and given a Buffer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deep_comm import env
+from deep_comm.buffer import Buffer
+from deep_comm.context import Context
+from deep_comm.errors import ArgumentError, UnsupportedError
+from deep_comm.layer.shape import (
+    DEFAULT_DECODE_TOKENS,
+    MODES,
+    Mode,
+    MoEShape,
+    estimate_memory,
+)
+from deep_comm.topology import (
+    discover,
+    host_identity,
+    num_local_experts,
+    requested_ranks_per_node,
+)
+
+
+def default_decode_tokens(max_tokens: Any) -> Any:
+    """Of a layer that names none. What cannot be a number of tokens is refused by MoEShape."""
+    if not isinstance(max_tokens, int):
+        return max_tokens
+    preset = env.DECODE_TOKENS.get()
+    return min(DEFAULT_DECODE_TOKENS if preset is None else preset, max_tokens)
+
+
+def check_options(
+    shape: MoEShape, mode: Mode, expert_alignment: int, max_recv_rows: int | None
+) -> None:
+    if mode == "decode" and not shape.can_decode:
+        raise ArgumentError("mode", mode, "needs bfloat16 rows and at most 65535 decode_tokens")
+    for name, value in (
+        ("expert_alignment", expert_alignment),
+        ("max_recv_rows", 1 if max_recv_rows is None else max_recv_rows),
+    ):
+        if not isinstance(value, int) or value < 1:
+            raise ArgumentError(name, value, "must be an integer of at least 1")
+
+
+def check_mode(mode: Any) -> None:
+    if mode not in MODES:
+        raise ArgumentError("mode", mode, f"must be one of {', '.join(MODES)}")
+
+
+def require_mode_on(num_nodes: int, mode: Mode) -> None:
+    if num_nodes > 1 and mode == "decode":
+        raise UnsupportedError(
+            'mode="decode" between nodes is not in this version; "auto" and "prefill" are prefill'
+        )
+
+
+def most_rows(shape: MoEShape, num_ranks: int, expert_alignment: int) -> int:
+    """That a rank can ever get: every selection there is, and a padding behind each group."""
+    num_local = num_local_experts(0, shape.num_experts, num_ranks)
+    selections = num_ranks * shape.max_tokens * shape.num_topk
+    return selections + num_local * (expert_alignment - 1)
+
+
+def build_buffer(
+    shape: MoEShape,
+    mode: Mode,
+    group: Any,
+    comm: Any,
+    device: Any,
+    ranks_per_node: int | None,
+    timeout_s: float | None,
+) -> Buffer:
+    """Large enough for the layer. Collective."""
+    from deep_comm.backends import resolve_device
+    from deep_comm.rendezvous import Rendezvous
+
+    device = resolve_device(device)
+    rendezvous = Rendezvous(group, comm)
+    hosts = rendezvous.all_gather_object(host_identity())
+    num_nodes = discover(hosts, requested_ranks_per_node(ranks_per_node)).num_nodes
+    require_mode_on(num_nodes, mode)
+    memory = estimate_memory(shape, rendezvous.size, mode, device.type, num_nodes)
+    return Buffer(
+        group,
+        memory.num_nvl_bytes,
+        memory.low_latency_region + memory.rail,
+        low_latency_mode=memory.low_latency_region > 0,
+        comm=comm,
+        device=device,
+        ranks_per_node=ranks_per_node,
+        timeout_s=timeout_s,
+        num_max_experts=shape.num_experts,
+        num_direct_bytes=memory.receive_region,
+    )
+
+
+def require_alike(
+    ctx: Context, shape: MoEShape, mode: Mode, expert_alignment: int, max_recv_rows: int | None
+) -> None:
+    """ConfigMismatch on all ranks if they want different layers. Collective."""
+    ctx.rendezvous.require_equal(
+        {
+            "hidden": shape.hidden,
+            "num_experts": shape.num_experts,
+            "num_topk": shape.num_topk,
+            "max_tokens": shape.max_tokens,
+            "decode_tokens": shape.decode_tokens,
+            "mode": mode,
+            "dtype": str(shape.dtype),
+            "fp8": shape.fp8,
+            "expert_alignment": expert_alignment,
+            "max_recv_rows": max_recv_rows,
+        }
+    )
+
+
+def require_decode(buffer: Buffer, shape: MoEShape) -> None:
+    """The Buffer's own words for what it lacks."""
+    buffer.clean_low_latency_buffer(shape.num_slots, shape.hidden, shape.num_experts)

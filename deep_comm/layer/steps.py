@@ -1,0 +1,288 @@
+"""The steps of a layer: which mode a call takes, and the exchanges that follow from it.
+
+Arguments of calls are checked here; what an exchange is made of is in transport.py and prefill.py,
+the rule of "auto" in mode.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from deep_comm.errors import ArgumentError
+from deep_comm.layer import autograd
+from deep_comm.layer.batch import ExpertBatch
+from deep_comm.layer.construction import check_mode
+from deep_comm.layer.mode import ModeRule
+from deep_comm.layer.pending import Pending
+from deep_comm.layer.prefill import Sent
+from deep_comm.layer.shape import Mode
+from deep_comm.layer.transport import Decoded, Prefilled, Transport
+
+if TYPE_CHECKING:
+    from deep_comm.buffer import Buffer
+    from deep_comm.layer.shape import MoEShape
+
+Experts = Callable[[ExpertBatch], Tensor]
+"""Rows of a batch to rows of the same shape and the layer's dtype."""
+
+Way = Literal["prefill", "decode", "learn", "ask"]
+"""How a step is taken: "learn" is prefill that tells the rule, "ask" decode that may go on with
+prefill."""
+
+
+class Steps:
+    """Of one layer on one rank."""
+
+    def __init__(self, buffer: Buffer, transport: Transport, can_decode: bool) -> None:
+        self.buffer = buffer
+        self.shape: MoEShape = transport.shape
+        self.transport = transport
+        self.can_decode = can_decode
+        self.is_capturing: Callable[[], bool] = buffer._context.backend.is_capturing
+        self.rule = ModeRule(self.shape.decode_tokens)
+        self._max_num_tokens: int | None = None  # of the last prefill exchange
+        # What a rank with too many tokens sends in a decode step: tokens that go nowhere.
+        num_asking = self.shape.decode_tokens + 1
+        shape, device = (num_asking, self.shape.num_topk), buffer.device
+        self._nowhere = {
+            dtype: torch.full(shape, -1, dtype=dtype, device=device)
+            for dtype in (torch.int64, torch.int32)
+        }
+        self._no_weights = torch.zeros(shape, device=device)
+
+    def begin_anew(self) -> None:
+        self.rule = ModeRule(self.shape.decode_tokens)
+
+    # ---- which mode ----------------------------------------------------------------------------
+
+    def way(self, x: Tensor, mode: Mode, bounded: bool) -> Way:
+        shape = self.shape
+        num_tokens = self._check(x)
+        check_mode(mode)
+        if mode == "auto":
+            if bounded:
+                raise ArgumentError("bounded", True, 'needs mode="prefill": "auto" wants counts')
+            if not self.can_decode or torch.is_grad_enabled():
+                return "learn"
+            if shape.may_exceed and not self.is_capturing():
+                return "ask" if self.rule.begins_with_decode else "learn"
+            mode = "decode"
+        if mode == "prefill":
+            return "prefill"
+        if num_tokens > shape.decode_tokens:
+            raise ArgumentError(
+                "x", f"{num_tokens} tokens", f"must have at most {shape.decode_tokens} "
+                "(decode_tokens) in a decode step or in a captured one",
+            )  # fmt: skip
+        if not self.can_decode:
+            raise ArgumentError("mode", mode, "needs a layer that is built for it")
+        return "decode"
+
+    def _check(self, x: Tensor) -> int:
+        shape = self.shape
+        if x.dim() != 2 or x.shape[1] != shape.hidden or x.dtype != shape.dtype:
+            raise ArgumentError(
+                "x",
+                f"{list(x.shape)} of {x.dtype}",
+                f"must be [T, {shape.hidden}] of {shape.dtype}",
+            )
+        num_tokens = x.shape[0]
+        if num_tokens > shape.max_tokens:
+            raise ArgumentError(
+                "x", f"{num_tokens} tokens", f"must have at most {shape.max_tokens} (max_tokens)"
+            )
+        return num_tokens
+
+    def _needs_grad(self, x: Tensor, topk_weights: Tensor) -> bool:
+        if not torch.is_grad_enabled() or not (x.requires_grad or topk_weights.requires_grad):
+            return False
+        if self.shape.fp8:
+            raise ArgumentError("x", "a tensor that requires grad", "must not, with fp8=True")
+        return True
+
+    def _learn(self) -> None:
+        if self._max_num_tokens is not None:  # None: bounded, while a graph is captured
+            self.rule.learn(self._max_num_tokens)
+
+    # ---- dispatch and combine ------------------------------------------------------------------
+
+    def ask(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        experts: Experts,
+        shared: Callable[[Tensor], Tensor] | None,
+    ) -> Tensor:
+        """A step that begins with decode, on all ranks, and goes on with prefill if one needs it.
+
+        The answer is looked at last: by then experts and combine are queued, and no SM waits for
+        the host.
+        """
+        fits = x.shape[0] <= self.shape.decode_tokens
+        y_shared = None
+        if shared is None:
+            batch = self._open(x, topk_idx, topk_weights, False)[0]
+        else:
+            batch, hook = self._open(x, topk_idx, topk_weights, True)
+            y_shared = shared(x)
+            assert hook is not None
+            hook()
+        y = self.combine(batch, experts(batch))
+        if not self.rule.learn(self.buffer.wait_low_latency_num_tokens()):
+            # Those that have been served take part with nothing, as hosts of their experts.
+            share = slice(0, 0) if fits else slice(None)
+            batch = self._prefill(x[share], topk_idx[share], topk_weights[share], False)
+            late = self.combine(batch, experts(batch))
+            y = y if fits else late
+        return y if y_shared is None else y + y_shared
+
+    def dispatch(
+        self, way: Way, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, bounded: bool
+    ) -> ExpertBatch:
+        if way == "decode":
+            return self._decode(x, topk_idx, topk_weights, False)[0]
+        if way == "ask":
+            batch = self._open(x, topk_idx, topk_weights, False)[0]
+            if self.rule.learn(self.buffer.wait_low_latency_num_tokens()):
+                return batch
+            return self._prefill(x, topk_idx, topk_weights, False)
+        batch = self._prefill(x, topk_idx, topk_weights, bounded or self.is_capturing())
+        if way == "learn":
+            self._learn()
+        return batch
+
+    def dispatch_async(
+        self, way: Way, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, bounded: bool
+    ) -> Pending[ExpertBatch]:
+        if way == "decode" or way == "ask":
+            step = self._decode if way == "decode" else self._open
+            batch, hook = step(x, topk_idx, topk_weights, True)
+            assert hook is not None
+
+            def receive() -> ExpertBatch:
+                hook()
+                if way == "decode" or self.rule.learn(self.buffer.wait_low_latency_num_tokens()):
+                    return batch
+                return self._prefill(x, topk_idx, topk_weights, False)
+
+            return Pending(receive)
+        finish = self._send(x, topk_idx, topk_weights, bounded or self.is_capturing(), True)
+
+        def group() -> ExpertBatch:
+            batch = finish()
+            if way == "learn":
+                self._learn()
+            return batch
+
+        return Pending(group)
+
+    def combine(self, batch: ExpertBatch, rows: Tensor) -> Tensor:
+        rows = self._expert_rows(batch, rows)
+        state = batch.state
+        if type(state) is Decoded:
+            return self.transport.decode_combine(rows, state, False)[0]
+        return self._prefill_combine(rows, state, False, [])
+
+    def combine_async(self, batch: ExpertBatch, rows: Tensor) -> Pending[Tensor]:
+        rows = self._expert_rows(batch, rows)
+        state = batch.state
+        if type(state) is Decoded:
+            combined, hook = self.transport.decode_combine(rows, state, True)
+            assert hook is not None
+            return Pending(_after(hook, combined))
+        events: list[Any] = []
+        combined = self._prefill_combine(rows, state, True, events)
+        return Pending(_after(events[0].current_stream_wait, combined))
+
+    # ---- exchanges -----------------------------------------------------------------------------
+
+    def _decode(
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, is_async: bool
+    ) -> tuple[ExpertBatch, Callable[[], None] | None]:
+        if self._needs_grad(x, topk_weights):
+            raise ArgumentError(
+                "mode", "decode", "has no gradients: call under torch.no_grad(), or with prefill"
+            )
+        return self.transport.decode(x, topk_idx, topk_weights, is_asking=False, is_async=is_async)
+
+    def _open(
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, is_async: bool
+    ) -> tuple[ExpertBatch, Callable[[], None] | None]:
+        """A decode exchange that tells all ranks the most tokens; too many are not sent."""
+        if x.shape[0] > self.shape.decode_tokens:
+            x = x[: self.shape.decode_tokens + 1]
+            nowhere = self._nowhere.get(topk_idx.dtype)
+            topk_idx = topk_idx[: len(x)] if nowhere is None else nowhere  # refused by its name
+            topk_weights = self._no_weights
+        return self.transport.decode(x, topk_idx, topk_weights, is_asking=True, is_async=is_async)
+
+    def _prefill(
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, is_bounded: bool
+    ) -> ExpertBatch:
+        return self._send(x, topk_idx, topk_weights, is_bounded, False)()
+
+    def _send(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        is_bounded: bool,
+        is_async: bool,
+    ) -> Callable[[], ExpertBatch]:
+        """Sends now; the function returned receives and groups."""
+        prefill = self.transport.prefill
+        needs_grad = self._needs_grad(x, topk_weights)
+        if needs_grad:
+            out: list[Any] = []
+            rows, weights = autograd.Dispatch.apply(
+                x, topk_weights, topk_idx, prefill, is_bounded, is_async, out
+            )
+            sent = out[0]
+        else:
+            sent = prefill.send(x, topk_idx, topk_weights, is_bounded=is_bounded, is_async=is_async)
+
+        def receive() -> ExpertBatch:
+            if is_async:
+                sent.event.current_stream_wait()
+            if needs_grad:
+                return self._batch(sent, rows, weights)
+            prefill.receive(sent)
+            return self._batch(sent, sent.x, sent.weights)
+
+        return receive
+
+    def _batch(self, sent: Sent, rows: Tensor, weights: Tensor) -> ExpertBatch:
+        self._max_num_tokens = sent.max_num_tokens
+        return self.transport.prefill_batch(sent, rows, weights)
+
+    def _expert_rows(self, batch: ExpertBatch, rows: Tensor) -> Tensor:
+        if rows.shape != batch.x.shape or rows.dtype != self.shape.dtype:
+            raise ArgumentError(
+                "rows", f"{list(rows.shape)} of {rows.dtype}",
+                f"must be what experts made of the batch: {list(batch.x.shape)} of "
+                f"{self.shape.dtype}",
+            )  # fmt: skip
+        return rows if rows.is_contiguous() else rows.contiguous()
+
+    def _prefill_combine(
+        self, rows: Tensor, state: Prefilled, is_async: bool, events: list[Any]
+    ) -> Tensor:
+        handle, weights, prefill = state.handle, state.weights, self.transport.prefill
+        if torch.is_grad_enabled() and (rows.requires_grad or weights.requires_grad):
+            return autograd.Combine.apply(rows, weights, handle, prefill, is_async, events)
+        combined, event = prefill.combine(rows, weights, handle, is_async)
+        events.append(event)
+        return combined
+
+
+def _after(wait: Callable[[], None], value: Tensor) -> Callable[[], Tensor]:
+    def finish() -> Tensor:
+        wait()
+        return value
+
+    return finish
