@@ -8,13 +8,19 @@
 #if defined(__CUDACC__)
 #define DEEP_COMM_TARGET_CUDA 1
 #define DC_DEVICE __device__ __forceinline__
+// What hardly ever runs: a call, so that the code around it stays small. Instructions are fetched
+// anew at every launch.
+#define DC_DEVICE_COLD static __device__ __noinline__
 #define DC_HOST_DEVICE __host__ __device__ __forceinline__
 #define DC_UNROLL _Pragma("unroll")
+#define DC_NO_UNROLL _Pragma("unroll 1")
 #else
 #define DEEP_COMM_TARGET_CUDA 0
 #define DC_DEVICE inline
+#define DC_DEVICE_COLD inline
 #define DC_HOST_DEVICE inline
 #define DC_UNROLL
+#define DC_NO_UNROLL
 #endif
 
 namespace deep_comm {

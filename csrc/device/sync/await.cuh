@@ -25,6 +25,52 @@ DC_DEVICE void note_wait(const Context& context, const WaitFor& wait, uint64_t e
 #endif
 }
 
+// When a wait began, when it ends without having got its word, and when a rest in it ends at the
+// latest.
+struct WaitClock {
+  uint64_t start_ns = 0;  // 0: nothing has been asked yet
+  uint64_t deadline_ns = 0;
+  uint64_t wake_ns = 0;
+};
+
+// Between two looks: may the wait go on? False when the deadline has passed (then this thread has
+// written the error record) or when another thread of this rank has given up; with
+// context.can_shrink also when the ranks do without wait.peer. All waits share this one function.
+DC_DEVICE_COLD bool may_go_on(Context context, WaitFor wait, uint64_t seen, uint64_t expected,
+                              uint64_t patience, WaitClock* clock) {
+  const World& world = context.world;
+  const uint64_t now_ns = arch::globaltimer_ns();
+  if (clock->start_ns == 0) {
+    clock->start_ns = now_ns;
+    clock->deadline_ns = now_ns + patience * context.patience * world.timeout_ns;
+    note_wait(context, wait, expected);
+  }
+  if (is_aborted(world)) return false;
+  const bool can_do_without = context.can_shrink && wait.peer != world.rank;
+  if (can_do_without) {
+    const Verdict verdict = verdict_on(context, wait.peer);
+    if (verdict == Verdict::kOut) {
+      report_error(context, {ErrorKind::kMaskedOut, wait, 0, 0, now_ns - clock->start_ns, -1});
+      abort_rank(context);
+    }
+    if (verdict != Verdict::kGoOn) return false;
+  }
+  if (now_ns >= clock->deadline_ns && can_do_without) {
+    mask_rank(world, wait.peer);
+    return false;
+  }
+  if (now_ns >= clock->deadline_ns) {
+    report_error(context,
+                 {ErrorKind::kPeerTimeout, wait, seen, expected, now_ns - clock->start_ns, -1});
+    abort_rank(context);
+    return false;
+  }
+  // Nothing wakes a rest on account of a vote: rests are short where there may be one.
+  clock->wake_ns = can_do_without ? min_of(clock->deadline_ns, now_ns + world.timeout_ns / 16 + 1)
+                                  : clock->deadline_ns;
+  return true;
+}
+
 // Looks again and again until watch.look() is true. Returns false when the deadline passed (then
 // this thread has written the error record) or when another thread of this rank has given up. With
 // context.can_shrink also when the ranks do without wait.peer, which then is_given_up; past the
@@ -37,40 +83,14 @@ DC_DEVICE bool await_watch(const Context& context, Watch& watch, const WaitFor& 
   constexpr int kPollsPerClock =
       DEEP_COMM_TARGET_CUDA ? 64 : 1;  // reading the clock costs more than a poll
   if (watch.look()) return true;
-  const World& world = context.world;
-  const uint64_t start_ns = arch::globaltimer_ns();
-  const uint64_t deadline_ns = start_ns + patience * context.patience * world.timeout_ns;
-  note_wait(context, wait, expected);
+  WaitClock clock;
   while (true) {
+    DC_NO_UNROLL
     for (int poll = 0; poll < kPollsPerClock; ++poll) {
       if (watch.look()) return true;
     }
-    if (is_aborted(world)) return false;
-    const bool can_do_without = context.can_shrink && wait.peer != world.rank;
-    if (can_do_without) {
-      const Verdict verdict = verdict_on(context, wait.peer);
-      if (verdict == Verdict::kOut) {
-        report_error(context,
-                     {ErrorKind::kMaskedOut, wait, 0, 0, arch::globaltimer_ns() - start_ns, -1});
-        abort_rank(context);
-      }
-      if (verdict != Verdict::kGoOn) return false;
-    }
-    const uint64_t now_ns = arch::globaltimer_ns();
-    if (now_ns >= deadline_ns && can_do_without) {
-      mask_rank(world, wait.peer);
-      return false;
-    }
-    if (now_ns >= deadline_ns) {
-      report_error(context,
-                   {ErrorKind::kPeerTimeout, wait, watch.seen(), expected, now_ns - start_ns, -1});
-      abort_rank(context);
-      return false;
-    }
-    // Nothing wakes a rest on account of a vote: rests are short where there may be one.
-    const uint64_t wake_ns =
-        can_do_without ? min_of(deadline_ns, now_ns + world.timeout_ns / 16 + 1) : deadline_ns;
-    watch.rest(&world.state()->abort, wake_ns);
+    if (!may_go_on(context, wait, watch.seen(), expected, patience, &clock)) return false;
+    watch.rest(&context.world.state()->abort, clock.wake_ns);
   }
 }
 

@@ -20,7 +20,7 @@ struct RankNames {
 struct Context {
   const World& world;
   Kernel kernel;
-  uint32_t generation;  // of this kernel; equal on all ranks
+  uint32_t generation;      // of this kernel; equal on all ranks
   bool can_shrink = false;  // a silent rank is done without: see mask.cuh
   RankNames names = {};
   uint64_t patience = 1;  // deadlines of this context's waits, in timeouts
@@ -46,8 +46,8 @@ struct ErrorReport {
 };
 
 // Writes the error record, if no other thread has. The first report wins: later ones are its
-// consequences.
-DC_DEVICE void report_error(const Context& context, const ErrorReport& report) {
+// consequences. By value: the address of a caller's object would keep that out of registers.
+DC_DEVICE_COLD void report_error(Context context, ErrorReport report) {
   const World& world = context.world;
   if (arch::atomic_cas_acq_rel_gpu(&world.state()->error_claimed, 0u, 1u) != 0u) return;
   ErrorBlock* block = world.error;

@@ -12,7 +12,7 @@
 
 namespace deep_comm {
 
-DC_DEVICE bool is_masked(const World& world, int peer) {
+DC_DEVICE_COLD bool is_masked(const World& world, int peer) {
   if (arch::ld_relaxed_gpu(world.masked(peer)) != 0) return true;
   for (int from = 0; from < world.num_ranks; ++from) {
     if (from != world.rank && arch::ld_relaxed_sys(world.vote(world.rank, from, peer)) != 0)
