@@ -81,6 +81,7 @@ class Engine:
     ) -> OutputLayout:
         """How the outputs of a dispatch lie in a block of the receive region."""
     smem_bytes_limit: int  # shared memory of a block; smaller values cut rows into more pieces
+    skips_launches: bool  # for measuring the host's part: all is done but the launch
     num_launches: int  # kernels launched so far (tests assert "nothing launched" with it)
 
     def get_dispatch_layout(

@@ -47,6 +47,9 @@ class Event:
     def wait(self, stream: int) -> None:
         """Work that ``stream`` gets from now on waits for this event."""
 
+    def synchronize(self) -> None:
+        """The calling thread waits for what was recorded."""
+
     def order(self, first: int, then: int) -> None:
         """Work that stream ``then`` gets from now on waits for all that ``first`` has."""
 

@@ -51,9 +51,10 @@ class Buffer(InternodeCalls, LowLatencyCalls):
     Ranks hold contiguous experts; if E is not a multiple of R, the first E % R ranks hold one more.
 
     Operations that move data are collective: every rank of the group makes the same calls in the
-    same order. On CUDA devices they run on the Buffer's own stream, after ``previous_event`` if
-    given, else after the current stream. Without ``async_finish`` the current stream waits for
-    them; with it they return an event. On the host target they have ended when the call returns.
+    same order. On CUDA devices they run on the current stream; with ``previous_event``, behind which
+    alone they are then, or ``async_finish`` on the Buffer's own. Without ``async_finish`` the current
+    stream waits for them; with it they return an event. Calls from several streams run one behind
+    the other. On the host target they have ended when the call returns.
 
     Attributes:
         rank, group_size: this rank and R.
@@ -238,7 +239,7 @@ class Buffer(InternodeCalls, LowLatencyCalls):
         return configs.recommended_combine_config(num_ranks, Buffer.num_sms)
 
     def get_comm_stream(self) -> torch.cuda.Stream:
-        """The stream that the kernels run on. Raises UnsupportedError on the host target."""
+        """The Buffer's own stream, of asynchronous calls. Raises UnsupportedError on the host target."""
         self._context.require_open()
         return self._context.backend.comm_stream()
 

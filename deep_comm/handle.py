@@ -35,7 +35,7 @@ class KnownHandle:
         "is_token_in_rank",
         "send_head",
         "output_layouts",
-        "recorded_on",
+        "_recorded_on",
         "home_stream",
     )
 
@@ -61,8 +61,16 @@ class KnownHandle:
         self.send_head = handle.send_head.data_ptr() or empty_address
         # (row bytes, scale bytes) -> how the outputs of a cached dispatch lie in the receive region
         self.output_layouts: dict[tuple[int, int], tuple[int, int, int]] = {}
-        self.recorded_on: set[tuple[int, int | None]] = set()  # streams whose use torch knows of
+        self._recorded_on: set[int] = set()  # streams whose use torch knows of
         self.home_stream = handle.home_stream
+
+    def record_on(self, stream: torch.cuda.Stream, raw_stream: int) -> None:
+        """Tell torch's allocator that ``stream`` uses the handle; it remembers that as long as the memory is in use."""
+        if raw_stream not in self._recorded_on:
+            for tensor in self.tensors:
+                if tensor.numel() > 0:
+                    tensor.record_stream(stream)
+            self._recorded_on.add(raw_stream)
 
 
 @dataclass(frozen=True, eq=False)

@@ -101,6 +101,7 @@ pybind11::class_<Engine<Target>> bind_engine(pybind11::module_& m) {
       "topk_idx_bytes"_a);
   engine.def_property_readonly("num_launches", &Type::num_launches);
   engine.def_readwrite("smem_bytes_limit", &Type::smem_bytes_limit);
+  engine.def_readwrite("skips_launches", &Type::skips_launches);
 
   engine.def(
       "get_dispatch_layout",

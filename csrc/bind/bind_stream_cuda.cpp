@@ -5,13 +5,14 @@ namespace deep_comm {
 
 namespace py = pybind11;
 
-// The GIL stays held: every call takes about a microsecond, and an event must not be recorded by one
+// The GIL stays held but in waits: every call takes about a microsecond, and an event must not be recorded by one
 // thread between another's record and wait.
 void bind_stream_cuda(py::module_& m) {
   py::class_<CudaEvent>(m, "Event", py::module_local(), "A point in the work of a stream.")
       .def(py::init<int>(), py::arg("device"))
       .def("record", &CudaEvent::record, py::arg("stream"))
       .def("wait", &CudaEvent::wait, py::arg("stream"))
+      .def("synchronize", &CudaEvent::synchronize, py::call_guard<py::gil_scoped_release>())
       .def("order", &CudaEvent::order, py::arg("first"), py::arg("then"));
   m.def("mark", &cuda_mark, py::arg("device"), py::arg("stream"));
   m.def("is_capturing", &cuda_is_capturing, py::arg("stream"));

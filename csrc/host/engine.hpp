@@ -175,6 +175,8 @@ class Engine {
   int64_t num_launches() const { return num_launches_; }
   // Shared memory a block may use: smaller values cut rows into more pieces (tests, smaller GPUs).
   int smem_bytes_limit = Target::kTuning.smem_bytes_limit;
+  // For measuring the host's part of a call: all is done but the launch.
+  bool skips_launches = false;
 
  private:
   struct Shape {

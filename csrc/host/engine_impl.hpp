@@ -160,6 +160,7 @@ void Engine<Target>::launch(const LaunchConfig& config, typename KernelType::Arg
   check_open();
   args.world = world_;
   ++num_launches_;
+  if (skips_launches) return;
   target_.template launch<KernelType>(config, args, stream);
 }
 

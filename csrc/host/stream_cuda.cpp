@@ -68,6 +68,8 @@ void CudaEvent::wait(uint64_t stream) const {
   check(cudaStreamWaitEvent(as_stream(stream), event_, 0), "cudaStreamWaitEvent");
 }
 
+void CudaEvent::synchronize() const { check(cudaEventSynchronize(event_), "cudaEventSynchronize"); }
+
 std::unique_ptr<CudaEvent> cuda_mark(int device, uint64_t stream) {
   DeviceScope scope(device);  // stream 0 is the current device's
   if (cuda_is_capturing(stream)) return nullptr;

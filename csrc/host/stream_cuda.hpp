@@ -22,6 +22,8 @@ class CudaEvent {
   void record(uint64_t stream);
   // Work that `stream` gets from now on waits for what was recorded.
   void wait(uint64_t stream) const;
+  // The calling thread waits for what was recorded.
+  void synchronize() const;
   // Work that `then` gets from now on waits for all that `first` has. The device must be current.
   void order(uint64_t first, uint64_t then) {
     record(first);

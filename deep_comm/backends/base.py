@@ -43,11 +43,12 @@ class Heap(Protocol):
 class Launch(Protocol):
     """The place of one operation on the streams: a context manager around its calls.
 
-    Entering makes the communication stream wait for what the operation needs. ``finish`` makes the
+    Its stream has been made to wait for what the operation needs. ``finish`` makes the
     caller's stream wait for the operation, or returns the event of an asynchronous one.
     """
 
     stream: int  # to pass to the engine
+    is_captured: bool  # part of a CUDA graph
     poisons: bool  # outputs are filled before the kernels run
     home_stream: int  # whose memory `empty` hands out
     ordered_after: int | None  # the stream whose work so far all comes before; None: not a whole stream's

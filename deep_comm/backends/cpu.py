@@ -113,6 +113,7 @@ class _CpuLaunch:
     __slots__ = ("_async_finish", "poisons")
     stream = 0
     home_stream = 0
+    is_captured = False
     ordered_after: int | None = 0
 
     def __init__(self, async_finish: bool, poison_outputs: bool) -> None:

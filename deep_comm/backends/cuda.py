@@ -14,7 +14,7 @@ from torch import Tensor
 from deep_comm import _cuda, env
 from deep_comm.backends import in_process
 from deep_comm.backends.base import Heap
-from deep_comm.backends.cuda_launch import CudaLaunch, Streams, current_raw_stream
+from deep_comm.backends.cuda_launch import CallerLaunch, CommLaunch, Streams, current_raw_stream
 from deep_comm.backends.foreign import Place
 from deep_comm.errors import TopologyError, UnsupportedError
 from deep_comm.events import EventHandle
@@ -119,10 +119,9 @@ class CudaBackend:
                 f"{_cuda.architectures}"
             )
         self.max_sms: int | None = _cuda.num_sms(self._index)
-        self._poison_outputs = env.POISON.get()
         # Above the default: communication that waits for a free SM keeps its peers waiting too.
         self._comm_stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-        self._streams = Streams(device, self._comm_stream)
+        self._streams = Streams(device, self._comm_stream, env.POISON.get())
 
     def workspace_bytes(self, num_ranks: int, num_max_experts: int) -> int:
         return _Engine.workspace_bytes(num_ranks=num_ranks, num_max_experts=num_max_experts)
@@ -174,14 +173,8 @@ class CudaBackend:
 
     def launch(
         self, previous_event: EventHandle | None, async_finish: bool, allocate_on_comm_stream: bool
-    ) -> CudaLaunch:
-        return CudaLaunch(
-            self._streams,
-            previous_event,
-            async_finish,
-            allocate_on_comm_stream,
-            self._poison_outputs,
-        )
+    ) -> CallerLaunch | CommLaunch:
+        return self._streams.launch(previous_event, async_finish, allocate_on_comm_stream)
 
     def current_stream(self) -> int:
         return current_raw_stream(self._index)
@@ -197,6 +190,7 @@ class CudaBackend:
         return _cuda.is_capturing(current_raw_stream(self._index))
 
     def synchronize(self) -> None:
+        self._streams.synchronize()
         self._comm_stream.synchronize()
 
     def device_scope(self) -> contextlib.AbstractContextManager[object]:

@@ -1,7 +1,7 @@
 """The place of one operation among CUDA streams.
 
 Runs in every call, where 20 microseconds are the whole of the host's time: streams are compared and
-ordered as raw ``cudaStream_t``, with one event per Buffer, and torch's stream objects are only made where
+ordered as raw ``cudaStream_t``, with two events per Buffer, and torch's stream objects are only made where
 torch itself must switch streams.
 """
 
@@ -31,21 +31,107 @@ current_raw_stream: Callable[[int], int] = getattr(
     torch._C, "_cuda_getCurrentRawStream", _current_raw_stream
 )
 current_device: Callable[[], int] = _cuda.current_device
+is_capturing: Callable[[int], bool] = _cuda.is_capturing
 
 
 class Streams:
-    """What all operations of one Buffer share: its device, its communication stream, an event."""
+    """What all operations of one Buffer share: its device, its communication stream, and where its last one is.
 
-    def __init__(self, device: torch.device, comm: torch.cuda.Stream) -> None:
+    Kernels of one Buffer run one at a time, in the order of the calls, on whichever streams: every
+    operation runs behind ``done``, which lies behind the one before it (docs/design/0016). Operations
+    of CUDA graphs have their order from the communication stream, which they all pass through.
+    """
+
+    __slots__ = ("device", "index", "comm", "raw_comm", "hop", "done", "last", "poisons")
+
+    def __init__(self, device: torch.device, comm: torch.cuda.Stream, poison_outputs: bool) -> None:
         self.device = device
         self.index: int = device.index
         self.comm = comm
         self.raw_comm = int(comm.cuda_stream)
-        self.event = _cuda.Event(self.index)
+        self.poisons = poison_outputs
+        self.hop = _cuda.Event(self.index)  # from the caller's stream, and back in a capture
+        self.done = _cuda.Event(self.index)  # behind the last operation; never of a capture
+        self.last: int | None = None  # the stream of that operation; None: there was none
+
+    def synchronize(self) -> None:
+        """Wait for the last operation, behind which all others are."""
+        if self.last is not None:
+            self.done.synchronize()
+
+    def launch(
+        self, previous_event: EventHandle | None, async_finish: bool, on_comm: bool
+    ) -> CallerLaunch | CommLaunch:
+        device_scope: torch.cuda.device | None = None
+        if current_device() != self.index:
+            device_scope = torch.cuda.device(self.index)
+            device_scope.__enter__()
+        compute = current_raw_stream(self.index)
+        if previous_event is None and not async_finish and not is_capturing(compute):
+            return CallerLaunch(self, compute, device_scope)
+        return CommLaunch(self, compute, device_scope, previous_event, async_finish, on_comm)
 
 
-class CudaLaunch:
-    """Order of one operation among the caller's stream (compute) and the communication stream.
+class CallerLaunch:
+    """An operation that the caller's stream waits for anyway: it runs there."""
+
+    __slots__ = ("stream", "ordered_after", "home_stream", "poisons", "_streams", "_device_scope")
+
+    is_captured = False
+
+    def __init__(
+        self, streams: Streams, compute: int, device_scope: torch.cuda.device | None
+    ) -> None:
+        self.stream = self.home_stream = compute
+        self.ordered_after: int | None = compute
+        self.poisons = streams.poisons
+        self._streams = streams
+        self._device_scope = device_scope
+        if streams.last != compute and streams.last is not None:
+            streams.done.wait(compute)
+
+    def __enter__(self) -> CallerLaunch:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        streams = self._streams
+        streams.last = self.stream
+        streams.done.record(self.stream)
+        if self._device_scope is not None:
+            self._device_scope.__exit__(exc_type, exc_value, traceback)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        tensor = torch.empty(*shape, dtype=dtype, device=self._streams.device)
+        if self.poisons:
+            poison(tensor)
+        return tensor
+
+    def adopt(self, tensor: Tensor) -> Tensor:
+        if self.poisons:
+            poison(tensor)
+        return tensor
+
+    def wait(self, events: Iterable[Any]) -> None:
+        for event in events:
+            event.wait(self.stream)
+
+    def finish(
+        self, inputs: Iterable[Tensor | None], handle: KnownHandle | None = None
+    ) -> EventOverlap:
+        if handle is not None and handle.home_stream not in (None, self.stream):
+            # The stream that would reuse the handle's memory does not wait for this call.
+            handle.record_on(torch.cuda.current_stream(self._streams.index), self.stream)
+        return EventOverlap()
+
+
+class CommLaunch:
+    """Order of one operation among the caller's stream (compute) and the communication stream, where it runs:
+    behind an event, or while the caller's stream goes on, or in a graph.
 
     Outputs belong to the communication stream when the caller asks for that, and also whenever the
     operation waits for an event instead of for the compute stream: memory that the compute stream
@@ -55,11 +141,11 @@ class CudaLaunch:
     __slots__ = (
         "stream",
         "ordered_after",
+        "is_captured",
+        "poisons",
         "_streams",
-        "_previous_event",
         "_async_finish",
         "_on_comm",
-        "poisons",
         "_outputs",
         "_compute",
         "_device_scope",
@@ -68,33 +154,32 @@ class CudaLaunch:
     def __init__(
         self,
         streams: Streams,
+        compute: int,
+        device_scope: torch.cuda.device | None,
         previous_event: EventHandle | None,
         async_finish: bool,
-        allocate_on_comm_stream: bool,
-        poison_outputs: bool,
+        on_comm: bool,
     ) -> None:
-        self.stream = streams.raw_comm
+        self.stream = comm = streams.raw_comm
         self._streams = streams
-        self._previous_event = previous_event
+        self._compute = compute
         self._async_finish = async_finish
-        self._on_comm = allocate_on_comm_stream or previous_event is not None
-        self.poisons = poison_outputs
+        self._on_comm = on_comm or previous_event is not None
+        self.poisons = streams.poisons
         self._outputs: list[Tensor] = []
-        self._device_scope: torch.cuda.device | None = None
-
-    def __enter__(self) -> CudaLaunch:
-        streams = self._streams
-        if current_device() != streams.index:
-            self._device_scope = torch.cuda.device(streams.index)
-            self._device_scope.__enter__()
-        self._compute = current_raw_stream(streams.index)
+        self._device_scope = device_scope
         self.ordered_after: int | None = None
-        if self._previous_event is not None:
-            self._previous_event.stream_wait(streams.comm)
+        if previous_event is not None:
+            previous_event.stream_wait(streams.comm)
         else:
-            self.ordered_after = self._compute
-            if self._compute != streams.raw_comm:
-                streams.event.order(self._compute, streams.raw_comm)
+            self.ordered_after = compute
+            if compute != comm:
+                streams.hop.order(compute, comm)
+        self.is_captured = is_capturing(comm)
+        if not self.is_captured and streams.last not in (None, comm, self.ordered_after):
+            streams.done.wait(comm)
+
+    def __enter__(self) -> CommLaunch:
         return self
 
     def __exit__(
@@ -106,8 +191,18 @@ class CudaLaunch:
         if exc_type is not None:
             # Kernels of a call that failed half-way may still write: its memory must outlive them.
             self._record(self._outputs)
+            self._end()
         if self._device_scope is not None:
             self._device_scope.__exit__(exc_type, exc_value, traceback)
+
+    def _end(self) -> _cuda.Event:
+        """An event behind the operation."""
+        streams = self._streams
+        event = streams.hop
+        if not self.is_captured:
+            event, streams.last = streams.done, self.stream
+        event.record(self.stream)
+        return event
 
     @property
     def home_stream(self) -> int:
@@ -158,28 +253,24 @@ class CudaLaunch:
         self, inputs: Iterable[Tensor | None], handle: KnownHandle | None = None
     ) -> EventOverlap:
         streams = self._streams
+        end = self._end()
         if self._async_finish:
             self._record(inputs)
             self._record(self._outputs)
             if handle is not None:
                 self._record_handle(handle)
             return EventOverlap(EventHandle(streams.comm))
-        if self._compute != streams.raw_comm:
-            streams.event.order(streams.raw_comm, self._compute)
+        if self._compute != self.stream:
+            end.wait(self._compute)
         if self._on_comm:
             self._record(self._outputs)
-        if handle is not None and handle.home_stream not in (
-            None,
-            self._compute,
-            streams.raw_comm,
-        ):
+        if handle is not None and handle.home_stream not in (None, self._compute, self.stream):
             # The stream that would reuse the handle's memory does not wait for this call.
             self._record_handle(handle)
-        return EventOverlap(None)
+        return EventOverlap()
 
     def _record_handle(self, handle: KnownHandle) -> None:
-        """Once a stream is enough: the allocator remembers it for as long as the memory is in use."""
-        key = (self._streams.raw_comm, self._compute if self._on_comm else None)
-        if key not in handle.recorded_on:
-            self._record(handle.tensors)
-            handle.recorded_on.add(key)
+        handle.record_on(self._streams.comm, self.stream)
+        if self._on_comm:
+            current = torch.cuda.current_stream(self._streams.index)
+            handle.record_on(current, self._compute)

@@ -7,6 +7,7 @@ can be tested, and kernels still move the rows.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import importlib
 import sys
@@ -23,64 +24,151 @@ COMPUTE, COMM = 11, 22
 
 
 class Log(list):
-    """What was done to streams and memory, in order."""
+    """What was done to streams and memory, in order; and what CUDA would know of it.
+
+    Attributes:
+        current: the caller's stream.
+        capturing: streams that record a graph.
+        known: by stream, the work that all further work there is behind.
+        kernels: (stream, what was known there) of every launch.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current = COMPUTE
+        self.capturing: set[int] = set()
+        self.known: dict[int, set[object]] = collections.defaultdict(set)
+        self.kernels: list[tuple[int, frozenset[object]]] = []
+        self.is_silent = False  # for measuring: nothing is written down
 
     def names(self) -> list[str]:
         return [entry[0] for entry in self]
 
+    def launch(self, name: str, stream: int) -> None:
+        if self.is_silent:
+            return
+        self.append((name, stream))
+        self.kernels.append((stream, frozenset(self.known[stream])))
+        self.known[stream].add(len(self.kernels) - 1)
+
+    def work(self, name: object) -> None:
+        """Of the caller, on its stream."""
+        self.known[self.current].add(name)
+
+
+class _Point:
+    """An event, with CUDA's rules for events and captures."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self._known: frozenset[object] = frozenset()
+        self._is_captured = False
+
+    def record(self, stream: int) -> None:
+        self._known = frozenset(self._log.known[stream])
+        self._is_captured = stream in self._log.capturing
+
+    def wait(self, stream: int) -> None:
+        if self._is_captured:
+            self._log.capturing.add(stream)
+        elif stream in self._log.capturing:
+            raise RuntimeError("cudaErrorStreamCaptureIsolation")
+        self._log.known[stream] |= self._known
+
 
 class _Stream:
-    def __init__(self, device: object = None, priority: int = 0) -> None:
-        self.cuda_stream = COMM
+    """torch.cuda.Stream."""
+
+    def __init__(self, log: Log, stream: int) -> None:
+        self._log = log
+        self.cuda_stream = stream
 
     def synchronize(self) -> None:
         pass
+
+    def wait_event(self, event: _Event) -> None:
+        event.point.wait(self.cuda_stream)
+
+
+class _Event:
+    """torch.cuda.Event."""
+
+    def __init__(self, log: Log) -> None:
+        self.point = _Point(log)
+
+    def record(self, stream: _Stream) -> None:
+        if self.point._log.is_silent:
+            return
+        self.point.record(stream.cuda_stream)
 
 
 def _module(log: Log) -> types.ModuleType:
     module = types.ModuleType("deep_comm._cuda")
 
-    class Event:
+    class Event(_Point):
         def __init__(self, device: int) -> None:
-            pass
+            super().__init__(log)
 
         def record(self, stream: int) -> None:
+            if log.is_silent:
+                return
             log.append(("record", stream))
+            super().record(stream)
 
         def wait(self, stream: int) -> None:
+            if log.is_silent:
+                return
             log.append(("wait", stream))
+            super().wait(stream)
+
+        def synchronize(self) -> None:
+            log.append(("synchronize",))
 
         def order(self, first: int, then: int) -> None:
+            if log.is_silent:
+                return
             log.append(("order", first, then))
+            super().record(first)
+            super().wait(then)
 
     class Engine(_core.Engine):
+        stub_counts = None  # of wait_counts, where launches are skipped
+
         def dispatch(self, **arguments: object) -> None:
-            log.append(("dispatch", arguments["stream"]))
+            log.launch("dispatch", arguments["stream"])
             super().dispatch(**arguments)
 
         def combine(self, **arguments: object) -> None:
-            log.append(("combine", arguments["stream"]))
+            log.launch("combine", arguments["stream"])
             super().combine(**arguments)
 
         def notify_dispatch(self, **arguments: object) -> None:
-            log.append(("notify", arguments["stream"]))
+            log.launch("notify", arguments["stream"])
             super().notify_dispatch(**arguments)
 
         def wait_counts(self) -> object:
             log.append(("wait_counts",))
+            if self.stub_counts is not None:
+                return self.stub_counts
             return super().wait_counts()
 
         def get_dispatch_layout(self, **arguments: object) -> None:
-            log.append(("layout", arguments["stream"]))
+            log.launch("layout", arguments["stream"])
             super().get_dispatch_layout(**arguments)
 
-    def mark(device: int, stream: int) -> Event:
+    def mark(device: int, stream: int) -> Event | None:
+        if log.is_silent:
+            return Event(device)
         log.append(("mark", stream))
-        return Event(device)
+        if stream in log.capturing:
+            return None
+        event = Event(device)
+        _Point.record(event, stream)
+        return event
 
     module.architectures = "90a"
     module.Event, module.Engine, module.mark = Event, Engine, mark
-    module.is_capturing = lambda stream: False
+    module.is_capturing = lambda stream: stream in log.capturing
     module.current_device = lambda: 0
     module.num_sms = lambda device: 132
     module.allocate = lambda device, num_bytes: _core.allocate(num_bytes)
@@ -99,9 +187,19 @@ def installed() -> Iterator[Log]:
         for name in ("deep_comm.backends.cuda", "deep_comm.backends.cuda_launch"):
             patch.delitem(sys.modules, name, raising=False)
         patch.setattr(
-            torch._C, "_cuda_getCurrentRawStream", lambda index: COMPUTE, raising=False
+            torch._C, "_cuda_getCurrentRawStream", lambda index: log.current, raising=False
         )
-        patch.setattr(torch.cuda, "Stream", _Stream)
+        patch.setattr(torch.cuda, "Stream", lambda device, priority: _Stream(log, COMM))
+        patch.setattr(torch.cuda, "Event", lambda: _Event(log))
+        patch.setattr(
+            torch.cuda, "current_stream", lambda device=None: _Stream(log, log.current)
+        )
+        patch.setattr(
+            torch.cuda, "set_stream", lambda stream: setattr(log, "current", stream.cuda_stream)
+        )
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
+        patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
         patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
         patch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
         backend = importlib.import_module("deep_comm.backends.cuda").CudaBackend

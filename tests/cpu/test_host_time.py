@@ -92,8 +92,8 @@ def test_a_cached_dispatch_takes_one_block_and_no_tensor_of_torch(empties: list[
         with Counter() as counter:
             out = buffer.dispatch(x, handle=handle, config=CONFIG)[0]
         assert empties == []
-        assert log == [("order", COMPUTE, COMM), ("dispatch", COMM), ("order", COMM, COMPUTE)]
-        assert len(counter.functions) <= 32, counter.functions
+        assert log == [("dispatch", COMPUTE), ("record", COMPUTE)]
+        assert len(counter.functions) <= 33, counter.functions
         assert buffer._context.region.num_free_bytes < before
         log.clear()
         del out
@@ -109,9 +109,9 @@ def test_a_dispatch_launches_all_before_it_waits(empties: list[object]) -> None:
         with Counter() as counter:
             buffer.dispatch(x, topk_idx=idx, topk_weights=idx.float(), num_experts=E, config=CONFIG)
         assert len(empties) == 2  # everything that the handle keeps
-        names = ["order", "notify", "dispatch", "wait_counts", "order"]
-        assert [entry[0] for entry in log[:5]] == names, log
-        assert log[0] == ("order", COMPUTE, COMM) and log[4] == ("order", COMM, COMPUTE)
+        assert log[:4] == [
+            ("notify", COMPUTE), ("dispatch", COMPUTE), ("wait_counts",), ("record", COMPUTE)
+        ], log  # fmt: skip
         assert len(counter.functions) <= 72, counter.functions
 
     _on_fake_cuda(body)
@@ -122,7 +122,7 @@ def test_a_cached_dispatch_without_region_takes_one_tensor(empties: list[object]
         empties.clear()
         buffer.dispatch(x, handle=handle, config=CONFIG)
         assert len(empties) == 1
-        assert log.names() == ["order", "dispatch", "order"]
+        assert log.names() == ["dispatch", "record"]
 
     _on_fake_cuda(body, num_direct_bytes=0)
 
@@ -135,8 +135,8 @@ def test_a_combine_takes_one_tensor(empties: list[object]) -> None:
         with Counter() as counter:
             buffer.combine(rows, handle, config=CONFIG)
         assert len(empties) == 1
-        assert log == [("order", COMPUTE, COMM), ("combine", COMM), ("order", COMM, COMPUTE)]
-        assert len(counter.functions) <= 31, counter.functions
+        assert log == [("combine", COMPUTE), ("record", COMPUTE)]
+        assert len(counter.functions) <= 32, counter.functions
 
     _on_fake_cuda(body)
 
@@ -147,7 +147,7 @@ def test_a_layout_takes_three_tensors(empties: list[object]) -> None:
         with Counter() as counter:
             buffer.get_dispatch_layout(idx, E)
         assert len(empties) == 3
-        assert log == [("order", COMPUTE, COMM), ("layout", COMM), ("order", COMM, COMPUTE)]
+        assert log == [("layout", COMPUTE), ("record", COMPUTE)]
         assert len(counter.functions) <= 29, counter.functions
 
     _on_fake_cuda(body)
@@ -180,15 +180,14 @@ def test_a_block_that_another_stream_may_read_is_waited_for(
         blocks = []
         while (taken := region.allocate(1024)) is not None:
             blocks.append(taken[0])
-        monkeypatch.setattr(
-            sys.modules["deep_comm.backends.cuda"], "current_raw_stream", lambda index: 33
-        )
+        log.current = 33
         del blocks, taken
         # And on the stream that took them, whose kernels may have been given them without a word.
         assert set(log) == {("mark", 33), ("mark", COMPUTE)}
         log.clear()
+        log.current = COMPUTE
         buffer.dispatch(x, handle=handle, config=CONFIG)
-        assert log[:3] == [("order", COMPUTE, COMM), ("wait", COMM), ("dispatch", COMM)]
+        assert log[:2] == [("wait", COMPUTE), ("dispatch", COMPUTE)]
 
     _on_fake_cuda(body)
 
@@ -240,16 +239,18 @@ def test_a_handle_used_from_another_stream_outlives_the_call(monkeypatch: pytest
     """Its memory is the first stream's, which does not wait for the second one's combine."""
 
     def body(buffer: Any, log: Any, x: Any, handle: Any, idx: Any) -> None:
-        launches = sys.modules["deep_comm.backends.cuda_launch"]
         recorded: list[Any] = []
         monkeypatch.setattr(
-            launches.CudaLaunch, "_record_handle", lambda self, handle: recorded.append(handle)
+            torch.Tensor, "record_stream", lambda tensor, stream: recorded.append(stream.cuda_stream)
         )
         rows = buffer.dispatch(x, handle=handle, config=CONFIG)[0]
         buffer.combine(rows, handle, config=CONFIG)
         assert recorded == []
-        monkeypatch.setattr(launches, "current_raw_stream", lambda index: 33)
+        log.current = 33
         buffer.combine(rows, handle, config=CONFIG)
-        assert len(recorded) == 1
+        assert recorded and set(recorded) == {33}
+        recorded.clear()
+        buffer.combine(rows, handle, config=CONFIG)
+        assert recorded == []  # torch knows
 
     _on_fake_cuda(body)

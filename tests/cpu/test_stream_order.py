@@ -1,0 +1,225 @@
+"""On which streams the CUDA backend launches, and what each call is behind: with stubbed driver calls that keep
+CUDA's rules (fake_cuda). Kernels of one Buffer must run one at a time, in the order of the calls, on every stream."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import deep_comm
+from deep_comm import local
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import fake_cuda  # noqa: E402
+from fake_cuda import COMM, COMPUTE  # noqa: E402
+
+T, H, E = 5, 64, 4
+OTHER = 33
+CONFIG = deep_comm.Config(1, 4, 16)
+
+
+class Bench:
+    def __init__(self, buffer: Any, log: Any) -> None:
+        self.buffer, self.log = buffer, log
+        self.x = torch.randn(T, H).bfloat16()
+        self.idx = torch.arange(T)[:, None] % E
+        self.handle = self.new_routing()[4]
+        log.clear()
+        log.kernels.clear()
+        log.known.clear()
+
+    def new_routing(self, **options: Any) -> Any:
+        routing = dict(topk_idx=self.idx, topk_weights=self.idx.float(), num_experts=E)
+        return self.buffer.dispatch(self.x, **routing, config=CONFIG, **options)
+
+    def cached(self, **options: Any) -> Any:
+        return self.buffer.dispatch(self.x, handle=self.handle, config=CONFIG, **options)
+
+    def combine(self, **options: Any) -> Any:
+        return self.buffer.combine(self.x, self.handle, config=CONFIG, **options)
+
+    def layout(self, **options: Any) -> Any:
+        return self.buffer.get_dispatch_layout(self.idx, E, **options)
+
+    def assert_in_order(self) -> None:
+        """Each kernel is behind the one before it."""
+        for number, (stream, known) in enumerate(self.log.kernels):
+            assert number == 0 or number - 1 in known, (number, stream, self.log)
+
+
+def _with_bench(body: Callable[[Bench], None]) -> None:
+    def main(group: local.ThreadGroup) -> None:
+        with deep_comm.Buffer(group, 4 << 20, num_direct_bytes=2 << 20, timeout_s=20) as buffer:
+            body(Bench(buffer, log))
+
+    with fake_cuda.installed() as log:
+        local.run(main, 1, timeout_s=60)
+
+
+def test_a_synchronous_call_runs_on_the_callers_stream_without_a_hop() -> None:
+    def body(bench: Bench) -> None:
+        for call in (bench.cached, bench.combine, bench.layout, bench.new_routing):
+            bench.log.clear()
+            call()
+            streams = {entry[1] for entry in bench.log if len(entry) > 1}
+            assert streams == {COMPUTE} and "wait" not in bench.log.names(), bench.log
+
+    _with_bench(body)
+
+
+def test_calls_on_several_streams_run_one_behind_the_other() -> None:
+    def body(bench: Bench) -> None:
+        bench.cached()
+        bench.log.current = OTHER
+        bench.combine()
+        bench.log.current = COMPUTE
+        bench.cached()
+        bench.log.clear()
+        bench.cached()
+        bench.assert_in_order()
+        assert [stream for stream, _ in bench.log.kernels] == [COMPUTE, OTHER, COMPUTE, COMPUTE]
+        assert "wait" not in bench.log.names()  # only where the stream changes
+
+    _with_bench(body)
+
+
+def test_the_order_of_streams_is_seen_by_this_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: without the wait, the check fails."""
+
+    def body(bench: Bench) -> None:
+        bench.cached()
+        monkeypatch.setattr(fake_cuda._Point, "wait", lambda point, stream: None)
+        bench.log.current = OTHER
+        bench.combine()
+        with pytest.raises(AssertionError):
+            bench.assert_in_order()
+
+    _with_bench(body)
+
+
+def test_an_asynchronous_call_leaves_the_callers_stream_alone() -> None:
+    def body(bench: Bench) -> None:
+        bench.cached()
+        bench.log.work("before")
+        event = bench.cached(async_finish=True)[5]
+        stream, known = bench.log.kernels[-1]
+        assert stream == COMM and "before" in known
+        assert 1 not in bench.log.known[COMPUTE]
+        event.current_stream_wait()
+        assert 1 in bench.log.known[COMPUTE]
+        bench.assert_in_order()
+
+    _with_bench(body)
+
+
+@pytest.mark.parametrize("async_finish", [False, True])
+def test_a_call_behind_an_event_does_not_wait_for_later_work(async_finish: bool) -> None:
+    def body(bench: Bench) -> None:
+        bench.log.work("before")
+        bench.cached()
+        event = deep_comm.Buffer.capture()
+        bench.log.work("after")
+        bench.combine(previous_event=event, async_finish=async_finish)
+        stream, known = bench.log.kernels[-1]
+        assert stream == COMM and "before" in known and "after" not in known
+        bench.assert_in_order()
+        assert (1 in bench.log.known[COMPUTE]) is not async_finish
+        bench.cached()
+        bench.assert_in_order()
+
+    _with_bench(body)
+
+
+def test_the_comm_stream_may_be_the_current_stream() -> None:
+    def body(bench: Bench) -> None:
+        bench.cached()
+        bench.log.current = COMM
+        bench.combine()
+        bench.cached(async_finish=True)
+        bench.log.current = COMPUTE
+        bench.cached()
+        bench.assert_in_order()
+
+    _with_bench(body)
+
+
+@contextlib.contextmanager
+def _capture(log: Any, stream: int) -> Iterator[None]:
+    before, log.current = log.current, stream
+    log.capturing.add(stream)
+    known = {key: set(value) for key, value in log.known.items()}
+    try:
+        yield
+    finally:
+        assert log.current == stream
+        log.capturing.clear()
+        log.known.clear()
+        log.known.update(known)  # what was captured has not run
+        log.current = before
+
+
+@pytest.mark.parametrize("streams", [(44,), (44, 55)])
+def test_a_graph_takes_its_order_with_it(streams: tuple[int, ...]) -> None:
+    """Eager, captured and eager calls: no event of one is waited for in the other, and each is in order."""
+
+    def body(bench: Bench) -> None:
+        log = bench.log
+        bench.cached()
+        first_eager = list(log.kernels)
+        log.kernels.clear()
+        with _capture(log, streams[0]):
+            log.capturing.update(streams)
+            for number in range(4):
+                log.current = streams[number % len(streams)]
+                bench.cached() if number % 2 else bench.combine()
+                assert number in log.known[log.current]
+            bench.cached(async_finish=True)[5].current_stream_wait()
+            bench.assert_in_order()
+            log.current = streams[0]
+        log.kernels[:] = first_eager
+        log.known[COMPUTE] = {0}
+        log.current = OTHER
+        bench.combine()  # behind the eager call, and no captured event is waited for
+        bench.cached(async_finish=True)
+        bench.assert_in_order()
+        assert log.capturing == set()
+
+    _with_bench(body)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_mixture_of_calls_is_in_order(seed: int) -> None:
+    def body(bench: Bench) -> None:
+        choose = random.Random(seed)
+        events = []
+        for number in range(120):
+            bench.log.current = choose.choice((COMPUTE, OTHER, COMM, 44))
+            bench.log.work(("user", number))
+            call = choose.choice((bench.cached, bench.combine, bench.layout, bench.new_routing))
+            options: dict[str, Any] = {}
+            is_async = choose.random() < 0.4
+            if choose.random() < 0.3 and events:
+                options["previous_event"] = choose.choice(events)
+            event = call(async_finish=is_async, **options)[-1]
+            known = bench.log.kernels[-1][1]
+            if not options:
+                assert ("user", number) in known
+            if not is_async:
+                assert len(bench.log.kernels) - 1 in bench.log.known[bench.log.current]
+            elif choose.random() < 0.5:
+                event.current_stream_wait()
+            events.append(event if is_async else deep_comm.Buffer.capture())
+        bench.assert_in_order()
+        bench.log.clear()
+        bench.buffer._context.backend.synchronize()
+        assert bench.log.names() == ["synchronize"]
+
+    _with_bench(body)

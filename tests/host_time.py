@@ -1,0 +1,172 @@
+"""What the calls of a Buffer cost the calling thread, in microseconds: ``python tests/host_time.py``.
+
+One rank, so that nothing waits for a peer. On a GPU each call is timed twice: as it is, many at once, the GPU far
+behind the host; and with the launch left out, which is this package's own part. Without a GPU the latter alone, over
+the CUDA backend with stubbed driver calls (fake_cuda). Figures are the least of many rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import deep_comm
+from deep_comm import local
+
+sys.path.insert(0, str(Path(__file__).parent / "cpu"))
+
+ROUNDS, CALLS = 60, 40
+HAS_GPU = torch.cuda.is_available()
+Calls = dict[str, Callable[[], object]]
+
+
+def microseconds(call: Callable[[], object]) -> float:
+    best = float("inf")
+    for _ in range(ROUNDS):
+        _synchronize()
+        begin = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        best = min(best, time.perf_counter() - begin)
+    _synchronize()
+    return best / CALLS * 1e6
+
+
+def _synchronize() -> None:
+    if HAS_GPU:
+        torch.cuda.synchronize()
+
+
+def normal_calls(buffer: deep_comm.Buffer, num_tokens: int) -> Calls:
+    hidden, topk, experts = 7168, 8, 256
+    device = buffer.device
+    x = torch.randn(num_tokens, hidden, device=device).bfloat16()
+    scores = torch.rand(num_tokens, experts, device=device)
+    weights, idx = scores.topk(topk)
+    quantised = x.to(torch.float8_e4m3fn), torch.ones(num_tokens, hidden // 128, device=device)
+    rows, _, _, _, handle, _ = buffer.dispatch(
+        x, topk_idx=idx, topk_weights=weights, num_experts=experts
+    )
+    config = deep_comm.Config(24, 8, 256)
+    configured = buffer.dispatch(
+        x, topk_idx=idx, topk_weights=weights, num_experts=experts, config=config
+    )[4]
+    per_rank, _, per_expert, mask, _ = buffer.get_dispatch_layout(idx, experts)
+    layout = dict(
+        num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=mask
+    )
+    routing = dict(topk_idx=idx, topk_weights=weights)
+    return {
+        "get_dispatch_layout": lambda: buffer.get_dispatch_layout(idx, experts),
+        "cached dispatch": lambda: buffer.dispatch(x, handle=handle),
+        "cached dispatch, config": lambda: buffer.dispatch(x, handle=configured, config=config),
+        "cached dispatch, FP8": lambda: buffer.dispatch(quantised, handle=handle),
+        "cached dispatch, async": lambda: buffer.dispatch(x, handle=handle, async_finish=True),
+        "dispatch, num_worst_tokens": lambda: buffer.dispatch(
+            x, **routing, num_experts=experts, num_worst_tokens=num_tokens
+        ),
+        "the same, layout given": lambda: buffer.dispatch(
+            x, **routing, **layout, num_worst_tokens=num_tokens
+        ),
+        "dispatch": lambda: buffer.dispatch(x, **routing, num_experts=experts),
+        "combine": lambda: buffer.combine(rows, handle),
+        "combine, weights": lambda: buffer.combine(rows, handle, topk_weights=weights),
+    }
+
+
+def low_latency_calls(buffer: deep_comm.Buffer, num_tokens: int) -> Calls:
+    hidden, topk, experts = 7168, 8, 8
+    device = buffer.device
+    x = torch.randn(num_tokens, hidden, device=device).bfloat16()
+    weights, idx = torch.rand(num_tokens, experts, device=device).topk(topk)
+    there, back = buffer.low_latency_dispatch, buffer.low_latency_combine
+    calls: Calls = {}
+    for name, options in (("", {}), (", compact", dict(compact=True))):
+        handle = there(x, idx, num_tokens, experts, **options)[2]
+        rows = torch.ones(handle.rows_shape, device=device, dtype=torch.bfloat16)
+
+        def dispatch(options: dict[str, Any] = options, **more: Any) -> Any:
+            return there(x, idx, num_tokens, experts, **options, **more)
+
+        def combine(handle: Any = handle, rows: Any = rows, **more: Any) -> Any:
+            return back(rows, idx, weights, handle, **more)
+
+        calls[f"low_latency_dispatch{name}"] = dispatch
+        calls[f"low_latency_combine{name}"] = combine
+        if not name:
+            calls["low_latency_dispatch, BF16"] = lambda: there(
+                x, idx, num_tokens, experts, use_fp8=False
+            )
+            calls["low_latency_dispatch and hook"] = lambda d=dispatch: d(return_recv_hook=True)[4]()
+            calls["low_latency_combine and hook"] = lambda c=combine: c(return_recv_hook=True)[2]()
+            calls["low_latency_dispatch, async"] = lambda d=dispatch: d(async_finish=True)
+    return calls
+
+
+def _without_counts(buffer: deep_comm.Buffer, num_rows: int) -> None:
+    """Nothing was launched that could tell how many rows come."""
+    import types
+
+    engine = buffer._context.engine
+    engine.skips_launches = True
+    counts = types.SimpleNamespace(
+        num_recv_tokens=num_rows, max_num_tokens=num_rows, is_direct=True,
+        num_recv_tokens_per_expert=[0] * 256,
+    )  # fmt: skip
+    if hasattr(engine, "stub_counts"):
+        engine.stub_counts = counts
+
+
+def table(group: Any, num_tokens: int, kinds: list[str]) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    size = deep_comm.Buffer.get_low_latency_rdma_size_hint(num_tokens, 7168, 1, 8)
+    with deep_comm.Buffer(group, 512 << 20, size, low_latency_mode=True, timeout_s=20) as buffer:
+        calls: Calls = {}
+        for kind in kinds:
+            make = normal_calls if kind == "normal" else low_latency_calls
+            calls.update(make(buffer, num_tokens))
+        for name, call in calls.items():
+            as_it_is = f"{microseconds(call):.1f}" if HAS_GPU else "-"
+            own = "-"
+            if not HAS_GPU or name != "dispatch":  # which waits for what a launch brings
+                _without_counts(buffer, num_tokens)
+                own = f"{microseconds(call):.1f}"
+                buffer._context.engine.skips_launches = False
+                if not HAS_GPU:
+                    buffer._context.engine.stub_counts = None
+            rows.append((name, as_it_is, own))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=0, help="a rank; default: 1024, 4 without a GPU")
+    parser.add_argument("--kinds", default="normal,low-latency")
+    arguments = parser.parse_args()
+    num_tokens = arguments.tokens or (1024 if HAS_GPU else 4)
+    kinds = arguments.kinds.split(",")
+
+    def body(group: Any) -> list[tuple[str, ...]]:
+        return table(group, num_tokens, kinds)
+
+    if HAS_GPU:
+        rows = local.run(body, 1, timeout_s=300)[0]
+    else:
+        import fake_cuda
+
+        with fake_cuda.installed() as log:
+            log.is_silent = True
+            rows = local.run(body, 1, timeout_s=300)[0]
+    print(f"{'µs of the calling thread':<34}{'as it is':>10}{'no launch':>11}")
+    for name, as_it_is, own in rows:
+        print(f"{name:<34}{as_it_is:>10}{own:>11}")
+
+
+if __name__ == "__main__":
+    main()
