@@ -395,7 +395,7 @@ class Buffer(InternodeCalls, LowLatencyCalls):
             if expand or zero_padding or use_fp8 or column_major_scales:
                 name = "expand" if expand or zero_padding else "use_fp8"
                 raise UnsupportedError(f"{name} is not in this version between nodes")
-            return self.internode_dispatch(
+            return super().internode_dispatch(
                 x,
                 handle,
                 num_tokens_per_rank,
@@ -495,7 +495,7 @@ class Buffer(InternodeCalls, LowLatencyCalls):
         if self._is_internode:
             if apply_weights:
                 raise UnsupportedError("apply_weights is not in this version between nodes")
-            return self.internode_combine(
+            return super().internode_combine(
                 x,
                 handle,
                 topk_weights,

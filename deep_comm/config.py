@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from deep_comm.errors import ArgumentError, BufferTooSmall
-from deep_comm.topology import MAX_RANKS_PER_NODE
+from deep_comm.topology import MAX_RANKS_PER_NODE, requested_ranks_per_node
 
 # What the size hints allow for beside the payload of a slot: the source index, and top-k indices
 # (int64), top-k weights and scales (4 bytes) of up to this many columns each.
@@ -75,9 +75,12 @@ class Config:
         return -(-self.num_max_nvl_chunked_recv_tokens // 2)
 
     def get_nvl_buffer_size_hint(
-        self, hidden_bytes: int, num_ranks: int, ranks_per_node: int = MAX_RANKS_PER_NODE
+        self, hidden_bytes: int, num_ranks: int, ranks_per_node: int | None = None
     ) -> int:
-        """num_nvl_bytes for rows of ``hidden_bytes`` with up to 128 top-k and scale columns."""
+        """num_nvl_bytes for rows of ``hidden_bytes`` with up to 128 top-k and scale columns.
+
+        ``ranks_per_node``: default DEEP_COMM_RANKS_PER_NODE, else 8.
+        """
         num_local, num_nodes = _split_ranks(num_ranks, ranks_per_node)
         words_per_pair = (2 * num_nodes + 3) * 4  # of SMs
         slot_bytes = hidden_bytes + _SLOT_METADATA_BYTES
@@ -85,20 +88,22 @@ class Config:
         return _align(-(-self.num_channels // 2) * num_local * per_pair)
 
     def get_rdma_buffer_size_hint(
-        self, hidden_bytes: int, num_ranks: int, ranks_per_node: int = MAX_RANKS_PER_NODE
+        self, hidden_bytes: int, num_ranks: int, ranks_per_node: int | None = None
     ) -> int:
         """num_rdma_bytes that serves rows of ``hidden_bytes``; 0 inside a node."""
-        if num_ranks <= ranks_per_node:
-            return 0
         _, num_nodes = _split_ranks(num_ranks, ranks_per_node)
+        if num_nodes == 1:
+            return 0
         words_per_ring = (MAX_RANKS_PER_NODE * 2 + 2) * 4
         slot_bytes = hidden_bytes + _SLOT_METADATA_BYTES + 16
         per_ring = words_per_ring + self.num_max_rdma_chunked_recv_tokens * slot_bytes
         return _align(self.num_channels * num_nodes * per_ring)
 
 
-def _split_ranks(num_ranks: int, ranks_per_node: int = MAX_RANKS_PER_NODE) -> tuple[int, int]:
+def _split_ranks(num_ranks: int, ranks_per_node: int | None) -> tuple[int, int]:
     """(ranks per node, nodes) of ``num_ranks`` ranks."""
+    if ranks_per_node is None:
+        ranks_per_node = min(requested_ranks_per_node(None) or MAX_RANKS_PER_NODE, MAX_RANKS_PER_NODE)
     if not 1 <= ranks_per_node <= MAX_RANKS_PER_NODE:
         raise ArgumentError("ranks_per_node", ranks_per_node, f"must be 1 to {MAX_RANKS_PER_NODE}")
     if num_ranks < 1:

@@ -5,16 +5,22 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deep_comm.compat import expand
+from deep_comm.errors import HandleMismatch
+from deep_comm.expansion import Expansion
 from deep_comm.handle import Handle
+from deep_comm.internode_handle import InternodeHandle
+
+AnyHandle = Handle | InternodeHandle
 
 
 class EPHandle:
-    """N received rows, K top-k, L local experts, R ranks.
+    """N received rows, K top-k, L local experts, R ranks, S scale-up ranks.
 
     Device tensors are made when first asked for, on the current stream then, which must have waited for
     the dispatch; while a CUDA graph is captured, by the dispatch itself.
@@ -34,7 +40,7 @@ class EPHandle:
 
     def __init__(
         self,
-        native: Handle,
+        native: AnyHandle,
         rank: int,
         recv_topk_idx: Tensor,
         topk_idx: Tensor,
@@ -44,6 +50,7 @@ class EPHandle:
         num_experts: int,
         expert_alignment: int,
         num_max_tokens_per_rank: int,
+        num_scaleup_ranks: int,
     ) -> None:
         """
         Args:
@@ -62,8 +69,10 @@ class EPHandle:
         self.num_experts = num_experts
         self.expert_alignment = expert_alignment
         self.num_max_tokens_per_rank = num_max_tokens_per_rank
-        self.num_sms = native.num_channels
-        expansion = native.expansion
+        self._num_scaleup_ranks = num_scaleup_ranks
+        # Between nodes two SMs make a channel.
+        self.num_sms = native.num_channels * (1 if isinstance(native, Handle) else 2)
+        expansion = self._expansion
         per_expert = native.num_recv_tokens_per_expert
         assert per_expert is not None
         self.num_unaligned_recv_tokens_per_expert: Tensor = (
@@ -87,6 +96,14 @@ class EPHandle:
                 num_recv, recv_topk_idx.shape[1], num_local, alignment
             )
 
+    def require(self, **given: Any) -> None:
+        """Raise HandleMismatch if what is given, and is not None, is not what the dispatch had."""
+        for name, value in given.items():
+            if value is not None and value != getattr(self, name):
+                raise HandleMismatch(
+                    name, value, f"must be that of the handle ({getattr(self, name)})"
+                )
+
     def with_expand(self, do_expand: bool) -> EPHandle:
         """The same dispatch, seen the other way; tensors are shared."""
         if do_expand == self.do_expand:
@@ -99,14 +116,18 @@ class EPHandle:
     # ---- for the calls -------------------------------------------------------------------------
 
     @property
-    def native(self) -> Handle:
+    def _expansion(self) -> Expansion | None:
+        return self._native.expansion if isinstance(self._native, Handle) else None
+
+    @property
+    def native(self) -> AnyHandle:
         """The handle for a dispatch of this kind; a compact one cannot be expanded by the engine."""
         return self._native if self.do_expand else self.compact
 
     @property
-    def compact(self) -> Handle:
+    def compact(self) -> AnyHandle:
         """The handle for rows that come once."""
-        if self._native.expansion is None:
+        if not isinstance(self._native, Handle) or self._native.expansion is None:
             return self._native
         # Without CPU sync an expanded dispatch sizes everything for expanded rows.
         return dataclasses.replace(
@@ -117,7 +138,7 @@ class EPHandle:
 
     @property
     def is_expanded_by_engine(self) -> bool:
-        return self.do_expand and self._native.expansion is not None
+        return self.do_expand and self._expansion is not None
 
     @property
     def is_metadata_lent(self) -> bool:
@@ -126,8 +147,8 @@ class EPHandle:
 
     def rewritten(self, num_rows: int) -> Handle:
         """The handle for a combine of ``num_rows`` rows that lie as recv_src_metadata says now."""
-        expansion = self._native.expansion
-        assert expansion is not None
+        expansion = self._expansion
+        assert isinstance(self._native, Handle) and expansion is not None
         return dataclasses.replace(
             self._native,
             recv_src_idx=self._native.recv_src_idx[: self.num_recv_tokens],
@@ -139,7 +160,7 @@ class EPHandle:
     @property
     def recv_topk_idx(self) -> Tensor:
         """[N, K], local expert or -1."""
-        if self._native.expansion is None:
+        if self._expansion is None:
             return self._made_by_dispatch
         return self._field("topk_idx", self._experts_of_selections)
 
@@ -152,12 +173,12 @@ class EPHandle:
     @property
     def is_selected_here(self) -> Tensor:
         """bool [N, K]"""
-        expansion = self._native.expansion
+        expansion = self._expansion
         return (self._made_by_dispatch if expansion is None else self._slots()) >= 0
 
     def _slots(self) -> Tensor:
         """int32 [N, K] as the dispatch laid the rows out."""
-        expansion = self._native.expansion
+        expansion = self._expansion
         if expansion is not None:
             return expansion.recv_rows[: self.num_recv_tokens]
         return expand.slots(
@@ -176,7 +197,7 @@ class EPHandle:
 
     def tensors(self) -> list[Tensor]:
         """Everything that a call with this handle may read."""
-        expansion = self._native.expansion
+        expansion = self._expansion
         parts = () if expansion is None else expansion.tensors
         found = [*self._native, *parts, self._made_by_dispatch, self.topk_idx]
         found.append(self.num_unaligned_recv_tokens_per_expert)
@@ -191,11 +212,27 @@ class EPHandle:
         return found
 
     @property
-    def psum_num_recv_tokens_per_scaleup_rank(self) -> Tensor:
-        """int32 [R]: rows of ranks 0..r; the last is the number that arrived."""
+    def _ends_by_source(self) -> Tensor:
+        """int32 [R]: rows of ranks 0..r."""
+        if isinstance(self._native, InternodeHandle):
+            return self._native.recv_gbl_rank_prefix_sum
         return self._field(
-            "psum_rank", lambda: self._native.rank_prefix_matrix[:, self._rank].contiguous()
+            "psum_source", lambda: self._native.rank_prefix_matrix[:, self._rank].contiguous()
         )
+
+    @property
+    def psum_num_recv_tokens_per_scaleup_rank(self) -> Tensor:
+        """int32 [S]: rows from scale-up ranks 0..s of any scale-out rank; the last is the number that
+        arrived. With one scale-out rank also where each rank's rows end."""
+        if self._num_scaleup_ranks == self._native.num_ranks:
+            return self._ends_by_source
+        return self._field("psum_scaleup", self._psum_per_scaleup_rank)
+
+    def _psum_per_scaleup_rank(self) -> Tensor:
+        ends = self._ends_by_source
+        per_source = torch.diff(ends, prepend=ends.new_zeros(1))
+        per_scaleup_rank = per_source.view(-1, self._num_scaleup_ranks).sum(0)
+        return per_scaleup_rank.cumsum(0, dtype=torch.int32)
 
     @property
     def psum_num_recv_tokens_per_expert(self) -> Tensor:
@@ -223,11 +260,13 @@ class EPHandle:
     def _metadata(self) -> Tensor:
         slots = self._slots()
         num_recv, num_topk = slots.shape
-        ends = self.psum_num_recv_tokens_per_scaleup_rank
+        ends = self._ends_by_source
         rows = torch.arange(num_recv, dtype=torch.int32, device=ends.device)
         source = torch.searchsorted(ends, rows, right=True, out_int32=True)
         arrived = rows < ends[-1]
-        token = source * self.num_max_tokens_per_rank + self._native.recv_src_idx[:num_recv]
+        tokens = self._native.recv_src_idx
+        assert tokens is not None
+        token = source * self.num_max_tokens_per_rank + tokens[:num_recv]
         metadata = torch.empty(num_recv, num_topk + 2, dtype=torch.int32, device=ends.device)
         metadata[:, 0] = torch.where(arrived, token, -1)
         metadata[:, 1] = torch.where(arrived, source, -1)

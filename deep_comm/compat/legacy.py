@@ -46,6 +46,16 @@ class HandleTuple(tuple[Any, ...]):
         return handle
 
 
+DispatchResult = tuple[
+    Tensor | tuple[Tensor, Tensor],
+    Tensor | None,
+    Tensor | None,
+    list[int] | None,
+    HandleTuple | None,
+    EventOverlap,
+]
+
+
 def _native(handle: Any) -> Any:
     return handle.native if type(handle) is HandleTuple else handle
 
@@ -177,17 +187,10 @@ class Buffer(deep_comm.Buffer):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
         **extensions: Any,
-    ) -> tuple[
-        Tensor | tuple[Tensor, Tensor],
-        Tensor | None,
-        Tensor | None,
-        list[int] | None,
-        HandleTuple | None,
-        EventOverlap,
-    ]:
+    ) -> DispatchResult:
         if extensions:
             extended.check("Buffer.dispatch", extended.DISPATCH, extensions)
-        recv_x, recv_topk_idx, recv_topk_weights, counts, native, event = super().dispatch(
+        *received, native, event = super().dispatch(
             x,
             _native(handle),
             num_tokens_per_rank,
@@ -203,7 +206,7 @@ class Buffer(deep_comm.Buffer):
             async_finish,
             allocate_on_comm_stream,
         )
-        return recv_x, recv_topk_idx, recv_topk_weights, counts, HandleTuple.of(native), event
+        return (*received, HandleTuple.of(native), event)  # type: ignore[return-value]
 
     def combine(  # type: ignore[override]
         self,
@@ -240,6 +243,75 @@ class Buffer(deep_comm.Buffer):
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap]:
         return super().get_dispatch_layout(
             topk_idx, num_experts, _event(previous_event), async_finish, allocate_on_comm_stream
+        )
+
+    # ---- normal mode over several nodes --------------------------------------------------------
+
+    def internode_dispatch(  # type: ignore[override]
+        self,
+        x: Tensor | tuple[Tensor, Tensor],
+        handle: Sequence[Tensor] | None = None,
+        num_tokens_per_rank: Tensor | None = None,
+        num_tokens_per_rdma_rank: Tensor | None = None,
+        is_token_in_rank: Tensor | None = None,
+        num_tokens_per_expert: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: Any = 0,
+        config: Any = None,
+        previous_event: Any = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> DispatchResult:
+        """What dispatch does over several nodes. The order is 1.2.1's; later releases have no
+        ``num_worst_tokens``: a Config in its place means that it and what follows move up by one."""
+        if isinstance(num_worst_tokens, Config):
+            if isinstance(previous_event, bool):  # async_finish was given by position too
+                allocate_on_comm_stream = async_finish or allocate_on_comm_stream
+                async_finish, previous_event = previous_event, config
+            elif config is not None:
+                previous_event = config
+            num_worst_tokens, config = 0, num_worst_tokens
+        *received, native, event = super().internode_dispatch(
+            x,
+            _native(handle),
+            num_tokens_per_rank,
+            num_tokens_per_rdma_rank,
+            is_token_in_rank,
+            num_tokens_per_expert,
+            topk_idx,
+            topk_weights,
+            expert_alignment,
+            num_worst_tokens,
+            config,
+            _event(previous_event),
+            async_finish,
+            allocate_on_comm_stream,
+        )
+        return (*received, HandleTuple.of(native), event)  # type: ignore[return-value]
+
+    def internode_combine(
+        self,
+        x: Tensor,
+        handle: Sequence[Tensor],
+        topk_weights: Tensor | None = None,
+        bias: Tensor | tuple[Tensor, Tensor] | None = None,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        """What combine does over several nodes."""
+        return super().internode_combine(
+            x,
+            _native(handle),
+            topk_weights,
+            bias,
+            config,
+            _event(previous_event),
+            async_finish,
+            allocate_on_comm_stream,
         )
 
     # ---- low-latency mode ----------------------------------------------------------------------

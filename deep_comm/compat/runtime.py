@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,9 +11,35 @@ from torch import Tensor
 if TYPE_CHECKING:
     from deep_comm.buffer import Buffer
 
+# What the native object has under the Buffer's own name, with its arguments by position.
+_OF_THE_BUFFER = frozenset(
+    (
+        "clean_low_latency_buffer",
+        "get_next_low_latency_combine_buffer",
+        "low_latency_update_mask_buffer",
+        "low_latency_query_mask_buffer",
+        "low_latency_clean_mask_buffer",
+    )
+)
+# What it has with arguments of its own, or for finding its peers.
+_NOT_OFFERED = frozenset(
+    (
+        "get_dispatch_layout",
+        "intranode_dispatch",
+        "intranode_combine",
+        "internode_dispatch",
+        "internode_combine",
+        "low_latency_dispatch",
+        "low_latency_combine",
+        "get_local_ipc_handle",
+        "get_local_nvshmem_unique_id",
+        "sync",
+    )
+)
+
 
 class Runtime:
-    """What DeepEP's native object answers about ranks and memory. Moves no data."""
+    """What DeepEP's native object answers about ranks, memory and masks. Moves no data."""
 
     def __init__(self, buffer: Buffer) -> None:
         self._buffer = weakref.ref(buffer)
@@ -23,6 +49,16 @@ class Runtime:
         if buffer is None:
             raise ReferenceError("the Buffer of this runtime is gone")
         return buffer
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_THE_BUFFER:
+            return getattr(self._get(), name)
+        if name in _NOT_OFFERED:
+            raise AttributeError(
+                f"buffer.runtime.{name} is a call of DeepEP's native object, which deep_comm has not: "
+                "call the Buffer's own methods"
+            )
+        raise AttributeError(f"'Runtime' object has no attribute '{name}'")
 
     def is_available(self) -> bool:
         return True

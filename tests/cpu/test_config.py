@@ -68,6 +68,18 @@ def test_rdma_hint_is_zero_inside_a_node_and_follows_the_formula_beyond() -> Non
         config.get_rdma_buffer_size_hint(14336, 12)
 
 
+def test_hints_know_the_logical_nodes_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that size their buffers as for real nodes need not know of logical ones."""
+    config = Config()
+    for ranks_per_node in (2, 3):
+        monkeypatch.setenv("DEEP_COMM_RANKS_PER_NODE", str(ranks_per_node))
+        for hint in (config.get_nvl_buffer_size_hint, config.get_rdma_buffer_size_hint):
+            assert hint(14336, 6) == hint(14336, 6, ranks_per_node) > 0
+        assert config.get_rdma_buffer_size_hint(14336, ranks_per_node) == 0
+    monkeypatch.setenv("DEEP_COMM_RANKS_PER_NODE", "16")  # all ranks of the group
+    assert config.get_rdma_buffer_size_hint(14336, 8) == 0
+
+
 @pytest.mark.parametrize("num_ranks", range(1, 9))
 def test_every_node_size_has_recommended_configs(num_ranks: int) -> None:
     for config in (Buffer.get_dispatch_config(num_ranks), Buffer.get_combine_config(num_ranks)):

@@ -60,6 +60,21 @@ def test_what_is_not_offered_cannot_be_imported(name: str) -> None:
         getattr(deep_ep, name)
 
 
+def test_programs_that_ask_for_hybrid_ep_are_told_and_go_on() -> None:
+    # As trainers ask: a flag, and an error by name where the path is used.
+    namespace: dict = {}
+    exec(
+        "try:\n    from deep_ep import HybridEPBuffer\n    has = True\n"
+        "except ImportError:\n    has = False",
+        namespace,
+    )
+    assert namespace["has"] is False and not hasattr(deep_ep, "HybridEPBuffer")
+    for statement in ("import deep_ep.hybrid_ep_buffer", "from deep_ep.hybrid_ep_buffer import x"):
+        with pytest.raises(ImportError, match="hybrid-ep branch") as caught:
+            exec(statement, {})
+        assert caught.value.name == "deep_ep.hybrid_ep_buffer"
+
+
 def test_signatures_are_real() -> None:
     dispatch = list(inspect.signature(deep_ep.Buffer.dispatch).parameters)
     assert dispatch[:12] == [
@@ -287,6 +302,62 @@ def test_handle_is_a_tuple_by_position_and_may_be_rebuilt() -> None:
     local.run(fn, 2, timeout_s=60)
 
 
+def test_internode_calls_in_the_orders_of_both_releases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEP_COMM_RANKS_PER_NODE", "1")
+
+    def fn(group):
+        config = deep_ep.Config(2, 4, 32, 4, 16)
+        sizes = (config.get_nvl_buffer_size_hint(512, 2), config.get_rdma_buffer_size_hint(512, 2))
+        with deep_ep.Buffer(group, *sizes, num_qps_per_rank=2) as buffer:
+            rank = group.rank()
+            x, ids, weights = drop_in.routed(rank, 5 + rank)
+            per_rank, per_rdma_rank, per_expert, mask, _ = buffer.get_dispatch_layout(
+                ids, drop_in.NUM_EXPERTS
+            )
+            told = (per_rank, per_rdma_rank, mask, per_expert)
+            event = deep_ep.EventOverlap()
+            captured = deep_ep.Buffer.capture()
+            calls = (
+                ((0, config, event, False, False), {}, False),  # 1.2.1
+                ((0,), {"config": config, "async_finish": True}, True),
+                ((config, event, False, False), {}, False),  # later releases
+                ((config, captured, True, True), {}, True),
+                ((config, captured), {"async_finish": True}, True),
+                ((config,), {"previous_event": None, "async_finish": True}, True),
+            )
+            first = drop_in.first_of(rank, 2)
+            for positional, keywords, is_async in calls:
+                recv_x, recv_ids, recv_weights, counts, handle, done = buffer.internode_dispatch(
+                    x, None, *told, ids, weights, 1, *positional, **keywords
+                )
+                assert isinstance(done, deep_ep.EventOverlap)
+                assert (done.event is not None) == is_async
+                assert isinstance(handle, tuple) and len(handle) == 10
+                assert sum(counts) == int((recv_ids >= 0).sum())
+                out = drop_in.local_experts(recv_x, recv_ids, recv_weights, first)
+                for some in (handle, tuple(handle)):
+                    combined, _, _ = buffer.internode_combine(out, some, None, None, config, event)
+                    assert torch.equal(combined.float(), drop_in.dense(x, ids, weights))
+                again = buffer.internode_dispatch(x, handle, config=config)
+                assert torch.equal(again[0], recv_x) and again[1:5] == (None,) * 4
+            worst = buffer.internode_dispatch(x, None, *told, ids, weights, 1, 32, config)
+            assert worst[0].shape[0] == 32 and worst[3] == []
+
+    local.run(fn, 2, timeout_s=60)
+
+
+def test_internode_calls_inside_a_node_say_so() -> None:
+    def fn(group):
+        with deep_ep.Buffer(group, 1 << 20) as buffer:
+            x, ids, weights = drop_in.routed(0, 4)
+            with pytest.raises(deep_comm.TopologyError, match="inside one node"):
+                buffer.internode_dispatch(x, topk_idx=ids, topk_weights=weights)
+            with pytest.raises(deep_comm.TopologyError, match="inside one node"):
+                buffer.internode_combine(x, ())
+
+    alone(fn)
+
+
 def test_previous_event_may_hold_nothing() -> None:
     def fn(group):
         with deep_ep.Buffer(group, 8 << 20) as buffer:
@@ -372,6 +443,43 @@ def test_calls_refuse_by_name_what_forks_added() -> None:
     alone(fn)
 
 
+def test_low_latency_statistics_by_position() -> None:
+    def fn(group):
+        hint = deep_ep.Buffer.get_low_latency_rdma_size_hint(8, 512, 2, 16)
+        with deep_ep.Buffer(group, 0, hint, low_latency_mode=True) as buffer:
+            rank = group.rank()
+            received = torch.full((8,), 3, dtype=torch.int32)
+            waited = [torch.full((2,), 5, dtype=torch.int64) for _ in range(2)]
+            for step in range(2):
+                x, ids, weights = drop_in.routed(rank, 5 + rank, hidden=512)
+                recv_x, count, handle, _, _ = buffer.low_latency_dispatch(
+                    x, ids, 8, 16, received, waited[0], False
+                )
+                assert torch.equal(received, 3 + count * (step + 1))
+                buffer.low_latency_combine(
+                    recv_x, ids, weights, handle, False, False, False, False, None, waited[1]
+                )
+            assert all(int(stats.min()) >= 5 for stats in waited)
+
+    local.run(fn, 2, timeout_s=60)
+
+
+def test_a_payload_of_three_parts_is_refused_by_name() -> None:
+    """hybrid-ep's (int32 rows, int32 scales, float32 beside them)."""
+
+    def fn(group):
+        with deep_ep.Buffer(group, 8 << 20) as buffer:
+            _, ids, weights = drop_in.routed(0, 4)
+            layout = buffer.get_dispatch_layout(ids, drop_in.NUM_EXPERTS)
+            parts = (torch.ones(4, 32, dtype=torch.int32), torch.ones(4, 4, dtype=torch.int32))
+            with pytest.raises(ValueError, match="^x "):
+                buffer.dispatch(
+                    (*parts, torch.ones(4, 1)), None, *layout[:2], layout[3], layout[2], ids, weights
+                )
+
+    alone(fn)
+
+
 def test_low_latency_buffer_for_zero_copy() -> None:
     def fn(group):
         hint = deep_ep.Buffer.get_low_latency_rdma_size_hint(8, 512, 2, 16)
@@ -400,6 +508,11 @@ def test_runtime_answers_about_ranks() -> None:
             assert runtime.is_available() and runtime.get_num_rdma_ranks() == 1
             assert runtime.get_rdma_rank() == 0 and runtime.get_root_rdma_rank(True) == group.rank()
             assert runtime.get_local_device_id() == group.rank()
+            with pytest.raises(AttributeError, match="intranode_dispatch.*own methods"):
+                runtime.intranode_dispatch(1, 2)
+            assert not hasattr(runtime, "something_else")
+            with pytest.raises(ValueError, match="enable_shrink"):  # the Buffer's own answer
+                runtime.low_latency_query_mask_buffer(torch.zeros(2, dtype=torch.int32))
             assert runtime.get_local_buffer_tensor(torch.int32, 4).numel() == (1 << 18) - 4
 
     local.run(fn, 2, timeout_s=60)

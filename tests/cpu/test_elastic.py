@@ -36,6 +36,8 @@ class ElasticCase:
     fp8: bool = False
     weights: bool = True
     hidden: int = 256
+    nodes: int = 1
+    hybrid: bool = True
 
     @property
     def num_ranks(self) -> int:
@@ -89,7 +91,10 @@ def check_handle(case: ElasticCase, rank: int, handle: EPHandle, num_rows: int):
     starts = [sum(padded[:local]) for local in range(num_local)]
     assert handle.num_unaligned_recv_tokens_per_expert.tolist() == counts
     assert handle.num_recv_tokens_per_expert_list == (padded if case.sync else [])
-    per_rank = [sum(source <= r for source, _, _ in rows) for r in range(case.num_ranks)]
+    num_scaleup = case.num_ranks // case.nodes if case.hybrid else case.num_ranks
+    per_rank = [
+        sum(source % num_scaleup <= r for source, _, _ in rows) for r in range(num_scaleup)
+    ]
     assert handle.psum_num_recv_tokens_per_scaleup_rank.tolist() == per_rank
     assert handle.psum_num_recv_tokens_per_scaleup_rank.is_contiguous()
     ends = [
@@ -166,8 +171,12 @@ def experts_of(case, rank, handle, rows, slots, num_rows):
 def main(group, case: ElasticCase) -> None:
     rank = group.rank()
     buffer = ElasticBuffer(
-        group, num_max_tokens_per_rank=case.max_tokens, hidden=case.hidden, num_topk=case.topk
-    )
+        group, num_max_tokens_per_rank=case.max_tokens, hidden=case.hidden, num_topk=case.topk,
+        allow_hybrid_mode=case.hybrid,
+    )  # fmt: skip
+    assert (buffer.num_rdma_ranks, buffer.num_nvlink_ranks) == (
+        case.nodes, case.num_ranks // case.nodes
+    )  # fmt: skip
     x, idx, weights, scales = inputs(case, rank)
     payload = (x.to(torch.float8_e4m3fn), scales) if case.fp8 else x
     num_local = num_local_experts(rank, case.experts, case.num_ranks)
@@ -403,11 +412,59 @@ def test_sizes_domains_and_resources() -> None:
     local.run(fn, 2, timeout_s=60)
 
 
-def test_a_group_of_several_nodes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEEP_COMM_RANKS_PER_NODE", "1")
+@pytest.mark.parametrize("expand", [False, True])
+@pytest.mark.parametrize("sync", [False, True])
+@pytest.mark.parametrize(
+    "case",
+    [
+        ElasticCase((7, 0, 12, 3), nodes=2, alignment=1),
+        ElasticCase((7, 0, 12, 3), nodes=2, alignment=128, fp8=True, hybrid=False),
+        ElasticCase((5, 9), nodes=2, routing="duplicates", alignment=16, topk=7),
+        ElasticCase((6, 2, 0, 1, 40, 8), nodes=3, experts=13, topk=6, alignment=5, weights=False),
+        ElasticCase((3, 4), nodes=2, routing="none", alignment=4),
+    ],
+    ids=str,
+)
+def test_rows_fields_and_sums_over_several_nodes(
+    case: ElasticCase, sync: bool, expand: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEEP_COMM_RANKS_PER_NODE", str(case.num_ranks // case.nodes))
+    case = dataclasses.replace(case, sync=sync, expand=expand)
+    local.run(lambda group: main(group, case), case.num_ranks, timeout_s=60)
+
+
+@pytest.mark.parametrize("is_hybrid", [False, True])
+def test_domains_of_several_nodes(is_hybrid: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEP_COMM_RANKS_PER_NODE", "2")
+    logical = (2, 2) if is_hybrid else (1, 4)
 
     def fn(group):
-        with pytest.raises((UnsupportedError, errors.TopologyError), match="node"):
-            ElasticBuffer(group, num_max_tokens_per_rank=8, hidden=64)
+        assert deep_ep.get_physical_domain_size(group) == (2, 2)
+        assert deep_ep.get_logical_domain_size(group, is_hybrid) == logical
+        buffer = ElasticBuffer(
+            group, num_bytes=16 << 20, num_max_tokens_per_rank=8, allow_hybrid_mode=is_hybrid,
+            num_allocated_qps=6,
+        )  # fmt: skip
+        rank = group.rank()
+        assert (buffer.num_scaleout_ranks, buffer.num_scaleup_ranks) == logical
+        assert (buffer.scaleout_rank_idx, buffer.scaleup_rank_idx) == divmod(rank, logical[1])
+        assert buffer.get_physical_domain_size() == (2, 2)
+        assert buffer.get_logical_domain_size() == logical
+        assert buffer.get_theoretical_num_qps(4) == 6
+        assert buffer.runtime.get_num_rdma_ranks() == 2 and buffer.runtime.get_rdma_rank() == rank // 2
+        engine = buffer._buffer
+        assert engine.num_nvl_bytes + engine.num_rdma_bytes == buffer.num_bytes == 16 << 20
+        assert min(engine.num_nvl_bytes, engine.num_rdma_bytes) > 1 << 20
+        x = torch.full((3, 64), rank + 1.0, dtype=torch.bfloat16)
+        idx = torch.tensor([[0, 5], [7, 2], [-1, 4]])
+        recv, _, _, handle, _ = buffer.dispatch(x, idx, num_experts=8, num_sms=4)
+        # What a backward pass hands back: two SMs make a channel between nodes.
+        assert handle.num_sms == 2 * handle._native.num_channels
+        again, *_ = buffer.dispatch(x, handle=handle, num_sms=handle.num_sms, do_cpu_sync=False)
+        assert again.equal(recv)
+        copies = torch.tensor([2.0, 2.0, 1.0]).view(-1, 1)
+        assert buffer.combine(recv, handle)[0].float().equal(x.float() * copies)
+        group.barrier()
+        buffer.destroy()
 
-    local.run(fn, 2, timeout_s=60)
+    local.run(fn, 4, timeout_s=60)

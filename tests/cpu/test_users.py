@@ -25,7 +25,7 @@ def test_vllm_finds_the_names_it_annotates_with() -> None:
     vllm.annotations()
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
 @pytest.mark.parametrize("routing", ["distinct", "holes", "duplicates"])
 def test_vllm_high_throughput(num_ranks: int, routing: str) -> None:
     run(vllm.high_throughput, num_ranks, routing, drop_in.HIDDEN, False, False)
@@ -49,6 +49,15 @@ def test_vllm_low_latency(use_fp8: bool, return_recv_hook: bool) -> None:
     run(vllm.low_latency, 4, use_fp8, return_recv_hook)
 
 
+@pytest.mark.parametrize("return_recv_hook", [False, True])
+def test_vllm_low_latency_with_packed_exponents(return_recv_hook: bool) -> None:
+    run(vllm.low_latency, 2, True, return_recv_hook, True)
+
+
+def test_vllm_low_latency_with_two_micro_batches() -> None:
+    run(vllm.low_latency_micro_batches, 3)
+
+
 def test_vllm_fault_tolerance() -> None:
     run(vllm.fault_tolerance, 3)
 
@@ -57,6 +66,11 @@ def test_vllm_fault_tolerance() -> None:
 @pytest.mark.parametrize("use_fp8", [False, True])
 def test_vllm_elastic(is_captured: bool, use_fp8: bool) -> None:
     run(vllm.elastic, 3, is_captured, use_fp8, 64 if is_captured else None)
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_vllm_elastic_with_a_scale_for_32_columns(is_captured: bool) -> None:
+    run(vllm.elastic, 2, is_captured, True, None, True)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -88,6 +102,10 @@ def test_lightllm_decode(monkeypatch: pytest.MonkeyPatch) -> None:
     run(others.lightllm_decode, 2)
 
 
+def test_lightllm_prefill_while_a_decode_is_under_way() -> None:
+    run(others.lightllm_both, 2)
+
+
 def test_lmdeploy() -> None:
     run(others.lmdeploy, 2)
 
@@ -112,16 +130,37 @@ def test_vllm_high_throughput_over_two_nodes(routing: str, monkeypatch: pytest.M
     run(vllm.high_throughput, 4, routing, drop_in.HIDDEN, False, False)
 
 
+@pytest.mark.parametrize(
+    ("fn", "arguments"),
+    [
+        (vllm.elastic, (False, False, None)),
+        (vllm.elastic, (True, True, 64)),
+        (sglang.elastic, (False,)),
+        (sglang.elastic, (True,)),
+        (megatron.step, (False,)),
+        (megatron.step, (True,)),
+        (others.torchtitan, ()),
+        (others.lightllm_prefill, (False,)),
+        (others.lightllm_prefill, (True,)),
+    ],
+    ids=lambda value: getattr(value, "__qualname__", str(value)),
+)
+def test_over_two_nodes_unmodified(fn, arguments: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEP_COMM_RANKS_PER_NODE", "2")
+    run(fn, 4, *arguments)
+
+
 def everything(group) -> None:
     """In processes over a torch.distributed group, as servers and trainers have it."""
     vllm.high_throughput(group, "holes", drop_in.HIDDEN, False, False)
     vllm.low_latency(group, True, True)
+    vllm.low_latency_micro_batches(group)
     vllm.elastic(group, False, True, None)
     sglang.auto(group)
     sglang.elastic(group, True)
     megatron.step(group, True)
     others.torchtitan(group)
-    others.lightllm_prefill(group, True)
+    others.lightllm_both(group)
     others.lmdeploy(group)
     others.tensorrt_llm(group)
     others.slime(group)

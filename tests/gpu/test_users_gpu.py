@@ -23,6 +23,9 @@ CALLS = [
     (vllm.two_handles_in_flight, ()),
     (vllm.fault_tolerance, ()),
     *((vllm.low_latency, (fp8, hook)) for fp8 in (False, True) for hook in (False, True)),
+    (vllm.low_latency, (True, True, True)),
+    (vllm.low_latency_micro_batches, ()),
+    (vllm.elastic, (False, True, None, True)),
     *((vllm.elastic, (captured, fp8, 64 if captured else None))
       for captured in (False, True) for fp8 in (False, True)),
     (sglang.auto, ()),
@@ -33,6 +36,7 @@ CALLS = [
     (others.torchtitan, ()),
     (others.lightllm_prefill, (False,)),
     (others.lightllm_prefill, (True,)),
+    (others.lightllm_both, ()),
     (others.lmdeploy, ()),
     (others.tensorrt_llm, ()),
     (others.slime, ()),
@@ -118,3 +122,32 @@ def lightllm_decode(group) -> None:
 
 def test_lightllm_decode(num_ranks: int) -> None:
     run(lightllm_decode, num_ranks)
+
+
+def over_two_nodes(group, fn, arguments: tuple) -> None:
+    import os
+
+    os.environ["DEEP_COMM_RANKS_PER_NODE"] = str(group.size() // 2)
+    try:
+        call(group, fn, arguments)
+    finally:
+        del os.environ["DEEP_COMM_RANKS_PER_NODE"]
+
+
+@pytest.mark.parametrize(
+    ("fn", "arguments"),
+    [
+        (others.two_nodes, ()),
+        (megatron.step, (True,)),
+        (vllm.elastic, (False, True, None)),
+        (vllm.elastic, (True, False, 64)),
+        (sglang.elastic, (True,)),
+        (others.torchtitan, ()),
+        (others.lightllm_prefill, (True,)),
+    ],
+    ids=lambda value: getattr(value, "__qualname__", str(value)),
+)
+def test_program_over_two_logical_nodes(num_ranks: int, fn, arguments: tuple) -> None:
+    if num_ranks % 2 != 0:
+        pytest.skip("needs an even number of GPUs")
+    run(over_two_nodes, num_ranks, fn, arguments)

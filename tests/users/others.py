@@ -80,7 +80,33 @@ def torchtitan(group: Any) -> None:
     drop_in.dense(dense_x, ids, dense_scores).sum().backward()
     assert torch.equal(x.grad, dense_x.grad)
     assert torch.equal(scores.grad, dense_scores.grad)
+    with torch.no_grad():
+        torchtitan_inference(group, buffer, num_sms, x.detach(), ids, scores.detach())
     drop_in.barrier(group)
+
+
+def torchtitan_inference(group: Any, buffer: Any, num_sms: int, x, ids, scores) -> None:
+    """Expanded, without the host: counts are differences of the prefix sums on the device."""
+    rank, num_ranks = group.rank(), group.size()
+    recv_x, recv_ids, recv_scores, handle, event = buffer.dispatch(
+        x, topk_idx=ids, topk_weights=scores, num_experts=NUM_EXPERTS,
+        num_max_tokens_per_rank=buffer.num_max_tokens_per_rank, num_sms=num_sms, do_expand=True,
+        do_cpu_sync=False,
+    )  # fmt: skip
+    assert recv_ids is None and event.event is None
+    assert handle.num_recv_tokens_per_expert_list == []
+    ends = handle.psum_num_recv_tokens_per_expert
+    per_expert = torch.diff(ends, prepend=ends.new_zeros(1))
+    assert torch.equal(per_expert, handle.num_unaligned_recv_tokens_per_expert)
+    row = torch.arange(recv_x.shape[0], dtype=torch.int32, device=x.device)
+    expert = drop_in.first_of(rank, num_ranks) + torch.searchsorted(ends, row, right=True)
+    is_real = row < ends[-1]
+    scale = torch.where(is_real, recv_scores * (expert + 1), 0.0).unsqueeze(1)
+    out = torch.where(is_real.unsqueeze(1), recv_x.float() * scale, 0.0).to(torch.bfloat16)
+    combined, _, event = buffer.combine(out, handle=handle, async_with_compute_stream=True)
+    if event.event is not None:
+        event.current_stream_wait()
+    assert torch.equal(combined.float(), drop_in.dense(x, ids, scores))
 
 
 # ---- LightLLM: expanded prefill whose combine metadata is rewritten; legacy decode beside it ---------
@@ -181,6 +207,31 @@ def lightllm_decode(group: Any) -> None:
         drop_in.barrier(group)
 
 
+def lightllm_both(group: Any) -> None:
+    """The two buffers of one server: a prefill while a decode waits for its hook."""
+    rank, num_ranks = group.rank(), group.size()
+    hint = deep_ep.Buffer.get_low_latency_rdma_size_hint(16, HIDDEN * 2, num_ranks, NUM_EXPERTS)
+    buffer = deep_ep.Buffer(
+        group, num_rdma_bytes=hint, low_latency_mode=True,
+        num_qps_per_rank=NUM_EXPERTS // num_ranks,
+    )  # fmt: skip
+    x, ids, weights = drop_in.routed(rank, 8, hidden=HIDDEN * 2)
+    rows, masked_m, handle, _, hook = buffer.low_latency_dispatch(
+        topk_idx=ids, x=x, num_max_dispatch_tokens_per_rank=16, num_experts=NUM_EXPERTS,
+        use_fp8=False, return_recv_hook=True,
+    )  # fmt: skip
+    lightllm_prefill(group, False)
+    hook()
+    out = drop_in.masked_experts(rows, masked_m, drop_in.first_of(rank, num_ranks))
+    combined, _, hook = buffer.low_latency_combine(
+        out, ids, weights, handle, return_recv_hook=True
+    )
+    lightllm_prefill(group, True)
+    hook()
+    assert torch.equal(combined.float(), drop_in.dense(x, ids, weights))
+    drop_in.barrier(group)
+
+
 # ---- lmdeploy ----------------------------------------------------------------------------------------
 
 
@@ -264,6 +315,27 @@ def tensorrt_llm(group: Any) -> None:
     out = drop_in.local_experts(recv_x, recv_ids, recv_weights, first)
     combined, _, event = buffer.combine(out, handle)
     assert event.event is None
+    assert torch.equal(combined.float(), drop_in.dense(x, ids, weights))
+    drop_in.barrier(group)
+    del buffer
+    tensorrt_llm_decode(group, comm)
+
+
+def tensorrt_llm_decode(group: Any, comm: MpiCommunicator) -> None:
+    rank, num_ranks = comm.Get_rank(), comm.Get_size()
+    hint = deep_ep.Buffer.get_low_latency_rdma_size_hint(16, HIDDEN, num_ranks, NUM_EXPERTS)
+    buffer = deep_ep.Buffer(
+        None, 0, hint, low_latency_mode=True, num_qps_per_rank=NUM_EXPERTS // num_ranks,
+        allow_nvlink_for_low_latency_mode=True, comm=comm,
+    )  # fmt: skip
+    x, ids, weights = drop_in.routed(rank, drop_in.num_tokens_of(rank) % 16, routing="holes")
+    rows, count, handle, event, hook = buffer.low_latency_dispatch(
+        x, ids, 16, NUM_EXPERTS, use_fp8=False
+    )
+    assert event.event is None and hook is None
+    out = drop_in.masked_experts(rows, count, drop_in.first_of(rank, num_ranks))
+    combined, event, hook = buffer.low_latency_combine(out, ids, weights, handle)
+    assert event.event is None and hook is None
     assert torch.equal(combined.float(), drop_in.dense(x, ids, weights))
     drop_in.barrier(group)
 

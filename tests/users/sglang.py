@@ -119,6 +119,8 @@ def elastic(group: Any, is_prefill: bool) -> None:
     assert buffer.num_bytes > 0
     num_tokens = max(1, drop_in.num_tokens_of(rank))
     x, ids, weights = drop_in.routed(rank, num_tokens)
+    if drop_in.num_tokens_of(rank) == 0:
+        weights.zero_()  # an idle rank sends one token that counts for nothing
     scales = torch.ones(num_tokens, HIDDEN // 128, device=x.device)
     (recv_x, recv_sf), recv_ids, recv_weights, handle, _ = buffer.dispatch(
         (x.to(torch.float8_e4m3fn), scales), topk_idx=ids, topk_weights=weights,

@@ -50,7 +50,7 @@ def high_throughput(group: Any, routing: str, hidden: int, use_fp8: bool, is_dbo
     manager = Manager()
     arguments = dict(
         num_nvl_bytes=BUFFER_BYTES, num_rdma_bytes=RDMA_BYTES, low_latency_mode=False,
-        num_qps_per_rank=1, explicitly_destroy=True,
+        num_qps_per_rank=10 if RDMA_BYTES else 1, explicitly_destroy=True,
     )  # fmt: skip
     buffer = manager.get(deep_ep.Buffer, group, arguments)
     assert manager.get(deep_ep.Buffer, group, arguments) is buffer
@@ -121,9 +121,12 @@ def two_handles_in_flight(group: Any) -> None:
     buffer.destroy()
 
 
-def low_latency(group: Any, use_fp8: bool, return_recv_hook: bool) -> None:
+def low_latency(
+    group: Any, use_fp8: bool, return_recv_hook: bool, use_ue8m0: bool = False
+) -> None:
+    """``use_ue8m0``: packed exponents, as the GEMMs of newer GPUs take them."""
     rank, num_ranks = group.rank(), group.size()
-    hidden, max_tokens = 512, 16
+    hidden, max_tokens = 1024 if use_ue8m0 else 512, 16
     num_bytes = deep_ep.Buffer.get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank=max_tokens, hidden=hidden, num_ranks=num_ranks,
         num_experts=NUM_EXPERTS,
@@ -143,14 +146,21 @@ def low_latency(group: Any, use_fp8: bool, return_recv_hook: bool) -> None:
         )  # fmt: skip
         expert_x, count, handle, _, hook = buffer.low_latency_dispatch(
             a1, topk_ids, max_tokens, NUM_EXPERTS, use_fp8=use_fp8, round_scale=True,
-            use_ue8m0=False, async_finish=False, return_recv_hook=True,
+            use_ue8m0=use_ue8m0, async_finish=False, return_recv_hook=True,
         )  # fmt: skip
         hook()
         if use_fp8:
             fp8, scales = expert_x
             num_local = NUM_EXPERTS // num_ranks
-            assert scales.shape == (num_local, num_ranks * max_tokens, hidden // 128)
-            assert scales.stride()[1] == 1  # a transposed view
+            packed = 4 if use_ue8m0 else 1
+            assert scales.shape == (num_local, num_ranks * max_tokens, hidden // 128 // packed)
+            assert scales.dtype == (torch.int32 if use_ue8m0 else torch.float32)
+            # A transposed view: [L, H / 128 (/ 4), R * M] in memory.
+            assert scales.stride() == (scales[0].numel(), 1, scales.shape[1])
+            if use_ue8m0:
+                shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=scales.device)
+                exponents = (scales.unsqueeze(-1) >> shifts & 255).flatten(-2)
+                scales = (exponents << 23).view(torch.float32)
             rows = drop_in.dequantised(fp8, scales)
         else:
             rows = expert_x
@@ -178,8 +188,56 @@ def low_latency(group: Any, use_fp8: bool, return_recv_hook: bool) -> None:
     buffer.destroy()
 
 
-def elastic(group: Any, is_captured: bool, use_fp8: bool, cap: int | None) -> None:
-    """deepep_v2: expand and sync when eager; compact without sync where graphs are captured."""
+def low_latency_micro_batches(group: Any) -> None:
+    """Dual-batch overlap while decoding: both batches' calls are under way when a hook runs."""
+    rank, num_ranks = group.rank(), group.size()
+    hidden, max_tokens = 512, 16
+    num_bytes = deep_ep.Buffer.get_low_latency_rdma_size_hint(
+        max_tokens, hidden, num_ranks, NUM_EXPERTS
+    )
+    buffer = deep_ep.Buffer(
+        group=group, num_nvl_bytes=1 << 20, num_rdma_bytes=num_bytes, low_latency_mode=True,
+        num_qps_per_rank=NUM_EXPERTS // num_ranks, explicitly_destroy=True, enable_shrink=False,
+    )  # fmt: skip
+    first = drop_in.first_of(rank, num_ranks)
+    for step in range(2):
+        batches = [
+            drop_in.routed(
+                rank, drop_in.num_tokens_of(rank + step) % max_tokens, hidden=hidden,
+                routing="holes", seed=2 * step + half,
+            )
+            for half in range(2)
+        ]  # fmt: skip
+        sent = [
+            buffer.low_latency_dispatch(
+                x, ids, max_tokens, NUM_EXPERTS, use_fp8=False, round_scale=True, use_ue8m0=False,
+                async_finish=False, return_recv_hook=True,
+            )
+            for x, ids, _ in batches
+        ]  # fmt: skip
+        pending = []
+        for (x, ids, weights), (rows, count, handle, _, hook) in zip(batches, sent, strict=True):
+            hook()
+            output = torch.full_like(x, float("nan"))
+            _, _, hook = buffer.low_latency_combine(
+                drop_in.masked_experts(rows, count, first), ids, weights, handle,
+                async_finish=False, zero_copy=False, return_recv_hook=True, out=output,
+            )  # fmt: skip
+            pending.append((hook, output))
+        for (x, ids, weights), (hook, output) in zip(batches, pending, strict=True):
+            hook()
+            assert torch.equal(output.float(), drop_in.dense(x, ids, weights))
+    drop_in.barrier(group)
+    buffer.destroy()
+
+
+def elastic(
+    group: Any, is_captured: bool, use_fp8: bool, cap: int | None, is_mx: bool = False
+) -> None:
+    """deepep_v2: expand and sync when eager; compact without sync where graphs are captured.
+
+    ``is_mx``: FP8 with a UE8M0 scale for 32 columns, four in an int32.
+    """
     rank, num_ranks = group.rank(), group.size()
     buffer = deep_ep.ElasticBuffer(
         group=group, num_max_tokens_per_rank=32, hidden=HIDDEN, num_topk=NUM_TOPK,
@@ -193,7 +251,11 @@ def elastic(group: Any, is_captured: bool, use_fp8: bool, cap: int | None) -> No
         x, ids, weights = drop_in.routed(rank, num_tokens, routing="holes", seed=step)
         tokens: Any = x
         if use_fp8:
-            tokens = (x.to(torch.float8_e4m3fn), torch.ones(num_tokens, 2, device=x.device))
+            scales = torch.ones(num_tokens, 2, device=x.device)
+            if is_mx:
+                scales = torch.arange(2 * num_tokens, dtype=torch.int32, device=x.device)
+                scales = scales.view(num_tokens, 2) + (rank << 16)
+            tokens = (x.to(torch.float8_e4m3fn), scales)
         recv, recv_ids, recv_weights, handle, event = buffer.dispatch(
             x=tokens, topk_idx=ids, topk_weights=weights, num_experts=NUM_EXPERTS,
             num_max_tokens_per_rank=cap, do_expand=not is_captured, do_cpu_sync=not is_captured,
@@ -202,6 +264,12 @@ def elastic(group: Any, is_captured: bool, use_fp8: bool, cap: int | None) -> No
         assert event.event is None
         rows = recv[0] if use_fp8 else recv
         num_recv = int(handle.psum_num_recv_tokens_per_scaleup_rank[-1])
+        if is_mx:
+            # Opaque: each is that of the row beside it.
+            assert recv[1].dtype == torch.int32 and recv[1].shape == (rows.shape[0], 2)
+            owners = recv[1][: num_recv if is_captured else None, 0] >> 16
+            assert bool(((owners >= 0) & (owners < num_ranks)).all())
+            assert bool((recv[1][: len(owners), 1] == recv[1][: len(owners), 0] + 1).all())
         if is_captured:
             assert handle.num_recv_tokens_per_expert_list == []
             assert rows.shape[0] == num_ranks * (cap or 32)

@@ -19,6 +19,7 @@ __version__ = f"2.1.0+deep.comm.{_deep_comm.__version__}"
 
 _NOT_OFFERED = {
     "HybridEPBuffer": "the hybrid-ep branch",
+    "hybrid_ep_cpp": "the hybrid-ep branch",
     "EPBuffer": "V2.5",
     "EngramBuffer": "V2.5",
     "PPBuffer": "V2.5",
@@ -46,6 +47,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _NOT_OFFERED:
         raise AttributeError(
-            f"deep_ep.{name} belongs to {_NOT_OFFERED[name]}; deep_comm offers Buffer and ElasticBuffer"
+            f"deep_ep.{name} belongs to {_NOT_OFFERED[name]}; deep_comm offers Buffer and ElasticBuffer",
+            name=name,
         )
     raise AttributeError(f"module 'deep_ep' has no attribute '{name}'")

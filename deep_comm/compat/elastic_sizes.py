@@ -1,0 +1,93 @@
+"""Sizes of an ElasticBuffer: nodes and ranks of its group, bytes, and how they are shared out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deep_comm import config as configs
+from deep_comm.buffer import DEFAULT_NUM_SMS, RECOMMENDED
+from deep_comm.errors import ArgumentError
+from deep_comm.rendezvous import Rendezvous
+from deep_comm.topology import (
+    MAX_RANKS_PER_NODE,
+    Topology,
+    discover,
+    host_identity,
+    requested_ranks_per_node,
+)
+
+_SIZE_ALIGNMENT = 2 << 20
+_RING_BYTES = 64 << 20  # what deep_comm.Buffer keeps for rings beside its receive region
+_RAIL_ALIGNMENT = 128
+_ROW_BYTES = 16
+
+
+def align(value: int, alignment: int) -> int:
+    return -(-value // alignment) * alignment
+
+
+def topology_of(group: Any) -> Topology:
+    """Collective."""
+    hosts = Rendezvous(group).all_gather_object(host_identity())
+    return discover(hosts, requested_ranks_per_node(None))
+
+
+def get_physical_domain_size(group: Any) -> tuple[int, int]:
+    """(nodes, ranks per node) of ``group``. Collective."""
+    topology = topology_of(group)
+    return topology.num_nodes, topology.ranks_per_node
+
+
+def get_logical_domain_size(group: Any, allow_hybrid_mode: bool = True) -> tuple[int, int]:
+    """(scale-out ranks, scale-up ranks) of ``group``: two tiers in hybrid mode, else one. Collective."""
+    return logical_domain(topology_of(group), allow_hybrid_mode)
+
+
+def logical_domain(topology: Topology, allow_hybrid_mode: bool) -> tuple[int, int]:
+    """(scale-out ranks, scale-up ranks)."""
+    if allow_hybrid_mode:
+        return topology.num_nodes, topology.ranks_per_node
+    return 1, topology.num_ranks
+
+
+def ring_bytes(topology: Topology, row_bytes: int) -> tuple[int, int]:
+    """Bytes inside a node and between nodes that the recommended configs of a Buffer want."""
+    size = configs.known_size(topology.num_ranks)
+    wanted = [recommended(size, DEFAULT_NUM_SMS) for recommended in RECOMMENDED.values()]
+    shape = (row_bytes, topology.num_ranks, topology.ranks_per_node)
+    return (
+        max(config.get_nvl_buffer_size_hint(*shape) for config in wanted),
+        max(config.get_rdma_buffer_size_hint(*shape) for config in wanted),
+    )
+
+
+def size_hint(
+    num_ranks: int, num_max_tokens_per_rank: int, hidden: int, num_topk: int, use_fp8_dispatch: bool
+) -> int:
+    """Inside a node R * M rows and rings beside them; between nodes, whose rows come through rings
+    alone, as much or what the rings of both tiers want, whichever is more.
+
+    Asks nobody: hosts are taken to hold DEEP_COMM_RANKS_PER_NODE ranks, else as many as can be.
+    """
+    for name, value in (("num_max_tokens_per_rank", num_max_tokens_per_rank), ("hidden", hidden)):
+        if value < 1:
+            raise ArgumentError(name, value, "must be at least 1 (or give num_bytes)")
+    scales = align(-(-hidden // 128) * 4, _ROW_BYTES) if use_fp8_dispatch else 0
+    row_bytes = hidden + scales if use_fp8_dispatch else 2 * hidden
+    per_row = row_bytes + 12 * num_topk + 4
+    num_bytes = num_ranks * num_max_tokens_per_rank * per_row + _RING_BYTES
+    ranks_per_node = requested_ranks_per_node(None) or MAX_RANKS_PER_NODE
+    if num_ranks > ranks_per_node and num_ranks % ranks_per_node == 0:
+        # Combine's rows are bfloat16, whatever dispatch's are.
+        rings = ring_bytes(Topology(num_ranks, ranks_per_node), 2 * hidden)
+        num_bytes = max(num_bytes, sum(rings))
+    return align(num_bytes, _SIZE_ALIGNMENT)
+
+
+def shared_out(num_bytes: int, topology: Topology, hidden: int) -> tuple[int, int]:
+    """(num_nvl_bytes, num_rdma_bytes) of the engine's Buffer: in the proportion of the rings' wants."""
+    if topology.num_nodes == 1:
+        return num_bytes, 0
+    inside, between = ring_bytes(topology, 2 * (hidden or 4096))
+    rail = align(num_bytes * between // (inside + between), _RAIL_ALIGNMENT)
+    return num_bytes - rail, rail
