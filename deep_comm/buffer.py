@@ -228,15 +228,15 @@ class Buffer(InternodeCalls, LowLatencyCalls):
         """An event at this point of the current stream."""
         return EventOverlap(EventHandle())
 
-    @staticmethod
-    def get_dispatch_config(num_ranks: int) -> Config:
+    @classmethod
+    def get_dispatch_config(cls, num_ranks: int) -> Config:
         """The recommended Config of dispatch."""
-        return configs.recommended_dispatch_config(num_ranks, Buffer.num_sms)
+        return configs.recommended_dispatch_config(num_ranks, cls.num_sms)
 
-    @staticmethod
-    def get_combine_config(num_ranks: int) -> Config:
+    @classmethod
+    def get_combine_config(cls, num_ranks: int) -> Config:
         """The recommended Config of combine."""
-        return configs.recommended_combine_config(num_ranks, Buffer.num_sms)
+        return configs.recommended_combine_config(num_ranks, cls.num_sms)
 
     def get_comm_stream(self) -> torch.cuda.Stream:
         """The Buffer's own stream, of asynchronous calls. Raises UnsupportedError on the host target."""

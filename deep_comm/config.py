@@ -103,7 +103,9 @@ class Config:
 def _split_ranks(num_ranks: int, ranks_per_node: int | None) -> tuple[int, int]:
     """(ranks per node, nodes) of ``num_ranks`` ranks."""
     if ranks_per_node is None:
-        ranks_per_node = min(requested_ranks_per_node(None) or MAX_RANKS_PER_NODE, MAX_RANKS_PER_NODE)
+        ranks_per_node = min(
+            requested_ranks_per_node(None) or MAX_RANKS_PER_NODE, MAX_RANKS_PER_NODE
+        )
     if not 1 <= ranks_per_node <= MAX_RANKS_PER_NODE:
         raise ArgumentError("ranks_per_node", ranks_per_node, f"must be 1 to {MAX_RANKS_PER_NODE}")
     if num_ranks < 1:

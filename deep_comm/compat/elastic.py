@@ -167,9 +167,7 @@ class ElasticBuffer(ElasticCalls, Refused):
 
         With fewer, rows without room come through the rings, as all rows do between nodes.
         """
-        return size_hint(
-            group.size(), num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch
-        )
+        return size_hint(group.size(), num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch)
 
     def get_theoretical_num_sms(
         self,

@@ -187,9 +187,9 @@ class ElasticCalls:
         compact dispatch.
         """
         is_capturing = self._is_capturing()
-        if not (by_torch or rows.column_major_scales or in_section or len(timing.events) > 1) and not (
-            timing.is_async and (is_capturing or stats is not None)
-        ):
+        if not (
+            by_torch or rows.column_major_scales or in_section or len(timing.events) > 1
+        ) and not (timing.is_async and (is_capturing or stats is not None)):
             recv, recv_idx, recv_weights, handle, event = run(**timing.as_options())
             if stats is not None:
                 stats += handle.num_unaligned_recv_tokens_per_expert
@@ -229,9 +229,7 @@ class ElasticCalls:
         is_plain = not handle.do_expand and topk_weights is None
         is_engines = handle.is_expanded_by_engine and not handle.is_metadata_lent
         if (is_plain or is_engines) and len(timing.events) < 2:
-            return self._buffer.combine(
-                x, handle.native, topk_weights, bias, **timing.as_options()
-            )
+            return self._buffer.combine(x, handle.native, topk_weights, bias, **timing.as_options())
         section = Section(self._buffer, timing.events, timing.is_async)
         with section:
             rows, weights, native = self._rows_for_combine(x, topk_weights, handle)

@@ -214,11 +214,11 @@ class EPHandle:
     @property
     def _ends_by_source(self) -> Tensor:
         """int32 [R]: rows of ranks 0..r."""
-        if isinstance(self._native, InternodeHandle):
-            return self._native.recv_gbl_rank_prefix_sum
-        return self._field(
-            "psum_source", lambda: self._native.rank_prefix_matrix[:, self._rank].contiguous()
-        )
+        native = self._native
+        if isinstance(native, InternodeHandle):
+            return native.recv_gbl_rank_prefix_sum
+        matrix = native.rank_prefix_matrix
+        return self._field("psum_source", lambda: matrix[:, self._rank].contiguous())
 
     @property
     def psum_num_recv_tokens_per_scaleup_rank(self) -> Tensor:

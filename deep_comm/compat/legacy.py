@@ -7,6 +7,7 @@ meaningless are ignored, as there.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,6 @@ import torch
 from torch import Tensor
 
 import deep_comm
-from deep_comm import config as configs
 from deep_comm.buffer import DEFAULT_NUM_SMS
 from deep_comm.compat import extensions as extended
 from deep_comm.compat import hints
@@ -45,6 +45,13 @@ class HandleTuple(tuple[Any, ...]):
         handle.native = native
         return handle
 
+
+# Keyword-only arguments of deep_comm.Buffer.
+_OWN_OPTIONS = tuple(
+    name
+    for name, parameter in inspect.signature(deep_comm.Buffer.__init__).parameters.items()
+    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+)
 
 DispatchResult = tuple[
     Tensor | tuple[Tensor, Tensor],
@@ -82,22 +89,17 @@ class Buffer(deep_comm.Buffer):
         explicitly_destroy: bool = False,
         enable_shrink: Any = False,
         comm: Any = None,
-        *,
-        device: torch.device | str | int | None = None,
-        ranks_per_node: int | None = None,
-        timeout_s: float | None = None,
-        num_max_experts: int = 16384,
-        num_direct_bytes: int | None = None,
-        **extensions: Any,
+        **others: Any,
     ) -> None:
-        """The arguments of DeepEP 1.2.1, then deep_comm's own by keyword.
+        """The arguments of DeepEP 1.2.1; by keyword deep_comm.Buffer's own, and those of forks.
 
         Later releases have no ``use_fabric``. By keyword both are served. By position, ten arguments
         are told apart by their last: None or a communicator means that it is ``comm``. ``use_fabric`` and
         ``explicitly_destroy`` change nothing here, so that fewer arguments mean the same in both,
         except that the ninth is ``explicitly_destroy``: pass ``enable_shrink`` by keyword.
         """
-        extended.check("Buffer", extended.CONSTRUCTOR, extensions)
+        own = {name: others.pop(name) for name in _OWN_OPTIONS if name in others}
+        extended.check("Buffer", extended.CONSTRUCTOR, others)
         is_later_form = enable_shrink is None or hasattr(enable_shrink, "Get_rank")
         if is_later_form and comm is None:
             enable_shrink, comm = bool(explicitly_destroy), enable_shrink
@@ -117,11 +119,7 @@ class Buffer(deep_comm.Buffer):
             explicitly_destroy=explicitly_destroy,
             enable_shrink=enable_shrink,
             comm=comm,
-            device=device,
-            ranks_per_node=ranks_per_node,
-            timeout_s=timeout_s,
-            num_max_experts=num_max_experts,
-            num_direct_bytes=num_direct_bytes,
+            **own,
         )
         self.num_rdma_bytes = num_rdma_bytes  # what callers compare with their next size hint
 
@@ -138,14 +136,6 @@ class Buffer(deep_comm.Buffer):
         if new_num_sms < 2 or new_num_sms % 2 != 0:
             raise ArgumentError("new_num_sms", new_num_sms, "must be even and at least 2")
         Buffer.num_sms = new_num_sms
-
-    @staticmethod
-    def get_dispatch_config(num_ranks: int) -> Config:
-        return configs.recommended_dispatch_config(num_ranks, Buffer.num_sms)
-
-    @staticmethod
-    def get_combine_config(num_ranks: int) -> Config:
-        return configs.recommended_combine_config(num_ranks, Buffer.num_sms)
 
     @staticmethod
     def get_low_latency_rdma_size_hint(
@@ -291,7 +281,7 @@ class Buffer(deep_comm.Buffer):
         )
         return (*received, HandleTuple.of(native), event)  # type: ignore[return-value]
 
-    def internode_combine(
+    def internode_combine(  # type: ignore[override]
         self,
         x: Tensor,
         handle: Sequence[Tensor],

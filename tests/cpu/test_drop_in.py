@@ -474,7 +474,13 @@ def test_a_payload_of_three_parts_is_refused_by_name() -> None:
             parts = (torch.ones(4, 32, dtype=torch.int32), torch.ones(4, 4, dtype=torch.int32))
             with pytest.raises(ValueError, match="^x "):
                 buffer.dispatch(
-                    (*parts, torch.ones(4, 1)), None, *layout[:2], layout[3], layout[2], ids, weights
+                    (*parts, torch.ones(4, 1)),
+                    None,
+                    *layout[:2],
+                    layout[3],
+                    layout[2],
+                    ids,
+                    weights,
                 )
 
     alone(fn)

@@ -92,9 +92,7 @@ def check_handle(case: ElasticCase, rank: int, handle: EPHandle, num_rows: int):
     assert handle.num_unaligned_recv_tokens_per_expert.tolist() == counts
     assert handle.num_recv_tokens_per_expert_list == (padded if case.sync else [])
     num_scaleup = case.num_ranks // case.nodes if case.hybrid else case.num_ranks
-    per_rank = [
-        sum(source % num_scaleup <= r for source, _, _ in rows) for r in range(num_scaleup)
-    ]
+    per_rank = [sum(source % num_scaleup <= r for source, _, _ in rows) for r in range(num_scaleup)]
     assert handle.psum_num_recv_tokens_per_scaleup_rank.tolist() == per_rank
     assert handle.psum_num_recv_tokens_per_scaleup_rank.is_contiguous()
     ends = [
@@ -451,7 +449,9 @@ def test_domains_of_several_nodes(is_hybrid: bool, monkeypatch: pytest.MonkeyPat
         assert buffer.get_physical_domain_size() == (2, 2)
         assert buffer.get_logical_domain_size() == logical
         assert buffer.get_theoretical_num_qps(4) == 6
-        assert buffer.runtime.get_num_rdma_ranks() == 2 and buffer.runtime.get_rdma_rank() == rank // 2
+        assert (
+            buffer.runtime.get_num_rdma_ranks() == 2 and buffer.runtime.get_rdma_rank() == rank // 2
+        )
         engine = buffer._buffer
         assert engine.num_nvl_bytes + engine.num_rdma_bytes == buffer.num_bytes == 16 << 20
         assert min(engine.num_nvl_bytes, engine.num_rdma_bytes) > 1 << 20

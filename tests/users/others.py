@@ -223,9 +223,7 @@ def lightllm_both(group: Any) -> None:
     lightllm_prefill(group, False)
     hook()
     out = drop_in.masked_experts(rows, masked_m, drop_in.first_of(rank, num_ranks))
-    combined, _, hook = buffer.low_latency_combine(
-        out, ids, weights, handle, return_recv_hook=True
-    )
+    combined, _, hook = buffer.low_latency_combine(out, ids, weights, handle, return_recv_hook=True)
     lightllm_prefill(group, True)
     hook()
     assert torch.equal(combined.float(), drop_in.dense(x, ids, weights))

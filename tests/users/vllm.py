@@ -121,9 +121,7 @@ def two_handles_in_flight(group: Any) -> None:
     buffer.destroy()
 
 
-def low_latency(
-    group: Any, use_fp8: bool, return_recv_hook: bool, use_ue8m0: bool = False
-) -> None:
+def low_latency(group: Any, use_fp8: bool, return_recv_hook: bool, use_ue8m0: bool = False) -> None:
     """``use_ue8m0``: packed exponents, as the GEMMs of newer GPUs take them."""
     rank, num_ranks = group.rank(), group.size()
     hidden, max_tokens = 1024 if use_ue8m0 else 512, 16

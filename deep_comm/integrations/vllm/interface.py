@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import enum
 import importlib.util
 from collections.abc import Callable
@@ -53,7 +54,7 @@ else:
         psum_recv_per_rank: Tensor | None = None
         rank_expert_offset: int | None = None
 
-    class FusedMoEPrepareAndFinalizeModular:  # type: ignore[no-redef]
+    class FusedMoEPrepareAndFinalizeModular(abc.ABC):  # type: ignore[no-redef]
         pass
 
     class All2AllManagerBase:  # type: ignore[no-redef]

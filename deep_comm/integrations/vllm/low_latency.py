@@ -11,12 +11,19 @@ from torch import Tensor
 import deep_comm
 from deep_comm.errors import ArgumentError, UnsupportedError
 from deep_comm.integrations.vllm import interface as vllm
-from deep_comm.integrations.vllm.normal import Prepared, is_fp8_in_blocks
+from deep_comm.integrations.vllm.normal import is_fp8_in_blocks
+from deep_comm.integrations.vllm.prepare_finalize import (
+    ExpertOutput,
+    Hook,
+    Prepared,
+    PrepareFinalize,
+    Step,
+)
 
 _SCALE_BLOCK = 128
 
 
-class LowLatencyPrepareFinalize(vllm.FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc]
+class LowLatencyPrepareFinalize(PrepareFinalize):
     """Low-latency dispatch and combine, in two phases each; nothing waits on the host.
 
     Experts may write straight into combine's memory (allocate_fused_expert_output).
@@ -39,13 +46,11 @@ class LowLatencyPrepareFinalize(vllm.FusedMoEPrepareAndFinalizeModular):  # type
             use_fp8_dispatch: rows travel as e4m3 with a scale for 128 columns.
             global_to_physical: int64 [experts], where experts were moved by load balancing.
         """
-        super().__init__()
+        super().__init__(num_dispatchers)
         self.buffer = buffer
         self.max_tokens_per_rank = max_tokens_per_rank
         self.use_fp8_dispatch = use_fp8_dispatch
         self.use_ue8m0_dispatch = False
-        self._num_dispatchers = num_dispatchers
-        self._handles: list[Any] = [None, None]
 
         def cast(table: Tensor | None) -> Tensor | None:
             return None if table is None else table.to(torch.int64)
@@ -68,79 +73,32 @@ class LowLatencyPrepareFinalize(vllm.FusedMoEPrepareAndFinalizeModular):  # type
     def activation_format(self) -> Any:
         return vllm.FusedMoEActivationFormat.BatchedExperts
 
-    def topk_indices_dtype(self) -> torch.dtype | None:
-        return torch.int64
-
     def max_num_tokens_per_rank(self) -> int | None:
         return self.max_tokens_per_rank
-
-    def num_dispatchers(self) -> int:
-        return self._num_dispatchers
-
-    def output_is_reduced(self) -> bool:
-        return True
-
-    def supports_async(self) -> bool:
-        return True
 
     def _physical(self, topk_ids: Tensor) -> Tensor:
         return topk_ids if self.global_to_physical is None else self.global_to_physical[topk_ids]
 
     # ---- prepare -------------------------------------------------------------------------------
 
-    def prepare(
-        self,
-        a1: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        num_experts: int,
-        expert_map: Tensor | None,
-        apply_router_weight_on_input: bool,
-        quant_config: Any,
-        defer_input_quant: bool = False,
-    ) -> Prepared:
-        hook, receiver = self.prepare_async(
-            a1,
-            topk_weights,
-            topk_ids,
-            num_experts,
-            expert_map,
-            apply_router_weight_on_input,
-            quant_config,
-            defer_input_quant,
-        )
-        hook()
-        return receiver()
-
-    def prepare_async(
-        self,
-        a1: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        num_experts: int,
-        expert_map: Tensor | None,
-        apply_router_weight_on_input: bool,
-        quant_config: Any,
-        defer_input_quant: bool = False,
-    ) -> tuple[Callable[[], None], Callable[[], Prepared]]:
-        if defer_input_quant:
+    def _send(self, step: Step) -> tuple[Hook, Callable[[], Prepared]]:
+        if step.defer_input_quant:
             raise UnsupportedError("defer_input_quant: experts of this format take quantised rows")
-        a1 = vllm.weighted_input(a1, topk_weights, topk_ids, apply_router_weight_on_input)
         recv, recv_count, handle, _, hook = self.buffer.low_latency_dispatch(
-            a1,
-            self._physical(topk_ids),
+            step.a1,
+            self._physical(step.topk_ids),
             self.max_tokens_per_rank,
-            num_experts,
+            step.num_experts,
             use_fp8=self.use_fp8_dispatch,
             round_scale=self.use_ue8m0_dispatch,
             use_ue8m0=self.use_ue8m0_dispatch,
             return_recv_hook=True,
         )
         assert hook is not None
-        self._handles[vllm.dbo_current_ubatch_id()] = handle
+        self._keep(handle)
 
         def receive() -> Prepared:
-            rows, scales = self._quantised(recv, a1.dtype, quant_config)
+            rows, scales = self._quantised(recv, step.a1.dtype, step.quant_config)
             metadata = vllm.ExpertTokensMetadata(
                 expert_num_tokens=recv_count, expert_num_tokens_cpu=None
             )
@@ -194,54 +152,28 @@ class LowLatencyPrepareFinalize(vllm.FusedMoEPrepareAndFinalizeModular):  # type
             return None
         return self.buffer.get_next_low_latency_combine_buffer(handle)
 
-    def finalize(
-        self,
-        output: Tensor,
-        fused_expert_output: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        apply_router_weight_on_input: bool,
-        weight_and_reduce_impl: Any,
-    ) -> None:
-        hook, receiver = self.finalize_async(
-            output,
-            fused_expert_output,
-            topk_weights,
-            topk_ids,
-            apply_router_weight_on_input,
-            weight_and_reduce_impl,
-        )
-        hook()
-        receiver()
-
-    def finalize_async(
-        self,
-        output: Tensor,
-        fused_expert_output: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        apply_router_weight_on_input: bool,
-        weight_and_reduce_impl: Any,
-    ) -> tuple[Callable[[], None], Callable[[], None]]:
+    def _send_back(
+        self, expert_output: ExpertOutput, handle: Any
+    ) -> tuple[Hook, Callable[[], None]]:
+        rows, weights = expert_output.rows, expert_output.topk_weights
+        weight_and_reduce_impl = expert_output.weight_and_reduce_impl
         if not isinstance(weight_and_reduce_impl, vllm.TopKWeightAndReduceDelegate):
             raise ArgumentError(
                 "weight_and_reduce_impl",
                 type(weight_and_reduce_impl).__name__,
                 "must be TopKWeightAndReduceDelegate: combine applies the weights",
             )
-        handle = self._handles[vllm.dbo_current_ubatch_id()]
-        if handle is None:
-            raise ArgumentError("finalize", None, "comes after prepare")
-        weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
+        if expert_output.apply_router_weight_on_input:
+            weights = torch.ones_like(weights)
         vllm.dbo_maybe_run_recv_hook()
         _, _, hook = self.buffer.low_latency_combine(
-            fused_expert_output,
-            self._physical(topk_ids),
+            rows,
+            self._physical(expert_output.topk_ids),
             weights,
             handle,
             return_recv_hook=True,
-            zero_copy=self._is_combine_memory(fused_expert_output, handle),
-            out=output,
+            zero_copy=self._is_combine_memory(rows, handle),
+            out=expert_output.output,
         )
         assert hook is not None
         return hook, lambda: None

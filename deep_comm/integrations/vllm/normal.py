@@ -13,12 +13,18 @@ import deep_comm
 from deep_comm import env
 from deep_comm.errors import ArgumentError
 from deep_comm.integrations.vllm import interface as vllm
+from deep_comm.integrations.vllm.prepare_finalize import (
+    ExpertOutput,
+    Pending,
+    Prepared,
+    PrepareFinalize,
+    Step,
+)
 
 _ROW_BYTES = 16
-Prepared = tuple[Tensor, Tensor | None, Any, Tensor | None, Tensor | None]
 
 
-class NormalPrepareFinalize(vllm.FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc]
+class NormalPrepareFinalize(PrepareFinalize):
     """Dispatch and combine in normal mode; with ``decode_tokens`` small steps go in low-latency mode,
     whose compact rows have the same format.
 
@@ -46,7 +52,7 @@ class NormalPrepareFinalize(vllm.FusedMoEPrepareAndFinalizeModular):  # type: ig
                 Default: DEEP_COMM_DECODE_TOKENS, else 0. Equal on all ranks.
             most_tokens: tells the largest number of tokens of a rank, alike on all ranks.
         """
-        super().__init__()
+        super().__init__(num_dispatchers)
         if decode_tokens is None:
             decode_tokens = env.DECODE_TOKENS.get() or 0
         if decode_tokens < 0:
@@ -57,9 +63,6 @@ class NormalPrepareFinalize(vllm.FusedMoEPrepareAndFinalizeModular):  # type: ig
         self.rank_expert_offset = rank_expert_offset
         self.decode_tokens = decode_tokens
         self._most_tokens = most_tokens
-        self._num_dispatchers = num_dispatchers
-        # One for each micro-batch: (handle, topk_ids if the step was a decoding step).
-        self._handles: list[tuple[Any, Tensor | None] | None] = [None, None]
 
     @staticmethod
     def maybe_roundup_layer_hidden_size(hidden_size: int, dtype: torch.dtype) -> int:
@@ -71,67 +74,20 @@ class NormalPrepareFinalize(vllm.FusedMoEPrepareAndFinalizeModular):  # type: ig
     def activation_format(self) -> Any:
         return vllm.FusedMoEActivationFormat.Standard
 
-    def topk_indices_dtype(self) -> torch.dtype | None:
-        """int64 as the router makes it; int32 is taken as well."""
-        return torch.int64
-
     def max_num_tokens_per_rank(self) -> int | None:
         return None
 
-    def num_dispatchers(self) -> int:
-        return self._num_dispatchers
-
-    def output_is_reduced(self) -> bool:
-        return True
-
-    def supports_async(self) -> bool:
-        return True
-
     # ---- prepare -------------------------------------------------------------------------------
 
-    def prepare(
-        self,
-        a1: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        num_experts: int,
-        expert_map: Tensor | None,
-        apply_router_weight_on_input: bool,
-        quant_config: Any,
-        defer_input_quant: bool = False,
-    ) -> Prepared:
-        return self.prepare_async(
-            a1,
-            topk_weights,
-            topk_ids,
-            num_experts,
-            expert_map,
-            apply_router_weight_on_input,
-            quant_config,
-            defer_input_quant,
-        )()
-
-    def prepare_async(
-        self,
-        a1: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        num_experts: int,
-        expert_map: Tensor | None,
-        apply_router_weight_on_input: bool,
-        quant_config: Any,
-        defer_input_quant: bool = False,
-    ) -> Callable[[], Prepared]:
-        a1 = vllm.weighted_input(a1, topk_weights, topk_ids, apply_router_weight_on_input)
+    def _send(self, step: Step) -> Pending[Prepared]:
         if self._is_decoding():
-            return self._decode(
-                a1, topk_weights, topk_ids, num_experts, quant_config, defer_input_quant
-            )
-        tokens: Any = a1
-        quantises_before = quant_config.is_block_quantized and not defer_input_quant
+            return self._decode(step)
+        quant_config = step.quant_config
+        tokens: Any = step.a1
+        quantises_before = quant_config.is_block_quantized and not step.defer_input_quant
         if quantises_before:
             values, scales = vllm.moe_kernel_quantize_input(
-                a1,
+                step.a1,
                 quant_config.a1_scale,
                 quant_dtype=quant_config.quant_dtype,
                 per_act_token_quant=quant_config.per_act_token_quant,
@@ -143,13 +99,13 @@ class NormalPrepareFinalize(vllm.FusedMoEPrepareAndFinalizeModular):  # type: ig
         vllm.dbo_yield_and_switch_from_compute_to_comm()
         recv, recv_ids, recv_weights, counts, handle, event = self.buffer.dispatch(
             tokens,
-            topk_idx=topk_ids,
-            topk_weights=topk_weights,
-            num_experts=num_experts,
+            topk_idx=step.topk_ids,
+            topk_weights=step.topk_weights,
+            num_experts=step.num_experts,
             previous_event=previous_event,
             async_finish=not vllm.dbo_enabled(),
         )
-        self._handles[vllm.dbo_current_ubatch_id()] = (handle, None)
+        self._keep((handle, None))
         vllm.dbo_switch_to_compute_sync()
 
         def receive() -> Prepared:
@@ -162,8 +118,8 @@ class NormalPrepareFinalize(vllm.FusedMoEPrepareAndFinalizeModular):  # type: ig
                 expert_num_tokens_cpu=torch.tensor(counts, dtype=torch.int32),
             )
             if not quantises_before:
-                rows, scales = self._quantised(rows, quant_config, defer_input_quant)
-            ids = self._global_ids(recv_ids, num_experts)
+                rows, scales = self._quantised(rows, step)
+            ids = self._global_ids(recv_ids, step.num_experts)
             return rows, scales, metadata, ids, recv_weights
 
         return receive
@@ -174,16 +130,9 @@ class NormalPrepareFinalize(vllm.FusedMoEPrepareAndFinalizeModular):  # type: ig
         most = self._most_tokens()
         return most is not None and most <= self.decode_tokens
 
-    def _decode(
-        self,
-        a1: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        num_experts: int,
-        quant_config: Any,
-        defer_input_quant: bool,
-    ) -> Callable[[], Prepared]:
-        use_fp8 = not defer_input_quant and is_fp8_in_blocks(quant_config)
+    def _decode(self, step: Step) -> Callable[[], Prepared]:
+        a1, topk_ids, num_experts = step.a1, step.topk_ids, step.num_experts
+        use_fp8 = not step.defer_input_quant and is_fp8_in_blocks(step.quant_config)
         if self.decode_buffer is None:
             self.decode_buffer = decode_buffer(
                 self.buffer, self.decode_tokens, a1.shape[1], num_experts
@@ -195,10 +144,10 @@ class NormalPrepareFinalize(vllm.FusedMoEPrepareAndFinalizeModular):  # type: ig
             num_experts,
             use_fp8=use_fp8,
             return_recv_hook=True,
-            topk_weights=topk_weights,
+            topk_weights=step.topk_weights,
             compact=True,
         )
-        self._handles[vllm.dbo_current_ubatch_id()] = (handle, topk_ids)
+        self._keep((handle, topk_ids))  # the ids say that this step is a decoding step
 
         def receive() -> Prepared:
             assert hook is not None
@@ -207,7 +156,7 @@ class NormalPrepareFinalize(vllm.FusedMoEPrepareAndFinalizeModular):  # type: ig
             hook()
             rows, scales = recv if isinstance(recv, tuple) else (recv, None)
             if not use_fp8:
-                rows, scales = self._quantised(rows, quant_config, defer_input_quant)
+                rows, scales = self._quantised(rows, step)
             metadata = vllm.ExpertTokensMetadata(
                 expert_num_tokens=recv_count, expert_num_tokens_cpu=None
             )
@@ -220,11 +169,10 @@ class NormalPrepareFinalize(vllm.FusedMoEPrepareAndFinalizeModular):  # type: ig
 
         return receive
 
-    def _quantised(
-        self, rows: Tensor, quant_config: Any, defer_input_quant: bool
-    ) -> tuple[Tensor, Tensor | None]:
+    def _quantised(self, rows: Tensor, step: Step) -> tuple[Tensor, Tensor | None]:
         """Rows that travelled as they were, in the format the experts want."""
-        if defer_input_quant or rows.numel() == 0:
+        quant_config = step.quant_config
+        if step.defer_input_quant or rows.numel() == 0:
             return rows, None
         scale = quant_config.a1_scale
         if quant_config.quant_dtype == "nvfp4":
@@ -244,47 +192,19 @@ class NormalPrepareFinalize(vllm.FusedMoEPrepareAndFinalizeModular):  # type: ig
 
     # ---- finalize ------------------------------------------------------------------------------
 
-    def finalize(
-        self,
-        output: Tensor,
-        fused_expert_output: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        apply_router_weight_on_input: bool,
-        weight_and_reduce_impl: Any,
-    ) -> None:
-        self.finalize_async(
-            output,
-            fused_expert_output,
-            topk_weights,
-            topk_ids,
-            apply_router_weight_on_input,
-            weight_and_reduce_impl,
-        )()
-
-    def finalize_async(
-        self,
-        output: Tensor,
-        fused_expert_output: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        apply_router_weight_on_input: bool,
-        weight_and_reduce_impl: Any,
-    ) -> Callable[[], None]:
-        kept = self._handles[vllm.dbo_current_ubatch_id()]
-        if kept is None:
-            raise ArgumentError("finalize", None, "comes after prepare")
-        handle, decoded_ids = kept
-        rows = fused_expert_output
+    def _send_back(self, expert_output: ExpertOutput, handle: Any) -> Pending[None]:
+        handle, decoded_ids = handle
+        rows, output = expert_output.rows, expert_output.output
+        weight_and_reduce_impl = expert_output.weight_and_reduce_impl
         if rows.numel() != 0:
             if isinstance(weight_and_reduce_impl, vllm.TopKWeightAndReduceDelegate):
                 weight_and_reduce_impl = vllm.TopKWeightAndReduceContiguous()
             rows = weight_and_reduce_impl.apply(
                 output=None,
                 fused_expert_output=rows,
-                topk_weights=topk_weights,
-                topk_ids=topk_ids,
-                apply_router_weight_on_input=apply_router_weight_on_input,
+                topk_weights=expert_output.topk_weights,
+                topk_ids=expert_output.topk_ids,
+                apply_router_weight_on_input=expert_output.apply_router_weight_on_input,
             )
         if decoded_ids is not None:
             assert self.decode_buffer is not None
