@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import overload
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from deep_comm.errors import ArgumentError, HandleMismatch
+from deep_comm.errors import HandleMismatch
 from deep_comm.expansion import Expansion
+from deep_comm.handle_base import TensorSequence
 
 
 class KnownHandle:
@@ -74,13 +75,17 @@ class KnownHandle:
 
 
 @dataclass(frozen=True, eq=False)
-class Handle:
+class Handle(TensorSequence):
     """R ranks, C channels, T tokens of this rank, N rows received, L local experts.
 
     The first six fields are also a sequence of that order, ``handle[0]`` to ``handle[5]``, which
     can be indexed, sliced and unpacked; a plain tuple of the six serves combine and cached dispatch
     too. Everything else describes the dispatch; None there: not known.
     """
+
+    _KINDS: ClassVar = (
+        *((torch.int32, 2),) * 3, (torch.int32, 1), (torch.bool, 2), (torch.int32, 2)
+    )  # fmt: skip
 
     rank_prefix_matrix: Tensor  # int32 [R, R], [i, j]: tokens that ranks 0..i send to rank j
     channel_prefix_matrix: Tensor  # int32 [R, C], [j, c]: tokens sent to rank j in channels 0..c
@@ -138,44 +143,12 @@ class Handle:
             self.send_head,
         )
 
-    @overload
-    def __getitem__(self, index: int) -> Tensor: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Tensor, ...]: ...
-    def __getitem__(self, index: int | slice) -> Tensor | tuple[Tensor, ...]:
-        return self.as_tuple()[index]
-
-    def __len__(self) -> int:
-        return 6
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self.as_tuple())
-
     @staticmethod
     def of(value: Handle | Sequence[Tensor]) -> Handle:
         """A Handle from a Handle or from its six tensors; ArgumentError for anything else."""
         if isinstance(value, Handle):
             return value
-        if not isinstance(value, (tuple, list)) or len(value) != 6:
-            given = f"{type(value).__name__}"
-            if isinstance(value, (tuple, list)):
-                given += f" of {len(value)} items"
-            raise ArgumentError("handle", given, "must be what dispatch returned")
-        dtypes = (torch.int32,) * 4 + (torch.bool, torch.int32)
-        num_dims = (2, 2, 2, 1, 2, 2)
-        for position, tensor in enumerate(value):
-            if not (
-                isinstance(tensor, Tensor)
-                and tensor.dtype == dtypes[position]
-                and tensor.dim() == num_dims[position]
-                and tensor.is_contiguous()
-            ):
-                raise ArgumentError(
-                    f"handle[{position}]",
-                    type(tensor).__name__,
-                    f"must be a contiguous {num_dims[position]}-D tensor of {dtypes[position]}",
-                )
-        return Handle(*value)
+        return Handle(*Handle._checked(value))
 
     def require_group(
         self, rank: int, num_ranks: int, members: tuple[str, ...], device: torch.device
@@ -185,13 +158,7 @@ class Handle:
             raise HandleMismatch(
                 "handle", f"{self.num_ranks} ranks", f"must be of this group of {num_ranks} ranks"
             )
-        if self.rank is not None and self.rank != rank:
-            raise HandleMismatch("handle", f"rank {self.rank}", f"must be of this rank ({rank})")
-        if self.members is not None and self.members != members:
-            raise HandleMismatch("handle", "one of other ranks", "must be of this Buffer's group")
-        for tensor in self:
-            if tensor.device != device:
-                raise HandleMismatch("handle", tensor.device, f"must be on {device}")
+        self._require_owner(rank, members, device)
 
     def known_to(self, owner: object) -> KnownHandle | None:
         """What require_group and remember left for ``owner``, if they were called before."""
@@ -211,14 +178,4 @@ class Handle:
                 "handle",
                 f"{self.num_tokens} tokens",
                 f"must be of a dispatch of as many tokens as x has rows ({num_tokens})",
-            )
-
-    def require_num_channels(self, num_channels: int) -> None:
-        """Raise HandleMismatch unless the dispatch had as many channels."""
-        if self.num_channels != num_channels:
-            raise HandleMismatch(
-                "handle",
-                f"{self.num_channels} channels",
-                f"must have the config's {num_channels} channels (num_sms); "
-                "leave config away to take the handle's",
             )

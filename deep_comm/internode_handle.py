@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from deep_comm.errors import ArgumentError, HandleMismatch
-
-_NUM_DIMS = (2, 2, 2, 2, 1, 2, 1, 2, 2, 2)
-_DTYPES = (torch.bool, *(torch.int32,) * 6, torch.uint8, torch.int32, torch.int32)
+from deep_comm.errors import HandleMismatch
+from deep_comm.handle_base import TensorSequence
 
 
 @dataclass(frozen=True, eq=False)
-class InternodeHandle:
+class InternodeHandle(TensorSequence):
     """N nodes, M ranks a node, R = N * M ranks, C channels, T tokens of this rank, Q rows received, F rows
     forwarded: tokens that the ranks of this local index send to this node.
 
@@ -25,14 +23,25 @@ class InternodeHandle:
     Everything else describes the dispatch; None there: not known.
     """
 
+    _KINDS: ClassVar = (
+        (torch.bool, 2), *((torch.int32, 2),) * 3, (torch.int32, 1), (torch.int32, 2),
+        (torch.int32, 1), (torch.uint8, 2), *((torch.int32, 2),) * 2,
+    )  # fmt: skip
+    _MADE_BY: ClassVar = "dispatch between nodes"
+    _SMS_OF_CHANNELS: ClassVar = "num_sms / 2"
+
     is_token_in_rank: Tensor  # bool [T, R]
     rdma_channel_prefix_matrix: Tensor  # int32 [N, C], tokens sent to node n in channels 0..c
     gbl_channel_prefix_matrix: Tensor  # int32 [R, C], the same by rank
-    recv_rdma_channel_prefix_matrix: Tensor  # int32 [N, C], rows forwarded for node n in channels 0..c
+    recv_rdma_channel_prefix_matrix: (
+        Tensor  # int32 [N, C], rows forwarded for node n in channels 0..c
+    )
     recv_rdma_rank_prefix_sum: Tensor  # int32 [N], rows forwarded for nodes 0..n
     recv_gbl_channel_prefix_matrix: Tensor  # int32 [R, C], first row of channel c of source r
     recv_gbl_rank_prefix_sum: Tensor  # int32 [R], rows of sources 0..r
-    recv_src_meta: Tensor  # uint8 [Q, 8]: int32 source node, int32 mask of this node's ranks with the token
+    recv_src_meta: (
+        Tensor  # uint8 [Q, 8]: int32 source node, int32 mask of this node's ranks with the token
+    )
     send_rdma_head: Tensor  # int32 [T, N], ordinal in the (node, channel) queue; -1: not sent
     send_nvl_head: Tensor  # int32 [F, M], ordinal in combine's (rank, channel) ring; -1: not there
 
@@ -87,42 +96,12 @@ class InternodeHandle:
             self.send_nvl_head,
         )
 
-    @overload
-    def __getitem__(self, index: int) -> Tensor: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Tensor, ...]: ...
-    def __getitem__(self, index: int | slice) -> Tensor | tuple[Tensor, ...]:
-        return self.as_tuple()[index]
-
-    def __len__(self) -> int:
-        return 10
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self.as_tuple())
-
     @staticmethod
     def of(value: InternodeHandle | Sequence[Tensor]) -> InternodeHandle:
         """A handle from a handle or from its ten tensors; ArgumentError for anything else."""
         if isinstance(value, InternodeHandle):
             return value
-        if not isinstance(value, (tuple, list)) or len(value) != 10:
-            given = f"{type(value).__name__}"
-            if isinstance(value, (tuple, list)):
-                given += f" of {len(value)} items"
-            raise ArgumentError("handle", given, "must be what dispatch between nodes returned")
-        for position, tensor in enumerate(value):
-            if not (
-                isinstance(tensor, Tensor)
-                and tensor.dtype == _DTYPES[position]
-                and tensor.dim() == _NUM_DIMS[position]
-                and tensor.is_contiguous()
-            ):
-                raise ArgumentError(
-                    f"handle[{position}]",
-                    type(tensor).__name__,
-                    f"must be a contiguous {_NUM_DIMS[position]}-D tensor of {_DTYPES[position]}",
-                )
-        return InternodeHandle(*value)
+        return InternodeHandle(*InternodeHandle._checked(value))
 
     def require_group(
         self,
@@ -139,20 +118,4 @@ class InternodeHandle:
                 f"{self.num_ranks} ranks on {self.num_nodes} nodes",
                 f"must be of this group of {num_ranks} ranks on {num_nodes} nodes",
             )
-        if self.rank is not None and self.rank != rank:
-            raise HandleMismatch("handle", f"rank {self.rank}", f"must be of this rank ({rank})")
-        if self.members is not None and self.members != members:
-            raise HandleMismatch("handle", "one of other ranks", "must be of this Buffer's group")
-        for tensor in self:
-            if tensor.device != device:
-                raise HandleMismatch("handle", tensor.device, f"must be on {device}")
-
-    def require_num_channels(self, num_channels: int) -> None:
-        """Raise HandleMismatch unless the dispatch had as many channels."""
-        if self.num_channels != num_channels:
-            raise HandleMismatch(
-                "handle",
-                f"{self.num_channels} channels",
-                f"must have the config's {num_channels} channels (num_sms / 2); "
-                "leave config away to take the handle's",
-            )
+        self._require_owner(rank, members, device)

@@ -46,6 +46,10 @@ class HandleTuple(tuple[Any, ...]):
         return handle
 
 
+_INTERNODE_DISPATCH = inspect.signature(deep_comm.Buffer.internode_dispatch)
+_INTERNODE_COMBINE = inspect.signature(deep_comm.Buffer.internode_combine)
+_NUM_WORST_TOKENS = list(_INTERNODE_DISPATCH.parameters).index("num_worst_tokens") - 1  # no self
+
 # Keyword-only arguments of deep_comm.Buffer.
 _OWN_OPTIONS = tuple(
     name
@@ -61,6 +65,17 @@ DispatchResult = tuple[
     HandleTuple | None,
     EventOverlap,
 ]
+
+
+def _with_native_arguments(
+    signature: inspect.Signature, buffer: Any, arguments: Sequence[Any], options: dict[str, Any]
+) -> inspect.BoundArguments:
+    """handle and previous_event as deep_comm.Buffer takes them."""
+    bound = signature.bind(buffer, *arguments, **options)
+    for name, convert in (("handle", _native), ("previous_event", _event)):
+        if name in bound.arguments:
+            bound.arguments[name] = convert(bound.arguments[name])
+    return bound
 
 
 def _native(handle: Any) -> Any:
@@ -238,71 +253,25 @@ class Buffer(deep_comm.Buffer):
     # ---- normal mode over several nodes --------------------------------------------------------
 
     def internode_dispatch(  # type: ignore[override]
-        self,
-        x: Tensor | tuple[Tensor, Tensor],
-        handle: Sequence[Tensor] | None = None,
-        num_tokens_per_rank: Tensor | None = None,
-        num_tokens_per_rdma_rank: Tensor | None = None,
-        is_token_in_rank: Tensor | None = None,
-        num_tokens_per_expert: Tensor | None = None,
-        topk_idx: Tensor | None = None,
-        topk_weights: Tensor | None = None,
-        expert_alignment: int = 1,
-        num_worst_tokens: Any = 0,
-        config: Any = None,
-        previous_event: Any = None,
-        async_finish: bool = False,
-        allocate_on_comm_stream: bool = False,
+        self, *arguments: Any, **options: Any
     ) -> DispatchResult:
-        """What dispatch does over several nodes. The order is 1.2.1's; later releases have no
-        ``num_worst_tokens``: a Config in its place means that it and what follows move up by one."""
-        if isinstance(num_worst_tokens, Config):
-            if isinstance(previous_event, bool):  # async_finish was given by position too
-                allocate_on_comm_stream = async_finish or allocate_on_comm_stream
-                async_finish, previous_event = previous_event, config
-            elif config is not None:
-                previous_event = config
-            num_worst_tokens, config = 0, num_worst_tokens
-        *received, native, event = super().internode_dispatch(
-            x,
-            _native(handle),
-            num_tokens_per_rank,
-            num_tokens_per_rdma_rank,
-            is_token_in_rank,
-            num_tokens_per_expert,
-            topk_idx,
-            topk_weights,
-            expert_alignment,
-            num_worst_tokens,
-            config,
-            _event(previous_event),
-            async_finish,
-            allocate_on_comm_stream,
-        )
+        """What dispatch does over several nodes. By position the arguments are 1.2.1's; later releases
+        have no ``num_worst_tokens``, so that a Config in its place has everything move up by one."""
+        if len(arguments) > _NUM_WORST_TOKENS and isinstance(arguments[_NUM_WORST_TOKENS], Config):
+            arguments = (*arguments[:_NUM_WORST_TOKENS], 0, *arguments[_NUM_WORST_TOKENS:])
+        bound = _with_native_arguments(_INTERNODE_DISPATCH, self, arguments, options)
+        *received, native, event = super().internode_dispatch(*bound.args[1:], **bound.kwargs)
         return (*received, HandleTuple.of(native), event)  # type: ignore[return-value]
 
-    def internode_combine(  # type: ignore[override]
-        self,
-        x: Tensor,
-        handle: Sequence[Tensor],
-        topk_weights: Tensor | None = None,
-        bias: Tensor | tuple[Tensor, Tensor] | None = None,
-        config: Config | None = None,
-        previous_event: EventOverlap | None = None,
-        async_finish: bool = False,
-        allocate_on_comm_stream: bool = False,
+    def internode_combine(
+        self, *arguments: Any, **options: Any
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
         """What combine does over several nodes."""
-        return super().internode_combine(
-            x,
-            _native(handle),
-            topk_weights,
-            bias,
-            config,
-            _event(previous_event),
-            async_finish,
-            allocate_on_comm_stream,
-        )
+        bound = _with_native_arguments(_INTERNODE_COMBINE, self, arguments, options)
+        return super().internode_combine(*bound.args[1:], **bound.kwargs)
+
+    internode_dispatch.__signature__ = _INTERNODE_DISPATCH  # type: ignore[attr-defined]
+    internode_combine.__signature__ = _INTERNODE_COMBINE  # type: ignore[attr-defined]
 
     # ---- low-latency mode ----------------------------------------------------------------------
 

@@ -1,0 +1,86 @@
+"""What the handles of both tiers share: a sequence of tensors, made by one rank of one group."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterator
+from typing import Any, ClassVar, overload
+
+import torch
+from torch import Tensor
+
+from deep_comm.errors import ArgumentError, HandleMismatch
+
+
+class TensorSequence(abc.ABC):
+    """The first fields, by position as DeepEP's callers know them."""
+
+    _KINDS: ClassVar[tuple[tuple[torch.dtype, int], ...]]  # (dtype, dimensions) of each
+    _MADE_BY: ClassVar[str] = "dispatch"
+    _SMS_OF_CHANNELS: ClassVar[str] = "num_sms"
+
+    rank: int | None
+    members: tuple[str, ...] | None
+
+    @abc.abstractmethod
+    def as_tuple(self) -> tuple[Tensor, ...]:
+        """The tensors, in the order of DeepEP's handle."""
+
+    @property
+    @abc.abstractmethod
+    def num_channels(self) -> int: ...
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Tensor, ...]: ...
+    def __getitem__(self, index: int | slice) -> Tensor | tuple[Tensor, ...]:
+        return self.as_tuple()[index]
+
+    def __len__(self) -> int:
+        return len(self._KINDS)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.as_tuple())
+
+    @classmethod
+    def _checked(cls, value: Any) -> Any:
+        """``value``, if it is a tuple or list of such tensors; ArgumentError for anything else."""
+        if not isinstance(value, (tuple, list)) or len(value) != len(cls._KINDS):
+            given = f"{type(value).__name__}"
+            if isinstance(value, (tuple, list)):
+                given += f" of {len(value)} items"
+            raise ArgumentError("handle", given, f"must be what {cls._MADE_BY} returned")
+        for position, (tensor, (dtype, num_dims)) in enumerate(zip(value, cls._KINDS, strict=True)):
+            if not (
+                isinstance(tensor, Tensor)
+                and tensor.dtype == dtype
+                and tensor.dim() == num_dims
+                and tensor.is_contiguous()
+            ):
+                raise ArgumentError(
+                    f"handle[{position}]",
+                    type(tensor).__name__,
+                    f"must be a contiguous {num_dims}-D tensor of {dtype}",
+                )
+        return value
+
+    def _require_owner(self, rank: int, members: tuple[str, ...], device: torch.device) -> None:
+        """Raise HandleMismatch unless the handle was made by this rank, of these members."""
+        if self.rank is not None and self.rank != rank:
+            raise HandleMismatch("handle", f"rank {self.rank}", f"must be of this rank ({rank})")
+        if self.members is not None and self.members != members:
+            raise HandleMismatch("handle", "one of other ranks", "must be of this Buffer's group")
+        for tensor in self:
+            if tensor.device != device:
+                raise HandleMismatch("handle", tensor.device, f"must be on {device}")
+
+    def require_num_channels(self, num_channels: int) -> None:
+        """Raise HandleMismatch unless the dispatch had as many channels."""
+        if self.num_channels != num_channels:
+            raise HandleMismatch(
+                "handle",
+                f"{self.num_channels} channels",
+                f"must have the config's {num_channels} channels ({self._SMS_OF_CHANNELS}); "
+                "leave config away to take the handle's",
+            )
