@@ -339,8 +339,12 @@ class Engine:
         num_blocks: int,
         format: str,
         one_rounding: bool = False,  # room for combine's rows "selections" as well
+        is_internode: bool = False,  # a group of several nodes
     ) -> int:
         """The smallest low-latency region that serves calls of this shape."""
+    @staticmethod
+    def low_latency_rail_workspace_bytes(*, num_ranks: int, num_max_experts: int) -> int:
+        """Bytes of the words of low-latency mode in a group of several nodes, beside its region."""
     def plan_low_latency(
         self,
         *,

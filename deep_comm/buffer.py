@@ -272,7 +272,7 @@ class Buffer(InternodeCalls, LowLatencyCalls):
             raise ArgumentError("size", list(shape), rule)
         begin = self._context.workspace_bytes
         if use_rdma_buffer:
-            begin = self._context.heap.num_bytes - self._context.low_latency_bytes
+            begin = self._context.low_latency_end - self._context.low_latency_bytes
         memory = self._context.heap.view(
             begin + offset * dtype.itemsize,
             shape.numel() * dtype.itemsize,

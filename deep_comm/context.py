@@ -94,6 +94,7 @@ class Context:
         self.rank = self.rendezvous.rank
         self.num_ranks = self.rendezvous.size
         self.num_nvl_bytes = settings.num_nvl_bytes
+        self.num_qps = settings.num_qps
         self.num_max_experts = settings.num_max_experts
         self.is_open = False
         self.most_recv_rows = 0  # of one dispatch so far
@@ -120,9 +121,10 @@ class Context:
             hosts = self.rendezvous.all_gather_object(host_identity())
             self.topology: Topology = discover(hosts, ranks_per_node)
             require_supported(self.topology, hosts, self.backend.has_rail)
-            if self.topology.num_nodes > 1 and settings.low_latency_bytes > 0:
+            if self.topology.num_nodes > 1 and settings.enable_shrink:
                 raise errors.UnsupportedError(
-                    "low_latency_mode between nodes is not in this version; it comes later"
+                    "enable_shrink serves groups inside one node: between nodes a silent rank raises "
+                    "PeerTimeout"
                 )
             self.members = self.rendezvous.members
             # One rank's for all: hosts may have measured at other times, or not at all.
@@ -141,12 +143,18 @@ class Context:
         self.low_latency_bytes = -(-settings.low_latency_bytes // 128) * 128
         heap_bytes = self.workspace_bytes + -(-self.num_nvl_bytes // 128) * 128
         heap_bytes += self.low_latency_bytes
-        rail_bytes = 0  # words and rings between nodes
+        rail_bytes = 0  # words and rings between nodes, the end of the heap
         self.num_rdma_bytes = settings.num_rdma_bytes if is_internode else 0
         if is_internode:
             rail_bytes = self.backend.rail_workspace_bytes(topology, self.num_max_experts)
             rail_bytes += -(-self.num_rdma_bytes // 128) * 128
             heap_bytes += rail_bytes
+        self.low_latency_end = heap_bytes - rail_bytes
+        if is_internode and self.low_latency_bytes > 0:
+            heap_bytes += (words := self.backend.low_latency_rail_workspace_bytes(
+                self.num_ranks, self.num_max_experts
+            ))  # fmt: skip
+            self.low_latency_end += words
         self.heap: Heap = self.backend.create_heap(self.rendezvous, heap_bytes)
         engines: list[Engine] = []
 
@@ -158,12 +166,13 @@ class Context:
                 )
             )
             if is_internode:
+                peers = [*topology.rail_members(self.rank)]
+                if self.low_latency_bytes > 0:  # whose rows go straight to every rank
+                    peers += range(self.num_ranks)
                 engines[0].enable_internode(
                     node=topology.node(self.rank),
                     num_nodes=topology.num_nodes,
-                    rail_bases=[
-                        self.heap.peer_bases[peer] for peer in topology.rail_members(self.rank)
-                    ],
+                    rail_bases=[self.heap.peer_bases[peer] for peer in peers],
                     num_qps=settings.num_qps,
                     num_bytes=rail_bytes,
                 )

@@ -147,6 +147,11 @@ class InternodeCalls:
         """Bytes that this rank has put on the rail so far, by node and queue."""
         self._context.require_open()
         counted: Any = self._context.engine.rail_put_bytes
-        num_nodes = self._context.topology.num_nodes
-        num_qps = len(counted) // num_nodes
-        return [list(counted[node * num_qps : (node + 1) * num_qps]) for node in range(num_nodes)]
+        topology, num_qps = self._context.topology, self._context.num_qps
+        # By peer: the nodes first, then with low-latency mode all ranks.
+        peers = [counted[begin : begin + num_qps] for begin in range(0, len(counted), num_qps)]
+        totals = [list(queues) for queues in peers[: topology.num_nodes]]
+        for rank, queues in enumerate(peers[topology.num_nodes :]):
+            node = totals[topology.node(rank)]
+            node[:] = [total + more for total, more in zip(node, queues, strict=True)]
+        return totals

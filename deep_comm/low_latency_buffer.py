@@ -11,6 +11,7 @@ from deep_comm.low_latency_handle import LowLatencyHandle
 from deep_comm.low_latency_state import LowLatencyState, region_bytes
 from deep_comm.ops import low_latency
 from deep_comm.ops.low_latency import CombineResult, DispatchResult
+from deep_comm.topology import MAX_RANKS_PER_NODE
 
 if TYPE_CHECKING:
     from deep_comm.context import Context
@@ -38,21 +39,32 @@ class LowLatencyCalls:
 
     @staticmethod
     def get_low_latency_rdma_size_hint(
-        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+        num_max_dispatch_tokens_per_rank: int,
+        hidden: int,
+        num_ranks: int,
+        num_experts: int,
+        *,
+        ranks_per_node: int | None = None,
     ) -> int:
         """num_rdma_bytes that serve calls up to these sizes, with any top-k and format.
 
         It grows with tokens and ranks, not with experts.
+
+        Args:
+            ranks_per_node: of a group of several nodes, which needs more; default: one node, unless
+                num_ranks is more than a node has.
         """
         for name, value, smallest in (
             ("hidden", hidden, 8),
             ("num_ranks", num_ranks, 1),
             ("num_experts", num_experts, 1),
+            ("ranks_per_node", 1 if ranks_per_node is None else ranks_per_node, 1),
         ):
             if value < smallest:
                 raise ArgumentError(name, value, f"must be at least {smallest}")
         max_tokens = low_latency.check_num_max_tokens(num_max_dispatch_tokens_per_rank)
-        return region_bytes(num_ranks, max_tokens, hidden)
+        per_node = MAX_RANKS_PER_NODE if ranks_per_node is None else ranks_per_node
+        return region_bytes(num_ranks, max_tokens, hidden, is_internode=num_ranks > per_node)
 
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int

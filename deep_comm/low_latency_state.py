@@ -37,7 +37,9 @@ ShapeOptions = tuple[int, int, int, int, bool, bool, bool, bool, bool]
 with dispatch)."""
 
 
-def region_bytes(num_ranks: int, num_max_tokens: int, hidden: int) -> int:
+def region_bytes(
+    num_ranks: int, num_max_tokens: int, hidden: int, is_internode: bool = False
+) -> int:
     """Bytes of a region for any top-k, format, number of experts and GPU."""
     return _core.Engine.low_latency_region_bytes(
         num_ranks=num_ranks,
@@ -47,6 +49,7 @@ def region_bytes(num_ranks: int, num_max_tokens: int, hidden: int) -> int:
         num_experts=1,
         num_blocks=MAX_BLOCKS,
         format="bfloat16",
+        is_internode=is_internode,
     )
 
 
@@ -250,6 +253,7 @@ class LowLatencyState:
             num_blocks=num_blocks,
             format="fp8" if use_fp8 else "bfloat16",
             one_rounding=one_rounding,
+            is_internode=ctx.topology.num_nodes > 1,
         )
         if needed > ctx.low_latency_bytes:
             raise BufferTooSmall(

@@ -36,6 +36,9 @@ class LowLatencyCase:
     mode: str = "plain"  # "hook": two phases; "late": two pairs at a time; "async"
     zero_copy: bool = False
     calls: int = 2
+    ranks_per_node: int | None = None  # fewer than ranks: several logical nodes
+    num_qps: int = 24
+    use_logfmt: bool = False
     seed: int = 0
 
     @property
@@ -44,10 +47,17 @@ class LowLatencyCase:
 
     @property
     def num_bytes(self) -> int:
+        if self.ranks_per_node is not None and self.one_rounding:
+            # Staging for a row a selection.
+            return deep_comm._core.Engine.low_latency_region_bytes(
+                num_ranks=self.num_ranks, num_max_tokens=self.max_tokens, hidden=self.hidden,
+                num_topk=self.topk, num_experts=self.experts, num_blocks=160, format="bfloat16",
+                one_rounding=True, is_internode=True,
+            )  # fmt: skip
         # One rounding needs a row a selection, not a rank.
         num_ranks = max(self.num_ranks, self.topk) if self.one_rounding else self.num_ranks
         return deep_comm.Buffer.get_low_latency_rdma_size_hint(
-            self.max_tokens, self.hidden, num_ranks, self.experts
+            self.max_tokens, self.hidden, num_ranks, self.experts, ranks_per_node=self.ranks_per_node
         )
 
 
@@ -188,6 +198,7 @@ def run_pairs(buffer: deep_comm.Buffer, case: LowLatencyCase) -> list[Received]:
 def run_case(group: Any, case: LowLatencyCase, **options: Any) -> list[Received]:
     with deep_comm.Buffer(
         group, 0, case.num_bytes, low_latency_mode=True, num_max_experts=case.experts,
+        ranks_per_node=case.ranks_per_node, num_qps_per_rank=case.num_qps,
         **{"device": "cpu", **options},
     ) as buffer:  # fmt: skip
         return run_pairs(buffer, case)

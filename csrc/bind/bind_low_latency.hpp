@@ -27,7 +27,8 @@ pybind11::dict metadata_offsets(const BoundLowLatencyPlan<Target>& self) {
       {"ticket", layout.ticket},             {"recv_tokens", layout.recv_tokens},
       {"layout_range", layout.layout_range}, {"src_info", layout.src_info},
       {"places", layout.places},             {"recv_weights", layout.recv_weights},
-      {"compact_idx", layout.compact_idx},   {"compact_weights", layout.compact_weights}};
+      {"compact_idx", layout.compact_idx},   {"compact_weights", layout.compact_weights},
+      {"num_rows", layout.num_rows},         {"return_addresses", layout.return_addresses}};
   pybind11::dict offsets;
   for (const auto& [name, offset] : parts) {
     if (offset != LowLatencyMetadata::kNone) offsets[name] = offset;
@@ -52,13 +53,16 @@ void bind_low_latency(pybind11::module_& m, pybind11::class_<Engine<Target>>& en
   engine.def_static(
       "low_latency_region_bytes",
       [](int num_ranks, int num_max_tokens, int hidden, int num_topk, int num_experts, int num_blocks,
-         const std::string& format, bool one_rounding) {
+         const std::string& format, bool one_rounding, bool is_internode) {
         const LowLatencyShape shape = low_latency_shape(num_max_tokens, hidden, num_topk, num_experts, num_blocks,
                                                         payload_format_of(format));
-        return LowLatencyRegion::bytes_for(shape, num_ranks, one_rounding);
+        return is_internode ? LowLatencyRailRegion::bytes_for(shape, num_ranks, one_rounding)
+                            : LowLatencyRegion::bytes_for(shape, num_ranks, one_rounding);
       },
       py::kw_only(), "num_ranks"_a, "num_max_tokens"_a, "hidden"_a, "num_topk"_a, "num_experts"_a, "num_blocks"_a,
-      "format"_a, "one_rounding"_a = false);
+      "format"_a, "one_rounding"_a = false, "is_internode"_a = false);
+  engine.def_static("low_latency_rail_workspace_bytes", &Type::low_latency_rail_workspace_bytes, py::kw_only(),
+                    "num_ranks"_a, "num_max_experts"_a);
 
   // The calls are positional: names would cost them microseconds.
   using Plan = BoundLowLatencyPlan<Target>;

@@ -7,7 +7,7 @@
 
 #include "device/internode/args.cuh"
 #include "device/intranode/args.cuh"
-#include "device/low_latency/args.cuh"
+#include "device/low_latency/rail_args.cuh"
 #include "host/low_latency_plan.hpp"
 #include "host/target.hpp"
 
@@ -60,7 +60,9 @@ struct TwoTierCounts {
 struct InternodeOptions {
   int node;
   int num_nodes;
-  std::vector<uintptr_t> rail_bases;  // segments of the rail peers, as the rail's executor addresses them
+  // Segments of the rail peers, as the rail's executor addresses them; for low-latency mode then those of all ranks of
+  // the group, by rank.
+  std::vector<uintptr_t> rail_bases;
   int num_qps;
   size_t num_bytes;  // of the heap's end: words, then rings between nodes
 };
@@ -113,7 +115,8 @@ class Engine {
                         uint64_t stream);
 
   // Low-latency mode; defined in low_latency_impl.hpp.
-  // Gives the last num_bytes of the heap to it. Once, before anything is launched.
+  // Gives the last num_bytes of the heap to it, or of what enable_internode has left, and what lies before them to the
+  // words of groups of several nodes. Once, before anything is launched.
   // can_shrink: its kernels do without ranks that stay silent.
   void enable_low_latency(size_t num_bytes, bool can_shrink);
   // From the segment's start: int32 [kMaxRanks] and [kMaxRanks, kMaxRanks], see sync/mask.cuh.
@@ -125,6 +128,10 @@ class Engine {
   // Numbers start anew and nobody is masked. Callers put a barrier before and after it.
   void reset_low_latency();
   size_t low_latency_bytes() const { return low_latency_bytes_; }
+  // Of the words beside it, in a group of several nodes.
+  static size_t low_latency_rail_workspace_bytes(int num_ranks, int num_max_experts) {
+    return LowLatencyRailWords::make(0, num_ranks, num_max_experts).num_bytes;
+  }
   // Checks what calls with these options need. A plan is for this engine alone.
   LowLatencyPlan plan_low_latency(const LowLatencyOptions& options) const;
   // With is_reporting, wait_low_latency_num_tokens may be called.
@@ -196,6 +203,17 @@ class Engine {
   void check_num_experts(int num_experts) const;
   void check_counters(int num_experts, size_t smem_bytes) const;
   LaunchConfig low_latency_launch(const LowLatencyShape& shape) const;
+  int group_rank() const { return is_internode() ? tiers_.rank : world_.rank; }
+  int num_group_ranks() const { return is_internode() ? tiers_.num_ranks() : world_.num_ranks; }
+  size_t low_latency_bytes_for(const LowLatencyShape& shape, bool one_rounding) const;
+  void zero_low_latency();
+  // Defined in low_latency_rail_impl.hpp.
+  void enable_low_latency_rail(size_t num_bytes);
+  void set_low_latency_rail_sequence(uint32_t sequence);
+  void low_latency_rail_dispatch(const LowLatencyPlan& plan, const LowLatencyDispatchCall& call,
+                                 const LowLatencyDispatchArgs& args, uint64_t stream);
+  void low_latency_rail_combine(const LowLatencyPlan& plan, const LowLatencyCombineCall& call,
+                                const LowLatencyCombineArgs& args, uint64_t stream);
   void check_output(const DispatchArgs& args, int num_topk, int scale_row_bytes,
                     int row_bytes) const;
   template <class KernelType>
@@ -207,6 +225,7 @@ class Engine {
   size_t low_latency_bytes_ = 0;
   bool can_shrink_ = false;
   LowLatencyRegion low_latency_region_{};
+  RailReach low_latency_reach_{};  // of a group of several nodes
   int num_max_experts_ = 0;
   CountsBlock* counts_ = nullptr;
   int num_counted_experts_ = 0;  // local experts of the last notify
@@ -218,6 +237,7 @@ class Engine {
   int64_t num_launches_ = 0;
   TwoTier tiers_{};
   size_t rail_ring_bytes_ = 0;
+  int num_rail_peers_ = 0;
   uint8_t** rail_bases_ = nullptr;  // host memory that kernels reach, as the two below
   uint64_t* rail_byte_counters_ = nullptr;
   InternodeCounts* internode_counts_ = nullptr;

@@ -6,6 +6,7 @@
 #include "device/internode/kernels.cuh"
 #include "device/intranode/kernels.cuh"
 #include "device/low_latency/kernels.cuh"
+#include "device/low_latency/rail_kernels.cuh"
 #include "host/engine.hpp"
 
 namespace deep_comm {
@@ -460,10 +461,7 @@ template <class Target>
 void Engine<Target>::reset() {
   check_open();
   target_.fill_zero(world_.bases[world_.rank], world_.layout.data);
-  if (low_latency_bytes_ > 0) {  // numbers start anew, and rows are told from zeros
-    target_.fill_zero(world_.bases[world_.rank] + world_.layout.data + data_bytes_,
-                      low_latency_bytes_);
-  }
+  if (low_latency_bytes_ > 0) zero_low_latency();  // numbers start anew, and rows are told from zeros
   if (is_internode()) {
     const size_t begin = tiers_.rail.layout.arrived;
     target_.fill_zero(world_.bases[world_.rank] + begin, tiers_.rail.layout.data - begin);
@@ -490,3 +488,4 @@ void Engine<Target>::set_generation(uint32_t generation) {
 #include "host/expand_impl.hpp"
 #include "host/internode_impl.hpp"
 #include "host/low_latency_impl.hpp"
+#include "host/low_latency_rail_impl.hpp"

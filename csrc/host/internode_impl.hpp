@@ -49,9 +49,10 @@ void Engine<Target>::enable_internode(const InternodeOptions& options) {
   require(options.num_nodes >= 1 && options.node >= 0 && options.node < options.num_nodes,
           "node = " + std::to_string(options.node) +
               ", must lie in 0..num_nodes - 1 = " + std::to_string(options.num_nodes - 1));
-  require(static_cast<int>(options.rail_bases.size()) == options.num_nodes,
-          "rail_bases has " + std::to_string(options.rail_bases.size()) + " entries for " +
-              std::to_string(options.num_nodes) + " nodes");
+  num_rail_peers_ = static_cast<int>(options.rail_bases.size());
+  require(num_rail_peers_ == options.num_nodes || num_rail_peers_ == options.num_nodes * (1 + num_local),
+          "rail_bases has " + std::to_string(num_rail_peers_) + " entries for " +
+              std::to_string(options.num_nodes) + " nodes, and may have as many more as there are ranks");
   require(options.num_qps >= 1,
           "num_qps = " + std::to_string(options.num_qps) + ", must be at least 1");
   const size_t words = rail_workspace_bytes(options.num_nodes, num_local, num_max_experts_);
@@ -62,20 +63,20 @@ void Engine<Target>::enable_internode(const InternodeOptions& options) {
               ", within the heap");
   data_bytes_ -= options.num_bytes;
   rail_ring_bytes_ = options.num_bytes - words;
-  const size_t num_counters = static_cast<size_t>(options.num_nodes) * options.num_qps;
+  const size_t num_counters = static_cast<size_t>(num_rail_peers_) * options.num_qps;
   rail_bases_ =
-      static_cast<uint8_t**>(target_.allocate_mapped(sizeof(uint8_t*) * options.num_nodes));
+      static_cast<uint8_t**>(target_.allocate_mapped(sizeof(uint8_t*) * num_rail_peers_));
   rail_byte_counters_ =
       static_cast<uint64_t*>(target_.allocate_mapped(sizeof(uint64_t) * num_counters));
   internode_counts_ = static_cast<InternodeCounts*>(
       target_.allocate_mapped(sizeof(InternodeCounts) + sizeof(int32_t) * num_max_experts_));
-  for (int node = 0; node < options.num_nodes; ++node) {
-    rail_bases_[node] = reinterpret_cast<uint8_t*>(options.rail_bases[node]);
+  for (int peer = 0; peer < num_rail_peers_; ++peer) {
+    rail_bases_[peer] = reinterpret_cast<uint8_t*>(options.rail_bases[peer]);
   }
   tiers_.rank = options.node * num_local + world_.rank;
   tiers_.rail.node = options.node;
   tiers_.rail.port = target_.open_rail({rail_bases_, rail_byte_counters_, options.num_qps, {}},
-                                       options.num_nodes, world_.timeout_ns);
+                                       num_rail_peers_, world_.timeout_ns);
   tiers_.rail.layout = RailLayout::make(world_.layout.data + data_bytes_, options.num_nodes,
                                         num_local, num_max_experts_);
   if constexpr (Target::kHasRail) {
@@ -94,7 +95,7 @@ void Engine<Target>::enable_internode(const InternodeOptions& options) {
 template <class Target>
 std::vector<uint64_t> Engine<Target>::rail_put_bytes() const {
   const size_t count =
-      is_internode() ? static_cast<size_t>(tiers_.num_nodes()) * tiers_.rail.port.num_qps : 0;
+      is_internode() ? static_cast<size_t>(num_rail_peers_) * tiers_.rail.port.num_qps : 0;
   return {rail_byte_counters_, rail_byte_counters_ + count};
 }
 

@@ -15,8 +15,9 @@ void Engine<Target>::enable_low_latency(size_t num_bytes, bool can_shrink) {
   data_bytes_ -= num_bytes;
   low_latency_bytes_ = num_bytes;
   can_shrink_ = can_shrink;
-  low_latency_region_ = LowLatencyRegion::make(world_.layout.data + data_bytes_, num_bytes);
   low_latency_report_ = static_cast<uint64_t*>(target_.allocate_mapped(sizeof(uint64_t)));
+  if (is_internode()) return enable_low_latency_rail(num_bytes);
+  low_latency_region_ = LowLatencyRegion::make(world_.layout.data + data_bytes_, num_bytes);
   target_.template prepare<LowLatencyDispatchKernel<PayloadFormat::kBfloat16>>();
   target_.template prepare<LowLatencyDispatchKernel<PayloadFormat::kFp8>>();
   target_.template prepare<LowLatencyCombineKernel<CombineRows::kSums>>();
@@ -42,11 +43,13 @@ LaunchConfig Engine<Target>::low_latency_launch(const LowLatencyShape& shape) co
   const bool is_fp8 = shape.num_scales > 0;
   require(shape.hidden >= 8 && shape.hidden % (is_fp8 ? kScaleBlock : 8) == 0,
           "hidden = " + std::to_string(shape.hidden) + ", must be a positive multiple of 8, of 128 for FP8");
-  const size_t needed = LowLatencyRegion::bytes_for(shape, world_.num_ranks, false);
+  const size_t needed = low_latency_bytes_for(shape, false);
   require(needed <= low_latency_bytes_, "this shape needs a low-latency region of " + std::to_string(needed) +
                                             " bytes, there are " + std::to_string(low_latency_bytes_));
   const int num_threads = Target::kTuning.low_latency_threads;
-  const size_t smem_bytes = BlockMemory::num_bytes(shape, world_.num_ranks, num_threads / kWarpSize);
+  const size_t smem_bytes = is_internode()
+                                ? RailBlockMemory::num_bytes(shape, num_group_ranks(), num_threads / kWarpSize)
+                                : BlockMemory::num_bytes(shape, world_.num_ranks, num_threads / kWarpSize);
   require(smem_bytes <= static_cast<size_t>(Target::kTuning.smem_bytes_limit),
           "num_experts = " + std::to_string(shape.num_experts) +
               ", their counters must fit in a block's shared memory");
@@ -77,17 +80,31 @@ inline void check_call(const Phases& phases, int num_tokens, const LowLatencyPla
 }  // namespace detail
 
 template <class Target>
+size_t Engine<Target>::low_latency_bytes_for(const LowLatencyShape& shape, bool one_rounding) const {
+  return is_internode() ? LowLatencyRailRegion::bytes_for(shape, num_group_ranks(), one_rounding)
+                        : LowLatencyRegion::bytes_for(shape, world_.num_ranks, one_rounding);
+}
+
+// The region, and the words of a group of several nodes before it.
+template <class Target>
+void Engine<Target>::zero_low_latency() {
+  const size_t num_words = low_latency_reach_.words.num_bytes;
+  target_.fill_zero(world_.bases[world_.rank] + world_.layout.data + data_bytes_, num_words + low_latency_bytes_);
+}
+
+template <class Target>
 void Engine<Target>::reset_low_latency() {
   check_open();
   uint8_t* base = world_.bases[world_.rank];
   target_.fill_zero(base + world_.layout.low_latency.state, world_.layout.low_latency.num_bytes);
-  target_.fill_zero(base + world_.layout.data + data_bytes_, low_latency_bytes_);
+  zero_low_latency();
 }
 
 template <class Target>
 void Engine<Target>::set_low_latency_sequence(uint32_t sequence) {
   check_open();
   detail::require(sequence >= 4, "sequence must be at least 4");
+  if (is_internode()) return set_low_latency_rail_sequence(sequence);
   const LowLatencyShape none{};
   for (const LowLatencyKind kind : {LowLatencyKind::kDispatch, LowLatencyKind::kCombine}) {
     const LowLatencyHalf words{world_, low_latency_region_, none, kind, 0};
@@ -109,9 +126,9 @@ LowLatencyPlan Engine<Target>::plan_low_latency(const LowLatencyOptions& options
   check_open();
   LowLatencyPlan plan{};
   plan.options = options;
-  const int num_local = ExpertMap{options.num_experts, world_.num_ranks}.num_local_experts(world_.rank);
-  plan.metadata = LowLatencyMetadata::make(world_.num_ranks, num_local, options.num_max_tokens, options.num_topk,
-                                           options.is_compact, options.has_weights);
+  const int num_local = ExpertMap{options.num_experts, num_group_ranks()}.num_local_experts(group_rank());
+  plan.metadata = LowLatencyMetadata::make(num_group_ranks(), num_local, options.num_max_tokens, options.num_topk,
+                                           options.is_compact, options.has_weights, is_internode());
   const auto shape_of = [&](PayloadFormat format) {
     return low_latency_shape(options.num_max_tokens, options.hidden, options.num_topk, options.num_experts,
                              options.num_blocks, format);
@@ -127,7 +144,7 @@ LowLatencyPlan Engine<Target>::plan_low_latency(const LowLatencyOptions& options
         detail::low_latency_signature(Kernel::kLowLatencyCombine, plan.combine_shape, rows);
   }
   plan.has_room_for_selections =
-      LowLatencyRegion::bytes_for(plan.combine_shape, world_.num_ranks, true) <= low_latency_bytes_;
+      low_latency_bytes_for(plan.combine_shape, true) <= low_latency_bytes_;
   return plan;
 }
 
@@ -172,6 +189,7 @@ void Engine<Target>::low_latency_dispatch(const LowLatencyPlan& plan, const LowL
               .recv_weights = reinterpret_cast<float*>(part(metadata.recv_weights)),
               .cumulative_stats = reinterpret_cast<int32_t*>(call.cumulative_stats),
               .wait_stats = reinterpret_cast<int64_t*>(call.wait_stats)};
+  if (is_internode()) return low_latency_rail_dispatch(plan, call, args, stream);
   if (plan.options.format == PayloadFormat::kFp8) {
     launch<LowLatencyDispatchKernel<PayloadFormat::kFp8>>(plan.launch, args, stream);
   } else {
@@ -226,17 +244,21 @@ void Engine<Target>::low_latency_combine(const LowLatencyPlan& plan, const LowLa
     if (plan.options.hidden % LogPiece::kElements != 0 || call.rows == CombineRows::kSelections) {
       throw std::invalid_argument("LogFMT takes sums or reduced rows of a multiple of 16 columns");
     }
+    if (is_internode()) return low_latency_rail_combine(plan, call, args, stream);
     if (call.rows == CombineRows::kSums) {
       return launch<LowLatencyCombineKernel<CombineRows::kSums, true>>(plan.launch, args, stream);
     }
     return launch<LowLatencyCombineKernel<CombineRows::kReduced, true>>(plan.launch, args, stream);
   }
+  if (call.rows == CombineRows::kSelections && !plan.has_room_for_selections) {
+    throw std::invalid_argument("no room for a row a selection");
+  }
+  if (is_internode()) return low_latency_rail_combine(plan, call, args, stream);
   switch (call.rows) {
     case CombineRows::kSums: return launch<LowLatencyCombineKernel<CombineRows::kSums>>(plan.launch, args, stream);
     case CombineRows::kReduced:
       return launch<LowLatencyCombineKernel<CombineRows::kReduced>>(plan.launch, args, stream);
     case CombineRows::kSelections:
-      if (!plan.has_room_for_selections) throw std::invalid_argument("no room for a row a selection");
       return launch<LowLatencyCombineKernel<CombineRows::kSelections>>(plan.launch, args, stream);
   }
 }

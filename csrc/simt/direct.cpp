@@ -30,6 +30,24 @@ uint64_t monotonic_ns() {
   return static_cast<uint64_t>(now.tv_sec) * 1'000'000'000u + static_cast<uint64_t>(now.tv_nsec);
 }
 
+template <class Word>
+size_t copy_words_of(uint8_t* dst, const uint8_t* src, size_t begin, size_t num_bytes) {
+  for (; begin + sizeof(Word) <= num_bytes; begin += sizeof(Word)) {
+    __atomic_store_n(reinterpret_cast<Word*>(dst + begin),
+                     __atomic_load_n(reinterpret_cast<const Word*>(src + begin), __ATOMIC_RELAXED),
+                     __ATOMIC_RELAXED);
+  }
+  return begin;
+}
+
+void copy_words(uint8_t* dst, const uint8_t* src, size_t num_bytes) {
+  const auto misalignment = reinterpret_cast<uintptr_t>(dst) | reinterpret_cast<uintptr_t>(src);
+  size_t begin = 0;
+  if (misalignment % sizeof(uint64_t) == 0) begin = copy_words_of<uint64_t>(dst, src, begin, num_bytes);
+  if (misalignment % sizeof(uint32_t) == 0) begin = copy_words_of<uint32_t>(dst, src, begin, num_bytes);
+  copy_words_of<uint8_t>(dst, src, begin, num_bytes);
+}
+
 class DirectExecutor final : public Executor, private RailMemory {
  public:
   DirectExecutor() : random_(monotonic_ns()), rail_(*this, random_, kRailPieces, true) {}
@@ -57,7 +75,9 @@ class DirectExecutor final : public Executor, private RailMemory {
 
   void post_rail(const RailOp& op) override { rail_.post(op); }
   void land(uint8_t* dst, const uint8_t* src, size_t num_bytes) override {
-    memcpy(dst, src, num_bytes);
+    // Each word once, and whole: a reader may take it away at once and leave a zero, which must stay. A copy of many
+    // bytes at a time may write some of them twice.
+    copy_words(dst, src, num_bytes);
   }
   void land_signal(uint64_t* word, uint64_t value) override {
     __atomic_store_n(word, value, __ATOMIC_RELEASE);  // after all that has landed before it

@@ -163,6 +163,11 @@ class CpuBackend:
     def workspace_bytes(self, num_ranks: int, num_max_experts: int) -> int:
         return _core.Engine.workspace_bytes(num_ranks=num_ranks, num_max_experts=num_max_experts)
 
+    def low_latency_rail_workspace_bytes(self, num_ranks: int, num_max_experts: int) -> int:
+        return _core.Engine.low_latency_rail_workspace_bytes(
+            num_ranks=num_ranks, num_max_experts=num_max_experts
+        )
+
     def rail_workspace_bytes(self, topology: Topology, num_max_experts: int) -> int:
         return _core.Engine.rail_workspace_bytes(
             num_nodes=topology.num_nodes,

@@ -126,6 +126,11 @@ class CudaBackend:
     def workspace_bytes(self, num_ranks: int, num_max_experts: int) -> int:
         return _Engine.workspace_bytes(num_ranks=num_ranks, num_max_experts=num_max_experts)
 
+    def low_latency_rail_workspace_bytes(self, num_ranks: int, num_max_experts: int) -> int:
+        return _Engine.low_latency_rail_workspace_bytes(
+            num_ranks=num_ranks, num_max_experts=num_max_experts
+        )
+
     def rail_workspace_bytes(self, topology: Topology, num_max_experts: int) -> int:
         return _Engine.rail_workspace_bytes(
             num_nodes=topology.num_nodes,

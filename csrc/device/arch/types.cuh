@@ -60,11 +60,11 @@ struct RailQueue {
   uint32_t depth;
 };
 
-// How a rank reaches its rail, the network between nodes. Peers are nodes: the rank of the same
-// local index there.
+// How a rank reaches its rail, the network between nodes. The first peers are nodes: the rank of
+// the same local index there. With low-latency mode all ranks of the group follow, by rank.
 struct RailPort {
-  uint8_t* const* bases;  // [num_nodes]: peers' segments, as whoever carries out a put sees them
-  uint64_t* num_bytes;    // [num_nodes, num_qps]: bytes put so far
+  uint8_t* const* bases;  // [num_peers]: their segments, as whoever carries out a put sees them
+  uint64_t* num_bytes;    // [num_peers, num_qps]: bytes put so far
   int num_qps;
   RailQueue queue;  // GPUs
 };

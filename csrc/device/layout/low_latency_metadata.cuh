@@ -2,7 +2,9 @@
 // for the combine that follows. L local experts, N = R * M rows of an expert, or in all if compact.
 //
 //   block = [ recv_count | num_recv | ticket | recv_tokens | layout_range | src_info | places | recv_weights |
-//             compact_idx | compact_weights ]                      the last three where the call has them
+//             compact_idx | compact_weights | num_rows | return_addresses ]
+//             from recv_weights on where the call has them, the last two between nodes; there places and recv_weights
+//             are by source and number of the row, not by token
 #pragma once
 
 #include "device/layout/region.cuh"
@@ -22,10 +24,12 @@ struct LowLatencyMetadata {
   size_t recv_weights;     // float32 [R, M, K]
   size_t compact_idx;      // int32 [N, K]
   size_t compact_weights;  // float32 [N, K]
+  size_t num_rows;         // int32 [R]: rows from each source
+  size_t return_addresses;  // int32 [R, M]: ReturnAddress of each of them
   size_t num_bytes;
 
   DC_HOST_DEVICE static LowLatencyMetadata make(int num_ranks, int num_local, int num_max_tokens, int num_topk,
-                                                bool is_compact, bool has_weights) {
+                                                bool is_compact, bool has_weights, bool is_internode) {
     const size_t num_rows = static_cast<size_t>(num_ranks) * num_max_tokens;
     const size_t num_groups = is_compact ? 1 : num_local;
     LowLatencyMetadata layout{};
@@ -43,6 +47,8 @@ struct LowLatencyMetadata {
     layout.recv_weights = take(num_rows * num_topk, 4, has_weights && !is_compact);
     layout.compact_idx = take(num_rows * num_topk, 4, is_compact);
     layout.compact_weights = take(num_rows * num_topk, 4, has_weights && is_compact);
+    layout.num_rows = take(num_ranks, 4, is_internode);
+    layout.return_addresses = take(num_rows, 4, is_internode);
     layout.num_bytes = cursor.num_bytes();
     return layout;
   }

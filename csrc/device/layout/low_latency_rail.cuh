@@ -1,0 +1,222 @@
+// Low-latency mode of a group of several nodes: words and payload of a rank's segment, the same on all ranks, so that
+// an offset names a place at every peer. R ranks of all nodes, M tokens a rank may have, K top-k.
+//
+//   words  = [ LowLatencyRailState | consumed | announced | counts | counts on their way ]
+//   region = two halves of each of
+//     weights      [R, M, K]         weights of a token of a source: value beside its number
+//     slots        [R, M]            messages of a source, in the order of its tokens that come here; zero at rest
+//     rows         [M, min(K, R)]    what the ranks of a token's experts send back, ranks ascending; zero at rest
+//                                    with one rounding [M, K], by selection
+//     and, from which the NIC takes them: weights_staged [M, K], slots_staged [M], rows_staged [R, M] (or [R, M, K])
+//   slot   = [ Route [K] | row | float32 scales | zeros up to 16 bytes ]
+//
+// A message is the same for all ranks that get it, so it is staged once: its routes name experts and tokens as the
+// source knows them, and what depends on the receiver follows from the slot's number and from the list of experts.
+// A slot's number is how many earlier tokens of its source come to that rank.
+#pragma once
+
+#include "device/layout/low_latency.cuh"
+
+namespace deep_comm {
+
+// This rank alone, in stream order.
+struct alignas(kLineBytes) LowLatencyRailState {
+  uint32_t credited[2][2];  // by kind and half: the operation that peers were last told to have been received
+};
+
+struct LowLatencyRailWords {
+  static constexpr int kAnnounced = 0, kNumRows = 1, kExperts = 2;  // in a line of counts
+
+  size_t state;      // LowLatencyRailState
+  size_t consumed;   // Tagged [kind, half, R], a line each: the operation that peer has read what it got of
+  size_t announced;  // combine: Tagged [half, R]: source has begun; value = signature, its tokens
+  // dispatch: Tagged [half, R, counts_stride], by source: announced, rows for this rank, for each of its experts
+  size_t counts;
+  size_t counts_staged;  // the same by destination
+  size_t counts_stride;
+  size_t num_bytes;
+
+  DC_HOST_DEVICE static LowLatencyRailWords make(size_t offset, int num_ranks, int num_max_experts) {
+    LowLatencyRailWords words{};
+    RegionCursor cursor;
+    words.counts_stride =
+        align_up<size_t>(kExperts + ceil_div(num_max_experts, num_ranks), kLineBytes / sizeof(uint64_t));
+    const size_t counts_bytes = sizeof(uint64_t) * 2 * num_ranks * words.counts_stride;
+    words.state = offset + cursor.take(sizeof(LowLatencyRailState));
+    words.consumed = offset + cursor.take(2 * 2 * num_ranks * kLineBytes);
+    words.announced = offset + cursor.take(sizeof(uint64_t) * 2 * num_ranks);
+    words.counts = offset + cursor.take(counts_bytes);
+    words.counts_staged = offset + cursor.take(counts_bytes);
+    words.num_bytes = cursor.num_bytes();
+    return words;
+  }
+};
+
+// A message of dispatch.
+struct LowLatencySlot {
+  int num_topk;
+  int row_bytes;
+  int num_scales;
+
+  DC_HOST_DEVICE static LowLatencySlot of(const LowLatencyShape& shape) {
+    return {shape.num_topk, shape.row_bytes, shape.num_scales};
+  }
+  DC_HOST_DEVICE int row_offset() const { return num_topk * static_cast<int>(sizeof(Vec16)); }
+  DC_HOST_DEVICE int scales_offset() const { return row_offset() + row_bytes; }
+  DC_HOST_DEVICE int end_offset() const { return scales_offset() + num_scales * static_cast<int>(sizeof(float)); }
+  DC_HOST_DEVICE int num_bytes() const { return align_up(end_offset(), static_cast<int>(sizeof(Vec16))); }
+};
+
+enum class LowLatencyPart : int { kWeights, kWeightsStaged, kSlots, kSlotsStaged, kRows, kRowsStaged, kCount };
+inline constexpr int kNumLowLatencyParts = static_cast<int>(LowLatencyPart::kCount);
+
+// Every part has a place of its own whatever the shape: slots and rows must be zero where nothing is under way, and
+// numbers of weights must not be written by anything else.
+struct LowLatencyRailRegion {
+  size_t begins[kNumLowLatencyParts][2];  // from the segment's start
+
+  // Of the region that one part gets, of all parts' sum.
+  DC_HOST_DEVICE static size_t share_of(int part, int num_ranks) {
+    constexpr size_t kUnit = 16;  // of a weight's part
+    const size_t ranks = static_cast<size_t>(num_ranks);
+    switch (static_cast<LowLatencyPart>(part)) {
+      case LowLatencyPart::kWeights: return ranks;
+      case LowLatencyPart::kWeightsStaged: return 1;
+      case LowLatencyPart::kSlots: return kUnit * ranks;
+      case LowLatencyPart::kSlotsStaged: return kUnit;
+      case LowLatencyPart::kRows: return kUnit * min_of<size_t>(ranks, 2 * kWarpSize);
+      default: return kUnit * ranks;
+    }
+  }
+  DC_HOST_DEVICE static size_t sum_of_shares(int num_ranks) {
+    size_t sum = 0;
+    for (int part = 0; part < kNumLowLatencyParts; ++part) sum += share_of(part, num_ranks);
+    return sum;
+  }
+  DC_HOST_DEVICE static LowLatencyRailRegion make(size_t offset, size_t num_bytes, int num_ranks) {
+    LowLatencyRailRegion region{};
+    const size_t num_lines = num_bytes / 2 / kLineBytes, sum = sum_of_shares(num_ranks);
+    RegionCursor cursor;
+    for (int part = 0; part < kNumLowLatencyParts; ++part) {
+      const size_t part_bytes = num_lines * share_of(part, num_ranks) / sum * kLineBytes;
+      for (size_t& half : region.begins[part]) half = offset + cursor.take(part_bytes);
+    }
+    return region;
+  }
+  DC_HOST_DEVICE static size_t bytes_of(int part, const LowLatencyShape& shape, int num_ranks, bool one_rounding) {
+    const size_t ranks = static_cast<size_t>(num_ranks), tokens = static_cast<size_t>(shape.num_max_tokens);
+    const size_t topk = static_cast<size_t>(shape.num_topk), row = shape.hidden * sizeof(Bf16);
+    const size_t slot = static_cast<size_t>(LowLatencySlot::of(shape).num_bytes());
+    switch (static_cast<LowLatencyPart>(part)) {
+      case LowLatencyPart::kWeights: return ranks * tokens * topk * sizeof(uint64_t);
+      case LowLatencyPart::kWeightsStaged: return tokens * topk * sizeof(uint64_t);
+      case LowLatencyPart::kSlots: return ranks * tokens * slot;
+      case LowLatencyPart::kSlotsStaged: return tokens * slot;
+      case LowLatencyPart::kRows: return tokens * (one_rounding ? topk : min_of(topk, ranks)) * row;
+      default: return ranks * tokens * (one_rounding ? topk : 1) * row;
+    }
+  }
+  // The smallest region that serves a shape, combine(one_rounding) included or not.
+  DC_HOST_DEVICE static size_t bytes_for(const LowLatencyShape& shape, int num_ranks, bool one_rounding) {
+    size_t num_lines = 1;
+    for (int part = 0; part < kNumLowLatencyParts; ++part) {
+      const size_t needed = ceil_div<size_t>(bytes_of(part, shape, num_ranks, one_rounding), kLineBytes);
+      // Rounded down in make.
+      num_lines = max_of(num_lines, ceil_div<size_t>(needed * sum_of_shares(num_ranks), share_of(part, num_ranks)) + 1);
+    }
+    return 2 * num_lines * kLineBytes;
+  }
+};
+
+// The ranks of the group as one of them reaches them: over NVLink those of its node, over the rail all others.
+struct LowLatencyGroup {
+  int rank;
+  int num_ranks;
+  int first_near;  // ranks [first_near, first_near + num_near) are the World's
+  int num_near;
+  int first_peer;  // of the port: rank r is its peer first_peer + r
+  RailPort port;
+
+  DC_HOST_DEVICE bool is_near(int peer) const { return peer >= first_near && peer < first_near + num_near; }
+  // Ranks of other nodes first, whose way is longer, and each rank begins with another of them.
+  DC_HOST_DEVICE int rank_at(int position) const {
+    const int num_far = num_ranks - num_near;
+    if (position >= num_far) return first_near + (rank - first_near + position - num_far) % num_near;
+    // Those of the same local index come first, then of the next.
+    const int num_others = num_ranks / num_near - 1, node = first_near / num_near;
+    const int other = (node + 1 + position % num_others) % (num_others + 1);
+    return other * num_near + (rank + position / num_others) % num_near;
+  }
+  // Payload takes all queues but the last, which has the words that payload waits for.
+  DC_HOST_DEVICE int word_qp() const { return port.num_qps - 1; }
+  DC_HOST_DEVICE int data_qp(int number) const { return number % max_of(1, port.num_qps - 1); }
+};
+
+// Where the words and the payload of one operation lie, from the segment's start.
+struct LowLatencyRailHalf {
+  const World& world;
+  const LowLatencyGroup& group;
+  const LowLatencyRailWords& words;
+  const LowLatencyRailRegion& region;
+  const LowLatencyShape& shape;
+  LowLatencyKind kind;
+  int half;
+
+  DC_HOST_DEVICE LowLatencyState* state() const {
+    return reinterpret_cast<LowLatencyState*>(world.bases[world.rank] + world.layout.low_latency.state);
+  }
+  DC_HOST_DEVICE LowLatencyRailState* rail_state() const { return own<LowLatencyRailState>(words.state); }
+  template <class T>
+  DC_HOST_DEVICE T* own(size_t offset) const {
+    return reinterpret_cast<T*>(world.bases[world.rank] + offset);
+  }
+  // In the segment of a rank of this node.
+  template <class T>
+  DC_HOST_DEVICE T* near(int peer, size_t offset) const {
+    return reinterpret_cast<T*>(world.bases[peer - group.first_near] + offset);
+  }
+
+  DC_HOST_DEVICE size_t consumed(int by) const { return consumed(half, by); }
+  DC_HOST_DEVICE size_t consumed(int of_half, int by) const {
+    return words.consumed + ((static_cast<size_t>(kind) * 2 + of_half) * group.num_ranks + by) * kLineBytes;
+  }
+  DC_HOST_DEVICE size_t counts(int source) const { return counts_line(words.counts, source); }
+  DC_HOST_DEVICE size_t counts_staged(int destination) const { return counts_line(words.counts_staged, destination); }
+  DC_HOST_DEVICE size_t announced(int source) const {
+    if (kind == LowLatencyKind::kDispatch) return counts(source);
+    return words.announced + (static_cast<size_t>(half) * group.num_ranks + source) * sizeof(uint64_t);
+  }
+  DC_HOST_DEVICE size_t slot(int source, int idx) const {
+    return begin(LowLatencyPart::kSlots) + (static_cast<size_t>(source) * shape.num_max_tokens + idx) * slot_bytes();
+  }
+  DC_HOST_DEVICE size_t slot_staged(int token) const {
+    return begin(LowLatencyPart::kSlotsStaged) + static_cast<size_t>(token) * slot_bytes();
+  }
+  DC_HOST_DEVICE size_t weights(int source, int token) const {
+    return begin(LowLatencyPart::kWeights) +
+           (static_cast<size_t>(source) * shape.num_max_tokens + token) * shape.num_topk * sizeof(uint64_t);
+  }
+  DC_HOST_DEVICE size_t weights_staged(int token) const {
+    return begin(LowLatencyPart::kWeightsStaged) + static_cast<size_t>(token) * shape.num_topk * sizeof(uint64_t);
+  }
+  // num_per_token: ranks that may send one back, or selections.
+  DC_HOST_DEVICE size_t row(int token, int idx, int num_per_token) const {
+    return begin(LowLatencyPart::kRows) + (static_cast<size_t>(token) * num_per_token + idx) * row_bytes();
+  }
+  // num_per_slot: 1, or selections.
+  DC_HOST_DEVICE size_t row_staged(int source, int slot_idx, int idx, int num_per_slot) const {
+    const size_t number = static_cast<size_t>(source) * shape.num_max_tokens + slot_idx;
+    return begin(LowLatencyPart::kRowsStaged) + (number * num_per_slot + idx) * row_bytes();
+  }
+
+  DC_HOST_DEVICE size_t row_bytes() const { return shape.hidden * sizeof(Bf16); }
+  DC_HOST_DEVICE size_t slot_bytes() const { return LowLatencySlot::of(shape).num_bytes(); }
+
+ private:
+  DC_HOST_DEVICE size_t begin(LowLatencyPart part) const { return region.begins[static_cast<int>(part)][half]; }
+  DC_HOST_DEVICE size_t counts_line(size_t first, int rank) const {
+    return first + (static_cast<size_t>(half) * group.num_ranks + rank) * words.counts_stride * sizeof(uint64_t);
+  }
+};
+
+}  // namespace deep_comm

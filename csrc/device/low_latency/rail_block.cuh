@@ -1,0 +1,276 @@
+// What the stages of a low-latency kernel between nodes share: shared memory, how a word or a piece of payload gets to
+// another rank, how an operation begins, the tasks of a block.
+#pragma once
+
+#include "device/layout/expert_map.cuh"
+#include "device/low_latency/block.cuh"
+#include "device/low_latency/rail_args.cuh"
+
+namespace deep_comm {
+
+// Shared memory, in words of 4 bytes.
+struct RailBlockMemory {
+  struct Header {
+    uint32_t has_failed[2];  // by parity of num_agreements
+    int32_t num_destinations;
+  };
+  Header* header;
+  uint32_t* counters;   // [E + R] when sending, [R, 1 + L] when receiving
+  int32_t* num_tokens;  // [R]
+  int32_t* first_task;  // [R + 1] by position: see LowLatencyGroup::rank_at
+  int32_t* tasks;       // [warps] pack_task(source, slot)
+  int32_t* returns;     // [warps] combine: packed ReturnAddress of the warp's task
+  int32_t* num_places;  // [warps] places of the warp's row; at the source: rows that come back for its token
+  int32_t* places;      // [warps, K] at the source: the ranks they come from
+  float* weights;       // [warps, K]
+  int32_t* slots;       // [K] sending: places[0 … K-1] are destinations, these their slots
+  mutable uint32_t num_agreements;  // of this thread, equal in all of a block behind a barrier
+
+  DC_HOST_DEVICE static size_t num_counters(const LowLatencyShape& shape, int num_ranks) {
+    const int max_local = ceil_div(shape.num_experts, num_ranks);
+    return max_of(shape.num_experts + num_ranks, num_ranks * (1 + max_local));
+  }
+  DC_HOST_DEVICE static size_t num_bytes(const LowLatencyShape& shape, int num_ranks, int num_warps) {
+    return sizeof(Header) + 4 * (num_counters(shape, num_ranks) + 2 * num_ranks + 1 +
+                                 num_warps * (3 + 2 * shape.num_topk) + shape.num_topk);
+  }
+  DC_DEVICE static RailBlockMemory make(const LowLatencyShape& shape, int num_ranks) {
+    RailBlockMemory memory{};
+    const int num_warps = arch::num_warps();
+    memory.header = reinterpret_cast<Header*>(arch::dynamic_smem());
+    memory.counters = reinterpret_cast<uint32_t*>(memory.header + 1);
+    memory.num_tokens = reinterpret_cast<int32_t*>(memory.counters + num_counters(shape, num_ranks));
+    memory.first_task = memory.num_tokens + num_ranks;
+    memory.tasks = memory.first_task + num_ranks + 1;
+    memory.returns = memory.tasks + num_warps;
+    memory.num_places = memory.returns + num_warps;
+    memory.places = memory.num_places + num_warps;
+    memory.weights = reinterpret_cast<float*>(memory.places + num_warps * shape.num_topk);
+    memory.slots = reinterpret_cast<int32_t*>(memory.weights + num_warps * shape.num_topk);
+    return memory;
+  }
+  // As block_agrees.
+  DC_DEVICE bool agrees(bool ok) const {
+    uint32_t* has_failed = &header->has_failed[num_agreements++ & 1u];
+    if (!ok) arch::st_relaxed_cta(has_failed, 1u);
+    arch::sync_block();
+    return arch::ld_relaxed_cta(has_failed) == 0u;
+  }
+};
+
+DC_DEVICE Context rail_context(const World& world, const LowLatencyGroup& group, Kernel kernel, uint32_t operation) {
+  // Peers of waits are ranks of the group.
+  return {world, kernel, operation, false, {group.rank, 0, 1}, 1};
+}
+
+// ---- to another rank ------------------------------------------------------------------------------------------------
+
+// A word that is read for itself alone. Every word has its own queue, so that it never goes back to an older value.
+DC_DEVICE void send_word(const LowLatencyRailHalf& half, int peer, size_t offset, uint64_t value) {
+  const LowLatencyGroup& group = half.group;
+  if (group.is_near(peer)) {
+    arch::st_relaxed_sys(half.near<uint64_t>(peer, offset), value);
+  } else {
+    arch::rail_signal(group.port, group.first_peer + peer, group.word_qp(), offset, value);
+  }
+}
+
+// One thread: what lies staged goes to a rank of another node. This thread, or threads that it has met at a barrier,
+// have written it. Nothing follows it: its words say of themselves that they have come.
+DC_DEVICE void put_staged(const LowLatencyRailHalf& half, int peer, int qp, size_t offset, size_t staged,
+                          size_t num_bytes) {
+  const LowLatencyGroup& group = half.group;
+  // Orders the staged words before the NIC's reads of them.
+  if (!arch::fault(Fault::kSkipRailFence)) arch::fence_acq_rel_sys();
+  arch::rail_put(group.port, group.first_peer + peer, qp, offset, half.own<uint8_t>(staged),
+                 static_cast<uint32_t>(num_bytes));
+}
+
+// ---- begin of an operation ------------------------------------------------------------------------------------------
+
+DC_DEVICE uint32_t operation_of(const LowLatencyRailHalf& half, const Phases& phases) {
+  if (!phases.send) return arch::ld_weak(phases.ticket);
+  return next_generation(arch::ld_relaxed_gpu(&half.state()->sequence[static_cast<int>(half.kind)]));
+}
+
+// Before the first barrier of the block. Returns the number of the last operation that was sent in this half.
+DC_DEVICE uint32_t begin_block(const LowLatencyRailHalf& half, const RailBlockMemory& memory) {
+  if (arch::thread_idx() == 0) memory.header->has_failed[0] = memory.header->has_failed[1] = 0;
+  return arch::ld_relaxed_gpu(&half.state()->sent[static_cast<int>(half.kind)][half.half]);
+}
+
+// One warp: tells all ranks what earlier launches have received, if they have not been told.
+DC_DEVICE void return_credit(const LowLatencyRailHalf& half) {
+  const int kind = static_cast<int>(half.kind);
+  const int num_ranks = half.group.num_ranks;
+  for (int of_half = 0; of_half < 2; ++of_half) {
+    uint32_t* credited = &half.rail_state()->credited[kind][of_half];
+    const uint32_t received = arch::ld_relaxed_gpu(&half.state()->received[kind][of_half]);
+    const bool is_new = arch::ld_relaxed_gpu(credited) != received;
+    arch::sync_warp();  // all have read what one will write
+    if (!is_new) continue;
+    for (int position = arch::lane_idx(); position < num_ranks; position += kWarpSize) {
+      // pairs with: await_credit at the peer — reads and zeros of an earlier launch, which has ended: no release needed.
+      send_word(half, half.group.rank_at(position), half.consumed(of_half, half.group.rank),
+                Tagged::pack(received, 0));
+    }
+    if (arch::lane_idx() == 0) arch::st_relaxed_gpu(credited, received);
+  }
+}
+
+// As begin_operation of one node.
+DC_DEVICE void begin_operation(const Context& context, const LowLatencyRailHalf& half, const Phases& phases) {
+  if (arch::warp_idx() != arch::num_warps() - 1) return;
+  const int kind = static_cast<int>(half.kind);
+  LowLatencyState* state = half.state();
+  if (arch::block_idx() == 0) return_credit(half);
+  arch::sync_warp();
+  if (arch::lane_idx() != 0) return;
+  const Phase phase = phases.send ? Phase::kSend : Phase::kReceive;
+  uint32_t* num_entered = &state->num_entered_blocks[kind][static_cast<int>(phase)];
+  // acq_rel, pairs with itself: all blocks have read the state before the last one changes it.
+  if (arch::atomic_add_acq_rel_gpu(num_entered, 1u) + 1 != static_cast<uint32_t>(arch::num_blocks())) return;
+  arch::st_relaxed_gpu(num_entered, 0u);
+  // Only later launches read these.
+  if (phases.receive) arch::st_relaxed_gpu(&state->received[kind][half.half], context.generation);
+  if (!phases.send) return;
+  arch::st_relaxed_gpu(&state->sequence[kind], context.generation);
+  arch::st_relaxed_gpu(&state->sent[kind][half.half], context.generation);
+  if (phases.ticket != nullptr) arch::st_weak(phases.ticket, context.generation);
+}
+
+// One warp: all peers have read what the last operation in this half, `previous`, brought them. So nothing of it is on
+// its way any more: its staging may be filled again, and its places at the peers are zero.
+//   unblocked by: begin_operation of the launch that follows the peer's receive phase two operations ago; at the
+//   latest that is the one that sends this operation
+DC_DEVICE bool await_credit(const Context& context, const LowLatencyRailHalf& half, uint32_t previous) {
+  if (arch::fault(Fault::kSkipRailCredit)) return true;
+  bool ok = true;
+  for (int peer = arch::lane_idx(); peer < half.group.num_ranks && ok; peer += kWarpSize) {
+    uint64_t raw = 0;
+    ok = await<Scope::kSys>(
+        context, half.own<uint64_t>(half.consumed(peer)), {Stage::kHalfCredit, Word::kConsumed, peer, -1},
+        Tagged::pack(previous, 0), [=](uint64_t word) { return Tagged::unpack(word).has_reached(previous); }, &raw);
+  }
+  return ok;
+}
+
+DC_DEVICE uint64_t announcement(const Context& context, uint32_t signature, int num_tokens) {
+  return Tagged::pack(context.generation, signature << 16 | static_cast<uint32_t>(num_tokens));
+}
+
+// One warp: all sources have begun the same operation; their tokens, by source, to num_tokens. Block 0 counts the time
+// for the statistics.
+DC_DEVICE bool await_announcements(const Context& context, const LowLatencyRailHalf& half, uint32_t signature,
+                                   int64_t* wait_stats, int32_t* num_tokens) {
+  bool ok = true;
+  for (int source = arch::lane_idx(); source < half.group.num_ranks && ok; source += kWarpSize) {
+    const bool is_timed = wait_stats != nullptr && arch::block_idx() == 0;
+    const uint64_t start_ns = is_timed ? arch::globaltimer_ns() : 0;
+    uint32_t value = 0;
+    ok = await_tagged_alone(context, half.own<uint64_t>(half.announced(source)),
+                            {Stage::kAnnounced, Word::kAnnounced, source, -1}, &value);
+    if (!ok) break;
+    if (is_timed) {
+      const int64_t waited_ns = static_cast<int64_t>(arch::globaltimer_ns() - start_ns);
+      arch::st_weak(wait_stats + source, arch::ld_weak(wait_stats + source) + waited_ns);
+    }
+    if (value >> 16 != signature) {
+      report_error(context, {ErrorKind::kConfigMismatch, {Stage::kAnnounced, Word::kOperation, source, -1},
+                             value >> 16, signature, 0, -1});
+      abort_rank(context);
+      ok = false;
+    }
+    num_tokens[source] = static_cast<int32_t>(value & 0xffffu);
+  }
+  return ok;
+}
+
+// ---- tasks: received rows, dealt out over the blocks one by one -----------------------------------------------------
+
+// One warp: numbers the rows of all sources, num_rows(source) of each.
+template <class NumRows>
+DC_DEVICE void number_tasks(const LowLatencyGroup& group, const RailBlockMemory& memory, NumRows num_rows) {
+  int total = 0;
+  for (int base = 0; base < group.num_ranks; base += kWarpSize) {
+    const int position = base + arch::lane_idx();
+    const int own = position < group.num_ranks ? num_rows(group.rank_at(position)) : 0;
+    int end = own;
+    for (int delta = 1; delta < kWarpSize; delta *= 2) {
+      const int before = arch::shfl_up(kFullMask, end, delta);
+      if (arch::lane_idx() >= delta) end += before;
+    }
+    if (position < group.num_ranks) memory.first_task[position] = total + end - own;
+    total += arch::shfl(kFullMask, end, kWarpSize - 1);
+  }
+  if (arch::lane_idx() == 0) memory.first_task[group.num_ranks] = total;
+  arch::sync_warp();
+}
+
+struct BlockTasks {
+  int count;
+
+  DC_DEVICE static BlockTasks of(const LowLatencyGroup& group, const RailBlockMemory& memory) {
+    const int total = memory.first_task[group.num_ranks];
+    return {max_of(0, ceil_div(total - arch::block_idx(), arch::num_blocks()))};
+  }
+  // pack_task(source, slot) of this block's task number idx.
+  DC_DEVICE int32_t find(const LowLatencyGroup& group, const RailBlockMemory& memory, int idx) const {
+    const int task = arch::block_idx() + idx * arch::num_blocks();
+    int low = 0, high = group.num_ranks;  // first_task[low] <= task < first_task[high]
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      (memory.first_task[middle] <= task ? low : high) = middle;
+    }
+    return pack_task(group.rank_at(low), task - memory.first_task[low]);
+  }
+};
+
+// A warp's view of a token's selections, by lane: of k = lane and lane + 32.
+struct TokenRanks {
+  int ranks[2];      // -1: none
+  bool is_first[2];  // no earlier selection is of this rank
+  int order[2];      // how many ranks of the token come before it
+
+  // rank_of(k) for k < num_topk.
+  template <class RankOf>
+  DC_DEVICE static TokenRanks make(int num_topk, RankOf rank_of) {
+    TokenRanks token{};
+    DC_UNROLL
+    for (int part = 0; part < 2; ++part) {
+      const int k = arch::lane_idx() + part * kWarpSize;
+      token.ranks[part] = k < num_topk ? rank_of(k, part) : -1;
+      token.is_first[part] = token.ranks[part] >= 0;
+    }
+    for (int other = 0; other < num_topk; ++other) {
+      const int rank = token.rank(other);
+      DC_UNROLL
+      for (int part = 0; part < 2; ++part) {
+        if (other < arch::lane_idx() + part * kWarpSize && rank == token.ranks[part]) token.is_first[part] = false;
+      }
+    }
+    for (int other = 0; other < num_topk; ++other) {
+      const int rank = token.rank(other);
+      const bool counts = arch::shfl(kFullMask, static_cast<int>(token.is_first[other / kWarpSize]), other % kWarpSize);
+      DC_UNROLL
+      for (int part = 0; part < 2; ++part) {
+        if (counts && rank < token.ranks[part]) ++token.order[part];
+      }
+    }
+    return token;
+  }
+  // A whole warp: of selection k.
+  DC_DEVICE int rank(int k) const {
+    const int low = arch::shfl(kFullMask, ranks[0], k % kWarpSize);
+    const int high = arch::shfl(kFullMask, ranks[1], k % kWarpSize);
+    return k < kWarpSize ? low : high;
+  }
+  // A whole warp: how many ranks there are, and before `rank`.
+  DC_DEVICE int count() const { return before(0x7fffffff); }
+  DC_DEVICE int before(int rank) const {
+    return arch::popc(arch::ballot(kFullMask, is_first[0] && ranks[0] < rank)) +
+           arch::popc(arch::ballot(kFullMask, is_first[1] && ranks[1] < rank));
+  }
+};
+
+}  // namespace deep_comm

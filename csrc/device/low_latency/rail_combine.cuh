@@ -1,0 +1,387 @@
+// combine for decoding in a group of several nodes: the experts' rows back to the ranks that own the tokens, straight,
+// where they are added. Arguments, sums and their order as low_latency_combine; places and recv_weights by slot.
+//
+// grid   B blocks; received rows, and at the source tokens (LowLatencyShare), are dealt out over them
+// words  as low_latency_rail_dispatch, rows being what comes back; weight · owner: expert's rank · written by the
+//        source, whole messages of K · number in the word
+// before the operation's dispatch has been received on this rank
+// waits  half_credit: as in dispatch; weights: unblocked by the source's send phase; rows: by the expert rank's
+// not promised: nothing; the result does not depend on B, nor on where the nodes begin
+#pragma once
+
+#include "device/low_latency/combine.cuh"
+#include "device/low_latency/rail_block.cuh"
+
+namespace deep_comm {
+
+// Rows that a token has at its source.
+template <CombineRows kRows>
+DC_DEVICE int rows_per_token(const LowLatencyRailCombineArgs& args) {
+  if (kRows == CombineRows::kSelections) return args.shape.num_topk;
+  return min_of(args.shape.num_topk, args.reach.group.num_ranks);
+}
+
+// One warp: the ranks of a token's experts.
+DC_DEVICE TokenRanks find_ranks(const LowLatencyRailCombineArgs& args, int token) {
+  const ExpertMap map{args.shape.num_experts, args.reach.group.num_ranks};
+  return TokenRanks::make(args.shape.num_topk, [&](int k, int /*part*/) {
+    const int64_t position = static_cast<int64_t>(token) * args.shape.num_topk + k;
+    const int expert = load_expert(args.topk_idx, position, args.topk_idx_bytes);
+    return expert >= 0 && expert < args.shape.num_experts ? map.rank_of(expert) : -1;
+  });
+}
+
+// Source, a warp a token: all its weights to every rank that has one of its experts. The staging of two operations ago
+// is free: its rows have come back, and no rank sends those before it has read all weights of a token.
+DC_DEVICE void send_weights(const Context& context, const LowLatencyRailCombineArgs& args,
+                            const LowLatencyRailHalf& half) {
+  const LowLatencyGroup& group = args.reach.group;
+  const int num_topk = args.shape.num_topk, num_warps = arch::num_warps();
+  for (int token = arch::block_idx() * num_warps + arch::warp_idx(); token < args.num_tokens;
+       token += arch::num_blocks() * num_warps) {
+    const TokenRanks ranks = find_ranks(args, token);
+    const size_t offset = half.weights(group.rank, token), staged = half.weights_staged(token);
+    for (int k = arch::lane_idx(); k < num_topk; k += kWarpSize) {
+      const float weight = arch::ld_nc(args.topk_weights + static_cast<int64_t>(token) * num_topk + k);
+      arch::st_weak(half.own<uint64_t>(staged) + k, Tagged::pack(context.generation, bit_cast<uint32_t>(weight)));
+    }
+    arch::sync_warp();
+    DC_UNROLL
+    for (int part = 0; part < 2; ++part) {
+      const int peer = ranks.ranks[part];
+      if (!ranks.is_first[part] || group.is_near(peer)) continue;
+      // pairs with: find_summands at the peer — the words themselves.
+      put_staged(half, peer, group.data_qp(token), offset, staged, sizeof(uint64_t) * num_topk);
+    }
+    for (int first = 0; first < num_topk; ++first) {
+      const int peer = ranks.rank(first);
+      const bool is_first =
+          arch::shfl(kFullMask, static_cast<int>(ranks.is_first[first / kWarpSize]), first % kWarpSize);
+      if (!is_first || !group.is_near(peer)) continue;
+      for (int k = arch::lane_idx(); k < num_topk; k += kWarpSize) {
+        // pairs with: find_summands at the peer — nothing but the word itself.
+        arch::st_relaxed_sys(half.near<uint64_t>(peer, offset) + k, arch::ld_weak(half.own<uint64_t>(staged) + k));
+      }
+    }
+  }
+}
+
+// One warp: the rows of its task that lie on this rank, and their weights, k ascending.
+template <CombineRows kRows>
+DC_DEVICE bool find_summands(const Context& context, const LowLatencyRailCombineArgs& args,
+                             const LowLatencyRailHalf& half, const RailBlockMemory& memory) {
+  const LowLatencyShape& shape = args.shape;
+  const int num_topk = shape.num_topk, warp = arch::warp_idx();
+  const int num_columns = kRows == CombineRows::kReduced ? 1 : num_topk;
+  const int source = source_of(memory.tasks[warp]);
+  const int64_t row = static_cast<int64_t>(source) * shape.num_max_tokens + token_of(memory.tasks[warp]);
+  const int32_t packed = arch::ld_nc(args.return_addresses + row);
+  const bool awaits_weights = kRows == CombineRows::kSums && args.recv_weights == nullptr;
+  const uint64_t* weights = half.own<uint64_t>(half.weights(source, ReturnAddress::unpack(packed).token));
+  int num_places = 0;
+  bool ok = true;
+  for (int base = 0; base < num_columns; base += kWarpSize) {
+    const int k = base + arch::lane_idx();
+    const bool is_column = k < num_columns;
+    const int place = is_column ? arch::ld_nc(args.places + row * num_columns + k) : -1;
+    uint32_t bits = 0;
+    // All of them, also those for other ranks: none may come later than the credit for them.
+    if (is_column && awaits_weights) {
+      ok = await_tagged_alone(context, weights + k, {Stage::kWeights, Word::kWeight, source, arch::block_idx()}, &bits);
+    }
+    const uint32_t here = arch::ballot(kFullMask, place >= 0);
+    if (place >= 0) {
+      const int position = warp * num_topk + num_places + arch::popc(here & ((1u << arch::lane_idx()) - 1));
+      float weight = 1.0f;
+      if (kRows == CombineRows::kSelections) {
+        weight = bit_cast<float>(k);  // the source weights; it wants to know which row this is
+      } else if (awaits_weights) {
+        weight = bit_cast<float>(bits);
+      } else if (kRows == CombineRows::kSums) {
+        weight = arch::ld_nc(args.recv_weights + row * num_topk + k);
+      }
+      memory.places[position] = place;
+      memory.weights[position] = weight;
+    }
+    num_places += arch::popc(here);
+  }
+  if (arch::lane_idx() == 0) {
+    memory.num_places[warp] = num_places;
+    memory.returns[warp] = packed;
+  }
+  return ok;
+}
+
+// Where a task's row goes, or is staged: `idx` of a selection, else the rank's order.
+template <CombineRows kRows>
+DC_DEVICE uint8_t* row_target(const LowLatencyRailCombineArgs& args, const LowLatencyRailHalf& half,
+                              const RailBlockMemory& memory, int task, int selection) {
+  const int32_t packed = memory.tasks[task];
+  constexpr bool kSelected = kRows == CombineRows::kSelections;
+  const ReturnAddress to = ReturnAddress::unpack(memory.returns[task]);
+  if (args.reach.group.is_near(source_of(packed))) {
+    return half.near<uint8_t>(source_of(packed), half.row(to.token, kSelected ? selection : to.order,
+                                                          rows_per_token<kRows>(args)));
+  }
+  return half.own<uint8_t>(half.row_staged(source_of(packed), token_of(packed), kSelected ? selection : 0,
+                                           kSelected ? args.shape.num_topk : 1));
+}
+
+// Adds weight * row over a task's rows, k ascending: kVecs pieces of 16 bytes from `column` on.
+template <int kVecs>
+DC_DEVICE void sum_places(const LowLatencyRailCombineArgs& args, const RailBlockMemory& memory, int task, int column,
+                          float* sum) {
+  constexpr int kAhead = 4 / kVecs;  // rows whose loads are in flight together
+  constexpr int kPerVec = Numeric<Dtype::kBfloat16>::kPerVec;
+  const size_t row_bytes = args.shape.hidden * sizeof(Bf16);
+  const int num_places = memory.num_places[task];
+  const int32_t* places = memory.places + task * args.shape.num_topk;
+  const float* weights = memory.weights + task * args.shape.num_topk;
+  for (int first = 0; first < num_places; first += kAhead) {
+    Vec16 vecs[kAhead][kVecs];
+    DC_UNROLL
+    for (int step = 0; step < kAhead; ++step) {
+      if (first + step >= num_places) continue;
+      const uint8_t* row = args.x + static_cast<size_t>(places[first + step]) * row_bytes;
+      DC_UNROLL
+      for (int vec = 0; vec < kVecs; ++vec) {
+        vecs[step][vec] = arch::ld_nc(reinterpret_cast<const Vec16*>(row) + column + vec);
+      }
+    }
+    DC_UNROLL
+    for (int step = 0; step < kAhead; ++step) {
+      if (first + step >= num_places) continue;
+      DC_UNROLL
+      for (int vec = 0; vec < kVecs; ++vec) {
+        add_weighted(sum + vec * kPerVec, vecs[step][vec], weights[first + step]);
+      }
+    }
+  }
+}
+
+// The block adds the rows of those of its warps' tasks whose sources are near, or of the others, and stores the sums
+// with their sources, or stages them. With one rounding every row by itself.
+template <CombineRows kRows, bool kLogFmt>
+DC_DEVICE void store_sums(const LowLatencyRailCombineArgs& args, const LowLatencyRailHalf& half,
+                          const RailBlockMemory& memory, const Divisor& by_vecs, int num_tasks, bool is_near) {
+  using Type = Numeric<Dtype::kBfloat16>;
+  constexpr int kVecs = kLogFmt ? LogPiece::kElements / Type::kPerVec : 1;  // of a thread
+  const int num_vecs = args.shape.hidden / Type::kPerVec;
+  for (int idx = kVecs * arch::thread_idx(); idx < num_tasks * num_vecs; idx += kVecs * arch::num_threads()) {
+    const int task = by_vecs.quotient(idx), column = idx - task * num_vecs;
+    if (args.reach.group.is_near(source_of(memory.tasks[task])) != is_near) continue;
+    if constexpr (kRows == CombineRows::kSelections) {
+      for (int row = task * args.shape.num_topk; row < task * args.shape.num_topk + memory.num_places[task]; ++row) {
+        const uint8_t* src = args.x + static_cast<size_t>(memory.places[row]) * args.shape.hidden * sizeof(Bf16);
+        send_piece(row_target<kRows>(args, half, memory, task, bit_cast<int32_t>(memory.weights[row])), column,
+                   arch::ld_nc(reinterpret_cast<const Vec16*>(src) + column));
+      }
+      continue;
+    }
+    uint8_t* row = row_target<kRows>(args, half, memory, task, 0);
+    float sum[kVecs * Type::kPerVec] = {};
+    sum_places<kVecs>(args, memory, task, column, sum);
+    if constexpr (kLogFmt) {
+      const LogPiece piece = LogPiece::encode(sum);
+      // pairs with: take_arrival in add_rows — nothing but the words themselves.
+      arch::st_relaxed_sys(log_codes(row, column / kVecs), piece.codes);
+      arch::st_relaxed_sys(log_last(row, args.shape.hidden, column / kVecs), piece.last[0]);
+      arch::st_relaxed_sys(log_last(row, args.shape.hidden, column / kVecs) + 1, piece.last[1]);
+    } else {
+      send_piece(row, column, Type::round(sum));
+    }
+  }
+}
+
+// A warp, when the staged rows of its task are complete.
+template <CombineRows kRows, bool kLogFmt>
+DC_DEVICE void put_rows(const LowLatencyRailCombineArgs& args, const LowLatencyRailHalf& half,
+                        const RailBlockMemory& memory) {
+  constexpr bool kSelected = kRows == CombineRows::kSelections;
+  const LowLatencyGroup& group = args.reach.group;
+  const int warp = arch::warp_idx(), num_topk = args.shape.num_topk;
+  const int source = source_of(memory.tasks[warp]), slot = token_of(memory.tasks[warp]);
+  if (group.is_near(source)) return;
+  const ReturnAddress to = ReturnAddress::unpack(memory.returns[warp]);
+  // Codes of 16 elements are 16 bytes, and 8 more behind those of the row.
+  const size_t num_bytes = kLogFmt ? half.row_bytes() / 4 * 3 : half.row_bytes();
+  const int num_rows = kSelected ? memory.num_places[warp] : 1;
+  for (int idx = arch::lane_idx(); idx < num_rows; idx += kWarpSize) {
+    const int selection = kSelected ? bit_cast<int32_t>(memory.weights[warp * num_topk + idx]) : 0;
+    // pairs with: take_arrival in add_rows at the source — the words themselves.
+    put_staged(half, source, group.data_qp(to.token),
+               half.row(to.token, kSelected ? selection : to.order, rows_per_token<kRows>(args)),
+               half.row_staged(source, slot, selection, kSelected ? num_topk : 1), num_bytes);
+  }
+}
+
+template <CombineRows kRows, bool kLogFmt>
+DC_DEVICE bool combine_send(const Context& context, const LowLatencyRailCombineArgs& args,
+                            const LowLatencyRailHalf& half, const RailBlockMemory& memory, uint32_t previous) {
+  const LowLatencyGroup& group = args.reach.group;
+  const int num_warps = arch::num_warps(), warp = arch::warp_idx();
+  // Peers wait for the weights: they go first.
+  if (kRows == CombineRows::kSums && args.recv_weights == nullptr) send_weights(context, args, half);
+  bool ok = true;
+  if (warp == max_of(0, num_warps - 2)) {
+    ok = await_credit(context, half, previous);
+    if (arch::block_idx() == 0 && arch::all(kFullMask, ok)) {
+      for (int position = arch::lane_idx(); position < group.num_ranks; position += kWarpSize) {
+        // pairs with: await_announcements at the peer — nothing but the word itself.
+        send_word(half, group.rank_at(position), half.announced(group.rank),
+                  announcement(context, args.signature, args.num_tokens));
+      }
+    }
+  }
+  if (warp == 0) number_tasks(group, memory, [&](int source) { return arch::ld_nc(args.num_rows + source); });
+  if (!memory.agrees(ok)) return false;
+  const BlockTasks tasks = BlockTasks::of(group, memory);
+  const Divisor by_vecs = Divisor::make(args.shape.hidden / Numeric<Dtype::kBfloat16>::kPerVec);
+  for (int first = 0; first < tasks.count; first += num_warps) {
+    const int num_now = min_of(num_warps, tasks.count - first);
+    if (warp < num_now) {
+      if (arch::lane_idx() == 0) memory.tasks[warp] = tasks.find(group, memory, first + warp);
+      arch::sync_warp();
+      ok = find_summands<kRows>(context, args, half, memory);
+    }
+    if (!memory.agrees(ok)) return false;
+    // What has the longer way first; and no put waits for stores over NVLink.
+    store_sums<kRows, kLogFmt>(args, half, memory, by_vecs, num_now, false);
+    arch::sync_block();
+    if (warp < num_now) put_rows<kRows, kLogFmt>(args, half, memory);
+    store_sums<kRows, kLogFmt>(args, half, memory, by_vecs, num_now, true);
+    arch::sync_block();  // places and weights have been read
+  }
+  return true;
+}
+
+// Source, one warp: the rows that come back for its token: where from, and with one rounding their selections and
+// weights.
+template <CombineRows kRows>
+DC_DEVICE void find_rows(const LowLatencyRailCombineArgs& args, const RailBlockMemory& memory, int token) {
+  const int num_topk = args.shape.num_topk, warp = arch::warp_idx();
+  const TokenRanks ranks = find_ranks(args, token);
+  int num_rows = 0;
+  DC_UNROLL
+  for (int part = 0; part < 2; ++part) {
+    const int k = part * kWarpSize + arch::lane_idx();
+    if (kRows == CombineRows::kSelections) {
+      const bool is_selected = ranks.ranks[part] >= 0;
+      const uint32_t selected = arch::ballot(kFullMask, is_selected);
+      if (is_selected) {
+        const int row = warp * num_topk + num_rows + arch::popc(selected & ((1u << arch::lane_idx()) - 1));
+        memory.places[row] = ranks.ranks[part] << 8 | k;
+        memory.weights[row] = arch::ld_nc(args.topk_weights + static_cast<int64_t>(token) * num_topk + k);
+      }
+      num_rows += arch::popc(selected);
+    } else if (ranks.is_first[part]) {
+      memory.places[warp * num_topk + ranks.order[part]] = ranks.ranks[part] << 8 | ranks.order[part];
+    }
+  }
+  if (kRows != CombineRows::kSelections) num_rows = ranks.count();
+  if (arch::lane_idx() == 0) memory.num_places[warp] = num_rows;
+}
+
+// One piece of a row that came back, added to a sum. With LogFMT a piece is 16 elements, else 8.
+template <CombineRows kRows, bool kLogFmt>
+DC_DEVICE bool add_piece(const Context& context, const LowLatencyRailCombineArgs& args, uint8_t* row, int piece_idx,
+                         int peer, float weight, float* sum) {
+  using Type = Numeric<Dtype::kBfloat16>;
+  const WaitFor wait{Stage::kRows, Word::kRow, peer, arch::block_idx()};
+  if constexpr (kLogFmt) {
+    uint32_t* last = log_last(row, args.shape.hidden, piece_idx);
+    // First looks together: they are trips to memory.
+    LogPiece piece{arch::ld_relaxed_sys(log_codes(row, piece_idx)),
+                   {arch::ld_relaxed_sys(last), arch::ld_relaxed_sys(last + 1)}};
+    if (!take_arrival(context, log_codes(row, piece_idx), wait, &piece.codes) ||
+        !take_arrival(context, last, wait, &piece.last[0]) ||
+        !take_arrival(context, last + 1, wait, &piece.last[1])) {
+      return false;
+    }
+    float values[LogPiece::kElements];
+    piece.decode(values);
+    DC_UNROLL
+    for (int element = 0; element < LogPiece::kElements; ++element) sum[element] += values[element];
+  } else {
+    Vec16* src = reinterpret_cast<Vec16*>(row) + piece_idx;
+    Vec16 vec = arch::ld_relaxed_sys(src);
+    if (!take_arrival(context, src, wait, &vec)) return false;
+    if constexpr (kRows == CombineRows::kSelections) {
+      add_weighted(sum, vec, weight);
+    } else {
+      Type::add(sum, vec);
+    }
+  }
+  return true;
+}
+
+// The block adds the rows of tokens [begin, end) and writes the results.
+template <CombineRows kRows, bool kLogFmt>
+DC_DEVICE bool add_rows(const Context& context, const LowLatencyRailCombineArgs& args, const LowLatencyRailHalf& half,
+                        const LowLatencyShare& share, const RailBlockMemory& memory, int begin, int end) {
+  using Type = Numeric<Dtype::kBfloat16>;
+  constexpr int kElements = kLogFmt ? LogPiece::kElements : Type::kPerVec;
+  const int first_piece = share.column_begin / kElements, num_pieces = share.num_columns() / kElements;
+  for (int idx = arch::thread_idx(); idx < (end - begin) * num_pieces; idx += arch::num_threads()) {
+    const Position position = Position::of(idx, end - begin, num_pieces);
+    const int token = begin + position.row, piece_idx = first_piece + position.column;
+    float sum[kElements] = {};
+    const int first_row = position.row * args.shape.num_topk;
+    for (int row = first_row; row < first_row + memory.num_places[position.row]; ++row) {
+      uint8_t* src = half.own<uint8_t>(half.row(token, memory.places[row] & 0xff, rows_per_token<kRows>(args)));
+      if (!add_piece<kRows, kLogFmt>(context, args, src, piece_idx, memory.places[row] >> 8, memory.weights[row],
+                                     sum)) {
+        return false;
+      }
+    }
+    Vec16* dst = reinterpret_cast<Vec16*>(args.combined_x + static_cast<size_t>(token) * args.shape.hidden * sizeof(Bf16));
+    DC_UNROLL
+    for (int part = 0; part < kElements / Type::kPerVec; ++part) {
+      arch::st_streaming(dst + kElements / Type::kPerVec * piece_idx + part, Type::round(sum + part * Type::kPerVec));
+    }
+  }
+  return true;
+}
+
+template <CombineRows kRows, bool kLogFmt>
+DC_DEVICE void combine_receive(const Context& context, const LowLatencyRailCombineArgs& args,
+                               const LowLatencyRailHalf& half, const RailBlockMemory& memory) {
+  const int num_warps = arch::num_warps(), warp = arch::warp_idx();
+  const LowLatencyShare share = LowLatencyShare::of(args.shape, args.num_tokens, arch::block_idx());
+  // A peer that waits for another's weights is not silent: who waits for its rows is more patient, and learns from the
+  // announcements whose are missing.
+  Context patient = rail_context(args.world, args.reach.group, context.kernel, context.generation);
+  patient.patience = 2;
+  bool ok = true;
+  // Rows need no announcement; a rank that does something else, or nothing, is found by one block.
+  if (arch::block_idx() == 0 && warp == num_warps - 1) {
+    ok = await_announcements(context, half, args.signature, args.wait_stats, memory.num_tokens);
+  }
+  for (int group = share.begin; group < share.end; group += num_warps) {
+    const int group_end = min_of(group + num_warps, share.end);
+    if (group + warp < group_end) find_rows<kRows>(args, memory, group + warp);
+    if (!memory.agrees(ok)) return;
+    ok = add_rows<kRows, kLogFmt>(patient, args, half, share, memory, group, group_end);
+    if (!memory.agrees(ok)) return;  // what the warps have found has been read
+  }
+}
+
+template <CombineRows kRows, bool kLogFmt>
+DC_DEVICE void low_latency_rail_combine(const LowLatencyRailCombineArgs& args) {
+  const RailReach& reach = args.reach;
+  LowLatencyRailHalf half{args.world, reach.group, reach.words, reach.region, args.shape,
+                          LowLatencyKind::kCombine, 0};
+  const Context context =
+      rail_context(args.world, reach.group, Kernel::kLowLatencyCombine, operation_of(half, args.phases));
+  half.half = static_cast<int>(context.generation & 1u);
+  const RailBlockMemory memory = RailBlockMemory::make(args.shape, reach.group.num_ranks);
+  const uint32_t previous = begin_block(half, memory);
+  arch::sync_block();
+  begin_operation(context, half, args.phases);
+  bool ok = true;
+  if (args.phases.send) ok = combine_send<kRows, kLogFmt>(context, args, half, memory, previous);
+  arch::sync_block();
+  if (args.phases.receive && ok) combine_receive<kRows, kLogFmt>(context, args, half, memory);
+}
+
+}  // namespace deep_comm

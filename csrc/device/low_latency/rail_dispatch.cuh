@@ -1,0 +1,47 @@
+// dispatch for decoding in a group of several nodes: every token to every rank that holds one of its experts, once,
+// straight over the rail, or over NVLink inside the node. Arguments and outputs as low_latency_dispatch, but for
+// places and recv_weights, which are by slot; and num_rows, return_addresses for combine.
+//
+// grid   B blocks; the last counts, if there are two. Tokens, and rows that arrive, are dealt out over the blocks
+// smem   RailBlockMemory
+// phases as low_latency_dispatch
+//
+//   word       owner     written by             read by            order                       reset
+//   slots      receiver  a NIC, or the source   one block          relaxed; not zero           by the reader, to zero
+//   announced, counts
+//              receiver  a NIC, or the source   every block        relaxed; number in the word never: sequence
+//   consumed   source    block 0 of the receiver's next launch     acquire; the launch that    never: sequence
+//                        of this kind           senders, two later read has ended
+//   staging    source    a block                its NIC            fence, then the put         when credit has come
+//
+// before slots of this half are zero, and nothing of the operation two before is under way: credit is awaited here
+// after  outputs complete on this stream; the half is zero again at this rank
+// waits  as low_latency_dispatch
+// needs  of the rail: every word of 8 bytes of a put, at a multiple of 8, arrives whole and is written once. No order.
+// not promised: rows past recv_count
+#pragma once
+
+#include "device/low_latency/rail_dispatch_receive.cuh"
+#include "device/low_latency/rail_dispatch_send.cuh"
+
+namespace deep_comm {
+
+template <PayloadFormat kFormat>
+DC_DEVICE void low_latency_rail_dispatch(const LowLatencyRailDispatchArgs& args) {
+  const RailReach& reach = args.reach;
+  LowLatencyRailHalf half{args.world, reach.group, reach.words, reach.region, args.shape,
+                          LowLatencyKind::kDispatch, 0};
+  const Context context =
+      rail_context(args.world, reach.group, Kernel::kLowLatencyDispatch, operation_of(half, args.phases));
+  half.half = static_cast<int>(context.generation & 1u);
+  const RailBlockMemory memory = RailBlockMemory::make(args.shape, reach.group.num_ranks);
+  const uint32_t previous = begin_block(half, memory);
+  arch::sync_block();
+  begin_operation(context, half, args.phases);
+  bool ok = true;
+  if (args.phases.send) ok = dispatch_send<kFormat>(context, args, half, memory, previous);
+  arch::sync_block();  // the counters are free
+  if (args.phases.receive && ok) dispatch_receive<kFormat>(context, args, half, memory);
+}
+
+}  // namespace deep_comm

@@ -1,0 +1,258 @@
+// The receive phase of dispatch between nodes: the rows of all sources are dealt out over the blocks, which take each
+// message as it arrives and copy its row to the places of its selections.
+//
+//   announcements and counts of all sources → first row of every (source, expert) → a row: routes → places → copies
+#pragma once
+
+#include "device/low_latency/rail_block.cuh"
+
+namespace deep_comm {
+
+// counters[source, 0]: rows of this rank by source, then [source, 1 + e] of local expert e; of both the first
+// num_columns.
+DC_DEVICE bool await_counts(const Context& context, const LowLatencyRailHalf& half, const RailBlockMemory& memory,
+                            int num_local, int num_columns) {
+  bool ok = true;
+  // From the last thread on: the first warp has announcements to wait for.
+  for (int idx = arch::num_threads() - 1 - arch::thread_idx(); idx < half.group.num_ranks * num_columns && ok;
+       idx += arch::num_threads()) {
+    const int source = idx / num_columns, column = idx % num_columns;
+    ok = await_tagged_alone(context, half.own<uint64_t>(half.counts(source)) + LowLatencyRailWords::kNumRows + column,
+                            {Stage::kCounts, Word::kTokenCount, source, -1},
+                            &memory.counters[source * (1 + num_local) + column]);
+  }
+  return ok;
+}
+
+// Threads [0, num_columns): counts over the sources become first rows. Block 0 writes them out.
+DC_DEVICE void place_sources(const LowLatencyRailDispatchArgs& args, const RailBlockMemory& memory, int num_local,
+                             int num_columns) {
+  const LowLatencyOutputs& out = args.out;
+  const int num_ranks = args.reach.group.num_ranks;
+  const bool is_writing = arch::block_idx() == 0;
+  for (int column = arch::thread_idx(); column < num_columns; column += arch::num_threads()) {
+    const bool is_expert = column > 0, has_range = is_expert != out.is_compact;
+    int64_t* ranges = out.layout_range + (is_expert ? static_cast<int64_t>(column - 1) * num_ranks : 0);
+    uint32_t num_before = 0;
+    for (int source = 0; source < num_ranks; ++source) {
+      uint32_t* counter = &memory.counters[source * (1 + num_local) + column];
+      const uint32_t count = *counter;
+      *counter = num_before;
+      if (is_writing && !is_expert) arch::st_weak(args.num_rows + source, static_cast<int32_t>(count));
+      if (is_writing && has_range) {
+        arch::st_weak(ranges + source, static_cast<int64_t>(static_cast<uint64_t>(num_before) << 32 | count));
+      }
+      num_before += count;
+    }
+    if (!is_writing) continue;
+    if (is_expert) {
+      arch::st_weak(out.recv_count + column - 1, static_cast<int32_t>(num_before));
+      if (out.cumulative_stats != nullptr) {
+        int32_t* total = out.cumulative_stats + column - 1;
+        arch::st_weak(total, arch::ld_weak(total) + static_cast<int32_t>(num_before));
+      }
+    } else if (out.is_compact) {
+      arch::st_weak(out.num_recv, static_cast<int32_t>(num_before));
+    }
+  }
+  if (!is_writing) return;
+  for (int source = arch::thread_idx(); source < num_ranks; source += arch::num_threads()) {
+    arch::st_weak(out.recv_tokens + source, memory.num_tokens[source]);
+  }
+  if (args.report != nullptr && arch::thread_idx() == 0) {
+    int32_t most = 0;
+    for (int source = 0; source < num_ranks; ++source) most = max_of(most, memory.num_tokens[source]);
+    // Engine::wait_low_latency_num_tokens reads nothing but the word itself.
+    arch::st_relaxed_sys(args.report, Tagged::pack(args.report_sequence, static_cast<uint32_t>(most)));
+  }
+}
+
+// One warp: the places of a row's selections, into shared memory and into the outputs, and where combine sends what
+// comes of it.
+DC_DEVICE bool find_places(const Context& context, const LowLatencyRailDispatchArgs& args,
+                           const LowLatencyRailHalf& half, const RailBlockMemory& memory, int32_t task,
+                           int num_local) {
+  const LowLatencyOutputs& out = args.out;
+  const LowLatencyGroup& group = args.reach.group;
+  const int num_topk = args.shape.num_topk, warp = arch::warp_idx(), source = source_of(task), slot = token_of(task);
+  const int num_slots = group.num_ranks * args.shape.num_max_tokens;
+  const ExpertMap map{args.shape.num_experts, group.num_ranks};
+  const int first_expert = map.first_expert(group.rank);
+  Vec16* routes = half.own<Vec16>(half.slot(source, slot));
+  const uint32_t* first_rows = memory.counters + source * (1 + num_local);
+  const int64_t row = static_cast<int64_t>(source) * args.shape.num_max_tokens + slot;
+  const int compact_place = static_cast<int>(first_rows[0]) + slot;
+  bool ok = true;
+  Route taken[2] = {{-1, 0, 0.0f, 0}, {-1, 0, 0.0f, 0}};  // of selections lane and lane + 32
+  const TokenRanks ranks = TokenRanks::make(num_topk, [&](int k, int part) {
+    Vec16 words{};
+    if (!take_arrival(context, routes + k, {Stage::kRows, Word::kRoute, source, arch::block_idx()}, &words)) {
+      ok = false;
+      return -1;
+    }
+    taken[part] = Route::unpack(words);
+    return taken[part].local_expert < 0 ? -1 : map.rank_of(taken[part].local_expert);
+  });
+  if (!arch::all(kFullMask, ok)) return false;
+  const int token = arch::shfl(kFullMask, taken[0].row_ordinal, 0), order = ranks.before(group.rank);
+  int num_places = 0;
+  DC_UNROLL
+  for (int part = 0; part < 2; ++part) {
+    const int k = part * kWarpSize + arch::lane_idx();
+    const Route& route = taken[part];
+    const bool is_here = ranks.ranks[part] == group.rank;
+    const int local = route.local_expert - first_expert;
+    const uint32_t here = arch::ballot(kFullMask, is_here && !route.is_repeated());
+    int place = -1;
+    if (is_here && !out.is_compact) {
+      place = local * num_slots + static_cast<int>(first_rows[1 + local]) + route.row();
+      if (!route.is_repeated()) {
+        memory.places[warp * num_topk + num_places + arch::popc(here & ((1u << arch::lane_idx()) - 1))] = place;
+        arch::st_weak(out.src_info + place, token);
+      }
+    }
+    num_places += arch::popc(here);
+    if (k >= num_topk) continue;
+    const float weight = is_here ? route.weight : 0.0f;
+    if (!out.is_compact) {
+      arch::st_weak(out.places + row * num_topk + k, place);
+      if (out.recv_weights != nullptr) arch::st_weak(out.recv_weights + row * num_topk + k, weight);
+      continue;
+    }
+    const int64_t position = static_cast<int64_t>(compact_place) * num_topk + k;
+    arch::st_weak(out.compact_idx + position, is_here ? local : -1);
+    if (out.compact_weights != nullptr) arch::st_weak(out.compact_weights + position, weight);
+  }
+  if (arch::lane_idx() != 0) return true;
+  arch::st_weak(args.return_addresses + row, ReturnAddress{token, order}.pack());
+  if (out.is_compact) {
+    num_places = 1;
+    memory.places[warp * num_topk] = compact_place;
+    arch::st_weak(out.places + row, compact_place);
+    arch::st_weak(out.src_info + compact_place, token);
+  }
+  memory.num_places[warp] = num_places;
+  return true;
+}
+
+// A thread's pieces of the rows of a group of tasks, some at a time: first looks are taken together.
+struct RailRowPieces {
+  static constexpr int kCount = 4;
+  Vec16 vecs[kCount];
+  Vec16* from[kCount];  // null: none
+  int tasks[kCount];    // among the warps' tasks
+  int columns[kCount];  // in 16 bytes
+
+  // Piece numbers first, first + num_threads, … of num_tasks rows.
+  DC_DEVICE void look(const LowLatencyRailDispatchArgs& args, const LowLatencyRailHalf& half,
+                      const RailBlockMemory& memory, const Divisor& by_vecs, int first, int num_tasks) {
+    const LowLatencySlot slot = LowLatencySlot::of(args.shape);
+    const int num_vecs = args.shape.row_bytes / static_cast<int>(sizeof(Vec16));
+    DC_UNROLL
+    for (int step = 0; step < kCount; ++step) {
+      const int idx = first + step * arch::num_threads();
+      from[step] = nullptr;
+      if (idx >= num_tasks * num_vecs) continue;
+      tasks[step] = by_vecs.quotient(idx);
+      columns[step] = idx - tasks[step] * num_vecs;
+      const int32_t task = memory.tasks[tasks[step]];
+      from[step] = half.own<Vec16>(half.slot(source_of(task), token_of(task)) + slot.row_offset()) + columns[step];
+      vecs[step] = arch::ld_relaxed_sys(from[step]);
+    }
+  }
+};
+
+// The block copies the rows of its warps' tasks to their places. `pieces`: the first look at the first of them.
+template <PayloadFormat kFormat>
+DC_DEVICE bool expand_rows(const Context& context, const LowLatencyRailDispatchArgs& args,
+                           const LowLatencyRailHalf& half, const RailBlockMemory& memory, const Divisor& by_vecs,
+                           RailRowPieces& pieces, int num_tasks) {
+  const LowLatencyShape& shape = args.shape;
+  const int num_total = num_tasks * (shape.row_bytes / static_cast<int>(sizeof(Vec16)));
+  for (int base = arch::thread_idx(); base < num_total; base += arch::num_threads() * RailRowPieces::kCount) {
+    if (base != arch::thread_idx()) pieces.look(args, half, memory, by_vecs, base, num_tasks);
+    DC_UNROLL
+    for (int step = 0; step < RailRowPieces::kCount; ++step) {
+      if (pieces.from[step] == nullptr) continue;
+      const int task = pieces.tasks[step];
+      const WaitFor wait{Stage::kRows, Word::kRow, source_of(memory.tasks[task]), arch::block_idx()};
+      if (!take_arrival(context, pieces.from[step], wait, &pieces.vecs[step])) return false;
+      const Vec16 vec = decode<kFormat>(pieces.vecs[step]);
+      for (int idx = 0; idx < memory.num_places[task]; ++idx) {
+        const size_t place = memory.places[task * shape.num_topk + idx];
+        uint8_t* row = args.out.recv_x + place * shape.row_bytes;
+        arch::st_streaming(reinterpret_cast<Vec16*>(row) + pieces.columns[step], vec);
+      }
+    }
+  }
+  return true;
+}
+
+// The same for their scales, which lie by column in the output: [L, S, R*M], compact [S, R*M].
+DC_DEVICE bool expand_scales(const Context& context, const LowLatencyRailDispatchArgs& args,
+                             const LowLatencyRailHalf& half, const RailBlockMemory& memory, int num_tasks) {
+  const LowLatencyShape& shape = args.shape;
+  const int per_output = args.out.use_ue8m0 ? 4 : 1;
+  const int num_outputs = ceil_div(shape.num_scales, per_output);
+  const int num_slots = args.reach.group.num_ranks * shape.num_max_tokens;
+  // From the last thread on: the first ones have most pieces of rows.
+  for (int base = arch::num_threads() - 1 - arch::thread_idx(); base < num_tasks * num_outputs;
+       base += arch::num_threads()) {
+    const int task = base / num_outputs, output = base % num_outputs;
+    const int source = source_of(memory.tasks[task]);
+    uint32_t* scales = half.own<uint32_t>(half.slot(source, token_of(memory.tasks[task])) +
+                                          LowLatencySlot::of(shape).scales_offset());
+    const WaitFor wait{Stage::kRows, Word::kScale, source, arch::block_idx()};
+    uint32_t value = 0;
+    for (int idx = 0; idx < per_output && per_output * output + idx < shape.num_scales; ++idx) {
+      uint32_t bits = 0;
+      if (!take_arrival(context, scales + per_output * output + idx, wait, &bits)) return false;
+      value |= args.out.use_ue8m0 ? (bits >> 23 & 0xffu) << (8 * idx) : bits;
+    }
+    for (int idx = 0; idx < memory.num_places[task]; ++idx) {
+      const int64_t place = memory.places[task * shape.num_topk + idx];
+      const int64_t position = (place / num_slots * num_outputs + output) * num_slots + place % num_slots;
+      arch::st_weak(static_cast<uint32_t*>(args.out.recv_scales) + position, value);
+    }
+  }
+  return true;
+}
+
+template <PayloadFormat kFormat>
+DC_DEVICE void dispatch_receive(const Context& context, const LowLatencyRailDispatchArgs& args,
+                                const LowLatencyRailHalf& half, const RailBlockMemory& memory) {
+  const LowLatencyGroup& group = args.reach.group;
+  const int num_warps = arch::num_warps(), warp = arch::warp_idx();
+  const int num_local = ExpertMap{args.shape.num_experts, group.num_ranks}.num_local_experts(group.rank);
+  // Compact places need the counts of rows alone; those of experts are for block 0 to write out.
+  const int num_columns = args.out.is_compact && arch::block_idx() != 0 ? 1 : 1 + num_local;
+  bool ok = true;
+  if (warp == 0) {
+    ok = await_announcements(context, half, args.signature, args.out.wait_stats, memory.num_tokens);
+  }
+  ok = await_counts(context, half, memory, num_local, num_columns) && ok;
+  if (!memory.agrees(ok)) return;
+  if (warp == 0) {
+    number_tasks(group, memory, [&](int source) { return static_cast<int>(memory.counters[source * (1 + num_local)]); });
+  }
+  arch::sync_block();
+  place_sources(args, memory, num_local, num_columns);
+  const BlockTasks tasks = BlockTasks::of(group, memory);
+  const Divisor by_vecs = Divisor::make(args.shape.row_bytes / static_cast<int>(sizeof(Vec16)));
+  for (int first = 0; first < tasks.count; first += num_warps) {
+    const int num_now = min_of(num_warps, tasks.count - first);
+    if (warp == 0 && arch::lane_idx() < num_now) {
+      memory.tasks[arch::lane_idx()] = tasks.find(group, memory, first + arch::lane_idx());
+    }
+    arch::sync_block();
+    RailRowPieces pieces;
+    pieces.look(args, half, memory, by_vecs, arch::thread_idx(), num_now);
+    if (warp < num_now) ok = find_places(context, args, half, memory, memory.tasks[warp], num_local);
+    if (!memory.agrees(ok)) return;
+    if (args.shape.num_scales > 0) ok = expand_scales(context, args, half, memory, num_now);
+    ok = ok && expand_rows<kFormat>(context, args, half, memory, by_vecs, pieces, num_now);
+    if (!memory.agrees(ok)) return;  // places have been read
+  }
+}
+
+}  // namespace deep_comm

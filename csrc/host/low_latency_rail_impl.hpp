@@ -1,0 +1,94 @@
+// The low-latency part of Engine's methods for groups of several nodes; included by engine_impl.hpp.
+#pragma once
+
+#include "host/engine.hpp"
+
+namespace deep_comm {
+
+// Called by enable_low_latency, which has taken the region from data_bytes_.
+template <class Target>
+void Engine<Target>::enable_low_latency_rail(size_t num_bytes) {
+  using detail::require;
+  const int num_ranks = num_group_ranks();
+  require(!can_shrink_, "can_shrink needs a group inside one node");
+  require(num_rail_peers_ == tiers_.num_nodes() + num_ranks,
+          "low-latency mode between nodes needs every rank's segment as a rail peer");
+  require(num_ranks < 1 << 15, "num_ranks = " + std::to_string(num_ranks) + ", must be less than 32768");
+  const size_t num_words = low_latency_rail_workspace_bytes(num_ranks, num_max_experts_);
+  require(num_words <= data_bytes_,
+          "the words of low-latency mode between nodes need " + std::to_string(num_words) + " bytes of the heap");
+  data_bytes_ -= num_words;
+  const size_t begin = world_.layout.data + data_bytes_;
+  RailReach& reach = low_latency_reach_;
+  reach.words = LowLatencyRailWords::make(begin, num_ranks, num_max_experts_);
+  reach.region = LowLatencyRailRegion::make(begin + num_words, num_bytes, num_ranks);
+  reach.group.rank = tiers_.rank;
+  reach.group.num_ranks = num_ranks;
+  reach.group.first_near = tiers_.rail.node * world_.num_ranks;
+  reach.group.num_near = world_.num_ranks;
+  reach.group.first_peer = tiers_.num_nodes();
+  reach.group.port = tiers_.rail.port;
+  target_.template prepare<LowLatencyRailDispatchKernel<PayloadFormat::kBfloat16>>();
+  target_.template prepare<LowLatencyRailDispatchKernel<PayloadFormat::kFp8>>();
+  target_.template prepare<LowLatencyRailCombineKernel<CombineRows::kSums>>();
+  target_.template prepare<LowLatencyRailCombineKernel<CombineRows::kReduced>>();
+  target_.template prepare<LowLatencyRailCombineKernel<CombineRows::kSelections>>();
+  target_.template prepare<LowLatencyRailCombineKernel<CombineRows::kSums, true>>();
+  target_.template prepare<LowLatencyRailCombineKernel<CombineRows::kReduced, true>>();
+}
+
+template <class Target>
+void Engine<Target>::set_low_latency_rail_sequence(uint32_t sequence) {
+  const LowLatencyShape none{};
+  const RailReach& reach = low_latency_reach_;
+  for (const LowLatencyKind kind : {LowLatencyKind::kDispatch, LowLatencyKind::kCombine}) {
+    const LowLatencyRailHalf words{world_, reach.group, reach.words, reach.region, none, kind, 0};
+    const int number_of_kind = static_cast<int>(kind);
+    target_.store(&words.state()->sequence[number_of_kind], sequence);
+    for (const uint32_t number : {sequence - 1, sequence}) {
+      const int half = static_cast<int>(number & 1u);
+      target_.store(&words.state()->sent[number_of_kind][half], number);
+      target_.store(&words.state()->received[number_of_kind][half], number);
+      target_.store(&words.rail_state()->credited[number_of_kind][half], number);
+      for (int peer = 0; peer < reach.group.num_ranks; ++peer) {
+        target_.store(words.own<uint64_t>(words.consumed(half, peer)), Tagged::pack(number, 0));
+      }
+    }
+  }
+}
+
+template <class Target>
+void Engine<Target>::low_latency_rail_dispatch(const LowLatencyPlan& plan, const LowLatencyDispatchCall& call,
+                                               const LowLatencyDispatchArgs& base, uint64_t stream) {
+  LowLatencyRailDispatchArgs args{base};
+  args.reach = low_latency_reach_;
+  args.num_rows = reinterpret_cast<int32_t*>(call.metadata + plan.metadata.num_rows);
+  args.return_addresses = reinterpret_cast<int32_t*>(call.metadata + plan.metadata.return_addresses);
+  if (plan.options.format == PayloadFormat::kFp8) {
+    return launch<LowLatencyRailDispatchKernel<PayloadFormat::kFp8>>(plan.launch, args, stream);
+  }
+  launch<LowLatencyRailDispatchKernel<PayloadFormat::kBfloat16>>(plan.launch, args, stream);
+}
+
+template <class Target>
+void Engine<Target>::low_latency_rail_combine(const LowLatencyPlan& plan, const LowLatencyCombineCall& call,
+                                              const LowLatencyCombineArgs& base, uint64_t stream) {
+  LowLatencyRailCombineArgs args{base};
+  args.reach = low_latency_reach_;
+  args.num_rows = reinterpret_cast<const int32_t*>(call.metadata + plan.metadata.num_rows);
+  args.return_addresses = reinterpret_cast<const int32_t*>(call.metadata + plan.metadata.return_addresses);
+  const auto run = [&]<CombineRows kRows, bool kLogFmt>() {
+    launch<LowLatencyRailCombineKernel<kRows, kLogFmt>>(plan.launch, args, stream);
+  };
+  switch (call.rows) {
+    case CombineRows::kSums:
+      return call.use_logfmt ? run.template operator()<CombineRows::kSums, true>()
+                             : run.template operator()<CombineRows::kSums, false>();
+    case CombineRows::kReduced:
+      return call.use_logfmt ? run.template operator()<CombineRows::kReduced, true>()
+                             : run.template operator()<CombineRows::kReduced, false>();
+    case CombineRows::kSelections: return run.template operator()<CombineRows::kSelections, false>();
+  }
+}
+
+}  // namespace deep_comm
