@@ -38,7 +38,6 @@ class LowLatencyCase:
     calls: int = 2
     ranks_per_node: int | None = None  # fewer than ranks: several logical nodes
     num_qps: int = 24
-    use_logfmt: bool = False
     seed: int = 0
 
     @property
@@ -57,7 +56,11 @@ class LowLatencyCase:
         # One rounding needs a row a selection, not a rank.
         num_ranks = max(self.num_ranks, self.topk) if self.one_rounding else self.num_ranks
         return deep_comm.Buffer.get_low_latency_rdma_size_hint(
-            self.max_tokens, self.hidden, num_ranks, self.experts, ranks_per_node=self.ranks_per_node
+            self.max_tokens,
+            self.hidden,
+            num_ranks,
+            self.experts,
+            ranks_per_node=self.ranks_per_node,
         )
 
 

@@ -251,7 +251,7 @@ struct TokenRanks {
     }
     for (int other = 0; other < num_topk; ++other) {
       const int rank = token.rank(other);
-      const bool counts = arch::shfl(kFullMask, static_cast<int>(token.is_first[other / kWarpSize]), other % kWarpSize);
+      const bool counts = token.is_first_of(other);
       DC_UNROLL
       for (int part = 0; part < 2; ++part) {
         if (counts && rank < token.ranks[part]) ++token.order[part];
@@ -264,6 +264,11 @@ struct TokenRanks {
     const int low = arch::shfl(kFullMask, ranks[0], k % kWarpSize);
     const int high = arch::shfl(kFullMask, ranks[1], k % kWarpSize);
     return k < kWarpSize ? low : high;
+  }
+  // A whole warp: whether selection k is the first of its rank.
+  DC_DEVICE bool is_first_of(int k) const {
+    const uint32_t low = arch::ballot(kFullMask, is_first[0]), high = arch::ballot(kFullMask, is_first[1]);
+    return ((k < kWarpSize ? low : high) >> k % kWarpSize & 1u) != 0;
   }
   // A whole warp: how many ranks there are, and before `rank`.
   DC_DEVICE int count() const { return before(0x7fffffff); }

@@ -55,9 +55,7 @@ DC_DEVICE void send_weights(const Context& context, const LowLatencyRailCombineA
     }
     for (int first = 0; first < num_topk; ++first) {
       const int peer = ranks.rank(first);
-      const bool is_first =
-          arch::shfl(kFullMask, static_cast<int>(ranks.is_first[first / kWarpSize]), first % kWarpSize);
-      if (!is_first || !group.is_near(peer)) continue;
+      if (!ranks.is_first_of(first) || !group.is_near(peer)) continue;
       for (int k = arch::lane_idx(); k < num_topk; k += kWarpSize) {
         // pairs with: find_summands at the peer — nothing but the word itself.
         arch::st_relaxed_sys(half.near<uint64_t>(peer, offset) + k, arch::ld_weak(half.own<uint64_t>(staged) + k));
@@ -282,38 +280,39 @@ DC_DEVICE void find_rows(const LowLatencyRailCombineArgs& args, const RailBlockM
   if (arch::lane_idx() == 0) memory.num_places[warp] = num_rows;
 }
 
-// One piece of a row that came back, added to a sum. With LogFMT a piece is 16 elements, else 8.
+// One piece of a row that came back: 8 elements, with LogFMT 16. What a thread adds up, it looks at all together first.
 template <CombineRows kRows, bool kLogFmt>
-DC_DEVICE bool add_piece(const Context& context, const LowLatencyRailCombineArgs& args, uint8_t* row, int piece_idx,
-                         int peer, float weight, float* sum) {
-  using Type = Numeric<Dtype::kBfloat16>;
-  const WaitFor wait{Stage::kRows, Word::kRow, peer, arch::block_idx()};
-  if constexpr (kLogFmt) {
-    uint32_t* last = log_last(row, args.shape.hidden, piece_idx);
-    // First looks together: they are trips to memory.
-    LogPiece piece{arch::ld_relaxed_sys(log_codes(row, piece_idx)),
-                   {arch::ld_relaxed_sys(last), arch::ld_relaxed_sys(last + 1)}};
-    if (!take_arrival(context, log_codes(row, piece_idx), wait, &piece.codes) ||
-        !take_arrival(context, last, wait, &piece.last[0]) ||
-        !take_arrival(context, last + 1, wait, &piece.last[1])) {
-      return false;
-    }
-    float values[LogPiece::kElements];
-    piece.decode(values);
-    DC_UNROLL
-    for (int element = 0; element < LogPiece::kElements; ++element) sum[element] += values[element];
-  } else {
-    Vec16* src = reinterpret_cast<Vec16*>(row) + piece_idx;
-    Vec16 vec = arch::ld_relaxed_sys(src);
-    if (!take_arrival(context, src, wait, &vec)) return false;
-    if constexpr (kRows == CombineRows::kSelections) {
-      add_weighted(sum, vec, weight);
-    } else {
-      Type::add(sum, vec);
+struct ReturnedPiece {
+  Vec16 vec;         // LogFMT: codes
+  uint32_t last[2];  // LogFMT alone
+
+  DC_DEVICE void look(uint8_t* row, int hidden, int piece_idx) {
+    vec = arch::ld_relaxed_sys(reinterpret_cast<Vec16*>(row) + piece_idx);
+    if constexpr (kLogFmt) {
+      last[0] = arch::ld_relaxed_sys(log_last(row, hidden, piece_idx));
+      last[1] = arch::ld_relaxed_sys(log_last(row, hidden, piece_idx) + 1);
     }
   }
-  return true;
-}
+  DC_DEVICE bool take(const Context& context, uint8_t* row, int hidden, int piece_idx, int peer) {
+    const WaitFor wait{Stage::kRows, Word::kRow, peer, arch::block_idx()};
+    if (!take_arrival(context, reinterpret_cast<Vec16*>(row) + piece_idx, wait, &vec)) return false;
+    if constexpr (!kLogFmt) return true;
+    return take_arrival(context, log_last(row, hidden, piece_idx), wait, &last[0]) &&
+           take_arrival(context, log_last(row, hidden, piece_idx) + 1, wait, &last[1]);
+  }
+  DC_DEVICE void add(float* sum, float weight) const {
+    if constexpr (kLogFmt) {
+      float values[LogPiece::kElements];
+      LogPiece{vec, {last[0], last[1]}}.decode(values);
+      DC_UNROLL
+      for (int element = 0; element < LogPiece::kElements; ++element) sum[element] += values[element];
+    } else if constexpr (kRows == CombineRows::kSelections) {
+      add_weighted(sum, vec, weight);
+    } else {
+      Numeric<Dtype::kBfloat16>::add(sum, vec);
+    }
+  }
+};
 
 // The block adds the rows of tokens [begin, end) and writes the results.
 template <CombineRows kRows, bool kLogFmt>
@@ -321,17 +320,29 @@ DC_DEVICE bool add_rows(const Context& context, const LowLatencyRailCombineArgs&
                         const LowLatencyShare& share, const RailBlockMemory& memory, int begin, int end) {
   using Type = Numeric<Dtype::kBfloat16>;
   constexpr int kElements = kLogFmt ? LogPiece::kElements : Type::kPerVec;
+  constexpr int kAhead = kLogFmt ? 4 : 8;  // rows whose looks are in flight together
   const int first_piece = share.column_begin / kElements, num_pieces = share.num_columns() / kElements;
   for (int idx = arch::thread_idx(); idx < (end - begin) * num_pieces; idx += arch::num_threads()) {
     const Position position = Position::of(idx, end - begin, num_pieces);
     const int token = begin + position.row, piece_idx = first_piece + position.column;
     float sum[kElements] = {};
-    const int first_row = position.row * args.shape.num_topk;
-    for (int row = first_row; row < first_row + memory.num_places[position.row]; ++row) {
-      uint8_t* src = half.own<uint8_t>(half.row(token, memory.places[row] & 0xff, rows_per_token<kRows>(args)));
-      if (!add_piece<kRows, kLogFmt>(context, args, src, piece_idx, memory.places[row] >> 8, memory.weights[row],
-                                     sum)) {
-        return false;
+    const int end_row = position.row * args.shape.num_topk + memory.num_places[position.row];
+    const auto row_of = [&](int row) {
+      return half.own<uint8_t>(half.row(token, memory.places[row] & 0xff, rows_per_token<kRows>(args)));
+    };
+    for (int first = position.row * args.shape.num_topk; first < end_row; first += kAhead) {
+      ReturnedPiece<kRows, kLogFmt> pieces[kAhead];
+      DC_UNROLL
+      for (int step = 0; step < kAhead; ++step) {
+        if (first + step < end_row) pieces[step].look(row_of(first + step), args.shape.hidden, piece_idx);
+      }
+      DC_UNROLL
+      for (int step = 0; step < kAhead; ++step) {
+        const int row = first + step;
+        if (row >= end_row) continue;
+        const int peer = memory.places[row] >> 8;
+        if (!pieces[step].take(context, row_of(row), args.shape.hidden, piece_idx, peer)) return false;
+        pieces[step].add(sum, memory.weights[row]);
       }
     }
     Vec16* dst = reinterpret_cast<Vec16*>(args.combined_x + static_cast<size_t>(token) * args.shape.hidden * sizeof(Bf16));

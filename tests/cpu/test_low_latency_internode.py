@@ -1,0 +1,318 @@
+"""Low-latency calls between logical nodes on the host target, as threads and as processes, over shapes and options."""
+
+import random
+
+import pytest
+import torch
+from low_latency import LowLatencyCase, Pair, expert_rows, inputs_of, run_case, run_pairs, verify
+
+import deep_comm
+from deep_comm import errors, local, processes, reference_low_latency
+from deep_comm.reference_low_latency import logfmt_bound
+
+ROUTINGS = ("random", "skewed", "holes", "one_expert", "none", "duplicates")
+SHAPES = [(2, 2), (2, 4), (4, 2), (3, 3), (8, 1), (2, 1), (3, 1)]
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEP_COMM_POISON", "1")
+
+
+def sampled_case(seed: int) -> LowLatencyCase:
+    choose = random.Random(seed)
+    num_nodes, ranks_per_node = SHAPES[seed % len(SHAPES)]
+    num_ranks = num_nodes * ranks_per_node
+    max_tokens = choose.choice((1, 2, 7, 16, 40))
+    use_fp8 = choose.random() < 0.5
+    round_scale = use_fp8 and choose.random() < 0.6
+    compact = choose.random() < 0.4
+    one_rounding = not compact and choose.random() < 0.3
+    return LowLatencyCase(
+        tuple(choose.choice((0, 1, max_tokens // 2, max_tokens)) for _ in range(num_ranks)),
+        max_tokens,
+        hidden=choose.choice((128, 384, 640, 1152) if use_fp8 else (8, 24, 128, 1160)),
+        experts=choose.choice((1, 3, 8, 19, 32)),
+        topk=choose.choice((1, 2, 8) if one_rounding else (1, 2, 8, 33, 64)),
+        routing=choose.choice(ROUTINGS),
+        idx_dtype=choose.choice((torch.int64, torch.int32)),
+        use_fp8=use_fp8,
+        round_scale=round_scale,
+        use_ue8m0=round_scale and choose.random() < 0.5,
+        compact=compact,
+        weights_ahead=choose.random() < 0.4,
+        one_rounding=one_rounding,
+        mode=choose.choice(("plain", "plain", "hook", "late", "async")),
+        zero_copy=choose.random() < 0.3,
+        calls=3,
+        ranks_per_node=ranks_per_node,
+        num_qps=choose.choice((1, 2, 24)),
+        seed=seed,
+    )
+
+
+@pytest.mark.parametrize("first_seed", range(0, 42, 14))
+def test_every_rank_gets_its_rows_and_sums(first_seed: int) -> None:
+    for seed in range(first_seed, first_seed + 14):
+        case = sampled_case(seed)
+        try:
+            results = local.run(
+                lambda group, case=case: run_case(group, case), case.num_ranks, timeout_s=60
+            )
+            verify(case, results)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}, {case}: {error}") from error
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_ranks_may_be_processes(compact: bool) -> None:
+    case = LowLatencyCase(
+        (9, 0, 16, 5), 16, hidden=256, topk=3, use_fp8=True, calls=30, ranks_per_node=2,
+        compact=compact, weights_ahead=compact,
+    )  # fmt: skip
+    verify(case, processes.run(run_case, 4, case, timeout_s=100))
+
+
+def put_bytes(group: local.ThreadGroup, case: LowLatencyCase) -> list[list[int]]:
+    """What one call of each kind puts, [dispatch, combine] by node."""
+    with deep_comm.Buffer(
+        group, 0, case.num_bytes, low_latency_mode=True, device="cpu", ranks_per_node=2
+    ) as buffer:
+        pair, counted = Pair(buffer, case, 0), []
+        for stage in (pair.dispatch, pair.combine):
+            before = [sum(queues) for queues in buffer.rail_put_bytes]
+            stage()
+            now = [sum(queues) for queues in buffer.rail_put_bytes]
+            counted.append([a - b for a, b in zip(now, before, strict=True)])
+        return counted
+
+
+def test_a_row_crosses_once_to_each_rank_of_another_node_and_never_to_the_own_node() -> None:
+    case = LowLatencyCase(
+        (5, 8, 2, 7), 8, hidden=256, experts=8, topk=3, weights_ahead=True, ranks_per_node=2
+    )
+    got = local.run(lambda group: put_bytes(group, case), 4, timeout_s=60)
+    inputs = [inputs_of(case, rank, 0) for rank in range(4)]
+    ranks_of = [[{int(e) // 2 for e in row if e >= 0} for row in idx] for _, idx, _ in inputs]
+    slot, row, counts = 3 * 16 + 2 * 256, 2 * 256, 2 * (2 + 2) * 8
+    for rank, (dispatched, combined) in enumerate(got):
+        other = 1 - rank // 2
+        assert dispatched[rank // 2] == combined[rank // 2] == 0
+        sent = sum(len(ranks & {2 * other, 2 * other + 1}) for ranks in ranks_of[rank])
+        assert dispatched[other] == sent * slot + counts
+        returned = sum(
+            rank in ranks for peer in (2 * other, 2 * other + 1) for ranks in ranks_of[peer]
+        )
+        assert combined[other] == returned * row
+
+
+def test_low_latency_and_normal_calls_mix_in_any_order() -> None:
+    case = LowLatencyCase((5, 8, 3, 0), 8, hidden=256, topk=3, use_fp8=True, calls=4)
+
+    def main(group: local.ThreadGroup) -> list:
+        results = []
+        hint = deep_comm.Buffer.get_low_latency_rdma_size_hint(8, 256, 4, 8, ranks_per_node=2)
+        with deep_comm.Buffer(
+            group, 1 << 20, max(hint, 1 << 20), low_latency_mode=True, device="cpu",
+            ranks_per_node=2,
+        ) as buffer:  # fmt: skip
+            x = torch.full((6, 64), 1.0 + buffer.rank, dtype=torch.bfloat16)
+            idx, ones = torch.arange(6).unsqueeze(1) % 4, torch.ones(6, 1)
+            for call in range(case.calls):
+                pair = Pair(buffer, case, call)
+                received = buffer.dispatch(x, topk_idx=idx, topk_weights=ones, num_experts=4)
+                pair.dispatch()
+                combined = buffer.combine(received[0], received[4])[0]
+                assert torch.equal(combined, x)
+                pair.combine()
+                results.append(pair.received())
+        return results
+
+    verify(case, local.run(main, 4, timeout_s=60))
+
+
+def test_shapes_may_change_and_the_region_be_zeroed_between_calls() -> None:
+    cases = [
+        LowLatencyCase((3, 7, 0, 4), 8, hidden=512, topk=4, calls=3, mode="hook"),
+        LowLatencyCase((30, 12, 5, 9), 32, hidden=128, topk=2, use_fp8=True, calls=3),
+        LowLatencyCase((1, 2, 2, 1), 2, hidden=1024, topk=8, compact=True, calls=3),
+    ]
+
+    def main(group: local.ThreadGroup) -> list:
+        hints = [
+            deep_comm.Buffer.get_low_latency_rdma_size_hint(
+                case.max_tokens, case.hidden, 4, case.experts, ranks_per_node=2
+            )
+            for case in cases
+        ]
+        results = []
+        with deep_comm.Buffer(
+            group, 0, max(hints), low_latency_mode=True, device="cpu", ranks_per_node=2
+        ) as buffer:
+            region = buffer.get_local_buffer_tensor(torch.uint8, use_rdma_buffer=True)
+            assert region.numel() == max(hints)
+            for case in (*cases, *cases):
+                results.append(run_pairs(buffer, case))
+                group.barrier()
+                region.zero_()
+                group.barrier()
+                buffer.clean_low_latency_buffer(case.max_tokens, case.hidden, case.experts)
+        return results
+
+    results = local.run(main, 4, timeout_s=60)
+    for number, case in enumerate((*cases, *cases)):
+        verify(case, [ranks[number] for ranks in results])
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_logfmt_stays_within_its_stated_error(compact: bool) -> None:
+    case = LowLatencyCase(
+        (6, 3, 0, 5), 6, hidden=144, topk=2, experts=8, compact=compact, weights_ahead=compact
+    )
+
+    def main(group: local.ThreadGroup) -> torch.Tensor:
+        with deep_comm.Buffer(
+            group, 0, case.num_bytes, low_latency_mode=True, device="cpu", ranks_per_node=2
+        ) as buffer:
+            pair = Pair(buffer, case, 0)
+            pair.dispatch()
+            rows = expert_rows(case, buffer.rank, 0)
+            return buffer.low_latency_combine(
+                rows, pair.idx, None if compact else pair.weights, pair.handle, use_logfmt=True
+            )[0]
+
+    case = LowLatencyCase(**{**case.__dict__, "ranks_per_node": 2})
+    results = local.run(main, 4, timeout_s=60)
+    xs, idxs, weights = zip(*(inputs_of(case, rank, 0) for rank in range(4)), strict=True)
+    dispatched = reference_low_latency.low_latency_dispatch(
+        xs, idxs, 6, 8, topk_weights=weights, compact=compact
+    )
+    for rank, got in enumerate(results):
+        for token in range(case.tokens[rank]):
+            exact, bound = torch.zeros(144), torch.zeros(144)
+            for peer in range(4):
+                places = dispatched[peer].places[rank, token].reshape(-1).tolist()
+                if max(places) < 0:
+                    continue
+                rows = expert_rows(case, peer, 0).reshape(-1, 144).float()
+                part = torch.zeros(144)
+                for k, place in enumerate(places):
+                    if place >= 0:
+                        part += rows[place] if compact else rows[place] * weights[rank][token, k]
+                exact += part
+                bound += logfmt_bound(part.unsqueeze(0))[0]
+            error = (got[token].float() - exact).abs()
+            # And the last rounding, to bfloat16.
+            assert (error <= bound * 1.01 + (exact.abs() + bound) * 2.0**-8 + 1e-30).all()
+
+
+def test_the_most_tokens_of_any_rank_are_reported_to_all() -> None:
+    def main(group: local.ThreadGroup) -> int:
+        hint = deep_comm.Buffer.get_low_latency_rdma_size_hint(16, 64, 4, 4, ranks_per_node=2)
+        with deep_comm.Buffer(
+            group, 0, hint, low_latency_mode=True, device="cpu", ranks_per_node=2
+        ) as buffer:
+            num = (3, 11, 0, 7)[buffer.rank]
+            x = torch.zeros(num, 64, dtype=torch.bfloat16)
+            idx = torch.zeros(num, 1, dtype=torch.int64)
+            stats = torch.zeros(4, dtype=torch.int64)
+            total = torch.zeros(1, dtype=torch.int32)
+            for _ in range(2):
+                buffer.low_latency_dispatch(
+                    x, idx, 16, 4, total, stats, use_fp8=False, report_num_tokens=True
+                )
+            assert int(total) == (2 * 21 if buffer.rank == 0 else 0)
+            assert (stats >= 0).all()
+            return buffer.wait_low_latency_num_tokens()
+
+    assert local.run(main, 4, timeout_s=60) == [11] * 4
+
+
+# ---- errors ---------------------------------------------------------------------------------------
+
+
+def test_masks_are_refused_between_nodes() -> None:
+    def main(group: local.ThreadGroup) -> None:
+        with pytest.raises(errors.UnsupportedError, match="enable_shrink.*inside one node"):
+            deep_comm.Buffer(
+                group, 0, 1 << 20, low_latency_mode=True, enable_shrink=True, device="cpu",
+                ranks_per_node=1,
+            )  # fmt: skip
+
+    local.run(main, 2, timeout_s=30)
+
+
+def test_a_region_that_is_too_small_names_the_bytes_it_needs() -> None:
+    inside = deep_comm.Buffer.get_low_latency_rdma_size_hint(16, 256, 4, 8)
+    between = deep_comm.Buffer.get_low_latency_rdma_size_hint(16, 256, 4, 8, ranks_per_node=2)
+    assert inside < between < 2 * inside
+    assert deep_comm.Buffer.get_low_latency_rdma_size_hint(
+        16, 256, 16, 8
+    ) == deep_comm.Buffer.get_low_latency_rdma_size_hint(16, 256, 16, 8, ranks_per_node=8)
+
+    def main(group: local.ThreadGroup) -> None:
+        with deep_comm.Buffer(
+            group, 0, 1 << 14, low_latency_mode=True, device="cpu", ranks_per_node=2
+        ) as buffer:
+            x, idx = torch.zeros(2, 256, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.int64)
+            with pytest.raises(errors.BufferTooSmall, match="num_rdma_bytes"):
+                buffer.low_latency_dispatch(x, idx, 16, 8, use_fp8=False)
+
+    local.run(main, 4, timeout_s=30)
+
+
+def test_ranks_that_disagree_are_told_and_one_reset_helps() -> None:
+    case = LowLatencyCase((3, 2, 4, 1), 8, hidden=128, ranks_per_node=2, calls=2)
+
+    def main(group: local.ThreadGroup) -> list:
+        with deep_comm.Buffer(
+            group, 0, case.num_bytes, low_latency_mode=True, device="cpu", ranks_per_node=2,
+            timeout_s=1.0,
+        ) as buffer:  # fmt: skip
+            x, idx = torch.zeros(2, 128, dtype=torch.bfloat16), torch.zeros(2, 2, dtype=torch.int64)
+            with pytest.raises((errors.ConfigMismatch, errors.PeerTimeout)):
+                buffer.low_latency_dispatch(x, idx, 8 - (buffer.rank == 2), 8, use_fp8=False)
+            group.barrier()
+            buffer.reset()
+            return run_pairs(buffer, case)
+
+    verify(case, local.run(main, 4, timeout_s=60))
+
+
+def test_an_expert_out_of_range_is_reported_and_the_rest_is_sent() -> None:
+    def main(group: local.ThreadGroup) -> int:
+        hint = deep_comm.Buffer.get_low_latency_rdma_size_hint(4, 64, 2, 2, ranks_per_node=1)
+        with deep_comm.Buffer(
+            group, 0, hint, low_latency_mode=True, device="cpu", ranks_per_node=1
+        ) as buffer:
+            x = torch.ones(2, 64, dtype=torch.bfloat16)
+            idx = torch.tensor([[0, 1], [1, 0]])
+            if buffer.rank == 0:
+                idx[1, 0] = 7
+                with pytest.raises(errors.ExpertIndexError):
+                    buffer.low_latency_dispatch(x, idx, 4, 2, use_fp8=False)
+                return -1
+            recv, count, *_ = buffer.low_latency_dispatch(x, idx, 4, 2, use_fp8=False)
+            return int(count)
+
+    assert local.run(main, 2, timeout_s=60) == [-1, 3]
+
+
+def late_rank(group: object, silent: int) -> str:
+    case = LowLatencyCase((3,) * 4, 4, experts=4, topk=4, ranks_per_node=2)
+    with deep_comm.Buffer(
+        group, 0, case.num_bytes, low_latency_mode=True, device="cpu", timeout_s=1.0,
+        ranks_per_node=2,
+    ) as buffer:  # fmt: skip
+        pair = Pair(buffer, case, 0)
+        pair.dispatch()
+        if buffer.rank == silent:
+            return "silent"
+        with pytest.raises(errors.PeerTimeout) as raised:
+            pair.combine()
+        assert raised.value.peer == silent
+        return "named"
+
+
+def test_a_silent_process_is_named_on_both_nodes() -> None:
+    assert sorted(processes.run(late_rank, 4, 2, timeout_s=60)) == ["named"] * 3 + ["silent"]
