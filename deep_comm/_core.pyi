@@ -501,6 +501,16 @@ class TwoTierCounts:
     max_num_tokens: int
     num_recv_tokens_per_expert: list[int]
 
+class RailTraffic:
+    """What one rank has posted on one queue of the simulated network."""
+
+    rank: int
+    node: int  # where it went
+    qp: int
+    num_puts: int
+    num_put_bytes: int
+    num_signals: int
+
 class Simulation:
     """All ranks of a job in this process under one seeded scheduler.
 
@@ -528,6 +538,8 @@ class Simulation:
         """The rank's thread ends (or died); it takes part in nothing any more."""
     def stall_rail(self, rank: int) -> None:
         """The rank's NIC delivers nothing any more."""
+    def rail_traffic(self) -> list[RailTraffic]:
+        """What the ranks have posted on the network so far, by queue."""
     def flush_rail(self, rank: int) -> None:
         """It delivers again, and all that it holds at once."""
     def kill(self, rank: int) -> None:
@@ -553,3 +565,26 @@ class MachineError(RuntimeError):
 
 class SimulationStuck(MachineError):
     """No fiber can make progress. The message lists every waiting fiber and the seed."""
+
+# The rules of two tiers that deep_comm.scale counts with; csrc/device/layout/rail.cuh and internode/notify.cuh.
+
+def channel_range(num_tokens: int, num_channels: int, channel: int) -> tuple[int, int]:
+    """Tokens [begin, end) of a channel."""
+
+def dispatch_node(node: int, channel: int, step: int, num_nodes: int) -> int:
+    """To which node a channel of ``node`` sends at a step of dispatch."""
+
+def combine_node(channel: int, step: int, num_nodes: int) -> int:
+    """To which node's tokens a channel adds at a step of combine; the same on all nodes."""
+
+def dispatch_slot_bytes(row_bytes: int, scale_row_bytes: int, num_topk: int) -> int:
+    """Bytes of a dispatched row on the rail, padding included."""
+
+def dispatch_row_bytes(row_bytes: int, scale_row_bytes: int, num_topk: int) -> int:
+    """Bytes of a dispatched row that are copied inside a node."""
+
+def combine_slot_bytes(row_bytes: int, num_topk: int) -> int:
+    """Bytes of a node's sum on the rail, padding included."""
+
+def notify_bytes(num_channels: int, ranks_per_node: int, num_node_experts: int) -> int:
+    """Bytes of counts that a notify puts to a node with that many experts."""

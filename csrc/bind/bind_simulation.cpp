@@ -51,7 +51,15 @@ void bind_simulation(py::module_& m) {
       py::register_local_exception<simt::MachineError>(m, "MachineError", PyExc_RuntimeError);
   py::register_local_exception<simt::SimulationStuck>(m, "SimulationStuck", machine_error);
 
+  using simt::RailTraffic;
   using simt::Simulation;
+  py::class_<RailTraffic>(m, "RailTraffic", py::module_local())
+      .def_readonly("rank", &RailTraffic::rank)
+      .def_readonly("node", &RailTraffic::peer)
+      .def_readonly("qp", &RailTraffic::qp)
+      .def_readonly("num_puts", &RailTraffic::num_puts)
+      .def_readonly("num_put_bytes", &RailTraffic::num_put_bytes)
+      .def_readonly("num_signals", &RailTraffic::num_signals);
   const auto release_gil = py::call_guard<py::gil_scoped_release>();
   py::class_<Simulation>(m, "Simulation", py::module_local())
       .def(py::init(&make_simulation), py::kw_only(), py::arg("num_ranks"), py::arg("seed"),
@@ -64,6 +72,7 @@ void bind_simulation(py::module_& m) {
       .def("leave", &Simulation::leave, py::arg("rank"), release_gil)
       .def("kill", &Simulation::kill, py::arg("rank"), release_gil)
       .def("stall_rail", &Simulation::stall_rail, py::arg("rank"), release_gil)
+      .def("rail_traffic", &Simulation::rail_traffic, release_gil)
       .def("describe", &Simulation::describe, release_gil);
 }
 

@@ -10,4 +10,5 @@ PYBIND11_MODULE(_core, m) {
   deep_comm::bind_simulation(m);
   deep_comm::bind_engine_host(m);
   deep_comm::bind_examples(m);
+  deep_comm::bind_scale(m);
 }

@@ -8,6 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "rail.hpp"
+
 namespace deep_comm::simt {
 
 // What a launch needs to know. `kernel` is a literal; blocks and grids are one-dimensional.
@@ -83,6 +85,8 @@ class Simulation {
   void stall_rail(int rank);
   // It delivers again, and all that it holds at once. While no kernel of the rank runs.
   void flush_rail(int rank);
+  // What the ranks have posted on the network so far, by queue.
+  std::vector<RailTraffic> rail_traffic() const;
   // Every fiber that waits, and for what.
   std::string describe() const;
   uint64_t num_steps() const;

@@ -36,6 +36,8 @@ void RailNetwork::post(const RailOp& op) {
   queue.rank = op.rank;
   queue.is_stalled = std::find(stalled_.begin(), stalled_.end(), op.rank) != stalled_.end();
   uint32_t num_pieces = 1;
+  ++(op.num_bytes > 0 ? queue.num_puts : queue.num_signals);
+  queue.num_put_bytes += op.num_bytes;
   if (op.num_bytes > 0) {
     const uint32_t bytes = piece_bytes(op.num_bytes, num_pieces_);
     num_pieces = (op.num_bytes + bytes - 1) / bytes;
@@ -102,6 +104,15 @@ void RailNetwork::resume(int rank) {
     queue.is_stalled = false;
     update(queue);
   }
+}
+
+std::vector<RailTraffic> RailNetwork::traffic() const {
+  std::vector<RailTraffic> posted;
+  for (const auto& [key, queue] : queues_) {
+    const auto& [rank, peer, qp] = key;
+    posted.push_back({rank, peer, qp, queue.num_puts, queue.num_put_bytes, queue.num_signals});
+  }
+  return posted;
 }
 
 void RailNetwork::drop(int rank) {

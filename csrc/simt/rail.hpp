@@ -30,6 +30,16 @@ struct RailOp {
   uint64_t value;
 };
 
+// What one rank has posted on one queue so far.
+struct RailTraffic {
+  int rank;
+  int peer;
+  int qp;
+  uint64_t num_puts;
+  uint64_t num_put_bytes;
+  uint64_t num_signals;
+};
+
 // How bytes arrive on a machine.
 class RailMemory {
  public:
@@ -55,6 +65,8 @@ class RailNetwork {
   void flush(int rank);
   // What `rank` has posted is lost.
   void drop(int rank);
+  // Everything that was ever posted, by queue.
+  std::vector<RailTraffic> traffic() const;
 
  private:
   struct Pending {
@@ -65,6 +77,9 @@ class RailNetwork {
     int rank;
     bool is_stalled = false;
     int index = -1;  // in active_
+    uint64_t num_puts = 0;
+    uint64_t num_put_bytes = 0;
+    uint64_t num_signals = 0;
     std::deque<Pending> ops;
   };
 

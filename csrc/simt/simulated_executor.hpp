@@ -37,6 +37,7 @@ class SimulatedExecutor final : public Executor, private RailMemory {
   void stall_rail(int rank) { rail_.stall(rank); }
   // All that it has posted lands.
   void flush_rail(int rank) { rail_.flush(rank); }
+  std::vector<RailTraffic> rail_traffic() const { return rail_.traffic(); }
   bool is_killed(int rank) const { return killed_[static_cast<size_t>(rank)]; }
   std::string describe_all();
   std::string describe_run() const;  // seed, policy, and how to do it again

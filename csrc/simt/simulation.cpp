@@ -127,6 +127,11 @@ class SimulationState {
     machine_.flush_rail(rank);
   }
 
+  std::vector<RailTraffic> rail_traffic() {
+    std::lock_guard lock(mutex_);
+    return machine_.rail_traffic();
+  }
+
   std::string describe() {
     std::lock_guard lock(mutex_);
     return machine_.describe_all();
@@ -337,6 +342,7 @@ void Simulation::leave(int rank) { state_->leave(rank); }
 void Simulation::kill(int rank) { state_->kill(rank); }
 void Simulation::stall_rail(int rank) { state_->stall_rail(rank); }
 void Simulation::flush_rail(int rank) { state_->flush_rail(rank); }
+std::vector<RailTraffic> Simulation::rail_traffic() const { return state_->rail_traffic(); }
 std::string Simulation::describe() const { return state_->describe(); }
 uint64_t Simulation::num_steps() const { return state_->num_steps(); }
 uint64_t Simulation::time_ns() const { return state_->time_ns(); }
