@@ -35,7 +35,9 @@ void bind_scale(py::module_& m) {
       "row_bytes"_a, "scale_row_bytes"_a, "num_topk"_a);
   m.def(
       "combine_slot_bytes",
-      [](int row_bytes, int num_topk) { return SumMessage{row_bytes, num_topk}.slot_bytes(); },
+      [](int row_bytes, int num_topk) {
+        return SumMessage{row_bytes, num_topk}.slot_bytes();
+      },
       "row_bytes"_a, "num_topk"_a);
   m.def(
       "notify_bytes",

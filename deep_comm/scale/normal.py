@@ -5,8 +5,8 @@ every S-th; a batch waits for a slot, is copied by an SM, queues for the NIC of 
 receiver, and is forwarded after all batches of earlier steps. NICs and NVLink belong to a rank and serve its channels
 first come, first served.
 
-Simplified: batches are served step by step, so that one that is ready early may come behind one of an earlier
-step; rows of a (rank, node) spread over its ranks in every batch as in all; no congestion between NICs other than at
+Simplified: NICs serve batches step by step, so that one that is ready early may come behind one of an earlier
+step; an SM's warps share it in the order of steps; rows of a (rank, node) spread over its ranks in every batch as in all; no congestion between NICs other than at
 the receiver's port, which holds back its senders by their rings alone.
 """
 
@@ -107,12 +107,14 @@ class _Dispatch:
         start = machine.call_us
         # By source:
         self.warp_free = shape.zeros(*ranks, shape.num_channels, self.num_warps) + start
+        self.sm_free = shape.zeros(*ranks, shape.num_channels) + start
         self.nic_out_free = shape.zeros(*ranks) + start
         # By the rank that forwards, and that receives:
         self.nic_in_free = shape.zeros(*ranks) + start
         self.forward_free = shape.zeros(*ranks, shape.num_channels) + start
         self.nvlink_out_free = shape.zeros(*ranks) + start
         self.nvlink_in_free = shape.zeros(*ranks) + start
+        self.receive_free = shape.zeros(*ranks, shape.num_channels) + start
 
     def run(self) -> Times:
         for step in range(self.shape.num_nodes):
@@ -135,12 +137,8 @@ class _Dispatch:
             + traffic.to_rank.sum(0) * wire.dispatch_row_bytes,
             forwarded.sum((0, 3)) * wire.dispatch_row_bytes,
         )
-        last = max(float(self.forward_free.max()), float(self.nvlink_in_free.max()))
-        received_us = wire.num_local_slots * wire.dispatch_row_bytes * self.shape.num_local
-        last += min(
-            machine.nvlink_latency_us + received_us / _per_us(machine.sm_gb_per_s),
-            machine.nvlink_latency_us + times.sm_us,
-        )
+        ends = (self.forward_free, self.nvlink_in_free, self.receive_free)
+        last = max(float(each.max()) for each in ends) + machine.nvlink_latency_us
         total = max(last, machine.call_us + times.sm_us)
         return Times(total, times.nic_us, times.nvlink_us, times.sm_us)
 
@@ -174,13 +172,14 @@ class _Dispatch:
         """[N, M, C] when batches of ``rows`` have left their ranks, or are in the ring if it is an own one."""
         wire, machine = self.wire, self.machine
         warp = step % self.num_warps
-        free = self.warp_free[..., warp]
+        # The SM works for the earliest step whose warp has a slot; a warp that waits for credit holds up no other.
+        begin = torch.maximum(self.sm_free, self.warp_free[..., warp])
         if credit_at is not None:
-            free = torch.where(rows > 0, torch.maximum(free, credit_at), free)
-        # A sender warp has its part of an SM.
-        row_us = wire.dispatch_slot_bytes * self.num_warps / _per_us(machine.sm_gb_per_s)
-        filled = free + rows * row_us
+            begin = torch.maximum(begin, credit_at)
+        fill_us = rows * (wire.dispatch_slot_bytes / _per_us(machine.sm_gb_per_s))
+        filled = torch.where(rows > 0, begin + fill_us, self.warp_free[..., warp])
         self.warp_free[..., warp] = filled
+        self.sm_free = self.sm_free + fill_us
         work = _message_us(machine, rows, wire.dispatch_slot_bytes) * ~is_own
         sent, self.nic_out_free = serve(self.nic_out_free, filled, work)
         return torch.where(is_own, filled, sent + machine.nic_latency_us)
@@ -202,6 +201,10 @@ class _Dispatch:
         # At the receiving end: what all forwarders and channels bring.
         first = torch.where(leaves > 0, start[..., None], torch.inf).amin((1, 2))
         self.nvlink_in_free = drain(self.nvlink_in_free, first, leaves.sum((1, 2)) / nvlink)
+        # Receivers copy what comes to its place.
+        came = torch.where(sent_on > 0, start[..., None], torch.inf).amin(1).transpose(1, 2)
+        copies_us = sent_on.sum(1).transpose(1, 2) / _per_us(machine.sm_gb_per_s)
+        self.receive_free = drain(self.receive_free, came, copies_us)
         # A forwarder is ahead of a receiver by a ring at most; a port takes a ring of each of its senders in:
         ring_us = wire.num_local_slots * wire.dispatch_row_bytes / nvlink
         ring_us *= shape.num_channels * max(1, shape.num_local - 1)

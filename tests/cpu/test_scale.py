@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,15 @@ from deep_comm.scale.traffic import Posts, Traffic, Wire, count, count_job
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "scale.md"
 SHAPES = [(2, 2), (2, 4), (4, 2), (3, 3), (8, 1), (3, 2)]
 ROUTING_NAMES = ("random", "skewed", "holes", "one_expert", "duplicates")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small operations: more threads are slower, and other tests run beside."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
 
 
 # ---- what is sent ----------------------------------------------------------------------------------
@@ -258,10 +268,10 @@ def test_low_latency_rows_follow_the_ways() -> None:
 
 
 def test_two_thousand_ranks_take_seconds(capsys: pytest.CaptureFixture[str]) -> None:
-    started = time.monotonic()
+    started = time.process_time()
     assert main(["job", "--ranks", "2048", "--tokens", "512", "--routing", "limited"]) == 0
     assert "dispatch" in capsys.readouterr().out
-    assert time.monotonic() - started < 60  # about 8 on one idle core
+    assert time.process_time() - started < 60  # of the processor; about 8
 
 
 @pytest.mark.parametrize(
