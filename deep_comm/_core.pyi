@@ -303,9 +303,22 @@ class Engine:
         num_topk: int,
     ) -> int: ...
     def enable_internode(
-        self, *, node: int, num_nodes: int, rail_bases: list[int], num_qps: int, num_bytes: int
+        self,
+        *,
+        node: int,
+        num_nodes: int,
+        rail_bases: list[int],
+        num_qps: int,
+        num_bytes: int,
+        rail_pes: list[int] = ...,
+        rail_kernels: int = 0,
+        rail_base: int = 0,
+        rail_qps: int = 0,
     ) -> None:
-        """The engine's ranks are those of one node; the heap's last num_bytes are the rail's."""
+        """The engine's ranks are those of one node; the heap's last num_bytes are the rail's.
+
+        The last four: over NVSHMEM; rail_bases are then the addresses that stores reach, or 0.
+        """
     def quiet_rail(self) -> None: ...
     def internode_layout(self, **arguments: int) -> None:
         """See InternodeLayoutArgs."""

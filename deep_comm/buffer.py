@@ -88,6 +88,7 @@ class Buffer(InternodeCalls, LowLatencyCalls):
         timeout_s: float | None = None,
         num_max_experts: int = 16384,
         num_direct_bytes: int | None = None,
+        rail: str | None = None,
     ) -> None:
         """Allocate and find the peers. Collective over the group.
 
@@ -114,6 +115,10 @@ class Buffer(InternodeCalls, LowLatencyCalls):
                 allocated there while there is room, and peers write them in place, without rings.
                 Default: all but 64 MiB from 128 MiB on, else none. Outputs without room there are
                 ordinary tensors, filled through the rings.
+            rail: what joins the nodes of a group of several: "nvshmem" (CUDA devices; the ranks are then
+                the process's NVSHMEM job), "software" (CUDA devices, logical nodes of one host),
+                "simulated" (host target). Default: DEEP_COMM_RAIL, else nvshmem between hosts and the
+                other one inside a host.
 
         Raises:
             ArgumentError, UnsupportedError: on this rank, before anything is exchanged.
@@ -137,6 +142,7 @@ class Buffer(InternodeCalls, LowLatencyCalls):
             enable_shrink=bool(enable_shrink),
             num_rdma_bytes=num_rdma_bytes,
             num_qps=num_qps_per_rank,
+            rail=rail,
         )
         self._context = Context(group, comm, settings)
         self._is_internode = self._context.topology.num_nodes > 1

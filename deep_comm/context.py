@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from deep_comm import errors, tuning
+from deep_comm import rail as rails
 from deep_comm.backends import Backend, Heap, create_backend, resolve_device
 from deep_comm.config import Config, RingPlan, plan_rings
 from deep_comm.handle import Handle, KnownHandle
@@ -52,6 +53,7 @@ class Settings:
     enable_shrink: bool = False
     num_rdma_bytes: int = 0  # for rings between nodes, if there are several
     num_qps: int = 24  # queues to each node
+    rail: str | None = None  # see deep_comm.rail
 
     def __post_init__(self) -> None:
         for name, smallest in (("num_nvl_bytes", 0), ("num_max_experts", 1)):
@@ -87,6 +89,7 @@ class Context:
     def __init__(self, group: Any, comm: Any, settings: Settings) -> None:
         """Collective over the group."""
         ranks_per_node = requested_ranks_per_node(settings.ranks_per_node)
+        wanted_rail = rails.requested(settings.rail)
         device = resolve_device(settings.device)
         self.backend: Backend = create_backend(device)
         self.device = device
@@ -114,13 +117,15 @@ class Context:
                     "ranks_per_node": ranks_per_node,
                     "num_rdma_bytes": settings.num_rdma_bytes,
                     "num_qps_per_rank": settings.num_qps,
+                    "rail": wanted_rail,
                     "device type": device.type,
                     "deep_comm version": settings.version,
                 }
             )
             hosts = self.rendezvous.all_gather_object(host_identity())
             self.topology: Topology = discover(hosts, ranks_per_node)
-            require_supported(self.topology, hosts, self.backend.has_rail)
+            require_supported(self.topology)
+            self.rail = rails.choose(wanted_rail, device.type, self.topology, hosts)
             if self.topology.num_nodes > 1 and settings.enable_shrink:
                 raise errors.UnsupportedError(
                     "enable_shrink serves groups inside one node: between nodes a silent rank raises "
@@ -155,7 +160,9 @@ class Context:
                 self.num_ranks, self.num_max_experts
             ))  # fmt: skip
             self.low_latency_end += words
-        self.heap: Heap = self.backend.create_heap(self.rendezvous, heap_bytes)
+        self.heap: Heap = self.backend.create_heap(
+            self.rendezvous, heap_bytes, topology, self.rail, settings.num_qps
+        )
         engines: list[Engine] = []
 
         def create_engine() -> None:
@@ -172,9 +179,9 @@ class Context:
                 engines[0].enable_internode(
                     node=topology.node(self.rank),
                     num_nodes=topology.num_nodes,
-                    rail_bases=[self.heap.peer_bases[peer] for peer in peers],
                     num_qps=settings.num_qps,
                     num_bytes=rail_bytes,
+                    **self.heap.rail_arguments(peers),
                 )
             if self.low_latency_bytes > 0:
                 engines[0].enable_low_latency(

@@ -93,6 +93,22 @@ RANKS_PER_NODE: Variable[int | None] = Variable(
     "ranks per (logical) node; unset: counted from host names",
     _parse_positive_int,
 )
+RAIL: Variable[str | None] = Variable(
+    "DEEP_COMM_RAIL",
+    "nvshmem, software (CUDA devices) or simulated (host target)",
+    None,
+    "what joins the nodes of a group; Buffer(rail=) overrides it; unset: nvshmem between hosts, software "
+    "between the logical nodes of one, simulated on the host",
+    str,
+)
+RAIL_NEAR: Variable[bool] = Variable(
+    "DEEP_COMM_RAIL_NEAR",
+    "0 or 1",
+    True,
+    "nvshmem: rows for nodes whose memory this GPU's stores reach (NVLink) are stored there; 0: they are put, "
+    "as for all other nodes",
+    _parse_flag,
+)
 TUNE_FILE: Variable[str | None] = Variable(
     "DEEP_COMM_TUNE_FILE",
     "a path",
@@ -134,11 +150,24 @@ VLLM: Variable[bool] = Variable(
 )
 
 REGISTRY: tuple[Variable[Any], ...] = (
-    TIMEOUT_S, NUM_SMS, DEVICE, RANKS_PER_NODE, TUNE_FILE, POISON, DEEP_EP_FULL_RDMA, DECODE_TOKENS, VLLM,
+    TIMEOUT_S, NUM_SMS, DEVICE, RANKS_PER_NODE, RAIL, RAIL_NEAR, TUNE_FILE, POISON, DEEP_EP_FULL_RDMA, DECODE_TOKENS, VLLM,
 )  # fmt: skip
 
 # Read by the build, not by the package; listed so that unknown() does not call them typos.
-BUILD_VARIABLES = ("DEEP_COMM_TESTS", "DEEP_COMM_CUDA", "DEEP_COMM_PTXAS_REPORT")
+BUILD_VARIABLES = (
+    "DEEP_COMM_TESTS", "DEEP_COMM_CUDA", "DEEP_COMM_NVSHMEM", "DEEP_COMM_PTXAS_REPORT",
+)  # fmt: skip
+
+
+def set_foreign_defaults(wanted: dict[str, str]) -> list[tuple[str, str, bool]]:
+    """Set variables of a library that this process is about to start, unless they are set.
+
+    Returns name, value now, and whether it was set before.
+    """
+    found = [(name, name in os.environ) for name in wanted]
+    for name, value in wanted.items():
+        os.environ.setdefault(name, value)
+    return [(name, os.environ[name], was_set) for name, was_set in found]
 
 
 def describe() -> str:

@@ -105,26 +105,10 @@ def discover(hosts: Sequence[str], ranks_per_node: int | None = None) -> Topolog
     return Topology(num_ranks=num_ranks, ranks_per_node=ranks_per_node)
 
 
-def require_supported(topology: Topology, hosts: Sequence[str], has_rail: bool) -> None:
-    """Raise TopologyError unless the modes that exist can serve this topology.
-
-    ``has_rail``: the target reaches other (logical) nodes, so far those of the same host.
-    """
+def require_supported(topology: Topology) -> None:
+    """Raise TopologyError if a node has more ranks than kernels serve."""
     if topology.ranks_per_node > MAX_RANKS_PER_NODE:
         raise TopologyError(
             f"the group has {topology.ranks_per_node} ranks in one node; at most "
             f"{MAX_RANKS_PER_NODE} are supported (ranks_per_node= makes several logical nodes of one)"
-        )
-    if topology.num_nodes == 1:
-        return
-    spans = (
-        f"the group spans {topology.num_nodes} nodes ({topology.num_ranks} ranks, "
-        f"{topology.ranks_per_node} per node)"
-    )
-    if not has_rail:
-        raise TopologyError(f"{spans}; on this device this version serves groups inside one node only")
-    if len(set(hosts)) > 1:
-        raise TopologyError(
-            f"{spans} on {len(set(hosts))} hosts; this version has no transport between hosts, only "
-            "between the logical nodes of one (ranks_per_node=)"
         )

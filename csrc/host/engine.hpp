@@ -9,6 +9,7 @@
 #include "device/intranode/args.cuh"
 #include "device/low_latency/rail_args.cuh"
 #include "host/low_latency_plan.hpp"
+#include "host/rail_kernels.hpp"
 #include "host/target.hpp"
 
 namespace deep_comm {
@@ -65,6 +66,7 @@ struct InternodeOptions {
   std::vector<uintptr_t> rail_bases;
   int num_qps;
   size_t num_bytes;  // of the heap's end: words, then rings between nodes
+  NvshmemRail nvshmem;  // its `kernels` null: the target's own rail
 };
 
 struct EngineOptions {

@@ -1,65 +1,53 @@
 // The engine on the GPU target: the kernels' entry points and their launches.
-#include <cuda_runtime.h>
-
-#include <stdexcept>
-#include <string>
-
 #include "host/engine_impl.hpp"
+#include "host/launch_cuda.cuh"
+#include "host/rail_fingerprint.hpp"
 #include "host/target_cuda.hpp"
 
 namespace deep_comm {
 
-namespace {
-
-void check(cudaError_t status, const char* what) {
-  if (status == cudaSuccess) return;
-  throw std::runtime_error(std::string(what) + ": " + cudaGetErrorName(status) + " (" +
-                           cudaGetErrorString(status) + ")");
-}
-
-// One block an SM: the kernels size their shared memory for a whole SM.
-template <class KernelType>
-__global__ void __launch_bounds__(KernelType::kMaxThreads, 1)
-    entry(const __grid_constant__ typename KernelType::Args args) {
-  KernelType::run(args);
-}
-
-// The least part of an SM's shared memory that holds one block.
-unsigned int carveout_percent(size_t smem_bytes) {
-  constexpr size_t kSmemBytesOfSm = 228 * 1024, kReservedBytesOfBlock = 1024;
-  return static_cast<unsigned int>(
-      ceil_div<size_t>(100 * (smem_bytes + kReservedBytesOfBlock), kSmemBytesOfSm));
-}
-
-}  // namespace
-
-// Loads the kernel now: at its first launch, loading would wait for kernels that may be waiting for this rank.
 template <class KernelType>
 void CudaTarget::prepare() {
-  check(cudaFuncSetAttribute(entry<KernelType>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             kTuning.smem_bytes_limit),
-        "cudaFuncSetAttribute");
+  constexpr int kPlace = RailKernelList::index_of<KernelType>();
+  if (kPlace >= 0 && over_nvshmem_ != nullptr) {
+    over_nvshmem_->kernels()->prepare(kPlace, kTuning.smem_bytes_limit);
+  } else {
+    prepare_kernel<KernelType>(kTuning.smem_bytes_limit);
+  }
 }
 
 template <class KernelType>
 void CudaTarget::launch(const LaunchConfig& config, const typename KernelType::Args& args,
                         uint64_t stream) {
-  // Blocks that wait for each other and for their peers' blocks must all run at once, or not start.
-  cudaLaunchAttribute attributes[2]{};
-  attributes[0].id = cudaLaunchAttributeCooperative;
-  attributes[0].val.cooperative = KernelType::kBlocksWait ? 1 : 0;
-  // What shared memory leaves is L1, which bounds the loads that a block's readers can have under way.
-  attributes[1].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
-  attributes[1].val.sharedMemCarveout = carveout_percent(config.smem_bytes);
-  cudaLaunchConfig_t launch_config{};
-  launch_config.gridDim = dim3(config.num_blocks);
-  launch_config.blockDim = dim3(config.num_threads);
-  launch_config.dynamicSmemBytes = config.smem_bytes;
-  launch_config.stream = reinterpret_cast<cudaStream_t>(stream);
-  launch_config.attrs = attributes;
-  launch_config.numAttrs = 2;
-  check(cudaLaunchKernelEx(&launch_config, entry<KernelType>, args),
-        kKernelNames[static_cast<int>(KernelType::kName)]);
+  constexpr int kPlace = RailKernelList::index_of<KernelType>();
+  if (kPlace >= 0 && over_nvshmem_ != nullptr) {
+    over_nvshmem_->kernels()->launch(kPlace, config, &args, stream);
+  } else {
+    launch_kernel<KernelType>(config, args, stream);
+  }
+}
+
+RailPort CudaTarget::open_rail(RailPort port, int num_peers, uint64_t timeout_ns,
+                               const NvshmemRail& nvshmem) {
+  if (nvshmem.kernels == nullptr) {
+    nic_ = std::make_shared<SoftwareNic>(device_,
+                                         std::vector<uint8_t*>(port.bases, port.bases + num_peers),
+                                         port.num_qps, port.num_bytes, timeout_ns);
+    port.queue = nic_->queue();
+    return port;
+  }
+  if (nvshmem.kernels->fingerprint != rail_fingerprint()) {
+    throw std::runtime_error(
+        "deep_comm._cuda and deep_comm._nvshmem are of different builds; install the package "
+        "again");
+  }
+  over_nvshmem_ = std::make_shared<NvshmemRailState>(nvshmem, port, num_peers);
+  return over_nvshmem_->port();
+}
+
+std::vector<uint64_t> CudaTarget::rail_put_bytes(const uint64_t* counters, size_t count) const {
+  if (over_nvshmem_ != nullptr) return over_nvshmem_->put_bytes();
+  return {counters, counters + count};
 }
 
 void* CudaTarget::allocate_mapped(size_t num_bytes) {

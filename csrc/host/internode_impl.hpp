@@ -75,8 +75,11 @@ void Engine<Target>::enable_internode(const InternodeOptions& options) {
   }
   tiers_.rank = options.node * num_local + world_.rank;
   tiers_.rail.node = options.node;
-  tiers_.rail.port = target_.open_rail({rail_bases_, rail_byte_counters_, options.num_qps, {}},
-                                       num_rail_peers_, world_.timeout_ns);
+  RailPort port{};
+  port.bases = rail_bases_;
+  port.num_bytes = rail_byte_counters_;
+  port.num_qps = options.num_qps;
+  tiers_.rail.port = target_.open_rail(port, num_rail_peers_, world_.timeout_ns, options.nvshmem);
   tiers_.rail.layout = RailLayout::make(world_.layout.data + data_bytes_, options.num_nodes,
                                         num_local, num_max_experts_);
   if constexpr (Target::kHasRail) {
@@ -96,7 +99,7 @@ template <class Target>
 std::vector<uint64_t> Engine<Target>::rail_put_bytes() const {
   const size_t count =
       is_internode() ? static_cast<size_t>(num_rail_peers_) * tiers_.rail.port.num_qps : 0;
-  return {rail_byte_counters_, rail_byte_counters_ + count};
+  return target_.rail_put_bytes(rail_byte_counters_, count);
 }
 
 // The rings of a call in both tiers; slots of either have slot_bytes.

@@ -9,8 +9,10 @@
 //   stream) void* allocate_mapped(size_t)              zeroed host memory, at the same address for
 //   kernels void  free_mapped(void*) void  fill_zero(void* heap_memory, size_t) when no kernel runs
 //   void  store(T* heap_word, T value)         when no kernel runs
-//   RailPort open_rail(RailPort, int num_nodes, uint64_t timeout_ns)   its queue filled in; close_rail() ends it
+//   RailPort open_rail(RailPort, int num_peers, uint64_t timeout_ns, const NvshmemRail&)
+//                                              what its kernels need filled in; close_rail() ends it
 //   void  quiet_rail()                         when no kernel runs: everything put has landed
+//   std::vector<uint64_t> rail_put_bytes(const uint64_t* counters, size_t count)
 //   bool  is_idle(uint64_t stream)             nothing is left to run there; throws if the device
 //   failed
 #pragma once

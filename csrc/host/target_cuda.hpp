@@ -4,6 +4,7 @@
 #include <memory>
 #include <vector>
 
+#include "host/nvshmem_rail_cuda.hpp"
 #include "host/software_nic_cuda.hpp"
 #include "host/target.hpp"
 
@@ -47,22 +48,25 @@ class CudaTarget {
   void store(T* word, T value) {
     copy_in(word, &value, sizeof(T));
   }
-  RailPort open_rail(RailPort port, int num_nodes, uint64_t timeout_ns) {
-    nic_ = std::make_shared<SoftwareNic>(device_,
-                                         std::vector<uint8_t*>(port.bases, port.bases + num_nodes),
-                                         port.num_qps, port.num_bytes, timeout_ns);
-    port.queue = nic_->queue();
-    return port;
+  RailPort open_rail(RailPort port, int num_peers, uint64_t timeout_ns, const NvshmemRail& nvshmem);
+  void close_rail() {
+    nic_.reset();
+    over_nvshmem_.reset();
   }
-  void close_rail() { nic_.reset(); }
-  void quiet_rail() { nic_->quiet(); }
+  void quiet_rail() {
+    if (nic_ != nullptr) nic_->quiet();
+    if (over_nvshmem_ != nullptr) over_nvshmem_->kernels()->quiet();
+  }
+  std::vector<uint64_t> rail_put_bytes(const uint64_t* counters, size_t count) const;
   bool is_idle(uint64_t stream);
 
  private:
   void copy_in(void* memory, const void* source, size_t num_bytes);
 
   int device_;
-  std::shared_ptr<SoftwareNic> nic_;  // of a group of several nodes
+  // Of a group of several nodes, one of them.
+  std::shared_ptr<SoftwareNic> nic_;
+  std::shared_ptr<NvshmemRailState> over_nvshmem_;
 };
 
 }  // namespace deep_comm

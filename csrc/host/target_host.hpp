@@ -75,13 +75,17 @@ class HostTarget {
   void store(T* word, T value) {
     *word = value;
   }
-  RailPort open_rail(const RailPort& port, int /*num_nodes*/, uint64_t /*timeout_ns*/) {
+  RailPort open_rail(const RailPort& port, int /*num_peers*/, uint64_t /*timeout_ns*/,
+                     const NvshmemRail& /*nvshmem*/) {
     return port;  // the executor carries out what is posted
   }
   void close_rail() {}
   void quiet_rail() {
     // Outside of a simulation what a grid has put lands before its launch returns.
     if (simulation_ != nullptr) simulation_->flush_rail(rank_);
+  }
+  std::vector<uint64_t> rail_put_bytes(const uint64_t* counters, size_t count) const {
+    return {counters, counters + count};
   }
   bool is_idle(uint64_t /*stream*/) { return true; }
 

@@ -36,6 +36,9 @@ class Heap(Protocol):
     ) -> Tensor:
         """The same as a contiguous [num_rows, num_columns] tensor of ``dtype``."""
 
+    def rail_arguments(self, peers: Sequence[int]) -> dict[str, Any]:
+        """What Engine.enable_internode is told of the rail's peers, given as ranks."""
+
     def close(self) -> None:
         """Let go of the peers' parts and of this rank's own. Never waits for a peer. Idempotent."""
 
@@ -82,7 +85,6 @@ class Backend(Protocol):
     device: torch.device
     is_synchronous: bool  # kernels have ended when an engine call returns
     max_sms: int | None  # blocks that can run at once; None: no limit
-    has_rail: bool  # reaches other nodes
 
     def workspace_bytes(self, num_ranks: int, num_max_experts: int) -> int: ...
     def rail_workspace_bytes(self, topology: Topology, num_max_experts: int) -> int: ...
@@ -98,8 +100,16 @@ class Backend(Protocol):
         num_topk: int,
     ) -> int: ...
 
-    def create_heap(self, rendezvous: Rendezvous, num_bytes: int) -> Heap:
-        """Collective. Raises on every rank if it fails on one."""
+    def create_heap(
+        self,
+        rendezvous: Rendezvous,
+        num_bytes: int,
+        topology: Topology,
+        rail: str | None,
+        num_qps: int,
+    ) -> Heap:
+        """Where ``rail`` (see deep_comm.rail) has its memory. Collective. Raises on every rank if it
+        fails on one."""
 
     def create_engine(
         self,

@@ -31,6 +31,7 @@ class _HostHeap(abc.ABC):
     """What both kinds of heap have in common: tensors over this rank's part."""
 
     base: int
+    peer_bases: Sequence[int]
 
     @abc.abstractmethod
     def _owner(self) -> object:
@@ -46,6 +47,10 @@ class _HostHeap(abc.ABC):
         return _PLACE.matrix(address, num_rows, num_columns, dtype, (self._owner(), owner))
 
 
+    def rail_arguments(self, peers: Sequence[int]) -> dict[str, Any]:
+        return {"rail_bases": [self.peer_bases[peer] for peer in peers]}
+
+
 class _ThreadHeap(_HostHeap):
     """Ranks are threads: every rank holds every rank's block."""
 
@@ -54,7 +59,7 @@ class _ThreadHeap(_HostHeap):
             rendezvous, lambda: in_process.Block(_core.allocate(num_bytes), num_bytes, _core.free)
         )
         self.num_bytes = num_bytes
-        self.peer_bases: Sequence[int] = [block.address for block in blocks]
+        self.peer_bases = [block.address for block in blocks]
         self.base = self.peer_bases[rendezvous.rank]
         self._rank = rendezvous.rank
         self._blocks = blocks
@@ -95,7 +100,7 @@ class _SegmentHeap(_HostHeap):
             # All have attached, or the Buffer is not to be: either way nobody needs the name.
             for segment in own:
                 segment.unlink()
-        self.peer_bases: Sequence[int] = [segment.address for segment in self._segments]
+        self.peer_bases = [segment.address for segment in self._segments]
         self.base = self.peer_bases[rendezvous.rank]
 
     def _owner(self) -> object:
@@ -155,7 +160,6 @@ class CpuBackend:
     device = torch.device("cpu")
     is_synchronous = True
     max_sms: int | None = None
-    has_rail = _core.Engine.has_rail
 
     def __init__(self) -> None:
         self._poison_outputs = env.POISON.get()
@@ -194,7 +198,14 @@ class CpuBackend:
             num_topk=num_topk,
         )
 
-    def create_heap(self, rendezvous: Rendezvous, num_bytes: int) -> Heap:
+    def create_heap(
+        self,
+        rendezvous: Rendezvous,
+        num_bytes: int,
+        topology: Topology,
+        rail: str | None,
+        num_qps: int,
+    ) -> Heap:
         if rendezvous.in_process:
             return _ThreadHeap(rendezvous, num_bytes)
         return _SegmentHeap(rendezvous, num_bytes)

@@ -18,6 +18,7 @@ from deep_comm.backends.cuda_launch import CallerLaunch, CommLaunch, Streams, cu
 from deep_comm.backends.foreign import Place
 from deep_comm.errors import TopologyError, UnsupportedError
 from deep_comm.events import EventHandle
+from deep_comm.rail import NVSHMEM
 from deep_comm.rendezvous import Rendezvous
 from deep_comm.topology import Topology
 from deep_comm.topology import host_identity
@@ -97,6 +98,9 @@ class _CudaHeap:
         owner = (self._blocks[self._rank], owner)
         return self._place.matrix(self.base + offset, num_rows, num_columns, dtype, owner)
 
+    def rail_arguments(self, peers: Sequence[int]) -> dict[str, Any]:
+        return {"rail_bases": [self.peer_bases[peer] for peer in peers]}
+
     def close(self) -> None:
         for address in self._opened:
             _cuda.ipc_close(self._device, address)
@@ -106,7 +110,6 @@ class _CudaHeap:
 
 class CudaBackend:
     is_synchronous = False
-    has_rail = _Engine.has_rail
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -157,7 +160,20 @@ class CudaBackend:
             num_topk=num_topk,
         )
 
-    def create_heap(self, rendezvous: Rendezvous, num_bytes: int) -> Heap:
+    def create_heap(
+        self,
+        rendezvous: Rendezvous,
+        num_bytes: int,
+        topology: Topology,
+        rail: str | None,
+        num_qps: int,
+    ) -> Heap:
+        if rail == NVSHMEM:
+            # Loaded where it is needed: all else works without NVSHMEM.
+            from deep_comm.backends.nvshmem import NvshmemHeap
+
+            place = Place(self.device)
+            return NvshmemHeap(rendezvous, place, self._index, num_bytes, topology, num_qps)
         return _CudaHeap(rendezvous, Place(self.device), self._index, num_bytes)
 
     def create_engine(

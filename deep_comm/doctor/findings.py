@@ -94,7 +94,21 @@ def modules() -> Section:
             section.warnings.append(
                 "there are CUDA devices, but no _cuda module: install nvcc and rebuild"
             )
+        return section
+    section.lines.append(_nvshmem_module())
     return section
+
+
+def _nvshmem_module() -> str:
+    """Whether groups of several hosts can be served."""
+    from deep_comm.backends import nvshmem
+
+    try:
+        version = nvshmem.load().version
+    except Exception as error:  # noqa: BLE001 - a finding, not a failure
+        return f"_nvshmem not available, groups stay inside one host: {error}"
+    major, rest = divmod(version, 10000)
+    return f"_nvshmem for NVSHMEM {major}.{rest // 100}.{rest % 100}: groups of several hosts"
 
 
 def num_devices() -> int:

@@ -94,18 +94,14 @@ def test_disagreement_is_raised_on_all_and_names_ranks_and_values() -> None:
 def test_equal_hosts_are_one_node() -> None:
     topology = discover(["a"] * 6)
     assert (topology.num_ranks, topology.ranks_per_node, topology.num_nodes) == (6, 6, 1)
-    require_supported(topology, ["a"] * 6, has_rail=False)
+    require_supported(topology)
 
 
 def test_hosts_in_rank_order_are_nodes() -> None:
     topology = discover(["a", "a", "b", "b"])
     assert (topology.ranks_per_node, topology.num_nodes, topology.node(2)) == (2, 2, 1)
     assert (list(topology.node_members(2)), list(topology.rail_members(3))) == ([2, 3], [1, 3])
-    with pytest.raises(TopologyError, match="2 nodes"):
-        require_supported(topology, ["a"] * 4, has_rail=False)
-    require_supported(topology, ["a"] * 4, has_rail=True)
-    with pytest.raises(TopologyError, match="2 nodes .* on 2 hosts"):
-        require_supported(topology, ["a", "a", "b", "b"], has_rail=True)
+    require_supported(topology)
 
 
 @pytest.mark.parametrize("hosts", [["a", "b", "a", "b"], ["a", "a", "b"], ["a", "b", "b"]])
@@ -124,5 +120,5 @@ def test_ranks_per_node_overrides_host_names() -> None:
 
 def test_more_than_eight_ranks_in_a_node_are_refused() -> None:
     with pytest.raises(TopologyError, match="at most 8"):
-        require_supported(discover(["a"] * 9), ["a"] * 9, has_rail=True)
-    require_supported(discover(["a"] * 9, 3), ["a"] * 9, has_rail=True)
+        require_supported(discover(["a"] * 9))
+    require_supported(discover(["a"] * 9, 3))

@@ -439,6 +439,13 @@ inline void rail_signal(const RailPort& port, int peer, int qp, size_t word_offs
                         uint64_t value) {
   simt::rail_signal(peer, qp, reinterpret_cast<uint64_t*>(port.bases[peer] + word_offset), value);
 }
+inline void rail_put_warp(const RailPort& port, int peer, int qp, size_t dst_offset,
+                          const void* src, uint32_t num_bytes) {
+  if (lane_idx() == 0) rail_put(port, peer, qp, dst_offset, src, num_bytes);
+}
+// All of a rail is a network here.
+inline uint8_t* rail_near(const RailPort&, int) { return nullptr; }
+inline void rail_count(const RailPort&, int, int, uint32_t) {}
 
 // ---- waiting, time --------------------------------------------------------------------
 

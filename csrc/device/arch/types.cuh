@@ -60,13 +60,23 @@ struct RailQueue {
   uint32_t depth;
 };
 
+// A peer as NVSHMEM knows it.
+struct RailPeer {
+  uint8_t* near;  // its segment, if this GPU's own stores reach it (nvshmem_ptr); else null
+  int32_t pe;
+};
+
 // How a rank reaches its rail, the network between nodes. The first peers are nodes: the rank of
 // the same local index there. With low-latency mode all ranks of the group follow, by rank.
 struct RailPort {
   uint8_t* const* bases;  // [num_peers]: their segments, as whoever carries out a put sees them
   uint64_t* num_bytes;    // [num_peers, num_qps]: bytes put so far
   int num_qps;
-  RailQueue queue;  // GPUs
+  RailQueue queue;  // GPUs with a software NIC
+  // GPUs with NVSHMEM; the first is null for everybody else.
+  const RailPeer* peers;  // [num_peers], device memory
+  uint8_t* base;          // this rank's segment, in the symmetric heap
+  int32_t* qps;           // [num_qps] handles, device memory; null: NVSHMEM's default queue
 };
 
 template <class To, class From>

@@ -1,16 +1,18 @@
 // One ring between two nodes: the rank of this local index here and there. Slots and `tail` lie
 // with the receiver, `head` with the sender, as in ring.cuh; what crosses is put by the NIC.
 //
-//   sender:   poll_slot / await_slot → fill slot() → publish(begin, end)     (puts, then tail, on
-//   one queue) receiver: await_filled → read slot() → return_credit(n)                  (head)
+//   sender:   poll_slot / await_slot → fill slot() → publish(begin, end)    (puts, then tail, on one
+//             queue)
+//   receiver: await_filled → read slot() → return_credit(n)                 (head)
 //
 // Each word is always written through the same queue, so that its writes keep their order from
 // kernel to kernel; a late write of an older kernel carries its generation and counts as "not yet".
 // A send slot may be filled again when its credit is back: who has read the row has it.
 //
-// Rows for the own node pass through the receive ring as well, without the NIC.
+// Rows for the own node pass through the receive ring as well, without the NIC. So do rows for nodes
+// whose memory this rank's stores reach (near ones): slot() then lies there.
 //
-// One lane of a warp owns an end; the methods are for that lane alone.
+// One lane of a warp owns an end; the methods are for that lane alone but for slot() and publish().
 #pragma once
 
 #include "device/layout/rail.cuh"
@@ -34,14 +36,32 @@ struct RailTier {
   }
 };
 
+// The segment of this local index at `node`, if this rank's own stores reach it, else null.
+DC_DEVICE uint8_t* near_segment(const World& world, const RailTier& tier, int node) {
+  return node == tier.node ? world.bases[world.rank] : arch::rail_near(tier.port, node);
+}
+
+// One thread: a word at `node`, after all that this thread has put on the queue before, or stored there.
+DC_DEVICE void write_rail_word(const World& world, const RailTier& tier, int node, int qp,
+                               size_t offset, uint64_t value) {
+  uint8_t* near = near_segment(world, tier, node);
+  if (near != nullptr) {
+    // pairs with: what the caller's comment names; the word's readers do not see which way it came.
+    arch::st_release_sys(reinterpret_cast<uint64_t*>(near + offset), value);
+  } else {
+    arch::rail_signal(tier.port, node, qp, offset, value);
+  }
+}
+
 class RailSender {
  public:
   DC_DEVICE RailSender(const Context& context, const RailTier& tier, const RailRings& rings,
                        int channel, int node)
       : context_(context), tier_(tier), rings_(rings), channel_(channel), node_(node) {
     uint8_t* base = context.world.bases[context.world.rank];
-    ring_ = is_own() ? rings.recv_ring(channel, node) : rings.send_ring(channel, node);
-    slots_ = base + ring_;
+    near_ = near_segment(context.world, tier, node);
+    slots_ = near_ != nullptr ? near_ + rings.recv_ring(channel, tier.node)
+                              : base + rings.send_ring(channel, node);
     head_ = reinterpret_cast<const uint64_t*>(base + tier.layout.head_of(channel, node));
   }
 
@@ -59,35 +79,35 @@ class RailSender {
     return await_tagged(context_, head_, {Stage::kRailCredit, Word::kRailHead, node_, channel_},
                         row_idx + 1 - rings_.num_slots, &num_released_);
   }
-  // Rows [begin, end) are filled by this lane, or by others that it has met at a barrier or by an
-  // acquire.
+  // The whole warp. Rows [begin, end) are filled by it, or by others that it has met at a barrier or
+  // by an acquire; the lanes have met since.
   DC_DEVICE void publish(uint32_t begin, uint32_t end) {
     if (begin == end) return;
-    const size_t tail = tier_.layout.tail_of(channel_, tier_.node);
-    const uint64_t word = Tagged::pack(context_.generation, end);
-    if (is_own()) {
-      uint8_t* base = context_.world.bases[context_.world.rank];
-      // pairs with: RailReceiver::await_filled — slots [begin, end).
-      arch::st_release_sys(reinterpret_cast<uint64_t*>(base + tail), word);
-      return;
-    }
-    // Orders the filled slots before the NIC's reads of them.
-    if (!arch::fault(Fault::kSkipRailFence)) arch::fence_acq_rel_sys();
     const int qp = tier_.data_qp(channel_);
-    const size_t target = rings_.recv_ring(channel_, tier_.node);
-    while (begin != end) {
-      const uint32_t first = begin % rings_.num_slots;
-      const uint32_t count = min_of(end - begin, static_cast<uint32_t>(rings_.num_slots) - first);
-      arch::rail_put(tier_.port, node_, qp, target + rings_.slot_offset(begin), slot(begin),
-                     count * rings_.slot_bytes);
-      begin += count;
+    if (near_ == nullptr) {
+      // Orders the filled slots before the NIC's reads of them.
+      if (arch::lane_idx() == 0 && !arch::fault(Fault::kSkipRailFence)) arch::fence_acq_rel_sys();
+      arch::sync_warp();
+      const size_t target = rings_.recv_ring(channel_, tier_.node);
+      for (uint32_t row = begin; row != end;) {
+        const uint32_t first = row % rings_.num_slots;
+        const uint32_t count = min_of(end - row, static_cast<uint32_t>(rings_.num_slots) - first);
+        arch::rail_put_warp(tier_.port, node_, qp, target + rings_.slot_offset(row), slot(row),
+                            count * rings_.slot_bytes);
+        row += count;
+      }
     }
-    // pairs with: RailReceiver::await_filled at the node — the puts above, on the same queue.
-    arch::rail_signal(tier_.port, node_, qp, tail, word);
+    if (arch::lane_idx() != 0) return;
+    if (near_ != nullptr && node_ != tier_.node) {
+      arch::rail_count(tier_.port, node_, qp, (end - begin) * rings_.slot_bytes);
+    }
+    // pairs with: RailReceiver::await_filled at the node — the puts above, on the same queue, or the
+    // stores into the slots.
+    write_rail_word(context_.world, tier_, node_, qp, tier_.layout.tail_of(channel_, tier_.node),
+                    Tagged::pack(context_.generation, end));
   }
 
  private:
-  DC_DEVICE bool is_own() const { return node_ == tier_.node; }
   DC_DEVICE bool is_free(uint32_t row_idx) const {
     return row_idx - num_released_ < static_cast<uint32_t>(rings_.num_slots);
   }
@@ -97,7 +117,7 @@ class RailSender {
   const RailRings& rings_;
   int channel_;
   int node_;
-  size_t ring_;
+  uint8_t* near_;  // the node's segment, if stores reach it
   uint8_t* slots_;
   const uint64_t* head_;
   uint32_t num_released_ = 0;  // as last seen
@@ -134,17 +154,12 @@ class RailReceiver {
   // Rows [0, num_rows) have been read by this lane, or by others that it has met by a barrier or an
   // acquire.
   DC_DEVICE void return_credit(uint32_t num_rows) const {
-    const size_t head = tier_.layout.head_of(channel_, tier_.node);
-    const uint64_t word = Tagged::pack(context_.generation, num_rows);
-    if (node_ == tier_.node) {
-      uint8_t* base = context_.world.bases[context_.world.rank];
-      // pairs with: RailSender::await_slot and ::poll_slot — the reads of the slots.
-      arch::st_release_sys(reinterpret_cast<uint64_t*>(base + head), word);
-      return;
-    }
-    arch::fence_acq_rel_sys();  // the reads before the signal
+    const bool is_near = near_segment(context_.world, tier_, node_) != nullptr;
+    if (!is_near) arch::fence_acq_rel_sys();  // the reads before the signal
     // pairs with: RailSender::await_slot and ::poll_slot at the node — the reads of the slots.
-    arch::rail_signal(tier_.port, node_, tier_.credit_qp(channel_), head, word);
+    write_rail_word(context_.world, tier_, node_, tier_.credit_qp(channel_),
+                    tier_.layout.head_of(channel_, tier_.node),
+                    Tagged::pack(context_.generation, num_rows));
   }
   // How many credits a sender of `num_rows` rows can need at all; the rest is never returned.
   DC_DEVICE static uint32_t num_needed(const RailRings& rings, uint32_t num_rows) {

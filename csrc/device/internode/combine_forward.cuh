@@ -98,7 +98,7 @@ DC_DEVICE void publish_sums(const TierContexts& contexts, const InternodeCombine
         arch::st_release_sys(head_word, Tagged::pack(contexts.node.generation, num_read));
       }
       for (; num_put < reached; num_put = min_of(num_put + max_put, reached)) {
-        if (lane == 0) rail.publish(num_put, min_of(num_put + max_put, reached));
+        rail.publish(num_put, min_of(num_put + max_put, reached));
       }
     }
     follower.end_run(num_rows);

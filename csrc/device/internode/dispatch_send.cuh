@@ -64,8 +64,8 @@ class RailOutlet {
     if (++num_filled_ - num_published_ >= batch_) publish();
   }
   DC_DEVICE void publish() {
-    arch::sync_warp();  // the lanes' stores before the leader's release
-    if (arch::lane_idx() == 0) ring_.publish(num_published_, num_filled_);
+    arch::sync_warp();  // the lanes' stores before the put, or the leader's release
+    ring_.publish(num_published_, num_filled_);
     num_published_ = num_filled_;
   }
 

@@ -80,21 +80,23 @@ DC_DEVICE void fill_counts(const InternodeNotifyArgs& args, int node, int32_t* o
   }
 }
 
-// Round one. The own node's counts take the short way.
+// Round one. The counts for the own node, and for nodes whose memory stores reach, take the short way.
 DC_DEVICE void send_counts_to_nodes(const Context& rail, const InternodeNotifyArgs& args,
                                     int parity) {
   const World& world = args.world;
   const RailTier& tier = args.tiers.rail;
   for (int node = 0; node < tier.num_nodes(); ++node) {
-    const size_t offset = node == tier.node ? tier.layout.received_counts_of(parity, node)
-                                            : tier.layout.sent_counts_of(parity, node);
-    fill_counts(args, node, counts_at(world, world.rank, offset));
+    uint8_t* near = near_segment(world, tier, node);
+    uint8_t* out = near != nullptr
+                       ? near + tier.layout.received_counts_of(parity, tier.node)
+                       : world.bases[world.rank] + tier.layout.sent_counts_of(parity, node);
+    fill_counts(args, node, reinterpret_cast<int32_t*>(out));
   }
   arch::sync_block();
   if (arch::warp_idx() != 0) return;
   if (!arch::fault(Fault::kSkipRailFence)) arch::fence_acq_rel_sys();  // before the NIC reads them
   for (int node = arch::lane_idx(); node < tier.num_nodes(); node += kWarpSize) {
-    if (node == tier.node) continue;
+    if (near_segment(world, tier, node) != nullptr) continue;
     arch::rail_put(tier.port, node, 0, tier.layout.received_counts_of(parity, tier.node),
                    counts_at(world, world.rank, tier.layout.sent_counts_of(parity, node)),
                    static_cast<uint32_t>(align_up(4 * num_counts(args, node), 16)));

@@ -1,0 +1,67 @@
+// Entry points of kernels on the GPU target, and their launch; included by the files that nvcc compiles.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "device/layout/names.cuh"
+#include "host/target.hpp"
+
+namespace deep_comm {
+
+namespace {
+
+void check(cudaError_t status, const char* what) {
+  if (status == cudaSuccess) return;
+  throw std::runtime_error(std::string(what) + ": " + cudaGetErrorName(status) + " (" +
+                           cudaGetErrorString(status) + ")");
+}
+
+// One block an SM: the kernels size their shared memory for a whole SM.
+template <class KernelType>
+__global__ void __launch_bounds__(KernelType::kMaxThreads, 1)
+    entry(const __grid_constant__ typename KernelType::Args args) {
+  KernelType::run(args);
+}
+
+// The least part of an SM's shared memory that holds one block.
+unsigned int carveout_percent(size_t smem_bytes) {
+  constexpr size_t kSmemBytesOfSm = 228 * 1024, kReservedBytesOfBlock = 1024;
+  return static_cast<unsigned int>(
+      ceil_div<size_t>(100 * (smem_bytes + kReservedBytesOfBlock), kSmemBytesOfSm));
+}
+
+// Loads the kernel now: at its first launch, loading would wait for kernels that may be waiting for this rank.
+template <class KernelType>
+void prepare_kernel(int smem_bytes_limit) {
+  check(cudaFuncSetAttribute(entry<KernelType>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             smem_bytes_limit),
+        "cudaFuncSetAttribute");
+}
+
+template <class KernelType>
+void launch_kernel(const LaunchConfig& config, const typename KernelType::Args& args,
+                   uint64_t stream) {
+  // Blocks that wait for each other and for their peers' blocks must all run at once, or not start.
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeCooperative;
+  attributes[0].val.cooperative = KernelType::kBlocksWait ? 1 : 0;
+  // What shared memory leaves is L1, which bounds the loads that a block's readers can have under way.
+  attributes[1].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
+  attributes[1].val.sharedMemCarveout = carveout_percent(config.smem_bytes);
+  cudaLaunchConfig_t launch_config{};
+  launch_config.gridDim = dim3(config.num_blocks);
+  launch_config.blockDim = dim3(config.num_threads);
+  launch_config.dynamicSmemBytes = config.smem_bytes;
+  launch_config.stream = reinterpret_cast<cudaStream_t>(stream);
+  launch_config.attrs = attributes;
+  launch_config.numAttrs = 2;
+  check(cudaLaunchKernelEx(&launch_config, entry<KernelType>, args),
+        kKernelNames[static_cast<int>(KernelType::kName)]);
+}
+
+}  // namespace
+
+}  // namespace deep_comm

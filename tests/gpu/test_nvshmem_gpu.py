@@ -1,0 +1,134 @@
+"""tests/gpu/test_internode_gpu.py over NVSHMEM: the GPUs of one host as logical nodes, so that its transport is NVLink.
+
+Once with rows stored straight into near nodes' rings, once with every row and word through NVSHMEM's puts and signals.
+A process has one NVSHMEM job, so that all tests here use processes of their own and all of them.
+"""
+
+import atexit
+import importlib.util
+
+import pytest
+import test_internode_gpu as over_nic
+from internode import InternodeCase, verify
+
+from deep_comm import errors, processes
+
+needs_nvshmem = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("deep_comm._nvshmem", "nvshmem")),
+    reason="needs nvshmem4py and a build with the NVSHMEM module",
+)
+pytestmark = needs_nvshmem
+
+_pools: dict[int, processes.Pool] = {}
+
+
+def run(fn, num_ranks: int, *args: object, near: bool = True, timeout_s: float = 200.0) -> list:
+    if num_ranks not in _pools:
+        _pools[num_ranks] = processes.Pool(num_ranks)
+        atexit.register(_pools[num_ranks].close)
+    variables = {
+        "DEEP_COMM_RAIL": "nvshmem", "DEEP_COMM_RAIL_NEAR": str(int(near)), "DEEP_COMM_POISON": "1",
+    }  # fmt: skip
+    try:
+        return _pools[num_ranks].run(
+            fn, num_ranks, *args, backend="gloo", devices=range(num_ranks), variables=variables,
+            timeout_s=timeout_s,
+        )  # fmt: skip
+    except BaseException:
+        _pools.pop(num_ranks).close(kill=True)  # ranks may have left kernels or half a job behind
+        raise
+
+
+def shapes(num_ranks: int) -> list[tuple[int, int]]:
+    """(nodes, ranks per node) of all the GPUs."""
+    divisors = [nodes for nodes in range(2, num_ranks + 1) if num_ranks % nodes == 0]
+    return [(nodes, num_ranks // nodes) for nodes in divisors]
+
+
+def check(cases: list[InternodeCase], options: dict | None = None, **run_options) -> None:
+    results = run(over_nic.run_cases, cases[0].num_ranks, cases, options or {}, **run_options)
+    failures = []
+    for number, case in enumerate(cases):
+        try:
+            verify(case, [ranks[number] for ranks in results])
+        except AssertionError as error:
+            failures.append(f"{case}: {error}")
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("near", [True, False], ids=["stores", "puts"])
+def test_every_rank_gets_its_rows_and_sums(num_ranks: int, near: bool) -> None:
+    for shape in shapes(num_ranks):
+        first_seed = 300 * shape[0] + shape[1]
+        check(over_nic.random_cases(shape, first_seed, num_cases=16), near=near)
+
+
+def test_asynchronous_calls_give_the_same(num_ranks: int) -> None:
+    cases = over_nic.random_cases(shapes(num_ranks)[0], first_seed=1900, num_cases=6)
+    check(cases, {"async_finish": True})
+
+
+@pytest.mark.parametrize("near", [True, False], ids=["stores", "puts"])
+def test_many_tokens_at_a_model_shape(num_ranks: int, near: bool) -> None:
+    num_nodes, ranks_per_node = shapes(num_ranks)[0]
+    case = InternodeCase(
+        tuple(512 + 97 * rank for rank in range(num_ranks)), hidden=7168, experts=64, topk=8,
+        biases=1, calls=3, nvl_bytes=512 << 20, rdma_bytes=512 << 20, num_sms=24,
+        send_chunk=6, slots=64, rail_chunk=6, rail_slots=64, ranks_per_node=ranks_per_node,
+    )  # fmt: skip
+    check([case], near=near)
+
+
+@pytest.mark.parametrize("near", [True, False], ids=["stores", "puts"])
+def test_a_hundred_calls_with_rings_of_few_slots(num_ranks: int, near: bool) -> None:
+    num_nodes, ranks_per_node = shapes(num_ranks)[0]
+    case = InternodeCase(
+        tuple(40 + 7 * rank for rank in range(num_ranks)), hidden=512, experts=32, topk=4,
+        num_sms=4, send_chunk=2, slots=3, rail_chunk=1, rail_slots=2, calls=100,
+        ranks_per_node=ranks_per_node,
+    )  # fmt: skip
+    check([case], near=near)
+
+
+def test_a_silent_rank_is_named_and_the_buffer_recovers(num_ranks: int) -> None:
+    ranks_per_node = shapes(num_ranks)[0][1]
+    named = run(over_nic.silent_rank, num_ranks, num_ranks - 1, ranks_per_node)
+    assert named == [num_ranks - 1] * (num_ranks - 1) + [None]
+
+
+def other_group(group) -> str:
+    """After a first Buffer over all ranks, one over the first of them alone with itself."""
+    import torch
+    from torch import distributed
+
+    import deep_comm
+
+    options = dict(device=torch.device("cuda", torch.cuda.current_device()), ranks_per_node=1)
+    with deep_comm.Buffer(group, 1 << 20, 1 << 20, **options):
+        pass
+    first = distributed.new_group([0, 1])
+    if group.rank() > 1:
+        return ""
+    try:
+        deep_comm.Buffer(first, 1 << 20, 1 << 20, **options)
+    except errors.TopologyError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_part_of_the_job_is_refused(num_ranks: int) -> None:
+    if num_ranks < 3:
+        pytest.skip("needs 3 CUDA devices")
+    messages = run(other_group, num_ranks)
+    assert all("not the NVSHMEM job" in message for message in messages[:2])
+
+
+@pytest.mark.parametrize("near", [True, False], ids=["stores", "puts"])
+def test_cached_calls_at_4096_tokens_end(num_ranks: int, near: bool, capsys) -> None:
+    """Prints the time of a call; performance is no verdict here."""
+    num = num_ranks // 2 * 2
+    slowest = run(over_nic.timed, num, num // 2, near=near)
+    with capsys.disabled():
+        for name in ("dispatch", "combine"):
+            way = "stores" if near else "puts"
+            print(f"\n{num} GPUs as two nodes, NVSHMEM, {way}: {name} {max(r[name] for r in slowest):.0f} us")
