@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from deep_comm import processes
-from deep_comm.bench import layer, machine, normal, options, plot, report, simulation, targets
+from deep_comm.bench import layer, machine, normal, options, plot, report, simulation, targets, two_tier_report
 from deep_comm.bench.low_latency import main as low_latency
 from deep_comm.bench.low_latency import options as low_latency_options
 from deep_comm.bench.layer import Options as LayerOptions
@@ -80,6 +80,9 @@ def publish(chosen: AnyOptions, figures: Any, num_ranks: int, elapsed_s: float) 
     verdicts = targets.judge(figures.lines, num_ranks)
     if chosen.device == "cuda" and any(verdict.measured is not None for verdict in verdicts):
         print(f"\ntargets on {num_ranks} GPUs (set for H200)\n{targets.table(verdicts)}")
+    ratios = two_tier_report.ratios(figures.lines)
+    if figures.rail:
+        print("\n" + two_tier_report.table(ratios, figures.rail))
     simulated = None
     if chosen.simulation_runs > 0:
         small = Workload(num_ranks=8, num_tokens=64, hidden=64, num_experts=32, num_topk=4)
@@ -98,6 +101,8 @@ def publish(chosen: AnyOptions, figures: Any, num_ranks: int, elapsed_s: float) 
             "rows_received": figures.rows_received,
             "peak_rss_bytes": figures.peak_rss_bytes,
             "targets": [verdict.to_json() for verdict in verdicts],
+            "two_tier": [ratio.to_json() for ratio in ratios],
+            "rail": [each.to_json() for each in figures.rail],
             "simulation": None if simulated is None else simulated.to_json(),
         }
         chosen.json.write_text(json.dumps(document, indent=2) + "\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -72,20 +73,35 @@ class Expected:
         keys = payload.row_keys(self._src_rank, self.recv_src_idx, slot, salt=1 + self.rank)
         return payload.bf16_rows(keys, self.workload.hidden)
 
-    def _make_combined(self, slot: int) -> Tensor:
-        """Sum of this rank's tokens' rows over the ranks that got them, ascending, rounded once."""
-        total = torch.zeros(len(self._tokens), self.workload.hidden, device=self.device)
-        for peer in range(self.workload.num_ranks):
-            keys = payload.row_keys(self.rank, self._tokens, slot, salt=1 + peer)
-            rows = payload.bf16_rows(keys, self.workload.hidden).float()
-            total += torch.where(self._is_token_in_rank[:, peer, None], rows, 0.0)
-        return total.to(torch.bfloat16)
+    def _make_combined(self, slot: int, ranks_per_node: int | None = None) -> Tensor:
+        """Sum of this rank's tokens' rows over the ranks that got them, ascending, rounded once.
 
-    def _make_echoed(self, slot: int) -> Tensor:
+        With nodes of ``ranks_per_node``: once a node, and once over the nodes, ascending.
+        """
+
+        def row_of(peer: int) -> Tensor:
+            keys = payload.row_keys(self.rank, self._tokens, slot, salt=1 + peer)
+            return payload.bf16_rows(keys, self.workload.hidden)
+
+        return self._sum(row_of, ranks_per_node)
+
+    def _make_echoed(self, slot: int, ranks_per_node: int | None = None) -> Tensor:
         """The sum when every rank hands back what it received (bf16 payload)."""
         x = self.x(slot)
         assert isinstance(x, Tensor)
-        total = torch.zeros(x.shape, device=self.device)
-        for peer in range(self.workload.num_ranks):
-            total += torch.where(self._is_token_in_rank[:, peer, None], x.float(), 0.0)
+        return self._sum(lambda _peer: x, ranks_per_node)
+
+    def _sum(self, row_of: Callable[[int], Tensor], ranks_per_node: int | None) -> Tensor:
+        shape = (len(self._tokens), self.workload.hidden)
+        num_ranks = self.workload.num_ranks
+        per_node = num_ranks if ranks_per_node is None else ranks_per_node
+        total = torch.zeros(shape, device=self.device)
+        for first in range(0, num_ranks, per_node):
+            node_total = torch.zeros(shape, device=self.device)
+            for peer in range(first, first + per_node):
+                goes = self._is_token_in_rank[:, peer, None]
+                node_total += torch.where(goes, row_of(peer).float(), 0.0)
+            if per_node == num_ranks:
+                return node_total.to(torch.bfloat16)
+            total += node_total.to(torch.bfloat16).float()
         return total.to(torch.bfloat16)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from deep_comm import Buffer
-from deep_comm.bench import link, rivals
+from deep_comm.bench import link, rivals, two_tier
 from deep_comm.bench.expected import Expected
 from deep_comm.bench.measure import Effort, Timing, peak_rss_bytes, time_over_ranks
 from deep_comm.bench.operations import BufferOperations, Operation
@@ -33,7 +33,7 @@ class Measured:
 
     workload: Workload
     name: str
-    mode: str  # "direct", "ring"; "" for what has none
+    mode: str  # "direct", "ring", "two-tier"; "" for what has none
     sms: str  # "24", or "auto 20"; "" for what has none
     num_sms: int | None
     config: tuple[int, int] | None  # (rows between publications, slots); None: the Buffer's choice
@@ -85,6 +85,7 @@ class Report:
     notes: list[str] = field(default_factory=list)
     rows_received: dict[str, list[int]] = field(default_factory=dict)  # by workload: by rank
     peak_rss_bytes: list[int] = field(default_factory=list)  # by rank
+    rail: list[two_tier.RailCount] = field(default_factory=list)
 
 
 def gather(value: Any) -> list[Any]:
@@ -101,6 +102,8 @@ def require_on_all_ranks(good: bool, what: str) -> None:
 
 def make_buffer(scenario: Scenario, device: torch.device) -> Buffer:
     """Rings that every Config fits into, and in direct mode a receive region for all that lives."""
+    if scenario.ranks_per_node is not None:
+        return two_tier.make_buffer(scenario, device)
     shape = scenario.workload
     row_bytes = max(shape.row_bytes, shape.combine_row_bytes)
     smallest = (64 if device.type == "cuda" else 16) << 20
@@ -200,7 +203,9 @@ class Runner:
                 lines += self._measure(scenario, expected, operation, ("eager",), None)
         with make_buffer(scenario, self._device) as buffer:
             for config in scenario.configs:
-                subject = BufferOperations(buffer, expected, config)
+                subject = BufferOperations(buffer, expected, config, scenario.ranks_per_node)
+                if scenario.ranks_per_node is not None:
+                    self._count_rail(buffer, subject, scenario)
                 mode = self._observed_mode(scenario, subject)
                 for operation in subject.operations(mode):
                     if operation.name in scenario.names:
@@ -213,6 +218,16 @@ class Runner:
                 torch.cuda.synchronize()
             dist.barrier()  # before this rank's heap goes, nobody uses it
         return lines
+
+    def _count_rail(
+        self, buffer: Buffer, subject: BufferOperations, scenario: Scenario
+    ) -> None:
+        """One row a (token, remote node) and not a byte more, or nothing is timed."""
+        assert scenario.ranks_per_node is not None
+        traffic = two_tier.traffic_of(scenario.workload, scenario.ranks_per_node)
+        for mine in two_tier.count_rail(buffer, subject, scenario.workload, traffic):
+            require_on_all_ranks(mine.is_exact, f"{mine.operation}: bytes on the rail ({mine})")
+            self.report.rail.extend(gather(mine))
 
     def _observed_mode(self, scenario: Scenario, subject: BufferOperations) -> str:
         """What the dispatch did on all ranks, which is not always what was asked for."""

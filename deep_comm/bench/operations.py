@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from deep_comm import Buffer, Config, reference
+from deep_comm.bench import two_tier
 from deep_comm.bench.expected import Expected, Rows
 from deep_comm.bench.payload import same_bits
 from deep_comm.bench.workload import Volume, Workload, combine_volume, dispatch_volume
@@ -61,22 +62,28 @@ def _first_rows(rows: Any, num_rows: int) -> Any:
 class BufferOperations:
     """The operations of one Buffer with one Config. Collective to make: it dispatches."""
 
-    def __init__(self, buffer: Buffer, expected: Expected, config: Config | None) -> None:
+    def __init__(
+        self, buffer: Buffer, expected: Expected, config: Config | None, ranks_per_node: int | None = None
+    ) -> None:
         self._buffer = buffer
         self._expected = expected
         self.config = config
         self._workload: Workload = expected.workload
         shape = self._workload
         self._num_worst = sum(shape.num_tokens_of(rank) for rank in range(shape.num_ranks))
+        # Of logical nodes, between which sums are rounded once more; None: one tier.
+        self._ranks_per_node = ranks_per_node
         received = self._dispatch(0)
-        self.local_mode = mode_of(buffer, received[0])
+        self.local_mode = two_tier.MODE
+        if ranks_per_node is None:
+            self.local_mode = mode_of(buffer, received[0])
         self.handle = received[4]
         self._padded_outputs: dict[int, Tensor] = {}
 
     @property
     def num_sms(self) -> int:
         """As many as the kernels used, whoever chose them."""
-        return self.handle.num_channels
+        return self.handle.num_channels * (1 if self._ranks_per_node is None else 2)
 
     # ---- calls ---------------------------------------------------------------------------------
 
@@ -94,8 +101,11 @@ class BufferOperations:
     def _dispatch_no_wait(self, slot: int) -> Any:
         return self._dispatch(slot, num_worst_tokens=self._num_worst)
 
-    def _dispatch_cached(self, slot: int) -> Any:
+    def dispatch_cached(self, slot: int) -> Any:
         return self._buffer.dispatch(self._expected.x(slot), handle=self.handle, config=self.config)
+
+    def combine(self, slot: int) -> Any:
+        return self._combine(self._expected.expert_output(slot), self.handle)
 
     def _combine(self, x: Tensor, handle: Any) -> Any:
         return self._buffer.combine(x, handle, config=self.config)
@@ -125,12 +135,13 @@ class BufferOperations:
         )
 
     def _combined_is_right(self, result: Any, slot: int) -> bool:
-        return same_bits(result[0], self._expected.combined(slot))
+        return same_bits(result[0], self._expected.combined(slot, self._ranks_per_node))
 
     def _pair_is_right(self, result: Any, slot: int) -> bool:
         expected = self._expected
         is_echo = self._workload.dtype == "bf16"
-        return same_bits(result[0], expected.echoed(slot) if is_echo else expected.combined(slot))
+        wanted = expected.echoed if is_echo else expected.combined
+        return same_bits(result[0], wanted(slot, self._ranks_per_node))
 
     # ---- operations ----------------------------------------------------------------------------
 
@@ -139,7 +150,7 @@ class BufferOperations:
         expected, shape = self._expected, self._workload
         uncached = dispatch_volume(shape, is_cached=False)
         cached = dispatch_volume(shape, is_cached=True)
-        back = combine_volume(shape)
+        back = combine_volume(shape)  # of two tiers: as if they were one, so that rates compare
 
         def layout(_slot: int) -> Any:
             return self._buffer.get_dispatch_layout(expected.topk_idx, shape.num_experts)
@@ -151,13 +162,13 @@ class BufferOperations:
         yield Operation(DISPATCH_NO_WAIT, self._dispatch_no_wait, self._dispatch_is_right, uncached)
         yield Operation(
             DISPATCH_CACHED,
-            self._dispatch_cached,
+            self.dispatch_cached,
             lambda result, slot: rows_equal(result[0], expected.recv_x(slot)),
             cached,
         )
         yield Operation(
             COMBINE,
-            lambda slot: self._combine(expected.expert_output(slot), self.handle),
+            self.combine,
             self._combined_is_right,
             back,
         )
@@ -172,7 +183,7 @@ class BufferOperations:
 
         def call(slot: int) -> Any:
             if slot not in placed:
-                placed[slot] = self._dispatch_cached(slot)[0]
+                placed[slot] = self.dispatch_cached(slot)[0]
                 placed[slot].copy_(self._expected.expert_output(slot))
             return self._combine(placed[slot], self.handle)
 
@@ -187,7 +198,7 @@ class BufferOperations:
         return self._combine(self._output_of(received[0], slot, self._num_worst), received[4])
 
     def _pair_cached(self, slot: int) -> Any:
-        return self._combine(self._output_of(self._dispatch_cached(slot)[0], slot), self.handle)
+        return self._combine(self._output_of(self.dispatch_cached(slot)[0], slot), self.handle)
 
     def _output_of(self, rows: Any, slot: int, num_rows: int | None = None) -> Tensor:
         """What experts hand to combine: the rows themselves, or for FP8 rows a bf16 tensor."""

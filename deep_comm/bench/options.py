@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from deep_comm import Config
-from deep_comm.bench import operations
+from deep_comm.bench import operations, two_tier
 from deep_comm.bench.measure import Effort
 from deep_comm.bench.workload import DTYPES, ROUTINGS, Workload
 
@@ -37,6 +37,7 @@ class Scenario:
     executions: tuple[str, ...]
     names: tuple[str, ...]  # of operations
     with_rivals: bool = False
+    ranks_per_node: int | None = None  # of logical nodes, in mode two_tier.MODE
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,13 @@ def make_parser() -> argparse.ArgumentParser:
     add("--send", type=integers((4, 8, 16)), default=(6,), help="rows between two publications")
     add("--slots", type=integers((64, 128, 256)), default=(256,), help="of a ring")
     add(
+        "--ranks-per-node",
+        type=int,
+        help="also measure two tiers: nodes of so many consecutive ranks, beside the single tier",
+    )
+    add("--rail-send", type=integers((6, 12, 20)), help="rows of a put (the recommended config's)")
+    add("--rail-slots", type=integers((32, 64, 128)), help="of a ring between nodes (likewise)")
+    add(
         "--ops",
         type=names(operations.NAMES),
         default=operations.NAMES,
@@ -148,6 +156,8 @@ def make_parser() -> argparse.ArgumentParser:
 def parse(arguments: Sequence[str] | None, command: str) -> Options:
     parser = make_parser()
     parsed = parser.parse_args(arguments)
+    if parsed.ranks_per_node is not None and parsed.ranks_per_node < 1:
+        parser.error("--ranks-per-node: must be at least 1")
     if parsed.device is None:
         parsed.device = "cuda" if torch.cuda.device_count() >= 2 else "cpu"
     on_gpu = parsed.device == "cuda"
@@ -232,7 +242,18 @@ def product(num_ranks: int, parsed: argparse.Namespace) -> list[Scenario]:
             scenarios.append(
                 Scenario(workload, mode, configs, parsed.execution, parsed.ops, with_rivals)
             )
+        if parsed.ranks_per_node is not None:
+            scenarios.append(two_tier_scenario(workload, parsed, parsed.sms, parsed.ops))
     return scenarios
+
+
+def two_tier_scenario(
+    workload: Workload, parsed: argparse.Namespace, sms: Sequence[int | None], names: Sequence[str]
+) -> Scenario:
+    """Eager: whether a graph may hold calls that a NIC's thread serves is up to the rail."""
+    configs = two_tier.configs_of(workload.num_ranks, sms, parsed.rail_send, parsed.rail_slots)
+    per_node = parsed.ranks_per_node
+    return Scenario(workload, two_tier.MODE, configs, ("eager",), tuple(names), ranks_per_node=per_node)
 
 
 def quick(num_ranks: int, parsed: argparse.Namespace) -> list[Scenario]:
@@ -257,7 +278,7 @@ def quick(num_ranks: int, parsed: argparse.Namespace) -> list[Scenario]:
     moves = (op.DISPATCH_CACHED, op.COMBINE, op.COMBINE_IN_PLACE)
     whole = (op.LAYOUT, op.DISPATCH, op.DISPATCH_NO_WAIT, *moves, op.PAIR, op.PAIR_CACHED)
     wide = (None, 8, 16, 24, 48, 96)
-    return [
+    scenarios = [
         scenario(4096, "bf16", "direct", wide, whole, with_rivals=True),
         scenario(4096, "bf16", "ring", (16, 24), (op.DISPATCH, *moves[:2])),
         scenario(4096, "fp8", "direct", (None, 8, 24, 48, 96), moves[:1], with_rivals=True),
@@ -265,3 +286,9 @@ def quick(num_ranks: int, parsed: argparse.Namespace) -> list[Scenario]:
         scenario(1024, "fp8", "direct", (None, 24, 64, 128), moves[:1]),
         scenario(128, "bf16", "direct", (None, 24), (op.DISPATCH, *moves, op.PAIR, op.PAIR_CACHED)),
     ]
+    if parsed.ranks_per_node is not None:
+        sms = (16, 24, 48) if on_gpu else (4,)
+        names = (op.DISPATCH, *moves[:2])
+        # Behind the scenarios that share its workload, and with it inputs and results.
+        scenarios.insert(2, two_tier_scenario(scenarios[0].workload, parsed, sms, names))
+    return scenarios

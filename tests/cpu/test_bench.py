@@ -14,7 +14,9 @@ import pytest
 import torch
 
 import deep_comm
-from deep_comm.bench import normal, operations
+from deep_comm.bench import normal, operations, options, two_tier
+from deep_comm.bench.workload import Workload, routing_of
+from deep_comm.reference import get_dispatch_layout
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
@@ -186,6 +188,52 @@ def test_tune_writes_its_choices(
     operations = [entry["operation"] for entry in machines["host target x 2"]["entries"]]
     assert sorted(operations) == ["combine", "dispatch"]
     assert deep_comm.tuning.read(torch.device("cpu"), 2) == machines["host target x 2"]["entries"]
+
+
+@pytest.mark.xdist_group("processes")
+def test_two_tiers_are_measured_beside_one(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    command = [*BENCH, "--ranks", "4", "--ranks-per-node", "2", *SMALL, *SHORT, "--sms", "3"]
+    command += ["--dtype", "all", "--ops", "dispatch,dispatch cached,combine", "--mode", "ring"]
+    command += ["--no-rivals", "--rail-send", "2", "--simulation-runs", "0", "--json", str(file)]
+    output = run(command, tmp_path)
+    assert "exactly one row a (token, remote node)" in output
+    document = json.loads(file.read_text())
+    modes = {(line["mode"], line["num_sms"], line["dtype"]) for line in document["normal"]}
+    assert modes >= {("two-tier", 4, "bf16"), ("two-tier", 4, "fp8")}  # two SMs are a channel
+    ratios = {(ratio["workload"], ratio["operation"]): ratio for ratio in document["two_tier"]}
+    assert len(ratios) == 2 * 3
+    for ratio in ratios.values():
+        assert ratio["ratio"] == ratio["two_tier_us"] / ratio["single_us"] > 0
+    counts = document["rail"]
+    assert len(counts) == 2 * 2 * 4  # dtypes, operations, ranks
+    shape = Workload(4, 6, 128, 5, 2)
+    routings = [routing_of(shape, rank).topk_idx for rank in range(4)]
+    layouts = [get_dispatch_layout(topk_idx, 5, 4, 2) for topk_idx in routings]
+    for each in counts:
+        node = each["rank"] // 2
+        if each["operation"] == "combine":  # sums for the tokens that came from the other node
+            layout = layouts[(each["rank"] + 2) % 4]
+            wanted = int(layout.num_tokens_per_rdma_rank[node])
+        else:
+            wanted = int(layouts[each["rank"]].num_tokens_per_rdma_rank[1 - node])
+        assert each["rows"] == wanted > 0
+        assert each["put_bytes"] == wanted * each["row_bytes"]
+
+
+@pytest.mark.parametrize("put_bytes", [3 * 256 - 1, 4 * 256, 0])
+def test_bytes_too_many_or_too_few_on_the_rail_end_the_run(
+    put_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = two_tier.RailCount("", "combine", 2, 0, rows=3, row_bytes=256, put_bytes=put_bytes)
+    monkeypatch.setattr(normal, "gather", lambda value: [value])
+    monkeypatch.setattr(two_tier, "count_rail", lambda *_arguments: iter([count]))
+    chosen = options.parse(["--device", "cpu", "--ranks-per-node", "2", *SMALL], "")
+    runner = normal.Runner(chosen, torch.device("cpu"), print)
+    scenario = chosen.scenarios_of(4)[-1]
+    assert scenario.mode == two_tier.MODE
+    with pytest.raises(normal.WrongResult, match="combine: bytes on the rail"):
+        runner._count_rail(None, None, scenario)  # type: ignore[arg-type]
 
 
 def test_wrong_ranks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
