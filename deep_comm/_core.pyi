@@ -82,104 +82,49 @@ class Engine:
         """How the outputs of a dispatch lie in a block of the receive region."""
     smem_bytes_limit: int  # shared memory of a block; smaller values cut rows into more pieces
     skips_launches: bool  # for measuring the host's part: all is done but the launch
+    def error_flag(self) -> Sequence[int]:
+        """[0] is not 0 when poll_error() has something. Not after close()."""
     num_launches: int  # kernels launched so far (tests assert "nothing launched" with it)
 
-    def get_dispatch_layout(
+    # What a call of normal mode has in common with others of its form is planned once. Plans are functions of the
+    # plain numbers that csrc/bind/bind_normal.hpp lists (and ops/plans.py): addresses, sizes, the stream last.
+    def plan_layout(self) -> Callable[..., None]: ...
+    def plan_notify(
         self,
         *,
-        topk_idx: int,  # [num_tokens, num_topk]
-        topk_idx_bytes: int,  # 4 or 8
-        num_tokens: int,
-        num_topk: int,
-        num_experts: int,
-        ranks_per_node: int,
-        num_tokens_per_rank: int,  # out int32 [num_ranks]
-        num_tokens_per_node: int,  # out int32 [num_nodes], or 0
-        num_tokens_per_expert: int,  # out int32 [num_experts]
-        is_token_in_rank: int,  # out uint8 [num_tokens, num_ranks]
-        stream: int,
-    ) -> None: ...
-    def notify_dispatch(
-        self,
-        *,
-        topk_idx: int,  # [num_tokens, num_topk], or 0: the next three are get_dispatch_layout's
-        topk_idx_bytes: int,
-        num_tokens_per_rank: int,  # int32 [num_ranks], or 0
-        num_tokens_per_expert: int,  # int32 [num_experts], or 0
-        is_token_in_rank: int,  # uint8 [num_tokens, num_ranks]; out with topk_idx
-        num_tokens: int,
-        num_topk: int,
-        num_experts: int,
-        row_bytes: int,
-        scale_row_bytes: int,
-        expert_alignment: int,
-        output_offset: int,  # where the outputs of the dispatch will lie, as there
-        src_offset: int,
-        num_output_rows: int,  # that fit in there
-        is_exact: bool,  # laid out for as many rows as come, not for num_output_rows
         num_channels: int,
         num_send_tokens: int,  # chunk: rows between two publications of a tail
         num_slots: int,  # ring slots per (channel, source)
-        rank_prefix_matrix: int,  # out int32 [num_ranks, num_ranks]
-        channel_prefix_matrix: int,  # out int32 [num_ranks, num_channels]
-        send_head: int,  # out int32 [num_tokens, num_ranks]
-        num_recv_tokens_per_expert: int,  # out int32 [num_local_experts] on the device, or 0
-        recv_counts: int,  # out int32 [1 + num_ranks]: rows in all, and from each rank
-        stream: int,
-        first_rows: int = 0,  # these four for expanded outputs: out int32 [num_experts]
-        expert_offsets: int = 0,  # out int32 [num_local_experts + 1]
-        expert_counts: int = 0,  # out int32 [num_local_experts]
-        num_expanded: int = 0,  # out int32 [num_ranks]
-    ) -> None: ...
+        row_bytes: int,
+        scale_row_bytes: int,
+        num_topk: int,
+        topk_idx_bytes: int,
+        num_experts: int,
+        expert_alignment: int,
+        counts_choices: bool,  # from topk_idx; else the layout is given
+        is_expanded: bool,
+    ) -> Callable[..., None]: ...
     def set_generation(self, generation: int) -> None:
         """Tests: the number of the last kernel, on all ranks alike, while none runs (see docs/design/0001)."""
     def wait_counts(self) -> Counts | None:
         """Wait for the totals of the last notify_dispatch. None: it failed, see poll_error()."""
-    def dispatch(
+    def plan_dispatch(
         self,
         *,
-        x: int,  # [num_tokens, row_bytes]
-        row_bytes: int,
-        num_tokens: int,
-        x_scales: int,  # or 0
-        scale_bytes: int,  # bytes of one scale: 1, 2, 4 or 8
-        num_scales: int,  # scales of one row
-        scale_token_stride: int,  # in elements
-        scale_column_stride: int,  # in elements
-        topk_idx: int,  # [num_tokens, num_topk], or 0
-        topk_idx_bytes: int,
-        topk_weights: int,  # float32 [num_tokens, num_topk], or 0
-        num_topk: int,
-        num_experts: int,
-        is_token_in_rank: int,
-        send_head: int,  # int32 [num_tokens, num_ranks]
-        rank_prefix_matrix: int,
-        channel_prefix_matrix: int,
-        recv_x: int,  # out [num_recv_rows, row_bytes]
-        recv_x_scales: int,  # out contiguous [num_recv_rows, num_scales], or 0
-        recv_topk_idx: int,  # out [num_recv_rows, num_topk] of topk_idx_bytes, or 0
-        recv_topk_weights: int,  # out float32 [num_recv_rows, num_topk], or 0
-        recv_src_idx: int,  # out int32 [num_recv_rows]
-        recv_channel_prefix_matrix: int,  # out int32 [num_ranks, num_channels]
-        num_recv_rows: int,
-        output_offset: int,  # from the segment's start: outputs are the parts of an output_layout block there; 0: elsewhere
-        src_offset: int,  # the same for recv_src_idx
-        follows_notify: bool,  # of the same routing and offsets, with nothing between the two
-        is_speculative: bool,  # do nothing unless that notify's Counts say is_direct
-        fill_tail: bool,  # rows past the received ones get index -1, weight 0, source index -1
-        zero_tail: bool,  # and zeros as payload and scales
         num_channels: int,
         num_send_tokens: int,
         num_slots: int,
-        stream: int,
-        send_row: int = 0,  # expanded outputs: int32 [num_tokens, num_ranks]; num_recv_rows is then M
-        send_rows: int = 0,  # int32 [num_tokens, num_topk], or 0: cached
-        num_expanded: int = 0,  # int32 [num_ranks]
-        recv_rows: int = 0,  # out int32 [received tokens, num_topk], or 0: cached
-        source: int = 0,  # bfloat16 [num_tokens, hidden] to quantise; x and x_scales are scratch then
-        round_scale: bool = False,
-        use_ue8m0: bool = False,
-    ) -> None: ...
+        row_bytes: int,
+        scale_bytes: int,  # bytes of one scale: 1, 2, 4 or 8
+        num_scales: int,  # scales of one row
+        num_topk: int,
+        topk_idx_bytes: int,
+        makes_handle: bool,  # there is recv_src_idx
+        is_expanded: bool,
+        is_quantised: bool,
+        round_scale: bool,
+        use_ue8m0: bool,
+    ) -> Callable[..., None]: ...
     place_bytes: int  # what expanded outputs add to a row's metadata, at most
     @staticmethod
     def source_layout(*, num_rows: int, num_topk: int) -> SourceLayout:
@@ -251,31 +196,16 @@ class Engine:
         num_channels: int,
         stream: int,
     ) -> None: ...
-    def combine(
+    def plan_combine(
         self,
         *,
-        x: int,  # [num_recv_rows, hidden]
-        dtype: str,  # "bfloat16" | "float16" | "float32"
-        hidden: int,
-        topk_weights: int,  # float32 [num_recv_rows, num_topk], or 0
-        num_topk: int,
-        bias_0: int,  # [num_tokens, hidden], or 0
-        bias_1: int,
-        num_tokens: int,
-        num_recv_rows: int,
-        rank_prefix_matrix: int,
-        channel_prefix_matrix: int,
-        recv_channel_prefix_matrix: int,
-        send_head: int,
-        combined_x: int,  # out [num_tokens, hidden]
-        combined_topk_weights: int,  # out float32 [num_tokens, num_topk], or 0
-        staging_offset: int,  # from the segment's start: memory for rows that come back; 0: none
-        num_staging_rows: int,  # of staging_row_bytes each
         num_channels: int,
         num_send_tokens: int,
         num_slots: int,
-        stream: int,
-    ) -> None: ...
+        dtype: str,  # "bfloat16" | "float16" | "float32"
+        row_bytes: int,
+        num_topk: int,
+    ) -> Callable[..., None]: ...
     has_rail: bool  # this target reaches other nodes
     rail_put_bytes: list[int]  # that this rank has put, [nodes, queues]
     @staticmethod
@@ -481,7 +411,10 @@ class Region:
     def allocate_scratch(
         self, num_bytes: int, after: int | None = None
     ) -> tuple[Block, list[Any]] | None:
-        """A block that only kernels of the engine's stream use; see ``allocate``."""
+        """A block that only the engine's kernels use, which run one behind the other; see ``allocate``."""
+    def taker(self) -> Callable[[int, int, bool, bool, bool], tuple[Block, list[Any]] | None]:
+        """take(num_bytes, stream, is_behind_stream, is_captured, is_scratch): the same for those who know the current
+        stream."""
     def allocate(self, num_bytes: int, after: int | None = None) -> tuple[Block, list[Any]] | None:
         """A block and the events to wait for before anything writes to it; None if there is no room.
 

@@ -18,7 +18,7 @@ from deep_comm.context import Context, Settings
 from deep_comm.errors import ArgumentError, UnsupportedError
 from deep_comm.events import EventHandle, EventOverlap
 from deep_comm.handle import Handle
-from deep_comm.ops.call import CallOptions, StreamOptions
+from deep_comm.ops.call import StreamOptions
 from deep_comm.ops.combine import combine
 from deep_comm.ops.dispatch import DispatchResult, cached_dispatch, dispatch
 from deep_comm.ops.layout import get_dispatch_layout
@@ -159,6 +159,10 @@ class Buffer(InternodeCalls, LowLatencyCalls):
         self.explicitly_destroy = explicitly_destroy
         self.enable_shrink = enable_shrink
         self.device = self._context.device
+        self._env_num_sms = env.NUM_SMS.get()
+        self._has_defaults = self._env_num_sms is None and (
+            self.device.type != "cpu" or bool(self._context.tuned)
+        )
         self._defaults = {
             operation: DefaultConfig(
                 operation,
@@ -419,11 +423,8 @@ class Buffer(InternodeCalls, LowLatencyCalls):
                 num_experts=num_experts,
                 zero_tail=zero_tail,
             )
-        options = CallOptions(
-            config,
-            None if config is not None else self._default_for_rows("dispatch"),
-            StreamOptions.checked(previous_event, async_finish, allocate_on_comm_stream),
-        )
+        streams = StreamOptions.checked(previous_event, async_finish, allocate_on_comm_stream)
+        default = None if config is not None else self._default_for_rows("dispatch")
         scale_options = PLAIN
         if use_fp8 or round_scale or use_ue8m0 or column_major_scales:
             scale_options = ScaleOptions(use_fp8, round_scale, use_ue8m0, column_major_scales)
@@ -438,7 +439,9 @@ class Buffer(InternodeCalls, LowLatencyCalls):
                 expand=expand,
                 zero_padding=zero_padding,
                 scale_options=scale_options,
-                options=options,
+                config=config,
+                default=default,
+                streams=streams,
             )
         return dispatch(
             self._context,
@@ -455,7 +458,9 @@ class Buffer(InternodeCalls, LowLatencyCalls):
             expand=expand,
             zero_padding=zero_padding,
             scale_options=scale_options,
-            options=options,
+            config=config,
+            default=default,
+            streams=streams,
         )
 
     def combine(
@@ -511,11 +516,6 @@ class Buffer(InternodeCalls, LowLatencyCalls):
                 async_finish,
                 allocate_on_comm_stream,
             )
-        options = CallOptions(
-            config,
-            None if config is not None else self._default_for_rows("combine"),
-            StreamOptions.checked(previous_event, async_finish, allocate_on_comm_stream),
-        )
         return combine(
             self._context,
             x,
@@ -523,12 +523,14 @@ class Buffer(InternodeCalls, LowLatencyCalls):
             topk_weights=topk_weights,
             bias=bias,
             apply_weights=apply_weights,
-            options=options,
+            config=config,
+            default=None if config is not None else self._default_for_rows("combine"),
+            streams=StreamOptions.checked(previous_event, async_finish, allocate_on_comm_stream),
         )
 
     def _default_config(self, recommended: configs.Recommend) -> Config:
         """Where the rows are not known."""
-        num_sms = env.NUM_SMS.get()
+        num_sms = self._env_num_sms
         if self.device.type == "cpu":
             return configs.host_default(num_sms)
         max_sms = self._context.backend.max_sms
@@ -540,8 +542,6 @@ class Buffer(InternodeCalls, LowLatencyCalls):
 
     def _default_for_rows(self, operation: str) -> Config | DefaultConfig:
         """For "dispatch" or "combine" inside a node: docs/guide/sms.md."""
-        is_chosen = env.NUM_SMS.is_set() or self.num_sms is not DEFAULT_NUM_SMS
-        is_host_default = self.device.type == "cpu" and not self._context.tuned
-        if is_chosen or is_host_default:
-            return self._default_config(RECOMMENDED[operation])
-        return self._defaults[operation]
+        if self._has_defaults and self.num_sms is DEFAULT_NUM_SMS:
+            return self._defaults[operation]
+        return self._default_config(RECOMMENDED[operation])

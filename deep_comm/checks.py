@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Container, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -93,30 +94,94 @@ def _refusal(
     return ArgumentError(name, f"strides {value.stride()}", "must be contiguous")
 
 
-class Payload:
-    """x and its scales, as the engine takes them."""
+class PayloadForm:
+    """What payloads have in common but for their tokens; one object a form, so that it can be a key.
+
+    Attributes:
+        dtype, scale_dtype: of what is received; scale_dtype None: no scales.
+        quantises, round_scale, use_ue8m0: bfloat16 rows are cast to FP8 on their way.
+    """
 
     __slots__ = (
-        "x",
-        "scales",
-        "num_tokens",
+        "dtype",
         "hidden",
         "row_bytes",
+        "scale_dtype",
         "num_scales",
         "scale_bytes",
         "scale_row_bytes",
+        "quantises",
+        "round_scale",
+        "use_ue8m0",
     )
 
-    def __init__(self, x: Tensor, scales: Tensor | None) -> None:
+    def __init__(
+        self, dtype: torch.dtype, hidden: int, scale_dtype: torch.dtype | None, num_scales: int,
+        quantises: bool = False, round_scale: bool = False, use_ue8m0: bool = False,
+    ) -> None:  # fmt: skip
+        self.dtype = dtype
+        self.hidden = hidden
+        self.row_bytes = hidden * dtype.itemsize
+        self.scale_dtype = scale_dtype
+        self.num_scales = num_scales
+        self.scale_bytes = 0 if scale_dtype is None else scale_dtype.itemsize
+        self.scale_row_bytes = num_scales * self.scale_bytes
+        self.quantises = quantises
+        self.round_scale = round_scale
+        self.use_ue8m0 = use_ue8m0
+
+
+@functools.lru_cache(maxsize=1024)
+def _form(
+    dtype: torch.dtype, hidden: int, scale_dtype: torch.dtype | None = None, num_scales: int = 0
+) -> PayloadForm:
+    """Raises ArgumentError if rows are not of a size that kernels move."""
+    _row_bytes("x", hidden * dtype.itemsize)
+    return PayloadForm(dtype, hidden, scale_dtype, num_scales)
+
+
+@functools.lru_cache(maxsize=256)
+def _quantised_form(hidden: int, round_scale: bool, use_ue8m0: bool) -> PayloadForm:
+    num_blocks = hidden // SCALE_BLOCK
+    return PayloadForm(
+        torch.float8_e4m3fn, hidden, torch.int32 if use_ue8m0 else torch.float32,
+        -(-num_blocks // 4) if use_ue8m0 else num_blocks, True, round_scale, use_ue8m0,
+    )  # fmt: skip
+
+
+class Payload:
+    """x and its scales, as the engine takes them."""
+
+    __slots__ = ("x", "scales", "num_tokens", "form", "address")
+
+    def __init__(
+        self, x: Tensor, scales: Tensor | None, num_tokens: int, form: PayloadForm, address: int
+    ) -> None:
         self.x = x  # [T, H]
         self.scales = scales  # [T, S], any strides
-        self.num_tokens, self.hidden = x.shape
-        self.row_bytes = self.hidden * x.element_size()
-        self.num_scales = self.scale_bytes = self.scale_row_bytes = 0
-        if scales is not None:
-            self.num_scales = scales.shape[1]
-            self.scale_bytes = scales.element_size()
-            self.scale_row_bytes = self.num_scales * self.scale_bytes
+        self.num_tokens = num_tokens
+        self.form = form
+        self.address = address  # of x; an empty tensor has none
+
+    @property
+    def hidden(self) -> int:
+        return self.form.hidden
+
+    @property
+    def row_bytes(self) -> int:
+        return self.form.row_bytes
+
+    @property
+    def num_scales(self) -> int:
+        return self.form.num_scales
+
+    @property
+    def scale_bytes(self) -> int:
+        return self.form.scale_bytes
+
+    @property
+    def scale_row_bytes(self) -> int:
+        return self.form.scale_row_bytes
 
 
 class QuantisedPayload(Payload):
@@ -125,37 +190,38 @@ class QuantisedPayload(Payload):
     ``x`` and ``scales`` are its scratch, which ring mode sends from; ``allocate`` makes them.
     """
 
-    __slots__ = ("source", "round_scale", "use_ue8m0")
+    __slots__ = ("source",)
 
-    def __init__(self, source: Tensor, round_scale: bool, use_ue8m0: bool) -> None:
+    def __init__(self, source: Tensor, form: PayloadForm) -> None:
         self.source = source  # [T, H]
-        self.round_scale = round_scale
-        self.use_ue8m0 = use_ue8m0
-        self.num_tokens, self.hidden = source.shape
-        self.row_bytes = self.hidden
-        num_blocks = self.hidden // SCALE_BLOCK
-        self.num_scales = -(-num_blocks // 4) if use_ue8m0 else num_blocks
-        self.scale_bytes = 4
-        self.scale_row_bytes = 4 * self.num_scales
+        self.num_tokens = source.shape[0]
+        self.form = form
 
     def allocate(self, launch: Launch) -> None:
-        self.x = launch.empty((self.num_tokens, self.hidden), torch.float8_e4m3fn)
-        scale_dtype = torch.int32 if self.use_ue8m0 else torch.float32
-        self.scales = launch.empty((self.num_tokens, self.num_scales), scale_dtype)
+        form = self.form
+        assert form.scale_dtype is not None
+        self.x = launch.empty((self.num_tokens, form.hidden), form.dtype)
+        self.scales = launch.empty((self.num_tokens, form.num_scales), form.scale_dtype)
+        self.address = self.x.data_ptr()
 
 
-def _row(name: str, x: Tensor) -> None:
-    row_bytes = x.shape[1] * x.element_size()
+def _row_bytes(name: str, row_bytes: int) -> None:
     if row_bytes == 0 or row_bytes % ROW_ALIGNMENT != 0:
         raise ArgumentError(
             name,
             f"rows of {row_bytes} bytes",
             f"must have rows of a positive multiple of {ROW_ALIGNMENT} bytes",
         )
-    if x.data_ptr() % ROW_ALIGNMENT != 0:
+
+
+def _aligned(name: str, x: Tensor) -> int:
+    """The address of ``x``."""
+    address = x.data_ptr()
+    if address % ROW_ALIGNMENT != 0:
         raise ArgumentError(
-            name, f"address {x.data_ptr():#x}", f"must start at a multiple of {ROW_ALIGNMENT} bytes"
+            name, f"address {address:#x}", f"must start at a multiple of {ROW_ALIGNMENT} bytes"
         )
+    return address
 
 
 def payload(x: Any, device: torch.device) -> Payload:
@@ -165,17 +231,30 @@ def payload(x: Any, device: torch.device) -> Payload:
         if len(x) != 2:
             raise ArgumentError("x", f"{len(x)} items", "must be a tensor or (tensor, scales)")
         x, scales = x
-    x = tensor("x", x, device, shape=(None, None))
-    _row("x", x)
+    if not (isinstance(x, Tensor) and x.dim() == 2 and x.device == device and x.is_contiguous()):
+        x = tensor("x", x, device, shape=(None, None))
+    num_tokens, hidden = x.shape
+    form = _form(x.dtype, hidden)
+    address = x.data_ptr()
+    if address % ROW_ALIGNMENT != 0:
+        _aligned("x", x)
     if scales is not None:
-        scales = tensor("x_scales", scales, device, shape=(x.shape[0], None), contiguous=False)
+        if not (
+            isinstance(scales, Tensor)
+            and scales.dim() == 2
+            and scales.device == device
+            and scales.shape[0] == num_tokens
+        ):
+            scales = tensor("x_scales", scales, device, shape=(num_tokens, None), contiguous=False)
+        num_scales = scales.shape[1]
         if scales.element_size() not in (1, 2, 4, 8):
             raise ArgumentError(
                 "x_scales", scales.dtype, "must have elements of 1, 2, 4 or 8 bytes"
             )
-        if scales.shape[1] == 0:
+        if num_scales == 0:
             raise ArgumentError("x_scales", list(scales.shape), "must have at least one column")
-    return Payload(x, scales)
+        form = _form(x.dtype, hidden, scales.dtype, num_scales)
+    return Payload(x, scales, num_tokens, form, address)
 
 
 def quantised_payload(
@@ -188,17 +267,37 @@ def quantised_payload(
     if x.shape[1] == 0 or x.shape[1] % SCALE_BLOCK != 0:
         rule = f"must have a positive multiple of {SCALE_BLOCK} columns with use_fp8"
         raise ArgumentError("x", list(x.shape), rule)
-    _row("x", x)
-    return QuantisedPayload(x, round_scale, use_ue8m0)
+    _aligned("x", x)
+    return QuantisedPayload(x, _quantised_form(x.shape[1], bool(round_scale), bool(use_ue8m0)))
 
 
 def combine_input(x: Any, device: torch.device) -> Tensor:
-    x = tensor("x", x, device, shape=(None, None), dtypes=COMBINE_DTYPES)
-    _row("x", x)
+    if not (
+        isinstance(x, Tensor)
+        and x.dim() == 2
+        and x.device == device
+        and x.dtype in COMBINE_DTYPES
+        and x.is_contiguous()
+    ):
+        x = tensor("x", x, device, shape=(None, None), dtypes=COMBINE_DTYPES)
+    if x.shape[1] == 0 or x.shape[1] * x.element_size() % ROW_ALIGNMENT != 0:
+        _row_bytes("x", x.shape[1] * x.element_size())
+    if x.data_ptr() % ROW_ALIGNMENT != 0:
+        _aligned("x", x)
     return x
 
 
 def topk_idx(value: Any, device: torch.device, num_tokens: int | None = None) -> Tensor:
+    if (
+        num_tokens is None
+        and isinstance(value, Tensor)
+        and value.dtype in TOPK_IDX_DTYPES
+        and value.dim() == 2
+        and value.device == device
+        and value.is_contiguous()
+        and 1 <= value.shape[1] <= MAX_TOPK
+    ):
+        return value
     value = tensor("topk_idx", value, device, shape=(num_tokens, None), dtypes=TOPK_IDX_DTYPES)
     if not 1 <= value.shape[1] <= MAX_TOPK:
         raise ArgumentError("topk_idx", list(value.shape), f"must have 1 to {MAX_TOPK} columns")

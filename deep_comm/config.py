@@ -64,6 +64,12 @@ class Config:
             )
         rounded = -(-rdma_recv // rdma_send) * rdma_send
         object.__setattr__(self, "num_max_rdma_chunked_recv_tokens", rounded)
+        # Configs are looked up in every call.
+        fields = (getattr(self, name) for name in self.__dataclass_fields__)
+        object.__setattr__(self, "_hash", hash(tuple(fields)))
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined,no-any-return]
 
     @property
     def num_channels(self) -> int:
@@ -198,6 +204,12 @@ def host_default(num_sms: int | None = None) -> Config:
     ranks quick on few cores.
     """
     return Config(1 if num_sms is None else num_sms, 4, 32)
+
+
+def require_config(config: object) -> None:
+    """Raise ArgumentError unless it is a Config or None."""
+    if config is not None and not isinstance(config, Config):
+        raise ArgumentError("config", type(config).__name__, "must be a Config or None")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from deep_comm import errors, tuning
 from deep_comm import rail as rails
 from deep_comm.backends import Backend, Heap, create_backend, resolve_device
-from deep_comm.config import Config, RingPlan, plan_rings
+from deep_comm.config import Config, RingPlan, plan_rings, require_config
 from deep_comm.handle import Handle, KnownHandle
 from deep_comm.rendezvous import Rendezvous
 from deep_comm.topology import (
@@ -105,6 +105,7 @@ class Context:
         self.most_tokens = 0  # that any rank has brought to one
         self._identity = object()  # what handles remember this Buffer by, without keeping it alive
         self._plans: dict[tuple[object, ...], RingPlan] = {}
+        self.calls: dict[tuple[object, ...], Any] = {}  # what ops have planned, by their keys
         self.two_tier_plans: dict[tuple[object, ...], Any] = {}  # see ops/internode_plan.py
         with self.backend.device_scope():
             self.rendezvous.require_equal(
@@ -207,6 +208,11 @@ class Context:
             self.backend.current_stream,
         )
         self.num_ring_bytes = self.num_nvl_bytes - direct_bytes
+        # For the host's hot path: see the classes they belong to.
+        self.launch = self.backend.launch
+        self.take = self.region.taker()
+        self.count_layout = self.engine.plan_layout()
+        self._has_failed: Sequence[int] = self.engine.error_flag()
         self.is_open = True
 
     def plan(
@@ -245,8 +251,7 @@ class Context:
         num_topk: int,
         num_channels: int | None,
     ) -> RingPlan:
-        if config is not None and not isinstance(config, Config):
-            raise errors.ArgumentError("config", type(config).__name__, "must be a Config or None")
+        require_config(config)
 
         def ring_bytes(channels: int, slots: int) -> int:
             return self.backend.ring_bytes(
@@ -297,11 +302,11 @@ class Context:
         A bad expert index found by get_dispatch_layout is left to notify_dispatch, which tells the
         peers as well; raising here, or not, would depend on when the kernel ran.
         """
-        if not self.is_open:
+        if self._has_failed[0] != 0:
             self.require_open()
-        record = self.engine.poll_error()
-        if record is not None and record.kind != "expert_index":
-            self._raise(record)
+            record = self.engine.poll_error()
+            if record is not None and record.kind != "expert_index":
+                self._raise(record)
 
     def end(self) -> None:
         """After an engine call: where kernels have ended by now, raise what they recorded."""
@@ -353,6 +358,7 @@ class Context:
         if not self.is_open:
             return
         self.is_open = False
+        self._has_failed = (1,)  # the engine's word goes with it
         with self.backend.device_scope(), contextlib.ExitStack() as steps:
             # Last in, first out; each runs even if an earlier one fails.
             steps.callback(self.heap.close)

@@ -76,7 +76,7 @@ NUM_SMS: Variable[int | None] = Variable(
     "DEEP_COMM_NUM_SMS",
     "a number of at least 1",
     None,
-    "SMs of calls without a Config; unset: docs/guide/sms.md on GPUs, 1 on the host",
+    "SMs of calls without a Config, of Buffers built from then on; unset: docs/guide/sms.md on GPUs, 1 on the host",
     _parse_positive_int,
 )
 DEVICE: Variable[str | None] = Variable(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from torch import Tensor
 from deep_comm.errors import HandleMismatch
 from deep_comm.expansion import Expansion
 from deep_comm.handle_base import TensorSequence
+
+if TYPE_CHECKING:
+    from deep_comm.checks import PayloadForm
 
 
 class KnownHandle:
@@ -35,6 +38,8 @@ class KnownHandle:
         "recv_channel_prefix_matrix",
         "is_token_in_rank",
         "send_head",
+        "routing",
+        "way_back",
         "output_layouts",
         "_recorded_on",
         "home_stream",
@@ -60,8 +65,17 @@ class KnownHandle:
         )
         self.is_token_in_rank = handle.is_token_in_rank.data_ptr() or empty_address
         self.send_head = handle.send_head.data_ptr() or empty_address
-        # (row bytes, scale bytes) -> how the outputs of a cached dispatch lie in the receive region
-        self.output_layouts: dict[tuple[int, int], tuple[int, int, int]] = {}
+        # How the engine's calls take the routing: dispatch's first arguments, combine's first.
+        self.routing = (
+            self.num_experts, self.is_token_in_rank, self.send_head, self.rank_prefix_matrix,
+            self.channel_prefix_matrix,
+        )  # fmt: skip
+        self.way_back = (
+            self.num_recv_rows, self.rank_prefix_matrix, self.channel_prefix_matrix,
+            self.recv_channel_prefix_matrix, self.send_head,
+        )  # fmt: skip
+        # How the outputs of a cached dispatch lie in the receive region: offsets of x and scales, bytes of both.
+        self.output_layouts: dict[PayloadForm, tuple[int, int, int]] = {}
         self._recorded_on: set[int] = set()  # streams whose use torch knows of
         self.home_stream = handle.home_stream
 

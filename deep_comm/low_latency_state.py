@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deep_comm import _core, checks, env
 from deep_comm.backends import Launch
-from deep_comm.backends.base import poison
 from deep_comm.context import Context
 from deep_comm.errors import ArgumentError, BufferTooSmall
-from deep_comm.events import EventHandle, EventOverlap
 from deep_comm.topology import num_local_experts
-
-if TYPE_CHECKING:
-    from deep_comm.handle import KnownHandle
 
 MAX_BLOCKS = 160  # of a low-latency kernel
 _MAX_TOPK = 64
@@ -86,6 +80,7 @@ class LowLatencyShape:
         "rows_shape",
         "scales_dtype",
         "scales_shape",
+        "scales_strides",
         "ticket",
         "weights_travel",
     )
@@ -113,10 +108,11 @@ class LowLatencyShape:
         if use_fp8:
             num_scales = self.hidden // SCALE_BLOCK
             # By column, as grouped kernels want them.
-            self.scales_shape = (
-                *groups, -(-num_scales // _SCALES_PER_PACK) if use_ue8m0 else num_scales,
-                self.num_rows,
-            )  # fmt: skip
+            if use_ue8m0:
+                num_scales = -(-num_scales // _SCALES_PER_PACK)
+            self.scales_shape = (*groups, self.num_rows, num_scales)
+            strides = (num_scales * self.num_rows, 1, self.num_rows)
+            self.scales_strides = strides if groups else strides[1:]
         self.native = ctx.engine.plan_low_latency(
             num_max_tokens=self.max_tokens,
             hidden=self.hidden,
@@ -135,57 +131,6 @@ class LowLatencyShape:
         self.metadata_shape = (self.native.num_metadata_bytes // 4,)
 
 
-class _CurrentStreamLaunch:
-    """An operation on the caller's own CUDA stream: no events, nothing to wait for."""
-
-    __slots__ = ("stream", "ordered_after", "_device", "poisons", "_scope")
-
-    def __init__(self, device: torch.device, poison_outputs: bool) -> None:
-        self._device = device
-        self.poisons = poison_outputs
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        tensor = torch.empty(shape, dtype=dtype, device=self._device)
-        if self.poisons:
-            poison(tensor)
-        return tensor
-
-    def adopt(self, tensor: Tensor) -> Tensor:
-        if self.poisons:
-            poison(tensor)
-        return tensor
-
-    def wait(self, events: Iterable[EventHandle]) -> None:
-        for event in events:
-            event.current_stream_wait()
-
-    def finish(
-        self, inputs: Iterable[Tensor | None], handle: KnownHandle | None = None
-    ) -> EventOverlap:
-        return EventOverlap(None)
-
-    def __enter__(self) -> _CurrentStreamLaunch:
-        from deep_comm.backends import cuda_launch  # native: there is a CUDA backend
-
-        index = self._device.index or 0
-        self._scope: torch.cuda.device | None = None
-        if cuda_launch.current_device() != index:
-            self._scope = torch.cuda.device(index)
-            self._scope.__enter__()
-        self.stream = cuda_launch.current_raw_stream(index)
-        self.ordered_after: int | None = self.stream
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._scope is not None:
-            self._scope.__exit__(exc_type, exc_value, traceback)
-
-
 class LowLatencyState:
     """Of one Buffer. Holds no reference to the Buffer."""
 
@@ -194,8 +139,6 @@ class LowLatencyState:
         self._pending: dict[str, list[object]] = {"dispatch": [], "combine": []}
         self._combine_buffers: dict[tuple[int, ...], Tensor] = {}
         self._num_blocks: dict[tuple[int, int, int, int, bool, bool], int] = {}
-        self._poison_outputs = env.POISON.get()
-        self._uses_streams = not ctx.backend.is_synchronous
         self.shapes: dict[ShapeOptions, LowLatencyShape] = {}
 
     def make_shape(self, options: ShapeOptions) -> LowLatencyShape:
@@ -275,9 +218,9 @@ class LowLatencyState:
             )
 
     def launch(self, async_finish: bool) -> Launch:
-        if async_finish or not self._uses_streams:
-            return self._ctx.backend.launch(None, async_finish, False)
-        return _CurrentStreamLaunch(self._ctx.device, self._poison_outputs)
+        if async_finish:
+            return self._ctx.launch(None, True, False)
+        return self._ctx.backend.launch_unordered()
 
     def hook(
         self, kind: str, launch: Launch, run: Run, tensors: Sequence[Tensor | None]

@@ -37,12 +37,40 @@ pybind11::dict metadata_offsets(const BoundLowLatencyPlan<Target>& self) {
 }
 
 template <class Target>
+void low_latency_dispatch(const BoundLowLatencyPlan<Target>* self,
+                          const std::array<uint64_t, 15>& numbers) {
+  const auto [x, topk_idx, topk_idx_bytes, topk_weights, num_tokens, recv_x, recv_scales, metadata,
+              cumulative_stats, wait_stats, send, receive, has_ticket, is_reporting, stream] =
+      numbers;
+  MaybeRelease<Target::kIsSynchronous> release;
+  self->engine->low_latency_dispatch(
+      self->plan,
+      {x, topk_idx, static_cast<int>(topk_idx_bytes), topk_weights, static_cast<int>(num_tokens),
+       recv_x, recv_scales, metadata, cumulative_stats, wait_stats, send != 0, receive != 0,
+       has_ticket != 0, is_reporting != 0},
+      stream);
+}
+
+template <class Target>
+void low_latency_combine(const BoundLowLatencyPlan<Target>* self,
+                         const std::array<uint64_t, 14>& numbers) {
+  const auto [x, metadata, topk_idx, topk_idx_bytes, topk_weights, num_tokens, rows, use_logfmt,
+              combined_x, wait_stats, send, receive, ticket, stream] = numbers;
+  if (rows >= kNumCombineRows) throw std::invalid_argument("rows must be 0, 1 or 2");
+  MaybeRelease<Target::kIsSynchronous> release;
+  self->engine->low_latency_combine(
+      self->plan,
+      {x, metadata, topk_idx, static_cast<int>(topk_idx_bytes), topk_weights,
+       static_cast<int>(num_tokens), static_cast<CombineRows>(rows), use_logfmt != 0, combined_x,
+       wait_stats, send != 0, receive != 0, ticket},
+      stream);
+}
+
+template <class Target>
 void bind_low_latency(pybind11::module_& m, pybind11::class_<Engine<Target>>& engine) {
   namespace py = pybind11;
   using namespace pybind11::literals;
   using Type = Engine<Target>;
-  using Release = MaybeRelease<Target::kIsSynchronous>;
-  using ptr = uintptr_t;
   engine.def("enable_low_latency", &Type::enable_low_latency, py::kw_only(), "num_bytes"_a, "can_shrink"_a = false);
   engine.def_property_readonly("max_ranks", [](const Type&) { return kMaxRanks; });
   engine.def_property_readonly("masked_offset", &Type::masked_offset);
@@ -64,42 +92,21 @@ void bind_low_latency(pybind11::module_& m, pybind11::class_<Engine<Target>>& en
   engine.def_static("low_latency_rail_workspace_bytes", &Type::low_latency_rail_workspace_bytes, py::kw_only(),
                     "num_ranks"_a, "num_max_experts"_a);
 
-  // The calls are positional: names would cost them microseconds.
   using Plan = BoundLowLatencyPlan<Target>;
   py::class_<Plan>(m, "LowLatencyPlan", py::module_local())
       .def_property_readonly("num_blocks", [](const Plan& self) { return self.plan.options.num_blocks; })
       .def_property_readonly("num_metadata_bytes", [](const Plan& self) { return self.plan.metadata.num_bytes; })
       .def_property_readonly("metadata", &metadata_offsets<Target>)
-      .def(
-          "dispatch",
-          [](const Plan& self, ptr x, ptr topk_idx, int topk_idx_bytes, ptr topk_weights, int num_tokens, ptr recv_x,
-             ptr recv_scales, ptr metadata, ptr cumulative_stats, ptr wait_stats, bool send, bool receive,
-             bool has_ticket, bool is_reporting, uint64_t stream) {
-            Release release;
-            self.engine->low_latency_dispatch(
-                self.plan,
-                {x, topk_idx, topk_idx_bytes, topk_weights, num_tokens, recv_x, recv_scales, metadata,
-                 cumulative_stats, wait_stats, send, receive, has_ticket, is_reporting},
-                stream);
-          },
-          "x"_a, "topk_idx"_a, "topk_idx_bytes"_a, "topk_weights"_a, "num_tokens"_a, "recv_x"_a, "recv_scales"_a,
-          "metadata"_a, "cumulative_stats"_a, "wait_stats"_a, "send"_a, "receive"_a, "has_ticket"_a,
-          "is_reporting"_a, "stream"_a)
-      .def(
-          "combine",
-          [](const Plan& self, ptr x, ptr metadata, ptr topk_idx, int topk_idx_bytes, ptr topk_weights,
-             int num_tokens, int rows, bool use_logfmt, ptr combined_x, ptr wait_stats, bool send, bool receive, ptr ticket,
-             uint64_t stream) {
-            if (rows < 0 || rows >= kNumCombineRows) throw std::invalid_argument("rows must be 0, 1 or 2");
-            Release release;
-            self.engine->low_latency_combine(self.plan,
-                                             {x, metadata, topk_idx, topk_idx_bytes, topk_weights, num_tokens,
-                                              static_cast<CombineRows>(rows), use_logfmt, combined_x, wait_stats, send, receive,
-                                              ticket},
-                                             stream);
-          },
-          "x"_a, "metadata"_a, "topk_idx"_a, "topk_idx_bytes"_a, "topk_weights"_a, "num_tokens"_a, "rows"_a,
-          "use_logfmt"_a, "combined_x"_a, "wait_stats"_a, "send"_a, "receive"_a, "ticket"_a, "stream"_a);
+      // Functions of plain numbers: names would cost a call microseconds.
+      .def_property_readonly("dispatch",
+                             [](const py::object& self) {
+                               return number_function<15, &low_latency_dispatch<Target>>(
+                                   "low_latency_dispatch", self.cast<const Plan*>(), self);
+                             })
+      .def_property_readonly("combine", [](const py::object& self) {
+        return number_function<14, &low_latency_combine<Target>>("low_latency_combine",
+                                                                 self.cast<const Plan*>(), self);
+      });
 
   engine.def(
       "plan_low_latency",

@@ -11,6 +11,7 @@
 
 #include "bind/bindings.hpp"
 #include "bind/dlpack.hpp"
+#include "bind/numbers.hpp"
 #include "host/region.hpp"
 
 namespace deep_comm {
@@ -128,15 +129,14 @@ class Block {
 
 // (block, events to wait for), or None. Events of stream `after` are left out: the caller's work is
 // behind everything on it.
-py::object allocate(const std::shared_ptr<Region>& region, size_t num_bytes,
-                    std::optional<uint64_t> after, bool is_scratch) {
+py::object take(const std::shared_ptr<Region>& region, size_t num_bytes,
+                std::optional<uint64_t> after, std::optional<uint64_t> owner, bool is_captured,
+                bool is_scratch) {
   num_bytes = align(num_bytes == 0 ? 1 : num_bytes);
-  const bool is_captured = region->is_capturing();
   std::optional<Region::List::Hole> taken = region->take(num_bytes, is_captured);
   if (!taken) return py::none();
-  py::object block =
-      py::cast(std::make_unique<Block>(region, taken->offset, num_bytes, is_captured, is_scratch,
-                                       is_captured ? std::nullopt : region->current_stream()));
+  py::object block = py::cast(std::make_unique<Block>(region, taken->offset, num_bytes, is_captured,
+                                                      is_scratch, owner));
   py::list events;
   // A capture may not wait for work outside of it, and begins with the device idle.
   if (!is_captured) {
@@ -146,6 +146,51 @@ py::object allocate(const std::shared_ptr<Region>& region, size_t num_bytes,
   }
   return py::make_tuple(std::move(block), std::move(events));
 }
+
+// For callers who do not know what the current stream is doing.
+py::object allocate(const std::shared_ptr<Region>& region, size_t num_bytes,
+                    std::optional<uint64_t> after, bool is_scratch) {
+  const bool is_captured = region->is_capturing();
+  return take(region, num_bytes, after, is_captured ? std::nullopt : region->current_stream(),
+              is_captured, is_scratch);
+}
+
+// For those who do; all streams are there, `is_behind` says whether the caller's work is behind its own stream's.
+py::object take_numbers(const std::shared_ptr<Region>& region,
+                        const std::array<uint64_t, 5>& numbers) {
+  const auto [num_bytes, owner, is_behind, is_captured, is_scratch] = numbers;
+  return take(region, num_bytes, is_behind != 0 ? std::optional<uint64_t>(owner) : std::nullopt,
+              is_captured != 0 ? std::nullopt : std::optional<uint64_t>(owner), is_captured != 0,
+              is_scratch != 0);
+}
+
+// make_dlpack_matrix without pybind11's look at the arguments: seven numbers and the owner.
+PyObject* matrix(PyObject* /*module*/, PyObject* const* arguments, Py_ssize_t count) {
+  if (count != 8) {
+    PyErr_Format(PyExc_TypeError, "matrix() takes 8 arguments, %zd were given", count);
+    return nullptr;
+  }
+  int64_t numbers[7];
+  for (int position = 0; position < 7; ++position) {
+    numbers[position] = static_cast<int64_t>(PyLong_AsUnsignedLongLongMask(arguments[position]));
+    if (numbers[position] == -1 && PyErr_Occurred() != nullptr) return nullptr;
+  }
+  try {
+    return make_dlpack_matrix(static_cast<uintptr_t>(numbers[0]), numbers[1], numbers[2],
+                              static_cast<int>(numbers[3]), static_cast<int>(numbers[4]),
+                              static_cast<int>(numbers[5]), static_cast<int>(numbers[6]),
+                              py::reinterpret_borrow<py::object>(arguments[7]))
+        .release()
+        .ptr();
+  } catch (py::error_already_set& error) {
+    error.restore();
+    return nullptr;
+  }
+}
+
+PyMethodDef kMatrix = {
+    "matrix", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&matrix)), METH_FASTCALL,
+    "matrix(address, num_rows, num_columns, type_code, type_bits, device_type, device_index, owner)"};
 
 }  // namespace
 
@@ -172,12 +217,18 @@ void bind_region(py::module_& m) {
             return allocate(self, num_bytes, after, true);
           },
           py::arg("num_bytes"), py::arg("after") = py::none(),
-          "A block that only kernels of the engine's stream use. All owners of blocks write them on that "
-          "stream, so that nobody has to wait for this one's end.")
+          "A block that only the engine's kernels use. They run one behind the other, and all owners of blocks have "
+          "them written by kernels, so that nobody has to wait for this one's end.")
+      .def(
+          "taker",
+          [](const py::object& self) {
+            return number_function<5, &take_numbers>("take", self.cast<std::shared_ptr<Region>>(),
+                                                     py::none());
+          },
+          "take(num_bytes, stream, is_behind_stream, is_captured, is_scratch): allocate and allocate_scratch for "
+          "callers who know the current stream.")
       .def_property_readonly("num_free_bytes", &Region::num_free_bytes);
-  m.def("matrix", &make_dlpack_matrix, py::arg("address"), py::arg("num_rows"),
-        py::arg("num_columns"), py::arg("type_code"), py::arg("type_bits"), py::arg("device_type"),
-        py::arg("device_index"), py::arg("owner"));
+  m.attr("matrix") = py::reinterpret_steal<py::object>(PyCFunction_New(&kMatrix, nullptr));
 }
 
 }  // namespace deep_comm

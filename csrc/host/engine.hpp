@@ -9,6 +9,7 @@
 #include "device/intranode/args.cuh"
 #include "device/low_latency/rail_args.cuh"
 #include "host/low_latency_plan.hpp"
+#include "host/plans.hpp"
 #include "host/rail_kernels.hpp"
 #include "host/target.hpp"
 
@@ -34,13 +35,6 @@ struct Counts {
   int max_num_tokens = 0;  // of all ranks
   bool is_direct = false;  // the outputs announced to notify_dispatch serve
   std::vector<int> num_recv_tokens_per_expert;
-};
-
-// Channels and rings of one call, as the user's Config asks for them.
-struct ChannelConfig {
-  int num_channels;
-  int num_send_tokens;
-  int num_slots;
 };
 
 // The rings between nodes of one call.
@@ -99,13 +93,16 @@ class Engine {
   }
 
   void get_dispatch_layout(LayoutArgs args, uint64_t stream);
-  void notify_dispatch(NotifyArgs args, const ChannelConfig& config, uint64_t stream);
+  // Plans check all that their options decide. They are for this engine alone; calls start from a copy of their args.
+  NotifyPlan plan_notify(const NotifyOptions& options) const;
+  void notify_dispatch(const NotifyPlan& plan, NotifyArgs args, uint64_t stream);
   // Empty: the kernel failed; the error record says how.
   std::optional<Counts> wait_counts();
-  void dispatch(DispatchArgs args, const ChannelConfig& config, int num_topk, int row_bytes,
-                uint64_t stream);
-  void combine(CombineArgs args, Dtype dtype, const ChannelConfig& config, int num_topk,
-               int row_bytes, uint64_t stream);
+  DispatchPlan plan_dispatch(const DispatchOptions& options) const;
+  void dispatch(const DispatchPlan& plan, const DispatchArgs& args, uint64_t stream);
+  CombinePlan plan_combine(const ChannelConfig& config, Dtype dtype, int num_topk,
+                           int row_bytes) const;
+  void combine(const CombinePlan& plan, const CombineArgs& args, uint64_t stream);
 
   // Expanded outputs; defined in expand_impl.hpp. All local, on as many blocks as a dispatch of this config.
   void number_rows(NumberRowsArgs args, const ChannelConfig& config, uint64_t stream);
@@ -170,6 +167,11 @@ class Engine {
   void quiet_rail();
 
   std::optional<ErrorRecord> poll_error() const;
+  // The word that says there is a record.
+  const uint32_t* error_flag() const {
+    check_open();
+    return &world_.error->is_written;
+  }
   // Forgets a failure that left all ranks in step (everything but a timeout).
   void clear_error();
   void reset();
@@ -200,7 +202,10 @@ class Engine {
   // Waits for the sequence number of the last notify; false: a kernel failed.
   bool wait_sequence(const uint32_t* sequence);
   // Stages and warps of direct mode.
-  void plan_direct(DispatchArgs& args, int num_topk, int row_bytes) const;
+  void plan_direct(DispatchArgs& args, const DispatchOptions& options) const;
+  DispatchPlan::Variant plan_dispatch(const DispatchOptions& options, const Shape& shape,
+                                      bool may_be_direct) const;
+  void check_block(const char* what, uint32_t line, size_t num_bytes) const;
   void check_open() const;
   void check_num_experts(int num_experts) const;
   void check_counters(int num_experts, size_t smem_bytes) const;
@@ -216,8 +221,7 @@ class Engine {
                                  const LowLatencyDispatchArgs& args, uint64_t stream);
   void low_latency_rail_combine(const LowLatencyPlan& plan, const LowLatencyCombineCall& call,
                                 const LowLatencyCombineArgs& args, uint64_t stream);
-  void check_output(const DispatchArgs& args, int num_topk, int scale_row_bytes,
-                    int row_bytes) const;
+  void check_output(const DispatchArgs& args, const DispatchOptions& options) const;
   template <class KernelType>
   void launch(const LaunchConfig& config, typename KernelType::Args args, uint64_t stream);
 

@@ -167,16 +167,17 @@ void Engine<Target>::launch(const LaunchConfig& config, typename KernelType::Arg
 
 template <class Target>
 void Engine<Target>::check_num_experts(int num_experts) const {
-  detail::require(num_experts >= 1 && num_experts <= num_max_experts_,
-                  "num_experts = " + std::to_string(num_experts) +
-                      ", must lie in 1..num_max_experts = " + std::to_string(num_max_experts_));
+  if (num_experts >= 1 && num_experts <= num_max_experts_) return;  // no text unless it is needed
+  throw std::invalid_argument("num_experts = " + std::to_string(num_experts) +
+                              ", must lie in 1..num_max_experts = " +
+                              std::to_string(num_max_experts_));
 }
 
 template <class Target>
 void Engine<Target>::check_counters(int num_experts, size_t smem_bytes) const {
-  detail::require(smem_bytes <= static_cast<size_t>(Target::kTuning.smem_bytes_limit),
-                  "num_experts = " + std::to_string(num_experts) +
-                      ", their counters must fit in a block's shared memory");
+  if (smem_bytes <= static_cast<size_t>(Target::kTuning.smem_bytes_limit)) return;
+  throw std::invalid_argument("num_experts = " + std::to_string(num_experts) +
+                              ", their counters must fit in a block's shared memory");
 }
 
 template <class Target>
@@ -194,47 +195,64 @@ void Engine<Target>::get_dispatch_layout(LayoutArgs args, uint64_t stream) {
 }
 
 template <class Target>
-void Engine<Target>::notify_dispatch(NotifyArgs args, const ChannelConfig& config,
-                                     uint64_t stream) {
+NotifyPlan Engine<Target>::plan_notify(const NotifyOptions& options) const {
+  // Checks the shape of the dispatch that follows, so that nothing is launched if it cannot be.
+  shape_of(options.channels,
+           MessageLayout::of_dispatch(options.row_bytes, options.scale_row_bytes, options.num_topk,
+                                      true, options.is_expanded),
+           world_.num_ranks - 1);
+  check_num_experts(options.num_experts);
+  const size_t counter_bytes =
+      options.counts_choices ? sizeof(int32_t) * static_cast<size_t>(options.num_experts) : 0;
+  NotifyPlan plan{};
+  plan.channels = options.channels;
+  plan.topk_idx_bytes = options.topk_idx_bytes;
+  plan.smem_bytes = sizeof(NotifySmem) + counter_bytes;
+  check_counters(options.num_experts, plan.smem_bytes);
+  NotifyArgs& args = plan.args;
   const auto field = [&](HeaderField name) -> int& {
     return args.header.fields[static_cast<int>(name)];
   };
-  // Checks the shape of the dispatch that follows, so that nothing is launched if it cannot be.
-  shape_of(config,
-           MessageLayout::of_dispatch(
-               field(HeaderField::kRowBytes), field(HeaderField::kScaleRowBytes),
-               field(HeaderField::kNumTopk), true, args.expansion.first_rows != nullptr),
-           world_.num_ranks - 1);
-  check_num_experts(args.num_experts);
-  const size_t counter_bytes =
-      args.topk.data == nullptr ? 0 : sizeof(int32_t) * static_cast<size_t>(args.num_experts);
-  const size_t smem_bytes = sizeof(NotifySmem) + counter_bytes;
-  check_counters(args.num_experts, smem_bytes);
-  field(HeaderField::kNumExperts) = args.num_experts;
+  field(HeaderField::kNumTopk) = options.num_topk;
+  field(HeaderField::kRowBytes) = options.row_bytes;
+  field(HeaderField::kScaleRowBytes) = options.scale_row_bytes;
+  field(HeaderField::kNumExperts) = options.num_experts;
+  field(HeaderField::kNumChannels) = options.channels.num_channels;
+  field(HeaderField::kNumSendTokens) = options.channels.num_send_tokens;
+  field(HeaderField::kNumSlots) = options.channels.num_slots;
+  field(HeaderField::kExpertAlignment) = options.is_expanded ? options.expert_alignment : 0;
+  if (options.counts_choices) {
+    args.topk = {nullptr, options.topk_idx_bytes, options.num_topk, options.num_experts};
+  }
+  args.num_experts = options.num_experts;
+  args.num_channels = options.channels.num_channels;
+  args.expert_alignment = options.expert_alignment;
+  args.counts = counts_;
+  return plan;
+}
+
+template <class Target>
+void Engine<Target>::notify_dispatch(const NotifyPlan& plan, NotifyArgs args, uint64_t stream) {
+  const auto field = [&](HeaderField name) -> int& {
+    return args.header.fields[static_cast<int>(name)];
+  };
   field(HeaderField::kNumTokens) = args.num_tokens;
-  field(HeaderField::kNumChannels) = config.num_channels;
-  field(HeaderField::kNumSendTokens) = config.num_send_tokens;
-  field(HeaderField::kNumSlots) = config.num_slots;
-  field(HeaderField::kExpertAlignment) =
-      args.expansion.first_rows != nullptr ? args.expert_alignment : 0;
   const OutputWords words = OutputWords::of(args.place);
   field(HeaderField::kOutputLine) = static_cast<int>(words.line);
   field(HeaderField::kSrcLine) = static_cast<int>(words.src_line);
   field(HeaderField::kOutputRows) = static_cast<int>(words.rows);
-  args.num_channels = config.num_channels;
   args.sequence = ++sequence_;
-  args.counts = counts_;
   num_counted_experts_ =
       ExpertMap{args.num_experts, world_.num_ranks}.num_local_experts(world_.rank);
   counts_stream_ = stream;
   const Tuning& tuning = Target::kTuning;
-  const int tokens_per_channel = ceil_div(args.num_tokens, config.num_channels);
+  const int tokens_per_channel = ceil_div(args.num_tokens, args.num_channels);
   const int num_threads =
       min_of(max_of(tuning.min_notify_threads, align_up(tokens_per_channel, kWarpSize)),
              tuning.max_notify_threads);
-  launch<NotifyKernel>({.num_blocks = min_of(config.num_channels, tuning.max_notify_blocks),
+  launch<NotifyKernel>({.num_blocks = min_of(args.num_channels, tuning.max_notify_blocks),
                         .num_threads = num_threads,
-                        .smem_bytes = smem_bytes},
+                        .smem_bytes = plan.smem_bytes},
                        args, stream);
 }
 
@@ -268,27 +286,26 @@ std::optional<Counts> Engine<Target>::wait_counts() {
 }
 
 template <class Target>
-void Engine<Target>::plan_direct(DispatchArgs& args, int num_topk, int row_bytes) const {
+void Engine<Target>::plan_direct(DispatchArgs& args, const DispatchOptions& options) const {
   // As many moving warps as have room for whole rows, within reason; longer rows travel in pieces.
   constexpr int kMinDirectStages = 4;
   const Tuning& tuning = Target::kTuning;
   const int room = smem_bytes_limit - kReservedSmemBytes - kMaxBarrierBytes;
-  const bool is_quantised = args.source != nullptr;
   // Quantising takes a warp's time: as many as have room for pieces of 512 elements and their scales.
-  const int stage_bytes = is_quantised ? 1024 + 16 : row_bytes;
+  const int stage_bytes = options.is_quantised ? 1024 + 16 : options.row_bytes;
   const int most_warps = room / (kMinDirectStages * align_up(stage_bytes, 128));
   args.num_move_warps = max_of(2, min_of(tuning.num_direct_move_warps, most_warps));
-  args.num_meta_warps = num_topk != 0 || args.num_scales != 0 || args.recv_src_idx != nullptr
-                            ? tuning.num_direct_meta_warps
-                            : 0;
+  const bool has_metadata =
+      options.num_topk != 0 || options.num_scales != 0 || options.makes_handle;
+  args.num_meta_warps = has_metadata ? tuning.num_direct_meta_warps : 0;
   const int warp_limit = room / args.num_move_warps;
-  if (!is_quantised) {
-    args.direct_stage =
-        StageLayout::make(row_bytes, 0, warp_limit, kMinDirectStages, StagePipe::kMaxStages);
+  if (!options.is_quantised) {
+    args.direct_stage = StageLayout::make(options.row_bytes, 0, warp_limit, kMinDirectStages,
+                                          StagePipe::kMaxStages);
     return;
   }
   args.direct_stage =
-      StageLayout::make_quantised(row_bytes * static_cast<int>(sizeof(Bf16)), warp_limit,
+      StageLayout::make_quantised(options.row_bytes * static_cast<int>(sizeof(Bf16)), warp_limit,
                                   kMinDirectStages, StagePipe::kMaxStages);
   detail::require(args.direct_stage.num_stages > 0,
                   "smem_bytes_limit = " + std::to_string(smem_bytes_limit) +
@@ -296,14 +313,32 @@ void Engine<Target>::plan_direct(DispatchArgs& args, int num_topk, int row_bytes
 }
 
 template <class Target>
-void Engine<Target>::dispatch(DispatchArgs args, const ChannelConfig& config, int num_topk,
-                              int row_bytes, uint64_t stream) {
+DispatchPlan Engine<Target>::plan_dispatch(const DispatchOptions& options) const {
+  const MessageLayout message = MessageLayout::of_dispatch(
+      options.row_bytes, options.num_scales * options.scale_bytes, options.num_topk,
+      options.makes_handle, options.is_expanded);
+  const Shape shape = shape_of(options.channels, message, world_.num_ranks - 1);
+  DispatchPlan plan{};
+  plan.options = options;
+  for (const bool may_be_direct : {false, true}) {
+    DispatchPlan::Variant& variant = plan.variants[may_be_direct ? 1 : 0];
+    variant = plan_dispatch(options, shape, may_be_direct);
+    variant.args.message = message;
+  }
+  return plan;
+}
+
+template <class Target>
+DispatchPlan::Variant Engine<Target>::plan_dispatch(const DispatchOptions& options,
+                                                    const Shape& shape, bool may_be_direct) const {
   const Tuning& tuning = Target::kTuning;
-  const int scale_row_bytes = args.num_scales * args.scale_bytes;
-  const bool is_expanded = args.send_row != nullptr, is_quantised = args.source != nullptr;
-  args.message = MessageLayout::of_dispatch(row_bytes, scale_row_bytes, num_topk,
-                                            args.recv_src_idx != nullptr, is_expanded);
-  const Shape shape = shape_of(config, args.message, world_.num_ranks - 1);
+  const ChannelConfig& config = options.channels;
+  DispatchPlan::Variant variant{};
+  DispatchArgs& args = variant.args;
+  args.scale_bytes = options.scale_bytes;
+  args.num_scales = options.num_scales;
+  args.topk_idx_bytes = options.topk_idx_bytes;
+  args.scale_format = options.scale_format;
   constexpr int kMaxWarps = DispatchKernel<false, false>::kMaxThreads / kWarpSize;
   args.num_receive_warps =
       min_of(tuning.num_receive_warps, (kMaxWarps - world_.num_ranks) / world_.num_ranks);
@@ -312,9 +347,7 @@ void Engine<Target>::dispatch(DispatchArgs args, const ChannelConfig& config, in
   args.stage = shape.stage;
   args.ring = shape.ring;
   args.num_send_tokens = config.num_send_tokens;
-  const bool may_be_direct = args.output_line != 0;  // otherwise no stages for it
-  if (may_be_direct) check_output(args, num_topk, scale_row_bytes, row_bytes);
-  plan_direct(args, num_topk, row_bytes);
+  plan_direct(args, options);
   const size_t stages_bytes =
       align_up<size_t>(max_of(shape.num_senders * args.stage.warp_bytes(),
                               may_be_direct * args.num_move_warps * args.direct_stage.warp_bytes()),
@@ -325,28 +358,38 @@ void Engine<Target>::dispatch(DispatchArgs args, const ChannelConfig& config, in
   args.entry_offset = align_up<size_t>(
       args.direct_barriers_offset + args.num_move_warps * args.direct_stage.warp_barrier_bytes(),
       16);
-  const int agreed[] = {row_bytes,
-                        scale_row_bytes,
-                        num_topk,
+  const int agreed[] = {options.row_bytes,
+                        options.num_scales * options.scale_bytes,
+                        options.num_topk,
                         config.num_channels,
                         config.num_send_tokens,
                         config.num_slots,
-                        args.topk_idx_bytes,
-                        args.recv_src_idx != nullptr,
-                        is_expanded,
-                        is_quantised,
-                        args.scale_format.round_scale,
-                        args.scale_format.use_ue8m0};
+                        options.topk_idx_bytes,
+                        options.makes_handle,
+                        options.is_expanded,
+                        options.is_quantised,
+                        options.scale_format.round_scale,
+                        options.scale_format.use_ue8m0};
   args.signature = Operation::signature(Kernel::kDispatch, agreed, 12);
-  const LaunchConfig launch_config{
+  variant.launch = {
       .num_blocks = config.num_channels,
       .num_threads = kWarpSize * max_of(num_ring_warps, args.num_move_warps + args.num_meta_warps),
       .smem_bytes = args.entry_offset + sizeof(DispatchEntry)};
-  if (is_expanded && is_quantised) {
+  return variant;
+}
+
+template <class Target>
+void Engine<Target>::dispatch(const DispatchPlan& plan, const DispatchArgs& args,
+                              uint64_t stream) {
+  const DispatchOptions& options = plan.options;
+  const bool may_be_direct = args.output_line != 0;  // otherwise no stages for it
+  if (may_be_direct) check_output(args, options);
+  const LaunchConfig& launch_config = plan.variant(may_be_direct).launch;
+  if (options.is_expanded && options.is_quantised) {
     launch<DispatchKernel<true, true>>(launch_config, args, stream);
-  } else if (is_expanded) {
+  } else if (options.is_expanded) {
     launch<DispatchKernel<true, false>>(launch_config, args, stream);
-  } else if (is_quantised) {
+  } else if (options.is_quantised) {
     launch<DispatchKernel<false, true>>(launch_config, args, stream);
   } else {
     launch<DispatchKernel<false, false>>(launch_config, args, stream);
@@ -354,36 +397,41 @@ void Engine<Target>::dispatch(DispatchArgs args, const ChannelConfig& config, in
 }
 
 template <class Target>
-void Engine<Target>::check_output(const DispatchArgs& args, int num_topk, int scale_row_bytes,
-                                  int row_bytes) const {
-  const bool is_expanded = args.send_row != nullptr;
+void Engine<Target>::check_block(const char* what, uint32_t line, size_t num_bytes) const {
+  const size_t begin = static_cast<size_t>(line) * kLineBytes;
+  if (begin >= world_.layout.data && begin + num_bytes <= world_.layout.data + data_bytes_) return;
+  throw std::invalid_argument(std::string(what) + " of " + std::to_string(num_bytes) +
+                              " bytes at " + std::to_string(begin) +
+                              " must lie in the data region");
+}
+
+template <class Target>
+void Engine<Target>::check_output(const DispatchArgs& args, const DispatchOptions& options) const {
+  const int num_topk = options.is_expanded ? min_of(options.num_topk, 1) : options.num_topk;
   const OutputLayout output =
-      OutputLayout::make(args.num_recv_rows, row_bytes, scale_row_bytes,
-                         is_expanded ? min_of(num_topk, 1) : num_topk, args.topk_idx_bytes);
-  const auto check_block = [&](uint32_t line, size_t num_bytes) {
-    const size_t begin = static_cast<size_t>(line) * kLineBytes;
-    detail::require(
-        begin >= world_.layout.data && begin + num_bytes <= world_.layout.data + data_bytes_,
-        "an output block of " + std::to_string(num_bytes) + " bytes at " + std::to_string(begin) +
-            " must lie in the data region");
-  };
-  check_block(args.output_line, output.num_bytes);
+      OutputLayout::make(args.num_recv_rows, options.row_bytes,
+                         options.num_scales * options.scale_bytes, num_topk, options.topk_idx_bytes);
+  check_block("an output block", args.output_line, output.num_bytes);
   if (args.src_line != 0) {
-    check_block(args.src_line, is_expanded
-                                   ? SourceLayout::make(args.num_recv_rows, num_topk).num_bytes
-                                   : sizeof(int32_t) * static_cast<size_t>(args.num_recv_rows));
+    const size_t num_bytes =
+        options.is_expanded ? SourceLayout::make(args.num_recv_rows, options.num_topk).num_bytes
+                            : sizeof(int32_t) * static_cast<size_t>(args.num_recv_rows);
+    check_block("an output block", args.src_line, num_bytes);
   }
 }
 
 template <class Target>
-void Engine<Target>::combine(CombineArgs args, Dtype dtype, const ChannelConfig& config,
-                             int num_topk, int row_bytes, uint64_t stream) {
+CombinePlan Engine<Target>::plan_combine(const ChannelConfig& config, Dtype dtype, int num_topk,
+                                         int row_bytes) const {
   constexpr int kMaxWarps = CombineKernel<Dtype::kFloat32>::kMaxThreads / kWarpSize;
   const int num_senders = max_of(world_.num_ranks - 1, Target::kTuning.min_senders);
   // Beside the reducing warps: the senders, the credits', the publisher.
   const int num_reduce_warps =
       min_of(Target::kTuning.num_reduce_warps, kMaxWarps - num_senders - 2);
   static_assert(Target::kTuning.num_reduce_warps <= CombineEntry::kMaxReduceWarps);
+  CombinePlan plan{};
+  plan.dtype = dtype;
+  CombineArgs& args = plan.args;
   args.message = MessageLayout::of_combine(row_bytes, num_topk);
   const Shape shape = shape_of(config, args.message, num_senders);
   args.num_senders = num_senders;
@@ -394,14 +442,6 @@ void Engine<Target>::combine(CombineArgs args, Dtype dtype, const ChannelConfig&
   args.stage = shape.stage;
   args.ring = shape.ring;
   args.num_send_tokens = config.num_send_tokens;
-  if (args.staging_line != 0) {
-    const size_t begin = static_cast<size_t>(args.staging_line) * kLineBytes;
-    const size_t num_bytes = static_cast<size_t>(args.num_staging_rows) * args.message.slot_bytes();
-    detail::require(
-        begin >= world_.layout.data && begin + num_bytes <= world_.layout.data + data_bytes_,
-        "staging of " + std::to_string(num_bytes) + " bytes at " + std::to_string(begin) +
-            " must lie in the data region");
-  }
   const int agreed[] = {row_bytes,
                         num_topk,
                         static_cast<int>(dtype),
@@ -409,17 +449,25 @@ void Engine<Target>::combine(CombineArgs args, Dtype dtype, const ChannelConfig&
                         config.num_send_tokens,
                         config.num_slots};
   args.signature = Operation::signature(Kernel::kCombine, agreed, 6);
-  const LaunchConfig launch_config{
-      .num_blocks = config.num_channels,
-      .num_threads = kWarpSize * (shape.num_senders + 2 + num_reduce_warps),
-      .smem_bytes = args.entry_offset + sizeof(CombineEntry)};
-  switch (dtype) {
+  plan.launch = {.num_blocks = config.num_channels,
+                 .num_threads = kWarpSize * (shape.num_senders + 2 + num_reduce_warps),
+                 .smem_bytes = args.entry_offset + sizeof(CombineEntry)};
+  return plan;
+}
+
+template <class Target>
+void Engine<Target>::combine(const CombinePlan& plan, const CombineArgs& args, uint64_t stream) {
+  if (args.staging_line != 0) {
+    check_block("staging", args.staging_line,
+                static_cast<size_t>(args.num_staging_rows) * args.message.slot_bytes());
+  }
+  switch (plan.dtype) {
     case Dtype::kBfloat16:
-      return launch<CombineKernel<Dtype::kBfloat16>>(launch_config, args, stream);
+      return launch<CombineKernel<Dtype::kBfloat16>>(plan.launch, args, stream);
     case Dtype::kFloat16:
-      return launch<CombineKernel<Dtype::kFloat16>>(launch_config, args, stream);
+      return launch<CombineKernel<Dtype::kFloat16>>(plan.launch, args, stream);
     case Dtype::kFloat32:
-      return launch<CombineKernel<Dtype::kFloat32>>(launch_config, args, stream);
+      return launch<CombineKernel<Dtype::kFloat32>>(plan.launch, args, stream);
   }
 }
 

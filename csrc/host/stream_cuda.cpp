@@ -84,6 +84,12 @@ bool cuda_is_capturing(uint64_t stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
+bool cuda_is_current(int device) { return cuda_current_device() == device; }
+
+bool cuda_is_ready(int device, uint64_t stream) {
+  return cuda_current_device() == device && !cuda_is_capturing(stream);
+}
+
 int cuda_current_device() {
   int device = -1;
   check(cudaGetDevice(&device), "cudaGetDevice");

@@ -40,5 +40,8 @@ class CudaEvent {
 std::unique_ptr<CudaEvent> cuda_mark(int device, uint64_t stream);
 bool cuda_is_capturing(uint64_t stream);
 int cuda_current_device();
+bool cuda_is_current(int device);
+// Whether `device` is current and `stream`, of it, is not capturing.
+bool cuda_is_ready(int device, uint64_t stream);
 
 }  // namespace deep_comm

@@ -54,10 +54,16 @@ class Launch(Protocol):
     is_captured: bool  # part of a CUDA graph
     poisons: bool  # outputs are filled before the kernels run
     home_stream: int  # whose memory `empty` hands out
-    ordered_after: int | None  # the stream whose work so far all comes before; None: not a whole stream's
+    caller_stream: int  # the current one
+    is_behind_caller: bool  # all its work so far comes before
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """An output, on the device and owned by the right stream."""
+
+    def empty_by_column(
+        self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
+    ) -> Tensor:
+        """The same for matrices stored by column, as ``strides`` says."""
 
     def adopt(self, tensor: Tensor) -> Tensor:
         """An output over memory that was there before."""
@@ -128,6 +134,9 @@ class Backend(Protocol):
         self, previous_event: EventHandle | None, async_finish: bool, allocate_on_comm_stream: bool
     ) -> Launch: ...
 
+    def launch_unordered(self) -> Launch:
+        """On the caller's stream, without order among the Buffer's operations."""
+
     def mark(self, stream: int | None = None) -> tuple[int, Any] | None:
         """A stream, the current one unless given, and an event on it; None if nothing can be in flight."""
 
@@ -142,6 +151,11 @@ class Backend(Protocol):
 
     def device_scope(self) -> AbstractContextManager[object]:
         """Makes the device current."""
+
+
+def transposed(shape: Sequence[int]) -> tuple[int, ...]:
+    """Of the matrices in a tensor of this shape."""
+    return (*shape[:-2], shape[-1], shape[-2])
 
 
 def poison(tensor: Tensor) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deep_comm import _core, env
 from deep_comm.backends import in_process
-from deep_comm.backends.base import Heap, poison
+from deep_comm.backends.base import Heap, poison, transposed
 from deep_comm.backends.foreign import Place
 from deep_comm.errors import UnsupportedError
 from deep_comm.events import EventHandle, EventOverlap
@@ -119,7 +119,8 @@ class _CpuLaunch:
     stream = 0
     home_stream = 0
     is_captured = False
-    ordered_after: int | None = 0
+    caller_stream = 0
+    is_behind_caller = True
 
     def __init__(self, async_finish: bool, poison_outputs: bool) -> None:
         self._async_finish = async_finish
@@ -130,6 +131,11 @@ class _CpuLaunch:
         if self.poisons:
             poison(tensor)
         return tensor
+
+    def empty_by_column(
+        self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
+    ) -> Tensor:
+        return self.empty(transposed(shape), dtype).mT
 
     def adopt(self, tensor: Tensor) -> Tensor:
         if self.poisons:
@@ -237,6 +243,9 @@ class CpuBackend:
         self, previous_event: EventHandle | None, async_finish: bool, allocate_on_comm_stream: bool
     ) -> _CpuLaunch:
         return _CpuLaunch(async_finish, self._poison_outputs)
+
+    def launch_unordered(self) -> _CpuLaunch:
+        return _CpuLaunch(False, self._poison_outputs)
 
     def mark(self, stream: int | None = None) -> tuple[int, Any] | None:
         return None

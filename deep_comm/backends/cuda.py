@@ -14,10 +14,9 @@ from torch import Tensor
 from deep_comm import _cuda, env
 from deep_comm.backends import in_process
 from deep_comm.backends.base import Heap
-from deep_comm.backends.cuda_launch import CallerLaunch, CommLaunch, Streams, current_raw_stream
+from deep_comm.backends.cuda_launch import Streams, current_raw_stream
 from deep_comm.backends.foreign import Place
 from deep_comm.errors import TopologyError, UnsupportedError
-from deep_comm.events import EventHandle
 from deep_comm.rail import NVSHMEM
 from deep_comm.rendezvous import Rendezvous
 from deep_comm.topology import Topology
@@ -125,6 +124,8 @@ class CudaBackend:
         # Above the default: communication that waits for a free SM keeps its peers waiting too.
         self._comm_stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._streams = Streams(device, self._comm_stream, env.POISON.get())
+        self.launch = self._streams.launch
+        self.launch_unordered = self._streams.launch_unordered
 
     def workspace_bytes(self, num_ranks: int, num_max_experts: int) -> int:
         return _Engine.workspace_bytes(num_ranks=num_ranks, num_max_experts=num_max_experts)
@@ -191,11 +192,6 @@ class CudaBackend:
 
     def comm_stream(self) -> torch.cuda.Stream:
         return self._comm_stream
-
-    def launch(
-        self, previous_event: EventHandle | None, async_finish: bool, allocate_on_comm_stream: bool
-    ) -> CallerLaunch | CommLaunch:
-        return self._streams.launch(previous_event, async_finish, allocate_on_comm_stream)
 
     def current_stream(self) -> int:
         return current_raw_stream(self._index)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from deep_comm import _cuda
-from deep_comm.backends.base import poison
+from deep_comm.backends.base import poison, transposed
 from deep_comm.events import EventHandle, EventOverlap
 
 if TYPE_CHECKING:
@@ -30,8 +30,9 @@ def _current_raw_stream(device_index: int) -> int:
 current_raw_stream: Callable[[int], int] = getattr(
     torch._C, "_cuda_getCurrentRawStream", _current_raw_stream
 )
-current_device: Callable[[], int] = _cuda.current_device
 is_capturing: Callable[[int], bool] = _cuda.is_capturing
+is_current: Callable[[int], bool] = _cuda.is_current
+is_ready: Callable[[int, int], bool] = _cuda.is_ready
 
 
 class Streams:
@@ -62,28 +63,39 @@ class Streams:
     def launch(
         self, previous_event: EventHandle | None, async_finish: bool, on_comm: bool
     ) -> CallerLaunch | CommLaunch:
+        compute = current_raw_stream(self.index)
         device_scope: torch.cuda.device | None = None
-        if current_device() != self.index:
+        if previous_event is None and not async_finish and is_ready(self.index, compute):
+            return CallerLaunch(self, compute, device_scope)
+        if not is_current(self.index):
             device_scope = torch.cuda.device(self.index)
             device_scope.__enter__()
-        compute = current_raw_stream(self.index)
-        if previous_event is None and not async_finish and not is_capturing(compute):
-            return CallerLaunch(self, compute, device_scope)
+            if previous_event is None and not async_finish and not is_capturing(compute):
+                return CallerLaunch(self, compute, device_scope)
         return CommLaunch(self, compute, device_scope, previous_event, async_finish, on_comm)
+
+
+    def launch_unordered(self) -> UnorderedLaunch:
+        """On the caller's stream, whatever it is doing: the caller orders such operations among each other."""
+        device_scope: torch.cuda.device | None = None
+        if not is_current(self.index):
+            device_scope = torch.cuda.device(self.index)
+            device_scope.__enter__()
+        return UnorderedLaunch(self, current_raw_stream(self.index), device_scope)
 
 
 class CallerLaunch:
     """An operation that the caller's stream waits for anyway: it runs there."""
 
-    __slots__ = ("stream", "ordered_after", "home_stream", "poisons", "_streams", "_device_scope")
+    __slots__ = ("stream", "caller_stream", "home_stream", "poisons", "_streams", "_device_scope")
 
     is_captured = False
+    is_behind_caller = True
 
     def __init__(
         self, streams: Streams, compute: int, device_scope: torch.cuda.device | None
     ) -> None:
-        self.stream = self.home_stream = compute
-        self.ordered_after: int | None = compute
+        self.stream = self.caller_stream = self.home_stream = compute
         self.poisons = streams.poisons
         self._streams = streams
         self._device_scope = device_scope
@@ -111,6 +123,14 @@ class CallerLaunch:
             poison(tensor)
         return tensor
 
+    def empty_by_column(
+        self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
+    ) -> Tensor:
+        tensor = torch.empty_strided(shape, strides, dtype=dtype, device=self._streams.device)
+        if self.poisons:
+            poison(tensor.mT)
+        return tensor
+
     def adopt(self, tensor: Tensor) -> Tensor:
         if self.poisons:
             poison(tensor)
@@ -129,6 +149,29 @@ class CallerLaunch:
         return EventOverlap()
 
 
+class UnorderedLaunch(CallerLaunch):
+    """An operation on the caller's stream that no other stream knows of."""
+
+    __slots__ = ()
+
+    def __init__(
+        self, streams: Streams, compute: int, device_scope: torch.cuda.device | None
+    ) -> None:
+        self.stream = compute
+        self.poisons = streams.poisons
+        self._streams = streams
+        self._device_scope = device_scope
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._device_scope is not None:
+            self._device_scope.__exit__(exc_type, exc_value, traceback)
+
+
 class CommLaunch:
     """Order of one operation among the caller's stream (compute) and the communication stream, where it runs:
     behind an event, or while the caller's stream goes on, or in a graph.
@@ -140,14 +183,14 @@ class CommLaunch:
 
     __slots__ = (
         "stream",
-        "ordered_after",
+        "caller_stream",
+        "is_behind_caller",
         "is_captured",
         "poisons",
         "_streams",
         "_async_finish",
         "_on_comm",
         "_outputs",
-        "_compute",
         "_device_scope",
     )
 
@@ -162,21 +205,20 @@ class CommLaunch:
     ) -> None:
         self.stream = comm = streams.raw_comm
         self._streams = streams
-        self._compute = compute
+        self.caller_stream = compute
         self._async_finish = async_finish
         self._on_comm = on_comm or previous_event is not None
         self.poisons = streams.poisons
         self._outputs: list[Tensor] = []
         self._device_scope = device_scope
-        self.ordered_after: int | None = None
+        self.is_behind_caller = previous_event is None
         if previous_event is not None:
             previous_event.stream_wait(streams.comm)
-        else:
-            self.ordered_after = compute
-            if compute != comm:
-                streams.hop.order(compute, comm)
+        elif compute != comm:
+            streams.hop.order(compute, comm)
         self.is_captured = is_capturing(comm)
-        if not self.is_captured and streams.last not in (None, comm, self.ordered_after):
+        behind = comm, compute if self.is_behind_caller else comm
+        if not self.is_captured and streams.last is not None and streams.last not in behind:
             streams.done.wait(comm)
 
     def __enter__(self) -> CommLaunch:
@@ -206,7 +248,7 @@ class CommLaunch:
 
     @property
     def home_stream(self) -> int:
-        return self.stream if self._on_comm else self._compute
+        return self.stream if self._on_comm else self.caller_stream
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         if self._on_comm:
@@ -240,6 +282,11 @@ class CommLaunch:
                 for stream in streams:
                     tensor.record_stream(stream)
 
+    def empty_by_column(
+        self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
+    ) -> Tensor:
+        return self.empty(transposed(shape), dtype).mT
+
     def adopt(self, tensor: Tensor) -> Tensor:
         if self.poisons:
             self._poison(tensor)
@@ -260,11 +307,11 @@ class CommLaunch:
             if handle is not None:
                 self._record_handle(handle)
             return EventOverlap(EventHandle(streams.comm))
-        if self._compute != self.stream:
-            end.wait(self._compute)
+        if self.caller_stream != self.stream:
+            end.wait(self.caller_stream)
         if self._on_comm:
             self._record(self._outputs)
-        if handle is not None and handle.home_stream not in (None, self._compute, self.stream):
+        if handle is not None and handle.home_stream not in (None, self.caller_stream, self.stream):
             # The stream that would reuse the handle's memory does not wait for this call.
             self._record_handle(handle)
         return EventOverlap()
@@ -273,4 +320,4 @@ class CommLaunch:
         handle.record_on(self._streams.comm, self.stream)
         if self._on_comm:
             current = torch.cuda.current_stream(self._streams.index)
-            handle.record_on(current, self._compute)
+            handle.record_on(current, self.caller_stream)

@@ -29,6 +29,8 @@ class StreamOptions:
         allocate_on_comm_stream: bool,
     ) -> StreamOptions:
         """The three as callers give them; they may only be combined as the streams allow."""
+        if previous_event is None and not async_finish and not allocate_on_comm_stream:
+            return SYNCHRONOUS
         event = None if previous_event is None else unwrap(previous_event)
         if allocate_on_comm_stream and (event is None or not async_finish):
             given = "given" if event is not None else None
@@ -45,8 +47,11 @@ class StreamOptions:
         )
 
 
+SYNCHRONOUS = StreamOptions(None, False, False)
+
+
 class CallOptions:
-    """Options of dispatch and combine."""
+    """Options of dispatch and combine between nodes."""
 
     __slots__ = ("config", "default_config", "streams")
 

@@ -10,12 +10,15 @@ from torch import Tensor
 
 from deep_comm import checks
 from deep_comm.backends import Launch
+from deep_comm.config import Config, require_config
 from deep_comm.context import Context
 from deep_comm.errors import ArgumentError, HandleMismatch
 from deep_comm.events import EventOverlap
 from deep_comm.handle import Handle, KnownHandle
-from deep_comm.ops.call import CallOptions
+from deep_comm.ops.call import StreamOptions
 from deep_comm.ops.expand import reduce_experts
+from deep_comm.ops.plans import plan_combine
+from deep_comm.tuning import DefaultConfig
 
 
 def combine(
@@ -26,7 +29,9 @@ def combine(
     topk_weights: Any,
     bias: Any,
     apply_weights: bool,
-    options: CallOptions,
+    config: Config | None,
+    default: Config | DefaultConfig | None,
+    streams: StreamOptions,
 ) -> tuple[Tensor, Tensor | None, EventOverlap]:
     ctx.begin()
     x = checks.combine_input(x, ctx.device)
@@ -67,50 +72,44 @@ def combine(
         num_topk = topk_weights.shape[1]
     num_tokens = known.num_tokens
     bias_0, bias_1 = checks.biases(bias, (num_tokens, hidden), x)
-    plan = ctx.plan(
-        options.config,
-        options.default_config,
-        hidden * x.element_size(),
-        0,
-        num_topk,
+    dtype = x.dtype
+    key = (config, default, dtype, hidden, num_topk, known.num_channels)
+    if config is not None:
+        require_config(config)  # or it might be no key
+    plan = ctx.calls.get(key) or plan_combine(
+        ctx, key, config, default, checks.COMBINE_DTYPES[dtype], hidden * dtype.itemsize, num_topk,
         known.num_channels,
-    )
-    if plan.num_channels != known.num_channels:
-        Handle.of(handle).require_num_channels(plan.num_channels)
+    )  # fmt: skip
+    if plan.rings.num_channels != known.num_channels:
+        Handle.of(handle).require_num_channels(plan.rings.num_channels)
 
-    with options.streams.launch(ctx) as launch:
+    with streams.launch(ctx) as launch:
         inputs = (x, topk_weights, row_weights, bias_0, bias_1)
         if expansion is not None:
-            x, topk_weights = reduce_experts(ctx, launch, plan, x, known, row_weights, topk_weights)
+            x, topk_weights = reduce_experts(ctx, launch, plan.rings, x, known, row_weights, topk_weights)
         staging, staging_offset, num_staging_rows = _staging(
-            ctx, launch, known, hidden * x.element_size(), num_topk
+            ctx, launch, known, plan.staging_row_bytes
         )
-        combined_x = launch.empty((num_tokens, hidden), x.dtype)
+        combined_x = launch.empty((num_tokens, hidden), dtype)
         combined_topk_weights = None
+        combined_weights = weights = 0
+        empty_address = ctx.heap.base
         if topk_weights is not None:
+            weights = topk_weights.data_ptr() or empty_address
             combined_topk_weights = launch.empty((num_tokens, num_topk), torch.float32)
-        ctx.engine.combine(
-            x=ctx.address(x),
-            dtype=checks.COMBINE_DTYPES[x.dtype],
-            hidden=hidden,
-            topk_weights=ctx.address(topk_weights),
-            num_topk=num_topk,
-            bias_0=ctx.address(bias_0),
-            bias_1=ctx.address(bias_1),
-            num_tokens=num_tokens,
-            num_recv_rows=known.num_recv_rows,
-            rank_prefix_matrix=known.rank_prefix_matrix,
-            channel_prefix_matrix=known.channel_prefix_matrix,
-            recv_channel_prefix_matrix=known.recv_channel_prefix_matrix,
-            send_head=known.send_head,
-            combined_x=ctx.address(combined_x),
-            combined_topk_weights=ctx.address(combined_topk_weights),
-            staging_offset=staging_offset,
-            num_staging_rows=num_staging_rows,
-            num_channels=plan.num_channels,
-            num_send_tokens=plan.num_send_tokens,
-            num_slots=plan.num_slots,
-            stream=launch.stream,
+            combined_weights = combined_topk_weights.data_ptr() or empty_address
+        plan.launch(
+            *known.way_back,
+            x.data_ptr() or empty_address,
+            weights,
+            0 if bias_0 is None else bias_0.data_ptr() or empty_address,
+            0 if bias_1 is None else bias_1.data_ptr() or empty_address,
+            num_tokens,
+            combined_x.data_ptr() or empty_address,
+            combined_weights,
+            staging_offset,
+            num_staging_rows,
+            launch.stream,
         )
         del staging  # whoever gets its memory next writes there behind this kernel
         event = launch.finish(inputs, known)
@@ -119,15 +118,16 @@ def combine(
 
 
 def _staging(
-    ctx: Context, launch: Launch, handle: KnownHandle, row_bytes: int, num_topk: int
+    ctx: Context, launch: Launch, handle: KnownHandle, row_bytes: int
 ) -> tuple[object, int, int]:
     """Memory for all rows that may come: (its owner, offset in the heap, rows); offset 0 without room."""
     num_peers = ctx.num_ranks - 1
-    if handle.num_topk > 0:
-        num_peers = min(num_peers, handle.num_topk)
+    if 0 < handle.num_topk < num_peers:
+        num_peers = handle.num_topk
     num_rows = handle.num_tokens * num_peers
-    num_bytes = num_rows * ctx.engine.staging_row_bytes(row_bytes=row_bytes, num_topk=num_topk)
-    taken = ctx.region.allocate_scratch(num_bytes, launch.ordered_after)
+    taken = ctx.take(
+        num_rows * row_bytes, launch.caller_stream, launch.is_behind_caller, launch.is_captured, True
+    )
     if taken is None:
         return None, 0, 0
     block, events = taken

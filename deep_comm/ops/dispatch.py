@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
 from deep_comm import checks
 from deep_comm.backends import Launch
 from deep_comm.checks import Payload
-from deep_comm.config import RingPlan
+from deep_comm.config import Config, require_config
 from deep_comm.context import Context
 from deep_comm.errors import ArgumentError, HandleMismatch
 from deep_comm.events import EventOverlap
 from deep_comm.expansion import Expansion
 from deep_comm.handle import Handle
-from deep_comm.ops.call import CallOptions
+from deep_comm.ops.call import StreamOptions
 from deep_comm.ops.expand import Numbering, cached_arguments, expand_rows
 from deep_comm.ops.layout import Layout, checked_layout
-from deep_comm.ops.notify import NOWHERE, Notified, Place, launch_notify, wait_counts
+from deep_comm.ops.notify import (
+    NO_EXPANSION,
+    NOWHERE,
+    Notified,
+    Place,
+    launch_notify,
+    wait_counts,
+)
 from deep_comm.ops.outputs import (
     Outputs,
     RecvX,
@@ -30,80 +36,67 @@ from deep_comm.ops.outputs import (
     reserve_unknown,
     reserve_unknown_expanded,
 )
-from deep_comm.ops.scales import PLAIN, ScaleOptions, inputs_of, source_arguments, turn_scales
-
-NOTHING: Mapping[str, int] = MappingProxyType({})
+from deep_comm.ops.plans import (
+    FILL_TAIL,
+    FOLLOWS_NOTIFY,
+    IS_SPECULATIVE,
+    ZERO_TAIL,
+    DispatchPlan,
+    plan_cached,
+    plan_new,
+)
+from deep_comm.ops.scales import PLAIN, ScaleOptions, allocate_source, inputs_of, turn_scales
+from deep_comm.tuning import DefaultConfig
 
 DispatchResult = tuple[
     RecvX, Tensor | None, Tensor | None, list[int] | None, Handle | None, EventOverlap
 ]
 
 
-class Routing(Protocol):
-    """Which token goes where, as addresses: a KnownHandle, or what notify has just learned."""
-
-    num_experts: int
-    is_token_in_rank: int
-    send_head: int
-    rank_prefix_matrix: int
-    channel_prefix_matrix: int
-
-
 def _launch_dispatch(
     ctx: Context,
     launch: Launch,
-    plan: RingPlan,
-    routing: Routing,
+    plan: DispatchPlan,
+    routing: tuple[int, int, int, int, int],
     payload: Payload,
     idx: Tensor | None,
     weights: Tensor | None,
     num_rows: int,
-    fill_tail: bool,
-    zero_tail: bool,
+    flags: int,
     out: Outputs,
     recv_channel_prefix_matrix: int,
-    follows_notify: bool = False,
-    is_speculative: bool = False,
-    extra: Mapping[str, int] = NOTHING,
+    expansion: tuple[int, int, int, int],
+    source: int,
 ) -> None:
-    """``extra``: what quantising and expanding add to the engine's arguments."""
+    """``expansion``: addresses of what expanded outputs add. ``source``: of what is quantised."""
     scales = payload.scales
-    ctx.engine.dispatch(
-        x=ctx.address(payload.x),
-        row_bytes=payload.row_bytes,
-        num_tokens=payload.num_tokens,
-        x_scales=0 if scales is None else ctx.address(scales),
-        scale_bytes=payload.scale_bytes,
-        num_scales=payload.num_scales,
-        scale_token_stride=0 if scales is None else scales.stride(0),
-        scale_column_stride=0 if scales is None else scales.stride(1),
-        topk_idx=0 if idx is None else ctx.address(idx),
-        topk_idx_bytes=0 if idx is None else idx.element_size(),
-        topk_weights=0 if weights is None else ctx.address(weights),
-        num_topk=0 if idx is None else idx.shape[1],
-        num_experts=routing.num_experts,
-        is_token_in_rank=routing.is_token_in_rank,
-        send_head=routing.send_head,
-        rank_prefix_matrix=routing.rank_prefix_matrix,
-        channel_prefix_matrix=routing.channel_prefix_matrix,
-        recv_x=out.x_address,
-        recv_x_scales=out.scales_address,
-        recv_topk_idx=out.topk_idx_address,
-        recv_topk_weights=out.topk_weights_address,
-        recv_src_idx=out.src_idx_address,
-        recv_channel_prefix_matrix=recv_channel_prefix_matrix,
-        num_recv_rows=num_rows,
-        fill_tail=fill_tail,
-        zero_tail=zero_tail,
-        output_offset=out.output_offset,
-        src_offset=out.src_offset,
-        follows_notify=follows_notify,
-        is_speculative=is_speculative,
-        num_channels=plan.num_channels,
-        num_send_tokens=plan.num_send_tokens,
-        num_slots=plan.num_slots,
-        stream=launch.stream,
-        **extra,
+    if scales is None:
+        x_scales = token_stride = column_stride = 0
+    else:
+        token_stride, column_stride = scales.stride()
+        x_scales = scales.data_ptr() or ctx.heap.base
+    plan.launch(
+        *routing,
+        payload.address or ctx.heap.base,
+        payload.num_tokens,
+        x_scales,
+        token_stride,
+        column_stride,
+        0 if idx is None else idx.data_ptr() or ctx.heap.base,
+        0 if weights is None else weights.data_ptr() or ctx.heap.base,
+        out.x_address,
+        out.scales_address,
+        out.topk_idx_address,
+        out.topk_weights_address,
+        out.src_idx_address,
+        recv_channel_prefix_matrix,
+        num_rows,
+        out.output_offset,
+        out.src_offset,
+        flags,
+        *expansion,
+        source,
+        launch.stream,
     )
 
 
@@ -123,7 +116,9 @@ def dispatch(
     expand: bool,
     zero_padding: bool,
     scale_options: ScaleOptions,
-    options: CallOptions,
+    config: Config | None,
+    default: Config | DefaultConfig | None,
+    streams: StreamOptions,
 ) -> DispatchResult:
     ctx.begin()
     is_plain = scale_options is PLAIN
@@ -161,21 +156,20 @@ def dispatch(
             raise ArgumentError(
                 "num_experts", num_experts, f"must be that of the layout ({layout.num_experts})"
             )
-    num_topk = 0 if idx is None else idx.shape[1]
-    plan = ctx.plan(
-        options.config,
-        options.default_config,
-        payload.row_bytes,
-        payload.scale_row_bytes,
-        num_topk,
-        expand=expand,
-    )
-
     if num_experts is None:
         assert layout is not None
         num_experts = layout.num_experts
-    with options.streams.launch(ctx) as launch:
-        source = NOTHING if is_plain else source_arguments(ctx, launch, payload)
+    num_topk, topk_idx_bytes = (0, 0) if idx is None else (idx.shape[1], idx.element_size())
+    key = (
+        config, default, payload.form, num_topk, topk_idx_bytes, num_experts, expert_alignment,
+        computes_layout, expand,
+    )  # fmt: skip
+    if config is not None:
+        require_config(config)  # or it might be no key
+    plan = ctx.calls.get(key) or plan_new(ctx, key, *key)
+
+    with streams.launch(ctx) as launch:
+        source = 0 if is_plain else allocate_source(ctx, launch, payload)
         numbering: Numbering | None = None
         places = 0  # of a received token, with expanded outputs
         row_idx, row_weights = idx, weights  # of the shape that outputs have
@@ -187,24 +181,20 @@ def dispatch(
 
         def notify(place: Place) -> Notified:
             told = launch_notify(
-                ctx, launch, plan, payload, idx, num_experts, layout, expert_alignment, place,
-                {} if numbering is None else numbering.notify_arguments(ctx),
+                ctx, launch, plan, payload, idx, num_experts, layout, place,
+                NO_EXPANSION if numbering is None else numbering.notify_arguments(ctx),
             )  # fmt: skip
             if numbering is not None:
                 assert idx is not None
-                numbering.launch(ctx, launch, plan, idx, num_experts)
+                numbering.launch(ctx, launch, plan.rings, idx, num_experts)
             return told
 
-        def move(
-            out: Outputs, num_rows: int, fill_tail: bool = False, is_speculative: bool = False
-        ) -> None:
+        def move(out: Outputs, num_rows: int, flags: int = 0) -> None:
             _launch_dispatch(
-                ctx, launch, plan, notified, payload, idx, weights, num_rows, fill_tail,
-                fill_tail and zero_tail, out, notified.recv_channel_prefix_matrix, True,
-                is_speculative,
-                source
-                if numbering is None
-                else {**source, **numbering.dispatch_arguments(ctx, out)},
+                ctx, launch, plan, notified.routing, payload, idx, weights, num_rows,
+                flags | FOLLOWS_NOTIFY, out, notified.recv_channel_prefix_matrix,
+                NO_EXPANSION if numbering is None else numbering.dispatch_arguments(ctx, out),
+                source,
             )  # fmt: skip
 
         num_recv_tokens: int | None = None
@@ -214,7 +204,7 @@ def dispatch(
             num_rows = num_worst_tokens
             out = allocate(ctx, launch, payload, row_idx, row_weights, num_worst_tokens, places)
             notified = notify(Place(out.output_offset, out.src_offset, num_worst_tokens, False))
-            move(out, num_worst_tokens, fill_tail=True)
+            move(out, num_worst_tokens, FILL_TAIL | (ZERO_TAIL if zero_tail else 0))
         else:
             # The rows may begin to move before this host knows how many they are (docs/design/0009).
             if row_idx is None or numbering is None:
@@ -230,7 +220,7 @@ def dispatch(
                 notified = notify(
                     Place(blank.output_offset, blank.src_offset, reserved.num_rows, True)
                 )
-                move(blank, reserved.num_rows, is_speculative=True)
+                move(blank, reserved.num_rows, IS_SPECULATIVE)
             counts = wait_counts(ctx)
             num_recv_tokens, max_num_tokens = counts.num_recv_tokens, counts.max_num_tokens
             per_expert_list = list(counts.num_recv_tokens_per_expert)
@@ -253,11 +243,11 @@ def dispatch(
             num_tokens = num_rows if num_recv_tokens is None else num_recv_tokens
             expansion = numbering.expansion(out, num_rows, num_tokens, expert_alignment)
             expand_rows(
-                ctx, launch, plan, payload, expansion, notified.rank_prefix_matrix, out,
+                ctx, launch, plan.rings, payload, expansion, notified.rank_prefix_matrix, out,
                 zero_padding=zero_padding, fill_handle=num_recv_tokens is None,
             )  # fmt: skip
         if scale_options.column_major:
-            turn_scales(ctx, launch, plan, out)
+            turn_scales(ctx, launch, plan.rings, out)
         inputs = [payload.x, payload.scales, idx, weights]
         if not is_plain:
             inputs += inputs_of(payload)
@@ -290,7 +280,9 @@ def cached_dispatch(
     expand: bool,
     zero_padding: bool,
     scale_options: ScaleOptions,
-    options: CallOptions,
+    config: Config | None,
+    default: Config | DefaultConfig | None,
+    streams: StreamOptions,
 ) -> DispatchResult:
     """The routing of ``handle`` with another x: no counts to exchange, no wait of the host."""
     ctx.begin()
@@ -302,37 +294,27 @@ def cached_dispatch(
         raise HandleMismatch("handle", "without expansion", "must be of a dispatch with expand=True")
     if known.num_tokens != payload.num_tokens:
         Handle.of(handle).require_num_tokens(payload.num_tokens)
-    plan = ctx.plan(
-        options.config,
-        options.default_config,
-        payload.row_bytes,
-        payload.scale_row_bytes,
-        0,
-        known.num_channels,
-        expand=expansion is not None,
-    )
-    if plan.num_channels != known.num_channels:
-        Handle.of(handle).require_num_channels(plan.num_channels)
-    num_rows = known.num_output_rows
-    with options.streams.launch(ctx) as launch:
-        extra: Mapping[str, int] = NOTHING
-        if not is_plain:
-            extra = source_arguments(ctx, launch, payload)
-        if expansion is not None:
-            extra = {**extra, **cached_arguments(ctx, expansion)}
-        out = allocate_cached(ctx, launch, payload, known)
+    form = payload.form
+    key = (config, default, form, known.num_channels, expansion is not None)
+    if config is not None:
+        require_config(config)  # or it might be no key
+    plan = ctx.calls.get(key) or plan_cached(ctx, key, *key)
+    if plan.rings.num_channels != known.num_channels:
+        Handle.of(handle).require_num_channels(plan.rings.num_channels)
+    with streams.launch(ctx) as launch:
+        source = 0 if is_plain else allocate_source(ctx, launch, payload)
+        out = allocate_cached(ctx, launch, form, known)
         _launch_dispatch(
-            ctx, launch, plan, known, payload, None, None, num_rows, False, False, out,
-            out.channel_prefix_matrix_address,
-            extra=extra,
+            ctx, launch, plan, known.routing, payload, None, None, known.num_output_rows, 0, out, 0,
+            NO_EXPANSION if expansion is None else cached_arguments(ctx, expansion), source,
         )  # fmt: skip
         if expansion is not None:
             expand_rows(
-                ctx, launch, plan, payload, expansion, known.rank_prefix_matrix, out,
+                ctx, launch, plan.rings, payload, expansion, known.rank_prefix_matrix, out,
                 zero_padding=zero_padding, fill_handle=False,
             )  # fmt: skip
         if scale_options.column_major:
-            turn_scales(ctx, launch, plan, out)
+            turn_scales(ctx, launch, plan.rings, out)
         inputs = (payload.x, payload.scales) if is_plain else inputs_of(payload)
         event = launch.finish(inputs, known)
     ctx.end()

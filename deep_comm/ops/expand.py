@@ -30,13 +30,11 @@ class Numbering:
         self.send_row = launch.empty((idx.shape[0], ctx.num_ranks), torch.int32)
         self.send_rows = launch.empty(tuple(idx.shape), torch.int32)
 
-    def notify_arguments(self, ctx: Context) -> dict[str, int]:
-        return {
-            "first_rows": ctx.address(self.first_rows),
-            "expert_offsets": ctx.address(self.expert_offsets),
-            "expert_counts": ctx.address(self.expert_counts),
-            "num_expanded": ctx.address(self.num_expanded),
-        }
+    def notify_arguments(self, ctx: Context) -> tuple[int, int, int, int]:
+        return (
+            ctx.address(self.first_rows), ctx.address(self.expert_offsets),
+            ctx.address(self.expert_counts), ctx.address(self.num_expanded),
+        )  # fmt: skip
 
     def launch(
         self, ctx: Context, launch: Launch, plan: RingPlan, idx: Tensor, num_experts: int
@@ -55,13 +53,11 @@ class Numbering:
             stream=launch.stream,
         )
 
-    def dispatch_arguments(self, ctx: Context, out: Outputs) -> dict[str, int]:
-        return {
-            "send_row": ctx.address(self.send_row),
-            "send_rows": ctx.address(self.send_rows),
-            "num_expanded": ctx.address(self.num_expanded),
-            "recv_rows": out.recv_rows_address,
-        }
+    def dispatch_arguments(self, ctx: Context, out: Outputs) -> tuple[int, int, int, int]:
+        return (
+            ctx.address(self.send_row), ctx.address(self.send_rows),
+            ctx.address(self.num_expanded), out.recv_rows_address,
+        )  # fmt: skip
 
     def expansion(
         self, out: Outputs, num_rows: int, num_tokens: int, expert_alignment: int
@@ -124,12 +120,9 @@ def expand_rows(
     )
 
 
-def cached_arguments(ctx: Context, expansion: Expansion) -> dict[str, int]:
-    """What a cached dispatch adds to the engine's arguments."""
-    return {
-        "send_row": ctx.address(expansion.send_row),
-        "num_expanded": ctx.address(expansion.num_expanded),
-    }
+def cached_arguments(ctx: Context, expansion: Expansion) -> tuple[int, int, int, int]:
+    """The same for a cached dispatch."""
+    return ctx.address(expansion.send_row), 0, ctx.address(expansion.num_expanded), 0
 
 
 def reduce_experts(

@@ -133,7 +133,9 @@ def low_latency_dispatch(
         recv_x = launch.empty(shape.recv_shape, shape.recv_dtype)
         scales = None
         if shape.scales_shape is not None:
-            scales = launch.empty(shape.scales_shape, shape.scales_dtype)
+            scales = launch.empty_by_column(
+                shape.scales_shape, shape.scales_strides, shape.scales_dtype
+            )
         metadata = launch.empty(shape.metadata_shape, torch.int32)
         address = ctx.address
         call = (
@@ -162,7 +164,7 @@ def low_latency_dispatch(
         event = launch.finish((x, idx, weights, cumulative_stats, wait_stats))
         if hook is None:
             ctx.end()
-    payload: Payload = recv_x if scales is None else (recv_x, scales.mT)
+    payload: Payload = recv_x if scales is None else (recv_x, scales)
     recv_count = metadata[: shape.num_local]  # the first part of the block
     return payload, recv_count, LowLatencyHandle(shape, metadata, num_tokens), event, hook
 

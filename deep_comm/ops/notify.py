@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +15,7 @@ from deep_comm.config import RingPlan
 from deep_comm.context import Context
 from deep_comm.errors import DeepCommError
 from deep_comm.ops.layout import Layout
+from deep_comm.ops.plans import DispatchPlan
 from deep_comm.topology import num_local_experts
 
 if TYPE_CHECKING:
@@ -70,7 +70,15 @@ class Notified:
         self.num_recv_tokens_per_expert = address + 4 * parts[2]
         self.send_head = address + 4 * parts[3]
         self.recv_counts = address + 4 * parts[4]
-        self.is_token_in_rank = ctx.address(self._mask)
+        self.is_token_in_rank = self._mask.data_ptr() or ctx.heap.base
+
+    @property
+    def routing(self) -> tuple[int, int, int, int, int]:
+        """As a KnownHandle's."""
+        return (
+            self.num_experts, self.is_token_in_rank, self.send_head, self.rank_prefix_matrix,
+            self.channel_prefix_matrix,
+        )  # fmt: skip
 
     def tensors(self) -> dict[str, Tensor]:
         """As the handle names them."""
@@ -114,47 +122,48 @@ class Place:
 NOWHERE = Place(0, 0, 0, False)
 
 
+NO_EXPANSION = (0, 0, 0, 0)
+
+
 def launch_notify(
     ctx: Context,
     launch: Launch,
-    plan: RingPlan,
+    plan: DispatchPlan,
     payload: Payload,
     idx: Tensor | None,
     num_experts: int,
     layout: Layout | None,
-    expert_alignment: int,
     place: Place,
-    extra: Mapping[str, int],
+    expansion: tuple[int, int, int, int],
 ) -> Notified:
-    """With ``layout`` from get_dispatch_layout, else from ``idx``. ``extra``: what expanded outputs add to the
-    engine's arguments."""
-    out = Notified(ctx, launch, plan, payload.num_tokens, num_experts, layout)
-    ctx.engine.notify_dispatch(
-        topk_idx=ctx.address(idx) if layout is None else 0,
-        topk_idx_bytes=0 if idx is None else idx.element_size(),
-        num_tokens_per_rank=0 if layout is None else ctx.address(layout.num_tokens_per_rank),
-        num_tokens_per_expert=0 if layout is None else ctx.address(layout.num_tokens_per_expert),
-        is_token_in_rank=out.is_token_in_rank,
-        num_tokens=payload.num_tokens,
-        num_topk=0 if idx is None else idx.shape[1],
-        num_experts=num_experts,
-        row_bytes=payload.row_bytes,
-        scale_row_bytes=payload.scale_row_bytes,
-        expert_alignment=expert_alignment,
-        output_offset=place.output_offset,
-        src_offset=place.src_offset,
-        num_output_rows=place.num_rows,
-        is_exact=place.is_exact,
-        num_channels=plan.num_channels,
-        num_send_tokens=plan.num_send_tokens,
-        num_slots=plan.num_slots,
-        rank_prefix_matrix=out.rank_prefix_matrix,
-        channel_prefix_matrix=out.channel_prefix_matrix,
-        send_head=out.send_head,
-        num_recv_tokens_per_expert=out.num_recv_tokens_per_expert,
-        recv_counts=out.recv_counts,
-        stream=launch.stream,
-        **extra,
+    """With ``layout`` from get_dispatch_layout, else from ``idx``. ``expansion``: addresses of what expanded
+    outputs add."""
+    out = Notified(ctx, launch, plan.rings, payload.num_tokens, num_experts, layout)
+    if layout is None:
+        assert idx is not None
+        choices, per_rank, per_expert = idx.data_ptr() or ctx.heap.base, 0, 0
+    else:
+        choices = 0
+        per_rank = layout.num_tokens_per_rank.data_ptr()
+        per_expert = layout.num_tokens_per_expert.data_ptr()
+    assert plan.notify is not None
+    plan.notify(
+        choices,
+        per_rank,
+        per_expert,
+        out.is_token_in_rank,
+        payload.num_tokens,
+        place.output_offset,
+        place.src_offset,
+        place.num_rows,
+        place.is_exact,
+        out.rank_prefix_matrix,
+        out.channel_prefix_matrix,
+        out.send_head,
+        out.num_recv_tokens_per_expert,
+        out.recv_counts,
+        *expansion,
+        launch.stream,
     )
     ctx.end()
     return out

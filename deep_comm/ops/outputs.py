@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from deep_comm.backends import Launch
-from deep_comm.checks import Payload
+from deep_comm.checks import Payload, PayloadForm
 from deep_comm.context import Context
 from deep_comm.handle import KnownHandle
 
@@ -42,23 +43,20 @@ class Outputs:
         "topk_weights_address",
         "src_idx_address",
         "recv_rows_address",
-        "channel_prefix_matrix_address",
         "output_offset",
         "src_offset",
     )
 
     def __init__(self) -> None:
+        self.x: Tensor
+        self.x_address: int
         self.scales: Tensor | None = None
         self.topk_idx: Tensor | None = None
         self.topk_weights: Tensor | None = None
         self.src_idx: Tensor | None = None
         self.recv_rows: Tensor | None = None
-        self.recv_rows_address = 0
         self.scales_address = self.topk_idx_address = self.topk_weights_address = 0
-        self.src_idx_address = self.channel_prefix_matrix_address = 0
-        self.output_offset = self.src_offset = 0
-        self.x: Tensor
-        self.x_address: int
+        self.src_idx_address = self.recv_rows_address = self.output_offset = self.src_offset = 0
 
     @staticmethod
     def blank(ctx: Context, reserved: Reservation) -> Outputs:
@@ -88,6 +86,16 @@ class Reservation:
         self.num_rows = num_rows
 
 
+def take(
+    ctx: Context, launch: Launch, num_bytes: int, is_scratch: bool = False
+) -> tuple[Any, Sequence[Any]] | None:
+    """A block of the receive region and the events of its last uses, or None."""
+    taken: tuple[Any, Sequence[Any]] | None = ctx.take(
+        num_bytes, launch.caller_stream, launch.is_behind_caller, launch.is_captured, is_scratch
+    )
+    return taken
+
+
 def _source_bytes(ctx: Context, num_rows: int, places: int) -> int:
     """Of the handle's block: source tokens, and with expanded outputs ``places`` of each."""
     if places == 0:
@@ -106,8 +114,8 @@ def reserve(
     """Room for ``num_rows`` rows, poisoned if outputs are; None if the region has none. ``places``: of a
     received token, with expanded outputs."""
     layout = _layout(ctx, payload, idx, num_rows)
-    output = ctx.region.allocate(layout.num_bytes, launch.ordered_after)
-    sources = ctx.region.allocate(_source_bytes(ctx, num_rows, places), launch.ordered_after)
+    output = take(ctx, launch, layout.num_bytes)
+    sources = take(ctx, launch, _source_bytes(ctx, num_rows, places))
     if output is None or sources is None:
         return None
     for block, events in (output, sources):
@@ -205,10 +213,10 @@ def outputs_in(
 
     out = Outputs()
     out.output_offset, out.src_offset = offset, src_block.offset
-    out.x = part(layout.x, payload.hidden, payload.x.dtype)
+    out.x = part(layout.x, payload.form.hidden, payload.form.dtype)
     out.x_address = address + layout.x
-    if payload.scales is not None:
-        out.scales = part(layout.scales, payload.num_scales, payload.scales.dtype)
+    if payload.form.scale_dtype is not None:
+        out.scales = part(layout.scales, payload.form.num_scales, payload.form.scale_dtype)
         out.scales_address = address + layout.scales
     if idx is not None:
         out.topk_idx = part(layout.topk_idx, idx.shape[1], idx.dtype)
@@ -268,18 +276,23 @@ def _anywhere(
 
 
 def allocate_cached(
-    ctx: Context, launch: Launch, payload: Payload, handle: KnownHandle
+    ctx: Context, launch: Launch, form: PayloadForm, handle: KnownHandle
 ) -> Outputs:
     """For a dispatch that repeats ``handle``, which already knows sources and prefix matrix."""
     num_rows = handle.num_output_rows
-    x_offset, scales_offset, num_bytes = _cached_layout(ctx, payload, handle)
-    taken = ctx.region.allocate(num_bytes, launch.ordered_after)
+    layout = handle.output_layouts.get(form)
+    if layout is None:
+        layout = _cached_layout(ctx, form, handle)
+    x_offset, scales_offset, num_bytes = layout
+    taken = ctx.take(
+        num_bytes, launch.caller_stream, launch.is_behind_caller, launch.is_captured, False
+    )
     out = Outputs()
     if taken is None:
-        out.x = launch.empty((num_rows, payload.hidden), payload.x.dtype)
+        out.x = launch.empty((num_rows, form.hidden), form.dtype)
         out.x_address = ctx.address(out.x)
-        if payload.scales is not None:
-            out.scales = launch.empty((num_rows, payload.num_scales), payload.scales.dtype)
+        if form.scale_dtype is not None:
+            out.scales = launch.empty((num_rows, form.num_scales), form.scale_dtype)
             out.scales_address = ctx.address(out.scales)
         return out
     block, events = taken
@@ -288,31 +301,31 @@ def allocate_cached(
     heap, offset = ctx.heap, block.offset
     address = heap.base + offset
     out.output_offset = offset
-    out.x = launch.adopt(
-        heap.matrix(offset + x_offset, num_rows, payload.hidden, payload.x.dtype, block)
-    )
+    out.x = heap.matrix(offset + x_offset, num_rows, form.hidden, form.dtype, block)
     out.x_address = address + x_offset
-    if payload.scales is not None:
-        out.scales = launch.adopt(
-            heap.matrix(
-                offset + scales_offset, num_rows, payload.num_scales, payload.scales.dtype, block
-            )
+    if form.scale_dtype is not None:
+        scales = heap.matrix(
+            offset + scales_offset, num_rows, form.num_scales, form.scale_dtype, block
         )
+        out.scales = scales
         out.scales_address = address + scales_offset
+    if launch.poisons:
+        launch.adopt(out.x)
+        if out.scales is not None:
+            launch.adopt(out.scales)
     return out
 
 
-def _cached_layout(ctx: Context, payload: Payload, handle: KnownHandle) -> tuple[int, int, int]:
+def _cached_layout(
+    ctx: Context, form: PayloadForm, handle: KnownHandle
+) -> tuple[int, int, int]:
     """Offsets of x and scales, and bytes of both."""
-    key = (payload.row_bytes, payload.scale_row_bytes)
-    known = handle.output_layouts.get(key)
-    if known is None:
-        layout = ctx.engine.output_layout(
-            num_rows=handle.num_output_rows,
-            row_bytes=payload.row_bytes,
-            scale_row_bytes=payload.scale_row_bytes,
-            num_topk=0,
-            topk_idx_bytes=0,
-        )
-        known = handle.output_layouts[key] = (layout.x, layout.scales, layout.num_bytes)
+    layout = ctx.engine.output_layout(
+        num_rows=handle.num_output_rows,
+        row_bytes=form.row_bytes,
+        scale_row_bytes=form.scale_row_bytes,
+        num_topk=0,
+        topk_idx_bytes=0,
+    )
+    known = handle.output_layouts[form] = (layout.x, layout.scales, layout.num_bytes)
     return known

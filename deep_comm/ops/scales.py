@@ -50,16 +50,12 @@ class ScaleOptions:
 PLAIN = ScaleOptions()
 
 
-def source_arguments(ctx: Context, launch: Launch, payload: Payload) -> dict[str, int]:
-    """What quantising adds to the engine's arguments; allocates its scratch."""
+def allocate_source(ctx: Context, launch: Launch, payload: Payload) -> int:
+    """The address of what is to be quantised, or 0; allocates the scratch of that."""
     if not isinstance(payload, QuantisedPayload):
-        return {}
+        return 0
     payload.allocate(launch)
-    return {
-        "source": ctx.address(payload.source),
-        "round_scale": payload.round_scale,
-        "use_ue8m0": payload.use_ue8m0,
-    }
+    return ctx.address(payload.source)
 
 
 def inputs_of(payload: Payload) -> tuple[Tensor | None, ...]:

@@ -12,7 +12,7 @@ import contextlib
 import importlib
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -134,27 +134,31 @@ def _module(log: Log) -> types.ModuleType:
     class Engine(_core.Engine):
         stub_counts = None  # of wait_counts, where launches are skipped
 
-        def dispatch(self, **arguments: object) -> None:
-            log.launch("dispatch", arguments["stream"])
-            super().dispatch(**arguments)
-
-        def combine(self, **arguments: object) -> None:
-            log.launch("combine", arguments["stream"])
-            super().combine(**arguments)
-
-        def notify_dispatch(self, **arguments: object) -> None:
-            log.launch("notify", arguments["stream"])
-            super().notify_dispatch(**arguments)
-
         def wait_counts(self) -> object:
             log.append(("wait_counts",))
             if self.stub_counts is not None:
                 return self.stub_counts
             return super().wait_counts()
 
-        def get_dispatch_layout(self, **arguments: object) -> None:
-            log.launch("layout", arguments["stream"])
-            super().get_dispatch_layout(**arguments)
+    def written_down(name: str, plan: str) -> None:
+        """Calls of what Engine.plan_* returns; the stream is their last argument."""
+        make = getattr(_core.Engine, plan)
+
+        def plan_and_log(self: Engine, **options: object) -> Callable[..., object]:
+            call = make(self, **options)
+
+            def launch(*numbers: int) -> object:
+                log.launch(name, numbers[-1])
+                return call(*numbers)
+
+            return launch
+
+        setattr(Engine, plan, plan_and_log)
+
+    written_down("layout", "plan_layout")
+    written_down("notify", "plan_notify")
+    written_down("dispatch", "plan_dispatch")
+    written_down("combine", "plan_combine")
 
     def mark(device: int, stream: int) -> Event | None:
         if log.is_silent:
@@ -169,6 +173,8 @@ def _module(log: Log) -> types.ModuleType:
     module.architectures = "90a"
     module.Event, module.Engine, module.mark = Event, Engine, mark
     module.is_capturing = lambda stream: stream in log.capturing
+    module.is_current = lambda device: True
+    module.is_ready = lambda device, stream: stream not in log.capturing
     module.current_device = lambda: 0
     module.num_sms = lambda device: 132
     module.allocate = lambda device, num_bytes: _core.allocate(num_bytes)

@@ -1,0 +1,65 @@
+// What calls of one form have in common, checked and worked out once: a call has a few microseconds of the host's time.
+#pragma once
+
+#include "device/intranode/args.cuh"
+#include "host/target.hpp"
+
+namespace deep_comm {
+
+// Channels and rings of one call, as the user's Config asks for them.
+struct ChannelConfig {
+  int num_channels;
+  int num_send_tokens;
+  int num_slots;
+};
+
+struct NotifyOptions {
+  ChannelConfig channels;
+  int row_bytes;
+  int scale_row_bytes;
+  int num_topk;
+  int topk_idx_bytes;
+  int num_experts;
+  int expert_alignment;
+  bool counts_choices;  // from topk_idx; else the layout is given
+  bool is_expanded;
+};
+
+struct NotifyPlan {
+  ChannelConfig channels;
+  NotifyArgs args;  // all but addresses, tokens and place
+  int topk_idx_bytes;
+  size_t smem_bytes;
+};
+
+struct DispatchOptions {
+  ChannelConfig channels;
+  int row_bytes;
+  int scale_bytes;
+  int num_scales;
+  int num_topk;
+  int topk_idx_bytes;
+  bool makes_handle;  // there is recv_src_idx
+  bool is_expanded;
+  bool is_quantised;
+  ScaleFormat scale_format;
+};
+
+struct DispatchPlan {
+  DispatchOptions options;
+  // Without and with an output block in the receive region.
+  struct Variant {
+    DispatchArgs args;  // all but addresses, tokens and rows
+    LaunchConfig launch;
+  } variants[2];
+
+  const Variant& variant(bool may_be_direct) const { return variants[may_be_direct ? 1 : 0]; }
+};
+
+struct CombinePlan {
+  Dtype dtype;
+  CombineArgs args;  // all but addresses, tokens and rows
+  LaunchConfig launch;
+};
+
+}  // namespace deep_comm
