@@ -296,7 +296,7 @@ class Engine:
         num_topk: int,
         num_experts: int,
         num_blocks: int,  # equal on all ranks
-        format: str,  # "bfloat16" | "fp8"
+        format: str,  # "bfloat16" | "fp8" | "nvfp4"
         round_scale: bool,
         use_ue8m0: bool,
         is_compact: bool,
@@ -335,7 +335,8 @@ class LowLatencyPlan:
         topk_weights: int,  # float32 [T, K], or 0
         num_tokens: int,  # T
         recv_x: int,  # out [L, N, row]; compact: [N, row]
-        recv_scales: int,  # out float32 [L, S, N], UE8M0: int32 [L, ceil(S / 4), N]; compact: without L; or 0
+        recv_scales: int,  # out float32 [L, S, N], UE8M0: int32 [L, ceil(S / 4), N]; NVFP4: uint8
+        # [L, ceil(N / 128), hidden / 64, 32, 4, 4]; compact: without L; or 0
         metadata: int,  # out
         cumulative_stats: int,  # int32 [L], or 0
         wait_stats: int,  # int64 [num_ranks], or 0
@@ -344,6 +345,7 @@ class LowLatencyPlan:
         has_ticket: bool,  # the ticket is written by a send phase, or read by a receive phase alone
         is_reporting: bool,  # wait_low_latency_num_tokens will be called
         stream: int,
+        global_scale: int,  # float32 [1] of NVFP4; 0: 1
         /,
     ) -> None: ...
     def combine(

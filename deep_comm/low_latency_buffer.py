@@ -104,6 +104,8 @@ class LowLatencyCalls:
         topk_weights: Tensor | None = None,
         compact: bool = False,
         report_num_tokens: bool = False,
+        use_nvfp4: bool = False,
+        x_global_scale: Tensor | None = None,
     ) -> DispatchResult:
         """Send each token to the ranks of its experts, once a rank. Collective.
 
@@ -118,6 +120,15 @@ class LowLatencyCalls:
             use_fp8: cast rows to e4m3 with a scale for 128 columns: largest magnitude / 448.
             round_scale: scales are rounded up to powers of two.
             use_ue8m0: scales come back as exponent bytes, four in an int32.
+            use_nvfp4: cast rows to NVFP4 instead, whatever use_fp8 says: e2m1 elements, two in a byte, the
+                first in its low half, and for 16 of them a scale in e4m3. H a multiple of 64.
+                scale = largest magnitude / 6 * x_global_scale, rounded; element = x * (x_global_scale
+                / scale), rounded (csrc/device/move/quantise_fp4.cuh): x is nearly
+                element * scale / x_global_scale. Eight negative zeros in a row of a multiple of
+                eight come with the last of them positive.
+            x_global_scale: float32, one element, on the device, with use_nvfp4; 1 if left away. As a
+                rule 448 * 6 / the largest magnitude of x on any rank; smaller is safe, larger
+                saturates.
             topk_weights: float32 [T, K]: travels along, so that combine need not send it.
             compact: return each received token once instead of once an expert.
             report_num_tokens: wait_low_latency_num_tokens will be asked. Not while a CUDA graph is
@@ -128,6 +139,9 @@ class LowLatencyCalls:
                 recv_count says; with use_fp8 (recv_x, scales), scales [L, R * M, S] stored by
                 column. Compact: [R * M, H], rows by (source rank, source token), as many as
                 handle.num_recv_tokens says, with handle.recv_topk_idx and .recv_topk_weights.
+                With use_nvfp4 rows are uint8 [..., H / 2], and scales float8_e4m3fn
+                [L, ceil(R * M / 128), H / 64, 32, 4, 4] (compact without L), as block-scaled GEMMs read
+                them: those of row 128 a + 32 b + c, columns 64 d + 16 e on, at [a, d, c, b, e].
             recv_count: int32 [L], rows of each expert.
             handle: for combine; see LowLatencyHandle.
             event.
@@ -155,6 +169,8 @@ class LowLatencyCalls:
             report_num_tokens,
             async_finish,
             return_recv_hook,
+            use_nvfp4,
+            x_global_scale,
         )
 
     def wait_low_latency_num_tokens(self) -> int:

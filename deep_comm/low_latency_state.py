@@ -22,13 +22,15 @@ _NUM_HALVES = 2
 
 SCALE_BLOCK = 128
 _SCALES_PER_PACK = 4
+FP4_SCALE_WORD = 64  # columns of four scales
+_FP4_TILE_ROWS = 128
 
 Run = Callable[[bool, bool, int], None]
 """(send, receive, stream): launches these phases of an operation, in two launches by its ticket."""
 
-ShapeOptions = tuple[int, int, int, int, bool, bool, bool, bool, bool]
+ShapeOptions = tuple[int, int, int, int, bool, bool, bool, bool, bool, bool]
 """(max_tokens, hidden, num_topk, num_experts, use_fp8, round_scale, use_ue8m0, compact, weights travel
-with dispatch)."""
+with dispatch, use_nvfp4)."""
 
 
 def region_bytes(
@@ -63,6 +65,7 @@ class LowLatencyShape:
         "dispatch",
         "hidden",
         "is_compact",
+        "is_nvfp4",
         "max_tokens",
         "members",
         "metadata_shape",
@@ -96,6 +99,7 @@ class LowLatencyShape:
             use_ue8m0,
             self.is_compact,
             self.weights_travel,
+            self.is_nvfp4,
         ) = self.options = options
         self.rank, self.num_ranks, self.members = ctx.rank, ctx.num_ranks, ctx.members
         self.num_local = num_local_experts(self.rank, self.num_experts, self.num_ranks)
@@ -113,13 +117,18 @@ class LowLatencyShape:
             self.scales_shape = (*groups, self.num_rows, num_scales)
             strides = (num_scales * self.num_rows, 1, self.num_rows)
             self.scales_strides = strides if groups else strides[1:]
+        if self.is_nvfp4:
+            self.recv_shape = (*groups, self.num_rows, self.hidden // 2)
+            self.recv_dtype, self.scales_dtype = torch.uint8, torch.float8_e4m3fn
+            num_tiles = -(-self.num_rows // _FP4_TILE_ROWS)
+            self.scales_shape = (*groups, num_tiles, self.hidden // FP4_SCALE_WORD, 32, 4, 4)
         self.native = ctx.engine.plan_low_latency(
             num_max_tokens=self.max_tokens,
             hidden=self.hidden,
             num_topk=self.num_topk,
             num_experts=self.num_experts,
             num_blocks=num_blocks,
-            format="fp8" if use_fp8 else "bfloat16",
+            format="nvfp4" if self.is_nvfp4 else "fp8" if use_fp8 else "bfloat16",
             round_scale=round_scale,
             use_ue8m0=use_ue8m0,
             is_compact=self.is_compact,
@@ -282,7 +291,11 @@ class LowLatencyState:
 
     def update_mask(self, rank: Any, is_masked: bool) -> None:
         self._require_shrink()
-        if not isinstance(rank, int) or not 0 <= rank < self._ctx.num_ranks or rank == self._ctx.rank:
+        if (
+            not isinstance(rank, int)
+            or not 0 <= rank < self._ctx.num_ranks
+            or rank == self._ctx.rank
+        ):
             raise ArgumentError(
                 "rank_to_mask", rank, f"must be another rank of the {self._ctx.num_ranks}"
             )

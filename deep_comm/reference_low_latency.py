@@ -14,6 +14,7 @@ from torch import Tensor
 from deep_comm.topology import first_expert, num_local_experts
 
 SCALE_BLOCK = 128
+FP4_SCALE_BLOCK = 16
 _LARGEST_E4M3 = 448.0
 
 
@@ -22,7 +23,7 @@ class LowLatencyDispatched:
     """What one rank has after a dispatch. N = R * M rows an expert, compact: N rows in all."""
 
     recv_x: Tensor  # [L, N, H]; compact: [N, H]
-    recv_scales: Tensor | None  # [L, N, S]; compact: [N, S]
+    recv_scales: Tensor | None  # [L, N, S]; compact: [N, S]; NVFP4: bytes of e4m3
     recv_count: Tensor  # int32 [L]
     src_info: Tensor  # int32 [L, N]; compact: [N]
     layout_range: Tensor  # int64 [L, R]; compact: [R]
@@ -62,6 +63,46 @@ def pack_ue8m0(scales: Tensor) -> Tensor:
     return packed.to(torch.int32)
 
 
+def to_e2m1(values: Tensor) -> Tensor:
+    """float32 as codes of e2m1, uint8: to nearest, ties to even, at most 6; a NaN becomes 6 with its sign."""
+    magnitude = values.abs()
+    codes = torch.zeros(values.shape, dtype=torch.uint8)
+    # Between the numbers 0, 0.5, 1, 1.5, 2, 3, 4, 6: halfway goes to the even code.
+    for bound in (0.25, 1.25, 2.5, 5.0):
+        codes += ~(magnitude <= bound)
+    for bound in (0.75, 1.75, 3.5):
+        codes += ~(magnitude < bound)
+    return codes | torch.signbit(values).to(torch.uint8) << 3
+
+
+def quantise_nvfp4(x: Tensor, global_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """bfloat16 [T, H] as (uint8 [T, H / 2], the first of two elements in the low half, uint8 [T, H / 16] bytes
+    of e4m3 scales).
+
+    A scale is the largest magnitude of 16 elements * (1 / 6) * ``global_scale``, rounded to e4m3, at
+    most 448; an element is x * (global_scale / scale), times 0 if the scale is 0, as e2m1. Eight
+    negative zeros, from a multiple of eight on, become seven and a positive one.
+    """
+    factor = torch.ones(()) if global_scale is None else global_scale.reshape(())
+    blocks = x.float().view(x.shape[0], x.shape[1] // FP4_SCALE_BLOCK, FP4_SCALE_BLOCK)
+    magnitudes = torch.where(blocks.isnan(), 0.0, blocks.abs())
+    wanted = magnitudes.amax(dim=2) * torch.tensor(1.0 / 6.0) * factor
+    scales = wanted.clamp(max=_LARGEST_E4M3).to(torch.float8_e4m3fn)
+    divisors = scales.float().unsqueeze(2)
+    codes = to_e2m1(blocks * torch.where(divisors == 0, 0.0, factor / divisors))
+    groups = codes.view(x.shape[0], x.shape[1] // 8, 8)
+    groups[:, :, 7] = torch.where((groups == 8).all(dim=2), 0, groups[:, :, 7])
+    pairs = codes.view(x.shape[0], x.shape[1] // 2, 2)
+    return pairs[:, :, 0] | pairs[:, :, 1] << 4, scales.view(torch.uint8)
+
+
+def rows_of_scale_tiles(tiles: Tensor, num_rows: int) -> Tensor:
+    """[..., A, D, 32, 4, 4] as [..., num_rows, 4 * D]: row 128 a + 32 b + c, column 4 d + e is [a, d, c, b, e]."""
+    *groups, num_tiles, num_words, _, _, _ = tiles.shape
+    rows = tiles.movedim(-2, -4).movedim(-2, -3)  # a, b, c, d, e
+    return rows.reshape(*groups, num_tiles * 128, 4 * num_words)[..., :num_rows, :]
+
+
 def low_latency_dispatch(
     xs: Sequence[Tensor],
     topk_idxs: Sequence[Tensor],
@@ -73,12 +114,20 @@ def low_latency_dispatch(
     round_scale: bool = False,
     use_ue8m0: bool = False,
     compact: bool = False,
+    use_nvfp4: bool = False,
+    global_scales: Sequence[Tensor | None] | None = None,
 ) -> list[LowLatencyDispatched]:
-    """What every rank receives: rows of an expert by (source rank, source token)."""
+    """What every rank receives: rows of an expert by (source rank, source token).
+
+    ``global_scales``: of every rank's call, for NVFP4.
+    """
     num_ranks, num_topk = len(xs), topk_idxs[0].shape[1]
     num_slots = num_ranks * num_max_tokens
     payloads: list[tuple[Tensor, Tensor | None]] = []
-    for x in xs:
+    for rank, x in enumerate(xs):
+        if use_nvfp4:
+            payloads.append(quantise_nvfp4(x, global_scales[rank] if global_scales else None))
+            continue
         if not use_fp8:
             payloads.append((x, None))
             continue
@@ -138,7 +187,7 @@ def low_latency_dispatch(
             src_info[group, row] = token
             if recv_scales is not None and token_scales is not None:
                 recv_scales[group, row] = token_scales[token]
-        if use_fp8:
+        if use_fp8 and not use_nvfp4:
             recv_x = recv_x.view(torch.float8_e4m3fn)
         results.append(
             LowLatencyDispatched(

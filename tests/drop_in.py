@@ -89,6 +89,19 @@ def dequantised(fp8: Tensor, scales: Tensor) -> Tensor:
     return (fp8.float().unflatten(-1, (-1, 128)) * scales.unsqueeze(-1)).flatten(-2)
 
 
+def dequantised_nvfp4(rows: Tensor, scales: Tensor, global_scale: Tensor) -> Tensor:
+    """float32 [L, N, H] of [N, H / 2, L] and [32, 4, tiles, 4, H / 64, L]."""
+    rows = rows.permute(2, 0, 1)
+    numbers = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
+    table = torch.tensor(numbers, device=rows.device)
+    values = torch.stack((table[(rows & 15).long()], table[(rows >> 4).long()]), dim=-1).flatten(-2)
+    num_local, num_slots, hidden = values.shape
+    # [L, tile, 4, 32, words, 4] is row by row.
+    of_rows = scales.permute(5, 2, 1, 0, 4, 3).float().reshape(num_local, -1, hidden // 16)
+    of_rows = of_rows[:, :num_slots] / global_scale
+    return (values.unflatten(-1, (-1, 16)) * of_rows.unsqueeze(-1)).flatten(-2)
+
+
 def barrier(group: Any) -> None:
     if hasattr(group, "all_gather_object"):
         group.all_gather_object(None)

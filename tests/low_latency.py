@@ -30,6 +30,7 @@ class LowLatencyCase:
     use_fp8: bool = False
     round_scale: bool = False
     use_ue8m0: bool = False
+    use_nvfp4: bool = False
     compact: bool = False
     weights_ahead: bool = False  # with dispatch, not with combine
     one_rounding: bool = False
@@ -108,6 +109,14 @@ def inputs_of(case: LowLatencyCase, rank: int, call: int) -> tuple[Tensor, Tenso
     return x, make_topk_idx(routing, rank, call), weights
 
 
+def global_scale_of(case: LowLatencyCase, rank: int, call: int) -> Tensor | None:
+    """Of the sender, for NVFP4: from where scales vanish to where they saturate, or none."""
+    if not case.use_nvfp4 or (rank + call + case.seed) % 3 == 0:
+        return None
+    generator = _generator(case, rank, call, 2)
+    return torch.exp2(torch.rand((), generator=generator) * 24 - 12)
+
+
 def expert_rows(case: LowLatencyCase, rank: int, call: int) -> Tensor:
     """What a rank gives to combine. Columns 0, 4, … cancel in some orders of addition only."""
     num_rows = case.num_ranks * case.max_tokens
@@ -128,6 +137,8 @@ class Pair:
         self.rank = buffer.rank
         inputs = inputs_of(case, self.rank, call)
         self.x, self.idx, self.weights = (part.to(buffer.device) for part in inputs)
+        global_scale = global_scale_of(case, self.rank, call)
+        self.global_scale = None if global_scale is None else global_scale.to(buffer.device)
         self.rows: Tensor | None = None  # made by the first combine, kept for later ones
 
     def _hooked(self, event: Any, hook: Any) -> Any:
@@ -148,6 +159,8 @@ class Pair:
             async_finish=case.mode == "async",
             return_recv_hook=case.mode in ("hook", "late"),
             topk_weights=self.weights if case.weights_ahead else None,
+            use_nvfp4=case.use_nvfp4,
+            x_global_scale=self.global_scale,
             compact=case.compact,
         )
         return self._hooked(event, hook)
@@ -171,8 +184,12 @@ class Pair:
         return self._hooked(event, hook)
 
     def received(self) -> Received:
-        recv_x, scales = self.payload if self.case.use_fp8 else (self.payload, None)
+        is_pair = self.case.use_fp8 or self.case.use_nvfp4
+        recv_x, scales = self.payload if is_pair else (self.payload, None)
         handle, compact = self.handle, self.case.compact
+        if self.case.use_nvfp4:
+            tiles = scales.view(torch.uint8)
+            scales = reference.rows_of_scale_tiles(tiles, recv_x.shape[-2])
         host = [
             None if part is None else part.cpu().clone()
             for part in (
@@ -215,6 +232,8 @@ def verify(case: LowLatencyCase, results: Sequence[Sequence[Received]]) -> None:
         expected = reference.low_latency_dispatch(
             xs, idxs, case.max_tokens, case.experts, topk_weights=weights, use_fp8=case.use_fp8,
             round_scale=case.round_scale, use_ue8m0=case.use_ue8m0, compact=case.compact,
+            use_nvfp4=case.use_nvfp4,
+            global_scales=[global_scale_of(case, rank, call) for rank in ranks],
         )  # fmt: skip
         for rank in ranks:
             verify_dispatch(case, results[rank][call], expected[rank], f"rank {rank} call {call}")

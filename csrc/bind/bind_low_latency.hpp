@@ -8,7 +8,8 @@ namespace deep_comm {
 inline PayloadFormat payload_format_of(const std::string& name) {
   if (name == "bfloat16") return PayloadFormat::kBfloat16;
   if (name == "fp8") return PayloadFormat::kFp8;
-  throw std::invalid_argument("format = " + name + ", must be bfloat16 or fp8");
+  if (name == "nvfp4") return PayloadFormat::kNvFp4;
+  throw std::invalid_argument("format = " + name + ", must be bfloat16, fp8 or nvfp4");
 }
 
 // A plan with the engine it is for, which lives as long.
@@ -38,16 +39,16 @@ pybind11::dict metadata_offsets(const BoundLowLatencyPlan<Target>& self) {
 
 template <class Target>
 void low_latency_dispatch(const BoundLowLatencyPlan<Target>* self,
-                          const std::array<uint64_t, 15>& numbers) {
+                          const std::array<uint64_t, 16>& numbers) {
   const auto [x, topk_idx, topk_idx_bytes, topk_weights, num_tokens, recv_x, recv_scales, metadata,
-              cumulative_stats, wait_stats, send, receive, has_ticket, is_reporting, stream] =
-      numbers;
+              cumulative_stats, wait_stats, send, receive, has_ticket, is_reporting, stream,
+              global_scale] = numbers;
   MaybeRelease<Target::kIsSynchronous> release;
   self->engine->low_latency_dispatch(
       self->plan,
       {x, topk_idx, static_cast<int>(topk_idx_bytes), topk_weights, static_cast<int>(num_tokens),
        recv_x, recv_scales, metadata, cumulative_stats, wait_stats, send != 0, receive != 0,
-       has_ticket != 0, is_reporting != 0},
+       has_ticket != 0, is_reporting != 0, global_scale},
       stream);
 }
 
@@ -100,7 +101,7 @@ void bind_low_latency(pybind11::module_& m, pybind11::class_<Engine<Target>>& en
       // Functions of plain numbers: names would cost a call microseconds.
       .def_property_readonly("dispatch",
                              [](const py::object& self) {
-                               return number_function<15, &low_latency_dispatch<Target>>(
+                               return number_function<16, &low_latency_dispatch<Target>>(
                                    "low_latency_dispatch", self.cast<const Plan*>(), self);
                              })
       .def_property_readonly("combine", [](const py::object& self) {

@@ -20,6 +20,7 @@ void Engine<Target>::enable_low_latency(size_t num_bytes, bool can_shrink) {
   low_latency_region_ = LowLatencyRegion::make(world_.layout.data + data_bytes_, num_bytes);
   target_.template prepare<LowLatencyDispatchKernel<PayloadFormat::kBfloat16>>();
   target_.template prepare<LowLatencyDispatchKernel<PayloadFormat::kFp8>>();
+  target_.template prepare<LowLatencyDispatchKernel<PayloadFormat::kNvFp4>>();
   target_.template prepare<LowLatencyCombineKernel<CombineRows::kSums>>();
   target_.template prepare<LowLatencyCombineKernel<CombineRows::kReduced>>();
   target_.template prepare<LowLatencyCombineKernel<CombineRows::kSelections>>();
@@ -40,9 +41,9 @@ LaunchConfig Engine<Target>::low_latency_launch(const LowLatencyShape& shape) co
               std::to_string(num_max_experts_));
   require(shape.num_topk >= 1 && shape.num_topk <= 2 * kWarpSize,
           "num_topk = " + std::to_string(shape.num_topk) + ", must lie in 1..64");
-  const bool is_fp8 = shape.num_scales > 0;
-  require(shape.hidden >= 8 && shape.hidden % (is_fp8 ? kScaleBlock : 8) == 0,
-          "hidden = " + std::to_string(shape.hidden) + ", must be a positive multiple of 8, of 128 for FP8");
+  const int multiple = shape.num_scales == 0 ? 8 : shape.row_bytes >= shape.hidden ? kScaleBlock : kFp4ScaleWord;
+  require(shape.hidden >= 8 && shape.hidden % multiple == 0,
+          "hidden = " + std::to_string(shape.hidden) + ", must be a positive multiple of 8, of 128 for FP8, of 64 for NVFP4");
   const size_t needed = low_latency_bytes_for(shape, false);
   require(needed <= low_latency_bytes_, "this shape needs a low-latency region of " + std::to_string(needed) +
                                             " bytes, there are " + std::to_string(low_latency_bytes_));
@@ -169,6 +170,7 @@ void Engine<Target>::low_latency_dispatch(const LowLatencyPlan& plan, const LowL
   args.topk_idx_bytes = call.topk_idx_bytes;
   args.topk_weights = reinterpret_cast<const float*>(call.topk_weights);
   args.round_scale = plan.options.round_scale;
+  args.global_scale = reinterpret_cast<const float*>(call.global_scale);
   if (call.is_reporting) {
     args.report = low_latency_report_;
     args.report_sequence = ++report_sequence_;
@@ -190,10 +192,13 @@ void Engine<Target>::low_latency_dispatch(const LowLatencyPlan& plan, const LowL
               .cumulative_stats = reinterpret_cast<int32_t*>(call.cumulative_stats),
               .wait_stats = reinterpret_cast<int64_t*>(call.wait_stats)};
   if (is_internode()) return low_latency_rail_dispatch(plan, call, args, stream);
-  if (plan.options.format == PayloadFormat::kFp8) {
-    launch<LowLatencyDispatchKernel<PayloadFormat::kFp8>>(plan.launch, args, stream);
-  } else {
-    launch<LowLatencyDispatchKernel<PayloadFormat::kBfloat16>>(plan.launch, args, stream);
+  switch (plan.options.format) {
+    case PayloadFormat::kBfloat16:
+      return launch<LowLatencyDispatchKernel<PayloadFormat::kBfloat16>>(plan.launch, args, stream);
+    case PayloadFormat::kFp8:
+      return launch<LowLatencyDispatchKernel<PayloadFormat::kFp8>>(plan.launch, args, stream);
+    case PayloadFormat::kNvFp4:
+      return launch<LowLatencyDispatchKernel<PayloadFormat::kNvFp4>>(plan.launch, args, stream);
   }
 }
 

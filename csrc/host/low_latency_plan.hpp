@@ -51,6 +51,7 @@ struct LowLatencyDispatchCall {
   bool receive;
   bool has_ticket;  // the one of the block
   bool is_reporting;
+  uintptr_t global_scale;  // NVFP4
 };
 
 struct LowLatencyCombineCall {

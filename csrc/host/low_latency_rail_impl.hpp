@@ -30,6 +30,7 @@ void Engine<Target>::enable_low_latency_rail(size_t num_bytes) {
   reach.group.port = tiers_.rail.port;
   target_.template prepare<LowLatencyRailDispatchKernel<PayloadFormat::kBfloat16>>();
   target_.template prepare<LowLatencyRailDispatchKernel<PayloadFormat::kFp8>>();
+  target_.template prepare<LowLatencyRailDispatchKernel<PayloadFormat::kNvFp4>>();
   target_.template prepare<LowLatencyRailCombineKernel<CombineRows::kSums>>();
   target_.template prepare<LowLatencyRailCombineKernel<CombineRows::kReduced>>();
   target_.template prepare<LowLatencyRailCombineKernel<CombineRows::kSelections>>();
@@ -64,10 +65,14 @@ void Engine<Target>::low_latency_rail_dispatch(const LowLatencyPlan& plan, const
   args.reach = low_latency_reach_;
   args.num_rows = reinterpret_cast<int32_t*>(call.metadata + plan.metadata.num_rows);
   args.return_addresses = reinterpret_cast<int32_t*>(call.metadata + plan.metadata.return_addresses);
-  if (plan.options.format == PayloadFormat::kFp8) {
-    return launch<LowLatencyRailDispatchKernel<PayloadFormat::kFp8>>(plan.launch, args, stream);
+  switch (plan.options.format) {
+    case PayloadFormat::kBfloat16:
+      return launch<LowLatencyRailDispatchKernel<PayloadFormat::kBfloat16>>(plan.launch, args, stream);
+    case PayloadFormat::kFp8:
+      return launch<LowLatencyRailDispatchKernel<PayloadFormat::kFp8>>(plan.launch, args, stream);
+    case PayloadFormat::kNvFp4:
+      return launch<LowLatencyRailDispatchKernel<PayloadFormat::kNvFp4>>(plan.launch, args, stream);
   }
-  launch<LowLatencyRailDispatchKernel<PayloadFormat::kBfloat16>>(plan.launch, args, stream);
 }
 
 template <class Target>

@@ -19,7 +19,6 @@ class Extension:
 
 
 _SIGNALS = "combine starts when it is called, not when signals of a running GEMM arrive"
-_NO_NVFP4 = "rows travel as bfloat16 or e4m3"
 
 CONSTRUCTOR = {
     "allow_nvlink_for_normal_mode": Extension(
@@ -35,9 +34,7 @@ DISPATCH = {
     ),
 }
 LOW_LATENCY_DISPATCH = {
-    "use_nvfp4": Extension("hybrid-ep", (False,), _NO_NVFP4),
-    "use_ue8m0_for_sf": Extension("hybrid-ep", (False,), _NO_NVFP4),
-    "x_global_scale": Extension("hybrid-ep", (None,), _NO_NVFP4),
+    "use_ue8m0_for_sf": Extension("hybrid-ep", (False,), "scales of NVFP4 rows are e4m3"),
     "topk_weights": Extension(
         "hybrid-ep", (None,), "the seven-item result is not offered; deep_comm.Buffer takes topk_weights"
     ),

@@ -8,11 +8,14 @@ shape it was asked for, and allocates the latter when a Buffer is built with tha
 from __future__ import annotations
 
 from deep_comm import env
+from deep_comm.compat.elastic_sizes import ring_bytes
 from deep_comm.low_latency_state import region_bytes
 from deep_comm.rendezvous import Rendezvous
+from deep_comm.topology import Topology, discover, host_identity, requested_ranks_per_node
 
 _ALIGNMENT = 128
-_hinted: dict[int, int] = {}  # DeepEP's bytes -> ours, of every hint asked for in this process
+Shape = tuple[int, int, int]  # ranks, tokens a rank, hidden
+_hinted: dict[int, set[Shape]] = {}  # by DeepEP's bytes, of every hint asked for in this process
 
 
 def low_latency_bytes(num_max_tokens: int, hidden: int, num_ranks: int, num_experts: int) -> int:
@@ -28,14 +31,24 @@ def low_latency_bytes(num_max_tokens: int, hidden: int, num_ranks: int, num_expe
     signals = -(-4 * num_experts // _ALIGNMENT) * _ALIGNMENT
     total = 2 * (send + receive + signals)
     total = (total + _ALIGNMENT) // _ALIGNMENT * _ALIGNMENT
-    needed = region_bytes(num_ranks, num_max_tokens, hidden)
-    _hinted[total] = max(needed, _hinted.get(total, 0))
+    _hinted.setdefault(total, set()).add((num_ranks, num_max_tokens, hidden))
     return total
 
 
 def bytes_to_allocate(group: object, comm: object, num_rdma_bytes: int) -> int:
     """For a low-latency Buffer of ``num_rdma_bytes``. Collective: ranks may have asked for the hint on
-    one of them only."""
-    known = 0 if env.DEEP_EP_FULL_RDMA.get() else _hinted.get(num_rdma_bytes, 0)
-    agreed = max(Rendezvous(group, comm).all_gather_object(known))
-    return agreed if agreed > 0 else num_rdma_bytes
+    one of them only, and how many nodes there are is not known before."""
+    known = set() if env.DEEP_EP_FULL_RDMA.get() else _hinted.get(num_rdma_bytes, set())
+    told = Rendezvous(group, comm).all_gather_object((sorted(known), host_identity()))
+    shapes = {shape for of_rank, _ in told for shape in of_rank}
+    if not shapes:
+        return num_rdma_bytes
+    topology = discover([host for _, host in told], requested_ranks_per_node(None))
+    return max(_bytes_of(shape, topology) for shape in shapes)
+
+
+def _bytes_of(shape: Shape, topology: Topology) -> int:
+    is_internode = topology.num_nodes > 1
+    needed = region_bytes(*shape, is_internode=is_internode)
+    # Between nodes the rings of normal mode get as much as low-latency calls.
+    return max(needed, ring_bytes(topology, 2 * shape[2])[1]) if is_internode else needed

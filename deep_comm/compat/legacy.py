@@ -22,6 +22,7 @@ from deep_comm.compat.runtime import Runtime
 from deep_comm.config import Config
 from deep_comm.errors import ArgumentError
 from deep_comm.events import EventHandle, EventOverlap
+from deep_comm.fp4 import experts_last
 
 topk_idx_t: torch.dtype = torch.int64
 
@@ -153,7 +154,7 @@ class Buffer(deep_comm.Buffer):
         Buffer.num_sms = new_num_sms
 
     @staticmethod
-    def get_low_latency_rdma_size_hint(
+    def get_low_latency_rdma_size_hint(  # type: ignore[override]
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
         """DeepEP's number. A Buffer built with it allocates what deep_comm needs for this shape."""
@@ -288,6 +289,9 @@ class Buffer(deep_comm.Buffer):
         use_ue8m0: bool = False,
         async_finish: bool = False,
         return_recv_hook: bool = False,
+        *,
+        use_nvfp4: bool = False,
+        x_global_scale: Tensor | None = None,
         **extensions: Any,
     ) -> tuple[
         Tensor | tuple[Tensor, Tensor],
@@ -296,7 +300,13 @@ class Buffer(deep_comm.Buffer):
         EventOverlap,
         Callable[[], None] | None,
     ]:
-        """``round_scale`` and ``use_ue8m0`` are ignored without ``use_fp8``: servers pass them always."""
+        """``round_scale`` and ``use_ue8m0`` are ignored without ``use_fp8``: servers pass them always.
+
+        ``use_nvfp4``, hybrid-ep's, comes instead of ``use_fp8``: rows are uint8 of shape
+        [R * M, H / 2, L], scales e4m3 of shape [32, 4, ceil(R * M / 128), 4, H / 64, L], both as views of
+        memory in the opposite order of experts, rows and columns; see deep_comm.Buffer.
+        ``x_global_scale`` is ignored without it.
+        """
         if extensions:
             extended.check("Buffer.low_latency_dispatch", extended.LOW_LATENCY_DISPATCH, extensions)
         recv_x, recv_count, native, event, hook = super().low_latency_dispatch(
@@ -307,11 +317,15 @@ class Buffer(deep_comm.Buffer):
             cumulative_local_expert_recv_stats,
             dispatch_wait_recv_cost_stats,
             use_fp8,
-            bool(use_fp8 and round_scale),
-            bool(use_fp8 and use_ue8m0),
+            bool(use_fp8 and round_scale and not use_nvfp4),
+            bool(use_fp8 and use_ue8m0 and not use_nvfp4),
             async_finish,
             return_recv_hook,
+            use_nvfp4=use_nvfp4,
+            x_global_scale=x_global_scale if use_nvfp4 else None,
         )
+        if use_nvfp4:
+            recv_x = experts_last(*recv_x)
         return recv_x, recv_count, HandleTuple.of(native), event, hook
 
     def low_latency_combine(  # type: ignore[override]

@@ -14,6 +14,7 @@ from deep_comm.errors import ArgumentError, DeepCommError, HandleMismatch
 from deep_comm.events import EventOverlap
 from deep_comm.low_latency_handle import LowLatencyHandle
 from deep_comm.low_latency_state import (
+    FP4_SCALE_WORD,
     SCALE_BLOCK,
     LowLatencyShape,
     LowLatencyState,
@@ -39,7 +40,9 @@ def check_num_max_tokens(value: Any) -> int:
 def check_hidden(name: str, hidden: int, *, multiple: int) -> None:
     if hidden == 0 or hidden % multiple != 0:
         raise ArgumentError(
-            name, f"hidden {hidden}", f"must have a hidden size of a positive multiple of {multiple}"
+            name,
+            f"hidden {hidden}",
+            f"must have a hidden size of a positive multiple of {multiple}",
         )
 
 
@@ -57,11 +60,13 @@ def _stats(name: str, value: Any, ctx: Context, size: int, dtype: torch.dtype) -
 
 def _shape_of(ctx: Context, state: LowLatencyState, options: ShapeOptions) -> LowLatencyShape:
     """The shape of calls with these options, which have not been checked yet."""
-    max_tokens, hidden, num_topk, num_experts, use_fp8, round_scale, use_ue8m0, compact, weights = (
-        options
-    )
+    (
+        max_tokens, hidden, num_topk, num_experts, use_fp8, round_scale, use_ue8m0, compact, weights,
+        use_nvfp4,
+    ) = options  # fmt: skip
     max_tokens = check_num_max_tokens(max_tokens)
-    check_hidden("x", hidden, multiple=SCALE_BLOCK if use_fp8 else 8)
+    multiple = FP4_SCALE_WORD if use_nvfp4 else SCALE_BLOCK if use_fp8 else 8
+    check_hidden("x", hidden, multiple=multiple)
     num_experts = checks.num_experts(num_experts, ctx.num_max_experts)
     if use_ue8m0 and not (round_scale and use_fp8):
         raise ArgumentError("use_ue8m0", True, "needs use_fp8 and round_scale")
@@ -70,7 +75,7 @@ def _shape_of(ctx: Context, state: LowLatencyState, options: ShapeOptions) -> Lo
     return state.make_shape(
         (
             max_tokens, hidden, num_topk, num_experts, bool(use_fp8), bool(round_scale),
-            bool(use_ue8m0), bool(compact), weights,
+            bool(use_ue8m0), bool(compact), weights, bool(use_nvfp4),
         )
     )  # fmt: skip
 
@@ -92,6 +97,8 @@ def low_latency_dispatch(
     report_num_tokens: bool,
     async_finish: bool,
     return_recv_hook: bool,
+    use_nvfp4: bool = False,
+    global_scale: Any = None,
 ) -> DispatchResult:
     ctx.begin()
     device = ctx.device
@@ -100,9 +107,11 @@ def low_latency_dispatch(
     idx, weights = checks.topk_pair(topk_idx, topk_weights, device, num_tokens)
     if idx is None:
         raise ArgumentError("topk_idx", None, "must be given")
+    if use_nvfp4:
+        use_fp8 = False
     options = (
         num_max_tokens, hidden, idx.shape[1], num_experts, use_fp8, round_scale, use_ue8m0, compact,
-        weights is not None,
+        weights is not None, use_nvfp4,
     )  # fmt: skip
     try:
         shape = state.shapes.get(options)
@@ -125,6 +134,8 @@ def low_latency_dispatch(
         wait_stats = _stats(
             "dispatch_wait_recv_cost_stats", wait_stats, ctx, ctx.num_ranks, torch.int64
         )
+    if global_scale is not None:
+        _check_global_scale(global_scale, use_nvfp4, device)
     if async_finish and return_recv_hook:
         raise ArgumentError("return_recv_hook", True, "excludes async_finish")
     state.require_half("dispatch")
@@ -132,7 +143,9 @@ def low_latency_dispatch(
     with state.launch(async_finish) as launch:
         recv_x = launch.empty(shape.recv_shape, shape.recv_dtype)
         scales = None
-        if shape.scales_shape is not None:
+        if shape.is_nvfp4:
+            scales = launch.empty(shape.scales_shape, shape.scales_dtype)
+        elif shape.scales_shape is not None:
             scales = launch.empty_by_column(
                 shape.scales_shape, shape.scales_strides, shape.scales_dtype
             )
@@ -150,23 +163,44 @@ def low_latency_dispatch(
             0 if cumulative_stats is None else cumulative_stats.data_ptr(),
             0 if wait_stats is None else wait_stats.data_ptr(),
         )
+        scale_address = 0 if global_scale is None else global_scale.data_ptr()
         hook = None
         if return_recv_hook:
             dispatch = shape.dispatch
 
             def run(send: bool, receive: bool, stream: int) -> None:
-                dispatch(*call, send, receive, True, report_num_tokens and receive, stream)
+                is_reporting = report_num_tokens and receive
+                dispatch(*call, send, receive, True, is_reporting, stream, scale_address)
 
-            keep = (x, idx, weights, recv_x, scales, metadata, cumulative_stats, wait_stats)
+            keep = (
+                x, idx, weights, recv_x, scales, metadata, cumulative_stats, wait_stats, global_scale
+            )  # fmt: skip
             hook = state.hook("dispatch", launch, run, keep)
         else:
-            shape.dispatch(*call, True, True, False, report_num_tokens, launch.stream)
-        event = launch.finish((x, idx, weights, cumulative_stats, wait_stats))
+            shape.dispatch(
+                *call, True, True, False, report_num_tokens, launch.stream, scale_address
+            )
+        event = launch.finish((x, idx, weights, cumulative_stats, wait_stats, global_scale))
         if hook is None:
             ctx.end()
     payload: Payload = recv_x if scales is None else (recv_x, scales)
     recv_count = metadata[: shape.num_local]  # the first part of the block
     return payload, recv_count, LowLatencyHandle(shape, metadata, num_tokens), event, hook
+
+
+def _check_global_scale(value: Any, use_nvfp4: bool, device: torch.device) -> None:
+    if not use_nvfp4:
+        raise ArgumentError("x_global_scale", None, "needs use_nvfp4")
+    if not (
+        isinstance(value, Tensor)
+        and value.dtype == torch.float32
+        and value.numel() == 1
+        and value.device == device
+    ):
+        given = type(value).__name__
+        if isinstance(value, Tensor):
+            given = f"{value.dtype} {list(value.shape)} on {value.device}"
+        raise ArgumentError("x_global_scale", given, f"must be one float32 on {device}")
 
 
 def wait_num_tokens(ctx: Context) -> int:
@@ -282,5 +316,7 @@ def check_logfmt(hidden: int, zero_copy: bool, one_rounding: bool) -> None:
         raise ArgumentError("use_logfmt", True, "excludes one_rounding")
     if hidden % _LOGFMT_PIECE != 0:
         raise ArgumentError(
-            "use_logfmt", f"hidden {hidden}", f"needs a hidden size of a multiple of {_LOGFMT_PIECE}"
+            "use_logfmt",
+            f"hidden {hidden}",
+            f"needs a hidden size of a multiple of {_LOGFMT_PIECE}",
         )

@@ -223,7 +223,8 @@ def test_low_latency_memory_is_what_the_shape_needs() -> None:
 
 def test_low_latency_memory_agrees_though_one_rank_alone_asked_for_the_hint() -> None:
     hint = deep_ep.Buffer.get_low_latency_rdma_size_hint(64, 1024, 2, 64)
-    needed = hints._hinted.pop(hint)
+    shapes = hints._hinted.pop(hint)
+    assert shapes == {(2, 64, 1024)}
 
     class OtherRank:
         """Ranks are threads here and share what hints know: this one brings another's answer."""
@@ -235,10 +236,10 @@ def test_low_latency_memory_agrees_though_one_rank_alone_asked_for_the_hint() ->
             return 2
 
         def allgather(self, known):
-            assert known == 0
-            return [known, needed]
+            assert known[0] == []
+            return [known, (sorted(shapes), known[1])]
 
-    assert hints.bytes_to_allocate(None, OtherRank(), hint) == needed
+    assert hints.bytes_to_allocate(None, OtherRank(), hint) == region_bytes(2, 64, 1024)
 
 
 def test_low_latency_memory_is_all_that_was_asked_for_on_request(
@@ -408,8 +409,7 @@ def test_calls_refuse_by_name_what_forks_added() -> None:
             x, ids, weights = drop_in.routed(0, 4, hidden=512)
             decode = (x, ids, 8, drop_in.NUM_EXPERTS)
             for options in (
-                {"use_nvfp4": True},
-                {"x_global_scale": torch.ones(1)},
+                {"use_ue8m0_for_sf": True},
                 {"topk_weights": weights},
                 {"use_eager": True},
                 {"align_fp8_quantization": True},
@@ -420,7 +420,7 @@ def test_calls_refuse_by_name_what_forks_added() -> None:
             # Asking for nothing is no reason to refuse; nor is a flag that means nothing without fp8.
             recv_x, count, handle, event, hook = buffer.low_latency_dispatch(
                 *decode, None, None, False, True, True, False, False, use_nvfp4=False,
-                x_global_scale=None, align_fp8_quantization=False,
+                x_global_scale=torch.ones(1), use_ue8m0_for_sf=False, align_fp8_quantization=False,
             )  # fmt: skip
             assert isinstance(recv_x, torch.Tensor) and hook is None and event.event is None
             src_info, layout_range, max_tokens, hidden, num_experts = handle

@@ -180,14 +180,34 @@ def test_stages_hooks_and_what_is_not_offered() -> None:
         dispatcher.set_overlap_args(SimpleNamespace(overlap=True), {"block_m": 64})
         with pytest.raises(UnsupportedError, match="overlap"):
             dispatcher.combine(run_experts(output, 0))
-        other = adapter.DeepCommDispatcher(**options(group))
-        other.set_quant_config({"input_global_scale": torch.ones(1)})
-        with pytest.raises(UnsupportedError, match="input_global_scale"):
-            other.dispatch(x, topk_output(ids, weights))
         with pytest.raises(errors.ArgumentError, match="num_experts"):
             adapter.DeepCommDispatcher(group, 4)
 
     local.run(fn, 1, timeout_s=60)
+
+
+def test_rows_of_four_bits_in_the_shapes_of_the_fork() -> None:
+    def fn(group):
+        set_is_extend_in_batch(False)
+        dispatcher = adapter.DeepCommDispatcher(**options(group))
+        x_global_scale = torch.full((1,), 448.0)
+        dispatcher.set_quant_config({"input_global_scale": x_global_scale})
+        x, ids, weights = drop_in.routed(group.rank(), 4, hidden=H, routing="holes")
+        x[:, ::16] = 6.0  # so that all values are exact
+        output = dispatcher.dispatch(x, topk_output(ids, weights))
+        assert output.format is base.DispatchOutputFormat.DEEPEP_LL
+        assert output.hidden_states.shape[1:] == (H // 2, NUM_EXPERTS // 2)
+        rows = drop_in.dequantised_nvfp4(
+            output.hidden_states, output.hidden_states_scale, x_global_scale
+        )
+        out = drop_in.masked_experts(rows, output.masked_m, drop_in.first_of(group.rank(), 2))
+        combined = dispatcher.combine(
+            deepep.DeepEPLLCombineInput(out, output.topk_ids, output.topk_weights)
+        )
+        check(x, ids, weights, combined, is_exact=True)
+        group.barrier()
+
+    local.run(fn, 2, timeout_s=60)
 
 
 def test_layers_share_a_buffer_that_goes_with_them() -> None:

@@ -54,6 +54,11 @@ def test_vllm_low_latency_with_packed_exponents(return_recv_hook: bool) -> None:
     run(vllm.low_latency, 2, True, return_recv_hook, True)
 
 
+@pytest.mark.parametrize("use_fp8", [False, True])
+def test_vllm_low_latency_with_rows_of_four_bits(use_fp8: bool) -> None:
+    run(vllm.low_latency_nvfp4, 4, use_fp8)
+
+
 def test_vllm_low_latency_with_two_micro_batches() -> None:
     run(vllm.low_latency_micro_batches, 3)
 
@@ -135,6 +140,10 @@ def test_vllm_high_throughput_over_two_nodes(routing: str, monkeypatch: pytest.M
     [
         (vllm.elastic, (False, False, None)),
         (vllm.elastic, (True, True, 64)),
+        (vllm.low_latency, (True, True)),
+        (vllm.low_latency_micro_batches, ()),
+        (vllm.low_latency_nvfp4, (False,)),
+        (sglang.auto, ()),
         (sglang.elastic, (False,)),
         (sglang.elastic, (True,)),
         (megatron.step, (False,)),
@@ -155,6 +164,7 @@ def everything(group) -> None:
     vllm.high_throughput(group, "holes", drop_in.HIDDEN, False, False)
     vllm.low_latency(group, True, True)
     vllm.low_latency_micro_batches(group)
+    vllm.low_latency_nvfp4(group, False)
     vllm.elastic(group, False, True, None)
     sglang.auto(group)
     sglang.elastic(group, True)

@@ -1,5 +1,6 @@
 """tests/cpu/test_low_latency.py on GPUs, and CUDA graphs; every rank is a process."""
 
+import dataclasses
 import random
 
 import gpu_pool
@@ -60,6 +61,22 @@ def run_cases(group, cases: list[LowLatencyCase]) -> list:
         group, 0, num_bytes, low_latency_mode=True, device=device, timeout_s=60
     ) as buffer:
         return [run_pairs(buffer, case) for case in cases]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@pytest.mark.gpu
+def test_rows_of_four_bits(num_ranks: int) -> None:
+    require(num_ranks)
+    cases = [
+        dataclasses.replace(
+            sampled_case(500 + seed, num_ranks), use_fp8=False, round_scale=False, use_ue8m0=False,
+            use_nvfp4=True, hidden=(64, 2048, 7168, 1088)[seed % 4],
+        )
+        for seed in range(12)
+    ]  # fmt: skip
+    results = run(run_cases, num_ranks, cases)
+    for number, case in enumerate(cases):
+        verify(case, [ranks[number] for ranks in results])
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
@@ -186,7 +203,9 @@ def alternate_graphs(group, case: LowLatencyCase) -> list:
         normal_idx = (torch.arange(6, device=device) % case.num_ranks).unsqueeze(1)
         for call in range(case.calls):
             pair = pairs[call % case.num_ranks]
-            for own, new in zip((pair.x, pair.idx, pair.weights), inputs_of(case, buffer.rank, call)):
+            for own, new in zip(
+                (pair.x, pair.idx, pair.weights), inputs_of(case, buffer.rank, call)
+            ):
                 own.copy_(new)
             pair.rows.copy_(low_latency.expert_rows(case, buffer.rank, call))
             pair.call = call

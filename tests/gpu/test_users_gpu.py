@@ -25,6 +25,7 @@ CALLS = [
     *((vllm.low_latency, (fp8, hook)) for fp8 in (False, True) for hook in (False, True)),
     (vllm.low_latency, (True, True, True)),
     (vllm.low_latency_micro_batches, ()),
+    (vllm.low_latency_nvfp4, (False,)),
     (vllm.elastic, (False, True, None, True)),
     *((vllm.elastic, (captured, fp8, 64 if captured else None))
       for captured in (False, True) for fp8 in (False, True)),

@@ -186,6 +186,56 @@ def low_latency(group: Any, use_fp8: bool, return_recv_hook: bool, use_ue8m0: bo
     buffer.destroy()
 
 
+def low_latency_nvfp4(group: Any, use_fp8: bool) -> None:
+    """4-bit rows for experts that take them: views of experts first, scales in tiles of 128 rows.
+
+    ``use_fp8``: servers that pass it all the same.
+    """
+    rank, num_ranks = group.rank(), group.size()
+    hidden, max_tokens = 512, 48
+    num_bytes = deep_ep.Buffer.get_low_latency_rdma_size_hint(
+        max_tokens, hidden, num_ranks, NUM_EXPERTS
+    )
+    buffer = deep_ep.Buffer(
+        group=group, num_nvl_bytes=1 << 20, num_rdma_bytes=num_bytes, low_latency_mode=True,
+        num_qps_per_rank=NUM_EXPERTS // num_ranks, explicitly_destroy=True, enable_shrink=False,
+    )  # fmt: skip
+    num_local, num_slots = NUM_EXPERTS // num_ranks, num_ranks * max_tokens
+    first = drop_in.first_of(rank, num_ranks)
+    for step in range(2):
+        # Halves and whole numbers up to 3 in every block, 6 at its begin: all of them exact in e2m1.
+        x, ids, weights = drop_in.routed(
+            rank, drop_in.num_tokens_of(rank + step), hidden=hidden, routing="holes", seed=step
+        )
+        x[:, ::16] = 6.0
+        x_global_scale = torch.full((), 448.0, device=x.device)  # 448 * 6 / the largest magnitude
+        expert_x, count, handle, _, hook = buffer.low_latency_dispatch(
+            x, ids, max_tokens, NUM_EXPERTS, use_fp8=use_fp8, round_scale=True, use_ue8m0=True,
+            use_nvfp4=True, x_global_scale=x_global_scale, async_finish=False,
+            return_recv_hook=True,
+        )  # fmt: skip
+        hook()
+        assert isinstance(expert_x, tuple)
+        rows, scales = expert_x[0].permute(2, 0, 1), expert_x[1]
+        assert rows.shape == (num_local, num_slots, hidden // 2) and rows.dtype == torch.uint8
+        assert rows.is_contiguous()
+        num_tiles, num_words = -(-num_slots // 128), hidden // 64
+        assert scales.shape == (32, 4, num_tiles, 4, num_words, num_local)
+        assert scales.dtype == torch.float8_e4m3fn
+        assert scales.permute(5, 2, 4, 0, 1, 3).is_contiguous()
+        values = drop_in.dequantised_nvfp4(*expert_x, x_global_scale)
+        out = drop_in.masked_experts(values, count, first)
+        output = torch.full_like(x, float("nan"))
+        _, _, hook = buffer.low_latency_combine(
+            out, ids, weights, handle, async_finish=False, zero_copy=False, return_recv_hook=True,
+            out=output,
+        )  # fmt: skip
+        hook()
+        assert torch.equal(output.float(), drop_in.dense(x, ids, weights))
+    drop_in.barrier(group)
+    buffer.destroy()
+
+
 def low_latency_micro_batches(group: Any) -> None:
     """Dual-batch overlap while decoding: both batches' calls are under way when a hook runs."""
     rank, num_ranks = group.rank(), group.size()

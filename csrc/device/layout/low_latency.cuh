@@ -2,7 +2,7 @@
 //
 //   region   = [ weights of half 0 | 1 | dispatch half 0 | 1 | combine half 0 | 1 ]   at fixed places, whatever the shape
 //   dispatch = by source rank: [ slot of token 0 … M-1 | routes of block 0 … B-1 ]
-//   slot     = [ row | float32 scales | pad to 16 ]
+//   slot     = [ row | words of scales | pad to 16 ]
 //   combine  = by expert rank: row of token 0 … M-1; with one rounding, by token: row of selection 0 … K-1
 //
 // A token keeps its number: slot t of source s is token t of rank s, so that no rank has to tell another where a
@@ -54,7 +54,7 @@ struct LowLatencyShape {
   int num_experts;
   int num_blocks;
   int row_bytes;   // of a dispatched row
-  int num_scales;  // of a dispatched row
+  int num_scales;  // of a dispatched row, in words of 4 bytes
 
   DC_HOST_DEVICE size_t slot_bytes() const {
     return align_up<size_t>(static_cast<size_t>(row_bytes) + sizeof(float) * num_scales, 16);

@@ -3,16 +3,18 @@
 #pragma once
 
 #include "device/layout/low_latency.cuh"
-#include "device/move/quantise.cuh"
+#include "device/move/quantise_fp4.cuh"
 
 namespace deep_comm {
 
-// The shape that the ranks agree on. FP8 rows come with a float32 scale a block of columns.
+// The shape that the ranks agree on. FP8 rows come with a float32 scale a block of columns, NVFP4 rows with a byte a
+// block, four in a word.
 inline LowLatencyShape low_latency_shape(int num_max_tokens, int hidden, int num_topk, int num_experts,
                                          int num_blocks, PayloadFormat format) {
-  const bool is_fp8 = format == PayloadFormat::kFp8;
-  return {num_max_tokens, hidden, num_topk, num_experts, num_blocks,
-          is_fp8 ? hidden : hidden * static_cast<int>(sizeof(Bf16)), is_fp8 ? hidden / kScaleBlock : 0};
+  int row_bytes = hidden * static_cast<int>(sizeof(Bf16)), num_scales = 0;
+  if (format == PayloadFormat::kFp8) row_bytes = hidden, num_scales = hidden / kScaleBlock;
+  if (format == PayloadFormat::kNvFp4) row_bytes = hidden / 2, num_scales = hidden / kFp4ScaleWord;
+  return {num_max_tokens, hidden, num_topk, num_experts, num_blocks, row_bytes, num_scales};
 }
 
 // What one launch does of an operation.
@@ -28,7 +30,7 @@ struct Phases {
 struct LowLatencyOutputs {
   bool is_compact;
   uint8_t* recv_x;       // [L, R*M, row] or [R*M, row]
-  void* recv_scales;     // float32 [L, S, R*M] or [S, R*M]; UE8M0: int32 with ceil(S/4) for S; null in BF16
+  void* recv_scales;     // as ScaleOutputs says; null in BF16
   bool use_ue8m0;
   int32_t* recv_count;   // [L]
   int32_t* src_info;     // [L, R*M] or [R*M]: source token
@@ -58,6 +60,7 @@ struct LowLatencyDispatchArgs {
   int topk_idx_bytes;
   const float* topk_weights;  // [T, K], or null
   bool round_scale;
+  const float* global_scale;  // [1] NVFP4, or null: 1
   // Host memory, or null: the most tokens that any rank has, beside the host's number of this dispatch.
   uint64_t* report;
   uint32_t report_sequence;

@@ -188,7 +188,7 @@ DC_DEVICE int source_at(const World& world, int position) { return (world.rank +
 // One warp: the tasks of the block, the tokens of its share of every source, when num_tokens is known. A barrier of
 // the block makes them known.
 DC_DEVICE void number_tasks(const World& world, const LowLatencyShape& shape, const BlockMemory& memory,
-                            int element_bytes) {
+                            int vec_elements) {
   BlockMemory::Header* header = memory.header;
   const int position = arch::lane_idx();
   int num_tasks = 0, num_vecs = 1;
@@ -196,8 +196,8 @@ DC_DEVICE void number_tasks(const World& world, const LowLatencyShape& shape, co
     const int source = source_at(world, position);
     const LowLatencyShare share = LowLatencyShare::of(shape, header->num_tokens[source], arch::block_idx());
     num_tasks = share.num_tokens();
-    num_vecs = share.num_columns() * element_bytes / 16;
-    header->first_vec[source] = share.column_begin * element_bytes / 16;
+    num_vecs = share.num_columns() / vec_elements;
+    header->first_vec[source] = share.column_begin / vec_elements;
     header->num_vecs[source] = num_vecs;
   }
   int end = num_tasks, max_vecs = max_of(num_vecs, 1);

@@ -197,7 +197,7 @@ DC_DEVICE bool combine_send(const Context& context, const LowLatencyCombineArgs&
       memory.header->num_tokens[arch::lane_idx()] = is_there ? arch::ld_nc(args.recv_tokens + arch::lane_idx()) : 0;
     }
     arch::sync_warp();
-    number_tasks(args.world, args.shape, memory, sizeof(Bf16));
+    number_tasks(args.world, args.shape, memory, Piece<PayloadFormat::kBfloat16>::kElements);
   }
   const bool has_credit_warp = warp == max_of(0, num_warps - 2);
   bool ok = !has_credit_warp || await_credit(context, half, memory, previous, args.signature, args.num_tokens);

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "device/low_latency/block.cuh"
+#include "device/low_latency/scales.cuh"
 
 namespace deep_comm {
 
@@ -235,13 +236,14 @@ DC_DEVICE bool expand_rows(const Context& context, const LowLatencyDispatchArgs&
   return ok;
 }
 
-// The same for their scales, which lie by column in the output: [L, S, R*M], compact [S, R*M].
+// The same for their scales.
+template <PayloadFormat kFormat>
 DC_DEVICE bool expand_scales(const Context& context, const LowLatencyDispatchArgs& args, const LowLatencyHalf& half,
                              const BlockMemory& memory, int num_tasks) {
   const LowLatencyShape& shape = args.shape;
-  const int per_output = args.out.use_ue8m0 ? 4 : 1;
-  const int num_outputs = ceil_div(shape.num_scales, per_output);
-  const int num_slots = args.world.num_ranks * shape.num_max_tokens;
+  const ScaleOutputs<kFormat> outputs =
+      ScaleOutputs<kFormat>::of(shape, args.out, args.world.num_ranks * shape.num_max_tokens);
+  const int num_outputs = outputs.num_outputs;
   bool ok = true;
   // From the last thread on: the first ones have most pieces of rows.
   for (int base = arch::num_threads() - 1 - arch::thread_idx(); base < num_tasks * num_outputs && ok;
@@ -249,21 +251,19 @@ DC_DEVICE bool expand_scales(const Context& context, const LowLatencyDispatchArg
     const int task = base / num_outputs, output = base % num_outputs;
     if (memory.num_places[task] == 0) continue;
     const int source = source_of(memory.tasks[task]), token = token_of(memory.tasks[task]);
-    // FP8: a vector is 16 columns.
-    const int vec = output * per_output * kScaleBlock / 16 - memory.header->first_vec[source];
+    const int vec = outputs.first_column(output) / Piece<kFormat>::kElements - memory.header->first_vec[source];
     if (vec < 0 || vec >= memory.header->num_vecs[source]) continue;
     uint32_t* scales = reinterpret_cast<uint32_t*>(half.slot(args.world.rank, source, token) + shape.row_bytes);
     const WaitFor wait{Stage::kRows, Word::kScale, source, arch::block_idx()};
     uint32_t value = 0;
-    for (int idx = 0; idx < per_output && per_output * output + idx < shape.num_scales && ok; ++idx) {
+    for (int idx = 0; idx < outputs.num_words(output) && ok; ++idx) {
       uint32_t bits = 0;
-      ok = take_arrival(context, scales + per_output * output + idx, wait, &bits) || is_given_up(context, source);
-      value |= args.out.use_ue8m0 ? (bits >> 23 & 0xffu) << (8 * idx) : bits;
+      ok = take_arrival(context, scales + outputs.first_word(output) + idx, wait, &bits) || is_given_up(context, source);
+      value |= outputs.part(bits, idx);
     }
     for (int idx = 0; idx < memory.num_places[task] && ok; ++idx) {
       const int64_t place = memory.places[task * shape.num_topk + idx];
-      const int64_t position = (place / num_slots * num_outputs + output) * num_slots + place % num_slots;
-      arch::st_weak(static_cast<uint32_t*>(args.out.recv_scales) + position, value);
+      arch::st_weak(static_cast<uint32_t*>(args.out.recv_scales) + outputs.position(place, output), value);
     }
   }
   return ok;
@@ -288,7 +288,7 @@ DC_DEVICE void dispatch_receive(const Context& context, const LowLatencyDispatch
   if (!block_agrees(memory, ok)) return;
   place_sources(args, memory, num_local, num_columns);
   if (warp == num_warps - 1) {
-    number_tasks(world, args.shape, memory, args.shape.row_bytes / args.shape.hidden);
+    number_tasks(world, args.shape, memory, Piece<kFormat>::kElements);
     list_tasks(world, args.shape, memory, 0);
   }
   arch::sync_block();
@@ -301,7 +301,7 @@ DC_DEVICE void dispatch_receive(const Context& context, const LowLatencyDispatch
       ok = find_places(context, args, half, memory, Task::find(world, args.shape, memory, first + warp), num_local);
     }
     if (!block_agrees(memory, ok)) return;
-    if (args.shape.num_scales > 0) ok = expand_scales(context, args, half, memory, num_now);
+    if (args.shape.num_scales > 0) ok = expand_scales<kFormat>(context, args, half, memory, num_now);
     ok = ok && expand_rows<kFormat>(context, args, half, memory, pieces, num_now);
     if (!block_agrees(memory, ok)) return;  // places have been read
     if (first + num_warps >= num_tasks) break;

@@ -87,7 +87,7 @@ DC_DEVICE void send_rows(const LowLatencyDispatchArgs& args, const LowLatencyHal
       loaded.load(args.x + static_cast<size_t>(token) * args.shape.hidden * sizeof(Bf16), piece);
     }
     has_first = false;
-    loaded.encode(args.round_scale);
+    loaded.encode(args.round_scale, args.global_scale);
     if (!is_active) continue;
     const uint32_t mask = masks[token - begin];
     for (int step = 0; step < world.num_ranks; ++step) {

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "device/low_latency/rail_block.cuh"
+#include "device/low_latency/scales.cuh"
 
 namespace deep_comm {
 
@@ -188,13 +189,14 @@ DC_DEVICE bool expand_rows(const Context& context, const LowLatencyRailDispatchA
   return true;
 }
 
-// The same for their scales, which lie by column in the output: [L, S, R*M], compact [S, R*M].
+// The same for their scales.
+template <PayloadFormat kFormat>
 DC_DEVICE bool expand_scales(const Context& context, const LowLatencyRailDispatchArgs& args,
                              const LowLatencyRailHalf& half, const RailBlockMemory& memory, int num_tasks) {
   const LowLatencyShape& shape = args.shape;
-  const int per_output = args.out.use_ue8m0 ? 4 : 1;
-  const int num_outputs = ceil_div(shape.num_scales, per_output);
-  const int num_slots = args.reach.group.num_ranks * shape.num_max_tokens;
+  const ScaleOutputs<kFormat> outputs =
+      ScaleOutputs<kFormat>::of(shape, args.out, args.reach.group.num_ranks * shape.num_max_tokens);
+  const int num_outputs = outputs.num_outputs;
   // From the last thread on: the first ones have most pieces of rows.
   for (int base = arch::num_threads() - 1 - arch::thread_idx(); base < num_tasks * num_outputs;
        base += arch::num_threads()) {
@@ -204,15 +206,14 @@ DC_DEVICE bool expand_scales(const Context& context, const LowLatencyRailDispatc
                                           LowLatencySlot::of(shape).scales_offset());
     const WaitFor wait{Stage::kRows, Word::kScale, source, arch::block_idx()};
     uint32_t value = 0;
-    for (int idx = 0; idx < per_output && per_output * output + idx < shape.num_scales; ++idx) {
+    for (int idx = 0; idx < outputs.num_words(output); ++idx) {
       uint32_t bits = 0;
-      if (!take_arrival(context, scales + per_output * output + idx, wait, &bits)) return false;
-      value |= args.out.use_ue8m0 ? (bits >> 23 & 0xffu) << (8 * idx) : bits;
+      if (!take_arrival(context, scales + outputs.first_word(output) + idx, wait, &bits)) return false;
+      value |= outputs.part(bits, idx);
     }
     for (int idx = 0; idx < memory.num_places[task]; ++idx) {
       const int64_t place = memory.places[task * shape.num_topk + idx];
-      const int64_t position = (place / num_slots * num_outputs + output) * num_slots + place % num_slots;
-      arch::st_weak(static_cast<uint32_t*>(args.out.recv_scales) + position, value);
+      arch::st_weak(static_cast<uint32_t*>(args.out.recv_scales) + outputs.position(place, output), value);
     }
   }
   return true;
@@ -249,7 +250,7 @@ DC_DEVICE void dispatch_receive(const Context& context, const LowLatencyRailDisp
     pieces.look(args, half, memory, by_vecs, arch::thread_idx(), num_now);
     if (warp < num_now) ok = find_places(context, args, half, memory, memory.tasks[warp], num_local);
     if (!memory.agrees(ok)) return;
-    if (args.shape.num_scales > 0) ok = expand_scales(context, args, half, memory, num_now);
+    if (args.shape.num_scales > 0) ok = expand_scales<kFormat>(context, args, half, memory, num_now);
     ok = ok && expand_rows<kFormat>(context, args, half, memory, by_vecs, pieces, num_now);
     if (!memory.agrees(ok)) return;  // places have been read
   }

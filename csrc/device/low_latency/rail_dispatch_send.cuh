@@ -92,7 +92,7 @@ DC_DEVICE void stage_row(const LowLatencyRailDispatchArgs& args, const LowLatenc
     if (base != arch::warp_idx() * kWarpSize && piece < num_pieces) {
       loaded.load(args.x + static_cast<size_t>(token) * args.shape.hidden * sizeof(Bf16), piece);
     }
-    loaded.encode(args.round_scale);
+    loaded.encode(args.round_scale, args.global_scale);
     if (piece < num_pieces) loaded.send(message + slot.row_offset(), args.shape.row_bytes, piece);
   }
   // Behind the last scale lie zeros on both sides: nobody takes them away.

@@ -7,9 +7,11 @@
 
 namespace deep_comm {
 
-enum class PayloadFormat : int { kBfloat16, kFp8 };
+enum class PayloadFormat : int { kBfloat16, kFp8, kNvFp4 };
 
-inline constexpr int kScaleBlock = 128;  // elements a scale stands for
+inline constexpr int kScaleBlock = 128;    // elements a scale stands for
+inline constexpr int kFp4ScaleBlock = 16;  // of NVFP4, whose scales travel four in a word
+inline constexpr int kFp4ScaleWord = 4 * kFp4ScaleBlock;
 
 // How the scales of a row are stored, in words of 4 bytes.
 struct ScaleFormat {
@@ -35,7 +37,7 @@ struct Piece<PayloadFormat::kBfloat16> {
   DC_DEVICE void load(const uint8_t* row, int piece) {
     vec = arch::ld_nc(reinterpret_cast<const Vec16*>(row) + piece);
   }
-  DC_DEVICE void encode(bool /*round_scale*/) {
+  DC_DEVICE void encode(bool /*round_scale*/, const float* /*global_scale*/) {
     DC_UNROLL
     for (int word = 0; word < 4; ++word) {
       vec.words[word] ^= kKey;
@@ -115,7 +117,7 @@ struct Piece<PayloadFormat::kFp8> {
     }
   }
   // The same, as words that are not zero.
-  DC_DEVICE void encode(bool round_scale) {
+  DC_DEVICE void encode(bool round_scale, const float* /*global_scale*/) {
     quantise(round_scale);
     DC_UNROLL
     for (int word = 0; word < 4; ++word) {

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import deep_comm
 from deep_comm.errors import ArgumentError, UnsupportedError
+from deep_comm.fp4 import experts_last
 from deep_comm.integrations.sglang import interface as sglang
 
 
@@ -200,15 +201,17 @@ class DeepCommDispatcher(sglang.BaseDispatcher):  # type: ignore[misc]
     def _send_low_latency(
         self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor
     ) -> tuple[Any, ...]:
-        if (self.quant_config or {}).get("input_global_scale") is not None:
-            raise UnsupportedError("NVFP4 dispatch (input_global_scale) is not offered")
-        use_fp8 = self.formats.low_latency_fp8
+        global_scale = (self.quant_config or {}).get("input_global_scale")
+        use_nvfp4 = global_scale is not None
+        use_fp8 = self.formats.low_latency_fp8 and not use_nvfp4
         ue8m0 = use_fp8 and self.formats.ue8m0
         recv, masked_m, self._handle, event, hook = self.buffer.low_latency_dispatch(
             hidden_states, topk_ids, self.formats.max_tokens, self.num_experts, use_fp8=use_fp8,
             round_scale=ue8m0, use_ue8m0=ue8m0, async_finish=not self.return_recv_hook,
-            return_recv_hook=self.return_recv_hook,
+            return_recv_hook=self.return_recv_hook, use_nvfp4=use_nvfp4, x_global_scale=global_scale,
         )  # fmt: skip
+        if use_nvfp4:
+            recv = experts_last(*recv)
         # What a balanced router gives an expert, rounded up: matrix products choose their tiles by it.
         num_selections = hidden_states.shape[0] * self.buffer.group_size * topk_ids.shape[1]
         expected_m = (num_selections + self.num_experts) // self.num_experts
