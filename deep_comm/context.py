@@ -20,6 +20,7 @@ from deep_comm.topology import (
     Topology,
     discover,
     host_identity,
+    memory_identity,
     requested_ranks_per_node,
     require_supported,
 )
@@ -123,10 +124,13 @@ class Context:
                     "deep_comm version": settings.version,
                 }
             )
-            hosts = self.rendezvous.all_gather_object(host_identity())
+            identities = self.rendezvous.all_gather_object((host_identity(), memory_identity()))
+            hosts, memories = zip(*identities, strict=True)
             self.topology: Topology = discover(hosts, ranks_per_node)
             require_supported(self.topology)
-            self.rail = rails.choose(wanted_rail, device.type, self.topology, hosts)
+            # What the host target needs to reach a rank is its memory.
+            places = memories if device.type == "cpu" else hosts
+            self.rail = rails.choose(wanted_rail, device.type, self.topology, places)
             if self.topology.num_nodes > 1 and settings.enable_shrink:
                 raise errors.UnsupportedError(
                     "enable_shrink serves groups inside one node: between nodes a silent rank raises "

@@ -93,6 +93,14 @@ RANKS_PER_NODE: Variable[int | None] = Variable(
     "ranks per (logical) node; unset: counted from host names",
     _parse_positive_int,
 )
+HOST_NAME: Variable[str | None] = Variable(
+    "DEEP_COMM_HOST_NAME",
+    "any text",
+    None,
+    "what this process calls its machine; processes of one machine with different names act as those of different "
+    "hosts, to try set-ups of several; unset: the host name",
+    str,
+)
 RAIL: Variable[str | None] = Variable(
     "DEEP_COMM_RAIL",
     "nvshmem, software (CUDA devices) or simulated (host target)",
@@ -150,7 +158,7 @@ VLLM: Variable[bool] = Variable(
 )
 
 REGISTRY: tuple[Variable[Any], ...] = (
-    TIMEOUT_S, NUM_SMS, DEVICE, RANKS_PER_NODE, RAIL, RAIL_NEAR, TUNE_FILE, POISON, DEEP_EP_FULL_RDMA, DECODE_TOKENS, VLLM,
+    TIMEOUT_S, NUM_SMS, DEVICE, RANKS_PER_NODE, HOST_NAME, RAIL, RAIL_NEAR, TUNE_FILE, POISON, DEEP_EP_FULL_RDMA, DECODE_TOKENS, VLLM,
 )  # fmt: skip
 
 # Read by the build, not by the package; listed so that unknown() does not call them typos.

@@ -24,18 +24,31 @@ def first_expert(rank: int, num_experts: int, num_ranks: int) -> int:
     return rank * (num_experts // num_ranks) + min(rank, num_experts % num_ranks)
 
 
+def _boot_id() -> str:
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
 def host_identity() -> str:
-    """One string per machine.
+    """One string per machine; DEEP_COMM_HOST_NAME makes several of one.
 
     The host name alone does not do: machines that never got one are all called ``localhost``.
     The boot id alone does not either: containers of one machine share it, but not ``/dev/shm``.
     """
+    name = env.HOST_NAME.get()
+    return f"{socket.gethostname() if name is None else name}/{_boot_id()}"
+
+
+def memory_identity() -> str:
+    """One string per shared memory of a machine, whatever its processes call that machine."""
     try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            boot_id = file.read().strip()
+        device = os.stat("/dev/shm").st_dev
     except OSError:
-        boot_id = ""
-    return f"{socket.gethostname()}/{boot_id}"
+        return host_identity()
+    return f"{_boot_id()}/{device}"
 
 
 def member_identity(in_process: bool) -> str:

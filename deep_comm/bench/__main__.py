@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from deep_comm import processes
-from deep_comm.bench import layer, machine, normal, options, plot, report, simulation, targets, two_tier_report
+from deep_comm.bench import layer, machine, normal, options, plot, report, simulation, targets, two_tier, two_tier_report
 from deep_comm.bench.low_latency import main as low_latency
 from deep_comm.bench.low_latency import options as low_latency_options
 from deep_comm.bench.layer import Options as LayerOptions
@@ -67,7 +67,8 @@ def _run_rank(chosen: AnyOptions) -> Any:
     def on_lines(lines: list[normal.Measured]) -> None:
         say(report.table(lines))
 
-    return normal.Runner(chosen, device, say).run(chosen.scenarios_of(num_ranks), on_lines)
+    scenarios = chosen.scenarios_of(num_ranks, two_tier.discovered())
+    return normal.Runner(chosen, device, say).run(scenarios, on_lines)
 
 
 def publish(chosen: AnyOptions, figures: Any, num_ranks: int, elapsed_s: float) -> None:

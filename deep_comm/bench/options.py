@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,8 @@ class Scenario:
 class Options:
     device: str
     num_ranks: int | None  # processes to start; None: as many as there are devices
-    scenarios_of: Callable[[int], list[Scenario]] = field(repr=False)  # by number of ranks
+    # by number of ranks, and by those of a node if the group has several
+    scenarios_of: Callable[[int, int | None], list[Scenario]] = field(repr=False)
     effort: Effort
     num_slots: int | None  # rotating inputs; None: enough to leave the L2
     with_limit: bool
@@ -209,12 +210,19 @@ class _Scenarios:
     def __init__(self, parsed: argparse.Namespace) -> None:
         self._parsed = parsed
 
-    def __call__(self, num_ranks: int) -> list[Scenario]:
-        return (
-            quick(num_ranks, self._parsed)
-            if self._parsed.quick
-            else product(num_ranks, self._parsed)
-        )
+    def __call__(self, num_ranks: int, ranks_per_node: int | None = None) -> list[Scenario]:
+        """``ranks_per_node``: the group has several nodes whatever was asked for, and no single tier."""
+        parsed = argparse.Namespace(**vars(self._parsed))
+        if ranks_per_node is not None:
+            parsed.ranks_per_node = ranks_per_node
+        scenarios = quick(num_ranks, parsed) if parsed.quick else product(num_ranks, parsed)
+        if ranks_per_node is None:
+            return scenarios
+        return [
+            replace(scenario, with_rivals=not parsed.no_rivals)
+            for scenario in scenarios
+            if scenario.ranks_per_node is not None
+        ]
 
 
 def configs_of(

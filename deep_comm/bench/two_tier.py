@@ -16,6 +16,7 @@ from deep_comm import Buffer, Config
 from deep_comm.bench.workload import Workload, routing_of
 from deep_comm.config import known_size, recommended_dispatch_config
 from deep_comm.scale.traffic import Traffic, Wire, count
+from deep_comm.topology import discover, host_identity, requested_ranks_per_node
 
 if TYPE_CHECKING:
     from deep_comm.bench.operations import BufferOperations
@@ -23,6 +24,14 @@ if TYPE_CHECKING:
 
 MODE = "two-tier"
 MAX_SMS = 24
+
+
+def discovered() -> int | None:
+    """Ranks of a node, if the default group has several: by host names, or DEEP_COMM_RANKS_PER_NODE. Collective."""
+    hosts = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, host_identity())
+    topology = discover(hosts, requested_ranks_per_node(None))
+    return topology.ranks_per_node if topology.num_nodes > 1 else None
 
 
 def configs_of(

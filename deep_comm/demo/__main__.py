@@ -20,6 +20,7 @@ from deep_comm.demo.layer import HIDDEN, NUM_EXPERTS, NUM_TOPK, Experts, Tokens,
 # Far longer than any step takes; a rank that is stuck ends the demo then.
 GROUP_TIMEOUT = datetime.timedelta(seconds=300)
 NUM_NVL_BYTES = 64 << 20
+NUM_RDMA_BYTES = 16 << 20  # not allocated inside one node
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -72,7 +73,10 @@ def run(arguments: argparse.Namespace) -> bool:
     sizes = split(len(text), num_ranks)
     mine = share_of(tokens, sizes, rank)
     experts = Experts(device)
-    with Buffer(dist.group.WORLD, NUM_NVL_BYTES, device=device) as buffer:
+    with Buffer(dist.group.WORLD, NUM_NVL_BYTES, NUM_RDMA_BYTES, device=device) as buffer:
+        num_nodes = max(1, len(buffer.rail_put_bytes))
+        if num_nodes > 1:
+            say(f"{num_nodes} nodes of {num_ranks // num_nodes} ranks")
         say("first forward pass (warm-up)")
         first = forward(buffer, mine, experts, device)
         dist.barrier()
@@ -88,7 +92,7 @@ def run(arguments: argparse.Namespace) -> bool:
     if rank == 0:
         say("the same layer in one process, for comparison")
         shares = [share_of(tokens, sizes, peer) for peer in range(num_ranks)]
-        problems = report.check(forwards, shares, experts)
+        problems = report.check(forwards, shares, experts, num_ranks // num_nodes)
         problems += [
             f"rank {peer}: two passes gave different bits"
             for peer in range(num_ranks)

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from deep_comm import reference
+from deep_comm import reference, reference_internode
 from deep_comm.demo.forward import STAGES, Forward
 from deep_comm.demo.layer import NUM_EXPERTS, Experts, Tokens
+from deep_comm.topology import first_expert, num_local_experts
 
 
 def table(forwards: Sequence[Forward]) -> str:
@@ -39,13 +40,24 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
     return torch.equal(*as_bytes)
 
 
-def check(forwards: Sequence[Forward], shares: Sequence[Tokens], experts: Experts) -> list[str]:
-    """What differs from the layer computed in this one process; empty when every bit agrees."""
+def check(
+    forwards: Sequence[Forward],
+    shares: Sequence[Tokens],
+    experts: Experts,
+    ranks_per_node: int | None = None,
+) -> list[str]:
+    """What differs from the layer computed in this one process; empty when every bit agrees.
+
+    Between nodes sums are rounded once a node more, and so they are here.
+    """
     xs = [share.x for share in shares]
     topk_idxs = [share.topk_idx for share in shares]
     weights = [share.topk_weights for share in shares]
     dispatched = reference.dispatch(xs, topk_idxs, NUM_EXPERTS, weights)
-    expected = reference.moe_layer(xs, topk_idxs, weights, NUM_EXPERTS, experts)
+    if ranks_per_node is not None and ranks_per_node < len(shares):
+        expected = _layer_of_nodes(shares, experts, ranks_per_node)
+    else:
+        expected = reference.moe_layer(xs, topk_idxs, weights, NUM_EXPERTS, experts)
     problems = []
     for forward, received, result in zip(forwards, dispatched, expected, strict=True):
         assert forward.recv_x is not None and forward.combined_x is not None
@@ -61,3 +73,31 @@ def check(forwards: Sequence[Forward], shares: Sequence[Tokens], experts: Expert
                 f"rank {forward.rank}: the layer's output differs by up to {difference:.3g}"
             )
     return problems
+
+
+def _layer_of_nodes(
+    shares: Sequence[Tokens], experts: Experts, ranks_per_node: int
+) -> list[Tensor]:
+    num_ranks = len(shares)
+    dispatched = reference_internode.dispatch(
+        [share.x for share in shares],
+        [share.topk_idx for share in shares],
+        NUM_EXPERTS,
+        ranks_per_node,
+        [share.topk_weights for share in shares],
+    )
+    outputs = []
+    for rank, got in enumerate(dispatched):
+        received = got.received
+        assert received.recv_topk_weights is not None
+        outputs.append(
+            reference.local_experts(
+                received.recv_x,
+                received.recv_topk_idx,
+                received.recv_topk_weights,
+                first_expert(rank, NUM_EXPERTS, num_ranks),
+                num_local_experts(rank, NUM_EXPERTS, num_ranks),
+                experts,
+            )
+        )
+    return [combined for combined, _ in reference_internode.combine(outputs, dispatched)]
