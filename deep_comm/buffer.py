@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
@@ -44,6 +45,15 @@ RECOMMENDED = {
 }
 
 
+_living: weakref.WeakSet[Buffer] = weakref.WeakSet()
+
+
+@atexit.register
+def _release_groups() -> None:
+    for buffer in list(_living):
+        buffer._release_group()
+
+
 class Buffer(InternodeCalls, LowLatencyCalls):
     """Communication buffers of one rank, and the operations that use them.
 
@@ -58,7 +68,7 @@ class Buffer(InternodeCalls, LowLatencyCalls):
 
     Attributes:
         rank, group_size: this rank and R.
-        group: what the Buffer was built with.
+        group: what the Buffer was built with; None after destroy().
         num_nvl_bytes, num_rdma_bytes: as given.
         low_latency_mode, explicitly_destroy, enable_shrink: as given.
         device: where all tensors live.
@@ -152,6 +162,7 @@ class Buffer(InternodeCalls, LowLatencyCalls):
         self._finalizer.atexit = False
         self.rank = self._context.rank
         self.group = group if group is not None else comm
+        _living.add(self)
         self.group_size = self._context.num_ranks
         self.num_nvl_bytes = num_nvl_bytes
         self.num_rdma_bytes = num_rdma_bytes
@@ -187,6 +198,17 @@ class Buffer(InternodeCalls, LowLatencyCalls):
         same when it goes.
         """
         self._finalizer()
+        self._release_group()
+
+    def _release_group(self) -> None:
+        """So that destroy_process_group, or the end of the program, really ends the group.
+
+        Threads of a gloo group take the GIL to free tensors of their last collective; if that
+        happens while the interpreter is torn down, CPython ends the thread inside a C++ destructor,
+        and the process aborts. A group that nobody holds is ended before.
+        """
+        self._context.rendezvous.release()
+        self.group = None
 
     def reset(self) -> None:
         """Make the Buffer usable again after a PeerTimeout, and forget what kernels recorded.

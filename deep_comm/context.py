@@ -365,6 +365,7 @@ class Context:
         self._has_failed = (1,)  # the engine's word goes with it
         with self.backend.device_scope(), contextlib.ExitStack() as steps:
             # Last in, first out; each runs even if an earlier one fails.
+            steps.callback(self.rendezvous.release)
             steps.callback(self.heap.close)
             steps.callback(self.engine.close)
             steps.callback(self.backend.synchronize)

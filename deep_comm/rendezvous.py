@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from deep_comm.errors import ArgumentError, ConfigMismatch, PeerLost
+from deep_comm.errors import ArgumentError, BufferDestroyed, ConfigMismatch, PeerLost
 from deep_comm.topology import member_identity
 
 T = TypeVar("T")
@@ -89,7 +89,7 @@ class Rendezvous:
     """The ranks of one Buffer. Every method is collective."""
 
     def __init__(self, group: Any, comm: Any = None) -> None:
-        self._group = _adapt(group, comm)
+        self._group: RankGroup | None = _adapt(group, comm)
         self.rank = self._group.rank()
         self.size = self._group.size()
         if not 0 <= self.rank < self.size:
@@ -110,7 +110,13 @@ class Rendezvous:
 
     def all_gather_object(self, payload: T) -> list[T]:
         """Every rank's (picklable) object, by rank."""
+        if self._group is None:
+            raise BufferDestroyed("the group of a Buffer was used after it had been let go of")
         return self._group.all_gather_object(payload)
+
+    def release(self) -> None:
+        """Let go of the group: see Buffer.destroy. Idempotent."""
+        self._group = None
 
     def barrier(self) -> None:
         self.all_gather_object(None)

@@ -101,7 +101,6 @@ class ElasticBuffer(ElasticCalls, Refused):
             device=device,
         )
         topology = self._buffer._context.topology
-        self.group = group
         self.rank_idx = self._buffer.rank
         self.num_ranks = self._buffer.group_size
         self.num_bytes = num_bytes
@@ -120,6 +119,11 @@ class ElasticBuffer(ElasticCalls, Refused):
         )
 
     # ---- life cycle ----------------------------------------------------------------------------
+
+    @property
+    def group(self) -> Any:
+        """What the buffer was built with; None after destroy()."""
+        return self._buffer.group
 
     @property
     def device(self) -> torch.device:
