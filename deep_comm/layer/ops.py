@@ -3,6 +3,11 @@
 What they do depends on the other ranks, so the compiler sees shapes only: rows whose number is
 known when they have come, or, with mode="decode", fixed. Between them ``experts`` is traced like
 anything else; its batch has counts and offsets on the device.
+
+Operators that exchange are registered as having an effect, so that a compiler neither drops nor
+reorders them: a rank whose result is empty, or not used, has its peers wait all the same. What has
+come is fetched by an operator without effect, since inductor (2.13) does not know sizes that an
+operator with an effect and several results finds out.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._higher_order_ops import effects
 
 from deep_comm.errors import ArgumentError, DeepCommError
 from deep_comm.layer.batch import ExpertBatch
@@ -60,35 +66,66 @@ def _kept(state: Tensor) -> Any:
     return found
 
 
+class _Kept:
+    """A batch between its operators. Its rows are handed out once: they belong to the graph then."""
+
+    __slots__ = ("batch", "state")
+
+    def __init__(self, batch: ExpertBatch) -> None:
+        self.batch: ExpertBatch | None = batch
+        self.state = batch.state
+
+    def take(self) -> ExpertBatch:
+        if self.batch is None:
+            raise DeepCommError("the rows of a batch have been fetched twice")
+        batch, self.batch = self.batch, None
+        return batch
+
+
 @torch.library.custom_op("deep_comm::ep_dispatch", mutates_args=())
 def ep_dispatch(
     x: Tensor, topk_idx: Tensor, topk_weights: Tensor, layer: str, way: str, bounded: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Rows, scales, weights of rows (decode: none), counts, offsets, state."""
-    owner = _layer(layer)
+) -> Tensor:
+    """The state of a batch that has come."""
+    steps = _layer(layer)._steps
     with torch.no_grad():
         if way == "auto":
-            way = owner._steps.way(x, "auto", bounded)
-        batch = owner._steps.dispatch(way, x, topk_idx, topk_weights, bounded)
-    state = batch.state
-    weights = state.weights if type(state) is Prefilled else topk_weights.new_empty(
-        0
-    )  # fmt: skip
-    scales = batch.scales
-    return (
-        batch.x,
-        x.new_empty(0, 0, dtype=torch.float32) if scales is None else scales.contiguous(),
-        weights,
-        batch.num_tokens_per_expert,
-        batch.offsets.clone(),
-        _keep(state),
-    )
+            way = steps.way(x, "auto", bounded)
+        return _keep(_Kept(steps.dispatch(way, x, topk_idx, topk_weights, bounded)))
 
 
 @ep_dispatch.register_fake
 def _(
     x: Tensor, topk_idx: Tensor, topk_weights: Tensor, layer: str, way: str, bounded: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> Tensor:
+    return torch.empty(1, dtype=torch.int64, device="cpu")
+
+
+@torch.library.custom_op("deep_comm::ep_rows", mutates_args=())
+def ep_rows(
+    x: Tensor, topk_idx: Tensor, topk_weights: Tensor, state: Tensor, layer: str, way: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Rows, scales, weights of rows (decode: none), counts, offsets of the batch.
+
+    The rest of the arguments is what gradients are of.
+    """
+    kept: _Kept = _kept(state)
+    batch, of_batch = kept.take(), kept.state
+    no_weights = topk_weights.new_empty(0)
+    scales = batch.scales
+    return (
+        batch.x,
+        x.new_empty(0, 0, dtype=torch.float32) if scales is None else scales.contiguous(),
+        of_batch.weights if type(of_batch) is Prefilled else no_weights,
+        batch.num_tokens_per_expert,
+        batch.offsets.clone(),
+    )
+
+
+@ep_rows.register_fake
+def _(
+    x: Tensor, topk_idx: Tensor, topk_weights: Tensor, state: Tensor, layer: str, way: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     owner = _layer(layer)
     shape, transport = owner.shape, owner._steps.transport
     num_rows: Any = transport.num_local * transport.capacity
@@ -104,7 +141,6 @@ def _(
         topk_weights.new_empty(num_weights),
         x.new_empty(transport.num_local, dtype=torch.int32),
         x.new_empty(transport.num_local + 1, dtype=torch.int32),
-        torch.empty(1, dtype=torch.int64, device="cpu"),
     )
 
 
@@ -113,7 +149,7 @@ def ep_dispatch_grads(
     grad_rows: Tensor, grad_weights: Tensor, topk_idx: Tensor, state: Tensor, layer: str
 ) -> tuple[Tensor, Tensor]:
     """Of x and of topk_weights."""
-    kept: Prefilled = _kept(state)
+    kept: Prefilled = _kept(state).state
     return _layer(layer)._steps.transport.prefill.dispatch_grads(
         grad_rows, grad_weights, kept.handle
     )
@@ -134,13 +170,11 @@ def _(
 def ep_combine(
     rows: Tensor, weights: Tensor, topk_idx: Tensor, state: Tensor, layer: str
 ) -> Tensor:
-    owner, kept = _layer(layer), _kept(state)
+    transport, kept = _layer(layer)._steps.transport, _kept(state).state
     with torch.no_grad():
         if type(kept) is Prefilled:
-            return owner._steps.transport.prefill.combine(
-                rows.contiguous(), weights, kept.handle, False
-            )[0]
-        return owner._steps.transport.decode_combine(rows.contiguous(), kept, False)[0]
+            return transport.prefill.combine(rows.contiguous(), weights, kept.handle, False)[0]
+        return transport.decode_combine(rows.contiguous(), kept, False)[0]
 
 
 @ep_combine.register_fake
@@ -153,7 +187,7 @@ def ep_combine_grads(
     grad: Tensor, rows: Tensor, weights: Tensor, state: Tensor, layer: str
 ) -> tuple[Tensor, Tensor]:
     """Of rows and of weights."""
-    kept: Prefilled = _kept(state)
+    kept: Prefilled = _kept(state).state
     return _layer(layer)._steps.transport.prefill.combine_grads(grad, rows, weights, kept.handle)
 
 
@@ -164,15 +198,15 @@ def _(
     return torch.empty_like(rows), torch.empty_like(weights)
 
 
-def _setup_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, topk_idx, _, layer, _, _ = inputs
-    rows, _, weights, _, _, state = output
+def _setup_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, topk_idx, _, state, layer, _ = inputs
+    rows, _, weights, _, _ = output
     ctx.save_for_backward(topk_idx, state)
     ctx.layer = layer
     ctx.rows_like, ctx.weights_like = (rows.shape, rows.dtype), weights.shape
 
 
-def _dispatch_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+def _rows_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     topk_idx, state = ctx.saved_tensors
     grad_rows, grad_weights = grads[0], grads[2]
     # All ranks take part in the exchange, also one whose loss used neither.
@@ -199,8 +233,11 @@ def _combine_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return grad_rows, grad_weights, None, None, None
 
 
-ep_dispatch.register_autograd(_dispatch_backward, setup_context=_setup_dispatch)
+ep_rows.register_autograd(_rows_backward, setup_context=_setup_rows)
 ep_combine.register_autograd(_combine_backward, setup_context=_setup_combine)
+
+for operator in (ep_dispatch, ep_combine, ep_dispatch_grads, ep_combine_grads):
+    effects._register_effectful_op(operator._opoverload, effects._EffectType.ORDERED)
 
 
 def traced_forward(
@@ -222,8 +259,10 @@ def traced_forward(
             way = "decode"
     if way == "decode" and needs_grad:
         raise ArgumentError("mode", "decode", "has no gradients: compile under torch.no_grad()")
-    rows, scales, weights, counts, offsets, state = ep_dispatch(
-        x, topk_idx, topk_weights, layer._key, way, bounded
+    # What ep_dispatch returns has no gradients: those of x and of the weights come through ep_rows.
+    state = ep_dispatch(x, topk_idx, topk_weights, layer._key, way, bounded)
+    rows, scales, weights, counts, offsets = ep_rows(
+        x, topk_idx, topk_weights, state, layer._key, way
     )
     transport = layer._steps.transport
     is_decode = way == "decode"
