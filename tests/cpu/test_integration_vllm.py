@@ -326,6 +326,38 @@ def test_batched_format(kind: str, is_moved: bool) -> None:
     local.run(fn, 2, timeout_s=60)
 
 
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_rows_of_four_bits_where_experts_take_them(is_asked: bool, monkeypatch) -> None:
+    monkeypatch.setenv("VLLM_DEEPEPLL_NVFP4_DISPATCH", str(int(is_asked)))
+
+    def fn(group):
+        rank, num_ranks = group.rank(), group.size()
+        hidden, first = 2 * HIDDEN, drop_in.first_of(rank, num_ranks)
+        adapter.register()
+        prepare_finalize = all2all_utils.make_low_latency(
+            all2all.DeepEPLLAll2AllManager(group), 12, hidden, NUM_EXPERTS, False, None
+        )
+        config = quant("bf16")
+        config.quant_dtype, config.a1_gscale = "nvfp4", torch.full((1,), 448.0)
+        x, ids, weights = drop_in.routed(rank, 5 + rank, hidden=hidden)
+        x[:, ::16] = 6.0  # so that all values are exact
+        rows, scales, meta, _, _ = prepare_finalize.prepare(
+            x, weights, ids, NUM_EXPERTS, None, False, config
+        )
+        if is_asked:
+            assert rows.shape[-1] == hidden // 2 and rows.is_contiguous()
+            rows = drop_in.dequantised_nvfp4(rows.permute(1, 2, 0), scales, config.a1_gscale)
+        else:
+            assert rows.dtype == torch.bfloat16  # such experts quantise themselves
+        out = drop_in.masked_experts(rows, meta.expert_num_tokens, first)
+        output = torch.empty_like(x)
+        prepare_finalize.finalize(output, out, weights, ids, False, TopKWeightAndReduceDelegate())
+        assert torch.equal(output.float(), drop_in.dense(x, ids, weights))
+        group.barrier()
+
+    local.run(fn, 2, timeout_s=60)
+
+
 def test_hidden_sizes_are_not_rounded_up_for_nothing() -> None:
     normal, decode = adapter.NormalPrepareFinalize, adapter.LowLatencyPrepareFinalize
     assert normal.maybe_roundup_layer_hidden_size(2880, torch.bfloat16) == 2880

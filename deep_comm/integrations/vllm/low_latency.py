@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 import deep_comm
 from deep_comm.errors import ArgumentError, UnsupportedError
+from deep_comm.fp4 import experts_last
 from deep_comm.integrations.vllm import interface as vllm
 from deep_comm.integrations.vllm.normal import is_fp8_in_blocks
 from deep_comm.integrations.vllm.prepare_finalize import (
@@ -38,19 +40,25 @@ class LowLatencyPrepareFinalize(PrepareFinalize):
         global_to_physical: Tensor | None = None,
         physical_to_global: Tensor | None = None,
         local_expert_global_ids: Tensor | None = None,
+        use_nvfp4_dispatch: bool | None = None,
     ) -> None:
         """
         Args:
             buffer: in low_latency_mode.
             max_tokens_per_rank: equal on all ranks; any number.
             use_fp8_dispatch: rows travel as e4m3 with a scale for 128 columns.
+            use_nvfp4_dispatch: rows for experts that take NVFP4 travel so, with quant_config's
+                a1_gscale of one element. Default: VLLM_DEEPEPLL_NVFP4_DISPATCH, as for vLLM's own.
             global_to_physical: int64 [experts], where experts were moved by load balancing.
         """
         super().__init__(num_dispatchers)
+        if use_nvfp4_dispatch is None:
+            use_nvfp4_dispatch = os.environ.get("VLLM_DEEPEPLL_NVFP4_DISPATCH", "0") == "1"
         self.buffer = buffer
         self.max_tokens_per_rank = max_tokens_per_rank
         self.use_fp8_dispatch = use_fp8_dispatch
         self.use_ue8m0_dispatch = False
+        self.use_nvfp4_dispatch = use_nvfp4_dispatch
 
         def cast(table: Tensor | None) -> Tensor | None:
             return None if table is None else table.to(torch.int64)
@@ -84,21 +92,27 @@ class LowLatencyPrepareFinalize(PrepareFinalize):
     def _send(self, step: Step) -> tuple[Hook, Callable[[], Prepared]]:
         if step.defer_input_quant:
             raise UnsupportedError("defer_input_quant: experts of this format take quantised rows")
+        use_nvfp4 = self.use_nvfp4_dispatch and step.quant_config.quant_dtype == "nvfp4"
         recv, recv_count, handle, _, hook = self.buffer.low_latency_dispatch(
             step.a1,
             self._physical(step.topk_ids),
             self.max_tokens_per_rank,
             step.num_experts,
-            use_fp8=self.use_fp8_dispatch,
-            round_scale=self.use_ue8m0_dispatch,
-            use_ue8m0=self.use_ue8m0_dispatch,
+            use_fp8=self.use_fp8_dispatch and not use_nvfp4,
+            round_scale=self.use_ue8m0_dispatch and not use_nvfp4,
+            use_ue8m0=self.use_ue8m0_dispatch and not use_nvfp4,
             return_recv_hook=True,
+            use_nvfp4=use_nvfp4,
+            x_global_scale=step.quant_config.a1_gscale if use_nvfp4 else None,
         )
         assert hook is not None
         self._keep(handle)
 
         def receive() -> Prepared:
-            rows, scales = self._quantised(recv, step.a1.dtype, step.quant_config)
+            if use_nvfp4:
+                rows, scales = recv[0], experts_last(*recv)[1]  # as hybrid-ep's callers unpack them
+            else:
+                rows, scales = self._quantised(recv, step.a1.dtype, step.quant_config)
             metadata = vllm.ExpertTokensMetadata(
                 expert_num_tokens=recv_count, expert_num_tokens_cpu=None
             )
