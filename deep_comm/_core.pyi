@@ -244,10 +244,12 @@ class Engine:
         rail_kernels: int = 0,
         rail_base: int = 0,
         rail_qps: int = 0,
+        nic_bytes_per_s: float = 0.0,
     ) -> None:
         """The engine's ranks are those of one node; the heap's last num_bytes are the rail's.
 
-        The last four: over NVSHMEM; rail_bases are then the addresses that stores reach, or 0.
+        rail_pes to rail_qps: over NVSHMEM; rail_bases are then the addresses that stores reach, or 0.
+        nic_bytes_per_s: the software NIC's limit; 0: none.
         """
     def quiet_rail(self) -> None: ...
     def internode_layout(self, **arguments: int) -> None:

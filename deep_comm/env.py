@@ -54,6 +54,10 @@ class Variable(Generic[T]):
     def is_set(self) -> bool:
         return self.name in os.environ
 
+    def set(self, text: str) -> None:
+        """For this process, and what it starts."""
+        os.environ[self.name] = text
+
     def get(self) -> T:
         """The value now. Raises ArgumentError naming the variable if it does not parse."""
         text = os.environ.get(self.name)
@@ -117,6 +121,13 @@ RAIL_NEAR: Variable[bool] = Variable(
     "as for all other nodes",
     _parse_flag,
 )
+NIC_GB_PER_S: Variable[float | None] = Variable(
+    "DEEP_COMM_NIC_GB_PER_S",
+    "a positive number",
+    None,
+    "the software NIC carries this many 1e9 bytes a second at most; unset: what the copy engines do",
+    _parse_positive_float,
+)
 TUNE_FILE: Variable[str | None] = Variable(
     "DEEP_COMM_TUNE_FILE",
     "a path",
@@ -158,7 +169,8 @@ VLLM: Variable[bool] = Variable(
 )
 
 REGISTRY: tuple[Variable[Any], ...] = (
-    TIMEOUT_S, NUM_SMS, DEVICE, RANKS_PER_NODE, HOST_NAME, RAIL, RAIL_NEAR, TUNE_FILE, POISON, DEEP_EP_FULL_RDMA, DECODE_TOKENS, VLLM,
+    TIMEOUT_S, NUM_SMS, DEVICE, RANKS_PER_NODE, HOST_NAME, RAIL, RAIL_NEAR, NIC_GB_PER_S,
+    TUNE_FILE, POISON, DEEP_EP_FULL_RDMA, DECODE_TOKENS, VLLM,
 )  # fmt: skip
 
 # Read by the build, not by the package; listed so that unknown() does not call them typos.

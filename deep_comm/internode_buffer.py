@@ -143,6 +143,15 @@ class InternodeCalls:
         )
 
     @property
+    def num_nodes(self) -> int:
+        """(Logical) nodes of the group."""
+        return self._context.topology.num_nodes
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self._context.topology.ranks_per_node
+
+    @property
     def rail_put_bytes(self) -> list[list[int]]:
         """Bytes that this rank has put on the rail so far, by node and queue."""
         self._context.require_open()

@@ -27,8 +27,9 @@ void bind_internode(pybind11::class_<Engine<Target>>& engine) {
       "enable_internode",
       [](Type& self, int node, int num_nodes, std::vector<uintptr_t> rail_bases, int num_qps,
          size_t num_bytes, const std::vector<int>& rail_pes, ptr rail_kernels, ptr rail_base,
-         ptr rail_qps) {
+         ptr rail_qps, double nic_bytes_per_s) {
         InternodeOptions options{node, num_nodes, std::move(rail_bases), num_qps, num_bytes, {}};
+        options.rail.nic_bytes_per_s = nic_bytes_per_s;
         std::vector<RailPeer> peers;
         if (rail_kernels != 0) {
           if (rail_pes.size() != options.rail_bases.size()) {
@@ -37,13 +38,14 @@ void bind_internode(pybind11::class_<Engine<Target>>& engine) {
           for (size_t peer = 0; peer < rail_pes.size(); ++peer) {
             peers.push_back({as_pointer<uint8_t>(options.rail_bases[peer]), rail_pes[peer]});
           }
-          options.nvshmem = {as_pointer<const RailKernels>(rail_kernels), peers.data(),
-                             as_pointer<uint8_t>(rail_base), as_pointer<int32_t>(rail_qps)};
+          options.rail.nvshmem = {as_pointer<const RailKernels>(rail_kernels), peers.data(),
+                                  as_pointer<uint8_t>(rail_base), as_pointer<int32_t>(rail_qps)};
         }
         self.enable_internode(options);
       },
       py::kw_only(), "node"_a, "num_nodes"_a, "rail_bases"_a, "num_qps"_a, "num_bytes"_a,
-      "rail_pes"_a = std::vector<int>{}, "rail_kernels"_a = 0, "rail_base"_a = 0, "rail_qps"_a = 0);
+      "rail_pes"_a = std::vector<int>{}, "rail_kernels"_a = 0, "rail_base"_a = 0, "rail_qps"_a = 0,
+      "nic_bytes_per_s"_a = 0.0);
   engine.def_property_readonly("rail_put_bytes", &Type::rail_put_bytes);
   engine.def("quiet_rail", &Type::quiet_rail, py::call_guard<py::gil_scoped_release>());
 

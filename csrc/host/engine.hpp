@@ -60,7 +60,7 @@ struct InternodeOptions {
   std::vector<uintptr_t> rail_bases;
   int num_qps;
   size_t num_bytes;  // of the heap's end: words, then rings between nodes
-  NvshmemRail nvshmem;  // its `kernels` null: the target's own rail
+  RailOptions rail;
 };
 
 struct EngineOptions {

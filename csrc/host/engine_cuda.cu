@@ -28,20 +28,20 @@ void CudaTarget::launch(const LaunchConfig& config, const typename KernelType::A
 }
 
 RailPort CudaTarget::open_rail(RailPort port, int num_peers, uint64_t timeout_ns,
-                               const NvshmemRail& nvshmem) {
-  if (nvshmem.kernels == nullptr) {
-    nic_ = std::make_shared<SoftwareNic>(device_,
-                                         std::vector<uint8_t*>(port.bases, port.bases + num_peers),
-                                         port.num_qps, port.num_bytes, timeout_ns);
+                               const RailOptions& options) {
+  if (options.nvshmem.kernels == nullptr) {
+    nic_ = std::make_shared<SoftwareNic>(
+        device_, std::vector<uint8_t*>(port.bases, port.bases + num_peers), port.num_qps,
+        port.num_bytes, timeout_ns, options.nic_bytes_per_s);
     port.queue = nic_->queue();
     return port;
   }
-  if (nvshmem.kernels->fingerprint != rail_fingerprint()) {
+  if (options.nvshmem.kernels->fingerprint != rail_fingerprint()) {
     throw std::runtime_error(
         "deep_comm._cuda and deep_comm._nvshmem are of different builds; install the package "
         "again");
   }
-  over_nvshmem_ = std::make_shared<NvshmemRailState>(nvshmem, port, num_peers);
+  over_nvshmem_ = std::make_shared<NvshmemRailState>(options.nvshmem, port, num_peers);
   return over_nvshmem_->port();
 }
 

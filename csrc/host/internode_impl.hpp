@@ -50,9 +50,11 @@ void Engine<Target>::enable_internode(const InternodeOptions& options) {
           "node = " + std::to_string(options.node) +
               ", must lie in 0..num_nodes - 1 = " + std::to_string(options.num_nodes - 1));
   num_rail_peers_ = static_cast<int>(options.rail_bases.size());
-  require(num_rail_peers_ == options.num_nodes || num_rail_peers_ == options.num_nodes * (1 + num_local),
+  require(num_rail_peers_ == options.num_nodes ||
+              num_rail_peers_ == options.num_nodes * (1 + num_local),
           "rail_bases has " + std::to_string(num_rail_peers_) + " entries for " +
-              std::to_string(options.num_nodes) + " nodes, and may have as many more as there are ranks");
+              std::to_string(options.num_nodes) +
+              " nodes, and may have as many more as there are ranks");
   require(options.num_qps >= 1,
           "num_qps = " + std::to_string(options.num_qps) + ", must be at least 1");
   const size_t words = rail_workspace_bytes(options.num_nodes, num_local, num_max_experts_);
@@ -64,8 +66,7 @@ void Engine<Target>::enable_internode(const InternodeOptions& options) {
   data_bytes_ -= options.num_bytes;
   rail_ring_bytes_ = options.num_bytes - words;
   const size_t num_counters = static_cast<size_t>(num_rail_peers_) * options.num_qps;
-  rail_bases_ =
-      static_cast<uint8_t**>(target_.allocate_mapped(sizeof(uint8_t*) * num_rail_peers_));
+  rail_bases_ = static_cast<uint8_t**>(target_.allocate_mapped(sizeof(uint8_t*) * num_rail_peers_));
   rail_byte_counters_ =
       static_cast<uint64_t*>(target_.allocate_mapped(sizeof(uint64_t) * num_counters));
   internode_counts_ = static_cast<InternodeCounts*>(
@@ -79,7 +80,7 @@ void Engine<Target>::enable_internode(const InternodeOptions& options) {
   port.bases = rail_bases_;
   port.num_bytes = rail_byte_counters_;
   port.num_qps = options.num_qps;
-  tiers_.rail.port = target_.open_rail(port, num_rail_peers_, world_.timeout_ns, options.nvshmem);
+  tiers_.rail.port = target_.open_rail(port, num_rail_peers_, world_.timeout_ns, options.rail);
   tiers_.rail.layout = RailLayout::make(world_.layout.data + data_bytes_, options.num_nodes,
                                         num_local, num_max_experts_);
   if constexpr (Target::kHasRail) {

@@ -28,4 +28,10 @@ struct NvshmemRail {
   int32_t* qps = nullptr;           // [num_qps], device memory; null: the default queue
 };
 
+// What a target is told of its rail. `nvshmem.kernels` null: its own one.
+struct RailOptions {
+  NvshmemRail nvshmem;
+  double nic_bytes_per_s = 0;  // the software NIC's limit; 0: none
+};
+
 }  // namespace deep_comm

@@ -21,6 +21,12 @@ void check(cudaError_t status, const char* tried) {
                            " (" + cudaGetErrorString(status) + ")");
 }
 
+uint64_t now_ns() {
+  return static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(
+                                   std::chrono::steady_clock::now().time_since_epoch())
+                                   .count());
+}
+
 // Polls before the thread gives its core away, and how long it then sleeps.
 constexpr int kSpins = 20'000;
 constexpr auto kSleep = std::chrono::microseconds(20);
@@ -28,11 +34,12 @@ constexpr auto kSleep = std::chrono::microseconds(20);
 }  // namespace
 
 SoftwareNic::SoftwareNic(int device, std::vector<uint8_t*> peer_bases, int num_qps,
-                         uint64_t* num_bytes, uint64_t timeout_ns)
+                         uint64_t* num_bytes, uint64_t timeout_ns, double bytes_per_s)
     : device_(device),
       peer_bases_(std::move(peer_bases)),
       num_qps_(num_qps),
-      num_bytes_(num_bytes) {
+      num_bytes_(num_bytes),
+      backlog_(static_cast<int>(peer_bases_.size()) * num_qps, bytes_per_s) {
   cudaDriverEntryPointQueryResult found{};
   check(cudaGetDriverEntryPointByVersion("cuStreamWriteValue64", &write_value_, 12000,
                                          cudaEnableDefault, &found),
@@ -83,33 +90,32 @@ SoftwareNic::~SoftwareNic() {
   (void)cudaSetDevice(previous);
 }
 
-bool SoftwareNic::take() {
+bool SoftwareNic::take(uint64_t now) {
   const RailDescriptor& slot = queue_.slots[next_ticket_ % kDepth];
   // pairs with: detail::post_rail — the descriptor, and the bytes that it names.
   if (__atomic_load_n(&slot.sequence, __ATOMIC_ACQUIRE) != next_ticket_ + 1) return false;
-  const RailDescriptor op = slot;
-  carry_out(op);
+  const int queue_idx = slot.peer * num_qps_ + slot.qp;
+  num_bytes_[queue_idx] += slot.num_bytes;
+  backlog_.push(queue_idx,
+                {peer_bases_[static_cast<size_t>(slot.peer)] + slot.dst_offset,
+                 reinterpret_cast<const uint8_t*>(slot.src), slot.num_bytes, slot.value, now});
   ++next_ticket_;
-  // pairs with: detail::post_rail, which may now fill the slot again; and quiet — the work is on its stream.
+  // pairs with: detail::post_rail, which may now fill the slot again.
   __atomic_store_n(num_taken_, next_ticket_, __ATOMIC_RELEASE);
   return true;
 }
 
-void SoftwareNic::carry_out(const RailDescriptor& op) {
-  const int queue = op.peer * num_qps_ + op.qp;
+void SoftwareNic::issue(const NicOp& op, int queue_idx) {
   const auto stream =
-      static_cast<cudaStream_t>(streams_[static_cast<size_t>(queue) % streams_.size()]);
-  uint8_t* dst = peer_bases_[static_cast<size_t>(op.peer)] + op.dst_offset;
+      static_cast<cudaStream_t>(streams_[static_cast<size_t>(queue_idx) % streams_.size()]);
   if (op.num_bytes > 0) {
-    num_bytes_[queue] += op.num_bytes;
-    check(cudaMemcpyAsync(dst, reinterpret_cast<const void*>(op.src), op.num_bytes,
-                          cudaMemcpyDeviceToDevice, stream),
+    check(cudaMemcpyAsync(op.dst, op.src, op.num_bytes, cudaMemcpyDeviceToDevice, stream),
           "cudaMemcpyAsync");
     return;
   }
   // Default flags: after all earlier work of the stream, visible to the system.
   const int status = reinterpret_cast<WriteValue>(write_value_)(
-      stream, reinterpret_cast<unsigned long long>(dst), op.value, 0);
+      stream, reinterpret_cast<unsigned long long>(op.dst), op.value, 0);
   if (status != 0) {
     throw std::runtime_error("software NIC: cuStreamWriteValue64 failed with " +
                              std::to_string(status));
@@ -121,7 +127,14 @@ void SoftwareNic::run() {
     check(cudaSetDevice(device_), "cudaSetDevice");
     int num_idle = 0;
     while (!is_stopping_) {
-      if (take()) {
+      bool has_moved = false;
+      const uint64_t now = now_ns();
+      for (int count = 0; count < 512 && take(now); ++count) has_moved = true;
+      // One step of each queue, then a look at what came meanwhile: it may be put together.
+      has_moved |=
+          backlog_.advance(now, [this](int queue_idx, const NicOp& op) { issue(op, queue_idx); });
+      if (backlog_.is_empty()) num_issued_.store(next_ticket_, std::memory_order_release);
+      if (has_moved || !backlog_.is_empty()) {
         num_idle = 0;
       } else if (++num_idle > kSpins) {
         std::this_thread::sleep_for(kSleep);
@@ -140,7 +153,7 @@ void SoftwareNic::quiet() {
         "cudaMemcpy");
   const auto deadline =
       std::chrono::steady_clock::now() + std::chrono::nanoseconds(queue_.timeout_ns);
-  while (__atomic_load_n(num_taken_, __ATOMIC_ACQUIRE) != num_posted) {
+  while (num_issued_.load(std::memory_order_acquire) != num_posted) {
     if (has_failed_) throw std::runtime_error(failure_);
     if (std::chrono::steady_clock::now() > deadline) {
       throw std::runtime_error(

@@ -1,7 +1,10 @@
-// A NIC in software, for GPU hosts without one: kernels post descriptors to a ring in pinned memory, and a thread
-// of the rank's process carries them out with the copy engines. See arch::rail_put for what it promises.
+// A NIC in software, for GPU hosts without one: kernels post descriptors to a ring in pinned memory,
+// and a thread of the rank's process carries them out with the copy engines. See arch::rail_put for
+// what it promises.
 //
-// Every queue (peer, qp) belongs to one CUDA stream, on which it stays in order; streams run as they like.
+// Every queue (peer, qp) belongs to one CUDA stream, on which it stays in order; streams run as they
+// like. A call into CUDA costs about as much as the copy of a row, so what waits in a queue is put
+// together first (rail_backlog.hpp).
 #pragma once
 
 #include <atomic>
@@ -11,14 +14,16 @@
 #include <vector>
 
 #include "device/arch/types.cuh"
+#include "host/rail_backlog.hpp"
 
 namespace deep_comm {
 
 class SoftwareNic {
  public:
-  // peer_bases: [num_peers], as this process addresses them. num_bytes: [num_peers, num_qps], counted here.
+  // peer_bases: [num_peers], as this process addresses them. num_bytes: [num_peers, num_qps], counted
+  // here. bytes_per_s: of all queues together; 0: no limit.
   SoftwareNic(int device, std::vector<uint8_t*> peer_bases, int num_qps, uint64_t* num_bytes,
-              uint64_t timeout_ns);
+              uint64_t timeout_ns, double bytes_per_s);
   ~SoftwareNic();
   SoftwareNic(const SoftwareNic&) = delete;
   SoftwareNic& operator=(const SoftwareNic&) = delete;
@@ -29,9 +34,9 @@ class SoftwareNic {
 
  private:
   void run();
-  // Carries out the next descriptor; false: there is none yet.
-  bool take();
-  void carry_out(const RailDescriptor& op);
+  // Takes the next descriptor; false: there is none yet.
+  bool take(uint64_t now_ns);
+  void issue(const NicOp& op, int queue_idx);
 
   static constexpr uint32_t kDepth = 1 << 14;
   static constexpr int kMaxStreams = 16;
@@ -42,9 +47,11 @@ class SoftwareNic {
   uint64_t* num_bytes_;
   RailQueue queue_{};
   uint64_t* num_taken_ = nullptr;
+  RailBacklog backlog_;
   std::vector<void*> streams_;   // cudaStream_t
   void* write_value_ = nullptr;  // cuStreamWriteValue64
   uint64_t next_ticket_ = 0;
+  std::atomic<uint64_t> num_issued_{0};  // descriptors that are on their streams
   std::atomic<bool> is_stopping_{false};
   std::atomic<bool> has_failed_{false};
   std::string failure_;  // written before has_failed_

@@ -9,7 +9,7 @@
 //   stream) void* allocate_mapped(size_t)              zeroed host memory, at the same address for
 //   kernels void  free_mapped(void*) void  fill_zero(void* heap_memory, size_t) when no kernel runs
 //   void  store(T* heap_word, T value)         when no kernel runs
-//   RailPort open_rail(RailPort, int num_peers, uint64_t timeout_ns, const NvshmemRail&)
+//   RailPort open_rail(RailPort, int num_peers, uint64_t timeout_ns, const RailOptions&)
 //                                              what its kernels need filled in; close_rail() ends it
 //   void  quiet_rail()                         when no kernel runs: everything put has landed
 //   std::vector<uint64_t> rail_put_bytes(const uint64_t* counters, size_t count)

@@ -48,7 +48,7 @@ class CudaTarget {
   void store(T* word, T value) {
     copy_in(word, &value, sizeof(T));
   }
-  RailPort open_rail(RailPort port, int num_peers, uint64_t timeout_ns, const NvshmemRail& nvshmem);
+  RailPort open_rail(RailPort port, int num_peers, uint64_t timeout_ns, const RailOptions& options);
   void close_rail() {
     nic_.reset();
     over_nvshmem_.reset();

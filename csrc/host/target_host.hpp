@@ -76,7 +76,7 @@ class HostTarget {
     *word = value;
   }
   RailPort open_rail(const RailPort& port, int /*num_peers*/, uint64_t /*timeout_ns*/,
-                     const NvshmemRail& /*nvshmem*/) {
+                     const RailOptions& /*options*/) {
     return port;  // the executor carries out what is posted
   }
   void close_rail() {}

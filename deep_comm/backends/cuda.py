@@ -98,7 +98,10 @@ class _CudaHeap:
         return self._place.matrix(self.base + offset, num_rows, num_columns, dtype, owner)
 
     def rail_arguments(self, peers: Sequence[int]) -> dict[str, Any]:
-        return {"rail_bases": [self.peer_bases[peer] for peer in peers]}
+        return {
+            "rail_bases": [self.peer_bases[peer] for peer in peers],
+            "nic_bytes_per_s": (env.NIC_GB_PER_S.get() or 0.0) * 1e9,
+        }
 
     def close(self) -> None:
         for address in self._opened:

@@ -1,6 +1,7 @@
 """tests/cpu/test_internode.py on GPUs: one host's GPUs as logical nodes, over the software NIC."""
 
 import dataclasses
+import os
 import time
 
 import pytest
@@ -147,3 +148,56 @@ def test_cached_calls_at_4096_tokens_end(num_ranks: int, split: str, capsys) -> 
     with capsys.disabled():
         for name in ("dispatch", "combine"):
             print(f"\n{num} GPUs as {split}: {name} {max(r[name] for r in slowest):.0f} us")
+
+
+def paced(group, ranks_per_node: int, gb_per_s: float):
+    """Seconds that the slowest rail is busy at that speed, by what it carried, and seconds that the call took."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    config = deep_comm.Config(24, 6, 256, 6, 128)
+    num_calls = 5
+    os.environ["DEEP_COMM_NIC_GB_PER_S"] = str(gb_per_s)
+    try:
+        buffer = deep_comm.Buffer(
+            group, 1 << 30, 1 << 30, device=device, timeout_s=20.0, ranks_per_node=ranks_per_node
+        )
+    finally:
+        del os.environ["DEEP_COMM_NIC_GB_PER_S"]
+    results = {}
+    with buffer:
+        x = torch.randn(4096, 7168, device=device).to(torch.bfloat16)
+        idx = torch.rand(4096, 256, device=device).topk(8).indices
+        recv_x, *_, handle, _ = buffer.dispatch(x, topk_idx=idx, num_experts=256, config=config)
+        calls = {
+            "dispatch": lambda: buffer.dispatch(x, handle, config=config),
+            "combine": lambda: buffer.combine(recv_x, handle, config=config),
+        }
+        for name, call in calls.items():
+            call()
+            torch.cuda.synchronize()
+            buffer.runtime.quiet_rail()
+            before = sum(map(sum, buffer.rail_put_bytes))
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(num_calls):
+                call()
+            end.record()
+            end.synchronize()
+            buffer.check()
+            buffer.runtime.quiet_rail()
+            num_bytes = sum(map(sum, buffer.rail_put_bytes)) - before
+            results[name] = num_bytes / (gb_per_s * 1e9), begin.elapsed_time(end) / 1e3
+    return results
+
+
+@pytest.mark.parametrize("gb_per_s", [10.0, 50.0])
+def test_a_rail_of_a_given_speed_is_kept_busy(num_ranks: int, gb_per_s: float, capsys) -> None:
+    """The speed is a verdict: nothing is carried faster. How busy the rail is gets printed."""
+    num = num_ranks // 2 * 2
+    results = run(paced, num, num // 2, gb_per_s)
+    for name in ("dispatch", "combine"):
+        busy_s = max(result[name][0] for result in results)
+        took_s = max(result[name][1] for result in results)
+        assert took_s > 0.97 * busy_s, (name, busy_s, took_s)
+        with capsys.disabled():
+            share = 100 * busy_s / took_s
+            print(f"\n{num} GPUs as two nodes, rails of {gb_per_s:.0f} GB/s: {name} {share:.0f} % busy")

@@ -13,6 +13,9 @@
 namespace py = pybind11;
 
 namespace deep_comm::test {
+
+void bind_backlog(py::module_& m);  // backlog_binding.cpp
+
 namespace {
 
 using Memory = py::array_t<uint64_t, py::array::c_style>;
@@ -76,6 +79,7 @@ float fp16_value(uint16_t bits) { return arch::fp16_to_float(Fp16{bits}); }
 PYBIND11_MODULE(_simt_tests, m) {
   using namespace deep_comm;
   bind_simulation(m);
+  test::bind_backlog(m);
   m.def("run", &test::run, py::kw_only(), py::arg("memory").noconvert(), py::arg("kernel"),
         py::arg("rank"), py::arg("num_blocks"), py::arg("num_threads"), py::arg("smem_bytes"),
         py::arg("params"));

@@ -1,0 +1,125 @@
+// What a software NIC has been asked for and has not carried out yet; knows nothing of how that is
+// done.
+//
+// Queues stay in order. What waits in one is put together: puts that continue each other become one,
+// and of signals to one word the last is enough, since nobody could tell that an older value had been
+// late. With a speed, puts of all queues leave one after the other, each for as long as it takes, and
+// signals leave when what stands before them on their queue has left.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <optional>
+#include <vector>
+
+namespace deep_comm {
+
+struct NicOp {
+  uint8_t* dst;
+  const uint8_t* src;
+  uint64_t num_bytes;  // 0: a signal, which writes `value` to dst
+  uint64_t value;
+  uint64_t since_ns;  // when it was asked for
+};
+
+class RailBacklog {
+ public:
+  // Larger puts would keep the signals behind them, and other queues, waiting.
+  static constexpr uint64_t kMaxPutBytes = 1 << 19;
+
+  // bytes_per_s: 0: no limit.
+  RailBacklog(int num_queues, double bytes_per_s)
+      : queues_(static_cast<size_t>(num_queues)),
+        ns_per_byte_(bytes_per_s > 0 ? 1e9 / bytes_per_s : 0) {}
+
+  bool is_empty() const { return active_.empty(); }
+
+  void push(int queue_idx, const NicOp& op) {
+    Queue& queue = queues_[static_cast<size_t>(queue_idx)];
+    if (op.num_bytes > 0) {
+      if (queue.ops.empty() || !extend(queue.ops.back(), op)) queue.ops.push_back(op);
+    } else {
+      drop_older_signal(queue.ops, op);
+      queue.ops.push_back(op);
+    }
+    if (queue.is_active) return;
+    queue.is_active = true;
+    active_.push_back(queue_idx);
+  }
+
+  // One step of every queue that may make one now: visit(queue_idx, op). Returns whether any did.
+  template <class Visit>
+  bool advance(uint64_t now_ns, Visit visit) {
+    bool has_moved = false;
+    for (size_t place = 0; place < active_.size();) {
+      const int queue_idx = active_[place];
+      Queue& queue = queues_[static_cast<size_t>(queue_idx)];
+      if (may_leave(queue, now_ns)) {
+        const NicOp op = queue.ops.front();
+        queue.ops.pop_front();
+        has_moved = true;
+        visit(queue_idx, op);
+      }
+      if (!queue.ops.empty()) {
+        ++place;
+        continue;
+      }
+      queue.is_active = false;
+      active_[place] = active_.back();
+      active_.pop_back();
+    }
+    // Another queue goes first the next time: one wire serves all.
+    if (ns_per_byte_ > 0 && active_.size() > 1)
+      std::rotate(active_.begin(), active_.begin() + 1, active_.end());
+    return has_moved;
+  }
+
+ private:
+  struct Queue {
+    std::deque<NicOp> ops;
+    uint64_t sent_ns = 0;  // when the last of its puts has left
+    bool is_active = false;
+  };
+
+  static bool extend(NicOp& put, const NicOp& next) {
+    if (put.num_bytes == 0 || next.num_bytes == 0 || next.dst != put.dst + put.num_bytes ||
+        next.src != put.src + put.num_bytes || put.num_bytes + next.num_bytes > kMaxPutBytes) {
+      return false;
+    }
+    put.num_bytes += next.num_bytes;
+    return true;
+  }
+
+  // What stood before and behind it may now be one put.
+  static void drop_older_signal(std::deque<NicOp>& ops, const NicOp& signal) {
+    constexpr size_t kReach = 8;
+    for (size_t back = 1; back <= ops.size() && back <= kReach; ++back) {
+      const auto older = ops.end() - static_cast<ptrdiff_t>(back);
+      if (older->num_bytes > 0 || older->dst != signal.dst) continue;
+      const auto next = ops.erase(older);
+      if (next != ops.begin() && next != ops.end() && extend(*(next - 1), *next)) ops.erase(next);
+      return;
+    }
+  }
+
+  bool may_leave(Queue& queue, uint64_t now_ns) {
+    if (ns_per_byte_ == 0) return true;
+    const NicOp& op = queue.ops.front();
+    if (op.num_bytes == 0) return now_ns >= queue.sent_ns;
+    if (now_ns < wire_free_ns_) return false;
+    // Whoever asks may be late by what it did meanwhile, which a NIC would not be.
+    const uint64_t start = std::max(wire_free_ns_, op.since_ns);
+    wire_free_ns_ = start + static_cast<uint64_t>(ns_per_byte_ * static_cast<double>(op.num_bytes));
+    queue.sent_ns = wire_free_ns_;
+    return true;
+  }
+
+  std::vector<Queue> queues_;
+  std::vector<int> active_;  // those with something to do
+  double ns_per_byte_;
+  uint64_t wire_free_ns_ = 0;  // when the last put of all has left
+};
+
+}  // namespace deep_comm

@@ -1,0 +1,244 @@
+"""Dispatch and combine between nodes: checked bit for bit, then timed beside what the rail carries.
+
+    python -m deep_comm.bench.nodes --ranks 4 --ranks-per-node 2            # logical nodes of this host
+    torchrun --nnodes 2 --nproc-per-node 8 … -m deep_comm.bench.nodes       # hosts are nodes
+
+Of every operation: the time of a call on the slowest rank, the bytes that the busiest rail carried (of a cached
+dispatch exactly one slot a token and remote node, which is a verdict) and, where --gb-per-s says how fast
+the rail is, for which share of the time that keeps it busy. --single-tier also times the same calls with all ranks as one node.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deep_comm import Buffer, Config, env, reference_internode
+from deep_comm.examples.launch import device_of, on_ranks, say
+
+
+@dataclass(frozen=True)
+class Options:
+    """Shapes are of one rank; see the help."""
+
+    ranks_per_node: int | None
+    rail: str | None
+    tokens: int
+    check_tokens: int
+    hidden: int
+    experts: int
+    topk: int
+    sms: int
+    slots: int
+    rail_send: int
+    calls: int
+    gb_per_s: float | None
+    single_tier: bool
+    device: str | None
+    timeout_s: float
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m deep_comm.bench.nodes", description=__doc__.split("\n\n")[0]
+    )
+    add = parser.add_argument
+    add("--ranks", type=int, default=4, help="processes to start (not under torchrun)")
+    add("--ranks-per-node", type=int, help="logical nodes; default: hosts are nodes")
+    add("--rail", help="nvshmem, software or simulated; default: as Buffer(rail=)")
+    add("--tokens", type=int, help="default: 64; on GPUs 4096")
+    add("--check-tokens", type=int, default=64, help="of the calls that are compared bit for bit")
+    add("--hidden", type=int, help="default: 256; on GPUs 7168")
+    add("--experts", type=int, default=256)
+    add("--topk", type=int, default=8)
+    add("--sms", type=int, help="two are a channel; default: 4; on GPUs 24")
+    add("--slots", type=int, default=256, help="of a ring inside the node")
+    add("--rail-send", type=int, default=6, help="rows of a put")
+    add("--calls", type=int, help="timed calls; default: 2; on GPUs 20")
+    add("--gb-per-s", type=float, help="speed of a rail: the software NIC keeps to it")
+    add("--single-tier", action="store_true", help="also as one node, if that can be")
+    add("--device", choices=("cpu", "cuda"), help="default: a GPU a rank if there are so many")
+    add("--timeout-s", type=float, default=60.0)
+    return parser
+
+
+def _inputs(options: Options, rank: int, num_tokens: int, device: torch.device) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(num_tokens, options.hidden, generator=generator).bfloat16()
+    idx = torch.rand(num_tokens, options.experts, generator=generator).topk(options.topk).indices
+    weights = torch.rand(num_tokens, options.topk, generator=generator)
+    return x.to(device), idx.to(device), weights.to(device)
+
+
+def _is_right(buffer: Buffer, options: Options, config: Config, ranks_per_node: int) -> bool:
+    """One dispatch and combine against the reference. Every rank knows all inputs."""
+    num_ranks, host = buffer.group_size, torch.device("cpu")
+    inputs = [_inputs(options, rank, options.check_tokens, host) for rank in range(num_ranks)]
+    x, idx, weights = (part.to(buffer.device) for part in inputs[buffer.rank])
+    recv_x, _, recv_weights, _, handle, _ = buffer.dispatch(
+        x, topk_idx=idx, topk_weights=weights, num_experts=options.experts, config=config
+    )
+    combined_x, combined_weights, _ = buffer.combine(
+        recv_x, handle, topk_weights=recv_weights, config=config
+    )
+    expected = reference_internode.dispatch(
+        [part[0] for part in inputs], [part[1] for part in inputs], options.experts, ranks_per_node,
+        [part[2] for part in inputs], num_channels=config.num_sms // 2, expert_alignment=1,
+        num_worst_tokens=0,
+    )  # fmt: skip
+    wanted, wanted_weights = reference_internode.combine(
+        [rank.received.recv_x for rank in expected], expected,
+        [rank.received.recv_topk_weights for rank in expected], [None] * num_ranks,
+    )[buffer.rank]  # fmt: skip
+
+    def same(got: Tensor, want: Tensor) -> bool:
+        return torch.equal(got.cpu().view(torch.uint8), want.contiguous().view(torch.uint8))
+
+    return (
+        same(recv_x, expected[buffer.rank].received.recv_x)
+        and same(combined_x, wanted)
+        and same(combined_weights, wanted_weights)
+    )
+
+
+def _seconds(device: torch.device, call: Callable[[], object], num_calls: int) -> float:
+    """Of one call, by events on GPUs."""
+    if device.type == "cpu":
+        begun = time.perf_counter()
+        for _ in range(num_calls):
+            call()
+        return (time.perf_counter() - begun) / num_calls
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(num_calls):
+        call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3 / num_calls
+
+
+def _carried(buffer: Buffer) -> int:
+    """Bytes that this rank has put so far, once its kernels have ended and its NIC has taken all."""
+    if buffer.device.type == "cuda":
+        torch.cuda.synchronize()
+    assert buffer.runtime is not None
+    buffer.runtime.quiet_rail()
+    return sum(map(sum, buffer.rail_put_bytes))
+
+
+def _make_buffer(group: Any, options: Options, config: Config, ranks_per_node: int | None) -> Buffer:
+    num_ranks = group.size()
+    sizes = (2 * options.hidden, num_ranks, ranks_per_node)
+    return Buffer(
+        group,
+        config.get_nvl_buffer_size_hint(*sizes),
+        config.get_rdma_buffer_size_hint(*sizes),
+        ranks_per_node=ranks_per_node,
+        device=_device(group, options),
+        num_max_experts=options.experts,
+        timeout_s=options.timeout_s,
+        rail=options.rail if ranks_per_node != num_ranks else None,
+    )
+
+
+def _device(group: Any, options: Options) -> torch.device:
+    return torch.device("cpu") if options.device == "cpu" else device_of(group)
+
+
+def _measure(
+    group: Any, options: Options, config: Config, ranks_per_node: int | None
+) -> tuple[dict[str, tuple[float, int]], bool]:
+    """Operation -> seconds of a call, bytes on the rail; and whether all was right."""
+    from torch import distributed
+
+    with _make_buffer(group, options, config, ranks_per_node) as buffer:
+        is_internode, per_node = buffer.num_nodes > 1, buffer.ranks_per_node
+        is_right = not is_internode or _is_right(buffer, options, config, per_node)
+        x, idx, _ = _inputs(options, group.rank(), options.tokens, buffer.device)
+        layout = buffer.get_dispatch_layout(idx, options.experts)
+        recv_x, *_, handle, _ = buffer.dispatch(
+            x, topk_idx=idx, num_experts=options.experts, config=config
+        )
+        measured: dict[str, tuple[float, int]] = {}
+        calls: dict[str, Callable[[], object]] = {
+            "cached dispatch": lambda: buffer.dispatch(x, handle, config=config),
+            "combine": lambda: buffer.combine(recv_x, handle, config=config),
+        }
+        for name, call in calls.items():
+            call()
+            before = _carried(buffer) if is_internode else 0
+            distributed.barrier(group)
+            seconds = _seconds(buffer.device, call, options.calls)
+            buffer.check()
+            num_bytes = (_carried(buffer) - before) // options.calls if is_internode else 0
+            measured[name] = seconds, num_bytes
+        if is_internode:
+            own = group.rank() // per_node
+            assert layout[1] is not None
+            crossing = sum(int(layout[1][node]) for node in range(buffer.num_nodes) if node != own)
+            slot = -(-(2 * options.hidden + 16) // 128) * 128  # row, source token, mask
+            is_right &= measured["cached dispatch"][1] == crossing * slot
+        return measured, is_right
+
+
+def rank_main(group: Any, options: Options) -> bool:
+    from torch import distributed
+
+    on_gpu = _device(group, options).type == "cuda"
+    if options.gb_per_s is not None:
+        env.NIC_GB_PER_S.set(str(options.gb_per_s))
+    chosen = {
+        "tokens": options.tokens or (4096 if on_gpu else 64),
+        "hidden": options.hidden or (7168 if on_gpu else 256),
+        "sms": options.sms or (24 if on_gpu else 4),
+        "calls": options.calls or (20 if on_gpu else 2),
+    }
+    options = Options(**{**vars(options), **chosen})
+    config = Config(
+        options.sms, min(6, options.slots), options.slots, options.rail_send,
+        max(128, 4 * options.rail_send),
+    )  # fmt: skip
+    ways: list[int | None] = [options.ranks_per_node]
+    if options.single_tier:
+        ways.append(group.size())
+    is_right = True
+    say(group, f"{options.tokens} tokens x {options.hidden}, {options.sms} SMs")
+    times: list[dict[str, float]] = []
+    for way in ways:
+        measured, own_right = _measure(group, options, config, way)
+        gathered: list[Any] = [None] * group.size()
+        distributed.all_gather_object(gathered, (measured, own_right), group=group)
+        is_right &= all(right for _, right in gathered)
+        times.append({})
+        for name in measured:
+            seconds = max(rank[name][0] for rank, _ in gathered)
+            num_bytes = max(rank[name][1] for rank, _ in gathered)
+            times[-1][name] = seconds
+            line = f"{'one node' if way == group.size() else 'nodes':9} {name:16} {1e6 * seconds:9.0f} us"
+            if num_bytes:
+                line += f"  {num_bytes / 1e6:8.2f} MB on the rail, {num_bytes / seconds / 1e9:6.1f} GB/s"
+            if num_bytes and options.gb_per_s is not None:
+                line += f", busy {100 * num_bytes / options.gb_per_s / 1e9 / seconds:.0f} %"
+            say(group, line)
+    if len(times) == 2:
+        ratios = ", ".join(f"{name} {times[0][name] / times[1][name]:.2f}" for name in times[0])
+        say(group, f"two tiers / one: {ratios}")
+    say(group, "every bit and every byte as it should be" if is_right else "WRONG rows, sums or bytes")
+    return is_right
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parsed = vars(make_parser().parse_args(arguments))
+    num_ranks = parsed.pop("ranks")
+    return on_ranks(rank_main, num_ranks, Options(**parsed), timeout_s=900.0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

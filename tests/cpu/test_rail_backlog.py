@@ -1,0 +1,124 @@
+"""What a software NIC puts together, and how it keeps to a speed (csrc/host/rail_backlog.hpp)."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from deep_comm import _simt_tests
+
+SLOT = 128
+WORDS = 1 << 40  # where signals go: apart from all data
+
+
+@pytest.mark.parametrize("bytes_per_s", [0.0, 50e9])
+@pytest.mark.parametrize("seed", range(60))
+def test_a_signal_shows_all_that_was_posted_before_it(seed: int, bytes_per_s: float) -> None:
+    """Rings of slots, with several words a queue; the source of a put is read when it leaves."""
+    choose = random.Random(seed)
+    num_queues, num_slots, now = 3, 7, 1000
+    backlog = _simt_tests.RailBacklog(num_queues, bytes_per_s)
+    num_puts, arrived = [0] * num_queues, [set() for _ in range(num_queues)]
+    last_value: dict[tuple[int, int], int] = {}
+    seen_value: dict[tuple[int, int], int] = {}
+    implied: dict[tuple[int, int, int], int] = {}  # puts before a signal
+    bytes_in = bytes_out = 0
+
+    def advance() -> None:
+        nonlocal bytes_out
+        for queue, dst, src, num_bytes, value in backlog.advance(now):
+            if num_bytes:
+                bytes_out += num_bytes
+                assert num_bytes <= backlog.max_put_bytes and num_bytes % SLOT == 0
+                first = (dst % (1 << 30)) // SLOT
+                assert src % (1 << 30) == dst % (1 << 30)
+                arrived[queue] |= set(range(first, first + num_bytes // SLOT))
+                continue
+            key = (queue, dst)
+            assert value > seen_value.get(key, 0)  # a word never goes back
+            seen_value[key] = value
+            # Slots are numbered without end here, so that each put can be told from all others.
+            assert arrived[queue] >= set(range(implied[(*key, value)]))
+
+    for step in range(400):
+        queue = choose.randrange(num_queues)
+        if choose.random() < 0.55:
+            count = choose.randint(1, 3)
+            first = num_puts[queue]
+            # A ring's end: the next put does not continue this one.
+            gap = queue * (1 << 30) * 16
+            wrap = (first // num_slots) * (1 << 32)
+            count = min(count, num_slots - first % num_slots)
+            backlog.push(
+                queue=queue, dst=gap + wrap + first * SLOT, src=gap + wrap + first * SLOT,
+                num_bytes=count * SLOT, value=0, now_ns=now,
+            )  # fmt: skip
+            num_puts[queue] += count
+            bytes_in += count * SLOT
+        else:
+            word = WORDS + choose.randrange(3) * 8
+            value = step + 1
+            implied[(queue, word, value)] = num_puts[queue]
+            last_value[(queue, word)] = value
+            backlog.push(queue=queue, dst=word, src=0, num_bytes=0, value=value, now_ns=now)
+        now += choose.randrange(40)
+        if choose.random() < 0.3:
+            advance()
+    for _ in range(10_000):
+        if backlog.is_empty:
+            break
+        now += 20
+        advance()
+    assert backlog.is_empty and bytes_out == bytes_in
+    assert seen_value == last_value
+
+
+def test_puts_that_continue_each_other_become_one_and_old_values_stay_away() -> None:
+    backlog = _simt_tests.RailBacklog(1, 0.0)
+    for row in range(4):
+        backlog.push(queue=0, dst=row * SLOT, src=4096 + row * SLOT, num_bytes=SLOT, value=0, now_ns=0)
+        backlog.push(queue=0, dst=WORDS, src=0, num_bytes=0, value=row + 1, now_ns=0)
+    moved = [*backlog.advance(0), *backlog.advance(0)]
+    assert moved == [(0, 0, 4096, 4 * SLOT, 0), (0, WORDS, 0, 0, 4)]
+    assert backlog.is_empty and backlog.advance(0) == []
+
+
+def test_a_put_is_no_larger_than_others_may_wait_for() -> None:
+    backlog = _simt_tests.RailBacklog(1, 0.0)
+    size = backlog.max_put_bytes // 2 + SLOT
+    for part in range(3):
+        backlog.push(queue=0, dst=part * size, src=part * size, num_bytes=size, value=0, now_ns=0)
+    assert [op[3] for _ in range(3) for op in backlog.advance(0)] == [size] * 3
+
+
+def test_a_speed_is_kept_and_the_wire_never_idles() -> None:
+    """One byte a nanosecond; asked late, it goes on from where the wire would be."""
+    backlog = _simt_tests.RailBacklog(2, 1e9)
+    for queue in range(2):
+        for part in range(5):  # apart, so that nothing is put together
+            backlog.push(queue=queue, dst=part * 4096, src=0, num_bytes=1000, value=0, now_ns=0)
+        backlog.push(queue=queue, dst=WORDS, src=0, num_bytes=0, value=1, now_ns=0)
+    left: list[int] = []
+    ends: dict[int, int] = {}  # of a queue's last put, at this speed
+    signals: dict[int, int] = {}
+    for now in range(0, 20_000, 300):
+        for queue, _, _, num_bytes, _ in backlog.advance(now):
+            if num_bytes:
+                left.append(now)
+                ends[queue] = 1000 * len(left)
+            else:
+                signals[queue] = now
+    assert len(left) == 10 and set(signals) == {0, 1}
+    # Each put leaves at the first look after the one before has left: 1000 ns of wire each.
+    assert left == [-(-1000 * number // 300) * 300 for number in range(10)]
+    assert max(ends.values()) == 10_000
+    assert all(ends[queue] <= signals[queue] < ends[queue] + 300 for queue in range(2))
+
+
+def test_an_idle_wire_lends_nothing() -> None:
+    backlog = _simt_tests.RailBacklog(1, 1e9)
+    backlog.push(queue=0, dst=0, src=0, num_bytes=1000, value=0, now_ns=50_000)
+    assert len(backlog.advance(50_000)) == 1
+    backlog.push(queue=0, dst=8192, src=0, num_bytes=1000, value=0, now_ns=50_100)
+    assert backlog.advance(50_900) == [] and len(backlog.advance(51_000)) == 1
