@@ -146,8 +146,8 @@ DECODE_TOKENS: Variable[int | None] = Variable(
     "DEEP_COMM_DECODE_TOKENS",
     "a number of at least 1",
     None,
-    "the most tokens a rank may have in a decode step, equal on all ranks; unset: 128 in ExpertParallel, "
-    "in the vLLM adapter no step is one",
+    "the most tokens a rank may have in a decode step, equal on all ranks; unset: what was measured (docs/guide/tuning.md), "
+    "else 128, in ExpertParallel; in the vLLM adapter no step is one",
     _parse_positive_int,
 )
 

@@ -86,6 +86,17 @@ def read(device: torch.device, num_ranks: int) -> list[Entry]:
     The host target reads only a file that DEEP_COMM_TUNE_FILE names: its default is meant for tests. Raises
     ArgumentError if such a file cannot be read; the one in the cache folder is then passed over.
     """
+    return _read(device, num_ranks, "entries", _config_of)
+
+
+def read_decode_tokens(device: torch.device, num_ranks: int) -> list[Entry]:
+    """Measured thresholds of layers (hidden, num_experts, num_topk, decode_tokens); else as read()."""
+    return _read(device, num_ranks, "layers", _decode_tokens_of)
+
+
+def _read(
+    device: torch.device, num_ranks: int, section: str, check: Callable[[Entry], object]
+) -> list[Entry]:
     is_named = env.TUNE_FILE.get() is not None
     if device.type != "cuda" and not is_named:
         return []
@@ -94,9 +105,9 @@ def read(device: torch.device, num_ranks: int) -> list[Entry]:
         document = json.loads(path.read_text())
         if document["version"] != FILE_VERSION:
             raise ValueError(f"version {document['version']}, this package reads {FILE_VERSION}")
-        entries = document["machines"].get(machine_key(device, num_ranks), {"entries": []})["entries"]
+        entries = document["machines"].get(machine_key(device, num_ranks), {}).get(section, [])
         for entry in entries:
-            _config_of(entry)
+            check(entry)
         return list(entries)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if is_named:
@@ -106,7 +117,22 @@ def read(device: torch.device, num_ranks: int) -> list[Entry]:
 
 
 def store(path: Path, key: str, date: str, entries: Sequence[Entry]) -> None:
-    """Replace what ``path`` says of one machine; other machines' measurements stay."""
+    """Replace what ``path`` says of one machine's calls; all else stays."""
+    _update(path, key, lambda machine: machine.update(date=date, entries=list(entries)))
+
+
+def store_decode_tokens(path: Path, key: str, entry: Entry) -> None:
+    """Replace what ``path`` says of one machine's layers of this shape; all else stays."""
+
+    def update(machine: dict[str, Any]) -> None:
+        shape = _layer_shape(entry)
+        others = [other for other in machine.get("layers", []) if _layer_shape(other) != shape]
+        machine["layers"] = [*others, dict(entry)]
+
+    _update(path, key, update)
+
+
+def _update(path: Path, key: str, update: Callable[[dict[str, Any]], None]) -> None:
     document: dict[str, Any] = {"version": FILE_VERSION, "machines": {}}
     try:
         known = json.loads(path.read_text())
@@ -114,11 +140,41 @@ def store(path: Path, key: str, date: str, entries: Sequence[Entry]) -> None:
             document = known
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    document["machines"][key] = {"date": date, "entries": list(entries)}
+    update(document["machines"].setdefault(key, {}))
     path.parent.mkdir(parents=True, exist_ok=True)
     written = path.with_name(f"{path.name}.{os.getpid()}")
     written.write_text(json.dumps(document, indent=2) + "\n")
     written.replace(path)  # ranks may be reading
+
+
+_LAYER_SHAPE = ("hidden", "num_topk", "num_experts")
+
+
+def _layer_shape(entry: Entry) -> tuple[int, ...]:
+    return tuple(int(entry[name]) for name in _LAYER_SHAPE)
+
+
+def _decode_tokens_of(entry: Entry) -> int:
+    if min(_layer_shape(entry)) < 1:
+        raise ValueError(f"shape {_layer_shape(entry)}")
+    decode_tokens = int(entry["decode_tokens"])
+    if not 1 <= decode_tokens < 1 << 16:
+        raise ValueError(f"decode_tokens {decode_tokens}")
+    return decode_tokens
+
+
+def decode_tokens(
+    device: torch.device, num_ranks: int, hidden: int, num_topk: int, num_experts: int
+) -> int | None:
+    """Measured for the layer most like this one; None if none is like it in hidden size and top-k."""
+    wanted = (hidden, num_topk, num_experts)
+    best: tuple[list[float], int] | None = None
+    for entry in read_decode_tokens(device, num_ranks):
+        pairs = zip(_layer_shape(entry), wanted, strict=True)
+        far = [abs(math.log(there / here)) for there, here in pairs]
+        if max(far[:2]) <= math.log(_NEAR) and (best is None or far < best[0]):
+            best = far, _decode_tokens_of(entry)
+    return None if best is None else best[1]
 
 
 def _config_of(entry: Entry) -> Config:

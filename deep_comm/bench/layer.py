@@ -1,19 +1,26 @@
 """``python -m deep_comm.bench --mode layer``: ExpertParallel's modes over a sweep of token counts.
 
-For every number of tokens: a step (dispatch, experts that return their rows, combine) by prefill,
-by decode with as many slots as tokens, and by auto with the threshold; eagerly, and decode in a
-CUDA graph.
-Checked first: the first tokens of every rank, bit for bit. The table says where decode stops
-being the faster one, and whether auto is within 5 % of the better mode.
+First a step (dispatch, experts that return their rows, combine) by prefill and by decode, for every
+number of tokens, eagerly and, on GPUs, in CUDA graphs; then by auto, with the threshold that is
+given or that the first part has found (``--decode-tokens measured``). Checked before it is timed:
+the first tokens of every rank, bit for bit. The table says where decode stops being the faster one
+and whether auto is within 5 % of the better mode; ``--store`` makes the measured threshold the
+default of layers on machines like this one (deep_comm.tuning).
+
+No size takes longer than --size-deadline-s (the process ends then, with the stack of where it was),
+and none is begun when --budget-s is spent; sizes that were left out are named.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import faulthandler
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +29,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 import deep_comm
-from deep_comm import reference_layer
+from deep_comm import reference_layer, tuning
+from deep_comm.bench import layer_report as report
 from deep_comm.bench import machine
-from deep_comm.bench.measure import Effort, Timing, time_over_ranks
+from deep_comm.bench.layer_report import Line, Pair
+from deep_comm.bench.measure import Effort, Timing, clock_of, take_sample, time_over_ranks
 from deep_comm.bench.options import integers
 from deep_comm.layer.shape import DEFAULT_DECODE_TOKENS
 
 TOKEN_SWEEP = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-TARGET = 1.05  # auto over the better mode
 CHECKED_TOKENS = 16
 FEW_TOKENS = 8  # of the other ranks, where one has all
+GRAPH_TOKENS = (
+    512  # the most whose prefill is captured: room for every selection to come to one rank
+)
 _MAX_DECODE_BYTES = 24 << 30  # of a decode call's tensors
+_MAX_CHOSEN_BYTES = 4 << 30  # the same, of a threshold that is chosen here
+_FIXED_SHARE = 0.6  # of the budget, for the fixed modes
+_ROUND_US = 20e3  # a round of long calls has fewer of them
 
 
 @dataclass(frozen=True)
@@ -43,38 +57,38 @@ class Options:
     hidden: int
     experts: int
     topk: int
-    decode_tokens: int
+    decode_tokens: int | None  # None: what is measured
     effort: Effort
+    budget_s: float
+    size_deadline_s: float
     deadline_s: float
+    store: bool
     json: Path | None
     command: str
 
 
 @dataclass(frozen=True)
-class Line:
-    """Microseconds of a step with so many tokens a rank; None: not measured."""
-
-    tokens: int
-    prefill: Timing
-    decode: Timing | None
-    decode_graph: Timing | None
-    auto: Timing
-    auto_one_rank: Timing  # one rank has the tokens, the others few
-
-    @property
-    def ratio(self) -> float:
-        best = self.prefill.mean_us
-        if self.decode is not None:
-            best = min(best, self.decode.mean_us)
-        return self.auto.mean_us / best
-
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "ratio": self.ratio}
+class Figures:
+    lines: list[Line]
+    left_out: list[int]
+    decode_tokens: int
+    measured: int | None  # the threshold that the fixed modes ask for; None: neither was slower
 
 
 def is_asked_for(arguments: Sequence[str]) -> bool:
     given = list(arguments)
     return "--mode=layer" in given or ("--mode", "layer") in zip(given, given[1:], strict=False)
+
+
+_MEASURED, _BY_DEFAULT = 0, -1
+
+
+def _threshold(text: str) -> int:
+    if text == "measured":
+        return _MEASURED
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError("must be at least 1, or 'measured'")
+    return int(text)
 
 
 def parse(arguments: Sequence[str], command: str) -> Options:
@@ -92,10 +106,16 @@ def parse(arguments: Sequence[str], command: str) -> Options:
     add("--hidden", type=int, help="default: 256; on GPUs 7168")
     add("--experts", type=int, help="default: 16; on GPUs 256")
     add("--topk", type=int, default=8)
-    add("--decode-tokens", type=int, help=f"auto's threshold ({DEFAULT_DECODE_TOKENS}; host: 8)")
+    add(
+        "--decode-tokens", type=_threshold,
+        help="auto's threshold, or 'measured' (default: what layers take; host: 8)",
+    )  # fmt: skip
+    add("--store", action="store_true", help="make the measured threshold the default here")
     add("--warmup", type=int, help="steps before; default: 2; on GPUs 10")
     add("--iterations", type=int, help="steps of a round; default: 3; on GPUs 30")
     add("--rounds", type=int, help="default: 3; on GPUs 5")
+    add("--budget-s", type=float, help="begin no size later (default: 50; host: 300)")
+    add("--size-deadline-s", type=float, help="of one size (default: 20; host: 120)")
     add("--deadline-s", type=float, default=600.0, help="end everything after so long")
     add("--json", type=Path, help="also write the figures to this file")
     parsed = parser.parse_args(arguments)
@@ -109,6 +129,10 @@ def parse(arguments: Sequence[str], command: str) -> Options:
     tokens = parsed.tokens or tuple(TOKEN_SWEEP if on_gpu else TOKEN_SWEEP[:7])
     if parsed.quick and parsed.tokens is None:
         tokens = tuple(count for count in tokens[::2] if count <= 4096)
+    threshold = parsed.decode_tokens
+    if threshold is None:
+        # tuning needs the number of ranks, which only they know: see Runner.
+        threshold = _BY_DEFAULT if on_gpu else 8
     num_calls, num_rounds = chosen("iterations", 3, 30), chosen("rounds", 3, 5)
     return Options(
         device=device,
@@ -117,14 +141,17 @@ def parse(arguments: Sequence[str], command: str) -> Options:
         hidden=chosen("hidden", 256, 7168),
         experts=chosen("experts", 16, 256),
         topk=parsed.topk,
-        decode_tokens=chosen("decode_tokens", 8, DEFAULT_DECODE_TOKENS),
+        decode_tokens=None if threshold == 0 else threshold,
         effort=Effort(
             num_warmup=chosen("warmup", 2, 10),
             num_calls=num_calls,
             num_rounds=num_rounds,
             num_single_calls=num_calls,
         ),
+        budget_s=parsed.budget_s or (50.0 if on_gpu else 300.0),
+        size_deadline_s=parsed.size_deadline_s or (20.0 if on_gpu else 120.0),
         deadline_s=parsed.deadline_s,
+        store=parsed.store,
         json=parsed.json,
         command=command,
     )
@@ -141,17 +168,21 @@ class Runner:
         self._options = options
         self._device = device
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
+        self._started = time.monotonic()
 
     def _inputs(self, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         options = self._options
-        generator = torch.Generator().manual_seed(1000 * num_tokens + self._rank)
-        x = torch.randn(num_tokens, options.hidden, generator=generator).bfloat16()
-        scores = torch.rand(num_tokens, options.experts, generator=generator)
+        device = self._device
+        generator = torch.Generator(device).manual_seed(1000 * num_tokens + self._rank)
+        x = torch.randn(num_tokens, options.hidden, generator=generator, device=device)
+        scores = torch.rand(num_tokens, options.experts, generator=generator, device=device)
         idx = scores.topk(options.topk, dim=1).indices
-        weights = torch.rand(num_tokens, options.topk, generator=generator)
-        return x.to(self._device), idx.to(self._device), weights.to(self._device)
+        weights = torch.rand(num_tokens, options.topk, generator=generator, device=device)
+        return x.bfloat16(), idx, weights
 
-    def _layer(self, mode: Any, max_tokens: int, decode_tokens: int) -> deep_comm.ExpertParallel:
+    def _layer(
+        self, mode: Any, max_tokens: int, decode_tokens: int | None
+    ) -> deep_comm.ExpertParallel:
         options = self._options
         return deep_comm.ExpertParallel(
             dist.group.WORLD,
@@ -162,6 +193,7 @@ class Runner:
             decode_tokens=decode_tokens,
             mode=mode,
             device=self._device,
+            timeout_s=max(5.0, options.size_deadline_s / 2),
         )
 
     def _check(self, y: Tensor, x: Tensor, idx: Tensor, weights: Tensor, what: str) -> None:
@@ -174,146 +206,249 @@ class Runner:
         if not torch.equal(got.view(torch.int16), want.view(torch.int16)):
             raise deep_comm.DeepCommError(f"{what}: rank {self._rank} got other sums")
 
+    # ---- timing ----------------------------------------------------------------------------------
+
+    def _effort(self, step: Callable[[int], object]) -> Effort:
+        """Fewer calls where they are long, as many on all ranks."""
+        effort = self._options.effort
+        if self._device.type != "cuda":
+            return effort
+        sample = take_sample(step, Effort(1, 3, 1, 0), clock_of(self._device))
+        means: list[Any] = [None] * self._num_ranks
+        dist.all_gather_object(means, sample.means_us[0])
+        num_calls = max(5, min(effort.num_calls, int(_ROUND_US / max(means))))
+        return replace(effort, num_warmup=2, num_calls=num_calls, num_single_calls=num_calls)
+
     def _time(
         self, layer: deep_comm.ExpertParallel, parts: tuple[Tensor, ...], what: str
     ) -> Timing:
         x, idx, weights = parts
         for _ in range(2):  # auto: the first step may change the mode
             self._check(layer(x, idx, weights, _experts), x, idx, weights, what)
-        timing = time_over_ranks(
-            lambda call: layer(x, idx, weights, _experts), self._options.effort, self._device
-        )
+
+        def step(call: int) -> Tensor:
+            return layer(x, idx, weights, _experts)
+
+        timing = time_over_ranks(step, self._effort(step), self._device)
         self._check(layer(x, idx, weights, _experts), x, idx, weights, what)
         layer.buffer.check()
         return timing
 
-    def _time_graph(self, layer: deep_comm.ExpertParallel, parts: tuple[Tensor, ...]) -> Timing:
+    def _time_graph(
+        self, layer: deep_comm.ExpertParallel, parts: tuple[Tensor, ...], what: str
+    ) -> Timing | None:
+        if self._device.type != "cuda":
+            return None
         x, idx, weights = parts
+        is_bounded = layer.mode == "prefill"
         calls = self._options.effort.num_calls
+        for _ in range(2):
+            layer(x, idx, weights, _experts, bounded=is_bounded)
         torch.cuda.synchronize()
+        dist.barrier()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for _ in range(calls):
                 y = layer(x, idx, weights, _experts)
-        effort = Effort(2, 1, self._options.effort.num_rounds, self._options.effort.num_rounds)
+        rounds = self._options.effort.num_rounds
         timing = time_over_ranks(
-            lambda call: graph.replay(), effort, self._device, calls_per_work=calls
-        )
-        self._check(y, x, idx, weights, "decode in a graph")
+            lambda call: graph.replay(), Effort(2, 1, rounds, rounds), self._device,
+            calls_per_work=calls,
+        )  # fmt: skip
+        self._check(y, x, idx, weights, what)
         layer.buffer.check()
         return timing
 
-    def _decodes(self, num_tokens: int) -> bool:
+    # ---- sizes -----------------------------------------------------------------------------------
+
+    def _decode_bytes(self, decode_tokens: int) -> int:
         options = self._options
-        if num_tokens >= 1 << 16:
-            return False
         memory = deep_comm.ExpertParallel.estimate_memory(
             self._num_ranks, hidden=options.hidden, num_experts=options.experts,
-            num_topk=options.topk, max_tokens=num_tokens, decode_tokens=num_tokens, mode="decode",
+            num_topk=options.topk, max_tokens=decode_tokens, decode_tokens=decode_tokens,
+            mode="decode",
         )  # fmt: skip
-        return memory.decode_call <= _MAX_DECODE_BYTES
+        return memory.decode_call
 
-    def run(self, say: Callable[[str], None]) -> list[Line]:
+    def _decodes(self, num_tokens: int) -> bool:
+        return num_tokens < 1 << 16 and self._decode_bytes(num_tokens) <= _MAX_DECODE_BYTES
+
+    def _goes_on(self, share: float) -> bool:
+        """Rank 0's clock decides for all."""
+        spent = [time.monotonic() - self._started > share * self._options.budget_s]
+        dist.broadcast_object_list(spent, src=0)
+        return not spent[0]
+
+    @contextmanager
+    def _one_size(self, what: str) -> Iterator[None]:
         options = self._options
-        lines = []
-        say(header(options, self._num_ranks))
-        most = max(*options.tokens, options.decode_tokens + 1)
+        left_s = options.deadline_s - (time.monotonic() - self._started)
+        # There is one such timer a process; it replaces that of the whole run and puts it back.
+        faulthandler.dump_traceback_later(max(1.0, min(options.size_deadline_s, left_s)), exit=True)
+        try:
+            yield
+        except deep_comm.DeepCommError as error:
+            raise deep_comm.DeepCommError(f"{what}: {type(error).__name__}: {error}") from error
+        finally:
+            faulthandler.dump_traceback_later(max(1.0, left_s), exit=True)
+
+    def _fixed(
+        self, num_tokens: int, prefill: deep_comm.ExpertParallel, decoders: dict[int, Any]
+    ) -> Line:
+        parts = self._inputs(num_tokens)
+        decode = decode_graph = prefill_graph = None
+        if self._decodes(num_tokens):
+            # What a caller would build who knows that there are never more.
+            slots = max(num_tokens, DEFAULT_DECODE_TOKENS if self._device.type == "cuda" else 8)
+            if slots not in decoders:
+                for layer in decoders.values():
+                    layer.destroy()
+                decoders.clear()
+                decoders[slots] = self._layer("decode", slots, slots)
+            layer = decoders[slots]
+            decode = self._time(layer, parts, f"decode, {num_tokens} tokens")
+            decode_graph = self._time_graph(layer, parts, f"captured decode, {num_tokens} tokens")
+        if self._device.type == "cuda" and num_tokens <= GRAPH_TOKENS:
+            with self._layer("prefill", num_tokens, 1) as captured:
+                prefill_graph = self._time_graph(
+                    captured, parts, f"captured prefill, {num_tokens} tokens"
+                )
+        timing = self._time(prefill, parts, f"prefill, {num_tokens} tokens")
+        return Line(num_tokens, Pair(timing, decode), Pair(prefill_graph, decode_graph))
+
+    def _with_auto(self, line: Line, auto: deep_comm.ExpertParallel) -> Line:
+        tokens = line.tokens
+        parts = self._inputs(tokens)
+        mixed = parts if self._rank == 0 else tuple(part[:FEW_TOKENS] for part in parts)
+        eager = self._time(auto, parts, f"auto, {tokens} tokens")
+        captured = None
+        if tokens <= auto.shape.decode_tokens:  # more are refused while a graph is captured
+            captured = self._time_graph(auto, parts, f"captured auto, {tokens} tokens")
+        one_rank = self._time(auto, mixed, f"auto, {tokens} on one rank")
+        return replace(
+            line,
+            eager=replace(line.eager, auto=eager),
+            graph=replace(line.graph, auto=captured),
+            one_rank=one_rank,
+        )
+
+    def run(self, say: Callable[[str], None]) -> Figures:
+        options = self._options
+        self._started = time.monotonic()
+        say(
+            f"{self._num_ranks} ranks on {options.device}, hidden {options.hidden}, "
+            f"{options.experts} experts, top-{options.topk}; microseconds of a step (dispatch + "
+            "combine), slowest rank"
+        )
+        lines: list[Line] = []
+        most = max(options.tokens)
+        decoders: dict[int, Any] = {}
+        with torch.inference_mode(), self._layer("prefill", most, 1) as prefill:
+            say("fixed modes\n" + report.header())
+            for tokens in sorted(options.tokens):
+                if lines and not self._goes_on(_FIXED_SHARE):
+                    break
+                with self._one_size(f"{tokens} tokens by the fixed modes"):
+                    lines.append(self._fixed(tokens, prefill, decoders))
+                say(report.row(lines[-1]))
+            for layer in decoders.values():
+                layer.destroy()
+        measured = self._chosen(lines)
+        threshold = options.decode_tokens
+        if threshold is None:
+            threshold = measured or DEFAULT_DECODE_TOKENS
+        by_default = None if threshold == _BY_DEFAULT else threshold
+        judged: list[Line] = []
         with (
             torch.inference_mode(),
-            self._layer("prefill", most, 1) as prefill,
-            self._layer("auto", most, options.decode_tokens) as auto,
+            self._layer("auto", max(most, (by_default or 0) + 1), by_default) as auto,
         ):
-            for num_tokens in options.tokens:
-                parts = self._inputs(num_tokens)
-                decode = graph = None
-                if self._decodes(num_tokens):
-                    # What a caller would build who knows that there are never more.
-                    slots = max(num_tokens, min(options.decode_tokens, most))
-                    with self._layer("decode", slots, slots) as layer:
-                        decode = self._time(layer, parts, f"decode, {num_tokens} tokens")
-                        if self._device.type == "cuda":
-                            graph = self._time_graph(layer, parts)
-                mixed = parts if self._rank == 0 else tuple(part[:FEW_TOKENS] for part in parts)
-                line = Line(
-                    tokens=num_tokens,
-                    prefill=self._time(prefill, parts, f"prefill, {num_tokens} tokens"),
-                    decode=decode,
-                    decode_graph=graph,
-                    auto=self._time(auto, parts, f"auto, {num_tokens} tokens"),
-                    auto_one_rank=self._time(auto, mixed, f"auto, {num_tokens} on one rank"),
-                )
-                lines.append(line)
-                say(row(line))
-        return lines
+            threshold = auto.shape.decode_tokens
+            say(f"auto, decode_tokens {threshold}\n" + report.header())
+            for line in lines:
+                if judged and not self._goes_on(1.0):
+                    break
+                with self._one_size(f"{line.tokens} tokens by auto"):
+                    judged.append(self._with_auto(line, auto))
+                say(report.row(judged[-1]))
+                self._write(judged, threshold, measured)
+        done = {line.tokens for line in judged}
+        left_out = [tokens for tokens in options.tokens if tokens not in done]
+        return Figures(judged, left_out, threshold, measured)
+
+    def _chosen(self, lines: Sequence[Line]) -> int | None:
+        """The threshold that the fixed modes ask for, alike on all ranks: they have the same times.
+
+        Where decode is fast for long, the memory of its calls decides. None: nothing to compare.
+        """
+        pairs = [(line.tokens, line.eager) for line in lines]
+        if all(pair.decode is None for _, pair in pairs):
+            return None
+        found = report.crossover(pairs)
+        while found > 1 and self._decode_bytes(found) > _MAX_CHOSEN_BYTES:
+            found //= 2
+        return max(1, found)
+
+    def _write(self, lines: list[Line], threshold: int, measured: int | None) -> None:
+        """What there is so far, should a later size end everything."""
+        if self._rank == 0 and self._options.json is not None:
+            figures = Figures(lines, [], threshold, measured)
+            write(self._options, figures, self._num_ranks, is_complete=False)
 
 
-def run_rank(options: Options, device: torch.device, say: Callable[[str], None]) -> list[Line]:
+def run_rank(options: Options, device: torch.device, say: Callable[[str], None]) -> Figures:
     return Runner(options, device).run(say)
 
 
-_COLUMNS = ("tokens", "prefill", "decode", "graph", "auto", "auto/best", "one rank", "host auto")
+def write(options: Options, figures: Figures, num_ranks: int, *, is_complete: bool) -> None:
+    assert options.json is not None
+    document = {
+        "machine": machine.describe(options.device),
+        "command": options.command,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "num_ranks": num_ranks,
+        "hidden": options.hidden,
+        "experts": options.experts,
+        "topk": options.topk,
+        "decode_tokens": figures.decode_tokens,
+        "measured_decode_tokens": figures.measured,
+        "is_complete": is_complete,
+        "left_out": figures.left_out,
+        "lines": [line.to_json() for line in figures.lines],
+    }
+    options.json.write_text(json.dumps(document, indent=2) + "\n")
 
 
-def header(options: Options, num_ranks: int) -> str:
-    shape = f"{num_ranks} ranks on {options.device}, hidden {options.hidden}, "
-    shape += f"{options.experts} experts, top-{options.topk}, auto decodes up to "
-    shape += (
-        f"{options.decode_tokens} tokens; microseconds of a step (dispatch + combine), slowest rank"
-    )
-    return shape + "\n" + " ".join(name.rjust(9) for name in _COLUMNS)
-
-
-def row(line: Line) -> str:
-    def number(timing: Timing | None) -> str:
-        return "-" if timing is None else f"{timing.mean_us:.1f}"
-
-    host = line.auto.host_us
-    cells = (
-        str(line.tokens), number(line.prefill), number(line.decode), number(line.decode_graph),
-        number(line.auto), f"{line.ratio:.3f}", number(line.auto_one_rank),
-        "-" if host is None else f"{host:.1f}",
-    )  # fmt: skip
-    return " ".join(cell.rjust(9) for cell in cells)
-
-
-def crossover(lines: Sequence[Line]) -> int:
-    """The largest measured size up to which decode was never slower; 0: it always was."""
-    best = 0
-    for line in sorted(lines, key=lambda line: line.tokens):
-        if line.decode is None or line.decode.mean_us > line.prefill.mean_us:
-            break
-        best = line.tokens
-    return best
-
-
-def ending(options: Options, lines: Sequence[Line]) -> str:
-    over = [line for line in lines if line.ratio > TARGET]
-    texts = [
-        f"decode was the faster mode up to {crossover(lines)} tokens a rank "
-        f"(measured sizes; decode_tokens is {options.decode_tokens})"
-    ]
-    if over:
-        worst = max(over, key=lambda line: line.ratio)
-        texts.append(
-            f"auto MISSED {TARGET:.2f} of the better mode at "
-            f"{', '.join(str(line.tokens) for line in over)} tokens; worst {worst.ratio:.3f}"
-        )
-    else:
-        texts.append(f"auto is within {TARGET:.2f} of the better mode at every size")
-    return "\n".join(texts)
-
-
-def publish(options: Options, lines: list[Line], num_ranks: int, elapsed_s: float) -> None:
-    print("\n" + ending(options, lines))
-    if options.json is not None:
-        document = {
-            "machine": machine.describe(options.device),
-            "command": options.command,
+def store(options: Options, figures: Figures, num_ranks: int) -> Path | None:
+    """Into the file that layers read. Only what was measured to the end."""
+    if figures.measured is None or figures.left_out:
+        return None
+    path = tuning.tune_file()
+    name = machine.describe(options.device).get("gpu", "host target")
+    tuning.store_decode_tokens(
+        path,
+        f"{name} x {num_ranks}",
+        {
+            "hidden": options.hidden,
+            "num_experts": options.experts,
+            "num_topk": options.topk,
+            "decode_tokens": figures.measured,
             "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            "num_ranks": num_ranks,
-            "decode_tokens": options.decode_tokens,
-            "crossover": crossover(lines),
-            "lines": [line.to_json() for line in lines],
-        }
-        options.json.write_text(json.dumps(document, indent=2) + "\n")
+        },
+    )
+    return path
+
+
+def publish(options: Options, figures: Figures, num_ranks: int, elapsed_s: float) -> None:
+    print("\n" + report.verdict(figures.lines, figures.left_out, figures.decode_tokens))
+    if figures.measured is not None and figures.measured != figures.decode_tokens:
+        print(f"measured: --decode-tokens {figures.measured}")
+    if options.store:
+        path = store(options, figures, num_ranks)
+        what = "nothing stored: not measured to the end"
+        if path is not None:
+            what = f"decode_tokens {figures.measured} stored in {path}"
+        print(what)
+    if options.json is not None:
+        write(options, figures, num_ranks, is_complete=not figures.left_out)
     print(f"measured in {elapsed_s:.0f} s", flush=True)

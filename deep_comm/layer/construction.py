@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
-from deep_comm import env
+import torch
+
+from deep_comm import env, tuning
+from deep_comm.backends import resolve_device
 from deep_comm.buffer import Buffer
 from deep_comm.context import Context
 from deep_comm.errors import ArgumentError, UnsupportedError
@@ -15,6 +19,7 @@ from deep_comm.layer.shape import (
     MoEShape,
     estimate_memory,
 )
+from deep_comm.rendezvous import Rendezvous
 from deep_comm.topology import (
     discover,
     host_identity,
@@ -23,12 +28,36 @@ from deep_comm.topology import (
 )
 
 
-def default_decode_tokens(max_tokens: Any) -> Any:
-    """Of a layer that names none. What cannot be a number of tokens is refused by MoEShape."""
+def preset_decode_tokens(max_tokens: Any) -> Any:
+    """Of a layer that names none, before the ranks have met. What cannot be a number of tokens is
+    refused by MoEShape."""
     if not isinstance(max_tokens, int):
         return max_tokens
     preset = env.DECODE_TOKENS.get()
     return min(DEFAULT_DECODE_TOKENS if preset is None else preset, max_tokens)
+
+
+def settle(
+    shape: MoEShape, rendezvous: Rendezvous, device: torch.device, is_named: bool
+) -> tuple[MoEShape, list[str]]:
+    """The shape, with what rank 0 has measured unless decode_tokens is named; and who the hosts are.
+
+    Ranks of several hosts may have measured different things. Collective.
+    """
+
+    def propose() -> tuple[str, int | None]:
+        measured = None
+        if not is_named and not env.DECODE_TOKENS.is_set():
+            measured = tuning.decode_tokens(
+                device, rendezvous.size, shape.hidden, shape.num_topk, shape.num_experts
+            )
+        return host_identity(), measured
+
+    told = rendezvous.all_gather_result("read what was measured", propose)
+    measured = told[0][1]
+    if measured is not None and not is_named and not env.DECODE_TOKENS.is_set():
+        shape = dataclasses.replace(shape, decode_tokens=min(measured, shape.max_tokens))
+    return shape, [host for host, _ in told]
 
 
 def check_options(
@@ -65,24 +94,22 @@ def most_rows(shape: MoEShape, num_ranks: int, expert_alignment: int) -> int:
 
 def build_buffer(
     shape: MoEShape,
+    is_named: bool,
     mode: Mode,
     group: Any,
     comm: Any,
     device: Any,
     ranks_per_node: int | None,
     timeout_s: float | None,
-) -> Buffer:
-    """Large enough for the layer. Collective."""
-    from deep_comm.backends import resolve_device
-    from deep_comm.rendezvous import Rendezvous
-
+) -> tuple[MoEShape, Buffer]:
+    """The shape that was settled on, and a Buffer that is large enough. Collective."""
     device = resolve_device(device)
     rendezvous = Rendezvous(group, comm)
-    hosts = rendezvous.all_gather_object(host_identity())
+    shape, hosts = settle(shape, rendezvous, device, is_named)
     num_nodes = discover(hosts, requested_ranks_per_node(ranks_per_node)).num_nodes
     require_mode_on(num_nodes, mode)
     memory = estimate_memory(shape, rendezvous.size, mode, device.type, num_nodes)
-    return Buffer(
+    buffer = Buffer(
         group,
         memory.num_nvl_bytes,
         memory.low_latency_region + memory.rail,
@@ -94,6 +121,7 @@ def build_buffer(
         num_max_experts=shape.num_experts,
         num_direct_bytes=memory.receive_region,
     )
+    return shape, buffer
 
 
 def require_alike(

@@ -94,8 +94,8 @@ class ExpertParallel:
             hidden, num_experts, num_topk: H, E, K.
             max_tokens: the most tokens that a rank may have in a call.
             decode_tokens: M, the most that "decode" takes; the crossover of "auto". Default:
-                DEEP_COMM_DECODE_TOKENS, at most max_tokens. The bench (``--mode layer``) measures
-                the crossover of a machine.
+                DEEP_COMM_DECODE_TOKENS, else what was measured for such a layer on such a machine
+                (``python -m deep_comm.bench --mode layer --store``), else 128; at most max_tokens.
             mode: "auto", "prefill" or "decode".
             dtype: of tokens and results. Low-latency mode needs bfloat16.
             fp8: send tokens as float8_e4m3 with a scale for 128 columns. No gradients.
@@ -112,17 +112,22 @@ class ExpertParallel:
             ConfigMismatch, TopologyError, PeerLost: on all ranks.
         """
         construction.check_mode(mode)
+        is_named = decode_tokens is not None or mode == "prefill"
         if decode_tokens is None:
-            decode_tokens = construction.default_decode_tokens(max_tokens)
-        self.shape = MoEShape(hidden, num_experts, num_topk, max_tokens, decode_tokens, dtype, fp8)
-        construction.check_options(self.shape, mode, expert_alignment, max_recv_rows)
+            decode_tokens = construction.preset_decode_tokens(max_tokens)
+        shape = MoEShape(hidden, num_experts, num_topk, max_tokens, decode_tokens, dtype, fp8)
+        construction.check_options(shape, mode, expert_alignment, max_recv_rows)
         self.mode: Mode = mode
         self._owns_buffer = buffer is None
         if buffer is None:
-            buffer = construction.build_buffer(
-                self.shape, mode, group, comm, device, ranks_per_node, timeout_s
+            shape, buffer = construction.build_buffer(
+                shape, is_named, mode, group, comm, device, ranks_per_node, timeout_s
             )
-        self.buffer = buffer
+        else:
+            shape, _ = construction.settle(
+                shape, buffer._context.rendezvous, buffer.device, is_named
+            )
+        self.shape, self.buffer = shape, buffer
         num_ranks = buffer.group_size
         ctx = buffer._context
         num_nodes = ctx.topology.num_nodes

@@ -176,3 +176,80 @@ def test_what_is_stored_is_the_choice_at_the_most_tokens() -> None:
         ("dispatch", 7392, 28),
         ("dispatch", 14336, 24),
     ]
+
+
+# ---- thresholds of layers ------------------------------------------------------------------------
+
+
+def layer_entry(hidden: int, num_topk: int, num_experts: int, decode_tokens: int) -> dict[str, Any]:
+    return dict(
+        hidden=hidden, num_topk=num_topk, num_experts=num_experts, decode_tokens=decode_tokens
+    )
+
+
+def test_the_measured_layer_most_like_this_one_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "tune.json"
+    monkeypatch.setenv("DEEP_COMM_TUNE_FILE", str(path))
+    key = "host target x 4"
+    tuning.store(path, key, "today", [entry("dispatch", 128, 3)])
+    for measured in ((7168, 8, 256, 200), (7168, 8, 128, 300), (4096, 8, 256, 90), (7168, 8, 256, 150)):
+        tuning.store_decode_tokens(path, key, layer_entry(*measured))
+    assert len(tuning.read_decode_tokens(CPU, 4)) == 3  # of one shape, the last
+    assert tuning.read(CPU, 4) == [entry("dispatch", 128, 3)]
+    tuning.store(path, key, "later", [])
+    assert tuning.decode_tokens(CPU, 4, 7168, 8, 256) == 150
+    assert tuning.decode_tokens(CPU, 4, 7168, 8, 140) == 300
+    assert tuning.decode_tokens(CPU, 4, 5120, 6, 256) == 90
+    assert tuning.decode_tokens(CPU, 4, 2048, 8, 256) is None
+    assert tuning.decode_tokens(CPU, 4, 7168, 2, 256) is None
+    assert tuning.decode_tokens(CPU, 2, 7168, 8, 256) is None
+
+
+def test_a_measured_threshold_that_cannot_be_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "tune.json"
+    monkeypatch.setenv("DEEP_COMM_TUNE_FILE", str(path))
+    tuning.store_decode_tokens(path, "host target x 2", layer_entry(64, 2, 6, 0))
+    with pytest.raises(ArgumentError, match="DEEP_COMM_TUNE_FILE"):
+        tuning.read_decode_tokens(CPU, 2)
+
+
+def _threshold(group: Any, buffer: bool = False, **options: Any) -> int:
+    shape = dict(hidden=64, num_experts=6, num_topk=2, max_tokens=40)
+    with deep_comm.ExpertParallel(
+        group, **{**shape, **options}, device="cpu", timeout_s=20
+    ) as layer:
+        if buffer:
+            return deep_comm.ExpertParallel(
+                None, **{**shape, **options}, buffer=layer.buffer
+            ).shape.decode_tokens
+        return layer.shape.decode_tokens
+
+
+def test_layers_take_the_stored_threshold_unless_one_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "tune.json"
+    tuning.store_decode_tokens(path, "host target x 2", layer_entry(64, 2, 6, 30))
+
+    def thresholds(**options: Any) -> list[int]:
+        return local.run(lambda group: _threshold(group, **options), 2, timeout_s=60)
+
+    assert thresholds() == [40, 40]  # 128, at most max_tokens
+    monkeypatch.setenv("DEEP_COMM_TUNE_FILE", str(path))
+    assert thresholds() == [30, 30]
+    assert thresholds(buffer=True) == [30, 30]
+    assert thresholds(decode_tokens=7) == [7, 7]
+    assert thresholds(max_tokens=20) == [20, 20]
+    monkeypatch.setenv("DEEP_COMM_DECODE_TOKENS", "11")
+    assert thresholds() == [11, 11]
+
+
+def test_layers_agree_on_a_threshold_although_files_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = iter((21, 22, 23))
+    monkeypatch.setattr(tuning, "decode_tokens", lambda *args: next(numbers))
+    chosen = local.run(_threshold, 3, timeout_s=60)
+    assert len(set(chosen)) == 1 and chosen[0] in (21, 22, 23)

@@ -1,0 +1,136 @@
+"""What the bench of ExpertParallel says: its table, the crossover, the verdict, the stored threshold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from deep_comm.bench.measure import Timing
+
+TARGET = 1.05  # auto over the better mode
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A step of so many tokens a rank by each mode, and by auto; None: not measured."""
+
+    prefill: Timing | None
+    decode: Timing | None
+    auto: Timing | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """Of auto to the better mode that was measured."""
+        fixed = [timing.mean_us for timing in (self.prefill, self.decode) if timing is not None]
+        return None if self.auto is None or not fixed else self.auto.mean_us / min(fixed)
+
+    @property
+    def verdict(self) -> str:
+        if self.ratio is None:
+            return "-"
+        return "ok" if self.ratio <= TARGET else "MISSED"
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "ratio": self.ratio, "verdict": self.verdict}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One number of tokens.
+
+    Attributes:
+        graph: the same steps in CUDA graphs; a captured auto step is a decode step.
+        one_rank: auto where one rank has the tokens and the others few; None: not measured.
+    """
+
+    tokens: int
+    eager: Pair
+    graph: Pair
+    one_rank: Timing | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "tokens": self.tokens,
+            "eager": self.eager.to_json(),
+            "graph": self.graph.to_json(),
+            "one_rank": None if self.one_rank is None else self.one_rank.to_json(),
+        }
+
+
+_PAIR = ("prefill", "decode", "auto", "ratio", "verdict")
+COLUMNS = ("tokens", *_PAIR, *(f"graph:{name}" if name == "prefill" else name for name in _PAIR),
+           "one rank", "host auto")  # fmt: skip
+_WIDTH = 9
+
+
+def header() -> str:
+    return " ".join(name.rjust(max(_WIDTH, len(name))) for name in COLUMNS)
+
+
+def row(line: Line) -> str:
+    def number(value: float | None, digits: int = 1) -> str:
+        return "-" if value is None else f"{value:.{digits}f}"
+
+    def mean(timing: Timing | None) -> str:
+        return number(None if timing is None else timing.mean_us)
+
+    def of(pair: Pair) -> tuple[str, ...]:
+        parts = mean(pair.prefill), mean(pair.decode), mean(pair.auto)
+        return (*parts, number(pair.ratio, 3), pair.verdict)
+
+    host = None if line.eager.auto is None else line.eager.auto.host_us
+    cells = (str(line.tokens), *of(line.eager), *of(line.graph), mean(line.one_rank), number(host))
+    return " ".join(
+        cell.rjust(max(_WIDTH, len(name))) for cell, name in zip(cells, COLUMNS, strict=True)
+    )
+
+
+def crossover(pairs: Sequence[tuple[int, Pair]]) -> int:
+    """Tokens up to which decode is not the slower mode; 0: it is from the start.
+
+    Between the last measured size at which it is not and the first at which it is, both times are
+    taken for straight lines.
+    """
+    best = 0
+    gained_us = 0.0  # by decode, at ``best``
+    for tokens, pair in sorted(pairs, key=lambda entry: entry[0]):
+        if pair.decode is None or pair.prefill is None:
+            break
+        lost_us = pair.decode.mean_us - pair.prefill.mean_us
+        if lost_us > 0:
+            if best > 0:
+                best += math.floor((tokens - best) * gained_us / (gained_us + lost_us))
+            break
+        best, gained_us = tokens, -lost_us
+    return best
+
+
+def verdict(lines: Sequence[Line], left_out: Sequence[int], decode_tokens: int) -> str:
+    """In words; the last word on whether the target is met."""
+    eager = crossover([(line.tokens, line.eager) for line in lines])
+    captured = crossover([(line.tokens, line.graph) for line in lines])
+    texts = [f"decode is not the slower mode up to {eager} tokens a rank"]
+    if captured:
+        texts[0] += f", captured up to {captured} or more"
+    texts[0] += f"; auto's decode_tokens: {decode_tokens}"
+    judged = [
+        (name, line.tokens, pair.ratio)
+        for line in lines
+        for name, pair in (("eager", line.eager), ("graph", line.graph))
+        if pair.ratio is not None
+    ]
+    over = [entry for entry in judged if entry[2] > TARGET]
+    if over:
+        worst = max(over, key=lambda entry: entry[2])
+        where = ", ".join(f"{tokens} ({name} {ratio:.3f})" for name, tokens, ratio in over)
+        texts.append(
+            f"auto MISSED {TARGET:.2f} of the better mode at {where}; worst {worst[2]:.3f}"
+        )
+    elif judged:
+        texts.append(f"auto is within {TARGET:.2f} of the better mode at every size measured")
+    if left_out or not judged:
+        sizes = ", ".join(map(str, left_out))
+        texts.append(f"NOT COMPLETE: time was up before {sizes or 'anything was measured'}")
+    return "\n".join(texts)
