@@ -80,6 +80,7 @@ class Engine:
         *, num_rows: int, row_bytes: int, scale_row_bytes: int, num_topk: int, topk_idx_bytes: int
     ) -> OutputLayout:
         """How the outputs of a dispatch lie in a block of the receive region."""
+    low_latency_hand_on_tokens: int  # between nodes: from so many on a token crosses once to a node
     smem_bytes_limit: int  # shared memory of a block; smaller values cut rows into more pieces
     skips_launches: bool  # for measuring the host's part: all is done but the launch
     def error_flag(self) -> Sequence[int]:

@@ -32,6 +32,10 @@ class LowLatencyCalls:
 
     The region of these calls is zero while none runs, and must stay so: it may be zeroed, or looked
     at, but nothing else may be written there.
+
+    In a group of several nodes the same calls give the same results. There a receive phase may wait
+    for that of another rank of the node, which hands rows on: all ranks call their hooks in the same
+    order, and one_rounding needs num_rdma_bytes for R * M * K rows more.
     """
 
     _context: Context

@@ -30,6 +30,8 @@ class LowLatencyHandle:
         num_tokens: of this rank.
         rank, members: of the group.
         recv_tokens: int32 [R], tokens that each source has.
+        (In a group of several nodes the second index of the next two is not the source's token, but
+        the slot that its row came in: of num_max_dispatch_tokens_per_rank a source has here.)
         places: int32 [R, M, K], row of a selection here, or -1; compact: [R, M].
         recv_weights: float32 [R, M, K], if they came with dispatch; compact: None.
         num_recv_tokens: int32 [1]; None unless compact, like the next two.

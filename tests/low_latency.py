@@ -39,6 +39,7 @@ class LowLatencyCase:
     calls: int = 2
     ranks_per_node: int | None = None  # fewer than ranks: several logical nodes
     num_qps: int = 24
+    hand_on: int = 8  # tokens of a rank from which on it sends each once to a node
     seed: int = 0
 
     @property
@@ -221,6 +222,7 @@ def run_case(group: Any, case: LowLatencyCase, **options: Any) -> list[Received]
         ranks_per_node=case.ranks_per_node, num_qps_per_rank=case.num_qps,
         **{"device": "cpu", **options},
     ) as buffer:  # fmt: skip
+        buffer.runtime.low_latency_hand_on_tokens = case.hand_on
         return run_pairs(buffer, case)
 
 

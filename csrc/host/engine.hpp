@@ -186,6 +186,8 @@ class Engine {
   int64_t num_launches() const { return num_launches_; }
   // Shared memory a block may use: smaller values cut rows into more pieces (tests, smaller GPUs).
   int smem_bytes_limit = Target::kTuning.smem_bytes_limit;
+  // Between nodes: with at least so many tokens of this rank a low-latency dispatch sends each once to a node.
+  int low_latency_hand_on_tokens = 8;
   // For measuring the host's part of a call: all is done but the launch.
   bool skips_launches = false;
 

@@ -61,8 +61,10 @@ void Engine<Target>::set_low_latency_rail_sequence(uint32_t sequence) {
 template <class Target>
 void Engine<Target>::low_latency_rail_dispatch(const LowLatencyPlan& plan, const LowLatencyDispatchCall& call,
                                                const LowLatencyDispatchArgs& base, uint64_t stream) {
-  LowLatencyRailDispatchArgs args{base};
+  LowLatencyRailDispatchArgs args{};
+  static_cast<LowLatencyDispatchArgs&>(args) = base;
   args.reach = low_latency_reach_;
+  args.reach.hand_on_tokens = low_latency_hand_on_tokens;
   args.num_rows = reinterpret_cast<int32_t*>(call.metadata + plan.metadata.num_rows);
   args.return_addresses = reinterpret_cast<int32_t*>(call.metadata + plan.metadata.return_addresses);
   switch (plan.options.format) {
@@ -78,7 +80,8 @@ void Engine<Target>::low_latency_rail_dispatch(const LowLatencyPlan& plan, const
 template <class Target>
 void Engine<Target>::low_latency_rail_combine(const LowLatencyPlan& plan, const LowLatencyCombineCall& call,
                                               const LowLatencyCombineArgs& base, uint64_t stream) {
-  LowLatencyRailCombineArgs args{base};
+  LowLatencyRailCombineArgs args{};
+  static_cast<LowLatencyCombineArgs&>(args) = base;
   args.reach = low_latency_reach_;
   args.num_rows = reinterpret_cast<const int32_t*>(call.metadata + plan.metadata.num_rows);
   args.return_addresses = reinterpret_cast<const int32_t*>(call.metadata + plan.metadata.return_addresses);

@@ -1,6 +1,10 @@
 """Low-latency calls between logical nodes on the host target, as threads and as processes, over shapes and options."""
 
+import importlib.util
 import random
+import sys
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -47,6 +51,7 @@ def sampled_case(seed: int) -> LowLatencyCase:
         calls=3,
         ranks_per_node=ranks_per_node,
         num_qps=choose.choice((1, 2, 24)),
+        hand_on=choose.choice((0, 8, 1000)),
         seed=seed,
     )
 
@@ -73,11 +78,40 @@ def test_ranks_may_be_processes(compact: bool) -> None:
     verify(case, processes.run(run_case, 4, case, timeout_s=100))
 
 
+def load_ways() -> ModuleType:
+    path = Path(__file__).resolve().parents[2] / "tools" / "low_latency_ways.py"
+    spec = importlib.util.spec_from_file_location("low_latency_ways", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses ask for it
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_model_knows_what_a_nic_takes_at_least() -> None:
+    ways = load_ways()
+    shape = ways.Shape(num_nodes=2, ranks_per_node=4, num_experts=64, num_topk=4, hidden=1024)
+    routing = ways.uniform_routing(shape, 32, seed=1)
+    for is_combine in (False, True):
+        for way in ways.WAYS:
+            machine = ways.Machine()
+            puts = ways.puts_of(shape, machine, way, routing, is_combine=is_combine)
+            of_ranks = [
+                sum(max(p.num_bytes / machine.nic, machine.nic_message) for p in puts if p.source == rank)
+                for rank in range(shape.num_ranks)
+            ]
+            taken = ways.duration(machine, puts, is_combine=is_combine)
+            assert taken >= max(of_ranks) + machine.network
+            slower = ways.Machine(nic=machine.nic / 100)
+            assert ways.duration(slower, puts, is_combine=is_combine) > 3 * taken
+
+
 def put_bytes(group: local.ThreadGroup, case: LowLatencyCase) -> list[list[int]]:
     """What one call of each kind puts, [dispatch, combine] by node."""
     with deep_comm.Buffer(
         group, 0, case.num_bytes, low_latency_mode=True, device="cpu", ranks_per_node=2
     ) as buffer:
+        buffer.runtime.low_latency_hand_on_tokens = case.hand_on
         pair, counted = Pair(buffer, case, 0), []
         for stage in (pair.dispatch, pair.combine):
             before = [sum(queues) for queues in buffer.rail_put_bytes]
@@ -87,23 +121,38 @@ def put_bytes(group: local.ThreadGroup, case: LowLatencyCase) -> list[list[int]]
         return counted
 
 
-def test_a_row_crosses_once_to_each_rank_of_another_node_and_never_to_the_own_node() -> None:
+@pytest.mark.parametrize("hand_on", [0, 100])
+def test_a_row_crosses_once_to_a_node_or_to_each_rank_there_and_never_to_the_own(
+    hand_on: int,
+) -> None:
     case = LowLatencyCase(
-        (5, 8, 2, 7), 8, hidden=256, experts=8, topk=3, weights_ahead=True, ranks_per_node=2
-    )
+        (5, 8, 2, 7), 8, hidden=256, experts=8, topk=3, weights_ahead=True, ranks_per_node=2,
+        use_fp8=True, hand_on=hand_on,
+    )  # fmt: skip
     got = local.run(lambda group: put_bytes(group, case), 4, timeout_s=60)
     inputs = [inputs_of(case, rank, 0) for rank in range(4)]
     ranks_of = [[{int(e) // 2 for e in row if e >= 0} for row in idx] for _, idx, _ in inputs]
-    slot, row, counts = 3 * 16 + 2 * 256, 2 * 256, 2 * (2 + 2) * 8
+    slot, row, counts = 3 * 16 + 4 * 4 + 256 + 2 * 4 + 8, 2 * 256, 2 * (3 + 2) * 8
     for rank, (dispatched, combined) in enumerate(got):
         other = 1 - rank // 2
         assert dispatched[rank // 2] == combined[rank // 2] == 0
-        sent = sum(len(ranks & {2 * other, 2 * other + 1}) for ranks in ranks_of[rank])
+        there = [len(ranks & {2 * other, 2 * other + 1}) for ranks in ranks_of[rank]]
+        sent = sum(min(num, 1) for num in there) if hand_on == 0 else sum(there)
         assert dispatched[other] == sent * slot + counts
         returned = sum(
             rank in ranks for peer in (2 * other, 2 * other + 1) for ranks in ranks_of[peer]
         )
         assert combined[other] == returned * row
+    # The model of the ways counts the same messages.
+    ways = load_ways()
+    shape = ways.Shape(num_nodes=2, ranks_per_node=2, num_experts=8, num_topk=3, hidden=256)
+    routing = [[[e for e in row if e >= 0] for row in idx.tolist()] for _, idx, _ in inputs]
+    way, machine = "node" if hand_on == 0 else "rank", ways.Machine()
+    for is_combine, of_way in ((False, way), (True, "rank")):
+        puts = ways.puts_of(shape, machine, of_way, routing, is_combine=is_combine)
+        for rank in range(4):
+            counted = got[rank][is_combine][1 - rank // 2] - (0 if is_combine else counts)
+            assert counted == sum(put.num_bytes for put in puts if put.source == rank)
 
 
 def test_low_latency_and_normal_calls_mix_in_any_order() -> None:

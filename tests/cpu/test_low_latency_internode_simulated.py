@@ -51,6 +51,7 @@ def small_case(seed: int) -> LowLatencyCase:
         calls=choose.choice((2, 4)),
         ranks_per_node=ranks_per_node,
         num_qps=choose.choice((1, 2, 5)),
+        hand_on=choose.choice((0, 0, 3, 100)),  # ranks may decide differently
         seed=seed,
     )
 
@@ -70,14 +71,14 @@ def test_every_policy_serves_two_nodes_of_four(policy: str) -> None:
 
 def test_sixty_four_ranks_of_eight_nodes() -> None:
     case = LowLatencyCase(
-        (2,) * 63 + (0,), 2, hidden=16, experts=130, topk=4, ranks_per_node=8, num_qps=2, calls=3
+        (2,) * 63 + (0,), 2, hidden=16, experts=130, topk=4, ranks_per_node=8, num_qps=2, calls=3, hand_on=1
     )
     verify(case, simulate.run(lambda group: run_case(group, case), 64, 1, timeout_s=300))
 
 
 # Six pairs with a stalled rank: a half is used again while somebody may still read it.
 CASE = LowLatencyCase(
-    (3, 5, 4, 2), 5, hidden=64, experts=8, topk=3, calls=6, ranks_per_node=2, num_qps=3
+    (3, 5, 4, 2), 5, hidden=64, experts=8, topk=4, calls=6, ranks_per_node=2, num_qps=3, hand_on=4
 )
 
 
@@ -104,6 +105,13 @@ def notices(seed: int, faults: tuple[str, ...], case: LowLatencyCase = CASE) -> 
 )
 def test_simulation_finds_the_fault(fault: str) -> None:
     assert any(notices(seed, (fault,)) for seed in range(60))
+
+
+def test_simulation_finds_a_word_that_travels_as_a_zero() -> None:
+    """x[1] has a block of zeros: a reader waits for ever for what looks like nothing."""
+    case = LowLatencyCase((3, 2), 3, hidden=128, ranks_per_node=1, calls=1)
+    found = notices(1, ("plain_words",), case)
+    assert found is not None and found.startswith("SimulationStuck"), found
 
 
 def test_order_between_puts_and_signals_is_not_needed() -> None:

@@ -131,6 +131,7 @@ enum class Fault : uint32_t {
   kSkipRailCredit = 1u << 9,   // rail senders do not wait for a free slot
   kEarlyRailCredit = 1u << 10,  // rail receivers free slots that they have not read
   kSkipRailFence = 1u << 11,    // no fence between filling a slot and putting it
+  kPlainWords = 1u << 12,       // rows travel as they are, zeros as zeros
 };
 
 }  // namespace deep_comm

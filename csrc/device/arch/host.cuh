@@ -28,6 +28,7 @@ static_assert(simt::kFaultNames[8].bit == static_cast<uint32_t>(Fault::kReorderR
 static_assert(simt::kFaultNames[9].bit == static_cast<uint32_t>(Fault::kSkipRailCredit));
 static_assert(simt::kFaultNames[10].bit == static_cast<uint32_t>(Fault::kEarlyRailCredit));
 static_assert(simt::kFaultNames[11].bit == static_cast<uint32_t>(Fault::kSkipRailFence));
+static_assert(simt::kFaultNames[12].bit == static_cast<uint32_t>(Fault::kPlainWords));
 
 inline bool fault(Fault which) {
   return (simt::t_state.faults & static_cast<uint32_t>(which)) != 0;

@@ -24,7 +24,7 @@ struct LowLatencyMetadata {
   size_t recv_weights;     // float32 [R, M, K]
   size_t compact_idx;      // int32 [N, K]
   size_t compact_weights;  // float32 [N, K]
-  size_t num_rows;         // int32 [R]: rows from each source
+  size_t num_rows;         // int32 [2, R]: rows from each source, and how many of them were handed on
   size_t return_addresses;  // int32 [R, M]: ReturnAddress of each of them
   size_t num_bytes;
 
@@ -47,7 +47,7 @@ struct LowLatencyMetadata {
     layout.recv_weights = take(num_rows * num_topk, 4, has_weights && !is_compact);
     layout.compact_idx = take(num_rows * num_topk, 4, is_compact);
     layout.compact_weights = take(num_rows * num_topk, 4, has_weights && is_compact);
-    layout.num_rows = take(num_ranks, 4, is_internode);
+    layout.num_rows = take(2 * num_ranks, 4, is_internode);
     layout.return_addresses = take(num_rows, 4, is_internode);
     layout.num_bytes = cursor.num_bytes();
     return layout;

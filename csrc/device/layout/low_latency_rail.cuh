@@ -4,15 +4,16 @@
 //   words  = [ LowLatencyRailState | consumed | announced | counts | counts on their way ]
 //   region = two halves of each of
 //     weights      [R, M, K]         weights of a token of a source: value beside its number
-//     slots        [R, M]            messages of a source, in the order of its tokens that come here; zero at rest
+//     slots        [R, M]            messages of a source; zero at rest
 //     rows         [M, min(K, R)]    what the ranks of a token's experts send back, ranks ascending; zero at rest
 //                                    with one rounding [M, K], by selection
 //     and, from which the NIC takes them: weights_staged [M, K], slots_staged [M], rows_staged [R, M] (or [R, M, K])
-//   slot   = [ Route [K] | row | float32 scales | zeros up to 16 bytes ]
+//   slot   = [ Route [K] | SlotWord [K] | token | zeros | row | float32 scales | zeros up to 16 bytes ]
 //
-// A message is the same for all ranks that get it, so it is staged once: its routes name experts and tokens as the
-// source knows them, and what depends on the receiver follows from the slot's number and from the list of experts.
-// A slot's number is how many earlier tokens of its source come to that rank.
+// A message is the same for all ranks that get it, so it is staged once, and a rank that has got it can hand it on: its
+// routes name experts as all ranks know them, and say for every selection in which slot of that expert's rank it is.
+// Messages that come straight from their source fill its slots there from the first one on, those that another rank
+// of the node hands on from the last one back.
 #pragma once
 
 #include "device/layout/low_latency.cuh"
@@ -25,12 +26,13 @@ struct alignas(kLineBytes) LowLatencyRailState {
 };
 
 struct LowLatencyRailWords {
-  static constexpr int kAnnounced = 0, kNumRows = 1, kExperts = 2;  // in a line of counts
+  // In a line of counts. kNumHanded: of kNumRows, those that another rank of the node hands on.
+  static constexpr int kAnnounced = 0, kNumRows = 1, kNumHanded = 2, kExperts = 3;
 
   size_t state;      // LowLatencyRailState
   size_t consumed;   // Tagged [kind, half, R], a line each: the operation that peer has read what it got of
   size_t announced;  // combine: Tagged [half, R]: source has begun; value = signature, its tokens
-  // dispatch: Tagged [half, R, counts_stride], by source: announced, rows for this rank, for each of its experts
+  // dispatch: Tagged [half, R, counts_stride], by source: announced, rows for this rank, …, for each of its experts
   size_t counts;
   size_t counts_staged;  // the same by destination
   size_t counts_stride;
@@ -52,7 +54,18 @@ struct LowLatencyRailWords {
   }
 };
 
-// A message of dispatch.
+// Where the rank of a selection has the message. It travels as a word that is not zero.
+struct SlotWord {
+  int slot;
+  bool is_handed;  // by the rank of the first selection that lies on that node
+
+  DC_HOST_DEVICE uint32_t pack() const { return static_cast<uint32_t>(slot + 1) | (is_handed ? 1u << 31 : 0u); }
+  DC_HOST_DEVICE static SlotWord unpack(uint32_t word) {
+    return {static_cast<int>(word & ~(1u << 31)) - 1, (word >> 31 & 1u) != 0};
+  }
+};
+
+// A message of dispatch. A Route's row_ordinal is that of the selection's rank.
 struct LowLatencySlot {
   int num_topk;
   int row_bytes;
@@ -61,7 +74,10 @@ struct LowLatencySlot {
   DC_HOST_DEVICE static LowLatencySlot of(const LowLatencyShape& shape) {
     return {shape.num_topk, shape.row_bytes, shape.num_scales};
   }
-  DC_HOST_DEVICE int row_offset() const { return num_topk * static_cast<int>(sizeof(Vec16)); }
+  DC_HOST_DEVICE int words_offset() const { return num_topk * static_cast<int>(sizeof(Vec16)); }
+  DC_HOST_DEVICE int num_words() const { return num_topk + 1; }  // the last: the source's token + 1
+  DC_HOST_DEVICE int num_padded_words() const { return align_up(num_words(), 4); }
+  DC_HOST_DEVICE int row_offset() const { return words_offset() + num_padded_words() * static_cast<int>(sizeof(uint32_t)); }
   DC_HOST_DEVICE int scales_offset() const { return row_offset() + row_bytes; }
   DC_HOST_DEVICE int end_offset() const { return scales_offset() + num_scales * static_cast<int>(sizeof(float)); }
   DC_HOST_DEVICE int num_bytes() const { return align_up(end_offset(), static_cast<int>(sizeof(Vec16))); }
@@ -138,6 +154,7 @@ struct LowLatencyGroup {
   RailPort port;
 
   DC_HOST_DEVICE bool is_near(int peer) const { return peer >= first_near && peer < first_near + num_near; }
+  DC_HOST_DEVICE int node_of(int peer) const { return peer / num_near; }
   // Ranks of other nodes first, whose way is longer, and each rank begins with another of them.
   DC_HOST_DEVICE int rank_at(int position) const {
     const int num_far = num_ranks - num_near;

@@ -12,6 +12,9 @@ struct RailReach {
   LowLatencyGroup group;
   LowLatencyRailWords words;
   LowLatencyRailRegion region;
+  // A rank with so many tokens sends each once to a node, where the first rank hands it on over NVLink. Ranks need not
+  // agree: messages say how they come.
+  int hand_on_tokens;
 };
 
 // What combine needs to know of a received row: its source's token, and how many of the ranks of that token's experts
@@ -28,13 +31,13 @@ struct ReturnAddress {
 
 struct LowLatencyRailDispatchArgs : LowLatencyDispatchArgs {
   RailReach reach;
-  int32_t* num_rows;          // out [R]: rows from each source
+  int32_t* num_rows;          // out [2, R]: rows from each source, and how many of them were handed on
   int32_t* return_addresses;  // out [R, M]: ReturnAddress, by slot
 };
 
 struct LowLatencyRailCombineArgs : LowLatencyCombineArgs {
   RailReach reach;
-  const int32_t* num_rows;          // [R]
+  const int32_t* num_rows;          // [2, R]
   const int32_t* return_addresses;  // [R, M]
 };
 

@@ -15,11 +15,14 @@ struct RailBlockMemory {
     int32_t num_destinations;
   };
   Header* header;
-  uint32_t* counters;   // [E + R] when sending, [R, 1 + L] when receiving
-  int32_t* num_tokens;  // [R]
-  int32_t* first_task;  // [R + 1] by position: see LowLatencyGroup::rank_at
+  uint32_t* counters;   // [E + 2 R] when sending, [R, 1 + L] when receiving
+  int32_t* num_tokens;  // [R] receiving: of each source; combine sending: rows that came straight from it
+  int32_t* num_handed;  // [R] rows of each source that are handed on
+  int32_t* first_task;  // [2, R + 1] by pass and position: see LowLatencyGroup::rank_at
   int32_t* tasks;       // [warps] pack_task(source, slot)
   int32_t* returns;     // [warps] combine: packed ReturnAddress of the warp's task
+  int32_t* num_forwards;  // [warps] ranks that the warp's message is handed on to
+  int32_t* forwards;      // [warps, kMaxRanks] local rank << 16 | slot
   int32_t* num_places;  // [warps] places of the warp's row; at the source: rows that come back for its token
   int32_t* places;      // [warps, K] at the source: the ranks they come from
   float* weights;       // [warps, K]
@@ -28,11 +31,11 @@ struct RailBlockMemory {
 
   DC_HOST_DEVICE static size_t num_counters(const LowLatencyShape& shape, int num_ranks) {
     const int max_local = ceil_div(shape.num_experts, num_ranks);
-    return max_of(shape.num_experts + num_ranks, num_ranks * (1 + max_local));
+    return max_of(shape.num_experts + 2 * num_ranks, num_ranks * (1 + max_local));
   }
   DC_HOST_DEVICE static size_t num_bytes(const LowLatencyShape& shape, int num_ranks, int num_warps) {
-    return sizeof(Header) + 4 * (num_counters(shape, num_ranks) + 2 * num_ranks + 1 +
-                                 num_warps * (3 + 2 * shape.num_topk) + shape.num_topk);
+    return sizeof(Header) + 4 * (num_counters(shape, num_ranks) + 4 * num_ranks + 2 +
+                                 num_warps * (4 + kMaxRanks + 2 * shape.num_topk) + shape.num_topk);
   }
   DC_DEVICE static RailBlockMemory make(const LowLatencyShape& shape, int num_ranks) {
     RailBlockMemory memory{};
@@ -40,10 +43,13 @@ struct RailBlockMemory {
     memory.header = reinterpret_cast<Header*>(arch::dynamic_smem());
     memory.counters = reinterpret_cast<uint32_t*>(memory.header + 1);
     memory.num_tokens = reinterpret_cast<int32_t*>(memory.counters + num_counters(shape, num_ranks));
-    memory.first_task = memory.num_tokens + num_ranks;
-    memory.tasks = memory.first_task + num_ranks + 1;
+    memory.num_handed = memory.num_tokens + num_ranks;
+    memory.first_task = memory.num_handed + num_ranks;
+    memory.tasks = memory.first_task + 2 * (num_ranks + 1);
     memory.returns = memory.tasks + num_warps;
-    memory.num_places = memory.returns + num_warps;
+    memory.num_forwards = memory.returns + num_warps;
+    memory.forwards = memory.num_forwards + num_warps;
+    memory.num_places = memory.forwards + num_warps * kMaxRanks;
     memory.places = memory.num_places + num_warps;
     memory.weights = reinterpret_cast<float*>(memory.places + num_warps * shape.num_topk);
     memory.slots = reinterpret_cast<int32_t*>(memory.weights + num_warps * shape.num_topk);
@@ -84,6 +90,15 @@ DC_DEVICE void put_staged(const LowLatencyRailHalf& half, int peer, int qp, size
   if (!arch::fault(Fault::kSkipRailFence)) arch::fence_acq_rel_sys();
   arch::rail_put(group.port, group.first_peer + peer, qp, offset, half.own<uint8_t>(staged),
                  static_cast<uint32_t>(num_bytes));
+}
+
+// The same by a whole warp.
+DC_DEVICE void put_staged_warp(const LowLatencyRailHalf& half, int peer, int qp, size_t offset, size_t staged,
+                               size_t num_bytes) {
+  const LowLatencyGroup& group = half.group;
+  if (!arch::fault(Fault::kSkipRailFence)) arch::fence_acq_rel_sys();
+  arch::rail_put_warp(group.port, group.first_peer + peer, qp, offset, half.own<uint8_t>(staged),
+                      static_cast<uint32_t>(num_bytes));
 }
 
 // ---- begin of an operation ------------------------------------------------------------------------------------------
@@ -190,7 +205,7 @@ DC_DEVICE bool await_announcements(const Context& context, const LowLatencyRailH
 
 // One warp: numbers the rows of all sources, num_rows(source) of each.
 template <class NumRows>
-DC_DEVICE void number_tasks(const LowLatencyGroup& group, const RailBlockMemory& memory, NumRows num_rows) {
+DC_DEVICE void number_tasks(const LowLatencyGroup& group, int32_t* first_task, NumRows num_rows) {
   int total = 0;
   for (int base = 0; base < group.num_ranks; base += kWarpSize) {
     const int position = base + arch::lane_idx();
@@ -200,31 +215,37 @@ DC_DEVICE void number_tasks(const LowLatencyGroup& group, const RailBlockMemory&
       const int before = arch::shfl_up(kFullMask, end, delta);
       if (arch::lane_idx() >= delta) end += before;
     }
-    if (position < group.num_ranks) memory.first_task[position] = total + end - own;
+    if (position < group.num_ranks) first_task[position] = total + end - own;
     total += arch::shfl(kFullMask, end, kWarpSize - 1);
   }
-  if (arch::lane_idx() == 0) memory.first_task[group.num_ranks] = total;
+  if (arch::lane_idx() == 0) first_task[group.num_ranks] = total;
   arch::sync_warp();
 }
 
 struct BlockTasks {
+  const int32_t* first_task;
   int count;
 
-  DC_DEVICE static BlockTasks of(const LowLatencyGroup& group, const RailBlockMemory& memory) {
-    const int total = memory.first_task[group.num_ranks];
-    return {max_of(0, ceil_div(total - arch::block_idx(), arch::num_blocks()))};
+  DC_DEVICE static BlockTasks of(const LowLatencyGroup& group, const int32_t* first_task) {
+    const int total = first_task[group.num_ranks];
+    return {first_task, max_of(0, ceil_div(total - arch::block_idx(), arch::num_blocks()))};
   }
-  // pack_task(source, slot) of this block's task number idx.
-  DC_DEVICE int32_t find(const LowLatencyGroup& group, const RailBlockMemory& memory, int idx) const {
+  // pack_task(source, number among its rows) of this block's task number idx.
+  DC_DEVICE int32_t find(const LowLatencyGroup& group, int idx) const {
     const int task = arch::block_idx() + idx * arch::num_blocks();
     int low = 0, high = group.num_ranks;  // first_task[low] <= task < first_task[high]
     while (high - low > 1) {
       const int middle = (low + high) / 2;
-      (memory.first_task[middle] <= task ? low : high) = middle;
+      (first_task[middle] <= task ? low : high) = middle;
     }
-    return pack_task(group.rank_at(low), task - memory.first_task[low]);
+    return pack_task(group.rank_at(low), task - first_task[low]);
   }
 };
+
+// Of the rows of a source, straight ones first, the slot of number idx.
+DC_DEVICE int slot_of(const LowLatencyShape& shape, int idx, int num_straight) {
+  return idx < num_straight ? idx : shape.num_max_tokens - 1 - (idx - num_straight);
+}
 
 // A warp's view of a token's selections, by lane: of k = lane and lane + 32.
 struct TokenRanks {

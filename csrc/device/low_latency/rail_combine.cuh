@@ -204,12 +204,12 @@ DC_DEVICE void put_rows(const LowLatencyRailCombineArgs& args, const LowLatencyR
   // Codes of 16 elements are 16 bytes, and 8 more behind those of the row.
   const size_t num_bytes = kLogFmt ? half.row_bytes() / 4 * 3 : half.row_bytes();
   const int num_rows = kSelected ? memory.num_places[warp] : 1;
-  for (int idx = arch::lane_idx(); idx < num_rows; idx += kWarpSize) {
+  for (int idx = 0; idx < num_rows; ++idx) {
     const int selection = kSelected ? bit_cast<int32_t>(memory.weights[warp * num_topk + idx]) : 0;
     // pairs with: take_arrival in add_rows at the source — the words themselves.
-    put_staged(half, source, group.data_qp(to.token),
-               half.row(to.token, kSelected ? selection : to.order, rows_per_token<kRows>(args)),
-               half.row_staged(source, slot, selection, kSelected ? num_topk : 1), num_bytes);
+    put_staged_warp(half, source, group.data_qp(to.token),
+                    half.row(to.token, kSelected ? selection : to.order, rows_per_token<kRows>(args)),
+                    half.row_staged(source, slot, selection, kSelected ? num_topk : 1), num_bytes);
   }
 }
 
@@ -231,14 +231,24 @@ DC_DEVICE bool combine_send(const Context& context, const LowLatencyRailCombineA
       }
     }
   }
-  if (warp == 0) number_tasks(group, memory, [&](int source) { return arch::ld_nc(args.num_rows + source); });
+  if (warp == 0) {
+    number_tasks(group, memory.first_task, [&](int source) {
+      const int num_rows = arch::ld_nc(args.num_rows + source);
+      memory.num_tokens[source] = num_rows - arch::ld_nc(args.num_rows + group.num_ranks + source);
+      return num_rows;
+    });
+  }
   if (!memory.agrees(ok)) return false;
-  const BlockTasks tasks = BlockTasks::of(group, memory);
+  const BlockTasks tasks = BlockTasks::of(group, memory.first_task);
   const Divisor by_vecs = Divisor::make(args.shape.hidden / Numeric<Dtype::kBfloat16>::kPerVec);
   for (int first = 0; first < tasks.count; first += num_warps) {
     const int num_now = min_of(num_warps, tasks.count - first);
     if (warp < num_now) {
-      if (arch::lane_idx() == 0) memory.tasks[warp] = tasks.find(group, memory, first + warp);
+      if (arch::lane_idx() == 0) {
+        const int32_t task = tasks.find(group, first + warp);
+        const int source = source_of(task);
+        memory.tasks[warp] = pack_task(source, slot_of(args.shape, token_of(task), memory.num_tokens[source]));
+      }
       arch::sync_warp();
       ok = find_summands<kRows>(context, args, half, memory);
     }

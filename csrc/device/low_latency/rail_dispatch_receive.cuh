@@ -1,7 +1,11 @@
 // The receive phase of dispatch between nodes: the rows of all sources are dealt out over the blocks, which take each
-// message as it arrives and copy its row to the places of its selections.
+// message as it arrives, hand it on to other ranks of the node if they are to get it so, and copy its row to the places
+// of its selections.
 //
 //   announcements and counts of all sources → first row of every (source, expert) → a row: routes → places → copies
+//
+// A block takes all its rows that come straight before one that is handed on: so those depend on nobody's receive
+// phase, all of them are taken and handed on, and then the others come.
 #pragma once
 
 #include "device/low_latency/rail_block.cuh"
@@ -10,17 +14,25 @@
 namespace deep_comm {
 
 // counters[source, 0]: rows of this rank by source, then [source, 1 + e] of local expert e; of both the first
-// num_columns.
+// num_columns. And num_handed.
 DC_DEVICE bool await_counts(const Context& context, const LowLatencyRailHalf& half, const RailBlockMemory& memory,
                             int num_local, int num_columns) {
   bool ok = true;
   // From the last thread on: the first warp has announcements to wait for.
-  for (int idx = arch::num_threads() - 1 - arch::thread_idx(); idx < half.group.num_ranks * num_columns && ok;
+  using Words = LowLatencyRailWords;
+  const int num_words = num_columns + 1;
+  for (int idx = arch::num_threads() - 1 - arch::thread_idx(); idx < half.group.num_ranks * num_words && ok;
        idx += arch::num_threads()) {
-    const int source = idx / num_columns, column = idx % num_columns;
-    ok = await_tagged_alone(context, half.own<uint64_t>(half.counts(source)) + LowLatencyRailWords::kNumRows + column,
-                            {Stage::kCounts, Word::kTokenCount, source, -1},
-                            &memory.counters[source * (1 + num_local) + column]);
+    const int source = idx / num_words, word = Words::kNumRows + idx % num_words;
+    uint32_t count = 0;
+    ok = await_tagged_alone(context, half.own<uint64_t>(half.counts(source)) + word,
+                            {Stage::kCounts, Word::kTokenCount, source, -1}, &count);
+    if (word == Words::kNumHanded) {
+      memory.num_handed[source] = static_cast<int32_t>(count);
+    } else {
+      const int column = word == Words::kNumRows ? 0 : 1 + word - Words::kExperts;
+      memory.counters[source * (1 + num_local) + column] = count;
+    }
   }
   return ok;
 }
@@ -39,7 +51,10 @@ DC_DEVICE void place_sources(const LowLatencyRailDispatchArgs& args, const RailB
       uint32_t* counter = &memory.counters[source * (1 + num_local) + column];
       const uint32_t count = *counter;
       *counter = num_before;
-      if (is_writing && !is_expert) arch::st_weak(args.num_rows + source, static_cast<int32_t>(count));
+      if (is_writing && !is_expert) {
+        arch::st_weak(args.num_rows + source, static_cast<int32_t>(count));
+        arch::st_weak(args.num_rows + num_ranks + source, memory.num_handed[source]);
+      }
       if (is_writing && has_range) {
         arch::st_weak(ranges + source, static_cast<int64_t>(static_cast<uint64_t>(num_before) << 32 | count));
       }
@@ -68,41 +83,107 @@ DC_DEVICE void place_sources(const LowLatencyRailDispatchArgs& args, const RailB
   }
 }
 
+// What a message says beside its row: taken from its slot, by lane, of selections lane and lane + 32.
+struct TakenRoutes {
+  Vec16 routes[2];
+  uint32_t words[2];
+  uint32_t token;  // lane 0: + 1
+
+  DC_DEVICE static bool take(const Context& context, const LowLatencySlot& slot, uint8_t* message, int source,
+                             TakenRoutes* taken) {
+    const WaitFor wait{Stage::kRows, Word::kRoute, source, arch::block_idx()};
+    uint32_t* words = reinterpret_cast<uint32_t*>(message + slot.words_offset());
+    bool ok = true;
+    *taken = {};
+    DC_UNROLL
+    for (int part = 0; part < 2; ++part) {
+      const int k = arch::lane_idx() + part * kWarpSize;
+      if (k >= slot.num_topk) continue;
+      ok = ok && take_arrival(context, reinterpret_cast<Vec16*>(message) + k, wait, &taken->routes[part]) &&
+           take_arrival(context, words + k, wait, &taken->words[part]);
+    }
+    if (arch::lane_idx() == 0) ok = ok && take_arrival(context, words + slot.num_topk, wait, &taken->token);
+    return arch::all(kFullMask, ok);
+  }
+  // The same into another rank's slot.
+  DC_DEVICE void pass_on(const LowLatencySlot& slot, uint8_t* message) const {
+    uint32_t* to = reinterpret_cast<uint32_t*>(message + slot.words_offset());
+    DC_UNROLL
+    for (int part = 0; part < 2; ++part) {
+      const int k = arch::lane_idx() + part * kWarpSize;
+      if (k >= slot.num_topk) continue;
+      // pairs with: take at that rank — nothing but the words themselves.
+      arch::st_relaxed_sys(reinterpret_cast<Vec16*>(message) + k, routes[part]);
+      arch::st_relaxed_sys(to + k, words[part]);
+    }
+    if (arch::lane_idx() == 0) arch::st_relaxed_sys(to + slot.num_topk, token);
+  }
+};
+
+// One warp: a message that came straight goes on to those ranks of this node that are to get it so. Their slots go into
+// shared memory: the row follows.
+DC_DEVICE void find_forwards(const LowLatencyGroup& group, const LowLatencyRailHalf& half,
+                             const RailBlockMemory& memory, const TakenRoutes& taken, const TokenRanks& ranks,
+                             const LowLatencySlot& slot, int source) {
+  const int warp = arch::warp_idx();
+  int num_forwards = 0;
+  DC_UNROLL
+  for (int part = 0; part < 2; ++part) {
+    const int peer = ranks.ranks[part];
+    const SlotWord to = SlotWord::unpack(taken.words[part]);
+    const bool is_forward = ranks.is_first[part] && to.is_handed && group.is_near(peer) && peer != group.rank;
+    const uint32_t forwards = arch::ballot(kFullMask, is_forward);
+    if (is_forward) {
+      const int number = num_forwards + arch::popc(forwards & ((1u << arch::lane_idx()) - 1));
+      memory.forwards[warp * kMaxRanks + number] = (peer - group.first_near) << 16 | to.slot;
+    }
+    num_forwards += arch::popc(forwards);
+  }
+  arch::sync_warp();
+  if (arch::lane_idx() == 0) memory.num_forwards[warp] = num_forwards;
+  for (int number = 0; number < num_forwards; ++number) {
+    const int32_t to = memory.forwards[warp * kMaxRanks + number];
+    taken.pass_on(slot, half.near<uint8_t>(group.first_near + (to >> 16), half.slot(source, to & 0xffff)));
+  }
+}
+
 // One warp: the places of a row's selections, into shared memory and into the outputs, and where combine sends what
 // comes of it.
 DC_DEVICE bool find_places(const Context& context, const LowLatencyRailDispatchArgs& args,
                            const LowLatencyRailHalf& half, const RailBlockMemory& memory, int32_t task,
-                           int num_local) {
+                           int num_local, bool is_straight) {
   const LowLatencyOutputs& out = args.out;
   const LowLatencyGroup& group = args.reach.group;
   const int num_topk = args.shape.num_topk, warp = arch::warp_idx(), source = source_of(task), slot = token_of(task);
   const int num_slots = group.num_ranks * args.shape.num_max_tokens;
   const ExpertMap map{args.shape.num_experts, group.num_ranks};
   const int first_expert = map.first_expert(group.rank);
-  Vec16* routes = half.own<Vec16>(half.slot(source, slot));
+  const LowLatencySlot layout = LowLatencySlot::of(args.shape);
   const uint32_t* first_rows = memory.counters + source * (1 + num_local);
   const int64_t row = static_cast<int64_t>(source) * args.shape.num_max_tokens + slot;
-  const int compact_place = static_cast<int>(first_rows[0]) + slot;
-  bool ok = true;
-  Route taken[2] = {{-1, 0, 0.0f, 0}, {-1, 0, 0.0f, 0}};  // of selections lane and lane + 32
-  const TokenRanks ranks = TokenRanks::make(num_topk, [&](int k, int part) {
-    Vec16 words{};
-    if (!take_arrival(context, routes + k, {Stage::kRows, Word::kRoute, source, arch::block_idx()}, &words)) {
-      ok = false;
-      return -1;
-    }
-    taken[part] = Route::unpack(words);
-    return taken[part].local_expert < 0 ? -1 : map.rank_of(taken[part].local_expert);
+  TakenRoutes taken;
+  if (!TakenRoutes::take(context, layout, half.own<uint8_t>(half.slot(source, slot)), source, &taken)) return false;
+  const TokenRanks ranks = TokenRanks::make(num_topk, [&](int /*k*/, int part) {
+    const int expert = Route::unpack(taken.routes[part]).local_expert;
+    return expert < 0 ? -1 : map.rank_of(expert);
   });
-  if (!arch::all(kFullMask, ok)) return false;
-  const int token = arch::shfl(kFullMask, taken[0].row_ordinal, 0), order = ranks.before(group.rank);
+  memory.num_forwards[warp] = 0;
+  arch::sync_warp();
+  if (is_straight) find_forwards(group, half, memory, taken, ranks, layout, source);
+  const int token = static_cast<int>(arch::shfl(kFullMask, taken.token, 0)) - 1, order = ranks.before(group.rank);
   int num_places = 0;
+  int compact_place = 0;
   DC_UNROLL
   for (int part = 0; part < 2; ++part) {
     const int k = part * kWarpSize + arch::lane_idx();
-    const Route& route = taken[part];
+    const Route route = Route::unpack(taken.routes[part]);
     const bool is_here = ranks.ranks[part] == group.rank;
     const int local = route.local_expert - first_expert;
+    // The first selection of a rank says which row it is there.
+    const uint32_t says = arch::ballot(kFullMask, is_here && ranks.is_first[part]);
+    if (says != 0) {
+      compact_place = static_cast<int>(first_rows[0]) + arch::shfl(kFullMask, route.row_ordinal, arch::ffs(says) - 1);
+    }
     const uint32_t here = arch::ballot(kFullMask, is_here && !route.is_repeated());
     int place = -1;
     if (is_here && !out.is_compact) {
@@ -113,16 +194,23 @@ DC_DEVICE bool find_places(const Context& context, const LowLatencyRailDispatchA
       }
     }
     num_places += arch::popc(here);
-    if (k >= num_topk) continue;
-    const float weight = is_here ? route.weight : 0.0f;
-    if (!out.is_compact) {
-      arch::st_weak(out.places + row * num_topk + k, place);
-      if (out.recv_weights != nullptr) arch::st_weak(out.recv_weights + row * num_topk + k, weight);
-      continue;
+    if (k >= num_topk || out.is_compact) continue;
+    arch::st_weak(out.places + row * num_topk + k, place);
+    if (out.recv_weights != nullptr) {
+      arch::st_weak(out.recv_weights + row * num_topk + k, is_here ? route.weight : 0.0f);
     }
+  }
+  DC_UNROLL
+  for (int part = 0; part < 2; ++part) {
+    const int k = part * kWarpSize + arch::lane_idx();
+    if (k >= num_topk || !out.is_compact) continue;
+    const Route route = Route::unpack(taken.routes[part]);
+    const bool is_here = ranks.ranks[part] == group.rank;
     const int64_t position = static_cast<int64_t>(compact_place) * num_topk + k;
-    arch::st_weak(out.compact_idx + position, is_here ? local : -1);
-    if (out.compact_weights != nullptr) arch::st_weak(out.compact_weights + position, weight);
+    arch::st_weak(out.compact_idx + position, is_here ? route.local_expert - first_expert : -1);
+    if (out.compact_weights != nullptr) {
+      arch::st_weak(out.compact_weights + position, is_here ? route.weight : 0.0f);
+    }
   }
   if (arch::lane_idx() != 0) return true;
   arch::st_weak(args.return_addresses + row, ReturnAddress{token, order}.pack());
@@ -163,7 +251,8 @@ struct RailRowPieces {
   }
 };
 
-// The block copies the rows of its warps' tasks to their places. `pieces`: the first look at the first of them.
+// The block hands the rows of its warps' tasks on, and copies them to their places. `pieces`: the first look at the
+// first of them.
 template <PayloadFormat kFormat>
 DC_DEVICE bool expand_rows(const Context& context, const LowLatencyRailDispatchArgs& args,
                            const LowLatencyRailHalf& half, const RailBlockMemory& memory, const Divisor& by_vecs,
@@ -178,6 +267,13 @@ DC_DEVICE bool expand_rows(const Context& context, const LowLatencyRailDispatchA
       const int task = pieces.tasks[step];
       const WaitFor wait{Stage::kRows, Word::kRow, source_of(memory.tasks[task]), arch::block_idx()};
       if (!take_arrival(context, pieces.from[step], wait, &pieces.vecs[step])) return false;
+      for (int idx = 0; idx < memory.num_forwards[task]; ++idx) {
+        const int32_t to = memory.forwards[task * kMaxRanks + idx];
+        const size_t slot = half.slot(source_of(memory.tasks[task]), to & 0xffff);
+        Vec16* row = half.near<Vec16>(half.group.first_near + (to >> 16), slot + LowLatencySlot::of(shape).row_offset());
+        // pairs with: take_arrival above at that rank — nothing but the words themselves.
+        arch::st_relaxed_sys(row + pieces.columns[step], pieces.vecs[step]);
+      }
       const Vec16 vec = decode<kFormat>(pieces.vecs[step]);
       for (int idx = 0; idx < memory.num_places[task]; ++idx) {
         const size_t place = memory.places[task * shape.num_topk + idx];
@@ -209,6 +305,13 @@ DC_DEVICE bool expand_scales(const Context& context, const LowLatencyRailDispatc
     for (int idx = 0; idx < outputs.num_words(output); ++idx) {
       uint32_t bits = 0;
       if (!take_arrival(context, scales + outputs.first_word(output) + idx, wait, &bits)) return false;
+      for (int forward = 0; forward < memory.num_forwards[task]; ++forward) {
+        const int32_t to = memory.forwards[task * kMaxRanks + forward];
+        const size_t slot = half.slot(source, to & 0xffff) + LowLatencySlot::of(shape).scales_offset();
+        uint32_t* words = half.near<uint32_t>(half.group.first_near + (to >> 16), slot);
+        // pairs with: the same take at that rank — nothing but the word itself.
+        arch::st_relaxed_sys(words + outputs.first_word(output) + idx, bits);
+      }
       value |= outputs.part(bits, idx);
     }
     for (int idx = 0; idx < memory.num_places[task]; ++idx) {
@@ -233,26 +336,41 @@ DC_DEVICE void dispatch_receive(const Context& context, const LowLatencyRailDisp
   }
   ok = await_counts(context, half, memory, num_local, num_columns) && ok;
   if (!memory.agrees(ok)) return;
+  int32_t* first_handed = memory.first_task + group.num_ranks + 1;
   if (warp == 0) {
-    number_tasks(group, memory, [&](int source) { return static_cast<int>(memory.counters[source * (1 + num_local)]); });
+    number_tasks(group, memory.first_task, [&](int source) {
+      return static_cast<int>(memory.counters[source * (1 + num_local)]) - memory.num_handed[source];
+    });
+  }
+  if (warp == num_warps - 1) {
+    number_tasks(group, first_handed, [&](int source) { return memory.num_handed[source]; });
   }
   arch::sync_block();
   place_sources(args, memory, num_local, num_columns);
-  const BlockTasks tasks = BlockTasks::of(group, memory);
+  // Who waits for a row that another hands on is more patient than those, and learns from the announcements whose are
+  // missing.
+  Context patient = rail_context(args.world, group, context.kernel, context.generation);
+  patient.patience = 2;
   const Divisor by_vecs = Divisor::make(args.shape.row_bytes / static_cast<int>(sizeof(Vec16)));
-  for (int first = 0; first < tasks.count; first += num_warps) {
-    const int num_now = min_of(num_warps, tasks.count - first);
-    if (warp == 0 && arch::lane_idx() < num_now) {
-      memory.tasks[arch::lane_idx()] = tasks.find(group, memory, first + arch::lane_idx());
+  for (const bool is_straight : {true, false}) {
+    const Context& waits = is_straight ? context : patient;
+    const BlockTasks tasks = BlockTasks::of(group, is_straight ? memory.first_task : first_handed);
+    for (int first = 0; first < tasks.count; first += num_warps) {
+      const int num_now = min_of(num_warps, tasks.count - first);
+      if (warp == 0 && arch::lane_idx() < num_now) {
+        const int32_t task = tasks.find(group, first + arch::lane_idx());
+        memory.tasks[arch::lane_idx()] =
+            is_straight ? task : pack_task(source_of(task), slot_of(args.shape, token_of(task), 0));
+      }
+      arch::sync_block();
+      RailRowPieces pieces;
+      pieces.look(args, half, memory, by_vecs, arch::thread_idx(), num_now);
+      if (warp < num_now) ok = find_places(waits, args, half, memory, memory.tasks[warp], num_local, is_straight);
+      if (!memory.agrees(ok)) return;
+      if (args.shape.num_scales > 0) ok = expand_scales<kFormat>(waits, args, half, memory, num_now);
+      ok = ok && expand_rows<kFormat>(waits, args, half, memory, by_vecs, pieces, num_now);
+      if (!memory.agrees(ok)) return;  // places have been read
     }
-    arch::sync_block();
-    RailRowPieces pieces;
-    pieces.look(args, half, memory, by_vecs, arch::thread_idx(), num_now);
-    if (warp < num_now) ok = find_places(context, args, half, memory, memory.tasks[warp], num_local);
-    if (!memory.agrees(ok)) return;
-    if (args.shape.num_scales > 0) ok = expand_scales<kFormat>(context, args, half, memory, num_now);
-    ok = ok && expand_rows<kFormat>(context, args, half, memory, by_vecs, pieces, num_now);
-    if (!memory.agrees(ok)) return;  // places have been read
   }
 }
 

@@ -1,5 +1,6 @@
-// The send phase of dispatch between nodes: every token becomes one staged message, which goes as it is to every rank
-// that holds one of its experts: by one put a rank of another node, by stores over NVLink within.
+// The send phase of dispatch between nodes: every token becomes one staged message, which goes as it is to the ranks
+// that hold one of its experts: by stores over NVLink in the own node, by a put to every rank of another node, or to the
+// first one of each node alone, which then hands it on.
 //
 //   block: first piece of x loaded | earlier tokens counted → row, scales; warp 0: routes, destinations → puts | copies
 //   last block: counts of all tokens → a line for every rank
@@ -18,52 +19,86 @@ DC_DEVICE int rail_expert(const LowLatencyRailDispatchArgs& args, int64_t positi
   return expert < args.shape.num_experts ? expert : -1;
 }
 
-// The block counts tokens [begin, end): counters[e] that select expert e, counters[E + r] that go to rank r.
+DC_DEVICE bool hands_on(const LowLatencyRailDispatchArgs& args) {
+  return args.num_tokens >= args.reach.hand_on_tokens;
+}
+
+// The block counts tokens [begin, end): counters[e] that select expert e, counters[E + r] that go to rank r,
+// counters[E + R + r] those of them that are handed on to it.
 DC_DEVICE void count_tokens(const LowLatencyRailDispatchArgs& args, uint32_t* counters, int begin, int end) {
   const int num_topk = args.shape.num_topk, num_experts = args.shape.num_experts;
-  const ExpertMap map{num_experts, args.reach.group.num_ranks};
+  const LowLatencyGroup& group = args.reach.group;
+  const ExpertMap map{num_experts, group.num_ranks};
   for (int64_t idx = static_cast<int64_t>(begin) * num_topk + arch::thread_idx();
        idx < static_cast<int64_t>(end) * num_topk; idx += arch::num_threads()) {
     const int expert = rail_expert(args, idx);
     if (expert < 0) continue;
     const int rank = map.rank_of(expert);
-    bool is_repeat = false, is_first = true;  // of this token's on that expert, on that rank
+    // Of this token's selections: another on that expert, none on that rank, one on that node is earlier.
+    bool is_repeat = false, is_first = true, is_known = false;
     for (int64_t other = idx / num_topk * num_topk; other < idx; ++other) {
       const int other_expert = rail_expert(args, other);
       is_repeat |= other_expert == expert;
-      is_first = is_first && (other_expert < 0 || map.rank_of(other_expert) != rank);
+      if (other_expert < 0) continue;
+      const int other_rank = map.rank_of(other_expert);
+      is_first = is_first && other_rank != rank;
+      is_known |= group.node_of(other_rank) == group.node_of(rank);
     }
     if (!is_repeat) arch::atomic_add_relaxed_cta(&counters[expert], 1u);
-    if (is_first) arch::atomic_add_relaxed_cta(&counters[num_experts + rank], 1u);
+    if (!is_first) continue;
+    arch::atomic_add_relaxed_cta(&counters[num_experts + rank], 1u);
+    if (is_known && hands_on(args) && !group.is_near(rank)) {
+      arch::atomic_add_relaxed_cta(&counters[num_experts + group.num_ranks + rank], 1u);
+    }
   }
 }
 
-// One warp, when the counters hold the tokens before: the routes of the token into its message, its destinations and
-// their slots into shared memory.
+// One warp, when the counters hold the tokens before: the routes of the token into its message, the ranks that it is
+// sent to straight, and their slots, into shared memory.
 DC_DEVICE void stage_routes(const Context& context, const LowLatencyRailDispatchArgs& args,
                             const LowLatencyRailHalf& half, const RailBlockMemory& memory, int token) {
   const int num_topk = args.shape.num_topk, num_experts = args.shape.num_experts;
-  const ExpertMap map{num_experts, args.reach.group.num_ranks};
+  const LowLatencyGroup& group = args.reach.group;
+  const LowLatencySlot slot = LowLatencySlot::of(args.shape);
+  const ExpertMap map{num_experts, group.num_ranks};
   Vec16* routes = half.own<Vec16>(half.slot_staged(token));
+  uint32_t* words = half.own<uint32_t>(half.slot_staged(token) + slot.words_offset());
   const int64_t first = static_cast<int64_t>(token) * num_topk;
   int experts[2] = {-1, -1};
   const TokenRanks ranks = TokenRanks::make(num_topk, [&](int k, int part) {
     experts[part] = checked_expert(context, args.topk_idx, first + k, args.topk_idx_bytes, num_experts);
     return experts[part] < 0 ? -1 : map.rank_of(experts[part]);
   });
+  const TokenRanks nodes = TokenRanks::make(
+      num_topk, [&](int /*k*/, int part) { return ranks.ranks[part] < 0 ? -1 : group.node_of(ranks.ranks[part]); });
+  // Whoever comes first on a node passes on to the other ranks there: a rank is where its first selection says.
   int num_destinations = 0;
+  uint32_t first_words[2] = {1u, 1u};
   DC_UNROLL
   for (int part = 0; part < 2; ++part) {
     const int k = arch::lane_idx() + part * kWarpSize, expert = experts[part];
-    const uint32_t firsts = arch::ballot(kFullMask, ranks.is_first[part]);
+    const int rank = ranks.ranks[part];
+    bool is_straight = false;
+    int slot_idx = 0;
+    uint32_t row_ordinal = 0;
     if (ranks.is_first[part]) {
-      const int destination = num_destinations + arch::popc(firsts & ((1u << arch::lane_idx()) - 1));
-      memory.places[destination] = ranks.ranks[part];
-      memory.slots[destination] = static_cast<int32_t>(memory.counters[num_experts + ranks.ranks[part]]);
+      row_ordinal = memory.counters[num_experts + rank];
+      const uint32_t num_handed = memory.counters[num_experts + group.num_ranks + rank];
+      is_straight = nodes.is_first[part] || !hands_on(args) || group.is_near(rank);
+      slot_idx = is_straight ? static_cast<int>(row_ordinal - num_handed)
+                             : args.shape.num_max_tokens - 1 - static_cast<int>(num_handed);
+      first_words[part] = SlotWord{slot_idx, !is_straight}.pack();
     }
-    num_destinations += arch::popc(firsts);
+    const uint32_t straight = arch::ballot(kFullMask, is_straight);
+    if (is_straight) {
+      const int destination = num_destinations + arch::popc(straight & ((1u << arch::lane_idx()) - 1));
+      memory.places[destination] = rank;
+      memory.slots[destination] = slot_idx;
+    }
+    num_destinations += arch::popc(straight);
     if (k >= num_topk) continue;
-    Route route{-1, 0, 0.0f, token};
+    arch::st_weak(words + k, first_words[part]);
+    Route route{-1, 0, 0.0f, static_cast<int32_t>(row_ordinal)};
     if (expert >= 0) {
       bool is_repeat = false;
       for (int column = 0; column < k; ++column) is_repeat |= rail_expert(args, first + column) == expert;
@@ -73,6 +108,10 @@ DC_DEVICE void stage_routes(const Context& context, const LowLatencyRailDispatch
       if (args.topk_weights != nullptr) route.weight = arch::ld_nc(args.topk_weights + first + k);
     }
     arch::st_weak(routes + k, route.pack());
+  }
+  // Zeros on both sides lie behind the token: nobody takes them away.
+  for (int word = num_topk + arch::lane_idx(); word < slot.num_padded_words(); word += kWarpSize) {
+    arch::st_weak(words + word, word == num_topk ? static_cast<uint32_t>(token) + 1 : 0u);
   }
   if (arch::lane_idx() == 0) memory.header->num_destinations = num_destinations;
 }
@@ -92,7 +131,7 @@ DC_DEVICE void stage_row(const LowLatencyRailDispatchArgs& args, const LowLatenc
     if (base != arch::warp_idx() * kWarpSize && piece < num_pieces) {
       loaded.load(args.x + static_cast<size_t>(token) * args.shape.hidden * sizeof(Bf16), piece);
     }
-    loaded.encode(args.round_scale, args.global_scale);
+    if (!arch::fault(Fault::kPlainWords)) loaded.encode(args.round_scale, args.global_scale);
     if (piece < num_pieces) loaded.send(message + slot.row_offset(), args.shape.row_bytes, piece);
   }
   // Behind the last scale lie zeros on both sides: nobody takes them away.
@@ -102,29 +141,25 @@ DC_DEVICE void stage_row(const LowLatencyRailDispatchArgs& args, const LowLatenc
   }
 }
 
-// The block, when the message is complete: to all its destinations.
+// The block, when the message is complete: straight to all that do not get it from another.
 DC_DEVICE void send_message(const LowLatencyRailDispatchArgs& args, const LowLatencyRailHalf& half,
                             const RailBlockMemory& memory, int token) {
   const LowLatencyGroup& group = args.reach.group;
   const int num_destinations = memory.header->num_destinations;
   const size_t staged = half.slot_staged(token), num_bytes = half.slot_bytes();
-  if (arch::warp_idx() == 0) {
-    for (int idx = arch::lane_idx(); idx < num_destinations; idx += kWarpSize) {
-      const int peer = memory.places[idx];
-      if (group.is_near(peer)) continue;
-      // pairs with: take_arrival in find_places, expand_rows and expand_scales at the peer — the words themselves.
-      put_staged(half, peer, group.data_qp(token), half.slot(group.rank, memory.slots[idx]), staged, num_bytes);
-    }
-    if (arch::num_warps() > 1) return;
+  // What has the longer way first; and no put waits for stores over NVLink.
+  for (int idx = arch::warp_idx(); idx < num_destinations; idx += arch::num_warps()) {
+    const int peer = memory.places[idx];
+    if (group.is_near(peer)) continue;
+    // pairs with: take_arrival in TakenRoutes, expand_rows and expand_scales at the peer — the words themselves.
+    put_staged_warp(half, peer, group.data_qp(token), half.slot(group.rank, memory.slots[idx]), staged, num_bytes);
   }
-  const int num_movers = arch::num_warps() > 1 ? arch::num_threads() - kWarpSize : arch::num_threads();
-  const int mover = arch::thread_idx() - (arch::num_threads() - num_movers);
   const int num_vecs = static_cast<int>(num_bytes / sizeof(Vec16));
   for (int idx = 0; idx < num_destinations; ++idx) {
     const int peer = memory.places[idx];
     if (!group.is_near(peer)) continue;
     Vec16* dst = half.near<Vec16>(peer, half.slot(group.rank, memory.slots[idx]));
-    for (int vec = mover; vec < num_vecs; vec += num_movers) {
+    for (int vec = arch::thread_idx(); vec < num_vecs; vec += arch::num_threads()) {
       // pairs with: the same takes of arrivals.
       arch::st_relaxed_sys(dst + vec, arch::ld_weak(half.own<Vec16>(staged) + vec));
     }
@@ -139,12 +174,14 @@ DC_DEVICE void send_counts(const Context& context, const LowLatencyRailDispatchA
   const LowLatencyGroup& group = args.reach.group;
   const int num_experts = args.shape.num_experts, num_ranks = group.num_ranks;
   const ExpertMap map{num_experts, num_ranks};
-  for (int idx = arch::thread_idx(); idx < num_experts + 2 * num_ranks; idx += arch::num_threads()) {
-    const bool is_expert = idx < num_experts, is_rows = !is_expert && idx < num_experts + num_ranks;
+  for (int idx = arch::thread_idx(); idx < num_experts + 3 * num_ranks; idx += arch::num_threads()) {
+    const bool is_expert = idx < num_experts;
     const int peer = is_expert ? map.rank_of(idx) : (idx - num_experts) % num_ranks;
-    const int place = is_expert ? Words::kExperts + idx - map.first_expert(peer)
-                      : is_rows ? Words::kNumRows
-                                : Words::kAnnounced;
+    const int of_rank = is_expert ? 0 : (idx - num_experts) / num_ranks;
+    const int place = is_expert      ? Words::kExperts + idx - map.first_expert(peer)
+                      : of_rank == 0 ? Words::kNumRows
+                      : of_rank == 1 ? Words::kNumHanded
+                                     : Words::kAnnounced;
     const uint64_t word = place == Words::kAnnounced ? announcement(context, args.signature, args.num_tokens)
                                                      : Tagged::pack(context.generation, memory.counters[idx]);
     if (group.is_near(peer)) {
@@ -166,7 +203,7 @@ DC_DEVICE void send_counts(const Context& context, const LowLatencyRailDispatchA
 template <PayloadFormat kFormat>
 DC_DEVICE bool dispatch_send(const Context& context, const LowLatencyRailDispatchArgs& args,
                              const LowLatencyRailHalf& half, const RailBlockMemory& memory, uint32_t previous) {
-  const int num_counters = args.shape.num_experts + args.reach.group.num_ranks;
+  const int num_counters = args.shape.num_experts + 2 * args.reach.group.num_ranks;
   const int warp = arch::warp_idx();
   Piece<kFormat> first{};
   const auto load_first = [&](int token) {

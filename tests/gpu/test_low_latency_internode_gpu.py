@@ -1,0 +1,188 @@
+"""tests/cpu/test_low_latency_internode.py on GPUs: one host's GPUs as logical nodes, over the rail that
+DEEP_COMM_RAIL chooses."""
+
+import dataclasses
+import random
+import time
+
+import pytest
+import torch
+from gpu_cases import run
+from low_latency import LowLatencyCase, Pair, expert_rows, inputs_of, run_pairs, verify
+
+import deep_comm
+from deep_comm import errors
+
+ROUTINGS = ("random", "skewed", "holes", "one_expert", "none", "duplicates")
+
+
+def shapes(num_ranks: int) -> list[tuple[int, int]]:
+    """(nodes, ranks per node) of at most ``num_ranks`` GPUs, several nodes each."""
+    wanted = [(2, 1), (3, 1), (2, 2), (4, 1), (2, 4), (4, 2)]
+    return [shape for shape in wanted if shape[0] * shape[1] <= num_ranks]
+
+
+def sampled_case(seed: int, shape: tuple[int, int]) -> LowLatencyCase:
+    choose = random.Random(seed * 64 + shape[0] * 8 + shape[1])
+    max_tokens = choose.choice((1, 16, 128))
+    use_fp8 = choose.random() < 0.5
+    compact = choose.random() < 0.4
+    round_scale = use_fp8 and choose.random() < 0.5
+    num_ranks = shape[0] * shape[1]
+    return LowLatencyCase(
+        tuple(choose.choice((0, 1, max_tokens // 2, max_tokens)) for _ in range(num_ranks)),
+        max_tokens,
+        hidden=choose.choice((128, 2048, 7168) if use_fp8 else (8, 1160, 7168)),
+        experts=choose.choice((3, 19, 64)),
+        topk=choose.choice((1, 4, 8)),
+        routing=choose.choice(ROUTINGS),
+        use_fp8=use_fp8,
+        round_scale=round_scale,
+        use_ue8m0=round_scale and choose.random() < 0.5,
+        compact=compact,
+        weights_ahead=choose.random() < 0.4,
+        one_rounding=not compact and choose.random() < 0.3,
+        mode=choose.choice(("plain", "hook", "late", "async")),
+        calls=2,
+        ranks_per_node=shape[1],
+        hand_on=choose.choice((0, 8, 1000)),
+        seed=seed,
+    )
+
+
+def open_buffer(group, case: LowLatencyCase, num_bytes: int, timeout_s: float = 30.0):
+    return deep_comm.Buffer(
+        group, 0, num_bytes, low_latency_mode=True, timeout_s=timeout_s,
+        device=torch.device("cuda", torch.cuda.current_device()),
+        ranks_per_node=case.ranks_per_node,
+    )  # fmt: skip
+
+
+def run_cases(group, cases: list[LowLatencyCase]) -> list:
+    results = []
+    with open_buffer(group, cases[0], max(case.num_bytes for case in cases)) as buffer:
+        for case in cases:
+            buffer.runtime.low_latency_hand_on_tokens = case.hand_on
+            results.append(run_pairs(buffer, case))
+    return results
+
+
+def test_every_rank_gets_its_rows_and_sums(num_ranks: int) -> None:
+    for shape in shapes(num_ranks):
+        cases = [sampled_case(seed, shape) for seed in range(16)]
+        results = run(run_cases, shape[0] * shape[1], cases)
+        for number, case in enumerate(cases):
+            try:
+                verify(case, [ranks[number] for ranks in results])
+            except AssertionError as error:
+                raise AssertionError(f"{case}: {error}") from error
+
+
+def replay(group, case: LowLatencyCase) -> list:
+    """One graph of a pair, replayed with changing inputs, eager pairs in between."""
+    results = []
+    with open_buffer(group, case, case.num_bytes) as buffer:
+        buffer.runtime.low_latency_hand_on_tokens = case.hand_on
+        pair = Pair(buffer, case, 0)
+        pair.dispatch()
+        pair.combine()
+        torch.cuda.synchronize()
+        group.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            pair.dispatch()
+            pair.combine()
+        for call in range(case.calls):
+            x, idx, weights = inputs_of(case, buffer.rank, call)
+            pair.x.copy_(x)
+            pair.idx.copy_(idx)
+            pair.weights.copy_(weights)
+            pair.call = call
+            pair.rows.copy_(expert_rows(case, buffer.rank, call))
+            graph.replay()
+            results.append(pair.received())
+            if call % 3 == 0:
+                run_pairs(buffer, dataclasses.replace(case, calls=1))
+    return results
+
+
+@pytest.mark.parametrize("hand_on", [0, 1000])
+def test_graphs_replay_with_changing_routing(num_ranks: int, hand_on: int) -> None:
+    shape = shapes(num_ranks)[-1]
+    case = LowLatencyCase(
+        (24,) * (shape[0] * shape[1]), 24, hidden=2048, experts=16, topk=4, use_fp8=True,
+        calls=8, ranks_per_node=shape[1], hand_on=hand_on,
+    )  # fmt: skip
+    verify(case, run(replay, case.num_ranks, case))
+
+
+def silent_rank(group, case: LowLatencyCase, silent: int):
+    with open_buffer(group, case, case.num_bytes, timeout_s=3.0) as buffer:
+        pair = Pair(buffer, case, 0)
+        pair.dispatch()
+        torch.cuda.synchronize()
+        named = None
+        if buffer.rank != silent:
+            try:
+                pair.combine()
+                torch.cuda.synchronize()
+                buffer.check()
+            except errors.PeerTimeout as error:
+                named = error.peer
+        else:
+            time.sleep(8.0)
+        buffer.reset()
+        return named, run_pairs(buffer, case)
+
+
+def test_a_silent_rank_is_named_and_the_buffer_recovers(num_ranks: int) -> None:
+    shape = shapes(num_ranks)[-1]
+    num = shape[0] * shape[1]
+    case = LowLatencyCase(
+        (12,) * num, 16, hidden=1024, experts=16, topk=4, ranks_per_node=shape[1]
+    )
+    results = run(silent_rank, num, case, num - 1)
+    assert [named for named, _ in results] == [num - 1] * (num - 1) + [None]
+    verify(case, [pairs for _, pairs in results])
+
+
+def timed(group, case: LowLatencyCase, hand_on: int) -> float:
+    """Microseconds of a pair in a graph, chained."""
+    with open_buffer(group, case, case.num_bytes) as buffer:
+        buffer.runtime.low_latency_hand_on_tokens = hand_on
+        pair = Pair(buffer, case, 0)
+        pair.dispatch()
+        pair.combine()
+        torch.cuda.synchronize()
+        group.barrier()
+        graph, num_pairs = torch.cuda.CUDAGraph(), 10
+        with torch.cuda.graph(graph):
+            for _ in range(num_pairs):
+                pair.dispatch()
+                pair.combine()
+        graph.replay()
+        torch.cuda.synchronize()
+        group.barrier()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(5):
+            graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) * 1e3 / (5 * num_pairs)
+
+
+def test_prints_what_a_pair_takes(num_ranks: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """No verdict: the rail of one host is not a network. Run with -s, or read the captured lines."""
+    shape = shapes(num_ranks)[-1]
+    num = shape[0] * shape[1]
+    for tokens in (1, 16, 128):
+        case = LowLatencyCase(
+            (tokens,) * num, 128, hidden=7168, experts=256, topk=8, use_fp8=True,
+            ranks_per_node=shape[1],
+        )  # fmt: skip
+        for hand_on in (1 << 16, 0):
+            times = run(timed, num, case, hand_on)
+            way = "once to a node" if hand_on == 0 else "straight to each rank"
+            with capsys.disabled():
+                print(f"\n{shape[0]}x{shape[1]}, {tokens} tokens, {way}: {max(times):.1f} us a pair")
