@@ -35,6 +35,7 @@ using RailKernelList =
                InternodeCombineKernel<Dtype::kFloat32>,
                LowLatencyRailDispatchKernel<PayloadFormat::kBfloat16>,
                LowLatencyRailDispatchKernel<PayloadFormat::kFp8>,
+               LowLatencyRailDispatchKernel<PayloadFormat::kNvFp4>,
                LowLatencyRailCombineKernel<CombineRows::kSums>,
                LowLatencyRailCombineKernel<CombineRows::kReduced>,
                LowLatencyRailCombineKernel<CombineRows::kSelections>,
