@@ -292,7 +292,7 @@ class Buffer(InternodeCalls, LowLatencyCalls):
         """
         self._context.require_open()
         if use_rdma_buffer and not self.low_latency_mode:
-            raise UnsupportedError("there is no RDMA buffer inside one node")
+            raise UnsupportedError("use_rdma_buffer needs low_latency_mode")
         num_elements = (
             self._context.low_latency_bytes if use_rdma_buffer else self.num_nvl_bytes
         ) // dtype.itemsize

@@ -63,16 +63,17 @@ def pack_ue8m0(scales: Tensor) -> Tensor:
     return packed.to(torch.int32)
 
 
-def to_e2m1(values: Tensor) -> Tensor:
-    """float32 as codes of e2m1, uint8: to nearest, ties to even, at most 6; a NaN becomes 6 with its sign."""
+def to_e2m1(values: Tensor, of: Tensor | None = None) -> Tensor:
+    """float32 as codes of e2m1, uint8: to nearest, ties to even, at most 6; a NaN becomes 6. Signs are those
+    of ``of``, from which ``values`` were made, if it is given."""
     magnitude = values.abs()
-    codes = torch.zeros(values.shape, dtype=torch.uint8)
+    codes = torch.zeros(values.shape, dtype=torch.uint8, device=values.device)
     # Between the numbers 0, 0.5, 1, 1.5, 2, 3, 4, 6: halfway goes to the even code.
     for bound in (0.25, 1.25, 2.5, 5.0):
         codes += ~(magnitude <= bound)
     for bound in (0.75, 1.75, 3.5):
         codes += ~(magnitude < bound)
-    return codes | torch.signbit(values).to(torch.uint8) << 3
+    return codes | torch.signbit(values if of is None else of).to(torch.uint8) << 3
 
 
 def quantise_nvfp4(x: Tensor, global_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -89,7 +90,7 @@ def quantise_nvfp4(x: Tensor, global_scale: Tensor | None = None) -> tuple[Tenso
     wanted = magnitudes.amax(dim=2) * torch.tensor(1.0 / 6.0) * factor
     scales = wanted.clamp(max=_LARGEST_E4M3).to(torch.float8_e4m3fn)
     divisors = scales.float().unsqueeze(2)
-    codes = to_e2m1(blocks * torch.where(divisors == 0, 0.0, factor / divisors))
+    codes = to_e2m1(blocks * torch.where(divisors == 0, 0.0, factor / divisors), blocks)
     groups = codes.view(x.shape[0], x.shape[1] // 8, 8)
     groups[:, :, 7] = torch.where((groups == 8).all(dim=2), 0, groups[:, :, 7])
     pairs = codes.view(x.shape[0], x.shape[1] // 2, 2)

@@ -51,7 +51,7 @@ class Expected:
         workload = self.workload
         if workload.dtype == "bf16":
             return payload.bf16_rows(keys, workload.hidden)
-        bits = payload.byte_rows(keys, workload.hidden).view(workload.torch_dtype)
+        bits = payload.byte_rows(keys, workload.num_columns).view(workload.torch_dtype)
         return bits, payload.scale_rows(keys, workload.num_scales)
 
     def x_of(self, rank: int, slot: int) -> Rows:

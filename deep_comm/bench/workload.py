@@ -13,6 +13,7 @@ from deep_comm import reference
 from deep_comm.topology import first_expert, num_local_experts
 
 FP8_BLOCK = 128  # elements that share a scale
+NVFP4_WORD = 64  # elements of four scales
 
 ROUTINGS = {
     "uniform": "every expert is as likely as any other",
@@ -22,6 +23,7 @@ ROUTINGS = {
     "idle-rank": "uniform, but the last rank has no tokens of its own",
 }
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+LOW_LATENCY_DTYPES = {**DTYPES, "nvfp4": torch.uint8}
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,8 @@ class Workload:
     """Tokens of every rank, and the experts that they choose. Equal on all ranks.
 
     dtype "bf16", or "fp8": the payload is already quantised and carries a float32 scale per block
-    of 128 elements. Experts' outputs, which combine takes, are bf16 either way.
+    of 128 elements; "nvfp4" likewise, two elements in a byte and a byte of scale for 16, counted in words
+    of four. Experts' outputs, which combine takes, are bf16 either way.
     """
 
     num_ranks: int
@@ -42,16 +45,22 @@ class Workload:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype]
+        return LOW_LATENCY_DTYPES[self.dtype]
 
     @property
     def num_scales(self) -> int:
-        return -(-self.hidden // FP8_BLOCK) if self.dtype == "fp8" else 0
+        block = {"fp8": FP8_BLOCK, "nvfp4": NVFP4_WORD}.get(self.dtype)
+        return 0 if block is None else -(-self.hidden // block)
+
+    @property
+    def num_columns(self) -> int:
+        """Of a dispatched row, in elements of torch_dtype."""
+        return self.hidden // 2 if self.dtype == "nvfp4" else self.hidden
 
     @property
     def row_bytes(self) -> int:
         """A dispatched row with its scales."""
-        return self.hidden * self.torch_dtype.itemsize + 4 * self.num_scales
+        return self.num_columns * self.torch_dtype.itemsize + 4 * self.num_scales
 
     @property
     def combine_row_bytes(self) -> int:

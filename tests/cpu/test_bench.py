@@ -291,6 +291,17 @@ def test_the_low_latency_bench_measures_every_combination(tmp_path: Path) -> Non
 
 
 @pytest.mark.xdist_group("processes")
+def test_the_low_latency_bench_sends_rows_of_four_bits(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    run([*LOW_LATENCY, "--tokens", "6", "--dtype", "nvfp4", "--json", str(file)], tmp_path)
+    lines = json.loads(file.read_text())["low_latency"]
+    assert {line["dtype"] for line in lines} == {"nvfp4"}
+    assert {line["layout"] for line in lines if not line["is_rival"]} == {
+        "compact", "packed", "packed-late"
+    }  # fmt: skip
+
+
+@pytest.mark.xdist_group("processes")
 def test_the_quick_low_latency_profile_runs_under_torchrun(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += ["-m", *BENCH[2:], "--mode", "low-latency", "--quick", "--hidden", "128", *SHORT]

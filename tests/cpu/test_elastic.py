@@ -464,6 +464,27 @@ def test_domains_of_several_nodes(is_hybrid: bool, monkeypatch: pytest.MonkeyPat
         assert again.equal(recv)
         copies = torch.tensor([2.0, 2.0, 1.0]).view(-1, 1)
         assert buffer.combine(recv, handle)[0].float().equal(x.float() * copies)
+        # Expanded, padded with zeros, behind events, beside the compute stream.
+        event = ElasticBuffer.capture()
+        recv, _, _, handle, done = buffer.dispatch(
+            x, idx, num_experts=8, expert_alignment=16, do_expand=True, do_zero_padding=True,
+            previous_event=event, allocate_on_comm_stream=True, async_with_compute_stream=True,
+            previous_event_before_epilogue=event,
+        )  # fmt: skip
+        with done:
+            pass
+        ends, counts = (
+            handle.psum_num_recv_tokens_per_expert,
+            handle.num_recv_tokens_per_expert_list,
+        )
+        real = handle.num_unaligned_recv_tokens_per_expert
+        assert all(count % 16 == 0 for count in counts) and recv.shape[0] == sum(counts)
+        is_real = torch.zeros(recv.shape[0], dtype=torch.bool)
+        for end, count in zip(ends.tolist(), real.tolist(), strict=True):
+            is_real[end - count : end] = True
+        assert bool((recv[is_real] > 0).all()) and bool((recv[~is_real] == 0).all())
+        combined, _, _ = buffer.combine(recv, handle, allocate_on_comm_stream=True)
+        assert combined.float().equal(x.float() * copies)
         group.barrier()
         buffer.destroy()
 

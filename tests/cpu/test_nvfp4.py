@@ -90,7 +90,7 @@ def awkward_rows() -> torch.Tensor:
         [0.0] * 16,
         [-0.0] * 8 + [6.0] + [-0.0] * 7,
         [*halfway, *(-value for value in halfway)],
-        [1.0, nan] + [-2.0] * 14,
+        [1.0, nan, -nan] + [-2.0] * 13,
         [1.0, inf, -inf] + [3.0] * 13,
         [1e-38] * 15 + [-1e-38],
         [3e38, -3e38] + [1e30] * 14,

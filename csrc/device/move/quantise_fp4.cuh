@@ -14,10 +14,10 @@
 
 namespace deep_comm {
 
-// Codes 0 to 7: 0, 0.5, 1, 1.5, 2, 3, 4, 6. A NaN becomes 6 with its sign.
-DC_DEVICE uint32_t float_to_e2m1(float value) {
-  const uint32_t bits = bit_cast<uint32_t>(value);
-  const float magnitude = bit_cast<float>(bits & 0x7fffffffu);
+// Codes 0 to 7: 0, 0.5, 1, 1.5, 2, 3, 4, 6; a NaN becomes 6. The sign is that of `of`, from which
+// `value` was made: GPUs do not keep the sign of a NaN.
+DC_DEVICE uint32_t float_to_e2m1(float value, float of) {
+  const float magnitude = bit_cast<float>(bit_cast<uint32_t>(value) & 0x7fffffffu);
   // Every second bound goes to the code above it, the even one.
   uint32_t code = !(magnitude <= 0.25f) ? 1 : 0;
   code += !(magnitude < 0.75f) ? 1 : 0;
@@ -26,7 +26,7 @@ DC_DEVICE uint32_t float_to_e2m1(float value) {
   code += !(magnitude <= 2.5f) ? 1 : 0;
   code += !(magnitude < 3.5f) ? 1 : 0;
   code += !(magnitude <= 5.0f) ? 1 : 0;
-  return (bits >> 31) << 3 | code;
+  return (bit_cast<uint32_t>(of) >> 31) << 3 | code;
 }
 
 // Of a code without a sign.
@@ -81,8 +81,8 @@ struct Piece<PayloadFormat::kNvFp4> {
         uint32_t codes = 0;
         DC_UNROLL
         for (int idx = 0; idx < 8; ++idx) {
-          const float scaled = arch::multiply(element(input, 8 * word + idx), factor);
-          codes |= float_to_e2m1(scaled) << 4 * idx;
+          const float x = element(input, 8 * word + idx);
+          codes |= float_to_e2m1(arch::multiply(x, factor), x) << 4 * idx;
         }
         vec.words[word] = codes != kKey ? codes ^ kKey : kOther;
       }

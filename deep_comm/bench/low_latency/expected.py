@@ -164,7 +164,15 @@ class Expected:
             want, want_scales = reference_low_latency.quantise(want)
             got_scales = scales.reshape(-1, shape.num_scales)[arrived.places]
             right &= payload.same_bits(got_scales, want_scales)
-        bits = rows.view(-1, shape.hidden).view(torch.uint8)[arrived.places]
+        if shape.dtype == "nvfp4":
+            rows, tiles = rows
+            want, want_scales = reference_low_latency.quantise_nvfp4(want)
+            got_scales = reference_low_latency.rows_of_scale_tiles(
+                tiles.view(torch.uint8), self.num_rows
+            )
+            got_scales = got_scales.reshape(-1, 4 * shape.num_scales)[arrived.places]
+            right &= payload.same_bits(got_scales, want_scales)
+        bits = rows.view(-1, shape.num_columns).view(torch.uint8)[arrived.places]
         right &= payload.same_bits(bits, want.view(torch.uint8))
         return bool(right) and (not self.is_compact or self._metadata_is_right(handle, slot))
 

@@ -78,6 +78,7 @@ class BufferCalls:
             expected.max_tokens,
             shape.num_experts,
             use_fp8=shape.dtype == "fp8",
+            use_nvfp4=shape.dtype == "nvfp4",
             return_recv_hook=phases == "hooked",
             topk_weights=routing.topk_weights if self._weights_ahead else None,
             compact=expected.is_compact,

@@ -12,7 +12,7 @@ import torch
 
 from deep_comm.bench import options as shared
 from deep_comm.bench.measure import Effort
-from deep_comm.bench.workload import DTYPES, Workload
+from deep_comm.bench.workload import LOW_LATENCY_DTYPES, Workload
 
 MODE = "low-latency"
 TOKEN_SWEEP = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -84,7 +84,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--hidden", type=int, help="default: 1024; on GPUs 7168")
     add("--experts", type=int, help="default: 32; on GPUs 256")
     add("--topk", type=int, default=8)
-    add("--dtype", type=shared.names(tuple(DTYPES)), default=("fp8", "bf16"), help="of dispatch")
+    dtypes = shared.names(tuple(LOW_LATENCY_DTYPES))
+    add("--dtype", type=dtypes, default=("fp8", "bf16"), help="of dispatch: fp8,bf16,nvfp4")
     how = parser.add_argument_group("how it is called")
     add = how.add_argument
     add("--layout", type=shared.names(tuple(LAYOUTS)), default=tuple(LAYOUTS))

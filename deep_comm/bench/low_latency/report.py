@@ -20,7 +20,7 @@ LEGEND = (
     "(of graphs of one call, the distance between graphs included); spread: between slowest and "
     "fastest rank; host us: time of the calling thread; wire: rows and scales that cross the "
     "busiest link; floor: those bytes at the measured link limit; kernels: medians of the "
-    "profiler, in a graph where one was made, waits for peers included; fp8: cast in the kernel"
+    "profiler, in a graph where one was made, waits for peers included; fp8, nvfp4: cast in it"
 )
 
 
