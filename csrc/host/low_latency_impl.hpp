@@ -110,10 +110,13 @@ void Engine<Target>::set_low_latency_sequence(uint32_t sequence) {
   for (const LowLatencyKind kind : {LowLatencyKind::kDispatch, LowLatencyKind::kCombine}) {
     const LowLatencyHalf words{world_, low_latency_region_, none, kind, 0};
     LowLatencyState* state = words.state();
-    target_.store(&state->sequence[static_cast<int>(kind)], sequence);
+    for (LowLatencyRecord& record : state->records[static_cast<int>(kind)]) {
+      target_.store(&record.sequence, sequence);
+      target_.store(&record.sent[sequence & 1u], sequence);
+      target_.store(&record.sent[(sequence - 1) & 1u], sequence - 1);
+    }
     for (const uint32_t number : {sequence - 1, sequence}) {
       const int half = static_cast<int>(number & 1u);
-      target_.store(&state->sent[static_cast<int>(kind)][half], number);
       target_.store(&state->received[static_cast<int>(kind)][half], number);
       for (int peer = 0; peer < world_.num_ranks; ++peer) {
         target_.store(words.consumed(world_.rank, half, peer), Tagged::pack(number, 0));
@@ -127,7 +130,8 @@ LowLatencyPlan Engine<Target>::plan_low_latency(const LowLatencyOptions& options
   check_open();
   LowLatencyPlan plan{};
   plan.options = options;
-  const int num_local = ExpertMap{options.num_experts, num_group_ranks()}.num_local_experts(group_rank());
+  plan.experts = PreparedExpertMap::make({options.num_experts, num_group_ranks()});
+  const int num_local = plan.experts.num_local_experts(group_rank());
   plan.metadata = LowLatencyMetadata::make(num_group_ranks(), num_local, options.num_max_tokens, options.num_topk,
                                            options.is_compact, options.has_weights, is_internode());
   const auto shape_of = [&](PayloadFormat format) {
@@ -159,6 +163,7 @@ void Engine<Target>::low_latency_dispatch(const LowLatencyPlan& plan, const LowL
   LowLatencyDispatchArgs args{};
   args.region = low_latency_region_;
   args.shape = plan.dispatch_shape;
+  args.experts = plan.experts;
   args.signature = plan.dispatch_signature;
   args.phases = {call.send, call.receive,
                  call.has_ticket ? reinterpret_cast<uint32_t*>(part(metadata.ticket)) : nullptr};
@@ -229,6 +234,7 @@ void Engine<Target>::low_latency_combine(const LowLatencyPlan& plan, const LowLa
   LowLatencyCombineArgs args{};
   args.region = low_latency_region_;
   args.shape = plan.combine_shape;
+  args.experts = plan.experts;
   args.signature = plan.combine_signatures[static_cast<int>(call.rows) + (call.use_logfmt ? kLogFmtRows : 0)];
   args.phases = {call.send, call.receive, reinterpret_cast<uint32_t*>(call.ticket)};
   detail::check_call(args.phases, call.num_tokens, plan);

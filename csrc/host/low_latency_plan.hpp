@@ -27,6 +27,7 @@ inline constexpr int kLogFmtRows = kNumCombineRows;  // added to sums and reduce
 struct LowLatencyPlan {
   LowLatencyOptions options;
   LowLatencyMetadata metadata;
+  PreparedExpertMap experts;
   LowLatencyShape dispatch_shape;
   LowLatencyShape combine_shape;
   LaunchConfig launch;

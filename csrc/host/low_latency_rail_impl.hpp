@@ -45,11 +45,11 @@ void Engine<Target>::set_low_latency_rail_sequence(uint32_t sequence) {
   for (const LowLatencyKind kind : {LowLatencyKind::kDispatch, LowLatencyKind::kCombine}) {
     const LowLatencyRailHalf words{world_, reach.group, reach.words, reach.region, none, kind, 0};
     const int number_of_kind = static_cast<int>(kind);
-    target_.store(&words.state()->sequence[number_of_kind], sequence);
+    target_.store(&words.rail_state()->sequence[number_of_kind], sequence);
     for (const uint32_t number : {sequence - 1, sequence}) {
       const int half = static_cast<int>(number & 1u);
-      target_.store(&words.state()->sent[number_of_kind][half], number);
-      target_.store(&words.state()->received[number_of_kind][half], number);
+      target_.store(&words.rail_state()->sent[number_of_kind][half], number);
+      target_.store(&words.rail_state()->received[number_of_kind][half], number);
       target_.store(&words.rail_state()->credited[number_of_kind][half], number);
       for (int peer = 0; peer < reach.group.num_ranks; ++peer) {
         target_.store(words.own<uint64_t>(words.consumed(half, peer)), Tagged::pack(number, 0));

@@ -26,7 +26,7 @@ class CudaTarget {
                                      .num_direct_meta_warps = 4,
                                      .smem_bytes_limit = 227 * 1024,
                                      .sender_smem_bytes = 43100,
-                                     .low_latency_threads = 512,
+                                     .low_latency_threads = 448,
                                      .internode_notify_threads = 256,
                                      .num_count_blocks = 64,
                                      .num_rail_sender_warps = 7,

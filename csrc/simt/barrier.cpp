@@ -48,27 +48,41 @@ bool arrive(NamedBarrier& state) {
 
 }  // namespace
 
-void sync_block() {
+namespace {
+
+void complete_block_barrier(NamedBarrier& state) {
+  state.arrived = 0;
+  state.result = state.any;
+  state.any = false;
+  wake_all(state.waiting);
+}
+
+}  // namespace
+
+bool sync_block_any(bool predicate) {
   Fiber* self = t_state.current;
   Block* block = block_of(self);
   NamedBarrier& state = block->barriers[0];
   publish_to_block(self);
+  state.any = state.any || predicate;
   if (++state.arrived == block->num_live) {
-    state.arrived = 0;
     note_progress();
-    wake_all(state.waiting);
-    return;
+    complete_block_barrier(state);
+    return state.result;
   }
   self->wait = Wait::kBlockBarrier;
   state.waiting.push_back(self);
   t_state.executor->suspend(self);
+  // It completes again only when this thread has arrived again.
+  return state.result;
 }
+
+void sync_block() { sync_block_any(false); }
 
 void complete_block_barrier_after_exit(Block* block) {
   NamedBarrier& state = block->barriers[0];
   if (state.arrived == 0 || state.arrived < block->num_live) return;
-  state.arrived = 0;
-  wake_all(state.waiting);
+  complete_block_barrier(state);
 }
 
 void sync_named(int barrier, int num_threads) {

@@ -144,6 +144,8 @@ struct Warp {
 struct NamedBarrier {
   int expected = 0;  // 0: nobody has arrived since it last completed
   int arrived = 0;
+  bool any = false;     // of those that have arrived; sync_block_any
+  bool result = false;  // of the last time that it completed
   FiberList waiting;
 };
 

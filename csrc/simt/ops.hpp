@@ -31,6 +31,7 @@ uint64_t warp_collective(WarpOp op, uint32_t mask, uint64_t value, uint32_t argu
 
 // ---- block ----------------------------------------------------------------------------
 void sync_block();
+bool sync_block_any(bool predicate);
 void sync_named(int barrier, int num_threads);
 void arrive_named(int barrier, int num_threads);
 

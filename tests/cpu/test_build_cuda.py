@@ -96,6 +96,7 @@ def expected_instructions() -> dict[str, list[str]]:
     expected["elect_one"] = ["elect.sync"]
 
     expected["sync_block"] = ["bar.sync"]
+    expected["sync_block_any"] = ["bar.red.or.pred"]
     expected["sync_named"] = ["barrier.sync"]
     expected["arrive_named"] = ["barrier.arrive"]
 
@@ -142,6 +143,7 @@ def expected_instructions() -> dict[str, list[str]]:
     expected["float_to_bf16"] = ["cvt.rn.bf16.f32"]
     expected["floats_to_e4m3x2"] = ["cvt.rn.satfinite.e4m3x2.f32"]
     expected["log2"] = ["lg2.approx.f32"]
+    expected["reciprocal"] = ["rcp.approx.ftz.f32"]
     expected["exp2"] = ["ex2.approx.f32"]
     expected["ld_relaxed_sys_vec"] = ["ld.relaxed.sys.global.v4.u32"]
     expected["st_relaxed_sys_vec"] = ["st.relaxed.sys.global.v4.u32"]

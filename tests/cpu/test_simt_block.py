@@ -16,6 +16,12 @@ def test_sync_block_holds_every_thread(machine: str, num_threads: int) -> None:
 
 
 @on_every_machine
+@pytest.mark.parametrize("num_threads", [64, 96])
+def test_sync_block_any_tells_every_thread_what_one_has_said(machine: str, num_threads: int) -> None:
+    assert run_on(machine, "any_rounds", [25], shape=Shape(2, num_threads))[0] == 0
+
+
+@on_every_machine
 @pytest.mark.parametrize("num_stay", [1, 32, 63])
 def test_sync_block_does_not_wait_for_threads_that_have_exited(machine: str, num_stay: int) -> None:
     memory = run_on(machine, "sync_after_exit", [num_stay], shape=Shape(1, 96))

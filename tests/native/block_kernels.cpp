@@ -33,6 +33,21 @@ void sync_after_exit(const Args& args) {
   }
 }
 
+// params: rounds. In some rounds one thread says yes, a different one each time, in some several, in some none; threads
+// leave one after the other. Counts the threads that heard anything else.
+void any_rounds(const Args& args) {
+  uint64_t errors = 0;
+  for (int64_t round = 0; round < args.params[0]; ++round) {
+    const bool is_any = round % 3 != 0;
+    const int leader = static_cast<int>(round * 7) % (num_threads() / 2);
+    const bool says =
+        is_any && (thread_idx() == leader || (round % 3 == 2 && thread_idx() % 5 == 0));
+    errors += sync_block_any(says) != is_any;
+    if (thread_idx() == num_threads() - 1 - round) break;
+  }
+  atomic_add_relaxed_gpu(args.memory, errors);
+}
+
 // Warp 0 fills two slots of shared memory in turn, the other warps read them: barriers 1, 2 say
 // that a slot is full, 3, 4 that it is empty. params: number of items.
 void producer_consumer(const Args& args) {
@@ -86,7 +101,7 @@ void grid_barrier(const Args& args) {
 constexpr Kernel kKernels[] = {
     kernel<block_rounds>("block_rounds"),           kernel<sync_after_exit>("sync_after_exit"),
     kernel<producer_consumer>("producer_consumer"), kernel<named_pairs>("named_pairs"),
-    kernel<grid_barrier>("grid_barrier"),
+    kernel<grid_barrier>("grid_barrier"),           kernel<any_rounds>("any_rounds"),
 };
 
 }  // namespace

@@ -133,6 +133,9 @@ PROBE(elect_one, uint32_t* out) {
 }
 
 PROBE(sync_block) { arch::sync_block(); }
+PROBE(sync_block_any, uint32_t* out, uint32_t value) {
+  arch::st_weak(out, static_cast<uint32_t>(arch::sync_block_any(value != 0)));
+}
 PROBE(sync_named, int barrier) { arch::sync_named(barrier, 64); }
 PROBE(arrive_named, int barrier) { arch::arrive_named(barrier, 64); }
 
@@ -185,6 +188,7 @@ PROBE(floats_to_e4m3x2, uint16_t* out, float low, float high) {
   arch::st_weak(out, arch::floats_to_e4m3x2(low, high));
 }
 PROBE(log2, float* out, float value) { arch::st_weak(out, arch::log2(value)); }
+PROBE(reciprocal, float* out, float value) { arch::st_weak(out, arch::reciprocal(value)); }
 PROBE(exp2, float* out, float value) { arch::st_weak(out, arch::exp2(value)); }
 PROBE(ld_relaxed_sys_vec, Vec16* out, const Vec16* ptr) {
   arch::st_weak(out, arch::ld_relaxed_sys(ptr));

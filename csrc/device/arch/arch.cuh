@@ -44,6 +44,7 @@
 //
 // ---- block --------------------------------------------------------------------------------------
 //   void sync_block()                       // every thread of the block that has not exited
+//   bool sync_block_any(bool)               // the same; was it true in any of them?
 //   void sync_named(int barrier, int num_threads)   // barrier 1..15, num_threads a multiple of 32
 //   void arrive_named(int barrier, int num_threads)
 //
@@ -93,6 +94,7 @@
 //   float log2(float), exp2(float)          // good to about 2^-21 of 1 and of the result; the
 //                                           // targets differ in the last bits
 //   float multiply(float, float)            // rounded by itself: never fused with an addition
+//   float reciprocal(float)                 // wrong by one unit in the last place at most
 //
 // ---- faults (negative controls) -----------------------------------------------------------------
 //   constexpr/inline bool fault(Fault)      // false on CUDA, always. On the host: whether the

@@ -295,6 +295,7 @@ DC_DEVICE bool elect_one() {
 // ---- block --------------------------------------------------------------------------------------
 
 DC_DEVICE void sync_block() { __syncthreads(); }
+DC_DEVICE bool sync_block_any(bool predicate) { return __syncthreads_or(predicate ? 1 : 0) != 0; }
 
 // `barrier`, not `bar`: the latter demands a converged warp, which a role's loop cannot promise.
 DC_DEVICE void sync_named(int barrier, int num_threads) {
@@ -436,6 +437,15 @@ DC_DEVICE float multiply(float left, float right) {
   float result;
   asm("mul.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(left), "f"(right));
   return result;
+}
+DC_HOST_DEVICE float reciprocal(float value) {
+#ifdef __CUDA_ARCH__
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
+#else
+  return 1.0f / value;
+#endif
 }
 
 // ---- faults -------------------------------------------------------------------------------------

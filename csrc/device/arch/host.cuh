@@ -395,6 +395,7 @@ inline bool elect_one() {
 // ---- block ----------------------------------------------------------------------------
 
 inline void sync_block() { simt::sync_block(); }
+inline bool sync_block_any(bool predicate) { return simt::sync_block_any(predicate); }
 inline void sync_named(int barrier, int num_threads) { simt::sync_named(barrier, num_threads); }
 inline void arrive_named(int barrier, int num_threads) { simt::arrive_named(barrier, num_threads); }
 

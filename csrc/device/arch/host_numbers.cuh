@@ -73,5 +73,6 @@ inline float multiply(float left, float right) {
   asm("" : "+m"(product));
   return product;
 }
+inline float reciprocal(float value) { return 1.0f / value; }
 
 }  // namespace deep_comm::arch

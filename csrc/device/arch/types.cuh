@@ -14,6 +14,8 @@
 #define DC_HOST_DEVICE __host__ __device__ __forceinline__
 #define DC_UNROLL _Pragma("unroll")
 #define DC_NO_UNROLL _Pragma("unroll 1")
+#define DC_PRAGMA(TEXT) _Pragma(#TEXT)
+#define DC_UNROLL_BY(COUNT) DC_PRAGMA(unroll COUNT)
 #else
 #define DEEP_COMM_TARGET_CUDA 0
 #define DC_DEVICE inline
@@ -21,6 +23,7 @@
 #define DC_HOST_DEVICE inline
 #define DC_UNROLL
 #define DC_NO_UNROLL
+#define DC_UNROLL_BY(COUNT)
 #endif
 
 namespace deep_comm {

@@ -3,7 +3,7 @@
 // same for Python.
 #pragma once
 
-#include "device/arch/types.cuh"
+#include "device/layout/divisor.cuh"
 
 namespace deep_comm {
 
@@ -23,6 +23,35 @@ struct ExpertMap {
     const int base = num_experts / num_ranks, extra = num_experts % num_ranks;
     const int in_larger = extra * (base + 1);
     return expert < in_larger ? expert / (base + 1) : extra + (expert - in_larger) / base;
+  }
+};
+
+// The same, its divisions done by who fills in a kernel's arguments. Less than
+// Divisor::kMaxNumerator experts.
+struct PreparedExpertMap {
+  int num_experts;
+  int num_ranks;
+  int base;       // experts of a rank that holds fewer
+  int num_extra;  // ranks that hold one more
+  int in_larger;  // experts on those
+  Divisor by_base;
+  Divisor by_larger;
+
+  DC_HOST_DEVICE static PreparedExpertMap make(const ExpertMap& map) {
+    const int base = map.num_experts / map.num_ranks, extra = map.num_experts % map.num_ranks;
+    return {map.num_experts,
+            map.num_ranks,
+            base,
+            extra,
+            extra * (base + 1),
+            Divisor::make(max_of(base, 1)),
+            Divisor::make(base + 1)};
+  }
+  DC_HOST_DEVICE int first_expert(int rank) const { return rank * base + min_of(rank, num_extra); }
+  DC_HOST_DEVICE int num_local_experts(int rank) const { return base + (rank < num_extra ? 1 : 0); }
+  DC_HOST_DEVICE int rank_of(int expert) const {
+    return expert < in_larger ? by_larger.quotient(expert)
+                              : num_extra + by_base.quotient(expert - in_larger);
   }
 };
 

@@ -10,16 +10,17 @@
 // (sync/arrival.cuh).
 #pragma once
 
+#include "device/layout/divisor.cuh"
 #include "device/layout/workspace.cuh"
 
 namespace deep_comm {
 
-// One selection of one token, as its destination sees it. It travels as four words, none of them zero.
+// One selection of one token, as a rank sees it. It travels as four words, none of them zero.
 struct Route {
   int32_t local_expert;  // -1: not on this rank
   int32_t ordinal;       // earlier tokens of this source that select this expert; see repeated
   float weight;
-  int32_t row_ordinal;  // earlier tokens of this source that come to this rank
+  int32_t row_ordinal;  // earlier tokens of this source that come to this rank; -1: this one does not
 
   // A token that selects an expert again has one row with it: the later selections stand for the row of the first.
   DC_HOST_DEVICE static int32_t repeated(uint32_t ordinal) {
@@ -36,13 +37,13 @@ struct Route {
     const uint32_t weight_bits = bit_cast<uint32_t>(weight) ^ kWeightKey;
     return {{static_cast<uint32_t>(local_expert + 2),
              static_cast<uint32_t>(row()) << 1 | (is_repeated() ? 1u : 0u) | 1u << 31,
-             weight_bits != 0 ? weight_bits : kQuiet, static_cast<uint32_t>(row_ordinal + 1)}};
+             weight_bits != 0 ? weight_bits : kQuiet, static_cast<uint32_t>(row_ordinal + 2)}};
   }
   DC_HOST_DEVICE static Route unpack(const Vec16& vec) {
     const uint32_t row = (vec.words[1] & ~(1u << 31)) >> 1;
     return {static_cast<int32_t>(vec.words[0]) - 2,
             (vec.words[1] & 1u) != 0 ? repeated(row) : static_cast<int32_t>(row),
-            bit_cast<float>(vec.words[2] ^ kWeightKey), static_cast<int32_t>(vec.words[3]) - 1};
+            bit_cast<float>(vec.words[2] ^ kWeightKey), static_cast<int32_t>(vec.words[3]) - 2};
   }
 };
 
@@ -55,29 +56,41 @@ struct LowLatencyShape {
   int num_blocks;
   int row_bytes;   // of a dispatched row
   int num_scales;  // of a dispatched row, in words of 4 bytes
+  // From prepare:
+  uint32_t slot_stride;
+  int block_tokens;
+  uint64_t routes_start;
+  uint64_t source_strides[2];  // by kind
+  uint64_t weights_stride;
+  Divisor by_topk;
+  Divisor by_blocks;
 
-  DC_HOST_DEVICE size_t slot_bytes() const {
-    return align_up<size_t>(static_cast<size_t>(row_bytes) + sizeof(float) * num_scales, 16);
+  // Works out what kernels would work out again and again.
+  void prepare() {
+    slot_stride =
+        align_up<uint32_t>(static_cast<uint32_t>(row_bytes + sizeof(float) * num_scales), 16);
+    block_tokens = ceil_div(num_max_tokens, num_blocks);
+    routes_start = align_up<uint64_t>(uint64_t{slot_stride} * num_max_tokens, kLineBytes);
+    const uint64_t num_routes = uint64_t{1} * num_blocks * block_tokens * num_topk;
+    source_strides[static_cast<int>(LowLatencyKind::kDispatch)] =
+        align_up<uint64_t>(routes_start + num_routes * sizeof(Vec16), kLineBytes);
+    source_strides[static_cast<int>(LowLatencyKind::kCombine)] =
+        align_up<uint64_t>(uint64_t{1} * num_max_tokens * hidden * sizeof(Bf16), kLineBytes);
+    weights_stride =
+        align_up<uint64_t>(uint64_t{1} * num_max_tokens * num_topk * sizeof(uint64_t), kLineBytes);
+    by_topk = Divisor::make(num_topk);
+    by_blocks = Divisor::make(num_blocks);
   }
-  DC_HOST_DEVICE int max_block_tokens() const { return ceil_div(num_max_tokens, num_blocks); }
-  DC_HOST_DEVICE size_t routes_offset() const {
-    return align_up<size_t>(num_max_tokens * slot_bytes(), kLineBytes);
-  }
-  DC_HOST_DEVICE size_t dispatch_source_bytes() const {
-    const size_t num_routes = static_cast<size_t>(num_blocks) * max_block_tokens() * num_topk;
-    return align_up<size_t>(routes_offset() + num_routes * sizeof(Vec16), kLineBytes);
-  }
-  DC_HOST_DEVICE size_t combine_source_bytes() const {
-    return align_up<size_t>(static_cast<size_t>(num_max_tokens) * hidden * sizeof(Bf16),
-                            kLineBytes);
-  }
+
+  DC_HOST_DEVICE size_t slot_bytes() const { return slot_stride; }
+  DC_HOST_DEVICE int max_block_tokens() const { return block_tokens; }
+  DC_HOST_DEVICE size_t routes_offset() const { return routes_start; }
+  DC_HOST_DEVICE size_t dispatch_source_bytes() const { return source_strides[0]; }
+  DC_HOST_DEVICE size_t combine_source_bytes() const { return source_strides[1]; }
+  DC_HOST_DEVICE size_t weights_source_bytes() const { return weights_stride; }
   // Of a half, when rows are added at the source only: [M, K] rows, whoever sends them.
   DC_HOST_DEVICE size_t gather_bytes() const {
     return align_up<size_t>(static_cast<size_t>(num_max_tokens) * num_topk * hidden * sizeof(Bf16),
-                            kLineBytes);
-  }
-  DC_HOST_DEVICE size_t weights_source_bytes() const {
-    return align_up<size_t>(static_cast<size_t>(num_max_tokens) * num_topk * sizeof(uint64_t),
                             kLineBytes);
   }
 };
@@ -134,19 +147,20 @@ struct LowLatencyShare {
                                            int block) {
     const int num_blocks = shape.num_blocks;
     if (num_tokens >= num_blocks) {
-      static_assert(kMaxLowLatencyBlocks < 1 << 15,
-                    "the product fits: there are less than 1 << 16 tokens");
-      const auto first = [&](uint32_t of) {
-        return static_cast<int>(of * num_tokens / num_blocks);
-      };
+      static_assert(kMaxLowLatencyBlocks * kMaxLowLatencyBlocks < Divisor::kMaxNumerator);
+      const int each = shape.by_blocks.quotient(num_tokens), rest = num_tokens - each * num_blocks;
+      const auto first = [&](int of) { return of * each + shape.by_blocks.quotient(of * rest); };
       return {first(block), first(block + 1), 0, shape.hidden, true};
     }
     const int num_groups = ceil_div(shape.hidden, kGroupElements);
-    const int num_strips = num_tokens == 0 ? 1 : min_of(num_blocks / num_tokens, num_groups);
+    const int num_strips =
+        num_tokens == 0 ? 1
+                        : min_of(Divisor::make(num_tokens).quotient(num_blocks), num_groups);
     if (block >= num_tokens * num_strips) return {0, 0, 0, 0, false};
-    const int token = block / num_strips, strip = block % num_strips;
-    return {token, token + 1, num_groups * strip / num_strips * kGroupElements,
-            min_of(shape.hidden, num_groups * (strip + 1) / num_strips * kGroupElements),
+    const Divisor by_strips = Divisor::make(num_strips);
+    const int token = by_strips.quotient(block), strip = block - token * num_strips;
+    return {token, token + 1, by_strips.quotient(num_groups * strip) * kGroupElements,
+            min_of(shape.hidden, by_strips.quotient(num_groups * (strip + 1)) * kGroupElements),
             strip == 0};
   }
   DC_HOST_DEVICE int num_tokens() const { return end - begin; }
@@ -164,6 +178,9 @@ struct LowLatencyHalf {
   DC_HOST_DEVICE LowLatencyState* state() const {
     return reinterpret_cast<LowLatencyState*>(world.bases[world.rank] +
                                               world.layout.low_latency.state);
+  }
+  DC_HOST_DEVICE LowLatencyRecord* record(int block) const {
+    return &state()->records[static_cast<int>(kind)][block];
   }
   DC_HOST_DEVICE uint64_t* consumed(int owner, int by) const {
     return consumed(owner, half, by);

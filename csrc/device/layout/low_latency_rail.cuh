@@ -22,6 +22,10 @@ namespace deep_comm {
 
 // This rank alone, in stream order.
 struct alignas(kLineBytes) LowLatencyRailState {
+  uint32_t sequence[2];               // by kind: number of the last operation that was sent
+  uint32_t sent[2][2];                // by kind and half: the same of the half
+  uint32_t received[2][2];            // by kind and half: the last one whose receive phase was launched
+  uint32_t num_entered_blocks[2][2];  // by kind and phase
   uint32_t credited[2][2];  // by kind and half: the operation that peers were last told to have been received
 };
 
@@ -179,9 +183,6 @@ struct LowLatencyRailHalf {
   LowLatencyKind kind;
   int half;
 
-  DC_HOST_DEVICE LowLatencyState* state() const {
-    return reinterpret_cast<LowLatencyState*>(world.bases[world.rank] + world.layout.low_latency.state);
-  }
   DC_HOST_DEVICE LowLatencyRailState* rail_state() const { return own<LowLatencyRailState>(words.state); }
   template <class T>
   DC_HOST_DEVICE T* own(size_t offset) const {

@@ -16,13 +16,20 @@ inline constexpr int kMaxLowLatencyBlocks = 160;
 enum class LowLatencyKind : int { kDispatch, kCombine };
 enum class Phase : int { kSend, kReceive };
 
+// What a block of this rank knows of the operations of a kind. Block b of a launch of B blocks writes
+// the records b, b + B, b + 2B, …: so a launch of any size finds in its own what it needs, and nothing
+// has to be agreed between the blocks of one.
+struct alignas(16) LowLatencyRecord {
+  uint32_t sequence;  // number of the last operation that was sent
+  uint32_t sent[2];   // the same of each half
+  uint32_t unused;
+};
+
 // This rank alone.
 struct alignas(kLineBytes) LowLatencyState {
-  uint32_t sequence[2];               // by kind: number of the last operation that was sent
-  uint32_t sent[2][2];                // by kind and half: the same of the half
-  uint32_t received[2][2];            // by kind and half: the last one whose receive phase was launched
-  uint32_t num_entered_blocks[2][2];  // by kind and phase
-  uint64_t participants;              // Tagged: sources, a bit each, whose rows a dispatch places; with masks only
+  uint64_t participants;    // Tagged: sources, a bit each, whose rows a dispatch places; with masks only
+  uint32_t received[2][2];  // by kind and half: the last one whose receive phase was launched; block 0
+  LowLatencyRecord records[2][kMaxLowLatencyBlocks];  // by kind
 };
 
 struct LowLatencyWords {

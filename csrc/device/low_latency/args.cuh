@@ -2,6 +2,7 @@
 // K top-k, E experts, L local experts (of the rank that has most), S scales of a row.
 #pragma once
 
+#include "device/layout/expert_map.cuh"
 #include "device/layout/low_latency.cuh"
 #include "device/move/quantise_fp4.cuh"
 
@@ -11,10 +12,22 @@ namespace deep_comm {
 // block, four in a word.
 inline LowLatencyShape low_latency_shape(int num_max_tokens, int hidden, int num_topk, int num_experts,
                                          int num_blocks, PayloadFormat format) {
-  int row_bytes = hidden * static_cast<int>(sizeof(Bf16)), num_scales = 0;
-  if (format == PayloadFormat::kFp8) row_bytes = hidden, num_scales = hidden / kScaleBlock;
-  if (format == PayloadFormat::kNvFp4) row_bytes = hidden / 2, num_scales = hidden / kFp4ScaleWord;
-  return {num_max_tokens, hidden, num_topk, num_experts, num_blocks, row_bytes, num_scales};
+  LowLatencyShape shape{};
+  shape.num_max_tokens = num_max_tokens;
+  shape.hidden = hidden;
+  shape.num_topk = num_topk;
+  shape.num_experts = num_experts;
+  shape.num_blocks = num_blocks;
+  shape.row_bytes = hidden * static_cast<int>(sizeof(Bf16));
+  if (format == PayloadFormat::kFp8) {
+    shape.row_bytes = hidden;
+    shape.num_scales = hidden / kScaleBlock;
+  } else if (format == PayloadFormat::kNvFp4) {
+    shape.row_bytes = hidden / 2;
+    shape.num_scales = hidden / kFp4ScaleWord;
+  }
+  shape.prepare();
+  return shape;
 }
 
 // What one launch does of an operation.
@@ -51,6 +64,7 @@ struct LowLatencyDispatchArgs {
   World world;
   LowLatencyRegion region;
   LowLatencyShape shape;
+  PreparedExpertMap experts;
   uint32_t signature;  // 16 bits: what must be equal on all ranks
   Phases phases;
   bool can_shrink;  // a silent rank is done without
@@ -78,6 +92,7 @@ struct LowLatencyCombineArgs {
   World world;
   LowLatencyRegion region;
   LowLatencyShape shape;
+  PreparedExpertMap experts;
   uint32_t signature;
   Phases phases;
   bool can_shrink;  // a silent rank is done without

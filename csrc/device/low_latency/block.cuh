@@ -10,27 +10,18 @@
 
 namespace deep_comm {
 
-// Division of many small numbers by one: exact for numerators up to 64 times the divisor.
-struct Divisor {
-  static constexpr int kShift = 40;
-  uint64_t inverse;
-
-  DC_DEVICE static Divisor make(int divisor) {
-    return {((uint64_t{1} << kShift) + static_cast<uint64_t>(divisor) - 1) / static_cast<uint64_t>(divisor)};
-  }
-  DC_DEVICE int quotient(int numerator) const {
-    return static_cast<int>(static_cast<uint64_t>(numerator) * inverse >> kShift);
-  }
-};
-
-// Shared memory, in words of 4 bytes. A warp prepares one token at a time, then the whole block moves its row.
+// Shared memory, in words of 4 bytes. A warp prepares one token at a time, then the whole block
+// moves its row. What the send phase uses and what the receive phase does are apart, so that nothing
+// has to be waited for between them.
 struct BlockMemory {
+  static constexpr int kStagedPerThread = 4;
+
   struct Header {
-    uint32_t has_failed[2];         // by parity of BlockMemory::num_agreements
-    uint32_t active;                // ranks, a bit each, that this block found not masked when it began
+    uint32_t active;                // find_active
     uint32_t participants;          // agree_on_sources
     uint32_t is_absent[kMaxRanks];  // with masks: given up while this block waited for its counts
     int32_t num_tokens[kMaxRanks];  // of each source
+    int32_t first_token[kMaxRanks];     // of this block's share of them
     int32_t first_task[kMaxRanks + 1];  // by position: see source_at
     int32_t first_vec[kMaxRanks];  // of a row of each source: this block's columns, in 16 bytes
     int32_t num_vecs[kMaxRanks];
@@ -38,107 +29,148 @@ struct BlockMemory {
     Divisor by_max_vecs;
   };
   Header* header;
-  uint32_t* counters;   // [E + R] when sending, [R, 1 + L] when receiving
-  uint32_t* masks;      // [warps] sending: destinations of the warp's token
-  int32_t* num_places;  // [warps] receiving: places of the warp's row
-  int32_t* tasks;       // [warps] pack_task, of the group that is worked on
-  int32_t* places;      // [warps, K]
-  float* weights;       // [warps, K] combine
-  mutable uint32_t num_agreements;  // of this thread, equal in all of a block behind a barrier
+  uint32_t* counters;      // [E + R] sending: tokens by expert, by rank
+  uint32_t* recv_counts;   // [R, 1 + L] receiving: rows of a source: all, by local expert
+  uint32_t* masks;         // [warps] at the source: ranks of the warp's token
+  int32_t* num_places;     // [warps] at the expert's rank: places of the warp's row
+  int32_t* tasks;          // [warps] pack_task, of the group that is worked on
+  int32_t* own_experts;    // [warps, K] at the source: of the warps' tokens
+  int32_t* places;         // [warps, K]
+  int32_t* place_experts;  // [warps, K] local expert of a place
+  float* weights;          // [warps, K] combine
+  int32_t* staged;         // [kStagedPerThread * threads] experts of tokens that are counted
+  uint32_t active;         // in a register: ranks, a bit each, that this block found not masked when it began
 
-  DC_HOST_DEVICE static size_t num_counters(const LowLatencyShape& shape, int num_ranks) {
-    const int max_local = ceil_div(shape.num_experts, num_ranks);
-    return max_of(shape.num_experts + num_ranks, num_ranks * (1 + max_local));
+  DC_HOST_DEVICE static int num_staged(int num_warps) {
+    return kStagedPerThread * kWarpSize * num_warps;
+  }
+  DC_HOST_DEVICE static int num_recv_counts(const LowLatencyShape& shape, int num_ranks) {
+    return num_ranks * (1 + ceil_div(shape.num_experts, num_ranks));
   }
   DC_HOST_DEVICE static size_t num_bytes(const LowLatencyShape& shape, int num_ranks, int num_warps) {
-    return sizeof(Header) + 4 * (num_counters(shape, num_ranks) + num_warps * (3 + 2 * shape.num_topk));
+    return sizeof(Header) + 4 * (shape.num_experts + num_ranks + num_recv_counts(shape, num_ranks) +
+                                 num_warps * (3 + 4 * shape.num_topk) + num_staged(num_warps));
   }
   DC_DEVICE static BlockMemory make(const LowLatencyShape& shape, int num_ranks) {
     BlockMemory memory{};
-    const int num_warps = arch::num_warps();
+    const int num_warps = arch::num_warps(), num_selections = num_warps * shape.num_topk;
     memory.header = reinterpret_cast<Header*>(arch::dynamic_smem());
     memory.counters = reinterpret_cast<uint32_t*>(memory.header + 1);
-    memory.masks = memory.counters + num_counters(shape, num_ranks);
+    memory.recv_counts = memory.counters + shape.num_experts + num_ranks;
+    memory.masks = memory.recv_counts + num_ranks * (1 + ceil_div(shape.num_experts, num_ranks));
     memory.num_places = reinterpret_cast<int32_t*>(memory.masks + num_warps);
     memory.tasks = memory.num_places + num_warps;
-    memory.places = memory.tasks + num_warps;
-    memory.weights = reinterpret_cast<float*>(memory.places + num_warps * shape.num_topk);
+    memory.own_experts = memory.tasks + num_warps;
+    memory.places = memory.own_experts + num_selections;
+    memory.place_experts = memory.places + num_selections;
+    memory.weights = reinterpret_cast<float*>(memory.place_experts + num_selections);
+    memory.staged = reinterpret_cast<int32_t*>(memory.weights + num_selections);
     return memory;
   }
 };
 
-// A barrier of the block that also tells every thread whether one has given up; then none calls it again. A thread
-// that is quick may fail in the next call before a slow one has looked at the word of this call: hence two words.
-DC_DEVICE bool block_agrees(const BlockMemory& memory, bool ok) {
-  uint32_t* has_failed = &memory.header->has_failed[memory.num_agreements++ & 1u];
-  if (!ok) arch::st_relaxed_cta(has_failed, 1u);
-  arch::sync_block();
-  return arch::ld_relaxed_cta(has_failed) == 0u;
-}
+// A barrier of the block that also tells every thread whether one has given up.
+DC_DEVICE bool block_agrees(bool ok) { return !arch::sync_block_any(!ok); }
 
-// The number of the operation this launch is about.
-DC_DEVICE uint32_t operation_of(const LowLatencyHalf& words, const Phases& phases) {
-  if (!phases.send) return arch::ld_weak(phases.ticket);
-  return next_generation(arch::ld_relaxed_gpu(&words.state()->sequence[static_cast<int>(words.kind)]));
-}
+// The warp that looks after credit: not one of the first, which have tokens, if there are others.
+DC_DEVICE bool has_credit_warp() { return arch::warp_idx() == max_of(0, arch::num_warps() - 2); }
 
-// Before the first barrier of the block: its shared words, and the number of the last operation that was sent in this
-// half.
-DC_DEVICE uint32_t begin_block(const Context& context, const LowLatencyHalf& half, const BlockMemory& memory) {
+// What a launch reads before anything else: one trip to memory, beside those of its inputs.
+struct Beginning {
+  LowLatencyRecord record;
+  uint32_t ticket;   // of a receive phase launched by itself
+  uint64_t credit;   // lane [half, peer] of the credit warp
+  uint32_t received; // lane [half, peer] of the last warp of block 0: what is to be told the peer
+
+  DC_DEVICE static Beginning load(const LowLatencyHalf& words, const Phases& phases) {
+    const int num_ranks = words.world.num_ranks, lane = arch::lane_idx();
+    const int kind = static_cast<int>(words.kind);
+    Beginning begin{};
+    if (phases.send) {
+      const Vec16 vec = arch::ld_weak(reinterpret_cast<const Vec16*>(words.record(arch::block_idx())));
+      begin.record = {vec.words[0], {vec.words[1], vec.words[2]}, 0};
+    } else {
+      begin.ticket = arch::ld_weak(phases.ticket);
+    }
+    if (lane >= 2 * num_ranks) return begin;
+    const int of_half = lane / num_ranks, peer = lane % num_ranks;
+    // pairs with: return_credit at the peer; see await_credit.
+    if (has_credit_warp()) begin.credit = arch::ld_acquire_sys(words.consumed(words.world.rank, of_half, peer));
+    if (arch::block_idx() == 0 && arch::warp_idx() == arch::num_warps() - 1) {
+      begin.received = arch::ld_weak(&words.state()->received[kind][of_half]);
+    }
+    return begin;
+  }
+  // The number of the operation that this launch is about.
+  DC_DEVICE uint32_t operation(const Phases& phases) const {
+    return phases.send ? next_generation(record.sequence) : ticket;
+  }
+};
+
+// Sets memory->active.
+DC_DEVICE void find_active(const Context& context, BlockMemory* memory) {
   const World& world = context.world;
+  memory->active = (1u << world.num_ranks) - 1;
+  if (!context.can_shrink) return;
   if (arch::warp_idx() == 0) {
     const int peer = arch::lane_idx();
     const bool is_there = peer < world.num_ranks;
-    const bool is_active = is_there && !(context.can_shrink && peer != world.rank && is_masked(world, peer));
+    const bool is_active = is_there && (peer == world.rank || !is_masked(world, peer));
     const uint32_t active = arch::ballot(kFullMask, is_active);
-    if (peer == 0) {
-      memory.header->has_failed[0] = memory.header->has_failed[1] = 0;
-      memory.header->active = active;
-    }
+    if (peer == 0) memory->header->active = active;
   }
-  return arch::ld_relaxed_gpu(&half.state()->sent[static_cast<int>(half.kind)][half.half]);
+  arch::sync_block();
+  memory->active = memory->header->active;
 }
 
-DC_DEVICE bool is_active(const BlockMemory& memory, int rank) { return (memory.header->active >> rank & 1u) != 0; }
+DC_DEVICE bool is_active(const BlockMemory& memory, int rank) { return (memory.active >> rank & 1u) != 0; }
 
-// Every thread, behind a barrier of the block that follows operation_of. All that a launch does for the launches
-// after it is done here, at its begin, when nothing waits for it: the last warp returns credit for what earlier
-// launches have received, and the last block to come numbers the operation.
-DC_DEVICE void begin_operation(const Context& context, const LowLatencyHalf& half, const Phases& phases) {
-  if (arch::warp_idx() != arch::num_warps() - 1) return;
-  const int kind = static_cast<int>(half.kind), num_ranks = context.world.num_ranks;
-  LowLatencyState* state = half.state();
-  if (arch::block_idx() == 0 && arch::lane_idx() < 2 * num_ranks) {
-    const int of_half = arch::lane_idx() / num_ranks, peer = arch::lane_idx() % num_ranks;
-    const uint32_t received = arch::ld_relaxed_gpu(&state->received[kind][of_half]);
+// What a launch does for the launches after it is done at its begin, when nothing waits for it. Every thread: the last
+// warp of block 0 returns credit for what earlier launches have received.
+DC_DEVICE void return_credit(const Context& context, const LowLatencyHalf& half, const Phases& phases,
+                             const Beginning& begin) {
+  if (arch::block_idx() != 0 || arch::warp_idx() != arch::num_warps() - 1) return;
+  const int num_ranks = context.world.num_ranks, lane = arch::lane_idx();
+  if (lane < 2 * num_ranks) {
+    const int of_half = lane / num_ranks, peer = lane - of_half * num_ranks;
     // pairs with: await_credit at the peer — reads and zeros of an earlier launch, which has ended: no release needed.
-    arch::st_relaxed_sys(half.consumed(peer, of_half, context.world.rank), Tagged::pack(received, 0));
+    arch::st_relaxed_sys(half.consumed(peer, of_half, context.world.rank), Tagged::pack(begin.received, 0));
   }
-  arch::sync_warp();
-  if (arch::lane_idx() != 0) return;
-  const Phase phase = phases.send ? Phase::kSend : Phase::kReceive;
-  uint32_t* num_entered = &state->num_entered_blocks[kind][static_cast<int>(phase)];
-  // acq_rel, pairs with itself: all blocks have read the state before the last one changes it.
-  if (arch::atomic_add_acq_rel_gpu(num_entered, 1u) + 1 != static_cast<uint32_t>(arch::num_blocks())) return;
-  arch::st_relaxed_gpu(num_entered, 0u);
-  // Only later launches read these.
-  if (phases.receive) arch::st_relaxed_gpu(&state->received[kind][half.half], context.generation);
-  if (!phases.send) return;
-  arch::st_relaxed_gpu(&state->sequence[kind], context.generation);
-  arch::st_relaxed_gpu(&state->sent[kind][half.half], context.generation);
-  if (phases.ticket != nullptr) arch::st_weak(phases.ticket, context.generation);
+  arch::sync_warp();  // all lanes have loaded it
+  // Only later launches read this.
+  if (phases.receive && lane == 0) {
+    arch::st_weak(&half.state()->received[static_cast<int>(half.kind)][half.half], context.generation);
+  }
 }
 
-// One warp, lane r: whether peer r has read what the last operation in this half, `previous`, wrote into its memory.
-// Block 0 then announces the operation.
-//   unblocked by: begin_operation of the launch that follows the peer's receive phase two operations ago; at the
+// The last warp of a block that sends, behind a barrier: all of the block has loaded its record.
+DC_DEVICE void number_records(const Context& context, const LowLatencyHalf& half, const Phases& phases,
+                              const Beginning& begin) {
+  if (arch::warp_idx() != arch::num_warps() - 1) return;
+  Vec16 record{};
+  record.words[0] = context.generation;
+  record.words[1] = half.half == 0 ? context.generation : begin.record.sent[0];
+  record.words[2] = half.half == 1 ? context.generation : begin.record.sent[1];
+  for (int block = arch::block_idx() + arch::lane_idx() * arch::num_blocks(); block < kMaxLowLatencyBlocks;
+       block += kWarpSize * arch::num_blocks()) {
+    arch::st_weak(reinterpret_cast<Vec16*>(half.record(block)), record);
+  }
+  if (arch::block_idx() == 0 && arch::lane_idx() == 0 && phases.ticket != nullptr) {
+    arch::st_weak(phases.ticket, context.generation);
+  }
+}
+
+// One warp, lane r: whether peer r has read what the last operation in this half wrote into its memory. Block 0 then
+// announces the operation.
+//   unblocked by: return_credit of the launch that follows the peer's receive phase two operations ago; at the
 //   latest that is the one that sends this operation
 DC_DEVICE bool await_credit(const Context& context, const LowLatencyHalf& half, const BlockMemory& memory,
-                            uint32_t previous, uint32_t signature, int num_tokens) {
-  const int peer = arch::lane_idx();
-  if (peer >= context.world.num_ranks || !is_active(memory, peer)) return true;
-  if (!arch::fault(Fault::kSkipCredit)) {
-    const uint32_t wanted = previous;
+                            const Beginning& begin, uint32_t signature, int num_tokens) {
+  const int peer = arch::lane_idx(), num_ranks = context.world.num_ranks;
+  const uint64_t seen = arch::shfl(kFullMask, begin.credit, half.half * num_ranks + min_of(peer, num_ranks - 1));
+  if (peer >= num_ranks || !is_active(memory, peer)) return true;
+  const uint32_t wanted = half.half == 0 ? begin.record.sent[0] : begin.record.sent[1];
+  if (!arch::fault(Fault::kSkipCredit) && !Tagged::unpack(seen).has_reached(wanted)) {
     uint64_t raw = 0;
     const bool ok = await<Scope::kSys>(
         context, half.consumed(context.world.rank, peer), {Stage::kHalfCredit, Word::kConsumed, peer, -1},
@@ -185,79 +217,126 @@ DC_DEVICE bool await_announcements(const Context& context, const LowLatencyHalf&
 // Each rank begins with another peer, so that none is hit by all at once.
 DC_DEVICE int source_at(const World& world, int position) { return (world.rank + 1 + position) % world.num_ranks; }
 
-// One warp: the tasks of the block, the tokens of its share of every source, when num_tokens is known. A barrier of
-// the block makes them known.
-DC_DEVICE void number_tasks(const World& world, const LowLatencyShape& shape, const BlockMemory& memory,
-                            int vec_elements) {
-  BlockMemory::Header* header = memory.header;
-  const int position = arch::lane_idx();
-  int num_tasks = 0, num_vecs = 1;
-  if (position < world.num_ranks) {
-    const int source = source_at(world, position);
-    const LowLatencyShare share = LowLatencyShare::of(shape, header->num_tokens[source], arch::block_idx());
-    num_tasks = share.num_tokens();
-    num_vecs = share.num_columns() / vec_elements;
-    header->first_vec[source] = share.column_begin / vec_elements;
-    header->num_vecs[source] = num_vecs;
-  }
-  int end = num_tasks, max_vecs = max_of(num_vecs, 1);
-  for (int delta = 1; delta < kWarpSize; delta *= 2) {
-    const int before = arch::shfl_up(kFullMask, end, delta);
-    if (position >= delta) end += before;
-    max_vecs = max_of(max_vecs, arch::shfl_xor(kFullMask, max_vecs, delta));
-  }
-  if (position <= world.num_ranks) header->first_task[position] = end - num_tasks;
-  if (position == 0) {
-    header->max_vecs = max_vecs;
-    header->by_max_vecs = Divisor::make(max_vecs);
-  }
-  arch::sync_warp();
-}
-
 // A warp's task as the whole block finds it in shared memory.
 DC_DEVICE int32_t pack_task(int source, int token) { return source << 16 | token; }
 DC_DEVICE int source_of(int32_t task) { return task >> 16; }
 DC_DEVICE int token_of(int32_t task) { return task & 0xffff; }
 
-struct Task {
-  int source;
-  int token_idx;  // in the block's share
-  int token;
-  bool is_leading;  // this block has its first columns
+// The task-th token that this block gets, over all sources.
+DC_DEVICE int32_t find_task(const World& world, const BlockMemory& memory, int task) {
+  int position = 0;
+  while (position + 1 < world.num_ranks && task >= memory.header->first_task[position + 1]) ++position;
+  const int source = source_at(world, position);
+  return pack_task(source, memory.header->first_token[source] + task - memory.header->first_task[position]);
+}
 
-  DC_DEVICE static Task find(const World& world, const LowLatencyShape& shape, const BlockMemory& memory, int task) {
-    int position = 0;
-    while (position + 1 < world.num_ranks && task >= memory.header->first_task[position + 1]) ++position;
-    const int source = source_at(world, position), token_idx = task - memory.header->first_task[position];
-    const LowLatencyShare share =
-        LowLatencyShare::of(shape, memory.header->num_tokens[source], arch::block_idx());
-    return {source, token_idx, share.begin + token_idx, share.is_leading};
+// One warp: the tasks of a group, one a warp of the block.
+DC_DEVICE void list_tasks(const World& world, const BlockMemory& memory, int first) {
+  const int num_now = min_of(arch::num_warps(), memory.header->first_task[world.num_ranks] - first);
+  if (arch::lane_idx() < num_now) memory.tasks[arch::lane_idx()] = find_task(world, memory, first + arch::lane_idx());
+}
+
+// A block's tasks, the tokens of its share of every source, in the registers of a warp: lane p has source_at(p).
+struct TaskNumbering {
+  int first_task;
+  int first_token;
+  int num_tasks;  // in all
+
+  // num_tokens: lane p, of source_at(p). The first warp also notes all for the block.
+  DC_DEVICE static TaskNumbering make(const World& world, const LowLatencyShape& shape, const BlockMemory& memory,
+                                      int num_tokens, int vec_elements) {
+    BlockMemory::Header* header = memory.header;
+    const int position = arch::lane_idx(), source = source_at(world, position);
+    const bool is_source = position < world.num_ranks;
+    const LowLatencyShare share = LowLatencyShare::of(shape, is_source ? num_tokens : 0, arch::block_idx());
+    const int num_vecs = share.num_columns() / vec_elements;
+    const int first_vec = share.column_begin / vec_elements;
+    int end = share.num_tokens(), max_vecs = max_of(num_vecs, 1);
+    DC_UNROLL
+    for (int delta = 1; delta < kMaxRanks; delta *= 2) {
+      const int before = arch::shfl_up(kFullMask, end, delta);
+      if (position >= delta) end += before;
+      max_vecs = max_of(max_vecs, arch::shfl_xor(kFullMask, max_vecs, delta));
+    }
+    const TaskNumbering numbering{end - share.num_tokens(), share.begin,
+                                  arch::shfl(kFullMask, end, world.num_ranks - 1)};
+    if (arch::warp_idx() != 0) return numbering;
+    if (is_source) {
+      header->first_token[source] = share.begin;
+      header->first_vec[source] = first_vec;
+      header->num_vecs[source] = num_vecs;
+      header->first_task[position] = numbering.first_task;
+    }
+    if (position == 0) {
+      header->first_task[world.num_ranks] = numbering.num_tasks;
+      header->max_vecs = max_vecs;
+      header->by_max_vecs = Divisor::make(max_vecs);
+    }
+    return numbering;
+  }
+  // A whole warp: a task below num_tasks.
+  DC_DEVICE int32_t find(const World& world, int task) const {
+    const bool is_before = arch::lane_idx() < world.num_ranks && first_task <= task;
+    // Several may begin with the same task: all but the last of them have none.
+    const int position = arch::popc(arch::ballot(kFullMask, is_before)) - 1;
+    const int token = task - arch::shfl(kFullMask, first_task, position) + arch::shfl(kFullMask, first_token, position);
+    return pack_task(source_at(world, position), token);
   }
 };
 
-// One warp: the tasks of a group, one a warp of the block.
-DC_DEVICE void list_tasks(const World& world, const LowLatencyShape& shape, const BlockMemory& memory, int first) {
-  const int num_now = min_of(arch::num_warps(), memory.header->first_task[world.num_ranks] - first);
-  if (arch::lane_idx() >= num_now) return;
-  const Task task = Task::find(world, shape, memory, first + arch::lane_idx());
-  memory.tasks[arch::lane_idx()] = pack_task(task.source, task.token);
-}
-
-// A row and a column of a matrix that is walked through by one index. One row is the usual case, and costs nothing.
+// A row and a column of a matrix that is walked through by one index.
 struct Position {
   int row;
   int column;
 
-  DC_DEVICE static Position of(int idx, int num_rows, int num_columns) {
-    if (num_rows == 1) return {0, idx};
-    return {idx / num_columns, idx % num_columns};
+  DC_DEVICE static Position of(int idx, const Divisor& by_columns, int num_columns) {
+    const int row = by_columns.quotient(idx);
+    return {row, idx - row * num_columns};
   }
 };
 
-// The k-th selection of a token; -1 also for what lies out of range, which is reported.
-DC_DEVICE int checked_expert(const Context& context, const void* topk_idx, int64_t position, int num_bytes,
-                             int num_experts) {
-  const int expert = load_expert(topk_idx, position, num_bytes);
+DC_DEVICE uint32_t warp_or(uint32_t bits) {
+  DC_UNROLL
+  for (int lane_mask = 1; lane_mask < kWarpSize; lane_mask *= 2) bits |= arch::shfl_xor(kFullMask, bits, lane_mask);
+  return bits;
+}
+
+// Expert indices as the user gave them, their loads under way together: what is done with one would wait for it.
+template <int kCount>
+struct RawExperts {
+  int64_t values[kCount];
+
+  // positions first, first + stride, … below end.
+  DC_DEVICE void load(const void* topk_idx, int64_t first, int stride, int64_t end, int num_bytes) {
+    if (num_bytes == 4) {
+      DC_UNROLL
+      for (int idx = 0; idx < kCount; ++idx) {
+        const int64_t position = first + idx * stride;
+        values[idx] = -1;
+        if (position < end) values[idx] = arch::ld_nc(static_cast<const int32_t*>(topk_idx) + position);
+      }
+      return;
+    }
+    DC_UNROLL
+    for (int idx = 0; idx < kCount; ++idx) {
+      const int64_t position = first + idx * stride;
+      values[idx] = -1;
+      if (position < end) values[idx] = arch::ld_nc(static_cast<const int64_t*>(topk_idx) + position);
+    }
+  }
+  // Anything out of int range becomes -2.
+  DC_DEVICE int get(int idx) const {
+    return values[idx] == static_cast<int32_t>(values[idx]) ? static_cast<int>(values[idx]) : -2;
+  }
+};
+
+// The ranks of a token's experts, a bit each: of those at k = lane, lane + 32, …, together with other lanes' (warp_or).
+DC_DEVICE uint32_t rank_bit(const PreparedExpertMap& experts, int expert) {
+  return expert >= 0 && expert < experts.num_experts ? 1u << experts.rank_of(expert) : 0u;
+}
+
+// An expert index as the user gave it; -1 and a report for what lies out of range.
+DC_DEVICE int checked_expert(const Context& context, int expert, int64_t position, int num_experts) {
   if (expert >= -1 && expert < num_experts) return expert;
   report_error(context, {ErrorKind::kExpertIndex, {Stage::kCheckArguments, Word::kTopkIdx, context.world.rank, -1},
                          static_cast<uint64_t>(static_cast<int64_t>(expert)), static_cast<uint64_t>(num_experts), 0,

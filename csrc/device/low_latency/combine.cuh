@@ -26,44 +26,49 @@ namespace deep_comm {
 DC_DEVICE void send_weights(const Context& context, const LowLatencyCombineArgs& args, const LowLatencyHalf& half,
                             const BlockMemory& memory, const LowLatencyShare& share) {
   const int num_topk = args.shape.num_topk;
-  const ExpertMap map{args.shape.num_experts, args.world.num_ranks};
   if (!share.is_leading) return;
-  for (int64_t idx = static_cast<int64_t>(share.begin) * num_topk + arch::thread_idx();
-       idx < static_cast<int64_t>(share.end) * num_topk; idx += arch::num_threads()) {
-    const int expert = load_expert(args.topk_idx, idx, args.topk_idx_bytes);
-    if (expert < 0 || expert >= args.shape.num_experts || !is_active(memory, map.rank_of(expert))) continue;
-    const int token = static_cast<int>(idx / num_topk), k = static_cast<int>(idx % num_topk);
+  DC_NO_UNROLL
+  for (int idx = arch::thread_idx(); idx < share.num_tokens() * num_topk; idx += arch::num_threads()) {
+    const int64_t position = static_cast<int64_t>(share.begin) * num_topk + idx;
+    const int expert = load_expert(args.topk_idx, position, args.topk_idx_bytes);
+    if (expert < 0 || expert >= args.shape.num_experts) continue;
+    const int peer = args.experts.rank_of(expert);
+    if (!is_active(memory, peer)) continue;
     // pairs with: find_summands at the expert's rank — nothing but the word itself.
-    arch::st_relaxed_sys(half.weights(map.rank_of(expert), args.world.rank, token) + k,
-                         Tagged::pack(context.generation, bit_cast<uint32_t>(arch::ld_nc(args.topk_weights + idx))));
+    arch::st_relaxed_sys(half.weights(peer, args.world.rank, share.begin) + idx,
+                         Tagged::pack(context.generation, bit_cast<uint32_t>(arch::ld_nc(args.topk_weights + position))));
   }
 }
 
 // One warp: the rows of a token that lie on this rank, and their weights, k ascending.
 template <CombineRows kRows>
 DC_DEVICE bool find_summands(const Context& context, const LowLatencyCombineArgs& args, const LowLatencyHalf& half,
-                             const BlockMemory& memory, const Task& task) {
+                             const BlockMemory& memory, int32_t task) {
   const LowLatencyShape& shape = args.shape;
   const int num_topk = shape.num_topk, warp = arch::warp_idx(), num_columns = kRows == CombineRows::kReduced ? 1 : num_topk;
-  const int64_t token_row = static_cast<int64_t>(task.source) * shape.num_max_tokens + task.token;
+  const int source = source_of(task), token = token_of(task);
+  const int64_t token_row = static_cast<int64_t>(source) * shape.num_max_tokens + token;
   int num_places = 0;
   bool ok = true;
+  DC_NO_UNROLL
   for (int base = 0; base < num_columns; base += kWarpSize) {
     const int k = base + arch::lane_idx();
+    // Beside the place, whether it is needed or not: they are trips to memory.
+    const float given = kRows != CombineRows::kSelections && args.recv_weights != nullptr && k < num_columns
+                            ? arch::ld_nc(args.recv_weights + token_row * num_topk + k)
+                            : 1.0f;
     const int place = k < num_columns ? arch::ld_nc(args.places + token_row * num_columns + k) : -1;
     const uint32_t here = arch::ballot(kFullMask, place >= 0);
     if (place >= 0) {
       const int position = warp * num_topk + num_places + arch::popc(here & ((1u << arch::lane_idx()) - 1));
-      float weight = 1.0f;
+      float weight = given;
       if (kRows == CombineRows::kSelections) {
         weight = bit_cast<float>(k);  // the source weights; it wants to know which row this is
-      } else if (args.recv_weights != nullptr) {
-        weight = arch::ld_nc(args.recv_weights + token_row * num_topk + k);
-      } else if constexpr (kRows == CombineRows::kSums) {
+      } else if (kRows == CombineRows::kSums && args.recv_weights == nullptr) {
         uint32_t bits = 0;
-        ok = await_tagged(context, half.weights(args.world.rank, task.source, task.token) + k,
-                          {Stage::kWeights, Word::kWeight, task.source, arch::block_idx()}, 0, &bits);
-        ok = ok || is_given_up(context, task.source);
+        ok = await_tagged_alone(context, half.weights(args.world.rank, source, token) + k,
+                                {Stage::kWeights, Word::kWeight, source, arch::block_idx()}, &bits);
+        ok = ok || is_given_up(context, source);
         weight = bit_cast<float>(bits);
       }
       memory.places[position] = place;
@@ -73,7 +78,7 @@ DC_DEVICE bool find_summands(const Context& context, const LowLatencyCombineArgs
   }
   if (arch::lane_idx() == 0) {
     memory.num_places[warp] = num_places;
-    memory.tasks[warp] = pack_task(task.source, task.token);
+    memory.tasks[warp] = task;
   }
   return ok;
 }
@@ -107,6 +112,7 @@ DC_DEVICE void sum_places(const LowLatencyCombineArgs& args, const BlockMemory& 
   const int num_places = memory.num_places[warp];
   const int32_t* places = memory.places + warp * args.shape.num_topk;
   const float* weights = memory.weights + warp * args.shape.num_topk;
+  DC_NO_UNROLL
   for (int first = 0; first < num_places; first += kAhead) {
     Vec16 vecs[kAhead][kVecs];
     DC_UNROLL
@@ -143,6 +149,7 @@ DC_DEVICE void send_sums(const LowLatencyCombineArgs& args, const LowLatencyHalf
   constexpr int kVecs = kLogFmt ? LogPiece::kElements / Type::kPerVec : 1;  // of a thread
   const int max_vecs = memory.header->max_vecs;
   const Divisor by_max_vecs = memory.header->by_max_vecs;
+  DC_NO_UNROLL
   for (int idx = kVecs * arch::thread_idx(); idx < num_tasks * max_vecs; idx += kVecs * arch::num_threads()) {
     const int warp = by_max_vecs.quotient(idx), vec = idx - warp * max_vecs;
     const int source = source_of(memory.tasks[warp]), token = token_of(memory.tasks[warp]);
@@ -182,85 +189,95 @@ DC_DEVICE void send_selections(const LowLatencyCombineArgs& args, const LowLaten
   }
 }
 
+// What a launch loads at its begin.
+struct CombineInputs {
+  LowLatencyShare share;
+  int num_tokens;         // lane p: of source_at(p)
+  RawExperts<2> experts;  // of this warp's first token, by lane
+
+  template <CombineRows kRows>
+  DC_DEVICE static CombineInputs load(const LowLatencyCombineArgs& args) {
+    CombineInputs inputs{LowLatencyShare::of(args.shape, args.num_tokens, arch::block_idx()), 0, {}};
+    const int lane = arch::lane_idx(), token = inputs.share.begin + arch::warp_idx();
+    if (args.phases.send && lane < args.world.num_ranks) {
+      inputs.num_tokens = arch::ld_nc(args.recv_tokens + source_at(args.world, lane));
+    }
+    if (kRows != CombineRows::kSelections && args.phases.receive && token < inputs.share.end) {
+      inputs.load_experts(args, token);
+    }
+    return inputs;
+  }
+  DC_DEVICE void load_experts(const LowLatencyCombineArgs& args, int token) {
+    const int64_t begin = static_cast<int64_t>(token) * args.shape.num_topk;
+    experts.load(args.topk_idx, begin + arch::lane_idx(), kWarpSize, begin + args.shape.num_topk, args.topk_idx_bytes);
+  }
+  // One warp: the ranks that hold an expert of its token.
+  DC_DEVICE uint32_t ranks(const LowLatencyCombineArgs& args) const {
+    return warp_or(rank_bit(args.experts, experts.get(0)) | rank_bit(args.experts, experts.get(1)));
+  }
+};
+
 template <CombineRows kRows, bool kLogFmt>
 DC_DEVICE bool combine_send(const Context& context, const LowLatencyCombineArgs& args, const LowLatencyHalf& half,
-                            const BlockMemory& memory, uint32_t previous) {
-  const int num_ranks = args.world.num_ranks, num_warps = arch::num_warps(), warp = arch::warp_idx();
+                            const BlockMemory& memory, const Beginning& begin, const CombineInputs& inputs) {
+  const int num_warps = arch::num_warps(), warp = arch::warp_idx();
   // Peers wait for the weights: they go first. Their words of this half were read before the rows of two operations
   // ago came back, which this rank has received.
-  if (kRows == CombineRows::kSums && args.recv_weights == nullptr) {
-    send_weights(context, args, half, memory, LowLatencyShare::of(args.shape, args.num_tokens, arch::block_idx()));
-  }
-  if (warp == 0) {
-    if (arch::lane_idx() < num_ranks) {
-      const bool is_there = is_active(memory, arch::lane_idx());
-      memory.header->num_tokens[arch::lane_idx()] = is_there ? arch::ld_nc(args.recv_tokens + arch::lane_idx()) : 0;
-    }
-    arch::sync_warp();
-    number_tasks(args.world, args.shape, memory, Piece<PayloadFormat::kBfloat16>::kElements);
-  }
-  const bool has_credit_warp = warp == max_of(0, num_warps - 2);
-  bool ok = !has_credit_warp || await_credit(context, half, memory, previous, args.signature, args.num_tokens);
-  if (!block_agrees(memory, ok)) return false;
-  const int num_tasks = memory.header->first_task[num_ranks];
+  if (kRows == CombineRows::kSums && args.recv_weights == nullptr) send_weights(context, args, half, memory, inputs.share);
+  const int num_tokens = is_active(memory, source_at(args.world, arch::lane_idx())) ? inputs.num_tokens : 0;
+  const TaskNumbering numbering = TaskNumbering::make(args.world, args.shape, memory, num_tokens, Piece<PayloadFormat::kBfloat16>::kElements);
+  const int num_tasks = numbering.num_tasks;
+  bool ok = !has_credit_warp() || await_credit(context, half, memory, begin, args.signature, args.num_tokens);
+  DC_NO_UNROLL
   for (int first = 0; first < num_tasks; first += num_warps) {
     const int num_now = min_of(num_warps, num_tasks - first);
     if (warp < num_now) {
-      ok = find_summands<kRows>(context, args, half, memory, Task::find(args.world, args.shape, memory, first + warp));
+      const int32_t task = numbering.find(args.world, first + warp);
+      ok = find_summands<kRows>(context, args, half, memory, task) && ok;
     }
-    if (!block_agrees(memory, ok)) return false;
+    if (!block_agrees(ok)) return false;
+    if (first == 0) number_records(context, half, args.phases, begin);
     if constexpr (kRows == CombineRows::kSelections) {
       send_selections(args, half, memory, num_now);
     } else {
       send_sums<kLogFmt>(args, half, memory, num_now);
     }
+    if (kRows != CombineRows::kSelections && first + num_warps >= num_tasks) break;
     arch::sync_block();  // places and weights have been read
   }
+  if (num_tasks > 0) return true;
+  if (!block_agrees(ok)) return false;
+  number_records(context, half, args.phases, begin);
   return true;
-}
-
-// Source: ranks that hold an expert of a token.
-DC_DEVICE uint32_t ranks_of(const LowLatencyCombineArgs& args, int token) {
-  const ExpertMap map{args.shape.num_experts, args.world.num_ranks};
-  uint32_t mask = 0;
-  for (int k = arch::lane_idx(); k < args.shape.num_topk; k += kWarpSize) {
-    const int64_t position = static_cast<int64_t>(token) * args.shape.num_topk + k;
-    const int expert = load_expert(args.topk_idx, position, args.topk_idx_bytes);
-    if (expert >= 0 && expert < args.shape.num_experts) mask |= 1u << map.rank_of(expert);
-  }
-  for (int lane_mask = 1; lane_mask < kWarpSize; lane_mask *= 2) {
-    mask |= arch::shfl_xor(kFullMask, mask, lane_mask);
-  }
-  return mask;
 }
 
 // The block adds the ranks' rows of tokens [begin, end) and writes the results.
 DC_DEVICE bool add_ranks(const Context& context, const LowLatencyCombineArgs& args, const LowLatencyHalf& half,
-                         const LowLatencyShare& share, const uint32_t* masks, int begin, int end) {
+                         const LowLatencyShare& share, const BlockMemory& memory, int begin, int end) {
   using Type = Numeric<Dtype::kBfloat16>;
   const int first_vec = share.column_begin / Type::kPerVec, num_vecs = share.num_columns() / Type::kPerVec;
+  const Divisor by_vecs = Divisor::make(num_vecs);
+  DC_NO_UNROLL
   for (int idx = arch::thread_idx(); idx < (end - begin) * num_vecs; idx += arch::num_threads()) {
-    const Position position = Position::of(idx, end - begin, num_vecs);
+    const Position position = Position::of(idx, by_vecs, num_vecs);
     const int token = begin + position.row, vec = first_vec + position.column;
-    const uint32_t mask = masks[position.row];
-    const auto piece_of = [&](int peer) {
-      return reinterpret_cast<Vec16*>(half.combine_row(args.world.rank, peer, token)) + vec;
-    };
-    Vec16 vecs[kMaxRanks];
+    const uint32_t mask = memory.masks[position.row] & memory.active;
+    Arrivals<kMaxRanks> arrivals;
+    DC_UNROLL
+    for (int peer = 0; peer < kMaxRanks; ++peer) {
+      arrivals.from[peer] = nullptr;
+      if ((mask >> peer & 1u) == 0) continue;
+      arrivals.from[peer] = reinterpret_cast<Vec16*>(half.combine_row(args.world.rank, peer, token)) + vec;
+    }
+    arrivals.look();
+    const auto wait_of = [](int peer) { return WaitFor{Stage::kRows, Word::kRow, peer, arch::block_idx()}; };
+    if (!await_arrivals(context, arrivals, wait_of)) return false;
     float sum[Type::kPerVec] = {};
     DC_UNROLL
     for (int peer = 0; peer < kMaxRanks; ++peer) {
-      if ((mask >> peer & 1u) != 0) vecs[peer] = arch::ld_relaxed_sys(piece_of(peer));
-    }
-    DC_UNROLL
-    for (int peer = 0; peer < kMaxRanks; ++peer) {
-      if ((mask >> peer & 1u) == 0) continue;
-      const WaitFor wait{Stage::kRows, Word::kRow, peer, arch::block_idx()};
-      if (!take_arrival(context, piece_of(peer), wait, &vecs[peer])) {
-        if (!is_given_up(context, peer)) return false;
-        continue;
-      }
-      Type::add(sum, vecs[peer]);
+      if (arrivals.from[peer] == nullptr) continue;
+      Type::add(sum, arrivals.vecs[peer]);
+      arrivals.clear(peer);
     }
     uint8_t* dst = args.combined_x + static_cast<size_t>(token) * args.shape.hidden * sizeof(Bf16);
     arch::st_streaming(reinterpret_cast<Vec16*>(dst) + vec, Type::round(sum));
@@ -270,16 +287,17 @@ DC_DEVICE bool add_ranks(const Context& context, const LowLatencyCombineArgs& ar
 
 // The same for rows in LogFMT.
 DC_DEVICE bool add_log_ranks(const Context& context, const LowLatencyCombineArgs& args, const LowLatencyHalf& half,
-                             const LowLatencyShare& share, const uint32_t* masks, int begin, int end) {
+                             const LowLatencyShare& share, const BlockMemory& memory, int begin, int end) {
   using Type = Numeric<Dtype::kBfloat16>;
   constexpr int kElements = LogPiece::kElements;
   const int first_piece = share.column_begin / kElements, num_pieces = share.num_columns() / kElements;
+  const Divisor by_pieces = Divisor::make(num_pieces);
   for (int idx = arch::thread_idx(); idx < (end - begin) * num_pieces; idx += arch::num_threads()) {
-    const Position position = Position::of(idx, end - begin, num_pieces);
+    const Position position = Position::of(idx, by_pieces, num_pieces);
     const int token = begin + position.row, piece_idx = first_piece + position.column;
     float sum[kElements] = {};
     for (int peer = 0; peer < args.world.num_ranks; ++peer) {
-      if ((masks[position.row] >> peer & 1u) == 0) continue;
+      if (((memory.masks[position.row] & memory.active) >> peer & 1u) == 0) continue;
       const WaitFor wait{Stage::kRows, Word::kRow, peer, arch::block_idx()};
       uint8_t* row = half.combine_row(args.world.rank, peer, token);
       uint32_t* last = log_last(row, args.shape.hidden, piece_idx);
@@ -309,7 +327,6 @@ DC_DEVICE bool add_log_ranks(const Context& context, const LowLatencyCombineArgs
 
 // Source, one warp: the selections of a token and their weights, k ascending.
 DC_DEVICE void find_selections(const LowLatencyCombineArgs& args, const BlockMemory& memory, int token) {
-  const ExpertMap map{args.shape.num_experts, args.world.num_ranks};
   const int num_topk = args.shape.num_topk, warp = arch::warp_idx();
   int num_rows = 0;
   for (int base = 0; base < num_topk; base += kWarpSize) {
@@ -317,7 +334,7 @@ DC_DEVICE void find_selections(const LowLatencyCombineArgs& args, const BlockMem
     const int64_t position = static_cast<int64_t>(token) * num_topk + k;
     const int expert = k < num_topk ? load_expert(args.topk_idx, position, args.topk_idx_bytes) : -1;
     const bool is_selected =
-        expert >= 0 && expert < args.shape.num_experts && is_active(memory, map.rank_of(expert));
+        expert >= 0 && expert < args.shape.num_experts && is_active(memory, args.experts.rank_of(expert));
     const uint32_t selected = arch::ballot(kFullMask, is_selected);
     if (is_selected) {
       const int row = warp * num_topk + num_rows + arch::popc(selected & ((1u << arch::lane_idx()) - 1));
@@ -332,27 +349,44 @@ DC_DEVICE void find_selections(const LowLatencyCombineArgs& args, const BlockMem
 // The block weights and adds the rows of tokens [begin, end) and writes the results.
 DC_DEVICE bool add_selections(const Context& context, const LowLatencyCombineArgs& args, const LowLatencyHalf& half,
                               const LowLatencyShare& share, const BlockMemory& memory, int begin, int end) {
-  const ExpertMap map{args.shape.num_experts, args.world.num_ranks};
   using Type = Numeric<Dtype::kBfloat16>;
+  constexpr int kAhead = 4;
+  const int num_topk = args.shape.num_topk;
   const int first_vec = share.column_begin / Type::kPerVec, num_vecs = share.num_columns() / Type::kPerVec;
+  const Divisor by_vecs = Divisor::make(num_vecs);
+  DC_NO_UNROLL
   for (int idx = arch::thread_idx(); idx < (end - begin) * num_vecs; idx += arch::num_threads()) {
-    const Position position = Position::of(idx, end - begin, num_vecs);
-    const int warp = position.row, vec = first_vec + position.column;
+    const Position position = Position::of(idx, by_vecs, num_vecs);
+    const int warp = position.row, token = begin + warp, vec = first_vec + position.column;
+    const int32_t* selections = memory.places + warp * num_topk;
+    const float* weights = memory.weights + warp * num_topk;
+    const int num_rows = memory.num_places[warp];
     float sum[Type::kPerVec] = {};
-    for (int row = warp * args.shape.num_topk; row < warp * args.shape.num_topk + memory.num_places[warp]; ++row) {
-      const int token = begin + warp, k = memory.places[row];
-      const int64_t position = static_cast<int64_t>(token) * args.shape.num_topk + k;
-      const int peer = map.rank_of(load_expert(args.topk_idx, position, args.topk_idx_bytes));
-      const WaitFor wait{Stage::kRows, Word::kRow, peer, arch::block_idx()};
-      Vec16* src = reinterpret_cast<Vec16*>(half.gather_row(args.world.rank, token, k)) + vec;
-      Vec16 words{};
-      if (!take_arrival(context, src, wait, &words)) {
-        if (!is_given_up(context, peer)) return false;
-        continue;
+    DC_NO_UNROLL
+    for (int first = 0; first < num_rows; first += kAhead) {
+      Arrivals<kAhead> arrivals;
+      DC_UNROLL
+      for (int step = 0; step < kAhead; ++step) {
+        arrivals.from[step] = nullptr;
+        if (first + step >= num_rows) continue;
+        arrivals.from[step] =
+            reinterpret_cast<Vec16*>(half.gather_row(args.world.rank, token, selections[first + step])) + vec;
       }
-      add_weighted(sum, words, memory.weights[row]);
+      arrivals.look();
+      const bool ok = await_arrivals(context, arrivals, [&](int step) {
+        const int64_t selection = static_cast<int64_t>(token) * num_topk + selections[first + step];
+        const int peer = args.experts.rank_of(load_expert(args.topk_idx, selection, args.topk_idx_bytes));
+        return WaitFor{Stage::kRows, Word::kRow, peer, arch::block_idx()};
+      });
+      if (!ok) return false;
+      DC_UNROLL
+      for (int step = 0; step < kAhead; ++step) {
+        if (arrivals.from[step] == nullptr) continue;
+        add_weighted(sum, arrivals.vecs[step], weights[first + step]);
+        arrivals.clear(step);
+      }
     }
-    uint8_t* dst = args.combined_x + static_cast<size_t>(begin + warp) * args.shape.hidden * sizeof(Bf16);
+    uint8_t* dst = args.combined_x + static_cast<size_t>(token) * args.shape.hidden * sizeof(Bf16);
     arch::st_streaming(reinterpret_cast<Vec16*>(dst) + vec, Type::round(sum));
   }
   return true;
@@ -360,48 +394,52 @@ DC_DEVICE bool add_selections(const Context& context, const LowLatencyCombineArg
 
 template <CombineRows kRows, bool kLogFmt>
 DC_DEVICE void combine_receive(const Context& context, const LowLatencyCombineArgs& args, const LowLatencyHalf& half,
-                               const BlockMemory& memory) {
+                               const BlockMemory& memory, CombineInputs& inputs) {
   const int num_warps = arch::num_warps(), warp = arch::warp_idx();
-  const LowLatencyShare share = LowLatencyShare::of(args.shape, args.num_tokens, arch::block_idx());
+  const LowLatencyShare& share = inputs.share;
   bool ok = true;
   // Rows need no announcement; a rank that does something else, or nothing, is found by one block.
   if (arch::block_idx() == 0 && warp == num_warps - 1) {
-    ok = await_announcements(context, half, memory, memory.header->active, args.signature, args.wait_stats);
+    ok = await_announcements(context, half, memory, memory.active, args.signature, args.wait_stats);
   }
+  DC_NO_UNROLL
   for (int group = share.begin; group < share.end; group += num_warps) {
     const int group_end = min_of(group + num_warps, share.end);
-    const bool has_token = group + warp < group_end;
-    if (has_token && kRows == CombineRows::kSelections) {
-      find_selections(args, memory, group + warp);
-    } else if (has_token) {
-      const uint32_t mask = ranks_of(args, group + warp);
-      if (arch::lane_idx() == 0) memory.masks[warp] = mask & memory.header->active;
+    if (group + warp < group_end) {
+      if constexpr (kRows == CombineRows::kSelections) {
+        find_selections(args, memory, group + warp);
+      } else {
+        if (group != share.begin) inputs.load_experts(args, group + warp);
+        const uint32_t mask = inputs.ranks(args);
+        if (arch::lane_idx() == 0) memory.masks[warp] = mask;
+      }
     }
-    if (!block_agrees(memory, ok)) return;
+    if (!block_agrees(ok)) return;
     if constexpr (kRows == CombineRows::kSelections) {
       ok = add_selections(context, args, half, share, memory, group, group_end);
     } else if constexpr (kLogFmt) {
-      ok = add_log_ranks(context, args, half, share, memory.masks, group, group_end);
+      ok = add_log_ranks(context, args, half, share, memory, group, group_end);
     } else {
-      ok = add_ranks(context, args, half, share, memory.masks, group, group_end);
+      ok = add_ranks(context, args, half, share, memory, group, group_end);
     }
-    if (!block_agrees(memory, ok)) return;  // what the warps have found has been read
+    if (group_end >= share.end) break;
+    if (!block_agrees(ok)) return;  // what the warps have found has been read
   }
 }
 
 template <CombineRows kRows, bool kLogFmt>
 DC_DEVICE void low_latency_combine(const LowLatencyCombineArgs& args) {
   LowLatencyHalf half{args.world, args.region, args.shape, LowLatencyKind::kCombine, 0};
-  const Context context{args.world, Kernel::kLowLatencyCombine, operation_of(half, args.phases), args.can_shrink};
+  const Beginning begin = Beginning::load(half, args.phases);
+  CombineInputs inputs = CombineInputs::load<kRows>(args);
+  const Context context{args.world, Kernel::kLowLatencyCombine, begin.operation(args.phases), args.can_shrink};
   half.half = static_cast<int>(context.generation & 1u);
-  const BlockMemory memory = BlockMemory::make(args.shape, args.world.num_ranks);
-  const uint32_t previous = begin_block(context, half, memory);
-  arch::sync_block();
-  begin_operation(context, half, args.phases);
+  BlockMemory memory = BlockMemory::make(args.shape, args.world.num_ranks);
+  find_active(context, &memory);
+  return_credit(context, half, args.phases, begin);
   bool ok = true;
-  if (args.phases.send) ok = combine_send<kRows, kLogFmt>(context, args, half, memory, previous);
-  arch::sync_block();
-  if (args.phases.receive && ok) combine_receive<kRows, kLogFmt>(context, args, half, memory);
+  if (args.phases.send) ok = combine_send<kRows, kLogFmt>(context, args, half, memory, begin, inputs);
+  if (args.phases.receive && ok) combine_receive<kRows, kLogFmt>(context, args, half, memory, inputs);
 }
 
 }  // namespace deep_comm

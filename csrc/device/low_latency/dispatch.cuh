@@ -16,7 +16,8 @@
 //   counts     receiver  last block of a source every block        relaxed; number in the word never: sequence
 //   consumed   source    block 0 of the receiver's next launch     acquire; the launch that    never: sequence
 //                        of this kind           senders, two later read has ended
-//   sequence, received   last block to enter    later launches     stream order                never
+//   records    this rank each block its own     later launches     stream order                never: sequence
+//   received   this rank block 0                later launches     stream order                never: sequence
 //
 // before rows, scales and routes of this half are zero; the credit of two operations ago is awaited here
 // after  outputs complete on this stream; the half is zero again
@@ -33,15 +34,17 @@ namespace deep_comm {
 template <PayloadFormat kFormat>
 DC_DEVICE void low_latency_dispatch(const LowLatencyDispatchArgs& args) {
   LowLatencyHalf half{args.world, args.region, args.shape, LowLatencyKind::kDispatch, 0};
-  const Context context{args.world, Kernel::kLowLatencyDispatch, operation_of(half, args.phases), args.can_shrink};
+  // Every load of the begin, before anything is done with one.
+  const Beginning begin = Beginning::load(half, args.phases);
+  SendInputs<kFormat> inputs{};
+  if (args.phases.send) inputs = SendInputs<kFormat>::load(args);
+  const Context context{args.world, Kernel::kLowLatencyDispatch, begin.operation(args.phases), args.can_shrink};
   half.half = static_cast<int>(context.generation & 1u);
-  const BlockMemory memory = BlockMemory::make(args.shape, args.world.num_ranks);
-  const uint32_t previous = begin_block(context, half, memory);
-  arch::sync_block();
-  begin_operation(context, half, args.phases);
+  BlockMemory memory = BlockMemory::make(args.shape, args.world.num_ranks);
+  find_active(context, &memory);
+  return_credit(context, half, args.phases, begin);
   bool ok = true;
-  if (args.phases.send) ok = dispatch_send<kFormat>(context, args, half, memory, previous);
-  arch::sync_block();  // the counters are free
+  if (args.phases.send) ok = dispatch_send<kFormat>(context, args, half, memory, begin, inputs);
   if (args.phases.receive && ok) dispatch_receive<kFormat>(context, args, half, memory);
 }
 

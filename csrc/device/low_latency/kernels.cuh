@@ -11,7 +11,7 @@ struct LowLatencyDispatchKernel {
   using Args = LowLatencyDispatchArgs;
   static constexpr Kernel kName = Kernel::kLowLatencyDispatch;
   static constexpr bool kBlocksWait = true;
-  static constexpr int kMaxThreads = 512;
+  static constexpr int kMaxThreads = 448;
   DC_DEVICE static void run(const Args& args) { low_latency_dispatch<kFormat>(args); }
 };
 
@@ -20,7 +20,7 @@ struct LowLatencyCombineKernel {
   using Args = LowLatencyCombineArgs;
   static constexpr Kernel kName = Kernel::kLowLatencyCombine;
   static constexpr bool kBlocksWait = true;
-  static constexpr int kMaxThreads = 512;
+  static constexpr int kMaxThreads = 448;
   DC_DEVICE static void run(const Args& args) { low_latency_combine<kRows, kLogFmt>(args); }
 };
 

@@ -105,13 +105,13 @@ DC_DEVICE void put_staged_warp(const LowLatencyRailHalf& half, int peer, int qp,
 
 DC_DEVICE uint32_t operation_of(const LowLatencyRailHalf& half, const Phases& phases) {
   if (!phases.send) return arch::ld_weak(phases.ticket);
-  return next_generation(arch::ld_relaxed_gpu(&half.state()->sequence[static_cast<int>(half.kind)]));
+  return next_generation(arch::ld_relaxed_gpu(&half.rail_state()->sequence[static_cast<int>(half.kind)]));
 }
 
 // Before the first barrier of the block. Returns the number of the last operation that was sent in this half.
 DC_DEVICE uint32_t begin_block(const LowLatencyRailHalf& half, const RailBlockMemory& memory) {
   if (arch::thread_idx() == 0) memory.header->has_failed[0] = memory.header->has_failed[1] = 0;
-  return arch::ld_relaxed_gpu(&half.state()->sent[static_cast<int>(half.kind)][half.half]);
+  return arch::ld_relaxed_gpu(&half.rail_state()->sent[static_cast<int>(half.kind)][half.half]);
 }
 
 // One warp: tells all ranks what earlier launches have received, if they have not been told.
@@ -120,7 +120,7 @@ DC_DEVICE void return_credit(const LowLatencyRailHalf& half) {
   const int num_ranks = half.group.num_ranks;
   for (int of_half = 0; of_half < 2; ++of_half) {
     uint32_t* credited = &half.rail_state()->credited[kind][of_half];
-    const uint32_t received = arch::ld_relaxed_gpu(&half.state()->received[kind][of_half]);
+    const uint32_t received = arch::ld_relaxed_gpu(&half.rail_state()->received[kind][of_half]);
     const bool is_new = arch::ld_relaxed_gpu(credited) != received;
     arch::sync_warp();  // all have read what one will write
     if (!is_new) continue;
@@ -133,11 +133,11 @@ DC_DEVICE void return_credit(const LowLatencyRailHalf& half) {
   }
 }
 
-// As begin_operation of one node.
+// All that a launch does for the launches after it; the last block to come numbers the operation.
 DC_DEVICE void begin_operation(const Context& context, const LowLatencyRailHalf& half, const Phases& phases) {
   if (arch::warp_idx() != arch::num_warps() - 1) return;
   const int kind = static_cast<int>(half.kind);
-  LowLatencyState* state = half.state();
+  LowLatencyRailState* state = half.rail_state();
   if (arch::block_idx() == 0) return_credit(half);
   arch::sync_warp();
   if (arch::lane_idx() != 0) return;

@@ -332,8 +332,9 @@ DC_DEVICE bool add_rows(const Context& context, const LowLatencyRailCombineArgs&
   constexpr int kElements = kLogFmt ? LogPiece::kElements : Type::kPerVec;
   constexpr int kAhead = kLogFmt ? 4 : 8;  // rows whose looks are in flight together
   const int first_piece = share.column_begin / kElements, num_pieces = share.num_columns() / kElements;
+  const Divisor by_pieces = Divisor::make(num_pieces);
   for (int idx = arch::thread_idx(); idx < (end - begin) * num_pieces; idx += arch::num_threads()) {
-    const Position position = Position::of(idx, end - begin, num_pieces);
+    const Position position = Position::of(idx, by_pieces, num_pieces);
     const int token = begin + position.row, piece_idx = first_piece + position.column;
     float sum[kElements] = {};
     const int end_row = position.row * args.shape.num_topk + memory.num_places[position.row];

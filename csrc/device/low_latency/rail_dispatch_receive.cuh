@@ -315,8 +315,9 @@ DC_DEVICE bool expand_scales(const Context& context, const LowLatencyRailDispatc
       value |= outputs.part(bits, idx);
     }
     for (int idx = 0; idx < memory.num_places[task]; ++idx) {
-      const int64_t place = memory.places[task * shape.num_topk + idx];
-      arch::st_weak(static_cast<uint32_t*>(args.out.recv_scales) + outputs.position(place, output), value);
+      const int place = memory.places[task * shape.num_topk + idx];
+      const int group = place / outputs.num_slots, row = place - group * outputs.num_slots;
+      arch::st_weak(static_cast<uint32_t*>(args.out.recv_scales) + outputs.position(group, row, output), value);
     }
   }
   return true;

@@ -66,7 +66,8 @@ DC_DEVICE void stage_routes(const Context& context, const LowLatencyRailDispatch
   const int64_t first = static_cast<int64_t>(token) * num_topk;
   int experts[2] = {-1, -1};
   const TokenRanks ranks = TokenRanks::make(num_topk, [&](int k, int part) {
-    experts[part] = checked_expert(context, args.topk_idx, first + k, args.topk_idx_bytes, num_experts);
+    const int expert = load_expert(args.topk_idx, first + k, args.topk_idx_bytes);
+    experts[part] = checked_expert(context, expert, first + k, num_experts);
     return experts[part] < 0 ? -1 : map.rank_of(experts[part]);
   });
   const TokenRanks nodes = TokenRanks::make(

@@ -28,8 +28,9 @@ struct ScaleOutputs {
   DC_DEVICE uint32_t part(uint32_t bits, int idx) const {
     return per_output == 4 ? (bits >> 23 & 0xffu) << (8 * idx) : bits;
   }
-  DC_DEVICE int64_t position(int64_t place, int output) const {
-    return (place / num_slots * num_outputs + output) * num_slots + place % num_slots;
+  // group: local expert, 0 in the compact layout; row: of the group.
+  DC_DEVICE int64_t position(int group, int row, int output) const {
+    return (static_cast<int64_t>(group) * num_outputs + output) * num_slots + row;
   }
 };
 
@@ -51,11 +52,10 @@ struct ScaleOutputs<PayloadFormat::kNvFp4> {
   DC_DEVICE uint32_t part(uint32_t bits, int /*idx*/) const {
     return bits ^ Piece<PayloadFormat::kNvFp4>::kScaleKey;
   }
-  DC_DEVICE int64_t position(int64_t place, int output) const {
-    const int64_t group = place / num_slots, row = place % num_slots,
-                  num_tiles = ceil_div(num_slots, kTileRows);
+  DC_DEVICE int64_t position(int group, int row, int output) const {
+    const int64_t num_tiles = ceil_div(num_slots, kTileRows);
     const int64_t tile = (group * num_tiles + row / kTileRows) * num_outputs + output;
-    const int in_tile = static_cast<int>(row % kTileRows);
+    const int in_tile = row % kTileRows;
     return tile * kTileRows + in_tile % kGroupRows * (kTileRows / kGroupRows) +
            in_tile / kGroupRows;
   }

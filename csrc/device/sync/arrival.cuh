@@ -49,4 +49,76 @@ DC_DEVICE bool take_arrival(const Context& context, T* address, const WaitFor& w
   return true;
 }
 
+// Several places at once: their looks are under way together, and one wait serves them all.
+template <int kCount>
+struct Arrivals {
+  Vec16* from[kCount];  // null: none, or none any more
+  Vec16 vecs[kCount];
+
+  DC_DEVICE void look() {
+    DC_UNROLL
+    for (int idx = 0; idx < kCount; ++idx) {
+      if (from[idx] != nullptr) vecs[idx] = arch::ld_relaxed_sys(from[idx]);
+    }
+  }
+  DC_DEVICE bool is_missing(int idx) const {
+    return from[idx] != nullptr && !has_arrived(vecs[idx]) && !arch::fault(Fault::kSkipArrival);
+  }
+  // Looks again at what is missing; -1: nothing is, else the last that is.
+  DC_DEVICE int look_again() {
+    int missing = -1;
+    DC_UNROLL
+    for (int idx = 0; idx < kCount; ++idx) {
+      if (!is_missing(idx)) continue;
+      vecs[idx] = arch::ld_relaxed_sys(from[idx]);
+      if (!has_arrived(vecs[idx])) missing = idx;
+    }
+    return missing;
+  }
+  // Leaves zeros where `idx` has been taken from.
+  DC_DEVICE void clear(int idx) const {
+    if (!arch::fault(Fault::kSkipClear)) arch::st_weak(from[idx], Vec16{});
+  }
+};
+
+// Waits for all of `arrivals`, which have been looked at once. wait_of(idx) says whose they are. What
+// comes from a rank that is given up becomes null. Indices are constants of unrolled loops: else
+// registers would become memory.
+//   unblocked by: the peers' stores of words that are not zero
+template <int kCount, class WaitOf>
+DC_DEVICE bool await_arrivals(const Context& context, Arrivals<kCount>& arrivals, WaitOf wait_of) {
+  constexpr int kPollsPerClock = DEEP_COMM_TARGET_CUDA ? 64 : 1;
+  bool is_complete = true;
+  DC_UNROLL
+  for (int idx = 0; idx < kCount; ++idx) is_complete = is_complete && !arrivals.is_missing(idx);
+  if (is_complete) return true;
+  WaitClock clock;
+  while (true) {
+    int missing = -1;
+    DC_NO_UNROLL
+    for (int poll = 0; poll < kPollsPerClock; ++poll) {
+      missing = arrivals.look_again();
+      if (missing < 0) return true;
+    }
+    WaitFor wait{};
+    ArrivalWatch<Vec16> watch{};
+    DC_UNROLL
+    for (int idx = 0; idx < kCount; ++idx) {
+      if (idx != missing) continue;
+      wait = wait_of(idx);
+      watch = {arrivals.from[idx], arrivals.vecs[idx]};
+    }
+    if (may_go_on(context, wait, 0, 1, 1, &clock)) {
+      watch.rest(&context.world.state()->abort, clock.wake_ns);
+      continue;
+    }
+    if (!is_given_up(context, wait.peer)) return false;
+    DC_UNROLL
+    for (int idx = 0; idx < kCount; ++idx) {
+      if (idx == missing) arrivals.from[idx] = nullptr;
+    }
+    clock = {};
+  }
+}
+
 }  // namespace deep_comm
