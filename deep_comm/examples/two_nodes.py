@@ -35,6 +35,7 @@ def rank_main(group: Any, num_tokens: int) -> bool:
         num_experts=NUM_EXPERTS,
         num_topk=NUM_TOPK,
         max_tokens=max(num_tokens, 1),
+        mode="prefill",
         ranks_per_node=RANKS_PER_NODE,
         device="cpu",
     )

@@ -11,7 +11,7 @@ from deep_comm import env, tuning
 from deep_comm.backends import resolve_device
 from deep_comm.buffer import Buffer
 from deep_comm.context import Context
-from deep_comm.errors import ArgumentError, UnsupportedError
+from deep_comm.errors import ArgumentError
 from deep_comm.layer.shape import (
     DEFAULT_DECODE_TOKENS,
     MODES,
@@ -78,13 +78,6 @@ def check_mode(mode: Any) -> None:
         raise ArgumentError("mode", mode, f"must be one of {', '.join(MODES)}")
 
 
-def require_mode_on(num_nodes: int, mode: Mode) -> None:
-    if num_nodes > 1 and mode == "decode":
-        raise UnsupportedError(
-            'mode="decode" between nodes is not in this version; "auto" and "prefill" are prefill'
-        )
-
-
 def most_rows(shape: MoEShape, num_ranks: int, expert_alignment: int) -> int:
     """That a rank can ever get: every selection there is, and a padding behind each group."""
     num_local = num_local_experts(0, shape.num_experts, num_ranks)
@@ -107,12 +100,11 @@ def build_buffer(
     rendezvous = Rendezvous(group, comm)
     shape, hosts = settle(shape, rendezvous, device, is_named)
     num_nodes = discover(hosts, requested_ranks_per_node(ranks_per_node)).num_nodes
-    require_mode_on(num_nodes, mode)
     memory = estimate_memory(shape, rendezvous.size, mode, device.type, num_nodes)
     buffer = Buffer(
         group,
         memory.num_nvl_bytes,
-        memory.low_latency_region + memory.rail,
+        max(memory.low_latency_region, memory.rail),
         low_latency_mode=memory.low_latency_region > 0,
         comm=comm,
         device=device,

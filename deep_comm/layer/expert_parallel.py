@@ -57,8 +57,8 @@ class ExpertParallel:
     rows of a token in float32, k ascending, to the dtype; those of the ranks in float32, ranks
     ascending, to the dtype.
 
-    Between nodes every step is a prefill step, and a node's rows of a token are added and rounded
-    before they cross (InternodeCalls).
+    Between nodes the modes differ in a bit of rounding: prefill adds and rounds a node's rows of a
+    token before they cross (InternodeCalls), decode sends each rank's sum by itself.
 
     Attributes:
         buffer: what it runs on.
@@ -131,12 +131,10 @@ class ExpertParallel:
         num_ranks = buffer.group_size
         ctx = buffer._context
         num_nodes = ctx.topology.num_nodes
-        construction.require_mode_on(num_nodes, mode)
         self.memory = estimate_memory(self.shape, num_ranks, mode, buffer.device.type, num_nodes)
         try:
             construction.require_alike(ctx, self.shape, mode, expert_alignment, max_recv_rows)
-            # Between nodes there is no low-latency mode yet.
-            can_decode = self.shape.can_decode and mode != "prefill" and num_nodes == 1
+            can_decode = self.shape.can_decode and mode != "prefill"
             if can_decode:
                 construction.require_decode(buffer, self.shape)
         except BaseException:

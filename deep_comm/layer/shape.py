@@ -148,8 +148,8 @@ def direct_bytes(shape: MoEShape, num_ranks: int) -> int:
     return _lines(_USES * (num_rows * (shape.sent_bytes + beside) + 8 * _ALIGNMENT))
 
 
-def low_latency_bytes(shape: MoEShape, num_ranks: int) -> int:
-    return _lines(region_bytes(num_ranks, shape.num_slots, shape.hidden))
+def low_latency_bytes(shape: MoEShape, num_ranks: int, num_nodes: int = 1) -> int:
+    return _lines(region_bytes(num_ranks, shape.num_slots, shape.hidden, num_nodes > 1))
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ def estimate_memory(
     """What a layer of this shape takes on the rank that has most experts."""
     _positive("num_ranks", num_ranks)
     num_local = num_local_experts(0, shape.num_experts, num_ranks)
-    decodes = shape.can_decode and mode != "prefill" and num_nodes == 1
+    decodes = shape.can_decode and mode != "prefill"
     prefills = mode != "decode" and (mode == "prefill" or shape.may_exceed or not decodes)
     num_rows = shape.num_balanced_rows(num_ranks)
     # From the experts, their sums, what comes home. Rows for the experts lie in the receive region.
@@ -243,16 +243,20 @@ def estimate_memory(
     decode = (
         num_places * (shape.sent_bytes + shape.row_bytes + 4) + shape.num_slots * shape.row_bytes
     )
+    low_latency = low_latency_bytes(shape, num_ranks, num_nodes) if decodes else 0
+    rail = rail_bytes(shape, num_nodes, device_type) if num_nodes > 1 else 0
+    if decodes and num_nodes > 1:
+        low_latency = rail = max(low_latency, rail)  # one argument of Buffer gives both their size
     return MemoryEstimate(
         shape=shape,
         num_ranks=num_ranks,
         rings=_lines(ring_bytes(shape, num_ranks, device_type)),
         receive_region=direct_bytes(shape, num_ranks) if prefills and num_nodes == 1 else 0,
-        low_latency_region=low_latency_bytes(shape, num_ranks) if decodes else 0,
+        low_latency_region=low_latency,
         control_words=_core.Engine.workspace_bytes(
             num_ranks=num_ranks, num_max_experts=shape.num_experts
         ),
         prefill_call=prefill if prefills else 0,
         decode_call=decode if decodes else 0,
-        rail=rail_bytes(shape, num_nodes, device_type) if num_nodes > 1 else 0,
+        rail=rail,
     )

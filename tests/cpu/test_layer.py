@@ -322,35 +322,39 @@ def test_a_row_that_overflows_stays_with_its_token(mode: str) -> None:
 
 
 @pytest.mark.parametrize(("ranks_per_node", "num_ranks"), [(2, 4), (1, 3), (3, 6)])
-@pytest.mark.parametrize("mode", ["auto", "prefill"])
+@pytest.mark.parametrize("mode", ["auto", "prefill", "decode"])
 def test_ranks_of_several_nodes_get_their_sums(
     ranks_per_node: int, num_ranks: int, mode: str
 ) -> None:
+    seen = set()
     for seed in range(3):
         choose = random.Random(seed)
+        most = 3 if mode == "decode" else 9
+        dtypes = (torch.bfloat16, torch.float32) if mode == "prefill" else (torch.bfloat16,)
         case = LayerCase(
-            random_steps(choose, num_ranks, 9, 3, 2),
-            max_tokens=9,
+            random_steps(choose, num_ranks, most, 3, 6 if mode == "auto" else 2),
+            max_tokens=most,
             decode_tokens=3,
             hidden=64,
             experts=choose.choice((5, 12)),
             topk=choose.choice((2, 5)),
             routing=choose.choice(ROUTINGS),
-            dtype=choose.choice((torch.bfloat16, torch.float32)),
+            dtype=choose.choice(dtypes),
             mode=mode,
             alignment=choose.choice((1, 8)),
             how="mixed",
             ranks_per_node=ranks_per_node,
             seed=seed,
         )
-        results = check(case)
-        assert {m for steps in results for _, modes in steps for m in modes} <= {"prefill"}
+        seen |= {m for steps in check(case) for _, modes in steps for m in modes}
+    assert seen == ({"prefill", "decode"} if mode == "auto" else {mode})
 
 
-def test_decode_between_nodes_is_refused_by_name() -> None:
-    def main(group: Any) -> None:
-        case = LayerCase(((1, 1),), 2, 2, mode="decode", ranks_per_node=1)
-        with pytest.raises(deep_comm.UnsupportedError, match="between nodes"):
-            build(group, case)
-
-    local.run(main, 2, timeout_s=30)
+def test_nodes_of_processes_take_every_mode() -> None:
+    steps = ((3, 1, 0, 2), (9, 1, 3, 0), (2, 9, 9, 9), (1, 2, 3, 0), (0, 0, 1, 0))
+    case = LayerCase(steps, 9, 3, experts=8, ranks_per_node=2)
+    results = processes.run(run, 4, case, timeout_s=120)
+    verify(case, results)
+    assert [modes for _, modes in results[0]] == [
+        ["decode"], ["decode", "prefill"], ["prefill"], ["prefill"], ["decode"],
+    ]  # fmt: skip

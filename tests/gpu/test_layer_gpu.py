@@ -67,6 +67,26 @@ def test_every_rank_gets_its_sums(num_ranks: int, mode: str) -> None:
                 raise AssertionError(f"{case}: {error}") from error
 
 
+@pytest.mark.parametrize("mode", ["prefill", "decode", "auto"])
+@pytest.mark.gpu
+def test_ranks_of_two_logical_nodes_get_their_sums(num_ranks: int, mode: str) -> None:
+    ranks = num_ranks - num_ranks % 2
+    choose = random.Random(7)
+    cases = []
+    for seed in range(3):
+        most = 16 if mode == "decode" else 200
+        steps = random_steps(choose, ranks, most, 16, 6 if mode == "auto" else 2)
+        cases.append(
+            LayerCase(
+                steps, most, 16, hidden=1024, experts=3 * ranks + 1, topk=4, mode=mode, how="mixed",
+                routing=ROUTINGS[seed], ranks_per_node=ranks // 2, seed=seed,
+            )
+        )  # fmt: skip
+    results = on_gpus(run_cases, ranks, cases)
+    for number, case in enumerate(cases):
+        verify(case, [results[rank][number] for rank in range(ranks)])
+
+
 def replay(group, case: LayerCase, mode: str) -> list[torch.Tensor]:
     """A graph captured at step 0, replayed with the inputs of every step."""
     device = device_of(group)
