@@ -392,6 +392,8 @@ class Block:
 
     offset: int
     num_bytes: int
+    def expose(self) -> None:
+        """Of a scratch block: from now on others than the engine's kernels use it."""
     def shrink(self, num_bytes: int) -> None:
         """Give back what lies behind the first num_bytes; nobody but the block's own stream has used it."""
 

@@ -104,7 +104,7 @@ class Context:
         self.most_recv_rows = 0  # of one dispatch so far
         self.most_expanded_rows = 0  # likewise, of an expanded dispatch
         self.most_tokens = 0  # that any rank has brought to one
-        self._identity = object()  # what handles remember this Buffer by, without keeping it alive
+        self.owner = object()  # what handles remember this Buffer by, without keeping it alive
         self._plans: dict[tuple[object, ...], RingPlan] = {}
         self.calls: dict[tuple[object, ...], Any] = {}  # what ops have planned, by their keys
         self.two_tier_plans: dict[tuple[object, ...], Any] = {}  # see ops/internode_plan.py
@@ -293,12 +293,12 @@ class Context:
     def known_handle(self, handle: Handle | Sequence[Tensor]) -> KnownHandle:
         """The handle as calls use it; raises ArgumentError, or HandleMismatch if it is not of this group."""
         if type(handle) is Handle:
-            known = handle.known_to(self._identity)
+            known = handle.known_to(self.owner)
             if known is not None:
                 return known
         checked = Handle.of(handle)
         checked.require_group(self.rank, self.num_ranks, self.members, self.device)
-        return checked.remember(self._identity, self.heap.base)
+        return checked.remember(self.owner, self.heap.base)
 
     def begin(self) -> None:
         """Before every operation: the Buffer lives and no kernel has failed.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from deep_comm.errors import HandleMismatch
 from deep_comm.expansion import Expansion
 from deep_comm.handle_base import TensorSequence
+from deep_comm.handle_parts import Slab, SourceRows
 
 if TYPE_CHECKING:
     from deep_comm.checks import PayloadForm
@@ -31,13 +32,8 @@ class KnownHandle:
         "num_output_rows",
         "expansion",
         "num_channels",
-        "num_experts",
         "num_topk",
         "rank_prefix_matrix",
-        "channel_prefix_matrix",
-        "recv_channel_prefix_matrix",
-        "is_token_in_rank",
-        "send_head",
         "routing",
         "way_back",
         "output_layouts",
@@ -45,34 +41,35 @@ class KnownHandle:
         "home_stream",
     )
 
-    def __init__(self, handle: Handle, owner: object, empty_address: int) -> None:
-        """``owner``: whose checks. ``empty_address``: of tensors without elements."""
+    def __init__(
+        self,
+        handle: Handle,
+        owner: object,
+        tensors: tuple[Tensor, ...],
+        num_tokens: int,
+        num_recv_rows: int,
+        num_channels: int,
+        routing: tuple[int, int, int, int, int],
+        recv_channel_prefix_matrix: int,
+    ) -> None:
+        """``owner``: whose checks. ``tensors``: torch's memory in the handle."""
         self.owner = owner
-        self.tensors: tuple[Tensor, ...] = handle.as_tuple()
-        self.num_tokens = handle.num_tokens
-        self.num_recv_rows = handle.num_recv_rows
-        self.num_output_rows = handle.num_output_rows
+        self.tensors = tensors
+        self.num_tokens = num_tokens
+        self.num_recv_rows = num_recv_rows
         self.expansion = handle.expansion
+        self.num_output_rows = num_recv_rows
         if handle.expansion is not None:
             self.tensors += handle.expansion.tensors
-        self.num_channels = handle.num_channels
-        self.num_experts = handle.num_experts or 0
+            self.num_output_rows = handle.expansion.num_rows
+        self.num_channels = num_channels
         self.num_topk = handle.num_topk or 0  # 0: not known
-        self.rank_prefix_matrix = handle.rank_prefix_matrix.data_ptr() or empty_address
-        self.channel_prefix_matrix = handle.channel_prefix_matrix.data_ptr() or empty_address
-        self.recv_channel_prefix_matrix = (
-            handle.recv_channel_prefix_matrix.data_ptr() or empty_address
-        )
-        self.is_token_in_rank = handle.is_token_in_rank.data_ptr() or empty_address
-        self.send_head = handle.send_head.data_ptr() or empty_address
         # How the engine's calls take the routing: dispatch's first arguments, combine's first.
-        self.routing = (
-            self.num_experts, self.is_token_in_rank, self.send_head, self.rank_prefix_matrix,
-            self.channel_prefix_matrix,
-        )  # fmt: skip
+        self.routing = routing
+        _, _, send_head, self.rank_prefix_matrix, channel_prefix_matrix = routing
         self.way_back = (
-            self.num_recv_rows, self.rank_prefix_matrix, self.channel_prefix_matrix,
-            self.recv_channel_prefix_matrix, self.send_head,
+            num_recv_rows, self.rank_prefix_matrix, channel_prefix_matrix,
+            recv_channel_prefix_matrix, send_head,
         )  # fmt: skip
         # How the outputs of a cached dispatch lie in the receive region: offsets of x and scales, bytes of both.
         self.output_layouts: dict[PayloadForm, tuple[int, int, int]] = {}
@@ -86,6 +83,30 @@ class KnownHandle:
                 if tensor.numel() > 0:
                     tensor.record_stream(stream)
             self._recorded_on.add(raw_stream)
+
+
+class _Fresh:
+    """Where the parts of a handle lie that no tensor has been made of."""
+
+    __slots__ = ("owner", "slab", "storage", "mask", "src_rows", "src_idx", "routing")
+
+    def __init__(
+        self, owner: object, slab: Slab, storage: Tensor | None, mask: Tensor | None,
+        src_rows: SourceRows | None, src_idx: Tensor | None,
+        routing: tuple[int, int, int, int, int],
+    ) -> None:  # fmt: skip
+        self.owner = owner
+        self.slab = slab
+        self.storage = storage
+        self.mask = mask
+        self.src_rows = src_rows
+        self.src_idx = src_idx
+        self.routing = routing
+
+
+def _made_later() -> Any:
+    """None, but not as an attribute of the class, which would hide what Handle.__getattr__ makes."""
+    return field(default_factory=lambda: None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,13 +136,59 @@ class Handle(TensorSequence):
     num_topk: int | None = None  # 0: dispatched without top-k
     num_recv_tokens: int | None = None  # rows that arrived; None in worst-case mode
     max_num_tokens: int | None = None  # the largest T of all ranks; None in worst-case mode
-    num_recv_tokens_per_expert: Tensor | None = None  # int32 [L] on the device, aligned
-    num_recv_tokens_tensor: Tensor | None = None  # int32 [1] on the device: rows that arrived
-    num_recv_tokens_per_rank: Tensor | None = None  # int32 [R] on the device: rows by source rank
+    num_recv_tokens_per_expert: Tensor | None = _made_later()  # int32 [L] on the device, aligned
+    num_recv_tokens_tensor: Tensor | None = _made_later()  # int32 [1] on the device: rows that arrived
+    num_recv_tokens_per_rank: Tensor | None = _made_later()  # int32 [R] on the device: rows by source rank
     members: tuple[str, ...] | None = None  # who the ranks are
     expansion: Expansion | None = None  # of a dispatch with expand=True
     home_stream: int | None = field(default=None, repr=False)  # whose memory it is; None: not known
     _known: KnownHandle | None = field(default=None, init=False, repr=False)
+    _fresh: ClassVar[_Fresh | None] = None
+
+    @classmethod
+    def fresh(
+        cls,
+        owner: object,
+        slab: Slab,
+        storage: Tensor | None,
+        mask: Tensor | None,
+        src_rows: SourceRows | None,
+        src_idx: Tensor | None,
+        routing: tuple[int, int, int, int, int],
+        **others: Any,
+    ) -> Handle:
+        """Of a dispatch that has just been launched: tensors are made when they are asked for.
+
+        Args:
+            owner: whose calls need no checks.
+            storage: of the slab, if it is torch's.
+            mask: is_token_in_rank, if it is not in the slab.
+            src_rows, src_idx: one of both.
+            others: fields of the handle that are no tensors.
+        """
+        handle = object.__new__(cls)
+        held = handle.__dict__
+        held.update(others)
+        held["_fresh"] = _Fresh(owner, slab, storage, mask, src_rows, src_idx, routing)
+        if mask is not None:
+            held["is_token_in_rank"] = mask
+        if src_idx is not None:
+            held["recv_src_idx"] = src_idx
+        return handle
+
+    def __getattr__(self, name: str) -> Any:
+        """Called for what is missing: the tensors of a fresh handle."""
+        fresh = self.__dict__.get("_fresh")
+        if fresh is None or (name not in fresh.slab.layout.parts and name != "recv_src_idx"):
+            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+        tensor = fresh.src_rows.tensor() if name == "recv_src_idx" else fresh.slab.tensor(name)
+        self.__dict__[name] = tensor
+        return tensor
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: with all tensors, without what belongs to this one."""
+        state = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        return {**state, "_known": None}
 
     @property
     def num_ranks(self) -> int:
@@ -175,14 +242,39 @@ class Handle(TensorSequence):
         self._require_owner(rank, members, device)
 
     def known_to(self, owner: object) -> KnownHandle | None:
-        """What require_group and remember left for ``owner``, if they were called before."""
+        """What the calls of ``owner`` need of it, if that made it, or has called require_group and remember."""
         known = self._known
-        return known if known is not None and known.owner is owner else None
+        if known is not None:
+            return known if known.owner is owner else None
+        fresh = self._fresh
+        if fresh is None or fresh.owner is not owner:
+            return None
+        slab, layout = fresh.slab, fresh.slab.layout
+        torches = (fresh.storage, fresh.mask, fresh.src_idx)
+        known = KnownHandle(
+            self,
+            owner,
+            tuple(tensor for tensor in torches if tensor is not None),
+            layout.num_tokens,
+            fresh.src_rows.num_rows if fresh.src_idx is None else fresh.src_idx.shape[0],
+            layout.num_channels,
+            fresh.routing,
+            slab.address + layout.recv_channel_prefix_matrix,
+        )
+        self.__dict__["_known"] = known  # a cache: the handle itself stays as it is
+        return known
 
     def remember(self, owner: object, empty_address: int) -> KnownHandle:
-        """What the calls of ``owner``, which has checked the handle, need of it from now on."""
-        known = KnownHandle(self, owner, empty_address)
-        object.__setattr__(self, "_known", known)  # a cache: the handle itself stays as it is
+        """The same for ``owner``, which has checked the handle. ``empty_address``: of tensors without elements."""
+        prefix, channels, recv_channels, _, mask, send_head = (
+            tensor.data_ptr() or empty_address for tensor in self.as_tuple()
+        )
+        routing = (self.num_experts or 0, mask, send_head, prefix, channels)
+        known = KnownHandle(
+            self, owner, self.as_tuple(), self.num_tokens, self.num_recv_rows, self.num_channels,
+            routing, recv_channels,
+        )  # fmt: skip
+        self.__dict__["_known"] = known
         return known
 
     def require_num_tokens(self, num_tokens: int) -> None:

@@ -117,6 +117,9 @@ class Block {
     num_bytes = new_num_bytes;
   }
 
+  // From now on others than the engine's kernels use a scratch block.
+  void expose() { is_scratch_ = false; }
+
   const size_t offset;
   size_t num_bytes;
 
@@ -199,6 +202,7 @@ void bind_region(py::module_& m) {
                     "Bytes of the heap, given back when the last reference goes.")
       .def_readonly("offset", &Block::offset)
       .def_readonly("num_bytes", &Block::num_bytes)
+      .def("expose", &Block::expose)
       .def("shrink", &Block::shrink, py::arg("num_bytes"));
   py::class_<Region, std::shared_ptr<Region>>(m, "Region", py::module_local(),
                                               "First-fit allocator of blocks.")

@@ -16,6 +16,7 @@ from deep_comm.topology import Topology
 
 if TYPE_CHECKING:
     from deep_comm._core import Engine
+    from deep_comm.backends.foreign import Place
     from deep_comm.handle import KnownHandle
 
 _POISON_BYTE = 0xA5
@@ -27,6 +28,11 @@ class Heap(Protocol):
     base: int
     num_bytes: int
     peer_bases: Sequence[int]
+
+    place: Place  # the device's, for tensors over the memory
+
+    def memory(self) -> object:
+        """What keeps this rank's part."""
 
     def view(self, offset: int, num_bytes: int, owner: object = None) -> Tensor:
         """uint8 tensor over this rank's part; the memory, and ``owner``, live as long as the tensor."""

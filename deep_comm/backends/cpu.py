@@ -31,10 +31,11 @@ class _HostHeap(abc.ABC):
     """What both kinds of heap have in common: tensors over this rank's part."""
 
     base: int
+    place = _PLACE
     peer_bases: Sequence[int]
 
     @abc.abstractmethod
-    def _owner(self) -> object:
+    def memory(self) -> object:
         """What keeps this rank's part in place."""
 
     def view(self, offset: int, num_bytes: int, owner: object = None) -> Tensor:
@@ -44,7 +45,7 @@ class _HostHeap(abc.ABC):
         self, offset: int, num_rows: int, num_columns: int, dtype: torch.dtype, owner: object
     ) -> Tensor:
         address = self.base + offset
-        return _PLACE.matrix(address, num_rows, num_columns, dtype, (self._owner(), owner))
+        return _PLACE.matrix(address, num_rows, num_columns, dtype, (self.memory(), owner))
 
 
     def rail_arguments(self, peers: Sequence[int]) -> dict[str, Any]:
@@ -64,7 +65,7 @@ class _ThreadHeap(_HostHeap):
         self._rank = rendezvous.rank
         self._blocks = blocks
 
-    def _owner(self) -> object:
+    def memory(self) -> object:
         return self._blocks[self._rank]
 
     def close(self) -> None:
@@ -103,7 +104,7 @@ class _SegmentHeap(_HostHeap):
         self.peer_bases = [segment.address for segment in self._segments]
         self.base = self.peer_bases[rendezvous.rank]
 
-    def _owner(self) -> object:
+    def memory(self) -> object:
         return self._segments[self._rank]
 
     def close(self) -> None:

@@ -37,7 +37,7 @@ class _CudaHeap:
     """
 
     def __init__(self, rendezvous: Rendezvous, place: Place, device: int, num_bytes: int) -> None:
-        self._place = place
+        self.place = place
         self._device = device
         self._rank = rendezvous.rank
         self._opened: list[int] = []
@@ -88,6 +88,9 @@ class _CudaHeap:
         self._opened.append(address)
         return address
 
+    def memory(self) -> object:
+        return self._blocks[self._rank]
+
     def view(self, offset: int, num_bytes: int, owner: object = None) -> Tensor:
         return self.matrix(offset, 1, num_bytes, torch.uint8, owner).view(num_bytes)
 
@@ -95,7 +98,7 @@ class _CudaHeap:
         self, offset: int, num_rows: int, num_columns: int, dtype: torch.dtype, owner: object
     ) -> Tensor:
         owner = (self._blocks[self._rank], owner)
-        return self._place.matrix(self.base + offset, num_rows, num_columns, dtype, owner)
+        return self.place.matrix(self.base + offset, num_rows, num_columns, dtype, owner)
 
     def rail_arguments(self, peers: Sequence[int]) -> dict[str, Any]:
         return {

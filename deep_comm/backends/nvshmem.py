@@ -236,7 +236,7 @@ class NvshmemHeap:
         num_qps: int,
     ) -> None:
         hosts = rendezvous.all_gather_object(host_identity())
-        self._place = place
+        self.place = place
         self._rank = rendezvous.rank
         self._job = join(rendezvous, device, num_qps, num_bytes, hosts)
         self._qps = self._job.queues(num_qps)
@@ -273,6 +273,9 @@ class NvshmemHeap:
             "rail_qps": self._qps,
         }
 
+    def memory(self) -> object:
+        return self._block
+
     def view(self, offset: int, num_bytes: int, owner: object = None) -> Tensor:
         return self.matrix(offset, 1, num_bytes, torch.uint8, owner).view(num_bytes)
 
@@ -280,7 +283,7 @@ class NvshmemHeap:
         self, offset: int, num_rows: int, num_columns: int, dtype: torch.dtype, owner: object
     ) -> Tensor:
         owner = (self._block, owner)
-        return self._place.matrix(self.base + offset, num_rows, num_columns, dtype, owner)
+        return self.place.matrix(self.base + offset, num_rows, num_columns, dtype, owner)
 
     def close(self) -> None:
         self._block = None  # put aside when the last view has gone

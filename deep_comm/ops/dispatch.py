@@ -16,6 +16,7 @@ from deep_comm.errors import ArgumentError, HandleMismatch
 from deep_comm.events import EventOverlap
 from deep_comm.expansion import Expansion
 from deep_comm.handle import Handle
+from deep_comm.handle_parts import slab_layout as slab_layout_of
 from deep_comm.ops.call import StreamOptions
 from deep_comm.ops.expand import Numbering, cached_arguments, expand_rows
 from deep_comm.ops.layout import Layout, checked_layout
@@ -30,9 +31,12 @@ from deep_comm.ops.notify import (
 from deep_comm.ops.outputs import (
     Outputs,
     RecvX,
+    Reservation,
     allocate,
     allocate_cached,
+    outputs_anywhere,
     outputs_in,
+    reserve,
     reserve_unknown,
     reserve_unknown_expanded,
 )
@@ -46,6 +50,7 @@ from deep_comm.ops.plans import (
     plan_new,
 )
 from deep_comm.ops.scales import PLAIN, ScaleOptions, allocate_source, inputs_of, turn_scales
+from deep_comm.topology import num_local_experts
 from deep_comm.tuning import DefaultConfig
 
 DispatchResult = tuple[
@@ -179,15 +184,29 @@ def dispatch(
             places = num_topk
             row_idx, row_weights = idx[:, :1], None if weights is None else weights[:, :1]
 
-        def notify(place: Place) -> Notified:
-            told = launch_notify(
-                ctx, launch, plan, payload, idx, num_experts, layout, place,
+        slab_layout = slab_layout_of(
+            ctx.num_ranks, plan.rings.num_channels,
+            num_local_experts(ctx.rank, num_experts, ctx.num_ranks), payload.num_tokens,
+            layout is None,
+        )  # fmt: skip
+
+        def notify(reserved: Reservation | None, is_exact: bool) -> Notified:
+            if reserved is None:
+                slab, place = None, NOWHERE
+            else:
+                slab = reserved.slab(ctx, slab_layout)
+                place = Place(
+                    reserved.block.offset, reserved.src_offset, reserved.num_rows, is_exact
+                )
+            notified = Notified(ctx, launch, slab_layout, num_experts, layout, slab)
+            launch_notify(
+                ctx, launch, plan, payload, idx, notified, layout, place,
                 NO_EXPANSION if numbering is None else numbering.notify_arguments(ctx),
             )  # fmt: skip
             if numbering is not None:
                 assert idx is not None
                 numbering.launch(ctx, launch, plan.rings, idx, num_experts)
-            return told
+            return notified
 
         def move(out: Outputs, num_rows: int, flags: int = 0) -> None:
             _launch_dispatch(
@@ -202,25 +221,27 @@ def dispatch(
         per_expert_list: list[int] = []
         if num_worst_tokens > 0:
             num_rows = num_worst_tokens
-            out = allocate(ctx, launch, payload, row_idx, row_weights, num_worst_tokens, places)
-            notified = notify(Place(out.output_offset, out.src_offset, num_worst_tokens, False))
+            reserved = reserve(
+                ctx, launch, payload, row_idx, num_rows, slab_layout.num_bytes, places
+            )
+            if reserved is None:
+                out = outputs_anywhere(ctx, launch, payload, row_idx, row_weights, num_rows, places)
+            else:
+                out = outputs_in(ctx, reserved, payload, row_idx, row_weights, num_rows, places)
+            notified = notify(reserved, False)
             move(out, num_worst_tokens, FILL_TAIL | (ZERO_TAIL if zero_tail else 0))
         else:
             # The rows may begin to move before this host knows how many they are (docs/design/0009).
             if row_idx is None or numbering is None:
-                reserved = reserve_unknown(ctx, launch, payload, idx)
+                reserved = reserve_unknown(ctx, launch, payload, idx, slab_layout.num_bytes)
             else:
                 reserved = reserve_unknown_expanded(
-                    ctx, launch, payload, row_idx, places, num_experts, expert_alignment
-                )
-            if reserved is None:
-                notified = notify(NOWHERE)
-            else:
-                blank = Outputs.blank(ctx, reserved)
-                notified = notify(
-                    Place(blank.output_offset, blank.src_offset, reserved.num_rows, True)
-                )
-                move(blank, reserved.num_rows, IS_SPECULATIVE)
+                    ctx, launch, payload, row_idx, places, num_experts, expert_alignment,
+                    slab_layout.num_bytes,
+                )  # fmt: skip
+            notified = notify(reserved, True)
+            if reserved is not None:
+                move(Outputs.blank(ctx, reserved), reserved.num_rows, IS_SPECULATIVE)
             counts = wait_counts(ctx)
             num_recv_tokens, max_num_tokens = counts.num_recv_tokens, counts.max_num_tokens
             per_expert_list = list(counts.num_recv_tokens_per_expert)
@@ -235,7 +256,9 @@ def dispatch(
                 assert reserved is not None
                 out = outputs_in(ctx, reserved, payload, row_idx, row_weights, num_rows, places)
             else:
-                del reserved  # some rank has no room for so many; all launch again
+                if reserved is not None:  # some rank has no room for so many; all launch again
+                    reserved.keep_slab()
+                    del reserved
                 out = allocate(ctx, launch, payload, row_idx, row_weights, num_rows, places)
                 move(out, num_rows)
         expansion: Expansion | None = None
@@ -243,7 +266,7 @@ def dispatch(
             num_tokens = num_rows if num_recv_tokens is None else num_recv_tokens
             expansion = numbering.expansion(out, num_rows, num_tokens, expert_alignment)
             expand_rows(
-                ctx, launch, plan.rings, payload, expansion, notified.rank_prefix_matrix, out,
+                ctx, launch, plan.rings, payload, expansion, notified.slab.address, out,
                 zero_padding=zero_padding, fill_handle=num_recv_tokens is None,
             )  # fmt: skip
         if scale_options.column_major:
@@ -256,10 +279,9 @@ def dispatch(
             inputs.append(layout.is_token_in_rank)
         event = launch.finish(inputs)
     ctx.end()
-    assert out.src_idx is not None
-    handle = Handle(
-        **notified.tensors(),
-        recv_src_idx=out.src_idx,
+    handle = Handle.fresh(
+        ctx.owner, notified.slab, notified.storage, notified.mask, out.src_rows, out.src_idx,
+        notified.routing,
         rank=ctx.rank,
         num_experts=num_experts,
         num_topk=num_topk,
@@ -268,7 +290,7 @@ def dispatch(
         members=ctx.members,
         home_stream=launch.home_stream,
         expansion=expansion,
-    )
+    )  # fmt: skip
     return out.payload, out.topk_idx, out.topk_weights, per_expert_list, handle, event
 
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from deep_comm.backends import Launch
+from deep_comm import _core
+from deep_comm.backends import Heap, Launch
 from deep_comm.checks import Payload, PayloadForm
 from deep_comm.context import Context
 from deep_comm.handle import KnownHandle
-
-if TYPE_CHECKING:
-    from deep_comm._core import OutputLayout
+from deep_comm.handle_parts import Memory, Slab, SlabLayout, SourceRows
 
 RecvX = Tensor | tuple[Tensor, Tensor]
 
@@ -25,7 +25,7 @@ class Outputs:
     Attributes:
         x, scales: [N, H] and [N, S] or None.
         topk_idx, topk_weights: [N, K] or None; expanded: [M, 1], one a row.
-        src_idx: int32 [N]; None where no handle will hold it.
+        src_idx: int32 [N]; None where no handle will hold it, or where it can be had from src_rows.
         recv_rows: int32 [N, K] of an expanded dispatch; None likewise.
         output_offset, src_offset: in the heap; 0: not in the receive region.
     """
@@ -36,6 +36,7 @@ class Outputs:
         "topk_idx",
         "topk_weights",
         "src_idx",
+        "src_rows",
         "recv_rows",
         "x_address",
         "scales_address",
@@ -54,6 +55,7 @@ class Outputs:
         self.topk_idx: Tensor | None = None
         self.topk_weights: Tensor | None = None
         self.src_idx: Tensor | None = None
+        self.src_rows: SourceRows | None = None
         self.recv_rows: Tensor | None = None
         self.scales_address = self.topk_idx_address = self.topk_weights_address = 0
         self.src_idx_address = self.recv_rows_address = self.output_offset = self.src_offset = 0
@@ -63,7 +65,7 @@ class Outputs:
         """Places without tensors, for a launch before the number of rows is known. In direct mode no kernel
         follows these addresses of its own outputs; that they are not 0 says what the call carries."""
         out = Outputs()
-        out.output_offset, out.src_offset = reserved.block.offset, reserved.src_block.offset
+        out.output_offset, out.src_offset = reserved.block.offset, reserved.src_offset
         address = ctx.heap.base + out.output_offset
         out.x_address = out.scales_address = address
         out.topk_idx_address = out.topk_weights_address = address
@@ -78,12 +80,25 @@ class Outputs:
 class Reservation:
     """Blocks of the receive region for a dispatch's outputs, of as many rows as there is room for."""
 
-    __slots__ = ("block", "src_block", "num_rows")
+    __slots__ = ("block", "src_block", "memory", "slab_bytes", "src_offset", "num_rows")
 
-    def __init__(self, block: Any, src_block: Any, num_rows: int) -> None:
+    def __init__(
+        self, heap: Heap, block: Any, src_block: Any, slab_bytes: int, num_rows: int
+    ) -> None:
         self.block = block
-        self.src_block = src_block  # of the source tokens, which the handle keeps without the payload
+        # What the handle keeps, without the payload: the slab of notify, then the source tokens.
+        self.src_block = src_block
+        self.memory = Memory(heap.place, heap.memory(), src_block)
+        self.slab_bytes = slab_bytes
+        self.src_offset: int = src_block.offset + slab_bytes
         self.num_rows = num_rows
+
+    def slab(self, ctx: Context, layout: SlabLayout) -> Slab:
+        return Slab(layout, ctx.heap.base + self.src_block.offset, self.memory)
+
+    def keep_slab(self) -> None:
+        """Give back the rest of its block, of which nothing has been written."""
+        self.src_block.shrink(self.slab_bytes)
 
 
 def take(
@@ -109,24 +124,27 @@ def reserve(
     payload: Payload,
     idx: Tensor | None,
     num_rows: int,
+    slab_bytes: int,
     places: int = 0,
 ) -> Reservation | None:
-    """Room for ``num_rows`` rows, poisoned if outputs are; None if the region has none. ``places``: of a
+    """Room for ``num_rows`` rows and a slab, poisoned if outputs are; None if the region has none. ``places``: of a
     received token, with expanded outputs."""
-    layout = _layout(ctx, payload, idx, num_rows)
-    output = take(ctx, launch, layout.num_bytes)
-    sources = take(ctx, launch, _source_bytes(ctx, num_rows, places))
+    num_bytes = _layout(payload, idx, num_rows)[-1]
+    output = take(ctx, launch, num_bytes)
+    # Only kernels use what the handle keeps, unless tensors are made of it, as expanded outputs do.
+    sources = take(ctx, launch, slab_bytes + _source_bytes(ctx, num_rows, places), True)
     if output is None or sources is None:
         return None
     for block, events in (output, sources):
-        launch.wait(events)
+        if events:
+            launch.wait(events)
         if launch.poisons:
             launch.adopt(ctx.heap.view(block.offset, block.num_bytes))
-    return Reservation(output[0], sources[0], num_rows)
+    return Reservation(ctx.heap, output[0], sources[0], slab_bytes, num_rows)
 
 
 def reserve_unknown(
-    ctx: Context, launch: Launch, payload: Payload, idx: Tensor | None
+    ctx: Context, launch: Launch, payload: Payload, idx: Tensor | None, slab_bytes: int
 ) -> Reservation | None:
     """For as many rows as may come, before anybody knows the number: what ranks as full as any has
     been could send, and some more; or else a little more than ever came. What is too much goes
@@ -134,8 +152,9 @@ def reserve_unknown(
     likely = ctx.most_recv_rows + ctx.most_recv_rows // 8
     most = ctx.num_ranks * max(payload.num_tokens, ctx.most_tokens)
     return _reserve_most(
-        ctx, launch, payload, idx, {max(most + most // 4, likely), max(most, likely), likely}, 0
-    )
+        ctx, launch, payload, idx, {max(most + most // 4, likely), max(most, likely), likely},
+        slab_bytes, 0,
+    )  # fmt: skip
 
 
 def reserve_unknown_expanded(
@@ -146,6 +165,7 @@ def reserve_unknown_expanded(
     places: int,
     num_experts: int,
     expert_alignment: int,
+    slab_bytes: int,
 ) -> Reservation | None:
     """The same for an expanded dispatch: twice what even routing brings, or a little more than ever came."""
     likely = ctx.most_expanded_rows + ctx.most_expanded_rows // 8
@@ -154,7 +174,7 @@ def reserve_unknown_expanded(
     even = -(-num_tokens * places * num_local // num_experts)
     return _reserve_most(
         ctx, launch, payload, row_idx,
-        {max(2 * even + num_local * (expert_alignment - 1), likely), likely}, places,
+        {max(2 * even + num_local * (expert_alignment - 1), likely), likely}, slab_bytes, places,
     )  # fmt: skip
 
 
@@ -164,11 +184,12 @@ def _reserve_most(
     payload: Payload,
     idx: Tensor | None,
     choices: set[int],
+    slab_bytes: int,
     places: int,
 ) -> Reservation | None:
     for num_rows in sorted(choices, reverse=True):
         if num_rows > 0:
-            reserved = reserve(ctx, launch, payload, idx, num_rows, places)
+            reserved = reserve(ctx, launch, payload, idx, num_rows, slab_bytes, places)
             if reserved is not None:
                 return reserved
     return None
@@ -183,10 +204,10 @@ def allocate(
     num_rows: int,
     places: int = 0,
 ) -> Outputs:
-    """For a dispatch that makes a handle."""
-    reserved = reserve(ctx, launch, payload, idx, num_rows, places)
+    """For a dispatch that makes a handle and has its slab."""
+    reserved = reserve(ctx, launch, payload, idx, num_rows, 0, places)
     if reserved is None:
-        return _anywhere(ctx, launch, payload, idx, weights, num_rows, places)
+        return outputs_anywhere(ctx, launch, payload, idx, weights, num_rows, places)
     return outputs_in(ctx, reserved, payload, idx, weights, num_rows, places)
 
 
@@ -200,52 +221,66 @@ def outputs_in(
     places: int = 0,
 ) -> Outputs:
     """Tensors of ``num_rows`` rows over the region, where peers write them in place."""
-    layout = _layout(ctx, payload, idx, num_rows)
-    block, src_block = reserved.block, reserved.src_block
+    x, scales, topk_idx, topk_weights, num_bytes = _layout(payload, idx, num_rows)
+    block, form = reserved.block, payload.form
     if num_rows < reserved.num_rows:
-        block.shrink(layout.num_bytes)
-        src_block.shrink(_source_bytes(ctx, num_rows, places))
-    offset = block.offset
-    address = ctx.heap.base + offset
-
-    def part(part_offset: int, columns: int, dtype: torch.dtype) -> Tensor:
-        return ctx.heap.matrix(offset + part_offset, num_rows, columns, dtype, block)
-
+        block.shrink(num_bytes)
+        reserved.src_block.shrink(reserved.slab_bytes + _source_bytes(ctx, num_rows, places))
+    offset: int = block.offset
+    heap = ctx.heap
+    address = heap.base + offset
     out = Outputs()
-    out.output_offset, out.src_offset = offset, src_block.offset
-    out.x = part(layout.x, payload.form.hidden, payload.form.dtype)
-    out.x_address = address + layout.x
-    if payload.form.scale_dtype is not None:
-        out.scales = part(layout.scales, payload.form.num_scales, payload.form.scale_dtype)
-        out.scales_address = address + layout.scales
+    out.output_offset, out.src_offset = offset, reserved.src_offset
+    out.x = heap.matrix(offset + x, num_rows, form.hidden, form.dtype, block)
+    out.x_address = address + x
+    if form.scale_dtype is not None:
+        out.scales = heap.matrix(
+            offset + scales, num_rows, form.num_scales, form.scale_dtype, block
+        )
+        out.scales_address = address + scales
     if idx is not None:
-        out.topk_idx = part(layout.topk_idx, idx.shape[1], idx.dtype)
-        out.topk_idx_address = address + layout.topk_idx
+        out.topk_idx = heap.matrix(offset + topk_idx, num_rows, idx.shape[1], idx.dtype, block)
+        out.topk_idx_address = address + topk_idx
     if weights is not None:
-        out.topk_weights = part(layout.topk_weights, weights.shape[1], weights.dtype)
-        out.topk_weights_address = address + layout.topk_weights
-    src_idx = ctx.heap.matrix(src_block.offset, 1, num_rows, torch.int32, src_block)
-    out.src_idx = src_idx.view(num_rows)
-    out.src_idx_address = ctx.heap.base + src_block.offset
+        out.topk_weights = heap.matrix(
+            offset + topk_weights, num_rows, weights.shape[1], weights.dtype, block
+        )
+        out.topk_weights_address = address + topk_weights
+    begin = reserved.src_offset
+    out.src_idx_address = heap.base + begin
+    out.src_rows = SourceRows(out.src_idx_address, num_rows, reserved.memory)
     if places > 0:
-        begin = src_block.offset
+        out.src_idx = out.src_rows.tensor()
         begin += ctx.engine.source_layout(num_rows=num_rows, num_topk=places).recv_rows
-        out.recv_rows = ctx.heap.matrix(begin, num_rows, places, torch.int32, src_block)
-        out.recv_rows_address = ctx.heap.base + begin
+        out.recv_rows = heap.matrix(begin, num_rows, places, torch.int32, reserved.src_block)
+        out.recv_rows_address = heap.base + begin
     return out
 
 
-def _layout(ctx: Context, payload: Payload, idx: Tensor | None, num_rows: int) -> OutputLayout:
-    return ctx.engine.output_layout(
+def _layout(
+    payload: Payload, idx: Tensor | None, num_rows: int
+) -> tuple[int, int, int, int, int]:
+    form = payload.form
+    num_topk, idx_bytes = (0, 0) if idx is None else (idx.shape[1], idx.element_size())
+    return _output_layout(num_rows, form.row_bytes, form.scale_row_bytes, num_topk, idx_bytes)
+
+
+@functools.lru_cache(maxsize=4096)
+def _output_layout(
+    num_rows: int, row_bytes: int, scale_row_bytes: int, num_topk: int, topk_idx_bytes: int
+) -> tuple[int, int, int, int, int]:
+    """Offsets of x, scales, indices and weights, and bytes of all."""
+    layout = _core.Engine.output_layout(
         num_rows=num_rows,
-        row_bytes=payload.row_bytes,
-        scale_row_bytes=payload.scale_row_bytes,
-        num_topk=0 if idx is None else idx.shape[1],
-        topk_idx_bytes=0 if idx is None else idx.element_size(),
+        row_bytes=row_bytes,
+        scale_row_bytes=scale_row_bytes,
+        num_topk=num_topk,
+        topk_idx_bytes=topk_idx_bytes,
     )
+    return layout.x, layout.scales, layout.topk_idx, layout.topk_weights, layout.num_bytes
 
 
-def _anywhere(
+def outputs_anywhere(
     ctx: Context,
     launch: Launch,
     payload: Payload,
@@ -282,7 +317,7 @@ def allocate_cached(
     num_rows = handle.num_output_rows
     layout = handle.output_layouts.get(form)
     if layout is None:
-        layout = _cached_layout(ctx, form, handle)
+        layout = _cached_layout(form, handle)
     x_offset, scales_offset, num_bytes = layout
     taken = ctx.take(
         num_bytes, launch.caller_stream, launch.is_behind_caller, launch.is_captured, False
@@ -316,16 +351,10 @@ def allocate_cached(
     return out
 
 
-def _cached_layout(
-    ctx: Context, form: PayloadForm, handle: KnownHandle
-) -> tuple[int, int, int]:
+def _cached_layout(form: PayloadForm, handle: KnownHandle) -> tuple[int, int, int]:
     """Offsets of x and scales, and bytes of both."""
-    layout = ctx.engine.output_layout(
-        num_rows=handle.num_output_rows,
-        row_bytes=form.row_bytes,
-        scale_row_bytes=form.scale_row_bytes,
-        num_topk=0,
-        topk_idx_bytes=0,
+    x, scales, _, _, num_bytes = _output_layout(
+        handle.num_output_rows, form.row_bytes, form.scale_row_bytes, 0, 0
     )
-    known = handle.output_layouts[form] = (layout.x, layout.scales, layout.num_bytes)
+    known = handle.output_layouts[form] = (x, scales, num_bytes)
     return known

@@ -11,6 +11,7 @@ from roundtrip import run_case, verify
 
 import deep_comm
 from deep_comm import errors, local, simulate
+from deep_comm.handle_parts import slab_layout
 
 H, E = 64, 8
 FIRST_GUESS = 2  # launches of a dispatch whose outputs were reserved well: notify and dispatch
@@ -52,7 +53,9 @@ def test_layout_counts_and_rows_take_two_launches() -> None:
                 num_rows=21, row_bytes=2 * H, scale_row_bytes=0, num_topk=2, topk_idx_bytes=8
             )
             assert received[0].shape[0] == 21
-            assert free - buffer._context.region.num_free_bytes == layout.num_bytes + 128
+            slab = slab_layout(2, received[4].num_channels, E // 2, 10 + group.rank(), True)
+            used = layout.num_bytes + slab.num_bytes + 128  # the source tokens are one line
+            assert free - buffer._context.region.num_free_bytes == used
             return launches
 
     assert local.run(rank_main, 2, timeout_s=60) == [FIRST_GUESS] * 2

@@ -8,6 +8,7 @@ import torch
 import deep_comm
 from deep_comm import local
 from deep_comm.events import EventHandle
+from deep_comm.handle_parts import slab_layout
 from deep_comm.region import Region
 
 
@@ -95,7 +96,9 @@ def test_a_handle_does_not_keep_the_payload() -> None:
             whole = buffer._context.region.num_free_bytes
             handle = buffer.dispatch(x, topk_idx=idx, topk_weights=idx.float(), num_experts=4)[4]
             gc.collect()
-            return whole - buffer._context.region.num_free_bytes, handle.recv_src_idx.numel()
+            routing = slab_layout(2, handle.num_channels, 2, 64, True).num_bytes
+            used = whole - buffer._context.region.num_free_bytes
+            return used - routing, handle.recv_src_idx.numel()
 
     for used, num_rows in local.run(rank_main, 2):
         assert used <= 4 * num_rows + 128

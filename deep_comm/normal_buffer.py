@@ -1,0 +1,322 @@
+"""The methods of Buffer that move rows: dispatch and combine as training and prefill want them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from deep_comm import config as configs
+from deep_comm import env
+from deep_comm.config import Config
+from deep_comm.context import Context
+from deep_comm.errors import ArgumentError, UnsupportedError
+from deep_comm.events import EventOverlap
+from deep_comm.handle import Handle
+from deep_comm.internode_handle import InternodeHandle
+from deep_comm.ops.call import StreamOptions
+from deep_comm.ops.combine import combine
+from deep_comm.ops.dispatch import DispatchResult, cached_dispatch, dispatch
+from deep_comm.ops.layout import get_dispatch_layout
+from deep_comm.ops.scales import PLAIN, ScaleOptions
+from deep_comm.tuning import DefaultConfig
+
+
+class _DefaultNumSms(int):
+    """Tells "nobody has chosen" from the same number chosen."""
+
+
+DEFAULT_NUM_SMS = _DefaultNumSms(20)
+RECOMMENDED = {
+    "dispatch": configs.recommended_dispatch_config,
+    "combine": configs.recommended_combine_config,
+}
+
+
+class NormalCalls:
+    """Dispatch and combine for any number of tokens, inside a node or, by InternodeCalls, between nodes.
+
+    R ranks, T tokens of this rank, H hidden, K top-k, E experts, L local experts, N received rows.
+    """
+
+    num_sms: int = DEFAULT_NUM_SMS
+    """SMs of the recommended configs; see set_num_sms. Until it is set, calls without a Config get as many as
+    was measured to be best, or a model says (docs/guide/sms.md)."""
+
+    _context: Context
+    _is_internode: bool
+    internode_dispatch: Any
+    internode_combine: Any
+
+    def get_dispatch_layout(
+        self,
+        topk_idx: Tensor,
+        num_experts: int,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap]:
+        """Count the tokens that go to each rank and expert. Local: no peer takes part.
+
+        Args:
+            topk_idx: int64 or int32 [T, K], global expert indices, -1: no selection. An expert may
+                stand in a row twice.
+            num_experts: E.
+
+        Returns:
+            num_tokens_per_rank: int32 [R], a token counts once per rank.
+            num_tokens_per_rdma_rank: int32 [nodes], a token counts once per node; None inside one
+                node.
+            num_tokens_per_expert: int32 [E], every selection counts.
+            is_token_in_rank: bool [T, R].
+            event.
+
+        Raises:
+            ExpertIndexError: an index out of range; on CUDA devices dispatch raises it, on all
+                ranks.
+        """
+        streams = StreamOptions.checked(previous_event, async_finish, allocate_on_comm_stream)
+        layout, event = get_dispatch_layout(self._context, topk_idx, num_experts, streams)
+        per_rank, per_expert = layout.num_tokens_per_rank, layout.num_tokens_per_expert
+        per_node = layout.num_tokens_per_node
+        return per_rank, per_node, per_expert, layout.is_token_in_rank, event
+
+    def dispatch(
+        self,
+        x: Tensor | tuple[Tensor, Tensor],
+        handle: Handle | InternodeHandle | Sequence[Tensor] | None = None,
+        num_tokens_per_rank: Tensor | None = None,
+        num_tokens_per_rdma_rank: Tensor | None = None,
+        is_token_in_rank: Tensor | None = None,
+        num_tokens_per_expert: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+        *,
+        num_experts: int | None = None,
+        zero_tail: bool = False,
+        expand: bool = False,
+        zero_padding: bool = False,
+        use_fp8: bool = False,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        column_major_scales: bool = False,
+    ) -> DispatchResult:
+        """Send each token to the ranks of its experts. Collective.
+
+        Args:
+            x: [T, H] of any dtype, contiguous, rows a multiple of 16 bytes; or (x, scales) with
+                scales [T, S] of 1, 2, 4 or 8 bytes each, any strides. T may differ between ranks
+                and be 0.
+            handle: of an earlier dispatch: repeat its routing with this x (cached dispatch). The
+                layout and top-k arguments are then left away.
+            num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert: from get_dispatch_layout.
+                With topk_idx and num_experts they may be left away together.
+            num_tokens_per_rdma_rank: only checked: the other three say it all.
+            topk_idx: int64 or int32 [T, K]; travels with the tokens.
+            topk_weights: float32 [T, K]; travels with topk_idx.
+            expert_alignment: the returned counts are rounded up to multiples of it.
+            num_worst_tokens: if positive, N is this number and the host waits for nothing. Rows
+                past the received ones have index -1 and weight 0; their payload is not written. How
+                many came is in the handle, on the device: num_recv_tokens_tensor [1],
+                num_recv_tokens_per_rank [R], num_recv_tokens_per_expert [L].
+            zero_tail: write zeros there, and to the scales.
+            config: rings and SMs; default: the recommended ones, shrunk to num_nvl_bytes.
+            expand: rows grouped by local expert instead, one for each selection, for grouped GEMMs:
+                recv_x [M, H] (scales [M, S]), recv_topk_idx [M] the local expert of a row,
+                recv_topk_weights [M] its weight, -1 and 0 where a row belongs to no token.
+                ``handle.expansion`` says which rows are whose; groups start at multiples of
+                expert_alignment, which must be equal on all ranks. Needs topk_idx. M is the sum of
+                the returned counts, or num_worst_tokens, which must leave room for the padding too.
+                A handle remembers it: cached dispatches and combines with it are expanded.
+            zero_padding: with expand, rows of no token are zeros; otherwise they are not written.
+            use_fp8: x is bfloat16 [T, H], H a multiple of 128, and travels as e4m3 with a float32
+                scale for 128 columns, largest magnitude / 448, at least 1e-4 / 448: recv_x is a
+                pair as if the caller had quantised x. Rows are cast once, by their sender.
+            round_scale: with use_fp8, scales are rounded up to powers of two.
+            use_ue8m0: with round_scale, scales are exponent bytes, four in an int32 [N, ceil(S/4)].
+            column_major_scales: scales of 4 bytes, quantised here or given, come back stored column
+                by column, each column at a multiple of 16 bytes (one more pass over the scales).
+
+        Returns:
+            recv_x: [N, H], sorted by (source rank, source token); with scales (recv_x, [N, S]).
+            recv_topk_idx: [N, K], local expert indices, -1 where the expert is on another rank; or
+                None.
+            recv_topk_weights: float32 [N, K], 0 where the index is -1; or None.
+            num_recv_tokens_per_expert_list: L ints; [] with num_worst_tokens; None if cached.
+            handle: for combine and cached dispatch; None if cached.
+            event.
+
+        Raises:
+            ArgumentError, BufferTooSmall, HandleMismatch: nothing was launched.
+            ConfigMismatch, ExpertIndexError: on all ranks; the Buffer stays usable.
+            CapacityError: more rows than num_worst_tokens arrived on this rank.
+            PeerTimeout: a peer stayed silent; reset() makes the Buffer usable again.
+        """
+        if self._is_internode:
+            if expand or zero_padding or use_fp8 or column_major_scales:
+                name = "expand" if expand or zero_padding else "use_fp8"
+                raise UnsupportedError(f"{name} is not in this version between nodes")
+            return super().internode_dispatch(
+                x,
+                handle,
+                num_tokens_per_rank,
+                num_tokens_per_rdma_rank,
+                is_token_in_rank,
+                num_tokens_per_expert,
+                topk_idx,
+                topk_weights,
+                expert_alignment,
+                num_worst_tokens,
+                config,
+                previous_event,
+                async_finish,
+                allocate_on_comm_stream,
+                num_experts=num_experts,
+                zero_tail=zero_tail,
+            )
+        streams = StreamOptions.checked(previous_event, async_finish, allocate_on_comm_stream)
+        default = None if config is not None else self._default_for_rows("dispatch")
+        scale_options = PLAIN
+        if use_fp8 or round_scale or use_ue8m0 or column_major_scales:
+            scale_options = ScaleOptions(use_fp8, round_scale, use_ue8m0, column_major_scales)
+        if handle is not None:
+            if topk_idx is not None or topk_weights is not None:
+                name = "topk_weights" if topk_idx is None else "topk_idx"
+                raise ArgumentError(name, None, "must be left away with a handle")
+            return cached_dispatch(
+                self._context,
+                x,
+                handle,
+                expand=expand,
+                zero_padding=zero_padding,
+                scale_options=scale_options,
+                config=config,
+                default=default,
+                streams=streams,
+            )
+        return dispatch(
+            self._context,
+            x,
+            num_tokens_per_rank=num_tokens_per_rank,
+            is_token_in_rank=is_token_in_rank,
+            num_tokens_per_expert=num_tokens_per_expert,
+            topk_idx=topk_idx,
+            topk_weights=topk_weights,
+            num_experts=num_experts,
+            expert_alignment=expert_alignment,
+            num_worst_tokens=num_worst_tokens,
+            zero_tail=zero_tail,
+            expand=expand,
+            zero_padding=zero_padding,
+            scale_options=scale_options,
+            config=config,
+            default=default,
+            streams=streams,
+        )
+
+    def combine(
+        self,
+        x: Tensor,
+        handle: Handle | InternodeHandle | Sequence[Tensor],
+        topk_weights: Tensor | None = None,
+        bias: Tensor | tuple[Tensor, Tensor] | None = None,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+        *,
+        apply_weights: bool = False,
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        """Send rows back to their source and sum those of each token. Collective.
+
+        The sum runs in float32 over the ranks that got the token, ascending, then over the biases,
+        and is rounded once (between nodes also once a node, see InternodeCalls): it does not
+        depend on ``config``. A token that went nowhere gives its
+        bias, or zeros. Any number of combines may use one handle.
+
+        Args:
+            x: bfloat16, float16 or float32 [N, H], contiguous, rows a multiple of 16 bytes.
+            handle: of the dispatch that returned N rows.
+            topk_weights: float32 [N, K], summed alike.
+            bias: [T, H] of the dtype of x, or a pair of such.
+            apply_weights: with the handle of an expanded dispatch, whose x is [M, H] and
+                topk_weights [M]: multiply rows with their weights, instead of sending these back.
+                Either way each rank first adds a token's rows there, in float32, selections
+                ascending, products rounded before they are added, the sum rounded to the dtype of x
+                once; that row travels, and the sum over ranks is as above.
+
+        Returns:
+            combined_x: [T, H] of the dtype of x.
+            combined_topk_weights: float32 [T, K], or None.
+            event.
+
+        Raises:
+            ArgumentError, BufferTooSmall, HandleMismatch: nothing was launched.
+            ConfigMismatch, PeerTimeout: as dispatch.
+        """
+        if self._is_internode:
+            if apply_weights:
+                raise UnsupportedError("apply_weights is not in this version between nodes")
+            return super().internode_combine(
+                x,
+                handle,
+                topk_weights,
+                bias,
+                config,
+                previous_event,
+                async_finish,
+                allocate_on_comm_stream,
+            )
+        return combine(
+            self._context,
+            x,
+            handle,
+            topk_weights=topk_weights,
+            bias=bias,
+            apply_weights=apply_weights,
+            config=config,
+            default=None if config is not None else self._default_for_rows("combine"),
+            streams=StreamOptions.checked(previous_event, async_finish, allocate_on_comm_stream),
+        )
+
+    def _choose_defaults(self) -> None:
+        """When the Buffer is built."""
+        self._env_num_sms = env.NUM_SMS.get()
+        self._has_defaults = self._env_num_sms is None and (
+            self._context.device.type != "cpu" or bool(self._context.tuned)
+        )
+        self._defaults = {
+            operation: DefaultConfig(
+                operation,
+                recommended,
+                self._context.tuned,
+                self._context.num_ranks,
+                self._context.backend.max_sms,
+            )
+            for operation, recommended in RECOMMENDED.items()
+        }
+
+    def _default_config(self, recommended: configs.Recommend) -> Config:
+        """Where the rows are not known."""
+        num_sms = self._env_num_sms
+        if self._context.device.type == "cpu":
+            return configs.host_default(num_sms)
+        max_sms = self._context.backend.max_sms
+        if num_sms is None:
+            wanted = self.num_sms  # of this Buffer, of its class, or of all
+            num_sms = wanted if max_sms is None else min(wanted, max_sms)
+        # Groups of several nodes may have any size.
+        return recommended(configs.known_size(self._context.num_ranks), num_sms)
+
+    def _default_for_rows(self, operation: str) -> Config | DefaultConfig:
+        """For "dispatch" or "combine" inside a node: docs/guide/sms.md."""
+        if self._has_defaults and self.num_sms is DEFAULT_NUM_SMS:
+            return self._defaults[operation]
+        return self._default_config(RECOMMENDED[operation])
