@@ -113,12 +113,12 @@ RAIL: Variable[str | None] = Variable(
     "between the logical nodes of one, simulated on the host",
     str,
 )
-RAIL_NEAR: Variable[bool] = Variable(
+RAIL_NEAR: Variable[bool | None] = Variable(
     "DEEP_COMM_RAIL_NEAR",
     "0 or 1",
-    True,
-    "nvshmem: rows for nodes whose memory this GPU's stores reach (NVLink) are stored there; 0: they are put, "
-    "as for all other nodes",
+    None,
+    "whether rows for nodes whose memory this rank's stores reach are stored there, instead of put: unset: over "
+    "nvshmem (NVLink); 0: never; 1: also on the host target, where no network then stands between the nodes",
     _parse_flag,
 )
 NIC_GB_PER_S: Variable[float | None] = Variable(

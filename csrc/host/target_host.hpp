@@ -4,6 +4,7 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <new>
 
 #include "device/arch/types.cuh"
@@ -75,11 +76,16 @@ class HostTarget {
   void store(T* word, T value) {
     *word = value;
   }
-  RailPort open_rail(const RailPort& port, int /*num_peers*/, uint64_t /*timeout_ns*/,
-                     const RailOptions& /*options*/) {
+  RailPort open_rail(RailPort port, int num_peers, uint64_t /*timeout_ns*/,
+                     const RailOptions& options) {
+    near_peers_ = std::make_shared<std::vector<RailPeer>>();
+    for (int peer = 0; options.is_near && peer < num_peers; ++peer) {
+      near_peers_->push_back({port.bases[peer], peer});
+    }
+    port.peers = near_peers_->empty() ? nullptr : near_peers_->data();
     return port;  // the executor carries out what is posted
   }
-  void close_rail() {}
+  void close_rail() { near_peers_.reset(); }
   void quiet_rail() {
     // Outside of a simulation what a grid has put lands before its launch returns.
     if (simulation_ != nullptr) simulation_->flush_rail(rank_);
@@ -92,6 +98,7 @@ class HostTarget {
  private:
   int rank_;
   simt::Simulation* simulation_;
+  std::shared_ptr<std::vector<RailPeer>> near_peers_;  // that kernels reach by stores
 };
 
 }  // namespace deep_comm

@@ -49,7 +49,10 @@ class _HostHeap(abc.ABC):
 
 
     def rail_arguments(self, peers: Sequence[int]) -> dict[str, Any]:
-        return {"rail_bases": [self.peer_bases[peer] for peer in peers]}
+        return {
+            "rail_bases": [self.peer_bases[peer] for peer in peers],
+            "is_near": bool(env.RAIL_NEAR.get()),
+        }
 
 
 class _ThreadHeap(_HostHeap):

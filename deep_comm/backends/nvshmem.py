@@ -264,7 +264,7 @@ class NvshmemHeap:
             raise
 
     def rail_arguments(self, peers: Sequence[int]) -> dict[str, Any]:
-        is_near = env.RAIL_NEAR.get()
+        is_near = env.RAIL_NEAR.get() is not False
         return {
             "rail_bases": [self.peer_bases[peer] if is_near else 0 for peer in peers],
             "rail_pes": [self._pes[peer] for peer in peers],

@@ -23,6 +23,14 @@ def test_every_rank_gets_its_rows_and_sums(case: InternodeCase) -> None:
     check(case)
 
 
+@pytest.mark.parametrize("case", [random_case(seed) for seed in range(200, 224)], ids=str)
+def test_rows_stored_into_near_nodes_are_the_same(
+    case: InternodeCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", "1")
+    check(case)
+
+
 @pytest.mark.parametrize("shape", [(2, 2), (4, 2), (3, 3)], ids=str)
 def test_sum_does_not_depend_on_channels_and_rings(shape: tuple[int, int]) -> None:
     num_ranks = shape[0] * shape[1]

@@ -78,6 +78,20 @@ def test_full_rings_on_both_tiers(seed: int) -> None:
     verify(case, simulated(case, seed))
 
 
+@pytest.mark.parametrize("first_seed", [1000, 1040])
+def test_rows_stored_into_near_nodes_are_the_same(
+    first_seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where stores reach the other nodes (NVLink between them), nothing is put: the orders that hold are others."""
+    monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", "1")
+    for seed in range(first_seed, first_seed + SEEDS_PER_TEST):
+        case = small_case(seed)
+        try:
+            verify(case, simulated(case, seed))
+        except Exception as error:
+            raise AssertionError(f"seed {seed}, {case}: {error}") from error
+
+
 # Rings of two slots, several calls and unequal ranks give each fault a chance.
 FAULTY = InternodeCase(
     (9, 6, 12, 5), experts=4, topk=3, hidden=48, num_sms=2, slots=2, send_chunk=1, calls=2,
@@ -108,6 +122,16 @@ def test_simulation_finds_the_fault(fault: str) -> None:
         if notices(FAULTY, seed, (fault,)) is not None:
             return
     pytest.fail(f"60 seeds ran with {fault} and none noticed")
+
+
+@pytest.mark.parametrize(
+    "fault", ["skip_rail_credit", "early_rail_credit", "skip_entry_barrier", "weaken_release"]
+)
+def test_simulation_finds_the_fault_between_near_nodes(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", "1")
+    test_simulation_finds_the_fault(fault)
 
 
 def test_the_same_runs_pass_without_a_fault() -> None:

@@ -445,9 +445,12 @@ inline void rail_put_warp(const RailPort& port, int peer, int qp, size_t dst_off
                           const void* src, uint32_t num_bytes) {
   if (lane_idx() == 0) rail_put(port, peer, qp, dst_offset, src, num_bytes);
 }
-// All of a rail is a network here.
-inline uint8_t* rail_near(const RailPort&, int) { return nullptr; }
-inline void rail_count(const RailPort&, int, int, uint32_t) {}
+inline uint8_t* rail_near(const RailPort& port, int peer) {
+  return port.peers == nullptr ? nullptr : port.peers[peer].near;
+}
+inline void rail_count(const RailPort& port, int peer, int qp, uint32_t num_bytes) {
+  port.num_bytes[peer * port.num_qps + qp] += num_bytes;
+}
 
 // ---- waiting, time --------------------------------------------------------------------
 

@@ -63,7 +63,7 @@ struct RailQueue {
   uint32_t depth;
 };
 
-// A peer as NVSHMEM knows it.
+// A peer as NVSHMEM knows it; on the host target only with peers that stores reach.
 struct RailPeer {
   uint8_t* near;  // its segment, if this GPU's own stores reach it (nvshmem_ptr); else null
   int32_t pe;
@@ -76,7 +76,7 @@ struct RailPort {
   uint64_t* num_bytes;    // [num_peers, num_qps]: bytes put so far
   int num_qps;
   RailQueue queue;  // GPUs with a software NIC
-  // GPUs with NVSHMEM; the first is null for everybody else.
+  // GPUs with NVSHMEM; null for everybody else, but for near peers on the host target.
   const RailPeer* peers;  // [num_peers], device memory
   uint8_t* base;          // this rank's segment, in the symmetric heap
   int32_t* qps;           // [num_qps] handles, device memory; null: NVSHMEM's default queue
