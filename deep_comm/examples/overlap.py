@@ -3,9 +3,10 @@ receive.
 
 The same model three times: one step after the other; shared experts while tokens travel; the
 batch halved, so that one half computes while the other one's tokens are on their way. Results are
-compared bit for bit. ``--trace FOLDER`` writes a Chrome trace of rank 0 for each way and, on
-GPUs, a picture of what ran when on which stream, and says how much of the communication had
-computation beside it.
+compared bit for bit. ``--trace FOLDER`` writes a Chrome trace of rank 0 for each way and a picture of
+what ran when on which stream (overlap.png with all ways, where matplotlib is; an SVG for each), and
+says how much of the communication had computation beside it. On the host target, which has no
+streams, one thread does either the one or the other: the picture is of its calls, nothing is hidden.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function
 
 import deep_comm
 from deep_comm.examples import picture
@@ -127,24 +130,46 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def _trace(way: str, step: Callable[[], Tensor], device: torch.device, folder: Path) -> str:
-    from torch.profiler import ProfilerActivity, profile
+@contextmanager
+def _named_ranges(parallel: deep_comm.ExpertParallel) -> Iterator[None]:
+    """On the host target communication is calls, not kernels: they get names in the trace."""
+    buffer: Any = parallel.buffer
+    calls = ("dispatch", "combine", "low_latency_dispatch", "low_latency_combine")
 
-    activities = [ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities) as profiler:
+    def named(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            with record_function(picture.RANGE + name):
+                result = call(*args, **options)
+            if isinstance(result, tuple) and callable(result[-1]):  # a receive hook
+                return (*result[:-1], named(name + " receive", result[-1]))
+            return result
+
+        return run
+
+    for name in calls:
+        setattr(buffer, name, named(name, getattr(buffer, name)))
+    try:
+        yield
+    finally:
+        for name in calls:
+            delattr(buffer, name)
+
+
+def _trace(
+    way: str, model: Model, step: Callable[[], Tensor], device: torch.device, folder: Path
+) -> Sequence[picture.Span]:
+    on_gpu = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    ranges = nullcontext() if on_gpu else _named_ranges(model.parallel)
+    with ranges, profile(activities=activities) as profiler:
         step()
         _synchronize(device)
     file = folder / f"{way}.json"
     profiler.export_chrome_trace(str(file))
-    spans = picture.device_spans(file)
-    if not spans:
-        return f"{way}: {file} (no kernels of a GPU to draw)"
-    drawing = folder / f"{way}.svg"
-    drawing.write_text(picture.draw(spans, f"{way}, rank 0"))
-    share = picture.overlapped_share(spans)
-    return f"{way}: {drawing}; {share:.0%} of communication had computation beside it"
+    spans = picture.device_spans(file) if on_gpu else picture.host_spans(file)
+    (folder / f"{way}.svg").write_text(picture.draw(spans, f"{way}, rank 0"))
+    print(f"{way}: {picture.summary(spans)}; {file}", flush=True)
+    return spans
 
 
 def rank_main(group: Any, num_tokens: int, hidden: int, mode: str, folder: str | None) -> bool:
@@ -167,15 +192,19 @@ def rank_main(group: Any, num_tokens: int, hidden: int, mode: str, folder: str |
             say(group, f"{way:>10}: {pass_ms:.2f} ms a pass of {NUM_LAYERS} layers")
         if folder is not None:
             Path(folder).mkdir(parents=True, exist_ok=True)
+            traces: dict[str, Sequence[picture.Span]] = {}
             for way, run in WAYS.items():
                 torch.distributed.barrier(group)
                 if rank == 0:
-                    print(
-                        _trace(way, lambda run=run: run(model, x), device, Path(folder)), flush=True
-                    )
+                    step = lambda run=run: run(model, x)  # noqa: E731
+                    traces[way] = _trace(way, model, step, device, Path(folder))
                 else:
                     run(model, x)
                     _synchronize(device)
+            if rank == 0:
+                file = Path(folder) / "overlap.png"
+                is_written = picture.write_png(file, traces, device.type == "cpu")
+                print(file if is_written else picture.MISSING, flush=True)
     model.parallel.destroy()
     wanted = results["sequential"]
     if device.type == "cpu":

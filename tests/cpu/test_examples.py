@@ -58,6 +58,17 @@ def test_two_batches_and_shared_experts_overlap(tmp_path: Path, mode: str) -> No
     assert "all ways give the same results" in out
     for way in ("sequential", "shared", "two-batch"):
         assert json.loads((tmp_path / f"{way}.json").read_text())["traceEvents"]
+        spans = picture.host_spans(tmp_path / f"{way}.json")
+        calls = [span.name for span in spans if span.is_communication]
+        ways = 2 if way == "two-batch" else 1
+        first = "dispatch" if mode == "prefill" else "low_latency_dispatch"
+        assert calls.count(picture.RANGE + first) == 3 * ways  # a layer and batch
+        assert any("mm" in span.name for span in spans)
+        assert picture.overlapped_share(spans) == 0.0  # one thread does one thing at a time
+        assert (tmp_path / f"{way}.svg").read_text().startswith("<svg")
+        assert f"{way}: " in out and "0% hidden behind computation" in out
+    if picture.MISSING not in out:
+        assert (tmp_path / "overlap.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_decoding_follows_its_inputs(tmp_path: Path) -> None:
@@ -124,3 +135,16 @@ def test_a_trace_without_kernels_has_no_spans(tmp_path: Path) -> None:
     (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": []}))
     assert picture.device_spans(tmp_path / "trace.json") == []
     assert picture.overlapped_share([]) == 0.0
+
+
+def test_the_picture_of_all_ways_has_a_lane_for_each_stream(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    spans = picture.device_spans(_trace(tmp_path / "trace.json"))
+    assert picture.summary(spans) == (
+        "0.01 ms; communication 0.01 ms, of which 60% hidden behind computation (0.01 ms)"
+    )
+    file = tmp_path / "overlap.png"
+    assert picture.write_png(file, {"one": spans, "two": spans[:2]}, on_host=False)
+    assert file.read_bytes().startswith(b"\x89PNG")
+    assert picture._lane_name(13, spans, False) == "stream 13 (comm)"
+    assert picture._lane_name(7, spans, False) == "stream 7 (compute)"
