@@ -64,8 +64,8 @@ def pack_ue8m0(scales: Tensor) -> Tensor:
 
 
 def to_e2m1(values: Tensor, of: Tensor | None = None) -> Tensor:
-    """float32 as codes of e2m1, uint8: to nearest, ties to even, at most 6; a NaN becomes 6. Signs are those
-    of ``of``, from which ``values`` were made, if it is given."""
+    """float32 as codes of e2m1, uint8: to nearest, ties to even, at most 6; a NaN becomes 6. Signs
+    are those of ``of``, from which ``values`` were made, if it is given."""
     magnitude = values.abs()
     codes = torch.zeros(values.shape, dtype=torch.uint8, device=values.device)
     # Between the numbers 0, 0.5, 1, 1.5, 2, 3, 4, 6: halfway goes to the even code.
@@ -77,11 +77,11 @@ def to_e2m1(values: Tensor, of: Tensor | None = None) -> Tensor:
 
 
 def quantise_nvfp4(x: Tensor, global_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """bfloat16 [T, H] as (uint8 [T, H / 2], the first of two elements in the low half, uint8 [T, H / 16] bytes
-    of e4m3 scales).
+    """bfloat16 [T, H] as (uint8 [T, H / 2], the first of two elements in the low half, uint8 [T, H
+    / 16] bytes of e4m3 scales).
 
-    A scale is the largest magnitude of 16 elements * (1 / 6) * ``global_scale``, rounded to e4m3, at
-    most 448; an element is x * (global_scale / scale), times 0 if the scale is 0, as e2m1. Eight
+    A scale is the largest magnitude of 16 elements * (1 / 6) * ``global_scale``, rounded to e4m3,
+    at most 448; an element is x * (global_scale / scale), times 0 if the scale is 0, as e2m1. Eight
     negative zeros, from a multiple of eight on, become seven and a positive one.
     """
     factor = torch.ones(()) if global_scale is None else global_scale.reshape(())
@@ -98,7 +98,8 @@ def quantise_nvfp4(x: Tensor, global_scale: Tensor | None = None) -> tuple[Tenso
 
 
 def rows_of_scale_tiles(tiles: Tensor, num_rows: int) -> Tensor:
-    """[..., A, D, 32, 4, 4] as [..., num_rows, 4 * D]: row 128 a + 32 b + c, column 4 d + e is [a, d, c, b, e]."""
+    """[..., A, D, 32, 4, 4] as [..., num_rows, 4 * D]: row 128 a + 32 b + c, column 4 d + e is [a,
+    d, c, b, e]."""
     *groups, num_tiles, num_words, _, _, _ = tiles.shape
     rows = tiles.movedim(-2, -4).movedim(-2, -3)  # a, b, c, d, e
     return rows.reshape(*groups, num_tiles * 128, 4 * num_words)[..., :num_rows, :]
@@ -248,8 +249,8 @@ def low_latency_combine(
 def logfmt_bound(x: Tensor) -> Tensor:
     """float32 [T, H]: by how much elements may be wrong that travel in LogFMT-10.
 
-    16 neighbours share a range of r = log2(largest / least) <= 32 that 510 steps divide; a logarithm
-    is wrong by half a step.
+    16 neighbours share a range of r = log2(largest / least) <= 32 that 510 steps divide; a
+    logarithm is wrong by half a step.
     """
     pieces = x.float().abs().unflatten(-1, (x.shape[-1] // 16, 16))
     largest = pieces.amax(dim=-1, keepdim=True)

@@ -31,8 +31,8 @@ class Workload:
     """Tokens of every rank, and the experts that they choose. Equal on all ranks.
 
     dtype "bf16", or "fp8": the payload is already quantised and carries a float32 scale per block
-    of 128 elements; "nvfp4" likewise, two elements in a byte and a byte of scale for 16, counted in words
-    of four. Experts' outputs, which combine takes, are bf16 either way.
+    of 128 elements; "nvfp4" likewise, two elements in a byte and a byte of scale for 16, counted in
+    words of four. Experts' outputs, which combine takes, are bf16 either way.
     """
 
     num_ranks: int

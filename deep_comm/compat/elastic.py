@@ -42,11 +42,11 @@ class ElasticBuffer(ElasticCalls, Refused):
 
     R ranks, T tokens of this rank, M tokens a rank may have, H hidden, K top-k, L local experts.
 
-    Rows arrive sorted by (source rank, source token) always, whatever ``deterministic`` says. Expanded
-    rows are grouped by local expert in that order. Dispatch sends a token to a rank once; expansion, and
-    the sum of a token's expanded rows before they travel back, happen at the experts' rank. Over
-    several nodes a token crosses once to each of them, whether ``allow_hybrid_mode`` or not: this only
-    says whether the logical domain has two tiers or one.
+    Rows arrive sorted by (source rank, source token) always, whatever ``deterministic`` says.
+    Expanded rows are grouped by local expert in that order. Dispatch sends a token to a rank once;
+    expansion, and the sum of a token's expanded rows before they travel back, happen at the
+    experts' rank. Over several nodes a token crosses once to each of them, whether
+    ``allow_hybrid_mode`` or not: this only says whether the logical domain has two tiers or one.
 
     Attributes: ``group``, ``rank_idx``, ``num_ranks``, ``num_bytes``, ``num_max_tokens_per_rank``,
     ``num_scaleout_ranks``, ``num_scaleup_ranks``, ``scaleout_rank_idx``, ``scaleup_rank_idx``,
@@ -76,9 +76,9 @@ class ElasticBuffer(ElasticCalls, Refused):
     ) -> None:
         """Collective. Sized by ``num_bytes``, or from the MoE's settings.
 
-        ``num_gpu_timeout_secs`` bounds every wait, of kernels and of the host. ``num_allocated_qps``:
-        queues to each other node; 0: 24. ``sl_idx`` concerns networks that this version has not.
-        ``destroy()`` may always be called.
+        ``num_gpu_timeout_secs`` bounds every wait, of kernels and of the host.
+        ``num_allocated_qps``: queues to each other node; 0: 24. ``sl_idx`` concerns networks that
+        this version has not. ``destroy()`` may always be called.
         """
         if num_cpu_bytes != 0:
             raise UnsupportedError(
@@ -185,8 +185,8 @@ class ElasticBuffer(ElasticCalls, Refused):
     ) -> int:
         """SMs worth giving to dispatch and combine: at least 1.
 
-        Measured, not derived: inside a node more than 24 SMs gain a few per cent (docs/performance.md),
-        which is worth it only where no compute runs beside them.
+        Measured, not derived: inside a node more than 24 SMs gain a few per cent
+        (docs/performance.md), which is worth it only where no compute runs beside them.
         """
         context = self._buffer._context
         default = self._buffer._default_config(deep_comm.config.recommended_dispatch_config)
@@ -196,7 +196,8 @@ class ElasticBuffer(ElasticCalls, Refused):
         return min(wanted, context.backend.max_sms or wanted)
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
-        """Queues to each other node; at least one, as callers expect, though a node inside has none."""
+        """Queues to each other node; at least one, as callers expect, though a node inside has
+        none."""
         if self.num_rdma_ranks > 1:
             return self.num_allocated_qps or _DEFAULT_NUM_QPS
         return max(self.num_allocated_qps, 1)
@@ -250,7 +251,8 @@ class ElasticBuffer(ElasticCalls, Refused):
             topk_weights: float32 [T, K]; with a handle as well.
             cumulative_local_expert_recv_stats: int32 [L], += selections of each local expert.
             num_max_tokens_per_rank: M, equal on all ranks; default: the constructor's.
-            expert_alignment: groups of expanded rows start at multiples of it; counts are rounded up.
+            expert_alignment: groups of expanded rows start at multiples of it; counts are rounded
+                up.
             num_sms: 0: the engine chooses, see docs/guide/sms.md. With a handle it is the handle's.
             previous_event: run after it instead of after the current stream; needs
                 allocate_on_comm_stream.
@@ -269,8 +271,8 @@ class ElasticBuffer(ElasticCalls, Refused):
             handle: the one given, if its rows are the same; else a new one.
             event: to wait for; its ``event`` is None unless asynchronous.
 
-        Without CPU sync N = R * M and P is what any routing fits in; rows past the real ones have index
-        -1, and their payload is not written.
+        Without CPU sync N = R * M and P is what any routing fits in; rows past the real ones have
+        index -1, and their payload is not written.
         """
         timing = _timing(
             previous_event, previous_event_before_epilogue, allocate_on_comm_stream,
@@ -334,9 +336,10 @@ class ElasticBuffer(ElasticCalls, Refused):
         """Send rows back to their tokens and sum them. Collective.
 
         Args:
-            x: bfloat16 [N, H]. Expanded: [P, H], or as many rows as handle.recv_src_metadata names. The
-                rows of one token are then summed first, in float32, selections ascending, and rounded
-                once; sums of ranks follow in float32, ranks ascending, and are rounded once.
+            x: bfloat16 [N, H]. Expanded: [P, H], or as many rows as handle.recv_src_metadata names.
+                The rows of one token are then summed first, in float32, selections ascending, and
+                rounded once; sums of ranks follow in float32, ranks ascending, and are rounded
+                once.
             topk_weights: float32 [N, K], expanded [P]: comes back as [T, K].
             bias: bfloat16 [T, H] or a pair.
             num_sms: the handle's is used.

@@ -1,4 +1,5 @@
-"""ElasticBuffer's calls over deep_comm.Buffer's: what is the engine's, and what torch adds to it."""
+"""ElasticBuffer's calls over deep_comm.Buffer's: what is the engine's, and what torch adds to
+it."""
 
 from __future__ import annotations
 
@@ -153,7 +154,8 @@ class ElasticCalls:
         )
 
     def _cached_weights(self, topk_weights: Tensor, handle: EPHandle) -> Tensor:
-        """Weights take the way of the rows: as rows, filled up to what a row must be a multiple of."""
+        """Weights take the way of the rows: as rows, filled up to what a row must be a multiple
+        of."""
         num_tokens, num_topk = topk_weights.shape
         if topk_weights.dtype != torch.float32:
             raise ArgumentError("topk_weights", topk_weights.dtype, "must have dtype torch.float32")

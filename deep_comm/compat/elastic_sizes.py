@@ -39,7 +39,8 @@ def get_physical_domain_size(group: Any) -> tuple[int, int]:
 
 
 def get_logical_domain_size(group: Any, allow_hybrid_mode: bool = True) -> tuple[int, int]:
-    """(scale-out ranks, scale-up ranks) of ``group``: two tiers in hybrid mode, else one. Collective."""
+    """(scale-out ranks, scale-up ranks) of ``group``: two tiers in hybrid mode, else one.
+    Collective."""
     return logical_domain(topology_of(group), allow_hybrid_mode)
 
 
@@ -85,7 +86,8 @@ def size_hint(
 
 
 def shared_out(num_bytes: int, topology: Topology, hidden: int) -> tuple[int, int]:
-    """(num_nvl_bytes, num_rdma_bytes) of the engine's Buffer: in the proportion of the rings' wants."""
+    """(num_nvl_bytes, num_rdma_bytes) of the engine's Buffer: in the proportion of the rings'
+    wants."""
     if topology.num_nodes == 1:
         return num_bytes, 0
     inside, between = ring_bytes(topology, 2 * (hidden or 4096))

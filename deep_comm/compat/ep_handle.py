@@ -22,8 +22,8 @@ AnyHandle = Handle | InternodeHandle
 class EPHandle:
     """N received rows, K top-k, L local experts, R ranks, S scale-up ranks.
 
-    Device tensors are made when first asked for, on the current stream then, which must have waited for
-    the dispatch; while a CUDA graph is captured, by the dispatch itself.
+    Device tensors are made when first asked for, on the current stream then, which must have waited
+    for the dispatch; while a CUDA graph is captured, by the dispatch itself.
 
     Attributes:
         do_expand, num_experts, expert_alignment, num_max_tokens_per_rank, num_sms: of the dispatch.
@@ -32,7 +32,8 @@ class EPHandle:
         num_expanded_tokens: rows grouped by expert, padding included; likewise.
         num_recv_tokens_per_expert_list: L aligned counts; [] without CPU sync.
         num_unaligned_recv_tokens_per_expert: int32 [L].
-        dst_buffer_slot_idx, token_metadata_at_forward, channel_linked_list: None: of another protocol.
+        dst_buffer_slot_idx, token_metadata_at_forward, channel_linked_list: None: of another
+            protocol.
     """
 
     dst_buffer_slot_idx = token_metadata_at_forward = channel_linked_list = None
@@ -55,8 +56,8 @@ class EPHandle:
         """
         Args:
             native: of the dispatch: expanded with do_expand, else compact with an alignment of 1.
-            recv_topk_idx: what that dispatch returned: local expert of each row [P] if expanded, else of
-                each selection [N, K].
+            recv_topk_idx: what that dispatch returned: local expert of each row [P] if expanded,
+                else of each selection [N, K].
             counts: rows of each local expert, aligned if expanded; None without CPU sync.
         """
         self._native = native
@@ -121,7 +122,8 @@ class EPHandle:
 
     @property
     def native(self) -> AnyHandle:
-        """The handle for a dispatch of this kind; a compact one cannot be expanded by the engine."""
+        """The handle for a dispatch of this kind; a compact one cannot be expanded by the
+        engine."""
         return self._native if self.do_expand else self.compact
 
     @property
@@ -222,8 +224,8 @@ class EPHandle:
 
     @property
     def psum_num_recv_tokens_per_scaleup_rank(self) -> Tensor:
-        """int32 [S]: rows from scale-up ranks 0..s of any scale-out rank; the last is the number that
-        arrived. With one scale-out rank also where each rank's rows end."""
+        """int32 [S]: rows from scale-up ranks 0..s of any scale-out rank; the last is the number
+        that arrived. With one scale-out rank also where each rank's rows end."""
         if self._num_scaleup_ranks == self._native.num_ranks:
             return self._ends_by_source
         return self._field("psum_scaleup", self._psum_per_scaleup_rank)
@@ -236,8 +238,8 @@ class EPHandle:
 
     @property
     def psum_num_recv_tokens_per_expert(self) -> Tensor:
-        """int32 [L]. Compact: sum of the aligned counts of experts 0..e. Expanded: end of the real rows
-        of expert e."""
+        """int32 [L]. Compact: sum of the aligned counts of experts 0..e. Expanded: end of the real
+        rows of expert e."""
         return self._field(_PSUM_PER_EXPERT, self._psum_per_expert)
 
     def _psum_per_expert(self) -> Tensor:
@@ -248,11 +250,11 @@ class EPHandle:
 
     @property
     def recv_src_metadata(self) -> Tensor:
-        """int32 [N, K + 2]: source rank * num_max_tokens_per_rank + source token; source rank; then for
-        each selection its expanded row, or -1. Rows that did not arrive hold -1.
+        """int32 [N, K + 2]: source rank * num_max_tokens_per_rank + source token; source rank; then
+        for each selection its expanded row, or -1. Rows that did not arrive hold -1.
 
-        Expanded combine reads the last K columns: callers that have summed rows themselves may rewrite
-        them in place.
+        Expanded combine reads the last K columns: callers that have summed rows themselves may
+        rewrite them in place.
         """
         self._is_metadata_lent = True
         return self._field(_METADATA, self._metadata)

@@ -1,8 +1,9 @@
 """Rows grouped by expert, from rows that arrived once: where each goes, and back again.
 
-For handles of compact dispatches that are used expanded; an expanded dispatch is the engine's. Torch
-operations on tensors that are already here; no peer takes part and the host waits for nothing, so that
-CUDA graphs hold them. N received rows, K top-k, L local experts, A alignment, P expanded rows.
+For handles of compact dispatches that are used expanded; an expanded dispatch is the engine's.
+Torch operations on tensors that are already here; no peer takes part and the host waits for
+nothing, so that CUDA graphs hold them. N received rows, K top-k, L local experts, A alignment, P
+expanded rows.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ def aligned(counts: Tensor, alignment: int) -> Tensor:
 def slots(recv_topk_idx: Tensor, counts: Tensor, alignment: int) -> Tensor:
     """int32 [N, K]: expanded row of each selection, or -1 where its expert is elsewhere.
 
-    Groups begin at multiples of ``alignment``; inside one the order is that of the received rows, then
-    of their selections. An expert that stands in a row twice gets the row twice.
+    Groups begin at multiples of ``alignment``; inside one the order is that of the received rows,
+    then of their selections. An expert that stands in a row twice gets the row twice.
 
     Args:
         recv_topk_idx: [N, K], local experts or -1.

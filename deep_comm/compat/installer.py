@@ -1,7 +1,7 @@
 """Puts the package ``deep_ep`` beside the others of a Python environment, and takes it away again.
 
-It is installed as any distribution is, with metadata and a record of its files, so that pip lists it,
-refuses to be surprised by it, and can remove it.
+It is installed as any distribution is, with metadata and a record of its files, so that pip lists
+it, refuses to be surprised by it, and can remove it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """V1 of DeepEP's surface: Buffer, as both of its releases are called.
 
-A thin class over deep_comm.Buffer. What differs from it: handles are tuples, the low-latency size hint
-is DeepEP's number, keywords of forks are taken or refused by name, and flags that other flags make
-meaningless are ignored, as there.
+A thin class over deep_comm.Buffer. What differs from it: handles are tuples, the low-latency size
+hint is DeepEP's number, keywords of forks are taken or refused by name, and flags that other flags
+make meaningless are ignored, as there.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class HandleTuple(tuple[Any, ...]):
     """A handle as DeepEP's callers know it: a tuple, by position.
 
     ``native`` is the deep_comm handle behind it, with names for everything. A tuple that callers
-    build from its items serves dispatch and combine too, more slowly; low-latency combine needs this
-    one.
+    build from its items serves dispatch and combine too, more slowly; low-latency combine needs
+    this one.
     """
 
     native: Any
@@ -86,8 +86,8 @@ def _native(handle: Any) -> Any:
 class Buffer(deep_comm.Buffer):
     """DeepEP's Buffer over deep_comm. See deep_comm.Buffer for shapes, dtypes and errors.
 
-    ``destroy()`` may be called whatever ``explicitly_destroy`` says, and neither it nor the destructor
-    waits for a peer.
+    ``destroy()`` may be called whatever ``explicitly_destroy`` says, and neither it nor the
+    destructor waits for a peer.
     """
 
     num_sms: int = DEFAULT_NUM_SMS  # 20, until it is set the engine's own choice: docs/guide/sms.md
@@ -109,10 +109,11 @@ class Buffer(deep_comm.Buffer):
     ) -> None:
         """The arguments of DeepEP 1.2.1; by keyword deep_comm.Buffer's own, and those of forks.
 
-        Later releases have no ``use_fabric``. By keyword both are served. By position, ten arguments
-        are told apart by their last: None or a communicator means that it is ``comm``. ``use_fabric`` and
-        ``explicitly_destroy`` change nothing here, so that fewer arguments mean the same in both,
-        except that the ninth is ``explicitly_destroy``: pass ``enable_shrink`` by keyword.
+        Later releases have no ``use_fabric``. By keyword both are served. By position, ten
+        arguments are told apart by their last: None or a communicator means that it is ``comm``.
+        ``use_fabric`` and ``explicitly_destroy`` change nothing here, so that fewer arguments mean
+        the same in both, except that the ninth is ``explicitly_destroy``: pass ``enable_shrink`` by
+        keyword.
         """
         own = {name: others.pop(name) for name in _OWN_OPTIONS if name in others}
         extended.check("Buffer", extended.CONSTRUCTOR, others)
@@ -256,8 +257,9 @@ class Buffer(deep_comm.Buffer):
     def internode_dispatch(  # type: ignore[override]
         self, *arguments: Any, **options: Any
     ) -> DispatchResult:
-        """What dispatch does over several nodes. By position the arguments are 1.2.1's; later releases
-        have no ``num_worst_tokens``, so that a Config in its place has everything move up by one."""
+        """What dispatch does over several nodes. By position the arguments are 1.2.1's; later
+        releases have no ``num_worst_tokens``, so that a Config in its place has everything move up
+        by one."""
         if len(arguments) > _NUM_WORST_TOKENS and isinstance(arguments[_NUM_WORST_TOKENS], Config):
             arguments = (*arguments[:_NUM_WORST_TOKENS], 0, *arguments[_NUM_WORST_TOKENS:])
         bound = _with_native_arguments(_INTERNODE_DISPATCH, self, arguments, options)
@@ -300,11 +302,12 @@ class Buffer(deep_comm.Buffer):
         EventOverlap,
         Callable[[], None] | None,
     ]:
-        """``round_scale`` and ``use_ue8m0`` are ignored without ``use_fp8``: servers pass them always.
+        """``round_scale`` and ``use_ue8m0`` are ignored without ``use_fp8``: servers pass them
+        always.
 
         ``use_nvfp4``, hybrid-ep's, comes instead of ``use_fp8``: rows are uint8 of shape
-        [R * M, H / 2, L], scales e4m3 of shape [32, 4, ceil(R * M / 128), 4, H / 64, L], both as views of
-        memory in the opposite order of experts, rows and columns; see deep_comm.Buffer.
+        [R * M, H / 2, L], scales e4m3 of shape [32, 4, ceil(R * M / 128), 4, H / 64, L], both as
+        views of memory in the opposite order of experts, rows and columns; see deep_comm.Buffer.
         ``x_global_scale`` is ignored without it.
         """
         if extensions:

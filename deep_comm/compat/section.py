@@ -13,8 +13,8 @@ from deep_comm.events import EventHandle, EventOverlap
 
 
 class Section:
-    """Everything inside runs on the Buffer's communication stream, after ``events`` if there are any,
-    else after the current stream. On the host target nothing is special.
+    """Everything inside runs on the Buffer's communication stream, after ``events`` if there are
+    any, else after the current stream. On the host target nothing is special.
 
     ``finish`` makes the current stream wait for it, or returns the event to wait for.
     """

@@ -34,8 +34,9 @@ struct ScaleOutputs {
   }
 };
 
-// As grouped kernels with 4-bit operands read them: [L, rows / 128, H / 64, 32, 4, 4], compact without L, where the
-// scales of row 128 a + 32 b + c, columns 64 d + 16 e on, lie at [a, d, c, b, e]. A word has e = 0 to 3.
+// As grouped kernels with 4-bit operands read them: [L, rows / 128, H / 64, 32, 4, 4], compact
+// without L, where the scales of row 128 a + 32 b + c, columns 64 d + 16 e on, lie at [a, d, c, b,
+// e]. A word has e = 0 to 3.
 template <>
 struct ScaleOutputs<PayloadFormat::kNvFp4> {
   static constexpr int kTileRows = 128, kGroupRows = 32;

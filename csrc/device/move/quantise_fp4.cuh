@@ -1,13 +1,13 @@
 // Rows cast to NVFP4 on their way into a message: e2m1 elements, two in a byte, a scale in e4m3 for
-// 16 of them, and one factor for the whole tensor that brings the scales into e4m3's range (NVIDIA's
-// format; here without any instruction that only newer GPUs have).
+// 16 of them, and one factor for the whole tensor that brings the scales into e4m3's range
+// (NVIDIA's format; here without any instruction that only newer GPUs have).
 //
 //   scale   = e4m3(largest magnitude of the 16 * (1 / 6) * global), at most 448
 //   element = e2m1(x * (global / scale)), to nearest, ties to even, at most 6; scale 0: of x * 0
 //
-// so that element * scale / global is x again. Products are rounded one by one. On the way no word is
-// zero (sync/arrival.cuh): elements are xored with eight negative zeros, and where there are just
-// such, the last becomes a positive one; scales have a sign bit that nobody needs.
+// so that element * scale / global is x again. Products are rounded one by one. On the way no word
+// is zero (sync/arrival.cuh): elements are xored with eight negative zeros, and where there are
+// just such, the last becomes a positive one; scales have a sign bit that nobody needs.
 #pragma once
 
 #include "device/move/quantise.cuh"

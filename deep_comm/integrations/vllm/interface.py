@@ -93,8 +93,8 @@ else:
 
 
 def most_tokens_of_a_rank() -> int | None:
-    """The largest number of tokens that any data-parallel rank has in this step, which vLLM exchanges
-    before it; None where it does not."""
+    """The largest number of tokens that any data-parallel rank has in this step, which vLLM
+    exchanges before it; None where it does not."""
     try:
         from vllm.forward_context import get_forward_context
     except ImportError:

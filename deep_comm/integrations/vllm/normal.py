@@ -25,12 +25,13 @@ _ROW_BYTES = 16
 
 
 class NormalPrepareFinalize(PrepareFinalize):
-    """Dispatch and combine in normal mode; with ``decode_tokens`` small steps go in low-latency mode,
-    whose compact rows have the same format.
+    """Dispatch and combine in normal mode; with ``decode_tokens`` small steps go in low-latency
+    mode, whose compact rows have the same format.
 
-    The mode of a step depends on the largest number of tokens of a rank, which vLLM exchanges before
-    every step, so that ranks agree without an exchange of ours. Where vLLM does not tell it, the mode
-    is normal. Decoding steps have fixed shapes and wait for nothing on the host: CUDA graphs hold them.
+    The mode of a step depends on the largest number of tokens of a rank, which vLLM exchanges
+    before every step, so that ranks agree without an exchange of ours. Where vLLM does not tell it,
+    the mode is normal. Decoding steps have fixed shapes and wait for nothing on the host: CUDA
+    graphs hold them.
     """
 
     def __init__(
@@ -44,8 +45,8 @@ class NormalPrepareFinalize(PrepareFinalize):
     ) -> None:
         """
         Args:
-            buffer: serves decoding too if it is in low_latency_mode; else decoding makes one of its own,
-                for the hidden size of its first step, which all layers share.
+            buffer: serves decoding too if it is in low_latency_mode; else decoding makes one of its
+                own, for the hidden size of its first step, which all layers share.
             num_dispatchers: ranks of the group.
             rank_expert_offset: global index of this rank's first expert.
             decode_tokens: a step in which no rank has more tokens is a decoding step; 0: none is.

@@ -1,8 +1,8 @@
 """Puts the adapters in the place of vLLM's DeepEP backends.
 
 vLLM picks its all-to-all backends by name in several places and has no registry for others. So the
-operator goes on choosing ``deepep_high_throughput`` or ``deepep_low_latency``, and the classes behind
-those names are exchanged, in every process, before a model is built.
+operator goes on choosing ``deepep_high_throughput`` or ``deepep_low_latency``, and the classes
+behind those names are exchanged, in every process, before a model is built.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _REPLACED: tuple[tuple[str, str, Any], ...] = (
 def register() -> None:
     """Exchange the classes in this process. May be called again.
 
-    Raises UnsupportedError, and changes nothing, if this vLLM does not have them where they are looked
-    for.
+    Raises UnsupportedError, and changes nothing, if this vLLM does not have them where they are
+    looked for.
     """
     found = []
     for module_name, name, ours in _REPLACED:
