@@ -86,12 +86,13 @@ class Buffer(NormalCalls, InternodeCalls, LowLatencyCalls):
             group: a torch.distributed group of any backend, a ThreadGroup, a SimulatedGroup; or
                 None.
             num_nvl_bytes: bytes of ring space in every rank; see Config.get_nvl_buffer_size_hint.
-            num_rdma_bytes: for low-latency calls, if low_latency_mode; else for rings between nodes,
-                and nothing is allocated inside one node.
+            num_rdma_bytes: for low-latency calls, if low_latency_mode; and for rings between nodes,
+                which get as much again. Without either nothing is allocated.
             low_latency_mode: allocate num_rdma_bytes for low-latency calls as well; see
                 get_low_latency_rdma_size_hint.
             enable_shrink: low-latency calls do without a rank that stays silent for timeout_s, instead
-                of raising PeerTimeout; see low_latency_query_mask_buffer. Needs low_latency_mode.
+                of raising PeerTimeout; see low_latency_query_mask_buffer. Needs low_latency_mode, and
+                a group inside one node.
             num_qps_per_rank: queues to each other node; nothing to do inside one node.
             allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric: concern transports between
                 nodes that this version has not.
