@@ -127,3 +127,46 @@ def _on_the_comm_stream(group) -> bool:
 
 def test_the_comm_stream_may_be_the_current_stream(num_ranks: int) -> None:
     assert all(run(_on_the_comm_stream, num_ranks))
+
+
+def _eager_and_captured(group) -> bool:
+    """Eager calls on two streams around a captured pair and its replays: no event of one belongs to the other."""
+    buffer, x, topk_idx, weights = make(group)
+    config = deep_comm.Config(8, 8, 32)
+    other = torch.cuda.Stream()
+    good = True
+    with buffer:
+        handle = buffer.dispatch(
+            x, topk_idx=topk_idx, topk_weights=weights, num_experts=group.size(), config=config
+        )[4]
+
+        def pair() -> torch.Tensor:
+            rows = buffer.dispatch(x, handle=handle, config=config)[0]
+            return buffer.combine(rows, handle, config=config)[0]
+
+        pair()
+        torch.cuda.synchronize()
+        group.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = pair()
+        group.barrier()
+        want = x * group.size()
+        for _ in range(3):
+            good = good and torch.equal(pair(), want)
+            captured.zero_()
+            graph.replay()
+            good = good and torch.equal(captured, want)
+            torch.cuda.synchronize()
+            with torch.cuda.stream(other):
+                torch.cuda._sleep(2_000_000)
+                late = pair()
+            good = good and torch.equal(pair(), want)  # behind the other stream's
+            other.synchronize()
+            good = good and torch.equal(late, want)
+        buffer.check()
+    return good
+
+
+def test_eager_calls_around_a_graph(num_ranks: int) -> None:
+    assert all(run(_eager_and_captured, num_ranks))
