@@ -542,3 +542,9 @@ def combine_slot_bytes(row_bytes: int, num_topk: int) -> int:
 
 def notify_bytes(num_channels: int, ranks_per_node: int, num_node_experts: int) -> int:
     """Bytes of counts that a notify puts to a node with that many experts."""
+
+def low_latency_slot_bytes(row_bytes: int, num_scales: int, num_topk: int) -> int:
+    """Bytes of a low-latency message between nodes: row, scales and routes."""
+
+def low_latency_count_bytes(num_local_experts: int) -> int:
+    """Bytes of counts that a low-latency dispatch puts to a rank with that many experts."""

@@ -4,6 +4,7 @@
 #include "bind/bindings.hpp"
 #include "device/internode/notify.cuh"
 #include "device/layout/channel_range.cuh"
+#include "device/layout/low_latency_rail.cuh"
 #include "device/layout/rail.cuh"
 
 namespace py = pybind11;
@@ -39,6 +40,19 @@ void bind_scale(py::module_& m) {
         return SumMessage{row_bytes, num_topk}.slot_bytes();
       },
       "row_bytes"_a, "num_topk"_a);
+  m.def(
+      "low_latency_slot_bytes",
+      [](int row_bytes, int num_scales, int num_topk) {
+        return LowLatencySlot{num_topk, row_bytes, num_scales}.num_bytes();
+      },
+      "row_bytes"_a, "num_scales"_a, "num_topk"_a);
+  m.def(
+      "low_latency_count_bytes",
+      [](int num_local_experts) {
+        return static_cast<int>(sizeof(uint64_t)) *
+               (LowLatencyRailWords::kExperts + num_local_experts);
+      },
+      "num_local_experts"_a);
   m.def(
       "notify_bytes",
       [](int num_channels, int ranks_per_node, int num_node_experts) {

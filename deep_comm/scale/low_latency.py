@@ -3,7 +3,7 @@
 Three ways for a row between nodes:
 
 * "expert": one message a (token, expert), as libraries with a slot an expert send;
-* "rank": one a (token, rank), straight to the rank, as this engine does inside a node;
+* "rank": one a (token, rank), straight to the rank, as this engine does;
 * "node": one a (token, node), to the rank of the same local index, which hands it on over NVLink.
 """
 
@@ -14,13 +14,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from deep_comm import _core
 from deep_comm.errors import ArgumentError
 from deep_comm.scale.machine import Machine
 from deep_comm.scale.routing import Job
 from deep_comm.scale.traffic import Traffic
+from deep_comm.topology import num_local_experts
 
 WAYS = ("expert", "rank", "node")
-_ROUTE_BYTES = 16  # of one selection, beside a row of "rank" and "node"
 _HEADER_BYTES = 16  # beside a row of "expert"
 
 
@@ -35,9 +36,10 @@ class Burst:
 
 
 def dispatch(job: Job, traffic: Traffic, machine: Machine, way: str) -> Burst:
-    row_bytes = job.row_bytes + job.scale_row_bytes
-    row_bytes += _HEADER_BYTES if way == "expert" else _ROUTE_BYTES * job.num_topk
-    return _burst(traffic, machine, way, row_bytes)
+    slot_bytes = _core.low_latency_slot_bytes(job.row_bytes, job.scale_row_bytes // 4, job.num_topk)
+    if way == "expert":
+        slot_bytes = job.row_bytes + job.scale_row_bytes + _HEADER_BYTES
+    return _burst(traffic, machine, way, slot_bytes)
 
 
 def combine(job: Job, traffic: Traffic, machine: Machine, way: str) -> Burst:
@@ -45,14 +47,36 @@ def combine(job: Job, traffic: Traffic, machine: Machine, way: str) -> Burst:
     return _burst(traffic, machine, way, job.combine_row_bytes)
 
 
+def dispatch_puts(traffic: Traffic, slot_bytes: int) -> tuple[Tensor, Tensor]:
+    """int64 [R, R], by rank and rank of another node: puts and bytes of way "rank", counts included."""
+    remote = _is_remote(traffic)
+    rows = traffic.to_rank * remote
+    counts = torch.tensor(
+        [
+            _core.low_latency_count_bytes(num_local_experts(rank, traffic.num_experts, traffic.num_ranks))
+            for rank in range(traffic.num_ranks)
+        ]
+    )
+    return rows + remote, rows * slot_bytes + remote * counts
+
+
+def combine_puts(traffic: Traffic, row_bytes: int, num_topk: int) -> tuple[Tensor, Tensor]:
+    """Likewise: a sum back for every row, and ahead of it the token's weights."""
+    rows = traffic.to_rank * _is_remote(traffic)
+    return rows + rows.t(), rows * 8 * num_topk + rows.t() * row_bytes
+
+
+def _is_remote(traffic: Traffic) -> Tensor:
+    node = torch.arange(traffic.num_ranks) // traffic.ranks_per_node
+    return (node[:, None] != node).long()
+
+
 def _burst(traffic: Traffic, machine: Machine, way: str, row_bytes: int) -> Burst:
     if way not in WAYS:
         raise ArgumentError("way", way, f"must be one of {', '.join(WAYS)}")
-    num_ranks, num_local = traffic.num_ranks, traffic.ranks_per_node
-    node = torch.arange(num_ranks) // num_local
-    is_remote = node[:, None] != node
+    is_remote = _is_remote(traffic).bool()
     rows = traffic.selections if way == "expert" else traffic.to_rank
-    inside = rows * (~is_remote & ~torch.eye(num_ranks, dtype=torch.bool))
+    inside = rows * (~is_remote & ~torch.eye(traffic.num_ranks, dtype=torch.bool))
     if way == "node":
         nic_out, nic_in = traffic.rail_rows(), traffic.rail_rows_in()
         nvlink_out, nvlink_in = traffic.forwarded_rows()

@@ -212,9 +212,7 @@ def memory() -> str:
             )
         # is_token_in_rank, send_rdma_head and the matrices by channel; what a row adds is left out
         handle = tokens * (num_ranks + 4 * num_nodes) + 8 * num_channels * (num_ranks + num_nodes)
-        low = "-"
-        if num_nodes == 1:
-            low = f"{region_bytes(num_ranks, DECODE_TOKENS, job.hidden) / 2**20:.0f}"
+        low = region_bytes(num_ranks, DECODE_TOKENS, job.hidden, num_nodes > 1)
         rows.append(
             [
                 str(num_ranks),
@@ -222,14 +220,15 @@ def memory() -> str:
                 f"{rdma / 2**20:.0f}",
                 f"{words / 2**20:.2f}",
                 f"{handle / 2**20:.2f}",
-                low,
+                f"{low / 2**20:.0f}",
                 f"{(num_nodes - 1) * NUM_QPS}",
+                f"{(num_ranks - job.num_local) * NUM_QPS}",
             ]
         )
     return markdown(
         [
             "ranks", "`num_nvl_bytes` MiB", "`num_rdma_bytes` MiB", "words MiB", "a handle MiB",
-            "low-latency region MiB", "queues of a rank",
+            "low-latency region MiB", "queues to nodes", "and, for low latency, to ranks",
         ],
         rows,
     )  # fmt: skip

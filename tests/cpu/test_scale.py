@@ -27,6 +27,7 @@ from deep_comm.scale.traffic import Posts, Traffic, Wire, count, count_job
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "scale.md"
 SHAPES = [(2, 2), (2, 4), (4, 2), (3, 3), (8, 1), (3, 2)]
+LOW_LATENCY_SHAPES = [*SHAPES, (8, 8)]
 ROUTING_NAMES = ("random", "skewed", "holes", "one_expert", "duplicates")
 
 
@@ -148,6 +149,59 @@ def test_cases_reach_credits_and_several_puts() -> None:
         most_rows = max(most_rows, int((rows // wire.batch).max()))
         most_slots = max(most_slots, int((rows - wire.num_slots).max()))
     assert most_rows > 3 and most_slots > wire.batch
+
+
+@pytest.mark.parametrize("seed", range(len(LOW_LATENCY_SHAPES)))
+def test_predicted_low_latency_puts_are_those_of_the_simulated_network(seed: int) -> None:
+    num_nodes, ranks_per_node = LOW_LATENCY_SHAPES[seed]
+    num_ranks = num_nodes * ranks_per_node
+    hidden, num_experts, num_topk, max_tokens = 512, 2 * num_ranks + seed % 3, 3, 4
+    choose = random.Random(seed)
+    num_tokens = [choose.randint(0, max_tokens) for _ in range(num_ranks)]
+    routings = [
+        torch.rand(num, num_experts, generator=torch.Generator().manual_seed(rank)).topk(num_topk).indices
+        for rank, num in enumerate(num_tokens)
+    ]
+    num_bytes = deep_comm.Buffer.get_low_latency_rdma_size_hint(
+        max_tokens, hidden, num_ranks, num_experts, ranks_per_node=ranks_per_node
+    )
+
+    def snapshot(group: Any) -> torch.Tensor:
+        group.barrier()
+        posts = torch.zeros(2, num_ranks, num_ranks, dtype=torch.int64)
+        for traffic in group.simulation.rail_traffic():
+            if traffic.node >= num_nodes:  # peers behind the nodes are the ranks of the group
+                numbers = torch.tensor((traffic.num_puts, traffic.num_put_bytes))
+                posts[:, traffic.rank, traffic.node - num_nodes] += numbers
+        group.barrier()
+        return posts
+
+    def main(group: Any) -> list[torch.Tensor]:
+        topk_idx = routings[group.rank()]
+        x = torch.ones(len(topk_idx), hidden, dtype=torch.bfloat16)
+        with deep_comm.Buffer(
+            group, 0, num_bytes, low_latency_mode=True, num_qps_per_rank=2, device="cpu",
+            ranks_per_node=ranks_per_node, timeout_s=60,
+        ) as buffer:  # fmt: skip
+            seen = [snapshot(group)]
+            recv, _, handle, _, _ = buffer.low_latency_dispatch(
+                x, topk_idx, max_tokens, num_experts, use_fp8=True
+            )
+            seen.append(snapshot(group))
+            y = torch.ones(recv[0].shape, dtype=torch.bfloat16)
+            buffer.low_latency_combine(y, topk_idx, torch.ones(topk_idx.shape), handle)
+            seen.append(snapshot(group))
+        return [after - before for before, after in zip(seen, seen[1:], strict=False)]
+
+    sent, back = simulate.run(main, num_ranks, seed, timeout_s=100)[0]
+    traffic = count(routings, num_ranks, ranks_per_node, num_experts, 1)
+    slot_bytes = _core.low_latency_slot_bytes(hidden, hidden // 128, num_topk)
+    for got, wanted in (
+        (sent, low_latency.dispatch_puts(traffic, slot_bytes)),
+        (back, low_latency.combine_puts(traffic, 2 * hidden, num_topk)),
+    ):
+        assert torch.equal(got[0], wanted[0]) and torch.equal(got[1], wanted[1])
+    assert sent[0].sum() > 0
 
 
 def test_batches_that_do_not_fill_a_ring_are_refused() -> None:
