@@ -3,8 +3,9 @@
 Three ways for a row between nodes:
 
 * "expert": one message a (token, expert), as libraries with a slot an expert send;
-* "rank": one a (token, rank), straight to the rank, as this engine does;
-* "node": one a (token, node), to the rank of the same local index, which hands it on over NVLink.
+* "rank": one a (token, rank), straight to the rank, as this engine combines, and dispatches few tokens;
+* "node": one a (token, node), which a rank there hands on over NVLink, as this engine dispatches (to the first rank with
+  one of the token's experts; here, where the choice is not counted, to the one of the sender's local index).
 """
 
 from __future__ import annotations
@@ -47,21 +48,28 @@ def combine(job: Job, traffic: Traffic, machine: Machine, way: str) -> Burst:
     return _burst(traffic, machine, way, job.combine_row_bytes)
 
 
-def dispatch_puts(traffic: Traffic, slot_bytes: int) -> tuple[Tensor, Tensor]:
-    """int64 [R, R], by rank and rank of another node: puts and bytes of way "rank", counts included."""
-    remote = _is_remote(traffic)
-    rows = traffic.to_rank * remote
+def dispatch_puts(traffic: Traffic, slot_bytes: int, hands_on: Tensor) -> tuple[Tensor, Tensor]:
+    """int64 [R, N], by rank and other node: puts and bytes of this engine's dispatch, counts included.
+
+    Args:
+        hands_on: bool [R], whether a rank sends a token once to a node, and not to every rank there.
+    """
+    num_ranks, num_local = traffic.num_ranks, traffic.ranks_per_node
+    to_ranks = traffic.to_rank.view(num_ranks, -1, num_local).sum(2)
+    rows = torch.where(hands_on[:, None], traffic.to_node.sum(2), to_ranks)
     counts = torch.tensor(
         [
-            _core.low_latency_count_bytes(num_local_experts(rank, traffic.num_experts, traffic.num_ranks))
-            for rank in range(traffic.num_ranks)
+            _core.low_latency_count_bytes(num_local_experts(rank, traffic.num_experts, num_ranks))
+            for rank in range(num_ranks)
         ]
     )
-    return rows + remote, rows * slot_bytes + remote * counts
+    remote = traffic.is_remote.long()
+    num_bytes = rows * slot_bytes + counts.view(-1, num_local).sum(1)
+    return (rows + num_local) * remote, num_bytes * remote
 
 
 def combine_puts(traffic: Traffic, row_bytes: int, num_topk: int) -> tuple[Tensor, Tensor]:
-    """Likewise: a sum back for every row, and ahead of it the token's weights."""
+    """int64 [R, R], by rank and rank of another node: a sum back for every row, ahead of it the token's weights."""
     rows = traffic.to_rank * _is_remote(traffic)
     return rows + rows.t(), rows * 8 * num_topk + rows.t() * row_bytes
 

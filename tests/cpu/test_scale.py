@@ -155,9 +155,10 @@ def test_cases_reach_credits_and_several_puts() -> None:
 def test_predicted_low_latency_puts_are_those_of_the_simulated_network(seed: int) -> None:
     num_nodes, ranks_per_node = LOW_LATENCY_SHAPES[seed]
     num_ranks = num_nodes * ranks_per_node
-    hidden, num_experts, num_topk, max_tokens = 512, 2 * num_ranks + seed % 3, 3, 4
+    hidden, num_experts, num_topk = 512, 2 * num_ranks + seed % 3, 3
+    max_tokens, hand_on = 6, 4  # both ways, since a rank decides for itself
     choose = random.Random(seed)
-    num_tokens = [choose.randint(0, max_tokens) for _ in range(num_ranks)]
+    num_tokens = [choose.choice((0, hand_on - 1, hand_on, max_tokens)) for _ in range(num_ranks)]
     routings = [
         torch.rand(num, num_experts, generator=torch.Generator().manual_seed(rank)).topk(num_topk).indices
         for rank, num in enumerate(num_tokens)
@@ -183,6 +184,8 @@ def test_predicted_low_latency_puts_are_those_of_the_simulated_network(seed: int
             group, 0, num_bytes, low_latency_mode=True, num_qps_per_rank=2, device="cpu",
             ranks_per_node=ranks_per_node, timeout_s=60,
         ) as buffer:  # fmt: skip
+            assert buffer.runtime.low_latency_hand_on_tokens == 8  # as docs/scale.md says
+            buffer.runtime.low_latency_hand_on_tokens = hand_on
             seen = [snapshot(group)]
             recv, _, handle, _, _ = buffer.low_latency_dispatch(
                 x, topk_idx, max_tokens, num_experts, use_fp8=True
@@ -196,8 +199,10 @@ def test_predicted_low_latency_puts_are_those_of_the_simulated_network(seed: int
     sent, back = simulate.run(main, num_ranks, seed, timeout_s=100)[0]
     traffic = count(routings, num_ranks, ranks_per_node, num_experts, 1)
     slot_bytes = _core.low_latency_slot_bytes(hidden, hidden // 128, num_topk)
+    hands_on = torch.tensor(num_tokens) >= hand_on
+    by_node = sent.view(2, num_ranks, num_nodes, ranks_per_node).sum(3)
     for got, wanted in (
-        (sent, low_latency.dispatch_puts(traffic, slot_bytes)),
+        (by_node, low_latency.dispatch_puts(traffic, slot_bytes, hands_on)),
         (back, low_latency.combine_puts(traffic, 2 * hidden, num_topk)),
     ):
         assert torch.equal(got[0], wanted[0]) and torch.equal(got[1], wanted[1])
