@@ -1,0 +1,93 @@
+"""The wheel with its CUDA module in an environment of its own: a fresh interpreter imports it beside torch
+with CUDA and sends rows between two GPUs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PROGRAM = """
+import os, pathlib, sys
+import torch, torch.distributed as dist
+import deep_comm, deep_comm._core, deep_comm._cuda
+from deep_comm import processes
+
+FOLDER = pathlib.Path(os.environ["WHEEL_FOLDER"])
+for module in (deep_comm, deep_comm._core, deep_comm._cuda):
+    assert FOLDER in pathlib.Path(module.__file__).parents, module.__file__
+assert torch.cuda.is_available()
+
+
+def rank_main(group):
+    rank = group.rank()
+    with deep_comm.Buffer(group, 64 << 20, device=torch.device("cuda", rank)) as buffer:
+        x = torch.full((3, 64), float(rank + 1), dtype=torch.bfloat16, device=buffer.device)
+        ids = torch.tensor([[0, 1], [1, -1], [0, 0]], device=buffer.device)
+        weights = torch.ones(3, 2, device=buffer.device)
+        recv_x, *_, handle, event = buffer.dispatch(
+            x, topk_idx=ids, topk_weights=weights, num_experts=2)
+        combined = buffer.combine(recv_x, handle)[0][:, 0].tolist()
+        return recv_x[:, 0].tolist(), combined
+
+
+if __name__ == "__main__":
+    first, second = processes.run(rank_main, 2, devices=range(2), timeout_s=100)
+    assert first == ([1.0, 1.0, 2.0, 2.0], [2.0, 1.0, 1.0]), first
+    assert second == ([1.0, 1.0, 2.0, 2.0], [4.0, 2.0, 2.0]), second
+    print("good")
+"""
+
+
+def run(*command: object, **options) -> str:
+    done = subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, timeout=560, **options
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(1200)
+def test_wheel_with_cuda_is_imported_and_dispatches(tmp_path: Path) -> None:
+    for needed in ("scikit_build_core", "pybind11"):
+        pytest.importorskip(needed)
+    variables = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
+    variables |= {"DEEP_COMM_CUDA": "ON", "DEEP_COMM_TESTS": "OFF"}
+    if shutil.which("ccache"):
+        variables |= {
+            "CMAKE_CXX_COMPILER_LAUNCHER": "ccache",
+            "CMAKE_CUDA_COMPILER_LAUNCHER": "ccache",
+        }
+    run(
+        sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps",
+        f"--config-settings=build-dir={tmp_path / 'build'}", "-w", tmp_path, ROOT, env=variables,
+    )  # fmt: skip
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert [name for name in names if name.startswith("deep_comm/_cuda.") and name.endswith(".so")]
+    # pip of the outside installs it, so that the environment needs none.
+    folder = tmp_path / "environment"
+    venv.create(folder, with_pip=False)
+    python = folder / "bin" / "python"
+    site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
+    run(
+        sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", site,
+        wheel,
+    )  # fmt: skip
+    # A plain folder of other packages: its own .pth files, such as an editable deep_comm's, stay shut.
+    outside = Path(torch.__file__).parents[1]
+    (Path(site) / "torch_from_outside.pth").write_text(f"{outside}\n")
+    file = tmp_path / "program.py"
+    file.write_text(PROGRAM)
+    environment = {**variables, "WHEEL_FOLDER": site}
+    assert "good" in run(python, file, cwd=tmp_path, env=environment)
