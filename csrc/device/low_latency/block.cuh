@@ -14,7 +14,7 @@ namespace deep_comm {
 // moves its row. What the send phase uses and what the receive phase does are apart, so that nothing
 // has to be waited for between them.
 struct BlockMemory {
-  static constexpr int kStagedPerThread = 4, kHeldPerThread = 8;
+  static constexpr int kStagedPerThread = 4;
 
   struct Header {
     uint32_t active;                // find_active
@@ -39,7 +39,6 @@ struct BlockMemory {
   int32_t* place_experts;  // [warps, K] local expert of a place
   float* weights;          // [warps, K] combine
   int32_t* staged;         // [kStagedPerThread * threads] experts of tokens that are counted
-  Vec16* held;             // [kHeldPerThread, threads] combine: sums that are ready to be sent
   uint32_t active;         // in a register: ranks, a bit each, that this block found not masked when it began
 
   DC_HOST_DEVICE static int num_staged(int num_warps) {
@@ -48,13 +47,9 @@ struct BlockMemory {
   DC_HOST_DEVICE static int num_recv_counts(const LowLatencyShape& shape, int num_ranks) {
     return num_ranks * (1 + ceil_div(shape.num_experts, num_ranks));
   }
-  DC_HOST_DEVICE static size_t held_offset(const LowLatencyShape& shape, int num_ranks, int num_warps) {
-    const int num_words = shape.num_experts + num_ranks + num_recv_counts(shape, num_ranks) +
-                          num_warps * (3 + 4 * shape.num_topk) + num_staged(num_warps);
-    return align_up<size_t>(sizeof(Header) + 4 * num_words, sizeof(Vec16));
-  }
   DC_HOST_DEVICE static size_t num_bytes(const LowLatencyShape& shape, int num_ranks, int num_warps) {
-    return held_offset(shape, num_ranks, num_warps) + sizeof(Vec16) * kHeldPerThread * kWarpSize * num_warps;
+    return sizeof(Header) + 4 * (shape.num_experts + num_ranks + num_recv_counts(shape, num_ranks) +
+                                 num_warps * (3 + 4 * shape.num_topk) + num_staged(num_warps));
   }
   DC_DEVICE static BlockMemory make(const LowLatencyShape& shape, int num_ranks) {
     BlockMemory memory{};
@@ -70,9 +65,6 @@ struct BlockMemory {
     memory.place_experts = memory.places + num_selections;
     memory.weights = reinterpret_cast<float*>(memory.place_experts + num_selections);
     memory.staged = reinterpret_cast<int32_t*>(memory.weights + num_selections);
-    const size_t held = reinterpret_cast<uintptr_t>(memory.staged + num_staged(num_warps)) -
-                        reinterpret_cast<uintptr_t>(memory.header);
-    memory.held = reinterpret_cast<Vec16*>(arch::dynamic_smem() + align_up<size_t>(held, sizeof(Vec16)));
     return memory;
   }
 };

@@ -141,69 +141,32 @@ DC_DEVICE uint32_t* log_last(uint8_t* row, int hidden, int piece) {
   return reinterpret_cast<uint32_t*>(row + hidden) + 2 * piece;
 }
 
-// Where a thread's piece of the rows of a group of tasks goes; null: nothing does.
-struct SumTarget {
-  uint8_t* row;
-  int warp;
-  int column;  // in 16 bytes
-
-  DC_DEVICE static SumTarget of(const LowLatencyCombineArgs& args, const LowLatencyHalf& half,
-                                const BlockMemory& memory, int idx, int max_vecs, const Divisor& by_max_vecs) {
-    const Position position = Position::of(idx, by_max_vecs, max_vecs);
-    const int task = memory.tasks[position.row], source = source_of(task);
-    if (memory.num_places[position.row] == 0 || position.column >= memory.header->num_vecs[source]) {
-      return {nullptr, 0, 0};
-    }
-    return {half.combine_row(source, args.world.rank, token_of(task)), position.row,
-            memory.header->first_vec[source] + position.column};
-  }
-};
-
-// The block adds the rows of its warps' tokens and stores the sums with their sources. Sums are held until no more
-// fit: a load that comes behind stores to other ranks waits for the links.
+// The block adds the rows of its warps' tokens and stores the sums with their sources.
+template <bool kLogFmt>
 DC_DEVICE void send_sums(const LowLatencyCombineArgs& args, const LowLatencyHalf& half, const BlockMemory& memory,
                          int num_tasks) {
   using Type = Numeric<Dtype::kBfloat16>;
-  const int max_vecs = memory.header->max_vecs, num_total = num_tasks * max_vecs, stride = arch::num_threads();
-  const Divisor by_max_vecs = memory.header->by_max_vecs;
-  Vec16* held = memory.held + arch::thread_idx();
-  DC_NO_UNROLL
-  for (int base = arch::thread_idx(); base < num_total; base += BlockMemory::kHeldPerThread * stride) {
-    const int end = min_of(num_total, base + BlockMemory::kHeldPerThread * stride);
-    DC_NO_UNROLL
-    for (int idx = base; idx < end; idx += stride) {
-      const SumTarget target = SumTarget::of(args, half, memory, idx, max_vecs, by_max_vecs);
-      if (target.row == nullptr) continue;
-      float sum[Type::kPerVec] = {};
-      sum_places<1>(args, memory, target.warp, target.column, sum);
-      held[idx - base] = Type::round(sum);
-    }
-    DC_NO_UNROLL
-    for (int idx = base; idx < end; idx += stride) {
-      const SumTarget target = SumTarget::of(args, half, memory, idx, max_vecs, by_max_vecs);
-      if (target.row != nullptr) send_piece(target.row, target.column, held[idx - base]);
-    }
-  }
-}
-
-// The same in LogFMT.
-DC_DEVICE void send_log_sums(const LowLatencyCombineArgs& args, const LowLatencyHalf& half, const BlockMemory& memory,
-                             int num_tasks) {
-  using Type = Numeric<Dtype::kBfloat16>;
-  constexpr int kVecs = LogPiece::kElements / Type::kPerVec;  // of a thread
+  constexpr int kVecs = kLogFmt ? LogPiece::kElements / Type::kPerVec : 1;  // of a thread
   const int max_vecs = memory.header->max_vecs;
   const Divisor by_max_vecs = memory.header->by_max_vecs;
   DC_NO_UNROLL
   for (int idx = kVecs * arch::thread_idx(); idx < num_tasks * max_vecs; idx += kVecs * arch::num_threads()) {
-    const SumTarget target = SumTarget::of(args, half, memory, idx, max_vecs, by_max_vecs);
-    if (target.row == nullptr) continue;
+    const int warp = by_max_vecs.quotient(idx), vec = idx - warp * max_vecs;
+    const int source = source_of(memory.tasks[warp]), token = token_of(memory.tasks[warp]);
+    if (memory.num_places[warp] == 0 || vec >= memory.header->num_vecs[source]) continue;
+    const int column = memory.header->first_vec[source] + vec;
+    uint8_t* row = half.combine_row(source, args.world.rank, token);
     float sum[kVecs * Type::kPerVec] = {};
-    sum_places<kVecs>(args, memory, target.warp, target.column, sum);
-    const LogPiece piece = LogPiece::encode(sum);
-    // pairs with: take_arrival in add_log_ranks — nothing but the words themselves.
-    arch::st_relaxed_sys(log_codes(target.row, target.column / kVecs), piece.codes);
-    arch::st_relaxed_sys(log_last(target.row, args.shape.hidden, target.column / kVecs), piece.last[0]);
-    arch::st_relaxed_sys(log_last(target.row, args.shape.hidden, target.column / kVecs) + 1, piece.last[1]);
+    sum_places<kVecs>(args, memory, warp, column, sum);
+    if constexpr (kLogFmt) {
+      const LogPiece piece = LogPiece::encode(sum);
+      // pairs with: take_arrival in add_ranks — nothing but the words themselves.
+      arch::st_relaxed_sys(log_codes(row, column / kVecs), piece.codes);
+      arch::st_relaxed_sys(log_last(row, args.shape.hidden, column / kVecs), piece.last[0]);
+      arch::st_relaxed_sys(log_last(row, args.shape.hidden, column / kVecs) + 1, piece.last[1]);
+    } else {
+      send_piece(row, column, Type::round(sum));
+    }
   }
 }
 
@@ -276,10 +239,8 @@ DC_DEVICE bool combine_send(const Context& context, const LowLatencyCombineArgs&
     if (first == 0) number_records(context, half, args.phases, begin);
     if constexpr (kRows == CombineRows::kSelections) {
       send_selections(args, half, memory, num_now);
-    } else if constexpr (kLogFmt) {
-      send_log_sums(args, half, memory, num_now);
     } else {
-      send_sums(args, half, memory, num_now);
+      send_sums<kLogFmt>(args, half, memory, num_now);
     }
     if (kRows != CombineRows::kSelections && first + num_warps >= num_tasks) break;
     arch::sync_block();  // places and weights have been read
