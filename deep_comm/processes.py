@@ -251,6 +251,8 @@ def _rank_main(connection: Connection) -> None:
     """Runs what comes through the pipe, until its other end is closed."""
     # All ranks are on this host; without this gloo asks the resolver for the host's own name.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # A run that ends at once would close its connections while others still make theirs.
+    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     while True:
         value, error, text = None, None, ""
         try:
