@@ -56,7 +56,9 @@ class Engine:
         rank: int,
         num_ranks: int,
         device: int,  # CUDA device index; -1 on the host target
-        peer_bases: Sequence[int],  # [num_ranks] base address of every rank's heap segment, as this process sees it
+        peer_bases: Sequence[
+            int
+        ],  # [num_ranks] base address of every rank's heap segment, as this process sees it
         heap_bytes: int,
         num_max_experts: int,
         timeout_ns: int,
@@ -67,7 +69,13 @@ class Engine:
         """Control words at the head of every segment; a segment is workspace_bytes + num_nvl_bytes."""
     @staticmethod
     def ring_bytes(
-        *, num_ranks: int, num_channels: int, num_slots: int, row_bytes: int, scale_row_bytes: int, num_topk: int
+        *,
+        num_ranks: int,
+        num_channels: int,
+        num_slots: int,
+        row_bytes: int,
+        scale_row_bytes: int,
+        num_topk: int,
     ) -> int:
         """Bytes of ring space one dispatch or combine of this shape needs in every rank's data region."""
     data_offset: int  # of the data region, from the segment's start
@@ -481,7 +489,9 @@ class Simulation:
         weak_memory: bool = True,  # hold stores that are not releases
         delay_bulk: bool = True,  # complete bulk copies late
         faults: Sequence[str] = (),  # names of Fault: "weaken_release", "skip_credit", ...
-        stalls: Sequence[tuple[int, int, int]] = (),  # (rank, after step, for so many steps); 0 steps: for ever
+        stalls: Sequence[
+            tuple[int, int, int]
+        ] = (),  # (rank, after step, for so many steps); 0 steps: for ever
         on_stuck: str = "report",  # "report": raise SimulationStuck; "clock": jump to the next deadline
     ) -> None: ...
     num_steps: int  # fiber switches so far

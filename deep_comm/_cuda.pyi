@@ -65,7 +65,9 @@ def is_capturing(stream: int) -> bool: ...
 
 def push_rows(
     *,
-    destinations: Sequence[int],  # [num_ranks] receive area of every rank: num_ranks * num_rows_per_peer rows
+    destinations: Sequence[
+        int
+    ],  # [num_ranks] receive area of every rank: num_ranks * num_rows_per_peer rows
     src: int,  # (num_ranks - 1) * num_rows_per_peer rows
     rank: int,
     num_rows_per_peer: int,

@@ -64,7 +64,9 @@ class Settings:
                     name, value, f"must be an integer of at least {smallest}"
                 )
         direct = self.num_direct_bytes
-        if direct is not None and not (isinstance(direct, int) and 0 <= direct <= self.num_nvl_bytes):
+        if direct is not None and not (
+            isinstance(direct, int) and 0 <= direct <= self.num_nvl_bytes
+        ):
             raise errors.ArgumentError(
                 "num_direct_bytes", direct, f"must lie in 0..num_nvl_bytes ({self.num_nvl_bytes})"
             )
@@ -208,7 +210,10 @@ class Context:
         # Between nodes rows arrive through rings alone.
         direct_bytes = 0 if is_internode else _direct_bytes(settings)
         self.region = Region(
-            end - direct_bytes, end, self.backend.mark, self.backend.is_capturing,
+            end - direct_bytes,
+            end,
+            self.backend.mark,
+            self.backend.is_capturing,
             self.backend.current_stream,
         )
         self.num_ring_bytes = self.num_nvl_bytes - direct_bytes
@@ -325,7 +330,9 @@ class Context:
             self._raise(record)
 
     def _raise(self, record: Any) -> None:
-        leaves_payload = record.kind == "config_mismatch" and record.kernel.startswith("low_latency")
+        leaves_payload = record.kind == "config_mismatch" and record.kernel.startswith(
+            "low_latency"
+        )
         if record.kind not in ("peer_timeout", "masked_out") and not leaves_payload:
             # All ranks are still in step: the Buffer goes on. After a timeout, and where ranks wrote
             # rows into each other's memory that nobody expects, only reset() helps.

@@ -137,8 +137,12 @@ class Handle(TensorSequence):
     num_recv_tokens: int | None = None  # rows that arrived; None in worst-case mode
     max_num_tokens: int | None = None  # the largest T of all ranks; None in worst-case mode
     num_recv_tokens_per_expert: Tensor | None = _made_later()  # int32 [L] on the device, aligned
-    num_recv_tokens_tensor: Tensor | None = _made_later()  # int32 [1] on the device: rows that arrived
-    num_recv_tokens_per_rank: Tensor | None = _made_later()  # int32 [R] on the device: rows by source rank
+    num_recv_tokens_tensor: Tensor | None = (
+        _made_later()
+    )  # int32 [1] on the device: rows that arrived
+    num_recv_tokens_per_rank: Tensor | None = (
+        _made_later()
+    )  # int32 [R] on the device: rows by source rank
     members: tuple[str, ...] | None = None  # who the ranks are
     expansion: Expansion | None = None  # of a dispatch with expand=True
     home_stream: int | None = field(default=None, repr=False)  # whose memory it is; None: not known

@@ -22,7 +22,9 @@ class Part:
 
     __slots__ = ("offset", "num_rows", "num_columns", "dtype")
 
-    def __init__(self, offset: int, num_rows: int | None, num_columns: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, offset: int, num_rows: int | None, num_columns: int, dtype: torch.dtype
+    ) -> None:
         self.offset = offset
         self.num_rows = num_rows
         self.num_columns = num_columns

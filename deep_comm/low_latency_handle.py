@@ -90,9 +90,7 @@ class LowLatencyHandle:
 
     @property
     def layout_range(self) -> Tensor:
-        return self._part(
-            "layout_range", torch.int64, *self.rows_shape[:-2], self.shape.num_ranks
-        )
+        return self._part("layout_range", torch.int64, *self.rows_shape[:-2], self.shape.num_ranks)
 
     @property
     def recv_tokens(self) -> Tensor:

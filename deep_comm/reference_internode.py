@@ -57,9 +57,7 @@ def _heads(mask: Tensor, num_channels: int) -> Tensor:
     return heads
 
 
-def _forwarded(
-    tokens: Sequence[Tensor], num_channels: int, num_tokens: Sequence[int]
-) -> Tensor:
+def _forwarded(tokens: Sequence[Tensor], num_channels: int, num_tokens: Sequence[int]) -> Tensor:
     """int32 [F, M] from ``tokens[n]``: bool [T_n, M], which of this node's ranks node n's tokens go to.
 
     A row's place in the ring that combine fills for a local rank: the ring of channel c takes the
@@ -123,7 +121,9 @@ def dispatch(
             int((masks[source][token][own].long() * bits).sum())
             for source, token in zip(sources, tokens, strict=True)
         ]
-        meta = [[source // ranks_per_node, mask] for source, mask in zip(sources, ranks_of, strict=True)]
+        meta = [
+            [source // ranks_per_node, mask] for source, mask in zip(sources, ranks_of, strict=True)
+        ]
         results.append(
             InternodeDispatched(
                 received=got,

@@ -192,9 +192,7 @@ def _verify_call(case: Case, results: Sequence[ReceivedExpanded], call: int) -> 
         num_worst_tokens=worst_rows(case),
     )
     wanted, wanted_again = _expanded(case, plain), _expanded(case, repeated)
-    for rank, (got, want, want_again) in enumerate(
-        zip(results, wanted, wanted_again, strict=True)
-    ):
+    for rank, (got, want, want_again) in enumerate(zip(results, wanted, wanted_again, strict=True)):
         who = f"rank {rank} call {call}"
         offsets = [] if case.worst else want.expert_offsets.diff().tolist()
         assert got.counts == offsets, f"{who}: counts {got.counts}"

@@ -72,7 +72,10 @@ def run_step(buffer: deep_comm.Buffer, step: Step, config: deep_comm.Config | No
 def expected(step: Step, num_ranks: int) -> Tensor:
     total = torch.zeros(TOKENS, HIDDEN, device=step.x.device)
     for rank in range(num_ranks):
-        first, count = first_expert(rank, EXPERTS, num_ranks), num_local_experts(rank, EXPERTS, num_ranks)
+        first, count = (
+            first_expert(rank, EXPERTS, num_ranks),
+            num_local_experts(rank, EXPERTS, num_ranks),
+        )
         local = step.idx - first
         local = torch.where((local >= 0) & (local < count), local, -1)
         row = (step.x.float() * factor_of(local, step.weights, first)).bfloat16().float()

@@ -103,7 +103,9 @@ def low_latency_calls(buffer: deep_comm.Buffer, num_tokens: int) -> Calls:
             calls["low_latency_dispatch, BF16"] = lambda: there(
                 x, idx, num_tokens, experts, use_fp8=False
             )
-            calls["low_latency_dispatch and hook"] = lambda d=dispatch: d(return_recv_hook=True)[4]()
+            calls["low_latency_dispatch and hook"] = lambda d=dispatch: d(return_recv_hook=True)[
+                4
+            ]()
             calls["low_latency_combine and hook"] = lambda c=combine: c(return_recv_hook=True)[2]()
             calls["low_latency_dispatch, async"] = lambda d=dispatch: d(async_finish=True)
     return calls
@@ -146,7 +148,9 @@ def table(group: Any, num_tokens: int, kinds: list[str]) -> list[tuple[str, ...]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=0, help="a rank; default: 1024, 4 without a GPU")
+    parser.add_argument(
+        "--tokens", type=int, default=0, help="a rank; default: 1024, 4 without a GPU"
+    )
     parser.add_argument("--kinds", default="normal,low-latency")
     arguments = parser.parse_args()
     num_tokens = arguments.tokens or (1024 if HAS_GPU else 4)

@@ -99,7 +99,9 @@ class Received:
     counts: list[int]
     num_tokens_per_node: Tensor | None
     handle: deep_comm.InternodeHandle
-    cached_x: Tensor  # a second dispatch with the handle's ten tensors, payload of call + CACHED_CALL
+    cached_x: (
+        Tensor  # a second dispatch with the handle's ten tensors, payload of call + CACHED_CALL
+    )
     cached_bytes: list[list[int]]  # that it has put on the rail, by node and queue
     combined_x: Tensor
     combined_weights: Tensor

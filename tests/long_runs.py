@@ -53,7 +53,9 @@ def many_calls(group: Any, device: torch.device, num_calls: int, generation: int
 
 def make_and_destroy(group: Any, device: torch.device) -> None:
     """A Buffer, one operation of each kind, and its end."""
-    buffer = deep_comm.Buffer(group, 24 << 20, num_direct_bytes=8 << 20, device=device, timeout_s=60)
+    buffer = deep_comm.Buffer(
+        group, 24 << 20, num_direct_bytes=8 << 20, device=device, timeout_s=60
+    )
     x = _x(0, group.rank(), 8, device)
     idx = torch.arange(8, device=device)[:, None] % EXPERTS
     received, _, _, _, handle, _ = buffer.dispatch(

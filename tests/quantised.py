@@ -117,9 +117,7 @@ def run_case(
         return [call_once(buffer, case, form, call, options) for call in range(case.calls)]
 
 
-def run_cases(
-    group: Any, cases: list[tuple[Case, Form]], options: dict
-) -> list[list[ReceivedFp8]]:
+def run_cases(group: Any, cases: list[tuple[Case, Form]], options: dict) -> list[list[ReceivedFp8]]:
     """On a GPU: many cases in one set of processes."""
     device = torch.device("cuda", torch.cuda.current_device())
     return [run_case(group, case, form, device, options) for case, form in cases]
@@ -150,9 +148,7 @@ def _verify_dispatch(
     inputs = [make_inputs(case, rank, call) for rank in range(case.num_ranks)]
     quantised = []
     for rank in range(case.num_ranks):
-        data, scales = quantise(
-            rows_of(case, rank, call + repeat * CACHED_CALL), form.round_scale
-        )
+        data, scales = quantise(rows_of(case, rank, call + repeat * CACHED_CALL), form.round_scale)
         quantised.append((data, pack_ue8m0(scales) if form.use_ue8m0 else scales))
     plain = reference.dispatch(
         quantised,

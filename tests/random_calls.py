@@ -32,7 +32,9 @@ def common(choose: random.Random, num_ranks: int) -> dict[str, Any]:
         dtype=dtype,
         scales=scales,
         combine_dtype=choose.choice(DTYPES),
-        routing=choose.choice(("random", "random", "skewed", "holes", "one_expert", "none", "duplicates")),
+        routing=choose.choice(
+            ("random", "random", "skewed", "holes", "one_expert", "none", "duplicates")
+        ),
         idx_dtype=choose.choice((torch.int64, torch.int32)),
         slots=slots,
         send_chunk=choose.randint(1, slots),

@@ -254,7 +254,10 @@ def verify_payload(case: Case, got: Any, want: reference.Dispatched, who: str) -
     same(got.recv_topk_weights, want.recv_topk_weights, f"{who}: recv_topk_weights")
     assert got.counts == want.num_recv_tokens_per_expert, f"{who}: {got.counts} tokens per expert"
     if case.zero_tail and case.num_worst_tokens:
-        for tail in (got.recv_x[num:], got.recv_scales[num:] if got.recv_scales is not None else None):
+        for tail in (
+            got.recv_x[num:],
+            got.recv_scales[num:] if got.recv_scales is not None else None,
+        ):
             assert tail is None or not tail.view(torch.uint8).any(), f"{who}: the tail is not zero"
 
 

@@ -29,7 +29,9 @@ CASES = [
 LOW_LATENCY = [
     low_latency.LowLatencyCase((9,), 16, hidden=256, experts=5, topk=3),
     low_latency.LowLatencyCase((9,), 16, hidden=256, experts=5, topk=3, use_fp8=True, mode="hook"),
-    low_latency.LowLatencyCase((9,), 16, hidden=256, experts=5, topk=3, compact=True, weights_ahead=True),
+    low_latency.LowLatencyCase(
+        (9,), 16, hidden=256, experts=5, topk=3, compact=True, weights_ahead=True
+    ),
 ]
 
 
@@ -38,12 +40,16 @@ def main() -> None:
     os.environ["DEEP_COMM_POISON"] = "1"
     for case in CASES:
         case = dataclasses.replace(case, nvl_bytes=128 << 20)
-        results = local.run(lambda group: roundtrip.run_case(group, case, "cuda:0"), 1, timeout_s=600)
+        results = local.run(
+            lambda group: roundtrip.run_case(group, case, "cuda:0"), 1, timeout_s=600
+        )
         roundtrip.verify(case, results)
         print(f"{case}: same bits", flush=True)
     for pair in LOW_LATENCY:
         results = local.run(
-            lambda group: low_latency.run_case(group, pair, device="cuda:0", timeout_s=600), 1, timeout_s=600
+            lambda group: low_latency.run_case(group, pair, device="cuda:0", timeout_s=600),
+            1,
+            timeout_s=600,
         )
         low_latency.verify(pair, results)
         print(f"{pair}: same bits", flush=True)

@@ -51,7 +51,9 @@ class LateBuffer:
 
 def cases(num_ranks: int) -> list[Case]:
     """Rings and direct mode; equal load, all to one rank, and one rank that neither sends nor receives."""
-    shapes = dict(hidden=128, experts=num_ranks * 2, topk=2, num_sms=4, slots=3, send_chunk=2, calls=2)
+    shapes = dict(
+        hidden=128, experts=num_ranks * 2, topk=2, num_sms=4, slots=3, send_chunk=2, calls=2
+    )
     busy = tuple(20 + 3 * rank for rank in range(num_ranks))
     idle = (*busy[:-1], 0)
     made = []
@@ -80,6 +82,12 @@ def run_late(
                 for late_rank in range(num_ranks):
                     late = LateBuffer(buffer, stage if buffer.rank == late_rank else "none")
                     results.append(
-                        (case, [call_once(late, case, call, buffer.device) for call in range(case.calls)])
+                        (
+                            case,
+                            [
+                                call_once(late, case, call, buffer.device)
+                                for call in range(case.calls)
+                            ],
+                        )
                     )
     return results

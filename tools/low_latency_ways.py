@@ -206,9 +206,7 @@ def main() -> None:
     parser.add_argument("--network-us", type=float, default=2.5)
     parser.add_argument("--post-us", type=float, default=0.3)
     options = parser.parse_args()
-    machine = Machine(
-        nic=options.nic_gb_s * 1e3, network=options.network_us, post=options.post_us
-    )
+    machine = Machine(nic=options.nic_gb_s * 1e3, network=options.network_us, post=options.post_us)
     for num_nodes in options.nodes:
         shape = Shape(
             num_nodes, options.ranks_per_node, options.experts, options.topk, options.hidden

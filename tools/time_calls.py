@@ -63,7 +63,9 @@ class Timer:
         return self._run(graph.replay, 3) / 10
 
 
-def measure(tokens: int, sms: list[int], send: int, slots: int, timer: Timer, gloo: dist.ProcessGroup) -> None:
+def measure(
+    tokens: int, sms: list[int], send: int, slots: int, timer: Timer, gloo: dist.ProcessGroup
+) -> None:
     rank = dist.get_rank()
     torch.manual_seed(7 + rank)
     x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
@@ -71,7 +73,9 @@ def measure(tokens: int, sms: list[int], send: int, slots: int, timer: Timer, gl
     idx = torch.rand(tokens, EXPERTS, device="cuda").topk(TOPK, dim=1).indices
     weights = torch.rand(tokens, TOPK, device="cuda")
     with (
-        Buffer(gloo, 5 * tokens * dist.get_world_size() * HIDDEN * 2 + (128 << 20), timeout_s=5) as direct,
+        Buffer(
+            gloo, 5 * tokens * dist.get_world_size() * HIDDEN * 2 + (128 << 20), timeout_s=5
+        ) as direct,
         Buffer(gloo, 512 << 20, num_direct_bytes=0, timeout_s=5) as rings,
     ):
         per_rank, _, per_expert, mask, _ = direct.get_dispatch_layout(idx, EXPERTS)
@@ -81,8 +85,12 @@ def measure(tokens: int, sms: list[int], send: int, slots: int, timer: Timer, gl
             config = Config(num_sms, send, slots)
             one = direct.dispatch(x, config=config, **routing)
             other = rings.dispatch(x, config=config, **routing)
-            assert torch.equal(one[0], other[0]) and torch.equal(one[4].recv_src_idx, other[4].recv_src_idx)
-            sums = [b.combine(r[0], r[4], config=config)[0] for b, r in ((direct, one), (rings, other))]
+            assert torch.equal(one[0], other[0]) and torch.equal(
+                one[4].recv_src_idx, other[4].recv_src_idx
+            )
+            sums = [
+                b.combine(r[0], r[4], config=config)[0] for b, r in ((direct, one), (rings, other))
+            ]
             assert torch.equal(*sums)
             calls: dict[str, Callable[[], object]] = {
                 "direct": lambda: direct.dispatch(x, handle=one[4], config=config),
@@ -92,14 +100,22 @@ def measure(tokens: int, sms: list[int], send: int, slots: int, timer: Timer, gl
                 "combine": lambda: direct.combine(one[0], one[4], config=config),
                 "combine rings": lambda: rings.combine(other[0], other[4], config=config),
             }
-            line = [f"{name} {timer.eager(call):.1f} (g {timer.graph(call):.1f})" for name, call in calls.items()]
+            line = [
+                f"{name} {timer.eager(call):.1f} (g {timer.graph(call):.1f})"
+                for name, call in calls.items()
+            ]
             uncached = timer.eager(lambda: direct.dispatch(x, config=config, **routing))
             if rank == 0:
-                print(f"{tokens} tokens, {num_sms} SMs: {', '.join(line)}, direct uncached {uncached:.1f}", flush=True)
+                print(
+                    f"{tokens} tokens, {num_sms} SMs: {', '.join(line)}, direct uncached {uncached:.1f}",
+                    flush=True,
+                )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=numbers, default=[4096])
     parser.add_argument("--sms", type=numbers, default=[8, 24, 48])
     parser.add_argument("--send", type=int, default=8)

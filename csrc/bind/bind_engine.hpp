@@ -67,9 +67,12 @@ pybind11::class_<Engine<Target>> bind_engine(pybind11::module_& m) {
       py::kw_only(), "num_rows"_a, "row_bytes"_a, "scale_row_bytes"_a, "num_topk"_a,
       "topk_idx_bytes"_a);
   // For the host to look at before every call: not zero where a kernel has left a record. Not after close().
-  engine.def("error_flag", [](const Type& self) {
-    return py::memoryview::from_buffer(self.error_flag(), {1}, {sizeof(uint32_t)});
-  }, py::keep_alive<0, 1>());
+  engine.def(
+      "error_flag",
+      [](const Type& self) {
+        return py::memoryview::from_buffer(self.error_flag(), {1}, {sizeof(uint32_t)});
+      },
+      py::keep_alive<0, 1>());
   engine.def_property_readonly("num_launches", &Type::num_launches);
   engine.def_readwrite("smem_bytes_limit", &Type::smem_bytes_limit);
   engine.def_readwrite("skips_launches", &Type::skips_launches);

@@ -1,6 +1,6 @@
 #include "bind/bind_engine.hpp"
-#include "bind/bind_internode.hpp"
 #include "bind/bind_expand.hpp"
+#include "bind/bind_internode.hpp"
 #include "bind/bind_low_latency.hpp"
 #include "host/target_cuda.hpp"
 

@@ -23,13 +23,18 @@ struct BoundLowLatencyPlan {
 template <class Target>
 pybind11::dict metadata_offsets(const BoundLowLatencyPlan<Target>& self) {
   const LowLatencyMetadata& layout = self.plan.metadata;
-  const std::pair<const char*, size_t> parts[] = {
-      {"recv_count", layout.recv_count},     {"num_recv", layout.num_recv},
-      {"ticket", layout.ticket},             {"recv_tokens", layout.recv_tokens},
-      {"layout_range", layout.layout_range}, {"src_info", layout.src_info},
-      {"places", layout.places},             {"recv_weights", layout.recv_weights},
-      {"compact_idx", layout.compact_idx},   {"compact_weights", layout.compact_weights},
-      {"num_rows", layout.num_rows},         {"return_addresses", layout.return_addresses}};
+  const std::pair<const char*, size_t> parts[] = {{"recv_count", layout.recv_count},
+                                                  {"num_recv", layout.num_recv},
+                                                  {"ticket", layout.ticket},
+                                                  {"recv_tokens", layout.recv_tokens},
+                                                  {"layout_range", layout.layout_range},
+                                                  {"src_info", layout.src_info},
+                                                  {"places", layout.places},
+                                                  {"recv_weights", layout.recv_weights},
+                                                  {"compact_idx", layout.compact_idx},
+                                                  {"compact_weights", layout.compact_weights},
+                                                  {"num_rows", layout.num_rows},
+                                                  {"return_addresses", layout.return_addresses}};
   pybind11::dict offsets;
   for (const auto& [name, offset] : parts) {
     if (offset != LowLatencyMetadata::kNone) offsets[name] = offset;
@@ -72,7 +77,8 @@ void bind_low_latency(pybind11::module_& m, pybind11::class_<Engine<Target>>& en
   namespace py = pybind11;
   using namespace pybind11::literals;
   using Type = Engine<Target>;
-  engine.def("enable_low_latency", &Type::enable_low_latency, py::kw_only(), "num_bytes"_a, "can_shrink"_a = false);
+  engine.def("enable_low_latency", &Type::enable_low_latency, py::kw_only(), "num_bytes"_a,
+             "can_shrink"_a = false);
   engine.def_readwrite("low_latency_hand_on_tokens", &Type::low_latency_hand_on_tokens);
   engine.def_property_readonly("max_ranks", [](const Type&) { return kMaxRanks; });
   engine.def_property_readonly("masked_offset", &Type::masked_offset);
@@ -82,22 +88,24 @@ void bind_low_latency(pybind11::module_& m, pybind11::class_<Engine<Target>>& en
   engine.def_property_readonly("low_latency_bytes", &Type::low_latency_bytes);
   engine.def_static(
       "low_latency_region_bytes",
-      [](int num_ranks, int num_max_tokens, int hidden, int num_topk, int num_experts, int num_blocks,
-         const std::string& format, bool one_rounding, bool is_internode) {
-        const LowLatencyShape shape = low_latency_shape(num_max_tokens, hidden, num_topk, num_experts, num_blocks,
-                                                        payload_format_of(format));
+      [](int num_ranks, int num_max_tokens, int hidden, int num_topk, int num_experts,
+         int num_blocks, const std::string& format, bool one_rounding, bool is_internode) {
+        const LowLatencyShape shape = low_latency_shape(
+            num_max_tokens, hidden, num_topk, num_experts, num_blocks, payload_format_of(format));
         return is_internode ? LowLatencyRailRegion::bytes_for(shape, num_ranks, one_rounding)
                             : LowLatencyRegion::bytes_for(shape, num_ranks, one_rounding);
       },
-      py::kw_only(), "num_ranks"_a, "num_max_tokens"_a, "hidden"_a, "num_topk"_a, "num_experts"_a, "num_blocks"_a,
-      "format"_a, "one_rounding"_a = false, "is_internode"_a = false);
-  engine.def_static("low_latency_rail_workspace_bytes", &Type::low_latency_rail_workspace_bytes, py::kw_only(),
-                    "num_ranks"_a, "num_max_experts"_a);
+      py::kw_only(), "num_ranks"_a, "num_max_tokens"_a, "hidden"_a, "num_topk"_a, "num_experts"_a,
+      "num_blocks"_a, "format"_a, "one_rounding"_a = false, "is_internode"_a = false);
+  engine.def_static("low_latency_rail_workspace_bytes", &Type::low_latency_rail_workspace_bytes,
+                    py::kw_only(), "num_ranks"_a, "num_max_experts"_a);
 
   using Plan = BoundLowLatencyPlan<Target>;
   py::class_<Plan>(m, "LowLatencyPlan", py::module_local())
-      .def_property_readonly("num_blocks", [](const Plan& self) { return self.plan.options.num_blocks; })
-      .def_property_readonly("num_metadata_bytes", [](const Plan& self) { return self.plan.metadata.num_bytes; })
+      .def_property_readonly("num_blocks",
+                             [](const Plan& self) { return self.plan.options.num_blocks; })
+      .def_property_readonly("num_metadata_bytes",
+                             [](const Plan& self) { return self.plan.metadata.num_bytes; })
       .def_property_readonly("metadata", &metadata_offsets<Target>)
       // Functions of plain numbers: names would cost a call microseconds.
       .def_property_readonly("dispatch",
@@ -113,13 +121,16 @@ void bind_low_latency(pybind11::module_& m, pybind11::class_<Engine<Target>>& en
   engine.def(
       "plan_low_latency",
       [](Type& self, int num_max_tokens, int hidden, int num_topk, int num_experts, int num_blocks,
-         const std::string& format, bool round_scale, bool use_ue8m0, bool is_compact, bool has_weights) {
-        return Plan{&self, self.plan_low_latency({num_max_tokens, hidden, num_topk, num_experts, num_blocks,
-                                                  payload_format_of(format), round_scale, use_ue8m0, is_compact,
-                                                  has_weights})};
+         const std::string& format, bool round_scale, bool use_ue8m0, bool is_compact,
+         bool has_weights) {
+        return Plan{
+            &self, self.plan_low_latency({num_max_tokens, hidden, num_topk, num_experts, num_blocks,
+                                          payload_format_of(format), round_scale, use_ue8m0,
+                                          is_compact, has_weights})};
       },
-      py::keep_alive<0, 1>(), py::kw_only(), "num_max_tokens"_a, "hidden"_a, "num_topk"_a, "num_experts"_a,
-      "num_blocks"_a, "format"_a, "round_scale"_a, "use_ue8m0"_a, "is_compact"_a, "has_weights"_a);
+      py::keep_alive<0, 1>(), py::kw_only(), "num_max_tokens"_a, "hidden"_a, "num_topk"_a,
+      "num_experts"_a, "num_blocks"_a, "format"_a, "round_scale"_a, "use_ue8m0"_a, "is_compact"_a,
+      "has_weights"_a);
   engine.def("wait_low_latency_num_tokens", &Type::wait_low_latency_num_tokens,
              py::call_guard<py::gil_scoped_release>());
 }

@@ -64,12 +64,11 @@ struct NormalCalls {
 
   static void dispatch(const Bound<DispatchPlan>& self, const Numbers<28>& numbers) {
     enum Flags : uint64_t { kFillTail = 1, kZeroTail = 2, kFollowsNotify = 4, kIsSpeculative = 8 };
-    const auto [num_experts, is_token_in_rank, send_head, rank_prefix_matrix,
-                channel_prefix_matrix, x, num_tokens, x_scales, scale_token_stride,
-                scale_column_stride, topk_idx, topk_weights, recv_x, recv_x_scales, recv_topk_idx,
-                recv_topk_weights, recv_src_idx, recv_channel_prefix_matrix, num_recv_rows,
-                output_offset, src_offset, flags, send_row, send_rows, num_expanded, recv_rows,
-                source, stream] = numbers;
+    const auto [num_experts, is_token_in_rank, send_head, rank_prefix_matrix, channel_prefix_matrix,
+                x, num_tokens, x_scales, scale_token_stride, scale_column_stride, topk_idx,
+                topk_weights, recv_x, recv_x_scales, recv_topk_idx, recv_topk_weights, recv_src_idx,
+                recv_channel_prefix_matrix, num_recv_rows, output_offset, src_offset, flags,
+                send_row, send_rows, num_expanded, recv_rows, source, stream] = numbers;
     const DispatchOptions& options = self.plan.options;
     if ((recv_src_idx != 0) != options.makes_handle || (send_row != 0) != options.is_expanded ||
         (source != 0) != options.is_quantised) {
@@ -170,8 +169,7 @@ void bind_normal(pybind11::class_<Engine<Target>>& engine) {
       "plan_dispatch",
       [](const py::object& self, int num_channels, int num_send_tokens, int num_slots,
          int row_bytes, int scale_bytes, int num_scales, int num_topk, int topk_idx_bytes,
-         bool makes_handle, bool is_expanded, bool is_quantised, bool round_scale,
-         bool use_ue8m0) {
+         bool makes_handle, bool is_expanded, bool is_quantised, bool round_scale, bool use_ue8m0) {
         auto* type = self.cast<Type*>();
         const DispatchOptions options{{num_channels, num_send_tokens, num_slots},
                                       row_bytes,
@@ -202,8 +200,8 @@ void bind_normal(pybind11::class_<Engine<Target>>& engine) {
                                            dtype_of(dtype), num_topk, row_bytes)},
             self);
       },
-      py::kw_only(), "num_channels"_a, "num_send_tokens"_a, "num_slots"_a, "dtype"_a,
-      "row_bytes"_a, "num_topk"_a);
+      py::kw_only(), "num_channels"_a, "num_send_tokens"_a, "num_slots"_a, "dtype"_a, "row_bytes"_a,
+      "num_topk"_a);
 }
 
 }  // namespace deep_comm

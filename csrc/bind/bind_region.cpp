@@ -138,8 +138,8 @@ py::object take(const std::shared_ptr<Region>& region, size_t num_bytes,
   num_bytes = align(num_bytes == 0 ? 1 : num_bytes);
   std::optional<Region::List::Hole> taken = region->take(num_bytes, is_captured);
   if (!taken) return py::none();
-  py::object block = py::cast(std::make_unique<Block>(region, taken->offset, num_bytes, is_captured,
-                                                      is_scratch, owner));
+  py::object block = py::cast(
+      std::make_unique<Block>(region, taken->offset, num_bytes, is_captured, is_scratch, owner));
   py::list events;
   // A capture may not wait for work outside of it, and begins with the device idle.
   if (!is_captured) {
@@ -191,9 +191,10 @@ PyObject* matrix(PyObject* /*module*/, PyObject* const* arguments, Py_ssize_t co
   }
 }
 
-PyMethodDef kMatrix = {
-    "matrix", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&matrix)), METH_FASTCALL,
-    "matrix(address, num_rows, num_columns, type_code, type_bits, device_type, device_index, owner)"};
+PyMethodDef kMatrix = {"matrix", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&matrix)),
+                       METH_FASTCALL,
+                       "matrix(address, num_rows, num_columns, type_code, type_bits, device_type, "
+                       "device_index, owner)"};
 
 }  // namespace
 
@@ -221,7 +222,8 @@ void bind_region(py::module_& m) {
             return allocate(self, num_bytes, after, true);
           },
           py::arg("num_bytes"), py::arg("after") = py::none(),
-          "A block that only the engine's kernels use. They run one behind the other, and all owners of blocks have "
+          "A block that only the engine's kernels use. They run one behind the other, and all "
+          "owners of blocks have "
           "them written by kernels, so that nobody has to wait for this one's end.")
       .def(
           "taker",
@@ -229,7 +231,8 @@ void bind_region(py::module_& m) {
             return number_function<5, &take_numbers>("take", self.cast<std::shared_ptr<Region>>(),
                                                      py::none());
           },
-          "take(num_bytes, stream, is_behind_stream, is_captured, is_scratch): allocate and allocate_scratch for "
+          "take(num_bytes, stream, is_behind_stream, is_captured, is_scratch): allocate and "
+          "allocate_scratch for "
           "callers who know the current stream.")
       .def_property_readonly("num_free_bytes", &Region::num_free_bytes);
   m.attr("matrix") = py::reinterpret_steal<py::object>(PyCFunction_New(&kMatrix, nullptr));

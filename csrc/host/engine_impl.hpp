@@ -168,9 +168,9 @@ void Engine<Target>::launch(const LaunchConfig& config, typename KernelType::Arg
 template <class Target>
 void Engine<Target>::check_num_experts(int num_experts) const {
   if (num_experts >= 1 && num_experts <= num_max_experts_) return;  // no text unless it is needed
-  throw std::invalid_argument("num_experts = " + std::to_string(num_experts) +
-                              ", must lie in 1..num_max_experts = " +
-                              std::to_string(num_max_experts_));
+  throw std::invalid_argument(
+      "num_experts = " + std::to_string(num_experts) +
+      ", must lie in 1..num_max_experts = " + std::to_string(num_max_experts_));
 }
 
 template <class Target>
@@ -314,9 +314,9 @@ void Engine<Target>::plan_direct(DispatchArgs& args, const DispatchOptions& opti
 
 template <class Target>
 DispatchPlan Engine<Target>::plan_dispatch(const DispatchOptions& options) const {
-  const MessageLayout message = MessageLayout::of_dispatch(
-      options.row_bytes, options.num_scales * options.scale_bytes, options.num_topk,
-      options.makes_handle, options.is_expanded);
+  const MessageLayout message =
+      MessageLayout::of_dispatch(options.row_bytes, options.num_scales * options.scale_bytes,
+                                 options.num_topk, options.makes_handle, options.is_expanded);
   const Shape shape = shape_of(options.channels, message, world_.num_ranks - 1);
   DispatchPlan plan{};
   plan.options = options;
@@ -379,8 +379,7 @@ DispatchPlan::Variant Engine<Target>::plan_dispatch(const DispatchOptions& optio
 }
 
 template <class Target>
-void Engine<Target>::dispatch(const DispatchPlan& plan, const DispatchArgs& args,
-                              uint64_t stream) {
+void Engine<Target>::dispatch(const DispatchPlan& plan, const DispatchArgs& args, uint64_t stream) {
   const DispatchOptions& options = plan.options;
   const bool may_be_direct = args.output_line != 0;  // otherwise no stages for it
   if (may_be_direct) check_output(args, options);
@@ -408,9 +407,9 @@ void Engine<Target>::check_block(const char* what, uint32_t line, size_t num_byt
 template <class Target>
 void Engine<Target>::check_output(const DispatchArgs& args, const DispatchOptions& options) const {
   const int num_topk = options.is_expanded ? min_of(options.num_topk, 1) : options.num_topk;
-  const OutputLayout output =
-      OutputLayout::make(args.num_recv_rows, options.row_bytes,
-                         options.num_scales * options.scale_bytes, num_topk, options.topk_idx_bytes);
+  const OutputLayout output = OutputLayout::make(args.num_recv_rows, options.row_bytes,
+                                                 options.num_scales * options.scale_bytes, num_topk,
+                                                 options.topk_idx_bytes);
   check_block("an output block", args.output_line, output.num_bytes);
   if (args.src_line != 0) {
     const size_t num_bytes =
@@ -509,7 +508,8 @@ template <class Target>
 void Engine<Target>::reset() {
   check_open();
   target_.fill_zero(world_.bases[world_.rank], world_.layout.data);
-  if (low_latency_bytes_ > 0) zero_low_latency();  // numbers start anew, and rows are told from zeros
+  if (low_latency_bytes_ > 0)
+    zero_low_latency();  // numbers start anew, and rows are told from zeros
   if (is_internode()) {
     const size_t begin = tiers_.rail.layout.arrived;
     target_.fill_zero(world_.bases[world_.rank] + begin, tiers_.rail.layout.data - begin);

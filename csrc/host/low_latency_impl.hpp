@@ -9,9 +9,11 @@ template <class Target>
 void Engine<Target>::enable_low_latency(size_t num_bytes, bool can_shrink) {
   using detail::require;
   check_open();
-  require(low_latency_bytes_ == 0 && num_launches_ == 0, "low-latency mode is enabled once, before any launch");
-  require(num_bytes % kLineBytes == 0 && num_bytes <= data_bytes_,
-          "num_bytes = " + std::to_string(num_bytes) + ", must be a multiple of 128 within the heap");
+  require(low_latency_bytes_ == 0 && num_launches_ == 0,
+          "low-latency mode is enabled once, before any launch");
+  require(
+      num_bytes % kLineBytes == 0 && num_bytes <= data_bytes_,
+      "num_bytes = " + std::to_string(num_bytes) + ", must be a multiple of 128 within the heap");
   data_bytes_ -= num_bytes;
   low_latency_bytes_ = num_bytes;
   can_shrink_ = can_shrink;
@@ -37,20 +39,24 @@ LaunchConfig Engine<Target>::low_latency_launch(const LowLatencyShape& shape) co
   require(shape.num_max_tokens >= 1 && shape.num_max_tokens < 1 << 16,
           "num_max_tokens = " + std::to_string(shape.num_max_tokens) + ", must lie in 1..65535");
   require(shape.num_experts >= 1 && shape.num_experts <= num_max_experts_,
-          "num_experts = " + std::to_string(shape.num_experts) + ", must lie in 1..num_max_experts = " +
-              std::to_string(num_max_experts_));
+          "num_experts = " + std::to_string(shape.num_experts) +
+              ", must lie in 1..num_max_experts = " + std::to_string(num_max_experts_));
   require(shape.num_topk >= 1 && shape.num_topk <= 2 * kWarpSize,
           "num_topk = " + std::to_string(shape.num_topk) + ", must lie in 1..64");
-  const int multiple = shape.num_scales == 0 ? 8 : shape.row_bytes >= shape.hidden ? kScaleBlock : kFp4ScaleWord;
+  const int multiple = shape.num_scales == 0             ? 8
+                       : shape.row_bytes >= shape.hidden ? kScaleBlock
+                                                         : kFp4ScaleWord;
   require(shape.hidden >= 8 && shape.hidden % multiple == 0,
-          "hidden = " + std::to_string(shape.hidden) + ", must be a positive multiple of 8, of 128 for FP8, of 64 for NVFP4");
+          "hidden = " + std::to_string(shape.hidden) +
+              ", must be a positive multiple of 8, of 128 for FP8, of 64 for NVFP4");
   const size_t needed = low_latency_bytes_for(shape, false);
-  require(needed <= low_latency_bytes_, "this shape needs a low-latency region of " + std::to_string(needed) +
-                                            " bytes, there are " + std::to_string(low_latency_bytes_));
+  require(needed <= low_latency_bytes_, "this shape needs a low-latency region of " +
+                                            std::to_string(needed) + " bytes, there are " +
+                                            std::to_string(low_latency_bytes_));
   const int num_threads = Target::kTuning.low_latency_threads;
-  const size_t smem_bytes = is_internode()
-                                ? RailBlockMemory::num_bytes(shape, num_group_ranks(), num_threads / kWarpSize)
-                                : BlockMemory::num_bytes(shape, world_.num_ranks, num_threads / kWarpSize);
+  const size_t smem_bytes =
+      is_internode() ? RailBlockMemory::num_bytes(shape, num_group_ranks(), num_threads / kWarpSize)
+                     : BlockMemory::num_bytes(shape, world_.num_ranks, num_threads / kWarpSize);
   require(smem_bytes <= static_cast<size_t>(Target::kTuning.smem_bytes_limit),
           "num_experts = " + std::to_string(shape.num_experts) +
               ", their counters must fit in a block's shared memory");
@@ -74,14 +80,16 @@ inline void check_call(const Phases& phases, int num_tokens, const LowLatencyPla
     throw std::invalid_argument("the receive phase alone needs the ticket of its send phase");
   }
   if (num_tokens < 0 || num_tokens > plan.options.num_max_tokens) {
-    throw std::invalid_argument("num_tokens = " + std::to_string(num_tokens) + ", must lie in 0..num_max_tokens");
+    throw std::invalid_argument("num_tokens = " + std::to_string(num_tokens) +
+                                ", must lie in 0..num_max_tokens");
   }
 }
 
 }  // namespace detail
 
 template <class Target>
-size_t Engine<Target>::low_latency_bytes_for(const LowLatencyShape& shape, bool one_rounding) const {
+size_t Engine<Target>::low_latency_bytes_for(const LowLatencyShape& shape,
+                                             bool one_rounding) const {
   return is_internode() ? LowLatencyRailRegion::bytes_for(shape, num_group_ranks(), one_rounding)
                         : LowLatencyRegion::bytes_for(shape, world_.num_ranks, one_rounding);
 }
@@ -90,7 +98,8 @@ size_t Engine<Target>::low_latency_bytes_for(const LowLatencyShape& shape, bool 
 template <class Target>
 void Engine<Target>::zero_low_latency() {
   const size_t num_words = low_latency_reach_.words.num_bytes;
-  target_.fill_zero(world_.bases[world_.rank] + world_.layout.data + data_bytes_, num_words + low_latency_bytes_);
+  target_.fill_zero(world_.bases[world_.rank] + world_.layout.data + data_bytes_,
+                    num_words + low_latency_bytes_);
 }
 
 template <class Target>
@@ -132,18 +141,19 @@ LowLatencyPlan Engine<Target>::plan_low_latency(const LowLatencyOptions& options
   plan.options = options;
   plan.experts = PreparedExpertMap::make({options.num_experts, num_group_ranks()});
   const int num_local = plan.experts.num_local_experts(group_rank());
-  plan.metadata = LowLatencyMetadata::make(num_group_ranks(), num_local, options.num_max_tokens, options.num_topk,
-                                           options.is_compact, options.has_weights, is_internode());
+  plan.metadata = LowLatencyMetadata::make(num_group_ranks(), num_local, options.num_max_tokens,
+                                           options.num_topk, options.is_compact,
+                                           options.has_weights, is_internode());
   const auto shape_of = [&](PayloadFormat format) {
-    return low_latency_shape(options.num_max_tokens, options.hidden, options.num_topk, options.num_experts,
-                             options.num_blocks, format);
+    return low_latency_shape(options.num_max_tokens, options.hidden, options.num_topk,
+                             options.num_experts, options.num_blocks, format);
   };
   plan.dispatch_shape = shape_of(options.format);
   plan.combine_shape = shape_of(PayloadFormat::kBfloat16);
   plan.launch = low_latency_launch(plan.dispatch_shape);
   // Which ranks send weights ahead need not be compared: each says so row by row.
-  plan.dispatch_signature =
-      detail::low_latency_signature(Kernel::kLowLatencyDispatch, plan.dispatch_shape, options.is_compact ? 1 : 0);
+  plan.dispatch_signature = detail::low_latency_signature(
+      Kernel::kLowLatencyDispatch, plan.dispatch_shape, options.is_compact ? 1 : 0);
   for (int rows = 0; rows < 2 * kNumCombineRows; ++rows) {
     plan.combine_signatures[rows] =
         detail::low_latency_signature(Kernel::kLowLatencyCombine, plan.combine_shape, rows);
@@ -154,11 +164,12 @@ LowLatencyPlan Engine<Target>::plan_low_latency(const LowLatencyOptions& options
 }
 
 template <class Target>
-void Engine<Target>::low_latency_dispatch(const LowLatencyPlan& plan, const LowLatencyDispatchCall& call,
-                                          uint64_t stream) {
+void Engine<Target>::low_latency_dispatch(const LowLatencyPlan& plan,
+                                          const LowLatencyDispatchCall& call, uint64_t stream) {
   const LowLatencyMetadata& metadata = plan.metadata;
   const auto part = [&](size_t offset) {
-    return offset == LowLatencyMetadata::kNone ? nullptr : reinterpret_cast<uint8_t*>(call.metadata + offset);
+    return offset == LowLatencyMetadata::kNone ? nullptr
+                                               : reinterpret_cast<uint8_t*>(call.metadata + offset);
   };
   LowLatencyDispatchArgs args{};
   args.region = low_latency_region_;
@@ -221,21 +232,23 @@ std::optional<int> Engine<Target>::wait_low_latency_num_tokens() {
     // As in wait_counts: the kernel bounds its own waits.
     if (num_polls % 1024 == 1023 && target_.is_idle(report_stream_) && !has_come() &&
         detail::load_acquire(&world_.error->is_written) == 0) {
-      throw std::runtime_error("low_latency_dispatch ended without a report: its receive phase has not run");
+      throw std::runtime_error(
+          "low_latency_dispatch ended without a report: its receive phase has not run");
     }
   }
   return static_cast<int>(Tagged::unpack(word).value);
 }
 
 template <class Target>
-void Engine<Target>::low_latency_combine(const LowLatencyPlan& plan, const LowLatencyCombineCall& call,
-                                         uint64_t stream) {
+void Engine<Target>::low_latency_combine(const LowLatencyPlan& plan,
+                                         const LowLatencyCombineCall& call, uint64_t stream) {
   const LowLatencyMetadata& metadata = plan.metadata;
   LowLatencyCombineArgs args{};
   args.region = low_latency_region_;
   args.shape = plan.combine_shape;
   args.experts = plan.experts;
-  args.signature = plan.combine_signatures[static_cast<int>(call.rows) + (call.use_logfmt ? kLogFmtRows : 0)];
+  args.signature =
+      plan.combine_signatures[static_cast<int>(call.rows) + (call.use_logfmt ? kLogFmtRows : 0)];
   args.phases = {call.send, call.receive, reinterpret_cast<uint32_t*>(call.ticket)};
   detail::check_call(args.phases, call.num_tokens, plan);
   args.can_shrink = can_shrink_;
@@ -266,7 +279,8 @@ void Engine<Target>::low_latency_combine(const LowLatencyPlan& plan, const LowLa
   }
   if (is_internode()) return low_latency_rail_combine(plan, call, args, stream);
   switch (call.rows) {
-    case CombineRows::kSums: return launch<LowLatencyCombineKernel<CombineRows::kSums>>(plan.launch, args, stream);
+    case CombineRows::kSums:
+      return launch<LowLatencyCombineKernel<CombineRows::kSums>>(plan.launch, args, stream);
     case CombineRows::kReduced:
       return launch<LowLatencyCombineKernel<CombineRows::kReduced>>(plan.launch, args, stream);
     case CombineRows::kSelections:

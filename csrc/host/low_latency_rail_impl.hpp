@@ -13,10 +13,11 @@ void Engine<Target>::enable_low_latency_rail(size_t num_bytes) {
   require(!can_shrink_, "can_shrink needs a group inside one node");
   require(num_rail_peers_ == tiers_.num_nodes() + num_ranks,
           "low-latency mode between nodes needs every rank's segment as a rail peer");
-  require(num_ranks < 1 << 15, "num_ranks = " + std::to_string(num_ranks) + ", must be less than 32768");
+  require(num_ranks < 1 << 15,
+          "num_ranks = " + std::to_string(num_ranks) + ", must be less than 32768");
   const size_t num_words = low_latency_rail_workspace_bytes(num_ranks, num_max_experts_);
-  require(num_words <= data_bytes_,
-          "the words of low-latency mode between nodes need " + std::to_string(num_words) + " bytes of the heap");
+  require(num_words <= data_bytes_, "the words of low-latency mode between nodes need " +
+                                        std::to_string(num_words) + " bytes of the heap");
   data_bytes_ -= num_words;
   const size_t begin = world_.layout.data + data_bytes_;
   RailReach& reach = low_latency_reach_;
@@ -59,17 +60,21 @@ void Engine<Target>::set_low_latency_rail_sequence(uint32_t sequence) {
 }
 
 template <class Target>
-void Engine<Target>::low_latency_rail_dispatch(const LowLatencyPlan& plan, const LowLatencyDispatchCall& call,
-                                               const LowLatencyDispatchArgs& base, uint64_t stream) {
+void Engine<Target>::low_latency_rail_dispatch(const LowLatencyPlan& plan,
+                                               const LowLatencyDispatchCall& call,
+                                               const LowLatencyDispatchArgs& base,
+                                               uint64_t stream) {
   LowLatencyRailDispatchArgs args{};
   static_cast<LowLatencyDispatchArgs&>(args) = base;
   args.reach = low_latency_reach_;
   args.reach.hand_on_tokens = low_latency_hand_on_tokens;
   args.num_rows = reinterpret_cast<int32_t*>(call.metadata + plan.metadata.num_rows);
-  args.return_addresses = reinterpret_cast<int32_t*>(call.metadata + plan.metadata.return_addresses);
+  args.return_addresses =
+      reinterpret_cast<int32_t*>(call.metadata + plan.metadata.return_addresses);
   switch (plan.options.format) {
     case PayloadFormat::kBfloat16:
-      return launch<LowLatencyRailDispatchKernel<PayloadFormat::kBfloat16>>(plan.launch, args, stream);
+      return launch<LowLatencyRailDispatchKernel<PayloadFormat::kBfloat16>>(plan.launch, args,
+                                                                            stream);
     case PayloadFormat::kFp8:
       return launch<LowLatencyRailDispatchKernel<PayloadFormat::kFp8>>(plan.launch, args, stream);
     case PayloadFormat::kNvFp4:
@@ -78,13 +83,15 @@ void Engine<Target>::low_latency_rail_dispatch(const LowLatencyPlan& plan, const
 }
 
 template <class Target>
-void Engine<Target>::low_latency_rail_combine(const LowLatencyPlan& plan, const LowLatencyCombineCall& call,
+void Engine<Target>::low_latency_rail_combine(const LowLatencyPlan& plan,
+                                              const LowLatencyCombineCall& call,
                                               const LowLatencyCombineArgs& base, uint64_t stream) {
   LowLatencyRailCombineArgs args{};
   static_cast<LowLatencyCombineArgs&>(args) = base;
   args.reach = low_latency_reach_;
   args.num_rows = reinterpret_cast<const int32_t*>(call.metadata + plan.metadata.num_rows);
-  args.return_addresses = reinterpret_cast<const int32_t*>(call.metadata + plan.metadata.return_addresses);
+  args.return_addresses =
+      reinterpret_cast<const int32_t*>(call.metadata + plan.metadata.return_addresses);
   const auto run = [&]<CombineRows kRows, bool kLogFmt>() {
     launch<LowLatencyRailCombineKernel<kRows, kLogFmt>>(plan.launch, args, stream);
   };
@@ -95,7 +102,8 @@ void Engine<Target>::low_latency_rail_combine(const LowLatencyPlan& plan, const 
     case CombineRows::kReduced:
       return call.use_logfmt ? run.template operator()<CombineRows::kReduced, true>()
                              : run.template operator()<CombineRows::kReduced, false>();
-    case CombineRows::kSelections: return run.template operator()<CombineRows::kSelections, false>();
+    case CombineRows::kSelections:
+      return run.template operator()<CombineRows::kSelections, false>();
   }
 }
 

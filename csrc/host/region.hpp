@@ -47,9 +47,9 @@ class FreeList {
   // An event's end may run code of its owner's, which may come back here. So what is replaced is moved
   // into locals, and ends when the list is at rest.
   void give_back(Hole hole) {
-    const auto after = std::lower_bound(
-        holes_.begin(), holes_.end(), hole.offset,
-        [](const Hole& other, size_t offset) { return other.offset < offset; });
+    const auto after =
+        std::lower_bound(holes_.begin(), holes_.end(), hole.offset,
+                         [](const Hole& other, size_t offset) { return other.offset < offset; });
     const auto before = after == holes_.begin() ? holes_.end() : after - 1;
     const bool touches_after =
         after != holes_.end() && hole.offset + hole.num_bytes == after->offset;

@@ -46,7 +46,8 @@ std::vector<cudaEvent_t>& pool_of(int device) {
 }  // namespace
 
 CudaEvent::CudaEvent(int device) : device_(device), event_(nullptr) {
-  if (device < 0) throw std::invalid_argument("device = " + std::to_string(device) + ", must be >= 0");
+  if (device < 0)
+    throw std::invalid_argument("device = " + std::to_string(device) + ", must be >= 0");
   std::vector<cudaEvent_t>& pool = pool_of(device);
   if (!pool.empty()) {
     event_ = pool.back();

@@ -46,7 +46,7 @@ struct Tuning {
   int internode_notify_threads;
   int num_count_blocks;       // two tiers: blocks that count a rank's tokens, at most
   int num_rail_sender_warps;  // two tiers, dispatch: warps of a channel that send to nodes, at most
-  int number_threads;  // number_rows
+  int number_threads;         // number_rows
   int expand_threads;
   int reduce_experts_threads;
 };

@@ -43,8 +43,10 @@ size_t copy_words_of(uint8_t* dst, const uint8_t* src, size_t begin, size_t num_
 void copy_words(uint8_t* dst, const uint8_t* src, size_t num_bytes) {
   const auto misalignment = reinterpret_cast<uintptr_t>(dst) | reinterpret_cast<uintptr_t>(src);
   size_t begin = 0;
-  if (misalignment % sizeof(uint64_t) == 0) begin = copy_words_of<uint64_t>(dst, src, begin, num_bytes);
-  if (misalignment % sizeof(uint32_t) == 0) begin = copy_words_of<uint32_t>(dst, src, begin, num_bytes);
+  if (misalignment % sizeof(uint64_t) == 0)
+    begin = copy_words_of<uint64_t>(dst, src, begin, num_bytes);
+  if (misalignment % sizeof(uint32_t) == 0)
+    begin = copy_words_of<uint32_t>(dst, src, begin, num_bytes);
   copy_words_of<uint8_t>(dst, src, begin, num_bytes);
 }
 

@@ -47,7 +47,6 @@ class _HostHeap(abc.ABC):
         address = self.base + offset
         return _PLACE.matrix(address, num_rows, num_columns, dtype, (self.memory(), owner))
 
-
     def rail_arguments(self, peers: Sequence[int]) -> dict[str, Any]:
         return {
             "rail_bases": [self.peer_bases[peer] for peer in peers],

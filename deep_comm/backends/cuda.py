@@ -184,7 +184,12 @@ class CudaBackend:
         return _CudaHeap(rendezvous, Place(self.device), self._index, num_bytes)
 
     def create_engine(
-        self, rendezvous: Rendezvous, topology: Topology, heap: Heap, num_max_experts: int, timeout_ns: int
+        self,
+        rendezvous: Rendezvous,
+        topology: Topology,
+        heap: Heap,
+        num_max_experts: int,
+        timeout_ns: int,
     ) -> _core.Engine:
         return _Engine(
             rank=topology.local_rank(rendezvous.rank),

@@ -74,7 +74,6 @@ class Streams:
                 return CallerLaunch(self, compute, device_scope)
         return CommLaunch(self, compute, device_scope, previous_event, async_finish, on_comm)
 
-
     def launch_unordered(self) -> UnorderedLaunch:
         """On the caller's stream, whatever it is doing: the caller orders such operations among each other."""
         device_scope: torch.cuda.device | None = None

@@ -21,7 +21,18 @@ import torch
 import torch.distributed as dist
 
 from deep_comm import processes
-from deep_comm.bench import layer, machine, normal, options, plot, report, simulation, targets, two_tier, two_tier_report
+from deep_comm.bench import (
+    layer,
+    machine,
+    normal,
+    options,
+    plot,
+    report,
+    simulation,
+    targets,
+    two_tier,
+    two_tier_report,
+)
 from deep_comm.bench.low_latency import main as low_latency
 from deep_comm.bench.low_latency import options as low_latency_options
 from deep_comm.bench.layer import Options as LayerOptions

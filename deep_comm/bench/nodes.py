@@ -69,7 +69,9 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _inputs(options: Options, rank: int, num_tokens: int, device: torch.device) -> tuple[Tensor, ...]:
+def _inputs(
+    options: Options, rank: int, num_tokens: int, device: torch.device
+) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(rank)
     x = torch.randn(num_tokens, options.hidden, generator=generator).bfloat16()
     idx = torch.rand(num_tokens, options.experts, generator=generator).topk(options.topk).indices
@@ -133,7 +135,9 @@ def _carried(buffer: Buffer) -> int:
     return sum(map(sum, buffer.rail_put_bytes))
 
 
-def _make_buffer(group: Any, options: Options, config: Config, ranks_per_node: int | None) -> Buffer:
+def _make_buffer(
+    group: Any, options: Options, config: Config, ranks_per_node: int | None
+) -> Buffer:
     num_ranks = group.size()
     sizes = (2 * options.hidden, num_ranks, ranks_per_node)
     return Buffer(
@@ -230,7 +234,10 @@ def rank_main(group: Any, options: Options) -> bool:
     if len(times) == 2:
         ratios = ", ".join(f"{name} {times[0][name] / times[1][name]:.2f}" for name in times[0])
         say(group, f"two tiers / one: {ratios}")
-    say(group, "every bit and every byte as it should be" if is_right else "WRONG rows, sums or bytes")
+    say(
+        group,
+        "every bit and every byte as it should be" if is_right else "WRONG rows, sums or bytes",
+    )
     return is_right
 
 

@@ -219,9 +219,7 @@ class Runner:
             dist.barrier()  # before this rank's heap goes, nobody uses it
         return lines
 
-    def _count_rail(
-        self, buffer: Buffer, subject: BufferOperations, scenario: Scenario
-    ) -> None:
+    def _count_rail(self, buffer: Buffer, subject: BufferOperations, scenario: Scenario) -> None:
         """One row a (token, remote node) and not a byte more, or nothing is timed."""
         assert scenario.ranks_per_node is not None
         traffic = two_tier.traffic_of(scenario.workload, scenario.ranks_per_node)

@@ -63,7 +63,11 @@ class BufferOperations:
     """The operations of one Buffer with one Config. Collective to make: it dispatches."""
 
     def __init__(
-        self, buffer: Buffer, expected: Expected, config: Config | None, ranks_per_node: int | None = None
+        self,
+        buffer: Buffer,
+        expected: Expected,
+        config: Config | None,
+        ranks_per_node: int | None = None,
     ) -> None:
         self._buffer = buffer
         self._expected = expected

@@ -114,7 +114,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--routing", type=names(tuple(ROUTINGS)), default=("uniform",), help=", ".join(ROUTINGS))
     how = parser.add_argument_group("how it is called")
     add = how.add_argument
-    add("--mode", type=names(MODES), default=MODES, help="direct,ring; or low-latency or layer: see their --help")
+    add(
+        "--mode",
+        type=names(MODES),
+        default=MODES,
+        help="direct,ring; or low-latency or layer: see their --help",
+    )
     add("--execution", type=names(EXECUTIONS), help="eager,graph (the host has eager alone)")
     add(
         "--sms",
@@ -261,7 +266,9 @@ def two_tier_scenario(
     """Eager: whether a graph may hold calls that a NIC's thread serves is up to the rail."""
     configs = two_tier.configs_of(workload.num_ranks, sms, parsed.rail_send, parsed.rail_slots)
     per_node = parsed.ranks_per_node
-    return Scenario(workload, two_tier.MODE, configs, ("eager",), tuple(names), ranks_per_node=per_node)
+    return Scenario(
+        workload, two_tier.MODE, configs, ("eager",), tuple(names), ranks_per_node=per_node
+    )
 
 
 def quick(num_ranks: int, parsed: argparse.Namespace) -> list[Scenario]:
@@ -290,7 +297,9 @@ def quick(num_ranks: int, parsed: argparse.Namespace) -> list[Scenario]:
         scenario(4096, "bf16", "direct", wide, whole, with_rivals=True),
         scenario(4096, "bf16", "ring", (16, 24), (op.DISPATCH, *moves[:2])),
         scenario(4096, "fp8", "direct", (None, 8, 24, 48, 96), moves[:1], with_rivals=True),
-        scenario(1024, "bf16", "direct", (None, 24, 64, 128), (op.DISPATCH, *moves), with_rivals=True),
+        scenario(
+            1024, "bf16", "direct", (None, 24, 64, 128), (op.DISPATCH, *moves), with_rivals=True
+        ),
         scenario(1024, "fp8", "direct", (None, 24, 64, 128), moves[:1]),
         scenario(128, "bf16", "direct", (None, 24), (op.DISPATCH, *moves, op.PAIR, op.PAIR_CACHED)),
     ]

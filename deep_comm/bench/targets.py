@@ -156,6 +156,7 @@ TARGETS = (
     Target("host time of an eager call without host wait", {8: 20, 4: 20}, _host_time),
 )
 
+
 def judge(lines: Sequence[Measured], num_ranks: int) -> list[Verdict]:
     return [Verdict(target, target.limits.get(num_ranks), target.find(lines)) for target in TARGETS]
 

@@ -35,7 +35,10 @@ def discovered() -> int | None:
 
 
 def configs_of(
-    num_ranks: int, sms: Sequence[int | None], send: Sequence[int] | None, slots: Sequence[int] | None
+    num_ranks: int,
+    sms: Sequence[int | None],
+    send: Sequence[int] | None,
+    slots: Sequence[int] | None,
 ) -> tuple[Config | None, ...]:
     """One a combination; an odd number of SMs is rounded up, since a channel is two."""
     configs: list[Config | None] = [None] if None in sms else []
@@ -118,7 +121,13 @@ def count_rail(
         call(0)
         put_bytes = _put_bytes(buffer) - before
         yield RailCount(
-            workload.describe(), name, subject.num_sms, buffer.rank, int(rows[buffer.rank]), row_bytes, put_bytes
+            workload.describe(),
+            name,
+            subject.num_sms,
+            buffer.rank,
+            int(rows[buffer.rank]),
+            row_bytes,
+            put_bytes,
         )
 
 

@@ -38,7 +38,10 @@ def ratios(lines: Sequence[Measured]) -> list[Ratio]:
     own = [
         line
         for line in lines
-        if line.volume is not None and not line.is_rival and line.execution == "eager" and (line.num_sms or 0) <= MAX_SMS
+        if line.volume is not None
+        and not line.is_rival
+        and line.execution == "eager"
+        and (line.num_sms or 0) <= MAX_SMS
     ]
     found = []
     for workload, name in dict.fromkeys((line.workload, line.name) for line in own):
@@ -77,5 +80,9 @@ def table(found: Sequence[Ratio], counts: Sequence[RailCount]) -> str:
     text += align(rows, 1)
     total = sum(each.put_bytes for each in counts)
     num_rows = sum(each.rows for each in counts)
-    right = "exactly one row a (token, remote node)" if all(each.is_exact for each in counts) else "WRONG"
+    right = (
+        "exactly one row a (token, remote node)"
+        if all(each.is_exact for each in counts)
+        else "WRONG"
+    )
     return f"{text}\nrail: {num_rows} rows, {total} bytes in {len(counts)} calls counted: {right}"

@@ -43,7 +43,9 @@ def share_of(tokens: Tokens, sizes: Sequence[int], rank: int) -> Tokens:
 
 
 def _has_gpus() -> bool:
-    return torch.cuda.device_count() >= 2 and importlib.util.find_spec("deep_comm._cuda") is not None
+    return (
+        torch.cuda.device_count() >= 2 and importlib.util.find_spec("deep_comm._cuda") is not None
+    )
 
 
 def run(arguments: argparse.Namespace) -> bool:

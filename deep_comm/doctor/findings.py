@@ -65,7 +65,9 @@ def packages() -> Section:
     from deep_comm.compat import installer
 
     found = installer.existing()
-    whose = "" if found is None else ", the drop-in" if installer.is_drop_in(found) else ", not ours"
+    whose = (
+        "" if found is None else ", the drop-in" if installer.is_drop_in(found) else ", not ours"
+    )
     section.lines.append(f"import deep_ep: {found if found is not None else 'nothing'}{whose}")
     return section
 

@@ -71,9 +71,7 @@ def prefill_of(buffer: Buffer, shape: MoEShape, alignment: int, max_recv_rows: i
 class ExpandedPrefill:
     """Rows arrive grouped, and combine weighs and adds them."""
 
-    def __init__(
-        self, buffer: Buffer, shape: MoEShape, alignment: int, max_recv_rows: int
-    ) -> None:
+    def __init__(self, buffer: Buffer, shape: MoEShape, alignment: int, max_recv_rows: int) -> None:
         self._buffer = buffer
         self._shape = shape
         self._alignment = alignment
@@ -141,9 +139,7 @@ class GroupedHandle:
 class GroupedPrefill:
     """Rows arrive by source; this rank groups them, and adds a token's rows before they return."""
 
-    def __init__(
-        self, buffer: Buffer, shape: MoEShape, alignment: int, max_recv_rows: int
-    ) -> None:
+    def __init__(self, buffer: Buffer, shape: MoEShape, alignment: int, max_recv_rows: int) -> None:
         self._buffer = buffer
         self._shape = shape
         self._alignment = alignment

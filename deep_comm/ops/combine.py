@@ -49,7 +49,9 @@ def combine(
     if apply_weights:
         if expansion is None:
             raise HandleMismatch(
-                "handle", "without expansion", "must be of a dispatch with expand=True (apply_weights)"
+                "handle",
+                "without expansion",
+                "must be of a dispatch with expand=True (apply_weights)",
             )
         if topk_weights is None:
             raise ArgumentError("topk_weights", None, "is needed with apply_weights")
@@ -86,7 +88,9 @@ def combine(
     with streams.launch(ctx) as launch:
         inputs = (x, topk_weights, row_weights, bias_0, bias_1)
         if expansion is not None:
-            x, topk_weights = reduce_experts(ctx, launch, plan.rings, x, known, row_weights, topk_weights)
+            x, topk_weights = reduce_experts(
+                ctx, launch, plan.rings, x, known, row_weights, topk_weights
+            )
         staging, staging_offset, num_staging_rows = _staging(
             ctx, launch, known, plan.staging_row_bytes
         )
@@ -126,7 +130,11 @@ def _staging(
         num_peers = handle.num_topk
     num_rows = handle.num_tokens * num_peers
     taken = ctx.take(
-        num_rows * row_bytes, launch.caller_stream, launch.is_behind_caller, launch.is_captured, True
+        num_rows * row_bytes,
+        launch.caller_stream,
+        launch.is_behind_caller,
+        launch.is_captured,
+        True,
     )
     if taken is None:
         return None, 0, 0

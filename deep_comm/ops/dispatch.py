@@ -313,7 +313,9 @@ def cached_dispatch(
     known = ctx.known_handle(handle)
     expansion = known.expansion
     if (expand or zero_padding) and expansion is None:
-        raise HandleMismatch("handle", "without expansion", "must be of a dispatch with expand=True")
+        raise HandleMismatch(
+            "handle", "without expansion", "must be of a dispatch with expand=True"
+        )
     if known.num_tokens != payload.num_tokens:
         Handle.of(handle).require_num_tokens(payload.num_tokens)
     form = payload.form

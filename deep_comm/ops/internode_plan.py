@@ -92,7 +92,9 @@ def _plan(
     chosen = config if config is not None else default
     assert chosen is not None
     if config is not None and (config.num_sms < 2 or config.num_sms % 2 != 0):
-        raise ArgumentError("config.num_sms", config.num_sms, "must be even and at least 2 between nodes")
+        raise ArgumentError(
+            "config.num_sms", config.num_sms, "must be even and at least 2 between nodes"
+        )
     halved = _with_channels_of_two_sms(chosen)
     max_sms = ctx.backend.max_sms
     rings = plan_rings(

@@ -34,7 +34,9 @@ class Layout:
         num_tokens_per_node: Tensor | None = None,
     ) -> None:
         self.num_tokens_per_rank = num_tokens_per_rank  # int32 [R], a token counts once per rank
-        self.num_tokens_per_node = num_tokens_per_node  # int32 [nodes], likewise; None inside one node
+        self.num_tokens_per_node = (
+            num_tokens_per_node  # int32 [nodes], likewise; None inside one node
+        )
         self.num_tokens_per_expert = num_tokens_per_expert  # int32 [E], every selection counts
         self.is_token_in_rank = is_token_in_rank  # bool [T, R]
         self.num_experts: int = num_tokens_per_expert.shape[0]

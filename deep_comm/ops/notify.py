@@ -66,9 +66,7 @@ class Place:
 
     __slots__ = ("output_offset", "src_offset", "num_rows", "is_exact")
 
-    def __init__(
-        self, output_offset: int, src_offset: int, num_rows: int, is_exact: bool
-    ) -> None:
+    def __init__(self, output_offset: int, src_offset: int, num_rows: int, is_exact: bool) -> None:
         self.output_offset = output_offset  # 0: not there
         self.src_offset = src_offset
         self.num_rows = num_rows  # that fit

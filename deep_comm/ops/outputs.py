@@ -257,9 +257,7 @@ def outputs_in(
     return out
 
 
-def _layout(
-    payload: Payload, idx: Tensor | None, num_rows: int
-) -> tuple[int, int, int, int, int]:
+def _layout(payload: Payload, idx: Tensor | None, num_rows: int) -> tuple[int, int, int, int, int]:
     form = payload.form
     num_topk, idx_bytes = (0, 0) if idx is None else (idx.shape[1], idx.element_size())
     return _output_layout(num_rows, form.row_bytes, form.scale_row_bytes, num_topk, idx_bytes)

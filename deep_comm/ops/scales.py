@@ -36,9 +36,7 @@ class ScaleOptions:
 
     def payload(self, x: Any, device: torch.device) -> Payload:
         if self.use_fp8:
-            payload: Payload = checks.quantised_payload(
-                x, device, self.round_scale, self.use_ue8m0
-            )
+            payload: Payload = checks.quantised_payload(x, device, self.round_scale, self.use_ue8m0)
         else:
             payload = checks.payload(x, device)
         if self.column_major and payload.scale_bytes != 4:

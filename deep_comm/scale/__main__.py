@@ -1,8 +1,8 @@
 """``python -m deep_comm.scale``: one table of docs/scale.md, or the times of one job.
 
-    python -m deep_comm.scale compare
-    python -m deep_comm.scale job --ranks 128 --routing zipf --sms 48 --nic 100
-    python -m deep_comm.scale update docs/scale.md
+python -m deep_comm.scale compare
+python -m deep_comm.scale job --ranks 128 --routing zipf --sms 48 --nic 100
+python -m deep_comm.scale update docs/scale.md
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def updated(page: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m deep_comm.scale", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m deep_comm.scale", description=__doc__.split("\n")[0]
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     for name in tables.TABLES:
         commands.add_parser(name, help="a table of docs/scale.md")

@@ -93,7 +93,9 @@ def _burst(traffic: Traffic, machine: Machine, way: str, row_bytes: int) -> Burs
         nvlink_out, nvlink_in = inside.sum(1), inside.sum(0)
 
     def nic_us(num_rows: Tensor) -> float:
-        return float(num_rows.max()) * max(row_bytes / machine.nic_gb_per_s / 1e3, machine.nic_message_us)
+        return float(num_rows.max()) * max(
+            row_bytes / machine.nic_gb_per_s / 1e3, machine.nic_message_us
+        )
 
     nvlink_rows = max(int(nvlink_out.max()), int(nvlink_in.max()))
     nvlink_us = nvlink_rows * row_bytes / machine.nvlink_gb_per_s / 1e3
@@ -101,5 +103,8 @@ def _burst(traffic: Traffic, machine: Machine, way: str, row_bytes: int) -> Burs
     hop_us = machine.nvlink_latency_us if way == "node" and traffic.num_nodes > 1 else 0.0
     rail_rows = int(nic_out.max())
     return Burst(
-        machine.low_latency_us + links_us + hop_us, rail_rows, rail_rows * row_bytes, nvlink_rows * row_bytes
+        machine.low_latency_us + links_us + hop_us,
+        rail_rows,
+        rail_rows * row_bytes,
+        nvlink_rows * row_bytes,
     )

@@ -166,9 +166,7 @@ class _Dispatch:
             latency = torch.where(is_own, 0.0, self.machine.nic_latency_us)
             credit_at.append(_at_peer(done, to) + latency)
 
-    def _send(
-        self, step: int, rows: Tensor, is_own: Tensor, credit_at: Tensor | None
-    ) -> Tensor:
+    def _send(self, step: int, rows: Tensor, is_own: Tensor, credit_at: Tensor | None) -> Tensor:
         """[N, M, C] when batches of ``rows`` have left their ranks, or are in the ring if it is an own one."""
         wire, machine = self.wire, self.machine
         warp = step % self.num_warps

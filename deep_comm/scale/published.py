@@ -8,7 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 DEEPEP = "DeepEP V1"  # deepseek-ai/DeepEP, docs/legacy.md: H800, ConnectX-7 of 400 Gb/s
-PPLX = "DeepEP V1 by pplx"  # perplexityai/pplx-garden, docs/fabric-lib.md: ConnectX-7, GPU not named
+PPLX = (
+    "DeepEP V1 by pplx"  # perplexityai/pplx-garden, docs/fabric-lib.md: ConnectX-7, GPU not named
+)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,9 @@ class Job:
     hidden: int = 7168
     num_experts: int = 256
     num_topk: int = 8
-    dtype: str = "fp8"  # of dispatch: "fp8" with a float32 scale a 128 columns, or "bf16"; combine is bf16
+    dtype: str = (
+        "fp8"  # of dispatch: "fp8" with a float32 scale a 128 columns, or "bf16"; combine is bf16
+    )
     routing: str = "uniform"
     ranks_per_node: int = 8
     seed: int = 0
@@ -84,11 +86,16 @@ class Job:
             if limited is not None:
                 yield limited.draw()
             else:
-                yield _distinct((self.num_tokens, self.num_topk), self.num_experts, generator, popularity)
+                yield _distinct(
+                    (self.num_tokens, self.num_topk), self.num_experts, generator, popularity
+                )
 
 
 def _distinct(
-    shape: tuple[int, int], num_values: int, generator: torch.Generator, cumulative: Tensor | None = None
+    shape: tuple[int, int],
+    num_values: int,
+    generator: torch.Generator,
+    cumulative: Tensor | None = None,
 ) -> Tensor:
     """int64 rows of distinct values drawn one after the other; ``cumulative``: of unequal probabilities."""
 

@@ -111,7 +111,8 @@ def time() -> str:
             cells += [f"{times.total_us:.0f}", f"{times.bound_by} {floor:.0f}"]
         rows.append(cells)
     return markdown(
-        ["ranks", "dispatch FP8 µs", "its busiest resource alone", "combine BF16 µs", "likewise"], rows
+        ["ranks", "dispatch FP8 µs", "its busiest resource alone", "combine BF16 µs", "likewise"],
+        rows,
     )
 
 
@@ -134,9 +135,7 @@ def sms() -> str:
     for num_ranks in (16, 64):
         for num_sms in (8, 16, 24, 48, 96):
             times = normal_times(job_of(num_ranks, "limited"), num_sms, H200)
-            rows.append(
-                [str(num_ranks), str(num_sms), *(f"{each.total_us:.0f}" for each in times)]
-            )
+            rows.append([str(num_ranks), str(num_sms), *(f"{each.total_us:.0f}" for each in times)])
     return markdown(["ranks", "SMs", "dispatch FP8 µs", "combine BF16 µs"], rows)
 
 

@@ -50,7 +50,9 @@ class Wire:
 
     @staticmethod
     def of_job(job: Job, config: Config) -> Wire:
-        return Wire.of(config, job.row_bytes, job.scale_row_bytes, job.num_topk, job.combine_row_bytes)
+        return Wire.of(
+            config, job.row_bytes, job.scale_row_bytes, job.num_topk, job.combine_row_bytes
+        )
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,9 @@ class Traffic:
         """A cached dispatch: rows in puts of a batch, each with its tail, credits, one arrival a node."""
         if wire.num_slots % wire.batch != 0:
             # Puts would be split where the ring ends and cut short where it is full.
-            raise ArgumentError("wire.num_slots", wire.num_slots, f"must be a multiple of {wire.batch}")
+            raise ArgumentError(
+                "wire.num_slots", wire.num_slots, f"must be a multiple of {wire.batch}"
+            )
         rows = self.to_node * self.is_remote[:, :, None]
         puts = -(-rows // wire.batch)
         # A sender gets no credit that it cannot need.
@@ -114,7 +118,9 @@ class Traffic:
             for node in range(self.num_nodes)
         ]
         num_experts = torch.diff(torch.tensor([*first, self.num_experts])).tolist()
-        sizes = [_core.notify_bytes(wire.num_channels, self.ranks_per_node, num) for num in num_experts]
+        sizes = [
+            _core.notify_bytes(wire.num_channels, self.ranks_per_node, num) for num in num_experts
+        ]
         remote = self.is_remote.long()
         return Posts(remote, remote * torch.tensor(sizes), remote)
 
@@ -152,7 +158,11 @@ class Traffic:
 
 
 def count(
-    routings: Iterable[Tensor], num_ranks: int, ranks_per_node: int, num_experts: int, num_channels: int
+    routings: Iterable[Tensor],
+    num_ranks: int,
+    ranks_per_node: int,
+    num_experts: int,
+    num_channels: int,
 ) -> Traffic:
     """Traffic of the ranks' top-k indices [T, K], rank by rank; -1 selects nothing."""
     num_nodes = max(1, num_ranks // ranks_per_node)

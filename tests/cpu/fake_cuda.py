@@ -197,9 +197,7 @@ def installed() -> Iterator[Log]:
         )
         patch.setattr(torch.cuda, "Stream", lambda device, priority: _Stream(log, COMM))
         patch.setattr(torch.cuda, "Event", lambda: _Event(log))
-        patch.setattr(
-            torch.cuda, "current_stream", lambda device=None: _Stream(log, log.current)
-        )
+        patch.setattr(torch.cuda, "current_stream", lambda device=None: _Stream(log, log.current))
         patch.setattr(
             torch.cuda, "set_stream", lambda stream: setattr(log, "current", stream.cuda_stream)
         )

@@ -10,9 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-native = pytest.importorskip(
-    "deep_comm._simt_tests", reason="built only with DEEP_COMM_TESTS=ON"
-)
+native = pytest.importorskip("deep_comm._simt_tests", reason="built only with DEEP_COMM_TESTS=ON")
 
 
 def words(count: int = 8192) -> np.ndarray:

@@ -27,7 +27,9 @@ def test_rows_sums_and_bytes_are_checked_and_timed() -> None:
     )  # fmt: skip
     assert code == 0, out
     assert "every bit and every byte as it should be" in out
-    assert re.search(r"nodes +cached dispatch +\d+ us +0\.\d\d MB on the rail, +\d+\.\d GB/s, busy \d+ %", out)
+    assert re.search(
+        r"nodes +cached dispatch +\d+ us +0\.\d\d MB on the rail, +\d+\.\d GB/s, busy \d+ %", out
+    )
     assert re.search(r"one node +combine +\d+ us\n", out)
     assert re.search(r"two tiers / one: cached dispatch \d+\.\d\d, combine \d+\.\d\d", out)
 

@@ -284,7 +284,9 @@ def test_a_handle_used_from_another_stream_outlives_the_call(
     def body(buffer: Any, log: Any, x: Any, handle: Any, idx: Any) -> None:
         recorded: list[Any] = []
         monkeypatch.setattr(
-            torch.Tensor, "record_stream", lambda tensor, stream: recorded.append(stream.cuda_stream)
+            torch.Tensor,
+            "record_stream",
+            lambda tensor, stream: recorded.append(stream.cuda_stream),
         )
         rows = buffer.dispatch(x, handle=handle, config=CONFIG)[0]
         buffer.combine(rows, handle, config=CONFIG)

@@ -9,6 +9,7 @@ from internode import InternodeCase, random_case, run_case, verify
 
 from deep_comm import local
 
+
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEEP_COMM_POISON", "1")
@@ -73,7 +74,9 @@ def test_skewed_routing(name: str, wanted, monkeypatch: pytest.MonkeyPatch) -> N
 
     def skewed(case, rank, call):
         inputs = plain(case, rank, call)
-        experts = torch.tensor([rank - rank % 2, rank - rank % 2 + 1] if wanted is None else [*wanted])
+        experts = torch.tensor(
+            [rank - rank % 2, rank - rank % 2 + 1] if wanted is None else [*wanted]
+        )
         return type(inputs)(**{**vars(inputs), "topk_idx": experts[inputs.topk_idx % len(experts)]})
 
     monkeypatch.setattr(internode, "make_inputs", skewed)

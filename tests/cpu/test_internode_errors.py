@@ -99,9 +99,7 @@ def test_every_rank_names_the_rank_that_never_comes(silent: int, operation: str)
             else:
                 buffer.combine(recv_x, handle, config=arguments["config"])
 
-    ended = simulate.run(
-        fn, NUM_RANKS, 7, on_stuck="clock", return_errors=True, timeout_s=120
-    )
+    ended = simulate.run(fn, NUM_RANKS, 7, on_stuck="clock", return_errors=True, timeout_s=120)
     for rank, error in enumerate(ended):
         if rank == silent:
             continue
@@ -119,9 +117,7 @@ def test_a_stalled_rail_is_named_by_its_rank(stalled: int) -> None:
                 group.simulation.stall_rail(stalled)
             buffer.dispatch(**arguments_of())
 
-    ended = simulate.run(
-        fn, NUM_RANKS, 3, on_stuck="clock", return_errors=True, timeout_s=120
-    )
+    ended = simulate.run(fn, NUM_RANKS, 3, on_stuck="clock", return_errors=True, timeout_s=120)
     for rank, error in enumerate(ended):
         if rank // RANKS_PER_NODE == stalled // RANKS_PER_NODE:
             continue  # inside its node nothing is late before the next call
@@ -131,7 +127,14 @@ def test_a_stalled_rail_is_named_by_its_rank(stalled: int) -> None:
 
 def test_reset_makes_the_buffer_usable_after_a_stalled_rail() -> None:
     case = InternodeCase(
-        (7, 3, 9, 5), experts=8, topk=3, num_sms=2, slots=2, send_chunk=1, rail_slots=2, rail_chunk=1
+        (7, 3, 9, 5),
+        experts=8,
+        topk=3,
+        num_sms=2,
+        slots=2,
+        send_chunk=1,
+        rail_slots=2,
+        rail_chunk=1,
     )
     import internode
 
@@ -281,7 +284,12 @@ def test_ranks_per_node_comes_from_the_environment(monkeypatch: pytest.MonkeyPat
 def test_processes_get_their_rows_and_sums(case: InternodeCase) -> None:
     variables = {"DEEP_COMM_POISON": "1"}
     results = processes.run(
-        run_case, case.num_ranks, case, start_method="forkserver", timeout_s=120, variables=variables
+        run_case,
+        case.num_ranks,
+        case,
+        start_method="forkserver",
+        timeout_s=120,
+        variables=variables,
     )
     verify(case, results)
 

@@ -77,9 +77,7 @@ def test_low_latency_and_normal_calls_mix_in_any_order() -> None:
             idx, ones = torch.arange(6).unsqueeze(1) % 2, torch.ones(6, 1)
             for call in range(case.calls):
                 pair = Pair(buffer, case, call)
-                received = buffer.dispatch(
-                    x, topk_idx=idx, topk_weights=ones, num_experts=2
-                )
+                received = buffer.dispatch(x, topk_idx=idx, topk_weights=ones, num_experts=2)
                 pair.dispatch()
                 combined = buffer.combine(received[0], received[4])[0]
                 assert torch.equal(combined, x)
@@ -229,9 +227,7 @@ def test_out_is_written_in_place() -> None:
             out = torch.empty(pair.x.shape, dtype=torch.bfloat16)
             rows = torch.ones(pair.handle.rows_shape, dtype=torch.bfloat16)
             weights = torch.full(pair.weights.shape, 0.5)
-            result, _, _ = buffer.low_latency_combine(
-                rows, pair.idx, weights, pair.handle, out=out
-            )
+            result, _, _ = buffer.low_latency_combine(rows, pair.idx, weights, pair.handle, out=out)
             return result is out and bool((out == 1).all())
 
     assert local.run(main, 2, timeout_s=60) == [True, True]

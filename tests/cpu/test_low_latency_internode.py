@@ -97,7 +97,11 @@ def test_the_model_knows_what_a_nic_takes_at_least() -> None:
             machine = ways.Machine()
             puts = ways.puts_of(shape, machine, way, routing, is_combine=is_combine)
             of_ranks = [
-                sum(max(p.num_bytes / machine.nic, machine.nic_message) for p in puts if p.source == rank)
+                sum(
+                    max(p.num_bytes / machine.nic, machine.nic_message)
+                    for p in puts
+                    if p.source == rank
+                )
                 for rank in range(shape.num_ranks)
             ]
             taken = ways.duration(machine, puts, is_combine=is_combine)

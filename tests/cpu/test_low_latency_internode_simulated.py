@@ -71,7 +71,15 @@ def test_every_policy_serves_two_nodes_of_four(policy: str) -> None:
 
 def test_sixty_four_ranks_of_eight_nodes() -> None:
     case = LowLatencyCase(
-        (2,) * 63 + (0,), 2, hidden=16, experts=130, topk=4, ranks_per_node=8, num_qps=2, calls=3, hand_on=1
+        (2,) * 63 + (0,),
+        2,
+        hidden=16,
+        experts=130,
+        topk=4,
+        ranks_per_node=8,
+        num_qps=2,
+        calls=3,
+        hand_on=1,
     )
     verify(case, simulate.run(lambda group: run_case(group, case), 64, 1, timeout_s=300))
 

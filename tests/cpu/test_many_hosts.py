@@ -102,7 +102,9 @@ def test_groups_of_several_hosts(tmp_path: Path) -> None:
         "a Buffer over some ranks of each host: equal",
         "an uneven part of the hosts: refused",
     ):
-        assert {rank for rank in range(6) if f"rank {rank} of 6: {line}" in said} == set(range(6)), said
+        assert {rank for rank in range(6) if f"rank {rank} of 6: {line}" in said} == set(
+            range(6)
+        ), said
 
 
 def test_commands_of_the_guide_run_as_written(tmp_path: Path) -> None:
@@ -116,7 +118,14 @@ def test_commands_of_the_guide_run_as_written(tmp_path: Path) -> None:
         start = words.index("torchrun")
         assert "DEEP_COMM_HOST_NAME" in words[0]
         commands.append(
-            ["env", *words[:start], sys.executable, "-m", "torch.distributed.run", *words[start + 1 :]]
+            [
+                "env",
+                *words[:start],
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                *words[start + 1 :],
+            ]
         )
     (tmp_path / "README.md").write_text((ROOT / "README.md").read_text())
     said = "".join(run_hosts(commands, tmp_path))

@@ -25,7 +25,12 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def sample(num_cases: int, seed: int, **fixed: Any) -> list[tuple[Case, Form]]:
     cases = matrix.sample(
-        num_cases, seed, hidden=HIDDEN, payload=[(torch.bfloat16, None)], alignment=[1, 16, 128], **fixed
+        num_cases,
+        seed,
+        hidden=HIDDEN,
+        payload=[(torch.bfloat16, None)],
+        alignment=[1, 16, 128],
+        **fixed,
     )
     return [(case, FORMS[number % len(FORMS)]) for number, case in enumerate(cases)]
 
@@ -115,9 +120,7 @@ def test_all_ranks_must_quantise_alike() -> None:
 def test_refusals() -> None:
     def main(group: local.ThreadGroup) -> None:
         x = torch.ones(5, 128, dtype=torch.bfloat16)
-        given: dict[str, Any] = dict(
-            topk_idx=torch.zeros(5, 1, dtype=torch.int64), num_experts=1
-        )
+        given: dict[str, Any] = dict(topk_idx=torch.zeros(5, 1, dtype=torch.int64), num_experts=1)
         with Buffer(group, 1 << 20, device="cpu") as buffer:
             assert buffer.runtime is not None
             before = buffer.runtime.num_launches

@@ -77,7 +77,9 @@ def test_a_signal_shows_all_that_was_posted_before_it(seed: int, bytes_per_s: fl
 def test_puts_that_continue_each_other_become_one_and_old_values_stay_away() -> None:
     backlog = _simt_tests.RailBacklog(1, 0.0)
     for row in range(4):
-        backlog.push(queue=0, dst=row * SLOT, src=4096 + row * SLOT, num_bytes=SLOT, value=0, now_ns=0)
+        backlog.push(
+            queue=0, dst=row * SLOT, src=4096 + row * SLOT, num_bytes=SLOT, value=0, now_ns=0
+        )
         backlog.push(queue=0, dst=WORDS, src=0, num_bytes=0, value=row + 1, now_ns=0)
     moved = [*backlog.advance(0), *backlog.advance(0)]
     assert moved == [(0, 0, 4096, 4 * SLOT, 0), (0, WORDS, 0, 0, 4)]

@@ -127,7 +127,9 @@ def test_predicted_messages_and_bytes_are_those_of_the_simulated_network(seed: i
     assert_same(cached, traffic.dispatch_posts(wire_of(case, 0)))
     fewest, most = traffic.combine_bounds(wire)
     assert torch.equal(combined.num_put_bytes, fewest.num_put_bytes)
-    assert (fewest.num_puts <= combined.num_puts).all() and (combined.num_puts <= most.num_puts).all()
+    assert (fewest.num_puts <= combined.num_puts).all() and (
+        combined.num_puts <= most.num_puts
+    ).all()
     assert (fewest.num_signals <= combined.num_signals).all()
     assert (combined.num_signals <= most.num_signals).all()
 
@@ -160,7 +162,9 @@ def test_predicted_low_latency_puts_are_those_of_the_simulated_network(seed: int
     choose = random.Random(seed)
     num_tokens = [choose.choice((0, hand_on - 1, hand_on, max_tokens)) for _ in range(num_ranks)]
     routings = [
-        torch.rand(num, num_experts, generator=torch.Generator().manual_seed(rank)).topk(num_topk).indices
+        torch.rand(num, num_experts, generator=torch.Generator().manual_seed(rank))
+        .topk(num_topk)
+        .indices
         for rank, num in enumerate(num_tokens)
     ]
     num_bytes = deep_comm.Buffer.get_low_latency_rdma_size_hint(
@@ -230,7 +234,9 @@ def test_order_of_nodes_is_that_of_the_kernels(num_nodes: int) -> None:
 def test_channels_are_those_of_the_kernels(num_tokens: int, num_channels: int) -> None:
     """Every token to a node of its own channel."""
     job = Job(16, num_tokens, 128, 16, 1)
-    per_channel = count([torch.full((num_tokens, 1), 15)] * 16, 16, 8, job.num_experts, num_channels)
+    per_channel = count(
+        [torch.full((num_tokens, 1), 15)] * 16, 16, 8, job.num_experts, num_channels
+    )
     for channel in range(num_channels):
         begin, end = _core.channel_range(num_tokens, num_channels, channel)
         assert int(per_channel.to_node[0, 1, channel]) == end - begin
@@ -274,7 +280,9 @@ def test_limited_routing_is_that_of_scores() -> None:
         per_node = torch.nn.functional.one_hot(topk_idx // 32, 8).sum(1)
         shares.append(per_node.flatten().bincount(minlength=9).double() / per_node.numel())
         assert torch.allclose(
-            topk_idx.flatten().bincount(minlength=256).double(), torch.tensor(256.0).double(), rtol=0.35
+            topk_idx.flatten().bincount(minlength=256).double(),
+            torch.tensor(256.0).double(),
+            rtol=0.35,
         )
     assert torch.allclose(shares[0], shares[1], atol=0.01), shares
 
@@ -319,9 +327,13 @@ def test_quicker_machines_and_fewer_rows_take_less() -> None:
 def test_low_latency_rows_follow_the_ways() -> None:
     job = Job(64, 128)
     traffic = count_job(job, 1)
-    rows = {way: low_latency.dispatch(job, traffic, H200, way).rail_rows for way in low_latency.WAYS}
+    rows = {
+        way: low_latency.dispatch(job, traffic, H200, way).rail_rows for way in low_latency.WAYS
+    }
     assert rows["expert"] > rows["rank"] > rows["node"] > 0
-    assert rows["expert"] == int((traffic.selections * traffic.is_remote.repeat_interleave(8, 1)).sum(1).max())
+    assert rows["expert"] == int(
+        (traffic.selections * traffic.is_remote.repeat_interleave(8, 1)).sum(1).max()
+    )
     with pytest.raises(ArgumentError, match="way"):
         low_latency.dispatch(job, traffic, H200, "pigeon")
 
@@ -381,7 +393,9 @@ def test_page_shows_every_table_as_the_model_says() -> None:
     page = PAGE.read_text()
     for name in tables.TABLES:
         assert page.count(f"<!-- python -m deep_comm.scale {name} -->\n|") == 1, name
-    assert not differences(page, updated(page)), "run: python -m deep_comm.scale update docs/scale.md"
+    assert not differences(page, updated(page)), (
+        "run: python -m deep_comm.scale update docs/scale.md"
+    )
 
 
 def test_differences_are_noticed() -> None:

@@ -17,7 +17,9 @@ def test_sync_block_holds_every_thread(machine: str, num_threads: int) -> None:
 
 @on_every_machine
 @pytest.mark.parametrize("num_threads", [64, 96])
-def test_sync_block_any_tells_every_thread_what_one_has_said(machine: str, num_threads: int) -> None:
+def test_sync_block_any_tells_every_thread_what_one_has_said(
+    machine: str, num_threads: int
+) -> None:
     assert run_on(machine, "any_rounds", [25], shape=Shape(2, num_threads))[0] == 0
 
 

@@ -119,9 +119,7 @@ def test_fp16_conversions_agree_with_ieee() -> None:
     got = native.float_to_fp16(floats).view(np.float16)
     is_nan = np.isnan(floats)
     assert np.isnan(got[is_nan]).all()
-    np.testing.assert_array_equal(
-        got[~is_nan].view(np.uint16), halves[~is_nan].view(np.uint16)
-    )
+    np.testing.assert_array_equal(got[~is_nan].view(np.uint16), halves[~is_nan].view(np.uint16))
 
 
 def test_bf16_conversions_round_to_nearest_even() -> None:

@@ -53,7 +53,11 @@ def entry(operation: str, row_bytes: int, num_sms: int, **more: Any) -> dict[str
 
 
 def test_measurements_go_before_the_model_for_rows_like_theirs() -> None:
-    entries = [entry("dispatch", 14336, 16), entry("dispatch", 7392, 26), entry("combine", 14336, 40)]
+    entries = [
+        entry("dispatch", 14336, 16),
+        entry("dispatch", 7392, 26),
+        entry("combine", 14336, 40),
+    ]
     default = DefaultConfig("dispatch", config.recommended_dispatch_config, entries, 4, 132)
     assert default(14336) == deep_comm.Config(16, 4, 32)
     assert default(12000).num_sms == 16
@@ -194,7 +198,12 @@ def test_the_measured_layer_most_like_this_one_is_taken(
     monkeypatch.setenv("DEEP_COMM_TUNE_FILE", str(path))
     key = "host target x 4"
     tuning.store(path, key, "today", [entry("dispatch", 128, 3)])
-    for measured in ((7168, 8, 256, 200), (7168, 8, 128, 300), (4096, 8, 256, 90), (7168, 8, 256, 150)):
+    for measured in (
+        (7168, 8, 256, 200),
+        (7168, 8, 128, 300),
+        (4096, 8, 256, 90),
+        (7168, 8, 256, 150),
+    ):
         tuning.store_decode_tokens(path, key, layer_entry(*measured))
     assert len(tuning.read_decode_tokens(CPU, 4)) == 3  # of one shape, the last
     assert tuning.read(CPU, 4) == [entry("dispatch", 128, 3)]

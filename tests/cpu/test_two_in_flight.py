@@ -15,7 +15,9 @@ import deep_comm
 from deep_comm import local, processes, simulate
 
 LEFT = Case((12, 7, 20), experts=6, topk=2, seed=1, calls=12, num_sms=4, slots=3, send_chunk=2)
-RIGHT = Case((3, 25, 0), experts=9, topk=3, hidden=256, seed=2, calls=12, fused_layout=True, biases=1)
+RIGHT = Case(
+    (3, 25, 0), experts=9, topk=3, hidden=256, seed=2, calls=12, fused_layout=True, biases=1
+)
 
 
 def _both(fns: list[Callable[[], Any]]) -> list[Any]:

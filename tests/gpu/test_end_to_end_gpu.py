@@ -8,6 +8,7 @@ import torch
 from cases import Case
 from gpu_cases import matrix_for, run, run_cases, verify_all
 
+
 @pytest.mark.parametrize("num_ranks_wanted", [2, 3, 4, 5, 6, 7, 8])
 def test_every_rank_gets_its_rows_and_sums(num_ranks_wanted: int) -> None:
     if torch.cuda.device_count() < num_ranks_wanted:

@@ -64,9 +64,15 @@ def _replays(group, direct_bytes: int, num_steps: int, num_cached: int) -> bool:
                 check(buffer, eager, _gather(group))
             elif call % 3 == 1:
                 received, idx, weights, _, handle, _ = buffer.dispatch(
-                    eager.x, topk_idx=eager.idx, topk_weights=eager.weights, num_experts=10, config=config
+                    eager.x,
+                    topk_idx=eager.idx,
+                    topk_weights=eager.weights,
+                    num_experts=10,
+                    config=config,
                 )
-                rows = _cached(buffer, Step(eager.x, eager.idx, eager.weights, handle=handle), config)
+                rows = _cached(
+                    buffer, Step(eager.x, eager.idx, eager.weights, handle=handle), config
+                )
                 assert torch.equal(rows, received)
         # Replays in a row, with nothing between them.
         fill(steps[-1], rank, 999)

@@ -38,9 +38,7 @@ def check(cases: list[InternodeCase], options: dict | None = None, **run_options
 def random_cases(shape: tuple[int, int], first_seed: int, num_cases: int) -> list[InternodeCase]:
     cases = [random_case(first_seed + number, shape) for number in range(num_cases)]
     # A default config on a GPU has ten channels and takes more room than one on the host.
-    return [
-        dataclasses.replace(case, nvl_bytes=128 << 20, rdma_bytes=128 << 20) for case in cases
-    ]
+    return [dataclasses.replace(case, nvl_bytes=128 << 20, rdma_bytes=128 << 20) for case in cases]
 
 
 def test_every_rank_gets_its_rows_and_sums(num_ranks: int) -> None:
@@ -206,4 +204,6 @@ def test_a_rail_of_a_given_speed_is_kept_busy(num_ranks: int, gb_per_s: float, c
         assert took_s > 0.97 * busy_s, (name, busy_s, took_s)
         with capsys.disabled():
             share = 100 * busy_s / took_s
-            print(f"\n{num} GPUs as two nodes, rails of {gb_per_s:.0f} GB/s: {name} {share:.0f} % busy")
+            print(
+                f"\n{num} GPUs as two nodes, rails of {gb_per_s:.0f} GB/s: {name} {share:.0f} % busy"
+            )

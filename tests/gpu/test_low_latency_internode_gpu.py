@@ -138,9 +138,7 @@ def silent_rank(group, case: LowLatencyCase, silent: int):
 def test_a_silent_rank_is_named_and_the_buffer_recovers(num_ranks: int) -> None:
     shape = shapes(num_ranks)[-1]
     num = shape[0] * shape[1]
-    case = LowLatencyCase(
-        (12,) * num, 16, hidden=1024, experts=16, topk=4, ranks_per_node=shape[1]
-    )
+    case = LowLatencyCase((12,) * num, 16, hidden=1024, experts=16, topk=4, ranks_per_node=shape[1])
     results = run(silent_rank, num, case, num - 1)
     assert [named for named, _ in results] == [num - 1] * (num - 1) + [None]
     verify(case, [pairs for _, pairs in results])
@@ -185,4 +183,6 @@ def test_prints_what_a_pair_takes(num_ranks: int, capsys: pytest.CaptureFixture[
             times = run(timed, num, case, hand_on)
             way = "once to a node" if hand_on == 0 else "straight to each rank"
             with capsys.disabled():
-                print(f"\n{shape[0]}x{shape[1]}, {tokens} tokens, {way}: {max(times):.1f} us a pair")
+                print(
+                    f"\n{shape[0]}x{shape[1]}, {tokens} tokens, {way}: {max(times):.1f} us a pair"
+                )

@@ -51,7 +51,9 @@ def _interleaved(
 @pytest.mark.parametrize("direct_bytes", [0, 128 << 20])
 @pytest.mark.parametrize("num_buffers", [1, 2])
 @pytest.mark.parametrize("async_finish", [False, True])
-def test_two_streams(num_ranks: int, num_buffers: int, direct_bytes: int, async_finish: bool) -> None:
+def test_two_streams(
+    num_ranks: int, num_buffers: int, direct_bytes: int, async_finish: bool
+) -> None:
     pair = _pair(num_ranks, direct_bytes)
     options = {"async_finish": True} if async_finish else {}
     results = run(_interleaved, num_ranks, pair, num_buffers, options)
@@ -117,4 +119,6 @@ def _overlapped(group, num_buffers: int) -> tuple[bool, float]:
 def test_dispatch_beside_combine(num_ranks: int, num_buffers: int) -> None:
     results = run(_overlapped, num_ranks, num_buffers)
     assert all(good for good, _ in results)
-    print(f"{num_buffers} Buffer(s): {max(us for _, us in results):.0f} us a dispatch and a combine")
+    print(
+        f"{num_buffers} Buffer(s): {max(us for _, us in results):.0f} us a dispatch and a combine"
+    )

@@ -159,7 +159,9 @@ PROBE(bulk_wait_read) { arch::bulk_wait_read<2>(); }
 PROBE(bulk_wait) { arch::bulk_wait<0>(); }
 
 // Both post a descriptor: post_rail.
-PROBE(rail_put, deep_comm::RailPort port, const void* src) { arch::rail_put(port, 1, 0, 256, src, 128); }
+PROBE(rail_put, deep_comm::RailPort port, const void* src) {
+  arch::rail_put(port, 1, 0, 256, src, 128);
+}
 PROBE(rail_signal, deep_comm::RailPort port) { arch::rail_signal(port, 1, 0, 256, 7); }
 
 PROBE(wait_hint, const uint32_t* word, const uint32_t* abort_word) {

@@ -121,16 +121,16 @@ struct WaitNote {
 // Steps that a test can leave out of a protocol run on the simulated machine.
 enum class Fault : uint32_t {
   kNone = 0,
-  kWeakenRelease = 1u << 0,    // st_release_* and releasing atomics order nothing before them
-  kWeakenFence = 1u << 1,      // fence_acq_rel_* does nothing
-  kSkipCredit = 1u << 2,       // ring senders do not wait for a free slot
-  kSkipBulkWait = 1u << 3,     // bulk_wait<N> returns at once
-  kSkipBulkWaitRead = 1u << 4, // bulk_wait_read<N> returns at once
-  kSkipEntryBarrier = 1u << 5, // a kernel writes into peers' memory without waiting for them
-  kSkipArrival = 1u << 6,      // words that tell by themselves that they came are taken as they are
-  kSkipClear = 1u << 7,        // and stay where they are when they have been taken
-  kReorderRail = 1u << 8,      // signals overtake the puts before them
-  kSkipRailCredit = 1u << 9,   // rail senders do not wait for a free slot
+  kWeakenRelease = 1u << 0,     // st_release_* and releasing atomics order nothing before them
+  kWeakenFence = 1u << 1,       // fence_acq_rel_* does nothing
+  kSkipCredit = 1u << 2,        // ring senders do not wait for a free slot
+  kSkipBulkWait = 1u << 3,      // bulk_wait<N> returns at once
+  kSkipBulkWaitRead = 1u << 4,  // bulk_wait_read<N> returns at once
+  kSkipEntryBarrier = 1u << 5,  // a kernel writes into peers' memory without waiting for them
+  kSkipArrival = 1u << 6,     // words that tell by themselves that they came are taken as they are
+  kSkipClear = 1u << 7,       // and stay where they are when they have been taken
+  kReorderRail = 1u << 8,     // signals overtake the puts before them
+  kSkipRailCredit = 1u << 9,  // rail senders do not wait for a free slot
   kEarlyRailCredit = 1u << 10,  // rail receivers free slots that they have not read
   kSkipRailFence = 1u << 11,    // no fence between filling a slot and putting it
   kPlainWords = 1u << 12,       // rows travel as they are, zeros as zeros

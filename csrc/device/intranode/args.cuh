@@ -91,10 +91,12 @@ struct OutputPlace {
 
 // Where the rows of expanded outputs belong; all null without expand.
 struct ExpansionArgs {
-  int32_t* first_rows;      // out [E]: of this rank's rows for an expert, in the output of the expert's rank
-  int32_t* expert_offsets;  // out [num_local_experts + 1]: where the group of a local expert begins here
-  int32_t* expert_counts;   // out [num_local_experts]: rows of a group, without padding
-  int32_t* num_rows;        // out [R]: rows of every rank's output, with padding
+  int32_t*
+      first_rows;  // out [E]: of this rank's rows for an expert, in the output of the expert's rank
+  int32_t*
+      expert_offsets;  // out [num_local_experts + 1]: where the group of a local expert begins here
+  int32_t* expert_counts;  // out [num_local_experts]: rows of a group, without padding
+  int32_t* num_rows;       // out [R]: rows of every rank's output, with padding
 };
 
 struct NotifyArgs {
@@ -116,7 +118,7 @@ struct NotifyArgs {
   int32_t* channel_prefix_matrix;       // out [R, C]
   int32_t* send_head;                   // out [T, R]
   int32_t* num_recv_tokens_per_expert;  // out [num_local_experts], or null
-  int32_t* recv_counts;                 // out [1 + R]: rows that come to this rank, in all and from each
+  int32_t* recv_counts;  // out [1 + R]: rows that come to this rank, in all and from each
   ExpansionArgs expansion;
 };
 
@@ -176,10 +178,11 @@ struct DispatchArgs {
   const uint8_t* source;  // [T, H] bfloat16
   ScaleFormat scale_format;
   // expanded outputs: what is sent where
-  const int32_t* send_row;       // [T, R] place of a token's first row at a rank, or -1
-  const int32_t* send_rows;      // [T, K] place of each selection's row at its rank, or -1; null: cached
-  const int32_t* num_expanded;   // [R] rows that each rank's output needs
-  int32_t* recv_rows;            // out [N, K] this rank's places of each received token, or -1; null: cached
+  const int32_t* send_row;  // [T, R] place of a token's first row at a rank, or -1
+  const int32_t*
+      send_rows;  // [T, K] place of each selection's row at its rank, or -1; null: cached
+  const int32_t* num_expanded;  // [R] rows that each rank's output needs
+  int32_t* recv_rows;  // out [N, K] this rank's places of each received token, or -1; null: cached
   // outputs; expanded: M rows, num_topk 1 (local expert and weight of the row), as many of the others as arrive
   uint8_t* recv_x;                      // [N, row_bytes]
   uint8_t* recv_x_scales;               // [N, num_scales], or null
@@ -218,9 +221,9 @@ struct ExpandArgs {
   int row_bytes;
   int scale_row_bytes;
   bool zero_padding;
-  uint8_t* x;             // [M, row_bytes]
-  uint8_t* scales;        // [M, scale_row_bytes], or null
-  void* expert_idx;       // out [M], or null
+  uint8_t* x;        // [M, row_bytes]
+  uint8_t* scales;   // [M, scale_row_bytes], or null
+  void* expert_idx;  // out [M], or null
   int expert_idx_bytes;
   float* weights;         // [M], or null
   int32_t* fill_src_idx;  // [N], -1 past the received tokens; null: all N have been received

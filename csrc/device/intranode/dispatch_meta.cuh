@@ -9,7 +9,11 @@
 
 namespace deep_comm {
 
-enum class ScaleSource { kInput, kWrittenHere, kNone };  // kWrittenHere: words that this kernel wrote
+enum class ScaleSource {
+  kInput,
+  kWrittenHere,
+  kNone
+};  // kWrittenHere: words that this kernel wrote
 
 // One warp: the scales of `token` at `dst`.
 template <ScaleSource kSource>
@@ -43,7 +47,8 @@ DC_DEVICE void store_token_meta(const DispatchArgs& args, const ExpertMap& exper
                     is_here ? arch::ld_nc(args.topk_weights + position) : 0.0f);
     }
   }
-  store_token_scales<kSource>(args, output.scales + row * args.num_scales * args.scale_bytes, token);
+  store_token_scales<kSource>(args, output.scales + row * args.num_scales * args.scale_bytes,
+                              token);
   if (lane == 0 && output.src_idx != nullptr) arch::st_weak(output.src_idx + row, token);
 }
 

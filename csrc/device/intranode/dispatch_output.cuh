@@ -84,19 +84,19 @@ DC_DEVICE PeerOutput output_at(const DispatchArgs& args, int peer, const OutputW
                          Form::kExpanded ? min_of(args.message.num_topk, 1) : args.message.num_topk,
                          args.topk_idx_bytes);
   uint8_t* block = world.bases[peer] + static_cast<size_t>(words.line) * kLineBytes;
-  uint8_t* src_block = words.src_line == 0 ? nullptr
-                                           : world.bases[peer] +
-                                                 static_cast<size_t>(words.src_line) * kLineBytes;
+  uint8_t* src_block = words.src_line == 0
+                           ? nullptr
+                           : world.bases[peer] + static_cast<size_t>(words.src_line) * kLineBytes;
   const SourceLayout sources =
       SourceLayout::make(num_rows, Form::kExpanded ? args.message.num_topk : 0);
-  return {block + layout.x,
-          block + layout.scales,
-          block + layout.topk_idx,
-          reinterpret_cast<float*>(block + layout.topk_weights),
-          reinterpret_cast<int32_t*>(src_block),
-          src_block == nullptr ? nullptr
-                               : reinterpret_cast<int32_t*>(src_block + sources.recv_rows),
-          num_rows};
+  return {
+      block + layout.x,
+      block + layout.scales,
+      block + layout.topk_idx,
+      reinterpret_cast<float*>(block + layout.topk_weights),
+      reinterpret_cast<int32_t*>(src_block),
+      src_block == nullptr ? nullptr : reinterpret_cast<int32_t*>(src_block + sources.recv_rows),
+      num_rows};
 }
 
 }  // namespace deep_comm

@@ -259,7 +259,7 @@ DC_DEVICE void copy_own_rows(const DispatchArgs& args, int channel, int part, in
       if (row < 0 || row >= args.num_recv_rows) continue;
     }
     copy_vecs<kRows>(args.recv_x + row * args.message.row_bytes + offset,
-                                 tokens.row(token) + offset, num_vecs);
+                     tokens.row(token) + offset, num_vecs);
     if (!Form::kExpanded && part == 0)
       store_token_meta<kScales>(args, experts, token, world.rank, output, row);
   }
@@ -301,7 +301,7 @@ DC_DEVICE void dispatch_receive(const Context& context, const DispatchArgs& args
     RingReceiver ring(context, ring_slots(world, args.ring, channel, world.rank, src), channel,
                       src);
     num_read = receive_rows<Form>(args, ring, progress, word, part, offsets.end - offsets.start,
-                            source_start + offsets.start);
+                                  source_start + offsets.start);
   }
   if (arch::lane_idx() == 0) progress.finish(word, num_read);
 }
@@ -324,8 +324,7 @@ DC_DEVICE void dispatch_publish(const Context& context, const DispatchArgs& args
 // The block: FP8 of its channel's rows, to where the senders load them.
 DC_DEVICE void quantise_channel(const DispatchArgs& args, int channel) {
   const int row_bytes = args.message.row_bytes;
-  const ChannelRange range =
-      ChannelRange::of(args.num_tokens, args.ring.num_channels, channel);
+  const ChannelRange range = ChannelRange::of(args.num_tokens, args.ring.num_channels, channel);
   for (int token = range.begin + arch::warp_idx(); token < range.end; token += arch::num_warps()) {
     uint8_t* dst = const_cast<uint8_t*>(args.x) + static_cast<size_t>(token) * row_bytes;
     uint8_t* scales = const_cast<uint8_t*>(args.x_scales) +
@@ -350,7 +349,7 @@ DC_DEVICE void dispatch_by_rings(const Context& context, const DispatchArgs& arg
     dispatch_send<Form>(context, args, progress, channel, (args.world.rank + 1 + warp) % num_ranks);
   } else if (receiver < num_receivers) {
     dispatch_receive<Form>(context, args, progress, channel, receiver / args.num_receive_warps,
-                     receiver % args.num_receive_warps);
+                           receiver % args.num_receive_warps);
   } else if (receiver == num_receivers) {
     dispatch_publish(context, args, progress, channel);
   }

@@ -4,8 +4,8 @@
 
 #include "device/intranode/combine.cuh"
 #include "device/intranode/dispatch.cuh"
-#include "device/intranode/get_dispatch_layout.cuh"
 #include "device/intranode/expand.cuh"
+#include "device/intranode/get_dispatch_layout.cuh"
 #include "device/intranode/notify_dispatch.cuh"
 #include "device/intranode/number_rows.cuh"
 #include "device/intranode/reduce_experts.cuh"

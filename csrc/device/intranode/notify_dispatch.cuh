@@ -245,8 +245,9 @@ DC_DEVICE void write_totals(const Context& context, const NotifyArgs& args) {
                                 static_cast<int>(HeaderField::kNumTokens));
     const int32_t num_rows = write_rank_prefix(context, args, peer);
     const bool is_expanded = args.expansion.first_rows != nullptr;
-    is_direct = words_of_notify(world, peer, context.generation)
-                    .has_room(is_expanded ? arch::ld_weak(args.expansion.num_rows + peer) : num_rows);
+    is_direct =
+        words_of_notify(world, peer, context.generation)
+            .has_room(is_expanded ? arch::ld_weak(args.expansion.num_rows + peer) : num_rows);
   }
   is_direct = arch::all(kFullMask, is_direct);
   for (int mask = kMaxRanks / 2; mask > 0; mask /= 2)
@@ -320,7 +321,8 @@ DC_DEVICE void write_expansion(const Context& context, const NotifyArgs& args) {
       int32_t total = 0, before = 0;  // rows of all ranks, of lower ranks
       for (int src = 0; src < world.num_ranks && local < count; ++src) {
         if (src == world.rank) before = total;
-        total += arch::ld_weak(world.expert_counts(world.rank, src, context.generation) + first + local);
+        total +=
+            arch::ld_weak(world.expert_counts(world.rank, src, context.generation) + first + local);
       }
       const int32_t aligned = align_up(total, args.expert_alignment);
       int32_t end = aligned;

@@ -20,7 +20,8 @@ struct Route {
   int32_t local_expert;  // -1: not on this rank
   int32_t ordinal;       // earlier tokens of this source that select this expert; see repeated
   float weight;
-  int32_t row_ordinal;  // earlier tokens of this source that come to this rank; -1: this one does not
+  int32_t
+      row_ordinal;  // earlier tokens of this source that come to this rank; -1: this one does not
 
   // A token that selects an expert again has one row with it: the later selections stand for the row of the first.
   DC_HOST_DEVICE static int32_t repeated(uint32_t ordinal) {
@@ -154,8 +155,7 @@ struct LowLatencyShare {
     }
     const int num_groups = ceil_div(shape.hidden, kGroupElements);
     const int num_strips =
-        num_tokens == 0 ? 1
-                        : min_of(Divisor::make(num_tokens).quotient(num_blocks), num_groups);
+        num_tokens == 0 ? 1 : min_of(Divisor::make(num_tokens).quotient(num_blocks), num_groups);
     if (block >= num_tokens * num_strips) return {0, 0, 0, 0, false};
     const Divisor by_strips = Divisor::make(num_strips);
     const int token = by_strips.quotient(block), strip = block - token * num_strips;
@@ -182,9 +182,7 @@ struct LowLatencyHalf {
   DC_HOST_DEVICE LowLatencyRecord* record(int block) const {
     return &state()->records[static_cast<int>(kind)][block];
   }
-  DC_HOST_DEVICE uint64_t* consumed(int owner, int by) const {
-    return consumed(owner, half, by);
-  }
+  DC_HOST_DEVICE uint64_t* consumed(int owner, int by) const { return consumed(owner, half, by); }
   DC_HOST_DEVICE uint64_t* consumed(int owner, int of_half, int by) const {
     const size_t line = (static_cast<size_t>(kind) * 2 + of_half) * world.num_ranks + by;
     return reinterpret_cast<uint64_t*>(world.bases[owner] + world.layout.low_latency.consumed +

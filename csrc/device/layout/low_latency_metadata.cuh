@@ -24,12 +24,13 @@ struct LowLatencyMetadata {
   size_t recv_weights;     // float32 [R, M, K]
   size_t compact_idx;      // int32 [N, K]
   size_t compact_weights;  // float32 [N, K]
-  size_t num_rows;         // int32 [2, R]: rows from each source, and how many of them were handed on
+  size_t num_rows;  // int32 [2, R]: rows from each source, and how many of them were handed on
   size_t return_addresses;  // int32 [R, M]: ReturnAddress of each of them
   size_t num_bytes;
 
-  DC_HOST_DEVICE static LowLatencyMetadata make(int num_ranks, int num_local, int num_max_tokens, int num_topk,
-                                                bool is_compact, bool has_weights, bool is_internode) {
+  DC_HOST_DEVICE static LowLatencyMetadata make(int num_ranks, int num_local, int num_max_tokens,
+                                                int num_topk, bool is_compact, bool has_weights,
+                                                bool is_internode) {
     const size_t num_rows = static_cast<size_t>(num_ranks) * num_max_tokens;
     const size_t num_groups = is_compact ? 1 : num_local;
     LowLatencyMetadata layout{};

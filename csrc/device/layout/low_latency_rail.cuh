@@ -22,19 +22,21 @@ namespace deep_comm {
 
 // This rank alone, in stream order.
 struct alignas(kLineBytes) LowLatencyRailState {
-  uint32_t sequence[2];               // by kind: number of the last operation that was sent
-  uint32_t sent[2][2];                // by kind and half: the same of the half
-  uint32_t received[2][2];            // by kind and half: the last one whose receive phase was launched
+  uint32_t sequence[2];     // by kind: number of the last operation that was sent
+  uint32_t sent[2][2];      // by kind and half: the same of the half
+  uint32_t received[2][2];  // by kind and half: the last one whose receive phase was launched
   uint32_t num_entered_blocks[2][2];  // by kind and phase
-  uint32_t credited[2][2];  // by kind and half: the operation that peers were last told to have been received
+  uint32_t credited
+      [2][2];  // by kind and half: the operation that peers were last told to have been received
 };
 
 struct LowLatencyRailWords {
   // In a line of counts. kNumHanded: of kNumRows, those that another rank of the node hands on.
   static constexpr int kAnnounced = 0, kNumRows = 1, kNumHanded = 2, kExperts = 3;
 
-  size_t state;      // LowLatencyRailState
-  size_t consumed;   // Tagged [kind, half, R], a line each: the operation that peer has read what it got of
+  size_t state;  // LowLatencyRailState
+  size_t
+      consumed;  // Tagged [kind, half, R], a line each: the operation that peer has read what it got of
   size_t announced;  // combine: Tagged [half, R]: source has begun; value = signature, its tokens
   // dispatch: Tagged [half, R, counts_stride], by source: announced, rows for this rank, …, for each of its experts
   size_t counts;
@@ -42,11 +44,12 @@ struct LowLatencyRailWords {
   size_t counts_stride;
   size_t num_bytes;
 
-  DC_HOST_DEVICE static LowLatencyRailWords make(size_t offset, int num_ranks, int num_max_experts) {
+  DC_HOST_DEVICE static LowLatencyRailWords make(size_t offset, int num_ranks,
+                                                 int num_max_experts) {
     LowLatencyRailWords words{};
     RegionCursor cursor;
-    words.counts_stride =
-        align_up<size_t>(kExperts + ceil_div(num_max_experts, num_ranks), kLineBytes / sizeof(uint64_t));
+    words.counts_stride = align_up<size_t>(kExperts + ceil_div(num_max_experts, num_ranks),
+                                           kLineBytes / sizeof(uint64_t));
     const size_t counts_bytes = sizeof(uint64_t) * 2 * num_ranks * words.counts_stride;
     words.state = offset + cursor.take(sizeof(LowLatencyRailState));
     words.consumed = offset + cursor.take(2 * 2 * num_ranks * kLineBytes);
@@ -63,7 +66,9 @@ struct SlotWord {
   int slot;
   bool is_handed;  // by the rank of the first selection that lies on that node
 
-  DC_HOST_DEVICE uint32_t pack() const { return static_cast<uint32_t>(slot + 1) | (is_handed ? 1u << 31 : 0u); }
+  DC_HOST_DEVICE uint32_t pack() const {
+    return static_cast<uint32_t>(slot + 1) | (is_handed ? 1u << 31 : 0u);
+  }
   DC_HOST_DEVICE static SlotWord unpack(uint32_t word) {
     return {static_cast<int>(word & ~(1u << 31)) - 1, (word >> 31 & 1u) != 0};
   }
@@ -81,13 +86,27 @@ struct LowLatencySlot {
   DC_HOST_DEVICE int words_offset() const { return num_topk * static_cast<int>(sizeof(Vec16)); }
   DC_HOST_DEVICE int num_words() const { return num_topk + 1; }  // the last: the source's token + 1
   DC_HOST_DEVICE int num_padded_words() const { return align_up(num_words(), 4); }
-  DC_HOST_DEVICE int row_offset() const { return words_offset() + num_padded_words() * static_cast<int>(sizeof(uint32_t)); }
+  DC_HOST_DEVICE int row_offset() const {
+    return words_offset() + num_padded_words() * static_cast<int>(sizeof(uint32_t));
+  }
   DC_HOST_DEVICE int scales_offset() const { return row_offset() + row_bytes; }
-  DC_HOST_DEVICE int end_offset() const { return scales_offset() + num_scales * static_cast<int>(sizeof(float)); }
-  DC_HOST_DEVICE int num_bytes() const { return align_up(end_offset(), static_cast<int>(sizeof(Vec16))); }
+  DC_HOST_DEVICE int end_offset() const {
+    return scales_offset() + num_scales * static_cast<int>(sizeof(float));
+  }
+  DC_HOST_DEVICE int num_bytes() const {
+    return align_up(end_offset(), static_cast<int>(sizeof(Vec16)));
+  }
 };
 
-enum class LowLatencyPart : int { kWeights, kWeightsStaged, kSlots, kSlotsStaged, kRows, kRowsStaged, kCount };
+enum class LowLatencyPart : int {
+  kWeights,
+  kWeightsStaged,
+  kSlots,
+  kSlotsStaged,
+  kRows,
+  kRowsStaged,
+  kCount
+};
 inline constexpr int kNumLowLatencyParts = static_cast<int>(LowLatencyPart::kCount);
 
 // Every part has a place of its own whatever the shape: slots and rows must be zero where nothing is under way, and
@@ -100,12 +119,18 @@ struct LowLatencyRailRegion {
     constexpr size_t kUnit = 16;  // of a weight's part
     const size_t ranks = static_cast<size_t>(num_ranks);
     switch (static_cast<LowLatencyPart>(part)) {
-      case LowLatencyPart::kWeights: return ranks;
-      case LowLatencyPart::kWeightsStaged: return 1;
-      case LowLatencyPart::kSlots: return kUnit * ranks;
-      case LowLatencyPart::kSlotsStaged: return kUnit;
-      case LowLatencyPart::kRows: return kUnit * min_of<size_t>(ranks, 2 * kWarpSize);
-      default: return kUnit * ranks;
+      case LowLatencyPart::kWeights:
+        return ranks;
+      case LowLatencyPart::kWeightsStaged:
+        return 1;
+      case LowLatencyPart::kSlots:
+        return kUnit * ranks;
+      case LowLatencyPart::kSlotsStaged:
+        return kUnit;
+      case LowLatencyPart::kRows:
+        return kUnit * min_of<size_t>(ranks, 2 * kWarpSize);
+      default:
+        return kUnit * ranks;
     }
   }
   DC_HOST_DEVICE static size_t sum_of_shares(int num_ranks) {
@@ -123,26 +148,38 @@ struct LowLatencyRailRegion {
     }
     return region;
   }
-  DC_HOST_DEVICE static size_t bytes_of(int part, const LowLatencyShape& shape, int num_ranks, bool one_rounding) {
-    const size_t ranks = static_cast<size_t>(num_ranks), tokens = static_cast<size_t>(shape.num_max_tokens);
+  DC_HOST_DEVICE static size_t bytes_of(int part, const LowLatencyShape& shape, int num_ranks,
+                                        bool one_rounding) {
+    const size_t ranks = static_cast<size_t>(num_ranks),
+                 tokens = static_cast<size_t>(shape.num_max_tokens);
     const size_t topk = static_cast<size_t>(shape.num_topk), row = shape.hidden * sizeof(Bf16);
     const size_t slot = static_cast<size_t>(LowLatencySlot::of(shape).num_bytes());
     switch (static_cast<LowLatencyPart>(part)) {
-      case LowLatencyPart::kWeights: return ranks * tokens * topk * sizeof(uint64_t);
-      case LowLatencyPart::kWeightsStaged: return tokens * topk * sizeof(uint64_t);
-      case LowLatencyPart::kSlots: return ranks * tokens * slot;
-      case LowLatencyPart::kSlotsStaged: return tokens * slot;
-      case LowLatencyPart::kRows: return tokens * (one_rounding ? topk : min_of(topk, ranks)) * row;
-      default: return ranks * tokens * (one_rounding ? topk : 1) * row;
+      case LowLatencyPart::kWeights:
+        return ranks * tokens * topk * sizeof(uint64_t);
+      case LowLatencyPart::kWeightsStaged:
+        return tokens * topk * sizeof(uint64_t);
+      case LowLatencyPart::kSlots:
+        return ranks * tokens * slot;
+      case LowLatencyPart::kSlotsStaged:
+        return tokens * slot;
+      case LowLatencyPart::kRows:
+        return tokens * (one_rounding ? topk : min_of(topk, ranks)) * row;
+      default:
+        return ranks * tokens * (one_rounding ? topk : 1) * row;
     }
   }
   // The smallest region that serves a shape, combine(one_rounding) included or not.
-  DC_HOST_DEVICE static size_t bytes_for(const LowLatencyShape& shape, int num_ranks, bool one_rounding) {
+  DC_HOST_DEVICE static size_t bytes_for(const LowLatencyShape& shape, int num_ranks,
+                                         bool one_rounding) {
     size_t num_lines = 1;
     for (int part = 0; part < kNumLowLatencyParts; ++part) {
-      const size_t needed = ceil_div<size_t>(bytes_of(part, shape, num_ranks, one_rounding), kLineBytes);
+      const size_t needed =
+          ceil_div<size_t>(bytes_of(part, shape, num_ranks, one_rounding), kLineBytes);
       // Rounded down in make.
-      num_lines = max_of(num_lines, ceil_div<size_t>(needed * sum_of_shares(num_ranks), share_of(part, num_ranks)) + 1);
+      num_lines = max_of(
+          num_lines,
+          ceil_div<size_t>(needed * sum_of_shares(num_ranks), share_of(part, num_ranks)) + 1);
     }
     return 2 * num_lines * kLineBytes;
   }
@@ -157,12 +194,15 @@ struct LowLatencyGroup {
   int first_peer;  // of the port: rank r is its peer first_peer + r
   RailPort port;
 
-  DC_HOST_DEVICE bool is_near(int peer) const { return peer >= first_near && peer < first_near + num_near; }
+  DC_HOST_DEVICE bool is_near(int peer) const {
+    return peer >= first_near && peer < first_near + num_near;
+  }
   DC_HOST_DEVICE int node_of(int peer) const { return peer / num_near; }
   // Ranks of other nodes first, whose way is longer, and each rank begins with another of them.
   DC_HOST_DEVICE int rank_at(int position) const {
     const int num_far = num_ranks - num_near;
-    if (position >= num_far) return first_near + (rank - first_near + position - num_far) % num_near;
+    if (position >= num_far)
+      return first_near + (rank - first_near + position - num_far) % num_near;
     // Those of the same local index come first, then of the next.
     const int num_others = num_ranks / num_near - 1, node = first_near / num_near;
     const int other = (node + 1 + position % num_others) % (num_others + 1);
@@ -183,7 +223,9 @@ struct LowLatencyRailHalf {
   LowLatencyKind kind;
   int half;
 
-  DC_HOST_DEVICE LowLatencyRailState* rail_state() const { return own<LowLatencyRailState>(words.state); }
+  DC_HOST_DEVICE LowLatencyRailState* rail_state() const {
+    return own<LowLatencyRailState>(words.state);
+  }
   template <class T>
   DC_HOST_DEVICE T* own(size_t offset) const {
     return reinterpret_cast<T*>(world.bases[world.rank] + offset);
@@ -196,30 +238,38 @@ struct LowLatencyRailHalf {
 
   DC_HOST_DEVICE size_t consumed(int by) const { return consumed(half, by); }
   DC_HOST_DEVICE size_t consumed(int of_half, int by) const {
-    return words.consumed + ((static_cast<size_t>(kind) * 2 + of_half) * group.num_ranks + by) * kLineBytes;
+    return words.consumed +
+           ((static_cast<size_t>(kind) * 2 + of_half) * group.num_ranks + by) * kLineBytes;
   }
   DC_HOST_DEVICE size_t counts(int source) const { return counts_line(words.counts, source); }
-  DC_HOST_DEVICE size_t counts_staged(int destination) const { return counts_line(words.counts_staged, destination); }
+  DC_HOST_DEVICE size_t counts_staged(int destination) const {
+    return counts_line(words.counts_staged, destination);
+  }
   DC_HOST_DEVICE size_t announced(int source) const {
     if (kind == LowLatencyKind::kDispatch) return counts(source);
-    return words.announced + (static_cast<size_t>(half) * group.num_ranks + source) * sizeof(uint64_t);
+    return words.announced +
+           (static_cast<size_t>(half) * group.num_ranks + source) * sizeof(uint64_t);
   }
   DC_HOST_DEVICE size_t slot(int source, int idx) const {
-    return begin(LowLatencyPart::kSlots) + (static_cast<size_t>(source) * shape.num_max_tokens + idx) * slot_bytes();
+    return begin(LowLatencyPart::kSlots) +
+           (static_cast<size_t>(source) * shape.num_max_tokens + idx) * slot_bytes();
   }
   DC_HOST_DEVICE size_t slot_staged(int token) const {
     return begin(LowLatencyPart::kSlotsStaged) + static_cast<size_t>(token) * slot_bytes();
   }
   DC_HOST_DEVICE size_t weights(int source, int token) const {
     return begin(LowLatencyPart::kWeights) +
-           (static_cast<size_t>(source) * shape.num_max_tokens + token) * shape.num_topk * sizeof(uint64_t);
+           (static_cast<size_t>(source) * shape.num_max_tokens + token) * shape.num_topk *
+               sizeof(uint64_t);
   }
   DC_HOST_DEVICE size_t weights_staged(int token) const {
-    return begin(LowLatencyPart::kWeightsStaged) + static_cast<size_t>(token) * shape.num_topk * sizeof(uint64_t);
+    return begin(LowLatencyPart::kWeightsStaged) +
+           static_cast<size_t>(token) * shape.num_topk * sizeof(uint64_t);
   }
   // num_per_token: ranks that may send one back, or selections.
   DC_HOST_DEVICE size_t row(int token, int idx, int num_per_token) const {
-    return begin(LowLatencyPart::kRows) + (static_cast<size_t>(token) * num_per_token + idx) * row_bytes();
+    return begin(LowLatencyPart::kRows) +
+           (static_cast<size_t>(token) * num_per_token + idx) * row_bytes();
   }
   // num_per_slot: 1, or selections.
   DC_HOST_DEVICE size_t row_staged(int source, int slot_idx, int idx, int num_per_slot) const {
@@ -231,9 +281,12 @@ struct LowLatencyRailHalf {
   DC_HOST_DEVICE size_t slot_bytes() const { return LowLatencySlot::of(shape).num_bytes(); }
 
  private:
-  DC_HOST_DEVICE size_t begin(LowLatencyPart part) const { return region.begins[static_cast<int>(part)][half]; }
+  DC_HOST_DEVICE size_t begin(LowLatencyPart part) const {
+    return region.begins[static_cast<int>(part)][half];
+  }
   DC_HOST_DEVICE size_t counts_line(size_t first, int rank) const {
-    return first + (static_cast<size_t>(half) * group.num_ranks + rank) * words.counts_stride * sizeof(uint64_t);
+    return first + (static_cast<size_t>(half) * group.num_ranks + rank) * words.counts_stride *
+                       sizeof(uint64_t);
   }
 };
 

@@ -49,8 +49,8 @@ struct LocalState {
   uint32_t abort;              // set once by the first failing thread; every wait polls it
   uint32_t error_claimed;      // the thread that turns it from 0 to 1 writes the error record
   uint32_t bad_expert_index;  // get_dispatch_layout saw an index out of range since the last notify
-  uint32_t layout_ticket;  // blocks of a layout or notify kernel that have added their counts
-  uint32_t notify_result;  // NotifyResult of the last notify_dispatch
+  uint32_t layout_ticket;     // blocks of a layout or notify kernel that have added their counts
+  uint32_t notify_result;     // NotifyResult of the last notify_dispatch
   uint32_t blamed;  // two tiers: the rank that a neighbour which gave up waited for, plus one
   // Work that blocks of the running kernel have taken; zero at rest.
   uint32_t num_taken_tokens;
@@ -137,8 +137,7 @@ struct WorkspaceLayout {
         kNumHeaderFields + num_ranks + ceil_div(num_max_experts, num_ranks), kLineBytes / 4);
     layout.counts = cursor.take(2 * layout.counts_stride * 4 * num_ranks);
     layout.num_max_experts = num_max_experts;
-    layout.expert_counts =
-        cursor.take(2 * static_cast<size_t>(num_max_experts) * 4 * num_ranks);
+    layout.expert_counts = cursor.take(2 * static_cast<size_t>(num_max_experts) * 4 * num_ranks);
     layout.layout_counts = cursor.take(static_cast<size_t>(num_ranks + num_max_experts) * 4);
     layout.low_latency = LowLatencyWords::make(&cursor, num_ranks, num_max_experts);
     layout.data = align_up<size_t>(cursor.num_bytes(), 4096);

@@ -10,8 +10,8 @@ namespace deep_comm {
 
 // The shape that the ranks agree on. FP8 rows come with a float32 scale a block of columns, NVFP4 rows with a byte a
 // block, four in a word.
-inline LowLatencyShape low_latency_shape(int num_max_tokens, int hidden, int num_topk, int num_experts,
-                                         int num_blocks, PayloadFormat format) {
+inline LowLatencyShape low_latency_shape(int num_max_tokens, int hidden, int num_topk,
+                                         int num_experts, int num_blocks, PayloadFormat format) {
   LowLatencyShape shape{};
   shape.num_max_tokens = num_max_tokens;
   shape.hidden = hidden;
@@ -42,14 +42,14 @@ struct Phases {
 // Outputs of dispatch. A row's place is its number in [L, R*M] or, compact, in [R*M].
 struct LowLatencyOutputs {
   bool is_compact;
-  uint8_t* recv_x;       // [L, R*M, row] or [R*M, row]
-  void* recv_scales;     // as ScaleOutputs says; null in BF16
+  uint8_t* recv_x;    // [L, R*M, row] or [R*M, row]
+  void* recv_scales;  // as ScaleOutputs says; null in BF16
   bool use_ue8m0;
-  int32_t* recv_count;   // [L]
-  int32_t* src_info;     // [L, R*M] or [R*M]: source token
-  int64_t* layout_range; // [L, R] or [R]: first row << 32 | rows
-  int32_t* num_recv;     // compact: [1]
-  int32_t* compact_idx;  // compact: [R*M, K] local experts, or -1
+  int32_t* recv_count;     // [L]
+  int32_t* src_info;       // [L, R*M] or [R*M]: source token
+  int64_t* layout_range;   // [L, R] or [R]: first row << 32 | rows
+  int32_t* num_recv;       // compact: [1]
+  int32_t* compact_idx;    // compact: [R*M, K] local experts, or -1
   float* compact_weights;  // compact: [R*M, K], or null
   // for combine
   int32_t* recv_tokens;  // [R]: tokens that each source has
@@ -97,10 +97,10 @@ struct LowLatencyCombineArgs {
   Phases phases;
   bool can_shrink;  // a silent rank is done without
   // as expert rank
-  const uint8_t* x;             // [L, R*M, H] or [R*M, H] bfloat16
-  const int32_t* recv_tokens;   // [R]
-  const int32_t* places;        // [R, M, K] or [R, M]
-  const float* recv_weights;    // [R, M, K] if dispatch brought the weights, else null
+  const uint8_t* x;            // [L, R*M, H] or [R*M, H] bfloat16
+  const int32_t* recv_tokens;  // [R]
+  const int32_t* places;       // [R, M, K] or [R, M]
+  const float* recv_weights;   // [R, M, K] if dispatch brought the weights, else null
   // as source
   int num_tokens;
   const void* topk_idx;  // [T, K]

@@ -2,9 +2,9 @@
 // begins, what ranks tell each other about it, the tasks of a block.
 #pragma once
 
+#include "device/layout/expert_map.cuh"
 #include "device/low_latency/args.cuh"
 #include "device/move/element.cuh"
-#include "device/layout/expert_map.cuh"
 #include "device/sync/arrival.cuh"
 #include "device/sync/barrier.cuh"
 
@@ -17,11 +17,11 @@ struct BlockMemory {
   static constexpr int kStagedPerThread = 4;
 
   struct Header {
-    uint32_t active;                // find_active
-    uint32_t participants;          // agree_on_sources
-    uint32_t is_absent[kMaxRanks];  // with masks: given up while this block waited for its counts
-    int32_t num_tokens[kMaxRanks];  // of each source
-    int32_t first_token[kMaxRanks];     // of this block's share of them
+    uint32_t active;                 // find_active
+    uint32_t participants;           // agree_on_sources
+    uint32_t is_absent[kMaxRanks];   // with masks: given up while this block waited for its counts
+    int32_t num_tokens[kMaxRanks];   // of each source
+    int32_t first_token[kMaxRanks];  // of this block's share of them
     int32_t first_task[kMaxRanks + 1];  // by position: see source_at
     int32_t first_vec[kMaxRanks];  // of a row of each source: this block's columns, in 16 bytes
     int32_t num_vecs[kMaxRanks];
@@ -39,7 +39,8 @@ struct BlockMemory {
   int32_t* place_experts;  // [warps, K] local expert of a place
   float* weights;          // [warps, K] combine
   int32_t* staged;         // [kStagedPerThread * threads] experts of tokens that are counted
-  uint32_t active;         // in a register: ranks, a bit each, that this block found not masked when it began
+  uint32_t
+      active;  // in a register: ranks, a bit each, that this block found not masked when it began
 
   DC_HOST_DEVICE static int num_staged(int num_warps) {
     return kStagedPerThread * kWarpSize * num_warps;
@@ -47,7 +48,8 @@ struct BlockMemory {
   DC_HOST_DEVICE static int num_recv_counts(const LowLatencyShape& shape, int num_ranks) {
     return num_ranks * (1 + ceil_div(shape.num_experts, num_ranks));
   }
-  DC_HOST_DEVICE static size_t num_bytes(const LowLatencyShape& shape, int num_ranks, int num_warps) {
+  DC_HOST_DEVICE static size_t num_bytes(const LowLatencyShape& shape, int num_ranks,
+                                         int num_warps) {
     return sizeof(Header) + 4 * (shape.num_experts + num_ranks + num_recv_counts(shape, num_ranks) +
                                  num_warps * (3 + 4 * shape.num_topk) + num_staged(num_warps));
   }
@@ -78,16 +80,17 @@ DC_DEVICE bool has_credit_warp() { return arch::warp_idx() == max_of(0, arch::nu
 // What a launch reads before anything else: one trip to memory, beside those of its inputs.
 struct Beginning {
   LowLatencyRecord record;
-  uint32_t ticket;   // of a receive phase launched by itself
-  uint64_t credit;   // lane [half, peer] of the credit warp
-  uint32_t received; // lane [half, peer] of the last warp of block 0: what is to be told the peer
+  uint32_t ticket;    // of a receive phase launched by itself
+  uint64_t credit;    // lane [half, peer] of the credit warp
+  uint32_t received;  // lane [half, peer] of the last warp of block 0: what is to be told the peer
 
   DC_DEVICE static Beginning load(const LowLatencyHalf& words, const Phases& phases) {
     const int num_ranks = words.world.num_ranks, lane = arch::lane_idx();
     const int kind = static_cast<int>(words.kind);
     Beginning begin{};
     if (phases.send) {
-      const Vec16 vec = arch::ld_weak(reinterpret_cast<const Vec16*>(words.record(arch::block_idx())));
+      const Vec16 vec =
+          arch::ld_weak(reinterpret_cast<const Vec16*>(words.record(arch::block_idx())));
       begin.record = {vec.words[0], {vec.words[1], vec.words[2]}, 0};
     } else {
       begin.ticket = arch::ld_weak(phases.ticket);
@@ -95,7 +98,8 @@ struct Beginning {
     if (lane >= 2 * num_ranks) return begin;
     const int of_half = lane / num_ranks, peer = lane % num_ranks;
     // pairs with: return_credit at the peer; see await_credit.
-    if (has_credit_warp()) begin.credit = arch::ld_acquire_sys(words.consumed(words.world.rank, of_half, peer));
+    if (has_credit_warp())
+      begin.credit = arch::ld_acquire_sys(words.consumed(words.world.rank, of_half, peer));
     if (arch::block_idx() == 0 && arch::warp_idx() == arch::num_warps() - 1) {
       begin.received = arch::ld_weak(&words.state()->received[kind][of_half]);
     }
@@ -123,36 +127,40 @@ DC_DEVICE void find_active(const Context& context, BlockMemory* memory) {
   memory->active = memory->header->active;
 }
 
-DC_DEVICE bool is_active(const BlockMemory& memory, int rank) { return (memory.active >> rank & 1u) != 0; }
+DC_DEVICE bool is_active(const BlockMemory& memory, int rank) {
+  return (memory.active >> rank & 1u) != 0;
+}
 
 // What a launch does for the launches after it is done at its begin, when nothing waits for it. Every thread: the last
 // warp of block 0 returns credit for what earlier launches have received.
-DC_DEVICE void return_credit(const Context& context, const LowLatencyHalf& half, const Phases& phases,
-                             const Beginning& begin) {
+DC_DEVICE void return_credit(const Context& context, const LowLatencyHalf& half,
+                             const Phases& phases, const Beginning& begin) {
   if (arch::block_idx() != 0 || arch::warp_idx() != arch::num_warps() - 1) return;
   const int num_ranks = context.world.num_ranks, lane = arch::lane_idx();
   if (lane < 2 * num_ranks) {
     const int of_half = lane / num_ranks, peer = lane - of_half * num_ranks;
     // pairs with: await_credit at the peer — reads and zeros of an earlier launch, which has ended: no release needed.
-    arch::st_relaxed_sys(half.consumed(peer, of_half, context.world.rank), Tagged::pack(begin.received, 0));
+    arch::st_relaxed_sys(half.consumed(peer, of_half, context.world.rank),
+                         Tagged::pack(begin.received, 0));
   }
   arch::sync_warp();  // all lanes have loaded it
   // Only later launches read this.
   if (phases.receive && lane == 0) {
-    arch::st_weak(&half.state()->received[static_cast<int>(half.kind)][half.half], context.generation);
+    arch::st_weak(&half.state()->received[static_cast<int>(half.kind)][half.half],
+                  context.generation);
   }
 }
 
 // The last warp of a block that sends, behind a barrier: all of the block has loaded its record.
-DC_DEVICE void number_records(const Context& context, const LowLatencyHalf& half, const Phases& phases,
-                              const Beginning& begin) {
+DC_DEVICE void number_records(const Context& context, const LowLatencyHalf& half,
+                              const Phases& phases, const Beginning& begin) {
   if (arch::warp_idx() != arch::num_warps() - 1) return;
   Vec16 record{};
   record.words[0] = context.generation;
   record.words[1] = half.half == 0 ? context.generation : begin.record.sent[0];
   record.words[2] = half.half == 1 ? context.generation : begin.record.sent[1];
-  for (int block = arch::block_idx() + arch::lane_idx() * arch::num_blocks(); block < kMaxLowLatencyBlocks;
-       block += kWarpSize * arch::num_blocks()) {
+  for (int block = arch::block_idx() + arch::lane_idx() * arch::num_blocks();
+       block < kMaxLowLatencyBlocks; block += kWarpSize * arch::num_blocks()) {
     arch::st_weak(reinterpret_cast<Vec16*>(half.record(block)), record);
   }
   if (arch::block_idx() == 0 && arch::lane_idx() == 0 && phases.ticket != nullptr) {
@@ -164,31 +172,36 @@ DC_DEVICE void number_records(const Context& context, const LowLatencyHalf& half
 // announces the operation.
 //   unblocked by: return_credit of the launch that follows the peer's receive phase two operations ago; at the
 //   latest that is the one that sends this operation
-DC_DEVICE bool await_credit(const Context& context, const LowLatencyHalf& half, const BlockMemory& memory,
-                            const Beginning& begin, uint32_t signature, int num_tokens) {
+DC_DEVICE bool await_credit(const Context& context, const LowLatencyHalf& half,
+                            const BlockMemory& memory, const Beginning& begin, uint32_t signature,
+                            int num_tokens) {
   const int peer = arch::lane_idx(), num_ranks = context.world.num_ranks;
-  const uint64_t seen = arch::shfl(kFullMask, begin.credit, half.half * num_ranks + min_of(peer, num_ranks - 1));
+  const uint64_t seen =
+      arch::shfl(kFullMask, begin.credit, half.half * num_ranks + min_of(peer, num_ranks - 1));
   if (peer >= num_ranks || !is_active(memory, peer)) return true;
   const uint32_t wanted = half.half == 0 ? begin.record.sent[0] : begin.record.sent[1];
   if (!arch::fault(Fault::kSkipCredit) && !Tagged::unpack(seen).has_reached(wanted)) {
     uint64_t raw = 0;
     const bool ok = await<Scope::kSys>(
-        context, half.consumed(context.world.rank, peer), {Stage::kHalfCredit, Word::kConsumed, peer, -1},
-        Tagged::pack(wanted, 0), [=](uint64_t word) { return Tagged::unpack(word).has_reached(wanted); }, &raw);
+        context, half.consumed(context.world.rank, peer),
+        {Stage::kHalfCredit, Word::kConsumed, peer, -1}, Tagged::pack(wanted, 0),
+        [=](uint64_t word) { return Tagged::unpack(word).has_reached(wanted); }, &raw);
     if (!ok) return is_given_up(context, peer);  // what is written for it is read by nobody
   }
   if (arch::block_idx() == 0) {
     // pairs with: await_announcements at the peer — nothing but the word itself.
-    arch::st_relaxed_sys(half.announced(peer, context.world.rank),
-                         Tagged::pack(context.generation, signature << 16 | static_cast<uint32_t>(num_tokens)));
+    arch::st_relaxed_sys(
+        half.announced(peer, context.world.rank),
+        Tagged::pack(context.generation, signature << 16 | static_cast<uint32_t>(num_tokens)));
   }
   return true;
 }
 
 // One warp, lane r: source r has begun the same operation; one that is not in `sources` has no tokens. Block 0 counts
 // the time for the statistics.
-DC_DEVICE bool await_announcements(const Context& context, const LowLatencyHalf& half, const BlockMemory& memory,
-                                   uint32_t sources, uint32_t signature, int64_t* wait_stats) {
+DC_DEVICE bool await_announcements(const Context& context, const LowLatencyHalf& half,
+                                   const BlockMemory& memory, uint32_t sources, uint32_t signature,
+                                   int64_t* wait_stats) {
   const int source = arch::lane_idx();
   if (source >= context.world.num_ranks) return true;
   memory.header->num_tokens[source] = 0;
@@ -205,8 +218,12 @@ DC_DEVICE bool await_announcements(const Context& context, const LowLatencyHalf&
     arch::st_weak(wait_stats + source, arch::ld_weak(wait_stats + source) + waited_ns);
   }
   if (value >> 16 != signature) {
-    report_error(context, {ErrorKind::kConfigMismatch, {Stage::kAnnounced, Word::kOperation, source, -1}, value >> 16,
-                           signature, 0, -1});
+    report_error(context, {ErrorKind::kConfigMismatch,
+                           {Stage::kAnnounced, Word::kOperation, source, -1},
+                           value >> 16,
+                           signature,
+                           0,
+                           -1});
     abort_rank(context);
     return false;
   }
@@ -215,7 +232,9 @@ DC_DEVICE bool await_announcements(const Context& context, const LowLatencyHalf&
 }
 
 // Each rank begins with another peer, so that none is hit by all at once.
-DC_DEVICE int source_at(const World& world, int position) { return (world.rank + 1 + position) % world.num_ranks; }
+DC_DEVICE int source_at(const World& world, int position) {
+  return (world.rank + 1 + position) % world.num_ranks;
+}
 
 // A warp's task as the whole block finds it in shared memory.
 DC_DEVICE int32_t pack_task(int source, int token) { return source << 16 | token; }
@@ -225,15 +244,18 @@ DC_DEVICE int token_of(int32_t task) { return task & 0xffff; }
 // The task-th token that this block gets, over all sources.
 DC_DEVICE int32_t find_task(const World& world, const BlockMemory& memory, int task) {
   int position = 0;
-  while (position + 1 < world.num_ranks && task >= memory.header->first_task[position + 1]) ++position;
+  while (position + 1 < world.num_ranks && task >= memory.header->first_task[position + 1])
+    ++position;
   const int source = source_at(world, position);
-  return pack_task(source, memory.header->first_token[source] + task - memory.header->first_task[position]);
+  return pack_task(source,
+                   memory.header->first_token[source] + task - memory.header->first_task[position]);
 }
 
 // One warp: the tasks of a group, one a warp of the block.
 DC_DEVICE void list_tasks(const World& world, const BlockMemory& memory, int first) {
   const int num_now = min_of(arch::num_warps(), memory.header->first_task[world.num_ranks] - first);
-  if (arch::lane_idx() < num_now) memory.tasks[arch::lane_idx()] = find_task(world, memory, first + arch::lane_idx());
+  if (arch::lane_idx() < num_now)
+    memory.tasks[arch::lane_idx()] = find_task(world, memory, first + arch::lane_idx());
 }
 
 // A block's tasks, the tokens of its share of every source, in the registers of a warp: lane p has source_at(p).
@@ -243,12 +265,13 @@ struct TaskNumbering {
   int num_tasks;  // in all
 
   // num_tokens: lane p, of source_at(p). The first warp also notes all for the block.
-  DC_DEVICE static TaskNumbering make(const World& world, const LowLatencyShape& shape, const BlockMemory& memory,
-                                      int num_tokens, int vec_elements) {
+  DC_DEVICE static TaskNumbering make(const World& world, const LowLatencyShape& shape,
+                                      const BlockMemory& memory, int num_tokens, int vec_elements) {
     BlockMemory::Header* header = memory.header;
     const int position = arch::lane_idx(), source = source_at(world, position);
     const bool is_source = position < world.num_ranks;
-    const LowLatencyShare share = LowLatencyShare::of(shape, is_source ? num_tokens : 0, arch::block_idx());
+    const LowLatencyShare share =
+        LowLatencyShare::of(shape, is_source ? num_tokens : 0, arch::block_idx());
     const int num_vecs = share.num_columns() / vec_elements;
     const int first_vec = share.column_begin / vec_elements;
     int end = share.num_tokens(), max_vecs = max_of(num_vecs, 1);
@@ -279,7 +302,8 @@ struct TaskNumbering {
     const bool is_before = arch::lane_idx() < world.num_ranks && first_task <= task;
     // Several may begin with the same task: all but the last of them have none.
     const int position = arch::popc(arch::ballot(kFullMask, is_before)) - 1;
-    const int token = task - arch::shfl(kFullMask, first_task, position) + arch::shfl(kFullMask, first_token, position);
+    const int token = task - arch::shfl(kFullMask, first_task, position) +
+                      arch::shfl(kFullMask, first_token, position);
     return pack_task(source_at(world, position), token);
   }
 };
@@ -297,7 +321,8 @@ struct Position {
 
 DC_DEVICE uint32_t warp_or(uint32_t bits) {
   DC_UNROLL
-  for (int lane_mask = 1; lane_mask < kWarpSize; lane_mask *= 2) bits |= arch::shfl_xor(kFullMask, bits, lane_mask);
+  for (int lane_mask = 1; lane_mask < kWarpSize; lane_mask *= 2)
+    bits |= arch::shfl_xor(kFullMask, bits, lane_mask);
   return bits;
 }
 
@@ -313,7 +338,8 @@ struct RawExperts {
       for (int idx = 0; idx < kCount; ++idx) {
         const int64_t position = first + idx * stride;
         values[idx] = -1;
-        if (position < end) values[idx] = arch::ld_nc(static_cast<const int32_t*>(topk_idx) + position);
+        if (position < end)
+          values[idx] = arch::ld_nc(static_cast<const int32_t*>(topk_idx) + position);
       }
       return;
     }
@@ -321,7 +347,8 @@ struct RawExperts {
     for (int idx = 0; idx < kCount; ++idx) {
       const int64_t position = first + idx * stride;
       values[idx] = -1;
-      if (position < end) values[idx] = arch::ld_nc(static_cast<const int64_t*>(topk_idx) + position);
+      if (position < end)
+        values[idx] = arch::ld_nc(static_cast<const int64_t*>(topk_idx) + position);
     }
   }
   // Anything out of int range becomes -2.
@@ -336,10 +363,14 @@ DC_DEVICE uint32_t rank_bit(const PreparedExpertMap& experts, int expert) {
 }
 
 // An expert index as the user gave it; -1 and a report for what lies out of range.
-DC_DEVICE int checked_expert(const Context& context, int expert, int64_t position, int num_experts) {
+DC_DEVICE int checked_expert(const Context& context, int expert, int64_t position,
+                             int num_experts) {
   if (expert >= -1 && expert < num_experts) return expert;
-  report_error(context, {ErrorKind::kExpertIndex, {Stage::kCheckArguments, Word::kTopkIdx, context.world.rank, -1},
-                         static_cast<uint64_t>(static_cast<int64_t>(expert)), static_cast<uint64_t>(num_experts), 0,
+  report_error(context, {ErrorKind::kExpertIndex,
+                         {Stage::kCheckArguments, Word::kTopkIdx, context.world.rank, -1},
+                         static_cast<uint64_t>(static_cast<int64_t>(expert)),
+                         static_cast<uint64_t>(num_experts),
+                         0,
                          position});
   return -1;
 }

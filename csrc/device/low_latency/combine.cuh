@@ -23,29 +23,34 @@
 namespace deep_comm {
 
 // Source: every weight to the rank that needs it.
-DC_DEVICE void send_weights(const Context& context, const LowLatencyCombineArgs& args, const LowLatencyHalf& half,
-                            const BlockMemory& memory, const LowLatencyShare& share) {
+DC_DEVICE void send_weights(const Context& context, const LowLatencyCombineArgs& args,
+                            const LowLatencyHalf& half, const BlockMemory& memory,
+                            const LowLatencyShare& share) {
   const int num_topk = args.shape.num_topk;
   if (!share.is_leading) return;
   DC_NO_UNROLL
-  for (int idx = arch::thread_idx(); idx < share.num_tokens() * num_topk; idx += arch::num_threads()) {
+  for (int idx = arch::thread_idx(); idx < share.num_tokens() * num_topk;
+       idx += arch::num_threads()) {
     const int64_t position = static_cast<int64_t>(share.begin) * num_topk + idx;
     const int expert = load_expert(args.topk_idx, position, args.topk_idx_bytes);
     if (expert < 0 || expert >= args.shape.num_experts) continue;
     const int peer = args.experts.rank_of(expert);
     if (!is_active(memory, peer)) continue;
     // pairs with: find_summands at the expert's rank — nothing but the word itself.
-    arch::st_relaxed_sys(half.weights(peer, args.world.rank, share.begin) + idx,
-                         Tagged::pack(context.generation, bit_cast<uint32_t>(arch::ld_nc(args.topk_weights + position))));
+    arch::st_relaxed_sys(
+        half.weights(peer, args.world.rank, share.begin) + idx,
+        Tagged::pack(context.generation,
+                     bit_cast<uint32_t>(arch::ld_nc(args.topk_weights + position))));
   }
 }
 
 // One warp: the rows of a token that lie on this rank, and their weights, k ascending.
 template <CombineRows kRows>
-DC_DEVICE bool find_summands(const Context& context, const LowLatencyCombineArgs& args, const LowLatencyHalf& half,
-                             const BlockMemory& memory, int32_t task) {
+DC_DEVICE bool find_summands(const Context& context, const LowLatencyCombineArgs& args,
+                             const LowLatencyHalf& half, const BlockMemory& memory, int32_t task) {
   const LowLatencyShape& shape = args.shape;
-  const int num_topk = shape.num_topk, warp = arch::warp_idx(), num_columns = kRows == CombineRows::kReduced ? 1 : num_topk;
+  const int num_topk = shape.num_topk, warp = arch::warp_idx(),
+            num_columns = kRows == CombineRows::kReduced ? 1 : num_topk;
   const int source = source_of(task), token = token_of(task);
   const int64_t token_row = static_cast<int64_t>(source) * shape.num_max_tokens + token;
   int num_places = 0;
@@ -54,13 +59,15 @@ DC_DEVICE bool find_summands(const Context& context, const LowLatencyCombineArgs
   for (int base = 0; base < num_columns; base += kWarpSize) {
     const int k = base + arch::lane_idx();
     // Beside the place, whether it is needed or not: they are trips to memory.
-    const float given = kRows != CombineRows::kSelections && args.recv_weights != nullptr && k < num_columns
-                            ? arch::ld_nc(args.recv_weights + token_row * num_topk + k)
-                            : 1.0f;
+    const float given =
+        kRows != CombineRows::kSelections && args.recv_weights != nullptr && k < num_columns
+            ? arch::ld_nc(args.recv_weights + token_row * num_topk + k)
+            : 1.0f;
     const int place = k < num_columns ? arch::ld_nc(args.places + token_row * num_columns + k) : -1;
     const uint32_t here = arch::ballot(kFullMask, place >= 0);
     if (place >= 0) {
-      const int position = warp * num_topk + num_places + arch::popc(here & ((1u << arch::lane_idx()) - 1));
+      const int position =
+          warp * num_topk + num_places + arch::popc(here & ((1u << arch::lane_idx()) - 1));
       float weight = given;
       if (kRows == CombineRows::kSelections) {
         weight = bit_cast<float>(k);  // the source weights; it wants to know which row this is
@@ -104,8 +111,8 @@ DC_DEVICE void add_weighted(float* sum, const Vec16& vec, float weight) {
 
 // Adds weight * row over a task's rows, k ascending: kVecs pieces of 16 bytes from `column` on.
 template <int kVecs>
-DC_DEVICE void sum_places(const LowLatencyCombineArgs& args, const BlockMemory& memory, int warp, int column,
-                          float* sum) {
+DC_DEVICE void sum_places(const LowLatencyCombineArgs& args, const BlockMemory& memory, int warp,
+                          int column, float* sum) {
   constexpr int kAhead = 4 / kVecs;  // rows whose loads are in flight together
   constexpr int kPerVec = Numeric<Dtype::kBfloat16>::kPerVec;
   const size_t row_bytes = args.shape.hidden * sizeof(Bf16);
@@ -136,21 +143,24 @@ DC_DEVICE void sum_places(const LowLatencyCombineArgs& args, const BlockMemory& 
 }
 
 // Where piece number `piece` of a row in LogFMT lies: its codes, then, behind those of the whole row, its last words.
-DC_DEVICE Vec16* log_codes(uint8_t* row, int piece) { return reinterpret_cast<Vec16*>(row) + piece; }
+DC_DEVICE Vec16* log_codes(uint8_t* row, int piece) {
+  return reinterpret_cast<Vec16*>(row) + piece;
+}
 DC_DEVICE uint32_t* log_last(uint8_t* row, int hidden, int piece) {
   return reinterpret_cast<uint32_t*>(row + hidden) + 2 * piece;
 }
 
 // The block adds the rows of its warps' tokens and stores the sums with their sources.
 template <bool kLogFmt>
-DC_DEVICE void send_sums(const LowLatencyCombineArgs& args, const LowLatencyHalf& half, const BlockMemory& memory,
-                         int num_tasks) {
+DC_DEVICE void send_sums(const LowLatencyCombineArgs& args, const LowLatencyHalf& half,
+                         const BlockMemory& memory, int num_tasks) {
   using Type = Numeric<Dtype::kBfloat16>;
   constexpr int kVecs = kLogFmt ? LogPiece::kElements / Type::kPerVec : 1;  // of a thread
   const int max_vecs = memory.header->max_vecs;
   const Divisor by_max_vecs = memory.header->by_max_vecs;
   DC_NO_UNROLL
-  for (int idx = kVecs * arch::thread_idx(); idx < num_tasks * max_vecs; idx += kVecs * arch::num_threads()) {
+  for (int idx = kVecs * arch::thread_idx(); idx < num_tasks * max_vecs;
+       idx += kVecs * arch::num_threads()) {
     const int warp = by_max_vecs.quotient(idx), vec = idx - warp * max_vecs;
     const int source = source_of(memory.tasks[warp]), token = token_of(memory.tasks[warp]);
     if (memory.num_places[warp] == 0 || vec >= memory.header->num_vecs[source]) continue;
@@ -181,8 +191,10 @@ DC_DEVICE void send_selections(const LowLatencyCombineArgs& args, const LowLaten
     const int source = source_of(memory.tasks[warp]), token = token_of(memory.tasks[warp]);
     if (vec >= memory.header->num_vecs[source]) continue;
     const int column = memory.header->first_vec[source] + vec;
-    for (int row = warp * shape.num_topk; row < warp * shape.num_topk + memory.num_places[warp]; ++row) {
-      const uint8_t* src = args.x + static_cast<size_t>(memory.places[row]) * shape.hidden * sizeof(Bf16);
+    for (int row = warp * shape.num_topk; row < warp * shape.num_topk + memory.num_places[warp];
+         ++row) {
+      const uint8_t* src =
+          args.x + static_cast<size_t>(memory.places[row]) * shape.hidden * sizeof(Bf16);
       send_piece(half.gather_row(source, token, bit_cast<int32_t>(memory.weights[row])), column,
                  arch::ld_nc(reinterpret_cast<const Vec16*>(src) + column));
     }
@@ -197,7 +209,8 @@ struct CombineInputs {
 
   template <CombineRows kRows>
   DC_DEVICE static CombineInputs load(const LowLatencyCombineArgs& args) {
-    CombineInputs inputs{LowLatencyShare::of(args.shape, args.num_tokens, arch::block_idx()), 0, {}};
+    CombineInputs inputs{
+        LowLatencyShare::of(args.shape, args.num_tokens, arch::block_idx()), 0, {}};
     const int lane = arch::lane_idx(), token = inputs.share.begin + arch::warp_idx();
     if (args.phases.send && lane < args.world.num_ranks) {
       inputs.num_tokens = arch::ld_nc(args.recv_tokens + source_at(args.world, lane));
@@ -209,7 +222,8 @@ struct CombineInputs {
   }
   DC_DEVICE void load_experts(const LowLatencyCombineArgs& args, int token) {
     const int64_t begin = static_cast<int64_t>(token) * args.shape.num_topk;
-    experts.load(args.topk_idx, begin + arch::lane_idx(), kWarpSize, begin + args.shape.num_topk, args.topk_idx_bytes);
+    experts.load(args.topk_idx, begin + arch::lane_idx(), kWarpSize, begin + args.shape.num_topk,
+                 args.topk_idx_bytes);
   }
   // One warp: the ranks that hold an expert of its token.
   DC_DEVICE uint32_t ranks(const LowLatencyCombineArgs& args) const {
@@ -218,16 +232,21 @@ struct CombineInputs {
 };
 
 template <CombineRows kRows, bool kLogFmt>
-DC_DEVICE bool combine_send(const Context& context, const LowLatencyCombineArgs& args, const LowLatencyHalf& half,
-                            const BlockMemory& memory, const Beginning& begin, const CombineInputs& inputs) {
+DC_DEVICE bool combine_send(const Context& context, const LowLatencyCombineArgs& args,
+                            const LowLatencyHalf& half, const BlockMemory& memory,
+                            const Beginning& begin, const CombineInputs& inputs) {
   const int num_warps = arch::num_warps(), warp = arch::warp_idx();
   // Peers wait for the weights: they go first. Their words of this half were read before the rows of two operations
   // ago came back, which this rank has received.
-  if (kRows == CombineRows::kSums && args.recv_weights == nullptr) send_weights(context, args, half, memory, inputs.share);
-  const int num_tokens = is_active(memory, source_at(args.world, arch::lane_idx())) ? inputs.num_tokens : 0;
-  const TaskNumbering numbering = TaskNumbering::make(args.world, args.shape, memory, num_tokens, Piece<PayloadFormat::kBfloat16>::kElements);
+  if (kRows == CombineRows::kSums && args.recv_weights == nullptr)
+    send_weights(context, args, half, memory, inputs.share);
+  const int num_tokens =
+      is_active(memory, source_at(args.world, arch::lane_idx())) ? inputs.num_tokens : 0;
+  const TaskNumbering numbering = TaskNumbering::make(args.world, args.shape, memory, num_tokens,
+                                                      Piece<PayloadFormat::kBfloat16>::kElements);
   const int num_tasks = numbering.num_tasks;
-  bool ok = !has_credit_warp() || await_credit(context, half, memory, begin, args.signature, args.num_tokens);
+  bool ok = !has_credit_warp() ||
+            await_credit(context, half, memory, begin, args.signature, args.num_tokens);
   DC_NO_UNROLL
   for (int first = 0; first < num_tasks; first += num_warps) {
     const int num_now = min_of(num_warps, num_tasks - first);
@@ -252,10 +271,12 @@ DC_DEVICE bool combine_send(const Context& context, const LowLatencyCombineArgs&
 }
 
 // The block adds the ranks' rows of tokens [begin, end) and writes the results.
-DC_DEVICE bool add_ranks(const Context& context, const LowLatencyCombineArgs& args, const LowLatencyHalf& half,
-                         const LowLatencyShare& share, const BlockMemory& memory, int begin, int end) {
+DC_DEVICE bool add_ranks(const Context& context, const LowLatencyCombineArgs& args,
+                         const LowLatencyHalf& half, const LowLatencyShare& share,
+                         const BlockMemory& memory, int begin, int end) {
   using Type = Numeric<Dtype::kBfloat16>;
-  const int first_vec = share.column_begin / Type::kPerVec, num_vecs = share.num_columns() / Type::kPerVec;
+  const int first_vec = share.column_begin / Type::kPerVec,
+            num_vecs = share.num_columns() / Type::kPerVec;
   const Divisor by_vecs = Divisor::make(num_vecs);
   DC_NO_UNROLL
   for (int idx = arch::thread_idx(); idx < (end - begin) * num_vecs; idx += arch::num_threads()) {
@@ -267,10 +288,13 @@ DC_DEVICE bool add_ranks(const Context& context, const LowLatencyCombineArgs& ar
     for (int peer = 0; peer < kMaxRanks; ++peer) {
       arrivals.from[peer] = nullptr;
       if ((mask >> peer & 1u) == 0) continue;
-      arrivals.from[peer] = reinterpret_cast<Vec16*>(half.combine_row(args.world.rank, peer, token)) + vec;
+      arrivals.from[peer] =
+          reinterpret_cast<Vec16*>(half.combine_row(args.world.rank, peer, token)) + vec;
     }
     arrivals.look();
-    const auto wait_of = [](int peer) { return WaitFor{Stage::kRows, Word::kRow, peer, arch::block_idx()}; };
+    const auto wait_of = [](int peer) {
+      return WaitFor{Stage::kRows, Word::kRow, peer, arch::block_idx()};
+    };
     if (!await_arrivals(context, arrivals, wait_of)) return false;
     float sum[Type::kPerVec] = {};
     DC_UNROLL
@@ -286,11 +310,13 @@ DC_DEVICE bool add_ranks(const Context& context, const LowLatencyCombineArgs& ar
 }
 
 // The same for rows in LogFMT.
-DC_DEVICE bool add_log_ranks(const Context& context, const LowLatencyCombineArgs& args, const LowLatencyHalf& half,
-                             const LowLatencyShare& share, const BlockMemory& memory, int begin, int end) {
+DC_DEVICE bool add_log_ranks(const Context& context, const LowLatencyCombineArgs& args,
+                             const LowLatencyHalf& half, const LowLatencyShare& share,
+                             const BlockMemory& memory, int begin, int end) {
   using Type = Numeric<Dtype::kBfloat16>;
   constexpr int kElements = LogPiece::kElements;
-  const int first_piece = share.column_begin / kElements, num_pieces = share.num_columns() / kElements;
+  const int first_piece = share.column_begin / kElements,
+            num_pieces = share.num_columns() / kElements;
   const Divisor by_pieces = Divisor::make(num_pieces);
   for (int idx = arch::thread_idx(); idx < (end - begin) * num_pieces; idx += arch::num_threads()) {
     const Position position = Position::of(idx, by_pieces, num_pieces);
@@ -318,26 +344,30 @@ DC_DEVICE bool add_log_ranks(const Context& context, const LowLatencyCombineArgs
     uint8_t* dst = args.combined_x + static_cast<size_t>(token) * args.shape.hidden * sizeof(Bf16);
     DC_UNROLL
     for (int part = 0; part < kElements / Type::kPerVec; ++part) {
-      arch::st_streaming(reinterpret_cast<Vec16*>(dst) + kElements / Type::kPerVec * piece_idx + part,
-                         Type::round(sum + part * Type::kPerVec));
+      arch::st_streaming(
+          reinterpret_cast<Vec16*>(dst) + kElements / Type::kPerVec * piece_idx + part,
+          Type::round(sum + part * Type::kPerVec));
     }
   }
   return true;
 }
 
 // Source, one warp: the selections of a token and their weights, k ascending.
-DC_DEVICE void find_selections(const LowLatencyCombineArgs& args, const BlockMemory& memory, int token) {
+DC_DEVICE void find_selections(const LowLatencyCombineArgs& args, const BlockMemory& memory,
+                               int token) {
   const int num_topk = args.shape.num_topk, warp = arch::warp_idx();
   int num_rows = 0;
   for (int base = 0; base < num_topk; base += kWarpSize) {
     const int k = base + arch::lane_idx();
     const int64_t position = static_cast<int64_t>(token) * num_topk + k;
-    const int expert = k < num_topk ? load_expert(args.topk_idx, position, args.topk_idx_bytes) : -1;
-    const bool is_selected =
-        expert >= 0 && expert < args.shape.num_experts && is_active(memory, args.experts.rank_of(expert));
+    const int expert =
+        k < num_topk ? load_expert(args.topk_idx, position, args.topk_idx_bytes) : -1;
+    const bool is_selected = expert >= 0 && expert < args.shape.num_experts &&
+                             is_active(memory, args.experts.rank_of(expert));
     const uint32_t selected = arch::ballot(kFullMask, is_selected);
     if (is_selected) {
-      const int row = warp * num_topk + num_rows + arch::popc(selected & ((1u << arch::lane_idx()) - 1));
+      const int row =
+          warp * num_topk + num_rows + arch::popc(selected & ((1u << arch::lane_idx()) - 1));
       memory.places[row] = k;
       memory.weights[row] = arch::ld_nc(args.topk_weights + position);
     }
@@ -347,12 +377,14 @@ DC_DEVICE void find_selections(const LowLatencyCombineArgs& args, const BlockMem
 }
 
 // The block weights and adds the rows of tokens [begin, end) and writes the results.
-DC_DEVICE bool add_selections(const Context& context, const LowLatencyCombineArgs& args, const LowLatencyHalf& half,
-                              const LowLatencyShare& share, const BlockMemory& memory, int begin, int end) {
+DC_DEVICE bool add_selections(const Context& context, const LowLatencyCombineArgs& args,
+                              const LowLatencyHalf& half, const LowLatencyShare& share,
+                              const BlockMemory& memory, int begin, int end) {
   using Type = Numeric<Dtype::kBfloat16>;
   constexpr int kAhead = 4;
   const int num_topk = args.shape.num_topk;
-  const int first_vec = share.column_begin / Type::kPerVec, num_vecs = share.num_columns() / Type::kPerVec;
+  const int first_vec = share.column_begin / Type::kPerVec,
+            num_vecs = share.num_columns() / Type::kPerVec;
   const Divisor by_vecs = Divisor::make(num_vecs);
   DC_NO_UNROLL
   for (int idx = arch::thread_idx(); idx < (end - begin) * num_vecs; idx += arch::num_threads()) {
@@ -369,13 +401,15 @@ DC_DEVICE bool add_selections(const Context& context, const LowLatencyCombineArg
       for (int step = 0; step < kAhead; ++step) {
         arrivals.from[step] = nullptr;
         if (first + step >= num_rows) continue;
-        arrivals.from[step] =
-            reinterpret_cast<Vec16*>(half.gather_row(args.world.rank, token, selections[first + step])) + vec;
+        arrivals.from[step] = reinterpret_cast<Vec16*>(half.gather_row(args.world.rank, token,
+                                                                       selections[first + step])) +
+                              vec;
       }
       arrivals.look();
       const bool ok = await_arrivals(context, arrivals, [&](int step) {
         const int64_t selection = static_cast<int64_t>(token) * num_topk + selections[first + step];
-        const int peer = args.experts.rank_of(load_expert(args.topk_idx, selection, args.topk_idx_bytes));
+        const int peer =
+            args.experts.rank_of(load_expert(args.topk_idx, selection, args.topk_idx_bytes));
         return WaitFor{Stage::kRows, Word::kRow, peer, arch::block_idx()};
       });
       if (!ok) return false;
@@ -393,8 +427,9 @@ DC_DEVICE bool add_selections(const Context& context, const LowLatencyCombineArg
 }
 
 template <CombineRows kRows, bool kLogFmt>
-DC_DEVICE void combine_receive(const Context& context, const LowLatencyCombineArgs& args, const LowLatencyHalf& half,
-                               const BlockMemory& memory, CombineInputs& inputs) {
+DC_DEVICE void combine_receive(const Context& context, const LowLatencyCombineArgs& args,
+                               const LowLatencyHalf& half, const BlockMemory& memory,
+                               CombineInputs& inputs) {
   const int num_warps = arch::num_warps(), warp = arch::warp_idx();
   const LowLatencyShare& share = inputs.share;
   bool ok = true;
@@ -432,14 +467,17 @@ DC_DEVICE void low_latency_combine(const LowLatencyCombineArgs& args) {
   LowLatencyHalf half{args.world, args.region, args.shape, LowLatencyKind::kCombine, 0};
   const Beginning begin = Beginning::load(half, args.phases);
   CombineInputs inputs = CombineInputs::load<kRows>(args);
-  const Context context{args.world, Kernel::kLowLatencyCombine, begin.operation(args.phases), args.can_shrink};
+  const Context context{args.world, Kernel::kLowLatencyCombine, begin.operation(args.phases),
+                        args.can_shrink};
   half.half = static_cast<int>(context.generation & 1u);
   BlockMemory memory = BlockMemory::make(args.shape, args.world.num_ranks);
   find_active(context, &memory);
   return_credit(context, half, args.phases, begin);
   bool ok = true;
-  if (args.phases.send) ok = combine_send<kRows, kLogFmt>(context, args, half, memory, begin, inputs);
-  if (args.phases.receive && ok) combine_receive<kRows, kLogFmt>(context, args, half, memory, inputs);
+  if (args.phases.send)
+    ok = combine_send<kRows, kLogFmt>(context, args, half, memory, begin, inputs);
+  if (args.phases.receive && ok)
+    combine_receive<kRows, kLogFmt>(context, args, half, memory, inputs);
 }
 
 }  // namespace deep_comm

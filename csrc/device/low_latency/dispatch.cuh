@@ -38,7 +38,8 @@ DC_DEVICE void low_latency_dispatch(const LowLatencyDispatchArgs& args) {
   const Beginning begin = Beginning::load(half, args.phases);
   SendInputs<kFormat> inputs{};
   if (args.phases.send) inputs = SendInputs<kFormat>::load(args);
-  const Context context{args.world, Kernel::kLowLatencyDispatch, begin.operation(args.phases), args.can_shrink};
+  const Context context{args.world, Kernel::kLowLatencyDispatch, begin.operation(args.phases),
+                        args.can_shrink};
   half.half = static_cast<int>(context.generation & 1u);
   BlockMemory memory = BlockMemory::make(args.shape, args.world.num_ranks);
   find_active(context, &memory);

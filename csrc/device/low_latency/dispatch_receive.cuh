@@ -11,12 +11,13 @@ namespace deep_comm {
 
 // recv_counts[source, 0]: rows of this rank by source, then [source, 1 + e] of local expert e; of both the first
 // num_columns. None of one that is not in `sources`, and one that is given up is noted.
-DC_DEVICE bool await_counts(const Context& context, const LowLatencyDispatchArgs& args, const LowLatencyHalf& half,
-                            const BlockMemory& memory, uint32_t sources, int num_local, int num_columns) {
+DC_DEVICE bool await_counts(const Context& context, const LowLatencyDispatchArgs& args,
+                            const LowLatencyHalf& half, const BlockMemory& memory, uint32_t sources,
+                            int num_local, int num_columns) {
   bool ok = true;
   // From the last thread on: the first warp has announcements to wait for.
-  for (int idx = arch::num_threads() - 1 - arch::thread_idx(); idx < args.world.num_ranks * num_columns && ok;
-       idx += arch::num_threads()) {
+  for (int idx = arch::num_threads() - 1 - arch::thread_idx();
+       idx < args.world.num_ranks * num_columns && ok; idx += arch::num_threads()) {
     const int source = idx / num_columns, place = idx % num_columns;
     uint32_t* counter = &memory.recv_counts[source * (1 + num_local) + place];
     *counter = 0;
@@ -35,8 +36,9 @@ DC_DEVICE bool await_counts(const Context& context, const LowLatencyDispatchArgs
 // leave room for rows of a rank that falls silent, and others not. Returns false after a failure; *participants: a bit
 // each.
 // By value: see report_error.
-DC_DEVICE_COLD bool agree_on_sources(Context context, const LowLatencyDispatchArgs& args, LowLatencyHalf half,
-                                     BlockMemory memory, int num_local, uint32_t* participants) {
+DC_DEVICE_COLD bool agree_on_sources(Context context, const LowLatencyDispatchArgs& args,
+                                     LowLatencyHalf half, BlockMemory memory, int num_local,
+                                     uint32_t* participants) {
   const uint32_t active = memory.active;
   uint64_t* word = &half.state()->participants;
   bool ok = true;
@@ -44,7 +46,8 @@ DC_DEVICE_COLD bool agree_on_sources(Context context, const LowLatencyDispatchAr
     uint32_t value = 0;
     if (arch::thread_idx() == 0) {
       // Block 0 may be about to give up several ranks, at one deadline.
-      ok = await_tagged(context, word, {Stage::kParticipants, Word::kMask, context.world.rank, 0}, 0, &value, 4);
+      ok = await_tagged(context, word, {Stage::kParticipants, Word::kMask, context.world.rank, 0},
+                        0, &value, 4);
       memory.header->participants = value;
     }
     ok = block_agrees(ok);
@@ -68,7 +71,8 @@ DC_DEVICE_COLD bool agree_on_sources(Context context, const LowLatencyDispatchAr
   }
   *participants = present & active;
   // pairs with: the await above — the announcements and counts that this block has seen.
-  if (arch::thread_idx() == 0) arch::st_release_gpu(word, Tagged::pack(context.generation, *participants));
+  if (arch::thread_idx() == 0)
+    arch::st_release_gpu(word, Tagged::pack(context.generation, *participants));
   return true;
 }
 
@@ -76,24 +80,28 @@ DC_DEVICE_COLD bool agree_on_sources(Context context, const LowLatencyDispatchAr
 DC_DEVICE int32_t first_row(const BlockMemory& memory, int num_local, int source, int column) {
   uint32_t num_before = 0;
   DC_UNROLL_BY(4)
-  for (int before = 0; before < source; ++before) num_before += memory.recv_counts[before * (1 + num_local) + column];
+  for (int before = 0; before < source; ++before)
+    num_before += memory.recv_counts[before * (1 + num_local) + column];
   return static_cast<int32_t>(num_before);
 }
 
 // One block: what the counts say, for the outputs.
-DC_DEVICE void write_counts(const LowLatencyDispatchArgs& args, const BlockMemory& memory, int num_local) {
+DC_DEVICE void write_counts(const LowLatencyDispatchArgs& args, const BlockMemory& memory,
+                            int num_local) {
   const LowLatencyOutputs& out = args.out;
   const int num_ranks = args.world.num_ranks;
   DC_NO_UNROLL
   for (int column = arch::thread_idx(); column < 1 + num_local; column += arch::num_threads()) {
     const bool is_expert = column > 0, has_range = is_expert != out.is_compact;
-    int64_t* ranges = out.layout_range + (is_expert ? static_cast<int64_t>(column - 1) * num_ranks : 0);
+    int64_t* ranges =
+        out.layout_range + (is_expert ? static_cast<int64_t>(column - 1) * num_ranks : 0);
     uint32_t num_before = 0;
     DC_NO_UNROLL
     for (int source = 0; source < num_ranks; ++source) {
       const uint32_t count = memory.recv_counts[source * (1 + num_local) + column];
       if (has_range) {
-        arch::st_weak(ranges + source, static_cast<int64_t>(static_cast<uint64_t>(num_before) << 32 | count));
+        arch::st_weak(ranges + source,
+                      static_cast<int64_t>(static_cast<uint64_t>(num_before) << 32 | count));
       }
       num_before += count;
     }
@@ -108,27 +116,31 @@ DC_DEVICE void write_counts(const LowLatencyDispatchArgs& args, const BlockMemor
     }
   }
   if (arch::thread_idx() < num_ranks) {
-    arch::st_weak(out.recv_tokens + arch::thread_idx(), memory.header->num_tokens[arch::thread_idx()]);
+    arch::st_weak(out.recv_tokens + arch::thread_idx(),
+                  memory.header->num_tokens[arch::thread_idx()]);
   }
   if (args.report != nullptr && arch::thread_idx() == 0) {
     int32_t most = 0;
-    for (int source = 0; source < num_ranks; ++source) most = max_of(most, memory.header->num_tokens[source]);
+    for (int source = 0; source < num_ranks; ++source)
+      most = max_of(most, memory.header->num_tokens[source]);
     // Engine::wait_low_latency_num_tokens reads nothing but the word itself.
-    arch::st_relaxed_sys(args.report, Tagged::pack(args.report_sequence, static_cast<uint32_t>(most)));
+    arch::st_relaxed_sys(args.report,
+                         Tagged::pack(args.report_sequence, static_cast<uint32_t>(most)));
   }
 }
 
 // One warp: the places of its task's selections, into shared memory and, once a token, into the outputs.
-DC_DEVICE bool find_places(const Context& context, const LowLatencyDispatchArgs& args, const LowLatencyHalf& half,
-                           const BlockMemory& memory, int num_local) {
+DC_DEVICE bool find_places(const Context& context, const LowLatencyDispatchArgs& args,
+                           const LowLatencyHalf& half, const BlockMemory& memory, int num_local) {
   const LowLatencyOutputs& out = args.out;
   const LowLatencyShape& shape = args.shape;
   const int num_topk = shape.num_topk, lane = arch::lane_idx(), warp = arch::warp_idx();
   const int num_slots = args.world.num_ranks * shape.num_max_tokens;
   const int source = source_of(memory.tasks[warp]), token = token_of(memory.tasks[warp]);
-  const bool is_leading = memory.header->first_vec[source] == 0;  // this block has its first columns
-  Vec16* routes =
-      half.routes(args.world.rank, source, arch::block_idx(), token - memory.header->first_token[source]);
+  const bool is_leading =
+      memory.header->first_vec[source] == 0;  // this block has its first columns
+  Vec16* routes = half.routes(args.world.rank, source, arch::block_idx(),
+                              token - memory.header->first_token[source]);
   const int64_t token_row = static_cast<int64_t>(source) * shape.num_max_tokens + token;
   int32_t* places = memory.places + warp * num_topk;
   int num_places = 0;
@@ -147,9 +159,11 @@ DC_DEVICE bool find_places(const Context& context, const LowLatencyDispatchArgs&
     const bool is_here = route.local_expert >= 0;
     int place = -1;
     if (out.is_compact) {
-      if (route.row_ordinal >= 0) place = first_row(memory, num_local, source, 0) + route.row_ordinal;
+      if (route.row_ordinal >= 0)
+        place = first_row(memory, num_local, source, 0) + route.row_ordinal;
     } else if (is_here) {
-      place = route.local_expert * num_slots + first_row(memory, num_local, source, 1 + route.local_expert) + route.row();
+      place = route.local_expert * num_slots +
+              first_row(memory, num_local, source, 1 + route.local_expert) + route.row();
     }
     // Rows to write: compact, one in all, which every selection of the token knows; else one for each of its experts.
     const bool is_row = out.is_compact ? k == 0 && place >= 0 : is_here && !route.is_repeated();
@@ -169,10 +183,12 @@ DC_DEVICE bool find_places(const Context& context, const LowLatencyDispatchArgs&
       const int64_t position = static_cast<int64_t>(place) * num_topk + k;
       if (place >= 0) {
         arch::st_weak(out.compact_idx + position, route.local_expert);
-        if (out.compact_weights != nullptr) arch::st_weak(out.compact_weights + position, route.weight);
+        if (out.compact_weights != nullptr)
+          arch::st_weak(out.compact_weights + position, route.weight);
       }
     }
-    if (out.recv_weights != nullptr) arch::st_weak(out.recv_weights + token_row * num_topk + k, route.weight);
+    if (out.recv_weights != nullptr)
+      arch::st_weak(out.recv_weights + token_row * num_topk + k, route.weight);
   }
   if (lane == 0) memory.num_places[warp] = num_places;
   return ok;
@@ -186,8 +202,8 @@ struct RowPieces {
   int columns[kCount];  // in 16 bytes
 
   // Piece numbers first, first + num_threads, … of num_tasks rows of max_vecs. Looks at them once.
-  DC_DEVICE void look(const LowLatencyDispatchArgs& args, const LowLatencyHalf& half, const BlockMemory& memory,
-                      int first, int num_tasks) {
+  DC_DEVICE void look(const LowLatencyDispatchArgs& args, const LowLatencyHalf& half,
+                      const BlockMemory& memory, int first, int num_tasks) {
     const int max_vecs = memory.header->max_vecs, num_total = num_tasks * max_vecs;
     const Divisor by_max_vecs = memory.header->by_max_vecs;
     DC_UNROLL
@@ -196,11 +212,13 @@ struct RowPieces {
       arrivals.from[step] = nullptr;
       if (idx >= num_total) continue;
       const Position position = Position::of(idx, by_max_vecs, max_vecs);
-      const int source = source_of(memory.tasks[position.row]), token = token_of(memory.tasks[position.row]);
+      const int source = source_of(memory.tasks[position.row]),
+                token = token_of(memory.tasks[position.row]);
       if (position.column >= memory.header->num_vecs[source]) continue;
       tasks[step] = position.row;
       columns[step] = memory.header->first_vec[source] + position.column;
-      arrivals.from[step] = reinterpret_cast<Vec16*>(half.slot(args.world.rank, source, token)) + columns[step];
+      arrivals.from[step] =
+          reinterpret_cast<Vec16*>(half.slot(args.world.rank, source, token)) + columns[step];
     }
     arrivals.look();
   }
@@ -208,24 +226,28 @@ struct RowPieces {
   DC_DEVICE void forget_others(const BlockMemory& memory) {
     DC_UNROLL
     for (int step = 0; step < kCount; ++step) {
-      if (arrivals.from[step] != nullptr && memory.num_places[tasks[step]] == 0) arrivals.from[step] = nullptr;
+      if (arrivals.from[step] != nullptr && memory.num_places[tasks[step]] == 0)
+        arrivals.from[step] = nullptr;
     }
   }
 };
 
 // The block copies the rows of its warps' tokens to their places. `pieces`: the first look at the first of them.
 template <PayloadFormat kFormat>
-DC_DEVICE bool expand_rows(const Context& context, const LowLatencyDispatchArgs& args, const LowLatencyHalf& half,
-                           const BlockMemory& memory, RowPieces& pieces, int num_tasks) {
+DC_DEVICE bool expand_rows(const Context& context, const LowLatencyDispatchArgs& args,
+                           const LowLatencyHalf& half, const BlockMemory& memory, RowPieces& pieces,
+                           int num_tasks) {
   const LowLatencyShape& shape = args.shape;
   const int num_total = num_tasks * memory.header->max_vecs;
   DC_NO_UNROLL
-  for (int base = arch::thread_idx(); base < num_total; base += arch::num_threads() * RowPieces::kCount) {
+  for (int base = arch::thread_idx(); base < num_total;
+       base += arch::num_threads() * RowPieces::kCount) {
     if (base != arch::thread_idx()) pieces.look(args, half, memory, base, num_tasks);
     pieces.forget_others(memory);
     // Of a source that is given up combine gets nothing back.
     const bool ok = await_arrivals(context, pieces.arrivals, [&](int step) {
-      return WaitFor{Stage::kRows, Word::kRow, source_of(memory.tasks[pieces.tasks[step]]), arch::block_idx()};
+      return WaitFor{Stage::kRows, Word::kRow, source_of(memory.tasks[pieces.tasks[step]]),
+                     arch::block_idx()};
     });
     if (!ok) return false;
     DC_UNROLL
@@ -247,8 +269,8 @@ DC_DEVICE bool expand_rows(const Context& context, const LowLatencyDispatchArgs&
 
 // The same for their scales.
 template <PayloadFormat kFormat>
-DC_DEVICE bool expand_scales(const Context& context, const LowLatencyDispatchArgs& args, const LowLatencyHalf& half,
-                             const BlockMemory& memory, int num_tasks) {
+DC_DEVICE bool expand_scales(const Context& context, const LowLatencyDispatchArgs& args,
+                             const LowLatencyHalf& half, const BlockMemory& memory, int num_tasks) {
   const LowLatencyShape& shape = args.shape;
   const ScaleOutputs<kFormat> outputs =
       ScaleOutputs<kFormat>::of(shape, args.out, args.world.num_ranks * shape.num_max_tokens);
@@ -259,35 +281,40 @@ DC_DEVICE bool expand_scales(const Context& context, const LowLatencyDispatchArg
   bool ok = true;
   // From the last thread on: the first ones have most pieces of rows.
   DC_NO_UNROLL
-  for (int base = arch::num_threads() - 1 - arch::thread_idx(); base < num_tasks * max_outputs && ok;
-       base += arch::num_threads()) {
+  for (int base = arch::num_threads() - 1 - arch::thread_idx();
+       base < num_tasks * max_outputs && ok; base += arch::num_threads()) {
     const Position position = Position::of(base, by_outputs, max_outputs);
     const int task = position.row, num_places = memory.num_places[task];
     if (num_places == 0) continue;
     const int source = source_of(memory.tasks[task]), token = token_of(memory.tasks[task]);
     if (position.column * vecs_per_output >= memory.header->num_vecs[source]) continue;
     const int output = memory.header->first_vec[source] / vecs_per_output + position.column;
-    uint32_t* scales = reinterpret_cast<uint32_t*>(half.slot(args.world.rank, source, token) + shape.row_bytes);
+    uint32_t* scales =
+        reinterpret_cast<uint32_t*>(half.slot(args.world.rank, source, token) + shape.row_bytes);
     const WaitFor wait{Stage::kRows, Word::kScale, source, arch::block_idx()};
     uint32_t value = 0;
     DC_NO_UNROLL
     for (int idx = 0; idx < outputs.num_words(output) && ok; ++idx) {
       uint32_t bits = 0;
-      ok = take_arrival(context, scales + outputs.first_word(output) + idx, wait, &bits) || is_given_up(context, source);
+      ok = take_arrival(context, scales + outputs.first_word(output) + idx, wait, &bits) ||
+           is_given_up(context, source);
       value |= outputs.part(bits, idx);
     }
     DC_NO_UNROLL
     for (int idx = task * shape.num_topk; idx < task * shape.num_topk + num_places && ok; ++idx) {
-      const int group = memory.place_experts[idx], row = memory.places[idx] - group * outputs.num_slots;
-      arch::st_weak(static_cast<uint32_t*>(args.out.recv_scales) + outputs.position(group, row, output), value);
+      const int group = memory.place_experts[idx],
+                row = memory.places[idx] - group * outputs.num_slots;
+      arch::st_weak(
+          static_cast<uint32_t*>(args.out.recv_scales) + outputs.position(group, row, output),
+          value);
     }
   }
   return ok;
 }
 
 template <PayloadFormat kFormat>
-DC_DEVICE void dispatch_receive(const Context& context, const LowLatencyDispatchArgs& args, const LowLatencyHalf& half,
-                                const BlockMemory& memory) {
+DC_DEVICE void dispatch_receive(const Context& context, const LowLatencyDispatchArgs& args,
+                                const LowLatencyHalf& half, const BlockMemory& memory) {
   const World& world = args.world;
   const int num_warps = arch::num_warps(), warp = arch::warp_idx();
   const int num_local = args.experts.num_local_experts(world.rank);
@@ -302,11 +329,13 @@ DC_DEVICE void dispatch_receive(const Context& context, const LowLatencyDispatch
   }
   bool ok = true;
   if (warp == 0) {
-    int64_t* wait_stats = context.can_shrink ? nullptr : args.out.wait_stats;  // agree_on_sources has counted
+    int64_t* wait_stats =
+        context.can_shrink ? nullptr : args.out.wait_stats;  // agree_on_sources has counted
     ok = await_announcements(context, half, memory, sources, args.signature, wait_stats);
     arch::sync_warp();
     const int source = source_at(world, arch::lane_idx());
-    TaskNumbering::make(world, args.shape, memory, memory.header->num_tokens[source], Piece<kFormat>::kElements);
+    TaskNumbering::make(world, args.shape, memory, memory.header->num_tokens[source],
+                        Piece<kFormat>::kElements);
     arch::sync_warp();
     list_tasks(world, memory, 0);
   }
@@ -320,7 +349,8 @@ DC_DEVICE void dispatch_receive(const Context& context, const LowLatencyDispatch
     pieces.look(args, half, memory, arch::thread_idx(), num_now);
     if (warp < num_now) ok = find_places(context, args, half, memory, num_local);
     if (!block_agrees(ok)) return;
-    if (args.shape.num_scales > 0) ok = expand_scales<kFormat>(context, args, half, memory, num_now);
+    if (args.shape.num_scales > 0)
+      ok = expand_scales<kFormat>(context, args, half, memory, num_now);
     ok = ok && expand_rows<kFormat>(context, args, half, memory, pieces, num_now);
     if (first + num_warps >= num_tasks) break;
     if (!block_agrees(ok)) return;  // places have been read

@@ -21,7 +21,8 @@ struct TokenRouting {
     TokenRouting routing{};
     const int num_topk = args.shape.num_topk;
     const int64_t begin = static_cast<int64_t>(token) * num_topk;
-    routing.raw.load(args.topk_idx, begin + arch::lane_idx(), kWarpSize, begin + num_topk, args.topk_idx_bytes);
+    routing.raw.load(args.topk_idx, begin + arch::lane_idx(), kWarpSize, begin + num_topk,
+                     args.topk_idx_bytes);
     if (args.topk_weights == nullptr) return routing;
     DC_UNROLL
     for (int part = 0; part < 2; ++part) {
@@ -31,8 +32,8 @@ struct TokenRouting {
     return routing;
   }
   // Reports what lies out of range; notes the experts and their ranks for the block.
-  DC_DEVICE void check(const Context& context, const LowLatencyDispatchArgs& args, const BlockMemory& memory,
-                       int token) {
+  DC_DEVICE void check(const Context& context, const LowLatencyDispatchArgs& args,
+                       const BlockMemory& memory, int token) {
     const int num_topk = args.shape.num_topk, warp = arch::warp_idx();
     uint32_t mask = 0;
     experts[0] = experts[1] = -1;
@@ -40,8 +41,9 @@ struct TokenRouting {
     for (int part = 0; part < 2; ++part) {
       const int k = arch::lane_idx() + part * kWarpSize;
       if (k >= num_topk) continue;
-      experts[part] = checked_expert(context, raw.get(part), static_cast<int64_t>(token) * num_topk + k,
-                                     args.shape.num_experts);
+      experts[part] =
+          checked_expert(context, raw.get(part), static_cast<int64_t>(token) * num_topk + k,
+                         args.shape.num_experts);
       memory.own_experts[warp * num_topk + k] = experts[part];
       mask |= rank_bit(args.experts, experts[part]);
     }
@@ -68,8 +70,8 @@ struct StagedExperts {
 
   DC_DEVICE void load(const LowLatencyDispatchArgs& args, int begin, int end) {
     const int64_t num_topk = args.shape.num_topk;
-    raw.load(args.topk_idx, begin * num_topk + arch::thread_idx(), arch::num_threads(), end * num_topk,
-             args.topk_idx_bytes);
+    raw.load(args.topk_idx, begin * num_topk + arch::thread_idx(), arch::num_threads(),
+             end * num_topk, args.topk_idx_bytes);
   }
   DC_DEVICE void store(const LowLatencyDispatchArgs& args, const BlockMemory& memory) const {
     DC_UNROLL
@@ -83,22 +85,25 @@ struct StagedExperts {
 
 DC_DEVICE void zero_counters(const LowLatencyDispatchArgs& args, const BlockMemory& memory) {
   DC_NO_UNROLL
-  for (int idx = arch::thread_idx(); idx < args.shape.num_experts + args.world.num_ranks; idx += arch::num_threads()) {
+  for (int idx = arch::thread_idx(); idx < args.shape.num_experts + args.world.num_ranks;
+       idx += arch::num_threads()) {
     memory.counters[idx] = 0;
   }
 }
 
 // The block counts whole tokens: counters[e] that select expert e, counters[E + r] that go to rank r.
-DC_DEVICE void count_entries(const LowLatencyDispatchArgs& args, uint32_t* counters, const int32_t* experts,
-                             int num_tokens) {
+DC_DEVICE void count_entries(const LowLatencyDispatchArgs& args, uint32_t* counters,
+                             const int32_t* experts, int num_tokens) {
   const int num_topk = args.shape.num_topk;
   DC_NO_UNROLL
   for (int idx = arch::thread_idx(); idx < num_tokens * num_topk; idx += arch::num_threads()) {
     const int expert = experts[idx];
     if (expert < 0) continue;
     const int rank = args.experts.rank_of(expert);
-    const int first_expert = args.experts.first_expert(rank), end_expert = args.experts.first_expert(rank + 1);
-    bool is_repeat = false, is_first = args.out.is_compact;  // of this token's on that expert, on that rank
+    const int first_expert = args.experts.first_expert(rank),
+              end_expert = args.experts.first_expert(rank + 1);
+    bool is_repeat = false,
+         is_first = args.out.is_compact;  // of this token's on that expert, on that rank
     DC_UNROLL_BY(4)
     for (int other = args.shape.by_topk.quotient(idx) * num_topk; other < idx; ++other) {
       const int other_expert = experts[other];
@@ -112,8 +117,8 @@ DC_DEVICE void count_entries(const LowLatencyDispatchArgs& args, uint32_t* count
 
 // The same of tokens [begin, end). The staging holds the first num_staged of them. A barrier of the block before and
 // behind it is the caller's.
-DC_DEVICE void count_tokens(const LowLatencyDispatchArgs& args, const BlockMemory& memory, int begin, int end,
-                            int num_staged) {
+DC_DEVICE void count_tokens(const LowLatencyDispatchArgs& args, const BlockMemory& memory,
+                            int begin, int end, int num_staged) {
   DC_NO_UNROLL
   while (begin < end) {
     if (num_staged == 0) {
@@ -133,8 +138,9 @@ DC_DEVICE void count_tokens(const LowLatencyDispatchArgs& args, const BlockMemor
 // The block moves its columns of tokens [begin, end), one piece a thread. With has_first, `first` is what was loaded
 // before of the piece that this thread moves first.
 template <PayloadFormat kFormat>
-DC_DEVICE void send_rows(const LowLatencyDispatchArgs& args, const LowLatencyHalf& half, const LowLatencyShare& share,
-                         const BlockMemory& memory, int begin, int end, const Piece<kFormat>& first, bool has_first) {
+DC_DEVICE void send_rows(const LowLatencyDispatchArgs& args, const LowLatencyHalf& half,
+                         const LowLatencyShare& share, const BlockMemory& memory, int begin,
+                         int end, const Piece<kFormat>& first, bool has_first) {
   using PieceType = Piece<kFormat>;
   const World& world = args.world;
   const int num_pieces = share.num_columns() / PieceType::kElements;
@@ -167,8 +173,8 @@ DC_DEVICE void send_rows(const LowLatencyDispatchArgs& args, const LowLatencyHal
 }
 
 // One warp: the routes of its token, to every rank: the others learn that it does not come. `warp`: of the group.
-DC_DEVICE void send_routes(const LowLatencyDispatchArgs& args, const LowLatencyHalf& half, const BlockMemory& memory,
-                           const TokenRouting& routing, int token_idx) {
+DC_DEVICE void send_routes(const LowLatencyDispatchArgs& args, const LowLatencyHalf& half,
+                           const BlockMemory& memory, const TokenRouting& routing, int token_idx) {
   const World& world = args.world;
   const int num_topk = args.shape.num_topk, num_experts = args.shape.num_experts;
   const int lane = arch::lane_idx(), warp = arch::warp_idx();
@@ -196,7 +202,8 @@ DC_DEVICE void send_routes(const LowLatencyDispatchArgs& args, const LowLatencyH
   if (args.out.is_compact && lane < world.num_ranks && (memory.masks[warp] >> lane & 1u) != 0) {
     row_ordinal = static_cast<int32_t>(memory.counters[num_experts + lane]);
     DC_NO_UNROLL
-    for (int other = 0; other < warp; ++other) row_ordinal += static_cast<int32_t>(memory.masks[other] >> lane & 1u);
+    for (int other = 0; other < warp; ++other)
+      row_ordinal += static_cast<int32_t>(memory.masks[other] >> lane & 1u);
   }
   const int num_total = world.num_ranks * num_topk;
   DC_NO_UNROLL
@@ -210,24 +217,28 @@ DC_DEVICE void send_routes(const LowLatencyDispatchArgs& args, const LowLatencyH
     if (base + lane >= num_total || !is_active(memory, peer)) continue;
     const int local = expert - args.experts.first_expert(peer);
     const bool is_there = expert >= 0 && local >= 0 && local < args.experts.num_local_experts(peer);
-    const Route route = is_there ? Route{local, ordinal, weight, my_row} : Route{-1, 0, 0.0f, my_row};
+    const Route route =
+        is_there ? Route{local, ordinal, weight, my_row} : Route{-1, 0, 0.0f, my_row};
     // pairs with: take_arrival in find_places at the peer — nothing but the words themselves.
-    arch::st_relaxed_sys(half.routes(peer, world.rank, arch::block_idx(), token_idx) + k, route.pack());
+    arch::st_relaxed_sys(half.routes(peer, world.rank, arch::block_idx(), token_idx) + k,
+                         route.pack());
   }
 }
 
 // The block, when its counters hold all tokens: what each rank, and each of its experts, will get.
-DC_DEVICE void send_counts(const Context& context, const LowLatencyDispatchArgs& args, const LowLatencyHalf& half,
-                           const BlockMemory& memory) {
+DC_DEVICE void send_counts(const Context& context, const LowLatencyDispatchArgs& args,
+                           const LowLatencyHalf& half, const BlockMemory& memory) {
   const World& world = args.world;
   const int num_experts = args.shape.num_experts;
-  for (int idx = arch::thread_idx(); idx < num_experts + world.num_ranks; idx += arch::num_threads()) {
+  for (int idx = arch::thread_idx(); idx < num_experts + world.num_ranks;
+       idx += arch::num_threads()) {
     const bool is_expert = idx < num_experts;
     const int peer = is_expert ? args.experts.rank_of(idx) : idx - num_experts;
     if (!is_active(memory, peer)) continue;
     const int place = is_expert ? 1 + idx - args.experts.first_expert(peer) : 0;
     // pairs with: await_counts at the peer — nothing but the word itself.
-    arch::st_relaxed_sys(half.counts(peer, world.rank) + place, Tagged::pack(context.generation, memory.counters[idx]));
+    arch::st_relaxed_sys(half.counts(peer, world.rank) + place,
+                         Tagged::pack(context.generation, memory.counters[idx]));
   }
 }
 
@@ -249,8 +260,10 @@ struct SendInputs {
       inputs.routing = TokenRouting::load(args, share.begin + arch::warp_idx());
     }
     if (arch::thread_idx() < num_tokens * num_pieces) {
-      const Position position = Position::of(arch::thread_idx(), Divisor::make(num_pieces), num_pieces);
-      inputs.first.load(args.x + static_cast<size_t>(share.begin + position.row) * args.shape.hidden * sizeof(Bf16),
+      const Position position =
+          Position::of(arch::thread_idx(), Divisor::make(num_pieces), num_pieces);
+      inputs.first.load(args.x + static_cast<size_t>(share.begin + position.row) *
+                                     args.shape.hidden * sizeof(Bf16),
                         share.column_begin / Piece<kFormat>::kElements + position.column);
     }
     inputs.staged.load(args, 0, min_of(args.num_tokens, num_staged_tokens(args)));
@@ -259,15 +272,17 @@ struct SendInputs {
 };
 
 template <PayloadFormat kFormat>
-DC_DEVICE bool dispatch_send(const Context& context, const LowLatencyDispatchArgs& args, const LowLatencyHalf& half,
-                             const BlockMemory& memory, const Beginning& begin, SendInputs<kFormat>& inputs) {
+DC_DEVICE bool dispatch_send(const Context& context, const LowLatencyDispatchArgs& args,
+                             const LowLatencyHalf& half, const BlockMemory& memory,
+                             const Beginning& begin, SendInputs<kFormat>& inputs) {
   const LowLatencyShare& share = inputs.share;
   const int num_warps = arch::num_warps(), warp = arch::warp_idx();
   const int num_staged = min_of(args.num_tokens, num_staged_tokens(args));
   zero_counters(args, memory);
   inputs.staged.store(args, memory);
   if (warp < share.num_tokens()) inputs.routing.check(context, args, memory, share.begin + warp);
-  const bool ok = !has_credit_warp() || await_credit(context, half, memory, begin, args.signature, args.num_tokens);
+  const bool ok = !has_credit_warp() ||
+                  await_credit(context, half, memory, begin, args.signature, args.num_tokens);
   if (!block_agrees(ok)) return false;
   number_records(context, half, args.phases, begin);
   // The last block counts all tokens, for the counts; then every block those before its own.

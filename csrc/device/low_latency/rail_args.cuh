@@ -23,7 +23,9 @@ struct ReturnAddress {
   int token;
   int order;
 
-  DC_HOST_DEVICE int32_t pack() const { return static_cast<int32_t>(static_cast<uint32_t>(order) << 16 | token); }
+  DC_HOST_DEVICE int32_t pack() const {
+    return static_cast<int32_t>(static_cast<uint32_t>(order) << 16 | token);
+  }
   DC_HOST_DEVICE static ReturnAddress unpack(int32_t packed) {
     return {packed & 0xffff, static_cast<int>(static_cast<uint32_t>(packed) >> 16)};
   }
@@ -31,7 +33,7 @@ struct ReturnAddress {
 
 struct LowLatencyRailDispatchArgs : LowLatencyDispatchArgs {
   RailReach reach;
-  int32_t* num_rows;          // out [2, R]: rows from each source, and how many of them were handed on
+  int32_t* num_rows;  // out [2, R]: rows from each source, and how many of them were handed on
   int32_t* return_addresses;  // out [R, M]: ReturnAddress, by slot
 };
 

@@ -15,25 +15,28 @@ struct RailBlockMemory {
     int32_t num_destinations;
   };
   Header* header;
-  uint32_t* counters;   // [E + 2 R] when sending, [R, 1 + L] when receiving
-  int32_t* num_tokens;  // [R] receiving: of each source; combine sending: rows that came straight from it
-  int32_t* num_handed;  // [R] rows of each source that are handed on
-  int32_t* first_task;  // [2, R + 1] by pass and position: see LowLatencyGroup::rank_at
-  int32_t* tasks;       // [warps] pack_task(source, slot)
-  int32_t* returns;     // [warps] combine: packed ReturnAddress of the warp's task
+  uint32_t* counters;  // [E + 2 R] when sending, [R, 1 + L] when receiving
+  int32_t*
+      num_tokens;  // [R] receiving: of each source; combine sending: rows that came straight from it
+  int32_t* num_handed;    // [R] rows of each source that are handed on
+  int32_t* first_task;    // [2, R + 1] by pass and position: see LowLatencyGroup::rank_at
+  int32_t* tasks;         // [warps] pack_task(source, slot)
+  int32_t* returns;       // [warps] combine: packed ReturnAddress of the warp's task
   int32_t* num_forwards;  // [warps] ranks that the warp's message is handed on to
   int32_t* forwards;      // [warps, kMaxRanks] local rank << 16 | slot
-  int32_t* num_places;  // [warps] places of the warp's row; at the source: rows that come back for its token
-  int32_t* places;      // [warps, K] at the source: the ranks they come from
-  float* weights;       // [warps, K]
-  int32_t* slots;       // [K] sending: places[0 … K-1] are destinations, these their slots
+  int32_t*
+      num_places;  // [warps] places of the warp's row; at the source: rows that come back for its token
+  int32_t* places;  // [warps, K] at the source: the ranks they come from
+  float* weights;   // [warps, K]
+  int32_t* slots;   // [K] sending: places[0 … K-1] are destinations, these their slots
   mutable uint32_t num_agreements;  // of this thread, equal in all of a block behind a barrier
 
   DC_HOST_DEVICE static size_t num_counters(const LowLatencyShape& shape, int num_ranks) {
     const int max_local = ceil_div(shape.num_experts, num_ranks);
     return max_of(shape.num_experts + 2 * num_ranks, num_ranks * (1 + max_local));
   }
-  DC_HOST_DEVICE static size_t num_bytes(const LowLatencyShape& shape, int num_ranks, int num_warps) {
+  DC_HOST_DEVICE static size_t num_bytes(const LowLatencyShape& shape, int num_ranks,
+                                         int num_warps) {
     return sizeof(Header) + 4 * (num_counters(shape, num_ranks) + 4 * num_ranks + 2 +
                                  num_warps * (4 + kMaxRanks + 2 * shape.num_topk) + shape.num_topk);
   }
@@ -42,7 +45,8 @@ struct RailBlockMemory {
     const int num_warps = arch::num_warps();
     memory.header = reinterpret_cast<Header*>(arch::dynamic_smem());
     memory.counters = reinterpret_cast<uint32_t*>(memory.header + 1);
-    memory.num_tokens = reinterpret_cast<int32_t*>(memory.counters + num_counters(shape, num_ranks));
+    memory.num_tokens =
+        reinterpret_cast<int32_t*>(memory.counters + num_counters(shape, num_ranks));
     memory.num_handed = memory.num_tokens + num_ranks;
     memory.first_task = memory.num_handed + num_ranks;
     memory.tasks = memory.first_task + 2 * (num_ranks + 1);
@@ -64,7 +68,8 @@ struct RailBlockMemory {
   }
 };
 
-DC_DEVICE Context rail_context(const World& world, const LowLatencyGroup& group, Kernel kernel, uint32_t operation) {
+DC_DEVICE Context rail_context(const World& world, const LowLatencyGroup& group, Kernel kernel,
+                               uint32_t operation) {
   // Peers of waits are ranks of the group.
   return {world, kernel, operation, false, {group.rank, 0, 1}, 1};
 }
@@ -83,8 +88,8 @@ DC_DEVICE void send_word(const LowLatencyRailHalf& half, int peer, size_t offset
 
 // One thread: what lies staged goes to a rank of another node. This thread, or threads that it has met at a barrier,
 // have written it. Nothing follows it: its words say of themselves that they have come.
-DC_DEVICE void put_staged(const LowLatencyRailHalf& half, int peer, int qp, size_t offset, size_t staged,
-                          size_t num_bytes) {
+DC_DEVICE void put_staged(const LowLatencyRailHalf& half, int peer, int qp, size_t offset,
+                          size_t staged, size_t num_bytes) {
   const LowLatencyGroup& group = half.group;
   // Orders the staged words before the NIC's reads of them.
   if (!arch::fault(Fault::kSkipRailFence)) arch::fence_acq_rel_sys();
@@ -93,8 +98,8 @@ DC_DEVICE void put_staged(const LowLatencyRailHalf& half, int peer, int qp, size
 }
 
 // The same by a whole warp.
-DC_DEVICE void put_staged_warp(const LowLatencyRailHalf& half, int peer, int qp, size_t offset, size_t staged,
-                               size_t num_bytes) {
+DC_DEVICE void put_staged_warp(const LowLatencyRailHalf& half, int peer, int qp, size_t offset,
+                               size_t staged, size_t num_bytes) {
   const LowLatencyGroup& group = half.group;
   if (!arch::fault(Fault::kSkipRailFence)) arch::fence_acq_rel_sys();
   arch::rail_put_warp(group.port, group.first_peer + peer, qp, offset, half.own<uint8_t>(staged),
@@ -105,7 +110,8 @@ DC_DEVICE void put_staged_warp(const LowLatencyRailHalf& half, int peer, int qp,
 
 DC_DEVICE uint32_t operation_of(const LowLatencyRailHalf& half, const Phases& phases) {
   if (!phases.send) return arch::ld_weak(phases.ticket);
-  return next_generation(arch::ld_relaxed_gpu(&half.rail_state()->sequence[static_cast<int>(half.kind)]));
+  return next_generation(
+      arch::ld_relaxed_gpu(&half.rail_state()->sequence[static_cast<int>(half.kind)]));
 }
 
 // Before the first barrier of the block. Returns the number of the last operation that was sent in this half.
@@ -134,7 +140,8 @@ DC_DEVICE void return_credit(const LowLatencyRailHalf& half) {
 }
 
 // All that a launch does for the launches after it; the last block to come numbers the operation.
-DC_DEVICE void begin_operation(const Context& context, const LowLatencyRailHalf& half, const Phases& phases) {
+DC_DEVICE void begin_operation(const Context& context, const LowLatencyRailHalf& half,
+                               const Phases& phases) {
   if (arch::warp_idx() != arch::num_warps() - 1) return;
   const int kind = static_cast<int>(half.kind);
   LowLatencyRailState* state = half.rail_state();
@@ -144,7 +151,9 @@ DC_DEVICE void begin_operation(const Context& context, const LowLatencyRailHalf&
   const Phase phase = phases.send ? Phase::kSend : Phase::kReceive;
   uint32_t* num_entered = &state->num_entered_blocks[kind][static_cast<int>(phase)];
   // acq_rel, pairs with itself: all blocks have read the state before the last one changes it.
-  if (arch::atomic_add_acq_rel_gpu(num_entered, 1u) + 1 != static_cast<uint32_t>(arch::num_blocks())) return;
+  if (arch::atomic_add_acq_rel_gpu(num_entered, 1u) + 1 !=
+      static_cast<uint32_t>(arch::num_blocks()))
+    return;
   arch::st_relaxed_gpu(num_entered, 0u);
   // Only later launches read these.
   if (phases.receive) arch::st_relaxed_gpu(&state->received[kind][half.half], context.generation);
@@ -158,14 +167,16 @@ DC_DEVICE void begin_operation(const Context& context, const LowLatencyRailHalf&
 // its way any more: its staging may be filled again, and its places at the peers are zero.
 //   unblocked by: begin_operation of the launch that follows the peer's receive phase two operations ago; at the
 //   latest that is the one that sends this operation
-DC_DEVICE bool await_credit(const Context& context, const LowLatencyRailHalf& half, uint32_t previous) {
+DC_DEVICE bool await_credit(const Context& context, const LowLatencyRailHalf& half,
+                            uint32_t previous) {
   if (arch::fault(Fault::kSkipRailCredit)) return true;
   bool ok = true;
   for (int peer = arch::lane_idx(); peer < half.group.num_ranks && ok; peer += kWarpSize) {
     uint64_t raw = 0;
     ok = await<Scope::kSys>(
-        context, half.own<uint64_t>(half.consumed(peer)), {Stage::kHalfCredit, Word::kConsumed, peer, -1},
-        Tagged::pack(previous, 0), [=](uint64_t word) { return Tagged::unpack(word).has_reached(previous); }, &raw);
+        context, half.own<uint64_t>(half.consumed(peer)),
+        {Stage::kHalfCredit, Word::kConsumed, peer, -1}, Tagged::pack(previous, 0),
+        [=](uint64_t word) { return Tagged::unpack(word).has_reached(previous); }, &raw);
   }
   return ok;
 }
@@ -176,8 +187,8 @@ DC_DEVICE uint64_t announcement(const Context& context, uint32_t signature, int 
 
 // One warp: all sources have begun the same operation; their tokens, by source, to num_tokens. Block 0 counts the time
 // for the statistics.
-DC_DEVICE bool await_announcements(const Context& context, const LowLatencyRailHalf& half, uint32_t signature,
-                                   int64_t* wait_stats, int32_t* num_tokens) {
+DC_DEVICE bool await_announcements(const Context& context, const LowLatencyRailHalf& half,
+                                   uint32_t signature, int64_t* wait_stats, int32_t* num_tokens) {
   bool ok = true;
   for (int source = arch::lane_idx(); source < half.group.num_ranks && ok; source += kWarpSize) {
     const bool is_timed = wait_stats != nullptr && arch::block_idx() == 0;
@@ -191,8 +202,12 @@ DC_DEVICE bool await_announcements(const Context& context, const LowLatencyRailH
       arch::st_weak(wait_stats + source, arch::ld_weak(wait_stats + source) + waited_ns);
     }
     if (value >> 16 != signature) {
-      report_error(context, {ErrorKind::kConfigMismatch, {Stage::kAnnounced, Word::kOperation, source, -1},
-                             value >> 16, signature, 0, -1});
+      report_error(context, {ErrorKind::kConfigMismatch,
+                             {Stage::kAnnounced, Word::kOperation, source, -1},
+                             value >> 16,
+                             signature,
+                             0,
+                             -1});
       abort_rank(context);
       ok = false;
     }
@@ -267,7 +282,8 @@ struct TokenRanks {
       const int rank = token.rank(other);
       DC_UNROLL
       for (int part = 0; part < 2; ++part) {
-        if (other < arch::lane_idx() + part * kWarpSize && rank == token.ranks[part]) token.is_first[part] = false;
+        if (other < arch::lane_idx() + part * kWarpSize && rank == token.ranks[part])
+          token.is_first[part] = false;
       }
     }
     for (int other = 0; other < num_topk; ++other) {
@@ -288,7 +304,8 @@ struct TokenRanks {
   }
   // A whole warp: whether selection k is the first of its rank.
   DC_DEVICE bool is_first_of(int k) const {
-    const uint32_t low = arch::ballot(kFullMask, is_first[0]), high = arch::ballot(kFullMask, is_first[1]);
+    const uint32_t low = arch::ballot(kFullMask, is_first[0]),
+                   high = arch::ballot(kFullMask, is_first[1]);
     return ((k < kWarpSize ? low : high) >> k % kWarpSize & 1u) != 0;
   }
   // A whole warp: how many ranks there are, and before `rank`.

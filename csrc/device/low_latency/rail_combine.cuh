@@ -42,8 +42,10 @@ DC_DEVICE void send_weights(const Context& context, const LowLatencyRailCombineA
     const TokenRanks ranks = find_ranks(args, token);
     const size_t offset = half.weights(group.rank, token), staged = half.weights_staged(token);
     for (int k = arch::lane_idx(); k < num_topk; k += kWarpSize) {
-      const float weight = arch::ld_nc(args.topk_weights + static_cast<int64_t>(token) * num_topk + k);
-      arch::st_weak(half.own<uint64_t>(staged) + k, Tagged::pack(context.generation, bit_cast<uint32_t>(weight)));
+      const float weight =
+          arch::ld_nc(args.topk_weights + static_cast<int64_t>(token) * num_topk + k);
+      arch::st_weak(half.own<uint64_t>(staged) + k,
+                    Tagged::pack(context.generation, bit_cast<uint32_t>(weight)));
     }
     arch::sync_warp();
     DC_UNROLL
@@ -58,7 +60,8 @@ DC_DEVICE void send_weights(const Context& context, const LowLatencyRailCombineA
       if (!ranks.is_first_of(first) || !group.is_near(peer)) continue;
       for (int k = arch::lane_idx(); k < num_topk; k += kWarpSize) {
         // pairs with: find_summands at the peer — nothing but the word itself.
-        arch::st_relaxed_sys(half.near<uint64_t>(peer, offset) + k, arch::ld_weak(half.own<uint64_t>(staged) + k));
+        arch::st_relaxed_sys(half.near<uint64_t>(peer, offset) + k,
+                             arch::ld_weak(half.own<uint64_t>(staged) + k));
       }
     }
   }
@@ -72,10 +75,12 @@ DC_DEVICE bool find_summands(const Context& context, const LowLatencyRailCombine
   const int num_topk = shape.num_topk, warp = arch::warp_idx();
   const int num_columns = kRows == CombineRows::kReduced ? 1 : num_topk;
   const int source = source_of(memory.tasks[warp]);
-  const int64_t row = static_cast<int64_t>(source) * shape.num_max_tokens + token_of(memory.tasks[warp]);
+  const int64_t row =
+      static_cast<int64_t>(source) * shape.num_max_tokens + token_of(memory.tasks[warp]);
   const int32_t packed = arch::ld_nc(args.return_addresses + row);
   const bool awaits_weights = kRows == CombineRows::kSums && args.recv_weights == nullptr;
-  const uint64_t* weights = half.own<uint64_t>(half.weights(source, ReturnAddress::unpack(packed).token));
+  const uint64_t* weights =
+      half.own<uint64_t>(half.weights(source, ReturnAddress::unpack(packed).token));
   int num_places = 0;
   bool ok = true;
   for (int base = 0; base < num_columns; base += kWarpSize) {
@@ -85,11 +90,13 @@ DC_DEVICE bool find_summands(const Context& context, const LowLatencyRailCombine
     uint32_t bits = 0;
     // All of them, also those for other ranks: none may come later than the credit for them.
     if (is_column && awaits_weights) {
-      ok = await_tagged_alone(context, weights + k, {Stage::kWeights, Word::kWeight, source, arch::block_idx()}, &bits);
+      ok = await_tagged_alone(context, weights + k,
+                              {Stage::kWeights, Word::kWeight, source, arch::block_idx()}, &bits);
     }
     const uint32_t here = arch::ballot(kFullMask, place >= 0);
     if (place >= 0) {
-      const int position = warp * num_topk + num_places + arch::popc(here & ((1u << arch::lane_idx()) - 1));
+      const int position =
+          warp * num_topk + num_places + arch::popc(here & ((1u << arch::lane_idx()) - 1));
       float weight = 1.0f;
       if (kRows == CombineRows::kSelections) {
         weight = bit_cast<float>(k);  // the source weights; it wants to know which row this is
@@ -118,17 +125,19 @@ DC_DEVICE uint8_t* row_target(const LowLatencyRailCombineArgs& args, const LowLa
   constexpr bool kSelected = kRows == CombineRows::kSelections;
   const ReturnAddress to = ReturnAddress::unpack(memory.returns[task]);
   if (args.reach.group.is_near(source_of(packed))) {
-    return half.near<uint8_t>(source_of(packed), half.row(to.token, kSelected ? selection : to.order,
-                                                          rows_per_token<kRows>(args)));
+    return half.near<uint8_t>(
+        source_of(packed),
+        half.row(to.token, kSelected ? selection : to.order, rows_per_token<kRows>(args)));
   }
-  return half.own<uint8_t>(half.row_staged(source_of(packed), token_of(packed), kSelected ? selection : 0,
+  return half.own<uint8_t>(half.row_staged(source_of(packed), token_of(packed),
+                                           kSelected ? selection : 0,
                                            kSelected ? args.shape.num_topk : 1));
 }
 
 // Adds weight * row over a task's rows, k ascending: kVecs pieces of 16 bytes from `column` on.
 template <int kVecs>
-DC_DEVICE void sum_places(const LowLatencyRailCombineArgs& args, const RailBlockMemory& memory, int task, int column,
-                          float* sum) {
+DC_DEVICE void sum_places(const LowLatencyRailCombineArgs& args, const RailBlockMemory& memory,
+                          int task, int column, float* sum) {
   constexpr int kAhead = 4 / kVecs;  // rows whose loads are in flight together
   constexpr int kPerVec = Numeric<Dtype::kBfloat16>::kPerVec;
   const size_t row_bytes = args.shape.hidden * sizeof(Bf16);
@@ -161,18 +170,23 @@ DC_DEVICE void sum_places(const LowLatencyRailCombineArgs& args, const RailBlock
 // with their sources, or stages them. With one rounding every row by itself.
 template <CombineRows kRows, bool kLogFmt>
 DC_DEVICE void store_sums(const LowLatencyRailCombineArgs& args, const LowLatencyRailHalf& half,
-                          const RailBlockMemory& memory, const Divisor& by_vecs, int num_tasks, bool is_near) {
+                          const RailBlockMemory& memory, const Divisor& by_vecs, int num_tasks,
+                          bool is_near) {
   using Type = Numeric<Dtype::kBfloat16>;
   constexpr int kVecs = kLogFmt ? LogPiece::kElements / Type::kPerVec : 1;  // of a thread
   const int num_vecs = args.shape.hidden / Type::kPerVec;
-  for (int idx = kVecs * arch::thread_idx(); idx < num_tasks * num_vecs; idx += kVecs * arch::num_threads()) {
+  for (int idx = kVecs * arch::thread_idx(); idx < num_tasks * num_vecs;
+       idx += kVecs * arch::num_threads()) {
     const int task = by_vecs.quotient(idx), column = idx - task * num_vecs;
     if (args.reach.group.is_near(source_of(memory.tasks[task])) != is_near) continue;
     if constexpr (kRows == CombineRows::kSelections) {
-      for (int row = task * args.shape.num_topk; row < task * args.shape.num_topk + memory.num_places[task]; ++row) {
-        const uint8_t* src = args.x + static_cast<size_t>(memory.places[row]) * args.shape.hidden * sizeof(Bf16);
-        send_piece(row_target<kRows>(args, half, memory, task, bit_cast<int32_t>(memory.weights[row])), column,
-                   arch::ld_nc(reinterpret_cast<const Vec16*>(src) + column));
+      for (int row = task * args.shape.num_topk;
+           row < task * args.shape.num_topk + memory.num_places[task]; ++row) {
+        const uint8_t* src =
+            args.x + static_cast<size_t>(memory.places[row]) * args.shape.hidden * sizeof(Bf16);
+        send_piece(
+            row_target<kRows>(args, half, memory, task, bit_cast<int32_t>(memory.weights[row])),
+            column, arch::ld_nc(reinterpret_cast<const Vec16*>(src) + column));
       }
       continue;
     }
@@ -207,19 +221,22 @@ DC_DEVICE void put_rows(const LowLatencyRailCombineArgs& args, const LowLatencyR
   for (int idx = 0; idx < num_rows; ++idx) {
     const int selection = kSelected ? bit_cast<int32_t>(memory.weights[warp * num_topk + idx]) : 0;
     // pairs with: take_arrival in add_rows at the source — the words themselves.
-    put_staged_warp(half, source, group.data_qp(to.token),
-                    half.row(to.token, kSelected ? selection : to.order, rows_per_token<kRows>(args)),
-                    half.row_staged(source, slot, selection, kSelected ? num_topk : 1), num_bytes);
+    put_staged_warp(
+        half, source, group.data_qp(to.token),
+        half.row(to.token, kSelected ? selection : to.order, rows_per_token<kRows>(args)),
+        half.row_staged(source, slot, selection, kSelected ? num_topk : 1), num_bytes);
   }
 }
 
 template <CombineRows kRows, bool kLogFmt>
 DC_DEVICE bool combine_send(const Context& context, const LowLatencyRailCombineArgs& args,
-                            const LowLatencyRailHalf& half, const RailBlockMemory& memory, uint32_t previous) {
+                            const LowLatencyRailHalf& half, const RailBlockMemory& memory,
+                            uint32_t previous) {
   const LowLatencyGroup& group = args.reach.group;
   const int num_warps = arch::num_warps(), warp = arch::warp_idx();
   // Peers wait for the weights: they go first.
-  if (kRows == CombineRows::kSums && args.recv_weights == nullptr) send_weights(context, args, half);
+  if (kRows == CombineRows::kSums && args.recv_weights == nullptr)
+    send_weights(context, args, half);
   bool ok = true;
   if (warp == max_of(0, num_warps - 2)) {
     ok = await_credit(context, half, previous);
@@ -247,7 +264,8 @@ DC_DEVICE bool combine_send(const Context& context, const LowLatencyRailCombineA
       if (arch::lane_idx() == 0) {
         const int32_t task = tasks.find(group, first + warp);
         const int source = source_of(task);
-        memory.tasks[warp] = pack_task(source, slot_of(args.shape, token_of(task), memory.num_tokens[source]));
+        memory.tasks[warp] =
+            pack_task(source, slot_of(args.shape, token_of(task), memory.num_tokens[source]));
       }
       arch::sync_warp();
       ok = find_summands<kRows>(context, args, half, memory);
@@ -266,7 +284,8 @@ DC_DEVICE bool combine_send(const Context& context, const LowLatencyRailCombineA
 // Source, one warp: the rows that come back for its token: where from, and with one rounding their selections and
 // weights.
 template <CombineRows kRows>
-DC_DEVICE void find_rows(const LowLatencyRailCombineArgs& args, const RailBlockMemory& memory, int token) {
+DC_DEVICE void find_rows(const LowLatencyRailCombineArgs& args, const RailBlockMemory& memory,
+                         int token) {
   const int num_topk = args.shape.num_topk, warp = arch::warp_idx();
   const TokenRanks ranks = find_ranks(args, token);
   int num_rows = 0;
@@ -277,13 +296,16 @@ DC_DEVICE void find_rows(const LowLatencyRailCombineArgs& args, const RailBlockM
       const bool is_selected = ranks.ranks[part] >= 0;
       const uint32_t selected = arch::ballot(kFullMask, is_selected);
       if (is_selected) {
-        const int row = warp * num_topk + num_rows + arch::popc(selected & ((1u << arch::lane_idx()) - 1));
+        const int row =
+            warp * num_topk + num_rows + arch::popc(selected & ((1u << arch::lane_idx()) - 1));
         memory.places[row] = ranks.ranks[part] << 8 | k;
-        memory.weights[row] = arch::ld_nc(args.topk_weights + static_cast<int64_t>(token) * num_topk + k);
+        memory.weights[row] =
+            arch::ld_nc(args.topk_weights + static_cast<int64_t>(token) * num_topk + k);
       }
       num_rows += arch::popc(selected);
     } else if (ranks.is_first[part]) {
-      memory.places[warp * num_topk + ranks.order[part]] = ranks.ranks[part] << 8 | ranks.order[part];
+      memory.places[warp * num_topk + ranks.order[part]] =
+          ranks.ranks[part] << 8 | ranks.order[part];
     }
   }
   if (kRows != CombineRows::kSelections) num_rows = ranks.count();
@@ -315,7 +337,8 @@ struct ReturnedPiece {
       float values[LogPiece::kElements];
       LogPiece{vec, {last[0], last[1]}}.decode(values);
       DC_UNROLL
-      for (int element = 0; element < LogPiece::kElements; ++element) sum[element] += values[element];
+      for (int element = 0; element < LogPiece::kElements; ++element)
+        sum[element] += values[element];
     } else if constexpr (kRows == CombineRows::kSelections) {
       add_weighted(sum, vec, weight);
     } else {
@@ -326,12 +349,14 @@ struct ReturnedPiece {
 
 // The block adds the rows of tokens [begin, end) and writes the results.
 template <CombineRows kRows, bool kLogFmt>
-DC_DEVICE bool add_rows(const Context& context, const LowLatencyRailCombineArgs& args, const LowLatencyRailHalf& half,
-                        const LowLatencyShare& share, const RailBlockMemory& memory, int begin, int end) {
+DC_DEVICE bool add_rows(const Context& context, const LowLatencyRailCombineArgs& args,
+                        const LowLatencyRailHalf& half, const LowLatencyShare& share,
+                        const RailBlockMemory& memory, int begin, int end) {
   using Type = Numeric<Dtype::kBfloat16>;
   constexpr int kElements = kLogFmt ? LogPiece::kElements : Type::kPerVec;
   constexpr int kAhead = kLogFmt ? 4 : 8;  // rows whose looks are in flight together
-  const int first_piece = share.column_begin / kElements, num_pieces = share.num_columns() / kElements;
+  const int first_piece = share.column_begin / kElements,
+            num_pieces = share.num_columns() / kElements;
   const Divisor by_pieces = Divisor::make(num_pieces);
   for (int idx = arch::thread_idx(); idx < (end - begin) * num_pieces; idx += arch::num_threads()) {
     const Position position = Position::of(idx, by_pieces, num_pieces);
@@ -339,27 +364,32 @@ DC_DEVICE bool add_rows(const Context& context, const LowLatencyRailCombineArgs&
     float sum[kElements] = {};
     const int end_row = position.row * args.shape.num_topk + memory.num_places[position.row];
     const auto row_of = [&](int row) {
-      return half.own<uint8_t>(half.row(token, memory.places[row] & 0xff, rows_per_token<kRows>(args)));
+      return half.own<uint8_t>(
+          half.row(token, memory.places[row] & 0xff, rows_per_token<kRows>(args)));
     };
     for (int first = position.row * args.shape.num_topk; first < end_row; first += kAhead) {
       ReturnedPiece<kRows, kLogFmt> pieces[kAhead];
       DC_UNROLL
       for (int step = 0; step < kAhead; ++step) {
-        if (first + step < end_row) pieces[step].look(row_of(first + step), args.shape.hidden, piece_idx);
+        if (first + step < end_row)
+          pieces[step].look(row_of(first + step), args.shape.hidden, piece_idx);
       }
       DC_UNROLL
       for (int step = 0; step < kAhead; ++step) {
         const int row = first + step;
         if (row >= end_row) continue;
         const int peer = memory.places[row] >> 8;
-        if (!pieces[step].take(context, row_of(row), args.shape.hidden, piece_idx, peer)) return false;
+        if (!pieces[step].take(context, row_of(row), args.shape.hidden, piece_idx, peer))
+          return false;
         pieces[step].add(sum, memory.weights[row]);
       }
     }
-    Vec16* dst = reinterpret_cast<Vec16*>(args.combined_x + static_cast<size_t>(token) * args.shape.hidden * sizeof(Bf16));
+    Vec16* dst = reinterpret_cast<Vec16*>(args.combined_x + static_cast<size_t>(token) *
+                                                                args.shape.hidden * sizeof(Bf16));
     DC_UNROLL
     for (int part = 0; part < kElements / Type::kPerVec; ++part) {
-      arch::st_streaming(dst + kElements / Type::kPerVec * piece_idx + part, Type::round(sum + part * Type::kPerVec));
+      arch::st_streaming(dst + kElements / Type::kPerVec * piece_idx + part,
+                         Type::round(sum + part * Type::kPerVec));
     }
   }
   return true;
@@ -391,10 +421,10 @@ DC_DEVICE void combine_receive(const Context& context, const LowLatencyRailCombi
 template <CombineRows kRows, bool kLogFmt>
 DC_DEVICE void low_latency_rail_combine(const LowLatencyRailCombineArgs& args) {
   const RailReach& reach = args.reach;
-  LowLatencyRailHalf half{args.world, reach.group, reach.words, reach.region, args.shape,
-                          LowLatencyKind::kCombine, 0};
-  const Context context =
-      rail_context(args.world, reach.group, Kernel::kLowLatencyCombine, operation_of(half, args.phases));
+  LowLatencyRailHalf half{
+      args.world, reach.group, reach.words, reach.region, args.shape, LowLatencyKind::kCombine, 0};
+  const Context context = rail_context(args.world, reach.group, Kernel::kLowLatencyCombine,
+                                       operation_of(half, args.phases));
   half.half = static_cast<int>(context.generation & 1u);
   const RailBlockMemory memory = RailBlockMemory::make(args.shape, reach.group.num_ranks);
   const uint32_t previous = begin_block(half, memory);

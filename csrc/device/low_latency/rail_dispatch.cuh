@@ -29,10 +29,10 @@ namespace deep_comm {
 template <PayloadFormat kFormat>
 DC_DEVICE void low_latency_rail_dispatch(const LowLatencyRailDispatchArgs& args) {
   const RailReach& reach = args.reach;
-  LowLatencyRailHalf half{args.world, reach.group, reach.words, reach.region, args.shape,
-                          LowLatencyKind::kDispatch, 0};
-  const Context context =
-      rail_context(args.world, reach.group, Kernel::kLowLatencyDispatch, operation_of(half, args.phases));
+  LowLatencyRailHalf half{
+      args.world, reach.group, reach.words, reach.region, args.shape, LowLatencyKind::kDispatch, 0};
+  const Context context = rail_context(args.world, reach.group, Kernel::kLowLatencyDispatch,
+                                       operation_of(half, args.phases));
   half.half = static_cast<int>(context.generation & 1u);
   const RailBlockMemory memory = RailBlockMemory::make(args.shape, reach.group.num_ranks);
   const uint32_t previous = begin_block(half, memory);

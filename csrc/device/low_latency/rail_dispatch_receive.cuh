@@ -15,14 +15,14 @@ namespace deep_comm {
 
 // counters[source, 0]: rows of this rank by source, then [source, 1 + e] of local expert e; of both the first
 // num_columns. And num_handed.
-DC_DEVICE bool await_counts(const Context& context, const LowLatencyRailHalf& half, const RailBlockMemory& memory,
-                            int num_local, int num_columns) {
+DC_DEVICE bool await_counts(const Context& context, const LowLatencyRailHalf& half,
+                            const RailBlockMemory& memory, int num_local, int num_columns) {
   bool ok = true;
   // From the last thread on: the first warp has announcements to wait for.
   using Words = LowLatencyRailWords;
   const int num_words = num_columns + 1;
-  for (int idx = arch::num_threads() - 1 - arch::thread_idx(); idx < half.group.num_ranks * num_words && ok;
-       idx += arch::num_threads()) {
+  for (int idx = arch::num_threads() - 1 - arch::thread_idx();
+       idx < half.group.num_ranks * num_words && ok; idx += arch::num_threads()) {
     const int source = idx / num_words, word = Words::kNumRows + idx % num_words;
     uint32_t count = 0;
     ok = await_tagged_alone(context, half.own<uint64_t>(half.counts(source)) + word,
@@ -38,14 +38,15 @@ DC_DEVICE bool await_counts(const Context& context, const LowLatencyRailHalf& ha
 }
 
 // Threads [0, num_columns): counts over the sources become first rows. Block 0 writes them out.
-DC_DEVICE void place_sources(const LowLatencyRailDispatchArgs& args, const RailBlockMemory& memory, int num_local,
-                             int num_columns) {
+DC_DEVICE void place_sources(const LowLatencyRailDispatchArgs& args, const RailBlockMemory& memory,
+                             int num_local, int num_columns) {
   const LowLatencyOutputs& out = args.out;
   const int num_ranks = args.reach.group.num_ranks;
   const bool is_writing = arch::block_idx() == 0;
   for (int column = arch::thread_idx(); column < num_columns; column += arch::num_threads()) {
     const bool is_expert = column > 0, has_range = is_expert != out.is_compact;
-    int64_t* ranges = out.layout_range + (is_expert ? static_cast<int64_t>(column - 1) * num_ranks : 0);
+    int64_t* ranges =
+        out.layout_range + (is_expert ? static_cast<int64_t>(column - 1) * num_ranks : 0);
     uint32_t num_before = 0;
     for (int source = 0; source < num_ranks; ++source) {
       uint32_t* counter = &memory.counters[source * (1 + num_local) + column];
@@ -56,7 +57,8 @@ DC_DEVICE void place_sources(const LowLatencyRailDispatchArgs& args, const RailB
         arch::st_weak(args.num_rows + num_ranks + source, memory.num_handed[source]);
       }
       if (is_writing && has_range) {
-        arch::st_weak(ranges + source, static_cast<int64_t>(static_cast<uint64_t>(num_before) << 32 | count));
+        arch::st_weak(ranges + source,
+                      static_cast<int64_t>(static_cast<uint64_t>(num_before) << 32 | count));
       }
       num_before += count;
     }
@@ -77,9 +79,11 @@ DC_DEVICE void place_sources(const LowLatencyRailDispatchArgs& args, const RailB
   }
   if (args.report != nullptr && arch::thread_idx() == 0) {
     int32_t most = 0;
-    for (int source = 0; source < num_ranks; ++source) most = max_of(most, memory.num_tokens[source]);
+    for (int source = 0; source < num_ranks; ++source)
+      most = max_of(most, memory.num_tokens[source]);
     // Engine::wait_low_latency_num_tokens reads nothing but the word itself.
-    arch::st_relaxed_sys(args.report, Tagged::pack(args.report_sequence, static_cast<uint32_t>(most)));
+    arch::st_relaxed_sys(args.report,
+                         Tagged::pack(args.report_sequence, static_cast<uint32_t>(most)));
   }
 }
 
@@ -89,8 +93,8 @@ struct TakenRoutes {
   uint32_t words[2];
   uint32_t token;  // lane 0: + 1
 
-  DC_DEVICE static bool take(const Context& context, const LowLatencySlot& slot, uint8_t* message, int source,
-                             TakenRoutes* taken) {
+  DC_DEVICE static bool take(const Context& context, const LowLatencySlot& slot, uint8_t* message,
+                             int source, TakenRoutes* taken) {
     const WaitFor wait{Stage::kRows, Word::kRoute, source, arch::block_idx()};
     uint32_t* words = reinterpret_cast<uint32_t*>(message + slot.words_offset());
     bool ok = true;
@@ -99,10 +103,13 @@ struct TakenRoutes {
     for (int part = 0; part < 2; ++part) {
       const int k = arch::lane_idx() + part * kWarpSize;
       if (k >= slot.num_topk) continue;
-      ok = ok && take_arrival(context, reinterpret_cast<Vec16*>(message) + k, wait, &taken->routes[part]) &&
+      ok = ok &&
+           take_arrival(context, reinterpret_cast<Vec16*>(message) + k, wait,
+                        &taken->routes[part]) &&
            take_arrival(context, words + k, wait, &taken->words[part]);
     }
-    if (arch::lane_idx() == 0) ok = ok && take_arrival(context, words + slot.num_topk, wait, &taken->token);
+    if (arch::lane_idx() == 0)
+      ok = ok && take_arrival(context, words + slot.num_topk, wait, &taken->token);
     return arch::all(kFullMask, ok);
   }
   // The same into another rank's slot.
@@ -123,15 +130,16 @@ struct TakenRoutes {
 // One warp: a message that came straight goes on to those ranks of this node that are to get it so. Their slots go into
 // shared memory: the row follows.
 DC_DEVICE void find_forwards(const LowLatencyGroup& group, const LowLatencyRailHalf& half,
-                             const RailBlockMemory& memory, const TakenRoutes& taken, const TokenRanks& ranks,
-                             const LowLatencySlot& slot, int source) {
+                             const RailBlockMemory& memory, const TakenRoutes& taken,
+                             const TokenRanks& ranks, const LowLatencySlot& slot, int source) {
   const int warp = arch::warp_idx();
   int num_forwards = 0;
   DC_UNROLL
   for (int part = 0; part < 2; ++part) {
     const int peer = ranks.ranks[part];
     const SlotWord to = SlotWord::unpack(taken.words[part]);
-    const bool is_forward = ranks.is_first[part] && to.is_handed && group.is_near(peer) && peer != group.rank;
+    const bool is_forward =
+        ranks.is_first[part] && to.is_handed && group.is_near(peer) && peer != group.rank;
     const uint32_t forwards = arch::ballot(kFullMask, is_forward);
     if (is_forward) {
       const int number = num_forwards + arch::popc(forwards & ((1u << arch::lane_idx()) - 1));
@@ -143,18 +151,20 @@ DC_DEVICE void find_forwards(const LowLatencyGroup& group, const LowLatencyRailH
   if (arch::lane_idx() == 0) memory.num_forwards[warp] = num_forwards;
   for (int number = 0; number < num_forwards; ++number) {
     const int32_t to = memory.forwards[warp * kMaxRanks + number];
-    taken.pass_on(slot, half.near<uint8_t>(group.first_near + (to >> 16), half.slot(source, to & 0xffff)));
+    taken.pass_on(
+        slot, half.near<uint8_t>(group.first_near + (to >> 16), half.slot(source, to & 0xffff)));
   }
 }
 
 // One warp: the places of a row's selections, into shared memory and into the outputs, and where combine sends what
 // comes of it.
 DC_DEVICE bool find_places(const Context& context, const LowLatencyRailDispatchArgs& args,
-                           const LowLatencyRailHalf& half, const RailBlockMemory& memory, int32_t task,
-                           int num_local, bool is_straight) {
+                           const LowLatencyRailHalf& half, const RailBlockMemory& memory,
+                           int32_t task, int num_local, bool is_straight) {
   const LowLatencyOutputs& out = args.out;
   const LowLatencyGroup& group = args.reach.group;
-  const int num_topk = args.shape.num_topk, warp = arch::warp_idx(), source = source_of(task), slot = token_of(task);
+  const int num_topk = args.shape.num_topk, warp = arch::warp_idx(), source = source_of(task),
+            slot = token_of(task);
   const int num_slots = group.num_ranks * args.shape.num_max_tokens;
   const ExpertMap map{args.shape.num_experts, group.num_ranks};
   const int first_expert = map.first_expert(group.rank);
@@ -162,7 +172,9 @@ DC_DEVICE bool find_places(const Context& context, const LowLatencyRailDispatchA
   const uint32_t* first_rows = memory.counters + source * (1 + num_local);
   const int64_t row = static_cast<int64_t>(source) * args.shape.num_max_tokens + slot;
   TakenRoutes taken;
-  if (!TakenRoutes::take(context, layout, half.own<uint8_t>(half.slot(source, slot)), source, &taken)) return false;
+  if (!TakenRoutes::take(context, layout, half.own<uint8_t>(half.slot(source, slot)), source,
+                         &taken))
+    return false;
   const TokenRanks ranks = TokenRanks::make(num_topk, [&](int /*k*/, int part) {
     const int expert = Route::unpack(taken.routes[part]).local_expert;
     return expert < 0 ? -1 : map.rank_of(expert);
@@ -170,7 +182,8 @@ DC_DEVICE bool find_places(const Context& context, const LowLatencyRailDispatchA
   memory.num_forwards[warp] = 0;
   arch::sync_warp();
   if (is_straight) find_forwards(group, half, memory, taken, ranks, layout, source);
-  const int token = static_cast<int>(arch::shfl(kFullMask, taken.token, 0)) - 1, order = ranks.before(group.rank);
+  const int token = static_cast<int>(arch::shfl(kFullMask, taken.token, 0)) - 1,
+            order = ranks.before(group.rank);
   int num_places = 0;
   int compact_place = 0;
   DC_UNROLL
@@ -182,14 +195,16 @@ DC_DEVICE bool find_places(const Context& context, const LowLatencyRailDispatchA
     // The first selection of a rank says which row it is there.
     const uint32_t says = arch::ballot(kFullMask, is_here && ranks.is_first[part]);
     if (says != 0) {
-      compact_place = static_cast<int>(first_rows[0]) + arch::shfl(kFullMask, route.row_ordinal, arch::ffs(says) - 1);
+      compact_place = static_cast<int>(first_rows[0]) +
+                      arch::shfl(kFullMask, route.row_ordinal, arch::ffs(says) - 1);
     }
     const uint32_t here = arch::ballot(kFullMask, is_here && !route.is_repeated());
     int place = -1;
     if (is_here && !out.is_compact) {
       place = local * num_slots + static_cast<int>(first_rows[1 + local]) + route.row();
       if (!route.is_repeated()) {
-        memory.places[warp * num_topk + num_places + arch::popc(here & ((1u << arch::lane_idx()) - 1))] = place;
+        memory.places[warp * num_topk + num_places +
+                      arch::popc(here & ((1u << arch::lane_idx()) - 1))] = place;
         arch::st_weak(out.src_info + place, token);
       }
     }
@@ -234,7 +249,8 @@ struct RailRowPieces {
 
   // Piece numbers first, first + num_threads, … of num_tasks rows.
   DC_DEVICE void look(const LowLatencyRailDispatchArgs& args, const LowLatencyRailHalf& half,
-                      const RailBlockMemory& memory, const Divisor& by_vecs, int first, int num_tasks) {
+                      const RailBlockMemory& memory, const Divisor& by_vecs, int first,
+                      int num_tasks) {
     const LowLatencySlot slot = LowLatencySlot::of(args.shape);
     const int num_vecs = args.shape.row_bytes / static_cast<int>(sizeof(Vec16));
     DC_UNROLL
@@ -245,7 +261,8 @@ struct RailRowPieces {
       tasks[step] = by_vecs.quotient(idx);
       columns[step] = idx - tasks[step] * num_vecs;
       const int32_t task = memory.tasks[tasks[step]];
-      from[step] = half.own<Vec16>(half.slot(source_of(task), token_of(task)) + slot.row_offset()) + columns[step];
+      from[step] = half.own<Vec16>(half.slot(source_of(task), token_of(task)) + slot.row_offset()) +
+                   columns[step];
       vecs[step] = arch::ld_relaxed_sys(from[step]);
     }
   }
@@ -255,22 +272,25 @@ struct RailRowPieces {
 // first of them.
 template <PayloadFormat kFormat>
 DC_DEVICE bool expand_rows(const Context& context, const LowLatencyRailDispatchArgs& args,
-                           const LowLatencyRailHalf& half, const RailBlockMemory& memory, const Divisor& by_vecs,
-                           RailRowPieces& pieces, int num_tasks) {
+                           const LowLatencyRailHalf& half, const RailBlockMemory& memory,
+                           const Divisor& by_vecs, RailRowPieces& pieces, int num_tasks) {
   const LowLatencyShape& shape = args.shape;
   const int num_total = num_tasks * (shape.row_bytes / static_cast<int>(sizeof(Vec16)));
-  for (int base = arch::thread_idx(); base < num_total; base += arch::num_threads() * RailRowPieces::kCount) {
+  for (int base = arch::thread_idx(); base < num_total;
+       base += arch::num_threads() * RailRowPieces::kCount) {
     if (base != arch::thread_idx()) pieces.look(args, half, memory, by_vecs, base, num_tasks);
     DC_UNROLL
     for (int step = 0; step < RailRowPieces::kCount; ++step) {
       if (pieces.from[step] == nullptr) continue;
       const int task = pieces.tasks[step];
-      const WaitFor wait{Stage::kRows, Word::kRow, source_of(memory.tasks[task]), arch::block_idx()};
+      const WaitFor wait{Stage::kRows, Word::kRow, source_of(memory.tasks[task]),
+                         arch::block_idx()};
       if (!take_arrival(context, pieces.from[step], wait, &pieces.vecs[step])) return false;
       for (int idx = 0; idx < memory.num_forwards[task]; ++idx) {
         const int32_t to = memory.forwards[task * kMaxRanks + idx];
         const size_t slot = half.slot(source_of(memory.tasks[task]), to & 0xffff);
-        Vec16* row = half.near<Vec16>(half.group.first_near + (to >> 16), slot + LowLatencySlot::of(shape).row_offset());
+        Vec16* row = half.near<Vec16>(half.group.first_near + (to >> 16),
+                                      slot + LowLatencySlot::of(shape).row_offset());
         // pairs with: take_arrival above at that rank — nothing but the words themselves.
         arch::st_relaxed_sys(row + pieces.columns[step], pieces.vecs[step]);
       }
@@ -288,7 +308,8 @@ DC_DEVICE bool expand_rows(const Context& context, const LowLatencyRailDispatchA
 // The same for their scales.
 template <PayloadFormat kFormat>
 DC_DEVICE bool expand_scales(const Context& context, const LowLatencyRailDispatchArgs& args,
-                             const LowLatencyRailHalf& half, const RailBlockMemory& memory, int num_tasks) {
+                             const LowLatencyRailHalf& half, const RailBlockMemory& memory,
+                             int num_tasks) {
   const LowLatencyShape& shape = args.shape;
   const ScaleOutputs<kFormat> outputs =
       ScaleOutputs<kFormat>::of(shape, args.out, args.reach.group.num_ranks * shape.num_max_tokens);
@@ -304,10 +325,12 @@ DC_DEVICE bool expand_scales(const Context& context, const LowLatencyRailDispatc
     uint32_t value = 0;
     for (int idx = 0; idx < outputs.num_words(output); ++idx) {
       uint32_t bits = 0;
-      if (!take_arrival(context, scales + outputs.first_word(output) + idx, wait, &bits)) return false;
+      if (!take_arrival(context, scales + outputs.first_word(output) + idx, wait, &bits))
+        return false;
       for (int forward = 0; forward < memory.num_forwards[task]; ++forward) {
         const int32_t to = memory.forwards[task * kMaxRanks + forward];
-        const size_t slot = half.slot(source, to & 0xffff) + LowLatencySlot::of(shape).scales_offset();
+        const size_t slot =
+            half.slot(source, to & 0xffff) + LowLatencySlot::of(shape).scales_offset();
         uint32_t* words = half.near<uint32_t>(half.group.first_near + (to >> 16), slot);
         // pairs with: the same take at that rank — nothing but the word itself.
         arch::st_relaxed_sys(words + outputs.first_word(output) + idx, bits);
@@ -317,7 +340,9 @@ DC_DEVICE bool expand_scales(const Context& context, const LowLatencyRailDispatc
     for (int idx = 0; idx < memory.num_places[task]; ++idx) {
       const int place = memory.places[task * shape.num_topk + idx];
       const int group = place / outputs.num_slots, row = place - group * outputs.num_slots;
-      arch::st_weak(static_cast<uint32_t*>(args.out.recv_scales) + outputs.position(group, row, output), value);
+      arch::st_weak(
+          static_cast<uint32_t*>(args.out.recv_scales) + outputs.position(group, row, output),
+          value);
     }
   }
   return true;
@@ -328,7 +353,8 @@ DC_DEVICE void dispatch_receive(const Context& context, const LowLatencyRailDisp
                                 const LowLatencyRailHalf& half, const RailBlockMemory& memory) {
   const LowLatencyGroup& group = args.reach.group;
   const int num_warps = arch::num_warps(), warp = arch::warp_idx();
-  const int num_local = ExpertMap{args.shape.num_experts, group.num_ranks}.num_local_experts(group.rank);
+  const int num_local =
+      ExpertMap{args.shape.num_experts, group.num_ranks}.num_local_experts(group.rank);
   // Compact places need the counts of rows alone; those of experts are for block 0 to write out.
   const int num_columns = args.out.is_compact && arch::block_idx() != 0 ? 1 : 1 + num_local;
   bool ok = true;
@@ -340,7 +366,8 @@ DC_DEVICE void dispatch_receive(const Context& context, const LowLatencyRailDisp
   int32_t* first_handed = memory.first_task + group.num_ranks + 1;
   if (warp == 0) {
     number_tasks(group, memory.first_task, [&](int source) {
-      return static_cast<int>(memory.counters[source * (1 + num_local)]) - memory.num_handed[source];
+      return static_cast<int>(memory.counters[source * (1 + num_local)]) -
+             memory.num_handed[source];
     });
   }
   if (warp == num_warps - 1) {
@@ -366,9 +393,11 @@ DC_DEVICE void dispatch_receive(const Context& context, const LowLatencyRailDisp
       arch::sync_block();
       RailRowPieces pieces;
       pieces.look(args, half, memory, by_vecs, arch::thread_idx(), num_now);
-      if (warp < num_now) ok = find_places(waits, args, half, memory, memory.tasks[warp], num_local, is_straight);
+      if (warp < num_now)
+        ok = find_places(waits, args, half, memory, memory.tasks[warp], num_local, is_straight);
       if (!memory.agrees(ok)) return;
-      if (args.shape.num_scales > 0) ok = expand_scales<kFormat>(waits, args, half, memory, num_now);
+      if (args.shape.num_scales > 0)
+        ok = expand_scales<kFormat>(waits, args, half, memory, num_now);
       ok = ok && expand_rows<kFormat>(waits, args, half, memory, by_vecs, pieces, num_now);
       if (!memory.agrees(ok)) return;  // places have been read
     }

@@ -25,7 +25,8 @@ DC_DEVICE bool hands_on(const LowLatencyRailDispatchArgs& args) {
 
 // The block counts tokens [begin, end): counters[e] that select expert e, counters[E + r] that go to rank r,
 // counters[E + R + r] those of them that are handed on to it.
-DC_DEVICE void count_tokens(const LowLatencyRailDispatchArgs& args, uint32_t* counters, int begin, int end) {
+DC_DEVICE void count_tokens(const LowLatencyRailDispatchArgs& args, uint32_t* counters, int begin,
+                            int end) {
   const int num_topk = args.shape.num_topk, num_experts = args.shape.num_experts;
   const LowLatencyGroup& group = args.reach.group;
   const ExpertMap map{num_experts, group.num_ranks};
@@ -56,7 +57,8 @@ DC_DEVICE void count_tokens(const LowLatencyRailDispatchArgs& args, uint32_t* co
 // One warp, when the counters hold the tokens before: the routes of the token into its message, the ranks that it is
 // sent to straight, and their slots, into shared memory.
 DC_DEVICE void stage_routes(const Context& context, const LowLatencyRailDispatchArgs& args,
-                            const LowLatencyRailHalf& half, const RailBlockMemory& memory, int token) {
+                            const LowLatencyRailHalf& half, const RailBlockMemory& memory,
+                            int token) {
   const int num_topk = args.shape.num_topk, num_experts = args.shape.num_experts;
   const LowLatencyGroup& group = args.reach.group;
   const LowLatencySlot slot = LowLatencySlot::of(args.shape);
@@ -70,8 +72,9 @@ DC_DEVICE void stage_routes(const Context& context, const LowLatencyRailDispatch
     experts[part] = checked_expert(context, expert, first + k, num_experts);
     return experts[part] < 0 ? -1 : map.rank_of(experts[part]);
   });
-  const TokenRanks nodes = TokenRanks::make(
-      num_topk, [&](int /*k*/, int part) { return ranks.ranks[part] < 0 ? -1 : group.node_of(ranks.ranks[part]); });
+  const TokenRanks nodes = TokenRanks::make(num_topk, [&](int /*k*/, int part) {
+    return ranks.ranks[part] < 0 ? -1 : group.node_of(ranks.ranks[part]);
+  });
   // Whoever comes first on a node passes on to the other ranks there: a rank is where its first selection says.
   int num_destinations = 0;
   uint32_t first_words[2] = {1u, 1u};
@@ -92,7 +95,8 @@ DC_DEVICE void stage_routes(const Context& context, const LowLatencyRailDispatch
     }
     const uint32_t straight = arch::ballot(kFullMask, is_straight);
     if (is_straight) {
-      const int destination = num_destinations + arch::popc(straight & ((1u << arch::lane_idx()) - 1));
+      const int destination =
+          num_destinations + arch::popc(straight & ((1u << arch::lane_idx()) - 1));
       memory.places[destination] = rank;
       memory.slots[destination] = slot_idx;
     }
@@ -102,7 +106,8 @@ DC_DEVICE void stage_routes(const Context& context, const LowLatencyRailDispatch
     Route route{-1, 0, 0.0f, static_cast<int32_t>(row_ordinal)};
     if (expert >= 0) {
       bool is_repeat = false;
-      for (int column = 0; column < k; ++column) is_repeat |= rail_expert(args, first + column) == expert;
+      for (int column = 0; column < k; ++column)
+        is_repeat |= rail_expert(args, first + column) == expert;
       const uint32_t ordinal = memory.counters[expert];
       route.local_expert = expert;  // as the source knows it
       route.ordinal = is_repeat ? Route::repeated(ordinal) : static_cast<int32_t>(ordinal);
@@ -119,8 +124,8 @@ DC_DEVICE void stage_routes(const Context& context, const LowLatencyRailDispatch
 
 // The block: row and scales of a token into its message. `first`: what is loaded already of each thread's first piece.
 template <PayloadFormat kFormat>
-DC_DEVICE void stage_row(const LowLatencyRailDispatchArgs& args, const LowLatencyRailHalf& half, int token,
-                         const Piece<kFormat>& first) {
+DC_DEVICE void stage_row(const LowLatencyRailDispatchArgs& args, const LowLatencyRailHalf& half,
+                         int token, const Piece<kFormat>& first) {
   using PieceType = Piece<kFormat>;
   const LowLatencySlot slot = LowLatencySlot::of(args.shape);
   uint8_t* message = half.own<uint8_t>(half.slot_staged(token));
@@ -138,7 +143,8 @@ DC_DEVICE void stage_row(const LowLatencyRailDispatchArgs& args, const LowLatenc
   // Behind the last scale lie zeros on both sides: nobody takes them away.
   const int padding = (slot.num_bytes() - slot.end_offset()) / 4;
   if (arch::thread_idx() < padding) {
-    arch::st_weak(reinterpret_cast<uint32_t*>(message + slot.end_offset()) + arch::thread_idx(), 0u);
+    arch::st_weak(reinterpret_cast<uint32_t*>(message + slot.end_offset()) + arch::thread_idx(),
+                  0u);
   }
 }
 
@@ -153,7 +159,8 @@ DC_DEVICE void send_message(const LowLatencyRailDispatchArgs& args, const LowLat
     const int peer = memory.places[idx];
     if (group.is_near(peer)) continue;
     // pairs with: take_arrival in TakenRoutes, expand_rows and expand_scales at the peer — the words themselves.
-    put_staged_warp(half, peer, group.data_qp(token), half.slot(group.rank, memory.slots[idx]), staged, num_bytes);
+    put_staged_warp(half, peer, group.data_qp(token), half.slot(group.rank, memory.slots[idx]),
+                    staged, num_bytes);
   }
   const int num_vecs = static_cast<int>(num_bytes / sizeof(Vec16));
   for (int idx = 0; idx < num_destinations; ++idx) {
@@ -175,7 +182,8 @@ DC_DEVICE void send_counts(const Context& context, const LowLatencyRailDispatchA
   const LowLatencyGroup& group = args.reach.group;
   const int num_experts = args.shape.num_experts, num_ranks = group.num_ranks;
   const ExpertMap map{num_experts, num_ranks};
-  for (int idx = arch::thread_idx(); idx < num_experts + 3 * num_ranks; idx += arch::num_threads()) {
+  for (int idx = arch::thread_idx(); idx < num_experts + 3 * num_ranks;
+       idx += arch::num_threads()) {
     const bool is_expert = idx < num_experts;
     const int peer = is_expert ? map.rank_of(idx) : (idx - num_experts) % num_ranks;
     const int of_rank = is_expert ? 0 : (idx - num_experts) / num_ranks;
@@ -183,8 +191,9 @@ DC_DEVICE void send_counts(const Context& context, const LowLatencyRailDispatchA
                       : of_rank == 0 ? Words::kNumRows
                       : of_rank == 1 ? Words::kNumHanded
                                      : Words::kAnnounced;
-    const uint64_t word = place == Words::kAnnounced ? announcement(context, args.signature, args.num_tokens)
-                                                     : Tagged::pack(context.generation, memory.counters[idx]);
+    const uint64_t word = place == Words::kAnnounced
+                              ? announcement(context, args.signature, args.num_tokens)
+                              : Tagged::pack(context.generation, memory.counters[idx]);
     if (group.is_near(peer)) {
       // pairs with: await_announcements and await_counts at the peer — nothing but the word itself.
       arch::st_relaxed_sys(half.near<uint64_t>(peer, half.counts(group.rank)) + place, word);
@@ -193,7 +202,8 @@ DC_DEVICE void send_counts(const Context& context, const LowLatencyRailDispatchA
     }
   }
   arch::sync_block();
-  for (int position = arch::thread_idx(); position < num_ranks - group.num_near; position += arch::num_threads()) {
+  for (int position = arch::thread_idx(); position < num_ranks - group.num_near;
+       position += arch::num_threads()) {
     const int peer = group.rank_at(position);
     // pairs with: await_announcements and await_counts at the peer — the words themselves.
     put_staged(half, peer, group.word_qp(), half.counts(group.rank), half.counts_staged(peer),
@@ -203,17 +213,20 @@ DC_DEVICE void send_counts(const Context& context, const LowLatencyRailDispatchA
 
 template <PayloadFormat kFormat>
 DC_DEVICE bool dispatch_send(const Context& context, const LowLatencyRailDispatchArgs& args,
-                             const LowLatencyRailHalf& half, const RailBlockMemory& memory, uint32_t previous) {
+                             const LowLatencyRailHalf& half, const RailBlockMemory& memory,
+                             uint32_t previous) {
   const int num_counters = args.shape.num_experts + 2 * args.reach.group.num_ranks;
   const int warp = arch::warp_idx();
   Piece<kFormat> first{};
   const auto load_first = [&](int token) {
     if (arch::thread_idx() < args.shape.hidden / Piece<kFormat>::kElements) {
-      first.load(args.x + static_cast<size_t>(token) * args.shape.hidden * sizeof(Bf16), arch::thread_idx());
+      first.load(args.x + static_cast<size_t>(token) * args.shape.hidden * sizeof(Bf16),
+                 arch::thread_idx());
     }
   };
   if (arch::block_idx() < args.num_tokens) load_first(arch::block_idx());
-  for (int idx = arch::thread_idx(); idx < num_counters; idx += arch::num_threads()) memory.counters[idx] = 0;
+  for (int idx = arch::thread_idx(); idx < num_counters; idx += arch::num_threads())
+    memory.counters[idx] = 0;
   bool ok = warp != arch::num_warps() - 1 || await_credit(context, half, previous);
   if (!memory.agrees(ok)) return false;
   const int last_block = arch::num_blocks() - 1;

@@ -4,7 +4,9 @@ from vllm.model_executor.layers.fused_moe.modular_kernel import TopKWeightAndRed
 
 
 class TopKWeightAndReduceDelegate(TopKWeightAndReduce):
-    def apply(self, output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input):
+    def apply(
+        self, output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input
+    ):
         raise RuntimeError("prepare/finalize must choose")
 
 
