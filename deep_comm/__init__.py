@@ -1,7 +1,8 @@
 """deep_comm: dispatch and combine for Mixture-of-Experts layers, on GPUs and on any host.
 
-``Buffer`` is where to start, ``ExpertParallel`` the layer over it that suits every batch size. ``deep_comm.local`` runs ranks as threads of one process,
-``deep_comm.simulate`` under a seeded scheduler, ``deep_comm.reference`` says what results must be.
+``Buffer`` is where to start, ``ExpertParallel`` the layer over it that suits every batch size.
+``deep_comm.local`` runs ranks as threads of one process, ``deep_comm.simulate`` under a seeded
+scheduler, ``deep_comm.reference`` says what results must be.
 """
 
 from __future__ import annotations

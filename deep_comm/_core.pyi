@@ -1,7 +1,8 @@
-"""The host target: the protocol kernels over the SIMT executor, layout arithmetic, shared memory, simulation.
+"""The host target: the protocol kernels over the SIMT executor, layout arithmetic,
+shared memory, simulation.
 
-Every pointer is an ``int`` address and 0 stands for "not given"; every size is in bytes or elements as named.
-Nothing here knows torch. Calls that may wait release the GIL.
+Every pointer is an ``int`` address and 0 stands for "not given"; every size is in bytes or elements
+as named. Nothing here knows torch. Calls that may wait release the GIL.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +43,9 @@ class OutputLayout:
     num_bytes: int
 
 class SourceLayout:
-    """Offsets in the block that belongs to the handle of an expanded dispatch, and its size, in bytes."""
+    """Offsets in the block that belongs to the handle of an expanded
+    dispatch, and its size, in bytes.
+    """
 
     recv_rows: int
     num_bytes: int
@@ -77,7 +80,9 @@ class Engine:
         scale_row_bytes: int,
         num_topk: int,
     ) -> int:
-        """Bytes of ring space one dispatch or combine of this shape needs in every rank's data region."""
+        """Bytes of ring space one dispatch or combine of this shape needs in
+        every rank's data region.
+        """
     data_offset: int  # of the data region, from the segment's start
     data_bytes: int
     @staticmethod
@@ -95,8 +100,9 @@ class Engine:
         """[0] is not 0 when poll_error() has something. Not after close()."""
     num_launches: int  # kernels launched so far (tests assert "nothing launched" with it)
 
-    # What a call of normal mode has in common with others of its form is planned once. Plans are functions of the
-    # plain numbers that csrc/bind/bind_normal.hpp lists (and ops/plans.py): addresses, sizes, the stream last.
+    # What a call of normal mode has in common with others of its form is planned once. Plans are
+    # functions of the plain numbers that csrc/bind/bind_normal.hpp lists (and ops/plans.py):
+    # addresses, sizes, the stream last.
     def plan_layout(self) -> Callable[..., None]: ...
     def plan_notify(
         self,
@@ -114,7 +120,9 @@ class Engine:
         is_expanded: bool,
     ) -> Callable[..., None]: ...
     def set_generation(self, generation: int) -> None:
-        """Tests: the number of the last kernel, on all ranks alike, while none runs (see docs/design/0001)."""
+        """Tests: the number of the last kernel, on all ranks alike, while none
+        runs (see docs/design/0001).
+        """
     def wait_counts(self) -> Counts | None:
         """Wait for the totals of the last notify_dispatch. None: it failed, see poll_error()."""
     def plan_dispatch(
@@ -137,7 +145,9 @@ class Engine:
     place_bytes: int  # what expanded outputs add to a row's metadata, at most
     @staticmethod
     def source_layout(*, num_rows: int, num_topk: int) -> SourceLayout:
-        """How the source tokens and recv_rows of an expanded dispatch lie in a block of the receive region."""
+        """How the source tokens and recv_rows of an expanded dispatch lie in a
+        block of the receive region.
+        """
     def number_rows(
         self,
         *,
@@ -258,8 +268,10 @@ class Engine:
     ) -> None:
         """The engine's ranks are those of one node; the heap's last num_bytes are the rail's.
 
-        rail_pes to rail_qps: over NVSHMEM; rail_bases are then the addresses that stores reach, or 0.
-        nic_bytes_per_s: the software NIC's limit; 0: none. is_near: host target, stores instead of a network.
+        rail_pes to rail_qps: over NVSHMEM; rail_bases are then the
+        addresses that stores reach, or 0.
+        nic_bytes_per_s: the software NIC's limit; 0: none. is_near: host target,
+            stores instead of a network.
         """
     def quiet_rail(self) -> None: ...
     def internode_layout(self, **arguments: int) -> None:
@@ -276,13 +288,16 @@ class Engine:
     masked_offset: int  # from the heap's start: int32 [max_ranks], ranks that this one does without
     votes_offset: int  # int32 [max_ranks, max_ranks]: [from, rank], the same of the others
     def enable_low_latency(self, *, num_bytes: int, can_shrink: bool = False) -> None:
-        """Take the last num_bytes of the heap, a multiple of 128. Once, before anything is launched.
+        """Take the last num_bytes of the heap, a multiple of 128. Once,
+        before anything is launched.
 
         can_shrink: kernels do without ranks that stay silent."""
     def set_low_latency_sequence(self, sequence: int) -> None:
         """For tests: as if so many operations of each kind, at least 4, had run."""
     def reset_low_latency(self) -> None:
-        """Zero the words and the region: nobody is masked. Callers put a barrier before and after it."""
+        """Zero the words and the region: nobody is masked. Callers put a
+        barrier before and after it.
+        """
     @staticmethod
     def low_latency_region_bytes(
         *,
@@ -316,13 +331,19 @@ class Engine:
     ) -> LowLatencyPlan:
         """Check a shape and its options, once for all calls with them."""
     def wait_low_latency_num_tokens(self) -> int | None:
-        """The most tokens any rank had in the last reporting dispatch; None: a kernel failed. Without the GIL."""
+        """The most tokens any rank had in the last reporting dispatch; None: a
+        kernel failed. Without the GIL.
+        """
     def poll_error(self) -> ErrorRecord | None:
         """The error record, if a thread has written one. Does not wait and does not clear."""
     def clear_error(self) -> None:
-        """Forget a failure that left all ranks in step: every kind but "peer_timeout", which needs reset()."""
+        """Forget a failure that left all ranks in step: every kind but
+        "peer_timeout", which needs reset().
+        """
     def reset(self) -> None:
-        """Zero this rank's control words, generation and error record. Callers put a barrier before and after it."""
+        """Zero this rank's control words, generation and error record. Callers put a
+        barrier before and after it.
+        """
     def close(self) -> None:
         """Free what the engine owns on this rank. Never waits for a peer. Idempotent."""
 
@@ -337,8 +358,8 @@ class LowLatencyPlan:
     metadata: dict[str, int]  # offsets in it, of those of the parts below that these calls have:
     # recv_count int32 [L]; num_recv int32 [1]; ticket uint32 [1]; recv_tokens int32 [num_ranks];
     # layout_range int64 [L, num_ranks], compact: [num_ranks]; src_info int32 [L, N], compact: [N];
-    # places int32 [num_ranks, M, K], compact: [num_ranks, M]; recv_weights float32 [num_ranks, M, K];
-    # compact_idx int32 [N, K]; compact_weights float32 [N, K]
+    # places int32 [num_ranks, M, K], compact: [num_ranks, M]; recv_weights float32 [num_ranks, M,
+    # K]; compact_idx int32 [N, K]; compact_weights float32 [N, K]
     def dispatch(
         self,
         x: int,  # bfloat16 [T, hidden]
@@ -390,7 +411,9 @@ class Segment:
     @staticmethod
     def attach(name: str, num_bytes: int) -> Segment: ...
     def unlink(self) -> None:
-        """Remove the name (every rank has attached); the memory lives until the last close. Idempotent."""
+        """Remove the name (every rank has attached); the memory lives until
+        the last close. Idempotent.
+        """
     def close(self) -> None: ...
 
 def remove_stale_segments() -> list[str]:
@@ -404,15 +427,18 @@ class Block:
     def expose(self) -> None:
         """Of a scratch block: from now on others than the engine's kernels use it."""
     def shrink(self, num_bytes: int) -> None:
-        """Give back what lies behind the first num_bytes; nobody but the block's own stream has used it."""
+        """Give back what lies behind the first num_bytes; nobody but the
+        block's own stream has used it.
+        """
 
 class Region:
     """First-fit allocator of 128-byte aligned blocks in [begin, end).
 
-    A block may be given back while kernels that read it are still queued: ``mark()`` then says on which
-    stream (the current one) and leaves an event there, ``mark(stream)`` does the same on the stream that was
-    current when the block was taken, and whoever gets the bytes next waits for both; None: nothing can be in
-    flight. Blocks taken while ``is_capturing()`` are only handed out to later captures:
+    A block may be given back while kernels that read it are still queued: ``mark()`` then says on
+    which stream (the current one) and leaves an event there, ``mark(stream)`` does the same on
+    the stream that was current when the block was taken, and whoever gets the bytes next waits
+    for both; None: nothing can be in flight. Blocks taken while ``is_capturing()`` are only
+    handed out to later captures:
     replays of the CUDA graph write to them whenever they like.
     """
 
@@ -427,14 +453,19 @@ class Region:
     def allocate_scratch(
         self, num_bytes: int, after: int | None = None
     ) -> tuple[Block, list[Any]] | None:
-        """A block that only the engine's kernels use, which run one behind the other; see ``allocate``."""
+        """A block that only the engine's kernels use, which run one behind
+        the other; see ``allocate``.
+        """
     def taker(self) -> Callable[[int, int, bool, bool, bool], tuple[Block, list[Any]] | None]:
-        """take(num_bytes, stream, is_behind_stream, is_captured, is_scratch): the same for those who know the current
-        stream."""
+        """take(num_bytes, stream, is_behind_stream, is_captured, is_scratch): the same for those
+        who know the current stream.
+        """
     def allocate(self, num_bytes: int, after: int | None = None) -> tuple[Block, list[Any]] | None:
-        """A block and the events to wait for before anything writes to it; None if there is no room.
+        """A block and the events to wait for before anything writes to it;
+        None if there is no room.
 
-        Events of stream ``after`` are left out: the caller's work is behind all that is queued there.
+        Events of stream ``after`` are left out: the caller's work is behind
+        all that is queued there.
         """
     num_free_bytes: int
 
@@ -476,8 +507,8 @@ class RailTraffic:
 class Simulation:
     """All ranks of a job in this process under one seeded scheduler.
 
-    Each rank is one OS thread. Only one of {a rank's thread, the scheduler} acts at a time as far as results
-    can tell, so that a seed replays a run exactly.
+    Each rank is one OS thread. Only one of {a rank's thread, the scheduler} acts at a time as far
+    as results can tell, so that a seed replays a run exactly.
     """
 
     def __init__(
@@ -507,7 +538,9 @@ class Simulation:
     def flush_rail(self, rank: int) -> None:
         """It delivers again, and all that it holds at once."""
     def kill(self, rank: int) -> None:
-        """The rank's fibers stop where they are and never run again, like a process that was killed."""
+        """The rank's fibers stop where they are and never run again, like
+        a process that was killed.
+        """
     def describe(self) -> str:
         """Every waiting fiber: kernel, rank, block, warp, word, seen, expected."""
 
@@ -525,12 +558,15 @@ def run_example(
     """One rank's half of an example on a simulated machine, to its end. Without the GIL."""
 
 class MachineError(RuntimeError):
-    """A kernel broke a rule of the machine (divergent barrier, bulk copy out of its shared memory, trap...)."""
+    """A kernel broke a rule of the machine (divergent barrier, bulk copy out of
+    its shared memory, trap...).
+    """
 
 class SimulationStuck(MachineError):
     """No fiber can make progress. The message lists every waiting fiber and the seed."""
 
-# The rules of two tiers that deep_comm.scale counts with; csrc/device/layout/rail.cuh and internode/notify.cuh.
+# The rules of two tiers that deep_comm.scale counts with; csrc/device/layout/rail.cuh
+# and internode/notify.cuh.
 
 def channel_range(num_tokens: int, num_channels: int, channel: int) -> tuple[int, int]:
     """Tokens [begin, end) of a channel."""

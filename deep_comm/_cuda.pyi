@@ -1,6 +1,7 @@
 """The GPU target: the same Engine as in `_core`, launching on CUDA, and the memory it works in.
 
-Streams are ``cudaStream_t`` as ``int``. The caller makes the right device current before every call.
+Streams are ``cudaStream_t`` as ``int``. The caller makes the right device
+current before every call.
 """
 
 from collections.abc import Sequence
@@ -33,7 +34,9 @@ def ipc_handle(address: int) -> bytes:
 def ipc_open(device: int, handle: bytes) -> int: ...
 def ipc_close(device: int, address: int) -> None: ...
 def enable_peer_access(device: int, peer_device: int) -> None:
-    """For ranks that are threads of one process; does nothing when already enabled or the same device."""
+    """For ranks that are threads of one process; does nothing when already
+    enabled or the same device.
+    """
 
 def can_access_peer(device: int, peer_device: int) -> bool: ...
 def num_sms(device: int) -> int: ...

@@ -45,10 +45,10 @@ class Buffer(NormalCalls, InternodeCalls, LowLatencyCalls):
     Ranks hold contiguous experts; if E is not a multiple of R, the first E % R ranks hold one more.
 
     Operations that move data are collective: every rank of the group makes the same calls in the
-    same order. On CUDA devices they run on the current stream; with ``previous_event``, behind which
-    alone they are then, or ``async_finish`` on the Buffer's own. Without ``async_finish`` the current
-    stream waits for them; with it they return an event. Calls from several streams run one behind
-    the other. On the host target they have ended when the call returns.
+    same order. On CUDA devices they run on the current stream; with ``previous_event``, behind
+    which alone they are then, or ``async_finish`` on the Buffer's own. Without ``async_finish`` the
+    current stream waits for them; with it they return an event. Calls from several streams run one
+    behind the other. On the host target they have ended when the call returns.
 
     Attributes:
         rank, group_size: this rank and R.
@@ -90,9 +90,9 @@ class Buffer(NormalCalls, InternodeCalls, LowLatencyCalls):
                 which get as much again. Without either nothing is allocated.
             low_latency_mode: allocate num_rdma_bytes for low-latency calls as well; see
                 get_low_latency_rdma_size_hint.
-            enable_shrink: low-latency calls do without a rank that stays silent for timeout_s, instead
-                of raising PeerTimeout; see low_latency_query_mask_buffer. Needs low_latency_mode, and
-                a group inside one node.
+            enable_shrink: low-latency calls do without a rank that stays silent for timeout_s,
+                instead of raising PeerTimeout; see low_latency_query_mask_buffer. Needs
+                low_latency_mode, and a group inside one node.
             num_qps_per_rank: queues to each other node; nothing to do inside one node.
             allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric: concern transports between
                 nodes that this version has not.
@@ -102,14 +102,15 @@ class Buffer(NormalCalls, InternodeCalls, LowLatencyCalls):
             ranks_per_node: overrides what host names say.
             timeout_s: how long a kernel waits for a peer; default: DEEP_COMM_TIMEOUT_S.
             num_max_experts: the largest E that calls may use.
-            num_direct_bytes: the part of num_nvl_bytes that is receive region: outputs of dispatch are
-                allocated there while there is room, and peers write them in place, without rings.
+            num_direct_bytes: the part of num_nvl_bytes that is receive region: outputs
+                of dispatch are allocated there while there is room, and peers write
+                them in place, without rings.
                 Default: all but 64 MiB from 128 MiB on, else none. Outputs without room there are
                 ordinary tensors, filled through the rings.
-            rail: what joins the nodes of a group of several: "nvshmem" (CUDA devices; the ranks are then
-                the process's NVSHMEM job), "software" (CUDA devices, logical nodes of one host),
-                "simulated" (host target). Default: DEEP_COMM_RAIL, else nvshmem between hosts and the
-                other one inside a host.
+            rail: what joins the nodes of a group of several: "nvshmem" (CUDA devices; the ranks are
+                then the process's NVSHMEM job), "software" (CUDA devices, logical nodes of one
+                host), "simulated" (host target). Default: DEEP_COMM_RAIL, else nvshmem between
+                hosts and the other one inside a host.
 
         Raises:
             ArgumentError, UnsupportedError: on this rank, before anything is exchanged.
@@ -239,7 +240,9 @@ class Buffer(NormalCalls, InternodeCalls, LowLatencyCalls):
         return configs.recommended_combine_config(num_ranks, cls.num_sms)
 
     def get_comm_stream(self) -> torch.cuda.Stream:
-        """The Buffer's own stream, of asynchronous calls. Raises UnsupportedError on the host target."""
+        """The Buffer's own stream, of asynchronous calls. Raises
+        UnsupportedError on the host target.
+        """
         self._context.require_open()
         return self._context.backend.comm_stream()
 

@@ -95,7 +95,8 @@ def _refusal(
 
 
 class PayloadForm:
-    """What payloads have in common but for their tokens; one object a form, so that it can be a key.
+    """What payloads have in common but for their tokens; one object a
+    form, so that it can be a key.
 
     Attributes:
         dtype, scale_dtype: of what is received; scale_dtype None: no scales.

@@ -24,8 +24,8 @@ class Config:
     Attributes:
         num_sms: SMs (host target: blocks) the kernels use, at least 1 where used.
         num_max_nvl_chunked_send_tokens: rows sent between two publications inside a node.
-        num_max_nvl_chunked_recv_tokens: slots inside a node that two SMs share from one source, at least
-            as many: each has a ring of half of them.
+        num_max_nvl_chunked_recv_tokens: slots inside a node that two SMs share from one source, at
+            least as many: each has a ring of half of them.
         num_max_rdma_chunked_send_tokens: the same between nodes.
         num_max_rdma_chunked_recv_tokens: at least twice as many; rounded up to a multiple.
     """
@@ -233,7 +233,8 @@ def plan_rings(
 ) -> RingPlan:
     """Rings for the caller's ``config``, which ``num_nvl_bytes`` must hold, or for ``default``.
 
-    Either is shrunk until it fits into ``num_ring_bytes``, what the receive region leaves (default: all).
+    Either is shrunk until it fits into ``num_ring_bytes``, what the receive
+    region leaves (default: all).
 
     ``num_channels`` replaces the channel count of the default. ``ring_bytes(channels, slots)`` says
     what rings need. Ranks with equal arguments get equal plans, as the protocol wants.

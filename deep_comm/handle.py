@@ -71,13 +71,16 @@ class KnownHandle:
             num_recv_rows, self.rank_prefix_matrix, channel_prefix_matrix,
             recv_channel_prefix_matrix, send_head,
         )  # fmt: skip
-        # How the outputs of a cached dispatch lie in the receive region: offsets of x and scales, bytes of both.
+        # How the outputs of a cached dispatch lie in the receive region: offsets of x
+        # and scales, bytes of both.
         self.output_layouts: dict[PayloadForm, tuple[int, int, int]] = {}
         self._recorded_on: set[int] = set()  # streams whose use torch knows of
         self.home_stream = handle.home_stream
 
     def record_on(self, stream: torch.cuda.Stream, raw_stream: int) -> None:
-        """Tell torch's allocator that ``stream`` uses the handle; it remembers that as long as the memory is in use."""
+        """Tell torch's allocator that ``stream`` uses the handle; it remembers that as
+        long as the memory is in use.
+        """
         if raw_stream not in self._recorded_on:
             for tensor in self.tensors:
                 if tensor.numel() > 0:
@@ -246,7 +249,9 @@ class Handle(TensorSequence):
         self._require_owner(rank, members, device)
 
     def known_to(self, owner: object) -> KnownHandle | None:
-        """What the calls of ``owner`` need of it, if that made it, or has called require_group and remember."""
+        """What the calls of ``owner`` need of it, if that made it, or has called
+        require_group and remember.
+        """
         known = self._known
         if known is not None:
             return known if known.owner is owner else None
@@ -269,7 +274,9 @@ class Handle(TensorSequence):
         return known
 
     def remember(self, owner: object, empty_address: int) -> KnownHandle:
-        """The same for ``owner``, which has checked the handle. ``empty_address``: of tensors without elements."""
+        """The same for ``owner``, which has checked the handle. ``empty_address``: of
+        tensors without elements.
+        """
         prefix, channels, recv_channels, _, mask, send_head = (
             tensor.data_ptr() or empty_address for tensor in self.as_tuple()
         )

@@ -18,7 +18,9 @@ _LINE = 128  # of what lies behind a slab
 
 
 class Part:
-    """[num_rows, num_columns] at ``offset`` bytes; or num_columns in one row without a dimension for it."""
+    """[num_rows, num_columns] at ``offset`` bytes; or num_columns in one row
+    without a dimension for it.
+    """
 
     __slots__ = ("offset", "num_rows", "num_columns", "dtype")
 
@@ -95,10 +97,11 @@ slab_layout = functools.lru_cache(maxsize=256)(SlabLayout)
 
 
 class Memory:
-    """What keeps the memory of parts: ``heap`` and ``block`` in the receive region, else torch's tensor as ``heap``.
+    """What keeps the memory of parts: ``heap`` and ``block`` in the receive region, else
+    torch's tensor as ``heap``.
 
-    The block is the engine's alone until there is a tensor over it: only then the caller's streams matter
-    to who gets it next.
+    The block is the engine's alone until there is a tensor over it: only then the caller's streams
+    matter to who gets it next.
     """
 
     __slots__ = ("_place", "_heap", "_block")

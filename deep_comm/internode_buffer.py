@@ -1,4 +1,6 @@
-"""The calls of a Buffer whose group spans several nodes; Buffer.dispatch and combine take them by themselves."""
+"""The calls of a Buffer whose group spans several nodes; Buffer.dispatch and
+combine take them by themselves.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,11 @@ if TYPE_CHECKING:
 class InternodeCalls:
     """dispatch and combine over two tiers: N nodes of M ranks, R = N * M.
 
-    A token crosses once to each node that holds one of its experts, to the rank of the sender's local
-    index there, which hands it on inside the node. combine adds a token's rows in every node before
-    they cross back: in float32 over the node's ranks, ascending, rounded once to the dtype of x (the
-    source's own node included), then in float32 over the nodes, ascending, then over the biases, and
-    rounded once more. The result does not depend on ``config``.
+    A token crosses once to each node that holds one of its experts, to the rank of the sender's
+    local index there, which hands it on inside the node. combine adds a token's rows in every node
+    before they cross back: in float32 over the node's ranks, ascending, rounded once to the dtype
+    of x (the source's own node included), then in float32 over the nodes, ascending, then over the
+    biases, and rounded once more. The result does not depend on ``config``.
     """
 
     _context: Context
@@ -76,11 +78,12 @@ class InternodeCalls:
         num_experts: int | None = None,
         zero_tail: bool = False,
     ) -> internode.DispatchResult:
-        """What Buffer.dispatch does when the group spans several nodes; arguments and results as there.
+        """What Buffer.dispatch does when the group spans several nodes;
+        arguments and results as there.
 
-        The handle is an InternodeHandle, whose first ten fields are also a sequence. In worst-case mode
-        ``num_worst_tokens`` also bounds the rows that this rank forwards, unless N times its own
-        tokens are more.
+        The handle is an InternodeHandle, whose first ten fields are also a sequence. In
+        worst-case mode ``num_worst_tokens`` also bounds the rows that this rank forwards, unless
+        N times its own tokens are more.
 
         Raises:
             TopologyError: the group lies inside one node. Otherwise as dispatch.
@@ -125,7 +128,8 @@ class InternodeCalls:
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
-        """What Buffer.combine does when the group spans several nodes; arguments and results as there.
+        """What Buffer.combine does when the group spans several nodes;
+        arguments and results as there.
 
         Raises:
             TopologyError: the group lies inside one node. Otherwise as combine.

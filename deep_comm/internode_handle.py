@@ -15,12 +15,12 @@ from deep_comm.handle_base import TensorSequence
 
 @dataclass(frozen=True, eq=False)
 class InternodeHandle(TensorSequence):
-    """N nodes, M ranks a node, R = N * M ranks, C channels, T tokens of this rank, Q rows received, F rows
-    forwarded: tokens that the ranks of this local index send to this node.
+    """N nodes, M ranks a node, R = N * M ranks, C channels, T tokens of this rank, Q rows received,
+    F rows forwarded: tokens that the ranks of this local index send to this node.
 
-    The first ten fields are also a sequence of that order, ``handle[0]`` to ``handle[9]``, which can be
-    indexed, sliced and unpacked; a plain tuple of the ten serves combine and cached dispatch too.
-    Everything else describes the dispatch; None there: not known.
+    The first ten fields are also a sequence of that order, ``handle[0]`` to ``handle[9]``, which
+    can be indexed, sliced and unpacked; a plain tuple of the ten serves combine and cached dispatch
+    too. Everything else describes the dispatch; None there: not known.
     """
 
     _KINDS: ClassVar = (

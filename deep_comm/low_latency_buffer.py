@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class LowLatencyCalls:
     """Dispatch and combine for decoding: no host synchronisation, fixed shapes, CUDA graphs.
 
-    R ranks, M tokens that a rank may have, T <= M that it has, H hidden, K top-k, E experts, L local
-    experts, S = H / 128 scales.
+    R ranks, M tokens that a rank may have, T <= M that it has, H hidden, K top-k, E experts, L
+    local experts, S = H / 128 scales.
 
     Calls are collective, as Buffer says, and may be mixed with dispatch and combine in any order.
     They run on the current stream, with ``async_finish`` on the Buffer's own. With
@@ -34,8 +34,8 @@ class LowLatencyCalls:
     at, but nothing else may be written there.
 
     In a group of several nodes the same calls give the same results. There a receive phase may wait
-    for that of another rank of the node, which hands rows on: all ranks call their hooks in the same
-    order, and one_rounding needs num_rdma_bytes for R * M * K rows more.
+    for that of another rank of the node, which hands rows on: all ranks call their hooks in the
+    same order, and one_rounding needs num_rdma_bytes for R * M * K rows more.
     """
 
     _context: Context
@@ -124,15 +124,15 @@ class LowLatencyCalls:
             use_fp8: cast rows to e4m3 with a scale for 128 columns: largest magnitude / 448.
             round_scale: scales are rounded up to powers of two.
             use_ue8m0: scales come back as exponent bytes, four in an int32.
-            use_nvfp4: cast rows to NVFP4 instead, whatever use_fp8 says: e2m1 elements, two in a byte, the
-                first in its low half, and for 16 of them a scale in e4m3. H a multiple of 64.
-                scale = largest magnitude / 6 * x_global_scale, rounded; element = x * (x_global_scale
-                / scale), rounded (csrc/device/move/quantise_fp4.cuh): x is nearly
+            use_nvfp4: cast rows to NVFP4 instead, whatever use_fp8 says: e2m1 elements, two in a
+                byte, the first in its low half, and for 16 of them a scale in e4m3. H a multiple of
+                64. scale = largest magnitude / 6 * x_global_scale, rounded; element = x *
+                (x_global_scale / scale), rounded (csrc/device/move/quantise_fp4.cuh): x is nearly
                 element * scale / x_global_scale. Eight negative zeros in a row of a multiple of
                 eight come with the last of them positive.
-            x_global_scale: float32, one element, on the device, with use_nvfp4; 1 if left away. As a
-                rule 448 * 6 / the largest magnitude of x on any rank; smaller is safe, larger
-                saturates.
+            x_global_scale: float32, one element, on the device, with use_nvfp4; 1 if left
+                away. As a rule 448 * 6 / the largest magnitude of x on any rank; smaller
+                is safe, larger saturates.
             topk_weights: float32 [T, K]: travels along, so that combine need not send it.
             compact: return each received token once instead of once an expert.
             report_num_tokens: wait_low_latency_num_tokens will be asked. Not while a CUDA graph is
@@ -144,7 +144,8 @@ class LowLatencyCalls:
                 column. Compact: [R * M, H], rows by (source rank, source token), as many as
                 handle.num_recv_tokens says, with handle.recv_topk_idx and .recv_topk_weights.
                 With use_nvfp4 rows are uint8 [..., H / 2], and scales float8_e4m3fn
-                [L, ceil(R * M / 128), H / 64, 32, 4, 4] (compact without L), as block-scaled GEMMs read
+                [L, ceil(R * M / 128), H / 64, 32, 4, 4] (compact without L),
+                as block-scaled GEMMs read
                 them: those of row 128 a + 32 b + c, columns 64 d + 16 e on, at [a, d, c, b, e].
             recv_count: int32 [L], rows of each expert.
             handle: for combine; see LowLatencyHandle.
@@ -154,7 +155,8 @@ class LowLatencyCalls:
         Raises:
             ArgumentError, BufferTooSmall: nothing was launched.
             ExpertIndexError: on this rank; the token's other selections were sent.
-            ConfigMismatch, PeerTimeout: on the ranks that notice; reset() makes the Buffer usable again.
+            ConfigMismatch, PeerTimeout: on the ranks that notice; reset()
+            makes the Buffer usable again.
         """
         return low_latency.low_latency_dispatch(
             self._context,
@@ -212,13 +214,14 @@ class LowLatencyCalls:
             x: bfloat16, the shape of dispatch's recv_x, contiguous.
             topk_idx: as given to dispatch.
             topk_weights: float32 [T, K]; not used if dispatch got them, nor with compact rows.
-            use_logfmt: what a rank of experts sends back for a token is rounded to LogFMT-10 instead
-                of to bfloat16 (of compact rows: what it hands over): 10 bits an element and 4 bytes
-                for 16 of them, three quarters of the bytes. An element is wrong by a factor of
+            use_logfmt: what a rank of experts sends back for a token is rounded to
+                LogFMT-10 instead of to bfloat16 (of compact rows: what it hands over): 10
+                bits an element and 4 bytes for 16 of them, three quarters of the bytes. An
+                element is wrong by a factor of
                 at most 2 ** ((r + 1/64) / 1020), r the binary logarithm of the ratio of the largest
                 to the least of its 16, at most 32: 2.2 % then, 0.3 % at r = 4. Below 2**-32 of the
-                largest it becomes 0; one that is not finite makes all 16 NaN. Needs H a multiple of 16.
-                Equal on all ranks; not with zero_copy or one_rounding.
+                largest it becomes 0; one that is not finite makes all 16 NaN. Needs H a multiple of
+                16. Equal on all ranks; not with zero_copy or one_rounding.
             zero_copy: the rows are in get_next_low_latency_combine_buffer(handle); of x only the
                 shape counts.
             out: bfloat16 [T, H]: written instead of a new tensor.
@@ -273,8 +276,8 @@ class LowLatencyCalls:
         timeout_s during a call of any rank, and those of low_latency_update_mask_buffer.
 
         A call during which a rank falls silent ends after at most a few such times. Dispatch leaves
-        its tokens out; if it fell silent in the middle, recv_count may count rows of it that have no
-        content, and combine sends nothing back for them. Combine leaves out what its experts did
+        its tokens out; if it fell silent in the middle, recv_count may count rows of it that have
+        no content, and combine sends nothing back for them. Combine leaves out what its experts did
         not send. Later calls do not wait for it.
 
         Args:

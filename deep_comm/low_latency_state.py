@@ -29,8 +29,9 @@ Run = Callable[[bool, bool, int], None]
 """(send, receive, stream): launches these phases of an operation, in two launches by its ticket."""
 
 ShapeOptions = tuple[int, int, int, int, bool, bool, bool, bool, bool, bool]
-"""(max_tokens, hidden, num_topk, num_experts, use_fp8, round_scale, use_ue8m0, compact, weights travel
-with dispatch, use_nvfp4)."""
+"""(max_tokens, hidden, num_topk, num_experts, use_fp8, round_scale, use_ue8m0, compact, weights
+travel with dispatch, use_nvfp4).
+"""
 
 
 def region_bytes(

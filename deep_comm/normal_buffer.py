@@ -35,14 +35,16 @@ RECOMMENDED = {
 
 
 class NormalCalls:
-    """Dispatch and combine for any number of tokens, inside a node or, by InternodeCalls, between nodes.
+    """Dispatch and combine for any number of tokens, inside a node or, by
+    InternodeCalls, between nodes.
 
     R ranks, T tokens of this rank, H hidden, K top-k, E experts, L local experts, N received rows.
     """
 
     num_sms: int = DEFAULT_NUM_SMS
-    """SMs of the recommended configs; see set_num_sms. Until it is set, calls without a Config get as many as
-    was measured to be best, or a model says (docs/guide/sms.md)."""
+    """SMs of the recommended configs; see set_num_sms. Until it is set, calls without a Config get
+    as many as was measured to be best, or a model says (docs/guide/sms.md).
+    """
 
     _context: Context
     _is_internode: bool

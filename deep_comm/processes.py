@@ -97,8 +97,9 @@ class Pool:
     """Rank processes that outlive a run, for many runs in a row: a process start, the import of
     torch and a CUDA context cost seconds.
 
-    Every run has a torch.distributed group of its own. Processes that died or hung are replaced, and all
-    others with them, before the next run; what else a run leaves behind in a process (caches,
+    Every run has a torch.distributed group of its own. Processes that died or hung are
+    replaced, and all others with them, before the next run; what else a run leaves
+    behind in a process (caches,
     the device's context, modules) the next run finds there.
     """
 
@@ -129,7 +130,8 @@ class Pool:
 
         Args:
             backend: of the torch.distributed group the ranks get ("gloo" or "nccl").
-            devices: CUDA device of every rank, made current before ``fn``; None: no device is touched.
+            devices: CUDA device of every rank, made current before ``fn``;
+                None: no device is touched.
             variables: environment variables of the ranks, for this run.
             timeout_s: for the whole run; ranks that are still running then are killed.
         """

@@ -1,4 +1,5 @@
-"""The readable truth of groups of several nodes: what the two-tier dispatch and combine must give, bit for bit.
+"""The readable truth of groups of several nodes: what the two-tier dispatch and
+combine must give, bit for bit.
 
 Rows arrive as inside one node (deep_comm.reference); what differs is the handle and where sums are
 rounded. N nodes of M ranks, R = N * M; otherwise the names of deep_comm.reference.
@@ -58,7 +59,8 @@ def _heads(mask: Tensor, num_channels: int) -> Tensor:
 
 
 def _forwarded(tokens: Sequence[Tensor], num_channels: int, num_tokens: Sequence[int]) -> Tensor:
-    """int32 [F, M] from ``tokens[n]``: bool [T_n, M], which of this node's ranks node n's tokens go to.
+    """int32 [F, M] from ``tokens[n]``: bool [T_n, M], which of this node's
+    ranks node n's tokens go to.
 
     A row's place in the ring that combine fills for a local rank: the ring of channel c takes the
     nodes c, c + 1, … modulo N, and a node's rows in order. -1: not sent there.
@@ -154,8 +156,9 @@ def _sums_of_nodes(
     rank: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """float32 [T, width]: per node the float32 sum over its ranks, ascending, rounded to ``dtype``; these
-    added in float32, nodes ascending."""
+    """float32 [T, width]: per node the float32 sum over its ranks, ascending, rounded to ``dtype``;
+    these added in float32, nodes ascending.
+    """
     received = [got.received for got in dispatched]
     is_token_in_rank = received[rank].is_token_in_rank
     ranks_per_node = dispatched[rank].ranks_per_node

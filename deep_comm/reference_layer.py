@@ -48,7 +48,8 @@ def _sum_over_ranks(
 ) -> Tensor:
     """Per rank the sum of its selections, rounded; then the ranks' sums, ascending, rounded.
 
-    With several nodes: the ranks' sums of a node, rounded, then the nodes' sums, ascending, rounded.
+    With several nodes: the ranks' sums of a node, rounded, then the nodes'
+    sums, ascending, rounded.
     """
     per_node = num_ranks if ranks_per_node is None else ranks_per_node
     if per_node < num_ranks:

@@ -1,4 +1,5 @@
-"""The receive region: the part of a rank's heap that outputs of dispatch live in, where peers write them.
+"""The receive region: the part of a rank's heap that outputs of dispatch live
+in, where peers write them.
 
 The allocator is native, since every call takes a block and gives one back: see ``_core.Region``.
 """

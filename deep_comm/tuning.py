@@ -1,8 +1,8 @@
 """How many SMs a call gets that names none: measured on this machine if it has been, else a model.
 
-Every rank must come to the same number, while ranks may have different numbers of tokens; so the choice depends
-on what they share: the row's bytes and the number of ranks. Tokens drop out anyway: the time on the links and
-the time on the SMs both grow with them.
+Every rank must come to the same number, while ranks may have different numbers of tokens; so the
+choice depends on what they share: the row's bytes and the number of ranks. Tokens drop out anyway:
+the time on the links and the time on the SMs both grow with them.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from deep_comm import env
 from deep_comm.config import Config
 from deep_comm.errors import ArgumentError
 
-# Fitted to cached dispatches in direct mode, 4 × H200, 2026-11-21, 4096 tokens, top-8 of 256 experts, eager
-# (docs/performance.md: BF16 564 / 465 / 466 / 470 / 473 µs with 8 / 16 / 24 / 48 / 96 SMs, FP8 359 / 264 / 257 / 253 /
-# 257 with 8 / 24 / 32 / 48 / 96), as t = fixed + (link⁴ + (sm / SMs)⁴)^¼: the slower of the two, and a little more
-# where they are alike. Within 2 % of all ten.
+# Fitted to cached dispatches in direct mode, 4 × H200, 2026-11-21, 4096 tokens, top-8 of 256
+# experts, eager (docs/performance.md: BF16 564 / 465 / 466 / 470 / 473 µs with 8 / 16 / 24 / 48 /
+# 96 SMs, FP8 359 / 264 / 257 / 253 / 257 with 8 / 24 / 32 / 48 / 96), as t = fixed + (link⁴ + (sm /
+# SMs)⁴)^¼: the slower of the two, and a little more where they are alike. Within 2 % of all ten.
 FIXED_US = 36.2  # what neither explains
 LINK_BYTES_PER_US = 371e3  # one GPU's NVLink, in one direction
 SM_US_PER_ROW = 0.0886  # time of one SM for a row and destination, whatever its size
@@ -83,8 +83,9 @@ def machine_key(device: torch.device, num_ranks: int) -> str:
 def read(device: torch.device, num_ranks: int) -> list[Entry]:
     """What was measured on machines like this one; empty if nothing was.
 
-    The host target reads only a file that DEEP_COMM_TUNE_FILE names: its default is meant for tests. Raises
-    ArgumentError if such a file cannot be read; the one in the cache folder is then passed over.
+    The host target reads only a file that DEEP_COMM_TUNE_FILE names: its default is meant
+    for tests. Raises ArgumentError if such a file cannot be read; the one in the cache
+    folder is then passed over.
     """
     return _read(device, num_ranks, "entries", _config_of)
 

@@ -30,7 +30,8 @@ def _prefer_installed_package() -> None:
 
 _prefer_installed_package()
 
-# What was tuned on this machine must not decide what a test sees either, in processes that tests start included.
+# What was tuned on this machine must not decide what a test sees either, in processes
+# that tests start included.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="deep_comm.cache.")
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 

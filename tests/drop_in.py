@@ -1,4 +1,6 @@
-"""Makes ``import deep_ep`` the drop-in, in this process and in the ranks it starts; a small MoE layer."""
+"""Makes ``import deep_ep`` the drop-in, in this process and in the ranks it
+starts; a small MoE layer.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,9 @@ def routed(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x [T, H] bfloat16, topk_idx int64 [T, K], topk_weights float32 [T, K].
 
-    Small integers and halves, so that every order of summation gives the same bfloat16. ``routing``:
-    "distinct", "holes" (-1 here and there), "duplicates" (experts twice in a row, weights of any sign).
+    Small integers and halves, so that every order of summation gives the same bfloat16.
+    ``routing``: "distinct", "holes" (-1 here and there), "duplicates" (experts twice in a
+    row, weights of any sign).
     """
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     x = torch.randint(-3, 4, (num_tokens, hidden), generator=generator).to(torch.bfloat16)

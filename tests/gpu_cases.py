@@ -20,7 +20,9 @@ def run(
     backend: str = "gloo",
     devices: Sequence[int] | None = None,
 ) -> list:
-    """One process of the session's pool a rank, on a device of its own unless ``devices`` says otherwise."""
+    """One process of the session's pool a rank, on a device of its own unless
+    ``devices`` says otherwise.
+    """
     return gpu_pool.shared().run(
         fn,
         num_ranks,

@@ -1,7 +1,8 @@
 """The processes that run the ranks of GPU tests: started once, used by all tests of a session.
 
 Starting a rank (an interpreter, torch, a CUDA context, loading the kernels) takes several seconds,
-most tests less than one. conftest.py of tests/gpu and tests/gpu1 ask for fresh ones after a failed test.
+most tests less than one. conftest.py of tests/gpu and tests/gpu1 ask for fresh
+ones after a failed test.
 """
 
 from __future__ import annotations

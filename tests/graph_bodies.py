@@ -1,7 +1,9 @@
-"""Dispatch, experts and combine without a word from the host: the body of a CUDA graph, and its checks.
+"""Dispatch, experts and combine without a word from the host: the body of a
+CUDA graph, and its checks.
 
-Experts work on the worst case of rows, from device-side counts alone. Every rank can compute what must come
-out for its own tokens; the arithmetic is the same, element by element, so results are compared bit for bit.
+Experts work on the worst case of rows, from device-side counts alone. Every rank can compute
+what must come out for its own tokens; the arithmetic is the same, element by element, so results
+are compared bit for bit.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""What the calls of a Buffer cost the calling thread, in microseconds: ``python tests/host_time.py``.
+"""What the calls of a Buffer cost the calling thread, in microseconds:
+``python tests/host_time.py``.
 
-One rank, so that nothing waits for a peer. On a GPU each call is timed twice: as it is, many at once, the GPU far
-behind the host; and with the launch left out, which is this package's own part. Without a GPU the latter alone, over
-the CUDA backend with stubbed driver calls (fake_cuda). Figures are the least of many rounds.
+One rank, so that nothing waits for a peer. On a GPU each call is timed twice: as it is, many at
+once, the GPU far behind the host; and with the launch left out, which is this package's own part.
+Without a GPU the latter alone, over the CUDA backend with stubbed driver calls (fake_cuda). Figures
+are the least of many rounds.
 """
 
 from __future__ import annotations

@@ -19,7 +19,9 @@ def _x(call: int, rank: int, num_tokens: int, device: torch.device) -> torch.Ten
 
 
 def many_calls(group: Any, device: torch.device, num_calls: int, generation: int) -> int:
-    """``num_calls`` of dispatch, cached dispatch and combine in turn, each checked; returns how many."""
+    """``num_calls`` of dispatch, cached dispatch and combine in turn, each
+    checked; returns how many.
+    """
     rank, num_tokens = group.rank(), 3 + 2 * group.rank()
     idx = (torch.arange(num_tokens)[:, None] * 2 + torch.tensor([0, 3, 5])) % EXPERTS
     idx[0, 1] = -1

@@ -1,4 +1,5 @@
-"""What every rank of several hosts does in test_many_hosts.py: Buffers over the world, over parts of it, two at once.
+"""What every rank of several hosts does in test_many_hosts.py: Buffers over the world, over
+parts of it, two at once.
 
 Started by torchrun. Every check is bitwise, by the first rank of the group in question.
 """

@@ -1,4 +1,6 @@
-"""Dispatches that quantise on the way, against the reference's cast and a dispatch of what it gives, bit for bit."""
+"""Dispatches that quantise on the way, against the reference's cast and a dispatch of
+what it gives, bit for bit.
+"""
 
 from __future__ import annotations
 

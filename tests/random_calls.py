@@ -1,4 +1,6 @@
-"""Calls with random sizes, one after the other on one Buffer: how they are drawn, the same on all targets."""
+"""Calls with random sizes, one after the other on one Buffer: how they are
+drawn, the same on all targets.
+"""
 
 from __future__ import annotations
 

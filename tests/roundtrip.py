@@ -160,8 +160,9 @@ def call_once(
 
 
 def _settle() -> None:
-    """On CUDA, before a copy from or to ordinary host memory: the driver lets one such copy wait at a time, so
-    that ranks that are threads would wait for each other's kernels."""
+    """On CUDA, before a copy from or to ordinary host memory: the driver lets one such copy wait at
+    a time, so that ranks that are threads would wait for each other's kernels.
+    """
     if torch.cuda.is_initialized():
         torch.cuda.current_stream().synchronize()
 

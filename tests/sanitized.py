@@ -1,7 +1,8 @@
 """The kernels of one rank on one GPU, each checked against the reference: what tools/sanitize runs.
 
-A sanitizer slows kernels down by a factor of up to a hundred, so that shapes are small and deadlines
-long. One rank runs every kernel and every mode; what needs peers is left to the simulation.
+A sanitizer slows kernels down by a factor of up to a hundred, so that shapes are
+small and deadlines long. One rank runs every kernel and every mode; what needs peers
+is left to the simulation.
 """
 
 from __future__ import annotations

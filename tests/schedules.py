@@ -1,4 +1,6 @@
-"""Cases under seeded schedules of the simulated machine: each seed has a case and a schedule of its own."""
+"""Cases under seeded schedules of the simulated machine: each seed has a case
+and a schedule of its own.
+"""
 
 from __future__ import annotations
 

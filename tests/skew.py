@@ -50,7 +50,9 @@ class LateBuffer:
 
 
 def cases(num_ranks: int) -> list[Case]:
-    """Rings and direct mode; equal load, all to one rank, and one rank that neither sends nor receives."""
+    """Rings and direct mode; equal load, all to one rank, and one rank that
+    neither sends nor receives.
+    """
     shapes = dict(
         hidden=128, experts=num_ranks * 2, topk=2, num_sms=4, slots=3, send_chunk=2, calls=2
     )

@@ -3,7 +3,8 @@
     python tools/build_docs.py                 # docs/guide/{errors,environment,shapes}.md
     python tools/build_docs.py --api FOLDER    # and the API reference, one page a module, into FOLDER
 
-The three guide pages are part of the repository; tests/cpu/test_docs.py says when they are out of date.
+The three guide pages are part of the repository; tests/cpu/test_docs.py says
+when they are out of date.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ _NOTE = "<!-- Written by tools/build_docs.py; change the code and run it again. 
 _REMEDY = "What to do:"
 
 
-# ---- API reference -----------------------------------------------------------------------------------
+# ---- API reference -------------------------------------------------------------------------------
 
 
 def public_names(module: Any) -> list[str]:
@@ -67,7 +68,9 @@ def public_names(module: Any) -> list[str]:
 
 
 def members(cls: type) -> list[tuple[str, Any]]:
-    """Public methods and properties, those of deep_comm's own base classes too, in order of writing."""
+    """Public methods and properties, those of deep_comm's own base classes
+    too, in order of writing.
+    """
     found: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         if base.__module__.split(".")[0] != "deep_comm":
@@ -143,7 +146,7 @@ def write_api(folder: Path) -> list[Path]:
     return pages
 
 
-# ---- pages of the guide ------------------------------------------------------------------------------
+# ---- pages of the guide --------------------------------------------------------------------------
 
 
 def error_classes() -> list[type]:

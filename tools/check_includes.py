@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Checks that csrc/ is layered: includes point downward, and the hardware is behind one door.
 
-    arch -> layout -> sync -> {channel, move} -> {intranode, internode, low_latency, bench, examples} -> host -> bind
+    arch -> layout -> sync -> {channel, move} -> {intranode, internode, low_latency, bench,
+    examples} -> host -> bind
 
 A file may include its own folder and the folders to its left. Folders in one pair of braces do not
 see each other. The host executor, csrc/simt, sees only itself and arch, and is seen only by

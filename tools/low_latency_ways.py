@@ -6,15 +6,16 @@
             it on over NVLink to the others
     expert  once to every selected expert
 
-A rank's put is posted, goes out through its NIC behind those before it, crosses the network, comes in
-through the receiver's NIC in the order of arrival, and with "node" once more over NVLink. Combine runs
-the other way: "rank" and "expert" bring a row from each, "node" adds up inside the node first, which
-rounds once more than the contract of low_latency_combine does; it stands there for comparison.
+A rank's put is posted, goes out through its NIC behind those before it, crosses the network,
+comes in through the receiver's NIC in the order of arrival, and with "node" once more over
+NVLink. Combine runs the other way: "rank" and "expert" bring a row from each, "node" adds up
+inside the node first, which rounds once more than the contract of low_latency_combine does; it
+stands there for comparison.
 
 Assumed, not measured (options change them): NICs of 50 GB/s, one a GPU, at 20 million messages a
-second; 2.5 us from the post to the word in the other GPU's memory; a warp posts a put in 0.3 us, 132
-blocks post at the same time; NVLink 1.3 us and 350 GB/s out of a GPU; a hop costs its forwarder 1.4 us.
-What a kernel does besides is the same for all ways and left out.
+second; 2.5 us from the post to the word in the other GPU's memory; a warp posts a put in 0.3 us,
+132 blocks post at the same time; NVLink 1.3 us and 350 GB/s out of a GPU; a hop costs its forwarder
+1.4 us. What a kernel does besides is the same for all ways and left out.
 
 Usage: tools/low_latency_ways.py [--nodes N ...] [--tokens T ...]
 """

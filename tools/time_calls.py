@@ -1,9 +1,11 @@
-"""Mean time of back-to-back calls on GPUs, direct and ring mode side by side; a short look between changes.
+"""Mean time of back-to-back calls on GPUs, direct and ring mode side by side; a
+short look between changes.
 
     torchrun --standalone --nproc-per-node 4 tools/time_calls.py --sms 8,24,48 [--tokens 4096,1024]
 
-Rows of both modes and sums of both are compared bit for bit first. Times are the slowest rank's, in µs; g: the
-same call in a CUDA graph of ten. `python -m deep_comm.bench` measures the same and more, with percentiles.
+Rows of both modes and sums of both are compared bit for bit first. Times are the slowest
+rank's, in µs; g: the same call in a CUDA graph of ten. `python -m deep_comm.bench` measures the
+same and more, with percentiles.
 """
 
 from __future__ import annotations

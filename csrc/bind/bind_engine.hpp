@@ -66,7 +66,8 @@ pybind11::class_<Engine<Target>> bind_engine(pybind11::module_& m) {
       },
       py::kw_only(), "num_rows"_a, "row_bytes"_a, "scale_row_bytes"_a, "num_topk"_a,
       "topk_idx_bytes"_a);
-  // For the host to look at before every call: not zero where a kernel has left a record. Not after close().
+  // For the host to look at before every call: not zero where a kernel has left a
+  // record. Not after close().
   engine.def(
       "error_flag",
       [](const Type& self) {

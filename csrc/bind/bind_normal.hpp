@@ -1,5 +1,6 @@
-// Normal mode of Engine's Python face, the same for both targets. What calls of one form have in common is planned once;
-// a plan is a function of a call's addresses and sizes, in the order of the structured bindings below.
+// Normal mode of Engine's Python face, the same for both targets. What calls of one form have in
+// common is planned once; a plan is a function of a call's addresses and sizes, in the order of the
+// structured bindings below.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -1,8 +1,8 @@
 // The receive region's allocator, and tensors over memory that torch does not own.
 //
-// Both run in every call, so that microseconds count: an allocation, its tensor and its return take less
-// than one of them. The GIL guards all state; Python is only called where the state is at rest, since a
-// garbage collection in there may give blocks back.
+// Both run in every call, so that microseconds count: an allocation, its tensor and its return take
+// less than one of them. The GIL guards all state; Python is only called where the state is at
+// rest, since a garbage collection in there may give blocks back.
 #include <pybind11/stl.h>
 
 #include <memory>
@@ -24,10 +24,11 @@ constexpr size_t kAlignment = 128;
 
 size_t align(size_t num_bytes) { return (num_bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
-// A block may be given back while kernels that read it are still queued: `mark` says where the current stream is at
-// that moment, and likewise the stream that was current when the block was taken, whose work may use it without
-// saying so; whoever gets the bytes next waits for both. Blocks that a CUDA graph was captured
-// with are only handed out to later captures: replays write to them whenever they like.
+// A block may be given back while kernels that read it are still queued: `mark` says where the
+// current stream is at that moment, and likewise the stream that was current when the block was
+// taken, whose work may use it without saying so; whoever gets the bytes next waits for both.
+// Blocks that a CUDA graph was captured with are only handed out to later captures: replays write
+// to them whenever they like.
 class Region {
  public:
   using List = FreeList<py::object>;
@@ -158,7 +159,8 @@ py::object allocate(const std::shared_ptr<Region>& region, size_t num_bytes,
               is_captured, is_scratch);
 }
 
-// For those who do; all streams are there, `is_behind` says whether the caller's work is behind its own stream's.
+// For those who do; all streams are there, `is_behind` says whether the caller's work is
+// behind its own stream's.
 py::object take_numbers(const std::shared_ptr<Region>& region,
                         const std::array<uint64_t, 5>& numbers) {
   const auto [num_bytes, owner, is_behind, is_captured, is_scratch] = numbers;

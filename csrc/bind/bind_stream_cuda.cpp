@@ -19,8 +19,8 @@ bool is_current(int /*none*/, const std::array<uint64_t, 1>& numbers) {
 
 }  // namespace
 
-// The GIL stays held but in waits: every call takes about a microsecond, and an event must not be recorded by one
-// thread between another's record and wait.
+// The GIL stays held but in waits: every call takes about a microsecond, and an event must not be
+// recorded by one thread between another's record and wait.
 void bind_stream_cuda(py::module_& m) {
   py::class_<CudaEvent>(m, "Event", py::module_local(), "A point in the work of a stream.")
       .def(py::init<int>(), py::arg("device"))

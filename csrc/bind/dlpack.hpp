@@ -1,7 +1,7 @@
 // DLPack capsules over memory that something else owns: the cheapest way to hand torch a tensor.
 //
-// The structures are the exchange format's own, written down from its specification (DLPack 0.x, which
-// every version of torch takes).
+// The structures are the exchange format's own, written down from its specification (DLPack 0.x,
+// which every version of torch takes).
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -67,7 +67,8 @@ inline constexpr char kDlpackName[] = "dltensor";
 
 }  // namespace detail
 
-// [num_rows, num_columns], contiguous, at `address`; `owner` lives as long as the last tensor over it.
+// [num_rows, num_columns], contiguous, at `address`; `owner` lives as long as
+// the last tensor over it.
 inline pybind11::object make_dlpack_matrix(uintptr_t address, int64_t num_rows, int64_t num_columns,
                                            int type_code, int type_bits, int device_type,
                                            int device_index, pybind11::object owner) {

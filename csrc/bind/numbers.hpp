@@ -1,5 +1,5 @@
-// Functions of plain numbers for the host's hot path. pybind11 looks at names, types and overloads first, about 50 ns an
-// argument; these are CPython's own builtin functions, a tenth of that.
+// Functions of plain numbers for the host's hot path. pybind11 looks at names, types and overloads
+// first, about 50 ns an argument; these are CPython's own builtin functions, a tenth of that.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -58,9 +58,9 @@ PyObject* call_with_numbers(PyObject* self, PyObject* const* arguments, Py_ssize
 
 }  // namespace detail
 
-// A Python function of exactly kCount integers, of which the low 64 bits count: kBody(object, numbers), where numbers is
-// a std::array to be taken apart by a structured binding; it returns nothing, a bool or an object. The function keeps
-// `owner` alive, which `object` may point into.
+// A Python function of exactly kCount integers, of which the low 64 bits count: kBody(object,
+// numbers), where numbers is a std::array to be taken apart by a structured binding; it returns
+// nothing, a bool or an object. The function keeps `owner` alive, which `object` may point into.
 template <size_t kCount, auto kBody, class Object>
 pybind11::object number_function(const char* name, Object object, pybind11::object owner) {
   using Function = detail::NumberFunction<Object>;

@@ -1,4 +1,5 @@
-// deep_comm._nvshmem: the rail over NVSHMEM. Its Python face is described in deep_comm/_nvshmem.pyi.
+// deep_comm._nvshmem: the rail over NVSHMEM. Its Python face is described in
+// deep_comm/_nvshmem.pyi.
 #include <pybind11/pybind11.h>
 
 #include "host/nvshmem_module.hpp"

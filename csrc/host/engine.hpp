@@ -51,12 +51,13 @@ struct TwoTierCounts {
   std::vector<int> num_recv_tokens_per_expert;
 };
 
-// The engine's own ranks are then those of one node; node n's rank of the same local index is rail peer n.
+// The engine's own ranks are then those of one node; node n's rank of the same
+// local index is rail peer n.
 struct InternodeOptions {
   int node;
   int num_nodes;
-  // Segments of the rail peers, as the rail's executor addresses them; for low-latency mode then those of all ranks of
-  // the group, by rank.
+  // Segments of the rail peers, as the rail's executor addresses them; for low-latency mode then
+  // those of all ranks of the group, by rank.
   std::vector<uintptr_t> rail_bases;
   int num_qps;
   size_t num_bytes;  // of the heap's end: words, then rings between nodes
@@ -93,7 +94,8 @@ class Engine {
   }
 
   void get_dispatch_layout(LayoutArgs args, uint64_t stream);
-  // Plans check all that their options decide. They are for this engine alone; calls start from a copy of their args.
+  // Plans check all that their options decide. They are for this engine alone; calls start
+  // from a copy of their args.
   NotifyPlan plan_notify(const NotifyOptions& options) const;
   void notify_dispatch(const NotifyPlan& plan, NotifyArgs args, uint64_t stream);
   // Empty: the kernel failed; the error record says how.
@@ -104,7 +106,8 @@ class Engine {
                            int row_bytes) const;
   void combine(const CombinePlan& plan, const CombineArgs& args, uint64_t stream);
 
-  // Expanded outputs; defined in expand_impl.hpp. All local, on as many blocks as a dispatch of this config.
+  // Expanded outputs; defined in expand_impl.hpp. All local, on as many blocks as a
+  // dispatch of this config.
   void number_rows(NumberRowsArgs args, const ChannelConfig& config, uint64_t stream);
   void expand_rows(const ExpandArgs& args, const ChannelConfig& config, uint64_t stream);
   void reduce_experts(const ReduceExpertsArgs& args, Dtype dtype, const ChannelConfig& config,
@@ -114,15 +117,15 @@ class Engine {
                         uint64_t stream);
 
   // Low-latency mode; defined in low_latency_impl.hpp.
-  // Gives the last num_bytes of the heap to it, or of what enable_internode has left, and what lies before them to the
-  // words of groups of several nodes. Once, before anything is launched.
+  // Gives the last num_bytes of the heap to it, or of what enable_internode has left, and what lies
+  // before them to the words of groups of several nodes. Once, before anything is launched.
   // can_shrink: its kernels do without ranks that stay silent.
   void enable_low_latency(size_t num_bytes, bool can_shrink);
   // From the segment's start: int32 [kMaxRanks] and [kMaxRanks, kMaxRanks], see sync/mask.cuh.
   size_t masked_offset() const { return world_.layout.low_latency.masked; }
   size_t votes_offset() const { return world_.layout.low_latency.votes; }
-  // For tests of the wrap-around: the number of the last operation of each kind, at least 4, as if so many had run.
-  // On all ranks, between two barriers of the hosts, when no kernel runs.
+  // For tests of the wrap-around: the number of the last operation of each kind, at least 4, as if
+  // so many had run. On all ranks, between two barriers of the hosts, when no kernel runs.
   void set_low_latency_sequence(uint32_t sequence);
   // Numbers start anew and nobody is masked. Callers put a barrier before and after it.
   void reset_low_latency();
@@ -175,8 +178,8 @@ class Engine {
   // Forgets a failure that left all ranks in step (everything but a timeout).
   void clear_error();
   void reset();
-  // For tests of the wrap-around: the number of the last kernel, as if so many had run. On all ranks, between two
-  // barriers of the hosts, when no kernel runs.
+  // For tests of the wrap-around: the number of the last kernel, as if so many had run. On all
+  // ranks, between two barriers of the hosts, when no kernel runs.
   void set_generation(uint32_t generation);
   void close();
 
@@ -186,7 +189,8 @@ class Engine {
   int64_t num_launches() const { return num_launches_; }
   // Shared memory a block may use: smaller values cut rows into more pieces (tests, smaller GPUs).
   int smem_bytes_limit = Target::kTuning.smem_bytes_limit;
-  // Between nodes: with at least so many tokens of this rank a low-latency dispatch sends each once to a node.
+  // Between nodes: with at least so many tokens of this rank a low-latency dispatch
+  // sends each once to a node.
   int low_latency_hand_on_tokens = 8;
   // For measuring the host's part of a call: all is done but the launch.
   bool skips_launches = false;

@@ -59,7 +59,8 @@ void* CudaTarget::allocate_mapped(size_t num_bytes) {
 }
 
 void CudaTarget::free_mapped(void* memory) {
-  // Also called from destructors, where a failure (a context already gone) has nobody to hear of it.
+  // Also called from destructors, where a failure (a context already gone)
+  // has nobody to hear of it.
   (void)cudaFreeHost(memory);
 }
 

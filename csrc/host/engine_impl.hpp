@@ -291,7 +291,8 @@ void Engine<Target>::plan_direct(DispatchArgs& args, const DispatchOptions& opti
   constexpr int kMinDirectStages = 4;
   const Tuning& tuning = Target::kTuning;
   const int room = smem_bytes_limit - kReservedSmemBytes - kMaxBarrierBytes;
-  // Quantising takes a warp's time: as many as have room for pieces of 512 elements and their scales.
+  // Quantising takes a warp's time: as many as have room for pieces of 512
+  // elements and their scales.
   const int stage_bytes = options.is_quantised ? 1024 + 16 : options.row_bytes;
   const int most_warps = room / (kMinDirectStages * align_up(stage_bytes, 128));
   args.num_move_warps = max_of(2, min_of(tuning.num_direct_move_warps, most_warps));

@@ -1,4 +1,5 @@
-// Engine's methods for the local kernels around a dispatch: expanded outputs, the order of scales; included by engine_impl.hpp.
+// Engine's methods for the local kernels around a dispatch: expanded outputs, the order of scales;
+// included by engine_impl.hpp.
 #pragma once
 
 namespace deep_comm {

@@ -1,4 +1,5 @@
-// Entry points of kernels on the GPU target, and their launch; included by the files that nvcc compiles.
+// Entry points of kernels on the GPU target, and their launch; included by the
+// files that nvcc compiles.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -33,7 +34,8 @@ unsigned int carveout_percent(size_t smem_bytes) {
       ceil_div<size_t>(100 * (smem_bytes + kReservedBytesOfBlock), kSmemBytesOfSm));
 }
 
-// Loads the kernel now: at its first launch, loading would wait for kernels that may be waiting for this rank.
+// Loads the kernel now: at its first launch, loading would wait for kernels that may be
+// waiting for this rank.
 template <class KernelType>
 void prepare_kernel(int smem_bytes_limit) {
   check(cudaFuncSetAttribute(entry<KernelType>, cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -48,7 +50,8 @@ void launch_kernel(const LaunchConfig& config, const typename KernelType::Args& 
   cudaLaunchAttribute attributes[2]{};
   attributes[0].id = cudaLaunchAttributeCooperative;
   attributes[0].val.cooperative = KernelType::kBlocksWait ? 1 : 0;
-  // What shared memory leaves is L1, which bounds the loads that a block's readers can have under way.
+  // What shared memory leaves is L1, which bounds the loads that a block's
+  // readers can have under way.
   attributes[1].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
   attributes[1].val.sharedMemCarveout = carveout_percent(config.smem_bytes);
   cudaLaunchConfig_t launch_config{};

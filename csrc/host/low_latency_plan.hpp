@@ -1,5 +1,5 @@
-// Everything about a low-latency call that its shape and options decide, checked and worked out once: a call itself
-// has a few microseconds of the host's time.
+// Everything about a low-latency call that its shape and options decide, checked and worked out
+// once: a call itself has a few microseconds of the host's time.
 #pragma once
 
 #include "device/layout/low_latency_metadata.cuh"

@@ -1,4 +1,5 @@
-// The low-latency part of Engine's methods for groups of several nodes; included by engine_impl.hpp.
+// The low-latency part of Engine's methods for groups of several nodes;
+// included by engine_impl.hpp.
 #pragma once
 
 #include "host/engine.hpp"

@@ -1,5 +1,5 @@
-// What the NVSHMEM module offers: the rail's kernels, and the symmetric heap of the library that the
-// process has initialised. Nothing of NVSHMEM's headers shows.
+// What the NVSHMEM module offers: the rail's kernels, and the symmetric heap of the library that
+// the process has initialised. Nothing of NVSHMEM's headers shows.
 #pragma once
 
 #include <cstddef>

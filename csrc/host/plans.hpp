@@ -1,4 +1,5 @@
-// What calls of one form have in common, checked and worked out once: a call has a few microseconds of the host's time.
+// What calls of one form have in common, checked and worked out once: a call has a few
+// microseconds of the host's time.
 #pragma once
 
 #include "device/intranode/args.cuh"

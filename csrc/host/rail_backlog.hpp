@@ -1,10 +1,10 @@
 // What a software NIC has been asked for and has not carried out yet; knows nothing of how that is
 // done.
 //
-// Queues stay in order. What waits in one is put together: puts that continue each other become one,
-// and of signals to one word the last is enough, since nobody could tell that an older value had been
-// late. With a speed, puts of all queues leave one after the other, each for as long as it takes, and
-// signals leave when what stands before them on their queue has left.
+// Queues stay in order. What waits in one is put together: puts that continue each other become
+// one, and of signals to one word the last is enough, since nobody could tell that an older value
+// had been late. With a speed, puts of all queues leave one after the other, each for as long as it
+// takes, and signals leave when what stands before them on their queue has left.
 #pragma once
 
 #include <algorithm>

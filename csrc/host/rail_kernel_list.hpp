@@ -1,5 +1,5 @@
-// The kernels that post on the rail, by number: what the NVSHMEM module compiles a second time. All of
-// them stand here: one that did not would post to a software NIC that is not there.
+// The kernels that post on the rail, by number: what the NVSHMEM module compiles a second time. All
+// of them stand here: one that did not would post to a software NIC that is not there.
 #pragma once
 
 #include <cstddef>

@@ -11,7 +11,8 @@
 namespace deep_comm {
 
 struct RailKernels {
-  // Of the list of kernels and the size of their arguments: modules of different builds do not meet.
+  // Of the list of kernels and the size of their arguments: modules of
+  // different builds do not meet.
   uint64_t fingerprint;
   // `kernel`: its place in RailKernelList. They throw std::runtime_error.
   void (*prepare)(int kernel, int smem_bytes_limit);

@@ -1,4 +1,5 @@
-// The rail's kernels over NVSHMEM: the same sources as in engine_cuda.cu, with another arch::rail_put.
+// The rail's kernels over NVSHMEM: the same sources as in engine_cuda.cu, with
+// another arch::rail_put.
 #define DEEP_COMM_RAIL_NVSHMEM 1
 
 #include <nvshmem.h>
@@ -65,7 +66,8 @@ uintptr_t nvshmem_peer_address(uintptr_t address, int pe) {
 }
 
 void nvshmem_clear(uintptr_t address, size_t num_bytes) {
-  // A stream of its own: the default one would wait for kernels that may themselves wait for this rank.
+  // A stream of its own: the default one would wait for kernels that may
+  // themselves wait for this rank.
   cudaStream_t stream = nullptr;
   check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
   const cudaError_t zeroed =

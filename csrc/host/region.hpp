@@ -1,5 +1,5 @@
-// Which bytes of the receive region are free, and what may still read them. Knows neither Python nor
-// CUDA: `Event` is whatever a caller can wait for.
+// Which bytes of the receive region are free, and what may still read them. Knows neither Python
+// nor CUDA: `Event` is whatever a caller can wait for.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,8 @@ namespace deep_comm {
 template <class Event>
 class FreeList {
  public:
-  // The last use of some bytes on one stream; work queued there before the event may still read them.
+  // The last use of some bytes on one stream; work queued there before the
+  // event may still read them.
   struct Use {
     uint64_t stream;
     uint64_t order;  // later uses of a stream have larger numbers
@@ -44,8 +45,8 @@ class FreeList {
     return taken;
   }
 
-  // An event's end may run code of its owner's, which may come back here. So what is replaced is moved
-  // into locals, and ends when the list is at rest.
+  // An event's end may run code of its owner's, which may come back here. So what is replaced is
+  // moved into locals, and ends when the list is at rest.
   void give_back(Hole hole) {
     const auto after =
         std::lower_bound(holes_.begin(), holes_.end(), hole.offset,
@@ -79,7 +80,8 @@ class FreeList {
   }
 
  private:
-  // `uses` becomes what waits for both, on each stream the later use; `others` gets what is left over.
+  // `uses` becomes what waits for both, on each stream the later use; `others`
+  // gets what is left over.
   static void join(std::vector<Use>& uses, std::vector<Use>& others) {
     for (Use& other : others) {
       const auto same = std::find_if(uses.begin(), uses.end(),

@@ -1,10 +1,10 @@
-// A NIC in software, for GPU hosts without one: kernels post descriptors to a ring in pinned memory,
-// and a thread of the rank's process carries them out with the copy engines. See arch::rail_put for
-// what it promises.
+// A NIC in software, for GPU hosts without one: kernels post descriptors to a ring in pinned
+// memory, and a thread of the rank's process carries them out with the copy engines. See
+// arch::rail_put for what it promises.
 //
-// Every queue (peer, qp) belongs to one CUDA stream, on which it stays in order; streams run as they
-// like. A call into CUDA costs about as much as the copy of a row, so what waits in a queue is put
-// together first (rail_backlog.hpp).
+// Every queue (peer, qp) belongs to one CUDA stream, on which it stays in order; streams run as
+// they like. A call into CUDA costs about as much as the copy of a row, so what waits in a queue is
+// put together first (rail_backlog.hpp).
 #pragma once
 
 #include <atomic>
@@ -20,8 +20,8 @@ namespace deep_comm {
 
 class SoftwareNic {
  public:
-  // peer_bases: [num_peers], as this process addresses them. num_bytes: [num_peers, num_qps], counted
-  // here. bytes_per_s: of all queues together; 0: no limit.
+  // peer_bases: [num_peers], as this process addresses them. num_bytes: [num_peers, num_qps],
+  // counted here. bytes_per_s: of all queues together; 0: no limit.
   SoftwareNic(int device, std::vector<uint8_t*> peer_bases, int num_qps, uint64_t* num_bytes,
               uint64_t timeout_ns, double bytes_per_s);
   ~SoftwareNic();
@@ -29,7 +29,8 @@ class SoftwareNic {
   SoftwareNic& operator=(const SoftwareNic&) = delete;
 
   RailQueue queue() const { return queue_; }
-  // While no kernel runs: everything posted has landed. Throws after timeout_ns, or if a copy failed.
+  // While no kernel runs: everything posted has landed. Throws after
+  // timeout_ns, or if a copy failed.
   void quiet();
 
  private:

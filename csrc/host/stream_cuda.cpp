@@ -58,7 +58,8 @@ CudaEvent::CudaEvent(int device) : device_(device), event_(nullptr) {
   check(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "cudaEventCreateWithFlags");
 }
 
-// Streams that were told to wait keep waiting for what was recorded then, whatever the event does next.
+// Streams that were told to wait keep waiting for what was recorded then,
+// whatever the event does next.
 CudaEvent::~CudaEvent() { pool_of(device_).push_back(event_); }
 
 void CudaEvent::record(uint64_t stream) {

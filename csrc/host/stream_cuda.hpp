@@ -1,5 +1,5 @@
-// Order among CUDA streams, for the host's hot path: no call here waits or allocates in the steady state.
-// Streams are cudaStream_t as integers.
+// Order among CUDA streams, for the host's hot path: no call here waits or allocates in the steady
+// state. Streams are cudaStream_t as integers.
 #pragma once
 
 #include <cstdint>
@@ -9,9 +9,9 @@ struct CUevent_st;
 
 namespace deep_comm {
 
-// An event without timing. Its end returns it to its device's pool instead of destroying it: CUDA events
-// cost more to make than to record. Not for use by several threads at once; the pool is not locked, the
-// GIL guards it.
+// An event without timing. Its end returns it to its device's pool instead of destroying it: CUDA
+// events cost more to make than to record. Not for use by several threads at once; the pool is not
+// locked, the GIL guards it.
 class CudaEvent {
  public:
   explicit CudaEvent(int device);
@@ -35,8 +35,8 @@ class CudaEvent {
   CUevent_st* event_;
 };
 
-// An event at this point of a stream of `device`, whichever device is current. Empty while the stream is
-// capturing: an event of a capture means nothing outside of it.
+// An event at this point of a stream of `device`, whichever device is current. Empty while the
+// stream is capturing: an event of a capture means nothing outside of it.
 std::unique_ptr<CudaEvent> cuda_mark(int device, uint64_t stream);
 bool cuda_is_capturing(uint64_t stream);
 int cuda_current_device();

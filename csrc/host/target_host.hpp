@@ -39,7 +39,8 @@ class HostTarget {
       .expand_threads = 64,
       .reduce_experts_threads = 64};
 
-  // simulation: not owned, may be null. device: the rank of the simulated machine to run on, or -1: the same rank.
+  // simulation: not owned, may be null. device: the rank of the simulated machine to run
+  // on, or -1: the same rank.
   HostTarget(int rank, int device, simt::Simulation* simulation)
       : rank_(device < 0 ? rank : device), simulation_(simulation) {}
 

@@ -77,8 +77,8 @@ class DirectExecutor final : public Executor, private RailMemory {
 
   void post_rail(const RailOp& op) override { rail_.post(op); }
   void land(uint8_t* dst, const uint8_t* src, size_t num_bytes) override {
-    // Each word once, and whole: a reader may take it away at once and leave a zero, which must stay. A copy of many
-    // bytes at a time may write some of them twice.
+    // Each word once, and whole: a reader may take it away at once and leave a zero, which must
+    // stay. A copy of many bytes at a time may write some of them twice.
     copy_words(dst, src, num_bytes);
   }
   void land_signal(uint64_t* word, uint64_t value) override {

@@ -9,8 +9,9 @@ namespace {
 
 constexpr size_t kPageBytes = 4096;
 constexpr size_t kStacksPerChunk = 64;
-// A guarded stack takes two of the 65 530 maps that Linux allows a process by default, and once those are gone every
-// mmap of the process fails, not only ours. Stacks beyond this number have canaries.
+// A guarded stack takes two of the 65 530 maps that Linux allows a process by default,
+// and once those are gone every mmap of the process fails, not only ours. Stacks beyond
+// this number have canaries.
 constexpr size_t kMaxGuardedStacks = 8192;
 
 size_t guard_bytes() {

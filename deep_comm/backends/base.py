@@ -35,7 +35,9 @@ class Heap(Protocol):
         """What keeps this rank's part."""
 
     def view(self, offset: int, num_bytes: int, owner: object = None) -> Tensor:
-        """uint8 tensor over this rank's part; the memory, and ``owner``, live as long as the tensor."""
+        """uint8 tensor over this rank's part; the memory, and ``owner``,
+        live as long as the tensor.
+        """
 
     def matrix(
         self, offset: int, num_rows: int, num_columns: int, dtype: torch.dtype, owner: object
@@ -120,8 +122,9 @@ class Backend(Protocol):
         rail: str | None,
         num_qps: int,
     ) -> Heap:
-        """Where ``rail`` (see deep_comm.rail) has its memory. Collective. Raises on every rank if it
-        fails on one."""
+        """Where ``rail`` (see deep_comm.rail) has its memory. Collective. Raises on
+        every rank if it fails on one.
+        """
 
     def create_engine(
         self,
@@ -144,7 +147,9 @@ class Backend(Protocol):
         """On the caller's stream, without order among the Buffer's operations."""
 
     def mark(self, stream: int | None = None) -> tuple[int, Any] | None:
-        """A stream, the current one unless given, and an event on it; None if nothing can be in flight."""
+        """A stream, the current one unless given, and an event on it; None if
+        nothing can be in flight.
+        """
 
     def current_stream(self) -> int:
         """As the engine and ``mark`` know it."""

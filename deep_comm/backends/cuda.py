@@ -210,7 +210,8 @@ class CudaBackend:
     def mark(self, stream: int | None = None) -> tuple[int, Any] | None:
         if stream is None:
             stream = current_raw_stream(self._index)
-        # Nothing during a capture: replays are ordered behind the readers of an eager output dropped there.
+        # Nothing during a capture: replays are ordered behind the readers of an
+        # eager output dropped there.
         event = _cuda.mark(self._index, stream)
         return None if event is None else (stream, event)
 

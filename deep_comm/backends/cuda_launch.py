@@ -1,8 +1,8 @@
 """The place of one operation among CUDA streams.
 
 Runs in every call, where 20 microseconds are the whole of the host's time: streams are compared and
-ordered as raw ``cudaStream_t``, with two events per Buffer, and torch's stream objects are only made where
-torch itself must switch streams.
+ordered as raw ``cudaStream_t``, with two events per Buffer, and torch's stream objects are only
+made where torch itself must switch streams.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def _current_raw_stream(device_index: int) -> int:
     return int(torch.cuda.current_stream(device_index).cuda_stream)
 
 
-# torch's own shortcut, which its compiler's output uses too; a build without it pays for a stream object.
+# torch's own shortcut, which its compiler's output uses too; a build without it
+# pays for a stream object.
 current_raw_stream: Callable[[int], int] = getattr(
     torch._C, "_cuda_getCurrentRawStream", _current_raw_stream
 )
@@ -36,11 +37,13 @@ is_ready: Callable[[int, int], bool] = _cuda.is_ready
 
 
 class Streams:
-    """What all operations of one Buffer share: its device, its communication stream, and where its last one is.
+    """What all operations of one Buffer share: its device, its communication stream,
+    and where its last one is.
 
     Kernels of one Buffer run one at a time, in the order of the calls, on whichever streams: every
-    operation runs behind ``done``, which lies behind the one before it (docs/design/0016). Operations
-    of CUDA graphs have their order from the communication stream, which they all pass through.
+    operation runs behind ``done``, which lies behind the one before it
+    (docs/design/0016). Operations of CUDA graphs have their order from the communication
+    stream, which they all pass through.
     """
 
     __slots__ = ("device", "index", "comm", "raw_comm", "hop", "done", "last", "poisons")
@@ -75,7 +78,9 @@ class Streams:
         return CommLaunch(self, compute, device_scope, previous_event, async_finish, on_comm)
 
     def launch_unordered(self) -> UnorderedLaunch:
-        """On the caller's stream, whatever it is doing: the caller orders such operations among each other."""
+        """On the caller's stream, whatever it is doing: the caller orders such
+        operations among each other.
+        """
         device_scope: torch.cuda.device | None = None
         if not is_current(self.index):
             device_scope = torch.cuda.device(self.index)
@@ -172,8 +177,8 @@ class UnorderedLaunch(CallerLaunch):
 
 
 class CommLaunch:
-    """Order of one operation among the caller's stream (compute) and the communication stream, where it runs:
-    behind an event, or while the caller's stream goes on, or in a graph.
+    """Order of one operation among the caller's stream (compute) and the communication stream,
+    where it runs: behind an event, or while the caller's stream goes on, or in a graph.
 
     Outputs belong to the communication stream when the caller asks for that, and also whenever the
     operation waits for an event instead of for the compute stream: memory that the compute stream

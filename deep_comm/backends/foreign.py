@@ -23,7 +23,8 @@ _TYPES: dict[torch.dtype, tuple[int, int]] = {
 }
 _DEVICE_TYPES = {"cpu": 1, "cuda": 2}
 
-# What torch.from_dlpack calls for a capsule, after checks that cost more than the call; four times in a dispatch.
+# What torch.from_dlpack calls for a capsule, after checks that cost more than the call;
+# four times in a dispatch.
 _from_dlpack: Callable[[object], Tensor] = getattr(torch._C, "_from_dlpack", torch.from_dlpack)  # type: ignore[attr-defined]
 _matrix = _core.matrix
 

@@ -1,7 +1,8 @@
 """``python -m deep_comm.bench``: dispatch and combine, timed after they have been checked.
 
 Under torchrun every process is a rank; else the ranks are started here. What is measured is chosen
-in `deep_comm.bench.options` (low-latency mode: `deep_comm.bench.low_latency`; ExpertParallel: `deep_comm.bench.layer`), timed as `deep_comm.bench.measure` says and counted as
+in `deep_comm.bench.options` (low-latency mode: `deep_comm.bench.low_latency`; ExpertParallel:
+`deep_comm.bench.layer`), timed as `deep_comm.bench.measure` says and counted as
 `deep_comm.bench.workload` says.
 """
 

@@ -1,4 +1,6 @@
-"""What the bench of ExpertParallel says: its table, the crossover, the verdict, the stored threshold."""
+"""What the bench of ExpertParallel says: its table, the crossover, the
+verdict, the stored threshold.
+"""
 
 from __future__ import annotations
 

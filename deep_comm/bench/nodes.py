@@ -3,9 +3,10 @@
     python -m deep_comm.bench.nodes --ranks 4 --ranks-per-node 2            # logical nodes of this host
     torchrun --nnodes 2 --nproc-per-node 8 … -m deep_comm.bench.nodes       # hosts are nodes
 
-Of every operation: the time of a call on the slowest rank, the bytes that the busiest rail carried (of a cached
-dispatch exactly one slot a token and remote node, which is a verdict) and, where --gb-per-s says how fast
-the rail is, for which share of the time that keeps it busy. --single-tier also times the same calls with all ranks as one node.
+Of every operation: the time of a call on the slowest rank, the bytes that the busiest rail carried
+(of a cached dispatch exactly one slot a token and remote node, which is a verdict) and, where
+--gb-per-s says how fast the rail is, for which share of the time that keeps it busy. --single-tier
+also times the same calls with all ranks as one node.
 """
 
 from __future__ import annotations

@@ -216,7 +216,9 @@ class _Scenarios:
         self._parsed = parsed
 
     def __call__(self, num_ranks: int, ranks_per_node: int | None = None) -> list[Scenario]:
-        """``ranks_per_node``: the group has several nodes whatever was asked for, and no single tier."""
+        """``ranks_per_node``: the group has several nodes whatever was
+        asked for, and no single tier.
+        """
         parsed = argparse.Namespace(**vars(self._parsed))
         if ranks_per_node is not None:
             parsed.ranks_per_node = ranks_per_node

@@ -48,10 +48,12 @@ def choose(lines: Sequence[Line]) -> list[dict[str, Any]]:
 
 
 def entries(choices: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What Buffers are told: of every size of row the choice at the most tokens, where time is bandwidth.
+    """What Buffers are told: of every size of row the choice at the most
+    tokens, where time is bandwidth.
 
-    Uniform routing, eager calls. Direct mode's where it was measured: rings serve what has no room there. A
-    combine runs on the channels of its dispatch, so that only chunks and slots of its own choice matter.
+    Uniform routing, eager calls. Direct mode's where it was measured: rings serve what has no
+    room there. A combine runs on the channels of its dispatch, so that only chunks and slots
+    of its own choice matter.
     """
     best: dict[tuple[str, int], tuple[tuple[bool, bool, int], Mapping[str, Any]]] = {}
     for choice in choices:

@@ -1,6 +1,7 @@
 """Two tiers beside one: the same ranks as logical nodes, and what crosses between those.
 
-Bytes that the rail counted are compared with one row a (token, remote node) before anything is timed.
+Bytes that the rail counted are compared with one row a (token, remote node)
+before anything is timed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ MAX_SMS = 24
 
 
 def discovered() -> int | None:
-    """Ranks of a node, if the default group has several: by host names, or DEEP_COMM_RANKS_PER_NODE. Collective."""
+    """Ranks of a node, if the default group has several: by host names, or
+    DEEP_COMM_RANKS_PER_NODE. Collective.
+    """
     hosts = [""] * dist.get_world_size()
     dist.all_gather_object(hosts, host_identity())
     topology = discover(hosts, requested_ranks_per_node(None))
@@ -75,7 +78,7 @@ def make_buffer(scenario: Scenario, device: torch.device) -> Buffer:
     )
 
 
-# ---- bytes -----------------------------------------------------------------------------------------
+# ---- bytes ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,6 @@
-"""Calls over two tiers beside those of one: every target of two tiers is such a ratio, of one run on one machine."""
+"""Calls over two tiers beside those of one: every target of two tiers is such a ratio,
+of one run on one machine.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class Ratio:
 
 
 def ratios(lines: Sequence[Measured]) -> list[Ratio]:
-    """By workload and operation, where both were measured; eager calls, combine of ordinary tensors."""
+    """By workload and operation, where both were measured; eager calls,
+    combine of ordinary tensors.
+    """
     own = [
         line
         for line in lines

@@ -35,7 +35,8 @@ def slots(recv_topk_idx: Tensor, counts: Tensor, alignment: int) -> Tensor:
     order = torch.sort(keys, stable=True).indices
     ends = counts.to(torch.int64).cumsum(0)
     aligned_ends = aligned(counts.to(torch.int64), alignment).cumsum(0)
-    # What an expert's rows move by when padding is put between the groups; nothing for the last key.
+    # What an expert's rows move by when padding is put between the groups;
+    # nothing for the last key.
     starts = torch.nn.functional.pad(ends, (1, 0))
     moves = torch.nn.functional.pad(aligned_ends, (1, 0)) - starts
     positions = torch.arange(experts.shape[0], device=experts.device)

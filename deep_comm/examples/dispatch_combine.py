@@ -40,7 +40,8 @@ def rank_main(group: Any) -> bool:
         rows, idx, weights, counts, handle, _ = buffer.dispatch(
             x, topk_idx=topk_idx, topk_weights=topk_weights, num_experts=NUM_EXPERTS
         )
-        # idx holds local experts, -1 where the expert lives elsewhere; counts are tokens per expert.
+        # idx holds local experts, -1 where the expert lives elsewhere;
+        # counts are tokens per expert.
         first = deep_comm.topology.first_expert(group.rank(), NUM_EXPERTS, group.size())
         lines = [
             f"  token {int(row[0])} for local experts {[e for e in chosen if e >= 0]}"

@@ -1,8 +1,8 @@
 """Two logical nodes: four ranks of one machine as two nodes of two, with a rail between them.
 
-``ranks_per_node=2`` is all it takes: a token then crosses once to the other node, however many ranks want
-it there, and is handed on inside; sums come back the same way. The bytes on the rail are counted, and
-ExpertParallel over the same nodes is compared with the reference, bit for bit.
+``ranks_per_node=2`` is all it takes: a token then crosses once to the other node, however many
+ranks want it there, and is handed on inside; sums come back the same way. The bytes on the rail are
+counted, and ExpertParallel over the same nodes is compared with the reference, bit for bit.
 """
 
 from __future__ import annotations

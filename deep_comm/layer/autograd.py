@@ -32,7 +32,8 @@ class Dispatch(Function):
     ) -> tuple[Tensor, Tensor]:
         sent = prefill.send(x, topk_idx, topk_weights, is_bounded=is_bounded, is_async=is_async)
         if sent.topk_idx is not None:
-            # Rows that this rank groups are outputs of this step: it cannot end before they have come.
+            # Rows that this rank groups are outputs of this step: it cannot
+            # end before they have come.
             if is_async:
                 sent.event.current_stream_wait()
             prefill.receive(sent)

@@ -40,7 +40,8 @@ def preset_decode_tokens(max_tokens: Any) -> Any:
 def settle(
     shape: MoEShape, rendezvous: Rendezvous, device: torch.device, is_named: bool
 ) -> tuple[MoEShape, list[str]]:
-    """The shape, with what rank 0 has measured unless decode_tokens is named; and who the hosts are.
+    """The shape, with what rank 0 has measured unless decode_tokens is
+    named; and who the hosts are.
 
     Ranks of several hosts may have measured different things. Collective.
     """

@@ -124,7 +124,9 @@ def combine(
 def _staging(
     ctx: Context, launch: Launch, handle: KnownHandle, row_bytes: int
 ) -> tuple[object, int, int]:
-    """Memory for all rows that may come: (its owner, offset in the heap, rows); offset 0 without room."""
+    """Memory for all rows that may come: (its owner, offset in the heap,
+    rows); offset 0 without room.
+    """
     num_peers = ctx.num_ranks - 1
     if 0 < handle.num_topk < num_peers:
         num_peers = handle.num_topk

@@ -231,7 +231,8 @@ def dispatch(
             notified = notify(reserved, False)
             move(out, num_worst_tokens, FILL_TAIL | (ZERO_TAIL if zero_tail else 0))
         else:
-            # The rows may begin to move before this host knows how many they are (docs/design/0009).
+            # The rows may begin to move before this host knows how many they
+            # are (docs/design/0009).
             if row_idx is None or numbering is None:
                 reserved = reserve_unknown(ctx, launch, payload, idx, slab_layout.num_bytes)
             else:

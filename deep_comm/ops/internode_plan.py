@@ -39,7 +39,8 @@ def plan_two_tiers(
     num_topk: int,
     num_channels: int | None = None,
 ) -> TwoTierPlan:
-    """Rings for one call. A caller's ``config`` is taken as it is; ``default`` is shrunk until it fits.
+    """Rings for one call. A caller's ``config`` is taken as it is;
+    ``default`` is shrunk until it fits.
 
     ``num_channels``: of the handle, which the plan must have.
 

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 
 class Notified:
-    """The routing of a dispatch as the kernels write it, in a slab that the handle keeps: addresses for the engine."""
+    """The routing of a dispatch as the kernels write it, in a slab that the handle keeps:
+    addresses for the engine.
+    """
 
     __slots__ = (
         "slab",
@@ -90,8 +92,9 @@ def launch_notify(
     place: Place,
     expansion: tuple[int, int, int, int],
 ) -> None:
-    """With ``layout`` from get_dispatch_layout, else from ``idx``. ``expansion``: addresses of what expanded
-    outputs add."""
+    """With ``layout`` from get_dispatch_layout, else from ``idx``. ``expansion``: addresses of
+    what expanded outputs add.
+    """
     slab, parts = out.slab.address, out.slab.layout
     _, mask, send_head, rank_prefix_matrix, channel_prefix_matrix = out.routing
     if layout is None:

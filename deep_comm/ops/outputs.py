@@ -62,8 +62,9 @@ class Outputs:
 
     @staticmethod
     def blank(ctx: Context, reserved: Reservation) -> Outputs:
-        """Places without tensors, for a launch before the number of rows is known. In direct mode no kernel
-        follows these addresses of its own outputs; that they are not 0 says what the call carries."""
+        """Places without tensors, for a launch before the number of rows is known. In direct mode
+        no kernel follows these addresses of its own outputs; that they are not 0 says
+        what the call carries."""
         out = Outputs()
         out.output_offset, out.src_offset = reserved.block.offset, reserved.src_offset
         address = ctx.heap.base + out.output_offset
@@ -127,8 +128,9 @@ def reserve(
     slab_bytes: int,
     places: int = 0,
 ) -> Reservation | None:
-    """Room for ``num_rows`` rows and a slab, poisoned if outputs are; None if the region has none. ``places``: of a
-    received token, with expanded outputs."""
+    """Room for ``num_rows`` rows and a slab, poisoned if outputs are; None if the region has none.
+    ``places``: of a received token, with expanded outputs.
+    """
     num_bytes = _layout(payload, idx, num_rows)[-1]
     output = take(ctx, launch, num_bytes)
     # Only kernels use what the handle keeps, unless tensors are made of it, as expanded outputs do.
@@ -167,7 +169,9 @@ def reserve_unknown_expanded(
     expert_alignment: int,
     slab_bytes: int,
 ) -> Reservation | None:
-    """The same for an expanded dispatch: twice what even routing brings, or a little more than ever came."""
+    """The same for an expanded dispatch: twice what even routing brings, or a
+    little more than ever came.
+    """
     likely = ctx.most_expanded_rows + ctx.most_expanded_rows // 8
     num_local = -(-num_experts // ctx.num_ranks)
     num_tokens = ctx.num_ranks * max(payload.num_tokens, ctx.most_tokens)

@@ -1,7 +1,8 @@
 """What calls of one form have in common: rings, and the engine's part, worked out once a form.
 
-A call has a few microseconds of the host's time. The keys name all that plans depend on; a Buffer's memory
-does not change. The engine's functions take plain numbers, in the order of csrc/bind/bind_normal.hpp.
+A call has a few microseconds of the host's time. The keys name all that plans depend on; a Buffer's
+memory does not change. The engine's functions take plain numbers, in the order of
+csrc/bind/bind_normal.hpp.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ _MAX_CALLS = 512
 
 
 class DispatchPlan:
-    """``launch``: num_experts, is_token_in_rank, send_head, rank_prefix_matrix, channel_prefix_matrix (a handle's
-    ``routing``), x, num_tokens, x_scales, scale_token_stride, scale_column_stride, topk_idx,
-    topk_weights, recv_x, recv_x_scales, recv_topk_idx, recv_topk_weights, recv_src_idx,
-    recv_channel_prefix_matrix, num_recv_rows, output_offset, src_offset, flags, send_row, send_rows,
-    num_expanded, recv_rows, source, stream.
+    """``launch``: num_experts, is_token_in_rank, send_head, rank_prefix_matrix,
+    channel_prefix_matrix (a handle's ``routing``), x, num_tokens, x_scales, scale_token_stride,
+    scale_column_stride, topk_idx, topk_weights, recv_x, recv_x_scales, recv_topk_idx,
+    recv_topk_weights, recv_src_idx, recv_channel_prefix_matrix, num_recv_rows, output_offset,
+    src_offset, flags, send_row, send_rows, num_expanded, recv_rows, source, stream.
 
-    ``notify``, None where the routing is known: topk_idx, num_tokens_per_rank, num_tokens_per_expert,
-    is_token_in_rank, num_tokens, output_offset, src_offset, num_output_rows, is_exact,
-    rank_prefix_matrix, channel_prefix_matrix, send_head, num_recv_tokens_per_expert, recv_counts,
-    first_rows, expert_offsets, expert_counts, num_expanded, stream."""
+    ``notify``, None where the routing is known: topk_idx, num_tokens_per_rank,
+    num_tokens_per_expert, is_token_in_rank, num_tokens, output_offset, src_offset, num_output_rows,
+    is_exact, rank_prefix_matrix, channel_prefix_matrix, send_head, num_recv_tokens_per_expert,
+    recv_counts, first_rows, expert_offsets, expert_counts, num_expanded, stream."""
 
     __slots__ = ("rings", "launch", "notify")
 
@@ -43,9 +44,10 @@ class DispatchPlan:
 
 
 class CombinePlan:
-    """``launch``: num_recv_rows, rank_prefix_matrix, channel_prefix_matrix, recv_channel_prefix_matrix, send_head
-    (a handle's ``way_back``), x, topk_weights, bias_0, bias_1, num_tokens, combined_x,
-    combined_topk_weights, staging_offset, num_staging_rows, stream."""
+    """``launch``: num_recv_rows, rank_prefix_matrix, channel_prefix_matrix,
+    recv_channel_prefix_matrix, send_head (a handle's ``way_back``), x, topk_weights, bias_0,
+    bias_1, num_tokens, combined_x, combined_topk_weights, staging_offset, num_staging_rows, stream.
+    """
 
     __slots__ = ("rings", "launch", "staging_row_bytes")
 
@@ -70,7 +72,9 @@ def plan_cached(
     num_channels: int,
     is_expanded: bool,
 ) -> DispatchPlan:
-    """Of a dispatch whose routing is known. Raises BufferTooSmall or ArgumentError. Remembered by ``key``."""
+    """Of a dispatch whose routing is known. Raises BufferTooSmall or
+    ArgumentError. Remembered by ``key``.
+    """
     rings = ctx.plan(
         config, default, form.row_bytes, form.scale_row_bytes, 0, num_channels, is_expanded
     )

@@ -3,9 +3,11 @@
 Three ways for a row between nodes:
 
 * "expert": one message a (token, expert), as libraries with a slot an expert send;
-* "rank": one a (token, rank), straight to the rank, as this engine combines, and dispatches few tokens;
-* "node": one a (token, node), which a rank there hands on over NVLink, as this engine dispatches (to the first rank with
-  one of the token's experts; here, where the choice is not counted, to the one of the sender's local index).
+* "rank": one a (token, rank), straight to the rank, as this engine combines,
+  and dispatches few tokens;
+* "node": one a (token, node), which a rank there hands on over NVLink, as this engine dispatches
+  (to the first rank with one of the token's experts; here, where the choice is not counted, to the
+  one of the sender's local index).
 """
 
 from __future__ import annotations
@@ -49,10 +51,12 @@ def combine(job: Job, traffic: Traffic, machine: Machine, way: str) -> Burst:
 
 
 def dispatch_puts(traffic: Traffic, slot_bytes: int, hands_on: Tensor) -> tuple[Tensor, Tensor]:
-    """int64 [R, N], by rank and other node: puts and bytes of this engine's dispatch, counts included.
+    """int64 [R, N], by rank and other node: puts and bytes of this engine's
+    dispatch, counts included.
 
     Args:
-        hands_on: bool [R], whether a rank sends a token once to a node, and not to every rank there.
+        hands_on: bool [R], whether a rank sends a token once to a node,
+            and not to every rank there.
     """
     num_ranks, num_local = traffic.num_ranks, traffic.ranks_per_node
     to_ranks = traffic.to_rank.view(num_ranks, -1, num_local).sum(2)
@@ -69,7 +73,9 @@ def dispatch_puts(traffic: Traffic, slot_bytes: int, hands_on: Tensor) -> tuple[
 
 
 def combine_puts(traffic: Traffic, row_bytes: int, num_topk: int) -> tuple[Tensor, Tensor]:
-    """int64 [R, R], by rank and rank of another node: a sum back for every row, ahead of it the token's weights."""
+    """int64 [R, R], by rank and rank of another node: a sum back for every row, ahead
+    of it the token's weights.
+    """
     rows = traffic.to_rank * _is_remote(traffic)
     return rows + rows.t(), rows * 8 * num_topk + rows.t() * row_bytes
 

@@ -1,13 +1,14 @@
 """Time of two-tier dispatch and combine: batches of rows through rings, SMs, NICs and NVLink.
 
-Follows the kernels (csrc/device/internode): a channel takes the nodes in the order of the real one, S sender warps each
-every S-th; a batch waits for a slot, is copied by an SM, queues for the NIC of its rank and at that of the
-receiver, and is forwarded after all batches of earlier steps. NICs and NVLink belong to a rank and serve its channels
-first come, first served.
+Follows the kernels (csrc/device/internode): a channel takes the nodes in the order of the real one,
+S sender warps each every S-th; a batch waits for a slot, is copied by an SM, queues for the NIC of
+its rank and at that of the receiver, and is forwarded after all batches of earlier steps. NICs and
+NVLink belong to a rank and serve its channels first come, first served.
 
-Simplified: NICs serve batches step by step, so that one that is ready early may come behind one of an earlier
-step; an SM's warps share it in the order of steps; rows of a (rank, node) spread over its ranks in every batch as in all; no congestion between NICs other than at
-the receiver's port, which holds back its senders by their rings alone.
+Simplified: NICs serve batches step by step, so that one that is ready early may come behind one of
+an earlier step; an SM's warps share it in the order of steps; rows of a (rank, node) spread over
+its ranks in every batch as in all; no congestion between NICs other than at the receiver's port,
+which holds back its senders by their rings alone.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ NUM_SENDER_WARPS = 7  # of a channel in dispatch, at most one a node
 
 @dataclass(frozen=True)
 class Times:
-    """Microseconds of one call on the slowest rank, and what each resource alone would take on its busiest rank."""
+    """Microseconds of one call on the slowest rank, and what each resource alone would
+    take on its busiest rank.
+    """
 
     total_us: float
     nic_us: float
@@ -44,7 +47,9 @@ def _per_us(gb_per_s: float) -> float:
 
 
 def _times(total_us: float, machine: Machine, wire: Wire, *loads: Tensor) -> Times:
-    """``loads``: bytes by rank over the NIC out and in, over NVLink out and in, through the SMs of either kind."""
+    """``loads``: bytes by rank over the NIC out and in, over NVLink out and in,
+    through the SMs of either kind.
+    """
     nic_out, nic_in, nvlink_out, nvlink_in, sm_out, sm_on = (float(load.max()) for load in loads)
     return Times(
         total_us,
@@ -70,7 +75,8 @@ class _Shape:
         self.to_node = traffic.to_node.view(num_nodes, num_local, num_nodes, self.num_channels)
         totals = traffic.to_node.sum(2).view(num_nodes, num_local, num_nodes, 1)
         to_rank = traffic.to_rank.view(num_nodes, num_local, num_nodes, num_local)
-        # [source node, source, node, rank there]: which part of the rows to the node goes to the rank
+        # [source node, source, node, rank there]: which part of the rows to
+        # the node goes to the rank
         self.share = (to_rank / totals.clamp(min=1)).float()
         self.nodes = torch.arange(num_nodes)
         self.locals = torch.arange(num_local)
@@ -145,7 +151,8 @@ class _Dispatch:
     def _run_step(self, step: int) -> None:
         shape, wire = self.shape, self.wire
         num_nodes = shape.num_nodes
-        # [N, C]: the node a channel sends to, and the one it forwards from; a permutation of each other.
+        # [N, C]: the node a channel sends to, and the one it forwards from; a
+        # permutation of each other.
         to = (shape.nodes[:, None] + shape.channels + step) % num_nodes
         source = (shape.nodes[:, None] - shape.channels - step) % num_nodes
         rows = shape.to_node.gather(2, to[:, None, None, :].expand(-1, shape.num_local, -1, -1))
@@ -167,10 +174,13 @@ class _Dispatch:
             credit_at.append(_at_peer(done, to) + latency)
 
     def _send(self, step: int, rows: Tensor, is_own: Tensor, credit_at: Tensor | None) -> Tensor:
-        """[N, M, C] when batches of ``rows`` have left their ranks, or are in the ring if it is an own one."""
+        """[N, M, C] when batches of ``rows`` have left their ranks, or are in the
+        ring if it is an own one.
+        """
         wire, machine = self.wire, self.machine
         warp = step % self.num_warps
-        # The SM works for the earliest step whose warp has a slot; a warp that waits for credit holds up no other.
+        # The SM works for the earliest step whose warp has a slot; a warp that waits for
+        # credit holds up no other.
         begin = torch.maximum(self.sm_free, self.warp_free[..., warp])
         if credit_at is not None:
             begin = torch.maximum(begin, credit_at)
@@ -203,7 +213,8 @@ class _Dispatch:
         came = torch.where(sent_on > 0, start[..., None], torch.inf).amin(1).transpose(1, 2)
         copies_us = sent_on.sum(1).transpose(1, 2) / _per_us(machine.sm_gb_per_s)
         self.receive_free = drain(self.receive_free, came, copies_us)
-        # A forwarder is ahead of a receiver by a ring at most; a port takes a ring of each of its senders in:
+        # A forwarder is ahead of a receiver by a ring at most; a port takes a ring of
+        # each of its senders in:
         ring_us = wire.num_local_slots * wire.dispatch_row_bytes / nvlink
         ring_us *= shape.num_channels * max(1, shape.num_local - 1)
         held = torch.where(leaves > 0, self.nvlink_in_free[:, None, None, :] - ring_us, 0.0).amax(3)

@@ -1,6 +1,7 @@
 """Figures that others have published for dispatch and combine over nodes of 8 GPUs, and where.
 
-All: 7168 columns, top-8, FP8 dispatch and BF16 combine; 4096 tokens a rank in normal mode, 128 in low-latency mode.
+All: 7168 columns, top-8, FP8 dispatch and BF16 combine; 4096 tokens a rank in normal
+mode, 128 in low-latency mode.
 """
 
 from __future__ import annotations

@@ -97,7 +97,9 @@ def _distinct(
     generator: torch.Generator,
     cumulative: Tensor | None = None,
 ) -> Tensor:
-    """int64 rows of distinct values drawn one after the other; ``cumulative``: of unequal probabilities."""
+    """int64 rows of distinct values drawn one after the other; ``cumulative``:
+    of unequal probabilities.
+    """
 
     def draw(count: int) -> Tensor:
         uniform = torch.rand(count, generator=generator)
@@ -110,7 +112,8 @@ def _distinct(
     rows = torch.arange(shape[0])
     while len(rows) > 0:
         part = values[rows]
-        # A value that an earlier one of its row has is drawn again: the law of drawing without putting back.
+        # A value that an earlier one of its row has is drawn again: the law of
+        # drawing without putting back.
         again = ((part[:, :, None] == part[:, None, :]) & earlier).any(2)
         part[again] = draw(int(again.sum()))
         values[rows] = part
@@ -121,8 +124,8 @@ def _distinct(
 class _Limited:
     """The experts with the best independent scores within the nodes whose best experts are best.
 
-    Logarithms of uniform scores are drawn as order statistics, from the best down, so that only those that can be
-    chosen are drawn.
+    Logarithms of uniform scores are drawn as order statistics, from the best down, so that only
+    those that can be chosen are drawn.
     """
 
     _NUM_ORDERS = 1 << 14
@@ -132,7 +135,8 @@ class _Limited:
         self._generator = generator
         self._num_in_node = job.num_experts // job.num_nodes
         self._num_drawn = min(job.num_topk, self._num_in_node)
-        # Which experts of a node are its best: random orders, which are far cheaper to draw from than to draw.
+        # Which experts of a node are its best: random orders, which are far cheaper to
+        # draw from than to draw.
         orders = self._uniform(self._NUM_ORDERS, self._num_in_node).argsort(1)
         self._orders = orders[:, : self._num_drawn]
 
@@ -143,7 +147,8 @@ class _Limited:
         """int64 [T, K] of one rank."""
         num_tokens, num_nodes = self._job.num_tokens, self._job.num_nodes
         num_in_node, num_drawn = self._num_in_node, self._num_drawn
-        # The best of n * e scores; then, of another node, the best of those that are less in the other n - 1 nodes.
+        # The best of n * e scores; then, of another node, the best of those that are less
+        # in the other n - 1 nodes.
         left = torch.arange(num_nodes, num_nodes - MAX_NODES_PER_TOKEN, -1) * num_in_node
         best = (self._uniform(num_tokens, MAX_NODES_PER_TOKEN).log() / left).cumsum(1)
         # Behind each, in its node, the next ones.

@@ -70,7 +70,9 @@ def _published_us(figure: Figure, job: Job) -> tuple[float, float]:
 
 
 def modelled_us(figure: Figure) -> tuple[Job, tuple[float, float]]:
-    """The job of a figure, and what the model says of dispatch and combine: of rows as the figure's system sends them."""
+    """The job of a figure, and what the model says of dispatch and combine: of rows as the
+    figure's system sends them.
+    """
     machine = H800 if figure.system == DEEPEP else H200
     if figure.mode == "normal":
         job = job_of(figure.num_ranks, figure.routing)

@@ -1,6 +1,7 @@
 """What the kernels of two tiers send for a routing: rows, bytes, puts, signals, by their own rules.
 
-The rules are the kernels' (deep_comm._core); tests compare the counts with those of the simulated network.
+The rules are the kernels' (deep_comm._core); tests compare the counts with those
+of the simulated network.
 """
 
 from __future__ import annotations
@@ -98,7 +99,9 @@ class Traffic:
     # ---- messages --------------------------------------------------------------------------
 
     def dispatch_posts(self, wire: Wire) -> Posts:
-        """A cached dispatch: rows in puts of a batch, each with its tail, credits, one arrival a node."""
+        """A cached dispatch: rows in puts of a batch, each with its tail,
+        credits, one arrival a node.
+        """
         if wire.num_slots % wire.batch != 0:
             # Puts would be split where the ring ends and cut short where it is full.
             raise ArgumentError(
@@ -134,7 +137,9 @@ class Traffic:
         return Posts(fewest, num_bytes, fewest + credits), Posts(back, num_bytes, back + credits)
 
     def _back(self, posts: Tensor) -> Tensor:
-        """[rank, node] -> [rank that is posted to, node of that rank]: rank (n, l) to node m is rank (m, l) to n."""
+        """[rank, node] -> [rank that is posted to, node of that rank]: rank (n, l) to
+        node m is rank (m, l) to n.
+        """
         by_node = posts.view(self.num_nodes, self.ranks_per_node, self.num_nodes)
         return by_node.permute(2, 1, 0).reshape(self.num_ranks, self.num_nodes)
 

@@ -1,8 +1,8 @@
 """The CUDA backend on a machine without CUDA: its Python code runs, its streams are numbers.
 
-The module `deep_comm._cuda` is replaced by one whose engine is the host target's and whose events write
-down what they are asked to do. Tensors live on the host. So the order of streams and the number of calls
-can be tested, and kernels still move the rows.
+The module `deep_comm._cuda` is replaced by one whose engine is the host target's and whose events
+write down what they are asked to do. Tensors live on the host. So the order of streams and the
+number of calls can be tested, and kernels still move the rows.
 """
 
 from __future__ import annotations

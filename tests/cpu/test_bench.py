@@ -172,7 +172,8 @@ def test_tune_writes_its_choices(
     monkeypatch.setattr(tune, "prepare", lambda **_options: here)
     monkeypatch.chdir(tmp_path)
     stored = tmp_path / "cache" / "tune.json"
-    # Buffers of the measurement read it, too: a file without measurements, since a missing one is refused.
+    # Buffers of the measurement read it, too: a file without measurements, since a
+    # missing one is refused.
     deep_comm.tuning.store(stored, "another machine x 8", "2026-01-01", [])
     monkeypatch.setenv("DEEP_COMM_TUNE_FILE", str(stored))
     arguments = ["tune", "--ranks", "2", "--mode", "direct", "--sms", "auto,2,4", *SMALL, *SHORT]

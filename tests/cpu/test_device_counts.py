@@ -1,4 +1,6 @@
-"""Worst-case outputs and counts on the device: what tests/gpu/test_graphs_gpu.py captures, without a graph."""
+"""Worst-case outputs and counts on the device: what tests/gpu/test_graphs_gpu.py
+captures, without a graph.
+"""
 
 from __future__ import annotations
 

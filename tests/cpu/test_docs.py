@@ -1,4 +1,6 @@
-"""Documentation says what the code says: generated pages are current, links lead somewhere, programs run."""
+"""Documentation says what the code says: generated pages are current, links
+lead somewhere, programs run.
+"""
 
 from __future__ import annotations
 

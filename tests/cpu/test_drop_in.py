@@ -38,7 +38,7 @@ def alone(fn):
     return local.run(fn, 1, timeout_s=60)[0]
 
 
-# ---- names and classes -------------------------------------------------------------------------------
+# ---- names and classes ---------------------------------------------------------------------------
 
 
 def test_all_import_paths_lead_to_the_same_classes() -> None:
@@ -112,7 +112,7 @@ def test_buffers_can_be_held_weakly_and_die_without_waiting_for_peers() -> None:
     local.run(fn, 2, timeout_s=60)
 
 
-# ---- constructor -------------------------------------------------------------------------------------
+# ---- constructor ---------------------------------------------------------------------------------
 
 
 def test_constructor_forms_of_both_releases() -> None:
@@ -195,7 +195,7 @@ def test_set_num_sms_reaches_configs_and_calls_of_the_drop_in_alone() -> None:
         deep_ep.Buffer.num_sms = 20
 
 
-# ---- sizes -------------------------------------------------------------------------------------------
+# ---- sizes ---------------------------------------------------------------------------------------
 
 
 def test_low_latency_size_hint_is_the_number_that_servers_compare_with() -> None:
@@ -268,7 +268,7 @@ def test_local_buffer_offset_counts_elements() -> None:
     alone(fn)
 
 
-# ---- calls -------------------------------------------------------------------------------------------
+# ---- calls ---------------------------------------------------------------------------------------
 
 
 def dispatched(buffer, rank: int = 0, **options):
@@ -417,7 +417,8 @@ def test_calls_refuse_by_name_what_forks_added() -> None:
             ):
                 with pytest.raises(TypeError, match=next(iter(options))):
                     buffer.low_latency_dispatch(*decode, **options)
-            # Asking for nothing is no reason to refuse; nor is a flag that means nothing without fp8.
+            # Asking for nothing is no reason to refuse; nor is a flag that
+            # means nothing without fp8.
             recv_x, count, handle, event, hook = buffer.low_latency_dispatch(
                 *decode, None, None, False, True, True, False, False, use_nvfp4=False,
                 x_global_scale=torch.ones(1), use_ue8m0_for_sf=False, align_fp8_quantization=False,
@@ -534,7 +535,7 @@ def test_unpacked_bias() -> None:
         unpack((one,))
 
 
-# ---- installing --------------------------------------------------------------------------------------
+# ---- installing ----------------------------------------------------------------------------------
 
 
 def python(*arguments: str, **options) -> subprocess.CompletedProcess:

@@ -124,7 +124,9 @@ def test_without_a_region_nothing_is_launched_in_hope() -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_schedules_of_calls_whose_guess_is_wrong(seed: int) -> None:
-    """Ranks of few tokens receive many: the decision of notify falls, and the next call's is another."""
+    """Ranks of few tokens receive many: the decision of notify falls, and
+    the next call's is another.
+    """
     tokens = ((1, 9, 0), (0, 0, 12), (2, 7, 1), (11, 1))[seed % 4]
     case = Case(
         tokens, hidden=16, experts=5, topk=2, num_sms=2 + 2 * (seed % 2), slots=3, send_chunk=1,

@@ -1,4 +1,6 @@
-"""On which stream ElasticBuffer's torch operations run, and who waits for whom: with streams that write down."""
+"""On which stream ElasticBuffer's torch operations run, and who waits for whom:
+with streams that write down.
+"""
 
 from __future__ import annotations
 

@@ -278,8 +278,9 @@ def test_a_dispatch_without_counts_for_the_host_makes_no_tensor_of_torch(
 def test_a_handle_used_from_another_stream_outlives_the_call(
     monkeypatch: pytest.MonkeyPatch, num_direct_bytes: int
 ) -> None:
-    """If its memory is torch's: it is the first stream's, which does not wait for the second one's combine. In the
-    receive region whoever writes there next is a kernel behind that combine."""
+    """If its memory is torch's: it is the first stream's, which does not wait for the second one's
+    combine. In the receive region whoever writes there next is a kernel behind that combine.
+    """
 
     def body(buffer: Any, log: Any, x: Any, handle: Any, idx: Any) -> None:
         recorded: list[Any] = []

@@ -234,7 +234,9 @@ def test_one_node_has_no_internode_calls() -> None:
 
 
 def test_hosts_make_nodes_and_other_hosts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that believe to be on two hosts; this target reaches one alone, and says so on all ranks."""
+    """Ranks that believe to be on two hosts; this target reaches one alone,
+    and says so on all ranks.
+    """
     for identity in ("host_identity", "memory_identity"):
         monkeypatch.setattr(context, identity, _host_of_thread)
 

@@ -1,4 +1,6 @@
-"""Two tiers under seeded schedules: late and reordered puts, weak memory; and faults that must be found."""
+"""Two tiers under seeded schedules: late and reordered puts, weak memory; and
+faults that must be found.
+"""
 
 import random
 
@@ -82,7 +84,9 @@ def test_full_rings_on_both_tiers(seed: int) -> None:
 def test_rows_stored_into_near_nodes_are_the_same(
     first_seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where stores reach the other nodes (NVLink between them), nothing is put: the orders that hold are others."""
+    """Where stores reach the other nodes (NVLink between them), nothing is put: the
+    orders that hold are others.
+    """
     monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", "1")
     for seed in range(first_seed, first_seed + SEEDS_PER_TEST):
         case = small_case(seed)

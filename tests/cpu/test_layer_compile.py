@@ -66,7 +66,8 @@ def compiled_equals_eager(group: Any, mode: str, backend: str) -> list[bool]:
             got = step(x, idx, weights)
             want = eager_layer(x * 2, idx, weights, compute) + 1
             assert_same_bits(got, want, f"step {number}")
-            # A compiled step dispatches and combines, an eager one may do so twice; the rule is one.
+            # A compiled step dispatches and combines, an eager one may do so
+            # twice; the rule is one.
             assert layer.rule.begins_with_decode == eager_layer.rule.begins_with_decode
             results.append(not layer.rule.begins_with_decode)
     return results

@@ -1,4 +1,6 @@
-"""Low-latency calls between logical nodes on the host target, as threads and as processes, over shapes and options."""
+"""Low-latency calls between logical nodes on the host target, as threads and as
+processes, over shapes and options.
+"""
 
 import importlib.util
 import random
@@ -281,7 +283,7 @@ def test_the_most_tokens_of_any_rank_are_reported_to_all() -> None:
     assert local.run(main, 4, timeout_s=60) == [11] * 4
 
 
-# ---- errors ---------------------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------
 
 
 def test_masks_are_refused_between_nodes() -> None:

@@ -1,5 +1,6 @@
-"""Low-latency pairs between nodes under seeded schedules: late and reordered puts, weak memory; and faults that must
-be found."""
+"""Low-latency pairs between nodes under seeded schedules: late and reordered puts, weak memory; and
+faults that must be found.
+"""
 
 import random
 
@@ -123,7 +124,9 @@ def test_simulation_finds_a_word_that_travels_as_a_zero() -> None:
 
 
 def test_order_between_puts_and_signals_is_not_needed() -> None:
-    """A signal that overtakes the puts before it, which the rail otherwise never lets happen, changes nothing."""
+    """A signal that overtakes the puts before it, which the rail otherwise never
+    lets happen, changes nothing.
+    """
     for seed in range(12):
         found = notices(seed, ("reorder_rail",))
         assert found is None, f"seed {seed}: {found}"
@@ -136,8 +139,9 @@ def test_the_same_runs_pass_without_a_fault() -> None:
 
 
 def dispatch_twice(group: simulate.SimulatedGroup, num_rounds: int) -> None:
-    """Two dispatches in flight, and nothing that answers: only credit keeps staging and slots from being written
-    while a slow NIC has yet to read them, and a slow rank to take them."""
+    """Two dispatches in flight, and nothing that answers: only credit keeps staging and slots from
+    being written while a slow NIC has yet to read them, and a slow rank to take them.
+    """
     case = LowLatencyCase((4, 4), 4, hidden=64, experts=4, mode="late", ranks_per_node=1)
     with Buffer(
         group, 0, case.num_bytes, low_latency_mode=True, device="cpu", ranks_per_node=1
@@ -239,7 +243,9 @@ def test_numbers_of_operations_may_wrap_around() -> None:
 
 
 def test_key_words_of_rows_and_weights_cross_the_rail() -> None:
-    """Rows whose words equal the keys that they are sent with, zeros of both signs, and zero weights."""
+    """Rows whose words equal the keys that they are sent with, zeros of
+    both signs, and zero weights.
+    """
     words = (0x7FA57F93, 0xFFFFFFFF, 0x00000000, 0x80008000, 0x7FA5C963)
 
     def main(group: simulate.SimulatedGroup) -> list[torch.Tensor]:

@@ -1,7 +1,8 @@
-"""torchrun on several hosts: an agent a host, on one machine, each with a name of its own (DEEP_COMM_HOST_NAME).
+"""torchrun on several hosts: an agent a host, on one machine, each with a name of its
+own (DEEP_COMM_HOST_NAME).
 
-Agents, rendezvous, ranks and groups are those of several machines. What is not: the memory, through which the host
-target's network reaches everybody.
+Agents, rendezvous, ranks and groups are those of several machines. What is not: the memory, through
+which the host target's network reaches everybody.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Each fault is a switch of the simulated machine (csrc/device/arch/arch.cuh, `Fau
 among the first few must find it: as wrong bytes, a broken rule of the machine, or a run without
 progress.
 
-`weaken_fence`: the publishers' fence makes tails, heads and landed chunks releases. In the case "direct"
-that is staged combine's, since direct dispatch has no fence beside its releases.
+`weaken_fence`: the publishers' fence makes tails, heads and landed chunks releases. In the case
+"direct" that is staged combine's, since direct dispatch has no fence beside its releases.
 """
 
 import pytest

@@ -1,4 +1,6 @@
-"""Low-latency dispatch that casts rows to NVFP4: bit for bit against the reference, and what that means."""
+"""Low-latency dispatch that casts rows to NVFP4: bit for bit against the
+reference, and what that means.
+"""
 
 from __future__ import annotations
 
@@ -132,7 +134,9 @@ def test_codes_are_the_nearest_numbers_of_e2m1() -> None:
 
 
 def test_rows_come_back_within_the_error_of_the_format() -> None:
-    """With the usual factor: half a step of e2m1 (a sixth of the block's largest), and e4m3's of the scale."""
+    """With the usual factor: half a step of e2m1 (a sixth of the block's
+    largest), and e4m3's of the scale.
+    """
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(50, 256, generator=generator) * torch.exp2(
         torch.randint(-3, 4, (50, 1), generator=generator).float()

@@ -1,7 +1,9 @@
-"""A thousand calls with random sizes on few Buffers: nothing of a call may be left for the next one.
+"""A thousand calls with random sizes on few Buffers: nothing of a call may
+be left for the next one.
 
-A call here is a layout, a dispatch, a cached dispatch and a combine, each compared with the reference bit for bit. Shapes,
-routings, dtypes, rings and options change from call to call, within what the Buffer's memory holds.
+A call here is a layout, a dispatch, a cached dispatch and a combine, each compared with the
+reference bit for bit. Shapes, routings, dtypes, rings and options change from call to call, within
+what the Buffer's memory holds.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEEP_COMM_POISON", "1")
 
 
-# 8 * random_calls.CALLS_PER_TEST = 1000: rings alone, and with a receive region that outputs fit into, or only sometimes.
+# 8 * random_calls.CALLS_PER_TEST = 1000: rings alone, and with a receive region that outputs fit
+# into, or only sometimes.
 @pytest.mark.parametrize("first", range(0, 8000, 1000))
 def test_a_thousand_calls_inside_a_node(first: int) -> None:
     num_ranks = (2, 5, 4, 3)[first // 1000 % 4]

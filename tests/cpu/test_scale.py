@@ -1,4 +1,6 @@
-"""The cost model counts what the real kernels send, keeps to its own bounds, and docs/scale.md shows what it says."""
+"""The cost model counts what the real kernels send, keeps to its own bounds, and
+docs/scale.md shows what it says.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
-# ---- what is sent ----------------------------------------------------------------------------------
+# ---- what is sent --------------------------------------------------------------------------------
 
 
 def case_of(seed: int) -> InternodeCase:
@@ -242,7 +244,7 @@ def test_channels_are_those_of_the_kernels(num_tokens: int, num_channels: int) -
         assert int(per_channel.to_node[0, 1, channel]) == end - begin
 
 
-# ---- routings --------------------------------------------------------------------------------------
+# ---- routings ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
@@ -287,7 +289,7 @@ def test_limited_routing_is_that_of_scores() -> None:
     assert torch.allclose(shares[0], shares[1], atol=0.01), shares
 
 
-# ---- times -----------------------------------------------------------------------------------------
+# ---- times ---------------------------------------------------------------------------------------
 
 
 def test_queue_serves_first_come_first_served() -> None:
@@ -360,7 +362,7 @@ def test_impossible_jobs_are_refused(fields: dict[str, Any], message: str) -> No
         Job(**fields)
 
 
-# ---- the page --------------------------------------------------------------------------------------
+# ---- the page ------------------------------------------------------------------------------------
 
 
 def test_fitted_figures_are_met() -> None:
@@ -377,7 +379,9 @@ _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
 
 
 def differences(written: str, made: str) -> list[str]:
-    """Lines that differ by more than rounding: logarithms differ between processors in their last bit."""
+    """Lines that differ by more than rounding: logarithms differ between
+    processors in their last bit.
+    """
     found = []
     for line, wanted in zip(written.splitlines(), made.splitlines(), strict=True):
         same = _NUMBER.sub("0", line) == _NUMBER.sub("0", wanted)

@@ -1,6 +1,8 @@
-"""64 ranks of 8 nodes under seeded schedules: dispatch, cached dispatch and combine of the real kernels, bit for bit.
+"""64 ranks of 8 nodes under seeded schedules: dispatch, cached dispatch and combine of the
+real kernels, bit for bit.
 
-A seed takes about 3 s of one core, half of it for the reference; some 2.4 million switches between fibers.
+A seed takes about 3 s of one core, half of it for the reference; some 2.4
+million switches between fibers.
 """
 
 from __future__ import annotations

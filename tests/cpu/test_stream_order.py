@@ -1,5 +1,7 @@
-"""On which streams the CUDA backend launches, and what each call is behind: with stubbed driver calls that keep
-CUDA's rules (fake_cuda). Kernels of one Buffer must run one at a time, in the order of the calls, on every stream."""
+"""On which streams the CUDA backend launches, and what each call is behind: with stubbed
+driver calls that keep CUDA's rules (fake_cuda). Kernels of one Buffer must run one at a
+time, in the order of the
+calls, on every stream."""
 
 from __future__ import annotations
 
@@ -168,7 +170,9 @@ def _capture(log: Any, stream: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("streams", [(44,), (44, 55)])
 def test_a_graph_takes_its_order_with_it(streams: tuple[int, ...]) -> None:
-    """Eager, captured and eager calls: no event of one is waited for in the other, and each is in order."""
+    """Eager, captured and eager calls: no event of one is waited for in the
+    other, and each is in order.
+    """
 
     def body(bench: Bench) -> None:
         log = bench.log

@@ -1,4 +1,6 @@
-"""Dispatch of one micro-batch beside combine of another: two Buffers over one group (docs/design/0010)."""
+"""Dispatch of one micro-batch beside combine of another: two Buffers over one
+group (docs/design/0010).
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def _both(fns: list[Callable[[], Any]]) -> list[Any]:
 
 
 def two_at_once(group: Any, left: Case, right: Case) -> list[Any]:
-    """All calls of both cases, each in a thread and a Buffer of its own, without any order between them."""
+    """All calls of both cases, each in a thread and a Buffer of its own,
+    without any order between them.
+    """
     with (
         deep_comm.Buffer(
             group, left.nvl_bytes, num_direct_bytes=left.direct_bytes, device="cpu", timeout_s=60

@@ -96,7 +96,8 @@ def test_wheel_imports_and_runs_in_a_clean_environment(wheel: Path, tmp_path: Pa
     venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"
     run(python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", wheel)
-    # A plain folder of other packages: its own .pth files, such as an editable deep_comm's, stay shut.
+    # A plain folder of other packages: its own .pth files, such as an editable
+    # deep_comm's, stay shut.
     site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
     (Path(site) / "torch_from_outside.pth").write_text(sysconfig.get_path("purelib") + "\n")
     variables = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}

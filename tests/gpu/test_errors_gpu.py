@@ -1,7 +1,8 @@
 """Silent ranks, killed ranks and bad routing on GPUs: an exception, and the process lives on.
 
-The ranks are this file's own, so that nothing it does to them reaches other tests. That the next test
-of the file runs in them again is part of what is tested: a failure must not cost the process its device.
+The ranks are this file's own, so that nothing it does to them reaches other tests. That
+the next test of the file runs in them again is part of what is tested: a failure must not
+cost the process its device.
 """
 
 import os

@@ -155,7 +155,9 @@ def test_cached_calls_at_4096_tokens_end(num_ranks: int, split: str, capsys) -> 
 
 
 def paced(group, ranks_per_node: int, gb_per_s: float):
-    """Seconds that the slowest rail is busy at that speed, by what it carried, and seconds that the call took."""
+    """Seconds that the slowest rail is busy at that speed, by what it carried, and
+    seconds that the call took.
+    """
     device = torch.device("cuda", torch.cuda.current_device())
     config = deep_comm.Config(24, 6, 256, 6, 128)
     num_calls = 5

@@ -1,4 +1,5 @@
-"""tests/cpu/test_layer_compile.py on GPUs: eager graphs and inductor's kernels; every rank is a process.
+"""tests/cpu/test_layer_compile.py on GPUs: eager graphs and inductor's
+kernels; every rank is a process.
 
 Started for each test: what a compiler keeps in a process would outlive a pool's test.
 """

@@ -1,7 +1,9 @@
-"""tests/gpu/test_internode_gpu.py over NVSHMEM: the GPUs of one host as logical nodes, so that its transport is NVLink.
+"""tests/gpu/test_internode_gpu.py over NVSHMEM: the GPUs of one host as logical nodes, so
+that its transport is NVLink.
 
-Once with rows stored straight into near nodes' rings, once with every row and word through NVSHMEM's puts and signals.
-A process has one NVSHMEM job, so that all tests here use processes of their own and all of them.
+Once with rows stored straight into near nodes' rings, once with every row and word through
+NVSHMEM's puts and signals. A process has one NVSHMEM job, so that all tests here use processes of
+their own and all of them.
 """
 
 import atexit

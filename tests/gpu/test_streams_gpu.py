@@ -130,7 +130,9 @@ def test_the_comm_stream_may_be_the_current_stream(num_ranks: int) -> None:
 
 
 def _eager_and_captured(group) -> bool:
-    """Eager calls on two streams around a captured pair and its replays: no event of one belongs to the other."""
+    """Eager calls on two streams around a captured pair and its replays: no event of
+    one belongs to the other.
+    """
     buffer, x, topk_idx, weights = make(group)
     config = deep_comm.Config(8, 8, 32)
     other = torch.cuda.Stream()

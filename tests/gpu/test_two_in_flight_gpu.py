@@ -67,8 +67,9 @@ def _extremes(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _overlapped(group, num_buffers: int) -> tuple[bool, float]:
-    """Cached dispatches of one micro-batch beside combines of another, nothing on the host in between.
-    Returns whether all rows and sums were right, and the time of a pair in microseconds."""
+    """Cached dispatches of one micro-batch beside combines of another, nothing on the host in
+    between. Returns whether all rows and sums were right, and the time of a pair in microseconds.
+    """
     device = torch.device("cuda", torch.cuda.current_device())
     rank, ranks = group.rank(), group.size()
     hidden, tokens, num_calls = 7168, 1024, 40

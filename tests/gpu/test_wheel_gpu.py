@@ -1,5 +1,6 @@
-"""The wheel with its CUDA module in an environment of its own: a fresh interpreter imports it beside torch
-with CUDA and sends rows between two GPUs."""
+"""The wheel with its CUDA module in an environment of its own: a fresh interpreter imports it
+beside torch with CUDA and sends rows between two GPUs.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +85,8 @@ def test_wheel_with_cuda_is_imported_and_dispatches(tmp_path: Path) -> None:
         sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", site,
         wheel,
     )  # fmt: skip
-    # A plain folder of other packages: its own .pth files, such as an editable deep_comm's, stay shut.
+    # A plain folder of other packages: its own .pth files, such as an editable
+    # deep_comm's, stay shut.
     outside = Path(torch.__file__).parents[1]
     (Path(site) / "torch_from_outside.pth").write_text(f"{outside}\n")
     file = tmp_path / "program.py"

@@ -1,7 +1,8 @@
 """tests/cpu/test_end_to_end.py on one GPU: its ranks are processes that share the device in turns.
 
-Ranks as threads of one process will not do here: what one of them asks of the driver (memory, a copy from
-ordinary host memory, loading a kernel) may wait for the kernels of another, which wait for it.
+Ranks as threads of one process will not do here: what one of them asks of the driver
+(memory, a copy from ordinary host memory, loading a kernel) may wait for the kernels of
+another, which wait for it.
 """
 
 import dataclasses

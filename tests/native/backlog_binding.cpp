@@ -1,4 +1,5 @@
-// RailBacklog as tests/cpu/test_rail_backlog.py uses it: addresses are numbers, and nothing is followed.
+// RailBacklog as tests/cpu/test_rail_backlog.py uses it: addresses are numbers,
+// and nothing is followed.
 #include <pybind11/pybind11.h>
 
 #include "host/rail_backlog.hpp"

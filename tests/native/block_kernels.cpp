@@ -33,8 +33,8 @@ void sync_after_exit(const Args& args) {
   }
 }
 
-// params: rounds. In some rounds one thread says yes, a different one each time, in some several, in some none; threads
-// leave one after the other. Counts the threads that heard anything else.
+// params: rounds. In some rounds one thread says yes, a different one each time, in some several,
+// in some none; threads leave one after the other. Counts the threads that heard anything else.
 void any_rounds(const Args& args) {
   uint64_t errors = 0;
   for (int64_t round = 0; round < args.params[0]; ++round) {

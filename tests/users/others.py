@@ -11,7 +11,7 @@ from drop_in import HIDDEN, NUM_EXPERTS, NUM_TOPK
 import deep_ep  # type: ignore[import-not-found]  # isort: skip
 
 
-# ---- torchtitan: ElasticBuffer, training compact with sync, inference expanded without ---------------
+# ---- torchtitan: ElasticBuffer, training compact with sync, inference expanded without -----------
 
 
 class TitanDispatch(torch.autograd.Function):
@@ -109,7 +109,7 @@ def torchtitan_inference(group: Any, buffer: Any, num_sms: int, x, ids, scores) 
     assert torch.equal(combined.float(), drop_in.dense(x, ids, scores))
 
 
-# ---- LightLLM: expanded prefill whose combine metadata is rewritten; legacy decode beside it ---------
+# ---- LightLLM: expanded prefill whose combine metadata is rewritten; legacy decode beside it -----
 
 
 def lightllm_prefill(group: Any, is_rewritten: bool) -> None:
@@ -230,7 +230,7 @@ def lightllm_both(group: Any) -> None:
     drop_in.barrier(group)
 
 
-# ---- lmdeploy ----------------------------------------------------------------------------------------
+# ---- lmdeploy ------------------------------------------------------------------------------------
 
 
 def lmdeploy(group: Any) -> None:
@@ -266,7 +266,7 @@ def lmdeploy(group: Any) -> None:
     buffer.destroy()
 
 
-# ---- TensorRT-LLM: an MPI communicator, worst-case dispatch ------------------------------------------
+# ---- TensorRT-LLM: an MPI communicator, worst-case dispatch --------------------------------------
 
 
 class MpiCommunicator:
@@ -338,7 +338,7 @@ def tensorrt_llm_decode(group: Any, comm: MpiCommunicator) -> None:
     drop_in.barrier(group)
 
 
-# ---- slime: replaces Buffer.__init__ -----------------------------------------------------------------
+# ---- slime: replaces Buffer.__init__ -------------------------------------------------------------
 
 
 def slime(group: Any) -> None:
@@ -365,7 +365,7 @@ def slime(group: Any) -> None:
     drop_in.barrier(group)
 
 
-# ---- two tiers: the ten-item handle ------------------------------------------------------------------
+# ---- two tiers: the ten-item handle --------------------------------------------------------------
 
 
 def two_nodes(group: Any) -> None:

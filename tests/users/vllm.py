@@ -203,7 +203,8 @@ def low_latency_nvfp4(group: Any, use_fp8: bool) -> None:
     num_local, num_slots = NUM_EXPERTS // num_ranks, num_ranks * max_tokens
     first = drop_in.first_of(rank, num_ranks)
     for step in range(2):
-        # Halves and whole numbers up to 3 in every block, 6 at its begin: all of them exact in e2m1.
+        # Halves and whole numbers up to 3 in every block, 6 at its begin:
+        # all of them exact in e2m1.
         x, ids, weights = drop_in.routed(
             rank, drop_in.num_tokens_of(rank + step), hidden=hidden, routing="holes", seed=step
         )

@@ -31,7 +31,8 @@
 //                                           // order generic accesses of this thread with bulk
 //                                           // copies it issues afterwards
 //   Shared memory is ordinary C++ memory for its block: plain loads and stores, ordered by the
-//   block and warp barriers below. Words in shared memory on which a warp waits use the `_cta` forms.
+//   block and warp barriers below. Words in shared memory on which a warp waits
+//   use the `_cta` forms.
 //
 // ---- warp (mask: the lanes that take part; every one of them must make the call) ----------------
 //   void     sync_warp(uint32_t mask = kFullMask)
@@ -62,19 +63,21 @@
 //   void bulk_wait<N>()                     // all but the newest N groups have written: visible to
 //                                           // this thread, and to others by its next release
 //
-// ---- rail: the network between nodes (offsets from the start of the peer's segment) -----------------
-//   void rail_put(const RailPort&, int peer, int qp, size_t dst_offset, const void* src, uint32_t num_bytes)
-//        One thread. The source lies in this rank's segment and stays as it is until the peer has told that it
-//        came. It is read past this thread's caches: a fence of scope sys stands between the stores that fill it
-//        and the put.
+// ---- rail: the network between nodes (offsets from the start of the peer's segment) -------------
+//   void rail_put(const RailPort&, int peer, int qp, size_t dst_offset, const void*
+//   src, uint32_t num_bytes)
+//        One thread. The source lies in this rank's segment and stays as it is until the peer has
+//        told that it came. It is read past this thread's caches: a fence of scope sys stands
+//        between the stores that fill it and the put.
 //   void rail_put_warp(...)                 // the same, by a converged warp, arguments equal in all lanes
 //   void rail_signal(const RailPort&, int peer, int qp, size_t word_offset, uint64_t value)
-//        One thread. Writes a word after all earlier puts and signals of this queue (peer, qp) that this thread has
-//        posted or that it knows of by an acquire or a barrier. An acquire of the word shows them. Between queues,
-//        and against stores over NVLink, nothing is ordered.
+//        One thread. Writes a word after all earlier puts and signals of this queue (peer, qp) that
+//        this thread has posted or that it knows of by an acquire or a barrier. An acquire of the
+//        word shows them. Between queues, and against stores over NVLink, nothing is ordered.
 //   uint8_t* rail_near(const RailPort&, int peer)
-//        The peer's segment, if ordinary stores of this rank reach it, else null; the same in every call. What is
-//        stored there is ordered by releases, and not against puts and signals to the same peer.
+//        The peer's segment, if ordinary stores of this rank reach it, else null; the same in
+//        every call. What is stored there is ordered by releases, and not against puts and signals
+//        to the same peer.
 //   void rail_count(const RailPort&, int peer, int qp, uint32_t num_bytes)   // stored instead of put
 //
 // ---- waiting, time ------------------------------------------------------------------------------

@@ -20,8 +20,8 @@ DC_DEVICE int load_rank_head(const InternodeCombineArgs& args, int row) {
   return arch::ld_nc(args.send_rank_head + static_cast<int64_t>(row) * num_local + lane);
 }
 
-// One warp: waits for the row's parts and for a slot, adds the one into the other. rows: shared memory of this
-// warp, for as many pointers as there are local ranks.
+// One warp: waits for the row's parts and for a slot, adds the one into the other. rows: shared
+// memory of this warp, for as many pointers as there are local ranks.
 template <Dtype kDtype>
 DC_DEVICE bool forward_row(const TierContexts& contexts, const InternodeCombineArgs& args,
                            RailSender& rail, const uint8_t** rows, int channel, int row,

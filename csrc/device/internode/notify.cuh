@@ -80,7 +80,8 @@ DC_DEVICE void fill_counts(const InternodeNotifyArgs& args, int node, int32_t* o
   }
 }
 
-// Round one. The counts for the own node, and for nodes whose memory stores reach, take the short way.
+// Round one. The counts for the own node, and for nodes whose memory stores
+// reach, take the short way.
 DC_DEVICE void send_counts_to_nodes(const Context& rail, const InternodeNotifyArgs& args,
                                     int parity) {
   const World& world = args.world;

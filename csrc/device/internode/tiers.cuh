@@ -39,8 +39,8 @@ DC_DEVICE uint64_t* own_word(const World& world, size_t offset) {
 DC_DEVICE void announce_on_rail(const Context& rail, const RailTier& tier, uint32_t signature) {
   for (int node = arch::lane_idx(); node < tier.num_nodes(); node += kWarpSize) {
     if (node == tier.node) continue;
-    // pairs with: await_rail_arrivals at the node — what was put there before, on the same queue, or
-    // stored.
+    // pairs with: await_rail_arrivals at the node — what was put there before, on the
+    // same queue, or stored.
     write_rail_word(rail.world, tier, node, 0, tier.layout.arrived_of(tier.node),
                     Tagged::pack(rail.generation, signature));
   }

@@ -80,12 +80,14 @@ struct CountsBlock {
       num_recv_tokens_per_expert[1];  // [num_local_experts], aligned; allocated for num_max_experts
 };
 
-// Where a rank's outputs begin in its segment, in lines from its start; 0: not in its receive region.
+// Where a rank's outputs begin in its segment, in lines from its start; 0: not
+// in its receive region.
 struct OutputPlace {
   uint32_t output_line;
   uint32_t src_line;  // recv_src_idx
   int num_rows;       // that fit in there
-  // The block is laid out for the rows that come, which the host does not know yet; else for num_rows.
+  // The block is laid out for the rows that come, which the host does not know
+  // yet; else for num_rows.
   bool is_exact;
 };
 
@@ -102,7 +104,8 @@ struct ExpansionArgs {
 struct NotifyArgs {
   World world;
   NotifyHeader header;
-  // Either the choices, and then the mask is an output, or the layout that get_dispatch_layout made of them.
+  // Either the choices, and then the mask is an output, or the layout that
+  // get_dispatch_layout made of them.
   TopkIdx topk;
   uint8_t* is_token_in_rank;             // [T, R]
   const int32_t* num_tokens_per_rank;    // [R], or null
@@ -122,7 +125,8 @@ struct NotifyArgs {
   ExpansionArgs expansion;
 };
 
-// What a dispatch does beyond moving rows as they are. Each form is compiled apart: plain rows pay for none of it.
+// What a dispatch does beyond moving rows as they are. Each form is compiled apart: plain
+// rows pay for none of it.
 template <bool kIsExpanded, bool kIsQuantised>
 struct DispatchForm {
   static constexpr bool kExpanded = kIsExpanded;    // received rows grouped by local expert
@@ -152,8 +156,8 @@ struct DispatchArgs {
   uint32_t
       output_line;  // where this rank's output block begins, in lines from its segment's start; 0: elsewhere
   uint32_t src_line;  // the same for recv_src_idx
-  // A notify came right before: where it found that direct mode serves, its barrier and its words are this
-  // kernel's too (docs/design/0009).
+  // A notify came right before: where it found that direct mode serves, its barrier and its words
+  // are this kernel's too (docs/design/0009).
   bool follows_notify;
   bool
       is_speculative;  // launched in the hope for that; else it leaves at once, as if it had never run
@@ -174,7 +178,8 @@ struct DispatchArgs {
   const void* topk_idx;         // [T, K], or null
   int topk_idx_bytes;
   const float* topk_weights;  // [T, K], or null: routing alone
-  // quantised: x and x_scales are the engine's own then, filled from `source` if ring mode needs them
+  // quantised: x and x_scales are the engine's own then, filled from `source`
+  // if ring mode needs them
   const uint8_t* source;  // [T, H] bfloat16
   ScaleFormat scale_format;
   // expanded outputs: what is sent where
@@ -183,7 +188,8 @@ struct DispatchArgs {
       send_rows;  // [T, K] place of each selection's row at its rank, or -1; null: cached
   const int32_t* num_expanded;  // [R] rows that each rank's output needs
   int32_t* recv_rows;  // out [N, K] this rank's places of each received token, or -1; null: cached
-  // outputs; expanded: M rows, num_topk 1 (local expert and weight of the row), as many of the others as arrive
+  // outputs; expanded: M rows, num_topk 1 (local expert and weight of the row), as many
+  // of the others as arrive
   uint8_t* recv_x;                      // [N, row_bytes]
   uint8_t* recv_x_scales;               // [N, num_scales], or null
   void* recv_topk_idx;                  // [N, K], or null
@@ -207,7 +213,8 @@ struct NumberRowsArgs {
   int32_t* send_rows;         // out [T, K]
 };
 
-// Completes expanded outputs; local. After dispatch, which has placed the first row of every received token.
+// Completes expanded outputs; local. After dispatch, which has placed the first row
+// of every received token.
 struct ExpandArgs {
   World world;
   const int32_t* rank_prefix_matrix;  // [R, R]

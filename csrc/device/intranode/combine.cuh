@@ -6,8 +6,8 @@
 // out    combined_x [T, H] = round(((0 + x of rank a) + x of rank b + …) + bias_0 + bias_1), ranks
 //        ascending, in float32, rounded once; combined_topk_weights [T, K] likewise in float32
 // modes  staged (combine_staged.cuh), when every rank has room for all rows that come to it, announced
-//        at entry as in dispatch; otherwise rings (combine_ring.cuh). Rows of this rank's own are read
-//        where they are
+//        at entry as in dispatch; otherwise rings (combine_ring.cuh). Rows of this rank's own are
+//        read where they are
 // grid   num_channels blocks: num_senders warps, one that returns credits, one that publishes, and the
 //        warps behind them add
 // smem   num_senders x (stages + mbarriers), then a CombineEntry
@@ -22,8 +22,8 @@
 
 namespace deep_comm {
 
-// A sending warp. Its loads begin before anybody knows the mode; room of this rank's own for staging
-// makes it likely that it is the staged one.
+// A sending warp. Its loads begin before anybody knows the mode; room of this rank's own for
+// staging makes it likely that it is the staged one.
 DC_DEVICE void enter_and_send(const Context& context, const CombineArgs& args,
                               CombineEntry* entry) {
   StagePipe pipe = make_pipe(args.stage, args.barriers_offset);

@@ -6,9 +6,9 @@
 
 namespace deep_comm {
 
-// combined_x[token] and combined_topk_weights[token]. Lane r < R brings this rank's row of rank r, or
-// null; `own_row` is the index in x of the row of this rank itself, in every lane. `rows`: in shared
-// memory, this warp's own.
+// combined_x[token] and combined_topk_weights[token]. Lane r < R brings this rank's row of rank r,
+// or null; `own_row` is the index in x of the row of this rank itself, in every lane. `rows`: in
+// shared memory, this warp's own.
 template <Dtype kDtype>
 DC_DEVICE void add_token(const CombineArgs& args, const uint8_t** rows, int token,
                          const uint8_t* row, int64_t own_row) {

@@ -4,8 +4,8 @@
 //        warps behind them add, taking the channel's tokens in turn
 // words  recv_line.tail, send_line.head: as in dispatch, roles exchanged
 // waits  tail: unblocked by the sender; head: by the receiver's credit warp, which waits for its own
-//        block's reducers (num_done), which wait for tails. Tokens are taken in order, so no cycle can
-//        form
+//        block's reducers (num_done), which wait for tails. Tokens are taken in order, so
+//        no cycle can form
 #pragma once
 
 #include "device/channel/ring.cuh"

@@ -238,7 +238,8 @@ DC_DEVICE uint64_t* landed_word(const World& world, int owner, int from, int chu
   return &world.recv_line(owner, chunk / kChunksOfLine, from)->landed[chunk % kChunksOfLine];
 }
 
-// One warp; lane w publishes what sender w has landed. One fence serves all of them; see publisher.cuh.
+// One warp; lane w publishes what sender w has landed. One fence serves all of
+// them; see publisher.cuh.
 DC_DEVICE void publish_chunks(const Context& context, const CombineArgs& args,
                               CombineEntry* entry) {
   const World& world = args.world;
@@ -275,8 +276,8 @@ DC_DEVICE void publish_chunks(const Context& context, const CombineArgs& args,
   }
 }
 
-// One warp: adds the tokens it takes. Lane r < R looks after the rows of rank r: in the staging, or in
-// x for this rank's own.
+// One warp: adds the tokens it takes. Lane r < R looks after the rows of rank r: in the staging, or
+// in x for this rank's own.
 template <Dtype kDtype>
 class StagedReducer {
  public:

@@ -5,11 +5,11 @@
 // out    recv_x [N, H] sorted by (source rank, source token), with scales, local expert ids, weights,
 //        recv_src_idx; recv_channel_prefix_matrix [R, C]
 // modes  direct (dispatch_direct.cuh), when every rank's outputs lie in its receive region and have
-//        room for its rows: senders write the final places. Otherwise rings (dispatch_ring.cuh). The
-//        ranks decide on the device, by words that all of them see alike, so that no host needs to
-//        know what the others chose: in the notify before, if it found room everywhere, else at entry.
-//        A speculative launch, which has outputs for the first case alone, leaves no trace in the
-//        second; the host then launches again.
+//        room for its rows: senders write the final places. Otherwise rings (dispatch_ring.cuh).
+//        The ranks decide on the device, by words that all of them see alike, so that no host needs
+//        to know what the others chose: in the notify before, if it found room everywhere, else at
+//        entry. A speculative launch, which has outputs for the first case alone, leaves no trace
+//        in the second; the host then launches again.
 // grid   num_channels blocks of as many warps as the greater of both modes needs
 // words  arrived, output_line, src_line, output_rows · owner: reader · written by each peer's block 0
 //        · read at entry
@@ -18,7 +18,8 @@
 // before nothing: entry is a barrier, here or in the notify; after it every rank's rings and its
 //        output block are free
 // after  outputs complete on this stream
-// not promised: which SM moved a row, when; nothing about rows past the received ones unless fill_tail
+// not promised: which SM moved a row, when; nothing about rows past the
+// received ones unless fill_tail
 #pragma once
 
 #include "device/intranode/dispatch_direct.cuh"

@@ -82,9 +82,9 @@ class FirstRows {
   int row_ = -1;
 };
 
-// One warp: moves the tokens it takes. Lane i stores to rank (rank + 1 + i) % R, so that ranks do not
-// all write to the same receiver first. Loads begin before the peers have come (begin), stores after
-// (run).
+// One warp: moves the tokens it takes. Lane i stores to rank (rank + 1 + i) % R, so that
+// ranks do not all write to the same receiver first. Loads begin before the peers have come
+// (begin), stores after (run).
 template <class Form>
 class TokenMover {
  public:

@@ -19,8 +19,8 @@ struct PeerOutput {
   int64_t num_rows;
 };
 
-// Three words that travel: an OutputPlace. In `rows`, kExactRows: the block is laid out for as many rows as come, not
-// for as many as fit.
+// Three words that travel: an OutputPlace. In `rows`, kExactRows: the block is laid out for as many
+// rows as come, not for as many as fit.
 struct OutputWords {
   static constexpr uint32_t kExactRows = 1u << 31;
 
@@ -60,8 +60,9 @@ DC_DEVICE OutputWords words_of_dispatch(const World& world, int peer) {
           Tagged::unpack(arch::ld_relaxed_sys(&line->output_rows)).value};
 }
 
-// After await_arrivals of notify, until its dispatch is done: what `peer` announced there. Not in the line of arrival,
-// which a peer that has gone on to a dispatch of its own may have written again. generation: of the notify.
+// After await_arrivals of notify, until its dispatch is done: what `peer` announced there. Not in
+// the line of arrival, which a peer that has gone on to a dispatch of its own may have written
+// again. generation: of the notify.
 DC_DEVICE OutputWords words_of_notify(const World& world, int peer, uint32_t generation) {
   const int32_t* header = world.counts(world.rank, peer, generation);
   const auto field = [&](HeaderField name) {

@@ -4,7 +4,8 @@
 // out    num_tokens_per_rank [R], num_tokens_per_node, num_tokens_per_expert [E], is_token_in_rank [T, R]
 //        ranks and nodes count a token once, experts count every selection
 // grid   any; each block counts `tokens_per_block` tokens in shared memory (R + E counters), adds them to the
-//        rank's accumulators, and the last block writes the results and leaves the accumulators at zero
+//        rank's accumulators, and the last block writes the results and leaves the
+//        accumulators at zero
 // words  layout_counts, layout_ticket · this rank only · zero at rest
 // errors an index outside [-1, E) counts as -1, is reported, and never indexes memory
 #pragma once

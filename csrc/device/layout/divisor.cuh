@@ -1,5 +1,5 @@
-// Quotients of many small numbers by one of them: a multiplication each instead of a division, which
-// has no instruction on GPUs.
+// Quotients of many small numbers by one of them: a multiplication each instead of a division,
+// which has no instruction on GPUs.
 #pragma once
 
 #include "device/arch/arch.cuh"

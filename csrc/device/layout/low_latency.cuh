@@ -5,9 +5,9 @@
 //   slot     = [ row | words of scales | pad to 16 ]
 //   combine  = by expert rank: row of token 0 … M-1; with one rounding, by token: row of selection 0 … K-1
 //
-// A token keeps its number: slot t of source s is token t of rank s, so that no rank has to tell another where a
-// row went. A half serves every second operation of its kind. Apart from the weights all of it is zero at rest
-// (sync/arrival.cuh).
+// A token keeps its number: slot t of source s is token t of rank s, so that no rank has to tell
+// another where a row went. A half serves every second operation of its kind. Apart from the
+// weights all of it is zero at rest (sync/arrival.cuh).
 #pragma once
 
 #include "device/layout/divisor.cuh"
@@ -23,14 +23,16 @@ struct Route {
   int32_t
       row_ordinal;  // earlier tokens of this source that come to this rank; -1: this one does not
 
-  // A token that selects an expert again has one row with it: the later selections stand for the row of the first.
+  // A token that selects an expert again has one row with it: the later selections stand
+  // for the row of the first.
   DC_HOST_DEVICE static int32_t repeated(uint32_t ordinal) {
     return ~static_cast<int32_t>(ordinal);
   }
   DC_HOST_DEVICE bool is_repeated() const { return ordinal < 0; }
   DC_HOST_DEVICE int32_t row() const { return is_repeated() ? ~ordinal : ordinal; }
 
-  // A signalling NaN: a weight of just these bits arrives as the quiet NaN that arithmetic would make of it.
+  // A signalling NaN: a weight of just these bits arrives as the quiet NaN that
+  // arithmetic would make of it.
   static constexpr uint32_t kWeightKey = 0x7fa5c963u;
   static constexpr uint32_t kQuiet = 0x00400000u;
 
@@ -97,8 +99,8 @@ struct LowLatencyShape {
 };
 
 struct LowLatencyRegion {
-  // The part of a region that weights get: words whose generation travels with them must not be written by
-  // anything else, so they have a place of their own.
+  // The part of a region that weights get: words whose generation travels with them must not be
+  // written by anything else, so they have a place of their own.
   static constexpr size_t kWeightsShare = 32;
 
   size_t weights[2];  // from the segment's start
@@ -132,8 +134,9 @@ struct LowLatencyRegion {
   }
 };
 
-// The part of a rank's tokens, and of their columns, that one block of it sends, and that block of every
-// destination receives. With fewer tokens than blocks several blocks share a token, by columns.
+// The part of a rank's tokens, and of their columns, that one block of it sends, and
+// that block of every destination receives. With fewer tokens than blocks several blocks
+// share a token, by columns.
 struct LowLatencyShare {
   static constexpr int kGroupElements =
       512;  // strips are groups of columns: whole scales, whole packs of them

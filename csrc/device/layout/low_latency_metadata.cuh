@@ -1,10 +1,12 @@
-// What a low-latency dispatch returns beside rows and scales, as one block of memory: one allocation, and one address
-// for the combine that follows. L local experts, N = R * M rows of an expert, or in all if compact.
+// What a low-latency dispatch returns beside rows and scales, as one block of memory: one
+// allocation, and one address for the combine that follows. L local experts, N = R * M rows of an
+// expert, or in all if compact.
 //
-//   block = [ recv_count | num_recv | ticket | recv_tokens | layout_range | src_info | places | recv_weights |
+//   block = [ recv_count | num_recv | ticket | recv_tokens | layout_range | src_info |
+//   places | recv_weights |
 //             compact_idx | compact_weights | num_rows | return_addresses ]
-//             from recv_weights on where the call has them, the last two between nodes; there places and recv_weights
-//             are by source and number of the row, not by token
+//             from recv_weights on where the call has them, the last two between nodes; there
+//             places and recv_weights are by source and number of the row, not by token
 #pragma once
 
 #include "device/layout/region.cuh"

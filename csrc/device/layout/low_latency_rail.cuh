@@ -1,5 +1,6 @@
-// Low-latency mode of a group of several nodes: words and payload of a rank's segment, the same on all ranks, so that
-// an offset names a place at every peer. R ranks of all nodes, M tokens a rank may have, K top-k.
+// Low-latency mode of a group of several nodes: words and payload of a rank's segment, the same
+// on all ranks, so that an offset names a place at every peer. R ranks of all nodes, M tokens a
+// rank may have, K top-k.
 //
 //   words  = [ LowLatencyRailState | consumed | announced | counts | counts on their way ]
 //   region = two halves of each of
@@ -7,13 +8,15 @@
 //     slots        [R, M]            messages of a source; zero at rest
 //     rows         [M, min(K, R)]    what the ranks of a token's experts send back, ranks ascending; zero at rest
 //                                    with one rounding [M, K], by selection
-//     and, from which the NIC takes them: weights_staged [M, K], slots_staged [M], rows_staged [R, M] (or [R, M, K])
+//     and, from which the NIC takes them: weights_staged [M, K], slots_staged [M], rows_staged
+//     [R, M] (or [R, M, K])
 //   slot   = [ Route [K] | SlotWord [K] | token | zeros | row | float32 scales | zeros up to 16 bytes ]
 //
-// A message is the same for all ranks that get it, so it is staged once, and a rank that has got it can hand it on: its
-// routes name experts as all ranks know them, and say for every selection in which slot of that expert's rank it is.
-// Messages that come straight from their source fill its slots there from the first one on, those that another rank
-// of the node hands on from the last one back.
+// A message is the same for all ranks that get it, so it is staged once, and a rank that has
+// got it can hand it on: its routes name experts as all ranks know them, and say for every
+// selection in which slot of that expert's rank it is. Messages that come straight from their
+// source fill its slots there from the first one on, those that another rank of the node hands
+// on from the last one back.
 #pragma once
 
 #include "device/layout/low_latency.cuh"
@@ -38,7 +41,8 @@ struct LowLatencyRailWords {
   size_t
       consumed;  // Tagged [kind, half, R], a line each: the operation that peer has read what it got of
   size_t announced;  // combine: Tagged [half, R]: source has begun; value = signature, its tokens
-  // dispatch: Tagged [half, R, counts_stride], by source: announced, rows for this rank, …, for each of its experts
+  // dispatch: Tagged [half, R, counts_stride], by source: announced, rows for this rank, …,
+  // for each of its experts
   size_t counts;
   size_t counts_staged;  // the same by destination
   size_t counts_stride;
@@ -109,8 +113,8 @@ enum class LowLatencyPart : int {
 };
 inline constexpr int kNumLowLatencyParts = static_cast<int>(LowLatencyPart::kCount);
 
-// Every part has a place of its own whatever the shape: slots and rows must be zero where nothing is under way, and
-// numbers of weights must not be written by anything else.
+// Every part has a place of its own whatever the shape: slots and rows must be zero where nothing
+// is under way, and numbers of weights must not be written by anything else.
 struct LowLatencyRailRegion {
   size_t begins[kNumLowLatencyParts][2];  // from the segment's start
 
@@ -185,7 +189,8 @@ struct LowLatencyRailRegion {
   }
 };
 
-// The ranks of the group as one of them reaches them: over NVLink those of its node, over the rail all others.
+// The ranks of the group as one of them reaches them: over NVLink those of its node,
+// over the rail all others.
 struct LowLatencyGroup {
   int rank;
   int num_ranks;

@@ -1,5 +1,5 @@
-// The control words of low-latency mode, in every rank's workspace: no shape of a call moves them, so that calls
-// of different shapes, and zeroing the payload between calls, disturb none.
+// The control words of low-latency mode, in every rank's workspace: no shape of a call moves them,
+// so that calls of different shapes, and zeroing the payload between calls, disturb none.
 //
 //   [ LowLatencyState | consumed | announced | counts | masked | votes ]
 #pragma once
@@ -16,9 +16,9 @@ inline constexpr int kMaxLowLatencyBlocks = 160;
 enum class LowLatencyKind : int { kDispatch, kCombine };
 enum class Phase : int { kSend, kReceive };
 
-// What a block of this rank knows of the operations of a kind. Block b of a launch of B blocks writes
-// the records b, b + B, b + 2B, …: so a launch of any size finds in its own what it needs, and nothing
-// has to be agreed between the blocks of one.
+// What a block of this rank knows of the operations of a kind. Block b of a launch of B blocks
+// writes the records b, b + B, b + 2B, …: so a launch of any size finds in its own what it needs,
+// and nothing has to be agreed between the blocks of one.
 struct alignas(16) LowLatencyRecord {
   uint32_t sequence;  // number of the last operation that was sent
   uint32_t sent[2];   // the same of each half

@@ -1,5 +1,6 @@
-// The arguments of the low-latency kernels. R ranks, T local tokens, M the most tokens a rank may have, H hidden,
-// K top-k, E experts, L local experts (of the rank that has most), S scales of a row.
+// The arguments of the low-latency kernels. R ranks, T local tokens, M the most tokens a
+// rank may have, H hidden, K top-k, E experts, L local experts (of the rank that has
+// most), S scales of a row.
 #pragma once
 
 #include "device/layout/expert_map.cuh"
@@ -8,8 +9,8 @@
 
 namespace deep_comm {
 
-// The shape that the ranks agree on. FP8 rows come with a float32 scale a block of columns, NVFP4 rows with a byte a
-// block, four in a word.
+// The shape that the ranks agree on. FP8 rows come with a float32 scale a block of columns, NVFP4
+// rows with a byte a block, four in a word.
 inline LowLatencyShape low_latency_shape(int num_max_tokens, int hidden, int num_topk,
                                          int num_experts, int num_blocks, PayloadFormat format) {
   LowLatencyShape shape{};
@@ -34,8 +35,8 @@ inline LowLatencyShape low_latency_shape(int num_max_tokens, int hidden, int num
 struct Phases {
   bool send;
   bool receive;
-  // Without `send`: which operation to receive. With it: where to say which one was sent. Device memory, so that a
-  // graph that replays both phases receives what it has sent.
+  // Without `send`: which operation to receive. With it: where to say which one was sent. Device
+  // memory, so that a graph that replays both phases receives what it has sent.
   uint32_t* ticket;  // or null
 };
 
@@ -75,7 +76,8 @@ struct LowLatencyDispatchArgs {
   const float* topk_weights;  // [T, K], or null
   bool round_scale;
   const float* global_scale;  // [1] NVFP4, or null: 1
-  // Host memory, or null: the most tokens that any rank has, beside the host's number of this dispatch.
+  // Host memory, or null: the most tokens that any rank has, beside the host's
+  // number of this dispatch.
   uint64_t* report;
   uint32_t report_sequence;
   LowLatencyOutputs out;

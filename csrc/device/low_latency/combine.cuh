@@ -1,13 +1,15 @@
-// combine for decoding: the experts' rows back to the ranks that own the tokens, where they are added.
+// combine for decoding: the experts' rows back to the ranks that own the
+// tokens, where they are added.
 //
 // in     x [L, R*M, H] bfloat16 in dispatch's places, or compact [R*M, H], one row a token; topk_weights [T, K] at
-//        the source; recv_tokens, places and, if the weights came with dispatch, recv_weights at the expert's rank
+//        the source; recv_tokens, places and, if the weights came with dispatch, recv_weights at
+//        the expert's rank
 // out    combined_x [T, H]
 // sum    an expert's rank adds weight * row over a token's selections there, k ascending, in float32, each product
-//        rounded by itself, and rounds to bfloat16; the source adds those rows, ranks ascending, in float32, and
-//        rounds once more. Compact rows are sent as they are. One rounding: every row is sent as it is, and the
-//        source adds weight * row, k ascending, and rounds. LogFMT: what an expert's rank sends is not rounded to
-//        bfloat16 but to LogFMT-10 (move/logfmt.cuh).
+//        rounded by itself, and rounds to bfloat16; the source adds those rows, ranks ascending, in
+//        float32, and rounds once more. Compact rows are sent as they are. One rounding: every row
+//        is sent as it is, and the source adds weight * row, k ascending, and rounds. LogFMT: what
+//        an expert's rank sends is not rounded to bfloat16 but to LogFMT-10 (move/logfmt.cuh).
 // grid   B blocks, as in dispatch: block b takes the tokens that block b of their source sent
 // words  as in dispatch, rows being what comes back; weight · owner: expert's rank · written by the source's leading
 //        block · number in the word
@@ -90,8 +92,8 @@ DC_DEVICE bool find_summands(const Context& context, const LowLatencyCombineArgs
   return ok;
 }
 
-// A row's part on its way: two zeros travel as two zeros of the other sign. Sums begin at +0.0, so that it makes no
-// difference to them.
+// A row's part on its way: two zeros travel as two zeros of the other sign. Sums begin at +0.0, so
+// that it makes no difference to them.
 DC_DEVICE void send_piece(uint8_t* row, int column, Vec16 vec) {
   DC_UNROLL
   for (int word = 0; word < 4; ++word) {
@@ -142,7 +144,8 @@ DC_DEVICE void sum_places(const LowLatencyCombineArgs& args, const BlockMemory& 
   }
 }
 
-// Where piece number `piece` of a row in LogFMT lies: its codes, then, behind those of the whole row, its last words.
+// Where piece number `piece` of a row in LogFMT lies: its codes, then, behind those of the
+// whole row, its last words.
 DC_DEVICE Vec16* log_codes(uint8_t* row, int piece) {
   return reinterpret_cast<Vec16*>(row) + piece;
 }
@@ -236,8 +239,8 @@ DC_DEVICE bool combine_send(const Context& context, const LowLatencyCombineArgs&
                             const LowLatencyHalf& half, const BlockMemory& memory,
                             const Beginning& begin, const CombineInputs& inputs) {
   const int num_warps = arch::num_warps(), warp = arch::warp_idx();
-  // Peers wait for the weights: they go first. Their words of this half were read before the rows of two operations
-  // ago came back, which this rank has received.
+  // Peers wait for the weights: they go first. Their words of this half were read before the rows
+  // of two operations ago came back, which this rank has received.
   if (kRows == CombineRows::kSums && args.recv_weights == nullptr)
     send_weights(context, args, half, memory, inputs.share);
   const int num_tokens =

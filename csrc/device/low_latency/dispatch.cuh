@@ -1,9 +1,10 @@
-// dispatch for decoding: every token to every rank that holds one of its experts, once, with no barrier and no host.
+// dispatch for decoding: every token to every rank that holds one of its experts, once, with
+// no barrier and no host.
 //
 // in     x [T, H] bfloat16, topk_idx [T, K], optional topk_weights [T, K]; T <= M on every rank, may differ
 // out    expert-major: recv_x [L, R*M, row], rows of an expert by (source, token); recv_count, src_info, layout_range
-//        compact: recv_x [R*M, row], rows by (source, token), with local experts and weights of each
-//        for combine: recv_tokens, places, recv_weights
+//        compact: recv_x [R*M, row], rows by (source, token), with local experts and weights of
+//        each for combine: recv_tokens, places, recv_weights
 // grid   B blocks, the same B on all ranks: block b sends a share of this rank's tokens and receives the shares that
 //        the blocks b of all ranks have sent (LowLatencyShare)
 // smem   BlockMemory
@@ -19,10 +20,12 @@
 //   records    this rank each block its own     later launches     stream order                never: sequence
 //   received   this rank block 0                later launches     stream order                never: sequence
 //
-// before rows, scales and routes of this half are zero; the credit of two operations ago is awaited here
+// before rows, scales and routes of this half are zero; the credit of two
+// operations ago is awaited here
 // after  outputs complete on this stream; the half is zero again
 // waits  half_credit: unblocked by the peer's next launch after its receive phase two operations ago; announced, counts,
-//        rows: by its send phase. After a failed wait the half is as it is: only reset() makes it zero.
+//        rows: by its send phase. After a failed wait the half is as it is: only
+//        reset() makes it zero.
 // not promised: rows past recv_count
 #pragma once
 

@@ -1,6 +1,6 @@
-// The arguments of the low-latency kernels of a group of several nodes: those of one node's, and what reaches
-// further. `region` of the base is not used; R in shapes is the group's ranks; places and recv_weights are by slot,
-// [R, M, K], not by token.
+// The arguments of the low-latency kernels of a group of several nodes: those of one node's, and
+// what reaches further. `region` of the base is not used; R in shapes is the group's ranks; places
+// and recv_weights are by slot, [R, M, K], not by token.
 #pragma once
 
 #include "device/layout/low_latency_rail.cuh"
@@ -12,13 +12,13 @@ struct RailReach {
   LowLatencyGroup group;
   LowLatencyRailWords words;
   LowLatencyRailRegion region;
-  // A rank with so many tokens sends each once to a node, where the first rank hands it on over NVLink. Ranks need not
-  // agree: messages say how they come.
+  // A rank with so many tokens sends each once to a node, where the first rank hands it on over
+  // NVLink. Ranks need not agree: messages say how they come.
   int hand_on_tokens;
 };
 
-// What combine needs to know of a received row: its source's token, and how many of the ranks of that token's experts
-// come before this one.
+// What combine needs to know of a received row: its source's token, and how many of the ranks of
+// that token's experts come before this one.
 struct ReturnAddress {
   int token;
   int order;

@@ -1,5 +1,5 @@
-// What the stages of a low-latency kernel between nodes share: shared memory, how a word or a piece of payload gets to
-// another rank, how an operation begins, the tasks of a block.
+// What the stages of a low-latency kernel between nodes share: shared memory, how a word or a piece
+// of payload gets to another rank, how an operation begins, the tasks of a block.
 #pragma once
 
 #include "device/layout/expert_map.cuh"
@@ -74,9 +74,10 @@ DC_DEVICE Context rail_context(const World& world, const LowLatencyGroup& group,
   return {world, kernel, operation, false, {group.rank, 0, 1}, 1};
 }
 
-// ---- to another rank ------------------------------------------------------------------------------------------------
+// ---- to another rank ----------------------------------------------------------------------------
 
-// A word that is read for itself alone. Every word has its own queue, so that it never goes back to an older value.
+// A word that is read for itself alone. Every word has its own queue, so that it never goes
+// back to an older value.
 DC_DEVICE void send_word(const LowLatencyRailHalf& half, int peer, size_t offset, uint64_t value) {
   const LowLatencyGroup& group = half.group;
   if (group.is_near(peer)) {
@@ -86,8 +87,9 @@ DC_DEVICE void send_word(const LowLatencyRailHalf& half, int peer, size_t offset
   }
 }
 
-// One thread: what lies staged goes to a rank of another node. This thread, or threads that it has met at a barrier,
-// have written it. Nothing follows it: its words say of themselves that they have come.
+// One thread: what lies staged goes to a rank of another node. This thread, or threads
+// that it has met at a barrier, have written it. Nothing follows it: its words say of
+// themselves that they have come.
 DC_DEVICE void put_staged(const LowLatencyRailHalf& half, int peer, int qp, size_t offset,
                           size_t staged, size_t num_bytes) {
   const LowLatencyGroup& group = half.group;
@@ -106,7 +108,7 @@ DC_DEVICE void put_staged_warp(const LowLatencyRailHalf& half, int peer, int qp,
                       static_cast<uint32_t>(num_bytes));
 }
 
-// ---- begin of an operation ------------------------------------------------------------------------------------------
+// ---- begin of an operation ----------------------------------------------------------------------
 
 DC_DEVICE uint32_t operation_of(const LowLatencyRailHalf& half, const Phases& phases) {
   if (!phases.send) return arch::ld_weak(phases.ticket);
@@ -114,7 +116,8 @@ DC_DEVICE uint32_t operation_of(const LowLatencyRailHalf& half, const Phases& ph
       arch::ld_relaxed_gpu(&half.rail_state()->sequence[static_cast<int>(half.kind)]));
 }
 
-// Before the first barrier of the block. Returns the number of the last operation that was sent in this half.
+// Before the first barrier of the block. Returns the number of the last operation that
+// was sent in this half.
 DC_DEVICE uint32_t begin_block(const LowLatencyRailHalf& half, const RailBlockMemory& memory) {
   if (arch::thread_idx() == 0) memory.header->has_failed[0] = memory.header->has_failed[1] = 0;
   return arch::ld_relaxed_gpu(&half.rail_state()->sent[static_cast<int>(half.kind)][half.half]);
@@ -131,7 +134,8 @@ DC_DEVICE void return_credit(const LowLatencyRailHalf& half) {
     arch::sync_warp();  // all have read what one will write
     if (!is_new) continue;
     for (int position = arch::lane_idx(); position < num_ranks; position += kWarpSize) {
-      // pairs with: await_credit at the peer — reads and zeros of an earlier launch, which has ended: no release needed.
+      // pairs with: await_credit at the peer — reads and zeros of an earlier launch, which has
+      // ended: no release needed.
       send_word(half, half.group.rank_at(position), half.consumed(of_half, half.group.rank),
                 Tagged::pack(received, 0));
     }
@@ -163,10 +167,11 @@ DC_DEVICE void begin_operation(const Context& context, const LowLatencyRailHalf&
   if (phases.ticket != nullptr) arch::st_weak(phases.ticket, context.generation);
 }
 
-// One warp: all peers have read what the last operation in this half, `previous`, brought them. So nothing of it is on
-// its way any more: its staging may be filled again, and its places at the peers are zero.
-//   unblocked by: begin_operation of the launch that follows the peer's receive phase two operations ago; at the
-//   latest that is the one that sends this operation
+// One warp: all peers have read what the last operation in this half, `previous`, brought
+// them. So nothing of it is on its way any more: its staging may be filled again, and its
+// places at the peers are zero.
+//   unblocked by: begin_operation of the launch that follows the peer's receive phase two
+//   operations ago; at the latest that is the one that sends this operation
 DC_DEVICE bool await_credit(const Context& context, const LowLatencyRailHalf& half,
                             uint32_t previous) {
   if (arch::fault(Fault::kSkipRailCredit)) return true;
@@ -185,8 +190,8 @@ DC_DEVICE uint64_t announcement(const Context& context, uint32_t signature, int 
   return Tagged::pack(context.generation, signature << 16 | static_cast<uint32_t>(num_tokens));
 }
 
-// One warp: all sources have begun the same operation; their tokens, by source, to num_tokens. Block 0 counts the time
-// for the statistics.
+// One warp: all sources have begun the same operation; their tokens, by source, to num_tokens.
+// Block 0 counts the time for the statistics.
 DC_DEVICE bool await_announcements(const Context& context, const LowLatencyRailHalf& half,
                                    uint32_t signature, int64_t* wait_stats, int32_t* num_tokens) {
   bool ok = true;
@@ -216,7 +221,7 @@ DC_DEVICE bool await_announcements(const Context& context, const LowLatencyRailH
   return ok;
 }
 
-// ---- tasks: received rows, dealt out over the blocks one by one -----------------------------------------------------
+// ---- tasks: received rows, dealt out over the blocks one by one ---------------------------------
 
 // One warp: numbers the rows of all sources, num_rows(source) of each.
 template <class NumRows>

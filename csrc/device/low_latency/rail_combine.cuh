@@ -1,5 +1,6 @@
-// combine for decoding in a group of several nodes: the experts' rows back to the ranks that own the tokens, straight,
-// where they are added. Arguments, sums and their order as low_latency_combine; places and recv_weights by slot.
+// combine for decoding in a group of several nodes: the experts' rows back to the ranks that own
+// the tokens, straight, where they are added. Arguments, sums and their order as
+// low_latency_combine; places and recv_weights by slot.
 //
 // grid   B blocks; received rows, and at the source tokens (LowLatencyShare), are dealt out over them
 // words  as low_latency_rail_dispatch, rows being what comes back; weight · owner: expert's rank · written by the
@@ -31,8 +32,9 @@ DC_DEVICE TokenRanks find_ranks(const LowLatencyRailCombineArgs& args, int token
   });
 }
 
-// Source, a warp a token: all its weights to every rank that has one of its experts. The staging of two operations ago
-// is free: its rows have come back, and no rank sends those before it has read all weights of a token.
+// Source, a warp a token: all its weights to every rank that has one of its experts. The staging of
+// two operations ago is free: its rows have come back, and no rank sends those before it has read
+// all weights of a token.
 DC_DEVICE void send_weights(const Context& context, const LowLatencyRailCombineArgs& args,
                             const LowLatencyRailHalf& half) {
   const LowLatencyGroup& group = args.reach.group;
@@ -166,8 +168,8 @@ DC_DEVICE void sum_places(const LowLatencyRailCombineArgs& args, const RailBlock
   }
 }
 
-// The block adds the rows of those of its warps' tasks whose sources are near, or of the others, and stores the sums
-// with their sources, or stages them. With one rounding every row by itself.
+// The block adds the rows of those of its warps' tasks whose sources are near, or of the others,
+// and stores the sums with their sources, or stages them. With one rounding every row by itself.
 template <CombineRows kRows, bool kLogFmt>
 DC_DEVICE void store_sums(const LowLatencyRailCombineArgs& args, const LowLatencyRailHalf& half,
                           const RailBlockMemory& memory, const Divisor& by_vecs, int num_tasks,
@@ -281,8 +283,8 @@ DC_DEVICE bool combine_send(const Context& context, const LowLatencyRailCombineA
   return true;
 }
 
-// Source, one warp: the rows that come back for its token: where from, and with one rounding their selections and
-// weights.
+// Source, one warp: the rows that come back for its token: where from, and with one rounding their
+// selections and weights.
 template <CombineRows kRows>
 DC_DEVICE void find_rows(const LowLatencyRailCombineArgs& args, const RailBlockMemory& memory,
                          int token) {
@@ -312,7 +314,8 @@ DC_DEVICE void find_rows(const LowLatencyRailCombineArgs& args, const RailBlockM
   if (arch::lane_idx() == 0) memory.num_places[warp] = num_rows;
 }
 
-// One piece of a row that came back: 8 elements, with LogFMT 16. What a thread adds up, it looks at all together first.
+// One piece of a row that came back: 8 elements, with LogFMT 16. What a thread adds up, it looks
+// at all together first.
 template <CombineRows kRows, bool kLogFmt>
 struct ReturnedPiece {
   Vec16 vec;         // LogFMT: codes
@@ -400,8 +403,8 @@ DC_DEVICE void combine_receive(const Context& context, const LowLatencyRailCombi
                                const LowLatencyRailHalf& half, const RailBlockMemory& memory) {
   const int num_warps = arch::num_warps(), warp = arch::warp_idx();
   const LowLatencyShare share = LowLatencyShare::of(args.shape, args.num_tokens, arch::block_idx());
-  // A peer that waits for another's weights is not silent: who waits for its rows is more patient, and learns from the
-  // announcements whose are missing.
+  // A peer that waits for another's weights is not silent: who waits for its rows is more patient,
+  // and learns from the announcements whose are missing.
   Context patient = rail_context(args.world, args.reach.group, context.kernel, context.generation);
   patient.patience = 2;
   bool ok = true;

@@ -1,6 +1,7 @@
-// dispatch for decoding in a group of several nodes: every token to every rank that holds one of its experts, once,
-// straight over the rail, or over NVLink inside the node. Arguments and outputs as low_latency_dispatch, but for
-// places and recv_weights, which are by slot; and num_rows, return_addresses for combine.
+// dispatch for decoding in a group of several nodes: every token to every rank that holds one of
+// its experts, once, straight over the rail, or over NVLink inside the node. Arguments and outputs
+// as low_latency_dispatch, but for places and recv_weights, which are by slot; and num_rows,
+// return_addresses for combine.
 //
 // grid   B blocks; the last counts, if there are two. Tokens, and rows that arrive, are dealt out over the blocks
 // smem   RailBlockMemory
@@ -14,7 +15,8 @@
 //                        of this kind           senders, two later read has ended
 //   staging    source    a block                its NIC            fence, then the put         when credit has come
 //
-// before slots of this half are zero, and nothing of the operation two before is under way: credit is awaited here
+// before slots of this half are zero, and nothing of the operation two before is under way:
+// credit is awaited here
 // after  outputs complete on this stream; the half is zero again at this rank
 // waits  as low_latency_dispatch
 // needs  of the rail: every word of 8 bytes of a put, at a multiple of 8, arrives whole and is written once. No order.

@@ -1,11 +1,11 @@
-// The receive phase of dispatch between nodes: the rows of all sources are dealt out over the blocks, which take each
-// message as it arrives, hand it on to other ranks of the node if they are to get it so, and copy its row to the places
-// of its selections.
+// The receive phase of dispatch between nodes: the rows of all sources are dealt out over the
+// blocks, which take each message as it arrives, hand it on to other ranks of the node if they are
+// to get it so, and copy its row to the places of its selections.
 //
 //   announcements and counts of all sources → first row of every (source, expert) → a row: routes → places → copies
 //
-// A block takes all its rows that come straight before one that is handed on: so those depend on nobody's receive
-// phase, all of them are taken and handed on, and then the others come.
+// A block takes all its rows that come straight before one that is handed on: so those depend on
+// nobody's receive phase, all of them are taken and handed on, and then the others come.
 #pragma once
 
 #include "device/low_latency/rail_block.cuh"
@@ -13,8 +13,8 @@
 
 namespace deep_comm {
 
-// counters[source, 0]: rows of this rank by source, then [source, 1 + e] of local expert e; of both the first
-// num_columns. And num_handed.
+// counters[source, 0]: rows of this rank by source, then [source, 1 + e] of local expert e; of both
+// the first num_columns. And num_handed.
 DC_DEVICE bool await_counts(const Context& context, const LowLatencyRailHalf& half,
                             const RailBlockMemory& memory, int num_local, int num_columns) {
   bool ok = true;
@@ -87,7 +87,8 @@ DC_DEVICE void place_sources(const LowLatencyRailDispatchArgs& args, const RailB
   }
 }
 
-// What a message says beside its row: taken from its slot, by lane, of selections lane and lane + 32.
+// What a message says beside its row: taken from its slot, by lane, of
+// selections lane and lane + 32.
 struct TakenRoutes {
   Vec16 routes[2];
   uint32_t words[2];
@@ -127,8 +128,8 @@ struct TakenRoutes {
   }
 };
 
-// One warp: a message that came straight goes on to those ranks of this node that are to get it so. Their slots go into
-// shared memory: the row follows.
+// One warp: a message that came straight goes on to those ranks of this node that are to get it so.
+// Their slots go into shared memory: the row follows.
 DC_DEVICE void find_forwards(const LowLatencyGroup& group, const LowLatencyRailHalf& half,
                              const RailBlockMemory& memory, const TakenRoutes& taken,
                              const TokenRanks& ranks, const LowLatencySlot& slot, int source) {
@@ -156,8 +157,8 @@ DC_DEVICE void find_forwards(const LowLatencyGroup& group, const LowLatencyRailH
   }
 }
 
-// One warp: the places of a row's selections, into shared memory and into the outputs, and where combine sends what
-// comes of it.
+// One warp: the places of a row's selections, into shared memory and into the outputs, and where
+// combine sends what comes of it.
 DC_DEVICE bool find_places(const Context& context, const LowLatencyRailDispatchArgs& args,
                            const LowLatencyRailHalf& half, const RailBlockMemory& memory,
                            int32_t task, int num_local, bool is_straight) {
@@ -239,7 +240,8 @@ DC_DEVICE bool find_places(const Context& context, const LowLatencyRailDispatchA
   return true;
 }
 
-// A thread's pieces of the rows of a group of tasks, some at a time: first looks are taken together.
+// A thread's pieces of the rows of a group of tasks, some at a time: first
+// looks are taken together.
 struct RailRowPieces {
   static constexpr int kCount = 4;
   Vec16 vecs[kCount];
@@ -268,8 +270,8 @@ struct RailRowPieces {
   }
 };
 
-// The block hands the rows of its warps' tasks on, and copies them to their places. `pieces`: the first look at the
-// first of them.
+// The block hands the rows of its warps' tasks on, and copies them to their places. `pieces`: the
+// first look at the first of them.
 template <PayloadFormat kFormat>
 DC_DEVICE bool expand_rows(const Context& context, const LowLatencyRailDispatchArgs& args,
                            const LowLatencyRailHalf& half, const RailBlockMemory& memory,
@@ -375,8 +377,8 @@ DC_DEVICE void dispatch_receive(const Context& context, const LowLatencyRailDisp
   }
   arch::sync_block();
   place_sources(args, memory, num_local, num_columns);
-  // Who waits for a row that another hands on is more patient than those, and learns from the announcements whose are
-  // missing.
+  // Who waits for a row that another hands on is more patient than those, and learns from the
+  // announcements whose are missing.
   Context patient = rail_context(args.world, group, context.kernel, context.generation);
   patient.patience = 2;
   const Divisor by_vecs = Divisor::make(args.shape.row_bytes / static_cast<int>(sizeof(Vec16)));

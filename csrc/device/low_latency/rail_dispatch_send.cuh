@@ -1,6 +1,6 @@
-// The send phase of dispatch between nodes: every token becomes one staged message, which goes as it is to the ranks
-// that hold one of its experts: by stores over NVLink in the own node, by a put to every rank of another node, or to the
-// first one of each node alone, which then hands it on.
+// The send phase of dispatch between nodes: every token becomes one staged message, which goes as
+// it is to the ranks that hold one of its experts: by stores over NVLink in the own node, by a put
+// to every rank of another node, or to the first one of each node alone, which then hands it on.
 //
 //   block: first piece of x loaded | earlier tokens counted → row, scales; warp 0: routes, destinations → puts | copies
 //   last block: counts of all tokens → a line for every rank
@@ -23,8 +23,8 @@ DC_DEVICE bool hands_on(const LowLatencyRailDispatchArgs& args) {
   return args.num_tokens >= args.reach.hand_on_tokens;
 }
 
-// The block counts tokens [begin, end): counters[e] that select expert e, counters[E + r] that go to rank r,
-// counters[E + R + r] those of them that are handed on to it.
+// The block counts tokens [begin, end): counters[e] that select expert e, counters[E + r] that go
+// to rank r, counters[E + R + r] those of them that are handed on to it.
 DC_DEVICE void count_tokens(const LowLatencyRailDispatchArgs& args, uint32_t* counters, int begin,
                             int end) {
   const int num_topk = args.shape.num_topk, num_experts = args.shape.num_experts;
@@ -35,7 +35,8 @@ DC_DEVICE void count_tokens(const LowLatencyRailDispatchArgs& args, uint32_t* co
     const int expert = rail_expert(args, idx);
     if (expert < 0) continue;
     const int rank = map.rank_of(expert);
-    // Of this token's selections: another on that expert, none on that rank, one on that node is earlier.
+    // Of this token's selections: another on that expert, none on that rank, one
+    // on that node is earlier.
     bool is_repeat = false, is_first = true, is_known = false;
     for (int64_t other = idx / num_topk * num_topk; other < idx; ++other) {
       const int other_expert = rail_expert(args, other);
@@ -54,8 +55,8 @@ DC_DEVICE void count_tokens(const LowLatencyRailDispatchArgs& args, uint32_t* co
   }
 }
 
-// One warp, when the counters hold the tokens before: the routes of the token into its message, the ranks that it is
-// sent to straight, and their slots, into shared memory.
+// One warp, when the counters hold the tokens before: the routes of the token into its message, the
+// ranks that it is sent to straight, and their slots, into shared memory.
 DC_DEVICE void stage_routes(const Context& context, const LowLatencyRailDispatchArgs& args,
                             const LowLatencyRailHalf& half, const RailBlockMemory& memory,
                             int token) {
@@ -75,7 +76,8 @@ DC_DEVICE void stage_routes(const Context& context, const LowLatencyRailDispatch
   const TokenRanks nodes = TokenRanks::make(num_topk, [&](int /*k*/, int part) {
     return ranks.ranks[part] < 0 ? -1 : group.node_of(ranks.ranks[part]);
   });
-  // Whoever comes first on a node passes on to the other ranks there: a rank is where its first selection says.
+  // Whoever comes first on a node passes on to the other ranks there: a rank is where
+  // its first selection says.
   int num_destinations = 0;
   uint32_t first_words[2] = {1u, 1u};
   DC_UNROLL
@@ -122,7 +124,8 @@ DC_DEVICE void stage_routes(const Context& context, const LowLatencyRailDispatch
   if (arch::lane_idx() == 0) memory.header->num_destinations = num_destinations;
 }
 
-// The block: row and scales of a token into its message. `first`: what is loaded already of each thread's first piece.
+// The block: row and scales of a token into its message. `first`: what is loaded already of
+// each thread's first piece.
 template <PayloadFormat kFormat>
 DC_DEVICE void stage_row(const LowLatencyRailDispatchArgs& args, const LowLatencyRailHalf& half,
                          int token, const Piece<kFormat>& first) {
@@ -158,7 +161,8 @@ DC_DEVICE void send_message(const LowLatencyRailDispatchArgs& args, const LowLat
   for (int idx = arch::warp_idx(); idx < num_destinations; idx += arch::num_warps()) {
     const int peer = memory.places[idx];
     if (group.is_near(peer)) continue;
-    // pairs with: take_arrival in TakenRoutes, expand_rows and expand_scales at the peer — the words themselves.
+    // pairs with: take_arrival in TakenRoutes, expand_rows and expand_scales at the peer
+    // — the words themselves.
     put_staged_warp(half, peer, group.data_qp(token), half.slot(group.rank, memory.slots[idx]),
                     staged, num_bytes);
   }
@@ -174,8 +178,8 @@ DC_DEVICE void send_message(const LowLatencyRailDispatchArgs& args, const LowLat
   }
 }
 
-// The block, when its counters hold all tokens: what each rank, and each of its experts, will get, with the
-// announcement of the operation before it.
+// The block, when its counters hold all tokens: what each rank, and each of its experts, will get,
+// with the announcement of the operation before it.
 DC_DEVICE void send_counts(const Context& context, const LowLatencyRailDispatchArgs& args,
                            const LowLatencyRailHalf& half, const RailBlockMemory& memory) {
   using Words = LowLatencyRailWords;

@@ -3,7 +3,8 @@
 // instead of small floats for rows that are added afterwards: DeepSeek-AI, "Insights into
 // DeepSeek-V3", 2025; the layout here is our own.)
 //
-//   piece = [ 16 codes of 10 bits, xored with a key | header ], no word of it zero: sync/arrival.cuh
+//   piece = [ 16 codes of 10 bits, xored with a key | header ], no word of it
+//   zero: sync/arrival.cuh
 //   code  = sign << 9 | level;  level 0: zero;  level m: 2 ^ (largest - (511 - m) * step)
 //
 // Error: at most a factor of 2 ^ (step / 2), step = range / 510 and range at most 32: 2.2 %, and

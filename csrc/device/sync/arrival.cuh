@@ -81,9 +81,9 @@ struct Arrivals {
   }
 };
 
-// Waits for all of `arrivals`, which have been looked at once. wait_of(idx) says whose they are. What
-// comes from a rank that is given up becomes null. Indices are constants of unrolled loops: else
-// registers would become memory.
+// Waits for all of `arrivals`, which have been looked at once. wait_of(idx) says whose they are.
+// What comes from a rank that is given up becomes null. Indices are constants of unrolled loops:
+// else registers would become memory.
 //   unblocked by: the peers' stores of words that are not zero
 template <int kCount, class WaitOf>
 DC_DEVICE bool await_arrivals(const Context& context, Arrivals<kCount>& arrivals, WaitOf wait_of) {

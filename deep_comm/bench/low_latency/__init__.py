@@ -1,1 +1,3 @@
-"""``python -m deep_comm.bench --mode low-latency``: decode batches, checked bit for bit, then timed."""
+"""``python -m deep_comm.bench --mode low-latency``: decode batches,
+checked bit for bit, then timed.
+"""

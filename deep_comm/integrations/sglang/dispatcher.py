@@ -31,10 +31,11 @@ class Stage(enum.Enum):
 
 
 class DeepCommDispatcher(sglang.BaseDispatcher):  # type: ignore[misc]
-    """Emits DeepEPNormalDispatchOutput and DeepEPLLDispatchOutput, so that every runner that SGLang has
-    for them works. Both modes share one Buffer, and nothing is cleaned between them.
+    """Emits DeepEPNormalDispatchOutput and DeepEPLLDispatchOutput, so that every runner that SGLang
+    has for them works. Both modes share one Buffer, and nothing is cleaned between them.
 
-    In mode AUTO a step goes as SGLang's ``is_extend_in_batch`` says, which it exchanges before the step.
+    In mode AUTO a step goes as SGLang's ``is_extend_in_batch`` says, which it
+    exchanges before the step.
     """
 
     def __init__(
@@ -212,7 +213,8 @@ class DeepCommDispatcher(sglang.BaseDispatcher):  # type: ignore[misc]
         )  # fmt: skip
         if use_nvfp4:
             recv = experts_last(*recv)
-        # What a balanced router gives an expert, rounded up: matrix products choose their tiles by it.
+        # What a balanced router gives an expert, rounded up: matrix products
+        # choose their tiles by it.
         num_selections = hidden_states.shape[0] * self.buffer.group_size * topk_ids.shape[1]
         expected_m = (num_selections + self.num_experts) // self.num_experts
         return recv, topk_ids, topk_weights, masked_m, expected_m, event, hook

@@ -1,4 +1,6 @@
-"""The names of SGLang that the dispatcher uses, or stand-ins for them where SGLang is not installed."""
+"""The names of SGLang that the dispatcher uses, or stand-ins for them
+where SGLang is not installed.
+"""
 
 from __future__ import annotations
 

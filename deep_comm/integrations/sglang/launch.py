@@ -1,7 +1,8 @@
-"""python -m deep_comm.integrations.sglang.launch …: sglang.launch_server with the dispatcher exchanged.
+"""python -m deep_comm.integrations.sglang.launch …: sglang.launch_server with
+the dispatcher exchanged.
 
-SGLang starts its workers with the spawn method, which imports the main module again in each of them:
-what stands at the top level here runs in all processes of the server.
+SGLang starts its workers with the spawn method, which imports the main module again in each of
+them: what stands at the top level here runs in all processes of the server.
 """
 
 from __future__ import annotations

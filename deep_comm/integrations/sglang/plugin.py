@@ -1,8 +1,8 @@
 """Puts DeepCommDispatcher in the place of SGLang's DeepEP dispatcher.
 
-SGLang picks its dispatcher by ``--moe-a2a-backend``, in several modules that have imported the class by
-name. The operator goes on choosing ``deepep``; the class behind the name is exchanged in every process,
-before a model is built.
+SGLang picks its dispatcher by ``--moe-a2a-backend``, in several modules that have imported the
+class by name. The operator goes on choosing ``deepep``; the class behind the name is exchanged in
+every process, before a model is built.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _USERS = (
 def register() -> list[str]:
     """Exchange the class in this process; returns the modules that had it. May be called again.
 
-    Raises UnsupportedError, and changes nothing, if this SGLang does not have it where it is looked for.
+    Raises UnsupportedError, and changes nothing, if this SGLang does not have
+    it where it is looked for.
     """
     try:
         source = importlib.import_module(_SOURCE)

@@ -1,1 +1,3 @@
-"""Stand-in for vLLM 0.33: the interfaces that deep_comm.integrations.vllm meets, with their signatures."""
+"""Stand-in for vLLM 0.33: the interfaces that deep_comm.integrations.vllm
+meets, with their signatures.
+"""

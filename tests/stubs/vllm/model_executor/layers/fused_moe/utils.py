@@ -10,7 +10,9 @@ def moe_kernel_quantize_input(
     block_shape: list[int] | None = None,
     is_scale_swizzled: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Blocks of 128 columns, with scales that are powers of two: exact for the tests' small integers."""
+    """Blocks of 128 columns, with scales that are powers of two: exact for
+    the tests' small integers.
+    """
     if quant_dtype is None:
         return A, None
     assert quant_dtype == torch.float8_e4m3fn and block_shape is not None
