@@ -207,8 +207,7 @@ class Context:
         from deep_comm.region import Region  # native: loaded no earlier than the backend's module
 
         end = self.engine.data_offset + self.engine.data_bytes
-        # Between nodes rows arrive through rings alone.
-        direct_bytes = 0 if is_internode else _direct_bytes(settings)
+        direct_bytes = _direct_bytes(settings)
         self.region = Region(
             end - direct_bytes,
             end,

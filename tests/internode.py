@@ -224,6 +224,7 @@ def run_case(
         timeout_s=timeout_s,
         ranks_per_node=case.ranks_per_node,
         num_max_experts=max(case.experts, 64),
+        num_direct_bytes=case.direct_bytes,
     ) as buffer:
         return [call_once(buffer, case, call, options) for call in range(case.calls)]
 

@@ -1,8 +1,8 @@
 // What a rank's segment holds for the tier between nodes, behind the data region of the node's own
 // tier, and the same on all ranks, so that an offset names a place at every peer.
 //
-//   [ arrived | tails | heads | counts sent | counts received | counts in the node | counters ]
-//   words [ send rings | receive rings ] num_rdma_bytes
+//   [ arrived | tails | heads | places | landed | added | counts sent | counts received | counts in
+//   the node | counters ] words [ send rings | receive rings ] num_rdma_bytes
 //
 // N nodes, M ranks a node, C channels. Node-tier words (rings, arrivals) are those of
 // workspace.cuh.
@@ -21,12 +21,26 @@ struct alignas(kLineBytes) RailLine {
   uint64_t word;  // Tagged
 };
 
+// Where rows from another node may lie when nobody returns credits: told by the rank that receives
+// them before its arrival, by the generation's lowest bit, since it may be one kernel further when
+// this is read.
+struct alignas(kLineBytes) RailPlaceLine {
+  uint64_t staging_line;  // Tagged: first line of that node's rows in the receiver's segment; 0: none
+};
+
+inline constexpr int kMaxRailChunks = 2048;  // of one node's rows to another
+
 struct RailLayout {
   int num_nodes;
   int ranks_per_node;
   size_t arrived;  // RailLine [N], by node: the rank there has entered
   size_t tails;    // RailLine [kMaxRailChannels, N], by sending node: slots filled here
   size_t heads;    // RailLine [kMaxRailChannels, N], by receiving node: slots read there
+  size_t places;   // RailPlaceLine [2, N], by generation parity and receiving node
+  size_t landed;   // uint64 [N, kMaxRailChunks], by sending node: Tagged, the chunk's rows are here;
+                   // always written through landed_qp(chunk)
+  size_t added;    // uint32 [N, kMaxRailChunks], by receiving node: rows of the chunk that this rank
+                   // has finished; zero at rest
   // int32 [2, N, counts_stride], by generation parity and node: header, tokens to the node [C],
   // tokens to each of its ranks [M, C] (both summed up over the channels), selections of each of
   // its experts
@@ -51,6 +65,9 @@ struct RailLayout {
     layout.arrived = offset + cursor.take(sizeof(RailLine) * num_nodes);
     layout.tails = offset + cursor.take(sizeof(RailLine) * kMaxRailChannels * num_nodes);
     layout.heads = offset + cursor.take(sizeof(RailLine) * kMaxRailChannels * num_nodes);
+    layout.places = offset + cursor.take(sizeof(RailPlaceLine) * 2 * num_nodes);
+    layout.landed = offset + cursor.take(sizeof(uint64_t) * kMaxRailChunks * num_nodes);
+    layout.added = offset + cursor.take(sizeof(uint32_t) * kMaxRailChunks * num_nodes);
     layout.counts_stride =
         align_up<size_t>(kNumRailHeaderFields + kMaxRailChannels * (1 + ranks_per_node) +
                              static_cast<size_t>(max_local_experts) * ranks_per_node,
@@ -72,6 +89,15 @@ struct RailLayout {
   }
   DC_HOST_DEVICE size_t head_of(int channel, int node) const {
     return heads + sizeof(RailLine) * (static_cast<size_t>(channel) * num_nodes + node);
+  }
+  DC_HOST_DEVICE size_t place_of(int parity, int node) const {
+    return places + sizeof(RailPlaceLine) * (static_cast<size_t>(parity) * num_nodes + node);
+  }
+  DC_HOST_DEVICE size_t landed_of(int node, int chunk) const {
+    return landed + sizeof(uint64_t) * (static_cast<size_t>(node) * kMaxRailChunks + chunk);
+  }
+  DC_HOST_DEVICE size_t added_of(int node, int chunk) const {
+    return added + sizeof(uint32_t) * (static_cast<size_t>(node) * kMaxRailChunks + chunk);
   }
   DC_HOST_DEVICE size_t sent_counts_of(int parity, int node) const {
     return counts_sent + 4 * counts_stride * (static_cast<size_t>(parity) * num_nodes + node);
