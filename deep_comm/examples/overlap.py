@@ -174,6 +174,12 @@ def _trace(
     return spans
 
 
+def _share_of_equal_tokens(y: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Of the rows of ``y``, the share that differs from ``wanted``'s by rounding alone."""
+    difference = (y.float() - wanted.float()).norm(dim=1)
+    return (difference <= 0.02 * wanted.float().norm(dim=1)).float().mean().item()
+
+
 def rank_main(group: Any, num_tokens: int, hidden: int, mode: str, folder: str | None) -> bool:
     device = device_of(group)
     rank = group.rank()
@@ -211,11 +217,12 @@ def rank_main(group: Any, num_tokens: int, hidden: int, mode: str, folder: str |
     wanted = results["sequential"]
     if device.type == "cpu":
         is_right = all(torch.equal(y, wanted) for y in results.values())
-    else:  # halves are other shapes, for which a GPU's matrix products may add in another order
-        is_right = all(
-            torch.allclose(y.float(), wanted.float(), rtol=0.05, atol=0.05)
-            for y in results.values()
-        )
+    else:
+        # Halves are other shapes, for which a GPU's matrix products may add in another order, and a
+        # token whose experts are nearly level may then choose others in the next layer.
+        share = min(_share_of_equal_tokens(y, wanted) for y in results.values())
+        print(f"rank {rank}: {share:.2%} of the tokens are the same in all ways", flush=True)
+        is_right = share >= 0.97
     say(group, "all ways give the same results" if is_right else "the ways give OTHER results")
     return is_right
 

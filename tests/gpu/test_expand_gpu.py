@@ -29,9 +29,9 @@ def test_many_tokens_at_a_model_shape(
     num_ranks: int, direct_bytes: int | None, has_scales: bool
 ) -> None:
     case = Case(
-        tuple(1024 + 97 * rank for rank in range(num_ranks)), hidden=7168, experts=256, topk=8,
+        tuple(515 + 97 * rank for rank in range(num_ranks)), hidden=7168, experts=256, topk=8,
         dtype=torch.float8_e4m3fn if has_scales else torch.bfloat16,
-        scales=Scales(56) if has_scales else None, alignment=128, biases=1, calls=3,
+        scales=Scales(56) if has_scales else None, alignment=16, biases=1, calls=2,
         nvl_bytes=2 << 30, direct_bytes=direct_bytes,
     )  # fmt: skip
     expanded.verify_all([case], run(expanded.run_cases, num_ranks, [case], {}))
