@@ -16,7 +16,8 @@ class ErrorRecord:
     kind: str  # "peer_timeout" | "config_mismatch" | "expert_index" | "overflow"
     kernel: str  # "notify_dispatch", "dispatch", "combine", "get_dispatch_layout"
     stage: str  # "entry_barrier", "counts", "ring_credit", "ring_tail", "channel_offsets", ...
-    word: str  # the shared word it waited on: "arrived", "head", "tail", ...; for config_mismatch the field's name
+    # the shared word it waited on: "arrived", "head", "tail", ...; config_mismatch: the field
+    word: str
     rank: int  # who waited
     peer: int  # for whom (-1: nobody in particular)
     channel: int  # -1: none
@@ -69,7 +70,9 @@ class Engine:
     ) -> None: ...
     @staticmethod
     def workspace_bytes(*, num_ranks: int, num_max_experts: int) -> int:
-        """Control words at the head of every segment; a segment is workspace_bytes + num_nvl_bytes."""
+        """Control words at the head of every segment; a segment is
+        workspace_bytes + num_nvl_bytes.
+        """
     @staticmethod
     def ring_bytes(
         *,
@@ -516,19 +519,23 @@ class Simulation:
         *,
         num_ranks: int,
         seed: int,
-        policy: str = "random",  # "random" | "fifo" | "lifo" | "starve" | "priority" | "any" (chosen by the seed)
+        # "random" | "fifo" | "lifo" | "starve" | "priority" | "any" (chosen by the seed)
+        policy: str = "random",
         weak_memory: bool = True,  # hold stores that are not releases
         delay_bulk: bool = True,  # complete bulk copies late
         faults: Sequence[str] = (),  # names of Fault: "weaken_release", "skip_credit", ...
         stalls: Sequence[
             tuple[int, int, int]
         ] = (),  # (rank, after step, for so many steps); 0 steps: for ever
-        on_stuck: str = "report",  # "report": raise SimulationStuck; "clock": jump to the next deadline
+        # "report": raise SimulationStuck; "clock": jump to the next deadline
+        on_stuck: str = "report",
     ) -> None: ...
     num_steps: int  # fiber switches so far
     time_ns: int  # virtual clock
     def exchange(self, rank: int, payload: bytes) -> list[bytes]:
-        """All-gather between the rank threads. Raises SimulationStuck if a rank can no longer come."""
+        """All-gather between the rank threads. Raises SimulationStuck if
+        a rank can no longer come.
+        """
     def leave(self, rank: int) -> None:
         """The rank's thread ends (or died); it takes part in nothing any more."""
     def stall_rail(self, rank: int) -> None:

@@ -6,8 +6,6 @@ current before every call.
 
 from collections.abc import Sequence
 
-from deep_comm._core import Counts, ErrorRecord
-
 architectures: str  # "90a"
 
 class Engine:

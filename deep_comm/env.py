@@ -80,7 +80,8 @@ NUM_SMS: Variable[int | None] = Variable(
     "DEEP_COMM_NUM_SMS",
     "a number of at least 1",
     None,
-    "SMs of calls without a Config, of Buffers built from then on; unset: docs/guide/sms.md on GPUs, 1 on the host",
+    "SMs of calls without a Config, of Buffers built from then on; unset: docs/guide/sms.md on "
+    "GPUs, 1 on the host",
     _parse_positive_int,
 )
 DEVICE: Variable[str | None] = Variable(
@@ -101,31 +102,33 @@ HOST_NAME: Variable[str | None] = Variable(
     "DEEP_COMM_HOST_NAME",
     "any text",
     None,
-    "what this process calls its machine; processes of one machine with different names act as those of different "
-    "hosts, to try set-ups of several; unset: the host name",
+    "what this process calls its machine; processes of one machine with different names act as "
+    "those of different hosts, to try set-ups of several; unset: the host name",
     str,
 )
 RAIL: Variable[str | None] = Variable(
     "DEEP_COMM_RAIL",
     "nvshmem, software (CUDA devices) or simulated (host target)",
     None,
-    "what joins the nodes of a group; Buffer(rail=) overrides it; unset: nvshmem between hosts, software "
-    "between the logical nodes of one, simulated on the host",
+    "what joins the nodes of a group; Buffer(rail=) overrides it; unset: nvshmem between hosts, "
+    "software between the logical nodes of one, simulated on the host",
     str,
 )
 RAIL_NEAR: Variable[bool | None] = Variable(
     "DEEP_COMM_RAIL_NEAR",
     "0 or 1",
     None,
-    "whether rows for nodes whose memory this rank's stores reach are stored there, instead of put: unset: over "
-    "nvshmem (NVLink); 0: never; 1: also on the host target, where no network then stands between the nodes",
+    "whether rows for nodes whose memory this rank's stores reach are stored there, instead of "
+    "put: unset: over nvshmem (NVLink); 0: never; 1: also on the host target, where no network "
+    "then stands between the nodes",
     _parse_flag,
 )
 NIC_GB_PER_S: Variable[float | None] = Variable(
     "DEEP_COMM_NIC_GB_PER_S",
     "a positive number",
     None,
-    "the software NIC carries this many 1e9 bytes a second at most; unset: what the copy engines do",
+    "the software NIC carries this many 1e9 bytes a second at most; unset: what the copy engines "
+    "do",
     _parse_positive_float,
 )
 TUNE_FILE: Variable[str | None] = Variable(
@@ -146,8 +149,9 @@ DECODE_TOKENS: Variable[int | None] = Variable(
     "DEEP_COMM_DECODE_TOKENS",
     "a number of at least 1",
     None,
-    "the most tokens a rank may have in a decode step, equal on all ranks; unset: what was measured (docs/guide/tuning.md), "
-    "else 128, in ExpertParallel; in the vLLM adapter no step is one",
+    "the most tokens a rank may have in a decode step, equal on all ranks; unset: what was "
+    "measured (docs/guide/tuning.md), else 128, in ExpertParallel; in the vLLM adapter no step "
+    "is one",
     _parse_positive_int,
 )
 

@@ -160,9 +160,9 @@ class MaskedOut(DeepCommError):
 
     def __init__(self, rank: int, kernel: str) -> None:
         super().__init__(
-            f"rank {rank} noticed in {kernel} that the other ranks do without it, since it was silent "
-            "for longer than their timeout_s; low_latency_clean_mask_buffer() on all ranks takes it "
-            "back"
+            f"rank {rank} noticed in {kernel} that the other ranks do without it, since it was "
+            "silent for longer than their timeout_s; low_latency_clean_mask_buffer() on all "
+            "ranks takes it back"
         )
         self.rank = rank
         self.kernel = kernel

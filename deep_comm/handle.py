@@ -108,7 +108,9 @@ class _Fresh:
 
 
 def _made_later() -> Any:
-    """None, but not as an attribute of the class, which would hide what Handle.__getattr__ makes."""
+    """None, but not as an attribute of the class, which would hide what
+    Handle.__getattr__ makes.
+    """
     return field(default_factory=lambda: None)
 
 

@@ -37,7 +37,8 @@ class SlabLayout:
     """What notify_dispatch writes, in one block: R ranks, C channels, T tokens, L local experts.
 
         rank_prefix [R, R] | channel_prefix [R, C] | recv_channel_prefix [R, C] | per expert [L]
-        | send_head [T, R] | all rows, rows by source [1 + R] | is_token_in_rank [T, R], unless it is given
+        | send_head [T, R] | all rows, rows by source [1 + R]
+        | is_token_in_rank [T, R], unless it is given
 
     Attributes: offsets in bytes, ``parts`` of the handle's names, ``num_bytes``.
     """

@@ -223,8 +223,8 @@ class LowLatencyState:
             raise ArgumentError(
                 "return_recv_hook",
                 None,
-                f"allows two low_latency_{kind} calls whose hooks have not run: call the hook of an "
-                "earlier one first",
+                f"allows two low_latency_{kind} calls whose hooks have not run: call the hook of "
+                "an earlier one first",
             )
 
     def launch(self, async_finish: bool) -> Launch:

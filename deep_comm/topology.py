@@ -123,5 +123,6 @@ def require_supported(topology: Topology) -> None:
     if topology.ranks_per_node > MAX_RANKS_PER_NODE:
         raise TopologyError(
             f"the group has {topology.ranks_per_node} ranks in one node; at most "
-            f"{MAX_RANKS_PER_NODE} are supported (ranks_per_node= makes several logical nodes of one)"
+            f"{MAX_RANKS_PER_NODE} are supported (ranks_per_node= makes several logical nodes of "
+            "one)"
         )

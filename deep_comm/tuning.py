@@ -91,7 +91,9 @@ def read(device: torch.device, num_ranks: int) -> list[Entry]:
 
 
 def read_decode_tokens(device: torch.device, num_ranks: int) -> list[Entry]:
-    """Measured thresholds of layers (hidden, num_experts, num_topk, decode_tokens); else as read()."""
+    """Measured thresholds of layers (hidden, num_experts, num_topk,
+    decode_tokens); else as read().
+    """
     return _read(device, num_ranks, "layers", _decode_tokens_of)
 
 
@@ -167,7 +169,9 @@ def _decode_tokens_of(entry: Entry) -> int:
 def decode_tokens(
     device: torch.device, num_ranks: int, hidden: int, num_topk: int, num_experts: int
 ) -> int | None:
-    """Measured for the layer most like this one; None if none is like it in hidden size and top-k."""
+    """Measured for the layer most like this one; None if none is like it
+    in hidden size and top-k.
+    """
     wanted = (hidden, num_topk, num_experts)
     best: tuple[list[float], int] | None = None
     for entry in read_decode_tokens(device, num_ranks):

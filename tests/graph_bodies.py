@@ -89,9 +89,9 @@ def check(buffer: deep_comm.Buffer, step: Step, gather: Callable[[Any], list[Any
     """Sums, counts and the rows past the received ones."""
     ranks = buffer.group_size
     assert torch.equal(step.combined, expected(step, ranks)), "wrong sums"
+    first_experts = [first_expert(r, EXPERTS, ranks) for r in range(ranks)]
     owner = torch.searchsorted(
-        torch.tensor([first_expert(r, EXPERTS, ranks) for r in range(ranks)], device=step.idx.device),
-        step.idx, right=True,
+        torch.tensor(first_experts, device=step.idx.device), step.idx, right=True
     ) - 1  # fmt: skip
     sent = [bool_rows(owner, step.idx, rank) for rank in range(ranks)]
     per_rank = [row[buffer.rank] for row in gather(sent)]

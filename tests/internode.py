@@ -1,4 +1,6 @@
-"""Two-tier cases: run one on every rank, and check what came out against the reference, bit for bit."""
+"""Two-tier cases: run one on every rank, and check what came out against
+the reference, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -201,7 +203,9 @@ def call_once(
 
 
 def _settle_rail(buffer: deep_comm.Buffer) -> None:
-    """On CUDA, before the counters of bytes are read: kernels have ended, and the NIC has taken all."""
+    """On CUDA, before the counters of bytes are read: kernels have ended,
+    and the NIC has taken all.
+    """
     if buffer.device.type == "cuda":
         torch.cuda.synchronize()
         buffer.runtime.quiet_rail()
@@ -315,7 +319,9 @@ def slot_bytes(case: Case, num_topk: int) -> int:
 def verify_bytes(
     case: InternodeCase, got: Received, want: reference.InternodeDispatched, rank: int
 ) -> None:
-    """A cached dispatch puts exactly one row per (token, remote node), and none for the own node."""
+    """A cached dispatch puts exactly one row per (token, remote node),
+    and none for the own node.
+    """
     sent = want.rdma_channel_prefix_matrix[:, -1].tolist()
     for node, queues in enumerate(got.cached_bytes):
         is_own = node == rank // case.ranks_per_node

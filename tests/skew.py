@@ -74,7 +74,9 @@ def cases(num_ranks: int) -> list[Case]:
 def run_late(
     group: Any, device: torch.device | str, num_ranks: int, stages: tuple[str, ...] = STAGES
 ) -> list[tuple[Case, list[Received]]]:
-    """Every case with every rank late at every stage in turn, in as few Buffers as there are sizes."""
+    """Every case with every rank late at every stage in turn, in as few
+    Buffers as there are sizes.
+    """
     results = []
     for case in cases(num_ranks):
         with deep_comm.Buffer(

@@ -1,7 +1,7 @@
 """Writes what documentation can be written from the code: no packages beyond deep_comm's own.
 
     python tools/build_docs.py                 # docs/guide/{errors,environment,shapes}.md
-    python tools/build_docs.py --api FOLDER    # and the API reference, one page a module, into FOLDER
+    python tools/build_docs.py --api FOLDER    # and the API reference into FOLDER, a page a module
 
 The three guide pages are part of the repository; tests/cpu/test_docs.py says
 when they are out of date.
@@ -168,9 +168,10 @@ def errors_page() -> str:
         "",
         "# Error catalogue",
         "",
-        "Everything that deep_comm raises on purpose derives from `DeepCommError`, a `RuntimeError`. Errors of "
-        "arguments are raised before anything is launched, on the rank that made the call; errors that kernels "
-        "find are raised on all ranks that they concern, and after all but `PeerTimeout` the Buffer goes on.",
+        "Everything that deep_comm raises on purpose derives from `DeepCommError`, a "
+        "`RuntimeError`. Errors of arguments are raised before anything is launched, on the "
+        "rank that made the call; errors that kernels find are raised on all ranks that they "
+        "concern, and after all but `PeerTimeout` the Buffer goes on.",
         "",
         "| error | is also | what happened |",
         "|---|---|---|",
@@ -202,8 +203,8 @@ def environment_page() -> str:
         "",
         "# Environment variables",
         "",
-        "Read when they are needed, never at import. `python -m deep_comm.doctor` prints them with their "
-        "values, and names variables with this prefix that nobody reads.",
+        "Read when they are needed, never at import. `python -m deep_comm.doctor` prints them "
+        "with their values, and names variables with this prefix that nobody reads.",
         "",
         "| variable | default | meaning | value |",
         "|---|---|---|---|",
@@ -263,14 +264,17 @@ def shapes_page() -> str:
         "",
         "# Sizes for known models",
         "",
-        f"For {_RANKS} ranks in a node, up to {_PREFILL_TOKENS} tokens a rank in prefill and {_DECODE_TOKENS} in "
-        "decode, BF16 rows, MiB on every rank, rounded up to 8. *Layer* is what `ExpertParallel` allocates for both modes; the next "
-        "two are `num_nvl_bytes` and `num_rdma_bytes` of a `Buffer` that one builds oneself: a receive region "
-        "for the worst routing beside 64 MiB of rings (less works: rows without room take the rings), and "
-        "`get_low_latency_rdma_size_hint`. *Rings alone* is the least for DeepEP's configs. The last column is "
-        "DeepEP's low-latency hint for the same shape, which grows with the experts.",
+        f"For {_RANKS} ranks in a node, up to {_PREFILL_TOKENS} tokens a rank in prefill and "
+        f"{_DECODE_TOKENS} in decode, BF16 rows, MiB on every rank, rounded up to 8. *Layer* is "
+        "what `ExpertParallel` allocates for both modes; the next two are `num_nvl_bytes` and "
+        "`num_rdma_bytes` of a `Buffer` that one builds oneself: a receive region for the worst "
+        "routing beside 64 MiB of rings (less works: rows without room take the rings), and "
+        "`get_low_latency_rdma_size_hint`. *Rings alone* is the least for DeepEP's configs. The "
+        "last column is DeepEP's low-latency hint for the same shape, which grows with the "
+        "experts.",
         "",
-        "| model | hidden | experts | top-k | layer | normal | low latency | rings alone | DeepEP's hint |",
+        "| model | hidden | experts | top-k | layer | normal | low latency | rings alone | "
+        "DeepEP's hint |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
 
@@ -297,8 +301,8 @@ def shapes_page() -> str:
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     lines += [
         "",
-        "Another shape: `print(deep_comm.ExpertParallel.estimate_memory(...))`, or the three functions named "
-        "above. FP8 rows take a little more than half of the receive region.",
+        "Another shape: `print(deep_comm.ExpertParallel.estimate_memory(...))`, or the three "
+        "functions named above. FP8 rows take a little more than half of the receive region.",
     ]
     return "\n".join(lines) + "\n"
 

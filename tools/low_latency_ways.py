@@ -2,8 +2,8 @@
 """Which way should low-latency rows take between nodes? A message-level model.
 
     rank    straight to every rank that holds one of a token's experts
-    node    once to each node, to the first rank there that holds one of the token's experts, which hands
-            it on over NVLink to the others
+    node    once to each node, to the first rank there that holds one of the token's experts, which
+            hands it on over NVLink to the others
     expert  once to every selected expert
 
 A rank's put is posted, goes out through its NIC behind those before it, crosses the network,

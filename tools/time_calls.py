@@ -109,7 +109,8 @@ def measure(
             uncached = timer.eager(lambda: direct.dispatch(x, config=config, **routing))
             if rank == 0:
                 print(
-                    f"{tokens} tokens, {num_sms} SMs: {', '.join(line)}, direct uncached {uncached:.1f}",
+                    f"{tokens} tokens, {num_sms} SMs: {', '.join(line)}, direct uncached "
+                    f"{uncached:.1f}",
                     flush=True,
                 )
 

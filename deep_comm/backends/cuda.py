@@ -19,8 +19,7 @@ from deep_comm.backends.foreign import Place
 from deep_comm.errors import TopologyError, UnsupportedError
 from deep_comm.rail import NVSHMEM
 from deep_comm.rendezvous import Rendezvous
-from deep_comm.topology import Topology
-from deep_comm.topology import host_identity
+from deep_comm.topology import Topology, host_identity
 
 if TYPE_CHECKING:
     from deep_comm import _core

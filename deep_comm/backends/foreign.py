@@ -39,7 +39,9 @@ class Place:
     def matrix(
         self, address: int, num_rows: int, num_columns: int, dtype: torch.dtype, owner: object
     ) -> Tensor:
-        """[num_rows, num_columns], contiguous; ``owner`` lives as long as the last tensor over it."""
+        """[num_rows, num_columns], contiguous; ``owner`` lives as long
+        as the last tensor over it.
+        """
         known = _TYPES.get(dtype)
         if known is None:
             return self.matrix(

@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +23,6 @@ from deep_comm.backends.foreign import Place
 from deep_comm.errors import DeepCommError, TopologyError, UnsupportedError
 from deep_comm.rendezvous import Rendezvous
 from deep_comm.topology import Topology, host_identity
-
-if TYPE_CHECKING:
-    from deep_comm import _nvshmem as _Module
 
 _log = logging.getLogger("deep_comm.rail")
 _lock = threading.Lock()
@@ -46,7 +43,7 @@ def load() -> Any:
         from nvshmem import core  # noqa: F401 - loads the host library
 
         from deep_comm import _nvshmem
-    except Exception as error:  # noqa: BLE001 - a loader's errors are of many kinds
+    except Exception as error:
         raise UnsupportedError(f"NVSHMEM cannot be loaded ({error}); {INSTALL}") from error
     return _nvshmem
 

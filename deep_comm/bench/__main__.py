@@ -34,9 +34,9 @@ from deep_comm.bench import (
     two_tier,
     two_tier_report,
 )
+from deep_comm.bench.layer import Options as LayerOptions
 from deep_comm.bench.low_latency import main as low_latency
 from deep_comm.bench.low_latency import options as low_latency_options
-from deep_comm.bench.layer import Options as LayerOptions
 from deep_comm.bench.low_latency.options import Options as LowLatencyOptions
 from deep_comm.bench.options import Options
 from deep_comm.bench.workload import Workload

@@ -1,6 +1,6 @@
 """Dispatch and combine between nodes: checked bit for bit, then timed beside what the rail carries.
 
-    python -m deep_comm.bench.nodes --ranks 4 --ranks-per-node 2            # logical nodes of this host
+    python -m deep_comm.bench.nodes --ranks 4 --ranks-per-node 2        # logical nodes of this host
     torchrun --nnodes 2 --nproc-per-node 8 … -m deep_comm.bench.nodes       # hosts are nodes
 
 Of every operation: the time of a call on the slowest rank, the bytes that the busiest rail carried
@@ -128,7 +128,9 @@ def _seconds(device: torch.device, call: Callable[[], object], num_calls: int) -
 
 
 def _carried(buffer: Buffer) -> int:
-    """Bytes that this rank has put so far, once its kernels have ended and its NIC has taken all."""
+    """Bytes that this rank has put so far, once its kernels have ended
+    and its NIC has taken all.
+    """
     if buffer.device.type == "cuda":
         torch.cuda.synchronize()
     assert buffer.runtime is not None
@@ -226,9 +228,11 @@ def rank_main(group: Any, options: Options) -> bool:
             seconds = max(rank[name][0] for rank, _ in gathered)
             num_bytes = max(rank[name][1] for rank, _ in gathered)
             times[-1][name] = seconds
-            line = f"{'one node' if way == group.size() else 'nodes':9} {name:16} {1e6 * seconds:9.0f} us"
+            tiers = "one node" if way == group.size() else "nodes"
+            line = f"{tiers:9} {name:16} {1e6 * seconds:9.0f} us"
             if num_bytes:
-                line += f"  {num_bytes / 1e6:8.2f} MB on the rail, {num_bytes / seconds / 1e9:6.1f} GB/s"
+                line += f"  {num_bytes / 1e6:8.2f} MB on the rail,"
+                line += f" {num_bytes / seconds / 1e9:6.1f} GB/s"
             if num_bytes and options.gb_per_s is not None:
                 line += f", busy {100 * num_bytes / options.gb_per_s / 1e9 / seconds:.0f} %"
             say(group, line)

@@ -82,8 +82,8 @@ class ElasticBuffer(ElasticCalls, Refused):
         """
         if num_cpu_bytes != 0:
             raise UnsupportedError(
-                "num_cpu_bytes is memory for Engram, which is not offered: all of the buffer is on the "
-                "device"
+                "num_cpu_bytes is memory for Engram, which is not offered: all of the buffer is "
+                "on the device"
             )
         if num_bytes is None:
             num_bytes = self.get_buffer_size_hint(

@@ -36,7 +36,8 @@ DISPATCH = {
 LOW_LATENCY_DISPATCH = {
     "use_ue8m0_for_sf": Extension("hybrid-ep", (False,), "scales of NVFP4 rows are e4m3"),
     "topk_weights": Extension(
-        "hybrid-ep", (None,), "the seven-item result is not offered; deep_comm.Buffer takes topk_weights"
+        "hybrid-ep", (None,), "the seven-item result is not offered; deep_comm.Buffer takes "
+        "topk_weights"
     ),
     "use_eager": Extension("eager-rdma", (False,), "there is no eager protocol"),
     "align_fp8_quantization": Extension(

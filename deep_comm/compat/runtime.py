@@ -55,8 +55,8 @@ class Runtime:
             return getattr(self._get(), name)
         if name in _NOT_OFFERED:
             raise AttributeError(
-                f"buffer.runtime.{name} is a call of DeepEP's native object, which deep_comm has not: "
-                "call the Buffer's own methods"
+                f"buffer.runtime.{name} is a call of DeepEP's native object, which deep_comm has "
+                "not: call the Buffer's own methods"
             )
         raise AttributeError(f"'Runtime' object has no attribute '{name}'")
 

@@ -204,8 +204,11 @@ def rank_main(group: Any, text: bytes, num_steps: int, compare: bool) -> bool:
             same = alone == history
         else:  # another device's matrix products
             same = all(abs(a - b) < 0.05 * a for a, b in zip(alone, history, strict=True))
-        say(group, "the single-process run has the same losses" if same else
-            f"the single-process run has OTHER losses: {alone[:3]}… and {history[:3]}…")  # fmt: skip
+        if same:
+            say(group, "the single-process run has the same losses")
+        else:
+            losses = f"{alone[:3]}… and {history[:3]}…"
+            say(group, f"the single-process run has OTHER losses: {losses}")
         is_right = is_right and same
     return is_right
 

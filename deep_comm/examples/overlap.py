@@ -204,7 +204,7 @@ def rank_main(group: Any, num_tokens: int, hidden: int, mode: str, folder: str |
             for way, run in WAYS.items():
                 torch.distributed.barrier(group)
                 if rank == 0:
-                    step = lambda run=run: run(model, x)  # noqa: E731
+                    step = lambda run=run: run(model, x)
                     traces[way] = _trace(way, model, step, device, Path(folder))
                 else:
                     run(model, x)

@@ -69,7 +69,9 @@ def device_spans(trace: Path) -> list[Span]:
 
 
 def host_spans(trace: Path) -> list[Span]:
-    """Ranges named ``deep_comm: ...`` (communication) and torch's outermost operators outside them."""
+    """Ranges named ``deep_comm: ...`` (communication) and torch's
+    outermost operators outside them.
+    """
     events = [
         event
         for event in _complete_events(trace)
@@ -163,8 +165,8 @@ def summary(spans: Sequence[Span]) -> str:
         sum(end - begin for begin, end in parts) / 1e3 for parts in (communication, computation)
     ]
     return (
-        f"{max(span.end_us for span in spans) / 1e3:.2f} ms; communication {total_ms[0]:.2f} ms, of which "
-        f"{overlapped_share(spans):.0%} hidden behind computation ({total_ms[1]:.2f} ms)"
+        f"{max(span.end_us for span in spans) / 1e3:.2f} ms; communication {total_ms[0]:.2f} ms, "
+        f"of which {overlapped_share(spans):.0%} hidden behind computation ({total_ms[1]:.2f} ms)"
     )
 
 

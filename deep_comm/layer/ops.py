@@ -67,7 +67,9 @@ def _kept(state: Tensor) -> Any:
 
 
 class _Kept:
-    """A batch between its operators. Its rows are handed out once: they belong to the graph then."""
+    """A batch between its operators. Its rows are handed out once: they
+    belong to the graph then.
+    """
 
     __slots__ = ("batch", "state")
 

@@ -1,4 +1,6 @@
-"""Prefill exchanges: rows to their experts, grouped, and back, summed; and the gradients of both."""
+"""Prefill exchanges: rows to their experts, grouped, and back, summed;
+and the gradients of both.
+"""
 
 from __future__ import annotations
 

@@ -133,7 +133,9 @@ def ring_bytes(shape: MoEShape, num_ranks: int, device_type: str) -> int:
 
 
 def rail_bytes(shape: MoEShape, num_nodes: int, device_type: str) -> int:
-    """For the rings between nodes, of dispatch and of combine; calls shrink them to what there is."""
+    """For the rings between nodes, of dispatch and of combine; calls
+    shrink them to what there is.
+    """
     if device_type != "cpu":
         return _lines(num_nodes * _DEVICE_RING_BYTES)
     return _lines(2 * num_nodes * _HOST_RAIL_SLOTS * (shape.row_bytes + _SLOT_METADATA_BYTES))

@@ -123,7 +123,8 @@ def _plan(
         raise BufferTooSmall(
             ctx.num_rdma_bytes,
             rail_bytes(channels, slots),
-            f"{channels} channels with rings of {slots} slots to each of {ctx.topology.num_nodes} nodes",
+            f"{channels} channels with rings of {slots} slots to each of "
+            f"{ctx.topology.num_nodes} nodes",
             "num_rdma_bytes",
         )
     return TwoTierPlan(

@@ -61,8 +61,8 @@ def _stats(name: str, value: Any, ctx: Context, size: int, dtype: torch.dtype) -
 def _shape_of(ctx: Context, state: LowLatencyState, options: ShapeOptions) -> LowLatencyShape:
     """The shape of calls with these options, which have not been checked yet."""
     (
-        max_tokens, hidden, num_topk, num_experts, use_fp8, round_scale, use_ue8m0, compact, weights,
-        use_nvfp4,
+        max_tokens, hidden, num_topk, num_experts,
+        use_fp8, round_scale, use_ue8m0, compact, weights, use_nvfp4,
     ) = options  # fmt: skip
     max_tokens = check_num_max_tokens(max_tokens)
     multiple = FP4_SCALE_WORD if use_nvfp4 else SCALE_BLOCK if use_fp8 else 8
@@ -173,7 +173,8 @@ def low_latency_dispatch(
                 dispatch(*call, send, receive, True, is_reporting, stream, scale_address)
 
             keep = (
-                x, idx, weights, recv_x, scales, metadata, cumulative_stats, wait_stats, global_scale
+                x, idx, weights, recv_x, scales, metadata,
+                cumulative_stats, wait_stats, global_scale,
             )  # fmt: skip
             hook = state.hook("dispatch", launch, run, keep)
         else:

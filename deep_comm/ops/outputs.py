@@ -79,7 +79,9 @@ class Outputs:
 
 
 class Reservation:
-    """Blocks of the receive region for a dispatch's outputs, of as many rows as there is room for."""
+    """Blocks of the receive region for a dispatch's outputs, of as many
+    rows as there is room for.
+    """
 
     __slots__ = ("block", "src_block", "memory", "slab_bytes", "src_offset", "num_rows")
 

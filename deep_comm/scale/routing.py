@@ -1,4 +1,6 @@
-"""Which experts tokens choose, for any number of ranks: uniform, Zipf, at most some nodes a token."""
+"""Which experts tokens choose, for any number of ranks: uniform, Zipf,
+at most some nodes a token.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,10 @@ from deep_comm.errors import ArgumentError
 
 ROUTINGS = {
     "uniform": "every expert is as likely as any other",
-    "zipf": "the n-th most popular expert is chosen 1/n as often as the first, in a random order of popularity",
-    "limited": "uniform scores; a token's experts lie in the nodes with its best experts, at most 4 (DeepSeek-V3)",
+    "zipf": "the n-th most popular expert is chosen 1/n as often as the first, in a random order "
+    "of popularity",
+    "limited": "uniform scores; a token's experts lie in the nodes with its best experts, at "
+    "most 4 (DeepSeek-V3)",
 }
 MAX_NODES_PER_TOKEN = 4  # of "limited"
 
@@ -71,7 +75,9 @@ class Job:
         return 2 * self.hidden
 
     def routings(self) -> Iterator[Tensor]:
-        """int64 [T, K] experts of every rank's tokens, rank by rank; a function of the job alone."""
+        """int64 [T, K] experts of every rank's tokens, rank by rank; a
+        function of the job alone.
+        """
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.num_ranks)
         popularity = None
         if self.routing == "zipf":

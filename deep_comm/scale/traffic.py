@@ -154,7 +154,9 @@ class Traffic:
         return self._back(self.to_node.sum(2) * self.is_remote).sum(1)
 
     def forwarded_rows(self) -> tuple[Tensor, Tensor]:
-        """int64 [R], [R]: rows that leave a rank over NVLink in dispatch, and that arrive over it."""
+        """int64 [R], [R]: rows that leave a rank over NVLink in
+        dispatch, and that arrive over it.
+        """
         num_nodes, num_local = self.num_nodes, self.ranks_per_node
         # [source node, local index of source and forwarder, node, rank of the node]
         rows = self.to_rank.view(num_nodes, num_local, num_nodes, num_local).sum(0)

@@ -182,7 +182,9 @@ def probe_ptx(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def probe_kernels(probe_ptx: str) -> dict[str, list[str]]:
     pieces = re.split(r"\.entry probe_(\w+)\(", probe_ptx)[1:]
-    bodies = {name: text[text.index("{") :] for name, text in zip(pieces[::2], pieces[1::2])}
+    bodies = {
+        name: text[text.index("{") :] for name, text in zip(pieces[::2], pieces[1::2], strict=False)
+    }
     # The entry's parameters end at its brace; what follows the last ret is the next entry's.
     return {name: instructions_of(body[: body.index("\n}")]) for name, body in bodies.items()}
 
@@ -254,7 +256,9 @@ def cubins_in(module: bytes) -> list[bytes]:
         for match in re.finditer(b"\x7fELF", module)
         if int.from_bytes(module[match.start() + 18 : match.start() + 20], "little") == 190  # CUDA
     ]
-    return [module[start:end] for start, end in zip(starts, [*starts[1:], len(module)])]
+    return [
+        module[start:end] for start, end in zip(starts, [*starts[1:], len(module)], strict=True)
+    ]
 
 
 @needs_cuda_module

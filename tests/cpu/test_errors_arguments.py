@@ -246,7 +246,7 @@ def test_layout_names_a_bad_argument() -> None:
             (idx, 33, "num_experts"),
             (idx, 4.0, "num_experts"),
         ):
-            call = lambda v=value, e=experts: buffer.get_dispatch_layout(v, e)  # noqa: E731
+            call = lambda v=value, e=experts: buffer.get_dispatch_layout(v, e)
             _require_refusal(buffer, call, argument)
 
     _alone(body, num_max_experts=32)
@@ -301,7 +301,7 @@ def test_a_handle_is_refused_for_another_token_count_channel_count_or_group() ->
         if pair is not None:
             _require_refusal(pair, lambda: pair.dispatch(x, handle), "handle", "3 ranks")
         for name in ("topk_idx", "topk_weights"):
-            call = lambda n=name: buffer.dispatch(x, handle, **{n: given[n]})  # noqa: E731
+            call = lambda n=name: buffer.dispatch(x, handle, **{n: given[n]})
             _require_refusal(buffer, call, name)
         group.barrier()
         buffer.dispatch(x, handle)

@@ -105,7 +105,8 @@ def test_an_example_that_does_not_exist_is_named() -> None:
 def _trace(path: Path) -> Path:
     def kernel(name: str, stream: int, ts: float, dur: float) -> dict:
         return {
-            "ph": "X", "cat": "kernel", "name": name, "ts": ts, "dur": dur, "args": {"stream": stream}
+            "ph": "X", "cat": "kernel", "name": name, "ts": ts, "dur": dur,
+            "args": {"stream": stream},
         }  # fmt: skip
 
     events = [

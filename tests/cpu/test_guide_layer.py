@@ -24,7 +24,8 @@ def test_the_program_runs_as_it_is_written(tmp_path: Path) -> None:
     script = tmp_path / "layer.py"
     script.write_text(program)
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", str(script)],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone",
+         "--nproc-per-node", "3", str(script)],
         capture_output=True, text=True, timeout=240, cwd=tmp_path, check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip

@@ -255,10 +255,9 @@ def test_launcher_reaches_the_workers_of_the_server() -> None:
 
 def test_imports_without_sglang() -> None:
     code = (
-        "from deep_comm.integrations import sglang\n"
-        "from deep_comm.errors import UnsupportedError\n"
-        "assert sglang.DeepCommDispatcher\n"
-        "try:\n    sglang.register()\nexcept UnsupportedError as error:\n    print('refused', error)\n"
+        "from deep_comm.integrations import sglang\nfrom deep_comm.errors import "
+        "UnsupportedError\nassert sglang.DeepCommDispatcher\ntry:\n    "
+        "sglang.register()\nexcept UnsupportedError as error:\n    print('refused', error)\n"
     )
     done = python("-c", code)
     assert done.stdout.startswith("refused"), done.stdout + done.stderr

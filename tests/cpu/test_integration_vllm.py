@@ -401,11 +401,10 @@ def test_plugin_refuses_a_vllm_that_it_does_not_know(monkeypatch: pytest.MonkeyP
 
 def test_imports_without_vllm() -> None:
     code = (
-        "from deep_comm.integrations import vllm\n"
-        "from deep_comm.errors import UnsupportedError\n"
-        "from deep_comm.integrations.vllm import interface\n"
-        "assert not interface.IS_AVAILABLE and vllm.NormalPrepareFinalize\n"
-        "try:\n    vllm.register()\nexcept UnsupportedError as error:\n    print('refused', error)\n"
+        "from deep_comm.integrations import vllm\nfrom deep_comm.errors import "
+        "UnsupportedError\nfrom deep_comm.integrations.vllm import interface\nassert not "
+        "interface.IS_AVAILABLE and vllm.NormalPrepareFinalize\ntry:\n    "
+        "vllm.register()\nexcept UnsupportedError as error:\n    print('refused', error)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd="/"

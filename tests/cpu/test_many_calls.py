@@ -72,7 +72,9 @@ def _rss_bytes() -> int:
 
 
 def _cycles(group: Any) -> tuple[list[str], list[int]]:
-    """20 Buffers one after the other: what is left in /dev/shm, and the resident memory after each."""
+    """20 Buffers one after the other: what is left in /dev/shm, and the
+    resident memory after each.
+    """
     rss = []
     for _ in range(20):
         make_and_destroy(group, torch.device("cpu"))

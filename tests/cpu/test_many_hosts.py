@@ -36,8 +36,9 @@ def free_port() -> int:
 
 def torchrun(ranks_per_host: int, port: int, *program: str) -> list[str]:
     return [
-        sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(ranks_per_host),
-        "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1", *program,
+        sys.executable, "-m", "torch.distributed.run", "--nnodes", "2",
+        "--nproc-per-node", str(ranks_per_host), "--rdzv-backend", "c10d",
+        "--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1", *program,
     ]  # fmt: skip
 
 
@@ -84,9 +85,9 @@ def test_the_demo_runs_on_two_hosts(tmp_path: Path) -> None:
 
 def test_the_bench_runs_on_two_hosts(tmp_path: Path) -> None:
     bench = (
-        "-m", "deep_comm.bench", "--device", "cpu", "--tokens", "6", "--hidden", "128", "--experts", "5",
-        "--topk", "2", "--iterations", "1", "--rounds", "1", "--warmup", "0", "--simulation-runs", "0",
-        "--ops", "dispatch cached,combine",
+        "-m", "deep_comm.bench", "--device", "cpu", "--tokens", "6", "--hidden", "128",
+        "--experts", "5", "--topk", "2", "--iterations", "1", "--rounds", "1", "--warmup", "0",
+        "--simulation-runs", "0", "--ops", "dispatch cached,combine",
     )  # fmt: skip
     said = "".join(run_hosts([torchrun(2, free_port(), *bench)] * 2, tmp_path))
     assert re.search(r"^dispatch cached +two-tier ", said, re.MULTILINE), said

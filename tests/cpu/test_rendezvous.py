@@ -15,10 +15,10 @@ class FakeComm:
     def __init__(self, group: local.ThreadGroup) -> None:
         self._group = group
 
-    def Get_rank(self) -> int:  # noqa: N802 - mpi4py's name
+    def Get_rank(self) -> int:
         return self._group.rank()
 
-    def Get_size(self) -> int:  # noqa: N802
+    def Get_size(self) -> int:
         return self._group.size()
 
     def allgather(self, payload: object) -> list[object]:

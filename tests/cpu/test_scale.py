@@ -20,7 +20,7 @@ import deep_comm
 from deep_comm import _core, simulate
 from deep_comm.bench.workload import Workload, routing_of
 from deep_comm.errors import ArgumentError
-from deep_comm.scale import low_latency, normal, tables
+from deep_comm.scale import low_latency, tables
 from deep_comm.scale.__main__ import main, updated
 from deep_comm.scale.machine import H200, H800
 from deep_comm.scale.queues import serve
@@ -305,7 +305,9 @@ def test_queue_serves_first_come_first_served() -> None:
 @pytest.mark.parametrize("num_ranks", [8, 16, 40, 128])
 @pytest.mark.parametrize("num_sms", [4, 24])
 def test_times_lie_between_their_bounds(num_ranks: int, routing: str, num_sms: int) -> None:
-    """No resource works faster than it can; together they are not slower than one after the other."""
+    """No resource works faster than it can; together they are not slower
+    than one after the other.
+    """
     job = Job(num_ranks, 512, num_experts=320 if num_ranks == 40 else 256, routing=routing)
     for times in tables.normal_times(job, num_sms, H800):
         alone = (times.nic_us, times.nvlink_us, times.sm_us)

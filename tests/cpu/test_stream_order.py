@@ -20,8 +20,8 @@ from deep_comm import local
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import fake_cuda  # noqa: E402
-from fake_cuda import COMM, COMPUTE  # noqa: E402
+import fake_cuda
+from fake_cuda import COMM, COMPUTE
 
 T, H, E = 5, 64, 4
 OTHER = 33

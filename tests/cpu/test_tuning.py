@@ -156,8 +156,9 @@ def test_a_bad_file_stops_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def choice(name: str, num_tokens: int, num_sms: int, **more: Any) -> dict[str, Any]:
     made = dict(
-        name=name, num_tokens=num_tokens, num_sms=num_sms, config=[8, 64], mean_us=1.0, mode="direct",
-        routing="uniform", execution="eager", row_bytes=14336, combine_row_bytes=14336,
+        name=name, num_tokens=num_tokens, num_sms=num_sms, config=[8, 64], mean_us=1.0,
+        mode="direct", routing="uniform", execution="eager",
+        row_bytes=14336, combine_row_bytes=14336,
     )  # fmt: skip
     return made | more
 

@@ -106,9 +106,19 @@ def test_two_operations_in_flight_under_every_schedule(seed: int) -> None:
     """Each rank's kernels of both Buffers are interleaved thread by thread."""
     shapes = dict(hidden=16, num_sms=2, slots=2, send_chunk=1, nvl_bytes=1 << 18, calls=2)
     pair = (
-        Case((5, 0, 7), experts=4, topk=2, seed=seed, direct_bytes=(0, 1 << 17)[seed % 2], **shapes),
-        Case((2, 6, 1), experts=7, topk=3, seed=seed + 1, fused_layout=True, direct_bytes=1 << 17, **shapes),
-    )  # fmt: skip
+        Case(
+            (5, 0, 7), experts=4, topk=2, seed=seed, direct_bytes=(0, 1 << 17)[seed % 2], **shapes
+        ),
+        Case(
+            (2, 6, 1),
+            experts=7,
+            topk=3,
+            seed=seed + 1,
+            fused_layout=True,
+            direct_bytes=1 << 17,
+            **shapes,
+        ),
+    )
 
     def rank_main(group: simulate.SimulatedGroup) -> Any:
         half = _Half(group, 3)

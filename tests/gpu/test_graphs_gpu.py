@@ -1,4 +1,6 @@
-"""CUDA graphs of dispatch, experts and combine: replayed with other routings, between eager calls."""
+"""CUDA graphs of dispatch, experts and combine: replayed with other
+routings, between eager calls.
+"""
 
 import pytest
 import torch
@@ -26,7 +28,9 @@ def _buffer(group, direct_bytes: int, device: torch.device) -> deep_comm.Buffer:
 
 
 def _cached(buffer: deep_comm.Buffer, step: Step, config) -> torch.Tensor:
-    """One more operation in the graph, so that graphs of odd and even numbers of kernels are met."""
+    """One more operation in the graph, so that graphs of odd and even
+    numbers of kernels are met.
+    """
     return buffer.dispatch(step.x, handle=step.handle, config=config)[0]
 
 

@@ -207,5 +207,6 @@ def test_a_rail_of_a_given_speed_is_kept_busy(num_ranks: int, gb_per_s: float, c
         with capsys.disabled():
             share = 100 * busy_s / took_s
             print(
-                f"\n{num} GPUs as two nodes, rails of {gb_per_s:.0f} GB/s: {name} {share:.0f} % busy"
+                f"\n{num} GPUs as two nodes, rails of {gb_per_s:.0f} GB/s: {name} {share:.0f} % "
+                "busy"
             )

@@ -203,9 +203,8 @@ def alternate_graphs(group, case: LowLatencyCase) -> list:
         normal_idx = (torch.arange(6, device=device) % case.num_ranks).unsqueeze(1)
         for call in range(case.calls):
             pair = pairs[call % case.num_ranks]
-            for own, new in zip(
-                (pair.x, pair.idx, pair.weights), inputs_of(case, buffer.rank, call)
-            ):
+            given = inputs_of(case, buffer.rank, call)
+            for own, new in zip((pair.x, pair.idx, pair.weights), given, strict=True):
                 own.copy_(new)
             pair.rows.copy_(low_latency.expert_rows(case, buffer.rank, call))
             pair.call = call

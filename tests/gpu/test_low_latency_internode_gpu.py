@@ -172,7 +172,9 @@ def timed(group, case: LowLatencyCase, hand_on: int) -> float:
 
 
 def test_prints_what_a_pair_takes(num_ranks: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """No verdict: the rail of one host is not a network. Run with -s, or read the captured lines."""
+    """No verdict: the rail of one host is not a network. Run with -s,
+    or read the captured lines.
+    """
     shape = shapes(num_ranks)[-1]
     num = shape[0] * shape[1]
     for tokens in (1, 16, 128):

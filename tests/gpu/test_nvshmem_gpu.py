@@ -133,5 +133,6 @@ def test_cached_calls_at_4096_tokens_end(num_ranks: int, near: bool, capsys) -> 
         for name in ("dispatch", "combine"):
             way = "stores" if near else "puts"
             print(
-                f"\n{num} GPUs as two nodes, NVSHMEM, {way}: {name} {max(r[name] for r in slowest):.0f} us"
+                f"\n{num} GPUs as two nodes, NVSHMEM, {way}: {name} "
+                f"{max(r[name] for r in slowest):.0f} us"
             )

@@ -1,4 +1,6 @@
-"""Two micro-batches at once on GPUs: two streams over one Buffer, and two Buffers over one group."""
+"""Two micro-batches at once on GPUs: two streams over one Buffer, and
+two Buffers over one group.
+"""
 
 import dataclasses
 
@@ -10,8 +12,30 @@ from roundtrip import Received, call_once, verify
 
 import deep_comm
 
-LEFT = Case((300, 7, 120, 64, 0, 33, 90, 1), experts=24, topk=4, hidden=2048, seed=1, calls=16, num_sms=16, send_chunk=8, slots=32)  # fmt: skip
-RIGHT = Case((33, 250, 0, 90, 17, 5, 210, 8), experts=40, topk=6, hidden=1024, seed=2, calls=16, num_sms=16, send_chunk=4, slots=16, fused_layout=True, biases=1)  # fmt: skip
+LEFT = Case(
+    (300, 7, 120, 64, 0, 33, 90, 1),
+    experts=24,
+    topk=4,
+    hidden=2048,
+    seed=1,
+    calls=16,
+    num_sms=16,
+    send_chunk=8,
+    slots=32,
+)
+RIGHT = Case(
+    (33, 250, 0, 90, 17, 5, 210, 8),
+    experts=40,
+    topk=6,
+    hidden=1024,
+    seed=2,
+    calls=16,
+    num_sms=16,
+    send_chunk=4,
+    slots=16,
+    fused_layout=True,
+    biases=1,
+)
 
 
 def _pair(num_ranks: int, direct_bytes: int) -> tuple[Case, Case]:

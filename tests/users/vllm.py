@@ -346,7 +346,9 @@ def elastic(
 
 
 def fault_tolerance(group: Any) -> None:
-    """A rank is masked out; the others go on without its tokens and experts; later it comes back."""
+    """A rank is masked out; the others go on without its tokens and
+    experts; later it comes back.
+    """
     rank, num_ranks = group.rank(), group.size()
     gone, hidden, max_tokens = 1, 512, 16
     num_bytes = deep_ep.Buffer.get_low_latency_rdma_size_hint(

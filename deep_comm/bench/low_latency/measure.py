@@ -17,7 +17,9 @@ Call = Callable[[int], Any]
 
 
 class Graph:
-    """A CUDA graph of ``num_calls`` calls; the slots take turns. ``last``: what the last returned."""
+    """A CUDA graph of ``num_calls`` calls; the slots take turns.
+    ``last``: what the last returned.
+    """
 
     def __init__(self, call: Call, num_calls: int, num_slots: int) -> None:
         self.last_slot = (num_calls - 1) % num_slots

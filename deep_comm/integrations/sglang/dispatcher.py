@@ -130,8 +130,9 @@ class DeepCommDispatcher(sglang.BaseDispatcher):  # type: ignore[misc]
         if self._is_low_latency:
             if self.overlap_args is not None:
                 raise UnsupportedError(
-                    "single-batch overlap by signals (set_overlap_args) is not offered: combine starts "
-                    "when it is called; start the server without --enable-single-batch-overlap"
+                    "single-batch overlap by signals (set_overlap_args) is not offered: combine "
+                    "starts when it is called; start the server without "
+                    "--enable-single-batch-overlap"
                 )
             self._pending = self.buffer.low_latency_combine(
                 hidden_states, topk_ids, topk_weights, handle,
@@ -209,7 +210,8 @@ class DeepCommDispatcher(sglang.BaseDispatcher):  # type: ignore[misc]
         recv, masked_m, self._handle, event, hook = self.buffer.low_latency_dispatch(
             hidden_states, topk_ids, self.formats.max_tokens, self.num_experts, use_fp8=use_fp8,
             round_scale=ue8m0, use_ue8m0=ue8m0, async_finish=not self.return_recv_hook,
-            return_recv_hook=self.return_recv_hook, use_nvfp4=use_nvfp4, x_global_scale=global_scale,
+            return_recv_hook=self.return_recv_hook, use_nvfp4=use_nvfp4,
+            x_global_scale=global_scale,
         )  # fmt: skip
         if use_nvfp4:
             recv = experts_last(*recv)

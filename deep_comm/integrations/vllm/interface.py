@@ -54,7 +54,7 @@ else:
         psum_recv_per_rank: Tensor | None = None
         rank_expert_offset: int | None = None
 
-    class FusedMoEPrepareAndFinalizeModular(abc.ABC):  # type: ignore[no-redef]
+    class FusedMoEPrepareAndFinalizeModular(abc.ABC):  # type: ignore[no-redef]  # noqa: B024
         pass
 
     class All2AllManagerBase:  # type: ignore[no-redef]

@@ -39,8 +39,8 @@ def register() -> None:
             raise UnsupportedError(f"cannot import {module_name}: {error}") from error
         if not hasattr(module, name):
             raise UnsupportedError(
-                f"{module_name} has no {name}: this vLLM is not one that the adapter knows, or finds no "
-                "deep_ep (python -m deep_comm.compat install)"
+                f"{module_name} has no {name}: this vLLM is not one that the adapter knows, or "
+                "finds no deep_ep (python -m deep_comm.compat install)"
             )
         found.append((module, name, ours))
     for module, name, ours in found:

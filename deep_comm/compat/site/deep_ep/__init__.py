@@ -11,7 +11,6 @@ from deep_comm.compat.elastic import (
     get_physical_domain_size,
 )
 from deep_comm.compat.legacy import Buffer, topk_idx_t
-
 from deep_ep import buffers, utils
 
 # The newest release whose names are all here, and who offers them.
@@ -47,7 +46,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _NOT_OFFERED:
         raise AttributeError(
-            f"deep_ep.{name} belongs to {_NOT_OFFERED[name]}; deep_comm offers Buffer and ElasticBuffer",
+            f"deep_ep.{name} belongs to {_NOT_OFFERED[name]}; deep_comm offers Buffer and "
+            "ElasticBuffer",
             name=name,
         )
     raise AttributeError(f"module 'deep_ep' has no attribute '{name}'")
