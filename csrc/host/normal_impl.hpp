@@ -1,0 +1,343 @@
+// Engine's methods for dispatch and combine inside a node; included by engine_impl.hpp.
+#pragma once
+
+#include "device/intranode/kernels.cuh"
+#include "host/engine.hpp"
+
+namespace deep_comm {
+
+// Shared memory of a block that is not stages: the entries of dispatch and combine.
+inline constexpr int kReservedSmemBytes = 4608;
+// The mbarriers of both modes of dispatch.
+inline constexpr int kMaxBarrierBytes =
+    2 * 2 * kMaxRanks * StagePipe::kMaxStages * sizeof(uint64_t);
+static_assert(sizeof(DispatchEntry) <= kReservedSmemBytes - 16);
+static_assert(sizeof(CombineEntry) <= kReservedSmemBytes - 16);
+
+template <class Target>
+typename Engine<Target>::Shape Engine<Target>::shape_of(const ChannelConfig& config,
+                                                        const MessageLayout& message,
+                                                        int num_senders) const {
+  using detail::require;
+  require(config.num_channels >= 1 && config.num_channels <= kMaxChannels,
+          "num_channels = " + std::to_string(config.num_channels) + ", must lie in 1.." +
+              std::to_string(kMaxChannels));
+  require(config.num_slots >= 1 && config.num_send_tokens >= 1 &&
+              config.num_send_tokens <= config.num_slots,
+          "num_send_tokens = " + std::to_string(config.num_send_tokens) +
+              ", must lie in 1..num_slots = " + std::to_string(config.num_slots));
+  require(
+      message.row_bytes > 0 && message.row_bytes % 16 == 0,
+      "row_bytes = " + std::to_string(message.row_bytes) + ", must be a positive multiple of 16");
+  Shape shape{};
+  shape.num_senders = num_senders;
+  const int warp_limit = min_of(
+      Target::kTuning.sender_smem_bytes,
+      (smem_bytes_limit - kReservedSmemBytes - kMaxBarrierBytes) / max_of(1, shape.num_senders));
+  require(warp_limit >= StageLayout::min_warp_bytes(message.meta_bytes, StagePipe::kMinStages),
+          "scales and top-k of one token take " + std::to_string(message.meta_bytes) +
+              " bytes: too many for the stages of a warp, which has " + std::to_string(warp_limit));
+  const bool has_room =
+      warp_limit >= StageLayout::min_warp_bytes(message.meta_bytes, StagePipe::kGoodStages);
+  shape.stage = StageLayout::make(message.row_bytes, message.meta_bytes, warp_limit,
+                                  has_room ? StagePipe::kGoodStages : StagePipe::kMinStages,
+                                  StagePipe::kMaxStages);
+  shape.ring = {world_.num_ranks, config.num_channels, config.num_slots, message.slot_bytes()};
+  require(shape.ring.num_bytes() <= data_bytes_,
+          "the rings need " + std::to_string(shape.ring.num_bytes()) +
+              " bytes, num_nvl_bytes gives " + std::to_string(data_bytes_));
+  return shape;
+}
+
+template <class Target>
+void Engine<Target>::get_dispatch_layout(LayoutArgs args, uint64_t stream) {
+  const int num_experts = args.topk.num_experts;
+  check_num_experts(num_experts);
+  const Tuning& tuning = Target::kTuning;
+  args.tokens_per_block = tuning.layout_tokens_per_block;
+  const size_t smem_bytes = sizeof(int32_t) * (world_.num_ranks + num_experts + 1);
+  check_counters(num_experts, smem_bytes);
+  launch<LayoutKernel>({.num_blocks = max_of(1, ceil_div(args.num_tokens, args.tokens_per_block)),
+                        .num_threads = tuning.layout_threads,
+                        .smem_bytes = smem_bytes},
+                       args, stream);
+}
+
+template <class Target>
+NotifyPlan Engine<Target>::plan_notify(const NotifyOptions& options) const {
+  // Checks the shape of the dispatch that follows, so that nothing is launched if it cannot be.
+  shape_of(options.channels,
+           MessageLayout::of_dispatch(options.row_bytes, options.scale_row_bytes, options.num_topk,
+                                      true, options.is_expanded),
+           world_.num_ranks - 1);
+  check_num_experts(options.num_experts);
+  const size_t counter_bytes =
+      options.counts_choices ? sizeof(int32_t) * static_cast<size_t>(options.num_experts) : 0;
+  NotifyPlan plan{};
+  plan.channels = options.channels;
+  plan.topk_idx_bytes = options.topk_idx_bytes;
+  plan.smem_bytes = sizeof(NotifySmem) + counter_bytes;
+  check_counters(options.num_experts, plan.smem_bytes);
+  NotifyArgs& args = plan.args;
+  const auto field = [&](HeaderField name) -> int& {
+    return args.header.fields[static_cast<int>(name)];
+  };
+  field(HeaderField::kNumTopk) = options.num_topk;
+  field(HeaderField::kRowBytes) = options.row_bytes;
+  field(HeaderField::kScaleRowBytes) = options.scale_row_bytes;
+  field(HeaderField::kNumExperts) = options.num_experts;
+  field(HeaderField::kNumChannels) = options.channels.num_channels;
+  field(HeaderField::kNumSendTokens) = options.channels.num_send_tokens;
+  field(HeaderField::kNumSlots) = options.channels.num_slots;
+  field(HeaderField::kExpertAlignment) = options.is_expanded ? options.expert_alignment : 0;
+  if (options.counts_choices) {
+    args.topk = {nullptr, options.topk_idx_bytes, options.num_topk, options.num_experts};
+  }
+  args.num_experts = options.num_experts;
+  args.num_channels = options.channels.num_channels;
+  args.expert_alignment = options.expert_alignment;
+  args.counts = counts_;
+  return plan;
+}
+
+template <class Target>
+void Engine<Target>::notify_dispatch(const NotifyPlan& plan, NotifyArgs args, uint64_t stream) {
+  const auto field = [&](HeaderField name) -> int& {
+    return args.header.fields[static_cast<int>(name)];
+  };
+  field(HeaderField::kNumTokens) = args.num_tokens;
+  const OutputWords words = OutputWords::of(args.place);
+  field(HeaderField::kOutputLine) = static_cast<int>(words.line);
+  field(HeaderField::kSrcLine) = static_cast<int>(words.src_line);
+  field(HeaderField::kOutputRows) = static_cast<int>(words.rows);
+  args.sequence = ++sequence_;
+  num_counted_experts_ =
+      ExpertMap{args.num_experts, world_.num_ranks}.num_local_experts(world_.rank);
+  counts_stream_ = stream;
+  const Tuning& tuning = Target::kTuning;
+  const int tokens_per_channel = ceil_div(args.num_tokens, args.num_channels);
+  const int num_threads =
+      min_of(max_of(tuning.min_notify_threads, align_up(tokens_per_channel, kWarpSize)),
+             tuning.max_notify_threads);
+  launch<NotifyKernel>({.num_blocks = min_of(args.num_channels, tuning.max_notify_blocks),
+                        .num_threads = num_threads,
+                        .smem_bytes = plan.smem_bytes},
+                       args, stream);
+}
+
+template <class Target>
+bool Engine<Target>::wait_sequence(const uint32_t* sequence) {
+  const auto has_come = [&] { return detail::load_acquire(sequence) == sequence_; };
+  for (int num_polls = 0; !has_come(); ++num_polls) {
+    if (detail::load_acquire(&world_.error->is_written) != 0) return false;
+    // The kernel bounds its own waits; here only the end of the stream needs watching.
+    if (num_polls % 1024 == 1023 && target_.is_idle(counts_stream_) && !has_come() &&
+        detail::load_acquire(&world_.error->is_written) == 0) {
+      throw std::runtime_error(
+          "notify_dispatch ended without totals: an earlier failure was not cleared");
+    }
+  }
+  return true;
+}
+
+template <class Target>
+std::optional<Counts> Engine<Target>::wait_counts() {
+  check_open();
+  if (!wait_sequence(&counts_->sequence)) return std::nullopt;
+  Counts counts;
+  counts.num_recv_tokens = counts_->num_recv_tokens;
+  counts.max_num_tokens = counts_->max_num_tokens;
+  counts.is_direct = counts_->is_direct != 0;
+  counts.num_recv_tokens_per_expert.assign(
+      counts_->num_recv_tokens_per_expert,
+      counts_->num_recv_tokens_per_expert + num_counted_experts_);
+  return counts;
+}
+
+template <class Target>
+void Engine<Target>::plan_direct(DispatchArgs& args, const DispatchOptions& options) const {
+  // As many moving warps as have room for whole rows, within reason; longer rows travel in pieces.
+  constexpr int kMinDirectStages = 4;
+  const Tuning& tuning = Target::kTuning;
+  const int room = smem_bytes_limit - kReservedSmemBytes - kMaxBarrierBytes;
+  // Quantising takes a warp's time: as many as have room for pieces of 512
+  // elements and their scales.
+  const int stage_bytes = options.is_quantised ? 1024 + 16 : options.row_bytes;
+  const int most_warps = room / (kMinDirectStages * align_up(stage_bytes, 128));
+  args.num_move_warps = max_of(2, min_of(tuning.num_direct_move_warps, most_warps));
+  const bool has_metadata =
+      options.num_topk != 0 || options.num_scales != 0 || options.makes_handle;
+  args.num_meta_warps = has_metadata ? tuning.num_direct_meta_warps : 0;
+  const int warp_limit = room / args.num_move_warps;
+  if (!options.is_quantised) {
+    args.direct_stage = StageLayout::make(options.row_bytes, 0, warp_limit, kMinDirectStages,
+                                          StagePipe::kMaxStages);
+    return;
+  }
+  args.direct_stage =
+      StageLayout::make_quantised(options.row_bytes * static_cast<int>(sizeof(Bf16)), warp_limit,
+                                  kMinDirectStages, StagePipe::kMaxStages);
+  detail::require(args.direct_stage.num_stages > 0,
+                  "smem_bytes_limit = " + std::to_string(smem_bytes_limit) +
+                      ", quantising needs stages of 512 elements");
+}
+
+template <class Target>
+DispatchPlan Engine<Target>::plan_dispatch(const DispatchOptions& options) const {
+  const MessageLayout message =
+      MessageLayout::of_dispatch(options.row_bytes, options.num_scales * options.scale_bytes,
+                                 options.num_topk, options.makes_handle, options.is_expanded);
+  const Shape shape = shape_of(options.channels, message, world_.num_ranks - 1);
+  DispatchPlan plan{};
+  plan.options = options;
+  for (const bool may_be_direct : {false, true}) {
+    DispatchPlan::Variant& variant = plan.variants[may_be_direct ? 1 : 0];
+    variant = plan_dispatch(options, shape, may_be_direct);
+    variant.args.message = message;
+  }
+  return plan;
+}
+
+template <class Target>
+DispatchPlan::Variant Engine<Target>::plan_dispatch(const DispatchOptions& options,
+                                                    const Shape& shape, bool may_be_direct) const {
+  const Tuning& tuning = Target::kTuning;
+  const ChannelConfig& config = options.channels;
+  DispatchPlan::Variant variant{};
+  DispatchArgs& args = variant.args;
+  args.scale_bytes = options.scale_bytes;
+  args.num_scales = options.num_scales;
+  args.topk_idx_bytes = options.topk_idx_bytes;
+  args.scale_format = options.scale_format;
+  constexpr int kMaxWarps = DispatchKernel<false, false>::kMaxThreads / kWarpSize;
+  args.num_receive_warps =
+      min_of(tuning.num_receive_warps, (kMaxWarps - world_.num_ranks) / world_.num_ranks);
+  const int num_ring_warps =
+      shape.num_senders + world_.num_ranks * args.num_receive_warps + 1;  // and the publisher
+  args.stage = shape.stage;
+  args.ring = shape.ring;
+  args.num_send_tokens = config.num_send_tokens;
+  plan_direct(args, options);
+  const size_t stages_bytes =
+      align_up<size_t>(max_of(shape.num_senders * args.stage.warp_bytes(),
+                              may_be_direct * args.num_move_warps * args.direct_stage.warp_bytes()),
+                       16);
+  args.ring_barriers_offset = stages_bytes;
+  args.direct_barriers_offset =
+      args.ring_barriers_offset + shape.num_senders * args.stage.warp_barrier_bytes();
+  args.entry_offset = align_up<size_t>(
+      args.direct_barriers_offset + args.num_move_warps * args.direct_stage.warp_barrier_bytes(),
+      16);
+  const int agreed[] = {options.row_bytes,
+                        options.num_scales * options.scale_bytes,
+                        options.num_topk,
+                        config.num_channels,
+                        config.num_send_tokens,
+                        config.num_slots,
+                        options.topk_idx_bytes,
+                        options.makes_handle,
+                        options.is_expanded,
+                        options.is_quantised,
+                        options.scale_format.round_scale,
+                        options.scale_format.use_ue8m0};
+  args.signature = Operation::signature(Kernel::kDispatch, agreed, 12);
+  variant.launch = {
+      .num_blocks = config.num_channels,
+      .num_threads = kWarpSize * max_of(num_ring_warps, args.num_move_warps + args.num_meta_warps),
+      .smem_bytes = args.entry_offset + sizeof(DispatchEntry)};
+  return variant;
+}
+
+template <class Target>
+void Engine<Target>::dispatch(const DispatchPlan& plan, const DispatchArgs& args, uint64_t stream) {
+  const DispatchOptions& options = plan.options;
+  const bool may_be_direct = args.output_line != 0;  // otherwise no stages for it
+  if (may_be_direct) check_output(args, options);
+  const LaunchConfig& launch_config = plan.variant(may_be_direct).launch;
+  if (options.is_expanded && options.is_quantised) {
+    launch<DispatchKernel<true, true>>(launch_config, args, stream);
+  } else if (options.is_expanded) {
+    launch<DispatchKernel<true, false>>(launch_config, args, stream);
+  } else if (options.is_quantised) {
+    launch<DispatchKernel<false, true>>(launch_config, args, stream);
+  } else {
+    launch<DispatchKernel<false, false>>(launch_config, args, stream);
+  }
+}
+
+template <class Target>
+void Engine<Target>::check_block(const char* what, uint32_t line, size_t num_bytes) const {
+  const size_t begin = static_cast<size_t>(line) * kLineBytes;
+  if (begin >= world_.layout.data && begin + num_bytes <= world_.layout.data + data_bytes_) return;
+  throw std::invalid_argument(std::string(what) + " of " + std::to_string(num_bytes) +
+                              " bytes at " + std::to_string(begin) +
+                              " must lie in the data region");
+}
+
+template <class Target>
+void Engine<Target>::check_output(const DispatchArgs& args, const DispatchOptions& options) const {
+  const int num_topk = options.is_expanded ? min_of(options.num_topk, 1) : options.num_topk;
+  const OutputLayout output = OutputLayout::make(args.num_recv_rows, options.row_bytes,
+                                                 options.num_scales * options.scale_bytes, num_topk,
+                                                 options.topk_idx_bytes);
+  check_block("an output block", args.output_line, output.num_bytes);
+  if (args.src_line != 0) {
+    const size_t num_bytes =
+        options.is_expanded ? SourceLayout::make(args.num_recv_rows, options.num_topk).num_bytes
+                            : sizeof(int32_t) * static_cast<size_t>(args.num_recv_rows);
+    check_block("an output block", args.src_line, num_bytes);
+  }
+}
+
+template <class Target>
+CombinePlan Engine<Target>::plan_combine(const ChannelConfig& config, Dtype dtype, int num_topk,
+                                         int row_bytes) const {
+  constexpr int kMaxWarps = CombineKernel<Dtype::kFloat32>::kMaxThreads / kWarpSize;
+  const int num_senders = max_of(world_.num_ranks - 1, Target::kTuning.min_senders);
+  // Beside the reducing warps: the senders, the credits', the publisher.
+  const int num_reduce_warps =
+      min_of(Target::kTuning.num_reduce_warps, kMaxWarps - num_senders - 2);
+  static_assert(Target::kTuning.num_reduce_warps <= CombineEntry::kMaxReduceWarps);
+  CombinePlan plan{};
+  plan.dtype = dtype;
+  CombineArgs& args = plan.args;
+  args.message = MessageLayout::of_combine(row_bytes, num_topk);
+  const Shape shape = shape_of(config, args.message, num_senders);
+  args.num_senders = num_senders;
+  args.barriers_offset = shape.num_senders * shape.stage.warp_bytes();
+  args.entry_offset =
+      align_up<size_t>(args.barriers_offset + shape.num_senders * shape.stage.warp_barrier_bytes(),
+                       alignof(CombineEntry));
+  args.stage = shape.stage;
+  args.ring = shape.ring;
+  args.num_send_tokens = config.num_send_tokens;
+  const int agreed[] = {row_bytes,
+                        num_topk,
+                        static_cast<int>(dtype),
+                        config.num_channels,
+                        config.num_send_tokens,
+                        config.num_slots};
+  args.signature = Operation::signature(Kernel::kCombine, agreed, 6);
+  plan.launch = {.num_blocks = config.num_channels,
+                 .num_threads = kWarpSize * (shape.num_senders + 2 + num_reduce_warps),
+                 .smem_bytes = args.entry_offset + sizeof(CombineEntry)};
+  return plan;
+}
+
+template <class Target>
+void Engine<Target>::combine(const CombinePlan& plan, const CombineArgs& args, uint64_t stream) {
+  if (args.staging_line != 0) {
+    check_block("staging", args.staging_line,
+                static_cast<size_t>(args.num_staging_rows) * args.message.slot_bytes());
+  }
+  switch (plan.dtype) {
+    case Dtype::kBfloat16:
+      return launch<CombineKernel<Dtype::kBfloat16>>(plan.launch, args, stream);
+    case Dtype::kFloat16:
+      return launch<CombineKernel<Dtype::kFloat16>>(plan.launch, args, stream);
+    case Dtype::kFloat32:
+      return launch<CombineKernel<Dtype::kFloat32>>(plan.launch, args, stream);
+  }
+}
+
+}  // namespace deep_comm
