@@ -21,7 +21,7 @@ from deep_comm.events import EventHandle, EventOverlap
 from deep_comm.internode_buffer import InternodeCalls
 from deep_comm.low_latency_buffer import LowLatencyCalls
 from deep_comm.low_latency_state import LowLatencyState
-from deep_comm.normal_buffer import DEFAULT_NUM_SMS, NormalCalls
+from deep_comm.normal_buffer import DEFAULT_NUM_SMS
 
 if TYPE_CHECKING:
     from deep_comm._core import Engine
@@ -38,7 +38,7 @@ def _release_groups() -> None:
         buffer._release_group()
 
 
-class Buffer(NormalCalls, InternodeCalls, LowLatencyCalls):
+class Buffer(InternodeCalls, LowLatencyCalls):
     """Communication buffers of one rank, and the operations that use them.
 
     R ranks, T tokens of this rank, H hidden, K top-k, E experts, L local experts, N received rows.

@@ -69,7 +69,7 @@ class Config:
         object.__setattr__(self, "_hash", hash(tuple(fields)))
 
     def __hash__(self) -> int:
-        return self._hash  # type: ignore[attr-defined,no-any-return]
+        return self._hash  # type: ignore[attr-defined]
 
     @property
     def num_channels(self) -> int:

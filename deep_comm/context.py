@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 # Shapes and configs of calls whose rings are remembered; a program uses a handful.
 _MAX_PLANS = 512
 
-# Rings that keep the links busy at any number of SMs; a larger buffer is better used as receive region.
+# Rings that keep the links busy at any number of SMs; a larger buffer is better
+# used as receive region.
 _RING_BYTES = 64 << 20
 
 
@@ -77,7 +78,9 @@ class Settings:
 
 
 def _direct_bytes(settings: Settings) -> int:
-    """Size of the receive region: what is asked for, else what small rings leave of num_nvl_bytes."""
+    """Size of the receive region: what is asked for, else what small
+    rings leave of num_nvl_bytes.
+    """
     if settings.num_direct_bytes is not None:
         return settings.num_direct_bytes
     if settings.num_nvl_bytes < 2 * _RING_BYTES:
@@ -135,8 +138,8 @@ class Context:
             self.rail = rails.choose(wanted_rail, device.type, self.topology, places)
             if self.topology.num_nodes > 1 and settings.enable_shrink:
                 raise errors.UnsupportedError(
-                    "enable_shrink serves groups inside one node: between nodes a silent rank raises "
-                    "PeerTimeout"
+                    "enable_shrink serves groups inside one node: between nodes a silent rank "
+                    "raises PeerTimeout"
                 )
             self.members = self.rendezvous.members
             # One rank's for all: hosts may have measured at other times, or not at all.
@@ -233,7 +236,8 @@ class Context:
         num_channels: int | None = None,
         expand: bool = False,
     ) -> RingPlan:
-        """Rings for one call; raises BufferTooSmall or ArgumentError. ``default``: without a config.
+        """Rings for one call; raises BufferTooSmall or ArgumentError.
+        ``default``: without a config.
 
         Worked out once for equal arguments: a Buffer's memory does not change.
         """
@@ -295,7 +299,9 @@ class Context:
         return tensor.data_ptr() or self.heap.base
 
     def known_handle(self, handle: Handle | Sequence[Tensor]) -> KnownHandle:
-        """The handle as calls use it; raises ArgumentError, or HandleMismatch if it is not of this group."""
+        """The handle as calls use it; raises ArgumentError, or HandleMismatch
+        if it is not of this group.
+        """
         if type(handle) is Handle:
             known = handle.known_to(self.owner)
             if known is not None:
@@ -333,8 +339,8 @@ class Context:
             "low_latency"
         )
         if record.kind not in ("peer_timeout", "masked_out") and not leaves_payload:
-            # All ranks are still in step: the Buffer goes on. After a timeout, and where ranks wrote
-            # rows into each other's memory that nobody expects, only reset() helps.
+            # All ranks are still in step: the Buffer goes on. After a timeout, and where ranks
+            # wrote rows into each other's memory that nobody expects, only reset() helps.
             self.backend.synchronize()
             self.engine.clear_error()
         raise errors.from_record(record)

@@ -262,12 +262,17 @@ class Handle(TensorSequence):
             return None
         slab, layout = fresh.slab, fresh.slab.layout
         torches = (fresh.storage, fresh.mask, fresh.src_idx)
+        if fresh.src_idx is not None:
+            num_rows = fresh.src_idx.shape[0]
+        else:
+            assert fresh.src_rows is not None
+            num_rows = fresh.src_rows.num_rows
         known = KnownHandle(
             self,
             owner,
             tuple(tensor for tensor in torches if tensor is not None),
             layout.num_tokens,
-            fresh.src_rows.num_rows if fresh.src_idx is None else fresh.src_idx.shape[0],
+            num_rows,
             layout.num_channels,
             fresh.routing,
             slab.address + layout.recv_channel_prefix_matrix,

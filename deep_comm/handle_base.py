@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, overload
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from deep_comm.errors import ArgumentError, HandleMismatch
 
 
-class TensorSequence(abc.ABC):
+class TensorSequence(Sequence[Tensor]):
     """The first fields, by position as DeepEP's callers know them."""
 
     _KINDS: ClassVar[tuple[tuple[torch.dtype, int], ...]]  # (dtype, dimensions) of each

@@ -15,7 +15,8 @@ from deep_comm.errors import ArgumentError, UnsupportedError
 from deep_comm.events import EventOverlap
 from deep_comm.handle import Handle
 from deep_comm.internode_handle import InternodeHandle
-from deep_comm.ops.call import StreamOptions
+from deep_comm.ops import internode
+from deep_comm.ops.call import CallOptions, StreamOptions
 from deep_comm.ops.combine import combine
 from deep_comm.ops.dispatch import DispatchResult, cached_dispatch, dispatch
 from deep_comm.ops.layout import get_dispatch_layout
@@ -35,8 +36,7 @@ RECOMMENDED = {
 
 
 class NormalCalls:
-    """Dispatch and combine for any number of tokens, inside a node or, by
-    InternodeCalls, between nodes.
+    """Dispatch and combine for any number of tokens, inside a node or between nodes.
 
     R ranks, T tokens of this rank, H hidden, K top-k, E experts, L local experts, N received rows.
     """
@@ -48,8 +48,6 @@ class NormalCalls:
 
     _context: Context
     _is_internode: bool
-    internode_dispatch: Any
-    internode_combine: Any
 
     def get_dispatch_layout(
         self,
@@ -161,37 +159,37 @@ class NormalCalls:
             CapacityError: more rows than num_worst_tokens arrived on this rank.
             PeerTimeout: a peer stayed silent; reset() makes the Buffer usable again.
         """
+        streams = StreamOptions.checked(previous_event, async_finish, allocate_on_comm_stream)
+        if handle is not None and (topk_idx is not None or topk_weights is not None):
+            name = "topk_weights" if topk_idx is None else "topk_idx"
+            raise ArgumentError(name, None, "must be left away with a handle")
         if self._is_internode:
             if expand or zero_padding or use_fp8 or column_major_scales:
                 name = "expand" if expand or zero_padding else "use_fp8"
                 raise UnsupportedError(f"{name} is not in this version between nodes")
-            return super().internode_dispatch(
+            options = CallOptions(config, self._default_between_nodes("dispatch", config), streams)
+            if handle is not None:
+                return internode.cached_internode_dispatch(self._context, x, handle, options)
+            return internode.internode_dispatch(
+                self._context,
                 x,
-                handle,
-                num_tokens_per_rank,
-                num_tokens_per_rdma_rank,
-                is_token_in_rank,
-                num_tokens_per_expert,
-                topk_idx,
-                topk_weights,
-                expert_alignment,
-                num_worst_tokens,
-                config,
-                previous_event,
-                async_finish,
-                allocate_on_comm_stream,
+                num_tokens_per_rank=num_tokens_per_rank,
+                num_tokens_per_rdma_rank=num_tokens_per_rdma_rank,
+                is_token_in_rank=is_token_in_rank,
+                num_tokens_per_expert=num_tokens_per_expert,
+                topk_idx=topk_idx,
+                topk_weights=topk_weights,
                 num_experts=num_experts,
+                expert_alignment=expert_alignment,
+                num_worst_tokens=num_worst_tokens,
                 zero_tail=zero_tail,
+                options=options,
             )
-        streams = StreamOptions.checked(previous_event, async_finish, allocate_on_comm_stream)
         default = None if config is not None else self._default_for_rows("dispatch")
         scale_options = PLAIN
         if use_fp8 or round_scale or use_ue8m0 or column_major_scales:
             scale_options = ScaleOptions(use_fp8, round_scale, use_ue8m0, column_major_scales)
         if handle is not None:
-            if topk_idx is not None or topk_weights is not None:
-                name = "topk_weights" if topk_idx is None else "topk_idx"
-                raise ArgumentError(name, None, "must be left away with a handle")
             return cached_dispatch(
                 self._context,
                 x,
@@ -235,13 +233,13 @@ class NormalCalls:
         allocate_on_comm_stream: bool = False,
         *,
         apply_weights: bool = False,
-    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+    ) -> tuple[Tensor, Tensor | Any, EventOverlap]:
         """Send rows back to their source and sum those of each token. Collective.
 
         The sum runs in float32 over the ranks that got the token, ascending, then over the biases,
         and is rounded once (between nodes also once a node, see InternodeCalls): it does not
-        depend on ``config``. A token that went nowhere gives its
-        bias, or zeros. Any number of combines may use one handle.
+        depend on ``config``. A token that went nowhere gives its bias, or zeros. Any number of
+        combines may use one handle.
 
         Args:
             x: bfloat16, float16 or float32 [N, H], contiguous, rows a multiple of 16 bytes.
@@ -263,18 +261,13 @@ class NormalCalls:
             ArgumentError, BufferTooSmall, HandleMismatch: nothing was launched.
             ConfigMismatch, PeerTimeout: as dispatch.
         """
+        streams = StreamOptions.checked(previous_event, async_finish, allocate_on_comm_stream)
         if self._is_internode:
             if apply_weights:
                 raise UnsupportedError("apply_weights is not in this version between nodes")
-            return super().internode_combine(
-                x,
-                handle,
-                topk_weights,
-                bias,
-                config,
-                previous_event,
-                async_finish,
-                allocate_on_comm_stream,
+            options = CallOptions(config, self._default_between_nodes("combine", config), streams)
+            return internode.internode_combine(
+                self._context, x, handle, topk_weights=topk_weights, bias=bias, options=options
             )
         return combine(
             self._context,
@@ -285,7 +278,7 @@ class NormalCalls:
             apply_weights=apply_weights,
             config=config,
             default=None if config is not None else self._default_for_rows("combine"),
-            streams=StreamOptions.checked(previous_event, async_finish, allocate_on_comm_stream),
+            streams=streams,
         )
 
     def _choose_defaults(self) -> None:
@@ -316,6 +309,10 @@ class NormalCalls:
             num_sms = wanted if max_sms is None else min(wanted, max_sms)
         # Groups of several nodes may have any size.
         return recommended(configs.known_size(self._context.num_ranks), num_sms)
+
+    def _default_between_nodes(self, operation: str, config: Config | None) -> Config | None:
+        """For "dispatch" or "combine" without a config."""
+        return None if config is not None else self._default_config(RECOMMENDED[operation])
 
     def _default_for_rows(self, operation: str) -> Config | DefaultConfig:
         """For "dispatch" or "combine" inside a node: docs/guide/sms.md."""

@@ -98,14 +98,13 @@ class Pool:
     torch and a CUDA context cost seconds.
 
     Every run has a torch.distributed group of its own. Processes that died or hung are
-    replaced, and all others with them, before the next run; what else a run leaves
-    behind in a process (caches,
-    the device's context, modules) the next run finds there.
+    replaced, and all others with them, before the next run; what else a run leaves behind in a
+    process (caches, the device's context, modules) the next run finds there.
     """
 
     def __init__(self, num_ranks: int = 0, start_method: str = "spawn") -> None:
         """Start ``num_ranks`` processes; runs that need more start more."""
-        self._context = multiprocessing.get_context(start_method)
+        self._context: Any = multiprocessing.get_context(start_method)
         if start_method == "forkserver":
             self._context.set_forkserver_preload(["deep_comm.processes", "torch.distributed"])
         self._processes: list[Any] = []
@@ -213,7 +212,9 @@ class _Job:
     timeout_s: float
 
 
-def _collect(processes: list, connections: list[Connection], timeout_s: float) -> list[Outcome]:
+def _collect(
+    processes: list[Any], connections: list[Connection], timeout_s: float
+) -> list[Outcome]:
     started = time.monotonic()
     deadline = started + timeout_s
     ended: dict[int, Outcome] = {}
@@ -226,8 +227,9 @@ def _collect(processes: list, connections: list[Connection], timeout_s: float) -
                 failure = RankFailed(rank, f"did not end within {elapsed:.0f} s")
                 ended.setdefault(rank, Outcome(rank, error=failure, elapsed_s=elapsed))
             break
-        for connection in ready:
-            rank = connections.index(connection)
+        for rank, connection in enumerate(connections):
+            if connection not in ready:
+                continue
             ended[rank] = _receive(rank, processes[rank], connection, elapsed)
             if ended[rank].error is not None:
                 deadline = min(deadline, time.monotonic() + FAILURE_GRACE_S)
@@ -256,7 +258,9 @@ def _rank_main(connection: Connection) -> None:
     # A run that ends at once would close its connections while others still make theirs.
     os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     while True:
-        value, error, text = None, None, ""
+        value: object = None
+        error: BaseException | None = None
+        text = ""
         try:
             job, fn, args = connection.recv()
         except EOFError:
@@ -320,7 +324,7 @@ def _unpack(packed: bytes) -> tuple[Any, BaseException | None, str]:
     return value, error, text
 
 
-def _call(job: _Job, fn: Callable[..., Any], args: tuple) -> object:
+def _call(job: _Job, fn: Callable[..., Any], args: tuple[Any, ...]) -> object:
     import torch
     import torch.distributed as dist
 

@@ -61,9 +61,12 @@ class Launch(Protocol):
     stream: int  # to pass to the engine
     is_captured: bool  # part of a CUDA graph
     poisons: bool  # outputs are filled before the kernels run
-    home_stream: int  # whose memory `empty` hands out
     caller_stream: int  # the current one
     is_behind_caller: bool  # all its work so far comes before
+
+    @property
+    def home_stream(self) -> int:
+        """Whose memory `empty` hands out."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """An output, on the device and owned by the right stream."""
@@ -140,8 +143,9 @@ class Backend(Protocol):
         """Raises UnsupportedError on the host target."""
 
     def launch(
-        self, previous_event: EventHandle | None, async_finish: bool, allocate_on_comm_stream: bool
-    ) -> Launch: ...
+        self, previous_event: EventHandle | None, async_finish: bool, on_comm: bool, /
+    ) -> Launch:
+        """``on_comm``: outputs belong to the communication stream."""
 
     def launch_unordered(self) -> Launch:
         """On the caller's stream, without order among the Buffer's operations."""

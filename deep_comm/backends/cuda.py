@@ -127,7 +127,7 @@ class CudaBackend:
             )
         self.max_sms: int | None = _cuda.num_sms(self._index)
         # Above the default: communication that waits for a free SM keeps its peers waiting too.
-        self._comm_stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self._comm_stream = torch.cuda.Stream(device, priority=-1)
         self._streams = Streams(device, self._comm_stream, env.POISON.get())
         self.launch = self._streams.launch
         self.launch_unordered = self._streams.launch_unordered

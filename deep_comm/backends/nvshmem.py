@@ -178,12 +178,12 @@ def _start(
             return None
         return bytes(core.get_unique_id()._data.view(numpy.uint8))
 
-    name = rendezvous.all_gather_result("make NVSHMEM's unique id", make_id)[0]
-    assert name is not None
+    job_id = rendezvous.all_gather_result("make NVSHMEM's unique id", make_id)[0]
+    assert job_id is not None
 
     def start() -> None:
         unique_id = core.get_unique_id(empty=True)
-        unique_id._data.view(numpy.uint8)[:] = numpy.frombuffer(name, numpy.uint8)
+        unique_id._data.view(numpy.uint8)[:] = numpy.frombuffer(job_id, numpy.uint8)
         place = Device(device)
         place.set_current()
         core.init(
@@ -192,7 +192,7 @@ def _start(
         )  # fmt: skip
 
     rendezvous.all_gather_result("start NVSHMEM", start)
-    return name
+    return job_id
 
 
 def join(

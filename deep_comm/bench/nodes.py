@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from deep_comm import Buffer, Config, env, reference_internode
+from deep_comm.bench.payload import same_bits
 from deep_comm.examples.launch import device_of, on_ranks, say
 
 
@@ -96,13 +97,14 @@ def _is_right(buffer: Buffer, options: Options, config: Config, ranks_per_node: 
         [part[2] for part in inputs], num_channels=config.num_sms // 2, expert_alignment=1,
         num_worst_tokens=0,
     )  # fmt: skip
+    received = [rank.received for rank in expected]
+    all_weights = [r.recv_topk_weights for r in received if r.recv_topk_weights is not None]
     wanted, wanted_weights = reference_internode.combine(
-        [rank.received.recv_x for rank in expected], expected,
-        [rank.received.recv_topk_weights for rank in expected], [None] * num_ranks,
-    )[buffer.rank]  # fmt: skip
+        [r.recv_x for r in received], expected, all_weights, [None] * num_ranks
+    )[buffer.rank]
 
-    def same(got: Tensor, want: Tensor) -> bool:
-        return torch.equal(got.cpu().view(torch.uint8), want.contiguous().view(torch.uint8))
+    def same(got: Tensor, want: Tensor | None) -> bool:
+        return want is not None and same_bits(got.cpu(), want)
 
     return (
         same(recv_x, expected[buffer.rank].received.recv_x)

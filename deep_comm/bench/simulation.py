@@ -31,7 +31,7 @@ def run(workload: Workload, *, num_runs: int) -> SimulationReport:
     """Run ``num_runs`` seeds, checked; the first is a warm-up and not counted."""
     host = torch.device("cpu")
     expected = [Expected(workload, rank, host, 1) for rank in range(workload.num_ranks)]
-    wanted = [(rank.recv_x(0), rank.combined(0)) for rank in expected]
+    wanted: list[tuple[Any, Any]] = [(rank.recv_x(0), rank.combined(0)) for rank in expected]
 
     def rank_main(group: simulate.SimulatedGroup) -> tuple[torch.Tensor, torch.Tensor]:
         mine = expected[group.rank()]

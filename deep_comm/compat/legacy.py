@@ -177,7 +177,7 @@ class Buffer(deep_comm.Buffer):
 
     # ---- normal mode ---------------------------------------------------------------------------
 
-    def dispatch(  # type: ignore[override]
+    def dispatch(
         self,
         x: Tensor | tuple[Tensor, Tensor],
         handle: Sequence[Tensor] | None = None,
@@ -215,7 +215,7 @@ class Buffer(deep_comm.Buffer):
         )
         return (*received, HandleTuple.of(native), event)  # type: ignore[return-value]
 
-    def combine(  # type: ignore[override]
+    def combine(
         self,
         x: Tensor,
         handle: Sequence[Tensor],
@@ -254,9 +254,7 @@ class Buffer(deep_comm.Buffer):
 
     # ---- normal mode over several nodes --------------------------------------------------------
 
-    def internode_dispatch(  # type: ignore[override]
-        self, *arguments: Any, **options: Any
-    ) -> DispatchResult:
+    def internode_dispatch(self, *arguments: Any, **options: Any) -> DispatchResult:
         """What dispatch does over several nodes. By position the arguments are 1.2.1's; later
         releases have no ``num_worst_tokens``, so that a Config in its place has everything move up
         by one."""

@@ -32,7 +32,7 @@ class Section:
             if not self._events and self._compute != self._comm:
                 self._comm.wait_stream(self._compute)
             self._scope = torch.cuda.stream(self._comm)
-            self._scope.__enter__()  # type: ignore[no-untyped-call]
+            self._scope.__enter__()
         return self
 
     def __exit__(

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from deep_comm import Buffer
+from deep_comm.bench.payload import same_bits
 from deep_comm.demo import report
 from deep_comm.demo.forward import Forward, forward
 from deep_comm.demo.layer import HIDDEN, NUM_EXPERTS, NUM_TOPK, Experts, Tokens, split, tokens_of
@@ -84,7 +85,8 @@ def run(arguments: argparse.Namespace) -> bool:
         dist.barrier()
         say("second forward pass (measured)")
         second = forward(buffer, mine, experts, device)
-        repeats = report.same_bits(first.combined_x, second.combined_x)
+        assert first.combined_x is not None and second.combined_x is not None
+        repeats = same_bits(first.combined_x, second.combined_x)
 
     forwards: list[Forward] = [second] * num_ranks
     dist.all_gather_object(forwards, second)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from deep_comm import reference, reference_internode
+from deep_comm.bench.payload import same_bits
 from deep_comm.demo.forward import STAGES, Forward
 from deep_comm.demo.layer import NUM_EXPERTS, Experts, Tokens
 from deep_comm.topology import first_expert, num_local_experts
@@ -30,14 +30,6 @@ def table(forwards: Sequence[Forward]) -> str:
         "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
         for row in rows
     )
-
-
-def same_bits(left: Tensor, right: Tensor) -> bool:
-    """Equal shape, dtype and bytes; unlike ==, this tells 0.0 from -0.0 and accepts equal NaNs."""
-    if left.shape != right.shape or left.dtype != right.dtype:
-        return False
-    as_bytes = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (left, right)]
-    return torch.equal(*as_bytes)
 
 
 def check(

@@ -104,6 +104,11 @@ def optimizer_of(dense: Dense, experts: list[tuple[Tensor, Tensor]]) -> torch.op
     return torch.optim.Adam(leaves, lr=LEARNING_RATE, foreach=False)
 
 
+def _grad(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
 def add_in_rank_order(parts: Sequence[Tensor]) -> Tensor:
     total = torch.zeros_like(parts[0])
     for part in parts:
@@ -139,14 +144,14 @@ def train(group: Any, text: Tensor, num_steps: int, device: torch.device) -> lis
             optimizer.zero_grad()
             loss = losses([dense], [shard(text, step, rank).to(device)], moe)[0] / num_ranks
             loss.backward()
-            flat = torch.cat([loss.detach().view(1), *(p.grad.flatten() for p in dense.values())])
+            flat = torch.cat([loss.detach().view(1), *(_grad(p).flatten() for p in dense.values())])
             gathered = [torch.empty(0)] * num_ranks
             torch.distributed.all_gather_object(gathered, flat.cpu(), group=group)
             total = add_in_rank_order(gathered).to(device)
             history.append(float(total[0]))
             sizes = [p.numel() for p in dense.values()]
             for p, grad in zip(dense.values(), total[1:].split(sizes), strict=True):
-                p.grad.copy_(grad.view_as(p))
+                _grad(p).copy_(grad.view_as(p))
             optimizer.step()
     return history
 
@@ -182,7 +187,7 @@ def train_alone(text: Tensor, num_steps: int, num_ranks: int) -> list[float]:
         parts = [loss / num_ranks for loss in losses(copies, shards, moe)]
         torch.autograd.backward(parts)
         for name, p in dense.items():
-            p.grad = add_in_rank_order([copy[name].grad for copy in copies])
+            p.grad = add_in_rank_order([_grad(copy[name]) for copy in copies])
         history.append(float(add_in_rank_order([part.detach() for part in parts])))
         optimizer.step()
     return history

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any
 
 from deep_comm.examples.simulated import wrong_words
 
@@ -19,7 +20,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=200, help="schedules to try")
     seeds = range(parser.parse_args(arguments).seeds)
-    shape = dict(num_words=NUM_WORDS, num_threads=NUM_THREADS)
+    shape: dict[str, Any] = dict(num_words=NUM_WORDS, num_threads=NUM_THREADS)
     right = sum(wrong_words("one_flag", seed, **shape) == 0 for seed in seeds)
     print(f"with the release: the payload was there in {right} of {len(seeds)} schedules")
     broken = [

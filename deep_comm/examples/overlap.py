@@ -3,15 +3,17 @@ receive.
 
 The same model three times: one step after the other; shared experts while tokens travel; the
 batch halved, so that one half computes while the other one's tokens are on their way. Results are
-compared bit for bit. ``--trace FOLDER`` writes a Chrome trace of rank 0 for each way and a picture of
-what ran when on which stream (overlap.png with all ways, where matplotlib is; an SVG for each), and
-says how much of the communication had computation beside it. On the host target, which has no
-streams, one thread does either the one or the other: the picture is of its calls, nothing is hidden.
+compared bit for bit. ``--trace FOLDER`` writes a Chrome trace of rank 0 for each way and a
+picture of what ran when on which stream (overlap.png with all ways, where matplotlib is; an SVG
+for each), and says how much of the communication had computation beside it. On the host target,
+which has no streams, one thread does either the one or the other: the picture is of its calls,
+nothing is hidden.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -100,7 +102,7 @@ def two_batches(model: Model, x: Tensor) -> Tensor:
     """
     parallel = model.parallel
     a, b = x.split([x.shape[0] - x.shape[0] // 2, x.shape[0] // 2])
-    finish_b: Callable[[], Tensor] = lambda b=b: b
+    finish_b: Callable[[], Tensor] = functools.partial(torch.clone, b)
     for _ in range(NUM_LAYERS):
         h_a = model.attention(a)  # while b's sums of the layer before travel
         sent_a = parallel.dispatch_async(h_a, *model.route(h_a))

@@ -151,9 +151,9 @@ def draw(spans: Sequence[Span], title: str) -> str:
     ticks = 10
     for tick in range(ticks + 1):
         time_us = last * tick / ticks
-        x = _LEFT + time_us * scale
+        tick_x, ms = _LEFT + time_us * scale, time_us / 1e3
         parts.append(
-            f'<text x="{x:.1f}" y="{height - 8}" text-anchor="middle">{time_us / 1e3:.2f} ms</text>'
+            f'<text x="{tick_x:.1f}" y="{height - 8}" text-anchor="middle">{ms:.2f} ms</text>'
         )
     return "\n".join([*parts, "</svg>", ""])
 
@@ -174,7 +174,7 @@ def _lane_name(stream: int, spans: Sequence[Span], on_host: bool) -> str:
     if on_host:
         return next(name for name, lane in HOST_LANES.items() if lane == stream)
     kinds = {span.is_communication for span in spans if span.stream == stream}
-    kind = {(True,): "comm", (False,): "compute"}.get(tuple(sorted(kinds)), "both")
+    kind = "both" if len(kinds) > 1 else "comm" if kinds == {True} else "compute"
     return f"stream {stream} ({kind})"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any
 
 from deep_comm.examples.simulated import wrong_words
 
@@ -21,7 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     seeds = range(parser.parse_args(arguments).seeds)
     is_right = True
     for num_slots in (1, 2, 5):
-        shape = dict(num_words=NUM_WORDS, num_rows=NUM_ROWS, num_slots=num_slots)
+        shape: dict[str, Any] = dict(num_words=NUM_WORDS, num_rows=NUM_ROWS, num_slots=num_slots)
         right = sum(wrong_words("ring", seed, **shape) == 0 for seed in seeds)
         what = f"{num_slots} slots, {NUM_ROWS} rows"
         print(f"{what}: all rows right in {right} of {len(seeds)} schedules")

@@ -48,6 +48,7 @@ def rank_main(group: Any, num_tokens: int) -> bool:
         y = layer.combine(batch, batch.map(lambda expert, rows: rows * (1.0 + expert % 2)))
 
     other = 1 - node
+    assert per_node is not None  # as it is inside one node
     crossing = int(per_node[other])
     elsewhere = in_rank.view(num_tokens, -1, RANKS_PER_NODE)[:, other]
     print(

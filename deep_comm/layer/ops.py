@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from deep_comm.layer.transport import Prefilled
 
 if TYPE_CHECKING:
     from deep_comm.layer.expert_parallel import ExpertParallel
+    from deep_comm.layer.steps import Way
 
 _layers: weakref.WeakValueDictionary[str, ExpertParallel] = weakref.WeakValueDictionary()
 _keys = itertools.count(1)
@@ -91,9 +92,8 @@ def ep_dispatch(
     """The state of a batch that has come."""
     steps = _layer(layer)._steps
     with torch.no_grad():
-        if way == "auto":
-            way = steps.way(x, "auto", bounded)
-        return _keep(_Kept(steps.dispatch(way, x, topk_idx, topk_weights, bounded)))
+        chosen = steps.way(x, "auto", bounded) if way == "auto" else cast("Way", way)
+        return _keep(_Kept(steps.dispatch(chosen, x, topk_idx, topk_weights, bounded)))
 
 
 @ep_dispatch.register_fake

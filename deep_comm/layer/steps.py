@@ -239,7 +239,7 @@ class Steps:
         needs_grad = self._needs_grad(x, topk_weights)
         if needs_grad:
             out: list[Any] = []
-            rows, weights = autograd.Dispatch.apply(
+            rows, weights = autograd.Dispatch.apply(  # type: ignore[no-untyped-call]
                 x, topk_weights, topk_idx, prefill, is_bounded, is_async, out
             )
             sent = out[0]
@@ -274,7 +274,9 @@ class Steps:
     ) -> Tensor:
         handle, weights, prefill = state.handle, state.weights, self.transport.prefill
         if torch.is_grad_enabled() and (rows.requires_grad or weights.requires_grad):
-            return autograd.Combine.apply(rows, weights, handle, prefill, is_async, events)
+            return autograd.Combine.apply(  # type: ignore[no-untyped-call]
+                rows, weights, handle, prefill, is_async, events
+            )
         combined, event = prefill.combine(rows, weights, handle, is_async)
         events.append(event)
         return combined

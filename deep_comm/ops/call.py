@@ -7,7 +7,6 @@ from deep_comm.config import Config
 from deep_comm.context import Context
 from deep_comm.errors import ArgumentError
 from deep_comm.events import EventHandle, EventOverlap, unwrap
-from deep_comm.tuning import DefaultConfig
 
 
 class StreamOptions:
@@ -58,7 +57,7 @@ class CallOptions:
     def __init__(
         self,
         config: Config | None,
-        default_config: Config | DefaultConfig | None,
+        default_config: Config | None,
         streams: StreamOptions,
     ) -> None:
         self.config = config  # the caller's, taken as it is

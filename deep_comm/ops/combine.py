@@ -24,7 +24,7 @@ from deep_comm.tuning import DefaultConfig
 def combine(
     ctx: Context,
     x: Any,
-    handle: Handle | Sequence[Tensor],
+    handle: Sequence[Tensor],
     *,
     topk_weights: Any,
     bias: Any,
@@ -32,7 +32,7 @@ def combine(
     config: Config | None,
     default: Config | DefaultConfig | None,
     streams: StreamOptions,
-) -> tuple[Tensor, Tensor | None, EventOverlap]:
+) -> tuple[Tensor, Tensor | Any, EventOverlap]:
     ctx.begin()
     x = checks.combine_input(x, ctx.device)
     num_rows, hidden = x.shape

@@ -30,7 +30,6 @@ from deep_comm.ops.notify import (
 )
 from deep_comm.ops.outputs import (
     Outputs,
-    RecvX,
     Reservation,
     allocate,
     allocate_cached,
@@ -53,8 +52,9 @@ from deep_comm.ops.scales import PLAIN, ScaleOptions, allocate_source, inputs_of
 from deep_comm.topology import num_local_experts
 from deep_comm.tuning import DefaultConfig
 
+# `| Any`: what an item is follows from the arguments, and callers know it.
 DispatchResult = tuple[
-    RecvX, Tensor | None, Tensor | None, list[int] | None, Handle | None, EventOverlap
+    Tensor | Any, Tensor | Any, Tensor | Any, list[int] | Any, Handle | Any, EventOverlap
 ]
 
 
@@ -298,7 +298,7 @@ def dispatch(
 def cached_dispatch(
     ctx: Context,
     x: Any,
-    handle: Handle | Sequence[Tensor],
+    handle: Sequence[Tensor],
     *,
     expand: bool,
     zero_padding: bool,

@@ -20,9 +20,9 @@ from deep_comm.ops.internode_plan import TwoTierPlan, plan_two_tiers
 from deep_comm.ops.layout import Layout, checked_layout, launch_layout
 from deep_comm.topology import num_local_experts
 
-RecvX = Tensor | tuple[Tensor, Tensor]
+# See ops/dispatch.py for `| Any`.
 DispatchResult = tuple[
-    RecvX, Tensor | None, Tensor | None, list[int] | None, InternodeHandle | None, EventOverlap
+    Tensor | Any, Tensor | Any, Tensor | Any, list[int] | Any, InternodeHandle | Any, EventOverlap
 ]
 
 
@@ -81,7 +81,7 @@ class _Outputs:
             self.send_rank_head = launch.empty((num_forward_rows, ranks_per_node), torch.int32)
 
     @property
-    def payload(self) -> RecvX:
+    def payload(self) -> Tensor | tuple[Tensor, Tensor]:
         return self.x if self.scales is None else (self.x, self.scales)
 
 
@@ -315,14 +315,14 @@ def internode_dispatch(
     return out.payload, out.topk_idx, out.topk_weights, per_expert, handle, event
 
 
-def _known(ctx: Context, handle: InternodeHandle | Sequence[Tensor]) -> InternodeHandle:
+def _known(ctx: Context, handle: Sequence[Tensor]) -> InternodeHandle:
     known = InternodeHandle.of(handle)
     known.require_group(ctx.rank, ctx.num_ranks, ctx.topology.num_nodes, ctx.members, ctx.device)
     return known
 
 
 def cached_internode_dispatch(
-    ctx: Context, x: Any, handle: InternodeHandle | Sequence[Tensor], options: CallOptions
+    ctx: Context, x: Any, handle: Sequence[Tensor], options: CallOptions
 ) -> DispatchResult:
     """The routing of ``handle`` with another x: no counts to exchange, no wait of the host."""
     ctx.begin()
@@ -377,12 +377,12 @@ def cached_internode_dispatch(
 def internode_combine(
     ctx: Context,
     x: Any,
-    handle: InternodeHandle | Sequence[Tensor],
+    handle: Sequence[Tensor],
     *,
     topk_weights: Any,
     bias: Any,
     options: CallOptions,
-) -> tuple[Tensor, Tensor | None, EventOverlap]:
+) -> tuple[Tensor, Tensor | Any, EventOverlap]:
     ctx.begin()
     x = checks.combine_input(x, ctx.device)
     num_rows, hidden = x.shape

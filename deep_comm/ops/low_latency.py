@@ -143,9 +143,11 @@ def low_latency_dispatch(
     with state.launch(async_finish) as launch:
         recv_x = launch.empty(shape.recv_shape, shape.recv_dtype)
         scales = None
-        if shape.is_nvfp4:
+        if shape.scales_shape is None:
+            pass
+        elif shape.is_nvfp4:
             scales = launch.empty(shape.scales_shape, shape.scales_dtype)
-        elif shape.scales_shape is not None:
+        else:
             scales = launch.empty_by_column(
                 shape.scales_shape, shape.scales_strides, shape.scales_dtype
             )

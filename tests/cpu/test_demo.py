@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from deep_comm import reference
+from deep_comm.bench.payload import same_bits
 from deep_comm.demo import layer, report
 
 TEXT = b"A token goes to the ranks that hold its experts, and its sum comes back.\n" * 4
@@ -18,9 +19,9 @@ def test_routing_and_payload_of_a_token_do_not_depend_on_its_neighbours() -> Non
     # The same positions with other tokens around: prefixes of the text.
     for length in (1, 7, 100):
         part = layer.tokens_of(TEXT[:length])
-        assert report.same_bits(part.x, whole.x[:length])
+        assert same_bits(part.x, whole.x[:length])
         assert torch.equal(part.topk_idx, whole.topk_idx[:length])
-        assert report.same_bits(part.topk_weights, whole.topk_weights[:length])
+        assert same_bits(part.topk_weights, whole.topk_weights[:length])
 
 
 def test_equal_bytes_take_different_routes() -> None:

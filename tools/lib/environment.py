@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -122,7 +123,7 @@ def prepare(*, tests: bool, python: str | None = None) -> Environment:
     interpreter = Path(python).absolute() if python else find_interpreter()
     say(f"    {interpreter}")
     say("2/4 requirements")
-    install_requirements(interpreter, tests=tests)
+    install_requirements(interpreter, extras=("test",) if tests else ())
     install_torch(interpreter, with_cuda=num_devices > 0)
     say("3/4 build and install")
     install_package(interpreter, tests=tests, nvcc=nvcc)
@@ -218,8 +219,7 @@ def pip_install(interpreter: Path, *arguments: str, **variables: str) -> None:
         raise SetupError(f"failed: pip install {' '.join(arguments)}")
 
 
-def install_requirements(interpreter: Path, *, tests: bool) -> None:
-    extras = ["test"] if tests else []
+def install_requirements(interpreter: Path, *, extras: Sequence[str]) -> None:
     query = [str(interpreter), "-c", MISSING_REQUIREMENTS, str(ROOT / "pyproject.toml"), *extras]
     answer = subprocess.run(query, capture_output=True, text=True, cwd="/")
     if answer.returncode != 0:

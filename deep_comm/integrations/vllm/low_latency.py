@@ -109,6 +109,8 @@ class LowLatencyPrepareFinalize(PrepareFinalize):
         self._keep(handle)
 
         def receive() -> Prepared:
+            rows: Tensor
+            scales: Tensor | None
             if use_nvfp4:
                 rows, scales = recv[0], experts_last(*recv)[1]  # as hybrid-ep's callers unpack them
             else:

@@ -178,7 +178,7 @@ class NormalPrepareFinalize(PrepareFinalize):
         scale = quant_config.a1_scale
         if quant_config.quant_dtype == "nvfp4":
             scale = quant_config.a1_gscale
-        return vllm.moe_kernel_quantize_input(  # type: ignore[no-any-return]
+        return vllm.moe_kernel_quantize_input(
             rows,
             scale,
             quant_dtype=quant_config.quant_dtype,
