@@ -44,6 +44,14 @@ def _no_variables_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
+@pytest.fixture
+def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers that are told no device are of the host target; outputs are poisoned first."""
+    monkeypatch.setenv("DEEP_COMM_DEVICE", "cpu")
+    monkeypatch.setenv("DEEP_COMM_POISON", "1")
+    monkeypatch.setenv("DEEP_COMM_TIMEOUT_S", "10")
+
+
 def _num_cuda_devices() -> int:
     import torch
 

@@ -5,12 +5,13 @@ starts; a small MoE layer.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from deep_comm import env
+from deep_comm import env, local
 from deep_comm.compat.installer import SITE
 from deep_comm.topology import first_expert, num_local_experts
 
@@ -110,3 +111,8 @@ def barrier(group: Any) -> None:
         group.all_gather_object(None)
     else:
         torch.distributed.barrier(group)
+
+
+def alone(fn: Callable[[Any], Any]) -> Any:
+    """``fn(group)`` in a group of one."""
+    return local.run(fn, 1, timeout_s=60)[0]

@@ -16,11 +16,7 @@ from deep_comm.topology import first_expert, num_local_experts
 import deep_ep  # isort: skip
 
 
-@pytest.fixture(autouse=True)
-def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEEP_COMM_DEVICE", "cpu")
-    monkeypatch.setenv("DEEP_COMM_POISON", "1")
-    monkeypatch.setenv("DEEP_COMM_TIMEOUT_S", "10")
+pytestmark = pytest.mark.usefixtures("on_the_host")
 
 
 @dataclass(frozen=True)

@@ -38,9 +38,7 @@ H = 2 * HIDDEN
 
 
 @pytest.fixture(autouse=True)
-def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEEP_COMM_DEVICE", "cpu")
-    monkeypatch.setenv("DEEP_COMM_TIMEOUT_S", "10")
+def server_defaults(on_the_host: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK", "16")
     for place in (deepep, token_dispatcher, two_batch_overlap):
         monkeypatch.setattr(place, "DeepEPDispatcher", ORIGINAL)

@@ -36,9 +36,7 @@ FORMAT = modular_kernel.FusedMoEActivationFormat
 
 
 @pytest.fixture(autouse=True)
-def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEEP_COMM_DEVICE", "cpu")
-    monkeypatch.setenv("DEEP_COMM_TIMEOUT_S", "10")
+def server_defaults(on_the_host: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_DEEPEP_BUFFER_SIZE_MB", "16")
     monkeypatch.setattr(all2all, "DeepEPHTAll2AllManager", all2all.DeepEPHTAll2AllManager)
     monkeypatch.setattr(all2all, "DeepEPLLAll2AllManager", all2all.DeepEPLLAll2AllManager)

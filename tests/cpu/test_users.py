@@ -10,11 +10,7 @@ from deep_comm import local, processes
 from users import megatron, others, sglang, vllm  # isort: skip
 
 
-@pytest.fixture(autouse=True)
-def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEEP_COMM_DEVICE", "cpu")
-    monkeypatch.setenv("DEEP_COMM_POISON", "1")
-    monkeypatch.setenv("DEEP_COMM_TIMEOUT_S", "10")
+pytestmark = pytest.mark.usefixtures("on_the_host")
 
 
 def run(fn, num_ranks: int, *args: object) -> None:
