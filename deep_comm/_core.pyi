@@ -495,6 +495,7 @@ class TwoTierCounts:
     num_recv_tokens: int
     num_forward_tokens: int
     max_num_tokens: int
+    num_returning_rows: int
     num_recv_tokens_per_expert: list[int]
 
 class RailTraffic:

@@ -53,6 +53,11 @@ class InternodeHandle(TensorSequence):
     max_num_tokens: int | None = None  # the largest T of all ranks; None in worst-case mode
     num_recv_tokens_per_expert: Tensor | None = None  # int32 [L] on the device, aligned
     members: tuple[str, ...] | None = None  # who the ranks are
+    # int32 [(N + 1) * M + C * N * M]: where combine's rows have places of their own; see
+    # InternodeCombineArgs. Without it combine takes the rings.
+    forward_places: Tensor | None = None
+    # That the node's other ranks return to this one in combine; None in worst-case mode.
+    num_returning_rows: int | None = None
 
     @property
     def num_ranks(self) -> int:

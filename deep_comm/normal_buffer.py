@@ -15,7 +15,7 @@ from deep_comm.errors import ArgumentError, UnsupportedError
 from deep_comm.events import EventOverlap
 from deep_comm.handle import Handle
 from deep_comm.internode_handle import InternodeHandle
-from deep_comm.ops import internode
+from deep_comm.ops import internode, internode_combine
 from deep_comm.ops.call import CallOptions, StreamOptions
 from deep_comm.ops.combine import combine
 from deep_comm.ops.dispatch import DispatchResult, cached_dispatch, dispatch
@@ -266,7 +266,7 @@ class NormalCalls:
             if apply_weights:
                 raise UnsupportedError("apply_weights is not in this version between nodes")
             options = CallOptions(config, self._default_between_nodes("combine", config), streams)
-            return internode.internode_combine(
+            return internode_combine.internode_combine(
                 self._context, x, handle, topk_weights=topk_weights, bias=bias, options=options
             )
         return combine(

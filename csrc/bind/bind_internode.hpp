@@ -79,8 +79,8 @@ void bind_internode(pybind11::class_<Engine<Target>>& engine) {
          int num_channels, int num_send_tokens, int num_slots, int num_rail_send_tokens,
          int num_rail_slots, ptr node_channel_prefix, ptr rank_channel_prefix, ptr send_node_head,
          ptr recv_node_channel_prefix, ptr recv_node_prefix_sum, ptr recv_rank_channel_start,
-         ptr recv_rank_prefix_sum, ptr combine_start, ptr num_recv_tokens_per_expert,
-         uint64_t stream) {
+         ptr recv_rank_prefix_sum, ptr combine_start, ptr forward_places,
+         ptr num_recv_tokens_per_expert, uint64_t stream) {
         InternodeNotifyArgs args{};
         args.header.fields[static_cast<int>(RailField::kNumTopk)] = num_topk;
         args.header.fields[static_cast<int>(RailField::kRowBytes)] = row_bytes;
@@ -95,6 +95,7 @@ void bind_internode(pybind11::class_<Engine<Target>>& engine) {
         args.recv_rank_channel_start = as_pointer<int32_t>(recv_rank_channel_start);
         args.recv_rank_prefix_sum = as_pointer<int32_t>(recv_rank_prefix_sum);
         args.combine_start = as_pointer<int32_t>(combine_start);
+        args.forward_places = as_pointer<int32_t>(forward_places);
         args.num_recv_tokens_per_expert = as_pointer<int32_t>(num_recv_tokens_per_expert);
         Release release;
         self.internode_notify(args, as_pointer<uint8_t>(is_token_in_rank), num_tokens,
@@ -107,7 +108,8 @@ void bind_internode(pybind11::class_<Engine<Target>>& engine) {
       "num_send_tokens"_a, "num_slots"_a, "num_rail_send_tokens"_a, "num_rail_slots"_a,
       "node_channel_prefix"_a, "rank_channel_prefix"_a, "send_node_head"_a,
       "recv_node_channel_prefix"_a, "recv_node_prefix_sum"_a, "recv_rank_channel_start"_a,
-      "recv_rank_prefix_sum"_a, "combine_start"_a, "num_recv_tokens_per_expert"_a, "stream"_a);
+      "recv_rank_prefix_sum"_a, "combine_start"_a, "forward_places"_a,
+      "num_recv_tokens_per_expert"_a, "stream"_a);
 
   engine.def("wait_internode_counts", &Type::wait_internode_counts,
              py::call_guard<py::gil_scoped_release>());
@@ -174,8 +176,10 @@ void bind_internode(pybind11::class_<Engine<Target>>& engine) {
          ptr bias_0, ptr bias_1, int num_tokens, int num_recv_rows, ptr send_node_head,
          ptr send_rank_head, ptr recv_node_channel_prefix, ptr recv_node_prefix_sum,
          ptr recv_rank_channel_start, ptr recv_rank_prefix_sum, ptr combined_x,
-         ptr combined_topk_weights, int num_channels, int num_send_tokens, int num_slots,
-         int num_rail_send_tokens, int num_rail_slots, uint64_t stream) {
+         ptr combined_topk_weights, ptr node_channel_prefix, ptr forward_places,
+         int num_forward_rows, size_t staging_offset, int num_staging_rows, int num_channels,
+         int num_send_tokens, int num_slots, int num_rail_send_tokens, int num_rail_slots,
+         uint64_t stream) {
         const Dtype type = dtype_of(dtype);
         InternodeCombineArgs args{};
         args.send_node_head = as_pointer<int32_t>(send_node_head);
@@ -192,6 +196,11 @@ void bind_internode(pybind11::class_<Engine<Target>>& engine) {
         args.bias[1] = as_pointer<uint8_t>(bias_1);
         args.combined_x = as_pointer<uint8_t>(combined_x);
         args.combined_topk_weights = as_pointer<float>(combined_topk_weights);
+        args.node_channel_prefix = as_pointer<int32_t>(node_channel_prefix);
+        args.forward_places = as_pointer<int32_t>(forward_places);
+        args.num_forward_rows = num_forward_rows;
+        args.staging_line = line_of("staging_offset", staging_offset);
+        args.num_staging_rows = num_staging_rows;
         const int row_bytes = hidden * (type == Dtype::kFloat32 ? 4 : 2);
         Release release;
         self.internode_combine(args, type, {num_channels, num_send_tokens, num_slots},
@@ -200,8 +209,10 @@ void bind_internode(pybind11::class_<Engine<Target>>& engine) {
       py::kw_only(), "x"_a, "dtype"_a, "hidden"_a, "topk_weights"_a, "num_topk"_a, "bias_0"_a,
       "bias_1"_a, "num_tokens"_a, "num_recv_rows"_a, "send_node_head"_a, "send_rank_head"_a,
       "recv_node_channel_prefix"_a, "recv_node_prefix_sum"_a, "recv_rank_channel_start"_a,
-      "recv_rank_prefix_sum"_a, "combined_x"_a, "combined_topk_weights"_a, "num_channels"_a,
-      "num_send_tokens"_a, "num_slots"_a, "num_rail_send_tokens"_a, "num_rail_slots"_a, "stream"_a);
+      "recv_rank_prefix_sum"_a, "combined_x"_a, "combined_topk_weights"_a, "node_channel_prefix"_a,
+      "forward_places"_a, "num_forward_rows"_a, "staging_offset"_a, "num_staging_rows"_a,
+      "num_channels"_a, "num_send_tokens"_a, "num_slots"_a, "num_rail_send_tokens"_a,
+      "num_rail_slots"_a, "stream"_a);
 }
 
 // Beside bind_records.
@@ -211,6 +222,7 @@ inline void bind_internode_records(pybind11::module_& m) {
       .def_readonly("num_recv_tokens", &TwoTierCounts::num_recv_tokens)
       .def_readonly("num_forward_tokens", &TwoTierCounts::num_forward_tokens)
       .def_readonly("max_num_tokens", &TwoTierCounts::max_num_tokens)
+      .def_readonly("num_returning_rows", &TwoTierCounts::num_returning_rows)
       .def_readonly("num_recv_tokens_per_expert", &TwoTierCounts::num_recv_tokens_per_expert);
 }
 

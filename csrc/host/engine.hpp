@@ -48,6 +48,7 @@ struct TwoTierCounts {
   int num_recv_tokens = 0;
   int num_forward_tokens = 0;  // tokens of ranks of this local index that go to this node
   int max_num_tokens = 0;      // of all ranks
+  int num_returning_rows = 0;  // that the node's other ranks return in combine
   std::vector<int> num_recv_tokens_per_expert;
 };
 
@@ -205,6 +206,7 @@ class Engine {
   bool is_internode() const { return rail_bases_ != nullptr; }
   void make_rings(const ChannelConfig& config, const RailConfig& rail, int slot_bytes,
                   RingLayout* ring, RailRings* rail_rings) const;
+  LaunchConfig shape_combine(InternodeCombineArgs& args, const ChannelConfig& config) const;
   // Waits for the sequence number of the last notify; false: a kernel failed.
   bool wait_sequence(const uint32_t* sequence);
   // Stages and warps of direct mode.

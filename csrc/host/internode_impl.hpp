@@ -210,6 +210,7 @@ std::optional<TwoTierCounts> Engine<Target>::wait_internode_counts() {
   counts.num_recv_tokens = internode_counts_->num_recv_tokens;
   counts.num_forward_tokens = internode_counts_->num_forward_tokens;
   counts.max_num_tokens = internode_counts_->max_num_tokens;
+  counts.num_returning_rows = internode_counts_->num_returning_rows;
   counts.num_recv_tokens_per_expert.assign(
       internode_counts_->num_recv_tokens_per_expert,
       internode_counts_->num_recv_tokens_per_expert + num_counted_experts_);
@@ -245,6 +246,51 @@ void Engine<Target>::internode_dispatch(InternodeDispatchArgs args, const Channe
   }
 }
 
+// Warps and shared memory of combine, for either mode.
+template <class Target>
+LaunchConfig Engine<Target>::shape_combine(InternodeCombineArgs& args,
+                                           const ChannelConfig& config) const {
+  const Tuning& tuning = Target::kTuning;
+  constexpr int kMaxWarps = InternodeCombineKernel<Dtype::kFloat32>::kMaxThreads / kWarpSize;
+  const int num_local = world_.num_ranks;
+  args.num_reduce_warps = min_of(tuning.num_reduce_warps, kMaxWarps - num_local - 1);
+  args.num_senders = num_local == 1 ? 0 : max_of(num_local - 1, tuning.min_senders);
+  args.num_adders = min_of(max_of(tuning.num_reduce_warps, 2), kMaxWarps - 1 - args.num_senders);
+  args.num_forwarders = min_of(args.num_adders / 2, LandedItems::kMaxWarps - args.num_senders);
+  const size_t ring_bytes =
+      sizeof(ReduceTurns) + max_of(sizeof(SumsRead) * tiers_.num_nodes(),
+                                   sizeof(const uint8_t*) * kMaxRanks * args.num_reduce_warps);
+  args.stages_offset = align_up<size_t>(ring_bytes, 128);
+  const size_t entry_bytes = StagedEntry::num_bytes(args.num_adders);
+  const int meta_bytes = align_up(4 * args.message.num_topk, 16);
+  const auto limit = static_cast<int64_t>(smem_bytes_limit) -
+                     static_cast<int64_t>(args.stages_offset + entry_bytes) - 1024;
+  const int warp_limit = static_cast<int>(
+      min_of<int64_t>(tuning.sender_smem_bytes, limit / max_of(1, args.num_senders)));
+  if (warp_limit < StageLayout::min_warp_bytes(meta_bytes, StagePipe::kMinStages) ||
+      tiers_.num_nodes() > kMaxStagedNodes || args.forward_places == nullptr) {
+    args.staging_line = 0;
+  }
+  if (args.staging_line != 0) {
+    const bool has_room =
+        warp_limit >= StageLayout::min_warp_bytes(meta_bytes, StagePipe::kGoodStages);
+    args.stage = StageLayout::make(args.message.row_bytes, meta_bytes, warp_limit,
+                                   has_room ? StagePipe::kGoodStages : StagePipe::kMinStages,
+                                   StagePipe::kMaxStages);
+    check_block("staging", args.staging_line,
+                static_cast<size_t>(args.num_staging_rows) * args.message.slot_bytes());
+  }
+  args.barriers_offset = args.stages_offset + args.num_senders * args.stage.warp_bytes();
+  args.entry_offset =
+      align_up<size_t>(args.barriers_offset + args.num_senders * args.stage.warp_barrier_bytes(),
+                       alignof(StagedEntry));
+  const int num_warps =
+      1 + max_of(num_local + args.num_reduce_warps, args.num_senders + args.num_adders);
+  return {.num_blocks = 2 * config.num_channels,
+          .num_threads = kWarpSize * num_warps,
+          .smem_bytes = args.entry_offset + entry_bytes};
+}
+
 template <class Target>
 void Engine<Target>::internode_combine(InternodeCombineArgs args, Dtype dtype,
                                        const ChannelConfig& config, const RailConfig& rail,
@@ -266,15 +312,7 @@ void Engine<Target>::internode_combine(InternodeCombineArgs args, Dtype dtype,
                         rail.num_slots};
   args.signature = Operation::signature(Kernel::kInternodeCombine, agreed, 8);
   if constexpr (Target::kHasRail) {
-    constexpr int kMaxWarps = InternodeCombineKernel<Dtype::kFloat32>::kMaxThreads / kWarpSize;
-    args.num_reduce_warps =
-        min_of(Target::kTuning.num_reduce_warps, kMaxWarps - world_.num_ranks - 1);
-    const LaunchConfig launch_config{
-        .num_blocks = 2 * config.num_channels,
-        .num_threads = kWarpSize * (world_.num_ranks + 1 + args.num_reduce_warps),
-        .smem_bytes = sizeof(ReduceTurns) +
-                      max_of(sizeof(SumsRead) * tiers_.num_nodes(),
-                             sizeof(const uint8_t*) * kMaxRanks * args.num_reduce_warps)};
+    const LaunchConfig launch_config = shape_combine(args, config);
     detail::require(
         launch_config.smem_bytes <= static_cast<size_t>(Target::kTuning.smem_bytes_limit),
         "num_nodes = " + std::to_string(tiers_.num_nodes()) +

@@ -1,4 +1,4 @@
-"""dispatch and combine of a group of several nodes: each token crosses once to a node."""
+"""dispatch of a group of several nodes: each token crosses once to a node."""
 
 from __future__ import annotations
 
@@ -45,6 +45,8 @@ class _Routing:
         self.recv_rank_channel_start = empty(num_ranks, num_channels)
         self.recv_rank_prefix_sum = empty(num_ranks)
         self.combine_start = empty(num_channels, num_nodes, ctx.topology.ranks_per_node)
+        num_local = ctx.topology.ranks_per_node
+        self.forward_places = empty((num_nodes + 1 + num_channels * num_nodes) * num_local)
         num_local = num_local_experts(ctx.rank, layout.num_experts, num_ranks)
         self.num_recv_tokens_per_expert = empty(num_local)
 
@@ -167,6 +169,7 @@ def _notify(
         recv_rank_channel_start=address(routing.recv_rank_channel_start),
         recv_rank_prefix_sum=address(routing.recv_rank_prefix_sum),
         combine_start=address(routing.combine_start),
+        forward_places=address(routing.forward_places),
         num_recv_tokens_per_expert=address(routing.num_recv_tokens_per_expert),
         stream=launch.stream,
         **plan.as_arguments(),
@@ -310,12 +313,14 @@ def internode_dispatch(
         max_num_tokens=None if counts is None else counts.max_num_tokens,
         num_recv_tokens_per_expert=routing.num_recv_tokens_per_expert,
         members=ctx.members,
+        forward_places=routing.forward_places,
+        num_returning_rows=None if counts is None else counts.num_returning_rows,
     )
     per_expert = [] if counts is None else list(counts.num_recv_tokens_per_expert)
     return out.payload, out.topk_idx, out.topk_weights, per_expert, handle, event
 
 
-def _known(ctx: Context, handle: Sequence[Tensor]) -> InternodeHandle:
+def known_handle(ctx: Context, handle: Sequence[Tensor]) -> InternodeHandle:
     known = InternodeHandle.of(handle)
     known.require_group(ctx.rank, ctx.num_ranks, ctx.topology.num_nodes, ctx.members, ctx.device)
     return known
@@ -327,7 +332,7 @@ def cached_internode_dispatch(
     """The routing of ``handle`` with another x: no counts to exchange, no wait of the host."""
     ctx.begin()
     payload = checks.payload(x, ctx.device)
-    known = _known(ctx, handle)
+    known = known_handle(ctx, handle)
     if known.num_tokens != payload.num_tokens:
         raise HandleMismatch(
             "handle",
@@ -372,75 +377,3 @@ def cached_internode_dispatch(
         event = launch.finish((payload.x, payload.scales, *known))
     ctx.end()
     return out.payload, None, None, None, None, event
-
-
-def internode_combine(
-    ctx: Context,
-    x: Any,
-    handle: Sequence[Tensor],
-    *,
-    topk_weights: Any,
-    bias: Any,
-    options: CallOptions,
-) -> tuple[Tensor, Tensor | Any, EventOverlap]:
-    ctx.begin()
-    x = checks.combine_input(x, ctx.device)
-    num_rows, hidden = x.shape
-    known = _known(ctx, handle)
-    if known.num_recv_rows != num_rows:
-        raise HandleMismatch(
-            "handle",
-            f"{known.num_recv_rows} received rows",
-            f"must be of a dispatch that returned as many rows as x has ({num_rows})",
-        )
-    num_topk = 0
-    if topk_weights is not None:
-        topk_weights = checks.tensor(
-            "topk_weights",
-            topk_weights,
-            ctx.device,
-            shape=(num_rows, None),
-            dtypes=(torch.float32,),
-        )
-        num_topk = topk_weights.shape[1]
-    num_tokens = known.num_tokens
-    bias_0, bias_1 = checks.biases(bias, (num_tokens, hidden), x)
-    plan = plan_two_tiers(
-        ctx,
-        options.config,
-        options.default_config,
-        hidden * x.element_size(),
-        0,
-        num_topk,
-        known.num_channels,
-    )
-    address = ctx.address
-    with options.streams.launch(ctx) as launch:
-        combined_x = launch.empty((num_tokens, hidden), x.dtype)
-        combined_topk_weights = None
-        if topk_weights is not None:
-            combined_topk_weights = launch.empty((num_tokens, num_topk), torch.float32)
-        ctx.engine.internode_combine(
-            x=address(x),
-            dtype=checks.COMBINE_DTYPES[x.dtype],
-            hidden=hidden,
-            topk_weights=address(topk_weights),
-            num_topk=num_topk,
-            bias_0=address(bias_0),
-            bias_1=address(bias_1),
-            num_tokens=num_tokens,
-            num_recv_rows=num_rows,
-            send_node_head=address(known.send_rdma_head),
-            send_rank_head=address(known.send_nvl_head),
-            recv_node_channel_prefix=address(known.recv_rdma_channel_prefix_matrix),
-            recv_node_prefix_sum=address(known.recv_rdma_rank_prefix_sum),
-            recv_rank_channel_start=address(known.recv_gbl_channel_prefix_matrix),
-            recv_rank_prefix_sum=address(known.recv_gbl_rank_prefix_sum),
-            combined_x=address(combined_x),
-            combined_topk_weights=address(combined_topk_weights),
-            stream=launch.stream,
-            **plan.as_arguments(),
-        )
-        event = launch.finish((x, topk_weights, bias_0, bias_1, *known))
-    ctx.end()
-    return combined_x, combined_topk_weights, event

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "device/channel/rail.cuh"
+#include "device/layout/message.cuh"
 #include "device/layout/rail.cuh"
 #include "device/layout/ring_layout.cuh"
 #include "device/layout/workspace.cuh"
@@ -89,7 +90,8 @@ struct InternodeCounts {
   uint32_t sequence;  // released last: the host's number of this notify
   int32_t num_recv_tokens;
   int32_t num_forward_tokens;
-  int32_t max_num_tokens;  // of all ranks
+  int32_t max_num_tokens;      // of all ranks
+  int32_t num_returning_rows;  // that the node's other ranks return to this one in combine
   int32_t
       num_recv_tokens_per_expert[1];  // [num_local_experts], aligned; allocated for num_max_experts
 };
@@ -111,7 +113,8 @@ struct InternodeNotifyArgs {
   int32_t* recv_node_prefix_sum;  // out [N]     rows to forward of nodes 0..n
   int32_t* recv_rank_channel_start;  // out [R, C]  where the rows of channel c of source r begin
   int32_t* recv_rank_prefix_sum;     // out [R]     rows of sources 0..r
-  int32_t* combine_start;  // out [C, N, M]  where a node's rows begin in combine's ring of a rank
+  int32_t* combine_start;   // out [C, N, M]  where a node's rows begin in combine's ring of a rank
+  int32_t* forward_places;  // out [N + 1, M], [C, N, M]: see InternodeCombineArgs
   int32_t* num_recv_tokens_per_expert;  // out [num_local_experts]
 };
 
@@ -170,7 +173,22 @@ struct InternodeCombineArgs {
   RailRings rail_rings;
   int num_send_tokens;
   int num_rail_send_tokens;
-  int num_reduce_warps;                     // of either block of a channel
+  int num_reduce_warps;  // rings: of either block of a channel
+  // staged mode
+  StageLayout stage;
+  int num_senders;       // warps of a block that return rows; 0: one rank a node
+  int num_adders;        // warps behind them, of which
+  int num_forwarders;    // so many forward first
+  size_t stages_offset;  // shared memory: stages, mbarriers, StagedEntry
+  size_t barriers_offset;
+  size_t entry_offset;
+  uint32_t staging_line;  // where this rank's staging begins, in lines from its segment; 0: none
+  int num_staging_rows;
+  int num_forward_rows;                // F: rows of send_rank_head
+  const int32_t* node_channel_prefix;  // [N, C]
+  // [N + 1, M]: rows that a local rank returns to this one from nodes before n; then [C, N, M]: what
+  // send_rank_head wants added to be a row's place among all of that rank. Null: no staging
+  const int32_t* forward_places;
   const int32_t* send_node_head;            // [T, N]
   const int32_t* send_rank_head;            // [F, M]
   const int32_t* recv_node_channel_prefix;  // [N, C]

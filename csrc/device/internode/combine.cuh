@@ -8,23 +8,28 @@
 //        float32 rounded to the dtype of x once a node, the own node included, and once at the end;
 //        weights stay float32
 // path   rank (n, j) → NVLink → rank (n, l) → rail → rank (n', l), which owns the token
+// modes  staged (combine_staged.cuh), when every rank has room for all rows and sums that come to
+//        it, announced at entry over both tiers; otherwise rings:
 // grid   two blocks a channel c, W reducing warps each:
 //          2 c      warp i < M: sender to local rank i; warp M: returns credits on the rail; then
 //          W: add nodes' sums 2 c + 1  warp 0: puts finished sums on the rail, returns credits in
 //          the node; then W: add local rows
-// smem   a ReduceTurns; behind it in blocks 2 c SumsRead [N], else pointers [W, kMaxRanks]
-// words  as in dispatch, roles exchanged
+// smem   rings: a ReduceTurns; behind it in blocks 2 c SumsRead [N], else pointers [W, kMaxRanks];
+//        staged: num_senders x (stages + mbarriers), then a StagedEntry
+// words  of entry: arrived and places (rail), arrived, staging_line, staging_rows (node); of rings:
+//        as in dispatch, roles exchanged
 // waits  ring tail: unblocked by a local sender; ring credit: by warp 0 of the forwarder's block,
 // which waits for its
 //        reducing warps alone; rail credit: by warp M at the owner, likewise; rail tail: by warp 0
 //        of the forwarder. All nodes take the owners' nodes in one order, so that what is sent at
 //        step k is read at step k on all of them: no cycle (docs/design: two tiers)
-// not promised: nothing; the result does not depend on C, slots, chunks or the number of warps
+// not promised: nothing; the result does not depend on mode, C, slots, chunks or number of warps
 #pragma once
 
 #include "device/internode/combine_forward.cuh"
 #include "device/internode/combine_reduce.cuh"
 #include "device/internode/combine_send.cuh"
+#include "device/internode/combine_staged.cuh"
 
 namespace deep_comm {
 
@@ -54,20 +59,58 @@ DC_DEVICE void run_sum_block(const TierContexts& contexts, const InternodeCombin
   }
 }
 
+// The whole block.
+template <Dtype kDtype>
+DC_DEVICE void combine_by_rings(const TierContexts& contexts, const InternodeCombineArgs& args) {
+  ReduceTurns* turns = ReduceTurns::of_block();
+  turns->reset();
+  arch::sync_block();
+  const int channel = arch::block_idx() / 2;
+  if (arch::block_idx() % 2 == 0) {
+    run_owner_block<kDtype>(contexts, args, turns, channel);
+  } else {
+    run_sum_block<kDtype>(contexts, args, turns, channel);
+  }
+}
+
+// A sending warp of staged mode. Its loads begin before anybody knows the mode; room of this rank's
+// own for staging makes it likely that it is the staged one.
+DC_DEVICE void enter_and_return(const TierContexts& contexts, const InternodeCombineArgs& args,
+                                StagedEntry* entry, int sender) {
+  arch::Mbarrier* barriers =
+      reinterpret_cast<arch::Mbarrier*>(arch::dynamic_smem() + args.barriers_offset);
+  StagePipe pipe(arch::dynamic_smem() + args.stages_offset + sender * args.stage.warp_bytes(),
+                 barriers + sender * args.stage.num_stages, args.stage.stage_bytes,
+                 args.stage.num_stages);
+  pipe.init();
+  ReturnSender rows(contexts.node, args, entry, pipe, sender);
+  rows.begin();
+  arch::sync_block();
+  if (entry->mode == SumMode::kStaged) return rows.run();
+  rows.give_up();
+}
+
 template <Dtype kDtype>
 DC_DEVICE void internode_combine(const InternodeCombineArgs& args) {
   const TierContexts contexts =
       TierContexts::make(args.world, args.tiers, Kernel::kInternodeCombine);
-  ReduceTurns* turns = ReduceTurns::of_block();
-  turns->reset();
-  if (enter_tiers(contexts, args.tiers, args.signature, &turns->flag)) {
-    const int channel = arch::block_idx() / 2;
-    if (arch::block_idx() % 2 == 0) {
-      run_owner_block<kDtype>(contexts, args, turns, channel);
-    } else {
-      run_sum_block<kDtype>(contexts, args, turns, channel);
+  StagedEntry* entry = StagedEntry::of_block(args);
+  const int sender = arch::warp_idx() - 1;
+  const bool may_stage = args.staging_line != 0;
+  entry->reset();
+  if (may_stage) entry->tables.fill(args);
+  arch::sync_block();
+  if (may_stage && sender >= 0 && sender < args.num_senders) {
+    enter_and_return(contexts, args, entry, sender);
+  } else {
+    if (arch::warp_idx() == 0) {
+      const SumMode mode = enter_combine(contexts, args, entry->tables);
+      if (arch::lane_idx() == 0) entry->mode = mode;
     }
+    arch::sync_block();
+    if (entry->mode == SumMode::kStaged) add_staged<kDtype>(contexts, args, entry);
   }
+  if (entry->mode == SumMode::kRings) combine_by_rings<kDtype>(contexts, args);
   leave_tiers(contexts);
 }
 

@@ -47,7 +47,8 @@ struct InternodeCombineKernel {
   using Args = InternodeCombineArgs;
   static constexpr Kernel kName = Kernel::kInternodeCombine;
   static constexpr bool kBlocksWait = true;
-  static constexpr int kMaxThreads = 640;
+  // As combine's of one tier: registers for loads of four rows in flight.
+  static constexpr int kMaxThreads = 768;
   DC_DEVICE static void run(const Args& args) { internode_combine<kDtype>(args); }
 };
 

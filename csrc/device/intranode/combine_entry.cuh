@@ -3,7 +3,7 @@
 
 #include "device/intranode/args.cuh"
 #include "device/intranode/combine_staging.cuh"
-#include "device/intranode/publisher.cuh"
+#include "device/sync/publisher.cuh"
 
 namespace deep_comm {
 

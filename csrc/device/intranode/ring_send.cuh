@@ -8,8 +8,8 @@
 
 #include "device/channel/ring.cuh"
 #include "device/intranode/args.cuh"
-#include "device/intranode/publisher.cuh"
 #include "device/move/stage_pipe.cuh"
+#include "device/sync/publisher.cuh"
 
 namespace deep_comm {
 

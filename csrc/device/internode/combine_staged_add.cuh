@@ -1,0 +1,269 @@
+// combine, staged mode, the sums: of a node's rows for the rail, and of a token's nodes at its owner.
+// Rows and tokens are dealt while the kernel runs. Some warps forward until no row is left and help
+// their neighbours then; the others, which wait for the other nodes' sums, add tokens alone: so all
+// sums get on the rail, whatever waits for whom.
+#pragma once
+
+#include "device/internode/combine_staged_rows.cuh"
+#include "device/sync/work_queue.cuh"
+
+namespace deep_comm {
+
+// Lane 0 of a forwarding warp: rows that this rank adds for other nodes, a chunk of the rail after
+// the other, the nodes in turn.
+class TakeForward {
+ public:
+  static constexpr int kNodeShift = 25;
+
+  DC_DEVICE TakeForward(const InternodeCombineArgs& args, const StagedTables& tables)
+      : args_(&args), tables_(&tables) {
+    int num_rounds = 0;
+    for (int node = 0; node < args.tiers.num_nodes(); ++node) {
+      if (node == args.tiers.rail.node) continue;
+      const RailChunks chunks = chunks_of(node);
+      num_rounds = max_of(num_rounds, chunks.num_chunks());
+      most_rows_ = max_of(most_rows_, chunks.chunk_rows);
+    }
+    num_items_ = static_cast<uint32_t>(num_rounds) * (args.tiers.num_nodes() - 1) * most_rows_;
+  }
+
+  // Node and row among those for it.
+  DC_DEVICE int operator()() const {
+    const int num_nodes = args_->tiers.num_nodes();
+    uint32_t* counter = &args_->world.state()->num_taken_chunks[args_->world.rank];
+    while (true) {
+      const uint32_t item = arch::atomic_add_relaxed_gpu(counter, 1u);
+      if (item >= num_items_) return -1;
+      const int chunk_idx = static_cast<int>(item) / most_rows_;
+      const int row_of_chunk = static_cast<int>(item) % most_rows_;
+      const int node = (args_->tiers.rail.node + 1 + chunk_idx % (num_nodes - 1)) % num_nodes;
+      const RailChunks chunks = chunks_of(node);
+      const int row = chunk_idx / (num_nodes - 1) * chunks.chunk_rows + row_of_chunk;
+      if (row_of_chunk < chunks.chunk_rows && row < chunks.num_rows)
+        return node << kNodeShift | row;
+    }
+  }
+
+ private:
+  DC_DEVICE RailChunks chunks_of(int node) const {
+    return RailChunks::of(tables_->forwarded[node + 1] - tables_->forwarded[node],
+                          args_->num_rail_send_tokens);
+  }
+
+  const InternodeCombineArgs* args_;
+  const StagedTables* tables_;
+  int most_rows_ = 1;
+  uint32_t num_items_ = 0;
+};
+
+// One warp: adds the rows that cross to other nodes.
+template <Dtype kDtype>
+class SumForwarder {
+ public:
+  DC_DEVICE SumForwarder(const TierContexts& contexts, const InternodeCombineArgs& args,
+                         StagedEntry* entry, int adder)
+      : contexts_(contexts),
+        args_(args),
+        entry_(entry),
+        mover_(args.num_senders + adder),
+        rows_(entry->rows(adder)),
+        local_(contexts.node, args, entry->tables),
+        items_(TakeForward(args, entry->tables)) {
+    const RailTier& tier = args.tiers.rail;
+    const int lane = arch::lane_idx();  // of a node
+    if (lane >= tier.num_nodes() || lane == tier.node) return;
+    const StagingPlan plan(args, entry->tables);
+    uint8_t* near = near_segment(args.world, tier, lane);
+    target_ = near != nullptr ? near + staging_at_node(contexts.rail, tier, lane)
+                              : plan.slot(plan.to_node(lane));
+  }
+
+  DC_DEVICE void run() {
+    look_up(0);
+    uint32_t num_done = 0;
+    for (;; ++num_done) {
+      const int item = items_.at(num_done);
+      if (item < 0) break;
+      const int node = item >> TakeForward::kNodeShift;
+      const int row = item & ((1 << TakeForward::kNodeShift) - 1);
+      const int place = place_;
+      look_up(num_done + 1);  // while this row is added
+      bool ok = true;
+      const uint8_t* part = local_.await_row(node, place, &ok);
+      arch::sync_warp();  // hands each lane's acquire to the whole warp
+      if (!arch::all(kFullMask, ok)) break;
+      add_row(node, row, part);
+      const int chunk = row / chunks_of(node).chunk_rows;
+      if (!entry_->landed.post(contexts_.node, mover_, num_done, node * kMaxRailChunks + chunk))
+        break;
+      arch::sync_warp();  // every lane's part of the sum before the leader's release
+      if (arch::lane_idx() == 0) entry_->progress.report(mover_, num_done + 1);
+    }
+    if (arch::lane_idx() == 0) entry_->progress.finish(mover_, num_done);
+  }
+
+ private:
+  DC_DEVICE RailChunks chunks_of(int node) const {
+    const int32_t* forwarded = entry_->tables.forwarded;
+    return RailChunks::of(forwarded[node + 1] - forwarded[node], args_.num_rail_send_tokens);
+  }
+  DC_DEVICE void look_up(uint32_t index) {
+    const int item = items_.at(index);
+    place_ = -1;
+    if (item < 0) return;
+    const int node = item >> TakeForward::kNodeShift;
+    const int row = item & ((1 << TakeForward::kNodeShift) - 1);
+    place_ = local_.look_up(node, channel_of_row(args_, node, row),
+                            entry_->tables.forwarded[node] + row);
+  }
+  DC_DEVICE void add_row(int node, int row, const uint8_t* part) {
+    RowList list{rows_};
+    list.add_local(args_, part, local_.own_row());
+    arch::sync_warp();  // the rows' addresses before any lane follows them
+    uint8_t* out = reinterpret_cast<uint8_t*>(
+        arch::shfl(kFullMask, reinterpret_cast<uint64_t>(target_), node));
+    out += static_cast<size_t>(row) * args_.message.slot_bytes();
+    const int row_bytes = args_.message.row_bytes;
+    reduce_rows<kDtype>(out, rows_, list.num_local, row_bytes / 16);
+    float* weights = reinterpret_cast<float*>(out + row_bytes);
+    for (int k = arch::lane_idx(); k < args_.message.num_topk; k += kWarpSize) {
+      float sum = 0.0f;
+      for (int idx = 0; idx < list.num_local; ++idx)
+        sum += arch::ld_weak(list.weights(args_, idx) + k);
+      arch::st_weak(weights + k, sum);
+    }
+    arch::sync_warp();  // all lanes have done with the addresses
+  }
+
+  const TierContexts& contexts_;
+  const InternodeCombineArgs& args_;
+  StagedEntry* entry_;
+  int mover_;
+  const uint8_t** rows_;
+  LocalRows local_;
+  WorkQueue<TakeForward> items_;
+  uint8_t* target_ = nullptr;  // lane n: of the first row for node n
+  int place_ = -1;
+};
+
+// One warp: adds the tokens it takes. Lane n < N looks after node n's sum as well.
+template <Dtype kDtype>
+class TokenAdder {
+ public:
+  DC_DEVICE TokenAdder(const TierContexts& contexts, const InternodeCombineArgs& args,
+                       StagedEntry* entry, int adder)
+      : contexts_(contexts),
+        args_(args),
+        tables_(entry->tables),
+        rows_(entry->rows(adder)),
+        local_(contexts.node, args, entry->tables),
+        tokens_({&args.world.state()->num_taken_tokens, args.num_tokens}),
+        per_channel_(max_of(1, ceil_div(args.num_tokens, args.rail_rings.num_channels))) {
+    const int lane = arch::lane_idx(), own = args.tiers.rail.node;
+    is_node_ = lane < args.tiers.num_nodes();
+    if (!is_node_ || lane == own) return;
+    const StagingPlan plan(args, tables_);
+    base_ = plan.slot(plan.from_node(lane));
+    chunk_rows_ = RailChunks::of(tables_.sent[lane], args.num_rail_send_tokens).chunk_rows;
+  }
+
+  DC_DEVICE void run() {
+    Found next = find(0);
+    look_up(0, next);
+    for (uint32_t index = 0;; ++index) {
+      const int token = tokens_.at(index);
+      if (token < 0) return;
+      const int sum_row = next.sum_row, place = place_;
+      // While this token is added: heads of the next but one would be too much to keep.
+      next = find(index + 1);
+      bool ok = true;
+      const uint8_t* sum = await_sum(sum_row, &ok);
+      bool local_ok = true;
+      const uint8_t* part = local_.await_row(args_.tiers.rail.node, place, &local_ok);
+      arch::sync_warp();  // hands each lane's acquire to the whole warp
+      if (!arch::all(kFullMask, ok && local_ok)) return;
+      look_up(index + 1, next);
+      add_token(token, sum, part);
+    }
+  }
+
+ private:
+  // Of one token.
+  struct Found {
+    int channel;
+    int sum_row;  // lane n: among this rank's tokens at node n, or -1
+  };
+
+  DC_DEVICE Found find(uint32_t index) {
+    const int token = tokens_.at(index);
+    if (token < 0) return {0, -1};
+    const int num_nodes = args_.tiers.num_nodes(), num_channels = args_.rail_rings.num_channels;
+    const int channel = token / per_channel_;
+    if (!is_node_) return {channel, -1};
+    const int lane = arch::lane_idx();
+    const int head =
+        arch::ld_nc(args_.send_node_head + static_cast<int64_t>(token) * num_nodes + lane);
+    const int before =
+        channel == 0 ? 0
+                     : arch::ld_nc(args_.node_channel_prefix + lane * num_channels + channel - 1);
+    return {channel, head < 0 ? -1 : before + head};
+  }
+  // This rank has forwarded its own tokens to its own node.
+  DC_DEVICE void look_up(uint32_t index, const Found& found) {
+    const int own = args_.tiers.rail.node;
+    const int row = arch::shfl(kFullMask, found.sum_row, own);
+    place_ = -1;
+    if (tokens_.at(index) < 0 || row < 0) return;
+    place_ = local_.look_up(own, found.channel, tables_.forwarded[own] + row);
+  }
+  DC_DEVICE const uint8_t* await_sum(int sum_row, bool* ok) {
+    if (sum_row < 0 || base_ == nullptr) return nullptr;
+    const int chunk = sum_row / chunk_rows_, node = arch::lane_idx();
+    if (chunk != known_chunk_) {
+      known_chunk_ = chunk;
+      uint32_t seen = 0;
+      *ok = arch::fault(Fault::kSkipArrival) ||
+            await_tagged(contexts_.rail,
+                         own_word(args_.world, args_.tiers.rail.layout.landed_of(node, chunk)),
+                         {Stage::kReduce, Word::kLanded, node, -1}, 1, &seen);
+    }
+    return base_ + static_cast<size_t>(sum_row) * args_.message.slot_bytes();
+  }
+  DC_DEVICE void add_token(int token, const uint8_t* sum, const uint8_t* part) {
+    RowList list{rows_};
+    list.add_local(args_, part, local_.own_row());
+    list.add_sums(sum, args_.tiers.rail.node);
+    const int row_bytes = args_.message.row_bytes;
+    const int64_t offset = static_cast<int64_t>(token) * row_bytes;
+    int num_rows = list.num_rows;
+    DC_UNROLL
+    for (int bias = 0; bias < 2; ++bias) {
+      if (args_.bias[bias] == nullptr) continue;
+      if (arch::lane_idx() == 0) rows_[num_rows] = args_.bias[bias] + offset;
+      ++num_rows;
+    }
+    arch::sync_warp();  // the rows' addresses before any lane follows them
+    reduce_nodes<kDtype>(args_.combined_x + offset, list, num_rows, row_bytes / 16);
+    if (args_.message.num_topk > 0) {
+      reduce_node_weights(
+          args_, list,
+          args_.combined_topk_weights + static_cast<int64_t>(token) * args_.message.num_topk);
+    }
+    arch::sync_warp();  // all lanes have done with the addresses
+  }
+
+  const TierContexts& contexts_;
+  const InternodeCombineArgs& args_;
+  const StagedTables& tables_;
+  const uint8_t** rows_;
+  LocalRows local_;
+  WorkQueue<TakeNext> tokens_;
+  int per_channel_;
+  bool is_node_;
+  const uint8_t* base_ = nullptr;  // lane n: of node n's sums
+  int chunk_rows_ = 1;
+  int known_chunk_ = -1;  // has landed
+  int place_ = -1;        // of the local rows of the next token
+};
+
+}  // namespace deep_comm

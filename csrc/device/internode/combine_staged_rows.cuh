@@ -1,0 +1,189 @@
+// combine, staged mode: the rows of one sum. Where they lie and when they have come; adding them.
+#pragma once
+
+#include "device/internode/combine_staging.cuh"
+#include "device/move/reduce.cuh"
+
+namespace deep_comm {
+
+// The rows of this node that one sum takes. Lane j < M looks after local rank j's: in the staging,
+// or in x for this rank's own.
+class LocalRows {
+ public:
+  DC_DEVICE LocalRows(const Context& node, const InternodeCombineArgs& args,
+                      const StagedTables& tables)
+      : context_(node), args_(args), tables_(tables) {
+    const int lane = arch::lane_idx();
+    is_rank_ = lane < args.world.num_ranks;
+    is_peer_ = is_rank_ && lane != args.world.rank;
+    if (!is_peer_) return;
+    const StagingPlan plan(args, tables);
+    base_ = plan.slot(plan.from_local(lane));
+  }
+
+  // Where the parts of a forwarded row lie, which is of `node` and `channel`; -1: none. row: among
+  // all that this rank forwards.
+  DC_DEVICE int look_up(int node, int channel, int row) const {
+    if (!is_rank_) return -1;
+    const int lane = arch::lane_idx();
+    const int num_nodes = args_.tiers.num_nodes(), num_local = args_.world.num_ranks;
+    const int head =
+        arch::ld_nc(args_.send_rank_head + static_cast<int64_t>(row) * num_local + lane);
+    const int start = arch::ld_nc(args_.forward_places + (num_nodes + 1) * num_local +
+                                  (channel * num_nodes + node) * num_local + lane);
+    return head < 0 ? -1 : start + head;
+  }
+  // Waits for them; place: of look_up. The row, or null; *ok: the wait did not fail.
+  DC_DEVICE const uint8_t* await_row(int node, int place, bool* ok) {
+    *ok = true;
+    if (place < 0) return nullptr;
+    const int lane = arch::lane_idx();
+    if (!is_peer_) {
+      const int64_t row =
+          static_cast<int64_t>(tables_.x_starts[lane][node]) + place - tables_.received[lane][node];
+      // A worst-case handle may name rows that were dropped; dispatch has said so.
+      if (row >= args_.num_rows) return nullptr;
+      own_row_ = row;
+      return args_.x + row * args_.message.row_bytes;
+    }
+    const int chunk = tables_.received_chunks[lane].at(place, node);
+    if (chunk != known_chunk_) {
+      known_chunk_ = chunk;
+      uint32_t seen = 0;
+      *ok = arch::fault(Fault::kSkipArrival) ||
+            await_tagged(context_, returned_word(args_.world, args_.world.rank, lane, chunk),
+                         {Stage::kReduce, Word::kLanded, lane, -1}, 1, &seen);
+    }
+    return base_ + static_cast<size_t>(place) * args_.message.slot_bytes();
+  }
+  // Behind await_row: this rank's own row in x; in its lane.
+  DC_DEVICE int64_t own_row() const { return own_row_; }
+
+ private:
+  const Context& context_;
+  const InternodeCombineArgs& args_;
+  const StagedTables& tables_;
+  bool is_rank_;
+  bool is_peer_;
+  const uint8_t* base_ = nullptr;
+  int known_chunk_ = -1;  // has landed
+  int64_t own_row_ = 0;
+};
+
+// The channel of a row among those that a node has sent here. A whole warp.
+DC_DEVICE int channel_of_row(const InternodeCombineArgs& args, int node, int row) {
+  const int num_channels = args.rail_rings.num_channels;
+  const int32_t* prefix = args.recv_node_channel_prefix + node * num_channels;
+  int channel = 0;
+  for (int base = 0; base < num_channels; base += kWarpSize) {
+    const int lane_channel = base + arch::lane_idx();
+    const bool is_before = lane_channel < num_channels && arch::ld_nc(prefix + lane_channel) <= row;
+    const int num_before = arch::popc(arch::ballot(kFullMask, is_before));
+    channel += num_before;
+    if (num_before < kWarpSize) break;
+  }
+  return channel;
+}
+
+// A warp's list of rows, this node's first, and where the weights behind them lie.
+struct RowList {
+  const uint8_t** rows;  // shared memory
+  int num_local = 0;     // of this node
+  int own = -1;          // index of the row in x
+  int64_t own_row = 0;
+  int num_rows = 0;  // with the other nodes' sums
+  int turn = -1;     // this node's sum comes before row `turn`; -1: there is none
+
+  DC_DEVICE const float* weights(const InternodeCombineArgs& args, int idx) const {
+    return idx == own ? args.topk_weights + own_row * args.message.num_topk
+                      : reinterpret_cast<const float*>(rows[idx] + args.message.row_bytes);
+  }
+  // A whole warp; lane j brings local rank j's row, or null.
+  DC_DEVICE void add_local(const InternodeCombineArgs& args, const uint8_t* row,
+                           int64_t own_x_row) {
+    const int lane = arch::lane_idx(), rank = args.world.rank;
+    const uint32_t present = arch::ballot(kFullMask, row != nullptr);
+    if (row != nullptr) rows[arch::popc(present & ((1u << lane) - 1))] = row;
+    num_local = num_rows = arch::popc(present);
+    if ((present >> rank & 1u) != 0) own = arch::popc(present & ((1u << rank) - 1));
+    own_row = arch::shfl(kFullMask, own_x_row, rank);
+  }
+  // Lane n brings node n's sum, or null; `own_node` brings none.
+  DC_DEVICE void add_sums(const uint8_t* row, int own_node) {
+    const int lane = arch::lane_idx();
+    const uint32_t present = arch::ballot(kFullMask, row != nullptr);
+    if (row != nullptr) rows[num_local + arch::popc(present & ((1u << lane) - 1))] = row;
+    if (num_local > 0) turn = num_local + arch::popc(present & ((1u << own_node) - 1));
+    num_rows = num_local + arch::popc(present);
+  }
+};
+
+// One warp: dst = round(sums of the nodes, ascending, then of the rows behind num_sums), this node's
+// from its rows, rounded as the others' were. Loads of up to kInFlight rows are issued before the
+// first of them is added; see reduce_rows.
+template <Dtype kDtype>
+DC_DEVICE void reduce_nodes(uint8_t* dst, const RowList& list, int num_rows, int num_vecs) {
+  using Type = Numeric<kDtype>;
+  constexpr int kInFlight = 4, kUnroll = 2;
+  for (int base = arch::lane_idx(); base < num_vecs; base += kWarpSize * kUnroll) {
+    float sums[kUnroll][Type::kPerVec] = {};
+    Vec16 own[kUnroll] = {};
+    for (int first = 0; first < num_rows; first += kInFlight) {
+      Vec16 vecs[kInFlight][kUnroll];
+      DC_UNROLL
+      for (int idx = 0; idx < kInFlight; ++idx) {
+        if (first + idx >= num_rows) continue;
+        const Vec16* src = reinterpret_cast<const Vec16*>(list.rows[first + idx]) + base;
+        DC_UNROLL
+        for (int step = 0; step < kUnroll; ++step) {
+          if (base + step * kWarpSize < num_vecs) {
+            vecs[idx][step] = arch::ld_weak(src + step * kWarpSize);
+          }
+        }
+      }
+      DC_UNROLL
+      for (int idx = 0; idx < kInFlight; ++idx) {
+        if (first + idx >= num_rows) continue;
+        const bool is_turn = first + idx == list.turn;
+        DC_UNROLL
+        for (int step = 0; step < kUnroll; ++step) {
+          if (is_turn) Type::add(sums[step], own[step]);
+          Type::add(sums[step], vecs[idx][step]);
+        }
+        if (first + idx + 1 != list.num_local) continue;
+        DC_UNROLL
+        for (int step = 0; step < kUnroll; ++step) {  // this node's rows are complete
+          own[step] = Type::round(sums[step]);
+          DC_UNROLL
+          for (int part = 0; part < Type::kPerVec; ++part) sums[step][part] = 0.0f;
+        }
+      }
+    }
+    Vec16* out = reinterpret_cast<Vec16*>(dst) + base;
+    DC_UNROLL
+    for (int step = 0; step < kUnroll; ++step) {
+      if (list.turn == num_rows) Type::add(sums[step], own[step]);
+      if (base + step * kWarpSize < num_vecs) {
+        arch::st_streaming(out + step * kWarpSize, Type::round(sums[step]));
+      }
+    }
+  }
+}
+
+// One warp: the weights beside it; biases have none.
+DC_DEVICE void reduce_node_weights(const InternodeCombineArgs& args, const RowList& list,
+                                   float* out) {
+  for (int k = arch::lane_idx(); k < args.message.num_topk; k += kWarpSize) {
+    float own = 0.0f, sum = 0.0f;
+    for (int idx = 0; idx < list.num_local; ++idx)
+      own += arch::ld_weak(list.weights(args, idx) + k);
+    for (int idx = list.num_local; idx < list.num_rows; ++idx) {
+      if (idx == list.turn) sum += own;
+      sum += arch::ld_weak(list.weights(args, idx) + k);
+    }
+    if (list.turn == list.num_rows) sum += own;
+    arch::st_weak(out + k, sum);
+  }
+}
+
+}  // namespace deep_comm

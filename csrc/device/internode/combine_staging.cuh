@@ -1,0 +1,285 @@
+// combine's staged mode between nodes: memory for every row that comes to a rank, so that nobody
+// waits for credit. A rank's staging, in its receive region:
+//
+//   [ rows that the node's other ranks return to it, ranks ascending
+//   | sums that the other nodes send it, nodes ascending
+//   | sums that it sends, as it forwarded the rows: to be put from there ]
+//
+// Rows of one local rank lie as that rank received them, hence by (node, token) of their sources;
+// sums of a node by token. A place in either list is known at both ends from what notify told.
+#pragma once
+
+#include "device/internode/tiers.cuh"
+#include "device/layout/channel_range.cuh"
+#include "device/sync/publisher.cuh"
+
+namespace deep_comm {
+
+enum class SumMode : int { kFailed, kRings, kStaged };
+
+inline constexpr int kMaxStagedNodes = kWarpSize;                    // a lane a node
+inline constexpr int kMaxPairChunks = kMaxChannels * kChunksOfLine;  // of one pair of local ranks
+
+// The rows of one local rank that return to another, cut into chunks that end at the nodes' borders.
+struct PairChunks {
+  int rows;  // of a chunk
+
+  DC_DEVICE static PairChunks of(int num_rows, int num_nodes) {
+    return {max_of(1, ceil_div(num_rows, kMaxPairChunks - num_nodes))};
+  }
+  // The chunk of a row for a rank of `node`: chunks that two nodes share are two.
+  DC_DEVICE int at(int place, int node) const { return place / rows + node; }
+  DC_DEVICE int count(int begin, int end) const {
+    return begin == end ? 0 : (end - 1) / rows - begin / rows + 1;
+  }
+};
+
+// The sums of one node for another, by token.
+struct RailChunks {
+  int num_rows;
+  int chunk_rows;
+
+  DC_HOST_DEVICE static RailChunks of(int num_rows, int min_chunk_rows) {
+    return {num_rows, max_of(min_chunk_rows, ceil_div(num_rows, kMaxRailChunks))};
+  }
+  DC_HOST_DEVICE int num_chunks() const { return ceil_div(num_rows, chunk_rows); }
+  DC_HOST_DEVICE int rows_of(int chunk) const {
+    return min_of(chunk_rows, num_rows - chunk * chunk_rows);
+  }
+};
+
+// What every warp of a block looks up; in shared memory. Prefixes over the nodes.
+struct StagedTables {
+  int32_t returned[kMaxRanks][kMaxStagedNodes + 1];  // of x: rows that return to a local rank
+  int32_t x_starts[kMaxRanks][kMaxStagedNodes];      // where in x they begin
+  PairChunks returned_chunks[kMaxRanks];
+  int32_t num_rounds[kMaxRanks];                     // the most chunks of them for any other node
+  int32_t received[kMaxRanks][kMaxStagedNodes + 1];  // that a local rank returns to this one
+  PairChunks received_chunks[kMaxRanks];
+  int32_t forwarded[kMaxStagedNodes + 1];  // rows that this rank adds
+  int32_t sent[kMaxStagedNodes];           // this rank's tokens at a node
+
+  // The whole block, before a barrier.
+  DC_DEVICE void fill(const InternodeCombineArgs& args) {
+    const int num_nodes = args.tiers.num_nodes(), num_local = args.tiers.ranks_per_node();
+    const int lane = arch::lane_idx(), num_channels = args.rail_rings.num_channels;
+    for (int local = arch::warp_idx(); local < num_local; local += arch::num_warps()) {
+      const int source = lane * num_local + local;
+      const bool is_source = lane < num_nodes;
+      const int end = is_source ? arch::ld_nc(args.recv_rank_prefix_sum + source) : 0;
+      const int begin =
+          is_source && source > 0 ? arch::ld_nc(args.recv_rank_prefix_sum + source - 1) : 0;
+      int sum = end - begin;
+      for (int delta = 1; delta < kWarpSize; delta *= 2) {
+        const int lower = arch::shfl_up(kFullMask, sum, delta);
+        if (lane >= delta) sum += lower;
+      }
+      const PairChunks chunks =
+          PairChunks::of(arch::shfl(kFullMask, sum, num_nodes - 1), num_nodes);
+      int most = 0;
+      if (is_source && lane != args.tiers.rail.node) most = chunks.count(sum - (end - begin), sum);
+      for (int delta = 1; delta < kWarpSize; delta *= 2) {
+        most = max_of(most, arch::shfl_xor(kFullMask, most, delta));
+      }
+      if (lane == 0) {
+        returned[local][0] = 0;
+        returned_chunks[local] = chunks;
+        num_rounds[local] = most;
+        received_chunks[local] = PairChunks::of(
+            arch::ld_nc(args.forward_places + num_nodes * num_local + local), num_nodes);
+      }
+      if (is_source) {
+        returned[local][lane + 1] = sum;
+        x_starts[local][lane] = begin;
+      }
+    }
+    for (int idx = arch::thread_idx(); idx < (num_nodes + 1) * num_local;
+         idx += arch::num_threads()) {
+      received[idx % num_local][idx / num_local] = arch::ld_nc(args.forward_places + idx);
+    }
+    for (int node = arch::thread_idx(); node < num_nodes; node += arch::num_threads()) {
+      forwarded[node + 1] = arch::ld_nc(args.recv_node_prefix_sum + node);
+      sent[node] = arch::ld_nc(args.node_channel_prefix + (node + 1) * num_channels - 1);
+    }
+    if (arch::thread_idx() == 0) forwarded[0] = 0;
+  }
+};
+
+// This rank's staging by its tables, in rows.
+class StagingPlan {
+ public:
+  DC_DEVICE StagingPlan(const InternodeCombineArgs& args, const StagedTables& tables)
+      : args_(args), tables_(tables) {}
+
+  DC_DEVICE int from_local(int local) const {
+    int row = 0;
+    for (int other = 0; other < local; ++other) {
+      if (other != args_.world.rank) row += tables_.received[other][args_.tiers.num_nodes()];
+    }
+    return row;
+  }
+  DC_DEVICE int from_node(int node) const {
+    int row = from_local(args_.tiers.ranks_per_node());
+    for (int other = 0; other < node; ++other) {
+      if (other != args_.tiers.rail.node) row += tables_.sent[other];
+    }
+    return row;
+  }
+  // Of the rows that this rank forwards for `node`.
+  DC_DEVICE int to_node(int node) const {
+    const int own = args_.tiers.rail.node;
+    const int own_rows = node > own ? tables_.forwarded[own + 1] - tables_.forwarded[own] : 0;
+    return from_node(args_.tiers.num_nodes()) + tables_.forwarded[node] - own_rows;
+  }
+  DC_DEVICE bool has_room() const {
+    return args_.staging_line != 0 &&
+           tables_.forwarded[args_.tiers.num_nodes()] <= args_.num_forward_rows &&
+           to_node(args_.tiers.num_nodes()) <= args_.num_staging_rows;
+  }
+  DC_DEVICE uint32_t line_of(int row) const {
+    return args_.staging_line + static_cast<uint32_t>(static_cast<size_t>(row) *
+                                                      args_.message.slot_bytes() / kLineBytes);
+  }
+  DC_DEVICE uint8_t* slot(int row) const {
+    return args_.world.bases[args_.world.rank] +
+           static_cast<size_t>(args_.staging_line) * kLineBytes +
+           static_cast<size_t>(row) * args_.message.slot_bytes();
+  }
+
+ private:
+  const InternodeCombineArgs& args_;
+  const StagedTables& tables_;
+};
+
+// What the moving warps of a block have landed, for its publisher; in shared memory.
+struct LandedItems {
+  static constexpr int kMaxWarps = Progress::kMaxWords;
+  static constexpr uint32_t kDepth = 32;
+
+  int items[kMaxWarps][kDepth];  // by a warp's own count
+  uint32_t num_published[kMaxWarps];
+
+  // The whole block, before a barrier.
+  DC_DEVICE void reset() {
+    if (arch::thread_idx() < kMaxWarps) num_published[arch::thread_idx()] = 0;
+  }
+  // A whole warp: its index-th item, once there is room for saying so.
+  DC_DEVICE bool post(const Context& context, int warp, uint32_t index, int item) {
+    bool ok = true;
+    if (arch::lane_idx() == 0) {
+      if (index >= kDepth) {
+        const uint32_t wanted = index + 1 - kDepth;
+        uint32_t seen = 0;
+        ok = await<Scope::kCta>(
+            context, &num_published[warp],
+            {Stage::kRetire, Word::kProgress, context.world.rank, -1}, wanted,
+            [=](uint32_t value) { return value >= wanted; }, &seen);
+      }
+      items[warp][index % kDepth] = item;
+    }
+    return arch::shfl(kFullMask, static_cast<int>(ok), 0) != 0;
+  }
+};
+
+// What the warps of one combining block share, in shared memory behind the senders' stages. Warp 0
+// publishes; num_senders warps behind it send, the others add.
+struct StagedEntry {
+  static constexpr int kMaxRows = kMaxStagedNodes + kMaxRanks + 2;  // of one token, with biases
+
+  SumMode mode;
+  Progress progress;  // items: of the senders, then of the adding warps that forward
+  LandedItems landed;
+  StagedTables tables;
+
+  DC_DEVICE static StagedEntry* of_block(const InternodeCombineArgs& args) {
+    return reinterpret_cast<StagedEntry*>(arch::dynamic_smem() + args.entry_offset);
+  }
+  DC_HOST_DEVICE static size_t num_bytes(int num_adders) {
+    return sizeof(StagedEntry) + sizeof(const uint8_t*) * kMaxRows * num_adders;
+  }
+  // What an adding warp adds.
+  DC_DEVICE const uint8_t** rows(int adder) {
+    return reinterpret_cast<const uint8_t**>(this + 1) + adder * kMaxRows;
+  }
+  DC_DEVICE void reset() {
+    progress.reset();
+    landed.reset();
+  }
+};
+
+// The word by which local rank `from` tells `owner` that a chunk has landed.
+DC_DEVICE uint64_t* returned_word(const World& world, int owner, int from, int chunk) {
+  return &world.recv_line(owner, chunk / kChunksOfLine, from)->landed[chunk % kChunksOfLine];
+}
+
+// Where the rows begin that this rank returns to local rank `owner`. After enter_combine.
+DC_DEVICE uint8_t* staging_at_local(const Context& node, int owner) {
+  const World& world = node.world;
+  const ArrivedLine* line = world.arrived_line(world.rank, owner);
+  const uint64_t* word = &line->staging_line[node.generation & 1u];
+  return world.bases[owner] +
+         static_cast<size_t>(Tagged::unpack(arch::ld_relaxed_sys(word)).value) * kLineBytes;
+}
+
+// Where, in the segment there, the sums begin that this rank sends to `node`. After enter_combine.
+DC_DEVICE size_t staging_at_node(const Context& rail, const RailTier& tier, int node) {
+  const uint64_t* word =
+      own_word(rail.world, tier.layout.place_of(static_cast<int>(rail.generation & 1u), node));
+  return static_cast<size_t>(Tagged::unpack(arch::ld_relaxed_sys(word)).value) * kLineBytes;
+}
+
+// Block 0, warp 0: tells the ranks of both tiers where their rows belong, then that this one has
+// come. The node hears whether all ranks on this one's rail have room.
+DC_DEVICE bool announce_staging(const TierContexts& contexts, const InternodeCombineArgs& args,
+                                const StagedTables& tables) {
+  const World& world = args.world;
+  const RailTier& tier = args.tiers.rail;
+  const int parity = static_cast<int>(contexts.node.generation & 1u), lane = arch::lane_idx();
+  const StagingPlan plan(args, tables);
+  // Without places there are no tables either.
+  bool has_room = args.staging_line != 0 && plan.has_room();
+  for (int node = lane; node < tier.num_nodes(); node += kWarpSize) {
+    if (node == tier.node) continue;
+    // pairs with: the loads below and in staging_at_node, behind the arrival on the same queue.
+    write_rail_word(
+        world, tier, node, 0, tier.layout.place_of(parity, tier.node),
+        Tagged::pack(contexts.rail.generation, has_room ? plan.line_of(plan.from_node(node)) : 0));
+  }
+  announce_on_rail(contexts.rail, tier, args.signature);
+  if (!await_rail_arrivals(contexts.rail, tier, args.signature)) return false;
+  for (int node = lane; node < tier.num_nodes(); node += kWarpSize) {
+    if (node != tier.node && staging_at_node(contexts.rail, tier, node) == 0) has_room = false;
+  }
+  has_room = arch::all(kFullMask, has_room);
+  if (lane < world.num_ranks) {
+    ArrivedLine* line = world.arrived_line(lane, world.rank);
+    arch::st_relaxed_sys(
+        &line->staging_line[parity],
+        Tagged::pack(contexts.node.generation, has_room ? plan.line_of(plan.from_local(lane)) : 0));
+    arch::st_relaxed_sys(&line->staging_rows[parity],
+                         Tagged::pack(contexts.node.generation, has_room));
+  }
+  announce_arrival(contexts.node, args.signature);
+  return true;
+}
+
+// Warp 0 of every block: waits for all ranks. The same mode in every block of every rank, unless one
+// has given up: each rank's answer holds for its rail, and a node's ranks are on all of them.
+DC_DEVICE SumMode enter_combine(const TierContexts& contexts, const InternodeCombineArgs& args,
+                                const StagedTables& tables) {
+  const World& world = args.world;
+  const int peer = arch::lane_idx();
+  bool ok = true;
+  if (arch::block_idx() == 0) ok = announce_staging(contexts, args, tables);
+  ok = ok && await_arrivals(contexts.node, Stage::kEntryBarrier, args.signature);
+  if (!ok) return SumMode::kFailed;
+  bool has_room = true;
+  if (peer < world.num_ranks) {
+    const ArrivedLine* line = world.arrived_line(world.rank, peer);
+    const uint64_t* word = &line->staging_rows[contexts.node.generation & 1u];
+    has_room = Tagged::unpack(arch::ld_relaxed_sys(word)).value != 0;
+  }
+  return arch::all(kFullMask, has_room) ? SumMode::kStaged : SumMode::kRings;
+}
+
+}  // namespace deep_comm

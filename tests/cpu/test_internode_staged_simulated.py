@@ -1,0 +1,157 @@
+"""Combine's staged mode between nodes under seeded schedules; and faults that must be found."""
+
+import random
+
+import pytest
+import torch
+from internode import InternodeCase, run_case, verify
+
+from deep_comm import simulate
+from deep_comm.errors import DeepCommError
+
+NUM_SEEDS = 320
+SEEDS_PER_TEST = 40
+SHAPES = [(2, 2), (2, 4), (4, 2), (3, 3), (8, 1), (2, 1), (3, 2)]
+ROUTINGS = ("random", "skewed", "holes", "one_expert", "none", "duplicates")
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEP_COMM_POISON", "1")
+
+
+def small_case(seed: int) -> InternodeCase:
+    choose = random.Random(seed)
+    num_nodes, ranks_per_node = SHAPES[seed % len(SHAPES)]
+    num_ranks = num_nodes * ranks_per_node
+    slots, rail_slots = choose.choice((1, 2, 3)), choose.choice((2, 4, 9))
+    return InternodeCase(
+        tuple(choose.choice((0, 1, 3, 6, 9)) for _ in range(num_ranks)),
+        hidden=choose.choice((16, 32, 48)),
+        experts=choose.choice((num_ranks, 2 * num_ranks + 1)),
+        topk=choose.choice((1, 2, 4)),
+        combine_dtype=choose.choice((torch.bfloat16, torch.bfloat16, torch.float32)),
+        routing=choose.choice(ROUTINGS),
+        num_sms=choose.choice((2, 2, 4)),
+        send_chunk=1,
+        slots=slots,
+        rail_chunk=choose.randint(1, rail_slots // 2),
+        rail_slots=rail_slots,
+        num_qps=choose.choice((1, 2, 5)),
+        worst=choose.choice((0, 0, 2)),
+        biases=choose.choice((0, 1)),
+        fused_layout=choose.choice((False, True)),
+        calls=choose.choice((1, 2)),
+        nvl_bytes=1 << 19,
+        direct_bytes=1 << 18,
+        rdma_bytes=1 << 18,
+        ranks_per_node=ranks_per_node,
+        seed=seed,
+    )
+
+
+def simulated(case: InternodeCase, seed: int, **options) -> simulate.SimulationResults:
+    return simulate.run(
+        lambda group: run_case(group, case), case.num_ranks, seed, timeout_s=120, **options
+    )
+
+
+def check_seeds(first_seed: int) -> None:
+    for seed in range(first_seed, first_seed + SEEDS_PER_TEST):
+        case = small_case(seed)
+        try:
+            verify(case, simulated(case, seed))
+        except Exception as error:
+            raise AssertionError(f"seed {seed}, {case}: {error}") from error
+
+
+@pytest.mark.parametrize("first_seed", range(0, NUM_SEEDS, SEEDS_PER_TEST))
+def test_every_schedule_gives_the_same_bits(first_seed: int) -> None:
+    check_seeds(first_seed)
+
+
+@pytest.mark.parametrize("first_seed", [1000, 1040])
+def test_sums_stored_into_near_nodes_are_the_same(
+    first_seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", "1")
+    check_seeds(first_seed)
+
+
+# Several rows a chunk, several calls and unequal ranks give each fault a chance.
+FAULTY = InternodeCase(
+    (9, 6, 12, 5), experts=4, topk=3, hidden=48, num_sms=4, slots=2, send_chunk=1, calls=2,
+    rail_slots=4, rail_chunk=2, nvl_bytes=1 << 19, direct_bytes=1 << 18, rdma_bytes=1 << 18,
+    ranks_per_node=2,
+)  # fmt: skip
+FAULTS = [
+    "skip_arrival",  # rows and sums are added whether they have come or not
+    "reorder_rail",  # the word of a chunk overtakes the sums before it
+    "skip_rail_fence",  # the NIC reads sums whose stores it cannot see yet
+    "weaken_fence",  # words of rows and sums are not behind them
+    "skip_bulk_wait",  # rows are published before they have landed
+    "skip_entry_barrier",  # a kernel writes where peers still run the one before
+]
+
+
+def notices(case: InternodeCase, seed: int, faults: tuple[str, ...]) -> str | None:
+    """How the run with these faults fails, or None if it does not."""
+    try:
+        verify(case, simulated(case, seed, faults=faults))
+    except (AssertionError, DeepCommError, simulate.MachineError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def find(fault: str) -> None:
+    for seed in range(60):
+        if notices(FAULTY, seed, (fault,)) is not None:
+            return
+    pytest.fail(f"60 seeds ran with {fault} and none noticed")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_simulation_finds_the_fault(fault: str) -> None:
+    find(fault)
+
+
+@pytest.mark.parametrize("fault", ["skip_arrival", "weaken_fence", "skip_entry_barrier"])
+def test_simulation_finds_the_fault_between_near_nodes(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", "1")
+    find(fault)
+
+
+def test_the_same_runs_pass_without_a_fault() -> None:
+    for seed in range(20):
+        found = notices(FAULTY, seed, ())
+        assert found is None, f"seed {seed}: {found}"
+
+
+@pytest.mark.parametrize("without", [0, 3])
+def test_all_ranks_take_the_rings_if_one_has_no_room(without: int) -> None:
+    """Nothing but memory of its own differs on that rank: it keeps its region's blocks."""
+
+    def fn(group):
+        import deep_comm
+
+        with deep_comm.Buffer(
+            group, FAULTY.nvl_bytes, FAULTY.rdma_bytes, device="cpu", ranks_per_node=2,
+            num_qps_per_rank=4, num_direct_bytes=FAULTY.direct_bytes, num_max_experts=64,
+        ) as buffer:  # fmt: skip
+            from internode import call_once
+
+            context = buffer._context
+            kept = (
+                context.take(FAULTY.direct_bytes, 0, False, False, True)
+                if buffer.rank == without
+                else None
+            )
+            assert buffer.rank != without or kept is not None
+            calls = [call_once(buffer, FAULTY, call) for call in range(FAULTY.calls)]
+            del kept
+            return calls
+
+    for seed in range(4):
+        verify(FAULTY, simulate.run(fn, 4, seed, timeout_s=120))
