@@ -333,6 +333,23 @@ class Engine:
         has_weights: bool,  # they travel with dispatch
     ) -> LowLatencyPlan:
         """Check a shape and its options, once for all calls with them."""
+    def quick_low_latency(
+        self,
+        tensor_type: type,
+        exchange_api: object,  # DLPack's, of that type
+        empty: Callable[..., object],  # (shape, strides, dtype): on the current device
+        part: Callable[..., object],  # (tensor, shape, strides, offset)
+        device_type: int,  # as DLPack counts them
+        device_index: int,
+        *,
+        empty_address: int,  # of tensors without elements
+        pending_dispatches: list[object],  # of hooks that have not run, an entry each
+        pending_combines: list[object],
+        refuse_hook: Callable[[], object],  # raises, for a hook that may not run
+        end: Callable[[], object] | None,  # called behind every launch
+        bfloat16: object,
+        int32: object,
+    ) -> QuickLowLatency: ...
     def wait_low_latency_num_tokens(self) -> int | None:
         """The most tokens any rank had in the last reporting dispatch; None: a
         kernel failed. Without the GIL.
@@ -349,6 +366,25 @@ class Engine:
         """
     def close(self) -> None:
         """Free what the engine owns on this rank. Never waits for a peer. Idempotent."""
+
+class QuickLowLatency:
+    """Low-latency calls of one engine in one step each, see csrc/bind/quick_low_latency.hpp.
+
+    None, and nothing has happened, for whatever is not a plain call of a form that was added.
+    """
+
+    def add(
+        self,
+        plan: LowLatencyPlan,
+        shape: object,  # what handles of these calls name
+        use_fp8: bool,
+        use_nvfp4: bool,
+        num_local_experts: int,
+        forms: Sequence[tuple[object, object, object]],  # shape, strides, dtype of recv_x,
+        # metadata, recv_count and, if there are, scales
+    ) -> None: ...
+    dispatch: Callable[..., tuple[object, ...] | None]
+    combine: Callable[..., tuple[object, ...] | None]
 
 class LowLatencyPlan:
     """A shape and options of low-latency calls of one engine. Arguments of calls are positional.

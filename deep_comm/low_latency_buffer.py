@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from deep_comm.errors import ArgumentError
+from deep_comm.events import EventOverlap
 from deep_comm.low_latency_handle import LowLatencyHandle
 from deep_comm.low_latency_state import LowLatencyState, region_bytes
 from deep_comm.ops import low_latency
@@ -158,6 +159,17 @@ class LowLatencyCalls:
             ConfigMismatch, PeerTimeout: on the ranks that notice; reset()
             makes the Buffer usable again.
         """
+        if not async_finish and x_global_scale is None:
+            made = self._low_latency.quick_dispatch(
+                x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts,
+                cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats, use_fp8,
+                round_scale, use_ue8m0, return_recv_hook, topk_weights, compact,
+                report_num_tokens, use_nvfp4,
+            )  # fmt: skip
+            if made is not None:
+                payload, recv_count, shape, metadata, num_tokens, hook = made
+                handle = LowLatencyHandle(shape, metadata, num_tokens)
+                return payload, recv_count, handle, EventOverlap(), hook
         return low_latency.low_latency_dispatch(
             self._context,
             self._low_latency,
@@ -237,6 +249,15 @@ class LowLatencyCalls:
             event, hook: as of low_latency_dispatch. The send phase waits for its peers' send
                 phases, unless the weights came with dispatch.
         """
+        if type(handle) is LowLatencyHandle and not (
+            use_logfmt or zero_copy or async_finish or one_rounding
+        ):
+            made = self._low_latency.quick_combine(
+                x, topk_idx, topk_weights, handle.shape, handle.metadata, handle.num_tokens,
+                return_recv_hook, out, combine_wait_recv_cost_stats,
+            )  # fmt: skip
+            if made is not None:
+                return made[0], EventOverlap(), made[1]
         return low_latency.low_latency_combine(
             self._context,
             self._low_latency,

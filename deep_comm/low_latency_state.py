@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from deep_comm import _core, checks, env
 from deep_comm.backends import Launch
 from deep_comm.context import Context
 from deep_comm.errors import ArgumentError, BufferTooSmall
+from deep_comm.ops import quick
 from deep_comm.topology import num_local_experts
 
 MAX_BLOCKS = 160  # of a low-latency kernel
@@ -140,6 +142,30 @@ class LowLatencyShape:
         self.ticket: int = self.offsets["ticket"]
         self.metadata_shape = (self.native.num_metadata_bytes // 4,)
 
+    def tensor_forms(self) -> list[quick.TensorForm]:
+        """Shape, strides and dtype of recv_x, metadata, recv_count and, if there are, scales."""
+        strides = quick.contiguous_strides
+        forms = [
+            (self.recv_shape, strides(self.recv_shape), self.recv_dtype),
+            (self.metadata_shape, (1,), torch.int32),
+            ((self.num_local,), (1,), torch.int32),
+        ]
+        if self.scales_shape is not None:
+            by_row = strides(self.scales_shape)
+            forms.append(
+                (
+                    self.scales_shape,
+                    by_row if self.is_nvfp4 else self.scales_strides,
+                    self.scales_dtype,
+                )
+            )
+        return forms
+
+
+def _refuse_hook(ctx: Context) -> None:
+    ctx.require_open()
+    raise ArgumentError("hook", None, "may be called once, and not after reset()")
+
 
 class LowLatencyState:
     """Of one Buffer. Holds no reference to the Buffer."""
@@ -150,12 +176,33 @@ class LowLatencyState:
         self._combine_buffers: dict[tuple[int, ...], Tensor] = {}
         self._num_blocks: dict[tuple[int, int, int, int, bool, bool], int] = {}
         self.shapes: dict[ShapeOptions, LowLatencyShape] = {}
+        # Whole calls in one native step, of the shapes that are known; None: not this one.
+        self.quick_dispatch: Callable[..., Any] = quick.never
+        self.quick_combine: Callable[..., Any] = quick.never
+        self._quick: Any = None
+        torch_parts = quick.torch_of(ctx.device)
+        if ctx.low_latency_bytes > 0 and torch_parts is not None and not env.POISON.get():
+            self._quick = ctx.engine.quick_low_latency(
+                *torch_parts,
+                empty_address=ctx.heap.base,
+                pending_dispatches=self._pending["dispatch"],
+                pending_combines=self._pending["combine"],
+                refuse_hook=functools.partial(_refuse_hook, ctx),
+                end=ctx.end if ctx.backend.is_synchronous else None,
+                bfloat16=torch.bfloat16,
+                int32=torch.int32,
+            )
+            self.quick_dispatch, self.quick_combine = self._quick.dispatch, self._quick.combine
 
     def make_shape(self, options: ShapeOptions) -> LowLatencyShape:
         """Checks the sizes of calls; afterwards ``shapes`` has it."""
         max_tokens, hidden, num_topk, num_experts, use_fp8, *_ = options
         num_blocks = self.num_blocks(max_tokens, hidden, num_topk, num_experts, use_fp8)
         shape = self.shapes[options] = LowLatencyShape(self._ctx, options, num_blocks)
+        if self._quick is not None:
+            self._quick.add(
+                shape.native, shape, use_fp8, shape.is_nvfp4, shape.num_local, shape.tensor_forms()
+            )
         return shape
 
     def num_blocks(
@@ -247,7 +294,7 @@ class LowLatencyState:
         def hook() -> None:
             ctx.require_open()
             if not any(other is entry for other in pending):
-                raise ArgumentError("hook", None, "may be called once, and not after reset()")
+                _refuse_hook(ctx)
             pending[:] = [other for other in pending if other is not entry]
             with ctx.backend.device_scope():
                 run(False, True, stream)

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "bind/bind_engine.hpp"
+#include "bind/quick_low_latency.hpp"
 
 namespace deep_comm {
 
@@ -11,13 +12,6 @@ inline PayloadFormat payload_format_of(const std::string& name) {
   if (name == "nvfp4") return PayloadFormat::kNvFp4;
   throw std::invalid_argument("format = " + name + ", must be bfloat16, fp8 or nvfp4");
 }
-
-// A plan with the engine it is for, which lives as long.
-template <class Target>
-struct BoundLowLatencyPlan {
-  Engine<Target>* engine;
-  LowLatencyPlan plan;
-};
 
 // Offsets of the parts of the metadata block that there are.
 template <class Target>
@@ -133,6 +127,7 @@ void bind_low_latency(pybind11::module_& m, pybind11::class_<Engine<Target>>& en
       "has_weights"_a);
   engine.def("wait_low_latency_num_tokens", &Type::wait_low_latency_num_tokens,
              py::call_guard<py::gil_scoped_release>());
+  bind_quick_low_latency<Target>(m, engine);
 }
 
 }  // namespace deep_comm

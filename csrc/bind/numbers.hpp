@@ -1,5 +1,6 @@
-// Functions of plain numbers for the host's hot path. pybind11 looks at names, types and overloads
-// first, about 50 ns an argument; these are CPython's own builtin functions, a tenth of that.
+// Functions of plain numbers, or of plain objects, for the host's hot path. pybind11 looks at
+// names, types and overloads first, about 50 ns an argument; these are CPython's own builtin
+// functions, a tenth of that.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -19,14 +20,14 @@ namespace detail {
 
 // What a builtin function needs for as long as it lives: a table entry, and whose function it is.
 template <class Object>
-struct NumberFunction {
+struct BuiltinFunction {
   PyMethodDef method;
   Object object;
 };
 
 template <class Object, size_t kCount, auto kBody>
 PyObject* call_with_numbers(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
-  using Function = NumberFunction<Object>;
+  using Function = BuiltinFunction<Object>;
   if (count != static_cast<Py_ssize_t>(kCount)) {
     PyErr_Format(PyExc_TypeError, "%zu numbers are wanted, %zd were given", kCount, count);
     return nullptr;
@@ -56,18 +57,33 @@ PyObject* call_with_numbers(PyObject* self, PyObject* const* arguments, Py_ssize
   }
 }
 
-}  // namespace detail
+template <class Object, size_t kCount, auto kBody>
+PyObject* call_with_objects(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
+  if (count != static_cast<Py_ssize_t>(kCount)) {
+    PyErr_Format(PyExc_TypeError, "%zu arguments are wanted, %zd were given", kCount, count);
+    return nullptr;
+  }
+  try {
+    Object& object =
+        static_cast<BuiltinFunction<Object>*>(PyCapsule_GetPointer(self, nullptr))->object;
+    return kBody(object, arguments).release().ptr();
+  } catch (pybind11::error_already_set& error) {
+    error.restore();
+    return nullptr;
+  } catch (...) {
+    pybind11::detail::try_translate_exceptions();
+    return nullptr;
+  }
+}
 
-// A Python function of exactly kCount integers, of which the low 64 bits count: kBody(object,
-// numbers), where numbers is a std::array to be taken apart by a structured binding; it returns
-// nothing, a bool or an object. The function keeps `owner` alive, which `object` may point into.
-template <size_t kCount, auto kBody, class Object>
-pybind11::object number_function(const char* name, Object object, pybind11::object owner) {
-  using Function = detail::NumberFunction<Object>;
+// A builtin function that is `entry`, with the object and its owner.
+template <class Object>
+pybind11::object make_function(const char* name, void* entry, Object object,
+                               pybind11::object owner) {
+  using Function = BuiltinFunction<Object>;
   auto function = std::make_unique<Function>(Function{{}, std::move(object)});
   function->method.ml_name = name;
-  function->method.ml_meth = reinterpret_cast<PyCFunction>(
-      reinterpret_cast<void*>(&detail::call_with_numbers<Object, kCount, kBody>));
+  function->method.ml_meth = reinterpret_cast<PyCFunction>(entry);
   function->method.ml_flags = METH_FASTCALL;
   PyMethodDef* method = &function->method;
   // The capsule's context holds the owner; its destructor lets go of both.
@@ -82,6 +98,27 @@ pybind11::object number_function(const char* name, Object object, pybind11::obje
   auto made = pybind11::reinterpret_steal<pybind11::object>(PyCFunction_New(method, capsule.ptr()));
   if (!made) throw pybind11::error_already_set();
   return made;
+}
+
+}  // namespace detail
+
+// A Python function of exactly kCount integers, of which the low 64 bits count: kBody(object,
+// numbers), where numbers is a std::array to be taken apart by a structured binding; it returns
+// nothing, a bool or an object. The function keeps `owner` alive, which `object` may point into.
+template <size_t kCount, auto kBody, class Object>
+pybind11::object number_function(const char* name, Object object, pybind11::object owner) {
+  return detail::make_function(
+      name, reinterpret_cast<void*>(&detail::call_with_numbers<Object, kCount, kBody>),
+      std::move(object), std::move(owner));
+}
+
+// The same of exactly kCount objects, borrowed: kBody(object, arguments), a PyObject* const*; it
+// returns an object.
+template <size_t kCount, auto kBody, class Object>
+pybind11::object object_function(const char* name, Object object, pybind11::object owner) {
+  return detail::make_function(
+      name, reinterpret_cast<void*>(&detail::call_with_objects<Object, kCount, kBody>),
+      std::move(object), std::move(owner));
 }
 
 }  // namespace deep_comm

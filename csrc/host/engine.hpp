@@ -176,6 +176,11 @@ class Engine {
     check_open();
     return &world_.error->is_written;
   }
+  bool is_open() const { return world_.error != nullptr; }
+  // And no kernel has left a record.
+  bool is_sound() const {
+    return is_open() && __atomic_load_n(&world_.error->is_written, __ATOMIC_RELAXED) == 0;
+  }
   // Forgets a failure that left all ranks in step (everything but a timeout).
   void clear_error();
   void reset();
@@ -188,6 +193,8 @@ class Engine {
   size_t data_offset() const { return world_.layout.data; }
   size_t data_bytes() const { return data_bytes_; }
   int64_t num_launches() const { return num_launches_; }
+  // Of all nodes.
+  int num_group_ranks() const { return is_internode() ? tiers_.num_ranks() : world_.num_ranks; }
   // Shared memory a block may use: smaller values cut rows into more pieces (tests, smaller GPUs).
   int smem_bytes_limit = Target::kTuning.smem_bytes_limit;
   // Between nodes: with at least so many tokens of this rank a low-latency dispatch
@@ -219,7 +226,6 @@ class Engine {
   void check_counters(int num_experts, size_t smem_bytes) const;
   LaunchConfig low_latency_launch(const LowLatencyShape& shape) const;
   int group_rank() const { return is_internode() ? tiers_.rank : world_.rank; }
-  int num_group_ranks() const { return is_internode() ? tiers_.num_ranks() : world_.num_ranks; }
   size_t low_latency_bytes_for(const LowLatencyShape& shape, bool one_rounding) const;
   void zero_low_latency();
   // Defined in low_latency_rail_impl.hpp.

@@ -19,23 +19,6 @@ void check(cudaError_t status, const char* tried) {
 
 cudaStream_t as_stream(uint64_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
 
-// Makes `device` current; costs one cheap query when it is already.
-class DeviceScope {
- public:
-  explicit DeviceScope(int device) : previous_(cuda_current_device()), device_(device) {
-    if (previous_ != device_) check(cudaSetDevice(device_), "cudaSetDevice");
-  }
-  ~DeviceScope() {
-    if (previous_ != device_) cudaSetDevice(previous_);
-  }
-  DeviceScope(const DeviceScope&) = delete;
-  DeviceScope& operator=(const DeviceScope&) = delete;
-
- private:
-  int previous_;
-  int device_;
-};
-
 // Idle events by device. Never destroyed: at exit the driver may be gone before this module.
 std::vector<cudaEvent_t>& pool_of(int device) {
   static auto& pools = *new std::vector<std::vector<cudaEvent_t>>();
@@ -44,6 +27,14 @@ std::vector<cudaEvent_t>& pool_of(int device) {
 }
 
 }  // namespace
+
+CudaDeviceScope::CudaDeviceScope(int device) : previous_(cuda_current_device()), device_(device) {
+  if (previous_ != device_) check(cudaSetDevice(device_), "cudaSetDevice");
+}
+
+CudaDeviceScope::~CudaDeviceScope() {
+  if (previous_ != device_) cudaSetDevice(previous_);
+}
 
 CudaEvent::CudaEvent(int device) : device_(device), event_(nullptr) {
   if (device < 0)
@@ -54,7 +45,7 @@ CudaEvent::CudaEvent(int device) : device_(device), event_(nullptr) {
     pool.pop_back();
     return;
   }
-  DeviceScope scope(device);
+  CudaDeviceScope scope(device);
   check(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "cudaEventCreateWithFlags");
 }
 
@@ -73,7 +64,7 @@ void CudaEvent::wait(uint64_t stream) const {
 void CudaEvent::synchronize() const { check(cudaEventSynchronize(event_), "cudaEventSynchronize"); }
 
 std::unique_ptr<CudaEvent> cuda_mark(int device, uint64_t stream) {
-  DeviceScope scope(device);  // stream 0 is the current device's
+  CudaDeviceScope scope(device);  // stream 0 is the current device's
   if (cuda_is_capturing(stream)) return nullptr;
   auto event = std::make_unique<CudaEvent>(device);
   event->record(stream);

@@ -9,6 +9,19 @@ struct CUevent_st;
 
 namespace deep_comm {
 
+// Makes `device` current; costs one cheap query when it is already.
+class CudaDeviceScope {
+ public:
+  explicit CudaDeviceScope(int device);
+  ~CudaDeviceScope();
+  CudaDeviceScope(const CudaDeviceScope&) = delete;
+  CudaDeviceScope& operator=(const CudaDeviceScope&) = delete;
+
+ private:
+  int previous_;
+  int device_;
+};
+
 // An event without timing. Its end returns it to its device's pool instead of destroying it: CUDA
 // events cost more to make than to record. Not for use by several threads at once; the pool is not
 // locked, the GIL guards it.

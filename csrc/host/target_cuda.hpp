@@ -6,6 +6,7 @@
 
 #include "host/nvshmem_rail_cuda.hpp"
 #include "host/software_nic_cuda.hpp"
+#include "host/stream_cuda.hpp"
 #include "host/target.hpp"
 
 namespace deep_comm {
@@ -59,6 +60,8 @@ class CudaTarget {
   }
   std::vector<uint64_t> rail_put_bytes(const uint64_t* counters, size_t count) const;
   bool is_idle(uint64_t stream);
+  static bool is_current(int device) { return cuda_is_current(device); }
+  using DeviceScope = CudaDeviceScope;
 
  private:
   void copy_in(void* memory, const void* source, size_t num_bytes);

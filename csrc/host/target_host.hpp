@@ -95,6 +95,10 @@ class HostTarget {
     return {counters, counters + count};
   }
   bool is_idle(uint64_t /*stream*/) { return true; }
+  static bool is_current(int /*device*/) { return true; }
+  struct DeviceScope {
+    explicit DeviceScope(int /*device*/) {}
+  };
 
  private:
   int rank_;

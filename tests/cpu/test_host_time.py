@@ -12,6 +12,7 @@ import torch
 
 import deep_comm
 from deep_comm import local
+from deep_comm.ops import quick
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -197,9 +198,10 @@ def test_a_block_that_another_stream_may_read_is_waited_for(
     _on_fake_cuda(body)
 
 
+@pytest.mark.parametrize("in_one_step", [True, False])
 @pytest.mark.parametrize("compact", [False, True])
-def test_low_latency_calls_make_four_tensors_and_touch_no_other_stream(
-    empties: list[object], compact: bool
+def test_low_latency_calls_touch_no_other_stream(
+    empties: list[object], compact: bool, in_one_step: bool
 ) -> None:
     def main(group: local.ThreadGroup) -> None:
         num_bytes = deep_comm.Buffer.get_low_latency_rdma_size_hint(T, H, 1, E)
@@ -207,6 +209,9 @@ def test_low_latency_calls_make_four_tensors_and_touch_no_other_stream(
             x = torch.randn(T, H).bfloat16()
             idx = torch.rand(T, E).topk(K).indices
             weights = torch.rand(T, K)
+            if not in_one_step:
+                state = buffer._low_latency
+                state.quick_dispatch = state.quick_combine = quick.never
 
             def pair() -> tuple[torch.Tensor, Counter, Counter]:
                 with Counter() as there:
@@ -222,9 +227,16 @@ def test_low_latency_calls_make_four_tensors_and_touch_no_other_stream(
             empties.clear()
             log.clear()
             combined, there, back = pair()
-            assert empties == _shapes(compact) and log == []
-            assert len(there.functions) <= 20, there.functions
-            assert len(back.functions) <= 17, back.functions
+            assert log == []
+            if in_one_step:
+                # Native code makes the tensors; the method, the handle, the event.
+                assert empties == []
+                assert there.functions == ["low_latency_dispatch", "__init__", "__init__"]
+                assert back.functions == ["low_latency_combine", "__init__"]
+            else:
+                assert empties == _shapes(compact)
+                assert len(there.functions) <= 21, there.functions
+                assert len(back.functions) <= 18, back.functions
             want = weights.sum(1) if not compact else torch.ones(T)
             assert torch.allclose(combined[:, 0].float(), want, rtol=1e-2)
 

@@ -1,0 +1,376 @@
+// Whole low-latency calls in one step, for the host's hot path: tensors are looked at, outputs made
+// and the kernel launched here, in the place of some sixty steps of Python. Only plain calls, of a
+// form that was called before, with arguments that are beyond doubt: everything else is left to
+// Python, untouched, which says what is wrong with it.
+#pragma once
+
+#include <deque>
+
+#include "bind/arguments.hpp"
+#include "bind/numbers.hpp"
+#include "bind/torch_tensors.hpp"
+
+namespace deep_comm {
+
+// A plan with the engine it is for, which lives as long.
+template <class Target>
+struct BoundLowLatencyPlan {
+  Engine<Target>* engine;
+  LowLatencyPlan plan;
+};
+
+// A form of calls, and what Python knows it by.
+struct QuickForm {
+  LowLatencyPlan plan;
+  pybind11::object shape;  // LowLatencyShape
+  bool use_fp8;
+  bool use_nvfp4;
+  int num_local_experts;
+  TensorForm recv_x;
+  TensorForm metadata;
+  TensorForm recv_count;  // a part of it
+  bool has_scales;
+  TensorForm scales;
+};
+
+// What Python gives such calls, beside torch.
+struct QuickParts {
+  uintptr_t empty_address;       // of tensors without elements
+  pybind11::list pending[2];     // of dispatches, of combines: what hooks that have not run keep
+  pybind11::object refuse_hook;  // () raises: the hook has run, or the Buffer is destroyed
+  pybind11::object end;          // () behind every call, or None
+  pybind11::object bfloat16;
+};
+
+template <class Target>
+struct QuickLowLatency {
+  Engine<Target>* engine;
+  TorchTensors torch;
+  QuickParts parts;
+  TensorForm ticket;
+  pybind11::object zero;
+  std::deque<QuickForm> forms;  // a handful; their addresses stay
+  PyObject* self = nullptr;     // this object as Python knows it, borrowed
+
+  uintptr_t given(uintptr_t address) const { return address == 0 ? parts.empty_address : address; }
+  // The Buffer can be used from here.
+  bool is_ready(int kind) const {
+    return PyList_GET_SIZE(parts.pending[kind].ptr()) < 2 && engine->is_sound() &&
+           Target::is_current(torch.device_index());
+  }
+  void end() const {
+    if (!parts.end.is_none()) parts.end();
+  }
+};
+
+// The receive phase of a call: a function without arguments, to be called once.
+template <class Target, class Call>
+struct QuickHook {
+  QuickLowLatency<Target>* calls;
+  const QuickForm* form;
+  Call call;
+  uint64_t stream;
+  int kind;              // of pending
+  pybind11::tuple kept;  // what the phases work on, and which hook this is
+};
+
+namespace detail {
+
+// A number that needs no conversion; false for anything else.
+inline bool as_int(PyObject* object, int* value) {
+  if (!PyLong_CheckExact(object)) return false;
+  const long long number = PyLong_AsLongLong(object);
+  if (number < 0 || number > INT32_MAX) {
+    PyErr_Clear();
+    return false;
+  }
+  *value = static_cast<int>(number);
+  return true;
+}
+
+inline bool as_bool(PyObject* object, bool* value) {
+  *value = object == Py_True;
+  return *value || object == Py_False;
+}
+
+// topk_idx [num_tokens, num_topk] and its optional weights; num_topk < 0: any.
+inline bool routing(const TorchTensors& torch, PyObject* idx, PyObject* weights, int64_t num_tokens,
+                    int64_t num_topk, TensorView* idx_view, TensorView* weights_view) {
+  if (!torch.view(idx, idx_view) || !(idx_view->is(kDlInt64) || idx_view->is(kDlInt32)) ||
+      idx_view->num_dims() != 2 || idx_view->extent(0) != num_tokens ||
+      (num_topk >= 0 && idx_view->extent(1) != num_topk) || !idx_view->is_contiguous()) {
+    return false;
+  }
+  return weights == Py_None ||
+         torch.matrix(weights, kDlFloat32, num_tokens, idx_view->extent(1), weights_view);
+}
+
+// An optional vector; false if it is not what is wanted.
+inline bool optional_vector(const TorchTensors& torch, PyObject* object, DlDataType dtype,
+                            int64_t size, uintptr_t* address) {
+  *address = 0;
+  if (object == Py_None) return true;
+  TensorView view;
+  if (!torch.vector(object, dtype, size, &view)) return false;
+  *address = view.address();
+  return true;
+}
+
+inline bool is_aligned(uintptr_t address) { return address % 16 == 0; }
+
+}  // namespace detail
+
+template <class Target>
+void run_quick(const QuickLowLatency<Target>& self, const QuickForm& form,
+               const LowLatencyDispatchCall& call, uint64_t stream) {
+  MaybeRelease<Target::kIsSynchronous> release;
+  self.engine->low_latency_dispatch(form.plan, call, stream);
+}
+
+template <class Target>
+void run_quick(const QuickLowLatency<Target>& self, const QuickForm& form,
+               const LowLatencyCombineCall& call, uint64_t stream) {
+  MaybeRelease<Target::kIsSynchronous> release;
+  self.engine->low_latency_combine(form.plan, call, stream);
+}
+
+template <class Target, class Call>
+pybind11::object quick_hook(QuickHook<Target, Call>& hook, PyObject* const* /*arguments*/) {
+  QuickLowLatency<Target>& self = *hook.calls;
+  PyObject* pending = self.parts.pending[hook.kind].ptr();
+  Py_ssize_t place = PyList_GET_SIZE(pending) - 1;
+  while (place >= 0 && PyList_GET_ITEM(pending, place) != hook.kept.ptr()) --place;
+  if (place < 0 || !self.engine->is_open()) return self.parts.refuse_hook();
+  if (PyList_SetSlice(pending, place, place + 1, nullptr) != 0) throw pybind11::error_already_set();
+  {
+    typename Target::DeviceScope scope(self.torch.device_index());
+    run_quick(self, *hook.form, hook.call, hook.stream);
+  }
+  self.end();
+  return pybind11::none();
+}
+
+// Launches a call, or its send phase and then makes the hook of the other.
+template <class Target, class Call>
+pybind11::object launch_quick(QuickLowLatency<Target>& self, const QuickForm& form, Call call,
+                              int kind, bool has_hook, pybind11::tuple kept) {
+  namespace py = pybind11;
+  const uint64_t stream = self.torch.current_stream();
+  call.send = true;
+  call.receive = !has_hook;
+  run_quick(self, form, call, stream);
+  if (!has_hook) {
+    self.end();
+    return py::none();
+  }
+  // What the send phase may have recorded is raised by the hook: peers count on its receive phase.
+  call.send = false;
+  call.receive = true;
+  self.parts.pending[kind].append(kept);
+  return object_function<0, &quick_hook<Target, Call>>(
+      "hook", QuickHook<Target, Call>{&self, &form, call, stream, kind, std::move(kept)},
+      py::reinterpret_borrow<py::object>(self.self));
+}
+
+// (x, topk_idx, num_max_tokens, num_experts, cumulative_stats, wait_stats, use_fp8, round_scale,
+//  use_ue8m0, return_recv_hook, topk_weights, compact, report_num_tokens, use_nvfp4)
+//   -> (recv_x or (recv_x, scales), recv_count, shape, metadata, num_tokens, hook), or None.
+template <class Target>
+pybind11::object quick_dispatch(QuickLowLatency<Target>* calls, PyObject* const* arguments) {
+  namespace py = pybind11;
+  QuickLowLatency<Target>& self = *calls;
+  const TorchTensors& torch = self.torch;
+  TensorView x, idx, weights;
+  int num_max_tokens, num_experts;
+  bool use_fp8, round_scale, use_ue8m0, has_hook, is_compact, is_reporting, use_nvfp4;
+  using detail::as_bool, detail::as_int;
+  if (!as_int(arguments[2], &num_max_tokens) || !as_int(arguments[3], &num_experts) ||
+      !as_bool(arguments[6], &use_fp8) || !as_bool(arguments[7], &round_scale) ||
+      !as_bool(arguments[8], &use_ue8m0) || !as_bool(arguments[9], &has_hook) ||
+      !as_bool(arguments[11], &is_compact) || !as_bool(arguments[12], &is_reporting) ||
+      !as_bool(arguments[13], &use_nvfp4) || !torch.matrix(arguments[0], kDlBfloat16, -1, -1, &x) ||
+      !detail::routing(torch, arguments[1], arguments[10], x.extent(0), -1, &idx, &weights)) {
+    return py::none();
+  }
+  use_fp8 = use_fp8 && !use_nvfp4;
+  const bool has_weights = arguments[10] != Py_None;
+  const QuickForm* form = nullptr;
+  for (const QuickForm& known : self.forms) {
+    const LowLatencyOptions& options = known.plan.options;
+    if (options.num_max_tokens == num_max_tokens && options.hidden == x.extent(1) &&
+        options.num_topk == idx.extent(1) && options.num_experts == num_experts &&
+        known.use_fp8 == use_fp8 && known.use_nvfp4 == use_nvfp4 &&
+        options.round_scale == round_scale && options.use_ue8m0 == use_ue8m0 &&
+        options.is_compact == is_compact && options.has_weights == has_weights) {
+      form = &known;
+      break;
+    }
+  }
+  LowLatencyDispatchCall call{};
+  if (form == nullptr || x.extent(0) > num_max_tokens || !detail::is_aligned(x.address()) ||
+      !detail::optional_vector(torch, arguments[4], kDlInt32, form->num_local_experts,
+                               &call.cumulative_stats) ||
+      !detail::optional_vector(torch, arguments[5], kDlInt64, self.engine->num_group_ranks(),
+                               &call.wait_stats) ||
+      !self.is_ready(0)) {
+    return py::none();
+  }
+  py::object payload = torch.empty(form->recv_x, &call.recv_x);
+  if (form->has_scales) {
+    payload = py::make_tuple(std::move(payload), torch.empty(form->scales, &call.recv_scales));
+  }
+  py::object metadata = torch.empty(form->metadata, &call.metadata);
+  py::object recv_count = torch.part(metadata, form->recv_count, self.zero.ptr());
+  call.x = self.given(x.address());
+  call.topk_idx = self.given(idx.address());
+  call.topk_idx_bytes = idx.element_bytes();
+  call.topk_weights = has_weights ? self.given(weights.address()) : 0;
+  call.num_tokens = static_cast<int>(x.extent(0));
+  call.recv_x = self.given(call.recv_x);
+  call.has_ticket = has_hook;
+  call.is_reporting = is_reporting;
+  py::tuple kept;
+  if (has_hook) {
+    kept = py::make_tuple(payload, metadata, py::handle(arguments[0]), py::handle(arguments[1]),
+                          py::handle(arguments[4]), py::handle(arguments[5]),
+                          py::handle(arguments[10]));
+  }
+  py::object hook = launch_quick(self, *form, call, 0, has_hook, std::move(kept));
+  return py::make_tuple(std::move(payload), std::move(recv_count), form->shape, std::move(metadata),
+                        call.num_tokens, std::move(hook));
+}
+
+// (x, topk_idx, topk_weights, shape, metadata, num_tokens, return_recv_hook, out, wait_stats)
+//   -> (combined_x, hook), or None.
+template <class Target>
+pybind11::object quick_combine(QuickLowLatency<Target>* calls, PyObject* const* arguments) {
+  namespace py = pybind11;
+  QuickLowLatency<Target>& self = *calls;
+  const TorchTensors& torch = self.torch;
+  const QuickForm* form = nullptr;
+  for (const QuickForm& known : self.forms) {
+    if (known.shape.ptr() == arguments[3]) form = &known;
+  }
+  if (form == nullptr) return py::none();
+  const LowLatencyOptions& options = form->plan.options;
+  const int num_ranks = self.engine->num_group_ranks();
+  const int64_t num_rows = int64_t{num_ranks} * options.num_max_tokens;
+  TensorView x, idx, weights, metadata, out;
+  int num_tokens;
+  bool has_hook;
+  LowLatencyCombineCall call{};
+  if (!detail::as_int(arguments[5], &num_tokens) || !detail::as_bool(arguments[6], &has_hook) ||
+      !torch.view(arguments[0], &x) || !x.is(kDlBfloat16) || !x.is_contiguous() ||
+      !detail::routing(torch, arguments[1], arguments[2], num_tokens, options.num_topk, &idx,
+                       &weights) ||
+      !torch.view(arguments[4], &metadata) ||
+      !detail::optional_vector(torch, arguments[8], kDlInt64, num_ranks, &call.wait_stats)) {
+    return py::none();
+  }
+  // Rows as dispatch returned them: [N, hidden] or [L, N, hidden].
+  const int num_dims = options.is_compact ? 2 : 3;
+  const bool needs_weights = !options.is_compact && !options.has_weights;
+  if (x.num_dims() != num_dims || x.extent(num_dims - 2) != num_rows ||
+      x.extent(num_dims - 1) != options.hidden ||
+      (num_dims == 3 && x.extent(0) != form->num_local_experts) ||
+      !detail::is_aligned(x.address()) || (needs_weights && arguments[2] == Py_None) ||
+      !self.is_ready(1)) {
+    return py::none();
+  }
+  py::object combined_x;
+  if (arguments[7] == Py_None) {
+    combined_x =
+        torch.empty_matrix(num_tokens, options.hidden, self.parts.bfloat16, &call.combined_x);
+  } else if (torch.matrix(arguments[7], kDlBfloat16, num_tokens, options.hidden, &out) &&
+             detail::is_aligned(out.address())) {
+    combined_x = py::reinterpret_borrow<py::object>(arguments[7]);
+    call.combined_x = out.address();
+  } else {
+    return py::none();
+  }
+  call.x = self.given(x.address());
+  call.metadata = metadata.address();
+  call.topk_idx = self.given(idx.address());
+  call.topk_idx_bytes = idx.element_bytes();
+  call.topk_weights = needs_weights ? self.given(weights.address()) : 0;
+  call.num_tokens = num_tokens;
+  call.rows = options.is_compact ? CombineRows::kReduced : CombineRows::kSums;
+  call.combined_x = self.given(call.combined_x);
+  py::tuple kept;
+  if (has_hook) {
+    py::object ticket = torch.empty(self.ticket, &call.ticket);
+    kept = py::make_tuple(combined_x, std::move(ticket), py::handle(arguments[0]),
+                          py::handle(arguments[1]), py::handle(arguments[2]),
+                          py::handle(arguments[4]), py::handle(arguments[8]));
+  }
+  py::object hook = launch_quick(self, *form, call, 1, has_hook, std::move(kept));
+  return py::make_tuple(std::move(combined_x), std::move(hook));
+}
+
+template <class Target>
+void bind_quick_low_latency(pybind11::module_& m, pybind11::class_<Engine<Target>>& engine) {
+  namespace py = pybind11;
+  using namespace pybind11::literals;
+  using Calls = QuickLowLatency<Target>;
+  using Plan = BoundLowLatencyPlan<Target>;
+  using Form = std::tuple<py::object, py::object, py::object>;
+  py::class_<Calls>(m, "QuickLowLatency", py::module_local())
+      .def(
+          "add",
+          [](Calls& self, const Plan& plan, py::object shape, bool use_fp8, bool use_nvfp4,
+             int num_local_experts, const std::vector<Form>& forms) {
+            const auto form = [&](size_t position) {
+              const auto& [extents, strides, dtype] = forms.at(position);
+              return TensorForm{extents, strides, dtype};
+            };
+            const bool has_scales = forms.size() == 4;
+            self.forms.push_back({.plan = plan.plan,
+                                  .shape = std::move(shape),
+                                  .use_fp8 = use_fp8,
+                                  .use_nvfp4 = use_nvfp4,
+                                  .num_local_experts = num_local_experts,
+                                  .recv_x = form(0),
+                                  .metadata = form(1),
+                                  .recv_count = form(2),
+                                  .has_scales = has_scales,
+                                  .scales = has_scales ? form(3) : TensorForm{}});
+          },
+          "plan"_a, "shape"_a, "use_fp8"_a, "use_nvfp4"_a, "num_local_experts"_a, "forms"_a)
+      .def_property_readonly("dispatch",
+                             [](const py::object& self) {
+                               return object_function<14, &quick_dispatch<Target>>(
+                                   "quick_dispatch", self.cast<Calls*>(), self);
+                             })
+      .def_property_readonly("combine", [](const py::object& self) {
+        return object_function<9, &quick_combine<Target>>("quick_combine", self.cast<Calls*>(),
+                                                          self);
+      });
+  engine.def(
+      "quick_low_latency",
+      [](Engine<Target>& engine, py::object tensor_type, const py::object& exchange_api,
+         py::object empty, py::object part, int device_type, int device_index,
+         uintptr_t empty_address, py::list pending_dispatches, py::list pending_combines,
+         py::object refuse_hook, py::object end, py::object bfloat16, py::object int32) {
+        auto calls = std::make_unique<Calls>(
+            Calls{.engine = &engine,
+                  .torch = {std::move(tensor_type), exchange_api, std::move(empty), std::move(part),
+                            device_type, device_index},
+                  .parts = {empty_address,
+                            {std::move(pending_dispatches), std::move(pending_combines)},
+                            std::move(refuse_hook),
+                            std::move(end),
+                            std::move(bfloat16)},
+                  .ticket = {py::make_tuple(1), py::make_tuple(1), std::move(int32)},
+                  .zero = py::int_(0),
+                  .forms = {}});
+        Calls* made = calls.get();
+        py::object self = py::cast(std::move(calls));
+        made->self = self.ptr();
+        return self;
+      },
+      py::keep_alive<0, 1>(), "tensor_type"_a, "exchange_api"_a, "empty"_a, "part"_a,
+      "device_type"_a, "device_index"_a, py::kw_only(), "empty_address"_a, "pending_dispatches"_a,
+      "pending_combines"_a, "refuse_hook"_a, "end"_a, "bfloat16"_a, "int32"_a);
+}
+
+}  // namespace deep_comm

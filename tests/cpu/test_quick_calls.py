@@ -1,0 +1,332 @@
+"""Calls made in one native step give what they give step by step, or are left to Python."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import deep_comm
+from deep_comm import local
+from deep_comm.errors import ArgumentError, BufferDestroyed
+from deep_comm.ops import quick
+
+R, T, M, H, K, E = 2, 7, 9, 256, 3, 6
+
+
+def _on_ranks(body: Callable[[Any, int], Any], num_ranks: int = R, **options: Any) -> list[Any]:
+    def main(group: local.ThreadGroup) -> Any:
+        num_bytes = deep_comm.Buffer.get_low_latency_rdma_size_hint(M, H, num_ranks, E)
+        with deep_comm.Buffer(
+            group, 0, num_bytes, low_latency_mode=True, timeout_s=20, **options
+        ) as buffer:
+            return body(buffer, group.rank())
+
+    return local.run(main, num_ranks, timeout_s=120)
+
+
+def _inputs(rank: int, num_tokens: int = T, idx_dtype: torch.dtype = torch.int64) -> Any:
+    generator = torch.Generator().manual_seed(17 + rank)
+    x = torch.randn(num_tokens, H, generator=generator).bfloat16()
+    idx = torch.rand(num_tokens, E, generator=generator).topk(K).indices.to(idx_dtype)
+    if num_tokens > 2:
+        idx[2, 1] = -1
+    return x, idx, torch.rand(num_tokens, K, generator=generator)
+
+
+class Spy:
+    """Says which calls were made in one step."""
+
+    def __init__(self, buffer: Any) -> None:
+        self.state = buffer._low_latency
+        self.natives = self.state.quick_dispatch, self.state.quick_combine
+        self.made: list[bool] = []
+        self.state.quick_dispatch = self._spied(self.natives[0])
+        self.state.quick_combine = self._spied(self.natives[1])
+
+    def _spied(self, native: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            result = native(*arguments)
+            self.made.append(result is not None)
+            return result
+
+        return call
+
+    def forbid(self) -> None:
+        self.state.quick_dispatch = self.state.quick_combine = quick.never
+
+
+FORMS = {
+    "fp8": {},
+    "bf16": dict(use_fp8=False),
+    "ue8m0": dict(round_scale=True, use_ue8m0=True),
+    "nvfp4": dict(use_nvfp4=True),
+    "compact": dict(compact=True),
+    "compact-bf16": dict(compact=True, use_fp8=False),
+}
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("weights_travel", [False, True])
+@pytest.mark.parametrize("form", list(FORMS))
+def test_one_step_gives_what_many_do(form: str, weights_travel: bool, hooked: bool) -> None:
+    def body(buffer: Any, rank: int) -> None:
+        idx_dtype = torch.int32 if hooked else torch.int64
+        x, idx, weights = _inputs(rank, T if rank else 0 if hooked else 1, idx_dtype)
+        given = dict(FORMS[form], topk_weights=weights if weights_travel else None)
+        spy = Spy(buffer)
+
+        def pair() -> tuple[Any, ...]:
+            stats = torch.zeros(E // R, dtype=torch.int32)
+            waits = torch.zeros(2, R, dtype=torch.int64)
+            payload, count, handle, event, hook = buffer.low_latency_dispatch(
+                x, idx, M, E, stats, waits[0], return_recv_hook=hooked, **given
+            )
+            assert (hook is not None) == hooked and event.event is None
+            if hook is not None:
+                hook()
+            generator = torch.Generator().manual_seed(rank)
+            rows = torch.randn(handle.rows_shape, generator=generator).bfloat16()
+            combined, event, hook = buffer.low_latency_combine(
+                rows, idx, weights, handle, return_recv_hook=hooked,
+                combine_wait_recv_cost_stats=waits[1],
+            )  # fmt: skip
+            assert (hook is not None) == hooked and event.event is None
+            if hook is not None:
+                hook()
+            return payload, count, handle, combined, stats
+
+        pair()  # the first of a form goes step by step
+        spy.made.clear()
+        one = pair()
+        assert spy.made == [True, True]
+        spy.forbid()
+        many = pair()
+        _require_same(one, many)
+
+    _on_ranks(body)
+
+
+def _require_same(one: tuple[Any, ...], many: tuple[Any, ...]) -> None:
+    payload, count, handle, combined, stats = one
+    for got, want in ((count, many[1]), (combined, many[3]), (stats, many[4])):
+        assert torch.equal(got, want) and got.dtype == want.dtype
+    assert torch.equal(handle.recv_tokens, many[2].recv_tokens)
+    for source, number in enumerate(handle.recv_tokens.tolist()):
+        assert torch.equal(handle.places[source, :number], many[2].places[source, :number])
+    assert handle.num_tokens == many[2].num_tokens and handle.shape is many[2].shape
+    parts = payload if isinstance(payload, tuple) else (payload,)
+    wanted = many[0] if isinstance(payload, tuple) else (many[0],)
+    assert len(parts) == len(wanted)
+    for got, want in zip(parts, wanted, strict=True):
+        assert (got.shape, got.stride(), got.dtype) == (want.shape, want.stride(), want.dtype)
+    counts = handle.num_recv_tokens if handle.is_compact else count
+    assert counts is not None
+    for got, want in zip(parts, wanted, strict=True):
+        if got.dim() > 3:  # of NVFP4, in tiles
+            continue
+        if handle.is_compact:
+            got, want = got[None], want[None]
+        for group, number in enumerate(counts.tolist()):
+            assert torch.equal(got[group, :number].float(), want[group, :number].float())
+
+
+def test_results_own_their_memory_and_given_tensors_are_let_go_of() -> None:
+    def body(buffer: Any, rank: int) -> None:
+        x, idx, weights = _inputs(rank)
+        out = torch.empty(T, H, dtype=torch.bfloat16)
+        shape = buffer.low_latency_dispatch(x, idx, M, E, topk_weights=weights)[2].shape
+        spy = Spy(buffer)
+
+        def step(**options: Any) -> list[Any]:
+            (rows, scales), count, handle, _, hook = buffer.low_latency_dispatch(
+                x, idx, M, E, topk_weights=weights, **options
+            )
+            if hook is not None:
+                hook()
+            y = torch.ones(handle.rows_shape, dtype=torch.bfloat16)
+            combined, _, back = buffer.low_latency_combine(y, idx, None, handle, out=out, **options)
+            if back is not None:
+                back()
+            assert combined is out
+            return [rows, scales, count, handle.metadata]
+
+        objects = (x, idx, weights, out, shape, spy.state._pending["dispatch"])
+        for options in ({}, dict(return_recv_hook=True)):
+            tensors = step(**options)
+            storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+            assert len(storages) == 3  # the counts are the first of the metadata
+            watched = [weakref.ref(tensor) for tensor in tensors]
+            del tensors
+            gc.collect()
+            assert all(watch() is None for watch in watched)
+            before = [sys.getrefcount(thing) for thing in objects]
+            for _ in range(20):
+                step(**options)
+            assert [sys.getrefcount(thing) for thing in objects] == before
+        assert all(spy.made)
+
+    _on_ranks(body, 1)
+
+
+def test_hooks_of_one_step_keep_the_rules_of_hooks() -> None:
+    kept: list[Any] = []
+
+    def body(buffer: Any, rank: int) -> None:
+        x, idx, weights = _inputs(rank)
+
+        def dispatch() -> Any:
+            return buffer.low_latency_dispatch(
+                x, idx, M, E, topk_weights=weights, return_recv_hook=True
+            )
+
+        dispatch()[4]()
+        spy = Spy(buffer)
+        first, second = dispatch(), dispatch()
+        assert spy.made == [True, True]
+        with pytest.raises(ArgumentError, match="return_recv_hook"):
+            dispatch()  # and no launch
+        second[4]()
+        first[4]()
+        with pytest.raises(ArgumentError, match="once"):
+            first[4]()
+        with pytest.raises(TypeError):
+            first[4](1)
+        rows = torch.ones(first[2].rows_shape, dtype=torch.bfloat16)
+        backs = [
+            buffer.low_latency_combine(rows, idx, None, result[2], return_recv_hook=True)
+            for result in (first, second)
+        ]
+        with pytest.raises(ArgumentError, match="return_recv_hook"):
+            buffer.low_latency_combine(rows, idx, None, first[2], return_recv_hook=True)
+        del rows  # hooks keep what they need
+        for combined, _, hook in backs:
+            hook()
+            want = weights.where(idx >= 0, 0).sum(1)
+            assert torch.allclose(combined[:, 0].float(), want, rtol=1e-2)
+        late = dispatch()[4]
+        buffer.reset()
+        with pytest.raises(ArgumentError, match="reset"):
+            late()
+        kept.append(dispatch()[4])
+
+    _on_ranks(body, 1)
+    with pytest.raises(BufferDestroyed):
+        kept[0]()
+
+
+class Marked(torch.Tensor):
+    """A subclass may mean anything."""
+
+
+def test_what_is_in_doubt_is_left_to_python() -> None:
+    def body(buffer: Any, rank: int) -> None:
+        x, idx, weights = _inputs(rank)
+        buffer.low_latency_dispatch(x, idx, M, E)
+        handle = buffer.low_latency_dispatch(x, idx, M, E)[2]
+        engine, spy = buffer._context.engine, Spy(buffer)
+        dispatch, combine = spy.natives
+        plain = [x, idx, M, E, None, None, True, False, False, False, None, False, False, False]
+        assert dispatch(*plain) is not None
+        wide = torch.zeros(T, 2 * H, dtype=torch.bfloat16)
+        shifted = torch.zeros(T * H + 1, dtype=torch.bfloat16)[1:].view(T, H)
+        doubtful: list[tuple[int, Any]] = [
+            (0, None), (0, x.float()), (0, wide[:, :H]), (0, x[0]), (0, x.t()), (0, shifted),
+            (0, x.to("meta")), (0, x.as_subclass(Marked)), (0, x.tolist()),
+            (0, torch.zeros(T, 2 * H, dtype=torch.bfloat16)),
+            (1, None), (1, idx.short()), (1, idx[:-1]), (1, idx[:, :-1]), (1, idx.t()),
+            (1, idx.float()), (1, idx.repeat(1, 2)[:, ::2]),
+            (2, float(M)), (2, M + 1), (2, -1), (2, T - 1), (2, 1 << 70), (2, True),
+            (3, None), (3, E + 1), (3, torch.tensor(E)),
+            (4, torch.zeros(E + 1, dtype=torch.int32)), (4, torch.zeros(E, dtype=torch.int64)),
+            (5, torch.zeros(1, dtype=torch.int32)), (5, 3),
+            *((place, value) for place in (6, 7, 8, 9, 11, 12, 13) for value in (None, 1, "yes")),
+            (7, True), (8, True), (11, True),  # forms that nobody has called
+            (10, weights.double()), (10, weights[:-1]), (10, weights[:, :-1]), (10, weights.t()),
+        ]  # fmt: skip
+        launched = engine.num_launches
+        for place, value in doubtful:
+            arguments = list(plain)
+            arguments[place] = value
+            assert dispatch(*arguments) is None, (place, value)
+        rows = torch.ones(handle.rows_shape, dtype=torch.bfloat16)
+        plain = [rows, idx, weights, handle.shape, handle.metadata, T, False, None, None]
+        out = torch.empty(T, H, dtype=torch.bfloat16)
+        doubtful = [
+            (0, None), (0, rows.float()), (0, rows[0]), (0, rows[:, :-1]), (0, rows[:-1]),
+            (0, rows.mT), (0, rows.as_subclass(Marked)),
+            (1, idx[:-1]), (1, idx[:, :-1]), (1, idx.short()), (1, None),
+            (2, None), (2, weights[:-1]), (2, weights.double()),  # it needs weights here
+            (3, None), (3, object()),
+            (4, None), (5, T + 1), (5, -1), (5, None), (6, 1),
+            (7, out.float()), (7, out[:-1]), (7, out.t()), (7, shifted),
+            (8, torch.zeros(1, dtype=torch.int32)),
+        ]  # fmt: skip
+        for place, value in doubtful:
+            arguments = list(plain)
+            arguments[place] = value
+            assert combine(*arguments) is None, (place, value)
+        assert engine.num_launches == launched
+        for native, count in ((dispatch, 14), (combine, 9)):
+            with pytest.raises(TypeError, match=f"{count} arguments"):
+                native(x)
+        assert combine(*plain) is not None
+        assert engine.num_launches == launched + 1
+
+    _on_ranks(body, 1)
+
+
+def test_errors_of_kernels_are_raised_by_calls_of_one_step() -> None:
+    def body(buffer: Any, rank: int) -> None:
+        x, idx, weights = _inputs(rank)
+        buffer.low_latency_dispatch(x, idx, M, E)
+        spy = Spy(buffer)
+        wrong = idx.clone()
+        wrong[1, 0] = E
+        with pytest.raises(deep_comm.ExpertIndexError):
+            buffer.low_latency_dispatch(x, wrong, M, E)
+        assert spy.made == []  # it raised inside
+        buffer.low_latency_dispatch(x, idx, M, E)
+        assert spy.made == [True]
+
+    _on_ranks(body, 1)
+
+
+@pytest.mark.parametrize("lacking", ["__dlpack_c_exchange_api__", "empty", "part"])
+def test_calls_go_step_by_step_where_torch_lacks_something(
+    monkeypatch: pytest.MonkeyPatch, lacking: str
+) -> None:
+    guards = torch._C._dynamo.guards  # type: ignore[attr-defined]
+    if lacking == "empty":
+        monkeypatch.delattr(guards, "_empty_strided_cpu")
+    elif lacking == "part":
+        monkeypatch.delattr(guards, "_reinterpret_tensor")
+    else:
+        monkeypatch.delattr(torch.Tensor, lacking)
+    assert quick.torch_of(torch.device("cpu")) is None
+
+    def body(buffer: Any, rank: int) -> None:
+        x, idx, weights = _inputs(rank)
+        for _ in range(2):
+            handle = buffer.low_latency_dispatch(x, idx, M, E, topk_weights=weights)[2]
+            rows = torch.ones(handle.rows_shape, dtype=torch.bfloat16)
+            combined = buffer.low_latency_combine(rows, idx, None, handle)[0]
+            want = weights.where(idx >= 0, 0).sum(1)
+            assert torch.allclose(combined[:, 0].float(), want, rtol=1e-2)
+        assert buffer._low_latency.quick_dispatch is quick.never
+
+    _on_ranks(body, 1)
+
+
+def test_outputs_are_poisoned_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEP_COMM_POISON", "1")
+
+    def body(buffer: Any, rank: int) -> None:
+        assert buffer._low_latency.quick_dispatch is quick.never
+
+    _on_ranks(body, 1)
