@@ -183,7 +183,7 @@ struct LandedItems {
 
 // What the warps of one combining block share, in shared memory behind the senders' stages. Warp 0
 // publishes; num_senders warps behind it send, the others add.
-struct StagedEntry {
+struct alignas(16) StagedEntry {
   static constexpr int kMaxRows = kMaxStagedNodes + kMaxRanks + 2;  // of one token, with biases
 
   SumMode mode;
