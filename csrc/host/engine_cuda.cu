@@ -24,6 +24,7 @@ void CudaTarget::launch(const LaunchConfig& config, const typename KernelType::A
     over_nvshmem_->kernels()->launch(kPlace, config, &args, stream);
   } else {
     launch_kernel<KernelType>(config, args, stream);
+    if (kPlace >= 0 && nic_ != nullptr) nic_->see_through(reinterpret_cast<void*>(stream));
   }
 }
 

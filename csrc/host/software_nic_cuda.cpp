@@ -147,6 +147,19 @@ void SoftwareNic::run() {
   }
 }
 
+void SoftwareNic::see_through(void* stream) {
+  const auto as_stream = static_cast<cudaStream_t>(stream);
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  check(cudaStreamIsCapturing(as_stream, &capture), "cudaStreamIsCapturing");
+  if (capture != cudaStreamCaptureStatusNone) return;
+  while (true) {
+    if (has_failed_) throw std::runtime_error(failure_);
+    const cudaError_t status = cudaStreamQuery(as_stream);
+    if (status != cudaErrorNotReady) return check(status, "cudaStreamQuery");
+    std::this_thread::sleep_for(kSleep);
+  }
+}
+
 void SoftwareNic::quiet() {
   uint64_t num_posted = 0;
   check(cudaMemcpy(&num_posted, queue_.num_posted, sizeof(num_posted), cudaMemcpyDeviceToHost),

@@ -29,6 +29,12 @@ class SoftwareNic {
   SoftwareNic& operator=(const SoftwareNic&) = delete;
 
   RailQueue queue() const { return queue_; }
+  // Behind every launch of a kernel that posts: returns when the work of `stream`, a cudaStream_t,
+  // has ended, at once if it is being captured. A caller who went on could enter a call that waits
+  // for the stream while it locks the context, as copies to pageable memory do; the calls of this
+  // NIC, which the kernel needs, would then wait for that one. Whoever replays a graph polls the
+  // stream likewise. Throws if a copy has failed.
+  void see_through(void* stream);
   // While no kernel runs: everything posted has landed. Throws after
   // timeout_ns, or if a copy failed.
   void quiet();
