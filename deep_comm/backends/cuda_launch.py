@@ -17,6 +17,7 @@ from torch import Tensor
 from deep_comm import _cuda
 from deep_comm.backends.base import poison, transposed
 from deep_comm.events import EventHandle, EventOverlap
+from deep_comm.ops import quick
 
 if TYPE_CHECKING:
     from deep_comm.handle import KnownHandle
@@ -46,7 +47,7 @@ class Streams:
     stream, which they all pass through.
     """
 
-    __slots__ = ("device", "index", "comm", "raw_comm", "hop", "done", "last", "poisons")
+    __slots__ = ("device", "index", "comm", "raw_comm", "hop", "done", "last", "poisons", "empty")
 
     def __init__(self, device: torch.device, comm: torch.cuda.Stream, poison_outputs: bool) -> None:
         self.device = device
@@ -57,6 +58,7 @@ class Streams:
         self.hop = _cuda.Event(self.index)  # from the caller's stream, and back in a capture
         self.done = _cuda.Event(self.index)  # behind the last operation; never of a capture
         self.last: int | None = None  # the stream of that operation; None: there was none
+        self.empty = quick.empty_of(device)  # the device must be current
 
     def synchronize(self) -> None:
         """Wait for the last operation, behind which all others are."""
@@ -122,7 +124,7 @@ class CallerLaunch:
             self._device_scope.__exit__(exc_type, exc_value, traceback)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        tensor = torch.empty(*shape, dtype=dtype, device=self._streams.device)
+        tensor = self._streams.empty(shape, dtype)
         if self.poisons:
             poison(tensor)
         return tensor
@@ -258,7 +260,7 @@ class CommLaunch:
         if self._on_comm:
             tensor = self._empty_on_comm(shape, dtype)
         else:
-            tensor = torch.empty(*shape, dtype=dtype, device=self._streams.device)
+            tensor = self._streams.empty(shape, dtype)
         if self.poisons:
             self._poison(tensor)
         self._outputs.append(tensor)
@@ -268,7 +270,7 @@ class CommLaunch:
         compute = torch.cuda.current_stream(self._streams.index)
         torch.cuda.set_stream(self._streams.comm)
         try:
-            return torch.empty(*shape, dtype=dtype, device=self._streams.device)
+            return self._streams.empty(shape, dtype)
         finally:
             torch.cuda.set_stream(compute)
 

@@ -44,7 +44,8 @@ GRAPH_TOKENS = (
     512  # the most whose prefill is captured: room for every selection to come to one rank
 )
 _MAX_DECODE_BYTES = 24 << 30  # of a decode call's tensors
-_MAX_CHOSEN_BYTES = 4 << 30  # the same, of a threshold that is chosen here
+_CHOSEN_SHARE = 8  # of a GPU's memory, one part in so many: of a threshold that is chosen here
+_HOST_CHOSEN_BYTES = 4 << 30
 _FIXED_SHARE = 0.6  # of the budget, for the fixed modes
 _ROUND_US = 20e3  # a round of long calls has fewer of them
 
@@ -62,6 +63,7 @@ class Options:
     budget_s: float
     size_deadline_s: float
     deadline_s: float
+    max_decode_bytes: float | None  # of a threshold that is chosen here
     store: bool
     json: Path | None
     command: str
@@ -110,6 +112,11 @@ def parse(arguments: Sequence[str], command: str) -> Options:
         "--decode-tokens", type=_threshold,
         help="auto's threshold, or 'measured' (default: what layers take; host: 8)",
     )  # fmt: skip
+    add(
+        "--max-decode-gb", type=float,
+        help="tensors of a decode call that 'measured' may ask for (default: an eighth of the "
+        "GPU's memory; host: 4)",
+    )  # fmt: skip
     add("--store", action="store_true", help="make the measured threshold the default here")
     add("--warmup", type=int, help="steps before; default: 2; on GPUs 10")
     add("--iterations", type=int, help="steps of a round; default: 3; on GPUs 30")
@@ -151,6 +158,7 @@ def parse(arguments: Sequence[str], command: str) -> Options:
         budget_s=parsed.budget_s or (50.0 if on_gpu else 300.0),
         size_deadline_s=parsed.size_deadline_s or (20.0 if on_gpu else 120.0),
         deadline_s=parsed.deadline_s,
+        max_decode_bytes=None if parsed.max_decode_gb is None else parsed.max_decode_gb * 1e9,
         store=parsed.store,
         json=parsed.json,
         command=command,
@@ -385,7 +393,10 @@ class Runner:
         if all(pair.decode is None for _, pair in pairs):
             return None
         found = report.crossover(pairs)
-        while found > 1 and self._decode_bytes(found) > _MAX_CHOSEN_BYTES:
+        bound = self._options.max_decode_bytes
+        if bound is None and self._device.type == "cuda":
+            bound = torch.cuda.get_device_properties(self._device).total_memory / _CHOSEN_SHARE
+        while found > 1 and self._decode_bytes(found) > (bound or _HOST_CHOSEN_BYTES):
             found //= 2
         return max(1, found)
 

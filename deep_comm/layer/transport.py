@@ -95,17 +95,17 @@ class Transport:
         if isinstance(payload, tuple):
             payload, scales = payload
             scales = scales.reshape(-1, scales.shape[-1])
-        batch = ExpertBatch(
-            payload.view(-1, shape.hidden),
-            scales,
-            counts,
-            self._decode_offsets,
-            None,
-            self.capacity,
-            "decode",
-            self.first_expert,
-            1,
-            Decoded(handle, topk_idx),
+        batch = ExpertBatch.of(
+            x=payload.view(-1, shape.hidden),
+            scales=scales,
+            num_tokens_per_expert=counts,
+            offsets=self._decode_offsets,
+            counts=None,
+            capacity=self.capacity,
+            mode="decode",
+            first_expert=self.first_expert,
+            alignment=1,
+            state=Decoded(handle, topk_idx),
         )
         return batch, hook
 

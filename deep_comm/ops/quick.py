@@ -5,7 +5,8 @@ See csrc/bind/torch_tensors.hpp.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +43,21 @@ def torch_of(device: torch.device) -> Torch | None:
     return Torch(Tensor, exchange_api, empty, part, _DEVICE_TYPES[device.type], device.index or 0)
 
 
+def empty_of(device: torch.device) -> Callable[[Sequence[int], torch.dtype], Tensor]:
+    """torch.empty of a shape and a dtype on the device, which must be current."""
+    found = torch_of(device)
+    if found is None:
+        return lambda shape, dtype: torch.empty(*shape, dtype=dtype, device=device)
+    empty = found.empty
+
+    def quick_empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        shape = tuple(shape)
+        return empty(shape, contiguous_strides(shape), dtype)
+
+    return quick_empty
+
+
+@functools.lru_cache(maxsize=4096)
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     strides = [1]
     for extent in reversed(shape[1:]):

@@ -119,14 +119,18 @@ DC_DEVICE void write_counts(const LowLatencyDispatchArgs& args, const BlockMemor
     arch::st_weak(out.recv_tokens + arch::thread_idx(),
                   memory.header->num_tokens[arch::thread_idx()]);
   }
-  if (args.report != nullptr && arch::thread_idx() == 0) {
-    int32_t most = 0;
-    for (int source = 0; source < num_ranks; ++source)
-      most = max_of(most, memory.header->num_tokens[source]);
-    // Engine::wait_low_latency_num_tokens reads nothing but the word itself.
-    arch::st_relaxed_sys(args.report,
-                         Tagged::pack(args.report_sequence, static_cast<uint32_t>(most)));
-  }
+}
+
+// One warp, behind the announcements: tells the host the most tokens that any rank has, which may
+// be waiting for it.
+DC_DEVICE void report_num_tokens(const LowLatencyDispatchArgs& args, const int32_t* num_tokens,
+                                 int num_ranks) {
+  if (args.report == nullptr || arch::lane_idx() != 0) return;
+  int32_t most = 0;
+  for (int source = 0; source < num_ranks; ++source) most = max_of(most, num_tokens[source]);
+  // Engine::wait_low_latency_num_tokens reads nothing but the word itself.
+  arch::st_relaxed_sys(args.report,
+                       Tagged::pack(args.report_sequence, static_cast<uint32_t>(most)));
 }
 
 // One warp: the places of its task's selections, into shared memory and, once a token, into the outputs.
@@ -332,7 +336,12 @@ DC_DEVICE void dispatch_receive(const Context& context, const LowLatencyDispatch
     int64_t* wait_stats =
         context.can_shrink ? nullptr : args.out.wait_stats;  // agree_on_sources has counted
     ok = await_announcements(context, half, memory, sources, args.signature, wait_stats);
+    // Not if one has failed: the host then waits for the error record.
+    const bool has_failed = arch::any(kFullMask, !ok);
     arch::sync_warp();
+    if (is_writing && !has_failed) {
+      report_num_tokens(args, memory.header->num_tokens, world.num_ranks);
+    }
     const int source = source_at(world, arch::lane_idx());
     TaskNumbering::make(world, args.shape, memory, memory.header->num_tokens[source],
                         Piece<kFormat>::kElements);
