@@ -178,9 +178,14 @@ REGISTRY: tuple[Variable[Any], ...] = (
 )  # fmt: skip
 
 # Read by the build, not by the package; listed so that unknown() does not call them typos.
-BUILD_VARIABLES = (
-    "DEEP_COMM_TESTS", "DEEP_COMM_CUDA", "DEEP_COMM_NVSHMEM", "DEEP_COMM_PTXAS_REPORT",
-)  # fmt: skip
+# Name: (default, meaning).
+BUILD_VARIABLES: dict[str, tuple[str, str]] = {
+    "DEEP_COMM_CUDA": ("AUTO", "the CUDA module: AUTO (built when nvcc is found), ON or OFF"),
+    "DEEP_COMM_CUDA_ARCHS": ("90a-real", "its architectures, in CMake's notation"),
+    "DEEP_COMM_NVSHMEM": ("AUTO", "the NVSHMEM module: AUTO (built when both are found), ON, OFF"),
+    "DEEP_COMM_TESTS": ("OFF", "the module of native tests"),
+    "DEEP_COMM_PTXAS_REPORT": ("OFF", "ptxas prints registers, stack and spills of every kernel"),
+}
 
 
 def set_foreign_defaults(wanted: dict[str, str]) -> list[tuple[str, str, bool]]:

@@ -5,11 +5,15 @@ Inputs are a function of (case, rank, call), so that the process that checks can
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import payload
 import torch
 from torch import Tensor
+
+ROUTINGS = ("random", "skewed", "holes", "one_expert", "none", "duplicates")  # see make_topk_idx
 
 
 @dataclass(frozen=True)
@@ -144,3 +148,16 @@ def make_inputs(case: Case, rank: int, call: int = 0) -> Inputs:
         topk_weights=weights,
         bias=None if not biases else biases[0] if len(biases) == 1 else (biases[0], biases[1]),
     )
+
+
+def verify_each(
+    verify: Callable[[Any, list[Any]], None], cases: Sequence[Any], results: Any
+) -> None:
+    """``verify(case, what its ranks got)`` for every case. ``results``: by rank, then by case."""
+    failures = []
+    for number, case in enumerate(cases):
+        try:
+            verify(case, [ranks[number] for ranks in results])
+        except AssertionError as error:
+            failures.append(f"{case}: {error}")
+    assert not failures, "\n".join(failures)

@@ -45,10 +45,15 @@ def _no_variables_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Buffers that are told no device are of the host target; outputs are poisoned first."""
-    monkeypatch.setenv("DEEP_COMM_DEVICE", "cpu")
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs are filled before kernels run with what none would write by chance."""
     monkeypatch.setenv("DEEP_COMM_POISON", "1")
+
+
+@pytest.fixture
+def on_the_host(poison: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers that are told no device are of the host target."""
+    monkeypatch.setenv("DEEP_COMM_DEVICE", "cpu")
     monkeypatch.setenv("DEEP_COMM_TIMEOUT_S", "10")
 
 

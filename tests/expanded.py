@@ -8,8 +8,8 @@ from typing import Any
 
 import payload
 import torch
-from cases import Case, make_inputs
-from roundtrip import CACHED_CALL, _reference_dispatch, _to, _wait, config_of
+from cases import Case, make_inputs, verify_each
+from roundtrip import CACHED_CALL, _reference_dispatch, _to, _wait, config_of, routing_arguments
 from roundtrip import _to_host as _view_on_host
 from torch import Tensor
 
@@ -76,17 +76,7 @@ def call_once(
     x, scales = _to(inputs.x, device), _to(inputs.scales, device)
     topk_idx, weights = _to(inputs.topk_idx, device), _to(inputs.topk_weights, device)
     config = config_of(case)
-    arguments: dict[str, Any] = dict(topk_idx=topk_idx, topk_weights=weights)
-    if case.fused_layout:
-        arguments["num_experts"] = case.experts
-    else:
-        per_rank, _, per_expert, mask, event = buffer.get_dispatch_layout(
-            topk_idx, case.experts, **options
-        )
-        _wait(event)
-        arguments.update(
-            num_tokens_per_rank=per_rank, is_token_in_rank=mask, num_tokens_per_expert=per_expert
-        )
+    arguments = routing_arguments(buffer, case, topk_idx, weights, options)
     recv, recv_topk_idx, recv_weights, counts, handle, event = buffer.dispatch(
         x if scales is None else (x, scales),
         **arguments,
@@ -250,10 +240,4 @@ def run_cases(group: Any, cases: list[Case], options: dict) -> list[list[Receive
 
 
 def verify_all(cases: list[Case], results: list) -> None:
-    failures = []
-    for number, case in enumerate(cases):
-        try:
-            verify(case, [ranks[number] for ranks in results])
-        except AssertionError as error:
-            failures.append(f"{case}: {error}")
-    assert not failures, "\n".join(failures)
+    verify_each(verify, cases, results)

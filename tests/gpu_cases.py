@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import gpu_pool
 import matrix
 import torch
-from cases import Case
+from cases import Case, verify_each
 from roundtrip import run_case, verify
 
 NUM_CASES = 64
@@ -41,13 +41,7 @@ def run_cases(group, cases: list[Case], options: dict) -> list:
 
 
 def verify_all(cases: list[Case], results: list) -> None:
-    failures = []
-    for number, case in enumerate(cases):
-        try:
-            verify(case, [ranks[number] for ranks in results])
-        except AssertionError as error:
-            failures.append(f"{case}: {error}")
-    assert not failures, "\n".join(failures)
+    verify_each(verify, cases, results)
 
 
 def matrix_for(num_ranks: int, seed: int, num_cases: int = NUM_CASES) -> list[Case]:

@@ -13,7 +13,15 @@ import matrix
 import payload
 import torch
 from cases import Case, make_inputs
-from roundtrip import CACHED_CALL, _to, _to_host, _wait, expert_outputs, verify_payload
+from roundtrip import (
+    CACHED_CALL,
+    _to,
+    _to_host,
+    _wait,
+    expert_outputs,
+    routing_arguments,
+    verify_payload,
+)
 from torch import Tensor
 
 import deep_comm
@@ -130,24 +138,9 @@ def call_once(
     options = dict(options or {})
     inputs = make_inputs(case, rank, call)
     x, scales = _to(inputs.x, device), _to(inputs.scales, device)
-    topk_idx = _to(inputs.topk_idx, device)
-    arguments: dict[str, Any] = dict(
-        topk_idx=topk_idx, topk_weights=_to(inputs.topk_weights, device)
-    )
-    per_node = None
-    if case.fused_layout:
-        arguments["num_experts"] = case.experts
-    else:
-        per_rank, per_node, per_expert, mask, event = buffer.get_dispatch_layout(
-            topk_idx, case.experts, **options
-        )
-        _wait(event)
-        arguments.update(
-            num_tokens_per_rank=per_rank,
-            num_tokens_per_rdma_rank=per_node,
-            is_token_in_rank=mask,
-            num_tokens_per_expert=per_expert,
-        )
+    topk_idx, weights = _to(inputs.topk_idx, device), _to(inputs.topk_weights, device)
+    arguments = routing_arguments(buffer, case, topk_idx, weights, options)
+    per_node = arguments.get("num_tokens_per_rdma_rank")
     recv, recv_topk_idx, recv_weights, counts, handle, event = buffer.dispatch(
         x if scales is None else (x, scales),
         **arguments,

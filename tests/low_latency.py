@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from cases import Case, make_topk_idx
+from cases import ROUTINGS, Case, make_topk_idx
 from payload import assert_same_bits
 from torch import Tensor
 
 import deep_comm
 from deep_comm import reference_low_latency as reference
+from deep_comm import simulate
 from deep_comm.topology import num_local_experts
 
 
@@ -64,6 +66,47 @@ class LowLatencyCase:
             self.experts,
             ranks_per_node=self.ranks_per_node,
         )
+
+
+@dataclass(frozen=True)
+class Range:
+    """What random cases are drawn from; ``hidden_fp8``: where rows are quantised by blocks."""
+
+    max_tokens: tuple[int, ...]
+    hidden: tuple[int, ...]
+    hidden_fp8: tuple[int, ...]
+    experts: tuple[int, ...]
+    topk: tuple[int, ...]
+    topk_one_rounding: tuple[int, ...] | None = None  # None: as topk
+    modes: tuple[str, ...] = ("plain", "hook", "late", "async")
+
+    def draw(self, choose: random.Random, num_ranks: int, **options: Any) -> LowLatencyCase:
+        """``options`` stay as they are given."""
+        max_tokens = choose.choice(self.max_tokens)
+        use_fp8 = choose.random() < 0.5
+        round_scale = use_fp8 and choose.random() < 0.6
+        compact = choose.random() < 0.4
+        one_rounding = not compact and choose.random() < 0.35
+        topk = self.topk
+        if one_rounding and self.topk_one_rounding is not None:
+            topk = self.topk_one_rounding
+        drawn: dict[str, Any] = dict(
+            hidden=choose.choice(self.hidden_fp8 if use_fp8 else self.hidden),
+            experts=choose.choice(self.experts),
+            topk=choose.choice(topk),
+            routing=choose.choice(ROUTINGS),
+            idx_dtype=choose.choice((torch.int64, torch.int32)),
+            use_fp8=use_fp8,
+            round_scale=round_scale,
+            use_ue8m0=round_scale and choose.random() < 0.5,
+            compact=compact,
+            weights_ahead=choose.random() < 0.4,
+            one_rounding=one_rounding,
+            mode=choose.choice(self.modes),
+            zero_copy=choose.random() < 0.3,
+        )
+        tokens = [choose.choice((0, 1, max_tokens // 2, max_tokens)) for _ in range(num_ranks)]
+        return LowLatencyCase(tuple(tokens), max_tokens, **(drawn | options))
 
 
 @dataclass(frozen=True)
@@ -216,12 +259,50 @@ def run_pairs(buffer: deep_comm.Buffer, case: LowLatencyCase) -> list[Received]:
     return results
 
 
-def run_case(group: Any, case: LowLatencyCase, **options: Any) -> list[Received]:
-    with deep_comm.Buffer(
+def dispatch_in_twos(buffer: deep_comm.Buffer, case: LowLatencyCase, num_rounds: int) -> None:
+    """Two dispatches in flight, checked, and nothing that answers: only credit keeps memory from
+    being written while a slow rank, or a slow NIC, has yet to read it.
+    """
+    ranks = range(case.num_ranks)
+    for first in range(0, 2 * num_rounds, 2):
+        pairs = [Pair(buffer, case, call) for call in (first, first + 1)]
+        hooks = [pair.dispatch() for pair in pairs]
+        for hook in hooks:
+            hook()
+        for pair in pairs:
+            xs, idxs, _ = zip(*(inputs_of(case, rank, pair.call) for rank in ranks), strict=True)
+            expected = reference.low_latency_dispatch(xs, idxs, case.max_tokens, case.experts)
+            pair.combined_x = pair.x
+            verify_dispatch(case, pair.received(), expected[buffer.rank], f"call {pair.call}")
+
+
+def found_in_dispatches(case: LowLatencyCase, seed: int, faults: tuple[str, ...]) -> str | None:
+    """What goes wrong in two ranks' ``dispatch_in_twos`` under the seed's schedule, one stalled."""
+
+    def main(group: Any) -> None:
+        with open_buffer(group, case) as buffer:
+            dispatch_in_twos(buffer, case, 3)
+
+    try:
+        simulate.run(
+            main, 2, seed, faults=faults, stalls=[(seed % 2, 100 + 211 * seed, 4000)], timeout_s=60
+        )
+    except (AssertionError, deep_comm.DeepCommError, simulate.MachineError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def open_buffer(group: Any, case: LowLatencyCase, **options: Any) -> deep_comm.Buffer:
+    """That the case's calls fit into."""
+    return deep_comm.Buffer(
         group, 0, case.num_bytes, low_latency_mode=True, num_max_experts=case.experts,
         ranks_per_node=case.ranks_per_node, num_qps_per_rank=case.num_qps,
         **{"device": "cpu", **options},
-    ) as buffer:  # fmt: skip
+    )  # fmt: skip
+
+
+def run_case(group: Any, case: LowLatencyCase, **options: Any) -> list[Received]:
+    with open_buffer(group, case, **options) as buffer:
         buffer.runtime.low_latency_hand_on_tokens = case.hand_on
         return run_pairs(buffer, case)
 

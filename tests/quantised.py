@@ -11,7 +11,7 @@ from typing import Any
 
 import payload
 import torch
-from cases import Case, make_inputs
+from cases import Case, make_inputs, verify_each
 from expanded import _rows, _to_host, num_local, worst_rows
 from roundtrip import CACHED_CALL, _to, _wait, config_of
 from torch import Tensor
@@ -134,13 +134,7 @@ def verify(case: Case, form: Form, results: Sequence[Sequence[ReceivedFp8]]) -> 
 
 
 def verify_all(cases: list[tuple[Case, Form]], results: list) -> None:
-    failures = []
-    for number, (case, form) in enumerate(cases):
-        try:
-            verify(case, form, [ranks[number] for ranks in results])
-        except AssertionError as error:
-            failures.append(f"{case} {form}: {error}")
-    assert not failures, "\n".join(failures)
+    verify_each(lambda case_and_form, ranks: verify(*case_and_form, ranks), cases, results)
 
 
 def _verify_dispatch(

@@ -85,6 +85,25 @@ def expert_outputs(
     )
 
 
+def routing_arguments(
+    buffer: deep_comm.Buffer, case: Case, topk_idx: Tensor, weights: Tensor, options: dict
+) -> dict[str, Any]:
+    """Of dispatch: with a layout, or with what it takes to make one."""
+    arguments: dict[str, Any] = dict(topk_idx=topk_idx, topk_weights=weights)
+    if case.fused_layout:
+        return arguments | {"num_experts": case.experts}
+    per_rank, per_node, per_expert, mask, event = buffer.get_dispatch_layout(
+        topk_idx, case.experts, **options
+    )
+    _wait(event)
+    return arguments | dict(
+        num_tokens_per_rank=per_rank,
+        num_tokens_per_rdma_rank=per_node,
+        is_token_in_rank=mask,
+        num_tokens_per_expert=per_expert,
+    )
+
+
 def call_once(
     buffer: deep_comm.Buffer,
     case: Case,
@@ -99,20 +118,7 @@ def call_once(
     x, scales = _to(inputs.x, device), _to(inputs.scales, device)
     topk_idx, weights = _to(inputs.topk_idx, device), _to(inputs.topk_weights, device)
     config = config_of(case)
-    arguments: dict[str, Any] = dict(topk_idx=topk_idx, topk_weights=weights)
-    if case.fused_layout:
-        arguments["num_experts"] = case.experts
-    else:
-        per_rank, per_node, per_expert, mask, event = buffer.get_dispatch_layout(
-            topk_idx, case.experts, **options
-        )
-        _wait(event)
-        arguments.update(
-            num_tokens_per_rank=per_rank,
-            num_tokens_per_rdma_rank=per_node,
-            is_token_in_rank=mask,
-            num_tokens_per_expert=per_expert,
-        )
+    arguments = routing_arguments(buffer, case, topk_idx, weights, options)
     payload_in = x if scales is None else (x, scales)
     recv, recv_topk_idx, recv_weights, counts, handle, event = buffer.dispatch(
         payload_in,

@@ -212,6 +212,19 @@ def environment_page() -> str:
     for variable in env.REGISTRY:
         default = "unset" if variable.default is None else f"{variable.default}"
         lines.append(f"| `{variable.name}` | {default} | {variable.doc} | {variable.kind} |")
+    lines += [
+        "",
+        "## Of the build",
+        "",
+        "Read by `pip install .`, beside `CXX`, `CUDACXX` and `NVSHMEM_HOME`, which say where "
+        "compilers and NVSHMEM are (`third_party/README.md`).",
+        "",
+        "| variable | default | meaning |",
+        "|---|---|---|",
+    ]
+    lines += [
+        f"| `{name}` | {default} | {doc} |" for name, (default, doc) in env.BUILD_VARIABLES.items()
+    ]
     return "\n".join(lines) + "\n"
 
 

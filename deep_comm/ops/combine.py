@@ -76,7 +76,7 @@ def combine(
     bias_0, bias_1 = checks.biases(bias, (num_tokens, hidden), x)
     dtype = x.dtype
     key = (config, default, dtype, hidden, num_topk, known.num_channels)
-    if config is not None:
+    if config is not None and type(config) is not Config:
         require_config(config)  # or it might be no key
     plan = ctx.calls.get(key) or plan_combine(
         ctx, key, config, default, checks.COMBINE_DTYPES[dtype], hidden * dtype.itemsize, num_topk,

@@ -19,7 +19,7 @@ from deep_comm.handle import Handle
 from deep_comm.handle_parts import slab_layout as slab_layout_of
 from deep_comm.ops.call import StreamOptions
 from deep_comm.ops.expand import Numbering, cached_arguments, expand_rows
-from deep_comm.ops.layout import Layout, checked_layout
+from deep_comm.ops.layout import checked_routing
 from deep_comm.ops.notify import (
     NO_EXPANSION,
     NOWHERE,
@@ -129,12 +129,6 @@ def dispatch(
     is_plain = scale_options is PLAIN
     payload = checks.payload(x, ctx.device) if is_plain else scale_options.payload(x, ctx.device)
     idx, weights = checks.topk_pair(topk_idx, topk_weights, ctx.device, payload.num_tokens)
-    for name, value, smallest in (
-        ("expert_alignment", expert_alignment, 1),
-        ("num_worst_tokens", num_worst_tokens, 0),
-    ):
-        if not isinstance(value, int) or value < smallest:
-            raise ArgumentError(name, value, f"must be an integer of at least {smallest}")
     if expand and idx is None:
         raise ArgumentError("topk_idx", None, "is needed with expand")
     if zero_tail and expand:
@@ -142,34 +136,16 @@ def dispatch(
         raise ArgumentError("zero_tail", True, rule)
     if zero_padding and not expand:
         raise ArgumentError("zero_padding", True, "needs expand=True")
-    layout: Layout | None = None
-    computes_layout = (
-        num_tokens_per_rank is None
-        and is_token_in_rank is None
-        and num_tokens_per_expert is None
-        and num_experts is not None
-    )
-    if computes_layout:
-        if idx is None:
-            raise ArgumentError("topk_idx", None, "is needed to compute the layout")
-        checks.num_experts(num_experts, ctx.num_max_experts)
-    else:
-        layout = checked_layout(
-            ctx, payload.num_tokens, num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank
-        )
-        if num_experts is not None and num_experts != layout.num_experts:
-            raise ArgumentError(
-                "num_experts", num_experts, f"must be that of the layout ({layout.num_experts})"
-            )
-    if num_experts is None:
-        assert layout is not None
-        num_experts = layout.num_experts
+    layout, num_experts = checked_routing(
+        ctx, payload.num_tokens, idx, num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank,
+        num_experts, expert_alignment, num_worst_tokens,
+    )  # fmt: skip
     num_topk, topk_idx_bytes = (0, 0) if idx is None else (idx.shape[1], idx.element_size())
     key = (
         config, default, payload.form, num_topk, topk_idx_bytes, num_experts, expert_alignment,
-        computes_layout, expand,
+        layout is None, expand,
     )  # fmt: skip
-    if config is not None:
+    if config is not None and type(config) is not Config:
         require_config(config)  # or it might be no key
     plan = ctx.calls.get(key) or plan_new(ctx, key, *key)
 
@@ -321,7 +297,7 @@ def cached_dispatch(
         Handle.of(handle).require_num_tokens(payload.num_tokens)
     form = payload.form
     key = (config, default, form, known.num_channels, expansion is not None)
-    if config is not None:
+    if config is not None and type(config) is not Config:
         require_config(config)  # or it might be no key
     plan = ctx.calls.get(key) or plan_cached(ctx, key, *key)
     if plan.rings.num_channels != known.num_channels:

@@ -12,12 +12,12 @@ from deep_comm import checks
 from deep_comm.backends import Launch
 from deep_comm.checks import Payload
 from deep_comm.context import Context
-from deep_comm.errors import ArgumentError, DeepCommError, HandleMismatch
+from deep_comm.errors import DeepCommError, HandleMismatch
 from deep_comm.events import EventOverlap
 from deep_comm.internode_handle import InternodeHandle
 from deep_comm.ops.call import CallOptions
 from deep_comm.ops.internode_plan import TwoTierPlan, plan_two_tiers
-from deep_comm.ops.layout import Layout, checked_layout, launch_layout
+from deep_comm.ops.layout import Layout, checked_routing, launch_layout
 from deep_comm.topology import num_local_experts
 
 # See ops/dispatch.py for `| Any`.
@@ -197,26 +197,10 @@ def internode_dispatch(
     ctx.begin()
     payload = checks.payload(x, ctx.device)
     idx, weights = checks.topk_pair(topk_idx, topk_weights, ctx.device, payload.num_tokens)
-    for name, value, smallest in (
-        ("expert_alignment", expert_alignment, 1),
-        ("num_worst_tokens", num_worst_tokens, 0),
-    ):
-        if not isinstance(value, int) or value < smallest:
-            raise ArgumentError(name, value, f"must be an integer of at least {smallest}")
-    given = (num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert)
-    layout: Layout | None = None
-    if num_experts is not None and all(part is None for part in given):
-        if idx is None:
-            raise ArgumentError("topk_idx", None, "is needed to compute the layout")
-        checks.num_experts(num_experts, ctx.num_max_experts)
-    else:
-        layout = checked_layout(
-            ctx, payload.num_tokens, num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank
-        )
-        if num_experts is not None and num_experts != layout.num_experts:
-            raise ArgumentError(
-                "num_experts", num_experts, f"must be that of the layout ({layout.num_experts})"
-            )
+    layout, num_experts = checked_routing(
+        ctx, payload.num_tokens, idx, num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank,
+        num_experts, expert_alignment, num_worst_tokens,
+    )  # fmt: skip
     if num_tokens_per_rdma_rank is not None:
         checks.tensor(
             "num_tokens_per_rdma_rank",
@@ -237,7 +221,7 @@ def internode_dispatch(
 
     with options.streams.launch(ctx) as launch:
         if layout is None:
-            assert idx is not None and num_experts is not None
+            assert idx is not None
             layout = launch_layout(ctx, launch, idx, num_experts)
         routing = _notify(ctx, launch, plan, payload, layout, num_topk, expert_alignment)
         counts = None

@@ -91,6 +91,44 @@ def get_dispatch_layout(
     return layout, event
 
 
+def checked_routing(
+    ctx: Context,
+    num_tokens: int,
+    idx: Tensor | None,
+    num_tokens_per_rank: Any,
+    num_tokens_per_expert: Any,
+    is_token_in_rank: Any,
+    num_experts: int | None,
+    expert_alignment: object,
+    num_worst_tokens: object,
+) -> tuple[Layout | None, int]:
+    """What dispatch is told: a layout, or None where it is to be made of ``idx``; and E."""
+    for name, value, smallest in (
+        ("expert_alignment", expert_alignment, 1),
+        ("num_worst_tokens", num_worst_tokens, 0),
+    ):
+        if not isinstance(value, int) or value < smallest:
+            raise ArgumentError(name, value, f"must be an integer of at least {smallest}")
+    if (
+        num_tokens_per_rank is None
+        and is_token_in_rank is None
+        and num_tokens_per_expert is None
+        and num_experts is not None
+    ):
+        if idx is None:
+            raise ArgumentError("topk_idx", None, "is needed to compute the layout")
+        checks.num_experts(num_experts, ctx.num_max_experts)
+        return None, num_experts
+    layout = checked_layout(
+        ctx, num_tokens, num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank
+    )
+    if num_experts is not None and num_experts != layout.num_experts:
+        raise ArgumentError(
+            "num_experts", num_experts, f"must be that of the layout ({layout.num_experts})"
+        )
+    return layout, layout.num_experts
+
+
 def checked_layout(
     ctx: Context,
     num_tokens: int,

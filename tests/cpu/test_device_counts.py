@@ -11,10 +11,7 @@ from graph_bodies import check, fill, make_step, run_step
 import deep_comm
 from deep_comm import local, simulate
 
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEEP_COMM_POISON", "1")
+pytestmark = pytest.mark.usefixtures("poison")
 
 
 def _steps(group, num_calls: int, direct_bytes: int) -> None:

@@ -11,10 +11,7 @@ from cases import Case, Scales
 from deep_comm import Buffer, local, processes
 from deep_comm.errors import ArgumentError, CapacityError, ConfigMismatch, HandleMismatch
 
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEEP_COMM_POISON", "1")
+pytestmark = pytest.mark.usefixtures("poison")
 
 
 def check(case: Case) -> None:

@@ -15,10 +15,7 @@ NUM_SEEDS = 600
 SEEDS_PER_TEST = 60
 NUM_FAULT_SEEDS = 60
 
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEEP_COMM_POISON", "1")
+pytestmark = pytest.mark.usefixtures("poison")
 
 
 def expanded_case(seed: int) -> Case:

@@ -9,10 +9,7 @@ from internode import InternodeCase, random_case, run_case, verify
 
 from deep_comm import local
 
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEEP_COMM_POISON", "1")
+pytestmark = pytest.mark.usefixtures("poison")
 
 
 def check(case: InternodeCase) -> None:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from cases import Scales
+from cases import ROUTINGS, Scales
 from internode import InternodeCase, run_case, verify
 
 from deep_comm import simulate
@@ -15,12 +15,8 @@ from deep_comm.errors import DeepCommError
 NUM_SEEDS = 320
 SEEDS_PER_TEST = 40
 SHAPES = [(2, 2), (2, 4), (4, 2), (3, 3), (8, 1), (2, 1), (3, 2)]
-ROUTINGS = ("random", "skewed", "holes", "one_expert", "none", "duplicates")
 
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEEP_COMM_POISON", "1")
+pytestmark = pytest.mark.usefixtures("poison")
 
 
 def small_case(seed: int) -> InternodeCase:

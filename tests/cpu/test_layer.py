@@ -6,17 +6,13 @@ from typing import Any
 import layer_cases
 import pytest
 import torch
+from cases import ROUTINGS
 from layer_cases import LayerCase, build, random_steps, run, verify
 
 import deep_comm
 from deep_comm import ArgumentError, BufferTooSmall, ConfigMismatch, local, processes
 
-ROUTINGS = ("random", "skewed", "holes", "one_expert", "none", "duplicates")
-
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEEP_COMM_POISON", "1")
+pytestmark = pytest.mark.usefixtures("poison")
 
 
 def check(case: LayerCase) -> list[Any]:

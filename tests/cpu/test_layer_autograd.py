@@ -15,10 +15,7 @@ from deep_comm import ExpertBatch, local, processes, reference_layer
 
 DTYPES = (torch.bfloat16, torch.float32)
 
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEEP_COMM_POISON", "1")
+pytestmark = pytest.mark.usefixtures("poison")
 
 
 class _Expert(torch.autograd.Function):

@@ -5,46 +5,28 @@ from typing import Any
 
 import pytest
 import torch
-from low_latency import LowLatencyCase, Pair, inputs_of, run_case, run_pairs, verify
+from low_latency import LowLatencyCase, Pair, Range, inputs_of, run_case, run_pairs, verify
 
 import deep_comm
 from deep_comm import local, processes, simulate
 from deep_comm.reference_low_latency import logfmt_bound
 
-ROUTINGS = ("random", "skewed", "holes", "one_expert", "none", "duplicates")
+pytestmark = pytest.mark.usefixtures("poison")
 
 
-@pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEEP_COMM_POISON", "1")
+RANGE = Range(
+    max_tokens=(1, 2, 7, 16, 40),
+    hidden=(8, 24, 128, 1160, 2048),
+    hidden_fp8=(128, 384, 640, 1152, 2048),
+    experts=(1, 3, 8, 19, 32),
+    topk=(1, 2, 8, 33, 64),
+    modes=("plain", "plain", "hook", "late", "async"),
+)
 
 
 def sampled_case(seed: int) -> LowLatencyCase:
     choose = random.Random(seed)
-    num_ranks = choose.choice((1, 2, 3, 4, 5, 8))
-    max_tokens = choose.choice((1, 2, 7, 16, 40))
-    use_fp8 = choose.random() < 0.5
-    round_scale = use_fp8 and choose.random() < 0.6
-    compact = choose.random() < 0.4
-    return LowLatencyCase(
-        tuple(choose.choice((0, 1, max_tokens // 2, max_tokens)) for _ in range(num_ranks)),
-        max_tokens,
-        hidden=choose.choice((128, 384, 640, 1152, 2048) if use_fp8 else (8, 24, 128, 1160, 2048)),
-        experts=choose.choice((1, 3, 8, 19, 32)),
-        topk=choose.choice((1, 2, 8, 33, 64)),
-        routing=choose.choice(ROUTINGS),
-        idx_dtype=choose.choice((torch.int64, torch.int32)),
-        use_fp8=use_fp8,
-        round_scale=round_scale,
-        use_ue8m0=round_scale and choose.random() < 0.5,
-        compact=compact,
-        weights_ahead=choose.random() < 0.4,
-        one_rounding=not compact and choose.random() < 0.35,
-        mode=choose.choice(("plain", "plain", "hook", "late", "async")),
-        zero_copy=choose.random() < 0.3,
-        calls=3,
-        seed=seed,
-    )
+    return RANGE.draw(choose, choose.choice((1, 2, 3, 4, 5, 8)), calls=3, seed=seed)
 
 
 @pytest.mark.parametrize("first_seed", range(0, 120, 20))

@@ -10,46 +10,43 @@ from types import ModuleType
 
 import pytest
 import torch
-from low_latency import LowLatencyCase, Pair, expert_rows, inputs_of, run_case, run_pairs, verify
+from low_latency import (
+    LowLatencyCase,
+    Pair,
+    Range,
+    expert_rows,
+    inputs_of,
+    run_case,
+    run_pairs,
+    verify,
+)
 
 import deep_comm
 from deep_comm import errors, local, processes, reference_low_latency
 from deep_comm.reference_low_latency import logfmt_bound
 
-ROUTINGS = ("random", "skewed", "holes", "one_expert", "none", "duplicates")
 SHAPES = [(2, 2), (2, 4), (4, 2), (3, 3), (8, 1), (2, 1), (3, 1)]
 
+pytestmark = pytest.mark.usefixtures("poison")
 
-@pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEEP_COMM_POISON", "1")
+
+RANGE = Range(
+    max_tokens=(1, 2, 7, 16, 40),
+    hidden=(8, 24, 128, 1160),
+    hidden_fp8=(128, 384, 640, 1152),
+    experts=(1, 3, 8, 19, 32),
+    topk=(1, 2, 8, 33, 64),
+    topk_one_rounding=(1, 2, 8),
+    modes=("plain", "plain", "hook", "late", "async"),
+)
 
 
 def sampled_case(seed: int) -> LowLatencyCase:
     choose = random.Random(seed)
     num_nodes, ranks_per_node = SHAPES[seed % len(SHAPES)]
-    num_ranks = num_nodes * ranks_per_node
-    max_tokens = choose.choice((1, 2, 7, 16, 40))
-    use_fp8 = choose.random() < 0.5
-    round_scale = use_fp8 and choose.random() < 0.6
-    compact = choose.random() < 0.4
-    one_rounding = not compact and choose.random() < 0.3
-    return LowLatencyCase(
-        tuple(choose.choice((0, 1, max_tokens // 2, max_tokens)) for _ in range(num_ranks)),
-        max_tokens,
-        hidden=choose.choice((128, 384, 640, 1152) if use_fp8 else (8, 24, 128, 1160)),
-        experts=choose.choice((1, 3, 8, 19, 32)),
-        topk=choose.choice((1, 2, 8) if one_rounding else (1, 2, 8, 33, 64)),
-        routing=choose.choice(ROUTINGS),
-        idx_dtype=choose.choice((torch.int64, torch.int32)),
-        use_fp8=use_fp8,
-        round_scale=round_scale,
-        use_ue8m0=round_scale and choose.random() < 0.5,
-        compact=compact,
-        weights_ahead=choose.random() < 0.4,
-        one_rounding=one_rounding,
-        mode=choose.choice(("plain", "plain", "hook", "late", "async")),
-        zero_copy=choose.random() < 0.3,
+    return RANGE.draw(
+        choose,
+        num_nodes * ranks_per_node,
         calls=3,
         ranks_per_node=ranks_per_node,
         num_qps=choose.choice((1, 2, 24)),

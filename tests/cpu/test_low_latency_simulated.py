@@ -4,48 +4,36 @@ import random
 
 import pytest
 import torch
-from low_latency import LowLatencyCase, Pair, inputs_of, run_case, verify, verify_dispatch
+from low_latency import LowLatencyCase, Range, found_in_dispatches, run_case, verify
 from schedules import POLICIES, run_policy, run_seeds
 
 from deep_comm import (
     Buffer,
     DeepCommError,
     PeerTimeout,
-    reference_low_latency,
     simulate,
 )
 
 NUM_SEEDS = 400
 SEEDS_PER_TEST = 50
-ROUTINGS = ("random", "skewed", "holes", "one_expert", "none", "duplicates")
+
+pytestmark = pytest.mark.usefixtures("poison")
 
 
-@pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEEP_COMM_POISON", "1")
+RANGE = Range(
+    max_tokens=(1, 3, 5),
+    hidden=(8, 32, 1024),
+    hidden_fp8=(128,),
+    experts=(2, 5, 8),
+    topk=(1, 2, 4),
+    modes=("plain", "hook", "late"),
+)
 
 
 def small_case(seed: int) -> LowLatencyCase:
     choose = random.Random(seed)
     num_ranks = choose.choice((1, 2, 2, 3, 4))
-    max_tokens = choose.choice((1, 3, 5))
-    use_fp8 = choose.random() < 0.4
-    compact = choose.random() < 0.4
-    return LowLatencyCase(
-        tuple(choose.choice((0, 1, max_tokens)) for _ in range(num_ranks)),
-        max_tokens,
-        hidden=128 if use_fp8 else choose.choice((8, 32, 1024)),
-        experts=choose.choice((2, 5, 8)),
-        topk=choose.choice((1, 2, 4)),
-        routing=choose.choice(ROUTINGS),
-        use_fp8=use_fp8,
-        compact=compact,
-        weights_ahead=choose.random() < 0.4,
-        one_rounding=not compact and choose.random() < 0.35,
-        mode=choose.choice(("plain", "hook", "late")),
-        calls=choose.choice((2, 4)),
-        seed=seed,
-    )
+    return RANGE.draw(choose, num_ranks, calls=choose.choice((2, 4)), seed=seed)
 
 
 @pytest.mark.parametrize("first_seed", range(0, NUM_SEEDS, SEEDS_PER_TEST))
@@ -82,43 +70,16 @@ def test_simulation_finds_words_that_are_read_early_or_left_behind(fault: str) -
     assert any(notices(seed, (fault,), CASE) for seed in range(40))
 
 
-def dispatch_twice(group: simulate.SimulatedGroup, num_rounds: int) -> list:
-    """Two dispatches in flight, and nothing that answers: only credit keeps a half from being
-    written while a slow rank has yet to read it."""
-    case = LowLatencyCase((4, 4), 4, hidden=64, experts=4, mode="late")
-    with Buffer(group, 0, case.num_bytes, low_latency_mode=True, device="cpu") as buffer:
-        results = []
-        for first in range(0, 2 * num_rounds, 2):
-            pairs = [Pair(buffer, case, call) for call in (first, first + 1)]
-            hooks = [pair.dispatch() for pair in pairs]
-            for hook in hooks:
-                hook()
-            for pair in pairs:
-                xs, idxs, _ = zip(*(inputs_of(case, r, pair.call) for r in (0, 1)), strict=True)
-                expected = reference_low_latency.low_latency_dispatch(xs, idxs, 4, 4)[buffer.rank]
-                pair.combined_x = pair.x
-                verify_dispatch(case, pair.received(), expected, f"call {pair.call}")
-        return results
-
-
-def run_dispatches(seed: int, faults: tuple[str, ...]) -> str | None:
-    try:
-        simulate.run(
-            lambda group: dispatch_twice(group, 3), 2, seed, faults=faults,
-            stalls=[(seed % 2, 100 + 211 * seed, 4000)], timeout_s=60,
-        )  # fmt: skip
-    except (AssertionError, DeepCommError, simulate.MachineError) as error:
-        return f"{type(error).__name__}: {error}"
-    return None
+TWO_IN_FLIGHT = LowLatencyCase((4, 4), 4, hidden=64, experts=4, mode="late")
 
 
 def test_simulation_finds_a_half_that_is_used_too_early() -> None:
-    assert any(run_dispatches(seed, ("skip_credit",)) for seed in range(60))
+    assert any(found_in_dispatches(TWO_IN_FLIGHT, seed, ("skip_credit",)) for seed in range(60))
 
 
 def test_dispatches_without_combines_pass_without_a_fault() -> None:
     for seed in range(20):
-        found = run_dispatches(seed, ())
+        found = found_in_dispatches(TWO_IN_FLIGHT, seed, ())
         assert found is None, f"seed {seed}: {found}"
 
 

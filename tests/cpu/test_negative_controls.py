@@ -44,10 +44,7 @@ FAULTS = [
     ("direct", "skip_entry_barrier"),
 ]
 
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEEP_COMM_POISON", "1")
+pytestmark = pytest.mark.usefixtures("poison")
 
 
 def notices(case: Case, seed: int, faults: tuple[str, ...]) -> str | None:

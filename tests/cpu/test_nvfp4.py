@@ -9,7 +9,7 @@ import random
 
 import pytest
 import torch
-from low_latency import LowLatencyCase, run_case, verify
+from low_latency import LowLatencyCase, Range, run_case, verify
 
 import deep_comm
 from deep_comm import local, processes, simulate
@@ -17,29 +17,28 @@ from deep_comm import reference_low_latency as reference
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
+pytestmark = pytest.mark.usefixtures("poison")
 
-@pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEEP_COMM_POISON", "1")
+
+RANGE = Range(
+    max_tokens=(1, 7, 16, 70),
+    hidden=(64, 192, 1088, 2048),
+    hidden_fp8=(64, 192, 1088, 2048),  # use_fp8 is not looked at
+    experts=(1, 3, 8, 19),
+    topk=(1, 2, 8, 33),
+)
 
 
 def sampled_case(seed: int) -> LowLatencyCase:
     choose = random.Random(seed)
-    num_ranks = choose.choice((1, 2, 3, 4, 8))
-    max_tokens = choose.choice((1, 7, 16, 70))
-    compact = choose.random() < 0.4
-    return LowLatencyCase(
-        tuple(choose.choice((0, 1, max_tokens // 2, max_tokens)) for _ in range(num_ranks)),
-        max_tokens,
-        hidden=choose.choice((64, 192, 1088, 2048)),
-        experts=choose.choice((1, 3, 8, 19)),
-        topk=choose.choice((1, 2, 8, 33)),
-        routing=choose.choice(("random", "skewed", "holes", "one_expert", "duplicates")),
-        use_fp8=choose.random() < 0.5,  # not looked at
+    return RANGE.draw(
+        choose,
+        choose.choice((1, 2, 3, 4, 8)),
         use_nvfp4=True,
-        compact=compact,
-        weights_ahead=choose.random() < 0.4,
-        mode=choose.choice(("plain", "hook", "late", "async")),
+        round_scale=False,
+        use_ue8m0=False,
+        one_rounding=False,
+        zero_copy=False,
         calls=3,
         seed=seed,
     )

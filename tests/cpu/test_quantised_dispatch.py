@@ -17,10 +17,7 @@ from deep_comm.errors import ArgumentError, ConfigMismatch
 
 HIDDEN = [128, 256, 384, 640, 1024, 2176]
 
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEEP_COMM_POISON", "1")
+pytestmark = pytest.mark.usefixtures("poison")
 
 
 def sample(num_cases: int, seed: int, **fixed: Any) -> list[tuple[Case, Form]]:

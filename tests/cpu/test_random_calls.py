@@ -19,11 +19,6 @@ import deep_comm
 from deep_comm import local
 
 
-@pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEEP_COMM_POISON", "1")
-
-
 # 8 * random_calls.CALLS_PER_TEST = 1000: rings alone, and with a receive region that outputs fit
 # into, or only sometimes.
 @pytest.mark.parametrize("first", range(0, 8000, 1000))
@@ -39,6 +34,9 @@ def test_a_thousand_calls_inside_a_node(first: int) -> None:
             return [roundtrip.call_once(buffer, case, 0, buffer.device) for case in cases]
 
     verified(cases, local.run(fn, num_ranks, timeout_s=250), roundtrip.verify)
+
+
+pytestmark = pytest.mark.usefixtures("poison")
 
 
 @pytest.mark.parametrize("first", range(0, 8000, 1000))

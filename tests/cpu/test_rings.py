@@ -8,10 +8,7 @@ from roundtrip import call_once, run_case, verify
 import deep_comm
 from deep_comm import local
 
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEEP_COMM_POISON", "1")
+pytestmark = pytest.mark.usefixtures("poison")
 
 
 @pytest.mark.parametrize("slots", range(1, 10))

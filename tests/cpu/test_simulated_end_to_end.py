@@ -8,7 +8,7 @@ import random
 
 import pytest
 import torch
-from cases import Case, Scales
+from cases import ROUTINGS, Case, Scales
 from roundtrip import run_case, verify
 from schedules import POLICIES, run_policy, run_seeds
 
@@ -17,12 +17,8 @@ from deep_comm import simulate
 NUM_SEEDS = 1200
 SEEDS_PER_TEST = 60
 
-ROUTINGS = ("random", "skewed", "holes", "one_expert", "none", "duplicates")
 
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEEP_COMM_POISON", "1")
+pytestmark = pytest.mark.usefixtures("poison")
 
 
 def small_case(seed: int) -> Case:

@@ -9,10 +9,7 @@ from skew import STAGES, run_late
 
 from deep_comm import local, simulate
 
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEEP_COMM_POISON", "1")
+pytestmark = pytest.mark.usefixtures("poison")
 
 
 @pytest.mark.parametrize("stage", STAGES)

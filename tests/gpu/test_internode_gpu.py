@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from cases import verify_each
 from gpu_cases import run
 from internode import InternodeCase, random_case, run_case, verify
 
@@ -26,13 +27,7 @@ def run_cases(group, cases: list[InternodeCase], options: dict) -> list:
 
 def check(cases: list[InternodeCase], options: dict | None = None, **run_options) -> None:
     results = run(run_cases, cases[0].num_ranks, cases, options or {}, **run_options)
-    failures = []
-    for number, case in enumerate(cases):
-        try:
-            verify(case, [ranks[number] for ranks in results])
-        except AssertionError as error:
-            failures.append(f"{case}: {error}")
-    assert not failures, "\n".join(failures)
+    verify_each(verify, cases, results)
 
 
 def random_cases(shape: tuple[int, int], first_seed: int, num_cases: int) -> list[InternodeCase]:

@@ -5,13 +5,13 @@ import random
 import gpu_pool
 import pytest
 import torch
+from cases import ROUTINGS
 from layer_cases import Experts, LayerCase, build, expert, inputs, random_steps, run, verify
 from payload import assert_same_bits
 
 from deep_comm import reference_layer
 
 POISON = {"DEEP_COMM_POISON": "1"}
-ROUTINGS = ("random", "skewed", "holes", "one_expert", "none", "duplicates")
 
 
 def on_gpus(fn, num_ranks: int, *args: object) -> list:

@@ -7,13 +7,13 @@ import gpu_pool
 import low_latency
 import pytest
 import torch
-from low_latency import LowLatencyCase, Pair, inputs_of, run_pairs, verify
+from cases import verify_each
+from low_latency import LowLatencyCase, Pair, Range, inputs_of, run_pairs, verify
 
 import deep_comm
 from deep_comm import reference_low_latency
 
 POISON = {"DEEP_COMM_POISON": "1"}
-ROUTINGS = ("random", "skewed", "holes", "one_expert", "none", "duplicates")
 
 
 def run(fn, num_ranks: int, *args: object) -> list:
@@ -28,30 +28,17 @@ def require(num_ranks: int) -> None:
         pytest.skip(f"needs {num_ranks} CUDA devices")
 
 
+RANGE = Range(
+    max_tokens=(1, 16, 128, 300),
+    hidden=(8, 1160, 7168),
+    hidden_fp8=(128, 2048, 7168),
+    experts=(3, 19, 64),
+    topk=(1, 4, 8),
+)
+
+
 def sampled_case(seed: int, num_ranks: int) -> LowLatencyCase:
-    choose = random.Random(seed * 8 + num_ranks)
-    max_tokens = choose.choice((1, 16, 128, 300))
-    use_fp8 = choose.random() < 0.5
-    compact = choose.random() < 0.4
-    round_scale = use_fp8 and choose.random() < 0.5
-    return LowLatencyCase(
-        tuple(choose.choice((0, 1, max_tokens // 2, max_tokens)) for _ in range(num_ranks)),
-        max_tokens,
-        hidden=choose.choice((128, 2048, 7168) if use_fp8 else (8, 1160, 7168)),
-        experts=choose.choice((3, 19, 64)),
-        topk=choose.choice((1, 4, 8)),
-        routing=choose.choice(ROUTINGS),
-        use_fp8=use_fp8,
-        round_scale=round_scale,
-        use_ue8m0=round_scale and choose.random() < 0.5,
-        compact=compact,
-        weights_ahead=choose.random() < 0.4,
-        one_rounding=not compact and choose.random() < 0.35,
-        mode=choose.choice(("plain", "hook", "late", "async")),
-        zero_copy=choose.random() < 0.3,
-        calls=2,
-        seed=seed,
-    )
+    return RANGE.draw(random.Random(seed * 8 + num_ranks), num_ranks, calls=2, seed=seed)
 
 
 def run_cases(group, cases: list[LowLatencyCase]) -> list:
@@ -75,8 +62,7 @@ def test_rows_of_four_bits(num_ranks: int) -> None:
         for seed in range(12)
     ]  # fmt: skip
     results = run(run_cases, num_ranks, cases)
-    for number, case in enumerate(cases):
-        verify(case, [ranks[number] for ranks in results])
+    verify_each(verify, cases, results)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
@@ -85,11 +71,7 @@ def test_every_rank_gets_its_rows_and_sums(num_ranks: int) -> None:
     require(num_ranks)
     cases = [sampled_case(seed, num_ranks) for seed in range(24)]
     results = run(run_cases, num_ranks, cases)
-    for number, case in enumerate(cases):
-        try:
-            verify(case, [ranks[number] for ranks in results])
-        except AssertionError as error:
-            raise AssertionError(f"{case}: {error}") from error
+    verify_each(verify, cases, results)
 
 
 def replay_graphs(group, case: LowLatencyCase) -> list:

@@ -8,13 +8,12 @@ import time
 
 import pytest
 import torch
+from cases import verify_each
 from gpu_cases import run
-from low_latency import LowLatencyCase, Pair, expert_rows, inputs_of, run_pairs, verify
+from low_latency import LowLatencyCase, Pair, Range, expert_rows, inputs_of, run_pairs, verify
 
 import deep_comm
 from deep_comm import errors
-
-ROUTINGS = ("random", "skewed", "holes", "one_expert", "none", "duplicates")
 
 
 def shapes(num_ranks: int) -> list[tuple[int, int]]:
@@ -23,27 +22,21 @@ def shapes(num_ranks: int) -> list[tuple[int, int]]:
     return [shape for shape in wanted if shape[0] * shape[1] <= num_ranks]
 
 
+RANGE = Range(
+    max_tokens=(1, 16, 128),
+    hidden=(8, 1160, 7168),
+    hidden_fp8=(128, 2048, 7168),
+    experts=(3, 19, 64),
+    topk=(1, 4, 8),
+)
+
+
 def sampled_case(seed: int, shape: tuple[int, int]) -> LowLatencyCase:
     choose = random.Random(seed * 64 + shape[0] * 8 + shape[1])
-    max_tokens = choose.choice((1, 16, 128))
-    use_fp8 = choose.random() < 0.5
-    compact = choose.random() < 0.4
-    round_scale = use_fp8 and choose.random() < 0.5
-    num_ranks = shape[0] * shape[1]
-    return LowLatencyCase(
-        tuple(choose.choice((0, 1, max_tokens // 2, max_tokens)) for _ in range(num_ranks)),
-        max_tokens,
-        hidden=choose.choice((128, 2048, 7168) if use_fp8 else (8, 1160, 7168)),
-        experts=choose.choice((3, 19, 64)),
-        topk=choose.choice((1, 4, 8)),
-        routing=choose.choice(ROUTINGS),
-        use_fp8=use_fp8,
-        round_scale=round_scale,
-        use_ue8m0=round_scale and choose.random() < 0.5,
-        compact=compact,
-        weights_ahead=choose.random() < 0.4,
-        one_rounding=not compact and choose.random() < 0.3,
-        mode=choose.choice(("plain", "hook", "late", "async")),
+    return RANGE.draw(
+        choose,
+        shape[0] * shape[1],
+        zero_copy=False,
         calls=2,
         ranks_per_node=shape[1],
         hand_on=choose.choice((0, 8, 1000)),
@@ -72,11 +65,7 @@ def test_every_rank_gets_its_rows_and_sums(num_ranks: int) -> None:
     for shape in shapes(num_ranks):
         cases = [sampled_case(seed, shape) for seed in range(16)]
         results = run(run_cases, shape[0] * shape[1], cases)
-        for number, case in enumerate(cases):
-            try:
-                verify(case, [ranks[number] for ranks in results])
-            except AssertionError as error:
-                raise AssertionError(f"{case}: {error}") from error
+        verify_each(verify, cases, results)
 
 
 def see_through() -> None:

@@ -11,6 +11,7 @@ import importlib.util
 
 import pytest
 import test_internode_gpu as over_nic
+from cases import verify_each
 from internode import InternodeCase, verify
 
 from deep_comm import errors, processes
@@ -49,13 +50,7 @@ def shapes(num_ranks: int) -> list[tuple[int, int]]:
 
 def check(cases: list[InternodeCase], options: dict | None = None, **run_options) -> None:
     results = run(over_nic.run_cases, cases[0].num_ranks, cases, options or {}, **run_options)
-    failures = []
-    for number, case in enumerate(cases):
-        try:
-            verify(case, [ranks[number] for ranks in results])
-        except AssertionError as error:
-            failures.append(f"{case}: {error}")
-    assert not failures, "\n".join(failures)
+    verify_each(verify, cases, results)
 
 
 @pytest.mark.parametrize("near", [True, False], ids=["stores", "puts"])
