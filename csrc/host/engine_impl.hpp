@@ -194,6 +194,7 @@ template <class Target>
 void Engine<Target>::set_generation(uint32_t generation) {
   check_open();
   target_.store(&world_.state()->generation, generation);
+  target_.fill_zero(world_.state()->taken, sizeof(LocalState::taken));  // whichever half is next
   for (int peer = 0; peer < world_.num_ranks; ++peer)
     target_.store(world_.arrived(world_.rank, peer), Tagged::pack(generation, 0));
 }

@@ -243,7 +243,8 @@ DispatchPlan::Variant Engine<Target>::plan_dispatch(const DispatchOptions& optio
   args.signature = Operation::signature(Kernel::kDispatch, agreed, 12);
   variant.launch = {
       .num_blocks = config.num_channels,
-      .num_threads = kWarpSize * max_of(num_ring_warps, args.num_move_warps + args.num_meta_warps),
+      .num_threads =
+          kWarpSize * max_of(num_ring_warps, args.num_move_warps + max_of(args.num_meta_warps, 1)),
       .smem_bytes = args.entry_offset + sizeof(DispatchEntry)};
   return variant;
 }

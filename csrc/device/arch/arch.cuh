@@ -78,7 +78,7 @@
 //        The peer's segment, if ordinary stores of this rank reach it, else null; the same in
 //        every call. What is stored there is ordered by releases, and not against puts and signals
 //        to the same peer.
-//   void rail_count(const RailPort&, int peer, int qp, uint64_t num_bytes)   // stored instead of put
+//   void rail_count(const RailPort&, int peer, int qp, uint32_t num_bytes)   // stored instead of put
 //
 // ---- waiting, time ------------------------------------------------------------------------------
 //   void wait_hint(const T* word, T seen, const uint32_t* abort_word, uint64_t deadline_ns)
@@ -87,6 +87,8 @@
 //        return early.
 //   void     wait_note(const WaitNote&)     // host: what this fiber waits for, to be printed
 //   uint64_t globaltimer_ns();  void nanosleep(uint32_t ns)
+//   void poll_pause()                  between two looks at a word of the block's shared memory: leaves
+//                                      the issue slots to others
 //   [[noreturn]] void trap(const char* why) // a broken invariant; never the error path
 //
 // ---- numbers ------------------------------------------------------------------------------------

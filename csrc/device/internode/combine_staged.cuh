@@ -8,7 +8,7 @@
 //                                publisher · fence and relaxed store / acquire sys
 //        landed[node][chunk]   · the same between nodes · stored, or put behind the sums on one queue
 //        added[node][chunk]    · this rank · sums of a chunk that are complete; zero at rest
-//        num_taken_tokens, num_taken_chunks (own: rows to forward) · this rank · zero at rest
+//        taken (num_chunks, own: rows to forward) · this rank · see sync/generation.cuh
 // waits  landed in the node: unblocked by the sender of the chunk, which waits for its publisher
 //        alone, which waits for nobody. landed between nodes: by the node's forwarding warps, which
 //        wait for rows of their node alone

@@ -15,8 +15,9 @@ class TakeForward {
  public:
   static constexpr int kNodeShift = 25;
 
-  DC_DEVICE TakeForward(const InternodeCombineArgs& args, const StagedTables& tables)
-      : args_(&args), tables_(&tables) {
+  DC_DEVICE TakeForward(const Context& node, const InternodeCombineArgs& args,
+                        const StagedTables& tables)
+      : counter_(&taken_work(node)->num_chunks[args.world.rank]), args_(&args), tables_(&tables) {
     int num_rounds = 0;
     for (int node = 0; node < args.tiers.num_nodes(); ++node) {
       if (node == args.tiers.rail.node) continue;
@@ -30,9 +31,8 @@ class TakeForward {
   // Node and row among those for it.
   DC_DEVICE int operator()() const {
     const int num_nodes = args_->tiers.num_nodes();
-    uint32_t* counter = &args_->world.state()->num_taken_chunks[args_->world.rank];
     while (true) {
-      const uint32_t item = arch::atomic_add_relaxed_gpu(counter, 1u);
+      const uint32_t item = arch::atomic_add_relaxed_gpu(counter_, 1u);
       if (item >= num_items_) return -1;
       const int chunk_idx = static_cast<int>(item) / most_rows_;
       const int row_of_chunk = static_cast<int>(item) % most_rows_;
@@ -50,6 +50,7 @@ class TakeForward {
                           args_->num_rail_send_tokens);
   }
 
+  uint32_t* counter_;
   const InternodeCombineArgs* args_;
   const StagedTables* tables_;
   int most_rows_ = 1;
@@ -68,7 +69,7 @@ class SumForwarder {
         mover_(args.num_senders + adder),
         rows_(entry->rows(adder)),
         local_(contexts.node, args, entry->tables),
-        items_(TakeForward(args, entry->tables)) {
+        items_(TakeForward(contexts.node, args, entry->tables)) {
     const RailTier& tier = args.tiers.rail;
     const int lane = arch::lane_idx();  // of a node
     if (lane >= tier.num_nodes() || lane == tier.node) return;
@@ -124,9 +125,7 @@ class SumForwarder {
         arch::shfl(kFullMask, reinterpret_cast<uint64_t>(target_), node));
     out += static_cast<size_t>(row) * args_.message.slot_bytes();
     const int row_bytes = args_.message.row_bytes;
-    // Rounded once, as this node's rows are for a sum of its own.
-    list.turn = list.num_local;
-    reduce_nodes<kDtype>(out, list, list.num_local, row_bytes / 16);
+    reduce_rows<kDtype>(out, rows_, list.num_local, row_bytes / 16);
     float* weights = reinterpret_cast<float*>(out + row_bytes);
     for (int k = arch::lane_idx(); k < args_.message.num_topk; k += kWarpSize) {
       float sum = 0.0f;
@@ -159,7 +158,7 @@ class TokenAdder {
         tables_(entry->tables),
         rows_(entry->rows(adder)),
         local_(contexts.node, args, entry->tables),
-        tokens_({&args.world.state()->num_taken_tokens, args.num_tokens}),
+        tokens_(TakeNext{&taken_work(contexts.node)->num_tokens, args.num_tokens}),
         per_channel_(max_of(1, ceil_div(args.num_tokens, args.rail_rings.num_channels))) {
     const int lane = arch::lane_idx(), own = args.tiers.rail.node;
     is_node_ = lane < args.tiers.num_nodes();

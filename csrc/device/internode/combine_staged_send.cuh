@@ -57,8 +57,10 @@ class TakeReturn {
  public:
   static constexpr int kPeerShift = 24;
 
-  DC_DEVICE TakeReturn(const InternodeCombineArgs& args, const StagedTables& tables, int first_peer)
-      : args_(&args),
+  DC_DEVICE TakeReturn(const Context& node, const InternodeCombineArgs& args,
+                       const StagedTables& tables, int first_peer)
+      : counters_(taken_work(node)->num_chunks),
+        args_(&args),
         tables_(&tables),
         num_left_(args.world.num_ranks - 1),
         peer_((args.world.rank + 1 + first_peer % num_left_) % args.world.num_ranks),
@@ -66,8 +68,7 @@ class TakeReturn {
 
   DC_DEVICE int operator()() {
     while (num_left_ > 0) {
-      uint32_t* counter = &args_->world.state()->num_taken_chunks[peer_];
-      const uint32_t item = arch::atomic_add_relaxed_gpu(counter, 1u);
+      const uint32_t item = arch::atomic_add_relaxed_gpu(&counters_[peer_], 1u);
       if (item < static_cast<uint32_t>(order_.num_items())) {
         if (order_.at(static_cast<int>(item)).num_rows > 0)
           return peer_ << kPeerShift | static_cast<int>(item);
@@ -82,6 +83,7 @@ class TakeReturn {
   }
 
  private:
+  uint32_t* counters_;
   const InternodeCombineArgs* args_;
   const StagedTables* tables_;
   int num_left_;  // peers
@@ -102,7 +104,7 @@ class ReturnSender {
         sender_(sender),
         meta_bytes_(align_up(4 * args.message.num_topk, 16)),
         pieces_(Pieces::of(args.message.row_bytes, args.stage)),
-        items_(TakeReturn(args, entry->tables, sender + arch::block_idx())) {}
+        items_(TakeReturn(node, args, entry->tables, sender + arch::block_idx())) {}
 
   DC_DEVICE void begin() {
     load_.chunk = chunk_at(0);

@@ -39,22 +39,21 @@ template <Dtype kDtype>
 DC_DEVICE void combine(const CombineArgs& args) {
   const World& world = args.world;
   const Context context{world, Kernel::kCombine, current_generation(world)};
+  if (arch::block_idx() == 0) announce_staging(context, args);
   CombineEntry* entry = CombineEntry::of_block(args);
   entry->reset();
-  arch::sync_block();  // before the first report
-  if (arch::block_idx() == 0) announce_staging(context, args);
   if (arch::warp_idx() < args.num_senders) {
     enter_and_send(context, args, entry);
   } else {
     if (arch::warp_idx() == args.num_senders) {
-      const CombineMode mode = enter_combine(context, args);
+      const CombineMode mode = enter_combine(context, args, entry->staging_lines);
       if (arch::lane_idx() == 0) entry->mode = mode;
     }
     arch::sync_block();
+    if (arch::warp_idx() == args.num_senders) retire_early(context);
     if (entry->mode == CombineMode::kStaged) receive_staged<kDtype>(context, args, entry);
     if (entry->mode == CombineMode::kRings) receive_by_rings<kDtype>(context, args, entry);
   }
-  retire_block(context);
 }
 
 }  // namespace deep_comm

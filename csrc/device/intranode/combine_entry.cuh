@@ -12,12 +12,14 @@ struct CombineEntry {
   static constexpr int kMaxRows = kMaxRanks + 2;  // of one token: one a rank, then the biases
 
   CombineMode mode;
+  uint32_t staging_lines[kMaxRanks];  // staged mode: where every rank's staging begins
   // Ring mode: [peer] rows sent to it, [R + peer] rows of its ring that have been read.
   // Staged mode: [sender] chunks that have landed.
   Progress progress;
   uint32_t num_done[kMaxReduceWarps];              // ring mode: tokens a reducing warp has finished
   const uint8_t* rows[kMaxReduceWarps][kMaxRows];  // what each of them adds
   LandedChunks landed;                             // staged mode
+  uint32_t num_landed[kMaxRanks];  // staged mode: chunks of each rank that have come, without a gap
 
   DC_DEVICE static CombineEntry* of_block(const CombineArgs& args) {
     return reinterpret_cast<CombineEntry*>(arch::dynamic_smem() + args.entry_offset);
@@ -29,6 +31,7 @@ struct CombineEntry {
   DC_DEVICE void reset() {
     progress.reset();
     landed.reset();
+    if (arch::thread_idx() < kMaxRanks) num_landed[arch::thread_idx()] = 0;
     if (arch::thread_idx() < kMaxReduceWarps) num_done[arch::thread_idx()] = 0;
   }
 };

@@ -1,17 +1,18 @@
 // combine, staged mode: every row has a place of its own at the rank it returns to, so that nobody
 // waits for credit, and any block may send any chunk of rows and add any token.
 //
-// grid   any number of blocks; num_senders warps take chunks, one publishes them, the last ones take
-//        tokens, both in ascending order
+// grid   any number of blocks; num_senders warps take chunks, one watches what comes, one publishes what
+//        goes, the last ones take tokens, all in ascending order
 // words  recv_line[chunk / 8].landed[chunk % 8] · owner: receiver · written by the sender's publisher
 //                            · fence and relaxed store / acquire sys
-//        num_taken_tokens, num_taken_chunks · this rank · zero at rest
+//        taken · this rank · see sync/generation.cuh
 // waits  landed: unblocked by the sender of the chunk, which waits for its own publisher alone, which
 //        waits for nobody
 #pragma once
 
 #include "device/intranode/combine_reduce.cuh"
 #include "device/intranode/ring_send.cuh"
+#include "device/sync/generation.cuh"
 #include "device/sync/work_queue.cuh"
 
 namespace deep_comm {
@@ -28,19 +29,30 @@ struct ChunkedRows {
   DC_DEVICE int num_chunks() const { return ceil_div(num_rows, chunk_rows); }
 };
 
-// Lane 0 of a sending warp: chunks of one peer's rows until all are taken, then the next peer's.
+// Lane 0 of a sending warp: chunks of one peer's rows until all are taken, then the next peer's. The
+// first chunks go to the warps in turn, as many to each peer.
 class TakeChunk {
  public:
-  DC_DEVICE TakeChunk(const CombineArgs& args, int first_peer)
-      : args_(&args), num_left_(args.world.num_ranks - 1) {
-    if (num_left_ > 0)
-      look_at((args.world.rank + 1 + first_peer % num_left_) % args.world.num_ranks);
+  DC_DEVICE TakeChunk(const Context& context, const CombineArgs& args)
+      : args_(&args),
+        counters_(taken_work(context)->num_chunks),
+        num_left_(args.world.num_ranks - 1) {
+    if (num_left_ == 0) return;
+    const int num_peers = num_left_;
+    num_firsts_ = args.num_senders / num_peers * arch::num_blocks();
+    const int turn = (arch::warp_idx() + arch::block_idx()) % num_peers;
+    look_at((args.world.rank + 1 + turn) % args.world.num_ranks);
+  }
+  DC_DEVICE int first() {
+    if (num_left_ == 0) return -1;
+    const uint32_t own =
+        arch::warp_idx() / (args_->world.num_ranks - 1) * arch::num_blocks() + arch::block_idx();
+    return own < min_of(num_firsts_, num_chunks_) ? item_of(own) : (*this)();
   }
   DC_DEVICE int operator()() {
     while (num_left_ > 0) {
-      uint32_t* counter = &args_->world.state()->num_taken_chunks[peer_];
-      const uint32_t chunk = arch::atomic_add_relaxed_gpu(counter, 1u);
-      if (chunk < num_chunks_) return peer_ * kMaxChunks + static_cast<int>(chunk);
+      const uint32_t chunk = num_firsts_ + arch::atomic_add_relaxed_gpu(&counters_[peer_], 1u);
+      if (chunk < num_chunks_) return item_of(chunk);
       --num_left_;
       const int next = (peer_ + 1) % args_->world.num_ranks;
       look_at(next == args_->world.rank ? (next + 1) % args_->world.num_ranks : next);
@@ -49,15 +61,20 @@ class TakeChunk {
   }
 
  private:
+  DC_DEVICE int item_of(uint32_t chunk) const {
+    return peer_ * kMaxChunks + static_cast<int>(chunk);
+  }
   DC_DEVICE void look_at(int peer) {
     peer_ = peer;
     num_chunks_ = ChunkedRows::of(num_rows_between(*args_, peer, args_->world.rank)).num_chunks();
   }
 
   const CombineArgs* args_;
+  uint32_t* counters_;
   int num_left_;  // peers
   int peer_ = 0;
   uint32_t num_chunks_ = 0;
+  uint32_t num_firsts_ = 0;  // of each peer
 };
 
 // One warp: sends the chunks it takes. Loads begin before the peers have come (begin), stores after
@@ -71,7 +88,7 @@ class ChunkSender {
         entry_(entry),
         pipe_(pipe),
         pieces_(Pieces::of(args.message.row_bytes, args.stage)),
-        chunks_(TakeChunk(args, arch::warp_idx() + arch::block_idx())) {
+        chunks_(take_chunks(context, args)) {
     const int peer = min_of(arch::lane_idx(), args.world.num_ranks - 1);
     rows_ = ChunkedRows::of(num_rows_between(args, peer, args.world.rank));
     first_row_ = static_cast<int>(first_row_of(args, peer));
@@ -80,14 +97,15 @@ class ChunkSender {
   DC_DEVICE void begin() {
     load_.chunk = chunk_at(0);
     while (load_.chunk.num_rows > 0 && pipe_.can_load()) load_next();
+    const int peer = min_of(arch::lane_idx(), args_.world.num_ranks - 1);
+    first_staged_row_ = num_staged_rows(args_, peer, args_.world.rank);
   }
 
   DC_DEVICE void run() {
     const int lane = arch::lane_idx(), warp = arch::warp_idx();
-    const bool is_peer = lane < args_.world.num_ranks && lane != args_.world.rank;
-    const RingSlots slots =
-        is_peer ? staging_slots(context_, args_, lane, args_.world.rank, 0) : RingSlots{};
-    const uint64_t my_base = reinterpret_cast<uint64_t>(slots.base);
+    const int peer = min_of(lane, args_.world.num_ranks - 1);
+    const uint64_t my_base = reinterpret_cast<uint64_t>(
+        staging_slot(args_, peer, entry_->staging_lines[peer], first_staged_row_));
     uint32_t num_chunks = 0;
     for (Chunk chunk = chunk_at(0); chunk.num_rows > 0; chunk = chunk_at(num_chunks)) {
       if (!post(num_chunks, chunk.item)) break;
@@ -116,6 +134,13 @@ class ChunkSender {
   }
 
  private:
+  DC_DEVICE static WorkQueue<TakeChunk> take_chunks(const Context& context,
+                                                    const CombineArgs& args) {
+    TakeChunk take(context, args);
+    const int first = arch::lane_idx() == 0 ? take.first() : -1;
+    return {take, first};
+  }
+
   struct Chunk {
     int item;   // peer and number
     int first;  // row, among those that return to the peer
@@ -225,8 +250,9 @@ class ChunkSender {
   StagePipe& pipe_;
   Pieces pieces_;
   WorkQueue<TakeChunk> chunks_;
-  ChunkedRows rows_;  // that return to this lane's rank
-  int first_row_;     // of them, in x
+  ChunkedRows rows_;          // that return to this lane's rank
+  int first_row_;             // of them, in x
+  int first_staged_row_ = 0;  // of them, in the staging of this lane's rank
   LoadCursor load_;
   uint32_t ends_ = 0;  // lane i: stores up to the end of the last chunk whose index is i modulo 32
   uint32_t num_landed_ = 0;
@@ -253,7 +279,7 @@ DC_DEVICE void publish_chunks(const Context& context, const CombineArgs& args,
     const uint32_t word = arch::ld_acquire_cta(&entry->progress.words[sender]);
     const uint32_t num_landed = word & ~Progress::kFinished;
     if (arch::any(kFullMask, num_landed != num_published)) {
-      // With the stores below, a release; pairs with: StagedReducer::await_row — the chunks' rows.
+      // With the stores below, a release; pairs with: ChunkWatch::look — the chunks' rows.
       arch::fence_acq_rel_sys();
       for (; num_published != num_landed; ++num_published) {
         if (lane != sender) continue;
@@ -276,23 +302,97 @@ DC_DEVICE void publish_chunks(const Context& context, const CombineArgs& args,
   }
 }
 
-// One warp: adds the tokens it takes. Lane r < R looks after the rows of rank r: in the staging, or
-// in x for this rank's own.
+// One warp of every block: how many chunks of each peer have landed. All looks at memory are its own: if
+// every adding warp looked for itself, hundreds of them would ask for the same line all the time, and
+// nobody else, the peers' words included, would get through to it.
+class ChunkWatch {
+ public:
+  DC_DEVICE ChunkWatch(const Context& context, const CombineArgs& args, uint32_t* num_landed)
+      : context_(context), world_(args.world), num_landed_(num_landed) {
+    while (num_lanes_ * 2 * world_.num_ranks <= kWarpSize) num_lanes_ *= 2;
+    peer_ = arch::lane_idx() / num_lanes_;
+    next_ = arch::lane_idx() % num_lanes_;
+    is_reporter_ = next_ == 0;
+    if (peer_ < world_.num_ranks && peer_ != world_.rank) {
+      num_chunks_ = ChunkedRows::of(num_rows_between(args, world_.rank, peer_)).num_chunks();
+    }
+  }
+
+  DC_DEVICE bool look() {
+    bool has_landed = false;
+    if (next_ < num_chunks_) {
+      // pairs with: publish_chunks — the chunk's rows.
+      has_landed = arch::ld_acquire_sys(word_of(peer_, next_)) == expected();
+    }
+    if (has_landed) next_ += num_lanes_;
+    has_news = arch::any(kFullMask, has_landed);
+    const bool is_done = arch::all(kFullMask, next_ >= num_chunks_);
+    if (!has_news) return is_done;
+    int num_landed = min_of(next_, num_chunks_);  // of the peer: the least of its lanes
+    for (int delta = 1; delta < num_lanes_; delta *= 2) {
+      num_landed = min_of(num_landed, arch::shfl(kFullMask, num_landed, arch::lane_idx() ^ delta));
+    }
+    arch::sync_warp();  // hands each lane's acquire to those that report
+    if (is_reporter_ && num_landed != num_reported_) {
+      // pairs with: StagedReducer::await_row — the chunks' rows.
+      arch::st_release_cta(&num_landed_[peer_], static_cast<uint32_t>(num_landed));
+    }
+    num_reported_ = num_landed;
+    return is_done;
+  }
+
+  struct Missing {
+    const uint64_t* word;
+    WaitFor wait;
+  };
+  DC_DEVICE Missing missing() const {
+    const uint32_t waiting = arch::ballot(kFullMask, next_ < num_chunks_);
+    const int lane = arch::ffs(waiting) - 1;
+    const int peer = arch::shfl(kFullMask, peer_, lane);
+    return {word_of(peer, arch::shfl(kFullMask, next_, lane)),
+            {Stage::kReduce, Word::kLanded, peer, -1}};
+  }
+  DC_DEVICE uint64_t expected() const { return Tagged::pack(context_.generation, 1); }
+
+  bool has_news = false;
+
+ private:
+  DC_DEVICE const uint64_t* word_of(int peer, int chunk) const {
+    return landed_word(world_, world_.rank, peer, chunk);
+  }
+
+  const Context& context_;
+  const World& world_;
+  uint32_t* num_landed_;
+  int num_lanes_ = 1;  // that look after a peer's chunks, in turn
+  int peer_;
+  bool is_reporter_;
+  int num_chunks_ = 0;
+  int next_;  // chunk that this lane waits for
+  int num_reported_ = 0;
+};
+
+// One warp: adds the tokens it takes. Lane r < R looks after the rows of rank r: in the staging, or in
+// x for this rank's own.
 template <Dtype kDtype>
 class StagedReducer {
  public:
-  DC_DEVICE StagedReducer(const Context& context, const CombineArgs& args, const uint8_t** rows)
+  DC_DEVICE StagedReducer(const Context& context, const CombineArgs& args, CombineEntry* entry,
+                          int reducer)
       : context_(context),
         args_(args),
-        rows_(rows),
-        tokens_({&args.world.state()->num_taken_tokens, args.num_tokens}),
+        rows_(entry->rows[reducer]),
+        num_landed_(entry->num_landed),
+        tokens_(deal_items(&taken_work(context)->num_tokens, args.num_tokens, reducer,
+                           CombineEntry::num_reduce_warps(args))),
         per_channel_(ceil_div(args.num_tokens, args.ring.num_channels)),
         own_first_(first_row_of(args, args.world.rank)) {
     const int lane = arch::lane_idx(), rank = args.world.rank;
     is_rank_ = lane < args.world.num_ranks;
     is_peer_ = is_rank_ && lane != rank;
     if (is_peer_) {
-      slots_ = staging_slots(context, args, rank, lane, 0);
+      slots_ = {staging_slot(args, rank, args.staging_line, num_staged_rows(args, rank, lane)),
+                kUnlimitedSlots, args.message.slot_bytes()};
       chunk_rows_ = ChunkedRows::of(num_rows_between(args, rank, lane)).chunk_rows;
     } else {  // of x, which nobody writes here
       const size_t row_bytes = args.message.row_bytes;
@@ -333,18 +433,16 @@ class StagedReducer {
     before_channel_ = channel == 0 ? 0 : arch::ld_nc(prefix + channel - 1);
   }
   DC_DEVICE bool await_row(int row_idx) {
-    const int chunk = row_idx / chunk_rows_;
-    if (chunk == known_chunk_) return true;
-    known_chunk_ = chunk;
-    uint32_t seen = 0;
     const int peer = arch::lane_idx();
-    return await_tagged(context_, landed_word(args_.world, args_.world.rank, peer, chunk),
-                        {Stage::kReduce, Word::kLanded, peer, -1}, 1, &seen);
+    return await_block_count(context_, &num_landed_[peer],
+                             {Stage::kReduce, Word::kLanded, peer, -1},
+                             static_cast<uint32_t>(row_idx / chunk_rows_) + 1);
   }
 
   const Context& context_;
   const CombineArgs& args_;
   const uint8_t** rows_;
+  const uint32_t* num_landed_;
   WorkQueue<TakeNext> tokens_;
   int per_channel_;
   int64_t own_first_;
@@ -352,7 +450,6 @@ class StagedReducer {
   bool is_peer_;
   RingSlots slots_;
   int chunk_rows_ = 1;
-  int known_chunk_ = -1;  // has landed
   int head_ = -1;
   int before_channel_ = 0;
 };
@@ -363,9 +460,12 @@ DC_DEVICE void receive_staged(const Context& context, const CombineArgs& args,
                               CombineEntry* entry) {
   const int reducer = arch::warp_idx() - args.num_senders - 2;
   if (reducer >= 0) {
-    StagedReducer<kDtype>(context, args, entry->rows[reducer]).run();
+    StagedReducer<kDtype>(context, args, entry, reducer).run();
   } else if (reducer == -1) {
     publish_chunks(context, args, entry);
+  } else if (reducer == -2) {
+    ChunkWatch watch(context, args, entry->num_landed);
+    await_watch_by_warp(context, watch, watch.expected());
   }
 }
 

@@ -45,55 +45,48 @@ DC_DEVICE int num_staged_rows(const CombineArgs& args, int owner, int end) {
   return num_rows;
 }
 
-// Block 0: tells every peer where this rank's staging lies, then that it has come.
+// Block 0: tells every peer that this rank has come, and where its staging lies.
 DC_DEVICE void announce_staging(const Context& context, const CombineArgs& args) {
   const World& world = args.world;
   const int peer = arch::thread_idx();
-  if (peer < world.num_ranks) {
-    ArrivedLine* line = world.arrived_line(peer, world.rank);
-    const int parity = context.generation & 1u;
-    arch::st_relaxed_sys(&line->staging_line[parity],
-                         Tagged::pack(context.generation, args.staging_line));
-    arch::st_relaxed_sys(
-        &line->staging_rows[parity],
-        Tagged::pack(context.generation, static_cast<uint32_t>(args.num_staging_rows)));
-  }
-  announce_arrival(context, args.signature);
-}
-
-// After await_arrivals.
-DC_DEVICE uint32_t staging_line_of(const Context& context, int owner) {
-  const ArrivedLine* line = context.world.arrived_line(context.world.rank, owner);
-  const uint64_t* word = &line->staging_line[context.generation & 1u];
-  return Tagged::unpack(arch::ld_relaxed_sys(word)).value;
+  if (peer >= world.num_ranks) return;
+  ArrivedLine* line = world.arrived_line(peer, world.rank);
+  const int parity = context.generation & 1u;
+  announce_arrival(context, args.signature,
+                   {&line->staging_line[parity], &line->staging_rows[parity]},
+                   {args.staging_line, static_cast<uint32_t>(args.num_staging_rows)});
 }
 
 // One warp of every block: waits for all ranks. The same mode in every block of every rank, unless
-// one has given up.
-DC_DEVICE CombineMode enter_combine(const Context& context, const CombineArgs& args) {
+// one has given up. staging_lines: in shared memory, [p] where rank p's staging begins.
+DC_DEVICE CombineMode enter_combine(const Context& context, const CombineArgs& args,
+                                    uint32_t* staging_lines) {
   const World& world = args.world;
   const int peer = arch::lane_idx();
-  if (!await_arrivals(context, Stage::kEntryBarrier, args.signature)) return CombineMode::kFailed;
-  bool has_room = true;
+  bool ok = true, has_room = true;
   if (peer < world.num_ranks) {
+    // The trips to memory are over when the peers come.
+    const uint32_t num_rows = num_staged_rows(args, peer, world.num_ranks);
     const ArrivedLine* line = world.arrived_line(world.rank, peer);
-    const int64_t num_rows =
-        Tagged::unpack(arch::ld_relaxed_sys(&line->staging_rows[context.generation & 1u])).value;
-    has_room = staging_line_of(context, peer) != 0 &&
-               num_staged_rows(args, peer, world.num_ranks) <= num_rows;
+    const int parity = context.generation & 1u;
+    EntryWatch<2> watch{&line->arrived,
+                        {&line->staging_line[parity], &line->staging_rows[parity]},
+                        context.generation,
+                        0,
+                        {}};
+    ok = await_entry(context, watch, Stage::kEntryBarrier, peer, args.signature);
+    has_room = watch.value(0) != 0 && num_rows <= watch.value(1);
+    staging_lines[peer] = watch.value(0);
   }
+  arch::sync_warp();  // hands each lane's acquire to the whole warp
+  if (!arch::all(kFullMask, ok)) return CombineMode::kFailed;
   return arch::all(kFullMask, has_room) ? CombineMode::kStaged : CombineMode::kRings;
 }
 
-// Where the rows lie that `from` returns to `owner`, from row `start` of their pair on.
-DC_DEVICE RingSlots staging_slots(const Context& context, const CombineArgs& args, int owner,
-                                  int from, int start) {
-  const size_t slot_bytes = args.message.slot_bytes();
-  const size_t first_row = static_cast<size_t>(num_staged_rows(args, owner, from)) + start;
-  return {context.world.bases[owner] +
-              static_cast<size_t>(staging_line_of(context, owner)) * kLineBytes +
-              first_row * slot_bytes,
-          kUnlimitedSlots, slot_bytes};
+// The slot of row `row` in the staging that begins at `line` of owner's segment.
+DC_DEVICE uint8_t* staging_slot(const CombineArgs& args, int owner, uint32_t line, int row) {
+  return args.world.bases[owner] + static_cast<size_t>(line) * kLineBytes +
+         static_cast<size_t>(row) * args.message.slot_bytes();
 }
 
 }  // namespace deep_comm

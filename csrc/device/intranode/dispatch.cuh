@@ -60,15 +60,20 @@ DC_DEVICE void enter_dispatch(const Context& context, const DispatchArgs& args,
   const int num_ranks = args.world.num_ranks, peer = arch::lane_idx();
   const bool is_direct_already = notified == NotifyResult::kDirect;
   bool is_direct = true, ok = true;
-  if (!is_direct_already) ok = await_arrivals(context, Stage::kEntryBarrier, args.signature);
-  if (ok && peer < num_ranks) {
-    const int32_t num_rows = num_rows_at<Form>(args, peer);
-    const OutputWords words = is_direct_already
-                                  ? words_of_notify(args.world, peer, context.generation - 1)
-                                  : words_of_dispatch(args.world, peer);
+  if (peer < num_ranks) {
+    const int32_t num_rows =
+        num_rows_at<Form>(args, peer);  // the trip to memory is over when they come
+    OutputWords words{};
+    if (is_direct_already) {
+      words = words_of_notify(args.world, peer, context.generation - 1);
+    } else {
+      ok = await_output(context, args, peer, &words);
+    }
     is_direct = is_direct_already || words.has_room(num_rows);
-    if (is_direct) entry->outputs[peer] = output_at<Form>(args, peer, words, num_rows);
+    if (ok && is_direct) entry->outputs[peer] = output_at<Form>(args, peer, words, num_rows);
   }
+  arch::sync_warp();  // hands each lane's acquire to the whole warp
+  ok = arch::all(kFullMask, ok);
   is_direct = arch::all(kFullMask, is_direct);
   if (peer == 0) {
     entry->mode = !ok         ? DispatchMode::kFailed
@@ -120,7 +125,7 @@ DC_DEVICE void fill_tail_rows(const Context& context, const DispatchArgs& args) 
 template <class Form>
 DC_DEVICE DispatchMode enter_and_move(const Context& context, const DispatchArgs& args,
                                       NotifyResult notified, DispatchEntry* entry) {
-  TokenMover<Form> mover(args);
+  TokenMover<Form> mover(context, args);
   mover.begin();
   if (arch::warp_idx() == 0) enter_dispatch<Form>(context, args, notified, entry);
   arch::sync_block();
@@ -149,6 +154,7 @@ DC_DEVICE void dispatch(const DispatchArgs& args) {
     if (arch::warp_idx() == 0) enter_dispatch<Form>(context, args, notified, entry);
     arch::sync_block();
     mode = entry->mode;
+    if (arch::warp_idx() == arch::num_warps() - 1) retire_early(context);  // never a mover's
     if (mode == DispatchMode::kDirect) write_block_metadata<Form>(args, entry->outputs);
   }
   if (mode == DispatchMode::kDirect) {
@@ -164,7 +170,6 @@ DC_DEVICE void dispatch(const DispatchArgs& args) {
     fill_tail_rows<Form>(context, args);
     dispatch_by_rings<Form>(context, args, entry->progress);
   }
-  retire_block(context);
 }
 
 }  // namespace deep_comm

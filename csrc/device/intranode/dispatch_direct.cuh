@@ -10,9 +10,8 @@
 // smem   num_move_warps x (stages + mbarriers)
 // words  recv_line[c].{start,end}_offset · owner: receiver · written by block 0 of the sender,
 //                            before `done`
-//        done              · owner: receiver · written by the sender's last block · release/acquire sys
-//        num_exited_blocks · this rank · counts blocks whose rows have landed
-// waits  done: unblocked by every peer's last block
+//        recv_line[b].done · owner: receiver · written by block b of the sender · release/acquire sys
+// waits  done: block b by the same block of every peer, which waits for nobody in between
 #pragma once
 
 #include <type_traits>
@@ -88,9 +87,10 @@ class FirstRows {
 template <class Form>
 class TokenMover {
  public:
-  DC_DEVICE explicit TokenMover(const DispatchArgs& args)
+  DC_DEVICE TokenMover(const Context& context, const DispatchArgs& args)
       : args_(args),
-        tokens_({&args.world.state()->num_taken_tokens, args.num_tokens}),
+        tokens_(deal_items(&taken_work(context)->num_tokens, args.num_tokens, arch::warp_idx(),
+                           args.num_move_warps)),
         peer_((args.world.rank + 1 + arch::lane_idx()) % args.world.num_ranks),
         is_storing_(arch::lane_idx() < args.world.num_ranks),
         source_(Form::kQuantised ? args.source : args.x),
@@ -204,15 +204,24 @@ DC_DEVICE void write_metadata(const DispatchArgs& args, const PeerOutput* output
   constexpr ScaleSource kScales = Form::kQuantised ? ScaleSource::kNone : ScaleSource::kInput;
   const int lane = arch::lane_idx();
   FinalRows rows(args, min_of(lane, world.num_ranks - 1));
+  const bool is_in_registers = TokenMeta<kScales>::fits(args);
+  TokenMeta<kScales> next;
   rows.look_up(warp);
+  if (is_in_registers) next.load(args, warp);
   for (int token = warp; token < args.num_tokens; token += num_warps) {
     const int64_t my_row = lane < world.num_ranks ? rows.row() : -1;
+    const TokenMeta<kScales> meta = next;
     rows.look_up(token + num_warps);
+    if (is_in_registers) next.load(args, token + num_warps);
     for (int peer = 0; peer < world.num_ranks; ++peer) {
       const int64_t row = arch::shfl(kFullMask, my_row, peer);
       const PeerOutput& output = outputs[peer];
       if (row < 0 || row >= output.num_rows) continue;
-      store_token_meta<kScales>(args, experts, token, peer, output, row);
+      if (is_in_registers) {
+        meta.store(args, experts, token, peer, output, row);
+      } else {
+        store_token_meta<kScales>(args, experts, token, peer, output, row);
+      }
     }
   }
 }
@@ -256,7 +265,7 @@ DC_DEVICE void send_channel_starts(const Context& context, const DispatchArgs& a
   }
 }
 
-// The last block, after every peer is done.
+// Block 0, after that of every peer is done.
 DC_DEVICE void read_channel_starts(const DispatchArgs& args) {
   const World& world = args.world;
   const int num_words = world.num_ranks * args.ring.num_channels;
@@ -269,26 +278,23 @@ DC_DEVICE void read_channel_starts(const DispatchArgs& args) {
   }
 }
 
-// Every thread of every block, last. The last block tells the peers, waits for theirs, and closes
-// the generation.
+// Every thread of every block, last. Tells the peers that what this block sends has landed, and waits
+// for what theirs send: all blocks together have all rows.
 DC_DEVICE void finish_direct(const Context& context, const DispatchArgs& args) {
   const World& world = args.world;
-  const BlockExit exit = exit_block(context);
-  if (!exit.is_last) return;
-  // Whoever gave up has set the abort word before it came here; its rows may be missing.
-  if (!is_aborted(world) && arch::thread_idx() < world.num_ranks) {
-    const int peer = arch::thread_idx();
-    // pairs with: the await below at the peer — every row and word this rank wrote into its
-    // segment.
-    arch::st_release_sys(&world.arrived_line(peer, world.rank)->done,
+  const int peer = arch::thread_idx(), block = arch::block_idx();
+  arch::sync_block();
+  bool ok = true;
+  if (peer < world.num_ranks) {
+    // pairs with: the await below at the peer — every row and word this block wrote into its segment.
+    arch::st_release_sys(&world.recv_line(peer, block, world.rank)->done,
                          Tagged::pack(context.generation, 1));
     uint32_t done = 0;
-    await_tagged(context, &world.arrived_line(world.rank, peer)->done,
-                 {Stage::kDone, Word::kDone, peer, -1}, 1, &done);
+    ok = await_tagged(context, &world.recv_line(world.rank, block, peer)->done,
+                      {Stage::kDone, Word::kDone, peer, block}, 1, &done);
   }
-  arch::sync_block();
-  if (!is_aborted(world) && args.recv_channel_prefix_matrix != nullptr) read_channel_starts(args);
-  close_generation(context);
+  if (block != 0 || args.recv_channel_prefix_matrix == nullptr) return;
+  if (!arch::sync_block_any(!ok)) read_channel_starts(args);
 }
 
 // Warps past the movers: metadata, if the call has any.

@@ -52,6 +52,69 @@ DC_DEVICE void store_token_meta(const DispatchArgs& args, const ExpertMap& exper
   if (lane == 0 && output.src_idx != nullptr) arch::st_weak(output.src_idx + row, token);
 }
 
+// The same in a warp's registers, so that a token's can be on its way while another's is stored: one trip
+// to memory after the other, scales took longer than the rows of FP8.
+template <ScaleSource kSource>
+class TokenMeta {
+ public:
+  DC_DEVICE static bool fits(const DispatchArgs& args) {
+    const bool fits_scales =
+        kSource == ScaleSource::kNone || args.num_scales == 0 ||
+        (args.scale_bytes == sizeof(uint32_t) && args.num_scales <= kScalesOfLane * kWarpSize);
+    return fits_scales && args.message.num_topk <= kWarpSize;
+  }
+
+  DC_DEVICE void load(const DispatchArgs& args, int token) {
+    if (token >= args.num_tokens) return;
+    const int lane = arch::lane_idx(), num_topk = args.message.num_topk;
+    if (lane < num_topk) {
+      const int64_t position = static_cast<int64_t>(token) * num_topk + lane;
+      expert_ = load_expert(args.topk_idx, position, args.topk_idx_bytes);
+      if (args.topk_weights != nullptr) weight_ = arch::ld_nc(args.topk_weights + position);
+    }
+    if constexpr (kSource == ScaleSource::kNone) return;
+    const uint32_t* scales =
+        reinterpret_cast<const uint32_t*>(args.x_scales) + token * args.scale_token_stride;
+    DC_UNROLL
+    for (int idx = 0; idx < kScalesOfLane; ++idx) {
+      const int column = idx * kWarpSize + lane;
+      if (column < args.num_scales) {
+        scales_[idx] = arch::ld_nc(scales + column * args.scale_column_stride);
+      }
+    }
+  }
+
+  DC_DEVICE void store(const DispatchArgs& args, const ExpertMap& experts, int token, int dst,
+                       const PeerOutput& output, int64_t row) const {
+    const int lane = arch::lane_idx(), num_topk = args.message.num_topk;
+    if (lane < num_topk) {
+      const int local = expert_ - experts.first_expert(dst);
+      const bool is_here = local >= 0 && local < experts.num_local_experts(dst);
+      store_expert(output.topk_idx, row * num_topk + lane, args.topk_idx_bytes,
+                   is_here ? local : -1);
+      if (args.topk_weights != nullptr) {
+        arch::st_weak(output.topk_weights + row * num_topk + lane, is_here ? weight_ : 0.0f);
+      }
+    }
+    if constexpr (kSource != ScaleSource::kNone) {
+      uint32_t* scales = reinterpret_cast<uint32_t*>(output.scales) + row * args.num_scales;
+      DC_UNROLL
+      for (int idx = 0; idx < kScalesOfLane; ++idx) {
+        const int column = idx * kWarpSize + lane;
+        if (column < args.num_scales) arch::st_weak(scales + column, scales_[idx]);
+      }
+    }
+    if (lane == 0 && output.src_idx != nullptr) arch::st_weak(output.src_idx + row, token);
+  }
+
+ private:
+  static constexpr int kScalesOfLane = 4;
+
+  int expert_ = -1;
+  float weight_ = 0.0f;
+  uint32_t scales_[kScalesOfLane] = {};
+};
+
 // The same for expanded outputs: scales to the token's first row there, a weight to the row of its
 // selection, and to the handle where the rows are, at the token's ordinal among the received.
 template <ScaleSource kSource>

@@ -37,27 +37,32 @@ struct OutputWords {
   }
 };
 
-// Block 0 of dispatch: tells every peer where this rank's block lies, then that it has come.
+// Block 0 of dispatch: tells every peer that this rank has come, and where its block lies.
 DC_DEVICE void announce_output(const Context& context, const DispatchArgs& args) {
   const World& world = args.world;
   const int peer = arch::thread_idx();
-  if (peer < world.num_ranks) {
-    const OutputWords words =
-        OutputWords::of({args.output_line, args.src_line, args.num_recv_rows, false});
-    ArrivedLine* line = world.arrived_line(peer, world.rank);
-    arch::st_relaxed_sys(&line->output_line, Tagged::pack(context.generation, words.line));
-    arch::st_relaxed_sys(&line->src_line, Tagged::pack(context.generation, words.src_line));
-    arch::st_relaxed_sys(&line->output_rows, Tagged::pack(context.generation, words.rows));
-  }
-  announce_arrival(context, args.signature);
+  if (peer >= world.num_ranks) return;
+  const OutputWords words =
+      OutputWords::of({args.output_line, args.src_line, args.num_recv_rows, false});
+  ArrivedLine* line = world.arrived_line(peer, world.rank);
+  announce_arrival(context, args.signature,
+                   {&line->output_line, &line->src_line, &line->output_rows},
+                   {words.line, words.src_line, words.rows});
 }
 
-// After await_arrivals of dispatch: what `peer` announced there.
-DC_DEVICE OutputWords words_of_dispatch(const World& world, int peer) {
-  const ArrivedLine* line = world.arrived_line(world.rank, peer);
-  return {Tagged::unpack(arch::ld_relaxed_sys(&line->output_line)).value,
-          Tagged::unpack(arch::ld_relaxed_sys(&line->src_line)).value,
-          Tagged::unpack(arch::ld_relaxed_sys(&line->output_rows)).value};
+// Lane p of a warp: waits for rank p and learns what it announced. No peer can be a kernel further: it
+// waits for this one's blocks before it ends.
+DC_DEVICE bool await_output(const Context& context, const DispatchArgs& args, int peer,
+                            OutputWords* words) {
+  const ArrivedLine* line = args.world.arrived_line(args.world.rank, peer);
+  EntryWatch<3> watch{&line->arrived,
+                      {&line->output_line, &line->src_line, &line->output_rows},
+                      context.generation,
+                      0,
+                      {}};
+  const bool ok = await_entry(context, watch, Stage::kEntryBarrier, peer, args.signature);
+  *words = {watch.value(0), watch.value(1), watch.value(2)};
+  return ok;
 }
 
 // After await_arrivals of notify, until its dispatch is done: what `peer` announced there. Not in

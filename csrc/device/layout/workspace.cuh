@@ -42,19 +42,24 @@ DC_HOST_DEVICE constexpr uint32_t next_generation(uint32_t generation) {
   return generation == 0xffffffffu ? 2 : generation + 1;
 }
 
+// Work that warps of the running kernel have taken.
+struct TakenWork {
+  uint32_t num_tokens;
+  uint32_t num_chunks[kMaxRanks];  // of the rows to a rank
+};
+
 // Words of this rank alone; no peer touches them.
 struct LocalState {
-  uint32_t generation;         // of the last finished kernel
-  uint32_t num_exited_blocks;  // of the running kernel
-  uint32_t abort;              // set once by the first failing thread; every wait polls it
-  uint32_t error_claimed;      // the thread that turns it from 0 to 1 writes the error record
+  uint32_t generation;          // of the last finished kernel
+  uint32_t num_retired_blocks;  // of the running kernel: see sync/generation.cuh
+  uint32_t abort;               // set once by the first failing thread; every wait polls it
+  uint32_t error_claimed;       // the thread that turns it from 0 to 1 writes the error record
   uint32_t bad_expert_index;  // get_dispatch_layout saw an index out of range since the last notify
   uint32_t layout_ticket;     // blocks of a layout or notify kernel that have added their counts
   uint32_t notify_result;     // NotifyResult of the last notify_dispatch
   uint32_t blamed;  // two tiers: the rank that a neighbour which gave up waited for, plus one
-  // Work that blocks of the running kernel have taken; zero at rest.
-  uint32_t num_taken_tokens;
-  uint32_t num_taken_chunks[kMaxRanks];
+  // By the lowest bit of a kernel's generation; those of the next one are zero.
+  TakenWork taken[2];
 };
 
 // What notify_dispatch tells the dispatch behind it. All ranks find the same, unless one has timed
@@ -73,6 +78,9 @@ struct alignas(kLineBytes) RecvLine {
   // Staged combine, which knows no channels: Tagged, chunk number line * kChunksOfLine + i has
   // landed.
   uint64_t landed[kChunksOfLine];
+  // Direct dispatch, whose blocks are numbered as channels: Tagged, what the source's block sends has
+  // landed.
+  uint64_t done;
 };
 // Written by the receiver of a channel into its sender's segment.
 struct alignas(kLineBytes) SendLine {
@@ -87,7 +95,6 @@ struct alignas(kLineBytes) ArrivedLine {
                          // start; 0: none
   uint64_t src_line;     // the same for its source tokens
   uint64_t output_rows;  // dispatch: rows its output has
-  uint64_t done;         // everything it sends in this kernel has landed
   // combine, by the generation's lowest bit: a peer without tokens may be one kernel further when
   // this is read.
   uint64_t staging_line[2];  // where its staging begins, in lines from its segment's start; 0: none

@@ -32,6 +32,88 @@ DC_DEVICE void announce_arrival(const Context& context, uint32_t signature) {
                        Tagged::pack(context.generation, signature));
 }
 
+// The same with words that carry the generation themselves, value by value: they need no order among
+// each other, so that no release has to wait for them to arrive.
+template <int kNumWords>
+DC_DEVICE void announce_arrival(const Context& context, uint32_t signature,
+                                uint64_t* const (&words)[kNumWords],
+                                const uint32_t (&values)[kNumWords]) {
+  // With the stores below, a release; pairs with: the acquire of EntryWatch at every peer — this rank
+  // has left its earlier kernels.
+  arch::fence_acq_rel_sys();
+  DC_UNROLL
+  for (int idx = 0; idx < kNumWords; ++idx) {
+    arch::st_relaxed_sys(words[idx], Tagged::pack(context.generation, values[idx]));
+  }
+  arch::st_relaxed_sys(context.world.arrived(arch::thread_idx(), context.world.rank),
+                       Tagged::pack(context.generation, signature));
+}
+
+// A peer's arrival and what it announced with it: all words of this generation.
+template <int kNumWords>
+struct EntryWatch {
+  const uint64_t* arrived;
+  const uint64_t* words[kNumWords];
+  uint32_t generation;
+  uint64_t arrival;
+  uint64_t seen_words[kNumWords];
+
+  DC_DEVICE bool look() {
+    DC_UNROLL
+    for (int idx = 0; idx < kNumWords; ++idx) seen_words[idx] = arch::ld_relaxed_sys(words[idx]);
+    arrival = arch::ld_acquire_sys(arrived);
+    return Tagged::unpack(arrival).has_reached(generation) && first_missing() == kNumWords;
+  }
+  DC_DEVICE uint32_t value(int idx) const { return Tagged::unpack(seen_words[idx]).value; }
+  DC_DEVICE uint64_t seen() const { return arrival; }
+  DC_DEVICE void rest(const uint32_t* abort_word, uint64_t deadline_ns) const {
+    if (!Tagged::unpack(arrival).has_reached(generation)) {
+      arch::wait_hint(arrived, arrival, abort_word, deadline_ns);
+    } else {
+      const int idx = min_of(first_missing(), kNumWords - 1);
+      arch::wait_hint(words[idx], seen_words[idx], abort_word, deadline_ns);
+    }
+  }
+
+ private:
+  DC_DEVICE int first_missing() const {
+    int missing = kNumWords;
+    DC_UNROLL
+    for (int idx = kNumWords - 1; idx >= 0; --idx) {
+      if (Tagged::unpack(seen_words[idx]).generation != generation) missing = idx;
+    }
+    return missing;
+  }
+};
+
+// A peer that is already one kernel further has passed this comparison itself.
+DC_DEVICE bool agrees_on_operation(const Context& context, Stage stage, int peer, uint64_t arrived,
+                                   uint32_t signature) {
+  const Tagged seen = Tagged::unpack(arrived);
+  if (seen.generation != context.generation || seen.value == signature) return true;
+  report_error(context, {ErrorKind::kConfigMismatch,
+                         {stage, Word::kOperation, peer, -1},
+                         seen.value,
+                         signature,
+                         0,
+                         -1});
+  abort_rank(context);
+  return false;
+}
+
+// Lane p of a warp: waits until rank p has entered this generation and all of its words are there.
+template <int kNumWords>
+DC_DEVICE bool await_entry(const Context& context, EntryWatch<kNumWords>& watch, Stage stage,
+                           int peer, uint32_t signature) {
+  if (arch::fault(Fault::kSkipEntryBarrier)) {
+    watch.look();
+    return true;
+  }
+  return await_watch(context, watch, {stage, Word::kArrived, peer, -1},
+                     Tagged::pack(context.generation, signature)) &&
+         agrees_on_operation(context, stage, peer, watch.arrival, signature);
+}
+
 // Waits until every rank has entered this generation. A whole warp calls it; the result is uniform.
 DC_DEVICE bool await_arrivals(const Context& context, Stage stage, uint32_t signature) {
   const World& world = context.world;
@@ -43,18 +125,7 @@ DC_DEVICE bool await_arrivals(const Context& context, Stage stage, uint32_t sign
     ok = await<Scope::kSys>(
         context, world.arrived(world.rank, peer), {stage, Word::kArrived, peer, -1}, expected,
         [&](uint64_t word) { return Tagged::unpack(word).has_reached(context.generation); }, &raw);
-    // A peer that is already one kernel further has passed this comparison itself.
-    const Tagged seen = Tagged::unpack(raw);
-    if (ok && seen.generation == context.generation && seen.value != signature) {
-      report_error(context, {ErrorKind::kConfigMismatch,
-                             {stage, Word::kOperation, peer, -1},
-                             seen.value,
-                             signature,
-                             0,
-                             -1});
-      abort_rank(context);
-      ok = false;
-    }
+    ok = ok && agrees_on_operation(context, stage, peer, raw, signature);
   }
   // The barrier hands each lane's acquire to the whole warp.
   arch::sync_warp();

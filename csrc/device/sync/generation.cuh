@@ -17,34 +17,59 @@ struct BlockExit {
 };
 
 // Every thread of every block; the block's work is done. What the other blocks did is visible to
-// the last one. num_exited_blocks: a word of this rank, zero while no kernel of its kind runs; the
+// the last one. num_retired_blocks: a word of this rank, zero while no kernel of its kind runs; the
 // last block zeroes it.
-DC_DEVICE BlockExit exit_block(uint32_t* num_exited_blocks) {
+DC_DEVICE BlockExit exit_block(uint32_t* num_retired_blocks) {
   uint32_t* num_exited =
       reinterpret_cast<uint32_t*>(arch::dynamic_smem());  // nobody needs the stages any more
   arch::sync_block();
   if (arch::thread_idx() == 0) {
     // acq_rel, pairs with itself: the last block sees all that the others have done, and that they
     // have read `generation`.
-    *num_exited = arch::atomic_add_acq_rel_gpu(num_exited_blocks, 1u);
+    *num_exited = arch::atomic_add_acq_rel_gpu(num_retired_blocks, 1u);
   }
   arch::sync_block();
   return {*num_exited + 1 == static_cast<uint32_t>(arch::num_blocks())};
 }
 
 DC_DEVICE BlockExit exit_block(const Context& context) {
-  return exit_block(&context.world.state()->num_exited_blocks);
+  return exit_block(&context.world.state()->num_retired_blocks);
 }
 
-// Threads of the last block: the next kernel is a new generation.
-DC_DEVICE void close_generation(const Context& context) {
+// The first threads of the last block, numbered: the next kernel is a new generation, which finds no
+// work taken. This kernel's own counts stay as they are: warps may still look for work.
+DC_DEVICE void close_generation(const Context& context, int thread) {
   LocalState* state = context.world.state();
-  const int thread = arch::thread_idx();
-  if (thread < context.world.num_ranks) arch::st_relaxed_gpu(&state->num_taken_chunks[thread], 0u);
+  TakenWork* next = &state->taken[next_generation(context.generation) & 1u];
+  if (thread < context.world.num_ranks) arch::st_relaxed_gpu(&next->num_chunks[thread], 0u);
   if (thread != 0) return;
-  arch::st_relaxed_gpu(&state->num_taken_tokens, 0u);
-  arch::st_relaxed_gpu(&state->num_exited_blocks, 0u);
+  arch::st_relaxed_gpu(&next->num_tokens, 0u);
+  arch::st_relaxed_gpu(&state->num_retired_blocks, 0u);
   arch::st_relaxed_gpu(&state->generation, context.generation);
+}
+DC_DEVICE void close_generation(const Context& context) {
+  close_generation(context, arch::thread_idx());
+}
+
+// Counters of the work of this kernel, which all its blocks share.
+DC_DEVICE TakenWork* taken_work(const Context& context) {
+  return &context.world.state()->taken[context.generation & 1u];
+}
+
+// One warp of every block, once all threads of the block have read the generation (behind a block
+// barrier): instead of retire_block. The end of a block then costs no trip to memory; the generation
+// moves while the kernel runs, which only the kernel behind it can see.
+DC_DEVICE void retire_early(const Context& context) {
+  uint32_t num_retired = 0;
+  if (arch::lane_idx() == 0) {
+    // acq_rel, pairs with itself: all other blocks have read `generation`.
+    num_retired = arch::atomic_add_acq_rel_gpu(&context.world.state()->num_retired_blocks, 1u);
+  }
+  num_retired = arch::shfl(kFullMask, num_retired, 0);
+  if (num_retired + 1 == static_cast<uint32_t>(arch::num_blocks())) {
+    arch::sync_warp();
+    close_generation(context, arch::lane_idx());
+  }
 }
 
 // Every thread of every block calls this last, unless it does something between the two halves.
