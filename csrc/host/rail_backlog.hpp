@@ -39,7 +39,7 @@ class RailBacklog {
   void push(int queue_idx, const NicOp& op) {
     Queue& queue = queues_[static_cast<size_t>(queue_idx)];
     if (op.num_bytes > 0) {
-      if (queue.ops.empty() || !extend(queue.ops.back(), op)) queue.ops.push_back(op);
+      if (!extend_last_put(queue.ops, op)) queue.ops.push_back(op);
     } else {
       drop_older_signal(queue.ops, op);
       queue.ops.push_back(op);
@@ -49,18 +49,20 @@ class RailBacklog {
     active_.push_back(queue_idx);
   }
 
-  // One step of every queue that may make one now: visit(queue_idx, op). Returns whether any did.
+  // One step of every queue that may make one now: visit(queue_idx, op). A step is a put, or all the
+  // signals up to the next one. Returns whether any did.
   template <class Visit>
   bool advance(uint64_t now_ns, Visit visit) {
     bool has_moved = false;
     for (size_t place = 0; place < active_.size();) {
       const int queue_idx = active_[place];
       Queue& queue = queues_[static_cast<size_t>(queue_idx)];
-      if (may_leave(queue, now_ns)) {
+      for (bool goes_on = true; goes_on && !queue.ops.empty() && may_leave(queue, now_ns);) {
         const NicOp op = queue.ops.front();
         queue.ops.pop_front();
         has_moved = true;
         visit(queue_idx, op);
+        goes_on = op.num_bytes == 0 && !queue.ops.empty() && queue.ops.front().num_bytes == 0;
       }
       if (!queue.ops.empty()) {
         ++place;
@@ -77,6 +79,8 @@ class RailBacklog {
   }
 
  private:
+  static constexpr size_t kReach = 8;  // operations that a new one is compared with
+
   struct Queue {
     std::deque<NicOp> ops;
     uint64_t sent_ns = 0;  // when the last of its puts has left
@@ -92,9 +96,17 @@ class RailBacklog {
     return true;
   }
 
+  // The signals behind that put wait for the longer one.
+  static bool extend_last_put(std::deque<NicOp>& ops, const NicOp& next) {
+    for (size_t back = 1; back <= ops.size() && back <= kReach; ++back) {
+      NicOp& older = *(ops.end() - static_cast<ptrdiff_t>(back));
+      if (older.num_bytes > 0) return extend(older, next);
+    }
+    return false;
+  }
+
   // What stood before and behind it may now be one put.
   static void drop_older_signal(std::deque<NicOp>& ops, const NicOp& signal) {
-    constexpr size_t kReach = 8;
     for (size_t back = 1; back <= ops.size() && back <= kReach; ++back) {
       const auto older = ops.end() - static_cast<ptrdiff_t>(back);
       if (older->num_bytes > 0 || older->dst != signal.dst) continue;

@@ -1,5 +1,6 @@
 #include "host/software_nic_cuda.hpp"
 
+#include <cuda.h>
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -13,6 +14,11 @@ namespace {
 // cuStreamWriteValue64, by its address: the module does not link the driver.
 using WriteValue = int (*)(cudaStream_t stream, unsigned long long address,
                            unsigned long long value, unsigned int flags);
+
+// cuStreamBatchMemOp, the same.
+using WriteBatch = int (*)(cudaStream_t stream, unsigned int count,
+                           CUstreamBatchMemOpParams* params, unsigned int flags);
+constexpr size_t kMaxBatch = 64;
 
 void check(cudaError_t status, const char* tried) {
   if (status == cudaSuccess) return;
@@ -46,6 +52,13 @@ SoftwareNic::SoftwareNic(int device, std::vector<uint8_t*> peer_bases, int num_q
         "cudaGetDriverEntryPointByVersion");
   if (found != cudaDriverEntryPointSuccess || write_value_ == nullptr) {
     throw std::runtime_error("software NIC: this driver has no cuStreamWriteValue64");
+  }
+  // Quicker, no more.
+  if (cudaGetDriverEntryPointByVersion("cuStreamBatchMemOp", &write_batch_, 12000,
+                                       cudaEnableDefault, &found) != cudaSuccess ||
+      found != cudaDriverEntryPointSuccess) {
+    cudaGetLastError();
+    write_batch_ = nullptr;
   }
   void* slots = nullptr;
   void* taken = nullptr;
@@ -108,18 +121,41 @@ bool SoftwareNic::take(uint64_t now) {
 void SoftwareNic::issue(const NicOp& op, int queue_idx) {
   const auto stream =
       static_cast<cudaStream_t>(streams_[static_cast<size_t>(queue_idx) % streams_.size()]);
+  if (op.num_bytes > 0 || stream != signals_stream_ || signals_.size() == kMaxBatch) flush();
   if (op.num_bytes > 0) {
     check(cudaMemcpyAsync(op.dst, op.src, op.num_bytes, cudaMemcpyDeviceToDevice, stream),
           "cudaMemcpyAsync");
     return;
   }
-  // Default flags: after all earlier work of the stream, visible to the system.
-  const int status = reinterpret_cast<WriteValue>(write_value_)(
-      stream, reinterpret_cast<unsigned long long>(op.dst), op.value, 0);
-  if (status != 0) {
-    throw std::runtime_error("software NIC: cuStreamWriteValue64 failed with " +
-                             std::to_string(status));
+  signals_stream_ = stream;
+  signals_.push_back(op);
+}
+
+void SoftwareNic::flush() {
+  const auto stream = static_cast<cudaStream_t>(signals_stream_);
+  if (signals_.size() > 1 && write_batch_ != nullptr) {
+    CUstreamBatchMemOpParams params[kMaxBatch] = {};
+    for (size_t idx = 0; idx < signals_.size(); ++idx) {
+      params[idx].writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_64;
+      params[idx].writeValue.address = reinterpret_cast<CUdeviceptr>(signals_[idx].dst);
+      params[idx].writeValue.value64 = signals_[idx].value;
+      params[idx].writeValue.flags = CU_STREAM_WRITE_VALUE_DEFAULT;
+    }
+    const int status = reinterpret_cast<WriteBatch>(write_batch_)(
+        stream, static_cast<unsigned int>(signals_.size()), params, 0);
+    if (status == 0) signals_.clear();
+    if (status != 0) write_batch_ = nullptr;  // one by one then, from now on
   }
+  for (const NicOp& op : signals_) {
+    // Default flags: after all earlier work of the stream, visible to the system.
+    const int status = reinterpret_cast<WriteValue>(write_value_)(
+        stream, reinterpret_cast<unsigned long long>(op.dst), op.value, 0);
+    if (status != 0) {
+      throw std::runtime_error("software NIC: cuStreamWriteValue64 failed with " +
+                               std::to_string(status));
+    }
+  }
+  signals_.clear();
 }
 
 void SoftwareNic::run() {
@@ -133,6 +169,7 @@ void SoftwareNic::run() {
       // One step of each queue, then a look at what came meanwhile: it may be put together.
       has_moved |=
           backlog_.advance(now, [this](int queue_idx, const NicOp& op) { issue(op, queue_idx); });
+      flush();
       if (backlog_.is_empty()) num_issued_.store(next_ticket_, std::memory_order_release);
       if (has_moved || !backlog_.is_empty()) {
         num_idle = 0;

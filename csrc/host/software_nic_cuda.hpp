@@ -43,7 +43,9 @@ class SoftwareNic {
   void run();
   // Takes the next descriptor; false: there is none yet.
   bool take(uint64_t now_ns);
+  // Signals are issued by flush, those of one stream together.
   void issue(const NicOp& op, int queue_idx);
+  void flush();
 
   static constexpr uint32_t kDepth = 1 << 14;
   static constexpr int kMaxStreams = 16;
@@ -57,6 +59,9 @@ class SoftwareNic {
   RailBacklog backlog_;
   std::vector<void*> streams_;   // cudaStream_t
   void* write_value_ = nullptr;  // cuStreamWriteValue64
+  void* write_batch_ = nullptr;  // cuStreamBatchMemOp; null: not there
+  std::vector<NicOp> signals_;   // visited and not issued yet, all of one stream
+  void* signals_stream_ = nullptr;
   uint64_t next_ticket_ = 0;
   std::atomic<uint64_t> num_issued_{0};  // descriptors that are on their streams
   std::atomic<bool> is_stopping_{false};

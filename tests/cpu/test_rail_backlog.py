@@ -86,6 +86,18 @@ def test_puts_that_continue_each_other_become_one_and_old_values_stay_away() -> 
     assert backlog.is_empty and backlog.advance(0) == []
 
 
+def test_puts_become_one_ahead_of_the_signals_between_them_which_leave_together() -> None:
+    backlog = _simt_tests.RailBacklog(1, 0.0)
+    for row in range(5):
+        backlog.push(
+            queue=0, dst=row * SLOT, src=4096 + row * SLOT, num_bytes=SLOT, value=0, now_ns=0
+        )
+        backlog.push(queue=0, dst=WORDS + 8 * row, src=0, num_bytes=0, value=7, now_ns=0)
+    assert backlog.advance(0) == [(0, 0, 4096, 5 * SLOT, 0)]
+    assert backlog.advance(0) == [(0, WORDS + 8 * row, 0, 0, 7) for row in range(5)]
+    assert backlog.is_empty
+
+
 def test_a_put_is_no_larger_than_others_may_wait_for() -> None:
     backlog = _simt_tests.RailBacklog(1, 0.0)
     size = backlog.max_put_bytes // 2 + SLOT

@@ -31,7 +31,8 @@ struct RailTier {
   // rows.
   DC_HOST_DEVICE int data_qp(int channel) const { return channel % max_of(1, port.num_qps / 2); }
   // Of a chunk of rows that have places of their own, and of the word that tells of it.
-  DC_HOST_DEVICE int landed_qp(int chunk) const { return data_qp(chunk); }
+  // Neighbours share a queue: a software NIC puts them together.
+  DC_HOST_DEVICE int landed_qp(int chunk) const { return data_qp(chunk / 8); }
   DC_HOST_DEVICE int credit_qp(int channel) const {
     const int num_data = max_of(1, port.num_qps / 2);
     return port.num_qps == 1 ? 0 : num_data + channel % (port.num_qps - num_data);
