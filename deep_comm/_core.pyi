@@ -367,6 +367,61 @@ class Engine:
     def close(self) -> None:
         """Free what the engine owns on this rank. Never waits for a peer. Idempotent."""
 
+class QuickNormal:
+    """Calls along a known routing in one step each, of one Buffer; see
+    csrc/bind/bind_quick_normal.cpp. The functions made here return None, and nothing has happened,
+    for whatever is not a plain call of that form.
+    """
+
+    def __init__(
+        self,
+        tensor_type: type,
+        exchange_api: object,  # DLPack's, of that type
+        empty: Callable[..., object],  # (shape, strides, dtype): on the current device
+        part: Callable[..., object],  # (tensor, shape, strides, offset)
+        device_type: int,  # as DLPack counts them
+        device_index: int,
+        *,
+        from_dlpack: Callable[[object], object],
+        heap_base: int,
+        memory: object,  # kept by tensors over the heap
+        take: Callable[..., object],  # Region.taker()
+        streams: object,  # with `last` and `done`; None: there are none
+        current_stream: Callable[[int], int] | None,  # of a device
+        is_ready: Callable[[int, int], bool] | None,  # (device, stream)
+    ) -> None: ...
+    def dispatch(
+        self,
+        *,
+        launch: Callable[..., None],  # of the plan
+        home_stream: int | None,  # the only one that may call it; None: any
+        routing: tuple[int, int, int, int, int],
+        dtype: tuple[int, int],  # DLPack's code and bits
+        scale_dtype: tuple[int, int],
+        num_tokens: int,
+        hidden: int,
+        num_scales: int,  # 0: without
+        num_rows: int,
+        scales_offset: int,  # in the block, behind the rows
+        num_bytes: int,
+    ) -> Callable[[object], Any]:
+        """x or (x, scales) -> the rows that come, likewise."""
+    def combine(
+        self,
+        *,
+        launch: Callable[..., None],
+        home_stream: int | None,
+        way_back: tuple[int, int, int, int, int],
+        dtype: tuple[int, int],
+        torch_dtype: object,
+        num_tokens: int,
+        hidden: int,
+        num_rows: int,
+        num_staging_bytes: int,
+        num_staging_rows: int,
+    ) -> Callable[[object], Any]:
+        """x -> combined_x."""
+
 class QuickLowLatency:
     """Low-latency calls of one engine in one step each, see csrc/bind/quick_low_latency.hpp.
 

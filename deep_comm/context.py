@@ -15,6 +15,7 @@ from deep_comm import rail as rails
 from deep_comm.backends import Backend, Heap, create_backend, resolve_device
 from deep_comm.config import Config, RingPlan, plan_rings, require_config
 from deep_comm.handle import Handle, KnownHandle
+from deep_comm.ops import quick
 from deep_comm.rendezvous import Rendezvous
 from deep_comm.topology import (
     Topology,
@@ -224,6 +225,7 @@ class Context:
         self.take = self.region.taker()
         self.count_layout = self.engine.plan_layout()
         self._has_failed: Sequence[int] = self.engine.error_flag()
+        self.quick = None if is_internode else quick.normal_of(self)
         self.is_open = True
 
     def plan(
@@ -309,6 +311,10 @@ class Context:
         checked = Handle.of(handle)
         checked.require_group(self.rank, self.num_ranks, self.members, self.device)
         return checked.remember(self.owner, self.heap.base)
+
+    def is_sound(self) -> bool:
+        """The Buffer lives and no kernel has left a record."""
+        return self._has_failed[0] == 0
 
     def begin(self) -> None:
         """Before every operation: the Buffer lives and no kernel has failed.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -37,6 +37,8 @@ class KnownHandle:
         "routing",
         "way_back",
         "output_layouts",
+        "quick_dispatches",
+        "quick_combines",
         "_recorded_on",
         "home_stream",
     )
@@ -74,6 +76,9 @@ class KnownHandle:
         # How the outputs of a cached dispatch lie in the receive region: offsets of x
         # and scales, bytes of both.
         self.output_layouts: dict[PayloadForm, tuple[int, int, int]] = {}
+        # Calls in one native step by (config, default), see ops/quick.py.
+        self.quick_dispatches: dict[object, Callable[[object], Any]] = {}
+        self.quick_combines: dict[object, Callable[[object], Any]] = {}
         self._recorded_on: set[int] = set()  # streams whose use torch knows of
         self.home_stream = handle.home_stream
 

@@ -163,6 +163,22 @@ class NormalCalls:
         if handle is not None and (topk_idx is not None or topk_weights is not None):
             name = "topk_weights" if topk_idx is None else "topk_idx"
             raise ArgumentError(name, None, "must be left away with a handle")
+        if type(handle) is Handle and not (
+            topk_idx is not None
+            or topk_weights is not None
+            or previous_event is not None
+            or async_finish
+            or allocate_on_comm_stream
+            or expand
+            or zero_padding
+            or use_fp8
+            or round_scale
+            or use_ue8m0
+            or column_major_scales
+        ):
+            rows = self._quick_dispatch(x, handle, config)
+            if rows is not None:
+                return rows, None, None, None, None, EventOverlap()
         if self._is_internode:
             if expand or zero_padding or use_fp8 or column_major_scales:
                 name = "expand" if expand or zero_padding else "use_fp8"
@@ -262,6 +278,17 @@ class NormalCalls:
             ConfigMismatch, PeerTimeout: as dispatch.
         """
         streams = StreamOptions.checked(previous_event, async_finish, allocate_on_comm_stream)
+        if type(handle) is Handle and not (
+            topk_weights is not None
+            or bias is not None
+            or previous_event is not None
+            or async_finish
+            or allocate_on_comm_stream
+            or apply_weights
+        ):
+            sums = self._quick_combine(x, handle, config)
+            if sums is not None:
+                return sums, None, EventOverlap()
         if self._is_internode:
             if apply_weights:
                 raise UnsupportedError("apply_weights is not in this version between nodes")
@@ -280,6 +307,49 @@ class NormalCalls:
             default=None if config is not None else self._default_for_rows("combine"),
             streams=streams,
         )
+
+    def _quick_dispatch(self, x: Any, handle: Handle, config: Config | None) -> Any:
+        """A cached dispatch in one native step, or None: of a form that was called with this
+        handle before (ops/quick.py)."""
+        ctx = self._context
+        known = handle._known
+        if known is None or known.owner is not ctx.owner or not known.quick_dispatches:
+            return None
+        key: tuple[Config | None, Config | DefaultConfig | None]
+        if config is None:
+            key = None, self._default_for_rows("dispatch")
+        elif type(config) is Config:
+            key = config, None
+        else:
+            return None
+        call = known.quick_dispatches.get(key)
+        if call is None or not ctx.is_sound():
+            return None
+        rows = call(x)
+        if rows is not None:
+            ctx.end()
+        return rows
+
+    def _quick_combine(self, x: Any, handle: Handle, config: Config | None) -> Any:
+        """The same of a combine."""
+        ctx = self._context
+        known = handle._known
+        if known is None or known.owner is not ctx.owner or not known.quick_combines:
+            return None
+        key: tuple[Config | None, Config | DefaultConfig | None]
+        if config is None:
+            key = None, self._default_for_rows("combine")
+        elif type(config) is Config:
+            key = config, None
+        else:
+            return None
+        call = known.quick_combines.get(key)
+        if call is None or not ctx.is_sound():
+            return None
+        sums = call(x)
+        if sums is not None:
+            ctx.end()
+        return sums
 
     def _choose_defaults(self) -> None:
         """When the Buffer is built."""

@@ -38,6 +38,7 @@ class TensorView {
   }
   int num_dims() const { return view_.num_dims; }
   int64_t extent(int dim) const { return view_.shape[dim]; }
+  int64_t stride(int dim) const { return view_.strides[dim]; }
   int element_bytes() const { return view_.dtype.bits / 8; }
   uintptr_t address() const { return reinterpret_cast<uintptr_t>(view_.data) + view_.byte_offset; }
   bool is_contiguous() const {

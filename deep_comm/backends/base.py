@@ -158,6 +158,11 @@ class Backend(Protocol):
     def current_stream(self) -> int:
         """As the engine and ``mark`` know it."""
 
+    def quick_streams(self) -> tuple[Any, Any, Any]:
+        """For calls in one native step: Streams of operations, what is asked for the current
+        stream of a device, and whether a device is current and its stream not capturing; three
+        times None where there are no streams."""
+
     def is_capturing(self) -> bool:
         """The current stream is recording a CUDA graph."""
 

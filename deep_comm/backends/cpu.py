@@ -256,6 +256,9 @@ class CpuBackend:
     def current_stream(self) -> int:
         return 0
 
+    def quick_streams(self) -> tuple[Any, Any, Any]:
+        return None, None, None
+
     def is_capturing(self) -> bool:
         return False
 

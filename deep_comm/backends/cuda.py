@@ -14,7 +14,7 @@ from torch import Tensor
 from deep_comm import _cuda, env
 from deep_comm.backends import in_process
 from deep_comm.backends.base import Heap
-from deep_comm.backends.cuda_launch import Streams, current_raw_stream
+from deep_comm.backends.cuda_launch import Streams, current_raw_stream, is_ready
 from deep_comm.backends.foreign import Place
 from deep_comm.errors import TopologyError, UnsupportedError
 from deep_comm.rail import NVSHMEM
@@ -213,6 +213,9 @@ class CudaBackend:
         # eager output dropped there.
         event = _cuda.mark(self._index, stream)
         return None if event is None else (stream, event)
+
+    def quick_streams(self) -> tuple[Any, Any, Any]:
+        return self._streams, current_raw_stream, is_ready
 
     def is_capturing(self) -> bool:
         return _cuda.is_capturing(current_raw_stream(self._index))

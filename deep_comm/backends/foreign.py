@@ -25,8 +25,25 @@ _DEVICE_TYPES = {"cpu": 1, "cuda": 2}
 
 # What torch.from_dlpack calls for a capsule, after checks that cost more than the call;
 # four times in a dispatch.
-_from_dlpack: Callable[[object], Tensor] = getattr(torch._C, "_from_dlpack", torch.from_dlpack)  # type: ignore[attr-defined]
+from_dlpack: Callable[[object], Tensor] = getattr(torch._C, "_from_dlpack", torch.from_dlpack)  # type: ignore[attr-defined]
 _matrix = _core.matrix
+
+
+_OTHER_TYPES = {torch.float8_e4m3fn: (10, 8)}  # of newer versions of DLPack
+
+
+def code_of(dtype: torch.dtype) -> tuple[int, int] | None:
+    """DLPack's (code, bits) of a dtype whose matrices torch takes; else None."""
+    code = _TYPES.get(dtype)
+    if code is not None or dtype not in _OTHER_TYPES:
+        return code
+    code = _OTHER_TYPES[dtype]
+    memory = torch.zeros(16)
+    capsule = _matrix(memory.data_ptr(), 1, 16, *code, _DEVICE_TYPES["cpu"], 0, memory)
+    try:
+        return code if from_dlpack(capsule).dtype == dtype else None
+    except (RuntimeError, BufferError):
+        return None
 
 
 class Place:
@@ -47,7 +64,7 @@ class Place:
             return self.matrix(
                 address, num_rows, num_columns * dtype.itemsize, torch.uint8, owner
             ).view(dtype)
-        return _from_dlpack(
+        return from_dlpack(
             _matrix(
                 address,
                 num_rows,

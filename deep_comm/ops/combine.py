@@ -15,9 +15,10 @@ from deep_comm.context import Context
 from deep_comm.errors import ArgumentError, HandleMismatch
 from deep_comm.events import EventOverlap
 from deep_comm.handle import Handle, KnownHandle
-from deep_comm.ops.call import StreamOptions
+from deep_comm.ops.call import SYNCHRONOUS, StreamOptions
 from deep_comm.ops.expand import reduce_experts
 from deep_comm.ops.plans import plan_combine
+from deep_comm.ops.quick import remember_combine
 from deep_comm.tuning import DefaultConfig
 
 
@@ -118,7 +119,17 @@ def combine(
         del staging  # whoever gets its memory next writes there behind this kernel
         event = launch.finish(inputs, known)
     ctx.end()
+    if streams is SYNCHRONOUS and num_topk == 0 and bias is None:
+        num_rows = _num_staging_rows(ctx, known)
+        remember_combine(ctx, (config, default), known, plan, dtype, hidden, num_rows)
     return combined_x, combined_topk_weights, event
+
+
+def _num_staging_rows(ctx: Context, handle: KnownHandle) -> int:
+    num_peers = ctx.num_ranks - 1
+    if 0 < handle.num_topk < num_peers:
+        num_peers = handle.num_topk
+    return handle.num_tokens * num_peers
 
 
 def _staging(
@@ -127,10 +138,7 @@ def _staging(
     """Memory for all rows that may come: (its owner, offset in the heap,
     rows); offset 0 without room.
     """
-    num_peers = ctx.num_ranks - 1
-    if 0 < handle.num_topk < num_peers:
-        num_peers = handle.num_topk
-    num_rows = handle.num_tokens * num_peers
+    num_rows = _num_staging_rows(ctx, handle)
     taken = ctx.take(
         num_rows * row_bytes,
         launch.caller_stream,

@@ -17,7 +17,7 @@ from deep_comm.events import EventOverlap
 from deep_comm.expansion import Expansion
 from deep_comm.handle import Handle
 from deep_comm.handle_parts import slab_layout as slab_layout_of
-from deep_comm.ops.call import StreamOptions
+from deep_comm.ops.call import SYNCHRONOUS, StreamOptions
 from deep_comm.ops.expand import Numbering, cached_arguments, expand_rows
 from deep_comm.ops.layout import checked_routing
 from deep_comm.ops.notify import (
@@ -48,6 +48,7 @@ from deep_comm.ops.plans import (
     plan_cached,
     plan_new,
 )
+from deep_comm.ops.quick import remember_dispatch
 from deep_comm.ops.scales import PLAIN, ScaleOptions, allocate_source, inputs_of, turn_scales
 from deep_comm.topology import num_local_experts
 from deep_comm.tuning import DefaultConfig
@@ -319,4 +320,6 @@ def cached_dispatch(
         inputs = (payload.x, payload.scales) if is_plain else inputs_of(payload)
         event = launch.finish(inputs, known)
     ctx.end()
+    if is_plain and streams is SYNCHRONOUS:
+        remember_dispatch(ctx, (config, default), known, plan, form)
     return out.payload, None, None, None, None, event

@@ -7,10 +7,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from deep_comm import env
+from deep_comm.backends import foreign
+
+if TYPE_CHECKING:
+    from deep_comm import _core
+    from deep_comm.checks import PayloadForm
+    from deep_comm.context import Context
+    from deep_comm.handle import KnownHandle
+    from deep_comm.ops.plans import CombinePlan, DispatchPlan
 
 TensorForm = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Shape, strides, dtype."""
@@ -67,3 +77,83 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def never(*arguments: object) -> None:
     """In the place of a native call that there is not."""
+
+
+def normal_of(ctx: Context) -> _core.QuickNormal | None:
+    """What calls along a known routing have in common; None: they go step by step."""
+    found = torch_of(ctx.device)
+    if found is None or env.POISON.get():
+        return None
+    from deep_comm import _core  # native: loaded no earlier than the backend's module
+
+    streams, current_stream, is_ready = ctx.backend.quick_streams()
+    return _core.QuickNormal(
+        *found,
+        from_dlpack=foreign.from_dlpack,
+        heap_base=ctx.heap.base,
+        memory=ctx.heap.memory(),
+        take=ctx.take,
+        streams=streams,
+        current_stream=current_stream,
+        is_ready=is_ready,
+    )
+
+
+@functools.cache
+def _code(dtype: torch.dtype) -> tuple[int, int] | None:
+    """DLPack's (code, bits), if torch makes tensors of it."""
+    return foreign.code_of(dtype)
+
+
+def remember_dispatch(
+    ctx: Context, key: object, known: KnownHandle, plan: DispatchPlan, form: PayloadForm
+) -> None:
+    """After a plain cached dispatch: the next of its form is one step."""
+    if ctx.quick is None or known.expansion is not None or form.quantises:
+        return
+    dtype = _code(form.dtype)
+    scale_dtype = dtype if form.scale_dtype is None else _code(form.scale_dtype)
+    layout = known.output_layouts.get(form)
+    if dtype is None or scale_dtype is None or layout is None:
+        return
+    _, scales_offset, num_bytes = layout
+    known.quick_dispatches[key] = ctx.quick.dispatch(
+        launch=plan.launch,
+        home_stream=known.home_stream,
+        routing=known.routing,
+        dtype=dtype,
+        scale_dtype=scale_dtype,
+        num_tokens=known.num_tokens,
+        hidden=form.hidden,
+        num_scales=form.num_scales,
+        num_rows=known.num_output_rows,
+        scales_offset=scales_offset,
+        num_bytes=num_bytes,
+    )
+
+
+def remember_combine(
+    ctx: Context,
+    key: object,
+    known: KnownHandle,
+    plan: CombinePlan,
+    dtype: torch.dtype,
+    hidden: int,
+    num_staging_rows: int,
+) -> None:
+    """After a plain combine, likewise."""
+    code = _code(dtype)
+    if ctx.quick is None or known.expansion is not None or code is None:
+        return
+    known.quick_combines[key] = ctx.quick.combine(
+        launch=plan.launch,
+        home_stream=known.home_stream,
+        way_back=known.way_back,
+        dtype=code,
+        torch_dtype=dtype,
+        num_tokens=known.num_tokens,
+        hidden=hidden,
+        num_rows=known.num_output_rows,
+        num_staging_bytes=num_staging_rows * plan.staging_row_bytes,
+        num_staging_rows=num_staging_rows,
+    )

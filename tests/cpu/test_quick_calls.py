@@ -330,3 +330,140 @@ def test_outputs_are_poisoned_step_by_step(monkeypatch: pytest.MonkeyPatch) -> N
         assert buffer._low_latency.quick_dispatch is quick.never
 
     _on_ranks(body, 1)
+
+
+# ---- normal mode -----------------------------------------------------------------------------
+
+
+def _on_normal(body: Callable[[Any, int], Any], num_ranks: int = R, **options: Any) -> None:
+    def main(group: local.ThreadGroup) -> Any:
+        with deep_comm.Buffer(group, 8 << 20, timeout_s=20, **options) as buffer:
+            return body(buffer, group.rank())
+
+    local.run(main, num_ranks, timeout_s=120)
+
+
+class NormalSpy:
+    """Which calls of a Buffer were made in one step; ``is_off``: none may be."""
+
+    def __init__(self, buffer: Any) -> None:
+        self.made: list[bool] = []
+        self.is_off = False
+        for name in ("_quick_dispatch", "_quick_combine"):
+            setattr(buffer, name, self._spied(getattr(buffer, name)))
+
+    def _spied(self, quick_call: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            result = None if self.is_off else quick_call(*arguments)
+            self.made.append(result is not None)
+            return result
+
+        return call
+
+
+@pytest.mark.parametrize("num_direct_bytes", [0, 4 << 20])
+@pytest.mark.parametrize("config", [None, deep_comm.Config(2, 4, 16)])
+@pytest.mark.parametrize("form", ["bf16", "fp32", "fp8", "int-scales", "columns"])
+def test_calls_along_a_known_routing(form: str, config: Any, num_direct_bytes: int) -> None:
+    def body(buffer: Any, rank: int) -> None:
+        x, idx, weights = _inputs(rank, (0, T)[rank])
+        given: Any = x
+        if form == "fp32":
+            given = x.float()
+        elif form != "bf16":
+            scales = torch.rand(len(x), 6)
+            if form == "int-scales":
+                scales = torch.arange(scales.numel(), dtype=torch.int32).view(scales.shape)
+            elif form == "columns":
+                scales = scales.t().contiguous().t()
+            given = x.to(torch.float8_e4m3fn), scales
+        handle = buffer.dispatch(x, topk_idx=idx, topk_weights=weights, num_experts=E)[4]
+        if config is not None:
+            handle = buffer.dispatch(x, topk_idx=idx, num_experts=E, config=config)[4]
+        spy = NormalSpy(buffer)
+
+        def pair() -> tuple[list[torch.Tensor], torch.Tensor]:
+            got, *nothing, event = buffer.dispatch(given, handle=handle, config=config)
+            assert nothing == [None] * 4 and event.event is None
+            parts = list(got) if isinstance(got, tuple) else [got]
+            rows = parts[0].to(torch.float32 if form == "fp32" else torch.bfloat16)
+            sums, none, event = buffer.combine(rows, handle, config=config)
+            assert none is None and event.event is None
+            return parts, sums
+
+        pair()
+        spy.made.clear()
+        one = pair()
+        # In rings outputs are torch's, of as many steps as ever.
+        assert spy.made == [num_direct_bytes > 0, True]
+        spy.is_off = True
+        many = pair()
+        for got, want in zip((*one[0], one[1]), (*many[0], many[1]), strict=True):
+            assert (got.shape, got.stride(), got.dtype) == (want.shape, want.stride(), want.dtype)
+            assert torch.equal(got.float(), want.float())
+
+    _on_normal(body, num_direct_bytes=num_direct_bytes)
+
+
+def test_normal_calls_in_doubt_are_left_to_python() -> None:
+    def body(buffer: Any, rank: int) -> None:
+        x, idx, weights = _inputs(rank)
+        handle = buffer.dispatch(x, topk_idx=idx, topk_weights=weights, num_experts=E)[4]
+        rows = buffer.dispatch(x, handle=handle)[0]
+        sums = buffer.combine(rows, handle)[0]
+        known = handle._known
+        (dispatch,) = known.quick_dispatches.values()
+        (combine,) = known.quick_combines.values()
+        launched = buffer._context.engine.num_launches
+        free = buffer._context.region.num_free_bytes
+        shifted = torch.zeros(T * H + 1, dtype=torch.bfloat16)[1:].view(T, H)
+        for wrong in (
+            None, x.half(), x[:-1], x[:, :-8], x.t(), shifted, x.to("meta"), (x, weights),
+            [x], x.as_subclass(Marked), torch.zeros(T, 2 * H, dtype=torch.bfloat16)[:, :H],
+        ):  # fmt: skip
+            assert dispatch(wrong) is None, wrong
+        for wrong in (None, rows[:-1], rows.float(), rows.t(), (rows,)):
+            assert combine(wrong) is None, wrong
+        assert buffer._context.engine.num_launches == launched
+        assert buffer._context.region.num_free_bytes == free
+        # Other forms, and calls that are not plain, go on as they did.
+        assert buffer.dispatch(x.float(), handle=handle)[0].dtype == torch.float32
+        both = buffer.combine(rows, handle, topk_weights=torch.ones(len(rows), K))
+        assert torch.equal(both[0], sums) and both[1] is not None
+        biased = buffer.combine(rows, handle, bias=x)[0]
+        assert not torch.equal(biased, sums)
+        assert torch.equal(buffer.combine(rows, tuple(handle))[0], sums)
+        with pytest.raises(deep_comm.HandleMismatch):
+            buffer.dispatch(x[:-1], handle=handle)
+        with pytest.raises(ArgumentError, match="topk_idx"):
+            buffer.dispatch(x, handle=handle, topk_idx=idx)
+
+    _on_normal(body, 1, num_direct_bytes=4 << 20)
+
+
+def test_blocks_of_one_step_go_back_and_buffers_are_told_apart() -> None:
+    def body(buffer: Any, rank: int) -> None:
+        x, idx, weights = _inputs(rank)
+        handle = buffer.dispatch(x, topk_idx=idx, topk_weights=weights, num_experts=E)[4]
+        rows = buffer.dispatch(x, handle=handle)[0]
+        sums = buffer.combine(rows, handle)[0]
+        spy = NormalSpy(buffer)
+        free = buffer._context.region.num_free_bytes
+        before = sys.getrefcount(x), sys.getrefcount(rows)
+        for _ in range(50):
+            again = buffer.dispatch(x, handle=handle)[0]
+            assert torch.equal(buffer.combine(rows, handle)[0], sums)
+            assert buffer._context.region.num_free_bytes < free
+            del again
+        assert (sys.getrefcount(x), sys.getrefcount(rows)) == before
+        assert buffer._context.region.num_free_bytes == free
+        assert all(spy.made)
+        held = []  # until the region is full: then through the rings, into torch's memory
+        while spy.made[-1]:
+            held.append(buffer.dispatch(x, handle=handle)[0])
+        assert all(torch.equal(again, rows) for again in held)
+        buffer.destroy()
+        with pytest.raises(BufferDestroyed):
+            buffer.combine(rows, handle)
+
+    _on_normal(body, 1, num_direct_bytes=1 << 20)
