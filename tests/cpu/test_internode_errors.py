@@ -81,11 +81,18 @@ def test_too_few_worst_case_rows_are_reported() -> None:
     assert all(error.available_rows == 3 and error.needed_rows > 3 for error in found)
 
 
+# Of 2**18 bytes: with a region every row and sum of combine has a slot, without it takes the rings.
+REGIONS = {"staged": 1 << 17, "rings": 0}
+
+
+@pytest.mark.parametrize("region", REGIONS)
 @pytest.mark.parametrize("silent", [0, 3, 5])
 @pytest.mark.parametrize("operation", ["notify", "cached", "combine"])
-def test_every_rank_names_the_rank_that_never_comes(silent: int, operation: str) -> None:
+def test_every_rank_names_the_rank_that_never_comes(
+    silent: int, operation: str, region: str
+) -> None:
     def fn(group):
-        with make_buffer(group, timeout_s=2.0) as buffer:
+        with make_buffer(group, timeout_s=2.0, num_direct_bytes=REGIONS[region]) as buffer:
             if operation == "notify":
                 if group.rank() != silent:
                     buffer.dispatch(**arguments_of())
@@ -107,15 +114,24 @@ def test_every_rank_names_the_rank_that_never_comes(silent: int, operation: str)
         assert (error.rank, error.peer) == (rank, silent), f"rank {rank}: {error}"
 
 
+@pytest.mark.parametrize("region", REGIONS)
+@pytest.mark.parametrize("operation", ["dispatch", "combine"])
 @pytest.mark.parametrize("stalled", [1, 4])
-def test_a_stalled_rail_is_named_by_its_rank(stalled: int) -> None:
+def test_a_stalled_rail_is_named_by_its_rank(stalled: int, operation: str, region: str) -> None:
     """Its NIC delivers nothing more: the ranks of its local index name it, and tell their nodes."""
 
     def fn(group):
-        with make_buffer(group, timeout_s=2.0) as buffer:
+        with make_buffer(group, timeout_s=2.0, num_direct_bytes=REGIONS[region]) as buffer:
+            arguments = arguments_of()
+            if operation == "combine":
+                recv_x, *_, handle, _ = buffer.dispatch(**arguments)
+                group.barrier()  # the others need not its last signals any more
             if group.rank() == stalled:
                 group.simulation.stall_rail(stalled)
-            buffer.dispatch(**arguments_of())
+            if operation == "dispatch":
+                buffer.dispatch(**arguments)
+            else:
+                buffer.combine(recv_x, handle, config=arguments["config"])
 
     ended = simulate.run(fn, NUM_RANKS, 3, on_stuck="clock", return_errors=True, timeout_s=120)
     for rank, error in enumerate(ended):
@@ -125,7 +141,8 @@ def test_a_stalled_rail_is_named_by_its_rank(stalled: int) -> None:
         assert error.peer == stalled, f"rank {rank}: {error}"
 
 
-def test_reset_makes_the_buffer_usable_after_a_stalled_rail() -> None:
+@pytest.mark.parametrize("region", REGIONS)
+def test_reset_makes_the_buffer_usable_after_a_stalled_rail(region: str) -> None:
     case = InternodeCase(
         (7, 3, 9, 5),
         experts=8,
@@ -139,7 +156,7 @@ def test_reset_makes_the_buffer_usable_after_a_stalled_rail() -> None:
     import internode
 
     def fn(group):
-        with make_buffer(group, timeout_s=2.0) as buffer:
+        with make_buffer(group, timeout_s=2.0, num_direct_bytes=REGIONS[region]) as buffer:
             internode.call_once(buffer, case, 0)
             group.barrier()  # the others need not its last signals any more
             if group.rank() == 1:
@@ -296,22 +313,27 @@ def test_processes_get_their_rows_and_sums(case: InternodeCase) -> None:
     verify(case, results)
 
 
-def dispatch_and_die(group, silent: int):
-    with make_buffer(group, timeout_s=3.0) as buffer:
-        buffer.dispatch(**arguments_of())
+def call_and_die(group, silent: int, operation: str):
+    with make_buffer(group, timeout_s=3.0, num_direct_bytes=REGIONS["staged"]) as buffer:
+        arguments = arguments_of()
+        recv_x, *_, handle, _ = buffer.dispatch(**arguments)
         if buffer.rank == silent:
             os.kill(os.getpid(), signal.SIGKILL)
         try:
-            buffer.dispatch(**arguments_of())
+            if operation == "dispatch":
+                buffer.dispatch(**arguments)
+            else:
+                buffer.combine(recv_x, handle, config=arguments["config"])
         except errors.PeerTimeout as error:
             return error.peer
     return None
 
 
+@pytest.mark.parametrize("operation", ["dispatch", "combine"])
 @pytest.mark.xdist_group("processes")
-def test_a_killed_process_is_named_by_all_others() -> None:
+def test_a_killed_process_is_named_by_all_others(operation: str) -> None:
     ended = processes.outcomes(
-        dispatch_and_die, NUM_RANKS, 2, start_method="forkserver", timeout_s=120
+        call_and_die, NUM_RANKS, 2, operation, start_method="forkserver", timeout_s=120
     )
     named = [outcome.value for outcome in ended if outcome.rank != 2]
     assert named == [2] * (NUM_RANKS - 1), [
