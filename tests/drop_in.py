@@ -89,7 +89,11 @@ def masked_experts(rows: Tensor, counts: Tensor, first: int) -> Tensor:
 
 
 def dequantised(fp8: Tensor, scales: Tensor) -> Tensor:
-    """[..., H] of e4m3 with float32 scales [..., H / 128]."""
+    """[..., H] of e4m3 with float32 scales [..., H / 128], or their exponents, four in an int32."""
+    if scales.dtype == torch.int32:
+        shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=scales.device)
+        exponents = (scales.unsqueeze(-1) >> shifts & 255).flatten(-2)
+        scales = (exponents << 23).view(torch.float32)
     return (fp8.float().unflatten(-1, (-1, 128)) * scales.unsqueeze(-1)).flatten(-2)
 
 

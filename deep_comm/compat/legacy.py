@@ -83,6 +83,13 @@ def _native(handle: Any) -> Any:
     return handle.native if type(handle) is HandleTuple else handle
 
 
+NOT_OFFERED = {
+    "low_latency_dispatch_fp4": "low_latency_dispatch with use_nvfp4 casts rows to four bits",
+    "low_latency_combine_low_precision": "low_latency_combine with use_logfmt sends fewer bits",
+}
+"""Methods of TensorRT-LLM's copy, and what does something alike here."""
+
+
 class Buffer(deep_comm.Buffer):
     """DeepEP's Buffer over deep_comm. See deep_comm.Buffer for shapes, dtypes and errors.
 
@@ -360,6 +367,18 @@ class Buffer(deep_comm.Buffer):
 
     def get_next_low_latency_combine_buffer(self, handle: tuple[Any, ...]) -> Tensor:  # type: ignore[override]
         return super().get_next_low_latency_combine_buffer(_native(handle))
+
+    def __getattr__(self, name: str) -> Any:
+        """Called for what is missing; methods that a fork has are named."""
+        if name in NOT_OFFERED:
+            raise AttributeError(
+                f"{name} belongs to TensorRT-LLM's copy of DeepEP; here {NOT_OFFERED[name]}",
+                name=name,
+                obj=self,
+            )
+        raise AttributeError(
+            f"'{type(self).__name__}' object has no attribute '{name}'", name=name, obj=self
+        )
 
 
 def _event(previous_event: Any) -> Any:

@@ -12,7 +12,7 @@ from drop_in import alone
 
 import deep_comm
 from deep_comm import local
-from deep_comm.compat import hints
+from deep_comm.compat import hints, legacy
 from deep_comm.low_latency_state import region_bytes
 
 import deep_ep  # isort: skip
@@ -39,12 +39,27 @@ def test_all_import_paths_lead_to_the_same_classes() -> None:
     assert deep_ep.__version__
 
 
-@pytest.mark.parametrize("name", ["HybridEPBuffer", "EPBuffer", "BufferAllocator"])
+@pytest.mark.parametrize("name", sorted(deep_ep._NOT_OFFERED))
 def test_what_is_not_offered_cannot_be_imported(name: str) -> None:
     with pytest.raises(ImportError):
         exec(f"from deep_ep import {name}", {})
     with pytest.raises(AttributeError, match=name):
         getattr(deep_ep, name)
+
+
+@pytest.mark.parametrize("name", sorted(legacy.NOT_OFFERED))
+def test_methods_of_forks_are_missing_by_name(name: str) -> None:
+    assert not hasattr(deep_ep.Buffer, name)
+
+    def body(group: local.ThreadGroup) -> None:
+        with deep_ep.Buffer(group, 1 << 20) as buffer:
+            assert not hasattr(buffer, name)
+            with pytest.raises(AttributeError, match=f"{name} belongs to TensorRT-LLM's copy"):
+                getattr(buffer, name)
+            with pytest.raises(AttributeError, match="no attribute 'nothing_like_it'"):
+                buffer.nothing_like_it  # noqa: B018
+
+    alone(body)
 
 
 def test_programs_that_ask_for_hybrid_ep_are_told_and_go_on() -> None:

@@ -74,16 +74,25 @@ def normal(group: Any, buffer: Any, seed: int, alignment: int, is_async: bool) -
     assert torch.equal(combined_x.float(), drop_in.dense(x, topk_ids, weights))
 
 
-def low_latency(group: Any, buffer: Any, seed: int, use_hook: bool, use_fp8: bool) -> None:
+def low_latency(
+    group: Any, buffer: Any, seed: int, use_hook: bool, use_fp8: bool, extra: dict[str, Any]
+) -> None:
     rank, num_ranks = group.rank(), group.size()
     x, topk_ids, weights = drop_in.routed(rank, 7, hidden=512, seed=seed)
-    extra = dict(round_scale=True, use_ue8m0=False) if use_fp8 else {}
+    global_scale = None
+    if "use_nvfp4" in extra:
+        x[:, ::16] = 6.0  # so that e2m1 holds every element
+        global_scale = torch.full((), 448.0, device=x.device)
+        extra = dict(extra, x_global_scale=global_scale)
     packed, masked_m, handle, event, hook = buffer.low_latency_dispatch(
         x, topk_ids, MAX_TOKENS, NUM_EXPERTS, use_fp8=use_fp8, async_finish=not use_hook,
         return_recv_hook=use_hook, **extra,
     )  # fmt: skip
     hook() if use_hook else event.current_stream_wait()
-    rows = drop_in.dequantised(*packed) if use_fp8 else packed
+    if global_scale is not None:
+        rows = drop_in.dequantised_nvfp4(*packed, global_scale)
+    else:
+        rows = drop_in.dequantised(*packed) if use_fp8 else packed
     out = drop_in.masked_experts(rows, masked_m, drop_in.first_of(rank, num_ranks))
     combined, event, hook = buffer.low_latency_combine(
         x=out, topk_idx=topk_ids, topk_weights=weights, handle=handle, async_finish=not use_hook,
@@ -103,8 +112,15 @@ def auto(group: Any) -> None:
             normal(group, buffer, seed, alignment, is_async)
             seed += 1
         buffer.clean_low_latency_buffer(MAX_TOKENS, 512, NUM_EXPERTS)
-        for use_hook, use_fp8 in ((True, True), (False, True), (True, False)):
-            low_latency(group, buffer, seed, use_hook, use_fp8)
+        hopper = dict(round_scale=True, use_ue8m0=False)
+        blackwell = dict(round_scale=True, use_ue8m0=True)
+        for use_hook, use_fp8, extra in (
+            (True, True, hopper),
+            (False, True, blackwell),
+            (True, False, {}),
+            (True, False, dict(use_nvfp4=True)),
+        ):
+            low_latency(group, buffer, seed, use_hook, use_fp8, extra)
             seed += 1
     drop_in.barrier(group)
 
@@ -143,4 +159,7 @@ def elastic(group: Any, is_prefill: bool) -> None:
     combined, combined_weights, _ = buffer.combine(x=out, handle=handle, topk_weights=recv_weights)
     assert torch.equal(combined.float(), drop_in.dense(x, ids, weights))
     assert torch.equal(combined_weights, weights)
+    combined, combined_weights, _ = buffer.combine(x=out, handle=handle, topk_weights=None)
+    assert torch.equal(combined.float(), drop_in.dense(x, ids, weights))
+    assert combined_weights is None
     drop_in.barrier(group)

@@ -155,10 +155,6 @@ def low_latency(group: Any, use_fp8: bool, return_recv_hook: bool, use_ue8m0: bo
             assert scales.dtype == (torch.int32 if use_ue8m0 else torch.float32)
             # A transposed view: [L, H / 128 (/ 4), R * M] in memory.
             assert scales.stride() == (scales[0].numel(), 1, scales.shape[1])
-            if use_ue8m0:
-                shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=scales.device)
-                exponents = (scales.unsqueeze(-1) >> shifts & 255).flatten(-2)
-                scales = (exponents << 23).view(torch.float32)
             rows = drop_in.dequantised(fp8, scales)
         else:
             rows = expert_x
