@@ -242,8 +242,9 @@ class LowLatencyState:
         wanted = env.NUM_SMS.get()
         if wanted is not None:
             available = min(available, wanted)
-        # No more than there are pieces of work.
-        num_blocks = min(available, MAX_BLOCKS, num_max_tokens * -(-hidden // _COLUMN_GROUP))
+        # No more than there are pieces of work, and one: the last block counts, best without rows.
+        num_pieces = num_max_tokens * -(-hidden // _COLUMN_GROUP)
+        num_blocks = min(available, MAX_BLOCKS, num_pieces + 1)
         needed = ctx.engine.low_latency_region_bytes(
             num_ranks=ctx.num_ranks,
             num_max_tokens=num_max_tokens,

@@ -27,6 +27,12 @@ __global__ void __launch_bounds__(KernelType::kMaxThreads, 1)
   KernelType::run(args);
 }
 
+// Of kernels that wait for the launch before theirs themselves (arch::await_earlier_launch).
+template <class KernelType>
+constexpr bool kBeginsEarly = requires {
+  requires KernelType::kBeginsEarly;
+};
+
 // The least part of an SM's shared memory that holds one block.
 unsigned int carveout_percent(size_t smem_bytes) {
   constexpr size_t kSmemBytesOfSm = 228 * 1024, kReservedBytesOfBlock = 1024;
@@ -47,20 +53,22 @@ template <class KernelType>
 void launch_kernel(const LaunchConfig& config, const typename KernelType::Args& args,
                    uint64_t stream) {
   // Blocks that wait for each other and for their peers' blocks must all run at once, or not start.
-  cudaLaunchAttribute attributes[2]{};
+  cudaLaunchAttribute attributes[3]{};
   attributes[0].id = cudaLaunchAttributeCooperative;
   attributes[0].val.cooperative = KernelType::kBlocksWait ? 1 : 0;
   // What shared memory leaves is L1, which bounds the loads that a block's
   // readers can have under way.
   attributes[1].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
   attributes[1].val.sharedMemCarveout = carveout_percent(config.smem_bytes);
+  attributes[2].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[2].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t launch_config{};
   launch_config.gridDim = dim3(config.num_blocks);
   launch_config.blockDim = dim3(config.num_threads);
   launch_config.dynamicSmemBytes = config.smem_bytes;
   launch_config.stream = reinterpret_cast<cudaStream_t>(stream);
   launch_config.attrs = attributes;
-  launch_config.numAttrs = 2;
+  launch_config.numAttrs = kBeginsEarly<KernelType> ? 3 : 2;
   check(cudaLaunchKernelEx(&launch_config, entry<KernelType>, args),
         kKernelNames[static_cast<int>(KernelType::kName)]);
 }

@@ -372,6 +372,13 @@ DC_DEVICE void bulk_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
 }
 
+// ---- launches -----------------------------------------------------------------------------------
+
+DC_DEVICE void await_earlier_launch() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+DC_DEVICE void allow_later_launch() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
 // ---- waiting, time ------------------------------------------------------------------------------
 
 // Nothing: on NVLink a poll costs about as much as the shortest sleep and sees the word sooner.

@@ -452,6 +452,12 @@ inline void rail_count(const RailPort& port, int peer, int qp, uint32_t num_byte
   port.num_bytes[peer * port.num_qps + qp] += num_bytes;
 }
 
+// ---- launches -------------------------------------------------------------------------
+// A launch begins when the one before it has ended.
+
+inline void await_earlier_launch() {}
+inline void allow_later_launch() {}
+
 // ---- waiting, time --------------------------------------------------------------------
 
 template <class T>

@@ -30,7 +30,6 @@ struct BlockMemory {
   };
   Header* header;
   uint32_t* counters;      // [E + R] sending: tokens by expert, by rank
-  uint32_t* recv_counts;   // [R, 1 + L] receiving: rows of a source: all, by local expert
   uint32_t* masks;         // [warps] at the source: ranks of the warp's token
   int32_t* num_places;     // [warps] at the expert's rank: places of the warp's row
   int32_t* tasks;          // [warps] pack_task, of the group that is worked on
@@ -39,6 +38,7 @@ struct BlockMemory {
   int32_t* place_experts;  // [warps, K] local expert of a place
   float* weights;          // [warps, K] combine
   int32_t* staged;         // [kStagedPerThread * threads] experts of tokens that are counted
+  uint32_t* recv_counts;   // [R, 1 + L] receiving: rows of a source: all, by local expert
   uint32_t
       active;  // in a register: ranks, a bit each, that this block found not masked when it began
 
@@ -58,8 +58,7 @@ struct BlockMemory {
     const int num_warps = arch::num_warps(), num_selections = num_warps * shape.num_topk;
     memory.header = reinterpret_cast<Header*>(arch::dynamic_smem());
     memory.counters = reinterpret_cast<uint32_t*>(memory.header + 1);
-    memory.recv_counts = memory.counters + shape.num_experts + num_ranks;
-    memory.masks = memory.recv_counts + num_ranks * (1 + ceil_div(shape.num_experts, num_ranks));
+    memory.masks = memory.counters + shape.num_experts + num_ranks;
     memory.num_places = reinterpret_cast<int32_t*>(memory.masks + num_warps);
     memory.tasks = memory.num_places + num_warps;
     memory.own_experts = memory.tasks + num_warps;
@@ -67,6 +66,7 @@ struct BlockMemory {
     memory.place_experts = memory.places + num_selections;
     memory.weights = reinterpret_cast<float*>(memory.place_experts + num_selections);
     memory.staged = reinterpret_cast<int32_t*>(memory.weights + num_selections);
+    memory.recv_counts = reinterpret_cast<uint32_t*>(memory.staged + num_staged(num_warps));
     return memory;
   }
 };
@@ -96,7 +96,7 @@ struct Beginning {
       begin.ticket = arch::ld_weak(phases.ticket);
     }
     if (lane >= 2 * num_ranks) return begin;
-    const int of_half = lane / num_ranks, peer = lane % num_ranks;
+    const int of_half = lane < num_ranks ? 0 : 1, peer = lane - of_half * num_ranks;
     // pairs with: return_credit at the peer; see await_credit.
     if (has_credit_warp())
       begin.credit = arch::ld_acquire_sys(words.consumed(words.world.rank, of_half, peer));
@@ -138,7 +138,7 @@ DC_DEVICE void return_credit(const Context& context, const LowLatencyHalf& half,
   if (arch::block_idx() != 0 || arch::warp_idx() != arch::num_warps() - 1) return;
   const int num_ranks = context.world.num_ranks, lane = arch::lane_idx();
   if (lane < 2 * num_ranks) {
-    const int of_half = lane / num_ranks, peer = lane - of_half * num_ranks;
+    const int of_half = lane < num_ranks ? 0 : 1, peer = lane - of_half * num_ranks;
     // pairs with: await_credit at the peer — reads and zeros of an earlier launch, which has ended: no release needed.
     arch::st_relaxed_sys(half.consumed(peer, of_half, context.world.rank),
                          Tagged::pack(begin.received, 0));
@@ -231,9 +231,13 @@ DC_DEVICE bool await_announcements(const Context& context, const LowLatencyHalf&
   return true;
 }
 
-// Each rank begins with another peer, so that none is hit by all at once.
+// Each rank begins with another peer, so that none is hit by all at once. Its own turn is the second one: what it loads
+// and stores for itself takes no time while its links are busy, and waits behind everything at the end. Of positions
+// below num_ranks; no remainder, which is a subroutine.
 DC_DEVICE int source_at(const World& world, int position) {
-  return (world.rank + 1 + position) % world.num_ranks;
+  const int step = position > 1 ? position : position == 0 && world.num_ranks > 1 ? 1 : 0;
+  const int source = world.rank + step;
+  return source < world.num_ranks ? source : source - world.num_ranks;
 }
 
 // A warp's task as the whole block finds it in shared memory.
@@ -260,42 +264,45 @@ DC_DEVICE void list_tasks(const World& world, const BlockMemory& memory, int fir
 
 // A block's tasks, the tokens of its share of every source, in the registers of a warp: lane p has source_at(p).
 struct TaskNumbering {
+  LowLatencyShare share;
   int first_task;
-  int first_token;
   int num_tasks;  // in all
 
-  // num_tokens: lane p, of source_at(p). The first warp also notes all for the block.
+  // num_tokens: lane p, of source_at(p).
   DC_DEVICE static TaskNumbering make(const World& world, const LowLatencyShape& shape,
-                                      const BlockMemory& memory, int num_tokens, int vec_elements) {
-    BlockMemory::Header* header = memory.header;
-    const int position = arch::lane_idx(), source = source_at(world, position);
-    const bool is_source = position < world.num_ranks;
+                                      int num_tokens) {
+    const int position = arch::lane_idx();
     const LowLatencyShare share =
-        LowLatencyShare::of(shape, is_source ? num_tokens : 0, arch::block_idx());
-    const int num_vecs = share.num_columns() / vec_elements;
-    const int first_vec = share.column_begin / vec_elements;
-    int end = share.num_tokens(), max_vecs = max_of(num_vecs, 1);
+        LowLatencyShare::of(shape, position < world.num_ranks ? num_tokens : 0, arch::block_idx());
+    int end = share.num_tokens();
     DC_UNROLL
     for (int delta = 1; delta < kMaxRanks; delta *= 2) {
       const int before = arch::shfl_up(kFullMask, end, delta);
       if (position >= delta) end += before;
+    }
+    return {share, end - share.num_tokens(), arch::shfl(kFullMask, end, world.num_ranks - 1)};
+  }
+  // One warp, for the block.
+  DC_DEVICE void note(const World& world, const BlockMemory& memory, int vec_elements) const {
+    BlockMemory::Header* header = memory.header;
+    const int position = arch::lane_idx(), source = source_at(world, position);
+    const int num_vecs = share.num_columns() / vec_elements;
+    int max_vecs = max_of(num_vecs, 1);
+    DC_UNROLL
+    for (int delta = 1; delta < kMaxRanks; delta *= 2) {
       max_vecs = max_of(max_vecs, arch::shfl_xor(kFullMask, max_vecs, delta));
     }
-    const TaskNumbering numbering{end - share.num_tokens(), share.begin,
-                                  arch::shfl(kFullMask, end, world.num_ranks - 1)};
-    if (arch::warp_idx() != 0) return numbering;
-    if (is_source) {
+    if (position < world.num_ranks) {
       header->first_token[source] = share.begin;
-      header->first_vec[source] = first_vec;
+      header->first_vec[source] = share.column_begin / vec_elements;
       header->num_vecs[source] = num_vecs;
-      header->first_task[position] = numbering.first_task;
+      header->first_task[position] = first_task;
     }
     if (position == 0) {
-      header->first_task[world.num_ranks] = numbering.num_tasks;
+      header->first_task[world.num_ranks] = num_tasks;
       header->max_vecs = max_vecs;
       header->by_max_vecs = Divisor::make(max_vecs);
     }
-    return numbering;
   }
   // A whole warp: a task below num_tasks.
   DC_DEVICE int32_t find(const World& world, int task) const {
@@ -303,7 +310,7 @@ struct TaskNumbering {
     // Several may begin with the same task: all but the last of them have none.
     const int position = arch::popc(arch::ballot(kFullMask, is_before)) - 1;
     const int token = task - arch::shfl(kFullMask, first_task, position) +
-                      arch::shfl(kFullMask, first_token, position);
+                      arch::shfl(kFullMask, share.begin, position);
     return pack_task(source_at(world, position), token);
   }
 };

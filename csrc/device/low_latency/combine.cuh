@@ -46,31 +46,48 @@ DC_DEVICE void send_weights(const Context& context, const LowLatencyCombineArgs&
   }
 }
 
-// One warp: the rows of a token that lie on this rank, and their weights, k ascending.
+// A token's places on this rank, and the weights that dispatch brought: of selection `k`, a lane each.
+struct RawSummand {
+  int place;
+  float weight;
+
+  template <CombineRows kRows>
+  DC_DEVICE static RawSummand load(const LowLatencyCombineArgs& args, int32_t task, int k) {
+    const int num_columns = kRows == CombineRows::kReduced ? 1 : args.shape.num_topk;
+    RawSummand raw{-1, 1.0f};
+    if (k >= num_columns) return raw;
+    const int64_t row =
+        static_cast<int64_t>(source_of(task)) * args.shape.num_max_tokens + token_of(task);
+    const int64_t position = row * num_columns + k;
+    raw.place = arch::ld_nc(args.places + position);
+    // Beside the place, whether it is needed or not: they are trips to memory.
+    if (kRows == CombineRows::kSums && args.recv_weights != nullptr) {
+      raw.weight = arch::ld_nc(args.recv_weights + position);
+    }
+    return raw;
+  }
+};
+
+// One warp: the rows of a task's token that lie on this rank, and their weights, k ascending. `raw`: of the first ones.
 template <CombineRows kRows>
 DC_DEVICE bool find_summands(const Context& context, const LowLatencyCombineArgs& args,
-                             const LowLatencyHalf& half, const BlockMemory& memory, int32_t task) {
+                             const LowLatencyHalf& half, const BlockMemory& memory, int32_t task,
+                             RawSummand raw) {
   const LowLatencyShape& shape = args.shape;
   const int num_topk = shape.num_topk, warp = arch::warp_idx(),
             num_columns = kRows == CombineRows::kReduced ? 1 : num_topk;
   const int source = source_of(task), token = token_of(task);
-  const int64_t token_row = static_cast<int64_t>(source) * shape.num_max_tokens + token;
   int num_places = 0;
   bool ok = true;
   DC_NO_UNROLL
   for (int base = 0; base < num_columns; base += kWarpSize) {
     const int k = base + arch::lane_idx();
-    // Beside the place, whether it is needed or not: they are trips to memory.
-    const float given =
-        kRows != CombineRows::kSelections && args.recv_weights != nullptr && k < num_columns
-            ? arch::ld_nc(args.recv_weights + token_row * num_topk + k)
-            : 1.0f;
-    const int place = k < num_columns ? arch::ld_nc(args.places + token_row * num_columns + k) : -1;
-    const uint32_t here = arch::ballot(kFullMask, place >= 0);
-    if (place >= 0) {
+    if (base > 0) raw = RawSummand::load<kRows>(args, task, k);
+    const uint32_t here = arch::ballot(kFullMask, raw.place >= 0);
+    if (raw.place >= 0) {
       const int position =
           warp * num_topk + num_places + arch::popc(here & ((1u << arch::lane_idx()) - 1));
-      float weight = given;
+      float weight = raw.weight;
       if (kRows == CombineRows::kSelections) {
         weight = bit_cast<float>(k);  // the source weights; it wants to know which row this is
       } else if (kRows == CombineRows::kSums && args.recv_weights == nullptr) {
@@ -80,7 +97,7 @@ DC_DEVICE bool find_summands(const Context& context, const LowLatencyCombineArgs
         ok = ok || is_given_up(context, source);
         weight = bit_cast<float>(bits);
       }
-      memory.places[position] = place;
+      memory.places[position] = raw.place;
       memory.weights[position] = weight;
     }
     num_places += arch::popc(here);
@@ -204,20 +221,37 @@ DC_DEVICE void send_selections(const LowLatencyCombineArgs& args, const LowLaten
   }
 }
 
+// A warp's first task if every source has as many tokens as this rank, which they mostly have: so what is needed for it
+// can be loaded together with their numbers.
+struct GuessedTask {
+  TaskNumbering numbering;
+  int32_t task;
+  bool is_there;
+
+  DC_DEVICE static GuessedTask make(const LowLatencyCombineArgs& args) {
+    GuessedTask guess{TaskNumbering::make(args.world, args.shape, args.num_tokens), 0, false};
+    guess.is_there = arch::warp_idx() < guess.numbering.num_tasks;
+    if (guess.is_there) guess.task = guess.numbering.find(args.world, arch::warp_idx());
+    return guess;
+  }
+};
+
 // What a launch loads at its begin.
 struct CombineInputs {
   LowLatencyShare share;
   int num_tokens;         // lane p: of source_at(p)
   RawExperts<2> experts;  // of this warp's first token, by lane
+  RawSummand summand;     // of the guessed task
 
   template <CombineRows kRows>
-  DC_DEVICE static CombineInputs load(const LowLatencyCombineArgs& args) {
-    CombineInputs inputs{
-        LowLatencyShare::of(args.shape, args.num_tokens, arch::block_idx()), 0, {}};
+  DC_DEVICE static CombineInputs load(const LowLatencyCombineArgs& args,
+                                      const LowLatencyShare& share, const GuessedTask& guess) {
+    CombineInputs inputs{share, 0, {}, {-1, 1.0f}};
     const int lane = arch::lane_idx(), token = inputs.share.begin + arch::warp_idx();
     if (args.phases.send && lane < args.world.num_ranks) {
       inputs.num_tokens = arch::ld_nc(args.recv_tokens + source_at(args.world, lane));
     }
+    if (guess.is_there) inputs.summand = RawSummand::load<kRows>(args, guess.task, lane);
     if (kRows != CombineRows::kSelections && args.phases.receive && token < inputs.share.end) {
       inputs.load_experts(args, token);
     }
@@ -237,16 +271,20 @@ struct CombineInputs {
 template <CombineRows kRows, bool kLogFmt>
 DC_DEVICE bool combine_send(const Context& context, const LowLatencyCombineArgs& args,
                             const LowLatencyHalf& half, const BlockMemory& memory,
-                            const Beginning& begin, const CombineInputs& inputs) {
+                            const Beginning& begin, const GuessedTask& guess,
+                            const CombineInputs& inputs) {
   const int num_warps = arch::num_warps(), warp = arch::warp_idx();
   // Peers wait for the weights: they go first. Their words of this half were read before the rows
   // of two operations ago came back, which this rank has received.
   if (kRows == CombineRows::kSums && args.recv_weights == nullptr)
     send_weights(context, args, half, memory, inputs.share);
-  const int num_tokens =
-      is_active(memory, source_at(args.world, arch::lane_idx())) ? inputs.num_tokens : 0;
-  const TaskNumbering numbering = TaskNumbering::make(args.world, args.shape, memory, num_tokens,
-                                                      Piece<PayloadFormat::kBfloat16>::kElements);
+  const bool is_source = arch::lane_idx() < args.world.num_ranks;
+  const bool is_heard = is_source && is_active(memory, source_at(args.world, arch::lane_idx()));
+  const int num_tokens = is_heard ? inputs.num_tokens : 0;
+  const bool has_guessed = arch::all(kFullMask, !is_source || num_tokens == args.num_tokens);
+  TaskNumbering numbering = guess.numbering;
+  if (!has_guessed) numbering = TaskNumbering::make(args.world, args.shape, num_tokens);
+  if (warp == 0) numbering.note(args.world, memory, Piece<PayloadFormat::kBfloat16>::kElements);
   const int num_tasks = numbering.num_tasks;
   bool ok = !has_credit_warp() ||
             await_credit(context, half, memory, begin, args.signature, args.num_tokens);
@@ -254,8 +292,13 @@ DC_DEVICE bool combine_send(const Context& context, const LowLatencyCombineArgs&
   for (int first = 0; first < num_tasks; first += num_warps) {
     const int num_now = min_of(num_warps, num_tasks - first);
     if (warp < num_now) {
-      const int32_t task = numbering.find(args.world, first + warp);
-      ok = find_summands<kRows>(context, args, half, memory, task) && ok;
+      int32_t task = guess.task;
+      RawSummand summand = inputs.summand;
+      if (!has_guessed || first > 0) {
+        task = numbering.find(args.world, first + warp);
+        summand = RawSummand::load<kRows>(args, task, arch::lane_idx());
+      }
+      ok = find_summands<kRows>(context, args, half, memory, task, summand) && ok;
     }
     if (!block_agrees(ok)) return false;
     if (first == 0) number_records(context, half, args.phases, begin);
@@ -273,41 +316,62 @@ DC_DEVICE bool combine_send(const Context& context, const LowLatencyCombineArgs&
   return true;
 }
 
-// The block adds the ranks' rows of tokens [begin, end) and writes the results.
+// The block adds the ranks' rows of tokens [begin, end) and writes the results. A thread looks at eight places at a
+// time: of a piece on up to eight ranks, or, of few ranks, of two pieces, the second in the upper half.
 DC_DEVICE bool add_ranks(const Context& context, const LowLatencyCombineArgs& args,
                          const LowLatencyHalf& half, const LowLatencyShare& share,
                          const BlockMemory& memory, int begin, int end) {
   using Type = Numeric<Dtype::kBfloat16>;
+  constexpr int kHalf = kMaxRanks / 2;
   const int first_vec = share.column_begin / Type::kPerVec,
             num_vecs = share.num_columns() / Type::kPerVec;
   const Divisor by_vecs = Divisor::make(num_vecs);
+  const int num_total = (end - begin) * num_vecs, num_threads = arch::num_threads();
+  const bool has_pairs = args.world.num_ranks <= kHalf;
   DC_NO_UNROLL
-  for (int idx = arch::thread_idx(); idx < (end - begin) * num_vecs; idx += arch::num_threads()) {
-    const Position position = Position::of(idx, by_vecs, num_vecs);
-    const int token = begin + position.row, vec = first_vec + position.column;
-    const uint32_t mask = memory.masks[position.row] & memory.active;
+  for (int base = arch::thread_idx(); base < num_total;
+       base += has_pairs ? 2 * num_threads : num_threads) {
+    Vec16* results[2] = {nullptr, nullptr};
     Arrivals<kMaxRanks> arrivals;
     DC_UNROLL
-    for (int peer = 0; peer < kMaxRanks; ++peer) {
-      arrivals.from[peer] = nullptr;
-      if ((mask >> peer & 1u) == 0) continue;
-      arrivals.from[peer] =
-          reinterpret_cast<Vec16*>(half.combine_row(args.world.rank, peer, token)) + vec;
+    for (int piece = 0; piece < 2; ++piece) {
+      const int idx = has_pairs ? base + piece * num_threads : base;
+      const bool is_there = idx < num_total;
+      const Position position = Position::of(is_there ? idx : 0, by_vecs, num_vecs);
+      const int token = begin + position.row, vec = first_vec + position.column;
+      const uint32_t mask = is_there ? memory.masks[position.row] & memory.active : 0;
+      if (is_there) {
+        results[piece] = reinterpret_cast<Vec16*>(args.combined_x) +
+                         static_cast<size_t>(token) * (args.shape.hidden / Type::kPerVec) + vec;
+      }
+      const int first_peer = has_pairs ? 0 : piece * kHalf;
+      uint8_t* row = half.combine_row(args.world.rank, first_peer, token);
+      DC_UNROLL
+      for (int peer = 0; peer < kHalf; ++peer) {
+        Vec16*& from = arrivals.from[piece * kHalf + peer];
+        from = nullptr;
+        if ((mask >> (first_peer + peer) & 1u) == 0) continue;
+        from = reinterpret_cast<Vec16*>(row + peer * args.shape.combine_source_bytes()) + vec;
+      }
     }
     arrivals.look();
-    const auto wait_of = [](int peer) {
-      return WaitFor{Stage::kRows, Word::kRow, peer, arch::block_idx()};
+    const auto wait_of = [=](int idx) {
+      return WaitFor{Stage::kRows, Word::kRow, has_pairs ? idx % kHalf : idx, arch::block_idx()};
     };
     if (!await_arrivals(context, arrivals, wait_of)) return false;
     float sum[Type::kPerVec] = {};
     DC_UNROLL
-    for (int peer = 0; peer < kMaxRanks; ++peer) {
-      if (arrivals.from[peer] == nullptr) continue;
-      Type::add(sum, arrivals.vecs[peer]);
-      arrivals.clear(peer);
+    for (int idx = 0; idx < kMaxRanks; ++idx) {
+      if (idx == kHalf && has_pairs) {
+        arch::st_streaming(results[0], Type::round(sum));
+        DC_UNROLL
+        for (float& element : sum) element = 0.0f;
+      }
+      if (arrivals.from[idx] == nullptr) continue;
+      Type::add(sum, arrivals.vecs[idx]);
+      arrivals.clear(idx);
     }
-    uint8_t* dst = args.combined_x + static_cast<size_t>(token) * args.shape.hidden * sizeof(Bf16);
-    arch::st_streaming(reinterpret_cast<Vec16*>(dst) + vec, Type::round(sum));
+    if (results[1] != nullptr) arch::st_streaming(results[1], Type::round(sum));
   }
   return true;
 }
@@ -468,17 +532,22 @@ DC_DEVICE void combine_receive(const Context& context, const LowLatencyCombineAr
 template <CombineRows kRows, bool kLogFmt>
 DC_DEVICE void low_latency_combine(const LowLatencyCombineArgs& args) {
   LowLatencyHalf half{args.world, args.region, args.shape, LowLatencyKind::kCombine, 0};
+  const LowLatencyShare share = LowLatencyShare::of(args.shape, args.num_tokens, arch::block_idx());
+  BlockMemory memory = BlockMemory::make(args.shape, args.world.num_ranks);
+  GuessedTask guess{};
+  if (args.phases.send) guess = GuessedTask::make(args);
+  arch::await_earlier_launch();
+  arch::allow_later_launch();
   const Beginning begin = Beginning::load(half, args.phases);
-  CombineInputs inputs = CombineInputs::load<kRows>(args);
+  CombineInputs inputs = CombineInputs::load<kRows>(args, share, guess);
   const Context context{args.world, Kernel::kLowLatencyCombine, begin.operation(args.phases),
                         args.can_shrink};
   half.half = static_cast<int>(context.generation & 1u);
-  BlockMemory memory = BlockMemory::make(args.shape, args.world.num_ranks);
   find_active(context, &memory);
   return_credit(context, half, args.phases, begin);
   bool ok = true;
   if (args.phases.send)
-    ok = combine_send<kRows, kLogFmt>(context, args, half, memory, begin, inputs);
+    ok = combine_send<kRows, kLogFmt>(context, args, half, memory, begin, guess, inputs);
   if (args.phases.receive && ok)
     combine_receive<kRows, kLogFmt>(context, args, half, memory, inputs);
 }

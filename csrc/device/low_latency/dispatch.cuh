@@ -37,17 +37,23 @@ namespace deep_comm {
 template <PayloadFormat kFormat>
 DC_DEVICE void low_latency_dispatch(const LowLatencyDispatchArgs& args) {
   LowLatencyHalf half{args.world, args.region, args.shape, LowLatencyKind::kDispatch, 0};
+  BlockMemory memory = BlockMemory::make(args.shape, args.world.num_ranks);
+  const LowLatencyShare share = LowLatencyShare::of(args.shape, args.num_tokens, arch::block_idx());
+  if (args.phases.receive && arch::warp_idx() == arch::num_warps() - 1)
+    guess_tasks<kFormat>(args, memory);
+  arch::await_earlier_launch();
+  arch::allow_later_launch();
   // Every load of the begin, before anything is done with one.
   const Beginning begin = Beginning::load(half, args.phases);
   SendInputs<kFormat> inputs{};
-  if (args.phases.send) inputs = SendInputs<kFormat>::load(args);
+  if (args.phases.send) inputs = SendInputs<kFormat>::load(args, share);
   const Context context{args.world, Kernel::kLowLatencyDispatch, begin.operation(args.phases),
                         args.can_shrink};
   half.half = static_cast<int>(context.generation & 1u);
-  BlockMemory memory = BlockMemory::make(args.shape, args.world.num_ranks);
   find_active(context, &memory);
   return_credit(context, half, args.phases, begin);
   bool ok = true;
+  if (!args.phases.send) arch::sync_block();  // tasks have been guessed
   if (args.phases.send) ok = dispatch_send<kFormat>(context, args, half, memory, begin, inputs);
   if (args.phases.receive && ok) dispatch_receive<kFormat>(context, args, half, memory);
 }

@@ -15,10 +15,12 @@ DC_DEVICE bool await_counts(const Context& context, const LowLatencyDispatchArgs
                             const LowLatencyHalf& half, const BlockMemory& memory, uint32_t sources,
                             int num_local, int num_columns) {
   bool ok = true;
+  const Divisor by_columns = Divisor::make(num_columns);
   // From the last thread on: the first warp has announcements to wait for.
   for (int idx = arch::num_threads() - 1 - arch::thread_idx();
        idx < args.world.num_ranks * num_columns && ok; idx += arch::num_threads()) {
-    const int source = idx / num_columns, place = idx % num_columns;
+    const Position position = Position::of(idx, by_columns, num_columns);
+    const int source = position.row, place = position.column;
     uint32_t* counter = &memory.recv_counts[source * (1 + num_local) + place];
     *counter = 0;
     if ((sources >> source & 1u) == 0) continue;
@@ -133,9 +135,20 @@ DC_DEVICE void report_num_tokens(const LowLatencyDispatchArgs& args, const int32
                        Tagged::pack(args.report_sequence, static_cast<uint32_t>(most)));
 }
 
-// One warp: the places of its task's selections, into shared memory and, once a token, into the outputs.
+// Where the routes of a warp's task come to.
+DC_DEVICE Vec16* routes_of_task(const LowLatencyDispatchArgs& args, const LowLatencyHalf& half,
+                                const BlockMemory& memory) {
+  const int32_t task = memory.tasks[arch::warp_idx()];
+  const int source = source_of(task);
+  return half.routes(args.world.rank, source, arch::block_idx(),
+                     token_of(task) - memory.header->first_token[source]);
+}
+
+// One warp: the places of its task's selections, into shared memory and, once a token, into the outputs. `first`: the
+// first look at the route of this lane.
 DC_DEVICE bool find_places(const Context& context, const LowLatencyDispatchArgs& args,
-                           const LowLatencyHalf& half, const BlockMemory& memory, int num_local) {
+                           const LowLatencyHalf& half, const BlockMemory& memory,
+                           const Vec16& first, int num_local) {
   const LowLatencyOutputs& out = args.out;
   const LowLatencyShape& shape = args.shape;
   const int num_topk = shape.num_topk, lane = arch::lane_idx(), warp = arch::warp_idx();
@@ -143,8 +156,7 @@ DC_DEVICE bool find_places(const Context& context, const LowLatencyDispatchArgs&
   const int source = source_of(memory.tasks[warp]), token = token_of(memory.tasks[warp]);
   const bool is_leading =
       memory.header->first_vec[source] == 0;  // this block has its first columns
-  Vec16* routes = half.routes(args.world.rank, source, arch::block_idx(),
-                              token - memory.header->first_token[source]);
+  Vec16* routes = routes_of_task(args, half, memory);
   const int64_t token_row = static_cast<int64_t>(source) * shape.num_max_tokens + token;
   int32_t* places = memory.places + warp * num_topk;
   int num_places = 0;
@@ -154,7 +166,8 @@ DC_DEVICE bool find_places(const Context& context, const LowLatencyDispatchArgs&
     const int k = base + lane;
     Route route{-1, 0, 0.0f, -1};
     if (k < num_topk) {
-      Vec16 words = arch::ld_relaxed_sys(routes + k);
+      Vec16 words = first;
+      if (base > 0) words = arch::ld_relaxed_sys(routes + k);
       const WaitFor wait{Stage::kRows, Word::kRoute, source, arch::block_idx()};
       const bool has_come = take_arrival(context, routes + k, wait, &words);
       if (has_come) route = Route::unpack(words);
@@ -200,7 +213,7 @@ DC_DEVICE bool find_places(const Context& context, const LowLatencyDispatchArgs&
 
 // A thread's pieces of the rows of a group of tasks.
 struct RowPieces {
-  static constexpr int kCount = 4;
+  static constexpr int kCount = 4;  // of the rows that a rank of four gets of a token of each
   Arrivals<kCount> arrivals;
   int tasks[kCount];    // among the warps' tasks
   int columns[kCount];  // in 16 bytes
@@ -271,57 +284,114 @@ DC_DEVICE bool expand_rows(const Context& context, const LowLatencyDispatchArgs&
   return true;
 }
 
-// The same for their scales.
+// A thread's output of scales of a group of tasks.
+template <PayloadFormat kFormat>
+struct ScalePiece {
+  int max_outputs;  // of this block's columns of a row
+  int task;         // among the warps' tasks; -1: none
+  int output;       // of the row
+  uint32_t* words;  // of the message, that make it
+  uint32_t bits;    // the first of them
+
+  // From the last thread on: the first ones have most pieces of rows.
+  DC_DEVICE static int first() { return arch::num_threads() - 1 - arch::thread_idx(); }
+
+  // Piece number `idx` of num_tasks rows. Looks at it once.
+  DC_DEVICE void look(const LowLatencyDispatchArgs& args, const LowLatencyHalf& half,
+                      const BlockMemory& memory, const ScaleOutputs<kFormat>& outputs, int idx,
+                      int num_tasks) {
+    const int vecs_per_output = outputs.first_column(1) / Piece<kFormat>::kElements;
+    const Divisor by_vecs = Divisor::make(vecs_per_output);
+    // This block's outputs of a row are neighbours: those of its columns.
+    max_outputs = by_vecs.quotient(memory.header->max_vecs + vecs_per_output - 1);
+    task = -1;
+    if (idx >= num_tasks * max_outputs) return;
+    const Position position = Position::of(idx, Divisor::make(max_outputs), max_outputs);
+    const int32_t packed = memory.tasks[position.row];
+    const int source = source_of(packed);
+    if (position.column * vecs_per_output >= memory.header->num_vecs[source]) return;
+    task = position.row;
+    output = by_vecs.quotient(memory.header->first_vec[source]) + position.column;
+    words = reinterpret_cast<uint32_t*>(half.slot(args.world.rank, source, token_of(packed)) +
+                                        args.shape.row_bytes) +
+            outputs.first_word(output);
+    bits = arch::ld_relaxed_sys(words);
+  }
+};
+
+// The same for their scales. `piece`: the first look at the first of them.
 template <PayloadFormat kFormat>
 DC_DEVICE bool expand_scales(const Context& context, const LowLatencyDispatchArgs& args,
-                             const LowLatencyHalf& half, const BlockMemory& memory, int num_tasks) {
+                             const LowLatencyHalf& half, const BlockMemory& memory,
+                             const ScaleOutputs<kFormat>& outputs, ScalePiece<kFormat>& piece,
+                             int num_tasks) {
   const LowLatencyShape& shape = args.shape;
-  const ScaleOutputs<kFormat> outputs =
-      ScaleOutputs<kFormat>::of(shape, args.out, args.world.num_ranks * shape.num_max_tokens);
-  // This block's outputs of a row are neighbours: those of its columns.
-  const int vecs_per_output = outputs.first_column(1) / Piece<kFormat>::kElements;
-  const int max_outputs = ceil_div(memory.header->max_vecs, vecs_per_output);
-  const Divisor by_outputs = Divisor::make(max_outputs);
   bool ok = true;
-  // From the last thread on: the first ones have most pieces of rows.
   DC_NO_UNROLL
-  for (int base = arch::num_threads() - 1 - arch::thread_idx();
-       base < num_tasks * max_outputs && ok; base += arch::num_threads()) {
-    const Position position = Position::of(base, by_outputs, max_outputs);
-    const int task = position.row, num_places = memory.num_places[task];
-    if (num_places == 0) continue;
-    const int source = source_of(memory.tasks[task]), token = token_of(memory.tasks[task]);
-    if (position.column * vecs_per_output >= memory.header->num_vecs[source]) continue;
-    const int output = memory.header->first_vec[source] / vecs_per_output + position.column;
-    uint32_t* scales =
-        reinterpret_cast<uint32_t*>(half.slot(args.world.rank, source, token) + shape.row_bytes);
-    const WaitFor wait{Stage::kRows, Word::kScale, source, arch::block_idx()};
+  for (int base = piece.first(); base < num_tasks * piece.max_outputs && ok;
+       base += arch::num_threads()) {
+    if (base != piece.first()) piece.look(args, half, memory, outputs, base, num_tasks);
+    if (piece.task < 0 || memory.num_places[piece.task] == 0) continue;
+    const WaitFor wait{Stage::kRows, Word::kScale, source_of(memory.tasks[piece.task]),
+                       arch::block_idx()};
     uint32_t value = 0;
     DC_NO_UNROLL
-    for (int idx = 0; idx < outputs.num_words(output) && ok; ++idx) {
-      uint32_t bits = 0;
-      ok = take_arrival(context, scales + outputs.first_word(output) + idx, wait, &bits) ||
-           is_given_up(context, source);
+    for (int idx = 0; idx < outputs.num_words(piece.output) && ok; ++idx) {
+      uint32_t bits = idx == 0 ? piece.bits : 0;
+      ok = take_arrival(context, piece.words + idx, wait, &bits) || is_given_up(context, wait.peer);
       value |= outputs.part(bits, idx);
     }
+    const int first = piece.task * shape.num_topk;
     DC_NO_UNROLL
-    for (int idx = task * shape.num_topk; idx < task * shape.num_topk + num_places && ok; ++idx) {
+    for (int idx = first; idx < first + memory.num_places[piece.task] && ok; ++idx) {
       const int group = memory.place_experts[idx],
                 row = memory.places[idx] - group * outputs.num_slots;
       arch::st_weak(
-          static_cast<uint32_t*>(args.out.recv_scales) + outputs.position(group, row, output),
+          static_cast<uint32_t*>(args.out.recv_scales) + outputs.position(group, row, piece.output),
           value);
     }
   }
   return ok;
 }
 
+// Tasks as they are if every source has as many tokens as this rank, which they mostly have: what comes of them can be
+// looked at before anything is known about the sources. One warp; a barrier of the block is the caller's.
+template <PayloadFormat kFormat>
+DC_DEVICE void guess_tasks(const LowLatencyDispatchArgs& args, const BlockMemory& memory) {
+  TaskNumbering::make(args.world, args.shape, args.num_tokens)
+      .note(args.world, memory, Piece<kFormat>::kElements);
+  arch::sync_warp();
+  list_tasks(args.world, memory, 0);
+}
+
+// The first looks at what comes of a group of tasks, all under way together.
+template <PayloadFormat kFormat>
+struct GroupLooks {
+  Vec16 route;  // of the warp's task
+  RowPieces rows;
+  ScalePiece<kFormat> scales;
+
+  DC_DEVICE void look(const LowLatencyDispatchArgs& args, const LowLatencyHalf& half,
+                      const BlockMemory& memory, const ScaleOutputs<kFormat>& outputs,
+                      int num_tasks) {
+    if (arch::warp_idx() < num_tasks && arch::lane_idx() < args.shape.num_topk) {
+      route = arch::ld_relaxed_sys(routes_of_task(args, half, memory) + arch::lane_idx());
+    }
+    if (args.shape.num_scales > 0)
+      scales.look(args, half, memory, outputs, scales.first(), num_tasks);
+    rows.look(args, half, memory, arch::thread_idx(), num_tasks);
+  }
+};
+
+// Behind a barrier that follows guess_tasks.
 template <PayloadFormat kFormat>
 DC_DEVICE void dispatch_receive(const Context& context, const LowLatencyDispatchArgs& args,
                                 const LowLatencyHalf& half, const BlockMemory& memory) {
   const World& world = args.world;
   const int num_warps = arch::num_warps(), warp = arch::warp_idx();
   const int num_local = args.experts.num_local_experts(world.rank);
+  const ScaleOutputs<kFormat> outputs =
+      ScaleOutputs<kFormat>::of(args.shape, args.out, world.num_ranks * args.shape.num_max_tokens);
   // Compact places need the counts of tokens alone; those of experts are for one block to write out.
   const bool is_writing = arch::block_idx() == 0;
   const int num_columns = args.out.is_compact && !is_writing ? 1 : 1 + num_local;
@@ -331,6 +401,9 @@ DC_DEVICE void dispatch_receive(const Context& context, const LowLatencyDispatch
     if (!agree_on_sources(context, args, half, memory, num_local, &participants)) return;
     sources = participants;
   }
+  GroupLooks<kFormat> looks;
+  looks.look(args, half, memory, outputs,
+             min_of(num_warps, memory.header->first_task[world.num_ranks]));
   bool ok = true;
   if (warp == 0) {
     int64_t* wait_stats =
@@ -342,25 +415,34 @@ DC_DEVICE void dispatch_receive(const Context& context, const LowLatencyDispatch
     if (is_writing && !has_failed) {
       report_num_tokens(args, memory.header->num_tokens, world.num_ranks);
     }
-    const int source = source_at(world, arch::lane_idx());
-    TaskNumbering::make(world, args.shape, memory, memory.header->num_tokens[source],
-                        Piece<kFormat>::kElements);
-    arch::sync_warp();
-    list_tasks(world, memory, 0);
   }
   ok = await_counts(context, args, half, memory, sources, num_local, num_columns) && ok;
   if (!block_agrees(ok)) return;
+  const bool is_source = arch::lane_idx() < world.num_ranks;
+  const int num_tokens = is_source ? memory.header->num_tokens[arch::lane_idx()] : args.num_tokens;
+  bool has_looked = arch::all(kFullMask, num_tokens == args.num_tokens);
+  if (!has_looked) {
+    arch::sync_block();  // the guess has been read
+    if (warp == 0) {
+      const int source = is_source ? source_at(world, arch::lane_idx()) : 0;
+      TaskNumbering::make(world, args.shape, memory.header->num_tokens[source])
+          .note(world, memory, Piece<kFormat>::kElements);
+      arch::sync_warp();
+      list_tasks(world, memory, 0);
+    }
+    arch::sync_block();
+  }
   const int num_tasks = memory.header->first_task[world.num_ranks];
   DC_NO_UNROLL
   for (int first = 0; first < num_tasks; first += num_warps) {
     const int num_now = min_of(num_warps, num_tasks - first);
-    RowPieces pieces;
-    pieces.look(args, half, memory, arch::thread_idx(), num_now);
-    if (warp < num_now) ok = find_places(context, args, half, memory, num_local);
+    if (!has_looked) looks.look(args, half, memory, outputs, num_now);
+    has_looked = false;
+    if (warp < num_now) ok = find_places(context, args, half, memory, looks.route, num_local);
     if (!block_agrees(ok)) return;
     if (args.shape.num_scales > 0)
-      ok = expand_scales<kFormat>(context, args, half, memory, num_now);
-    ok = ok && expand_rows<kFormat>(context, args, half, memory, pieces, num_now);
+      ok = expand_scales<kFormat>(context, args, half, memory, outputs, looks.scales, num_now);
+    ok = ok && expand_rows<kFormat>(context, args, half, memory, looks.rows, num_now);
     if (first + num_warps >= num_tasks) break;
     if (!block_agrees(ok)) return;  // places have been read
     if (warp == 0) list_tasks(world, memory, first + num_warps);

@@ -172,7 +172,7 @@ DC_DEVICE void send_rows(const LowLatencyDispatchArgs& args, const LowLatencyHal
   }
 }
 
-// One warp: the routes of its token, to every rank: the others learn that it does not come. `warp`: of the group.
+// One warp: the routes of its token, to every rank: the others learn that it does not come.
 DC_DEVICE void send_routes(const LowLatencyDispatchArgs& args, const LowLatencyHalf& half,
                            const BlockMemory& memory, const TokenRouting& routing, int token_idx) {
   const World& world = args.world;
@@ -250,10 +250,10 @@ struct SendInputs {
   TokenRouting routing;  // of this warp's first token
   StagedExperts staged;  // of the rank's first tokens
 
-  DC_DEVICE static SendInputs load(const LowLatencyDispatchArgs& args) {
+  DC_DEVICE static SendInputs load(const LowLatencyDispatchArgs& args,
+                                   const LowLatencyShare& share) {
     SendInputs inputs{};
-    inputs.share = LowLatencyShare::of(args.shape, args.num_tokens, arch::block_idx());
-    const LowLatencyShare& share = inputs.share;
+    inputs.share = share;
     const int num_warps = arch::num_warps(), num_tokens = min_of(share.num_tokens(), num_warps);
     const int num_pieces = share.num_columns() / Piece<kFormat>::kElements;
     if (arch::warp_idx() < num_tokens) {

@@ -1,4 +1,5 @@
-// The low-latency kernels as types: what a target needs to launch one.
+// The low-latency kernels as types: what a target needs to launch one. kBeginsEarly: they are launched while the launch
+// before theirs still runs, which they await by themselves.
 #pragma once
 
 #include "device/low_latency/combine.cuh"
@@ -11,6 +12,7 @@ struct LowLatencyDispatchKernel {
   using Args = LowLatencyDispatchArgs;
   static constexpr Kernel kName = Kernel::kLowLatencyDispatch;
   static constexpr bool kBlocksWait = true;
+  static constexpr bool kBeginsEarly = true;
   static constexpr int kMaxThreads = 448;
   DC_DEVICE static void run(const Args& args) { low_latency_dispatch<kFormat>(args); }
 };
@@ -20,6 +22,7 @@ struct LowLatencyCombineKernel {
   using Args = LowLatencyCombineArgs;
   static constexpr Kernel kName = Kernel::kLowLatencyCombine;
   static constexpr bool kBlocksWait = true;
+  static constexpr bool kBeginsEarly = true;
   static constexpr int kMaxThreads = 448;
   DC_DEVICE static void run(const Args& args) { low_latency_combine<kRows, kLogFmt>(args); }
 };

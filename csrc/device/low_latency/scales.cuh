@@ -16,7 +16,9 @@ struct ScaleOutputs {
   DC_DEVICE static ScaleOutputs of(const LowLatencyShape& shape, const LowLatencyOutputs& out,
                                    int num_slots) {
     const int per_output = out.use_ue8m0 ? 4 : 1;
-    return {shape.num_scales, per_output, ceil_div(shape.num_scales, per_output), num_slots};
+    // A quotient by a variable would be a subroutine.
+    return {shape.num_scales, per_output,
+            out.use_ue8m0 ? ceil_div(shape.num_scales, 4) : shape.num_scales, num_slots};
   }
   DC_DEVICE int first_word(int output) const { return output * per_output; }
   DC_DEVICE int num_words(int output) const {
