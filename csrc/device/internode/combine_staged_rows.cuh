@@ -118,55 +118,113 @@ struct RowList {
   }
 };
 
-// One warp: dst = round(sums of the nodes, ascending, then of the rows behind num_sums), this node's
-// from its rows, rounded as the others' were. Loads of up to kInFlight rows are issued before the
-// first of them is added; see reduce_rows.
-template <Dtype kDtype>
-DC_DEVICE void reduce_nodes(uint8_t* dst, const RowList& list, int num_rows, int num_vecs) {
+// One warp: dst = round(sums of the nodes, ascending, then of the rows behind them), this node's from
+// its rows, rounded as the others' were. All loads of a step are issued before the first row is
+// added: one at a time, each would cost a trip to memory. A sum lives for one vector of a step, so
+// that registers are left for loads.
+template <Dtype kDtype, int kRows, int kUnroll>
+DC_DEVICE void reduce_few(uint8_t* dst, const RowList& list, int num_vecs) {
   using Type = Numeric<kDtype>;
-  constexpr int kInFlight = 4, kUnroll = 2;
-  for (int base = arch::lane_idx(); base < num_vecs; base += kWarpSize * kUnroll) {
-    float sums[kUnroll][Type::kPerVec] = {};
-    Vec16 own[kUnroll] = {};
-    for (int first = 0; first < num_rows; first += kInFlight) {
-      Vec16 vecs[kInFlight][kUnroll];
-      DC_UNROLL
-      for (int idx = 0; idx < kInFlight; ++idx) {
-        if (first + idx >= num_rows) continue;
-        const Vec16* src = reinterpret_cast<const Vec16*>(list.rows[first + idx]) + base;
-        DC_UNROLL
-        for (int step = 0; step < kUnroll; ++step) {
-          if (base + step * kWarpSize < num_vecs) {
-            vecs[idx][step] = arch::ld_weak(src + step * kWarpSize);
-          }
-        }
-      }
-      DC_UNROLL
-      for (int idx = 0; idx < kInFlight; ++idx) {
-        if (first + idx >= num_rows) continue;
-        const bool is_turn = first + idx == list.turn;
-        DC_UNROLL
-        for (int step = 0; step < kUnroll; ++step) {
-          if (is_turn) Type::add(sums[step], own[step]);
-          Type::add(sums[step], vecs[idx][step]);
-        }
-        if (first + idx + 1 != list.num_local) continue;
-        DC_UNROLL
-        for (int step = 0; step < kUnroll; ++step) {  // this node's rows are complete
-          own[step] = Type::round(sums[step]);
-          DC_UNROLL
-          for (int part = 0; part < Type::kPerVec; ++part) sums[step][part] = 0.0f;
-        }
-      }
-    }
-    Vec16* out = reinterpret_cast<Vec16*>(dst) + base;
+  const int lane = arch::lane_idx();
+  const Vec16* rows[kRows];
+  DC_UNROLL
+  for (int idx = 0; idx < kRows; ++idx) {
+    rows[idx] = reinterpret_cast<const Vec16*>(list.rows[idx]) + lane;
+  }
+  Vec16* out = reinterpret_cast<Vec16*>(dst) + lane;
+  const auto add = [&](const Vec16* vecs) {
+    float sum[Type::kPerVec] = {};
+    Vec16 own{};
     DC_UNROLL
-    for (int step = 0; step < kUnroll; ++step) {
-      if (list.turn == num_rows) Type::add(sums[step], own[step]);
-      if (base + step * kWarpSize < num_vecs) {
-        arch::st_streaming(out + step * kWarpSize, Type::round(sums[step]));
+    for (int idx = 0; idx < kRows; ++idx) {
+      if (idx == list.turn) Type::add(sum, own);
+      Type::add(sum, vecs[idx]);
+      if (idx + 1 != list.num_local) continue;
+      own = Type::round(sum);  // this node's rows are complete
+      DC_UNROLL
+      for (int part = 0; part < Type::kPerVec; ++part) sum[part] = 0.0f;
+    }
+    if (list.turn == kRows) Type::add(sum, own);
+    return Type::round(sum);
+  };
+  const int num_steps = num_vecs / (kWarpSize * kUnroll);
+  DC_NO_UNROLL
+  for (int step = 0; step < num_steps; ++step) {
+    Vec16 vecs[kUnroll][kRows];
+    DC_UNROLL
+    for (int part = 0; part < kUnroll; ++part) {
+      DC_UNROLL
+      for (int idx = 0; idx < kRows; ++idx) {
+        vecs[part][idx] = arch::ld_weak(rows[idx] + part * kWarpSize);
       }
     }
+    DC_UNROLL
+    for (int part = 0; part < kUnroll; ++part) {
+      arch::st_streaming(out + part * kWarpSize, add(vecs[part]));
+    }
+    DC_UNROLL
+    for (int idx = 0; idx < kRows; ++idx) rows[idx] += kUnroll * kWarpSize;
+    out += kUnroll * kWarpSize;
+  }
+  DC_NO_UNROLL
+  for (int vec = num_steps * kWarpSize * kUnroll + lane; vec < num_vecs; vec += kWarpSize) {
+    Vec16 vecs[kRows];
+    DC_UNROLL
+    for (int idx = 0; idx < kRows; ++idx) vecs[idx] = arch::ld_weak(rows[idx]);
+    arch::st_streaming(out, add(vecs));
+    DC_UNROLL
+    for (int idx = 0; idx < kRows; ++idx) rows[idx] += kWarpSize;
+    out += kWarpSize;
+  }
+}
+
+// The same for any number of rows, a few at a time.
+template <Dtype kDtype>
+DC_DEVICE void reduce_many(uint8_t* dst, const RowList& list, int num_rows, int num_vecs) {
+  using Type = Numeric<kDtype>;
+  constexpr int kInFlight = 4;
+  Vec16* out = reinterpret_cast<Vec16*>(dst);
+  for (int vec = arch::lane_idx(); vec < num_vecs; vec += kWarpSize) {
+    float sum[Type::kPerVec] = {};
+    Vec16 own{};
+    for (int first = 0; first < num_rows; first += kInFlight) {
+      Vec16 vecs[kInFlight];
+      DC_UNROLL
+      for (int idx = 0; idx < kInFlight; ++idx) {
+        if (first + idx < num_rows) {
+          vecs[idx] = arch::ld_weak(reinterpret_cast<const Vec16*>(list.rows[first + idx]) + vec);
+        }
+      }
+      DC_UNROLL
+      for (int idx = 0; idx < kInFlight; ++idx) {
+        if (first + idx >= num_rows) continue;
+        if (first + idx == list.turn) Type::add(sum, own);
+        Type::add(sum, vecs[idx]);
+        if (first + idx + 1 != list.num_local) continue;
+        own = Type::round(sum);
+        DC_UNROLL
+        for (int part = 0; part < Type::kPerVec; ++part) sum[part] = 0.0f;
+      }
+    }
+    if (list.turn == num_rows) Type::add(sum, own);
+    arch::st_streaming(out + vec, Type::round(sum));
+  }
+}
+
+// A call, so that what its caller keeps is put aside once a row, and not within its loops.
+template <Dtype kDtype>
+DC_DEVICE_COLD void reduce_nodes(uint8_t* dst, RowList list, int num_rows, int num_vecs) {
+  switch (num_rows) {
+    case 1:
+      return reduce_few<kDtype, 1, 7>(dst, list, num_vecs);
+    case 2:
+      return reduce_few<kDtype, 2, 4>(dst, list, num_vecs);
+    case 3:
+      return reduce_few<kDtype, 3, 2>(dst, list, num_vecs);
+    case 4:
+      return reduce_few<kDtype, 4, 2>(dst, list, num_vecs);
+    default:
+      return reduce_many<kDtype>(dst, list, num_rows, num_vecs);
   }
 }
 
