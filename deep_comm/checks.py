@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from deep_comm.errors import ArgumentError
+from deep_comm.errors import ArgumentError, HandleMismatch
 
 if TYPE_CHECKING:
     from deep_comm.backends import Launch
@@ -328,6 +328,21 @@ def topk_pair(
         if weights.shape != idx.shape:
             tensor("topk_weights", weights, device, shape=idx.shape)
     return idx, weights
+
+
+def row_weights(value: object, device: torch.device, num_rows: int) -> Tensor:
+    """What combine is given beside x: float32 [N, K]."""
+    return tensor("topk_weights", value, device, shape=(num_rows, None), dtypes=(torch.float32,))
+
+
+def require_num_rows(known: int, num_rows: int) -> None:
+    """Raise HandleMismatch unless x of a combine has the rows that the dispatch returned."""
+    if known != num_rows:
+        raise HandleMismatch(
+            "handle",
+            f"{known} received rows",
+            f"must be of a dispatch that returned as many rows as x has ({num_rows})",
+        )
 
 
 def biases(bias: Any, shape: Sequence[int], like: Tensor) -> tuple[Tensor | None, Tensor | None]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from deep_comm import errors, tuning
+from deep_comm import _core, errors, tuning
 from deep_comm import rail as rails
 from deep_comm.backends import Backend, Heap, create_backend, resolve_device
 from deep_comm.config import Config, RingPlan, plan_rings, require_config
@@ -76,6 +76,11 @@ class Settings:
             raise errors.ArgumentError(
                 "timeout_s", self.timeout_s, "must be a positive number of seconds"
             )
+
+
+def _rounded(num_bytes: int) -> int:
+    """Up to whole lines, as regions of the heap are."""
+    return -(-num_bytes // 128) * 128
 
 
 def _direct_bytes(settings: Settings) -> int:
@@ -149,28 +154,35 @@ class Context:
             )[0]
             self._create(settings)
 
+    def _lay_out(self, settings: Settings) -> int:
+        """Bytes of a heap: words, normal mode, low-latency mode, words and rings of the rail."""
+        topology, num_max_experts = self.topology, self.num_max_experts
+        is_internode = topology.num_nodes > 1
+        self.workspace_bytes = _core.Engine.workspace_bytes(
+            num_ranks=topology.ranks_per_node, num_max_experts=num_max_experts
+        )
+        self.low_latency_bytes = _rounded(settings.low_latency_bytes)
+        self.num_rdma_bytes = settings.num_rdma_bytes if is_internode else 0
+        self.low_latency_end = self.workspace_bytes + _rounded(self.num_nvl_bytes)
+        self.low_latency_end += self.low_latency_bytes
+        if not is_internode:
+            return self.low_latency_end
+        if self.low_latency_bytes > 0:
+            self.low_latency_end += _core.Engine.low_latency_rail_workspace_bytes(
+                num_ranks=self.num_ranks, num_max_experts=num_max_experts
+            )
+        rail_words = _core.Engine.rail_workspace_bytes(
+            num_nodes=topology.num_nodes,
+            ranks_per_node=topology.ranks_per_node,
+            num_max_experts=num_max_experts,
+        )
+        return self.low_latency_end + rail_words + _rounded(self.num_rdma_bytes)
+
     def _create(self, settings: Settings) -> None:
         topology = self.topology
         is_internode = topology.num_nodes > 1
-        self.workspace_bytes = self.backend.workspace_bytes(
-            topology.ranks_per_node, self.num_max_experts
-        )
         self.enable_shrink = settings.enable_shrink
-        self.low_latency_bytes = -(-settings.low_latency_bytes // 128) * 128
-        heap_bytes = self.workspace_bytes + -(-self.num_nvl_bytes // 128) * 128
-        heap_bytes += self.low_latency_bytes
-        rail_bytes = 0  # words and rings between nodes, the end of the heap
-        self.num_rdma_bytes = settings.num_rdma_bytes if is_internode else 0
-        if is_internode:
-            rail_bytes = self.backend.rail_workspace_bytes(topology, self.num_max_experts)
-            rail_bytes += -(-self.num_rdma_bytes // 128) * 128
-            heap_bytes += rail_bytes
-        self.low_latency_end = heap_bytes - rail_bytes
-        if is_internode and self.low_latency_bytes > 0:
-            heap_bytes += (words := self.backend.low_latency_rail_workspace_bytes(
-                self.num_ranks, self.num_max_experts
-            ))  # fmt: skip
-            self.low_latency_end += words
+        heap_bytes = self._lay_out(settings)
         self.heap: Heap = self.backend.create_heap(
             self.rendezvous, heap_bytes, topology, self.rail, settings.num_qps
         )
@@ -191,7 +203,7 @@ class Context:
                     node=topology.node(self.rank),
                     num_nodes=topology.num_nodes,
                     num_qps=settings.num_qps,
-                    num_bytes=rail_bytes,
+                    num_bytes=heap_bytes - self.low_latency_end,
                     **self.heap.rail_arguments(peers),
                 )
             if self.low_latency_bytes > 0:
@@ -268,7 +280,7 @@ class Context:
         require_config(config)
 
         def ring_bytes(channels: int, slots: int) -> int:
-            return self.backend.ring_bytes(
+            return _core.Engine.ring_bytes(
                 num_ranks=self.num_ranks,
                 num_channels=channels,
                 num_slots=slots,

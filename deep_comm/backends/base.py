@@ -103,20 +103,6 @@ class Backend(Protocol):
     is_synchronous: bool  # kernels have ended when an engine call returns
     max_sms: int | None  # blocks that can run at once; None: no limit
 
-    def workspace_bytes(self, num_ranks: int, num_max_experts: int) -> int: ...
-    def rail_workspace_bytes(self, topology: Topology, num_max_experts: int) -> int: ...
-    def low_latency_rail_workspace_bytes(self, num_ranks: int, num_max_experts: int) -> int: ...
-    def ring_bytes(
-        self,
-        *,
-        num_ranks: int,
-        num_channels: int,
-        num_slots: int,
-        row_bytes: int,
-        scale_row_bytes: int,
-        num_topk: int,
-    ) -> int: ...
-
     def create_heap(
         self,
         rendezvous: Rendezvous,

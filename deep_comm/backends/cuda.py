@@ -132,40 +132,6 @@ class CudaBackend:
         self.launch = self._streams.launch
         self.launch_unordered = self._streams.launch_unordered
 
-    def workspace_bytes(self, num_ranks: int, num_max_experts: int) -> int:
-        return _Engine.workspace_bytes(num_ranks=num_ranks, num_max_experts=num_max_experts)
-
-    def low_latency_rail_workspace_bytes(self, num_ranks: int, num_max_experts: int) -> int:
-        return _Engine.low_latency_rail_workspace_bytes(
-            num_ranks=num_ranks, num_max_experts=num_max_experts
-        )
-
-    def rail_workspace_bytes(self, topology: Topology, num_max_experts: int) -> int:
-        return _Engine.rail_workspace_bytes(
-            num_nodes=topology.num_nodes,
-            ranks_per_node=topology.ranks_per_node,
-            num_max_experts=num_max_experts,
-        )
-
-    def ring_bytes(
-        self,
-        *,
-        num_ranks: int,
-        num_channels: int,
-        num_slots: int,
-        row_bytes: int,
-        scale_row_bytes: int,
-        num_topk: int,
-    ) -> int:
-        return _Engine.ring_bytes(
-            num_ranks=num_ranks,
-            num_channels=num_channels,
-            num_slots=num_slots,
-            row_bytes=row_bytes,
-            scale_row_bytes=scale_row_bytes,
-            num_topk=num_topk,
-        )
-
     def create_heap(
         self,
         rendezvous: Rendezvous,

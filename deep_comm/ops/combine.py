@@ -39,11 +39,7 @@ def combine(
     num_rows, hidden = x.shape
     known = ctx.known_handle(handle)
     if known.num_output_rows != num_rows:
-        raise HandleMismatch(
-            "handle",
-            f"{known.num_output_rows} received rows",
-            f"must be of a dispatch that returned as many rows as x has ({num_rows})",
-        )
+        checks.require_num_rows(known.num_output_rows, num_rows)
     num_topk = 0
     row_weights = None  # multiplied with the rows, here
     expansion = known.expansion
@@ -65,13 +61,7 @@ def combine(
         else:
             num_topk = expansion.recv_rows.shape[1]
     elif topk_weights is not None:
-        topk_weights = checks.tensor(
-            "topk_weights",
-            topk_weights,
-            ctx.device,
-            shape=(num_rows, None),
-            dtypes=(torch.float32,),
-        )
+        topk_weights = checks.row_weights(topk_weights, ctx.device, num_rows)
         num_topk = topk_weights.shape[1]
     num_tokens = known.num_tokens
     bias_0, bias_1 = checks.biases(bias, (num_tokens, hidden), x)

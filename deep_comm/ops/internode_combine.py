@@ -11,7 +11,6 @@ from torch import Tensor
 from deep_comm import checks
 from deep_comm.backends import Launch
 from deep_comm.context import Context
-from deep_comm.errors import HandleMismatch
 from deep_comm.events import EventOverlap
 from deep_comm.internode_handle import InternodeHandle
 from deep_comm.ops.call import CallOptions
@@ -32,21 +31,10 @@ def internode_combine(
     x = checks.combine_input(x, ctx.device)
     num_rows, hidden = x.shape
     known = known_handle(ctx, handle)
-    if known.num_recv_rows != num_rows:
-        raise HandleMismatch(
-            "handle",
-            f"{known.num_recv_rows} received rows",
-            f"must be of a dispatch that returned as many rows as x has ({num_rows})",
-        )
+    checks.require_num_rows(known.num_recv_rows, num_rows)
     num_topk = 0
     if topk_weights is not None:
-        topk_weights = checks.tensor(
-            "topk_weights",
-            topk_weights,
-            ctx.device,
-            shape=(num_rows, None),
-            dtypes=(torch.float32,),
-        )
+        topk_weights = checks.row_weights(topk_weights, ctx.device, num_rows)
         num_topk = topk_weights.shape[1]
     num_tokens = known.num_tokens
     bias_0, bias_1 = checks.biases(bias, (num_tokens, hidden), x)

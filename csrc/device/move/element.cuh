@@ -5,22 +5,32 @@
 
 namespace deep_comm {
 
-// Read-only global input → shared memory or registers.
-DC_DEVICE void gather_element(uint8_t* smem_dst, const uint8_t* src, int num_bytes) {
+template <class Load>
+DC_DEVICE void load_element_by(Load load, void* element, const uint8_t* src, int num_bytes) {
   switch (num_bytes) {
     case 1:
-      *smem_dst = arch::ld_nc(src);
+      *static_cast<uint8_t*>(element) = load(src);
       break;
     case 2:
-      *reinterpret_cast<uint16_t*>(smem_dst) = arch::ld_nc(reinterpret_cast<const uint16_t*>(src));
+      *static_cast<uint16_t*>(element) = load(reinterpret_cast<const uint16_t*>(src));
       break;
     case 4:
-      *reinterpret_cast<uint32_t*>(smem_dst) = arch::ld_nc(reinterpret_cast<const uint32_t*>(src));
+      *static_cast<uint32_t*>(element) = load(reinterpret_cast<const uint32_t*>(src));
       break;
     default:
-      *reinterpret_cast<uint64_t*>(smem_dst) = arch::ld_nc(reinterpret_cast<const uint64_t*>(src));
+      *static_cast<uint64_t*>(element) = load(reinterpret_cast<const uint64_t*>(src));
       break;
   }
+}
+
+// Read-only global input → shared memory or registers.
+DC_DEVICE void gather_element(uint8_t* smem_dst, const uint8_t* src, int num_bytes) {
+  load_element_by([](const auto* word) { return arch::ld_nc(word); }, smem_dst, src, num_bytes);
+}
+
+// Global memory that a peer has written → registers.
+DC_DEVICE void load_element(void* element, const uint8_t* src, int num_bytes) {
+  load_element_by([](const auto* word) { return arch::ld_weak(word); }, element, src, num_bytes);
 }
 
 // Shared memory or registers → global output.
@@ -58,24 +68,6 @@ DC_DEVICE void move_element(uint8_t* dst, const uint8_t* src, int num_bytes) {
     default:
       arch::st_weak(reinterpret_cast<uint64_t*>(dst),
                     arch::ld_weak(reinterpret_cast<const uint64_t*>(src)));
-      break;
-  }
-}
-
-// Global memory that a peer has written → registers.
-DC_DEVICE void load_element(void* element, const uint8_t* src, int num_bytes) {
-  switch (num_bytes) {
-    case 1:
-      *static_cast<uint8_t*>(element) = arch::ld_weak(src);
-      break;
-    case 2:
-      *static_cast<uint16_t*>(element) = arch::ld_weak(reinterpret_cast<const uint16_t*>(src));
-      break;
-    case 4:
-      *static_cast<uint32_t*>(element) = arch::ld_weak(reinterpret_cast<const uint32_t*>(src));
-      break;
-    default:
-      *static_cast<uint64_t*>(element) = arch::ld_weak(reinterpret_cast<const uint64_t*>(src));
       break;
   }
 }
