@@ -1,10 +1,14 @@
 """Combine between nodes with a slot for every row and sum, bit for bit; ranks are threads."""
 
 import dataclasses
+import random
 
+import internode
 import pytest
+import torch
 from internode import InternodeCase, random_case, run_case, verify
 
+import deep_comm
 from deep_comm import local
 
 
@@ -36,3 +40,73 @@ def test_sums_stored_into_near_nodes_are_the_same(
 ) -> None:
     monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", "1")
     check(case)
+
+
+@pytest.mark.parametrize("name", ["one node", "own node", "one rank", "not node 0"])
+def test_skewed_routing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = {"one node": range(4, 6), "own node": None, "one rank": [5], "not node 0": range(2, 6)}
+    case = InternodeCase(
+        (23, 9, 31, 14, 0, 27), experts=6, topk=2, num_sms=4, slots=2, send_chunk=1,
+        rail_slots=4, rail_chunk=2, ranks_per_node=2,
+    )  # fmt: skip
+    plain = internode.make_inputs
+
+    def skewed(case, rank, call):
+        inputs = plain(case, rank, call)
+        own = [rank - rank % 2, rank - rank % 2 + 1]
+        experts = torch.tensor([*(wanted[name] or own)])
+        topk_idx = experts[inputs.topk_idx % len(experts)]
+        return type(inputs)(**{**vars(inputs), "topk_idx": topk_idx})
+
+    monkeypatch.setattr(internode, "make_inputs", skewed)
+    check(with_room(case))
+
+
+def test_eight_ranks_a_node() -> None:
+    tokens = tuple(5 + rank % 7 for rank in range(16))
+    check(with_room(InternodeCase(tokens, experts=33, topk=8, num_sms=4, ranks_per_node=8)))
+
+
+def test_more_nodes_than_a_warp_has_lanes_take_the_rings() -> None:
+    case = InternodeCase(
+        (3,) * 40, experts=80, topk=8, hidden=16, num_sms=2, ranks_per_node=1, rail_slots=2,
+        rail_chunk=1, slots=2, send_chunk=1, rdma_bytes=1 << 20,
+    )  # fmt: skip
+    check(dataclasses.replace(case, nvl_bytes=1 << 20, direct_bytes=1 << 19))
+
+
+def test_chunks_grow_where_there_are_more_rows_than_words() -> None:
+    case = InternodeCase(
+        (2300, 3, 2500, 0), hidden=16, experts=4, topk=4, num_sms=4, ranks_per_node=2,
+        slots=16, send_chunk=4, rail_slots=16, rail_chunk=1,
+    )  # fmt: skip
+    check(with_room(case))
+
+
+def test_a_hundred_calls_of_changing_shapes_on_one_buffer() -> None:
+    choose = random.Random(6)
+    cases = [
+        InternodeCase(
+            tuple(choose.choice((0, 1, 4, 13)) for _ in range(4)),
+            hidden=choose.choice((16, 32, 256)),
+            experts=choose.choice((4, 7, 12)),
+            topk=choose.choice((1, 3)),
+            num_sms=choose.choice((2, 4)),
+            slots=choose.choice((1, 3)),
+            send_chunk=1,
+            rail_slots=choose.choice((2, 5)),
+            rail_chunk=1,
+            seed=number,
+        )
+        for number in range(100)
+    ]
+
+    def fn(group):
+        with deep_comm.Buffer(
+            group, 1 << 20, 1 << 20, device="cpu", ranks_per_node=2, num_direct_bytes=1 << 19
+        ) as buffer:
+            return [internode.call_once(buffer, case, 0) for case in cases]
+
+    results = local.run(fn, 4, timeout_s=200)
+    for number, case in enumerate(cases):
+        verify(case, [[calls[number]] for calls in results])
