@@ -281,6 +281,19 @@ class Engine:
         """See InternodeLayoutArgs."""
     def internode_notify(self, **arguments: int) -> None:
         """See InternodeNotifyArgs in csrc/device/internode/args.cuh; addresses as integers."""
+    def internode_places(
+        self,
+        *,
+        is_token_in_rank: int,
+        num_tokens: int,
+        num_channels: int,
+        send_places: int,
+        stream: int,
+    ) -> None:
+        """Launch the kernel that makes send_places of a layout."""
+    @staticmethod
+    def tier_source_layout(*, num_rows: int) -> tuple[int, int]:
+        """Where recv_src_meta begins behind recv_src_idx, and bytes of both."""
     def wait_internode_counts(self) -> TwoTierCounts | None: ...
     def internode_dispatch(self, **arguments: int) -> None:
         """See InternodeDispatchArgs."""

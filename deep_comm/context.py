@@ -223,7 +223,7 @@ class Context:
         from deep_comm.region import Region  # native: loaded no earlier than the backend's module
 
         end = self.engine.data_offset + self.engine.data_bytes
-        direct_bytes = _direct_bytes(settings)
+        direct_bytes = self.num_direct_bytes = _direct_bytes(settings)
         self.region = Region(
             end - direct_bytes,
             end,

@@ -58,6 +58,8 @@ class InternodeHandle(TensorSequence):
     forward_places: Tensor | None = None
     # That the node's other ranks return to this one in combine; None in worst-case mode.
     num_returning_rows: int | None = None
+    # int32 [T, N + R], ordinal of a token among all that go to node n, then to rank r; -1: not sent
+    send_places: Tensor | None = None
 
     @property
     def num_ranks(self) -> int:

@@ -4,6 +4,7 @@ the reference, bit for bit.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,6 +53,7 @@ class InternodeCase(Case):
     rail_slots: int = 4
     rdma_bytes: int = 16 << 20
     num_qps: int = 4
+    is_direct: bool = False  # every row must have had a place of its own, no ring been used
 
     @property
     def num_nodes(self) -> int:
@@ -60,7 +62,13 @@ class InternodeCase(Case):
     def __str__(self) -> str:
         shape = f"{self.num_nodes}x{self.ranks_per_node}-"
         rail = f"-rail{self.rail_slots}by{self.rail_chunk}q{self.num_qps}"
-        return shape + super().__str__() + (rail if self.num_sms is not None else "")
+        direct = "-direct" if self.is_direct else ""
+        return shape + super().__str__() + (rail if self.num_sms is not None else "") + direct
+
+
+def direct(case: InternodeCase) -> InternodeCase:
+    """The same with a place for every row."""
+    return dataclasses.replace(case, direct_bytes=case.nvl_bytes // 2, is_direct=True)
 
 
 def random_case(seed: int, shape: tuple[int, int] | None = None) -> InternodeCase:
@@ -301,8 +309,12 @@ def verify_handle(
         same(got.num_tokens_per_node, sent, f"{who}: num_tokens_per_rdma_rank")
 
 
-def slot_bytes(case: Case, num_topk: int) -> int:
+def slot_bytes(case: InternodeCase, num_topk: int) -> int:
     """A row on its way in dispatch, with all that travels beside it."""
+    if case.is_direct:
+        scales = 0 if case.scales is None else case.scales.num * case.scales.dtype.itemsize
+        meta = -(-scales // 4) * 4 + 8 * num_topk + 4 + 4 * case.ranks_per_node
+        return -(-meta // 128) * 128 + -(-case.hidden * case.dtype.itemsize // 128) * 128
     scales = 0 if case.scales is None else case.scales.num * case.scales.dtype.itemsize
     meta = -(-scales // 4) * 4 + 8 * num_topk + 4 + 4
     row = case.hidden * case.dtype.itemsize + -(-meta // 16) * 16

@@ -78,9 +78,9 @@ void bind_internode(pybind11::class_<Engine<Target>>& engine) {
          int num_experts, int row_bytes, int scale_row_bytes, int expert_alignment,
          int num_channels, int num_send_tokens, int num_slots, int num_rail_send_tokens,
          int num_rail_slots, ptr node_channel_prefix, ptr rank_channel_prefix, ptr send_node_head,
-         ptr recv_node_channel_prefix, ptr recv_node_prefix_sum, ptr recv_rank_channel_start,
-         ptr recv_rank_prefix_sum, ptr combine_start, ptr forward_places,
-         ptr num_recv_tokens_per_expert, uint64_t stream) {
+         ptr send_places, ptr recv_node_channel_prefix, ptr recv_node_prefix_sum,
+         ptr recv_rank_channel_start, ptr recv_rank_prefix_sum, ptr combine_start,
+         ptr forward_places, ptr num_recv_tokens_per_expert, uint64_t stream) {
         InternodeNotifyArgs args{};
         args.header.fields[static_cast<int>(RailField::kNumTopk)] = num_topk;
         args.header.fields[static_cast<int>(RailField::kRowBytes)] = row_bytes;
@@ -99,17 +99,34 @@ void bind_internode(pybind11::class_<Engine<Target>>& engine) {
         args.num_recv_tokens_per_expert = as_pointer<int32_t>(num_recv_tokens_per_expert);
         Release release;
         self.internode_notify(args, as_pointer<uint8_t>(is_token_in_rank), num_tokens,
-                              as_pointer<int32_t>(send_node_head),
+                              as_pointer<int32_t>(send_node_head), as_pointer<int32_t>(send_places),
                               {num_channels, num_send_tokens, num_slots},
                               {num_rail_send_tokens, num_rail_slots}, stream);
       },
       py::kw_only(), "num_tokens_per_expert"_a, "is_token_in_rank"_a, "num_tokens"_a, "num_topk"_a,
       "num_experts"_a, "row_bytes"_a, "scale_row_bytes"_a, "expert_alignment"_a, "num_channels"_a,
       "num_send_tokens"_a, "num_slots"_a, "num_rail_send_tokens"_a, "num_rail_slots"_a,
-      "node_channel_prefix"_a, "rank_channel_prefix"_a, "send_node_head"_a,
+      "node_channel_prefix"_a, "rank_channel_prefix"_a, "send_node_head"_a, "send_places"_a,
       "recv_node_channel_prefix"_a, "recv_node_prefix_sum"_a, "recv_rank_channel_start"_a,
       "recv_rank_prefix_sum"_a, "combine_start"_a, "forward_places"_a,
       "num_recv_tokens_per_expert"_a, "stream"_a);
+  engine.def(
+      "internode_places",
+      [](Type& self, ptr is_token_in_rank, int num_tokens, int num_channels, ptr send_places,
+         uint64_t stream) {
+        Release release;
+        self.internode_places(as_pointer<uint8_t>(is_token_in_rank), num_tokens, num_channels,
+                              as_pointer<int32_t>(send_places), stream);
+      },
+      py::kw_only(), "is_token_in_rank"_a, "num_tokens"_a, "num_channels"_a, "send_places"_a,
+      "stream"_a);
+  engine.def_static(
+      "tier_source_layout",
+      [](int64_t num_rows) {
+        const TierSourceLayout layout = TierSourceLayout::make(num_rows);
+        return std::make_pair(layout.src_meta, layout.num_bytes);
+      },
+      py::kw_only(), "num_rows"_a);
 
   engine.def("wait_internode_counts", &Type::wait_internode_counts,
              py::call_guard<py::gil_scoped_release>());
@@ -124,8 +141,14 @@ void bind_internode(pybind11::class_<Engine<Target>>& engine) {
          ptr recv_x_scales, ptr recv_topk_idx, ptr recv_topk_weights, ptr recv_src_idx,
          ptr recv_src_meta, ptr send_rank_head, int num_recv_rows, int num_forward_rows,
          bool fill_tail, bool zero_tail, int num_channels, int num_send_tokens, int num_slots,
-         int num_rail_send_tokens, int num_rail_slots, uint64_t stream) {
+         int num_rail_send_tokens, int num_rail_slots, ptr send_places, ptr node_channel_prefix,
+         ptr forward_places, size_t output_offset, size_t src_offset, uint64_t stream) {
         InternodeDispatchArgs args{};
+        args.output_line = line_of("output_offset", output_offset);
+        args.src_line = line_of("src_offset", src_offset);
+        args.send_places = as_pointer<int32_t>(send_places);
+        args.node_channel_prefix = as_pointer<int32_t>(node_channel_prefix);
+        args.forward_places = as_pointer<int32_t>(forward_places);
         args.fill_tail = fill_tail;
         args.zero_tail = zero_tail;
         args.is_token_in_rank = as_pointer<uint8_t>(is_token_in_rank);
@@ -168,7 +191,8 @@ void bind_internode(pybind11::class_<Engine<Target>>& engine) {
       "recv_x_scales"_a, "recv_topk_idx"_a, "recv_topk_weights"_a, "recv_src_idx"_a,
       "recv_src_meta"_a, "send_rank_head"_a, "num_recv_rows"_a, "num_forward_rows"_a, "fill_tail"_a,
       "zero_tail"_a, "num_channels"_a, "num_send_tokens"_a, "num_slots"_a, "num_rail_send_tokens"_a,
-      "num_rail_slots"_a, "stream"_a);
+      "num_rail_slots"_a, "send_places"_a, "node_channel_prefix"_a, "forward_places"_a,
+      "output_offset"_a, "src_offset"_a, "stream"_a);
 
   engine.def(
       "internode_combine",

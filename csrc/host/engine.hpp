@@ -157,10 +157,14 @@ class Engine {
   void internode_layout(InternodeLayoutArgs args, uint64_t stream);
   // Two launches: the channels' counts, then their exchange.
   void internode_notify(InternodeNotifyArgs args, const uint8_t* is_token_in_rank, int num_tokens,
-                        int32_t* send_node_head, const ChannelConfig& config,
+                        int32_t* send_node_head, int32_t* send_places, const ChannelConfig& config,
                         const RailConfig& rail, uint64_t stream);
+  // send_places alone, for a handle that comes without it. Local.
+  void internode_places(const uint8_t* is_token_in_rank, int num_tokens, int num_channels,
+                        int32_t* send_places, uint64_t stream);
   // Empty: the kernel failed; the error record says how.
   std::optional<TwoTierCounts> wait_internode_counts();
+  // args.output_line, args.src_line: of blocks in the receive region, or 0.
   void internode_dispatch(InternodeDispatchArgs args, const ChannelConfig& config,
                           const RailConfig& rail, int num_topk, int row_bytes, uint64_t stream);
   void internode_combine(InternodeCombineArgs args, Dtype dtype, const ChannelConfig& config,
@@ -211,6 +215,9 @@ class Engine {
   };
   Shape shape_of(const ChannelConfig& config, const MessageLayout& message, int num_senders) const;
   bool is_internode() const { return rail_bases_ != nullptr; }
+  void launch_count(InternodeCountArgs args, uint64_t stream);
+  // Stages and shared memory of direct mode; without room for them, args.output_line becomes 0.
+  size_t plan_tier_direct(InternodeDispatchArgs& args) const;
   void make_rings(const ChannelConfig& config, const RailConfig& rail, int slot_bytes,
                   RingLayout* ring, RailRings* rail_rings) const;
   LaunchConfig shape_combine(InternodeCombineArgs& args, const ChannelConfig& config) const;

@@ -148,7 +148,7 @@ void Engine<Target>::internode_layout(InternodeLayoutArgs args, uint64_t stream)
 
 template <class Target>
 void Engine<Target>::internode_notify(InternodeNotifyArgs args, const uint8_t* is_token_in_rank,
-                                      int num_tokens, int32_t* send_node_head,
+                                      int num_tokens, int32_t* send_node_head, int32_t* send_places,
                                       const ChannelConfig& config, const RailConfig& rail,
                                       uint64_t stream) {
   using detail::require;
@@ -182,24 +182,88 @@ void Engine<Target>::internode_notify(InternodeNotifyArgs args, const uint8_t* i
       ExpertMap{args.num_experts, tiers_.num_ranks()}.num_local_experts(tiers_.rank);
   counts_stream_ = stream;
   InternodeCountArgs count{};
-  count.tiers = tiers_;
   count.is_token_in_rank = is_token_in_rank;
   count.num_tokens = num_tokens;
   count.num_channels = config.num_channels;
   count.node_channel_prefix = const_cast<int32_t*>(args.node_channel_prefix);
   count.rank_channel_prefix = const_cast<int32_t*>(args.rank_channel_prefix);
   count.send_node_head = send_node_head;
+  count.send_places = send_places;
+  launch_count(count, stream);
+  if constexpr (Target::kHasRail) {
+    launch<InternodeNotifyKernel>({.num_blocks = 1,
+                                   .num_threads = Target::kTuning.internode_notify_threads,
+                                   .smem_bytes = 16},
+                                  args, stream);
+  }
+}
+
+template <class Target>
+void Engine<Target>::internode_places(const uint8_t* is_token_in_rank, int num_tokens,
+                                      int num_channels, int32_t* send_places, uint64_t stream) {
+  detail::require(is_internode(), "the tier between nodes is not enabled");
+  InternodeCountArgs count{};
+  count.is_token_in_rank = is_token_in_rank;
+  count.num_tokens = num_tokens;
+  count.num_channels = num_channels;
+  count.send_places = send_places;
+  launch_count(count, stream);
+}
+
+template <class Target>
+void Engine<Target>::launch_count(InternodeCountArgs args, uint64_t stream) {
+  args.tiers = tiers_;
   if constexpr (Target::kHasRail) {
     const Tuning& tuning = Target::kTuning;
     launch<InternodeCountKernel>(
         {.num_blocks = min_of(tiers_.num_ranks() + tiers_.num_nodes(), tuning.num_count_blocks),
          .num_threads = tuning.internode_notify_threads,
-         .smem_bytes = sizeof(int32_t) * config.num_channels},
-        count, stream);
-    launch<InternodeNotifyKernel>(
-        {.num_blocks = 1, .num_threads = tuning.internode_notify_threads, .smem_bytes = 16}, args,
-        stream);
+         .smem_bytes = sizeof(int32_t) * args.num_channels},
+        args, stream);
   }
+}
+
+template <class Target>
+size_t Engine<Target>::plan_tier_direct(InternodeDispatchArgs& args) const {
+  const Tuning& tuning = Target::kTuning;
+  const RailMessage& message = args.message;
+  const int num_nodes = tiers_.num_nodes(), num_local = world_.num_ranks;
+  args.placed = {message.row_bytes, message.scale_row_bytes, message.num_topk, num_local};
+  args.staging = {tiers_.rail.layout.data, rail_ring_bytes_, num_nodes, args.placed.slot_bytes()};
+  args.num_send_warps = tuning.num_tier_send_warps;
+  args.num_forward_warps = tuning.num_tier_forward_warps;
+  const bool has_metadata =
+      message.num_topk != 0 || args.num_scales != 0 || args.recv_src_idx != nullptr;
+  args.num_meta_warps = has_metadata ? tuning.num_tier_meta_warps : 0;
+  const size_t entry_bytes = DirectEntry::num_bytes(num_nodes, num_local);
+  const int num_movers = args.num_send_warps + args.num_forward_warps;
+  const int64_t room = static_cast<int64_t>(smem_bytes_limit) - static_cast<int64_t>(entry_bytes) -
+                       256 - num_movers * StagePipe::barrier_bytes(StagePipe::kMaxStages);
+  const int warp_limit = static_cast<int>(max_of<int64_t>(room, 0)) / num_movers;
+  if (warp_limit < StageLayout::min_warp_bytes(args.placed.meta_bytes(), StagePipe::kMinStages)) {
+    args.output_line = 0;
+  }
+  if (args.output_line == 0) {
+    args.entry_offset = align_up<size_t>(sizeof(ForwardTeam), 128);
+    return args.entry_offset + entry_bytes;
+  }
+  const auto stages_of = [&](int meta_bytes) {
+    const bool has_room =
+        warp_limit >= StageLayout::min_warp_bytes(meta_bytes, StagePipe::kGoodStages);
+    return StageLayout::make(message.row_bytes, meta_bytes, warp_limit,
+                             has_room ? StagePipe::kGoodStages : StagePipe::kMinStages,
+                             StagePipe::kMaxStages);
+  };
+  args.send_stage = stages_of(0);
+  args.forward_stage = stages_of(args.placed.meta_bytes());
+  args.forward_stages_offset = args.num_send_warps * args.send_stage.warp_bytes();
+  args.barriers_offset =
+      args.forward_stages_offset + args.num_forward_warps * args.forward_stage.warp_bytes();
+  args.entry_offset = align_up<size_t>(
+      args.barriers_offset + args.num_send_warps * args.send_stage.warp_barrier_bytes() +
+          args.num_forward_warps * args.forward_stage.warp_barrier_bytes(),
+      128);
+  return args.entry_offset + entry_bytes;
 }
 
 template <class Target>
@@ -235,14 +299,31 @@ void Engine<Target>::internode_dispatch(InternodeDispatchArgs args, const Channe
                         config.num_send_tokens,
                         config.num_slots,
                         rail.num_send_tokens,
-                        rail.num_slots};
-  args.signature = Operation::signature(Kernel::kInternodeDispatch, agreed, 8);
+                        rail.num_slots,
+                        args.topk_idx_bytes};
+  args.signature = Operation::signature(Kernel::kInternodeDispatch, agreed, 9);
+  if (args.output_line != 0) {
+    check_block("an output block", args.output_line,
+                OutputLayout::make(args.num_recv_rows, row_bytes, scale_row_bytes, num_topk,
+                                   args.topk_idx_bytes)
+                    .num_bytes);
+    if (args.src_line != 0) {
+      check_block("an output block", args.src_line,
+                  TierSourceLayout::make(args.num_recv_rows).num_bytes);
+    }
+  }
+  const size_t smem_bytes = plan_tier_direct(args);
+  detail::require(smem_bytes <= static_cast<size_t>(Target::kTuning.smem_bytes_limit),
+                  "num_nodes = " + std::to_string(tiers_.num_nodes()) +
+                      ", some words for each must fit in a block's shared memory");
   if constexpr (Target::kHasRail) {
-    launch<InternodeDispatchKernel>(
-        {.num_blocks = 2 * config.num_channels,
-         .num_threads = kWarpSize * (args.num_sender_warps + world_.num_ranks),
-         .smem_bytes = align_up<size_t>(sizeof(ForwardTeam), 128)},
-        args, stream);
+    const int num_warps =
+        max_of(args.num_sender_warps + world_.num_ranks,
+               args.num_send_warps + args.num_forward_warps + args.num_meta_warps + 1);
+    launch<InternodeDispatchKernel>({.num_blocks = 2 * config.num_channels,
+                                     .num_threads = kWarpSize * num_warps,
+                                     .smem_bytes = smem_bytes},
+                                    args, stream);
   }
 }
 

@@ -46,7 +46,11 @@ struct Tuning {
   int internode_notify_threads;
   int num_count_blocks;       // two tiers: blocks that count a rank's tokens, at most
   int num_rail_sender_warps;  // two tiers, dispatch: warps of a channel that send to nodes, at most
-  int number_threads;         // number_rows
+  // two tiers, direct dispatch: warps of a block that send, forward, and write metadata
+  int num_tier_send_warps;
+  int num_tier_forward_warps;
+  int num_tier_meta_warps;
+  int number_threads;  // number_rows
   int expand_threads;
   int reduce_experts_threads;
 };

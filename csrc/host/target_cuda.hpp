@@ -31,6 +31,9 @@ class CudaTarget {
                                      .internode_notify_threads = 256,
                                      .num_count_blocks = 64,
                                      .num_rail_sender_warps = 7,
+                                     .num_tier_send_warps = 3,
+                                     .num_tier_forward_warps = 3,
+                                     .num_tier_meta_warps = 3,
                                      .number_threads = 512,
                                      .expand_threads = 1024,
                                      .reduce_experts_threads = 640};

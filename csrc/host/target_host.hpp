@@ -35,6 +35,9 @@ class HostTarget {
       .internode_notify_threads = 32,
       .num_count_blocks = 1,
       .num_rail_sender_warps = 2,
+      .num_tier_send_warps = 2,
+      .num_tier_forward_warps = 2,
+      .num_tier_meta_warps = 1,
       .number_threads = 64,
       .expand_threads = 64,
       .reduce_experts_threads = 64};

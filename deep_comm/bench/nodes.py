@@ -43,6 +43,7 @@ class Options:
     calls: int
     gb_per_s: float | None
     single_tier: bool
+    rings: bool
     device: str | None
     timeout_s: float
 
@@ -66,6 +67,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--calls", type=int, help="timed calls; default: 2; on GPUs 20")
     add("--gb-per-s", type=float, help="speed of a rail: the software NIC keeps to it")
     add("--single-tier", action="store_true", help="also as one node, if that can be")
+    add("--rings", action="store_true", help="bounded memory: no receive region, no staging")
     add("--device", choices=("cpu", "cuda"), help="default: a GPU a rank if there are so many")
     add("--timeout-s", type=float, default=60.0)
     return parser
@@ -145,10 +147,21 @@ def _make_buffer(
 ) -> Buffer:
     num_ranks = group.size()
     sizes = (2 * options.hidden, num_ranks, ranks_per_node)
+    nvl_bytes = config.get_nvl_buffer_size_hint(*sizes)
+    rdma_bytes = config.get_rdma_buffer_size_hint(*sizes)
+    direct_bytes = 0
+    if not options.rings:
+        # A few calls' outputs, and a slot for each row on either side of the rail.
+        tokens = max(options.tokens, options.check_tokens)
+        row_bytes = 2 * options.hidden + 16 * options.topk + 64
+        direct_bytes = 6 * num_ranks * tokens * row_bytes + (1 << 20)
+        slot_bytes = -(-2 * options.hidden // 128) * 128 + 256 + 8 * options.topk
+        rdma_bytes = max(rdma_bytes, 2 * num_ranks * tokens * slot_bytes)
     return Buffer(
         group,
-        config.get_nvl_buffer_size_hint(*sizes),
-        config.get_rdma_buffer_size_hint(*sizes),
+        nvl_bytes + direct_bytes,
+        rdma_bytes if ranks_per_node != num_ranks else 0,
+        num_direct_bytes=direct_bytes,
         ranks_per_node=ranks_per_node,
         device=_device(group, options),
         num_max_experts=options.experts,
@@ -192,7 +205,11 @@ def _measure(
             own = group.rank() // per_node
             assert layout[1] is not None
             crossing = sum(int(layout[1][node]) for node in range(buffer.num_nodes) if node != own)
-            slot = -(-(2 * options.hidden + 16) // 128) * 128  # row, source token, mask
+            row_bytes = 2 * options.hidden
+            if options.rings:
+                slot = -(-(row_bytes + 16) // 128) * 128  # row, source token, mask
+            else:  # source token and a place at each rank, row
+                slot = -(-(4 + 4 * per_node) // 128) * 128 + -(-row_bytes // 128) * 128
             is_right &= measured["cached dispatch"][1] == crossing * slot
         return measured, is_right
 

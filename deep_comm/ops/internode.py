@@ -16,6 +16,7 @@ from deep_comm.errors import DeepCommError, HandleMismatch
 from deep_comm.events import EventOverlap
 from deep_comm.internode_handle import InternodeHandle
 from deep_comm.ops.call import CallOptions
+from deep_comm.ops.internode_outputs import TierOutputs, allocate
 from deep_comm.ops.internode_plan import TwoTierPlan, plan_two_tiers
 from deep_comm.ops.layout import Layout, checked_routing, launch_layout
 from deep_comm.topology import num_local_experts
@@ -47,44 +48,11 @@ class _Routing:
         self.combine_start = empty(num_channels, num_nodes, ctx.topology.ranks_per_node)
         num_local = ctx.topology.ranks_per_node
         self.forward_places = empty((num_nodes + 1 + num_channels * num_nodes) * num_local)
+        self.send_places = (
+            None if ctx.num_direct_bytes == 0 else empty(num_tokens, num_nodes + num_ranks)
+        )
         num_local = num_local_experts(ctx.rank, layout.num_experts, num_ranks)
         self.num_recv_tokens_per_expert = empty(num_local)
-
-
-class _Outputs:
-    """Q received rows, F forwarded ones. Of a cached dispatch: the payload alone."""
-
-    def __init__(
-        self,
-        ctx: Context,
-        launch: Launch,
-        payload: Payload,
-        idx: Tensor | None,
-        weights: Tensor | None,
-        num_rows: int,
-        num_forward_rows: int,
-        makes_handle: bool,
-    ) -> None:
-        self.num_rows = num_rows
-        self.num_forward_rows = num_forward_rows
-        self.x = launch.empty((num_rows, payload.hidden), payload.x.dtype)
-        self.scales = self.topk_idx = self.topk_weights = None
-        self.src_idx = self.src_meta = self.send_rank_head = None
-        if payload.scales is not None:
-            self.scales = launch.empty((num_rows, payload.num_scales), payload.scales.dtype)
-        if idx is not None:
-            self.topk_idx = launch.empty((num_rows, idx.shape[1]), idx.dtype)
-        if weights is not None:
-            self.topk_weights = launch.empty((num_rows, weights.shape[1]), weights.dtype)
-        if makes_handle:
-            self.src_idx = launch.empty((num_rows,), torch.int32)
-            self.src_meta = launch.empty((num_rows, 8), torch.uint8)
-            ranks_per_node = ctx.topology.ranks_per_node
-            self.send_rank_head = launch.empty((num_forward_rows, ranks_per_node), torch.int32)
-
-    @property
-    def payload(self) -> Tensor | tuple[Tensor, Tensor]:
-        return self.x if self.scales is None else (self.x, self.scales)
 
 
 def _launch_dispatch(
@@ -96,12 +64,16 @@ def _launch_dispatch(
     weights: Tensor | None,
     num_experts: int,
     handle_parts: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
-    combine_start: Tensor | None,
+    node_channel_prefix: Tensor,
+    send_places: Tensor | None,
+    combine: tuple[Tensor, Tensor] | None,
     fill_tail: bool,
     zero_tail: bool,
-    out: _Outputs,
+    out: TierOutputs,
 ) -> None:
-    """``handle_parts``: is_token_in_rank, send_rdma_head and the four receive prefixes."""
+    """``handle_parts``: is_token_in_rank, send_rdma_head and the four receive prefixes.
+    ``combine``: where its rings begin, and forward_places.
+    """
     address, scales = ctx.address, payload.scales
     is_token_in_rank, send_head, node_prefix, node_sum, rank_start, rank_sum = handle_parts
     ctx.engine.internode_dispatch(
@@ -124,7 +96,10 @@ def _launch_dispatch(
         recv_node_prefix_sum=address(node_sum),
         recv_rank_channel_start=address(rank_start),
         recv_rank_prefix_sum=address(rank_sum),
-        combine_start=address(combine_start),
+        combine_start=0 if combine is None else address(combine[0]),
+        forward_places=0 if combine is None else address(combine[1]),
+        node_channel_prefix=address(node_channel_prefix),
+        send_places=address(send_places),
         recv_x=address(out.x),
         recv_x_scales=address(out.scales),
         recv_topk_idx=address(out.topk_idx),
@@ -134,6 +109,8 @@ def _launch_dispatch(
         send_rank_head=address(out.send_rank_head),
         num_recv_rows=out.num_rows,
         num_forward_rows=out.num_forward_rows,
+        output_offset=out.output_offset,
+        src_offset=out.src_offset,
         fill_tail=fill_tail,
         zero_tail=zero_tail,
         stream=launch.stream,
@@ -164,6 +141,7 @@ def _notify(
         node_channel_prefix=address(routing.node_channel_prefix),
         rank_channel_prefix=address(routing.rank_channel_prefix),
         send_node_head=address(routing.send_node_head),
+        send_places=address(routing.send_places),
         recv_node_channel_prefix=address(routing.recv_node_channel_prefix),
         recv_node_prefix_sum=address(routing.recv_node_prefix_sum),
         recv_rank_channel_start=address(routing.recv_rank_channel_start),
@@ -232,7 +210,7 @@ def internode_dispatch(
                 raise DeepCommError("internode_notify failed and left no error record")
         # Without counts: as many rows as can come when all ranks have as many tokens as this one.
         num_forward = max(num_worst_tokens, ctx.topology.num_nodes * payload.num_tokens)
-        out = _Outputs(
+        out = allocate(
             ctx,
             launch,
             payload,
@@ -259,7 +237,9 @@ def internode_dispatch(
             weights,
             layout.num_experts,
             parts,
-            routing.combine_start,
+            routing.node_channel_prefix,
+            routing.send_places,
+            (routing.combine_start, routing.forward_places),
             counts is None,
             counts is None and zero_tail,
             out,
@@ -274,6 +254,8 @@ def internode_dispatch(
                 layout.num_tokens_per_expert,
                 layout.is_token_in_rank,
                 routing.combine_start,
+                routing.forward_places,
+                routing.send_places,
             )
         )
     ctx.end()
@@ -299,6 +281,7 @@ def internode_dispatch(
         members=ctx.members,
         forward_places=routing.forward_places,
         num_returning_rows=None if counts is None else counts.num_returning_rows,
+        send_places=routing.send_places,
     )
     per_expert = [] if counts is None else list(counts.num_recv_tokens_per_expert)
     return out.payload, out.topk_idx, out.topk_weights, per_expert, handle, event
@@ -308,6 +291,20 @@ def known_handle(ctx: Context, handle: Sequence[Tensor]) -> InternodeHandle:
     known = InternodeHandle.of(handle)
     known.require_group(ctx.rank, ctx.num_ranks, ctx.topology.num_nodes, ctx.members, ctx.device)
     return known
+
+
+def _places(ctx: Context, launch: Launch, known: InternodeHandle) -> Tensor:
+    """What a handle made of ten tensors does not bring along."""
+    num_targets = known.num_nodes + known.num_ranks
+    places = launch.empty((known.num_tokens, num_targets), torch.int32)
+    ctx.engine.internode_places(
+        is_token_in_rank=ctx.address(known.is_token_in_rank),
+        num_tokens=known.num_tokens,
+        num_channels=known.num_channels,
+        send_places=ctx.address(places),
+        stream=launch.stream,
+    )
+    return places
 
 
 def cached_internode_dispatch(
@@ -333,7 +330,7 @@ def cached_internode_dispatch(
         known.num_channels,
     )
     with options.streams.launch(ctx) as launch:
-        out = _Outputs(
+        out = allocate(
             ctx,
             launch,
             payload,
@@ -343,6 +340,9 @@ def cached_internode_dispatch(
             known.num_forward_rows,
             makes_handle=False,
         )
+        places = known.send_places
+        if places is None and out.output_offset != 0:
+            places = _places(ctx, launch, known)
         parts = (known[0], known[8], known[3], known[4], known[5], known[6])
         _launch_dispatch(
             ctx,
@@ -353,11 +353,13 @@ def cached_internode_dispatch(
             None,
             known.num_experts or 0,
             parts,
+            known.rdma_channel_prefix_matrix,
+            places,
             None,
             False,
             False,
             out,
         )
-        event = launch.finish((payload.x, payload.scales, *known))
+        event = launch.finish((payload.x, payload.scales, places, *known))
     ctx.end()
     return out.payload, None, None, None, None, event

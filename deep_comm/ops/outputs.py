@@ -266,11 +266,11 @@ def outputs_in(
 def _layout(payload: Payload, idx: Tensor | None, num_rows: int) -> tuple[int, int, int, int, int]:
     form = payload.form
     num_topk, idx_bytes = (0, 0) if idx is None else (idx.shape[1], idx.element_size())
-    return _output_layout(num_rows, form.row_bytes, form.scale_row_bytes, num_topk, idx_bytes)
+    return output_layout(num_rows, form.row_bytes, form.scale_row_bytes, num_topk, idx_bytes)
 
 
 @functools.lru_cache(maxsize=4096)
-def _output_layout(
+def output_layout(
     num_rows: int, row_bytes: int, scale_row_bytes: int, num_topk: int, topk_idx_bytes: int
 ) -> tuple[int, int, int, int, int]:
     """Offsets of x, scales, indices and weights, and bytes of all."""
@@ -357,7 +357,7 @@ def allocate_cached(
 
 def _cached_layout(form: PayloadForm, handle: KnownHandle) -> tuple[int, int, int]:
     """Offsets of x and scales, and bytes of both."""
-    x, scales, _, _, num_bytes = _output_layout(
+    x, scales, _, _, num_bytes = output_layout(
         handle.num_output_rows, form.row_bytes, form.scale_row_bytes, 0, 0
     )
     known = handle.output_layouts[form] = (x, scales, num_bytes)

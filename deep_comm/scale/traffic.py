@@ -100,7 +100,7 @@ class Traffic:
 
     def dispatch_posts(self, wire: Wire) -> Posts:
         """A cached dispatch: rows in puts of a batch, each with its tail,
-        credits, one arrival a node.
+        credits, an offer and an arrival a node.
         """
         if wire.num_slots % wire.batch != 0:
             # Puts would be split where the ring ends and cut short where it is full.
@@ -111,7 +111,8 @@ class Traffic:
         puts = -(-rows // wire.batch)
         # A sender gets no credit that it cannot need.
         credits = -(-(rows - wire.num_slots).clamp(min=0) // wire.batch)
-        signals = puts.sum(2) + self._back(credits.sum(2)) + self.is_remote.long()
+        # At entry: what the rank offers, and that it has come.
+        signals = puts.sum(2) + self._back(credits.sum(2)) + 2 * self.is_remote.long()
         return Posts(puts.sum(2), rows.sum(2) * wire.dispatch_slot_bytes, signals)
 
     def notify_posts(self, wire: Wire) -> Posts:
@@ -132,7 +133,9 @@ class Traffic:
         rows = self.to_node * self.is_remote[:, :, None]
         back = self._back(rows.sum(2))
         fewest = self._back((-(-rows // wire.batch)).sum(2))
-        credits = (rows // min(wire.batch, wire.num_slots)).sum(2) + self.is_remote.long()
+        # At entry: where that node's sums have places, and that this rank has come.
+        entry = 2 * self.is_remote.long()
+        credits = (rows // min(wire.batch, wire.num_slots)).sum(2) + entry
         num_bytes = back * wire.combine_slot_bytes
         return Posts(fewest, num_bytes, fewest + credits), Posts(back, num_bytes, back + credits)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import verify_each
 from gpu_cases import run
-from internode import InternodeCase, random_case, run_case, verify
+from internode import InternodeCase, direct, random_case, run_case, verify
 
 import deep_comm
 from deep_comm import errors
@@ -33,7 +33,11 @@ def check(cases: list[InternodeCase], options: dict | None = None, **run_options
 def random_cases(shape: tuple[int, int], first_seed: int, num_cases: int) -> list[InternodeCase]:
     cases = [random_case(first_seed + number, shape) for number in range(num_cases)]
     # A default config on a GPU has ten channels and takes more room than one on the host.
-    return [dataclasses.replace(case, nvl_bytes=128 << 20, rdma_bytes=128 << 20) for case in cases]
+    cases = [dataclasses.replace(case, nvl_bytes=128 << 20, rdma_bytes=128 << 20) for case in cases]
+    return [
+        direct(case) if number % 2 == 0 else dataclasses.replace(case, direct_bytes=0)
+        for number, case in enumerate(cases)
+    ]
 
 
 def test_every_rank_gets_its_rows_and_sums(num_ranks: int) -> None:
@@ -58,7 +62,7 @@ def test_many_tokens_at_a_model_shape(num_ranks: int) -> None:
             biases=1, calls=3, nvl_bytes=512 << 20, rdma_bytes=512 << 20, num_sms=24,
             send_chunk=6, slots=64, rail_chunk=6, rail_slots=64, ranks_per_node=ranks_per_node,
         )  # fmt: skip
-        check([case])
+        check([dataclasses.replace(case, direct_bytes=0), direct(case)])
 
 
 def test_a_hundred_calls_with_rings_of_few_slots(num_ranks: int) -> None:

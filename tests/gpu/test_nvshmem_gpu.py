@@ -7,12 +7,13 @@ their own and all of them.
 """
 
 import atexit
+import dataclasses
 import importlib.util
 
 import pytest
 import test_internode_gpu as over_nic
 from cases import verify_each
-from internode import InternodeCase, verify
+from internode import InternodeCase, direct, verify
 
 from deep_comm import errors, processes
 
@@ -73,7 +74,7 @@ def test_many_tokens_at_a_model_shape(num_ranks: int, near: bool) -> None:
         biases=1, calls=3, nvl_bytes=512 << 20, rdma_bytes=512 << 20, num_sms=24,
         send_chunk=6, slots=64, rail_chunk=6, rail_slots=64, ranks_per_node=ranks_per_node,
     )  # fmt: skip
-    check([case], near=near)
+    check([dataclasses.replace(case, direct_bytes=0), direct(case)], near=near)
 
 
 @pytest.mark.parametrize("near", [True, False], ids=["stores", "puts"])

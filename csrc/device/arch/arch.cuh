@@ -78,7 +78,7 @@
 //        The peer's segment, if ordinary stores of this rank reach it, else null; the same in
 //        every call. What is stored there is ordered by releases, and not against puts and signals
 //        to the same peer.
-//   void rail_count(const RailPort&, int peer, int qp, uint32_t num_bytes)   // stored instead of put
+//   void rail_count(const RailPort&, int peer, int qp, uint64_t num_bytes)   // stored instead of put
 //
 // ---- launches -----------------------------------------------------------------------------------
 //   void await_earlier_launch()  // kernels that begin early: until the launch before this one in the stream has

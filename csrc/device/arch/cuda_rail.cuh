@@ -46,6 +46,6 @@ DC_DEVICE void rail_put_warp(const RailPort& port, int peer, int qp, size_t dst_
   if (lane_idx() == 0) rail_put(port, peer, qp, dst_offset, src, num_bytes);
 }
 DC_DEVICE uint8_t* rail_near(const RailPort&, int) { return nullptr; }
-DC_DEVICE void rail_count(const RailPort&, int, int, uint32_t) {}
+DC_DEVICE void rail_count(const RailPort&, int, int, uint64_t) {}
 
 }  // namespace deep_comm::arch

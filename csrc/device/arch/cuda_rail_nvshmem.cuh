@@ -25,7 +25,7 @@ DC_DEVICE int pe_of(const RailPort& port, int peer) { return ld_nc(&port.peers[p
 DC_DEVICE uint8_t* rail_near(const RailPort& port, int peer) {
   return ld_nc(&port.peers[peer].near);
 }
-DC_DEVICE void rail_count(const RailPort& port, int peer, int qp, uint32_t num_bytes) {
+DC_DEVICE void rail_count(const RailPort& port, int peer, int qp, uint64_t num_bytes) {
   atomic_add_relaxed_gpu(port.num_bytes + peer * port.num_qps + qp, num_bytes);
 }
 

@@ -448,7 +448,7 @@ inline void rail_put_warp(const RailPort& port, int peer, int qp, size_t dst_off
 inline uint8_t* rail_near(const RailPort& port, int peer) {
   return port.peers == nullptr ? nullptr : port.peers[peer].near;
 }
-inline void rail_count(const RailPort& port, int peer, int qp, uint32_t num_bytes) {
+inline void rail_count(const RailPort& port, int peer, int qp, uint64_t num_bytes) {
   port.num_bytes[peer * port.num_qps + qp] += num_bytes;
 }
 

@@ -8,6 +8,7 @@
 #include "device/layout/message.cuh"
 #include "device/layout/rail.cuh"
 #include "device/layout/ring_layout.cuh"
+#include "device/layout/tier_output.cuh"
 #include "device/layout/workspace.cuh"
 #include "device/move/reduce.cuh"
 
@@ -83,6 +84,8 @@ struct InternodeCountArgs {
   int32_t* rank_channel_prefix;  // out [R, C]  the same by rank
   int32_t* send_node_head;  // out [T, N]  ordinal of a token among those its channel sends to a
                             // node, or -1
+  int32_t* send_places;     // out [T, N + R]  ordinal of a token among all that go to node n, then
+                            // to rank r, or -1; or null
 };
 
 // Totals that the host waits for; host memory that kernels reach.
@@ -130,6 +133,24 @@ struct InternodeDispatchArgs {
   int num_send_tokens;       // rows between two publications inside the node
   int num_rail_send_tokens;  // rows of a put, at most
   int num_sender_warps;
+  // direct mode (dispatch_direct.cuh)
+  PlacedRailMessage placed;
+  RailStaging staging;
+  StageLayout send_stage;
+  StageLayout forward_stage;
+  int num_send_warps;  // of a block, then the forwarding ones, those of metadata and the publisher
+  int num_forward_warps;
+  int num_meta_warps;
+  // Shared memory: sending warps' stages, then
+  size_t forward_stages_offset;
+  size_t barriers_offset;  // of sending warps, then of forwarding ones
+  size_t entry_offset;     // DirectEntry
+  // Where this rank's outputs begin in its segment, in lines; 0: elsewhere, and no stages
+  uint32_t output_line;
+  uint32_t src_line;
+  const int32_t* send_places;          // [T, N + R]
+  const int32_t* node_channel_prefix;  // [N, C]
+  const int32_t* forward_places;       // see InternodeCombineArgs; with send_rank_head
   // routing
   const uint8_t* is_token_in_rank;          // [T, R]
   const int32_t* send_node_head;            // [T, N]

@@ -34,20 +34,6 @@ struct PairChunks {
   }
 };
 
-// The sums of one node for another, by token.
-struct RailChunks {
-  int num_rows;
-  int chunk_rows;
-
-  DC_HOST_DEVICE static RailChunks of(int num_rows, int min_chunk_rows) {
-    return {num_rows, max_of(min_chunk_rows, ceil_div(num_rows, kMaxRailChunks))};
-  }
-  DC_HOST_DEVICE int num_chunks() const { return ceil_div(num_rows, chunk_rows); }
-  DC_HOST_DEVICE int rows_of(int chunk) const {
-    return min_of(chunk_rows, num_rows - chunk * chunk_rows);
-  }
-};
-
 // What every warp of a block looks up; in shared memory. Prefixes over the nodes.
 struct StagedTables {
   int32_t returned[kMaxRanks][kMaxStagedNodes + 1];  // of x: rows that return to a local rank

@@ -1,7 +1,8 @@
 // internode_count: the tokens of this rank by channel, for every node and every rank.
 //
 // in     is_token_in_rank [T, R]
-// out    node_channel_prefix [N, C], rank_channel_prefix [R, C], send_node_head [T, N]
+// out    node_channel_prefix [N, C], rank_channel_prefix [R, C], send_node_head [T, N],
+//        send_places [T, N + R]; each may be left away
 // grid   any number of blocks; a target (node, then rank) a block at a time, a warp a channel
 // smem   int32 [C]
 // local: no peer takes part, no generation passes
@@ -34,7 +35,7 @@ DC_DEVICE int count_channel(const InternodeCountArgs& args, int channel, int tar
     const int token = base + arch::lane_idx();
     const bool goes = token < range.end && goes_to(args, token, target);
     const uint32_t going = arch::ballot(kFullMask, goes);
-    if (target < num_nodes && token < range.end) {
+    if (args.send_node_head != nullptr && target < num_nodes && token < range.end) {
       arch::st_weak(args.send_node_head + static_cast<int64_t>(token) * num_nodes + target,
                     goes ? num_rows + arch::popc(going & lower_lanes) : -1);
     }
@@ -43,8 +44,27 @@ DC_DEVICE int count_channel(const InternodeCountArgs& args, int channel, int tar
   return num_rows;
 }
 
+// One warp, one channel, whose first row for the target is `start`: the ordinals of its tokens among all that
+// go there.
+DC_DEVICE void place_channel(const InternodeCountArgs& args, int channel, int target, int start) {
+  const int num_targets = args.tiers.num_nodes() + args.tiers.num_ranks();
+  const ChannelRange range = ChannelRange::of(args.num_tokens, args.num_channels, channel);
+  const uint32_t lower_lanes = (1u << arch::lane_idx()) - 1;
+  for (int base = range.begin; base < range.end; base += kWarpSize) {
+    const int token = base + arch::lane_idx();
+    const bool goes = token < range.end && goes_to(args, token, target);
+    const uint32_t going = arch::ballot(kFullMask, goes);
+    if (token < range.end) {
+      arch::st_weak(args.send_places + static_cast<int64_t>(token) * num_targets + target,
+                    goes ? start + arch::popc(going & lower_lanes) : -1);
+    }
+    start += arch::popc(going);
+  }
+}
+
 DC_DEVICE void internode_count(const InternodeCountArgs& args) {
   const int num_nodes = args.tiers.num_nodes();
+  const bool writes_prefixes = args.node_channel_prefix != nullptr;
   int32_t* counts = reinterpret_cast<int32_t*>(arch::dynamic_smem());
   for (int target = arch::block_idx(); target < num_nodes + args.tiers.num_ranks();
        target += arch::num_blocks()) {
@@ -60,9 +80,16 @@ DC_DEVICE void internode_count(const InternodeCountArgs& args) {
                             : args.rank_channel_prefix + (target - num_nodes) * args.num_channels;
       int32_t sum = 0;
       for (int channel = 0; channel < args.num_channels; ++channel) {
+        const int32_t start = sum;
         sum += counts[channel];
-        arch::st_weak(prefix + channel, sum);
+        counts[channel] = start;
+        if (writes_prefixes) arch::st_weak(prefix + channel, sum);
       }
+    }
+    arch::sync_block();
+    for (int channel = arch::warp_idx(); args.send_places != nullptr && channel < args.num_channels;
+         channel += arch::num_warps()) {
+      place_channel(args, channel, target, counts[channel]);
     }
     arch::sync_block();  // the counts may be overwritten
   }

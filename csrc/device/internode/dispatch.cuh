@@ -24,6 +24,7 @@
 // come back not promised: which node's rows come first in time
 #pragma once
 
+#include "device/internode/dispatch_direct.cuh"
 #include "device/internode/dispatch_forward.cuh"
 #include "device/internode/dispatch_receive.cuh"
 #include "device/internode/dispatch_send.cuh"
@@ -103,19 +104,56 @@ DC_DEVICE void run_forwarding_block(const TierContexts& contexts, const Internod
   }
 }
 
+// Through rings; the whole grid.
+DC_DEVICE void dispatch_by_tier_rings(const TierContexts& contexts,
+                                      const InternodeDispatchArgs& args) {
+  ForwardTeam* team = ForwardTeam::of_block();
+  team->reset();
+  arch::sync_block();
+  const int channel = arch::block_idx() / 2;
+  if (arch::block_idx() % 2 == 0) {
+    run_outer_block(contexts, args, channel);
+  } else {
+    run_forwarding_block(contexts, args, team, channel);
+  }
+}
+
+// A sending warp of direct mode. Its loads begin before anybody knows whether the mode will be
+// direct; this rank's own outputs being in place makes it likely.
+DC_DEVICE void enter_and_send(const TierContexts& contexts, const InternodeDispatchArgs& args,
+                              DirectEntry* entry) {
+  TokenSender sender(contexts.node, args, entry);
+  sender.begin();
+  if (arch::warp_idx() == 0) enter_direct(contexts, args, entry);
+  arch::sync_block();
+  if (entry->mode == TierMode::kDirect) {
+    sender.run();
+  } else {
+    sender.give_up();
+  }
+}
+
 DC_DEVICE void internode_dispatch(const InternodeDispatchArgs& args) {
   const TierContexts contexts =
       TierContexts::make(args.world, args.tiers, Kernel::kInternodeDispatch);
-  ForwardTeam* team = ForwardTeam::of_block();
-  team->reset();
-  if (enter_tiers(contexts, args.tiers, args.signature, &team->flag)) {
+  DirectEntry* entry = DirectEntry::of(args);
+  entry->reset(args.tiers);
+  if (args.output_line != 0 && arch::warp_idx() < args.num_send_warps) {
+    enter_and_send(contexts, args, entry);
+  } else {
+    if (arch::warp_idx() == 0) enter_direct(contexts, args, entry);
+    arch::sync_block();
+    if (entry->mode == TierMode::kDirect) run_direct_warp(contexts, args, entry);
+  }
+  if (entry->mode == TierMode::kDirect) {
     fill_tail_rows(contexts.node, args);
-    const int channel = arch::block_idx() / 2;
-    if (arch::block_idx() % 2 == 0) {
-      run_outer_block(contexts, args, channel);
-    } else {
-      run_forwarding_block(contexts, args, team, channel);
-    }
+    leave_direct(contexts);
+    return;
+  }
+  arch::sync_block();  // senders that began in vain have left the stages
+  if (entry->mode == TierMode::kRings) {
+    fill_tail_rows(contexts.node, args);
+    dispatch_by_tier_rings(contexts, args);
   }
   leave_tiers(contexts);
 }

@@ -1,8 +1,9 @@
 // What a rank's segment holds for the tier between nodes, behind the data region of the node's own
 // tier, and the same on all ranks, so that an offset names a place at every peer.
 //
-//   [ arrived | tails | heads | places | landed | added | counts sent | counts received | counts in
-//   the node | counters ] words [ send rings | receive rings ] num_rdma_bytes
+//   [ arrived | tails | heads | places | landed | added | told | counts sent | counts received
+//   | counts in the node | counters ] words [ send rings | receive rings ] num_rdma_bytes
+//                                     or, of a call whose rows all have a slot: RailStaging
 //
 // N nodes, M ranks a node, C channels. Node-tier words (rings, arrivals) are those of
 // workspace.cuh.
@@ -21,26 +22,70 @@ struct alignas(kLineBytes) RailLine {
   uint64_t word;  // Tagged
 };
 
+// By which the rank of this local index at a node announces itself; all Tagged.
+struct alignas(kLineBytes) RailArrivedLine {
+  uint64_t word;  // it has entered; value = operation signature
+  // What it can do in this kernel (a TierOffer); written before `word`. By the generation's lowest
+  // bit: a peer may be one kernel further when this is read.
+  uint64_t offers[2];
+};
+
 // Where rows from another node may lie when nobody returns credits: told by the rank that receives
 // them before its arrival, by the generation's lowest bit, since it may be one kernel further when
 // this is read.
 struct alignas(kLineBytes) RailPlaceLine {
-  uint64_t staging_line;  // Tagged: first line of that node's rows in the receiver's segment; 0: none
+  uint64_t
+      staging_line;  // Tagged: first line of that node's rows in the receiver's segment; 0: none
 };
 
-inline constexpr int kMaxRailChunks = 2048;  // of one node's rows to another
+inline constexpr int kMaxRailChunks = 4096;  // of one node's rows to another
+
+// Rows that one node sends to another, by ordinal, in chunks; each has a word at the receiver.
+struct RailChunks {
+  int num_rows;
+  int chunk_rows;
+
+  DC_HOST_DEVICE static RailChunks of(int num_rows, int min_chunk_rows) {
+    return {num_rows, max_of(min_chunk_rows, ceil_div(num_rows, kMaxRailChunks))};
+  }
+  DC_HOST_DEVICE int num_chunks() const { return ceil_div(num_rows, chunk_rows); }
+  DC_HOST_DEVICE int rows_of(int chunk) const {
+    return min_of(chunk_rows, num_rows - chunk * chunk_rows);
+  }
+};
+
+// What a kernel does only if all ranks of the group can. Bits, so that offers are added by "and".
+struct TierOffer {
+  static constexpr uint32_t kAllNear = 1;     // stores reach all ranks on this one's rail
+  static constexpr uint32_t kFitsIfNear = 2;  // everything that comes has a place: where they do,
+  static constexpr uint32_t kFitsIfPut = 4;   // and where slots to put from are needed as well
+  static constexpr uint32_t kAll = 7;
+};
+
+// What a rank tells its neighbours when a kernel begins; read after its arrival.
+struct TierTold {
+  uint32_t offer;        // of all ranks of its rail
+  uint32_t output_line;  // dispatch: where its output block begins, in lines from its segment's
+                         // start; 0: elsewhere
+  uint32_t src_line;     // the same for what the handle keeps of the rows
+  int32_t num_rows;      // that its output has
+};
 
 struct RailLayout {
   int num_nodes;
   int ranks_per_node;
-  size_t arrived;  // RailLine [N], by node: the rank there has entered
+  size_t arrived;  // RailArrivedLine [N], by node
   size_t tails;    // RailLine [kMaxRailChannels, N], by sending node: slots filled here
   size_t heads;    // RailLine [kMaxRailChannels, N], by receiving node: slots read there
   size_t places;   // RailPlaceLine [2, N], by generation parity and receiving node
-  size_t landed;   // uint64 [N, kMaxRailChunks], by sending node: Tagged, the chunk's rows are here;
-                   // always written through landed_qp(chunk)
-  size_t added;    // uint32 [N, kMaxRailChunks], by receiving node: rows of the chunk that this rank
-                   // has finished; zero at rest
+  size_t landed;  // uint64 [N, kMaxRailChunks], by sending node: Tagged, the chunk's rows are here;
+                  // always written through landed_qp(chunk)
+  size_t added;   // uint32 [N, kMaxRailChunks], by receiving node: rows of the chunk that this rank
+                  // has finished; zero at rest
+  // [2, M], by generation parity and local rank: what it tells this one at entry (TierTold), then
+  // int32 [N]: where rows of node n's rank of this local index begin in its outputs
+  size_t told;
+  size_t told_stride;
   // int32 [2, N, counts_stride], by generation parity and node: header, tokens to the node [C],
   // tokens to each of its ranks [M, C] (both summed up over the channels), selections of each of
   // its experts
@@ -62,12 +107,14 @@ struct RailLayout {
     RegionCursor cursor;
     layout.num_nodes = num_nodes;
     layout.ranks_per_node = ranks_per_node;
-    layout.arrived = offset + cursor.take(sizeof(RailLine) * num_nodes);
+    layout.arrived = offset + cursor.take(sizeof(RailArrivedLine) * num_nodes);
     layout.tails = offset + cursor.take(sizeof(RailLine) * kMaxRailChannels * num_nodes);
     layout.heads = offset + cursor.take(sizeof(RailLine) * kMaxRailChannels * num_nodes);
     layout.places = offset + cursor.take(sizeof(RailPlaceLine) * 2 * num_nodes);
     layout.landed = offset + cursor.take(sizeof(uint64_t) * kMaxRailChunks * num_nodes);
     layout.added = offset + cursor.take(sizeof(uint32_t) * kMaxRailChunks * num_nodes);
+    layout.told_stride = align_up<size_t>(sizeof(TierTold) + 4 * num_nodes, kLineBytes);
+    layout.told = offset + cursor.take(layout.told_stride * 2 * ranks_per_node);
     layout.counts_stride =
         align_up<size_t>(kNumRailHeaderFields + kMaxRailChannels * (1 + ranks_per_node) +
                              static_cast<size_t>(max_local_experts) * ranks_per_node,
@@ -83,7 +130,15 @@ struct RailLayout {
     return layout;
   }
 
-  DC_HOST_DEVICE size_t arrived_of(int node) const { return arrived + sizeof(RailLine) * node; }
+  DC_HOST_DEVICE size_t arrived_of(int node) const {
+    return arrived + sizeof(RailArrivedLine) * node;
+  }
+  DC_HOST_DEVICE size_t offer_of(int node, int parity) const {
+    return arrived_of(node) + offsetof(RailArrivedLine, offers) + sizeof(uint64_t) * parity;
+  }
+  DC_HOST_DEVICE size_t told_by(int local, int parity) const {
+    return told + told_stride * (parity * ranks_per_node + local);
+  }
   DC_HOST_DEVICE size_t tail_of(int channel, int node) const {
     return tails + sizeof(RailLine) * (static_cast<size_t>(channel) * num_nodes + node);
   }
@@ -131,6 +186,55 @@ struct RailMessage {
   DC_HOST_DEVICE int num_bytes() const { return row_bytes + meta_bytes(); }
   // Whole lines: a store of part of a line costs the link as much as two.
   DC_HOST_DEVICE int slot_bytes() const { return align_up(num_bytes(), 128); }
+};
+
+// One row of direct dispatch on the rail:
+//   slot = [ scales | expert ids int32[K] | weights float[K] | source token | places int32[M]
+//            | pad to 128 | row | pad to 128 ]
+// places: the row's ordinal among those that its source sends to each rank of the node, or -1.
+struct PlacedRailMessage {
+  int row_bytes;
+  int scale_row_bytes;
+  int num_topk;
+  int ranks_per_node;
+
+  DC_HOST_DEVICE int scales_offset() const { return 0; }
+  DC_HOST_DEVICE int topk_idx_offset() const { return align_up(scale_row_bytes, 4); }
+  DC_HOST_DEVICE int topk_weights_offset() const { return topk_idx_offset() + 4 * num_topk; }
+  DC_HOST_DEVICE int src_idx_offset() const { return topk_weights_offset() + 4 * num_topk; }
+  DC_HOST_DEVICE int places_offset() const { return src_idx_offset() + 4; }
+  DC_HOST_DEVICE int meta_bytes() const {
+    return align_up(places_offset() + 4 * ranks_per_node, 128);
+  }
+  DC_HOST_DEVICE int slot_bytes() const { return meta_bytes() + align_up(row_bytes, 128); }
+};
+
+// The memory of the rings between nodes, used in another way: a slot for every row that comes over
+// the rail in one call, rows of a node by ordinal, as much room for each node. Where the NIC reads
+// what it puts, behind them a slot for every row that is sent.
+struct RailStaging {
+  size_t data;  // from the segment's start, the same at all ranks
+  size_t num_bytes;
+  int num_nodes;
+  int slot_bytes;
+
+  DC_HOST_DEVICE int rows_per_node(bool has_send_slots) const {
+    const size_t num_areas = static_cast<size_t>(has_send_slots ? 2 : 1) * max_of(1, num_nodes - 1);
+    return static_cast<int>(min_of<size_t>(num_bytes / (num_areas * slot_bytes), 1 << 30));
+  }
+  // Where row `row` that `from` sends lies in `to`'s segment.
+  DC_HOST_DEVICE size_t recv_slot(bool has_send_slots, int to, int from, int64_t row) const {
+    return slot_of(has_send_slots, from < to ? from : from - 1, row);
+  }
+  // In `from`'s own segment, to be put from there.
+  DC_HOST_DEVICE size_t send_slot(int from, int to, int64_t row) const {
+    return slot_of(true, num_nodes - 1 + (to < from ? to : to - 1), row);
+  }
+
+ private:
+  DC_HOST_DEVICE size_t slot_of(bool has_send_slots, int area, int64_t row) const {
+    return data + (static_cast<size_t>(area) * rows_per_node(has_send_slots) + row) * slot_bytes;
+  }
 };
 
 // One row of combine: slot = [ row | weights float[K] | pad to 128 ]

@@ -1,0 +1,210 @@
+// How a dispatch finds out whether all rows of all ranks have a place, and where.
+//
+// A rank offers direct mode if its outputs lie in its receive region and the staging between nodes
+// holds what comes over its rail. Offers travel in front of arrivals, first over the rail, then
+// inside the node, and are added up by "and" on the way: so all ranks of the group see the same sum.
+#pragma once
+
+#include "device/internode/tiers.cuh"
+#include "device/layout/output.cuh"
+#include "device/layout/tier_output.cuh"
+#include "device/sync/publisher.cuh"
+
+namespace deep_comm {
+
+enum class TierMode : int { kFailed, kRings, kDirect };
+
+// A local rank's outputs, as this rank addresses them.
+struct TierOutput {
+  uint8_t* x;
+  uint8_t* scales;
+  uint8_t* topk_idx;
+  float* topk_weights;
+  int32_t* src_idx;  // null: no handle is made, so with src_meta
+  int32_t* src_meta;
+  int64_t num_rows;
+};
+
+// What the sending warps of a block have landed, for its publisher.
+struct LandedTokens {
+  static constexpr int kMaxSenders = 8;
+  static constexpr uint32_t kDepth = 32;
+
+  int tokens[kMaxSenders][kDepth];  // by a sender's own count
+  uint32_t num_published[kMaxSenders];
+};
+
+// Of one block, in shared memory.
+struct DirectEntry {
+  TierMode mode;
+  bool is_near;  // all rows between nodes are stored, none is put
+  Progress progress;
+  LandedTokens landed;
+  TierOutput outputs[kMaxRanks];
+
+  DC_DEVICE static DirectEntry* of(const InternodeDispatchArgs& args) {
+    return reinterpret_cast<DirectEntry*>(arch::dynamic_smem() + args.entry_offset);
+  }
+  DC_HOST_DEVICE static size_t num_bytes(int num_nodes, int ranks_per_node) {
+    return align_up<size_t>(sizeof(DirectEntry) + 4 * num_nodes * (ranks_per_node + 1), 16);
+  }
+  // Behind the entry: [M, N], where the rows begin that node n's rank of this local index sends to
+  // local rank m; then [N], rows that this block has stored into node n's slots.
+  DC_DEVICE int32_t* starts() { return reinterpret_cast<int32_t*>(this + 1); }
+  DC_DEVICE uint32_t* num_stored(const TwoTier& tiers) {
+    return reinterpret_cast<uint32_t*>(starts() + tiers.num_nodes() * tiers.ranks_per_node());
+  }
+  // The block, before a barrier.
+  DC_DEVICE void reset(const TwoTier& tiers) {
+    progress.reset();
+    if (arch::thread_idx() < LandedTokens::kMaxSenders)
+      landed.num_published[arch::thread_idx()] = 0;
+    for (int node = arch::thread_idx(); node < tiers.num_nodes(); node += arch::num_threads())
+      num_stored(tiers)[node] = 0;
+  }
+};
+
+// Rows that this rank forwards for a node.
+DC_DEVICE int num_rows_from(const InternodeDispatchArgs& args, int node) {
+  return arch::ld_nc(args.recv_node_prefix_sum + node) -
+         (node == 0 ? 0 : arch::ld_nc(args.recv_node_prefix_sum + node - 1));
+}
+
+DC_DEVICE const TierTold* told_by(const Context& node, const TwoTier& tiers, int local) {
+  return reinterpret_cast<const TierTold*>(
+      node.world.bases[node.world.rank] +
+      tiers.rail.layout.told_by(local, static_cast<int>(node.generation & 1u)));
+}
+
+// A warp; the result is uniform.
+DC_DEVICE uint32_t own_offer(const InternodeDispatchArgs& args) {
+  const TwoTier& tiers = args.tiers;
+  const int num_ranks = tiers.num_ranks();
+  uint32_t offer = TierOffer::kAll;
+  if (args.output_line == 0 || args.send_places == nullptr ||
+      arch::ld_nc(args.recv_rank_prefix_sum + num_ranks - 1) > args.num_recv_rows) {
+    offer = 0;
+  }
+  const int fit_near = args.staging.rows_per_node(false);
+  const int fit_put = args.staging.rows_per_node(true);
+  for (int node = arch::lane_idx(); node < tiers.num_nodes(); node += kWarpSize) {
+    if (node == tiers.rail.node) continue;
+    const int num_rows = num_rows_from(args, node);
+    if (num_rows > fit_near) offer &= ~TierOffer::kFitsIfNear;
+    if (num_rows > fit_put) offer &= ~TierOffer::kFitsIfPut;
+    if (arch::rail_near(tiers.rail.port, node) == nullptr) offer &= ~TierOffer::kAllNear;
+  }
+  for (int delta = kWarpSize / 2; delta > 0; delta /= 2)
+    offer &= arch::shfl_xor(kFullMask, offer, delta);
+  return offer;
+}
+
+// Block 0, a warp: tells the node where its rows belong; the offer follows when the rail is known.
+DC_DEVICE void tell_starts(const Context& node, const InternodeDispatchArgs& args) {
+  const TwoTier& tiers = args.tiers;
+  const int num_nodes = tiers.num_nodes(), num_local = tiers.ranks_per_node();
+  const int parity = static_cast<int>(node.generation & 1u);
+  const size_t offset = tiers.rail.layout.told_by(node.world.rank, parity) + sizeof(TierTold);
+  for (int idx = arch::lane_idx(); idx < num_nodes * num_local; idx += kWarpSize) {
+    const int local = idx % num_local, source = idx;  // of that local index at node idx / num_local
+    int32_t* starts = reinterpret_cast<int32_t*>(node.world.bases[local] + offset);
+    arch::st_weak(starts + idx / num_local,
+                  source == 0 ? 0 : arch::ld_nc(args.recv_rank_prefix_sum + source - 1));
+  }
+}
+
+// Block 0, a warp. False: a wait failed.
+DC_DEVICE bool announce_offer(const TierContexts& contexts, const InternodeDispatchArgs& args) {
+  const RailTier& tier = args.tiers.rail;
+  const World& world = contexts.node.world;
+  const uint32_t generation = contexts.node.generation;
+  const int parity = static_cast<int>(generation & 1u), lane = arch::lane_idx();
+  uint32_t offer = own_offer(args);
+  for (int node = lane; node < tier.num_nodes(); node += kWarpSize) {
+    if (node == tier.node) continue;
+    // pairs with: the load below at the node, behind this rank's arrival on the same queue.
+    write_rail_word(world, tier, node, 0, tier.layout.offer_of(tier.node, parity),
+                    Tagged::pack(generation, offer));
+  }
+  announce_on_rail(contexts.rail, tier, args.signature);
+  tell_starts(contexts.node, args);
+  if (!await_rail_arrivals(contexts.rail, tier, args.signature)) return false;
+  for (int node = lane; node < tier.num_nodes(); node += kWarpSize) {
+    if (node == tier.node) continue;
+    offer &=
+        Tagged::unpack(arch::ld_relaxed_sys(own_word(world, tier.layout.offer_of(node, parity))))
+            .value;
+  }
+  for (int delta = kWarpSize / 2; delta > 0; delta /= 2)
+    offer &= arch::shfl_xor(kFullMask, offer, delta);
+  if (lane < world.num_ranks) {
+    TierTold* told =
+        reinterpret_cast<TierTold*>(world.bases[lane] + tier.layout.told_by(world.rank, parity));
+    arch::st_weak(&told->offer, offer);
+    arch::st_weak(&told->output_line, args.output_line);
+    arch::st_weak(&told->src_line, args.src_line);
+    arch::st_weak(&told->num_rows, static_cast<int32_t>(args.num_recv_rows));
+  }
+  arch::sync_warp();  // the lanes' stores before the arrivals that release them
+  announce_arrival(contexts.node, args.signature);
+  return true;
+}
+
+DC_DEVICE TierOutput output_of(const InternodeDispatchArgs& args, const World& world, int local,
+                               const TierTold* told) {
+  const int64_t num_rows = arch::ld_weak(&told->num_rows);
+  const uint32_t src_line = arch::ld_weak(&told->src_line);
+  const OutputLayout layout =
+      OutputLayout::make(num_rows, args.message.row_bytes, args.message.scale_row_bytes,
+                         args.message.num_topk, args.topk_idx_bytes);
+  uint8_t* block =
+      world.bases[local] + static_cast<size_t>(arch::ld_weak(&told->output_line)) * kLineBytes;
+  uint8_t* sources =
+      src_line == 0 ? nullptr : world.bases[local] + static_cast<size_t>(src_line) * kLineBytes;
+  return {block + layout.x,
+          block + layout.scales,
+          block + layout.topk_idx,
+          reinterpret_cast<float*>(block + layout.topk_weights),
+          reinterpret_cast<int32_t*>(sources),
+          sources == nullptr
+              ? nullptr
+              : reinterpret_cast<int32_t*>(sources + TierSourceLayout::make(num_rows).src_meta),
+          num_rows};
+}
+
+// Warp 0 of every block: waits for all ranks and finds where their outputs lie. The same mode in
+// every block of every rank, unless one has given up.
+DC_DEVICE void enter_direct(const TierContexts& contexts, const InternodeDispatchArgs& args,
+                            DirectEntry* entry) {
+  const TwoTier& tiers = args.tiers;
+  const int num_nodes = tiers.num_nodes(), num_local = tiers.ranks_per_node();
+  const int lane = arch::lane_idx();
+  bool ok = true;
+  if (arch::block_idx() == 0) ok = announce_offer(contexts, args);
+  ok = ok && await_arrivals(contexts.node, Stage::kEntryBarrier, args.signature);
+  uint32_t offer = TierOffer::kAll;
+  if (ok && lane < num_local) {
+    offer = arch::ld_weak(&told_by(contexts.node, tiers, lane)->offer);
+  }
+  for (int delta = kWarpSize / 2; delta > 0; delta /= 2)
+    offer &= arch::shfl_xor(kFullMask, offer, delta);
+  const bool is_near = (offer & TierOffer::kAllNear) != 0;
+  const bool is_direct = (offer & (is_near ? TierOffer::kFitsIfNear : TierOffer::kFitsIfPut)) != 0;
+  if (ok && is_direct) {
+    if (lane < num_local) {
+      entry->outputs[lane] =
+          output_of(args, contexts.node.world, lane, told_by(contexts.node, tiers, lane));
+    }
+    for (int idx = lane; idx < num_nodes * num_local; idx += kWarpSize) {
+      const TierTold* told = told_by(contexts.node, tiers, idx / num_nodes);
+      entry->starts()[idx] =
+          arch::ld_weak(reinterpret_cast<const int32_t*>(told + 1) + idx % num_nodes);
+    }
+  }
+  if (lane == 0) {
+    entry->mode = !ok ? TierMode::kFailed : is_direct ? TierMode::kDirect : TierMode::kRings;
+    entry->is_near = is_near;
+  }
+}
+
+}  // namespace deep_comm

@@ -1,0 +1,161 @@
+// dispatch, direct mode: the warp that tells other nodes, by chunks of rows, what has come; or, where
+// stores do not reach them, puts a chunk when all of its rows lie in their slots.
+#pragma once
+
+#include "device/internode/direct_send.cuh"
+
+namespace deep_comm {
+
+// Rows of a chunk at least: where they are put, a put has as many; a stored row can go on at once.
+DC_DEVICE RailChunks rail_chunks(const InternodeDispatchArgs& args, bool is_near, int num_rows) {
+  return RailChunks::of(num_rows, is_near ? 1 : args.num_rail_send_tokens);
+}
+
+class RowPublisher {
+ public:
+  DC_DEVICE RowPublisher(const Context& rail, const InternodeDispatchArgs& args, DirectEntry* entry)
+      : context_(rail), args_(args), entry_(entry), is_near_(entry->is_near) {}
+
+  // Until all sending warps have reported their last.
+  DC_DEVICE void run() {
+    const int lane = arch::lane_idx(), sender = min_of(lane, args_.num_send_warps - 1);
+    Progress& progress = entry_->progress;
+    uint32_t num_published = 0;  // of this lane's sender
+    while (true) {
+      // The bell before any lane's words: what is reported later rings again.
+      const uint32_t rung = arch::ld_acquire_cta(&progress.bell);
+      arch::sync_warp();
+      // pairs with: Progress::report — the tokens' stores, and what they are.
+      const uint32_t word = arch::ld_acquire_cta(&progress.words[sender]);
+      const uint32_t num_landed = word & ~Progress::kFinished;
+      if (arch::any(kFullMask, num_landed != num_published)) {
+        // With the stores behind it, a release; pairs with: RowForwarder — the rows and their
+        // metadata. Also before the NIC reads them.
+        if (!arch::fault(Fault::kSkipRailFence)) arch::fence_acq_rel_sys();
+        for (int other = 0; other < args_.num_send_warps; ++other) {
+          publish(other, arch::shfl(kFullMask, num_published, other),
+                  arch::shfl(kFullMask, num_landed, other));
+        }
+        num_published = num_landed;
+        // pairs with: TokenSender::post — the tokens have been read.
+        if (lane == sender) arch::st_release_cta(&entry_->landed.num_published[sender], num_landed);
+      }
+      if (arch::all(kFullMask, (word & Progress::kFinished) != 0)) break;
+      bool ok = true;
+      if (lane == 0) {
+        uint32_t seen = 0;
+        ok = await<Scope::kCta>(
+            context_, &progress.bell, {Stage::kRetire, Word::kProgress, context_.world.rank, -1},
+            rung + 1, [=](uint32_t value) { return value != rung; }, &seen);
+      }
+      if (arch::shfl(kFullMask, static_cast<int>(ok), 0) == 0) break;
+    }
+    count_stored();
+  }
+
+ private:
+  // A row that has landed in its slot.
+  struct LandedRow {
+    int node;
+    int chunk;
+    bool completes;   // the chunk
+    bool is_counted;  // with rows that other blocks may have told of
+  };
+
+  // The sender's tokens [begin, end) of its own count; a (token, node) a lane.
+  DC_DEVICE void publish(int sender, uint32_t begin, uint32_t end) {
+    const int num_others = args_.tiers.num_nodes() - 1;
+    const int num_pairs = static_cast<int>(end - begin) * num_others;
+    for (int base = 0; base < num_pairs; base += kWarpSize) {
+      const int pair = base + arch::lane_idx();
+      LandedRow row{0, 0, false, false};
+      if (pair < num_pairs) {
+        const uint32_t index = begin + pair / num_others;
+        row = count_row(entry_->landed.tokens[sender][index % LandedTokens::kDepth],
+                        pair % num_others);
+      }
+      publish_chunks(row);
+    }
+  }
+
+  DC_DEVICE LandedRow count_row(int token, int other) {
+    const TwoTier& tiers = args_.tiers;
+    const int num_channels = args_.rail_rings.num_channels;
+    const int node = (tiers.rail.node + 1 + other) % tiers.num_nodes();
+    const int place = arch::ld_nc(places_of(args_, token) + node);
+    if (place < 0) return {node, 0, false, false};
+    const RailChunks chunks = rail_chunks(
+        args_, is_near_, arch::ld_nc(args_.node_channel_prefix + (node + 1) * num_channels - 1));
+    const int chunk = place / chunks.chunk_rows;
+    if (near_segment(args_.world, tiers.rail, node) != nullptr)
+      arch::atomic_add_relaxed_cta(entry_->num_stored(tiers) + node, 1u);
+    if (chunks.chunk_rows == 1) return {node, chunk, true, false};
+    uint32_t* counter = reinterpret_cast<uint32_t*>(args_.world.bases[args_.world.rank] +
+                                                    tiers.rail.layout.added_of(node, chunk));
+    // acq_rel, pairs with itself in other blocks: who completes a chunk has all of its rows.
+    const uint32_t num_before = arch::atomic_add_acq_rel_gpu(counter, 1u);
+    const bool completes = static_cast<int>(num_before) + 1 == chunks.rows_of(chunk);
+    if (completes) arch::st_relaxed_gpu(counter, 0u);
+    return {node, chunk, completes, completes};
+  }
+
+  DC_DEVICE void publish_chunks(const LandedRow& row) {
+    const RailTier& tier = args_.tiers.rail;
+    const uint64_t word = Tagged::pack(context_.generation, 1);
+    if (arch::any(kFullMask, row.is_counted)) {
+      // What other blocks have told of their rows, before the words and the puts.
+      if (!arch::fault(Fault::kSkipRailFence)) arch::fence_acq_rel_sys();
+    }
+    uint8_t* near = row.completes ? near_segment(args_.world, tier, row.node) : nullptr;
+    if (near != nullptr) {
+      arch::st_relaxed_sys(
+          reinterpret_cast<uint64_t*>(near + tier.layout.landed_of(tier.node, row.chunk)), word);
+    }
+    uint32_t pending = arch::ballot(kFullMask, row.completes && near == nullptr);
+    for (; pending != 0; pending &= pending - 1) {
+      const int lane = arch::ffs(pending) - 1;
+      put_chunk(arch::shfl(kFullMask, row.node, lane), arch::shfl(kFullMask, row.chunk, lane),
+                word);
+    }
+  }
+
+  // The whole warp.
+  DC_DEVICE void put_chunk(int node, int chunk, uint64_t word) {
+    const RailTier& tier = args_.tiers.rail;
+    const int num_rows =
+        arch::ld_nc(args_.node_channel_prefix + (node + 1) * args_.rail_rings.num_channels - 1);
+    const RailChunks chunks = rail_chunks(args_, is_near_, num_rows);
+    const int first = chunk * chunks.chunk_rows;
+    arch::rail_put_warp(
+        tier.port, node, tier.landed_qp(chunk),
+        args_.staging.recv_slot(true, node, tier.node, first),
+        args_.world.bases[args_.world.rank] + args_.staging.send_slot(tier.node, node, first),
+        static_cast<uint32_t>(chunks.rows_of(chunk) * args_.staging.slot_bytes));
+    // pairs with: RowForwarder at the node — the put above, on the same queue.
+    if (arch::lane_idx() == 0) {
+      arch::rail_signal(tier.port, node, tier.landed_qp(chunk),
+                        tier.layout.landed_of(tier.node, chunk), word);
+    }
+    arch::sync_warp();
+  }
+
+  // Bytes that went over the rail by stores.
+  DC_DEVICE void count_stored() {
+    const TwoTier& tiers = args_.tiers;
+    arch::sync_warp();
+    for (int node = arch::lane_idx(); node < tiers.num_nodes(); node += kWarpSize) {
+      const uint32_t num_rows = entry_->num_stored(tiers)[node];
+      if (num_rows > 0) {
+        arch::rail_count(tiers.rail.port, node, 0,
+                         static_cast<uint64_t>(num_rows) * args_.staging.slot_bytes);
+      }
+    }
+  }
+
+  const Context& context_;
+  const InternodeDispatchArgs& args_;
+  DirectEntry* entry_;
+  bool is_near_;
+};
+
+}  // namespace deep_comm

@@ -1,0 +1,258 @@
+// dispatch, direct mode, the way out: a row is loaded once and stored to its final rows in the own
+// node and into its slot at, or for, each of its other nodes, a destination a lane.
+#pragma once
+
+#include "device/internode/direct_entry.cuh"
+#include "device/layout/channel_range.cuh"
+#include "device/layout/expert_map.cuh"
+#include "device/move/element.cuh"
+#include "device/move/stage_pipe.cuh"
+#include "device/sync/work_queue.cuh"
+
+namespace deep_comm {
+
+// Stages of the index-th warp of a role, the first mbarrier of which is `first_barrier`.
+DC_DEVICE StagePipe make_tier_pipe(const InternodeDispatchArgs& args, const StageLayout& stage,
+                                   size_t stages_offset, int first_barrier, int index) {
+  uint8_t* smem = arch::dynamic_smem();
+  arch::Mbarrier* barriers = reinterpret_cast<arch::Mbarrier*>(smem + args.barriers_offset);
+  StagePipe pipe(smem + stages_offset + index * stage.warp_bytes(),
+                 barriers + first_barrier + index * stage.num_stages, stage.stage_bytes,
+                 stage.num_stages);
+  pipe.init();
+  return pipe;
+}
+
+DC_DEVICE const int32_t* places_of(const InternodeDispatchArgs& args, int64_t token) {
+  return args.send_places + token * (args.tiers.num_nodes() + args.tiers.num_ranks());
+}
+
+// The slot of the row-th row for another node: there, if stores reach it, else here.
+DC_DEVICE uint8_t* slot_for(const InternodeDispatchArgs& args, bool is_near, int node,
+                            int64_t row) {
+  const RailTier& tier = args.tiers.rail;
+  uint8_t* near = near_segment(args.world, tier, node);
+  return near != nullptr
+             ? near + args.staging.recv_slot(!is_near, node, tier.node, row)
+             : args.world.bases[args.world.rank] + args.staging.send_slot(tier.node, node, row);
+}
+
+// One warp: what stands before a row in its slot for `node`.
+DC_DEVICE void write_placed_meta(const InternodeDispatchArgs& args, uint8_t* meta, int token,
+                                 int node) {
+  const PlacedRailMessage& parts = args.placed;
+  const int lane = arch::lane_idx(), num_local = args.tiers.ranks_per_node();
+  for (int column = lane; column < args.num_scales; column += kWarpSize) {
+    const int64_t position = token * args.scale_token_stride + column * args.scale_column_stride;
+    copy_element(meta + parts.scales_offset() + column * args.scale_bytes,
+                 args.x_scales + position * args.scale_bytes, args.scale_bytes);
+  }
+  int32_t* experts = reinterpret_cast<int32_t*>(meta + parts.topk_idx_offset());
+  float* weights = reinterpret_cast<float*>(meta + parts.topk_weights_offset());
+  for (int k = lane; k < parts.num_topk; k += kWarpSize) {
+    const int64_t position = static_cast<int64_t>(token) * parts.num_topk + k;
+    arch::st_weak(experts + k, load_expert(args.topk_idx, position, args.topk_idx_bytes));
+    arch::st_weak(weights + k,
+                  args.topk_weights != nullptr ? arch::ld_nc(args.topk_weights + position) : 0.0f);
+  }
+  const int32_t* places = places_of(args, token) + args.tiers.num_nodes() + node * num_local;
+  if (lane < num_local) {
+    arch::st_weak(reinterpret_cast<int32_t*>(meta + parts.places_offset()) + lane,
+                  arch::ld_nc(places + lane));
+  }
+  if (lane == 0) {
+    arch::st_weak(reinterpret_cast<int32_t*>(meta + parts.src_idx_offset()),
+                  static_cast<int32_t>(token));
+  }
+}
+
+// One warp: moves the tokens it takes. Loads begin before the peers have come (begin), stores after
+// (run).
+class TokenSender {
+ public:
+  DC_DEVICE TokenSender(const Context& node, const InternodeDispatchArgs& args, DirectEntry* entry)
+      : context_(node),
+        args_(args),
+        entry_(entry),
+        tokens_({&args.world.state()->num_taken_tokens, args.num_tokens}),
+        pieces_(Pieces::of(args.message.row_bytes, args.send_stage)),
+        pipe_(make_tier_pipe(args, args.send_stage, 0, 0, arch::warp_idx())),
+        num_targets_(args.tiers.ranks_per_node() + args.tiers.num_nodes() - 1),
+        is_storing_(arch::lane_idx() < num_targets_) {}
+
+  DC_DEVICE void begin() {
+    while (tokens_.at(load_index_) >= 0 && pipe_.can_load()) load_next();
+  }
+
+  DC_DEVICE void run() {
+    const int lane = arch::lane_idx();
+    uint32_t index = 0;
+    const Target target = target_at(lane);
+    int place = place_at(target, tokens_.at(0));
+    for (int token = tokens_.at(0); token >= 0;) {
+      if (!post(index, token)) break;
+      const int next = tokens_.at(index + 1);
+      const int next_place = place_at(target, next);  // ahead: it costs a trip to memory
+      uint8_t* dst = target.row_of(place);
+      for (int piece = 0; piece < pieces_.num_pieces; ++piece) {
+        pipe_.await_load();
+        store_piece(token, piece, dst);
+        pipe_.advance_store();
+        if (is_storing_) pipe_.make_room();
+        arch::sync_warp();  // all storing lanes have read the stage that the leader loads next
+        load_next();
+      }
+      write_metas(token, dst);
+      if (static_cast<uint32_t>(lane) == index % kWarpSize) ends_ = pipe_.num_stores();
+      report_landed(++index);
+      token = next;
+      place = next_place;
+    }
+    pipe_.drain();
+    arch::sync_warp();  // all lanes' stores have landed
+    if (lane == 0) entry_->progress.finish(arch::warp_idx(), has_failed_ ? num_landed_ : index);
+  }
+
+  // Instead of run: the stages are free again.
+  DC_DEVICE void give_up() {
+    while (pipe_.num_stores() != pipe_.num_loads()) {
+      if (arch::lane_idx() == 0) pipe_.await_load();
+      pipe_.advance_store();
+    }
+    arch::sync_warp();
+  }
+
+ private:
+  // One destination: where its rows lie by their places, and where a token's places are.
+  struct Target {
+    uint8_t* rows = nullptr;
+    size_t stride = 0;
+    int64_t num_rows = 0;
+    int column = 0;  // of send_places
+
+    DC_DEVICE uint8_t* row_of(int place) const {
+      return place < 0 || place >= num_rows ? nullptr : rows + place * stride;
+    }
+  };
+
+  // First the node's ranks, this one last, then the other nodes, so that ranks do not all write to
+  // the same one first.
+  DC_DEVICE Target target_at(int idx) const {
+    const TwoTier& tiers = args_.tiers;
+    const int num_local = tiers.ranks_per_node(), num_nodes = tiers.num_nodes();
+    if (idx >= num_targets_) return {};
+    if (idx < num_local) {
+      const int local = (args_.world.rank + 1 + idx) % num_local;
+      const TierOutput& output = entry_->outputs[local];
+      const int64_t start = entry_->starts()[local * num_nodes + tiers.rail.node];
+      const size_t row_bytes = args_.message.row_bytes;
+      return {output.x + start * row_bytes, row_bytes, output.num_rows - start,
+              num_nodes + tiers.rail.node * num_local + local};
+    }
+    const int node = (tiers.rail.node + 1 + idx - num_local) % num_nodes;
+    return {slot_for(args_, entry_->is_near, node, 0) + args_.placed.meta_bytes(),
+            static_cast<size_t>(args_.staging.slot_bytes),
+            args_.staging.rows_per_node(!entry_->is_near), node};
+  }
+  DC_DEVICE int place_at(const Target& target, int token) const {
+    return token < 0 || target.rows == nullptr
+               ? -1
+               : arch::ld_nc(places_of(args_, token) + target.column);
+  }
+
+  DC_DEVICE void load_next() {
+    const int token = tokens_.at(load_index_);
+    if (token < 0) return;
+    if (arch::lane_idx() == 0) {
+      pipe_.load(args_.x + static_cast<size_t>(token) * args_.message.row_bytes +
+                     load_piece_ * pieces_.piece_bytes,
+                 pieces_.bytes_of(load_piece_));
+    }
+    pipe_.advance_load();
+    if (++load_piece_ < pieces_.num_pieces) return;
+    load_piece_ = 0;
+    ++load_index_;
+  }
+
+  // The current stage to all destinations: one group a lane, whether it has any.
+  DC_DEVICE void store_piece(int token, int piece, uint8_t* dst) const {
+    if (!is_storing_) return;
+    const int offset = piece * pieces_.piece_bytes, num_bytes = pieces_.bytes_of(piece);
+    if (dst != nullptr) arch::bulk_store(dst + offset, pipe_.current(), num_bytes);
+    for (int idx = arch::lane_idx() + kWarpSize; idx < num_targets_; idx += kWarpSize) {
+      uint8_t* other = far_row(idx, token);
+      if (other != nullptr) arch::bulk_store(other + offset, pipe_.current(), num_bytes);
+    }
+    arch::bulk_commit();
+  }
+  // Of a destination that no lane has as its own.
+  DC_DEVICE uint8_t* far_row(int idx, int token) const {
+    const Target target = target_at(idx);
+    return target.row_of(place_at(target, token));
+  }
+
+  // dst: of this lane's destination.
+  DC_DEVICE void write_metas(int token, uint8_t* dst) const {
+    const int num_local = args_.tiers.ranks_per_node(), num_nodes = args_.tiers.num_nodes();
+    for (int idx = num_local; idx < num_targets_; ++idx) {
+      uint8_t* row = idx < kWarpSize ? reinterpret_cast<uint8_t*>(arch::shfl(
+                                           kFullMask, reinterpret_cast<uint64_t>(dst), idx))
+                                     : far_row(idx, token);
+      if (row == nullptr) continue;
+      const int node = (args_.tiers.rail.node + 1 + idx - num_local) % num_nodes;
+      write_placed_meta(args_, row - args_.placed.meta_bytes(), token, node);
+    }
+  }
+
+  // Tells the publisher what this warp's index-th token is, once there is room for saying so.
+  DC_DEVICE bool post(uint32_t index, int token) {
+    LandedTokens& landed = entry_->landed;
+    bool ok = true;
+    if (arch::lane_idx() == 0) {
+      if (index >= LandedTokens::kDepth) {
+        const uint32_t wanted = index + 1 - LandedTokens::kDepth;
+        uint32_t seen = 0;
+        ok = await<Scope::kCta>(
+            context_, &landed.num_published[arch::warp_idx()],
+            {Stage::kRetire, Word::kProgress, args_.world.rank, -1}, wanted,
+            [=](uint32_t value) { return value >= wanted; }, &seen);
+      }
+      landed.tokens[arch::warp_idx()][index % LandedTokens::kDepth] = token;
+    }
+    ok = arch::shfl(kFullMask, static_cast<int>(ok), 0) != 0;
+    has_failed_ = !ok;
+    return ok;
+  }
+
+  // Reports the tokens whose stores have landed. Waiting for the newest stores would empty the
+  // pipeline: they are left for later.
+  DC_DEVICE void report_landed(uint32_t num_tokens) {
+    constexpr uint32_t kInFlight = 8;
+    uint32_t num_landed = num_landed_;
+    while (num_landed < num_tokens &&
+           arch::shfl(kFullMask, ends_, num_landed % kWarpSize) + kInFlight <= pipe_.num_stores()) {
+      ++num_landed;
+    }
+    if (num_landed == num_landed_) return;
+    num_landed_ = num_landed;
+    if (is_storing_) arch::bulk_wait<kInFlight>();
+    arch::sync_warp();  // every lane's rows have landed, and its metadata is stored
+    if (arch::lane_idx() == 0) entry_->progress.report(arch::warp_idx(), num_landed);
+  }
+
+  const Context& context_;
+  const InternodeDispatchArgs& args_;
+  DirectEntry* entry_;
+  WorkQueue<TakeNext> tokens_;
+  Pieces pieces_;
+  StagePipe pipe_;
+  int num_targets_;
+  bool is_storing_;
+  uint32_t load_index_ = 0;  // among the tokens
+  int load_piece_ = 0;
+  uint32_t ends_ = 0;  // lane i: stores up to the end of the last token whose index is i modulo 32
+  uint32_t num_landed_ = 0;
+  bool has_failed_ = false;
+};
+
+}  // namespace deep_comm

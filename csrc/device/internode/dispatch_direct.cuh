@@ -1,0 +1,110 @@
+// dispatch, direct mode: every row has a place wherever it goes, so that nobody waits for credit and
+// nothing is copied twice at a rank.
+//
+//   rank (n, l)                       rank (n', l)                          rank (n', j)
+//   sender ──bulk stores──→ final rows of the own node
+//          ──bulk stores──→ slots of the own rail peers ──forwarder──bulk──→ final rows
+//          publisher ──landed[chunk]──→
+//
+// grid   any number of blocks, roles by warp: [0, S) send tokens as they take them; the next F
+//        forward chunks as they take them; then metadata of rows for the own node; one publishes
+// smem   stages of senders, of forwarders, their mbarriers, DirectEntry
+// words  landed[n][chunk]      · owner: receiver · written by node n's publisher, behind the rows,
+//                                stored or put on the queue of the chunk
+//        added[n][chunk] · this rank · rows of a chunk that is put, in their slots; zero at rest
+//        offers, told          · see direct_entry.cuh
+//        done                  · owner: receiver · by each local rank's last block
+// waits  landed: unblocked by the sender of the chunk, which waits for its own publisher alone, which
+//        waits for nobody; done: by every local rank's last block
+// slots  of the rail are free when all ranks have entered the next kernel: a rank leaves when all of
+//        its rows have come, hence been read where they were staged, and all that it staged is read
+#pragma once
+
+#include "device/internode/direct_forward.cuh"
+
+namespace deep_comm {
+
+// One warp: what belongs to the row that goes to the own node's ranks.
+DC_DEVICE void store_own_meta(const InternodeDispatchArgs& args, DirectEntry* entry, int token) {
+  const TwoTier& tiers = args.tiers;
+  const int lane = arch::lane_idx(), num_topk = args.message.num_topk, own = tiers.rail.node;
+  const int num_local = tiers.ranks_per_node(), num_nodes = tiers.num_nodes();
+  const int32_t* places = places_of(args, token);
+  const int row_of_node = arch::ld_nc(places + own);
+  if (row_of_node < 0) return;
+  const int my_place =
+      lane < num_local ? arch::ld_nc(places + num_nodes + own * num_local + lane) : -1;
+  const uint32_t rank_mask = arch::ballot(kFullMask, my_place >= 0);
+  const ExpertMap map{args.num_experts, tiers.num_ranks()};
+  for (int local = 0; local < num_local; ++local) {
+    const int place = arch::shfl(kFullMask, my_place, local);
+    const TierOutput& output = entry->outputs[local];
+    const int64_t row = static_cast<int64_t>(entry->starts()[local * num_nodes + own]) + place;
+    if (place < 0 || row >= output.num_rows) continue;
+    for (int column = lane; column < args.num_scales; column += kWarpSize) {
+      const int64_t position = token * args.scale_token_stride + column * args.scale_column_stride;
+      copy_element(output.scales + (row * args.num_scales + column) * args.scale_bytes,
+                   args.x_scales + position * args.scale_bytes, args.scale_bytes);
+    }
+    const int rank = own * num_local + local;
+    const int first = map.first_expert(rank), count = map.num_local_experts(rank);
+    for (int k = lane; k < num_topk; k += kWarpSize) {
+      const int64_t position = static_cast<int64_t>(token) * num_topk + k;
+      const int expert = load_expert(args.topk_idx, position, args.topk_idx_bytes) - first;
+      const bool is_here = expert >= 0 && expert < count;
+      store_expert(output.topk_idx, row * num_topk + k, args.topk_idx_bytes, is_here ? expert : -1);
+      arch::st_weak(output.topk_weights + row * num_topk + k,
+                    is_here && args.topk_weights != nullptr
+                        ? arch::ld_nc(args.topk_weights + position)
+                        : 0.0f);
+    }
+    if (lane == 0 && output.src_idx != nullptr) {
+      arch::st_weak(output.src_idx + row, static_cast<int32_t>(token));
+      arch::st_weak(output.src_meta + 2 * row, static_cast<int32_t>(own));
+      arch::st_weak(output.src_meta + 2 * row + 1, static_cast<int32_t>(rank_mask));
+    }
+  }
+  if (args.send_rank_head != nullptr) write_rank_heads(args, own, row_of_node, my_place);
+}
+
+// A warp of every block that does not send.
+DC_DEVICE void run_direct_warp(const TierContexts& contexts, const InternodeDispatchArgs& args,
+                               DirectEntry* entry) {
+  const int forwarder = arch::warp_idx() - args.num_send_warps;
+  const int meta = forwarder - args.num_forward_warps;
+  if (forwarder < args.num_forward_warps) {
+    RowForwarder(contexts.rail, args, entry, forwarder).run();
+  } else if (meta < args.num_meta_warps) {
+    const int first = meta * arch::num_blocks() + arch::block_idx();
+    const int step = args.num_meta_warps * arch::num_blocks();
+    for (int token = first; token < args.num_tokens; token += step) {
+      store_own_meta(args, entry, token);
+    }
+  } else if (meta == args.num_meta_warps) {
+    RowPublisher(contexts.node, args, entry).run();
+  }
+}
+
+// Every thread of every block, last. The last block tells the neighbours, waits for theirs, and
+// closes the generation.
+DC_DEVICE void leave_direct(const TierContexts& contexts) {
+  const Context& context = contexts.node;
+  const World& world = context.world;
+  if (!exit_block(context).is_last) return;
+  // Whoever gave up has set the abort word before it came here; its rows may be missing.
+  if (!is_aborted(world) && arch::thread_idx() < world.num_ranks) {
+    const int peer = arch::thread_idx();
+    // pairs with: the await below at the peer — every row and word that this rank has written into
+    // its segment, forwarded ones as well.
+    arch::st_release_sys(&world.arrived_line(peer, world.rank)->done,
+                         Tagged::pack(context.generation, 1));
+    uint32_t done = 0;
+    await_tagged(context, &world.arrived_line(world.rank, peer)->done,
+                 {Stage::kDone, Word::kDone, peer, -1}, 1, &done);
+  }
+  arch::sync_block();
+  if (arch::thread_idx() == 0 && is_aborted(world)) share_failure(contexts);
+  close_generation(context);
+}
+
+}  // namespace deep_comm

@@ -1,0 +1,157 @@
+"""Dispatch between nodes to final places: cases of all shapes, and what happens where they
+do not fit; ranks are threads.
+"""
+
+import dataclasses
+import random
+
+import internode
+import pytest
+from cases import Scales
+from internode import InternodeCase, direct, random_case, run_case, verify
+
+import deep_comm
+from deep_comm import local
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEP_COMM_POISON", "1")
+
+
+@pytest.fixture(params=["put", "stored"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", str(int(request.param == "stored")))
+    return request.param
+
+
+def check(case: InternodeCase) -> None:
+    verify(case, local.run(lambda group: run_case(group, case), case.num_ranks, timeout_s=120))
+
+
+@pytest.mark.parametrize("case", [direct(random_case(seed)) for seed in range(400, 448)], ids=str)
+def test_every_rank_gets_its_rows_and_sums(case: InternodeCase, way: str) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("num_nodes", [2, 40])
+def test_any_number_of_nodes(num_nodes: int, way: str) -> None:
+    """Forty: more destinations than a warp has lanes."""
+    check(
+        InternodeCase(
+            (3,) * num_nodes, experts=2 * num_nodes, topk=8, hidden=80, num_sms=2,
+            ranks_per_node=1, rail_slots=2, rail_chunk=1, slots=2, send_chunk=1,
+            rdma_bytes=1 << 20, nvl_bytes=1 << 19, direct_bytes=1 << 18, is_direct=True,
+        )
+    )  # fmt: skip
+
+
+def test_rows_longer_than_a_stage_travel_in_pieces(way: str) -> None:
+    check(
+        InternodeCase(
+            (5, 3, 6, 2), hidden=40968, experts=8, topk=3, num_sms=4, scales=Scales(7), calls=2,
+            nvl_bytes=64 << 20, direct_bytes=32 << 20, rdma_bytes=16 << 20, slots=4, send_chunk=2,
+            is_direct=True,
+        )
+    )  # fmt: skip
+
+
+def test_more_rows_than_words_share_them(way: str) -> None:
+    """Beyond 4096 rows between two nodes a word stands for several."""
+    check(
+        InternodeCase(
+            (9001, 17), hidden=16, experts=2, topk=1, num_sms=4, ranks_per_node=1,
+            routing="one_expert", nvl_bytes=32 << 20, direct_bytes=24 << 20, rdma_bytes=16 << 20,
+            is_direct=True,
+        )
+    )  # fmt: skip
+
+
+def rooms(case: InternodeCase) -> dict[str, InternodeCase]:
+    """Cases that have no room for direct mode, each for a reason of its own."""
+    return {
+        "no receive region": dataclasses.replace(case, direct_bytes=0),
+        "too small a receive region": dataclasses.replace(case, direct_bytes=1 << 10),
+        # Rings of few slots are all that it holds.
+        "too little between nodes": dataclasses.replace(
+            case, direct_bytes=case.nvl_bytes // 2, rdma_bytes=60 << 10
+        ),
+    }
+
+
+PLENTY = InternodeCase(
+    (40, 31, 25, 60), hidden=128, experts=8, topk=4, num_sms=4, slots=4, send_chunk=2,
+    rail_slots=4, rail_chunk=2, calls=2, nvl_bytes=4 << 20, rdma_bytes=4 << 20,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", list(rooms(PLENTY)))
+def test_without_room_rows_take_the_rings(reason: str, way: str) -> None:
+    check(rooms(PLENTY)[reason])  # is_direct is False: bytes on the rail are those of rings
+
+
+def test_where_puts_do_not_fit_stores_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots to put from are needed only where there are puts."""
+    slot = internode.slot_bytes(direct(PLENTY), PLENTY.topk)
+    case = dataclasses.replace(direct(PLENTY), rdma_bytes=61 * slot)  # 60 tokens at most
+    monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", "1")
+    check(case)
+    monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", "0")
+    check(dataclasses.replace(case, is_direct=False))
+
+
+def test_one_rank_without_room_sends_all_to_the_rings(way: str) -> None:
+    """Outputs that a rank keeps fill its receive region; the others' have room."""
+    case = dataclasses.replace(PLENTY, calls=1)
+
+    def fn(group):
+        with deep_comm.Buffer(
+            group, 4 << 20, 4 << 20, device="cpu", ranks_per_node=2, num_direct_bytes=2 << 20
+        ) as buffer:
+            free = internode.call_once(buffer, internode.direct(case), 0)
+            kept, num_bytes = [], 2 << 20
+            while group.rank() == 3 and num_bytes >= 256:
+                block = buffer._context.take(num_bytes, 0, False, False, False)
+                if block is None:
+                    num_bytes //= 2
+                else:
+                    kept.append(block)
+            full = internode.call_once(buffer, case, 0)
+            kept.clear()
+            again = internode.call_once(buffer, internode.direct(case), 0)
+            return free, full, again
+
+    results = local.run(fn, 4, timeout_s=100)
+    for number, wanted in enumerate((internode.direct(case), case, internode.direct(case))):
+        verify(wanted, [[calls[number]] for calls in results])
+
+
+def test_a_hundred_calls_of_changing_shapes_and_modes_on_one_buffer(way: str) -> None:
+    choose = random.Random(7)
+    cases = [
+        InternodeCase(
+            tuple(choose.choice((0, 1, 4, 13)) for _ in range(4)),
+            hidden=choose.choice((16, 32, 256)),
+            experts=choose.choice((4, 7, 12)),
+            topk=choose.choice((1, 3)),
+            num_sms=choose.choice((2, 4)),
+            slots=choose.choice((1, 3)),
+            send_chunk=1,
+            rail_slots=choose.choice((2, 5)),
+            rail_chunk=1,
+            worst=choose.choice((0, 0, 2)),
+            seed=number,
+            is_direct=True,
+        )
+        for number in range(100)
+    ]
+
+    def fn(group):
+        with deep_comm.Buffer(
+            group, 2 << 20, 1 << 20, device="cpu", ranks_per_node=2, num_direct_bytes=1 << 20
+        ) as buffer:
+            return [internode.call_once(buffer, case, 0) for case in cases]
+
+    results = local.run(fn, 4, timeout_s=200)
+    for number, case in enumerate(cases):
+        verify(case, [[calls[number]] for calls in results])

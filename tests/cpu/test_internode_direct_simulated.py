@@ -1,0 +1,94 @@
+"""Dispatch between nodes to final places, every row with a slot of its own: under simulated
+schedules, with rows put by a network of every order or stored into near nodes.
+"""
+
+import dataclasses
+
+import internode
+import pytest
+from internode import InternodeCase, verify
+from test_internode_simulated import FAULTY, SEEDS_PER_TEST, notices, simulated, small_case
+
+NUM_SEEDS = 320
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEP_COMM_POISON", "1")
+
+
+@pytest.fixture(params=["put", "stored"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", str(int(request.param == "stored")))
+    return request.param
+
+
+def direct(case: InternodeCase) -> InternodeCase:
+    return internode.direct(dataclasses.replace(case, nvl_bytes=1 << 19, rdma_bytes=1 << 19))
+
+
+@pytest.mark.parametrize("first_seed", range(2000, 2000 + NUM_SEEDS, SEEDS_PER_TEST))
+def test_every_schedule_gives_the_same_bits(first_seed: int, way: str) -> None:
+    for seed in range(first_seed, first_seed + SEEDS_PER_TEST):
+        case = direct(small_case(seed))
+        try:
+            verify(case, simulated(case, seed))
+        except Exception as error:
+            raise AssertionError(f"seed {seed}, {case}: {error}") from error
+
+
+# Chunks of several rows that different blocks fill, two calls, unequal ranks.
+SEVERAL = direct(dataclasses.replace(FAULTY, num_sms=4, rail_chunk=2, rail_slots=4))
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "reorder_rail",  # the word overtakes the rows
+        "skip_rail_fence",  # the NIC reads slots whose stores it cannot see yet
+        "skip_bulk_wait",  # rows are told of before they have landed
+        "skip_entry_barrier",  # slots and outputs are filled while the kernel before reads them
+        "weaken_release",
+    ],
+)
+def test_simulation_finds_the_fault(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", "0")
+    for seed in range(60):
+        if notices(SEVERAL, seed, (fault,)) is not None:
+            return
+    pytest.fail(f"60 seeds ran with {fault} and none noticed")
+
+
+@pytest.mark.parametrize(
+    "fault", ["skip_rail_fence", "skip_bulk_wait", "skip_entry_barrier", "weaken_release"]
+)
+def test_simulation_finds_the_fault_between_near_nodes(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", "1")
+    for seed in range(60):
+        if notices(SEVERAL, seed, (fault,)) is not None:
+            return
+    pytest.fail(f"60 seeds ran with {fault} and none noticed")
+
+
+def test_the_same_runs_pass_without_a_fault(way: str) -> None:
+    for seed in range(20):
+        found = notices(SEVERAL, seed, ())
+        assert found is None, f"seed {seed}: {found}"
+
+
+@pytest.mark.parametrize("stalled", [0, 1, 2, 3])
+def test_a_rank_that_stalls_for_a_while_changes_nothing(stalled: int, way: str) -> None:
+    for seed in range(3):
+        results = simulated(SEVERAL, seed, stalls=[(stalled, 300 * seed, 4000)])
+        verify(SEVERAL, results)
+
+
+def test_sixty_four_ranks_of_eight_nodes(way: str) -> None:
+    case = InternodeCase(
+        (2,) * 64, hidden=16, experts=64, topk=4, num_sms=2, slots=2, send_chunk=1, rail_chunk=1,
+        rail_slots=2, ranks_per_node=8, nvl_bytes=1 << 18, direct_bytes=3 << 16, rdma_bytes=1 << 18,
+        is_direct=True,
+    )  # fmt: skip
+    verify(case, simulated(case, 1))
