@@ -248,10 +248,11 @@ size_t Engine<Target>::plan_tier_direct(InternodeDispatchArgs& args) const {
     return args.entry_offset + entry_bytes;
   }
   const auto stages_of = [&](int meta_bytes) {
-    const bool has_room =
-        warp_limit >= StageLayout::min_warp_bytes(meta_bytes, StagePipe::kGoodStages);
+    // Four: a bulk operation costs an SM as much for a small piece as for a large one.
+    constexpr int kTierStages = 4;
+    const bool has_room = warp_limit >= StageLayout::min_warp_bytes(meta_bytes, kTierStages);
     return StageLayout::make(message.row_bytes, meta_bytes, warp_limit,
-                             has_room ? StagePipe::kGoodStages : StagePipe::kMinStages,
+                             has_room ? kTierStages : StagePipe::kMinStages,
                              StagePipe::kMaxStages);
   };
   args.send_stage = stages_of(0);

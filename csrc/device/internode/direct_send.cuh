@@ -227,7 +227,7 @@ class TokenSender {
   // Reports the tokens whose stores have landed. Waiting for the newest stores would empty the
   // pipeline: they are left for later.
   DC_DEVICE void report_landed(uint32_t num_tokens) {
-    constexpr uint32_t kInFlight = 8;
+    constexpr uint32_t kInFlight = 6;
     uint32_t num_landed = num_landed_;
     while (num_landed < num_tokens &&
            arch::shfl(kFullMask, ends_, num_landed % kWarpSize) + kInFlight <= pipe_.num_stores()) {
