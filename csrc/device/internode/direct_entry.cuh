@@ -70,6 +70,12 @@ DC_DEVICE int num_rows_from(const InternodeDispatchArgs& args, int node) {
          (node == 0 ? 0 : arch::ld_nc(args.recv_node_prefix_sum + node - 1));
 }
 
+// Where this rank tells a local one.
+DC_DEVICE TierTold* told_to(const Context& node, const TwoTier& tiers, int local) {
+  return reinterpret_cast<TierTold*>(
+      node.world.bases[local] +
+      tiers.rail.layout.told_by(node.world.rank, static_cast<int>(node.generation & 1u)));
+}
 DC_DEVICE const TierTold* told_by(const Context& node, const TwoTier& tiers, int local) {
   return reinterpret_cast<const TierTold*>(
       node.world.bases[node.world.rank] +

@@ -9,16 +9,15 @@ namespace deep_comm {
 // Lane 0 of a forwarding warp: the next chunk, the nodes in turn: chunk * (N - 1) + other node.
 class TakeRailChunk {
  public:
-  DC_DEVICE TakeRailChunk(const InternodeDispatchArgs& args, bool is_near)
-      : args_(&args), is_near_(is_near), num_others_(args.tiers.num_nodes() - 1) {
+  DC_DEVICE TakeRailChunk(const Context& rail, const InternodeDispatchArgs& args, bool is_near)
+      : args_(&args), counter_(&taken_work(rail)->num_chunks[0]), is_near_(is_near), num_others_(args.tiers.num_nodes() - 1) {
     for (int other = 0; other < num_others_; ++other) {
       num_rounds_ = max_of(num_rounds_, chunks_of(other).num_chunks());
     }
   }
   DC_DEVICE int operator()() const {
-    uint32_t* counter = &args_->world.state()->num_taken_chunks[0];
     while (true) {
-      const uint32_t item = arch::atomic_add_relaxed_gpu(counter, 1u);
+      const uint32_t item = arch::atomic_add_relaxed_gpu(counter_, 1u);
       if (item >= static_cast<uint32_t>(num_rounds_) * num_others_) return -1;
       const int other = static_cast<int>(item) % num_others_;
       if (static_cast<int>(item) / num_others_ < chunks_of(other).num_chunks()) {
@@ -34,6 +33,7 @@ class TakeRailChunk {
   }
 
   const InternodeDispatchArgs* args_;
+  uint32_t* counter_;
   bool is_near_;
   int num_others_;
   int num_rounds_ = 0;
@@ -73,7 +73,7 @@ class RowForwarder {
         args_(args),
         entry_(entry),
         is_near_(entry->is_near),
-        chunks_(TakeRailChunk(args, is_near_)),
+        chunks_(TakeRailChunk(rail, args, is_near_)),
         pieces_(Pieces::of(args.message.row_bytes, args.forward_stage)),
         pipe_(make_tier_pipe(args, args.forward_stage, args.forward_stages_offset,
                              args.num_send_warps * args.send_stage.num_stages, warp)) {}

@@ -74,7 +74,7 @@ class TokenSender {
       : context_(node),
         args_(args),
         entry_(entry),
-        tokens_({&args.world.state()->num_taken_tokens, args.num_tokens}),
+        tokens_({&taken_work(node)->num_tokens, args.num_tokens}),
         pieces_(Pieces::of(args.message.row_bytes, args.send_stage)),
         pipe_(make_tier_pipe(args, args.send_stage, 0, 0, arch::warp_idx())),
         num_targets_(args.tiers.ranks_per_node() + args.tiers.num_nodes() - 1),

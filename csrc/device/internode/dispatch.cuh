@@ -147,7 +147,7 @@ DC_DEVICE void internode_dispatch(const InternodeDispatchArgs& args) {
   }
   if (entry->mode == TierMode::kDirect) {
     fill_tail_rows(contexts.node, args);
-    leave_direct(contexts);
+    leave_direct(contexts, args.tiers);
     return;
   }
   arch::sync_block();  // senders that began in vain have left the stages

@@ -87,7 +87,7 @@ DC_DEVICE void run_direct_warp(const TierContexts& contexts, const InternodeDisp
 
 // Every thread of every block, last. The last block tells the neighbours, waits for theirs, and
 // closes the generation.
-DC_DEVICE void leave_direct(const TierContexts& contexts) {
+DC_DEVICE void leave_direct(const TierContexts& contexts, const TwoTier& tiers) {
   const Context& context = contexts.node;
   const World& world = context.world;
   if (!exit_block(context).is_last) return;
@@ -96,10 +96,10 @@ DC_DEVICE void leave_direct(const TierContexts& contexts) {
     const int peer = arch::thread_idx();
     // pairs with: the await below at the peer — every row and word that this rank has written into
     // its segment, forwarded ones as well.
-    arch::st_release_sys(&world.arrived_line(peer, world.rank)->done,
+    arch::st_release_sys(&told_to(context, tiers, peer)->done,
                          Tagged::pack(context.generation, 1));
     uint32_t done = 0;
-    await_tagged(context, &world.arrived_line(world.rank, peer)->done,
+    await_tagged(context, &told_by(context, tiers, peer)->done,
                  {Stage::kDone, Word::kDone, peer, -1}, 1, &done);
   }
   arch::sync_block();

@@ -69,6 +69,7 @@ struct TierTold {
                          // start; 0: elsewhere
   uint32_t src_line;     // the same for what the handle keeps of the rows
   int32_t num_rows;      // that its output has
+  uint64_t done;         // Tagged: everything it sends in this kernel has landed
 };
 
 struct RailLayout {
