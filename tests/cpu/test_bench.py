@@ -26,7 +26,7 @@ SHORT = ["--iterations", "1", "--rounds", "1", "--warmup", "0", "--deadline-s", 
 
 
 def run(command: list[str], folder: Path) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=folder)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -69,8 +69,9 @@ def test_every_rank_gets_its_rows_and_sums(num_ranks: int) -> None:
 
 
 def see_through() -> None:
-    """Waits for the stream as users of the software NIC have to behind a replay: a thread that waits in
-    a copy to pageable memory holds up the NIC."""
+    """Waits for the stream as users of the software NIC have to behind a replay: a thread that
+    waits in a copy to pageable memory holds up the NIC.
+    """
     event = torch.cuda.Event()
     event.record()
     while not event.query():

@@ -129,8 +129,8 @@ DC_DEVICE void add_weighted(float* sum, const Vec16& vec, float weight) {
 }
 
 // Adds weight * row over a task's rows, k ascending: kVecs pieces of 16 bytes from `column` on.
-template <int kVecs>
-DC_DEVICE void sum_places(const LowLatencyCombineArgs& args, const BlockMemory& memory, int warp,
+template <int kVecs, class Memory>
+DC_DEVICE void sum_places(const LowLatencyCombineArgs& args, const Memory& memory, int warp,
                           int column, float* sum) {
   constexpr int kAhead = 4 / kVecs;  // rows whose loads are in flight together
   constexpr int kPerVec = Numeric<Dtype::kBfloat16>::kPerVec;

@@ -136,38 +136,6 @@ DC_DEVICE uint8_t* row_target(const LowLatencyRailCombineArgs& args, const LowLa
                                            kSelected ? args.shape.num_topk : 1));
 }
 
-// Adds weight * row over a task's rows, k ascending: kVecs pieces of 16 bytes from `column` on.
-template <int kVecs>
-DC_DEVICE void sum_places(const LowLatencyRailCombineArgs& args, const RailBlockMemory& memory,
-                          int task, int column, float* sum) {
-  constexpr int kAhead = 4 / kVecs;  // rows whose loads are in flight together
-  constexpr int kPerVec = Numeric<Dtype::kBfloat16>::kPerVec;
-  const size_t row_bytes = args.shape.hidden * sizeof(Bf16);
-  const int num_places = memory.num_places[task];
-  const int32_t* places = memory.places + task * args.shape.num_topk;
-  const float* weights = memory.weights + task * args.shape.num_topk;
-  for (int first = 0; first < num_places; first += kAhead) {
-    Vec16 vecs[kAhead][kVecs];
-    DC_UNROLL
-    for (int step = 0; step < kAhead; ++step) {
-      if (first + step >= num_places) continue;
-      const uint8_t* row = args.x + static_cast<size_t>(places[first + step]) * row_bytes;
-      DC_UNROLL
-      for (int vec = 0; vec < kVecs; ++vec) {
-        vecs[step][vec] = arch::ld_nc(reinterpret_cast<const Vec16*>(row) + column + vec);
-      }
-    }
-    DC_UNROLL
-    for (int step = 0; step < kAhead; ++step) {
-      if (first + step >= num_places) continue;
-      DC_UNROLL
-      for (int vec = 0; vec < kVecs; ++vec) {
-        add_weighted(sum + vec * kPerVec, vecs[step][vec], weights[first + step]);
-      }
-    }
-  }
-}
-
 // The block adds the rows of those of its warps' tasks whose sources are near, or of the others,
 // and stores the sums with their sources, or stages them. With one rounding every row by itself.
 template <CombineRows kRows, bool kLogFmt>
