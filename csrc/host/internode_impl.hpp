@@ -252,8 +252,7 @@ size_t Engine<Target>::plan_tier_direct(InternodeDispatchArgs& args) const {
     constexpr int kTierStages = 4;
     const bool has_room = warp_limit >= StageLayout::min_warp_bytes(meta_bytes, kTierStages);
     return StageLayout::make(message.row_bytes, meta_bytes, warp_limit,
-                             has_room ? kTierStages : StagePipe::kMinStages,
-                             StagePipe::kMaxStages);
+                             has_room ? kTierStages : StagePipe::kMinStages, StagePipe::kMaxStages);
   };
   args.send_stage = stages_of(0);
   args.forward_stage = stages_of(args.placed.meta_bytes());

@@ -9,8 +9,8 @@
 namespace deep_comm {
 
 struct PushRows {
-  std::vector<uintptr_t>
-      destinations;  // [num_ranks] every rank's receive area; this rank's own is not used
+  // [num_ranks] every rank's receive area; this rank's own is not used
+  std::vector<uintptr_t> destinations;
   uintptr_t src;
   int rank;
   int num_rows_per_peer;

@@ -49,8 +49,8 @@ class RailBacklog {
     active_.push_back(queue_idx);
   }
 
-  // One step of every queue that may make one now: visit(queue_idx, op). A step is a put, or all the
-  // signals up to the next one. Returns whether any did.
+  // One step of every queue that may make one now: visit(queue_idx, op). A step is a put, or all
+  // the signals up to the next one. Returns whether any did.
   template <class Visit>
   bool advance(uint64_t now_ns, Visit visit) {
     bool has_moved = false;

@@ -5,16 +5,18 @@
 //   static constexpr bool kHasRail             arch::rail_put reaches other nodes
 //   static constexpr Tuning kTuning
 //   template <class Kernel> void prepare()     makes the first launch as quick as the later ones
-//   template <class Kernel> void launch(const LaunchConfig&, const typename Kernel::Args&, uint64_t
-//   stream) void* allocate_mapped(size_t)              zeroed host memory, at the same address for
-//   kernels void  free_mapped(void*) void  fill_zero(void* heap_memory, size_t) when no kernel runs
+//   template <class Kernel> void launch(const LaunchConfig&, const typename Kernel::Args&,
+//                                       uint64_t stream)
+//   void* allocate_mapped(size_t)              zeroed host memory, at the same address for kernels
+//   void  free_mapped(void*)
+//   void  fill_zero(void* heap_memory, size_t) when no kernel runs
 //   void  store(T* heap_word, T value)         when no kernel runs
 //   RailPort open_rail(RailPort, int num_peers, uint64_t timeout_ns, const RailOptions&)
 //                                              what its kernels need filled in; close_rail() ends it
 //   void  quiet_rail()                         when no kernel runs: everything put has landed
 //   std::vector<uint64_t> rail_put_bytes(const uint64_t* counters, size_t count)
 //   bool  is_idle(uint64_t stream)             nothing is left to run there; throws if the device
-//   failed
+//                                              failed
 #pragma once
 
 #include <cstddef>

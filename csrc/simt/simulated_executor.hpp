@@ -119,8 +119,8 @@ class SimulatedExecutor final : public Executor, private RailMemory {
   std::map<StreamKey, Stream> streams_;
   std::vector<GridRun*> finished_;
   std::vector<bool> killed_;
-  std::vector<std::unique_ptr<GridRun>>
-      dead_grids_;  // of killed ranks: their fibers may be in lists
+  // of killed ranks: their fibers may be in lists
+  std::vector<std::unique_ptr<GridRun>> dead_grids_;
   std::vector<Stall> stalls_;
   std::vector<Fiber*> stalled_;
 

@@ -47,8 +47,8 @@ class StoreBuffer {
   void rebuild(size_t num_slots);
 
   std::vector<StoreLine> lines_;
-  std::vector<uint32_t>
-      slots_;  // open addressing: place in lines_ + 1, or 0. Empty while few lines.
+  // open addressing: place in lines_ + 1, or 0. Empty while few lines.
+  std::vector<uint32_t> slots_;
   uint64_t filter_ = 0;
 };
 

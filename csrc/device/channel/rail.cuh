@@ -9,8 +9,8 @@
 // kernel to kernel; a late write of an older kernel carries its generation and counts as "not yet".
 // A send slot may be filled again when its credit is back: who has read the row has it.
 //
-// Rows for the own node pass through the receive ring as well, without the NIC. So do rows for nodes
-// whose memory this rank's stores reach (near ones): slot() then lies there.
+// Rows for the own node pass through the receive ring as well, without the NIC. So do rows for
+// nodes whose memory this rank's stores reach (near ones): slot() then lies there.
 //
 // One lane of a warp owns an end; the methods are for that lane alone but for slot() and publish().
 #pragma once
@@ -44,7 +44,8 @@ DC_DEVICE uint8_t* near_segment(const World& world, const RailTier& tier, int no
   return node == tier.node ? world.bases[world.rank] : arch::rail_near(tier.port, node);
 }
 
-// One thread: a word at `node`, after all that this thread has put on the queue before, or stored there.
+// One thread: a word at `node`, after all that this thread has put on the queue
+// before, or stored there.
 DC_DEVICE void write_rail_word(const World& world, const RailTier& tier, int node, int qp,
                                size_t offset, uint64_t value) {
   uint8_t* near = near_segment(world, tier, node);
@@ -82,8 +83,8 @@ class RailSender {
     return await_tagged(context_, head_, {Stage::kRailCredit, Word::kRailHead, node_, channel_},
                         row_idx + 1 - rings_.num_slots, &num_released_);
   }
-  // The whole warp. Rows [begin, end) are filled by it, or by others that it has met at a barrier or
-  // by an acquire; the lanes have met since.
+  // The whole warp. Rows [begin, end) are filled by it, or by others that it has met at a barrier
+  // or by an acquire; the lanes have met since.
   DC_DEVICE void publish(uint32_t begin, uint32_t end) {
     if (begin == end) return;
     const int qp = tier_.data_qp(channel_);
@@ -104,8 +105,8 @@ class RailSender {
     if (near_ != nullptr && node_ != tier_.node) {
       arch::rail_count(tier_.port, node_, qp, (end - begin) * rings_.slot_bytes);
     }
-    // pairs with: RailReceiver::await_filled at the node — the puts above, on the same queue, or the
-    // stores into the slots.
+    // pairs with: RailReceiver::await_filled at the node — the puts above, on the same queue, or
+    // the stores into the slots.
     write_rail_word(context_.world, tier_, node_, qp, tier_.layout.tail_of(channel_, tier_.node),
                     Tagged::pack(context_.generation, end));
   }

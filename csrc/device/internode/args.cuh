@@ -79,8 +79,8 @@ struct InternodeCountArgs {
   const uint8_t* is_token_in_rank;  // [T, R]
   int num_tokens;
   int num_channels;
-  int32_t*
-      node_channel_prefix;  // out [N, C]  tokens that this rank sends to node n in channels 0..c
+  // out [N, C]  tokens that this rank sends to node n in channels 0..c
+  int32_t* node_channel_prefix;
   int32_t* rank_channel_prefix;  // out [R, C]  the same by rank
   int32_t* send_node_head;  // out [T, N]  ordinal of a token among those its channel sends to a
                             // node, or -1
@@ -95,8 +95,8 @@ struct InternodeCounts {
   int32_t num_forward_tokens;
   int32_t max_num_tokens;      // of all ranks
   int32_t num_returning_rows;  // that the node's other ranks return to this one in combine
-  int32_t
-      num_recv_tokens_per_expert[1];  // [num_local_experts], aligned; allocated for num_max_experts
+  // [num_local_experts], aligned; allocated for num_max_experts
+  int32_t num_recv_tokens_per_expert[1];
 };
 
 struct InternodeNotifyArgs {
@@ -111,9 +111,9 @@ struct InternodeNotifyArgs {
   int expert_alignment;
   uint32_t sequence;
   InternodeCounts* counts;
-  int32_t*
-      recv_node_channel_prefix;   // out [N, C]  rows to forward of source node n in channels 0..c
-  int32_t* recv_node_prefix_sum;  // out [N]     rows to forward of nodes 0..n
+  // out [N, C]  rows to forward of source node n in channels 0..c
+  int32_t* recv_node_channel_prefix;
+  int32_t* recv_node_prefix_sum;     // out [N]     rows to forward of nodes 0..n
   int32_t* recv_rank_channel_start;  // out [R, C]  where the rows of channel c of source r begin
   int32_t* recv_rank_prefix_sum;     // out [R]     rows of sources 0..r
   int32_t* combine_start;   // out [C, N, M]  where a node's rows begin in combine's ring of a rank
@@ -177,8 +177,8 @@ struct InternodeDispatchArgs {
   void* recv_topk_idx;       // [Q, K], or null
   float* recv_topk_weights;  // [Q, K], or null
   int32_t* recv_src_idx;     // [Q], or null
-  int32_t*
-      recv_src_meta;  // [Q, 2]: source node, mask of the node's ranks that got the token; or null
+  // [Q, 2]: source node, mask of the node's ranks that got the token; or null
+  int32_t* recv_src_meta;
   int32_t* send_rank_head;  // [F, M]: ordinal of a forwarded row in combine's ring of a rank, or
                             // -1; or null
   int num_recv_rows;        // Q
@@ -207,8 +207,8 @@ struct InternodeCombineArgs {
   int num_staging_rows;
   int num_forward_rows;                // F: rows of send_rank_head
   const int32_t* node_channel_prefix;  // [N, C]
-  // [N + 1, M]: rows that a local rank returns to this one from nodes before n; then [C, N, M]: what
-  // send_rank_head wants added to be a row's place among all of that rank. Null: no staging
+  // [N + 1, M]: rows that a local rank returns to this one from nodes before n; then [C, N, M]:
+  // what send_rank_head wants added to be a row's place among all of that rank. Null: no staging
   const int32_t* forward_places;
   const int32_t* send_node_head;            // [T, N]
   const int32_t* send_rank_head;            // [F, M]

@@ -98,7 +98,8 @@ class StagedPublisher {
     uint8_t* near = is_complete ? near_segment(args_.world, tier, node) : nullptr;
     if (near != nullptr) {
       arch::rail_count(tier.port, node, tier.landed_qp(chunk), num_bytes);
-      // With the fence, a release; pairs with: TokenAdder::await_sum at the node — the chunk's sums.
+      // With the fence, a release; pairs with: TokenAdder::await_sum at the
+      // node — the chunk's sums.
       arch::st_relaxed_sys(
           reinterpret_cast<uint64_t*>(near + tier.layout.landed_of(tier.node, chunk)),
           Tagged::pack(contexts_.rail.generation, 1));

@@ -1,7 +1,7 @@
-// combine, staged mode, the sums: of a node's rows for the rail, and of a token's nodes at its owner.
-// Rows and tokens are dealt while the kernel runs. Some warps forward until no row is left and help
-// their neighbours then; the others, which wait for the other nodes' sums, add tokens alone: so all
-// sums get on the rail, whatever waits for whom.
+// combine, staged mode, the sums: of a node's rows for the rail, and of a token's nodes at its
+// owner. Rows and tokens are dealt while the kernel runs. Some warps forward until no row is left
+// and help their neighbours then; the others, which wait for the other nodes' sums, add tokens
+// alone: so all sums get on the rail, whatever waits for whom.
 #pragma once
 
 #include "device/internode/combine_staged_rows.cuh"

@@ -118,10 +118,10 @@ struct RowList {
   }
 };
 
-// One warp: dst = round(sums of the nodes, ascending, then of the rows behind them), this node's from
-// its rows, rounded as the others' were. All loads of a step are issued before the first row is
-// added: one at a time, each would cost a trip to memory. A sum lives for one vector of a step, so
-// that registers are left for loads.
+// One warp: dst = round(sums of the nodes, ascending, then of the rows behind them), this node's
+// from its rows, rounded as the others' were. All loads of a step are issued before the first row
+// is added: one at a time, each would cost a trip to memory. A sum lives for one vector of a step,
+// so that registers are left for loads.
 template <Dtype kDtype, int kRows, int kUnroll>
 DC_DEVICE void reduce_few(uint8_t* dst, const RowList& list, int num_vecs) {
   using Type = Numeric<kDtype>;

@@ -1,6 +1,6 @@
-// combine, staged mode, inside the node: every row of x to its slot at the local rank that forwarded
-// it. Chunks are dealt while the kernel runs: first those that cross to other nodes, the nodes in
-// turn, so that all of them get sums from the start; then those of this node's own tokens.
+// combine, staged mode, inside the node: every row of x to its slot at the local rank that
+// forwarded it. Chunks are dealt while the kernel runs: first those that cross to other nodes, the
+// nodes in turn, so that all of them get sums from the start; then those of this node's own tokens.
 #pragma once
 
 #include "device/internode/combine_staging.cuh"

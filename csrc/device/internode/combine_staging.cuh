@@ -20,7 +20,8 @@ enum class SumMode : int { kFailed, kRings, kStaged };
 inline constexpr int kMaxStagedNodes = kWarpSize;                    // a lane a node
 inline constexpr int kMaxPairChunks = kMaxChannels * kChunksOfLine;  // of one pair of local ranks
 
-// The rows of one local rank that return to another, cut into chunks that end at the nodes' borders.
+// The rows of one local rank that return to another, cut into chunks that end
+// at the nodes' borders.
 struct PairChunks {
   int rows;  // of a chunk
 
@@ -249,8 +250,8 @@ DC_DEVICE bool announce_staging(const TierContexts& contexts, const InternodeCom
   return true;
 }
 
-// Warp 0 of every block: waits for all ranks. The same mode in every block of every rank, unless one
-// has given up: each rank's answer holds for its rail, and a node's ranks are on all of them.
+// Warp 0 of every block: waits for all ranks. The same mode in every block of every rank, unless
+// one has given up: each rank's answer holds for its rail, and a node's ranks are on all of them.
 DC_DEVICE SumMode enter_combine(const TierContexts& contexts, const InternodeCombineArgs& args,
                                 const StagedTables& tables) {
   const World& world = args.world;

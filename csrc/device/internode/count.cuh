@@ -44,8 +44,8 @@ DC_DEVICE int count_channel(const InternodeCountArgs& args, int channel, int tar
   return num_rows;
 }
 
-// One warp, one channel, whose first row for the target is `start`: the ordinals of its tokens among all that
-// go there.
+// One warp, one channel, whose first row for the target is `start`: the ordinals of its tokens
+// among all that go there.
 DC_DEVICE void place_channel(const InternodeCountArgs& args, int channel, int target, int start) {
   const int num_targets = args.tiers.num_nodes() + args.tiers.num_ranks();
   const ChannelRange range = ChannelRange::of(args.num_tokens, args.num_channels, channel);

@@ -2,7 +2,8 @@
 //
 // A rank offers direct mode if its outputs lie in its receive region and the staging between nodes
 // holds what comes over its rail. Offers travel in front of arrivals, first over the rail, then
-// inside the node, and are added up by "and" on the way: so all ranks of the group see the same sum.
+// inside the node, and are added up by "and" on the way: so all ranks of the
+// group see the same sum.
 #pragma once
 
 #include "device/internode/tiers.cuh"

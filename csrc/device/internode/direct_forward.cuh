@@ -10,7 +10,10 @@ namespace deep_comm {
 class TakeRailChunk {
  public:
   DC_DEVICE TakeRailChunk(const Context& rail, const InternodeDispatchArgs& args, bool is_near)
-      : args_(&args), counter_(&taken_work(rail)->num_chunks[0]), is_near_(is_near), num_others_(args.tiers.num_nodes() - 1) {
+      : args_(&args),
+        counter_(&taken_work(rail)->num_chunks[0]),
+        is_near_(is_near),
+        num_others_(args.tiers.num_nodes() - 1) {
     for (int other = 0; other < num_others_; ++other) {
       num_rounds_ = max_of(num_rounds_, chunks_of(other).num_chunks());
     }

@@ -1,5 +1,5 @@
-// dispatch, direct mode: the warp that tells other nodes, by chunks of rows, what has come; or, where
-// stores do not reach them, puts a chunk when all of its rows lie in their slots.
+// dispatch, direct mode: the warp that tells other nodes, by chunks of rows, what has come; or,
+// where stores do not reach them, puts a chunk when all of its rows lie in their slots.
 #pragma once
 
 #include "device/internode/direct_send.cuh"

@@ -1,5 +1,5 @@
-// dispatch, direct mode: every row has a place wherever it goes, so that nobody waits for credit and
-// nothing is copied twice at a rank.
+// dispatch, direct mode: every row has a place wherever it goes, so that nobody waits for credit
+// and nothing is copied twice at a rank.
 //
 //   rank (n, l)                       rank (n', l)                          rank (n', j)
 //   sender ──bulk stores──→ final rows of the own node
@@ -96,8 +96,7 @@ DC_DEVICE void leave_direct(const TierContexts& contexts, const TwoTier& tiers) 
     const int peer = arch::thread_idx();
     // pairs with: the await below at the peer — every row and word that this rank has written into
     // its segment, forwarded ones as well.
-    arch::st_release_sys(&told_to(context, tiers, peer)->done,
-                         Tagged::pack(context.generation, 1));
+    arch::st_release_sys(&told_to(context, tiers, peer)->done, Tagged::pack(context.generation, 1));
     uint32_t done = 0;
     await_tagged(context, &told_by(context, tiers, peer)->done,
                  {Stage::kDone, Word::kDone, peer, -1}, 1, &done);

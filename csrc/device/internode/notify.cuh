@@ -5,7 +5,8 @@
 // (internode_count) out    recv_node_channel_prefix [N, C], recv_node_prefix_sum [N]      rows to
 // forward
 //        recv_rank_channel_start [R, C], recv_rank_prefix_sum [R]       rows to receive
-//        combine_start [C, N, M]; forward_places [(N + 1) M + C N M]; counts (host memory); num_recv_tokens_per_expert
+//        combine_start [C, N, M]; forward_places [(N + 1) M + C N M]; counts (host memory);
+//        num_recv_tokens_per_expert
 // grid   one block
 // rounds two, and they are the barrier over all ranks as well: counts for a node go over the rail
 // to the rank of

@@ -76,8 +76,8 @@ struct CountsBlock {
   int32_t num_recv_tokens;
   int32_t max_num_tokens;  // of all ranks
   int32_t is_direct;       // the outputs announced to this notify serve all ranks
-  int32_t
-      num_recv_tokens_per_expert[1];  // [num_local_experts], aligned; allocated for num_max_experts
+  // [num_local_experts], aligned; allocated for num_max_experts
+  int32_t num_recv_tokens_per_expert[1];
 };
 
 // Where a rank's outputs begin in its segment, in lines from its start; 0: not
@@ -93,10 +93,10 @@ struct OutputPlace {
 
 // Where the rows of expanded outputs belong; all null without expand.
 struct ExpansionArgs {
-  int32_t*
-      first_rows;  // out [E]: of this rank's rows for an expert, in the output of the expert's rank
-  int32_t*
-      expert_offsets;  // out [num_local_experts + 1]: where the group of a local expert begins here
+  // out [E]: of this rank's rows for an expert, in the output of the expert's rank
+  int32_t* first_rows;
+  // out [num_local_experts + 1]: where the group of a local expert begins here
+  int32_t* expert_offsets;
   int32_t* expert_counts;  // out [num_local_experts]: rows of a group, without padding
   int32_t* num_rows;       // out [R]: rows of every rank's output, with padding
 };
@@ -153,14 +153,14 @@ struct DispatchArgs {
   StageLayout direct_stage;
   int num_move_warps;  // of a block; the num_meta_warps behind them write metadata
   int num_meta_warps;  // 0: no metadata to write
-  uint32_t
-      output_line;  // where this rank's output block begins, in lines from its segment's start; 0: elsewhere
+  // where this rank's output block begins, in lines from its segment's start; 0: elsewhere
+  uint32_t output_line;
   uint32_t src_line;  // the same for recv_src_idx
   // A notify came right before: where it found that direct mode serves, its barrier and its words
   // are this kernel's too (docs/design/0009).
   bool follows_notify;
-  bool
-      is_speculative;  // launched in the hope for that; else it leaves at once, as if it had never run
+  // launched in the hope for that; else it leaves at once, as if it had never run
+  bool is_speculative;
   // routing
   const uint8_t* is_token_in_rank;       // [T, R]
   const int32_t* send_head;              // [T, R]
@@ -184,8 +184,8 @@ struct DispatchArgs {
   ScaleFormat scale_format;
   // expanded outputs: what is sent where
   const int32_t* send_row;  // [T, R] place of a token's first row at a rank, or -1
-  const int32_t*
-      send_rows;  // [T, K] place of each selection's row at its rank, or -1; null: cached
+  // [T, K] place of each selection's row at its rank, or -1; null: cached
+  const int32_t* send_rows;
   const int32_t* num_expanded;  // [R] rows that each rank's output needs
   int32_t* recv_rows;  // out [N, K] this rank's places of each received token, or -1; null: cached
   // outputs; expanded: M rows, num_topk 1 (local expert and weight of the row), as many

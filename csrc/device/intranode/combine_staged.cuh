@@ -29,8 +29,8 @@ struct ChunkedRows {
   DC_DEVICE int num_chunks() const { return ceil_div(num_rows, chunk_rows); }
 };
 
-// Lane 0 of a sending warp: chunks of one peer's rows until all are taken, then the next peer's. The
-// first chunks go to the warps in turn, as many to each peer.
+// Lane 0 of a sending warp: chunks of one peer's rows until all are taken, then the next peer's.
+// The first chunks go to the warps in turn, as many to each peer.
 class TakeChunk {
  public:
   DC_DEVICE TakeChunk(const Context& context, const CombineArgs& args)
@@ -302,9 +302,9 @@ DC_DEVICE void publish_chunks(const Context& context, const CombineArgs& args,
   }
 }
 
-// One warp of every block: how many chunks of each peer have landed. All looks at memory are its own: if
-// every adding warp looked for itself, hundreds of them would ask for the same line all the time, and
-// nobody else, the peers' words included, would get through to it.
+// One warp of every block: how many chunks of each peer have landed. All looks at memory are its
+// own: if every adding warp looked for itself, hundreds of them would ask for the same line all the
+// time, and nobody else, the peers' words included, would get through to it.
 class ChunkWatch {
  public:
   DC_DEVICE ChunkWatch(const Context& context, const CombineArgs& args, uint32_t* num_landed)
@@ -372,8 +372,8 @@ class ChunkWatch {
   int num_reported_ = 0;
 };
 
-// One warp: adds the tokens it takes. Lane r < R looks after the rows of rank r: in the staging, or in
-// x for this rank's own.
+// One warp: adds the tokens it takes. Lane r < R looks after the rows of rank r: in the staging, or
+// in x for this rank's own.
 template <Dtype kDtype>
 class StagedReducer {
  public:

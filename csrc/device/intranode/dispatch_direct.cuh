@@ -278,15 +278,16 @@ DC_DEVICE void read_channel_starts(const DispatchArgs& args) {
   }
 }
 
-// Every thread of every block, last. Tells the peers that what this block sends has landed, and waits
-// for what theirs send: all blocks together have all rows.
+// Every thread of every block, last. Tells the peers that what this block sends has landed, and
+// waits for what theirs send: all blocks together have all rows.
 DC_DEVICE void finish_direct(const Context& context, const DispatchArgs& args) {
   const World& world = args.world;
   const int peer = arch::thread_idx(), block = arch::block_idx();
   arch::sync_block();
   bool ok = true;
   if (peer < world.num_ranks) {
-    // pairs with: the await below at the peer — every row and word this block wrote into its segment.
+    // pairs with: the await below at the peer — every row and word this block
+    // wrote into its segment.
     arch::st_release_sys(&world.recv_line(peer, block, world.rank)->done,
                          Tagged::pack(context.generation, 1));
     uint32_t done = 0;

@@ -52,8 +52,8 @@ DC_DEVICE void store_token_meta(const DispatchArgs& args, const ExpertMap& exper
   if (lane == 0 && output.src_idx != nullptr) arch::st_weak(output.src_idx + row, token);
 }
 
-// The same in a warp's registers, so that a token's can be on its way while another's is stored: one trip
-// to memory after the other, scales took longer than the rows of FP8.
+// The same in a warp's registers, so that a token's can be on its way while another's is stored:
+// one trip to memory after the other, scales took longer than the rows of FP8.
 template <ScaleSource kSource>
 class TokenMeta {
  public:

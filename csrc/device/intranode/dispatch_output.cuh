@@ -50,8 +50,8 @@ DC_DEVICE void announce_output(const Context& context, const DispatchArgs& args)
                    {words.line, words.src_line, words.rows});
 }
 
-// Lane p of a warp: waits for rank p and learns what it announced. No peer can be a kernel further: it
-// waits for this one's blocks before it ends.
+// Lane p of a warp: waits for rank p and learns what it announced. No peer can be a kernel further:
+// it waits for this one's blocks before it ends.
 DC_DEVICE bool await_output(const Context& context, const DispatchArgs& args, int peer,
                             OutputWords* words) {
   const ArrivedLine* line = args.world.arrived_line(args.world.rank, peer);

@@ -1,26 +1,33 @@
 // notify_dispatch: every rank learns how many rows it will receive from whom, before any row moves.
 //
-// in     topk_idx [T, K], -1 selects nothing; or, where get_dispatch_layout has run before, what it made of them:
-//        num_tokens_per_rank [R], num_tokens_per_expert [E], is_token_in_rank [T, R]
+// in     topk_idx [T, K], -1 selects nothing; or, where get_dispatch_layout has run before, what it
+//        made of them: num_tokens_per_rank [R], num_tokens_per_expert [E], is_token_in_rank [T, R]
 //        place: where the dispatch that follows will want its rows
 // out    is_token_in_rank [T, R]       from topk_idx
 //        rank_prefix_matrix [R, R]     [i][j] = rows that ranks 0..i send to rank j
 //        channel_prefix_matrix [R, C]  [j][c] = rows that this rank sends to j in channels 0..c
-//        send_head [T, R]              ordinal of a token among those its channel sends to a rank, or -1
-//        counts (host memory): total and per-expert rows, aligned; the most tokens a rank has; is_direct
-//        num_recv_tokens_per_expert [L], recv_counts [1 + R] (device): the same, aligned; all rows, and by source
+//        send_head [T, R]              ordinal of a token among those its channel sends to a rank,
+//                                      or -1
+//        counts (host memory): total and per-expert rows, aligned; the most tokens a rank has;
+//        is_direct
+//        num_recv_tokens_per_expert [L], recv_counts [1 + R] (device): the same, aligned; all rows,
+//        and by source
 //        notify_result (LocalState): whether every rank has announced room for its rows
-//        expansion, if asked for: first_rows [E], expert_offsets [L + 1], expert_counts [L], num_rows [R]
-// grid   any; a block numbers the tokens of every num_blocks-th channel, one thread a token. The block that is done
-//        last talks to the peers; no block waits for another
+//        expansion, if asked for: first_rows [E], expert_offsets [L + 1], expert_counts [L],
+//        num_rows [R]
+// grid   any; a block numbers the tokens of every num_blocks-th channel, one thread a token. The
+//        block that is done last talks to the peers; no block waits for another
 // smem   NotifySmem, then E counters if topk_idx is given
 // words  layout_counts, layout_ticket · this rank only · zero at rest
-//        arrived  · owner: receiver · written by each peer · read by the last block · release/acquire sys · generation
-//        counts   · owner: receiver · row of each peer    · before its `arrived` · read by the last block, and by the dispatch that
-//                   follows if is_direct · overwritten by the second next
-//                   notify, or the next one behind another kernel: both need this rank to have left this one
+//        arrived  · owner: receiver · written by each peer · read by the last block
+//                 · release/acquire sys · generation
+//        counts   · owner: receiver · row of each peer, before its `arrived` · read by the last
+//                   block, and by the dispatch that follows if is_direct · overwritten by the
+//                   second next notify, or the next one behind another kernel: both need this rank
+//                   to have left this one
 //        expert_counts · as counts, with expansion only; read by the last block alone
-// after  all ranks have entered this kernel, hence finished their earlier ones: rings and announced outputs are free
+// after  all ranks have entered this kernel, hence finished their earlier ones: rings and announced
+//        outputs are free
 // waits  await_arrivals, unblocked by every peer's announce_arrival
 // errors an index outside [-1, E) counts as -1, never indexes memory, and is reported on all ranks
 #pragma once

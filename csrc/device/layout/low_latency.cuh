@@ -20,8 +20,8 @@ struct Route {
   int32_t local_expert;  // -1: not on this rank
   int32_t ordinal;       // earlier tokens of this source that select this expert; see repeated
   float weight;
-  int32_t
-      row_ordinal;  // earlier tokens of this source that come to this rank; -1: this one does not
+  // earlier tokens of this source that come to this rank; -1: this one does not
+  int32_t row_ordinal;
 
   // A token that selects an expert again has one row with it: the later selections stand
   // for the row of the first.

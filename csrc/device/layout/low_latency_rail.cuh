@@ -38,8 +38,8 @@ struct LowLatencyRailWords {
   static constexpr int kAnnounced = 0, kNumRows = 1, kNumHanded = 2, kExperts = 3;
 
   size_t state;  // LowLatencyRailState
-  size_t
-      consumed;  // Tagged [kind, half, R], a line each: the operation that peer has read what it got of
+  // Tagged [kind, half, R], a line each: the operation that peer has read what it got of
+  size_t consumed;
   size_t announced;  // combine: Tagged [half, R]: source has begun; value = signature, its tokens
   // dispatch: Tagged [half, R, counts_stride], by source: announced, rows for this rank, …,
   // for each of its experts

@@ -27,8 +27,8 @@ struct alignas(16) LowLatencyRecord {
 
 // This rank alone.
 struct alignas(kLineBytes) LowLatencyState {
-  uint64_t
-      participants;  // Tagged: sources, a bit each, whose rows a dispatch places; with masks only
+  // Tagged: sources, a bit each, whose rows a dispatch places; with masks only
+  uint64_t participants;
   uint32_t received[2]
                    [2];  // by kind and half: the last one whose receive phase was launched; block 0
   LowLatencyRecord records[2][kMaxLowLatencyBlocks];  // by kind
@@ -36,12 +36,12 @@ struct alignas(kLineBytes) LowLatencyState {
 
 struct LowLatencyWords {
   size_t state;  // LowLatencyState
-  size_t
-      consumed;  // Tagged [kind, half, peer], a line each: the operation that peer has read what it got of
-  size_t
-      announced;  // Tagged [kind, half, kMaxRanks], by source: it has begun; value = signature, its tokens
-  size_t
-      counts;  // Tagged [half, source, counts_stride]: tokens to this rank, then to each local expert
+  // Tagged [kind, half, peer], a line each: the operation that peer has read what it got of
+  size_t consumed;
+  // Tagged [kind, half, kMaxRanks], by source: it has begun; value = signature, its tokens
+  size_t announced;
+  // Tagged [half, source, counts_stride]: tokens to this rank, then to each local expert
+  size_t counts;
   size_t counts_stride;
   size_t masked;     // int32 [kMaxRanks]: this rank does without them
   size_t votes;      // int32 [kMaxRanks, kMaxRanks]: [from][rank]: `from` does without `rank`

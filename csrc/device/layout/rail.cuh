@@ -34,8 +34,8 @@ struct alignas(kLineBytes) RailArrivedLine {
 // them before its arrival, by the generation's lowest bit, since it may be one kernel further when
 // this is read.
 struct alignas(kLineBytes) RailPlaceLine {
-  uint64_t
-      staging_line;  // Tagged: first line of that node's rows in the receiver's segment; 0: none
+  // Tagged: first line of that node's rows in the receiver's segment; 0: none
+  uint64_t staging_line;
 };
 
 inline constexpr int kMaxRailChunks = 4096;  // of one node's rows to another

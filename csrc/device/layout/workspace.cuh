@@ -78,8 +78,8 @@ struct alignas(kLineBytes) RecvLine {
   // Staged combine, which knows no channels: Tagged, chunk number line * kChunksOfLine + i has
   // landed.
   uint64_t landed[kChunksOfLine];
-  // Direct dispatch, whose blocks are numbered as channels: Tagged, what the source's block sends has
-  // landed.
+  // Direct dispatch, whose blocks are numbered as channels: Tagged, what the source's
+  // block sends has landed.
   uint64_t done;
 };
 // Written by the receiver of a channel into its sender's segment.

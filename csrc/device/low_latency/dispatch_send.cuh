@@ -1,10 +1,10 @@
-// The send phase of dispatch: routes and counts, then rows straight from registers into the receivers'
-// slots. No store waits for another: every word says of itself that it has come.
+// The send phase of dispatch: routes and counts, then rows straight from registers into the
+// receivers' slots. No store waits for another: every word says of itself that it has come.
 //
 //   load: rows, experts → ranks of own tokens → counts of earlier tokens → warp: routes → block: rows
 //
-// All that a block reads is loaded at its begin, in one trip to memory. Routes go first: they are few,
-// and the receiver finds the places of rows while the rows are on the links.
+// All that a block reads is loaded at its begin, in one trip to memory. Routes go first: they are
+// few, and the receiver finds the places of rows while the rows are on the links.
 #pragma once
 
 #include "device/low_latency/block.cuh"
@@ -91,7 +91,8 @@ DC_DEVICE void zero_counters(const LowLatencyDispatchArgs& args, const BlockMemo
   }
 }
 
-// The block counts whole tokens: counters[e] that select expert e, counters[E + r] that go to rank r.
+// The block counts whole tokens: counters[e] that select expert e, counters[E
+// + r] that go to rank r.
 DC_DEVICE void count_entries(const LowLatencyDispatchArgs& args, uint32_t* counters,
                              const int32_t* experts, int num_tokens) {
   const int num_topk = args.shape.num_topk;
@@ -115,8 +116,8 @@ DC_DEVICE void count_entries(const LowLatencyDispatchArgs& args, uint32_t* count
   }
 }
 
-// The same of tokens [begin, end). The staging holds the first num_staged of them. A barrier of the block before and
-// behind it is the caller's.
+// The same of tokens [begin, end). The staging holds the first num_staged of them. A barrier of the
+// block before and behind it is the caller's.
 DC_DEVICE void count_tokens(const LowLatencyDispatchArgs& args, const BlockMemory& memory,
                             int begin, int end, int num_staged) {
   DC_NO_UNROLL
@@ -135,8 +136,8 @@ DC_DEVICE void count_tokens(const LowLatencyDispatchArgs& args, const BlockMemor
   }
 }
 
-// The block moves its columns of tokens [begin, end), one piece a thread. With has_first, `first` is what was loaded
-// before of the piece that this thread moves first.
+// The block moves its columns of tokens [begin, end), one piece a thread. With has_first, `first`
+// is what was loaded before of the piece that this thread moves first.
 template <PayloadFormat kFormat>
 DC_DEVICE void send_rows(const LowLatencyDispatchArgs& args, const LowLatencyHalf& half,
                          const LowLatencyShare& share, const BlockMemory& memory, int begin,

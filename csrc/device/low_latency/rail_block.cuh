@@ -16,16 +16,16 @@ struct RailBlockMemory {
   };
   Header* header;
   uint32_t* counters;  // [E + 2 R] when sending, [R, 1 + L] when receiving
-  int32_t*
-      num_tokens;  // [R] receiving: of each source; combine sending: rows that came straight from it
+  // [R] receiving: of each source; combine sending: rows that came straight from it
+  int32_t* num_tokens;
   int32_t* num_handed;    // [R] rows of each source that are handed on
   int32_t* first_task;    // [2, R + 1] by pass and position: see LowLatencyGroup::rank_at
   int32_t* tasks;         // [warps] pack_task(source, slot)
   int32_t* returns;       // [warps] combine: packed ReturnAddress of the warp's task
   int32_t* num_forwards;  // [warps] ranks that the warp's message is handed on to
   int32_t* forwards;      // [warps, kMaxRanks] local rank << 16 | slot
-  int32_t*
-      num_places;  // [warps] places of the warp's row; at the source: rows that come back for its token
+  // [warps] places of the warp's row; at the source: rows that come back for its token
+  int32_t* num_places;
   int32_t* places;  // [warps, K] at the source: the ranks they come from
   float* weights;   // [warps, K]
   int32_t* slots;   // [K] sending: places[0 … K-1] are destinations, these their slots

@@ -94,9 +94,9 @@ DC_DEVICE bool await_watch(const Context& context, Watch& watch, const WaitFor& 
   }
 }
 
-// The same for a whole warp that looks at many words until the last has come: look() has the same answer
-// in all lanes, and sets has_news where the wait is to begin anew. missing() names a word that has
-// not come yet, in all lanes alike.
+// The same for a whole warp that looks at many words until the last has come: look() has the same
+// answer in all lanes, and sets has_news where the wait is to begin anew. missing() names a word
+// that has not come yet, in all lanes alike.
 template <class Watch>
 DC_DEVICE bool await_watch_by_warp(const Context& context, Watch& watch, uint64_t expected) {
   constexpr int kPollsPerClock = DEEP_COMM_TARGET_CUDA ? 64 : 1;

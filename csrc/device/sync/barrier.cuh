@@ -32,14 +32,14 @@ DC_DEVICE void announce_arrival(const Context& context, uint32_t signature) {
                        Tagged::pack(context.generation, signature));
 }
 
-// The same with words that carry the generation themselves, value by value: they need no order among
-// each other, so that no release has to wait for them to arrive.
+// The same with words that carry the generation themselves, value by value: they need no order
+// among each other, so that no release has to wait for them to arrive.
 template <int kNumWords>
 DC_DEVICE void announce_arrival(const Context& context, uint32_t signature,
                                 uint64_t* const (&words)[kNumWords],
                                 const uint32_t (&values)[kNumWords]) {
-  // With the stores below, a release; pairs with: the acquire of EntryWatch at every peer — this rank
-  // has left its earlier kernels.
+  // With the stores below, a release; pairs with: the acquire of EntryWatch at every peer — this
+  // rank has left its earlier kernels.
   arch::fence_acq_rel_sys();
   DC_UNROLL
   for (int idx = 0; idx < kNumWords; ++idx) {

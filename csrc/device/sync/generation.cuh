@@ -36,8 +36,8 @@ DC_DEVICE BlockExit exit_block(const Context& context) {
   return exit_block(&context.world.state()->num_retired_blocks);
 }
 
-// The first threads of the last block, numbered: the next kernel is a new generation, which finds no
-// work taken. This kernel's own counts stay as they are: warps may still look for work.
+// The first threads of the last block, numbered: the next kernel is a new generation, which finds
+// no work taken. This kernel's own counts stay as they are: warps may still look for work.
 DC_DEVICE void close_generation(const Context& context, int thread) {
   LocalState* state = context.world.state();
   TakenWork* next = &state->taken[next_generation(context.generation) & 1u];
@@ -57,8 +57,8 @@ DC_DEVICE TakenWork* taken_work(const Context& context) {
 }
 
 // One warp of every block, once all threads of the block have read the generation (behind a block
-// barrier): instead of retire_block. The end of a block then costs no trip to memory; the generation
-// moves while the kernel runs, which only the kernel behind it can see.
+// barrier): instead of retire_block. The end of a block then costs no trip to memory; the
+// generation moves while the kernel runs, which only the kernel behind it can see.
 DC_DEVICE void retire_early(const Context& context) {
   uint32_t num_retired = 0;
   if (arch::lane_idx() == 0) {

@@ -6,9 +6,10 @@
 
 namespace deep_comm {
 
-// Items that one warp has taken, in the order in which it took them, -1 behind the last. The first may
-// be its own, known without a trip to memory. `Take` is called for the others by lane 0 alone, one item
-// ahead, so that nobody waits for it; it returns the next item or -1. Whole warps call the methods.
+// Items that one warp has taken, in the order in which it took them, -1 behind the last. The
+// first may be its own, known without a trip to memory. `Take` is called for the others by lane
+// 0 alone, one item ahead, so that nobody waits for it; it returns the next item or -1. Whole
+// warps call the methods.
 template <class Take>
 class WorkQueue {
  public:
@@ -37,8 +38,8 @@ class WorkQueue {
   uint32_t num_taken_ = 0;
 };
 
-// Items 0, 1, … num_items - 1 for num_warps warps of a rank: one each, the others from a counter that
-// they share.
+// Items 0, 1, … num_items - 1 for num_warps warps of a rank: one each, the others from a
+// counter that they share.
 struct TakeNext {
   uint32_t* counter;
   int num_items;
