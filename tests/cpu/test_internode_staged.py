@@ -18,7 +18,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def with_room(case: InternodeCase) -> InternodeCase:
-    return dataclasses.replace(case, nvl_bytes=6 << 20, direct_bytes=4 << 20)
+    return dataclasses.replace(case, nvl_bytes=6 << 20, direct_bytes=4 << 20, is_direct=True)
 
 
 def check(case: InternodeCase) -> None:
@@ -72,7 +72,7 @@ def test_more_nodes_than_a_warp_has_lanes_take_the_rings() -> None:
         (3,) * 40, experts=80, topk=8, hidden=16, num_sms=2, ranks_per_node=1, rail_slots=2,
         rail_chunk=1, slots=2, send_chunk=1, rdma_bytes=1 << 20,
     )  # fmt: skip
-    check(dataclasses.replace(case, nvl_bytes=1 << 20, direct_bytes=1 << 19))
+    check(dataclasses.replace(case, nvl_bytes=1 << 20, direct_bytes=1 << 19, is_direct=True))
 
 
 def test_chunks_grow_where_there_are_more_rows_than_words() -> None:
@@ -96,6 +96,7 @@ def test_a_hundred_calls_of_changing_shapes_on_one_buffer() -> None:
             send_chunk=1,
             rail_slots=choose.choice((2, 5)),
             rail_chunk=1,
+            is_direct=True,
             seed=number,
         )
         for number in range(100)
