@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from internode import InternodeCase, run_case, verify
+from internode import InternodeCase, direct, run_case, verify
 
 import deep_comm
 from deep_comm import context, errors, local, processes, simulate
@@ -296,6 +296,8 @@ def test_ranks_per_node_comes_from_the_environment(monkeypatch: pytest.MonkeyPat
             rail_slots=2, rail_chunk=1, ranks_per_node=3,
         ),
         InternodeCase((8,) * 4, experts=8, topk=2, num_sms=2, ranks_per_node=1, calls=2),
+        direct(InternodeCase((20, 0, 13, 17), experts=13, topk=4, hidden=512, calls=3, biases=2)),
+        direct(InternodeCase((9, 14, 3, 8, 6, 11), experts=12, topk=3, num_sms=4, calls=2)),
     ],
     ids=str,
 )  # fmt: skip
