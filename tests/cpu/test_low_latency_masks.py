@@ -69,14 +69,14 @@ def test_a_slow_rank_learns_that_it_is_out_and_comes_back_after_clean() -> None:
 
     def main(group: local.ThreadGroup) -> list:
         with Buffer(
-            group, 0, case.num_bytes, low_latency_mode=True, device="cpu", timeout_s=0.3,
+            group, 0, case.num_bytes, low_latency_mode=True, device="cpu", timeout_s=1.0,
             enable_shrink=True,
         ) as buffer:  # fmt: skip
             results = []
             for number in range(6):
                 pair = Pair(buffer, case, number % 2)
                 if buffer.rank == DEAD and number == 1:
-                    time.sleep(1.0)
+                    time.sleep(3.0)
                     with pytest.raises(MaskedOut):
                         for _ in range(2):
                             pair.dispatch()()
