@@ -1,8 +1,10 @@
 """``python -m deep_comm.scale``: one table of docs/scale.md, or the times of one job.
 
-python -m deep_comm.scale compare
-python -m deep_comm.scale job --ranks 128 --routing zipf --sms 48 --nic 100
-python -m deep_comm.scale update docs/scale.md
+    python -m deep_comm.scale compare
+    python -m deep_comm.scale job --ranks 128 --routing zipf --sms 48 --nic 100
+    python -m deep_comm.scale update docs/scale.md
+
+What is counted, and what is left out: docs/scale.md.
 """
 
 from __future__ import annotations
