@@ -87,8 +87,8 @@ class Buffer(InternodeCalls, LowLatencyCalls):
                 None.
             num_nvl_bytes: bytes of ring space in every rank; see Config.get_nvl_buffer_size_hint.
             num_rdma_bytes: for low-latency calls, if low_latency_mode; and for rings between nodes,
-                which get as much again; with a slot for every row, see docs/guide/nodes.md, dispatch
-                needs no rings. Without either nothing is allocated.
+                which get as much again. With a slot for every row dispatch needs no rings: see
+                docs/guide/nodes.md. Without either nothing is allocated.
             low_latency_mode: allocate num_rdma_bytes for low-latency calls as well; see
                 get_low_latency_rdma_size_hint.
             enable_shrink: low-latency calls do without a rank that stays silent for timeout_s,
