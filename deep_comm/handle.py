@@ -76,7 +76,7 @@ class KnownHandle:
         # How the outputs of a cached dispatch lie in the receive region: offsets of x
         # and scales, bytes of both.
         self.output_layouts: dict[PayloadForm, tuple[int, int, int]] = {}
-        # Calls in one native step by (config, default), see ops/quick.py.
+        # Calls in one native step by (config, default, dtype), see ops/quick.py.
         self.quick_dispatches: dict[object, Callable[[object], Any]] = {}
         self.quick_combines: dict[object, Callable[[object], Any]] = {}
         self._recorded_on: set[int] = set()  # streams whose use torch knows of

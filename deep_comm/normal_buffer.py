@@ -315,11 +315,12 @@ class NormalCalls:
         known = handle._known
         if known is None or known.owner is not ctx.owner or not known.quick_dispatches:
             return None
-        key: tuple[Config | None, Config | DefaultConfig | None]
+        key: tuple[Config | None, Config | DefaultConfig | None, Any]
+        kind = getattr(x, "dtype", None)  # None: with scales
         if config is None:
-            key = None, self._default_for_rows("dispatch")
+            key = None, self._default_for_rows("dispatch"), kind
         elif type(config) is Config:
-            key = config, None
+            key = config, None, kind
         else:
             return None
         call = known.quick_dispatches.get(key)
@@ -336,11 +337,12 @@ class NormalCalls:
         known = handle._known
         if known is None or known.owner is not ctx.owner or not known.quick_combines:
             return None
-        key: tuple[Config | None, Config | DefaultConfig | None]
+        key: tuple[Config | None, Config | DefaultConfig | None, Any]
+        kind = getattr(x, "dtype", None)
         if config is None:
-            key = None, self._default_for_rows("combine")
+            key = None, self._default_for_rows("combine"), kind
         elif type(config) is Config:
-            key = config, None
+            key = config, None, kind
         else:
             return None
         call = known.quick_combines.get(key)

@@ -111,7 +111,7 @@ def combine(
     ctx.end()
     if streams is SYNCHRONOUS and num_topk == 0 and bias is None:
         num_rows = _num_staging_rows(ctx, known)
-        remember_combine(ctx, (config, default), known, plan, dtype, hidden, num_rows)
+        remember_combine(ctx, (config, default, dtype), known, plan, dtype, hidden, num_rows)
     return combined_x, combined_topk_weights, event
 
 

@@ -320,6 +320,7 @@ def cached_dispatch(
         inputs = (payload.x, payload.scales) if is_plain else inputs_of(payload)
         event = launch.finish(inputs, known)
     ctx.end()
-    if is_plain and streams is SYNCHRONOUS:
-        remember_dispatch(ctx, (config, default), known, plan, form)
+    if is_plain and streams is SYNCHRONOUS and out.output_offset != 0:
+        kind = getattr(x, "dtype", None)
+        remember_dispatch(ctx, (config, default, kind), known, plan, form)
     return out.payload, None, None, None, None, event

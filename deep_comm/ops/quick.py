@@ -111,6 +111,8 @@ def remember_dispatch(
     """After a plain cached dispatch: the next of its form is one step."""
     if ctx.quick is None or known.expansion is not None or form.quantises:
         return
+    if key in known.quick_dispatches:
+        return  # another width: making it anew each time would cost more than it saves
     dtype = _code(form.dtype)
     scale_dtype = dtype if form.scale_dtype is None else _code(form.scale_dtype)
     layout = known.output_layouts.get(form)
@@ -142,6 +144,8 @@ def remember_combine(
     num_staging_rows: int,
 ) -> None:
     """After a plain combine, likewise."""
+    if key in known.quick_combines:
+        return
     code = _code(dtype)
     if ctx.quick is None or known.expansion is not None or code is None:
         return

@@ -396,6 +396,11 @@ def test_calls_along_a_known_routing(form: str, config: Any, num_direct_bytes: i
         one = pair()
         # In rings outputs are torch's, of as many steps as ever.
         assert spy.made == [num_direct_bytes > 0, True]
+        known = handle._known
+        assert len(known.quick_dispatches) == (num_direct_bytes > 0)
+        made = [*known.quick_dispatches.values(), *known.quick_combines.values()]
+        pair()
+        assert made == [*known.quick_dispatches.values(), *known.quick_combines.values()]
         spy.is_off = True
         many = pair()
         for got, want in zip((*one[0], one[1]), (*many[0], many[1]), strict=True):
