@@ -81,11 +81,12 @@
 //   void rail_count(const RailPort&, int peer, int qp, uint64_t num_bytes)   // stored instead of put
 //
 // ---- launches -----------------------------------------------------------------------------------
-//   void await_earlier_launch()  // kernels that begin early: until the launch before this one in the stream has
-//        ended and all it wrote can be seen. Nothing that it or a launch before it writes may be read, and nothing
-//        that they read written, before this.
-//   void allow_later_launch()    // the next launch, if it is of a kernel that begins early, may begin as soon as all
-//        blocks of this one have called this and there is room. Says nothing about what this one has written.
+//   void await_earlier_launch()  // kernels that begin early: until the launch before this one in
+//        the stream has ended and all it wrote can be seen. Nothing that it or a launch before it
+//        writes may be read, and nothing that they read written, before this.
+//   void allow_later_launch()    // the next launch, if it is of a kernel that begins early, may
+//        begin as soon as all blocks of this one have called this and there is room. Says nothing
+//        about what this one has written.
 //
 // ---- waiting, time ------------------------------------------------------------------------------
 //   void wait_hint(const T* word, T seen, const uint32_t* abort_word, uint64_t deadline_ns)

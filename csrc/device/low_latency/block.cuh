@@ -231,9 +231,10 @@ DC_DEVICE bool await_announcements(const Context& context, const LowLatencyHalf&
   return true;
 }
 
-// Each rank begins with another peer, so that none is hit by all at once. Its own turn is the second one: what it loads
-// and stores for itself takes no time while its links are busy, and waits behind everything at the end. Of positions
-// below num_ranks; no remainder, which is a subroutine.
+// Each rank begins with another peer, so that none is hit by all at once. Its own turn is the
+// second one: what it loads and stores for itself takes no time while its links are busy; at the
+// end it would wait behind everything. Of positions below num_ranks; no remainder, which is a
+// subroutine.
 DC_DEVICE int source_at(const World& world, int position) {
   const int step = position > 1 ? position : position == 0 && world.num_ranks > 1 ? 1 : 0;
   const int source = world.rank + step;

@@ -46,7 +46,8 @@ DC_DEVICE void send_weights(const Context& context, const LowLatencyCombineArgs&
   }
 }
 
-// A token's places on this rank, and the weights that dispatch brought: of selection `k`, a lane each.
+// A token's places on this rank, and the weights that dispatch brought: of selection `k`, a lane
+// each.
 struct RawSummand {
   int place;
   float weight;
@@ -68,7 +69,8 @@ struct RawSummand {
   }
 };
 
-// One warp: the rows of a task's token that lie on this rank, and their weights, k ascending. `raw`: of the first ones.
+// One warp: the rows of a task's token that lie on this rank, and their weights, k ascending.
+// `raw`: of the first ones.
 template <CombineRows kRows>
 DC_DEVICE bool find_summands(const Context& context, const LowLatencyCombineArgs& args,
                              const LowLatencyHalf& half, const BlockMemory& memory, int32_t task,
@@ -221,8 +223,8 @@ DC_DEVICE void send_selections(const LowLatencyCombineArgs& args, const LowLaten
   }
 }
 
-// A warp's first task if every source has as many tokens as this rank, which they mostly have: so what is needed for it
-// can be loaded together with their numbers.
+// A warp's first task if every source has as many tokens as this rank, which they mostly have: so
+// what is needed for it can be loaded together with their numbers.
 struct GuessedTask {
   TaskNumbering numbering;
   int32_t task;
@@ -316,8 +318,9 @@ DC_DEVICE bool combine_send(const Context& context, const LowLatencyCombineArgs&
   return true;
 }
 
-// The block adds the ranks' rows of tokens [begin, end) and writes the results. A thread looks at eight places at a
-// time: of a piece on up to eight ranks, or, of few ranks, of two pieces, the second in the upper half.
+// The block adds the ranks' rows of tokens [begin, end) and writes the results. A thread looks at
+// eight places at a time: of a piece on up to eight ranks, or, of few ranks, of two pieces, the
+// second in the upper half.
 DC_DEVICE bool add_ranks(const Context& context, const LowLatencyCombineArgs& args,
                          const LowLatencyHalf& half, const LowLatencyShare& share,
                          const BlockMemory& memory, int begin, int end) {

@@ -144,8 +144,8 @@ DC_DEVICE Vec16* routes_of_task(const LowLatencyDispatchArgs& args, const LowLat
                      token_of(task) - memory.header->first_token[source]);
 }
 
-// One warp: the places of its task's selections, into shared memory and, once a token, into the outputs. `first`: the
-// first look at the route of this lane.
+// One warp: the places of its task's selections, into shared memory and, once a token, into the
+// outputs. `first`: the first look at the route of this lane.
 DC_DEVICE bool find_places(const Context& context, const LowLatencyDispatchArgs& args,
                            const LowLatencyHalf& half, const BlockMemory& memory,
                            const Vec16& first, int num_local) {
@@ -354,8 +354,9 @@ DC_DEVICE bool expand_scales(const Context& context, const LowLatencyDispatchArg
   return ok;
 }
 
-// Tasks as they are if every source has as many tokens as this rank, which they mostly have: what comes of them can be
-// looked at before anything is known about the sources. One warp; a barrier of the block is the caller's.
+// Tasks as they are if every source has as many tokens as this rank, which they mostly have: what
+// comes of them can be looked at before anything is known about the sources. One warp; a barrier of
+// the block is the caller's.
 template <PayloadFormat kFormat>
 DC_DEVICE void guess_tasks(const LowLatencyDispatchArgs& args, const BlockMemory& memory) {
   TaskNumbering::make(args.world, args.shape, args.num_tokens)

@@ -1,5 +1,5 @@
-// The low-latency kernels as types: what a target needs to launch one. kBeginsEarly: they are launched while the launch
-// before theirs still runs, which they await by themselves.
+// The low-latency kernels as types: what a target needs to launch one. kBeginsEarly: they are
+// launched while the launch before theirs still runs, which they await by themselves.
 #pragma once
 
 #include "device/low_latency/combine.cuh"
