@@ -95,8 +95,6 @@
 //        return early.
 //   void     wait_note(const WaitNote&)     // host: what this fiber waits for, to be printed
 //   uint64_t globaltimer_ns();  void nanosleep(uint32_t ns)
-//   void poll_pause()                  between two looks at a word of the block's shared memory: leaves
-//                                      the issue slots to others
 //   [[noreturn]] void trap(const char* why) // a broken invariant; never the error path
 //
 // ---- numbers ------------------------------------------------------------------------------------

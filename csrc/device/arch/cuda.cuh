@@ -394,7 +394,6 @@ DC_DEVICE uint64_t globaltimer_ns() {
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now_ns)::"memory");
   return now_ns;
 }
-DC_DEVICE void poll_pause() { asm volatile("nanosleep.u32 32;" ::: "memory"); }
 DC_DEVICE void nanosleep(uint32_t ns) { asm volatile("nanosleep.u32 %0;" ::"r"(ns) : "memory"); }
 
 // `why` is for the reader of the code and for the host target; a device printf would cost every

@@ -472,7 +472,6 @@ inline void wait_note(const WaitNote& note) {
   self->has_note = true;
 }
 inline uint64_t globaltimer_ns() { return simt::clock_ns(); }
-inline void poll_pause() {}
 inline void nanosleep(uint32_t duration_ns) { simt::sleep_ns(duration_ns); }
 [[noreturn]] inline void trap(const char* why) { simt::trap(why); }
 

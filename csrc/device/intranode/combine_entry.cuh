@@ -19,7 +19,6 @@ struct CombineEntry {
   uint32_t num_done[kMaxReduceWarps];              // ring mode: tokens a reducing warp has finished
   const uint8_t* rows[kMaxReduceWarps][kMaxRows];  // what each of them adds
   LandedChunks landed;                             // staged mode
-  uint32_t num_landed[kMaxRanks];  // staged mode: chunks of each rank that have come, without a gap
 
   DC_DEVICE static CombineEntry* of_block(const CombineArgs& args) {
     return reinterpret_cast<CombineEntry*>(arch::dynamic_smem() + args.entry_offset);
@@ -31,7 +30,6 @@ struct CombineEntry {
   DC_DEVICE void reset() {
     progress.reset();
     landed.reset();
-    if (arch::thread_idx() < kMaxRanks) num_landed[arch::thread_idx()] = 0;
     if (arch::thread_idx() < kMaxReduceWarps) num_done[arch::thread_idx()] = 0;
   }
 };

@@ -1,8 +1,8 @@
 // combine, staged mode: every row has a place of its own at the rank it returns to, so that nobody
 // waits for credit, and any block may send any chunk of rows and add any token.
 //
-// grid   any number of blocks; num_senders warps take chunks, one watches what comes, one publishes what
-//        goes, the last ones take tokens, all in ascending order
+// grid   any number of blocks; num_senders warps take chunks, one publishes them, the last ones take
+//        tokens, all in ascending order
 // words  recv_line[chunk / 8].landed[chunk % 8] · owner: receiver · written by the sender's publisher
 //                            · fence and relaxed store / acquire sys
 //        taken · this rank · see sync/generation.cuh
@@ -279,7 +279,7 @@ DC_DEVICE void publish_chunks(const Context& context, const CombineArgs& args,
     const uint32_t word = arch::ld_acquire_cta(&entry->progress.words[sender]);
     const uint32_t num_landed = word & ~Progress::kFinished;
     if (arch::any(kFullMask, num_landed != num_published)) {
-      // With the stores below, a release; pairs with: ChunkWatch::look — the chunks' rows.
+      // With the stores below, a release; pairs with: StagedReducer::await_row — the chunks' rows.
       arch::fence_acq_rel_sys();
       for (; num_published != num_landed; ++num_published) {
         if (lane != sender) continue;
@@ -302,76 +302,6 @@ DC_DEVICE void publish_chunks(const Context& context, const CombineArgs& args,
   }
 }
 
-// One warp of every block: how many chunks of each peer have landed. All looks at memory are its
-// own: if every adding warp looked for itself, hundreds of them would ask for the same line all the
-// time, and nobody else, the peers' words included, would get through to it.
-class ChunkWatch {
- public:
-  DC_DEVICE ChunkWatch(const Context& context, const CombineArgs& args, uint32_t* num_landed)
-      : context_(context), world_(args.world), num_landed_(num_landed) {
-    while (num_lanes_ * 2 * world_.num_ranks <= kWarpSize) num_lanes_ *= 2;
-    peer_ = arch::lane_idx() / num_lanes_;
-    next_ = arch::lane_idx() % num_lanes_;
-    is_reporter_ = next_ == 0;
-    if (peer_ < world_.num_ranks && peer_ != world_.rank) {
-      num_chunks_ = ChunkedRows::of(num_rows_between(args, world_.rank, peer_)).num_chunks();
-    }
-  }
-
-  DC_DEVICE bool look() {
-    bool has_landed = false;
-    if (next_ < num_chunks_) {
-      // pairs with: publish_chunks — the chunk's rows.
-      has_landed = arch::ld_acquire_sys(word_of(peer_, next_)) == expected();
-    }
-    if (has_landed) next_ += num_lanes_;
-    has_news = arch::any(kFullMask, has_landed);
-    const bool is_done = arch::all(kFullMask, next_ >= num_chunks_);
-    if (!has_news) return is_done;
-    int num_landed = min_of(next_, num_chunks_);  // of the peer: the least of its lanes
-    for (int delta = 1; delta < num_lanes_; delta *= 2) {
-      num_landed = min_of(num_landed, arch::shfl(kFullMask, num_landed, arch::lane_idx() ^ delta));
-    }
-    arch::sync_warp();  // hands each lane's acquire to those that report
-    if (is_reporter_ && num_landed != num_reported_) {
-      // pairs with: StagedReducer::await_row — the chunks' rows.
-      arch::st_release_cta(&num_landed_[peer_], static_cast<uint32_t>(num_landed));
-    }
-    num_reported_ = num_landed;
-    return is_done;
-  }
-
-  struct Missing {
-    const uint64_t* word;
-    WaitFor wait;
-  };
-  DC_DEVICE Missing missing() const {
-    const uint32_t waiting = arch::ballot(kFullMask, next_ < num_chunks_);
-    const int lane = arch::ffs(waiting) - 1;
-    const int peer = arch::shfl(kFullMask, peer_, lane);
-    return {word_of(peer, arch::shfl(kFullMask, next_, lane)),
-            {Stage::kReduce, Word::kLanded, peer, -1}};
-  }
-  DC_DEVICE uint64_t expected() const { return Tagged::pack(context_.generation, 1); }
-
-  bool has_news = false;
-
- private:
-  DC_DEVICE const uint64_t* word_of(int peer, int chunk) const {
-    return landed_word(world_, world_.rank, peer, chunk);
-  }
-
-  const Context& context_;
-  const World& world_;
-  uint32_t* num_landed_;
-  int num_lanes_ = 1;  // that look after a peer's chunks, in turn
-  int peer_;
-  bool is_reporter_;
-  int num_chunks_ = 0;
-  int next_;  // chunk that this lane waits for
-  int num_reported_ = 0;
-};
-
 // One warp: adds the tokens it takes. Lane r < R looks after the rows of rank r: in the staging, or
 // in x for this rank's own.
 template <Dtype kDtype>
@@ -382,7 +312,6 @@ class StagedReducer {
       : context_(context),
         args_(args),
         rows_(entry->rows[reducer]),
-        num_landed_(entry->num_landed),
         tokens_(deal_items(&taken_work(context)->num_tokens, args.num_tokens, reducer,
                            CombineEntry::num_reduce_warps(args))),
         per_channel_(ceil_div(args.num_tokens, args.ring.num_channels)),
@@ -432,17 +361,20 @@ class StagedReducer {
                         arch::lane_idx());
     before_channel_ = channel == 0 ? 0 : arch::ld_nc(prefix + channel - 1);
   }
+  // By the chunk, not by all chunks before it (docs/design/0020, "Rejected").
   DC_DEVICE bool await_row(int row_idx) {
+    const int chunk = row_idx / chunk_rows_;
+    if (chunk == known_chunk_) return true;
+    known_chunk_ = chunk;
+    uint32_t seen = 0;
     const int peer = arch::lane_idx();
-    return await_block_count(context_, &num_landed_[peer],
-                             {Stage::kReduce, Word::kLanded, peer, -1},
-                             static_cast<uint32_t>(row_idx / chunk_rows_) + 1);
+    return await_tagged(context_, landed_word(args_.world, args_.world.rank, peer, chunk),
+                        {Stage::kReduce, Word::kLanded, peer, -1}, 1, &seen);
   }
 
   const Context& context_;
   const CombineArgs& args_;
   const uint8_t** rows_;
-  const uint32_t* num_landed_;
   WorkQueue<TakeNext> tokens_;
   int per_channel_;
   int64_t own_first_;
@@ -450,6 +382,7 @@ class StagedReducer {
   bool is_peer_;
   RingSlots slots_;
   int chunk_rows_ = 1;
+  int known_chunk_ = -1;  // has landed
   int head_ = -1;
   int before_channel_ = 0;
 };
@@ -463,9 +396,6 @@ DC_DEVICE void receive_staged(const Context& context, const CombineArgs& args,
     StagedReducer<kDtype>(context, args, entry, reducer).run();
   } else if (reducer == -1) {
     publish_chunks(context, args, entry);
-  } else if (reducer == -2) {
-    ChunkWatch watch(context, args, entry->num_landed);
-    await_watch_by_warp(context, watch, watch.expected());
   }
 }
 

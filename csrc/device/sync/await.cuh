@@ -94,32 +94,6 @@ DC_DEVICE bool await_watch(const Context& context, Watch& watch, const WaitFor& 
   }
 }
 
-// The same for a whole warp that looks at many words until the last has come: look() has the same
-// answer in all lanes, and sets has_news where the wait is to begin anew. missing() names a word
-// that has not come yet, in all lanes alike.
-template <class Watch>
-DC_DEVICE bool await_watch_by_warp(const Context& context, Watch& watch, uint64_t expected) {
-  constexpr int kPollsPerClock = DEEP_COMM_TARGET_CUDA ? 64 : 1;
-  WaitClock clock;
-  while (true) {
-    DC_NO_UNROLL
-    for (int poll = 0; poll < kPollsPerClock; ++poll) {
-      if (watch.look()) return true;
-      if (watch.has_news) clock = WaitClock{};
-    }
-    const auto [word, wait] = watch.missing();
-    int ok = 1;
-    if (arch::lane_idx() == 0) {
-      const uint64_t seen = arch::ld_relaxed_sys(word);
-      ok = may_go_on(context, wait, seen, expected, 1, &clock);
-      if (ok != 0 && seen != expected) {
-        arch::wait_hint(word, seen, &context.world.state()->abort, clock.wake_ns);
-      }
-    }
-    if (arch::shfl(kFullMask, ok, 0) == 0) return false;
-  }
-}
-
 template <Scope kScope, class T, class IsReady>
 struct AcquireWatch {
   const T* word;
@@ -163,31 +137,6 @@ DC_DEVICE bool await_tagged(const Context& context, const uint64_t* word, const 
       &raw, patience);
   *value = Tagged::unpack(raw).value;
   return ok;
-}
-
-// A count in the block's shared memory that many warps may wait for.
-struct BlockCountWatch {
-  const uint32_t* word;
-  uint32_t wanted;
-  uint32_t value;
-
-  DC_DEVICE bool look() {
-    value = arch::ld_acquire_cta(word);
-    if (value >= wanted) return true;
-    arch::poll_pause();
-    return false;
-  }
-  DC_DEVICE uint64_t seen() const { return value; }
-  DC_DEVICE void rest(const uint32_t* abort_word, uint64_t deadline_ns) const {
-    arch::wait_hint(word, value, abort_word, deadline_ns);
-  }
-};
-
-// Waits until the count is at least `wanted`.
-DC_DEVICE bool await_block_count(const Context& context, const uint32_t* word, const WaitFor& wait,
-                                 uint32_t wanted) {
-  BlockCountWatch watch{word, wanted, 0};
-  return await_watch(context, watch, wait, wanted, 4);  // as in await
 }
 
 // A Tagged word that speaks of nothing but itself.
