@@ -129,6 +129,8 @@ def expected_instructions() -> dict[str, list[str]]:
     expected["wait_hint"] = []
     expected["wait_note"] = []
     expected["nanosleep"] = ["nanosleep.u32"]
+    expected["await_earlier_launch"] = ["griddepcontrol.wait"]
+    expected["allow_later_launch"] = ["griddepcontrol.launch_dependents"]
     expected["trap"] = ["ld.weak.global.u32", "trap"]
     expected["globaltimer_ns"] = ["mov.u64 %globaltimer"]
 

@@ -178,6 +178,8 @@ PROBE(wait_note) {
 }
 PROBE(globaltimer_ns, uint64_t* out) { arch::st_weak(out, arch::globaltimer_ns()); }
 PROBE(nanosleep, uint32_t ns) { arch::nanosleep(ns); }
+PROBE(await_earlier_launch, uint32_t*) { arch::await_earlier_launch(); }
+PROBE(allow_later_launch, uint32_t*) { arch::allow_later_launch(); }
 PROBE(trap, const uint32_t* word) {
   if (arch::ld_weak(word) != 0) arch::trap("probe");
 }
