@@ -1,0 +1,307 @@
+// The send phase of combine: an expert's rank adds its rows of each received token, or takes them as they are,
+// and stores them with the token's source.
+//
+//   first places and numbers of tokens loaded | weights sent → credit → a task: places → sums | rows → source
+#pragma once
+
+#include "device/low_latency/block.cuh"
+#include "device/move/logfmt.cuh"
+#include "device/move/reduce.cuh"
+
+namespace deep_comm {
+
+// Source: every weight to the rank that needs it.
+DC_DEVICE void send_weights(const Context& context, const LowLatencyCombineArgs& args,
+                            const LowLatencyHalf& half, const BlockMemory& memory,
+                            const LowLatencyShare& share) {
+  const int num_topk = args.shape.num_topk;
+  if (!share.is_leading) return;
+  DC_NO_UNROLL
+  for (int idx = arch::thread_idx(); idx < share.num_tokens() * num_topk;
+       idx += arch::num_threads()) {
+    const int64_t position = static_cast<int64_t>(share.begin) * num_topk + idx;
+    const int expert = load_expert(args.topk_idx, position, args.topk_idx_bytes);
+    if (expert < 0 || expert >= args.shape.num_experts) continue;
+    const int peer = args.experts.rank_of(expert);
+    if (!is_active(memory, peer)) continue;
+    // pairs with: find_summands at the expert's rank — nothing but the word itself.
+    arch::st_relaxed_sys(
+        half.weights(peer, args.world.rank, share.begin) + idx,
+        Tagged::pack(context.generation,
+                     bit_cast<uint32_t>(arch::ld_nc(args.topk_weights + position))));
+  }
+}
+
+// A token's places on this rank, and the weights that dispatch brought: of selection `k`, a lane
+// each.
+struct RawSummand {
+  int place;
+  float weight;
+
+  template <CombineRows kRows>
+  DC_DEVICE static RawSummand load(const LowLatencyCombineArgs& args, int32_t task, int k) {
+    const int num_columns = kRows == CombineRows::kReduced ? 1 : args.shape.num_topk;
+    RawSummand raw{-1, 1.0f};
+    if (k >= num_columns) return raw;
+    const int64_t row =
+        static_cast<int64_t>(source_of(task)) * args.shape.num_max_tokens + token_of(task);
+    const int64_t position = row * num_columns + k;
+    raw.place = arch::ld_nc(args.places + position);
+    // Beside the place, whether it is needed or not: they are trips to memory.
+    if (kRows == CombineRows::kSums && args.recv_weights != nullptr) {
+      raw.weight = arch::ld_nc(args.recv_weights + position);
+    }
+    return raw;
+  }
+};
+
+// One warp: the rows of a task's token that lie on this rank, and their weights, k ascending.
+// `raw`: of the first ones.
+template <CombineRows kRows>
+DC_DEVICE bool find_summands(const Context& context, const LowLatencyCombineArgs& args,
+                             const LowLatencyHalf& half, const BlockMemory& memory, int32_t task,
+                             RawSummand raw) {
+  const LowLatencyShape& shape = args.shape;
+  const int num_topk = shape.num_topk, warp = arch::warp_idx(),
+            num_columns = kRows == CombineRows::kReduced ? 1 : num_topk;
+  const int source = source_of(task), token = token_of(task);
+  int num_places = 0;
+  bool ok = true;
+  DC_NO_UNROLL
+  for (int base = 0; base < num_columns; base += kWarpSize) {
+    const int k = base + arch::lane_idx();
+    if (base > 0) raw = RawSummand::load<kRows>(args, task, k);
+    const uint32_t here = arch::ballot(kFullMask, raw.place >= 0);
+    if (raw.place >= 0) {
+      const int position =
+          warp * num_topk + num_places + arch::popc(here & ((1u << arch::lane_idx()) - 1));
+      float weight = raw.weight;
+      if (kRows == CombineRows::kSelections) {
+        weight = bit_cast<float>(k);  // the source weights; it wants to know which row this is
+      } else if (kRows == CombineRows::kSums && args.recv_weights == nullptr) {
+        uint32_t bits = 0;
+        ok = await_tagged_alone(context, half.weights(args.world.rank, source, token) + k,
+                                {Stage::kWeights, Word::kWeight, source, arch::block_idx()}, &bits);
+        ok = ok || is_given_up(context, source);
+        weight = bit_cast<float>(bits);
+      }
+      memory.places[position] = raw.place;
+      memory.weights[position] = weight;
+    }
+    num_places += arch::popc(here);
+  }
+  if (arch::lane_idx() == 0) {
+    memory.num_places[warp] = num_places;
+    memory.tasks[warp] = task;
+  }
+  return ok;
+}
+
+// A row's part on its way: two zeros travel as two zeros of the other sign. Sums begin at +0.0, so
+// that it makes no difference to them.
+DC_DEVICE void send_piece(uint8_t* row, int column, Vec16 vec) {
+  DC_UNROLL
+  for (int word = 0; word < 4; ++word) {
+    if (vec.words[word] == 0) vec.words[word] = 0x80008000u;
+  }
+  // pairs with: take_arrival in add_ranks and add_selections — nothing but the words themselves.
+  arch::st_relaxed_sys(reinterpret_cast<Vec16*>(row) + column, vec);
+}
+
+DC_DEVICE void add_weighted(float* sum, const Vec16& vec, float weight) {
+  DC_UNROLL
+  for (int word = 0; word < 4; ++word) {
+    sum[2 * word] += arch::multiply(weight, bit_cast<float>(vec.words[word] << 16));
+    sum[2 * word + 1] += arch::multiply(weight, bit_cast<float>(vec.words[word] & 0xffff0000u));
+  }
+}
+
+// Adds weight * row over a task's rows, k ascending: kVecs pieces of 16 bytes from `column` on.
+template <int kVecs, class Memory>
+DC_DEVICE void sum_places(const LowLatencyCombineArgs& args, const Memory& memory, int warp,
+                          int column, float* sum) {
+  constexpr int kAhead = 4 / kVecs;  // rows whose loads are in flight together
+  constexpr int kPerVec = Numeric<Dtype::kBfloat16>::kPerVec;
+  const size_t row_bytes = args.shape.hidden * sizeof(Bf16);
+  const int num_places = memory.num_places[warp];
+  const int32_t* places = memory.places + warp * args.shape.num_topk;
+  const float* weights = memory.weights + warp * args.shape.num_topk;
+  DC_NO_UNROLL
+  for (int first = 0; first < num_places; first += kAhead) {
+    Vec16 vecs[kAhead][kVecs];
+    DC_UNROLL
+    for (int step = 0; step < kAhead; ++step) {
+      if (first + step >= num_places) continue;
+      const uint8_t* row = args.x + static_cast<size_t>(places[first + step]) * row_bytes;
+      DC_UNROLL
+      for (int vec = 0; vec < kVecs; ++vec) {
+        vecs[step][vec] = arch::ld_nc(reinterpret_cast<const Vec16*>(row) + column + vec);
+      }
+    }
+    DC_UNROLL
+    for (int step = 0; step < kAhead; ++step) {
+      if (first + step >= num_places) continue;
+      DC_UNROLL
+      for (int vec = 0; vec < kVecs; ++vec) {
+        add_weighted(sum + vec * kPerVec, vecs[step][vec], weights[first + step]);
+      }
+    }
+  }
+}
+
+// Where piece number `piece` of a row in LogFMT lies: its codes, then, behind those of the
+// whole row, its last words.
+DC_DEVICE Vec16* log_codes(uint8_t* row, int piece) {
+  return reinterpret_cast<Vec16*>(row) + piece;
+}
+DC_DEVICE uint32_t* log_last(uint8_t* row, int hidden, int piece) {
+  return reinterpret_cast<uint32_t*>(row + hidden) + 2 * piece;
+}
+
+// The block adds the rows of its warps' tokens and stores the sums with their sources.
+template <bool kLogFmt>
+DC_DEVICE void send_sums(const LowLatencyCombineArgs& args, const LowLatencyHalf& half,
+                         const BlockMemory& memory, int num_tasks) {
+  using Type = Numeric<Dtype::kBfloat16>;
+  constexpr int kVecs = kLogFmt ? LogPiece::kElements / Type::kPerVec : 1;  // of a thread
+  const int max_vecs = memory.header->max_vecs;
+  const Divisor by_max_vecs = memory.header->by_max_vecs;
+  DC_NO_UNROLL
+  for (int idx = kVecs * arch::thread_idx(); idx < num_tasks * max_vecs;
+       idx += kVecs * arch::num_threads()) {
+    const int warp = by_max_vecs.quotient(idx), vec = idx - warp * max_vecs;
+    const int source = source_of(memory.tasks[warp]), token = token_of(memory.tasks[warp]);
+    if (memory.num_places[warp] == 0 || vec >= memory.header->num_vecs[source]) continue;
+    const int column = memory.header->first_vec[source] + vec;
+    uint8_t* row = half.combine_row(source, args.world.rank, token);
+    float sum[kVecs * Type::kPerVec] = {};
+    sum_places<kVecs>(args, memory, warp, column, sum);
+    if constexpr (kLogFmt) {
+      const LogPiece piece = LogPiece::encode(sum);
+      // pairs with: take_arrival in add_ranks — nothing but the words themselves.
+      arch::st_relaxed_sys(log_codes(row, column / kVecs), piece.codes);
+      arch::st_relaxed_sys(log_last(row, args.shape.hidden, column / kVecs), piece.last[0]);
+      arch::st_relaxed_sys(log_last(row, args.shape.hidden, column / kVecs) + 1, piece.last[1]);
+    } else {
+      send_piece(row, column, Type::round(sum));
+    }
+  }
+}
+
+// The block stores every row of its warps' tokens with their sources.
+DC_DEVICE void send_selections(const LowLatencyCombineArgs& args, const LowLatencyHalf& half,
+                               const BlockMemory& memory, int num_tasks) {
+  const LowLatencyShape& shape = args.shape;
+  const int max_vecs = memory.header->max_vecs;
+  const Divisor by_max_vecs = memory.header->by_max_vecs;
+  for (int idx = arch::thread_idx(); idx < num_tasks * max_vecs; idx += arch::num_threads()) {
+    const int warp = by_max_vecs.quotient(idx), vec = idx - warp * max_vecs;
+    const int source = source_of(memory.tasks[warp]), token = token_of(memory.tasks[warp]);
+    if (vec >= memory.header->num_vecs[source]) continue;
+    const int column = memory.header->first_vec[source] + vec;
+    for (int row = warp * shape.num_topk; row < warp * shape.num_topk + memory.num_places[warp];
+         ++row) {
+      const uint8_t* src =
+          args.x + static_cast<size_t>(memory.places[row]) * shape.hidden * sizeof(Bf16);
+      send_piece(half.gather_row(source, token, bit_cast<int32_t>(memory.weights[row])), column,
+                 arch::ld_nc(reinterpret_cast<const Vec16*>(src) + column));
+    }
+  }
+}
+
+// A warp's first task if every source has as many tokens as this rank, which they mostly have: so
+// what is needed for it can be loaded together with their numbers.
+struct GuessedTask {
+  TaskNumbering numbering;
+  int32_t task;
+  bool is_there;
+
+  DC_DEVICE static GuessedTask make(const LowLatencyCombineArgs& args) {
+    GuessedTask guess{TaskNumbering::make(args.world, args.shape, args.num_tokens), 0, false};
+    guess.is_there = arch::warp_idx() < guess.numbering.num_tasks;
+    if (guess.is_there) guess.task = guess.numbering.find(args.world, arch::warp_idx());
+    return guess;
+  }
+};
+
+// What a launch loads at its begin.
+struct CombineInputs {
+  LowLatencyShare share;
+  int num_tokens;         // lane p: of source_at(p)
+  RawExperts<2> experts;  // of this warp's first token, by lane
+  RawSummand summand;     // of the guessed task
+
+  template <CombineRows kRows>
+  DC_DEVICE static CombineInputs load(const LowLatencyCombineArgs& args,
+                                      const LowLatencyShare& share, const GuessedTask& guess) {
+    CombineInputs inputs{share, 0, {}, {-1, 1.0f}};
+    const int lane = arch::lane_idx(), token = inputs.share.begin + arch::warp_idx();
+    if (args.phases.send && lane < args.world.num_ranks) {
+      inputs.num_tokens = arch::ld_nc(args.recv_tokens + source_at(args.world, lane));
+    }
+    if (guess.is_there) inputs.summand = RawSummand::load<kRows>(args, guess.task, lane);
+    if (kRows != CombineRows::kSelections && args.phases.receive && token < inputs.share.end) {
+      inputs.load_experts(args, token);
+    }
+    return inputs;
+  }
+  DC_DEVICE void load_experts(const LowLatencyCombineArgs& args, int token) {
+    const int64_t begin = static_cast<int64_t>(token) * args.shape.num_topk;
+    experts.load(args.topk_idx, begin + arch::lane_idx(), kWarpSize, begin + args.shape.num_topk,
+                 args.topk_idx_bytes);
+  }
+  // One warp: the ranks that hold an expert of its token.
+  DC_DEVICE uint32_t ranks(const LowLatencyCombineArgs& args) const {
+    return warp_or(rank_bit(args.experts, experts.get(0)) | rank_bit(args.experts, experts.get(1)));
+  }
+};
+
+template <CombineRows kRows, bool kLogFmt>
+DC_DEVICE bool combine_send(const Context& context, const LowLatencyCombineArgs& args,
+                            const LowLatencyHalf& half, const BlockMemory& memory,
+                            const Beginning& begin, const GuessedTask& guess,
+                            const CombineInputs& inputs) {
+  const int num_warps = arch::num_warps(), warp = arch::warp_idx();
+  // Peers wait for the weights: they go first. Their words of this half were read before the rows
+  // of two operations ago came back, which this rank has received.
+  if (kRows == CombineRows::kSums && args.recv_weights == nullptr)
+    send_weights(context, args, half, memory, inputs.share);
+  const bool is_source = arch::lane_idx() < args.world.num_ranks;
+  const bool is_heard = is_source && is_active(memory, source_at(args.world, arch::lane_idx()));
+  const int num_tokens = is_heard ? inputs.num_tokens : 0;
+  const bool has_guessed = arch::all(kFullMask, !is_source || num_tokens == args.num_tokens);
+  TaskNumbering numbering = guess.numbering;
+  if (!has_guessed) numbering = TaskNumbering::make(args.world, args.shape, num_tokens);
+  if (warp == 0) numbering.note(args.world, memory, Piece<PayloadFormat::kBfloat16>::kElements);
+  const int num_tasks = numbering.num_tasks;
+  bool ok = !has_credit_warp() ||
+            await_credit(context, half, memory, begin, args.signature, args.num_tokens);
+  DC_NO_UNROLL
+  for (int first = 0; first < num_tasks; first += num_warps) {
+    const int num_now = min_of(num_warps, num_tasks - first);
+    if (warp < num_now) {
+      int32_t task = guess.task;
+      RawSummand summand = inputs.summand;
+      if (!has_guessed || first > 0) {
+        task = numbering.find(args.world, first + warp);
+        summand = RawSummand::load<kRows>(args, task, arch::lane_idx());
+      }
+      ok = find_summands<kRows>(context, args, half, memory, task, summand) && ok;
+    }
+    if (!block_agrees(ok)) return false;
+    if (first == 0) number_records(context, half, args.phases, begin);
+    if constexpr (kRows == CombineRows::kSelections) {
+      send_selections(args, half, memory, num_now);
+    } else {
+      send_sums<kLogFmt>(args, half, memory, num_now);
+    }
+    if (kRows != CombineRows::kSelections && first + num_warps >= num_tasks) break;
+    arch::sync_block();  // places and weights have been read
+  }
+  if (num_tasks > 0) return true;
+  if (!block_agrees(ok)) return false;
+  number_records(context, half, args.phases, begin);
+  return true;
+}
+
+}  // namespace deep_comm
