@@ -52,10 +52,11 @@ INLINE_ELSEWHERE = {
 }
 
 PROGRAM = """
-import torch.distributed as dist, deep_comm
+import sys, torch.distributed as dist, deep_comm
 dist.init_process_group("gloo")
 with deep_comm.Buffer(dist.group.WORLD, 1 << 20, device="cpu") as buffer:
-    print("rank", buffer.rank, "of", buffer.group_size)
+    # In one write: ranks share the pipe.
+    sys.stdout.write(f"rank {buffer.rank} of {buffer.group_size}\\n")
     dist.barrier()
 """
 # What programs of the blocks are; else PROGRAM.
