@@ -26,6 +26,7 @@ from roundtrip import (
 from torch import Tensor
 
 import deep_comm
+from deep_comm import local
 from deep_comm import reference_internode as reference
 
 # (nodes, ranks per node); one node takes the single-tier path and has tests of its own.
@@ -238,6 +239,41 @@ def verify(case: InternodeCase, results: Sequence[Sequence[Received]]) -> None:
     """``results[rank][call]`` against the reference."""
     for call in range(case.calls):
         verify_call(case, [calls[call] for calls in results], call)
+
+
+def hundred_calls(
+    seed: int, num_nvl_bytes: int, worst: Sequence[int] = (0,), **options: Any
+) -> None:
+    """Cases of changing shapes on one Buffer of two nodes of two ranks, one call of each, checked.
+    ``options``: of the Buffer; with num_direct_bytes outputs may lie in the receive region."""
+    choose = random.Random(seed)
+    cases = [
+        InternodeCase(
+            tuple(choose.choice((0, 1, 4, 13)) for _ in range(4)),
+            hidden=choose.choice((16, 32, 256)),
+            experts=choose.choice((4, 7, 12)),
+            topk=choose.choice((1, 3)),
+            num_sms=choose.choice((2, 4)),
+            slots=choose.choice((1, 3)),
+            send_chunk=1,
+            rail_slots=choose.choice((2, 5)),
+            rail_chunk=1,
+            worst=choose.choice(worst),
+            is_direct="num_direct_bytes" in options,
+            seed=number,
+        )
+        for number in range(100)
+    ]
+
+    def fn(group: Any) -> list[Received]:
+        with deep_comm.Buffer(
+            group, num_nvl_bytes, 1 << 20, device="cpu", ranks_per_node=2, **options
+        ) as buffer:
+            return [call_once(buffer, case, 0) for case in cases]
+
+    results = local.run(fn, 4, timeout_s=200)
+    for number, case in enumerate(cases):
+        verify(case, [[calls[number]] for calls in results])
 
 
 def verify_call(case: InternodeCase, received: Sequence[Received], call: int) -> None:

@@ -3,12 +3,11 @@ do not fit; ranks are threads.
 """
 
 import dataclasses
-import random
 
 import internode
 import pytest
 from cases import Scales
-from internode import InternodeCase, direct, random_case, run_case, verify
+from internode import InternodeCase, direct, hundred_calls, random_case, run_case, verify
 
 import deep_comm
 from deep_comm import local
@@ -127,31 +126,4 @@ def test_one_rank_without_room_sends_all_to_the_rings(way: str) -> None:
 
 
 def test_a_hundred_calls_of_changing_shapes_and_modes_on_one_buffer(way: str) -> None:
-    choose = random.Random(7)
-    cases = [
-        InternodeCase(
-            tuple(choose.choice((0, 1, 4, 13)) for _ in range(4)),
-            hidden=choose.choice((16, 32, 256)),
-            experts=choose.choice((4, 7, 12)),
-            topk=choose.choice((1, 3)),
-            num_sms=choose.choice((2, 4)),
-            slots=choose.choice((1, 3)),
-            send_chunk=1,
-            rail_slots=choose.choice((2, 5)),
-            rail_chunk=1,
-            worst=choose.choice((0, 0, 2)),
-            seed=number,
-            is_direct=True,
-        )
-        for number in range(100)
-    ]
-
-    def fn(group):
-        with deep_comm.Buffer(
-            group, 2 << 20, 1 << 20, device="cpu", ranks_per_node=2, num_direct_bytes=1 << 20
-        ) as buffer:
-            return [internode.call_once(buffer, case, 0) for case in cases]
-
-    results = local.run(fn, 4, timeout_s=200)
-    for number, case in enumerate(cases):
-        verify(case, [[calls[number]] for calls in results])
+    hundred_calls(7, 2 << 20, worst=(0, 0, 2), num_direct_bytes=1 << 20)

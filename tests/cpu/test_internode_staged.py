@@ -1,14 +1,12 @@
 """Combine between nodes with a slot for every row and sum, bit for bit; ranks are threads."""
 
 import dataclasses
-import random
 
 import internode
 import pytest
 import torch
-from internode import InternodeCase, random_case, run_case, verify
+from internode import InternodeCase, hundred_calls, random_case, run_case, verify
 
-import deep_comm
 from deep_comm import local
 
 
@@ -84,30 +82,4 @@ def test_chunks_grow_where_there_are_more_rows_than_words() -> None:
 
 
 def test_a_hundred_calls_of_changing_shapes_on_one_buffer() -> None:
-    choose = random.Random(6)
-    cases = [
-        InternodeCase(
-            tuple(choose.choice((0, 1, 4, 13)) for _ in range(4)),
-            hidden=choose.choice((16, 32, 256)),
-            experts=choose.choice((4, 7, 12)),
-            topk=choose.choice((1, 3)),
-            num_sms=choose.choice((2, 4)),
-            slots=choose.choice((1, 3)),
-            send_chunk=1,
-            rail_slots=choose.choice((2, 5)),
-            rail_chunk=1,
-            is_direct=True,
-            seed=number,
-        )
-        for number in range(100)
-    ]
-
-    def fn(group):
-        with deep_comm.Buffer(
-            group, 1 << 20, 1 << 20, device="cpu", ranks_per_node=2, num_direct_bytes=1 << 19
-        ) as buffer:
-            return [internode.call_once(buffer, case, 0) for case in cases]
-
-    results = local.run(fn, 4, timeout_s=200)
-    for number, case in enumerate(cases):
-        verify(case, [[calls[number]] for calls in results])
+    hundred_calls(6, 1 << 20, num_direct_bytes=1 << 19)
