@@ -5,6 +5,10 @@ A rendezvous happens only while a Buffer is built or reset; kernels never wait f
 
 from __future__ import annotations
 
+import atexit
+import ctypes
+import pickle
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -26,6 +30,53 @@ class RankGroup(Protocol):
     def all_gather_object(self, payload: Any) -> list[Any]: ...
 
 
+# Tensors of the last collectives over gloo, each with a view of it. A thread of gloo lets go of a
+# collective's tensors some time after the collective has returned. Where that leaves a tensor to
+# Python alone, or to nobody, it needs the GIL; a thread that asks for the GIL while the interpreter
+# is torn down is ended inside a C++ destructor, and the process aborts. The view holds its base
+# from C++, as long as it is held here, and at the end for ever: the thread need not ask. Ending the
+# group would end its threads, but others may hold it: torch._dynamo does, if it is imported while
+# there is a group.
+_kept: deque[list[Any]] = deque(maxlen=16)
+
+
+@atexit.register
+def _leave_them() -> None:
+    for tensors in _kept:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(tensors))
+
+
+def all_gather_object(group: Any, payload: Any) -> list[Any]:
+    """Every rank's (picklable) object, by rank, over a torch.distributed group; collective.
+
+    What torch.distributed.all_gather_object does, but a program may end right after it.
+    """
+    import torch
+    from torch import distributed
+
+    num_ranks = int(group.size())
+    if "gloo" not in distributed.get_backend_config(group):
+        gathered: list[Any] = [None] * num_ranks
+        distributed.all_gather_object(gathered, payload, group=group)
+        return gathered
+
+    def gather(own: bytearray) -> list[bytearray]:
+        """Of equally many bytes on every rank."""
+        parts = [bytearray(len(own)) for _ in range(num_ranks)]
+        with torch.inference_mode(False):  # views of inference tensors do not hold their base
+            *rows, row = (torch.frombuffer(part, dtype=torch.uint8) for part in (*parts, own))
+            _kept.append([(tensor, tensor.view_as(tensor)) for tensor in (*rows, row)])
+        distributed.all_gather(rows, row, group=group)
+        return parts
+
+    packed = bytearray(pickle.dumps(payload))
+    lengths = gather(bytearray(len(packed).to_bytes(8, "little")))
+    sizes = [int.from_bytes(length, "little") for length in lengths]
+    packed.extend(bytes(max(sizes) - len(packed)))
+    parts = gather(packed)
+    return [pickle.loads(part[:size]) for part, size in zip(parts, sizes, strict=True)]
+
+
 class _TorchGroup:
     in_process = False
     simulation = None
@@ -40,11 +91,7 @@ class _TorchGroup:
         return int(self._group.size())
 
     def all_gather_object(self, payload: Any) -> list[Any]:
-        from torch import distributed
-
-        gathered: list[Any] = [None] * self.size()
-        distributed.all_gather_object(gathered, payload, group=self._group)
-        return gathered
+        return all_gather_object(self._group, payload)
 
 
 class _MpiComm:

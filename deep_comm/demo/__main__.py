@@ -17,6 +17,7 @@ from deep_comm.bench.payload import same_bits
 from deep_comm.demo import report
 from deep_comm.demo.forward import Forward, forward
 from deep_comm.demo.layer import HIDDEN, NUM_EXPERTS, NUM_TOPK, Experts, Tokens, split, tokens_of
+from deep_comm.rendezvous import all_gather_object
 
 # Far longer than any step takes; a rank that is stuck ends the demo then.
 GROUP_TIMEOUT = datetime.timedelta(seconds=300)
@@ -88,10 +89,8 @@ def run(arguments: argparse.Namespace) -> bool:
         assert first.combined_x is not None and second.combined_x is not None
         repeats = same_bits(first.combined_x, second.combined_x)
 
-    forwards: list[Forward] = [second] * num_ranks
-    dist.all_gather_object(forwards, second)
-    repeated = [True] * num_ranks
-    dist.all_gather_object(repeated, repeats)
+    forwards: list[Forward] = all_gather_object(dist.group.WORLD, second)
+    repeated: list[bool] = all_gather_object(dist.group.WORLD, repeats)
     problems: list[str] = []
     if rank == 0:
         say("the same layer in one process, for comparison")
@@ -107,10 +106,9 @@ def run(arguments: argparse.Namespace) -> bool:
             say(f"WRONG: {problem}")
         if not problems:
             say("dispatched rows and combined output equal the single-process layer bit for bit")
-    verdict = [not problems]
-    dist.broadcast_object_list(verdict, src=0)
-    say(f"verdict: {'OK' if verdict[0] else 'FAILED'}")
-    return verdict[0]
+    verdict: bool = all_gather_object(dist.group.WORLD, not problems)[0]  # rank 0's
+    say(f"verdict: {'OK' if verdict else 'FAILED'}")
+    return verdict
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

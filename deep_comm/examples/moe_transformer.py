@@ -20,6 +20,7 @@ from torch import Tensor
 
 import deep_comm
 from deep_comm.examples.launch import device_of, on_ranks, say
+from deep_comm.rendezvous import all_gather_object
 from deep_comm.topology import first_expert, num_local_experts
 
 WIDTH, EXPERT_WIDTH, NUM_LAYERS, NUM_HEADS = 32, 64, 2, 2
@@ -145,9 +146,7 @@ def train(group: Any, text: Tensor, num_steps: int, device: torch.device) -> lis
             loss = losses([dense], [shard(text, step, rank).to(device)], moe)[0] / num_ranks
             loss.backward()
             flat = torch.cat([loss.detach().view(1), *(_grad(p).flatten() for p in dense.values())])
-            gathered = [torch.empty(0)] * num_ranks
-            torch.distributed.all_gather_object(gathered, flat.cpu(), group=group)
-            total = add_in_rank_order(gathered).to(device)
+            total = add_in_rank_order(all_gather_object(group, flat.cpu())).to(device)
             history.append(float(total[0]))
             sizes = [p.numel() for p in dense.values()]
             for p, grad in zip(dense.values(), total[1:].split(sizes), strict=True):
