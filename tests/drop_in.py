@@ -13,6 +13,7 @@ from torch import Tensor
 
 from deep_comm import env, local
 from deep_comm.compat.installer import SITE
+from deep_comm.rendezvous import Rendezvous
 from deep_comm.topology import first_expert, num_local_experts
 
 if str(SITE) not in sys.path:
@@ -111,10 +112,7 @@ def dequantised_nvfp4(rows: Tensor, scales: Tensor, global_scale: Tensor) -> Ten
 
 
 def barrier(group: Any) -> None:
-    if hasattr(group, "all_gather_object"):
-        group.all_gather_object(None)
-    else:
-        torch.distributed.barrier(group)
+    Rendezvous(group).barrier()
 
 
 def alone(fn: Callable[[Any], Any]) -> Any:

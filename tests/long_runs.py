@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 import deep_comm
+from deep_comm.rendezvous import Rendezvous
 
 HIDDEN, EXPERTS = 64, 6
 
@@ -74,7 +75,4 @@ def synchronise(group: Any) -> None:
     """A barrier of the hosts, of either kind of group, behind all of the device's work."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
-    if hasattr(group, "all_gather_object"):
-        group.all_gather_object(None)
-    else:
-        torch.distributed.barrier(group)
+    Rendezvous(group).barrier()

@@ -17,6 +17,7 @@ from cases import Case
 from internode import InternodeCase
 
 import deep_comm
+from deep_comm.rendezvous import all_gather_object
 
 RANKS_PER_HOST = 3
 HOSTS = 2
@@ -41,12 +42,6 @@ def group_of(ranks: Sequence[int]) -> Any:
     return group if dist.get_rank() in ranks else None
 
 
-def gathered(group: Any, mine: Any) -> list[Any]:
-    everything: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everything, mine, group=group)
-    return everything
-
-
 def say(what: str) -> None:
     print(f"rank {dist.get_rank()} of {dist.get_world_size()}: {what}", flush=True)
 
@@ -57,7 +52,7 @@ def two_tier_buffer(group: Any, case: InternodeCase) -> deep_comm.Buffer:
 
 
 def check(group: Any, case: Case, mine: Any) -> None:
-    results = gathered(group, mine)
+    results = all_gather_object(group, mine)
     if dist.get_rank(group) == 0:
         verify = internode.verify if isinstance(case, InternodeCase) else roundtrip.verify
         verify(case, [[result] for result in results])

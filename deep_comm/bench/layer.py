@@ -33,7 +33,7 @@ from deep_comm import reference_layer, tuning
 from deep_comm.bench import layer_report as report
 from deep_comm.bench import machine
 from deep_comm.bench.layer_report import Line, Pair
-from deep_comm.bench.measure import Effort, Timing, clock_of, take_sample, time_over_ranks
+from deep_comm.bench.measure import Effort, Timing, clock_of, gather, take_sample, time_over_ranks
 from deep_comm.bench.options import integers
 from deep_comm.layer.shape import DEFAULT_DECODE_TOKENS
 
@@ -222,9 +222,8 @@ class Runner:
         if self._device.type != "cuda":
             return effort
         sample = take_sample(step, Effort(1, 3, 1, 0), clock_of(self._device))
-        means: list[Any] = [None] * self._num_ranks
-        dist.all_gather_object(means, sample.means_us[0])
-        num_calls = max(5, min(effort.num_calls, int(_ROUND_US / max(means))))
+        mean_us = max(gather(sample.means_us[0]))
+        num_calls = max(5, min(effort.num_calls, int(_ROUND_US / mean_us)))
         return replace(effort, num_warmup=2, num_calls=num_calls, num_single_calls=num_calls)
 
     def _time(
@@ -283,9 +282,8 @@ class Runner:
 
     def _goes_on(self, share: float) -> bool:
         """Rank 0's clock decides for all."""
-        spent = [time.monotonic() - self._started > share * self._options.budget_s]
-        dist.broadcast_object_list(spent, src=0)
-        return not spent[0]
+        is_spent = time.monotonic() - self._started > share * self._options.budget_s
+        return not gather(is_spent)[0]
 
     @contextmanager
     def _one_size(self, what: str) -> Iterator[None]:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deep_comm.bench import payload
-from deep_comm.bench.measure import Effort, time_over_ranks
+from deep_comm.bench.measure import Effort, gather, time_over_ranks
 
 PUSH_BLOCKS = (8, 24, 64, 132)
 NUM_PUSH_WARPS = 3  # more were never faster
@@ -73,10 +73,8 @@ def _receive_areas(device: int, num_bytes: int) -> Iterator[list[int]]:
     own = _cuda.allocate(device, num_bytes)
     opened: list[int] = []
     try:
-        handles: list[bytes] = [b""] * dist.get_world_size()
-        dist.all_gather_object(handles, _cuda.ipc_handle(own))
         areas = []
-        for rank, handle in enumerate(handles):
+        for rank, handle in enumerate(gather(_cuda.ipc_handle(own))):
             if rank == dist.get_rank():
                 areas.append(own)
             else:
@@ -99,9 +97,7 @@ def push_order(rank: int, num_ranks: int, num_rows_per_peer: int) -> tuple[Tenso
 
 
 def _require_everywhere(is_right: bool, what: str) -> None:
-    verdicts: list[bool] = [False] * dist.get_world_size()
-    dist.all_gather_object(verdicts, is_right)
-    wrong = [rank for rank, verdict in enumerate(verdicts) if not verdict]
+    wrong = [rank for rank, verdict in enumerate(gather(is_right)) if not verdict]
     if wrong:
         raise WrongLinkResult(f"{what}: wrong bytes on ranks {wrong}")
 

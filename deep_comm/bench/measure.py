@@ -18,15 +18,24 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from deep_comm.rendezvous import all_gather_object
+
+T = TypeVar("T")
 
 Work = Callable[[int], object]
 """One call, told its number, by which it picks an input."""
 
 FLUSH_BYTES = 256 << 20  # several times the largest L2
+
+
+def gather(value: T) -> list[T]:
+    """Every rank's, by rank, over the default group. Collective."""
+    return all_gather_object(dist.group.WORLD, value)
 
 
 @dataclass(frozen=True)
@@ -93,9 +102,7 @@ def time_over_ranks(
 ) -> Timing:
     """Collective. ``work`` makes ``calls_per_work`` calls (a graph); times are of one of them."""
     sample = take_sample(work, effort, clock_of(device), calls_per_work=calls_per_work)
-    samples: list[Sample] = [sample] * dist.get_world_size()
-    dist.all_gather_object(samples, sample)
-    return summarise(samples, with_host=device.type == "cuda")
+    return summarise(gather(sample), with_host=device.type == "cuda")
 
 
 class Clock(Protocol):

@@ -24,6 +24,7 @@ from torch import Tensor
 from deep_comm import Buffer, Config, env, reference_internode
 from deep_comm.bench.payload import same_bits
 from deep_comm.examples.launch import device_of, on_ranks, say
+from deep_comm.rendezvous import Rendezvous
 
 
 @dataclass(frozen=True)
@@ -178,8 +179,6 @@ def _measure(
     group: Any, options: Options, config: Config, ranks_per_node: int | None
 ) -> tuple[dict[str, tuple[float, int]], bool]:
     """Operation -> seconds of a call, bytes on the rail; and whether all was right."""
-    from torch import distributed
-
     with _make_buffer(group, options, config, ranks_per_node) as buffer:
         is_internode, per_node = buffer.num_nodes > 1, buffer.ranks_per_node
         is_right = not is_internode or _is_right(buffer, options, config, per_node)
@@ -196,7 +195,7 @@ def _measure(
         for name, call in calls.items():
             call()
             before = _carried(buffer) if is_internode else 0
-            distributed.barrier(group)
+            Rendezvous(group).barrier()
             seconds = _seconds(buffer.device, call, options.calls)
             buffer.check()
             num_bytes = (_carried(buffer) - before) // options.calls if is_internode else 0
@@ -215,8 +214,6 @@ def _measure(
 
 
 def rank_main(group: Any, options: Options) -> bool:
-    from torch import distributed
-
     on_gpu = _device(group, options).type == "cuda"
     if options.gb_per_s is not None:
         env.NIC_GB_PER_S.set(str(options.gb_per_s))
@@ -239,8 +236,7 @@ def rank_main(group: Any, options: Options) -> bool:
     times: list[dict[str, float]] = []
     for way in ways:
         measured, own_right = _measure(group, options, config, way)
-        gathered: list[Any] = [None] * group.size()
-        distributed.all_gather_object(gathered, (measured, own_right), group=group)
+        gathered = Rendezvous(group).all_gather_object((measured, own_right))
         is_right &= all(right for _, right in gathered)
         times.append({})
         for name in measured:

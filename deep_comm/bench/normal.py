@@ -14,7 +14,7 @@ import torch.distributed as dist
 from deep_comm import Buffer
 from deep_comm.bench import link, rivals, two_tier
 from deep_comm.bench.expected import Expected
-from deep_comm.bench.measure import Effort, Timing, peak_rss_bytes, time_over_ranks
+from deep_comm.bench.measure import Effort, Timing, gather, peak_rss_bytes, time_over_ranks
 from deep_comm.bench.operations import BufferOperations, Operation
 from deep_comm.bench.options import AUTO, Options, Scenario
 from deep_comm.bench.workload import Volume, Workload
@@ -86,12 +86,6 @@ class Report:
     rows_received: dict[str, list[int]] = field(default_factory=dict)  # by workload: by rank
     peak_rss_bytes: list[int] = field(default_factory=list)  # by rank
     rail: list[two_tier.RailCount] = field(default_factory=list)
-
-
-def gather(value: Any) -> list[Any]:
-    gathered = [value] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
-    return gathered
 
 
 def require_on_all_ranks(good: bool, what: str) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from deep_comm import Buffer, Config
+from deep_comm.bench.measure import gather
 from deep_comm.bench.workload import Workload, routing_of
 from deep_comm.config import known_size, recommended_dispatch_config
 from deep_comm.scale.traffic import Traffic, Wire, count
@@ -31,9 +32,7 @@ def discovered() -> int | None:
     """Ranks of a node, if the default group has several: by host names, or
     DEEP_COMM_RANKS_PER_NODE. Collective.
     """
-    hosts = [""] * dist.get_world_size()
-    dist.all_gather_object(hosts, host_identity())
-    topology = discover(hosts, requested_ranks_per_node(None))
+    topology = discover(gather(host_identity()), requested_ranks_per_node(None))
     return topology.ranks_per_node if topology.num_nodes > 1 else None
 
 

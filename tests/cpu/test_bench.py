@@ -238,11 +238,7 @@ def test_bytes_too_many_or_too_few_on_the_rail_end_the_run(
 
 
 def test_wrong_ranks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def all_gather(gathered: list[Any], value: Any) -> None:
-        gathered[:] = [True, value, True]
-
-    monkeypatch.setattr(normal.dist, "get_world_size", lambda: 3)
-    monkeypatch.setattr(normal.dist, "all_gather_object", all_gather)
+    monkeypatch.setattr(normal, "gather", lambda value: [True, value, True])
     normal.require_on_all_ranks(True, "dispatch")
     with pytest.raises(normal.WrongResult, match=r"combine .* ranks \[1\]"):
         normal.require_on_all_ranks(False, "combine")

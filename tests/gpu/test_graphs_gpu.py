@@ -8,17 +8,9 @@ from gpu_cases import run
 from graph_bodies import Step, check, expected, fill, make_step, run_step
 
 import deep_comm
+from deep_comm.rendezvous import Rendezvous
 
 NUM_REPLAYS = 9
-
-
-def _gather(group):
-    def gather(payload):
-        gathered = [None] * group.size()
-        torch.distributed.all_gather_object(gathered, payload, group=group)
-        return gathered
-
-    return gather
 
 
 def _buffer(group, direct_bytes: int, device: torch.device) -> deep_comm.Buffer:
@@ -57,7 +49,7 @@ def _replays(group, direct_bytes: int, num_steps: int, num_cached: int) -> bool:
             graph.replay()
             torch.cuda.synchronize()
             for step in steps:
-                check(buffer, step, _gather(group))
+                check(buffer, step, Rendezvous(group).all_gather_object)
             count = int(steps[-1].handle.num_recv_tokens_tensor)
             for rows in again:
                 assert torch.equal(rows[:count], steps[-1].recv_x[:count])
@@ -65,7 +57,7 @@ def _replays(group, direct_bytes: int, num_steps: int, num_cached: int) -> bool:
             fill(eager, rank, 500 + call)
             if call % 3 == 0:
                 run_step(buffer, eager, config)
-                check(buffer, eager, _gather(group))
+                check(buffer, eager, Rendezvous(group).all_gather_object)
             elif call % 3 == 1:
                 received, idx, weights, _, handle, _ = buffer.dispatch(
                     eager.x,
@@ -119,7 +111,7 @@ def _two_graphs(group) -> bool:
             graph.replay()
             torch.cuda.synchronize()
             for step in part:
-                check(buffer, step, _gather(group))
+                check(buffer, step, Rendezvous(group).all_gather_object)
         buffer.check()
     return True
 

@@ -8,6 +8,8 @@ import drop_in
 import torch
 from drop_in import HIDDEN, NUM_EXPERTS, NUM_TOPK
 
+from deep_comm.rendezvous import Rendezvous
+
 import deep_ep  # type: ignore[import-not-found]  # isort: skip
 
 
@@ -282,11 +284,7 @@ class MpiCommunicator:
         return int(self._group.size())
 
     def allgather(self, payload: Any) -> list[Any]:
-        if hasattr(self._group, "all_gather_object"):
-            return list(self._group.all_gather_object(payload))
-        gathered: list[Any] = [None] * self.Get_size()
-        torch.distributed.all_gather_object(gathered, payload, group=self._group)
-        return gathered
+        return Rendezvous(self._group).all_gather_object(payload)
 
 
 def tensorrt_llm(group: Any) -> None:

@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from deep_comm.bench.measure import Effort, Timing, Work, time_over_ranks
+from deep_comm.bench.measure import Effort, Timing, Work, gather, time_over_ranks
 
 Call = Callable[[int], Any]
 """Of a slot."""
@@ -68,8 +67,7 @@ def kernel_times(work: Work, num_works: int, kernels: Sequence[str]) -> dict[str
     if durations and len(durations) % len(kernels) == 0:
         for index, kernel in enumerate(kernels):
             by_kernel[kernel] = statistics.median(durations[index :: len(kernels)])
-    ranks: list[dict[str, float]] = [by_kernel] * dist.get_world_size()
-    dist.all_gather_object(ranks, by_kernel)
+    ranks = gather(by_kernel)
     if not all(ranks):
         return {}
     return {kernel: max(times[kernel] for times in ranks) for kernel in kernels}

@@ -19,8 +19,8 @@ from deep_comm.bench.low_latency.measure import Graph, kernel_times, time_eager,
 from deep_comm.bench.low_latency.operations import BufferCalls, Operation
 from deep_comm.bench.low_latency.options import PAIR, Options, Scenario
 from deep_comm.bench.low_latency.report import Line, Report
-from deep_comm.bench.measure import Effort, Timing, nccl_group
-from deep_comm.bench.normal import gather, require_on_all_ranks
+from deep_comm.bench.measure import Effort, Timing, gather, nccl_group
+from deep_comm.bench.normal import require_on_all_ranks
 from deep_comm.bench.workload import Volume, Workload
 
 _NUM_PROFILED_CALLS = 200
