@@ -395,13 +395,13 @@ class QuickNormal:
         device_type: int,  # as DLPack counts them
         device_index: int,
         *,
-        from_dlpack: Callable[[object], object],
         heap_base: int,
         memory: object,  # kept by tensors over the heap
         take: Callable[..., object],  # Region.taker()
         streams: object,  # with `last` and `done`; None: there are none
         current_stream: Callable[[int], int] | None,  # of a device
         is_ready: Callable[[int, int], bool] | None,  # (device, stream)
+        record: Callable[[int], None] | None,  # on a stream, the event that is `done`
     ) -> None: ...
     def dispatch(
         self,
@@ -541,21 +541,20 @@ class Block:
 class Region:
     """First-fit allocator of 128-byte aligned blocks in [begin, end).
 
-    A block may be given back while kernels that read it are still queued: ``mark()`` then says on
-    which stream (the current one) and leaves an event there, ``mark(stream)`` does the same on
-    the stream that was current when the block was taken, and whoever gets the bytes next waits
-    for both; None: nothing can be in flight. Blocks taken while ``is_capturing()`` are only
-    handed out to later captures:
-    replays of the CUDA graph write to them whenever they like.
+    A block may be given back while kernels that read it are still queued: ``mark(stream)`` then
+    makes an event on the current stream and on the one that was current when the block was taken,
+    and whoever gets the bytes next waits for both; None: nothing can be in flight. Blocks taken
+    while ``is_capturing()`` are only handed out to later captures: replays of the CUDA graph write
+    to them whenever they like.
     """
 
     def __init__(
         self,
         begin: int,
         end: int,
-        mark: Callable[..., tuple[int, Any] | None],
+        mark: Callable[[int], Any],
         is_capturing: Callable[[], bool],
-        current_stream: Callable[[], int] | None = None,
+        current_stream: Callable[[], int],
     ) -> None: ...
     def allocate_scratch(
         self, num_bytes: int, after: int | None = None

@@ -4,7 +4,7 @@ Streams are ``cudaStream_t`` as ``int``. The caller makes the right device
 current before every call.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 architectures: str  # "90a"
 
@@ -48,6 +48,9 @@ class Event:
 
     def __init__(self, device: int) -> None: ...
     def record(self, stream: int) -> None: ...
+    def recorder(self) -> Callable[[int], None]:
+        """``record`` as a function of its own, for the hot path."""
+
     def wait(self, stream: int) -> None:
         """Work that ``stream`` gets from now on waits for this event."""
 
@@ -57,8 +60,9 @@ class Event:
     def order(self, first: int, then: int) -> None:
         """Work that stream ``then`` gets from now on waits for all that ``first`` has."""
 
-def mark(device: int, stream: int) -> Event | None:
-    """An event at this point of the stream; None while the stream is capturing a CUDA graph."""
+def marker(device: int) -> Callable[[int], Event | None]:
+    """mark(stream): an event at this point of the stream; None while the stream is capturing a CUDA
+    graph: replays are ordered behind the readers of an eager output dropped there."""
 
 def is_capturing(stream: int) -> bool: ...
 

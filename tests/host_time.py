@@ -4,7 +4,8 @@
 One rank, so that nothing waits for a peer. On a GPU each call is timed twice: as it is, many at
 once, the GPU far behind the host; and with the launch left out, which is this package's own part.
 Without a GPU the latter alone, over the CUDA backend with stubbed driver calls (fake_cuda). Figures
-are the least of many rounds.
+are the least of many rounds. Calls of torch come first: they tell a slow machine from a slow
+package.
 """
 
 from __future__ import annotations
@@ -43,6 +44,17 @@ def microseconds(call: Callable[[], object]) -> float:
 def _synchronize() -> None:
     if HAS_GPU:
         torch.cuda.synchronize()
+
+
+def torch_calls(device: torch.device) -> Calls:
+    """What every call of a Buffer is made of, in torch's own words."""
+    x = torch.ones(16, 7168, device=device).bfloat16()
+    calls: Calls = {"torch.empty": lambda: torch.empty(16, 7168, dtype=x.dtype, device=device)}
+    if HAS_GPU:
+        calls["torch: x + x"] = lambda: x + x
+        calls["torch: the same, out given"] = lambda: torch.add(x, x, out=x)
+        calls["torch: event.record()"] = torch.cuda.Event().record
+    return calls
 
 
 def normal_calls(buffer: deep_comm.Buffer, num_tokens: int) -> Calls:
@@ -131,6 +143,8 @@ def table(group: Any, num_tokens: int, kinds: list[str]) -> list[tuple[str, ...]
     rows: list[tuple[str, ...]] = []
     size = deep_comm.Buffer.get_low_latency_rdma_size_hint(num_tokens, 7168, 1, 8)
     with deep_comm.Buffer(group, 512 << 20, size, low_latency_mode=True, timeout_s=20) as buffer:
+        for name, call in torch_calls(buffer.device).items():
+            rows.append((name, f"{microseconds(call):.1f}", ""))
         calls: Calls = {}
         for kind in kinds:
             make = normal_calls if kind == "normal" else low_latency_calls

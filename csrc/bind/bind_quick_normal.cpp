@@ -16,39 +16,18 @@ namespace py = pybind11;
 
 namespace {
 
-py::object call(const py::object& function, PyObject* const* arguments, size_t count) {
-  PyObject* result = PyObject_Vectorcall(function.ptr(), arguments, count, nullptr);
-  if (result == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<py::object>(result);
-}
-
-// Positional integers for a builtin function of numbers.
-template <size_t kCount>
-py::object call_numbers(const py::object& function, const std::array<uint64_t, kCount>& numbers) {
-  std::array<py::object, kCount> objects;
-  std::array<PyObject*, kCount> pointers;
-  for (size_t position = 0; position < kCount; ++position) {
-    objects[position] =
-        py::reinterpret_steal<py::object>(PyLong_FromUnsignedLongLong(numbers[position]));
-    if (!objects[position]) throw py::error_already_set();
-    pointers[position] = objects[position].ptr();
-  }
-  return call(function, pointers.data(), kCount);
-}
-
 // Of one Buffer.
 struct Parts {
   TorchTensors torch;
-  py::object from_dlpack;
-  int device_type;
   int device_index;
   uint64_t heap_base;
-  py::object memory;          // of the heap
-  py::object take;            // Region.taker()
-  py::object streams;         // Streams of the CUDA backend, or None
-  py::object current_stream;  // (device)
-  py::object is_ready;        // (device, stream)
-  py::object last_name, record_name, wait_name, offset_name;
+  py::object memory;             // of the heap
+  NumberCall<5> take;            // Region.taker()
+  py::object streams;            // Streams of the CUDA backend, or None
+  NumberCall<1> current_stream;  // (device)
+  NumberCall<2> is_ready;        // (device, stream)
+  NumberCall<1> record;          // (stream) of streams.done
+  py::object last_name, wait_name, offset_name;
 
   uint64_t given(uint64_t address) const { return address == 0 ? heap_base : address; }
 
@@ -57,10 +36,8 @@ struct Parts {
     *stream = 0;
     if (streams.is_none()) return true;
     const uint64_t device = static_cast<uint64_t>(device_index);
-    *stream = PyLong_AsUnsignedLongLongMask(call_numbers<1>(current_stream, {device}).ptr());
-    if (call_numbers<2>(is_ready, {device, *stream}).ptr() != Py_True) {
-      return false;
-    }
+    *stream = PyLong_AsUnsignedLongLongMask(current_stream({device}).ptr());
+    if (is_ready({device, *stream}).ptr() != Py_True) return false;
     const py::object last = streams.attr(last_name);
     return last.is_none() || PyLong_AsUnsignedLongLongMask(last.ptr()) == *stream;
   }
@@ -69,7 +46,7 @@ struct Parts {
   bool take_block(uint64_t num_bytes, uint64_t stream, bool is_scratch, py::object* block,
                   uint64_t* offset) const {
     const py::object taken =
-        call_numbers<5>(take, {num_bytes, stream, 1, 0, is_scratch ? uint64_t{1} : uint64_t{0}});
+        take({num_bytes, stream, 1, 0, is_scratch ? uint64_t{1} : uint64_t{0}});
     if (taken.is_none()) return false;
     *block = py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(taken.ptr(), 0));
     const py::handle events = PyTuple_GET_ITEM(taken.ptr(), 1);
@@ -81,18 +58,14 @@ struct Parts {
   // A tensor over the heap.
   py::object matrix(uint64_t offset, int64_t num_rows, int64_t num_columns, DlDataType dtype,
                     const py::object& block) const {
-    const py::object capsule =
-        make_dlpack_matrix(heap_base + offset, num_rows, num_columns, dtype.code, dtype.bits,
-                           device_type, device_index, py::make_tuple(memory, block));
-    PyObject* const arguments[] = {capsule.ptr()};
-    return call(from_dlpack, arguments, 1);
+    return torch.matrix_over(heap_base + offset, num_rows, num_columns, dtype,
+                             py::make_tuple(memory, block));
   }
 
   void end(uint64_t stream) const {
     if (streams.is_none()) return;
-    const py::int_ number(stream);
-    streams.attr(last_name) = number;
-    streams.attr("done").attr(record_name)(number);
+    streams.attr(last_name) = py::int_(stream);
+    record({stream});
   }
 };
 
@@ -104,7 +77,7 @@ DlDataType dtype_of(TypeCode code) {
 
 struct QuickDispatch {
   std::shared_ptr<const Parts> parts;
-  py::object launch;  // of the plan
+  NumberCall<28> launch;  // of the plan
   py::object home_stream;
   std::array<uint64_t, 5> routing;
   DlDataType dtype, scale_dtype;
@@ -115,7 +88,7 @@ struct QuickDispatch {
 
 struct QuickCombine {
   std::shared_ptr<const Parts> parts;
-  py::object launch;
+  NumberCall<15> launch;
   py::object home_stream;
   std::array<uint64_t, 5> way_back;
   DlDataType dtype;
@@ -162,34 +135,34 @@ py::object quick_dispatch(const QuickDispatch& self, PyObject* const* arguments)
     column_stride = static_cast<uint64_t>(scales.stride(1));
   }
   const auto [num_experts, mask, send_head, rank_prefix, channel_prefix] = self.routing;
-  call_numbers<28>(self.launch, {num_experts,
-                                 mask,
-                                 send_head,
-                                 rank_prefix,
-                                 channel_prefix,
-                                 parts.given(x.address()),
-                                 static_cast<uint64_t>(self.num_tokens),
-                                 x_scales,
-                                 token_stride,
-                                 column_stride,
-                                 0,
-                                 0,
-                                 parts.heap_base + offset,
-                                 recv_scales,
-                                 0,
-                                 0,
-                                 0,
-                                 0,
-                                 static_cast<uint64_t>(self.num_rows),
-                                 offset,
-                                 0,
-                                 0,
-                                 0,
-                                 0,
-                                 0,
-                                 0,
-                                 0,
-                                 stream});
+  self.launch({num_experts,
+               mask,
+               send_head,
+               rank_prefix,
+               channel_prefix,
+               parts.given(x.address()),
+               static_cast<uint64_t>(self.num_tokens),
+               x_scales,
+               token_stride,
+               column_stride,
+               0,
+               0,
+               parts.heap_base + offset,
+               recv_scales,
+               0,
+               0,
+               0,
+               0,
+               static_cast<uint64_t>(self.num_rows),
+               offset,
+               0,
+               0,
+               0,
+               0,
+               0,
+               0,
+               0,
+               stream});
   parts.end(stream);
   return rows;
 }
@@ -212,10 +185,9 @@ py::object quick_combine(const QuickCombine& self, PyObject* const* arguments) {
       parts.take_block(self.num_staging_bytes, stream, true, &staging, &offset);
   const auto [num_recv_rows, rank_prefix, channel_prefix, recv_channel_prefix, send_head] =
       self.way_back;
-  call_numbers<15>(self.launch,
-                   {num_recv_rows, rank_prefix, channel_prefix, recv_channel_prefix, send_head,
-                    parts.given(x.address()), 0, 0, 0, static_cast<uint64_t>(self.num_tokens),
-                    parts.given(sums), 0, offset, has_staging ? self.num_staging_rows : 0, stream});
+  self.launch({num_recv_rows, rank_prefix, channel_prefix, recv_channel_prefix, send_head,
+               parts.given(x.address()), 0, 0, 0, static_cast<uint64_t>(self.num_tokens),
+               parts.given(sums), 0, offset, has_staging ? self.num_staging_rows : 0, stream});
   parts.end(stream);
   return combined;
 }
@@ -227,29 +199,27 @@ void bind_quick_normal(py::module_& m) {
   using Shared = std::shared_ptr<Parts>;
   py::class_<Parts, Shared>(m, "QuickNormal", py::module_local())
       .def(py::init([](py::object tensor_type, const py::object& exchange_api, py::object empty,
-                       py::object part, int device_type, int device_index, py::object from_dlpack,
-                       uint64_t heap_base, py::object memory, py::object take, py::object streams,
-                       py::object current_stream, py::object is_ready) {
+                       py::object part, int device_type, int device_index, uint64_t heap_base,
+                       py::object memory, py::object take, py::object streams,
+                       py::object current_stream, py::object is_ready, py::object record) {
              return std::make_shared<Parts>(
                  Parts{.torch = {std::move(tensor_type), exchange_api, std::move(empty),
                                  std::move(part), device_type, device_index},
-                       .from_dlpack = std::move(from_dlpack),
-                       .device_type = device_type,
                        .device_index = device_index,
                        .heap_base = heap_base,
                        .memory = std::move(memory),
-                       .take = std::move(take),
+                       .take = NumberCall<5>(std::move(take)),
                        .streams = std::move(streams),
-                       .current_stream = std::move(current_stream),
-                       .is_ready = std::move(is_ready),
+                       .current_stream = NumberCall<1>(std::move(current_stream)),
+                       .is_ready = NumberCall<2>(std::move(is_ready)),
+                       .record = NumberCall<1>(std::move(record)),
                        .last_name = py::str("last"),
-                       .record_name = py::str("record"),
                        .wait_name = py::str("wait"),
                        .offset_name = py::str("offset")});
            }),
            "tensor_type"_a, "exchange_api"_a, "empty"_a, "part"_a, "device_type"_a,
-           "device_index"_a, py::kw_only(), "from_dlpack"_a, "heap_base"_a, "memory"_a, "take"_a,
-           "streams"_a, "current_stream"_a, "is_ready"_a)
+           "device_index"_a, py::kw_only(), "heap_base"_a, "memory"_a, "take"_a, "streams"_a,
+           "current_stream"_a, "is_ready"_a, "record"_a)
       .def(
           "dispatch",
           [](const Shared& self, py::object launch, py::object home_stream,
@@ -258,8 +228,8 @@ void bind_quick_normal(py::module_& m) {
              uint64_t scales_offset, uint64_t num_bytes) {
             return object_function<1, &quick_dispatch>(
                 "quick_dispatch",
-                QuickDispatch{self, std::move(launch), std::move(home_stream), routing,
-                              dtype_of(dtype), dtype_of(scale_dtype), num_tokens, hidden,
+                QuickDispatch{self, NumberCall<28>(std::move(launch)), std::move(home_stream),
+                              routing, dtype_of(dtype), dtype_of(scale_dtype), num_tokens, hidden,
                               num_scales, num_rows, scales_offset, num_bytes},
                 py::none());
           },
@@ -274,9 +244,9 @@ void bind_quick_normal(py::module_& m) {
              uint64_t num_staging_rows) {
             return object_function<1, &quick_combine>(
                 "quick_combine",
-                QuickCombine{self, std::move(launch), std::move(home_stream), way_back,
-                             dtype_of(dtype), std::move(torch_dtype), num_tokens, hidden, num_rows,
-                             num_staging_bytes, num_staging_rows},
+                QuickCombine{self, NumberCall<15>(std::move(launch)), std::move(home_stream),
+                             way_back, dtype_of(dtype), std::move(torch_dtype), num_tokens, hidden,
+                             num_rows, num_staging_bytes, num_staging_rows},
                 py::none());
           },
           py::kw_only(), "launch"_a, "home_stream"_a, "way_back"_a, "dtype"_a, "torch_dtype"_a,

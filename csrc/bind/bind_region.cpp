@@ -24,9 +24,9 @@ constexpr size_t kAlignment = 128;
 
 size_t align(size_t num_bytes) { return (num_bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
-// A block may be given back while kernels that read it are still queued: `mark` says where the
-// current stream is at that moment, and likewise the stream that was current when the block was
-// taken, whose work may use it without saying so; whoever gets the bytes next waits for both.
+// A block may be given back while kernels that read it are still queued: `mark` makes an event on
+// the stream that is current at that moment, and on the one that was when the block was taken,
+// whose work may use it without saying so; whoever gets the bytes next waits for both.
 // Blocks that a CUDA graph was captured with are only handed out to later captures: replays write
 // to them whenever they like.
 class Region {
@@ -43,10 +43,7 @@ class Region {
   }
 
   bool is_capturing() const { return is_capturing_().cast<bool>(); }
-  std::optional<uint64_t> current_stream() const {
-    if (current_stream_.is_none()) return std::nullopt;
-    return current_stream_().cast<uint64_t>();
-  }
+  uint64_t current_stream() const { return current_stream_({}).cast<uint64_t>(); }
 
   std::optional<List::Hole> take(size_t num_bytes, bool is_captured) {
     std::optional<List::Hole> taken = (is_captured ? captured_ : eager_).take(num_bytes);
@@ -58,8 +55,10 @@ class Region {
   void give_back(size_t offset, size_t num_bytes, bool is_captured, bool is_scratch,
                  std::optional<uint64_t> owner) {
     List::Hole hole{offset, num_bytes, {}};
-    const bool has_use = !is_captured && !is_scratch && add_use(hole, mark_());
-    if (has_use && owner && *owner != hole.uses[0].stream) add_use(hole, mark_(*owner));
+    if (!is_captured && !is_scratch) {
+      const uint64_t stream = current_stream();
+      if (add_use(hole, stream) && owner && *owner != stream) add_use(hole, *owner);
+    }
     (is_captured ? captured_ : eager_).give_back(std::move(hole));
   }
 
@@ -70,16 +69,17 @@ class Region {
   size_t num_free_bytes() const { return eager_.num_bytes() + captured_.num_bytes(); }
 
  private:
-  bool add_use(List::Hole& hole, const py::object& marked) {
-    if (marked.is_none()) return false;
-    const auto pair = marked.cast<py::tuple>();
-    hole.uses.push_back({pair[0].cast<uint64_t>(), num_marks_++, pair[1]});
+  // False: nothing can be in flight.
+  bool add_use(List::Hole& hole, uint64_t stream) {
+    py::object event = mark_({stream});
+    if (event.is_none()) return false;
+    hole.uses.push_back({stream, num_marks_++, std::move(event)});
     return true;
   }
 
-  py::object mark_;
+  NumberCall<1> mark_;
   py::object is_capturing_;
-  py::object current_stream_;
+  NumberCall<0> current_stream_;
   List eager_;
   List captured_;
   uint64_t num_marks_ = 0;
@@ -155,8 +155,9 @@ py::object take(const std::shared_ptr<Region>& region, size_t num_bytes,
 py::object allocate(const std::shared_ptr<Region>& region, size_t num_bytes,
                     std::optional<uint64_t> after, bool is_scratch) {
   const bool is_captured = region->is_capturing();
-  return take(region, num_bytes, after, is_captured ? std::nullopt : region->current_stream(),
-              is_captured, is_scratch);
+  std::optional<uint64_t> owner;
+  if (!is_captured) owner = region->current_stream();
+  return take(region, num_bytes, after, owner, is_captured, is_scratch);
 }
 
 // For those who do; all streams are there, `is_behind` says whether the caller's work is
@@ -181,10 +182,11 @@ PyObject* matrix(PyObject* /*module*/, PyObject* const* arguments, Py_ssize_t co
     if (numbers[position] == -1 && PyErr_Occurred() != nullptr) return nullptr;
   }
   try {
-    return make_dlpack_matrix(static_cast<uintptr_t>(numbers[0]), numbers[1], numbers[2],
-                              static_cast<int>(numbers[3]), static_cast<int>(numbers[4]),
-                              static_cast<int>(numbers[5]), static_cast<int>(numbers[6]),
-                              py::reinterpret_borrow<py::object>(arguments[7]))
+    const DlDataType dtype = {static_cast<uint8_t>(numbers[3]), static_cast<uint8_t>(numbers[4]),
+                              1};
+    const DlDevice device = {static_cast<int32_t>(numbers[5]), static_cast<int32_t>(numbers[6])};
+    return make_dlpack_matrix(static_cast<uintptr_t>(numbers[0]), numbers[1], numbers[2], dtype,
+                              device, py::reinterpret_borrow<py::object>(arguments[7]))
         .release()
         .ptr();
   } catch (py::error_already_set& error) {
@@ -210,8 +212,7 @@ void bind_region(py::module_& m) {
   py::class_<Region, std::shared_ptr<Region>>(m, "Region", py::module_local(),
                                               "First-fit allocator of blocks.")
       .def(py::init<size_t, size_t, py::object, py::object, py::object>(), py::arg("begin"),
-           py::arg("end"), py::arg("mark"), py::arg("is_capturing"),
-           py::arg("current_stream") = py::none())
+           py::arg("end"), py::arg("mark"), py::arg("is_capturing"), py::arg("current_stream"))
       .def(
           "allocate",
           [](const std::shared_ptr<Region>& self, size_t num_bytes, std::optional<uint64_t> after) {

@@ -17,6 +17,14 @@ bool is_current(int /*none*/, const std::array<uint64_t, 1>& numbers) {
   return cuda_is_current(static_cast<int>(numbers[0]));
 }
 
+py::object mark(int device, const std::array<uint64_t, 1>& numbers) {
+  std::unique_ptr<CudaEvent> event = cuda_mark(device, numbers[0]);
+  if (event == nullptr) return py::none();
+  return py::cast(std::move(event));
+}
+
+void record(CudaEvent* event, const std::array<uint64_t, 1>& numbers) { event->record(numbers[0]); }
+
 }  // namespace
 
 // The GIL stays held but in waits: every call takes about a microsecond, and an event must not be
@@ -25,10 +33,16 @@ void bind_stream_cuda(py::module_& m) {
   py::class_<CudaEvent>(m, "Event", py::module_local(), "A point in the work of a stream.")
       .def(py::init<int>(), py::arg("device"))
       .def("record", &CudaEvent::record, py::arg("stream"))
+      .def("recorder",
+           [](const py::object& self) {
+             return number_function<1, &record>("record", self.cast<CudaEvent*>(), self);
+           })
       .def("wait", &CudaEvent::wait, py::arg("stream"))
       .def("synchronize", &CudaEvent::synchronize, py::call_guard<py::gil_scoped_release>())
       .def("order", &CudaEvent::order, py::arg("first"), py::arg("then"));
-  m.def("mark", &cuda_mark, py::arg("device"), py::arg("stream"));
+  m.def(
+      "marker", [](int device) { return number_function<1, &mark>("mark", device, py::none()); },
+      py::arg("device"));
   m.def("is_capturing", &cuda_is_capturing, py::arg("stream"));
   m.attr("is_ready") = number_function<2, &is_ready>("is_ready", 0, py::none());
   m.attr("is_current") = number_function<1, &is_current>("is_current", 0, py::none());

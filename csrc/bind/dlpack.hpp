@@ -1,7 +1,7 @@
 // DLPack capsules over memory that something else owns: the cheapest way to hand torch a tensor.
 //
-// The structures are the exchange format's own, written down from its specification (DLPack 0.x,
-// which every version of torch takes).
+// The structures are the exchange format's own, written down from its specification: DLPack 0.x,
+// which every version of torch takes, in a capsule; DLPack 1.x where it is handed over as it is.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -38,18 +38,29 @@ struct DlManagedTensor {
   void (*deleter)(DlManagedTensor*);
 };
 
-static_assert(sizeof(DlTensor) == 48 && sizeof(DlManagedTensor) == 64);
+struct DlManagedTensorVersioned {
+  uint32_t major_version;
+  uint32_t minor_version;
+  void* context;
+  void (*deleter)(DlManagedTensorVersioned*);
+  uint64_t flags;  // 0: may be written
+  DlTensor tensor;
+};
+
+static_assert(sizeof(DlTensor) == 48 && sizeof(DlManagedTensor) == 64 &&
+              sizeof(DlManagedTensorVersioned) == 80);
 
 namespace detail {
 
+template <class Managed>
 struct ManagedMatrix {
-  DlManagedTensor managed;
+  Managed managed;
   int64_t shape[2];
   int64_t strides[2];
   PyObject* owner;
 
   // Called by whoever drops the last tensor: any thread, with or without the GIL.
-  static void destroy(DlManagedTensor* managed) {
+  static void destroy(Managed* managed) {
     auto* self = static_cast<ManagedMatrix*>(managed->context);
     if (Py_IsInitialized() != 0) {  // at exit the memory goes with the process
       const PyGILState_STATE state = PyGILState_Ensure();
@@ -65,29 +76,36 @@ struct ManagedMatrix {
 
 inline constexpr char kDlpackName[] = "dltensor";
 
-}  // namespace detail
-
-// [num_rows, num_columns], contiguous, at `address`; `owner` lives as long as
-// the last tensor over it.
-inline pybind11::object make_dlpack_matrix(uintptr_t address, int64_t num_rows, int64_t num_columns,
-                                           int type_code, int type_bits, int device_type,
-                                           int device_index, pybind11::object owner) {
-  using detail::ManagedMatrix;
-  auto matrix = std::make_unique<ManagedMatrix>();
+// [num_rows, num_columns], contiguous, at `address`; the owner is not set yet.
+template <class Managed>
+std::unique_ptr<ManagedMatrix<Managed>> make_managed_matrix(uintptr_t address, int64_t num_rows,
+                                                            int64_t num_columns, DlDataType dtype,
+                                                            DlDevice device) {
+  auto matrix = std::make_unique<ManagedMatrix<Managed>>();
   matrix->shape[0] = num_rows;
   matrix->shape[1] = num_columns;
   matrix->strides[0] = num_columns;
   matrix->strides[1] = 1;
-  matrix->managed = {
-      .tensor = {.data = reinterpret_cast<void*>(address),
-                 .device = {device_type, device_index},
-                 .num_dims = 2,
-                 .dtype = {static_cast<uint8_t>(type_code), static_cast<uint8_t>(type_bits), 1},
-                 .shape = matrix->shape,
-                 .strides = matrix->strides,
-                 .byte_offset = 0},
-      .context = matrix.get(),
-      .deleter = &ManagedMatrix::destroy};
+  matrix->managed.tensor = {.data = reinterpret_cast<void*>(address),
+                            .device = device,
+                            .num_dims = 2,
+                            .dtype = dtype,
+                            .shape = matrix->shape,
+                            .strides = matrix->strides,
+                            .byte_offset = 0};
+  matrix->managed.context = matrix.get();
+  matrix->managed.deleter = &ManagedMatrix<Managed>::destroy;
+  return matrix;
+}
+
+}  // namespace detail
+
+// A capsule of such a matrix; `owner` lives as long as the last tensor over it.
+inline pybind11::object make_dlpack_matrix(uintptr_t address, int64_t num_rows, int64_t num_columns,
+                                           DlDataType dtype, DlDevice device,
+                                           pybind11::object owner) {
+  auto matrix =
+      detail::make_managed_matrix<DlManagedTensor>(address, num_rows, num_columns, dtype, device);
   PyObject* capsule = PyCapsule_New(&matrix->managed, detail::kDlpackName, [](PyObject* unused) {
     // A consumer renames the capsule; one that still has its name was never consumed.
     if (PyCapsule_IsValid(unused, detail::kDlpackName) == 0) return;

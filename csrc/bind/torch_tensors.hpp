@@ -24,7 +24,7 @@ struct DlExchangeApi {
   const DlExchangeApi* previous;
   void* allocate;
   void* from_python;
-  void* to_python;
+  int (*to_python)(DlManagedTensorVersioned* tensor, void** made);  // not ordered on any stream
   int (*view)(void* tensor, DlTensor* view);  // borrowed; -1: a Python error is set
   int (*current_stream)(int32_t device_type, int32_t device_index, void** stream);
 };
@@ -83,7 +83,8 @@ class TorchTensors {
         PyCapsule_GetPointer(exchange_api.ptr(), "dlpack_exchange_api"));
     if (api == nullptr) throw pybind11::error_already_set();
     while (api != nullptr && api->major_version != 1) api = api->previous;
-    if (api == nullptr || api->view == nullptr || api->current_stream == nullptr) {
+    if (api == nullptr || api->view == nullptr || api->to_python == nullptr ||
+        api->current_stream == nullptr) {
       throw std::invalid_argument("exchange_api is not of DLPack 1");
     }
     api_ = api;
@@ -126,6 +127,23 @@ class TorchTensors {
                         PyObject* offset) const {
     PyObject* const arguments[] = {tensor.ptr(), form.shape.ptr(), form.strides.ptr(), offset};
     return checked(PyObject_Vectorcall(part_.ptr(), arguments, 4, nullptr));
+  }
+
+  // A contiguous matrix over memory of the device that `owner` keeps, as long as the last tensor
+  // over it lives. record_stream does nothing for such tensors.
+  pybind11::object matrix_over(uintptr_t address, int64_t num_rows, int64_t num_columns,
+                               DlDataType dtype, pybind11::object owner) const {
+    auto matrix = detail::make_managed_matrix<DlManagedTensorVersioned>(
+        address, num_rows, num_columns, dtype, {device_type_, device_index_});
+    matrix->managed.major_version = api_->major_version;
+    matrix->managed.minor_version = 0;
+    matrix->owner = owner.release().ptr();
+    void* made = nullptr;
+    const int status = api_->to_python(&matrix->managed, &made);
+    // Whoever failed may have freed it or not: at worst these bytes and their owner stay.
+    matrix.release();
+    if (status != 0) throw pybind11::error_already_set();
+    return pybind11::reinterpret_steal<pybind11::object>(static_cast<PyObject*>(made));
   }
 
   // Of the device.

@@ -136,18 +136,16 @@ class Backend(Protocol):
     def launch_unordered(self) -> Launch:
         """On the caller's stream, without order among the Buffer's operations."""
 
-    def mark(self, stream: int | None = None) -> tuple[int, Any] | None:
-        """A stream, the current one unless given, and an event on it; None if
-        nothing can be in flight.
-        """
+    def mark(self, stream: int, /) -> Any:
+        """An event on the stream; None if nothing can be in flight."""
 
     def current_stream(self) -> int:
         """As the engine and ``mark`` know it."""
 
-    def quick_streams(self) -> tuple[Any, Any, Any]:
+    def quick_streams(self) -> tuple[Any, Any, Any, Any]:
         """For calls in one native step: Streams of operations, what is asked for the current
-        stream of a device, and whether a device is current and its stream not capturing; three
-        times None where there are no streams."""
+        stream of a device, and whether a device is current and its stream not capturing, and what
+        records the end of an operation on a stream; four times None where there are no streams."""
 
     def is_capturing(self) -> bool:
         """The current stream is recording a CUDA graph."""

@@ -216,14 +216,14 @@ class CpuBackend:
     def launch_unordered(self) -> _CpuLaunch:
         return _CpuLaunch(False, self._poison_outputs)
 
-    def mark(self, stream: int | None = None) -> tuple[int, Any] | None:
+    def mark(self, stream: int, /) -> None:
         return None
 
     def current_stream(self) -> int:
         return 0
 
-    def quick_streams(self) -> tuple[Any, Any, Any]:
-        return None, None, None
+    def quick_streams(self) -> tuple[Any, Any, Any, Any]:
+        return None, None, None, None
 
     def is_capturing(self) -> bool:
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 from collections.abc import Sequence
@@ -131,6 +132,9 @@ class CudaBackend:
         self._streams = Streams(device, self._comm_stream, env.POISON.get())
         self.launch = self._streams.launch
         self.launch_unordered = self._streams.launch_unordered
+        # Of every block that is given back: functions of C, and no frame of Python around them.
+        self.current_stream = functools.partial(current_raw_stream, self._index)
+        self.mark = _cuda.marker(self._index)
 
     def create_heap(
         self,
@@ -169,19 +173,8 @@ class CudaBackend:
     def comm_stream(self) -> torch.cuda.Stream:
         return self._comm_stream
 
-    def current_stream(self) -> int:
-        return current_raw_stream(self._index)
-
-    def mark(self, stream: int | None = None) -> tuple[int, Any] | None:
-        if stream is None:
-            stream = current_raw_stream(self._index)
-        # Nothing during a capture: replays are ordered behind the readers of an
-        # eager output dropped there.
-        event = _cuda.mark(self._index, stream)
-        return None if event is None else (stream, event)
-
-    def quick_streams(self) -> tuple[Any, Any, Any]:
-        return self._streams, current_raw_stream, is_ready
+    def quick_streams(self) -> tuple[Any, Any, Any, Any]:
+        return self._streams, current_raw_stream, is_ready, self._streams.done.recorder()
 
     def is_capturing(self) -> bool:
         return _cuda.is_capturing(current_raw_stream(self._index))

@@ -86,16 +86,16 @@ def normal_of(ctx: Context) -> _core.QuickNormal | None:
         return None
     from deep_comm import _core  # native: loaded no earlier than the backend's module
 
-    streams, current_stream, is_ready = ctx.backend.quick_streams()
+    streams, current_stream, is_ready, record = ctx.backend.quick_streams()
     return _core.QuickNormal(
         *found,
-        from_dlpack=foreign.from_dlpack,
         heap_base=ctx.heap.base,
         memory=ctx.heap.memory(),
         take=ctx.take,
         streams=streams,
         current_stream=current_stream,
         is_ready=is_ready,
+        record=record,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import importlib
 import sys
 import types
@@ -115,6 +116,9 @@ def _module(log: Log) -> types.ModuleType:
             log.append(("record", stream))
             super().record(stream)
 
+        def recorder(self) -> Callable[[int], None]:
+            return self.record
+
         def wait(self, stream: int) -> None:
             if log.is_silent:
                 return
@@ -146,6 +150,8 @@ def _module(log: Log) -> types.ModuleType:
 
         def plan_and_log(self: Engine, **options: object) -> Callable[..., object]:
             call = make(self, **options)
+            if log.is_silent:
+                return call
 
             def launch(*numbers: int) -> object:
                 log.launch(name, numbers[-1])
@@ -171,7 +177,8 @@ def _module(log: Log) -> types.ModuleType:
         return event
 
     module.architectures = "90a"
-    module.Event, module.Engine, module.mark = Event, Engine, mark
+    module.Event, module.Engine = Event, Engine
+    module.marker = lambda device: functools.partial(mark, device)
     module.is_capturing = lambda stream: stream in log.capturing
     module.is_current = lambda device: True
     module.is_ready = lambda device, stream: stream not in log.capturing

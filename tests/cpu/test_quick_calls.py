@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 import weakref
 from collections.abc import Callable
@@ -13,6 +14,12 @@ import torch
 
 import deep_comm
 from deep_comm import local
+from deep_comm.bench import operations
+from deep_comm.bench.expected import Expected as NormalExpected
+from deep_comm.bench.low_latency import options as low_latency
+from deep_comm.bench.low_latency.expected import Expected as LowLatencyExpected
+from deep_comm.bench.low_latency.operations import BufferCalls
+from deep_comm.bench.workload import Workload
 from deep_comm.errors import ArgumentError, BufferDestroyed
 from deep_comm.ops import quick
 
@@ -472,3 +479,48 @@ def test_blocks_of_one_step_go_back_and_buffers_are_told_apart() -> None:
             buffer.combine(rows, handle)
 
     _on_normal(body, 1, num_direct_bytes=1 << 20)
+
+
+# ---- the bench --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [None, deep_comm.Config(2, 4, 16)])
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_the_bench_times_calls_of_one_step(dtype: str, config: Any) -> None:
+    workload = Workload(R, T, H, E, K, dtype)
+
+    def body(buffer: Any, rank: int) -> None:
+        expected = NormalExpected(workload, rank, buffer.device, num_slots=2)
+        wanted = {operations.DISPATCH_CACHED, operations.COMBINE, operations.PAIR_CACHED}
+        subject = operations.BufferOperations(buffer, expected, config)
+        spy = NormalSpy(buffer)
+        for operation in subject.operations("direct"):
+            for slot in (0, 1):
+                operation.call(slot)
+            if operation.name in wanted:
+                spy.made.clear()
+                operation.call(0)
+                assert spy.made and all(spy.made), operation.name
+                wanted.remove(operation.name)
+        assert not wanted
+
+    _on_normal(body, num_direct_bytes=4 << 20)
+
+
+@pytest.mark.parametrize("layout", low_latency.LAYOUTS)
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_the_bench_times_low_latency_calls_of_one_step(dtype: str, layout: str) -> None:
+    workload = Workload(R, T, H, E, K, dtype)
+
+    def body(buffer: Any, rank: int) -> None:
+        expected = LowLatencyExpected(workload, layout, rank, buffer.device, M)
+        calls = BufferCalls(buffer, expected, layout, 2)
+        spy = Spy(buffer)
+        for name, phases in itertools.product(low_latency.NAMES, low_latency.PHASES):
+            operation = calls.operation(name, phases)
+            operation.call(0)
+            spy.made.clear()
+            operation.call(1)
+            assert spy.made and all(spy.made), (name, phases)
+
+    _on_ranks(body)

@@ -12,8 +12,14 @@ from deep_comm.handle_parts import slab_layout
 from deep_comm.region import Region
 
 
-def region(begin: int = 0, end: int = 1024, capturing=lambda: False, mark=lambda: None) -> Region:
-    return Region(begin, end, mark, capturing)
+def region(
+    begin: int = 0,
+    end: int = 1024,
+    capturing=lambda: False,
+    mark=lambda stream: None,
+    current_stream=lambda: 0,
+) -> Region:
+    return Region(begin, end, mark, capturing, current_stream)
 
 
 def test_blocks_do_not_overlap_and_come_back() -> None:
@@ -38,14 +44,47 @@ def test_an_empty_block_has_a_place_of_its_own() -> None:
 
 def test_the_next_owner_waits_for_the_last_use_on_every_stream() -> None:
     events = {name: EventHandle() for name in "abc"}
-    marks = iter([(1, events["a"]), (2, events["b"]), (1, events["c"])])
-    r = region(end=384, mark=lambda: next(marks, None))
-    one, two, three = (r.allocate(128)[0] for _ in range(3))
+    marks = iter([(1, "a"), (2, "b"), (1, "c")])
+    stream = [1]
+
+    def mark(number: int) -> EventHandle | None:
+        wanted, name = next(marks, (number, ""))
+        assert number == wanted
+        return events.get(name)
+
+    r = region(end=384, mark=mark, current_stream=lambda: stream[0])
+    one = r.allocate(128)[0]
+    stream[0] = 2
+    two = r.allocate(128)[0]
+    stream[0] = 1
+    three = r.allocate(128)[0]
     del one  # a, on stream 1
+    stream[0] = 2
     del two  # b, on stream 2
+    stream[0] = 1
     del three  # c, on stream 1 again: behind a
     _, waits = r.allocate(384)
     assert waits == [events["c"], events["b"]]
+
+
+def test_the_stream_of_the_allocation_counts_as_well() -> None:
+    stream = [1]
+    r = region(end=128, mark=lambda number: number, current_stream=lambda: stream[0])
+    block = r.allocate(128)[0]
+    stream[0] = 2
+    del block
+    assert r.allocate(128, after=2)[1] == [1]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_bytes_whose_reader_is_not_known_go_to_nobody() -> None:
+    def mark(number: int) -> None:
+        raise RuntimeError("no event")
+
+    r = region(mark=mark)
+    block = r.allocate(1024)[0]
+    del block
+    assert r.allocate(1) is None
 
 
 def test_blocks_of_a_capture_go_to_captures_only() -> None:
