@@ -189,6 +189,50 @@ class Engine:
         num_channels: int,
         stream: int,
     ) -> None: ...
+    def number_received(
+        self,
+        *,
+        num_received: int,  # int32 [1]
+        topk_idx: int,  # [num_tokens_limit, num_topk], local experts
+        topk_idx_bytes: int,
+        num_tokens_limit: int,  # N
+        num_topk: int,
+        num_local_experts: int,
+        expert_alignment: int,
+        num_rows: int,  # M
+        expert_offsets: int,  # out int32 [num_local_experts + 1]
+        expert_counts: int,  # out int32 [num_local_experts]
+        recv_rows: int,  # out int32 [num_tokens_limit, num_topk]
+        num_channels: int,
+        stream: int,
+    ) -> None:
+        """Between nodes: places of rows that have come without."""
+    def expand_received(
+        self,
+        *,
+        num_received: int,  # int32 [1]
+        recv_x: int,  # [num_tokens_limit, row_bytes]
+        recv_scales: int,  # [num_tokens_limit, scale_row_bytes], or 0
+        recv_weights: int,  # float32 [num_tokens_limit, num_topk], or 0
+        recv_rows: int,
+        expert_offsets: int,
+        expert_counts: int,
+        num_topk: int,
+        num_local_experts: int,
+        num_rows: int,  # M
+        num_tokens_limit: int,  # N
+        row_bytes: int,
+        scale_row_bytes: int,
+        zero_padding: bool,
+        x: int,  # out [M, row_bytes]
+        scales: int,  # out [M, scale_row_bytes], or 0
+        expert_idx: int,  # out [M], or 0
+        expert_idx_bytes: int,
+        weights: int,  # out float32 [M], or 0
+        num_channels: int,
+        stream: int,
+    ) -> None:
+        """Between nodes: rows to all of their places."""
     def transpose_scales(
         self,
         *,
@@ -203,7 +247,7 @@ class Engine:
     def reduce_experts(
         self,
         *,
-        rank_prefix_matrix: int,
+        rank_prefix_matrix: int,  # int32 [num_ranks, num_ranks]; between nodes [1]: rows received
         recv_rows: int,
         num_topk: int,
         num_rows: int,

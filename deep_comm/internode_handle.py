@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from deep_comm.errors import HandleMismatch
+from deep_comm.expansion import Expansion
 from deep_comm.handle_base import TensorSequence
 
 
@@ -60,6 +61,7 @@ class InternodeHandle(TensorSequence):
     num_returning_rows: int | None = None
     # int32 [T, N + R], ordinal of a token among all that go to node n, then to rank r; -1: not sent
     send_places: Tensor | None = None
+    expansion: Expansion | None = None  # of a dispatch with expand=True
 
     @property
     def num_ranks(self) -> int:
@@ -80,8 +82,18 @@ class InternodeHandle(TensorSequence):
 
     @property
     def num_recv_rows(self) -> int:
-        """Q: rows that dispatch returned and combine takes, num_worst_tokens in worst-case mode."""
+        """Q: received tokens, num_worst_tokens in worst-case mode."""
         return self.recv_src_meta.shape[0]
+
+    @property
+    def num_output_rows(self) -> int:
+        """Rows that dispatch returned and combine takes: Q, or the M of an expanded dispatch."""
+        return self.num_recv_rows if self.expansion is None else self.expansion.num_rows
+
+    @property
+    def all_tensors(self) -> tuple[Tensor, ...]:
+        """What calls with this handle read."""
+        return self.as_tuple() if self.expansion is None else (*self, *self.expansion.tensors)
 
     @property
     def num_forward_rows(self) -> int:

@@ -180,12 +180,19 @@ class NormalCalls:
             if rows is not None:
                 return rows, None, None, None, None, EventOverlap()
         if self._is_internode:
-            if expand or zero_padding or use_fp8 or column_major_scales:
-                name = "expand" if expand or zero_padding else "use_fp8"
+            if use_fp8 or column_major_scales:
+                name = "use_fp8" if use_fp8 else "column_major_scales"
                 raise UnsupportedError(f"{name} is not in this version between nodes")
             options = CallOptions(config, self._default_between_nodes("dispatch", config), streams)
             if handle is not None:
-                return internode.cached_internode_dispatch(self._context, x, handle, options)
+                return internode.cached_internode_dispatch(
+                    self._context,
+                    x,
+                    handle,
+                    expand=expand,
+                    zero_padding=zero_padding,
+                    options=options,
+                )
             return internode.internode_dispatch(
                 self._context,
                 x,
@@ -199,6 +206,8 @@ class NormalCalls:
                 expert_alignment=expert_alignment,
                 num_worst_tokens=num_worst_tokens,
                 zero_tail=zero_tail,
+                expand=expand,
+                zero_padding=zero_padding,
                 options=options,
             )
         default = None if config is not None else self._default_for_rows("dispatch")
@@ -290,11 +299,15 @@ class NormalCalls:
             if sums is not None:
                 return sums, None, EventOverlap()
         if self._is_internode:
-            if apply_weights:
-                raise UnsupportedError("apply_weights is not in this version between nodes")
             options = CallOptions(config, self._default_between_nodes("combine", config), streams)
             return internode_combine.internode_combine(
-                self._context, x, handle, topk_weights=topk_weights, bias=bias, options=options
+                self._context,
+                x,
+                handle,
+                topk_weights=topk_weights,
+                bias=bias,
+                apply_weights=apply_weights,
+                options=options,
             )
         return combine(
             self._context,

@@ -1,4 +1,5 @@
-"""Expanded dispatches and combines of a case, against the reference, bit for bit."""
+"""Expanded dispatches and combines of a case, of one tier or two, against the reference, bit for
+bit."""
 
 from __future__ import annotations
 
@@ -6,15 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import internode
 import payload
 import torch
-from cases import Case, make_inputs, verify_each
+from cases import Case, Inputs, make_inputs, verify_each
+from internode import InternodeCase
 from roundtrip import CACHED_CALL, _reference_dispatch, _to, _wait, config_of, routing_arguments
 from roundtrip import _to_host as _view_on_host
 from torch import Tensor
 
 import deep_comm
-from deep_comm import reference
+from deep_comm import reference, reference_internode
 from deep_comm.topology import num_local_experts
 
 
@@ -75,7 +78,7 @@ def call_once(
     inputs = make_inputs(case, rank, call)
     x, scales = _to(inputs.x, device), _to(inputs.scales, device)
     topk_idx, weights = _to(inputs.topk_idx, device), _to(inputs.topk_weights, device)
-    config = config_of(case)
+    config = internode.config_of(case) if isinstance(case, InternodeCase) else config_of(case)
     arguments = routing_arguments(buffer, case, topk_idx, weights, options)
     recv, recv_topk_idx, recv_weights, counts, handle, event = buffer.dispatch(
         x if scales is None else (x, scales),
@@ -142,16 +145,29 @@ def run_case(
     group: Any, case: Case, device: torch.device | str = "cpu", options: dict | None = None
 ) -> list[ReceivedExpanded]:
     """All calls of a case on one rank."""
-    with deep_comm.Buffer(
+    with buffer_of(group, case, device) as buffer:
+        if case.smem_bytes is not None:
+            buffer.runtime.smem_bytes_limit = case.smem_bytes
+        return [call_once(buffer, case, call, options) for call in range(case.calls)]
+
+
+def buffer_of(group: Any, case: Case, device: torch.device | str) -> deep_comm.Buffer:
+    two_tiers: dict[str, Any] = {}
+    if isinstance(case, InternodeCase):
+        two_tiers = dict(
+            num_rdma_bytes=case.rdma_bytes,
+            num_qps_per_rank=case.num_qps,
+            ranks_per_node=case.ranks_per_node,
+            num_max_experts=max(case.experts, 64),
+        )
+    return deep_comm.Buffer(
         group,
         case.nvl_bytes,
         device=device,
         timeout_s=60.0,
         num_direct_bytes=case.direct_bytes,
-    ) as buffer:
-        if case.smem_bytes is not None:
-            buffer.runtime.smem_bytes_limit = case.smem_bytes
-        return [call_once(buffer, case, call, options) for call in range(case.calls)]
+        **two_tiers,
+    )
 
 
 def verify(case: Case, results: Sequence[Sequence[ReceivedExpanded]]) -> None:
@@ -204,13 +220,17 @@ def _verify_call(case: Case, results: Sequence[ReceivedExpanded], call: int) -> 
     outputs = [outputs_of(case, rank, one.recv_x.shape[0], call) for rank, one in enumerate(wanted)]
     weights = [one.recv_topk_weights for one in wanted]
     biases = [i.bias for i in inputs]
-    combined = reference.combine(
+    combined = _combine(
+        case,
+        inputs,
         [reference.reduce_experts(y, one) for y, one in zip(outputs, wanted, strict=True)],
         plain,
         [reference.selection_weights(w, one) for w, one in zip(weights, wanted, strict=True)],
         biases,
     )
-    weighted = reference.combine(
+    weighted = _combine(
+        case,
+        inputs,
         [
             reference.reduce_experts(y, one, w)
             for y, one, w in zip(outputs, wanted, weights, strict=True)
@@ -223,6 +243,27 @@ def _verify_call(case: Case, results: Sequence[ReceivedExpanded], call: int) -> 
         same(got.combined_x, combined[rank][0], f"{who}: combined_x")
         same(got.combined_weights, combined[rank][1], f"{who}: combined weights")
         same(got.weighted_x, weighted[rank][0], f"{who}: combined_x with weights")
+
+
+def _combine(
+    case: Case,
+    inputs: Sequence[Inputs],
+    rows: Sequence[Tensor],
+    plain: Sequence[reference.Dispatched],
+    weights: Sequence[Tensor] | None = None,
+    biases: Sequence[reference.Bias] | None = None,
+) -> list[tuple[Tensor, Tensor | None]]:
+    """Of rows that each rank has reduced; between nodes sums are rounded once a node more."""
+    if not isinstance(case, InternodeCase):
+        return reference.combine(rows, plain, weights, biases)
+    dispatched = reference_internode.dispatch(
+        [i.x if i.scales is None else (i.x, i.scales) for i in inputs],
+        [i.topk_idx for i in inputs],
+        case.experts,
+        case.ranks_per_node,
+        num_worst_tokens=worst_rows(case),
+    )
+    return reference_internode.combine(rows, dispatched, weights, biases)
 
 
 def _rows(tensor: Tensor, mask: Any = slice(None)) -> Tensor:

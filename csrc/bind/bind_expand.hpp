@@ -73,6 +73,63 @@ void bind_expand(pybind11::module_& m, pybind11::class_<Engine<Target>>& engine)
       "expert_idx_bytes"_a, "weights"_a, "fill_src_idx"_a, "fill_rows"_a, "num_channels"_a,
       "stream"_a);
   engine.def(
+      "number_received",
+      [](Type& self, ptr num_received, ptr topk_idx, int topk_idx_bytes, int num_tokens_limit,
+         int num_topk, int num_local_experts, int expert_alignment, int num_rows,
+         ptr expert_offsets, ptr expert_counts, ptr recv_rows, int num_channels, uint64_t stream) {
+        NumberReceivedArgs args{};
+        args.rank_prefix_matrix = as_pointer<int32_t>(num_received);
+        args.topk_idx = as_pointer<void>(topk_idx);
+        args.topk_idx_bytes = topk_idx_bytes;
+        args.num_tokens_limit = num_tokens_limit;
+        args.num_topk = num_topk;
+        args.num_experts = num_local_experts;
+        args.expert_alignment = expert_alignment;
+        args.num_rows = num_rows;
+        args.expert_offsets = as_pointer<int32_t>(expert_offsets);
+        args.expert_counts = as_pointer<int32_t>(expert_counts);
+        args.recv_rows = as_pointer<int32_t>(recv_rows);
+        Release release;
+        self.number_received(args, {num_channels, 1, 1}, stream);
+      },
+      py::kw_only(), "num_received"_a, "topk_idx"_a, "topk_idx_bytes"_a, "num_tokens_limit"_a,
+      "num_topk"_a, "num_local_experts"_a, "expert_alignment"_a, "num_rows"_a, "expert_offsets"_a,
+      "expert_counts"_a, "recv_rows"_a, "num_channels"_a, "stream"_a);
+  engine.def(
+      "expand_received",
+      [](Type& self, ptr num_received, ptr recv_x, ptr recv_scales, ptr recv_weights, ptr recv_rows,
+         ptr expert_offsets, ptr expert_counts, int num_topk, int num_local_experts, int num_rows,
+         int num_tokens_limit, int row_bytes, int scale_row_bytes, bool zero_padding, ptr x,
+         ptr scales, ptr expert_idx, int expert_idx_bytes, ptr weights, int num_channels,
+         uint64_t stream) {
+        ExpandReceivedArgs args{};
+        args.rank_prefix_matrix = as_pointer<int32_t>(num_received);
+        args.recv_x = as_pointer<uint8_t>(recv_x);
+        args.recv_scales = as_pointer<uint8_t>(recv_scales);
+        args.recv_weights = as_pointer<float>(recv_weights);
+        args.recv_rows = as_pointer<int32_t>(recv_rows);
+        args.expert_offsets = as_pointer<int32_t>(expert_offsets);
+        args.expert_counts = as_pointer<int32_t>(expert_counts);
+        args.num_topk = num_topk;
+        args.num_local_experts = num_local_experts;
+        args.num_rows = num_rows;
+        args.num_tokens_limit = num_tokens_limit;
+        args.row_bytes = row_bytes;
+        args.scale_row_bytes = scale_row_bytes;
+        args.zero_padding = zero_padding;
+        args.x = as_pointer<uint8_t>(x);
+        args.scales = as_pointer<uint8_t>(scales);
+        args.expert_idx = as_pointer<void>(expert_idx);
+        args.expert_idx_bytes = expert_idx_bytes;
+        args.weights = as_pointer<float>(weights);
+        Release release;
+        self.expand_received(args, {num_channels, 1, 1}, stream);
+      },
+      py::kw_only(), "num_received"_a, "recv_x"_a, "recv_scales"_a, "recv_weights"_a, "recv_rows"_a,
+      "expert_offsets"_a, "expert_counts"_a, "num_topk"_a, "num_local_experts"_a, "num_rows"_a,
+      "num_tokens_limit"_a, "row_bytes"_a, "scale_row_bytes"_a, "zero_padding"_a, "x"_a, "scales"_a,
+      "expert_idx"_a, "expert_idx_bytes"_a, "weights"_a, "num_channels"_a, "stream"_a);
+  engine.def(
       "reduce_experts",
       [](Type& self, ptr rank_prefix_matrix, ptr recv_rows, int num_topk, int num_rows,
          int num_tokens_limit, const std::string& dtype, int hidden, ptr x, ptr row_weights,

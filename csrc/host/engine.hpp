@@ -114,6 +114,11 @@ class Engine {
   void reduce_experts(const ReduceExpertsArgs& args, Dtype dtype, const ChannelConfig& config,
                       uint64_t stream);
 
+  // Between nodes these two stand for number_rows and expand_rows, and rank_prefix_matrix is [1, 1],
+  // here and in reduce_experts: the rows received.
+  void number_received(NumberReceivedArgs args, const ChannelConfig& config, uint64_t stream);
+  void expand_received(const ExpandReceivedArgs& args, const ChannelConfig& config,
+                       uint64_t stream);
   void transpose_scales(const TransposeScalesArgs& args, const ChannelConfig& config,
                         uint64_t stream);
 
@@ -244,7 +249,14 @@ class Engine {
                                 const LowLatencyCombineArgs& args, uint64_t stream);
   void check_output(const DispatchArgs& args, const DispatchOptions& options) const;
   template <class KernelType>
-  void launch(const LaunchConfig& config, typename KernelType::Args args, uint64_t stream);
+  void launch(const LaunchConfig& config, const typename KernelType::Args& args, uint64_t stream) {
+    launch_in<KernelType>(world_, config, args, stream);
+  }
+  template <class KernelType>
+  void launch_in(const World& world, const LaunchConfig& config, typename KernelType::Args args,
+                 uint64_t stream);
+  // Of this rank alone, for local kernels over rows that came from several nodes.
+  World world_alone() const;
 
   World world_{};
   Target target_;

@@ -58,6 +58,8 @@ Engine<Target>::Engine(const EngineOptions& options, Target target) : target_(ta
   target_.template prepare<DispatchKernel<true, true>>();
   target_.template prepare<NumberRowsKernel>();
   target_.template prepare<ExpandKernel>();
+  target_.template prepare<NumberReceivedKernel>();
+  target_.template prepare<ExpandReceivedKernel>();
   target_.template prepare<TransposeScalesKernel>();
   target_.template prepare<ReduceExpertsKernel<Dtype::kBfloat16>>();
   target_.template prepare<ReduceExpertsKernel<Dtype::kFloat16>>();
@@ -113,10 +115,10 @@ size_t Engine<Target>::ring_bytes(int num_ranks, const ChannelConfig& config, in
 
 template <class Target>
 template <class KernelType>
-void Engine<Target>::launch(const LaunchConfig& config, typename KernelType::Args args,
-                            uint64_t stream) {
+void Engine<Target>::launch_in(const World& world, const LaunchConfig& config,
+                               typename KernelType::Args args, uint64_t stream) {
   check_open();
-  args.world = world_;
+  args.world = world;
   ++num_launches_;
   if (skips_launches) return;
   target_.template launch<KernelType>(config, args, stream);

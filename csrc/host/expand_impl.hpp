@@ -34,19 +34,59 @@ void Engine<Target>::expand_rows(const ExpandArgs& args, const ChannelConfig& co
 }
 
 template <class Target>
+World Engine<Target>::world_alone() const {
+  World world = world_;
+  world.bases[0] = world_.bases[world_.rank];
+  world.rank = 0;
+  world.num_ranks = 1;
+  return world;
+}
+
+template <class Target>
+void Engine<Target>::number_received(NumberReceivedArgs args, const ChannelConfig& config,
+                                     uint64_t stream) {
+  const size_t counters_bytes = sizeof(uint32_t) * max_of(1, args.num_experts);
+  const size_t num_counters = static_cast<size_t>(smem_bytes_limit) / counters_bytes;
+  detail::require(num_counters >= 2, "num_experts = " + std::to_string(args.num_experts) +
+                                         " of one rank, their counters must fit in a block's "
+                                         "shared memory");
+  args.rank = group_rank();
+  args.num_numbering_warps = static_cast<int>(
+      min_of<size_t>(Target::kTuning.number_threads / kWarpSize, num_counters - 1));
+  launch_in<NumberReceivedKernel>(
+      world_alone(),
+      {.num_blocks = config.num_channels,
+       .num_threads = Target::kTuning.number_threads,
+       .smem_bytes = counters_bytes * static_cast<size_t>(1 + args.num_numbering_warps)},
+      args, stream);
+}
+
+template <class Target>
+void Engine<Target>::expand_received(const ExpandReceivedArgs& args, const ChannelConfig& config,
+                                     uint64_t stream) {
+  constexpr int kNumThreads = Target::kTuning.expand_threads;
+  launch_in<ExpandReceivedKernel>(world_alone(),
+                                  {.num_blocks = config.num_channels,
+                                   .num_threads = kNumThreads,
+                                   .smem_bytes = kNumThreads / kWarpSize * sizeof(Places)},
+                                  args, stream);
+}
+
+template <class Target>
 void Engine<Target>::reduce_experts(const ReduceExpertsArgs& args, Dtype dtype,
                                     const ChannelConfig& config, uint64_t stream) {
   constexpr int kNumThreads = Target::kTuning.reduce_experts_threads;
+  const World world = is_internode() ? world_alone() : world_;
   const LaunchConfig launch_config{.num_blocks = config.num_channels,
                                    .num_threads = kNumThreads,
                                    .smem_bytes = kNumThreads / kWarpSize * sizeof(Places)};
   switch (dtype) {
     case Dtype::kBfloat16:
-      return launch<ReduceExpertsKernel<Dtype::kBfloat16>>(launch_config, args, stream);
+      return launch_in<ReduceExpertsKernel<Dtype::kBfloat16>>(world, launch_config, args, stream);
     case Dtype::kFloat16:
-      return launch<ReduceExpertsKernel<Dtype::kFloat16>>(launch_config, args, stream);
+      return launch_in<ReduceExpertsKernel<Dtype::kFloat16>>(world, launch_config, args, stream);
     case Dtype::kFloat32:
-      return launch<ReduceExpertsKernel<Dtype::kFloat32>>(launch_config, args, stream);
+      return launch_in<ReduceExpertsKernel<Dtype::kFloat32>>(world, launch_config, args, stream);
   }
 }
 

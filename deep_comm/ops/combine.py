@@ -12,11 +12,10 @@ from deep_comm import checks
 from deep_comm.backends import Launch
 from deep_comm.config import Config, require_config
 from deep_comm.context import Context
-from deep_comm.errors import ArgumentError, HandleMismatch
 from deep_comm.events import EventOverlap
 from deep_comm.handle import Handle, KnownHandle
 from deep_comm.ops.call import SYNCHRONOUS, StreamOptions
-from deep_comm.ops.expand import reduce_experts
+from deep_comm.ops.expand import reduce_experts, weights_of_rows
 from deep_comm.ops.plans import plan_combine
 from deep_comm.ops.quick import remember_combine
 from deep_comm.tuning import DefaultConfig
@@ -40,29 +39,13 @@ def combine(
     known = ctx.known_handle(handle)
     if known.num_output_rows != num_rows:
         checks.require_num_rows(known.num_output_rows, num_rows)
+    expansion = known.expansion
     num_topk = 0
     row_weights = None  # multiplied with the rows, here
-    expansion = known.expansion
-    if apply_weights:
-        if expansion is None:
-            raise HandleMismatch(
-                "handle",
-                "without expansion",
-                "must be of a dispatch with expand=True (apply_weights)",
-            )
-        if topk_weights is None:
-            raise ArgumentError("topk_weights", None, "is needed with apply_weights")
-    if topk_weights is not None and expansion is not None:
-        topk_weights = checks.tensor(
-            "topk_weights", topk_weights, ctx.device, shape=(num_rows,), dtypes=(torch.float32,)
+    if topk_weights is not None or apply_weights:
+        row_weights, topk_weights, num_topk = weights_of_rows(
+            ctx, expansion, topk_weights, apply_weights, num_rows
         )
-        if apply_weights:
-            row_weights, topk_weights = topk_weights, None
-        else:
-            num_topk = expansion.recv_rows.shape[1]
-    elif topk_weights is not None:
-        topk_weights = checks.row_weights(topk_weights, ctx.device, num_rows)
-        num_topk = topk_weights.shape[1]
     num_tokens = known.num_tokens
     bias_0, bias_1 = checks.biases(bias, (num_tokens, hidden), x)
     dtype = x.dtype
@@ -80,8 +63,9 @@ def combine(
         inputs = (x, topk_weights, row_weights, bias_0, bias_1)
         if expansion is not None:
             x, topk_weights = reduce_experts(
-                ctx, launch, plan.rings, x, known, row_weights, topk_weights
-            )
+                ctx, launch, plan.rings.num_channels, x, expansion, known.rank_prefix_matrix,
+                row_weights, topk_weights,
+            )  # fmt: skip
         staging, staging_offset, num_staging_rows = _staging(
             ctx, launch, known, plan.staging_row_bytes
         )

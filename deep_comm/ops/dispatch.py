@@ -12,13 +12,18 @@ from deep_comm.backends import Launch
 from deep_comm.checks import Payload
 from deep_comm.config import Config, require_config
 from deep_comm.context import Context
-from deep_comm.errors import ArgumentError, HandleMismatch
 from deep_comm.events import EventOverlap
 from deep_comm.expansion import Expansion
 from deep_comm.handle import Handle
 from deep_comm.handle_parts import slab_layout as slab_layout_of
 from deep_comm.ops.call import SYNCHRONOUS, StreamOptions
-from deep_comm.ops.expand import Numbering, cached_arguments, expand_rows
+from deep_comm.ops.expand import (
+    Numbering,
+    cached_arguments,
+    expand_rows,
+    require_expandable,
+    require_expanded,
+)
 from deep_comm.ops.layout import checked_routing
 from deep_comm.ops.notify import (
     NO_EXPANSION,
@@ -130,13 +135,8 @@ def dispatch(
     is_plain = scale_options is PLAIN
     payload = checks.payload(x, ctx.device) if is_plain else scale_options.payload(x, ctx.device)
     idx, weights = checks.topk_pair(topk_idx, topk_weights, ctx.device, payload.num_tokens)
-    if expand and idx is None:
-        raise ArgumentError("topk_idx", None, "is needed with expand")
-    if zero_tail and expand:
-        rule = "is for outputs without expand; zero_padding serves expanded ones"
-        raise ArgumentError("zero_tail", True, rule)
-    if zero_padding and not expand:
-        raise ArgumentError("zero_padding", True, "needs expand=True")
+    if expand or zero_padding:
+        require_expandable(idx, expand, zero_padding, zero_tail)
     layout, num_experts = checked_routing(
         ctx, payload.num_tokens, idx, num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank,
         num_experts, expert_alignment, num_worst_tokens,
@@ -290,10 +290,7 @@ def cached_dispatch(
     payload = checks.payload(x, ctx.device) if is_plain else scale_options.payload(x, ctx.device)
     known = ctx.known_handle(handle)
     expansion = known.expansion
-    if (expand or zero_padding) and expansion is None:
-        raise HandleMismatch(
-            "handle", "without expansion", "must be of a dispatch with expand=True"
-        )
+    require_expanded(expansion, expand, zero_padding)
     if known.num_tokens != payload.num_tokens:
         Handle.of(handle).require_num_tokens(payload.num_tokens)
     form = payload.form

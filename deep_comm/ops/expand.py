@@ -1,19 +1,23 @@
 """Expanded outputs: rows are numbered before a dispatch, copied after it, added before a combine.
 
-The kernels here are local; peers take part in dispatch and combine alone.
+Between nodes they are numbered where they have come: see internode_expand.py. The kernels here are
+local; peers take part in dispatch and combine alone.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from deep_comm import checks
 from deep_comm.backends import Launch
 from deep_comm.checks import COMBINE_DTYPES, Payload
 from deep_comm.config import RingPlan
 from deep_comm.context import Context
+from deep_comm.errors import ArgumentError, HandleMismatch
 from deep_comm.expansion import Expansion
-from deep_comm.handle import KnownHandle
 from deep_comm.ops.outputs import Outputs
 from deep_comm.topology import num_local_experts
 
@@ -128,25 +132,25 @@ def cached_arguments(ctx: Context, expansion: Expansion) -> tuple[int, int, int,
 def reduce_experts(
     ctx: Context,
     launch: Launch,
-    plan: RingPlan,
+    num_blocks: int,
     x: Tensor,
-    known: KnownHandle,
+    expansion: Expansion,
+    rank_prefix_matrix: int,
     row_weights: Tensor | None,
     weights: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """x [M, H] as one row a received token [N, H]; ``weights`` [M] as [N, K].
 
-    ``row_weights`` [M]: multiplied with the rows.
+    ``row_weights`` [M]: multiplied with the rows. ``rank_prefix_matrix``: between nodes of this
+    rank alone, how many tokens it has received.
     """
-    expansion = known.expansion
-    assert expansion is not None
     num_tokens, num_topk = expansion.recv_rows.shape
     reduced = launch.empty((num_tokens, x.shape[1]), x.dtype)
     reduced_weights = None
     if weights is not None:
         reduced_weights = launch.empty((num_tokens, num_topk), torch.float32)
     ctx.engine.reduce_experts(
-        rank_prefix_matrix=known.rank_prefix_matrix,
+        rank_prefix_matrix=rank_prefix_matrix,
         recv_rows=ctx.address(expansion.recv_rows),
         num_topk=num_topk,
         num_rows=expansion.num_rows,
@@ -158,7 +162,63 @@ def reduce_experts(
         reduced_x=ctx.address(reduced),
         weights=ctx.address(weights),
         reduced_weights=ctx.address(reduced_weights),
-        num_channels=plan.num_channels,
+        num_channels=num_blocks,
         stream=launch.stream,
     )
     return reduced, reduced_weights
+
+
+def weights_of_rows(
+    ctx: Context,
+    expansion: Expansion | None,
+    topk_weights: Any,
+    apply_weights: bool,
+    num_rows: int,
+) -> tuple[Tensor | None, Tensor | None, int]:
+    """What combine is given, as it is used: (weights to multiply rows with, weights to bring
+    home, K of those).
+
+    Raises:
+        ArgumentError, HandleMismatch.
+    """
+    if apply_weights:
+        if expansion is None:
+            raise HandleMismatch(
+                "handle",
+                "without expansion",
+                "must be of a dispatch with expand=True (apply_weights)",
+            )
+        if topk_weights is None:
+            raise ArgumentError("topk_weights", None, "is needed with apply_weights")
+    if topk_weights is None:
+        return None, None, 0
+    if expansion is None:
+        topk_weights = checks.row_weights(topk_weights, ctx.device, num_rows)
+        return None, topk_weights, topk_weights.shape[1]
+    topk_weights = checks.tensor(
+        "topk_weights", topk_weights, ctx.device, shape=(num_rows,), dtypes=(torch.float32,)
+    )
+    if apply_weights:
+        return topk_weights, None, 0
+    return None, topk_weights, expansion.recv_rows.shape[1]
+
+
+def require_expandable(
+    idx: Tensor | None, expand: bool, zero_padding: bool, zero_tail: bool
+) -> None:
+    """Options of a dispatch without a handle. Raises ArgumentError."""
+    if expand and idx is None:
+        raise ArgumentError("topk_idx", None, "is needed with expand")
+    if zero_tail and expand:
+        rule = "is for outputs without expand; zero_padding serves expanded ones"
+        raise ArgumentError("zero_tail", True, rule)
+    if zero_padding and not expand:
+        raise ArgumentError("zero_padding", True, "needs expand=True")
+
+
+def require_expanded(expansion: Expansion | None, expand: bool, zero_padding: bool) -> None:
+    """The same of a cached one. Raises HandleMismatch."""
+    if (expand or zero_padding) and expansion is None:
+        raise HandleMismatch(
+            "handle", "without expansion", "must be of a dispatch with expand=True"
+        )

@@ -16,6 +16,8 @@ from deep_comm.errors import DeepCommError, HandleMismatch
 from deep_comm.events import EventOverlap
 from deep_comm.internode_handle import InternodeHandle
 from deep_comm.ops.call import CallOptions
+from deep_comm.ops.expand import require_expandable, require_expanded
+from deep_comm.ops.internode_expand import expand_received, number_received
 from deep_comm.ops.internode_outputs import TierOutputs, allocate
 from deep_comm.ops.internode_plan import TwoTierPlan, plan_two_tiers
 from deep_comm.ops.layout import Layout, checked_routing, launch_layout
@@ -170,11 +172,14 @@ def internode_dispatch(
     expert_alignment: int,
     num_worst_tokens: int,
     zero_tail: bool,
+    expand: bool,
+    zero_padding: bool,
     options: CallOptions,
 ) -> DispatchResult:
     ctx.begin()
     payload = checks.payload(x, ctx.device)
     idx, weights = checks.topk_pair(topk_idx, topk_weights, ctx.device, payload.num_tokens)
+    require_expandable(idx, expand, zero_padding, zero_tail)
     layout, num_experts = checked_routing(
         ctx, payload.num_tokens, idx, num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank,
         num_experts, expert_alignment, num_worst_tokens,
@@ -219,6 +224,7 @@ def internode_dispatch(
             num_worst_tokens if counts is None else counts.num_recv_tokens,
             num_forward if counts is None else counts.num_forward_tokens,
             makes_handle=True,
+            is_scratch=expand,
         )
         parts = (
             layout.is_token_in_rank,
@@ -244,6 +250,22 @@ def internode_dispatch(
             counts is None and zero_tail,
             out,
         )
+        rows, expansion = out, None
+        if expand:
+            expansion = number_received(
+                ctx,
+                launch,
+                plan,
+                out,
+                routing.recv_rank_prefix_sum,
+                routing.num_recv_tokens_per_expert.shape[0],
+                expert_alignment,
+                num_worst_tokens if counts is None else sum(counts.num_recv_tokens_per_expert),
+            )
+            rows = expand_received(
+                ctx, launch, plan, payload, out, routing.recv_rank_prefix_sum, expansion,
+                zero_padding,
+            )  # fmt: skip
         event = launch.finish(
             (
                 payload.x,
@@ -282,9 +304,10 @@ def internode_dispatch(
         forward_places=routing.forward_places,
         num_returning_rows=None if counts is None else counts.num_returning_rows,
         send_places=routing.send_places,
+        expansion=expansion,
     )
     per_expert = [] if counts is None else list(counts.num_recv_tokens_per_expert)
-    return out.payload, out.topk_idx, out.topk_weights, per_expert, handle, event
+    return rows.payload, rows.topk_idx, rows.topk_weights, per_expert, handle, event
 
 
 def known_handle(ctx: Context, handle: Sequence[Tensor]) -> InternodeHandle:
@@ -308,12 +331,19 @@ def _places(ctx: Context, launch: Launch, known: InternodeHandle) -> Tensor:
 
 
 def cached_internode_dispatch(
-    ctx: Context, x: Any, handle: Sequence[Tensor], options: CallOptions
+    ctx: Context,
+    x: Any,
+    handle: Sequence[Tensor],
+    *,
+    expand: bool,
+    zero_padding: bool,
+    options: CallOptions,
 ) -> DispatchResult:
     """The routing of ``handle`` with another x: no counts to exchange, no wait of the host."""
     ctx.begin()
     payload = checks.payload(x, ctx.device)
     known = known_handle(ctx, handle)
+    require_expanded(known.expansion, expand, zero_padding)
     if known.num_tokens != payload.num_tokens:
         raise HandleMismatch(
             "handle",
@@ -339,6 +369,7 @@ def cached_internode_dispatch(
             known.num_recv_rows,
             known.num_forward_rows,
             makes_handle=False,
+            is_scratch=known.expansion is not None,
         )
         places = known.send_places
         if places is None and out.output_offset != 0:
@@ -360,6 +391,12 @@ def cached_internode_dispatch(
             False,
             out,
         )
-        event = launch.finish((payload.x, payload.scales, places, *known))
+        rows = out
+        if known.expansion is not None:
+            rows = expand_received(
+                ctx, launch, plan, payload, out, known.recv_gbl_rank_prefix_sum, known.expansion,
+                zero_padding,
+            )  # fmt: skip
+        event = launch.finish((payload.x, payload.scales, places, *known.all_tensors))
     ctx.end()
-    return out.payload, None, None, None, None, event
+    return rows.payload, None, None, None, None, event

@@ -14,7 +14,9 @@ from deep_comm.context import Context
 from deep_comm.events import EventOverlap
 from deep_comm.internode_handle import InternodeHandle
 from deep_comm.ops.call import CallOptions
+from deep_comm.ops.expand import reduce_experts, weights_of_rows
 from deep_comm.ops.internode import known_handle
+from deep_comm.ops.internode_expand import num_received
 from deep_comm.ops.internode_plan import plan_two_tiers
 
 
@@ -25,17 +27,18 @@ def internode_combine(
     *,
     topk_weights: Any,
     bias: Any,
+    apply_weights: bool,
     options: CallOptions,
 ) -> tuple[Tensor, Tensor | Any, EventOverlap]:
     ctx.begin()
     x = checks.combine_input(x, ctx.device)
     num_rows, hidden = x.shape
     known = known_handle(ctx, handle)
-    checks.require_num_rows(known.num_recv_rows, num_rows)
-    num_topk = 0
-    if topk_weights is not None:
-        topk_weights = checks.row_weights(topk_weights, ctx.device, num_rows)
-        num_topk = topk_weights.shape[1]
+    checks.require_num_rows(known.num_output_rows, num_rows)
+    expansion = known.expansion
+    row_weights, topk_weights, num_topk = weights_of_rows(
+        ctx, expansion, topk_weights, apply_weights, num_rows
+    )
     num_tokens = known.num_tokens
     bias_0, bias_1 = checks.biases(bias, (num_tokens, hidden), x)
     plan = plan_two_tiers(
@@ -49,6 +52,12 @@ def internode_combine(
     )
     address = ctx.address
     with options.streams.launch(ctx) as launch:
+        inputs = (x, topk_weights, row_weights, bias_0, bias_1)
+        if expansion is not None:
+            x, topk_weights = reduce_experts(
+                ctx, launch, plan.num_sms, x, expansion,
+                num_received(ctx, known.recv_gbl_rank_prefix_sum), row_weights, topk_weights,
+            )  # fmt: skip
         combined_x = launch.empty((num_tokens, hidden), x.dtype)
         combined_topk_weights = None
         if topk_weights is not None:
@@ -65,7 +74,7 @@ def internode_combine(
             bias_0=address(bias_0),
             bias_1=address(bias_1),
             num_tokens=num_tokens,
-            num_recv_rows=num_rows,
+            num_recv_rows=known.num_recv_rows,
             send_node_head=address(known.send_rdma_head),
             send_rank_head=address(known.send_nvl_head),
             recv_node_channel_prefix=address(known.recv_rdma_channel_prefix_matrix),
@@ -83,7 +92,7 @@ def internode_combine(
             **plan.as_arguments(),
         )
         del staging  # whoever gets its memory next writes there behind this kernel
-        event = launch.finish((x, topk_weights, bias_0, bias_1, known.forward_places, *known))
+        event = launch.finish((*inputs, known.forward_places, *known.all_tensors))
     ctx.end()
     return combined_x, combined_topk_weights, event
 

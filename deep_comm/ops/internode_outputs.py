@@ -50,6 +50,26 @@ class TierOutputs:
         self.send_rank_head: Tensor | None = None
         self.output_offset = self.src_offset = 0
 
+    @staticmethod
+    def anywhere(
+        launch: Launch,
+        payload: Payload,
+        idx: Tensor | None,
+        weights: Tensor | None,
+        num_rows: int,
+        num_forward_rows: int = 0,
+    ) -> TierOutputs:
+        """Ordinary tensors for rows: peers cannot write there."""
+        out = TierOutputs(num_rows, num_forward_rows)
+        out.x = launch.empty((num_rows, payload.hidden), payload.x.dtype)
+        if payload.scales is not None:
+            out.scales = launch.empty((num_rows, payload.num_scales), payload.scales.dtype)
+        if idx is not None:
+            out.topk_idx = launch.empty((num_rows, idx.shape[1]), idx.dtype)
+        if weights is not None:
+            out.topk_weights = launch.empty((num_rows, weights.shape[1]), weights.dtype)
+        return out
+
     @property
     def payload(self) -> RecvX:
         return self.x if self.scales is None else (self.x, self.scales)
@@ -64,16 +84,12 @@ def allocate(
     num_rows: int,
     num_forward_rows: int,
     makes_handle: bool,
+    is_scratch: bool,
 ) -> TierOutputs:
+    """``is_scratch``: rows that only kernels see."""
     out = TierOutputs(num_rows, num_forward_rows)
-    if not _take_region(ctx, launch, payload, idx, weights, makes_handle, out):
-        out.x = launch.empty((num_rows, payload.hidden), payload.x.dtype)
-        if payload.scales is not None:
-            out.scales = launch.empty((num_rows, payload.num_scales), payload.scales.dtype)
-        if idx is not None:
-            out.topk_idx = launch.empty((num_rows, idx.shape[1]), idx.dtype)
-        if weights is not None:
-            out.topk_weights = launch.empty((num_rows, weights.shape[1]), weights.dtype)
+    if not _take_region(ctx, launch, payload, idx, weights, makes_handle, is_scratch, out):
+        out = TierOutputs.anywhere(launch, payload, idx, weights, num_rows, num_forward_rows)
         if makes_handle:
             out.src_idx = launch.empty((num_rows,), torch.int32)
             out.src_meta = launch.empty((num_rows, 8), torch.uint8)
@@ -90,6 +106,7 @@ def _take_region(
     idx: Tensor | None,
     weights: Tensor | None,
     makes_handle: bool,
+    is_scratch: bool,
     out: TierOutputs,
 ) -> bool:
     """Outputs where neighbours write them in place, poisoned if outputs are. False: no room."""
@@ -100,7 +117,7 @@ def _take_region(
     x, scales, topk_idx, topk_weights, num_bytes = output_layout(
         num_rows, form.row_bytes, form.scale_row_bytes, num_topk, idx_bytes
     )
-    taken = [take(ctx, launch, max(num_bytes, 1))]
+    taken = [take(ctx, launch, max(num_bytes, 1), is_scratch)]
     meta_offset, source_bytes = (
         ctx.engine.tier_source_layout(num_rows=num_rows) if makes_handle else (0, 0)
     )

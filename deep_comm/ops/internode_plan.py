@@ -19,6 +19,11 @@ class TwoTierPlan:
     num_rail_send_tokens: int
     num_rail_slots: int
 
+    @property
+    def num_sms(self) -> int:
+        """Blocks of a call: two a channel."""
+        return 2 * self.num_channels
+
     def as_arguments(self) -> dict[str, int]:
         """By the names that the engine knows."""
         return {

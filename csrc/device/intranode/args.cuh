@@ -237,6 +237,32 @@ struct ExpandArgs {
   int32_t* fill_rows;     // [N, K], likewise
 };
 
+// Numbers rows that have come without places, between nodes; local. `world` is then this rank alone,
+// here and in what is below.
+struct NumberReceivedArgs {
+  World world;
+  int rank;                           // in the group, for errors
+  const int32_t* rank_prefix_matrix;  // [1, 1]: rows received
+  const void* topk_idx;               // [N, K] local experts, int32 or int64
+  int topk_idx_bytes;
+  int num_tokens_limit;  // N
+  int num_topk;
+  int num_experts;  // local ones
+  int expert_alignment;
+  int num_rows;             // M: of the outputs
+  int num_numbering_warps;  // of a block: whose counters its shared memory has room for
+  int32_t* expert_offsets;  // out [num_experts + 1]
+  int32_t* expert_counts;   // out [num_experts]
+  int32_t* recv_rows;       // out [N, K], -1 past the received rows
+};
+
+// Expanded outputs of rows that have come without places; local.
+struct ExpandReceivedArgs : ExpandArgs {
+  const uint8_t* recv_x;       // [N, row_bytes]
+  const uint8_t* recv_scales;  // [N, scale_row_bytes], or null
+  const float* recv_weights;   // [N, K], or null
+};
+
 // Adds the rows that a token has on this rank; local. Before combine.
 struct ReduceExpertsArgs {
   World world;

@@ -18,13 +18,13 @@
 
 namespace deep_comm {
 
-// One warp: row 0 of `places` to all others, in units of T.
+// One warp: a row to `places` from `first_place` on, in units of T.
 template <class T>
-DC_DEVICE void copy_to_others(uint8_t* base, int row_bytes, const Places& places, int num_places) {
+DC_DEVICE void copy_to_places(uint8_t* base, const uint8_t* row, int row_bytes,
+                              const Places& places, int first_place, int num_places) {
   constexpr int kUnroll = 4;
   const int num_units = row_bytes / static_cast<int>(sizeof(T));
-  const T* src =
-      reinterpret_cast<const T*>(base + static_cast<int64_t>(places.rows[0]) * row_bytes);
+  const T* src = reinterpret_cast<const T*>(row);
   for (int first = arch::lane_idx(); first < num_units; first += kUnroll * kWarpSize) {
     T units[kUnroll];
     DC_UNROLL
@@ -32,7 +32,7 @@ DC_DEVICE void copy_to_others(uint8_t* base, int row_bytes, const Places& places
       const int unit = first + step * kWarpSize;
       if (unit < num_units) units[step] = arch::ld_weak(src + unit);
     }
-    for (int place = 1; place < num_places; ++place) {
+    for (int place = first_place; place < num_places; ++place) {
       T* dst = reinterpret_cast<T*>(base + static_cast<int64_t>(places.rows[place]) * row_bytes);
       DC_UNROLL
       for (int step = 0; step < kUnroll; ++step) {
@@ -41,6 +41,13 @@ DC_DEVICE void copy_to_others(uint8_t* base, int row_bytes, const Places& places
       }
     }
   }
+}
+
+// One warp: row 0 of `places` to all others.
+template <class T>
+DC_DEVICE void copy_to_others(uint8_t* base, int row_bytes, const Places& places, int num_places) {
+  copy_to_places<T>(base, base + static_cast<int64_t>(places.rows[0]) * row_bytes, row_bytes,
+                    places, 1, num_places);
 }
 
 // One warp: a row of `base` becomes zero.
@@ -103,12 +110,11 @@ DC_DEVICE void fill_handle(const ExpandArgs& args, int num_tokens, int thread, i
   }
 }
 
-DC_DEVICE void expand_rows(const ExpandArgs& args) {
-  const int num_tokens = num_received(args.world, args.rank_prefix_matrix, args.num_tokens_limit);
+// What belongs to rows, whoever has copied them; the whole grid.
+DC_DEVICE void finish_groups(const ExpandArgs& args) {
   const int grid_threads = arch::num_blocks() * arch::num_threads();
   // Warps, not threads, are dealt to the grid.
   const int grid_thread = arch::block_idx() * arch::num_threads() + arch::thread_idx();
-  copy_tokens(args, num_tokens);
   // Bounds hold also for what a failed notify has left there.
   const auto offset_of = [&](int expert) {
     return max_of(0, min_of(arch::ld_nc(args.expert_offsets + expert), args.num_rows));
@@ -121,8 +127,17 @@ DC_DEVICE void expand_rows(const ExpandArgs& args) {
   }
   finish_group(args, -1, offset_of(args.num_local_experts), 0, args.num_rows, grid_thread,
                grid_threads);
-  if (args.fill_src_idx != nullptr)
-    fill_handle(args, max_of(0, num_tokens), grid_thread, grid_threads);
+}
+
+DC_DEVICE void expand_rows(const ExpandArgs& args) {
+  const int num_tokens = num_received(args.world, args.rank_prefix_matrix, args.num_tokens_limit);
+  copy_tokens(args, num_tokens);
+  finish_groups(args);
+  if (args.fill_src_idx != nullptr) {
+    fill_handle(args, max_of(0, num_tokens),
+                arch::block_idx() * arch::num_threads() + arch::thread_idx(),
+                arch::num_blocks() * arch::num_threads());
+  }
 }
 
 }  // namespace deep_comm

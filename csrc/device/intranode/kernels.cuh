@@ -5,8 +5,10 @@
 #include "device/intranode/combine.cuh"
 #include "device/intranode/dispatch.cuh"
 #include "device/intranode/expand.cuh"
+#include "device/intranode/expand_received.cuh"
 #include "device/intranode/get_dispatch_layout.cuh"
 #include "device/intranode/notify_dispatch.cuh"
+#include "device/intranode/number_received.cuh"
 #include "device/intranode/number_rows.cuh"
 #include "device/intranode/reduce_experts.cuh"
 #include "device/intranode/transpose_scales.cuh"
@@ -65,6 +67,22 @@ struct ExpandKernel {
   static constexpr bool kBlocksWait = false;
   static constexpr int kMaxThreads = 1024;
   DC_DEVICE static void run(const Args& args) { expand_rows(args); }
+};
+
+struct NumberReceivedKernel {
+  using Args = NumberReceivedArgs;
+  static constexpr Kernel kName = Kernel::kNumberReceived;
+  static constexpr bool kBlocksWait = false;
+  static constexpr int kMaxThreads = 1024;
+  DC_DEVICE static void run(const Args& args) { number_received(args); }
+};
+
+struct ExpandReceivedKernel {
+  using Args = ExpandReceivedArgs;
+  static constexpr Kernel kName = Kernel::kExpandReceived;
+  static constexpr bool kBlocksWait = false;
+  static constexpr int kMaxThreads = 1024;
+  DC_DEVICE static void run(const Args& args) { expand_received(args); }
 };
 
 struct TransposeScalesKernel {

@@ -19,14 +19,17 @@
 
 namespace deep_comm {
 
-DC_DEVICE int selected_expert(const NumberRowsArgs& args, int64_t position) {
+// `Args`: of this kernel, or of number_received.
+template <class Args>
+DC_DEVICE int selected_expert(const Args& args, int64_t position) {
   const int expert = load_expert(args.topk_idx, position, args.topk_idx_bytes);
   return expert >= 0 && expert < args.num_experts ? expert : -1;
 }
 
-// One warp: selections [begin, end), in order.
-DC_DEVICE void number_selections(const NumberRowsArgs& args, uint32_t* next_rows, int64_t begin,
-                                 int64_t end) {
+// One warp: rows[position] of selections [begin, end), in order.
+template <class Args>
+DC_DEVICE void number_selections(const Args& args, int32_t* rows, uint32_t* next_rows,
+                                 int64_t begin, int64_t end) {
   constexpr int kBatches = 4;  // loads in flight
   const int lane = arch::lane_idx();
   const uint32_t lower_lanes = (1u << lane) - 1;
@@ -48,7 +51,7 @@ DC_DEVICE void number_selections(const NumberRowsArgs& args, uint32_t* next_rows
       arch::sync_warp();  // all have read the place that the first of them moves
       if (expert >= 0 && (same & lower_lanes) == 0) next_rows[expert] += arch::popc(same);
       arch::sync_warp();
-      if (position < end) arch::st_weak(args.send_rows + position, row);
+      if (position < end) arch::st_weak(rows + position, row);
     }
   }
 }
@@ -69,7 +72,7 @@ DC_DEVICE void number_rows(const NumberRowsArgs& args) {
     if (expert >= 0) arch::atomic_add_relaxed_cta(&next_rows[expert], 1u);
   }
   arch::sync_block();
-  if (arch::warp_idx() == 0) number_selections(args, next_rows, begin, end);
+  if (arch::warp_idx() == 0) number_selections(args, args.send_rows, next_rows, begin, end);
   arch::sync_block();
   const ExpertMap map{args.num_experts, num_ranks};
   for (int idx = arch::thread_idx(); idx < (end_token - first_token) * num_ranks;

@@ -31,6 +31,8 @@ enum class Kernel : uint32_t {
   kExpandRows,
   kReduceExperts,
   kTransposeScales,
+  kNumberReceived,
+  kExpandReceived,
   kCount
 };
 
@@ -92,7 +94,7 @@ inline constexpr const char* kKernelNames[] = {
     "get_dispatch_layout",  "notify_dispatch",     "dispatch",        "combine",
     "low_latency_dispatch", "low_latency_combine", "internode_count", "internode_notify",
     "internode_dispatch",   "internode_combine",   "number_rows",     "expand_rows",
-    "reduce_experts",       "transpose_scales"};
+    "reduce_experts",       "transpose_scales",    "number_received", "expand_received"};
 inline constexpr const char* kStageNames[] = {
     "entry_barrier", "counts",       "channel_offsets", "ring_credit", "ring_tail", "reduce",
     "done",          "retire",       "check_arguments", "half_credit", "rows",      "weights",

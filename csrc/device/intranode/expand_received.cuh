@@ -1,0 +1,54 @@
+// expand_received: an expanded output of rows that have come without places, between nodes; behind
+// number_received. Local: no peer takes part.
+//
+// in     recv_x [N, row], recv_scales [N, S], recv_weights [N, K] as dispatch has delivered them;
+//        recv_rows [N, K], expert_offsets [L + 1], expert_counts [L]
+// out    x [M, row], scales [M, S]: each row once for each of its selections here; with
+//        zero_padding, zeros in rows of no token
+//        expert_idx [M], -1 in rows of no token; weights [M], 0 there
+// grid   any number of blocks and warps: a warp a token, then a block a group
+// smem   Places, a warp
+// after  outputs complete on this stream; recv_x is read, and may be written by the next kernel of
+//        a peer, which waits for this rank to enter it
+#pragma once
+
+#include "device/intranode/expand.cuh"
+
+namespace deep_comm {
+
+// One warp: a token's row to all of its places.
+template <class T>
+DC_DEVICE void copy_received(uint8_t* base, const uint8_t* received, int64_t token, int row_bytes,
+                             const Places& places, int num_places) {
+  copy_to_places<T>(base, received + token * row_bytes, row_bytes, places, 0, num_places);
+}
+
+DC_DEVICE void expand_received(const ExpandReceivedArgs& args) {
+  Places& places = Places::of_warp();
+  const int num_tokens = num_received(args.world, args.rank_prefix_matrix, args.num_tokens_limit);
+  const int step = arch::num_warps() * arch::num_blocks(), num_topk = args.num_topk;
+  for (int token = arch::warp_idx() * arch::num_blocks() + arch::block_idx(); token < num_tokens;
+       token += step) {
+    const int num_places = places.load(args.recv_rows, token, num_topk, args.num_rows);
+    copy_received<Vec16>(args.x, args.recv_x, token, args.row_bytes, places, num_places);
+    if (args.scales != nullptr) {
+      if (args.scale_row_bytes % 4 == 0) {
+        copy_received<uint32_t>(args.scales, args.recv_scales, token, args.scale_row_bytes, places,
+                                num_places);
+      } else {
+        copy_received<uint8_t>(args.scales, args.recv_scales, token, args.scale_row_bytes, places,
+                               num_places);
+      }
+    }
+    if (args.weights == nullptr) continue;
+    for (int k = arch::lane_idx(); k < num_topk; k += kWarpSize) {
+      const int64_t position = static_cast<int64_t>(token) * num_topk + k;
+      const int32_t row = arch::ld_weak(args.recv_rows + position);
+      if (row >= 0 && row < args.num_rows)
+        arch::st_weak(args.weights + row, arch::ld_weak(args.recv_weights + position));
+    }
+  }
+  finish_groups(args);
+}
+
+}  // namespace deep_comm

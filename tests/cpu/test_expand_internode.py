@@ -1,0 +1,176 @@
+"""Expanded dispatch and combine over two tiers, bit for bit; ranks are threads or processes."""
+
+from typing import Any
+
+import expanded
+import internode
+import pytest
+import torch
+from cases import Scales, make_inputs
+from internode import SHAPES, InternodeCase, random_case
+
+from deep_comm import Buffer, local, processes
+from deep_comm.errors import ArgumentError, CapacityError, HandleMismatch
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+
+def check(case: InternodeCase) -> None:
+    results = local.run(lambda group: expanded.run_case(group, case), case.num_ranks, timeout_s=120)
+    expanded.verify(case, results)
+
+
+@pytest.mark.parametrize("seed", range(48))
+def test_every_expert_gets_its_rows_and_every_token_its_sum(seed: int) -> None:
+    case = random_case(seed)
+    check(internode.direct(case) if seed % 2 else case)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
+def test_every_shape_with_alignment_and_scales(shape: tuple[int, int]) -> None:
+    num_ranks = shape[0] * shape[1]
+    case = InternodeCase(
+        tuple((7 * rank) % 19 for rank in range(num_ranks)), hidden=80, experts=2 * num_ranks + 3,
+        topk=5, dtype=torch.float8_e4m3fn, scales=Scales(5, layout="column"), routing="skewed",
+        alignment=16, ranks_per_node=shape[1], calls=2, biases=1, seed=shape[0],
+    )  # fmt: skip
+    check(internode.direct(case))
+
+
+@pytest.mark.parametrize("smem_bytes", [3 * 4 * 40, 2 * 4 * 40, None])
+def test_numbering_needs_no_more_than_a_warp(smem_bytes: int | None) -> None:
+    """40 experts a rank: counters of two warps and blocks, of one, of all. Rings need little."""
+    rings = InternodeCase(
+        (23, 4, 17, 9), hidden=16, experts=160, topk=8, routing="duplicates", num_sms=2, seed=4
+    )
+    results = local.run(lambda group: _numbered(group, rings, smem_bytes), 4, timeout_s=120)
+    assert all(results)
+
+
+def _numbered(group: Any, case: InternodeCase, smem_bytes: int | None) -> bool:
+    inputs = make_inputs(case, group.rank())
+    with expanded.buffer_of(group, case, "cpu") as buffer:
+        _, idx, _, counts, handle, _ = buffer.dispatch(
+            inputs.x, topk_idx=inputs.topk_idx, num_experts=case.experts, expand=True
+        )
+        received = buffer.dispatch(inputs.x, topk_idx=inputs.topk_idx, num_experts=case.experts)[1]
+        places = torch.empty_like(handle.expansion.recv_rows)
+        offsets, found = torch.empty(41, dtype=torch.int32), torch.empty(40, dtype=torch.int32)
+        if smem_bytes is not None:
+            buffer.runtime.smem_bytes_limit = smem_bytes
+        buffer.runtime.number_received(
+            num_received=handle.recv_gbl_rank_prefix_sum[-1:].data_ptr(),
+            topk_idx=received.data_ptr(), topk_idx_bytes=8, num_tokens_limit=received.shape[0],
+            num_topk=8, num_local_experts=40, expert_alignment=1, num_rows=idx.shape[0],
+            expert_offsets=offsets.data_ptr(), expert_counts=found.data_ptr(),
+            recv_rows=places.data_ptr(), num_channels=3, stream=0,
+        )  # fmt: skip
+    return (
+        torch.equal(places, handle.expansion.recv_rows)
+        and torch.equal(offsets, handle.expansion.expert_offsets)
+        and found.tolist() == counts
+    )
+
+
+def test_processes_over_shared_memory() -> None:
+    cases = [random_case(seed, (2, 2)) for seed in range(500, 504)]
+    cases += [internode.direct(case) for case in cases]
+    results = processes.run(_run_cases, 4, cases, timeout_s=120)
+    for number, case in enumerate(cases):
+        expanded.verify(case, [ranks[number] for ranks in results])
+
+
+def _run_cases(group: Any, cases: list[InternodeCase]) -> list[list[expanded.ReceivedExpanded]]:
+    return [expanded.run_case(group, case) for case in cases]
+
+
+def _buffer(group: Any, **options: Any) -> Buffer:
+    return Buffer(group, 1 << 20, 1 << 20, device="cpu", ranks_per_node=1, **options)
+
+
+def _dispatch(
+    buffer: Buffer, num_tokens: int, alignment: int, **options: Any
+) -> tuple[Any, Any, Any, Any, Any, Any]:
+    idx = torch.arange(num_tokens * 2).view(num_tokens, 2) % 4
+    x = torch.ones(num_tokens, 64, dtype=torch.bfloat16)
+    return buffer.dispatch(
+        x, topk_idx=idx, num_experts=4, expert_alignment=alignment, expand=True, **options
+    )
+
+
+def test_without_weights_and_with_other_alignments_elsewhere() -> None:
+    """Rows are numbered where they have come: nobody else need know of the alignment."""
+
+    def main(group: local.ThreadGroup) -> None:
+        with _buffer(group) as buffer:
+            x, idx, weights, counts, handle, _ = _dispatch(buffer, 6, 1 + 7 * group.rank())
+            assert weights is None
+            per_expert = 6 if group.rank() == 0 else 8
+            assert idx.tolist() == [
+                expert if row < 6 else -1 for expert in (0, 1) for row in range(per_expert)
+            ]
+            assert counts == [per_expert] * 2
+            assert handle.num_recv_rows == 6 and handle.num_output_rows == sum(counts)
+            y, _, _ = buffer.combine(x, handle)
+            assert y.unique().tolist() == [2.0]
+
+    local.run(main, 2)
+
+
+@pytest.mark.parametrize("direct_bytes", [0, 1 << 19])
+def test_too_few_worst_case_rows_are_an_error(direct_bytes: int) -> None:
+    def main(group: local.ThreadGroup) -> None:
+        with _buffer(group, num_direct_bytes=direct_bytes) as buffer:
+            # 12 selections a rank in two groups of 16: 32 rows.
+            with pytest.raises(CapacityError) as caught:
+                _dispatch(buffer, 6, 16, num_worst_tokens=31)
+            assert (caught.value.rank, caught.value.needed_rows) == (group.rank(), 32)
+            x, idx, *_, handle, _ = _dispatch(buffer, 6, 16, num_worst_tokens=40, zero_padding=True)
+            assert x.shape[0] == idx.shape[0] == handle.num_output_rows == 40
+            assert int((x != 0).any(dim=1).sum()) == int((idx >= 0).sum()) == 12
+            assert handle.expansion.expert_offsets.tolist() == [0, 16, 32]
+            assert handle.expansion.expert_counts.tolist() == [6, 6]
+            assert (handle.expansion.recv_rows[6:] == -1).all()
+            y, _, _ = buffer.combine(x, handle)
+            assert y.unique().tolist() == [2.0]
+
+    local.run(main, 2)
+
+
+def test_refusals() -> None:
+    def main(group: local.ThreadGroup) -> None:
+        x = torch.ones(4, 64, dtype=torch.bfloat16)
+        idx = torch.zeros(4, 1, dtype=torch.int64)
+        with _buffer(group) as buffer:
+            layout = buffer.get_dispatch_layout(idx, 2)
+            given = dict(
+                num_tokens_per_rank=layout[0],
+                num_tokens_per_expert=layout[2],
+                is_token_in_rank=layout[3],
+            )
+            expanded_handle = _dispatch(buffer, 4, 8)[4]
+            plain_handle = buffer.dispatch(x, topk_idx=idx, num_experts=2)[4]
+            before = buffer.runtime.num_launches
+            with pytest.raises(ArgumentError, match="topk_idx"):
+                buffer.dispatch(x, **given, expand=True)
+            with pytest.raises(ArgumentError, match="zero_padding"):
+                buffer.dispatch(x, topk_idx=idx, num_experts=2, zero_padding=True)
+            with pytest.raises(ArgumentError, match="zero_tail"):
+                buffer.dispatch(
+                    x, topk_idx=idx, num_experts=2, num_worst_tokens=99, zero_tail=True, expand=True
+                )
+            with pytest.raises(HandleMismatch, match="expand=True"):
+                buffer.dispatch(x, handle=plain_handle, expand=True)
+            with pytest.raises(HandleMismatch, match="apply_weights"):
+                y = torch.ones(plain_handle.num_recv_rows, 64, dtype=torch.bfloat16)
+                buffer.combine(y, plain_handle, torch.ones(len(y), 1), apply_weights=True)
+            with pytest.raises(HandleMismatch, match="16 received rows"):
+                buffer.combine(x, expanded_handle)
+            y = torch.ones(16, 64, dtype=torch.bfloat16)
+            with pytest.raises(ArgumentError, match="topk_weights"):
+                buffer.combine(y, expanded_handle, apply_weights=True)
+            with pytest.raises(ArgumentError, match="topk_weights"):
+                buffer.combine(y, expanded_handle, torch.ones(16, 1), apply_weights=True)
+            assert buffer.runtime.num_launches == before
+
+    local.run(main, 2)
