@@ -101,6 +101,7 @@ class Engine:
     skips_launches: bool  # for measuring the host's part: all is done but the launch
     def error_flag(self) -> Sequence[int]:
         """[0] is not 0 when poll_error() has something. Not after close()."""
+    begins_early: bool  # a low-latency launch of now may begin while the one before it ends
     num_launches: int  # kernels launched so far (tests assert "nothing launched" with it)
 
     # What a call of normal mode has in common with others of its form is planned once. Plans are

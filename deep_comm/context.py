@@ -379,13 +379,17 @@ class Context:
 
     def _reset(self, reset: Callable[[], None]) -> None:
         with self.backend.device_scope():
-            self.backend.synchronize()
-            if self.low_latency_bytes > 0 and not self.backend.is_synchronous:
-                torch.cuda.synchronize()  # these calls run on the callers' own streams
+            self._synchronize()
             self.engine.quiet_rail()
             self.rendezvous.barrier()  # nobody's kernels run any more, nothing is on its way
             reset()
             self.rendezvous.barrier()  # nobody launches before all words are at rest
+
+    def _synchronize(self) -> None:
+        """Wait for this rank's kernels."""
+        self.backend.synchronize()
+        if self.low_latency_bytes > 0 and not self.backend.is_synchronous:
+            torch.cuda.synchronize()  # these calls run on the callers' own streams
 
     def close(self) -> None:
         """Free what this rank owns. Waits for its own kernels, which are bounded; for no peer."""
@@ -398,4 +402,4 @@ class Context:
             steps.callback(self.rendezvous.release)
             steps.callback(self.heap.close)
             steps.callback(self.engine.close)
-            steps.callback(self.backend.synchronize)
+            steps.callback(self._synchronize)

@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
+#include <optional>
 #include <stdexcept>
 #include <string>
 
@@ -32,15 +33,20 @@ inline uint32_t line_of(const char* name, size_t offset) {
   return static_cast<uint32_t>(offset / kLineBytes);
 }
 
-// Releases the GIL where the call may last: everywhere on a synchronous target, in waits on the
-// other.
+// Releases the GIL where the call may last: everywhere on a synchronous target; on the other in
+// waits, and in launches that wait for their kernel (`lasts`), which may need what other threads of
+// this process are about to launch.
 template <bool kReleases>
 struct MaybeRelease {
+  explicit MaybeRelease(bool /*lasts*/ = true) {}
   pybind11::gil_scoped_release release;
 };
 template <>
 struct MaybeRelease<false> {
-  MaybeRelease() {}
+  explicit MaybeRelease(bool lasts = false) {
+    if (lasts) release.emplace();
+  }
+  std::optional<pybind11::gil_scoped_release> release;
 };
 
 }  // namespace deep_comm

@@ -75,6 +75,7 @@ pybind11::class_<Engine<Target>> bind_engine(pybind11::module_& m) {
       },
       py::keep_alive<0, 1>());
   engine.def_property_readonly("num_launches", &Type::num_launches);
+  engine.def_property_readonly("begins_early", &Type::begins_early);
   engine.def_readwrite("smem_bytes_limit", &Type::smem_bytes_limit);
   engine.def_readwrite("skips_launches", &Type::skips_launches);
 

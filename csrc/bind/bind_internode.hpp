@@ -65,7 +65,7 @@ void bind_internode(pybind11::class_<Engine<Target>>& engine) {
         args.num_tokens_per_node = as_pointer<int32_t>(num_tokens_per_node);
         args.num_tokens_per_expert = as_pointer<int32_t>(num_tokens_per_expert);
         args.is_token_in_rank = as_pointer<uint8_t>(is_token_in_rank);
-        Release release;
+        const Release release(self.launches_last());
         self.internode_layout(args, stream);
       },
       py::kw_only(), "topk_idx"_a, "topk_idx_bytes"_a, "num_tokens"_a, "num_topk"_a,
@@ -97,7 +97,7 @@ void bind_internode(pybind11::class_<Engine<Target>>& engine) {
         args.combine_start = as_pointer<int32_t>(combine_start);
         args.forward_places = as_pointer<int32_t>(forward_places);
         args.num_recv_tokens_per_expert = as_pointer<int32_t>(num_recv_tokens_per_expert);
-        Release release;
+        const Release release(self.launches_last());
         self.internode_notify(args, as_pointer<uint8_t>(is_token_in_rank), num_tokens,
                               as_pointer<int32_t>(send_node_head), as_pointer<int32_t>(send_places),
                               {num_channels, num_send_tokens, num_slots},
@@ -114,7 +114,7 @@ void bind_internode(pybind11::class_<Engine<Target>>& engine) {
       "internode_places",
       [](Type& self, ptr is_token_in_rank, int num_tokens, int num_channels, ptr send_places,
          uint64_t stream) {
-        Release release;
+        const Release release(self.launches_last());
         self.internode_places(as_pointer<uint8_t>(is_token_in_rank), num_tokens, num_channels,
                               as_pointer<int32_t>(send_places), stream);
       },
@@ -178,7 +178,7 @@ void bind_internode(pybind11::class_<Engine<Target>>& engine) {
         args.send_rank_head = as_pointer<int32_t>(send_rank_head);
         args.num_recv_rows = num_recv_rows;
         args.num_forward_rows = num_forward_rows;
-        Release release;
+        const Release release(self.launches_last());
         self.internode_dispatch(args, {num_channels, num_send_tokens, num_slots},
                                 {num_rail_send_tokens, num_rail_slots}, num_topk, row_bytes,
                                 stream);
@@ -226,7 +226,7 @@ void bind_internode(pybind11::class_<Engine<Target>>& engine) {
         args.staging_line = line_of("staging_offset", staging_offset);
         args.num_staging_rows = num_staging_rows;
         const int row_bytes = hidden * (type == Dtype::kFloat32 ? 4 : 2);
-        Release release;
+        const Release release(self.launches_last());
         self.internode_combine(args, type, {num_channels, num_send_tokens, num_slots},
                                {num_rail_send_tokens, num_rail_slots}, num_topk, row_bytes, stream);
       },

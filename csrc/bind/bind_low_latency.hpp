@@ -42,7 +42,7 @@ void low_latency_dispatch(const BoundLowLatencyPlan<Target>* self,
   const auto [x, topk_idx, topk_idx_bytes, topk_weights, num_tokens, recv_x, recv_scales, metadata,
               cumulative_stats, wait_stats, send, receive, has_ticket, is_reporting, stream,
               global_scale] = numbers;
-  MaybeRelease<Target::kIsSynchronous> release;
+  const MaybeRelease<Target::kIsSynchronous> release(self->engine->launches_last());
   self->engine->low_latency_dispatch(
       self->plan,
       {x, topk_idx, static_cast<int>(topk_idx_bytes), topk_weights, static_cast<int>(num_tokens),
@@ -57,7 +57,7 @@ void low_latency_combine(const BoundLowLatencyPlan<Target>* self,
   const auto [x, metadata, topk_idx, topk_idx_bytes, topk_weights, num_tokens, rows, use_logfmt,
               combined_x, wait_stats, send, receive, ticket, stream] = numbers;
   if (rows >= kNumCombineRows) throw std::invalid_argument("rows must be 0, 1 or 2");
-  MaybeRelease<Target::kIsSynchronous> release;
+  const MaybeRelease<Target::kIsSynchronous> release(self->engine->launches_last());
   self->engine->low_latency_combine(
       self->plan,
       {x, metadata, topk_idx, static_cast<int>(topk_idx_bytes), topk_weights,

@@ -123,14 +123,14 @@ inline bool is_aligned(uintptr_t address) { return address % 16 == 0; }
 template <class Target>
 void run_quick(const QuickLowLatency<Target>& self, const QuickForm& form,
                const LowLatencyDispatchCall& call, uint64_t stream) {
-  MaybeRelease<Target::kIsSynchronous> release;
+  const MaybeRelease<Target::kIsSynchronous> release(self.engine->launches_last());
   self.engine->low_latency_dispatch(form.plan, call, stream);
 }
 
 template <class Target>
 void run_quick(const QuickLowLatency<Target>& self, const QuickForm& form,
                const LowLatencyCombineCall& call, uint64_t stream) {
-  MaybeRelease<Target::kIsSynchronous> release;
+  const MaybeRelease<Target::kIsSynchronous> release(self.engine->launches_last());
   self.engine->low_latency_combine(form.plan, call, stream);
 }
 

@@ -8,6 +8,7 @@
 #include "device/internode/args.cuh"
 #include "device/intranode/args.cuh"
 #include "device/low_latency/rail_args.cuh"
+#include "host/early_launches.hpp"
 #include "host/low_latency_plan.hpp"
 #include "host/plans.hpp"
 #include "host/rail_kernels.hpp"
@@ -202,6 +203,10 @@ class Engine {
   size_t data_offset() const { return world_.layout.data; }
   size_t data_bytes() const { return data_bytes_; }
   int64_t num_launches() const { return num_launches_; }
+  // Whether launches of kernels over both tiers return when these have ended.
+  bool launches_last() const { return target_.launches_last(); }
+  // Whether a low-latency launch of now may begin while the one before it ends.
+  bool begins_early() const { return early_launches_.are_safe(); }
   // Of all nodes.
   int num_group_ranks() const { return is_internode() ? tiers_.num_ranks() : world_.num_ranks; }
   // Shared memory a block may use: smaller values cut rows into more pieces (tests, smaller GPUs).
@@ -264,6 +269,7 @@ class Engine {
   size_t low_latency_bytes_ = 0;
   bool can_shrink_ = false;
   LowLatencyRegion low_latency_region_{};
+  EarlyLaunches early_launches_;
   RailReach low_latency_reach_{};  // of a group of several nodes
   int num_max_experts_ = 0;
   CountsBlock* counts_ = nullptr;

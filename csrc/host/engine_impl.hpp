@@ -77,6 +77,7 @@ Engine<Target>::~Engine() {
 template <class Target>
 void Engine<Target>::close() {
   if (world_.error == nullptr) return;
+  early_launches_.leave();
   target_.free_mapped(world_.error);
   target_.free_mapped(counts_);
   if (low_latency_report_ != nullptr) target_.free_mapped(low_latency_report_);

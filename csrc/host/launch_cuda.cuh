@@ -27,12 +27,6 @@ __global__ void __launch_bounds__(KernelType::kMaxThreads, 1)
   KernelType::run(args);
 }
 
-// Of kernels that wait for the launch before theirs themselves (arch::await_earlier_launch).
-template <class KernelType>
-constexpr bool kBeginsEarly = requires {
-  requires KernelType::kBeginsEarly;
-};
-
 // The least part of an SM's shared memory that holds one block.
 unsigned int carveout_percent(size_t smem_bytes) {
   constexpr size_t kSmemBytesOfSm = 228 * 1024, kReservedBytesOfBlock = 1024;
@@ -68,7 +62,7 @@ void launch_kernel(const LaunchConfig& config, const typename KernelType::Args& 
   launch_config.dynamicSmemBytes = config.smem_bytes;
   launch_config.stream = reinterpret_cast<cudaStream_t>(stream);
   launch_config.attrs = attributes;
-  launch_config.numAttrs = kBeginsEarly<KernelType> ? 3 : 2;
+  launch_config.numAttrs = kBeginsEarly<KernelType> && config.may_begin_early ? 3 : 2;
   check(cudaLaunchKernelEx(&launch_config, entry<KernelType>, args),
         kKernelNames[static_cast<int>(KernelType::kName)]);
 }

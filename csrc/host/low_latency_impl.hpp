@@ -20,6 +20,7 @@ void Engine<Target>::enable_low_latency(size_t num_bytes, bool can_shrink) {
   low_latency_report_ = static_cast<uint64_t*>(target_.allocate_mapped(sizeof(uint64_t)));
   if (is_internode()) return enable_low_latency_rail(num_bytes);
   low_latency_region_ = LowLatencyRegion::make(world_.layout.data + data_bytes_, num_bytes);
+  early_launches_.join(target_.device());
   target_.template prepare<LowLatencyDispatchKernel<PayloadFormat::kBfloat16>>();
   target_.template prepare<LowLatencyDispatchKernel<PayloadFormat::kFp8>>();
   target_.template prepare<LowLatencyDispatchKernel<PayloadFormat::kNvFp4>>();
@@ -208,13 +209,15 @@ void Engine<Target>::low_latency_dispatch(const LowLatencyPlan& plan,
               .cumulative_stats = reinterpret_cast<int32_t*>(call.cumulative_stats),
               .wait_stats = reinterpret_cast<int64_t*>(call.wait_stats)};
   if (is_internode()) return low_latency_rail_dispatch(plan, call, args, stream);
+  LaunchConfig config = plan.launch;
+  config.may_begin_early = begins_early();
   switch (plan.options.format) {
     case PayloadFormat::kBfloat16:
-      return launch<LowLatencyDispatchKernel<PayloadFormat::kBfloat16>>(plan.launch, args, stream);
+      return launch<LowLatencyDispatchKernel<PayloadFormat::kBfloat16>>(config, args, stream);
     case PayloadFormat::kFp8:
-      return launch<LowLatencyDispatchKernel<PayloadFormat::kFp8>>(plan.launch, args, stream);
+      return launch<LowLatencyDispatchKernel<PayloadFormat::kFp8>>(config, args, stream);
     case PayloadFormat::kNvFp4:
-      return launch<LowLatencyDispatchKernel<PayloadFormat::kNvFp4>>(plan.launch, args, stream);
+      return launch<LowLatencyDispatchKernel<PayloadFormat::kNvFp4>>(config, args, stream);
   }
 }
 
@@ -264,15 +267,17 @@ void Engine<Target>::low_latency_combine(const LowLatencyPlan& plan,
   args.topk_weights = reinterpret_cast<const float*>(call.topk_weights);
   args.combined_x = reinterpret_cast<uint8_t*>(call.combined_x);
   args.wait_stats = reinterpret_cast<int64_t*>(call.wait_stats);
+  LaunchConfig config = plan.launch;
+  config.may_begin_early = begins_early();
   if (call.use_logfmt) {
     if (plan.options.hidden % LogPiece::kElements != 0 || call.rows == CombineRows::kSelections) {
       throw std::invalid_argument("LogFMT takes sums or reduced rows of a multiple of 16 columns");
     }
     if (is_internode()) return low_latency_rail_combine(plan, call, args, stream);
     if (call.rows == CombineRows::kSums) {
-      return launch<LowLatencyCombineKernel<CombineRows::kSums, true>>(plan.launch, args, stream);
+      return launch<LowLatencyCombineKernel<CombineRows::kSums, true>>(config, args, stream);
     }
-    return launch<LowLatencyCombineKernel<CombineRows::kReduced, true>>(plan.launch, args, stream);
+    return launch<LowLatencyCombineKernel<CombineRows::kReduced, true>>(config, args, stream);
   }
   if (call.rows == CombineRows::kSelections && !plan.has_room_for_selections) {
     throw std::invalid_argument("no room for a row a selection");
@@ -280,11 +285,11 @@ void Engine<Target>::low_latency_combine(const LowLatencyPlan& plan,
   if (is_internode()) return low_latency_rail_combine(plan, call, args, stream);
   switch (call.rows) {
     case CombineRows::kSums:
-      return launch<LowLatencyCombineKernel<CombineRows::kSums>>(plan.launch, args, stream);
+      return launch<LowLatencyCombineKernel<CombineRows::kSums>>(config, args, stream);
     case CombineRows::kReduced:
-      return launch<LowLatencyCombineKernel<CombineRows::kReduced>>(plan.launch, args, stream);
+      return launch<LowLatencyCombineKernel<CombineRows::kReduced>>(config, args, stream);
     case CombineRows::kSelections:
-      return launch<LowLatencyCombineKernel<CombineRows::kSelections>>(plan.launch, args, stream);
+      return launch<LowLatencyCombineKernel<CombineRows::kSelections>>(config, args, stream);
   }
 }
 

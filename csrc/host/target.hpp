@@ -15,6 +15,8 @@
 //                                              what its kernels need filled in; close_rail() ends it
 //   void  quiet_rail()                         when no kernel runs: everything put has landed
 //   std::vector<uint64_t> rail_put_bytes(const uint64_t* counters, size_t count)
+//   int   device() const                       whose SMs the kernels share
+//   bool  launches_last() const                kernels of the rail have ended when launch returns
 //   bool  is_idle(uint64_t stream)             nothing is left to run there; throws if the device
 //                                              failed
 #pragma once
@@ -28,6 +30,14 @@ struct LaunchConfig {
   int num_blocks;
   int num_threads;
   size_t smem_bytes;
+  // May hold its SMs before the launch before it ends: see early_launches.hpp.
+  bool may_begin_early = false;
+};
+
+// Of kernels that wait for the launch before theirs themselves (arch::await_earlier_launch).
+template <class KernelType>
+constexpr bool kBeginsEarly = requires {
+  requires KernelType::kBeginsEarly;
 };
 
 // How wide kernels are on a target: GPUs want threads, the host wants few fibers.

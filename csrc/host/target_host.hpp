@@ -57,7 +57,8 @@ class HostTarget {
                           .rank = rank_,
                           .num_blocks = config.num_blocks,
                           .num_threads = config.num_threads,
-                          .smem_bytes = config.smem_bytes};
+                          .smem_bytes = config.smem_bytes,
+                          .begins_early = kBeginsEarly<KernelType>};
     const simt::Body body = [](const void* raw) {
       KernelType::run(*static_cast<const Args*>(raw));
     };
@@ -99,6 +100,8 @@ class HostTarget {
   }
   bool is_idle(uint64_t /*stream*/) { return true; }
   static bool is_current(int /*device*/) { return true; }
+  int device() const { return rank_; }
+  bool launches_last() const { return true; }
   struct DeviceScope {
     explicit DeviceScope(int /*device*/) {}
   };

@@ -238,6 +238,10 @@ void Executor::exit_fiber(Fiber* self) {
                    std::to_string(self->num_unread_groups) +
                    " groups without bulk_wait_read or bulk_wait)");
   }
+  if (self->is_early) {
+    fail(self,
+         "exits without await_earlier_launch: a later launch would not wait for earlier ones");
+  }
   const uint32_t bit = 1u << self->lane;
   for (int i = 0; i < warp->num_pending; ++i) {
     if (!(warp->pending[i].mask & bit)) continue;

@@ -18,7 +18,7 @@ inline constexpr FaultName kFaultNames[] = {
     {"skip_arrival", 1u << 6},        {"skip_clear", 1u << 7},
     {"reorder_rail", 1u << 8},        {"skip_rail_credit", 1u << 9},
     {"early_rail_credit", 1u << 10},  {"skip_rail_fence", 1u << 11},
-    {"plain_words", 1u << 12},
+    {"plain_words", 1u << 12},        {"skip_launch_wait", 1u << 13},
 };
 
 }  // namespace deep_comm::simt

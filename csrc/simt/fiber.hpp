@@ -68,6 +68,7 @@ struct Fiber {
   uint8_t lane = 0;
   Wait wait = Wait::kNone;
   bool has_note = false;
+  bool is_early = false;  // simulated machine: the launch before this one may not have ended
   // The condition of Wait::kWord, kMbarrier (address in `word`, parity in `seen`) and kSleep.
   uint8_t word_bytes = 0;
   uint32_t parked_index = 0;  // in the executor's list of those

@@ -19,6 +19,8 @@ struct Grid {
   int num_blocks;
   int num_threads;  // of one block
   size_t smem_bytes;
+  // Every thread waits for the launch before (await_earlier_launch) before it touches memory.
+  bool begins_early = false;
 };
 
 using Body = void (*)(const void* args);

@@ -61,6 +61,12 @@ inline constexpr uint32_t kPollsPerYield = 128;
 // value can change.
 void poll_yield();
 
+// ---- launches -------------------------------------------------------------------------
+void await_earlier_launch();
+void allow_later_launch();
+// Simulated machine: an access that passes by its memory.
+void simulated_touch(const void* address);
+
 // ---- memory of the simulated machine (size: 1, 2, 4, 8 or 16) -------------------------
 void simulated_load(void* value, const void* address, unsigned num_bytes);
 void simulated_ordered_load(void* value, const void* address, unsigned num_bytes);

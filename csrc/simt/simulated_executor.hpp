@@ -66,7 +66,10 @@ class SimulatedExecutor final : public Executor, private RailMemory {
 
  protected:
   Fiber* pick_next() override;
-  void on_fiber_start(Fiber* fiber) override { ready_.adopt(fiber); }
+  void on_fiber_start(Fiber* fiber) override {
+    fiber->is_early = grid_of(fiber)->grid.begins_early;
+    ready_.adopt(fiber);
+  }
   void on_block_exit(Block* block) override;
   void on_grid_exit(GridRun* run) override { finished_.push_back(run); }
   void on_park(Fiber* fiber) override;

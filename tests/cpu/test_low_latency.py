@@ -406,3 +406,29 @@ def test_logfmt_needs_whole_pieces_on_all_ranks() -> None:
                 )
 
     local.run(main, 2, timeout_s=60)
+
+
+def test_destroy_waits_for_calls_on_streams_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Low-latency kernels run on any stream: the Buffer's own one says nothing about them."""
+    happened: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: happened.append("device is idle"))
+
+    def fn(group):
+        buffer = deep_comm.Buffer(
+            group,
+            0,
+            deep_comm.Buffer.get_low_latency_rdma_size_hint(4, 128, 1, 4),
+            low_latency_mode=True,
+            device="cpu",
+            timeout_s=20,
+        )
+        context = buffer._context
+        monkeypatch.setattr(context.backend, "is_synchronous", False)
+        close = context.heap.close
+        monkeypatch.setattr(
+            context.heap, "close", lambda: (happened.append("memory is free"), close())
+        )
+        buffer.destroy()
+
+    local.run(fn, 1, timeout_s=60)
+    assert happened == ["device is idle", "memory is free"]

@@ -145,6 +145,7 @@ enum class Fault : uint32_t {
   kEarlyRailCredit = 1u << 10,  // rail receivers free slots that they have not read
   kSkipRailFence = 1u << 11,    // no fence between filling a slot and putting it
   kPlainWords = 1u << 12,       // rows travel as they are, zeros as zeros
+  kSkipLaunchWait = 1u << 13,   // await_earlier_launch returns at once
 };
 
 }  // namespace deep_comm

@@ -29,6 +29,7 @@ static_assert(simt::kFaultNames[9].bit == static_cast<uint32_t>(Fault::kSkipRail
 static_assert(simt::kFaultNames[10].bit == static_cast<uint32_t>(Fault::kEarlyRailCredit));
 static_assert(simt::kFaultNames[11].bit == static_cast<uint32_t>(Fault::kSkipRailFence));
 static_assert(simt::kFaultNames[12].bit == static_cast<uint32_t>(Fault::kPlainWords));
+static_assert(simt::kFaultNames[13].bit == static_cast<uint32_t>(Fault::kSkipLaunchWait));
 
 inline bool fault(Fault which) {
   return (simt::t_state.faults & static_cast<uint32_t>(which)) != 0;
@@ -222,6 +223,7 @@ inline void st_weak(T* address, T value) {
 }
 template <class T>
 inline T ld_nc(const T* address) {
+  if (detail::simulated()) simt::simulated_touch(address);
   T value;
   memcpy(&value, address, sizeof(T));
   return value;
@@ -453,10 +455,13 @@ inline void rail_count(const RailPort& port, int peer, int qp, uint64_t num_byte
 }
 
 // ---- launches -------------------------------------------------------------------------
-// A launch begins when the one before it has ended.
+// A launch begins when the one before it has ended. The simulated machine still refuses what would
+// go wrong if it had not.
 
-inline void await_earlier_launch() {}
-inline void allow_later_launch() {}
+inline void await_earlier_launch() {
+  if (!fault(Fault::kSkipLaunchWait)) simt::await_earlier_launch();
+}
+inline void allow_later_launch() { simt::allow_later_launch(); }
 
 // ---- waiting, time --------------------------------------------------------------------
 
