@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import inspect
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import drop_in
 import pytest
@@ -24,14 +25,16 @@ from sglang.srt.batch_overlap import two_batch_overlap
 from sglang.srt.eplb.expert_distribution import (
     get_global_expert_distribution_recorder,
 )
+from sglang.srt.layers import deep_gemm_wrapper
 from sglang.srt.layers.dp_attention import set_is_extend_in_batch
-from sglang.srt.layers.moe import token_dispatcher
+from sglang.srt.layers.moe import token_dispatcher, utils
 from sglang.srt.layers.moe.fused_moe_triton.layer import create_moe_dispatcher
 from sglang.srt.layers.moe.token_dispatcher import base, deepep
 from sglang.srt.layers.moe.utils import DeepEPMode
 
 from deep_comm.integrations import sglang as adapter
 from deep_comm.integrations.sglang import dispatcher as module
+from deep_comm.integrations.sglang import interface
 
 ORIGINAL = deepep.DeepEPDispatcher
 H = 2 * HIDDEN
@@ -206,6 +209,88 @@ def test_rows_of_four_bits_in_the_shapes_of_the_fork() -> None:
         group.barrier()
 
     local.run(fn, 2, timeout_s=60)
+
+
+@pytest.mark.parametrize(
+    ("argument", "quant_config", "runner", "expected"),
+    [
+        ("auto", {}, None, ("fp8", "fp8")),
+        ("bf16", {}, None, ("bf16", "bf16")),
+        ("int8", {}, None, ("fp8", "fp8")),
+        ("auto", {"dispatcher_output_dtype": "bf16"}, None, ("bf16", "bf16")),
+        ("auto", {"low_latency_dispatcher_output_dtype": "bf16"}, None, ("fp8", "bf16")),
+        ("auto", {"normal_dispatcher_output_dtype": "bf16"}, None, ("bf16", "fp8")),
+        ("auto", {}, "flashinfer_cutedsl", ("bf16", "bf16")),
+    ],
+)
+def test_rows_travel_as_the_server_the_layer_and_its_runner_want(
+    argument: str, quant_config: dict, runner: str | None, expected: tuple, monkeypatch
+) -> None:
+    monkeypatch.setitem(utils.server_arguments, "deepep_dispatcher_output_dtype", argument)
+    backend = None
+    if runner is not None:
+        backend = SimpleNamespace(is_flashinfer_cutedsl=lambda: runner == "flashinfer_cutedsl")
+
+    def fn(group):
+        adapter.register()
+        dispatcher = create_moe_dispatcher(num_inner=1, runner_backend=backend, **options(group))
+        dispatcher.set_quant_config(quant_config)
+        assert dispatcher.expert_mask_gpu is None
+        for is_extend, kind in zip((True, False), expected, strict=True):
+            set_is_extend_in_batch(is_extend)
+            x, ids, weights = drop_in.routed(0, 4, hidden=H)
+            output = dispatcher.dispatch(hidden_states=x, topk_output=topk_output(ids, weights))
+            assert (output.hidden_states_scale is not None) == (kind == "fp8")
+            combined = dispatcher.combine(combine_input=run_experts(output, 0))
+            check(x, ids, weights, combined, is_exact=is_extend or kind == "bf16")
+
+    local.run(fn, 1, timeout_s=60)
+
+
+def test_rows_for_other_devices_are_refused_by_name(monkeypatch) -> None:
+    monkeypatch.setitem(utils.server_arguments, "deepep_dispatcher_output_dtype", "mxfp8")
+
+    def fn(group):
+        with pytest.raises(UnsupportedError, match="mxfp8"):
+            adapter.DeepCommDispatcher(**options(group))
+
+    local.run(fn, 1, timeout_s=60)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_scales_before_dispatch_are_what_the_matrix_products_take(
+    is_packed: bool, monkeypatch
+) -> None:
+    """Some GPUs want packed exponents in normal mode and have no low-latency form of them."""
+    monkeypatch.setattr(deep_gemm_wrapper, "DEEPGEMM_SCALE_UE8M0", is_packed)
+    asked = []
+
+    def quantise(x, ue8m0):
+        asked.append(ue8m0)
+        return interface.quantise(x, False)
+
+    def fn(group):
+        dispatcher = adapter.DeepCommDispatcher(
+            **options(group, DeepEPMode.NORMAL), quantise=quantise
+        )
+        x, ids, weights = drop_in.routed(0, 3, hidden=H)
+        output = dispatcher.dispatch(x, topk_output(ids, weights))
+        check(x, ids, weights, dispatcher.combine(run_experts(output, 0)), is_exact=True)
+        assert not dispatcher.formats.ue8m0
+
+    local.run(fn, 1, timeout_s=60)
+    assert asked == [is_packed]
+
+
+def test_quantises_where_older_releases_have_their_kernel(monkeypatch) -> None:
+    place = "sglang.kernels.ops.quantization.fp8_kernel"
+    kernel = importlib.import_module(place)
+    older = "sglang.srt.layers.quantization"
+    monkeypatch.setitem(sys.modules, older, ModuleType(older))
+    monkeypatch.setitem(sys.modules, f"{older}.fp8_kernel", kernel)
+    monkeypatch.setitem(sys.modules, place, None)
+    rows, scales = interface.quantise(torch.ones(2, 256, dtype=torch.bfloat16), False)
+    assert rows.dtype == torch.float8_e4m3fn and scales.shape == (2, 2)
 
 
 def test_layers_share_a_buffer_that_goes_with_them() -> None:

@@ -6,6 +6,7 @@ import gc
 import inspect
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -54,6 +55,7 @@ def quant(kind: str) -> SimpleNamespace:
         a1_scale=None,
         a1_gscale=None,
         a2_scale=None,
+        is_scale_swizzled=True,
     )
 
 
@@ -137,7 +139,7 @@ def test_standard_format_prefill_and_decode(kind: str, impl: type) -> None:
         for step, most in enumerate((30, 8, 5, 30, 8)):
             tokens = most if rank == step % num_ranks else (rank * 3) % (most + 1)
             x, ids, weights = drop_in.routed(rank, tokens, seed=step)
-            forward_context.set_most_tokens(torch.tensor(most))
+            forward_context.set_tokens_of_ranks(torch.tensor([most, most // 2]))
             a1q, scale, meta, recv_ids, recv_weights = prepare_finalize.prepare(
                 x, weights, ids, NUM_EXPERTS, None, False, quant(kind)
             )
@@ -371,12 +373,62 @@ def test_decode_tokens_come_from_the_environment(monkeypatch: pytest.MonkeyPatch
         manager = adapter.NormalManager(group)
         made = adapter.NormalPrepareFinalize(manager.get_handle({}), 1, 1, 0)
         assert made.decode_tokens == 64
-        forward_context.set_most_tokens(None)
+        forward_context.set_tokens_of_ranks(None)
         assert not made._is_decoding()  # nobody tells: normal mode
-        forward_context.set_most_tokens(torch.tensor(64))
+        forward_context.set_tokens_of_ranks(torch.tensor([3, 64]))
         assert made._is_decoding()
+        forward_context.set_tokens_of_ranks(torch.tensor([65, 64]))
+        assert not made._is_decoding()
 
     local.run(fn, 1, timeout_s=60)
+
+
+def test_outside_of_a_step_nobody_tells_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward_context, "_state", threading.local())
+    assert interface.most_tokens_of_a_rank() is None
+    forward_context.set_tokens_of_ranks(torch.tensor([5, 9, 0]))
+    assert interface.most_tokens_of_a_rank() == 9
+
+
+def test_streams_of_two_micro_batches_are_told_to_the_allocator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Memory of one stream that the other reads must not be given away in between."""
+    told = []
+    tensor = SimpleNamespace(is_cuda=True, device="cuda:0", record_stream=told.append)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    interface.used_on_this_stream(tensor, None)  # type: ignore[arg-type]
+    assert told == []
+    ubatching.enable(1)
+    try:
+        interface.used_on_this_stream(tensor, None, torch.zeros(1))  # type: ignore[arg-type]
+    finally:
+        ubatching.disable()
+    assert told == ["stream of cuda:0"]
+
+
+@pytest.mark.parametrize("is_scale_swizzled", [False, True])
+def test_scales_of_rows_that_came_as_they_were_have_the_order_that_experts_take(
+    is_scale_swizzled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def quantise(rows, scale, **options):
+        seen.append(options["is_scale_swizzled"])
+        return rows, None
+
+    monkeypatch.setattr(interface, "moe_kernel_quantize_input", quantise)
+
+    def fn(group):
+        manager = adapter.NormalManager(group)
+        made = adapter.NormalPrepareFinalize(manager.get_handle({}), 1, 1, 0)
+        x, ids, weights = drop_in.routed(0, 3)
+        config = quant("bf16")
+        config.is_scale_swizzled = is_scale_swizzled
+        made.prepare(x, weights, ids, NUM_EXPERTS, None, False, config)
+
+    local.run(fn, 1, timeout_s=60)
+    assert seen == [is_scale_swizzled]
 
 
 def test_plugin_does_nothing_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:

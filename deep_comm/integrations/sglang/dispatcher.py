@@ -50,6 +50,7 @@ class DeepCommDispatcher(sglang.BaseDispatcher):  # type: ignore[misc]
         deepep_mode: Any = sglang.DeepEPMode.AUTO,
         async_finish: bool = False,
         return_recv_hook: bool = False,
+        runner_backend: Any = None,
         *,
         formats: sglang.Formats | None = None,
         is_extend_in_batch: Callable[[], bool] = sglang.is_extend_in_batch,
@@ -69,7 +70,10 @@ class DeepCommDispatcher(sglang.BaseDispatcher):  # type: ignore[misc]
         self.deepep_mode = deepep_mode
         self.async_finish = async_finish
         self.return_recv_hook = return_recv_hook
-        self.formats = sglang.formats() if formats is None else formats
+        self.runner_backend = runner_backend
+        self.expert_mask_gpu = None  # of a runner for other devices; SGLang's wrapper reads it
+        self._are_formats_given = formats is not None
+        self.formats = sglang.formats(None, runner_backend) if formats is None else formats
         self._is_extend_in_batch = is_extend_in_batch
         self._quantise = quantise
         self._stage = Stage.READY
@@ -151,6 +155,13 @@ class DeepCommDispatcher(sglang.BaseDispatcher):  # type: ignore[misc]
         assert isinstance(combined, Tensor)
         return combined
 
+    def set_quant_config(self, quant_config: dict[str, Any]) -> None:
+        """Of the layer's weights, which may say what travels: SGLang calls this once they are
+        loaded."""
+        super().set_quant_config(quant_config)
+        if not self._are_formats_given:
+            self.formats = sglang.formats(quant_config, self.runner_backend)
+
     def register_deepep_dispatch_hook(self, hook: Callable[[Any], object]) -> Any:
         """``hook(self)`` runs between dispatch_a and dispatch_b of ``dispatch``."""
         key = max(self._hooks, default=-1) + 1
@@ -171,7 +182,7 @@ class DeepCommDispatcher(sglang.BaseDispatcher):  # type: ignore[misc]
     ) -> tuple[Any, ...]:
         x: Any = hidden_states
         if self.formats.normal_fp8:
-            x = self._quantise(hidden_states, self.formats.ue8m0)
+            x = self._quantise(hidden_states, self.formats.normal_ue8m0)
         return x, topk_ids, topk_weights, (
             deep_comm.Buffer.capture() if self.async_finish else None
         )  # fmt: skip
@@ -204,7 +215,7 @@ class DeepCommDispatcher(sglang.BaseDispatcher):  # type: ignore[misc]
         self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor
     ) -> tuple[Any, ...]:
         global_scale = (self.quant_config or {}).get("input_global_scale")
-        use_nvfp4 = global_scale is not None
+        use_nvfp4 = global_scale is not None or self.formats.low_latency_nvfp4
         use_fp8 = self.formats.low_latency_fp8 and not use_nvfp4
         ue8m0 = use_fp8 and self.formats.ue8m0
         recv, masked_m, self._handle, event, hook = self.buffer.low_latency_dispatch(

@@ -7,9 +7,12 @@ from __future__ import annotations
 import enum
 import importlib.util
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from torch import Tensor
+
+from deep_comm.errors import UnsupportedError
 
 IS_AVAILABLE = importlib.util.find_spec("sglang") is not None
 
@@ -68,6 +71,7 @@ else:
     class BaseDispatcher:  # type: ignore[no-redef]
         def __init__(self) -> None:
             self.quant_config: dict[str, Any] | None = None
+            self.runner_backend: Any = None
             self.overlap_args: Any = None
             self.meta_overlap_args: dict[str, Any] | None = None
 
@@ -83,31 +87,59 @@ else:
 
 
 class Formats(NamedTuple):
-    """What SGLang's matrix products of this server want."""
+    """What SGLang's matrix products of this layer want."""
 
     normal_fp8: bool  # quantise before dispatch in normal mode
     low_latency_fp8: bool
-    ue8m0: bool  # scales are packed exponents (Blackwell)
+    ue8m0: bool  # low-latency scales are packed exponents (datacentre Blackwell)
     alignment: int  # counts in normal mode are multiples of it
     max_tokens: int  # a rank may have in low-latency mode
+    low_latency_nvfp4: bool = False
+    normal_ue8m0: bool = False  # as ue8m0, also of other GPUs of that generation
 
 
-def formats() -> Formats:
-    """As this server's environment and device say."""
+def formats(quant_config: dict[str, Any] | None = None, runner_backend: Any = None) -> Formats:
+    """As this server's arguments, environment and device say, and the layer's quantisation.
+
+    Raises UnsupportedError for rows of a type that only other devices send.
+    """
     if not IS_AVAILABLE:
         return Formats(False, True, False, 128, 128)
     from sglang.srt.environ import envs
     from sglang.srt.layers import deep_gemm_wrapper
 
-    bf16 = bool(envs.SGLANG_DEEPEP_BF16_DISPATCH.get())
     jit = bool(deep_gemm_wrapper.ENABLE_JIT_DEEPGEMM)
+    normal = _type_of_rows(DeepEPMode.NORMAL, quant_config, runner_backend)
+    low_latency = _type_of_rows(DeepEPMode.LOW_LATENCY, quant_config, runner_backend)
     return Formats(
-        normal_fp8=jit and not bf16,
-        low_latency_fp8=not bf16,
+        normal_fp8=jit and normal == "fp8",
+        low_latency_fp8=low_latency == "fp8",
+        low_latency_nvfp4=low_latency == "nvfp4",
         ue8m0=jit and bool(deep_gemm_wrapper.DEEPGEMM_BLACKWELL),
+        normal_ue8m0=jit and bool(deep_gemm_wrapper.DEEPGEMM_SCALE_UE8M0),
         alignment=128 if jit else 1,
         max_tokens=int(envs.SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK.get()),
     )
+
+
+def _type_of_rows(mode: Any, quant_config: dict[str, Any] | None, runner_backend: Any) -> str:
+    """bf16, fp8 or nvfp4 between ranks. SGLang decides, from a server argument, its environment,
+    the layer's quantisation and the runner behind the dispatcher."""
+    try:
+        from sglang.srt.layers.moe.utils import get_deepep_output_dtype
+    except ImportError:  # older releases have only the variable
+        from sglang.srt.environ import envs
+
+        return "bf16" if envs.SGLANG_DEEPEP_BF16_DISPATCH.get() else "fp8"
+    asking = SimpleNamespace(
+        quant_config=quant_config, runner_backend=runner_backend, dispatch_mode=mode
+    )
+    name = str(get_deepep_output_dtype(asking).value)
+    if name == "int8":  # SGLang's own dispatcher sends FP8 on GPUs then
+        return "fp8"
+    if name not in ("bf16", "fp8", "nvfp4"):
+        raise UnsupportedError(f"deepep_dispatcher_output_dtype {name} is for other devices")
+    return name
 
 
 def is_extend_in_batch() -> bool:
@@ -121,7 +153,10 @@ def is_extend_in_batch() -> bool:
 
 def quantise(x: Tensor, ue8m0: bool) -> tuple[Tensor, Tensor]:
     """(e4m3 [T, H], scales of 128 columns) by SGLang's own kernel."""
-    from sglang.srt.layers.quantization.fp8_kernel import sglang_per_token_group_quant_fp8
+    try:
+        from sglang.kernels.ops.quantization.fp8_kernel import sglang_per_token_group_quant_fp8
+    except ImportError:  # where older releases have it
+        from sglang.srt.layers.quantization.fp8_kernel import sglang_per_token_group_quant_fp8
 
     values, scales = sglang_per_token_group_quant_fp8(
         x, 128, column_major_scales=ue8m0, scale_tma_aligned=ue8m0, scale_ue8m0=ue8m0

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 IS_AVAILABLE = importlib.util.find_spec("vllm") is not None
@@ -96,12 +97,23 @@ def most_tokens_of_a_rank() -> int | None:
     """The largest number of tokens that any data-parallel rank has in this step, which vLLM
     exchanges before it; None where it does not."""
     try:
-        from vllm.forward_context import get_forward_context
+        from vllm.forward_context import get_forward_context, is_forward_context_available
     except ImportError:
         return None
-    metadata = getattr(get_forward_context(), "dp_metadata", None)
-    most = getattr(metadata, "max_tokens_across_dp_cpu", None)
-    return None if most is None else int(most)
+    if not is_forward_context_available():
+        return None
+    counts = getattr(get_forward_context().dp_metadata, "num_tokens_across_dp_cpu", None)
+    return None if counts is None else int(counts.max())
+
+
+def used_on_this_stream(*tensors: Tensor | None) -> None:
+    """Under dual-batch overlap memory is allocated on one of two streams and read on the other:
+    the allocator must not give it away while kernels of this one still use it."""
+    if not dbo_enabled():
+        return
+    for tensor in tensors:
+        if tensor is not None and tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def weighted_input(
@@ -139,5 +151,6 @@ __all__ = [
     "moe_kernel_quantize_input",
     "most_tokens_of_a_rank",
     "normalize_batched_scales_shape",
+    "used_on_this_stream",
     "weighted_input",
 ]

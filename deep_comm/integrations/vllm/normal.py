@@ -98,6 +98,8 @@ class NormalPrepareFinalize(PrepareFinalize):
         # Before the yield: the event must not cover what the other micro-batch queues meanwhile.
         previous_event = vllm.dbo_get_previous_event(self.buffer.capture)
         vllm.dbo_yield_and_switch_from_compute_to_comm()
+        x, x_scales = tokens if isinstance(tokens, tuple) else (tokens, None)
+        vllm.used_on_this_stream(x, x_scales, step.topk_ids, step.topk_weights)
         recv, recv_ids, recv_weights, counts, handle, event = self.buffer.dispatch(
             tokens,
             topk_idx=step.topk_ids,
@@ -114,6 +116,7 @@ class NormalPrepareFinalize(PrepareFinalize):
                 event.current_stream_wait()
             rows, scales = recv if isinstance(recv, tuple) else (recv, None)
             assert recv_ids is not None and handle is not None
+            vllm.used_on_this_stream(rows, scales, recv_ids, recv_weights)
             metadata = vllm.ExpertTokensMetadata(
                 expert_num_tokens=handle.num_recv_tokens_per_expert,
                 expert_num_tokens_cpu=torch.tensor(counts, dtype=torch.int32),
@@ -184,6 +187,7 @@ class NormalPrepareFinalize(PrepareFinalize):
             quant_dtype=quant_config.quant_dtype,
             per_act_token_quant=False,
             block_shape=quant_config.block_shape,
+            is_scale_swizzled=quant_config.is_scale_swizzled,
         )
 
     def _global_ids(self, local_ids: Tensor, num_experts: int) -> Tensor:
@@ -216,6 +220,7 @@ class NormalPrepareFinalize(PrepareFinalize):
             return hook
         previous_event = vllm.dbo_get_previous_event(self.buffer.capture)
         vllm.dbo_yield_and_switch_from_compute_to_comm()
+        vllm.used_on_this_stream(rows)
         combined_x, _, event = self.buffer.combine(
             rows, handle, previous_event=previous_event, async_finish=not vllm.dbo_enabled()
         )

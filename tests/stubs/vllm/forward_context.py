@@ -2,12 +2,21 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 _state = threading.local()
 
 
-def set_most_tokens(most: Any) -> None:
-    _state.metadata = SimpleNamespace(max_tokens_across_dp_cpu=most)
+def set_tokens_of_ranks(counts: torch.Tensor | None) -> None:
+    """As many as each data-parallel rank has in this step; None: vLLM does not tell."""
+    metadata = None if counts is None else SimpleNamespace(num_tokens_across_dp_cpu=counts)
+    _state.context = SimpleNamespace(dp_metadata=metadata)
+
+
+def is_forward_context_available() -> bool:
+    return hasattr(_state, "context")
 
 
 def get_forward_context() -> Any:
-    return SimpleNamespace(dp_metadata=getattr(_state, "metadata", None))
+    assert is_forward_context_available(), "as vLLM outside of a step"
+    return _state.context

@@ -6,9 +6,15 @@ from sglang.srt.layers.moe.token_dispatcher import BaseDispatcher, DeepEPDispatc
 class MaybeTboDeepEPDispatcher(BaseDispatcher):
     """Two dispatchers, one for each half of a batch."""
 
-    def __init__(self, num_inner: int = 2, **options: Any) -> None:
+    def __init__(self, runner_backend: Any = None, num_inner: int = 2, **options: Any) -> None:
         super().__init__()
-        self._inners = [DeepEPDispatcher(**options) for _ in range(num_inner)]
+        self._inners = [
+            DeepEPDispatcher(runner_backend=runner_backend, **options) for _ in range(num_inner)
+        ]
+
+    @property
+    def expert_mask_gpu(self) -> Any:
+        return self._inners[0].expert_mask_gpu
 
     def _call(self, name: str, tbo_subbatch_index: int = 0, **options: Any) -> Any:
         return getattr(self._inners[tbo_subbatch_index], name)(**options)

@@ -30,7 +30,8 @@ class DispatchOutput(Protocol):
 
 class BaseDispatcher(ABC):
     def __init__(self) -> None:
-        self.quant_config: dict | None = None
+        self.quant_config: dict = {}
+        self.runner_backend: Any = None
         self.overlap_args: Any = None
         self.meta_overlap_args: dict | None = None
         self._post_combine: list[Callable] = []
