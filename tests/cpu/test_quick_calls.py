@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from one_step_calls import run_calls
 
 import deep_comm
 from deep_comm import local
@@ -524,3 +525,8 @@ def test_the_bench_times_low_latency_calls_of_one_step(dtype: str, layout: str) 
             assert spy.made and all(spy.made), (name, phases)
 
     _on_ranks(body)
+
+
+def test_normal_calls_in_one_step_behind_each_other_give_what_many_do() -> None:
+    """What tests/gpu/test_one_step_calls_gpu.py runs over streams."""
+    local.run(lambda group: run_calls(group, "cpu", 5), 3, timeout_s=60)
