@@ -1,31 +1,42 @@
-"""Cases under seeded schedules of the simulated machine: each seed has a case
-and a schedule of its own.
+"""Cases under seeded schedules of the simulated machine, each seed a case and a schedule of its
+own; and faults that some schedule must bring to light.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
+
 from deep_comm import simulate
+from deep_comm.errors import DeepCommError
+
+RunCase = Callable[[simulate.SimulatedGroup, Any], Any]
+Verify = Callable[[Any, Any], None]
 
 POLICIES = ("random", "fifo", "lifo", "starve", "priority")
+
+
+def simulated(
+    case: Any, run_case: RunCase, seed: int, **options: Any
+) -> simulate.SimulationResults:
+    return simulate.run(
+        lambda group: run_case(group, case), case.num_ranks, seed, timeout_s=120, **options
+    )
 
 
 def run_seeds(
     seeds: range,
     case_of: Callable[[int], Any],
-    run_case: Callable[[simulate.SimulatedGroup, Any], Any],
-    verify: Callable[[Any, Any], None],
+    run_case: RunCase,
+    verify: Verify,
 ) -> None:
     """Raises AssertionError naming the first seed that fails; run that one alone to replay it."""
     for seed in seeds:
         case = case_of(seed)
         try:
-            results = simulate.run(
-                lambda group, case=case: run_case(group, case), case.num_ranks, seed, timeout_s=60
-            )
-            verify(case, results)
+            verify(case, simulated(case, run_case, seed))
         except Exception as error:
             raise AssertionError(f"seed {seed}, {case}: {error}") from error
 
@@ -33,10 +44,37 @@ def run_seeds(
 def run_policy(
     policy: str,
     case: Any,
-    run_case: Callable[[simulate.SimulatedGroup, Any], Any],
-    verify: Callable[[Any, Any], None],
+    run_case: RunCase,
+    verify: Verify,
 ) -> None:
-    results = simulate.run(
-        lambda group: run_case(group, case), case.num_ranks, 7, policy=policy, timeout_s=120
-    )
-    verify(case, results)
+    verify(case, simulated(case, run_case, 7, policy=policy))
+
+
+def notices(
+    case: Any,
+    run_case: RunCase,
+    verify: Verify,
+    seed: int,
+    faults: Sequence[str] = (),
+    **options: Any,
+) -> str | None:
+    """How the run with these faults fails, or None if it does not."""
+    try:
+        verify(case, simulated(case, run_case, seed, faults=faults, **options))
+    except (AssertionError, DeepCommError, simulate.MachineError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def find_fault(
+    fault: str, case: Any, run_case: RunCase, verify: Verify, num_seeds: int = 60
+) -> None:
+    """The negative control: fails unless one of these schedules brings the fault to light."""
+    if not any(notices(case, run_case, verify, seed, (fault,)) for seed in range(num_seeds)):
+        pytest.fail(f"{num_seeds} seeds ran with {fault} and none noticed")
+
+
+def pass_without_fault(case: Any, run_case: RunCase, verify: Verify, num_seeds: int = 20) -> None:
+    for seed in range(num_seeds):
+        found = notices(case, run_case, verify, seed)
+        assert found is None, f"seed {seed}: {found}"

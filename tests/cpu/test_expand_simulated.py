@@ -6,10 +6,10 @@ import random
 import expanded
 import pytest
 from cases import Case
+from schedules import find_fault
 from test_simulated_end_to_end import small_case
 
 from deep_comm import simulate
-from deep_comm.errors import DeepCommError
 
 NUM_SEEDS = 600
 SEEDS_PER_TEST = 60
@@ -65,16 +65,4 @@ DIRECT = dataclasses.replace(RINGS, tokens=(19, 16, 22), direct_bytes=1 << 19)
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_protocol_with_a_step_left_out_fails(case: Case, fault: str) -> None:
-    for seed in range(NUM_FAULT_SEEDS):
-        try:
-            results = simulate.run(
-                lambda group: expanded.run_case(group, case),
-                case.num_ranks,
-                seed,
-                timeout_s=60,
-                faults=[fault],
-            )
-            expanded.verify(case, results)
-        except (AssertionError, DeepCommError, simulate.MachineError):
-            return
-    pytest.fail(f"{NUM_FAULT_SEEDS} seeds did not notice {fault}")
+    find_fault(fault, case, expanded.run_case, expanded.verify, NUM_FAULT_SEEDS)

@@ -6,8 +6,9 @@ import dataclasses
 
 import internode
 import pytest
-from internode import InternodeCase, verify
-from test_internode_simulated import FAULTY, SEEDS_PER_TEST, notices, simulated, small_case
+from internode import InternodeCase, run_case, verify
+from schedules import find_fault, pass_without_fault, run_seeds, simulated
+from test_internode_simulated import FAULTY, SEEDS_PER_TEST, small_case
 
 NUM_SEEDS = 320
 
@@ -29,12 +30,8 @@ def direct(case: InternodeCase) -> InternodeCase:
 
 @pytest.mark.parametrize("first_seed", range(2000, 2000 + NUM_SEEDS, SEEDS_PER_TEST))
 def test_every_schedule_gives_the_same_bits(first_seed: int, way: str) -> None:
-    for seed in range(first_seed, first_seed + SEEDS_PER_TEST):
-        case = direct(small_case(seed))
-        try:
-            verify(case, simulated(case, seed))
-        except Exception as error:
-            raise AssertionError(f"seed {seed}, {case}: {error}") from error
+    seeds = range(first_seed, first_seed + SEEDS_PER_TEST)
+    run_seeds(seeds, lambda seed: direct(small_case(seed)), run_case, verify)
 
 
 # Chunks of several rows that different blocks fill, two calls, unequal ranks.
@@ -53,10 +50,7 @@ SEVERAL = direct(dataclasses.replace(FAULTY, num_sms=4, rail_chunk=2, rail_slots
 )
 def test_simulation_finds_the_fault(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", "0")
-    for seed in range(60):
-        if notices(SEVERAL, seed, (fault,)) is not None:
-            return
-    pytest.fail(f"60 seeds ran with {fault} and none noticed")
+    find_fault(fault, SEVERAL, run_case, verify)
 
 
 @pytest.mark.parametrize(
@@ -66,22 +60,17 @@ def test_simulation_finds_the_fault_between_near_nodes(
     fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", "1")
-    for seed in range(60):
-        if notices(SEVERAL, seed, (fault,)) is not None:
-            return
-    pytest.fail(f"60 seeds ran with {fault} and none noticed")
+    find_fault(fault, SEVERAL, run_case, verify)
 
 
 def test_the_same_runs_pass_without_a_fault(way: str) -> None:
-    for seed in range(20):
-        found = notices(SEVERAL, seed, ())
-        assert found is None, f"seed {seed}: {found}"
+    pass_without_fault(SEVERAL, run_case, verify)
 
 
 @pytest.mark.parametrize("stalled", [0, 1, 2, 3])
 def test_a_rank_that_stalls_for_a_while_changes_nothing(stalled: int, way: str) -> None:
     for seed in range(3):
-        results = simulated(SEVERAL, seed, stalls=[(stalled, 300 * seed, 4000)])
+        results = simulated(SEVERAL, run_case, seed, stalls=[(stalled, 300 * seed, 4000)])
         verify(SEVERAL, results)
 
 
@@ -91,4 +80,4 @@ def test_sixty_four_ranks_of_eight_nodes(way: str) -> None:
         rail_slots=2, ranks_per_node=8, nvl_bytes=1 << 18, direct_bytes=3 << 16, rdma_bytes=1 << 18,
         is_direct=True,
     )  # fmt: skip
-    verify(case, simulated(case, 1))
+    verify(case, simulated(case, run_case, 1))

@@ -8,9 +8,7 @@ import pytest
 import torch
 from cases import ROUTINGS, Scales
 from internode import InternodeCase, run_case, verify
-
-from deep_comm import simulate
-from deep_comm.errors import DeepCommError
+from schedules import find_fault, pass_without_fault, run_seeds, simulated
 
 NUM_SEEDS = 320
 SEEDS_PER_TEST = 40
@@ -49,20 +47,9 @@ def small_case(seed: int) -> InternodeCase:
     )
 
 
-def simulated(case: InternodeCase, seed: int, **options) -> simulate.SimulationResults:
-    return simulate.run(
-        lambda group: run_case(group, case), case.num_ranks, seed, timeout_s=120, **options
-    )
-
-
 @pytest.mark.parametrize("first_seed", range(0, NUM_SEEDS, SEEDS_PER_TEST))
 def test_every_schedule_gives_the_same_bits(first_seed: int) -> None:
-    for seed in range(first_seed, first_seed + SEEDS_PER_TEST):
-        case = small_case(seed)
-        try:
-            verify(case, simulated(case, seed))
-        except Exception as error:
-            raise AssertionError(f"seed {seed}, {case}: {error}") from error
+    run_seeds(range(first_seed, first_seed + SEEDS_PER_TEST), small_case, run_case, verify)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -73,7 +60,7 @@ def test_full_rings_on_both_tiers(seed: int) -> None:
         rail_slots=2, nvl_bytes=1 << 18, rdma_bytes=1 << 18, seed=seed,
         ranks_per_node=(2, 3, 1)[seed % 3],
     )  # fmt: skip
-    verify(case, simulated(case, seed))
+    verify(case, simulated(case, run_case, seed))
 
 
 @pytest.mark.parametrize("first_seed", [1000, 1040])
@@ -84,12 +71,7 @@ def test_rows_stored_into_near_nodes_are_the_same(
     orders that hold are others.
     """
     monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", "1")
-    for seed in range(first_seed, first_seed + SEEDS_PER_TEST):
-        case = small_case(seed)
-        try:
-            verify(case, simulated(case, seed))
-        except Exception as error:
-            raise AssertionError(f"seed {seed}, {case}: {error}") from error
+    run_seeds(range(first_seed, first_seed + SEEDS_PER_TEST), small_case, run_case, verify)
 
 
 # Rings of two slots, several calls and unequal ranks give each fault a chance.
@@ -107,21 +89,9 @@ FAULTS = [
 ]
 
 
-def notices(case: InternodeCase, seed: int, faults: tuple[str, ...]) -> str | None:
-    """How the run with these faults fails, or None if it does not."""
-    try:
-        verify(case, simulated(case, seed, faults=faults))
-    except (AssertionError, DeepCommError, simulate.MachineError) as error:
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
 @pytest.mark.parametrize("fault", FAULTS)
 def test_simulation_finds_the_fault(fault: str) -> None:
-    for seed in range(60):
-        if notices(FAULTY, seed, (fault,)) is not None:
-            return
-    pytest.fail(f"60 seeds ran with {fault} and none noticed")
+    find_fault(fault, FAULTY, run_case, verify)
 
 
 @pytest.mark.parametrize(
@@ -131,19 +101,17 @@ def test_simulation_finds_the_fault_between_near_nodes(
     fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", "1")
-    test_simulation_finds_the_fault(fault)
+    find_fault(fault, FAULTY, run_case, verify)
 
 
 def test_the_same_runs_pass_without_a_fault() -> None:
-    for seed in range(20):
-        found = notices(FAULTY, seed, ())
-        assert found is None, f"seed {seed}: {found}"
+    pass_without_fault(FAULTY, run_case, verify)
 
 
 @pytest.mark.parametrize("stalled", [0, 1, 2, 3])
 def test_a_rank_that_stalls_for_a_while_changes_nothing(stalled: int) -> None:
     for seed in range(3):
-        results = simulated(FAULTY, seed, stalls=[(stalled, 300 * seed, 4000)])
+        results = simulated(FAULTY, run_case, seed, stalls=[(stalled, 300 * seed, 4000)])
         verify(FAULTY, results)
 
 
@@ -152,4 +120,4 @@ def test_sixty_four_ranks_of_eight_nodes() -> None:
         (2,) * 64, hidden=16, experts=64, topk=4, num_sms=2, slots=2, send_chunk=1, rail_chunk=1,
         rail_slots=2, ranks_per_node=8, nvl_bytes=1 << 16, rdma_bytes=1 << 17,
     )  # fmt: skip
-    verify(case, simulated(case, 1))
+    verify(case, simulated(case, run_case, 1))

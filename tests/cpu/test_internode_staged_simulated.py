@@ -5,9 +5,9 @@ import random
 import pytest
 import torch
 from internode import InternodeCase, run_case, verify
+from schedules import find_fault, pass_without_fault, run_seeds
 
 from deep_comm import simulate
-from deep_comm.errors import DeepCommError
 
 NUM_SEEDS = 320
 SEEDS_PER_TEST = 40
@@ -51,24 +51,9 @@ def small_case(seed: int) -> InternodeCase:
     )
 
 
-def simulated(case: InternodeCase, seed: int, **options) -> simulate.SimulationResults:
-    return simulate.run(
-        lambda group: run_case(group, case), case.num_ranks, seed, timeout_s=120, **options
-    )
-
-
-def check_seeds(first_seed: int) -> None:
-    for seed in range(first_seed, first_seed + SEEDS_PER_TEST):
-        case = small_case(seed)
-        try:
-            verify(case, simulated(case, seed))
-        except Exception as error:
-            raise AssertionError(f"seed {seed}, {case}: {error}") from error
-
-
 @pytest.mark.parametrize("first_seed", range(0, NUM_SEEDS, SEEDS_PER_TEST))
 def test_every_schedule_gives_the_same_bits(first_seed: int) -> None:
-    check_seeds(first_seed)
+    run_seeds(range(first_seed, first_seed + SEEDS_PER_TEST), small_case, run_case, verify)
 
 
 @pytest.mark.parametrize("first_seed", [1000, 1040])
@@ -76,7 +61,7 @@ def test_sums_stored_into_near_nodes_are_the_same(
     first_seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", "1")
-    check_seeds(first_seed)
+    run_seeds(range(first_seed, first_seed + SEEDS_PER_TEST), small_case, run_case, verify)
 
 
 # Several rows a chunk, several calls and unequal ranks give each fault a chance. Between nodes is
@@ -96,25 +81,9 @@ FAULTS = [
 ]
 
 
-def notices(case: InternodeCase, seed: int, faults: tuple[str, ...]) -> str | None:
-    """How the run with these faults fails, or None if it does not."""
-    try:
-        verify(case, simulated(case, seed, faults=faults))
-    except (AssertionError, DeepCommError, simulate.MachineError) as error:
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
-def find(fault: str) -> None:
-    for seed in range(60):
-        if notices(FAULTY, seed, (fault,)) is not None:
-            return
-    pytest.fail(f"60 seeds ran with {fault} and none noticed")
-
-
 @pytest.mark.parametrize("fault", FAULTS)
 def test_simulation_finds_the_fault(fault: str) -> None:
-    find(fault)
+    find_fault(fault, FAULTY, run_case, verify)
 
 
 @pytest.mark.parametrize("fault", ["skip_arrival", "weaken_fence", "skip_entry_barrier"])
@@ -122,13 +91,11 @@ def test_simulation_finds_the_fault_between_near_nodes(
     fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", "1")
-    find(fault)
+    find_fault(fault, FAULTY, run_case, verify)
 
 
 def test_the_same_runs_pass_without_a_fault() -> None:
-    for seed in range(20):
-        found = notices(FAULTY, seed, ())
-        assert found is None, f"seed {seed}: {found}"
+    pass_without_fault(FAULTY, run_case, verify)
 
 
 @pytest.mark.parametrize("without", [0, 3])

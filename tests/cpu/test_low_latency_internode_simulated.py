@@ -5,6 +5,7 @@ faults that must be found.
 import random
 
 import pytest
+import schedules
 import torch
 from low_latency import (
     LowLatencyCase,
@@ -17,7 +18,7 @@ from low_latency import (
 )
 from schedules import POLICIES, run_policy, run_seeds
 
-from deep_comm import Buffer, DeepCommError, PeerTimeout, simulate
+from deep_comm import Buffer, PeerTimeout, simulate
 
 NUM_SEEDS = 320
 SEEDS_PER_TEST = 40
@@ -88,15 +89,8 @@ CASE = LowLatencyCase(
 
 def notices(seed: int, faults: tuple[str, ...], case: LowLatencyCase = CASE) -> str | None:
     """How the run with these faults fails, or None if it does not."""
-    try:
-        results = simulate.run(
-            lambda group: run_case(group, case), case.num_ranks, seed, faults=faults,
-            stalls=[(seed % case.num_ranks, 500 + 137 * seed, 4000)], timeout_s=60,
-        )  # fmt: skip
-        verify(case, results)
-    except (AssertionError, DeepCommError, simulate.MachineError) as error:
-        return f"{type(error).__name__}: {error}"
-    return None
+    stalls = [(seed % case.num_ranks, 500 + 137 * seed, 4000)]
+    return schedules.notices(case, run_case, verify, seed, faults, stalls=stalls)
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,13 @@
 import random
 
 import pytest
+import schedules
 import torch
 from low_latency import LowLatencyCase, Range, found_in_dispatches, run_case, verify
 from schedules import POLICIES, run_policy, run_seeds
 
 from deep_comm import (
     Buffer,
-    DeepCommError,
     PeerTimeout,
     simulate,
 )
@@ -52,15 +52,8 @@ CASE = LowLatencyCase((3, 5, 4), 5, hidden=64, experts=6, calls=6, weights_ahead
 
 
 def notices(seed: int, faults: tuple[str, ...], case: LowLatencyCase) -> str | None:
-    try:
-        results = simulate.run(
-            lambda group: run_case(group, case), case.num_ranks, seed, faults=faults,
-            stalls=[(seed % 3, 500 + 137 * seed, 4000)], timeout_s=60,
-        )  # fmt: skip
-        verify(case, results)
-    except (AssertionError, DeepCommError, simulate.MachineError) as error:
-        return f"{type(error).__name__}: {error}"
-    return None
+    stalls = [(seed % 3, 500 + 137 * seed, 4000)]
+    return schedules.notices(case, run_case, verify, seed, faults, stalls=stalls)
 
 
 @pytest.mark.parametrize("fault", ["skip_arrival", "skip_clear"])

@@ -11,9 +11,7 @@ progress.
 import pytest
 from cases import Case
 from roundtrip import run_case, verify
-
-from deep_comm import simulate
-from deep_comm.errors import DeepCommError
+from schedules import find_fault, pass_without_fault
 
 NUM_SEEDS = 60
 
@@ -47,28 +45,11 @@ FAULTS = [
 pytestmark = pytest.mark.usefixtures("poison")
 
 
-def notices(case: Case, seed: int, faults: tuple[str, ...]) -> str | None:
-    """How the run with these faults fails, or None if it does not."""
-    try:
-        results = simulate.run(
-            lambda group: run_case(group, case), case.num_ranks, seed, faults=faults, timeout_s=60
-        )
-        verify(case, results)
-    except (AssertionError, DeepCommError, simulate.MachineError) as error:
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
 @pytest.mark.parametrize(("mode", "fault"), FAULTS)
 def test_simulation_finds_the_fault(mode: str, fault: str) -> None:
-    for seed in range(NUM_SEEDS):
-        if notices(CASES[mode], seed, (fault,)) is not None:
-            return
-    pytest.fail(f"{NUM_SEEDS} seeds ran with {fault} and none noticed")
+    find_fault(fault, CASES[mode], run_case, verify, NUM_SEEDS)
 
 
 @pytest.mark.parametrize("mode", CASES)
 def test_the_same_runs_pass_without_a_fault(mode: str) -> None:
-    for seed in range(20):
-        found = notices(CASES[mode], seed, ())
-        assert found is None, f"seed {seed}: {found}"
+    pass_without_fault(CASES[mode], run_case, verify)
