@@ -1,4 +1,7 @@
-"""How programs come to find the drop-in under the name deep_ep, and how it leaves again."""
+"""How programs come to find the drop-in under the name deep_ep, and how it leaves again.
+
+In processes of their own, few of them: each takes seconds to import torch.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+MAIN = "from deep_comm.compat.__main__ import main\n"
+
 
 def python(*arguments: str, **options) -> subprocess.CompletedProcess:
     return subprocess.run(
@@ -14,65 +19,70 @@ def python(*arguments: str, **options) -> subprocess.CompletedProcess:
     )
 
 
-def compat(*arguments: object) -> subprocess.CompletedProcess:
-    return python("-m", "deep_comm.compat", *map(str, arguments))
+def run(code: str, **options) -> str:
+    done = python("-c", code, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
 
 
-def test_nothing_is_named_deep_ep_until_asked() -> None:
-    code = "import deep_comm, importlib.util as u; print(u.find_spec('deep_ep'))"
-    done = python("-c", code)
-    assert done.stdout.strip() == "None", done.stdout + done.stderr
+def path_of_the_drop_in() -> str:
+    return python("-m", "deep_comm.compat", "path").stdout.strip()
 
 
-def test_path_is_enough_to_import() -> None:
-    folder = compat("path").stdout.strip()
+def test_nothing_is_named_deep_ep_until_asked_and_the_path_is_enough() -> None:
+    found = run("import deep_comm, importlib.util as u; print(u.find_spec('deep_ep'))")
+    assert found.strip() == "None"
+    folder = path_of_the_drop_in()
     assert [entry.name for entry in Path(folder).iterdir() if entry.is_dir()] == ["deep_ep"]
-    done = python(
-        "-c", "import deep_ep; print(deep_ep.Buffer.__module__)",
+    module = run(
+        "import deep_ep; print(deep_ep.Buffer.__module__)",
         env={**os.environ, "PYTHONPATH": folder},
-    )  # fmt: skip
-    assert done.stdout.strip() == "deep_comm.compat.legacy", done.stderr
+    )
+    assert module.strip() == "deep_comm.compat.legacy"
 
 
 def test_install_and_uninstall(tmp_path: Path) -> None:
-    done = compat("install", "--target", tmp_path)
-    assert done.returncode == 0, done.stderr
-    check = f"""
-import sys; sys.path.insert(0, {str(tmp_path)!r})
+    target = str(tmp_path)
+    run(f"{MAIN}assert main(['install', '--target', {target!r}]) == 0")
+    run(f"""{MAIN}
+import sys; sys.path.insert(0, {target!r})
 import deep_ep, importlib.metadata as m
-assert deep_ep.__file__.startswith({str(tmp_path)!r})
+assert deep_ep.__file__.startswith({target!r})
 assert m.version("deep_ep") == deep_ep.__version__
 assert all(m.files("deep_ep")) and all(file.locate().exists() for file in m.files("deep_ep"))
 from deep_ep.utils import EventHandle, EventOverlap
-"""
-    done = python("-c", check)
-    assert done.returncode == 0, done.stderr
-    assert compat("install", "--target", tmp_path).returncode == 0  # again: replaced
-    done = compat("uninstall", "--target", tmp_path)
-    assert done.returncode == 0, done.stderr
+assert main(["install", "--target", {target!r}]) == 0  # again: replaced
+assert main(["uninstall", "--target", {target!r}]) == 0
+""")
     assert list(tmp_path.iterdir()) == []
-    assert compat("uninstall", "--target", tmp_path).returncode == 1
+    assert python("-m", "deep_comm.compat", "uninstall", "--target", target).returncode == 1
 
 
 def test_doctor_says_whose_deep_ep_is_found(tmp_path: Path) -> None:
-    code = "from deep_comm.doctor.findings import packages; print(packages().lines[-1])"
     (tmp_path / "deep_ep").mkdir()
     (tmp_path / "deep_ep" / "__init__.py").write_text("")
-    for path, wanted in (
-        ("", "import deep_ep: nothing"),
-        (compat("path").stdout.strip(), "the drop-in"),
-        (str(tmp_path), "not ours"),
-    ):
-        done = python("-c", code, env={**os.environ, "PYTHONPATH": path})
-        assert done.stdout.strip().endswith(wanted), done.stdout + done.stderr
+    said = run(f"""
+import sys
+from deep_comm.compat.installer import SITE
+from deep_comm.doctor.findings import packages
+for path in ("/nowhere", str(SITE), {str(tmp_path)!r}):
+    sys.path.insert(0, path)
+    print(packages().lines[-1])
+    sys.path.remove(path)
+""").splitlines()
+    wanted = ("import deep_ep: nothing", "the drop-in", "not ours")
+    assert len(said) == len(wanted)
+    assert all(line.endswith(words) for line, words in zip(said, wanted, strict=True)), said
 
 
 def test_another_deep_ep_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "deep_ep").mkdir()
     (tmp_path / "deep_ep" / "__init__.py").write_text("mine = True\n")
-    for command in ("install", "uninstall"):
-        done = compat(command, "--target", tmp_path)
-        assert done.returncode == 1 and "another deep_ep" in done.stderr
+    said = run(f"""{MAIN}
+for command in ("install", "uninstall"):
+    assert main([command, "--target", {str(tmp_path)!r}]) == 1
+""")
+    assert said.count("another deep_ep") == 2
     assert (tmp_path / "deep_ep" / "__init__.py").read_text() == "mine = True\n"
     other = tmp_path / "elsewhere"
     done = python(

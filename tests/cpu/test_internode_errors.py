@@ -5,12 +5,13 @@ import re
 import signal
 import threading
 
+import forked
 import pytest
 import torch
 from internode import InternodeCase, direct, run_case, verify
 
 import deep_comm
-from deep_comm import context, errors, local, processes, simulate
+from deep_comm import context, errors, local, simulate
 
 NUM_RANKS, RANKS_PER_NODE = 6, 2
 
@@ -304,11 +305,10 @@ def test_ranks_per_node_comes_from_the_environment(monkeypatch: pytest.MonkeyPat
 @pytest.mark.xdist_group("processes")
 def test_processes_get_their_rows_and_sums(case: InternodeCase) -> None:
     variables = {"DEEP_COMM_POISON": "1"}
-    results = processes.run(
+    results = forked.run(
         run_case,
         case.num_ranks,
         case,
-        start_method="forkserver",
         timeout_s=120,
         variables=variables,
     )
@@ -334,9 +334,7 @@ def call_and_die(group, silent: int, operation: str):
 @pytest.mark.parametrize("operation", ["dispatch", "combine"])
 @pytest.mark.xdist_group("processes")
 def test_a_killed_process_is_named_by_all_others(operation: str) -> None:
-    ended = processes.outcomes(
-        call_and_die, NUM_RANKS, 2, operation, start_method="forkserver", timeout_s=120
-    )
+    ended = forked.outcomes(call_and_die, NUM_RANKS, 2, operation, timeout_s=120)
     named = [outcome.value for outcome in ended if outcome.rank != 2]
     assert named == [2] * (NUM_RANKS - 1), [
         re.sub(r"\s+", " ", str(outcome.error)) for outcome in ended
@@ -364,5 +362,5 @@ def two_groups(group):
 
 @pytest.mark.xdist_group("processes")
 def test_buffers_over_a_world_and_over_parts_of_it() -> None:
-    rows = processes.run(two_groups, 4, start_method="forkserver", timeout_s=120)
+    rows = forked.run(two_groups, 4, timeout_s=120)
     assert all(part[:2] == part[2:4] == part[4:] for part in rows)

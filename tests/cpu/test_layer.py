@@ -3,6 +3,7 @@
 import random
 from typing import Any
 
+import forked
 import layer_cases
 import pytest
 import torch
@@ -10,7 +11,7 @@ from cases import ROUTINGS
 from layer_cases import LayerCase, build, random_steps, run, verify
 
 import deep_comm
-from deep_comm import ArgumentError, BufferTooSmall, ConfigMismatch, local, processes
+from deep_comm import ArgumentError, BufferTooSmall, ConfigMismatch, local
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -71,7 +72,7 @@ def test_prefill_and_decode_give_the_same_bits() -> None:
 
 def test_ranks_may_be_processes() -> None:
     case = LayerCase(((3, 9, 0), (2, 2, 2), (1, 0, 3)), 9, 3, hidden=128, topk=3)
-    verify(case, processes.run(run, 3, case, timeout_s=100))
+    verify(case, forked.run(run, 3, case, timeout_s=100))
 
 
 def test_fp8_rows_are_those_of_quantising_first() -> None:
@@ -211,7 +212,7 @@ def test_a_buffer_may_be_shared_and_is_not_destroyed_with_the_layer() -> None:
 def test_a_layer_that_has_lost_a_peer_can_be_reset() -> None:
     def main(group: Any) -> None:
         case = LayerCase(((2, 2), (5, 1)), 6, 2)
-        with build(group, case, timeout_s=1.5) as layer, torch.no_grad():
+        with build(group, case, timeout_s=3) as layer, torch.no_grad():
             layer(*layer_cases.inputs(case, group.rank(), 1), layer_cases.Experts())
             assert not layer.rule.begins_with_decode
             if group.rank() == 0:
@@ -349,7 +350,7 @@ def test_ranks_of_several_nodes_get_their_sums(
 def test_nodes_of_processes_take_every_mode() -> None:
     steps = ((3, 1, 0, 2), (9, 1, 3, 0), (2, 9, 9, 9), (1, 2, 3, 0), (0, 0, 1, 0))
     case = LayerCase(steps, 9, 3, experts=8, ranks_per_node=2)
-    results = processes.run(run, 4, case, timeout_s=120)
+    results = forked.run(run, 4, case, timeout_s=120)
     verify(case, results)
     assert [modes for _, modes in results[0]] == [
         ["decode"], ["decode", "prefill"], ["prefill"], ["prefill"], ["decode"],

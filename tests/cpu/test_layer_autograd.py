@@ -4,6 +4,7 @@ import copy
 import random
 from typing import Any
 
+import forked
 import pytest
 import torch
 from layer_cases import LayerCase, build, expert, expert_backward, inputs
@@ -11,7 +12,7 @@ from payload import assert_same_bits
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from deep_comm import ExpertBatch, local, processes, reference_layer
+from deep_comm import ExpertBatch, local, reference_layer
 
 DTYPES = (torch.bfloat16, torch.float32)
 
@@ -121,7 +122,7 @@ def test_gradients_have_the_bits_of_the_reference(first_seed: int) -> None:
 
 def test_ranks_may_be_processes() -> None:
     case = LayerCase(((3, 9, 0), (2, 2, 2)), 9, 3, hidden=128, topk=3, mode="prefill")
-    verify(case, processes.run(gradients, 3, case, timeout_s=100))
+    verify(case, forked.run(gradients, 3, case, timeout_s=100))
 
 
 # ---- modules with weights ---------------------------------------------------------------------

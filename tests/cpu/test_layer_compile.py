@@ -5,9 +5,11 @@ Ranks are processes: the compiler is not made for ranks that are threads.
 """
 
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 from layer_cases import LayerCase, build, inputs
@@ -16,6 +18,8 @@ from torch import Tensor
 
 from deep_comm import ExpertBatch, processes
 from deep_comm.layer import ops
+
+pytestmark = pytest.mark.xdist_group("compiled layers")  # they share processes
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
 SLOW = [needs_compiler, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -28,10 +32,27 @@ def backends_and(*modes: str, inductor: tuple[str, ...]) -> list[Any]:
     return quick + [pytest.param("inductor", mode, marks=SLOW) for mode in inductor]
 
 
-def on_ranks(fn: Any, num_ranks: int, *args: object, cache: Path | None = None) -> list[Any]:
+@pytest.fixture(scope="module")
+def pool() -> Iterator[processes.Pool]:
+    """To import torch and its compiler takes longer than to compile: once for all tests."""
+    with processes.Pool() as pool:
+        yield pool
+
+
+def afresh(group: Any, fn: Any, *args: object) -> Any:
+    torch.compiler.reset()
+    return fn(group, *args)
+
+
+@pytest.fixture
+def on_ranks(pool: processes.Pool, tmp_path: Path) -> Callable[..., list[Any]]:
     """Compilers' caches know nothing of how our operators are registered: a fresh one a test."""
-    variables = {} if cache is None else {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
-    return processes.run(fn, num_ranks, *args, timeout_s=500, variables=variables)
+    variables = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+
+    def run(fn: Any, num_ranks: int, *args: object) -> list[Any]:
+        return pool.run(afresh, num_ranks, fn, *args, timeout_s=500, variables=variables)
+
+    return run
 
 
 def scaled(batch: ExpertBatch) -> Tensor:
@@ -78,10 +99,10 @@ def compiled_equals_eager(group: Any, mode: str, backend: str) -> list[bool]:
     backends_and("prefill", "decode", "auto", inductor=("decode", "auto")),
 )
 def test_a_compiled_step_gives_the_bits_of_an_eager_one(
-    backend: str, mode: str, tmp_path: Path
+    backend: str, mode: str, on_ranks: Callable[..., list[Any]]
 ) -> None:
     """Ranks without tokens among them: their results are empty, and take part all the same."""
-    results = on_ranks(compiled_equals_eager, 2, mode, backend, cache=tmp_path)
+    results = on_ranks(compiled_equals_eager, 2, mode, backend)
     assert results[0] == results[1]
     if mode == "auto":
         assert results[0] == [False, False, True, False, False]
@@ -119,9 +140,9 @@ def compiled_gradients(group: Any, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_of_a_compiled_step_have_the_bits_of_an_eager_one(
-    backend: str, tmp_path: Path
+    backend: str, on_ranks: Callable[..., list[Any]]
 ) -> None:
-    on_ranks(compiled_gradients, 2, backend, cache=tmp_path)
+    on_ranks(compiled_gradients, 2, backend)
 
 
 def unused_result(group: Any, mode: str, backend: str) -> None:
@@ -147,9 +168,9 @@ def unused_result(group: Any, mode: str, backend: str) -> None:
     ("backend", "mode"), backends_and("prefill", "decode", inductor=("prefill",))
 )
 def test_a_call_whose_result_is_not_used_is_made_and_in_its_turn(
-    backend: str, mode: str, tmp_path: Path
+    backend: str, mode: str, on_ranks: Callable[..., list[Any]]
 ) -> None:
-    on_ranks(unused_result, 2, mode, backend, cache=tmp_path)
+    on_ranks(unused_result, 2, mode, backend)
 
 
 def decode_has_no_gradients(group: Any) -> None:
@@ -163,8 +184,8 @@ def decode_has_no_gradients(group: Any) -> None:
             step(x.requires_grad_(), idx, weights)
 
 
-def test_a_compiled_decode_step_refuses_gradients() -> None:
-    processes.run(decode_has_no_gradients, 1, timeout_s=200)
+def test_a_compiled_decode_step_refuses_gradients(on_ranks: Callable[..., list[Any]]) -> None:
+    on_ranks(decode_has_no_gradients, 1)
 
 
 def operators_pass_opcheck(group: Any) -> None:
@@ -205,7 +226,7 @@ def operators_pass_opcheck(group: Any) -> None:
 
 
 def test_operators_keep_to_the_rules_of_custom_operators() -> None:
-    processes.run(operators_pass_opcheck, 1, timeout_s=200)
+    forked.run(operators_pass_opcheck, 1)
 
 
 def rows_are_handed_out_once(group: Any) -> None:
@@ -218,8 +239,8 @@ def rows_are_handed_out_once(group: Any) -> None:
             ops.ep_rows(*parts, state, layer._key, "prefill")
 
 
-def test_rows_of_a_batch_are_handed_out_once() -> None:
-    processes.run(rows_are_handed_out_once, 1, timeout_s=100)
+def test_rows_of_a_batch_are_handed_out_once(on_ranks: Callable[..., list[Any]]) -> None:
+    on_ranks(rows_are_handed_out_once, 1)
 
 
 def state_dies(group: Any) -> None:
@@ -238,5 +259,7 @@ def state_dies(group: Any) -> None:
         ops._layer(key)
 
 
-def test_the_state_of_a_batch_lives_as_long_as_its_tensor() -> None:
-    processes.run(state_dies, 1, timeout_s=100)
+def test_the_state_of_a_batch_lives_as_long_as_its_tensor(
+    on_ranks: Callable[..., list[Any]],
+) -> None:
+    on_ranks(state_dies, 1)

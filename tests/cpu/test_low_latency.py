@@ -3,12 +3,13 @@
 import random
 from typing import Any
 
+import forked
 import pytest
 import torch
 from low_latency import LowLatencyCase, Pair, Range, inputs_of, run_case, run_pairs, verify
 
 import deep_comm
-from deep_comm import local, processes, simulate
+from deep_comm import local, simulate
 from deep_comm.reference_low_latency import logfmt_bound
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -44,7 +45,7 @@ def test_every_rank_gets_its_rows_and_sums(first_seed: int) -> None:
 
 def test_ranks_may_be_processes() -> None:
     case = LowLatencyCase((9, 0, 16), 16, hidden=256, topk=3, use_fp8=True, calls=3)
-    verify(case, processes.run(run_case, 3, case, timeout_s=100))
+    verify(case, forked.run(run_case, 3, case, timeout_s=100))
 
 
 def test_low_latency_and_normal_calls_mix_in_any_order() -> None:

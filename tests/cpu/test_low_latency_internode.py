@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import forked
 import pytest
 import torch
 from low_latency import (
@@ -22,7 +23,7 @@ from low_latency import (
 )
 
 import deep_comm
-from deep_comm import errors, local, processes, reference_low_latency
+from deep_comm import errors, local, reference_low_latency
 from deep_comm.reference_low_latency import logfmt_bound
 
 SHAPES = [(2, 2), (2, 4), (4, 2), (3, 3), (8, 1), (2, 1), (3, 1)]
@@ -74,7 +75,7 @@ def test_ranks_may_be_processes(compact: bool) -> None:
         (9, 0, 16, 5), 16, hidden=256, topk=3, use_fp8=True, calls=30, ranks_per_node=2,
         compact=compact, weights_ahead=compact,
     )  # fmt: skip
-    verify(case, processes.run(run_case, 4, case, timeout_s=100))
+    verify(case, forked.run(run_case, 4, case, timeout_s=100))
 
 
 def load_ways() -> ModuleType:
@@ -319,7 +320,7 @@ def test_ranks_that_disagree_are_told_and_one_reset_helps() -> None:
     def main(group: local.ThreadGroup) -> list:
         with deep_comm.Buffer(
             group, 0, case.num_bytes, low_latency_mode=True, device="cpu", ranks_per_node=2,
-            timeout_s=1.0,
+            timeout_s=2.0,
         ) as buffer:  # fmt: skip
             x, idx = torch.zeros(2, 128, dtype=torch.bfloat16), torch.zeros(2, 2, dtype=torch.int64)
             with pytest.raises((errors.ConfigMismatch, errors.PeerTimeout)):
@@ -353,7 +354,7 @@ def test_an_expert_out_of_range_is_reported_and_the_rest_is_sent() -> None:
 def late_rank(group: object, silent: int) -> str:
     case = LowLatencyCase((3,) * 4, 4, experts=4, topk=4, ranks_per_node=2)
     with deep_comm.Buffer(
-        group, 0, case.num_bytes, low_latency_mode=True, device="cpu", timeout_s=1.0,
+        group, 0, case.num_bytes, low_latency_mode=True, device="cpu", timeout_s=4.0,
         ranks_per_node=2,
     ) as buffer:  # fmt: skip
         pair = Pair(buffer, case, 0)
@@ -367,4 +368,4 @@ def late_rank(group: object, silent: int) -> str:
 
 
 def test_a_silent_process_is_named_on_both_nodes() -> None:
-    assert sorted(processes.run(late_rank, 4, 2, timeout_s=60)) == ["named"] * 3 + ["silent"]
+    assert sorted(forked.run(late_rank, 4, 2, timeout_s=200)) == ["named"] * 3 + ["silent"]

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 from cases import Case
@@ -14,7 +15,7 @@ from long_runs import make_and_destroy, many_calls
 from roundtrip import call_once, verify
 
 import deep_comm
-from deep_comm import local, processes, simulate
+from deep_comm import local, simulate
 
 LAST = 0xFFFFFFFF
 
@@ -85,7 +86,7 @@ def _cycles(group: Any) -> tuple[list[str], list[int]]:
 
 
 def test_twenty_buffers_leave_no_memory_behind() -> None:
-    for left, rss in processes.run(_cycles, 2, timeout_s=200):
+    for left, rss in forked.run(_cycles, 2, timeout_s=200):
         assert left == []
         # Each touches 24 MiB; the first ones load and fill what stays.
         assert max(rss[10:]) - rss[4] < 12 << 20, rss

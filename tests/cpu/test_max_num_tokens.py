@@ -3,11 +3,12 @@
 import random
 from typing import Any
 
+import forked
 import pytest
 import torch
 
 import deep_comm
-from deep_comm import PeerTimeout, local, processes, simulate
+from deep_comm import PeerTimeout, local, simulate
 
 HIDDEN, EXPERTS, TOPK, MAX_TOKENS = 16, 6, 2, 9
 NUM_RDMA_BYTES = deep_comm.Buffer.get_low_latency_rdma_size_hint(MAX_TOKENS, HIDDEN, 4, EXPERTS)
@@ -64,9 +65,7 @@ def test_threads_learn_the_maximum(num_ranks: int, nowhere: bool) -> None:
 
 def test_processes_learn_the_maximum() -> None:
     steps = _steps(17, 3, 7)
-    assert (
-        processes.run(learned, 3, steps, timeout_s=100) == [[max(tokens) for tokens in steps]] * 3
-    )
+    assert forked.run(learned, 3, steps, timeout_s=100) == [[max(tokens) for tokens in steps]] * 3
 
 
 def test_every_schedule_tells_the_maximum() -> None:

@@ -7,12 +7,13 @@ from __future__ import annotations
 import dataclasses
 import random
 
+import forked
 import pytest
 import torch
 from low_latency import LowLatencyCase, Range, run_case, verify
 
 import deep_comm
-from deep_comm import local, processes, simulate
+from deep_comm import local, simulate
 from deep_comm import reference_low_latency as reference
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -61,7 +62,7 @@ def test_every_rank_gets_its_rows_and_sums(first_seed: int) -> None:
 
 def test_ranks_may_be_processes() -> None:
     case = LowLatencyCase((9, 0, 16), 16, hidden=256, topk=3, use_nvfp4=True, calls=3)
-    verify(case, processes.run(run_case, 3, case, timeout_s=100))
+    verify(case, forked.run(run_case, 3, case, timeout_s=100))
 
 
 def test_under_many_schedules() -> None:

@@ -6,6 +6,7 @@ import threading
 import time
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,17 +21,7 @@ pytestmark = pytest.mark.xdist_group("processes")
 
 TIMEOUT_S = 3.0
 # What a busy machine may add to a time-out before a test calls it late.
-SLACK_S = 20.0
-
-
-def run(fn, num_ranks, *args, **options):
-    return processes.run(fn, num_ranks, *args, start_method="forkserver", timeout_s=120, **options)
-
-
-def outcomes(fn, num_ranks, *args, **options):
-    return processes.outcomes(
-        fn, num_ranks, *args, start_method="forkserver", timeout_s=120, **options
-    )
+SLACK_S = 60.0
 
 
 def segments_of(pids: list[int]) -> list[str]:
@@ -52,7 +43,7 @@ def segments_of(pids: list[int]) -> list[str]:
     ids=str,
 )
 def test_processes_get_their_rows_and_sums(case: Case) -> None:
-    results = run(run_case, case.num_ranks, case, variables={"DEEP_COMM_POISON": "1"})
+    results = forked.run(run_case, case.num_ranks, case, variables={"DEEP_COMM_POISON": "1"})
     verify(case, results)
 
 
@@ -71,7 +62,7 @@ def _over_subgroups(group, case):
 
 def test_buffers_over_subgroups_of_the_world() -> None:
     case = Case((11, 6), experts=5)
-    results = run(_over_subgroups, 4, case)
+    results = forked.run(_over_subgroups, 4, case)
     verify(case, results[:2])
     verify(case, results[2:])
 
@@ -115,7 +106,7 @@ def _killed_in_the_middle(group, victim: int):
 @pytest.mark.parametrize("fn", [_killed_between_calls, _killed_in_the_middle])
 def test_survivors_of_a_killed_rank_name_it_within_the_timeout(fn, victim: int) -> None:
     started = time.monotonic()
-    ended = outcomes(fn, 4, victim)
+    ended = forked.outcomes(fn, 4, victim)
     took = time.monotonic() - started
     assert isinstance(ended[victim].error, processes.RankFailed)
     assert "signal 9" in str(ended[victim].error)
@@ -141,11 +132,11 @@ def _killed_with_a_segment(group):
 
 def test_segments_of_a_crashed_run_are_removed_by_the_next() -> None:
     before = set(Path("/dev/shm").glob("deep_comm.*"))
-    ended = outcomes(_killed_with_a_segment, 1)
+    ended = forked.outcomes(_killed_with_a_segment, 1)
     assert isinstance(ended[0].error, processes.RankFailed)
     left = set(Path("/dev/shm").glob("deep_comm.*")) - before
     case = Case((3, 4), experts=2)
-    verify(case, run(run_case, 2, case))
+    verify(case, forked.run(run_case, 2, case))
     still = {path for path in left if path.exists()}
     assert not still, f"stale segments survived the next run: {still}"
 
@@ -167,7 +158,7 @@ def _disagree(group, field: str):
 
 @pytest.mark.parametrize("field", ["num_nvl_bytes", "num_experts", "hidden"])
 def test_ranks_that_disagree_are_told_so(field: str) -> None:
-    ended = outcomes(_disagree, 2, field)
+    ended = forked.outcomes(_disagree, 2, field)
     assert all(isinstance(outcome.error, errors.ConfigMismatch) for outcome in ended), [
         repr(outcome.error) for outcome in ended
     ]
@@ -189,7 +180,7 @@ def _silent_then_reset(group, silent: int):
 
 
 def test_a_silent_rank_is_named_and_the_buffer_goes_on_after_reset() -> None:
-    results = run(_silent_then_reset, 3, 1)
+    results = forked.run(_silent_then_reset, 3, 1)
     assert all(good for _, good in results)
     assert results[1][0] is None
     for rank in (0, 2):

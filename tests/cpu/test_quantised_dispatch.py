@@ -4,6 +4,7 @@ import dataclasses
 import random
 from typing import Any
 
+import forked
 import matrix
 import pytest
 import quantised
@@ -12,7 +13,7 @@ from cases import Case
 from quantised import FORMS, Form
 from test_simulated_end_to_end import small_case
 
-from deep_comm import Buffer, local, processes, simulate
+from deep_comm import Buffer, local, simulate
 from deep_comm.errors import ArgumentError, ConfigMismatch
 
 HIDDEN = [128, 256, 384, 640, 1024, 2176]
@@ -79,7 +80,7 @@ def test_every_schedule_gives_the_same_bits(first_seed: int) -> None:
 
 def test_processes_over_shared_memory() -> None:
     cases = sample(6, seed=8, ranks=[3])
-    results = processes.run(_run_cases, 3, cases, timeout_s=120)
+    results = forked.run(_run_cases, 3, cases, timeout_s=120)
     quantised.verify_all(cases, results)
 
 

@@ -9,12 +9,13 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import forked
 import pytest
 from cases import Case
 from roundtrip import call_once, run_case, verify
 
 import deep_comm
-from deep_comm import local, processes, simulate
+from deep_comm import local, simulate
 
 LEFT = Case((12, 7, 20), experts=6, topk=2, seed=1, calls=12, num_sms=4, slots=3, send_chunk=2)
 RIGHT = Case(
@@ -73,7 +74,7 @@ def test_two_operations_in_flight_in_threads(direct_bytes: int) -> None:
 
 def test_two_operations_in_flight_in_processes() -> None:
     right = dataclasses.replace(RIGHT, direct_bytes=8 << 20)
-    results = processes.run(two_at_once, 3, LEFT, right, start_method="forkserver", timeout_s=120)
+    results = forked.run(two_at_once, 3, LEFT, right, timeout_s=120)
     verify(LEFT, [pair[0] for pair in results])
     verify(right, [pair[1] for pair in results])
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import drop_in
+import forked
 import pytest
 
-from deep_comm import local, processes
+from deep_comm import local
 
 from users import megatron, others, sglang, vllm  # isort: skip
 
@@ -174,7 +175,7 @@ def everything(group) -> None:
 
 @pytest.mark.xdist_group("processes")
 def test_everything_between_processes() -> None:
-    processes.run(
-        everything, 2, variables={"DEEP_COMM_DEVICE": "cpu"}, start_method="forkserver",
+    forked.run(
+        everything, 2, variables={"DEEP_COMM_DEVICE": "cpu"},
         timeout_s=200,
     )  # fmt: skip
