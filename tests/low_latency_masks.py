@@ -18,7 +18,7 @@ from deep_comm.topology import first_expert, num_local_experts
 
 NUM_CALLS, LAST_CALL, DEAD = 5, 2, 1  # the dead rank ends in the third call
 STAGES = ("before dispatch", "in dispatch", "after dispatch", "in combine", "after combine")
-DEADLINE_S = 0.5
+DEADLINE_S = 3.0  # a living rank on a busy machine must not run into it
 
 
 def case_of(**changes: Any) -> LowLatencyCase:

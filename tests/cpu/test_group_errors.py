@@ -105,7 +105,7 @@ def test_too_few_worst_case_rows_are_reported_not_overrun() -> None:
 
 def test_a_silent_rank_is_named_with_stage_and_word() -> None:
     def fn(group):
-        with deep_comm.Buffer(group, 4 << 20, device="cpu", timeout_s=1.0) as buffer:
+        with deep_comm.Buffer(group, 4 << 20, device="cpu", timeout_s=2.0) as buffer:
             if group.rank() == 1:
                 return None
             return buffer.dispatch(**tokens(5, 6))
@@ -116,13 +116,13 @@ def test_a_silent_rank_is_named_with_stage_and_word() -> None:
         assert isinstance(error, errors.PeerTimeout), repr(error)
         assert error.peer == 1 and error.rank == rank
         assert error.stage and error.word
-        assert 0.9 < error.waited_s < 30
+        assert 1.9 < error.waited_s < 60
         assert "rank 1" in str(error)
 
 
 def test_a_silent_rank_in_combine_is_named() -> None:
     def fn(group):
-        with deep_comm.Buffer(group, 4 << 20, device="cpu", timeout_s=1.0) as buffer:
+        with deep_comm.Buffer(group, 4 << 20, device="cpu", timeout_s=2.0) as buffer:
             recv_x, _, _, _, handle, _ = buffer.dispatch(**tokens(5, 6))
             if group.rank() == 2:
                 return None
@@ -174,7 +174,7 @@ def test_buffer_goes_on_after_reset() -> None:
     case = Case((4, 6, 5), experts=6)
 
     def fn(group):
-        with deep_comm.Buffer(group, 4 << 20, device="cpu", timeout_s=1.0) as buffer:
+        with deep_comm.Buffer(group, 4 << 20, device="cpu", timeout_s=2.0) as buffer:
             if group.rank() != 0:
                 with pytest.raises(errors.PeerTimeout):
                     buffer.dispatch(**tokens(5, 6))
@@ -189,7 +189,7 @@ def test_buffer_goes_on_after_reset() -> None:
 
 def test_a_failed_buffer_says_so_until_it_is_reset() -> None:
     def fn(group):
-        with deep_comm.Buffer(group, 4 << 20, device="cpu", timeout_s=0.5) as buffer:
+        with deep_comm.Buffer(group, 4 << 20, device="cpu", timeout_s=2.0) as buffer:
             if group.rank() == 0:
                 with pytest.raises(errors.PeerTimeout):
                     buffer.dispatch(**tokens(5, 6))
@@ -204,7 +204,7 @@ def test_a_failed_buffer_says_so_until_it_is_reset() -> None:
 
 def test_one_rank_that_raises_does_not_hang_the_others() -> None:
     def fn(group):
-        with deep_comm.Buffer(group, 4 << 20, device="cpu", timeout_s=1.0) as buffer:
+        with deep_comm.Buffer(group, 4 << 20, device="cpu", timeout_s=2.0) as buffer:
             if group.rank() == 1:
                 buffer.dispatch(torch.ones(5, 7, dtype=torch.uint8), topk_idx=None)
             return buffer.dispatch(**tokens(5, 6))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
+import forked
 import pytest
 import torch
 from low_latency import Pair, expert_rows, inputs_of
@@ -12,7 +14,7 @@ from payload import assert_same_bits
 from torch import Tensor
 
 import deep_comm
-from deep_comm import ArgumentError, Buffer, MaskedOut, local, processes, simulate
+from deep_comm import ArgumentError, Buffer, MaskedOut, local, simulate
 from deep_comm import reference_low_latency as reference
 
 
@@ -20,7 +22,7 @@ from deep_comm import reference_low_latency as reference
 @pytest.mark.parametrize("stage", STAGES)
 def test_processes_go_on_when_one_is_killed(stage: str) -> None:
     case = case_of(weights_ahead=stage != "in dispatch")
-    ended = processes.outcomes(survive, case.num_ranks, case, stage, timeout_s=60)
+    ended = forked.outcomes(survive, case.num_ranks, case, stage, timeout_s=200)
     for outcome in ended:
         if outcome.rank != DEAD:
             assert outcome.error is None, f"{outcome.error}\n{outcome.traceback}"
@@ -66,17 +68,18 @@ def test_every_schedule_goes_on_without_a_rank_that_leaves(stage: str, variant: 
 
 def test_a_slow_rank_learns_that_it_is_out_and_comes_back_after_clean() -> None:
     case = case_of(calls=2, tokens=(5, 4, 6))
+    went_on = threading.Semaphore(0)
 
     def main(group: local.ThreadGroup) -> list:
         with Buffer(
-            group, 0, case.num_bytes, low_latency_mode=True, device="cpu", timeout_s=1.0,
+            group, 0, case.num_bytes, low_latency_mode=True, device="cpu", timeout_s=2.0,
             enable_shrink=True,
         ) as buffer:  # fmt: skip
             results = []
             for number in range(6):
                 pair = Pair(buffer, case, number % 2)
                 if buffer.rank == DEAD and number == 1:
-                    time.sleep(3.0)
+                    assert all(went_on.acquire(timeout=60) for _ in range(2))  # both others
                     with pytest.raises(MaskedOut):
                         for _ in range(2):
                             pair.dispatch()()
@@ -88,6 +91,7 @@ def test_a_slow_rank_learns_that_it_is_out_and_comes_back_after_clean() -> None:
                     pair.combine()()
                     results.append(pair.received())
                 if number == 2 and buffer.rank != DEAD:
+                    went_on.release()
                     group.barrier()
                     buffer.low_latency_clean_mask_buffer()
                 if number >= 3:
@@ -99,7 +103,7 @@ def test_a_slow_rank_learns_that_it_is_out_and_comes_back_after_clean() -> None:
                     results.append(pair.received())
             return results[-3:]
 
-    results = local.run(main, 3, timeout_s=60)
+    results = local.run(main, 3, timeout_s=120)
     for number, call in enumerate((1, 0, 1)):
         xs, idxs, weights = zip(*(inputs_of(case, r, call) for r in range(3)), strict=True)
         dispatched = reference.low_latency_dispatch(

@@ -11,7 +11,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from free_port import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests"
@@ -26,12 +26,6 @@ GUIDE = ROOT / "docs" / "guide" / "nodes.md"
 TIMEOUT_S = 240
 
 pytestmark = pytest.mark.xdist_group("processes")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def torchrun(ranks_per_host: int, port: int, *program: str) -> list[str]:

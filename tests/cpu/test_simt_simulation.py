@@ -171,11 +171,12 @@ def test_an_abort_word_ends_a_wait() -> None:
 
 def test_sleepers_wake_in_virtual_time() -> None:
     start = time.monotonic()
-    run = simulate("sleep_well", [2 * SECOND], shape=Shape(2, 32)).check()
-    assert (run.memory[:64] >= 2 * SECOND).all()
-    assert run.time_ns >= 2 * SECOND
+    for _ in range(50):
+        run = simulate("sleep_well", [4 * SECOND], shape=Shape(2, 32)).check()
+        assert (run.memory[:64] >= 4 * SECOND).all()
+        assert run.time_ns >= 4 * SECOND
     simulate("wait_for_clock", [1_000_000]).check()
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 100
 
 
 # ---- stalls, kills ---------------------------------------------------------------------
