@@ -359,7 +359,7 @@ class Context:
         if record.kind not in ("peer_timeout", "masked_out") and not leaves_payload:
             # All ranks are still in step: the Buffer goes on. After a timeout, and where ranks
             # wrote rows into each other's memory that nobody expects, only reset() helps.
-            self.backend.synchronize()
+            self._synchronize()  # what still runs might report once more
             self.engine.clear_error()
         raise errors.from_record(record)
 

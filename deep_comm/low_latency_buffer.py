@@ -155,7 +155,8 @@ class LowLatencyCalls:
 
         Raises:
             ArgumentError, BufferTooSmall: nothing was launched.
-            ExpertIndexError: on this rank; the token's other selections were sent.
+            ExpertIndexError: on this rank; the token's other selections were sent. On CUDA devices
+                check() raises it: this call has returned before the kernel finds it.
             ConfigMismatch, PeerTimeout: on the ranks that notice; reset()
             makes the Buffer usable again.
         """

@@ -433,3 +433,26 @@ def test_destroy_waits_for_calls_on_streams_of_the_caller(monkeypatch: pytest.Mo
 
     local.run(fn, 1, timeout_s=60)
     assert happened == ["device is idle", "memory is free"]
+
+
+def test_a_failure_is_forgotten_when_no_kernel_can_report_it_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    happened: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: happened.append("device is idle"))
+
+    def fn(group):
+        num_bytes = deep_comm.Buffer.get_low_latency_rdma_size_hint(4, 128, 1, 4)
+        buffer = deep_comm.Buffer(group, 0, num_bytes, low_latency_mode=True, device="cpu")
+        x = torch.zeros(2, 128, dtype=torch.bfloat16)
+        monkeypatch.setattr(buffer._context.backend, "is_synchronous", False)
+        buffer.low_latency_dispatch(x, torch.tensor([[0], [99]]), 4, 4, use_fp8=False)
+        assert not happened  # as on a GPU: nobody has looked yet
+        with pytest.raises(deep_comm.ExpertIndexError):
+            buffer.check()
+        assert happened == ["device is idle"]
+        monkeypatch.undo()
+        buffer.low_latency_dispatch(x, torch.tensor([[0], [1]]), 4, 4, use_fp8=False)
+        buffer.destroy()
+
+    local.run(fn, 1, timeout_s=60)
