@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import torch
 
     from deep_comm._core import Engine
+    from deep_comm.ops.dispatch import PendingDispatch
 
 
 # Shapes and configs of calls whose rings are remembered; a program uses a handful.
@@ -115,6 +116,7 @@ class Context:
         self.most_recv_rows = 0  # of one dispatch so far
         self.most_expanded_rows = 0  # likewise, of an expanded dispatch
         self.most_tokens = 0  # that any rank has brought to one
+        self.pending: PendingDispatch | None = None  # sent, and not yet waited for
         self.owner = object()  # what handles remember this Buffer by, without keeping it alive
         self._plans: dict[tuple[object, ...], RingPlan] = {}
         self.calls: dict[tuple[object, ...], Any] = {}  # what ops have planned, by their keys
@@ -325,15 +327,18 @@ class Context:
         return checked.remember(self.owner, self.heap.base)
 
     def is_sound(self) -> bool:
-        """The Buffer lives and no kernel has left a record."""
-        return self._has_failed[0] == 0
+        """The Buffer lives, no kernel has left a record, and no dispatch is pending."""
+        return self._has_failed[0] == 0 and self.pending is None
 
     def begin(self) -> None:
-        """Before every operation: the Buffer lives and no kernel has failed.
+        """Before every operation: the Buffer lives and no kernel has failed. Operations run one
+        behind the other, so that one whose counts are still awaited ends now.
 
         A bad expert index found by get_dispatch_layout is left to notify_dispatch, which tells the
         peers as well; raising here, or not, would depend on when the kernel ran.
         """
+        if self.pending is not None:
+            self.pending.settle()
         if self._has_failed[0] != 0:
             self.require_open()
             record = self.engine.poll_error()
@@ -380,6 +385,9 @@ class Context:
     def _reset(self, reset: Callable[[], None]) -> None:
         with self.backend.device_scope():
             self._synchronize()
+            self._forget_pending(
+                errors.ArgumentError("dispatch", None, "must be received before reset()")
+            )
             self.engine.quiet_rail()
             self.rendezvous.barrier()  # nobody's kernels run any more, nothing is on its way
             reset()
@@ -390,6 +398,11 @@ class Context:
         self.backend.synchronize()
         if self.low_latency_bytes > 0 and not self.backend.is_synchronous:
             torch.cuda.synchronize()  # these calls run on the callers' own streams
+
+    def _forget_pending(self, error: Exception) -> None:
+        """After all kernels have ended."""
+        if self.pending is not None:
+            self.pending.forget(error)
 
     def close(self) -> None:
         """Free what this rank owns. Waits for its own kernels, which are bounded; for no peer."""
@@ -402,4 +415,6 @@ class Context:
             steps.callback(self.rendezvous.release)
             steps.callback(self.heap.close)
             steps.callback(self.engine.close)
+            destroyed = "the Buffer was destroyed before its dispatch had been received"
+            steps.callback(self._forget_pending, errors.BufferDestroyed(destroyed))
             steps.callback(self._synchronize)

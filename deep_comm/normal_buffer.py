@@ -18,7 +18,14 @@ from deep_comm.internode_handle import InternodeHandle
 from deep_comm.ops import internode, internode_combine
 from deep_comm.ops.call import CallOptions, StreamOptions
 from deep_comm.ops.combine import combine
-from deep_comm.ops.dispatch import DispatchResult, cached_dispatch, dispatch
+from deep_comm.ops.dispatch import (
+    DispatchResult,
+    NewDispatch,
+    PendingDispatch,
+    begin_dispatch,
+    cached_dispatch,
+    dispatch,
+)
 from deep_comm.ops.layout import get_dispatch_layout
 from deep_comm.ops.scales import PLAIN, ScaleOptions
 from deep_comm.tuning import DefaultConfig
@@ -226,7 +233,7 @@ class NormalCalls:
                 default=default,
                 streams=streams,
             )
-        return dispatch(
+        call = NewDispatch(
             self._context,
             x,
             num_tokens_per_rank=num_tokens_per_rank,
@@ -243,8 +250,40 @@ class NormalCalls:
             scale_options=scale_options,
             config=config,
             default=default,
-            streams=streams,
         )
+        return dispatch(call, streams)
+
+    def _begin_expanded_dispatch(
+        self,
+        x: Tensor | tuple[Tensor, Tensor],
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        *,
+        num_experts: int,
+        expert_alignment: int,
+        zero_padding: bool,
+    ) -> PendingDispatch:
+        """dispatch with expand and async_finish inside a node, for the layer: returns before the
+        host knows how many rows come. Collective."""
+        call = NewDispatch(
+            self._context,
+            x,
+            num_tokens_per_rank=None,
+            is_token_in_rank=None,
+            num_tokens_per_expert=None,
+            topk_idx=topk_idx,
+            topk_weights=topk_weights,
+            num_experts=num_experts,
+            expert_alignment=expert_alignment,
+            num_worst_tokens=0,
+            zero_tail=False,
+            expand=True,
+            zero_padding=zero_padding,
+            scale_options=PLAIN,
+            config=None,
+            default=self._default_for_rows("dispatch"),
+        )
+        return begin_dispatch(call, StreamOptions(None, True, False))
 
     def combine(
         self,

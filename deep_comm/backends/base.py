@@ -87,6 +87,17 @@ class Launch(Protocol):
     ) -> EventOverlap:
         """End of the operation, whose ``inputs`` and ``handle`` must outlive it."""
 
+    def pause(self) -> None:
+        """This ``with`` ends without ``finish``; another one will go on. Asynchronous ones only."""
+
+    def resume(self) -> None:
+        """Before that other one. Memory is as if the caller's stream were still the same."""
+
+    def follow_caller(self) -> None:
+        """Before memory is taken that the kernels launched so far do not write: the caller's stream
+        may have got work since the operation began, which that memory is still in use by.
+        """
+
     def __enter__(self) -> Launch: ...
     def __exit__(
         self,

@@ -153,6 +153,15 @@ class _CpuLaunch:
     ) -> EventOverlap:
         return EventOverlap(EventHandle() if self._async_finish else None)
 
+    def pause(self) -> None:
+        pass
+
+    def resume(self) -> None:
+        pass
+
+    def follow_caller(self) -> None:
+        pass
+
     def __enter__(self) -> _CpuLaunch:
         return self
 

@@ -154,6 +154,15 @@ class CallerLaunch:
             handle.record_on(torch.cuda.current_stream(self._streams.index), self.stream)
         return EventOverlap()
 
+    def pause(self) -> None:
+        raise RuntimeError("an operation on the caller's stream ends where it began")
+
+    def resume(self) -> None:
+        self.pause()
+
+    def follow_caller(self) -> None:
+        pass
+
 
 class UnorderedLaunch(CallerLaunch):
     """An operation on the caller's stream that no other stream knows of."""
@@ -198,6 +207,8 @@ class CommLaunch:
         "_on_comm",
         "_outputs",
         "_device_scope",
+        "_caller",
+        "_interrupted",
     )
 
     def __init__(
@@ -217,6 +228,8 @@ class CommLaunch:
         self.poisons = streams.poisons
         self._outputs: list[Tensor] = []
         self._device_scope = device_scope
+        self._caller: torch.cuda.Stream | None = None  # of an operation that has been paused
+        self._interrupted: torch.cuda.Stream | None = None  # current when it was resumed
         self.is_behind_caller = previous_event is None
         if previous_event is not None:
             previous_event.stream_wait(streams.comm)
@@ -240,8 +253,29 @@ class CommLaunch:
             # Kernels of a call that failed half-way may still write: its memory must outlive them.
             self._record(self._outputs)
             self._end()
+        if self._interrupted is not None:
+            torch.cuda.set_stream(self._interrupted)
+            self._interrupted = None
         if self._device_scope is not None:
             self._device_scope.__exit__(exc_type, exc_value, traceback)
+
+    def pause(self) -> None:
+        self._caller = torch.cuda.current_stream(self._streams.index)
+
+    def resume(self) -> None:
+        index = self._streams.index
+        self._device_scope = None
+        if not is_current(index):
+            self._device_scope = torch.cuda.device(index)
+            self._device_scope.__enter__()
+        if current_raw_stream(index) != self.caller_stream:
+            assert self._caller is not None
+            self._interrupted = torch.cuda.current_stream(index)
+            torch.cuda.set_stream(self._caller)
+
+    def follow_caller(self) -> None:
+        if self._caller is not None and self.caller_stream != self.stream:
+            self._streams.hop.order(self.caller_stream, self.stream)
 
     def _end(self) -> _cuda.Event:
         """An event behind the operation."""

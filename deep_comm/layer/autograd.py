@@ -6,6 +6,7 @@ Where forward rounds a sum once, backward rounds its sum once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -24,19 +25,12 @@ class Dispatch(Function):
         ctx: Any,
         x: Tensor,
         topk_weights: Tensor,
-        topk_idx: Tensor,
         prefill: Prefill,
-        is_bounded: bool,
-        is_async: bool,
+        receive: Callable[[], Sent],
         out: list[Sent],
     ) -> tuple[Tensor, Tensor]:
-        sent = prefill.send(x, topk_idx, topk_weights, is_bounded=is_bounded, is_async=is_async)
-        if sent.topk_idx is not None:
-            # Rows that this rank groups are outputs of this step: it cannot
-            # end before they have come.
-            if is_async:
-                sent.event.current_stream_wait()
-            prefill.receive(sent)
+        """``receive``: of an exchange of these two that has been sent, or sends it now."""
+        sent = receive()
         out.append(sent)
         ctx.prefill, ctx.handle = prefill, sent.handle
         return sent.x, sent.weights
@@ -45,7 +39,7 @@ class Dispatch(Function):
     @once_differentiable
     def backward(ctx: Any, grad_rows: Tensor, grad_weights: Tensor) -> tuple[Any, ...]:
         grads = ctx.prefill.dispatch_grads(grad_rows, grad_weights, ctx.handle)
-        return (*grads, None, None, None, None, None)
+        return (*grads, None, None, None)
 
 
 class Combine(Function):

@@ -21,17 +21,24 @@ class Pending(Generic[T]):
     Operations still have to be received in the order that all ranks agree on.
     """
 
-    __slots__ = ("_finish", "_result")
+    __slots__ = ("_error", "_finish", "_result")
 
     def __init__(self, finish: Callable[[], T]) -> None:
         self._finish: Callable[[], T] | None = finish
+        self._error: Exception | None = None
         self._result: T
 
     def result(self) -> T:
-        """Receives, unless that has happened."""
+        """Receives, unless that has happened. The host waits here for what it must know, as the
+        counts of a prefill batch. Raises what went wrong, in every call."""
         if self._finish is not None:
             finish, self._finish = self._finish, None
-            self._result = finish()
+            try:
+                self._result = finish()
+            except Exception as error:  # noqa: BLE001 - raised below
+                self._error = error
+        if self._error is not None:
+            raise self._error
         return self._result
 
     def __enter__(self) -> Pending[T]:

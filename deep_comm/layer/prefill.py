@@ -4,6 +4,7 @@ and the gradients of both.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -43,6 +44,11 @@ class Prefill(Protocol):
     def send(
         self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, *, is_bounded: bool, is_async: bool
     ) -> Sent: ...
+
+    def begin(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Callable[[], Sent]:
+        """``send`` with is_async and exact counts, which the host need not have waited for when
+        this returns; the function does.
+        """
 
     def receive(self, sent: Sent) -> None:
         """Behind the event of ``sent``."""
@@ -94,6 +100,34 @@ class ExpandedPrefill:
             expand=True,
             zero_padding=is_bounded or self._alignment > 1,
         )
+        return self._sent(recv, weights, counts, handle, event, is_bounded)
+
+    def begin(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Callable[[], Sent]:
+        shape = self._shape
+        pending = self._buffer._begin_expanded_dispatch(
+            quantise(x) if shape.fp8 else x,
+            topk_idx,
+            topk_weights,
+            num_experts=shape.num_experts,
+            expert_alignment=self._alignment,
+            zero_padding=self._alignment > 1,
+        )
+
+        def finish() -> Sent:
+            recv, _, weights, counts, handle, event = pending.result()
+            return self._sent(recv, weights, counts, handle, event, False)
+
+        return finish
+
+    def _sent(
+        self,
+        recv: Tensor | tuple[Tensor, Tensor],
+        weights: Tensor | None,
+        counts: list[int] | None,
+        handle: Any,
+        event: EventOverlap,
+        is_bounded: bool,
+    ) -> Sent:
         rows, scales = recv if isinstance(recv, tuple) else (recv, None)
         assert weights is not None and isinstance(handle, Handle) and counts is not None
         expansion = handle.expansion
@@ -167,6 +201,11 @@ class GroupedPrefill:
             rows, scales, weights, counts, handle, event, is_bounded,
             getattr(handle, "max_num_tokens", None), topk_idx=recv_idx,
         )  # fmt: skip
+
+    def begin(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Callable[[], Sent]:
+        # Between nodes the host waits at once.
+        sent = self.send(x, topk_idx, topk_weights, is_bounded=False, is_async=True)
+        return lambda: sent
 
     def receive(self, sent: Sent) -> None:
         assert sent.topk_idx is not None

@@ -224,7 +224,12 @@ class Steps:
     def _prefill(
         self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, is_bounded: bool
     ) -> ExpertBatch:
-        return self._send(x, topk_idx, topk_weights, is_bounded, False)()
+        if self._needs_grad(x, topk_weights):
+            return self._send(x, topk_idx, topk_weights, is_bounded, False)()
+        prefill = self.transport.prefill
+        sent = prefill.send(x, topk_idx, topk_weights, is_bounded=is_bounded, is_async=False)
+        prefill.receive(sent)
+        return self._batch(sent, sent.x, sent.weights)
 
     def _send(
         self,
@@ -234,27 +239,42 @@ class Steps:
         is_bounded: bool,
         is_async: bool,
     ) -> Callable[[], ExpertBatch]:
-        """Sends now; the function returned receives and groups."""
+        """Sends now; the function returned receives, which is also where the host waits, and
+        groups."""
         prefill = self.transport.prefill
         needs_grad = self._needs_grad(x, topk_weights)
-        if needs_grad:
-            out: list[Any] = []
-            rows, weights = autograd.Dispatch.apply(  # type: ignore[no-untyped-call]
-                x, topk_weights, topk_idx, prefill, is_bounded, is_async, out
-            )
-            sent = out[0]
+        sources = x, topk_weights
+        if needs_grad:  # gradients begin where rows are received
+            sources = x.detach(), topk_weights.detach()
+        if is_async and not is_bounded:
+            wait = prefill.begin(sources[0], topk_idx, sources[1])
         else:
-            sent = prefill.send(x, topk_idx, topk_weights, is_bounded=is_bounded, is_async=is_async)
+            sent_now = prefill.send(
+                sources[0], topk_idx, sources[1], is_bounded=is_bounded, is_async=is_async
+            )
 
-        def receive() -> ExpertBatch:
+            def wait() -> Sent:
+                return sent_now
+
+        def receive() -> Sent:
+            sent = wait()
             if is_async:
                 sent.event.current_stream_wait()
-            if needs_grad:
-                return self._batch(sent, rows, weights)
             prefill.receive(sent)
-            return self._batch(sent, sent.x, sent.weights)
+            return sent
 
-        return receive
+        def finish() -> ExpertBatch:
+            if not needs_grad:
+                sent = receive()
+                return self._batch(sent, sent.x, sent.weights)
+            out: list[Sent] = []
+            with torch.enable_grad():  # as it was when the exchange was sent
+                rows, weights = autograd.Dispatch.apply(  # type: ignore[no-untyped-call]
+                    x, topk_weights, prefill, receive, out
+                )
+            return self._batch(out[0], rows, weights)
+
+        return finish
 
     def _batch(self, sent: Sent, rows: Tensor, weights: Tensor) -> ExpertBatch:
         self._max_num_tokens = sent.max_num_tokens

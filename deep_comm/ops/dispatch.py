@@ -111,165 +111,303 @@ def _launch_dispatch(
     )
 
 
-def dispatch(
-    ctx: Context,
-    x: Any,
-    *,
-    num_tokens_per_rank: Any,
-    is_token_in_rank: Any,
-    num_tokens_per_expert: Any,
-    topk_idx: Any,
-    topk_weights: Any,
-    num_experts: int | None,
-    expert_alignment: int,
-    num_worst_tokens: int,
-    zero_tail: bool,
-    expand: bool,
-    zero_padding: bool,
-    scale_options: ScaleOptions,
-    config: Config | None,
-    default: Config | DefaultConfig | None,
-    streams: StreamOptions,
-) -> DispatchResult:
-    ctx.begin()
-    is_plain = scale_options is PLAIN
-    payload = checks.payload(x, ctx.device) if is_plain else scale_options.payload(x, ctx.device)
-    idx, weights = checks.topk_pair(topk_idx, topk_weights, ctx.device, payload.num_tokens)
-    if expand or zero_padding:
-        require_expandable(idx, expand, zero_padding, zero_tail)
-    layout, num_experts = checked_routing(
-        ctx, payload.num_tokens, idx, num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank,
-        num_experts, expert_alignment, num_worst_tokens,
-    )  # fmt: skip
-    num_topk, topk_idx_bytes = (0, 0) if idx is None else (idx.shape[1], idx.element_size())
-    key = (
-        config, default, payload.form, num_topk, topk_idx_bytes, num_experts, expert_alignment,
-        layout is None, expand,
-    )  # fmt: skip
-    if config is not None and type(config) is not Config:
-        require_config(config)  # or it might be no key
-    plan = ctx.calls.get(key) or plan_new(ctx, key, *key)
+class NewDispatch:
+    """A dispatch with new routing: checked and planned when it is made; then ``send``; ``receive``,
+    where the host waits for counts; ``end``.
 
-    with streams.launch(ctx) as launch:
-        source = 0 if is_plain else allocate_source(ctx, launch, payload)
-        numbering: Numbering | None = None
-        places = 0  # of a received token, with expanded outputs
-        row_idx, row_weights = idx, weights  # of the shape that outputs have
-        if expand:
-            assert idx is not None
-            numbering = Numbering(ctx, launch, num_experts, idx)
-            places = num_topk
-            row_idx, row_weights = idx[:, :1], None if weights is None else weights[:, :1]
+    With num_worst_tokens there is nothing to wait for, and no ``receive``.
+    """
 
-        slab_layout = slab_layout_of(
-            ctx.num_ranks, plan.rings.num_channels,
+    __slots__ = (
+        "_alignment",
+        "_idx",
+        "_launch",
+        "_layout",
+        "_max_num_tokens",
+        "_notified",
+        "_num_experts",
+        "_num_recv_tokens",
+        "_num_rows",
+        "_num_topk",
+        "_numbering",
+        "_expansion",
+        "_out",
+        "_payload",
+        "_per_expert",
+        "_places",
+        "_plan",
+        "_reserved",
+        "_row_idx",
+        "_row_weights",
+        "_scale_options",
+        "_slab_layout",
+        "_source",
+        "_weights",
+        "_zero_padding",
+        "_zero_tail",
+        "ctx",
+        "num_worst_tokens",
+    )
+
+    def __init__(
+        self,
+        ctx: Context,
+        x: Any,
+        *,
+        num_tokens_per_rank: Any,
+        is_token_in_rank: Any,
+        num_tokens_per_expert: Any,
+        topk_idx: Any,
+        topk_weights: Any,
+        num_experts: int | None,
+        expert_alignment: int,
+        num_worst_tokens: int,
+        zero_tail: bool,
+        expand: bool,
+        zero_padding: bool,
+        scale_options: ScaleOptions,
+        config: Config | None,
+        default: Config | DefaultConfig | None,
+    ) -> None:
+        ctx.begin()
+        device = ctx.device
+        if scale_options is PLAIN:
+            payload = checks.payload(x, device)
+        else:
+            payload = scale_options.payload(x, device)
+        idx, weights = checks.topk_pair(topk_idx, topk_weights, device, payload.num_tokens)
+        if expand or zero_padding:
+            require_expandable(idx, expand, zero_padding, zero_tail)
+        layout, num_experts = checked_routing(
+            ctx, payload.num_tokens, idx, num_tokens_per_rank, num_tokens_per_expert,
+            is_token_in_rank, num_experts, expert_alignment, num_worst_tokens,
+        )  # fmt: skip
+        num_topk, topk_idx_bytes = (0, 0) if idx is None else (idx.shape[1], idx.element_size())
+        key = (
+            config, default, payload.form, num_topk, topk_idx_bytes, num_experts, expert_alignment,
+            layout is None, expand,
+        )  # fmt: skip
+        if config is not None and type(config) is not Config:
+            require_config(config)  # or it might be no key
+        self._plan: DispatchPlan = ctx.calls.get(key) or plan_new(ctx, key, *key)
+        self._slab_layout = slab_layout_of(
+            ctx.num_ranks, self._plan.rings.num_channels,
             num_local_experts(ctx.rank, num_experts, ctx.num_ranks), payload.num_tokens,
             layout is None,
         )  # fmt: skip
+        self.ctx, self._payload, self._layout = ctx, payload, layout
+        self._idx, self._weights = idx, weights
+        self._num_experts, self._alignment = num_experts, expert_alignment
+        self.num_worst_tokens, self._zero_tail = num_worst_tokens, zero_tail
+        self._zero_padding, self._scale_options = zero_padding, scale_options
+        self._num_topk = num_topk
+        # Of a received token, and of the shape that outputs have.
+        self._places, self._row_idx, self._row_weights = 0, idx, weights
+        if expand:
+            assert idx is not None
+            self._places, self._row_idx = num_topk, idx[:, :1]
+            self._row_weights = None if weights is None else weights[:, :1]
+        self._numbering: Numbering | None = None
+        self._expansion: Expansion | None = None
+        self._num_recv_tokens: int | None = None
+        self._max_num_tokens: int | None = None
+        self._per_expert: list[int] = []
 
-        def notify(reserved: Reservation | None, is_exact: bool) -> Notified:
-            if reserved is None:
-                slab, place = None, NOWHERE
-            else:
-                slab = reserved.slab(ctx, slab_layout)
-                place = Place(
-                    reserved.block.offset, reserved.src_offset, reserved.num_rows, is_exact
-                )
-            notified = Notified(ctx, launch, slab_layout, num_experts, layout, slab)
-            launch_notify(
-                ctx, launch, plan, payload, idx, notified, layout, place,
-                NO_EXPANSION if numbering is None else numbering.notify_arguments(ctx),
-            )  # fmt: skip
-            if numbering is not None:
-                assert idx is not None
-                numbering.launch(ctx, launch, plan.rings, idx, num_experts)
-            return notified
-
-        def move(out: Outputs, num_rows: int, flags: int = 0) -> None:
-            _launch_dispatch(
-                ctx, launch, plan, notified.routing, payload, idx, weights, num_rows,
-                flags | FOLLOWS_NOTIFY, out, notified.recv_channel_prefix_matrix,
-                NO_EXPANSION if numbering is None else numbering.dispatch_arguments(ctx, out),
-                source,
-            )  # fmt: skip
-
-        num_recv_tokens: int | None = None
-        max_num_tokens: int | None = None
-        per_expert_list: list[int] = []
-        if num_worst_tokens > 0:
-            num_rows = num_worst_tokens
-            reserved = reserve(
-                ctx, launch, payload, row_idx, num_rows, slab_layout.num_bytes, places
-            )
+    def send(self, launch: Launch) -> None:
+        """Counts, and rows if they can already move: they may before this host knows how many they
+        are (docs/design/0009).
+        """
+        ctx, payload, num_rows = self.ctx, self._payload, self.num_worst_tokens
+        row_idx, places, slab_bytes = self._row_idx, self._places, self._slab_layout.num_bytes
+        self._launch = launch
+        self._source = 0
+        if self._scale_options is not PLAIN:
+            self._source = allocate_source(ctx, launch, payload)
+        if places > 0:
+            assert self._idx is not None
+            self._numbering = Numbering(ctx, launch, self._num_experts, self._idx)
+        if num_rows > 0:
+            self._num_rows = num_rows
+            reserved = reserve(ctx, launch, payload, row_idx, num_rows, slab_bytes, places)
+            row_weights = self._row_weights
             if reserved is None:
                 out = outputs_anywhere(ctx, launch, payload, row_idx, row_weights, num_rows, places)
             else:
                 out = outputs_in(ctx, reserved, payload, row_idx, row_weights, num_rows, places)
-            notified = notify(reserved, False)
-            move(out, num_worst_tokens, FILL_TAIL | (ZERO_TAIL if zero_tail else 0))
+            self._out = out
+            self._notify(reserved, False)
+            self._move(out, num_rows, FILL_TAIL | (ZERO_TAIL if self._zero_tail else 0))
+            return
+        if row_idx is None or places == 0:
+            reserved = reserve_unknown(ctx, launch, payload, row_idx, slab_bytes)
         else:
-            # The rows may begin to move before this host knows how many they
-            # are (docs/design/0009).
-            if row_idx is None or numbering is None:
-                reserved = reserve_unknown(ctx, launch, payload, idx, slab_layout.num_bytes)
-            else:
-                reserved = reserve_unknown_expanded(
-                    ctx, launch, payload, row_idx, places, num_experts, expert_alignment,
-                    slab_layout.num_bytes,
-                )  # fmt: skip
-            notified = notify(reserved, True)
-            if reserved is not None:
-                move(Outputs.blank(ctx, reserved), reserved.num_rows, IS_SPECULATIVE)
-            counts = wait_counts(ctx)
-            num_recv_tokens, max_num_tokens = counts.num_recv_tokens, counts.max_num_tokens
-            per_expert_list = list(counts.num_recv_tokens_per_expert)
-            num_rows = num_recv_tokens
-            if numbering is None:
-                ctx.most_recv_rows = max(ctx.most_recv_rows, num_rows)
-            else:
-                num_rows = sum(per_expert_list)
-                ctx.most_expanded_rows = max(ctx.most_expanded_rows, num_rows)
-            ctx.most_tokens = max(ctx.most_tokens, max_num_tokens)
-            if counts.is_direct:
-                assert reserved is not None
-                out = outputs_in(ctx, reserved, payload, row_idx, row_weights, num_rows, places)
-            else:
-                if reserved is not None:  # some rank has no room for so many; all launch again
-                    reserved.keep_slab()
-                    del reserved
-                out = allocate(ctx, launch, payload, row_idx, row_weights, num_rows, places)
-                move(out, num_rows)
-        expansion: Expansion | None = None
-        if numbering is not None:
-            num_tokens = num_rows if num_recv_tokens is None else num_recv_tokens
-            expansion = numbering.expansion(out, num_rows, num_tokens, expert_alignment)
-            expand_rows(
-                ctx, launch, plan.rings, payload, expansion, notified.slab.address, out,
-                zero_padding=zero_padding, fill_handle=num_recv_tokens is None,
+            reserved = reserve_unknown_expanded(
+                ctx, launch, payload, row_idx, places, self._num_experts, self._alignment,
+                slab_bytes,
             )  # fmt: skip
-        if scale_options.column_major:
-            turn_scales(ctx, launch, plan.rings, out)
-        inputs = [payload.x, payload.scales, idx, weights]
-        if not is_plain:
-            inputs += inputs_of(payload)
+        self._reserved = reserved
+        self._notify(reserved, True)
+        if reserved is not None:
+            self._move(Outputs.blank(ctx, reserved), reserved.num_rows, IS_SPECULATIVE)
+
+    def receive(self) -> None:
+        """Waits until the counts have come; tensors of so many rows."""
+        ctx, launch, payload, reserved = self.ctx, self._launch, self._payload, self._reserved
+        self._reserved = None
+        counts = wait_counts(ctx)
+        num_rows = self._num_recv_tokens = counts.num_recv_tokens
+        self._max_num_tokens = counts.max_num_tokens
+        self._per_expert = list(counts.num_recv_tokens_per_expert)
+        if self._numbering is None:
+            ctx.most_recv_rows = max(ctx.most_recv_rows, num_rows)
+        else:
+            num_rows = sum(self._per_expert)
+            ctx.most_expanded_rows = max(ctx.most_expanded_rows, num_rows)
+        ctx.most_tokens = max(ctx.most_tokens, counts.max_num_tokens)
+        self._num_rows = num_rows
+        form = self._row_idx, self._row_weights, num_rows, self._places
+        if counts.is_direct:
+            assert reserved is not None
+            self._out = outputs_in(ctx, reserved, payload, *form)
+            return
+        if reserved is not None:  # some rank has no room for so many; all launch again
+            reserved.keep_slab()
+            del reserved
+        launch.follow_caller()
+        self._out = allocate(ctx, launch, payload, *form)
+        self._move(self._out, num_rows)
+
+    def end(self) -> DispatchResult:
+        """What follows the rows, and the end of the operation."""
+        ctx, launch, rings, out = self.ctx, self._launch, self._plan.rings, self._out
+        if self._numbering is not None:
+            num_tokens = self._num_recv_tokens
+            self._expansion = self._numbering.expansion(
+                out, self._num_rows, self._num_rows if num_tokens is None else num_tokens,
+                self._alignment,
+            )  # fmt: skip
+            expand_rows(
+                ctx, launch, rings, self._payload, self._expansion, self._notified.slab.address,
+                out, zero_padding=self._zero_padding, fill_handle=num_tokens is None,
+            )  # fmt: skip
+        if self._scale_options.column_major:
+            turn_scales(ctx, launch, rings, out)
+        inputs = [self._payload.x, self._payload.scales, self._idx, self._weights]
+        if self._scale_options is not PLAIN:
+            inputs += inputs_of(self._payload)
+        layout = self._layout
         if layout is not None:
             inputs += layout.num_tokens_per_rank, layout.num_tokens_per_expert
             inputs.append(layout.is_token_in_rank)
         event = launch.finish(inputs)
+        notified = self._notified
+        handle = Handle.fresh(
+            ctx.owner, notified.slab, notified.storage, notified.mask, out.src_rows, out.src_idx,
+            notified.routing,
+            rank=ctx.rank,
+            num_experts=self._num_experts,
+            num_topk=self._num_topk,
+            num_recv_tokens=self._num_recv_tokens,
+            max_num_tokens=self._max_num_tokens,
+            members=ctx.members,
+            home_stream=launch.home_stream,
+            expansion=self._expansion,
+        )  # fmt: skip
+        return out.payload, out.topk_idx, out.topk_weights, self._per_expert, handle, event
+
+    def _notify(self, reserved: Reservation | None, is_exact: bool) -> None:
+        ctx, launch, numbering = self.ctx, self._launch, self._numbering
+        if reserved is None:
+            slab, place = None, NOWHERE
+        else:
+            slab = reserved.slab(ctx, self._slab_layout)
+            place = Place(reserved.block.offset, reserved.src_offset, reserved.num_rows, is_exact)
+        self._notified = Notified(
+            ctx, launch, self._slab_layout, self._num_experts, self._layout, slab
+        )
+        launch_notify(
+            ctx, launch, self._plan, self._payload, self._idx, self._notified, self._layout, place,
+            NO_EXPANSION if numbering is None else numbering.notify_arguments(ctx),
+        )  # fmt: skip
+        if numbering is not None:
+            assert self._idx is not None
+            numbering.launch(ctx, launch, self._plan.rings, self._idx, self._num_experts)
+
+    def _move(self, out: Outputs, num_rows: int, flags: int = 0) -> None:
+        ctx, numbering, notified = self.ctx, self._numbering, self._notified
+        _launch_dispatch(
+            ctx, self._launch, self._plan, notified.routing, self._payload, self._idx,
+            self._weights, num_rows, flags | FOLLOWS_NOTIFY, out,
+            notified.recv_channel_prefix_matrix,
+            NO_EXPANSION if numbering is None else numbering.dispatch_arguments(ctx, out),
+            self._source,
+        )  # fmt: skip
+
+
+def dispatch(call: NewDispatch, streams: StreamOptions) -> DispatchResult:
+    ctx = call.ctx
+    with streams.launch(ctx) as launch:
+        call.send(launch)
+        if call.num_worst_tokens == 0:
+            call.receive()
+        result = call.end()
     ctx.end()
-    handle = Handle.fresh(
-        ctx.owner, notified.slab, notified.storage, notified.mask, out.src_rows, out.src_idx,
-        notified.routing,
-        rank=ctx.rank,
-        num_experts=num_experts,
-        num_topk=num_topk,
-        num_recv_tokens=num_recv_tokens,
-        max_num_tokens=max_num_tokens,
-        members=ctx.members,
-        home_stream=launch.home_stream,
-        expansion=expansion,
-    )  # fmt: skip
-    return out.payload, out.topk_idx, out.topk_weights, per_expert_list, handle, event
+    return result
+
+
+class PendingDispatch:
+    """A dispatch that has been sent, and whose counts the host has not waited for yet. It will in
+    ``result``, or in the Buffer's next operation of normal mode, which comes behind this one.
+    """
+
+    __slots__ = ("_call", "_ctx", "_error", "_launch", "_result")
+
+    def __init__(self, call: NewDispatch, launch: Launch) -> None:
+        self._ctx = ctx = call.ctx
+        self._launch = launch
+        self._call: NewDispatch | None = call
+        self._result: DispatchResult | None = None
+        self._error: Exception | None = None
+        # Also where the caller drops this: kernels use what it holds, and peers count on this rank.
+        ctx.pending = self
+
+    def settle(self) -> None:
+        """Waits and ends the operation. What is wrong with it is for ``result`` to say."""
+        if self._call is None:
+            return
+        call, ctx, launch = self._call, self._ctx, self._launch
+        self._call = ctx.pending = None
+        try:
+            launch.resume()
+            with launch:
+                call.receive()
+                result = call.end()
+            ctx.end()
+            self._result = result
+        except Exception as error:  # noqa: BLE001 - raised by `result`
+            self._error = error
+
+    def forget(self, error: Exception) -> None:
+        """The Buffer does without; its kernels have ended."""
+        self._call = self._ctx.pending = None
+        self._error = error
+
+    def result(self) -> DispatchResult:
+        """Raises what went wrong, in every call."""
+        self.settle()
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
+
+
+def begin_dispatch(call: NewDispatch, streams: StreamOptions) -> PendingDispatch:
+    """Without num_worst_tokens, asynchronous, up to where the host would wait."""
+    launch = streams.launch(call.ctx)
+    with launch:
+        call.send(launch)
+        launch.pause()
+    return PendingDispatch(call, launch)
 
 
 def cached_dispatch(

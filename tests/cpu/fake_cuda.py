@@ -208,6 +208,7 @@ def installed() -> Iterator[Log]:
         patch.setattr(
             torch.cuda, "set_stream", lambda stream: setattr(log, "current", stream.cuda_stream)
         )
+        patch.setattr(torch.cuda, "synchronize", lambda device=None: None)
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "is_initialized", lambda: True)
         patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)

@@ -126,7 +126,7 @@ def test_a_dispatch_launches_all_before_it_waits(empties: list[object]) -> None:
         assert log[:4] == [
             ("notify", COMPUTE), ("dispatch", COMPUTE), ("wait_counts",), ("record", COMPUTE)
         ], log  # fmt: skip
-        assert len(counter.functions) <= 57, counter.functions
+        assert len(counter.functions) <= 60, counter.functions
 
     _on_fake_cuda(body)
 
@@ -284,7 +284,7 @@ def test_a_dispatch_without_counts_for_the_host_makes_no_tensor_of_torch(
         with Counter() as counter:
             received = call()
         assert empties == []
-        assert len(counter.functions) <= 50, counter.functions
+        assert len(counter.functions) <= 53, counter.functions
         assert received[4].num_recv_tokens_tensor.item() == T
         assert received[4].recv_src_idx.tolist() == [*range(T), *[-1] * T]
 

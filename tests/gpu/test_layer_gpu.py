@@ -1,6 +1,7 @@
 """tests/cpu/test_layer*.py on GPUs, and CUDA graphs; every rank is a process."""
 
 import random
+import time
 
 import gpu_pool
 import pytest
@@ -176,6 +177,44 @@ def test_gradients_are_those_of_the_reference(num_ranks: int, dtype: torch.dtype
             # cos on a GPU may differ in its last bit, before it is rounded.
             torch.testing.assert_close(got_x, want_x, rtol=1e-2, atol=1e-2)
             torch.testing.assert_close(got_weights, want_weights, rtol=1e-2, atol=0.5)
+
+
+def dispatches_beside_a_late_rank(group, case: LayerCase) -> list:
+    """(seconds in dispatch_async, y) of each step; rank 0 comes 300 ms late."""
+    device = device_of(group)
+    results = []
+    with build(group, case, device) as layer, torch.no_grad():
+        for step in range(len(case.steps)):
+            x, idx, weights = (part.to(device) for part in inputs(case, group.rank(), step))
+            torch.cuda.synchronize()
+            torch.distributed.barrier(group)
+            if group.rank() == 0:
+                time.sleep(0.3)
+            began = time.perf_counter()
+            sent = layer.dispatch_async(x, idx, weights)
+            took = time.perf_counter() - began
+            busy = x.float() @ x.float().T  # its memory is free, and in use, when rows come
+            del busy
+            batch = sent.result()
+            y = layer.combine(batch, batch.map(expert))
+            results.append((took, y.cpu()))
+        layer.buffer.check()
+    return results
+
+
+@pytest.mark.gpu
+def test_a_dispatch_returns_while_a_rank_is_late(num_ranks: int) -> None:
+    steps = ((300,) * num_ranks, tuple(range(num_ranks)), (1500,) * num_ranks)
+    case = LayerCase(steps, 1500, 16, hidden=512, experts=4 * num_ranks, topk=4, mode="prefill")
+    results = on_gpus(dispatches_beside_a_late_rank, num_ranks, case)
+    for step in range(len(steps)):
+        parts = [inputs(case, rank, step) for rank in range(num_ranks)]
+        wanted = reference_layer.expert_parallel(*zip(*parts, strict=True), case.experts, expert)
+        for rank, want in enumerate(wanted):
+            took, y = results[rank][step]
+            assert_same_bits(y, want, f"step {step} rank {rank}")
+            # The first call loads kernels.
+            assert rank == 0 or step == 0 or took < 0.2, f"step {step} rank {rank}: {took} s"
 
 
 def long_mixed_run(group, case: LayerCase, num_rounds: int) -> list[str]:

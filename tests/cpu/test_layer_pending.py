@@ -1,0 +1,315 @@
+"""dispatch_async of the layer returns before anybody knows how many rows come: the host waits for
+the counts in ``result()``, or in the Buffer's next operation.
+
+On the host target a launch is the kernel's run. So these tests run the CUDA backend over stubbed
+driver calls (fake_cuda), and from a notify on, until the host waits for its counts, launches go to
+a thread of each engine's own, in order: a stream. Other launches end before they return, since
+torch's memory on the host knows no streams.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import deep_comm
+from deep_comm import local, reference_layer
+from deep_comm.errors import ArgumentError, BufferDestroyed, ExpertIndexError, PeerTimeout
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import fake_cuda
+from fake_cuda import COMM, COMPUTE
+
+H, E, K, MOST = 64, 6, 2, 40
+OTHER = 33
+R = 3
+
+
+@contextlib.contextmanager
+def asynchronous() -> Iterator[None]:
+    with fake_cuda.installed() as log, pytest.MonkeyPatch.context() as patch:
+        log.is_silent = True
+        engine = sys.modules["deep_comm._cuda"].Engine
+
+        def planned(make: Callable[..., Any], is_notify: bool) -> Callable[..., Any]:
+            def plan(self: Any, **options: Any) -> Callable[..., None]:
+                call = make(self, **options)
+                return lambda *numbers: launch(self, is_notify, call, *numbers)
+
+            return plan
+
+        def launched(call: Callable[..., Any]) -> Callable[..., None]:
+            return lambda self, **options: launch(self, False, call, self, **options)
+
+        def wait_counts(self: Any) -> Any:
+            drain(self)
+            self.is_asynchronous = False
+            return super(engine, self).wait_counts()
+
+        for name in ("plan_notify", "plan_dispatch", "plan_combine"):
+            call = planned(getattr(engine, name), name == "plan_notify")
+            patch.setattr(engine, name, call)
+        for name in ("number_rows", "expand_rows", "reduce_experts"):
+            patch.setattr(engine, name, launched(getattr(engine, name)), raising=False)
+        patch.setattr(engine, "wait_counts", wait_counts)
+        backend = sys.modules["deep_comm.backends.cuda"].CudaBackend
+        engines: list[Any] = []
+        create = backend.create_engine
+
+        def create_engine(self: Any, *arguments: Any) -> Any:
+            self.engine = create(self, *arguments)
+            engines.append(self.engine)
+            return self.engine
+
+        patch.setattr(backend, "create_engine", create_engine)
+        patch.setattr(backend, "synchronize", lambda self: drain(self.engine))
+        try:
+            yield
+        finally:
+            for made in engines:
+                if hasattr(made, "stream"):
+                    made.stream.shutdown()
+
+
+def launch(
+    engine: Any, is_notify: bool, call: Callable[..., Any], *numbers: Any, **options: Any
+) -> None:
+    if not hasattr(engine, "stream"):
+        engine.stream = concurrent.futures.ThreadPoolExecutor(1)
+        engine.is_asynchronous = False
+    engine.is_asynchronous |= is_notify
+    done = engine.stream.submit(call, *numbers, **options)
+    if not engine.is_asynchronous:
+        done.result()
+
+
+def drain(engine: Any) -> None:
+    """Wait for all that has been launched."""
+    if hasattr(engine, "stream"):
+        engine.stream.submit(lambda: None).result()
+
+
+def on_ranks(
+    body: Callable[[Any, int], Any], timeout_s: float = 20, alignment: int = 1
+) -> list[Any]:
+    def main(group: local.ThreadGroup) -> Any:
+        with deep_comm.Buffer(
+            group, 8 << 20, num_direct_bytes=4 << 20, timeout_s=timeout_s
+        ) as buffer:
+            return body(layer_on(buffer, group, alignment), group.rank())
+
+    with asynchronous():
+        return local.run(main, R, timeout_s=120)
+
+
+def layer_on(buffer: Any, group: Any, alignment: int = 1) -> Any:
+    return deep_comm.ExpertParallel(
+        group, hidden=H, num_experts=E, num_topk=K, max_tokens=MOST, mode="prefill",
+        buffer=buffer, expert_alignment=alignment,
+    )  # fmt: skip
+
+
+def inputs(rank: int, step: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    num_tokens = (0, 7, MOST)[(rank + step) % 3]
+    x = torch.randn(num_tokens, H, generator=generator).bfloat16()
+    idx = torch.rand(num_tokens, E, generator=generator).topk(K).indices
+    return x, idx, torch.rand(num_tokens, K, generator=generator)
+
+
+def expert(index: int, rows: torch.Tensor) -> torch.Tensor:
+    return rows * (1 + index)
+
+
+def finished(layer: Any, batch: Any) -> torch.Tensor:
+    return layer.combine(batch, batch.map(expert))
+
+
+def verify(results: list[torch.Tensor], step: int = 0) -> None:
+    parts = zip(*(inputs(rank, step) for rank in range(R)), strict=True)
+    for got, want in zip(results, reference_layer.expert_parallel(*parts, E, expert), strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("alignment", [1, 16])
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_the_call_returns_before_the_peers_have_announced(needs_grad: bool, alignment: int) -> None:
+    returned = threading.Barrier(R)
+
+    def body(layer: Any, rank: int) -> Any:
+        x, idx, weights = inputs(rank)
+        x.requires_grad_(needs_grad)
+        for is_first in (True, False):  # the second time the region knows how many rows come
+            if rank == 0:
+                returned.wait(20)  # the others are back from their calls
+                time.sleep(0.3)
+            began = time.perf_counter()
+            sent = layer.dispatch_async(x, idx, weights)
+            if rank != 0:
+                assert is_first or time.perf_counter() - began < 0.25
+                assert layer.buffer._context.pending is not None
+                returned.wait(20)
+            batch = sent.result()
+            assert layer.buffer._context.pending is None and sent.result() is batch
+            assert batch.x.requires_grad == needs_grad
+            y = finished(layer, batch)
+        return y.detach()
+
+    verify(on_ranks(body, alignment=alignment))
+
+
+def test_gradients_begin_where_rows_are_received() -> None:
+    def body(layer: Any, rank: int) -> None:
+        seen = []
+        for is_async in (False, True):
+            x, idx, weights = inputs(rank)
+            x.requires_grad_()
+            weights.requires_grad_()
+            if is_async:
+                sent = layer.dispatch_async(x, idx, weights)
+                with torch.no_grad():  # as a caller may be by then
+                    batch = sent.result()
+            else:
+                batch = layer.dispatch(x, idx, weights)
+            y = layer.combine(batch, batch.x * 1.5)
+            seen.append((y.detach(), batch.x.grad_fn is not None, batch.state.weights.detach()))
+        (y, has_graph, row_weights), (late_y, late_has_graph, late_weights) = seen
+        assert has_graph and late_has_graph
+        assert torch.equal(y, late_y) and torch.equal(row_weights, late_weights)
+
+    on_ranks(body)
+
+
+def test_the_next_operation_ends_the_one_before() -> None:
+    def body(layer: Any, rank: int) -> list[torch.Tensor]:
+        ctx = layer.buffer._context
+        one = layer.dispatch_async(*inputs(rank, 0))
+        first = ctx.pending
+        other = layer.dispatch_async(*inputs(rank, 1))
+        assert ctx.pending is not first and first._call is None
+        batches = [one.result(), other.result()]
+        return [finished(layer, batch) for batch in batches]
+
+    results = on_ranks(body)
+    for step in (0, 1):
+        verify([ys[step] for ys in results], step)
+
+
+def test_a_dropped_dispatch_keeps_its_memory_until_the_next_operation() -> None:
+    def body(layer: Any, rank: int) -> torch.Tensor:
+        ctx = layer.buffer._context
+        free = ctx.region.num_free_bytes
+        x, idx, weights = inputs(rank, 1)
+        layer.dispatch_async(x, idx, weights)
+        assert ctx.pending is not None
+        # Without tokens nobody knew of any, and nothing was reserved.
+        assert (ctx.region.num_free_bytes < free) == (len(x) > 0)
+        return finished(layer, layer.dispatch(*inputs(rank, 0)))
+
+    verify(on_ranks(body))
+
+
+def test_a_silent_peer_is_named_by_result() -> None:
+    meet = threading.Barrier(R)
+
+    def body(layer: Any, rank: int) -> torch.Tensor:
+        if rank != 0:
+            sent = layer.dispatch_async(*inputs(rank))
+            for _ in range(2):
+                with pytest.raises(PeerTimeout) as caught:
+                    sent.result()
+                assert caught.value.peer == 0
+        meet.wait(30)
+        layer.reset()
+        return finished(layer, layer.dispatch_async(*inputs(rank)).result())
+
+    verify(on_ranks(body, timeout_s=0.5))
+
+
+def test_an_error_is_raised_by_result_and_not_by_the_operation_that_came_between() -> None:
+    def body(layer: Any, rank: int) -> torch.Tensor:
+        x, idx, weights = inputs(rank, 1)
+        wrong = idx.clone()
+        if rank == 0:
+            wrong[3, 1] = E
+        sent = layer.dispatch_async(x, wrong, weights)
+        y = finished(layer, layer.dispatch(*inputs(rank)))
+        with pytest.raises(ExpertIndexError):
+            sent.result()
+        return y
+
+    verify(on_ranks(body))
+
+
+def test_what_is_pending_at_a_reset_or_at_the_end_is_refused_afterwards() -> None:
+    def body(layer: Any, rank: int) -> Any:
+        sent = layer.dispatch_async(*inputs(rank))
+        layer.reset()
+        with pytest.raises(ArgumentError, match=r"reset\(\)"):
+            sent.result()
+        y = finished(layer, layer.dispatch_async(*inputs(rank)).result())
+        return y, layer.dispatch_async(*inputs(rank))
+
+    results = on_ranks(body)
+    verify([y for y, _ in results])
+    for _, sent in results:
+        with pytest.raises(BufferDestroyed):
+            sent.result()
+
+
+# ---- streams -----------------------------------------------------------------------------------
+
+
+def _logged(body: Callable[[Any, Any], None], **options: Any) -> None:
+    """One rank whose launches run at once, and what its streams were told."""
+
+    def main(group: Any) -> None:
+        with deep_comm.Buffer(group, 8 << 20, timeout_s=20, **options) as buffer:
+            layer = layer_on(buffer, group)
+            log.clear()
+            log.kernels.clear()
+            body(layer, log)
+
+    with fake_cuda.installed() as log:
+        local.run(main, 1, timeout_s=60)
+
+
+def test_the_host_waits_in_result_behind_all_that_was_launched() -> None:
+    def body(layer: Any, log: Any) -> None:
+        sent = layer.dispatch_async(*inputs(1))
+        launched = [("notify", COMM), ("dispatch", COMM)]
+        assert [entry for entry in log if entry[0] in ("notify", "dispatch")] == launched
+        assert ("wait_counts",) not in log
+        log.work("shared experts")
+        log.current = OTHER
+        log.clear()
+        sent.result()
+        assert log[0] == ("wait_counts",) and log.current == OTHER
+        assert ("order", COMPUTE, COMM) not in log  # rows move beside the shared experts
+        assert "shared experts" not in log.known[COMM]
+        log.current = COMPUTE
+
+    _logged(body, num_direct_bytes=4 << 20)
+
+
+def test_memory_that_is_taken_late_is_written_behind_the_callers_work() -> None:
+    def body(layer: Any, log: Any) -> None:
+        sent = layer.dispatch_async(*inputs(1))
+        assert "dispatch" not in log.names()  # there is no region for rows that nobody has counted
+        log.work("shared experts")
+        sent.result()
+        assert "dispatch" in log.names()
+        stream, known = log.kernels[-1]
+        assert stream == COMM and "shared experts" in known
+
+    _logged(body, num_direct_bytes=0)
