@@ -90,6 +90,11 @@ def test_megatron_forward_and_backward(async_finish: bool) -> None:
     run(megatron.step, 3, async_finish)
 
 
+@pytest.mark.parametrize("async_finish", [False, True])
+def test_nemo_replays_the_dispatches_it_has_recorded(async_finish: bool) -> None:
+    run(megatron.recorded, 3, async_finish)
+
+
 def test_torchtitan_forward_and_backward() -> None:
     run(others.torchtitan, 3)
 

@@ -34,6 +34,7 @@ CALLS = [
     (sglang.elastic, (False,)),
     (megatron.step, (False,)),
     (megatron.step, (True,)),
+    (megatron.recorded, (True,)),
     (others.torchtitan, ()),
     (others.lightllm_prefill, (False,)),
     (others.lightllm_prefill, (True,)),

@@ -131,3 +131,40 @@ def step(group: Any, async_finish: bool) -> None:
     del larger
     drop_in.barrier(group)
     del _buffer[rank]
+
+
+def recorded(group: Any, async_finish: bool) -> None:
+    """NeMo Automodel: layers run again under activation checkpointing take the handles that their
+    first run has kept, in the same order, and exchange no layout."""
+    rank, num_ranks = group.rank(), group.size()
+    assert type(Buffer.is_sm90_compiled()) is bool
+    layers = [
+        drop_in.routed(rank, drop_in.num_tokens_of((rank + layer) % num_ranks), routing="holes",
+                       seed=layer)
+        for layer in range(3)
+    ]  # fmt: skip
+    kept = []
+    for x, ids, probs in layers:
+        recv_x, recv_ids, recv_probs, _, handle = FusedDispatch.apply(
+            x, ids, probs, group, async_finish
+        )
+        kept.append((recv_x, recv_ids, recv_probs, handle))
+    buffer = get_buffer(group, layers[0][0].shape[1] * 2)
+    for (x, ids, probs), (first_recv_x, recv_ids, recv_probs, handle) in zip(
+        layers, kept, strict=True
+    ):
+        previous_event = EventOverlap(EventHandle()) if async_finish else None
+        recv_x, *rest, event = buffer.dispatch(
+            x, handle=handle, previous_event=previous_event, async_finish=async_finish,
+            allocate_on_comm_stream=async_finish,
+        )  # fmt: skip
+        if async_finish:
+            event.current_stream_wait()
+        assert rest == [None] * 4 and torch.equal(recv_x, first_recv_x)
+        first = drop_in.first_of(rank, num_ranks)
+        rows = drop_in.local_experts(recv_x, recv_ids, recv_probs, first)
+        out = FusedCombine.apply(rows, group, handle, async_finish)
+        assert torch.equal(out.float(), drop_in.dense(x, ids, probs))
+    drop_in.barrier(group)
+    _buffer.pop(rank).destroy()
+    drop_in.barrier(group)
