@@ -39,6 +39,7 @@ class ReceivedExpanded:
     combined_x: Tensor  # rows as they are, weights sent back
     combined_weights: Tensor
     weighted_x: Tensor  # rows times weights
+    cached_bytes: list[list[int]] | None  # that the cached dispatch has put on the rail
 
 
 def _to_host(tensor: Tensor) -> Tensor:
@@ -93,6 +94,7 @@ def call_once(
     _wait(event)
     recv_x, recv_scales = recv if isinstance(recv, tuple) else (recv, None)
     expansion = handle.expansion
+    before = _rail_bytes(buffer, case)
     again = _to(
         payload.rows(rank, case.tokens[rank], case.hidden, case.dtype, call + CACHED_CALL), device
     )
@@ -105,6 +107,7 @@ def call_once(
     )
     _wait(event)
     assert nothing == [None, None, None, None]
+    after = _rail_bytes(buffer, case)
     cached_x, cached_scales = cached if isinstance(cached, tuple) else (cached, None)
     y = _to(outputs_of(case, rank, recv_x.shape[0], call), device)
     bias = _to(inputs.bias, device)
@@ -138,7 +141,20 @@ def call_once(
         combined_x=_to_host(combined_x),
         combined_weights=_to_host(combined_weights),
         weighted_x=_to_host(weighted_x),
+        cached_bytes=None
+        if before is None or after is None
+        else [
+            [now - then for now, then in zip(*queues, strict=True)]
+            for queues in zip(after, before, strict=True)
+        ],
     )
+
+
+def _rail_bytes(buffer: deep_comm.Buffer, case: Case) -> list[list[int]] | None:
+    if not isinstance(case, InternodeCase):
+        return None
+    internode.settle_rail(buffer)
+    return buffer.rail_put_bytes
 
 
 def run_case(
@@ -243,6 +259,10 @@ def _verify_call(case: Case, results: Sequence[ReceivedExpanded], call: int) -> 
         same(got.combined_x, combined[rank][0], f"{who}: combined_x")
         same(got.combined_weights, combined[rank][1], f"{who}: combined weights")
         same(got.weighted_x, weighted[rank][0], f"{who}: combined_x with weights")
+    if isinstance(case, InternodeCase):  # a row crosses once to a node, however many experts it has
+        for rank, (got, sent) in enumerate(zip(results, _two_tiers(case, inputs), strict=True)):
+            assert got.cached_bytes is not None
+            internode.verify_bytes(case, got.cached_bytes, sent, rank)
 
 
 def _combine(
@@ -256,14 +276,19 @@ def _combine(
     """Of rows that each rank has reduced; between nodes sums are rounded once a node more."""
     if not isinstance(case, InternodeCase):
         return reference.combine(rows, plain, weights, biases)
-    dispatched = reference_internode.dispatch(
+    return reference_internode.combine(rows, _two_tiers(case, inputs), weights, biases)
+
+
+def _two_tiers(
+    case: InternodeCase, inputs: Sequence[Inputs]
+) -> list[reference_internode.InternodeDispatched]:
+    return reference_internode.dispatch(
         [i.x if i.scales is None else (i.x, i.scales) for i in inputs],
         [i.topk_idx for i in inputs],
         case.experts,
         case.ranks_per_node,
         num_worst_tokens=worst_rows(case),
     )
-    return reference_internode.combine(rows, dispatched, weights, biases)
 
 
 def _rows(tensor: Tensor, mask: Any = slice(None)) -> Tensor:

@@ -161,7 +161,7 @@ def call_once(
     )
     _wait(event)
     recv_x, recv_scales = recv if isinstance(recv, tuple) else (recv, None)
-    _settle_rail(buffer)
+    settle_rail(buffer)
     before = buffer.rail_put_bytes
     again = _to(
         payload.rows(rank, case.tokens[rank], case.hidden, case.dtype, call + CACHED_CALL), device
@@ -170,7 +170,7 @@ def call_once(
         again if scales is None else (again, scales), handle=tuple(handle), config=config, **options
     )
     _wait(event)
-    _settle_rail(buffer)
+    settle_rail(buffer)
     assert nothing == [None, None, None, None]
     cached_bytes = [
         [now - then for now, then in zip(*queues, strict=True)]
@@ -204,7 +204,7 @@ def call_once(
     )
 
 
-def _settle_rail(buffer: deep_comm.Buffer) -> None:
+def settle_rail(buffer: deep_comm.Buffer) -> None:
     """On CUDA, before the counters of bytes are read: kernels have ended,
     and the NIC has taken all.
     """
@@ -303,7 +303,7 @@ def verify_call(case: InternodeCase, received: Sequence[Received], call: int) ->
         tokens = want.received.recv_src_idx[:num].long()
         rows = torch.cat([again[peer][tokens[sources == peer]] for peer in range(case.num_ranks)])
         same(got.cached_x[:num], rows, f"{who}: cached recv_x")
-        verify_bytes(case, got, want, rank)
+        verify_bytes(case, got.cached_bytes, want, rank)
     outputs = [
         expert_outputs(
             case,
@@ -358,13 +358,16 @@ def slot_bytes(case: InternodeCase, num_topk: int) -> int:
 
 
 def verify_bytes(
-    case: InternodeCase, got: Received, want: reference.InternodeDispatched, rank: int
+    case: InternodeCase,
+    cached_bytes: Sequence[Sequence[int]],
+    want: reference.InternodeDispatched,
+    rank: int,
 ) -> None:
     """A cached dispatch puts exactly one row per (token, remote node),
     and none for the own node.
     """
     sent = want.rdma_channel_prefix_matrix[:, -1].tolist()
-    for node, queues in enumerate(got.cached_bytes):
+    for node, queues in enumerate(cached_bytes):
         is_own = node == rank // case.ranks_per_node
         rows = 0 if is_own else sent[node]
         assert sum(queues) == rows * slot_bytes(case, 0), f"rank {rank} to node {node}: {queues}"
