@@ -117,6 +117,7 @@ class Context:
         self.most_expanded_rows = 0  # likewise, of an expanded dispatch
         self.most_tokens = 0  # that any rank has brought to one
         self.pending: PendingDispatch | None = None  # sent, and not yet waited for
+        self.agreed_tokens = 0  # that a rank will ever bring, as a layer's ranks have agreed
         self.owner = object()  # what handles remember this Buffer by, without keeping it alive
         self._plans: dict[tuple[object, ...], RingPlan] = {}
         self.calls: dict[tuple[object, ...], Any] = {}  # what ops have planned, by their keys

@@ -73,20 +73,13 @@ class ElasticCalls:
     num_ranks: int
     num_scaleup_ranks: int
 
-    @property
-    def _is_expanded_by_engine(self) -> bool:
-        """Between nodes rows come once, and torch repeats them."""
-        return self._buffer._context.topology.num_nodes == 1
-
     def _dispatch(
         self, x: Payload, routing: Routing, stats: Tensor | None, rows: Rows, timing: Timing
     ) -> DispatchResult:
-        by_torch = rows.do_expand and not self._is_expanded_by_engine
-        by_engine = rows.do_expand and not by_torch
         num_worst_tokens = 0
         if not routing.waits_for_counts:
             num_worst_tokens = routing.num_max_tokens_per_rank * self.num_ranks
-            if by_engine:
+            if rows.do_expand:
                 num_worst_tokens = num_rows_bound(
                     num_worst_tokens,
                     routing.topk_idx.shape[1],
@@ -102,9 +95,9 @@ class ElasticCalls:
                 num_experts=routing.num_experts,
                 num_worst_tokens=num_worst_tokens,
                 # Counts as they are, unless rows lie by them: the handle has both.
-                expert_alignment=routing.expert_alignment if by_engine else 1,
-                expand=by_engine,
-                zero_padding=by_engine and rows.do_zero_padding,
+                expert_alignment=routing.expert_alignment if rows.do_expand else 1,
+                expand=rows.do_expand,
+                zero_padding=rows.do_expand and rows.do_zero_padding,
                 **options,
             )
             assert native is not None and recv_idx is not None
@@ -124,7 +117,7 @@ class ElasticCalls:
             return recv, recv_idx, recv_weights, made, event
 
         inputs = tensors(x, routing.topk_idx, routing.topk_weights)
-        return self._run_dispatch(run, inputs, stats, rows, timing, by_torch=by_torch)
+        return self._run_dispatch(run, inputs, stats, rows, timing)
 
     def _cached_dispatch(
         self, x: Payload, handle: EPHandle, topk_weights: Tensor | None, rows: Rows, timing: Timing
@@ -185,8 +178,7 @@ class ElasticCalls:
     ) -> DispatchResult:
         """``run`` alone if nothing is to be done to its results, else both in one section.
 
-        ``by_torch``: rows come once and are expanded here: between nodes, and with a handle of a
-        compact dispatch.
+        ``by_torch``: rows come once, with a handle of a compact dispatch, and are expanded here.
         """
         is_capturing = self._is_capturing()
         if not (

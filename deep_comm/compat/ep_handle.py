@@ -118,7 +118,7 @@ class EPHandle:
 
     @property
     def _expansion(self) -> Expansion | None:
-        return self._native.expansion if isinstance(self._native, Handle) else None
+        return self._native.expansion
 
     @property
     def native(self) -> AnyHandle:
@@ -129,14 +129,22 @@ class EPHandle:
     @property
     def compact(self) -> AnyHandle:
         """The handle for rows that come once."""
-        if not isinstance(self._native, Handle) or self._native.expansion is None:
+        if self._native.expansion is None:
             return self._native
-        # Without CPU sync an expanded dispatch sizes everything for expanded rows.
+        return self._with_expansion(None)
+
+    def _with_expansion(self, expansion: Expansion | None) -> AnyHandle:
+        """Of as many received rows as there may be: without CPU sync an expanded dispatch sizes
+        everything for expanded rows."""
+        native, num_rows = self._native, self.num_recv_tokens
+        assert native.recv_src_idx is not None
+        tokens = native.recv_src_idx[:num_rows]
+        if isinstance(native, Handle):
+            return dataclasses.replace(native, recv_src_idx=tokens, expansion=expansion)
         return dataclasses.replace(
-            self._native,
-            recv_src_idx=self._native.recv_src_idx[: self.num_recv_tokens],
-            expansion=None,
-        )
+            native, recv_src_idx=tokens, recv_src_meta=native.recv_src_meta[:num_rows],
+            expansion=expansion,
+        )  # fmt: skip
 
     @property
     def is_expanded_by_engine(self) -> bool:
@@ -147,16 +155,12 @@ class EPHandle:
         """Has a caller seen recv_src_metadata, and may have rewritten it?"""
         return self._is_metadata_lent
 
-    def rewritten(self, num_rows: int) -> Handle:
+    def rewritten(self, num_rows: int) -> AnyHandle:
         """The handle for a combine of ``num_rows`` rows that lie as recv_src_metadata says now."""
         expansion = self._expansion
-        assert isinstance(self._native, Handle) and expansion is not None
-        return dataclasses.replace(
-            self._native,
-            recv_src_idx=self._native.recv_src_idx[: self.num_recv_tokens],
-            expansion=dataclasses.replace(
-                expansion, recv_rows=self.slots.contiguous(), num_rows=num_rows
-            ),
+        assert expansion is not None
+        return self._with_expansion(
+            dataclasses.replace(expansion, recv_rows=self.slots.contiguous(), num_rows=num_rows)
         )
 
     @property

@@ -204,9 +204,10 @@ class MemoryEstimate:
         if self.rail:
             lines.append(f"  {size(self.rail)} of rings between nodes.")
         if self.prefill_call:
+            rows = "received rows, " if self.rail else ""
             lines.append(
                 f"A prefill call of {shape.max_tokens} tokens a rank with uniform routing makes "
-                f"tensors of {size(self.prefill_call)}: what experts return, sums, results."
+                f"tensors of {size(self.prefill_call)}: {rows}what experts return, sums, results."
             )
         if self.decode_call:
             lines.append(
@@ -241,6 +242,8 @@ def estimate_memory(
     num_rows = shape.num_balanced_rows(num_ranks)
     # From the experts, their sums, what comes home. Rows for the experts lie in the receive region.
     prefill = shape.row_bytes * (shape.num_balanced_selections + num_rows + shape.max_tokens)
+    if num_nodes > 1:  # there is no receive region: rows as they come, and by expert, are tensors
+        prefill += shape.sent_bytes * (num_rows + shape.num_balanced_selections)
     num_places = num_local * num_ranks * shape.num_slots
     decode = (
         num_places * (shape.sent_bytes + shape.row_bytes + 4) + shape.num_slots * shape.row_bytes

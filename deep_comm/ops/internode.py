@@ -213,8 +213,10 @@ def internode_dispatch(
             if counts is None:
                 ctx.check()
                 raise DeepCommError("internode_notify failed and left no error record")
-        # Without counts: as many rows as can come when all ranks have as many tokens as this one.
-        num_forward = max(num_worst_tokens, ctx.topology.num_nodes * payload.num_tokens)
+        # Without counts: as many rows as can come when all ranks have as many tokens as this one,
+        # or as they have agreed on.
+        most_tokens = max(payload.num_tokens, ctx.agreed_tokens)
+        num_forward = max(num_worst_tokens, ctx.topology.num_nodes * most_tokens)
         out = allocate(
             ctx,
             launch,

@@ -347,6 +347,27 @@ def test_ranks_of_several_nodes_get_their_sums(
     assert seen == ({"prefill", "decode"} if mode == "auto" else {mode})
 
 
+def test_bounded_batches_between_nodes_do_not_bound_what_is_handed_on() -> None:
+    """Rank 0 has no token, hands 18 on and keeps 9, with room for 10."""
+
+    def main(group: local.ThreadGroup) -> None:
+        rank = group.rank()
+        num_tokens = 9 if rank in (2, 4) else 0
+        x = torch.arange(num_tokens * 64.0).view(num_tokens, 64).bfloat16()
+        idx = ((torch.arange(num_tokens) + rank // 2) % 2).unsqueeze(1)
+        with deep_comm.ExpertParallel(
+            group, hidden=64, num_experts=6, num_topk=1, max_tokens=9, mode="prefill",
+            max_recv_rows=10, device="cpu", ranks_per_node=2,
+        ) as layer:  # fmt: skip
+            batch = layer.dispatch(x, idx, torch.full((num_tokens, 1), 0.5), bounded=True)
+            assert batch.x.shape[0] == 10
+            assert batch.num_tokens_per_expert.tolist() == [9 if rank < 2 else 0]
+            y = layer.combine(batch, batch.x)
+            assert torch.equal(y, x * 0.5)
+
+    local.run(main, 6)
+
+
 def test_nodes_of_processes_take_every_mode() -> None:
     steps = ((3, 1, 0, 2), (9, 1, 3, 0), (2, 9, 9, 9), (1, 2, 3, 0), (0, 0, 1, 0))
     case = LayerCase(steps, 9, 3, experts=8, ranks_per_node=2)
