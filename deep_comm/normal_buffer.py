@@ -186,10 +186,12 @@ class NormalCalls:
             rows = self._quick_dispatch(x, handle, config)
             if rows is not None:
                 return rows, None, None, None, None, EventOverlap()
+        scale_options = PLAIN
+        if use_fp8 or round_scale or use_ue8m0 or column_major_scales:
+            scale_options = ScaleOptions(use_fp8, round_scale, use_ue8m0, column_major_scales)
         if self._is_internode:
-            if use_fp8 or column_major_scales:
-                name = "use_fp8" if use_fp8 else "column_major_scales"
-                raise UnsupportedError(f"{name} is not in this version between nodes")
+            if use_fp8:
+                raise UnsupportedError("use_fp8 is not in this version between nodes")
             options = CallOptions(config, self._default_between_nodes("dispatch", config), streams)
             if handle is not None:
                 return internode.cached_internode_dispatch(
@@ -198,6 +200,7 @@ class NormalCalls:
                     handle,
                     expand=expand,
                     zero_padding=zero_padding,
+                    scale_options=scale_options,
                     options=options,
                 )
             return internode.internode_dispatch(
@@ -215,12 +218,10 @@ class NormalCalls:
                 zero_tail=zero_tail,
                 expand=expand,
                 zero_padding=zero_padding,
+                scale_options=scale_options,
                 options=options,
             )
         default = None if config is not None else self._default_for_rows("dispatch")
-        scale_options = PLAIN
-        if use_fp8 or round_scale or use_ue8m0 or column_major_scales:
-            scale_options = ScaleOptions(use_fp8, round_scale, use_ue8m0, column_major_scales)
         if handle is not None:
             return cached_dispatch(
                 self._context,

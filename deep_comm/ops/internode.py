@@ -14,6 +14,7 @@ from deep_comm.checks import Payload
 from deep_comm.context import Context
 from deep_comm.errors import DeepCommError, HandleMismatch
 from deep_comm.events import EventOverlap
+from deep_comm.expansion import Expansion
 from deep_comm.internode_handle import InternodeHandle
 from deep_comm.ops.call import CallOptions
 from deep_comm.ops.expand import require_expandable, require_expanded
@@ -21,6 +22,8 @@ from deep_comm.ops.internode_expand import expand_received, number_received
 from deep_comm.ops.internode_outputs import TierOutputs, allocate
 from deep_comm.ops.internode_plan import TwoTierPlan, plan_two_tiers
 from deep_comm.ops.layout import Layout, checked_routing, launch_layout
+from deep_comm.ops.outputs import RowTensors
+from deep_comm.ops.scales import ScaleOptions, turn_scales
 from deep_comm.topology import num_local_experts
 
 # See ops/dispatch.py for `| Any`.
@@ -174,10 +177,11 @@ def internode_dispatch(
     zero_tail: bool,
     expand: bool,
     zero_padding: bool,
+    scale_options: ScaleOptions,
     options: CallOptions,
 ) -> DispatchResult:
     ctx.begin()
-    payload = checks.payload(x, ctx.device)
+    payload = scale_options.payload(x, ctx.device)
     idx, weights = checks.topk_pair(topk_idx, topk_weights, ctx.device, payload.num_tokens)
     require_expandable(idx, expand, zero_padding, zero_tail)
     layout, num_experts = checked_routing(
@@ -252,7 +256,8 @@ def internode_dispatch(
             counts is None and zero_tail,
             out,
         )
-        rows, expansion = out, None
+        rows: RowTensors = out
+        expansion: Expansion | None = None
         if expand:
             expansion = number_received(
                 ctx,
@@ -268,6 +273,8 @@ def internode_dispatch(
                 ctx, launch, plan, payload, out, routing.recv_rank_prefix_sum, expansion,
                 zero_padding,
             )  # fmt: skip
+        if scale_options.column_major:
+            turn_scales(ctx, launch, plan, rows)
         event = launch.finish(
             (
                 payload.x,
@@ -339,11 +346,12 @@ def cached_internode_dispatch(
     *,
     expand: bool,
     zero_padding: bool,
+    scale_options: ScaleOptions,
     options: CallOptions,
 ) -> DispatchResult:
     """The routing of ``handle`` with another x: no counts to exchange, no wait of the host."""
     ctx.begin()
-    payload = checks.payload(x, ctx.device)
+    payload = scale_options.payload(x, ctx.device)
     known = known_handle(ctx, handle)
     require_expanded(known.expansion, expand, zero_padding)
     if known.num_tokens != payload.num_tokens:
@@ -393,12 +401,14 @@ def cached_internode_dispatch(
             False,
             out,
         )
-        rows = out
+        rows: RowTensors = out
         if known.expansion is not None:
             rows = expand_received(
                 ctx, launch, plan, payload, out, known.recv_gbl_rank_prefix_sum, known.expansion,
                 zero_padding,
             )  # fmt: skip
+        if scale_options.column_major:
+            turn_scales(ctx, launch, plan, rows)
         event = launch.finish((payload.x, payload.scales, places, *known.all_tensors))
     ctx.end()
     return rows.payload, None, None, None, None, event

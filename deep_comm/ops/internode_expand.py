@@ -15,6 +15,7 @@ from deep_comm.context import Context
 from deep_comm.expansion import Expansion
 from deep_comm.ops.internode_outputs import TierOutputs
 from deep_comm.ops.internode_plan import TwoTierPlan
+from deep_comm.ops.outputs import RowTensors
 
 
 def num_received(ctx: Context, recv_rank_prefix_sum: Tensor) -> int:
@@ -70,10 +71,11 @@ def expand_received(
     recv_rank_prefix_sum: Tensor,
     expansion: Expansion,
     zero_padding: bool,
-) -> TierOutputs:
+) -> RowTensors:
     """``received`` by expert; what came without top-k has neither experts nor weights."""
     idx, weights, num_rows = received.topk_idx, received.topk_weights, expansion.num_rows
-    out = TierOutputs.anywhere(
+    out = RowTensors()
+    out.make(
         launch,
         payload,
         None if idx is None else idx[:, :1],

@@ -19,22 +19,81 @@ from deep_comm.handle_parts import Memory, Slab, SlabLayout, SourceRows
 RecvX = Tensor | tuple[Tensor, Tensor]
 
 
-class Outputs:
-    """Outputs of the dispatch kernel, N rows: tensors for the caller, addresses for the engine.
+class RowTensors:
+    """What dispatch brings, N rows, of one tier or two.
 
     Attributes:
         x, scales: [N, H] and [N, S] or None.
         topk_idx, topk_weights: [N, K] or None; expanded: [M, 1], one a row.
-        src_idx: int32 [N]; None where no handle will hold it, or where it can be had from src_rows.
-        recv_rows: int32 [N, K] of an expanded dispatch; None likewise.
         output_offset, src_offset: in the heap; 0: not in the receive region.
     """
 
+    __slots__ = ("x", "scales", "topk_idx", "topk_weights", "output_offset", "src_offset")
+
+    def __init__(self) -> None:
+        self.x: Tensor
+        self.scales: Tensor | None = None
+        self.topk_idx: Tensor | None = None
+        self.topk_weights: Tensor | None = None
+        self.output_offset = self.src_offset = 0
+
+    def lay_over(
+        self,
+        heap: Heap,
+        block: Any,
+        layout: tuple[int, int, int, int, int],
+        form: PayloadForm,
+        idx: Tensor | None,
+        weights: Tensor | None,
+        num_rows: int,
+    ) -> None:
+        """Tensors over a block of the receive region. ``layout``: see output_layout."""
+        x, scales, topk_idx, topk_weights, _ = layout
+        offset: int = block.offset
+        self.output_offset = offset
+        self.x = heap.matrix(offset + x, num_rows, form.hidden, form.dtype, block)
+        if form.scale_dtype is not None:
+            self.scales = heap.matrix(
+                offset + scales, num_rows, form.num_scales, form.scale_dtype, block
+            )
+        if idx is not None:
+            self.topk_idx = heap.matrix(offset + topk_idx, num_rows, idx.shape[1], idx.dtype, block)
+        if weights is not None:
+            self.topk_weights = heap.matrix(
+                offset + topk_weights, num_rows, weights.shape[1], weights.dtype, block
+            )
+
+    def make(
+        self,
+        launch: Launch,
+        payload: Payload,
+        idx: Tensor | None,
+        weights: Tensor | None,
+        num_rows: int,
+    ) -> None:
+        """Ordinary tensors: peers cannot write there."""
+        self.x = launch.empty((num_rows, payload.hidden), payload.x.dtype)
+        if payload.scales is not None:
+            self.scales = launch.empty((num_rows, payload.num_scales), payload.scales.dtype)
+        if idx is not None:
+            self.topk_idx = launch.empty((num_rows, idx.shape[1]), idx.dtype)
+        if weights is not None:
+            self.topk_weights = launch.empty((num_rows, weights.shape[1]), weights.dtype)
+
+    @property
+    def payload(self) -> RecvX:
+        return self.x if self.scales is None else (self.x, self.scales)
+
+
+class Outputs(RowTensors):
+    """Outputs of the dispatch kernel: tensors for the caller, addresses for the engine.
+
+    Attributes:
+        src_idx: int32 [N]; None where no handle will hold it, or where it can be had from src_rows.
+        recv_rows: int32 [N, K] of an expanded dispatch; None likewise.
+    """
+
     __slots__ = (
-        "x",
-        "scales",
-        "topk_idx",
-        "topk_weights",
         "src_idx",
         "src_rows",
         "recv_rows",
@@ -44,21 +103,16 @@ class Outputs:
         "topk_weights_address",
         "src_idx_address",
         "recv_rows_address",
-        "output_offset",
-        "src_offset",
     )
 
     def __init__(self) -> None:
-        self.x: Tensor
+        super().__init__()
         self.x_address: int
-        self.scales: Tensor | None = None
-        self.topk_idx: Tensor | None = None
-        self.topk_weights: Tensor | None = None
         self.src_idx: Tensor | None = None
         self.src_rows: SourceRows | None = None
         self.recv_rows: Tensor | None = None
         self.scales_address = self.topk_idx_address = self.topk_weights_address = 0
-        self.src_idx_address = self.recv_rows_address = self.output_offset = self.src_offset = 0
+        self.src_idx_address = self.recv_rows_address = 0
 
     @staticmethod
     def blank(ctx: Context, reserved: Reservation) -> Outputs:
@@ -72,10 +126,6 @@ class Outputs:
         out.topk_idx_address = out.topk_weights_address = address
         out.src_idx_address = out.recv_rows_address = ctx.heap.base + out.src_offset
         return out
-
-    @property
-    def payload(self) -> RecvX:
-        return self.x if self.scales is None else (self.x, self.scales)
 
 
 class Reservation:
@@ -227,30 +277,22 @@ def outputs_in(
     places: int = 0,
 ) -> Outputs:
     """Tensors of ``num_rows`` rows over the region, where peers write them in place."""
-    x, scales, topk_idx, topk_weights, num_bytes = _layout(payload, idx, num_rows)
-    block, form = reserved.block, payload.form
+    layout = x, scales, topk_idx, topk_weights, num_bytes = _layout(payload, idx, num_rows)
+    block = reserved.block
     if num_rows < reserved.num_rows:
         block.shrink(num_bytes)
         reserved.src_block.shrink(reserved.slab_bytes + _source_bytes(ctx, num_rows, places))
-    offset: int = block.offset
     heap = ctx.heap
-    address = heap.base + offset
     out = Outputs()
-    out.output_offset, out.src_offset = offset, reserved.src_offset
-    out.x = heap.matrix(offset + x, num_rows, form.hidden, form.dtype, block)
+    out.lay_over(heap, block, layout, payload.form, idx, weights, num_rows)
+    out.src_offset = reserved.src_offset
+    address = heap.base + out.output_offset
     out.x_address = address + x
-    if form.scale_dtype is not None:
-        out.scales = heap.matrix(
-            offset + scales, num_rows, form.num_scales, form.scale_dtype, block
-        )
+    if out.scales is not None:
         out.scales_address = address + scales
     if idx is not None:
-        out.topk_idx = heap.matrix(offset + topk_idx, num_rows, idx.shape[1], idx.dtype, block)
         out.topk_idx_address = address + topk_idx
     if weights is not None:
-        out.topk_weights = heap.matrix(
-            offset + topk_weights, num_rows, weights.shape[1], weights.dtype, block
-        )
         out.topk_weights_address = address + topk_weights
     begin = reserved.src_offset
     out.src_idx_address = heap.base + begin
@@ -295,17 +337,11 @@ def outputs_anywhere(
 ) -> Outputs:
     """Ordinary tensors: the rows will come through the rings."""
     out = Outputs()
-    out.x = launch.empty((num_rows, payload.hidden), payload.x.dtype)
+    out.make(launch, payload, idx, weights, num_rows)
     out.x_address = ctx.address(out.x)
-    if payload.scales is not None:
-        out.scales = launch.empty((num_rows, payload.num_scales), payload.scales.dtype)
-        out.scales_address = ctx.address(out.scales)
-    if idx is not None:
-        out.topk_idx = launch.empty((num_rows, idx.shape[1]), idx.dtype)
-        out.topk_idx_address = ctx.address(out.topk_idx)
-    if weights is not None:
-        out.topk_weights = launch.empty((num_rows, weights.shape[1]), weights.dtype)
-        out.topk_weights_address = ctx.address(out.topk_weights)
+    out.scales_address = ctx.address(out.scales)
+    out.topk_idx_address = ctx.address(out.topk_idx)
+    out.topk_weights_address = ctx.address(out.topk_weights)
     out.src_idx = launch.empty((num_rows,), torch.int32)
     out.src_idx_address = ctx.address(out.src_idx)
     if places > 0:

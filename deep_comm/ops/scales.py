@@ -14,7 +14,8 @@ from deep_comm.checks import Payload, QuantisedPayload
 from deep_comm.config import RingPlan
 from deep_comm.context import Context
 from deep_comm.errors import ArgumentError
-from deep_comm.ops.outputs import Outputs
+from deep_comm.ops.internode_plan import TwoTierPlan
+from deep_comm.ops.outputs import RowTensors
 
 _TMA_ROWS = 4  # 16 bytes: what a column must start at a multiple of
 
@@ -62,7 +63,9 @@ def inputs_of(payload: Payload) -> tuple[Tensor | None, ...]:
     return (payload.x, payload.scales, source)
 
 
-def turn_scales(ctx: Context, launch: Launch, plan: RingPlan, out: Outputs) -> None:
+def turn_scales(
+    ctx: Context, launch: Launch, plan: RingPlan | TwoTierPlan, out: RowTensors
+) -> None:
     """Behind a dispatch: received scales column by column."""
     rows = out.scales
     assert rows is not None
@@ -70,7 +73,7 @@ def turn_scales(ctx: Context, launch: Launch, plan: RingPlan, out: Outputs) -> N
     column_stride = max(1, -(-num_rows // _TMA_ROWS)) * _TMA_ROWS
     columns = launch.empty((num_columns, column_stride), rows.dtype)
     ctx.engine.transpose_scales(
-        src=out.scales_address,
+        src=ctx.address(rows),
         dst=ctx.address(columns),
         num_rows=num_rows,
         num_columns=num_columns,

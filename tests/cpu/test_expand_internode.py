@@ -174,3 +174,38 @@ def test_refusals() -> None:
             assert buffer.runtime.num_launches == before
 
     local.run(main, 2)
+
+
+@pytest.mark.parametrize("expand", [False, True])
+@pytest.mark.parametrize("num_tokens", [(7, 0, 5, 18), (0, 0, 0, 0)])
+def test_scales_come_back_column_by_column(expand: bool, num_tokens: tuple[int, ...]) -> None:
+    case = InternodeCase(
+        num_tokens, hidden=256, dtype=torch.float8_e4m3fn, scales=Scales(5), alignment=2
+    )
+
+    def main(group: local.ThreadGroup) -> None:
+        inputs = make_inputs(case, group.rank())
+        options: dict[str, Any] = dict(zero_padding=True) if expand else {}
+        arguments = dict(
+            topk_idx=inputs.topk_idx, num_experts=case.experts, expand=expand, expert_alignment=2
+        )
+        with expanded.buffer_of(group, case, "cpu") as buffer:
+            x = inputs.x, inputs.scales
+            by_row, *_, handle, _ = buffer.dispatch(x, **arguments, **options)
+            found = [
+                buffer.dispatch(x, **arguments, **options, column_major_scales=True)[0],
+                buffer.dispatch(x, handle=handle, **options, column_major_scales=True)[0],
+            ]
+            for recv_x, scales in found:
+                assert torch.equal(recv_x.view(torch.uint8), by_row[0].view(torch.uint8))
+                assert torch.equal(scales, by_row[1]) and scales.shape == by_row[1].shape
+                assert scales.stride(1) % 4 == 0 and scales.stride(1) >= scales.shape[0]
+                assert scales.stride(0) == 1
+            for name, given in (
+                ("column_major_scales", dict(column_major_scales=True)),
+                ("round_scale", dict(round_scale=True)),
+            ):
+                with pytest.raises(ArgumentError, match=name):
+                    buffer.dispatch(torch.ones(2, 16), **arguments, **given)
+
+    local.run(main, 4)

@@ -1,0 +1,50 @@
+"""tests/cpu/test_expand_internode.py on GPUs: one host's GPUs as logical nodes, over the software
+NIC.
+"""
+
+import dataclasses
+
+import expanded
+import torch
+from cases import Scales
+from gpu_cases import run
+from internode import InternodeCase, direct
+from test_internode_gpu import random_cases, shapes
+
+
+def check(cases: list[InternodeCase], options: dict | None = None) -> None:
+    results = run(expanded.run_cases, cases[0].num_ranks, cases, options or {})
+    expanded.verify_all(cases, results)
+
+
+def test_every_expert_gets_its_rows_and_every_token_its_sum(num_ranks: int) -> None:
+    for shape in shapes(num_ranks):
+        check(random_cases(shape, first_seed=3000 + 100 * shape[0] + shape[1], num_cases=24))
+
+
+def test_asynchronous_calls_give_the_same(num_ranks: int) -> None:
+    cases = random_cases(shapes(num_ranks)[-1], first_seed=3900, num_cases=8)
+    check(cases, {"async_finish": True})
+
+
+def test_many_tokens_at_a_model_shape(num_ranks: int) -> None:
+    for num_nodes, ranks_per_node in shapes(num_ranks):
+        num = num_nodes * ranks_per_node
+        plain = InternodeCase(
+            tuple(512 + 97 * rank for rank in range(num)), hidden=7168, experts=256, topk=8,
+            alignment=16, biases=1, calls=2, nvl_bytes=1 << 30, rdma_bytes=512 << 20, num_sms=24,
+            send_chunk=6, slots=64, rail_chunk=6, rail_slots=64, ranks_per_node=ranks_per_node,
+        )  # fmt: skip
+        quantised = dataclasses.replace(plain, dtype=torch.float8_e4m3fn, scales=Scales(56))
+        check([dataclasses.replace(plain, direct_bytes=0), direct(plain), direct(quantised)])
+
+
+def test_one_rank_numbers_a_large_batch(num_ranks: int) -> None:
+    """All rows come to one rank's experts, in worst-case mode: many blocks number them."""
+    for num_nodes, ranks_per_node in shapes(num_ranks):
+        num = num_nodes * ranks_per_node
+        case = InternodeCase(
+            (3001,) * num, hidden=512, experts=4 * num, topk=4, routing="skewed", alignment=128,
+            worst=5, nvl_bytes=512 << 20, rdma_bytes=256 << 20, ranks_per_node=ranks_per_node,
+        )  # fmt: skip
+        check([case, direct(case)])
