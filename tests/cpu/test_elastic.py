@@ -284,6 +284,33 @@ def test_combine_honours_rewritten_metadata() -> None:
     alone(fn)
 
 
+@pytest.mark.parametrize("sync", [False, True])
+def test_combine_honours_rewritten_metadata_between_nodes(
+    sync: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEEP_COMM_RANKS_PER_NODE", "1")
+
+    def main(group):
+        buffer = ElasticBuffer(group, num_max_tokens_per_rank=8, hidden=64, num_topk=2)
+        x = torch.ones(4, 64, dtype=torch.bfloat16)
+        idx = torch.tensor([[0, 1], [1, 2], [2, -1], [3, 0]])
+        _, _, _, handle, _ = buffer.dispatch(
+            x, idx, num_experts=4, do_expand=True, do_cpu_sync=sync
+        )
+        # Both ranks have received three tokens of each.
+        handle.recv_src_metadata[:, 2:] = -1
+        handle.recv_src_metadata[:6, 3] = torch.arange(6, dtype=torch.int32).flip(0)
+        handle.recv_src_metadata[0, 2] = 1000
+        rows = (torch.arange(6) + 1).mul(10).view(-1, 1).expand(6, 64).to(torch.bfloat16)
+        combined, _, _ = buffer.combine(rows.contiguous(), handle)
+        wanted = [[60.0, 110.0, 50.0, 80.0], [30.0, 50.0, 20.0, 20.0]][group.rank()]
+        assert combined[:, 0].tolist() == wanted
+        group.barrier()
+        buffer.destroy()
+
+    local.run(main, 2, timeout_s=60)
+
+
 def test_rules_of_events() -> None:
     def fn(buffer, x, idx):
         event = ElasticBuffer.capture()
