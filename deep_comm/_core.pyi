@@ -348,6 +348,7 @@ class Engine:
     max_ranks: int  # of any group
     masked_offset: int  # from the heap's start: int32 [max_ranks], ranks that this one does without
     votes_offset: int  # int32 [max_ranks, max_ranks]: [from, rank], the same of the others
+    rail_masked_offset: int  # of a group of several nodes, both in one: int64 [R]
     def enable_low_latency(self, *, num_bytes: int, can_shrink: bool = False) -> None:
         """Take the last num_bytes of the heap, a multiple of 128. Once,
         before anything is launched.
@@ -371,6 +372,7 @@ class Engine:
         format: str,
         one_rounding: bool = False,  # room for combine's rows "selections" as well
         is_internode: bool = False,  # a group of several nodes
+        can_shrink: bool = False,  # kernels do without ranks that stay silent
     ) -> int:
         """The smallest low-latency region that serves calls of this shape."""
     @staticmethod

@@ -50,6 +50,7 @@ class LowLatencyCalls:
         num_experts: int,
         *,
         ranks_per_node: int | None = None,
+        enable_shrink: bool = False,
     ) -> int:
         """num_rdma_bytes that serve calls up to these sizes, with any top-k and format.
 
@@ -58,6 +59,7 @@ class LowLatencyCalls:
         Args:
             ranks_per_node: of a group of several nodes, which needs more; default: one node, unless
                 num_ranks is more than a node has.
+            enable_shrink: for a Buffer with rank masks, which needs more from 65 ranks on.
         """
         for name, value, smallest in (
             ("hidden", hidden, 8),
@@ -69,7 +71,8 @@ class LowLatencyCalls:
                 raise ArgumentError(name, value, f"must be at least {smallest}")
         max_tokens = low_latency.check_num_max_tokens(num_max_dispatch_tokens_per_rank)
         per_node = MAX_RANKS_PER_NODE if ranks_per_node is None else ranks_per_node
-        return region_bytes(num_ranks, max_tokens, hidden, is_internode=num_ranks > per_node)
+        is_internode = num_ranks > per_node
+        return region_bytes(num_ranks, max_tokens, hidden, is_internode, enable_shrink)
 
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
@@ -301,6 +304,9 @@ class LowLatencyCalls:
         its tokens out; if it fell silent in the middle, recv_count may count rows of it that have
         no content, and combine sends nothing back for them. Combine leaves out what its experts did
         not send. Later calls do not wait for it.
+
+        Between nodes as well: there rows go straight from rank to rank with enable_shrink, so that
+        none of a live rank is lost with another one; a call whose mask stays zero has lost nothing.
 
         Args:
             mask_status: int32 [R], out: 1 for masked ranks. Ordered on the current stream.

@@ -37,7 +37,11 @@ travel with dispatch, use_nvfp4).
 
 
 def region_bytes(
-    num_ranks: int, num_max_tokens: int, hidden: int, is_internode: bool = False
+    num_ranks: int,
+    num_max_tokens: int,
+    hidden: int,
+    is_internode: bool = False,
+    can_shrink: bool = False,
 ) -> int:
     """Bytes of a region for any top-k, format, number of experts and GPU."""
     return _core.Engine.low_latency_region_bytes(
@@ -49,6 +53,7 @@ def region_bytes(
         num_blocks=MAX_BLOCKS,
         format="bfloat16",
         is_internode=is_internode,
+        can_shrink=can_shrink,
     )
 
 
@@ -255,6 +260,7 @@ class LowLatencyState:
             format="fp8" if use_fp8 else "bfloat16",
             one_rounding=one_rounding,
             is_internode=ctx.topology.num_nodes > 1,
+            can_shrink=ctx.enable_shrink,
         )
         if needed > ctx.low_latency_bytes:
             raise BufferTooSmall(
@@ -331,8 +337,13 @@ class LowLatencyState:
             raise ArgumentError("enable_shrink", False, "must be True for rank masks")
 
     def _masks(self) -> tuple[Tensor, Tensor]:
-        """int32 views: ranks that this one does without [8], and what the others say [8, 8]."""
+        """Ranks that this one does without [8 or R], and what the others say [8, 8]; of a group
+        of several nodes the first is both."""
         ctx = self._ctx
+        if ctx.topology.num_nodes > 1:
+            masked = ctx.heap.view(ctx.engine.rail_masked_offset, 8 * ctx.num_ranks)
+            masked = masked.view(torch.int64)
+            return masked, masked.new_zeros(1, ctx.num_ranks)
         num_ranks = ctx.engine.max_ranks
         own = ctx.heap.view(ctx.engine.masked_offset, 4 * num_ranks).view(torch.int32)
         votes = ctx.heap.view(ctx.engine.votes_offset, 4 * num_ranks * num_ranks)
@@ -360,7 +371,7 @@ class LowLatencyState:
             "mask_status", mask_status, self._ctx.device, shape=(num_ranks,), dtypes=(torch.int32,)
         )
         own, votes = self._masks()
-        masked = own + votes.sum(dim=0, dtype=torch.int32)
+        masked = own + votes.sum(dim=0, dtype=own.dtype)
         masked[self._ctx.rank] = 0
         status.copy_(masked[:num_ranks].clamp_(max=1))
 

@@ -1,14 +1,14 @@
-"""Low-latency calls of which one rank ends at a chosen stage, and what the others must get."""
+"""Low-latency calls of which ranks end at a chosen stage, and what the others must get."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-from low_latency import LowLatencyCase, Pair, Received, expert_rows, inputs_of
+from low_latency import LowLatencyCase, Pair, Received, expert_rows, inputs_of, open_buffer
 from payload import assert_same_bits
 from torch import Tensor
 
@@ -16,7 +16,7 @@ from deep_comm import Buffer
 from deep_comm import reference_low_latency as reference
 from deep_comm.topology import first_expert, num_local_experts
 
-NUM_CALLS, LAST_CALL, DEAD = 5, 2, 1  # the dead rank ends in the third call
+NUM_CALLS, LAST_CALL, DEAD = 5, 2, 1  # the dead ranks end in the third call
 STAGES = ("before dispatch", "in dispatch", "after dispatch", "in combine", "after combine")
 DEADLINE_S = 3.0  # a living rank on a busy machine must not run into it
 
@@ -29,13 +29,19 @@ def case_of(**changes: Any) -> LowLatencyCase:
     return LowLatencyCase(**{**settings, **changes})
 
 
-def run_until(buffer: Buffer, case: LowLatencyCase, stage: str, die: Callable[[], None]) -> list:
-    """Pairs of calls; the dead rank's `die` raises or never returns. By call: (received, mask,
+def run_until(
+    buffer: Buffer,
+    case: LowLatencyCase,
+    stage: str,
+    die: Callable[[], None],
+    dead: Collection[int] = (DEAD,),
+) -> list:
+    """Pairs of calls; `die` of the dead ranks raises or never returns. By call: (received, mask,
     seconds)."""
     results = []
     for call in range(case.calls):
         started = time.monotonic()
-        is_last = buffer.rank == DEAD and call == LAST_CALL
+        is_last = buffer.rank in dead and call == LAST_CALL
         pair = Pair(buffer, case, call)
         if is_last and stage == "before dispatch":
             die()
@@ -57,27 +63,31 @@ def run_until(buffer: Buffer, case: LowLatencyCase, stage: str, die: Callable[[]
     return results
 
 
-def without(case: LowLatencyCase, idx: Tensor) -> Tensor:
-    """Selections of the dead rank's experts are none."""
-    first = first_expert(DEAD, case.experts, case.num_ranks)
-    last = first + num_local_experts(DEAD, case.experts, case.num_ranks)
-    return torch.where((idx >= first) & (idx < last), -1, idx)
+def without(case: LowLatencyCase, idx: Tensor, dead: Collection[int] = (DEAD,)) -> Tensor:
+    """Selections of the dead ranks' experts are none."""
+    for rank in dead:
+        first = first_expert(rank, case.experts, case.num_ranks)
+        last = first + num_local_experts(rank, case.experts, case.num_ranks)
+        idx = torch.where((idx >= first) & (idx < last), -1, idx)
+    return idx
 
 
-def verify_survivors(case: LowLatencyCase, results: list, stage: str) -> None:
-    """`results` by rank, of the dead one anything."""
+def verify_survivors(
+    case: LowLatencyCase, results: list, stage: str, dead: Collection[int] = (DEAD,)
+) -> None:
+    """`results` by rank, of the dead ones anything."""
     for call in range(case.calls):
         xs, idxs, weights = map(
             list, zip(*(inputs_of(case, r, call) for r in range(case.num_ranks)), strict=True)
         )
-        # Where the dead rank still sends, its rows count: it has announced them in full.
+        # Where the dead ranks still send, their rows count: they have announced them in full.
         sends = call < LAST_CALL or (call == LAST_CALL and stage != "before dispatch")
         returns = call < LAST_CALL or (
             call == LAST_CALL and stage in ("in combine", "after combine")
         )
-        if not sends:
-            xs[DEAD], weights[DEAD] = xs[DEAD][:0], weights[DEAD][:0]
-            idxs[DEAD] = idxs[DEAD][:0]
+        for rank in () if sends else dead:
+            xs[rank], weights[rank] = xs[rank][:0], weights[rank][:0]
+            idxs[rank] = idxs[rank][:0]
         options = dict(
             num_max_tokens=case.max_tokens, num_experts=case.experts, use_fp8=case.use_fp8,
             compact=case.compact,
@@ -90,25 +100,24 @@ def verify_survivors(case: LowLatencyCase, results: list, stage: str) -> None:
             )
         else:
             live = reference.low_latency_dispatch(
-                xs, [without(case, idx) for idx in idxs], topk_weights=weights, **options
+                xs, [without(case, idx, dead) for idx in idxs], topk_weights=weights, **options
             )
-            # A survivor's rows lie where it has them, with the dead rank's rows or without.
+            # A survivor's rows lie where it has them, with the dead ranks' rows or without.
             for rank in range(case.num_ranks):
-                if rank == DEAD:
-                    continue
-                live[rank] = dispatched[rank]
+                if rank not in dead:
+                    live[rank] = dispatched[rank]
             combined = reference.low_latency_combine(
                 rows, live, weights, compact=case.compact, one_rounding=case.one_rounding
             )
         for rank in range(case.num_ranks):
-            if rank == DEAD:
+            if rank in dead:
                 continue
             got, mask, elapsed_s = results[rank][call]
             what = f"{stage}, rank {rank}, call {call}"
             verify_rows(case, got, dispatched[rank], what)
             assert_same_bits(got.combined_x, combined[rank], f"{what}: combined_x")
             noticed = call > LAST_CALL or (call == LAST_CALL and not returns)
-            assert mask == [int(noticed and peer == DEAD) for peer in range(case.num_ranks)], what
+            assert mask == [int(noticed and peer in dead) for peer in range(case.num_ranks)], what
 
 
 def verify_rows(
@@ -124,13 +133,100 @@ def verify_rows(
         )
 
 
-def survive(group: Any, case: LowLatencyCase, stage: str, on_gpu: bool = False) -> list:
+def survive(
+    group: Any,
+    case: LowLatencyCase,
+    stage: str,
+    on_gpu: bool = False,
+    dead: Collection[int] = (DEAD,),
+) -> list:
     device = torch.device("cuda", group.rank()) if on_gpu else torch.device("cpu")
-    with Buffer(
-        group, 0, case.num_bytes, low_latency_mode=True, device=device, timeout_s=DEADLINE_S,
-        enable_shrink=True,
-    ) as buffer:  # fmt: skip
-        results = run_until(buffer, case, stage, lambda: os._exit(0))
+    with open_buffer(
+        group, case, device=device, timeout_s=DEADLINE_S, enable_shrink=True
+    ) as buffer:
+        results = run_until(buffer, case, stage, lambda: os._exit(0), dead)
         for _, _, elapsed_s in results[LAST_CALL + 2 :]:
             assert elapsed_s < DEADLINE_S, "later calls wait for nobody"
         return results
+
+
+# ---- a rank that stops anywhere -----------------------------------------------------------------
+
+_PIECE = 8  # columns that are added together
+
+
+def verify_any_stop(case: LowLatencyCase, results: list, dead: int) -> int:
+    """`results` by rank, by call (received, mask); `dead` has stopped at some step, maybe in the
+    middle of a kernel. What a survivor gets of the others is as if nothing had happened; of the
+    dead rank it has all or, in the call that masks it, parts; later nothing. Returns how many
+    calls ended without it.
+    """
+    survivors = [rank for rank in range(case.num_ranks) if rank != dead]
+    num_without = 0
+    for call in range(case.calls):
+        ranks = range(case.num_ranks)
+        xs, idxs, weights = map(list, zip(*(inputs_of(case, r, call) for r in ranks), strict=True))
+        options = dict(num_max_tokens=case.max_tokens, num_experts=case.experts)
+
+        def dispatched(xs: list, idxs: list, weights: list, options: Any = options) -> list:
+            return reference.low_latency_dispatch(xs, idxs, topk_weights=weights, **options)
+
+        full = dispatched(xs, idxs, weights)
+        none = [part[dead][:0] for part in (xs, idxs, weights)]
+        less = dispatched(
+            *([*part[:dead], empty, *part[dead + 1 :]]
+              for part, empty in zip((xs, idxs, weights), none, strict=True))
+        )  # fmt: skip
+        rows = [expert_rows(case, rank, call) for rank in ranks]
+        layouts = list(full)
+        masks = [results[rank][call][1] for rank in survivors]
+        for rank in survivors:
+            got, _ = results[rank][call]
+            what = f"rank {rank}, call {call}"
+            counts = got.recv_count.tolist()
+            has_all = counts == full[rank].recv_count.tolist()
+            if not has_all:
+                assert counts == less[rank].recv_count.tolist(), what
+                layouts[rank] = less[rank]
+            verify_live_rows(case, got, layouts[rank], dead if has_all else -1, what)
+        with_dead = reference.low_latency_combine(rows, layouts, weights)
+        live = dispatched(xs, [without(case, idx, (dead,)) for idx in idxs], weights)
+        live = [live[rank] if rank == dead else layouts[rank] for rank in ranks]
+        without_dead = reference.low_latency_combine(rows, live, weights)
+        before = call == 0 or not any(results[survivors[0]][call - 1][1])
+        for rank in survivors:
+            got, mask = results[rank][call]
+            what = f"rank {rank}, call {call}, mask {mask}"
+            assert all(not is_masked or peer == dead for peer, is_masked in enumerate(mask)), what
+            pieces = [
+                part.contiguous().view(torch.int16).view(-1, _PIECE)
+                for part in (got.combined_x, with_dead[rank], without_dead[rank])
+            ]
+            has_it = (pieces[0] == pieces[1]).all(dim=1)
+            is_without = (pieces[0] == pieces[2]).all(dim=1)
+            assert bool((has_it | is_without).all()), f"{what}: combined_x"
+            assert mask[dead] or bool(has_it.all()), f"{what}: lost something and does not say so"
+            if not before:
+                assert bool(is_without.all()), f"{what}: something of the masked rank"
+        if call > 0 and any(mask[dead] for mask in masks):
+            num_without += 1
+    last = [results[rank][case.calls - 1][1] for rank in survivors]
+    assert all(mask == last[0] for mask in last), "survivors agree"
+    return num_without
+
+
+def verify_live_rows(
+    case: LowLatencyCase, got: Received, want: reference.LowLatencyDispatched, dead: int, what: str
+) -> None:
+    """Rows of every source but `dead`, whose rows may have no content."""
+    got_x, want_x = (part.view(-1, case.num_ranks * case.max_tokens, case.hidden)
+                     for part in (got.recv_x, want.recv_x))  # fmt: skip
+    assert torch.equal(got.layout_range, want.layout_range), what
+    for expert, ranges in enumerate(want.layout_range.tolist()):
+        for source, packed in enumerate(ranges):
+            first, count = packed >> 32, packed & 0xFFFFFFFF
+            if source == dead:
+                continue
+            where = f"{what}: expert {expert}, source {source}"
+            assert_same_bits(got_x[expert, first : first + count],
+                             want_x[expert, first : first + count], where)  # fmt: skip

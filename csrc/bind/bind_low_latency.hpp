@@ -77,20 +77,24 @@ void bind_low_latency(pybind11::module_& m, pybind11::class_<Engine<Target>>& en
   engine.def_property_readonly("max_ranks", [](const Type&) { return kMaxRanks; });
   engine.def_property_readonly("masked_offset", &Type::masked_offset);
   engine.def_property_readonly("votes_offset", &Type::votes_offset);
+  engine.def_property_readonly("rail_masked_offset", &Type::rail_masked_offset);
   engine.def("set_low_latency_sequence", &Type::set_low_latency_sequence, "sequence"_a);
   engine.def("reset_low_latency", &Type::reset_low_latency);
   engine.def_property_readonly("low_latency_bytes", &Type::low_latency_bytes);
   engine.def_static(
       "low_latency_region_bytes",
       [](int num_ranks, int num_max_tokens, int hidden, int num_topk, int num_experts,
-         int num_blocks, const std::string& format, bool one_rounding, bool is_internode) {
+         int num_blocks, const std::string& format, bool one_rounding, bool is_internode,
+         bool can_shrink) {
         const LowLatencyShape shape = low_latency_shape(
             num_max_tokens, hidden, num_topk, num_experts, num_blocks, payload_format_of(format));
-        return is_internode ? LowLatencyRailRegion::bytes_for(shape, num_ranks, one_rounding)
-                            : LowLatencyRegion::bytes_for(shape, num_ranks, one_rounding);
+        return is_internode
+                   ? LowLatencyRailRegion::bytes_for(shape, num_ranks, one_rounding, can_shrink)
+                   : LowLatencyRegion::bytes_for(shape, num_ranks, one_rounding);
       },
       py::kw_only(), "num_ranks"_a, "num_max_tokens"_a, "hidden"_a, "num_topk"_a, "num_experts"_a,
-      "num_blocks"_a, "format"_a, "one_rounding"_a = false, "is_internode"_a = false);
+      "num_blocks"_a, "format"_a, "one_rounding"_a = false, "is_internode"_a = false,
+      "can_shrink"_a = false);
   engine.def_static("low_latency_rail_workspace_bytes", &Type::low_latency_rail_workspace_bytes,
                     py::kw_only(), "num_ranks"_a, "num_max_experts"_a);
 

@@ -131,6 +131,8 @@ class Engine {
   // From the segment's start: int32 [kMaxRanks] and [kMaxRanks, kMaxRanks], see sync/mask.cuh.
   size_t masked_offset() const { return world_.layout.low_latency.masked; }
   size_t votes_offset() const { return world_.layout.low_latency.votes; }
+  // Of a group of several nodes: uint64 [R], see low_latency/rail_mask.cuh.
+  size_t rail_masked_offset() const { return low_latency_reach_.words.masked; }
   // For tests of the wrap-around: the number of the last operation of each kind, at least 4, as if
   // so many had run. On all ranks, between two barriers of the hosts, when no kernel runs.
   void set_low_latency_sequence(uint32_t sequence);

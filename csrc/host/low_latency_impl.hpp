@@ -91,8 +91,9 @@ inline void check_call(const Phases& phases, int num_tokens, const LowLatencyPla
 template <class Target>
 size_t Engine<Target>::low_latency_bytes_for(const LowLatencyShape& shape,
                                              bool one_rounding) const {
-  return is_internode() ? LowLatencyRailRegion::bytes_for(shape, num_group_ranks(), one_rounding)
-                        : LowLatencyRegion::bytes_for(shape, world_.num_ranks, one_rounding);
+  return is_internode()
+             ? LowLatencyRailRegion::bytes_for(shape, num_group_ranks(), one_rounding, can_shrink_)
+             : LowLatencyRegion::bytes_for(shape, world_.num_ranks, one_rounding);
 }
 
 // The region, and the words of a group of several nodes before it.

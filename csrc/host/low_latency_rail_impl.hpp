@@ -11,7 +11,6 @@ template <class Target>
 void Engine<Target>::enable_low_latency_rail(size_t num_bytes) {
   using detail::require;
   const int num_ranks = num_group_ranks();
-  require(!can_shrink_, "can_shrink needs a group inside one node");
   require(num_rail_peers_ == tiers_.num_nodes() + num_ranks,
           "low-latency mode between nodes needs every rank's segment as a rail peer");
   require(num_ranks < 1 << 15,
@@ -23,7 +22,7 @@ void Engine<Target>::enable_low_latency_rail(size_t num_bytes) {
   const size_t begin = world_.layout.data + data_bytes_;
   RailReach& reach = low_latency_reach_;
   reach.words = LowLatencyRailWords::make(begin, num_ranks, num_max_experts_);
-  reach.region = LowLatencyRailRegion::make(begin + num_words, num_bytes, num_ranks);
+  reach.region = LowLatencyRailRegion::make(begin + num_words, num_bytes, num_ranks, can_shrink_);
   reach.group.rank = tiers_.rank;
   reach.group.num_ranks = num_ranks;
   reach.group.first_near = tiers_.rail.node * world_.num_ranks;

@@ -19,6 +19,8 @@ inline constexpr FaultName kFaultNames[] = {
     {"reorder_rail", 1u << 8},        {"skip_rail_credit", 1u << 9},
     {"early_rail_credit", 1u << 10},  {"skip_rail_fence", 1u << 11},
     {"plain_words", 1u << 12},        {"skip_launch_wait", 1u << 13},
+    {"skip_vote", 1u << 14},          {"skip_agreement", 1u << 15},
+    {"shared_rows", 1u << 16},        {"skip_alive", 1u << 17},
 };
 
 }  // namespace deep_comm::simt

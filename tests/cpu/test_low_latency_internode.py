@@ -284,17 +284,6 @@ def test_the_most_tokens_of_any_rank_are_reported_to_all() -> None:
 # ---- errors --------------------------------------------------------------------------------------
 
 
-def test_masks_are_refused_between_nodes() -> None:
-    def main(group: local.ThreadGroup) -> None:
-        with pytest.raises(errors.UnsupportedError, match="enable_shrink.*inside one node"):
-            deep_comm.Buffer(
-                group, 0, 1 << 20, low_latency_mode=True, enable_shrink=True, device="cpu",
-                ranks_per_node=1,
-            )  # fmt: skip
-
-    local.run(main, 2, timeout_s=30)
-
-
 def test_a_region_that_is_too_small_names_the_bytes_it_needs() -> None:
     inside = deep_comm.Buffer.get_low_latency_rdma_size_hint(16, 256, 4, 8)
     between = deep_comm.Buffer.get_low_latency_rdma_size_hint(16, 256, 4, 8, ranks_per_node=2)

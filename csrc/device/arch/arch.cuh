@@ -146,6 +146,10 @@ enum class Fault : uint32_t {
   kSkipRailFence = 1u << 11,    // no fence between filling a slot and putting it
   kPlainWords = 1u << 12,       // rows travel as they are, zeros as zeros
   kSkipLaunchWait = 1u << 13,   // await_earlier_launch returns at once
+  kSkipVote = 1u << 14,         // who masks a rank keeps it to itself
+  kSkipAgreement = 1u << 15,    // each block finds out by itself whose rows it places
+  kSharedRows = 1u << 16,       // combine's rows lie where another rank's may come after a mask
+  kSkipAlive = 1u << 17,        // who waits for a silent rank is silent itself
 };
 
 }  // namespace deep_comm

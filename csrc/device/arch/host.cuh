@@ -30,6 +30,10 @@ static_assert(simt::kFaultNames[10].bit == static_cast<uint32_t>(Fault::kEarlyRa
 static_assert(simt::kFaultNames[11].bit == static_cast<uint32_t>(Fault::kSkipRailFence));
 static_assert(simt::kFaultNames[12].bit == static_cast<uint32_t>(Fault::kPlainWords));
 static_assert(simt::kFaultNames[13].bit == static_cast<uint32_t>(Fault::kSkipLaunchWait));
+static_assert(simt::kFaultNames[14].bit == static_cast<uint32_t>(Fault::kSkipVote));
+static_assert(simt::kFaultNames[15].bit == static_cast<uint32_t>(Fault::kSkipAgreement));
+static_assert(simt::kFaultNames[16].bit == static_cast<uint32_t>(Fault::kSharedRows));
+static_assert(simt::kFaultNames[17].bit == static_cast<uint32_t>(Fault::kSkipAlive));
 
 inline bool fault(Fault which) {
   return (simt::t_state.faults & static_cast<uint32_t>(which)) != 0;

@@ -2,12 +2,14 @@
 // on all ranks, so that an offset names a place at every peer. R ranks of all nodes, M tokens a
 // rank may have, K top-k.
 //
-//   words  = [ LowLatencyRailState | consumed | announced | counts | counts on their way ]
+//   words  = [ LowLatencyRailState | consumed | announced | counts | counts on their way | masked
+//            | alive | participants ]
 //   region = two halves of each of
 //     weights      [R, M, K]         weights of a token of a source: value beside its number
 //     slots        [R, M]            messages of a source; zero at rest
 //     rows         [M, min(K, R)]    what the ranks of a token's experts send back, ranks ascending; zero at rest
 //                                    with one rounding [M, K], by selection
+//                                    with masks [M, R], or [M, R, K]: see RowPlaces
 //     and, from which the NIC takes them: weights_staged [M, K], slots_staged [M], rows_staged
 //     [R, M] (or [R, M, K])
 //   slot   = [ Route [K] | SlotWord [K] | token | zeros | row | float32 scales | zeros up to 16 bytes ]
@@ -46,6 +48,11 @@ struct LowLatencyRailWords {
   size_t counts;
   size_t counts_staged;  // the same by destination
   size_t counts_stride;
+  // uint64 [R]: not zero: this rank does without it. Written by its waits, its host, and any rank.
+  size_t masked;
+  size_t alive;  // uint64 [R]: the last that it has said while it waited: another each time
+  // Tagged [ceil(R / 32)], a bit a rank: whose rows the dispatch of that number places
+  size_t participants;
   size_t num_bytes;
 
   DC_HOST_DEVICE static LowLatencyRailWords make(size_t offset, int num_ranks,
@@ -60,6 +67,9 @@ struct LowLatencyRailWords {
     words.announced = offset + cursor.take(sizeof(uint64_t) * 2 * num_ranks);
     words.counts = offset + cursor.take(counts_bytes);
     words.counts_staged = offset + cursor.take(counts_bytes);
+    words.masked = offset + cursor.take(sizeof(uint64_t) * num_ranks);
+    words.alive = offset + cursor.take(sizeof(uint64_t) * num_ranks);
+    words.participants = offset + cursor.take(sizeof(uint64_t) * ceil_div(num_ranks, kWarpSize));
     words.num_bytes = cursor.num_bytes();
     return words;
   }
@@ -113,13 +123,33 @@ enum class LowLatencyPart : int {
 };
 inline constexpr int kNumLowLatencyParts = static_cast<int>(LowLatencyPart::kCount);
 
+// The row at the source in which a rank answers for a token, in rows of the token. Where a rank may
+// be done without, what it still sends, or what was under way, may come when nobody waits for it
+// any more: so no other rank's rows may ever come there.
+struct RowPlaces {
+  bool is_by_rank;
+  int num_ranks;
+  int num_topk;
+  bool is_by_selection;  // one rounding
+
+  DC_HOST_DEVICE int num_per_token() const {
+    if (is_by_rank) return is_by_selection ? num_ranks * num_topk : num_ranks;
+    return is_by_selection ? num_topk : min_of(num_topk, num_ranks);
+  }
+  // order: how many ranks of the token come before it; of a selection, that.
+  DC_HOST_DEVICE int of(int rank, int order) const {
+    if (!is_by_rank) return order;
+    return is_by_selection ? rank * num_topk + order : rank;
+  }
+};
+
 // Every part has a place of its own whatever the shape: slots and rows must be zero where nothing
 // is under way, and numbers of weights must not be written by anything else.
 struct LowLatencyRailRegion {
   size_t begins[kNumLowLatencyParts][2];  // from the segment's start
 
   // Of the region that one part gets, of all parts' sum.
-  DC_HOST_DEVICE static size_t share_of(int part, int num_ranks) {
+  DC_HOST_DEVICE static size_t share_of(int part, int num_ranks, bool can_shrink) {
     constexpr size_t kUnit = 16;  // of a weight's part
     const size_t ranks = static_cast<size_t>(num_ranks);
     switch (static_cast<LowLatencyPart>(part)) {
@@ -132,28 +162,31 @@ struct LowLatencyRailRegion {
       case LowLatencyPart::kSlotsStaged:
         return kUnit;
       case LowLatencyPart::kRows:
-        return kUnit * min_of<size_t>(ranks, 2 * kWarpSize);
+        return kUnit * (can_shrink ? ranks : min_of<size_t>(ranks, 2 * kWarpSize));
       default:
         return kUnit * ranks;
     }
   }
-  DC_HOST_DEVICE static size_t sum_of_shares(int num_ranks) {
+  DC_HOST_DEVICE static size_t sum_of_shares(int num_ranks, bool can_shrink) {
     size_t sum = 0;
-    for (int part = 0; part < kNumLowLatencyParts; ++part) sum += share_of(part, num_ranks);
+    for (int part = 0; part < kNumLowLatencyParts; ++part)
+      sum += share_of(part, num_ranks, can_shrink);
     return sum;
   }
-  DC_HOST_DEVICE static LowLatencyRailRegion make(size_t offset, size_t num_bytes, int num_ranks) {
+  DC_HOST_DEVICE static LowLatencyRailRegion make(size_t offset, size_t num_bytes, int num_ranks,
+                                                  bool can_shrink) {
     LowLatencyRailRegion region{};
-    const size_t num_lines = num_bytes / 2 / kLineBytes, sum = sum_of_shares(num_ranks);
+    const size_t num_lines = num_bytes / 2 / kLineBytes, sum = sum_of_shares(num_ranks, can_shrink);
     RegionCursor cursor;
     for (int part = 0; part < kNumLowLatencyParts; ++part) {
-      const size_t part_bytes = num_lines * share_of(part, num_ranks) / sum * kLineBytes;
+      const size_t part_bytes =
+          num_lines * share_of(part, num_ranks, can_shrink) / sum * kLineBytes;
       for (size_t& half : region.begins[part]) half = offset + cursor.take(part_bytes);
     }
     return region;
   }
   DC_HOST_DEVICE static size_t bytes_of(int part, const LowLatencyShape& shape, int num_ranks,
-                                        bool one_rounding) {
+                                        bool one_rounding, bool can_shrink) {
     const size_t ranks = static_cast<size_t>(num_ranks),
                  tokens = static_cast<size_t>(shape.num_max_tokens);
     const size_t topk = static_cast<size_t>(shape.num_topk), row = shape.hidden * sizeof(Bf16);
@@ -168,22 +201,23 @@ struct LowLatencyRailRegion {
       case LowLatencyPart::kSlotsStaged:
         return tokens * slot;
       case LowLatencyPart::kRows:
-        return tokens * (one_rounding ? topk : min_of(topk, ranks)) * row;
+        return tokens * row *
+               RowPlaces{can_shrink, num_ranks, shape.num_topk, one_rounding}.num_per_token();
       default:
         return ranks * tokens * (one_rounding ? topk : 1) * row;
     }
   }
   // The smallest region that serves a shape, combine(one_rounding) included or not.
   DC_HOST_DEVICE static size_t bytes_for(const LowLatencyShape& shape, int num_ranks,
-                                         bool one_rounding) {
+                                         bool one_rounding, bool can_shrink) {
     size_t num_lines = 1;
     for (int part = 0; part < kNumLowLatencyParts; ++part) {
       const size_t needed =
-          ceil_div<size_t>(bytes_of(part, shape, num_ranks, one_rounding), kLineBytes);
+          ceil_div<size_t>(bytes_of(part, shape, num_ranks, one_rounding, can_shrink), kLineBytes);
       // Rounded down in make.
-      num_lines = max_of(
-          num_lines,
-          ceil_div<size_t>(needed * sum_of_shares(num_ranks), share_of(part, num_ranks)) + 1);
+      num_lines = max_of(num_lines, ceil_div<size_t>(needed * sum_of_shares(num_ranks, can_shrink),
+                                                     share_of(part, num_ranks, can_shrink)) +
+                                        1);
     }
     return 2 * num_lines * kLineBytes;
   }

@@ -4,7 +4,7 @@
 
 #include "device/layout/expert_map.cuh"
 #include "device/low_latency/block.cuh"
-#include "device/low_latency/rail_args.cuh"
+#include "device/low_latency/rail_mask.cuh"
 
 namespace deep_comm {
 
@@ -29,6 +29,10 @@ struct RailBlockMemory {
   int32_t* places;  // [warps, K] at the source: the ranks they come from
   float* weights;   // [warps, K]
   int32_t* slots;   // [K] sending: places[0 … K-1] are destinations, these their slots
+  // Sets of ranks, with masks: those that this block found not masked when it began; and, while
+  // dispatch receives, whose rows are placed.
+  uint32_t* active;
+  uint32_t* sources;
   mutable uint32_t num_agreements;  // of this thread, equal in all of a block behind a barrier
 
   DC_HOST_DEVICE static size_t num_counters(const LowLatencyShape& shape, int num_ranks) {
@@ -38,7 +42,8 @@ struct RailBlockMemory {
   DC_HOST_DEVICE static size_t num_bytes(const LowLatencyShape& shape, int num_ranks,
                                          int num_warps) {
     return sizeof(Header) + 4 * (num_counters(shape, num_ranks) + 4 * num_ranks + 2 +
-                                 num_warps * (4 + kMaxRanks + 2 * shape.num_topk) + shape.num_topk);
+                                 num_warps * (4 + kMaxRanks + 2 * shape.num_topk) + shape.num_topk +
+                                 2 * num_set_words(num_ranks));
   }
   DC_DEVICE static RailBlockMemory make(const LowLatencyShape& shape, int num_ranks) {
     RailBlockMemory memory{};
@@ -57,6 +62,8 @@ struct RailBlockMemory {
     memory.places = memory.num_places + num_warps;
     memory.weights = reinterpret_cast<float*>(memory.places + num_warps * shape.num_topk);
     memory.slots = reinterpret_cast<int32_t*>(memory.weights + num_warps * shape.num_topk);
+    memory.active = reinterpret_cast<uint32_t*>(memory.slots + shape.num_topk);
+    memory.sources = memory.active + num_set_words(num_ranks);
     return memory;
   }
   // As block_agrees.
@@ -68,23 +75,14 @@ struct RailBlockMemory {
   }
 };
 
-DC_DEVICE Context rail_context(const World& world, const LowLatencyGroup& group, Kernel kernel,
-                               uint32_t operation) {
-  // Peers of waits are ranks of the group.
-  return {world, kernel, operation, false, {group.rank, 0, 1}, 1};
+DC_DEVICE bool is_active(const RailContext& context, const RailBlockMemory& memory, int rank) {
+  return !context.can_shrink || is_in_set(memory.active, rank);
 }
 
 // ---- to another rank ----------------------------------------------------------------------------
 
-// A word that is read for itself alone. Every word has its own queue, so that it never goes
-// back to an older value.
 DC_DEVICE void send_word(const LowLatencyRailHalf& half, int peer, size_t offset, uint64_t value) {
-  const LowLatencyGroup& group = half.group;
-  if (group.is_near(peer)) {
-    arch::st_relaxed_sys(half.near<uint64_t>(peer, offset), value);
-  } else {
-    arch::rail_signal(group.port, group.first_peer + peer, group.word_qp(), offset, value);
-  }
+  send_word(half.world, half.group, peer, offset, value);
 }
 
 // One thread: what lies staged goes to a rank of another node. This thread, or threads
@@ -118,13 +116,19 @@ DC_DEVICE uint32_t operation_of(const LowLatencyRailHalf& half, const Phases& ph
 
 // Before the first barrier of the block. Returns the number of the last operation that
 // was sent in this half.
-DC_DEVICE uint32_t begin_block(const LowLatencyRailHalf& half, const RailBlockMemory& memory) {
+DC_DEVICE uint32_t begin_block(const RailContext& context, const LowLatencyRailHalf& half,
+                               const RailBlockMemory& memory) {
+  if (context.can_shrink && arch::warp_idx() == 0) {
+    make_set(memory.active, half.group.num_ranks,
+             [&](int rank) { return rank == half.group.rank || !is_masked(context, rank); });
+  }
   if (arch::thread_idx() == 0) memory.header->has_failed[0] = memory.header->has_failed[1] = 0;
   return arch::ld_relaxed_gpu(&half.rail_state()->sent[static_cast<int>(half.kind)][half.half]);
 }
 
 // One warp: tells all ranks what earlier launches have received, if they have not been told.
-DC_DEVICE void return_credit(const LowLatencyRailHalf& half) {
+DC_DEVICE void return_credit(const RailContext& context, const LowLatencyRailHalf& half,
+                             const RailBlockMemory& memory) {
   const int kind = static_cast<int>(half.kind);
   const int num_ranks = half.group.num_ranks;
   for (int of_half = 0; of_half < 2; ++of_half) {
@@ -134,22 +138,23 @@ DC_DEVICE void return_credit(const LowLatencyRailHalf& half) {
     arch::sync_warp();  // all have read what one will write
     if (!is_new) continue;
     for (int position = arch::lane_idx(); position < num_ranks; position += kWarpSize) {
+      const int peer = half.group.rank_at(position);
+      if (!is_active(context, memory, peer)) continue;
       // pairs with: await_credit at the peer — reads and zeros of an earlier launch, which has
       // ended: no release needed.
-      send_word(half, half.group.rank_at(position), half.consumed(of_half, half.group.rank),
-                Tagged::pack(received, 0));
+      send_word(half, peer, half.consumed(of_half, half.group.rank), Tagged::pack(received, 0));
     }
     if (arch::lane_idx() == 0) arch::st_relaxed_gpu(credited, received);
   }
 }
 
 // All that a launch does for the launches after it; the last block to come numbers the operation.
-DC_DEVICE void begin_operation(const Context& context, const LowLatencyRailHalf& half,
-                               const Phases& phases) {
+DC_DEVICE void begin_operation(const RailContext& context, const LowLatencyRailHalf& half,
+                               const RailBlockMemory& memory, const Phases& phases) {
   if (arch::warp_idx() != arch::num_warps() - 1) return;
   const int kind = static_cast<int>(half.kind);
   LowLatencyRailState* state = half.rail_state();
-  if (arch::block_idx() == 0) return_credit(half);
+  if (arch::block_idx() == 0) return_credit(context, half, memory);
   arch::sync_warp();
   if (arch::lane_idx() != 0) return;
   const Phase phase = phases.send ? Phase::kSend : Phase::kReceive;
@@ -172,16 +177,18 @@ DC_DEVICE void begin_operation(const Context& context, const LowLatencyRailHalf&
 // places at the peers are zero.
 //   unblocked by: begin_operation of the launch that follows the peer's receive phase two
 //   operations ago; at the latest that is the one that sends this operation
-DC_DEVICE bool await_credit(const Context& context, const LowLatencyRailHalf& half,
-                            uint32_t previous) {
+DC_DEVICE bool await_credit(const RailContext& context, const LowLatencyRailHalf& half,
+                            const RailBlockMemory& memory, uint32_t previous) {
   if (arch::fault(Fault::kSkipRailCredit)) return true;
   bool ok = true;
   for (int peer = arch::lane_idx(); peer < half.group.num_ranks && ok; peer += kWarpSize) {
+    if (!is_active(context, memory, peer)) continue;
     uint64_t raw = 0;
     ok = await<Scope::kSys>(
         context, half.own<uint64_t>(half.consumed(peer)),
         {Stage::kHalfCredit, Word::kConsumed, peer, -1}, Tagged::pack(previous, 0),
         [=](uint64_t word) { return Tagged::unpack(word).has_reached(previous); }, &raw);
+    ok = ok || is_given_up(context, peer);  // what is written for it is read by nobody
   }
   return ok;
 }
@@ -190,18 +197,25 @@ DC_DEVICE uint64_t announcement(const Context& context, uint32_t signature, int 
   return Tagged::pack(context.generation, signature << 16 | static_cast<uint32_t>(num_tokens));
 }
 
-// One warp: all sources have begun the same operation; their tokens, by source, to num_tokens.
-// Block 0 counts the time for the statistics.
-DC_DEVICE bool await_announcements(const Context& context, const LowLatencyRailHalf& half,
-                                   uint32_t signature, int64_t* wait_stats, int32_t* num_tokens) {
+// One warp: all sources have begun the same operation; their tokens, by source, to num_tokens. With
+// masks those in the set `sources`; others have none, nor those that are given up meanwhile. Block 0
+// counts the time for the statistics.
+DC_DEVICE bool await_announcements(const RailContext& context, const LowLatencyRailHalf& half,
+                                   const uint32_t* sources, uint32_t signature, int64_t* wait_stats,
+                                   int32_t* num_tokens) {
   bool ok = true;
   for (int source = arch::lane_idx(); source < half.group.num_ranks && ok; source += kWarpSize) {
+    num_tokens[source] = 0;
+    if (context.can_shrink && !is_in_set(sources, source)) continue;
     const bool is_timed = wait_stats != nullptr && arch::block_idx() == 0;
     const uint64_t start_ns = is_timed ? arch::globaltimer_ns() : 0;
     uint32_t value = 0;
     ok = await_tagged_alone(context, half.own<uint64_t>(half.announced(source)),
                             {Stage::kAnnounced, Word::kAnnounced, source, -1}, &value);
-    if (!ok) break;
+    if (!ok) {
+      ok = is_given_up(context, source);
+      continue;
+    }
     if (is_timed) {
       const int64_t waited_ns = static_cast<int64_t>(arch::globaltimer_ns() - start_ns);
       arch::st_weak(wait_stats + source, arch::ld_weak(wait_stats + source) + waited_ns);

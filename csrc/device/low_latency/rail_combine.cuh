@@ -6,7 +6,8 @@
 // words  as low_latency_rail_dispatch, rows being what comes back; weight · owner: expert's rank · written by the
 //        source, whole messages of K · number in the word
 // before the operation's dispatch has been received on this rank
-// waits  half_credit: as in dispatch; weights: unblocked by the source's send phase; rows: by the expert rank's
+// waits  half_credit: as in dispatch; weights: unblocked by the source's send phase; rows: by the expert rank's; with
+// masks each also ends when its peer is given up: see rail_mask.cuh
 // not promised: nothing; the result does not depend on B, nor on where the nodes begin
 #pragma once
 
@@ -15,11 +16,11 @@
 
 namespace deep_comm {
 
-// Rows that a token has at its source.
+// Where the answers to a token lie at its source.
 template <CombineRows kRows>
-DC_DEVICE int rows_per_token(const LowLatencyRailCombineArgs& args) {
-  if (kRows == CombineRows::kSelections) return args.shape.num_topk;
-  return min_of(args.shape.num_topk, args.reach.group.num_ranks);
+DC_DEVICE RowPlaces row_places(const LowLatencyRailCombineArgs& args) {
+  return {args.can_shrink && !arch::fault(Fault::kSharedRows), args.reach.group.num_ranks,
+          args.shape.num_topk, kRows == CombineRows::kSelections};
 }
 
 // One warp: the ranks of a token's experts.
@@ -35,8 +36,8 @@ DC_DEVICE TokenRanks find_ranks(const LowLatencyRailCombineArgs& args, int token
 // Source, a warp a token: all its weights to every rank that has one of its experts. The staging of
 // two operations ago is free: its rows have come back, and no rank sends those before it has read
 // all weights of a token.
-DC_DEVICE void send_weights(const Context& context, const LowLatencyRailCombineArgs& args,
-                            const LowLatencyRailHalf& half) {
+DC_DEVICE void send_weights(const RailContext& context, const LowLatencyRailCombineArgs& args,
+                            const LowLatencyRailHalf& half, const RailBlockMemory& memory) {
   const LowLatencyGroup& group = args.reach.group;
   const int num_topk = args.shape.num_topk, num_warps = arch::num_warps();
   for (int token = arch::block_idx() * num_warps + arch::warp_idx(); token < args.num_tokens;
@@ -53,13 +54,15 @@ DC_DEVICE void send_weights(const Context& context, const LowLatencyRailCombineA
     DC_UNROLL
     for (int part = 0; part < 2; ++part) {
       const int peer = ranks.ranks[part];
-      if (!ranks.is_first[part] || group.is_near(peer)) continue;
+      if (!ranks.is_first[part] || group.is_near(peer) || !is_active(context, memory, peer))
+        continue;
       // pairs with: find_summands at the peer — the words themselves.
       put_staged(half, peer, group.data_qp(token), offset, staged, sizeof(uint64_t) * num_topk);
     }
     for (int first = 0; first < num_topk; ++first) {
       const int peer = ranks.rank(first);
-      if (!ranks.is_first_of(first) || !group.is_near(peer)) continue;
+      if (!ranks.is_first_of(first) || !group.is_near(peer) || !is_active(context, memory, peer))
+        continue;
       for (int k = arch::lane_idx(); k < num_topk; k += kWarpSize) {
         // pairs with: find_summands at the peer — nothing but the word itself.
         arch::st_relaxed_sys(half.near<uint64_t>(peer, offset) + k,
@@ -71,7 +74,7 @@ DC_DEVICE void send_weights(const Context& context, const LowLatencyRailCombineA
 
 // One warp: the rows of its task that lie on this rank, and their weights, k ascending.
 template <CombineRows kRows>
-DC_DEVICE bool find_summands(const Context& context, const LowLatencyRailCombineArgs& args,
+DC_DEVICE bool find_summands(const RailContext& context, const LowLatencyRailCombineArgs& args,
                              const LowLatencyRailHalf& half, const RailBlockMemory& memory) {
   const LowLatencyShape& shape = args.shape;
   const int num_topk = shape.num_topk, warp = arch::warp_idx();
@@ -80,12 +83,14 @@ DC_DEVICE bool find_summands(const Context& context, const LowLatencyRailCombine
   const int64_t row =
       static_cast<int64_t>(source) * shape.num_max_tokens + token_of(memory.tasks[warp]);
   const int32_t packed = arch::ld_nc(args.return_addresses + row);
-  const bool awaits_weights = kRows == CombineRows::kSums && args.recv_weights == nullptr;
+  const bool is_answered = is_active(context, memory, source);
+  const bool awaits_weights =
+      kRows == CombineRows::kSums && args.recv_weights == nullptr && is_answered;
   const uint64_t* weights =
       half.own<uint64_t>(half.weights(source, ReturnAddress::unpack(packed).token));
   int num_places = 0;
-  bool ok = true;
-  for (int base = 0; base < num_columns; base += kWarpSize) {
+  bool ok = true, has_all = is_answered;
+  for (int base = 0; base < num_columns && has_all; base += kWarpSize) {
     const int k = base + arch::lane_idx();
     const bool is_column = k < num_columns;
     const int place = is_column ? arch::ld_nc(args.places + row * num_columns + k) : -1;
@@ -94,6 +99,8 @@ DC_DEVICE bool find_summands(const Context& context, const LowLatencyRailCombine
     if (is_column && awaits_weights) {
       ok = await_tagged_alone(context, weights + k,
                               {Stage::kWeights, Word::kWeight, source, arch::block_idx()}, &bits);
+      has_all = has_all && ok;
+      ok = ok || is_given_up(context, source);
     }
     const uint32_t here = arch::ballot(kFullMask, place >= 0);
     if (place >= 0) {
@@ -111,9 +118,10 @@ DC_DEVICE bool find_summands(const Context& context, const LowLatencyRailCombine
       memory.weights[position] = weight;
     }
     num_places += arch::popc(here);
+    has_all = arch::all(kFullMask, has_all);
   }
   if (arch::lane_idx() == 0) {
-    memory.num_places[warp] = num_places;
+    memory.num_places[warp] = has_all ? num_places : 0;  // 0: nobody to answer
     memory.returns[warp] = packed;
   }
   return ok;
@@ -126,10 +134,12 @@ DC_DEVICE uint8_t* row_target(const LowLatencyRailCombineArgs& args, const LowLa
   const int32_t packed = memory.tasks[task];
   constexpr bool kSelected = kRows == CombineRows::kSelections;
   const ReturnAddress to = ReturnAddress::unpack(memory.returns[task]);
+  const RowPlaces places = row_places<kRows>(args);
   if (args.reach.group.is_near(source_of(packed))) {
     return half.near<uint8_t>(
         source_of(packed),
-        half.row(to.token, kSelected ? selection : to.order, rows_per_token<kRows>(args)));
+        half.row(to.token, places.of(args.reach.group.rank, kSelected ? selection : to.order),
+                 places.num_per_token()));
   }
   return half.own<uint8_t>(half.row_staged(source_of(packed), token_of(packed),
                                            kSelected ? selection : 0,
@@ -149,6 +159,7 @@ DC_DEVICE void store_sums(const LowLatencyRailCombineArgs& args, const LowLatenc
        idx += kVecs * arch::num_threads()) {
     const int task = by_vecs.quotient(idx), column = idx - task * num_vecs;
     if (args.reach.group.is_near(source_of(memory.tasks[task])) != is_near) continue;
+    if (memory.num_places[task] == 0) continue;
     if constexpr (kRows == CombineRows::kSelections) {
       for (int row = task * args.shape.num_topk;
            row < task * args.shape.num_topk + memory.num_places[task]; ++row) {
@@ -183,7 +194,8 @@ DC_DEVICE void put_rows(const LowLatencyRailCombineArgs& args, const LowLatencyR
   const LowLatencyGroup& group = args.reach.group;
   const int warp = arch::warp_idx(), num_topk = args.shape.num_topk;
   const int source = source_of(memory.tasks[warp]), slot = token_of(memory.tasks[warp]);
-  if (group.is_near(source)) return;
+  if (group.is_near(source) || memory.num_places[warp] == 0) return;
+  const RowPlaces places = row_places<kRows>(args);
   const ReturnAddress to = ReturnAddress::unpack(memory.returns[warp]);
   // Codes of 16 elements are 16 bytes, and 8 more behind those of the row.
   const size_t num_bytes = kLogFmt ? half.row_bytes() / 4 * 3 : half.row_bytes();
@@ -191,29 +203,31 @@ DC_DEVICE void put_rows(const LowLatencyRailCombineArgs& args, const LowLatencyR
   for (int idx = 0; idx < num_rows; ++idx) {
     const int selection = kSelected ? bit_cast<int32_t>(memory.weights[warp * num_topk + idx]) : 0;
     // pairs with: take_arrival in add_rows at the source — the words themselves.
-    put_staged_warp(
-        half, source, group.data_qp(to.token),
-        half.row(to.token, kSelected ? selection : to.order, rows_per_token<kRows>(args)),
-        half.row_staged(source, slot, selection, kSelected ? num_topk : 1), num_bytes);
+    put_staged_warp(half, source, group.data_qp(to.token),
+                    half.row(to.token, places.of(group.rank, kSelected ? selection : to.order),
+                             places.num_per_token()),
+                    half.row_staged(source, slot, selection, kSelected ? num_topk : 1), num_bytes);
   }
 }
 
 template <CombineRows kRows, bool kLogFmt>
-DC_DEVICE bool combine_send(const Context& context, const LowLatencyRailCombineArgs& args,
+DC_DEVICE bool combine_send(const RailContext& context, const LowLatencyRailCombineArgs& args,
                             const LowLatencyRailHalf& half, const RailBlockMemory& memory,
                             uint32_t previous) {
   const LowLatencyGroup& group = args.reach.group;
   const int num_warps = arch::num_warps(), warp = arch::warp_idx();
   // Peers wait for the weights: they go first.
   if (kRows == CombineRows::kSums && args.recv_weights == nullptr)
-    send_weights(context, args, half);
+    send_weights(context, args, half, memory);
   bool ok = true;
   if (warp == max_of(0, num_warps - 2)) {
-    ok = await_credit(context, half, previous);
+    ok = await_credit(context, half, memory, previous);
     if (arch::block_idx() == 0 && arch::all(kFullMask, ok)) {
       for (int position = arch::lane_idx(); position < group.num_ranks; position += kWarpSize) {
+        const int peer = group.rank_at(position);
+        if (!is_active(context, memory, peer)) continue;
         // pairs with: await_announcements at the peer — nothing but the word itself.
-        send_word(half, group.rank_at(position), half.announced(group.rank),
+        send_word(half, peer, half.announced(group.rank),
                   announcement(context, args.signature, args.num_tokens));
       }
     }
@@ -251,11 +265,13 @@ DC_DEVICE bool combine_send(const Context& context, const LowLatencyRailCombineA
   return true;
 }
 
+inline constexpr int kNoRow = -1;  // of a masked rank
+
 // Source, one warp: the rows that come back for its token: where from, and with one rounding their
 // selections and weights.
 template <CombineRows kRows>
-DC_DEVICE void find_rows(const LowLatencyRailCombineArgs& args, const RailBlockMemory& memory,
-                         int token) {
+DC_DEVICE void find_rows(const RailContext& context, const LowLatencyRailCombineArgs& args,
+                         const RailBlockMemory& memory, int token) {
   const int num_topk = args.shape.num_topk, warp = arch::warp_idx();
   const TokenRanks ranks = find_ranks(args, token);
   int num_rows = 0;
@@ -263,7 +279,8 @@ DC_DEVICE void find_rows(const LowLatencyRailCombineArgs& args, const RailBlockM
   for (int part = 0; part < 2; ++part) {
     const int k = part * kWarpSize + arch::lane_idx();
     if (kRows == CombineRows::kSelections) {
-      const bool is_selected = ranks.ranks[part] >= 0;
+      const bool is_selected =
+          ranks.ranks[part] >= 0 && is_active(context, memory, ranks.ranks[part]);
       const uint32_t selected = arch::ballot(kFullMask, is_selected);
       if (is_selected) {
         const int row =
@@ -275,7 +292,8 @@ DC_DEVICE void find_rows(const LowLatencyRailCombineArgs& args, const RailBlockM
       num_rows += arch::popc(selected);
     } else if (ranks.is_first[part]) {
       memory.places[warp * num_topk + ranks.order[part]] =
-          ranks.ranks[part] << 8 | ranks.order[part];
+          is_active(context, memory, ranks.ranks[part]) ? ranks.ranks[part] << 8 | ranks.order[part]
+                                                        : kNoRow;
     }
   }
   if (kRows != CombineRows::kSelections) num_rows = ranks.count();
@@ -296,7 +314,8 @@ struct ReturnedPiece {
       last[1] = arch::ld_relaxed_sys(log_last(row, hidden, piece_idx) + 1);
     }
   }
-  DC_DEVICE bool take(const Context& context, uint8_t* row, int hidden, int piece_idx, int peer) {
+  DC_DEVICE bool take(const RailContext& context, uint8_t* row, int hidden, int piece_idx,
+                      int peer) {
     const WaitFor wait{Stage::kRows, Word::kRow, peer, arch::block_idx()};
     if (!take_arrival(context, reinterpret_cast<Vec16*>(row) + piece_idx, wait, &vec)) return false;
     if constexpr (!kLogFmt) return true;
@@ -320,7 +339,7 @@ struct ReturnedPiece {
 
 // The block adds the rows of tokens [begin, end) and writes the results.
 template <CombineRows kRows, bool kLogFmt>
-DC_DEVICE bool add_rows(const Context& context, const LowLatencyRailCombineArgs& args,
+DC_DEVICE bool add_rows(const RailContext& context, const LowLatencyRailCombineArgs& args,
                         const LowLatencyRailHalf& half, const LowLatencyShare& share,
                         const RailBlockMemory& memory, int begin, int end) {
   using Type = Numeric<Dtype::kBfloat16>;
@@ -334,24 +353,28 @@ DC_DEVICE bool add_rows(const Context& context, const LowLatencyRailCombineArgs&
     const int token = begin + position.row, piece_idx = first_piece + position.column;
     float sum[kElements] = {};
     const int end_row = position.row * args.shape.num_topk + memory.num_places[position.row];
+    const RowPlaces places = row_places<kRows>(args);
     const auto row_of = [&](int row) {
+      const int packed = memory.places[row];
       return half.own<uint8_t>(
-          half.row(token, memory.places[row] & 0xff, rows_per_token<kRows>(args)));
+          half.row(token, places.of(packed >> 8, packed & 0xff), places.num_per_token()));
     };
     for (int first = position.row * args.shape.num_topk; first < end_row; first += kAhead) {
       ReturnedPiece<kRows, kLogFmt> pieces[kAhead];
       DC_UNROLL
       for (int step = 0; step < kAhead; ++step) {
-        if (first + step < end_row)
+        if (first + step < end_row && memory.places[first + step] != kNoRow)
           pieces[step].look(row_of(first + step), args.shape.hidden, piece_idx);
       }
       DC_UNROLL
       for (int step = 0; step < kAhead; ++step) {
         const int row = first + step;
-        if (row >= end_row) continue;
+        if (row >= end_row || memory.places[row] == kNoRow) continue;
         const int peer = memory.places[row] >> 8;
-        if (!pieces[step].take(context, row_of(row), args.shape.hidden, piece_idx, peer))
-          return false;
+        if (!pieces[step].take(context, row_of(row), args.shape.hidden, piece_idx, peer)) {
+          if (!is_given_up(context, peer)) return false;
+          continue;
+        }
         pieces[step].add(sum, memory.weights[row]);
       }
     }
@@ -367,22 +390,23 @@ DC_DEVICE bool add_rows(const Context& context, const LowLatencyRailCombineArgs&
 }
 
 template <CombineRows kRows, bool kLogFmt>
-DC_DEVICE void combine_receive(const Context& context, const LowLatencyRailCombineArgs& args,
+DC_DEVICE void combine_receive(const RailContext& context, const LowLatencyRailCombineArgs& args,
                                const LowLatencyRailHalf& half, const RailBlockMemory& memory) {
   const int num_warps = arch::num_warps(), warp = arch::warp_idx();
   const LowLatencyShare share = LowLatencyShare::of(args.shape, args.num_tokens, arch::block_idx());
   // A peer that waits for another's weights is not silent: who waits for its rows is more patient,
   // and learns from the announcements whose are missing.
-  Context patient = rail_context(args.world, args.reach.group, context.kernel, context.generation);
-  patient.patience = 2;
+  RailContext patient = context;
+  if (!context.can_shrink) patient.patience = 2;  // with masks who waits says so
   bool ok = true;
   // Rows need no announcement; a rank that does something else, or nothing, is found by one block.
   if (arch::block_idx() == 0 && warp == num_warps - 1) {
-    ok = await_announcements(context, half, args.signature, args.wait_stats, memory.num_tokens);
+    ok = await_announcements(context, half, memory.active, args.signature, args.wait_stats,
+                             memory.num_tokens);
   }
   for (int group = share.begin; group < share.end; group += num_warps) {
     const int group_end = min_of(group + num_warps, share.end);
-    if (group + warp < group_end) find_rows<kRows>(args, memory, group + warp);
+    if (group + warp < group_end) find_rows<kRows>(context, args, memory, group + warp);
     if (!memory.agrees(ok)) return;
     ok = add_rows<kRows, kLogFmt>(patient, args, half, share, memory, group, group_end);
     if (!memory.agrees(ok)) return;  // what the warps have found has been read
@@ -394,13 +418,13 @@ DC_DEVICE void low_latency_rail_combine(const LowLatencyRailCombineArgs& args) {
   const RailReach& reach = args.reach;
   LowLatencyRailHalf half{
       args.world, reach.group, reach.words, reach.region, args.shape, LowLatencyKind::kCombine, 0};
-  const Context context = rail_context(args.world, reach.group, Kernel::kLowLatencyCombine,
-                                       operation_of(half, args.phases));
+  const RailContext context = rail_context(args.world, reach, Kernel::kLowLatencyCombine,
+                                           operation_of(half, args.phases), args.can_shrink);
   half.half = static_cast<int>(context.generation & 1u);
   const RailBlockMemory memory = RailBlockMemory::make(args.shape, reach.group.num_ranks);
-  const uint32_t previous = begin_block(half, memory);
+  const uint32_t previous = begin_block(context, half, memory);
   arch::sync_block();
-  begin_operation(context, half, args.phases);
+  begin_operation(context, half, memory, args.phases);
   bool ok = true;
   if (args.phases.send) ok = combine_send<kRows, kLogFmt>(context, args, half, memory, previous);
   arch::sync_block();

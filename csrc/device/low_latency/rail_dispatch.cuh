@@ -18,7 +18,7 @@
 // before slots of this half are zero, and nothing of the operation two before is under way:
 // credit is awaited here
 // after  outputs complete on this stream; the half is zero again at this rank
-// waits  as low_latency_dispatch
+// waits  as low_latency_dispatch; with masks each also ends when its peer is given up: see rail_mask.cuh
 // needs  of the rail: every word of 8 bytes of a put, at a multiple of 8, arrives whole and is written once. No order.
 // not promised: rows past recv_count
 #pragma once
@@ -33,13 +33,13 @@ DC_DEVICE void low_latency_rail_dispatch(const LowLatencyRailDispatchArgs& args)
   const RailReach& reach = args.reach;
   LowLatencyRailHalf half{
       args.world, reach.group, reach.words, reach.region, args.shape, LowLatencyKind::kDispatch, 0};
-  const Context context = rail_context(args.world, reach.group, Kernel::kLowLatencyDispatch,
-                                       operation_of(half, args.phases));
+  const RailContext context = rail_context(args.world, reach, Kernel::kLowLatencyDispatch,
+                                           operation_of(half, args.phases), args.can_shrink);
   half.half = static_cast<int>(context.generation & 1u);
   const RailBlockMemory memory = RailBlockMemory::make(args.shape, reach.group.num_ranks);
-  const uint32_t previous = begin_block(half, memory);
+  const uint32_t previous = begin_block(context, half, memory);
   arch::sync_block();
-  begin_operation(context, half, args.phases);
+  begin_operation(context, half, memory, args.phases);
   bool ok = true;
   if (args.phases.send) ok = dispatch_send<kFormat>(context, args, half, memory, previous);
   arch::sync_block();  // the counters are free

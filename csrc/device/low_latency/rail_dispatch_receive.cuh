@@ -14,9 +14,11 @@
 namespace deep_comm {
 
 // counters[source, 0]: rows of this rank by source, then [source, 1 + e] of local expert e; of both
-// the first num_columns. And num_handed.
-DC_DEVICE bool await_counts(const Context& context, const LowLatencyRailHalf& half,
-                            const RailBlockMemory& memory, int num_local, int num_columns) {
+// the first num_columns. And num_handed. With masks none of one that is not in the set `sources`;
+// from block 0's own, `present`, which may be that set, those that are given up are taken.
+DC_DEVICE bool await_counts(const RailContext& context, const LowLatencyRailHalf& half,
+                            const RailBlockMemory& memory, const uint32_t* sources,
+                            uint32_t* present, int num_local, int num_columns) {
   bool ok = true;
   // From the last thread on: the first warp has announcements to wait for.
   using Words = LowLatencyRailWords;
@@ -25,8 +27,14 @@ DC_DEVICE bool await_counts(const Context& context, const LowLatencyRailHalf& ha
        idx < half.group.num_ranks * num_words && ok; idx += arch::num_threads()) {
     const int source = idx / num_words, word = Words::kNumRows + idx % num_words;
     uint32_t count = 0;
-    ok = await_tagged_alone(context, half.own<uint64_t>(half.counts(source)) + word,
-                            {Stage::kCounts, Word::kTokenCount, source, -1}, &count);
+    if (!context.can_shrink || is_in_set(sources, source)) {
+      ok = await_tagged_alone(context, half.own<uint64_t>(half.counts(source)) + word,
+                              {Stage::kCounts, Word::kTokenCount, source, -1}, &count);
+      if (!ok && is_given_up(context, source)) {
+        ok = true;
+        if (present != nullptr) take_from_set(present, source);
+      }
+    }
     if (word == Words::kNumHanded) {
       memory.num_handed[source] = static_cast<int32_t>(count);
     } else {
@@ -35,6 +43,57 @@ DC_DEVICE bool await_counts(const Context& context, const LowLatencyRailHalf& ha
     }
   }
   return ok;
+}
+
+// With masks: block 0 finds out whose rows this operation places, and the other blocks do as it says.
+// Else some could leave room for rows of a rank that falls silent, and others not. Every thread.
+// By value: see report_error.
+DC_DEVICE_COLD bool agree_on_sources(RailContext context, const LowLatencyRailDispatchArgs& args,
+                                     LowLatencyRailHalf half, RailBlockMemory memory,
+                                     int num_local) {
+  const int num_ranks = half.group.num_ranks, warp = arch::warp_idx(), lane = arch::lane_idx();
+  const int num_words = num_set_words(num_ranks);
+  uint64_t* words = half.own<uint64_t>(half.words.participants);
+  bool ok = true;
+  if (warp == 0) {
+    for (int word = lane; word < num_words; word += kWarpSize)
+      memory.sources[word] = memory.active[word];
+  }
+  arch::sync_block();
+  if (arch::fault(Fault::kSkipAgreement)) return memory.agrees(true);
+  if (arch::block_idx() != 0) {
+    for (int word = lane; warp == 0 && word < num_words && ok; word += kWarpSize) {
+      const uint32_t generation = context.generation;
+      uint64_t raw = 0;
+      // Block 0 may be about to give up several ranks, one after another by lane.
+      ok = await<Scope::kSys>(
+          context, words + word, {Stage::kParticipants, Word::kMask, half.group.rank, 0},
+          Tagged::pack(generation, 0),
+          [=](uint64_t seen) { return Tagged::unpack(seen).generation == generation; }, &raw,
+          1 + num_words);
+      memory.sources[word] = Tagged::unpack(raw).value;
+    }
+    return memory.agrees(ok);
+  }
+  if (warp == 0) {
+    ok = await_announcements(context, half, memory.active, args.signature, args.out.wait_stats,
+                             memory.num_tokens);
+    for (int source = lane; source < num_ranks; source += kWarpSize) {
+      if (is_in_set(memory.active, source) && is_given_up(context, source))
+        take_from_set(memory.sources, source);
+    }
+  }
+  ok = await_counts(context, half, memory, memory.active, memory.sources, num_local,
+                    1 + num_local) &&
+       ok;
+  if (!memory.agrees(ok)) return false;
+  if (warp == 0) {
+    for (int word = lane; word < num_words; word += kWarpSize) {
+      // pairs with: the await above — the announcements and counts that this block has seen.
+      arch::st_release_gpu(words + word, Tagged::pack(context.generation, memory.sources[word]));
+    }
+  }
+  return true;
 }
 
 // Threads [0, num_columns): counts over the sources become first rows. Block 0 writes them out.
@@ -94,8 +153,8 @@ struct TakenRoutes {
   uint32_t words[2];
   uint32_t token;  // lane 0: + 1
 
-  DC_DEVICE static bool take(const Context& context, const LowLatencySlot& slot, uint8_t* message,
-                             int source, TakenRoutes* taken) {
+  DC_DEVICE static bool take(const RailContext& context, const LowLatencySlot& slot,
+                             uint8_t* message, int source, TakenRoutes* taken) {
     const WaitFor wait{Stage::kRows, Word::kRoute, source, arch::block_idx()};
     uint32_t* words = reinterpret_cast<uint32_t*>(message + slot.words_offset());
     bool ok = true;
@@ -157,9 +216,21 @@ DC_DEVICE void find_forwards(const LowLatencyGroup& group, const LowLatencyRailH
   }
 }
 
+// One warp: a counted row whose message never comes: it has no places, nor gets an answer.
+DC_DEVICE void forget_row(const LowLatencyRailDispatchArgs& args, const RailBlockMemory& memory,
+                          int64_t row) {
+  const int num_columns = args.out.is_compact ? 1 : args.shape.num_topk, warp = arch::warp_idx();
+  for (int k = arch::lane_idx(); k < num_columns; k += kWarpSize)
+    arch::st_weak(args.out.places + row * num_columns + k, -1);
+  if (arch::lane_idx() != 0) return;
+  arch::st_weak(args.return_addresses + row, ReturnAddress{0, 0}.pack());
+  memory.num_places[warp] = 0;
+  memory.num_forwards[warp] = 0;
+}
+
 // One warp: the places of a row's selections, into shared memory and into the outputs, and where
 // combine sends what comes of it.
-DC_DEVICE bool find_places(const Context& context, const LowLatencyRailDispatchArgs& args,
+DC_DEVICE bool find_places(const RailContext& context, const LowLatencyRailDispatchArgs& args,
                            const LowLatencyRailHalf& half, const RailBlockMemory& memory,
                            int32_t task, int num_local, bool is_straight) {
   const LowLatencyOutputs& out = args.out;
@@ -174,8 +245,10 @@ DC_DEVICE bool find_places(const Context& context, const LowLatencyRailDispatchA
   const int64_t row = static_cast<int64_t>(source) * args.shape.num_max_tokens + slot;
   TakenRoutes taken;
   if (!TakenRoutes::take(context, layout, half.own<uint8_t>(half.slot(source, slot)), source,
-                         &taken))
-    return false;
+                         &taken)) {
+    forget_row(args, memory, row);
+    return is_given_up(context, source);
+  }
   const TokenRanks ranks = TokenRanks::make(num_topk, [&](int /*k*/, int part) {
     const int expert = Route::unpack(taken.routes[part]).local_expert;
     return expert < 0 ? -1 : map.rank_of(expert);
@@ -273,7 +346,7 @@ struct RailRowPieces {
 // The block hands the rows of its warps' tasks on, and copies them to their places. `pieces`: the
 // first look at the first of them.
 template <PayloadFormat kFormat>
-DC_DEVICE bool expand_rows(const Context& context, const LowLatencyRailDispatchArgs& args,
+DC_DEVICE bool expand_rows(const RailContext& context, const LowLatencyRailDispatchArgs& args,
                            const LowLatencyRailHalf& half, const RailBlockMemory& memory,
                            const Divisor& by_vecs, RailRowPieces& pieces, int num_tasks) {
   const LowLatencyShape& shape = args.shape;
@@ -287,7 +360,12 @@ DC_DEVICE bool expand_rows(const Context& context, const LowLatencyRailDispatchA
       const int task = pieces.tasks[step];
       const WaitFor wait{Stage::kRows, Word::kRow, source_of(memory.tasks[task]),
                          arch::block_idx()};
-      if (!take_arrival(context, pieces.from[step], wait, &pieces.vecs[step])) return false;
+      // Every message has places here: else it has been given up.
+      if (memory.num_places[task] == 0) continue;
+      if (!take_arrival(context, pieces.from[step], wait, &pieces.vecs[step])) {
+        if (!is_given_up(context, wait.peer)) return false;
+        continue;  // combine answers nobody who is given up
+      }
       for (int idx = 0; idx < memory.num_forwards[task]; ++idx) {
         const int32_t to = memory.forwards[task * kMaxRanks + idx];
         const size_t slot = half.slot(source_of(memory.tasks[task]), to & 0xffff);
@@ -309,7 +387,7 @@ DC_DEVICE bool expand_rows(const Context& context, const LowLatencyRailDispatchA
 
 // The same for their scales.
 template <PayloadFormat kFormat>
-DC_DEVICE bool expand_scales(const Context& context, const LowLatencyRailDispatchArgs& args,
+DC_DEVICE bool expand_scales(const RailContext& context, const LowLatencyRailDispatchArgs& args,
                              const LowLatencyRailHalf& half, const RailBlockMemory& memory,
                              int num_tasks) {
   const LowLatencyShape& shape = args.shape;
@@ -321,14 +399,17 @@ DC_DEVICE bool expand_scales(const Context& context, const LowLatencyRailDispatc
        base += arch::num_threads()) {
     const int task = base / num_outputs, output = base % num_outputs;
     const int source = source_of(memory.tasks[task]);
+    if (memory.num_places[task] == 0) continue;
     uint32_t* scales = half.own<uint32_t>(half.slot(source, token_of(memory.tasks[task])) +
                                           LowLatencySlot::of(shape).scales_offset());
     const WaitFor wait{Stage::kRows, Word::kScale, source, arch::block_idx()};
     uint32_t value = 0;
     for (int idx = 0; idx < outputs.num_words(output); ++idx) {
       uint32_t bits = 0;
-      if (!take_arrival(context, scales + outputs.first_word(output) + idx, wait, &bits))
-        return false;
+      if (!take_arrival(context, scales + outputs.first_word(output) + idx, wait, &bits)) {
+        if (!is_given_up(context, source)) return false;
+        continue;
+      }
       for (int forward = 0; forward < memory.num_forwards[task]; ++forward) {
         const int32_t to = memory.forwards[task * kMaxRanks + forward];
         const size_t slot =
@@ -351,7 +432,7 @@ DC_DEVICE bool expand_scales(const Context& context, const LowLatencyRailDispatc
 }
 
 template <PayloadFormat kFormat>
-DC_DEVICE void dispatch_receive(const Context& context, const LowLatencyRailDispatchArgs& args,
+DC_DEVICE void dispatch_receive(const RailContext& context, const LowLatencyRailDispatchArgs& args,
                                 const LowLatencyRailHalf& half, const RailBlockMemory& memory) {
   const LowLatencyGroup& group = args.reach.group;
   const int num_warps = arch::num_warps(), warp = arch::warp_idx();
@@ -360,10 +441,17 @@ DC_DEVICE void dispatch_receive(const Context& context, const LowLatencyRailDisp
   // Compact places need the counts of rows alone; those of experts are for block 0 to write out.
   const int num_columns = args.out.is_compact && arch::block_idx() != 0 ? 1 : 1 + num_local;
   bool ok = true;
-  if (warp == 0) {
-    ok = await_announcements(context, half, args.signature, args.out.wait_stats, memory.num_tokens);
+  int64_t* wait_stats = args.out.wait_stats;
+  if (context.can_shrink) {
+    if (!agree_on_sources(context, args, half, memory, num_local)) return;
+    ++memory.num_agreements;  // it has had one
+    wait_stats = nullptr;     // it has counted
   }
-  ok = await_counts(context, half, memory, num_local, num_columns) && ok;
+  if (warp == 0) {
+    ok = await_announcements(context, half, memory.sources, args.signature, wait_stats,
+                             memory.num_tokens);
+  }
+  ok = await_counts(context, half, memory, memory.sources, nullptr, num_local, num_columns) && ok;
   if (!memory.agrees(ok)) return;
   int32_t* first_handed = memory.first_task + group.num_ranks + 1;
   if (warp == 0) {
@@ -379,11 +467,11 @@ DC_DEVICE void dispatch_receive(const Context& context, const LowLatencyRailDisp
   place_sources(args, memory, num_local, num_columns);
   // Who waits for a row that another hands on is more patient than those, and learns from the
   // announcements whose are missing.
-  Context patient = rail_context(args.world, group, context.kernel, context.generation);
-  patient.patience = 2;
+  RailContext patient = context;
+  if (!context.can_shrink) patient.patience = 2;  // with masks who waits says so
   const Divisor by_vecs = Divisor::make(args.shape.row_bytes / static_cast<int>(sizeof(Vec16)));
   for (const bool is_straight : {true, false}) {
-    const Context& waits = is_straight ? context : patient;
+    const RailContext& waits = is_straight ? context : patient;
     const BlockTasks tasks = BlockTasks::of(group, is_straight ? memory.first_task : first_handed);
     for (int first = 0; first < tasks.count; first += num_warps) {
       const int num_now = min_of(num_warps, tasks.count - first);

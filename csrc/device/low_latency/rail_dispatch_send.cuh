@@ -20,7 +20,8 @@ DC_DEVICE int rail_expert(const LowLatencyRailDispatchArgs& args, int64_t positi
 }
 
 DC_DEVICE bool hands_on(const LowLatencyRailDispatchArgs& args) {
-  return args.num_tokens >= args.reach.hand_on_tokens;
+  // Not where a rank may be done without: rows of others would be lost with it.
+  return !args.can_shrink && args.num_tokens >= args.reach.hand_on_tokens;
 }
 
 // The block counts tokens [begin, end): counters[e] that select expert e, counters[E + r] that go
@@ -57,7 +58,7 @@ DC_DEVICE void count_tokens(const LowLatencyRailDispatchArgs& args, uint32_t* co
 
 // One warp, when the counters hold the tokens before: the routes of the token into its message, the
 // ranks that it is sent to straight, and their slots, into shared memory.
-DC_DEVICE void stage_routes(const Context& context, const LowLatencyRailDispatchArgs& args,
+DC_DEVICE void stage_routes(const RailContext& context, const LowLatencyRailDispatchArgs& args,
                             const LowLatencyRailHalf& half, const RailBlockMemory& memory,
                             int token) {
   const int num_topk = args.shape.num_topk, num_experts = args.shape.num_experts;
@@ -95,6 +96,8 @@ DC_DEVICE void stage_routes(const Context& context, const LowLatencyRailDispatch
                              : args.shape.num_max_tokens - 1 - static_cast<int>(num_handed);
       first_words[part] = SlotWord{slot_idx, !is_straight}.pack();
     }
+    // The slots of a masked rank are counted, but nothing goes there.
+    is_straight = is_straight && is_active(context, memory, rank);
     const uint32_t straight = arch::ballot(kFullMask, is_straight);
     if (is_straight) {
       const int destination =
@@ -180,7 +183,7 @@ DC_DEVICE void send_message(const LowLatencyRailDispatchArgs& args, const LowLat
 
 // The block, when its counters hold all tokens: what each rank, and each of its experts, will get,
 // with the announcement of the operation before it.
-DC_DEVICE void send_counts(const Context& context, const LowLatencyRailDispatchArgs& args,
+DC_DEVICE void send_counts(const RailContext& context, const LowLatencyRailDispatchArgs& args,
                            const LowLatencyRailHalf& half, const RailBlockMemory& memory) {
   using Words = LowLatencyRailWords;
   const LowLatencyGroup& group = args.reach.group;
@@ -198,6 +201,7 @@ DC_DEVICE void send_counts(const Context& context, const LowLatencyRailDispatchA
     const uint64_t word = place == Words::kAnnounced
                               ? announcement(context, args.signature, args.num_tokens)
                               : Tagged::pack(context.generation, memory.counters[idx]);
+    if (!is_active(context, memory, peer)) continue;
     if (group.is_near(peer)) {
       // pairs with: await_announcements and await_counts at the peer — nothing but the word itself.
       arch::st_relaxed_sys(half.near<uint64_t>(peer, half.counts(group.rank)) + place, word);
@@ -209,6 +213,7 @@ DC_DEVICE void send_counts(const Context& context, const LowLatencyRailDispatchA
   for (int position = arch::thread_idx(); position < num_ranks - group.num_near;
        position += arch::num_threads()) {
     const int peer = group.rank_at(position);
+    if (!is_active(context, memory, peer)) continue;
     // pairs with: await_announcements and await_counts at the peer — the words themselves.
     put_staged(half, peer, group.word_qp(), half.counts(group.rank), half.counts_staged(peer),
                sizeof(uint64_t) * (Words::kExperts + map.num_local_experts(peer)));
@@ -216,7 +221,7 @@ DC_DEVICE void send_counts(const Context& context, const LowLatencyRailDispatchA
 }
 
 template <PayloadFormat kFormat>
-DC_DEVICE bool dispatch_send(const Context& context, const LowLatencyRailDispatchArgs& args,
+DC_DEVICE bool dispatch_send(const RailContext& context, const LowLatencyRailDispatchArgs& args,
                              const LowLatencyRailHalf& half, const RailBlockMemory& memory,
                              uint32_t previous) {
   const int num_counters = args.shape.num_experts + 2 * args.reach.group.num_ranks;
@@ -231,7 +236,7 @@ DC_DEVICE bool dispatch_send(const Context& context, const LowLatencyRailDispatc
   if (arch::block_idx() < args.num_tokens) load_first(arch::block_idx());
   for (int idx = arch::thread_idx(); idx < num_counters; idx += arch::num_threads())
     memory.counters[idx] = 0;
-  bool ok = warp != arch::num_warps() - 1 || await_credit(context, half, previous);
+  bool ok = warp != arch::num_warps() - 1 || await_credit(context, half, memory, previous);
   if (!memory.agrees(ok)) return false;
   const int last_block = arch::num_blocks() - 1;
   int num_counted = 0;  // tokens that the counters hold

@@ -38,8 +38,8 @@ struct ArrivalWatch {
 // Takes what comes to `address`: waits for it and leaves zeros there. *value: an earlier look at
 // it, or zeros.
 //   unblocked by: the peer's store of words that are not zero
-template <class T>
-DC_DEVICE bool take_arrival(const Context& context, T* address, const WaitFor& wait, T* value) {
+template <class AnyContext, class T>
+DC_DEVICE bool take_arrival(const AnyContext& context, T* address, const WaitFor& wait, T* value) {
   if (!has_arrived(*value)) {
     ArrivalWatch<T> watch{address, *value};
     if (!await_watch(context, watch, wait, 1)) return false;

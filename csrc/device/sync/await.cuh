@@ -77,13 +77,14 @@ DC_DEVICE_COLD bool may_go_on(Context context, WaitFor wait, uint64_t seen, uint
 // deadline this thread begins with that.
 //   unblocked by: what the watch looks at, the rank's abort word, masks, the deadline.
 // Watch: bool look(), uint64_t seen(), void rest(abort_word, deadline_ns).
-template <class Watch>
-DC_DEVICE bool await_watch(const Context& context, Watch& watch, const WaitFor& wait,
+// AnyContext: Context, or one whose masks lie elsewhere, with a may_go_on of its own.
+template <class AnyContext, class Watch>
+DC_DEVICE bool await_watch(const AnyContext& context, Watch& watch, const WaitFor& wait,
                            uint64_t expected, uint64_t patience = 1) {
   constexpr int kPollsPerClock =
       DEEP_COMM_TARGET_CUDA ? 64 : 1;  // reading the clock costs more than a poll
   if (watch.look()) return true;
-  WaitClock clock;
+  typename AnyContext::Clock clock;
   while (true) {
     DC_NO_UNROLL
     for (int poll = 0; poll < kPollsPerClock; ++poll) {
@@ -111,9 +112,9 @@ struct AcquireWatch {
 };
 
 // Polls `word` with acquire until is_ready(value); see await_watch.
-template <Scope kScope, class T, class IsReady>
-DC_DEVICE bool await(const Context& context, const T* word, const WaitFor& wait, uint64_t expected,
-                     IsReady is_ready, T* value,
+template <Scope kScope, class AnyContext, class T, class IsReady>
+DC_DEVICE bool await(const AnyContext& context, const T* word, const WaitFor& wait,
+                     uint64_t expected, IsReady is_ready, T* value,
                      uint64_t patience = kScope == Scope::kCta ? 4 : 1) {
   // Warps of this block are bounded by their own waits, which began later and know the silent
   // rank's name.
@@ -156,8 +157,9 @@ struct RelaxedTaggedWatch {
 };
 
 // Waits for a Tagged word of this kernel's generation and takes its value; orders nothing else.
-DC_DEVICE bool await_tagged_alone(const Context& context, const uint64_t* word, const WaitFor& wait,
-                                  uint32_t* value) {
+template <class AnyContext>
+DC_DEVICE bool await_tagged_alone(const AnyContext& context, const uint64_t* word,
+                                  const WaitFor& wait, uint32_t* value) {
   RelaxedTaggedWatch watch{word, context.generation, 0};
   const bool ok = await_watch(context, watch, wait, Tagged::pack(context.generation, 0));
   *value = Tagged::unpack(watch.value).value;

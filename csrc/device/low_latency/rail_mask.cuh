@@ -1,0 +1,174 @@
+// Ranks that the others do without, in a group of several nodes: as ../sync/mask.cuh, whose words
+// are of one node. One word a rank in the memory of every rank, which anybody sets and nobody but a
+// clean, or the host of its owner, clears: the union of all votes is the set that a rank goes by.
+//
+// Ranks that wait for a silent one are late themselves, in this call or the next. So a rank that
+// waits long says from time to time that it is there, and a wait for such a rank has patience.
+//
+//   word          owner      written by                       read by                order     reset
+//   masked        this rank  its waits, any rank's, its host  its kernels            relaxed   clean, host
+//   alive         this rank  waits of each rank, a word each  waits for that rank    relaxed   clean
+//   participants  this rank  block 0 of dispatch's receive    other blocks of it     release   never: number
+//
+// A set of ranks in shared memory is bits, 32 a word.
+#pragma once
+
+#include "device/low_latency/rail_args.cuh"
+#include "device/sync/await.cuh"
+
+namespace deep_comm {
+
+struct RailWaitClock : WaitClock {
+  uint64_t heard = 0;  // of the peer, when it began
+  int num_renewals = 0;
+};
+
+// Peers of waits are ranks of the group.
+struct RailContext : Context {
+  using Clock = RailWaitClock;
+
+  const LowLatencyGroup* group;
+  const LowLatencyRailWords* words;
+
+  DC_DEVICE uint64_t* own_word(size_t words_of_ranks, int rank) const {
+    return reinterpret_cast<uint64_t*>(world.bases[world.rank] + words_of_ranks) + rank;
+  }
+  DC_DEVICE uint64_t* mask_word(int rank) const { return own_word(words->masked, rank); }
+  DC_DEVICE uint64_t* alive_word(int rank) const { return own_word(words->alive, rank); }
+};
+
+DC_DEVICE RailContext rail_context(const World& world, const RailReach& reach, Kernel kernel,
+                                   uint32_t operation, bool can_shrink) {
+  return {{world, kernel, operation, can_shrink, {reach.group.rank, 0, 1}, 1},
+          &reach.group,
+          &reach.words};
+}
+
+// A word that is read for itself alone. Every word has its own queue, so that it never goes
+// back to an older value.
+DC_DEVICE void send_word(const World& world, const LowLatencyGroup& group, int peer, size_t offset,
+                         uint64_t value) {
+  if (group.is_near(peer)) {
+    arch::st_relaxed_sys(reinterpret_cast<uint64_t*>(world.bases[peer - group.first_near] + offset),
+                         value);
+  } else {
+    arch::rail_signal(group.port, group.first_peer + peer, group.word_qp(), offset, value);
+  }
+}
+
+DC_DEVICE bool is_masked(const RailContext& context, int rank) {
+  return arch::ld_relaxed_sys(context.mask_word(rank)) != 0;
+}
+
+// Is `peer` one that this kernel does without? For the slow path, after a wait has failed.
+DC_DEVICE bool is_given_up(const RailContext& context, int peer) {
+  return context.can_shrink && is_masked(context, peer);
+}
+
+// One word to all other ranks, among the words of the ranks that begin at `words`.
+DC_DEVICE void tell_all(const RailContext& context, size_t words, int rank, uint64_t value) {
+  for (int position = 0; position < context.group->num_ranks; ++position) {
+    const int owner = context.group->rank_at(position);
+    if (owner == context.group->rank) continue;
+    send_word(context.world, *context.group, owner,
+              words + sizeof(uint64_t) * static_cast<size_t>(rank), value);
+  }
+}
+
+// Tells all ranks, also the one itself, which may only have been slow.
+DC_DEVICE void mask_rank(const RailContext& context, int rank) {
+  if (is_masked(context, rank)) return;  // another thread has told them
+  arch::st_relaxed_sys(context.mask_word(rank), uint64_t{1});
+  // pairs with: is_masked at the others — nothing but the word itself.
+  if (!arch::fault(Fault::kSkipVote)) tell_all(context, context.words->masked, rank, 1);
+}
+
+// This rank waits, but is there. The first thread to come in a fraction of the timeout says so.
+DC_DEVICE void say_alive(const RailContext& context, uint64_t now_ns) {
+  constexpr uint64_t kPerTimeout = 8;
+  const uint64_t tick = 1 + now_ns / (context.world.timeout_ns / kPerTimeout + 1);
+  uint64_t* own = context.alive_word(context.group->rank);
+  const uint64_t last = arch::ld_relaxed_gpu(own);
+  if (last == tick || arch::fault(Fault::kSkipAlive)) return;
+  if (arch::atomic_cas_acq_rel_gpu(own, last, tick) != last) return;
+  // pairs with: may_go_on at the others — nothing but the word itself.
+  tell_all(context, context.words->alive, context.group->rank, tick);
+}
+
+inline constexpr int kMaxRenewals = 3;
+
+// As for Context; found by the waits for a RailContext. A wait that expires begins anew, a few
+// times, if its peer has said meanwhile that it is there.
+DC_DEVICE_COLD bool may_go_on(RailContext context, WaitFor wait, uint64_t seen, uint64_t expected,
+                              uint64_t patience, RailWaitClock* clock) {
+  if (!context.can_shrink || wait.peer == context.group->rank) {
+    // Another block of this rank may be about to give up several ranks.
+    const uint64_t more = context.can_shrink ? 2 * (1 + kMaxRenewals) : 1;
+    const Context& base = context;
+    return may_go_on(base, wait, seen, expected, more * patience, static_cast<WaitClock*>(clock));
+  }
+  const World& world = context.world;
+  const uint64_t now_ns = arch::globaltimer_ns();
+  const uint64_t limit_ns = patience * context.patience * world.timeout_ns;
+  if (clock->start_ns == 0) {
+    clock->start_ns = now_ns;
+    clock->deadline_ns = now_ns + limit_ns;
+    clock->heard = arch::ld_relaxed_sys(context.alive_word(wait.peer));
+    note_wait(context, wait, expected);
+  }
+  say_alive(context, now_ns);
+  if (is_aborted(world)) return false;
+  if (is_masked(context, context.group->rank)) {
+    report_error(context, {ErrorKind::kMaskedOut, wait, 0, 0, now_ns - clock->start_ns, -1});
+    abort_rank(context);
+    return false;
+  }
+  if (is_masked(context, wait.peer)) return false;
+  if (now_ns >= clock->deadline_ns) {
+    const uint64_t heard = arch::ld_relaxed_sys(context.alive_word(wait.peer));
+    if (heard == clock->heard || clock->num_renewals == kMaxRenewals) {
+      mask_rank(context, wait.peer);
+      return false;
+    }
+    ++clock->num_renewals;
+    clock->heard = heard;
+    clock->deadline_ns = now_ns + limit_ns;
+  }
+  // Nothing wakes a rest on account of a vote.
+  clock->wake_ns = min_of(clock->deadline_ns, now_ns + world.timeout_ns / 16 + 1);
+  return true;
+}
+
+// ---- sets of ranks ------------------------------------------------------------------------------
+
+DC_HOST_DEVICE int num_set_words(int num_ranks) { return ceil_div(num_ranks, kWarpSize); }
+
+DC_DEVICE uint32_t bit_in_set(int rank) { return 1u << rank % kWarpSize; }
+
+DC_DEVICE bool is_in_set(const uint32_t* set, int rank) {
+  return (set[rank / kWarpSize] & bit_in_set(rank)) != 0;
+}
+
+// Threads may take ranks at the same time.
+DC_DEVICE void take_from_set(uint32_t* set, int rank) {
+  uint32_t* word = set + rank / kWarpSize;
+  uint32_t seen = arch::ld_relaxed_cta(word);
+  while ((seen & bit_in_set(rank)) != 0) {
+    // Orders nothing: a barrier of the block follows.
+    const uint32_t found = arch::atomic_cas_acq_rel_cta(word, seen, seen & ~bit_in_set(rank));
+    if (found == seen) return;
+    seen = found;
+  }
+}
+
+// One warp: the ranks for which is_there(rank) holds.
+template <class IsThere>
+DC_DEVICE void make_set(uint32_t* set, int num_ranks, IsThere is_there) {
+  for (int word = 0; word < num_set_words(num_ranks); ++word) {
+    const int rank = word * kWarpSize + arch::lane_idx();
+    const uint32_t bits = arch::ballot(kFullMask, rank < num_ranks && is_there(rank));
+    if (arch::lane_idx() == 0) set[word] = bits;
+  }
+}
+
+}  // namespace deep_comm

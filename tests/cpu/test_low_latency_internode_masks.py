@@ -1,0 +1,332 @@
+"""Low-latency calls between nodes go on without ranks that fall silent: one, a whole node, in the
+middle of a kernel, behind a NIC that stands still; and with their return.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+from low_latency import LowLatencyCase, Pair, expert_rows, inputs_of, open_buffer
+from low_latency_masks import (
+    DEAD,
+    STAGES,
+    case_of,
+    run_until,
+    survive,
+    verify_any_stop,
+    verify_survivors,
+)
+from payload import assert_same_bits
+
+from deep_comm import ArgumentError, Buffer, MaskedOut, errors, local, processes, simulate
+from deep_comm import reference_low_latency as reference
+
+# Ranks that fall silent, in nodes of two.
+ONE, NODE = (DEAD,), (2, 3)
+
+
+def nodes_case(**changes: Any) -> LowLatencyCase:
+    settings = dict(
+        tokens=(5, 4, 6, 3, 0, 6), experts=13, topk=4, ranks_per_node=2, num_qps=3,
+        hand_on=1,  # which no call with masks does
+    )  # fmt: skip
+    return case_of(**{**settings, **changes})
+
+
+@pytest.mark.xdist_group("processes")
+@pytest.mark.parametrize("dead", [ONE, NODE], ids=["rank", "node"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_processes_go_on_when_some_are_killed(stage: str, dead: tuple[int, ...]) -> None:
+    case = nodes_case(weights_ahead=stage != "in dispatch", tokens=(5, 4, 6, 3))
+    ended = processes.outcomes(survive, case.num_ranks, case, stage, False, dead, timeout_s=90)
+    for outcome in ended:
+        if outcome.rank not in dead:
+            assert outcome.error is None, f"{outcome.error}\n{outcome.traceback}"
+    verify_survivors(case, [outcome.value for outcome in ended], stage, dead)
+
+
+class Gone(Exception):
+    """The rank ends here; its threads go on elsewhere."""
+
+
+def leave() -> None:
+    raise Gone
+
+
+VARIANTS = ("packed", "late", "compact", "one_rounding", "fp8")
+
+
+def simulated_survivors(
+    case: LowLatencyCase, stage: str, dead: tuple[int, ...], seed: int, **options: Any
+) -> list:
+    def main(group: simulate.SimulatedGroup) -> list:
+        buffer = open_buffer(group, case, timeout_s=1000, enable_shrink=True)
+        buffer.runtime.low_latency_hand_on_tokens = case.hand_on
+        try:
+            return run_until(buffer, case, stage, leave, dead)
+        except Gone:
+            return []
+
+    return list(
+        simulate.run(main, case.num_ranks, seed, on_stuck="clock", timeout_s=120, **options)
+    )
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_schedule_goes_on_without_ranks_that_leave(stage: str, variant: str) -> None:
+    shapes = (((5, 4, 6, 3), 2), ((3, 4), 1), ((2, 3, 1, 4, 0, 2), 3))
+    for seed in range(8):
+        tokens, per_node = shapes[seed % len(shapes)]
+        dead = ONE if len(tokens) == 2 or seed % 2 == 0 else tuple(range(per_node))
+        case = nodes_case(
+            tokens=tokens, ranks_per_node=per_node, experts=2 * len(tokens) + 1, calls=4,
+            topk=3, weights_ahead=variant != "late", compact=variant == "compact",
+            one_rounding=variant == "one_rounding", use_fp8=variant == "fp8", seed=seed,
+        )  # fmt: skip
+        try:
+            results = simulated_survivors(case, stage, dead, seed)
+            verify_survivors(case, results, stage, dead)
+        except (AssertionError, errors.DeepCommError, simulate.MachineError) as error:
+            raise AssertionError(f"seed {seed}, dead {dead}: {error}") from error
+
+
+# ---- a rank that stops at any step --------------------------------------------------------------
+
+
+def stopped_case(seed: int) -> tuple[LowLatencyCase, int, int]:
+    """A case, the rank that stops, and after which step."""
+    choose = random.Random(seed)
+    tokens, per_node = choose.choice((((3, 2, 4, 3), 2), ((3, 2, 4, 3), 1), ((1, 4, 2), 1)))
+    case = LowLatencyCase(
+        tokens, 4, hidden=64, experts=2 * len(tokens) + 1, topk=3, calls=4, ranks_per_node=per_node,
+        num_qps=3, seed=seed, weights_ahead=seed % 2 == 1,
+    )  # fmt: skip
+    return case, choose.randrange(case.num_ranks), choose.randrange(200, 60_000 * len(tokens))
+
+
+def notices_stop(seed: int, faults: tuple[str, ...] = ()) -> str | None:
+    """How the survivors of a rank that stops for ever fail, or None if they do not."""
+    case, dead, step = stopped_case(seed)
+    slowest_ns = [0] * case.num_ranks
+
+    def main(group: simulate.SimulatedGroup) -> list:
+        buffer = open_buffer(group, case, timeout_s=1000, enable_shrink=True)
+        results = []
+        for call in range(case.calls):
+            started_ns = group.simulation.time_ns
+            pair = Pair(buffer, case, call)
+            pair.dispatch()
+            pair.combine()
+            elapsed_ns = group.simulation.time_ns - started_ns
+            slowest_ns[buffer.rank] = max(slowest_ns[buffer.rank], elapsed_ns)
+            results.append((pair.received(), masks_of(buffer)))
+        return results
+
+    ended = simulate.run(
+        main, case.num_ranks, seed, on_stuck="clock", timeout_s=60, return_errors=True,
+        stalls=[(dead, step, 0)], faults=faults,
+    )  # fmt: skip
+    for rank, result in enumerate(ended):
+        if rank != dead and not isinstance(result, list):
+            return f"rank {rank}: {result!r}"
+    try:
+        verify_any_stop(case, list(ended), dead)
+    except AssertionError as error:
+        return str(error)
+    slowest_s = max(slowest_ns[rank] for rank in range(case.num_ranks) if rank != dead) / 1e9
+    return None if slowest_s < 4500 else f"a pair took {slowest_s} s, of a timeout of 1000"
+
+
+def masks_of(buffer: Buffer) -> list[int]:
+    mask = torch.full((buffer.group_size,), 7, dtype=torch.int32, device=buffer.device)
+    buffer.low_latency_query_mask_buffer(mask)
+    return mask.tolist()
+
+
+@pytest.mark.parametrize("first_seed", range(0, 160, 40))
+def test_a_rank_may_stop_at_any_step(first_seed: int) -> None:
+    for seed in range(first_seed, first_seed + 40):
+        found = notices_stop(seed)
+        assert found is None, f"seed {seed}: {found}"
+
+
+# ---- slow ranks, NICs that stand still, masks by hand --------------------------------------------
+
+
+def test_a_slow_rank_learns_that_it_is_out_and_comes_back_after_clean() -> None:
+    case = nodes_case(calls=2, tokens=(5, 4, 6, 2))
+
+    def main(group: local.ThreadGroup) -> list:
+        with open_buffer(group, case, timeout_s=1.0, enable_shrink=True) as buffer:
+            pair = Pair(buffer, case, 0)
+            pair.dispatch()()
+            pair.combine()()
+            if buffer.rank == DEAD:
+                time.sleep(3.0)
+                with pytest.raises(MaskedOut):
+                    for _ in range(2):
+                        pair.dispatch()()
+                        pair.combine()()
+            else:
+                pair.dispatch()()
+                pair.combine()()
+                assert masks_of(buffer) == [0, 1, 0, 0]
+            group.barrier()
+            buffer.low_latency_clean_mask_buffer()
+            results = []
+            for call in (1, 0, 1):
+                pair = Pair(buffer, case, call)
+                pair.dispatch()()
+                pair.combine()()
+                assert masks_of(buffer) == [0, 0, 0, 0]
+                results.append(pair.received())
+            return results
+
+    results = local.run(main, 4, timeout_s=60)
+    for number, call in enumerate((1, 0, 1)):
+        xs, idxs, weights = zip(*(inputs_of(case, r, call) for r in range(4)), strict=True)
+        dispatched = reference.low_latency_dispatch(
+            xs, idxs, case.max_tokens, case.experts, topk_weights=weights
+        )
+        rows = [expert_rows(case, rank, call) for rank in range(4)]
+        combined = reference.low_latency_combine(rows, dispatched, weights)
+        for rank in range(4):
+            assert_same_bits(results[rank][number].combined_x, combined[rank], f"rank {rank}")
+
+
+def stall_nics(seed: int, stalled: tuple[int, ...], faults: tuple[str, ...] = ()) -> list:
+    """Two pairs of calls; before the second these ranks' NICs stop. By rank: masks, or an error."""
+    case = LowLatencyCase((3, 2, 4, 3), 4, hidden=64, topk=4, ranks_per_node=2, num_qps=2)
+
+    def main(group: simulate.SimulatedGroup) -> list[int]:
+        buffer = open_buffer(group, case, timeout_s=1000, enable_shrink=True)
+        for call in (0, 1, 0, 1):
+            if call == 1 and buffer.rank in stalled:
+                group.simulation.stall_rail(buffer.rank)
+            pair = Pair(buffer, case, call)
+            pair.dispatch()
+            pair.combine()
+        return masks_of(buffer)
+
+    return list(
+        simulate.run(
+            main, 4, seed, on_stuck="clock", timeout_s=60, return_errors=True, faults=faults
+        )
+    )
+
+
+def test_a_rank_whose_nic_stands_still_is_masked_on_both_nodes() -> None:
+    for seed in range(10):
+        ended = stall_nics(seed, (1,))
+        assert isinstance(ended[1], MaskedOut), f"seed {seed}: {ended}"
+        assert [ended[rank] for rank in (0, 2, 3)] == [[0, 1, 0, 0]] * 3, f"seed {seed}: {ended}"
+
+
+def test_nodes_that_hear_nothing_of_each_other_go_on_by_themselves() -> None:
+    for seed in range(6):
+        ended = stall_nics(seed, (0, 1, 2, 3))
+        assert ended == [[0, 0, 1, 1]] * 2 + [[1, 1, 0, 0]] * 2, f"seed {seed}: {ended}"
+
+
+def test_masks_by_hand() -> None:
+    case = nodes_case(calls=1, mode="plain", tokens=(5, 4, 6, 2))
+
+    def main(group: local.ThreadGroup) -> None:
+        with open_buffer(group, case, timeout_s=20, enable_shrink=True) as buffer:
+            for wrong in (buffer.rank, 4, -1, "1"):
+                with pytest.raises(ArgumentError, match="rank_to_mask"):
+                    buffer.low_latency_update_mask_buffer(wrong, True)
+            if buffer.rank == DEAD:
+                return
+            buffer.low_latency_update_mask_buffer(DEAD, True)
+            assert masks_of(buffer) == [0, 1, 0, 0]
+            started = time.monotonic()
+            pair = Pair(buffer, case, 0)
+            pair.dispatch()
+            pair.combine()
+            assert time.monotonic() - started < 10, "nobody is waited for"
+            buffer.low_latency_update_mask_buffer(DEAD, False)
+            assert masks_of(buffer) == [0, 0, 0, 0]
+
+    local.run(main, 4, timeout_s=60)
+
+
+def test_the_hint_has_room_for_masks() -> None:
+    def hint(num_ranks: int, enable_shrink: bool) -> int:
+        return Buffer.get_low_latency_rdma_size_hint(
+            16, 256, num_ranks, 256, ranks_per_node=8, enable_shrink=enable_shrink
+        )
+
+    assert hint(64, True) == hint(64, False)
+    assert hint(128, True) > hint(128, False)
+
+
+# ---- rows that come late, and negative controls --------------------------------------------------
+
+
+def run_with_late_rows(seed: int, faults: tuple[str, ...] = ()) -> None:
+    """Combine's rows of rank 3 stay in its NIC until the others have gone on for two calls."""
+    late = 3
+    case = LowLatencyCase(
+        (4, 3, 4, 2), 4, hidden=64, experts=9, topk=3, calls=6, ranks_per_node=2, num_qps=2,
+        mode="hook", weights_ahead=True, seed=seed,
+    )  # fmt: skip
+
+    def main(group: simulate.SimulatedGroup) -> list:
+        buffer = open_buffer(group, case, timeout_s=1000, enable_shrink=True)
+        results = []
+        for call in range(case.calls):
+            if call == 2 or (call == 1 and buffer.rank == late):
+                group.barrier()
+                if buffer.rank == late:
+                    buffer.runtime.quiet_rail()
+                group.barrier()
+            if buffer.rank == late and call == 1:
+                return []
+            pair = Pair(buffer, case, call)
+            pair.dispatch()()
+            if buffer.rank == late:
+                group.simulation.stall_rail(late)
+                pair.combine()  # sends
+            else:
+                pair.combine()()
+                results.append((pair.received(), masks_of(buffer)))
+        return results
+
+    results = simulate.run(main, 4, seed, on_stuck="clock", timeout_s=60, faults=faults)
+    assert verify_any_stop(case, list(results), late) == case.calls - 1
+
+
+def test_rows_that_come_late_are_not_taken_for_those_of_another_rank() -> None:
+    for seed in range(12):
+        run_with_late_rows(seed)
+
+
+def test_simulation_finds_rows_that_are_taken_for_those_of_another_rank() -> None:
+    def finds(seed: int) -> bool:
+        try:
+            run_with_late_rows(seed, ("shared_rows",))
+        except AssertionError as error:
+            return "combined_x" in str(error) or "masked rank" in str(error)
+        return False
+
+    assert any(finds(seed) for seed in range(12))
+
+
+def test_simulation_finds_blocks_that_do_not_agree() -> None:
+    assert any(notices_stop(seed, ("skip_agreement",)) for seed in range(60))
+
+
+def test_simulation_finds_live_ranks_that_are_masked_for_waiting() -> None:
+    found = [notices_stop(seed, ("skip_alive",)) for seed in range(160)]
+    assert any(what is not None and "MaskedOut" in what for what in found)
+
+
+def test_simulation_finds_a_vote_that_is_not_told() -> None:
+    ended = stall_nics(0, (1,), ("skip_vote",))
+    assert not isinstance(ended[1], MaskedOut) or ended[0] != [0, 1, 0, 0], ended

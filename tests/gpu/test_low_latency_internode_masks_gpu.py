@@ -1,0 +1,85 @@
+"""tests/cpu/test_low_latency_internode_masks.py on GPUs: processes of logical nodes that are
+killed, at every stage, and one that is slow.
+"""
+
+import time
+
+import pytest
+import torch
+from low_latency import LowLatencyCase, Pair, open_buffer
+from low_latency_masks import DEAD, STAGES, case_of, survive, verify_survivors
+
+from deep_comm import MaskedOut, processes
+
+SHAPES = [(4, 2, (DEAD,)), (4, 2, (2, 3)), (3, 1, (DEAD,)), (2, 1, (DEAD,))]
+
+
+def nodes_case(num_ranks: int, per_node: int, **changes: object) -> LowLatencyCase:
+    settings = dict(
+        tokens=(5, 4, 6, 3)[:num_ranks], ranks_per_node=per_node, hidden=1024,
+        experts=2 * num_ranks + 1, topk=3,
+    )  # fmt: skip
+    return case_of(**{**settings, **changes})
+
+
+def need_gpus(count: int) -> None:
+    if torch.cuda.device_count() < count:
+        pytest.skip(f"needs {count} CUDA devices")
+
+
+@pytest.mark.parametrize("num_ranks, per_node, dead", SHAPES)
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.gpu
+def test_processes_go_on_when_some_are_killed(
+    stage: str, num_ranks: int, per_node: int, dead: tuple[int, ...]
+) -> None:
+    need_gpus(num_ranks)
+    case = nodes_case(
+        num_ranks, per_node, use_fp8=stage != "in combine", weights_ahead=stage != "in dispatch"
+    )
+    ended = processes.outcomes(
+        survive, num_ranks, case, stage, True, dead, devices=range(num_ranks), timeout_s=180
+    )
+    for outcome in ended:
+        if outcome.rank not in dead:
+            assert outcome.error is None, f"{outcome.error}\n{outcome.traceback}"
+    verify_survivors(case, [outcome.value for outcome in ended], stage, dead)
+
+
+def be_slow(group, case: LowLatencyCase) -> list[list[int]]:
+    masks = []
+    device = torch.device("cuda", torch.cuda.current_device())
+    with open_buffer(group, case, device=device, timeout_s=1.0, enable_shrink=True) as buffer:
+
+        def run_pair(call: int) -> None:
+            pair = Pair(buffer, case, call)
+            pair.dispatch()()
+            pair.combine()()
+            torch.cuda.synchronize()
+            buffer.check()
+
+        run_pair(0)
+        if buffer.rank == DEAD:
+            time.sleep(4.0)
+            with pytest.raises(MaskedOut):
+                for _ in range(2):
+                    run_pair(0)
+        else:
+            run_pair(0)
+        for call in (1, 0):
+            mask = torch.zeros(case.num_ranks, dtype=torch.int32, device=device)
+            buffer.low_latency_query_mask_buffer(mask)
+            masks.append(mask.tolist())
+            buffer.low_latency_clean_mask_buffer()
+            run_pair(call)
+    return masks
+
+
+@pytest.mark.gpu
+def test_a_slow_rank_learns_that_it_is_out_and_comes_back_after_clean() -> None:
+    need_gpus(4)
+    case = nodes_case(4, 2, calls=2)
+    for rank, masks in enumerate(processes.run(be_slow, 4, case, devices=range(4), timeout_s=180)):
+        assert masks[1] == [0, 0, 0, 0]
+        if rank != DEAD:
+            assert masks[0] == [0, 1, 0, 0]
