@@ -56,8 +56,8 @@ for run in range(NUM_RUNS):
     ],
 )
 def test_a_program_may_end_right_after_a_rendezvous(body: str, tmp_path: Path) -> None:
-    """With torch.distributed.all_gather_object instead, a third of these ranks abort (torch 2.13,
-    two cores)."""
+    """With torch.distributed.all_gather_object instead, ranks abort: a third of them on two idle
+    cores (torch 2.13), fewer on busy ones."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM.replace("BODY", body)], cwd=tmp_path, text=True,
         capture_output=True, timeout=200, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
