@@ -21,15 +21,13 @@ class TierOutputs(RowTensors):
         send_rank_head: int32 [F, M].
     """
 
-    __slots__ = ("num_rows", "num_forward_rows", "src_idx", "src_meta", "send_rank_head")
+    src_idx: Tensor | None = None
+    src_meta: Tensor | None = None
+    send_rank_head: Tensor | None = None
 
     def __init__(self, num_rows: int, num_forward_rows: int = 0) -> None:
-        super().__init__()
         self.num_rows = num_rows
         self.num_forward_rows = num_forward_rows
-        self.src_idx: Tensor | None = None
-        self.src_meta: Tensor | None = None
-        self.send_rank_head: Tensor | None = None
 
 
 def allocate(

@@ -28,14 +28,12 @@ class RowTensors:
         output_offset, src_offset: in the heap; 0: not in the receive region.
     """
 
-    __slots__ = ("x", "scales", "topk_idx", "topk_weights", "output_offset", "src_offset")
-
-    def __init__(self) -> None:
-        self.x: Tensor
-        self.scales: Tensor | None = None
-        self.topk_idx: Tensor | None = None
-        self.topk_weights: Tensor | None = None
-        self.output_offset = self.src_offset = 0
+    # Defaults of the class: a constructor, and that of a base, would be frames in every call.
+    x: Tensor
+    scales: Tensor | None = None
+    topk_idx: Tensor | None = None
+    topk_weights: Tensor | None = None
+    output_offset = src_offset = 0
 
     def lay_over(
         self,
@@ -93,26 +91,12 @@ class Outputs(RowTensors):
         recv_rows: int32 [N, K] of an expanded dispatch; None likewise.
     """
 
-    __slots__ = (
-        "src_idx",
-        "src_rows",
-        "recv_rows",
-        "x_address",
-        "scales_address",
-        "topk_idx_address",
-        "topk_weights_address",
-        "src_idx_address",
-        "recv_rows_address",
-    )
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.x_address: int
-        self.src_idx: Tensor | None = None
-        self.src_rows: SourceRows | None = None
-        self.recv_rows: Tensor | None = None
-        self.scales_address = self.topk_idx_address = self.topk_weights_address = 0
-        self.src_idx_address = self.recv_rows_address = 0
+    x_address: int
+    scales_address = topk_idx_address = topk_weights_address = 0
+    src_idx: Tensor | None = None
+    src_rows: SourceRows | None = None
+    recv_rows: Tensor | None = None
+    src_idx_address = recv_rows_address = 0
 
     @staticmethod
     def blank(ctx: Context, reserved: Reservation) -> Outputs:
