@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -136,12 +137,15 @@ def _synchronize(device: torch.device) -> None:
 def _named_ranges(parallel: deep_comm.ExpertParallel) -> Iterator[None]:
     """On the host target communication is calls, not kernels: they get names in the trace."""
     buffer: Any = parallel.buffer
-    calls = ("dispatch", "combine", "low_latency_dispatch", "low_latency_combine")
+    names = ("dispatch", "combine", "low_latency_dispatch", "low_latency_combine")
+    calls = {**{name: name for name in names}, "_begin_expanded_dispatch": "dispatch"}
 
     def named(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **options: Any) -> Any:
             with record_function(picture.RANGE + name):
                 result = call(*args, **options)
+            if hasattr(result, "result"):  # a dispatch whose counts the host has not seen yet
+                return SimpleNamespace(result=named(name + " receive", result.result))
             # A receive hook. Events can be called as well.
             is_low_latency = isinstance(result, tuple) and name.startswith("low_latency")
             if is_low_latency and result[-1] is not None:
@@ -150,13 +154,13 @@ def _named_ranges(parallel: deep_comm.ExpertParallel) -> Iterator[None]:
 
         return run
 
-    for name in calls:
-        setattr(buffer, name, named(name, getattr(buffer, name)))
+    for method, name in calls.items():
+        setattr(buffer, method, named(name, getattr(buffer, method)))
     try:
         yield
     finally:
-        for name in calls:
-            delattr(buffer, name)
+        for method in calls:
+            delattr(buffer, method)
 
 
 def _trace(
