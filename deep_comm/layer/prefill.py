@@ -32,7 +32,6 @@ class Sent:
     max_num_tokens: int | None  # of all ranks; None: the host has not waited
     num_tokens_per_expert: Tensor | None = None  # int32 [L]
     offsets: Tensor | None = None  # int32 [L + 1]
-    topk_idx: Tensor | None = None  # before rows have been grouped: [N, K]
 
 
 class Prefill(Protocol):
@@ -44,9 +43,6 @@ class Prefill(Protocol):
         """``send`` with is_async and exact counts, which the host need not have waited for when
         this returns; the function does.
         """
-
-    def receive(self, sent: Sent) -> None:
-        """Behind the event of ``sent``."""
 
     def combine(
         self, rows: Tensor, weights: Tensor, handle: Any, is_async: bool
@@ -134,9 +130,6 @@ class ExpandedPrefill:
             rows, scales, weights, counts, handle, event, is_bounded, handle.max_num_tokens,
             expansion.expert_counts, expansion.expert_offsets,
         )  # fmt: skip
-
-    def receive(self, sent: Sent) -> None:
-        pass
 
     def combine(
         self, rows: Tensor, weights: Tensor, handle: Any, is_async: bool

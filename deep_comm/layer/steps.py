@@ -173,13 +173,13 @@ class Steps:
             return Pending(receive)
         finish = self._send(x, topk_idx, topk_weights, bounded or self.is_capturing(), True)
 
-        def group() -> ExpertBatch:
+        def receive_rows() -> ExpertBatch:
             batch = finish()
             if way == "learn":
                 self._learn()
             return batch
 
-        return Pending(group)
+        return Pending(receive_rows)
 
     def combine(self, batch: ExpertBatch, rows: Tensor) -> Tensor:
         rows = self._expert_rows(batch, rows)
@@ -228,7 +228,6 @@ class Steps:
             return self._send(x, topk_idx, topk_weights, is_bounded, False)()
         prefill = self.transport.prefill
         sent = prefill.send(x, topk_idx, topk_weights, is_bounded=is_bounded, is_async=False)
-        prefill.receive(sent)
         return self._batch(sent, sent.x, sent.weights)
 
     def _send(
@@ -239,8 +238,7 @@ class Steps:
         is_bounded: bool,
         is_async: bool,
     ) -> Callable[[], ExpertBatch]:
-        """Sends now; the function returned receives, which is also where the host waits, and
-        groups."""
+        """Sends now; the function returned receives, which is also where the host waits."""
         prefill = self.transport.prefill
         needs_grad = self._needs_grad(x, topk_weights)
         sources = x, topk_weights
@@ -260,7 +258,6 @@ class Steps:
             sent = wait()
             if is_async:
                 sent.event.current_stream_wait()
-            prefill.receive(sent)
             return sent
 
         def finish() -> ExpertBatch:
