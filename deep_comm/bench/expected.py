@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from deep_comm.bench import payload
+from deep_comm.bench.grouped import Grouped
 from deep_comm.bench.workload import Workload, plan_of
 
 Rows = Tensor | tuple[Tensor, Tensor]
@@ -33,7 +34,7 @@ class Expected:
         self.recv_topk_idx = self.plan.recv_topk_idx.to(device)
         self.recv_topk_weights = self.plan.recv_topk_weights.to(device)
         self.recv_src_idx = self.plan.recv_src_idx.to(device)
-        self._src_rank = self.plan.recv_src_rank.to(device)
+        self.recv_src_rank = self.plan.recv_src_rank.to(device)
         self._is_token_in_rank = self.plan.is_token_in_rank.to(device)
         self._tokens = torch.arange(workload.num_tokens_of(rank), device=device)
         # Kept per instance, so that all goes when the workload has been measured.
@@ -42,6 +43,7 @@ class Expected:
         self.expert_output = functools.cache(self._make_expert_output)
         self.combined = functools.cache(self._make_combined)
         self.echoed = functools.cache(self._make_echoed)
+        self.grouped = functools.cache(lambda: Grouped(self))
 
     @property
     def num_recv_rows(self) -> int:
@@ -65,12 +67,12 @@ class Expected:
 
     def _make_recv_x(self, slot: int) -> Rows:
         """What dispatch must deliver to this rank."""
-        return self._rows(payload.row_keys(self._src_rank, self.recv_src_idx, slot))
+        return self._rows(payload.row_keys(self.recv_src_rank, self.recv_src_idx, slot))
 
     def _make_expert_output(self, slot: int) -> Tensor:
         """bf16 [N, H]: what this rank hands to combine. Differs between the ranks that got a
         token."""
-        keys = payload.row_keys(self._src_rank, self.recv_src_idx, slot, salt=1 + self.rank)
+        keys = payload.row_keys(self.recv_src_rank, self.recv_src_idx, slot, salt=1 + self.rank)
         return payload.bf16_rows(keys, self.workload.hidden)
 
     def _make_combined(self, slot: int, ranks_per_node: int | None = None) -> Tensor:

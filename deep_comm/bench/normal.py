@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from deep_comm import Buffer
-from deep_comm.bench import link, rivals, two_tier
+from deep_comm.bench import grouped, link, rivals, two_tier
 from deep_comm.bench.expected import Expected
 from deep_comm.bench.measure import Effort, Timing, gather, peak_rss_bytes, time_over_ranks
-from deep_comm.bench.operations import BufferOperations, Operation
+from deep_comm.bench.operations import OF_EXPANDED, BufferOperations, Operation
 from deep_comm.bench.options import AUTO, Options, Scenario
 from deep_comm.bench.workload import Volume, Workload
 
@@ -110,6 +110,8 @@ def make_buffer(scenario: Scenario, device: torch.device) -> Buffer:
     if scenario.mode == "ring":
         return Buffer(dist.group.WORLD, num_nvl_bytes, device=device, num_direct_bytes=0)
     num_worst = sum(shape.num_tokens_of(rank) for rank in range(shape.num_ranks))
+    if not set(OF_EXPANDED).isdisjoint(scenario.names):
+        num_worst = max(num_worst, grouped.most_rows(shape))
     block_bytes = num_worst * (row_bytes + 16 * shape.num_topk + 64) + (1 << 16)
     num_nvl_bytes += _BLOCKS_IN_FLIGHT * block_bytes
     return Buffer(
@@ -201,12 +203,11 @@ class Runner:
                 if scenario.ranks_per_node is not None:
                     self._count_rail(buffer, subject, scenario)
                 mode = self._observed_mode(scenario, subject)
-                for operation in subject.operations(mode):
-                    if operation.name in scenario.names:
-                        measured = self._measure(
-                            scenario, expected, operation, scenario.executions, subject
-                        )
-                        lines += (dataclasses.replace(line, mode=mode) for line in measured)
+                for operation in subject.operations(mode, scenario.names):
+                    measured = self._measure(
+                        scenario, expected, operation, scenario.executions, subject
+                    )
+                    lines += (dataclasses.replace(line, mode=mode) for line in measured)
                 del subject, operation  # they hold outputs in the receive region
             if self._device.type == "cuda":
                 torch.cuda.synchronize()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import Tensor
 from deep_comm import Buffer, Config, reference
 from deep_comm.bench import two_tier
 from deep_comm.bench.expected import Expected, Rows
+from deep_comm.bench.grouped import ALIGNMENT, cast
 from deep_comm.bench.payload import same_bits
 from deep_comm.bench.workload import Volume, Workload, combine_volume, dispatch_volume
 
@@ -24,6 +27,11 @@ COMBINE_IN_PLACE = "combine in place"
 PAIR = "dispatch + combine"
 PAIR_NO_WAIT = "dispatch + combine no-wait"
 PAIR_CACHED = "dispatch cached + combine"
+CAST = "dispatch cast"
+CAST_CACHED = "dispatch cast cached"
+EXPANDED = "dispatch expanded"
+EXPANDED_CACHED = "dispatch expanded cached"
+COMBINE_EXPANDED = "combine expanded"
 
 MEANINGS = {
     LAYOUT: "get_dispatch_layout alone",
@@ -35,7 +43,13 @@ MEANINGS = {
     PAIR: "chained: what dispatch returned is combined",
     PAIR_NO_WAIT: "chained, with num_worst_tokens",
     PAIR_CACHED: "chained, by a handle",
+    CAST: "of bf16 rows that travel as FP8 with scales, cast by the kernel",
+    CAST_CACHED: "the same by a handle",
+    EXPANDED: "rows grouped by local expert, a row for each selection, 128 rows aligned",
+    EXPANDED_CACHED: "the same by a handle",
+    COMBINE_EXPANDED: "of such rows, weighted and added where they lie before they travel",
 }
+OF_EXPANDED = (EXPANDED, EXPANDED_CACHED, COMBINE_EXPANDED)
 NAMES = tuple(MEANINGS)
 
 
@@ -149,8 +163,16 @@ class BufferOperations:
 
     # ---- operations ----------------------------------------------------------------------------
 
-    def operations(self, mode: str) -> Iterator[Operation]:
-        """``mode``: what was observed, all ranks together."""
+    def operations(self, mode: str, names: Sequence[str] = NAMES) -> Iterator[Operation]:
+        """Those of ``names`` that there are. ``mode``: what was observed, all ranks together."""
+        made = self._of_plain_rows(mode)
+        if self._ranks_per_node is None and self._workload.dtype == "bf16":
+            made = itertools.chain(made, self._casts())
+        if self._ranks_per_node is None and not set(OF_EXPANDED).isdisjoint(names):
+            made = itertools.chain(made, self._expanded())
+        return (operation for operation in made if operation.name in names)
+
+    def _of_plain_rows(self, mode: str) -> Iterator[Operation]:
         expected, shape = self._expected, self._workload
         uncached = dispatch_volume(shape, is_cached=False)
         cached = dispatch_volume(shape, is_cached=True)
@@ -181,6 +203,56 @@ class BufferOperations:
         yield Operation(PAIR, self._pair, self._pair_is_right, uncached + back, host_waits=True)
         yield Operation(PAIR_NO_WAIT, self._pair_no_wait, self._pair_is_right, uncached + back)
         yield Operation(PAIR_CACHED, self._pair_cached, self._pair_is_right, cached + back)
+
+    def _casts(self) -> Iterator[Operation]:
+        """Rows that the kernel casts: they travel as those of dtype fp8 do."""
+        expected = self._expected
+        travels = dataclasses.replace(self._workload, dtype="fp8")
+
+        def dispatch(slot: int) -> Any:
+            return self._dispatch(slot, use_fp8=True)
+
+        def cached(slot: int) -> Any:
+            x = expected.x(slot)
+            return self._buffer.dispatch(x, handle=self.handle, config=self.config, use_fp8=True)
+
+        def is_right(result: Any, slot: int) -> bool:
+            return rows_equal(result[0], cast(expected.recv_x(slot)))
+
+        moved = dispatch_volume(travels, is_cached=False)
+        yield Operation(CAST, dispatch, is_right, moved, host_waits=True)
+        moved = dispatch_volume(travels, is_cached=True)
+        yield Operation(CAST_CACHED, cached, is_right, moved)
+
+    def _expanded(self) -> Iterator[Operation]:
+        """A row crosses a link once, however many experts of a rank it is for."""
+        grouped, shape = self._expected.grouped(), self._workload
+
+        def dispatch(slot: int) -> Any:
+            return self._dispatch(slot, expand=True, expert_alignment=ALIGNMENT)
+
+        _, _, weights, _, handle, _ = dispatch(0)
+        weights = weights.clone()  # lies in one block with the rows
+
+        def again(slot: int) -> Any:
+            return self._buffer.dispatch(self._expected.x(slot), handle=handle, config=self.config)
+
+        def combine(slot: int) -> Any:
+            return self._buffer.combine(
+                grouped.outputs(slot), handle, weights, config=self.config, apply_weights=True
+            )
+
+        def rows_are_right(result: Any, slot: int) -> bool:
+            return grouped.rows_are_right(result[0], slot)
+
+        def sums_are_right(result: Any, slot: int) -> bool:
+            return same_bits(result[0], grouped.combined(slot))
+
+        moved = dispatch_volume(shape, is_cached=False)
+        yield Operation(EXPANDED, dispatch, grouped.dispatch_is_right, moved, host_waits=True)
+        moved = dispatch_volume(shape, is_cached=True)
+        yield Operation(EXPANDED_CACHED, again, rows_are_right, moved)
+        yield Operation(COMBINE_EXPANDED, combine, sums_are_right, combine_volume(shape))
 
     def _combine_in_place(self, moved: Volume) -> Operation:
         placed: dict[int, Tensor] = {}

@@ -24,6 +24,7 @@ ROUTINGS = {
 }
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 LOW_LATENCY_DTYPES = {**DTYPES, "nvfp4": torch.uint8}
+COMBINE_FORMATS = ("bf16", "logfmt")
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class Workload:
 
     dtype "bf16", or "fp8": the payload is already quantised and carries a float32 scale per block
     of 128 elements; "nvfp4" likewise, two elements in a byte and a byte of scale for 16, counted in
-    words of four. Experts' outputs, which combine takes, are bf16 either way.
+    words of four. Experts' outputs, which combine takes, are bf16 either way; combine_format says
+    what low-latency rows travel home as.
     """
 
     num_ranks: int
@@ -42,6 +44,7 @@ class Workload:
     num_topk: int
     dtype: str = "bf16"
     routing: str = "uniform"
+    combine_format: str = "bf16"
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -64,7 +67,8 @@ class Workload:
 
     @property
     def combine_row_bytes(self) -> int:
-        return 2 * self.hidden
+        """LogFMT-10: ten bits an element and 4 bytes for 16 of them."""
+        return 2 * self.hidden if self.combine_format == "bf16" else 3 * self.hidden // 2
 
     def num_tokens_of(self, rank: int) -> int:
         is_idle = self.routing == "idle-rank" and rank == self.num_ranks - 1

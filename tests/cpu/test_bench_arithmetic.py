@@ -10,6 +10,7 @@ from payload import assert_same_bits
 
 from deep_comm import Config, reference
 from deep_comm.bench import (
+    grouped,
     link,
     measure,
     normal,
@@ -25,6 +26,7 @@ from deep_comm.bench import (
 from deep_comm.bench.expected import Expected
 from deep_comm.bench.measure import Effort, Sample, Timing
 from deep_comm.bench.workload import Volume, Workload
+from deep_comm.topology import num_local_experts
 
 SMALL = Workload(num_ranks=3, num_tokens=12, hidden=160, num_experts=7, num_topk=2)
 HOST = torch.device("cpu")
@@ -131,6 +133,42 @@ def test_expected_results_are_those_of_the_reference(dtype: str, routing: str) -
             echoes = reference.combine([rank.recv_x(slot) for rank in ranks], dispatched)
             for rank, (total, _) in zip(ranks, echoes, strict=True):
                 assert_same_bits(rank.echoed(slot), total, "echo")
+
+
+@pytest.mark.parametrize("dtype", workload.DTYPES)
+@pytest.mark.parametrize("routing", workload.ROUTINGS)
+def test_grouped_results_are_those_of_the_reference(dtype: str, routing: str) -> None:
+    shape = replace(SMALL, dtype=dtype, routing=routing)
+    ranks = [Expected(shape, rank, HOST, 2) for rank in range(3)]
+    dispatched = reference.dispatch(
+        [rank.x(1) for rank in ranks],
+        [rank.topk_idx for rank in ranks],
+        shape.num_experts,
+        [rank.topk_weights for rank in ranks],
+    )
+    rows = []
+    for rank, plain in zip(ranks, dispatched, strict=True):
+        num_local = num_local_experts(rank.rank, shape.num_experts, shape.num_ranks)
+        want = reference.expand(plain, num_local, grouped.ALIGNMENT)
+        mine = rank.grouped()
+        payload_rows: Any = want.recv_x
+        if want.recv_x_scales is not None:
+            payload_rows = want.recv_x, want.recv_x_scales
+        counts = want.expert_offsets.diff().tolist()
+        result = (payload_rows, want.recv_topk_idx, want.recv_topk_weights, counts, None, None)
+        assert mine.dispatch_is_right(result, 1)
+        assert mine.num_rows == len(want.recv_x) <= grouped.most_rows(shape) or routing != "uniform"
+        assert want.recv_topk_weights is not None
+        for spoiled in (want.recv_topk_idx, want.recv_topk_weights, want.recv_x):
+            if int(plain.num_recv_tokens) == 0:
+                break
+            place = int((want.recv_topk_idx >= 0).nonzero()[-1])
+            spoiled.view(torch.uint8).view(len(spoiled), -1)[place, 0] ^= 1
+            assert not mine.dispatch_is_right(result, 1)
+            spoiled.view(torch.uint8).view(len(spoiled), -1)[place, 0] ^= 1
+        rows.append(reference.reduce_experts(mine.outputs(1), want, want.recv_topk_weights))
+    for rank, (total, _) in zip(ranks, reference.combine(rows, dispatched), strict=True):
+        assert_same_bits(rank.grouped().combined(1), total, "sum")
 
 
 def test_rows_differ_by_source_token_slot_and_salt_and_are_finite() -> None:

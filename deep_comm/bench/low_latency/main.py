@@ -38,6 +38,8 @@ def publish(chosen: Options, figures: Report, num_ranks: int, elapsed_s: float) 
             "command": chosen.command,
             "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "num_ranks": num_ranks,
+            "ranks_per_node": figures.ranks_per_node,
+            "rail": figures.rail,
             "effort": {**vars(chosen.effort), "calls_per_graph": chosen.calls_per_graph},
             "limit": None if figures.limit is None else figures.limit.to_json(),
             "low_latency": [line.to_json() for line in figures.lines],

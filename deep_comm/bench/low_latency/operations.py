@@ -95,6 +95,7 @@ class BufferCalls:
             routing.topk_idx,
             routing.topk_weights,
             handle,
+            use_logfmt=expected.workload.combine_format == "logfmt",
             return_recv_hook=phases == "hooked",
         )
         if result[2] is not None:

@@ -12,7 +12,7 @@ import torch
 
 from deep_comm.bench import options as shared
 from deep_comm.bench.measure import Effort
-from deep_comm.bench.workload import LOW_LATENCY_DTYPES, Workload
+from deep_comm.bench.workload import COMBINE_FORMATS, LOW_LATENCY_DTYPES, Workload
 
 MODE = "low-latency"
 TOKEN_SWEEP = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -51,6 +51,8 @@ class Options:
     calls_per_graph: int
     num_slots: int
     max_tokens: int | None  # that a rank may have; None: as many as it has
+    ranks_per_node: int | None  # of logical nodes; None: what host names say
+    rail: str | None  # between nodes; None: the Buffer's choice
     with_limit: bool
     with_kernel_times: bool
     deadline_s: float
@@ -86,6 +88,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("--topk", type=int, default=8)
     dtypes = shared.names(tuple(LOW_LATENCY_DTYPES))
     add("--dtype", type=dtypes, default=("fp8", "bf16"), help="of dispatch: fp8,bf16,nvfp4")
+    formats = shared.names(COMBINE_FORMATS)
+    add("--combine", type=formats, default=("bf16",), help="rows of combine travel as bf16,logfmt")
+    add("--ranks-per-node", type=int, help="logical nodes of so many consecutive ranks")
+    add("--rail", choices=("nvshmem", "software", "simulated"), help="what joins nodes")
     how = parser.add_argument_group("how it is called")
     add = how.add_argument
     add("--layout", type=shared.names(tuple(LAYOUTS)), default=tuple(LAYOUTS))
@@ -124,6 +130,8 @@ def parse(arguments: Sequence[str], command: str) -> Options:
             parser.error(f"--{name.replace('_', '-')}: must be at least 1")
     if parsed.tokens is None:
         parsed.tokens = QUICK_TOKENS if parsed.quick else TOKEN_SWEEP if on_gpu else (1, 16)
+    if parsed.ranks_per_node is not None and parsed.ranks_per_node < 1:
+        parser.error("--ranks-per-node: must be at least 1")
     if parsed.max_tokens is not None and parsed.max_tokens < max(parsed.tokens):
         parser.error(f"--max-tokens: must be at least {max(parsed.tokens)}")
     defaults: dict[str, int | float] = {
@@ -150,6 +158,8 @@ def parse(arguments: Sequence[str], command: str) -> Options:
         calls_per_graph=parsed.calls_per_graph,
         num_slots=parsed.rotate,
         max_tokens=parsed.max_tokens,
+        ranks_per_node=parsed.ranks_per_node,
+        rail=parsed.rail,
         with_limit=on_gpu and not parsed.no_limit,
         with_kernel_times=on_gpu and not parsed.no_kernel_times,
         deadline_s=parsed.deadline_s,
@@ -170,18 +180,24 @@ class _Scenarios:
         return make(num_ranks, parsed)
 
 
-def _workload(num_ranks: int, num_tokens: int, dtype: str, parsed: argparse.Namespace) -> Workload:
-    return Workload(num_ranks, num_tokens, parsed.hidden, parsed.experts, parsed.topk, dtype)
+def _workload(
+    num_ranks: int, num_tokens: int, dtype: str, parsed: argparse.Namespace, combine: str = "bf16"
+) -> Workload:
+    return Workload(
+        num_ranks, num_tokens, parsed.hidden, parsed.experts, parsed.topk, dtype,
+        combine_format=combine,
+    )  # fmt: skip
 
 
 def product(num_ranks: int, parsed: argparse.Namespace) -> list[Scenario]:
     """Every combination that the lists name; rivals once per workload."""
     calls = tuple(itertools.product(parsed.ops, parsed.phases, parsed.execution))
     scenarios = []
-    for num_tokens, dtype in itertools.product(parsed.tokens, parsed.dtype):
-        workload = _workload(num_ranks, num_tokens, dtype, parsed)
+    shapes = itertools.product(parsed.tokens, parsed.dtype, parsed.combine)
+    for num_tokens, dtype, combine in shapes:
+        workload = _workload(num_ranks, num_tokens, dtype, parsed, combine)
         for index, layout in enumerate(parsed.layout):
-            with_rivals = index == 0 and not parsed.no_rivals
+            with_rivals = index == 0 and combine == "bf16" and not parsed.no_rivals
             scenarios.append(Scenario(workload, layout, calls, parsed.sms, with_rivals))
     return scenarios
 

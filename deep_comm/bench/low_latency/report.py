@@ -20,7 +20,8 @@ LEGEND = (
     "(of graphs of one call, the distance between graphs included); spread: between slowest and "
     "fastest rank; host us: time of the calling thread; wire: rows and scales that cross the "
     "busiest link; floor: those bytes at the measured link limit; kernels: medians of the "
-    "profiler, in a graph where one was made, waits for peers included; fp8, nvfp4: cast in it"
+    "profiler, in a graph where one was made, waits for peers included; fp8, nvfp4: cast in it; "
+    "logfmt: combine's rows travel in LogFMT-10"
 )
 
 
@@ -49,6 +50,7 @@ class Line:
             "num_tokens": self.workload.num_tokens,
             "max_tokens": self.max_tokens,
             "dtype": self.workload.dtype,
+            "combine_format": self.workload.combine_format,
             "num_blocks": self.num_blocks,
             "is_rival": self.is_rival,
             **self.timing.to_json(),
@@ -62,6 +64,8 @@ class Line:
 @dataclass(frozen=True)
 class Report:
     limit: LinkLimit | None
+    ranks_per_node: int | None = None  # None: one node
+    rail: str | None = None  # what was asked for
     lines: list[Line] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -76,7 +80,10 @@ def _number(value: float | None) -> str:
 
 def _cells(line: Line) -> list[str]:
     timing = line.timing
-    cells = [line.name, line.layout or "-", line.workload.dtype, line.phases or "-", line.execution]
+    dtype = line.workload.dtype
+    if line.workload.combine_format != "bf16":
+        dtype += f", {line.workload.combine_format}"
+    cells = [line.name, line.layout or "-", dtype, line.phases or "-", line.execution]
     cells += ["-" if line.num_blocks is None else str(line.num_blocks)]
     cells += [str(line.workload.num_tokens)]
     values = (timing.mean_us, timing.p50_us, timing.p99_us, timing.spread_us, timing.host_us)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from deep_comm import Buffer, env
 from deep_comm.bench import expected as normal_expected
-from deep_comm.bench import link, rivals
+from deep_comm.bench import link, rivals, two_tier
 from deep_comm.bench.low_latency.expected import Expected
 from deep_comm.bench.low_latency.measure import Graph, kernel_times, time_eager, time_graphs
 from deep_comm.bench.low_latency.operations import BufferCalls, Operation
@@ -51,9 +51,13 @@ class Runner:
         self._device = device
         self._say = say
         self.report = Report(limit=None)
+        self._ranks_per_node: int | None = None
 
     def run(self, scenarios: Sequence[Scenario], on_lines: Callable[[list[Line]], None]) -> Report:
-        if self._options.with_limit and dist.get_world_size() > 1:
+        self._ranks_per_node = self._options.ranks_per_node or two_tier.discovered()
+        self.report = Report(None, self._ranks_per_node, self._options.rail)
+        # Of NVLink alone: between nodes it says nothing.
+        if self._options.with_limit and dist.get_world_size() > 1 and not self._ranks_per_node:
             self._measure_limit(scenarios[0].workload)
         for num_sms in dict.fromkeys(sms for scenario in scenarios for sms in scenario.sms):
             with _sms(num_sms), self._make_buffer(scenarios) as buffer:
@@ -74,11 +78,23 @@ class Runner:
     def _make_buffer(self, scenarios: Sequence[Scenario]) -> Buffer:
         hints = [
             Buffer.get_low_latency_rdma_size_hint(
-                self._max_tokens(shape), shape.hidden, shape.num_ranks, shape.num_experts
+                self._max_tokens(shape),
+                shape.hidden,
+                shape.num_ranks,
+                shape.num_experts,
+                ranks_per_node=self._ranks_per_node,
             )
             for shape in (scenario.workload for scenario in scenarios)
         ]
-        return Buffer(dist.group.WORLD, 0, max(hints), low_latency_mode=True, device=self._device)
+        return Buffer(
+            dist.group.WORLD,
+            0,
+            max(hints),
+            low_latency_mode=True,
+            device=self._device,
+            ranks_per_node=self._ranks_per_node,
+            rail=self._options.rail,
+        )
 
     def _measure_limit(self, workload: Workload) -> None:
         effort = Effort(num_warmup=2, num_calls=3, num_rounds=3, num_single_calls=1)
@@ -86,6 +102,12 @@ class Runner:
         limit = link.measure(self._device, workload.combine_row_bytes, effort, num_sms)
         self.report = Report(limit=limit)
         self._say(limit.describe())
+
+    def _how_checked(self, shape: Workload) -> str:
+        where = f", nodes of {self._ranks_per_node}" if self._ranks_per_node else ""
+        if shape.combine_format == "bf16":
+            return f"checked bit for bit{where}"
+        return f"rows checked bit for bit, sums against the error stated for LogFMT-10{where}"
 
     def _floor_us(self, moved: Volume) -> float | None:
         limit = self.report.limit
@@ -97,7 +119,7 @@ class Runner:
         shape, max_tokens = scenario.workload, self._max_tokens(scenario.workload)
         self._say(
             f"\nlow-latency mode on {self._device.type}: {shape.describe()}, {scenario.layout} "
-            f"layout, at most {max_tokens} tokens a rank (checked bit for bit)"
+            f"layout, at most {max_tokens} tokens a rank ({self._how_checked(shape)})"
         )
         lines = []
         if scenario.with_rivals and num_sms == scenario.sms[0]:

@@ -1,0 +1,179 @@
+"""The low-latency bench as a program: it checks, prints, and writes what it says."""
+
+import dataclasses
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_bench import BENCH, SHORT, SMALL, WRONG, run
+
+LOW_LATENCY = [*BENCH, "--mode", "low-latency", "--ranks", "2", *SMALL, *SHORT]
+
+
+@pytest.mark.xdist_group("processes")
+def test_the_low_latency_bench_measures_every_combination(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    output = run([*LOW_LATENCY, "--tokens", "1,6", "--json", str(file)], tmp_path)
+    assert output.count("low-latency mode on cpu: 2 ranks") == 12
+    assert "at most 6 tokens" in output and "targets on" not in output
+    lines = json.loads(file.read_text())["low_latency"]
+    seen = {
+        (line["num_tokens"], line["dtype"], line["layout"], line["name"], line["phases"])
+        for line in lines
+        if not line["is_rival"]
+    }
+    combinations = itertools.product(
+        (1, 6),
+        ("fp8", "bf16"),
+        ("compact", "packed", "packed-late"),
+        ("dispatch", "combine", "pair"),
+        ("fused", "hooked"),
+    )
+    assert seen == set(combinations)
+    rivals = {line["name"] for line in lines if line["is_rival"]}
+    assert rivals == {"gloo all_gather", "gloo reduce_scatter", "gloo all_gather + reduce_scatter"}
+    for line in lines:
+        assert line["mean_us"] > 0 and line["floor_us"] is None and line["host_us"] is None
+        assert (line["num_blocks"] is None) == line["is_rival"]
+
+
+@pytest.mark.xdist_group("processes")
+def test_the_low_latency_bench_sends_rows_of_four_bits(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    run([*LOW_LATENCY, "--tokens", "6", "--dtype", "nvfp4", "--json", str(file)], tmp_path)
+    lines = json.loads(file.read_text())["low_latency"]
+    assert {line["dtype"] for line in lines} == {"nvfp4"}
+    assert {line["layout"] for line in lines if not line["is_rival"]} == {
+        "compact", "packed", "packed-late"
+    }  # fmt: skip
+
+
+@pytest.mark.xdist_group("processes")
+@pytest.mark.parametrize("nodes", [[], ["--ranks", "4", "--ranks-per-node", "2"]])
+def test_the_low_latency_bench_sends_logarithms_home(tmp_path: Path, nodes: list[str]) -> None:
+    file = tmp_path / "bench.json"
+    command = [*LOW_LATENCY, *nodes, "--tokens", "6", "--dtype", "bf16", "--combine", "all"]
+    command += ["--layout", "packed,compact", "--ops", "combine", "--json", str(file)]
+    output = run(command, tmp_path)
+    assert "sums against the error stated for LogFMT-10" in output
+    document = json.loads(file.read_text())
+    assert document["ranks_per_node"] == (2 if nodes else None)
+    own = [line for line in document["low_latency"] if not line["is_rival"]]
+    bytes_of: dict[tuple[str, ...], int] = {}
+    for line in own:
+        key = line["layout"], line["name"], line["phases"], line["combine_format"]
+        bytes_of[key] = line["wire_bytes"]
+    assert len(bytes_of) == len(own) == 2 * 2 * 2
+    for layout in ("packed", "compact"):
+        plain, short = (bytes_of[layout, "combine", "fused", it] for it in ("bf16", "logfmt"))
+        assert 4 * short == 3 * plain > 0
+
+
+@pytest.mark.parametrize("nodes", [[], ["--ranks", "4", "--ranks-per-node", "2"]])
+def test_logarithms_that_are_wrong_end_the_run(tmp_path: Path, nodes: list[str]) -> None:
+    script = tmp_path / "wrong.py"
+    script.write_text(
+        """
+import sys, torch
+from deep_comm.bench.__main__ import main
+from deep_comm.bench.low_latency import operations
+good = operations.BufferCalls._combine
+def bad(self, *given):
+    result = good(self, *given)
+    if torch.distributed.get_rank() == 1:
+        result[0][0, 0] *= 1.06
+    return result
+operations.BufferCalls._combine = bad
+if __name__ == "__main__":
+    main(sys.argv[1:])
+"""
+    )
+    num_ranks = "4" if nodes else "2"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", num_ranks, str(script), "--device", "cpu"]
+    command += ["--mode", "low-latency", *SMALL, *SHORT, *nodes[2:], "--combine", "logfmt"]
+    command += ["--dtype", "bf16", "--layout", "compact", "--ops", "combine", "--no-rivals"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
+    assert done.returncode != 0
+    assert "combine fused differs from the reference on ranks [1]" in done.stderr, done.stderr
+
+
+@pytest.mark.xdist_group("processes")
+def test_the_quick_low_latency_profile_runs_under_torchrun(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", *BENCH[2:], "--mode", "low-latency", "--quick", "--hidden", "128", *SHORT]
+    output = run([*command, "--experts", "7", "--topk", "3", "--max-tokens", "130"], tmp_path)
+    assert output.count("low-latency mode on cpu: 2 ranks") == 15
+    assert output.count("at most 130 tokens") == 15
+
+
+@pytest.mark.xdist_group("processes")
+@pytest.mark.parametrize("layout", ["compact", "packed"])
+@pytest.mark.parametrize("spoiled", ["dispatch", "combine"])
+def test_one_wrong_bit_in_low_latency_mode_ends_the_run(
+    spoiled: str, layout: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "wrong.py"
+    script.write_text(
+        WRONG.replace("operations.BufferOperations._combine", f"operations.BufferCalls._{spoiled}")
+        .replace("bench import operations", "bench.low_latency import operations")
+        .replace("bad(self, x, handle)", "bad(self, *given)")
+        .replace("good(self, x, handle)", "good(self, *given)")
+        .replace("result[0].view(torch.int16)[0, 0]", "result[0].view(torch.uint8).view(-1)[0]")
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += [str(script), "--device", "cpu", "--mode", "low-latency", *SMALL, *SHORT]
+    command += ["--dtype", "bf16", "--layout", layout, "--ops", spoiled, "--no-rivals"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
+    assert done.returncode != 0
+    assert f"{spoiled} fused differs from the reference on ranks [1]" in done.stderr, done.stderr
+    assert "wire kB" not in done.stdout
+
+
+def test_low_latency_targets_are_about_one_shape() -> None:
+    from deep_comm.bench.low_latency import report, targets
+    from deep_comm.bench.measure import Timing
+    from deep_comm.bench.workload import Volume, Workload
+
+    def line(us: float, **changes: Any) -> report.Line:
+        shape = Workload(4, changes.pop("num_tokens", 16), changes.pop("hidden", 7168), 256, 8,
+                         changes.pop("dtype", "fp8"))  # fmt: skip
+        timing = Timing(us, us, us, us, 0.0, host_us=us / 2)
+        made = report.Line(shape, "pair", "compact", "fused", "graph", 132, 16, timing,
+                           Volume(1, 1), None, {}, False)  # fmt: skip
+        return dataclasses.replace(made, **changes)
+
+    lines = [
+        line(20.0), line(16.9), line(1.0, dtype="bf16"), line(1.0, hidden=4096),
+        line(1.0, phases="hooked"), line(1.0, is_rival=True), line(30.0, layout="packed"),
+        line(44.0, execution="eager"), line(26.0, execution="eager", name="combine"),
+        line(99.0, num_tokens=64),
+    ]  # fmt: skip
+    verdicts = {verdict.target.name: verdict for verdict in targets.judge(lines, 4)}
+    met = {name: verdict.is_met for name, verdict in verdicts.items() if verdict.measured}
+    assert met == {
+        "pair in a graph, compact, 16 tokens": True,
+        "pair in a graph, packed, 16 tokens": False,
+        "pair in a graph, compact, 64 tokens": False,
+        "eager pair, compact, 16 tokens": True,
+        "host time of a call, 16 tokens": True,
+    }
+    assert verdicts["pair in a graph, compact, 16 tokens"].measured == 16.9
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--tokens", "8", "--max-tokens", "7"], ["--execution", "graph"], ["--layout", "rows"]],
+)
+def test_bad_low_latency_arguments_are_refused(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    from deep_comm.bench.low_latency import options
+
+    with pytest.raises(SystemExit):
+        options.parse(["--mode", "low-latency", "--device", "cpu", *arguments], "")
+    assert arguments[-2] in capsys.readouterr().err
