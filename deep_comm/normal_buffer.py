@@ -11,7 +11,7 @@ from deep_comm import config as configs
 from deep_comm import env
 from deep_comm.config import Config
 from deep_comm.context import Context
-from deep_comm.errors import ArgumentError, UnsupportedError
+from deep_comm.errors import ArgumentError
 from deep_comm.events import EventOverlap
 from deep_comm.handle import Handle
 from deep_comm.internode_handle import InternodeHandle
@@ -190,8 +190,6 @@ class NormalCalls:
         if use_fp8 or round_scale or use_ue8m0 or column_major_scales:
             scale_options = ScaleOptions(use_fp8, round_scale, use_ue8m0, column_major_scales)
         if self._is_internode:
-            if use_fp8:
-                raise UnsupportedError("use_fp8 is not in this version between nodes")
             options = CallOptions(config, self._default_between_nodes("dispatch", config), streams)
             if handle is not None:
                 return internode.cached_internode_dispatch(

@@ -141,12 +141,7 @@ def call_once(
         combined_x=_to_host(combined_x),
         combined_weights=_to_host(combined_weights),
         weighted_x=_to_host(weighted_x),
-        cached_bytes=None
-        if before is None or after is None
-        else [
-            [now - then for now, then in zip(*queues, strict=True)]
-            for queues in zip(after, before, strict=True)
-        ],
+        cached_bytes=internode.bytes_since(before, after),
     )
 
 

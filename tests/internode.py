@@ -172,10 +172,8 @@ def call_once(
     _wait(event)
     settle_rail(buffer)
     assert nothing == [None, None, None, None]
-    cached_bytes = [
-        [now - then for now, then in zip(*queues, strict=True)]
-        for queues in zip(buffer.rail_put_bytes, before, strict=True)
-    ]
+    cached_bytes = bytes_since(before, buffer.rail_put_bytes)
+    assert cached_bytes is not None
     src_rank = source_ranks(handle, recv_x.shape[0])
     y = _to(expert_outputs(case, src_rank, _to_host(handle.recv_src_idx), rank, call), device)
     combined_x, combined_weights, event = buffer.combine(
@@ -202,6 +200,18 @@ def call_once(
         combined_x=_to_host(combined_x),
         combined_weights=_to_host(combined_weights),
     )
+
+
+def bytes_since(
+    before: list[list[int]] | None, now: list[list[int]] | None
+) -> list[list[int]] | None:
+    """What was put on the rail in between, by node and queue; None of one tier."""
+    if before is None or now is None:
+        return None
+    return [
+        [later - earlier for later, earlier in zip(*queues, strict=True)]
+        for queues in zip(now, before, strict=True)
+    ]
 
 
 def settle_rail(buffer: deep_comm.Buffer) -> None:

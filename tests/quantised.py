@@ -1,5 +1,5 @@
-"""Dispatches that quantise on the way, against the reference's cast and a dispatch of
-what it gives, bit for bit.
+"""Dispatches that quantise on the way, of one tier or two, against the reference's cast and a
+dispatch of what it gives, bit for bit.
 """
 
 from __future__ import annotations
@@ -9,15 +9,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import internode
 import payload
 import torch
-from cases import Case, make_inputs, verify_each
-from expanded import _rows, _to_host, num_local, worst_rows
+from cases import Case, Scales, make_inputs, verify_each
+from expanded import _rail_bytes, _rows, _to_host, buffer_of, num_local, worst_rows
+from internode import InternodeCase
 from roundtrip import CACHED_CALL, _to, _wait, config_of
 from torch import Tensor
 
 import deep_comm
-from deep_comm import reference
+from deep_comm import reference, reference_internode
 from deep_comm.reference_low_latency import pack_ue8m0, quantise
 
 
@@ -49,6 +51,8 @@ class ReceivedFp8:
     scale_strides: list[tuple[int, ...]]
     scales: tuple[Tensor, Tensor]
     recv_topk_idx: Tensor
+    recv_src_idx: Tensor
+    cached_bytes: list[list[int]] | None  # that the cached dispatch has put on the rail
 
 
 def rows_of(case: Case, rank: int, call: int) -> Tensor:
@@ -69,8 +73,9 @@ def call_once(
     rank, device = buffer.rank, buffer.device
     options = dict(options or {})
     inputs = make_inputs(case, rank, call)
+    config = internode.config_of(case) if isinstance(case, InternodeCase) else config_of(case)
     options.update(
-        config=config_of(case),
+        config=config,
         use_fp8=True,
         round_scale=form.round_scale,
         use_ue8m0=form.use_ue8m0,
@@ -87,6 +92,7 @@ def call_once(
         **options,
     )
     _wait(event)
+    before = _rail_bytes(buffer, case)
     again = _to(rows_of(case, rank, call + CACHED_CALL), device)
     second, *_, event = buffer.dispatch(again, handle=handle, **options)
     _wait(event)
@@ -95,6 +101,8 @@ def call_once(
         scale_strides=[first[1].stride(), second[1].stride()],
         scales=(_to_host(first[1].contiguous()), _to_host(second[1].contiguous())),
         recv_topk_idx=_to_host(recv_topk_idx),
+        recv_src_idx=_to_host(handle.recv_src_idx),
+        cached_bytes=internode.bytes_since(before, _rail_bytes(buffer, case)),
     )
 
 
@@ -106,13 +114,7 @@ def run_case(
     options: dict | None = None,
 ) -> list[ReceivedFp8]:
     """All calls of a case on one rank."""
-    with deep_comm.Buffer(
-        group,
-        case.nvl_bytes,
-        device=device,
-        timeout_s=60.0,
-        num_direct_bytes=case.direct_bytes,
-    ) as buffer:
+    with buffer_of(group, case, device) as buffer:
         assert buffer.runtime is not None
         if case.smem_bytes is not None:
             buffer.runtime.smem_bytes_limit = case.smem_bytes
@@ -131,6 +133,8 @@ def verify(case: Case, form: Form, results: Sequence[Sequence[ReceivedFp8]]) -> 
         received = [calls[call] for calls in results]
         _verify_dispatch(case, form, received, call, 0)
         _verify_dispatch(case, form, received, call, 1)
+        if isinstance(case, InternodeCase):
+            _verify_bytes(case, form, received, call)
 
 
 def verify_all(cases: list[tuple[Case, Form]], results: list) -> None:
@@ -181,3 +185,22 @@ def _verify_dispatch(
         same(_rows(recv_x, mask), _rows(want.recv_x, mask), f"{who}: recv_x")
         same(_rows(scales, mask), _rows(want.recv_x_scales, mask), f"{who}: scales")
         same(got.recv_topk_idx, want.recv_topk_idx, f"{who}: recv_topk_idx")
+        num_received = one.num_recv_tokens
+        sources = got.recv_src_idx[:num_received], one.recv_src_idx[:num_received]
+        same(*sources, f"{who}: recv_src_idx")
+
+
+def _verify_bytes(
+    case: InternodeCase, form: Form, results: Sequence[ReceivedFp8], call: int
+) -> None:
+    """What crosses is FP8: one row with its scales per (token, remote node)."""
+    num_scales = case.hidden // 128
+    scales = Scales(-(-num_scales // 4) if form.use_ue8m0 else num_scales)
+    sent = dataclasses.replace(case, dtype=torch.float8_e4m3fn, scales=scales)
+    inputs = [make_inputs(case, rank, call) for rank in range(case.num_ranks)]
+    expected = reference_internode.dispatch(
+        [i.x for i in inputs], [i.topk_idx for i in inputs], case.experts, case.ranks_per_node,
+    )  # fmt: skip
+    for rank, (got, want) in enumerate(zip(results, expected, strict=True)):
+        assert got.cached_bytes is not None
+        internode.verify_bytes(sent, got.cached_bytes, want, rank)

@@ -77,14 +77,15 @@ void bind_internode(pybind11::class_<Engine<Target>>& engine) {
       [](Type& self, ptr num_tokens_per_expert, ptr is_token_in_rank, int num_tokens, int num_topk,
          int num_experts, int row_bytes, int scale_row_bytes, int expert_alignment,
          int num_channels, int num_send_tokens, int num_slots, int num_rail_send_tokens,
-         int num_rail_slots, ptr node_channel_prefix, ptr rank_channel_prefix, ptr send_node_head,
-         ptr send_places, ptr recv_node_channel_prefix, ptr recv_node_prefix_sum,
-         ptr recv_rank_channel_start, ptr recv_rank_prefix_sum, ptr combine_start,
-         ptr forward_places, ptr num_recv_tokens_per_expert, uint64_t stream) {
+         int num_rail_slots, int cast, ptr node_channel_prefix, ptr rank_channel_prefix,
+         ptr send_node_head, ptr send_places, ptr recv_node_channel_prefix,
+         ptr recv_node_prefix_sum, ptr recv_rank_channel_start, ptr recv_rank_prefix_sum,
+         ptr combine_start, ptr forward_places, ptr num_recv_tokens_per_expert, uint64_t stream) {
         InternodeNotifyArgs args{};
         args.header.fields[static_cast<int>(RailField::kNumTopk)] = num_topk;
         args.header.fields[static_cast<int>(RailField::kRowBytes)] = row_bytes;
         args.header.fields[static_cast<int>(RailField::kScaleRowBytes)] = scale_row_bytes;
+        args.header.fields[static_cast<int>(RailField::kCast)] = cast;
         args.num_tokens_per_expert = as_pointer<int32_t>(num_tokens_per_expert);
         args.node_channel_prefix = as_pointer<int32_t>(node_channel_prefix);
         args.rank_channel_prefix = as_pointer<int32_t>(rank_channel_prefix);
@@ -105,7 +106,7 @@ void bind_internode(pybind11::class_<Engine<Target>>& engine) {
       },
       py::kw_only(), "num_tokens_per_expert"_a, "is_token_in_rank"_a, "num_tokens"_a, "num_topk"_a,
       "num_experts"_a, "row_bytes"_a, "scale_row_bytes"_a, "expert_alignment"_a, "num_channels"_a,
-      "num_send_tokens"_a, "num_slots"_a, "num_rail_send_tokens"_a, "num_rail_slots"_a,
+      "num_send_tokens"_a, "num_slots"_a, "num_rail_send_tokens"_a, "num_rail_slots"_a, "cast"_a,
       "node_channel_prefix"_a, "rank_channel_prefix"_a, "send_node_head"_a, "send_places"_a,
       "recv_node_channel_prefix"_a, "recv_node_prefix_sum"_a, "recv_rank_channel_start"_a,
       "recv_rank_prefix_sum"_a, "combine_start"_a, "forward_places"_a,
@@ -142,7 +143,8 @@ void bind_internode(pybind11::class_<Engine<Target>>& engine) {
          ptr recv_src_meta, ptr send_rank_head, int num_recv_rows, int num_forward_rows,
          bool fill_tail, bool zero_tail, int num_channels, int num_send_tokens, int num_slots,
          int num_rail_send_tokens, int num_rail_slots, ptr send_places, ptr node_channel_prefix,
-         ptr forward_places, size_t output_offset, size_t src_offset, uint64_t stream) {
+         ptr forward_places, size_t output_offset, size_t src_offset, ptr source, bool round_scale,
+         bool use_ue8m0, uint64_t stream) {
         InternodeDispatchArgs args{};
         args.output_line = line_of("output_offset", output_offset);
         args.src_line = line_of("src_offset", src_offset);
@@ -178,6 +180,8 @@ void bind_internode(pybind11::class_<Engine<Target>>& engine) {
         args.send_rank_head = as_pointer<int32_t>(send_rank_head);
         args.num_recv_rows = num_recv_rows;
         args.num_forward_rows = num_forward_rows;
+        args.source = as_pointer<uint8_t>(source);
+        args.scale_format = {round_scale, use_ue8m0};
         const Release release(self.launches_last());
         self.internode_dispatch(args, {num_channels, num_send_tokens, num_slots},
                                 {num_rail_send_tokens, num_rail_slots}, num_topk, row_bytes,
@@ -192,7 +196,7 @@ void bind_internode(pybind11::class_<Engine<Target>>& engine) {
       "recv_src_meta"_a, "send_rank_head"_a, "num_recv_rows"_a, "num_forward_rows"_a, "fill_tail"_a,
       "zero_tail"_a, "num_channels"_a, "num_send_tokens"_a, "num_slots"_a, "num_rail_send_tokens"_a,
       "num_rail_slots"_a, "send_places"_a, "node_channel_prefix"_a, "forward_places"_a,
-      "output_offset"_a, "src_offset"_a, "stream"_a);
+      "output_offset"_a, "src_offset"_a, "source"_a, "round_scale"_a, "use_ue8m0"_a, "stream"_a);
 
   engine.def(
       "internode_combine",

@@ -87,7 +87,8 @@ void Engine<Target>::enable_internode(const InternodeOptions& options) {
     target_.template prepare<InternodeLayoutKernel>();
     target_.template prepare<InternodeCountKernel>();
     target_.template prepare<InternodeNotifyKernel>();
-    target_.template prepare<InternodeDispatchKernel>();
+    target_.template prepare<InternodeDispatchKernel<false>>();
+    target_.template prepare<InternodeDispatchKernel<true>>();
     target_.template prepare<InternodeCombineKernel<Dtype::kBfloat16>>();
     target_.template prepare<InternodeCombineKernel<Dtype::kFloat16>>();
     target_.template prepare<InternodeCombineKernel<Dtype::kFloat32>>();
@@ -230,7 +231,8 @@ size_t Engine<Target>::plan_tier_direct(InternodeDispatchArgs& args) const {
   const int num_nodes = tiers_.num_nodes(), num_local = world_.num_ranks;
   args.placed = {message.row_bytes, message.scale_row_bytes, message.num_topk, num_local};
   args.staging = {tiers_.rail.layout.data, rail_ring_bytes_, num_nodes, args.placed.slot_bytes()};
-  args.num_send_warps = tuning.num_tier_send_warps;
+  const bool is_quantised = args.source != nullptr;
+  args.num_send_warps = is_quantised ? tuning.num_tier_quantise_warps : tuning.num_tier_send_warps;
   args.num_forward_warps = tuning.num_tier_forward_warps;
   const bool has_metadata =
       message.num_topk != 0 || args.num_scales != 0 || args.recv_src_idx != nullptr;
@@ -240,7 +242,18 @@ size_t Engine<Target>::plan_tier_direct(InternodeDispatchArgs& args) const {
   const int64_t room = static_cast<int64_t>(smem_bytes_limit) - static_cast<int64_t>(entry_bytes) -
                        256 - num_movers * StagePipe::barrier_bytes(StagePipe::kMaxStages);
   const int warp_limit = static_cast<int>(max_of<int64_t>(room, 0)) / num_movers;
-  if (warp_limit < StageLayout::min_warp_bytes(args.placed.meta_bytes(), StagePipe::kMinStages)) {
+  // Four: a bulk operation costs an SM as much for a small piece as for a large one.
+  constexpr int kTierStages = 4;
+  if (is_quantised) {
+    for (const int num_stages : {kTierStages, StagePipe::kMinStages}) {
+      args.send_stage =
+          StageLayout::make_quantised(message.row_bytes * static_cast<int>(sizeof(Bf16)),
+                                      warp_limit, num_stages, StagePipe::kMaxStages);
+      if (args.send_stage.num_stages > 0) break;
+    }
+  }
+  if (warp_limit < StageLayout::min_warp_bytes(args.placed.meta_bytes(), StagePipe::kMinStages) ||
+      (is_quantised && args.send_stage.num_stages == 0)) {
     args.output_line = 0;
   }
   if (args.output_line == 0) {
@@ -248,13 +261,11 @@ size_t Engine<Target>::plan_tier_direct(InternodeDispatchArgs& args) const {
     return args.entry_offset + entry_bytes;
   }
   const auto stages_of = [&](int meta_bytes) {
-    // Four: a bulk operation costs an SM as much for a small piece as for a large one.
-    constexpr int kTierStages = 4;
     const bool has_room = warp_limit >= StageLayout::min_warp_bytes(meta_bytes, kTierStages);
     return StageLayout::make(message.row_bytes, meta_bytes, warp_limit,
                              has_room ? kTierStages : StagePipe::kMinStages, StagePipe::kMaxStages);
   };
-  args.send_stage = stages_of(0);
+  if (!is_quantised) args.send_stage = stages_of(0);
   args.forward_stage = stages_of(args.placed.meta_bytes());
   args.forward_stages_offset = args.num_send_warps * args.send_stage.warp_bytes();
   args.barriers_offset =
@@ -300,8 +311,11 @@ void Engine<Target>::internode_dispatch(InternodeDispatchArgs args, const Channe
                         config.num_slots,
                         rail.num_send_tokens,
                         rail.num_slots,
-                        args.topk_idx_bytes};
-  args.signature = Operation::signature(Kernel::kInternodeDispatch, agreed, 9);
+                        args.topk_idx_bytes,
+                        args.source != nullptr,
+                        args.scale_format.round_scale,
+                        args.scale_format.use_ue8m0};
+  args.signature = Operation::signature(Kernel::kInternodeDispatch, agreed, 12);
   if (args.output_line != 0) {
     check_block("an output block", args.output_line,
                 OutputLayout::make(args.num_recv_rows, row_bytes, scale_row_bytes, num_topk,
@@ -320,10 +334,14 @@ void Engine<Target>::internode_dispatch(InternodeDispatchArgs args, const Channe
     const int num_warps =
         max_of(args.num_sender_warps + world_.num_ranks,
                args.num_send_warps + args.num_forward_warps + args.num_meta_warps + 1);
-    launch<InternodeDispatchKernel>({.num_blocks = 2 * config.num_channels,
+    const LaunchConfig launch_config{.num_blocks = 2 * config.num_channels,
                                      .num_threads = kWarpSize * num_warps,
-                                     .smem_bytes = smem_bytes},
-                                    args, stream);
+                                     .smem_bytes = smem_bytes};
+    if (args.source != nullptr) {
+      launch<InternodeDispatchKernel<true>>(launch_config, args, stream);
+    } else {
+      launch<InternodeDispatchKernel<false>>(launch_config, args, stream);
+    }
   }
 }
 

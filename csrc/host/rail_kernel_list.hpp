@@ -30,7 +30,7 @@ struct KernelList {
 };
 
 using RailKernelList =
-    KernelList<InternodeNotifyKernel, InternodeDispatchKernel,
+    KernelList<InternodeNotifyKernel, InternodeDispatchKernel<false>, InternodeDispatchKernel<true>,
                InternodeCombineKernel<Dtype::kBfloat16>, InternodeCombineKernel<Dtype::kFloat16>,
                InternodeCombineKernel<Dtype::kFloat32>,
                LowLatencyRailDispatchKernel<PayloadFormat::kBfloat16>,

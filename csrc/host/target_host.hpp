@@ -36,6 +36,7 @@ class HostTarget {
       .num_count_blocks = 1,
       .num_rail_sender_warps = 2,
       .num_tier_send_warps = 2,
+      .num_tier_quantise_warps = 3,
       .num_tier_forward_warps = 2,
       .num_tier_meta_warps = 1,
       .number_threads = 64,

@@ -3,10 +3,11 @@
     python -m deep_comm.bench.nodes --ranks 4 --ranks-per-node 2        # logical nodes of this host
     torchrun --nnodes 2 --nproc-per-node 8 … -m deep_comm.bench.nodes       # hosts are nodes
 
-Of every operation: the time of a call on the slowest rank, the bytes that the busiest rail carried
-(of a cached dispatch exactly one slot a token and remote node, which is a verdict) and, where
---gb-per-s says how fast the rail is, for which share of the time that keeps it busy. --single-tier
-also times the same calls with all ranks as one node.
+Of every operation, with --fp8 also a dispatch that casts on its way: the time of a call on the
+slowest rank, the bytes that the busiest rail carried (of a cached dispatch exactly one slot a token
+and remote node, which is a verdict) and, where --gb-per-s says how fast the rail is, for which
+share of the time that keeps it busy. --single-tier also times the same calls with all ranks as one
+node.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from torch import Tensor
 
 from deep_comm import Buffer, Config, env, reference_internode
 from deep_comm.bench.payload import same_bits
+from deep_comm.checks import SCALE_BLOCK
 from deep_comm.examples.launch import device_of, on_ranks, say
+from deep_comm.reference_low_latency import quantise
 from deep_comm.rendezvous import Rendezvous
 
 
@@ -45,6 +48,7 @@ class Options:
     gb_per_s: float | None
     single_tier: bool
     rings: bool
+    fp8: bool
     device: str | None
     timeout_s: float
 
@@ -69,6 +73,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--gb-per-s", type=float, help="speed of a rail: the software NIC keeps to it")
     add("--single-tier", action="store_true", help="also as one node, if that can be")
     add("--rings", action="store_true", help="bounded memory: no receive region, no staging")
+    add("--fp8", action="store_true", help="also a cached dispatch with use_fp8")
     add("--device", choices=("cpu", "cuda"), help="default: a GPU a rank if there are so many")
     add("--timeout-s", type=float, default=60.0)
     return parser
@@ -116,6 +121,13 @@ def _is_right(buffer: Buffer, options: Options, config: Config, ranks_per_node: 
     )
 
 
+def _casts_right(buffer: Buffer, x: Tensor, handle: Any, config: Config) -> bool:
+    """A dispatch that casts on its way against one of what the reference casts."""
+    on_its_way, *_ = buffer.dispatch(x, handle, config=config, use_fp8=True)
+    given, *_ = buffer.dispatch(quantise(x), handle, config=config)
+    return all(same_bits(got, want) for got, want in zip(on_its_way, given, strict=True))
+
+
 def _seconds(device: torch.device, call: Callable[[], object], num_calls: int) -> float:
     """Of one call, by events on GPUs."""
     if device.type == "cpu":
@@ -141,6 +153,17 @@ def _carried(buffer: Buffer) -> int:
     assert buffer.runtime is not None
     buffer.runtime.quiet_rail()
     return sum(map(sum, buffer.rail_put_bytes))
+
+
+def _slot_bytes(options: Options, ranks_per_node: int, is_fp8: bool) -> int:
+    """Of a row of a cached dispatch on the rail."""
+    row_bytes, scales = 2 * options.hidden, 0
+    if is_fp8:
+        row_bytes, scales = options.hidden, options.hidden // SCALE_BLOCK * 4
+    if options.rings:  # row, scales, source token, mask
+        return -(-(row_bytes + -(-(scales + 8) // 16) * 16) // 128) * 128
+    # Scales, source token and a place at each rank; row.
+    return -(-(scales + 4 + 4 * ranks_per_node) // 128) * 128 + -(-row_bytes // 128) * 128
 
 
 def _make_buffer(
@@ -192,6 +215,9 @@ def _measure(
             "cached dispatch": lambda: buffer.dispatch(x, handle, config=config),
             "combine": lambda: buffer.combine(recv_x, handle, config=config),
         }
+        if options.fp8:
+            is_right &= _casts_right(buffer, x, handle, config)
+            calls["FP8 dispatch"] = lambda: buffer.dispatch(x, handle, config=config, use_fp8=True)
         for name, call in calls.items():
             call()
             before = _carried(buffer) if is_internode else 0
@@ -204,12 +230,9 @@ def _measure(
             own = group.rank() // per_node
             assert layout[1] is not None
             crossing = sum(int(layout[1][node]) for node in range(buffer.num_nodes) if node != own)
-            row_bytes = 2 * options.hidden
-            if options.rings:
-                slot = -(-(row_bytes + 16) // 128) * 128  # row, source token, mask
-            else:  # source token and a place at each rank, row
-                slot = -(-(4 + 4 * per_node) // 128) * 128 + -(-row_bytes // 128) * 128
-            is_right &= measured["cached dispatch"][1] == crossing * slot
+            for name in measured.keys() - {"combine"}:
+                slot = _slot_bytes(options, per_node, name == "FP8 dispatch")
+                is_right &= measured[name][1] == crossing * slot
         return measured, is_right
 
 

@@ -23,7 +23,7 @@ from deep_comm.ops.internode_outputs import TierOutputs, allocate
 from deep_comm.ops.internode_plan import TwoTierPlan, plan_two_tiers
 from deep_comm.ops.layout import Layout, checked_routing, launch_layout
 from deep_comm.ops.outputs import RowTensors
-from deep_comm.ops.scales import ScaleOptions, turn_scales
+from deep_comm.ops.scales import ScaleOptions, allocate_source, inputs_of, turn_scales
 from deep_comm.topology import num_local_experts
 
 # See ops/dispatch.py for `| Any`.
@@ -75,11 +75,12 @@ def _launch_dispatch(
     fill_tail: bool,
     zero_tail: bool,
     out: TierOutputs,
+    source: int,
 ) -> None:
     """``handle_parts``: is_token_in_rank, send_rdma_head and the four receive prefixes.
-    ``combine``: where its rings begin, and forward_places.
+    ``combine``: where its rings begin, and forward_places. ``source``: of what is quantised, or 0.
     """
-    address, scales = ctx.address, payload.scales
+    address, scales, form = ctx.address, payload.scales, payload.form
     is_token_in_rank, send_head, node_prefix, node_sum, rank_start, rank_sum = handle_parts
     ctx.engine.internode_dispatch(
         x=address(payload.x),
@@ -118,6 +119,9 @@ def _launch_dispatch(
         src_offset=out.src_offset,
         fill_tail=fill_tail,
         zero_tail=zero_tail,
+        source=source,
+        round_scale=form.round_scale,
+        use_ue8m0=form.use_ue8m0,
         stream=launch.stream,
         **plan.as_arguments(),
     )
@@ -133,7 +137,7 @@ def _notify(
     expert_alignment: int,
 ) -> _Routing:
     routing = _Routing(ctx, launch, layout, payload.num_tokens, plan.num_channels)
-    address = ctx.address
+    address, form = ctx.address, payload.form
     ctx.engine.internode_notify(
         num_tokens_per_expert=address(layout.num_tokens_per_expert),
         is_token_in_rank=address(layout.is_token_in_rank),
@@ -142,6 +146,7 @@ def _notify(
         num_experts=layout.num_experts,
         row_bytes=payload.row_bytes,
         scale_row_bytes=payload.scale_row_bytes,
+        cast=form.quantises + form.round_scale + form.use_ue8m0,
         expert_alignment=expert_alignment,
         node_channel_prefix=address(routing.node_channel_prefix),
         rank_channel_prefix=address(routing.rank_channel_prefix),
@@ -207,6 +212,7 @@ def internode_dispatch(
     )
 
     with options.streams.launch(ctx) as launch:
+        source = allocate_source(ctx, launch, payload)
         if layout is None:
             assert idx is not None
             layout = launch_layout(ctx, launch, idx, num_experts)
@@ -255,6 +261,7 @@ def internode_dispatch(
             counts is None,
             counts is None and zero_tail,
             out,
+            source,
         )
         rows: RowTensors = out
         expansion: Expansion | None = None
@@ -277,8 +284,7 @@ def internode_dispatch(
             turn_scales(ctx, launch, plan, rows)
         event = launch.finish(
             (
-                payload.x,
-                payload.scales,
+                *inputs_of(payload),
                 idx,
                 weights,
                 layout.num_tokens_per_rank,
@@ -370,6 +376,7 @@ def cached_internode_dispatch(
         known.num_channels,
     )
     with options.streams.launch(ctx) as launch:
+        source = allocate_source(ctx, launch, payload)
         out = allocate(
             ctx,
             launch,
@@ -400,6 +407,7 @@ def cached_internode_dispatch(
             False,
             False,
             out,
+            source,
         )
         rows: RowTensors = out
         if known.expansion is not None:
@@ -409,6 +417,6 @@ def cached_internode_dispatch(
             )  # fmt: skip
         if scale_options.column_major:
             turn_scales(ctx, launch, plan, rows)
-        event = launch.finish((payload.x, payload.scales, places, *known.all_tensors))
+        event = launch.finish((*inputs_of(payload), places, *known.all_tensors))
     ctx.end()
     return rows.payload, None, None, None, None, event

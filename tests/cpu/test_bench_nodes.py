@@ -24,6 +24,7 @@ def test_rows_sums_and_bytes_are_checked_and_timed() -> None:
     code, out = run(
         "--ranks", "4", "--ranks-per-node", "2", "--tokens", "24", "--check-tokens", "13",
         "--experts", "16", "--topk", "3", "--calls", "1", "--single-tier", "--gb-per-s", "1",
+        "--fp8",
     )  # fmt: skip
     assert code == 0, out
     assert "every bit and every byte as it should be" in out
@@ -31,7 +32,8 @@ def test_rows_sums_and_bytes_are_checked_and_timed() -> None:
         r"nodes +cached dispatch +\d+ us +0\.\d\d MB on the rail, +\d+\.\d GB/s, busy \d+ %", out
     )
     assert re.search(r"one node +combine +\d+ us\n", out)
-    assert re.search(r"two tiers / one: cached dispatch \d+\.\d\d, combine \d+\.\d\d", out)
+    assert re.search(r"one node +FP8 dispatch +\d+ us\n", out)
+    assert re.search(r"two tiers / one: cached dispatch \d+\.\d\d, combine \d+\.\d\d, FP8", out)
 
 
 @pytest.mark.parametrize("wrong", ["rows", "bytes"])

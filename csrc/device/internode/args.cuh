@@ -10,6 +10,7 @@
 #include "device/layout/ring_layout.cuh"
 #include "device/layout/tier_output.cuh"
 #include "device/layout/workspace.cuh"
+#include "device/move/quantise.cuh"
 #include "device/move/reduce.cuh"
 
 namespace deep_comm {
@@ -36,6 +37,7 @@ enum class RailField : int {
   kNumSlots,
   kNumRailSendTokens,
   kNumRailSlots,
+  kCast,            // of x on its way: 0 none, 1 e4m3, 2 scales rounded, 3 as exponents
   kBadExpertIndex,  // not compared: this rank's routing had an index out of range
   kNumTokens,       // not compared: the most of all ranks goes to the host
   kCount
@@ -49,6 +51,7 @@ inline constexpr const char* kRailFieldNames[] = {"num_experts",
                                                   "config.num_max_nvl_chunked_recv_tokens",
                                                   "config.num_max_rdma_chunked_send_tokens",
                                                   "config.num_max_rdma_chunked_recv_tokens",
+                                                  "use_fp8 + round_scale + use_ue8m0",
                                                   "topk_idx",
                                                   "num_tokens"};
 static_assert(sizeof(kRailFieldNames) / sizeof(char*) == static_cast<size_t>(RailField::kCount));
@@ -183,6 +186,9 @@ struct InternodeDispatchArgs {
                             // -1; or null
   int num_recv_rows;        // Q
   int num_forward_rows;     // F
+  // quantised: x and x_scales are the engine's own then, filled from `source` where rings need them
+  const uint8_t* source;  // [T, H] bfloat16
+  ScaleFormat scale_format;
 };
 
 struct InternodeCombineArgs {

@@ -1,11 +1,15 @@
 // dispatch, direct mode, the way out: a row is loaded once and stored to its final rows in the own
-// node and into its slot at, or for, each of its other nodes, a destination a lane.
+// node and into its slot at, or for, each of its other nodes, a destination a lane. Quantised: the
+// warp turns a stage into FP8 where it lies, so that all destinations get what was cast once, and
+// stores the scales itself.
 #pragma once
 
 #include "device/internode/direct_entry.cuh"
+#include "device/internode/scales.cuh"
 #include "device/layout/channel_range.cuh"
 #include "device/layout/expert_map.cuh"
 #include "device/move/element.cuh"
+#include "device/move/quantise_stage.cuh"
 #include "device/move/stage_pipe.cuh"
 #include "device/sync/work_queue.cuh"
 
@@ -37,16 +41,13 @@ DC_DEVICE uint8_t* slot_for(const InternodeDispatchArgs& args, bool is_near, int
              : args.world.bases[args.world.rank] + args.staging.send_slot(tier.node, node, row);
 }
 
-// One warp: what stands before a row in its slot for `node`.
+// One warp: what stands before a row in its slot for `node`; quantised: but for the scales.
+template <bool kIsQuantised>
 DC_DEVICE void write_placed_meta(const InternodeDispatchArgs& args, uint8_t* meta, int token,
                                  int node) {
   const PlacedRailMessage& parts = args.placed;
   const int lane = arch::lane_idx(), num_local = args.tiers.ranks_per_node();
-  for (int column = lane; column < args.num_scales; column += kWarpSize) {
-    const int64_t position = token * args.scale_token_stride + column * args.scale_column_stride;
-    copy_element(meta + parts.scales_offset() + column * args.scale_bytes,
-                 args.x_scales + position * args.scale_bytes, args.scale_bytes);
-  }
+  if constexpr (!kIsQuantised) store_input_scales(args, meta + parts.scales_offset(), token);
   int32_t* experts = reinterpret_cast<int32_t*>(meta + parts.topk_idx_offset());
   float* weights = reinterpret_cast<float*>(meta + parts.topk_weights_offset());
   for (int k = lane; k < parts.num_topk; k += kWarpSize) {
@@ -68,6 +69,7 @@ DC_DEVICE void write_placed_meta(const InternodeDispatchArgs& args, uint8_t* met
 
 // One warp: moves the tokens it takes. Loads begin before the peers have come (begin), stores after
 // (run).
+template <bool kIsQuantised>
 class TokenSender {
  public:
   DC_DEVICE TokenSender(const Context& node, const InternodeDispatchArgs& args, DirectEntry* entry)
@@ -75,7 +77,9 @@ class TokenSender {
         args_(args),
         entry_(entry),
         tokens_({&taken_work(node)->num_tokens, args.num_tokens}),
-        pieces_(Pieces::of(args.message.row_bytes, args.send_stage)),
+        source_(kIsQuantised ? args.source : args.x),
+        source_row_bytes_(args.message.row_bytes * kShrink),
+        pieces_(Pieces::of(source_row_bytes_, args.send_stage)),
         pipe_(make_tier_pipe(args, args.send_stage, 0, 0, arch::warp_idx())),
         num_targets_(args.tiers.ranks_per_node() + args.tiers.num_nodes() - 1),
         is_storing_(arch::lane_idx() < num_targets_) {}
@@ -96,7 +100,12 @@ class TokenSender {
       uint8_t* dst = target.row_of(place);
       for (int piece = 0; piece < pieces_.num_pieces; ++piece) {
         pipe_.await_load();
+        StageScales scales;
+        if constexpr (kIsQuantised) {
+          scales = quantise_stage(pipe_, pieces_, piece, args_.scale_format);
+        }
         store_piece(token, piece, dst);
+        if constexpr (kIsQuantised) store_scales(token, scales, target.scales_of(place));
         pipe_.advance_store();
         if (is_storing_) pipe_.make_room();
         arch::sync_warp();  // all storing lanes have read the stage that the leader loads next
@@ -129,9 +138,14 @@ class TokenSender {
     size_t stride = 0;
     int64_t num_rows = 0;
     int column = 0;  // of send_places
+    uint8_t* scales = nullptr;
+    size_t scale_stride = 0;
 
     DC_DEVICE uint8_t* row_of(int place) const {
       return place < 0 || place >= num_rows ? nullptr : rows + place * stride;
+    }
+    DC_DEVICE uint8_t* scales_of(int place) const {
+      return place < 0 || place >= num_rows ? nullptr : scales + place * scale_stride;
     }
   };
 
@@ -146,13 +160,23 @@ class TokenSender {
       const TierOutput& output = entry_->outputs[local];
       const int64_t start = entry_->starts()[local * num_nodes + tiers.rail.node];
       const size_t row_bytes = args_.message.row_bytes;
-      return {output.x + start * row_bytes, row_bytes, output.num_rows - start,
-              num_nodes + tiers.rail.node * num_local + local};
+      const size_t scale_row_bytes = args_.message.scale_row_bytes;
+      return {output.x + start * row_bytes,
+              row_bytes,
+              output.num_rows - start,
+              num_nodes + tiers.rail.node * num_local + local,
+              output.scales + start * scale_row_bytes,
+              scale_row_bytes};
     }
     const int node = (tiers.rail.node + 1 + idx - num_local) % num_nodes;
-    return {slot_for(args_, entry_->is_near, node, 0) + args_.placed.meta_bytes(),
-            static_cast<size_t>(args_.staging.slot_bytes),
-            args_.staging.rows_per_node(!entry_->is_near), node};
+    uint8_t* slots = slot_for(args_, entry_->is_near, node, 0);
+    const size_t slot_bytes = args_.staging.slot_bytes;
+    return {slots + args_.placed.meta_bytes(),
+            slot_bytes,
+            args_.staging.rows_per_node(!entry_->is_near),
+            node,
+            slots + args_.placed.scales_offset(),
+            slot_bytes};
   }
   DC_DEVICE int place_at(const Target& target, int token) const {
     return token < 0 || target.rows == nullptr
@@ -164,7 +188,7 @@ class TokenSender {
     const int token = tokens_.at(load_index_);
     if (token < 0) return;
     if (arch::lane_idx() == 0) {
-      pipe_.load(args_.x + static_cast<size_t>(token) * args_.message.row_bytes +
+      pipe_.load(source_ + static_cast<size_t>(token) * source_row_bytes_ +
                      load_piece_ * pieces_.piece_bytes,
                  pieces_.bytes_of(load_piece_));
     }
@@ -177,7 +201,8 @@ class TokenSender {
   // The current stage to all destinations: one group a lane, whether it has any.
   DC_DEVICE void store_piece(int token, int piece, uint8_t* dst) const {
     if (!is_storing_) return;
-    const int offset = piece * pieces_.piece_bytes, num_bytes = pieces_.bytes_of(piece);
+    const int offset = piece * (pieces_.piece_bytes / kShrink);
+    const int num_bytes = pieces_.bytes_of(piece) / kShrink;
     if (dst != nullptr) arch::bulk_store(dst + offset, pipe_.current(), num_bytes);
     for (int idx = arch::lane_idx() + kWarpSize; idx < num_targets_; idx += kWarpSize) {
       uint8_t* other = far_row(idx, token);
@@ -190,17 +215,31 @@ class TokenSender {
     const Target target = target_at(idx);
     return target.row_of(place_at(target, token));
   }
+  DC_DEVICE uint8_t* far_scales(int idx, int token) const {
+    const Target target = target_at(idx);
+    return target.scales_of(place_at(target, token));
+  }
+  // All lanes: the idx-th destination's, of which each lane has its own.
+  DC_DEVICE static uint8_t* of_lane(uint8_t* own, int idx) {
+    return reinterpret_cast<uint8_t*>(arch::shfl(kFullMask, reinterpret_cast<uint64_t>(own), idx));
+  }
+
+  // A piece's scales to all destinations. dst: of the token at this lane's destination.
+  DC_DEVICE void store_scales(int token, const StageScales& scales, uint8_t* dst) const {
+    for (int idx = 0; idx < num_targets_; ++idx) {
+      uint8_t* row = idx < kWarpSize ? of_lane(dst, idx) : far_scales(idx, token);
+      if (row != nullptr) scales.store(row);
+    }
+  }
 
   // dst: of this lane's destination.
   DC_DEVICE void write_metas(int token, uint8_t* dst) const {
     const int num_local = args_.tiers.ranks_per_node(), num_nodes = args_.tiers.num_nodes();
     for (int idx = num_local; idx < num_targets_; ++idx) {
-      uint8_t* row = idx < kWarpSize ? reinterpret_cast<uint8_t*>(arch::shfl(
-                                           kFullMask, reinterpret_cast<uint64_t>(dst), idx))
-                                     : far_row(idx, token);
+      uint8_t* row = idx < kWarpSize ? of_lane(dst, idx) : far_row(idx, token);
       if (row == nullptr) continue;
       const int node = (args_.tiers.rail.node + 1 + idx - num_local) % num_nodes;
-      write_placed_meta(args_, row - args_.placed.meta_bytes(), token, node);
+      write_placed_meta<kIsQuantised>(args_, row - args_.placed.meta_bytes(), token, node);
     }
   }
 
@@ -240,10 +279,15 @@ class TokenSender {
     if (arch::lane_idx() == 0) entry_->progress.report(arch::warp_idx(), num_landed);
   }
 
+  // Bytes loaded for a byte stored.
+  static constexpr int kShrink = kIsQuantised ? static_cast<int>(sizeof(Bf16)) : 1;
+
   const Context& context_;
   const InternodeDispatchArgs& args_;
   DirectEntry* entry_;
   WorkQueue<TakeNext> tokens_;
+  const uint8_t* source_;
+  int source_row_bytes_;
   Pieces pieces_;
   StagePipe pipe_;
   int num_targets_;

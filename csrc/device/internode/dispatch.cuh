@@ -84,11 +84,21 @@ DC_DEVICE void fill_tail_rows(const Context& context, const InternodeDispatchArg
   }
 }
 
+template <bool kIsQuantised>
 DC_DEVICE void run_outer_block(const TierContexts& contexts, const InternodeDispatchArgs& args,
                                int channel) {
+  if constexpr (kIsQuantised) {
+    const ChannelRange range =
+        ChannelRange::of(args.num_tokens, args.rail_rings.num_channels, channel);
+    QuantisedRows{
+        const_cast<uint8_t*>(args.x), const_cast<uint8_t*>(args.x_scales), args.source,
+        args.message.row_bytes,       args.message.scale_row_bytes,        args.scale_format}
+        .cast(range.begin, range.end);
+    arch::sync_block();  // before the senders, of whatever node, read them
+  }
   const int receiver = arch::warp_idx() - args.num_sender_warps;
   if (receiver < 0) {
-    send_to_nodes(contexts.rail, args, channel, arch::warp_idx());
+    send_to_nodes<kIsQuantised>(contexts.rail, args, channel, arch::warp_idx());
   } else if (receiver < args.tiers.ranks_per_node()) {
     receive_from_rank(contexts.node, args, channel, receiver);
   }
@@ -105,6 +115,7 @@ DC_DEVICE void run_forwarding_block(const TierContexts& contexts, const Internod
 }
 
 // Through rings; the whole grid.
+template <bool kIsQuantised>
 DC_DEVICE void dispatch_by_tier_rings(const TierContexts& contexts,
                                       const InternodeDispatchArgs& args) {
   ForwardTeam* team = ForwardTeam::of_block();
@@ -112,7 +123,7 @@ DC_DEVICE void dispatch_by_tier_rings(const TierContexts& contexts,
   arch::sync_block();
   const int channel = arch::block_idx() / 2;
   if (arch::block_idx() % 2 == 0) {
-    run_outer_block(contexts, args, channel);
+    run_outer_block<kIsQuantised>(contexts, args, channel);
   } else {
     run_forwarding_block(contexts, args, team, channel);
   }
@@ -120,9 +131,10 @@ DC_DEVICE void dispatch_by_tier_rings(const TierContexts& contexts,
 
 // A sending warp of direct mode. Its loads begin before anybody knows whether the mode will be
 // direct; this rank's own outputs being in place makes it likely.
+template <bool kIsQuantised>
 DC_DEVICE void enter_and_send(const TierContexts& contexts, const InternodeDispatchArgs& args,
                               DirectEntry* entry) {
-  TokenSender sender(contexts.node, args, entry);
+  TokenSender<kIsQuantised> sender(contexts.node, args, entry);
   sender.begin();
   if (arch::warp_idx() == 0) enter_direct(contexts, args, entry);
   arch::sync_block();
@@ -133,17 +145,18 @@ DC_DEVICE void enter_and_send(const TierContexts& contexts, const InternodeDispa
   }
 }
 
+template <bool kIsQuantised>
 DC_DEVICE void internode_dispatch(const InternodeDispatchArgs& args) {
   const TierContexts contexts =
       TierContexts::make(args.world, args.tiers, Kernel::kInternodeDispatch);
   DirectEntry* entry = DirectEntry::of(args);
   entry->reset(args.tiers);
   if (args.output_line != 0 && arch::warp_idx() < args.num_send_warps) {
-    enter_and_send(contexts, args, entry);
+    enter_and_send<kIsQuantised>(contexts, args, entry);
   } else {
     if (arch::warp_idx() == 0) enter_direct(contexts, args, entry);
     arch::sync_block();
-    if (entry->mode == TierMode::kDirect) run_direct_warp(contexts, args, entry);
+    if (entry->mode == TierMode::kDirect) run_direct_warp<kIsQuantised>(contexts, args, entry);
   }
   if (entry->mode == TierMode::kDirect) {
     fill_tail_rows(contexts.node, args);
@@ -153,7 +166,7 @@ DC_DEVICE void internode_dispatch(const InternodeDispatchArgs& args) {
   arch::sync_block();  // senders that began in vain have left the stages
   if (entry->mode == TierMode::kRings) {
     fill_tail_rows(contexts.node, args);
-    dispatch_by_tier_rings(contexts, args);
+    dispatch_by_tier_rings<kIsQuantised>(contexts, args);
   }
   leave_tiers(contexts);
 }

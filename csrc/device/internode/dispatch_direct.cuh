@@ -24,7 +24,8 @@
 
 namespace deep_comm {
 
-// One warp: what belongs to the row that goes to the own node's ranks.
+// One warp: what belongs to the row that goes to the own node's ranks; quantised: but for scales.
+template <bool kIsQuantised>
 DC_DEVICE void store_own_meta(const InternodeDispatchArgs& args, DirectEntry* entry, int token) {
   const TwoTier& tiers = args.tiers;
   const int lane = arch::lane_idx(), num_topk = args.message.num_topk, own = tiers.rail.node;
@@ -41,10 +42,8 @@ DC_DEVICE void store_own_meta(const InternodeDispatchArgs& args, DirectEntry* en
     const TierOutput& output = entry->outputs[local];
     const int64_t row = static_cast<int64_t>(entry->starts()[local * num_nodes + own]) + place;
     if (place < 0 || row >= output.num_rows) continue;
-    for (int column = lane; column < args.num_scales; column += kWarpSize) {
-      const int64_t position = token * args.scale_token_stride + column * args.scale_column_stride;
-      copy_element(output.scales + (row * args.num_scales + column) * args.scale_bytes,
-                   args.x_scales + position * args.scale_bytes, args.scale_bytes);
+    if constexpr (!kIsQuantised) {
+      store_input_scales(args, output.scales + row * args.num_scales * args.scale_bytes, token);
     }
     const int rank = own * num_local + local;
     const int first = map.first_expert(rank), count = map.num_local_experts(rank);
@@ -68,6 +67,7 @@ DC_DEVICE void store_own_meta(const InternodeDispatchArgs& args, DirectEntry* en
 }
 
 // A warp of every block that does not send.
+template <bool kIsQuantised>
 DC_DEVICE void run_direct_warp(const TierContexts& contexts, const InternodeDispatchArgs& args,
                                DirectEntry* entry) {
   const int forwarder = arch::warp_idx() - args.num_send_warps;
@@ -78,7 +78,7 @@ DC_DEVICE void run_direct_warp(const TierContexts& contexts, const InternodeDisp
     const int first = meta * arch::num_blocks() + arch::block_idx();
     const int step = args.num_meta_warps * arch::num_blocks();
     for (int token = first; token < args.num_tokens; token += step) {
-      store_own_meta(args, entry, token);
+      store_own_meta<kIsQuantised>(args, entry, token);
     }
   } else if (meta == args.num_meta_warps) {
     RowPublisher(contexts.node, args, entry).run();

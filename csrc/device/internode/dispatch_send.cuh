@@ -1,6 +1,7 @@
 // dispatch, the way out: one channel's tokens for one node, each once, into the ring of the rail.
 #pragma once
 
+#include "device/internode/scales.cuh"
 #include "device/internode/tiers.cuh"
 #include "device/layout/channel_range.cuh"
 #include "device/move/copy_row.cuh"
@@ -8,14 +9,16 @@
 
 namespace deep_comm {
 
-// All lanes: what travels behind a row.
+// All lanes: what travels behind a row. Quantised: scales that this block has written.
+template <bool kIsQuantised>
 DC_DEVICE void write_rail_meta(const InternodeDispatchArgs& args, uint8_t* meta, int token,
                                int node) {
   const RailMessage& parts = args.message;
-  for (int column = arch::lane_idx(); column < args.num_scales; column += kWarpSize) {
-    const int64_t position = token * args.scale_token_stride + column * args.scale_column_stride;
-    copy_element(meta + parts.scales_offset() + column * args.scale_bytes,
-                 args.x_scales + position * args.scale_bytes, args.scale_bytes);
+  uint8_t* scales = meta + parts.scales_offset();
+  if constexpr (kIsQuantised) {
+    store_written_scales(args, scales, token);
+  } else {
+    store_input_scales(args, scales, token);
   }
   int32_t* experts = reinterpret_cast<int32_t*>(meta + parts.topk_idx_offset());
   float* weights = reinterpret_cast<float*>(meta + parts.topk_weights_offset());
@@ -77,6 +80,7 @@ class RailOutlet {
 };
 
 // One warp. False: a wait failed.
+template <bool kIsQuantised>
 DC_DEVICE bool send_channel_to_node(const Context& rail, const InternodeDispatchArgs& args,
                                     int channel, int node) {
   const int num_nodes = args.tiers.num_nodes();
@@ -95,7 +99,7 @@ DC_DEVICE bool send_channel_to_node(const Context& rail, const InternodeDispatch
       uint8_t* slot = outlet.acquire();
       if (slot == nullptr) return false;
       copy_row(slot, args.x + static_cast<size_t>(token) * row_bytes, row_bytes);
-      write_rail_meta(args, slot + row_bytes, token, node);
+      write_rail_meta<kIsQuantised>(args, slot + row_bytes, token, node);
       outlet.commit();
     }
   }
@@ -104,12 +108,13 @@ DC_DEVICE bool send_channel_to_node(const Context& rail, const InternodeDispatch
 }
 
 // One warp: every num_sender_warps-th node of the channel's rotation.
+template <bool kIsQuantised>
 DC_DEVICE void send_to_nodes(const Context& rail, const InternodeDispatchArgs& args, int channel,
                              int warp) {
   const int num_nodes = args.tiers.num_nodes();
   for (int step = warp; step < num_nodes; step += args.num_sender_warps) {
     const int node = NodeOrder::dispatch_to(args.tiers.rail.node, channel, step, num_nodes);
-    if (!send_channel_to_node(rail, args, channel, node)) return;
+    if (!send_channel_to_node<kIsQuantised>(rail, args, channel, node)) return;
   }
 }
 

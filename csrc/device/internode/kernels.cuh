@@ -34,12 +34,13 @@ struct InternodeNotifyKernel {
   DC_DEVICE static void run(const Args& args) { internode_notify(args); }
 };
 
+template <bool kIsQuantised>
 struct InternodeDispatchKernel {
   using Args = InternodeDispatchArgs;
   static constexpr Kernel kName = Kernel::kInternodeDispatch;
   static constexpr bool kBlocksWait = true;
   static constexpr int kMaxThreads = 512;
-  DC_DEVICE static void run(const Args& args) { internode_dispatch(args); }
+  DC_DEVICE static void run(const Args& args) { internode_dispatch<kIsQuantised>(args); }
 };
 
 template <Dtype kDtype>

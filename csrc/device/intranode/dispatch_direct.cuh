@@ -24,7 +24,7 @@
 #include "device/layout/channel_range.cuh"
 #include "device/layout/expert_map.cuh"
 #include "device/move/element.cuh"
-#include "device/move/quantise.cuh"
+#include "device/move/quantise_stage.cuh"
 #include "device/sync/generation.cuh"
 #include "device/sync/work_queue.cuh"
 
@@ -113,11 +113,14 @@ class TokenMover {
       uint8_t* dst = output.x + row * args_.message.row_bytes;
       for (int piece = 0; piece < pieces_.num_pieces; ++piece) {
         pipe_.await_load();
-        if constexpr (Form::kQuantised) quantise_stage(piece);
+        StageScales scales;
+        if constexpr (Form::kQuantised) {
+          scales = quantise_stage(pipe_, pieces_, piece, args_.scale_format);
+        }
         if (is_storing_)
           pipe_.store(dst + piece * (pieces_.piece_bytes / kShrink),
                       goes ? pieces_.bytes_of(piece) / kShrink : 0);
-        if constexpr (Form::kQuantised) write_scales(outputs, piece, goes ? row : -1);
+        if constexpr (Form::kQuantised) write_scales(outputs, scales, goes ? row : -1);
         pipe_.advance_store();
         if (is_storing_) pipe_.make_room();
         arch::sync_warp();  // all storing lanes have read the stage that the leader loads next
@@ -151,34 +154,19 @@ class TokenMover {
     ++load_index_;
   }
 
-  // All lanes, the stage has landed: FP8 in its place, scales behind it.
-  DC_DEVICE void quantise_stage(int piece) {
-    quantise_in_place(pipe_.current(), pieces_.bytes_of(piece) / sizeof(Bf16),
-                      {pipe_.current() + pieces_.piece_bytes, args_.scale_format});
-    arch::fence_proxy_async_shared();  // the FP8 bytes before the bulk copies that read them
-    arch::sync_warp();
-  }
   // All lanes, each with the row at its own peer, or -1.
-  DC_DEVICE void write_scales(const PeerOutput* outputs, int piece, int64_t my_row) {
-    const uint32_t* words =
-        reinterpret_cast<const uint32_t*>(pipe_.current() + pieces_.piece_bytes);
-    const int num_words = args_.scale_format.num_words(pieces_.bytes_of(piece) / kSourceBlockBytes);
-    const int first = args_.scale_format.num_words(pieces_.piece_bytes / kSourceBlockBytes) * piece;
+  DC_DEVICE void write_scales(const PeerOutput* outputs, const StageScales& scales,
+                              int64_t my_row) {
     for (int lane = 0; lane < args_.world.num_ranks; ++lane) {
       const int64_t row = arch::shfl(kFullMask, my_row, lane);
       const int peer = arch::shfl(kFullMask, peer_, lane);
       if (row < 0) continue;
-      uint32_t* dst =
-          reinterpret_cast<uint32_t*>(outputs[peer].scales) + row * args_.num_scales + first;
-      for (int word = arch::lane_idx(); word < num_words; word += kWarpSize) {
-        arch::st_weak(dst + word, words[word]);
-      }
+      scales.store(outputs[peer].scales + row * args_.num_scales * sizeof(uint32_t));
     }
   }
 
   // Bytes loaded for a byte stored.
   static constexpr int kShrink = Form::kQuantised ? static_cast<int>(sizeof(Bf16)) : 1;
-  static constexpr int kSourceBlockBytes = kScaleBlock * static_cast<int>(sizeof(Bf16));
   using Rows = std::conditional_t<Form::kExpanded, FirstRows, FinalRows>;
 
   const DispatchArgs& args_;

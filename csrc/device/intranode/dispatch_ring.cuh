@@ -323,16 +323,11 @@ DC_DEVICE void dispatch_publish(const Context& context, const DispatchArgs& args
 
 // The block: FP8 of its channel's rows, to where the senders load them.
 DC_DEVICE void quantise_channel(const DispatchArgs& args, int channel) {
-  const int row_bytes = args.message.row_bytes;
   const ChannelRange range = ChannelRange::of(args.num_tokens, args.ring.num_channels, channel);
-  for (int token = range.begin + arch::warp_idx(); token < range.end; token += arch::num_warps()) {
-    uint8_t* dst = const_cast<uint8_t*>(args.x) + static_cast<size_t>(token) * row_bytes;
-    uint8_t* scales = const_cast<uint8_t*>(args.x_scales) +
-                      static_cast<size_t>(token) * args.num_scales * args.scale_bytes;
-    quantise_row(dst, {scales, args.scale_format},
-                 args.source + static_cast<size_t>(token) * row_bytes * sizeof(Bf16),
-                 row_bytes / kScaleBlock);
-  }
+  QuantisedRows{
+      const_cast<uint8_t*>(args.x), const_cast<uint8_t*>(args.x_scales), args.source,
+      args.message.row_bytes,       args.num_scales * args.scale_bytes,  args.scale_format}
+      .cast(range.begin, range.end);
   arch::fence_proxy_async_global();  // before the bulk copies of the block's senders
   arch::sync_block();
 }

@@ -211,4 +211,24 @@ DC_DEVICE void quantise_row(uint8_t* dst, const ScaleRow<false>& scales, const u
   scales.pad(num_blocks);
 }
 
+// Where rows of a tensor are cast to, in global memory; [T, row_bytes] and packed scales.
+struct QuantisedRows {
+  uint8_t* rows;
+  uint8_t* scales;
+  const uint8_t* source;  // [T, H] bfloat16
+  int row_bytes;
+  int scale_row_bytes;
+  const ScaleFormat& format;
+
+  // The block: rows [begin, end), a warp a row.
+  DC_DEVICE void cast(int begin, int end) const {
+    for (int row = begin + arch::warp_idx(); row < end; row += arch::num_warps()) {
+      quantise_row(rows + static_cast<size_t>(row) * row_bytes,
+                   {scales + static_cast<size_t>(row) * scale_row_bytes, format},
+                   source + static_cast<size_t>(row) * row_bytes * sizeof(Bf16),
+                   row_bytes / kScaleBlock);
+    }
+  }
+};
+
 }  // namespace deep_comm

@@ -1,0 +1,89 @@
+"""tests/cpu/test_quantised_internode.py on GPUs: one host's GPUs as logical nodes, over the
+software NIC and over NVSHMEM.
+"""
+
+import dataclasses
+import random
+from typing import Any
+
+import pytest
+import quantised
+import test_internode_gpu as over_nic
+import test_nvshmem_gpu as over_nvshmem
+import torch
+from cases import verify_each
+from gpu_cases import run
+from internode import InternodeCase, direct
+from quantised import FORMS, Form
+
+Cases = list[tuple[InternodeCase, Form]]
+
+
+def verify(cases: Cases, results: list) -> None:
+    verify_each(
+        lambda case_and_form, ranks: quantised.verify(*case_and_form, ranks), cases, results
+    )
+
+
+def check(cases: Cases, options: dict | None = None) -> None:
+    num_ranks = cases[0][0].num_ranks
+    verify(cases, run(quantised.run_cases, num_ranks, cases, options or {}))
+
+
+def random_cases(shape: tuple[int, int], first_seed: int, num_cases: int) -> Cases:
+    choose = random.Random(first_seed)
+    cases = over_nic.random_cases(shape, first_seed, num_cases)
+    return [
+        (
+            dataclasses.replace(
+                case, hidden=choose.choice((128, 384, 2176)), dtype=torch.bfloat16, scales=None
+            ),
+            FORMS[number // 2 % len(FORMS)],
+        )
+        for number, case in enumerate(cases)
+    ]
+
+
+def model_cases(num_nodes: int, ranks_per_node: int) -> Cases:
+    num = num_nodes * ranks_per_node
+    rings = InternodeCase(
+        tuple(512 + 97 * rank for rank in range(num)), hidden=7168, experts=256, topk=8,
+        alignment=16, calls=2, nvl_bytes=1 << 30, rdma_bytes=512 << 20, num_sms=24, send_chunk=6,
+        slots=64, rail_chunk=6, rail_slots=64, ranks_per_node=ranks_per_node, direct_bytes=0,
+    )  # fmt: skip
+    exponents = Form(round_scale=True, use_ue8m0=True, column_major=True)
+    return [(rings, Form()), (direct(rings), Form(expand=True)), (direct(rings), exponents)]
+
+
+def test_rows_are_cast_once_and_bit_for_bit(num_ranks: int) -> None:
+    for shape in over_nic.shapes(num_ranks):
+        check(random_cases(shape, first_seed=5000 + 100 * shape[0] + shape[1], num_cases=18))
+
+
+def test_asynchronous_calls_give_the_same(num_ranks: int) -> None:
+    shape = over_nic.shapes(num_ranks)[-1]
+    check(random_cases(shape, first_seed=5900, num_cases=6), {"async_finish": True})
+
+
+def test_many_tokens_at_a_model_shape(num_ranks: int) -> None:
+    for shape in over_nic.shapes(num_ranks):
+        check(model_cases(*shape))
+
+
+def check_over_nvshmem(cases: Cases, near: bool) -> None:
+    num_ranks = cases[0][0].num_ranks
+    options: dict[str, Any] = {}
+    verify(cases, over_nvshmem.run(quantised.run_cases, num_ranks, cases, options, near=near))
+
+
+@over_nvshmem.needs_nvshmem
+@pytest.mark.parametrize("near", [True, False], ids=["stores", "puts"])
+def test_over_nvshmem(num_ranks: int, near: bool) -> None:
+    for shape in over_nvshmem.shapes(num_ranks):
+        check_over_nvshmem(random_cases(shape, 6000 + 100 * shape[0] + shape[1], 12), near)
+
+
+@over_nvshmem.needs_nvshmem
+@pytest.mark.parametrize("near", [True, False], ids=["stores", "puts"])
+def test_many_tokens_over_nvshmem(num_ranks: int, near: bool) -> None:
+    check_over_nvshmem(model_cases(*over_nvshmem.shapes(num_ranks)[0]), near)
