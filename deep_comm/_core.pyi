@@ -450,6 +450,17 @@ class QuickNormal:
         is_ready: Callable[[int, int], bool] | None,  # (device, stream)
         record: Callable[[int], None] | None,  # on a stream, the event that is `done`
     ) -> None: ...
+    def layout(
+        self,
+        *,
+        launch: Callable[..., None],  # Engine.plan_layout()
+        num_ranks: int,
+        num_max_experts: int,
+        num_max_topk: int,
+        int32: object,  # torch's dtypes
+        boolean: object,
+    ) -> Callable[[object, object], Any]:
+        """topk_idx, num_experts -> num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank."""
     def dispatch(
         self,
         *,

@@ -236,6 +236,7 @@ class Context:
         self.count_layout = self.engine.plan_layout()
         self._has_failed: Sequence[int] = self.engine.error_flag()
         self.quick = None if is_internode else quick.normal_of(self)
+        self.quick_layout = quick.layout_of(self)
         self.is_open = True
 
     def plan(

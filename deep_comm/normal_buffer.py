@@ -83,6 +83,13 @@ class NormalCalls:
             ExpertIndexError: an index out of range; on CUDA devices dispatch raises it, on all
                 ranks.
         """
+        ctx = self._context
+        if previous_event is None and not (async_finish or allocate_on_comm_stream):
+            made = ctx.quick_layout(topk_idx, num_experts) if ctx.is_sound() else None
+            if made is not None:
+                ctx.end()
+                per_rank, per_expert, mask = made
+                return per_rank, None, per_expert, mask, EventOverlap()
         streams = StreamOptions.checked(previous_event, async_finish, allocate_on_comm_stream)
         layout, event = get_dispatch_layout(self._context, topk_idx, num_experts, streams)
         per_rank, per_expert = layout.num_tokens_per_rank, layout.num_tokens_per_expert

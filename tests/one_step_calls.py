@@ -1,6 +1,6 @@
-"""Cached dispatches and combines in one native step, one behind the other and on several streams,
-give what the same calls give step by step, each alone. Without DEEP_COMM_POISON, with which there
-are no calls in one step."""
+"""Layouts, cached dispatches and combines in one native step, one behind the other and on several
+streams, give what the same calls give step by step, each alone. Without DEEP_COMM_POISON, with
+which there are no calls in one step."""
 
 from __future__ import annotations
 
@@ -32,16 +32,19 @@ def run_calls(group: Any, device_type: str, calls: int) -> None:
     ) as buffer:
         handle = buffer.dispatch(inputs[0], topk_idx=idx, num_experts=E)[4]
 
-        def pair(x: Tensor) -> tuple[Tensor, Tensor]:
-            rows = buffer.dispatch(x, handle=handle)[0]
-            return rows, buffer.combine(rows, handle)[0]
+        choices = [idx.roll(call, 0)[call % 3 :].contiguous() for call in range(calls)]
 
-        kept = buffer._quick_dispatch, buffer._quick_combine
-        buffer._quick_dispatch = buffer._quick_combine = quick.never
+        def steps(call: int) -> tuple[Tensor, ...]:
+            rows = buffer.dispatch(inputs[call], handle=handle)[0]
+            layout = buffer.get_dispatch_layout(choices[call], E)
+            return rows, buffer.combine(rows, handle)[0], layout[0], layout[2], layout[3]
+
+        ctx = buffer._context
+        kept = buffer._quick_dispatch, buffer._quick_combine, ctx.quick_layout
+        buffer._quick_dispatch = buffer._quick_combine = ctx.quick_layout = quick.never
         expected = []
-        for x in inputs:
-            rows, sums = pair(x)
-            expected.append((rows.clone(), sums.clone()))
+        for call in range(calls):
+            expected.append([tensor.clone() for tensor in steps(call)])
             _synchronize(is_cuda)
         made: list[bool] = []
 
@@ -53,25 +56,25 @@ def run_calls(group: Any, device_type: str, calls: int) -> None:
 
             return call
 
-        buffer._quick_dispatch, buffer._quick_combine = map(spied, kept)
-        pair(inputs[0])
+        buffer._quick_dispatch, buffer._quick_combine, ctx.quick_layout = map(spied, kept)
+        steps(0)
         made.clear()
-        results = [pair(x) for x in inputs]
-        assert all(made) and len(made) == 2 * calls, made
+        results = [steps(call) for call in range(calls)]
+        assert all(made) and len(made) == 3 * calls, made
         if is_cuda:
             # Now and then on another stream, where calls wait for the one before them.
             streams = [torch.cuda.Stream() for _ in range(3)]
-            for call, x in enumerate(inputs):
+            for call in range(calls):
                 stream = streams[call // 2 % 3]
                 scope = torch.cuda.stream(stream) if call % 4 < 2 else contextlib.nullcontext()
                 stream.wait_stream(torch.cuda.current_stream())
                 with scope:
-                    results.append(pair(x))
+                    results.append(steps(call))
         _synchronize(is_cuda)
-        for call, (rows, sums) in enumerate(results):
-            want_rows, want_sums = expected[call % calls]
-            assert torch.equal(rows, want_rows), f"rank {rank}, call {call}: rows"
-            assert torch.equal(sums, want_sums), f"rank {rank}, call {call}: sums"
+        names = "rows", "sums", "num_tokens_per_rank", "num_tokens_per_expert", "is_token_in_rank"
+        for call, tensors in enumerate(results):
+            for name, got, want in zip(names, tensors, expected[call % calls], strict=True):
+                assert torch.equal(got, want), f"rank {rank}, call {call}: {name}"
 
 
 def _synchronize(is_cuda: bool) -> None:

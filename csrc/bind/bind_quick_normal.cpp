@@ -1,5 +1,5 @@
-// Whole calls of normal mode along a known routing, a cached dispatch or a combine, in one step for
-// the host's hot path. What a call consists of are the same functions that Python calls: the
+// Whole calls of normal mode, a layout or along a known routing a cached dispatch or a combine, in one
+// step for the host's hot path. What a call consists of are the same functions that Python calls: the
 // region's, the plan's, the streams'. Only plain calls of a form that was called before; everything
 // else is left to Python, untouched.
 #include <pybind11/stl.h>
@@ -97,9 +97,59 @@ struct QuickCombine {
   uint64_t num_staging_bytes, num_staging_rows;
 };
 
+struct QuickLayout {
+  std::shared_ptr<const Parts> parts;
+  NumberCall<11> launch;
+  int64_t num_ranks, num_max_experts, num_max_topk;
+  TensorForm per_rank;
+  py::object boolean;
+  // Of the outputs of the call before, whose forms most calls share.
+  int64_t num_tokens = -1, num_experts = -1;
+  TensorForm per_expert = {}, mask = {};
+
+  void set_forms(int64_t tokens, int64_t experts) {
+    per_expert = {py::make_tuple(experts), py::make_tuple(1), per_rank.dtype};
+    mask = {py::make_tuple(tokens, num_ranks), py::make_tuple(num_ranks, 1), boolean};
+    num_tokens = tokens;
+    num_experts = experts;
+  }
+};
+
 bool is_home(const py::object& home_stream, const Parts& parts, uint64_t stream) {
   return parts.streams.is_none() || home_stream.is_none() ||
          PyLong_AsUnsignedLongLongMask(home_stream.ptr()) == stream;
+}
+
+// (topk_idx, num_experts) -> (num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank), or None.
+py::object quick_layout(QuickLayout& self, PyObject* const* arguments) {
+  const Parts& parts = *self.parts;
+  TensorView idx;
+  if (!PyLong_CheckExact(arguments[1]) || !parts.torch.view(arguments[0], &idx) ||
+      !(idx.is(kDlInt64) || idx.is(kDlInt32)) || idx.num_dims() != 2 || idx.extent(1) < 1 ||
+      idx.extent(1) > self.num_max_topk || !idx.is_contiguous()) {
+    return py::none();
+  }
+  int overflow = 0;
+  const int64_t num_experts = PyLong_AsLongLongAndOverflow(arguments[1], &overflow);
+  uint64_t stream;
+  if (overflow != 0 || num_experts < 1 || num_experts > self.num_max_experts ||
+      !parts.begin(&stream)) {
+    return py::none();
+  }
+  const int64_t num_tokens = idx.extent(0);
+  if (num_tokens != self.num_tokens || num_experts != self.num_experts) {
+    self.set_forms(num_tokens, num_experts);
+  }
+  uintptr_t per_rank_address, per_expert_address, mask_address;
+  py::object per_rank = parts.torch.empty(self.per_rank, &per_rank_address);
+  py::object per_expert = parts.torch.empty(self.per_expert, &per_expert_address);
+  py::object mask = parts.torch.empty(self.mask, &mask_address);
+  self.launch({parts.given(idx.address()), static_cast<uint64_t>(idx.element_bytes()),
+               static_cast<uint64_t>(num_tokens), static_cast<uint64_t>(idx.extent(1)),
+               static_cast<uint64_t>(num_experts), static_cast<uint64_t>(self.num_ranks),
+               per_rank_address, 0, per_expert_address, parts.given(mask_address), stream});
+  parts.end(stream);
+  return py::make_tuple(std::move(per_rank), std::move(per_expert), std::move(mask));
 }
 
 // (x or (x, scales)) -> the same of the rows that have come, or None.
@@ -220,6 +270,24 @@ void bind_quick_normal(py::module_& m) {
            "tensor_type"_a, "exchange_api"_a, "empty"_a, "part"_a, "device_type"_a,
            "device_index"_a, py::kw_only(), "heap_base"_a, "memory"_a, "take"_a, "streams"_a,
            "current_stream"_a, "is_ready"_a, "record"_a)
+      .def(
+          "layout",
+          [](const Shared& self, py::object launch, int64_t num_ranks, int64_t num_max_experts,
+             int64_t num_max_topk, py::object int32, py::object boolean) {
+            return object_function<2, &quick_layout>(
+                "quick_layout",
+                QuickLayout{
+                    .parts = self,
+                    .launch = NumberCall<11>(std::move(launch)),
+                    .num_ranks = num_ranks,
+                    .num_max_experts = num_max_experts,
+                    .num_max_topk = num_max_topk,
+                    .per_rank = {py::make_tuple(num_ranks), py::make_tuple(1), std::move(int32)},
+                    .boolean = std::move(boolean)},
+                py::none());
+          },
+          py::kw_only(), "launch"_a, "num_ranks"_a, "num_max_experts"_a, "num_max_topk"_a,
+          "int32"_a, "boolean"_a)
       .def(
           "dispatch",
           [](const Shared& self, py::object launch, py::object home_stream,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deep_comm import env
+from deep_comm import checks, env
 from deep_comm.backends import foreign
 
 if TYPE_CHECKING:
@@ -96,6 +96,20 @@ def normal_of(ctx: Context) -> _core.QuickNormal | None:
         current_stream=current_stream,
         is_ready=is_ready,
         record=record,
+    )
+
+
+def layout_of(ctx: Context) -> Callable[[object, object], Any]:
+    """get_dispatch_layout of a Buffer inside a node; needs no call before."""
+    if ctx.quick is None:
+        return never
+    return ctx.quick.layout(
+        launch=ctx.count_layout,
+        num_ranks=ctx.num_ranks,
+        num_max_experts=ctx.num_max_experts,
+        num_max_topk=checks.MAX_TOPK,
+        int32=torch.int32,
+        boolean=torch.bool,
     )
 
 

@@ -359,6 +359,7 @@ class NormalSpy:
         self.is_off = False
         for name in ("_quick_dispatch", "_quick_combine"):
             setattr(buffer, name, self._spied(getattr(buffer, name)))
+        buffer._context.quick_layout = self._spied(buffer._context.quick_layout)
 
     def _spied(self, quick_call: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
@@ -416,6 +417,65 @@ def test_calls_along_a_known_routing(form: str, config: Any, num_direct_bytes: i
             assert torch.equal(got.float(), want.float())
 
     _on_normal(body, num_direct_bytes=num_direct_bytes)
+
+
+@pytest.mark.parametrize("idx_dtype", [torch.int32, torch.int64])
+def test_a_layout_is_made_in_one_step(idx_dtype: torch.dtype) -> None:
+    def body(buffer: Any, rank: int) -> None:
+        spy = NormalSpy(buffer)
+        for num_tokens, num_experts in ((T, E), (0, E), (T, 2 * E), (1, E)):
+            idx = _inputs(rank, num_tokens, idx_dtype)[1]
+            one = buffer.get_dispatch_layout(idx, num_experts)
+            assert one[4].event is None
+            spy.is_off = True
+            many = buffer.get_dispatch_layout(idx, num_experts)
+            spy.is_off = False
+            assert spy.made[-2:] == [True, False]
+            assert one[1] is None and many[1] is None
+            for got, want in zip((one[0], *one[2:4]), (many[0], *many[2:4]), strict=True):
+                assert (got.shape, got.stride(), got.dtype) == (
+                    want.shape,
+                    want.stride(),
+                    want.dtype,
+                )
+                assert torch.equal(got, want)
+        idx = _inputs(rank, T, idx_dtype)[1]
+        idx[1, 0] = E
+        with pytest.raises(deep_comm.ExpertIndexError):
+            buffer.get_dispatch_layout(idx, E)
+        before = sys.getrefcount(idx)
+        for _ in range(20):
+            buffer.get_dispatch_layout(idx, E + 1)
+        assert sys.getrefcount(idx) == before
+
+    _on_normal(body)
+
+
+def test_layouts_in_doubt_are_left_to_python() -> None:
+    def body(buffer: Any, rank: int) -> None:
+        idx = _inputs(rank)[1]
+        layout = buffer._context.quick_layout
+        most = buffer._context.num_max_experts
+        launched = buffer._context.engine.num_launches
+        for wrong in (
+            None, idx.short(), idx.float(), idx[0], idx.t(), idx.repeat(1, 2)[:, ::2], idx[:, :0],
+            idx.repeat(1, 64), idx.to("meta"), idx.as_subclass(Marked), idx.tolist(),
+        ):  # fmt: skip
+            assert layout(wrong, E) is None, wrong
+        for wrong in (None, 0, -1, most + 1, 1 << 70, float(E), True, torch.tensor(E)):
+            assert layout(idx, wrong) is None, wrong
+        assert buffer._context.engine.num_launches == launched
+        assert layout(idx, most) is not None
+        assert buffer._context.engine.num_launches == launched + 1
+        with pytest.raises(ArgumentError, match="topk_idx"):
+            buffer.get_dispatch_layout(idx.float(), E)
+        with pytest.raises(ArgumentError, match="num_experts"):
+            buffer.get_dispatch_layout(idx, most + 1)
+        buffer.destroy()
+        with pytest.raises(BufferDestroyed):
+            buffer.get_dispatch_layout(idx, E)
+
+    _on_normal(body, 1)
 
 
 def test_normal_calls_in_doubt_are_left_to_python() -> None:
@@ -492,7 +552,12 @@ def test_the_bench_times_calls_of_one_step(dtype: str, config: Any) -> None:
 
     def body(buffer: Any, rank: int) -> None:
         expected = NormalExpected(workload, rank, buffer.device, num_slots=2)
-        wanted = {operations.DISPATCH_CACHED, operations.COMBINE, operations.PAIR_CACHED}
+        wanted = {
+            operations.LAYOUT,
+            operations.DISPATCH_CACHED,
+            operations.COMBINE,
+            operations.PAIR_CACHED,
+        }
         subject = operations.BufferOperations(buffer, expected, config)
         spy = NormalSpy(buffer)
         for operation in subject.operations("direct"):
