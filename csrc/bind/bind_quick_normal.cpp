@@ -1,7 +1,7 @@
-// Whole calls of normal mode, a layout or along a known routing a cached dispatch or a combine, in one
-// step for the host's hot path. What a call consists of are the same functions that Python calls: the
-// region's, the plan's, the streams'. Only plain calls of a form that was called before; everything
-// else is left to Python, untouched.
+// Whole calls of normal mode, a layout or, along a known routing, a cached dispatch or a combine,
+// in one step for the host's hot path. What a call consists of are the same functions that Python
+// calls: the region's, the plan's, the streams'. Only plain calls, the latter two of a form that
+// was called before; everything else is left to Python, untouched.
 #include <pybind11/stl.h>
 
 #include <array>
@@ -120,7 +120,8 @@ bool is_home(const py::object& home_stream, const Parts& parts, uint64_t stream)
          PyLong_AsUnsignedLongLongMask(home_stream.ptr()) == stream;
 }
 
-// (topk_idx, num_experts) -> (num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank), or None.
+// (topk_idx, num_experts) -> num_tokens_per_rank, num_tokens_per_expert and is_token_in_rank, or
+// None.
 py::object quick_layout(QuickLayout& self, PyObject* const* arguments) {
   const Parts& parts = *self.parts;
   TensorView idx;
