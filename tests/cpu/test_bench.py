@@ -28,7 +28,6 @@ def run(command: list[str], folder: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.xdist_group("processes")
 def test_bench_measures_every_combination_and_writes_json(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     command = [
@@ -77,7 +76,6 @@ def test_bench_measures_every_combination_and_writes_json(tmp_path: Path) -> Non
     assert document["simulation"]["runs_per_s"] > 0
 
 
-@pytest.mark.xdist_group("processes")
 def test_bench_runs_under_torchrun(tmp_path: Path) -> None:
     command = [
         sys.executable,
@@ -103,7 +101,6 @@ def test_bench_runs_under_torchrun(tmp_path: Path) -> None:
     assert (tmp_path / "plot.png").exists() != ("matplotlib is not installed" in output)
 
 
-@pytest.mark.xdist_group("processes")
 def test_the_quick_profile_runs(tmp_path: Path) -> None:
     command = [
         *BENCH,
@@ -137,7 +134,6 @@ main(sys.argv[1:])
 """
 
 
-@pytest.mark.xdist_group("processes")
 def test_one_wrong_bit_on_one_rank_ends_the_run_before_it_is_timed(tmp_path: Path) -> None:
     script = tmp_path / "wrong.py"
     script.write_text(WRONG)
@@ -156,7 +152,6 @@ def test_one_wrong_bit_on_one_rank_ends_the_run_before_it_is_timed(tmp_path: Pat
     assert "wire MB" not in done.stdout
 
 
-@pytest.mark.xdist_group("processes")
 def test_tune_writes_its_choices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -190,7 +185,6 @@ def test_tune_writes_its_choices(
     assert deep_comm.tuning.read(torch.device("cpu"), 2) == machines["host target x 2"]["entries"]
 
 
-@pytest.mark.xdist_group("processes")
 def test_two_tiers_are_measured_beside_one(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     command = [*BENCH, "--ranks", "4", "--ranks-per-node", "2", *SMALL, *SHORT, "--sms", "3"]

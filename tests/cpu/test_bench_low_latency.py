@@ -14,7 +14,6 @@ from test_bench import BENCH, SHORT, SMALL, WRONG, run
 LOW_LATENCY = [*BENCH, "--mode", "low-latency", "--ranks", "2", *SMALL, *SHORT]
 
 
-@pytest.mark.xdist_group("processes")
 def test_the_low_latency_bench_measures_every_combination(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     output = run([*LOW_LATENCY, "--tokens", "1,6", "--json", str(file)], tmp_path)
@@ -41,7 +40,6 @@ def test_the_low_latency_bench_measures_every_combination(tmp_path: Path) -> Non
         assert (line["num_blocks"] is None) == line["is_rival"]
 
 
-@pytest.mark.xdist_group("processes")
 def test_the_low_latency_bench_sends_rows_of_four_bits(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     run([*LOW_LATENCY, "--tokens", "6", "--dtype", "nvfp4", "--json", str(file)], tmp_path)
@@ -52,7 +50,6 @@ def test_the_low_latency_bench_sends_rows_of_four_bits(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-@pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize("nodes", [[], ["--ranks", "4", "--ranks-per-node", "2"]])
 def test_the_low_latency_bench_sends_logarithms_home(tmp_path: Path, nodes: list[str]) -> None:
     file = tmp_path / "bench.json"
@@ -102,7 +99,6 @@ if __name__ == "__main__":
     assert "combine fused differs from the reference on ranks [1]" in done.stderr, done.stderr
 
 
-@pytest.mark.xdist_group("processes")
 def test_the_quick_low_latency_profile_runs_under_torchrun(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += ["-m", *BENCH[2:], "--mode", "low-latency", "--quick", "--hidden", "128", *SHORT]
@@ -111,7 +107,6 @@ def test_the_quick_low_latency_profile_runs_under_torchrun(tmp_path: Path) -> No
     assert output.count("at most 130 tokens") == 15
 
 
-@pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize("layout", ["compact", "packed"])
 @pytest.mark.parametrize("spoiled", ["dispatch", "combine"])
 def test_one_wrong_bit_in_low_latency_mode_ends_the_run(

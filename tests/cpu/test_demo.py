@@ -50,7 +50,6 @@ def test_layer_is_the_sum_of_its_experts() -> None:
     torch.testing.assert_close(result.float(), expected, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_program_prints_a_table_and_a_verdict(tmp_path: Path, num_ranks: int) -> None:
     file = tmp_path / "text.txt"

@@ -134,7 +134,6 @@ PROGRAMS = [
 ]
 
 
-@pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize(
     ("page", "program"), PROGRAMS, ids=[f"{page}-{n}" for n, (page, _) in enumerate(PROGRAMS)]
 )

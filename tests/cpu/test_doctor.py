@@ -10,7 +10,6 @@ from deep_comm.doctor import __main__ as doctor
 from deep_comm.doctor import findings
 
 
-@pytest.mark.xdist_group("processes")
 def test_doctor_finds_this_machine_fit(tmp_path) -> None:
     command = [sys.executable, "-m", "deep_comm.doctor"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)

@@ -47,7 +47,6 @@ for run in range(NUM_RUNS):
 """
 
 
-@pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize(
     "body",
     [
@@ -85,7 +84,6 @@ def _tensors_that_stay(group: Any) -> tuple[list[object], list[bool]]:
     return gathered, [id(tensor) in bases for tensor in given]
 
 
-@pytest.mark.xdist_group("processes")
 def test_tensors_of_a_rendezvous_stay() -> None:
     for gathered, is_held in forked.run(_tensors_that_stay, 3):
         assert gathered == [{"rank": rank, "more": "x" * 9 * rank} for rank in range(3)]

@@ -35,7 +35,7 @@ def _reason(text: str, table: dict[str, str]) -> str | None:
 
 def _marks(text: str) -> list[pytest.MarkDecorator]:
     long = any(word in text for word in ("moe_transformer", "examples.overlap", "decode_graph"))
-    return [pytest.mark.xdist_group("processes"), *([pytest.mark.slow] if long else [])]
+    return [pytest.mark.slow] if long else []
 
 
 def _parameters(texts: list[tuple[str, str]], table: dict[str, str]) -> list[object]:

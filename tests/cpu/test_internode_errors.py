@@ -302,7 +302,6 @@ def test_ranks_per_node_comes_from_the_environment(monkeypatch: pytest.MonkeyPat
     ],
     ids=str,
 )  # fmt: skip
-@pytest.mark.xdist_group("processes")
 def test_processes_get_their_rows_and_sums(case: InternodeCase) -> None:
     variables = {"DEEP_COMM_POISON": "1"}
     results = forked.run(
@@ -332,7 +331,6 @@ def call_and_die(group, silent: int, operation: str):
 
 
 @pytest.mark.parametrize("operation", ["dispatch", "combine"])
-@pytest.mark.xdist_group("processes")
 def test_a_killed_process_is_named_by_all_others(operation: str) -> None:
     ended = forked.outcomes(call_and_die, NUM_RANKS, 2, operation, timeout_s=120)
     named = [outcome.value for outcome in ended if outcome.rank != 2]
@@ -360,7 +358,6 @@ def two_groups(group):
     return rows
 
 
-@pytest.mark.xdist_group("processes")
 def test_buffers_over_a_world_and_over_parts_of_it() -> None:
     rows = forked.run(two_groups, 4, timeout_s=120)
     assert all(part[:2] == part[2:4] == part[4:] for part in rows)

@@ -19,8 +19,6 @@ from torch import Tensor
 from deep_comm import ExpertBatch, processes
 from deep_comm.layer import ops
 
-pytestmark = pytest.mark.xdist_group("compiled layers")  # they share processes
-
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
 SLOW = [needs_compiler, pytest.mark.slow, pytest.mark.timeout(600)]
 BACKENDS = [pytest.param("aot_eager"), pytest.param("inductor", marks=SLOW)]

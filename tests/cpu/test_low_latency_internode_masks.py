@@ -37,7 +37,6 @@ def nodes_case(**changes: Any) -> LowLatencyCase:
     return case_of(**{**settings, **changes})
 
 
-@pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize("dead", [ONE, NODE], ids=["rank", "node"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_processes_go_on_when_some_are_killed(stage: str, dead: tuple[int, ...]) -> None:

@@ -18,7 +18,6 @@ from deep_comm import ArgumentError, Buffer, MaskedOut, local, simulate
 from deep_comm import reference_low_latency as reference
 
 
-@pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize("stage", STAGES)
 def test_processes_go_on_when_one_is_killed(stage: str) -> None:
     case = case_of(weights_ahead=stage != "in dispatch")

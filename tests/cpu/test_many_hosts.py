@@ -25,8 +25,6 @@ TESTS = ROOT / "tests"
 GUIDE = ROOT / "docs" / "guide" / "nodes.md"
 TIMEOUT_S = 240
 
-pytestmark = pytest.mark.xdist_group("processes")
-
 
 def torchrun(ranks_per_host: int, port: int, *program: str) -> list[str]:
     return [

@@ -17,8 +17,6 @@ import deep_comm
 from deep_comm import _core, errors, processes
 
 # One worker runs these one after the other: they measure time and look at /dev/shm.
-pytestmark = pytest.mark.xdist_group("processes")
-
 TIMEOUT_S = 3.0
 # What a busy machine may add to a time-out before a test calls it late.
 SLACK_S = 60.0

@@ -5,8 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 
@@ -15,7 +13,6 @@ def code_blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
 
 
-@pytest.mark.xdist_group("processes")
 def test_the_example_runs_under_torchrun(tmp_path: Path) -> None:
     (example,) = (block for block in code_blocks("python") if "deep_comm.Buffer" in block)
     lines = [

@@ -178,7 +178,6 @@ def everything(group) -> None:
     others.slime(group)
 
 
-@pytest.mark.xdist_group("processes")
 def test_everything_between_processes() -> None:
     forked.run(
         everything, 2, variables={"DEEP_COMM_DEVICE": "cpu"},
