@@ -5,6 +5,30 @@
 
 namespace deep_comm {
 
+// What both ways of filling an expanded output are told: ExpandArgs, ExpandReceivedArgs.
+template <class Args>
+void set_expanded_output(Args& args, uintptr_t recv_rows, uintptr_t expert_offsets,
+                         uintptr_t expert_counts, int num_topk, int num_local_experts, int num_rows,
+                         int num_tokens_limit, int row_bytes, int scale_row_bytes,
+                         bool zero_padding, uintptr_t x, uintptr_t scales, uintptr_t expert_idx,
+                         int expert_idx_bytes, uintptr_t weights) {
+  args.recv_rows = as_pointer<int32_t>(recv_rows);
+  args.expert_offsets = as_pointer<int32_t>(expert_offsets);
+  args.expert_counts = as_pointer<int32_t>(expert_counts);
+  args.num_topk = num_topk;
+  args.num_local_experts = num_local_experts;
+  args.num_rows = num_rows;
+  args.num_tokens_limit = num_tokens_limit;
+  args.row_bytes = row_bytes;
+  args.scale_row_bytes = scale_row_bytes;
+  args.zero_padding = zero_padding;
+  args.x = as_pointer<uint8_t>(x);
+  args.scales = as_pointer<uint8_t>(scales);
+  args.expert_idx = as_pointer<void>(expert_idx);
+  args.expert_idx_bytes = expert_idx_bytes;
+  args.weights = as_pointer<float>(weights);
+}
+
 template <class Target>
 void bind_expand(pybind11::module_& m, pybind11::class_<Engine<Target>>& engine) {
   namespace py = pybind11;
@@ -47,21 +71,10 @@ void bind_expand(pybind11::module_& m, pybind11::class_<Engine<Target>>& engine)
          uint64_t stream) {
         ExpandArgs args{};
         args.rank_prefix_matrix = as_pointer<int32_t>(rank_prefix_matrix);
-        args.recv_rows = as_pointer<int32_t>(recv_rows);
-        args.expert_offsets = as_pointer<int32_t>(expert_offsets);
-        args.expert_counts = as_pointer<int32_t>(expert_counts);
-        args.num_topk = num_topk;
-        args.num_local_experts = num_local_experts;
-        args.num_rows = num_rows;
-        args.num_tokens_limit = num_tokens_limit;
-        args.row_bytes = row_bytes;
-        args.scale_row_bytes = scale_row_bytes;
-        args.zero_padding = zero_padding;
-        args.x = as_pointer<uint8_t>(x);
-        args.scales = as_pointer<uint8_t>(scales);
-        args.expert_idx = as_pointer<void>(expert_idx);
-        args.expert_idx_bytes = expert_idx_bytes;
-        args.weights = as_pointer<float>(weights);
+        set_expanded_output(args, recv_rows, expert_offsets, expert_counts, num_topk,
+                            num_local_experts, num_rows, num_tokens_limit, row_bytes,
+                            scale_row_bytes, zero_padding, x, scales, expert_idx, expert_idx_bytes,
+                            weights);
         args.fill_src_idx = as_pointer<int32_t>(fill_src_idx);
         args.fill_rows = as_pointer<int32_t>(fill_rows);
         Release release;
@@ -107,21 +120,10 @@ void bind_expand(pybind11::module_& m, pybind11::class_<Engine<Target>>& engine)
         args.recv_x = as_pointer<uint8_t>(recv_x);
         args.recv_scales = as_pointer<uint8_t>(recv_scales);
         args.recv_weights = as_pointer<float>(recv_weights);
-        args.recv_rows = as_pointer<int32_t>(recv_rows);
-        args.expert_offsets = as_pointer<int32_t>(expert_offsets);
-        args.expert_counts = as_pointer<int32_t>(expert_counts);
-        args.num_topk = num_topk;
-        args.num_local_experts = num_local_experts;
-        args.num_rows = num_rows;
-        args.num_tokens_limit = num_tokens_limit;
-        args.row_bytes = row_bytes;
-        args.scale_row_bytes = scale_row_bytes;
-        args.zero_padding = zero_padding;
-        args.x = as_pointer<uint8_t>(x);
-        args.scales = as_pointer<uint8_t>(scales);
-        args.expert_idx = as_pointer<void>(expert_idx);
-        args.expert_idx_bytes = expert_idx_bytes;
-        args.weights = as_pointer<float>(weights);
+        set_expanded_output(args, recv_rows, expert_offsets, expert_counts, num_topk,
+                            num_local_experts, num_rows, num_tokens_limit, row_bytes,
+                            scale_row_bytes, zero_padding, x, scales, expert_idx, expert_idx_bytes,
+                            weights);
         Release release;
         self.expand_received(args, {num_channels, 1, 1}, stream);
       },
