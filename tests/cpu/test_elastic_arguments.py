@@ -1,0 +1,197 @@
+"""What ElasticBuffer refuses, by name, what it cannot offer, and what it says of its resources."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from elastic import alone
+
+from deep_comm import UnsupportedError, errors, local
+from deep_comm.compat.elastic import ElasticBuffer
+
+import deep_ep  # isort: skip
+
+
+pytestmark = pytest.mark.usefixtures("on_the_host")
+
+
+def test_rules_of_events() -> None:
+    def fn(buffer, x, idx):
+        event = ElasticBuffer.capture()
+        with pytest.raises(errors.ArgumentError, match="previous_event"):
+            buffer.dispatch(x, idx, num_experts=4, previous_event=event)
+        for is_async in (False, True):
+            recv, _, _, handle, done = buffer.dispatch(
+                x, idx, num_experts=4, previous_event=event, allocate_on_comm_stream=True,
+                async_with_compute_stream=is_async, previous_event_before_epilogue=event,
+            )  # fmt: skip
+            assert isinstance(done, deep_ep.EventOverlap)
+            with done:
+                pass
+            buffer.combine(
+                recv, handle, previous_event=event, allocate_on_comm_stream=True,
+                async_with_compute_stream=is_async, previous_event_before_epilogue=event,
+            )  # fmt: skip
+            # Unlike V1: without an event it may stand alone.
+            buffer.combine(recv, handle, allocate_on_comm_stream=True)
+
+    alone(fn)
+
+
+def test_cached_dispatch_says_what_does_not_fit_its_handle() -> None:
+    def fn(buffer, x, idx):
+        recv, recv_idx, _, handle, _ = buffer.dispatch(x, idx, num_experts=4, expert_alignment=2)
+        # Neither num_sms nor num_experts is needed beside a handle.
+        assert handle.num_sms == buffer.get_theoretical_num_sms(4, 2)
+        again, again_idx, _, same, _ = buffer.dispatch(x, handle=handle)
+        assert again.equal(recv) and again_idx is recv_idx and same is handle
+        buffer.dispatch(
+            x, handle=handle, num_experts=4, expert_alignment=2, num_max_tokens_per_rank=8,
+            num_sms=handle.num_sms, do_cpu_sync=False,
+        )  # fmt: skip
+        for options, name in (
+            ({"topk_idx": idx}, "topk_idx"),
+            ({"num_experts": 5}, "num_experts"),
+            ({"expert_alignment": 4}, "expert_alignment"),
+            ({"num_max_tokens_per_rank": 16}, "num_max_tokens_per_rank"),
+            ({"do_cpu_sync": True}, "do_cpu_sync"),
+            ({"topk_weights": torch.ones(4, 3)}, "topk_weights"),
+            ({"topk_weights": torch.ones(4, 2, dtype=torch.float64)}, "topk_weights"),
+            ({"cumulative_local_expert_recv_stats": torch.zeros(4)}, "cumulative"),
+        ):
+            with pytest.raises(ValueError, match=name):
+                buffer.dispatch(x, handle=handle, **options)
+
+    alone(fn)
+
+
+def test_arguments_are_checked_before_anything_is_sent() -> None:
+    def fn(buffer, x, idx):
+        for options, name in (
+            ({}, "num_experts"),
+            ({"num_experts": 4, "topk_idx": None}, "topk_idx"),
+            ({"num_experts": 4, "num_max_tokens_per_rank": 3}, "x"),
+            ({"num_experts": 4, "num_max_tokens_per_rank": 0}, "num_max_tokens_per_rank"),
+            ({"num_experts": 4, "expert_alignment": 0}, "expert_alignment"),
+            ({"num_experts": 4, "num_sms": -2}, "num_sms"),
+            ({"num_experts": 4, "handle": (1, 2)}, "handle"),
+        ):
+            with pytest.raises(ValueError, match=name):
+                buffer.dispatch(x, **{"topk_idx": idx, **options})
+        recv, _, _, handle, _ = buffer.dispatch(x, idx, num_experts=4, do_expand=True)
+        with pytest.raises(ValueError, match="topk_weights"):
+            buffer.combine(recv, handle, topk_weights=torch.ones(3))
+        with pytest.raises(ValueError, match="x"):
+            buffer.combine(recv[0], handle)
+        with pytest.raises(ValueError, match="handle"):
+            buffer.combine(recv, handle._native)
+
+    alone(fn)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "engram_write", "engram_fetch", "pp_set_config", "pp_send", "pp_recv",
+        "create_agrs_session", "destroy_agrs_session", "agrs_new_session", "agrs_set_config",
+        "agrs_get_inplace_tensor", "all_gather", "get_engram_storage_size_hint",
+        "get_pp_buffer_size_hint", "get_agrs_num_max_session_bytes", "get_agrs_buffer_size_hint",
+    ],
+)  # fmt: skip
+def test_what_cannot_be_offered_says_so(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=name):
+        getattr(ElasticBuffer, name)(None, 1)
+
+
+def test_memory_on_the_host_cannot_be_offered() -> None:
+    def fn(group):
+        with pytest.raises(UnsupportedError, match="num_cpu_bytes"):
+            ElasticBuffer(group, num_bytes=2 << 20, num_cpu_bytes=2 << 20)
+        with pytest.raises(ValueError, match="hidden"):
+            ElasticBuffer(group, num_max_tokens_per_rank=4)
+
+    local.run(fn, 1, timeout_s=60)
+
+
+def test_sizes_domains_and_resources() -> None:
+    def fn(group):
+        size = ElasticBuffer.get_buffer_size_hint(group, 64, 256, num_topk=4)
+        assert size % (2 << 20) == 0 and size > group.size() * 64 * 512
+        assert ElasticBuffer.get_buffer_size_hint(group, 1 << 16, 256, 4, True) < (
+            ElasticBuffer.get_buffer_size_hint(group, 1 << 16, 256, 4)
+        )
+        buffer = ElasticBuffer(group, num_max_tokens_per_rank=64, hidden=256, num_topk=4)
+        assert buffer.num_bytes == size
+        assert buffer.get_physical_domain_size() == (1, 2) == buffer.get_logical_domain_size()
+        assert deep_ep.get_physical_domain_size(group) == (1, 2)
+        assert deep_ep.get_logical_domain_size(group, allow_hybrid_mode=False) == (1, 2)
+        assert (buffer.scaleout_rank_idx, buffer.scaleup_rank_idx) == (0, group.rank())
+        num_sms = buffer.get_theoretical_num_sms(256, 8)
+        assert num_sms >= 1
+        assert buffer.get_theoretical_num_qps(num_sms) > 0
+        buffer.barrier()
+        buffer.destroy()
+        buffer.destroy()
+        assert buffer.runtime is None
+
+    local.run(fn, 2, timeout_s=60)
+
+
+@pytest.mark.parametrize("is_hybrid", [False, True])
+def test_domains_of_several_nodes(is_hybrid: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEP_COMM_RANKS_PER_NODE", "2")
+    logical = (2, 2) if is_hybrid else (1, 4)
+
+    def fn(group):
+        assert deep_ep.get_physical_domain_size(group) == (2, 2)
+        assert deep_ep.get_logical_domain_size(group, is_hybrid) == logical
+        buffer = ElasticBuffer(
+            group, num_bytes=16 << 20, num_max_tokens_per_rank=8, allow_hybrid_mode=is_hybrid,
+            num_allocated_qps=6,
+        )  # fmt: skip
+        rank = group.rank()
+        assert (buffer.num_scaleout_ranks, buffer.num_scaleup_ranks) == logical
+        assert (buffer.scaleout_rank_idx, buffer.scaleup_rank_idx) == divmod(rank, logical[1])
+        assert buffer.get_physical_domain_size() == (2, 2)
+        assert buffer.get_logical_domain_size() == logical
+        assert buffer.get_theoretical_num_qps(4) == 6
+        assert (
+            buffer.runtime.get_num_rdma_ranks() == 2 and buffer.runtime.get_rdma_rank() == rank // 2
+        )
+        engine = buffer._buffer
+        assert engine.num_nvl_bytes + engine.num_rdma_bytes == buffer.num_bytes == 16 << 20
+        assert min(engine.num_nvl_bytes, engine.num_rdma_bytes) > 1 << 20
+        x = torch.full((3, 64), rank + 1.0, dtype=torch.bfloat16)
+        idx = torch.tensor([[0, 5], [7, 2], [-1, 4]])
+        recv, _, _, handle, _ = buffer.dispatch(x, idx, num_experts=8, num_sms=4)
+        # What a backward pass hands back: two SMs make a channel between nodes.
+        assert handle.num_sms == 2 * handle._native.num_channels
+        again, *_ = buffer.dispatch(x, handle=handle, num_sms=handle.num_sms, do_cpu_sync=False)
+        assert again.equal(recv)
+        copies = torch.tensor([2.0, 2.0, 1.0]).view(-1, 1)
+        assert buffer.combine(recv, handle)[0].float().equal(x.float() * copies)
+        # Expanded, padded with zeros, behind events, beside the compute stream.
+        event = ElasticBuffer.capture()
+        recv, _, _, handle, done = buffer.dispatch(
+            x, idx, num_experts=8, expert_alignment=16, do_expand=True, do_zero_padding=True,
+            previous_event=event, allocate_on_comm_stream=True, async_with_compute_stream=True,
+            previous_event_before_epilogue=event,
+        )  # fmt: skip
+        with done:
+            pass
+        ends, counts = (
+            handle.psum_num_recv_tokens_per_expert,
+            handle.num_recv_tokens_per_expert_list,
+        )
+        real = handle.num_unaligned_recv_tokens_per_expert
+        assert all(count % 16 == 0 for count in counts) and recv.shape[0] == sum(counts)
+        is_real = torch.zeros(recv.shape[0], dtype=torch.bool)
+        for end, count in zip(ends.tolist(), real.tolist(), strict=True):
+            is_real[end - count : end] = True
+        assert bool((recv[is_real] > 0).all()) and bool((recv[~is_real] == 0).all())
+        combined, _, _ = buffer.combine(recv, handle, allocate_on_comm_stream=True)
+        assert combined.float().equal(x.float() * copies)
+        group.barrier()
+        buffer.destroy()
+
+    local.run(fn, 4, timeout_s=60)
