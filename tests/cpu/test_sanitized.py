@@ -1,0 +1,16 @@
+"""What tools/sanitize runs under a sanitizer gives the right bits without one, on the host target."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parents[1]
+
+
+def test_every_call_of_the_program_is_right(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(TESTS / "sanitized.py"), "--device", "cpu"],
+        capture_output=True, text=True, timeout=200, cwd=tmp_path, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("same bits") == 14 and "LogFMT-10: within" in done.stdout
