@@ -1,4 +1,4 @@
-"""What tools/sanitize runs under a sanitizer gives the right bits without one, on the host target."""
+"""What tools/sanitize runs under a sanitizer gives the right bits on the host target, without."""
 
 import subprocess
 import sys
