@@ -88,5 +88,8 @@ def push_rows(
     """
 
 def max_push_warps(row_bytes: int) -> int: ...
+def launch_empty(stream: int, /) -> None:
+    """A kernel that does nothing, launched as the engine launches its own."""
+
 def copy_async(*, dst: int, src: int, num_bytes: int, stream: int) -> None:
     """cudaMemcpyAsync between any two reachable addresses; a copy engine's work between devices."""

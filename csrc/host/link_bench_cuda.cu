@@ -29,6 +29,13 @@ __global__ void __launch_bounds__(kMaxPushWarps* kWarpSize, 1)
   push_rows(args);
 }
 
+// Arguments of the size of a dispatch's, which a launch copies.
+struct SomeArgs {
+  uint8_t bytes[640];
+};
+
+__global__ void empty_entry(const __grid_constant__ SomeArgs) {}
+
 }  // namespace
 
 int cuda_max_push_warps(int row_bytes) {
@@ -67,6 +74,21 @@ void cuda_push_rows(const PushRows& call) {
   push_rows_entry<<<call.num_blocks, call.num_warps * kWarpSize, smem_bytes,
                     reinterpret_cast<cudaStream_t>(call.stream)>>>(args);
   check(cudaGetLastError(), "push_rows");
+}
+
+void cuda_launch_empty(uint64_t stream) {
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeCooperative;
+  attributes[0].val.cooperative = 1;
+  attributes[1].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
+  attributes[1].val.sharedMemCarveout = 50;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(24);
+  config.blockDim = dim3(320);
+  config.stream = reinterpret_cast<cudaStream_t>(stream);
+  config.attrs = attributes;
+  config.numAttrs = 2;
+  check(cudaLaunchKernelEx(&config, empty_entry, SomeArgs{}), "empty kernel");
 }
 
 void cuda_copy_async(uintptr_t dst, uintptr_t src, size_t num_bytes, uint64_t stream) {

@@ -1,5 +1,5 @@
-// The link limit on GPUs: what deep_comm.bench measures beside dispatch and combine. No engine is
-// involved.
+// The link limit on GPUs, and what a launch takes: what deep_comm.bench measures beside dispatch and
+// combine. No engine is involved.
 #pragma once
 
 #include <cstddef>
@@ -27,6 +27,10 @@ void cuda_push_rows(const PushRows& call);
 // The most warps of a block that cuda_push_rows takes for rows of this size; 0: such rows are too
 // large.
 int cuda_max_push_warps(int row_bytes);
+
+// A kernel that does nothing, launched as the engine launches its own: 24 blocks of 320 threads that
+// all run at once.
+void cuda_launch_empty(uint64_t stream);
 
 // A copy of the driver's choice, between any two addresses that the current device reaches: by a
 // copy engine when they lie on different devices.

@@ -114,6 +114,7 @@ def publish(chosen: AnyOptions, figures: Any, num_ranks: int, elapsed_s: float) 
             "limit": None if figures.limit is None else figures.limit.to_json(),
             "normal": [line.to_json() for line in figures.lines],
             "notes": figures.notes,
+            "host_references": [each.to_json() for each in figures.host_references],
             "rows_received": figures.rows_received,
             "peak_rss_bytes": figures.peak_rss_bytes,
             "targets": [verdict.to_json() for verdict in verdicts],

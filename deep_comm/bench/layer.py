@@ -154,6 +154,7 @@ def parse(arguments: Sequence[str], command: str) -> Options:
             num_calls=num_calls,
             num_rounds=num_rounds,
             num_single_calls=num_calls,
+            num_host_calls=50 if on_gpu else 0,
         ),
         budget_s=parsed.budget_s or (50.0 if on_gpu else 300.0),
         size_deadline_s=parsed.size_deadline_s or (20.0 if on_gpu else 120.0),
@@ -224,7 +225,10 @@ class Runner:
         sample = take_sample(step, Effort(1, 3, 1, 0), clock_of(self._device))
         mean_us = max(gather(sample.means_us[0]))
         num_calls = max(5, min(effort.num_calls, int(_ROUND_US / mean_us)))
-        return replace(effort, num_warmup=2, num_calls=num_calls, num_single_calls=num_calls)
+        return replace(
+            effort, num_warmup=2, num_calls=num_calls, num_single_calls=num_calls,
+            num_host_calls=min(effort.num_host_calls, num_calls),
+        )  # fmt: skip
 
     def _time(
         self, layer: deep_comm.ExpertParallel, parts: tuple[Tensor, ...], what: str

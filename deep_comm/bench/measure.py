@@ -5,6 +5,11 @@ Every round begins with all ranks together: a barrier of the processes, and on G
 that lets the devices start within microseconds of each other. p50 and p99 are of single calls in
 one more round, also back to back, each as long as its slowest rank took; where a graph holds
 several calls, of their mean.
+
+Host time is what the calling thread spends in a call. It has rounds of its own on GPUs, of
+num_host_calls: a round's first calls find the machine's caches cold, and a short round would be
+about those (``first_host_us`` says what the very first takes). The launches of a round fit into the
+GPU's queue, so that no call waits for room there.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Protocol, TypeVar
 
 import torch
@@ -47,6 +52,7 @@ class Effort:
     flush_l2: bool = (
         False  # every call alone, behind a flush and a barrier, instead of back to back
     )
+    num_host_calls: int = 0  # in a round for the host's time; 0: that of the rounds above
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,7 @@ class Sample:
     means_us: list[float]  # by round
     calls_us: list[float]  # by single call
     hosts_us: list[float]  # by round: time of the calling thread, per call
+    first_hosts_us: list[float] = field(default_factory=list)  # of the first call of such a round
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,8 @@ class Timing:
         float  # of the means, between the slowest and the fastest rank, the median of the rounds
     )
     host_us: float | None  # of the slowest rank; None where the call itself does the work
+    fastest_host_us: float | None = None  # of the fastest rank
+    first_host_us: float | None = None  # of a round's first call, slowest rank; None: not taken
 
     def to_json(self) -> dict[str, float | None]:
         return asdict(self)
@@ -86,14 +95,19 @@ def summarise(samples: Sequence[Sample], *, with_host: bool) -> Timing:
     rounds = list(zip(*(sample.means_us for sample in samples), strict=True))
     slowest = [max(means) for means in rounds]
     calls = [max(times) for times in zip(*(sample.calls_us for sample in samples), strict=True)]
-    host_us = max(statistics.median(sample.hosts_us) for sample in samples)
+    hosts = [statistics.median(sample.hosts_us) for sample in samples]
+    firsts = [
+        statistics.median(sample.first_hosts_us) for sample in samples if sample.first_hosts_us
+    ]
     return Timing(
         mean_us=statistics.median(slowest),
         best_us=min(slowest),
         p50_us=percentile(calls, 0.5),
         p99_us=percentile(calls, 0.99),
         spread_us=statistics.median(max(means) - min(means) for means in rounds),
-        host_us=host_us if with_host else None,
+        host_us=max(hosts) if with_host else None,
+        fastest_host_us=min(hosts) if with_host else None,
+        first_host_us=max(firsts, default=None) if with_host else None,
     )
 
 
@@ -194,7 +208,27 @@ def take_sample(work: Work, effort: Effort, clock: Clock, *, calls_per_work: int
             hosts.append(host_us / calls_per_work)
         if not effort.flush_l2:
             calls = _calls_back_to_back(work, effort.num_single_calls, clock)
-    return Sample(means, [time_us / calls_per_work for time_us in calls], hosts)
+        firsts: list[float] = []
+        if effort.num_host_calls > 0:
+            rounds = [
+                host_round(work, effort.num_host_calls, clock) for _ in range(effort.num_rounds)
+            ]
+            hosts = [mean_us / calls_per_work for mean_us, _ in rounds]
+            firsts = [first_us / calls_per_work for _, first_us in rounds]
+    return Sample(means, [time_us / calls_per_work for time_us in calls], hosts, firsts)
+
+
+def host_round(work: Work, num_calls: int, clock: Clock) -> tuple[float, float]:
+    """Time of the calling thread: the mean of all calls, and the first one."""
+    clock.start_together(flush=False)
+    started = time.perf_counter()
+    work(0)
+    first = time.perf_counter()
+    for call in range(1, num_calls):
+        work(call)
+    ended = time.perf_counter()
+    clock.finish()
+    return (ended - started) * 1e6 / num_calls, (first - started) * 1e6
 
 
 def _round_back_to_back(work: Work, num_calls: int, clock: Clock) -> tuple[float, float]:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from deep_comm import Buffer
-from deep_comm.bench import grouped, link, rivals, two_tier
+from deep_comm.bench import grouped, host_time, link, rivals, two_tier
 from deep_comm.bench.expected import Expected
 from deep_comm.bench.measure import Effort, Timing, gather, peak_rss_bytes, time_over_ranks
 from deep_comm.bench.operations import OF_EXPANDED, BufferOperations, Operation
@@ -86,6 +86,7 @@ class Report:
     rows_received: dict[str, list[int]] = field(default_factory=dict)  # by workload: by rank
     peak_rss_bytes: list[int] = field(default_factory=list)  # by rank
     rail: list[two_tier.RailCount] = field(default_factory=list)
+    host_references: list[host_time.Reference] = field(default_factory=list)
 
 
 def require_on_all_ranks(good: bool, what: str) -> None:
@@ -160,6 +161,7 @@ class Runner:
     ) -> Report:
         if self._options.with_limit and dist.get_world_size() > 1:
             self._measure_limit(scenarios[0].workload)
+        self.report.host_references.extend(host_time.references(self._device))
         # Runs of scenarios over one workload share inputs and expected results.
         expected: Expected | None = None
         for scenario in scenarios:
@@ -277,6 +279,7 @@ class Runner:
             effort,
             num_calls=-(-effort.num_calls // num_slots),
             num_single_calls=-(-effort.num_single_calls // num_slots),
+            num_host_calls=0,
         )
         timing = time_over_ranks(graph.replay, effort, self._device, calls_per_work=num_slots)
         self._verify(operation, graph.last, num_slots - 1, " in a graph after timing")

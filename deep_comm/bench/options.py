@@ -198,6 +198,7 @@ def parse(arguments: Sequence[str] | None, command: str) -> Options:
             num_rounds=parsed.rounds,
             num_single_calls=parsed.iterations * parsed.rounds,
             flush_l2=parsed.flush_l2,
+            num_host_calls=64 if on_gpu and not parsed.flush_l2 else 0,
         ),
         num_slots=parsed.rotate,
         with_limit=on_gpu and not parsed.no_limit,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
+from deep_comm.bench import host_time
 from deep_comm.bench.normal import Measured, Report
 from deep_comm.bench.simulation import SimulationReport
 
@@ -15,7 +16,7 @@ NUM_TEXT_COLUMNS = 4
 LEGEND = (
     "us: mean of back-to-back calls, slowest rank, median of the rounds; "
     "p50, p99: of single calls; spread: between slowest and fastest rank; "
-    "host us: time of the calling thread per call, w: it waits for counts; "
+    "host us: time of the calling thread per call, slowest rank, w: it waits for counts; "
     "wire: what crosses the busiest link; logical: rows delivered, own ones too; "
     "% limit: of the measured bulk-store all-to-all"
 )
@@ -59,7 +60,9 @@ def _cells(line: Measured) -> list[str]:
 def ending(report: Report) -> str:
     """What is not a line of a table."""
     rss = ", ".join(f"{num_bytes / 2**20:.0f}" for num_bytes in report.peak_rss_bytes)
-    return f"{textwrap.fill(LEGEND, 120)}\npeak resident memory by rank: {rss} MiB"
+    launches = host_time.describe(report.host_references)
+    legend = textwrap.fill(LEGEND, 120) + ("" if not launches else f"\n{launches}")
+    return f"{legend}\npeak resident memory by rank: {rss} MiB"
 
 
 def simulation_line(report: SimulationReport) -> str:

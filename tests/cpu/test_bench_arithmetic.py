@@ -211,7 +211,9 @@ def test_a_call_takes_as_long_as_its_slowest_rank() -> None:
         Sample(means_us=[14, 28, 21], calls_us=[2, 1, 9, 4], hosts_us=[1, 1, 2]),
     ]
     timing = measure.summarise(samples, with_host=True)
-    assert timing == Timing(mean_us=21, best_us=14, p50_us=4, p99_us=9, spread_us=2, host_us=6)
+    assert timing == Timing(
+        mean_us=21, best_us=14, p50_us=4, p99_us=9, spread_us=2, host_us=6, fastest_host_us=1
+    )
     assert measure.summarise(samples, with_host=False).host_us is None
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from deep_comm.bench import machine
+from deep_comm.bench import host_time, machine
 from deep_comm.bench import targets as verdicts_of
 from deep_comm.bench.low_latency import report, targets
 from deep_comm.bench.low_latency.options import Options
@@ -29,6 +29,8 @@ def run_rank(chosen: Options, device: torch.device, say: Callable[[str], None]) 
 def publish(chosen: Options, figures: Report, num_ranks: int, elapsed_s: float) -> None:
     """Everything after the tables, which rank 0 has printed while they grew."""
     print("\n" + textwrap.fill(report.LEGEND, 120))
+    if figures.host_references:
+        print(host_time.describe(figures.host_references))
     verdicts = targets.judge(figures.lines, num_ranks)
     if chosen.device == "cuda" and any(verdict.measured is not None for verdict in verdicts):
         print(f"\ntargets on {num_ranks} GPUs (set for H200)\n{verdicts_of.table(verdicts)}")
@@ -44,6 +46,7 @@ def publish(chosen: Options, figures: Report, num_ranks: int, elapsed_s: float) 
             "limit": None if figures.limit is None else figures.limit.to_json(),
             "low_latency": [line.to_json() for line in figures.lines],
             "notes": figures.notes,
+            "host_references": [each.to_json() for each in figures.host_references],
             "targets": [verdict.to_json() for verdict in verdicts],
         }
         chosen.json.write_text(json.dumps(document, indent=2) + "\n")

@@ -45,9 +45,9 @@ def time_graphs(
 ) -> Timing:
     """The mean of a graph of many calls; p50 and p99 of replays of a graph of one, which include
     the distance between two graphs."""
-    mean_effort = dataclasses.replace(effort, num_single_calls=1)
+    mean_effort = dataclasses.replace(effort, num_single_calls=1, num_host_calls=0)
     mean = time_over_ranks(many.replay, mean_effort, device, calls_per_work=num_calls)
-    single_effort = dataclasses.replace(effort, num_rounds=1)
+    single_effort = dataclasses.replace(effort, num_rounds=1, num_host_calls=0)
     spread = time_over_ranks(single.replay, single_effort, device)
     return dataclasses.replace(mean, p50_us=spread.p50_us, p99_us=spread.p99_us)
 

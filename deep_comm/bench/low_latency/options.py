@@ -154,6 +154,7 @@ def parse(arguments: Sequence[str], command: str) -> Options:
             num_calls=parsed.iterations,
             num_rounds=parsed.rounds,
             num_single_calls=5 * parsed.iterations * parsed.rounds,
+            num_host_calls=200 if on_gpu else 0,
         ),
         calls_per_graph=parsed.calls_per_graph,
         num_slots=parsed.rotate,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from deep_comm.bench.host_time import Reference
 from deep_comm.bench.link import LinkLimit
 from deep_comm.bench.measure import Timing
 from deep_comm.bench.report import align
@@ -68,6 +69,7 @@ class Report:
     rail: str | None = None  # what was asked for
     lines: list[Line] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    host_references: list[Reference] = field(default_factory=list)
 
 
 def table(lines: Sequence[Line]) -> str:

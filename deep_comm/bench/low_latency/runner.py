@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from deep_comm import Buffer, env
 from deep_comm.bench import expected as normal_expected
-from deep_comm.bench import link, rivals, two_tier
+from deep_comm.bench import host_time, link, rivals, two_tier
 from deep_comm.bench.low_latency.expected import Expected
 from deep_comm.bench.low_latency.measure import Graph, kernel_times, time_eager, time_graphs
 from deep_comm.bench.low_latency.operations import BufferCalls, Operation
@@ -59,6 +59,7 @@ class Runner:
         # Of NVLink alone: between nodes it says nothing.
         if self._options.with_limit and dist.get_world_size() > 1 and not self._ranks_per_node:
             self._measure_limit(scenarios[0].workload)
+        self.report.host_references.extend(host_time.references(self._device))
         for num_sms in dict.fromkeys(sms for scenario in scenarios for sms in scenario.sms):
             with _sms(num_sms), self._make_buffer(scenarios) as buffer:
                 for scenario in scenarios:
