@@ -428,9 +428,10 @@ class Engine:
         """Free what the engine owns on this rank. Never waits for a peer. Idempotent."""
 
 class QuickNormal:
-    """Calls along a known routing in one step each, of one Buffer; see
-    csrc/bind/bind_quick_normal.cpp. The functions made here return None, and nothing has happened,
-    for whatever is not a plain call of that form.
+    """Calls of normal mode in one step each, of one Buffer; see csrc/bind/bind_quick_normal.cpp.
+
+    The functions of ``calls`` return None, and nothing has happened, for whatever is not a plain
+    call of a form that ``add_*`` was told of.
     """
 
     def __init__(
@@ -442,6 +443,7 @@ class QuickNormal:
         device_type: int,  # as DLPack counts them
         device_index: int,
         *,
+        num_ranks: int,
         heap_base: int,
         memory: object,  # kept by tensors over the heap
         take: Callable[..., object],  # Region.taker()
@@ -449,6 +451,7 @@ class QuickNormal:
         current_stream: Callable[[int], int] | None,  # of a device
         is_ready: Callable[[int, int], bool] | None,  # (device, stream)
         record: Callable[[int], None] | None,  # on a stream, the event that is `done`
+        float32: object,  # torch's
     ) -> None: ...
     def layout(
         self,
@@ -461,37 +464,63 @@ class QuickNormal:
         boolean: object,
     ) -> Callable[[object, object], Any]:
         """topk_idx, num_experts -> num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank."""
-    def dispatch(
+    def calls(self) -> tuple[Callable[..., Any], ...]:
+        """``dispatch(x, KnownHandle.numbers, home_stream, config, default)`` -> what has come.
+        ``new_dispatch(x, topk_idx, topk_weights, num_tokens_per_rank, num_tokens_per_expert,
+        is_token_in_rank, num_experts, num_worst_tokens, expert_alignment, zero_tail, config,
+        default)`` -> (rows, indices, weights, SlabLayout, its address, its block, routing, stream).
+        ``combine(x, topk_weights, KnownHandle.numbers, home_stream, config, default)`` -> (sums,
+        sums of weights).
+        """
+
+    def add_dispatch(
         self,
         *,
-        launch: Callable[..., None],  # of the plan
-        home_stream: int | None,  # the only one that may call it; None: any
-        routing: tuple[int, int, int, int, int],
+        config: object,
+        default: object,  # where there is no config
         dtype: tuple[int, int],  # DLPack's code and bits
         scale_dtype: tuple[int, int],
-        num_tokens: int,
         hidden: int,
         num_scales: int,  # 0: without
-        num_rows: int,
-        scales_offset: int,  # in the block, behind the rows
-        num_bytes: int,
-    ) -> Callable[[object], Any]:
-        """x or (x, scales) -> the rows that come, likewise."""
-    def combine(
+        num_channels: int,
+        launch: Callable[..., None],  # of the plan
+    ) -> None: ...
+    def add_new_dispatch(
         self,
         *,
+        config: object,
+        default: object,
+        dtype: tuple[int, int],
+        scale_dtype: tuple[int, int],
+        hidden: int,
+        num_scales: int,
+        num_tokens: int,
+        num_topk: int,
+        num_experts: int,
+        num_rows: int,
+        alignment: int,
+        idx_bytes: int,
+        has_weights: bool,
+        has_layout: bool,
+        zero_tail: bool,
+        notify: Callable[..., None] | None,
         launch: Callable[..., None],
-        home_stream: int | None,
-        way_back: tuple[int, int, int, int, int],
+        slab: object,  # SlabLayout, and its offsets from channel_prefix_matrix on, and its bytes
+        offsets: tuple[int, int, int, int, int, int, int],
+    ) -> None: ...
+    def add_combine(
+        self,
+        *,
+        config: object,
+        default: object,
         dtype: tuple[int, int],
         torch_dtype: object,
-        num_tokens: int,
         hidden: int,
-        num_rows: int,
-        num_staging_bytes: int,
-        num_staging_rows: int,
-    ) -> Callable[[object], Any]:
-        """x -> combined_x."""
+        num_topk: int,  # of weights that come along; 0: none do
+        num_channels: int,
+        staging_row_bytes: int,
+        launch: Callable[..., None],
+    ) -> None: ...
 
 class QuickLowLatency:
     """Low-latency calls of one engine in one step each, see csrc/bind/quick_low_latency.hpp.

@@ -214,11 +214,16 @@ def require_config(config: object) -> None:
 
 @dataclass(frozen=True)
 class RingPlan:
-    """Geometry of the rings of one call."""
+    """Geometry of the rings of one call.
+
+    Attributes:
+        num_local_blocks: of its kernels that only work in this rank's memory.
+    """
 
     num_channels: int
     num_send_tokens: int
     num_slots: int
+    num_local_blocks: int
 
 
 def plan_rings(
@@ -268,4 +273,6 @@ def plan_rings(
             )
         slots //= 2
     send = min(chosen.num_max_nvl_chunked_send_tokens, slots)
-    return RingPlan(num_channels=channels, num_send_tokens=send, num_slots=slots)
+    return RingPlan(
+        num_channels=channels, num_send_tokens=send, num_slots=slots, num_local_blocks=channels
+    )

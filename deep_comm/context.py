@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -235,7 +235,7 @@ class Context:
         self.take = self.region.taker()
         self.count_layout = self.engine.plan_layout()
         self._has_failed: Sequence[int] = self.engine.error_flag()
-        self.quick = None if is_internode else quick.normal_of(self)
+        self.quick = quick.normal_of(self)
         self.quick_layout = quick.layout_of(self)
         self.is_open = True
 
@@ -288,11 +288,12 @@ class Context:
                 num_topk=num_topk,
             )
 
+        names_sms = not isinstance(default, DefaultConfig)
         if isinstance(default, DefaultConfig):
             default = default(row_bytes + scale_row_bytes)
         chosen = config if config is not None else default
         assert chosen is not None
-        return plan_rings(
+        plan = plan_rings(
             config,
             chosen,
             num_channels=num_channels,
@@ -301,6 +302,11 @@ class Context:
             num_ring_bytes=self.num_ring_bytes,
             ring_bytes=ring_bytes,
         )
+        max_sms = self.backend.max_sms
+        if names_sms or max_sms is None:
+            return plan
+        # A few SMs fill the links, but not the memory of a GPU: docs/design/0036.
+        return replace(plan, num_local_blocks=max_sms)
 
     def address(self, tensor: Tensor | None) -> int:
         """Of a tensor, for the engine: 0 means "not given", which an empty tensor is not.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from deep_comm.errors import HandleMismatch
 from deep_comm.expansion import Expansion
 from deep_comm.handle_base import TensorSequence
-from deep_comm.handle_parts import Slab, SourceRows
+from deep_comm.handle_parts import Memory, Slab, SlabLayout, SourceRows
 
 if TYPE_CHECKING:
     from deep_comm.checks import PayloadForm
@@ -37,8 +37,7 @@ class KnownHandle:
         "routing",
         "way_back",
         "output_layouts",
-        "quick_dispatches",
-        "quick_combines",
+        "numbers",
         "_recorded_on",
         "home_stream",
     )
@@ -76,9 +75,13 @@ class KnownHandle:
         # How the outputs of a cached dispatch lie in the receive region: offsets of x
         # and scales, bytes of both.
         self.output_layouts: dict[PayloadForm, tuple[int, int, int]] = {}
-        # Calls in one native step by (config, default, dtype), see ops/quick.py.
-        self.quick_dispatches: dict[object, Callable[[object], Any]] = {}
-        self.quick_combines: dict[object, Callable[[object], Any]] = {}
+        # What calls in one native step want of it (ops/quick.py); None: they go step by step.
+        self.numbers: tuple[int, ...] | None = None
+        if handle.expansion is None:
+            self.numbers = (
+                *routing, recv_channel_prefix_matrix, num_recv_rows, num_tokens,
+                self.num_output_rows, num_channels, self.num_topk,
+            )  # fmt: skip
         self._recorded_on: set[int] = set()  # streams whose use torch knows of
         self.home_stream = handle.home_stream
 
@@ -96,7 +99,9 @@ class KnownHandle:
 class _Fresh:
     """Where the parts of a handle lie that no tensor has been made of."""
 
-    __slots__ = ("owner", "slab", "storage", "mask", "src_rows", "src_idx", "routing")
+    __slots__ = (
+        "owner", "layout", "address", "slab", "storage", "mask", "src_rows", "src_idx", "routing"
+    )  # fmt: skip
 
     def __init__(
         self, owner: object, slab: Slab, storage: Tensor | None, mask: Tensor | None,
@@ -104,12 +109,44 @@ class _Fresh:
         routing: tuple[int, int, int, int, int],
     ) -> None:  # fmt: skip
         self.owner = owner
+        self.layout, self.address = slab.layout, slab.address
         self.slab = slab
         self.storage = storage
         self.mask = mask
         self.src_rows = src_rows
         self.src_idx = src_idx
         self.routing = routing
+
+
+class _FreshInRegion:
+    """The same where slab and source tokens lie behind each other in the receive region: what is
+    said of them is made when it is asked for, too."""
+
+    __slots__ = ("owner", "layout", "address", "mask", "routing", "num_rows", "_memory")
+
+    storage = src_idx = None
+
+    def __init__(
+        self, owner: object, layout: SlabLayout, address: int, mask: Tensor | None,
+        routing: tuple[int, int, int, int, int], num_rows: int, memory: tuple[Any, ...],
+    ) -> None:  # fmt: skip
+        self.owner = owner
+        self.layout = layout
+        self.address = address
+        self.mask = mask
+        self.routing = routing
+        self.num_rows = num_rows
+        self._memory = memory  # the arguments of Memory
+
+    @property
+    def slab(self) -> Slab:
+        return Slab(self.layout, self.address, Memory(*self._memory))
+
+    @property
+    def src_rows(self) -> SourceRows:
+        return SourceRows(
+            self.address + self.layout.num_bytes, self.num_rows, Memory(*self._memory)
+        )
 
 
 def _made_later() -> Any:
@@ -157,7 +194,7 @@ class Handle(TensorSequence):
     expansion: Expansion | None = None  # of a dispatch with expand=True
     home_stream: int | None = field(default=None, repr=False)  # whose memory it is; None: not known
     _known: KnownHandle | None = field(default=None, init=False, repr=False)
-    _fresh: ClassVar[_Fresh | None] = None
+    _fresh: ClassVar[_Fresh | _FreshInRegion | None] = None
 
     @classmethod
     def fresh(
@@ -190,12 +227,38 @@ class Handle(TensorSequence):
             held["recv_src_idx"] = src_idx
         return handle
 
+    @classmethod
+    def fresh_in_region(
+        cls,
+        owner: object,
+        layout: SlabLayout,
+        address: int,
+        mask: Tensor | None,
+        routing: tuple[int, int, int, int, int],
+        num_rows: int,
+        memory: tuple[Any, ...],
+        **others: Any,
+    ) -> Handle:
+        """The same of a slab at ``address`` with ``num_rows`` source tokens behind it.
+        ``memory``: the arguments of Memory."""
+        handle = object.__new__(cls)
+        held = handle.__dict__
+        held.update(others)
+        held["_fresh"] = _FreshInRegion(owner, layout, address, mask, routing, num_rows, memory)
+        if mask is not None:
+            held["is_token_in_rank"] = mask
+        return handle
+
     def __getattr__(self, name: str) -> Any:
         """Called for what is missing: the tensors of a fresh handle."""
         fresh = self.__dict__.get("_fresh")
-        if fresh is None or (name not in fresh.slab.layout.parts and name != "recv_src_idx"):
+        if fresh is None or (name not in fresh.layout.parts and name != "recv_src_idx"):
             raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
-        tensor = fresh.src_rows.tensor() if name == "recv_src_idx" else fresh.slab.tensor(name)
+        if name == "recv_src_idx":
+            assert fresh.src_rows is not None
+            tensor = fresh.src_rows.tensor()
+        else:
+            tensor = fresh.slab.tensor(name)
         self.__dict__[name] = tensor
         return tensor
 
@@ -265,9 +328,11 @@ class Handle(TensorSequence):
         fresh = self._fresh
         if fresh is None or fresh.owner is not owner:
             return None
-        slab, layout = fresh.slab, fresh.slab.layout
+        layout = fresh.layout
         torches = (fresh.storage, fresh.mask, fresh.src_idx)
-        if fresh.src_idx is not None:
+        if type(fresh) is _FreshInRegion:
+            num_rows = fresh.num_rows
+        elif fresh.src_idx is not None:
             num_rows = fresh.src_idx.shape[0]
         else:
             assert fresh.src_rows is not None
@@ -280,7 +345,7 @@ class Handle(TensorSequence):
             num_rows,
             layout.num_channels,
             fresh.routing,
-            slab.address + layout.recv_channel_prefix_matrix,
+            fresh.address + layout.recv_channel_prefix_matrix,
         )
         self.__dict__["_known"] = known  # a cache: the handle itself stays as it is
         return known

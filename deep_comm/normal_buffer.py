@@ -177,10 +177,8 @@ class NormalCalls:
         if handle is not None and (topk_idx is not None or topk_weights is not None):
             name = "topk_weights" if topk_idx is None else "topk_idx"
             raise ArgumentError(name, None, "must be left away with a handle")
-        if type(handle) is Handle and not (
-            topk_idx is not None
-            or topk_weights is not None
-            or previous_event is not None
+        if not (
+            previous_event is not None
             or async_finish
             or allocate_on_comm_stream
             or expand
@@ -190,9 +188,18 @@ class NormalCalls:
             or use_ue8m0
             or column_major_scales
         ):
-            rows = self._quick_dispatch(x, handle, config)
-            if rows is not None:
-                return rows, None, None, None, None, EventOverlap()
+            if type(handle) is Handle:
+                rows = self._quick_dispatch(x, handle, config)
+                if rows is not None:
+                    return rows, None, None, None, None, EventOverlap()
+            elif handle is None and num_worst_tokens != 0:
+                made = self._quick_new_dispatch(
+                    x, topk_idx, topk_weights, num_tokens_per_rank, num_tokens_per_expert,
+                    is_token_in_rank, num_experts, num_worst_tokens, expert_alignment, zero_tail,
+                    config,
+                )  # fmt: skip
+                if made is not None:
+                    return made
         scale_options = PLAIN
         if use_fp8 or round_scale or use_ue8m0 or column_major_scales:
             scale_options = ScaleOptions(use_fp8, round_scale, use_ue8m0, column_major_scales)
@@ -333,16 +340,15 @@ class NormalCalls:
         """
         streams = StreamOptions.checked(previous_event, async_finish, allocate_on_comm_stream)
         if type(handle) is Handle and not (
-            topk_weights is not None
-            or bias is not None
+            bias is not None
             or previous_event is not None
             or async_finish
             or allocate_on_comm_stream
             or apply_weights
         ):
-            sums = self._quick_combine(x, handle, config)
+            sums = self._quick_combine(x, topk_weights, handle, config)
             if sums is not None:
-                return sums, None, EventOverlap()
+                return sums[0], sums[1], EventOverlap()
         if self._is_internode:
             options = CallOptions(config, self._default_between_nodes("combine", config), streams)
             return internode_combine.internode_combine(
@@ -366,47 +372,82 @@ class NormalCalls:
             streams=streams,
         )
 
+    # Calls in one native step, or None: see ops/quick.py.
+
     def _quick_dispatch(self, x: Any, handle: Handle, config: Config | None) -> Any:
-        """A cached dispatch in one native step, or None: of a form that was called with this
-        handle before (ops/quick.py)."""
         ctx = self._context
-        known = handle._known
-        if known is None or known.owner is not ctx.owner or not known.quick_dispatches:
+        known = handle.known_to(ctx.owner)
+        if known is None or not ctx.is_sound():
             return None
-        key: tuple[Config | None, Config | DefaultConfig | None, Any]
-        kind = getattr(x, "dtype", None)  # None: with scales
+        default = None
         if config is None:
-            key = None, self._default_for_rows("dispatch"), kind
-        elif type(config) is Config:
-            key = config, None, kind
-        else:
+            default = self._default_for_rows("dispatch")
+        elif type(config) is not Config:
             return None
-        call = known.quick_dispatches.get(key)
-        if call is None or not ctx.is_sound():
-            return None
-        rows = call(x)
+        rows = ctx.quick.dispatch(x, known.numbers, known.home_stream, config, default)
         if rows is not None:
             ctx.end()
         return rows
 
-    def _quick_combine(self, x: Any, handle: Handle, config: Config | None) -> Any:
-        """The same of a combine."""
+    def _quick_new_dispatch(
+        self,
+        x: Any,
+        topk_idx: Any,
+        topk_weights: Any,
+        num_tokens_per_rank: Any,
+        num_tokens_per_expert: Any,
+        is_token_in_rank: Any,
+        num_experts: Any,
+        num_worst_tokens: Any,
+        expert_alignment: Any,
+        zero_tail: Any,
+        config: Config | None,
+    ) -> DispatchResult | None:
         ctx = self._context
-        known = handle._known
-        if known is None or known.owner is not ctx.owner or not known.quick_combines:
+        if not ctx.is_sound():
             return None
-        key: tuple[Config | None, Config | DefaultConfig | None, Any]
-        kind = getattr(x, "dtype", None)
+        default = None
         if config is None:
-            key = None, self._default_for_rows("combine"), kind
-        elif type(config) is Config:
-            key = config, None, kind
-        else:
+            default = self._default_for_rows("dispatch")
+        elif type(config) is not Config:
             return None
-        call = known.quick_combines.get(key)
-        if call is None or not ctx.is_sound():
+        made = ctx.quick.new_dispatch(
+            x, topk_idx, topk_weights, num_tokens_per_rank, num_tokens_per_expert,
+            is_token_in_rank, num_experts, num_worst_tokens, expert_alignment, zero_tail, config,
+            default,
+        )  # fmt: skip
+        if made is None:
             return None
-        sums = call(x)
+        rows, recv_idx, recv_weights, layout, address, block, routing, home_stream = made
+        ctx.end()
+        heap = ctx.heap
+        handle = Handle.fresh_in_region(
+            ctx.owner, layout, address, is_token_in_rank, routing, num_worst_tokens,
+            (heap.place, heap.memory(), block),
+            rank=ctx.rank,
+            num_experts=routing[0],
+            num_topk=recv_idx.shape[1],
+            num_recv_tokens=None,
+            max_num_tokens=None,
+            members=ctx.members,
+            home_stream=home_stream,
+            expansion=None,
+        )  # fmt: skip
+        return rows, recv_idx, recv_weights, [], handle, EventOverlap()
+
+    def _quick_combine(
+        self, x: Any, topk_weights: Any, handle: Handle, config: Config | None
+    ) -> Any:
+        ctx = self._context
+        known = handle.known_to(ctx.owner)
+        if known is None or not ctx.is_sound():
+            return None
+        default = None
+        if config is None:
+            default = self._default_for_rows("combine")
+        elif type(config) is not Config:
+            return None
+        sums = ctx.quick.combine(x, topk_weights, known.numbers, known.home_stream, config, default)
         if sums is not None:
             ctx.end()
         return sums

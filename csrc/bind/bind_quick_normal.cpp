@@ -1,14 +1,16 @@
-// Whole calls of normal mode, a layout or, along a known routing, a cached dispatch or a combine,
-// in one step for the host's hot path. What a call consists of are the same functions that Python
-// calls: the region's, the plan's, the streams'. Only plain calls, the latter two of a form that
-// was called before; everything else is left to Python, untouched.
+// Whole calls of normal mode that wait for nothing on the host, in one step for its hot path: layout,
+// cached dispatch, dispatch of a bounded number of rows, combine. What a call consists of are the
+// same functions that Python calls: the region's, the plan's, the streams'. Only plain calls, all
+// but layouts of a form that was called before; everything else is left to Python, untouched.
 #include <pybind11/stl.h>
 
 #include <array>
+#include <deque>
 
 #include "bind/bindings.hpp"
 #include "bind/numbers.hpp"
 #include "bind/torch_tensors.hpp"
+#include "device/layout/output.cuh"
 
 namespace deep_comm {
 
@@ -20,6 +22,7 @@ namespace {
 struct Parts {
   TorchTensors torch;
   int device_index;
+  int num_ranks;
   uint64_t heap_base;
   py::object memory;             // of the heap
   NumberCall<5> take;            // Region.taker()
@@ -28,6 +31,7 @@ struct Parts {
   NumberCall<2> is_ready;        // (device, stream)
   NumberCall<1> record;          // (stream) of streams.done
   py::object last_name, wait_name, offset_name;
+  py::object float32;
 
   uint64_t given(uint64_t address) const { return address == 0 ? heap_base : address; }
 
@@ -74,27 +78,148 @@ using TypeCode = std::pair<int, int>;
 DlDataType dtype_of(TypeCode code) {
   return {static_cast<uint8_t>(code.first), static_cast<uint8_t>(code.second), 1};
 }
+bool operator==(const DlDataType& left, const DlDataType& right) {
+  return left.code == right.code && left.bits == right.bits && left.lanes == right.lanes;
+}
+int bytes_of(DlDataType dtype) { return dtype.bits / 8; }
 
-struct QuickDispatch {
-  std::shared_ptr<const Parts> parts;
-  NumberCall<28> launch;  // of the plan
-  py::object home_stream;
-  std::array<uint64_t, 5> routing;
-  DlDataType dtype, scale_dtype;
-  int64_t num_tokens, hidden, num_scales;  // 0: without
-  int64_t num_rows;
-  uint64_t scales_offset, num_bytes;
+// The Config of a call, or None and the default in its place.
+struct Named {
+  py::object config, standard;
+
+  bool is(PyObject* other_config, PyObject* other_standard) const {
+    return is_same(config.ptr(), other_config) && is_same(standard.ptr(), other_standard);
+  }
+
+ private:
+  static bool is_same(PyObject* mine, PyObject* other) {
+    if (mine == other) return true;
+    const int equal = PyObject_RichCompareBool(mine, other, Py_EQ);
+    if (equal < 0) PyErr_Clear();
+    return equal > 0;
+  }
 };
 
-struct QuickCombine {
-  std::shared_ptr<const Parts> parts;
-  NumberCall<15> launch;
-  py::object home_stream;
-  std::array<uint64_t, 5> way_back;
+// Rows as they travel, with or without scales.
+struct Rows {
+  DlDataType dtype, scale_dtype;
+  int64_t hidden, num_scales;  // 0: without
+
+  bool operator==(const Rows& other) const {
+    return dtype == other.dtype && hidden == other.hidden && num_scales == other.num_scales &&
+           (num_scales == 0 || scale_dtype == other.scale_dtype);
+  }
+  int row_bytes() const { return static_cast<int>(hidden) * bytes_of(dtype); }
+  int scale_row_bytes() const {
+    return num_scales == 0 ? 0 : static_cast<int>(num_scales) * bytes_of(scale_dtype);
+  }
+};
+
+// x or (x, scales) as a caller gives them.
+struct Payload {
+  TensorView x, scales;
+  bool has_scales = false;
+
+  bool read(const TorchTensors& torch, PyObject* given) {
+    if (PyTuple_CheckExact(given)) {
+      if (PyTuple_GET_SIZE(given) != 2 || !torch.view(PyTuple_GET_ITEM(given, 1), &scales) ||
+          scales.num_dims() != 2) {
+        return false;
+      }
+      has_scales = true;
+      given = PyTuple_GET_ITEM(given, 0);
+    }
+    return torch.view(given, &x) && x.num_dims() == 2 && x.is_contiguous() &&
+           x.address() % 16 == 0 && (!has_scales || scales.extent(0) == x.extent(0));
+  }
+  int64_t num_tokens() const { return x.extent(0); }
+  bool is(const Rows& rows) const {
+    return x.is(rows.dtype) && x.extent(1) == rows.hidden && has_scales == (rows.num_scales > 0) &&
+           (!has_scales || (scales.is(rows.scale_dtype) && scales.extent(1) == rows.num_scales));
+  }
+};
+
+// What a handle that the Buffer knows says: KnownHandle.numbers.
+struct Known {
+  static constexpr size_t kCount = 11;
+  uint64_t num_experts, mask, send_head, rank_prefix, channel_prefix, recv_channel_prefix;
+  int64_t num_recv_rows, num_tokens, num_rows, num_channels, num_topk;
+
+  bool read(PyObject* numbers) {
+    if (!PyTuple_CheckExact(numbers) || PyTuple_GET_SIZE(numbers) != kCount) return false;
+    std::array<uint64_t, kCount> read;
+    for (size_t position = 0; position < kCount; ++position) {
+      read[position] = PyLong_AsUnsignedLongLongMask(PyTuple_GET_ITEM(numbers, position));
+    }
+    const auto as_signed = [&](size_t position) { return static_cast<int64_t>(read[position]); };
+    *this = {read[0],      read[1],      read[2],      read[3],      read[4],      read[5],
+             as_signed(6), as_signed(7), as_signed(8), as_signed(9), as_signed(10)};
+    return true;
+  }
+};
+
+bool is_home(PyObject* home_stream, const Parts& parts, uint64_t stream) {
+  return parts.streams.is_none() || home_stream == Py_None ||
+         PyLong_AsUnsignedLongLongMask(home_stream) == stream;
+}
+
+// Forms of calls that have been made; the oldest goes when there are many.
+template <class Form>
+class Forms {
+ public:
+  template <class Fits>
+  std::shared_ptr<const Form> find(const Fits& fits) const {
+    for (const auto& form : forms_) {
+      if (fits(*form)) return form;
+    }
+    return nullptr;
+  }
+  void add(Form form) {
+    constexpr size_t kMost = 64;
+    if (forms_.size() == kMost) forms_.pop_front();
+    forms_.push_back(std::make_shared<const Form>(std::move(form)));
+  }
+
+ private:
+  std::deque<std::shared_ptr<const Form>> forms_;  // calls hold what they use: the GIL may be lent
+};
+
+struct CachedDispatch {
+  Named named;
+  Rows rows;
+  int64_t num_channels;
+  NumberCall<28> launch;
+};
+
+struct Combine {
+  Named named;
   DlDataType dtype;
   py::object torch_dtype;
-  int64_t num_tokens, hidden, num_rows;
-  uint64_t num_staging_bytes, num_staging_rows;
+  int64_t hidden, num_topk, num_channels;
+  uint64_t staging_row_bytes;
+  NumberCall<15> launch;
+};
+
+// Of a dispatch of at most num_worst_tokens rows.
+struct NewDispatch {
+  Named named;
+  Rows rows;
+  int64_t num_tokens, num_topk, num_experts, num_rows, alignment;
+  int idx_bytes;
+  bool has_weights, has_layout, zero_tail;
+  NumberCall<19> notify;
+  NumberCall<28> launch;
+  py::object slab;  // SlabLayout, and its offsets
+  uint64_t channel_prefix, recv_channel_prefix, per_expert, send_head, recv_counts, mask,
+      slab_bytes;
+
+  bool is_like(const NewDispatch& other) const {
+    return rows == other.rows && num_tokens == other.num_tokens && num_topk == other.num_topk &&
+           num_experts == other.num_experts && num_rows == other.num_rows &&
+           alignment == other.alignment && idx_bytes == other.idx_bytes &&
+           has_weights == other.has_weights && has_layout == other.has_layout &&
+           zero_tail == other.zero_tail;
+  }
 };
 
 struct QuickLayout {
@@ -115,9 +240,24 @@ struct QuickLayout {
   }
 };
 
-bool is_home(const py::object& home_stream, const Parts& parts, uint64_t stream) {
-  return parts.streams.is_none() || home_stream.is_none() ||
-         PyLong_AsUnsignedLongLongMask(home_stream.ptr()) == stream;
+struct Calls {
+  Parts parts;
+  Forms<CachedDispatch> cached_dispatches;
+  Forms<NewDispatch> new_dispatches;
+  Forms<Combine> combines;
+};
+using Shared = std::shared_ptr<Calls>;
+
+// A number that needs no conversion.
+bool as_number(PyObject* object, int64_t* number) {
+  if (!PyLong_CheckExact(object)) return false;
+  *number = PyLong_AsLongLong(object);
+  if (*number < 0) PyErr_Clear();
+  return *number >= 0;
+}
+
+bool is_indices(const TensorView& idx) {
+  return (idx.is(kDlInt64) || idx.is(kDlInt32)) && idx.num_dims() == 2 && idx.is_contiguous();
 }
 
 // (topk_idx, num_experts) -> num_tokens_per_rank, num_tokens_per_expert and is_token_in_rank, or
@@ -153,124 +293,279 @@ py::object quick_layout(QuickLayout& self, PyObject* const* arguments) {
   return py::make_tuple(std::move(per_rank), std::move(per_expert), std::move(mask));
 }
 
-// (x or (x, scales)) -> the same of the rows that have come, or None.
-py::object quick_dispatch(const QuickDispatch& self, PyObject* const* arguments) {
-  const Parts& parts = *self.parts;
-  PyObject* given = arguments[0];
-  TensorView x, scales;
-  if (self.num_scales > 0) {
-    if (!PyTuple_CheckExact(given) || PyTuple_GET_SIZE(given) != 2 ||
-        !parts.torch.view(PyTuple_GET_ITEM(given, 1), &scales) || !scales.is(self.scale_dtype) ||
-        scales.num_dims() != 2 || scales.extent(0) != self.num_tokens ||
-        scales.extent(1) != self.num_scales) {
-      return py::none();
-    }
-    given = PyTuple_GET_ITEM(given, 0);
+// What a dispatch sends and where it puts it, in the order of the plan's numbers.
+struct Sources {
+  uint64_t x_scales = 0, token_stride = 0, column_stride = 0;
+
+  Sources(const Parts& parts, const Payload& payload) {
+    if (!payload.has_scales) return;
+    x_scales = parts.given(payload.scales.address());
+    token_stride = static_cast<uint64_t>(payload.scales.stride(0));
+    column_stride = static_cast<uint64_t>(payload.scales.stride(1));
   }
-  uint64_t stream, offset;
-  py::object block;
-  if (!parts.torch.matrix(given, self.dtype, self.num_tokens, self.hidden, &x) ||
-      x.address() % 16 != 0 || !parts.begin(&stream) || !is_home(self.home_stream, parts, stream) ||
-      !parts.take_block(self.num_bytes, stream, false, &block, &offset)) {
+};
+
+// x, or (x, scales), of a block.
+py::object received(const Parts& parts, const Rows& form, const OutputLayout& layout,
+                    int64_t num_rows, uint64_t offset, const py::object& block) {
+  py::object rows = parts.matrix(offset + layout.x, num_rows, form.hidden, form.dtype, block);
+  if (form.num_scales == 0) return rows;
+  return py::make_tuple(std::move(rows), parts.matrix(offset + layout.scales, num_rows,
+                                                      form.num_scales, form.scale_dtype, block));
+}
+
+// (x or (x, scales), KnownHandle.numbers, home_stream, config, default) -> the same of the rows that
+// have come, or None.
+py::object quick_dispatch(const Shared& calls, PyObject* const* arguments) {
+  const Parts& parts = calls->parts;
+  Payload payload;
+  Known known;
+  if (!payload.read(parts.torch, arguments[0]) || !known.read(arguments[1]) ||
+      payload.num_tokens() != known.num_tokens) {
     return py::none();
   }
-  py::object rows = parts.matrix(offset, self.num_rows, self.hidden, self.dtype, block);
-  uint64_t x_scales = 0, token_stride = 0, column_stride = 0, recv_scales = 0;
-  if (self.num_scales > 0) {
-    const uint64_t begin = offset + self.scales_offset;
-    rows = py::make_tuple(std::move(rows), parts.matrix(begin, self.num_rows, self.num_scales,
-                                                        self.scale_dtype, block));
-    recv_scales = parts.heap_base + begin;
-    x_scales = parts.given(scales.address());
-    token_stride = static_cast<uint64_t>(scales.stride(0));
-    column_stride = static_cast<uint64_t>(scales.stride(1));
+  const auto form = calls->cached_dispatches.find([&](const CachedDispatch& other) {
+    return other.num_channels == known.num_channels && payload.is(other.rows) &&
+           other.named.is(arguments[3], arguments[4]);
+  });
+  uint64_t stream, offset;
+  py::object block;
+  if (form == nullptr || !parts.begin(&stream) || !is_home(arguments[2], parts, stream)) {
+    return py::none();
   }
-  const auto [num_experts, mask, send_head, rank_prefix, channel_prefix] = self.routing;
-  self.launch({num_experts,
-               mask,
-               send_head,
-               rank_prefix,
-               channel_prefix,
-               parts.given(x.address()),
-               static_cast<uint64_t>(self.num_tokens),
-               x_scales,
-               token_stride,
-               column_stride,
-               0,
-               0,
-               parts.heap_base + offset,
-               recv_scales,
-               0,
-               0,
-               0,
-               0,
-               static_cast<uint64_t>(self.num_rows),
-               offset,
-               0,
-               0,
-               0,
-               0,
-               0,
-               0,
-               0,
-               stream});
+  const Rows& kind = form->rows;
+  const OutputLayout layout =
+      OutputLayout::make(known.num_rows, kind.row_bytes(), kind.scale_row_bytes(), 0, 0);
+  if (!parts.take_block(layout.num_bytes, stream, false, &block, &offset)) return py::none();
+  py::object rows = received(parts, kind, layout, known.num_rows, offset, block);
+  const Sources sources(parts, payload);
+  const uint64_t begin = parts.heap_base + offset;
+  form->launch({known.num_experts,
+                known.mask,
+                known.send_head,
+                known.rank_prefix,
+                known.channel_prefix,
+                parts.given(payload.x.address()),
+                static_cast<uint64_t>(known.num_tokens),
+                sources.x_scales,
+                sources.token_stride,
+                sources.column_stride,
+                0,
+                0,
+                begin + layout.x,
+                payload.has_scales ? begin + layout.scales : 0,
+                0,
+                0,
+                0,
+                0,
+                static_cast<uint64_t>(known.num_rows),
+                offset,
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+                stream});
   parts.end(stream);
   return rows;
 }
 
-// (x) -> combined_x, or None.
-py::object quick_combine(const QuickCombine& self, PyObject* const* arguments) {
-  const Parts& parts = *self.parts;
-  TensorView x;
-  uint64_t stream;
-  if (!parts.torch.matrix(arguments[0], self.dtype, self.num_rows, self.hidden, &x) ||
-      x.address() % 16 != 0 || !parts.begin(&stream) || !is_home(self.home_stream, parts, stream)) {
+// (x or (x, scales), topk_idx, topk_weights, num_tokens_per_rank, num_tokens_per_expert,
+//  is_token_in_rank, num_experts, num_worst_tokens, expert_alignment, zero_tail, config, default)
+//   -> (rows, recv_topk_idx, recv_topk_weights, SlabLayout, its address, its block, routing, stream),
+//   or None.
+py::object quick_new_dispatch(const Shared& calls, PyObject* const* arguments) {
+  const Parts& parts = calls->parts;
+  const TorchTensors& torch = parts.torch;
+  constexpr DlDataType kDlBool = {6, 8, 1};
+  Payload payload;
+  TensorView idx, weights, per_rank, per_expert, mask;
+  int64_t num_rows, alignment, num_experts = 0;
+  const bool has_weights = arguments[2] != Py_None, has_layout = arguments[5] != Py_None;
+  const bool zero_tail = arguments[9] == Py_True;
+  if (!payload.read(torch, arguments[0]) || !torch.view(arguments[1], &idx) || !is_indices(idx) ||
+      idx.extent(0) != payload.num_tokens() ||
+      (has_weights &&
+       !torch.matrix(arguments[2], kDlFloat32, idx.extent(0), idx.extent(1), &weights)) ||
+      !as_number(arguments[7], &num_rows) || !as_number(arguments[8], &alignment) ||
+      (!zero_tail && arguments[9] != Py_False)) {
     return py::none();
   }
-  uintptr_t sums = 0;
+  if (has_layout) {
+    if (!torch.view(arguments[4], &per_expert) || per_expert.num_dims() != 1) return py::none();
+    num_experts = per_expert.extent(0);
+    int64_t named = num_experts;
+    if (!torch.vector(arguments[3], kDlInt32, parts.num_ranks, &per_rank) ||
+        !torch.vector(arguments[4], kDlInt32, num_experts, &per_expert) ||
+        !torch.matrix(arguments[5], kDlBool, idx.extent(0), parts.num_ranks, &mask) ||
+        (arguments[6] != Py_None && !as_number(arguments[6], &named)) || named != num_experts) {
+      return py::none();
+    }
+  } else if (arguments[3] != Py_None || arguments[4] != Py_None ||
+             !as_number(arguments[6], &num_experts)) {
+    return py::none();
+  }
+  const auto form = calls->new_dispatches.find([&](const NewDispatch& known) {
+    return known.num_tokens == idx.extent(0) && known.num_topk == idx.extent(1) &&
+           known.idx_bytes == idx.element_bytes() && known.num_experts == num_experts &&
+           known.num_rows == num_rows && known.alignment == alignment &&
+           known.has_weights == has_weights && known.has_layout == has_layout &&
+           known.zero_tail == zero_tail && payload.is(known.rows) &&
+           known.named.is(arguments[10], arguments[11]);
+  });
+  uint64_t stream, offset, slab_offset;
+  py::object block, slab_block;
+  if (form == nullptr || !parts.begin(&stream)) return py::none();
+  const Rows& kind = form->rows;
+  const OutputLayout layout = OutputLayout::make(num_rows, kind.row_bytes(), kind.scale_row_bytes(),
+                                                 static_cast<int>(form->num_topk), form->idx_bytes);
+  if (!parts.take_block(layout.num_bytes, stream, false, &block, &offset) ||
+      !parts.take_block(form->slab_bytes + sizeof(int32_t) * num_rows, stream, true, &slab_block,
+                        &slab_offset)) {
+    return py::none();
+  }
+  const DlDataType idx_dtype = form->idx_bytes == 8 ? kDlInt64 : kDlInt32;
+  py::object rows = received(parts, kind, layout, num_rows, offset, block);
+  py::object recv_idx =
+      parts.matrix(offset + layout.topk_idx, num_rows, form->num_topk, idx_dtype, block);
+  py::object recv_weights = py::none();
+  if (has_weights) {
+    recv_weights =
+        parts.matrix(offset + layout.topk_weights, num_rows, form->num_topk, kDlFloat32, block);
+  }
+  const uint64_t slab = parts.heap_base + slab_offset, begin = parts.heap_base + offset;
+  const uint64_t token_mask = has_layout ? parts.given(mask.address()) : slab + form->mask;
+  const uint64_t choices = parts.given(idx.address()), src_offset = slab_offset + form->slab_bytes;
+  const uint64_t tokens = static_cast<uint64_t>(form->num_tokens);
+  const uint64_t num_rows_given = static_cast<uint64_t>(num_rows);
+  const uint64_t channel_prefix = slab + form->channel_prefix, send_head = slab + form->send_head;
+  form->notify({has_layout ? 0 : choices, has_layout ? per_rank.address() : 0,
+                has_layout ? per_expert.address() : 0, token_mask, tokens, offset, src_offset,
+                num_rows_given, 0, slab, channel_prefix, send_head, slab + form->per_expert,
+                slab + form->recv_counts, 0, 0, 0, 0, stream});
+  constexpr uint64_t kFillTail = 1, kZeroTail = 2, kFollowsNotify = 4;
+  const Sources sources(parts, payload);
+  form->launch({static_cast<uint64_t>(num_experts),
+                token_mask,
+                send_head,
+                slab,
+                channel_prefix,
+                parts.given(payload.x.address()),
+                tokens,
+                sources.x_scales,
+                sources.token_stride,
+                sources.column_stride,
+                choices,
+                has_weights ? parts.given(weights.address()) : 0,
+                begin + layout.x,
+                payload.has_scales ? begin + layout.scales : 0,
+                begin + layout.topk_idx,
+                has_weights ? begin + layout.topk_weights : 0,
+                parts.heap_base + src_offset,
+                slab + form->recv_channel_prefix,
+                num_rows_given,
+                offset,
+                src_offset,
+                kFillTail | kFollowsNotify | (zero_tail ? kZeroTail : 0),
+                0,
+                0,
+                0,
+                0,
+                0,
+                stream});
+  parts.end(stream);
+  py::object home_stream = py::none();
+  if (!parts.streams.is_none()) home_stream = py::int_(stream);
+  return py::make_tuple(std::move(rows), std::move(recv_idx), std::move(recv_weights), form->slab,
+                        slab, std::move(slab_block),
+                        py::make_tuple(num_experts, token_mask, send_head, slab, channel_prefix),
+                        std::move(home_stream));
+}
+
+// (x, topk_weights, KnownHandle.numbers, home_stream, config, default)
+//   -> (combined_x, combined_topk_weights), or None.
+py::object quick_combine(const Shared& calls, PyObject* const* arguments) {
+  const Parts& parts = calls->parts;
+  TensorView x, weights;
+  Known known;
+  const bool has_weights = arguments[1] != Py_None;
+  if (!parts.torch.view(arguments[0], &x) || x.num_dims() != 2 || !x.is_contiguous() ||
+      x.address() % 16 != 0 || !known.read(arguments[2]) || x.extent(0) != known.num_rows ||
+      (has_weights &&
+       !parts.torch.matrix(arguments[1], kDlFloat32, known.num_rows, -1, &weights))) {
+    return py::none();
+  }
+  const int64_t num_topk = has_weights ? weights.extent(1) : 0;
+  const auto form = calls->combines.find([&](const Combine& other) {
+    return x.is(other.dtype) && x.extent(1) == other.hidden && num_topk == other.num_topk &&
+           other.num_channels == known.num_channels && other.named.is(arguments[4], arguments[5]);
+  });
+  uint64_t stream;
+  if (form == nullptr || (has_weights && num_topk == 0) || !parts.begin(&stream) ||
+      !is_home(arguments[3], parts, stream)) {
+    return py::none();
+  }
+  uintptr_t sums = 0, weight_sums = 0;
   py::object combined =
-      parts.torch.empty_matrix(self.num_tokens, self.hidden, self.torch_dtype, &sums);
+      parts.torch.empty_matrix(known.num_tokens, form->hidden, form->torch_dtype, &sums);
+  py::object combined_weights = py::none();
+  if (has_weights) {
+    combined_weights =
+        parts.torch.empty_matrix(known.num_tokens, num_topk, parts.float32, &weight_sums);
+    weight_sums = parts.given(weight_sums);
+  }
+  // As ops/combine.py counts them.
+  int64_t num_peers = parts.num_ranks - 1;
+  if (known.num_topk > 0 && known.num_topk < num_peers) num_peers = known.num_topk;
+  const uint64_t num_staging_rows = static_cast<uint64_t>(known.num_tokens * num_peers);
   py::object staging;  // given back behind the launch: whoever gets it writes behind this kernel
   uint64_t offset = 0;
   const bool has_staging =
-      parts.take_block(self.num_staging_bytes, stream, true, &staging, &offset);
-  const auto [num_recv_rows, rank_prefix, channel_prefix, recv_channel_prefix, send_head] =
-      self.way_back;
-  self.launch({num_recv_rows, rank_prefix, channel_prefix, recv_channel_prefix, send_head,
-               parts.given(x.address()), 0, 0, 0, static_cast<uint64_t>(self.num_tokens),
-               parts.given(sums), 0, offset, has_staging ? self.num_staging_rows : 0, stream});
+      parts.take_block(num_staging_rows * form->staging_row_bytes, stream, true, &staging, &offset);
+  form->launch({static_cast<uint64_t>(known.num_recv_rows), known.rank_prefix, known.channel_prefix,
+                known.recv_channel_prefix, known.send_head, parts.given(x.address()),
+                has_weights ? parts.given(weights.address()) : 0, 0, 0,
+                static_cast<uint64_t>(known.num_tokens), parts.given(sums), weight_sums, offset,
+                has_staging ? num_staging_rows : 0, stream});
   parts.end(stream);
-  return combined;
+  return py::make_tuple(std::move(combined), std::move(combined_weights));
 }
 
 }  // namespace
 
 void bind_quick_normal(py::module_& m) {
   using namespace pybind11::literals;
-  using Shared = std::shared_ptr<Parts>;
-  py::class_<Parts, Shared>(m, "QuickNormal", py::module_local())
+  py::class_<Calls, Shared>(m, "QuickNormal", py::module_local())
       .def(py::init([](py::object tensor_type, const py::object& exchange_api, py::object empty,
-                       py::object part, int device_type, int device_index, uint64_t heap_base,
-                       py::object memory, py::object take, py::object streams,
-                       py::object current_stream, py::object is_ready, py::object record) {
-             return std::make_shared<Parts>(
-                 Parts{.torch = {std::move(tensor_type), exchange_api, std::move(empty),
-                                 std::move(part), device_type, device_index},
-                       .device_index = device_index,
-                       .heap_base = heap_base,
-                       .memory = std::move(memory),
-                       .take = NumberCall<5>(std::move(take)),
-                       .streams = std::move(streams),
-                       .current_stream = NumberCall<1>(std::move(current_stream)),
-                       .is_ready = NumberCall<2>(std::move(is_ready)),
-                       .record = NumberCall<1>(std::move(record)),
-                       .last_name = py::str("last"),
-                       .wait_name = py::str("wait"),
-                       .offset_name = py::str("offset")});
+                       py::object part, int device_type, int device_index, int num_ranks,
+                       uint64_t heap_base, py::object memory, py::object take, py::object streams,
+                       py::object current_stream, py::object is_ready, py::object record,
+                       py::object float32) {
+             return std::make_shared<Calls>(
+                 Calls{.parts = {.torch = {std::move(tensor_type), exchange_api, std::move(empty),
+                                           std::move(part), device_type, device_index},
+                                 .device_index = device_index,
+                                 .num_ranks = num_ranks,
+                                 .heap_base = heap_base,
+                                 .memory = std::move(memory),
+                                 .take = NumberCall<5>(std::move(take)),
+                                 .streams = std::move(streams),
+                                 .current_stream = NumberCall<1>(std::move(current_stream)),
+                                 .is_ready = NumberCall<2>(std::move(is_ready)),
+                                 .record = NumberCall<1>(std::move(record)),
+                                 .last_name = py::str("last"),
+                                 .wait_name = py::str("wait"),
+                                 .offset_name = py::str("offset"),
+                                 .float32 = std::move(float32)},
+                       .cached_dispatches = {},
+                       .new_dispatches = {},
+                       .combines = {}});
            }),
            "tensor_type"_a, "exchange_api"_a, "empty"_a, "part"_a, "device_type"_a,
-           "device_index"_a, py::kw_only(), "heap_base"_a, "memory"_a, "take"_a, "streams"_a,
-           "current_stream"_a, "is_ready"_a, "record"_a)
+           "device_index"_a, py::kw_only(), "num_ranks"_a, "heap_base"_a, "memory"_a, "take"_a,
+           "streams"_a, "current_stream"_a, "is_ready"_a, "record"_a, "float32"_a)
       .def(
           "layout",
           [](const Shared& self, py::object launch, int64_t num_ranks, int64_t num_max_experts,
@@ -278,7 +573,7 @@ void bind_quick_normal(py::module_& m) {
             return object_function<2, &quick_layout>(
                 "quick_layout",
                 QuickLayout{
-                    .parts = self,
+                    .parts = {self, &self->parts},
                     .launch = NumberCall<11>(std::move(launch)),
                     .num_ranks = num_ranks,
                     .num_max_experts = num_max_experts,
@@ -289,37 +584,98 @@ void bind_quick_normal(py::module_& m) {
           },
           py::kw_only(), "launch"_a, "num_ranks"_a, "num_max_experts"_a, "num_max_topk"_a,
           "int32"_a, "boolean"_a)
+      .def("calls",
+           [](const Shared& self) {
+             const auto call = [&]<size_t kCount, auto kBody>(const char* name) {
+               return object_function<kCount, kBody>(name, self, py::none());
+             };
+             return py::make_tuple(
+                 call.template operator()<5, &quick_dispatch>("quick_dispatch"),
+                 call.template operator()<12, &quick_new_dispatch>("quick_new_dispatch"),
+                 call.template operator()<6, &quick_combine>("quick_combine"));
+           })
       .def(
-          "dispatch",
-          [](const Shared& self, py::object launch, py::object home_stream,
-             const std::array<uint64_t, 5>& routing, TypeCode dtype, TypeCode scale_dtype,
-             int64_t num_tokens, int64_t hidden, int64_t num_scales, int64_t num_rows,
-             uint64_t scales_offset, uint64_t num_bytes) {
-            return object_function<1, &quick_dispatch>(
-                "quick_dispatch",
-                QuickDispatch{self, NumberCall<28>(std::move(launch)), std::move(home_stream),
-                              routing, dtype_of(dtype), dtype_of(scale_dtype), num_tokens, hidden,
-                              num_scales, num_rows, scales_offset, num_bytes},
-                py::none());
+          "add_dispatch",
+          [](const Shared& self, py::object config, py::object standard, TypeCode dtype,
+             TypeCode scale_dtype, int64_t hidden, int64_t num_scales, int64_t num_channels,
+             py::object launch) {
+            const Rows rows{dtype_of(dtype), dtype_of(scale_dtype), hidden, num_scales};
+            const auto is_same = [&](const CachedDispatch& known) {
+              return known.rows == rows && known.num_channels == num_channels &&
+                     known.named.is(config.ptr(), standard.ptr());
+            };
+            if (self->cached_dispatches.find(is_same) != nullptr) return;
+            self->cached_dispatches.add({{std::move(config), std::move(standard)},
+                                         rows,
+                                         num_channels,
+                                         NumberCall<28>(std::move(launch))});
           },
-          py::kw_only(), "launch"_a, "home_stream"_a, "routing"_a, "dtype"_a, "scale_dtype"_a,
-          "num_tokens"_a, "hidden"_a, "num_scales"_a, "num_rows"_a, "scales_offset"_a,
-          "num_bytes"_a)
+          py::kw_only(), "config"_a, "default"_a, "dtype"_a, "scale_dtype"_a, "hidden"_a,
+          "num_scales"_a, "num_channels"_a, "launch"_a)
       .def(
-          "combine",
-          [](const Shared& self, py::object launch, py::object home_stream,
-             const std::array<uint64_t, 5>& way_back, TypeCode dtype, py::object torch_dtype,
-             int64_t num_tokens, int64_t hidden, int64_t num_rows, uint64_t num_staging_bytes,
-             uint64_t num_staging_rows) {
-            return object_function<1, &quick_combine>(
-                "quick_combine",
-                QuickCombine{self, NumberCall<15>(std::move(launch)), std::move(home_stream),
-                             way_back, dtype_of(dtype), std::move(torch_dtype), num_tokens, hidden,
-                             num_rows, num_staging_bytes, num_staging_rows},
-                py::none());
+          "add_new_dispatch",
+          [](const Shared& self, py::object config, py::object standard, TypeCode dtype,
+             TypeCode scale_dtype, int64_t hidden, int64_t num_scales, int64_t num_tokens,
+             int64_t num_topk, int64_t num_experts, int64_t num_rows, int64_t alignment,
+             int idx_bytes, bool has_weights, bool has_layout, bool zero_tail, py::object notify,
+             py::object launch, py::object slab, const std::array<uint64_t, 7>& offsets) {
+            const auto [channel_prefix, recv_channel_prefix, per_expert, send_head, recv_counts,
+                        mask, slab_bytes] = offsets;
+            NewDispatch form{.named = {std::move(config), std::move(standard)},
+                             .rows = {dtype_of(dtype), dtype_of(scale_dtype), hidden, num_scales},
+                             .num_tokens = num_tokens,
+                             .num_topk = num_topk,
+                             .num_experts = num_experts,
+                             .num_rows = num_rows,
+                             .alignment = alignment,
+                             .idx_bytes = idx_bytes,
+                             .has_weights = has_weights,
+                             .has_layout = has_layout,
+                             .zero_tail = zero_tail,
+                             .notify = NumberCall<19>(std::move(notify)),
+                             .launch = NumberCall<28>(std::move(launch)),
+                             .slab = std::move(slab),
+                             .channel_prefix = channel_prefix,
+                             .recv_channel_prefix = recv_channel_prefix,
+                             .per_expert = per_expert,
+                             .send_head = send_head,
+                             .recv_counts = recv_counts,
+                             .mask = mask,
+                             .slab_bytes = slab_bytes};
+            const auto is_same = [&](const NewDispatch& known) {
+              return known.is_like(form) &&
+                     known.named.is(form.named.config.ptr(), form.named.standard.ptr());
+            };
+            if (self->new_dispatches.find(is_same) == nullptr) {
+              self->new_dispatches.add(std::move(form));
+            }
           },
-          py::kw_only(), "launch"_a, "home_stream"_a, "way_back"_a, "dtype"_a, "torch_dtype"_a,
-          "num_tokens"_a, "hidden"_a, "num_rows"_a, "num_staging_bytes"_a, "num_staging_rows"_a);
+          py::kw_only(), "config"_a, "default"_a, "dtype"_a, "scale_dtype"_a, "hidden"_a,
+          "num_scales"_a, "num_tokens"_a, "num_topk"_a, "num_experts"_a, "num_rows"_a,
+          "alignment"_a, "idx_bytes"_a, "has_weights"_a, "has_layout"_a, "zero_tail"_a, "notify"_a,
+          "launch"_a, "slab"_a, "offsets"_a)
+      .def(
+          "add_combine",
+          [](const Shared& self, py::object config, py::object standard, TypeCode dtype,
+             py::object torch_dtype, int64_t hidden, int64_t num_topk, int64_t num_channels,
+             uint64_t staging_row_bytes, py::object launch) {
+            const auto is_same = [&](const Combine& known) {
+              return known.dtype == dtype_of(dtype) && known.hidden == hidden &&
+                     known.num_topk == num_topk && known.num_channels == num_channels &&
+                     known.named.is(config.ptr(), standard.ptr());
+            };
+            if (self->combines.find(is_same) != nullptr) return;
+            self->combines.add({{std::move(config), std::move(standard)},
+                                dtype_of(dtype),
+                                std::move(torch_dtype),
+                                hidden,
+                                num_topk,
+                                num_channels,
+                                staging_row_bytes,
+                                NumberCall<15>(std::move(launch))});
+          },
+          py::kw_only(), "config"_a, "default"_a, "dtype"_a, "torch_dtype"_a, "hidden"_a,
+          "num_topk"_a, "num_channels"_a, "staging_row_bytes"_a, "launch"_a);
 }
 
 }  // namespace deep_comm

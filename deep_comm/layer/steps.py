@@ -40,6 +40,10 @@ class Steps:
     def __init__(self, buffer: Buffer, transport: Transport, can_decode: bool) -> None:
         self.buffer = buffer
         self.shape: MoEShape = transport.shape
+        # What every step asks: properties of the shape work them out anew.
+        self._max_tokens, self._decode_tokens = self.shape.max_tokens, self.shape.decode_tokens
+        self._hidden, self._dtype = self.shape.hidden, self.shape.dtype
+        self._may_exceed = self.shape.may_exceed
         self.transport = transport
         self.can_decode = can_decode
         self.is_capturing: Callable[[], bool] = buffer._context.backend.is_capturing
@@ -68,7 +72,7 @@ class Steps:
                 raise ArgumentError("bounded", True, 'needs mode="prefill": "auto" wants counts')
             if not self.can_decode or torch.is_grad_enabled():
                 return "learn"
-            if shape.may_exceed and not self.is_capturing():
+            if self._may_exceed and not self.is_capturing():
                 return "ask" if self.rule.begins_with_decode else "learn"
             mode = "decode"
         if mode == "prefill":
@@ -83,17 +87,17 @@ class Steps:
         return "decode"
 
     def _check(self, x: Tensor) -> int:
-        shape = self.shape
-        if x.dim() != 2 or x.shape[1] != shape.hidden or x.dtype != shape.dtype:
+        extents = x.shape
+        if len(extents) != 2 or extents[1] != self._hidden or x.dtype != self._dtype:
             raise ArgumentError(
                 "x",
                 f"{list(x.shape)} of {x.dtype}",
-                f"must be [T, {shape.hidden}] of {shape.dtype}",
+                f"must be [T, {self._hidden}] of {self._dtype}",
             )
-        num_tokens = x.shape[0]
-        if num_tokens > shape.max_tokens:
+        num_tokens: int = extents[0]
+        if num_tokens > self._max_tokens:
             raise ArgumentError(
-                "x", f"{num_tokens} tokens", f"must have at most {shape.max_tokens} (max_tokens)"
+                "x", f"{num_tokens} tokens", f"must have at most {self._max_tokens} (max_tokens)"
             )
         return num_tokens
 
@@ -123,7 +127,7 @@ class Steps:
         The answer is looked at last: by then experts and combine are queued, and no SM waits for
         the host.
         """
-        fits = x.shape[0] <= self.shape.decode_tokens
+        fits = x.shape[0] <= self._decode_tokens
         y_shared = None
         if shared is None:
             batch = self._open(x, topk_idx, topk_weights, False)[0]
@@ -208,18 +212,18 @@ class Steps:
             raise ArgumentError(
                 "mode", "decode", "has no gradients: call under torch.no_grad(), or with prefill"
             )
-        return self.transport.decode(x, topk_idx, topk_weights, is_asking=False, is_async=is_async)
+        return self.transport.decode(x, topk_idx, topk_weights, False, is_async)
 
     def _open(
         self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, is_async: bool
     ) -> tuple[ExpertBatch, Callable[[], None] | None]:
         """A decode exchange that tells all ranks the most tokens; too many are not sent."""
-        if x.shape[0] > self.shape.decode_tokens:
-            x = x[: self.shape.decode_tokens + 1]
+        if x.shape[0] > self._decode_tokens:
+            x = x[: self._decode_tokens + 1]
             nowhere = self._nowhere.get(topk_idx.dtype)
             topk_idx = topk_idx[: len(x)] if nowhere is None else nowhere  # refused by its name
             topk_weights = self._no_weights
-        return self.transport.decode(x, topk_idx, topk_weights, is_asking=True, is_async=is_async)
+        return self.transport.decode(x, topk_idx, topk_weights, True, is_async)
 
     def _prefill(
         self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, is_bounded: bool
@@ -278,7 +282,7 @@ class Steps:
         return self.transport.prefill_batch(sent, rows, weights)
 
     def _expert_rows(self, batch: ExpertBatch, rows: Tensor) -> Tensor:
-        if rows.shape != batch.x.shape or rows.dtype != self.shape.dtype:
+        if rows.shape != batch.x.shape or rows.dtype != self._dtype:
             raise ArgumentError(
                 "rows", f"{list(rows.shape)} of {rows.dtype}",
                 f"must be what experts made of the batch: {list(batch.x.shape)} of "

@@ -48,7 +48,8 @@ class Transport:
         rank, num_ranks = buffer.rank, buffer.group_size
         self.num_local = num_local_experts(rank, shape.num_experts, num_ranks)
         self.first_expert = first_expert(rank, shape.num_experts, num_ranks)
-        self.capacity = num_ranks * shape.num_slots
+        self._num_slots = shape.num_slots
+        self.capacity = num_ranks * self._num_slots
         self._decode_offsets = (
             torch.arange(self.num_local + 1, dtype=torch.int32) * self.capacity
         ).to(buffer.device)
@@ -76,15 +77,14 @@ class Transport:
         x: Tensor,
         topk_idx: Tensor,
         topk_weights: Tensor,
-        *,
         is_asking: bool,
-        is_async: bool = False,
+        is_async: bool,
     ) -> tuple[ExpertBatch, Callable[[], None] | None]:
         shape = self.shape
         payload, counts, handle, _, hook = self.buffer.low_latency_dispatch(
             x,
             topk_idx,
-            shape.num_slots,
+            self._num_slots,
             shape.num_experts,
             use_fp8=shape.fp8,
             return_recv_hook=is_async,

@@ -63,7 +63,7 @@ def combine(
         inputs = (x, topk_weights, row_weights, bias_0, bias_1)
         if expansion is not None:
             x, topk_weights = reduce_experts(
-                ctx, launch, plan.rings.num_channels, x, expansion, known.rank_prefix_matrix,
+                ctx, launch, plan.rings.num_local_blocks, x, expansion, known.rank_prefix_matrix,
                 row_weights, topk_weights,
             )  # fmt: skip
         staging, staging_offset, num_staging_rows = _staging(
@@ -93,9 +93,8 @@ def combine(
         del staging  # whoever gets its memory next writes there behind this kernel
         event = launch.finish(inputs, known)
     ctx.end()
-    if streams is SYNCHRONOUS and num_topk == 0 and bias is None:
-        num_rows = _num_staging_rows(ctx, known)
-        remember_combine(ctx, (config, default, dtype), known, plan, dtype, hidden, num_rows)
+    if streams is SYNCHRONOUS and bias is None:
+        remember_combine(ctx, config, default, known, plan, dtype, hidden, num_topk)
     return combined_x, combined_topk_weights, event
 
 

@@ -53,7 +53,7 @@ from deep_comm.ops.plans import (
     plan_cached,
     plan_new,
 )
-from deep_comm.ops.quick import remember_dispatch
+from deep_comm.ops.quick import remember_dispatch, remember_new_dispatch
 from deep_comm.ops.scales import PLAIN, ScaleOptions, allocate_source, inputs_of, turn_scales
 from deep_comm.topology import num_local_experts
 from deep_comm.tuning import DefaultConfig
@@ -124,6 +124,7 @@ class NewDispatch:
         "_launch",
         "_layout",
         "_max_num_tokens",
+        "_named",
         "_notified",
         "_num_experts",
         "_num_recv_tokens",
@@ -197,6 +198,7 @@ class NewDispatch:
         )  # fmt: skip
         self.ctx, self._payload, self._layout = ctx, payload, layout
         self._idx, self._weights = idx, weights
+        self._named = config, default
         self._num_experts, self._alignment = num_experts, expert_alignment
         self.num_worst_tokens, self._zero_tail = num_worst_tokens, zero_tail
         self._zero_padding, self._scale_options = zero_padding, scale_options
@@ -315,6 +317,22 @@ class NewDispatch:
         )  # fmt: skip
         return out.payload, out.topk_idx, out.topk_weights, self._per_expert, handle, event
 
+    def remember(self) -> None:
+        """After a synchronous call without a host wait: the next of its form is one step."""
+        is_plain = self._scale_options is PLAIN and self._numbering is None
+        if is_plain and self._idx is not None and self._out.output_offset != 0:
+            config, default = self._named
+            remember_new_dispatch(
+                self.ctx, config, default, self._plan, self._payload.form, self._slab_layout,
+                self._idx,
+                num_experts=self._num_experts,
+                num_rows=self.num_worst_tokens,
+                alignment=self._alignment,
+                has_weights=self._weights is not None,
+                has_layout=self._layout is not None,
+                zero_tail=self._zero_tail,
+            )  # fmt: skip
+
     def _notify(self, reserved: Reservation | None, is_exact: bool) -> None:
         ctx, launch, numbering = self.ctx, self._launch, self._numbering
         if reserved is None:
@@ -352,6 +370,8 @@ def dispatch(call: NewDispatch, streams: StreamOptions) -> DispatchResult:
             call.receive()
         result = call.end()
     ctx.end()
+    if call.num_worst_tokens > 0 and streams is SYNCHRONOUS:
+        call.remember()
     return result
 
 
@@ -456,6 +476,5 @@ def cached_dispatch(
         event = launch.finish(inputs, known)
     ctx.end()
     if is_plain and streams is SYNCHRONOUS and out.output_offset != 0:
-        kind = getattr(x, "dtype", None)
-        remember_dispatch(ctx, (config, default, kind), known, plan, form)
+        remember_dispatch(ctx, config, default, known, plan, form)
     return out.payload, None, None, None, None, event

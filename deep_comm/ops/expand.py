@@ -53,7 +53,7 @@ class Numbering:
             first_rows=ctx.address(self.first_rows),
             send_row=ctx.address(self.send_row),
             send_rows=ctx.address(self.send_rows),
-            num_channels=plan.num_channels,
+            num_channels=plan.num_local_blocks,
             stream=launch.stream,
         )
 
@@ -119,7 +119,7 @@ def expand_rows(
         weights=out.topk_weights_address,
         fill_src_idx=out.src_idx_address if fill_handle else 0,
         fill_rows=out.recv_rows_address if fill_handle else 0,
-        num_channels=plan.num_channels,
+        num_channels=plan.num_local_blocks,
         stream=launch.stream,
     )
 

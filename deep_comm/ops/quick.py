@@ -18,9 +18,12 @@ from deep_comm.backends import foreign
 if TYPE_CHECKING:
     from deep_comm import _core
     from deep_comm.checks import PayloadForm
+    from deep_comm.config import Config
     from deep_comm.context import Context
     from deep_comm.handle import KnownHandle
+    from deep_comm.handle_parts import SlabLayout
     from deep_comm.ops.plans import CombinePlan, DispatchPlan
+    from deep_comm.tuning import DefaultConfig
 
 TensorForm = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Shape, strides, dtype."""
@@ -79,16 +82,32 @@ def never(*arguments: object) -> None:
     """In the place of a native call that there is not."""
 
 
-def normal_of(ctx: Context) -> _core.QuickNormal | None:
-    """What calls along a known routing have in common; None: they go step by step."""
+class NormalCalls:
+    """Whole calls of normal mode of one Buffer, each a native function that returns None, and has
+    done nothing, for whatever is not a plain call of a form that ``remember_*`` was told of
+    (csrc/bind/bind_quick_normal.cpp). Without ``native`` all of them do.
+    """
+
+    def __init__(self, native: _core.QuickNormal | None) -> None:
+        self.native = native
+        self.dispatch: Callable[..., Any] = never
+        self.new_dispatch: Callable[..., Any] = never
+        self.combine: Callable[..., Any] = never
+        if native is not None:
+            self.dispatch, self.new_dispatch, self.combine = native.calls()
+
+
+def normal_of(ctx: Context) -> NormalCalls:
+    """For groups inside a node."""
     found = torch_of(ctx.device)
-    if found is None or env.POISON.get():
-        return None
+    if found is None or env.POISON.get() or ctx.topology.num_nodes > 1:
+        return NormalCalls(None)
     from deep_comm import _core  # native: loaded no earlier than the backend's module
 
     streams, current_stream, is_ready, record = ctx.backend.quick_streams()
-    return _core.QuickNormal(
+    native = _core.QuickNormal(
         *found,
+        num_ranks=ctx.num_ranks,
         heap_base=ctx.heap.base,
         memory=ctx.heap.memory(),
         take=ctx.take,
@@ -96,14 +115,16 @@ def normal_of(ctx: Context) -> _core.QuickNormal | None:
         current_stream=current_stream,
         is_ready=is_ready,
         record=record,
+        float32=torch.float32,
     )
+    return NormalCalls(native)
 
 
 def layout_of(ctx: Context) -> Callable[[object, object], Any]:
     """get_dispatch_layout of a Buffer inside a node; needs no call before."""
-    if ctx.quick is None:
+    if ctx.quick.native is None:
         return never
-    return ctx.quick.layout(
+    return ctx.quick.native.layout(
         launch=ctx.count_layout,
         num_ranks=ctx.num_ranks,
         num_max_experts=ctx.num_max_experts,
@@ -119,59 +140,109 @@ def _code(dtype: torch.dtype) -> tuple[int, int] | None:
     return foreign.code_of(dtype)
 
 
-def remember_dispatch(
-    ctx: Context, key: object, known: KnownHandle, plan: DispatchPlan, form: PayloadForm
-) -> None:
-    """After a plain cached dispatch: the next of its form is one step."""
-    if ctx.quick is None or known.expansion is not None or form.quantises:
-        return
-    if key in known.quick_dispatches:
-        return  # another width: making it anew each time would cost more than it saves
+def _codes(form: PayloadForm) -> dict[str, Any] | None:
+    """Of rows and scales, by the names of the native calls."""
     dtype = _code(form.dtype)
     scale_dtype = dtype if form.scale_dtype is None else _code(form.scale_dtype)
-    layout = known.output_layouts.get(form)
-    if dtype is None or scale_dtype is None or layout is None:
-        return
-    _, scales_offset, num_bytes = layout
-    known.quick_dispatches[key] = ctx.quick.dispatch(
-        launch=plan.launch,
-        home_stream=known.home_stream,
-        routing=known.routing,
-        dtype=dtype,
-        scale_dtype=scale_dtype,
-        num_tokens=known.num_tokens,
-        hidden=form.hidden,
-        num_scales=form.num_scales,
-        num_rows=known.num_output_rows,
-        scales_offset=scales_offset,
-        num_bytes=num_bytes,
+    if dtype is None or scale_dtype is None:
+        return None
+    return dict(
+        dtype=dtype, scale_dtype=scale_dtype, hidden=form.hidden, num_scales=form.num_scales
     )
+
+
+def remember_dispatch(
+    ctx: Context,
+    config: Config | None,
+    default: Config | DefaultConfig | None,
+    known: KnownHandle,
+    plan: DispatchPlan,
+    form: PayloadForm,
+) -> None:
+    """After a plain cached dispatch, likewise."""
+    native = ctx.quick.native
+    if native is None or known.numbers is None or form.quantises:
+        return
+    codes = _codes(form)
+    if codes is not None:
+        native.add_dispatch(
+            config=config,
+            default=default,
+            **codes,
+            num_channels=known.num_channels,
+            launch=plan.launch,
+        )
+
+
+def remember_new_dispatch(
+    ctx: Context,
+    config: Config | None,
+    default: Config | DefaultConfig | None,
+    plan: DispatchPlan,
+    form: PayloadForm,
+    slab: SlabLayout,
+    idx: Tensor,
+    *,
+    num_experts: int,
+    num_rows: int,
+    alignment: int,
+    has_weights: bool,
+    has_layout: bool,
+    zero_tail: bool,
+) -> None:
+    """After a plain dispatch of at most ``num_rows`` rows, likewise."""
+    native = ctx.quick.native
+    if native is None or form.quantises:
+        return
+    codes = _codes(form)
+    if codes is None:
+        return
+    native.add_new_dispatch(
+        config=config,
+        default=default,
+        **codes,
+        num_tokens=slab.num_tokens,
+        num_topk=idx.shape[1],
+        num_experts=num_experts,
+        num_rows=num_rows,
+        alignment=alignment,
+        idx_bytes=idx.element_size(),
+        has_weights=has_weights,
+        has_layout=has_layout,
+        zero_tail=zero_tail,
+        notify=plan.notify,
+        launch=plan.launch,
+        slab=slab,
+        offsets=(
+            slab.channel_prefix_matrix, slab.recv_channel_prefix_matrix,
+            slab.num_recv_tokens_per_expert, slab.send_head, slab.recv_counts,
+            slab.is_token_in_rank, slab.num_bytes,
+        ),
+    )  # fmt: skip
 
 
 def remember_combine(
     ctx: Context,
-    key: object,
+    config: Config | None,
+    default: Config | DefaultConfig | None,
     known: KnownHandle,
     plan: CombinePlan,
     dtype: torch.dtype,
     hidden: int,
-    num_staging_rows: int,
+    num_topk: int,
 ) -> None:
-    """After a plain combine, likewise."""
-    if key in known.quick_combines:
+    """After a plain combine, likewise. ``num_topk``: 0 without weights."""
+    native, code = ctx.quick.native, _code(dtype)
+    if native is None or known.numbers is None or code is None:
         return
-    code = _code(dtype)
-    if ctx.quick is None or known.expansion is not None or code is None:
-        return
-    known.quick_combines[key] = ctx.quick.combine(
-        launch=plan.launch,
-        home_stream=known.home_stream,
-        way_back=known.way_back,
+    native.add_combine(
+        config=config,
+        default=default,
         dtype=code,
         torch_dtype=dtype,
-        num_tokens=known.num_tokens,
         hidden=hidden,
-        num_rows=known.num_output_rows,
-        num_staging_bytes=num_staging_rows * plan.staging_row_bytes,
-        num_staging_rows=num_staging_rows,
+        num_topk=num_topk,
+        num_channels=known.num_channels,
+        staging_row_bytes=plan.staging_row_bytes,
+        launch=plan.launch,
     )

@@ -26,7 +26,12 @@ BACKENDS = [
 
 
 def on_gpus(fn: Any, num_ranks: int, *args: object, cache: Any) -> list[Any]:
-    variables = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "DEEP_COMM_POISON": "1"}
+    variables = {
+        "TORCHINDUCTOR_CACHE_DIR": str(cache),
+        # Every rank compiles a few small kernels: a pool of processes would take longer to start.
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "DEEP_COMM_POISON": "1",
+    }
     return processes.run(
         fn, num_ranks, *args, devices=range(num_ranks), variables=variables, timeout_s=280
     )

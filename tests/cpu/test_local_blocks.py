@@ -1,0 +1,65 @@
+"""Kernels that only work in a rank's own memory take the whole GPU, unless the caller says how many
+SMs a call may have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import fake_cuda
+import pytest
+import torch
+
+import deep_comm
+from deep_comm import local
+
+T, H, K, E, SMS = 6, 64, 2, 4, 132
+
+
+@pytest.fixture(autouse=True)
+def fake() -> Iterator[None]:
+    with fake_cuda.installed() as log:
+        log.is_silent = True
+        yield
+
+
+def _blocks_of_a_step(config: Any = None) -> dict[str, int]:
+    def body(group: Any) -> dict[str, int]:
+        with deep_comm.Buffer(group, 8 << 20, timeout_s=20) as buffer:
+            # As on a GPU: on the host target default calls are small.
+            buffer._has_defaults = buffer._env_num_sms is None
+            seen: dict[str, int] = {}
+            engine = buffer._context.engine
+            for name in ("number_rows", "expand_rows", "reduce_experts"):
+                call = getattr(engine, name)
+
+                def noted(name: str = name, call: Any = call, **given: Any) -> None:
+                    seen[name] = given["num_channels"]
+                    call(**{**given, "num_channels": 2})
+
+                setattr(engine, name, noted)
+            x = torch.randn(T, H).bfloat16()
+            weights, idx = torch.rand(T, E).topk(K)
+            rows, _, row_weights, _, handle, _ = buffer.dispatch(
+                x, topk_idx=idx, topk_weights=weights, num_experts=E, expand=True, config=config
+            )
+            buffer.combine(
+                rows, handle, topk_weights=row_weights, apply_weights=True, config=config
+            )
+            return seen
+
+    return local.run(body, 1, timeout_s=60)[0]
+
+
+def test_they_take_the_whole_gpu() -> None:
+    blocks = _blocks_of_a_step()
+    assert blocks == dict.fromkeys(("number_rows", "expand_rows", "reduce_experts"), SMS)
+
+
+def test_a_config_bounds_them() -> None:
+    assert set(_blocks_of_a_step(deep_comm.Config(3, 4, 16)).values()) == {3}
+
+
+def test_sms_of_the_environment_bound_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEP_COMM_NUM_SMS", "4")
+    assert set(_blocks_of_a_step().values()) == {4}
