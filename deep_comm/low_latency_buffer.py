@@ -244,9 +244,9 @@ class LowLatencyCalls:
             combine_wait_recv_cost_stats: int64 [R], as dispatch's.
             one_rounding: send every row as it is; the token's rank adds weight * row in float32, k
                 ascending, each product rounded to float32, and rounds to bfloat16. Moves a row per
-                (token, expert) instead of per (token, rank), and needs room for M * K rows in a
-                quarter of num_rdma_bytes: with K > R more than the size hint says. Equal on all
-                ranks.
+                (token, expert) instead of per (token, rank), and needs room for M * K rows, with
+                enable_shrink R * M * K, in a quarter of num_rdma_bytes: without masks more than
+                the size hint says where K > R, with them always. Equal on all ranks.
 
         Returns:
             combined_x: [T, H].

@@ -50,19 +50,17 @@ class LowLatencyCase:
 
     @property
     def num_bytes(self) -> int:
-        if self.ranks_per_node is not None and self.one_rounding:
-            # Staging for a row a selection; with masks, whatever the Buffer, a place for each too.
+        if self.one_rounding:
+            # A row a selection, not a rank; with masks, whatever the Buffer, a place for each too.
             return deep_comm._core.Engine.low_latency_region_bytes(
                 num_ranks=self.num_ranks, num_max_tokens=self.max_tokens, hidden=self.hidden,
                 num_topk=self.topk, num_experts=self.experts, num_blocks=160, format="bfloat16",
-                one_rounding=True, is_internode=True, can_shrink=True,
+                one_rounding=True, is_internode=self.ranks_per_node is not None, can_shrink=True,
             )  # fmt: skip
-        # One rounding needs a row a selection, not a rank.
-        num_ranks = max(self.num_ranks, self.topk) if self.one_rounding else self.num_ranks
         return deep_comm.Buffer.get_low_latency_rdma_size_hint(
             self.max_tokens,
             self.hidden,
-            num_ranks,
+            self.num_ranks,
             self.experts,
             ranks_per_node=self.ranks_per_node,
         )

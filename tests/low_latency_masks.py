@@ -12,7 +12,7 @@ from low_latency import LowLatencyCase, Pair, Received, expert_rows, inputs_of, 
 from payload import assert_same_bits
 from torch import Tensor
 
-from deep_comm import Buffer
+from deep_comm import Buffer, simulate
 from deep_comm import reference_low_latency as reference
 from deep_comm.topology import first_expert, num_local_experts
 
@@ -155,6 +155,53 @@ def survive(
 _PIECE = 8  # columns that are added together
 
 
+def masks_of(buffer: Buffer) -> list[int]:
+    mask = torch.full((buffer.group_size,), 7, dtype=torch.int32, device=buffer.device)
+    buffer.low_latency_query_mask_buffer(mask)
+    return mask.tolist()
+
+
+def notices_stop(
+    case: LowLatencyCase,
+    dead: int,
+    step: int,
+    seed: int,
+    faults: tuple[str, ...] = (),
+    num_steps: int = 0,
+) -> str | None:
+    """How the others fail when a simulated rank stops at a step, for num_steps or (0) for ever, or
+    None if they do not."""
+    slowest_ns = [0] * case.num_ranks
+
+    def main(group: simulate.SimulatedGroup) -> list:
+        buffer = open_buffer(group, case, timeout_s=1000, enable_shrink=True)
+        results = []
+        for call in range(case.calls):
+            started_ns = group.simulation.time_ns
+            pair = Pair(buffer, case, call)
+            pair.dispatch()
+            pair.combine()
+            elapsed_ns = group.simulation.time_ns - started_ns
+            slowest_ns[buffer.rank] = max(slowest_ns[buffer.rank], elapsed_ns)
+            results.append((pair.received(), masks_of(buffer)))
+        return results
+
+    ended = simulate.run(
+        main, case.num_ranks, seed, on_stuck="clock", timeout_s=60, return_errors=True,
+        stalls=[(dead, step, num_steps)], faults=faults,
+    )  # fmt: skip
+    for rank, result in enumerate(ended):
+        if rank != dead and not isinstance(result, list):
+            return f"rank {rank}: {result!r}"
+    try:
+        verify_any_stop(case, list(ended), dead)
+    except AssertionError as error:
+        return str(error)
+    slowest_s = max(slowest_ns[rank] for rank in range(case.num_ranks) if rank != dead)
+    slowest_s /= 1e9
+    return None if slowest_s < 4500 else f"a pair took {slowest_s} s, of a timeout of 1000"
+
+
 def verify_any_stop(case: LowLatencyCase, results: list, dead: int) -> int:
     """`results` by rank, by call (received, mask); `dead` has stopped at some step, maybe in the
     middle of a kernel. What a survivor gets of the others is as if nothing had happened; of the
@@ -189,10 +236,14 @@ def verify_any_stop(case: LowLatencyCase, results: list, dead: int) -> int:
                 assert counts == less[rank].recv_count.tolist(), what
                 layouts[rank] = less[rank]
             verify_live_rows(case, got, layouts[rank], dead if has_all else -1, what)
-        with_dead = reference.low_latency_combine(rows, layouts, weights)
+        with_dead = reference.low_latency_combine(
+            rows, layouts, weights, one_rounding=case.one_rounding
+        )
         live = dispatched(xs, [without(case, idx, (dead,)) for idx in idxs], weights)
         live = [live[rank] if rank == dead else layouts[rank] for rank in ranks]
-        without_dead = reference.low_latency_combine(rows, live, weights)
+        without_dead = reference.low_latency_combine(
+            rows, live, weights, one_rounding=case.one_rounding
+        )
         before = call == 0 or not any(results[survivors[0]][call - 1][1])
         for rank in survivors:
             got, mask = results[rank][call]

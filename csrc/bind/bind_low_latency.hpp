@@ -90,7 +90,7 @@ void bind_low_latency(pybind11::module_& m, pybind11::class_<Engine<Target>>& en
             num_max_tokens, hidden, num_topk, num_experts, num_blocks, payload_format_of(format));
         return is_internode
                    ? LowLatencyRailRegion::bytes_for(shape, num_ranks, one_rounding, can_shrink)
-                   : LowLatencyRegion::bytes_for(shape, num_ranks, one_rounding);
+                   : LowLatencyRegion::bytes_for(shape, num_ranks, one_rounding, can_shrink);
       },
       py::kw_only(), "num_ranks"_a, "num_max_tokens"_a, "hidden"_a, "num_topk"_a, "num_experts"_a,
       "num_blocks"_a, "format"_a, "one_rounding"_a = false, "is_internode"_a = false,

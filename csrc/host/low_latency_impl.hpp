@@ -93,7 +93,7 @@ size_t Engine<Target>::low_latency_bytes_for(const LowLatencyShape& shape,
                                              bool one_rounding) const {
   return is_internode()
              ? LowLatencyRailRegion::bytes_for(shape, num_group_ranks(), one_rounding, can_shrink_)
-             : LowLatencyRegion::bytes_for(shape, world_.num_ranks, one_rounding);
+             : LowLatencyRegion::bytes_for(shape, world_.num_ranks, one_rounding, can_shrink_);
 }
 
 // The region, and the words of a group of several nodes before it.

@@ -9,12 +9,13 @@ import time
 from typing import Any
 
 import pytest
-import torch
 from low_latency import LowLatencyCase, Pair, expert_rows, inputs_of, open_buffer
 from low_latency_masks import (
     DEAD,
     STAGES,
     case_of,
+    masks_of,
+    notices_stop,
     run_until,
     survive,
     verify_any_stop,
@@ -108,49 +109,15 @@ def stopped_case(seed: int) -> tuple[LowLatencyCase, int, int]:
     return case, choose.randrange(case.num_ranks), choose.randrange(200, 60_000 * len(tokens))
 
 
-def notices_stop(seed: int, faults: tuple[str, ...] = ()) -> str | None:
-    """How the survivors of a rank that stops for ever fail, or None if they do not."""
+def stop(seed: int, faults: tuple[str, ...] = ()) -> str | None:
     case, dead, step = stopped_case(seed)
-    slowest_ns = [0] * case.num_ranks
-
-    def main(group: simulate.SimulatedGroup) -> list:
-        buffer = open_buffer(group, case, timeout_s=1000, enable_shrink=True)
-        results = []
-        for call in range(case.calls):
-            started_ns = group.simulation.time_ns
-            pair = Pair(buffer, case, call)
-            pair.dispatch()
-            pair.combine()
-            elapsed_ns = group.simulation.time_ns - started_ns
-            slowest_ns[buffer.rank] = max(slowest_ns[buffer.rank], elapsed_ns)
-            results.append((pair.received(), masks_of(buffer)))
-        return results
-
-    ended = simulate.run(
-        main, case.num_ranks, seed, on_stuck="clock", timeout_s=60, return_errors=True,
-        stalls=[(dead, step, 0)], faults=faults,
-    )  # fmt: skip
-    for rank, result in enumerate(ended):
-        if rank != dead and not isinstance(result, list):
-            return f"rank {rank}: {result!r}"
-    try:
-        verify_any_stop(case, list(ended), dead)
-    except AssertionError as error:
-        return str(error)
-    slowest_s = max(slowest_ns[rank] for rank in range(case.num_ranks) if rank != dead) / 1e9
-    return None if slowest_s < 4500 else f"a pair took {slowest_s} s, of a timeout of 1000"
-
-
-def masks_of(buffer: Buffer) -> list[int]:
-    mask = torch.full((buffer.group_size,), 7, dtype=torch.int32, device=buffer.device)
-    buffer.low_latency_query_mask_buffer(mask)
-    return mask.tolist()
+    return notices_stop(case, dead, step, seed, faults)
 
 
 @pytest.mark.parametrize("first_seed", range(0, 160, 40))
 def test_a_rank_may_stop_at_any_step(first_seed: int) -> None:
     for seed in range(first_seed, first_seed + 40):
-        found = notices_stop(seed)
+        found = stop(seed)
         assert found is None, f"seed {seed}: {found}"
 
 
@@ -318,11 +285,11 @@ def test_simulation_finds_rows_that_are_taken_for_those_of_another_rank() -> Non
 
 
 def test_simulation_finds_blocks_that_do_not_agree() -> None:
-    assert any(notices_stop(seed, ("skip_agreement",)) for seed in range(60))
+    assert any(stop(seed, ("skip_agreement",)) for seed in range(60))
 
 
 def test_simulation_finds_live_ranks_that_are_masked_for_waiting() -> None:
-    found = [notices_stop(seed, ("skip_alive",)) for seed in range(160)]
+    found = [stop(seed, ("skip_alive",)) for seed in range(160)]
     assert any(what is not None and "MaskedOut" in what for what in found)
 
 

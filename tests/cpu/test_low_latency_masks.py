@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 
 import forked
 import pytest
 import torch
-from low_latency import Pair, expert_rows, inputs_of
-from low_latency_masks import DEAD, STAGES, case_of, run_until, survive, verify_survivors
+from low_latency import LowLatencyCase, Pair, expert_rows, inputs_of, open_buffer
+from low_latency_masks import (
+    DEAD,
+    STAGES,
+    case_of,
+    masks_of,
+    notices_stop,
+    run_until,
+    survive,
+    verify_any_stop,
+    verify_survivors,
+)
 from payload import assert_same_bits
 from torch import Tensor
 
@@ -63,6 +74,77 @@ def test_every_schedule_goes_on_without_a_rank_that_leaves(stage: str, variant: 
             verify_survivors(case, list(results), stage)
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
+
+
+def stop(seed: int, faults: tuple[str, ...] = ()) -> str | None:
+    """A rank stops at some step, every other time for good. What is wrong with the others."""
+    choose = random.Random(seed)
+    tokens = choose.choice(((3, 2, 4, 3), (3, 4), (1, 4, 2)))
+    case = LowLatencyCase(
+        tokens, 4, hidden=64, experts=2 * len(tokens) + 1, topk=3, calls=4, seed=seed,
+        weights_ahead=seed % 2 == 1, one_rounding=seed % 3 == 0,
+    )  # fmt: skip
+    dead, step = choose.randrange(case.num_ranks), choose.randrange(200, 30_000 * case.num_ranks)
+    num_steps = choose.choice((0, 0, 1000, 10_000))
+    return notices_stop(case, dead, step, seed, faults, num_steps)
+
+
+@pytest.mark.parametrize("first_seed", range(0, 160, 40))
+def test_a_rank_may_stop_at_any_step(first_seed: int) -> None:
+    for seed in range(first_seed, first_seed + 40):
+        found = stop(seed)
+        assert found is None, f"seed {seed}: {found}"
+
+
+def test_simulation_finds_live_ranks_that_are_masked_for_waiting() -> None:
+    found = (stop(seed, ("skip_alive",)) for seed in range(160))
+    assert any(what is not None and "MaskedOut" in what for what in found)
+
+
+def run_with_late_rows(seed: int, faults: tuple[str, ...] = ()) -> None:
+    """A rank sends combine's rows two calls late, into the half that the others use next."""
+    case = LowLatencyCase(
+        (4, 3, 4, 2), 4, hidden=64, experts=9, topk=3, calls=5, mode="hook", weights_ahead=True,
+        one_rounding=True, seed=seed,
+    )  # fmt: skip
+    late, masked_in = 3, 1
+
+    def main(group: simulate.SimulatedGroup) -> list:
+        buffer = open_buffer(group, case, timeout_s=1000, enable_shrink=True)
+        results = []
+        for call in range(case.calls):
+            if call == masked_in + 2:
+                group.barrier()  # now it sends
+                group.barrier()
+            pair = Pair(buffer, case, call)
+            pair.dispatch()()
+            if buffer.rank == late and call == masked_in:
+                group.barrier()
+                pair.combine()
+                group.barrier()
+                return []
+            pair.combine()()
+            results.append((pair.received(), masks_of(buffer)))
+        return results
+
+    results = simulate.run(main, 4, seed, on_stuck="clock", timeout_s=60, faults=faults)
+    assert verify_any_stop(case, list(results), late) == case.calls - masked_in
+
+
+def test_rows_that_come_late_are_not_taken_for_those_of_another_rank() -> None:
+    for seed in range(12):
+        run_with_late_rows(seed)
+
+
+def test_simulation_finds_rows_that_are_taken_for_those_of_another_rank() -> None:
+    def finds(seed: int) -> bool:
+        try:
+            run_with_late_rows(seed, ("shared_rows",))
+        except AssertionError as error:
+            return "combined_x" in str(error) or "masked rank" in str(error)
+        return False
+
+    assert any(finds(seed) for seed in range(12))
 
 
 def test_a_slow_rank_learns_that_it_is_out_and_comes_back_after_clean() -> None:

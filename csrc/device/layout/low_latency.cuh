@@ -3,7 +3,8 @@
 //   region   = [ weights of half 0 | 1 | dispatch half 0 | 1 | combine half 0 | 1 ]   at fixed places, whatever the shape
 //   dispatch = by source rank: [ slot of token 0 … M-1 | routes of block 0 … B-1 ]
 //   slot     = [ row | words of scales | pad to 16 ]
-//   combine  = by expert rank: row of token 0 … M-1; with one rounding, by token: row of selection 0 … K-1
+//   combine  = by expert rank: row of token 0 … M-1; with one rounding, by token: row of selection 0 … K-1,
+//              with masks by expert rank and token
 //
 // A token keeps its number: slot t of source s is token t of rank s, so that no rank has to tell
 // another where a row went. A half serves every second operation of its kind. Apart from the
@@ -91,10 +92,12 @@ struct LowLatencyShape {
   DC_HOST_DEVICE size_t dispatch_source_bytes() const { return source_strides[0]; }
   DC_HOST_DEVICE size_t combine_source_bytes() const { return source_strides[1]; }
   DC_HOST_DEVICE size_t weights_source_bytes() const { return weights_stride; }
-  // Of a half, when rows are added at the source only: [M, K] rows, whoever sends them.
-  DC_HOST_DEVICE size_t gather_bytes() const {
-    return align_up<size_t>(static_cast<size_t>(num_max_tokens) * num_topk * hidden * sizeof(Bf16),
-                            kLineBytes);
+  // Of a half, when rows are added at the source only: [num_senders, M, K] rows. One for all
+  // senders, or, with masks, each its own: rows of a rank that is done without may come later, when
+  // nobody waits for them, so that no other rank's rows may ever come there.
+  DC_HOST_DEVICE size_t gather_bytes(int num_senders) const {
+    return align_up<size_t>(
+        uint64_t{1} * num_senders * num_max_tokens * num_topk * hidden * sizeof(Bf16), kLineBytes);
   }
 };
 
@@ -121,11 +124,11 @@ struct LowLatencyRegion {
   }
   // The smallest region that serves a shape, combine(one_rounding) included or not.
   DC_HOST_DEVICE static size_t bytes_for(const LowLatencyShape& shape, int num_ranks,
-                                         bool one_rounding) {
+                                         bool one_rounding, bool can_shrink) {
     const size_t weights = shape.weights_source_bytes() * num_ranks;
     const size_t half =
         max_of(max_of(shape.dispatch_source_bytes(), shape.combine_source_bytes()) * num_ranks,
-               one_rounding ? shape.gather_bytes() : 0);
+               one_rounding ? shape.gather_bytes(can_shrink ? num_ranks : 1) : 0);
     // 4 halves in what the weights leave; and a line for each cut that is rounded down.
     const size_t by_half =
         ceil_div<size_t>(4 * half * kWeightsShare, kWeightsShare - 1) + 8 * kLineBytes;
@@ -215,9 +218,11 @@ struct LowLatencyHalf {
     return world.bases[owner] + region.combine[half] + expert_rank * shape.combine_source_bytes() +
            static_cast<size_t>(token) * shape.hidden * sizeof(Bf16);
   }
-  DC_HOST_DEVICE uint8_t* gather_row(int owner, int token, int k) const {
-    return world.bases[owner] + region.combine[half] +
-           (static_cast<size_t>(token) * shape.num_topk + k) * shape.hidden * sizeof(Bf16);
+  // sender: 0, or with masks the rank of the experts.
+  DC_HOST_DEVICE uint8_t* gather_row(int owner, int sender, int token, int k) const {
+    const size_t row =
+        (static_cast<size_t>(sender) * shape.num_max_tokens + token) * shape.num_topk + k;
+    return world.bases[owner] + region.combine[half] + row * shape.hidden * sizeof(Bf16);
   }
   DC_HOST_DEVICE uint64_t* weights(int owner, int source, int token) const {
     return reinterpret_cast<uint64_t*>(world.bases[owner] + region.weights[half] +

@@ -1,7 +1,7 @@
 // The control words of low-latency mode, in every rank's workspace: no shape of a call moves them,
 // so that calls of different shapes, and zeroing the payload between calls, disturb none.
 //
-//   [ LowLatencyState | consumed | announced | counts | masked | votes ]
+//   [ LowLatencyState | consumed | announced | counts | masked | votes | alive ]
 #pragma once
 
 #include "device/layout/region.cuh"
@@ -45,6 +45,7 @@ struct LowLatencyWords {
   size_t counts_stride;
   size_t masked;     // int32 [kMaxRanks]: this rank does without them
   size_t votes;      // int32 [kMaxRanks, kMaxRanks]: [from][rank]: `from` does without `rank`
+  size_t alive;      // uint64 [kMaxRanks]: the last that a rank has said while it waited
   size_t num_bytes;  // of all these, from `state` on
 
   DC_HOST_DEVICE static constexpr LowLatencyWords make(RegionCursor* cursor, int num_ranks,
@@ -58,7 +59,8 @@ struct LowLatencyWords {
     words.counts = cursor->take(sizeof(uint64_t) * 2 * num_ranks * words.counts_stride);
     words.masked = cursor->take(sizeof(int32_t) * kMaxRanks);
     words.votes = cursor->take(sizeof(int32_t) * kMaxRanks * kMaxRanks);
-    words.num_bytes = words.votes + sizeof(int32_t) * kMaxRanks * kMaxRanks - words.state;
+    words.alive = cursor->take(sizeof(uint64_t) * kMaxRanks);
+    words.num_bytes = words.alive + sizeof(uint64_t) * kMaxRanks - words.state;
     return words;
   }
 };

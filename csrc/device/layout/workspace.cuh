@@ -198,6 +198,10 @@ struct World {
     return reinterpret_cast<int32_t*>(bases[owner] + layout.low_latency.votes) + from * kMaxRanks +
            peer;
   }
+  // What `rank` has said last to `owner` while it waited: see sync/mask.cuh.
+  DC_HOST_DEVICE uint64_t* alive(int owner, int rank) const {
+    return reinterpret_cast<uint64_t*>(bases[owner] + layout.low_latency.alive) + rank;
+  }
   DC_HOST_DEVICE uint8_t* data(int owner) const { return bases[owner] + layout.data; }
 };
 

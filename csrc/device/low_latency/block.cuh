@@ -35,7 +35,7 @@ struct BlockMemory {
   int32_t* tasks;          // [warps] pack_task, of the group that is worked on
   int32_t* own_experts;    // [warps, K] at the source: of the warps' tokens
   int32_t* places;         // [warps, K]
-  int32_t* place_experts;  // [warps, K] local expert of a place
+  int32_t* place_experts;  // [warps, K] local expert of a place; adding selections: their ranks
   float* weights;          // [warps, K] combine
   int32_t* staged;         // [kStagedPerThread * threads] experts of tokens that are counted
   uint32_t* recv_counts;   // [R, 1 + L] receiving: rows of a source: all, by local expert
@@ -315,6 +315,11 @@ struct TaskNumbering {
     return pack_task(source_at(world, position), token);
   }
 };
+
+// Of rows by selection, among which those of a rank lie: see gather_row.
+DC_DEVICE int gather_sender(bool can_shrink, int rank) {
+  return can_shrink && !arch::fault(Fault::kSharedRows) ? rank : 0;
+}
 
 // A row and a column of a matrix that is walked through by one index.
 struct Position {

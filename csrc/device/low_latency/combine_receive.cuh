@@ -109,7 +109,7 @@ DC_DEVICE bool add_log_ranks(const Context& context, const LowLatencyCombineArgs
   return true;
 }
 
-// Source, one warp: the selections of a token and their weights, k ascending.
+// Source, one warp: the selections of a token, their ranks and weights, k ascending.
 DC_DEVICE void find_selections(const LowLatencyCombineArgs& args, const BlockMemory& memory,
                                int token) {
   const int num_topk = args.shape.num_topk, warp = arch::warp_idx();
@@ -119,13 +119,15 @@ DC_DEVICE void find_selections(const LowLatencyCombineArgs& args, const BlockMem
     const int64_t position = static_cast<int64_t>(token) * num_topk + k;
     const int expert =
         k < num_topk ? load_expert(args.topk_idx, position, args.topk_idx_bytes) : -1;
-    const bool is_selected = expert >= 0 && expert < args.shape.num_experts &&
-                             is_active(memory, args.experts.rank_of(expert));
+    const bool is_valid = expert >= 0 && expert < args.shape.num_experts;
+    const int rank = is_valid ? args.experts.rank_of(expert) : 0;
+    const bool is_selected = is_valid && is_active(memory, rank);
     const uint32_t selected = arch::ballot(kFullMask, is_selected);
     if (is_selected) {
       const int row =
           warp * num_topk + num_rows + arch::popc(selected & ((1u << arch::lane_idx()) - 1));
       memory.places[row] = k;
+      memory.place_experts[row] = rank;
       memory.weights[row] = arch::ld_nc(args.topk_weights + position);
     }
     num_rows += arch::popc(selected);
@@ -148,6 +150,7 @@ DC_DEVICE bool add_selections(const Context& context, const LowLatencyCombineArg
     const Position position = Position::of(idx, by_vecs, num_vecs);
     const int warp = position.row, token = begin + warp, vec = first_vec + position.column;
     const int32_t* selections = memory.places + warp * num_topk;
+    const int32_t* ranks = memory.place_experts + warp * num_topk;
     const float* weights = memory.weights + warp * num_topk;
     const int num_rows = memory.num_places[warp];
     float sum[Type::kPerVec] = {};
@@ -158,16 +161,14 @@ DC_DEVICE bool add_selections(const Context& context, const LowLatencyCombineArg
       for (int step = 0; step < kAhead; ++step) {
         arrivals.from[step] = nullptr;
         if (first + step >= num_rows) continue;
-        arrivals.from[step] = reinterpret_cast<Vec16*>(half.gather_row(args.world.rank, token,
-                                                                       selections[first + step])) +
+        const int sender = gather_sender(args.can_shrink, ranks[first + step]);
+        arrivals.from[step] = reinterpret_cast<Vec16*>(half.gather_row(
+                                  args.world.rank, sender, token, selections[first + step])) +
                               vec;
       }
       arrivals.look();
       const bool ok = await_arrivals(context, arrivals, [&](int step) {
-        const int64_t selection = static_cast<int64_t>(token) * num_topk + selections[first + step];
-        const int peer =
-            args.experts.rank_of(load_expert(args.topk_idx, selection, args.topk_idx_bytes));
-        return WaitFor{Stage::kRows, Word::kRow, peer, arch::block_idx()};
+        return WaitFor{Stage::kRows, Word::kRow, ranks[first + step], arch::block_idx()};
       });
       if (!ok) return false;
       DC_UNROLL

@@ -194,6 +194,7 @@ DC_DEVICE void send_selections(const LowLatencyCombineArgs& args, const LowLaten
   const LowLatencyShape& shape = args.shape;
   const int max_vecs = memory.header->max_vecs;
   const Divisor by_max_vecs = memory.header->by_max_vecs;
+  const int sender = gather_sender(args.can_shrink, args.world.rank);
   for (int idx = arch::thread_idx(); idx < num_tasks * max_vecs; idx += arch::num_threads()) {
     const int warp = by_max_vecs.quotient(idx), vec = idx - warp * max_vecs;
     const int source = source_of(memory.tasks[warp]), token = token_of(memory.tasks[warp]);
@@ -203,8 +204,8 @@ DC_DEVICE void send_selections(const LowLatencyCombineArgs& args, const LowLaten
          ++row) {
       const uint8_t* src =
           args.x + static_cast<size_t>(memory.places[row]) * shape.hidden * sizeof(Bf16);
-      send_piece(half.gather_row(source, token, bit_cast<int32_t>(memory.weights[row])), column,
-                 arch::ld_nc(reinterpret_cast<const Vec16*>(src) + column));
+      send_piece(half.gather_row(source, sender, token, bit_cast<int32_t>(memory.weights[row])),
+                 column, arch::ld_nc(reinterpret_cast<const Vec16*>(src) + column));
     }
   }
 }

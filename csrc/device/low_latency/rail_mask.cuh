@@ -18,15 +18,8 @@
 
 namespace deep_comm {
 
-struct RailWaitClock : WaitClock {
-  uint64_t heard = 0;  // of the peer, when it began
-  int num_renewals = 0;
-};
-
 // Peers of waits are ranks of the group.
 struct RailContext : Context {
-  using Clock = RailWaitClock;
-
   const LowLatencyGroup* group;
   const LowLatencyRailWords* words;
 
@@ -95,17 +88,16 @@ DC_DEVICE void say_alive(const RailContext& context, uint64_t now_ns) {
   tell_all(context, context.words->alive, context.group->rank, tick);
 }
 
-inline constexpr int kMaxRenewals = 3;
-
 // As for Context; found by the waits for a RailContext. A wait that expires begins anew, a few
 // times, if its peer has said meanwhile that it is there.
 DC_DEVICE_COLD bool may_go_on(RailContext context, WaitFor wait, uint64_t seen, uint64_t expected,
-                              uint64_t patience, RailWaitClock* clock) {
+                              uint64_t patience, WaitClock* clock) {
   if (!context.can_shrink || wait.peer == context.group->rank) {
     // Another block of this rank may be about to give up several ranks.
     const uint64_t more = context.can_shrink ? 2 * (1 + kMaxRenewals) : 1;
-    const Context& base = context;
-    return may_go_on(base, wait, seen, expected, more * patience, static_cast<WaitClock*>(clock));
+    Context base = context;
+    base.can_shrink = false;  // its masks are those of one node
+    return may_go_on(base, wait, seen, expected, more * patience, clock);
   }
   const World& world = context.world;
   const uint64_t now_ns = arch::globaltimer_ns();
@@ -114,6 +106,7 @@ DC_DEVICE_COLD bool may_go_on(RailContext context, WaitFor wait, uint64_t seen, 
     clock->start_ns = now_ns;
     clock->deadline_ns = now_ns + limit_ns;
     clock->heard = arch::ld_relaxed_sys(context.alive_word(wait.peer));
+    clock->num_renewals = 0;
     note_wait(context, wait, expected);
   }
   say_alive(context, now_ns);

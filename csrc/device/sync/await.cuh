@@ -28,25 +28,35 @@ DC_DEVICE void note_wait(const Context& context, const WaitFor& wait, uint64_t e
 // When a wait began, when it ends without having got its word, and when a rest in it ends at the
 // latest.
 struct WaitClock {
-  uint64_t start_ns = 0;  // 0: nothing has been asked yet
-  uint64_t deadline_ns = 0;
-  uint64_t wake_ns = 0;
+  uint64_t start_ns = 0;  // 0: nothing has been asked yet, and the others have no value
+  uint64_t deadline_ns;
+  uint64_t wake_ns;
+  uint64_t heard;  // of the peer, when it began or was renewed; with masks
+  int num_renewals;
 };
 
 // Between two looks: may the wait go on? False when the deadline has passed (then this thread has
 // written the error record) or when another thread of this rank has given up; with
-// context.can_shrink also when the ranks do without wait.peer. All waits share this one function.
+// context.can_shrink also when the ranks do without wait.peer. A wait for this rank itself then has
+// more time: what it waits for may be about to give up several ranks. All waits share this one
+// function.
 DC_DEVICE_COLD bool may_go_on(Context context, WaitFor wait, uint64_t seen, uint64_t expected,
                               uint64_t patience, WaitClock* clock) {
   const World& world = context.world;
   const uint64_t now_ns = arch::globaltimer_ns();
+  const bool can_do_without = context.can_shrink && wait.peer != world.rank;
+  const bool is_own = context.can_shrink && wait.peer == world.rank;
+  const uint64_t more = is_own ? 2 * (1 + kMaxRenewals) : 1;
+  const uint64_t limit_ns = more * patience * context.patience * world.timeout_ns;
   if (clock->start_ns == 0) {
     clock->start_ns = now_ns;
-    clock->deadline_ns = now_ns + patience * context.patience * world.timeout_ns;
+    clock->deadline_ns = now_ns + limit_ns;
+    clock->num_renewals = 0;
+    if (can_do_without) clock->heard = arch::ld_relaxed_sys(world.alive(world.rank, wait.peer));
     note_wait(context, wait, expected);
   }
+  if (can_do_without) say_alive(context, now_ns);
   if (is_aborted(world)) return false;
-  const bool can_do_without = context.can_shrink && wait.peer != world.rank;
   if (can_do_without) {
     const Verdict verdict = verdict_on(context, wait.peer);
     if (verdict == Verdict::kOut) {
@@ -56,8 +66,14 @@ DC_DEVICE_COLD bool may_go_on(Context context, WaitFor wait, uint64_t seen, uint
     if (verdict != Verdict::kGoOn) return false;
   }
   if (now_ns >= clock->deadline_ns && can_do_without) {
-    mask_rank(world, wait.peer);
-    return false;
+    const uint64_t heard = arch::ld_relaxed_sys(world.alive(world.rank, wait.peer));
+    if (heard == clock->heard || clock->num_renewals == kMaxRenewals) {
+      mask_rank(world, wait.peer);
+      return false;
+    }
+    ++clock->num_renewals;
+    clock->heard = heard;
+    clock->deadline_ns = now_ns + limit_ns;
   }
   if (now_ns >= clock->deadline_ns) {
     report_error(context,
@@ -84,7 +100,7 @@ DC_DEVICE bool await_watch(const AnyContext& context, Watch& watch, const WaitFo
   constexpr int kPollsPerClock =
       DEEP_COMM_TARGET_CUDA ? 64 : 1;  // reading the clock costs more than a poll
   if (watch.look()) return true;
-  typename AnyContext::Clock clock;
+  WaitClock clock;
   while (true) {
     DC_NO_UNROLL
     for (int poll = 0; poll < kPollsPerClock; ++poll) {

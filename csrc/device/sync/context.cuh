@@ -17,11 +17,7 @@ struct RankNames {
   DC_DEVICE int of(int peer) const { return peer < 0 ? peer : first + peer * stride; }
 };
 
-struct WaitClock;
-
 struct Context {
-  using Clock = WaitClock;  // of a wait: see await.cuh
-
   const World& world;
   Kernel kernel;
   uint32_t generation;      // of this kernel; equal on all ranks

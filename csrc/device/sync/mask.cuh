@@ -3,9 +3,14 @@
 // rank looks at. So all survivors do without it soon, at the cost of one deadline, and later
 // kernels do not wait for it at all.
 //
-//   word    owner     written by        read by                  order     reset
-//   masked  this rank its waits, host   its kernels              relaxed   clean
-//   votes   receiver  any rank          the receiver's kernels   relaxed   clean, by all ranks
+// Ranks that wait for a silent one are late themselves, in this call or the next. So a rank that
+// waits long says from time to time that it is there, and a wait for such a rank has patience.
+//
+//   word    owner     written by             read by                  order     reset
+//   masked  this rank its waits, host        its kernels              relaxed   clean
+//   votes   receiver  any rank               the receiver's kernels   relaxed   clean, by all ranks
+//   alive   receiver  waits of each rank,    waits for that rank      relaxed   clean, by all ranks
+//                     a word each
 #pragma once
 
 #include "device/sync/context.cuh"
@@ -31,6 +36,24 @@ DC_DEVICE void mask_rank(const World& world, int peer) {
   for (int owner = 0; owner < world.num_ranks; ++owner) {
     // pairs with: is_masked at the owner — nothing but the word itself.
     if (owner != world.rank) arch::st_relaxed_sys(world.vote(owner, world.rank, peer), 1);
+  }
+}
+
+// A wait that expires begins anew, so often at most, if its peer has said meanwhile that it is there.
+inline constexpr int kMaxRenewals = 3;
+
+// This rank waits, but is there. The first thread to come in a fraction of the timeout says so.
+DC_DEVICE void say_alive(const Context& context, uint64_t now_ns) {
+  constexpr uint64_t kPerTimeout = 8;
+  const World& world = context.world;
+  const uint64_t tick = 1 + now_ns / (world.timeout_ns / kPerTimeout + 1);
+  uint64_t* own = world.alive(world.rank, world.rank);
+  const uint64_t last = arch::ld_relaxed_gpu(own);
+  if (last == tick || arch::fault(Fault::kSkipAlive)) return;
+  if (arch::atomic_cas_acq_rel_gpu(own, last, tick) != last) return;
+  for (int owner = 0; owner < world.num_ranks; ++owner) {
+    // pairs with: may_go_on at the owner — nothing but the word itself.
+    if (owner != world.rank) arch::st_relaxed_sys(world.alive(owner, world.rank), tick);
   }
 }
 
