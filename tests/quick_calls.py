@@ -1,0 +1,112 @@
+"""What tests of calls made in one native step share: groups, inputs, spies that say which were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import deep_comm
+from deep_comm import local
+from deep_comm.ops import quick
+
+R, T, M, H, K, E = 2, 7, 9, 256, 3, 6
+
+
+def on_ranks(body: Callable[[Any, int], Any], num_ranks: int = R, **options: Any) -> list[Any]:
+    def main(group: local.ThreadGroup) -> Any:
+        num_bytes = deep_comm.Buffer.get_low_latency_rdma_size_hint(M, H, num_ranks, E)
+        with deep_comm.Buffer(
+            group, 0, num_bytes, low_latency_mode=True, timeout_s=20, **options
+        ) as buffer:
+            return body(buffer, group.rank())
+
+    return local.run(main, num_ranks, timeout_s=120)
+
+
+def inputs(rank: int, num_tokens: int = T, idx_dtype: torch.dtype = torch.int64) -> Any:
+    generator = torch.Generator().manual_seed(17 + rank)
+    x = torch.randn(num_tokens, H, generator=generator).bfloat16()
+    idx = torch.rand(num_tokens, E, generator=generator).topk(K).indices.to(idx_dtype)
+    if num_tokens > 2:
+        idx[2, 1] = -1
+    return x, idx, torch.rand(num_tokens, K, generator=generator)
+
+
+class Spy:
+    """Says which calls were made in one step."""
+
+    def __init__(self, buffer: Any) -> None:
+        self.state = buffer._low_latency
+        self.natives = self.state.quick_dispatch, self.state.quick_combine
+        self.made: list[bool] = []
+        self.state.quick_dispatch = self._spied(self.natives[0])
+        self.state.quick_combine = self._spied(self.natives[1])
+
+    def _spied(self, native: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            result = native(*arguments)
+            self.made.append(result is not None)
+            return result
+
+        return call
+
+    def forbid(self) -> None:
+        self.state.quick_dispatch = self.state.quick_combine = quick.never
+
+
+class Marked(torch.Tensor):
+    """A subclass may mean anything."""
+
+
+def on_normal(body: Callable[[Any, int], Any], num_ranks: int = R, **options: Any) -> None:
+    def main(group: local.ThreadGroup) -> Any:
+        with deep_comm.Buffer(group, 8 << 20, timeout_s=20, **options) as buffer:
+            return body(buffer, group.rank())
+
+    local.run(main, num_ranks, timeout_s=120)
+
+
+class NormalSpy:
+    """Which calls of a Buffer were made in one step; ``is_off``: none may be."""
+
+    def __init__(self, buffer: Any) -> None:
+        self.made: list[bool] = []
+        self.is_off = False
+        for name in ("dispatch", "new_dispatch", "combine"):
+            name = f"_quick_{name}"
+            setattr(buffer, name, self._spied(getattr(buffer, name)))
+        buffer._context.quick_layout = self._spied(buffer._context.quick_layout)
+
+    def _spied(self, quick_call: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            result = None if self.is_off else quick_call(*arguments)
+            self.made.append(result is not None)
+            return result
+
+        return call
+
+
+def require_same(one: tuple[Any, ...], many: tuple[Any, ...]) -> None:
+    payload, count, handle, combined, stats = one
+    for got, want in ((count, many[1]), (combined, many[3]), (stats, many[4])):
+        assert torch.equal(got, want) and got.dtype == want.dtype
+    assert torch.equal(handle.recv_tokens, many[2].recv_tokens)
+    for source, number in enumerate(handle.recv_tokens.tolist()):
+        assert torch.equal(handle.places[source, :number], many[2].places[source, :number])
+    assert handle.num_tokens == many[2].num_tokens and handle.shape is many[2].shape
+    parts = payload if isinstance(payload, tuple) else (payload,)
+    wanted = many[0] if isinstance(payload, tuple) else (many[0],)
+    assert len(parts) == len(wanted)
+    for got, want in zip(parts, wanted, strict=True):
+        assert (got.shape, got.stride(), got.dtype) == (want.shape, want.stride(), want.dtype)
+    counts = handle.num_recv_tokens if handle.is_compact else count
+    assert counts is not None
+    for got, want in zip(parts, wanted, strict=True):
+        if got.dim() > 3:  # of NVFP4, in tiles
+            continue
+        if handle.is_compact:
+            got, want = got[None], want[None]
+        for group, number in enumerate(counts.tolist()):
+            assert torch.equal(got[group, :number].float(), want[group, :number].float())
