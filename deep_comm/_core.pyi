@@ -339,7 +339,7 @@ class Engine:
     @staticmethod
     def tier_source_layout(*, num_rows: int) -> tuple[int, int]:
         """Where recv_src_meta begins behind recv_src_idx, and bytes of both."""
-    def wait_internode_counts(self) -> TwoTierCounts | None: ...
+    def wait_internode_counts(self, is_early: bool) -> TwoTierCounts | None: ...
     def internode_dispatch(self, **arguments: int) -> None:
         """See InternodeDispatchArgs."""
     def internode_combine(self, *, dtype: str, **arguments: int) -> None:
@@ -686,6 +686,7 @@ class TwoTierCounts:
     num_forward_tokens: int
     max_num_tokens: int
     num_returning_rows: int
+    is_direct: bool  # an early dispatch has sent its rows
     num_recv_tokens_per_expert: list[int]
 
 class RailTraffic:

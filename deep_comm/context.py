@@ -16,6 +16,7 @@ from deep_comm.backends import Backend, Heap, create_backend, resolve_device
 from deep_comm.config import Config, RingPlan, plan_rings, require_config
 from deep_comm.handle import Handle, KnownHandle
 from deep_comm.ops import quick
+from deep_comm.ops.early import EarlyLaunches
 from deep_comm.rendezvous import Rendezvous
 from deep_comm.topology import (
     Topology,
@@ -116,6 +117,7 @@ class Context:
         self.most_recv_rows = 0  # of one dispatch so far
         self.most_expanded_rows = 0  # likewise, of an expanded dispatch
         self.most_tokens = 0  # that any rank has brought to one
+        self.early_launches = EarlyLaunches()  # of dispatches between nodes
         self.pending: PendingDispatch | None = None  # sent, and not yet waited for
         self.agreed_tokens = 0  # that a rank will ever bring, as a layer's ranks have agreed
         self.owner = object()  # what handles remember this Buffer by, without keeping it alive
@@ -394,6 +396,7 @@ class Context:
             self.engine.quiet_rail()
             self.rendezvous.barrier()  # nobody's kernels run any more, nothing is on its way
             reset()
+            self.early_launches = EarlyLaunches()  # ranks may have seen different outcomes
             self.rendezvous.barrier()  # nobody launches before all words are at rest
 
     def _synchronize(self) -> None:

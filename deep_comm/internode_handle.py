@@ -53,6 +53,8 @@ class InternodeHandle(TensorSequence):
     num_recv_tokens: int | None = None  # rows that arrived; None in worst-case mode
     max_num_tokens: int | None = None  # the largest T of all ranks; None in worst-case mode
     num_recv_tokens_per_expert: Tensor | None = None  # int32 [L] on the device, aligned
+    num_recv_tokens_tensor: Tensor | None = None  # int32 [1] on the device: rows that arrived
+    num_recv_tokens_per_rank: Tensor | None = None  # int32 [R] on the device: rows by source rank
     members: tuple[str, ...] | None = None  # who the ranks are
     # int32 [(N + 1) * M + C * N * M]: where combine's rows have places of their own; see
     # InternodeCombineArgs. Without it combine takes the rings.

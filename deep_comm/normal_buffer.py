@@ -26,6 +26,7 @@ from deep_comm.ops.dispatch import (
     cached_dispatch,
     dispatch,
 )
+from deep_comm.ops.internode_dispatch import NewTierDispatch
 from deep_comm.ops.layout import get_dispatch_layout
 from deep_comm.ops.scales import PLAIN, ScaleOptions
 from deep_comm.tuning import DefaultConfig
@@ -215,7 +216,7 @@ class NormalCalls:
                     scale_options=scale_options,
                     options=options,
                 )
-            return internode.internode_dispatch(
+            steps = NewTierDispatch(
                 self._context,
                 x,
                 num_tokens_per_rank=num_tokens_per_rank,
@@ -233,6 +234,7 @@ class NormalCalls:
                 scale_options=scale_options,
                 options=options,
             )
+            return dispatch(steps, streams)
         default = None if config is not None else self._default_for_rows("dispatch")
         if handle is not None:
             return cached_dispatch(
@@ -268,19 +270,18 @@ class NormalCalls:
 
     def _begin_expanded_dispatch(
         self,
-        x: Tensor | tuple[Tensor, Tensor],
+        x: Tensor,
         topk_idx: Tensor,
         topk_weights: Tensor,
         *,
         num_experts: int,
         expert_alignment: int,
         zero_padding: bool,
+        use_fp8: bool,
     ) -> PendingDispatch:
-        """dispatch with expand and async_finish inside a node, for the layer: returns before the
-        host knows how many rows come. Collective."""
-        call = NewDispatch(
-            self._context,
-            x,
+        """dispatch with expand and async_finish, for the layer: returns before the host knows how
+        many rows come. Collective."""
+        given: dict[str, Any] = dict(
             num_tokens_per_rank=None,
             is_token_in_rank=None,
             num_tokens_per_expert=None,
@@ -292,11 +293,18 @@ class NormalCalls:
             zero_tail=False,
             expand=True,
             zero_padding=zero_padding,
-            scale_options=PLAIN,
-            config=None,
-            default=self._default_for_rows("dispatch"),
+            scale_options=ScaleOptions(use_fp8) if use_fp8 else PLAIN,
         )
-        return begin_dispatch(call, StreamOptions(None, True, False))
+        streams = StreamOptions(None, True, False)
+        if self._is_internode:
+            options = CallOptions(None, self._default_between_nodes("dispatch", None), streams)
+            tiers = NewTierDispatch(
+                self._context, x, num_tokens_per_rdma_rank=None, options=options, **given
+            )
+            return begin_dispatch(tiers, streams)
+        default = self._default_for_rows("dispatch")
+        call = NewDispatch(self._context, x, config=None, default=default, **given)
+        return begin_dispatch(call, streams)
 
     def combine(
         self,

@@ -71,8 +71,11 @@ def run_step(buffer: deep_comm.Buffer, step: Step, config: deep_comm.Config | No
     step.combined = buffer.combine(rows.bfloat16(), step.handle, config=config)[0]
 
 
-def expected(step: Step, num_ranks: int) -> Tensor:
+def expected(step: Step, num_ranks: int, ranks_per_node: int = 1) -> Tensor:
+    """``ranks_per_node``: of several nodes, each of which rounds its sum; one node rounds each
+    rank's, as do nodes of one rank."""
     total = torch.zeros(TOKENS, HIDDEN, device=step.x.device)
+    node_sum = torch.zeros_like(total)
     for rank in range(num_ranks):
         first, count = (
             first_expert(rank, EXPERTS, num_ranks),
@@ -81,14 +84,18 @@ def expected(step: Step, num_ranks: int) -> Tensor:
         local = step.idx - first
         local = torch.where((local >= 0) & (local < count), local, -1)
         row = (step.x.float() * factor_of(local, step.weights, first)).bfloat16().float()
-        total += torch.where((local >= 0).any(1, keepdim=True), row, torch.zeros_like(row))
+        node_sum += torch.where((local >= 0).any(1, keepdim=True), row, torch.zeros_like(row))
+        if (rank + 1) % ranks_per_node == 0:
+            total += node_sum.bfloat16().float()
+            node_sum.zero_()
     return total.bfloat16()
 
 
 def check(buffer: deep_comm.Buffer, step: Step, gather: Callable[[Any], list[Any]]) -> None:
     """Sums, counts and the rows past the received ones."""
     ranks = buffer.group_size
-    assert torch.equal(step.combined, expected(step, ranks)), "wrong sums"
+    per_node = buffer.ranks_per_node if buffer.num_nodes > 1 else 1
+    assert torch.equal(step.combined, expected(step, ranks, per_node)), "wrong sums"
     first_experts = [first_expert(r, EXPERTS, ranks) for r in range(ranks)]
     owner = torch.searchsorted(
         torch.tensor(first_experts, device=step.idx.device), step.idx, right=True

@@ -80,7 +80,8 @@ void bind_internode(pybind11::class_<Engine<Target>>& engine) {
          int num_rail_slots, int cast, ptr node_channel_prefix, ptr rank_channel_prefix,
          ptr send_node_head, ptr send_places, ptr recv_node_channel_prefix,
          ptr recv_node_prefix_sum, ptr recv_rank_channel_start, ptr recv_rank_prefix_sum,
-         ptr combine_start, ptr forward_places, ptr num_recv_tokens_per_expert, uint64_t stream) {
+         ptr combine_start, ptr forward_places, ptr num_recv_tokens_per_expert,
+         ptr num_recv_tokens_per_rank, uint64_t stream) {
         InternodeNotifyArgs args{};
         args.header.fields[static_cast<int>(RailField::kNumTopk)] = num_topk;
         args.header.fields[static_cast<int>(RailField::kRowBytes)] = row_bytes;
@@ -98,6 +99,7 @@ void bind_internode(pybind11::class_<Engine<Target>>& engine) {
         args.combine_start = as_pointer<int32_t>(combine_start);
         args.forward_places = as_pointer<int32_t>(forward_places);
         args.num_recv_tokens_per_expert = as_pointer<int32_t>(num_recv_tokens_per_expert);
+        args.num_recv_tokens_per_rank = as_pointer<int32_t>(num_recv_tokens_per_rank);
         const Release release(self.launches_last());
         self.internode_notify(args, as_pointer<uint8_t>(is_token_in_rank), num_tokens,
                               as_pointer<int32_t>(send_node_head), as_pointer<int32_t>(send_places),
@@ -110,7 +112,7 @@ void bind_internode(pybind11::class_<Engine<Target>>& engine) {
       "node_channel_prefix"_a, "rank_channel_prefix"_a, "send_node_head"_a, "send_places"_a,
       "recv_node_channel_prefix"_a, "recv_node_prefix_sum"_a, "recv_rank_channel_start"_a,
       "recv_rank_prefix_sum"_a, "combine_start"_a, "forward_places"_a,
-      "num_recv_tokens_per_expert"_a, "stream"_a);
+      "num_recv_tokens_per_expert"_a, "num_recv_tokens_per_rank"_a, "stream"_a);
   engine.def(
       "internode_places",
       [](Type& self, ptr is_token_in_rank, int num_tokens, int num_channels, ptr send_places,
@@ -129,7 +131,7 @@ void bind_internode(pybind11::class_<Engine<Target>>& engine) {
       },
       py::kw_only(), "num_rows"_a);
 
-  engine.def("wait_internode_counts", &Type::wait_internode_counts,
+  engine.def("wait_internode_counts", &Type::wait_internode_counts, "is_early"_a,
              py::call_guard<py::gil_scoped_release>());
 
   engine.def(
@@ -144,7 +146,7 @@ void bind_internode(pybind11::class_<Engine<Target>>& engine) {
          bool fill_tail, bool zero_tail, int num_channels, int num_send_tokens, int num_slots,
          int num_rail_send_tokens, int num_rail_slots, ptr send_places, ptr node_channel_prefix,
          ptr forward_places, size_t output_offset, size_t src_offset, ptr source, bool round_scale,
-         bool use_ue8m0, uint64_t stream) {
+         bool use_ue8m0, bool is_early, uint64_t stream) {
         InternodeDispatchArgs args{};
         args.output_line = line_of("output_offset", output_offset);
         args.src_line = line_of("src_offset", src_offset);
@@ -182,6 +184,7 @@ void bind_internode(pybind11::class_<Engine<Target>>& engine) {
         args.num_forward_rows = num_forward_rows;
         args.source = as_pointer<uint8_t>(source);
         args.scale_format = {round_scale, use_ue8m0};
+        args.is_early = is_early;
         const Release release(self.launches_last());
         self.internode_dispatch(args, {num_channels, num_send_tokens, num_slots},
                                 {num_rail_send_tokens, num_rail_slots}, num_topk, row_bytes,
@@ -196,7 +199,8 @@ void bind_internode(pybind11::class_<Engine<Target>>& engine) {
       "recv_src_meta"_a, "send_rank_head"_a, "num_recv_rows"_a, "num_forward_rows"_a, "fill_tail"_a,
       "zero_tail"_a, "num_channels"_a, "num_send_tokens"_a, "num_slots"_a, "num_rail_send_tokens"_a,
       "num_rail_slots"_a, "send_places"_a, "node_channel_prefix"_a, "forward_places"_a,
-      "output_offset"_a, "src_offset"_a, "source"_a, "round_scale"_a, "use_ue8m0"_a, "stream"_a);
+      "output_offset"_a, "src_offset"_a, "source"_a, "round_scale"_a, "use_ue8m0"_a, "is_early"_a,
+      "stream"_a);
 
   engine.def(
       "internode_combine",
@@ -250,6 +254,7 @@ inline void bind_internode_records(pybind11::module_& m) {
       .def_readonly("num_recv_tokens", &TwoTierCounts::num_recv_tokens)
       .def_readonly("num_forward_tokens", &TwoTierCounts::num_forward_tokens)
       .def_readonly("max_num_tokens", &TwoTierCounts::max_num_tokens)
+      .def_readonly("is_direct", &TwoTierCounts::is_direct)
       .def_readonly("num_returning_rows", &TwoTierCounts::num_returning_rows)
       .def_readonly("num_recv_tokens_per_expert", &TwoTierCounts::num_recv_tokens_per_expert);
 }

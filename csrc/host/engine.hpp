@@ -50,6 +50,7 @@ struct TwoTierCounts {
   int num_forward_tokens = 0;  // tokens of ranks of this local index that go to this node
   int max_num_tokens = 0;      // of all ranks
   int num_returning_rows = 0;  // that the node's other ranks return in combine
+  bool is_direct = false;      // an early dispatch has sent its rows
   std::vector<int> num_recv_tokens_per_expert;
 };
 
@@ -171,7 +172,8 @@ class Engine {
   void internode_places(const uint8_t* is_token_in_rank, int num_tokens, int num_channels,
                         int32_t* send_places, uint64_t stream);
   // Empty: the kernel failed; the error record says how.
-  std::optional<TwoTierCounts> wait_internode_counts();
+  // is_early: a dispatch was launched behind the notify, and says whether it has sent.
+  std::optional<TwoTierCounts> wait_internode_counts(bool is_early);
   // args.output_line, args.src_line: of blocks in the receive region, or 0.
   void internode_dispatch(InternodeDispatchArgs args, const ChannelConfig& config,
                           const RailConfig& rail, int num_topk, int row_bytes, uint64_t stream);

@@ -278,10 +278,12 @@ size_t Engine<Target>::plan_tier_direct(InternodeDispatchArgs& args) const {
 }
 
 template <class Target>
-std::optional<TwoTierCounts> Engine<Target>::wait_internode_counts() {
+std::optional<TwoTierCounts> Engine<Target>::wait_internode_counts(bool is_early) {
   check_open();
   if (!wait_sequence(&internode_counts_->sequence)) return std::nullopt;
+  if (is_early && !wait_sequence(&internode_counts_->dispatch_sequence)) return std::nullopt;
   TwoTierCounts counts;
+  counts.is_direct = is_early && internode_counts_->is_direct != 0;
   counts.num_recv_tokens = internode_counts_->num_recv_tokens;
   counts.num_forward_tokens = internode_counts_->num_forward_tokens;
   counts.max_num_tokens = internode_counts_->max_num_tokens;
@@ -314,8 +316,11 @@ void Engine<Target>::internode_dispatch(InternodeDispatchArgs args, const Channe
                         args.topk_idx_bytes,
                         args.source != nullptr,
                         args.scale_format.round_scale,
-                        args.scale_format.use_ue8m0};
-  args.signature = Operation::signature(Kernel::kInternodeDispatch, agreed, 12);
+                        args.scale_format.use_ue8m0,
+                        args.is_early};
+  args.signature = Operation::signature(Kernel::kInternodeDispatch, agreed, 13);
+  args.sequence = sequence_;
+  args.counts = internode_counts_;
   if (args.output_line != 0) {
     check_block("an output block", args.output_line,
                 OutputLayout::make(args.num_recv_rows, row_bytes, scale_row_bytes, num_topk,

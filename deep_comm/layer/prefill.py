@@ -12,7 +12,6 @@ from torch import Tensor
 
 from deep_comm.events import EventOverlap
 from deep_comm.layer.shape import MoEShape
-from deep_comm.reference_low_latency import quantise
 
 if TYPE_CHECKING:
     from deep_comm.buffer import Buffer
@@ -81,7 +80,7 @@ class ExpandedPrefill:
     ) -> Sent:
         shape = self._shape
         recv, _, weights, counts, handle, event = self._buffer.dispatch(
-            quantise(x) if shape.fp8 else x,
+            x,
             topk_idx=topk_idx,
             topk_weights=topk_weights,
             num_experts=shape.num_experts,
@@ -90,21 +89,20 @@ class ExpandedPrefill:
             async_finish=is_async,
             expand=True,
             zero_padding=is_bounded or self._alignment > 1,
+            use_fp8=shape.fp8,
         )
         return self._sent(recv, weights, counts, handle, event, is_bounded)
 
     def begin(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Callable[[], Sent]:
         shape = self._shape
-        if self._buffer._context.topology.num_nodes > 1:  # the host waits at once there
-            sent = self.send(x, topk_idx, topk_weights, is_bounded=False, is_async=True)
-            return lambda: sent
         pending = self._buffer._begin_expanded_dispatch(
-            quantise(x) if shape.fp8 else x,
+            x,
             topk_idx,
             topk_weights,
             num_experts=shape.num_experts,
             expert_alignment=self._alignment,
             zero_padding=self._alignment > 1,
+            use_fp8=shape.fp8,
         )
 
         def finish() -> Sent:

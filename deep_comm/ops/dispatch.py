@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -362,7 +362,20 @@ class NewDispatch:
         )  # fmt: skip
 
 
-def dispatch(call: NewDispatch, streams: StreamOptions) -> DispatchResult:
+class Steps(Protocol):
+    """A dispatch with new routing, of one tier or two."""
+
+    ctx: Context
+    num_worst_tokens: int
+
+    def send(self, launch: Launch) -> None: ...
+    def receive(self) -> None: ...
+    def end(self) -> tuple[Any, ...]: ...
+    def remember(self) -> None:
+        """After a bounded one: its next call may take one native step."""
+
+
+def dispatch(call: Steps, streams: StreamOptions) -> Any:
     ctx = call.ctx
     with streams.launch(ctx) as launch:
         call.send(launch)
@@ -382,11 +395,11 @@ class PendingDispatch:
 
     __slots__ = ("_call", "_ctx", "_error", "_launch", "_result")
 
-    def __init__(self, call: NewDispatch, launch: Launch) -> None:
+    def __init__(self, call: Steps, launch: Launch) -> None:
         self._ctx = ctx = call.ctx
         self._launch = launch
-        self._call: NewDispatch | None = call
-        self._result: DispatchResult | None = None
+        self._call: Steps | None = call
+        self._result: Any = None
         self._error: Exception | None = None
         # Also where the caller drops this: kernels use what it holds, and peers count on this rank.
         ctx.pending = self
@@ -412,7 +425,7 @@ class PendingDispatch:
         self._call = self._ctx.pending = None
         self._error = error
 
-    def result(self) -> DispatchResult:
+    def result(self) -> Any:
         """Raises what went wrong, in every call."""
         self.settle()
         if self._error is not None:
@@ -421,7 +434,7 @@ class PendingDispatch:
         return self._result
 
 
-def begin_dispatch(call: NewDispatch, streams: StreamOptions) -> PendingDispatch:
+def begin_dispatch(call: Steps, streams: StreamOptions) -> PendingDispatch:
     """Without num_worst_tokens, asynchronous, up to where the host would wait."""
     launch = streams.launch(call.ctx)
     with launch:

@@ -181,18 +181,22 @@ def reserve(
     return Reservation(ctx.heap, output[0], sources[0], slab_bytes, num_rows)
 
 
+def likely_rows(ctx: Context, num_tokens: int) -> set[int]:
+    """Numbers of rows to have room for; ``num_tokens``: this rank's."""
+    likely = ctx.most_recv_rows + ctx.most_recv_rows // 8
+    most = ctx.num_ranks * max(num_tokens, ctx.most_tokens)
+    return {max(most + most // 4, likely), max(most, likely), likely}
+
+
 def reserve_unknown(
     ctx: Context, launch: Launch, payload: Payload, idx: Tensor | None, slab_bytes: int
 ) -> Reservation | None:
     """For as many rows as may come, before anybody knows the number: what ranks as full as any has
     been could send, and some more; or else a little more than ever came. What is too much goes
     back at once."""
-    likely = ctx.most_recv_rows + ctx.most_recv_rows // 8
-    most = ctx.num_ranks * max(payload.num_tokens, ctx.most_tokens)
     return _reserve_most(
-        ctx, launch, payload, idx, {max(most + most // 4, likely), max(most, likely), likely},
-        slab_bytes, 0,
-    )  # fmt: skip
+        ctx, launch, payload, idx, likely_rows(ctx, payload.num_tokens), slab_bytes, 0
+    )
 
 
 def reserve_unknown_expanded(

@@ -88,7 +88,7 @@ REGIONS = {"staged": 1 << 17, "rings": 0}
 
 @pytest.mark.parametrize("region", REGIONS)
 @pytest.mark.parametrize("silent", [0, 3, 5])
-@pytest.mark.parametrize("operation", ["notify", "cached", "combine"])
+@pytest.mark.parametrize("operation", ["notify", "cached", "cached fp8", "combine"])
 def test_every_rank_names_the_rank_that_never_comes(
     silent: int, operation: str, region: str
 ) -> None:
@@ -98,12 +98,13 @@ def test_every_rank_names_the_rank_that_never_comes(
                 if group.rank() != silent:
                     buffer.dispatch(**arguments_of())
                 return
-            arguments = arguments_of()
+            arguments = arguments_of(hidden=128)
             recv_x, *_, handle, _ = buffer.dispatch(**arguments)
             if group.rank() == silent:
                 return
-            if operation == "cached":
-                buffer.dispatch(arguments["x"], handle, config=arguments["config"])
+            if operation.startswith("cached"):
+                options = dict(config=arguments["config"], use_fp8=operation == "cached fp8")
+                buffer.dispatch(arguments["x"], handle, **options)
             else:
                 buffer.combine(recv_x, handle, config=arguments["config"])
 
@@ -116,21 +117,23 @@ def test_every_rank_names_the_rank_that_never_comes(
 
 
 @pytest.mark.parametrize("region", REGIONS)
-@pytest.mark.parametrize("operation", ["dispatch", "combine"])
+@pytest.mark.parametrize("operation", ["dispatch", "cached fp8", "combine"])
 @pytest.mark.parametrize("stalled", [1, 4])
 def test_a_stalled_rail_is_named_by_its_rank(stalled: int, operation: str, region: str) -> None:
     """Its NIC delivers nothing more: the ranks of its local index name it, and tell their nodes."""
 
     def fn(group):
         with make_buffer(group, timeout_s=2.0, num_direct_bytes=REGIONS[region]) as buffer:
-            arguments = arguments_of()
-            if operation == "combine":
+            arguments = arguments_of(hidden=128)
+            if operation != "dispatch":
                 recv_x, *_, handle, _ = buffer.dispatch(**arguments)
                 group.barrier()  # the others need not its last signals any more
             if group.rank() == stalled:
                 group.simulation.stall_rail(stalled)
             if operation == "dispatch":
                 buffer.dispatch(**arguments)
+            elif operation == "cached fp8":
+                buffer.dispatch(arguments["x"], handle, config=arguments["config"], use_fp8=True)
             else:
                 buffer.combine(recv_x, handle, config=arguments["config"])
 

@@ -48,20 +48,28 @@ def asynchronous() -> Iterator[None]:
 
             return plan
 
-        def launched(call: Callable[..., Any]) -> Callable[..., None]:
-            return lambda self, **options: launch(self, False, call, self, **options)
+        def launched(call: Callable[..., Any], is_notify: bool) -> Callable[..., None]:
+            return lambda self, **options: launch(self, is_notify, call, self, **options)
 
-        def wait_counts(self: Any) -> Any:
-            drain(self)
-            self.is_asynchronous = False
-            return super(engine, self).wait_counts()
+        def waits(name: str) -> Callable[..., Any]:
+            def wait(self: Any, *arguments: Any) -> Any:
+                drain(self)
+                self.is_asynchronous = False
+                return getattr(super(engine, self), name)(*arguments)
+
+            return wait
 
         for name in ("plan_notify", "plan_dispatch", "plan_combine"):
             call = planned(getattr(engine, name), name == "plan_notify")
             patch.setattr(engine, name, call)
-        for name in ("number_rows", "expand_rows", "reduce_experts"):
-            patch.setattr(engine, name, launched(getattr(engine, name)), raising=False)
-        patch.setattr(engine, "wait_counts", wait_counts)
+        for name in (
+            "number_rows", "expand_rows", "reduce_experts", "internode_layout", "internode_notify",
+            "internode_dispatch", "internode_combine", "number_received", "expand_received",
+        ):  # fmt: skip
+            call = launched(getattr(engine, name), name == "internode_notify")
+            patch.setattr(engine, name, call, raising=False)
+        for name in ("wait_counts", "wait_internode_counts"):
+            patch.setattr(engine, name, waits(name), raising=False)
         backend = sys.modules["deep_comm.backends.cuda"].CudaBackend
         engines: list[Any] = []
         create = backend.create_engine
@@ -99,13 +107,19 @@ def drain(engine: Any) -> None:
         engine.stream.submit(lambda: None).result()
 
 
+@pytest.fixture(params=[R, 1], ids=["one_node", "three_nodes"])
+def per_node(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
 def on_ranks(
-    body: Callable[[Any, int], Any], timeout_s: float = 20, alignment: int = 1
+    body: Callable[[Any, int], Any], per_node: int, timeout_s: float = 20, alignment: int = 1
 ) -> list[Any]:
     def main(group: local.ThreadGroup) -> Any:
         with deep_comm.Buffer(
-            group, 8 << 20, num_direct_bytes=4 << 20, timeout_s=timeout_s
-        ) as buffer:
+            group, 8 << 20, 8 << 20, num_direct_bytes=4 << 20, timeout_s=timeout_s,
+            ranks_per_node=per_node,
+        ) as buffer:  # fmt: skip
             return body(layer_on(buffer, group, alignment), group.rank())
 
     with asynchronous():
@@ -143,7 +157,9 @@ def verify(results: list[torch.Tensor], step: int = 0) -> None:
 
 @pytest.mark.parametrize("alignment", [1, 16])
 @pytest.mark.parametrize("needs_grad", [False, True])
-def test_the_call_returns_before_the_peers_have_announced(needs_grad: bool, alignment: int) -> None:
+def test_the_call_returns_before_the_peers_have_announced(
+    needs_grad: bool, alignment: int, per_node: int
+) -> None:
     returned = threading.Barrier(R)
 
     def body(layer: Any, rank: int) -> Any:
@@ -165,10 +181,10 @@ def test_the_call_returns_before_the_peers_have_announced(needs_grad: bool, alig
             y = finished(layer, batch)
         return y.detach()
 
-    verify(on_ranks(body, alignment=alignment))
+    verify(on_ranks(body, per_node, alignment=alignment))
 
 
-def test_gradients_begin_where_rows_are_received() -> None:
+def test_gradients_begin_where_rows_are_received(per_node: int) -> None:
     def body(layer: Any, rank: int) -> None:
         seen = []
         for is_async in (False, True):
@@ -187,10 +203,10 @@ def test_gradients_begin_where_rows_are_received() -> None:
         assert has_graph and late_has_graph
         assert torch.equal(y, late_y) and torch.equal(row_weights, late_weights)
 
-    on_ranks(body)
+    on_ranks(body, per_node)
 
 
-def test_the_next_operation_ends_the_one_before() -> None:
+def test_the_next_operation_ends_the_one_before(per_node: int) -> None:
     def body(layer: Any, rank: int) -> list[torch.Tensor]:
         ctx = layer.buffer._context
         one = layer.dispatch_async(*inputs(rank, 0))
@@ -200,12 +216,12 @@ def test_the_next_operation_ends_the_one_before() -> None:
         batches = [one.result(), other.result()]
         return [finished(layer, batch) for batch in batches]
 
-    results = on_ranks(body)
+    results = on_ranks(body, per_node)
     for step in (0, 1):
         verify([ys[step] for ys in results], step)
 
 
-def test_a_dropped_dispatch_keeps_its_memory_until_the_next_operation() -> None:
+def test_a_dropped_dispatch_keeps_its_memory_until_the_next_operation(per_node: int) -> None:
     def body(layer: Any, rank: int) -> torch.Tensor:
         ctx = layer.buffer._context
         free = ctx.region.num_free_bytes
@@ -216,10 +232,10 @@ def test_a_dropped_dispatch_keeps_its_memory_until_the_next_operation() -> None:
         assert (ctx.region.num_free_bytes < free) == (len(x) > 0)
         return finished(layer, layer.dispatch(*inputs(rank, 0)))
 
-    verify(on_ranks(body))
+    verify(on_ranks(body, per_node))
 
 
-def test_a_silent_peer_is_named_by_result() -> None:
+def test_a_silent_peer_is_named_by_result(per_node: int) -> None:
     meet = threading.Barrier(R)
 
     def body(layer: Any, rank: int) -> torch.Tensor:
@@ -233,10 +249,12 @@ def test_a_silent_peer_is_named_by_result() -> None:
         layer.reset()
         return finished(layer, layer.dispatch_async(*inputs(rank)).result())
 
-    verify(on_ranks(body, timeout_s=0.5))
+    verify(on_ranks(body, per_node, timeout_s=0.5))
 
 
-def test_an_error_is_raised_by_result_and_not_by_the_operation_that_came_between() -> None:
+def test_an_error_is_raised_by_result_and_not_by_the_operation_that_came_between(
+    per_node: int,
+) -> None:
     def body(layer: Any, rank: int) -> torch.Tensor:
         x, idx, weights = inputs(rank, 1)
         wrong = idx.clone()
@@ -248,10 +266,10 @@ def test_an_error_is_raised_by_result_and_not_by_the_operation_that_came_between
             sent.result()
         return y
 
-    verify(on_ranks(body))
+    verify(on_ranks(body, per_node))
 
 
-def test_what_is_pending_at_a_reset_or_at_the_end_is_refused_afterwards() -> None:
+def test_what_is_pending_at_a_reset_or_at_the_end_is_refused_afterwards(per_node: int) -> None:
     def body(layer: Any, rank: int) -> Any:
         sent = layer.dispatch_async(*inputs(rank))
         layer.reset()
@@ -260,7 +278,7 @@ def test_what_is_pending_at_a_reset_or_at_the_end_is_refused_afterwards() -> Non
         y = finished(layer, layer.dispatch_async(*inputs(rank)).result())
         return y, layer.dispatch_async(*inputs(rank))
 
-    results = on_ranks(body)
+    results = on_ranks(body, per_node)
     verify([y for y, _ in results])
     for _, sent in results:
         with pytest.raises(BufferDestroyed):

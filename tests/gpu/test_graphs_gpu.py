@@ -2,7 +2,10 @@
 routings, between eager calls.
 """
 
+import time
+
 import pytest
+import test_nvshmem_gpu as over_nvshmem
 import torch
 from gpu_cases import run
 from graph_bodies import Step, check, expected, fill, make_step, run_step
@@ -13,10 +16,14 @@ from deep_comm.rendezvous import Rendezvous
 NUM_REPLAYS = 9
 
 
-def _buffer(group, direct_bytes: int, device: torch.device) -> deep_comm.Buffer:
+def _buffer(
+    group, direct_bytes: int, device: torch.device, per_node: int | None = None
+) -> deep_comm.Buffer:
+    rdma_bytes = 0 if per_node is None else 64 << 20
     return deep_comm.Buffer(
-        group, 192 << 20, num_direct_bytes=direct_bytes, device=device, timeout_s=60
-    )
+        group, 192 << 20, rdma_bytes, num_direct_bytes=direct_bytes, device=device, timeout_s=60,
+        ranks_per_node=per_node,
+    )  # fmt: skip
 
 
 def _cached(buffer: deep_comm.Buffer, step: Step, config) -> torch.Tensor:
@@ -26,12 +33,24 @@ def _cached(buffer: deep_comm.Buffer, step: Step, config) -> torch.Tensor:
     return buffer.dispatch(step.x, handle=step.handle, config=config)[0]
 
 
-def _replays(group, direct_bytes: int, num_steps: int, num_cached: int) -> bool:
+def _settle(buffer: deep_comm.Buffer) -> None:
+    """Behind a replay, whose kernels may need this process's CUDA calls: a software NIC's are."""
+    event = torch.cuda.Event()
+    event.record()
+    while not event.query():
+        time.sleep(0.0002)
+    torch.cuda.synchronize()
+
+
+def _replays(
+    group, direct_bytes: int, num_steps: int, num_cached: int, per_node: int | None = None
+) -> bool:
     """A graph of ``num_steps`` steps (three kernels each) and ``num_cached`` cached dispatches."""
     device = torch.device("cuda", torch.cuda.current_device())
     config = deep_comm.Config(8, 4, 16)
     rank, ranks = group.rank(), group.size()
-    with _buffer(group, direct_bytes, device) as buffer:
+    with _buffer(group, direct_bytes, device, per_node) as buffer:
+        rounding = buffer.ranks_per_node if buffer.num_nodes > 1 else 1
         steps = [make_step(device) for _ in range(num_steps)]
         eager = make_step(device)
         run_step(buffer, eager, config)  # whatever the first call makes
@@ -47,7 +66,7 @@ def _replays(group, direct_bytes: int, num_steps: int, num_cached: int) -> bool:
             for number, step in enumerate(steps):
                 fill(step, rank, 10 * call + number)
             graph.replay()
-            torch.cuda.synchronize()
+            _settle(buffer)
             for step in steps:
                 check(buffer, step, Rendezvous(group).all_gather_object)
             count = int(steps[-1].handle.num_recv_tokens_tensor)
@@ -74,8 +93,8 @@ def _replays(group, direct_bytes: int, num_steps: int, num_cached: int) -> bool:
         fill(steps[-1], rank, 999)
         for _ in range(5):
             graph.replay()
-        torch.cuda.synchronize()
-        assert torch.equal(steps[-1].combined, expected(steps[-1], ranks))
+        _settle(buffer)
+        assert torch.equal(steps[-1].combined, expected(steps[-1], ranks, rounding))
         buffer.check()
     return True
 
@@ -86,6 +105,20 @@ def test_a_graph_replays_with_other_routings(
     num_ranks: int, direct_bytes: int, num_steps: int, num_cached: int
 ) -> None:
     assert all(run(_replays, num_ranks, direct_bytes, num_steps, num_cached))
+
+
+@pytest.mark.parametrize("direct_bytes", [0, 128 << 20])
+def test_between_nodes_as_well(num_ranks: int, direct_bytes: int) -> None:
+    """Over the software NIC."""
+    ranks = num_ranks - num_ranks % 2
+    assert all(run(_replays, ranks, direct_bytes, 2, 1, ranks // 2))
+
+
+@over_nvshmem.needs_nvshmem
+@pytest.mark.parametrize("near", [True, False], ids=["stores", "puts"])
+def test_over_nvshmem(num_ranks: int, near: bool) -> None:
+    for direct_bytes, per_node in ((128 << 20, num_ranks // 2), (0, 1)):
+        assert all(over_nvshmem.run(_replays, num_ranks, direct_bytes, 2, 1, per_node, near=near))
 
 
 def _two_graphs(group) -> bool:

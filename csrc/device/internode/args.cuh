@@ -98,6 +98,10 @@ struct InternodeCounts {
   int32_t num_forward_tokens;
   int32_t max_num_tokens;      // of all ranks
   int32_t num_returning_rows;  // that the node's other ranks return to this one in combine
+  // Of an early dispatch, the sequence released last: whether its rows are on their way to final
+  // places; otherwise no rank has sent any.
+  uint32_t dispatch_sequence;
+  int32_t is_direct;
   // [num_local_experts], aligned; allocated for num_max_experts
   int32_t num_recv_tokens_per_expert[1];
 };
@@ -122,6 +126,7 @@ struct InternodeNotifyArgs {
   int32_t* combine_start;   // out [C, N, M]  where a node's rows begin in combine's ring of a rank
   int32_t* forward_places;  // out [N + 1, M], [C, N, M]: see InternodeCombineArgs
   int32_t* num_recv_tokens_per_expert;  // out [num_local_experts]
+  int32_t* num_recv_tokens_per_rank;    // out [R]
 };
 
 struct InternodeDispatchArgs {
@@ -189,6 +194,11 @@ struct InternodeDispatchArgs {
   // quantised: x and x_scales are the engine's own then, filled from `source` where rings need them
   const uint8_t* source;  // [T, H] bfloat16
   ScaleFormat scale_format;
+  // Launched before the host knows the counts: outputs are of at least as many rows as come, or no
+  // rank sends any; laid out for those that come.
+  bool is_early;
+  uint32_t sequence;
+  InternodeCounts* counts;
 };
 
 struct InternodeCombineArgs {

@@ -92,6 +92,11 @@ DC_DEVICE uint32_t own_offer(const InternodeDispatchArgs& args) {
       arch::ld_nc(args.recv_rank_prefix_sum + num_ranks - 1) > args.num_recv_rows) {
     offer = 0;
   }
+  // Otherwise an error, in whatever mode: see fill_tail_rows.
+  if (args.is_early &&
+      arch::ld_nc(args.recv_node_prefix_sum + tiers.num_nodes() - 1) > args.num_forward_rows) {
+    offer = 0;
+  }
   const int fit_near = args.staging.rows_per_node(false);
   const int fit_put = args.staging.rows_per_node(true);
   for (int node = arch::lane_idx(); node < tiers.num_nodes(); node += kWarpSize) {
@@ -144,13 +149,16 @@ DC_DEVICE bool announce_offer(const TierContexts& contexts, const InternodeDispa
   }
   for (int delta = kWarpSize / 2; delta > 0; delta /= 2)
     offer &= arch::shfl_xor(kFullMask, offer, delta);
+  const int num_rows = args.is_early
+                           ? arch::ld_nc(args.recv_rank_prefix_sum + args.tiers.num_ranks() - 1)
+                           : static_cast<int>(args.num_recv_rows);
   if (lane < world.num_ranks) {
     TierTold* told =
         reinterpret_cast<TierTold*>(world.bases[lane] + tier.layout.told_by(world.rank, parity));
     arch::st_weak(&told->offer, offer);
     arch::st_weak(&told->output_line, args.output_line);
     arch::st_weak(&told->src_line, args.src_line);
-    arch::st_weak(&told->num_rows, static_cast<int32_t>(args.num_recv_rows));
+    arch::st_weak(&told->num_rows, static_cast<int32_t>(num_rows));
   }
   arch::sync_warp();  // the lanes' stores before the arrivals that release them
   announce_arrival(contexts.node, args.signature);
@@ -177,6 +185,13 @@ DC_DEVICE TierOutput output_of(const InternodeDispatchArgs& args, const World& w
               ? nullptr
               : reinterpret_cast<int32_t*>(sources + TierSourceLayout::make(num_rows).src_meta),
           num_rows};
+}
+
+// Early dispatch, one thread: what its host waits for behind the counts.
+DC_DEVICE void tell_host_mode(const InternodeDispatchArgs& args, bool is_direct) {
+  arch::st_relaxed_sys(&args.counts->is_direct, static_cast<int32_t>(is_direct));
+  // pairs with: Engine::wait_internode_counts on the host — the line above.
+  arch::st_release_sys(&args.counts->dispatch_sequence, args.sequence);
 }
 
 // Warp 0 of every block: waits for all ranks and finds where their outputs lie. The same mode in
@@ -209,6 +224,7 @@ DC_DEVICE void enter_direct(const TierContexts& contexts, const InternodeDispatc
     }
   }
   if (lane == 0) {
+    if (args.is_early && ok && arch::block_idx() == 0) tell_host_mode(args, is_direct);
     entry->mode = !ok ? TierMode::kFailed : is_direct ? TierMode::kDirect : TierMode::kRings;
     entry->is_near = is_near;
   }

@@ -2,26 +2,32 @@
 // ranks.
 //
 // in     x [T, H] any dtype, optional x_scales, topk_idx, topk_weights; is_token_in_rank,
-// send_node_head, prefixes out    recv_x [Q, H] sorted by (source rank, source token), with scales,
-// local expert ids, weights, recv_src_idx,
-//        recv_src_meta; send_rank_head [F, M]
+//        send_node_head, prefixes
+// out    recv_x [Q, H] sorted by (source rank, source token), with scales, local expert ids,
+//        weights, recv_src_idx, recv_src_meta; send_rank_head [F, M]
 // path   rank (n, l) → rail → rank (n', l) → NVLink → rank (n', j); tokens for the own node skip
-// the NIC alone grid   two blocks a channel c:
-//          2 c      warps [0, S): rail senders, each some of the nodes; warp S + i: receiver of
-//          local rank i 2 c + 1  warp j: forwarder to local rank j; warp M: returns credits on the
-//          rail
-// words  rail tail, head          · channel/rail.cuh · put by the NIC on one queue each, behind the
-// rows
+//        the NIC alone
+// modes  final places (dispatch_direct.cuh) when all ranks have room, else rings. Quantised: rows
+//        are cast by their source, see direct_send.cuh; in rings a channel's block does it before.
+//        Early: launched behind notify before the host knows the counts; without room somewhere, or
+//        after a notify that failed, no rank sends anything, and the host launches again
+// grid   rings: two blocks a channel c
+//          2 c      warps [0, S): rail senders, each some of the nodes;
+//                   warp S + i: receiver of local rank i
+//          2 c + 1  warp j: forwarder to local rank j; warp M: returns credits on the rail
+// words  rail tail, head · channel/rail.cuh · put by the NIC on one queue each, behind the rows
 //        recv_line.tail, send_line.head · channel/ring.cuh · lane = channel
+//        counts->is_direct, dispatch_sequence · host memory · early: written by block 0 behind the
+//        entry barrier
 // before nothing: entry is a barrier over both tiers
 // after  outputs complete on this stream
 // waits  rail credit: unblocked by the forwarders' warp M there; rail tail: by the sender; ring
-// credit: by the
-//        receiver, which waits for nothing but rows. Forwarders and senders take the nodes in one
-//        rotation, so that step k of all ranks waits for steps up to k alone: no cycle
-//        (docs/design: two tiers)
+//        credit: by the receiver, which waits for nothing but rows. Forwarders and senders take the
+//        nodes in one rotation, so that step k of all ranks waits for steps up to k alone: no cycle
+//        (docs/design/0007)
 // slots  a rail slot is free when all M forwarders have passed it; a send slot when its credit has
-// come back not promised: which node's rows come first in time
+//        come back
+// not promised: which node's rows come first in time
 #pragma once
 
 #include "device/internode/dispatch_direct.cuh"
@@ -149,6 +155,8 @@ template <bool kIsQuantised>
 DC_DEVICE void internode_dispatch(const InternodeDispatchArgs& args) {
   const TierContexts contexts =
       TierContexts::make(args.world, args.tiers, Kernel::kInternodeDispatch);
+  // Nor does any other rank: all of them compare the same headers. Not even a generation passes.
+  if (args.is_early && notify_has_failed(args.world)) return;
   DirectEntry* entry = DirectEntry::of(args);
   entry->reset(args.tiers);
   if (args.output_line != 0 && arch::warp_idx() < args.num_send_warps) {
@@ -164,7 +172,7 @@ DC_DEVICE void internode_dispatch(const InternodeDispatchArgs& args) {
     return;
   }
   arch::sync_block();  // senders that began in vain have left the stages
-  if (entry->mode == TierMode::kRings) {
+  if (entry->mode == TierMode::kRings && !args.is_early) {
     fill_tail_rows(contexts.node, args);
     dispatch_by_tier_rings<kIsQuantised>(contexts, args);
   }

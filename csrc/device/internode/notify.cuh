@@ -6,7 +6,7 @@
 // forward
 //        recv_rank_channel_start [R, C], recv_rank_prefix_sum [R]       rows to receive
 //        combine_start [C, N, M]; forward_places [(N + 1) M + C N M]; counts (host memory);
-//        num_recv_tokens_per_expert
+//        num_recv_tokens_per_expert, num_recv_tokens_per_rank
 // grid   one block
 // rounds two, and they are the barrier over all ranks as well: counts for a node go over the rail
 // to the rank of
@@ -17,6 +17,7 @@
 //        parity returns only
 //                          when this rank has entered a kernel behind this one
 //        arrived (node), rank_counts · the same inside the node · release/acquire sys
+//        notify_result (LocalState): whether an early dispatch behind this may send
 // after  all ranks have entered this kernel
 // waits  await_rail_arrivals, unblocked by announce_on_rail of every node; await_arrivals by every
 // local rank
@@ -268,6 +269,7 @@ DC_DEVICE void write_receive_prefixes(const InternodeNotifyArgs& args, int parit
     max_num_tokens = max_of(max_num_tokens, num_tokens);
     if (source < num_ranks) {
       arch::st_weak(args.recv_rank_prefix_sum + source, before + inclusive);
+      arch::st_weak(args.num_recv_tokens_per_rank + source, count);
       int32_t start = before + inclusive - count;
       for (int channel = 0; channel < num_channels; ++channel) {
         arch::st_weak(args.recv_rank_channel_start + source * num_channels + channel, start);
@@ -300,7 +302,8 @@ DC_DEVICE void write_expert_totals(const InternodeNotifyArgs& args, int parity) 
   }
 }
 
-DC_DEVICE void exchange_tier_counts(const TierContexts& contexts, const InternodeNotifyArgs& args) {
+// The block; false: a wait failed.
+DC_DEVICE bool exchange_tier_counts(const TierContexts& contexts, const InternodeNotifyArgs& args) {
   const uint32_t signature = Operation::signature(Kernel::kInternodeNotify, nullptr, 0);
   const int parity = contexts.node.generation & 1;
   uint32_t* flag = reinterpret_cast<uint32_t*>(arch::dynamic_smem());
@@ -312,7 +315,7 @@ DC_DEVICE void exchange_tier_counts(const TierContexts& contexts, const Internod
     if (arch::lane_idx() == 0) *flag = ok;
   }
   arch::sync_block();
-  if (*flag == 0) return;
+  if (*flag == 0) return false;
   hand_on_counts(args, parity);
   arch::sync_block();  // the block's counts before the arrivals that release them
   announce_arrival(contexts.node, signature);
@@ -321,7 +324,7 @@ DC_DEVICE void exchange_tier_counts(const TierContexts& contexts, const Internod
     if (arch::lane_idx() == 0) *flag = ok;
   }
   arch::sync_block();
-  if (*flag == 0) return;
+  if (*flag == 0) return false;
   check_rail_headers(contexts.node, args, parity);
   write_forward_prefixes(args, parity);
   arch::sync_block();
@@ -329,16 +332,20 @@ DC_DEVICE void exchange_tier_counts(const TierContexts& contexts, const Internod
   if (arch::warp_idx() == 0) write_receive_prefixes(args, parity);
   write_expert_totals(args, parity);
   arch::sync_block();
-  if (arch::thread_idx() == 0 && !is_aborted(args.world)) {
-    // pairs with: Engine::wait_internode_counts on the host — every field of InternodeCounts.
-    arch::st_release_sys(&args.counts->sequence, args.sequence);
-  }
+  return true;
 }
 
 DC_DEVICE void internode_notify(const InternodeNotifyArgs& args) {
   const TierContexts contexts =
       TierContexts::make(args.world, args.tiers, Kernel::kInternodeNotify);
-  exchange_tier_counts(contexts, args);
+  const bool has_come = exchange_tier_counts(contexts, args);
+  if (arch::thread_idx() == 0) {
+    const bool is_sound = has_come && !is_aborted(args.world);
+    const NotifyResult result = is_sound ? NotifyResult::kNotDirect : NotifyResult::kFailed;
+    arch::st_relaxed_gpu(&args.world.state()->notify_result, static_cast<uint32_t>(result));
+    // pairs with: Engine::wait_internode_counts on the host — every field of InternodeCounts.
+    if (is_sound) arch::st_release_sys(&args.counts->sequence, args.sequence);
+  }
   leave_tiers(contexts);
 }
 

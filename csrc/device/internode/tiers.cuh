@@ -123,6 +123,13 @@ DC_DEVICE void share_failure(const TierContexts& contexts) {
   }
 }
 
+// What the notify before has left: nothing may be sent.
+DC_DEVICE bool notify_has_failed(const World& world) {
+  const auto result =
+      static_cast<NotifyResult>(arch::ld_relaxed_gpu(&world.state()->notify_result));
+  return result == NotifyResult::kFailed;
+}
+
 // Every thread of every block calls this last.
 DC_DEVICE void leave_tiers(const TierContexts& contexts) {
   if (!exit_block(contexts.node).is_last) return;

@@ -1,0 +1,218 @@
+"""A dispatch between nodes goes out behind its notify, before the host knows how many rows come:
+when that succeeds, when not, and what failures leave behind.
+"""
+
+from typing import Any
+
+import internode
+import pytest
+import torch
+from internode import InternodeCase, run_case, verify
+from schedules import find_fault, pass_without_fault
+
+from deep_comm import Buffer, local, simulate
+from deep_comm.errors import ConfigMismatch, ExpertIndexError, PeerTimeout
+from deep_comm.ops.early import EarlyLaunches
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+E, H = 8, 32
+# get_dispatch_layout, internode_count, internode_notify, internode_dispatch
+EARLY, TWICE = 4, 5
+
+
+@pytest.fixture(params=["put", "stored"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", str(int(request.param == "stored")))
+    return request.param
+
+
+def buffer_of(group: Any, **options: Any) -> Buffer:
+    given: dict[str, Any] = dict(num_direct_bytes=1 << 18, device="cpu", ranks_per_node=2)
+    return Buffer(group, 1 << 19, 1 << 19, **(given | options))
+
+
+def call(
+    buffer: Buffer, num_tokens: int, to_all: bool = True, call_idx: int = 0
+) -> tuple[int, torch.Tensor]:
+    """A dispatch and a combine, checked; launches of the dispatch, and what has come."""
+    x = (torch.arange(num_tokens * H) % 251 + buffer.rank + call_idx).view(num_tokens, H)
+    idx = (torch.arange(2 * num_tokens).view(num_tokens, 2) * 3) % E if to_all else None
+    if idx is None:
+        idx = torch.zeros(num_tokens, 2, dtype=torch.int64)
+        idx[:, 1] = 1
+    assert buffer.runtime is not None
+    before = buffer.runtime.num_launches
+    recv_x, *_, handle, _ = buffer.dispatch(x.bfloat16(), topk_idx=idx, num_experts=E)
+    launches = buffer.runtime.num_launches - before
+    combined, *_ = buffer.combine(recv_x, handle)
+    copies = handle.is_token_in_rank.sum(1, keepdim=True)
+    assert torch.equal(combined, x.bfloat16() * copies)
+    assert handle.num_recv_tokens == len(recv_x) == len(handle.recv_src_idx)
+    assert handle.send_nvl_head.shape[0] == int(handle.recv_rdma_rank_prefix_sum[-1])
+    return launches, recv_x
+
+
+def test_rows_move_before_the_host_knows_how_many(way: str) -> None:
+    def main(group: Any) -> None:
+        with buffer_of(group) as buffer:
+            assert [call(buffer, 20, call_idx=step)[0] for step in range(3)] == [EARLY] * 3
+            # Fewer and more than ever: what was reserved was for others.
+            assert call(buffer, 3)[0] == EARLY
+            assert call(buffer, 24)[0] == EARLY
+
+    local.run(main, 4)
+
+
+def test_a_rank_that_knew_of_no_rows_has_room_the_next_time() -> None:
+    def main(group: Any) -> None:
+        with buffer_of(group) as buffer:
+            num_tokens = 0 if group.rank() == 3 else 12
+            launches = [call(buffer, num_tokens, call_idx=step)[0] for step in range(3)]
+            assert launches == [TWICE, EARLY, EARLY]
+
+    local.run(main, 4)
+
+
+@pytest.mark.parametrize(
+    "options", [dict(num_direct_bytes=4096), dict(num_rdma_bytes=40_000)], ids=["region", "slots"]
+)
+def test_without_room_all_ranks_launch_again_and_try_less_often(options: dict[str, int]) -> None:
+    def main(group: Any) -> list[int]:
+        rdma_bytes = options.get("num_rdma_bytes", 1 << 19)
+        direct_bytes = options.get("num_direct_bytes", 1 << 18)
+        with Buffer(
+            group, 1 << 19, rdma_bytes, num_direct_bytes=direct_bytes, device="cpu",
+            ranks_per_node=2,
+        ) as buffer:  # fmt: skip
+            return [call(buffer, 200, call_idx=step)[0] for step in range(10)]
+
+    # Tried at once after the first failure, then after 1, 2, 3 calls.
+    tried = [True, True, False, True, False, False, True, False, False, False]
+    assert local.run(main, 4) == [[TWICE if early else EARLY for early in tried]] * 4
+
+
+def test_one_call_with_very_many_tokens_is_not_remembered_for_ever() -> None:
+    def main(group: Any) -> None:
+        with buffer_of(group) as buffer:
+            launches = [call(buffer, num_tokens)[0] for num_tokens in (20, 4000, 20, 20)]
+            assert launches == [EARLY, TWICE, EARLY, EARLY]
+
+    local.run(main, 4)
+
+
+def test_attempts_come_back_after_a_success() -> None:
+    early = EarlyLaunches()
+    for _ in range(200):
+        if early.is_next():
+            early.learn(False)
+    skipped = 0
+    while not early.is_next():
+        skipped += 1
+    assert skipped <= 63
+    early.learn(True)
+    assert all(early.is_next() for _ in range(5))
+    early.learn(False)
+    assert early.is_next()
+
+
+def test_without_a_region_nothing_goes_out_early() -> None:
+    def main(group: Any) -> None:
+        with buffer_of(group, num_direct_bytes=0) as buffer:
+            assert [call(buffer, 9)[0] for _ in range(2)] == [EARLY] * 2
+
+    local.run(main, 4)
+
+
+# ---- failures -----------------------------------------------------------------------------------
+
+
+def failures(group: Any, num_rounds: int = 2) -> None:
+    """A notify that fails on all ranks leaves nothing of the dispatch behind it."""
+    with buffer_of(group, timeout_s=20) as buffer:
+        idx = torch.zeros(5, 2, dtype=torch.int64)
+        for step in range(num_rounds):
+            wrong = idx.clone()
+            if group.rank() == step % group.size():
+                wrong[2, 1] = E
+            with pytest.raises(ExpertIndexError):
+                buffer.dispatch(torch.ones(5, H).bfloat16(), topk_idx=wrong, num_experts=E)
+            rows = torch.ones(5, H * (2 if group.rank() == 1 else 1)).bfloat16()
+            with pytest.raises(ConfigMismatch, match="row_bytes"):
+                buffer.dispatch(rows, topk_idx=idx, num_experts=E)
+            call(buffer, 7, to_all=step % 2 == 0, call_idx=step)
+
+
+def test_a_failed_notify_leaves_nothing_behind(way: str) -> None:
+    local.run(failures, 4, timeout_s=60)
+
+
+def test_a_failed_notify_leaves_nothing_behind_under_any_schedule(way: str) -> None:
+    for seed in range(40):
+        try:
+            simulate.run(failures, 4, seed, timeout_s=60)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+
+
+def test_a_rank_that_ends_between_the_two_launches_is_named_by_all() -> None:
+    def main(group: Any) -> int | None:
+        with buffer_of(group, timeout_s=0.5) as buffer:
+            call(buffer, 6)
+            named = None
+            if group.rank() == 2:
+                engine = buffer.runtime
+                idx = torch.zeros(5, 2, dtype=torch.int64)
+                with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError):
+                    patch.setattr(type(engine), "internode_dispatch", failing(engine))
+                    buffer.dispatch(torch.ones(5, H).bfloat16(), topk_idx=idx, num_experts=E)
+            else:
+                with pytest.raises(PeerTimeout) as caught:
+                    call(buffer, 5, to_all=False)
+                named = caught.value.peer
+            buffer.reset()
+            assert call(buffer, 6)[0] == EARLY
+            return named
+
+    assert local.run(main, 4, timeout_s=60) == [2, 2, None, 2]
+
+
+def failing(of: Any) -> Any:
+    launch = type(of).internode_dispatch
+
+    def internode_dispatch(self: Any, **options: Any) -> None:
+        if self is of:
+            raise MemoryError("the host could not go on")
+        launch(self, **options)
+
+    return internode_dispatch
+
+
+# ---- simulated ----------------------------------------------------------------------------------
+
+CASE = internode.direct(
+    InternodeCase(
+        (9, 6, 12, 5),
+        experts=4,
+        topk=3,
+        hidden=48,
+        num_sms=4,
+        slots=2,
+        send_chunk=1,
+        calls=3,
+        rail_slots=4,
+        rail_chunk=2,
+        nvl_bytes=1 << 19,
+        rdma_bytes=1 << 19,
+        fused_layout=True,
+    )  # fmt: skip
+)
+
+
+@pytest.mark.parametrize("fault", ["skip_entry_barrier", "skip_bulk_wait", "weaken_release"])
+def test_simulation_finds_the_fault(fault: str, way: str) -> None:
+    find_fault(fault, CASE, run_case, verify)
+
+
+def test_the_same_runs_pass_without_a_fault(way: str) -> None:
+    pass_without_fault(CASE, run_case, verify)
