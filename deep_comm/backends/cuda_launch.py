@@ -37,6 +37,21 @@ is_current: Callable[[int], bool] = _cuda.is_current
 is_ready: Callable[[int, int], bool] = _cuda.is_ready
 
 
+class PooledEventHandle(EventHandle):
+    """At this point of a raw stream: an event of the native pool, for a tenth of the time that an
+    event and two stream objects of torch take."""
+
+    def __init__(self, device_index: int, raw_stream: int) -> None:
+        self._pooled = _cuda.Event(device_index)
+        self._pooled.record(raw_stream)
+
+    def current_stream_wait(self) -> None:
+        self._pooled.wait(current_raw_stream(_cuda.current_device()))
+
+    def stream_wait(self, stream: torch.cuda.Stream) -> None:
+        self._pooled.wait(int(stream.cuda_stream))
+
+
 class Streams:
     """What all operations of one Buffer share: its device, its communication stream,
     and where its last one is.
@@ -346,7 +361,7 @@ class CommLaunch:
             self._record(self._outputs)
             if handle is not None:
                 self._record_handle(handle)
-            return EventOverlap(EventHandle(streams.comm))
+            return EventOverlap(PooledEventHandle(streams.index, self.stream))
         if self.caller_stream != self.stream:
             end.wait(self.caller_stream)
         if self._on_comm:

@@ -7,6 +7,10 @@ the first tokens of every rank, bit for bit. The table says where decode stops b
 and whether auto is within 5 % of the better mode; ``--store`` makes the measured threshold the
 default of layers on machines like this one (deep_comm.tuning).
 
+auto is judged by what the same layer does when a mode is named. Beyond its decode_tokens it has no
+decode mode, since the memory of decode calls grows with that bound; the figures of decode there are
+of layers that were built for more, and the verdict names the sizes at which such a layer is faster.
+
 No size takes longer than --size-deadline-s (the process ends then, with the stack of where it was),
 and none is begun when --budget-s is spent; sizes that were left out are named.
 """
@@ -337,7 +341,7 @@ class Runner:
         one_rank = self._time(auto, mixed, f"auto, {tokens} on one rank")
         return replace(
             line,
-            eager=replace(line.eager, auto=eager),
+            eager=replace(line.eager, auto=eager, decode_fits=tokens <= auto.shape.decode_tokens),
             graph=replace(line.graph, auto=captured),
             one_rank=one_rank,
         )

@@ -16,17 +16,31 @@ TARGET = 1.05  # auto over the better mode
 
 @dataclass(frozen=True)
 class Pair:
-    """A step of so many tokens a rank by each mode, and by auto; None: not measured."""
+    """A step of so many tokens a rank by each mode, and by auto; None: not measured.
+
+    Attributes:
+        decode_fits: the layer whose auto is measured takes so many tokens with mode="decode", too;
+            if not, ``decode`` is of a layer that was built for more, with its memory.
+    """
 
     prefill: Timing | None
     decode: Timing | None
     auto: Timing | None = None
+    decode_fits: bool = True
 
     @property
     def ratio(self) -> float | None:
-        """Of auto to the better mode that was measured."""
-        fixed = [timing.mean_us for timing in (self.prefill, self.decode) if timing is not None]
-        return None if self.auto is None or not fixed else self.auto.mean_us / min(fixed)
+        """Of auto to the better mode of the same layer that was measured."""
+        return self._ratio_to(self.prefill, self.decode if self.decode_fits else None)
+
+    @property
+    def ratio_to_any(self) -> float | None:
+        """To the better mode of any layer."""
+        return self._ratio_to(self.prefill, self.decode)
+
+    def _ratio_to(self, *fixed: Timing | None) -> float | None:
+        means = [timing.mean_us for timing in fixed if timing is not None]
+        return None if self.auto is None or not means else self.auto.mean_us / min(means)
 
     @property
     def verdict(self) -> str:
@@ -35,7 +49,12 @@ class Pair:
         return "ok" if self.ratio <= TARGET else "MISSED"
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "ratio": self.ratio, "verdict": self.verdict}
+        return {
+            **asdict(self),
+            "ratio": self.ratio,
+            "ratio_to_any": self.ratio_to_any,
+            "verdict": self.verdict,
+        }
 
 
 @dataclass(frozen=True)
@@ -132,6 +151,16 @@ def verdict(lines: Sequence[Line], left_out: Sequence[int], decode_tokens: int) 
         )
     elif judged:
         texts.append(f"auto is within {TARGET:.2f} of the better mode at every size measured")
+    larger = [
+        f"{line.tokens} ({line.eager.ratio_to_any:.2f})"
+        for line in lines
+        if not line.eager.decode_fits and (line.eager.ratio_to_any or 0) > TARGET
+    ]
+    if larger:
+        texts.append(
+            "a layer with a larger decode_tokens, and its memory, would be faster by decode at "
+            f"{', '.join(larger)}"
+        )
     if left_out or not judged:
         sizes = ", ".join(map(str, left_out))
         texts.append(f"NOT COMPLETE: time was up before {sizes or 'anything was measured'}")

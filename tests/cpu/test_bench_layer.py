@@ -1,6 +1,7 @@
 """The bench of ExpertParallel: what it parses, computes and prints, and a run on the host
 target."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -36,6 +37,11 @@ def test_auto_is_compared_with_the_better_mode() -> None:
     assert pair(100.0, 50.0, 55.0).verdict == "MISSED"
     assert pair(100.0, None, 104.0).ratio == pytest.approx(1.04)
     assert pair(100.0, None, 104.0).verdict == "ok"
+    beyond = dataclasses.replace(pair(100.0, 50.0, 102.0), decode_fits=False)
+    assert beyond.ratio == pytest.approx(1.02) and beyond.ratio_to_any == pytest.approx(2.04)
+    assert beyond.to_json()["ratio_to_any"] == beyond.ratio_to_any
+    text = layer_report.verdict([Line(1024, beyond, pair(None, None))], [], 128)
+    assert "within 1.05" in text and "larger decode_tokens" in text and "at 1024 (2.04)" in text
     assert pair(100.0, 50.0).ratio is None and pair(None, None, 5.0).verdict == "-"
 
 
