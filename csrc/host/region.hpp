@@ -11,7 +11,10 @@
 
 namespace deep_comm {
 
-// First fit over holes sorted by offset; neighbours are joined as they come back.
+// First fit over holes sorted by offset; neighbours are joined as they come back. Large blocks are
+// taken for as much as may come, shrink, and live a layer or two. So that they do not settle in the
+// middle, where the next one would have to lie on either side of them, only the hole at the very
+// beginning is filled from there, others from their end; and small blocks go to the very end.
 template <class Event>
 class FreeList {
  public:
@@ -30,24 +33,31 @@ class FreeList {
 
   // The taken bytes with everything that may still read them; empty if no hole is large enough.
   std::optional<Hole> take(size_t num_bytes) {
-    const auto hole = std::find_if(holes_.begin(), holes_.end(), [&](const Hole& candidate) {
-      return candidate.num_bytes >= num_bytes;
-    });
+    constexpr size_t kSmallShare = 16;
+    const auto fits = [&](const Hole& candidate) { return candidate.num_bytes >= num_bytes; };
+    const bool is_small = begin_ < end_ && num_bytes <= (end_ - begin_) / kSmallShare;
+    auto hole = std::find_if(holes_.begin(), holes_.end(), fits);
     if (hole == holes_.end()) return std::nullopt;
+    if (is_small) hole = std::find_if(holes_.rbegin(), holes_.rend(), fits).base() - 1;
     if (hole->num_bytes == num_bytes) {
       Hole taken = std::move(*hole);
       holes_.erase(hole);
       return taken;
     }
+    hole->num_bytes -= num_bytes;
+    if (is_small || hole->offset != begin_) {
+      return Hole{hole->offset + hole->num_bytes, num_bytes, hole->uses};
+    }
     Hole taken{hole->offset, num_bytes, hole->uses};
     hole->offset += num_bytes;
-    hole->num_bytes -= num_bytes;
     return taken;
   }
 
   // An event's end may run code of its owner's, which may come back here. So what is replaced is
   // moved into locals, and ends when the list is at rest.
   void give_back(Hole hole) {
+    begin_ = std::min(begin_, hole.offset);
+    end_ = std::max(end_, hole.offset + hole.num_bytes);
     const auto after =
         std::lower_bound(holes_.begin(), holes_.end(), hole.offset,
                          [](const Hole& other, size_t offset) { return other.offset < offset; });
@@ -95,6 +105,7 @@ class FreeList {
   }
 
   std::vector<Hole> holes_;
+  size_t begin_ = SIZE_MAX, end_ = 0;  // of all that was ever given
 };
 
 }  // namespace deep_comm

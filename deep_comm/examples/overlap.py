@@ -8,6 +8,11 @@ picture of what ran when on which stream (overlap.png with all ways, where matpl
 for each), and says how much of the communication had computation beside it. On the host target,
 which has no streams, one thread does either the one or the other: the picture is of its calls,
 nothing is hidden.
+
+Kernels run beside each other where each finds SMs. Matrix products of a library take all there are,
+for as long as they run, so that a dispatch behind one of them waits for its end. ``--leave-sms``
+tells cuBLASLt to leave some to the communication; the ways that overlap do, the sequential one has
+nothing to leave them to.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ import functools
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +37,8 @@ from deep_comm.examples.launch import device_of, on_ranks, say
 from deep_comm.topology import first_expert, num_local_experts
 
 NUM_EXPERTS, NUM_TOPK, NUM_LAYERS = 16, 4, 3
+NUM_PASSES = 5
+LEAVE_SMS = 24  # what a call takes that names no SMs, or a little more
 
 
 class Model:
@@ -128,6 +135,23 @@ def two_batches(model: Model, x: Tensor) -> Tensor:
 WAYS = {"sequential": one_after_the_other, "shared": shared_between, "two-batch": two_batches}
 
 
+@contextmanager
+def leaving_sms(num_sms: int) -> Iterator[None]:
+    """Matrix products inside leave so many SMs free, where this torch can tell its library."""
+    set_carveout = getattr(torch._C, "_set_sm_carveout_experimental", None)
+    if num_sms == 0 or set_carveout is None or not torch.cuda.is_available():
+        yield
+        return
+    library = torch.backends.cuda.preferred_blas_library()
+    torch.backends.cuda.preferred_blas_library("cublaslt")  # the one that listens
+    set_carveout(num_sms)
+    try:
+        yield
+    finally:
+        set_carveout(None)
+        torch.backends.cuda.preferred_blas_library(library)
+
+
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -167,7 +191,8 @@ def _trace(
     way: str, model: Model, step: Callable[[], Tensor], device: torch.device, folder: Path
 ) -> Sequence[picture.Span]:
     on_gpu = device.type == "cuda"
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    # Not both: notes of every operator would slow the host down, and with it what it queues.
+    activities = [ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]
     ranges = nullcontext() if on_gpu else _named_ranges(model.parallel)
     with ranges, profile(activities=activities) as profiler:
         step()
@@ -186,7 +211,13 @@ def _share_of_equal_tokens(y: torch.Tensor, wanted: torch.Tensor) -> float:
     return (difference <= 0.02 * wanted.float().norm(dim=1)).float().mean().item()
 
 
-def rank_main(group: Any, num_tokens: int, hidden: int, mode: str, folder: str | None) -> bool:
+def _leaving(way: str, num_sms: int) -> AbstractContextManager[None]:
+    return leaving_sms(0 if way == "sequential" else num_sms)
+
+
+def rank_main(
+    group: Any, num_tokens: int, hidden: int, mode: str, folder: str | None, leave_sms: int
+) -> bool:
     device = device_of(group)
     rank = group.rank()
     model = Model(group, hidden, num_tokens, device, mode)
@@ -195,26 +226,29 @@ def rank_main(group: Any, num_tokens: int, hidden: int, mode: str, folder: str |
     results = {}
     with torch.inference_mode():
         for way, run in WAYS.items():
-            results[way] = run(model, x)  # also the warm-up
-            _synchronize(device)
-            torch.distributed.barrier(group)
-            started = time.perf_counter()
-            for _ in range(3):
+            with _leaving(way, leave_sms):
+                results[way] = run(model, x)  # also the warm-up
                 run(model, x)
-            _synchronize(device)
-            pass_ms = (time.perf_counter() - started) / 3e-3
+                _synchronize(device)
+                torch.distributed.barrier(group)
+                started = time.perf_counter()
+                for _ in range(NUM_PASSES):
+                    run(model, x)
+                _synchronize(device)
+            pass_ms = (time.perf_counter() - started) / NUM_PASSES / 1e-3
             say(group, f"{way:>10}: {pass_ms:.2f} ms a pass of {NUM_LAYERS} layers")
         if folder is not None:
             Path(folder).mkdir(parents=True, exist_ok=True)
             traces: dict[str, Sequence[picture.Span]] = {}
             for way, run in WAYS.items():
                 torch.distributed.barrier(group)
-                if rank == 0:
-                    step = lambda run=run: run(model, x)
-                    traces[way] = _trace(way, model, step, device, Path(folder))
-                else:
-                    run(model, x)
-                    _synchronize(device)
+                with _leaving(way, leave_sms):
+                    if rank == 0:
+                        step = lambda run=run: run(model, x)
+                        traces[way] = _trace(way, model, step, device, Path(folder))
+                    else:
+                        run(model, x)
+                        _synchronize(device)
             if rank == 0:
                 file = Path(folder) / "overlap.png"
                 is_written = picture.write_png(file, traces, device.type == "cpu")
@@ -240,11 +274,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--hidden", type=int, default=7168 if on_gpu else 64)
     parser.add_argument("--mode", choices=("prefill", "decode"), default="prefill")
     parser.add_argument("--ranks", type=int, default=2, help="without torchrun")
+    parser.add_argument("--leave-sms", type=int, default=LEAVE_SMS, help="by matrix products")
     parser.add_argument("--trace", metavar="FOLDER", help="write traces and pictures there")
     parsed = parser.parse_args(arguments)
     return on_ranks(
-        rank_main, parsed.ranks, parsed.tokens, parsed.hidden, parsed.mode, parsed.trace
-    )
+        rank_main, parsed.ranks, parsed.tokens, parsed.hidden, parsed.mode, parsed.trace,
+        parsed.leave_sms,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

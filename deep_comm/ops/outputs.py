@@ -168,9 +168,9 @@ def reserve(
     ``places``: of a received token, with expanded outputs.
     """
     num_bytes = _layout(payload, idx, num_rows)[-1]
-    output = take(ctx, launch, num_bytes)
     # Only kernels use what the handle keeps, unless tensors are made of it, as expanded outputs do.
     sources = take(ctx, launch, slab_bytes + _source_bytes(ctx, num_rows, places), True)
+    output = take(ctx, launch, num_bytes)
     if output is None or sources is None:
         return None
     for block, events in (output, sources):
@@ -192,11 +192,12 @@ def reserve_unknown(
     ctx: Context, launch: Launch, payload: Payload, idx: Tensor | None, slab_bytes: int
 ) -> Reservation | None:
     """For as many rows as may come, before anybody knows the number: what ranks as full as any has
-    been could send, and some more; or else a little more than ever came. What is too much goes
-    back at once."""
-    return _reserve_most(
-        ctx, launch, payload, idx, likely_rows(ctx, payload.num_tokens), slab_bytes, 0
-    )
+    been could send, and some more; or else a little more than ever came; or what ranks as full as
+    this one could send. What is too much goes back at once; if it was too little, nothing is lost
+    against none at all: the rows move when the host knows their number.
+    """
+    choices = likely_rows(ctx, payload.num_tokens) | {ctx.num_ranks * payload.num_tokens}
+    return _reserve_most(ctx, launch, payload, idx, choices, slab_bytes, 0)
 
 
 def reserve_unknown_expanded(
@@ -209,17 +210,25 @@ def reserve_unknown_expanded(
     expert_alignment: int,
     slab_bytes: int,
 ) -> Reservation | None:
-    """The same for an expanded dispatch: twice what even routing brings, or a
-    little more than ever came.
+    """The same for an expanded dispatch: a little more than ever came, or at first twice what even
+    routing brings; or a quarter more than even routing from ranks as full as this one. These rows
+    are many and the region is no larger than two or three such blocks: what is too much for a while
+    is in the way of the next.
     """
     likely = ctx.most_expanded_rows + ctx.most_expanded_rows // 8
     num_local = -(-num_experts // ctx.num_ranks)
-    num_tokens = ctx.num_ranks * max(payload.num_tokens, ctx.most_tokens)
-    even = -(-num_tokens * places * num_local // num_experts)
+    padding = num_local * (expert_alignment - 1)
+
+    def even(num_tokens: int) -> int:
+        return -(-ctx.num_ranks * num_tokens * places * num_local // num_experts)
+
+    alike = even(payload.num_tokens)
+    alike += alike // 4 + padding
+    if likely == 0:
+        likely = 2 * even(payload.num_tokens) + padding
     return _reserve_most(
-        ctx, launch, payload, row_idx,
-        {max(2 * even + num_local * (expert_alignment - 1), likely), likely}, slab_bytes, places,
-    )  # fmt: skip
+        ctx, launch, payload, row_idx, {max(likely, alike), alike}, slab_bytes, places
+    )
 
 
 def _reserve_most(

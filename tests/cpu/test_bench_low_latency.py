@@ -9,9 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_bench import BENCH, SHORT, SMALL, WRONG, run
+from test_bench import BENCH, SHORT, SMALL, run
 
 LOW_LATENCY = [*BENCH, "--mode", "low-latency", "--ranks", "2", *SMALL, *SHORT]
+WRONG_CALL = """
+import sys, torch, deep_comm
+from deep_comm.bench.__main__ import main
+good = deep_comm.Buffer.low_latency_{call}
+def bad(*given, **named):
+    result = good(*given, **named)
+    if torch.distributed.get_rank() == 1:
+        {spoil}
+    return result
+deep_comm.Buffer.low_latency_{call} = bad
+if __name__ == "__main__":
+    main(sys.argv[1:])
+"""
 
 
 def test_the_low_latency_bench_measures_every_combination(tmp_path: Path) -> None:
@@ -73,22 +86,7 @@ def test_the_low_latency_bench_sends_logarithms_home(tmp_path: Path, nodes: list
 @pytest.mark.parametrize("nodes", [[], ["--ranks", "4", "--ranks-per-node", "2"]])
 def test_logarithms_that_are_wrong_end_the_run(tmp_path: Path, nodes: list[str]) -> None:
     script = tmp_path / "wrong.py"
-    script.write_text(
-        """
-import sys, torch
-from deep_comm.bench.__main__ import main
-from deep_comm.bench.low_latency import operations
-good = operations.BufferCalls._combine
-def bad(self, *given):
-    result = good(self, *given)
-    if torch.distributed.get_rank() == 1:
-        result[0][0, 0] *= 1.06
-    return result
-operations.BufferCalls._combine = bad
-if __name__ == "__main__":
-    main(sys.argv[1:])
-"""
-    )
+    script.write_text(WRONG_CALL.format(call="combine", spoil="result[0][0, 0] *= 1.06"))
     num_ranks = "4" if nodes else "2"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", num_ranks, str(script), "--device", "cpu"]
@@ -114,11 +112,7 @@ def test_one_wrong_bit_in_low_latency_mode_ends_the_run(
 ) -> None:
     script = tmp_path / "wrong.py"
     script.write_text(
-        WRONG.replace("operations.BufferOperations._combine", f"operations.BufferCalls._{spoiled}")
-        .replace("bench import operations", "bench.low_latency import operations")
-        .replace("bad(self, x, handle)", "bad(self, *given)")
-        .replace("good(self, x, handle)", "good(self, *given)")
-        .replace("result[0].view(torch.int16)[0, 0]", "result[0].view(torch.uint8).view(-1)[0]")
+        WRONG_CALL.format(call=spoiled, spoil="result[0].view(torch.uint8).view(-1)[0] ^= 1")
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += [str(script), "--device", "cpu", "--mode", "low-latency", *SMALL, *SHORT]

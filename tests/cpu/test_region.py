@@ -27,9 +27,26 @@ def test_blocks_do_not_overlap_and_come_back() -> None:
     blocks = [r.allocate(200)[0] for _ in range(4)]
     assert sorted(b.offset for b in blocks) == [0, 256, 512, 768]
     assert r.allocate(1) is None
+    blocks.sort(key=lambda block: block.offset)
     del blocks[1:3]
     assert r.num_free_bytes == 512
     assert r.allocate(512)[0].offset == 256
+
+
+def test_blocks_that_shrink_do_not_settle_in_the_middle() -> None:
+    """Of a program that holds a block until it has the next, and takes more than it needs at
+    first."""
+    r = region(end=64 << 10)
+    held = None
+    for _ in range(10):
+        small = r.allocate(512)[0]
+        taken = r.allocate(28 << 10)
+        assert taken is not None
+        block = taken[0]
+        block.shrink(24 << 10)
+        small.shrink(256)
+        held = small, block
+    assert held is not None and r.num_free_bytes == (40 << 10) - 256
 
 
 def test_an_unaligned_beginning_is_rounded_up() -> None:

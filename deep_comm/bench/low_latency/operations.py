@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -59,7 +60,7 @@ class BufferCalls:
         self._expected = expected
         self._weights_ahead = layout != PACKED_LATE
         self._volumes = _volumes(expected, num_slots)
-        self._handles = [self._dispatch(slot, "fused")[2] for slot in range(num_slots)]
+        self._handles = [self._dispatch_of(slot, "fused")()[2] for slot in range(num_slots)]
 
     @property
     def num_blocks(self) -> int:
@@ -69,10 +70,13 @@ class BufferCalls:
             self._expected.max_tokens, shape.hidden, shape.num_topk, shape.num_experts
         )
 
-    def _dispatch(self, slot: int, phases: str) -> Any:
+    # What a call is given is looked up beforehand: its host time is to be the call's alone.
+
+    def _dispatch_of(self, slot: int, phases: str) -> Callable[[], Any]:
         expected, shape = self._expected, self._expected.workload
         routing = expected.routing(slot)
-        result = self._buffer.low_latency_dispatch(
+        return functools.partial(
+            self._buffer.low_latency_dispatch,
             expected.x(slot),
             routing.topk_idx,
             expected.max_tokens,
@@ -83,37 +87,43 @@ class BufferCalls:
             topk_weights=routing.topk_weights if self._weights_ahead else None,
             compact=expected.is_compact,
         )
-        if result[4] is not None:
-            result[4]()
-        return result
 
-    def _combine(self, slot: int, phases: str, handle: Any) -> Any:
+    def _combine_of(self, slot: int, phases: str) -> Callable[..., Any]:
         expected = self._expected
         routing = expected.routing(slot)
-        result = self._buffer.low_latency_combine(
+        return functools.partial(
+            self._buffer.low_latency_combine,
             expected.expert_output(slot),
             routing.topk_idx,
             routing.topk_weights,
-            handle,
             use_logfmt=expected.workload.combine_format == "logfmt",
             return_recv_hook=phases == "hooked",
         )
-        if result[2] is not None:
-            result[2]()
-        return result
 
     def operation(self, name: str, phases: str) -> Operation:
         expected, (there, back) = self._expected, self._volumes
         kernels = KERNELS[name, phases]
+        slots = range(len(self._handles))
+        dispatches = [self._dispatch_of(slot, phases) for slot in slots]
+        combines = [self._combine_of(slot, phases) for slot in slots]
 
         def dispatch(slot: int) -> Any:
-            return self._dispatch(slot, phases)
+            result = dispatches[slot]()
+            if result[4] is not None:
+                result[4]()
+            return result
+
+        def combine_with(slot: int, handle: Any) -> Any:
+            result = combines[slot](handle=handle)
+            if result[2] is not None:
+                result[2]()
+            return result
 
         def combine(slot: int) -> Any:
-            return self._combine(slot, phases, self._handles[slot])
+            return combine_with(slot, self._handles[slot])
 
         def pair(slot: int) -> Any:
-            return self._combine(slot, phases, self._dispatch(slot, phases)[2])
+            return combine_with(slot, dispatch(slot)[2])
 
         if name == DISPATCH:
             return Operation(name, phases, dispatch, expected.dispatch_is_right, there, kernels)
