@@ -44,7 +44,7 @@ class InternodeCalls(NormalCalls):
 
     The handle is an InternodeHandle, whose first ten fields are also a sequence. In worst-case
     mode ``num_worst_tokens`` also bounds the rows that this rank forwards, unless N times its own
-    tokens are more.
+    tokens, or the most that any rank has brought so far, are more.
     """
 
     internode_dispatch = _between_nodes(NormalCalls.dispatch, "internode_dispatch")

@@ -110,6 +110,10 @@ class MoEShape:
         spread = 1 - (1 - 1 / num_ranks) ** self.num_topk  # of the ranks that a token goes to
         return math.ceil(self.max_tokens * num_ranks * spread)
 
+    def num_sent_rows(self, num_nodes: int) -> int:
+        """Rows that a rank sends to one of the nodes in that case."""
+        return math.ceil(self.max_tokens * (1 - (1 - 1 / num_nodes) ** self.num_topk))
+
     @property
     def sent_bytes(self) -> int:
         """Of a token as it travels, with its scales."""
@@ -132,13 +136,23 @@ def ring_bytes(shape: MoEShape, num_ranks: int, device_type: str) -> int:
     return host_default().get_nvl_buffer_size_hint(shape.row_bytes, num_ranks)
 
 
-def rail_bytes(shape: MoEShape, num_nodes: int, device_type: str) -> int:
-    """For the rings between nodes, of dispatch and of combine; calls
-    shrink them to what there is.
+def rail_bytes(
+    shape: MoEShape, num_ranks: int, num_nodes: int, device_type: str, prefills: bool
+) -> int:
+    """For the rings between nodes, of dispatch and of combine, which calls shrink to what there is;
+    or, in the same memory, a slot for every row that crosses, to put it from and to put it to.
     """
     if device_type != "cpu":
-        return _lines(num_nodes * _DEVICE_RING_BYTES)
-    return _lines(2 * num_nodes * _HOST_RAIL_SLOTS * (shape.row_bytes + _SLOT_METADATA_BYTES))
+        rings = num_nodes * _DEVICE_RING_BYTES
+    else:
+        rings = 2 * num_nodes * _HOST_RAIL_SLOTS * (shape.row_bytes + _SLOT_METADATA_BYTES)
+    if not prefills:
+        return _lines(rings)
+    num_rows = min(shape.max_tokens, math.ceil(_IMBALANCE * shape.num_sent_rows(num_nodes)))
+    # Before a row: experts, weights, its source and places.
+    before = 8 * shape.num_topk + 4 + 4 * (num_ranks // num_nodes)
+    slot = _lines(shape.sent_bytes) + _lines(before) + _ALIGNMENT
+    return _lines(max(rings, 2 * (num_nodes - 1) * num_rows * slot))
 
 
 def direct_bytes(shape: MoEShape, num_ranks: int) -> int:
@@ -148,6 +162,21 @@ def direct_bytes(shape: MoEShape, num_ranks: int) -> int:
     # Beside each row its expert, weight and source, and the rows of its token.
     beside = 8 + 4 + 4 + 4 * shape.num_topk
     return _lines(_USES * (num_rows * (shape.sent_bytes + beside) + 8 * _ALIGNMENT))
+
+
+def tier_region_bytes(shape: MoEShape, num_ranks: int, num_nodes: int) -> int:
+    """The same between nodes: rows as they come, which are grouped elsewhere, and what combine adds
+    on its way."""
+    per_node = num_ranks // num_nodes
+    received = shape.num_balanced_rows(num_ranks)
+    num_rows = min(num_ranks * shape.max_tokens, math.ceil(received * _IMBALANCE))
+    beside = 12 * shape.num_topk + 4 + 8  # experts and weights, source, its node and neighbours
+    outputs = num_rows * (shape.sent_bytes + beside)
+    # What a neighbour returns of the rows that this rank forwards, their sums, and those that come.
+    num_sums = num_nodes * shape.num_sent_rows(num_nodes) + received * (per_node - 1) / per_node
+    num_sums = num_sums * _IMBALANCE + shape.max_tokens * min(shape.num_topk, num_nodes - 1)
+    sums = math.ceil(num_sums) * _lines(shape.row_bytes + 4 * shape.num_topk)
+    return _lines(max(_USES * outputs, outputs + sums) + 8 * _USES * _ALIGNMENT)
 
 
 def low_latency_bytes(shape: MoEShape, num_ranks: int, num_nodes: int = 1) -> int:
@@ -172,7 +201,7 @@ class MemoryEstimate:
     control_words: int
     prefill_call: int
     decode_call: int
-    rail: int = 0  # rings between nodes; 0: all ranks are on one
+    rail: int = 0  # rings between nodes, or slots; 0: all ranks are on one
 
     @property
     def buffer(self) -> int:
@@ -202,9 +231,9 @@ class MemoryEstimate:
             f"  {size(self.control_words)} of control words.",
         ]
         if self.rail:
-            lines.append(f"  {size(self.rail)} of rings between nodes.")
+            lines.append(f"  {size(self.rail)} of slots or rings between nodes.")
         if self.prefill_call:
-            rows = "received rows, " if self.rail else ""
+            rows = "rows for experts, " if self.rail else ""
             lines.append(
                 f"A prefill call of {shape.max_tokens} tokens a rank with uniform routing makes "
                 f"tensors of {size(self.prefill_call)}: {rows}what experts return, sums, results."
@@ -242,21 +271,25 @@ def estimate_memory(
     num_rows = shape.num_balanced_rows(num_ranks)
     # From the experts, their sums, what comes home. Rows for the experts lie in the receive region.
     prefill = shape.row_bytes * (shape.num_balanced_selections + num_rows + shape.max_tokens)
-    if num_nodes > 1:  # there is no receive region: rows as they come, and by expert, are tensors
-        prefill += shape.sent_bytes * (num_rows + shape.num_balanced_selections)
+    region = direct_bytes(shape, num_ranks)
+    if num_nodes > 1:  # rows for the experts are tensors
+        prefill += shape.sent_bytes * shape.num_balanced_selections
+        region = tier_region_bytes(shape, num_ranks, num_nodes)
     num_places = num_local * num_ranks * shape.num_slots
     decode = (
         num_places * (shape.sent_bytes + shape.row_bytes + 4) + shape.num_slots * shape.row_bytes
     )
     low_latency = low_latency_bytes(shape, num_ranks, num_nodes) if decodes else 0
-    rail = rail_bytes(shape, num_nodes, device_type) if num_nodes > 1 else 0
+    rail = 0
+    if num_nodes > 1:
+        rail = rail_bytes(shape, num_ranks, num_nodes, device_type, prefills)
     if decodes and num_nodes > 1:
         low_latency = rail = max(low_latency, rail)  # one argument of Buffer gives both their size
     return MemoryEstimate(
         shape=shape,
         num_ranks=num_ranks,
         rings=_lines(ring_bytes(shape, num_ranks, device_type)),
-        receive_region=direct_bytes(shape, num_ranks) if prefills and num_nodes == 1 else 0,
+        receive_region=region if prefills else 0,
         low_latency_region=low_latency,
         control_words=_core.Engine.workspace_bytes(
             num_ranks=num_ranks, num_max_experts=shape.num_experts

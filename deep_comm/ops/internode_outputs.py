@@ -148,10 +148,11 @@ def _take_blocks(
     """Where neighbours write outputs in place, and for a handle; poisoned if outputs are."""
     if ctx.num_direct_bytes == 0:
         return None
-    taken = [take(ctx, launch, max(_layout(payload, idx, num_rows)[-1], 1), is_scratch)]
-    if makes_handle:
+    taken = []
+    if makes_handle:  # first: it is small, lives longer, and must not part the region
         _, source_bytes = ctx.engine.tier_source_layout(num_rows=num_rows)
         taken.append(take(ctx, launch, max(source_bytes, 1)))
+    taken.insert(0, take(ctx, launch, max(_layout(payload, idx, num_rows)[-1], 1), is_scratch))
     if None in taken:
         return None
     blocks = []

@@ -7,6 +7,7 @@ import torch
 from layer_cases import LayerCase, build, inputs
 
 from deep_comm import ArgumentError, ExpertParallel, local
+from deep_comm.ops.internode_combine import _staging
 
 SHAPE = dict(hidden=7168, num_experts=256, num_topk=8, max_tokens=4096)
 
@@ -25,6 +26,44 @@ def test_the_buffer_is_as_large_as_estimated(mode: str) -> None:
             assert (memory.prefill_call == 0) == (mode == "decode")
 
     local.run(main, 3, timeout_s=30)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("shape", [(2, 2), (3, 1), (3, 2)], ids=str)
+def test_between_nodes_rows_and_sums_have_places(
+    shape: tuple[int, int], fp8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of even routing, with max_tokens on all ranks: no call takes the rings. Rows that are put."""
+    monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", "0")
+    num_ranks = shape[0] * shape[1]
+    steps = ((40,) * num_ranks,) * 3
+    case = LayerCase(
+        steps, 40, 6, hidden=256, experts=8 * num_ranks, topk=4, mode="prefill",
+        ranks_per_node=shape[1], fp8=fp8,
+    )  # fmt: skip
+
+    def main(group: Any) -> None:
+        with build(group, case) as layer, torch.no_grad():
+            ctx = layer.buffer._context
+            for step in range(3):
+                batch = layer.dispatch(*inputs(case, group.rank(), step))
+                # The first call may have reserved for more than ever comes.
+                assert step == 0 or ctx.early_launches._num_failures == 0
+                staged, _, num_rows = _staging(
+                    ctx, _NoLaunch(), batch.state.handle, layer.shape.row_bytes, case.topk
+                )
+                assert staged is not None and num_rows > 0
+                del staged
+                layer.combine(batch, batch.map(lambda expert, rows: rows.bfloat16()))
+
+    local.run(main, num_ranks, timeout_s=60)
+
+
+class _NoLaunch:
+    caller_stream, is_behind_caller, is_captured = 0, True, False
+
+    def wait(self, events: Any) -> None:
+        pass
 
 
 def test_the_tensors_of_a_call_are_as_large_as_estimated() -> None:
