@@ -169,7 +169,8 @@ class ElasticBuffer(ElasticCalls, Refused):
     ) -> int:
         """Bytes that take the rows of any routing in place: R * M rows, and rings beside them.
 
-        With fewer, rows without room come through the rings, as all rows do between nodes.
+        With fewer, rows without room come through the rings; between nodes all rows of a call do,
+        unless every rank has room for what comes to it and crosses.
         """
         return size_hint(group.size(), num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch)
 

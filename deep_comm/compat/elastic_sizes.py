@@ -65,8 +65,8 @@ def ring_bytes(topology: Topology, row_bytes: int) -> tuple[int, int]:
 def size_hint(
     num_ranks: int, num_max_tokens_per_rank: int, hidden: int, num_topk: int, use_fp8_dispatch: bool
 ) -> int:
-    """Inside a node R * M rows and rings beside them; between nodes, whose rows come through rings
-    alone, as much or what the rings of both tiers want, whichever is more.
+    """R * M rows and rings beside them; between nodes as much for places in both tiers, or what
+    their rings want, whichever is more.
 
     Asks nobody: hosts are taken to hold DEEP_COMM_RANKS_PER_NODE ranks, else as many as can be.
     """
