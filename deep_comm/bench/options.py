@@ -97,7 +97,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m deep_comm.bench",
         description="Dispatch and combine, checked bit for bit and then timed. Lists are separated "
-        "by commas, and every combination of them is measured.",
+        "by commas, and every combination of them is measured. Host times are means of the calling "
+        "thread over rounds of 64 calls, cold first ones included, whose launches fit into the "
+        "GPU's queue; on GPUs an empty kernel and an addition of torch are timed likewise beside "
+        "them, because the same call takes twice as long on one machine as on another.",
         epilog=EPILOG,
     )
     add = parser.add_argument
