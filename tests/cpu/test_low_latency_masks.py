@@ -97,7 +97,7 @@ def test_a_rank_may_stop_at_any_step(first_seed: int) -> None:
 
 
 def test_simulation_finds_live_ranks_that_are_masked_for_waiting() -> None:
-    found = (stop(seed, ("skip_alive",)) for seed in range(160))
+    found = (stop(seed, ("skip_alive",)) for seed in range(600))  # one in fifty does
     assert any(what is not None and "MaskedOut" in what for what in found)
 
 
