@@ -1,10 +1,11 @@
 // The send phase of dispatch: routes and counts, then rows straight from registers into the
 // receivers' slots. No store waits for another: every word says of itself that it has come.
 //
-//   load: rows, experts → ranks of own tokens → counts of earlier tokens → warp: routes → block: rows
+//   load: rows, experts → ranks of own tokens → rows of the first peer → counts of earlier tokens
+//   → warp: routes → block: rows of the others
 //
-// All that a block reads is loaded at its begin, in one trip to memory. Routes go first: they are
-// few, and the receiver finds the places of rows while the rows are on the links.
+// All that a block reads is loaded at its begin, in one trip to memory. Routes go before most rows:
+// they are few, and the receiver finds the places of rows while the rows are on the links.
 #pragma once
 
 #include "device/low_latency/block.cuh"
@@ -136,8 +137,28 @@ DC_DEVICE void count_tokens(const LowLatencyDispatchArgs& args, const BlockMemor
   }
 }
 
+// Every thread's first piece, encoded, to the first peer: so the links have work while the block
+// counts. More than that would hold up counts and routes.
+template <PayloadFormat kFormat>
+DC_DEVICE void send_first_pieces(const LowLatencyDispatchArgs& args, const LowLatencyHalf& half,
+                                 const LowLatencyShare& share, const BlockMemory& memory,
+                                 Piece<kFormat>& first) {
+  const World& world = args.world;
+  const int num_pieces = share.num_columns() / Piece<kFormat>::kElements;
+  const int num_total = min_of(share.num_tokens(), arch::num_warps()) * num_pieces;
+  // As in send_rows: encoding takes the whole warp.
+  if (arch::warp_idx() * kWarpSize >= num_total) return;
+  first.encode(args.round_scale, args.global_scale);
+  const int idx = arch::thread_idx(), peer = source_at(world, 0);
+  if (idx >= num_total) return;
+  const Position position = Position::of(idx, Divisor::make(num_pieces), num_pieces);
+  if (((memory.masks[position.row] & memory.active) >> peer & 1u) == 0) return;
+  first.send(half.slot(peer, world.rank, share.begin + position.row), args.shape.row_bytes,
+             share.column_begin / Piece<kFormat>::kElements + position.column);
+}
+
 // The block moves its columns of tokens [begin, end), one piece a thread. With has_first, `first`
-// is what was loaded before of the piece that this thread moves first.
+// is the piece that this thread moves first, which send_first_pieces has encoded and sent.
 template <PayloadFormat kFormat>
 DC_DEVICE void send_rows(const LowLatencyDispatchArgs& args, const LowLatencyHalf& half,
                          const LowLatencyShare& share, const BlockMemory& memory, int begin,
@@ -156,15 +177,16 @@ DC_DEVICE void send_rows(const LowLatencyDispatchArgs& args, const LowLatencyHal
     const Position position = Position::of(has_piece ? idx : 0, by_pieces, num_pieces);
     const int token = begin + position.row, piece = first_piece + position.column;
     PieceType loaded = first;
+    const int first_step = has_first ? 1 : 0;
     if (!has_first) {
       loaded.load(args.x + static_cast<size_t>(token) * args.shape.hidden * sizeof(Bf16), piece);
+      loaded.encode(args.round_scale, args.global_scale);
     }
     has_first = false;
-    loaded.encode(args.round_scale, args.global_scale);
     if (!has_piece) continue;
     const uint32_t mask = memory.masks[position.row] & memory.active;
     DC_NO_UNROLL
-    for (int step = 0; step < world.num_ranks; ++step) {
+    for (int step = first_step; step < world.num_ranks; ++step) {
       // Each rank begins with another destination, so that none is hit by all at once.
       const int peer = source_at(world, step);
       if ((mask >> peer & 1u) == 0) continue;
@@ -285,6 +307,7 @@ DC_DEVICE bool dispatch_send(const Context& context, const LowLatencyDispatchArg
   const bool ok = !has_credit_warp() ||
                   await_credit(context, half, memory, begin, args.signature, args.num_tokens);
   if (!block_agrees(ok)) return false;
+  send_first_pieces<kFormat>(args, half, share, memory, inputs.first);
   number_records(context, half, args.phases, begin);
   // The last block counts all tokens, for the counts; then every block those before its own.
   const bool is_last = arch::block_idx() == arch::num_blocks() - 1;
