@@ -136,4 +136,14 @@ SPECIAL: dict[str, Case] = {
     "one rank, one token": Case((1,), experts=1, topk=1),
     "tokens do not fill the channels": Case((2, 1, 3, 0), num_sms=8, slots=2, send_chunk=1),
     "all tokens to one expert of eight ranks": Case((40,) * 8, routing="one_expert", experts=8),
+    # A row's scales begin anywhere in a line, and a warp stores them line by line; more than a warp
+    # holds go another way.
+    **{
+        f"{num} scales a row, direct": Case(
+            (11, 14), hidden=256, experts=4, topk=3, dtype=torch.uint8, num_sms=2,
+            scales=Scales(num, torch.float32 if num % 2 else torch.int32),
+            direct_bytes=8 << 20,
+        )
+        for num in (31, 32, 33, 56, 63, 97, 128, 129)
+    },
 }  # fmt: skip

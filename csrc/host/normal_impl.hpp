@@ -158,20 +158,26 @@ template <class Target>
 void Engine<Target>::plan_direct(DispatchArgs& args, const DispatchOptions& options) const {
   // As many moving warps as have room for whole rows, within reason; longer rows travel in pieces.
   constexpr int kMinDirectStages = 4;
+  // Of plain rows, a block holds no more than this (docs/design/0028).
+  constexpr int kDirectRows = 16, kDirectRowBytes = kDirectRows * 7168;
   const Tuning& tuning = Target::kTuning;
   const int room = smem_bytes_limit - kReservedSmemBytes - kMaxBarrierBytes;
   // Quantising takes a warp's time: as many as have room for pieces of 512
   // elements and their scales.
   const int stage_bytes = options.is_quantised ? 1024 + 16 : options.row_bytes;
-  const int most_warps = room / (kMinDirectStages * align_up(stage_bytes, 128));
+  const int most_rows = max_of(kDirectRows, kDirectRowBytes / options.row_bytes);
+  const int most_warps =
+      min_of(room / (kMinDirectStages * align_up(stage_bytes, 128)),
+             options.is_quantised ? tuning.num_direct_move_warps : most_rows / kMinDirectStages);
   args.num_move_warps = max_of(2, min_of(tuning.num_direct_move_warps, most_warps));
   const bool has_metadata =
       options.num_topk != 0 || options.num_scales != 0 || options.makes_handle;
   args.num_meta_warps = has_metadata ? tuning.num_direct_meta_warps : 0;
   const int warp_limit = room / args.num_move_warps;
   if (!options.is_quantised) {
-    args.direct_stage = StageLayout::make(options.row_bytes, 0, warp_limit, kMinDirectStages,
-                                          StagePipe::kMaxStages);
+    args.direct_stage =
+        StageLayout::make(options.row_bytes, 0, warp_limit, kMinDirectStages,
+                          min_of(StagePipe::kMaxStages, most_rows / args.num_move_warps));
     return;
   }
   args.direct_stage =
