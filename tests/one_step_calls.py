@@ -1,6 +1,6 @@
-"""Layouts, cached dispatches and combines in one native step, one behind the other and on several
-streams, give what the same calls give step by step, each alone. Without DEEP_COMM_POISON, with
-which there are no calls in one step."""
+"""Layouts, cached and bounded dispatches and combines in one native step, one behind the other and
+on several streams, give what the same calls give step by step, each alone. Without
+DEEP_COMM_POISON, with which there are no calls in one step."""
 
 from __future__ import annotations
 
@@ -31,17 +31,31 @@ def run_calls(group: Any, device_type: str, calls: int) -> None:
         group, num_bytes, num_direct_bytes=num_bytes // 2, device=device, timeout_s=30
     ) as buffer:
         handle = buffer.dispatch(inputs[0], topk_idx=idx, num_experts=E)[4]
+        weights = torch.rand(num_tokens, K, generator=generator).to(device)
+        most_rows = sum(T + 7 * other for other in range(group.size()))
 
         choices = [idx.roll(call, 0)[call % 3 :].contiguous() for call in range(calls)]
 
         def steps(call: int) -> tuple[Tensor, ...]:
             rows = buffer.dispatch(inputs[call], handle=handle)[0]
             layout = buffer.get_dispatch_layout(choices[call], E)
-            return rows, buffer.combine(rows, handle)[0], layout[0], layout[2], layout[3]
+            sums = buffer.combine(rows, handle)[0]
+            bounded, recv_idx, recv_weights, _, again, _ = buffer.dispatch(
+                inputs[call], topk_idx=idx, topk_weights=weights, num_experts=E,
+                num_worst_tokens=most_rows,
+            )  # fmt: skip
+            back, back_weights, _ = buffer.combine(bounded, again, recv_weights)
+            # Copies: the region holds the blocks of a few calls.
+            received = bounded[: len(rows)].clone(), recv_idx.clone(), recv_weights.clone()
+            return rows, sums, layout[0], layout[2], layout[3], *received, back, back_weights
 
         ctx = buffer._context
-        kept = buffer._quick_dispatch, buffer._quick_combine, ctx.quick_layout
+        kept = (
+            buffer._quick_dispatch, buffer._quick_combine, buffer._quick_new_dispatch,
+            ctx.quick_layout,
+        )  # fmt: skip
         buffer._quick_dispatch = buffer._quick_combine = ctx.quick_layout = quick.never
+        buffer._quick_new_dispatch = quick.never
         expected = []
         for call in range(calls):
             expected.append([tensor.clone() for tensor in steps(call)])
@@ -56,11 +70,14 @@ def run_calls(group: Any, device_type: str, calls: int) -> None:
 
             return call
 
-        buffer._quick_dispatch, buffer._quick_combine, ctx.quick_layout = map(spied, kept)
+        (
+            buffer._quick_dispatch, buffer._quick_combine, buffer._quick_new_dispatch,
+            ctx.quick_layout,
+        ) = map(spied, kept)  # fmt: skip
         steps(0)
         made.clear()
         results = [steps(call) for call in range(calls)]
-        assert all(made) and len(made) == 3 * calls, made
+        assert all(made) and len(made) == 5 * calls, made
         if is_cuda:
             # Now and then on another stream, where calls wait for the one before them.
             streams = [torch.cuda.Stream() for _ in range(3)]
@@ -71,7 +88,10 @@ def run_calls(group: Any, device_type: str, calls: int) -> None:
                 with scope:
                     results.append(steps(call))
         _synchronize(is_cuda)
-        names = "rows", "sums", "num_tokens_per_rank", "num_tokens_per_expert", "is_token_in_rank"
+        names = (
+            "rows", "sums", "num_tokens_per_rank", "num_tokens_per_expert", "is_token_in_rank",
+            "bounded rows", "indices", "weights", "their sums", "sums of weights",
+        )  # fmt: skip
         for call, tensors in enumerate(results):
             for name, got, want in zip(names, tensors, expected[call % calls], strict=True):
                 assert torch.equal(got, want), f"rank {rank}, call {call}: {name}"
