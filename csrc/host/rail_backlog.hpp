@@ -1,9 +1,9 @@
 // What a software NIC has been asked for and has not carried out yet; knows nothing of how that is
 // done.
 //
-// Queues stay in order. What waits in one is put together: puts that continue each other become
-// one, and of signals to one word the last is enough, since nobody could tell that an older value
-// had been late. With a speed, puts of all queues leave one after the other, each for as long as it
+// Signals of a queue stay in order, and behind the puts that stood before them. What waits in one is
+// put together: puts of neighbouring bytes become one, and of signals to one word the last is enough,
+// since nobody could tell that an older value had been late. With a speed, puts of all queues leave one after the other, each for as long as it
 // takes, and signals leave when what stands before them on their queue has left.
 #pragma once
 
@@ -39,7 +39,7 @@ class RailBacklog {
   void push(int queue_idx, const NicOp& op) {
     Queue& queue = queues_[static_cast<size_t>(queue_idx)];
     if (op.num_bytes > 0) {
-      if (!extend_last_put(queue.ops, op)) queue.ops.push_back(op);
+      if (!extend_a_put(queue.ops, op)) queue.ops.push_back(op);
     } else {
       drop_older_signal(queue.ops, op);
       queue.ops.push_back(op);
@@ -79,7 +79,7 @@ class RailBacklog {
   }
 
  private:
-  static constexpr size_t kReach = 8;  // operations that a new one is compared with
+  static constexpr size_t kReach = 16;  // operations that a new one is compared with
 
   struct Queue {
     std::deque<NicOp> ops;
@@ -87,20 +87,28 @@ class RailBacklog {
     bool is_active = false;
   };
 
+  static bool continues(const NicOp& put, const NicOp& next) {
+    return next.dst == put.dst + put.num_bytes && next.src == put.src + put.num_bytes;
+  }
   static bool extend(NicOp& put, const NicOp& next) {
-    if (put.num_bytes == 0 || next.num_bytes == 0 || next.dst != put.dst + put.num_bytes ||
-        next.src != put.src + put.num_bytes || put.num_bytes + next.num_bytes > kMaxPutBytes) {
+    if (put.num_bytes == 0 || next.num_bytes == 0 ||
+        put.num_bytes + next.num_bytes > kMaxPutBytes) {
+      return false;
+    }
+    if (continues(next, put)) {
+      put.dst = next.dst;
+      put.src = next.src;
+    } else if (!continues(put, next)) {
       return false;
     }
     put.num_bytes += next.num_bytes;
     return true;
   }
 
-  // The signals behind that put wait for the longer one.
-  static bool extend_last_put(std::deque<NicOp>& ops, const NicOp& next) {
+  // Neighbours are filled in any order. The signals behind that put wait for the longer one.
+  static bool extend_a_put(std::deque<NicOp>& ops, const NicOp& next) {
     for (size_t back = 1; back <= ops.size() && back <= kReach; ++back) {
-      NicOp& older = *(ops.end() - static_cast<ptrdiff_t>(back));
-      if (older.num_bytes > 0) return extend(older, next);
+      if (extend(*(ops.end() - static_cast<ptrdiff_t>(back)), next)) return true;
     }
     return false;
   }

@@ -36,6 +36,11 @@ uint64_t now_ns() {
 // Polls before the thread gives its core away, and how long it then sleeps.
 constexpr int kSpins = 20'000;
 constexpr auto kSleep = std::chrono::microseconds(20);
+// A caller waits for a kernel: it asks the driver, which locks the context, as rarely as this, and
+// gives its core away when the kernel takes long.
+constexpr auto kBetweenQueries = std::chrono::milliseconds(1);
+constexpr auto kSpinTime = std::chrono::milliseconds(10);
+constexpr size_t kWordBytes = 128;  // a line each
 
 }  // namespace
 
@@ -61,17 +66,18 @@ SoftwareNic::SoftwareNic(int device, std::vector<uint8_t*> peer_bases, int num_q
     write_batch_ = nullptr;
   }
   void* slots = nullptr;
-  void* taken = nullptr;
+  void* words = nullptr;
   void* posted = nullptr;
   constexpr unsigned kMapped = cudaHostAllocMapped | cudaHostAllocPortable;
   check(cudaHostAlloc(&slots, sizeof(RailDescriptor) * kDepth, kMapped), "cudaHostAlloc");
-  check(cudaHostAlloc(&taken, sizeof(uint64_t), kMapped), "cudaHostAlloc");
+  check(cudaHostAlloc(&words, 2 * kWordBytes, kMapped), "cudaHostAlloc");
   check(cudaMalloc(&posted, sizeof(uint64_t)), "cudaMalloc");
   memset(slots, 0, sizeof(RailDescriptor) * kDepth);
-  memset(taken, 0, sizeof(uint64_t));
+  memset(words, 0, 2 * kWordBytes);
   check(cudaMemset(posted, 0, sizeof(uint64_t)), "cudaMemset");
   check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
-  num_taken_ = static_cast<uint64_t*>(taken);
+  num_taken_ = static_cast<uint64_t*>(words);
+  num_ended_ = num_taken_ + kWordBytes / sizeof(uint64_t);
   queue_ = {static_cast<RailDescriptor*>(slots), static_cast<uint64_t*>(posted), num_taken_,
             timeout_ns, kDepth};
   int least = 0, greatest = 0;
@@ -146,15 +152,7 @@ void SoftwareNic::flush() {
     if (status == 0) signals_.clear();
     if (status != 0) write_batch_ = nullptr;  // one by one then, from now on
   }
-  for (const NicOp& op : signals_) {
-    // Default flags: after all earlier work of the stream, visible to the system.
-    const int status = reinterpret_cast<WriteValue>(write_value_)(
-        stream, reinterpret_cast<unsigned long long>(op.dst), op.value, 0);
-    if (status != 0) {
-      throw std::runtime_error("software NIC: cuStreamWriteValue64 failed with " +
-                               std::to_string(status));
-    }
-  }
+  for (const NicOp& op : signals_) write_value(stream, op.dst, op.value);
   signals_.clear();
 }
 
@@ -189,11 +187,35 @@ void SoftwareNic::see_through(void* stream) {
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   check(cudaStreamIsCapturing(as_stream, &capture), "cudaStreamIsCapturing");
   if (capture != cudaStreamCaptureStatusNone) return;
+  // A word tells the end at once and takes no lock; a sleep would add its own length and more.
+  const uint64_t launch = ++num_launches_;
+  write_value(as_stream, num_ended_, launch);
+  const auto begun = std::chrono::steady_clock::now();
+  auto queried = begun;
   while (true) {
     if (has_failed_) throw std::runtime_error(failure_);
-    const cudaError_t status = cudaStreamQuery(as_stream);
-    if (status != cudaErrorNotReady) return check(status, "cudaStreamQuery");
-    std::this_thread::sleep_for(kSleep);
+    if (__atomic_load_n(num_ended_, __ATOMIC_ACQUIRE) >= launch) return;
+    const auto now = std::chrono::steady_clock::now();
+    if (now - queried >= kBetweenQueries) {  // a kernel that failed never writes its word
+      queried = now;
+      const cudaError_t status = cudaStreamQuery(as_stream);
+      if (status != cudaErrorNotReady) return check(status, "cudaStreamQuery");
+    }
+    if (now - begun >= kSpinTime) {
+      std::this_thread::sleep_for(kSleep);
+    } else {
+      std::this_thread::yield();
+    }
+  }
+}
+
+void SoftwareNic::write_value(void* stream, void* word, uint64_t value) const {
+  // Default flags: after all earlier work of the stream, visible to the system.
+  const int status = reinterpret_cast<WriteValue>(write_value_)(
+      static_cast<cudaStream_t>(stream), reinterpret_cast<unsigned long long>(word), value, 0);
+  if (status != 0) {
+    throw std::runtime_error("software NIC: cuStreamWriteValue64 failed with " +
+                             std::to_string(status));
   }
 }
 

@@ -35,8 +35,8 @@ class SoftwareNic {
   // NIC, which the kernel needs, would then wait for that one. Whoever replays a graph polls the
   // stream likewise. Throws if a copy has failed.
   void see_through(void* stream);
-  // While no kernel runs: everything posted has landed. Throws after
-  // timeout_ns, or if a copy failed.
+  // While no kernel runs: everything posted has landed. Throws after timeout_ns, or if a copy
+  // failed.
   void quiet();
 
  private:
@@ -46,6 +46,8 @@ class SoftwareNic {
   // Signals are issued by flush, those of one stream together.
   void issue(const NicOp& op, int queue_idx);
   void flush();
+  // On a cudaStream_t, behind what is there.
+  void write_value(void* stream, void* word, uint64_t value) const;
 
   static constexpr uint32_t kDepth = 1 << 14;
   static constexpr int kMaxStreams = 16;
@@ -56,6 +58,8 @@ class SoftwareNic {
   uint64_t* num_bytes_;
   RailQueue queue_{};
   uint64_t* num_taken_ = nullptr;
+  uint64_t* num_ended_ = nullptr;  // launches seen through, told by their streams; pinned
+  uint64_t num_launches_ = 0;
   RailBacklog backlog_;
   std::vector<void*> streams_;   // cudaStream_t
   void* write_value_ = nullptr;  // cuStreamWriteValue64

@@ -98,6 +98,20 @@ def test_puts_become_one_ahead_of_the_signals_between_them_which_leave_together(
     assert backlog.is_empty
 
 
+def test_neighbours_become_one_put_in_whatever_order_they_come() -> None:
+    backlog = _simt_tests.RailBacklog(1, 0.0)
+    for row in (2, 5, 1, 3, 4):  # 4 joins what 3 has joined; 5 stays by itself, it came before
+        backlog.push(
+            queue=0, dst=row * SLOT, src=4096 + row * SLOT, num_bytes=SLOT, value=0, now_ns=0
+        )
+        backlog.push(queue=0, dst=WORDS + 8 * row, src=0, num_bytes=0, value=7, now_ns=0)
+    assert backlog.advance(0) == [(0, SLOT, 4096 + SLOT, 3 * SLOT, 0)]
+    assert backlog.advance(0) == [(0, WORDS + 16, 0, 0, 7)]
+    assert backlog.advance(0) == [(0, 4 * SLOT, 4096 + 4 * SLOT, 2 * SLOT, 0)]
+    assert backlog.advance(0) == [(0, WORDS + 8 * row, 0, 0, 7) for row in (5, 1, 3, 4)]
+    assert backlog.is_empty
+
+
 def test_a_put_is_no_larger_than_others_may_wait_for() -> None:
     backlog = _simt_tests.RailBacklog(1, 0.0)
     size = backlog.max_put_bytes // 2 + SLOT

@@ -11,7 +11,7 @@ from gpu_cases import run
 from internode import InternodeCase, direct, random_case, run_case, verify
 
 import deep_comm
-from deep_comm import errors
+from deep_comm import env, errors
 
 
 def shapes(num_ranks: int) -> list[tuple[int, int]]:
@@ -113,6 +113,35 @@ def check_named(named: list) -> None:
     assert named[-1] is None and None not in named[:-1], named
     messages = "\n".join(message for _, message in named[:-1])
     assert [peer for peer, _ in named[:-1]] == [len(named) - 1] * (len(named) - 1), messages
+
+
+def copies_at_once(group, ranks_per_node: int) -> bool:
+    device = torch.device("cuda", torch.cuda.current_device())
+    env.NIC_GB_PER_S.set("5")  # kernels last
+    try:
+        with deep_comm.Buffer(
+            group, 256 << 20, 64 << 20, num_direct_bytes=128 << 20, device=device, timeout_s=10.0,
+            ranks_per_node=ranks_per_node, rail="software",
+        ) as buffer:  # fmt: skip
+            x = torch.randint(-8, 9, (1024, 1024), device=device).to(torch.bfloat16)
+            idx = torch.rand(1024, 32, device=device).topk(4).indices
+            recv_x, *_, handle, _ = buffer.dispatch(x, topk_idx=idx, num_experts=32)
+            wanted = x * handle.is_token_in_rank.sum(1, keepdim=True)
+            is_right = True
+            for _ in range(5):
+                rows = buffer.dispatch(x, handle)[0].cpu()
+                sums = buffer.combine(recv_x, handle)[0].cpu()
+                is_right &= torch.equal(rows, recv_x.cpu()) and torch.equal(sums, wanted.cpu())
+            buffer.check()
+            return is_right
+    finally:
+        os.environ.pop(env.NIC_GB_PER_S.name, None)
+
+
+def test_a_copy_to_the_host_may_stand_right_behind_a_call(num_ranks: int) -> None:
+    """The driver waits in it for the kernel with the context locked, which the NIC's calls need."""
+    num_nodes, ranks_per_node = shapes(num_ranks)[-1]
+    assert all(run(copies_at_once, num_nodes * ranks_per_node, ranks_per_node))
 
 
 def timed(group, ranks_per_node: int):
