@@ -1,8 +1,10 @@
 """Timing: wall clock on the host target, CUDA events on GPUs; statistics over calls and ranks.
 
 The headline is the mean of back-to-back calls at the slowest rank, the median of a few such rounds.
-Every round begins with all ranks together: a barrier of the processes, and on GPUs a collective
-that lets the devices start within microseconds of each other. p50 and p99 are of single calls in
+Every round begins with all ranks together (a barrier of the processes, and on GPUs a collective
+that lets the devices start within microseconds of each other) and with one call that leads in: it
+finds an idle device, so that its time is mostly its way through the host and the wait for the rank
+that starts last. It is not in the mean, but kept (``first_us``). p50 and p99 are of single calls in
 one more round, also back to back, each as long as its slowest rank took; where a graph holds
 several calls, of their mean.
 
@@ -63,6 +65,7 @@ class Sample:
     calls_us: list[float]  # by single call
     hosts_us: list[float]  # by round: time of the calling thread, per call
     first_hosts_us: list[float] = field(default_factory=list)  # of the first call of such a round
+    firsts_us: list[float] = field(default_factory=list)  # by round: the call that leads in
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,7 @@ class Timing:
     host_us: float | None  # of the slowest rank; None where the call itself does the work
     fastest_host_us: float | None = None  # of the fastest rank
     first_host_us: float | None = None  # of a round's first call, slowest rank; None: not taken
+    first_us: float | None = None  # the call that leads in, as mean_us; None: single calls alone
 
     def to_json(self) -> dict[str, float | None]:
         return asdict(self)
@@ -96,9 +100,10 @@ def summarise(samples: Sequence[Sample], *, with_host: bool) -> Timing:
     slowest = [max(means) for means in rounds]
     calls = [max(times) for times in zip(*(sample.calls_us for sample in samples), strict=True)]
     hosts = [statistics.median(sample.hosts_us) for sample in samples]
-    firsts = [
+    first_hosts = [
         statistics.median(sample.first_hosts_us) for sample in samples if sample.first_hosts_us
     ]
+    firsts = [max(times) for times in zip(*(sample.firsts_us for sample in samples), strict=True)]
     return Timing(
         mean_us=statistics.median(slowest),
         best_us=min(slowest),
@@ -107,7 +112,8 @@ def summarise(samples: Sequence[Sample], *, with_host: bool) -> Timing:
         spread_us=statistics.median(max(means) - min(means) for means in rounds),
         host_us=max(hosts) if with_host else None,
         fastest_host_us=min(hosts) if with_host else None,
-        first_host_us=max(firsts, default=None) if with_host else None,
+        first_host_us=max(first_hosts, default=None) if with_host else None,
+        first_us=statistics.median(firsts) if firsts else None,
     )
 
 
@@ -193,6 +199,7 @@ def take_sample(work: Work, effort: Effort, clock: Clock, *, calls_per_work: int
     for call in range(effort.num_warmup):
         work(call)
     clock.finish()
+    firsts: list[float] = []
     means: list[float] = []
     hosts: list[float] = []
     calls: list[float] = []
@@ -203,19 +210,21 @@ def take_sample(work: Work, effort: Effort, clock: Clock, *, calls_per_work: int
                 calls += times
                 mean_us = statistics.fmean(times)
             else:
-                mean_us, host_us = _round_back_to_back(work, effort.num_calls, clock)
+                first_us, mean_us, host_us = _round_back_to_back(work, effort.num_calls, clock)
+                firsts.append(first_us / calls_per_work)
             means.append(mean_us / calls_per_work)
             hosts.append(host_us / calls_per_work)
         if not effort.flush_l2:
             calls = _calls_back_to_back(work, effort.num_single_calls, clock)
-        firsts: list[float] = []
+        first_hosts: list[float] = []
         if effort.num_host_calls > 0:
             rounds = [
                 host_round(work, effort.num_host_calls, clock) for _ in range(effort.num_rounds)
             ]
             hosts = [mean_us / calls_per_work for mean_us, _ in rounds]
-            firsts = [first_us / calls_per_work for _, first_us in rounds]
-    return Sample(means, [time_us / calls_per_work for time_us in calls], hosts, firsts)
+            first_hosts = [first_us / calls_per_work for _, first_us in rounds]
+    calls = [time_us / calls_per_work for time_us in calls]
+    return Sample(means, calls, hosts, first_hosts, firsts)
 
 
 def host_round(work: Work, num_calls: int, clock: Clock) -> tuple[float, float]:
@@ -231,17 +240,22 @@ def host_round(work: Work, num_calls: int, clock: Clock) -> tuple[float, float]:
     return (ended - started) * 1e6 / num_calls, (first - started) * 1e6
 
 
-def _round_back_to_back(work: Work, num_calls: int, clock: Clock) -> tuple[float, float]:
-    """Mean times of a call: as the device sees it, and of the calling thread."""
+def _round_back_to_back(work: Work, num_calls: int, clock: Clock) -> tuple[float, float, float]:
+    """The call that leads in, and the mean of the others: as the device sees them, and of the
+    calling thread.
+    """
     clock.start_together(flush=False)
     begin = clock.mark()
+    work(0)
+    led_in = clock.mark()
     started = time.perf_counter()
-    for call in range(num_calls):
+    for call in range(1, num_calls + 1):
         work(call)
     host_s = time.perf_counter() - started
     end = clock.mark()
     clock.finish()
-    return clock.between_us(begin, end) / num_calls, host_s * 1e6 / num_calls
+    mean_us = clock.between_us(led_in, end) / num_calls
+    return clock.between_us(begin, led_in), mean_us, host_s * 1e6 / num_calls
 
 
 def _calls_back_to_back(work: Work, num_calls: int, clock: Clock) -> list[float]:

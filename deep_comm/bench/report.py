@@ -14,7 +14,7 @@ COLUMNS = ("operation", "mode", "SMs", "run as", "us", "p50", "p99", "spread", "
 NUM_TEXT_COLUMNS = 4
 
 LEGEND = (
-    "us: mean of back-to-back calls, slowest rank, median of the rounds; "
+    "us: mean of back-to-back calls behind one more, slowest rank, median of the rounds; "
     "p50, p99: of single calls; spread: between slowest and fastest rank; "
     "host us: time of the calling thread per call, slowest rank, w: it waits for counts; "
     "wire: what crosses the busiest link; logical: rows delivered, own ones too; "

@@ -207,13 +207,14 @@ def test_percentiles_are_values_that_occurred() -> None:
 
 def test_a_call_takes_as_long_as_its_slowest_rank() -> None:
     samples = [
-        Sample(means_us=[10, 30, 20], calls_us=[1, 8, 3, 4], hosts_us=[5, 6, 7]),
-        Sample(means_us=[14, 28, 21], calls_us=[2, 1, 9, 4], hosts_us=[1, 1, 2]),
+        Sample([10, 30, 20], calls_us=[1, 8, 3, 4], hosts_us=[5, 6, 7], firsts_us=[90, 50, 70]),
+        Sample([14, 28, 21], calls_us=[2, 1, 9, 4], hosts_us=[1, 1, 2], firsts_us=[60, 95, 80]),
     ]
     timing = measure.summarise(samples, with_host=True)
     assert timing == Timing(
-        mean_us=21, best_us=14, p50_us=4, p99_us=9, spread_us=2, host_us=6, fastest_host_us=1
-    )
+        mean_us=21, best_us=14, p50_us=4, p99_us=9, spread_us=2, host_us=6, fastest_host_us=1,
+        first_us=90,
+    )  # fmt: skip
     assert measure.summarise(samples, with_host=False).host_us is None
 
 
@@ -258,7 +259,8 @@ def test_samples_hold_rounds_and_single_calls(flush: bool) -> None:
     else:
         assert sample.means_us == [5.1] * 3 and sample.calls_us == [5.5] * 7
         assert clock.num_flushes == 0 and clock.num_starts == 4
-        assert calls == [0, 1, *range(5), *range(5), *range(5), *range(7)]
+        assert sample.firsts_us == [5.5] * 3
+        assert calls == [0, 1, *range(6), *range(6), *range(6), *range(7)]
 
 
 # ---- reports
