@@ -318,6 +318,15 @@ CombinePlan Engine<Target>::plan_combine(const ChannelConfig& config, Dtype dtyp
   args.stage = shape.stage;
   args.ring = shape.ring;
   args.num_send_tokens = config.num_send_tokens;
+  constexpr Tuning kTuning = Target::kTuning;
+  constexpr int kMinWindowSlots = 4;
+  const int num_blocks = config.num_channels;
+  args.num_staged_senders =
+      min_of(num_senders * num_blocks,
+             max_of(kTuning.min_staged_senders, min_of(num_blocks, kTuning.max_staged_senders)));
+  args.num_window_slots =
+      min_of(TokenWindow::kMaxSlots,
+             max_of(kMinWindowSlots, ceil_div(kTuning.num_window_tokens, num_blocks)));
   const int agreed[] = {row_bytes,
                         num_topk,
                         static_cast<int>(dtype),

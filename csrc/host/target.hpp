@@ -47,7 +47,12 @@ struct Tuning {
   int min_notify_threads;
   int max_notify_threads;
   int max_notify_blocks;
-  int num_reduce_warps;       // combine: warps of a block that add rows
+  int num_reduce_warps;  // combine: warps of a block that add rows
+  // combine, staged, all blocks together: tokens that are looked for at a time; warps that send,
+  // one a block between the two numbers
+  int num_window_tokens;
+  int min_staged_senders;
+  int max_staged_senders;
   int min_senders;            // combine: warps of a block that send, at least
   int num_receive_warps;      // ring dispatch: a source rank, at most
   int num_direct_move_warps;  // direct dispatch: at most

@@ -26,6 +26,11 @@ CASES = {
         (19, 16, 22), experts=6, topk=2, hidden=48, num_sms=1, slots=2, send_chunk=1, calls=2,
         nvl_bytes=1 << 20, direct_bytes=1 << 19, smem_bytes=9168,
     ),
+    # Staged combine with a block that only adds.
+    "three_blocks": Case(
+        (19, 16, 22), experts=6, topk=2, hidden=48, num_sms=3, slots=2, send_chunk=1, calls=2,
+        nvl_bytes=1 << 20, direct_bytes=1 << 19, smem_bytes=9168,
+    ),
 }  # fmt: skip
 
 FAULTS = [
@@ -40,6 +45,12 @@ FAULTS = [
     ("direct", "skip_bulk_wait"),
     ("direct", "skip_bulk_wait_read"),
     ("direct", "skip_entry_barrier"),
+    ("three_blocks", "weaken_release"),
+    ("three_blocks", "weaken_fence"),
+    ("three_blocks", "skip_bulk_wait"),
+    ("three_blocks", "skip_bulk_wait_read"),
+    ("three_blocks", "skip_entry_barrier"),
+    ("three_blocks", "skip_credit"),
 ]
 
 pytestmark = pytest.mark.usefixtures("poison")

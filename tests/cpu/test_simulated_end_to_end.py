@@ -53,6 +53,33 @@ def test_every_schedule_gives_the_same_bits(first_seed: int) -> None:
     run_seeds(range(first_seed, first_seed + SEEDS_PER_TEST), small_case, run_case, verify)
 
 
+def staged_case(seed: int) -> Case:
+    """Staged combine, more blocks than senders, tokens of more than one window."""
+    choose = random.Random(seed)
+    num_ranks = choose.choice((2, 3, 4))
+    return Case(
+        tuple(choose.choice((0, 2, 17, 26)) for _ in range(num_ranks)),
+        hidden=choose.choice((16, 512, 1024)),  # teams of one warp and of two
+        experts=choose.choice((2, 5, 8)),
+        topk=choose.choice((1, 2, 4)),
+        routing=choose.choice(ROUTINGS),
+        num_sms=choose.choice((3, 4)),
+        send_chunk=1,
+        slots=1,
+        worst=choose.choice((0, 2)),
+        biases=choose.choice((0, 2)),
+        calls=2,
+        nvl_bytes=1 << 21,
+        direct_bytes=1 << 20,
+        smem_bytes=choose.choice((None, 9168)),
+        seed=seed,
+    )
+
+
+def test_staged_combine_with_blocks_that_only_add() -> None:
+    run_seeds(range(200), staged_case, run_case, verify)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_serves_eight_ranks(policy: str) -> None:
     case = Case(

@@ -134,7 +134,7 @@ enum class Fault : uint32_t {
   kNone = 0,
   kWeakenRelease = 1u << 0,     // st_release_* and releasing atomics order nothing before them
   kWeakenFence = 1u << 1,       // fence_acq_rel_* does nothing
-  kSkipCredit = 1u << 2,        // ring senders do not wait for a free slot
+  kSkipCredit = 1u << 2,        // ring senders do not wait for a free slot, nor combine's watch
   kSkipBulkWait = 1u << 3,      // bulk_wait<N> returns at once
   kSkipBulkWaitRead = 1u << 4,  // bulk_wait_read<N> returns at once
   kSkipEntryBarrier = 1u << 5,  // a kernel writes into peers' memory without waiting for them

@@ -301,8 +301,10 @@ struct CombineArgs {
   int num_send_tokens;
   uint32_t staging_line;  // where this rank's staging begins, in lines from its segment; 0: none
   int num_staging_rows;
-  const int32_t* rank_prefix_matrix;          // [R, R]
-  const int32_t* channel_prefix_matrix;       // [R, C]
+  int num_staged_senders;                // staged mode: warps of all blocks that send
+  int num_window_slots;                  // staged mode: tokens that a block has taken at a time
+  const int32_t* rank_prefix_matrix;     // [R, R]
+  const int32_t* channel_prefix_matrix;  // [R, C]
   const int32_t* recv_channel_prefix_matrix;  // [R, C]
   const int32_t* send_head;                   // [T, R]
   int num_tokens;

@@ -7,6 +7,30 @@
 
 namespace deep_comm {
 
+// Staged mode: tokens that a block has taken, and what is to be added for each.
+struct TokenWindow {
+  static constexpr int kMaxSlots = 28;
+  static constexpr int kMaxTeams = 8;
+  // A team that is behind holds a slot for each of its tokens, so that no entry of `ready` is
+  // overwritten before it has been read.
+  static constexpr int kNumReady = 256;
+  static_assert(kNumReady >= kMaxSlots * kMaxTeams && kMaxSlots <= kWarpSize);
+  static constexpr uint32_t kAll = 1u << 31;
+
+  struct Slot {
+    const uint8_t* rows[kMaxRanks + 2];
+    int token;
+    int own_row;  // of x
+    int16_t num_rows;
+    int16_t num_received;  // of them: the rest are biases
+    int16_t own_position;  // among them, or -1
+  };
+  Slot slots[kMaxSlots];
+  uint8_t ready[kNumReady];  // the slot of the i-th token whose rows are all there
+  int first_staged[kMaxRanks];
+  int chunk_rows[kMaxRanks];
+};
+
 struct CombineEntry {
   static constexpr int kMaxReduceWarps = 32;
   static constexpr int kMaxRows = kMaxRanks + 2;  // of one token: one a rank, then the biases
@@ -16,9 +40,17 @@ struct CombineEntry {
   // Ring mode: [peer] rows sent to it, [R + peer] rows of its ring that have been read.
   // Staged mode: [sender] chunks that have landed.
   Progress progress;
-  uint32_t num_done[kMaxReduceWarps];              // ring mode: tokens a reducing warp has finished
-  const uint8_t* rows[kMaxReduceWarps][kMaxRows];  // what each of them adds
-  LandedChunks landed;                             // staged mode
+  union {                                // both are zero at first
+    uint32_t num_done[kMaxReduceWarps];  // ring mode: tokens a reducing warp has finished
+    uint32_t
+        num_using[kMaxReduceWarps];  // staged mode: warps that have a slot of the window to read
+  };
+  uint32_t num_ready;  // staged mode: tokens handed on
+  union {
+    const uint8_t* rows[kMaxReduceWarps][kMaxRows];  // ring mode: what each of the warps adds
+    TokenWindow window;                              // staged mode
+  };
+  LandedChunks landed;  // staged mode
 
   DC_DEVICE static CombineEntry* of_block(const CombineArgs& args) {
     return reinterpret_cast<CombineEntry*>(arch::dynamic_smem() + args.entry_offset);
@@ -31,6 +63,7 @@ struct CombineEntry {
     progress.reset();
     landed.reset();
     if (arch::thread_idx() < kMaxReduceWarps) num_done[arch::thread_idx()] = 0;
+    if (arch::thread_idx() == 0) num_ready = 0;
   }
 };
 

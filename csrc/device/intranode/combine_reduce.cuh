@@ -6,6 +6,22 @@
 
 namespace deep_comm {
 
+// combined_topk_weights[token], of num_received rows.
+DC_DEVICE void add_weights(const CombineArgs& args, const uint8_t* const* rows, int num_received,
+                           int own_position, int64_t own_row, int token) {
+  const int num_topk = args.message.num_topk;
+  for (int k = arch::lane_idx(); k < num_topk; k += kWarpSize) {
+    float sum = 0.0f;
+    for (int idx = 0; idx < num_received; ++idx) {
+      const float* weights =
+          idx == own_position ? args.topk_weights + own_row * num_topk
+                              : reinterpret_cast<const float*>(rows[idx] + args.message.row_bytes);
+      sum += arch::ld_weak(weights + k);
+    }
+    arch::st_weak(args.combined_topk_weights + static_cast<int64_t>(token) * num_topk + k, sum);
+  }
+}
+
 // combined_x[token] and combined_topk_weights[token]. Lane r < R brings this rank's row of rank r,
 // or null; `own_row` is the index in x of the row of this rank itself, in every lane. `rows`: in
 // shared memory, this warp's own.
@@ -27,20 +43,9 @@ DC_DEVICE void add_token(const CombineArgs& args, const uint8_t** rows, int toke
   }
   arch::sync_warp();  // the rows' addresses before any lane follows them
   reduce_rows<kDtype>(args.combined_x + offset, rows, num_rows, args.message.row_bytes / 16);
-  const int num_topk = args.message.num_topk;
-  if (num_topk == 0) return;
   const int own_position =
       (present >> rank & 1u) != 0 ? arch::popc(present & ((1u << rank) - 1)) : -1;
-  for (int k = lane; k < num_topk; k += kWarpSize) {
-    float sum = 0.0f;
-    for (int idx = 0; idx < num_received; ++idx) {
-      const float* weights =
-          idx == own_position ? args.topk_weights + own_row * num_topk
-                              : reinterpret_cast<const float*>(rows[idx] + args.message.row_bytes);
-      sum += arch::ld_weak(weights + k);
-    }
-    arch::st_weak(args.combined_topk_weights + static_cast<int64_t>(token) * num_topk + k, sum);
-  }
+  add_weights(args, rows, num_received, own_position, own_row, token);
 }
 
 // The first row of x that `src` sent, if it sent any.

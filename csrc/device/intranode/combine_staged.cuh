@@ -1,8 +1,8 @@
 // combine, staged mode: every row has a place of its own at the rank it returns to, so that nobody
 // waits for credit, and any block may send any chunk of rows and add any token.
 //
-// grid   any number of blocks; num_senders warps take chunks, one publishes them, the last ones take
-//        tokens, all in ascending order
+// grid   any number of blocks; num_staged_senders warps of all take chunks, one a block publishes
+//        them, one takes tokens and the last ones add them (combine_watch.cuh); all in ascending order
 // words  recv_line[chunk / 8].landed[chunk % 8] · owner: receiver · written by the sender's publisher
 //                            · fence and relaxed store / acquire sys
 //        taken · this rank · see sync/generation.cuh
@@ -10,71 +10,56 @@
 //        waits for nobody
 #pragma once
 
-#include "device/intranode/combine_reduce.cuh"
+#include "device/intranode/combine_watch.cuh"
 #include "device/intranode/ring_send.cuh"
 #include "device/sync/generation.cuh"
 #include "device/sync/work_queue.cuh"
 
 namespace deep_comm {
 
-// One rank's rows to or from another, in chunks.
-struct ChunkedRows {
-  int num_rows;
-  int chunk_rows;
-
-  DC_DEVICE static ChunkedRows of(int num_rows) {
-    constexpr int kMinRows = 1;  // the fewer, the sooner a token can be added
-    return {num_rows, max_of(kMinRows, ceil_div(num_rows, kMaxChunks))};
-  }
-  DC_DEVICE int num_chunks() const { return ceil_div(num_rows, chunk_rows); }
-};
-
-// Lane 0 of a sending warp: chunks of one peer's rows until all are taken, then the next peer's.
-// The first chunks go to the warps in turn, as many to each peer.
+// Lane 0 of a sending warp: chunks of all peers in turn, so that what a rank receives comes from all
+// others at the same pace. The first ones go to the warps by number.
 class TakeChunk {
  public:
   DC_DEVICE TakeChunk(const Context& context, const CombineArgs& args)
       : args_(&args),
-        counters_(taken_work(context)->num_chunks),
-        num_left_(args.world.num_ranks - 1) {
-    if (num_left_ == 0) return;
-    const int num_peers = num_left_;
-    num_firsts_ = args.num_senders / num_peers * arch::num_blocks();
-    const int turn = (arch::warp_idx() + arch::block_idx()) % num_peers;
-    look_at((args.world.rank + 1 + turn) % args.world.num_ranks);
+        counter_(taken_work(context)->num_chunks),
+        num_peers_(args.world.num_ranks - 1) {
+    for (int peer = 0; peer < args.world.num_ranks; ++peer) {
+      if (peer != args.world.rank) most_chunks_ = max_of(most_chunks_, num_chunks_of(peer));
+    }
   }
   DC_DEVICE int first() {
-    if (num_left_ == 0) return -1;
-    const uint32_t own =
-        arch::warp_idx() / (args_->world.num_ranks - 1) * arch::num_blocks() + arch::block_idx();
-    return own < min_of(num_firsts_, num_chunks_) ? item_of(own) : (*this)();
+    const int sender = arch::warp_idx() * arch::num_blocks() + arch::block_idx();
+    return sender < args_->num_staged_senders ? item_at(sender) : -1;
   }
-  DC_DEVICE int operator()() {
-    while (num_left_ > 0) {
-      const uint32_t chunk = num_firsts_ + arch::atomic_add_relaxed_gpu(&counters_[peer_], 1u);
-      if (chunk < num_chunks_) return item_of(chunk);
-      --num_left_;
-      const int next = (peer_ + 1) % args_->world.num_ranks;
-      look_at(next == args_->world.rank ? (next + 1) % args_->world.num_ranks : next);
+  DC_DEVICE int operator()() { return item_at(next_index()); }
+
+ private:
+  // Peers turn with each round, or all ranks would begin with the same one of the next.
+  DC_DEVICE int item_at(uint32_t index) {
+    while (num_peers_ > 0) {
+      const uint32_t chunk = index / num_peers_;
+      if (chunk >= most_chunks_) return -1;
+      const int num_ranks = args_->world.num_ranks;
+      int peer = args_->world.rank + 1 + (index + chunk) % num_peers_;
+      if (peer >= num_ranks) peer -= num_ranks;
+      if (chunk < num_chunks_of(peer)) return peer * kMaxChunks + static_cast<int>(chunk);
+      index = next_index();
     }
     return -1;
   }
-
- private:
-  DC_DEVICE int item_of(uint32_t chunk) const {
-    return peer_ * kMaxChunks + static_cast<int>(chunk);
+  DC_DEVICE uint32_t next_index() {
+    return args_->num_staged_senders + arch::atomic_add_relaxed_gpu(counter_, 1u);
   }
-  DC_DEVICE void look_at(int peer) {
-    peer_ = peer;
-    num_chunks_ = ChunkedRows::of(num_rows_between(*args_, peer, args_->world.rank)).num_chunks();
+  DC_DEVICE uint32_t num_chunks_of(int peer) const {
+    return ChunkedRows::of(num_rows_between(*args_, peer, args_->world.rank)).num_chunks();
   }
 
   const CombineArgs* args_;
-  uint32_t* counters_;
-  int num_left_;  // peers
-  int peer_ = 0;
-  uint32_t num_chunks_ = 0;
-  uint32_t num_firsts_ = 0;  // of each peer
+  uint32_t* counter_;
+  uint32_t num_peers_;
+  uint32_t most_chunks_ = 0;  // of any peer
 };
 
 // One warp: sends the chunks it takes. Loads begin before the peers have come (begin), stores after
@@ -118,10 +103,9 @@ class ChunkSender {
       ++num_chunks;
       report_landed(num_chunks);
     }
-    if (lane == 0) {
-      pipe_.drain();
-      entry_->progress.finish(warp, has_failed_ ? num_landed_ : num_chunks);
-    }
+    if (lane == 0) pipe_.drain();
+    if (!has_failed_) publish_rest(num_chunks);
+    if (lane == 0) entry_->progress.finish(warp, num_landed_);
   }
 
   // Instead of run: the stages are free again.
@@ -227,19 +211,40 @@ class ChunkSender {
     return ok;
   }
 
+  // The last chunks, past the publisher, which may be in the middle of a fence.
+  DC_DEVICE void publish_rest(uint32_t num_chunks) {
+    arch::sync_warp();
+    // With the stores below, a release; pairs with: TokenWatch::look — the chunks' rows.
+    if (arch::lane_idx() == 0) arch::fence_acq_rel_sys();
+    arch::sync_warp();
+    for (uint32_t index = num_landed_; index < num_chunks; ++index) {
+      const int item = chunks_.at(index);
+      if (arch::lane_idx() != 0) continue;
+      arch::st_relaxed_sys(
+          landed_word(args_.world, item / kMaxChunks, args_.world.rank, item % kMaxChunks),
+          Tagged::pack(context_.generation, 1));
+    }
+  }
+
   // Reports the chunks whose stores have landed. Waiting for the newest stores would empty the
   // pipeline: they are left for later.
   DC_DEVICE void report_landed(uint32_t num_chunks) {
-    constexpr uint32_t kInFlight = 6;
+    constexpr uint32_t kMostInFlight = 6, kFewInFlight = 3;
+    const bool is_short = pipe_.look_ahead() <= 3;
+    const uint32_t in_flight = is_short ? kFewInFlight : kMostInFlight;
     uint32_t num_landed = num_landed_;
     while (num_landed < num_chunks &&
-           arch::shfl(kFullMask, ends_, num_landed % kWarpSize) + kInFlight <= pipe_.num_stores()) {
+           arch::shfl(kFullMask, ends_, num_landed % kWarpSize) + in_flight <= pipe_.num_stores()) {
       ++num_landed;
     }
     if (num_landed == num_landed_) return;
     num_landed_ = num_landed;
     if (arch::lane_idx() == 0) {
-      arch::bulk_wait<kInFlight>();
+      if (is_short) {
+        arch::bulk_wait<kFewInFlight>();
+      } else {
+        arch::bulk_wait<kMostInFlight>();
+      }
       entry_->progress.report(arch::warp_idx(), num_landed);
     }
   }
@@ -258,11 +263,6 @@ class ChunkSender {
   uint32_t num_landed_ = 0;
   bool has_failed_ = false;
 };
-
-// The word by which `from` tells `owner` that a chunk has landed.
-DC_DEVICE uint64_t* landed_word(const World& world, int owner, int from, int chunk) {
-  return &world.recv_line(owner, chunk / kChunksOfLine, from)->landed[chunk % kChunksOfLine];
-}
 
 // One warp; lane w publishes what sender w has landed. One fence serves all of
 // them; see publisher.cuh.
@@ -302,100 +302,17 @@ DC_DEVICE void publish_chunks(const Context& context, const CombineArgs& args,
   }
 }
 
-// One warp: adds the tokens it takes. Lane r < R looks after the rows of rank r: in the staging, or
-// in x for this rank's own.
-template <Dtype kDtype>
-class StagedReducer {
- public:
-  DC_DEVICE StagedReducer(const Context& context, const CombineArgs& args, CombineEntry* entry,
-                          int reducer)
-      : context_(context),
-        args_(args),
-        rows_(entry->rows[reducer]),
-        tokens_(deal_items(&taken_work(context)->num_tokens, args.num_tokens, reducer,
-                           CombineEntry::num_reduce_warps(args))),
-        per_channel_(ceil_div(args.num_tokens, args.ring.num_channels)),
-        own_first_(first_row_of(args, args.world.rank)) {
-    const int lane = arch::lane_idx(), rank = args.world.rank;
-    is_rank_ = lane < args.world.num_ranks;
-    is_peer_ = is_rank_ && lane != rank;
-    if (is_peer_) {
-      slots_ = {staging_slot(args, rank, args.staging_line, num_staged_rows(args, rank, lane)),
-                kUnlimitedSlots, args.message.slot_bytes()};
-      chunk_rows_ = ChunkedRows::of(num_rows_between(args, rank, lane)).chunk_rows;
-    } else {  // of x, which nobody writes here
-      const size_t row_bytes = args.message.row_bytes;
-      slots_ = {const_cast<uint8_t*>(args.x) + own_first_ * row_bytes, kUnlimitedSlots, row_bytes};
-    }
-  }
-
-  DC_DEVICE void run() {
-    look_up(0);
-    for (uint32_t index = 0;; ++index) {
-      const int token = tokens_.at(index);
-      if (token < 0) return;
-      int row_idx = head_ < 0 ? -1 : before_channel_ + head_;
-      look_up(index + 1);  // while this token is added
-      // A worst-case handle may name rows that were dropped; dispatch has said so.
-      if (arch::lane_idx() == args_.world.rank && own_first_ + row_idx >= args_.num_rows)
-        row_idx = -1;
-      const bool ok = row_idx < 0 || !is_peer_ || await_row(row_idx);
-      arch::sync_warp();  // hands each lane's acquire to the whole warp
-      if (!arch::all(kFullMask, ok)) return;
-      const int64_t own_row = own_first_ + arch::shfl(kFullMask, row_idx, args_.world.rank);
-      add_token<kDtype>(args_, rows_, token, row_idx < 0 ? nullptr : slots_.slot(row_idx), own_row);
-      arch::sync_warp();  // all lanes have done with the addresses
-    }
-  }
-
- private:
-  // Lane r: where the index-th token's row lies among those of rank r.
-  DC_DEVICE void look_up(uint32_t index) {
-    const int token = tokens_.at(index);
-    head_ = -1;
-    if (token < 0 || !is_rank_) return;
-    const int channel = token / per_channel_;
-    const int32_t* prefix =
-        args_.channel_prefix_matrix + arch::lane_idx() * args_.ring.num_channels;
-    head_ = arch::ld_nc(args_.send_head + static_cast<int64_t>(token) * args_.world.num_ranks +
-                        arch::lane_idx());
-    before_channel_ = channel == 0 ? 0 : arch::ld_nc(prefix + channel - 1);
-  }
-  // By the chunk, not by all chunks before it (docs/design/0020, "Rejected").
-  DC_DEVICE bool await_row(int row_idx) {
-    const int chunk = row_idx / chunk_rows_;
-    if (chunk == known_chunk_) return true;
-    known_chunk_ = chunk;
-    uint32_t seen = 0;
-    const int peer = arch::lane_idx();
-    return await_tagged(context_, landed_word(args_.world, args_.world.rank, peer, chunk),
-                        {Stage::kReduce, Word::kLanded, peer, -1}, 1, &seen);
-  }
-
-  const Context& context_;
-  const CombineArgs& args_;
-  const uint8_t** rows_;
-  WorkQueue<TakeNext> tokens_;
-  int per_channel_;
-  int64_t own_first_;
-  bool is_rank_;
-  bool is_peer_;
-  RingSlots slots_;
-  int chunk_rows_ = 1;
-  int known_chunk_ = -1;  // has landed
-  int head_ = -1;
-  int before_channel_ = 0;
-};
-
 // The staged mode of one block's warps that do not send.
 template <Dtype kDtype>
 DC_DEVICE void receive_staged(const Context& context, const CombineArgs& args,
                               CombineEntry* entry) {
   const int reducer = arch::warp_idx() - args.num_senders - 2;
   if (reducer >= 0) {
-    StagedReducer<kDtype>(context, args, entry, reducer).run();
+    add_ready<kDtype>(context, args, entry, reducer);
   } else if (reducer == -1) {
     publish_chunks(context, args, entry);
+  } else {
+    TokenWatch(context, args, entry).run();
   }
 }
 

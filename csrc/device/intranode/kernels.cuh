@@ -48,8 +48,8 @@ struct CombineKernel {
   using Args = CombineArgs;
   static constexpr Kernel kName = Kernel::kCombine;
   static constexpr bool kBlocksWait = true;
-  // 24 warps leave a thread 80 registers: loads of four rows in flight, without spilling.
-  static constexpr int kMaxThreads = 768;
+  // 26 warps leave a thread 72 registers: loads of four rows in flight, without spilling.
+  static constexpr int kMaxThreads = 832;
   DC_DEVICE static void run(const Args& args) { combine<kDtype>(args); }
 };
 

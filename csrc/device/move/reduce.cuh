@@ -90,15 +90,20 @@ struct Numeric<Dtype::kFloat16> {
   }
 };
 
+inline constexpr int kVecsOfReduceStep = 2 * kWarpSize;  // what a warp adds at a time
+
 // One warp: dst = round(((0 + rows[0]) + rows[1]) + …), the order being the numerical contract.
 // Loads of up to kInFlight rows are issued before the first of them is added: one at a time, each
 // row would cost a trip to memory. `rows` lies in shared memory: pointers in registers would leave
 // fewer of those for loads.
+// Of num_parts warps that share the row, this is number `part`.
 template <Dtype kDtype>
-DC_DEVICE void reduce_rows(uint8_t* dst, const uint8_t* const* rows, int num_rows, int num_vecs) {
+DC_DEVICE void reduce_rows(uint8_t* dst, const uint8_t* const* rows, int num_rows, int num_vecs,
+                           int part = 0, int num_parts = 1) {
   using Type = Numeric<kDtype>;
-  constexpr int kInFlight = 4, kUnroll = 2;
-  for (int base = arch::lane_idx(); base < num_vecs; base += kWarpSize * kUnroll) {
+  constexpr int kInFlight = 4, kUnroll = kVecsOfReduceStep / kWarpSize;
+  for (int base = part * kVecsOfReduceStep + arch::lane_idx(); base < num_vecs;
+       base += num_parts * kVecsOfReduceStep) {
     float sums[kUnroll][Type::kPerVec] = {};
     for (int first = 0; first < num_rows; first += kInFlight) {
       Vec16 vecs[kInFlight][kUnroll];

@@ -1,0 +1,334 @@
+// combine, staged mode, the receiving half of a block: one warp watches a window of tokens, a lane
+// each, and hands on those whose rows are all there, in whatever order they come; teams of warps add
+// them, each warp some columns.
+//
+// One token of one warp would be ten trips to memory, one after the other, behind the last row; and
+// warps that each wait for their own token keep memory busy with looking.
+//
+// words  recv_line.landed, read · taken.num_tokens · see combine_staged.cuh
+//        entry.num_ready, num_using (shared memory) · between watch and teams
+// waits  watch: for chunks, unblocked by their senders, and for slots, by the teams; teams: for the
+//        watch. Senders wait for neither.
+#pragma once
+
+#include "device/intranode/combine_reduce.cuh"
+#include "device/sync/generation.cuh"
+
+namespace deep_comm {
+
+// One rank's rows to or from another, in chunks.
+struct ChunkedRows {
+  int num_rows;
+  int chunk_rows;
+
+  DC_DEVICE static ChunkedRows of(int num_rows) {
+    constexpr int kMinRows = 1;  // the fewer, the sooner a token can be added
+    return {num_rows, max_of(kMinRows, ceil_div(num_rows, kMaxChunks))};
+  }
+  DC_DEVICE int num_chunks() const { return ceil_div(num_rows, chunk_rows); }
+};
+
+// The word by which `from` tells `owner` that a chunk has landed.
+DC_DEVICE uint64_t* landed_word(const World& world, int owner, int from, int chunk) {
+  return &world.recv_line(owner, chunk / kChunksOfLine, from)->landed[chunk % kChunksOfLine];
+}
+
+// The adding warps of a block in teams: a warp reads no more of a row than it can have under way
+// twice.
+struct AddTeams {
+  int size;  // warps
+  int num_teams;
+
+  DC_DEVICE static AddTeams of(const CombineArgs& args) {
+    const int num_warps = CombineEntry::num_reduce_warps(args);
+    const int num_units = ceil_div(args.message.row_bytes / 16, kVecsOfReduceStep);
+    int size = min_of(ceil_div(num_units, 2), num_warps);
+    size = max_of(size, ceil_div(num_warps, TokenWindow::kMaxTeams));
+    return {size, num_warps / size};
+  }
+};
+
+class TokenWatch;
+
+// Of a wait of the whole warp: all lanes go on, or none.
+struct WatchContext {
+  using Clock = WaitClock;
+
+  const World& world;
+  const TokenWatch& watch;
+};
+DC_DEVICE bool may_go_on(const WatchContext& context, const WaitFor& wait, uint64_t seen,
+                         uint64_t expected, uint64_t patience, WaitClock* clock);
+
+// The watching warp. Lane i looks after slot i of the window.
+class TokenWatch {
+ public:
+  DC_DEVICE TokenWatch(const Context& context, const CombineArgs& args, CombineEntry* entry)
+      : context_(context),
+        args_(args),
+        entry_(entry),
+        counter_(&taken_work(context)->num_tokens),
+        per_channel_(ceil_div(args.num_tokens, args.ring.num_channels)),
+        own_first_(static_cast<int>(first_row_of(args, args.world.rank))),
+        team_size_(AddTeams::of(args).size),
+        num_firsts_(args.num_window_slots * arch::num_blocks()) {
+    const int peer = arch::lane_idx(), rank = args.world.rank;
+    if (peer < args.world.num_ranks) {
+      entry->window.first_staged[peer] = num_staged_rows(args, rank, peer);
+      entry->window.chunk_rows[peer] =
+          ChunkedRows::of(num_rows_between(args, rank, peer)).chunk_rows;
+    }
+    arch::sync_warp();
+  }
+
+  // Until all tokens have been handed on.
+  DC_DEVICE void run() {
+    while (true) {
+      hand_on();
+      refill();
+      if (arch::any(kFullMask, is_pending() && pending_ == 0)) continue;
+      if (!arch::any(kFullMask, is_pending() || wants_token())) break;
+      if (!await_news()) return;
+    }
+    // pairs with: await_ready — nothing but the word itself.
+    if (arch::lane_idx() == 0) {
+      arch::st_release_cta(&entry_->num_ready, num_ready_ | TokenWindow::kAll);
+    }
+  }
+
+  // For await_watch; the whole warp: is there a token to be handed on, or a slot to be filled?
+  DC_DEVICE bool look() {
+    // Relaxed, since acquires would wait for each other.
+    uint64_t raw[kMaxRanks];
+    DC_UNROLL
+    for (int peer = 0; peer < kMaxRanks; ++peer) {
+      if ((pending_ >> peer & 1u) != 0) raw[peer] = arch::ld_relaxed_sys(word_of(peer));
+    }
+    uint32_t landed = 0;
+    DC_UNROLL
+    for (int peer = kMaxRanks - 1; peer >= 0; --peer) {
+      if ((pending_ >> peer & 1u) == 0) continue;
+      if (Tagged::unpack(raw[peer]).generation == context_.generation) {
+        landed |= 1u << peer;
+      } else {
+        seen_ = raw[peer];
+      }
+    }
+    pending_ &= ~landed;
+    while (arch::any(kFullMask, landed != 0)) {
+      // pairs with: publish_chunks — the chunk's rows.
+      if (landed != 0) arch::ld_acquire_sys(word_of(arch::ffs(landed) - 1));
+      landed &= landed - 1;
+    }
+    const bool is_news = is_pending() ? pending_ == 0 : wants_token() && is_free();
+    return arch::any(kFullMask, is_news);
+  }
+  DC_DEVICE uint64_t seen() const { return seen_; }
+  // What the warp waits for at present, as one lane sees it; the others are silent.
+  DC_DEVICE bool may_go_on_all(uint64_t patience, WaitClock* clock) const {
+    bool ok = true;
+    if (is_waiting_for_all()) {
+      // Warps of this block are bounded by their own waits.
+      const WaitFor wait = is_pending()
+                               ? WaitFor{Stage::kReduce, Word::kLanded, arch::ffs(pending_) - 1, -1}
+                               : WaitFor{Stage::kRetire, Word::kProgress, args_.world.rank, -1};
+      ok = may_go_on(context_, wait, seen_, Tagged::pack(context_.generation, 1), patience, clock);
+    }
+    return arch::all(kFullMask, ok);
+  }
+  DC_DEVICE void rest(const uint32_t* abort_word, uint64_t deadline_ns) const {
+    // One lane is enough: what it waits for comes, whatever the others do.
+    if (!is_waiting_for_all()) return;
+    if (is_pending()) {
+      arch::wait_hint(word_of(arch::ffs(pending_) - 1), seen_, abort_word, deadline_ns);
+    } else {
+      arch::wait_hint(&entry_->num_using[arch::lane_idx()], num_using_, abort_word, deadline_ns);
+    }
+  }
+
+ private:
+  DC_DEVICE bool is_pending() const { return token_ >= 0; }
+  DC_DEVICE bool wants_token() const {
+    return token_ < 0 && !is_exhausted_ && arch::lane_idx() < args_.num_window_slots;
+  }
+  // pairs with: add_ready — the warps of the team have read the slot.
+  DC_DEVICE bool is_free() {
+    num_using_ = arch::ld_acquire_cta(&entry_->num_using[arch::lane_idx()]);
+    return num_using_ == 0 || arch::fault(Fault::kSkipCredit);
+  }
+  DC_DEVICE const uint64_t* word_of(int peer) const {
+    int chunk = 0;
+    DC_UNROLL
+    for (int idx = 0; idx < kMaxRanks; ++idx) chunk = idx == peer ? chunk_[idx] : chunk;
+    return landed_word(args_.world, args_.world.rank, peer, chunk);
+  }
+  // The lane that rests, and whose wait is named if it ends in vain.
+  DC_DEVICE bool is_waiting_for_all() const { return arch::lane_idx() == speaker_; }
+
+  DC_DEVICE bool await_news() {
+    const uint32_t pending = arch::ballot(kFullMask, is_pending());
+    const uint32_t wanting = arch::ballot(kFullMask, wants_token());
+    speaker_ = arch::ffs(pending != 0 ? pending : wanting) - 1;
+    const WatchContext watch_context{args_.world, *this};
+    const bool ok = await_watch(watch_context, *this, {}, 0, pending != 0 ? 1 : 4);
+    arch::sync_warp();  // hands each lane's acquire to the whole warp
+    return ok;
+  }
+
+  // Tokens into free slots. The first ones of a block are its own by number.
+  DC_DEVICE void refill() {
+    const bool wants = wants_token() && is_free();
+    const uint32_t wanting = arch::ballot(kFullMask, wants);
+    if (wanting == 0) return;
+    const uint32_t lane = arch::lane_idx(), num_tokens = args_.num_tokens;
+    uint32_t token = lane * arch::num_blocks() + arch::block_idx();
+    uint32_t end = num_firsts_;
+    if (has_firsts_) {
+      uint32_t first = 0;
+      if (lane == 0) {
+        first = num_firsts_ +
+                arch::atomic_add_relaxed_gpu(counter_, static_cast<uint32_t>(arch::popc(wanting)));
+      }
+      first = arch::shfl(kFullMask, first, 0);
+      token = first + arch::popc(wanting & ((1u << lane) - 1));
+      end = first + arch::popc(wanting);
+    }
+    has_firsts_ = true;
+    is_exhausted_ = end >= num_tokens;
+    if (wants && token < num_tokens) look_up(static_cast<int>(token));
+  }
+
+  // This lane's slot: the rows of `token`, ranks ascending, then the biases.
+  DC_DEVICE void look_up(int token) {
+    const int num_ranks = args_.world.num_ranks, rank = args_.world.rank;
+    const int channel = token / per_channel_, num_channels = args_.ring.num_channels;
+    int row_of[kMaxRanks];
+    DC_UNROLL
+    for (int peer = 0; peer < kMaxRanks; ++peer) {
+      row_of[peer] = -1;
+      if (peer >= num_ranks) continue;
+      const int head =
+          arch::ld_nc(args_.send_head + static_cast<int64_t>(token) * num_ranks + peer);
+      const int before =
+          channel == 0
+              ? 0
+              : arch::ld_nc(args_.channel_prefix_matrix + peer * num_channels + channel - 1);
+      row_of[peer] = head < 0 ? -1 : before + head;
+    }
+    TokenWindow::Slot& slot = entry_->window.slots[arch::lane_idx()];
+    uint32_t num_rows = 0;
+    int own_position = -1, own_row = 0;
+    DC_UNROLL
+    for (int peer = 0; peer < kMaxRanks; ++peer) {
+      if (peer >= num_ranks || row_of[peer] < 0) continue;
+      const int row = row_of[peer];
+      if (peer == rank) {
+        // A worst-case handle may name rows that were dropped; dispatch has said so.
+        if (own_first_ + row >= args_.num_rows) continue;
+        own_row = own_first_ + row;
+        own_position = num_rows;
+        slot.rows[num_rows++] = args_.x + static_cast<int64_t>(own_row) * args_.message.row_bytes;
+      } else {
+        slot.rows[num_rows++] =
+            staging_slot(args_, rank, args_.staging_line, entry_->window.first_staged[peer] + row);
+        chunk_[peer] = static_cast<uint32_t>(row) / entry_->window.chunk_rows[peer];
+        pending_ |= 1u << peer;
+      }
+    }
+    slot.num_received = num_rows;
+    DC_UNROLL
+    for (int bias = 0; bias < 2; ++bias) {
+      if (args_.bias[bias] == nullptr) continue;
+      slot.rows[num_rows++] =
+          args_.bias[bias] + static_cast<int64_t>(token) * args_.message.row_bytes;
+    }
+    slot.num_rows = num_rows;
+    slot.own_position = own_position;
+    slot.own_row = own_row;
+    slot.token = token;
+    token_ = token;
+  }
+
+  // Tokens whose rows are all there, to the teams in turn.
+  DC_DEVICE void hand_on() {
+    const bool is_ready = is_pending() && pending_ == 0;
+    const uint32_t ready = arch::ballot(kFullMask, is_ready);
+    if (ready == 0) return;
+    const int lane = arch::lane_idx();
+    if (is_ready) {
+      const uint32_t index = num_ready_ + arch::popc(ready & ((1u << lane) - 1));
+      entry_->window.ready[index % TokenWindow::kNumReady] = lane;
+      arch::st_relaxed_cta(&entry_->num_using[lane], static_cast<uint32_t>(team_size_));
+      token_ = -1;
+    }
+    num_ready_ += arch::popc(ready);
+    arch::sync_warp();  // what the lanes have written, and their acquires
+    // pairs with: await_ready — the slots, and the rows that they name.
+    if (lane == 0) arch::st_release_cta(&entry_->num_ready, num_ready_);
+  }
+
+  const Context& context_;
+  const CombineArgs& args_;
+  CombineEntry* entry_;
+  uint32_t* counter_;
+  int per_channel_;
+  int own_first_;
+  int team_size_;
+  uint32_t num_firsts_;  // tokens that the counter does not deal
+  int chunk_[kMaxRanks] = {};
+  uint32_t pending_ = 0;  // ranks whose rows of this lane's token have not been seen
+  int token_ = -1;        // not handed on yet
+  uint32_t num_ready_ = 0;
+  uint32_t num_using_ = 0;
+  uint64_t seen_ = 0;
+  int speaker_ = 0;
+  bool has_firsts_ = false;
+  bool is_exhausted_ = false;
+};
+
+DC_DEVICE bool may_go_on(const WatchContext& context, const WaitFor&, uint64_t, uint64_t,
+                         uint64_t patience, WaitClock* clock) {
+  return context.watch.may_go_on_all(patience, clock);
+}
+
+// One warp of a team: its columns of every token that the team gets.
+template <Dtype kDtype>
+DC_DEVICE void add_ready(const Context& context, const CombineArgs& args, CombineEntry* entry,
+                         int adder) {
+  const AddTeams teams = AddTeams::of(args);
+  const int team = adder / teams.size, member = adder - team * teams.size;
+  if (team >= teams.num_teams) return;
+  TokenWindow& window = entry->window;
+  uint32_t num_ready = 0;
+  for (uint32_t index = team;; index += teams.num_teams) {
+    if (num_ready <= index && (num_ready & TokenWindow::kAll) == 0) {
+      bool ok = true;
+      if (arch::lane_idx() == 0) {
+        // pairs with: TokenWatch::hand_on — the slots, and the rows that they name.
+        ok = await<Scope::kCta>(
+            context, &entry->num_ready, {Stage::kRetire, Word::kProgress, args.world.rank, -1},
+            index + 1, [=](uint32_t value) { return value > index; },  // or kAll, which is more
+            &num_ready);
+      }
+      arch::sync_warp();  // hands the leader's acquire to the whole warp
+      if (arch::shfl(kFullMask, static_cast<int>(ok), 0) == 0) return;
+      num_ready = arch::shfl(kFullMask, num_ready, 0);
+    }
+    if ((num_ready & ~TokenWindow::kAll) <= index) return;
+    const int slot_idx = window.ready[index % TokenWindow::kNumReady];
+    const TokenWindow::Slot& slot = window.slots[slot_idx];
+    const int64_t offset = static_cast<int64_t>(slot.token) * args.message.row_bytes;
+    reduce_rows<kDtype>(args.combined_x + offset, slot.rows, slot.num_rows,
+                        args.message.row_bytes / 16, member, teams.size);
+    if (member == 0) {
+      add_weights(args, slot.rows, slot.num_received, slot.own_position, slot.own_row, slot.token);
+    }
+    arch::sync_warp();  // all lanes have done with the slot
+    // pairs with: TokenWatch::is_free — the reads of the slot.
+    if (arch::lane_idx() == 0) {
+      arch::atomic_add_acq_rel_cta(&entry->num_using[slot_idx], 0xffffffffu);
+    }
+  }
+}
+
+}  // namespace deep_comm
