@@ -59,15 +59,22 @@ def run(fn: Callable[..., T], num_ranks: int, *args: object, **options: Any) -> 
 
     Raises:
         RankFailed: naming the first rank that died or hung, else the lowest rank that raised, with
-            that rank's traceback.
+            that rank's traceback; a rank that raised since another one had gone comes last.
     """
     return _values(outcomes(fn, num_ranks, *args, **options))
 
 
+def _is_lost(outcome: Outcome) -> bool:
+    """Whether the rank only saw another one go."""
+    text = str(outcome.error)
+    return "onnection closed by peer" in text or "onnection reset by peer" in text
+
+
 def _values(ended: list[Outcome]) -> list[Any]:
     failed = [outcome for outcome in ended if outcome.error is not None]
-    # A rank that died is the cause of what the others raise.
-    failed.sort(key=lambda outcome: not isinstance(outcome.error, RankFailed))
+    # A rank that died is the cause of what the others raise, and one that raised has closed its
+    # connections.
+    failed.sort(key=lambda outcome: (not isinstance(outcome.error, RankFailed), _is_lost(outcome)))
     for outcome in failed:
         if isinstance(outcome.error, RankFailed):
             raise outcome.error

@@ -145,7 +145,8 @@ def _take_blocks(
     makes_handle: bool,
     is_scratch: bool,
 ) -> tuple[Any, ...] | None:
-    """Where neighbours write outputs in place, and for a handle; poisoned if outputs are."""
+    """Where neighbours write outputs in place, and for a handle; poisoned if outputs are and no
+    NIC may still read there."""
     if ctx.num_direct_bytes == 0:
         return None
     taken = []
@@ -161,7 +162,9 @@ def _take_blocks(
         block, events = item
         if events:
             launch.wait(events)
-        if launch.poisons:
+        # Sums that a combine staged there may still be on their way out of it. No kernel writes
+        # there before its rail peers have come, who have them by then; a fill would.
+        if launch.poisons and not ctx.rail_reads_late:
             launch.adopt(ctx.heap.view(block.offset, block.num_bytes))
         blocks.append(block)
     return tuple(blocks)

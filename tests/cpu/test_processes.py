@@ -227,3 +227,15 @@ def test_a_pool_replaces_processes_that_hang() -> None:
         hung = pool.outcomes(_sleep, 2, timeout_s=1.0)
         assert all("did not end" in str(outcome.error) for outcome in hung)
         assert len(pool.run(_pid_and_variable, 2, timeout_s=60)) == 2
+
+
+def _waits_for_one_that_raises(group, culprit: int) -> None:
+    if group.rank() == culprit:
+        raise ValueError("the cause")
+    group.barrier().wait()
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_the_rank_that_raised_is_named_not_one_that_lost_its_connection(culprit: int) -> None:
+    with pytest.raises(processes.RankFailed, match=f"rank {culprit} raised ValueError: the cause"):
+        forked.run(_waits_for_one_that_raises, 2, culprit)
