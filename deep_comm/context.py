@@ -186,11 +186,9 @@ class Context:
         self.heap: Heap = self.backend.create_heap(
             self.rendezvous, heap_bytes, topology, self.rail, settings.num_qps
         )
-        # Whether a put may read its source when the kernel that asked for it has ended, as a NIC's
-        # does and a store does not.
-        self.rail_reads_late = self.rail == rails.SOFTWARE or (
-            self.rail == rails.NVSHMEM and 0 in self.heap.peer_bases
-        )
+        # Where the last combine between nodes staged: the rail may read sums there when the kernel
+        # has ended, until the rail peers have come to a later call.
+        self.staged = range(0)
         engines: list[Engine] = []
 
         def create_engine() -> None:

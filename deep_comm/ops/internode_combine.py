@@ -127,4 +127,5 @@ def _staging(
     block, events = taken
     if events:
         launch.wait(events)
+    ctx.staged = range(block.offset, block.offset + block.num_bytes)
     return block, block.offset, num_rows

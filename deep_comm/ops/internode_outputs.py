@@ -145,8 +145,8 @@ def _take_blocks(
     makes_handle: bool,
     is_scratch: bool,
 ) -> tuple[Any, ...] | None:
-    """Where neighbours write outputs in place, and for a handle; poisoned if outputs are and no
-    NIC may still read there."""
+    """Where neighbours write outputs in place, and for a handle; poisoned if outputs are and the
+    rail reads nothing there any more."""
     if ctx.num_direct_bytes == 0:
         return None
     taken = []
@@ -162,9 +162,11 @@ def _take_blocks(
         block, events = item
         if events:
             launch.wait(events)
-        # Sums that a combine staged there may still be on their way out of it. No kernel writes
-        # there before its rail peers have come, who have them by then; a fill would.
-        if launch.poisons and not ctx.rail_reads_late:
+        # No kernel writes over what the rail may still read before its rail peers have come, who
+        # have it by then; a fill would. What a graph's last combine stages, its next replay meets.
+        end = block.offset + block.num_bytes
+        is_read = block.offset < ctx.staged.stop and ctx.staged.start < end
+        if launch.poisons and not is_read and not launch.is_captured:
             launch.adopt(ctx.heap.view(block.offset, block.num_bytes))
         blocks.append(block)
     return tuple(blocks)
