@@ -5,11 +5,9 @@
 #include <pybind11/stl.h>
 
 #include <array>
-#include <deque>
 
 #include "bind/bindings.hpp"
-#include "bind/numbers.hpp"
-#include "bind/torch_tensors.hpp"
+#include "bind/quick_forms.hpp"
 #include "device/layout/output.cuh"
 
 namespace deep_comm {
@@ -18,209 +16,7 @@ namespace py = pybind11;
 
 namespace {
 
-// Of one Buffer.
-struct Parts {
-  TorchTensors torch;
-  int device_index;
-  int num_ranks;
-  uint64_t heap_base;
-  py::object memory;             // of the heap
-  NumberCall<5> take;            // Region.taker()
-  py::object streams;            // Streams of the CUDA backend, or None
-  NumberCall<1> current_stream;  // (device)
-  NumberCall<2> is_ready;        // (device, stream)
-  NumberCall<1> record;          // (stream) of streams.done
-  py::object last_name, wait_name, offset_name;
-  py::object float32;
-
-  uint64_t given(uint64_t address) const { return address == 0 ? heap_base : address; }
-
-  // The caller's stream, if the operation may run there at once: see CallerLaunch.
-  bool begin(uint64_t* stream) const {
-    *stream = 0;
-    if (streams.is_none()) return true;
-    const uint64_t device = static_cast<uint64_t>(device_index);
-    *stream = PyLong_AsUnsignedLongLongMask(current_stream({device}).ptr());
-    if (is_ready({device, *stream}).ptr() != Py_True) return false;
-    const py::object last = streams.attr(last_name);
-    return last.is_none() || PyLong_AsUnsignedLongLongMask(last.ptr()) == *stream;
-  }
-
-  // A block of the region, behind its last uses; false: there is no room.
-  bool take_block(uint64_t num_bytes, uint64_t stream, bool is_scratch, py::object* block,
-                  uint64_t* offset) const {
-    const py::object taken =
-        take({num_bytes, stream, 1, 0, is_scratch ? uint64_t{1} : uint64_t{0}});
-    if (taken.is_none()) return false;
-    *block = py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(taken.ptr(), 0));
-    const py::handle events = PyTuple_GET_ITEM(taken.ptr(), 1);
-    for (const py::handle event : events) event.attr(wait_name)(stream);
-    *offset = block->attr(offset_name).cast<uint64_t>();
-    return true;
-  }
-
-  // A tensor over the heap.
-  py::object matrix(uint64_t offset, int64_t num_rows, int64_t num_columns, DlDataType dtype,
-                    const py::object& block) const {
-    return torch.matrix_over(heap_base + offset, num_rows, num_columns, dtype,
-                             py::make_tuple(memory, block));
-  }
-
-  void end(uint64_t stream) const {
-    if (streams.is_none()) return;
-    streams.attr(last_name) = py::int_(stream);
-    record({stream});
-  }
-};
-
-// (code, bits) of DLPack.
-using TypeCode = std::pair<int, int>;
-DlDataType dtype_of(TypeCode code) {
-  return {static_cast<uint8_t>(code.first), static_cast<uint8_t>(code.second), 1};
-}
-bool operator==(const DlDataType& left, const DlDataType& right) {
-  return left.code == right.code && left.bits == right.bits && left.lanes == right.lanes;
-}
-int bytes_of(DlDataType dtype) { return dtype.bits / 8; }
-
-// The Config of a call, or None and the default in its place.
-struct Named {
-  py::object config, standard;
-
-  bool is(PyObject* other_config, PyObject* other_standard) const {
-    return is_same(config.ptr(), other_config) && is_same(standard.ptr(), other_standard);
-  }
-
- private:
-  static bool is_same(PyObject* mine, PyObject* other) {
-    if (mine == other) return true;
-    const int equal = PyObject_RichCompareBool(mine, other, Py_EQ);
-    if (equal < 0) PyErr_Clear();
-    return equal > 0;
-  }
-};
-
-// Rows as they travel, with or without scales.
-struct Rows {
-  DlDataType dtype, scale_dtype;
-  int64_t hidden, num_scales;  // 0: without
-
-  bool operator==(const Rows& other) const {
-    return dtype == other.dtype && hidden == other.hidden && num_scales == other.num_scales &&
-           (num_scales == 0 || scale_dtype == other.scale_dtype);
-  }
-  int row_bytes() const { return static_cast<int>(hidden) * bytes_of(dtype); }
-  int scale_row_bytes() const {
-    return num_scales == 0 ? 0 : static_cast<int>(num_scales) * bytes_of(scale_dtype);
-  }
-};
-
-// x or (x, scales) as a caller gives them.
-struct Payload {
-  TensorView x, scales;
-  bool has_scales = false;
-
-  bool read(const TorchTensors& torch, PyObject* given) {
-    if (PyTuple_CheckExact(given)) {
-      if (PyTuple_GET_SIZE(given) != 2 || !torch.view(PyTuple_GET_ITEM(given, 1), &scales) ||
-          scales.num_dims() != 2) {
-        return false;
-      }
-      has_scales = true;
-      given = PyTuple_GET_ITEM(given, 0);
-    }
-    return torch.view(given, &x) && x.num_dims() == 2 && x.is_contiguous() &&
-           x.address() % 16 == 0 && (!has_scales || scales.extent(0) == x.extent(0));
-  }
-  int64_t num_tokens() const { return x.extent(0); }
-  bool is(const Rows& rows) const {
-    return x.is(rows.dtype) && x.extent(1) == rows.hidden && has_scales == (rows.num_scales > 0) &&
-           (!has_scales || (scales.is(rows.scale_dtype) && scales.extent(1) == rows.num_scales));
-  }
-};
-
-// What a handle that the Buffer knows says: KnownHandle.numbers.
-struct Known {
-  static constexpr size_t kCount = 11;
-  uint64_t num_experts, mask, send_head, rank_prefix, channel_prefix, recv_channel_prefix;
-  int64_t num_recv_rows, num_tokens, num_rows, num_channels, num_topk;
-
-  bool read(PyObject* numbers) {
-    if (!PyTuple_CheckExact(numbers) || PyTuple_GET_SIZE(numbers) != kCount) return false;
-    std::array<uint64_t, kCount> read;
-    for (size_t position = 0; position < kCount; ++position) {
-      read[position] = PyLong_AsUnsignedLongLongMask(PyTuple_GET_ITEM(numbers, position));
-    }
-    const auto as_signed = [&](size_t position) { return static_cast<int64_t>(read[position]); };
-    *this = {read[0],      read[1],      read[2],      read[3],      read[4],      read[5],
-             as_signed(6), as_signed(7), as_signed(8), as_signed(9), as_signed(10)};
-    return true;
-  }
-};
-
-bool is_home(PyObject* home_stream, const Parts& parts, uint64_t stream) {
-  return parts.streams.is_none() || home_stream == Py_None ||
-         PyLong_AsUnsignedLongLongMask(home_stream) == stream;
-}
-
-// Forms of calls that have been made; the oldest goes when there are many.
-template <class Form>
-class Forms {
- public:
-  template <class Fits>
-  std::shared_ptr<const Form> find(const Fits& fits) const {
-    for (const auto& form : forms_) {
-      if (fits(*form)) return form;
-    }
-    return nullptr;
-  }
-  void add(Form form) {
-    constexpr size_t kMost = 64;
-    if (forms_.size() == kMost) forms_.pop_front();
-    forms_.push_back(std::make_shared<const Form>(std::move(form)));
-  }
-
- private:
-  std::deque<std::shared_ptr<const Form>> forms_;  // calls hold what they use: the GIL may be lent
-};
-
-struct CachedDispatch {
-  Named named;
-  Rows rows;
-  int64_t num_channels;
-  NumberCall<28> launch;
-};
-
-struct Combine {
-  Named named;
-  DlDataType dtype;
-  py::object torch_dtype;
-  int64_t hidden, num_topk, num_channels;
-  uint64_t staging_row_bytes;
-  NumberCall<15> launch;
-};
-
-// Of a dispatch of at most num_worst_tokens rows.
-struct NewDispatch {
-  Named named;
-  Rows rows;
-  int64_t num_tokens, num_topk, num_experts, num_rows, alignment;
-  int idx_bytes;
-  bool has_weights, has_layout, zero_tail;
-  NumberCall<19> notify;
-  NumberCall<28> launch;
-  py::object slab;  // SlabLayout, and its offsets
-  uint64_t channel_prefix, recv_channel_prefix, per_expert, send_head, recv_counts, mask,
-      slab_bytes;
-
-  bool is_like(const NewDispatch& other) const {
-    return rows == other.rows && num_tokens == other.num_tokens && num_topk == other.num_topk &&
-           num_experts == other.num_experts && num_rows == other.num_rows &&
-           alignment == other.alignment && idx_bytes == other.idx_bytes &&
-           has_weights == other.has_weights && has_layout == other.has_layout &&
-           zero_tail == other.zero_tail;
-  }
-};
+using namespace quick;
 
 struct QuickLayout {
   std::shared_ptr<const Parts> parts;
@@ -248,26 +44,13 @@ struct Calls {
 };
 using Shared = std::shared_ptr<Calls>;
 
-// A number that needs no conversion.
-bool as_number(PyObject* object, int64_t* number) {
-  if (!PyLong_CheckExact(object)) return false;
-  *number = PyLong_AsLongLong(object);
-  if (*number < 0) PyErr_Clear();
-  return *number >= 0;
-}
-
-bool is_indices(const TensorView& idx) {
-  return (idx.is(kDlInt64) || idx.is(kDlInt32)) && idx.num_dims() == 2 && idx.is_contiguous();
-}
-
 // (topk_idx, num_experts) -> num_tokens_per_rank, num_tokens_per_expert and is_token_in_rank, or
 // None.
 py::object quick_layout(QuickLayout& self, PyObject* const* arguments) {
   const Parts& parts = *self.parts;
   TensorView idx;
   if (!PyLong_CheckExact(arguments[1]) || !parts.torch.view(arguments[0], &idx) ||
-      !(idx.is(kDlInt64) || idx.is(kDlInt32)) || idx.num_dims() != 2 || idx.extent(1) < 1 ||
-      idx.extent(1) > self.num_max_topk || !idx.is_contiguous()) {
+      !is_indices(idx) || idx.extent(1) < 1 || idx.extent(1) > self.num_max_topk) {
     return py::none();
   }
   int overflow = 0;
