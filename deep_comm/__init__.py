@@ -14,6 +14,7 @@ from deep_comm._version import __version__
 from deep_comm.buffer import Buffer
 from deep_comm.config import Config
 from deep_comm.errors import (
+    AllocationError,
     ArgumentError,
     BufferDestroyed,
     BufferTooSmall,
@@ -38,6 +39,7 @@ topk_idx_t: torch.dtype = torch.int64
 """The usual dtype of topk_idx; int32 is taken as well."""
 
 __all__ = [
+    "AllocationError",
     "ArgumentError",
     "Buffer",
     "BufferDestroyed",

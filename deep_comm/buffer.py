@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from deep_comm import config as configs
-from deep_comm import env
+from deep_comm import env, integers
 from deep_comm._version import __version__
 from deep_comm.config import Config
 from deep_comm.context import Context, Settings
@@ -115,14 +115,13 @@ class Buffer(InternodeCalls, LowLatencyCalls):
 
         Raises:
             ArgumentError, UnsupportedError: on this rank, before anything is exchanged.
+            AllocationError: on a rank without room; PeerLost on the others.
             ConfigMismatch, TopologyError, PeerLost: on all ranks.
         """
         if enable_shrink and not low_latency_mode:
             raise ArgumentError("enable_shrink", True, "needs low_latency_mode")
-        if not isinstance(num_rdma_bytes, int) or num_rdma_bytes < 0:
-            raise ArgumentError("num_rdma_bytes", num_rdma_bytes, "must not be negative")
-        if not isinstance(num_qps_per_rank, int) or num_qps_per_rank < 1:
-            raise ArgumentError("num_qps_per_rank", num_qps_per_rank, "must be at least 1")
+        integers.require("num_rdma_bytes", num_rdma_bytes, 0, integers.MOST_BYTES)
+        integers.require("num_qps_per_rank", num_qps_per_rank, 1, integers.LARGEST)
         settings = Settings(
             num_nvl_bytes=num_nvl_bytes,
             num_direct_bytes=num_direct_bytes,
@@ -221,9 +220,7 @@ class Buffer(InternodeCalls, LowLatencyCalls):
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
         """SMs of the recommended configs from now on, for all Buffers: at least 1."""
-        if new_num_sms < 1:
-            raise ArgumentError("new_num_sms", new_num_sms, "must be at least 1")
-        Buffer.num_sms = new_num_sms
+        Buffer.num_sms = integers.require("new_num_sms", new_num_sms, 1)
 
     @staticmethod
     def capture() -> EventOverlap:
@@ -268,10 +265,9 @@ class Buffer(InternodeCalls, LowLatencyCalls):
         num_elements = (
             self._context.low_latency_bytes if use_rdma_buffer else self.num_nvl_bytes
         ) // dtype.itemsize
+        integers.require("offset", offset, 0, num_elements)
         shape = torch.Size([num_elements - offset] if size is None else size)
-        if offset < 0 or offset > num_elements:
-            raise ArgumentError("offset", offset, f"must be 0 to {num_elements} elements")
-        if offset + shape.numel() > num_elements:
+        if min(shape, default=0) < 0 or offset + shape.numel() > num_elements:
             rule = f"must fit in the {num_elements - offset} elements from offset on"
             raise ArgumentError("size", list(shape), rule)
         begin = self._context.workspace_bytes

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from deep_comm import integers
 from deep_comm.errors import ArgumentError, HandleMismatch
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 MAX_TOPK = 64
 ROW_ALIGNMENT = 16
 SCALE_BLOCK = 128  # columns of a row that share a scale when the engine quantises
+MAX_EXPERT_ALIGNMENT = 1 << 16  # so that sums of padded counts stay below 2**31
 TOPK_IDX_DTYPES = (torch.int64, torch.int32)
 COMBINE_DTYPES = {
     torch.bfloat16: "bfloat16",
@@ -360,8 +362,9 @@ def biases(bias: Any, shape: Sequence[int], like: Tensor) -> tuple[Tensor | None
 
 
 def num_experts(value: Any, num_max_experts: int) -> int:
-    if not isinstance(value, int) or not 1 <= value <= num_max_experts:
-        raise ArgumentError(
-            "num_experts", value, f"must be 1 to {num_max_experts} (num_max_experts of the Buffer)"
-        )
-    return value
+    note = " (num_max_experts of the Buffer)"
+    return integers.require("num_experts", value, 1, num_max_experts, note=note)
+
+
+def expert_alignment(value: Any) -> int:
+    return integers.require("expert_alignment", value, 1, MAX_EXPERT_ALIGNMENT)

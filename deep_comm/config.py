@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from deep_comm import integers
 from deep_comm.errors import ArgumentError, BufferTooSmall
 from deep_comm.topology import MAX_RANKS_PER_NODE, requested_ranks_per_node
 
@@ -37,11 +38,9 @@ class Config:
     num_max_rdma_chunked_recv_tokens: int = 256
 
     def __post_init__(self) -> None:
-        if self.num_sms < 0:
-            raise ArgumentError("num_sms", self.num_sms, "must not be negative")
         for name in self.__dataclass_fields__:
-            if name != "num_sms" and getattr(self, name) < 1:
-                raise ArgumentError(name, getattr(self, name), "must be at least 1")
+            smallest = 0 if name == "num_sms" else 1
+            integers.require(name, getattr(self, name), smallest, integers.LARGEST)
         nvl_send, nvl_recv = (
             self.num_max_nvl_chunked_send_tokens,
             self.num_max_nvl_chunked_recv_tokens,
@@ -89,7 +88,7 @@ class Config:
         """
         num_local, num_nodes = _split_ranks(num_ranks, ranks_per_node)
         words_per_pair = (2 * num_nodes + 3) * 4  # of SMs
-        slot_bytes = hidden_bytes + _SLOT_METADATA_BYTES
+        slot_bytes = integers.require("hidden_bytes", hidden_bytes, 1) + _SLOT_METADATA_BYTES
         per_pair = words_per_pair + 2 * self.num_slots * slot_bytes
         return _align(-(-self.num_channels // 2) * num_local * per_pair)
 
@@ -112,10 +111,8 @@ def _split_ranks(num_ranks: int, ranks_per_node: int | None) -> tuple[int, int]:
         ranks_per_node = min(
             requested_ranks_per_node(None) or MAX_RANKS_PER_NODE, MAX_RANKS_PER_NODE
         )
-    if not 1 <= ranks_per_node <= MAX_RANKS_PER_NODE:
-        raise ArgumentError("ranks_per_node", ranks_per_node, f"must be 1 to {MAX_RANKS_PER_NODE}")
-    if num_ranks < 1:
-        raise ArgumentError("num_ranks", num_ranks, "must be at least 1")
+    integers.require("ranks_per_node", ranks_per_node, 1, MAX_RANKS_PER_NODE)
+    integers.require("num_ranks", num_ranks, 1)
     if num_ranks > ranks_per_node and num_ranks % ranks_per_node != 0:
         raise ArgumentError(
             "num_ranks", num_ranks, f"must be a multiple of {ranks_per_node} beyond one node"

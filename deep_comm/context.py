@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from deep_comm import _core, errors, tuning
+from deep_comm import _core, errors, integers, tuning
 from deep_comm import rail as rails
 from deep_comm.backends import Backend, Heap, create_backend, resolve_device
 from deep_comm.config import Config, RingPlan, plan_rings, require_config
@@ -61,20 +61,14 @@ class Settings:
     rail: str | None = None  # see deep_comm.rail
 
     def __post_init__(self) -> None:
-        for name, smallest in (("num_nvl_bytes", 0), ("num_max_experts", 1)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < smallest:
-                raise errors.ArgumentError(
-                    name, value, f"must be an integer of at least {smallest}"
-                )
-        direct = self.num_direct_bytes
-        if direct is not None and not (
-            isinstance(direct, int) and 0 <= direct <= self.num_nvl_bytes
-        ):
-            raise errors.ArgumentError(
-                "num_direct_bytes", direct, f"must lie in 0..num_nvl_bytes ({self.num_nvl_bytes})"
-            )
-        if not 0 < self.timeout_s < 1e9:
+        integers.require("num_nvl_bytes", self.num_nvl_bytes, 0, integers.MOST_BYTES)
+        integers.require("num_max_experts", self.num_max_experts, 1, integers.LARGEST)
+        if self.num_direct_bytes is not None:
+            integers.require(
+                "num_direct_bytes", self.num_direct_bytes, 0, self.num_nvl_bytes,
+                note=" (num_nvl_bytes)",
+            )  # fmt: skip
+        if not isinstance(self.timeout_s, (int, float)) or not 0 < self.timeout_s < 1e9:
             raise errors.ArgumentError(
                 "timeout_s", self.timeout_s, "must be a positive number of seconds"
             )

@@ -73,6 +73,20 @@ class BufferDestroyed(DeepCommError):
     """
 
 
+class AllocationError(DeepCommError):
+    """There is no room for a Buffer's memory on this rank. The others get PeerLost.
+
+    Attributes: ``needed_bytes``, of this rank.
+
+    What to do: free memory where the message says that there was too little, or build the Buffer
+    with fewer bytes: docs/guide/shapes.md has sizes for known models.
+    """
+
+    def __init__(self, needed_bytes: int, detail: str) -> None:
+        super().__init__(f"a Buffer needs {needed_bytes} bytes on this rank: {detail}")
+        self.needed_bytes = needed_bytes
+
+
 class UnsupportedError(DeepCommError):
     """Something that this version or this build does not offer.
 
@@ -209,13 +223,15 @@ class CapacityError(DeepCommError):
     Attributes: ``needed_rows``, ``available_rows``.
 
     What to do: raise num_worst_tokens: the number of tokens of all ranks together is always
-    enough.
+    enough; with expand=True that number times top-k, and expert_alignment - 1 for each local
+    expert.
     """
 
     def __init__(self, rank: int, needed_rows: int, available_rows: int) -> None:
         super().__init__(
             f"rank {rank} is sent {needed_rows} rows, but num_worst_tokens is {available_rows}; "
-            "raise num_worst_tokens (the number of tokens of all ranks together is always enough)"
+            "raise num_worst_tokens (the number of tokens of all ranks together is always enough; "
+            "with expand=True that times top-k, and expert_alignment - 1 for each local expert)"
         )
         self.rank = rank
         self.needed_rows = needed_rows

@@ -8,8 +8,8 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from deep_comm import env
-from deep_comm.errors import ArgumentError, TopologyError
+from deep_comm import env, integers
+from deep_comm.errors import TopologyError
 
 MAX_RANKS_PER_NODE = 8
 
@@ -88,9 +88,7 @@ class Topology:
 def requested_ranks_per_node(argument: int | None) -> int | None:
     """The caller's ``ranks_per_node``, else that of the environment, else None: discover it."""
     value = env.RANKS_PER_NODE.get() if argument is None else argument
-    if value is not None and value < 1:
-        raise ArgumentError("ranks_per_node", value, "must be at least 1")
-    return value
+    return None if value is None else integers.require("ranks_per_node", value, 1)
 
 
 def discover(hosts: Sequence[str], ranks_per_node: int | None = None) -> Topology:

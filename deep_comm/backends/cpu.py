@@ -58,8 +58,11 @@ class _ThreadHeap(_HostHeap):
     """Ranks are threads: every rank holds every rank's block."""
 
     def __init__(self, rendezvous: Rendezvous, num_bytes: int) -> None:
+        def allocate() -> int:
+            return in_process.allocated(num_bytes, lambda: _core.allocate(num_bytes))
+
         blocks = in_process.exchange(
-            rendezvous, lambda: in_process.Block(_core.allocate(num_bytes), num_bytes, _core.free)
+            rendezvous, lambda: in_process.Block(allocate(), num_bytes, _core.free)
         )
         self.num_bytes = num_bytes
         self.peer_bases = [block.address for block in blocks]
@@ -85,7 +88,7 @@ class _SegmentHeap(_HostHeap):
         own: list[_core.Segment] = []
 
         def create() -> str:
-            own.append(_core.Segment.create(num_bytes))
+            own.append(in_process.allocated(num_bytes, lambda: _core.Segment.create(num_bytes)))
             return own[0].name
 
         def attach() -> None:

@@ -49,7 +49,8 @@ class _CudaHeap:
             def free(address: int) -> None:
                 _cuda.free(device, address)
 
-            block = in_process.Block(_cuda.allocate(device, num_bytes), num_bytes, free)
+            address = in_process.allocated(num_bytes, lambda: _cuda.allocate(device, num_bytes))
+            block = in_process.Block(address, num_bytes, free)
             self._blocks[self._rank] = block
             in_process.register(block)
             handle = b"" if rendezvous.in_process else _cuda.ipc_handle(block.address)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from typing import TypeVar
 
-from deep_comm.errors import DeepCommError
+from deep_comm.errors import AllocationError, DeepCommError
 from deep_comm.rendezvous import Rendezvous
 
 
@@ -22,6 +23,17 @@ class Block:
 
 _lock = threading.Lock()
 _blocks: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()
+
+
+T = TypeVar("T")
+
+
+def allocated(num_bytes: int, allocate: Callable[[], T]) -> T:
+    """What ``allocate`` returns, which fails if there are not ``num_bytes``."""
+    try:
+        return allocate()
+    except (MemoryError, RuntimeError, ValueError) as error:
+        raise AllocationError(num_bytes, str(error)) from error
 
 
 def register(block: Block) -> None:

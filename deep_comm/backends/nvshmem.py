@@ -20,7 +20,7 @@ from torch import Tensor
 from deep_comm import env
 from deep_comm.backends import in_process
 from deep_comm.backends.foreign import Place
-from deep_comm.errors import DeepCommError, TopologyError, UnsupportedError
+from deep_comm.errors import AllocationError, TopologyError, UnsupportedError
 from deep_comm.rendezvous import Rendezvous
 from deep_comm.topology import Topology, host_identity
 
@@ -108,9 +108,7 @@ class Job:
 
         def clear() -> None:
             if address == 0:
-                raise DeepCommError(
-                    f"NVSHMEM has no room for {num_bytes} bytes (see NVSHMEM_SYMMETRIC_SIZE)"
-                )
+                raise AllocationError(num_bytes, "NVSHMEM has no room (see NVSHMEM_SYMMETRIC_SIZE)")
             self.module.clear(address, num_bytes)
 
         rendezvous.all_gather_result("clear its part of the symmetric heap", clear)

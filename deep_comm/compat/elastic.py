@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import deep_comm
+from deep_comm import checks
 from deep_comm.buffer import DEFAULT_NUM_SMS
 from deep_comm.compat.elastic_calls import (
     DispatchResult,
@@ -302,9 +303,7 @@ class ElasticBuffer(ElasticCalls, Refused):
         if num_experts is None:
             raise ArgumentError("num_experts", None, "must be given without a handle")
         num_max_tokens = self._num_max_tokens(num_max_tokens_per_rank, x)
-        alignment = 1 if expert_alignment is None else expert_alignment
-        if not isinstance(alignment, int) or alignment < 1:
-            raise ArgumentError("expert_alignment", alignment, "must be an integer of at least 1")
+        alignment = checks.expert_alignment(1 if expert_alignment is None else expert_alignment)
         if num_sms < 0:
             raise ArgumentError("num_sms", num_sms, "must not be negative")
         self._buffer.num_sms = num_sms or DEFAULT_NUM_SMS

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from deep_comm import env, tuning
+from deep_comm import checks, env, integers, tuning
 from deep_comm.backends import resolve_device
 from deep_comm.buffer import Buffer
 from deep_comm.context import Context
@@ -66,12 +66,9 @@ def check_options(
 ) -> None:
     if mode == "decode" and not shape.can_decode:
         raise ArgumentError("mode", mode, "needs bfloat16 rows and at most 65535 decode_tokens")
-    for name, value in (
-        ("expert_alignment", expert_alignment),
-        ("max_recv_rows", 1 if max_recv_rows is None else max_recv_rows),
-    ):
-        if not isinstance(value, int) or value < 1:
-            raise ArgumentError(name, value, "must be an integer of at least 1")
+    checks.expert_alignment(expert_alignment)
+    if max_recv_rows is not None:
+        integers.require("max_recv_rows", max_recv_rows, 1, integers.LARGEST)
 
 
 def check_mode(mode: Any) -> None:

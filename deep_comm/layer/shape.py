@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from deep_comm import _core
+from deep_comm import _core, integers
 from deep_comm.config import host_default
 from deep_comm.errors import ArgumentError
 from deep_comm.low_latency_state import region_bytes
@@ -32,13 +32,6 @@ _SLOT_METADATA_BYTES = 2048
 # again for what combine and a second call in flight need.
 _IMBALANCE = 1.25
 _USES = 2
-
-
-def _positive(name: str, value: object, largest: int | None = None) -> int:
-    if not isinstance(value, int) or value < 1 or (largest is not None and value > largest):
-        upper = "" if largest is None else f" and at most {largest}"
-        raise ArgumentError(name, value, f"must be an integer of at least 1{upper}")
-    return value
 
 
 @dataclass(frozen=True)
@@ -66,9 +59,9 @@ class MoEShape:
 
     def __post_init__(self) -> None:
         for name in ("hidden", "num_experts", "max_tokens"):
-            _positive(name, getattr(self, name))
-        _positive("num_topk", self.num_topk, _MAX_TOPK)
-        _positive("decode_tokens", self.decode_tokens, self.max_tokens)
+            integers.require(name, getattr(self, name), 1, integers.LARGEST)
+        integers.require("num_topk", self.num_topk, 1, _MAX_TOPK)
+        integers.require("decode_tokens", self.decode_tokens, 1, self.max_tokens)
         if self.dtype not in DTYPES:
             raise ArgumentError(
                 "dtype", self.dtype, f"must be one of {', '.join(map(str, DTYPES))}"
@@ -264,7 +257,7 @@ def estimate_memory(
     num_nodes: int = 1,
 ) -> MemoryEstimate:
     """What a layer of this shape takes on the rank that has most experts."""
-    _positive("num_ranks", num_ranks)
+    integers.require("num_ranks", num_ranks, 1)
     num_local = num_local_experts(0, shape.num_experts, num_ranks)
     decodes = shape.can_decode and mode != "prefill"
     prefills = mode != "decode" and (mode == "prefill" or shape.may_exceed or not decodes)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deep_comm import checks
+from deep_comm import checks, integers
 from deep_comm.backends import Launch
 from deep_comm.context import Context
 from deep_comm.errors import ArgumentError
@@ -103,12 +103,10 @@ def checked_routing(
     num_worst_tokens: object,
 ) -> tuple[Layout | None, int]:
     """What dispatch is told: a layout, or None where it is to be made of ``idx``; and E."""
-    for name, value, smallest in (
-        ("expert_alignment", expert_alignment, 1),
-        ("num_worst_tokens", num_worst_tokens, 0),
-    ):
-        if not isinstance(value, int) or value < smallest:
-            raise ArgumentError(name, value, f"must be an integer of at least {smallest}")
+    if num_experts is not None:
+        num_experts = checks.num_experts(num_experts, ctx.num_max_experts)
+    checks.expert_alignment(expert_alignment)
+    integers.require("num_worst_tokens", num_worst_tokens, 0, integers.LARGEST)
     if (
         num_tokens_per_rank is None
         and is_token_in_rank is None
@@ -117,7 +115,6 @@ def checked_routing(
     ):
         if idx is None:
             raise ArgumentError("topk_idx", None, "is needed to compute the layout")
-        checks.num_experts(num_experts, ctx.num_max_experts)
         return None, num_experts
     layout = checked_layout(
         ctx, num_tokens, num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank

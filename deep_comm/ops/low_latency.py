@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deep_comm import checks
+from deep_comm import checks, integers
 from deep_comm.context import Context
 from deep_comm.errors import ArgumentError, DeepCommError, HandleMismatch
 from deep_comm.events import EventOverlap
@@ -32,9 +32,7 @@ _SUMS, _REDUCED, _SELECTIONS = range(3)
 
 
 def check_num_max_tokens(value: Any) -> int:
-    if not isinstance(value, int) or not 1 <= value < 1 << 16:
-        raise ArgumentError("num_max_dispatch_tokens_per_rank", value, "must be 1 to 65535")
-    return value
+    return integers.require("num_max_dispatch_tokens_per_rank", value, 1, 65535)
 
 
 def check_hidden(name: str, hidden: int, *, multiple: int) -> None:

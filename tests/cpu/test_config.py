@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from deep_comm import ArgumentError, Buffer, BufferTooSmall, Config
@@ -32,6 +33,9 @@ def test_keywords_and_positions_mean_the_same() -> None:
     ("arguments", "named"),
     [
         ({"num_sms": -1}, "num_sms"),
+        ({"num_sms": 2.5}, "num_sms"),
+        ({"num_sms": "24"}, "num_sms"),
+        ({"num_sms": np.int32(24)}, "num_sms"),  # addresses reckoned with it would wrap
         ({"num_max_nvl_chunked_send_tokens": 0}, "num_max_nvl_chunked_send_tokens"),
         ({"num_max_nvl_chunked_recv_tokens": 0}, "num_max_nvl_chunked_recv_tokens"),
         ({"num_max_rdma_chunked_send_tokens": 0}, "num_max_rdma_chunked_send_tokens"),

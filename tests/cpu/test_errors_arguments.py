@@ -10,6 +10,7 @@ import torch
 
 import deep_comm
 from deep_comm import (
+    AllocationError,
     ArgumentError,
     Buffer,
     BufferDestroyed,
@@ -146,6 +147,13 @@ DISPATCH_CASES = {
     ),
     "num_experts beside another layout": ({"num_experts": E + 1}, "num_experts", "5"),
     "alignment 0": ({"expert_alignment": 0}, "expert_alignment", "0"),
+    "alignment whose sums would wrap": (
+        {"expert_alignment": 1 << 30, "num_worst_tokens": 64},
+        "expert_alignment",
+        "65536",
+    ),
+    "num_worst_tokens of 2**31": ({"num_worst_tokens": 1 << 31}, "num_worst_tokens", "2147483648"),
+    "num_experts of a text": ({"num_experts": "4"}, "num_experts", "'4' of type str"),
     "num_worst_tokens -1": ({"num_worst_tokens": -1}, "num_worst_tokens", "-1"),
     "config of a dict": ({"config": {"num_sms": 2}}, "config", "dict"),
     "config of no SMs": ({"config": Config(0)}, "config.num_sms", "0"),
@@ -357,11 +365,17 @@ def test_a_given_config_that_does_not_fit_is_not_shrunk() -> None:
     [
         ({"num_nvl_bytes": -1}, "num_nvl_bytes"),
         ({"num_nvl_bytes": 1.5}, "num_nvl_bytes"),
+        ({"num_nvl_bytes": 1 << 64}, "num_nvl_bytes"),
+        ({"num_nvl_bytes": 8, "num_direct_bytes": 9}, "num_direct_bytes"),
         ({"num_rdma_bytes": -1}, "num_rdma_bytes"),
+        ({"num_qps_per_rank": 0}, "num_qps_per_rank"),
         ({"num_max_experts": 0}, "num_max_experts"),
+        ({"num_max_experts": 1 << 40}, "num_max_experts"),
         ({"timeout_s": 0}, "timeout_s"),
+        ({"timeout_s": "5"}, "timeout_s"),
         ({"timeout_s": float("nan")}, "timeout_s"),
         ({"ranks_per_node": 0}, "ranks_per_node"),
+        ({"ranks_per_node": "2"}, "ranks_per_node"),
         ({"device": "quantum"}, "device"),
         ({"device": "meta"}, "device"),
     ],
@@ -370,6 +384,21 @@ def test_the_constructor_names_a_bad_argument(options: dict[str, Any], argument:
     with pytest.raises(ArgumentError) as caught:
         _alone(lambda buffer: None, **{"num_nvl_bytes": 0, **options})
     assert caught.value.argument == argument
+
+
+@pytest.mark.parametrize("new_num_sms", [0, 2.5, "24"])
+def test_a_bad_number_of_sms_is_refused_and_changes_nothing(new_num_sms: Any) -> None:
+    before = Buffer.num_sms
+    with pytest.raises(ArgumentError, match="new_num_sms"):
+        Buffer.set_num_sms(new_num_sms)
+    assert Buffer.num_sms is before
+
+
+def test_a_buffer_without_room_says_how_much_it_needs() -> None:
+    num_bytes = 1 << 50
+    with pytest.raises(AllocationError, match="allocating") as caught:
+        _alone(lambda buffer: None, num_nvl_bytes=num_bytes)
+    assert caught.value.needed_bytes > num_bytes
 
 
 def test_masks_belong_to_low_latency_mode() -> None:
