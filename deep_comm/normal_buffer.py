@@ -205,7 +205,7 @@ class NormalCalls:
         if use_fp8 or round_scale or use_ue8m0 or column_major_scales:
             scale_options = ScaleOptions(use_fp8, round_scale, use_ue8m0, column_major_scales)
         if self._is_internode:
-            options = CallOptions(config, self._default_between_nodes("dispatch", config), streams)
+            options = self._options_between_nodes("dispatch", config, streams)
             if handle is not None:
                 return internode.cached_internode_dispatch(
                     self._context,
@@ -297,7 +297,7 @@ class NormalCalls:
         )
         streams = StreamOptions(None, True, False)
         if self._is_internode:
-            options = CallOptions(None, self._default_between_nodes("dispatch", None), streams)
+            options = self._options_between_nodes("dispatch", None, streams)
             tiers = NewTierDispatch(
                 self._context, x, num_tokens_per_rdma_rank=None, options=options, **given
             )
@@ -358,7 +358,7 @@ class NormalCalls:
             if sums is not None:
                 return sums[0], sums[1], EventOverlap()
         if self._is_internode:
-            options = CallOptions(config, self._default_between_nodes("combine", config), streams)
+            options = self._options_between_nodes("combine", config, streams)
             return internode_combine.internode_combine(
                 self._context,
                 x,
@@ -489,12 +489,21 @@ class NormalCalls:
         # Groups of several nodes may have any size.
         return recommended(configs.known_size(self._context.num_ranks), num_sms)
 
-    def _default_between_nodes(self, operation: str, config: Config | None) -> Config | None:
-        """For "dispatch" or "combine" without a config."""
-        return None if config is not None else self._default_config(RECOMMENDED[operation])
+    def _names_sms(self) -> bool:
+        """Whether somebody has said how many SMs a call without a Config may have."""
+        return not self._has_defaults or self.num_sms is not DEFAULT_NUM_SMS
+
+    def _options_between_nodes(
+        self, operation: str, config: Config | None, streams: StreamOptions
+    ) -> CallOptions:
+        """Of a "dispatch" or "combine"."""
+        if config is not None:
+            return CallOptions(config, None, True, streams)
+        default = self._default_config(RECOMMENDED[operation])
+        return CallOptions(None, default, self._names_sms(), streams)
 
     def _default_for_rows(self, operation: str) -> Config | DefaultConfig:
         """For "dispatch" or "combine" inside a node: docs/guide/sms.md."""
-        if self._has_defaults and self.num_sms is DEFAULT_NUM_SMS:
+        if not self._names_sms():
             return self._defaults[operation]
         return self._default_config(RECOMMENDED[operation])

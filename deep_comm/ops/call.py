@@ -52,14 +52,16 @@ SYNCHRONOUS = StreamOptions(None, False, False)
 class CallOptions:
     """Options of dispatch and combine between nodes."""
 
-    __slots__ = ("config", "default_config", "streams")
+    __slots__ = ("config", "default_config", "names_sms", "streams")
 
     def __init__(
         self,
         config: Config | None,
         default_config: Config | None,
+        names_sms: bool,
         streams: StreamOptions,
     ) -> None:
         self.config = config  # the caller's, taken as it is
         self.default_config = default_config  # otherwise this one, shrunk until it fits
+        self.names_sms = names_sms  # whether somebody has said how many the call may have
         self.streams = streams

@@ -143,8 +143,7 @@ def cached_internode_dispatch(
         )
     plan = plan_two_tiers(
         ctx,
-        options.config,
-        options.default_config,
+        options,
         payload.row_bytes,
         payload.scale_row_bytes,
         0,

@@ -43,8 +43,7 @@ def internode_combine(
     bias_0, bias_1 = checks.biases(bias, (num_tokens, hidden), x)
     plan = plan_two_tiers(
         ctx,
-        options.config,
-        options.default_config,
+        options,
         hidden * x.element_size(),
         0,
         num_topk,
@@ -55,7 +54,7 @@ def internode_combine(
         inputs = (x, topk_weights, row_weights, bias_0, bias_1)
         if expansion is not None:
             x, topk_weights = reduce_experts(
-                ctx, launch, plan.num_sms, x, expansion,
+                ctx, launch, plan.num_local_blocks, x, expansion,
                 num_received(ctx, known.recv_gbl_rank_prefix_sum), row_weights, topk_weights,
             )  # fmt: skip
         combined_x = launch.empty((num_tokens, hidden), x.dtype)

@@ -154,8 +154,7 @@ class NewTierDispatch:
         self._num_topk = 0 if idx is None else idx.shape[1]
         self._plan = plan_two_tiers(
             ctx,
-            options.config,
-            options.default_config,
+            options,
             payload.row_bytes,
             payload.scale_row_bytes,
             self._num_topk,

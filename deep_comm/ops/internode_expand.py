@@ -56,7 +56,7 @@ def number_received(
         expert_offsets=address(expansion.expert_offsets),
         expert_counts=address(expansion.expert_counts),
         recv_rows=address(expansion.recv_rows),
-        num_channels=plan.num_sms,
+        num_channels=plan.num_local_blocks,
         stream=launch.stream,
     )
     return expansion
@@ -103,7 +103,7 @@ def expand_received(
         expert_idx=address(out.topk_idx),
         expert_idx_bytes=0 if idx is None else idx.element_size(),
         weights=address(out.topk_weights),
-        num_channels=plan.num_sms,
+        num_channels=plan.num_local_blocks,
         stream=launch.stream,
     )
     if out.topk_idx is not None:

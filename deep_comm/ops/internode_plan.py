@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from deep_comm.config import Config, plan_rings
+from deep_comm.config import Config, plan_rings, require_config
 from deep_comm.context import Context
 from deep_comm.errors import ArgumentError, BufferTooSmall, HandleMismatch
+from deep_comm.ops.call import CallOptions
 
 
 @dataclass(frozen=True)
@@ -18,11 +19,7 @@ class TwoTierPlan:
     num_slots: int
     num_rail_send_tokens: int
     num_rail_slots: int
-
-    @property
-    def num_sms(self) -> int:
-        """Blocks of a call: two a channel."""
-        return 2 * self.num_channels
+    num_local_blocks: int  # of kernels that only work in this rank's memory
 
     def as_arguments(self) -> dict[str, int]:
         """By the names that the engine knows."""
@@ -37,27 +34,27 @@ class TwoTierPlan:
 
 def plan_two_tiers(
     ctx: Context,
-    config: Config | None,
-    default: Config | None,
+    options: CallOptions,
     row_bytes: int,
     scale_row_bytes: int,
     num_topk: int,
     num_channels: int | None = None,
 ) -> TwoTierPlan:
-    """Rings for one call. A caller's ``config`` is taken as it is;
-    ``default`` is shrunk until it fits.
+    """Rings for one call. A caller's config is taken as it is; the
+    default is shrunk until it fits.
 
     ``num_channels``: of the handle, which the plan must have.
 
     Raises:
         ArgumentError, BufferTooSmall, HandleMismatch.
     """
-    if config is not None and not isinstance(config, Config):
-        raise ArgumentError("config", type(config).__name__, "must be a Config or None")
-    key = ("two tiers", config, default, row_bytes, scale_row_bytes, num_topk, num_channels)
+    config, default, names_sms = options.config, options.default_config, options.names_sms
+    require_config(config)
+    shape = (row_bytes, scale_row_bytes, num_topk, num_channels)
+    key = (config, default, names_sms, *shape)
     known = ctx.two_tier_plans.get(key)
     if known is None:
-        known = _plan(ctx, config, default, row_bytes, scale_row_bytes, num_topk, num_channels)
+        known = _plan(ctx, config, default, names_sms, *shape)
         ctx.two_tier_plans[key] = known
     return known
 
@@ -75,6 +72,7 @@ def _plan(
     ctx: Context,
     config: Config | None,
     default: Config | None,
+    names_sms: bool,
     row_bytes: int,
     scale_row_bytes: int,
     num_topk: int,
@@ -138,4 +136,6 @@ def _plan(
         num_slots=rings.num_slots,
         num_rail_send_tokens=min(chosen.num_max_rdma_chunked_send_tokens, slots),
         num_rail_slots=slots,
+        # A few SMs fill the links, but not the memory of a GPU: docs/design/0036.
+        num_local_blocks=2 * channels if names_sms or max_sms is None else max_sms,
     )

@@ -14,6 +14,9 @@ import deep_comm
 from deep_comm import local
 
 T, H, K, E, SMS = 6, 64, 2, 4, 132
+NAMES = ("number_rows", "expand_rows", "reduce_experts")
+BETWEEN_NODES = ("number_received", "expand_received", "reduce_experts")
+TWO_NODES: dict[str, Any] = {"num_rdma_bytes": 8 << 20, "ranks_per_node": 1}
 
 
 @pytest.fixture(autouse=True)
@@ -23,14 +26,16 @@ def fake() -> Iterator[None]:
         yield
 
 
-def _blocks_of_a_step(config: Any = None) -> dict[str, int]:
+def _blocks_of_a_step(
+    config: Any = None, names: tuple[str, ...] = NAMES, **nodes: Any
+) -> dict[str, int]:
     def body(group: Any) -> dict[str, int]:
-        with deep_comm.Buffer(group, 8 << 20, timeout_s=20) as buffer:
+        with deep_comm.Buffer(group, 8 << 20, timeout_s=20, **nodes) as buffer:
             # As on a GPU: on the host target default calls are small.
             buffer._has_defaults = buffer._env_num_sms is None
             seen: dict[str, int] = {}
             engine = buffer._context.engine
-            for name in ("number_rows", "expand_rows", "reduce_experts"):
+            for name in names:
                 call = getattr(engine, name)
 
                 def noted(name: str = name, call: Any = call, **given: Any) -> None:
@@ -48,18 +53,24 @@ def _blocks_of_a_step(config: Any = None) -> dict[str, int]:
             )
             return seen
 
-    return local.run(body, 1, timeout_s=60)[0]
+    num_ranks = 2 if nodes else 1
+    return local.run(body, num_ranks, timeout_s=60)[0]
 
 
 def test_they_take_the_whole_gpu() -> None:
     blocks = _blocks_of_a_step()
-    assert blocks == dict.fromkeys(("number_rows", "expand_rows", "reduce_experts"), SMS)
+    assert blocks == dict.fromkeys(NAMES, SMS)
+    blocks = _blocks_of_a_step(None, BETWEEN_NODES, **TWO_NODES)
+    assert blocks == dict.fromkeys(BETWEEN_NODES, SMS)
 
 
 def test_a_config_bounds_them() -> None:
     assert set(_blocks_of_a_step(deep_comm.Config(3, 4, 16)).values()) == {3}
+    config = deep_comm.Config(4, 4, 16, 4, 16)
+    assert set(_blocks_of_a_step(config, BETWEEN_NODES, **TWO_NODES).values()) == {4}
 
 
 def test_sms_of_the_environment_bound_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEEP_COMM_NUM_SMS", "4")
     assert set(_blocks_of_a_step().values()) == {4}
+    assert set(_blocks_of_a_step(None, BETWEEN_NODES, **TWO_NODES).values()) == {4}
