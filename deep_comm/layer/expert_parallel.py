@@ -251,7 +251,7 @@ class ExpertParallel:
             y = ops.traced_forward(self, x, topk_idx, topk_weights, experts, mode, bounded)
             return y if shared is None else y + shared(x)
         steps = self._steps
-        way = steps.way(x, self.mode if mode is None else mode, bounded)
+        way = steps.way(x, topk_idx, topk_weights, self.mode if mode is None else mode, bounded)
         if way == "ask":
             return steps.ask(x, topk_idx, topk_weights, experts, shared)
         if shared is None:
@@ -278,7 +278,7 @@ class ExpertParallel:
         forward.
         """
         steps = self._steps
-        way = steps.way(x, self.mode if mode is None else mode, bounded)
+        way = steps.way(x, topk_idx, topk_weights, self.mode if mode is None else mode, bounded)
         return steps.dispatch(way, x, topk_idx, topk_weights, bounded)
 
     def dispatch_async(
@@ -292,7 +292,7 @@ class ExpertParallel:
     ) -> Pending[ExpertBatch]:
         """dispatch in two halves: this one sends, ``result()`` receives. See Pending."""
         steps = self._steps
-        way = steps.way(x, self.mode if mode is None else mode, bounded)
+        way = steps.way(x, topk_idx, topk_weights, self.mode if mode is None else mode, bounded)
         return steps.dispatch_async(way, x, topk_idx, topk_weights, bounded)
 
     def combine(self, batch: ExpertBatch, rows: Tensor) -> Tensor:

@@ -92,7 +92,11 @@ def ep_dispatch(
     """The state of a batch that has come."""
     steps = _layer(layer)._steps
     with torch.no_grad():
-        chosen = steps.way(x, "auto", bounded) if way == "auto" else cast("Way", way)
+        chosen = (
+            steps.way(x, topk_idx, topk_weights, "auto", bounded)
+            if way == "auto"
+            else cast("Way", way)
+        )
         return _keep(_Kept(steps.dispatch(chosen, x, topk_idx, topk_weights, bounded)))
 
 

@@ -63,8 +63,13 @@ class Steps:
 
     # ---- which mode ----------------------------------------------------------------------------
 
-    def way(self, x: Tensor, mode: Mode, bounded: bool) -> Way:
+    def way(
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, mode: Mode, bounded: bool
+    ) -> Way:
         shape = self.shape
+        for name, given in (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights)):
+            if not isinstance(given, Tensor):
+                raise ArgumentError(name, type(given).__name__, "must be a tensor")
         num_tokens = self._check(x)
         check_mode(mode)
         if mode == "auto":
@@ -282,9 +287,11 @@ class Steps:
         return self.transport.prefill_batch(sent, rows, weights)
 
     def _expert_rows(self, batch: ExpertBatch, rows: Tensor) -> Tensor:
-        if rows.shape != batch.x.shape or rows.dtype != self._dtype:
+        is_tensor = isinstance(rows, Tensor)
+        if not is_tensor or rows.shape != batch.x.shape or rows.dtype != self._dtype:
+            given = f"{list(rows.shape)} of {rows.dtype}" if is_tensor else type(rows).__name__
             raise ArgumentError(
-                "rows", f"{list(rows.shape)} of {rows.dtype}",
+                "rows", given,
                 f"must be what experts made of the batch: {list(batch.x.shape)} of "
                 f"{self.shape.dtype}",
             )  # fmt: skip

@@ -148,6 +148,13 @@ def test_bad_inputs_are_named_before_anything_is_launched() -> None:
             ):  # fmt: skip
                 with pytest.raises(ArgumentError, match=message):
                     layer(bad_x, idx, weights, same)
+            for name, given in (
+                ("x", (None, idx, weights)), ("topk_idx", (x, None, weights)),
+                ("topk_weights", (x, idx, None)), ("topk_weights", (x, idx, weights.tolist())),
+            ):  # fmt: skip
+                for mode in ("prefill", "decode", "auto"):
+                    with pytest.raises(ArgumentError, match=f"^{name} must be a tensor"):
+                        layer(*given, same, mode=mode)
             many = torch.zeros(3, 64).bfloat16()
             with pytest.raises(ArgumentError, match="decode_tokens"):
                 layer(many, idx, weights, same, mode="decode")
@@ -157,7 +164,7 @@ def test_bad_inputs_are_named_before_anything_is_launched() -> None:
                 layer(x, idx, weights, same, bounded=True)
             assert same.modes == []
             batch = layer.dispatch(x, idx, weights)
-            for rows in (batch.x.float(), batch.x[:1]):
+            for rows in (batch.x.float(), batch.x[:1], None):
                 with pytest.raises(ArgumentError, match="rows"):
                     layer.combine(batch, rows)
             layer.combine(batch, batch.x)
