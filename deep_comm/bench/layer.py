@@ -7,7 +7,8 @@ the first tokens of every rank, bit for bit. The table says where decode stops b
 and whether auto is within 5 % of the better mode; ``--store`` makes the measured threshold the
 default of layers on machines like this one (deep_comm.tuning).
 
-auto is judged by what the same layer does when a mode is named. Beyond its decode_tokens it has no
+auto is judged by what the same layer does when a mode is named, a round of the one behind a round
+of the other (column "rival": the better mode). Beyond its decode_tokens it has no
 decode mode, since the memory of decode calls grows with that bound; the figures of decode there are
 of layers that were built for more, and the verdict names the sizes at which such a layer is faster.
 
@@ -37,7 +38,15 @@ from deep_comm import reference_layer, tuning
 from deep_comm.bench import layer_report as report
 from deep_comm.bench import machine
 from deep_comm.bench.layer_report import Line, Pair
-from deep_comm.bench.measure import Effort, Timing, clock_of, gather, take_sample, time_over_ranks
+from deep_comm.bench.measure import (
+    Effort,
+    Timing,
+    clock_of,
+    gather,
+    take_sample,
+    time_in_turn,
+    time_over_ranks,
+)
 from deep_comm.bench.options import integers
 from deep_comm.layer.shape import DEFAULT_DECODE_TOKENS
 
@@ -51,6 +60,7 @@ _MAX_DECODE_BYTES = 24 << 30  # of a decode call's tensors
 _CHOSEN_SHARE = 8  # of a GPU's memory, one part in so many: of a threshold that is chosen here
 _HOST_CHOSEN_BYTES = 4 << 30
 _FIXED_SHARE = 0.6  # of the budget, for the fixed modes
+_TURNS = 2  # times as many rounds where two modes are compared
 _ROUND_US = 20e3  # a round of long calls has fewer of them
 
 
@@ -249,30 +259,69 @@ class Runner:
         layer.buffer.check()
         return timing
 
+    def _time_in_turn(
+        self, layer: deep_comm.ExpertParallel, parts: tuple[Tensor, ...], rival: Any, what: str
+    ) -> list[Timing]:
+        """By auto, and with that mode named."""
+        x, idx, weights = parts
+
+        def step_of(mode: Any) -> Callable[[int], Tensor]:
+            return lambda call: layer(x, idx, weights, _experts, mode=mode)
+
+        steps = [step_of(mode) for mode in ("auto", rival)]
+        for step in (*steps, *steps):  # auto: the first step may change the mode
+            self._check(step(0), x, idx, weights, what)
+        effort = self._effort(steps[1])
+        effort = replace(effort, num_rounds=_TURNS * effort.num_rounds)
+        timings = time_in_turn(steps, effort, self._device)
+        for step in steps:
+            self._check(step(0), x, idx, weights, what)
+        layer.buffer.check()
+        return timings
+
+    def _time_graphs(
+        self,
+        layer: deep_comm.ExpertParallel,
+        parts: tuple[Tensor, ...],
+        modes: Sequence[Any],
+        what: str,
+    ) -> list[Timing]:
+        """Of each mode, in turn; none on the host target."""
+        if self._device.type != "cuda":
+            return []
+        x, idx, weights = parts
+        calls = self._options.effort.num_calls
+        graphs, results = [], []
+        for mode in modes:
+            is_bounded = mode == "prefill"
+            for _ in range(2):
+                layer(x, idx, weights, _experts, mode=mode, bounded=is_bounded)
+            torch.cuda.synchronize()
+            dist.barrier()
+            graphs.append(torch.cuda.CUDAGraph())
+            with torch.cuda.graph(graphs[-1]):
+                for _ in range(calls):
+                    y = layer(x, idx, weights, _experts, mode=mode)
+            results.append(y)
+
+        def replay_of(graph: torch.cuda.CUDAGraph) -> Callable[[int], None]:
+            return lambda call: graph.replay()
+
+        rounds = self._options.effort.num_rounds
+        timings = time_in_turn(
+            [replay_of(graph) for graph in graphs], Effort(2, 1, rounds, rounds), self._device,
+            calls_per_work=calls,
+        )  # fmt: skip
+        for y in results:
+            self._check(y, x, idx, weights, what)
+        layer.buffer.check()
+        return timings
+
     def _time_graph(
         self, layer: deep_comm.ExpertParallel, parts: tuple[Tensor, ...], what: str
     ) -> Timing | None:
-        if self._device.type != "cuda":
-            return None
-        x, idx, weights = parts
-        is_bounded = layer.mode == "prefill"
-        calls = self._options.effort.num_calls
-        for _ in range(2):
-            layer(x, idx, weights, _experts, bounded=is_bounded)
-        torch.cuda.synchronize()
-        dist.barrier()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(calls):
-                y = layer(x, idx, weights, _experts)
-        rounds = self._options.effort.num_rounds
-        timing = time_over_ranks(
-            lambda call: graph.replay(), Effort(2, 1, rounds, rounds), self._device,
-            calls_per_work=calls,
-        )  # fmt: skip
-        self._check(y, x, idx, weights, what)
-        layer.buffer.check()
-        return timing
+        timings = self._time_graphs(layer, parts, [layer.mode], what)
+        return timings[0] if timings else None
 
     # ---- sizes -----------------------------------------------------------------------------------
 
@@ -334,17 +383,19 @@ class Runner:
         tokens = line.tokens
         parts = self._inputs(tokens)
         mixed = parts if self._rank == 0 else tuple(part[:FEW_TOKENS] for part in parts)
-        eager = self._time(auto, parts, f"auto, {tokens} tokens")
-        captured = None
-        if tokens <= auto.shape.decode_tokens:  # more are refused while a graph is captured
-            captured = self._time_graph(auto, parts, f"captured auto, {tokens} tokens")
+        fits = tokens <= auto.shape.decode_tokens
+        eager = replace(line.eager, decode_fits=fits)
+        timings = self._time_in_turn(auto, parts, eager.better, f"auto, {tokens} tokens")
+        eager = replace(eager, auto=timings[0], rival=timings[1])
+        graph = line.graph
+        if fits:  # more are refused while a graph is captured, where auto is decode
+            timings = self._time_graphs(
+                auto, parts, ("auto", "decode"), f"captured auto, {tokens} tokens"
+            )
+            if timings:
+                graph = replace(graph, auto=timings[0], rival=timings[1])
         one_rank = self._time(auto, mixed, f"auto, {tokens} on one rank")
-        return replace(
-            line,
-            eager=replace(line.eager, auto=eager, decode_fits=tokens <= auto.shape.decode_tokens),
-            graph=replace(line.graph, auto=captured),
-            one_rank=one_rank,
-        )
+        return replace(line, eager=eager, graph=graph, one_rank=one_rank)
 
     def run(self, say: Callable[[str], None]) -> Figures:
         options = self._options

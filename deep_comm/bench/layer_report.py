@@ -21,17 +21,29 @@ class Pair:
     Attributes:
         decode_fits: the layer whose auto is measured takes so many tokens with mode="decode", too;
             if not, ``decode`` is of a layer that was built for more, with its memory.
+        rival: the better mode that this layer takes, named in its calls, timed in turn with auto.
     """
 
     prefill: Timing | None
     decode: Timing | None
     auto: Timing | None = None
     decode_fits: bool = True
+    rival: Timing | None = None
 
     @property
     def ratio(self) -> float | None:
         """Of auto to the better mode of the same layer that was measured."""
+        if self.rival is not None:
+            return self._ratio_to(self.rival)
         return self._ratio_to(self.prefill, self.decode if self.decode_fits else None)
+
+    @property
+    def better(self) -> str:
+        """Mode of the same layer."""
+        if self.decode is None or not self.decode_fits:
+            return "prefill"
+        is_slower = self.prefill is not None and self.prefill.mean_us < self.decode.mean_us
+        return "prefill" if is_slower else "decode"
 
     @property
     def ratio_to_any(self) -> float | None:
@@ -80,10 +92,10 @@ class Line:
         }
 
 
-_PAIR = ("prefill", "decode", "auto", "ratio", "verdict")
+_PAIR = ("prefill", "decode", "rival", "auto", "ratio", "verdict")
 COLUMNS = ("tokens", *_PAIR, *(f"graph:{name}" if name == "prefill" else name for name in _PAIR),
-           "one rank", "host auto")  # fmt: skip
-_WIDTH = 9
+           "one rank", "host auto", "host rival")  # fmt: skip
+_WIDTH = 8
 
 
 def header() -> str:
@@ -98,11 +110,14 @@ def row(line: Line) -> str:
         return number(None if timing is None else timing.mean_us)
 
     def of(pair: Pair) -> tuple[str, ...]:
-        parts = mean(pair.prefill), mean(pair.decode), mean(pair.auto)
+        parts = mean(pair.prefill), mean(pair.decode), mean(pair.rival), mean(pair.auto)
         return (*parts, number(pair.ratio, 3), pair.verdict)
 
-    host = None if line.eager.auto is None else line.eager.auto.host_us
-    cells = (str(line.tokens), *of(line.eager), *of(line.graph), mean(line.one_rank), number(host))
+    hosts = (
+        number(None if timing is None else timing.host_us)
+        for timing in (line.eager.auto, line.eager.rival)
+    )
+    cells = (str(line.tokens), *of(line.eager), *of(line.graph), mean(line.one_rank), *hosts)
     return " ".join(
         cell.rjust(max(_WIDTH, len(name))) for cell, name in zip(cells, COLUMNS, strict=True)
     )

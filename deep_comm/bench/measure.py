@@ -24,7 +24,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Protocol, TypeVar
 
 import torch
@@ -123,6 +123,28 @@ def time_over_ranks(
     """Collective. ``work`` makes ``calls_per_work`` calls (a graph); times are of one of them."""
     sample = take_sample(work, effort, clock_of(device), calls_per_work=calls_per_work)
     return summarise(gather(sample), with_host=device.type == "cuda")
+
+
+def time_in_turn(
+    works: Sequence[Work], effort: Effort, device: torch.device, *, calls_per_work: int = 1
+) -> list[Timing]:
+    """time_over_ranks of works that are compared with one another: a round of each, then the next
+    round of each, because a machine does not stay as fast as it was. Collective."""
+    clock = clock_of(device)
+    num_rounds = effort.num_rounds
+    once = replace(
+        effort, num_rounds=1, num_single_calls=math.ceil(effort.num_single_calls / num_rounds)
+    )
+    samples = [Sample([], [], []) for _ in works]
+    for number in range(num_rounds):
+        for work, sample in zip(works, samples, strict=True):
+            taken = take_sample(
+                work, once if number == 0 else replace(once, num_warmup=1), clock,
+                calls_per_work=calls_per_work,
+            )  # fmt: skip
+            for name in ("means_us", "calls_us", "hosts_us", "first_hosts_us", "firsts_us"):
+                getattr(sample, name).extend(getattr(taken, name))
+    return [summarise(gather(sample), with_host=device.type == "cuda") for sample in samples]
 
 
 class Clock(Protocol):

@@ -43,6 +43,14 @@ def test_auto_is_compared_with_the_better_mode() -> None:
     text = layer_report.verdict([Line(1024, beyond, pair(None, None))], [], 128)
     assert "within 1.05" in text and "larger decode_tokens" in text and "at 1024 (2.04)" in text
     assert pair(100.0, 50.0).ratio is None and pair(None, None, 5.0).verdict == "-"
+    assert pair(100.0, 50.0).better == "decode" and pair(10.0, 50.0).better == "prefill"
+    assert pair(100.0, None).better == beyond.better == "prefill"
+
+
+def test_what_was_timed_in_turn_with_auto_decides() -> None:
+    turned = dataclasses.replace(pair(100.0, 50.0, 62.0), rival=timing(60.0))
+    assert turned.ratio == pytest.approx(62 / 60) and turned.verdict == "ok"
+    assert turned.to_json()["rival"]["mean_us"] == 60.0
 
 
 def test_the_crossover_lies_where_the_lines_between_measured_sizes_meet() -> None:
@@ -70,8 +78,8 @@ def test_captured_steps_are_judged_too() -> None:
     text = layer_report.verdict([captured], [], 128)
     assert "at 1 (graph 1.250)" in text
     cells = layer_report.row(captured).split()
-    assert cells == ["1", "9.0", "3.0", "3.0", "1.000", "ok", "5.0", "2.0", "2.5", "1.250",
-                     "MISSED", "-", "3.0"]  # fmt: skip
+    assert cells == ["1", "9.0", "3.0", "-", "3.0", "1.000", "ok", "5.0", "2.0", "-", "2.5",
+                     "1.250", "MISSED", "-", "3.0", "-"]  # fmt: skip
 
 
 def test_lists_and_defaults() -> None:
