@@ -1,11 +1,13 @@
 """tests/cpu/test_layer_compile.py on GPUs: eager graphs and inductor's
 kernels; every rank is a process.
 
-Started for each test: what a compiler keeps in a process would outlive a pool's test.
+Started for each backend: what a compiler keeps in a process would outlive a pool's test, and a
+process that compiles takes long to start.
 """
 
 import importlib.util
 import shutil
+import time
 from typing import Any
 
 import pytest
@@ -33,7 +35,7 @@ def on_gpus(fn: Any, num_ranks: int, *args: object, cache: Any) -> list[Any]:
         "DEEP_COMM_POISON": "1",
     }
     return processes.run(
-        fn, num_ranks, *args, devices=range(num_ranks), variables=variables, timeout_s=280
+        fn, num_ranks, *args, devices=range(num_ranks), variables=variables, timeout_s=270
     )
 
 
@@ -86,15 +88,6 @@ def compiled_equals_eager(group: Any, mode: str, backend: str) -> None:
         layer.buffer.check()
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("mode", ["prefill", "decode", "auto"])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_compiled_step_gives_the_bits_of_an_eager_one(
-    backend: str, mode: str, num_ranks: int, tmp_path: Any
-) -> None:
-    on_gpus(compiled_equals_eager, num_ranks, mode, backend, cache=tmp_path)
-
-
 def compiled_gradients(group: Any, backend: str) -> None:
     num_ranks = group.size()
     steps = ((3,) * num_ranks, (0, *(2,) * (num_ranks - 1)))
@@ -118,14 +111,6 @@ def compiled_gradients(group: Any, backend: str) -> None:
             for name, want, got in zip(("y", "x"), grads[0], grads[1], strict=False):
                 assert_same_bits(got, want, f"step {number}: {name}")
             torch.testing.assert_close(grads[1][2], grads[0][2], rtol=1e-2, atol=1e-2)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_gradients_of_a_compiled_step_are_those_of_an_eager_one(
-    backend: str, num_ranks: int, tmp_path: Any
-) -> None:
-    on_gpus(compiled_gradients, num_ranks, backend, cache=tmp_path)
 
 
 def unused_result(group: Any, backend: str) -> None:
@@ -153,9 +138,26 @@ def unused_result(group: Any, backend: str) -> None:
             assert_same_bits(got[number].cpu(), want[number].cpu(), f"batch {number}")
 
 
+def compiled(group: Any, backend: str) -> None:
+    """A compiled step gives the bits of an eager one, in every mode; its gradients are those of an
+    eager one; a call whose result is not used is made."""
+    for mode in ("prefill", "decode", "auto"):
+        _begin(group, f"{backend}: {mode}")
+        compiled_equals_eager(group, mode, backend)
+    _begin(group, f"{backend}: gradients")
+    compiled_gradients(group, backend)
+    _begin(group, f"{backend}: a result that is not used")
+    unused_result(group, backend)
+
+
+def _begin(group: Any, what: str) -> None:
+    torch._dynamo.reset()
+    if group.rank() == 0:  # shown where a test fails or takes too long
+        print(f"{time.monotonic():.0f} s, {what}", flush=True)
+
+
 @pytest.mark.gpu
+@pytest.mark.timeout(280)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_call_whose_result_is_not_used_is_made(
-    backend: str, num_ranks: int, tmp_path: Any
-) -> None:
-    on_gpus(unused_result, num_ranks, backend, cache=tmp_path)
+def test_compiled_steps(backend: str, num_ranks: int, tmp_path: Any) -> None:
+    on_gpus(compiled, num_ranks, backend, cache=tmp_path)
