@@ -142,6 +142,7 @@ class Steps:
             assert hook is not None
             hook()
         y = self.combine(batch, experts(batch))
+        del batch  # its tensors are given back while the answer is on its way
         if not self.rule.learn(self.buffer.wait_low_latency_num_tokens()):
             # Those that have been served take part with nothing, as hosts of their experts.
             share = slice(0, 0) if fits else slice(None)
