@@ -26,14 +26,6 @@ class ErrorRecord:
     waited_ns: int
     index: int  # expert_index: position in topk_idx, -1 if a peer's; else -1
 
-class Counts:
-    """What notify_dispatch learned."""
-
-    num_recv_tokens: int
-    max_num_tokens: int  # of all ranks
-    is_direct: bool  # the outputs announced to notify_dispatch serve all ranks
-    num_recv_tokens_per_expert: list[int]  # per local expert, rounded up to expert_alignment
-
 class OutputLayout:
     """Offsets of a dispatch's outputs in their block, and its size, in bytes."""
 
@@ -127,8 +119,10 @@ class Engine:
         """Tests: the number of the last kernel, on all ranks alike, while none
         runs (see docs/design/0001).
         """
-    def wait_counts(self) -> Counts | None:
-        """Wait for the totals of the last notify_dispatch. None: it failed, see poll_error()."""
+    def counts_waiter(self) -> Callable[[], tuple[int, int, bool, list[int]] | None]:
+        """What waits for the totals of the last notify_dispatch, without the GIL, and returns the
+        fields of ops.notify.Counts. None: it failed, see poll_error().
+        """
     def plan_dispatch(
         self,
         *,
@@ -451,6 +445,8 @@ class QuickNormal:
         current_stream: Callable[[int], int] | None,  # of a device
         is_ready: Callable[[int, int], bool] | None,  # (device, stream)
         record: Callable[[int], None] | None,  # on a stream, the event that is `done`
+        likely_rows: Callable[[int], tuple[int, ...]],  # ExpectedRows.choices
+        wait_counts: Callable[[], object],  # Engine.counts_waiter()
         float32: object,  # torch's
     ) -> None: ...
     def layout(
@@ -468,7 +464,9 @@ class QuickNormal:
         """``dispatch(x, KnownHandle.numbers, home_stream, config, default)`` -> what has come.
         ``new_dispatch(x, topk_idx, topk_weights, num_tokens_per_rank, num_tokens_per_expert,
         is_token_in_rank, num_experts, num_worst_tokens, expert_alignment, zero_tail, config,
-        default)`` -> (rows, indices, weights, SlabLayout, its address, its block, routing, stream).
+        default)`` -> (rows, indices, weights, SlabLayout, its address, its block, routing, stream,
+        counts). Without num_worst_tokens it waits for the counts; None: a kernel failed. No rows:
+        then, and where they have not moved, as some rank had no room for its own.
         ``combine(x, topk_weights, KnownHandle.numbers, home_stream, config, default)`` -> (sums,
         sums of weights).
         """
@@ -494,19 +492,14 @@ class QuickNormal:
         scale_dtype: tuple[int, int],
         hidden: int,
         num_scales: int,
-        num_tokens: int,
         num_topk: int,
         num_experts: int,
-        num_rows: int,
         alignment: int,
         idx_bytes: int,
-        has_weights: bool,
         has_layout: bool,
-        zero_tail: bool,
         notify: Callable[..., None] | None,
         launch: Callable[..., None],
-        slab: object,  # SlabLayout, and its offsets from channel_prefix_matrix on, and its bytes
-        offsets: tuple[int, int, int, int, int, int, int],
+        slab_of: Callable[[int], object],  # SlabLayout for so many tokens
     ) -> None: ...
     def add_combine(
         self,

@@ -16,7 +16,7 @@ from deep_comm.backends import Backend, Heap, create_backend, resolve_device
 from deep_comm.config import Config, RingPlan, plan_rings, require_config
 from deep_comm.handle import Handle, KnownHandle
 from deep_comm.ops import quick
-from deep_comm.ops.early import EarlyLaunches
+from deep_comm.ops.early import EarlyLaunches, ExpectedRows
 from deep_comm.rendezvous import Rendezvous
 from deep_comm.topology import (
     Topology,
@@ -108,9 +108,7 @@ class Context:
         self.num_qps = settings.num_qps
         self.num_max_experts = settings.num_max_experts
         self.is_open = False
-        self.most_recv_rows = 0  # of one dispatch so far
-        self.most_expanded_rows = 0  # likewise, of an expanded dispatch
-        self.most_tokens = 0  # that any rank has brought to one
+        self.expected = ExpectedRows(self.num_ranks)
         self.early_launches = EarlyLaunches()  # of dispatches between nodes
         self.pending: PendingDispatch | None = None  # sent, and not yet waited for
         self.agreed_tokens = 0  # that a rank will ever bring, as a layer's ranks have agreed
@@ -233,6 +231,7 @@ class Context:
         self.launch = self.backend.launch
         self.take = self.region.taker()
         self.count_layout = self.engine.plan_layout()
+        self.wait_counts = self.engine.counts_waiter()
         self._has_failed: Sequence[int] = self.engine.error_flag()
         self.quick = quick.normal_of(self)
         self.quick_layout = quick.layout_of(self)

@@ -40,7 +40,8 @@ class SlabLayout:
         | send_head [T, R] | all rows, rows by source [1 + R]
         | is_token_in_rank [T, R], unless it is given
 
-    Attributes: offsets in bytes, ``parts`` of the handle's names, ``num_bytes``.
+    Attributes: offsets in bytes, ``parts`` of the handle's names, ``num_bytes``; ``offsets``: all
+    of them in that order from channel_prefix on, and num_bytes.
     """
 
     __slots__ = (
@@ -51,6 +52,7 @@ class SlabLayout:
         "recv_counts",
         "is_token_in_rank",
         "num_bytes",
+        "offsets",
         "parts",
         "num_channels",
         "num_tokens",
@@ -74,6 +76,11 @@ class SlabLayout:
             end,
         ) = itertools.accumulate(padded)
         self.num_bytes = -(-end // _LINE) * _LINE
+        self.offsets = (
+            self.channel_prefix_matrix, self.recv_channel_prefix_matrix,
+            self.num_recv_tokens_per_expert, self.send_head, self.recv_counts,
+            self.is_token_in_rank, self.num_bytes,
+        )  # fmt: skip
         int32, counts = torch.int32, self.recv_counts
         self.parts = {
             "rank_prefix_matrix": Part(0, ranks, ranks, int32),

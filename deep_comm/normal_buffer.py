@@ -14,20 +14,24 @@ from deep_comm.context import Context
 from deep_comm.errors import ArgumentError
 from deep_comm.events import EventOverlap
 from deep_comm.handle import Handle
+from deep_comm.handle_parts import Memory, Slab
 from deep_comm.internode_handle import InternodeHandle
 from deep_comm.ops import internode, internode_combine
-from deep_comm.ops.call import CallOptions, StreamOptions
+from deep_comm.ops.call import SYNCHRONOUS, CallOptions, StreamOptions
 from deep_comm.ops.combine import combine
 from deep_comm.ops.dispatch import (
     DispatchResult,
     NewDispatch,
     PendingDispatch,
+    UnmovedRows,
     begin_dispatch,
     cached_dispatch,
     dispatch,
+    dispatch_unmoved,
 )
 from deep_comm.ops.internode_dispatch import NewTierDispatch
 from deep_comm.ops.layout import get_dispatch_layout
+from deep_comm.ops.notify import counts_of
 from deep_comm.ops.scales import PLAIN, ScaleOptions
 from deep_comm.tuning import DefaultConfig
 
@@ -178,10 +182,10 @@ class NormalCalls:
         if handle is not None and (topk_idx is not None or topk_weights is not None):
             name = "topk_weights" if topk_idx is None else "topk_idx"
             raise ArgumentError(name, None, "must be left away with a handle")
-        if not (
-            previous_event is not None
-            or async_finish
-            or allocate_on_comm_stream
+        default = self._default("dispatch", config)
+        unmoved: UnmovedRows | None = None
+        if streams is SYNCHRONOUS and not (
+            (config is not None and type(config) is not Config)
             or expand
             or zero_padding
             or use_fp8
@@ -190,16 +194,18 @@ class NormalCalls:
             or column_major_scales
         ):
             if type(handle) is Handle:
-                rows = self._quick_dispatch(x, handle, config)
+                rows = self._quick_dispatch(x, handle, config, default)
                 if rows is not None:
                     return rows, None, None, None, None, EventOverlap()
-            elif handle is None and num_worst_tokens != 0:
+            elif handle is None:
                 made = self._quick_new_dispatch(
                     x, topk_idx, topk_weights, num_tokens_per_rank, num_tokens_per_expert,
                     is_token_in_rank, num_experts, num_worst_tokens, expert_alignment, zero_tail,
-                    config,
+                    config, default,
                 )  # fmt: skip
-                if made is not None:
+                if isinstance(made, UnmovedRows):
+                    unmoved = made
+                elif made is not None:
                     return made
         scale_options = PLAIN
         if use_fp8 or round_scale or use_ue8m0 or column_major_scales:
@@ -235,7 +241,6 @@ class NormalCalls:
                 options=options,
             )
             return dispatch(steps, streams)
-        default = None if config is not None else self._default_for_rows("dispatch")
         if handle is not None:
             return cached_dispatch(
                 self._context,
@@ -266,6 +271,8 @@ class NormalCalls:
             config=config,
             default=default,
         )
+        if unmoved is not None:
+            return dispatch_unmoved(call, unmoved, streams)
         return dispatch(call, streams)
 
     def _begin_expanded_dispatch(
@@ -296,13 +303,13 @@ class NormalCalls:
             scale_options=ScaleOptions(use_fp8) if use_fp8 else PLAIN,
         )
         streams = StreamOptions(None, True, False)
+        default = self._default("dispatch", None)
         if self._is_internode:
             options = self._options_between_nodes("dispatch", None, streams)
             tiers = NewTierDispatch(
                 self._context, x, num_tokens_per_rdma_rank=None, options=options, **given
             )
             return begin_dispatch(tiers, streams)
-        default = self._default_for_rows("dispatch")
         call = NewDispatch(self._context, x, config=None, default=default, **given)
         return begin_dispatch(call, streams)
 
@@ -347,14 +354,14 @@ class NormalCalls:
             ConfigMismatch, PeerTimeout: as dispatch.
         """
         streams = StreamOptions.checked(previous_event, async_finish, allocate_on_comm_stream)
-        if type(handle) is Handle and not (
-            bias is not None
-            or previous_event is not None
-            or async_finish
-            or allocate_on_comm_stream
-            or apply_weights
+        default = self._default("combine", config)
+        if (
+            streams is SYNCHRONOUS
+            and type(handle) is Handle
+            and (config is None or type(config) is Config)
+            and not (bias is not None or apply_weights)
         ):
-            sums = self._quick_combine(x, topk_weights, handle, config)
+            sums = self._quick_combine(x, topk_weights, handle, config, default)
             if sums is not None:
                 return sums[0], sums[1], EventOverlap()
         if self._is_internode:
@@ -376,21 +383,16 @@ class NormalCalls:
             bias=bias,
             apply_weights=apply_weights,
             config=config,
-            default=None if config is not None else self._default_for_rows("combine"),
+            default=default,
             streams=streams,
         )
 
     # Calls in one native step, or None: see ops/quick.py.
 
-    def _quick_dispatch(self, x: Any, handle: Handle, config: Config | None) -> Any:
+    def _quick_dispatch(self, x: Any, handle: Handle, config: Config | None, default: Any) -> Any:
         ctx = self._context
         known = handle.known_to(ctx.owner)
         if known is None or not ctx.is_sound():
-            return None
-        default = None
-        if config is None:
-            default = self._default_for_rows("dispatch")
-        elif type(config) is not Config:
             return None
         rows = ctx.quick.dispatch(x, known.numbers, known.home_stream, config, default)
         if rows is not None:
@@ -410,14 +412,10 @@ class NormalCalls:
         expert_alignment: Any,
         zero_tail: Any,
         config: Config | None,
-    ) -> DispatchResult | None:
+        default: Any,
+    ) -> DispatchResult | UnmovedRows | None:
         ctx = self._context
         if not ctx.is_sound():
-            return None
-        default = None
-        if config is None:
-            default = self._default_for_rows("dispatch")
-        elif type(config) is not Config:
             return None
         made = ctx.quick.new_dispatch(
             x, topk_idx, topk_weights, num_tokens_per_rank, num_tokens_per_expert,
@@ -426,34 +424,42 @@ class NormalCalls:
         )  # fmt: skip
         if made is None:
             return None
-        rows, recv_idx, recv_weights, layout, address, block, routing, home_stream = made
-        ctx.end()
+        rows, recv_idx, recv_weights, layout, address, block, routing, home_stream, waited = made
         heap = ctx.heap
+        memory = heap.place, heap.memory(), block
+        num_rows, num_recv_tokens, max_num_tokens, per_expert = num_worst_tokens, None, None, []
+        if rows is None:
+            counts = counts_of(ctx, waited)
+            return UnmovedRows(Slab(layout, address, Memory(*memory)), counts)
+        ctx.end()
+        if waited is not None:
+            num_recv_tokens, max_num_tokens, _, per_expert = waited
+            num_rows = num_recv_tokens
+            ctx.expected.learn(num_rows, max_num_tokens)
         handle = Handle.fresh_in_region(
-            ctx.owner, layout, address, is_token_in_rank, routing, num_worst_tokens,
-            (heap.place, heap.memory(), block),
+            ctx.owner, layout, address, is_token_in_rank, routing, num_rows, memory,
             rank=ctx.rank,
             num_experts=routing[0],
             num_topk=recv_idx.shape[1],
-            num_recv_tokens=None,
-            max_num_tokens=None,
+            num_recv_tokens=num_recv_tokens,
+            max_num_tokens=max_num_tokens,
             members=ctx.members,
             home_stream=home_stream,
             expansion=None,
         )  # fmt: skip
-        return rows, recv_idx, recv_weights, [], handle, EventOverlap()
+        return rows, recv_idx, recv_weights, per_expert, handle, EventOverlap()
 
     def _quick_combine(
-        self, x: Any, topk_weights: Any, handle: Handle, config: Config | None
+        self,
+        x: Any,
+        topk_weights: Any,
+        handle: Handle,
+        config: Config | None,
+        default: Any,
     ) -> Any:
         ctx = self._context
         known = handle.known_to(ctx.owner)
         if known is None or not ctx.is_sound():
-            return None
-        default = None
-        if config is None:
-            default = self._default_for_rows("combine")
-        elif type(config) is not Config:
             return None
         sums = ctx.quick.combine(x, topk_weights, known.numbers, known.home_stream, config, default)
         if sums is not None:
@@ -502,8 +508,12 @@ class NormalCalls:
         default = self._default_config(RECOMMENDED[operation])
         return CallOptions(None, default, self._names_sms(), streams)
 
-    def _default_for_rows(self, operation: str) -> Config | DefaultConfig:
-        """For "dispatch" or "combine" inside a node: docs/guide/sms.md."""
+    def _default(self, operation: str, config: Config | None) -> Config | DefaultConfig | None:
+        """For "dispatch" or "combine" without a config inside a node, else None:
+        docs/guide/sms.md.
+        """
+        if config is not None or self._is_internode:
+            return None
         if not self._names_sms():
             return self._defaults[operation]
         return self._default_config(RECOMMENDED[operation])

@@ -1,5 +1,5 @@
-"""Layouts, cached and bounded dispatches and combines in one native step, one behind the other and
-on several streams, give what the same calls give step by step, each alone. Without
+"""Layouts, dispatches (cached, bounded, counted) and combines in one native step, one behind the
+other and on several streams, give what the same calls give step by step, each alone. Without
 DEEP_COMM_POISON, with which there are no calls in one step."""
 
 from __future__ import annotations
@@ -47,7 +47,20 @@ def run_calls(group: Any, device_type: str, calls: int) -> None:
             back, back_weights, _ = buffer.combine(bounded, again, recv_weights)
             # Copies: the region holds the blocks of a few calls.
             received = bounded[: len(rows)].clone(), recv_idx.clone(), recv_weights.clone()
-            return rows, sums, layout[0], layout[2], layout[3], *received, back, back_weights
+            del bounded, recv_idx, recv_weights
+            # Other tokens in every call, and the host waits for the counts.
+            fewer = call % 3
+            counted = buffer.dispatch(
+                inputs[call][fewer:], topk_idx=choices[call], topk_weights=weights[fewer:],
+                num_experts=E,
+            )  # fmt: skip
+            assert sum(counted[3]) == int((counted[1] >= 0).sum())
+            sums_counted = buffer.combine(counted[0], counted[4], counted[2])[:2]
+            copies = [part.clone() for part in counted[:3]]
+            return (
+                rows, sums, layout[0], layout[2], layout[3], *received, back, back_weights,
+                *copies, *sums_counted,
+            )  # fmt: skip
 
         ctx = buffer._context
         kept = (
@@ -77,7 +90,7 @@ def run_calls(group: Any, device_type: str, calls: int) -> None:
         steps(0)
         made.clear()
         results = [steps(call) for call in range(calls)]
-        assert all(made) and len(made) == 5 * calls, made
+        assert all(made) and len(made) == 7 * calls, made
         if is_cuda:
             # Now and then on another stream, where calls wait for the one before them.
             streams = [torch.cuda.Stream() for _ in range(3)]
@@ -91,6 +104,7 @@ def run_calls(group: Any, device_type: str, calls: int) -> None:
         names = (
             "rows", "sums", "num_tokens_per_rank", "num_tokens_per_expert", "is_token_in_rank",
             "bounded rows", "indices", "weights", "their sums", "sums of weights",
+            "counted rows", "their indices", "their weights", "their sums", "sums of their weights",
         )  # fmt: skip
         for call, tensors in enumerate(results):
             for name, got, want in zip(names, tensors, expected[call % calls], strict=True):

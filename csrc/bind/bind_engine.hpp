@@ -32,11 +32,6 @@ inline void bind_records(pybind11::module_& m) {
       .def_readonly("topk_idx", &OutputLayout::topk_idx)
       .def_readonly("topk_weights", &OutputLayout::topk_weights)
       .def_readonly("num_bytes", &OutputLayout::num_bytes);
-  py::class_<Counts>(m, "Counts", py::module_local())
-      .def_readonly("num_recv_tokens", &Counts::num_recv_tokens)
-      .def_readonly("max_num_tokens", &Counts::max_num_tokens)
-      .def_readonly("is_direct", &Counts::is_direct)
-      .def_readonly("num_recv_tokens_per_expert", &Counts::num_recv_tokens_per_expert);
 }
 
 template <class Target>
@@ -81,7 +76,6 @@ pybind11::class_<Engine<Target>> bind_engine(pybind11::module_& m) {
 
   bind_normal<Target>(engine);
   engine.def("set_generation", &Type::set_generation, "generation"_a);
-  engine.def("wait_counts", &Type::wait_counts, py::call_guard<py::gil_scoped_release>());
 
   engine.def_property_readonly("data_offset", &Type::data_offset);
   engine.def_property_readonly("data_bytes", &Type::data_bytes);

@@ -5,6 +5,9 @@
 
 #include <pybind11/pybind11.h>
 
+#include <optional>
+#include <utility>
+
 #include "bind/arguments.hpp"
 #include "bind/numbers.hpp"
 
@@ -61,6 +64,23 @@ struct NormalCalls {
                       as_pointer<int32_t>(expert_counts), as_pointer<int32_t>(num_expanded)};
     Release release;
     self.engine->notify_dispatch(self.plan, args, stream);
+  }
+
+  // What Engine::wait_counts found, in the order of Counts; or None.
+  static pybind11::object wait_counts(Type* engine, const Numbers<0>& /*none*/) {
+    std::optional<Counts> counts;
+    {
+      pybind11::gil_scoped_release release;
+      counts = engine->wait_counts();
+    }
+    if (!counts) return pybind11::none();
+    const auto& per_expert = counts->num_recv_tokens_per_expert;
+    pybind11::list list(per_expert.size());
+    for (size_t expert = 0; expert < per_expert.size(); ++expert) {
+      PyList_SET_ITEM(list.ptr(), expert, PyLong_FromLong(per_expert[expert]));
+    }
+    return pybind11::make_tuple(counts->num_recv_tokens, counts->max_num_tokens, counts->is_direct,
+                                std::move(list));
   }
 
   static void dispatch(const Bound<DispatchPlan>& self, const Numbers<28>& numbers) {
@@ -143,6 +163,9 @@ void bind_normal(pybind11::class_<Engine<Target>>& engine) {
   using Calls = NormalCalls<Target>;
   engine.def("plan_layout", [](const py::object& self) {
     return number_function<11, &Calls::layout>("get_dispatch_layout", self.cast<Type*>(), self);
+  });
+  engine.def("counts_waiter", [](const py::object& self) {
+    return number_function<0, &Calls::wait_counts>("wait_counts", self.cast<Type*>(), self);
   });
   engine.def(
       "plan_notify",

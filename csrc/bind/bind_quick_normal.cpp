@@ -1,7 +1,7 @@
-// Whole calls of normal mode that wait for nothing on the host, in one step for its hot path: layout,
-// cached dispatch, dispatch of a bounded number of rows, combine. What a call consists of are the
-// same functions that Python calls: the region's, the plan's, the streams'. Only plain calls, all
-// but layouts of a form that was called before; everything else is left to Python, untouched.
+// Whole calls of normal mode in one step for the host's hot path: layout, cached dispatch, dispatch
+// with new routing, combine. What a call consists of are the same functions that Python calls: the
+// region's, the plan's, the streams'. Only plain calls, all but layouts of a form that was called
+// before; everything else is left to Python, untouched.
 #include <pybind11/stl.h>
 
 #include <array>
@@ -155,103 +155,159 @@ py::object quick_dispatch(const Shared& calls, PyObject* const* arguments) {
   return rows;
 }
 
-// (x or (x, scales), topk_idx, topk_weights, num_tokens_per_rank, num_tokens_per_expert,
-//  is_token_in_rank, num_experts, num_worst_tokens, expert_alignment, zero_tail, config, default)
-//   -> (rows, recv_topk_idx, recv_topk_weights, SlabLayout, its address, its block, routing, stream),
-//   or None.
-py::object quick_new_dispatch(const Shared& calls, PyObject* const* arguments) {
-  const Parts& parts = calls->parts;
-  const TorchTensors& torch = parts.torch;
-  constexpr DlDataType kDlBool = {6, 8, 1};
-  Payload payload;
-  TensorView idx, weights, per_rank, per_expert, mask;
-  int64_t num_rows, alignment, num_experts = 0;
-  const bool has_weights = arguments[2] != Py_None, has_layout = arguments[5] != Py_None;
-  const bool zero_tail = arguments[9] == Py_True;
-  if (!payload.read(torch, arguments[0]) || !torch.view(arguments[1], &idx) || !is_indices(idx) ||
-      idx.extent(0) != payload.num_tokens() ||
-      (has_weights &&
-       !torch.matrix(arguments[2], kDlFloat32, idx.extent(0), idx.extent(1), &weights)) ||
-      !as_number(arguments[7], &num_rows) || !as_number(arguments[8], &alignment) ||
-      (!zero_tail && arguments[9] != Py_False)) {
-    return py::none();
+// Blocks of a dispatch with new routing: its outputs, and what its handle keeps.
+struct NewBlocks {
+  py::object outputs, handle;
+  uint64_t offset, slab_offset, src_offset;
+  OutputLayout layout;
+
+  bool take(const Parts& parts, const NewDispatch& form, uint64_t slab_bytes, int64_t num_rows,
+            uint64_t stream) {
+    layout = layout_of(form, num_rows);
+    if (!parts.take_block(layout.num_bytes, stream, false, &outputs, &offset) ||
+        !parts.take_block(slab_bytes + source_bytes(num_rows), stream, true, &handle,
+                          &slab_offset)) {
+      return false;
+    }
+    src_offset = slab_offset + slab_bytes;
+    return true;
   }
-  if (has_layout) {
-    if (!torch.view(arguments[4], &per_expert) || per_expert.num_dims() != 1) return py::none();
+
+  // Fewer rows have come.
+  void shrink(const NewDispatch& form, uint64_t slab_bytes, int64_t num_rows) {
+    layout = layout_of(form, num_rows);
+    outputs.cast<Block&>().shrink(layout.num_bytes);
+    handle.cast<Block&>().shrink(slab_bytes + source_bytes(num_rows));
+  }
+
+  // Other blocks will hold the rows.
+  void keep_slab(uint64_t slab_bytes) {
+    outputs = py::none();
+    handle.cast<Block&>().shrink(slab_bytes);
+  }
+
+ private:
+  static uint64_t source_bytes(int64_t num_rows) {
+    return sizeof(int32_t) * static_cast<uint64_t>(num_rows);
+  }
+  static OutputLayout layout_of(const NewDispatch& form, int64_t num_rows) {
+    return OutputLayout::make(num_rows, form.rows.row_bytes(), form.rows.scale_row_bytes(),
+                              static_cast<int>(form.num_topk), form.idx_bytes);
+  }
+};
+
+// What the caller gives of the routing.
+struct Routing {
+  TensorView idx, weights, per_rank, per_expert, mask;
+  bool has_weights, has_layout;
+  int64_t num_experts = 0;
+
+  bool read(const Parts& parts, PyObject* const* arguments, int64_t num_tokens) {
+    constexpr DlDataType kDlBool = {6, 8, 1};
+    const TorchTensors& torch = parts.torch;
+    has_weights = arguments[2] != Py_None;
+    has_layout = arguments[5] != Py_None;
+    if (!torch.view(arguments[1], &idx) || !is_indices(idx) || idx.extent(0) != num_tokens ||
+        (has_weights &&
+         !torch.matrix(arguments[2], kDlFloat32, num_tokens, idx.extent(1), &weights))) {
+      return false;
+    }
+    if (!has_layout) {
+      return arguments[3] == Py_None && arguments[4] == Py_None &&
+             as_number(arguments[6], &num_experts);
+    }
+    if (!torch.view(arguments[4], &per_expert) || per_expert.num_dims() != 1) return false;
     num_experts = per_expert.extent(0);
     int64_t named = num_experts;
-    if (!torch.vector(arguments[3], kDlInt32, parts.num_ranks, &per_rank) ||
-        !torch.vector(arguments[4], kDlInt32, num_experts, &per_expert) ||
-        !torch.matrix(arguments[5], kDlBool, idx.extent(0), parts.num_ranks, &mask) ||
-        (arguments[6] != Py_None && !as_number(arguments[6], &named)) || named != num_experts) {
-      return py::none();
-    }
-  } else if (arguments[3] != Py_None || arguments[4] != Py_None ||
-             !as_number(arguments[6], &num_experts)) {
+    return torch.vector(arguments[3], kDlInt32, parts.num_ranks, &per_rank) &&
+           torch.vector(arguments[4], kDlInt32, num_experts, &per_expert) &&
+           torch.matrix(arguments[5], kDlBool, num_tokens, parts.num_ranks, &mask) &&
+           (arguments[6] == Py_None || as_number(arguments[6], &named)) && named == num_experts;
+  }
+};
+
+// (x or (x, scales), topk_idx, topk_weights, num_tokens_per_rank, num_tokens_per_expert,
+//  is_token_in_rank, num_experts, num_worst_tokens, expert_alignment, zero_tail, config, default)
+//   -> (rows, recv_topk_idx, recv_topk_weights, SlabLayout, its address, its block, routing, stream,
+//       counts),
+//   or None. Without a bound of rows the host waits for the counts, behind the launches: a tuple, see
+//   Engine.counts_waiter; None if a kernel failed. Then, and where the rows have not moved because
+//   some rank had no room for its own, there are no rows.
+py::object quick_new_dispatch(const Shared& calls, PyObject* const* arguments) {
+  const Parts& parts = calls->parts;
+  Payload payload;
+  Routing routing;
+  int64_t num_rows, alignment;
+  const bool zero_tail = arguments[9] == Py_True;
+  if (!payload.read(parts.torch, arguments[0]) ||
+      !routing.read(parts, arguments, payload.num_tokens()) ||
+      !as_number(arguments[7], &num_rows) || num_rows > INT32_MAX ||
+      !as_number(arguments[8], &alignment) || (!zero_tail && arguments[9] != Py_False)) {
     return py::none();
   }
+  const TensorView& idx = routing.idx;
   const auto form = calls->new_dispatches.find([&](const NewDispatch& known) {
-    return known.num_tokens == idx.extent(0) && known.num_topk == idx.extent(1) &&
-           known.idx_bytes == idx.element_bytes() && known.num_experts == num_experts &&
-           known.num_rows == num_rows && known.alignment == alignment &&
-           known.has_weights == has_weights && known.has_layout == has_layout &&
-           known.zero_tail == zero_tail && payload.is(known.rows) &&
+    return known.num_topk == idx.extent(1) && known.idx_bytes == idx.element_bytes() &&
+           known.num_experts == routing.num_experts && known.alignment == alignment &&
+           known.has_layout == routing.has_layout && payload.is(known.rows) &&
            known.named.is(arguments[10], arguments[11]);
   });
-  uint64_t stream, offset, slab_offset;
-  py::object block, slab_block;
+  uint64_t stream;
   if (form == nullptr || !parts.begin(&stream)) return py::none();
-  const Rows& kind = form->rows;
-  const OutputLayout layout = OutputLayout::make(num_rows, kind.row_bytes(), kind.scale_row_bytes(),
-                                                 static_cast<int>(form->num_topk), form->idx_bytes);
-  if (!parts.take_block(layout.num_bytes, stream, false, &block, &offset) ||
-      !parts.take_block(form->slab_bytes + sizeof(int32_t) * num_rows, stream, true, &slab_block,
-                        &slab_offset)) {
-    return py::none();
+  const SlabParts parts_of_slab = form->slab(payload.num_tokens());
+  const uint64_t slab_bytes = parts_of_slab.num_bytes;
+  const bool is_bounded = num_rows > 0;
+  NewBlocks blocks;
+  if (is_bounded) {
+    if (!blocks.take(parts, *form, slab_bytes, num_rows, stream)) return py::none();
+  } else {
+    const py::object likely = parts.likely_rows({static_cast<uint64_t>(payload.num_tokens())});
+    for (const py::handle rows : likely) {
+      num_rows = rows.cast<int64_t>();
+      if (blocks.take(parts, *form, slab_bytes, num_rows, stream)) break;
+      num_rows = 0;
+    }
+    if (num_rows == 0) return py::none();
   }
-  const DlDataType idx_dtype = form->idx_bytes == 8 ? kDlInt64 : kDlInt32;
-  py::object rows = received(parts, kind, layout, num_rows, offset, block);
-  py::object recv_idx =
-      parts.matrix(offset + layout.topk_idx, num_rows, form->num_topk, idx_dtype, block);
-  py::object recv_weights = py::none();
-  if (has_weights) {
-    recv_weights =
-        parts.matrix(offset + layout.topk_weights, num_rows, form->num_topk, kDlFloat32, block);
-  }
-  const uint64_t slab = parts.heap_base + slab_offset, begin = parts.heap_base + offset;
-  const uint64_t token_mask = has_layout ? parts.given(mask.address()) : slab + form->mask;
-  const uint64_t choices = parts.given(idx.address()), src_offset = slab_offset + form->slab_bytes;
-  const uint64_t tokens = static_cast<uint64_t>(form->num_tokens);
-  const uint64_t num_rows_given = static_cast<uint64_t>(num_rows);
-  const uint64_t channel_prefix = slab + form->channel_prefix, send_head = slab + form->send_head;
-  form->notify({has_layout ? 0 : choices, has_layout ? per_rank.address() : 0,
-                has_layout ? per_expert.address() : 0, token_mask, tokens, offset, src_offset,
-                num_rows_given, 0, slab, channel_prefix, send_head, slab + form->per_expert,
-                slab + form->recv_counts, 0, 0, 0, 0, stream});
-  constexpr uint64_t kFillTail = 1, kZeroTail = 2, kFollowsNotify = 4;
+  const uint64_t slab = parts.heap_base + blocks.slab_offset;
+  const uint64_t begin = parts.heap_base + blocks.offset;
+  const uint64_t token_mask =
+      routing.has_layout ? parts.given(routing.mask.address()) : slab + parts_of_slab.mask;
+  const uint64_t choices = parts.given(idx.address());
+  const uint64_t num_tokens = static_cast<uint64_t>(payload.num_tokens());
+  const uint64_t channel_prefix = slab + parts_of_slab.channel_prefix;
+  const uint64_t send_head = slab + parts_of_slab.send_head;
+  form->notify(
+      {routing.has_layout ? 0 : choices, routing.has_layout ? routing.per_rank.address() : 0,
+       routing.has_layout ? routing.per_expert.address() : 0, token_mask, num_tokens, blocks.offset,
+       blocks.src_offset, static_cast<uint64_t>(num_rows), is_bounded ? uint64_t{0} : uint64_t{1},
+       slab, channel_prefix, send_head, slab + parts_of_slab.per_expert,
+       slab + parts_of_slab.recv_counts, 0, 0, 0, 0, stream});
+  constexpr uint64_t kFillTail = 1, kZeroTail = 2, kFollowsNotify = 4, kIsSpeculative = 8;
+  const uint64_t tail = kFillTail | (zero_tail ? kZeroTail : 0);
   const Sources sources(parts, payload);
-  form->launch({static_cast<uint64_t>(num_experts),
+  form->launch({static_cast<uint64_t>(routing.num_experts),
                 token_mask,
                 send_head,
                 slab,
                 channel_prefix,
                 parts.given(payload.x.address()),
-                tokens,
+                num_tokens,
                 sources.x_scales,
                 sources.token_stride,
                 sources.column_stride,
                 choices,
-                has_weights ? parts.given(weights.address()) : 0,
-                begin + layout.x,
-                payload.has_scales ? begin + layout.scales : 0,
-                begin + layout.topk_idx,
-                has_weights ? begin + layout.topk_weights : 0,
-                parts.heap_base + src_offset,
-                slab + form->recv_channel_prefix,
-                num_rows_given,
-                offset,
-                src_offset,
-                kFillTail | kFollowsNotify | (zero_tail ? kZeroTail : 0),
+                routing.has_weights ? parts.given(routing.weights.address()) : 0,
+                begin + blocks.layout.x,
+                payload.has_scales ? begin + blocks.layout.scales : 0,
+                begin + blocks.layout.topk_idx,
+                routing.has_weights ? begin + blocks.layout.topk_weights : 0,
+                parts.heap_base + blocks.src_offset,
+                slab + parts_of_slab.recv_channel_prefix,
+                static_cast<uint64_t>(num_rows),
+                blocks.offset,
+                blocks.src_offset,
+                kFollowsNotify | (is_bounded ? tail : kIsSpeculative),
                 0,
                 0,
                 0,
@@ -259,12 +315,37 @@ py::object quick_new_dispatch(const Shared& calls, PyObject* const* arguments) {
                 0,
                 stream});
   parts.end(stream);
+  // From here on nothing is on the GPU's way but the wait.
+  bool has_rows = true;
+  py::object counts = py::none();
+  if (!is_bounded) {
+    counts = parts.wait_counts({});
+    has_rows = !counts.is_none() && PyTuple_GET_ITEM(counts.ptr(), 2) == Py_True;
+    if (has_rows) {
+      const int64_t num_come = PyLong_AsLongLong(PyTuple_GET_ITEM(counts.ptr(), 0));
+      if (num_come < num_rows) blocks.shrink(*form, slab_bytes, num_come);
+      num_rows = num_come;
+    } else {
+      blocks.keep_slab(slab_bytes);
+    }
+  }
+  py::object rows = py::none(), recv_idx = py::none(), recv_weights = py::none();
+  if (has_rows) {
+    const OutputLayout& layout = blocks.layout;
+    const auto matrix = [&](size_t part, DlDataType dtype) {
+      return parts.matrix(blocks.offset + part, num_rows, form->num_topk, dtype, blocks.outputs);
+    };
+    rows = received(parts, form->rows, layout, num_rows, blocks.offset, blocks.outputs);
+    recv_idx = matrix(layout.topk_idx, form->idx_bytes == 8 ? kDlInt64 : kDlInt32);
+    if (routing.has_weights) recv_weights = matrix(layout.topk_weights, kDlFloat32);
+  }
   py::object home_stream = py::none();
   if (!parts.streams.is_none()) home_stream = py::int_(stream);
-  return py::make_tuple(std::move(rows), std::move(recv_idx), std::move(recv_weights), form->slab,
-                        slab, std::move(slab_block),
-                        py::make_tuple(num_experts, token_mask, send_head, slab, channel_prefix),
-                        std::move(home_stream));
+  return py::make_tuple(
+      std::move(rows), std::move(recv_idx), std::move(recv_weights), parts_of_slab.layout, slab,
+      std::move(blocks.handle),
+      py::make_tuple(routing.num_experts, token_mask, send_head, slab, channel_prefix),
+      std::move(home_stream), std::move(counts));
 }
 
 // (x, topk_weights, KnownHandle.numbers, home_stream, config, default)
@@ -325,7 +406,7 @@ void bind_quick_normal(py::module_& m) {
                        py::object part, int device_type, int device_index, int num_ranks,
                        uint64_t heap_base, py::object memory, py::object take, py::object streams,
                        py::object current_stream, py::object is_ready, py::object record,
-                       py::object float32) {
+                       py::object likely_rows, py::object wait_counts, py::object float32) {
              return std::make_shared<Calls>(
                  Calls{.parts = {.torch = {std::move(tensor_type), exchange_api, std::move(empty),
                                            std::move(part), device_type, device_index},
@@ -338,9 +419,10 @@ void bind_quick_normal(py::module_& m) {
                                  .current_stream = NumberCall<1>(std::move(current_stream)),
                                  .is_ready = NumberCall<2>(std::move(is_ready)),
                                  .record = NumberCall<1>(std::move(record)),
+                                 .likely_rows = NumberCall<1>(std::move(likely_rows)),
+                                 .wait_counts = NumberCall<0>(std::move(wait_counts)),
                                  .last_name = py::str("last"),
                                  .wait_name = py::str("wait"),
-                                 .offset_name = py::str("offset"),
                                  .float32 = std::move(float32)},
                        .cached_dispatches = {},
                        .new_dispatches = {},
@@ -348,7 +430,8 @@ void bind_quick_normal(py::module_& m) {
            }),
            "tensor_type"_a, "exchange_api"_a, "empty"_a, "part"_a, "device_type"_a,
            "device_index"_a, py::kw_only(), "num_ranks"_a, "heap_base"_a, "memory"_a, "take"_a,
-           "streams"_a, "current_stream"_a, "is_ready"_a, "record"_a, "float32"_a)
+           "streams"_a, "current_stream"_a, "is_ready"_a, "record"_a, "likely_rows"_a,
+           "wait_counts"_a, "float32"_a)
       .def(
           "layout",
           [](const Shared& self, py::object launch, int64_t num_ranks, int64_t num_max_experts,
@@ -398,33 +481,20 @@ void bind_quick_normal(py::module_& m) {
       .def(
           "add_new_dispatch",
           [](const Shared& self, py::object config, py::object standard, TypeCode dtype,
-             TypeCode scale_dtype, int64_t hidden, int64_t num_scales, int64_t num_tokens,
-             int64_t num_topk, int64_t num_experts, int64_t num_rows, int64_t alignment,
-             int idx_bytes, bool has_weights, bool has_layout, bool zero_tail, py::object notify,
-             py::object launch, py::object slab, const std::array<uint64_t, 7>& offsets) {
-            const auto [channel_prefix, recv_channel_prefix, per_expert, send_head, recv_counts,
-                        mask, slab_bytes] = offsets;
+             TypeCode scale_dtype, int64_t hidden, int64_t num_scales, int64_t num_topk,
+             int64_t num_experts, int64_t alignment, int idx_bytes, bool has_layout,
+             py::object notify, py::object launch, py::object slab_of) {
             NewDispatch form{.named = {std::move(config), std::move(standard)},
                              .rows = {dtype_of(dtype), dtype_of(scale_dtype), hidden, num_scales},
-                             .num_tokens = num_tokens,
                              .num_topk = num_topk,
                              .num_experts = num_experts,
-                             .num_rows = num_rows,
                              .alignment = alignment,
                              .idx_bytes = idx_bytes,
-                             .has_weights = has_weights,
                              .has_layout = has_layout,
-                             .zero_tail = zero_tail,
                              .notify = NumberCall<19>(std::move(notify)),
                              .launch = NumberCall<28>(std::move(launch)),
-                             .slab = std::move(slab),
-                             .channel_prefix = channel_prefix,
-                             .recv_channel_prefix = recv_channel_prefix,
-                             .per_expert = per_expert,
-                             .send_head = send_head,
-                             .recv_counts = recv_counts,
-                             .mask = mask,
-                             .slab_bytes = slab_bytes};
+                             .slab_of = std::move(slab_of),
+                             .slabs = {}};
             const auto is_same = [&](const NewDispatch& known) {
               return known.is_like(form) &&
                      known.named.is(form.named.config.ptr(), form.named.standard.ptr());
@@ -434,9 +504,8 @@ void bind_quick_normal(py::module_& m) {
             }
           },
           py::kw_only(), "config"_a, "default"_a, "dtype"_a, "scale_dtype"_a, "hidden"_a,
-          "num_scales"_a, "num_tokens"_a, "num_topk"_a, "num_experts"_a, "num_rows"_a,
-          "alignment"_a, "idx_bytes"_a, "has_weights"_a, "has_layout"_a, "zero_tail"_a, "notify"_a,
-          "launch"_a, "slab"_a, "offsets"_a)
+          "num_scales"_a, "num_topk"_a, "num_experts"_a, "alignment"_a, "idx_bytes"_a,
+          "has_layout"_a, "notify"_a, "launch"_a, "slab_of"_a)
       .def(
           "add_combine",
           [](const Shared& self, py::object config, py::object standard, TypeCode dtype,

@@ -5,10 +5,12 @@
 #include <array>
 #include <deque>
 #include <memory>
+#include <unordered_map>
 #include <utility>
 
 #include "bind/bindings.hpp"
 #include "bind/numbers.hpp"
+#include "bind/region_blocks.hpp"
 #include "bind/torch_tensors.hpp"
 
 namespace deep_comm::quick {
@@ -27,7 +29,9 @@ struct Parts {
   NumberCall<1> current_stream;  // (device)
   NumberCall<2> is_ready;        // (device, stream)
   NumberCall<1> record;          // (stream) of streams.done
-  py::object last_name, wait_name, offset_name;
+  NumberCall<1> likely_rows;     // (num_tokens): numbers of rows to have room for, best first
+  NumberCall<0> wait_counts;     // Engine.counts_waiter()
+  py::object last_name, wait_name;
   py::object float32;
 
   uint64_t given(uint64_t address) const { return address == 0 ? heap_base : address; }
@@ -52,7 +56,7 @@ struct Parts {
     *block = py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(taken.ptr(), 0));
     const py::handle events = PyTuple_GET_ITEM(taken.ptr(), 1);
     for (const py::handle event : events) event.attr(wait_name)(stream);
-    *offset = block->attr(offset_name).cast<uint64_t>();
+    *offset = block->cast<const Block&>().offset;
     return true;
   }
 
@@ -197,26 +201,48 @@ struct Combine {
   NumberCall<15> launch;
 };
 
-// Of a dispatch of at most num_worst_tokens rows.
+// Where the parts of a slab lie, and its bytes: SlabLayout.offsets.
+struct SlabParts {
+  py::object layout;  // the SlabLayout
+  uint64_t channel_prefix, recv_channel_prefix, per_expert, send_head, recv_counts, mask, num_bytes;
+};
+
+// Of a dispatch with new routing, of any number of tokens.
 struct NewDispatch {
   Named named;
   Rows rows;
-  int64_t num_tokens, num_topk, num_experts, num_rows, alignment;
+  int64_t num_topk, num_experts, alignment;
   int idx_bytes;
-  bool has_weights, has_layout, zero_tail;
+  bool has_layout;
   NumberCall<19> notify;
   NumberCall<28> launch;
-  py::object slab;  // SlabLayout, and its offsets
-  uint64_t channel_prefix, recv_channel_prefix, per_expert, send_head, recv_counts, mask,
-      slab_bytes;
+  py::object slab_of;  // (num_tokens) -> SlabLayout
 
   bool is_like(const NewDispatch& other) const {
-    return rows == other.rows && num_tokens == other.num_tokens && num_topk == other.num_topk &&
-           num_experts == other.num_experts && num_rows == other.num_rows &&
+    return rows == other.rows && num_topk == other.num_topk && num_experts == other.num_experts &&
            alignment == other.alignment && idx_bytes == other.idx_bytes &&
-           has_weights == other.has_weights && has_layout == other.has_layout &&
-           zero_tail == other.zero_tail;
+           has_layout == other.has_layout;
   }
+
+  SlabParts slab(int64_t num_tokens) const {
+    constexpr size_t kMost = 256;
+    const auto known = slabs.find(num_tokens);
+    if (known != slabs.end()) return known->second;
+    py::object layout = slab_of(num_tokens);
+    const auto [channel_prefix, recv_channel_prefix, per_expert, send_head, recv_counts, mask,
+                num_bytes] = layout.attr("offsets").cast<std::array<uint64_t, 7>>();
+    if (slabs.size() >= kMost) slabs.clear();
+    return slabs[num_tokens] = {std::move(layout),
+                                channel_prefix,
+                                recv_channel_prefix,
+                                per_expert,
+                                send_head,
+                                recv_counts,
+                                mask,
+                                num_bytes};
+  }
+
+  mutable std::unordered_map<int64_t, SlabParts> slabs;  // by tokens, of the calls before
 };
 
 // A number that needs no conversion.

@@ -235,7 +235,10 @@ class Engine {
   void make_rings(const ChannelConfig& config, const RailConfig& rail, int slot_bytes,
                   RingLayout* ring, RailRings* rail_rings) const;
   LaunchConfig shape_combine(InternodeCombineArgs& args, const ChannelConfig& config) const;
-  // Waits for the sequence number of the last notify; false: a kernel failed.
+  // Polls until has_come(); false: a kernel failed. Throws `what` if the stream ends without.
+  template <class HasCome>
+  bool wait_for_kernel(const HasCome& has_come, uint64_t stream, const char* what);
+  // The same for the sequence number of the last notify.
   bool wait_sequence(const uint32_t* sequence);
   // Stages and warps of direct mode.
   void plan_direct(DispatchArgs& args, const DispatchOptions& options) const;

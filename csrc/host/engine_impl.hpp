@@ -22,6 +22,13 @@ inline uint32_t load_acquire(const uint32_t* word) {
   return __atomic_load_n(word, __ATOMIC_ACQUIRE);
 }
 
+// Between two polls: leaves the core to its other thread, where there is a way to say so.
+inline void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
 }  // namespace detail
 
 template <class Target>

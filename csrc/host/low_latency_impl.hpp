@@ -231,14 +231,10 @@ std::optional<int> Engine<Target>::wait_low_latency_num_tokens() {
     word = __atomic_load_n(low_latency_report_, __ATOMIC_ACQUIRE);
     return Tagged::unpack(word).generation == report_sequence_;
   };
-  for (int num_polls = 0; !has_come(); ++num_polls) {
-    if (detail::load_acquire(&world_.error->is_written) != 0) return std::nullopt;
-    // As in wait_counts: the kernel bounds its own waits.
-    if (num_polls % 1024 == 1023 && target_.is_idle(report_stream_) && !has_come() &&
-        detail::load_acquire(&world_.error->is_written) == 0) {
-      throw std::runtime_error(
-          "low_latency_dispatch ended without a report: its receive phase has not run");
-    }
+  if (!wait_for_kernel(has_come, report_stream_,
+                       "low_latency_dispatch ended without a report: its receive phase has not "
+                       "run")) {
+    return std::nullopt;
   }
   return static_cast<int>(Tagged::unpack(word).value);
 }

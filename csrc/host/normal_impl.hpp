@@ -126,18 +126,27 @@ void Engine<Target>::notify_dispatch(const NotifyPlan& plan, NotifyArgs args, ui
 }
 
 template <class Target>
-bool Engine<Target>::wait_sequence(const uint32_t* sequence) {
-  const auto has_come = [&] { return detail::load_acquire(sequence) == sequence_; };
-  for (int num_polls = 0; !has_come(); ++num_polls) {
+template <class HasCome>
+bool Engine<Target>::wait_for_kernel(const HasCome& has_come, uint64_t stream, const char* what) {
+  // Kernels bound their own waits; here only the end of the stream needs watching. Asking for it
+  // takes longer than kernels are expected to, so not before many polls, some milliseconds.
+  constexpr uint32_t kPollsBetweenQueries = 1 << 16;
+  for (uint32_t num_polls = 1; !has_come(); ++num_polls) {
     if (detail::load_acquire(&world_.error->is_written) != 0) return false;
-    // The kernel bounds its own waits; here only the end of the stream needs watching.
-    if (num_polls % 1024 == 1023 && target_.is_idle(counts_stream_) && !has_come() &&
+    detail::pause();
+    if (num_polls % kPollsBetweenQueries == 0 && target_.is_idle(stream) && !has_come() &&
         detail::load_acquire(&world_.error->is_written) == 0) {
-      throw std::runtime_error(
-          "notify_dispatch ended without totals: an earlier failure was not cleared");
+      throw std::runtime_error(what);
     }
   }
   return true;
+}
+
+template <class Target>
+bool Engine<Target>::wait_sequence(const uint32_t* sequence) {
+  return wait_for_kernel(
+      [&] { return detail::load_acquire(sequence) == sequence_; }, counts_stream_,
+      "notify_dispatch ended without totals: an earlier failure was not cleared");
 }
 
 template <class Target>

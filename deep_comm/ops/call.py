@@ -38,6 +38,8 @@ class StreamOptions:
                 f"previous_event={given}, async_finish={async_finish}",
                 "needs a previous_event and async_finish=True",
             )
+        if event is None and not async_finish:
+            return SYNCHRONOUS
         return StreamOptions(event, async_finish, allocate_on_comm_stream)
 
     def launch(self, ctx: Context) -> Launch:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -15,6 +15,7 @@ from deep_comm.context import Context
 from deep_comm.events import EventOverlap
 from deep_comm.expansion import Expansion
 from deep_comm.handle import Handle
+from deep_comm.handle_parts import Slab
 from deep_comm.handle_parts import slab_layout as slab_layout_of
 from deep_comm.ops.call import SYNCHRONOUS, StreamOptions
 from deep_comm.ops.expand import (
@@ -28,10 +29,11 @@ from deep_comm.ops.layout import checked_routing
 from deep_comm.ops.notify import (
     NO_EXPANSION,
     NOWHERE,
+    Counts,
     Notified,
     Place,
+    counts_of,
     launch_notify,
-    wait_counts,
 )
 from deep_comm.ops.outputs import (
     Outputs,
@@ -41,8 +43,7 @@ from deep_comm.ops.outputs import (
     outputs_anywhere,
     outputs_in,
     reserve,
-    reserve_unknown,
-    reserve_unknown_expanded,
+    reserve_most,
 )
 from deep_comm.ops.plans import (
     FILL_TAIL,
@@ -240,13 +241,12 @@ class NewDispatch:
             self._notify(reserved, False)
             self._move(out, num_rows, FILL_TAIL | (ZERO_TAIL if self._zero_tail else 0))
             return
-        if row_idx is None or places == 0:
-            reserved = reserve_unknown(ctx, launch, payload, row_idx, slab_bytes)
-        else:
-            reserved = reserve_unknown_expanded(
-                ctx, launch, payload, row_idx, places, self._num_experts, self._alignment,
-                slab_bytes,
-            )  # fmt: skip
+        choices = ctx.expected.choices(payload.num_tokens)
+        if places > 0:
+            choices = ctx.expected.expanded_choices(
+                payload.num_tokens, places, self._num_experts, self._alignment
+            )
+        reserved = reserve_most(ctx, launch, payload, row_idx, choices, slab_bytes, places)
         self._reserved = reserved
         self._notify(reserved, True)
         if reserved is not None:
@@ -254,30 +254,49 @@ class NewDispatch:
 
     def receive(self) -> None:
         """Waits until the counts have come; tensors of so many rows."""
-        ctx, launch, payload, reserved = self.ctx, self._launch, self._payload, self._reserved
+        ctx, reserved = self.ctx, self._reserved
         self._reserved = None
-        counts = wait_counts(ctx)
-        num_rows = self._num_recv_tokens = counts.num_recv_tokens
-        self._max_num_tokens = counts.max_num_tokens
-        self._per_expert = list(counts.num_recv_tokens_per_expert)
-        if self._numbering is None:
-            ctx.most_recv_rows = max(ctx.most_recv_rows, num_rows)
-        else:
-            num_rows = sum(self._per_expert)
-            ctx.most_expanded_rows = max(ctx.most_expanded_rows, num_rows)
-        ctx.most_tokens = max(ctx.most_tokens, counts.max_num_tokens)
-        self._num_rows = num_rows
-        form = self._row_idx, self._row_weights, num_rows, self._places
+        counts = counts_of(ctx, ctx.wait_counts())
+        self._learn(counts)
         if counts.is_direct:
             assert reserved is not None
-            self._out = outputs_in(ctx, reserved, payload, *form)
+            self._out = outputs_in(ctx, reserved, self._payload, *self._rows_come())
             return
         if reserved is not None:  # some rank has no room for so many; all launch again
             reserved.keep_slab()
             del reserved
+        self._move_at_last()
+
+    def receive_unmoved(self, launch: Launch, unmoved: UnmovedRows) -> None:
+        """``send`` and ``receive`` where a native step has done all but move the rows."""
+        self._launch, self._source = launch, 0
+        self._notified = Notified(
+            self.ctx, launch, self._slab_layout, self._num_experts, self._layout, unmoved.slab
+        )
+        self._learn(unmoved.counts)
+        self._move_at_last()
+
+    def _learn(self, counts: Counts) -> None:
+        expected, num_rows = self.ctx.expected, counts.num_recv_tokens
+        self._num_recv_tokens = num_rows
+        self._max_num_tokens = counts.max_num_tokens
+        self._per_expert = counts.num_recv_tokens_per_expert
+        if self._numbering is None:
+            expected.learn(num_rows, counts.max_num_tokens)
+        else:
+            num_rows = sum(self._per_expert)
+            expected.learn_expanded(num_rows, counts.max_num_tokens)
+        self._num_rows = num_rows
+
+    def _rows_come(self) -> tuple[Tensor | None, Tensor | None, int, int]:
+        return self._row_idx, self._row_weights, self._num_rows, self._places
+
+    def _move_at_last(self) -> None:
+        """Rows that no early launch has moved, now that their number is known."""
+        ctx, launch = self.ctx, self._launch
         launch.follow_caller()
-        self._out = allocate(ctx, launch, payload, *form)
-        self._move(self._out, num_rows)
+        self._out = allocate(ctx, launch, self._payload, *self._rows_come())
+        self._move(self._out, self._num_rows)
 
     def end(self) -> DispatchResult:
         """What follows the rows, and the end of the operation."""
@@ -318,19 +337,15 @@ class NewDispatch:
         return out.payload, out.topk_idx, out.topk_weights, self._per_expert, handle, event
 
     def remember(self) -> None:
-        """After a synchronous call without a host wait: the next of its form is one step."""
+        """After a synchronous call: the next of its form is one step."""
         is_plain = self._scale_options is PLAIN and self._numbering is None
         if is_plain and self._idx is not None and self._out.output_offset != 0:
             config, default = self._named
             remember_new_dispatch(
-                self.ctx, config, default, self._plan, self._payload.form, self._slab_layout,
-                self._idx,
+                self.ctx, config, default, self._plan, self._payload.form, self._idx,
                 num_experts=self._num_experts,
-                num_rows=self.num_worst_tokens,
                 alignment=self._alignment,
-                has_weights=self._weights is not None,
                 has_layout=self._layout is not None,
-                zero_tail=self._zero_tail,
             )  # fmt: skip
 
     def _notify(self, reserved: Reservation | None, is_exact: bool) -> None:
@@ -372,7 +387,7 @@ class Steps(Protocol):
     def receive(self) -> None: ...
     def end(self) -> tuple[Any, ...]: ...
     def remember(self) -> None:
-        """After a bounded one: its next call may take one native step."""
+        """The next call of this form may take one native step."""
 
 
 def dispatch(call: Steps, streams: StreamOptions) -> Any:
@@ -383,8 +398,24 @@ def dispatch(call: Steps, streams: StreamOptions) -> Any:
             call.receive()
         result = call.end()
     ctx.end()
-    if call.num_worst_tokens > 0 and streams is SYNCHRONOUS:
+    if streams is SYNCHRONOUS:
         call.remember()
+    return result
+
+
+class UnmovedRows(NamedTuple):
+    """What a native step leaves of a dispatch whose rows it could not move."""
+
+    slab: Slab
+    counts: Counts
+
+
+def dispatch_unmoved(call: NewDispatch, unmoved: UnmovedRows, streams: StreamOptions) -> Any:
+    """The rest of such a dispatch."""
+    with streams.launch(call.ctx) as launch:
+        call.receive_unmoved(launch, unmoved)
+        result = call.end()
+    call.ctx.end()
     return result
 
 

@@ -1,4 +1,6 @@
-"""When a dispatch between nodes is launched before its counts are known."""
+"""Dispatches that are launched before their counts are known: how many rows to have room for, and
+between nodes when.
+"""
 
 from __future__ import annotations
 
@@ -24,3 +26,69 @@ class EarlyLaunches:
         self._num_failures = 0 if has_sent else self._num_failures + 1
         # The first one may well have been a guess by a rank that knew of no tokens.
         self._num_to_skip = min(max(self._num_failures - 1, 0), self._MOST_SKIPPED)
+
+
+class ExpectedRows:
+    """How many rows a dispatch may bring, by what earlier ones of the Buffer brought. Holds
+    nothing else: native code holds it.
+
+    Attributes:
+        most_tokens: that any rank has brought to a dispatch.
+    """
+
+    __slots__ = ("_choices", "_most_expanded_rows", "_most_rows", "_num_ranks", "most_tokens")
+    _MOST_REMEMBERED = 256
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._most_rows = 0  # of one dispatch
+        self._most_expanded_rows = 0
+        self.most_tokens = 0
+        self._choices: dict[int, tuple[int, ...]] = {}
+
+    def learn(self, num_rows: int, max_num_tokens: int) -> None:
+        """What has come to this rank, and the most tokens of any."""
+        if num_rows > self._most_rows or max_num_tokens > self.most_tokens:
+            self._most_rows = max(self._most_rows, num_rows)
+            self.most_tokens = max(self.most_tokens, max_num_tokens)
+            self._choices.clear()
+
+    def learn_expanded(self, num_rows: int, max_num_tokens: int) -> None:
+        self._most_expanded_rows = max(self._most_expanded_rows, num_rows)
+        self.learn(0, max_num_tokens)
+
+    def choices(self, num_tokens: int) -> tuple[int, ...]:
+        """Numbers of rows to have room for, best first, none of them 0, with ``num_tokens`` of this
+        rank: what ranks as full as any has been could send, and some more; or else a little more
+        than ever came; or what ranks as full as this one could send.
+        """
+        known = self._choices.get(num_tokens)
+        if known is not None:
+            return known
+        likely = self._most_rows + self._most_rows // 8
+        most = self._num_ranks * max(num_tokens, self.most_tokens)
+        choices = {
+            max(most + most // 4, likely), max(most, likely), likely, self._num_ranks * num_tokens
+        }  # fmt: skip
+        if len(self._choices) >= self._MOST_REMEMBERED:
+            self._choices.clear()
+        known = tuple(sorted(choices - {0}, reverse=True))
+        self._choices[num_tokens] = known
+        return known
+
+    def expanded_choices(
+        self, num_tokens: int, places: int, num_experts: int, expert_alignment: int
+    ) -> tuple[int, ...]:
+        """The same for expanded dispatches with ``places`` of a token: a little more than ever
+        came, or at first twice what even routing brings; or a quarter more than even routing from
+        ranks as full as this one. These rows are many and the region is no larger than two or three
+        such blocks: what is too much for a while is in the way of the next.
+        """
+        likely = self._most_expanded_rows + self._most_expanded_rows // 8
+        num_local = -(-num_experts // self._num_ranks)
+        padding = num_local * (expert_alignment - 1)
+        even = -(-self._num_ranks * num_tokens * places * num_local // num_experts)
+        alike = even + even // 4 + padding
+        if likely == 0:
+            likely = 2 * even + padding
+        return tuple(sorted({max(likely, alike), alike} - {0}, reverse=True))

@@ -182,7 +182,7 @@ class NewTierDispatch:
         )
         # As many as can come to be forwarded when all ranks have as many tokens as this one, as any
         # rank has ever had, or as they have agreed on.
-        most_tokens = max(payload.num_tokens, ctx.agreed_tokens, ctx.most_tokens)
+        most_tokens = max(payload.num_tokens, ctx.agreed_tokens, ctx.expected.most_tokens)
         num_forward = ctx.topology.num_nodes * most_tokens
         if self.num_worst_tokens > 0:
             num_forward = max(self.num_worst_tokens, num_forward)
@@ -205,8 +205,7 @@ class NewTierDispatch:
             ctx.check()
             raise DeepCommError("internode_notify failed and left no error record")
         num_rows, num_forward = counts.num_recv_tokens, counts.num_forward_tokens
-        ctx.most_recv_rows = max(ctx.most_recv_rows, num_rows)
-        ctx.most_tokens = max(ctx.most_tokens, counts.max_num_tokens)
+        ctx.expected.learn(num_rows, counts.max_num_tokens)
         if self._expects_counts:
             ctx.early_launches.learn(counts.is_direct)
         if counts.is_direct:

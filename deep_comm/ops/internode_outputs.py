@@ -12,7 +12,7 @@ from torch import Tensor
 from deep_comm.backends import Launch
 from deep_comm.checks import Payload
 from deep_comm.context import Context
-from deep_comm.ops.outputs import RowTensors, likely_rows, output_layout, take
+from deep_comm.ops.outputs import RowTensors, output_layout, take
 
 
 class TierOutputs(RowTensors):
@@ -96,11 +96,7 @@ def reserve_unknown(
     is_scratch: bool,
 ) -> TierReservation | None:
     """For as many rows as may come, before anybody knows the number; None: there is no room."""
-    # Also of ranks that have as many tokens as this one, for when one call had too many.
-    choices = likely_rows(ctx, payload.num_tokens) | {ctx.num_ranks * payload.num_tokens}
-    for num_rows in sorted(choices, reverse=True):
-        if num_rows == 0:
-            break
+    for num_rows in ctx.expected.choices(payload.num_tokens):
         blocks = _take_blocks(ctx, launch, payload, idx, num_rows, True, is_scratch)
         if blocks is not None:
             shape = (num_forward_rows, ctx.topology.ranks_per_node)

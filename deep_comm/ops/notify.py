@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,9 +14,6 @@ from deep_comm.errors import DeepCommError
 from deep_comm.handle_parts import Memory, Slab, SlabLayout
 from deep_comm.ops.layout import Layout
 from deep_comm.ops.plans import DispatchPlan
-
-if TYPE_CHECKING:
-    from deep_comm._core import Counts
 
 
 class Notified:
@@ -126,10 +123,20 @@ def launch_notify(
     ctx.end()
 
 
-def wait_counts(ctx: Context) -> Counts:
-    """Blocks until the peers' counts have come; raises what the kernel recorded if they did not."""
-    counts = ctx.engine.wait_counts()
-    if counts is None:
+class Counts(NamedTuple):
+    """What notify_dispatch learned."""
+
+    num_recv_tokens: int
+    max_num_tokens: int  # of all ranks
+    is_direct: bool  # the outputs announced to notify_dispatch serve all ranks
+    num_recv_tokens_per_expert: list[int]  # per local expert, rounded up to expert_alignment
+
+
+def counts_of(ctx: Context, waited: tuple[int, int, bool, list[int]] | None) -> Counts:
+    """From what ``ctx.wait_counts`` returned, behind a notify; raises what the kernel recorded if
+    the peers' counts have not come.
+    """
+    if waited is None:
         ctx.check()
         raise DeepCommError("notify_dispatch failed and left no error record")
-    return counts
+    return Counts(*waited)

@@ -181,70 +181,23 @@ def reserve(
     return Reservation(ctx.heap, output[0], sources[0], slab_bytes, num_rows)
 
 
-def likely_rows(ctx: Context, num_tokens: int) -> set[int]:
-    """Numbers of rows to have room for; ``num_tokens``: this rank's."""
-    likely = ctx.most_recv_rows + ctx.most_recv_rows // 8
-    most = ctx.num_ranks * max(num_tokens, ctx.most_tokens)
-    return {max(most + most // 4, likely), max(most, likely), likely}
-
-
-def reserve_unknown(
-    ctx: Context, launch: Launch, payload: Payload, idx: Tensor | None, slab_bytes: int
-) -> Reservation | None:
-    """For as many rows as may come, before anybody knows the number: what ranks as full as any has
-    been could send, and some more; or else a little more than ever came; or what ranks as full as
-    this one could send. What is too much goes back at once; if it was too little, nothing is lost
-    against none at all: the rows move when the host knows their number.
-    """
-    choices = likely_rows(ctx, payload.num_tokens) | {ctx.num_ranks * payload.num_tokens}
-    return _reserve_most(ctx, launch, payload, idx, choices, slab_bytes, 0)
-
-
-def reserve_unknown_expanded(
-    ctx: Context,
-    launch: Launch,
-    payload: Payload,
-    row_idx: Tensor,
-    places: int,
-    num_experts: int,
-    expert_alignment: int,
-    slab_bytes: int,
-) -> Reservation | None:
-    """The same for an expanded dispatch: a little more than ever came, or at first twice what even
-    routing brings; or a quarter more than even routing from ranks as full as this one. These rows
-    are many and the region is no larger than two or three such blocks: what is too much for a while
-    is in the way of the next.
-    """
-    likely = ctx.most_expanded_rows + ctx.most_expanded_rows // 8
-    num_local = -(-num_experts // ctx.num_ranks)
-    padding = num_local * (expert_alignment - 1)
-
-    def even(num_tokens: int) -> int:
-        return -(-ctx.num_ranks * num_tokens * places * num_local // num_experts)
-
-    alike = even(payload.num_tokens)
-    alike += alike // 4 + padding
-    if likely == 0:
-        likely = 2 * even(payload.num_tokens) + padding
-    return _reserve_most(
-        ctx, launch, payload, row_idx, {max(likely, alike), alike}, slab_bytes, places
-    )
-
-
-def _reserve_most(
+def reserve_most(
     ctx: Context,
     launch: Launch,
     payload: Payload,
     idx: Tensor | None,
-    choices: set[int],
+    choices: Sequence[int],
     slab_bytes: int,
-    places: int,
+    places: int = 0,
 ) -> Reservation | None:
-    for num_rows in sorted(choices, reverse=True):
-        if num_rows > 0:
-            reserved = reserve(ctx, launch, payload, idx, num_rows, slab_bytes, places)
-            if reserved is not None:
-                return reserved
+    """Before anybody knows how many rows come: room for the first of ``choices`` that there is room
+    for. What is too much goes back at once; if it was too little, nothing is lost against none at
+    all: the rows move when the host knows their number.
+    """
+    for num_rows in choices:
+        reserved = reserve(ctx, launch, payload, idx, num_rows, slab_bytes, places)
+        if reserved is not None:
+            return reserved
     return None
 
 

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from deep_comm import checks, env
 from deep_comm.backends import foreign
+from deep_comm.handle_parts import SlabLayout, slab_layout
+from deep_comm.topology import num_local_experts
 
 if TYPE_CHECKING:
     from deep_comm import _core
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
     from deep_comm.config import Config
     from deep_comm.context import Context
     from deep_comm.handle import KnownHandle
-    from deep_comm.handle_parts import SlabLayout
     from deep_comm.ops.plans import CombinePlan, DispatchPlan
     from deep_comm.tuning import DefaultConfig
 
@@ -115,6 +116,8 @@ def normal_of(ctx: Context) -> NormalCalls:
         current_stream=current_stream,
         is_ready=is_ready,
         record=record,
+        likely_rows=ctx.expected.choices,
+        wait_counts=ctx.wait_counts,
         float32=torch.float32,
     )
     return NormalCalls(native)
@@ -180,45 +183,38 @@ def remember_new_dispatch(
     default: Config | DefaultConfig | None,
     plan: DispatchPlan,
     form: PayloadForm,
-    slab: SlabLayout,
     idx: Tensor,
     *,
     num_experts: int,
-    num_rows: int,
     alignment: int,
-    has_weights: bool,
     has_layout: bool,
-    zero_tail: bool,
 ) -> None:
-    """After a plain dispatch of at most ``num_rows`` rows, likewise."""
+    """After a plain dispatch with new routing, likewise; of any number of tokens."""
     native = ctx.quick.native
     if native is None or form.quantises:
         return
     codes = _codes(form)
     if codes is None:
         return
+    num_local = num_local_experts(ctx.rank, num_experts, ctx.num_ranks)
+    sizes = ctx.num_ranks, plan.rings.num_channels, num_local
+
+    def slab_of(num_tokens: int) -> SlabLayout:
+        return slab_layout(*sizes, num_tokens, not has_layout)
+
     native.add_new_dispatch(
         config=config,
         default=default,
         **codes,
-        num_tokens=slab.num_tokens,
         num_topk=idx.shape[1],
         num_experts=num_experts,
-        num_rows=num_rows,
         alignment=alignment,
         idx_bytes=idx.element_size(),
-        has_weights=has_weights,
         has_layout=has_layout,
-        zero_tail=zero_tail,
         notify=plan.notify,
         launch=plan.launch,
-        slab=slab,
-        offsets=(
-            slab.channel_prefix_matrix, slab.recv_channel_prefix_matrix,
-            slab.num_recv_tokens_per_expert, slab.send_head, slab.recv_counts,
-            slab.is_token_in_rank, slab.num_bytes,
-        ),
-    )  # fmt: skip
+        slab_of=slab_of,
+    )
 
 
 def remember_combine(

@@ -124,9 +124,9 @@ def test_a_dispatch_launches_all_before_it_waits(empties: list[object]) -> None:
             buffer.dispatch(x, topk_idx=idx, topk_weights=idx.float(), num_experts=E, config=CONFIG)
         assert empties == []  # what the handle keeps lies in the region, too
         assert log[:4] == [
-            ("notify", COMPUTE), ("dispatch", COMPUTE), ("wait_counts",), ("record", COMPUTE)
+            ("notify", COMPUTE), ("dispatch", COMPUTE), ("record", COMPUTE), ("wait_counts",)
         ], log  # fmt: skip
-        assert len(counter.functions) <= 60, counter.functions
+        assert len(counter.functions) <= 24, counter.functions
 
     _on_fake_cuda(body)
 

@@ -51,13 +51,19 @@ def asynchronous() -> Iterator[None]:
         def launched(call: Callable[..., Any], is_notify: bool) -> Callable[..., None]:
             return lambda self, **options: launch(self, is_notify, call, self, **options)
 
-        def waits(name: str) -> Callable[..., Any]:
-            def wait(self: Any, *arguments: Any) -> Any:
-                drain(self)
-                self.is_asynchronous = False
-                return getattr(super(engine, self), name)(*arguments)
+        def waits(wait: Callable[..., Any], own: Any) -> Callable[..., Any]:
+            def drain_and_wait(*arguments: Any) -> Any:
+                drain(own)
+                own.is_asynchronous = False
+                return wait(*arguments)
 
-            return wait
+            return drain_and_wait
+
+        def counts_waiter(self: Any) -> Callable[[], Any]:
+            return waits(super(engine, self).counts_waiter(), self)
+
+        def wait_internode_counts(self: Any, is_early: bool) -> Any:
+            return waits(super(engine, self).wait_internode_counts, self)(is_early)
 
         for name in ("plan_notify", "plan_dispatch", "plan_combine"):
             call = planned(getattr(engine, name), name == "plan_notify")
@@ -68,8 +74,8 @@ def asynchronous() -> Iterator[None]:
         ):  # fmt: skip
             call = launched(getattr(engine, name), name == "internode_notify")
             patch.setattr(engine, name, call, raising=False)
-        for name in ("wait_counts", "wait_internode_counts"):
-            patch.setattr(engine, name, waits(name), raising=False)
+        patch.setattr(engine, "counts_waiter", counts_waiter)
+        patch.setattr(engine, "wait_internode_counts", wait_internode_counts, raising=False)
         backend = sys.modules["deep_comm.backends.cuda"].CudaBackend
         engines: list[Any] = []
         create = backend.create_engine

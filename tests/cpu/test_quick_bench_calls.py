@@ -36,8 +36,8 @@ def test_the_bench_times_calls_of_one_step(dtype: str, config: Any) -> None:
     def body(buffer: Any, rank: int) -> None:
         expected = NormalExpected(workload, rank, buffer.device, num_slots=2)
         wanted = {
-            operations.LAYOUT, operations.DISPATCH_NO_WAIT, operations.DISPATCH_CACHED,
-            operations.COMBINE, operations.PAIR_CACHED,
+            operations.LAYOUT, operations.DISPATCH, operations.DISPATCH_NO_WAIT,
+            operations.DISPATCH_CACHED, operations.COMBINE, operations.PAIR, operations.PAIR_CACHED,
         }  # fmt: skip
         subject = operations.BufferOperations(buffer, expected, config)
         spy = NormalSpy(buffer)

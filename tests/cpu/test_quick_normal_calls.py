@@ -135,7 +135,7 @@ def test_normal_calls_in_doubt_are_left_to_python() -> None:
         rows = buffer.dispatch(x, handle=handle)[0]
         sums = buffer.combine(rows, handle)[0]
         known, calls = handle._known, buffer._context.quick
-        named = known.home_stream, None, buffer._default_for_rows("dispatch")
+        named = known.home_stream, None, buffer._default("dispatch", None)
 
         def dispatch(given: Any) -> Any:
             return calls.dispatch(given, known.numbers, *named)
