@@ -441,7 +441,7 @@ class QuickNormal:
         heap_base: int,
         memory: object,  # kept by tensors over the heap
         take: Callable[..., object],  # Region.taker()
-        streams: object,  # with `last` and `done`; None: there are none
+        streams: object,  # backends.cuda_launch.Streams; None: there are none
         current_stream: Callable[[int], int] | None,  # of a device
         is_ready: Callable[[int, int], bool] | None,  # (device, stream)
         record: Callable[[int], None] | None,  # on a stream, the event that is `done`
@@ -458,17 +458,21 @@ class QuickNormal:
         num_max_topk: int,
         int32: object,  # torch's dtypes
         boolean: object,
-    ) -> Callable[[object, object], Any]:
-        """topk_idx, num_experts -> num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank."""
+    ) -> Callable[[object, object, object], Any]:
+        """topk_idx, num_experts, asynchronous -> num_tokens_per_rank, num_tokens_per_expert,
+        is_token_in_rank.
+        """
     def calls(self) -> tuple[Callable[..., Any], ...]:
-        """``dispatch(x, KnownHandle.numbers, home_stream, config, default)`` -> what has come.
+        """``asynchronous``: StreamOptions.asynchronous.
+        ``dispatch(x, KnownHandle.numbers, home_stream, config, default, asynchronous)`` -> what has
+        come.
         ``new_dispatch(x, topk_idx, topk_weights, num_tokens_per_rank, num_tokens_per_expert,
         is_token_in_rank, num_experts, num_worst_tokens, expert_alignment, zero_tail, config,
-        default)`` -> (rows, indices, weights, SlabLayout, its address, its block, routing, stream,
-        counts). Without num_worst_tokens it waits for the counts; None: a kernel failed. No rows:
-        then, and where they have not moved, as some rank had no room for its own.
-        ``combine(x, topk_weights, KnownHandle.numbers, home_stream, config, default)`` -> (sums,
-        sums of weights).
+        default, asynchronous)`` -> (rows, indices, weights, SlabLayout, its address, its block,
+        routing, stream, counts). Without num_worst_tokens it waits for the counts; None: a kernel
+        failed. No rows: then, and where they have not moved, as some rank had no room for its own.
+        ``combine(x, topk_weights, KnownHandle.numbers, home_stream, config, default,
+        asynchronous)`` -> (sums, sums of weights).
         """
 
     def add_dispatch(

@@ -83,7 +83,8 @@ class KnownHandle:
                 self.num_output_rows, num_channels, self.num_topk,
             )  # fmt: skip
         self._recorded_on: set[int] = set()  # streams whose use torch knows of
-        self.home_stream = handle.home_stream
+        # Whose memory ``tensors`` are; without any nobody need be told who uses the handle.
+        self.home_stream = handle.home_stream if self.tensors else None
 
     def record_on(self, stream: torch.cuda.Stream, raw_stream: int) -> None:
         """Tell torch's allocator that ``stream`` uses the handle; it remembers that as

@@ -17,7 +17,7 @@ from deep_comm.handle import Handle
 from deep_comm.handle_parts import Memory, Slab
 from deep_comm.internode_handle import InternodeHandle
 from deep_comm.ops import internode, internode_combine
-from deep_comm.ops.call import SYNCHRONOUS, CallOptions, StreamOptions
+from deep_comm.ops.call import CallOptions, StreamOptions
 from deep_comm.ops.combine import combine
 from deep_comm.ops.dispatch import (
     DispatchResult,
@@ -89,13 +89,13 @@ class NormalCalls:
                 ranks.
         """
         ctx = self._context
-        if previous_event is None and not (async_finish or allocate_on_comm_stream):
-            made = ctx.quick_layout(topk_idx, num_experts) if ctx.is_sound() else None
+        streams = StreamOptions.checked(previous_event, async_finish, allocate_on_comm_stream)
+        if streams.is_quick and ctx.is_sound():
+            made = ctx.quick_layout(topk_idx, num_experts, streams.asynchronous)
             if made is not None:
                 ctx.end()
                 per_rank, per_expert, mask = made
-                return per_rank, None, per_expert, mask, EventOverlap()
-        streams = StreamOptions.checked(previous_event, async_finish, allocate_on_comm_stream)
+                return per_rank, None, per_expert, mask, streams.quick_end(ctx)
         layout, event = get_dispatch_layout(self._context, topk_idx, num_experts, streams)
         per_rank, per_expert = layout.num_tokens_per_rank, layout.num_tokens_per_expert
         per_node = layout.num_tokens_per_node
@@ -184,7 +184,7 @@ class NormalCalls:
             raise ArgumentError(name, None, "must be left away with a handle")
         default = self._default("dispatch", config)
         unmoved: UnmovedRows | None = None
-        if streams is SYNCHRONOUS and not (
+        if streams.is_quick and not (
             (config is not None and type(config) is not Config)
             or expand
             or zero_padding
@@ -194,14 +194,14 @@ class NormalCalls:
             or column_major_scales
         ):
             if type(handle) is Handle:
-                rows = self._quick_dispatch(x, handle, config, default)
-                if rows is not None:
-                    return rows, None, None, None, None, EventOverlap()
+                received = self._quick_dispatch(x, handle, config, default, streams)
+                if received is not None:
+                    return received
             elif handle is None:
                 made = self._quick_new_dispatch(
                     x, topk_idx, topk_weights, num_tokens_per_rank, num_tokens_per_expert,
                     is_token_in_rank, num_experts, num_worst_tokens, expert_alignment, zero_tail,
-                    config, default,
+                    config, default, streams,
                 )  # fmt: skip
                 if isinstance(made, UnmovedRows):
                     unmoved = made
@@ -356,14 +356,14 @@ class NormalCalls:
         streams = StreamOptions.checked(previous_event, async_finish, allocate_on_comm_stream)
         default = self._default("combine", config)
         if (
-            streams is SYNCHRONOUS
+            streams.is_quick
             and type(handle) is Handle
             and (config is None or type(config) is Config)
             and not (bias is not None or apply_weights)
         ):
-            sums = self._quick_combine(x, topk_weights, handle, config, default)
+            sums = self._quick_combine(x, topk_weights, handle, config, default, streams)
             if sums is not None:
-                return sums[0], sums[1], EventOverlap()
+                return sums
         if self._is_internode:
             options = self._options_between_nodes("combine", config, streams)
             return internode_combine.internode_combine(
@@ -389,15 +389,20 @@ class NormalCalls:
 
     # Calls in one native step, or None: see ops/quick.py.
 
-    def _quick_dispatch(self, x: Any, handle: Handle, config: Config | None, default: Any) -> Any:
+    def _quick_dispatch(
+        self, x: Any, handle: Handle, config: Config | None, default: Any, streams: StreamOptions
+    ) -> Any:
         ctx = self._context
         known = handle.known_to(ctx.owner)
         if known is None or not ctx.is_sound():
             return None
-        rows = ctx.quick.dispatch(x, known.numbers, known.home_stream, config, default)
-        if rows is not None:
-            ctx.end()
-        return rows
+        rows = ctx.quick.dispatch(
+            x, known.numbers, known.home_stream, config, default, streams.asynchronous
+        )
+        if rows is None:
+            return None
+        ctx.end()
+        return rows, None, None, None, None, streams.quick_end(ctx, known)
 
     def _quick_new_dispatch(
         self,
@@ -413,6 +418,7 @@ class NormalCalls:
         zero_tail: Any,
         config: Config | None,
         default: Any,
+        streams: StreamOptions,
     ) -> DispatchResult | UnmovedRows | None:
         ctx = self._context
         if not ctx.is_sound():
@@ -420,7 +426,7 @@ class NormalCalls:
         made = ctx.quick.new_dispatch(
             x, topk_idx, topk_weights, num_tokens_per_rank, num_tokens_per_expert,
             is_token_in_rank, num_experts, num_worst_tokens, expert_alignment, zero_tail, config,
-            default,
+            default, streams.asynchronous,
         )  # fmt: skip
         if made is None:
             return None
@@ -447,7 +453,7 @@ class NormalCalls:
             home_stream=home_stream,
             expansion=None,
         )  # fmt: skip
-        return rows, recv_idx, recv_weights, per_expert, handle, EventOverlap()
+        return rows, recv_idx, recv_weights, per_expert, handle, streams.quick_end(ctx)
 
     def _quick_combine(
         self,
@@ -456,15 +462,20 @@ class NormalCalls:
         handle: Handle,
         config: Config | None,
         default: Any,
-    ) -> Any:
+        streams: StreamOptions,
+    ) -> tuple[Tensor, Tensor | Any, EventOverlap] | None:
         ctx = self._context
         known = handle.known_to(ctx.owner)
         if known is None or not ctx.is_sound():
             return None
-        sums = ctx.quick.combine(x, topk_weights, known.numbers, known.home_stream, config, default)
-        if sums is not None:
-            ctx.end()
-        return sums
+        sums = ctx.quick.combine(
+            x, topk_weights, known.numbers, known.home_stream, config, default,
+            streams.asynchronous,
+        )  # fmt: skip
+        if sums is None:
+            return None
+        ctx.end()
+        return sums[0], sums[1], streams.quick_end(ctx, known)
 
     def _choose_defaults(self) -> None:
         """When the Buffer is built."""

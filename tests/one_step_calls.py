@@ -14,6 +14,11 @@ import deep_comm
 from deep_comm.ops import quick
 
 T, H, K, E = 40, 1024, 4, 16
+NAMES = (
+    "rows", "sums", "num_tokens_per_rank", "num_tokens_per_expert", "is_token_in_rank",
+    "bounded rows", "indices", "weights", "sums of bounded rows", "sums of weights",
+    "counted rows", "their indices", "their weights", "their sums", "sums of their weights",
+)  # fmt: skip
 
 
 def run_calls(group: Any, device_type: str, calls: int) -> None:
@@ -62,6 +67,25 @@ def run_calls(group: Any, device_type: str, calls: int) -> None:
                 *copies, *sums_counted,
             )  # fmt: skip
 
+        def asynchronous_steps(call: int) -> dict[str, Tensor]:
+            """The same, each behind the one before it, while the caller's stream goes on."""
+            on_comm = dict(async_finish=True, allocate_on_comm_stream=True)
+            rows, *_, event = buffer.dispatch(
+                inputs[call], handle=handle, previous_event=deep_comm.Buffer.capture(), **on_comm
+            )
+            sums, _, event = buffer.combine(rows, handle, previous_event=event, **on_comm)
+            fewer = call % 3
+            counted = buffer.dispatch(
+                inputs[call][fewer:], topk_idx=choices[call], topk_weights=weights[fewer:],
+                num_experts=E, async_finish=True,
+            )  # fmt: skip
+            back, back_weights, event = buffer.combine(
+                counted[0], counted[4], counted[2], previous_event=counted[5], async_finish=True
+            )
+            event.current_stream_wait()
+            parts = (rows, sums, *(part.clone() for part in counted[:3]), back, back_weights)
+            return dict(zip((*NAMES[:2], *NAMES[-5:]), parts, strict=True))
+
         ctx = buffer._context
         kept = (
             buffer._quick_dispatch, buffer._quick_combine, buffer._quick_new_dispatch,
@@ -100,15 +124,17 @@ def run_calls(group: Any, device_type: str, calls: int) -> None:
                 stream.wait_stream(torch.cuda.current_stream())
                 with scope:
                     results.append(steps(call))
+        made.clear()
+        asynchronous = [asynchronous_steps(call) for call in range(calls)]
+        assert all(made) and len(made) == 4 * calls, made
         _synchronize(is_cuda)
-        names = (
-            "rows", "sums", "num_tokens_per_rank", "num_tokens_per_expert", "is_token_in_rank",
-            "bounded rows", "indices", "weights", "their sums", "sums of weights",
-            "counted rows", "their indices", "their weights", "their sums", "sums of their weights",
-        )  # fmt: skip
         for call, tensors in enumerate(results):
-            for name, got, want in zip(names, tensors, expected[call % calls], strict=True):
+            for name, got, want in zip(NAMES, tensors, expected[call % calls], strict=True):
                 assert torch.equal(got, want), f"rank {rank}, call {call}: {name}"
+        for call, parts in enumerate(asynchronous):
+            for name, got in parts.items():
+                want = expected[call][NAMES.index(name)]
+                assert torch.equal(got, want), f"rank {rank}, asynchronous call {call}: {name}"
 
 
 def _synchronize(is_cuda: bool) -> None:

@@ -44,20 +44,21 @@ struct Calls {
 };
 using Shared = std::shared_ptr<Calls>;
 
-// (topk_idx, num_experts) -> num_tokens_per_rank, num_tokens_per_expert and is_token_in_rank, or
+// (topk_idx, num_experts, asynchronous) -> num_tokens_per_rank, num_tokens_per_expert and is_token_in_rank, or
 // None.
 py::object quick_layout(QuickLayout& self, PyObject* const* arguments) {
   const Parts& parts = *self.parts;
   TensorView idx;
   if (!PyLong_CheckExact(arguments[1]) || !parts.torch.view(arguments[0], &idx) ||
-      !is_indices(idx) || idx.extent(1) < 1 || idx.extent(1) > self.num_max_topk) {
+      !is_indices(idx) || idx.extent(1) < 1 || idx.extent(1) > self.num_max_topk ||
+      !is_asynchronous(arguments[2])) {
     return py::none();
   }
   int overflow = 0;
   const int64_t num_experts = PyLong_AsLongLongAndOverflow(arguments[1], &overflow);
-  uint64_t stream;
+  Order order;
   if (overflow != 0 || num_experts < 1 || num_experts > self.num_max_experts ||
-      !parts.begin(&stream)) {
+      !parts.begin(arguments[2], &order)) {
     return py::none();
   }
   const int64_t num_tokens = idx.extent(0);
@@ -65,14 +66,15 @@ py::object quick_layout(QuickLayout& self, PyObject* const* arguments) {
     self.set_forms(num_tokens, num_experts);
   }
   uintptr_t per_rank_address, per_expert_address, mask_address;
-  py::object per_rank = parts.torch.empty(self.per_rank, &per_rank_address);
-  py::object per_expert = parts.torch.empty(self.per_expert, &per_expert_address);
-  py::object mask = parts.torch.empty(self.mask, &mask_address);
+  py::object per_rank = parts.empty(self.per_rank, order, &per_rank_address);
+  py::object per_expert = parts.empty(self.per_expert, order, &per_expert_address);
+  py::object mask = parts.empty(self.mask, order, &mask_address);
   self.launch({parts.given(idx.address()), static_cast<uint64_t>(idx.element_bytes()),
                static_cast<uint64_t>(num_tokens), static_cast<uint64_t>(idx.extent(1)),
                static_cast<uint64_t>(num_experts), static_cast<uint64_t>(self.num_ranks),
-               per_rank_address, 0, per_expert_address, parts.given(mask_address), stream});
-  parts.end(stream);
+               per_rank_address, 0, per_expert_address, parts.given(mask_address), order.stream});
+  parts.end(order);
+  parts.keep(arguments[0], idx, order);
   return py::make_tuple(std::move(per_rank), std::move(per_expert), std::move(mask));
 }
 
@@ -97,29 +99,38 @@ py::object received(const Parts& parts, const Rows& form, const OutputLayout& la
                                                       form.num_scales, form.scale_dtype, block));
 }
 
-// (x or (x, scales), KnownHandle.numbers, home_stream, config, default) -> the same of the rows that
-// have come, or None.
+// The rows that a dispatch was given.
+void keep(const Parts& parts, PyObject* given, const Payload& payload, const Order& order) {
+  if (!payload.has_scales) return parts.keep(given, payload.x, order);
+  parts.keep(PyTuple_GET_ITEM(given, 0), payload.x, order);
+  parts.keep(PyTuple_GET_ITEM(given, 1), payload.scales, order);
+}
+
+// (x or (x, scales), KnownHandle.numbers, home_stream, config, default, asynchronous) -> the same of
+// the rows that have come, or None.
 py::object quick_dispatch(const Shared& calls, PyObject* const* arguments) {
   const Parts& parts = calls->parts;
   Payload payload;
   Known known;
   if (!payload.read(parts.torch, arguments[0]) || !known.read(arguments[1]) ||
-      payload.num_tokens() != known.num_tokens) {
+      payload.num_tokens() != known.num_tokens || !is_asynchronous(arguments[5])) {
     return py::none();
   }
   const auto form = calls->cached_dispatches.find([&](const CachedDispatch& other) {
     return other.num_channels == known.num_channels && payload.is(other.rows) &&
            other.named.is(arguments[3], arguments[4]);
   });
-  uint64_t stream, offset;
+  Order order;
+  uint64_t offset;
   py::object block;
-  if (form == nullptr || !parts.begin(&stream) || !is_home(arguments[2], parts, stream)) {
+  if (form == nullptr || !parts.begin(arguments[5], &order) ||
+      !is_home(arguments[2], parts, order)) {
     return py::none();
   }
   const Rows& kind = form->rows;
   const OutputLayout layout =
       OutputLayout::make(known.num_rows, kind.row_bytes(), kind.scale_row_bytes(), 0, 0);
-  if (!parts.take_block(layout.num_bytes, stream, false, &block, &offset)) return py::none();
+  if (!parts.take_block(layout.num_bytes, order, false, &block, &offset)) return py::none();
   py::object rows = received(parts, kind, layout, known.num_rows, offset, block);
   const Sources sources(parts, payload);
   const uint64_t begin = parts.heap_base + offset;
@@ -150,8 +161,9 @@ py::object quick_dispatch(const Shared& calls, PyObject* const* arguments) {
                 0,
                 0,
                 0,
-                stream});
-  parts.end(stream);
+                order.stream});
+  parts.end(order);
+  keep(parts, arguments[0], payload, order);
   return rows;
 }
 
@@ -162,10 +174,10 @@ struct NewBlocks {
   OutputLayout layout;
 
   bool take(const Parts& parts, const NewDispatch& form, uint64_t slab_bytes, int64_t num_rows,
-            uint64_t stream) {
+            const Order& order) {
     layout = layout_of(form, num_rows);
-    if (!parts.take_block(layout.num_bytes, stream, false, &outputs, &offset) ||
-        !parts.take_block(slab_bytes + source_bytes(num_rows), stream, true, &handle,
+    if (!parts.take_block(layout.num_bytes, order, false, &outputs, &offset) ||
+        !parts.take_block(slab_bytes + source_bytes(num_rows), order, true, &handle,
                           &slab_offset)) {
       return false;
     }
@@ -224,10 +236,20 @@ struct Routing {
            torch.matrix(arguments[5], kDlBool, num_tokens, parts.num_ranks, &mask) &&
            (arguments[6] == Py_None || as_number(arguments[6], &named)) && named == num_experts;
   }
+
+  void keep(const Parts& parts, PyObject* const* arguments, const Order& order) const {
+    parts.keep(arguments[1], idx, order);
+    if (has_weights) parts.keep(arguments[2], weights, order);
+    if (!has_layout) return;
+    parts.keep(arguments[3], per_rank, order);
+    parts.keep(arguments[4], per_expert, order);
+    parts.keep(arguments[5], mask, order);
+  }
 };
 
 // (x or (x, scales), topk_idx, topk_weights, num_tokens_per_rank, num_tokens_per_expert,
-//  is_token_in_rank, num_experts, num_worst_tokens, expert_alignment, zero_tail, config, default)
+//  is_token_in_rank, num_experts, num_worst_tokens, expert_alignment, zero_tail, config, default,
+//  asynchronous)
 //   -> (rows, recv_topk_idx, recv_topk_weights, SlabLayout, its address, its block, routing, stream,
 //       counts),
 //   or None. Without a bound of rows the host waits for the counts, behind the launches: a tuple, see
@@ -242,7 +264,8 @@ py::object quick_new_dispatch(const Shared& calls, PyObject* const* arguments) {
   if (!payload.read(parts.torch, arguments[0]) ||
       !routing.read(parts, arguments, payload.num_tokens()) ||
       !as_number(arguments[7], &num_rows) || num_rows > INT32_MAX ||
-      !as_number(arguments[8], &alignment) || (!zero_tail && arguments[9] != Py_False)) {
+      !as_number(arguments[8], &alignment) || (!zero_tail && arguments[9] != Py_False) ||
+      !is_asynchronous(arguments[12])) {
     return py::none();
   }
   const TensorView& idx = routing.idx;
@@ -252,19 +275,19 @@ py::object quick_new_dispatch(const Shared& calls, PyObject* const* arguments) {
            known.has_layout == routing.has_layout && payload.is(known.rows) &&
            known.named.is(arguments[10], arguments[11]);
   });
-  uint64_t stream;
-  if (form == nullptr || !parts.begin(&stream)) return py::none();
+  Order order;
+  if (form == nullptr || !parts.begin(arguments[12], &order)) return py::none();
   const SlabParts parts_of_slab = form->slab(payload.num_tokens());
   const uint64_t slab_bytes = parts_of_slab.num_bytes;
   const bool is_bounded = num_rows > 0;
   NewBlocks blocks;
   if (is_bounded) {
-    if (!blocks.take(parts, *form, slab_bytes, num_rows, stream)) return py::none();
+    if (!blocks.take(parts, *form, slab_bytes, num_rows, order)) return py::none();
   } else {
     const py::object likely = parts.likely_rows({static_cast<uint64_t>(payload.num_tokens())});
     for (const py::handle rows : likely) {
       num_rows = rows.cast<int64_t>();
-      if (blocks.take(parts, *form, slab_bytes, num_rows, stream)) break;
+      if (blocks.take(parts, *form, slab_bytes, num_rows, order)) break;
       num_rows = 0;
     }
     if (num_rows == 0) return py::none();
@@ -282,7 +305,7 @@ py::object quick_new_dispatch(const Shared& calls, PyObject* const* arguments) {
        routing.has_layout ? routing.per_expert.address() : 0, token_mask, num_tokens, blocks.offset,
        blocks.src_offset, static_cast<uint64_t>(num_rows), is_bounded ? uint64_t{0} : uint64_t{1},
        slab, channel_prefix, send_head, slab + parts_of_slab.per_expert,
-       slab + parts_of_slab.recv_counts, 0, 0, 0, 0, stream});
+       slab + parts_of_slab.recv_counts, 0, 0, 0, 0, order.stream});
   constexpr uint64_t kFillTail = 1, kZeroTail = 2, kFollowsNotify = 4, kIsSpeculative = 8;
   const uint64_t tail = kFillTail | (zero_tail ? kZeroTail : 0);
   const Sources sources(parts, payload);
@@ -313,8 +336,10 @@ py::object quick_new_dispatch(const Shared& calls, PyObject* const* arguments) {
                 0,
                 0,
                 0,
-                stream});
-  parts.end(stream);
+                order.stream});
+  parts.end(order);
+  keep(parts, arguments[0], payload, order);
+  routing.keep(parts, arguments, order);
   // From here on nothing is on the GPU's way but the wait.
   bool has_rows = true;
   py::object counts = py::none();
@@ -339,16 +364,14 @@ py::object quick_new_dispatch(const Shared& calls, PyObject* const* arguments) {
     recv_idx = matrix(layout.topk_idx, form->idx_bytes == 8 ? kDlInt64 : kDlInt32);
     if (routing.has_weights) recv_weights = matrix(layout.topk_weights, kDlFloat32);
   }
-  py::object home_stream = py::none();
-  if (!parts.streams.is_none()) home_stream = py::int_(stream);
   return py::make_tuple(
       std::move(rows), std::move(recv_idx), std::move(recv_weights), parts_of_slab.layout, slab,
       std::move(blocks.handle),
       py::make_tuple(routing.num_experts, token_mask, send_head, slab, channel_prefix),
-      std::move(home_stream), std::move(counts));
+      parts.home_of(order), std::move(counts));
 }
 
-// (x, topk_weights, KnownHandle.numbers, home_stream, config, default)
+// (x, topk_weights, KnownHandle.numbers, home_stream, config, default, asynchronous)
 //   -> (combined_x, combined_topk_weights), or None.
 py::object quick_combine(const Shared& calls, PyObject* const* arguments) {
   const Parts& parts = calls->parts;
@@ -357,6 +380,7 @@ py::object quick_combine(const Shared& calls, PyObject* const* arguments) {
   const bool has_weights = arguments[1] != Py_None;
   if (!parts.torch.view(arguments[0], &x) || x.num_dims() != 2 || !x.is_contiguous() ||
       x.address() % 16 != 0 || !known.read(arguments[2]) || x.extent(0) != known.num_rows ||
+      !is_asynchronous(arguments[6]) ||
       (has_weights &&
        !parts.torch.matrix(arguments[1], kDlFloat32, known.num_rows, -1, &weights))) {
     return py::none();
@@ -366,18 +390,20 @@ py::object quick_combine(const Shared& calls, PyObject* const* arguments) {
     return x.is(other.dtype) && x.extent(1) == other.hidden && num_topk == other.num_topk &&
            other.num_channels == known.num_channels && other.named.is(arguments[4], arguments[5]);
   });
-  uint64_t stream;
-  if (form == nullptr || (has_weights && num_topk == 0) || !parts.begin(&stream) ||
-      !is_home(arguments[3], parts, stream)) {
+  Order order;
+  if (form == nullptr || (has_weights && num_topk == 0) || !parts.begin(arguments[6], &order) ||
+      !is_home(arguments[3], parts, order)) {
     return py::none();
   }
   uintptr_t sums = 0, weight_sums = 0;
-  py::object combined =
-      parts.torch.empty_matrix(known.num_tokens, form->hidden, form->torch_dtype, &sums);
+  const auto matrix = [&](int64_t num_columns, const py::object& dtype, uintptr_t* address) {
+    return parts.empty(TorchTensors::matrix_form(known.num_tokens, num_columns, dtype), order,
+                       address);
+  };
+  py::object combined = matrix(form->hidden, form->torch_dtype, &sums);
   py::object combined_weights = py::none();
   if (has_weights) {
-    combined_weights =
-        parts.torch.empty_matrix(known.num_tokens, num_topk, parts.float32, &weight_sums);
+    combined_weights = matrix(num_topk, parts.float32, &weight_sums);
     weight_sums = parts.given(weight_sums);
   }
   // As ops/combine.py counts them.
@@ -387,13 +413,15 @@ py::object quick_combine(const Shared& calls, PyObject* const* arguments) {
   py::object staging;  // given back behind the launch: whoever gets it writes behind this kernel
   uint64_t offset = 0;
   const bool has_staging =
-      parts.take_block(num_staging_rows * form->staging_row_bytes, stream, true, &staging, &offset);
+      parts.take_block(num_staging_rows * form->staging_row_bytes, order, true, &staging, &offset);
   form->launch({static_cast<uint64_t>(known.num_recv_rows), known.rank_prefix, known.channel_prefix,
                 known.recv_channel_prefix, known.send_head, parts.given(x.address()),
                 has_weights ? parts.given(weights.address()) : 0, 0, 0,
                 static_cast<uint64_t>(known.num_tokens), parts.given(sums), weight_sums, offset,
-                has_staging ? num_staging_rows : 0, stream});
-  parts.end(stream);
+                has_staging ? num_staging_rows : 0, order.stream});
+  parts.end(order);
+  parts.keep(arguments[0], x, order);
+  if (has_weights) parts.keep(arguments[1], weights, order);
   return py::make_tuple(std::move(combined), std::move(combined_weights));
 }
 
@@ -407,26 +435,30 @@ void bind_quick_normal(py::module_& m) {
                        uint64_t heap_base, py::object memory, py::object take, py::object streams,
                        py::object current_stream, py::object is_ready, py::object record,
                        py::object likely_rows, py::object wait_counts, py::object float32) {
-             return std::make_shared<Calls>(
-                 Calls{.parts = {.torch = {std::move(tensor_type), exchange_api, std::move(empty),
-                                           std::move(part), device_type, device_index},
-                                 .device_index = device_index,
-                                 .num_ranks = num_ranks,
-                                 .heap_base = heap_base,
-                                 .memory = std::move(memory),
-                                 .take = NumberCall<5>(std::move(take)),
-                                 .streams = std::move(streams),
-                                 .current_stream = NumberCall<1>(std::move(current_stream)),
-                                 .is_ready = NumberCall<2>(std::move(is_ready)),
-                                 .record = NumberCall<1>(std::move(record)),
-                                 .likely_rows = NumberCall<1>(std::move(likely_rows)),
-                                 .wait_counts = NumberCall<0>(std::move(wait_counts)),
-                                 .last_name = py::str("last"),
-                                 .wait_name = py::str("wait"),
-                                 .float32 = std::move(float32)},
-                       .cached_dispatches = {},
-                       .new_dispatches = {},
-                       .combines = {}});
+             const bool has_streams = !streams.is_none();
+             return std::make_shared<Calls>(Calls{
+                 .parts = {.torch = {std::move(tensor_type), exchange_api, std::move(empty),
+                                     std::move(part), device_type, device_index},
+                           .device_index = device_index,
+                           .num_ranks = num_ranks,
+                           .heap_base = heap_base,
+                           .memory = std::move(memory),
+                           .take = NumberCall<5>(std::move(take)),
+                           .streams = streams,
+                           .comm = has_streams ? py::object(streams.attr("comm")) : py::none(),
+                           .raw_comm = has_streams ? streams.attr("raw_comm").cast<uint64_t>() : 0,
+                           .current_stream = NumberCall<1>(std::move(current_stream)),
+                           .is_ready = NumberCall<2>(std::move(is_ready)),
+                           .record_done = NumberCall<1>(std::move(record)),
+                           .likely_rows = NumberCall<1>(std::move(likely_rows)),
+                           .wait_counts = NumberCall<0>(std::move(wait_counts)),
+                           .last_name = py::str("last"),
+                           .wait_name = py::str("wait"),
+                           .record_name = py::str("record_stream"),
+                           .float32 = std::move(float32)},
+                 .cached_dispatches = {},
+                 .new_dispatches = {},
+                 .combines = {}});
            }),
            "tensor_type"_a, "exchange_api"_a, "empty"_a, "part"_a, "device_type"_a,
            "device_index"_a, py::kw_only(), "num_ranks"_a, "heap_base"_a, "memory"_a, "take"_a,
@@ -436,7 +468,7 @@ void bind_quick_normal(py::module_& m) {
           "layout",
           [](const Shared& self, py::object launch, int64_t num_ranks, int64_t num_max_experts,
              int64_t num_max_topk, py::object int32, py::object boolean) {
-            return object_function<2, &quick_layout>(
+            return object_function<3, &quick_layout>(
                 "quick_layout",
                 QuickLayout{
                     .parts = {self, &self->parts},
@@ -456,9 +488,9 @@ void bind_quick_normal(py::module_& m) {
                return object_function<kCount, kBody>(name, self, py::none());
              };
              return py::make_tuple(
-                 call.template operator()<5, &quick_dispatch>("quick_dispatch"),
-                 call.template operator()<12, &quick_new_dispatch>("quick_new_dispatch"),
-                 call.template operator()<6, &quick_combine>("quick_combine"));
+                 call.template operator()<6, &quick_dispatch>("quick_dispatch"),
+                 call.template operator()<13, &quick_new_dispatch>("quick_new_dispatch"),
+                 call.template operator()<7, &quick_combine>("quick_combine"));
            })
       .def(
           "add_dispatch",

@@ -41,6 +41,12 @@ class TensorView {
   int64_t stride(int dim) const { return view_.strides[dim]; }
   int element_bytes() const { return view_.dtype.bits / 8; }
   uintptr_t address() const { return reinterpret_cast<uintptr_t>(view_.data) + view_.byte_offset; }
+  bool is_empty() const {
+    for (int dim = 0; dim < view_.num_dims; ++dim) {
+      if (view_.shape[dim] == 0) return true;
+    }
+    return false;
+  }
   bool is_contiguous() const {
     int64_t stride = 1;
     for (int dim = view_.num_dims - 1; dim >= 0; --dim) {
@@ -119,9 +125,18 @@ class TorchTensors {
   }
   pybind11::object empty_matrix(int64_t num_rows, int64_t num_columns,
                                 const pybind11::object& dtype, uintptr_t* address) const {
-    const auto shape = pair(num_rows, num_columns);
-    const auto strides = pair(num_columns, 1);
-    return made(shape.ptr(), strides.ptr(), dtype.ptr(), address);
+    return empty(matrix_form(num_rows, num_columns, dtype), address);
+  }
+  static TensorForm matrix_form(int64_t num_rows, int64_t num_columns,
+                                const pybind11::object& dtype) {
+    return {pair(num_rows, num_columns), pair(num_columns, 1), dtype};
+  }
+  // Of a plain tensor.
+  uintptr_t address_of(const pybind11::object& tensor) const {
+    TensorView view;
+    // A version of torch may not know how to describe a type that others do.
+    if (this->view(tensor.ptr(), &view)) return view.address();
+    return tensor.attr("data_ptr")().template cast<uintptr_t>();
   }
   pybind11::object part(const pybind11::object& tensor, const TensorForm& form,
                         PyObject* offset) const {
@@ -172,11 +187,7 @@ class TorchTensors {
                         uintptr_t* address) const {
     PyObject* const arguments[] = {shape, strides, dtype};
     auto tensor = checked(PyObject_Vectorcall(empty_.ptr(), arguments, 3, nullptr));
-    TensorView view;
-    // A version of torch may not know how to describe a type that others do.
-    *address = this->view(tensor.ptr(), &view)
-                   ? view.address()
-                   : tensor.attr("data_ptr")().template cast<uintptr_t>();
+    *address = address_of(tensor);
     return tensor;
   }
 

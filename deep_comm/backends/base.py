@@ -144,6 +144,10 @@ class Backend(Protocol):
     ) -> Launch:
         """``on_comm``: outputs belong to the communication stream."""
 
+    def end_asynchronous(self, known: KnownHandle | None, on_comm: bool) -> EventOverlap:
+        """Of an operation with this handle on the communication stream: the handle's memory
+        outlives it. ``on_comm``: outputs belong to that stream."""
+
     def launch_unordered(self) -> Launch:
         """On the caller's stream, without order among the Buffer's operations."""
 

@@ -225,6 +225,9 @@ class CpuBackend:
     ) -> _CpuLaunch:
         return _CpuLaunch(async_finish, self._poison_outputs)
 
+    def end_asynchronous(self, known: KnownHandle | None, on_comm: bool) -> EventOverlap:
+        return EventOverlap(EventHandle())
+
     def launch_unordered(self) -> _CpuLaunch:
         return _CpuLaunch(False, self._poison_outputs)
 

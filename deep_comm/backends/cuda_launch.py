@@ -52,6 +52,12 @@ class PooledEventHandle(EventHandle):
         self._pooled.wait(int(stream.cuda_stream))
 
 
+def _record(tensors: Iterable[Tensor | None], stream: torch.cuda.Stream) -> None:
+    for tensor in tensors:
+        if tensor is not None and tensor.numel() > 0:
+            tensor.record_stream(stream)
+
+
 class Streams:
     """What all operations of one Buffer share: its device, its communication stream,
     and where its last one is.
@@ -93,6 +99,36 @@ class Streams:
             if previous_event is None and not async_finish and not is_capturing(compute):
                 return CallerLaunch(self, compute, device_scope)
         return CommLaunch(self, compute, device_scope, previous_event, async_finish, on_comm)
+
+    def empty_for_both(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The communication stream's, and used by the current one."""
+        tensor, caller = self.empty_on_comm(shape, dtype)
+        if tensor.numel() > 0:
+            tensor.record_stream(caller)
+        return tensor
+
+    def empty_on_comm(
+        self, shape: Sequence[int], dtype: torch.dtype
+    ) -> tuple[Tensor, torch.cuda.Stream]:
+        """The communication stream's; and the current one."""
+        caller = torch.cuda.current_stream(self.index)
+        torch.cuda.set_stream(self.comm)
+        try:
+            return self.empty(shape, dtype), caller
+        finally:
+            torch.cuda.set_stream(caller)
+
+    def end_asynchronous(self, known: KnownHandle | None, on_comm: bool) -> EventOverlap:
+        if known is not None and known.tensors:
+            self.record_handle(known, on_comm, current_raw_stream(self.index))
+        return EventOverlap(PooledEventHandle(self.index, self.raw_comm))
+
+    def record_handle(self, handle: KnownHandle, on_comm: bool, caller_stream: int) -> None:
+        """Tell torch's allocator that the communication stream uses it, and where that owns the
+        outputs the caller's."""
+        handle.record_on(self.comm, self.raw_comm)
+        if on_comm:
+            handle.record_on(torch.cuda.current_stream(self.index), caller_stream)
 
     def launch_unordered(self) -> UnorderedLaunch:
         """On the caller's stream, whatever it is doing: the caller orders such
@@ -266,7 +302,7 @@ class CommLaunch:
     ) -> None:
         if exc_type is not None:
             # Kernels of a call that failed half-way may still write: its memory must outlive them.
-            self._record(self._outputs)
+            self._record_outputs()
             self._end()
         if self._interrupted is not None:
             torch.cuda.set_stream(self._interrupted)
@@ -307,7 +343,7 @@ class CommLaunch:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         if self._on_comm:
-            tensor = self._empty_on_comm(shape, dtype)
+            tensor = self._streams.empty_on_comm(shape, dtype)[0]
         else:
             tensor = self._streams.empty(shape, dtype)
         if self.poisons:
@@ -315,27 +351,16 @@ class CommLaunch:
         self._outputs.append(tensor)
         return tensor
 
-    def _empty_on_comm(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        compute = torch.cuda.current_stream(self._streams.index)
-        torch.cuda.set_stream(self._streams.comm)
-        try:
-            return self._streams.empty(shape, dtype)
-        finally:
-            torch.cuda.set_stream(compute)
-
     def _poison(self, tensor: Tensor) -> None:
         with torch.cuda.stream(self._streams.comm):
             poison(tensor)
 
-    def _record(self, tensors: Iterable[Tensor | None]) -> None:
-        """Tell torch's allocator that both streams use the tensors, whichever of them owns them."""
-        streams = [self._streams.comm]
+    def _record_outputs(self) -> None:
+        """Tell torch's allocator of the stream that uses them beside their owner."""
         if self._on_comm:
-            streams.append(torch.cuda.current_stream(self._streams.index))
-        for tensor in tensors:
-            if tensor is not None and tensor.numel() > 0:
-                for stream in streams:
-                    tensor.record_stream(stream)
+            _record(self._outputs, torch.cuda.current_stream(self._streams.index))
+        else:
+            _record(self._outputs, self._streams.comm)
 
     def empty_by_column(
         self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
@@ -357,22 +382,19 @@ class CommLaunch:
         streams = self._streams
         end = self._end()
         if self._async_finish:
-            self._record(inputs)
-            self._record(self._outputs)
+            _record(inputs, streams.comm)
+            self._record_outputs()
             if handle is not None:
                 self._record_handle(handle)
             return EventOverlap(PooledEventHandle(streams.index, self.stream))
         if self.caller_stream != self.stream:
             end.wait(self.caller_stream)
         if self._on_comm:
-            self._record(self._outputs)
+            self._record_outputs()
         if handle is not None and handle.home_stream not in (None, self.caller_stream, self.stream):
             # The stream that would reuse the handle's memory does not wait for this call.
             self._record_handle(handle)
         return EventOverlap()
 
     def _record_handle(self, handle: KnownHandle) -> None:
-        handle.record_on(self._streams.comm, self.stream)
-        if self._on_comm:
-            current = torch.cuda.current_stream(self._streams.index)
-            handle.record_on(current, self.caller_stream)
+        self._streams.record_handle(handle, self._on_comm, self.caller_stream)

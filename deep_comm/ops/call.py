@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from deep_comm.backends import Launch
 from deep_comm.config import Config
 from deep_comm.context import Context
 from deep_comm.errors import ArgumentError
 from deep_comm.events import EventHandle, EventOverlap, unwrap
 
+if TYPE_CHECKING:
+    from deep_comm.handle import KnownHandle
+
 
 class StreamOptions:
-    """What to wait for, whether to return before the end, and whose memory outputs are."""
+    """What to wait for, whether to return before the end, and whose memory outputs are.
 
-    __slots__ = ("previous_event", "async_finish", "allocate_on_comm_stream")
+    Attributes: as given; ``is_quick``: calls in one native step can run so; ``asynchronous``: what
+    they are told, the event and whether outputs are the communication stream's, or None.
+    """
+
+    __slots__ = (
+        "previous_event", "async_finish", "allocate_on_comm_stream", "is_quick", "asynchronous"
+    )  # fmt: skip
 
     def __init__(
         self, previous_event: EventHandle | None, async_finish: bool, allocate_on_comm_stream: bool
@@ -20,6 +31,11 @@ class StreamOptions:
         self.previous_event = previous_event
         self.async_finish = async_finish
         self.allocate_on_comm_stream = allocate_on_comm_stream
+        self.is_quick = async_finish or previous_event is None
+        self.asynchronous: tuple[EventHandle | None, bool] | None = None
+        if async_finish:
+            on_comm = bool(allocate_on_comm_stream or previous_event is not None)
+            self.asynchronous = previous_event, on_comm
 
     @staticmethod
     def checked(
@@ -41,6 +57,12 @@ class StreamOptions:
         if event is None and not async_finish:
             return SYNCHRONOUS
         return StreamOptions(event, async_finish, allocate_on_comm_stream)
+
+    def quick_end(self, ctx: Context, known: KnownHandle | None = None) -> EventOverlap:
+        """Behind a call in one native step, with the handle ``known``."""
+        if self.asynchronous is None:
+            return EventOverlap()
+        return ctx.backend.end_asynchronous(known, self.asynchronous[1])
 
     def launch(self, ctx: Context) -> Launch:
         return ctx.backend.launch(

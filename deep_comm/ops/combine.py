@@ -14,7 +14,7 @@ from deep_comm.config import Config, require_config
 from deep_comm.context import Context
 from deep_comm.events import EventOverlap
 from deep_comm.handle import Handle, KnownHandle
-from deep_comm.ops.call import SYNCHRONOUS, StreamOptions
+from deep_comm.ops.call import StreamOptions
 from deep_comm.ops.expand import reduce_experts, weights_of_rows
 from deep_comm.ops.plans import plan_combine
 from deep_comm.ops.quick import remember_combine
@@ -93,7 +93,7 @@ def combine(
         del staging  # whoever gets its memory next writes there behind this kernel
         event = launch.finish(inputs, known)
     ctx.end()
-    if streams is SYNCHRONOUS and bias is None:
+    if streams.is_quick and bias is None:
         remember_combine(ctx, config, default, known, plan, dtype, hidden, num_topk)
     return combined_x, combined_topk_weights, event
 

@@ -17,7 +17,7 @@ from deep_comm.expansion import Expansion
 from deep_comm.handle import Handle
 from deep_comm.handle_parts import Slab
 from deep_comm.handle_parts import slab_layout as slab_layout_of
-from deep_comm.ops.call import SYNCHRONOUS, StreamOptions
+from deep_comm.ops.call import StreamOptions
 from deep_comm.ops.expand import (
     Numbering,
     cached_arguments,
@@ -337,7 +337,7 @@ class NewDispatch:
         return out.payload, out.topk_idx, out.topk_weights, self._per_expert, handle, event
 
     def remember(self) -> None:
-        """After a synchronous call: the next of its form is one step."""
+        """The next call of this form takes one native step, if it can."""
         is_plain = self._scale_options is PLAIN and self._numbering is None
         if is_plain and self._idx is not None and self._out.output_offset != 0:
             config, default = self._named
@@ -398,7 +398,7 @@ def dispatch(call: Steps, streams: StreamOptions) -> Any:
             call.receive()
         result = call.end()
     ctx.end()
-    if streams is SYNCHRONOUS:
+    if streams.is_quick:
         call.remember()
     return result
 
@@ -519,6 +519,6 @@ def cached_dispatch(
         inputs = (payload.x, payload.scales) if is_plain else inputs_of(payload)
         event = launch.finish(inputs, known)
     ctx.end()
-    if is_plain and streams is SYNCHRONOUS and out.output_offset != 0:
+    if is_plain and streams.is_quick and out.output_offset != 0:
         remember_dispatch(ctx, config, default, known, plan, form)
     return out.payload, None, None, None, None, event

@@ -123,7 +123,7 @@ def normal_of(ctx: Context) -> NormalCalls:
     return NormalCalls(native)
 
 
-def layout_of(ctx: Context) -> Callable[[object, object], Any]:
+def layout_of(ctx: Context) -> Callable[[object, object, object], Any]:
     """get_dispatch_layout of a Buffer inside a node; needs no call before."""
     if ctx.quick.native is None:
         return never

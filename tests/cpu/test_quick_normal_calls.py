@@ -111,11 +111,11 @@ def test_layouts_in_doubt_are_left_to_python() -> None:
             None, idx.short(), idx.float(), idx[0], idx.t(), idx.repeat(1, 2)[:, ::2], idx[:, :0],
             idx.repeat(1, 64), idx.to("meta"), idx.as_subclass(Marked), idx.tolist(),
         ):  # fmt: skip
-            assert layout(wrong, E) is None, wrong
+            assert layout(wrong, E, None) is None, wrong
         for wrong in (None, 0, -1, most + 1, 1 << 70, float(E), True, torch.tensor(E)):
-            assert layout(idx, wrong) is None, wrong
+            assert layout(idx, wrong, None) is None, wrong
         assert buffer._context.engine.num_launches == launched
-        assert layout(idx, most) is not None
+        assert layout(idx, most, None) is not None
         assert buffer._context.engine.num_launches == launched + 1
         with pytest.raises(ArgumentError, match="topk_idx"):
             buffer.get_dispatch_layout(idx.float(), E)
@@ -135,7 +135,7 @@ def test_normal_calls_in_doubt_are_left_to_python() -> None:
         rows = buffer.dispatch(x, handle=handle)[0]
         sums = buffer.combine(rows, handle)[0]
         known, calls = handle._known, buffer._context.quick
-        named = known.home_stream, None, buffer._default("dispatch", None)
+        named = known.home_stream, None, buffer._default("dispatch", None), None
 
         def dispatch(given: Any) -> Any:
             return calls.dispatch(given, known.numbers, *named)
@@ -158,7 +158,7 @@ def test_normal_calls_in_doubt_are_left_to_python() -> None:
             assert calls.dispatch(x, wrong, *named) is None
             assert calls.combine(rows, None, wrong, *named) is None
         other = deep_comm.Config(2, 4, 16)
-        assert calls.dispatch(x, known.numbers, known.home_stream, other, None) is None
+        assert calls.dispatch(x, known.numbers, known.home_stream, other, None, None) is None
         assert buffer._context.engine.num_launches == launched
         assert buffer._context.region.num_free_bytes == free
         # Other forms, and calls that are not plain, go on as they did.

@@ -212,6 +212,7 @@ def test_any_mixture_of_calls_is_in_order(seed: int) -> None:
             is_async = choose.random() < 0.4
             if choose.random() < 0.3 and events:
                 options["previous_event"] = choose.choice(events)
+                options["allocate_on_comm_stream"] = is_async and choose.random() < 0.5
             event = call(async_finish=is_async, **options)[-1]
             known = bench.log.kernels[-1][1]
             if not options:
