@@ -468,9 +468,10 @@ class QuickNormal:
         come.
         ``new_dispatch(x, topk_idx, topk_weights, num_tokens_per_rank, num_tokens_per_expert,
         is_token_in_rank, num_experts, num_worst_tokens, expert_alignment, zero_tail, config,
-        default, asynchronous)`` -> (rows, indices, weights, SlabLayout, its address, its block,
-        routing, stream, counts). Without num_worst_tokens it waits for the counts; None: a kernel
-        failed. No rows: then, and where they have not moved, as some rank had no room for its own.
+        default, asynchronous)`` -> (SlabLayout, its address, its block, routing, stream, num_topk,
+        receive); ``receive()``, once, -> (rows, indices, weights, counts). Without num_worst_tokens
+        it waits for the counts; None: a kernel failed. No rows: then, and where they have not
+        moved, as some rank had no room for its own.
         ``combine(x, topk_weights, KnownHandle.numbers, home_stream, config, default,
         asynchronous)`` -> (sums, sums of weights).
         """

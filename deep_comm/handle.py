@@ -250,6 +250,14 @@ class Handle(TensorSequence):
             held["is_token_in_rank"] = mask
         return handle
 
+    def complete(self, num_recv_tokens: int, max_num_tokens: int) -> None:
+        """Of a handle in the region that was made before its counts had come, and that nobody has
+        seen."""
+        held = self.__dict__
+        held["num_recv_tokens"] = num_recv_tokens
+        held["max_num_tokens"] = max_num_tokens
+        held["_fresh"].num_rows = num_recv_tokens
+
     def __getattr__(self, name: str) -> Any:
         """Called for what is missing: the tensors of a fresh handle."""
         fresh = self.__dict__.get("_fresh")

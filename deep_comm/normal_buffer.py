@@ -430,30 +430,33 @@ class NormalCalls:
         )  # fmt: skip
         if made is None:
             return None
-        rows, recv_idx, recv_weights, layout, address, block, routing, home_stream, waited = made
+        # Made while the device counts.
+        layout, address, block, routing, home_stream, num_topk, receive = made
         heap = ctx.heap
         memory = heap.place, heap.memory(), block
-        num_rows, num_recv_tokens, max_num_tokens, per_expert = num_worst_tokens, None, None, []
-        if rows is None:
-            counts = counts_of(ctx, waited)
-            return UnmovedRows(Slab(layout, address, Memory(*memory)), counts)
-        ctx.end()
-        if waited is not None:
-            num_recv_tokens, max_num_tokens, _, per_expert = waited
-            num_rows = num_recv_tokens
-            ctx.expected.learn(num_rows, max_num_tokens)
         handle = Handle.fresh_in_region(
-            ctx.owner, layout, address, is_token_in_rank, routing, num_rows, memory,
+            ctx.owner, layout, address, is_token_in_rank, routing, num_worst_tokens, memory,
             rank=ctx.rank,
             num_experts=routing[0],
-            num_topk=recv_idx.shape[1],
-            num_recv_tokens=num_recv_tokens,
-            max_num_tokens=max_num_tokens,
+            num_topk=num_topk,
+            num_recv_tokens=None,
+            max_num_tokens=None,
             members=ctx.members,
             home_stream=home_stream,
             expansion=None,
         )  # fmt: skip
-        return rows, recv_idx, recv_weights, per_expert, handle, streams.quick_end(ctx)
+        event = streams.quick_end(ctx)
+        rows, recv_idx, recv_weights, waited = receive()
+        if rows is None:
+            counts = counts_of(ctx, waited)
+            return UnmovedRows(Slab(layout, address, Memory(*memory)), counts)
+        ctx.end()
+        if waited is None:
+            return rows, recv_idx, recv_weights, [], handle, event
+        num_recv_tokens, max_num_tokens, _, per_expert = waited
+        ctx.expected.learn(num_recv_tokens, max_num_tokens)
+        handle.complete(num_recv_tokens, max_num_tokens)
+        return rows, recv_idx, recv_weights, per_expert, handle, event
 
     def _quick_combine(
         self,

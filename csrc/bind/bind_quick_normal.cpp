@@ -247,14 +247,52 @@ struct Routing {
   }
 };
 
+// Rows of a dispatch with new routing, which has been launched.
+struct NewRows {
+  Shared calls;
+  std::shared_ptr<const NewDispatch> form;
+  NewBlocks blocks;
+  uint64_t slab_bytes;
+  int64_t num_rows;  // that there is room for
+  bool is_bounded, has_weights;
+};
+
+// () -> (rows, recv_topk_idx, recv_topk_weights, counts), once. Without a bound of rows this waits
+// for the counts: a tuple, see Engine.counts_waiter; None if a kernel failed. Then, and where the
+// rows have not moved because some rank had no room for its own, there are no rows.
+py::object receive_new(NewRows& self, PyObject* const* /*none*/) {
+  const Parts& parts = self.calls->parts;
+  const NewDispatch& form = *self.form;
+  NewBlocks blocks = std::move(self.blocks);
+  py::object counts = py::none();
+  int64_t num_rows = self.num_rows;
+  if (!self.is_bounded) {
+    counts = parts.wait_counts({});
+    if (counts.is_none() || PyTuple_GET_ITEM(counts.ptr(), 2) != Py_True) {
+      blocks.keep_slab(self.slab_bytes);
+      return py::make_tuple(py::none(), py::none(), py::none(), std::move(counts));
+    }
+    num_rows = PyLong_AsLongLong(PyTuple_GET_ITEM(counts.ptr(), 0));
+    if (num_rows < self.num_rows) blocks.shrink(form, self.slab_bytes, num_rows);
+  }
+  const OutputLayout& layout = blocks.layout;
+  const auto matrix = [&](size_t part, DlDataType dtype) {
+    return parts.matrix(blocks.offset + part, num_rows, form.num_topk, dtype, blocks.outputs);
+  };
+  py::object rows = received(parts, form.rows, layout, num_rows, blocks.offset, blocks.outputs);
+  py::object recv_idx = matrix(layout.topk_idx, form.idx_bytes == 8 ? kDlInt64 : kDlInt32);
+  py::object recv_weights = py::none();
+  if (self.has_weights) recv_weights = matrix(layout.topk_weights, kDlFloat32);
+  return py::make_tuple(std::move(rows), std::move(recv_idx), std::move(recv_weights),
+                        std::move(counts));
+}
+
 // (x or (x, scales), topk_idx, topk_weights, num_tokens_per_rank, num_tokens_per_expert,
 //  is_token_in_rank, num_experts, num_worst_tokens, expert_alignment, zero_tail, config, default,
 //  asynchronous)
-//   -> (rows, recv_topk_idx, recv_topk_weights, SlabLayout, its address, its block, routing, stream,
-//       counts),
-//   or None. Without a bound of rows the host waits for the counts, behind the launches: a tuple, see
-//   Engine.counts_waiter; None if a kernel failed. Then, and where the rows have not moved because
-//   some rank had no room for its own, there are no rows.
+//   -> (SlabLayout, its address, its block, routing, stream, num_topk, what receives: receive_new),
+//   or None. What the caller makes of it before it receives costs nothing: the kernels are on their
+//   way.
 py::object quick_new_dispatch(const Shared& calls, PyObject* const* arguments) {
   const Parts& parts = calls->parts;
   Payload payload;
@@ -340,35 +378,14 @@ py::object quick_new_dispatch(const Shared& calls, PyObject* const* arguments) {
   parts.end(order);
   keep(parts, arguments[0], payload, order);
   routing.keep(parts, arguments, order);
-  // From here on nothing is on the GPU's way but the wait.
-  bool has_rows = true;
-  py::object counts = py::none();
-  if (!is_bounded) {
-    counts = parts.wait_counts({});
-    has_rows = !counts.is_none() && PyTuple_GET_ITEM(counts.ptr(), 2) == Py_True;
-    if (has_rows) {
-      const int64_t num_come = PyLong_AsLongLong(PyTuple_GET_ITEM(counts.ptr(), 0));
-      if (num_come < num_rows) blocks.shrink(*form, slab_bytes, num_come);
-      num_rows = num_come;
-    } else {
-      blocks.keep_slab(slab_bytes);
-    }
-  }
-  py::object rows = py::none(), recv_idx = py::none(), recv_weights = py::none();
-  if (has_rows) {
-    const OutputLayout& layout = blocks.layout;
-    const auto matrix = [&](size_t part, DlDataType dtype) {
-      return parts.matrix(blocks.offset + part, num_rows, form->num_topk, dtype, blocks.outputs);
-    };
-    rows = received(parts, form->rows, layout, num_rows, blocks.offset, blocks.outputs);
-    recv_idx = matrix(layout.topk_idx, form->idx_bytes == 8 ? kDlInt64 : kDlInt32);
-    if (routing.has_weights) recv_weights = matrix(layout.topk_weights, kDlFloat32);
-  }
   return py::make_tuple(
-      std::move(rows), std::move(recv_idx), std::move(recv_weights), parts_of_slab.layout, slab,
-      std::move(blocks.handle),
+      parts_of_slab.layout, slab, blocks.handle,
       py::make_tuple(routing.num_experts, token_mask, send_head, slab, channel_prefix),
-      parts.home_of(order), std::move(counts));
+      parts.home_of(order), form->num_topk,
+      object_function<0, &receive_new>(
+          "receive",
+          NewRows{calls, form, blocks, slab_bytes, num_rows, is_bounded, routing.has_weights},
+          py::none()));
 }
 
 // (x, topk_weights, KnownHandle.numbers, home_stream, config, default, asynchronous)
