@@ -188,7 +188,9 @@ class ConfigMismatch(DeepCommError):
     Attributes: ``field`` (what), ``values`` (rank -> value).
 
     What to do: give all ranks the same value of what is named; if it is the operation, let
-    all ranks make the same calls in the same order.
+    all ranks make the same calls in the same order. The Buffer can be used again once every rank
+    has raised it: a rank that comes late to a call that the others have begun to repeat may end
+    with PeerTimeout instead.
     """
 
     def __init__(self, field: str, values: Mapping[int, Any]) -> None:
@@ -257,7 +259,10 @@ def from_record(record: ErrorRecord) -> DeepCommError:
     if record.kind == "config_mismatch":
         field = record.word
         if field == "operation":
-            field = f"the operation ({record.kernel} here: a digest of its name and shapes)"
+            field = f"the operation ({record.kernel} here: a digest of its name and shapes"
+            if record.seen == 0:
+                field += "; 0: another node's rank disagrees with that rank"
+            field += ")"
         return ConfigMismatch(field, {record.rank: record.expected, record.peer: record.seen})
     if record.kind == "expert_index":
         value = record.seen if record.index >= 0 else None

@@ -58,6 +58,32 @@ def test_a_rank_that_disagrees_is_found_on_all_ranks(what: str) -> None:
     local.run(fn, NUM_RANKS, timeout_s=120)
 
 
+@pytest.mark.parametrize("operation", ["dispatch", "combine"])
+def test_a_cached_call_with_another_config_is_found_on_all_ranks(operation: str) -> None:
+    """Also by ranks whose own rails agree, long before they would give up."""
+
+    def fn(group):
+        with make_buffer(group) as buffer:
+            arguments = arguments_of()
+            recv_x, *_, handle, _ = buffer.dispatch(**arguments)
+
+            def call(config: deep_comm.Config) -> None:
+                if operation == "dispatch":
+                    buffer.dispatch(arguments["x"], handle=handle, config=config)
+                else:
+                    buffer.combine(recv_x, handle, config=config)
+
+            config = arguments["config"]
+            other = deep_comm.Config(2, 1, 2, 1, 4)
+            with pytest.raises(errors.ConfigMismatch, match="the operation") as caught:
+                call(other if group.rank() == 3 else config)
+            assert group.rank() in caught.value.values
+            group.barrier()  # a rank that has not come yet would take the next call for this one
+            call(config)  # the Buffer stays usable
+
+    local.run(fn, NUM_RANKS, timeout_s=120)
+
+
 def test_bad_expert_index_is_reported_on_every_rank() -> None:
     def fn(group):
         with make_buffer(group) as buffer:

@@ -233,7 +233,10 @@ DC_DEVICE bool announce_staging(const TierContexts& contexts, const InternodeCom
         Tagged::pack(contexts.rail.generation, has_room ? plan.line_of(plan.from_node(node)) : 0));
   }
   announce_on_rail(contexts.rail, tier, args.signature);
-  if (!await_rail_arrivals(contexts.rail, tier, args.signature)) return false;
+  if (!await_rail_arrivals(contexts.rail, tier, args.signature)) {
+    tell_of_dispute(contexts);
+    return false;
+  }
   for (int node = lane; node < tier.num_nodes(); node += kWarpSize) {
     if (node != tier.node && staging_at_node(contexts.rail, tier, node) == 0) has_room = false;
   }

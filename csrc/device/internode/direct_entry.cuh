@@ -140,7 +140,10 @@ DC_DEVICE bool announce_offer(const TierContexts& contexts, const InternodeDispa
   }
   announce_on_rail(contexts.rail, tier, args.signature);
   tell_starts(contexts.node, args);
-  if (!await_rail_arrivals(contexts.rail, tier, args.signature)) return false;
+  if (!await_rail_arrivals(contexts.rail, tier, args.signature)) {
+    tell_of_dispute(contexts);
+    return false;
+  }
   for (int node = lane; node < tier.num_nodes(); node += kWarpSize) {
     if (node == tier.node) continue;
     offer &=

@@ -9,6 +9,9 @@ namespace deep_comm {
 
 // What a rank is about to run, in 32 bits: 4 bits of kernel, 28 bits of a hash over its arguments.
 struct Operation {
+  // No kernel's: of a rank that has found on its rail that its peers there run something else.
+  static constexpr uint32_t kDisputed = 0;
+
   DC_HOST_DEVICE static uint32_t signature(Kernel kernel, const int* values, int num_values) {
     uint32_t hash = 2166136261u;  // FNV-1a over the values' bytes
     for (int value_idx = 0; value_idx < num_values; ++value_idx) {
