@@ -210,6 +210,19 @@ class NormalCalls:
         scale_options = PLAIN
         if use_fp8 or round_scale or use_ue8m0 or column_major_scales:
             scale_options = ScaleOptions(use_fp8, round_scale, use_ue8m0, column_major_scales)
+        given = dict(
+            num_tokens_per_rank=num_tokens_per_rank,
+            is_token_in_rank=is_token_in_rank,
+            num_tokens_per_expert=num_tokens_per_expert,
+            topk_idx=topk_idx,
+            topk_weights=topk_weights,
+            num_experts=num_experts,
+            expert_alignment=expert_alignment,
+            num_worst_tokens=num_worst_tokens,
+            zero_tail=zero_tail,
+            expand=expand,
+            zero_padding=zero_padding,
+        )
         if self._is_internode:
             options = self._options_between_nodes("dispatch", config, streams)
             if handle is not None:
@@ -225,20 +238,10 @@ class NormalCalls:
             steps = NewTierDispatch(
                 self._context,
                 x,
-                num_tokens_per_rank=num_tokens_per_rank,
+                scale_options,
                 num_tokens_per_rdma_rank=num_tokens_per_rdma_rank,
-                is_token_in_rank=is_token_in_rank,
-                num_tokens_per_expert=num_tokens_per_expert,
-                topk_idx=topk_idx,
-                topk_weights=topk_weights,
-                num_experts=num_experts,
-                expert_alignment=expert_alignment,
-                num_worst_tokens=num_worst_tokens,
-                zero_tail=zero_tail,
-                expand=expand,
-                zero_padding=zero_padding,
-                scale_options=scale_options,
                 options=options,
+                **given,
             )
             return dispatch(steps, streams)
         if handle is not None:
@@ -253,24 +256,7 @@ class NormalCalls:
                 default=default,
                 streams=streams,
             )
-        call = NewDispatch(
-            self._context,
-            x,
-            num_tokens_per_rank=num_tokens_per_rank,
-            is_token_in_rank=is_token_in_rank,
-            num_tokens_per_expert=num_tokens_per_expert,
-            topk_idx=topk_idx,
-            topk_weights=topk_weights,
-            num_experts=num_experts,
-            expert_alignment=expert_alignment,
-            num_worst_tokens=num_worst_tokens,
-            zero_tail=zero_tail,
-            expand=expand,
-            zero_padding=zero_padding,
-            scale_options=scale_options,
-            config=config,
-            default=default,
-        )
+        call = NewDispatch(self._context, x, scale_options, config=config, default=default, **given)
         if unmoved is not None:
             return dispatch_unmoved(call, unmoved, streams)
         return dispatch(call, streams)
@@ -300,17 +286,22 @@ class NormalCalls:
             zero_tail=False,
             expand=True,
             zero_padding=zero_padding,
-            scale_options=ScaleOptions(use_fp8) if use_fp8 else PLAIN,
         )
+        scale_options = ScaleOptions(use_fp8) if use_fp8 else PLAIN
         streams = StreamOptions(None, True, False)
         default = self._default("dispatch", None)
         if self._is_internode:
             options = self._options_between_nodes("dispatch", None, streams)
             tiers = NewTierDispatch(
-                self._context, x, num_tokens_per_rdma_rank=None, options=options, **given
+                self._context,
+                x,
+                scale_options,
+                num_tokens_per_rdma_rank=None,
+                options=options,
+                **given,
             )
             return begin_dispatch(tiers, streams)
-        call = NewDispatch(self._context, x, config=None, default=default, **given)
+        call = NewDispatch(self._context, x, scale_options, config=None, default=default, **given)
         return begin_dispatch(call, streams)
 
     def combine(

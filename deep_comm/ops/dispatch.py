@@ -22,10 +22,9 @@ from deep_comm.ops.expand import (
     Numbering,
     cached_arguments,
     expand_rows,
-    require_expandable,
     require_expanded,
 )
-from deep_comm.ops.layout import checked_routing
+from deep_comm.ops.new_routing import checked_new_routing
 from deep_comm.ops.notify import (
     NO_EXPANSION,
     NOWHERE,
@@ -155,35 +154,16 @@ class NewDispatch:
         self,
         ctx: Context,
         x: Any,
-        *,
-        num_tokens_per_rank: Any,
-        is_token_in_rank: Any,
-        num_tokens_per_expert: Any,
-        topk_idx: Any,
-        topk_weights: Any,
-        num_experts: int | None,
-        expert_alignment: int,
-        num_worst_tokens: int,
-        zero_tail: bool,
-        expand: bool,
-        zero_padding: bool,
         scale_options: ScaleOptions,
+        *,
         config: Config | None,
         default: Config | DefaultConfig | None,
+        **given: Any,
     ) -> None:
-        ctx.begin()
-        device = ctx.device
-        if scale_options is PLAIN:
-            payload = checks.payload(x, device)
-        else:
-            payload = scale_options.payload(x, device)
-        idx, weights = checks.topk_pair(topk_idx, topk_weights, device, payload.num_tokens)
-        if expand or zero_padding:
-            require_expandable(idx, expand, zero_padding, zero_tail)
-        layout, num_experts = checked_routing(
-            ctx, payload.num_tokens, idx, num_tokens_per_rank, num_tokens_per_expert,
-            is_token_in_rank, num_experts, expert_alignment, num_worst_tokens,
-        )  # fmt: skip
+        """``given``: as checked_new_routing has it."""
+        routing = checked_new_routing(ctx, x, scale_options, **given)
+        payload, idx, weights, layout, num_experts = routing
+        expert_alignment, expand = given["expert_alignment"], given["expand"]
         num_topk, topk_idx_bytes = (0, 0) if idx is None else (idx.shape[1], idx.element_size())
         key = (
             config, default, payload.form, num_topk, topk_idx_bytes, num_experts, expert_alignment,
@@ -201,8 +181,8 @@ class NewDispatch:
         self._idx, self._weights = idx, weights
         self._named = config, default
         self._num_experts, self._alignment = num_experts, expert_alignment
-        self.num_worst_tokens, self._zero_tail = num_worst_tokens, zero_tail
-        self._zero_padding, self._scale_options = zero_padding, scale_options
+        self.num_worst_tokens, self._zero_tail = given["num_worst_tokens"], given["zero_tail"]
+        self._zero_padding, self._scale_options = given["zero_padding"], scale_options
         self._num_topk = num_topk
         # Of a received token, and of the shape that outputs have.
         self._places, self._row_idx, self._row_weights = 0, idx, weights

@@ -17,7 +17,6 @@ from deep_comm.errors import DeepCommError
 from deep_comm.expansion import Expansion
 from deep_comm.internode_handle import InternodeHandle
 from deep_comm.ops.call import CallOptions
-from deep_comm.ops.expand import require_expandable
 from deep_comm.ops.internode import DispatchResult, launch_dispatch
 from deep_comm.ops.internode_expand import expand_received, number_received
 from deep_comm.ops.internode_outputs import (
@@ -28,7 +27,8 @@ from deep_comm.ops.internode_outputs import (
     reserve_unknown,
 )
 from deep_comm.ops.internode_plan import TwoTierPlan, plan_two_tiers
-from deep_comm.ops.layout import Layout, checked_routing, launch_layout
+from deep_comm.ops.layout import Layout, launch_layout
+from deep_comm.ops.new_routing import checked_new_routing
 from deep_comm.ops.outputs import RowTensors
 from deep_comm.ops.scales import ScaleOptions, allocate_source, inputs_of, turn_scales
 from deep_comm.topology import num_local_experts
@@ -119,30 +119,15 @@ class NewTierDispatch:
         self,
         ctx: Context,
         x: Any,
-        *,
-        num_tokens_per_rank: Any,
-        num_tokens_per_rdma_rank: Any,
-        is_token_in_rank: Any,
-        num_tokens_per_expert: Any,
-        topk_idx: Any,
-        topk_weights: Any,
-        num_experts: int | None,
-        expert_alignment: int,
-        num_worst_tokens: int,
-        zero_tail: bool,
-        expand: bool,
-        zero_padding: bool,
         scale_options: ScaleOptions,
+        *,
+        num_tokens_per_rdma_rank: Any,
         options: CallOptions,
+        **given: Any,
     ) -> None:
-        ctx.begin()
-        payload = scale_options.payload(x, ctx.device)
-        idx, weights = checks.topk_pair(topk_idx, topk_weights, ctx.device, payload.num_tokens)
-        require_expandable(idx, expand, zero_padding, zero_tail)
-        self._layout, self._num_experts = checked_routing(
-            ctx, payload.num_tokens, idx, num_tokens_per_rank, num_tokens_per_expert,
-            is_token_in_rank, num_experts, expert_alignment, num_worst_tokens,
-        )  # fmt: skip
+        """``given``: as checked_new_routing has it."""
+        routing = checked_new_routing(ctx, x, scale_options, **given)
+        payload, idx, weights, self._layout, self._num_experts = routing
         if num_tokens_per_rdma_rank is not None:
             checks.tensor(
                 "num_tokens_per_rdma_rank",
@@ -151,7 +136,7 @@ class NewTierDispatch:
                 shape=(ctx.topology.num_nodes,),
                 dtypes=(torch.int32,),
             )
-        self._num_topk = 0 if idx is None else idx.shape[1]
+        self._num_topk = routing.num_topk
         self._plan = plan_two_tiers(
             ctx,
             options,
@@ -160,9 +145,12 @@ class NewTierDispatch:
             self._num_topk,
         )
         self.ctx, self._payload, self._idx, self._weights = ctx, payload, idx, weights
-        self._alignment, self.num_worst_tokens = expert_alignment, num_worst_tokens
-        self._zero_tail, self._zero_padding = zero_tail, zero_padding
-        self._expand, self._scale_options = expand, scale_options
+        self._alignment, self.num_worst_tokens = (
+            given["expert_alignment"],
+            given["num_worst_tokens"],
+        )
+        self._zero_tail, self._zero_padding = given["zero_tail"], given["zero_padding"]
+        self._expand, self._scale_options = given["expand"], scale_options
         self._counts: Any = None
         self._reserved: TierReservation | None = None
         self._expects_counts = False
