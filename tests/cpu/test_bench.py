@@ -3,12 +3,12 @@
 import importlib.machinery
 import importlib.util
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import warm
 
 import deep_comm
 from deep_comm.bench import normal, operations, options, two_tier
@@ -23,7 +23,7 @@ SHORT = ["--iterations", "1", "--rounds", "1", "--warmup", "0", "--deadline-s", 
 
 
 def run(command: list[str], folder: Path) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=folder)
+    done = warm.run(command, capture_output=True, text=True, timeout=280, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -146,7 +146,7 @@ def test_one_wrong_bit_on_one_rank_ends_the_run_before_it_is_timed(tmp_path: Pat
         "2",
     ]
     command += [str(script), "--device", "cpu", *SMALL, *SHORT, "--ops", "combine", "--no-rivals"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
+    done = warm.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
     assert done.returncode != 0
     assert "combine differs from the reference on ranks [1]" in done.stderr
     assert "wire MB" not in done.stdout
@@ -162,7 +162,7 @@ def test_tune_writes_its_choices(
     tune = importlib.util.module_from_spec(spec)
     loader.exec_module(tune)
     lib = sys.modules[tune.prepare.__module__]
-    here = lib.Environment(Path(sys.executable), None, None, 0)  # this environment, as it is
+    here = lib.Environment(Path(warm.python()), None, None, 0)  # this environment, as it is
     monkeypatch.setattr(tune, "prepare", lambda **_options: here)
     monkeypatch.chdir(tmp_path)
     stored = tmp_path / "cache" / "tune.json"

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 from deep_comm import tuning
 from deep_comm.bench import layer, layer_report
@@ -94,7 +95,7 @@ def test_lists_and_defaults() -> None:
 
 
 def run_bench(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return warm.run(
         [
             sys.executable, "-m", "deep_comm.bench", "--mode", "layer", "--device", "cpu",
             "--ranks", "2", "--tokens", "1,3,9", "--hidden", "64", "--experts", "6", "--topk", "2",

@@ -3,12 +3,12 @@
 import dataclasses
 import itertools
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 from test_bench import BENCH, SHORT, SMALL, run
 
 LOW_LATENCY = [*BENCH, "--mode", "low-latency", "--ranks", "2", *SMALL, *SHORT]
@@ -92,7 +92,7 @@ def test_logarithms_that_are_wrong_end_the_run(tmp_path: Path, nodes: list[str])
     command += ["--nproc-per-node", num_ranks, str(script), "--device", "cpu"]
     command += ["--mode", "low-latency", *SMALL, *SHORT, *nodes[2:], "--combine", "logfmt"]
     command += ["--dtype", "bf16", "--layout", "compact", "--ops", "combine", "--no-rivals"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
+    done = warm.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
     assert done.returncode != 0
     assert "combine fused differs from the reference on ranks [1]" in done.stderr, done.stderr
 
@@ -117,7 +117,7 @@ def test_one_wrong_bit_in_low_latency_mode_ends_the_run(
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += [str(script), "--device", "cpu", "--mode", "low-latency", *SMALL, *SHORT]
     command += ["--dtype", "bf16", "--layout", layout, "--ops", spoiled, "--no-rivals"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
+    done = warm.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
     assert done.returncode != 0
     assert f"{spoiled} fused differs from the reference on ranks [1]" in done.stderr, done.stderr
     assert "wire kB" not in done.stdout

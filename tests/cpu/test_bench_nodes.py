@@ -2,10 +2,10 @@
 
 import os
 import re
-import subprocess
 import sys
 
 import pytest
+import warm
 
 from deep_comm import reference_internode
 
@@ -13,7 +13,7 @@ REFERENCE = reference_internode.dispatch
 
 
 def run(*arguments: str, launcher: tuple[str, ...] = ("-m",)) -> tuple[int, str]:
-    ended = subprocess.run(
+    ended = warm.run(
         [sys.executable, *launcher, "deep_comm.bench.nodes", "--device", "cpu", *arguments],
         capture_output=True, text=True, timeout=250, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip

@@ -1,11 +1,11 @@
 """The demo: its layer does not depend on the split, its verdict is right, its program runs."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import warm
 
 from deep_comm import reference
 from deep_comm.bench.payload import same_bits
@@ -56,7 +56,7 @@ def test_program_prints_a_table_and_a_verdict(tmp_path: Path, num_ranks: int) ->
     file.write_bytes(TEXT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(num_ranks), "-m", "deep_comm.demo", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
+    done = warm.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "verdict: OK" in done.stdout
     table = [

@@ -9,12 +9,12 @@ import importlib.util
 import inspect
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import warm
 
 import deep_comm
 from deep_comm import errors
@@ -142,7 +142,7 @@ def test_programs_of_the_guide_run_as_written(page: str, program: str, tmp_path:
     (tmp_path / command[-1]).write_text(program)
     # A file a rank: written to one pipe, the lines of ranks run into each other.
     logs = tmp_path / "logs"
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--redirects", "3",
          "--log-dir", str(logs), *command],
         capture_output=True, text=True, timeout=240, cwd=tmp_path,

@@ -1,9 +1,9 @@
 """The doctor always prints, and its exit code is its verdict."""
 
-import subprocess
 import sys
 
 import pytest
+import warm
 
 from deep_comm import env
 from deep_comm.doctor import __main__ as doctor
@@ -12,7 +12,7 @@ from deep_comm.doctor import findings
 
 def test_doctor_finds_this_machine_fit(tmp_path) -> None:
     command = [sys.executable, "-m", "deep_comm.doctor"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
+    done = warm.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.rstrip().endswith("verdict: OK")
     for text in ("/dev/shm", "_core", "host target, processes: OK", "host target, simulation: OK"):

@@ -2,11 +2,11 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 from deep_comm.examples import picture
 
@@ -23,7 +23,7 @@ def run(tmp_path: Path, name: str, *arguments: object, torchrun: int = 0) -> str
             str(torchrun),
             "-m",
         ]
-    done = subprocess.run(
+    done = warm.run(
         [*program, f"deep_comm.examples.{name}", *map(str, arguments)],
         capture_output=True, text=True, timeout=280, check=False, cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -4,11 +4,11 @@ exist."""
 import importlib.util
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("expert-parallel.md", "launching.md")
@@ -23,7 +23,7 @@ def test_the_program_runs_as_it_is_written(tmp_path: Path) -> None:
     (program,) = (block for block in blocks if "init_process_group" in block)
     script = tmp_path / "layer.py"
     script.write_text(program)
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone",
          "--nproc-per-node", "3", str(script)],
         capture_output=True, text=True, timeout=240, cwd=tmp_path, check=False,

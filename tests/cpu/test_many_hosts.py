@@ -12,12 +12,12 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import warm
 from free_port import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,7 +28,7 @@ TIMEOUT_S = 240
 
 def torchrun(ranks_per_host: int, port: int, *program: str) -> list[str]:
     return [
-        sys.executable, "-m", "torch.distributed.run", "--nnodes", "2",
+        warm.python(), "-m", "torch.distributed.run", "--nnodes", "2",
         "--nproc-per-node", str(ranks_per_host), "--rdzv-backend", "c10d",
         "--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1", *program,
     ]  # fmt: skip
@@ -108,7 +108,7 @@ def test_commands_of_the_guide_run_as_written(tmp_path: Path) -> None:
             [
                 "env",
                 *words[:start],
-                sys.executable,
+                warm.python(),
                 "-m",
                 "torch.distributed.run",
                 *words[start + 1 :],

@@ -1,14 +1,15 @@
 """What tools/sanitize runs under a sanitizer gives the right bits on the host target, without."""
 
-import subprocess
 import sys
 from pathlib import Path
+
+import warm
 
 TESTS = Path(__file__).resolve().parents[1]
 
 
 def test_every_call_of_the_program_is_right(tmp_path: Path) -> None:
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, str(TESTS / "sanitized.py"), "--device", "cpu"],
         capture_output=True, text=True, timeout=200, cwd=tmp_path, check=False,
     )  # fmt: skip
