@@ -3,13 +3,14 @@
 from typing import Any
 
 import expanded
+import forked
 import internode
 import pytest
 import torch
 from cases import Scales, make_inputs
 from internode import SHAPES, InternodeCase, random_case
 
-from deep_comm import Buffer, local, processes
+from deep_comm import Buffer, local
 from deep_comm.errors import ArgumentError, CapacityError, HandleMismatch
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -75,7 +76,7 @@ def _numbered(group: Any, case: InternodeCase, smem_bytes: int | None) -> bool:
 def test_processes_over_shared_memory() -> None:
     cases = [random_case(seed, (2, 2)) for seed in range(500, 504)]
     cases += [internode.direct(case) for case in cases]
-    results = processes.run(_run_cases, 4, cases, timeout_s=120)
+    results = forked.run(_run_cases, 4, cases, timeout_s=120)
     for number, case in enumerate(cases):
         expanded.verify(case, [ranks[number] for ranks in results])
 

@@ -8,6 +8,7 @@ import random
 import time
 from typing import Any
 
+import forked
 import pytest
 from low_latency import LowLatencyCase, Pair, expert_rows, inputs_of, open_buffer
 from low_latency_masks import (
@@ -23,7 +24,7 @@ from low_latency_masks import (
 )
 from payload import assert_same_bits
 
-from deep_comm import ArgumentError, Buffer, MaskedOut, errors, local, processes, simulate
+from deep_comm import ArgumentError, Buffer, MaskedOut, errors, local, simulate
 from deep_comm import reference_low_latency as reference
 
 # Ranks that fall silent, in nodes of two.
@@ -42,7 +43,7 @@ def nodes_case(**changes: Any) -> LowLatencyCase:
 @pytest.mark.parametrize("stage", STAGES)
 def test_processes_go_on_when_some_are_killed(stage: str, dead: tuple[int, ...]) -> None:
     case = nodes_case(weights_ahead=stage != "in dispatch", tokens=(5, 4, 6, 3))
-    ended = processes.outcomes(survive, case.num_ranks, case, stage, False, dead, timeout_s=90)
+    ended = forked.outcomes(survive, case.num_ranks, case, stage, False, dead, timeout_s=90)
     for outcome in ended:
         if outcome.rank not in dead:
             assert outcome.error is None, f"{outcome.error}\n{outcome.traceback}"

@@ -6,6 +6,7 @@ import dataclasses
 import random
 from typing import Any
 
+import forked
 import internode
 import pytest
 import quantised
@@ -15,7 +16,7 @@ from quantised import FORMS, Form
 from schedules import notices
 from test_internode_simulated import small_case
 
-from deep_comm import Buffer, local, processes, simulate
+from deep_comm import Buffer, local, simulate
 from deep_comm.errors import ArgumentError, ConfigMismatch, HandleMismatch
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -83,7 +84,7 @@ def test_processes_over_shared_memory() -> None:
         for seed in range(500, 503)
     ]
     cases += [(internode.direct(case), form) for case, form in cases]
-    results = processes.run(_run_cases, 4, cases, timeout_s=120)
+    results = forked.run(_run_cases, 4, cases, timeout_s=120)
     for number, (case, form) in enumerate(cases):
         quantised.verify(case, form, [ranks[number] for ranks in results])
 
