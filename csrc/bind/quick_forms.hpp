@@ -65,7 +65,10 @@ struct Parts {
     const uint64_t caller = PyLong_AsUnsignedLongLongMask(current_stream({device}).ptr());
     order->caller = order->stream = caller;
     if (is_ready({device, caller}).ptr() != Py_True) return false;
-    if (!order->is_async) return is_last(caller);
+    if (!order->is_async) {
+      if (!is_last(caller)) wait_done(caller);
+      return true;
+    }
     order->stream = raw_comm;
     if (raw_comm != caller && is_ready({device, raw_comm}).ptr() != Py_True) return false;
     if (!order->is_behind_caller) {
@@ -74,7 +77,7 @@ struct Parts {
       streams.attr("hop").attr("order")(caller, raw_comm);
     }
     if (!is_last(raw_comm) && !(order->is_behind_caller && is_last(caller))) {
-      streams.attr("done").attr(wait_name)(raw_comm);
+      wait_done(raw_comm);
     }
     return true;
   }
@@ -133,6 +136,9 @@ struct Parts {
     const py::object last = streams.attr(last_name);
     return last.is_none() || PyLong_AsUnsignedLongLongMask(last.ptr()) == stream;
   }
+
+  // The stream comes behind the operation before.
+  void wait_done(uint64_t stream) const { streams.attr("done").attr(wait_name)(stream); }
 
   // For torch's allocator: the communication stream uses the tensor.
   void record(PyObject* tensor) const {

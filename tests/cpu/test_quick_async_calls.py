@@ -158,6 +158,30 @@ def test_what_streams_and_the_allocator_are_told_is_the_same(
     _on_streams(body)
 
 
+def test_a_synchronous_call_behind_an_asynchronous_one_is_one_step_too() -> None:
+    """Told the same as step by step: that its stream comes behind the other."""
+
+    def body(buffer: Any, log: Any) -> None:
+        calls = calls_of(buffer, 0, False)
+        spy = NormalSpy(buffer)
+        for call in calls.values():
+            call()
+            told = []
+            for spy.is_off in (False, True):
+                calls["cached"](async_finish=True)
+                log.clear()
+                spy.made.clear()
+                call()
+                assert spy.made == [not spy.is_off]
+                kernels = log.kernels
+                assert kernels[-1][0] == COMPUTE and len(kernels) - 2 in kernels[-1][1]
+                told.append(sorted(entry for entry in log if entry[0] != "wait_counts"))
+            assert told[0] == told[1] and ("wait", COMPUTE) in told[0]
+            spy.is_off = False
+
+    _on_streams(body)
+
+
 def test_asynchronous_calls_in_a_capture_go_step_by_step() -> None:
     def body(buffer: Any, log: Any) -> None:
         calls = calls_of(buffer, 0, False)
