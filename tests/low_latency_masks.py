@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import random
+import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import pytest
 import torch
-from low_latency import LowLatencyCase, Pair, Received, expert_rows, inputs_of, open_buffer
+from low_latency import (
+    LowLatencyCase,
+    Pair,
+    Received,
+    expert_rows,
+    inputs_of,
+    open_buffer,
+    verify,
+)
 from payload import assert_same_bits
 from torch import Tensor
 
-from deep_comm import Buffer, simulate
+from deep_comm import ArgumentError, Buffer, MaskedOut, errors, local, processes, simulate
 from deep_comm import reference_low_latency as reference
 from deep_comm.topology import first_expert, num_local_experts
 
@@ -140,14 +152,63 @@ def survive(
     on_gpu: bool = False,
     dead: Collection[int] = (DEAD,),
 ) -> list:
-    device = torch.device("cuda", group.rank()) if on_gpu else torch.device("cpu")
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     with open_buffer(
         group, case, device=device, timeout_s=DEADLINE_S, enable_shrink=True
     ) as buffer:
-        results = run_until(buffer, case, stage, lambda: os._exit(0), dead)
+
+        def die() -> None:
+            """When all that has been launched has left this rank, which is what the stages mean."""
+            if on_gpu:
+                torch.cuda.synchronize()
+            if case.ranks_per_node is not None:
+                buffer.runtime.quiet_rail()
+            os._exit(0)
+
+        results = run_until(buffer, case, stage, die, dead)
         for _, _, elapsed_s in results[LAST_CALL + 2 :]:
             assert elapsed_s < DEADLINE_S, "later calls wait for nobody"
         return results
+
+
+def verify_outcomes(
+    case: LowLatencyCase,
+    ended: Sequence[processes.Outcome],
+    stage: str,
+    dead: Collection[int] = (DEAD,),
+) -> None:
+    """How processes that ran `survive` ended."""
+    for outcome in ended:
+        if outcome.rank not in dead:
+            assert outcome.error is None, f"{outcome.error}\n{outcome.traceback}"
+    verify_survivors(case, [outcome.value for outcome in ended], stage, dead)
+
+
+class Gone(Exception):
+    """The rank ends here; its threads go on elsewhere."""
+
+
+def simulate_survivors(
+    case: LowLatencyCase, stage: str, seed: int, dead: Collection[int] = (DEAD,)
+) -> None:
+    """`survive` of simulated ranks under one schedule, verified."""
+
+    def leave() -> None:
+        raise Gone
+
+    def main(group: simulate.SimulatedGroup) -> list:
+        buffer = open_buffer(group, case, timeout_s=1000, enable_shrink=True)
+        buffer.runtime.low_latency_hand_on_tokens = case.hand_on
+        try:
+            return run_until(buffer, case, stage, leave, dead)
+        except Gone:
+            return []
+
+    try:
+        results = simulate.run(main, case.num_ranks, seed, on_stuck="clock", timeout_s=120)
+        verify_survivors(case, list(results), stage, dead)
+    except (AssertionError, errors.DeepCommError, simulate.MachineError) as error:
+        raise AssertionError(f"seed {seed}, dead {dead}: {error}") from error
 
 
 # ---- a rank that stops anywhere -----------------------------------------------------------------
@@ -194,7 +255,7 @@ def notices_stop(
         if rank != dead and not isinstance(result, list):
             return f"rank {rank}: {result!r}"
     try:
-        verify_any_stop(case, list(ended), dead)
+        verify_any_stop([case] * case.calls, list(ended), dead)
     except AssertionError as error:
         return str(error)
     slowest_s = max(slowest_ns[rank] for rank in range(case.num_ranks) if rank != dead)
@@ -202,15 +263,15 @@ def notices_stop(
     return None if slowest_s < 4500 else f"a pair took {slowest_s} s, of a timeout of 1000"
 
 
-def verify_any_stop(case: LowLatencyCase, results: list, dead: int) -> int:
-    """`results` by rank, by call (received, mask); `dead` has stopped at some step, maybe in the
-    middle of a kernel. What a survivor gets of the others is as if nothing had happened; of the
-    dead rank it has all or, in the call that masks it, parts; later nothing. Returns how many
-    calls ended without it.
+def verify_any_stop(cases: Sequence[LowLatencyCase], results: list, dead: int) -> int:
+    """`cases` by call, `results` by rank, by call (received, mask); `dead` has stopped at some
+    step, maybe in the middle of a kernel. What a survivor gets of the others is as if nothing had
+    happened; of the dead rank it has all or, in the call that masks it, parts; later nothing.
+    Returns how many calls ended without it.
     """
-    survivors = [rank for rank in range(case.num_ranks) if rank != dead]
+    survivors = [rank for rank in range(cases[0].num_ranks) if rank != dead]
     num_without = 0
-    for call in range(case.calls):
+    for call, case in enumerate(cases):
         ranks = range(case.num_ranks)
         xs, idxs, weights = map(list, zip(*(inputs_of(case, r, call) for r in ranks), strict=True))
         options = dict(num_max_tokens=case.max_tokens, num_experts=case.experts)
@@ -261,7 +322,7 @@ def verify_any_stop(case: LowLatencyCase, results: list, dead: int) -> int:
                 assert bool(is_without.all()), f"{what}: something of the masked rank"
         if call > 0 and any(mask[dead] for mask in masks):
             num_without += 1
-    last = [results[rank][case.calls - 1][1] for rank in survivors]
+    last = [results[rank][len(cases) - 1][1] for rank in survivors]
     assert all(mask == last[0] for mask in last), "survivors agree"
     return num_without
 
@@ -281,3 +342,139 @@ def verify_live_rows(
             where = f"{what}: expert {expert}, source {source}"
             assert_same_bits(got_x[expert, first : first + count],
                              want_x[expert, first : first + count], where)  # fmt: skip
+
+
+# ---- what a masked rank still sends -------------------------------------------------------------
+
+
+def send_late(
+    case: LowLatencyCase,
+    other: LowLatencyCase,
+    stage: str,
+    late: int,
+    faults: tuple[str, ...] = (),
+) -> None:
+    """A simulated rank sends its second dispatch, or combine's rows of it, when the others have
+    masked it and go on with `other`, into the half that they use next.
+    """
+    masked_in = 1
+    cases = [case if call <= masked_in else other for call in range(case.calls)]
+    largest = max((case, other), key=lambda each: each.num_bytes)
+
+    def main(group: simulate.SimulatedGroup) -> list:
+        buffer = open_buffer(group, largest, timeout_s=1000, enable_shrink=True)
+        results = []
+        for call, each in enumerate(cases):
+            if call == masked_in + 2:
+                group.barrier()  # now it sends
+                group.barrier()
+            pair = Pair(buffer, each, call)
+            is_late = buffer.rank == late and call == masked_in
+            if is_late and stage == "in dispatch":
+                group.barrier()
+            receive = pair.dispatch()
+            if is_late and stage == "in combine":
+                receive()
+                group.barrier()
+                pair.combine()
+            if is_late:
+                if case.ranks_per_node is not None:
+                    buffer.runtime.quiet_rail()
+                group.barrier()
+                return []
+            receive()
+            pair.combine()()
+            results.append((pair.received(), masks_of(buffer)))
+        return results
+
+    results = simulate.run(
+        main, case.num_ranks, case.seed, on_stuck="clock", timeout_s=60, faults=faults
+    )
+    assert verify_any_stop(cases, list(results), late) == case.calls - masked_in
+
+
+def send_late_after_change(
+    seed: int, stage: str, ranks_per_node: int | None, faults: tuple[str, ...] = ()
+) -> None:
+    """`send_late` when the others go on with another shape, in which places of the late rank could
+    be those of another one.
+    """
+    choose = random.Random(seed)
+    hidden, other_hidden = choose.choice(((64, 256), (64, 192), (256, 64), (192, 128)))
+    case = LowLatencyCase(
+        choose.choice(((4, 3, 4, 2), (2, 4, 1, 4))), 4, hidden=hidden, experts=9, topk=3, calls=6,
+        mode="hook", weights_ahead=seed % 2 == 0, one_rounding=seed % 3 == 0,
+        ranks_per_node=ranks_per_node, seed=seed,
+    )  # fmt: skip
+    other = dataclasses.replace(case, hidden=other_hidden, max_tokens=4 + seed % 4)
+    send_late(case, other, stage, choose.choice((1, 2)), faults)
+
+
+def notices_late_rows(seed: int, ranks_per_node: int | None) -> bool:
+    """With places that depend on the shape. Not of a dispatch, whose late words say where rows go:
+    they would be written anywhere.
+    """
+    try:
+        send_late_after_change(seed, "in combine", ranks_per_node, ("packed_sources",))
+    except (AssertionError, errors.DeepCommError):
+        return True
+    return False
+
+
+# ---- by hand, and back again --------------------------------------------------------------------
+
+
+def come_back_after_clean(case: LowLatencyCase) -> None:
+    """Threads, of which one is slow: it learns that it is out, and a clean takes it back."""
+    went_on = threading.Semaphore(0)
+
+    def run_pair(buffer: Buffer, call: int) -> Received:
+        pair = Pair(buffer, case, call)
+        pair.dispatch()()
+        pair.combine()()
+        return pair.received()
+
+    def main(group: local.ThreadGroup) -> list[Received]:
+        with open_buffer(group, case, timeout_s=2.0, enable_shrink=True) as buffer:
+            run_pair(buffer, 0)
+            if buffer.rank == DEAD:
+                assert all(went_on.acquire(timeout=60) for _ in range(case.num_ranks - 1))
+                with pytest.raises(MaskedOut):
+                    for _ in range(2):
+                        run_pair(buffer, 1)
+            else:
+                run_pair(buffer, 1)
+                assert masks_of(buffer) == [int(rank == DEAD) for rank in range(case.num_ranks)]
+                went_on.release()
+            group.barrier()
+            buffer.low_latency_clean_mask_buffer()
+            results = [run_pair(buffer, call) for call in (1, 0, 1)]
+            assert masks_of(buffer) == [0] * case.num_ranks
+            return results[1:]
+
+    verify(case, local.run(main, case.num_ranks, timeout_s=120))
+
+
+def mask_by_hand(case: LowLatencyCase) -> None:
+    """Threads that mask one that never calls, and take it back; and what they must not give."""
+
+    def main(group: local.ThreadGroup) -> None:
+        with open_buffer(group, case, timeout_s=20, enable_shrink=True) as buffer:
+            for wrong in (buffer.rank, case.num_ranks, -1, "1"):
+                with pytest.raises(ArgumentError, match="rank_to_mask"):
+                    buffer.low_latency_update_mask_buffer(wrong, True)
+            with pytest.raises(ArgumentError, match="mask_status"):
+                buffer.low_latency_query_mask_buffer(torch.zeros(case.num_ranks))
+            if buffer.rank == DEAD:
+                return
+            buffer.low_latency_update_mask_buffer(DEAD, True)
+            assert masks_of(buffer) == [int(rank == DEAD) for rank in range(case.num_ranks)]
+            started = time.monotonic()
+            pair = Pair(buffer, case, 0)
+            pair.dispatch()
+            pair.combine()
+            assert time.monotonic() - started < 10, "nobody is waited for"
+            buffer.low_latency_update_mask_buffer(DEAD, False)
+            assert masks_of(buffer) == [0] * case.num_ranks
+
+    local.run(main, case.num_ranks, timeout_s=60)

@@ -162,6 +162,13 @@ LowLatencyPlan Engine<Target>::plan_low_latency(const LowLatencyOptions& options
   }
   plan.has_room_for_selections =
       low_latency_bytes_for(plan.combine_shape, true) <= low_latency_bytes_;
+  for (LowLatencyShape* shape : {&plan.dispatch_shape, &plan.combine_shape}) {
+    if (is_internode()) {
+      low_latency_reach_.region.spread(shape, num_group_ranks(), can_shrink_);
+    } else if (can_shrink_) {
+      low_latency_region_.spread(shape, world_.num_ranks);
+    }
+  }
   return plan;
 }
 

@@ -5,27 +5,28 @@ middle of a kernel, behind a NIC that stands still; and with their return.
 from __future__ import annotations
 
 import random
-import time
 from typing import Any
 
 import forked
 import pytest
-from low_latency import LowLatencyCase, Pair, expert_rows, inputs_of, open_buffer
+from low_latency import LowLatencyCase, Pair, open_buffer
 from low_latency_masks import (
     DEAD,
     STAGES,
     case_of,
+    come_back_after_clean,
+    mask_by_hand,
     masks_of,
+    notices_late_rows,
     notices_stop,
-    run_until,
+    send_late_after_change,
+    simulate_survivors,
     survive,
     verify_any_stop,
-    verify_survivors,
+    verify_outcomes,
 )
-from payload import assert_same_bits
 
-from deep_comm import ArgumentError, Buffer, MaskedOut, errors, local, simulate
-from deep_comm import reference_low_latency as reference
+from deep_comm import Buffer, MaskedOut, simulate
 
 # Ranks that fall silent, in nodes of two.
 ONE, NODE = (DEAD,), (2, 3)
@@ -44,37 +45,10 @@ def nodes_case(**changes: Any) -> LowLatencyCase:
 def test_processes_go_on_when_some_are_killed(stage: str, dead: tuple[int, ...]) -> None:
     case = nodes_case(weights_ahead=stage != "in dispatch", tokens=(5, 4, 6, 3))
     ended = forked.outcomes(survive, case.num_ranks, case, stage, False, dead, timeout_s=90)
-    for outcome in ended:
-        if outcome.rank not in dead:
-            assert outcome.error is None, f"{outcome.error}\n{outcome.traceback}"
-    verify_survivors(case, [outcome.value for outcome in ended], stage, dead)
-
-
-class Gone(Exception):
-    """The rank ends here; its threads go on elsewhere."""
-
-
-def leave() -> None:
-    raise Gone
+    verify_outcomes(case, ended, stage, dead)
 
 
 VARIANTS = ("packed", "late", "compact", "one_rounding", "fp8")
-
-
-def simulated_survivors(
-    case: LowLatencyCase, stage: str, dead: tuple[int, ...], seed: int, **options: Any
-) -> list:
-    def main(group: simulate.SimulatedGroup) -> list:
-        buffer = open_buffer(group, case, timeout_s=1000, enable_shrink=True)
-        buffer.runtime.low_latency_hand_on_tokens = case.hand_on
-        try:
-            return run_until(buffer, case, stage, leave, dead)
-        except Gone:
-            return []
-
-    return list(
-        simulate.run(main, case.num_ranks, seed, on_stuck="clock", timeout_s=120, **options)
-    )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -89,11 +63,7 @@ def test_every_schedule_goes_on_without_ranks_that_leave(stage: str, variant: st
             topk=3, weights_ahead=variant != "late", compact=variant == "compact",
             one_rounding=variant == "one_rounding", use_fp8=variant == "fp8", seed=seed,
         )  # fmt: skip
-        try:
-            results = simulated_survivors(case, stage, dead, seed)
-            verify_survivors(case, results, stage, dead)
-        except (AssertionError, errors.DeepCommError, simulate.MachineError) as error:
-            raise AssertionError(f"seed {seed}, dead {dead}: {error}") from error
+        simulate_survivors(case, stage, seed, dead)
 
 
 # ---- a rank that stops at any step --------------------------------------------------------------
@@ -126,44 +96,7 @@ def test_a_rank_may_stop_at_any_step(first_seed: int) -> None:
 
 
 def test_a_slow_rank_learns_that_it_is_out_and_comes_back_after_clean() -> None:
-    case = nodes_case(calls=2, tokens=(5, 4, 6, 2))
-
-    def main(group: local.ThreadGroup) -> list:
-        with open_buffer(group, case, timeout_s=1.0, enable_shrink=True) as buffer:
-            pair = Pair(buffer, case, 0)
-            pair.dispatch()()
-            pair.combine()()
-            if buffer.rank == DEAD:
-                time.sleep(3.0)
-                with pytest.raises(MaskedOut):
-                    for _ in range(2):
-                        pair.dispatch()()
-                        pair.combine()()
-            else:
-                pair.dispatch()()
-                pair.combine()()
-                assert masks_of(buffer) == [0, 1, 0, 0]
-            group.barrier()
-            buffer.low_latency_clean_mask_buffer()
-            results = []
-            for call in (1, 0, 1):
-                pair = Pair(buffer, case, call)
-                pair.dispatch()()
-                pair.combine()()
-                assert masks_of(buffer) == [0, 0, 0, 0]
-                results.append(pair.received())
-            return results
-
-    results = local.run(main, 4, timeout_s=60)
-    for number, call in enumerate((1, 0, 1)):
-        xs, idxs, weights = zip(*(inputs_of(case, r, call) for r in range(4)), strict=True)
-        dispatched = reference.low_latency_dispatch(
-            xs, idxs, case.max_tokens, case.experts, topk_weights=weights
-        )
-        rows = [expert_rows(case, rank, call) for rank in range(4)]
-        combined = reference.low_latency_combine(rows, dispatched, weights)
-        for rank in range(4):
-            assert_same_bits(results[rank][number].combined_x, combined[rank], f"rank {rank}")
+    come_back_after_clean(nodes_case(calls=2, tokens=(5, 4, 6, 2)))
 
 
 def stall_nics(seed: int, stalled: tuple[int, ...], faults: tuple[str, ...] = ()) -> list:
@@ -201,26 +134,7 @@ def test_nodes_that_hear_nothing_of_each_other_go_on_by_themselves() -> None:
 
 
 def test_masks_by_hand() -> None:
-    case = nodes_case(calls=1, mode="plain", tokens=(5, 4, 6, 2))
-
-    def main(group: local.ThreadGroup) -> None:
-        with open_buffer(group, case, timeout_s=20, enable_shrink=True) as buffer:
-            for wrong in (buffer.rank, 4, -1, "1"):
-                with pytest.raises(ArgumentError, match="rank_to_mask"):
-                    buffer.low_latency_update_mask_buffer(wrong, True)
-            if buffer.rank == DEAD:
-                return
-            buffer.low_latency_update_mask_buffer(DEAD, True)
-            assert masks_of(buffer) == [0, 1, 0, 0]
-            started = time.monotonic()
-            pair = Pair(buffer, case, 0)
-            pair.dispatch()
-            pair.combine()
-            assert time.monotonic() - started < 10, "nobody is waited for"
-            buffer.low_latency_update_mask_buffer(DEAD, False)
-            assert masks_of(buffer) == [0, 0, 0, 0]
-
-    local.run(main, 4, timeout_s=60)
+    mask_by_hand(nodes_case(calls=1, mode="plain", tokens=(5, 4, 6, 2)))
 
 
 def test_the_hint_has_room_for_masks() -> None:
@@ -266,7 +180,7 @@ def run_with_late_rows(seed: int, faults: tuple[str, ...] = ()) -> None:
         return results
 
     results = simulate.run(main, 4, seed, on_stuck="clock", timeout_s=60, faults=faults)
-    assert verify_any_stop(case, list(results), late) == case.calls - 1
+    assert verify_any_stop([case] * case.calls, list(results), late) == case.calls - 1
 
 
 def test_rows_that_come_late_are_not_taken_for_those_of_another_rank() -> None:
@@ -283,6 +197,16 @@ def test_simulation_finds_rows_that_are_taken_for_those_of_another_rank() -> Non
         return False
 
     assert any(finds(seed) for seed in range(12))
+
+
+@pytest.mark.parametrize("stage", ["in dispatch", "in combine"])
+def test_what_comes_late_harms_no_other_shape(stage: str) -> None:
+    for seed in range(16):
+        send_late_after_change(seed, stage, 2)
+
+
+def test_simulation_finds_places_that_depend_on_the_shape() -> None:
+    assert any(notices_late_rows(seed, 2) for seed in range(8))
 
 
 def test_simulation_finds_blocks_that_do_not_agree() -> None:

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 from low_latency import LowLatencyCase, Pair, open_buffer
-from low_latency_masks import DEAD, STAGES, case_of, survive, verify_survivors
+from low_latency_masks import DEAD, STAGES, case_of, survive, verify_outcomes
 
 from deep_comm import MaskedOut, processes
 
@@ -40,10 +40,7 @@ def test_processes_go_on_when_some_are_killed(
     ended = processes.outcomes(
         survive, num_ranks, case, stage, True, dead, devices=range(num_ranks), timeout_s=180
     )
-    for outcome in ended:
-        if outcome.rank not in dead:
-            assert outcome.error is None, f"{outcome.error}\n{outcome.traceback}"
-    verify_survivors(case, [outcome.value for outcome in ended], stage, dead)
+    verify_outcomes(case, ended, stage, dead)
 
 
 def be_slow(group, case: LowLatencyCase) -> list[list[int]]:

@@ -150,6 +150,7 @@ enum class Fault : uint32_t {
   kSkipAgreement = 1u << 15,    // each block finds out by itself whose rows it places
   kSharedRows = 1u << 16,       // combine's rows lie where another rank's may come after a mask
   kSkipAlive = 1u << 17,        // who waits for a silent rank is silent itself
+  kPackedSources = 1u << 18,    // where low-latency sources have their places depends on the shape
 };
 
 }  // namespace deep_comm

@@ -34,6 +34,7 @@ static_assert(simt::kFaultNames[14].bit == static_cast<uint32_t>(Fault::kSkipVot
 static_assert(simt::kFaultNames[15].bit == static_cast<uint32_t>(Fault::kSkipAgreement));
 static_assert(simt::kFaultNames[16].bit == static_cast<uint32_t>(Fault::kSharedRows));
 static_assert(simt::kFaultNames[17].bit == static_cast<uint32_t>(Fault::kSkipAlive));
+static_assert(simt::kFaultNames[18].bit == static_cast<uint32_t>(Fault::kPackedSources));
 
 inline bool fault(Fault which) {
   return (simt::t_state.faults & static_cast<uint32_t>(which)) != 0;

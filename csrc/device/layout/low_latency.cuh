@@ -8,7 +8,8 @@
 //
 // A token keeps its number: slot t of source s is token t of rank s, so that no rank has to tell
 // another where a row went. A half serves every second operation of its kind. Apart from the
-// weights all of it is zero at rest (sync/arrival.cuh).
+// weights all of it is zero at rest (sync/arrival.cuh). Where ranks may be done without, a source
+// has its place in a half whatever the shape (LowLatencyRegion::spread).
 #pragma once
 
 #include "device/layout/divisor.cuh"
@@ -75,13 +76,9 @@ struct LowLatencyShape {
         align_up<uint32_t>(static_cast<uint32_t>(row_bytes + sizeof(float) * num_scales), 16);
     block_tokens = ceil_div(num_max_tokens, num_blocks);
     routes_start = align_up<uint64_t>(uint64_t{slot_stride} * num_max_tokens, kLineBytes);
-    const uint64_t num_routes = uint64_t{1} * num_blocks * block_tokens * num_topk;
-    source_strides[static_cast<int>(LowLatencyKind::kDispatch)] =
-        align_up<uint64_t>(routes_start + num_routes * sizeof(Vec16), kLineBytes);
-    source_strides[static_cast<int>(LowLatencyKind::kCombine)] =
-        align_up<uint64_t>(uint64_t{1} * num_max_tokens * hidden * sizeof(Bf16), kLineBytes);
-    weights_stride =
-        align_up<uint64_t>(uint64_t{1} * num_max_tokens * num_topk * sizeof(uint64_t), kLineBytes);
+    for (const LowLatencyKind kind : {LowLatencyKind::kDispatch, LowLatencyKind::kCombine})
+      source_strides[static_cast<int>(kind)] = source_bytes(kind);
+    weights_stride = weights_bytes();
     by_topk = Divisor::make(num_topk);
     by_blocks = Divisor::make(num_blocks);
   }
@@ -89,15 +86,40 @@ struct LowLatencyShape {
   DC_HOST_DEVICE size_t slot_bytes() const { return slot_stride; }
   DC_HOST_DEVICE int max_block_tokens() const { return block_tokens; }
   DC_HOST_DEVICE size_t routes_offset() const { return routes_start; }
-  DC_HOST_DEVICE size_t dispatch_source_bytes() const { return source_strides[0]; }
-  DC_HOST_DEVICE size_t combine_source_bytes() const { return source_strides[1]; }
-  DC_HOST_DEVICE size_t weights_source_bytes() const { return weights_stride; }
+  // From the place of a source, or of a rank of experts, to the next one's.
+  DC_HOST_DEVICE size_t stride(LowLatencyKind kind) const {
+    return arch::fault(Fault::kPackedSources) ? source_bytes(kind)
+                                              : source_strides[static_cast<int>(kind)];
+  }
+  DC_HOST_DEVICE size_t weights_source_stride() const {
+    return arch::fault(Fault::kPackedSources) ? weights_bytes() : weights_stride;
+  }
+  // What a source needs there.
+  DC_HOST_DEVICE uint64_t source_bytes(LowLatencyKind kind) const {
+    const uint64_t num_routes = uint64_t{1} * num_blocks * block_tokens * num_topk;
+    const uint64_t num_bytes = kind == LowLatencyKind::kDispatch
+                                   ? routes_start + num_routes * sizeof(Vec16)
+                                   : uint64_t{1} * num_max_tokens * hidden * sizeof(Bf16);
+    return align_up<uint64_t>(num_bytes, kLineBytes);
+  }
+  DC_HOST_DEVICE uint64_t weights_bytes() const {
+    return align_up<uint64_t>(uint64_t{1} * num_max_tokens * num_topk * sizeof(uint64_t),
+                              kLineBytes);
+  }
+  // When rows are added at the source only: [M, K] rows of one sender.
+  DC_HOST_DEVICE uint64_t gather_source_bytes() const {
+    return align_up<uint64_t>(uint64_t{1} * num_max_tokens * num_topk * hidden * sizeof(Bf16),
+                              kLineBytes);
+  }
+  DC_HOST_DEVICE size_t gather_stride() const {
+    return arch::fault(Fault::kPackedSources) ? gather_source_bytes()
+                                              : stride(LowLatencyKind::kCombine);
+  }
   // Of a half, when rows are added at the source only: [num_senders, M, K] rows. One for all
   // senders, or, with masks, each its own: rows of a rank that is done without may come later, when
   // nobody waits for them, so that no other rank's rows may ever come there.
   DC_HOST_DEVICE size_t gather_bytes(int num_senders) const {
-    return align_up<size_t>(
-        uint64_t{1} * num_senders * num_max_tokens * num_topk * hidden * sizeof(Bf16), kLineBytes);
+    return num_senders * gather_source_bytes();
   }
 };
 
@@ -125,15 +147,23 @@ struct LowLatencyRegion {
   // The smallest region that serves a shape, combine(one_rounding) included or not.
   DC_HOST_DEVICE static size_t bytes_for(const LowLatencyShape& shape, int num_ranks,
                                          bool one_rounding, bool can_shrink) {
-    const size_t weights = shape.weights_source_bytes() * num_ranks;
-    const size_t half =
-        max_of(max_of(shape.dispatch_source_bytes(), shape.combine_source_bytes()) * num_ranks,
-               one_rounding ? shape.gather_bytes(can_shrink ? num_ranks : 1) : 0);
+    const size_t weights = shape.weights_bytes() * num_ranks;
+    const size_t half = max_of(max_of(shape.source_bytes(LowLatencyKind::kDispatch),
+                                      shape.source_bytes(LowLatencyKind::kCombine)) *
+                                   num_ranks,
+                               one_rounding ? shape.gather_bytes(can_shrink ? num_ranks : 1) : 0);
     // 4 halves in what the weights leave; and a line for each cut that is rounded down.
     const size_t by_half =
         ceil_div<size_t>(4 * half * kWeightsShare, kWeightsShare - 1) + 8 * kLineBytes;
     const size_t by_weights = (weights + kLineBytes) * 2 * kWeightsShare;
     return align_up(max_of(by_half, by_weights), kLineBytes);
+  }
+  // Gives every source its part of a half, and of the weights, whatever the shape: what a rank
+  // sends that the others do without then comes to its own place, never to another rank's.
+  void spread(LowLatencyShape* shape, int num_ranks) const {
+    const size_t stride = half_bytes / num_ranks / kLineBytes * kLineBytes;
+    shape->source_strides[0] = shape->source_strides[1] = stride;
+    shape->weights_stride = weights_bytes / num_ranks / kLineBytes * kLineBytes;
   }
 };
 
@@ -204,29 +234,29 @@ struct LowLatencyHalf {
                world.layout.low_latency.counts_stride;
   }
   DC_HOST_DEVICE uint8_t* slot(int owner, int source, int token) const {
-    return world.bases[owner] + region.dispatch[half] + source * shape.dispatch_source_bytes() +
+    return world.bases[owner] + region.dispatch[half] + source * shape.stride(kind) +
            token * shape.slot_bytes();
   }
   // Routes [num_topk] of the token_idx-th token of a block.
   DC_HOST_DEVICE Vec16* routes(int owner, int source, int block, int token_idx) const {
-    uint8_t* base = world.bases[owner] + region.dispatch[half] +
-                    source * shape.dispatch_source_bytes() + shape.routes_offset();
+    uint8_t* base = world.bases[owner] + region.dispatch[half] + source * shape.stride(kind) +
+                    shape.routes_offset();
     return reinterpret_cast<Vec16*>(base) +
            (static_cast<size_t>(block) * shape.max_block_tokens() + token_idx) * shape.num_topk;
   }
   DC_HOST_DEVICE uint8_t* combine_row(int owner, int expert_rank, int token) const {
-    return world.bases[owner] + region.combine[half] + expert_rank * shape.combine_source_bytes() +
+    return world.bases[owner] + region.combine[half] + expert_rank * shape.stride(kind) +
            static_cast<size_t>(token) * shape.hidden * sizeof(Bf16);
   }
   // sender: 0, or with masks the rank of the experts.
   DC_HOST_DEVICE uint8_t* gather_row(int owner, int sender, int token, int k) const {
-    const size_t row =
-        (static_cast<size_t>(sender) * shape.num_max_tokens + token) * shape.num_topk + k;
-    return world.bases[owner] + region.combine[half] + row * shape.hidden * sizeof(Bf16);
+    const size_t row = static_cast<size_t>(token) * shape.num_topk + k;
+    return world.bases[owner] + region.combine[half] + sender * shape.gather_stride() +
+           row * shape.hidden * sizeof(Bf16);
   }
   DC_HOST_DEVICE uint64_t* weights(int owner, int source, int token) const {
     return reinterpret_cast<uint64_t*>(world.bases[owner] + region.weights[half] +
-                                       source * shape.weights_source_bytes()) +
+                                       source * shape.weights_source_stride()) +
            static_cast<size_t>(token) * shape.num_topk;
   }
 };

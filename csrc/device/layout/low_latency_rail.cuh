@@ -9,7 +9,7 @@
 //     slots        [R, M]            messages of a source; zero at rest
 //     rows         [M, min(K, R)]    what the ranks of a token's experts send back, ranks ascending; zero at rest
 //                                    with one rounding [M, K], by selection
-//                                    with masks [M, R], or [M, R, K]: see RowPlaces
+//                                    with masks [R, M], or [R, M, K]: see RowPlaces
 //     and, from which the NIC takes them: weights_staged [M, K], slots_staged [M], rows_staged
 //     [R, M] (or [R, M, K])
 //   slot   = [ Route [K] | SlotWord [K] | token | zeros | row | float32 scales | zeros up to 16 bytes ]
@@ -123,9 +123,9 @@ enum class LowLatencyPart : int {
 };
 inline constexpr int kNumLowLatencyParts = static_cast<int>(LowLatencyPart::kCount);
 
-// The row at the source in which a rank answers for a token, in rows of the token. Where a rank may
-// be done without, what it still sends, or what was under way, may come when nobody waits for it
-// any more: so no other rank's rows may ever come there.
+// The row at the source in which a rank answers for a token. Where a rank may be done without, what
+// it still sends, or what was under way, may come when nobody waits for it any more: so no other
+// rank's rows may ever come there, whatever the shape.
 struct RowPlaces {
   bool is_by_rank;
   int num_ranks;
@@ -136,10 +136,17 @@ struct RowPlaces {
     if (is_by_rank) return is_by_selection ? num_ranks * num_topk : num_ranks;
     return is_by_selection ? num_topk : min_of(num_topk, num_ranks);
   }
-  // order: how many ranks of the token come before it; of a selection, that.
-  DC_HOST_DEVICE int of(int rank, int order) const {
-    if (!is_by_rank) return order;
-    return is_by_selection ? rank * num_topk + order : rank;
+  // Bytes from the first row. order: how many ranks of the token come before it, or its selection.
+  DC_HOST_DEVICE size_t offset(const LowLatencyShape& shape, int token, int rank, int order) const {
+    const size_t row_bytes = shape.hidden * sizeof(Bf16);
+    if (!is_by_rank) return (static_cast<size_t>(token) * num_per_token() + order) * row_bytes;
+    const int num_of_rank = is_by_selection ? num_topk : 1;
+    const int idx = is_by_selection ? order : 0;
+    if (arch::fault(Fault::kPackedSources)) {
+      return (static_cast<size_t>(token) * num_per_token() + rank * num_of_rank + idx) * row_bytes;
+    }
+    return rank * shape.source_strides[static_cast<int>(LowLatencyKind::kCombine)] +
+           (static_cast<size_t>(token) * num_of_rank + idx) * row_bytes;
   }
 };
 
@@ -191,18 +198,21 @@ struct LowLatencyRailRegion {
                  tokens = static_cast<size_t>(shape.num_max_tokens);
     const size_t topk = static_cast<size_t>(shape.num_topk), row = shape.hidden * sizeof(Bf16);
     const size_t slot = static_cast<size_t>(LowLatencySlot::of(shape).num_bytes());
+    // A source's share is cut to lines: see spread.
+    const auto of_source = [](size_t num_bytes) { return align_up<size_t>(num_bytes, kLineBytes); };
     switch (static_cast<LowLatencyPart>(part)) {
       case LowLatencyPart::kWeights:
-        return ranks * tokens * topk * sizeof(uint64_t);
+        return ranks * of_source(tokens * topk * sizeof(uint64_t));
       case LowLatencyPart::kWeightsStaged:
         return tokens * topk * sizeof(uint64_t);
       case LowLatencyPart::kSlots:
-        return ranks * tokens * slot;
+        return ranks * of_source(tokens * slot);
       case LowLatencyPart::kSlotsStaged:
         return tokens * slot;
       case LowLatencyPart::kRows:
+        if (can_shrink) return ranks * of_source(tokens * row * (one_rounding ? topk : 1));
         return tokens * row *
-               RowPlaces{can_shrink, num_ranks, shape.num_topk, one_rounding}.num_per_token();
+               RowPlaces{false, num_ranks, shape.num_topk, one_rounding}.num_per_token();
       default:
         return ranks * tokens * (one_rounding ? topk : 1) * row;
     }
@@ -220,6 +230,22 @@ struct LowLatencyRailRegion {
                                         1);
     }
     return 2 * num_lines * kLineBytes;
+  }
+  // Where a source's slots and weights begin, and a rank's rows; with masks whatever the shape, as
+  // LowLatencyRegion::spread says.
+  void spread(LowLatencyShape* shape, int num_ranks, bool can_shrink) const {
+    const auto share = [&](LowLatencyPart part) {
+      const auto& begin = begins[static_cast<int>(part)];
+      return (begin[1] - begin[0]) / num_ranks / kLineBytes * kLineBytes;
+    };
+    const size_t slots = static_cast<size_t>(LowLatencySlot::of(*shape).num_bytes());
+    const size_t weights = shape->num_topk * sizeof(uint64_t);
+    shape->source_strides[static_cast<int>(LowLatencyKind::kDispatch)] =
+        can_shrink ? share(LowLatencyPart::kSlots) : slots * shape->num_max_tokens;
+    shape->source_strides[static_cast<int>(LowLatencyKind::kCombine)] =
+        share(LowLatencyPart::kRows);  // without masks they lie by token
+    shape->weights_stride =
+        can_shrink ? share(LowLatencyPart::kWeights) : weights * shape->num_max_tokens;
   }
 };
 
@@ -290,25 +316,27 @@ struct LowLatencyRailHalf {
            (static_cast<size_t>(half) * group.num_ranks + source) * sizeof(uint64_t);
   }
   DC_HOST_DEVICE size_t slot(int source, int idx) const {
-    return begin(LowLatencyPart::kSlots) +
-           (static_cast<size_t>(source) * shape.num_max_tokens + idx) * slot_bytes();
+    const size_t stride = arch::fault(Fault::kPackedSources)
+                              ? shape.num_max_tokens * slot_bytes()
+                              : shape.source_strides[static_cast<int>(LowLatencyKind::kDispatch)];
+    return begin(LowLatencyPart::kSlots) + source * stride + idx * slot_bytes();
   }
   DC_HOST_DEVICE size_t slot_staged(int token) const {
     return begin(LowLatencyPart::kSlotsStaged) + static_cast<size_t>(token) * slot_bytes();
   }
   DC_HOST_DEVICE size_t weights(int source, int token) const {
-    return begin(LowLatencyPart::kWeights) +
-           (static_cast<size_t>(source) * shape.num_max_tokens + token) * shape.num_topk *
-               sizeof(uint64_t);
+    const size_t token_bytes = shape.num_topk * sizeof(uint64_t);
+    const size_t stride = arch::fault(Fault::kPackedSources) ? shape.num_max_tokens * token_bytes
+                                                             : shape.weights_stride;
+    return begin(LowLatencyPart::kWeights) + source * stride + token * token_bytes;
   }
   DC_HOST_DEVICE size_t weights_staged(int token) const {
     return begin(LowLatencyPart::kWeightsStaged) +
            static_cast<size_t>(token) * shape.num_topk * sizeof(uint64_t);
   }
-  // num_per_token: ranks that may send one back, or selections.
-  DC_HOST_DEVICE size_t row(int token, int idx, int num_per_token) const {
-    return begin(LowLatencyPart::kRows) +
-           (static_cast<size_t>(token) * num_per_token + idx) * row_bytes();
+  // order: as of RowPlaces.
+  DC_HOST_DEVICE size_t row(const RowPlaces& places, int token, int rank, int order) const {
+    return begin(LowLatencyPart::kRows) + places.offset(shape, token, rank, order);
   }
   // num_per_slot: 1, or selections.
   DC_HOST_DEVICE size_t row_staged(int source, int slot_idx, int idx, int num_per_slot) const {

@@ -41,7 +41,7 @@ DC_DEVICE bool add_ranks(const Context& context, const LowLatencyCombineArgs& ar
         Vec16*& from = arrivals.from[piece * kHalf + peer];
         from = nullptr;
         if ((mask >> (first_peer + peer) & 1u) == 0) continue;
-        from = reinterpret_cast<Vec16*>(row + peer * args.shape.combine_source_bytes()) + vec;
+        from = reinterpret_cast<Vec16*>(row + peer * args.shape.stride(half.kind)) + vec;
       }
     }
     arrivals.look();

@@ -136,10 +136,8 @@ DC_DEVICE uint8_t* row_target(const LowLatencyRailCombineArgs& args, const LowLa
   const ReturnAddress to = ReturnAddress::unpack(memory.returns[task]);
   const RowPlaces places = row_places<kRows>(args);
   if (args.reach.group.is_near(source_of(packed))) {
-    return half.near<uint8_t>(
-        source_of(packed),
-        half.row(to.token, places.of(args.reach.group.rank, kSelected ? selection : to.order),
-                 places.num_per_token()));
+    return half.near<uint8_t>(source_of(packed), half.row(places, to.token, args.reach.group.rank,
+                                                          kSelected ? selection : to.order));
   }
   return half.own<uint8_t>(half.row_staged(source_of(packed), token_of(packed),
                                            kSelected ? selection : 0,
@@ -204,8 +202,7 @@ DC_DEVICE void put_rows(const LowLatencyRailCombineArgs& args, const LowLatencyR
     const int selection = kSelected ? bit_cast<int32_t>(memory.weights[warp * num_topk + idx]) : 0;
     // pairs with: take_arrival in add_rows at the source — the words themselves.
     put_staged_warp(half, source, group.data_qp(to.token),
-                    half.row(to.token, places.of(group.rank, kSelected ? selection : to.order),
-                             places.num_per_token()),
+                    half.row(places, to.token, group.rank, kSelected ? selection : to.order),
                     half.row_staged(source, slot, selection, kSelected ? num_topk : 1), num_bytes);
   }
 }
@@ -356,8 +353,7 @@ DC_DEVICE bool add_rows(const RailContext& context, const LowLatencyRailCombineA
     const RowPlaces places = row_places<kRows>(args);
     const auto row_of = [&](int row) {
       const int packed = memory.places[row];
-      return half.own<uint8_t>(
-          half.row(token, places.of(packed >> 8, packed & 0xff), places.num_per_token()));
+      return half.own<uint8_t>(half.row(places, token, packed >> 8, packed & 0xff));
     };
     for (int first = position.row * args.shape.num_topk; first < end_row; first += kAhead) {
       ReturnedPiece<kRows, kLogFmt> pieces[kAhead];
