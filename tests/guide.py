@@ -89,7 +89,8 @@ def _variables(binaries: Path) -> dict[str, str]:
 def run_script(page: str, script: str, folder: Path) -> str:
     shutil.copy(ROOT / "README.md", folder)
     (folder / "program.py").write_text(PROGRAMS.get(page, PROGRAM))
-    make = environment if "compat" in script or "pip" in script else warm_environment
+    installs = "compat" in script or "pip" in script
+    make = environment if installs or not warm.is_offered() else warm_environment
     done = subprocess.run(
         ["bash", "-e", "-u", "-c", script], capture_output=True, text=True, timeout=280,
         cwd=folder, check=False, env=make(folder),

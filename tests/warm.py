@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 START_S = 120.0
 
 # Without torch this starts in a fiftieth of the time.
@@ -48,9 +50,16 @@ os._exit(code)
 """
 
 
+def is_offered() -> bool:
+    """Not beside CUDA devices, which a program could then only use if the server had never."""
+    return not torch.cuda.is_available()
+
+
 @functools.cache
 def python() -> str:
     """The command; the server starts with the first call."""
+    if not is_offered():
+        return sys.executable
     folder = tempfile.mkdtemp(prefix="deep_comm.warm.")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     socket, launcher = Path(folder, "socket"), Path(folder, "python")
@@ -60,7 +69,13 @@ def python() -> str:
     server = subprocess.Popen(
         [sys.executable, str(program), str(socket), str(launcher)], stdin=subprocess.PIPE, cwd="/"
     )
-    atexit.register(server.kill)
+
+    def end() -> None:
+        assert server.stdin is not None
+        server.stdin.close()
+        server.wait(START_S)
+
+    atexit.register(end)
     deadline = time.monotonic() + START_S
     while not socket.exists():
         assert server.poll() is None, "the server of warm programs has ended"

@@ -11,7 +11,6 @@ namespace deep_comm {
 
 enum class CombineMode : int { kFailed, kRings, kStaged };
 
-inline constexpr uint32_t kUnlimitedSlots = 1u << 31;
 inline constexpr int kMaxChunks = kMaxChannels * kChunksOfLine;  // of one pair of ranks
 
 // What the sending warps of a block have taken, for its publisher; in shared memory.
