@@ -105,8 +105,9 @@ class Pool:
     torch and a CUDA context cost seconds.
 
     Every run has a torch.distributed group of its own. Processes that died or hung are
-    replaced, and all others with them, before the next run; what else a run leaves behind in a
-    process (caches, the device's context, modules) the next run finds there.
+    replaced, and all others with them unless a run asks for less, before the next run; what else
+    a run leaves behind in a process (caches, the device's context, modules) the next run finds
+    there.
     """
 
     def __init__(self, num_ranks: int = 0, start_method: str = "spawn") -> None:
@@ -131,6 +132,7 @@ class Pool:
         devices: Sequence[int] | None = None,
         variables: Mapping[str, str] | None = None,
         timeout_s: float = 300.0,
+        keep_survivors: bool = False,
     ) -> list[Outcome]:
         """Run ``fn(group, *args)`` in ``num_ranks`` processes; never raises for a rank.
 
@@ -140,6 +142,8 @@ class Pool:
                 None: no device is touched.
             variables: environment variables of the ranks, for this run.
             timeout_s: for the whole run; ranks that are still running then are killed.
+            keep_survivors: ranks may end their process, and only these are replaced if all
+                others return; by idle processes of the pool, if it has more than the run needs.
         """
         self._start(num_ranks)
         is_spent = True
@@ -159,7 +163,16 @@ class Pool:
                     with contextlib.suppress(BrokenPipeError):
                         self._connections[rank].send((job, fn, args))
                 ended = _collect(self._processes, self._connections[:num_ranks], timeout_s)
-                is_spent = any(isinstance(outcome.error, RankFailed) for outcome in ended)
+                lost = [one.rank for one in ended if isinstance(one.error, RankFailed)]
+                is_spent = bool(lost)
+                others_returned = all(one.error is None for one in ended if one.rank not in lost)
+                if (
+                    keep_survivors
+                    and others_returned
+                    and not any(self._processes[rank].is_alive() for rank in lost)
+                ):
+                    self._replace(lost, num_ranks)
+                    is_spent = False
             finally:
                 if is_spent:
                     self.close(kill=True)
@@ -184,17 +197,34 @@ class Pool:
             process.join()
         self._processes, self._connections = [], []
 
+    def _replace(self, dead: Sequence[int], num_ranks: int) -> None:
+        """By idle processes behind the first ``num_ranks``, which have started already; as many
+        new ones take their places.
+        """
+        for rank in dead:
+            self._connections[rank].close()
+            if len(self._processes) == num_ranks:
+                self._processes[rank], self._connections[rank] = self._new(rank)
+                continue
+            self._processes[rank] = self._processes.pop(num_ranks)
+            self._connections[rank] = self._connections.pop(num_ranks)
+            self._start(len(self._processes) + 1)
+
     def _start(self, num_ranks: int) -> None:
         for rank in range(len(self._processes), num_ranks):
-            here, there = self._context.Pipe()
-            process = self._context.Process(
-                target=_rank_main, args=(there,), name=f"rank {rank}", daemon=True
-            )
-            process.start()
-            # Only the rank holds its end, so that its death reads as end of file here.
-            there.close()
+            process, connection = self._new(rank)
             self._processes.append(process)
-            self._connections.append(here)
+            self._connections.append(connection)
+
+    def _new(self, rank: int) -> tuple[Any, Connection]:
+        here, there = self._context.Pipe()
+        process = self._context.Process(
+            target=_rank_main, args=(there,), name=f"rank {rank}", daemon=True
+        )
+        process.start()
+        # Only the rank holds its end, so that its death reads as end of file here.
+        there.close()
+        return process, here
 
     def __enter__(self) -> Pool:
         return self

@@ -151,10 +151,11 @@ def survive(
     stage: str,
     on_gpu: bool = False,
     dead: Collection[int] = (DEAD,),
+    deadline_s: float = DEADLINE_S,
 ) -> list:
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     with open_buffer(
-        group, case, device=device, timeout_s=DEADLINE_S, enable_shrink=True
+        group, case, device=device, timeout_s=deadline_s, enable_shrink=True
     ) as buffer:
 
         def die() -> None:
@@ -167,7 +168,7 @@ def survive(
 
         results = run_until(buffer, case, stage, die, dead)
         for _, _, elapsed_s in results[LAST_CALL + 2 :]:
-            assert elapsed_s < DEADLINE_S, "later calls wait for nobody"
+            assert elapsed_s < deadline_s, "later calls wait for nobody"
         return results
 
 

@@ -218,6 +218,28 @@ def test_a_pool_keeps_its_processes_until_one_dies() -> None:
         assert not {pid for pid, _, _ in again} & {pid for pid, _, _ in fresh}
 
 
+def test_a_pool_that_keeps_survivors_replaces_the_dead_alone() -> None:
+    with processes.Pool(3, start_method="forkserver") as pool:
+        options = dict(timeout_s=60)
+        first = [pid for pid, _, _ in pool.run(_pid_and_variable, 3, **options)]
+        for spares in (1, 0):  # the second time nobody is idle
+            num_ranks = 3 - spares
+            ended = pool.outcomes(
+                _pid_and_variable, num_ranks, None, 1, keep_survivors=True, **options
+            )
+            assert isinstance(ended[1].error, processes.RankFailed)
+            then = [pid for pid, _, _ in pool.run(_pid_and_variable, 3, **options)]
+            assert then[0] == first[0] and then[1] not in first[:2]
+            assert (then[1] == first[2]) == bool(spares)
+            assert len(set(then)) == 3
+            first = then
+        # One that raises may have left anything behind in the others.
+        ended = pool.outcomes(_pid_and_variable, 3, 2, 1, keep_survivors=True, **options)
+        assert isinstance(ended[2].error, ValueError)
+        fresh = [pid for pid, _, _ in pool.run(_pid_and_variable, 3, **options)]
+        assert not set(fresh) & set(first)
+
+
 def _sleep(group) -> None:
     time.sleep(60)
 

@@ -3,6 +3,7 @@ killed, at every stage, and one that is slow.
 """
 
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from low_latency_masks import DEAD, STAGES, case_of, survive, verify_outcomes
 
 from deep_comm import MaskedOut, processes
 
+DEADLINE_S = 2.0
 SHAPES = [(4, 2, (DEAD,)), (4, 2, (2, 3)), (3, 1, (DEAD,)), (2, 1, (DEAD,))]
 
 
@@ -27,19 +29,27 @@ def need_gpus(count: int) -> None:
         pytest.skip(f"needs {count} CUDA devices")
 
 
+@pytest.fixture(scope="module")
+def pool() -> Iterator[processes.Pool]:
+    """Of this file: ranks are killed, and two more stand by for them."""
+    with processes.Pool(min(4, torch.cuda.device_count()) + 2) as pool:
+        yield pool
+
+
 @pytest.mark.parametrize("num_ranks, per_node, dead", SHAPES)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.gpu
 def test_processes_go_on_when_some_are_killed(
-    stage: str, num_ranks: int, per_node: int, dead: tuple[int, ...]
+    pool: processes.Pool, stage: str, num_ranks: int, per_node: int, dead: tuple[int, ...]
 ) -> None:
     need_gpus(num_ranks)
     case = nodes_case(
         num_ranks, per_node, use_fp8=stage != "in combine", weights_ahead=stage != "in dispatch"
     )
-    ended = processes.outcomes(
-        survive, num_ranks, case, stage, True, dead, devices=range(num_ranks), timeout_s=180
-    )
+    ended = pool.outcomes(
+        survive, num_ranks, case, stage, True, dead, DEADLINE_S, devices=range(num_ranks),
+        timeout_s=180, keep_survivors=True,
+    )  # fmt: skip
     verify_outcomes(case, ended, stage, dead)
 
 
@@ -73,10 +83,12 @@ def be_slow(group, case: LowLatencyCase) -> list[list[int]]:
 
 
 @pytest.mark.gpu
-def test_a_slow_rank_learns_that_it_is_out_and_comes_back_after_clean() -> None:
+def test_a_slow_rank_learns_that_it_is_out_and_comes_back_after_clean(
+    pool: processes.Pool,
+) -> None:
     need_gpus(4)
     case = nodes_case(4, 2, calls=2)
-    for rank, masks in enumerate(processes.run(be_slow, 4, case, devices=range(4), timeout_s=180)):
+    for rank, masks in enumerate(pool.run(be_slow, 4, case, devices=range(4), timeout_s=180)):
         assert masks[1] == [0, 0, 0, 0]
         if rank != DEAD:
             assert masks[0] == [0, 1, 0, 0]
