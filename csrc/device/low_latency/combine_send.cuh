@@ -188,6 +188,37 @@ DC_DEVICE void send_sums(const LowLatencyCombineArgs& args, const LowLatencyHalf
   }
 }
 
+// The block stores its warps' rows, which the caller has reduced, with their sources. A thread loads
+// its next piece before it stores one: behind stores that wait for the links a load would be late.
+DC_DEVICE void send_reduced(const LowLatencyCombineArgs& args, const LowLatencyHalf& half,
+                            const BlockMemory& memory, int num_tasks) {
+  const int max_vecs = memory.header->max_vecs, num_total = num_tasks * max_vecs;
+  const Divisor by_max_vecs = memory.header->by_max_vecs;
+  const size_t row_bytes = args.shape.hidden * sizeof(Bf16);
+  uint8_t* to = nullptr;
+  Vec16 vec{};
+  DC_NO_UNROLL
+  for (int idx = arch::thread_idx(); idx < num_total + arch::num_threads();
+       idx += arch::num_threads()) {
+    uint8_t* next_to = nullptr;
+    Vec16 next{};
+    if (idx < num_total) {
+      const Position position = Position::of(idx, by_max_vecs, max_vecs);
+      const int warp = position.row, source = source_of(memory.tasks[warp]);
+      if (memory.num_places[warp] > 0 && position.column < memory.header->num_vecs[source]) {
+        const size_t offset =
+            static_cast<size_t>(memory.header->first_vec[source] + position.column) * sizeof(Vec16);
+        const size_t place = memory.places[warp * args.shape.num_topk];
+        next_to = half.combine_row(source, args.world.rank, token_of(memory.tasks[warp])) + offset;
+        next = arch::ld_nc(reinterpret_cast<const Vec16*>(args.x + place * row_bytes + offset));
+      }
+    }
+    if (to != nullptr) send_piece(to, 0, vec);
+    to = next_to;
+    vec = next;
+  }
+}
+
 // The block stores every row of its warps' tokens with their sources.
 DC_DEVICE void send_selections(const LowLatencyCombineArgs& args, const LowLatencyHalf& half,
                                const BlockMemory& memory, int num_tasks) {
@@ -293,6 +324,8 @@ DC_DEVICE bool combine_send(const Context& context, const LowLatencyCombineArgs&
     if (first == 0) number_records(context, half, args.phases, begin);
     if constexpr (kRows == CombineRows::kSelections) {
       send_selections(args, half, memory, num_now);
+    } else if constexpr (kRows == CombineRows::kReduced && !kLogFmt) {
+      send_reduced(args, half, memory, num_now);
     } else {
       send_sums<kLogFmt>(args, half, memory, num_now);
     }
