@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import site
 import subprocess
@@ -31,6 +32,25 @@ _PAGE_OF = sorted(  # each once
     }.items()
 )
 INLINE = [(page, command) for command, page in _PAGE_OF]
+
+
+def _bench_calls(text: str) -> list[tuple[str, str]]:
+    """Of blocks line by line, of code in the text from quote to quote."""
+    call = r"-m (deep_comm\.bench(?:\.\w+)?)(\s[^`]*)?$"
+    parts = text.split("```")
+    lines = [line for block in parts[1::2] for line in block.replace("\\\n", " ").splitlines()]
+    quoted = [code for part in parts[::2] for code in part.split("`")[1::2]]
+    return [found.groups("") for code in (*lines, *quoted) if (found := re.search(call, code))]
+
+
+# Arguments of every call of a bench, on the performance page as well: (module, arguments).
+BENCHES = sorted(
+    {
+        (module, tuple(shlex.split(arguments, comments=True)))
+        for page in [*PAGES, ROOT / "docs" / "performance.md"]
+        for module, arguments in _bench_calls(page.read_text())
+    }
+)
 
 # Whole programs, by the name under which their page says to save them.
 PROGRAMS_OF_PAGES = {

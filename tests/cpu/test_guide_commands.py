@@ -6,14 +6,17 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from guide import BLOCKS, INLINE, SAID, checked, run_script
+from guide import BENCHES, BLOCKS, INLINE, SAID, checked, run_script
+
+from deep_comm.bench import layer, nodes, options
+from deep_comm.bench.low_latency import options as low_latency
 
 # By a word that only they have, and why not here. What is not named here runs.
 ELSEWHERE = {
     "tools/demo    #": "builds an environment of its own; tests/cpu/test_demo.py runs the program",
     "HOST:29500": "two machines; the block of nodes.md runs the same on one",
     "127.0.0.1:29500": "tests/cpu/test_many_hosts.py, with a port that is free",
-    "#SBATCH": "Slurm",
+    "#SBATCH": "Slurm; launching.md says where both scripts ran",
     "sglang": "a server and its model",
     "vllm serve": "a server and its model",
     "pip install .": "a build; tests/cpu/test_wheel.py",
@@ -62,6 +65,30 @@ def test_commands_in_the_text_run_as_written(page: str, command: str, tmp_path: 
 def test_blocks_are_shell(block: str) -> None:
     done = subprocess.run(["bash", "-n", "-c", block], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("module", "arguments"), BENCHES, ids=lambda part: " ".join(part))
+def test_benches_know_their_arguments(module: str, arguments: tuple[str, ...]) -> None:
+    """What takes minutes to run, or GPUs: every word is one that the bench has."""
+    given = list(arguments)
+    if module == "deep_comm.bench.nodes":
+        nodes.make_parser().parse_args(given)
+    elif module == "deep_comm.bench.tables":
+        assert given and all(word.endswith(".json") for word in given)
+    elif low_latency.is_asked_for(given):
+        low_latency.parse(given, "")
+    elif layer.is_asked_for(given):
+        layer.parse(given, "")
+    else:
+        options.parse(given, "")
+
+
+def test_benches_were_found() -> None:
+    """The performance page's lines that run over two of its own are among them."""
+    assert len(BENCHES) >= 15
+    assert any("combine expanded" in arguments[-1] for _, arguments in BENCHES if arguments)
+    with pytest.raises(SystemExit):
+        options.parse(["--no-such-word"], "")
 
 
 def test_reasons_are_needed_and_programsrun_script() -> None:
