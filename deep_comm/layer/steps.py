@@ -16,6 +16,7 @@ from deep_comm.errors import ArgumentError
 from deep_comm.layer import autograd
 from deep_comm.layer.batch import ExpertBatch
 from deep_comm.layer.construction import check_mode
+from deep_comm.layer.host_words import HostWords
 from deep_comm.layer.mode import ModeRule
 from deep_comm.layer.pending import Pending
 from deep_comm.layer.prefill import Sent
@@ -57,9 +58,17 @@ class Steps:
             for dtype in (torch.int64, torch.int32)
         }
         self._no_weights = torch.zeros(shape, device=device)
+        self._host_words: HostWords | None = None
+        ctx = buffer._context
+        if can_decode and self._may_exceed and ctx.num_ranks > 1 and ctx.topology.num_nodes == 1:
+            self._host_words = HostWords.create(ctx.rendezvous)
 
     def begin_anew(self) -> None:
+        """Collective."""
         self.rule = ModeRule(self.shape.decode_tokens)
+        # Ranks may have failed in different exchanges.
+        counts = self.buffer._context.rendezvous.all_gather_object(self.transport.num_decodes)
+        self.transport.num_decodes = max(counts) + 2
 
     # ---- which mode ----------------------------------------------------------------------------
 
@@ -132,18 +141,21 @@ class Steps:
         The answer is looked at last: by then experts and combine are queued, and no SM waits for
         the host.
         """
-        fits = x.shape[0] <= self._decode_tokens
+        num_tokens, words = x.shape[0], self._host_words
+        fits = num_tokens <= self._decode_tokens
         y_shared = None
-        if shared is None:
-            batch = self._open(x, topk_idx, topk_weights, False)[0]
-        else:
-            batch, hook = self._open(x, topk_idx, topk_weights, True)
+        batch, hook = self._open(x, topk_idx, topk_weights, shared is not None)
+        exchange = self.transport.num_decodes
+        if words is not None:
+            words.tell(exchange, num_tokens)
+        if shared is not None:
             y_shared = shared(x)
             assert hook is not None
             hook()
         y = self.combine(batch, experts(batch))
         del batch  # its tensors are given back while the answer is on its way
-        if not self.rule.learn(self.buffer.wait_low_latency_num_tokens()):
+        most = None if words is None else words.most(exchange)
+        if not self.rule.learn(self.buffer.wait_low_latency_num_tokens() if most is None else most):
             # Those that have been served take part with nothing, as hosts of their experts.
             share = slice(0, 0) if fits else slice(None)
             batch = self._prefill(x[share], topk_idx[share], topk_weights[share], False)

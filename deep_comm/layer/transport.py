@@ -49,6 +49,7 @@ class Transport:
         self.num_local = num_local_experts(rank, shape.num_experts, num_ranks)
         self.first_expert = first_expert(rank, shape.num_experts, num_ranks)
         self._num_slots = shape.num_slots
+        self.num_decodes = 0  # exchanges that were launched; alike on all ranks
         self.capacity = num_ranks * self._num_slots
         self._decode_offsets = (
             torch.arange(self.num_local + 1, dtype=torch.int32) * self.capacity
@@ -91,6 +92,7 @@ class Transport:
             topk_weights=topk_weights,
             report_num_tokens=is_asking,
         )
+        self.num_decodes += 1
         scales = None
         if isinstance(payload, tuple):
             payload, scales = payload
