@@ -11,18 +11,22 @@ nothing is hidden.
 
 Kernels run beside each other where each finds SMs. Matrix products of a library take all there are,
 for as long as they run, so that a dispatch behind one of them waits for its end. ``--leave-sms``
-tells cuBLASLt to leave some to the communication; the ways that overlap do, the sequential one has
-nothing to leave them to. What is left is lost to all products, so it has to be tried.
+has the products that run beside communication leave some of them free; those of the experts, which
+do not, take all. What is left is lost to such a product, about an eighth of its speed: try it.
+Halves of a batch should be large enough that their products are no slower than the whole one's.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import functools
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,50 +40,116 @@ from deep_comm.examples import picture
 from deep_comm.examples.launch import device_of, on_ranks, say
 from deep_comm.topology import first_expert, num_local_experts
 
-NUM_EXPERTS, NUM_TOPK, NUM_LAYERS = 16, 4, 3
-NUM_PASSES = 5
-LEAVE_SMS = 0
+NUM_LAYERS = 3
+NUM_PASSES, NUM_TURNS = 3, 3
+
+
+@dataclass(frozen=True)
+class Sizes:
+    hidden: int
+    intermediate: int
+    experts: int
+    topk: int
 
 
 class Model:
-    """Layers of something like attention, a gate, experts and a shared expert; weights from
+    """Layers of something like attention, a gate, gated experts and a shared expert; weights from
     seeds."""
 
     def __init__(
-        self, group: Any, hidden: int, max_tokens: int, device: torch.device, mode: Any
+        self,
+        group: Any,
+        sizes: Sizes,
+        num_tokens: int,
+        device: torch.device,
+        mode: Any,
+        free_sms: int,
     ) -> None:
+        self.sizes = sizes
+        self.leaving_sms = functools.partial(leaving_sms, device, free_sms)
+        hidden, width = sizes.hidden, sizes.intermediate
         self.parallel = deep_comm.ExpertParallel(
-            group, hidden=hidden, num_experts=NUM_EXPERTS, num_topk=NUM_TOPK,
-            max_tokens=max_tokens, decode_tokens=max_tokens, mode=mode, device=device,
+            group, hidden=hidden, num_experts=sizes.experts, num_topk=sizes.topk,
+            max_tokens=num_tokens, decode_tokens=num_tokens, mode=mode, device=device,
         )  # fmt: skip
 
         def weight(seed: int, *shape: int) -> Tensor:
             generator = torch.Generator(device).manual_seed(seed)
-            values = torch.randn(shape, generator=generator, device=device) / hidden**0.5
+            values = torch.randn(shape, generator=generator, device=device) / shape[0] ** 0.5
             return values.to(torch.bfloat16)
 
         rank, num_ranks = group.rank(), group.size()
-        self.first = first_expert(rank, NUM_EXPERTS, num_ranks)
-        local = range(self.first, self.first + num_local_experts(rank, NUM_EXPERTS, num_ranks))
-        self.mix, self.gate = weight(1, hidden, hidden), weight(2, hidden, NUM_EXPERTS)
-        self.shared = weight(3, hidden, hidden)
-        self.experts = torch.stack([weight(100 + idx, hidden, hidden) for idx in local])
+        self.first = first_expert(rank, sizes.experts, num_ranks)
+        local = range(self.first, self.first + num_local_experts(rank, sizes.experts, num_ranks))
+        self.mix, self.gate = weight(1, hidden, hidden), weight(2, hidden, sizes.experts)
+        # Of every expert, gate and up projection side by side. The shared expert comes first.
+        self.up = torch.stack([weight(100 + idx, hidden, 2 * width) for idx in (-1, *local)])
+        self.down = torch.stack([weight(1000 + idx, width, hidden) for idx in (-1, *local)])
 
     def attention(self, x: Tensor) -> Tensor:
         """Row by row, so that a batch may be halved: only its cost is attention's."""
         return x + torch.tanh(x @ self.mix)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        weights, idx = (x @ self.gate).float().softmax(-1).topk(NUM_TOPK)
+        weights, idx = (x @ self.gate).float().softmax(-1).topk(self.sizes.topk)
         return idx, weights
 
     def compute(self, batch: deep_comm.ExpertBatch) -> Tensor:
+        up, down = self.up[1:], self.down[1:]
         if batch.is_masked:
-            return torch.bmm(batch.masked(), self.experts).view(batch.x.shape)
-        return batch.map(lambda idx, rows: rows @ self.experts[idx - self.first])
+            return torch.bmm(_gated(torch.bmm(batch.masked(), up)), down).view(batch.x.shape)
+        if batch.x.shape[0] == 0:
+            return batch.x
+        ends = batch.offsets[1:]
+        return grouped_mm(_gated(grouped_mm(batch.x, up, ends)), down, ends)
 
     def shared_experts(self, x: Tensor) -> Tensor:
-        return x @ self.shared
+        return _gated(x @ self.up[0]) @ self.down[0]
+
+
+def _gated(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def grouped_mm(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Rows of each group times the group's matrix; int32 [groups], where groups end."""
+    if hasattr(torch.nn.functional, "grouped_mm"):
+        return torch.nn.functional.grouped_mm(x, weights, offs=ends)
+    return torch._grouped_mm(x, weights, offs=ends)  # before torch 2.10: GPUs alone
+
+
+@contextmanager
+def leaving_sms(device: torch.device, num_sms: int) -> Iterator[None]:
+    """Matrix products that are queued inside leave so many SMs free.
+
+    torch's grouped products listen to its carve-out, those of cuBLAS to the count of its handle.
+    """
+    if num_sms == 0 or device.type != "cuda":
+        yield
+        return
+    most = torch.cuda.get_device_properties(device).multi_processor_count
+    set_carveout = getattr(torch._C, "_set_sm_carveout_experimental", lambda num_sms: None)
+    set_carveout(num_sms)
+    _set_cublas_sms(most - num_sms)
+    try:
+        yield
+    finally:
+        set_carveout(None)
+        _set_cublas_sms(0)
+
+
+def _set_cublas_sms(num_sms: int) -> None:
+    """Of torch's handle of this thread; 0: all. torch has no function for it."""
+    major = (torch.version.cuda or "").split(".")[0]
+    library = _load(f"libcublas.so.{major}")  # the one that torch has loaded
+    handle = ctypes.c_void_p(torch.cuda.current_blas_handle())
+    status = library.cublasSetSmCountTarget(handle, num_sms)
+    if status != 0:
+        raise RuntimeError(f"cublasSetSmCountTarget({num_sms}) returned {status}")
+
+
+_load = functools.cache(ctypes.CDLL)
 
 
 def one_after_the_other(model: Model, x: Tensor) -> Tensor:
@@ -92,7 +162,7 @@ def one_after_the_other(model: Model, x: Tensor) -> Tensor:
 def shared_between(model: Model, x: Tensor) -> Tensor:
     for _ in range(NUM_LAYERS):
         h = model.attention(x)
-        with model.parallel.dispatch_async(h, *model.route(h)) as sent:
+        with model.parallel.dispatch_async(h, *model.route(h)) as sent, model.leaving_sms():
             shared = model.shared_experts(h)  # while tokens travel
         batch = sent.result()
         with model.parallel.combine_async(batch, model.compute(batch)) as returning:
@@ -112,17 +182,21 @@ def two_batches(model: Model, x: Tensor) -> Tensor:
     a, b = x.split([x.shape[0] - x.shape[0] // 2, x.shape[0] // 2])
     finish_b: Callable[[], Tensor] = functools.partial(torch.clone, b)
     for _ in range(NUM_LAYERS):
-        h_a = model.attention(a)  # while b's sums of the layer before travel
+        with model.leaving_sms():
+            h_a = model.attention(a)  # while b's sums of the layer before travel
         sent_a = parallel.dispatch_async(h_a, *model.route(h_a))
-        h_b = model.attention(finish_b())  # while a's tokens travel
+        with model.leaving_sms():
+            h_b = model.attention(finish_b())  # while a's tokens travel
         batch_a = sent_a.result()
         sent_b = parallel.dispatch_async(h_b, *model.route(h_b))
-        # While b's tokens travel:
-        shared_a, rows_a = model.shared_experts(h_a), model.compute(batch_a)
+        with model.leaving_sms():
+            shared_a = model.shared_experts(h_a)  # while b's tokens travel
+        rows_a = model.compute(batch_a)
         batch_b = sent_b.result()
         back_a = parallel.combine_async(batch_a, rows_a)
-        # While a's sums travel:
-        shared_b, rows_b = model.shared_experts(h_b), model.compute(batch_b)
+        with model.leaving_sms():
+            shared_b = model.shared_experts(h_b)  # while a's sums travel
+        rows_b = model.compute(batch_b)
         a = h_a + (back_a.result() + shared_a)
         back_b = parallel.combine_async(batch_b, rows_b)
 
@@ -133,23 +207,6 @@ def two_batches(model: Model, x: Tensor) -> Tensor:
 
 
 WAYS = {"sequential": one_after_the_other, "shared": shared_between, "two-batch": two_batches}
-
-
-@contextmanager
-def leaving_sms(num_sms: int) -> Iterator[None]:
-    """Matrix products inside leave so many SMs free, where this torch can tell its library."""
-    set_carveout = getattr(torch._C, "_set_sm_carveout_experimental", None)
-    if num_sms == 0 or set_carveout is None or not torch.cuda.is_available():
-        yield
-        return
-    library = torch.backends.cuda.preferred_blas_library()
-    torch.backends.cuda.preferred_blas_library("cublaslt")  # the one that listens
-    set_carveout(num_sms)
-    try:
-        yield
-    finally:
-        set_carveout(None)
-        torch.backends.cuda.preferred_blas_library(library)
 
 
 def _synchronize(device: torch.device) -> None:
@@ -211,23 +268,22 @@ def _share_of_equal_tokens(y: torch.Tensor, wanted: torch.Tensor) -> float:
     return (difference <= 0.02 * wanted.float().norm(dim=1)).float().mean().item()
 
 
-def _leaving(way: str, num_sms: int) -> AbstractContextManager[None]:
-    return leaving_sms(0 if way == "sequential" else num_sms)
-
-
 def rank_main(
-    group: Any, num_tokens: int, hidden: int, mode: str, folder: str | None, leave_sms: int
+    group: Any, num_tokens: int, sizes: Sizes, mode: str, folder: str | None, free_sms: int
 ) -> bool:
     device = device_of(group)
     rank = group.rank()
-    model = Model(group, hidden, num_tokens, device, mode)
+    model = Model(group, sizes, num_tokens, device, mode, free_sms)
     generator = torch.Generator().manual_seed(rank)
-    x = torch.randn(num_tokens, hidden, generator=generator).to(device, torch.bfloat16)
-    results = {}
+    x = torch.randn(num_tokens, sizes.hidden, generator=generator).to(device, torch.bfloat16)
+    results: dict[str, Tensor] = {}
+    times_ms: dict[str, list[float]] = {way: [] for way in WAYS}
     with torch.inference_mode():
-        for way, run in WAYS.items():
-            with _leaving(way, leave_sms):
-                results[way] = run(model, x)  # also the warm-up
+        # A GPU does not stay as fast as it was: the ways take turns.
+        for turn in range(NUM_TURNS if device.type == "cuda" else 1):
+            for way, run in WAYS.items():
+                if turn == 0:
+                    results[way] = run(model, x)  # also the warm-up
                 run(model, x)
                 _synchronize(device)
                 torch.distributed.barrier(group)
@@ -235,20 +291,26 @@ def rank_main(
                 for _ in range(NUM_PASSES):
                     run(model, x)
                 _synchronize(device)
-            pass_ms = (time.perf_counter() - started) / NUM_PASSES / 1e-3
-            say(group, f"{way:>10}: {pass_ms:.2f} ms a pass of {NUM_LAYERS} layers")
+                times_ms[way].append((time.perf_counter() - started) / NUM_PASSES / 1e-3)
+        sequential_ms = statistics.median(times_ms["sequential"])
+        for way in WAYS:
+            pass_ms = statistics.median(times_ms[way])
+            say(
+                group,
+                f"{way:>10}: {pass_ms:.2f} ms a pass of {NUM_LAYERS} layers, "
+                f"{pass_ms / sequential_ms - 1:+.1%}",
+            )
         if folder is not None:
             Path(folder).mkdir(parents=True, exist_ok=True)
             traces: dict[str, Sequence[picture.Span]] = {}
             for way, run in WAYS.items():
                 torch.distributed.barrier(group)
-                with _leaving(way, leave_sms):
-                    if rank == 0:
-                        step = lambda run=run: run(model, x)
-                        traces[way] = _trace(way, model, step, device, Path(folder))
-                    else:
-                        run(model, x)
-                        _synchronize(device)
+                if rank == 0:
+                    step = lambda run=run: run(model, x)
+                    traces[way] = _trace(way, model, step, device, Path(folder))
+                else:
+                    run(model, x)
+                    _synchronize(device)
             if rank == 0:
                 file = Path(folder) / "overlap.png"
                 is_written = picture.write_png(file, traces, device.type == "cpu")
@@ -270,17 +332,24 @@ def rank_main(
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     on_gpu = torch.cuda.is_available()
-    parser.add_argument("--tokens", type=int, default=4096 if on_gpu else 48, help="of a rank")
-    parser.add_argument("--hidden", type=int, default=7168 if on_gpu else 64)
+
+    def add(name: str, on_host: int, on_device: int, text: str) -> None:
+        parser.add_argument(name, type=int, default=on_device if on_gpu else on_host, help=text)
+
+    add("--tokens", 48, 16384, "of a rank")
+    add("--hidden", 64, 7168, "")
+    add("--intermediate", 32, 2048, "of an expert")
+    add("--experts", 16, 16, "")
+    add("--topk", 4, 2, "")
+    add("--leave-sms", 0, 0, "free to communication by products beside it; 0: products take all")
     parser.add_argument("--mode", choices=("prefill", "decode"), default="prefill")
     parser.add_argument("--ranks", type=int, default=2, help="without torchrun")
-    parser.add_argument("--leave-sms", type=int, default=LEAVE_SMS, help="by matrix products")
     parser.add_argument("--trace", metavar="FOLDER", help="write traces and pictures there")
     parsed = parser.parse_args(arguments)
+    sizes = Sizes(parsed.hidden, parsed.intermediate, parsed.experts, parsed.topk)
     return on_ranks(
-        rank_main, parsed.ranks, parsed.tokens, parsed.hidden, parsed.mode, parsed.trace,
-        parsed.leave_sms,
-    )  # fmt: skip
+        rank_main, parsed.ranks, parsed.tokens, sizes, parsed.mode, parsed.trace, parsed.leave_sms
+    )
 
 
 if __name__ == "__main__":
