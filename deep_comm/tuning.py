@@ -11,6 +11,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,47 +21,86 @@ from deep_comm import env
 from deep_comm.config import Config
 from deep_comm.errors import ArgumentError
 
-# Fitted to cached dispatches in direct mode, 4 × H200, 2026-11-21, 4096 tokens, top-8 of 256
-# experts, eager (docs/performance.md: BF16 564 / 465 / 466 / 470 / 473 µs with 8 / 16 / 24 / 48 /
-# 96 SMs, FP8 359 / 264 / 257 / 253 / 257 with 8 / 24 / 32 / 48 / 96), as t = fixed + (link⁴ + (sm /
-# SMs)⁴)^¼: the slower of the two, and a little more where they are alike. Within 2 % of all ten.
-FIXED_US = 36.2  # what neither explains
-LINK_BYTES_PER_US = 371e3  # one GPU's NVLink, in one direction
-SM_US_PER_ROW = 0.0886  # time of one SM for a row and destination, whatever its size
-SM_US_PER_BYTE = 10.72e-6  # and for its bytes
-_SHARPNESS = 4
-
 TOLERANCE = 0.03
-"""SMs are worth more to the experts than this part of a dispatch's time is to the caller."""
+"""SMs are worth more to the experts than this part of a call's time is to the caller."""
 
 FEWEST_SMS, MOST_SMS = 8, 32
+
+
+@dataclass(frozen=True)
+class Model:
+    """t = fixed + (linkᵖ + (sm / SMs)ᵖ)^(1/p): the slower of the links and the SMs, and a little
+    more where they are alike, the less so the greater p. All times in µs.
+
+    Attributes:
+        sm_us_per_row: time of one SM for a row, of a rank's own ones too, whatever its size.
+        sm_us_per_byte: and for its bytes.
+    """
+
+    fixed_us: float
+    sm_us_per_row: float
+    sm_us_per_byte: float
+    sharpness: float
+
+    def us(self, num_rows: float, row_bytes: int, num_ranks: int, num_sms: float) -> float:
+        """Time of a call that moves ``num_rows`` rows of every rank, its own ones among them."""
+        return self.fixed_us + self._moving_us(num_rows, row_bytes, num_ranks, num_sms)
+
+    def num_sms(self, row_bytes: int, num_ranks: int, max_sms: int | None = None) -> int:
+        """The fewest SMs that are within the tolerance of the links' own time.
+
+        Args:
+            row_bytes: of payload and scales.
+            max_sms: of the device.
+        """
+        most = MOST_SMS if max_sms is None else min(MOST_SMS, max_sms)
+        wanted_us = (1 + TOLERANCE) * _link_us(1.0, row_bytes, num_ranks)
+        for num_sms in range(min(FEWEST_SMS, most), most):
+            if self._moving_us(1.0, row_bytes, num_ranks, num_sms) <= wanted_us:
+                return num_sms
+        return most
+
+    def _moving_us(self, num_rows: float, row_bytes: int, num_ranks: int, num_sms: float) -> float:
+        link_us = _link_us(num_rows, row_bytes, num_ranks)
+        sm_us = num_rows * (self.sm_us_per_row + self.sm_us_per_byte * row_bytes) / num_sms
+        slower, faster = max(link_us, sm_us), min(link_us, sm_us)
+        return float(slower * (1 + (faster / slower) ** self.sharpness) ** (1 / self.sharpness))
+
+
+def _link_us(num_rows: float, row_bytes: int, num_ranks: int) -> float:
+    """One GPU's NVLink, in one direction."""
+    bytes_per_us = _LINK_BYTES_PER_US[2 if num_ranks <= 2 else 4]
+    return num_rows * row_bytes * (num_ranks - 1) / num_ranks / bytes_per_us
+
+
+# What rows leave at where SMs are enough, by ranks: 2 × H200 and 4 × H200, 2026-11-21.
+_LINK_BYTES_PER_US = {2: 362e3, 4: 353e3}
+
+# Cached dispatch in direct mode, 2 × H200, 2026-11-21, 4096 tokens, top-8 of 256 experts, eager,
+# rows of 14336, 7392 (FP8 and scales) and 4096 bytes, 16 numbers of SMs of each (table in
+# docs/guide/sms.md). The slower of links and SMs, without a bend. With 4 GPUs an SM sends some 5 %
+# less than this says.
+DISPATCH = Model(fixed_us=8.7, sm_us_per_row=0.0016, sm_us_per_byte=19.5e-6, sharpness=64)
+# Combine, staged, the same machine and tokens, rows of 14336 bytes, 8 to 96 SMs: six times, within
+# 3.5 %. With 4 GPUs it has not been measured since it was rewritten (docs/design/0038); what it
+# took before is within 3 % of this with 8 to 16 SMs, and 9 % more with 24.
+COMBINE = Model(fixed_us=28.0, sm_us_per_row=0.0, sm_us_per_byte=31.5e-6, sharpness=10)
+
+
+def modelled_num_sms(row_bytes: int, num_ranks: int, max_sms: int | None = None) -> int:
+    """Of a dispatch and of the combine of its handle, which runs on as many: what the one of them
+    wants that wants more.
+
+    Args:
+        row_bytes: of the dispatch, payload and scales.
+        max_sms: of the device.
+    """
+    return max(model.num_sms(row_bytes, num_ranks, max_sms) for model in (DISPATCH, COMBINE))
+
 
 FILE_VERSION = 1
 # A measurement holds for rows of up to this factor of its own bytes, either way.
 _NEAR = 1.5
-
-
-def modelled_num_sms(row_bytes: int, num_ranks: int, max_sms: int | None = None) -> int:
-    """The fewest SMs whose modelled time is within the tolerance of that of the links alone.
-
-    Args:
-        row_bytes: of payload and scales.
-        max_sms: of the device.
-    """
-    most = MOST_SMS if max_sms is None else min(MOST_SMS, max_sms)
-    wire_us = row_bytes * (num_ranks - 1) / num_ranks / LINK_BYTES_PER_US
-    sm_us = SM_US_PER_ROW + SM_US_PER_BYTE * row_bytes
-    ratio = ((1 + TOLERANCE) ** _SHARPNESS - 1) ** (1 / _SHARPNESS)  # of SM time to link time
-    wanted = sm_us / (ratio * wire_us) if wire_us > 0 else most
-    return max(min(FEWEST_SMS, most), min(most, math.ceil(wanted)))
-
-
-def modelled_us(num_rows: float, row_bytes: int, num_ranks: int, num_sms: int) -> float:
-    """Time of a dispatch that sends ``num_rows`` rows from every rank, its own ones among them."""
-    link_us = num_rows * row_bytes * (num_ranks - 1) / num_ranks / LINK_BYTES_PER_US
-    sm_us = num_rows * (SM_US_PER_ROW + SM_US_PER_BYTE * row_bytes)
-    both_us = (link_us**_SHARPNESS + (sm_us / num_sms) ** _SHARPNESS) ** (1 / _SHARPNESS)
-    return FIXED_US + both_us
 
 
 Entry = Mapping[str, Any]  # operation, row_bytes, num_sms, send, recv, mean_us
