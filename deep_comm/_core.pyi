@@ -306,14 +306,15 @@ class Engine:
         rail_base: int = 0,
         rail_qps: int = 0,
         nic_bytes_per_s: float = 0.0,
+        is_alone: bool = False,
         is_near: bool = False,
     ) -> None:
         """The engine's ranks are those of one node; the heap's last num_bytes are the rail's.
 
         rail_pes to rail_qps: over NVSHMEM; rail_bases are then the
         addresses that stores reach, or 0.
-        nic_bytes_per_s: the software NIC's limit; 0: none. is_near: host target,
-            stores instead of a network.
+        nic_bytes_per_s: the software NIC's limit; 0: none. is_alone: no other rank is a thread of
+            this process. is_near: host target, stores instead of a network.
         """
     def quiet_rail(self) -> None: ...
     def internode_layout(self, **arguments: int) -> None:

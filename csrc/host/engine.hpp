@@ -207,7 +207,7 @@ class Engine {
   size_t data_offset() const { return world_.layout.data; }
   size_t data_bytes() const { return data_bytes_; }
   int64_t num_launches() const { return num_launches_; }
-  // Whether launches of kernels over both tiers return when these have ended.
+  // Whether launches of kernels over both tiers wait until these have ended or nearly so.
   bool launches_last() const { return target_.launches_last(); }
   // Whether a low-latency launch of now may begin while the one before it ends.
   bool begins_early() const { return early_launches_.are_safe(); }

@@ -23,17 +23,23 @@ void CudaTarget::launch(const LaunchConfig& config, const typename KernelType::A
   if (kPlace >= 0 && over_nvshmem_ != nullptr) {
     over_nvshmem_->kernels()->launch(kPlace, config, &args, stream);
   } else {
-    launch_kernel<KernelType>(config, args, stream);
-    if (kPlace >= 0 && nic_ != nullptr) nic_->see_through(reinterpret_cast<void*>(stream));
+    if (kPlace < 0 || nic_ == nullptr) return launch_kernel<KernelType>(config, args, stream);
+    const uint64_t launch = nic_->next_launch();
+    auto numbered = args;
+    if constexpr (requires { numbered.tiers.rail.port.queue; }) {
+      numbered.tiers.rail.port.queue.launch = launch;
+    }
+    launch_kernel<KernelType>(config, numbered, stream);
+    nic_->see_through(reinterpret_cast<void*>(stream), launch);
   }
 }
 
 RailPort CudaTarget::open_rail(RailPort port, int num_peers, uint64_t timeout_ns,
                                const RailOptions& options) {
   if (options.nvshmem.kernels == nullptr) {
-    nic_ = std::make_shared<SoftwareNic>(
-        device_, std::vector<uint8_t*>(port.bases, port.bases + num_peers), port.num_qps,
-        port.num_bytes, timeout_ns, options.nic_bytes_per_s);
+    nic_ = std::make_shared<SoftwareNic>(device_,
+                                         std::vector<uint8_t*>(port.bases, port.bases + num_peers),
+                                         port.num_qps, port.num_bytes, timeout_ns, options);
     port.queue = nic_->queue();
     return port;
   }

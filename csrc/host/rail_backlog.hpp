@@ -3,8 +3,9 @@
 //
 // Signals of a queue stay in order, and behind the puts that stood before them. What waits in one is
 // put together: puts of neighbouring bytes become one, and of signals to one word the last is enough,
-// since nobody could tell that an older value had been late. With a speed, puts of all queues leave one after the other, each for as long as it
-// takes, and signals leave when what stands before them on their queue has left.
+// since nobody could tell that an older value had been late. With a speed, puts of all queues leave
+// one after the other, each for as long as it takes, and signals leave when what stands before them
+// on their queue has left. Who carries them out may be told some time ahead, and when each may be.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +22,8 @@ struct NicOp {
   const uint8_t* src;
   uint64_t num_bytes;  // 0: a signal, which writes `value` to dst
   uint64_t value;
-  uint64_t since_ns;  // when it was asked for
+  uint64_t since_ns;   // when it was asked for
+  uint64_t at_ns = 0;  // when it may happen; set when it is visited
 };
 
 class RailBacklog {
@@ -29,10 +31,11 @@ class RailBacklog {
   // Larger puts would keep the signals behind them, and other queues, waiting.
   static constexpr uint64_t kMaxPutBytes = 1 << 19;
 
-  // bytes_per_s: 0: no limit.
-  RailBacklog(int num_queues, double bytes_per_s)
+  // bytes_per_s: 0: no limit. ahead_ns: so long before they may happen operations are visited.
+  RailBacklog(int num_queues, double bytes_per_s, uint64_t ahead_ns = 0)
       : queues_(static_cast<size_t>(num_queues)),
-        ns_per_byte_(bytes_per_s > 0 ? 1e9 / bytes_per_s : 0) {}
+        ns_per_byte_(bytes_per_s > 0 ? 1e9 / bytes_per_s : 0),
+        ahead_ns_(ahead_ns) {}
 
   bool is_empty() const { return active_.empty(); }
 
@@ -58,7 +61,8 @@ class RailBacklog {
       const int queue_idx = active_[place];
       Queue& queue = queues_[static_cast<size_t>(queue_idx)];
       for (bool goes_on = true; goes_on && !queue.ops.empty() && may_leave(queue, now_ns);) {
-        const NicOp op = queue.ops.front();
+        NicOp op = queue.ops.front();
+        op.at_ns = op.num_bytes > 0 ? queue.begun_ns : queue.sent_ns;
         queue.ops.pop_front();
         has_moved = true;
         visit(queue_idx, op);
@@ -83,7 +87,8 @@ class RailBacklog {
 
   struct Queue {
     std::deque<NicOp> ops;
-    uint64_t sent_ns = 0;  // when the last of its puts has left
+    uint64_t begun_ns = 0;  // when the last of its puts begins to leave
+    uint64_t sent_ns = 0;   // when it has left
     bool is_active = false;
   };
 
@@ -127,11 +132,12 @@ class RailBacklog {
   bool may_leave(Queue& queue, uint64_t now_ns) {
     if (ns_per_byte_ == 0) return true;
     const NicOp& op = queue.ops.front();
-    if (op.num_bytes == 0) return now_ns >= queue.sent_ns;
-    if (now_ns < wire_free_ns_) return false;
+    if (op.num_bytes == 0) return now_ns + ahead_ns_ >= queue.sent_ns;
+    if (now_ns + ahead_ns_ < wire_free_ns_) return false;
     // Whoever asks may be late by what it did meanwhile, which a NIC would not be.
     const uint64_t start = std::max(wire_free_ns_, op.since_ns);
     wire_free_ns_ = start + static_cast<uint64_t>(ns_per_byte_ * static_cast<double>(op.num_bytes));
+    queue.begun_ns = start;
     queue.sent_ns = wire_free_ns_;
     return true;
   }
@@ -139,6 +145,7 @@ class RailBacklog {
   std::vector<Queue> queues_;
   std::vector<int> active_;  // those with something to do
   double ns_per_byte_;
+  uint64_t ahead_ns_;
   uint64_t wire_free_ns_ = 0;  // when the last put of all has left
 };
 

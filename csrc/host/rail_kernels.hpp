@@ -33,6 +33,7 @@ struct NvshmemRail {
 struct RailOptions {
   NvshmemRail nvshmem;
   double nic_bytes_per_s = 0;  // the software NIC's limit; 0: none
+  bool is_alone = false;       // no other rank is a thread of this process
   bool is_near = false;        // host target: stores reach all peers, and no network stands between
 };
 

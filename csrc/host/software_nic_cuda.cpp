@@ -45,12 +45,14 @@ constexpr size_t kWordBytes = 128;  // a line each
 }  // namespace
 
 SoftwareNic::SoftwareNic(int device, std::vector<uint8_t*> peer_bases, int num_qps,
-                         uint64_t* num_bytes, uint64_t timeout_ns, double bytes_per_s)
+                         uint64_t* num_bytes, uint64_t timeout_ns, const RailOptions& options)
     : device_(device),
       peer_bases_(std::move(peer_bases)),
       num_qps_(num_qps),
       num_bytes_(num_bytes),
-      backlog_(static_cast<int>(peer_bases_.size()) * num_qps, bytes_per_s) {
+      backlog_(static_cast<int>(peer_bases_.size()) * num_qps, options.nic_bytes_per_s, kAheadNs),
+      is_paced_(options.nic_bytes_per_s > 0),
+      is_alone_(options.is_alone) {
   cudaDriverEntryPointQueryResult found{};
   check(cudaGetDriverEntryPointByVersion("cuStreamWriteValue64", &write_value_, 12000,
                                          cudaEnableDefault, &found),
@@ -58,32 +60,41 @@ SoftwareNic::SoftwareNic(int device, std::vector<uint8_t*> peer_bases, int num_q
   if (found != cudaDriverEntryPointSuccess || write_value_ == nullptr) {
     throw std::runtime_error("software NIC: this driver has no cuStreamWriteValue64");
   }
-  // Quicker, no more.
+  // Without a speed: quicker, no more.
   if (cudaGetDriverEntryPointByVersion("cuStreamBatchMemOp", &write_batch_, 12000,
                                        cudaEnableDefault, &found) != cudaSuccess ||
       found != cudaDriverEntryPointSuccess) {
     cudaGetLastError();
     write_batch_ = nullptr;
+    if (is_paced_) throw std::runtime_error("software NIC: a speed needs cuStreamBatchMemOp");
   }
   void* slots = nullptr;
   void* words = nullptr;
-  void* posted = nullptr;
+  void* counts = nullptr;
   constexpr unsigned kMapped = cudaHostAllocMapped | cudaHostAllocPortable;
   check(cudaHostAlloc(&slots, sizeof(RailDescriptor) * kDepth, kMapped), "cudaHostAlloc");
-  check(cudaHostAlloc(&words, 2 * kWordBytes, kMapped), "cudaHostAlloc");
-  check(cudaMalloc(&posted, sizeof(uint64_t)), "cudaMalloc");
+  check(cudaHostAlloc(&words, 3 * kWordBytes, kMapped), "cudaHostAlloc");
+  check(cudaMalloc(&counts, 2 * kWordBytes), "cudaMalloc");
   memset(slots, 0, sizeof(RailDescriptor) * kDepth);
-  memset(words, 0, 2 * kWordBytes);
-  check(cudaMemset(posted, 0, sizeof(uint64_t)), "cudaMemset");
+  memset(words, 0, 3 * kWordBytes);
+  check(cudaMemset(counts, 0, 2 * kWordBytes), "cudaMemset");
   check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   num_taken_ = static_cast<uint64_t*>(words);
   num_ended_ = num_taken_ + kWordBytes / sizeof(uint64_t);
-  queue_ = {static_cast<RailDescriptor*>(slots), static_cast<uint64_t*>(posted), num_taken_,
-            timeout_ns, kDepth};
+  clock_ = num_ended_ + kWordBytes / sizeof(uint64_t);
+  queue_ = {.slots = static_cast<RailDescriptor*>(slots),
+            .num_posted = static_cast<uint64_t*>(counts),
+            .num_done = static_cast<uint32_t*>(counts) + kWordBytes / sizeof(uint32_t),
+            .num_taken = num_taken_,
+            .timeout_ns = timeout_ns,
+            .launch = 0,
+            .depth = kDepth};
   int least = 0, greatest = 0;
   check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
   const int num_queues = static_cast<int>(peer_bases_.size()) * num_qps_;
-  for (int idx = 0; idx < std::min(num_queues, kMaxStreams); ++idx) {
+  const int num_streams =
+      is_paced_ ? kPutStreams + kWordStreams : std::min(num_queues, kMaxStreams);
+  for (int idx = 0; idx < num_streams; ++idx) {
     cudaStream_t stream = nullptr;
     check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, greatest),
           "cudaStreamCreateWithPriority");
@@ -95,6 +106,7 @@ SoftwareNic::SoftwareNic(int device, std::vector<uint8_t*> peer_bases, int num_q
 SoftwareNic::~SoftwareNic() {
   is_stopping_ = true;
   if (thread_.joinable()) thread_.join();
+  tick(kNever);
   // A failure here (a context already gone) has nobody to hear of it.
   int previous = 0;
   (void)cudaGetDevice(&previous);
@@ -113,47 +125,84 @@ bool SoftwareNic::take(uint64_t now) {
   const RailDescriptor& slot = queue_.slots[next_ticket_ % kDepth];
   // pairs with: detail::post_rail — the descriptor, and the bytes that it names.
   if (__atomic_load_n(&slot.sequence, __ATOMIC_ACQUIRE) != next_ticket_ + 1) return false;
-  const int queue_idx = slot.peer * num_qps_ + slot.qp;
-  num_bytes_[queue_idx] += slot.num_bytes;
-  backlog_.push(queue_idx,
-                {peer_bases_[static_cast<size_t>(slot.peer)] + slot.dst_offset,
-                 reinterpret_cast<const uint8_t*>(slot.src), slot.num_bytes, slot.value, now});
+  if (slot.peer == kRailDone) {
+    last_done_ = std::max(last_done_, slot.value);
+  } else {
+    const int queue_idx = slot.peer * num_qps_ + slot.qp;
+    num_bytes_[queue_idx] += slot.num_bytes;
+    backlog_.push(queue_idx,
+                  {peer_bases_[static_cast<size_t>(slot.peer)] + slot.dst_offset,
+                   reinterpret_cast<const uint8_t*>(slot.src), slot.num_bytes, slot.value, now});
+  }
   ++next_ticket_;
   // pairs with: detail::post_rail, which may now fill the slot again.
   __atomic_store_n(num_taken_, next_ticket_, __ATOMIC_RELEASE);
   return true;
 }
 
+void* SoftwareNic::stream_of(int queue_idx) const {
+  if (!is_paced_) return streams_[static_cast<size_t>(queue_idx) % streams_.size()];
+  const int qp = queue_idx % num_qps_;
+  const bool has_rows =
+      qp < std::max(1, num_qps_ / 2);  // as device/channel/rail.cuh shares them out
+  return streams_[static_cast<size_t>(has_rows ? qp % kPutStreams
+                                               : kPutStreams + qp % kWordStreams)];
+}
+
 void SoftwareNic::issue(const NicOp& op, int queue_idx) {
-  const auto stream =
-      static_cast<cudaStream_t>(streams_[static_cast<size_t>(queue_idx) % streams_.size()]);
-  if (op.num_bytes > 0 || stream != signals_stream_ || signals_.size() == kMaxBatch) flush();
+  const auto stream = static_cast<cudaStream_t>(stream_of(queue_idx));
+  if (stream != words_stream_ || words_.size() + 2 > kMaxBatch) flush();
+  words_stream_ = stream;
+  const uint64_t now = now_ns();
+  tick(now);
+  if (is_paced_ && op.at_ns > now) {
+    last_at_ = std::max(last_at_, op.at_ns);
+    words_.push_back({clock_, op.at_ns, true});
+  }
   if (op.num_bytes > 0) {
+    flush();
     check(cudaMemcpyAsync(op.dst, op.src, op.num_bytes, cudaMemcpyDeviceToDevice, stream),
           "cudaMemcpyAsync");
     return;
   }
-  signals_stream_ = stream;
-  signals_.push_back(op);
+  words_.push_back({op.dst, op.value, false});
 }
 
 void SoftwareNic::flush() {
-  const auto stream = static_cast<cudaStream_t>(signals_stream_);
-  if (signals_.size() > 1 && write_batch_ != nullptr) {
+  if (words_.empty()) return;
+  const auto stream = static_cast<cudaStream_t>(words_stream_);
+  if (is_paced_ || (words_.size() > 1 && write_batch_ != nullptr)) {
     CUstreamBatchMemOpParams params[kMaxBatch] = {};
-    for (size_t idx = 0; idx < signals_.size(); ++idx) {
-      params[idx].writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_64;
-      params[idx].writeValue.address = reinterpret_cast<CUdeviceptr>(signals_[idx].dst);
-      params[idx].writeValue.value64 = signals_[idx].value;
-      params[idx].writeValue.flags = CU_STREAM_WRITE_VALUE_DEFAULT;
+    for (size_t idx = 0; idx < words_.size(); ++idx) {
+      const WordOp& op = words_[idx];
+      if (op.is_wait) {
+        params[idx].waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_64;
+        params[idx].waitValue.address = reinterpret_cast<CUdeviceptr>(op.word);
+        params[idx].waitValue.value64 = op.value;
+        params[idx].waitValue.flags = CU_STREAM_WAIT_VALUE_GEQ;
+      } else {
+        params[idx].writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_64;
+        params[idx].writeValue.address = reinterpret_cast<CUdeviceptr>(op.word);
+        params[idx].writeValue.value64 = op.value;
+        params[idx].writeValue.flags = CU_STREAM_WRITE_VALUE_DEFAULT;
+      }
     }
     const int status = reinterpret_cast<WriteBatch>(write_batch_)(
-        stream, static_cast<unsigned int>(signals_.size()), params, 0);
-    if (status == 0) signals_.clear();
+        stream, static_cast<unsigned int>(words_.size()), params, 0);
+    if (status == 0) words_.clear();
+    if (status != 0 && is_paced_) {
+      throw std::runtime_error("software NIC: cuStreamBatchMemOp failed with " +
+                               std::to_string(status));
+    }
     if (status != 0) write_batch_ = nullptr;  // one by one then, from now on
   }
-  for (const NicOp& op : signals_) write_value(stream, op.dst, op.value);
-  signals_.clear();
+  for (const WordOp& op : words_) write_value(stream, op.word, op.value);
+  words_.clear();
+}
+
+void SoftwareNic::tick(uint64_t now) {
+  // Several threads do: where it goes back a little, it soon goes on.
+  if (is_paced_) __atomic_store_n(clock_, now, __ATOMIC_RELEASE);
 }
 
 void SoftwareNic::run() {
@@ -163,13 +212,17 @@ void SoftwareNic::run() {
     while (!is_stopping_) {
       bool has_moved = false;
       const uint64_t now = now_ns();
+      tick(now);
       for (int count = 0; count < 512 && take(now); ++count) has_moved = true;
       // One step of each queue, then a look at what came meanwhile: it may be put together.
       has_moved |=
           backlog_.advance(now, [this](int queue_idx, const NicOp& op) { issue(op, queue_idx); });
       flush();
-      if (backlog_.is_empty()) num_issued_.store(next_ticket_, std::memory_order_release);
-      if (has_moved || !backlog_.is_empty()) {
+      if (backlog_.is_empty()) {
+        num_issued_.store(next_ticket_, std::memory_order_release);
+        num_done_.store(last_done_, std::memory_order_release);
+      }
+      if (has_moved || !backlog_.is_empty() || now < last_at_) {
         num_idle = 0;
       } else if (++num_idle > kSpins) {
         std::this_thread::sleep_for(kSleep);
@@ -179,21 +232,23 @@ void SoftwareNic::run() {
     // Nothing more is delivered: the peers' waits end with this rank's name, and quiet() says why.
     failure_ = error.what();
     has_failed_ = true;
+    tick(kNever);
   }
 }
 
-void SoftwareNic::see_through(void* stream) {
+void SoftwareNic::see_through(void* stream, uint64_t launch) {
   const auto as_stream = static_cast<cudaStream_t>(stream);
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   check(cudaStreamIsCapturing(as_stream, &capture), "cudaStreamIsCapturing");
   if (capture != cudaStreamCaptureStatusNone) return;
-  // A word tells the end at once and takes no lock; a sleep would add its own length and more.
-  const uint64_t launch = ++num_launches_;
   write_value(as_stream, num_ended_, launch);
   const auto begun = std::chrono::steady_clock::now();
   auto queried = begun;
   while (true) {
     if (has_failed_) throw std::runtime_error(failure_);
+    tick(now_ns());
+    // Ranks that are threads share a driver: one's lock may keep another's NIC from its calls.
+    if (is_alone_ && num_done_.load(std::memory_order_acquire) >= launch) return;
     if (__atomic_load_n(num_ended_, __ATOMIC_ACQUIRE) >= launch) return;
     const auto now = std::chrono::steady_clock::now();
     if (now - queried >= kBetweenQueries) {  // a kernel that failed never writes its word
@@ -236,6 +291,9 @@ void SoftwareNic::quiet() {
   for (void* stream : streams_) {
     check(cudaStreamSynchronize(static_cast<cudaStream_t>(stream)), "cudaStreamSynchronize");
   }
+  // A kernel that gave up may have left it half way.
+  check(cudaMemset(queue_.num_done, 0, sizeof(uint32_t)), "cudaMemset");
+  check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");
 }
 
 }  // namespace deep_comm

@@ -15,26 +15,30 @@
 
 #include "device/arch/types.cuh"
 #include "host/rail_backlog.hpp"
+#include "host/rail_kernels.hpp"
 
 namespace deep_comm {
 
 class SoftwareNic {
  public:
   // peer_bases: [num_peers], as this process addresses them. num_bytes: [num_peers, num_qps],
-  // counted here. bytes_per_s: of all queues together; 0: no limit.
+  // counted here.
   SoftwareNic(int device, std::vector<uint8_t*> peer_bases, int num_qps, uint64_t* num_bytes,
-              uint64_t timeout_ns, double bytes_per_s);
+              uint64_t timeout_ns, const RailOptions& options);
   ~SoftwareNic();
   SoftwareNic(const SoftwareNic&) = delete;
   SoftwareNic& operator=(const SoftwareNic&) = delete;
 
   RailQueue queue() const { return queue_; }
-  // Behind every launch of a kernel that posts: returns when the work of `stream`, a cudaStream_t,
-  // has ended, at once if it is being captured. A caller who went on could enter a call that waits
-  // for the stream while it locks the context, as copies to pageable memory do; the calls of this
-  // NIC, which the kernel needs, would then wait for that one. Whoever replays a graph polls the
-  // stream likewise. Throws if a copy has failed.
-  void see_through(void* stream);
+  // Of a kernel that posts, before its launch: counts from 1.
+  uint64_t next_launch() { return ++num_launches_; }
+  // Behind the launch: returns when the work of `stream`, a cudaStream_t, needs this NIC no more: it
+  // has ended, or all that it will ever post (rail_done) is on its way. At once if the stream is
+  // being captured. A caller who went on earlier could enter a call that waits for the stream while
+  // it locks the context, as copies to pageable memory do; the calls of this NIC, which the kernel
+  // needs, would then wait for that one. Whoever replays a graph polls the stream likewise. Throws
+  // if a copy has failed.
+  void see_through(void* stream, uint64_t launch);
   // While no kernel runs: everything posted has landed. Throws after timeout_ns, or if a copy
   // failed.
   void quiet();
@@ -43,14 +47,31 @@ class SoftwareNic {
   void run();
   // Takes the next descriptor; false: there is none yet.
   bool take(uint64_t now_ns);
-  // Signals are issued by flush, those of one stream together.
+  // Signals and waits are issued by flush, those of one stream together.
   void issue(const NicOp& op, int queue_idx);
+  void* stream_of(int queue_idx) const;
   void flush();
+  // What waits for times up to `now` goes on.
+  void tick(uint64_t now);
   // On a cudaStream_t, behind what is there.
   void write_value(void* stream, void* word, uint64_t value) const;
 
   static constexpr uint32_t kDepth = 1 << 14;
   static constexpr int kMaxStreams = 16;
+  // With a speed puts leave one after the other anyway, and few streams get their turn sooner. Credits
+  // do not stand behind puts that wait for theirs.
+  static constexpr int kPutStreams = 4;
+  static constexpr int kWordStreams = 2;
+  static constexpr uint64_t kNever = ~0ull >> 1;
+  // With a speed: operations are issued so long before they may happen, and wait in their streams.
+  // More than what a host needs from one call to its next launch.
+  static constexpr uint64_t kAheadNs = 300'000;
+
+  struct WordOp {
+    void* word;
+    uint64_t value;
+    bool is_wait;  // until the word is at least that, instead of writing it
+  };
 
   int device_;
   std::vector<uint8_t*> peer_bases_;
@@ -58,16 +79,22 @@ class SoftwareNic {
   uint64_t* num_bytes_;
   RailQueue queue_{};
   uint64_t* num_taken_ = nullptr;
-  uint64_t* num_ended_ = nullptr;  // launches seen through, told by their streams; pinned
+  uint64_t* num_ended_ = nullptr;  // launches, told by their streams; pinned
   uint64_t num_launches_ = 0;
+  uint64_t* clock_ = nullptr;  // now, as streams see it; pinned
+  uint64_t last_at_ = 0;       // the last time that a stream waits for
   RailBacklog backlog_;
+  bool is_paced_;
+  bool is_alone_;
   std::vector<void*> streams_;   // cudaStream_t
   void* write_value_ = nullptr;  // cuStreamWriteValue64
   void* write_batch_ = nullptr;  // cuStreamBatchMemOp; null: not there
-  std::vector<NicOp> signals_;   // visited and not issued yet, all of one stream
-  void* signals_stream_ = nullptr;
+  std::vector<WordOp> words_;    // visited and not issued yet, all of one stream
+  void* words_stream_ = nullptr;
   uint64_t next_ticket_ = 0;
+  uint64_t last_done_ = 0;               // launch that has told that it posts no more
   std::atomic<uint64_t> num_issued_{0};  // descriptors that are on their streams
+  std::atomic<uint64_t> num_done_{0};    // launches all of whose descriptors are
   std::atomic<bool> is_stopping_{false};
   std::atomic<bool> has_failed_{false};
   std::string failure_;  // written before has_failed_

@@ -163,7 +163,8 @@ struct SharedMemory {
 struct Block {
   GridRun* grid = nullptr;
   int index = 0;
-  int num_live = 0;  // threads that have not exited
+  int num_live = 0;            // threads that have not exited
+  bool posts_no_more = false;  // has called rail_done
   SharedMemory smem;
   NamedBarrier barriers[kNumBarriers];
   StoreBuffer* stores = nullptr;

@@ -24,8 +24,23 @@ void wait_word(const void* word, unsigned num_bytes, uint64_t seen, const uint32
   executor->park(self);
 }
 
+namespace {
+
+void require_may_post(Fiber* self) {
+  if (block_of(self)->posts_no_more)
+    t_state.executor->fail(self, "posts on the rail behind rail_done");
+}
+
+}  // namespace
+
+void rail_done() {
+  require_may_post(t_state.current);
+  block_of(t_state.current)->posts_no_more = true;
+}
+
 void rail_put(int peer, int qp, void* dst, const void* src, uint32_t num_bytes) {
   if (num_bytes == 0) t_state.executor->fail(t_state.current, "rail_put of no bytes");
+  require_may_post(t_state.current);
   t_state.executor->post_rail({.rank = grid_of(t_state.current)->grid.rank,
                                .peer = peer,
                                .qp = qp,
@@ -36,6 +51,7 @@ void rail_put(int peer, int qp, void* dst, const void* src, uint32_t num_bytes) 
 }
 
 void rail_signal(int peer, int qp, uint64_t* word, uint64_t value) {
+  require_may_post(t_state.current);
   t_state.executor->post_rail({.rank = grid_of(t_state.current)->grid.rank,
                                .peer = peer,
                                .qp = qp,

@@ -47,6 +47,7 @@ void bulk_wait(int newest_groups, bool read_only);
 // ---- rail (rail.hpp) ------------------------------------------------------------------
 void rail_put(int peer, int qp, void* dst, const void* src, uint32_t num_bytes);
 void rail_signal(int peer, int qp, uint64_t* word, uint64_t value);
+void rail_done();  // of this block; a post behind it is an error
 
 // ---- waiting, time --------------------------------------------------------------------
 void wait_word(const void* word, unsigned num_bytes, uint64_t seen, const uint32_t* abort_word,

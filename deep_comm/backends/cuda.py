@@ -105,6 +105,7 @@ class _CudaHeap:
         return {
             "rail_bases": [self.peer_bases[peer] for peer in peers],
             "nic_bytes_per_s": (env.NIC_GB_PER_S.get() or 0.0) * 1e9,
+            "is_alone": len(self._blocks) == 1,
         }
 
     def close(self) -> None:

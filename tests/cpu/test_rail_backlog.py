@@ -150,3 +150,30 @@ def test_an_idle_wire_lends_nothing() -> None:
     assert len(backlog.advance(50_000)) == 1
     backlog.push(queue=0, dst=8192, src=0, num_bytes=1000, value=0, now_ns=50_100)
     assert backlog.advance(50_900) == [] and len(backlog.advance(51_000)) == 1
+
+
+@pytest.mark.parametrize("ahead_ns", [0, 150, 5000])
+def test_told_ahead_of_their_time_operations_keep_the_same_times(ahead_ns: int) -> None:
+    """A byte a nanosecond; puts of 100, the second of each queue behind both first ones."""
+    backlog = _simt_tests.RailBacklog(2, 1e9, ahead_ns)
+    for row in range(2):
+        for queue in range(2):
+            at = (queue + 2) * (1 << 20) + row * 4096
+            backlog.push(queue=queue, dst=at, src=at, num_bytes=100, value=0, now_ns=1000)
+            backlog.push(queue=queue, dst=WORDS, src=0, num_bytes=0, value=row + 1, now_ns=1000)
+    told: dict[tuple[int, int, int], int] = {}
+    puts: list[int] = []
+    now = 1000
+    while not backlog.is_empty:
+        for queue, num_bytes, at in backlog.advance(now, with_times=True):
+            assert max(at, now) - now <= ahead_ns
+            if num_bytes:
+                puts.append(at)
+            else:
+                assert at - 100 in puts  # when that put has left
+            told[(queue, num_bytes, at)] = now
+        now += 10
+    assert puts == [1000, 1100, 1200, 1300]
+    assert len(told) == 6
+    if ahead_ns == 5000:
+        assert max(told.values()) < 1100  # a step of each queue at a time

@@ -11,7 +11,7 @@ namespace deep_comm::test {
 void bind_backlog(py::module_& m) {
   using namespace pybind11::literals;
   py::class_<RailBacklog>(m, "RailBacklog")
-      .def(py::init<int, double>(), "num_queues"_a, "bytes_per_s"_a)
+      .def(py::init<int, double, uint64_t>(), "num_queues"_a, "bytes_per_s"_a, "ahead_ns"_a = 0)
       .def_property_readonly("is_empty", &RailBacklog::is_empty)
       .def_readonly_static("max_put_bytes", &RailBacklog::kMaxPutBytes)
       .def(
@@ -24,16 +24,20 @@ void bind_backlog(py::module_& m) {
           "queue"_a, "dst"_a, "src"_a, "num_bytes"_a, "value"_a, "now_ns"_a)
       .def(
           "advance",
-          [](RailBacklog& self, uint64_t now_ns) {
+          [](RailBacklog& self, uint64_t now_ns, bool with_times) {
             py::list moved;
             self.advance(now_ns, [&](int queue, const NicOp& op) {
+              if (with_times) {
+                moved.append(py::make_tuple(queue, op.num_bytes, op.at_ns));
+                return;
+              }
               moved.append(py::make_tuple(queue, reinterpret_cast<uintptr_t>(op.dst),
                                           reinterpret_cast<uintptr_t>(op.src), op.num_bytes,
                                           op.value));
             });
             return moved;
           },
-          "now_ns"_a);
+          "now_ns"_a, "with_times"_a = false);
 }
 
 }  // namespace deep_comm::test

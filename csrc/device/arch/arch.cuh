@@ -79,6 +79,9 @@
 //        every call. What is stored there is ordered by releases, and not against puts and signals
 //        to the same peer.
 //   void rail_count(const RailPort&, int peer, int qp, uint64_t num_bytes)   // stored instead of put
+//   void rail_done(const RailPort&)
+//        One thread of every block, or of none: this block posts nothing more, nor does any thread
+//        that has not met this one yet. A hint: the host may go on once all of it has left.
 //
 // ---- launches -----------------------------------------------------------------------------------
 //   void await_earlier_launch()  // kernels that begin early: until the launch before this one in
@@ -151,6 +154,7 @@ enum class Fault : uint32_t {
   kSharedRows = 1u << 16,       // combine's rows lie where another rank's may come after a mask
   kSkipAlive = 1u << 17,        // who waits for a silent rank is silent itself
   kPackedSources = 1u << 18,    // where low-latency sources have their places depends on the shape
+  kEarlyRailDone = 1u << 19,    // blocks say that they post nothing more, and post
 };
 
 }  // namespace deep_comm

@@ -6,8 +6,6 @@
 
 namespace deep_comm::arch {
 
-// process.
-
 namespace detail {
 
 DC_DEVICE void post_rail(const RailQueue& queue, uint64_t src, uint64_t dst_offset, uint64_t value,
@@ -47,5 +45,13 @@ DC_DEVICE void rail_put_warp(const RailPort& port, int peer, int qp, size_t dst_
 }
 DC_DEVICE uint8_t* rail_near(const RailPort&, int) { return nullptr; }
 DC_DEVICE void rail_count(const RailPort&, int, int, uint64_t) {}
+DC_DEVICE void rail_done(const RailPort& port) {
+  const RailQueue& queue = port.queue;
+  // acq_rel, pairs with itself: the last block's ticket comes behind those of all others.
+  const auto num_callers = static_cast<uint32_t>(num_blocks());
+  if (atomic_add_acq_rel_gpu(queue.num_done, 1u) + 1 != num_callers) return;
+  st_relaxed_gpu(queue.num_done, 0u);
+  detail::post_rail(queue, 0, 0, queue.launch, 0, kRailDone, 0);
+}
 
 }  // namespace deep_comm::arch

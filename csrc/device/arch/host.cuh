@@ -35,6 +35,7 @@ static_assert(simt::kFaultNames[15].bit == static_cast<uint32_t>(Fault::kSkipAgr
 static_assert(simt::kFaultNames[16].bit == static_cast<uint32_t>(Fault::kSharedRows));
 static_assert(simt::kFaultNames[17].bit == static_cast<uint32_t>(Fault::kSkipAlive));
 static_assert(simt::kFaultNames[18].bit == static_cast<uint32_t>(Fault::kPackedSources));
+static_assert(simt::kFaultNames[19].bit == static_cast<uint32_t>(Fault::kEarlyRailDone));
 
 inline bool fault(Fault which) {
   return (simt::t_state.faults & static_cast<uint32_t>(which)) != 0;
@@ -458,6 +459,7 @@ inline uint8_t* rail_near(const RailPort& port, int peer) {
 inline void rail_count(const RailPort& port, int peer, int qp, uint64_t num_bytes) {
   port.num_bytes[peer * port.num_qps + qp] += num_bytes;
 }
+inline void rail_done(const RailPort&) { simt::rail_done(); }
 
 // ---- launches -------------------------------------------------------------------------
 // A launch begins when the one before it has ended. The simulated machine still refuses what would

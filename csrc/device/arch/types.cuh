@@ -45,6 +45,8 @@ struct Fp16 {
   uint16_t bits;
 };
 
+inline constexpr int kRailDone = -1;
+
 // What a GPU asks of its rank's software NIC; pinned host memory.
 struct alignas(64) RailDescriptor {
   uint64_t sequence;  // released last: its ticket + 1
@@ -52,14 +54,16 @@ struct alignas(64) RailDescriptor {
   uint64_t dst_offset;
   uint64_t value;      // signals only
   uint32_t num_bytes;  // 0: a signal
-  int32_t peer;
+  int32_t peer;        // kRailDone: nothing comes behind this of launch `value`
   int32_t qp;
 };
 struct RailQueue {
   RailDescriptor* slots;      // [depth], a ring
   uint64_t* num_posted;       // device memory: tickets given out
+  uint32_t* num_done;         // device memory: blocks of this kernel that have called rail_done
   const uint64_t* num_taken;  // host memory: descriptors that the NIC has read
   uint64_t timeout_ns;        // for a free slot
+  uint64_t launch;            // the number of this kernel's launch
   uint32_t depth;
 };
 

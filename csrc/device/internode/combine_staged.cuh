@@ -142,7 +142,14 @@ template <Dtype kDtype>
 DC_DEVICE void add_staged(const TierContexts& contexts, const InternodeCombineArgs& args,
                           StagedEntry* entry) {
   const int adder = arch::warp_idx() - 1 - args.num_senders;
-  if (adder < 0) return StagedPublisher(contexts, args, entry).run();
+  if (adder < 0) {
+    const bool is_early = arch::fault(Fault::kEarlyRailDone);
+    if (is_early && arch::lane_idx() == 0) arch::rail_done(args.tiers.rail.port);
+    StagedPublisher(contexts, args, entry).run();
+    // Block 0 announced itself before the block met; the publisher is all that posts since.
+    if (!is_early && arch::lane_idx() == 0) arch::rail_done(args.tiers.rail.port);
+    return;
+  }
   if (adder >= args.num_adders) return;
   if (adder < args.num_forwarders) SumForwarder<kDtype>(contexts, args, entry, adder).run();
   TokenAdder<kDtype>(contexts, args, entry, adder).run();

@@ -218,16 +218,17 @@ class ReturnSender {
   // Reports the chunks whose stores have landed. Waiting for the newest stores would empty the
   // pipeline: they are left for later.
   DC_DEVICE void report_landed(uint32_t num_chunks) {
-    constexpr uint32_t kInFlight = 6;
+    const StoresLeft left = StoresLeft::behind(num_chunks);
     uint32_t num_landed = num_landed_;
     while (num_landed < num_chunks &&
-           arch::shfl(kFullMask, ends_, num_landed % kWarpSize) + kInFlight <= pipe_.num_stores()) {
+           arch::shfl(kFullMask, ends_, num_landed % kWarpSize) + left.count <=
+               pipe_.num_stores()) {
       ++num_landed;
     }
     if (num_landed == num_landed_) return;
     num_landed_ = num_landed;
     if (arch::lane_idx() == 0) {
-      arch::bulk_wait<kInFlight>();
+      left.wait();
       entry_->progress.report(sender_, num_landed);
     }
   }

@@ -6,33 +6,53 @@
 
 namespace deep_comm {
 
-// Lane 0 of a forwarding warp: the next chunk, the nodes in turn: chunk * (N - 1) + other node.
+// Lane 0 of a forwarding warp: a few rows of the next chunk, the nodes in turn:
+// (chunk * (N - 1) + other node) * num_parts + part.
 class TakeRailChunk {
  public:
+  // A chunk comes at once, and the last one ends the kernel: many warps share it.
+  static constexpr int kPartRows = 2;
+
   DC_DEVICE TakeRailChunk(const Context& rail, const InternodeDispatchArgs& args, bool is_near)
       : args_(&args),
         counter_(&taken_work(rail)->num_chunks[0]),
         is_near_(is_near),
         num_others_(args.tiers.num_nodes() - 1) {
     for (int other = 0; other < num_others_; ++other) {
-      num_rounds_ = max_of(num_rounds_, chunks_of(other).num_chunks());
+      const RailChunks chunks = chunks_of(other);
+      num_rounds_ = max_of(num_rounds_, chunks.num_chunks());
+      if (!is_near) num_parts_ = max_of(num_parts_, ceil_div(chunks.chunk_rows, kPartRows));
     }
   }
   DC_DEVICE int operator()() const {
     while (true) {
       const uint32_t item = arch::atomic_add_relaxed_gpu(counter_, 1u);
-      if (item >= static_cast<uint32_t>(num_rounds_) * num_others_) return -1;
-      const int other = static_cast<int>(item) % num_others_;
-      if (static_cast<int>(item) / num_others_ < chunks_of(other).num_chunks()) {
-        return static_cast<int>(item);
-      }
+      if (item >= static_cast<uint32_t>(num_rounds_) * num_others_ * num_parts_) return -1;
+      if (rows_of(static_cast<int>(item)).num_rows > 0) return static_cast<int>(item);
     }
   }
 
+  struct Rows {
+    int node;
+    int chunk;
+    int first;  // row, among those of the node
+    int num_rows;
+  };
+  DC_DEVICE Rows rows_of(int item) const {
+    const int part = item % num_parts_, turn = item / num_parts_;
+    const int other = turn % num_others_, chunk = turn / num_others_;
+    const RailChunks chunks = chunks_of(other);
+    const int begin = part * kPartRows, num_rows = chunks.rows_of(chunk);
+    return {node_of(other), chunk, chunk * chunks.chunk_rows + begin,
+            num_parts_ == 1 ? num_rows : min_of(num_rows - begin, kPartRows)};
+  }
+
  private:
+  DC_DEVICE int node_of(int other) const {
+    return (args_->tiers.rail.node + 1 + other) % (num_others_ + 1);
+  }
   DC_DEVICE RailChunks chunks_of(int other) const {
-    const int node = (args_->tiers.rail.node + 1 + other) % (num_others_ + 1);
-    return rail_chunks(*args_, is_near_, num_rows_from(*args_, node));
+    return rail_chunks(*args_, is_near_, num_rows_from(*args_, node_of(other)));
   }
 
   const InternodeDispatchArgs* args_;
@@ -40,6 +60,7 @@ class TakeRailChunk {
   bool is_near_;
   int num_others_;
   int num_rounds_ = 0;
+  int num_parts_ = 1;
 };
 
 // What a forwarded row tells combine: its ordinal in the ring of each local rank. Lane m: of local
@@ -67,7 +88,7 @@ DC_DEVICE void write_rank_heads(const InternodeDispatchArgs& args, int node, int
                 place < 0 ? -1 : before + place - shift);
 }
 
-// One warp: forwards the chunks it takes.
+// One warp: forwards the rows it takes.
 class RowForwarder {
  public:
   DC_DEVICE RowForwarder(const Context& rail, const InternodeDispatchArgs& args, DirectEntry* entry,
@@ -76,7 +97,8 @@ class RowForwarder {
         args_(args),
         entry_(entry),
         is_near_(entry->is_near),
-        chunks_(TakeRailChunk(rail, args, is_near_)),
+        take_(rail, args, is_near_),
+        chunks_(take_),
         pieces_(Pieces::of(args.message.row_bytes, args.forward_stage)),
         pipe_(make_tier_pipe(args, args.forward_stage, args.forward_stages_offset,
                              args.num_send_warps * args.send_stage.num_stages, warp)) {}
@@ -94,12 +116,7 @@ class RowForwarder {
   }
 
  private:
-  struct Chunk {
-    int node;
-    int chunk;
-    int first;  // row, among those of the node
-    int num_rows;
-  };
+  using Chunk = TakeRailChunk::Rows;
   struct Cursor {
     Chunk chunk;
     uint32_t index = 0;
@@ -107,15 +124,11 @@ class RowForwarder {
     int piece = 0;
   };
 
-  // The index-th chunk of this warp; without rows behind the last.
+  // The index-th few rows of this warp; without rows behind the last.
   DC_DEVICE Chunk chunk_at(uint32_t index) {
     const int item = chunks_.at(index);
     if (item < 0) return {0, 0, 0, 0};
-    const int num_nodes = args_.tiers.num_nodes();
-    const int node = (args_.tiers.rail.node + 1 + item % (num_nodes - 1)) % num_nodes;
-    const RailChunks chunks = rail_chunks(args_, is_near_, num_rows_from(args_, node));
-    const int chunk = item / (num_nodes - 1);
-    return {node, chunk, chunk * chunks.chunk_rows, chunks.rows_of(chunk)};
+    return take_.rows_of(item);
   }
   DC_DEVICE void advance(Cursor& cursor) {
     if (++cursor.piece < pieces_.num_pieces) return;
@@ -252,6 +265,7 @@ class RowForwarder {
   const InternodeDispatchArgs& args_;
   DirectEntry* entry_;
   bool is_near_;
+  TakeRailChunk take_;
   WorkQueue<TakeRailChunk> chunks_;
   Pieces pieces_;
   StagePipe pipe_;

@@ -266,15 +266,16 @@ class TokenSender {
   // Reports the tokens whose stores have landed. Waiting for the newest stores would empty the
   // pipeline: they are left for later.
   DC_DEVICE void report_landed(uint32_t num_tokens) {
-    constexpr uint32_t kInFlight = 6;
+    const StoresLeft left = StoresLeft::behind(entry_->is_near ? ~0u : num_tokens);
     uint32_t num_landed = num_landed_;
     while (num_landed < num_tokens &&
-           arch::shfl(kFullMask, ends_, num_landed % kWarpSize) + kInFlight <= pipe_.num_stores()) {
+           arch::shfl(kFullMask, ends_, num_landed % kWarpSize) + left.count <=
+               pipe_.num_stores()) {
       ++num_landed;
     }
     if (num_landed == num_landed_) return;
     num_landed_ = num_landed;
-    if (is_storing_) arch::bulk_wait<kInFlight>();
+    if (is_storing_) left.wait();
     arch::sync_warp();  // every lane's rows have landed, and its metadata is stored
     if (arch::lane_idx() == 0) entry_->progress.report(arch::warp_idx(), num_landed);
   }

@@ -81,7 +81,11 @@ DC_DEVICE void run_direct_warp(const TierContexts& contexts, const InternodeDisp
       store_own_meta<kIsQuantised>(args, entry, token);
     }
   } else if (meta == args.num_meta_warps) {
+    const bool is_early = arch::fault(Fault::kEarlyRailDone);
+    if (is_early && arch::lane_idx() == 0) arch::rail_done(args.tiers.rail.port);
     RowPublisher(contexts.node, args, entry).run();
+    // Block 0 announced itself before the block met; the publisher is all that posts since.
+    if (!is_early && arch::lane_idx() == 0) arch::rail_done(args.tiers.rail.port);
   }
 }
 

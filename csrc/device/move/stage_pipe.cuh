@@ -11,6 +11,29 @@
 
 namespace deep_comm {
 
+// How many of a warp's newest stores it leaves under way when it waits for older ones to land. All of
+// them keep the pipeline full; but whoever takes the rows on, a rail above all, waits for the first.
+struct StoresLeft {
+  static constexpr uint32_t kMost = 6;
+
+  uint32_t count;
+
+  // After the warp's num_items-th item.
+  DC_DEVICE static StoresLeft behind(uint32_t num_items) {
+    return {num_items == 1 ? 0u : num_items <= 4 ? 2u : kMost};
+  }
+  // A storing lane.
+  DC_DEVICE void wait() const {
+    if (count == 0) {
+      arch::bulk_wait<0>();
+    } else if (count == 2) {
+      arch::bulk_wait<2>();
+    } else {
+      arch::bulk_wait<kMost>();
+    }
+  }
+};
+
 class StagePipe {
  public:
   static constexpr int kMinStages = 3;
