@@ -189,7 +189,7 @@ def test_memory_put_aside_serves_the_next_buffer_on_all_ranks_alike() -> None:
 def test_a_full_heap_raises_on_all_ranks() -> None:
     def fn(group):
         job = nvshmem.Job(FakeModule(group.rank(), group.size(), 100), b"x")
-        with pytest.raises(Exception, match="no room for 101 bytes"):
+        with pytest.raises(Exception, match="needs 101 bytes on this rank"):
             job.allocate(Rendezvous(group), 101)
 
     local.run(fn, 2)
