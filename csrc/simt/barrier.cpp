@@ -1,5 +1,8 @@
 #include "barrier.hpp"
 
+#include <cstring>
+#include <string>
+
 #include "executor.hpp"
 #include "ops.hpp"
 #include "simulated_memory.hpp"
@@ -38,6 +41,20 @@ NamedBarrier& named_barrier(Fiber* self, int barrier, int num_threads, const cha
   return state;
 }
 
+void check_site(Fiber* self, NamedBarrier& state, CallSite site) {
+  if (state.arrived == 0) {
+    state.file = site.file;
+    state.line = site.line;
+  }
+  if (site.line == state.line && std::strcmp(site.file, state.file) == 0) return;
+  const auto name = [](const std::string& file, int line) {
+    return file.empty() ? "sync_block_apart" : "sync_block at " + file + ":" + std::to_string(line);
+  };
+  t_state.executor->fail(self, name(site.file, site.line) + ": others of this block stand at " +
+                                   name(state.file, state.line) +
+                                   "; where roles meet, all call sync_block_apart");
+}
+
 // Returns whether this arrival completed the barrier.
 bool arrive(NamedBarrier& state) {
   if (++state.arrived < state.expected) return false;
@@ -59,10 +76,11 @@ void complete_block_barrier(NamedBarrier& state) {
 
 }  // namespace
 
-bool sync_block_any(bool predicate) {
+bool sync_block_any(bool predicate, CallSite site) {
   Fiber* self = t_state.current;
   Block* block = block_of(self);
   NamedBarrier& state = block->barriers[0];
+  check_site(self, state, site);
   publish_to_block(self);
   state.any = state.any || predicate;
   if (++state.arrived == block->num_live) {
@@ -77,7 +95,7 @@ bool sync_block_any(bool predicate) {
   return state.result;
 }
 
-void sync_block() { sync_block_any(false); }
+void sync_block(CallSite site) { sync_block_any(false, site); }
 
 void complete_block_barrier_after_exit(Block* block) {
   NamedBarrier& state = block->barriers[0];

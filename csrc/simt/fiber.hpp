@@ -143,6 +143,8 @@ struct Warp {
 };
 
 struct NamedBarrier {
+  const char* file = "";  // the block barrier: the call at which those who have arrived stand
+  int line = 0;
   int expected = 0;  // 0: nobody has arrived since it last completed
   int arrived = 0;
   bool any = false;     // of those that have arrived; sync_block_any

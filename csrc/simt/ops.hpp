@@ -30,8 +30,14 @@ extern constinit thread_local ThreadState t_state __attribute__((tls_model("init
 uint64_t warp_collective(WarpOp op, uint32_t mask, uint64_t value, uint32_t argument);
 
 // ---- block ----------------------------------------------------------------------------
-void sync_block();
-bool sync_block_any(bool predicate);
+// Where in a kernel a thread stands; an empty file: anywhere.
+struct CallSite {
+  const char* file = "";
+  int line = 0;
+};
+// A GPU defines the block barrier only where all threads meet at one call: so it is checked here.
+void sync_block(CallSite site = {});
+bool sync_block_any(bool predicate, CallSite site = {});
 void sync_named(int barrier, int num_threads);
 void arrive_named(int barrier, int num_threads);
 

@@ -16,6 +16,7 @@ CASES = [
     ("mask_of_exited_lane", [], 32, r"sync_warp with mask .*0x00000001, which have exited"),
     ("exit_while_waited_for", [], 32, r"lane 31: exits while lanes .* wait|have exited"),
     ("barrier_counts", [], 96, r"sync_named\(1, (64|96)\): others use this barrier with"),
+    ("barrier_of_roles", [], 64, r"sync_block at .*kernels.cpp:\d+: others .*kernels.cpp:\d+;"),
     ("barrier_id", [0], 32, r"sync_named\(0, 32\): a named barrier is 1 to 15"),
     ("barrier_id", [16], 32, r"sync_named\(16, 32\): a named barrier is 1 to 15"),
     ("barrier_multiple", [], 64, r"sync_named\(2, 33\): .*multiple of 32"),
@@ -39,6 +40,14 @@ def test_broken_rules_are_named(
             simulate(kernel, params, shape=shape, policy=machine).check()
     assert f"kernel '{kernel}' rank 0 block" in str(raised.value)
     assert not isinstance(raised.value, native.SimulationStuck)
+
+
+@pytest.mark.parametrize("machine", ["direct", "fifo", "lifo", "random"])
+def test_roles_may_meet_at_a_barrier_of_their_own(machine: str) -> None:
+    if machine == "direct":
+        run_direct("roles_that_meet", [], shape=Shape(2, 96))
+    else:
+        simulate("roles_that_meet", [], shape=Shape(2, 96), policy=machine).check()
 
 
 STUCK = [

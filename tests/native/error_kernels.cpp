@@ -28,6 +28,21 @@ void exit_while_waited_for(const Args&) {
   if (lane_idx() < 31) sync_warp();
 }
 void barrier_counts(const Args&) { sync_named(1, warp_idx() == 0 ? 64 : 96); }
+void barrier_of_roles(const Args&) {
+  if (warp_idx() == 0) {
+    sync_block();
+  } else {
+    sync_block();
+  }
+}
+void roles_that_meet(const Args&) {
+  if (warp_idx() == 0) {
+    sync_block_apart();
+  } else {
+    sync_block_apart();
+  }
+  sync_block();
+}
 void barrier_id(const Args& args) { sync_named(static_cast<int>(args.params[0]), 32); }
 void barrier_multiple(const Args&) { sync_named(2, 33); }
 void barrier_never(const Args&) {
@@ -93,6 +108,8 @@ constexpr Kernel kKernels[] = {
     kernel<mask_of_exited_lane>("mask_of_exited_lane"),
     kernel<exit_while_waited_for>("exit_while_waited_for"),
     kernel<barrier_counts>("barrier_counts"),
+    kernel<barrier_of_roles>("barrier_of_roles"),
+    kernel<roles_that_meet>("roles_that_meet"),
     kernel<barrier_id>("barrier_id"),
     kernel<barrier_multiple>("barrier_multiple"),
     kernel<barrier_never>("barrier_never"),

@@ -44,7 +44,9 @@
 //   bool     elect_one()                    // true in exactly one lane of a converged full warp
 //
 // ---- block --------------------------------------------------------------------------------------
-//   void sync_block()                       // every thread of the block that has not exited
+//   void sync_block()                       // every thread of the block that has not exited, all
+//                                           // of them at this place of the code
+//   void sync_block_apart()                 // the same, but warps may stand at different places
 //   bool sync_block_any(bool)               // the same; was it true in any of them?
 //   void sync_named(int barrier, int num_threads)   // barrier 1..15, num_threads a multiple of 32
 //   void arrive_named(int barrier, int num_threads)

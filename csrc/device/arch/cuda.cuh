@@ -299,6 +299,10 @@ DC_DEVICE bool elect_one() {
 DC_DEVICE void sync_block() { __syncthreads(); }
 DC_DEVICE bool sync_block_any(bool predicate) { return __syncthreads_or(predicate ? 1 : 0) != 0; }
 
+// __syncthreads() is defined only where the whole block meets at one call; roles that part before
+// they meet need the instruction itself.
+DC_DEVICE void sync_block_apart() { asm volatile("barrier.sync 0;" ::: "memory"); }
+
 // `barrier`, not `bar`: the latter demands a converged warp, which a role's loop cannot promise.
 DC_DEVICE void sync_named(int barrier, int num_threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(barrier), "r"(num_threads) : "memory");

@@ -402,8 +402,14 @@ inline bool elect_one() {
 
 // ---- block ----------------------------------------------------------------------------
 
-inline void sync_block() { simt::sync_block(); }
-inline bool sync_block_any(bool predicate) { return simt::sync_block_any(predicate); }
+inline void sync_block(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+  simt::sync_block({file, line});
+}
+inline void sync_block_apart() { simt::sync_block(); }
+inline bool sync_block_any(bool predicate, const char* file = __builtin_FILE(),
+                           int line = __builtin_LINE()) {
+  return simt::sync_block_any(predicate, {file, line});
+}
 inline void sync_named(int barrier, int num_threads) { simt::sync_named(barrier, num_threads); }
 inline void arrive_named(int barrier, int num_threads) { simt::arrive_named(barrier, num_threads); }
 

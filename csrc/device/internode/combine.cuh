@@ -85,7 +85,7 @@ DC_DEVICE void enter_and_return(const TierContexts& contexts, const InternodeCom
   pipe.init();
   ReturnSender rows(contexts.node, args, entry, pipe, sender);
   rows.begin();
-  arch::sync_block();
+  arch::sync_block_apart();
   if (entry->mode == SumMode::kStaged) return rows.run();
   rows.give_up();
 }
@@ -107,7 +107,7 @@ DC_DEVICE void internode_combine(const InternodeCombineArgs& args) {
       const SumMode mode = enter_combine(contexts, args, entry->tables);
       if (arch::lane_idx() == 0) entry->mode = mode;
     }
-    arch::sync_block();
+    arch::sync_block_apart();
     if (entry->mode == SumMode::kStaged) add_staged<kDtype>(contexts, args, entry);
   }
   if (entry->mode == SumMode::kRings) combine_by_rings<kDtype>(contexts, args);

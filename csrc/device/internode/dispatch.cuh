@@ -143,7 +143,7 @@ DC_DEVICE void enter_and_send(const TierContexts& contexts, const InternodeDispa
   TokenSender<kIsQuantised> sender(contexts.node, args, entry);
   sender.begin();
   if (arch::warp_idx() == 0) enter_direct(contexts, args, entry);
-  arch::sync_block();
+  arch::sync_block_apart();
   if (entry->mode == TierMode::kDirect) {
     sender.run();
   } else {
@@ -163,7 +163,7 @@ DC_DEVICE void internode_dispatch(const InternodeDispatchArgs& args) {
     enter_and_send<kIsQuantised>(contexts, args, entry);
   } else {
     if (arch::warp_idx() == 0) enter_direct(contexts, args, entry);
-    arch::sync_block();
+    arch::sync_block_apart();
     if (entry->mode == TierMode::kDirect) run_direct_warp<kIsQuantised>(contexts, args, entry);
   }
   if (entry->mode == TierMode::kDirect) {

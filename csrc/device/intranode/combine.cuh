@@ -29,7 +29,7 @@ DC_DEVICE void enter_and_send(const Context& context, const CombineArgs& args,
   StagePipe pipe = make_pipe(args.stage, args.barriers_offset);
   ChunkSender sender(context, args, entry, pipe);
   if (args.staging_line != 0) sender.begin();
-  arch::sync_block();
+  arch::sync_block_apart();
   if (entry->mode == CombineMode::kStaged) return sender.run();
   sender.give_up();
   if (entry->mode == CombineMode::kRings) send_by_rings(context, args, entry, pipe);
@@ -49,7 +49,7 @@ DC_DEVICE void combine(const CombineArgs& args) {
       const CombineMode mode = enter_combine(context, args, entry->staging_lines);
       if (arch::lane_idx() == 0) entry->mode = mode;
     }
-    arch::sync_block();
+    arch::sync_block_apart();
     if (arch::warp_idx() == args.num_senders) retire_early(context);
     if (entry->mode == CombineMode::kStaged) receive_staged<kDtype>(context, args, entry);
     if (entry->mode == CombineMode::kRings) receive_by_rings<kDtype>(context, args, entry);

@@ -128,7 +128,7 @@ DC_DEVICE DispatchMode enter_and_move(const Context& context, const DispatchArgs
   TokenMover<Form> mover(context, args);
   mover.begin();
   if (arch::warp_idx() == 0) enter_dispatch<Form>(context, args, notified, entry);
-  arch::sync_block();
+  arch::sync_block_apart();
   if (entry->mode == DispatchMode::kDirect) {
     mover.run(entry->outputs);
   } else {
@@ -152,7 +152,7 @@ DC_DEVICE void dispatch(const DispatchArgs& args) {
     mode = enter_and_move<Form>(context, args, notified, entry);
   } else {
     if (arch::warp_idx() == 0) enter_dispatch<Form>(context, args, notified, entry);
-    arch::sync_block();
+    arch::sync_block_apart();
     mode = entry->mode;
     if (arch::warp_idx() == arch::num_warps() - 1) retire_early(context);  // never a mover's
     if (mode == DispatchMode::kDirect) write_block_metadata<Form>(args, entry->outputs);
