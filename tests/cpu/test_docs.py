@@ -22,6 +22,8 @@ from deep_comm import errors
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = ROOT / "docs" / "guide"
 PAGES = sorted(GUIDE.glob("*.md"))
+DESIGN = ROOT / "docs" / "design"
+ALL_PAGES = sorted((ROOT / "docs").rglob("*.md"))
 
 
 def load_builder() -> ModuleType:
@@ -104,10 +106,19 @@ def test_public_classes_and_methods_have_docstrings(page: str) -> None:
     assert not missing, missing
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
         assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_the_index_of_design_notes_names_them_all() -> None:
+    listed = re.findall(r"\* \[(\d{4})\]\((\S+)\) (.+)", (DESIGN / "README.md").read_text())
+    notes = [
+        (path.name[:4], path.name, path.read_text().splitlines()[0].removeprefix("# "))
+        for path in sorted(DESIGN.glob("0*.md"))
+    ]
+    assert sorted(listed) == notes
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
