@@ -1,0 +1,45 @@
+// The calls of one Buffer's normal mode that take one step, and what its dispatches share.
+#pragma once
+
+#include "bind/quick_forms.hpp"
+#include "device/layout/output.cuh"
+
+namespace deep_comm::quick {
+
+struct Calls {
+  Parts parts;
+  Forms<CachedDispatch> cached_dispatches;
+  Forms<NewDispatch> new_dispatches;
+  Forms<Combine> combines;
+};
+using Shared = std::shared_ptr<Calls>;
+
+// What a dispatch sends and where it puts it, in the order of the plan's numbers.
+struct Sources {
+  uint64_t x_scales = 0, token_stride = 0, column_stride = 0;
+
+  Sources(const Parts& parts, const Payload& payload) {
+    if (!payload.has_scales) return;
+    x_scales = parts.given(payload.scales.address());
+    token_stride = static_cast<uint64_t>(payload.scales.stride(0));
+    column_stride = static_cast<uint64_t>(payload.scales.stride(1));
+  }
+};
+
+// x, or (x, scales), of a block.
+inline py::object received(const Parts& parts, const Rows& form, const OutputLayout& layout,
+                           int64_t num_rows, uint64_t offset, const py::object& block) {
+  py::object rows = parts.matrix(offset + layout.x, num_rows, form.hidden, form.dtype, block);
+  if (form.num_scales == 0) return rows;
+  return py::make_tuple(std::move(rows), parts.matrix(offset + layout.scales, num_rows,
+                                                      form.num_scales, form.scale_dtype, block));
+}
+
+// The rows that a dispatch was given.
+inline void keep(const Parts& parts, PyObject* given, const Payload& payload, const Order& order) {
+  if (!payload.has_scales) return parts.keep(given, payload.x, order);
+  parts.keep(PyTuple_GET_ITEM(given, 0), payload.x, order);
+  parts.keep(PyTuple_GET_ITEM(given, 1), payload.scales, order);
+}
+
+}  // namespace deep_comm::quick
