@@ -96,6 +96,7 @@ def expected_instructions() -> dict[str, list[str]]:
     expected["elect_one"] = ["elect.sync"]
 
     expected["sync_block"] = ["bar.sync"]
+    expected["sync_block_apart"] = ["barrier.sync"]
     expected["sync_block_any"] = ["bar.red.or.pred"]
     expected["sync_named"] = ["barrier.sync"]
     expected["arrive_named"] = ["barrier.arrive"]

@@ -133,6 +133,7 @@ PROBE(elect_one, uint32_t* out) {
 }
 
 PROBE(sync_block) { arch::sync_block(); }
+PROBE(sync_block_apart) { arch::sync_block_apart(); }
 PROBE(sync_block_any, uint32_t* out, uint32_t value) {
   arch::st_weak(out, static_cast<uint32_t>(arch::sync_block_any(value != 0)));
 }
