@@ -223,9 +223,8 @@ class NormalCalls:
             expand=expand,
             zero_padding=zero_padding,
         )
-        if self._is_internode:
-            options = self._options_between_nodes("dispatch", config, streams)
-            if handle is not None:
+        if handle is not None:
+            if self._is_internode:
                 return internode.cached_internode_dispatch(
                     self._context,
                     x,
@@ -233,18 +232,8 @@ class NormalCalls:
                     expand=expand,
                     zero_padding=zero_padding,
                     scale_options=scale_options,
-                    options=options,
+                    options=self._options_between_nodes("dispatch", config, streams),
                 )
-            steps = NewTierDispatch(
-                self._context,
-                x,
-                scale_options,
-                num_tokens_per_rdma_rank=num_tokens_per_rdma_rank,
-                options=options,
-                **given,
-            )
-            return dispatch(steps, streams)
-        if handle is not None:
             return cached_dispatch(
                 self._context,
                 x,
@@ -256,10 +245,36 @@ class NormalCalls:
                 default=default,
                 streams=streams,
             )
-        call = NewDispatch(self._context, x, scale_options, config=config, default=default, **given)
+        call = self._new_dispatch(
+            x, scale_options, config, default, streams, given, num_tokens_per_rdma_rank
+        )
         if unmoved is not None:
+            assert isinstance(call, NewDispatch)
             return dispatch_unmoved(call, unmoved, streams)
         return dispatch(call, streams)
+
+    def _new_dispatch(
+        self,
+        x: Tensor | tuple[Tensor, Tensor],
+        scale_options: ScaleOptions,
+        config: Config | None,
+        default: Config | DefaultConfig | None,
+        streams: StreamOptions,
+        given: dict[str, Any],
+        num_tokens_per_rdma_rank: Tensor | None,
+    ) -> NewDispatch | NewTierDispatch:
+        """The steps of a dispatch with new routing, inside a node or between nodes."""
+        if self._is_internode:
+            options = self._options_between_nodes("dispatch", config, streams)
+            return NewTierDispatch(
+                self._context,
+                x,
+                scale_options,
+                num_tokens_per_rdma_rank=num_tokens_per_rdma_rank,
+                options=options,
+                **given,
+            )
+        return NewDispatch(self._context, x, scale_options, config=config, default=default, **given)
 
     def _begin_expanded_dispatch(
         self,
@@ -290,18 +305,7 @@ class NormalCalls:
         scale_options = ScaleOptions(use_fp8) if use_fp8 else PLAIN
         streams = StreamOptions(None, True, False)
         default = self._default("dispatch", None)
-        if self._is_internode:
-            options = self._options_between_nodes("dispatch", None, streams)
-            tiers = NewTierDispatch(
-                self._context,
-                x,
-                scale_options,
-                num_tokens_per_rdma_rank=None,
-                options=options,
-                **given,
-            )
-            return begin_dispatch(tiers, streams)
-        call = NewDispatch(self._context, x, scale_options, config=None, default=default, **given)
+        call = self._new_dispatch(x, scale_options, None, default, streams, given, None)
         return begin_dispatch(call, streams)
 
     def combine(
