@@ -612,6 +612,14 @@ class Segment:
 def remove_stale_segments() -> list[str]:
     """Remove this user's segments whose creating process is gone; returns their names."""
 
+def host_words_bytes(num_ranks: int) -> int: ...
+def host_words(
+    address: int, rank: int, num_ranks: int, owner: object
+) -> tuple[Callable[[int, int], None], Callable[[int], int | None]]:
+    """``tell(exchange, num_tokens)`` and ``most(exchange)`` of deep_comm.layer.host_words, over
+    zeroed memory that ``owner`` keeps.
+    """
+
 class Block:
     """Bytes of the heap, given back when the last reference goes."""
 

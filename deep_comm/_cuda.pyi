@@ -64,7 +64,11 @@ def marker(device: int) -> Callable[[int], Event | None]:
     """mark(stream): an event at this point of the stream; None while the stream is capturing a CUDA
     graph: replays are ordered behind the readers of an eager output dropped there."""
 
-def is_capturing(stream: int) -> bool: ...
+def mark(device: int, stream: int, /) -> Event:
+    """An event at this point of a stream of the device, whichever is current. In a capture it
+    means something to streams of that capture alone."""
+
+def is_capturing(stream: int, /) -> bool: ...
 
 # ---- for deep_comm.bench: the link limit ----
 

@@ -17,7 +17,19 @@ bool is_current(int /*none*/, const std::array<uint64_t, 1>& numbers) {
   return cuda_is_current(static_cast<int>(numbers[0]));
 }
 
-py::object mark(int device, const std::array<uint64_t, 1>& numbers) {
+bool is_capturing(int /*none*/, const std::array<uint64_t, 1>& numbers) {
+  return cuda_is_capturing(numbers[0]);
+}
+
+py::object mark(int /*none*/, const std::array<uint64_t, 2>& numbers) {
+  const auto [device, stream] = numbers;
+  const CudaDeviceScope scope(static_cast<int>(device));  // stream 0 is the current device's
+  auto event = std::make_unique<CudaEvent>(static_cast<int>(device));
+  event->record(stream);
+  return py::cast(std::move(event));
+}
+
+py::object mark_eager(int device, const std::array<uint64_t, 1>& numbers) {
   std::unique_ptr<CudaEvent> event = cuda_mark(device, numbers[0]);
   if (event == nullptr) return py::none();
   return py::cast(std::move(event));
@@ -41,9 +53,11 @@ void bind_stream_cuda(py::module_& m) {
       .def("synchronize", &CudaEvent::synchronize, py::call_guard<py::gil_scoped_release>())
       .def("order", &CudaEvent::order, py::arg("first"), py::arg("then"));
   m.def(
-      "marker", [](int device) { return number_function<1, &mark>("mark", device, py::none()); },
+      "marker",
+      [](int device) { return number_function<1, &mark_eager>("mark", device, py::none()); },
       py::arg("device"));
-  m.def("is_capturing", &cuda_is_capturing, py::arg("stream"));
+  m.attr("mark") = number_function<2, &mark>("mark", 0, py::none());
+  m.attr("is_capturing") = number_function<1, &is_capturing>("is_capturing", 0, py::none());
   m.attr("is_ready") = number_function<2, &is_ready>("is_ready", 0, py::none());
   m.attr("is_current") = number_function<1, &is_current>("is_current", 0, py::none());
   m.def("current_device", &cuda_current_device);

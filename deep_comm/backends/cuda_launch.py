@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from deep_comm import _cuda
+from deep_comm import _cuda, events
 from deep_comm.backends.base import poison, transposed
 from deep_comm.events import EventHandle, EventOverlap
 from deep_comm.ops import quick
@@ -35,21 +35,15 @@ current_raw_stream: Callable[[int], int] = getattr(
 is_capturing: Callable[[int], bool] = _cuda.is_capturing
 is_current: Callable[[int], bool] = _cuda.is_current
 is_ready: Callable[[int, int], bool] = _cuda.is_ready
+mark: Callable[[int, int], _cuda.Event] = _cuda.mark
 
 
-class PooledEventHandle(EventHandle):
-    """At this point of a raw stream: an event of the native pool, for a tenth of the time that an
-    event and two stream objects of torch take."""
+def _mark_here() -> _cuda.Event:
+    device = _cuda.current_device()
+    return mark(device, current_raw_stream(device))
 
-    def __init__(self, device_index: int, raw_stream: int) -> None:
-        self._pooled = _cuda.Event(device_index)
-        self._pooled.record(raw_stream)
 
-    def current_stream_wait(self) -> None:
-        self._pooled.wait(current_raw_stream(_cuda.current_device()))
-
-    def stream_wait(self, stream: torch.cuda.Stream) -> None:
-        self._pooled.wait(int(stream.cuda_stream))
+events.pool = events.Pool(mark, _mark_here, lambda: current_raw_stream(_cuda.current_device()))
 
 
 def _record(tensors: Iterable[Tensor | None], stream: torch.cuda.Stream) -> None:
@@ -121,7 +115,7 @@ class Streams:
     def end_asynchronous(self, known: KnownHandle | None, on_comm: bool) -> EventOverlap:
         if known is not None and known.tensors:
             self.record_handle(known, on_comm, current_raw_stream(self.index))
-        return EventOverlap(PooledEventHandle(self.index, self.raw_comm))
+        return EventOverlap(EventHandle.of(mark(self.index, self.raw_comm)))
 
     def record_handle(self, handle: KnownHandle, on_comm: bool, caller_stream: int) -> None:
         """Tell torch's allocator that the communication stream uses it, and where that owns the
@@ -386,7 +380,7 @@ class CommLaunch:
             self._record_outputs()
             if handle is not None:
                 self._record_handle(handle)
-            return EventOverlap(PooledEventHandle(streams.index, self.stream))
+            return EventOverlap(EventHandle.of(mark(streams.index, self.stream)))
         if self.caller_stream != self.stream:
             end.wait(self.caller_stream)
         if self._on_comm:

@@ -14,7 +14,6 @@ found, never taken for another.
 
 from __future__ import annotations
 
-import ctypes
 from typing import TYPE_CHECKING
 
 from deep_comm import _core
@@ -22,30 +21,26 @@ from deep_comm import _core
 if TYPE_CHECKING:
     from deep_comm.rendezvous import Rendezvous
 
-_LINE_WORDS = 16  # 128 bytes: each rank writes lines of its own
-_NUM_LOOKS = 64  # some tens of microseconds
-_COUNT_BITS = 32
-_MOST_TOKENS = (1 << _COUNT_BITS) - 1
-
 
 class HostWords:
-    """Of one rank."""
+    """Of one rank.
+
+    Attributes:
+        tell(exchange, num_tokens): behind this rank's launch: what raises before it is no exchange.
+        most(exchange): that any rank has told of this one; None: not all have, after a while in
+            which the GIL was free.
+    """
+
+    __slots__ = ("most", "tell")
 
     def __init__(self, segment: _core.Segment, rank: int, num_ranks: int) -> None:
-        self._segment = segment  # holds the memory
-        num_words = segment.num_bytes // 8
-        self._words = (ctypes.c_uint64 * num_words).from_address(segment.address)
-        self._own = [(parity * num_ranks + rank) * _LINE_WORDS for parity in range(2)]
-        self._all = [
-            [(parity * num_ranks + peer) * _LINE_WORDS for peer in range(num_ranks)]
-            for parity in range(2)
-        ]
+        self.tell, self.most = _core.host_words(segment.address, rank, num_ranks, segment)
 
     @classmethod
     def create(cls, rendezvous: Rendezvous) -> HostWords | None:
         """None, on all ranks, where they do not share memory. Collective."""
         rank, num_ranks = rendezvous.rank, rendezvous.size
-        num_bytes = 2 * num_ranks * _LINE_WORDS * 8
+        num_bytes = _core.host_words_bytes(num_ranks)
         segment: _core.Segment | None = None
         try:
             if rank == 0:
@@ -64,21 +59,3 @@ class HostWords:
         if segment is None or not all(has_come):
             return None
         return cls(segment, rank, num_ranks)
-
-    def tell(self, exchange: int, num_tokens: int) -> None:
-        """Behind this rank's launch: what raises before it is no exchange."""
-        self._words[self._own[exchange & 1]] = exchange << _COUNT_BITS | num_tokens
-
-    def most(self, exchange: int) -> int | None:
-        """That any rank has told of this one; None: not all have, after some time."""
-        words, missing, most = self._words, list(self._all[exchange & 1]), 0
-        for _ in range(_NUM_LOOKS):
-            while missing:
-                word = words[missing[-1]]
-                if word >> _COUNT_BITS != exchange:
-                    break
-                most = max(most, word & _MOST_TOKENS)
-                missing.pop()
-            if not missing:
-                return most
-        return None

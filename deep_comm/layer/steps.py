@@ -141,11 +141,12 @@ class Steps:
         The answer is looked at last: by then experts and combine are queued, and no SM waits for
         the host.
         """
-        num_tokens, words = x.shape[0], self._host_words
+        num_tokens, words, transport = x.shape[0], self._host_words, self.transport
         fits = num_tokens <= self._decode_tokens
         y_shared = None
-        batch, hook = self._open(x, topk_idx, topk_weights, shared is not None)
-        exchange = self.transport.num_decodes
+        begin = transport.decode if fits else self._open
+        batch, hook = begin(x, topk_idx, topk_weights, shared is not None, True)
+        exchange = transport.num_decodes
         if words is not None:
             words.tell(exchange, num_tokens)
         if shared is not None:
@@ -154,8 +155,7 @@ class Steps:
             hook()
         y = self.combine(batch, experts(batch))
         del batch  # its tensors are given back while the answer is on its way
-        most = None if words is None else words.most(exchange)
-        if not self.rule.learn(self.buffer.wait_low_latency_num_tokens() if most is None else most):
+        if not self.rule.learn(self._most(exchange)):
             # Those that have been served take part with nothing, as hosts of their experts.
             share = slice(0, 0) if fits else slice(None)
             batch = self._prefill(x[share], topk_idx[share], topk_weights[share], False)
@@ -163,14 +163,23 @@ class Steps:
             y = y if fits else late
         return y if y_shared is None else y + y_shared
 
+    def _most(self, exchange: int) -> int:
+        """Tokens of any rank in the last exchange, of which this one has told."""
+        words = self._host_words
+        most = None if words is None else words.most(exchange)
+        return self.buffer.wait_low_latency_num_tokens() if most is None else most
+
     def dispatch(
         self, way: Way, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, bounded: bool
     ) -> ExpertBatch:
         if way == "decode":
-            return self._decode(x, topk_idx, topk_weights, False)[0]
+            return self._decode(x, topk_idx, topk_weights, False, False)[0]
         if way == "ask":
-            batch = self._open(x, topk_idx, topk_weights, False)[0]
-            if self.rule.learn(self.buffer.wait_low_latency_num_tokens()):
+            batch = self._open(x, topk_idx, topk_weights, False, True)[0]
+            exchange, words = self.transport.num_decodes, self._host_words
+            if words is not None:
+                words.tell(exchange, x.shape[0])
+            if self.rule.learn(self._most(exchange)):
                 return batch
             return self._prefill(x, topk_idx, topk_weights, False)
         batch = self._prefill(x, topk_idx, topk_weights, bounded or self.is_capturing())
@@ -183,7 +192,7 @@ class Steps:
     ) -> Pending[ExpertBatch]:
         if way == "decode" or way == "ask":
             step = self._decode if way == "decode" else self._open
-            batch, hook = step(x, topk_idx, topk_weights, True)
+            batch, hook = step(x, topk_idx, topk_weights, True, way == "ask")
             assert hook is not None
 
             def receive() -> ExpertBatch:
@@ -224,16 +233,16 @@ class Steps:
     # ---- exchanges -----------------------------------------------------------------------------
 
     def _decode(
-        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, is_async: bool
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, is_async: bool, is_asking: bool
     ) -> tuple[ExpertBatch, Callable[[], None] | None]:
         if self._needs_grad(x, topk_weights):
             raise ArgumentError(
                 "mode", "decode", "has no gradients: call under torch.no_grad(), or with prefill"
             )
-        return self.transport.decode(x, topk_idx, topk_weights, False, is_async)
+        return self.transport.decode(x, topk_idx, topk_weights, is_async, is_asking)
 
     def _open(
-        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, is_async: bool
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, is_async: bool, is_asking: bool
     ) -> tuple[ExpertBatch, Callable[[], None] | None]:
         """A decode exchange that tells all ranks the most tokens; too many are not sent."""
         if x.shape[0] > self._decode_tokens:
@@ -241,7 +250,7 @@ class Steps:
             nowhere = self._nowhere.get(topk_idx.dtype)
             topk_idx = topk_idx[: len(x)] if nowhere is None else nowhere  # refused by its name
             topk_weights = self._no_weights
-        return self.transport.decode(x, topk_idx, topk_weights, True, is_async)
+        return self.transport.decode(x, topk_idx, topk_weights, is_async, is_asking)
 
     def _prefill(
         self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, is_bounded: bool

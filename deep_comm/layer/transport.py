@@ -78,8 +78,8 @@ class Transport:
         x: Tensor,
         topk_idx: Tensor,
         topk_weights: Tensor,
-        is_asking: bool,
         is_async: bool,
+        is_asking: bool,
     ) -> tuple[ExpertBatch, Callable[[], None] | None]:
         shape = self.shape
         payload, counts, handle, _, hook = self.buffer.low_latency_dispatch(

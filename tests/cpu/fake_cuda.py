@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import deep_comm
-from deep_comm import _core
+from deep_comm import _core, events
 
 COMPUTE, COMM = 11, 22
 
@@ -180,7 +180,13 @@ def _module(log: Log) -> types.ModuleType:
         _Point.record(event, stream)
         return event
 
+    def mark_always(device: int, stream: int) -> Event:
+        event = Event(device)
+        event.record(stream)
+        return event
+
     module.architectures = "90a"
+    module.mark = mark_always
     module.Event, module.Engine = Event, Engine
     module.marker = lambda device: functools.partial(mark, device)
     module.is_capturing = lambda stream: stream in log.capturing
@@ -200,6 +206,7 @@ def installed() -> Iterator[Log]:
     device = torch.device("cpu", 0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "deep_comm._cuda", _module(log))
+        patch.setattr(events, "pool", None)  # or the stub's would outlive it
         patch.setattr(deep_comm, "_cuda", sys.modules["deep_comm._cuda"], raising=False)
         for name in ("deep_comm.backends.cuda", "deep_comm.backends.cuda_launch"):
             patch.delitem(sys.modules, name, raising=False)

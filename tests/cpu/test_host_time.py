@@ -317,3 +317,17 @@ def test_a_handle_used_from_another_stream_outlives_the_call(
         assert recorded == []  # torch knows
 
     _on_fake_cuda(body, num_direct_bytes)
+
+
+def test_a_captured_event_is_one_of_the_pool() -> None:
+    def body(buffer: Any, log: Any, x: Any, handle: Any, idx: Any) -> None:
+        with Counter() as counter:
+            event = deep_comm.Buffer.capture()
+        assert log == [("record", COMPUTE)]
+        assert len(counter.functions) <= 10, counter.functions
+        log.clear()
+        event.current_stream_wait()
+        assert log == [("wait", COMPUTE)]
+
+    _on_fake_cuda(body)
+    assert deep_comm.Buffer.capture().event is not None  # of no backend

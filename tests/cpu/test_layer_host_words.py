@@ -67,6 +67,28 @@ def test_a_rank_that_has_not_told_is_not_waited_for_and_old_words_are_no_answer(
     local.run(fn, NUM_RANKS, timeout_s=60)
 
 
+def test_a_rank_that_tells_a_little_later_is_found_and_other_threads_run_meanwhile() -> None:
+    def fn(group: Any) -> int:
+        words = HostWords.create(Rendezvous(group))
+        assert words is not None
+        num_found = 0
+        for exchange in range(1, 201):
+            group.barrier()
+            if group.rank() == 0:
+                while not is_looking[exchange]:
+                    time.sleep(0)
+            elif group.rank() == 1:
+                is_looking[exchange] = True
+            words.tell(exchange, exchange)
+            num_found += words.most(exchange) == exchange
+        return num_found
+
+    is_looking = [False] * 201
+    found = local.run(fn, NUM_RANKS, timeout_s=60)
+    # Time slices of a busy machine are longer than anybody looks.
+    assert sum(found) >= 100, found
+
+
 @pytest.mark.parametrize("missing", ["attach", "create"])
 def test_ranks_without_common_memory_do_without_on_all_of_them(
     missing: str, monkeypatch: pytest.MonkeyPatch
@@ -90,10 +112,14 @@ def test_ranks_without_common_memory_do_without_on_all_of_them(
     assert local.run(fn, 2, timeout_s=60) == [[False, True, False, True]] * 2
 
 
-def _modes(layer: Any, case: LayerCase, rank: int) -> list[bool]:
+def _modes(layer: Any, case: LayerCase, rank: int, is_split: bool = False) -> list[bool]:
     modes = []
     for step in range(len(case.steps)):
-        layer(*inputs(case, rank, step), lambda batch: batch.x)
+        if is_split:
+            batch = layer.dispatch(*inputs(case, rank, step))
+            layer.combine(batch, batch.x)
+        else:
+            layer(*inputs(case, rank, step), lambda batch: batch.x)
         modes.append(layer.rule.begins_with_decode)
     return modes
 
@@ -107,6 +133,7 @@ def test_the_rule_is_the_same_by_words_and_after_a_reset_and_a_named_mode() -> N
             assert layer._steps._host_words is not None
             want = [False, True, False, True]
             assert _modes(layer, case, rank) == want
+            assert _modes(layer, case, rank, is_split=True) == want
             layer(*inputs(case, rank, 1), lambda batch: batch.x, mode="decode")
             assert _modes(layer, case, rank) == want
             layer._steps.transport.num_decodes += 3 * rank  # as if one had failed earlier

@@ -1,0 +1,82 @@
+// Words in memory that the ranks of one host share: how many tokens each of them has in a step.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <stdexcept>
+#include <string>
+
+namespace deep_comm {
+
+// Of one rank. A word is written whole and holds all there is to know, so that nothing needs an
+// order: the number of the exchange, which the ranks count alike, and the tokens. There are two of
+// a rank, for even and odd exchanges, each in a line that only this rank writes.
+class HostWords {
+ public:
+  static constexpr size_t kLineBytes = 128;
+  static constexpr size_t num_bytes(int num_ranks) {
+    return 2 * static_cast<size_t>(num_ranks) * kLineBytes;
+  }
+
+  HostWords(uintptr_t address, int rank, int num_ranks)
+      : address_(address), rank_(rank), num_ranks_(num_ranks) {
+    if (address % kLineBytes != 0 || rank < 0 || rank >= num_ranks) {
+      throw std::invalid_argument("words of rank " + std::to_string(rank) + " of " +
+                                  std::to_string(num_ranks) + " at " + std::to_string(address));
+    }
+  }
+
+  void tell(uint64_t exchange, uint64_t num_tokens) const {
+    word(exchange, rank_).store(packed(exchange, num_tokens), std::memory_order_relaxed);
+  }
+
+  // The most that any rank has told of this exchange; empty: not all have.
+  std::optional<uint64_t> most(uint64_t exchange) const {
+    uint64_t found = 0;
+    for (int rank = 0; rank < num_ranks_; ++rank) {
+      const uint64_t seen = word(exchange, rank).load(std::memory_order_relaxed);
+      if (seen >> kCountBits != (exchange & kMostTokens)) return std::nullopt;
+      if ((seen & kMostTokens) > found) found = seen & kMostTokens;
+    }
+    return found;
+  }
+
+  // The same, looked for as long as `patience`.
+  std::optional<uint64_t> wait_most(uint64_t exchange, std::chrono::microseconds patience) const {
+    constexpr int kLooks = 64;  // some microseconds, of which the clock takes little
+    const auto end = std::chrono::steady_clock::now() + patience;
+    do {
+      for (int look = 0; look < kLooks; ++look) {
+        if (const auto found = most(exchange)) return found;
+        pause();
+      }
+    } while (std::chrono::steady_clock::now() < end);
+    return std::nullopt;
+  }
+
+ private:
+  static constexpr int kCountBits = 32;
+  static constexpr uint64_t kMostTokens = (uint64_t{1} << kCountBits) - 1;
+
+  static uint64_t packed(uint64_t exchange, uint64_t num_tokens) {
+    return exchange << kCountBits | (num_tokens & kMostTokens);
+  }
+  static void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+  }
+  std::atomic_ref<uint64_t> word(uint64_t exchange, int rank) const {
+    const size_t line =
+        (exchange & 1) * static_cast<size_t>(num_ranks_) + static_cast<size_t>(rank);
+    return std::atomic_ref(*reinterpret_cast<uint64_t*>(address_ + line * kLineBytes));
+  }
+
+  uintptr_t address_;
+  int rank_, num_ranks_;
+};
+
+}  // namespace deep_comm
