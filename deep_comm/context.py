@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import torch
 
     from deep_comm._core import Engine
-    from deep_comm.ops.dispatch import PendingDispatch
+    from deep_comm.ops.steps import PendingDispatch
 
 
 # Shapes and configs of calls whose rings are remembered; a program uses a handful.

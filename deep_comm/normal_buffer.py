@@ -7,59 +7,36 @@ from typing import Any
 
 from torch import Tensor
 
-from deep_comm import config as configs
-from deep_comm import env
 from deep_comm.config import Config
-from deep_comm.context import Context
+from deep_comm.defaults import DefaultConfigs
 from deep_comm.errors import ArgumentError
 from deep_comm.events import EventOverlap
 from deep_comm.handle import Handle
 from deep_comm.handle_parts import Memory, Slab
 from deep_comm.internode_handle import InternodeHandle
 from deep_comm.ops import internode, internode_combine
-from deep_comm.ops.call import CallOptions, StreamOptions
+from deep_comm.ops.call import StreamOptions
 from deep_comm.ops.combine import combine
 from deep_comm.ops.dispatch import (
     DispatchResult,
     NewDispatch,
-    PendingDispatch,
     UnmovedRows,
-    begin_dispatch,
     cached_dispatch,
-    dispatch,
     dispatch_unmoved,
 )
 from deep_comm.ops.internode_dispatch import NewTierDispatch
 from deep_comm.ops.layout import get_dispatch_layout
 from deep_comm.ops.notify import counts_of
 from deep_comm.ops.scales import PLAIN, ScaleOptions
+from deep_comm.ops.steps import PendingDispatch, begin_dispatch, dispatch
 from deep_comm.tuning import DefaultConfig
 
 
-class _DefaultNumSms(int):
-    """Tells "nobody has chosen" from the same number chosen."""
-
-
-DEFAULT_NUM_SMS = _DefaultNumSms(20)
-RECOMMENDED = {
-    "dispatch": configs.recommended_dispatch_config,
-    "combine": configs.recommended_combine_config,
-}
-
-
-class NormalCalls:
+class NormalCalls(DefaultConfigs):
     """Dispatch and combine for any number of tokens, inside a node or between nodes.
 
     R ranks, T tokens of this rank, H hidden, K top-k, E experts, L local experts, N received rows.
     """
-
-    num_sms: int = DEFAULT_NUM_SMS
-    """SMs of the recommended configs; see set_num_sms. Until it is set, calls without a Config get
-    as many as was measured to be best, or a model says (docs/guide/sms.md).
-    """
-
-    _context: Context
-    _is_internode: bool
 
     def get_dispatch_layout(
         self,
@@ -474,55 +451,3 @@ class NormalCalls:
             return None
         ctx.end()
         return sums[0], sums[1], streams.quick_end(ctx, known)
-
-    def _choose_defaults(self) -> None:
-        """When the Buffer is built."""
-        self._env_num_sms = env.NUM_SMS.get()
-        self._has_defaults = self._env_num_sms is None and (
-            self._context.device.type != "cpu" or bool(self._context.tuned)
-        )
-        self._defaults = {
-            operation: DefaultConfig(
-                operation,
-                recommended,
-                self._context.tuned,
-                self._context.num_ranks,
-                self._context.backend.max_sms,
-            )
-            for operation, recommended in RECOMMENDED.items()
-        }
-
-    def _default_config(self, recommended: configs.Recommend) -> Config:
-        """Where the rows are not known."""
-        num_sms = self._env_num_sms
-        if self._context.device.type == "cpu":
-            return configs.host_default(num_sms)
-        max_sms = self._context.backend.max_sms
-        if num_sms is None:
-            wanted = self.num_sms  # of this Buffer, of its class, or of all
-            num_sms = wanted if max_sms is None else min(wanted, max_sms)
-        # Groups of several nodes may have any size.
-        return recommended(configs.known_size(self._context.num_ranks), num_sms)
-
-    def _names_sms(self) -> bool:
-        """Whether somebody has said how many SMs a call without a Config may have."""
-        return not self._has_defaults or self.num_sms is not DEFAULT_NUM_SMS
-
-    def _options_between_nodes(
-        self, operation: str, config: Config | None, streams: StreamOptions
-    ) -> CallOptions:
-        """Of a "dispatch" or "combine"."""
-        if config is not None:
-            return CallOptions(config, None, True, streams)
-        default = self._default_config(RECOMMENDED[operation])
-        return CallOptions(None, default, self._names_sms(), streams)
-
-    def _default(self, operation: str, config: Config | None) -> Config | DefaultConfig | None:
-        """For "dispatch" or "combine" without a config inside a node, else None:
-        docs/guide/sms.md.
-        """
-        if config is not None or self._is_internode:
-            return None
-        if not self._names_sms():
-            return self._defaults[operation]
-        return self._default_config(RECOMMENDED[operation])

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from deep_comm import config as configs
+from deep_comm.defaults import DEFAULT_NUM_SMS, RECOMMENDED
 from deep_comm.errors import ArgumentError
-from deep_comm.normal_buffer import DEFAULT_NUM_SMS, RECOMMENDED
 from deep_comm.rendezvous import Rendezvous
 from deep_comm.topology import (
     MAX_RANKS_PER_NODE,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -357,32 +357,6 @@ class NewDispatch:
         )  # fmt: skip
 
 
-class Steps(Protocol):
-    """A dispatch with new routing, of one tier or two."""
-
-    ctx: Context
-    num_worst_tokens: int
-
-    def send(self, launch: Launch) -> None: ...
-    def receive(self) -> None: ...
-    def end(self) -> tuple[Any, ...]: ...
-    def remember(self) -> None:
-        """The next call of this form may take one native step."""
-
-
-def dispatch(call: Steps, streams: StreamOptions) -> Any:
-    ctx = call.ctx
-    with streams.launch(ctx) as launch:
-        call.send(launch)
-        if call.num_worst_tokens == 0:
-            call.receive()
-        result = call.end()
-    ctx.end()
-    if streams.is_quick:
-        call.remember()
-    return result
-
-
 class UnmovedRows(NamedTuple):
     """What a native step leaves of a dispatch whose rows it could not move."""
 
@@ -397,61 +371,6 @@ def dispatch_unmoved(call: NewDispatch, unmoved: UnmovedRows, streams: StreamOpt
         result = call.end()
     call.ctx.end()
     return result
-
-
-class PendingDispatch:
-    """A dispatch that has been sent, and whose counts the host has not waited for yet. It will in
-    ``result``, or in the Buffer's next operation of normal mode, which comes behind this one.
-    """
-
-    __slots__ = ("_call", "_ctx", "_error", "_launch", "_result")
-
-    def __init__(self, call: Steps, launch: Launch) -> None:
-        self._ctx = ctx = call.ctx
-        self._launch = launch
-        self._call: Steps | None = call
-        self._result: Any = None
-        self._error: Exception | None = None
-        # Also where the caller drops this: kernels use what it holds, and peers count on this rank.
-        ctx.pending = self
-
-    def settle(self) -> None:
-        """Waits and ends the operation. What is wrong with it is for ``result`` to say."""
-        if self._call is None:
-            return
-        call, ctx, launch = self._call, self._ctx, self._launch
-        self._call = ctx.pending = None
-        try:
-            launch.resume()
-            with launch:
-                call.receive()
-                result = call.end()
-            ctx.end()
-            self._result = result
-        except Exception as error:  # noqa: BLE001 - raised by `result`
-            self._error = error
-
-    def forget(self, error: Exception) -> None:
-        """The Buffer does without; its kernels have ended."""
-        self._call = self._ctx.pending = None
-        self._error = error
-
-    def result(self) -> Any:
-        """Raises what went wrong, in every call."""
-        self.settle()
-        if self._error is not None:
-            raise self._error
-        assert self._result is not None
-        return self._result
-
-
-def begin_dispatch(call: Steps, streams: StreamOptions) -> PendingDispatch:
-    """Without num_worst_tokens, asynchronous, up to where the host would wait."""
-    launch = streams.launch(call.ctx)
-    with launch:
-        call.send(launch)
-        launch.pause()
-    return PendingDispatch(call, launch)
 
 
 def cached_dispatch(
