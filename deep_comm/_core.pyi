@@ -404,6 +404,10 @@ class Engine:
         end: Callable[[], object] | None,  # called behind every launch
         bfloat16: object,
         int32: object,
+        streams: object,  # this and the next: as QuickNormal's
+        current_stream: Callable[[int], int] | None,
+        is_ready: Callable[[int, int], bool] | None,
+        record: Callable[[int], object] | None,
     ) -> QuickLowLatency: ...
     def wait_low_latency_num_tokens(self) -> int | None:
         """The most tokens any rank had in the last reporting dispatch; None: a

@@ -163,17 +163,17 @@ class LowLatencyCalls:
             ConfigMismatch, PeerTimeout: on the ranks that notice; reset()
             makes the Buffer usable again.
         """
-        if not async_finish and x_global_scale is None:
-            made = self._low_latency.quick_dispatch(
-                x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts,
-                cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats, use_fp8,
-                round_scale, use_ue8m0, return_recv_hook, topk_weights, compact,
-                report_num_tokens, use_nvfp4,
-            )  # fmt: skip
-            if made is not None:
-                payload, recv_count, shape, metadata, num_tokens, hook = made
-                handle = LowLatencyHandle(shape, metadata, num_tokens)
-                return payload, recv_count, handle, EventOverlap(), hook
+        made = self._low_latency.quick_dispatch(
+            x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts,
+            cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats, use_fp8,
+            round_scale, use_ue8m0, return_recv_hook, topk_weights, compact, report_num_tokens,
+            use_nvfp4, x_global_scale, async_finish,
+        )  # fmt: skip
+        if made is not None:
+            payload, recv_count, shape, metadata, num_tokens, hook = made
+            event = self._end_asynchronous() if async_finish else EventOverlap()
+            handle = LowLatencyHandle(shape, metadata, num_tokens)
+            return payload, recv_count, handle, event, hook
         return low_latency.low_latency_dispatch(
             self._context,
             self._low_latency,
@@ -194,6 +194,10 @@ class LowLatencyCalls:
             use_nvfp4,
             x_global_scale,
         )
+
+    def _end_asynchronous(self) -> EventOverlap:
+        """Behind an asynchronous call in one native step."""
+        return self._context.backend.end_asynchronous(None, False)
 
     def wait_low_latency_num_tokens(self) -> int:
         """The most tokens that any rank had in the last dispatch with ``report_num_tokens``.
@@ -253,15 +257,18 @@ class LowLatencyCalls:
             event, hook: as of low_latency_dispatch. The send phase waits for its peers' send
                 phases, unless the weights came with dispatch.
         """
-        if type(handle) is LowLatencyHandle and not (
-            use_logfmt or zero_copy or async_finish or one_rounding
-        ):
-            made = self._low_latency.quick_combine(
-                x, topk_idx, topk_weights, handle.shape, handle.metadata, handle.num_tokens,
-                return_recv_hook, out, combine_wait_recv_cost_stats,
-            )  # fmt: skip
-            if made is not None:
-                return made[0], EventOverlap(), made[1]
+        if type(handle) is LowLatencyHandle:
+            shape, state = handle.shape, self._low_latency
+            rows = state.combine_buffers.get(shape.rows_shape) if zero_copy else None
+            if rows is not None or not zero_copy:
+                made = state.quick_combine(
+                    x, topk_idx, topk_weights, shape, handle.metadata, handle.num_tokens,
+                    return_recv_hook, out, combine_wait_recv_cost_stats, use_logfmt, one_rounding,
+                    rows, async_finish,
+                )  # fmt: skip
+                if made is not None:
+                    event = self._end_asynchronous() if async_finish else EventOverlap()
+                    return made[0], event, made[1]
         return low_latency.low_latency_combine(
             self._context,
             self._low_latency,

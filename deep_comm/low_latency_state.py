@@ -178,7 +178,7 @@ class LowLatencyState:
     def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
         self._pending: dict[str, list[object]] = {"dispatch": [], "combine": []}
-        self._combine_buffers: dict[tuple[int, ...], Tensor] = {}
+        self.combine_buffers: dict[tuple[int, ...], Tensor] = {}
         self._num_blocks: dict[tuple[int, int, int, int, bool, bool], int] = {}
         self.shapes: dict[ShapeOptions, LowLatencyShape] = {}
         # Whole calls in one native step, of the shapes that are known; None: not this one.
@@ -187,6 +187,7 @@ class LowLatencyState:
         self._quick: Any = None
         torch_parts = quick.torch_of(ctx.device)
         if ctx.low_latency_bytes > 0 and torch_parts is not None and not env.POISON.get():
+            streams, current_stream, is_ready, record = ctx.backend.quick_streams()
             self._quick = ctx.engine.quick_low_latency(
                 *torch_parts,
                 empty_address=ctx.heap.base,
@@ -196,6 +197,10 @@ class LowLatencyState:
                 end=ctx.end if ctx.backend.is_synchronous else None,
                 bfloat16=torch.bfloat16,
                 int32=torch.int32,
+                streams=streams,
+                current_stream=current_stream,
+                is_ready=is_ready,
+                record=record,
             )
             self.quick_dispatch, self.quick_combine = self._quick.dispatch, self._quick.combine
 
@@ -311,18 +316,18 @@ class LowLatencyState:
 
     def combine_buffer(self, shape: tuple[int, ...]) -> Tensor:
         """Where callers may write the rows of the next combine; made when first asked for."""
-        buffer = self._combine_buffers.get(shape)
+        buffer = self.combine_buffers.get(shape)
         if buffer is None:
             buffer = torch.empty(shape, dtype=torch.bfloat16, device=self._ctx.device)
-            self._combine_buffers[shape] = buffer
+            self.combine_buffers[shape] = buffer
         return buffer
 
     def filled_combine_buffer(self, shape: tuple[int, ...]) -> Tensor:
-        if shape not in self._combine_buffers:
+        if shape not in self.combine_buffers:
             raise ArgumentError(
                 "zero_copy", True, "needs rows in get_next_low_latency_combine_buffer(handle)"
             )
-        return self._combine_buffers[shape]
+        return self.combine_buffers[shape]
 
     def reset(self) -> None:
         """Hooks from before a reset have nothing left to receive."""

@@ -10,6 +10,7 @@
 
 #include "bind/bindings.hpp"
 #include "bind/numbers.hpp"
+#include "bind/quick_streams.hpp"
 #include "bind/region_blocks.hpp"
 #include "bind/torch_tensors.hpp"
 
@@ -17,70 +18,18 @@ namespace deep_comm::quick {
 
 namespace py = pybind11;
 
-// Where one call runs: as CallerLaunch and CommLaunch of backends/cuda_launch.py say.
-struct Order {
-  uint64_t stream = 0;  // of its kernels
-  uint64_t caller = 0;  // the current one
-  bool is_behind_caller = true;
-  bool is_async = false;  // on the communication stream, and the caller's goes on
-  bool on_comm = false;   // outputs belong to the communication stream
-
-  uint64_t home() const { return on_comm ? stream : caller; }
-};
-
 // Of one Buffer.
-struct Parts {
+struct Parts : StreamParts {
   TorchTensors torch;
-  int device_index;
   int num_ranks;
   uint64_t heap_base;
-  py::object memory;   // of the heap
-  NumberCall<5> take;  // Region.taker()
-  py::object streams;  // Streams of the CUDA backend, or None
-  py::object comm;     // its communication stream, torch's object
-  uint64_t raw_comm;
-  NumberCall<1> current_stream;  // (device)
-  NumberCall<2> is_ready;        // (device, stream)
-  NumberCall<1> record_done;     // (stream) of streams.done
-  NumberCall<1> likely_rows;     // (num_tokens): numbers of rows to have room for, best first
-  NumberCall<0> wait_counts;     // Engine.counts_waiter()
-  py::object last_name, wait_name, record_name;
+  py::object memory;          // of the heap
+  NumberCall<5> take;         // Region.taker()
+  NumberCall<1> likely_rows;  // (num_tokens): numbers of rows to have room for, best first
+  NumberCall<0> wait_counts;  // Engine.counts_waiter()
   py::object float32;
 
   uint64_t given(uint64_t address) const { return address == 0 ? heap_base : address; }
-
-  // `asynchronous`: None, or (the event to be behind instead of the caller's stream, or None; are
-  // outputs the communication stream's). False: the operation cannot run at once.
-  bool begin(PyObject* asynchronous, Order* order) const {
-    *order = {};
-    PyObject* previous = Py_None;
-    if (asynchronous != Py_None) {
-      previous = PyTuple_GET_ITEM(asynchronous, 0);
-      order->is_async = true;
-      order->on_comm = PyTuple_GET_ITEM(asynchronous, 1) == Py_True;
-      order->is_behind_caller = previous == Py_None;
-    }
-    if (streams.is_none()) return true;
-    const uint64_t device = static_cast<uint64_t>(device_index);
-    const uint64_t caller = PyLong_AsUnsignedLongLongMask(current_stream({device}).ptr());
-    order->caller = order->stream = caller;
-    if (is_ready({device, caller}).ptr() != Py_True) return false;
-    if (!order->is_async) {
-      if (!is_last(caller)) wait_done(caller);
-      return true;
-    }
-    order->stream = raw_comm;
-    if (raw_comm != caller && is_ready({device, raw_comm}).ptr() != Py_True) return false;
-    if (!order->is_behind_caller) {
-      py::handle(previous).attr("stream_wait")(comm);
-    } else if (raw_comm != caller) {
-      streams.attr("hop").attr("order")(caller, raw_comm);
-    }
-    if (!is_last(raw_comm) && !(order->is_behind_caller && is_last(caller))) {
-      wait_done(raw_comm);
-    }
-    return true;
-  }
 
   // A block of the region, behind its last uses; false: there is no room.
   bool take_block(uint64_t num_bytes, const Order& order, bool is_scratch, py::object* block,
@@ -114,39 +63,9 @@ struct Parts {
     return made;
   }
 
-  // Kernels of an asynchronous call read what the caller gave.
-  void keep(PyObject* tensor, const TensorView& view, const Order& order) const {
-    if (order.is_async && !view.is_empty()) record(tensor);
-  }
-
-  void end(const Order& order) const {
-    if (streams.is_none()) return;
-    streams.attr(last_name) = py::int_(order.stream);
-    record_done({order.stream});
-  }
-
   py::object home_of(const Order& order) const {
     if (streams.is_none()) return py::none();
     return py::int_(order.home());
-  }
-
- private:
-  // Is there nothing to wait for behind the operation before on this stream?
-  bool is_last(uint64_t stream) const {
-    const py::object last = streams.attr(last_name);
-    return last.is_none() || PyLong_AsUnsignedLongLongMask(last.ptr()) == stream;
-  }
-
-  // The stream comes behind the operation before.
-  void wait_done(uint64_t stream) const { streams.attr("done").attr(wait_name)(stream); }
-
-  // For torch's allocator: the communication stream uses the tensor.
-  void record(PyObject* tensor) const {
-    if (streams.is_none()) return;
-    PyObject* const arguments[] = {tensor, comm.ptr()};
-    PyObject* none = PyObject_VectorcallMethod(record_name.ptr(), arguments, 2, nullptr);
-    if (none == nullptr) throw py::error_already_set();
-    Py_DECREF(none);
   }
 };
 
@@ -241,7 +160,7 @@ inline bool is_home(PyObject* home_stream, const Parts& parts, const Order& orde
          PyLong_AsUnsignedLongLongMask(home_stream) == order.stream;
 }
 
-// None, or how an asynchronous call is given: see Parts::begin.
+// None, or how an asynchronous call is given: see StreamParts::begin.
 inline bool is_asynchronous(PyObject* object) {
   return object == Py_None || (PyTuple_CheckExact(object) && PyTuple_GET_SIZE(object) == 2);
 }

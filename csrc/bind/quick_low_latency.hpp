@@ -1,13 +1,15 @@
 // Whole low-latency calls in one step, for the host's hot path: tensors are looked at, outputs made
-// and the kernel launched here, in the place of some sixty steps of Python. Only plain calls, of a
-// form that was called before, with arguments that are beyond doubt: everything else is left to
-// Python, untouched, which says what is wrong with it.
+// and the kernel launched here, in the place of some sixty steps of Python: on the caller's stream or,
+// with async_finish, on the communication stream. Only calls of a form that was called before, with
+// arguments that are beyond doubt: everything else is left to Python, untouched, which says what is
+// wrong with it.
 #pragma once
 
 #include <deque>
 
 #include "bind/arguments.hpp"
 #include "bind/numbers.hpp"
+#include "bind/quick_streams.hpp"
 #include "bind/torch_tensors.hpp"
 
 namespace deep_comm {
@@ -40,6 +42,8 @@ struct QuickParts {
   pybind11::object refuse_hook;  // () raises: the hook has run, or the Buffer is destroyed
   pybind11::object end;          // () behind every call, or None
   pybind11::object bfloat16;
+  pybind11::object asynchronous;  // of StreamParts::begin, for async_finish
+  quick::StreamParts streams;
 };
 
 template <class Target>
@@ -116,6 +120,19 @@ inline bool optional_vector(const TorchTensors& torch, PyObject* object, DlDataT
   return true;
 }
 
+// An optional float32 of any shape that has one element.
+inline bool optional_scalar(const TorchTensors& torch, PyObject* object, uintptr_t* address) {
+  *address = 0;
+  if (object == Py_None) return true;
+  TensorView view;
+  if (!torch.view(object, &view) || !view.is(kDlFloat32)) return false;
+  for (int dim = 0; dim < view.num_dims(); ++dim) {
+    if (view.extent(dim) != 1) return false;
+  }
+  *address = view.address();
+  return true;
+}
+
 inline bool is_aligned(uintptr_t address) { return address % 16 == 0; }
 
 }  // namespace detail
@@ -150,16 +167,46 @@ pybind11::object quick_hook(QuickHook<Target, Call>& hook, PyObject* const* /*ar
   return pybind11::none();
 }
 
+// How a call is launched, and where.
+struct QuickLaunch {
+  bool has_hook;
+  bool is_async;
+  quick::Order order;
+
+  // False: the call cannot run at once. Where it can, the communication stream is behind the
+  // caller's already: from here on nothing is left to Python.
+  template <class Target>
+  bool begin(const QuickLowLatency<Target>& self) {
+    if (!is_async) {
+      order.stream = self.torch.current_stream();
+      return true;
+    }
+    return !has_hook && self.parts.streams.begin(self.parts.asynchronous.ptr(), &order);
+  }
+  // What the kernels of an asynchronous call work on; null and None: nothing.
+  template <class Target>
+  void keep(const QuickLowLatency<Target>& self, std::initializer_list<PyObject*> tensors) const {
+    if (!is_async) return;
+    for (PyObject* tensor : tensors) {
+      TensorView view;
+      if (tensor == nullptr || tensor == Py_None) continue;
+      // A version of torch may not know how to describe a type that others do.
+      if (!self.torch.view(tensor, &view) || !view.is_empty()) self.parts.streams.record(tensor);
+    }
+  }
+};
+
 // Launches a call, or its send phase and then makes the hook of the other.
 template <class Target, class Call>
 pybind11::object launch_quick(QuickLowLatency<Target>& self, const QuickForm& form, Call call,
-                              int kind, bool has_hook, pybind11::tuple kept) {
+                              int kind, const QuickLaunch& launch, pybind11::tuple kept) {
   namespace py = pybind11;
-  const uint64_t stream = self.torch.current_stream();
+  const uint64_t stream = launch.order.stream;
   call.send = true;
-  call.receive = !has_hook;
+  call.receive = !launch.has_hook;
   run_quick(self, form, call, stream);
-  if (!has_hook) {
+  if (!launch.has_hook) {
+    if (launch.is_async) self.parts.streams.end(launch.order);
     self.end();
     return py::none();
   }
@@ -173,7 +220,8 @@ pybind11::object launch_quick(QuickLowLatency<Target>& self, const QuickForm& fo
 }
 
 // (x, topk_idx, num_max_tokens, num_experts, cumulative_stats, wait_stats, use_fp8, round_scale,
-//  use_ue8m0, return_recv_hook, topk_weights, compact, report_num_tokens, use_nvfp4)
+//  use_ue8m0, return_recv_hook, topk_weights, compact, report_num_tokens, use_nvfp4, x_global_scale,
+//  async_finish)
 //   -> (recv_x or (recv_x, scales), recv_count, shape, metadata, num_tokens, hook), or None.
 template <class Target>
 pybind11::object quick_dispatch(QuickLowLatency<Target>* calls, PyObject* const* arguments) {
@@ -182,13 +230,15 @@ pybind11::object quick_dispatch(QuickLowLatency<Target>* calls, PyObject* const*
   const TorchTensors& torch = self.torch;
   TensorView x, idx, weights;
   int num_max_tokens, num_experts;
-  bool use_fp8, round_scale, use_ue8m0, has_hook, is_compact, is_reporting, use_nvfp4;
+  bool use_fp8, round_scale, use_ue8m0, is_compact, is_reporting, use_nvfp4;
+  QuickLaunch launch{};
   using detail::as_bool, detail::as_int;
   if (!as_int(arguments[2], &num_max_tokens) || !as_int(arguments[3], &num_experts) ||
       !as_bool(arguments[6], &use_fp8) || !as_bool(arguments[7], &round_scale) ||
-      !as_bool(arguments[8], &use_ue8m0) || !as_bool(arguments[9], &has_hook) ||
+      !as_bool(arguments[8], &use_ue8m0) || !as_bool(arguments[9], &launch.has_hook) ||
       !as_bool(arguments[11], &is_compact) || !as_bool(arguments[12], &is_reporting) ||
-      !as_bool(arguments[13], &use_nvfp4) || !torch.matrix(arguments[0], kDlBfloat16, -1, -1, &x) ||
+      !as_bool(arguments[13], &use_nvfp4) || !as_bool(arguments[15], &launch.is_async) ||
+      !torch.matrix(arguments[0], kDlBfloat16, -1, -1, &x) ||
       !detail::routing(torch, arguments[1], arguments[10], x.extent(0), -1, &idx, &weights)) {
     return py::none();
   }
@@ -212,12 +262,15 @@ pybind11::object quick_dispatch(QuickLowLatency<Target>* calls, PyObject* const*
                                &call.cumulative_stats) ||
       !detail::optional_vector(torch, arguments[5], kDlInt64, self.engine->num_group_ranks(),
                                &call.wait_stats) ||
-      !self.is_ready(0)) {
+      !detail::optional_scalar(torch, arguments[14], &call.global_scale) ||
+      (arguments[14] != Py_None && !use_nvfp4) || !self.is_ready(0) || !launch.begin(self)) {
     return py::none();
   }
-  py::object payload = torch.empty(form->recv_x, &call.recv_x);
+  py::object payload = torch.empty(form->recv_x, &call.recv_x), scales;
+  PyObject* const rows = payload.ptr();
   if (form->has_scales) {
-    payload = py::make_tuple(std::move(payload), torch.empty(form->scales, &call.recv_scales));
+    scales = torch.empty(form->scales, &call.recv_scales);
+    payload = py::make_tuple(std::move(payload), scales);
   }
   py::object metadata = torch.empty(form->metadata, &call.metadata);
   py::object recv_count = torch.part(metadata, form->recv_count, self.zero.ptr());
@@ -227,21 +280,24 @@ pybind11::object quick_dispatch(QuickLowLatency<Target>* calls, PyObject* const*
   call.topk_weights = has_weights ? self.given(weights.address()) : 0;
   call.num_tokens = static_cast<int>(x.extent(0));
   call.recv_x = self.given(call.recv_x);
-  call.has_ticket = has_hook;
+  call.has_ticket = launch.has_hook;
   call.is_reporting = is_reporting;
   py::tuple kept;
-  if (has_hook) {
+  if (launch.has_hook) {
     kept = py::make_tuple(payload, metadata, py::handle(arguments[0]), py::handle(arguments[1]),
                           py::handle(arguments[4]), py::handle(arguments[5]),
-                          py::handle(arguments[10]));
+                          py::handle(arguments[10]), py::handle(arguments[14]));
   }
-  py::object hook = launch_quick(self, *form, call, 0, has_hook, std::move(kept));
+  py::object hook = launch_quick(self, *form, call, 0, launch, std::move(kept));
+  launch.keep(self, {rows, scales.ptr(), metadata.ptr(), arguments[0], arguments[1], arguments[4],
+                     arguments[5], arguments[10], arguments[14]});
   return py::make_tuple(std::move(payload), std::move(recv_count), form->shape, std::move(metadata),
                         call.num_tokens, std::move(hook));
 }
 
-// (x, topk_idx, topk_weights, shape, metadata, num_tokens, return_recv_hook, out, wait_stats)
-//   -> (combined_x, hook), or None.
+// (x, topk_idx, topk_weights, shape, metadata, num_tokens, return_recv_hook, out, wait_stats,
+//  use_logfmt, one_rounding, rows, async_finish) -> (combined_x, hook), or None. rows: None, or the
+// buffer that x only gives the shape of.
 template <class Target>
 pybind11::object quick_combine(QuickLowLatency<Target>* calls, PyObject* const* arguments) {
   namespace py = pybind11;
@@ -257,10 +313,15 @@ pybind11::object quick_combine(QuickLowLatency<Target>* calls, PyObject* const* 
   const int64_t num_rows = int64_t{num_ranks} * options.num_max_tokens;
   TensorView x, idx, weights, metadata, out;
   int num_tokens;
-  bool has_hook;
+  bool one_rounding;
+  const bool has_buffer = arguments[11] != Py_None;
+  QuickLaunch launch{};
   LowLatencyCombineCall call{};
-  if (!detail::as_int(arguments[5], &num_tokens) || !detail::as_bool(arguments[6], &has_hook) ||
-      !torch.view(arguments[0], &x) || !x.is(kDlBfloat16) || !x.is_contiguous() ||
+  using detail::as_bool;
+  if (!detail::as_int(arguments[5], &num_tokens) || !as_bool(arguments[6], &launch.has_hook) ||
+      !as_bool(arguments[9], &call.use_logfmt) || !as_bool(arguments[10], &one_rounding) ||
+      !as_bool(arguments[12], &launch.is_async) || !torch.view(arguments[0], &x) ||
+      !x.is(kDlBfloat16) || !(has_buffer || x.is_contiguous()) ||
       !detail::routing(torch, arguments[1], arguments[2], num_tokens, options.num_topk, &idx,
                        &weights) ||
       !torch.view(arguments[4], &metadata) ||
@@ -269,24 +330,30 @@ pybind11::object quick_combine(QuickLowLatency<Target>* calls, PyObject* const* 
   }
   // Rows as dispatch returned them: [N, hidden] or [L, N, hidden].
   const int num_dims = options.is_compact ? 2 : 3;
-  const bool needs_weights = !options.is_compact && !options.has_weights;
+  const bool needs_weights = one_rounding || !(options.is_compact || options.has_weights);
   if (x.num_dims() != num_dims || x.extent(num_dims - 2) != num_rows ||
       x.extent(num_dims - 1) != options.hidden ||
       (num_dims == 3 && x.extent(0) != form->num_local_experts) ||
+      (has_buffer && !(torch.view(arguments[11], &x) && x.is(kDlBfloat16) &&
+                       x.num_dims() == num_dims && x.is_contiguous())) ||
       !detail::is_aligned(x.address()) || (needs_weights && arguments[2] == Py_None) ||
-      !self.is_ready(1)) {
+      (call.use_logfmt && (has_buffer || one_rounding || !form->plan.has_whole_log_pieces)) ||
+      (one_rounding && (options.is_compact || !form->plan.has_room_for_selections))) {
     return py::none();
   }
+  const bool has_out = arguments[7] != Py_None;
+  if (has_out && !(torch.matrix(arguments[7], kDlBfloat16, num_tokens, options.hidden, &out) &&
+                   detail::is_aligned(out.address()))) {
+    return py::none();
+  }
+  if (!self.is_ready(1) || !launch.begin(self)) return py::none();
   py::object combined_x;
-  if (arguments[7] == Py_None) {
-    combined_x =
-        torch.empty_matrix(num_tokens, options.hidden, self.parts.bfloat16, &call.combined_x);
-  } else if (torch.matrix(arguments[7], kDlBfloat16, num_tokens, options.hidden, &out) &&
-             detail::is_aligned(out.address())) {
+  if (has_out) {
     combined_x = py::reinterpret_borrow<py::object>(arguments[7]);
     call.combined_x = out.address();
   } else {
-    return py::none();
+    combined_x =
+        torch.empty_matrix(num_tokens, options.hidden, self.parts.bfloat16, &call.combined_x);
   }
   call.x = self.given(x.address());
   call.metadata = metadata.address();
@@ -294,16 +361,21 @@ pybind11::object quick_combine(QuickLowLatency<Target>* calls, PyObject* const* 
   call.topk_idx_bytes = idx.element_bytes();
   call.topk_weights = needs_weights ? self.given(weights.address()) : 0;
   call.num_tokens = num_tokens;
-  call.rows = options.is_compact ? CombineRows::kReduced : CombineRows::kSums;
+  call.rows = one_rounding         ? CombineRows::kSelections
+              : options.is_compact ? CombineRows::kReduced
+                                   : CombineRows::kSums;
   call.combined_x = self.given(call.combined_x);
   py::tuple kept;
-  if (has_hook) {
+  PyObject* const source = arguments[has_buffer ? 11 : 0];
+  if (launch.has_hook) {
     py::object ticket = torch.empty(self.ticket, &call.ticket);
-    kept = py::make_tuple(combined_x, std::move(ticket), py::handle(arguments[0]),
+    kept = py::make_tuple(combined_x, std::move(ticket), py::handle(source),
                           py::handle(arguments[1]), py::handle(arguments[2]),
                           py::handle(arguments[4]), py::handle(arguments[8]));
   }
-  py::object hook = launch_quick(self, *form, call, 1, has_hook, std::move(kept));
+  py::object hook = launch_quick(self, *form, call, 1, launch, std::move(kept));
+  launch.keep(self,
+              {combined_x.ptr(), source, arguments[1], arguments[2], arguments[4], arguments[8]});
   return py::make_tuple(std::move(combined_x), std::move(hook));
 }
 
@@ -338,19 +410,20 @@ void bind_quick_low_latency(pybind11::module_& m, pybind11::class_<Engine<Target
           "plan"_a, "shape"_a, "use_fp8"_a, "use_nvfp4"_a, "num_local_experts"_a, "forms"_a)
       .def_property_readonly("dispatch",
                              [](const py::object& self) {
-                               return object_function<14, &quick_dispatch<Target>>(
+                               return object_function<16, &quick_dispatch<Target>>(
                                    "quick_dispatch", self.cast<Calls*>(), self);
                              })
       .def_property_readonly("combine", [](const py::object& self) {
-        return object_function<9, &quick_combine<Target>>("quick_combine", self.cast<Calls*>(),
-                                                          self);
+        return object_function<13, &quick_combine<Target>>("quick_combine", self.cast<Calls*>(),
+                                                           self);
       });
   engine.def(
       "quick_low_latency",
       [](Engine<Target>& engine, py::object tensor_type, const py::object& exchange_api,
          py::object empty, py::object part, int device_type, int device_index,
          uintptr_t empty_address, py::list pending_dispatches, py::list pending_combines,
-         py::object refuse_hook, py::object end, py::object bfloat16, py::object int32) {
+         py::object refuse_hook, py::object end, py::object bfloat16, py::object int32,
+         py::object streams, py::object current_stream, py::object is_ready, py::object record) {
         auto calls = std::make_unique<Calls>(
             Calls{.engine = &engine,
                   .torch = {std::move(tensor_type), exchange_api, std::move(empty), std::move(part),
@@ -359,7 +432,11 @@ void bind_quick_low_latency(pybind11::module_& m, pybind11::class_<Engine<Target
                             {std::move(pending_dispatches), std::move(pending_combines)},
                             std::move(refuse_hook),
                             std::move(end),
-                            std::move(bfloat16)},
+                            std::move(bfloat16),
+                            py::make_tuple(py::none(), false),
+                            quick::StreamParts::make(device_index, std::move(streams),
+                                                     std::move(current_stream), std::move(is_ready),
+                                                     std::move(record))},
                   .ticket = {py::make_tuple(1), py::make_tuple(1), std::move(int32)},
                   .zero = py::int_(0),
                   .forms = {}});
@@ -370,7 +447,8 @@ void bind_quick_low_latency(pybind11::module_& m, pybind11::class_<Engine<Target
       },
       py::keep_alive<0, 1>(), "tensor_type"_a, "exchange_api"_a, "empty"_a, "part"_a,
       "device_type"_a, "device_index"_a, py::kw_only(), "empty_address"_a, "pending_dispatches"_a,
-      "pending_combines"_a, "refuse_hook"_a, "end"_a, "bfloat16"_a, "int32"_a);
+      "pending_combines"_a, "refuse_hook"_a, "end"_a, "bfloat16"_a, "int32"_a, "streams"_a,
+      "current_stream"_a, "is_ready"_a, "record"_a);
 }
 
 }  // namespace deep_comm

@@ -162,6 +162,7 @@ LowLatencyPlan Engine<Target>::plan_low_latency(const LowLatencyOptions& options
   }
   plan.has_room_for_selections =
       low_latency_bytes_for(plan.combine_shape, true) <= low_latency_bytes_;
+  plan.has_whole_log_pieces = options.hidden % LogPiece::kElements == 0;
   for (LowLatencyShape* shape : {&plan.dispatch_shape, &plan.combine_shape}) {
     if (is_internode()) {
       low_latency_reach_.region.spread(shape, num_group_ranks(), can_shrink_);
@@ -274,7 +275,7 @@ void Engine<Target>::low_latency_combine(const LowLatencyPlan& plan,
   LaunchConfig config = plan.launch;
   config.may_begin_early = begins_early();
   if (call.use_logfmt) {
-    if (plan.options.hidden % LogPiece::kElements != 0 || call.rows == CombineRows::kSelections) {
+    if (!plan.has_whole_log_pieces || call.rows == CombineRows::kSelections) {
       throw std::invalid_argument("LogFMT takes sums or reduced rows of a multiple of 16 columns");
     }
     if (is_internode()) return low_latency_rail_combine(plan, call, args, stream);

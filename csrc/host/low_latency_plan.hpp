@@ -35,6 +35,7 @@ struct LowLatencyPlan {
   uint32_t dispatch_signature;
   uint32_t combine_signatures[2 * kNumCombineRows];
   bool has_room_for_selections;
+  bool has_whole_log_pieces;
 };
 
 // Addresses of one call; 0: not given.

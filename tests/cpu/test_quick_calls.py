@@ -168,7 +168,10 @@ def test_what_is_in_doubt_is_left_to_python() -> None:
         handle = buffer.low_latency_dispatch(x, idx, M, E)[2]
         engine, spy = buffer._context.engine, Spy(buffer)
         dispatch, combine = spy.natives
-        plain = [x, idx, M, E, None, None, True, False, False, False, None, False, False, False]
+        plain = [
+            x, idx, M, E, None, None, True, False, False, False, None, False, False, False, None,
+            False,
+        ]  # fmt: skip
         assert dispatch(*plain) is not None
         wide = torch.zeros(T, 2 * H, dtype=torch.bfloat16)
         shifted = torch.zeros(T * H + 1, dtype=torch.bfloat16)[1:].view(T, H)
@@ -185,6 +188,8 @@ def test_what_is_in_doubt_is_left_to_python() -> None:
             *((place, value) for place in (6, 7, 8, 9, 11, 12, 13) for value in (None, 1, "yes")),
             (7, True), (8, True), (11, True),  # forms that nobody has called
             (10, weights.double()), (10, weights[:-1]), (10, weights[:, :-1]), (10, weights.t()),
+            (14, torch.ones(1)),  # without use_nvfp4
+            (14, 1.0), (15, None), (15, 1),
         ]  # fmt: skip
         launched = engine.num_launches
         for place, value in doubtful:
@@ -192,7 +197,10 @@ def test_what_is_in_doubt_is_left_to_python() -> None:
             arguments[place] = value
             assert dispatch(*arguments) is None, (place, value)
         rows = torch.ones(handle.rows_shape, dtype=torch.bfloat16)
-        plain = [rows, idx, weights, handle.shape, handle.metadata, T, False, None, None]
+        plain = [
+            rows, idx, weights, handle.shape, handle.metadata, T, False, None, None, False, False,
+            None, False,
+        ]  # fmt: skip
         out = torch.empty(T, H, dtype=torch.bfloat16)
         doubtful = [
             (0, None), (0, rows.float()), (0, rows[0]), (0, rows[:, :-1]), (0, rows[:-1]),
@@ -203,13 +211,21 @@ def test_what_is_in_doubt_is_left_to_python() -> None:
             (4, None), (5, T + 1), (5, -1), (5, None), (6, 1),
             (7, out.float()), (7, out[:-1]), (7, out.t()), (7, shifted),
             (8, torch.zeros(1, dtype=torch.int32)),
+            (9, None), (9, 1), (10, None), (10, 1), (11, rows.float()), (11, rows[0]),
+            (11, rows.as_subclass(Marked)), (12, None), (12, 1),
         ]  # fmt: skip
         for place, value in doubtful:
             arguments = list(plain)
             arguments[place] = value
             assert combine(*arguments) is None, (place, value)
+        for places in ((6, 12), (9, 10)):  # a hook and async_finish, LogFMT and one rounding
+            assert (
+                combine(*(True if at in places else each for at, each in enumerate(plain))) is None
+            )
+        with_buffer = [*plain[:9], True, False, rows, False]  # LogFMT and zero_copy
+        assert combine(*with_buffer) is None
         assert engine.num_launches == launched
-        for native, count in ((dispatch, 14), (combine, 9)):
+        for native, count in ((dispatch, 16), (combine, 13)):
             with pytest.raises(TypeError, match=f"{count} arguments"):
                 native(x)
         assert combine(*plain) is not None

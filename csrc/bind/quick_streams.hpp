@@ -1,0 +1,115 @@
+// Where the one-step calls of a Buffer run: the caller's stream or the communication stream, and what
+// each is behind.
+#pragma once
+
+#include "bind/bindings.hpp"
+#include "bind/numbers.hpp"
+#include "bind/torch_tensors.hpp"
+
+namespace deep_comm::quick {
+
+namespace py = pybind11;
+
+// Where one call runs: as CallerLaunch and CommLaunch of backends/cuda_launch.py say.
+struct Order {
+  uint64_t stream = 0;  // of its kernels
+  uint64_t caller = 0;  // the current one
+  bool is_behind_caller = true;
+  bool is_async = false;  // on the communication stream, and the caller's goes on
+  bool on_comm = false;   // outputs belong to the communication stream
+
+  uint64_t home() const { return on_comm ? stream : caller; }
+};
+
+// The streams of one Buffer.
+struct StreamParts {
+  int device_index;
+  py::object streams;  // Streams of the CUDA backend, or None
+  py::object comm;     // its communication stream, torch's object
+  uint64_t raw_comm;
+  NumberCall<1> current_stream;  // (device)
+  NumberCall<2> is_ready;        // (device, stream)
+  NumberCall<1> record_done;     // (stream) of streams.done
+  py::object last_name, wait_name, record_name;
+
+  // The last three as Backend.quick_streams gives them.
+  static StreamParts make(int device_index, py::object streams, py::object current_stream,
+                          py::object is_ready, py::object record) {
+    const bool has_streams = !streams.is_none();
+    return {.device_index = device_index,
+            .streams = streams,
+            .comm = has_streams ? py::object(streams.attr("comm")) : py::none(),
+            .raw_comm = has_streams ? streams.attr("raw_comm").cast<uint64_t>() : 0,
+            .current_stream = NumberCall<1>(std::move(current_stream)),
+            .is_ready = NumberCall<2>(std::move(is_ready)),
+            .record_done = NumberCall<1>(std::move(record)),
+            .last_name = py::str("last"),
+            .wait_name = py::str("wait"),
+            .record_name = py::str("record_stream")};
+  }
+
+  // `asynchronous`: None, or (the event to be behind instead of the caller's stream, or None; are
+  // outputs the communication stream's). False: the operation cannot run at once.
+  bool begin(PyObject* asynchronous, Order* order) const {
+    *order = {};
+    PyObject* previous = Py_None;
+    if (asynchronous != Py_None) {
+      previous = PyTuple_GET_ITEM(asynchronous, 0);
+      order->is_async = true;
+      order->on_comm = PyTuple_GET_ITEM(asynchronous, 1) == Py_True;
+      order->is_behind_caller = previous == Py_None;
+    }
+    if (streams.is_none()) return true;
+    const uint64_t device = static_cast<uint64_t>(device_index);
+    const uint64_t caller = PyLong_AsUnsignedLongLongMask(current_stream({device}).ptr());
+    order->caller = order->stream = caller;
+    if (is_ready({device, caller}).ptr() != Py_True) return false;
+    if (!order->is_async) {
+      if (!is_last(caller)) wait_done(caller);
+      return true;
+    }
+    order->stream = raw_comm;
+    if (raw_comm != caller && is_ready({device, raw_comm}).ptr() != Py_True) return false;
+    if (!order->is_behind_caller) {
+      py::handle(previous).attr("stream_wait")(comm);
+    } else if (raw_comm != caller) {
+      streams.attr("hop").attr("order")(caller, raw_comm);
+    }
+    if (!is_last(raw_comm) && !(order->is_behind_caller && is_last(caller))) {
+      wait_done(raw_comm);
+    }
+    return true;
+  }
+
+  // Kernels of an asynchronous call read what the caller gave.
+  void keep(PyObject* tensor, const TensorView& view, const Order& order) const {
+    if (order.is_async && !view.is_empty()) record(tensor);
+  }
+
+  // For torch's allocator: the communication stream uses the tensor.
+  void record(PyObject* tensor) const {
+    if (streams.is_none()) return;
+    PyObject* const arguments[] = {tensor, comm.ptr()};
+    PyObject* none = PyObject_VectorcallMethod(record_name.ptr(), arguments, 2, nullptr);
+    if (none == nullptr) throw py::error_already_set();
+    Py_DECREF(none);
+  }
+
+  void end(const Order& order) const {
+    if (streams.is_none()) return;
+    streams.attr(last_name) = py::int_(order.stream);
+    record_done({order.stream});
+  }
+
+ private:
+  // Is there nothing to wait for behind the operation before on this stream?
+  bool is_last(uint64_t stream) const {
+    const py::object last = streams.attr(last_name);
+    return last.is_none() || PyLong_AsUnsignedLongLongMask(last.ptr()) == stream;
+  }
+
+  // The stream comes behind the operation before.
+  void wait_done(uint64_t stream) const { streams.attr("done").attr(wait_name)(stream); }
+};
+
+}  // namespace deep_comm::quick
