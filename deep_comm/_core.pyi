@@ -335,10 +335,10 @@ class Engine:
     def tier_source_layout(*, num_rows: int) -> tuple[int, int]:
         """Where recv_src_meta begins behind recv_src_idx, and bytes of both."""
     def wait_internode_counts(self, is_early: bool) -> TwoTierCounts | None: ...
-    def internode_dispatch(self, **arguments: int) -> None:
-        """See InternodeDispatchArgs."""
-    def internode_combine(self, *, dtype: str, **arguments: int) -> None:
-        """See InternodeCombineArgs."""
+    def plan_internode_dispatch(self, **form: int) -> Callable[..., None]:
+        """Numbers as in ops/internode_plan.py; see InternodeDispatchArgs."""
+    def plan_internode_combine(self, *, dtype: str, **form: int) -> Callable[..., None]:
+        """Likewise; see InternodeCombineArgs."""
     low_latency_bytes: int  # of the low-latency region; 0: not enabled
     max_ranks: int  # of any group
     masked_offset: int  # from the heap's start: int32 [max_ranks], ranks that this one does without
@@ -481,6 +481,9 @@ class QuickNormal:
         asynchronous)`` -> (sums, sums of weights).
         """
 
+    def tier_calls(self) -> tuple[Callable[..., Any], ...]:
+        """dispatch and combine between nodes, with KnownTierHandle.numbers."""
+
     def add_dispatch(
         self,
         *,
@@ -493,6 +496,10 @@ class QuickNormal:
         num_channels: int,
         launch: Callable[..., None],  # of the plan
     ) -> None: ...
+    def add_tier_dispatch(self, **form: Any) -> None:
+        """As add_dispatch, between nodes."""
+    def add_tier_combine(self, **form: Any) -> None:
+        """As add_combine, between nodes."""
     def add_new_dispatch(
         self,
         *,

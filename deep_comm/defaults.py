@@ -75,11 +75,9 @@ class DefaultConfigs:
         return CallOptions(None, default, self._names_sms(), streams)
 
     def _default(self, operation: str, config: Config | None) -> Config | DefaultConfig | None:
-        """For "dispatch" or "combine" without a config inside a node, else None:
-        docs/guide/sms.md.
-        """
-        if config is not None or self._is_internode:
+        """For "dispatch" or "combine" without a config, else None: docs/guide/sms.md."""
+        if config is not None:
             return None
-        if not self._names_sms():
+        if not self._is_internode and not self._names_sms():
             return self._defaults[operation]
         return self._default_config(RECOMMENDED[operation])

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from deep_comm.errors import HandleMismatch
 from deep_comm.expansion import Expansion
-from deep_comm.handle_base import TensorSequence
+from deep_comm.handle_base import HeldTensors, TensorSequence
 from deep_comm.handle_parts import Memory, Slab, SlabLayout, SourceRows
 
 if TYPE_CHECKING:
     from deep_comm.checks import PayloadForm
 
 
-class KnownHandle:
+class KnownHandle(HeldTensors):
     """A handle that has passed a Buffer's checks, as the hot path wants it: numbers and addresses.
 
     Kept in the handle, so that later calls with it check nothing but whose it is.
@@ -26,7 +26,6 @@ class KnownHandle:
 
     __slots__ = (
         "owner",
-        "tensors",
         "num_tokens",
         "num_recv_rows",
         "num_output_rows",
@@ -38,7 +37,6 @@ class KnownHandle:
         "way_back",
         "output_layouts",
         "numbers",
-        "_recorded_on",
         "home_stream",
     )
 
@@ -54,8 +52,8 @@ class KnownHandle:
         recv_channel_prefix_matrix: int,
     ) -> None:
         """``owner``: whose checks. ``tensors``: torch's memory in the handle."""
+        super().__init__(tensors)
         self.owner = owner
-        self.tensors = tensors
         self.num_tokens = num_tokens
         self.num_recv_rows = num_recv_rows
         self.expansion = handle.expansion
@@ -82,19 +80,8 @@ class KnownHandle:
                 *routing, recv_channel_prefix_matrix, num_recv_rows, num_tokens,
                 self.num_output_rows, num_channels, self.num_topk,
             )  # fmt: skip
-        self._recorded_on: set[int] = set()  # streams whose use torch knows of
         # Whose memory ``tensors`` are; without any nobody need be told who uses the handle.
         self.home_stream = handle.home_stream if self.tensors else None
-
-    def record_on(self, stream: torch.cuda.Stream, raw_stream: int) -> None:
-        """Tell torch's allocator that ``stream`` uses the handle; it remembers that as
-        long as the memory is in use.
-        """
-        if raw_stream not in self._recorded_on:
-            for tensor in self.tensors:
-                if tensor.numel() > 0:
-                    tensor.record_stream(stream)
-            self._recorded_on.add(raw_stream)
 
 
 class _Fresh:

@@ -12,6 +12,29 @@ from torch import Tensor
 from deep_comm.errors import ArgumentError, HandleMismatch
 
 
+class HeldTensors:
+    """What calls of a Buffer know of a handle's memory.
+
+    Attributes: ``tensors``: torch's in the handle.
+    """
+
+    __slots__ = ("tensors", "_recorded_on")
+
+    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
+        self.tensors = tensors
+        self._recorded_on: set[int] = set()  # streams whose use torch knows of
+
+    def record_on(self, stream: torch.cuda.Stream, raw_stream: int) -> None:
+        """Tell torch's allocator that ``stream`` uses the handle; it remembers that as
+        long as the memory is in use.
+        """
+        if raw_stream not in self._recorded_on:
+            for tensor in self.tensors:
+                if tensor.numel() > 0:
+                    tensor.record_stream(stream)
+            self._recorded_on.add(raw_stream)
+
+
 class TensorSequence(Sequence[Tensor]):
     """The first fields, by position as DeepEP's callers know them."""
 

@@ -3,15 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from deep_comm.errors import HandleMismatch
 from deep_comm.expansion import Expansion
-from deep_comm.handle_base import TensorSequence
+from deep_comm.handle_base import HeldTensors, TensorSequence
+
+
+class KnownTierHandle(HeldTensors):
+    """A handle that a Buffer has made, as calls of it in one native step want it (ops/quick.py).
+
+    Attributes: ``numbers``: in the order of csrc/bind/quick_tiers.hpp; None: they go step by step.
+    ``home_stream``: whose memory it is.
+    """
+
+    __slots__ = ("home_stream", "numbers")
+
+    def __init__(self, handle: InternodeHandle) -> None:
+        super().__init__(handle.all_tensors)
+        self.home_stream = handle.home_stream
+        self.numbers: tuple[int, ...] | None = None
+        places, forward_places = handle.send_places, handle.forward_places
+        if handle.expansion is not None or places is None or forward_places is None:
+            return
+        mask, node_prefix, _, *received, _, node_head, rank_head = handle.as_tuple()
+        self.tensors += places, forward_places
+        read = (mask, node_head, *received, node_prefix, places, rank_head, forward_places)
+        self.numbers = (
+            handle.num_experts or 0,
+            *(tensor.data_ptr() for tensor in read),
+            handle.num_tokens,
+            handle.num_recv_rows,
+            handle.num_forward_rows,
+            handle.num_channels,
+            handle.num_staging_rows,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +94,27 @@ class InternodeHandle(TensorSequence):
     # int32 [T, N + R], ordinal of a token among all that go to node n, then to rank r; -1: not sent
     send_places: Tensor | None = None
     expansion: Expansion | None = None  # of a dispatch with expand=True
+    home_stream: int | None = field(default=None, repr=False)  # whose memory it is; None: not known
+    _owner: object = field(default=None, init=False, repr=False)  # whose calls need no checks
+    _known: KnownTierHandle | None = field(default=None, init=False, repr=False)
+
+    def made_by(self, owner: object) -> InternodeHandle:
+        """This handle, of a dispatch of ``owner`` that has just been launched."""
+        self.__dict__["_owner"] = owner
+        return self
+
+    def known_to(self, owner: object) -> KnownTierHandle | None:
+        """What the calls of ``owner`` need of it, if that made it."""
+        if self._owner is not owner:
+            return None
+        if self._known is None:
+            self.__dict__["_known"] = KnownTierHandle(self)  # a cache: the handle stays as it is
+        return self._known
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: without what belongs to this one."""
+        state = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        return {**state, "_owner": None, "_known": None}
 
     @property
     def num_ranks(self) -> int:
@@ -101,6 +152,23 @@ class InternodeHandle(TensorSequence):
     def num_forward_rows(self) -> int:
         """F."""
         return self.send_nvl_head.shape[0]
+
+    @property
+    def num_staging_rows(self) -> int:
+        """Rows and sums for which combine wants a place: those that the node's other ranks return,
+        that come from other nodes and that go there.
+        """
+        ranks_per_node = self.num_ranks // self.num_nodes
+
+        def most(num_targets: int) -> int:
+            """Of them that a token can go to."""
+            return min(self.num_topk, num_targets) if self.num_topk else num_targets
+
+        returning = self.num_returning_rows
+        if returning is None:
+            returning = self.num_forward_rows * most(ranks_per_node - 1)
+        crossing = self.num_tokens * most(self.num_nodes - 1)
+        return max(1, returning + crossing + self.num_forward_rows)
 
     def as_tuple(self) -> tuple[Tensor, ...]:
         """The ten tensors, in the order of DeepEP's handle."""

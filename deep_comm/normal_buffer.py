@@ -170,7 +170,7 @@ class NormalCalls(DefaultConfigs):
             or use_ue8m0
             or column_major_scales
         ):
-            if type(handle) is Handle:
+            if type(handle) is Handle or type(handle) is InternodeHandle:
                 received = self._quick_dispatch(x, handle, config, default, streams)
                 if received is not None:
                     return received
@@ -329,7 +329,7 @@ class NormalCalls(DefaultConfigs):
         default = self._default("combine", config)
         if (
             streams.is_quick
-            and type(handle) is Handle
+            and (type(handle) is Handle or type(handle) is InternodeHandle)
             and (config is None or type(config) is Config)
             and not (bias is not None or apply_weights)
         ):
@@ -362,7 +362,12 @@ class NormalCalls(DefaultConfigs):
     # Calls in one native step, or None: see ops/quick.py.
 
     def _quick_dispatch(
-        self, x: Any, handle: Handle, config: Config | None, default: Any, streams: StreamOptions
+        self,
+        x: Any,
+        handle: Handle | InternodeHandle,
+        config: Config | None,
+        default: Any,
+        streams: StreamOptions,
     ) -> Any:
         ctx = self._context
         known = handle.known_to(ctx.owner)
@@ -434,7 +439,7 @@ class NormalCalls(DefaultConfigs):
         self,
         x: Any,
         topk_weights: Any,
-        handle: Handle,
+        handle: Handle | InternodeHandle,
         config: Config | None,
         default: Any,
         streams: StreamOptions,

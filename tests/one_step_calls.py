@@ -137,6 +137,81 @@ def run_calls(group: Any, device_type: str, calls: int) -> None:
                 assert torch.equal(got, want), f"rank {rank}, asynchronous call {call}: {name}"
 
 
+def run_tier_calls(group: Any, device_type: str, calls: int, ranks_per_node: int) -> None:
+    """The same between nodes, whose cached dispatches and combines are of one step."""
+    is_cuda = device_type == "cuda"
+    device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
+    rank = group.rank()
+    generator = torch.Generator().manual_seed(rank)
+    num_tokens, num_bytes = T + 7 * rank, (128 if is_cuda else 8) << 20
+    idx = torch.rand(num_tokens, E, generator=generator).topk(K).indices.to(device)
+    inputs = [
+        torch.randn(num_tokens, H, generator=generator).bfloat16().to(device) for _ in range(calls)
+    ]
+    with deep_comm.Buffer(
+        group, num_bytes, num_bytes, num_direct_bytes=num_bytes // 2, device=device, timeout_s=30,
+        ranks_per_node=ranks_per_node,
+    ) as buffer:  # fmt: skip
+        weights = torch.rand(num_tokens, K, generator=generator).to(device)
+        routing = dict(topk_idx=idx, topk_weights=weights, num_experts=E)
+
+        def steps(call: int) -> tuple[Tensor, ...]:
+            # A new handle each time, and what is left of the one before.
+            rows, _, recv_weights, _, handle, _ = buffer.dispatch(inputs[call], **routing)
+            rows, recv_weights = rows.clone(), recv_weights.clone()
+            again = buffer.dispatch(inputs[call], handle)[0]
+            sums, weight_sums, _ = buffer.combine(again, handle, recv_weights)
+            return rows, again.clone(), sums, weight_sums
+
+        def asynchronous_steps(call: int) -> tuple[Tensor, ...]:
+            on_comm = dict(async_finish=True, allocate_on_comm_stream=True)
+            rows, _, recv_weights, _, handle, event = buffer.dispatch(
+                inputs[call], **routing, async_finish=True
+            )
+            again, *_, event = buffer.dispatch(
+                inputs[call], handle, previous_event=event, **on_comm
+            )
+            sums, weight_sums, event = buffer.combine(
+                again, handle, recv_weights, previous_event=event, **on_comm
+            )
+            event.current_stream_wait()
+            return rows.clone(), again.clone(), sums, weight_sums
+
+        kept = buffer._quick_dispatch, buffer._quick_combine
+        buffer._quick_dispatch = buffer._quick_combine = quick.never
+        expected = []
+        for call in range(calls):
+            expected.append([tensor.clone() for tensor in steps(call)])
+            _synchronize(is_cuda)
+        made: list[bool] = []
+
+        def spied(native: Any) -> Any:
+            def call(*arguments: Any) -> Any:
+                result = native(*arguments)
+                made.append(result is not None)
+                return result
+
+            return call
+
+        buffer._quick_dispatch, buffer._quick_combine = map(spied, kept)
+        steps(0)
+        made.clear()
+        results = [steps(call) for call in range(calls)]
+        results += [asynchronous_steps(call) for call in range(calls)]
+        assert all(made) and len(made) == 4 * calls, made
+        if is_cuda:
+            streams = [torch.cuda.Stream() for _ in range(3)]
+            for call in range(calls):
+                stream = streams[call % 3]
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    results.append(steps(call))
+        _synchronize(is_cuda)
+        for number, tensors in enumerate(results):
+            for part, (got, want) in enumerate(zip(tensors, expected[number % calls], strict=True)):
+                assert torch.equal(got, want), f"rank {rank}, call {number}, tensor {part}"
+
+
 def _synchronize(is_cuda: bool) -> None:
     if is_cuda:
         torch.cuda.synchronize()

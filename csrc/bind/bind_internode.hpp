@@ -2,6 +2,7 @@
 #pragma once
 
 #include "bind/bind_engine.hpp"
+#include "bind/bind_tier_plans.hpp"
 
 namespace deep_comm {
 
@@ -135,117 +136,7 @@ void bind_internode(pybind11::class_<Engine<Target>>& engine) {
   engine.def("wait_internode_counts", &Type::wait_internode_counts, "is_early"_a,
              py::call_guard<py::gil_scoped_release>());
 
-  engine.def(
-      "internode_dispatch",
-      [](Type& self, ptr x, int row_bytes, int num_tokens, ptr x_scales, int scale_bytes,
-         int num_scales, int64_t scale_token_stride, int64_t scale_column_stride, ptr topk_idx,
-         int topk_idx_bytes, ptr topk_weights, int num_topk, int num_experts, ptr is_token_in_rank,
-         ptr send_node_head, ptr recv_node_channel_prefix, ptr recv_node_prefix_sum,
-         ptr recv_rank_channel_start, ptr recv_rank_prefix_sum, ptr combine_start, ptr recv_x,
-         ptr recv_x_scales, ptr recv_topk_idx, ptr recv_topk_weights, ptr recv_src_idx,
-         ptr recv_src_meta, ptr send_rank_head, int num_recv_rows, int num_forward_rows,
-         bool fill_tail, bool zero_tail, int num_channels, int num_send_tokens, int num_slots,
-         int num_rail_send_tokens, int num_rail_slots, ptr send_places, ptr node_channel_prefix,
-         ptr forward_places, size_t output_offset, size_t src_offset, ptr source, bool round_scale,
-         bool use_ue8m0, bool is_early, uint64_t stream) {
-        InternodeDispatchArgs args{};
-        args.output_line = line_of("output_offset", output_offset);
-        args.src_line = line_of("src_offset", src_offset);
-        args.send_places = as_pointer<int32_t>(send_places);
-        args.node_channel_prefix = as_pointer<int32_t>(node_channel_prefix);
-        args.forward_places = as_pointer<int32_t>(forward_places);
-        args.fill_tail = fill_tail;
-        args.zero_tail = zero_tail;
-        args.is_token_in_rank = as_pointer<uint8_t>(is_token_in_rank);
-        args.send_node_head = as_pointer<int32_t>(send_node_head);
-        args.recv_node_channel_prefix = as_pointer<int32_t>(recv_node_channel_prefix);
-        args.recv_node_prefix_sum = as_pointer<int32_t>(recv_node_prefix_sum);
-        args.recv_rank_channel_start = as_pointer<int32_t>(recv_rank_channel_start);
-        args.recv_rank_prefix_sum = as_pointer<int32_t>(recv_rank_prefix_sum);
-        args.combine_start = as_pointer<int32_t>(combine_start);
-        args.num_tokens = num_tokens;
-        args.num_experts = num_experts;
-        args.x = as_pointer<uint8_t>(x);
-        args.x_scales = as_pointer<uint8_t>(x_scales);
-        args.scale_bytes = scale_bytes;
-        args.num_scales = num_scales;
-        args.scale_token_stride = scale_token_stride;
-        args.scale_column_stride = scale_column_stride;
-        args.topk_idx = as_pointer<void>(topk_idx);
-        args.topk_idx_bytes = topk_idx_bytes;
-        args.topk_weights = as_pointer<float>(topk_weights);
-        args.recv_x = as_pointer<uint8_t>(recv_x);
-        args.recv_x_scales = as_pointer<uint8_t>(recv_x_scales);
-        args.recv_topk_idx = as_pointer<void>(recv_topk_idx);
-        args.recv_topk_weights = as_pointer<float>(recv_topk_weights);
-        args.recv_src_idx = as_pointer<int32_t>(recv_src_idx);
-        args.recv_src_meta = as_pointer<int32_t>(recv_src_meta);
-        args.send_rank_head = as_pointer<int32_t>(send_rank_head);
-        args.num_recv_rows = num_recv_rows;
-        args.num_forward_rows = num_forward_rows;
-        args.source = as_pointer<uint8_t>(source);
-        args.scale_format = {round_scale, use_ue8m0};
-        args.is_early = is_early;
-        const Release release(self.launches_last());
-        self.internode_dispatch(args, {num_channels, num_send_tokens, num_slots},
-                                {num_rail_send_tokens, num_rail_slots}, num_topk, row_bytes,
-                                stream);
-      },
-      py::kw_only(), "x"_a, "row_bytes"_a, "num_tokens"_a, "x_scales"_a, "scale_bytes"_a,
-      "num_scales"_a, "scale_token_stride"_a, "scale_column_stride"_a, "topk_idx"_a,
-      "topk_idx_bytes"_a, "topk_weights"_a, "num_topk"_a, "num_experts"_a, "is_token_in_rank"_a,
-      "send_node_head"_a, "recv_node_channel_prefix"_a, "recv_node_prefix_sum"_a,
-      "recv_rank_channel_start"_a, "recv_rank_prefix_sum"_a, "combine_start"_a, "recv_x"_a,
-      "recv_x_scales"_a, "recv_topk_idx"_a, "recv_topk_weights"_a, "recv_src_idx"_a,
-      "recv_src_meta"_a, "send_rank_head"_a, "num_recv_rows"_a, "num_forward_rows"_a, "fill_tail"_a,
-      "zero_tail"_a, "num_channels"_a, "num_send_tokens"_a, "num_slots"_a, "num_rail_send_tokens"_a,
-      "num_rail_slots"_a, "send_places"_a, "node_channel_prefix"_a, "forward_places"_a,
-      "output_offset"_a, "src_offset"_a, "source"_a, "round_scale"_a, "use_ue8m0"_a, "is_early"_a,
-      "stream"_a);
-
-  engine.def(
-      "internode_combine",
-      [](Type& self, ptr x, const std::string& dtype, int hidden, ptr topk_weights, int num_topk,
-         ptr bias_0, ptr bias_1, int num_tokens, int num_recv_rows, ptr send_node_head,
-         ptr send_rank_head, ptr recv_node_channel_prefix, ptr recv_node_prefix_sum,
-         ptr recv_rank_channel_start, ptr recv_rank_prefix_sum, ptr combined_x,
-         ptr combined_topk_weights, ptr node_channel_prefix, ptr forward_places,
-         int num_forward_rows, size_t staging_offset, int num_staging_rows, int num_channels,
-         int num_send_tokens, int num_slots, int num_rail_send_tokens, int num_rail_slots,
-         uint64_t stream) {
-        const Dtype type = dtype_of(dtype);
-        InternodeCombineArgs args{};
-        args.send_node_head = as_pointer<int32_t>(send_node_head);
-        args.send_rank_head = as_pointer<int32_t>(send_rank_head);
-        args.recv_node_channel_prefix = as_pointer<int32_t>(recv_node_channel_prefix);
-        args.recv_node_prefix_sum = as_pointer<int32_t>(recv_node_prefix_sum);
-        args.recv_rank_channel_start = as_pointer<int32_t>(recv_rank_channel_start);
-        args.recv_rank_prefix_sum = as_pointer<int32_t>(recv_rank_prefix_sum);
-        args.num_tokens = num_tokens;
-        args.num_rows = num_recv_rows;
-        args.x = as_pointer<uint8_t>(x);
-        args.topk_weights = as_pointer<float>(topk_weights);
-        args.bias[0] = as_pointer<uint8_t>(bias_0);
-        args.bias[1] = as_pointer<uint8_t>(bias_1);
-        args.combined_x = as_pointer<uint8_t>(combined_x);
-        args.combined_topk_weights = as_pointer<float>(combined_topk_weights);
-        args.node_channel_prefix = as_pointer<int32_t>(node_channel_prefix);
-        args.forward_places = as_pointer<int32_t>(forward_places);
-        args.num_forward_rows = num_forward_rows;
-        args.staging_line = line_of("staging_offset", staging_offset);
-        args.num_staging_rows = num_staging_rows;
-        const int row_bytes = hidden * (type == Dtype::kFloat32 ? 4 : 2);
-        const Release release(self.launches_last());
-        self.internode_combine(args, type, {num_channels, num_send_tokens, num_slots},
-                               {num_rail_send_tokens, num_rail_slots}, num_topk, row_bytes, stream);
-      },
-      py::kw_only(), "x"_a, "dtype"_a, "hidden"_a, "topk_weights"_a, "num_topk"_a, "bias_0"_a,
-      "bias_1"_a, "num_tokens"_a, "num_recv_rows"_a, "send_node_head"_a, "send_rank_head"_a,
-      "recv_node_channel_prefix"_a, "recv_node_prefix_sum"_a, "recv_rank_channel_start"_a,
-      "recv_rank_prefix_sum"_a, "combined_x"_a, "combined_topk_weights"_a, "node_channel_prefix"_a,
-      "forward_places"_a, "num_forward_rows"_a, "staging_offset"_a, "num_staging_rows"_a,
-      "num_channels"_a, "num_send_tokens"_a, "num_slots"_a, "num_rail_send_tokens"_a,
-      "num_rail_slots"_a, "stream"_a);
+  bind_tier_plans(engine);
 }
 
 // Beside bind_records.

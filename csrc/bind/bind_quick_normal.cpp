@@ -9,15 +9,75 @@
 #include "bind/quick_dispatch.hpp"
 #include "bind/quick_layout.hpp"
 #include "bind/quick_new_dispatch.hpp"
+#include "bind/quick_tiers.hpp"
 
 namespace deep_comm {
 
 namespace py = pybind11;
 using namespace quick;
 
+namespace {
+
+template <size_t kCount>
+void def_add_dispatch(py::class_<Calls, Shared>& calls, const char* name,
+                      Forms<CachedForm<kCount>> Calls::*forms) {
+  using namespace pybind11::literals;
+  calls.def(
+      name,
+      [forms](const Shared& self, py::object config, py::object standard, TypeCode dtype,
+              TypeCode scale_dtype, int64_t hidden, int64_t num_scales, int64_t num_channels,
+              py::object launch) {
+        const Rows rows{dtype_of(dtype), dtype_of(scale_dtype), hidden, num_scales};
+        const auto is_same = [&](const CachedForm<kCount>& known) {
+          return known.rows == rows && known.num_channels == num_channels &&
+                 known.named.is(config.ptr(), standard.ptr());
+        };
+        if ((*self.*forms).find(is_same) != nullptr) return;
+        (*self.*forms)
+            .add({{std::move(config), std::move(standard)},
+                  rows,
+                  num_channels,
+                  NumberCall<kCount>(std::move(launch))});
+      },
+      py::kw_only(), "config"_a, "default"_a, "dtype"_a, "scale_dtype"_a, "hidden"_a,
+      "num_scales"_a, "num_channels"_a, "launch"_a);
+}
+
+template <size_t kCount>
+void def_add_combine(py::class_<Calls, Shared>& calls, const char* name,
+                     Forms<CombineForm<kCount>> Calls::*forms) {
+  using namespace pybind11::literals;
+  calls.def(
+      name,
+      [forms](const Shared& self, py::object config, py::object standard, TypeCode dtype,
+              py::object torch_dtype, int64_t hidden, int64_t num_topk, int64_t num_channels,
+              uint64_t staging_row_bytes, py::object launch) {
+        const auto is_same = [&](const CombineForm<kCount>& known) {
+          return known.dtype == dtype_of(dtype) && known.hidden == hidden &&
+                 known.num_topk == num_topk && known.num_channels == num_channels &&
+                 known.named.is(config.ptr(), standard.ptr());
+        };
+        if ((*self.*forms).find(is_same) != nullptr) return;
+        (*self.*forms)
+            .add({{std::move(config), std::move(standard)},
+                  dtype_of(dtype),
+                  std::move(torch_dtype),
+                  hidden,
+                  num_topk,
+                  num_channels,
+                  staging_row_bytes,
+                  NumberCall<kCount>(std::move(launch))});
+      },
+      py::kw_only(), "config"_a, "default"_a, "dtype"_a, "torch_dtype"_a, "hidden"_a, "num_topk"_a,
+      "num_channels"_a, "staging_row_bytes"_a, "launch"_a);
+}
+
+}  // namespace
+
 void bind_quick_normal(py::module_& m) {
   using namespace pybind11::literals;
-  py::class_<Calls, Shared>(m, "QuickNormal", py::module_local())
+  py::class_<Calls, Shared> calls(m, "QuickNormal", py::module_local());
+  calls
       .def(py::init([](py::object tensor_type, const py::object& exchange_api, py::object empty,
                        py::object part, int device_type, int device_index, int num_ranks,
                        uint64_t heap_base, py::object memory, py::object take, py::object streams,
@@ -38,7 +98,9 @@ void bind_quick_normal(py::module_& m) {
                                  std::move(float32)},
                        .cached_dispatches = {},
                        .new_dispatches = {},
-                       .combines = {}});
+                       .combines = {},
+                       .tier_dispatches = {},
+                       .tier_combines = {}});
            }),
            "tensor_type"_a, "exchange_api"_a, "empty"_a, "part"_a, "device_type"_a,
            "device_index"_a, py::kw_only(), "num_ranks"_a, "heap_base"_a, "memory"_a, "take"_a,
@@ -72,24 +134,12 @@ void bind_quick_normal(py::module_& m) {
                  call.template operator()<13, &quick_new_dispatch>("quick_new_dispatch"),
                  call.template operator()<7, &quick_combine>("quick_combine"));
            })
-      .def(
-          "add_dispatch",
-          [](const Shared& self, py::object config, py::object standard, TypeCode dtype,
-             TypeCode scale_dtype, int64_t hidden, int64_t num_scales, int64_t num_channels,
-             py::object launch) {
-            const Rows rows{dtype_of(dtype), dtype_of(scale_dtype), hidden, num_scales};
-            const auto is_same = [&](const CachedDispatch& known) {
-              return known.rows == rows && known.num_channels == num_channels &&
-                     known.named.is(config.ptr(), standard.ptr());
-            };
-            if (self->cached_dispatches.find(is_same) != nullptr) return;
-            self->cached_dispatches.add({{std::move(config), std::move(standard)},
-                                         rows,
-                                         num_channels,
-                                         NumberCall<28>(std::move(launch))});
-          },
-          py::kw_only(), "config"_a, "default"_a, "dtype"_a, "scale_dtype"_a, "hidden"_a,
-          "num_scales"_a, "num_channels"_a, "launch"_a)
+      .def("tier_calls",
+           [](const Shared& self) {
+             return py::make_tuple(
+                 object_function<6, &quick_tier_dispatch>("quick_tier_dispatch", self, py::none()),
+                 object_function<7, &quick_tier_combine>("quick_tier_combine", self, py::none()));
+           })
       .def(
           "add_new_dispatch",
           [](const Shared& self, py::object config, py::object standard, TypeCode dtype,
@@ -117,29 +167,11 @@ void bind_quick_normal(py::module_& m) {
           },
           py::kw_only(), "config"_a, "default"_a, "dtype"_a, "scale_dtype"_a, "hidden"_a,
           "num_scales"_a, "num_topk"_a, "num_experts"_a, "alignment"_a, "idx_bytes"_a,
-          "has_layout"_a, "notify"_a, "launch"_a, "slab_of"_a)
-      .def(
-          "add_combine",
-          [](const Shared& self, py::object config, py::object standard, TypeCode dtype,
-             py::object torch_dtype, int64_t hidden, int64_t num_topk, int64_t num_channels,
-             uint64_t staging_row_bytes, py::object launch) {
-            const auto is_same = [&](const Combine& known) {
-              return known.dtype == dtype_of(dtype) && known.hidden == hidden &&
-                     known.num_topk == num_topk && known.num_channels == num_channels &&
-                     known.named.is(config.ptr(), standard.ptr());
-            };
-            if (self->combines.find(is_same) != nullptr) return;
-            self->combines.add({{std::move(config), std::move(standard)},
-                                dtype_of(dtype),
-                                std::move(torch_dtype),
-                                hidden,
-                                num_topk,
-                                num_channels,
-                                staging_row_bytes,
-                                NumberCall<15>(std::move(launch))});
-          },
-          py::kw_only(), "config"_a, "default"_a, "dtype"_a, "torch_dtype"_a, "hidden"_a,
-          "num_topk"_a, "num_channels"_a, "staging_row_bytes"_a, "launch"_a);
+          "has_layout"_a, "notify"_a, "launch"_a, "slab_of"_a);
+  def_add_dispatch(calls, "add_dispatch", &Calls::cached_dispatches);
+  def_add_dispatch(calls, "add_tier_dispatch", &Calls::tier_dispatches);
+  def_add_combine(calls, "add_combine", &Calls::combines);
+  def_add_combine(calls, "add_tier_combine", &Calls::tier_combines);
 }
 
 }  // namespace deep_comm

@@ -11,6 +11,8 @@ struct Calls {
   Forms<CachedDispatch> cached_dispatches;
   Forms<NewDispatch> new_dispatches;
   Forms<Combine> combines;
+  Forms<CachedTierDispatch> tier_dispatches;
+  Forms<TierCombine> tier_combines;
 };
 using Shared = std::shared_ptr<Calls>;
 

@@ -186,21 +186,27 @@ class Forms {
   std::deque<std::shared_ptr<const Form>> forms_;  // calls hold what they use: the GIL may be lent
 };
 
-struct CachedDispatch {
+template <size_t kCount>
+struct CachedForm {
   Named named;
   Rows rows;
   int64_t num_channels;
-  NumberCall<28> launch;
+  NumberCall<kCount> launch;
 };
+using CachedDispatch = CachedForm<28>;
+using CachedTierDispatch = CachedForm<32>;  // between nodes
 
-struct Combine {
+template <size_t kCount>
+struct CombineForm {
   Named named;
   DlDataType dtype;
   py::object torch_dtype;
   int64_t hidden, num_topk, num_channels;
   uint64_t staging_row_bytes;
-  NumberCall<15> launch;
+  NumberCall<kCount> launch;
 };
+using Combine = CombineForm<15>;
+using TierCombine = CombineForm<20>;  // between nodes
 
 // Where the parts of a slab lie, and its bytes: SlabLayout.offsets.
 struct SlabParts {

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from deep_comm._core import Engine
     from deep_comm.backends.foreign import Place
     from deep_comm.handle import KnownHandle
+    from deep_comm.handle_base import HeldTensors
 
 _POISON_BYTE = 0xA5
 
@@ -144,7 +145,7 @@ class Backend(Protocol):
     ) -> Launch:
         """``on_comm``: outputs belong to the communication stream."""
 
-    def end_asynchronous(self, known: KnownHandle | None, on_comm: bool) -> EventOverlap:
+    def end_asynchronous(self, known: HeldTensors | None, on_comm: bool) -> EventOverlap:
         """Of an operation with this handle on the communication stream: the handle's memory
         outlives it. ``on_comm``: outputs belong to that stream."""
 

@@ -22,6 +22,7 @@ from deep_comm.topology import Topology
 
 if TYPE_CHECKING:
     from deep_comm.handle import KnownHandle
+    from deep_comm.handle_base import HeldTensors
 
 
 _PLACE = Place(torch.device("cpu"))
@@ -225,7 +226,7 @@ class CpuBackend:
     ) -> _CpuLaunch:
         return _CpuLaunch(async_finish, self._poison_outputs)
 
-    def end_asynchronous(self, known: KnownHandle | None, on_comm: bool) -> EventOverlap:
+    def end_asynchronous(self, known: HeldTensors | None, on_comm: bool) -> EventOverlap:
         return EventOverlap(EventHandle())
 
     def launch_unordered(self) -> _CpuLaunch:

@@ -21,6 +21,7 @@ from deep_comm.ops import quick
 
 if TYPE_CHECKING:
     from deep_comm.handle import KnownHandle
+    from deep_comm.handle_base import HeldTensors
 
 
 def _current_raw_stream(device_index: int) -> int:
@@ -112,12 +113,12 @@ class Streams:
         finally:
             torch.cuda.set_stream(caller)
 
-    def end_asynchronous(self, known: KnownHandle | None, on_comm: bool) -> EventOverlap:
+    def end_asynchronous(self, known: HeldTensors | None, on_comm: bool) -> EventOverlap:
         if known is not None and known.tensors:
             self.record_handle(known, on_comm, current_raw_stream(self.index))
         return EventOverlap(EventHandle.of(mark(self.index, self.raw_comm)))
 
-    def record_handle(self, handle: KnownHandle, on_comm: bool, caller_stream: int) -> None:
+    def record_handle(self, handle: HeldTensors, on_comm: bool, caller_stream: int) -> None:
         """Tell torch's allocator that the communication stream uses it, and where that owns the
         outputs the caller's."""
         handle.record_on(self.comm, self.raw_comm)

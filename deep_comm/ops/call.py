@@ -11,7 +11,7 @@ from deep_comm.errors import ArgumentError
 from deep_comm.events import EventHandle, EventOverlap, unwrap
 
 if TYPE_CHECKING:
-    from deep_comm.handle import KnownHandle
+    from deep_comm.handle_base import HeldTensors
 
 
 class StreamOptions:
@@ -58,7 +58,7 @@ class StreamOptions:
             return SYNCHRONOUS
         return StreamOptions(event, async_finish, allocate_on_comm_stream)
 
-    def quick_end(self, ctx: Context, known: KnownHandle | None = None) -> EventOverlap:
+    def quick_end(self, ctx: Context, known: HeldTensors | None = None) -> EventOverlap:
         """Behind a call in one native step, with the handle ``known``."""
         if self.asynchronous is None:
             return EventOverlap()

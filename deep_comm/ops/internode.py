@@ -20,9 +20,17 @@ from deep_comm.ops.call import CallOptions
 from deep_comm.ops.expand import require_expanded
 from deep_comm.ops.internode_expand import expand_received
 from deep_comm.ops.internode_outputs import TierOutputs, allocate
-from deep_comm.ops.internode_plan import TwoTierPlan, plan_two_tiers
+from deep_comm.ops.internode_plan import (
+    FILL_TAIL,
+    IS_EARLY,
+    ZERO_TAIL,
+    TwoTierPlan,
+    dispatch_launcher,
+    plan_two_tiers,
+)
 from deep_comm.ops.outputs import RowTensors
-from deep_comm.ops.scales import ScaleOptions, allocate_source, inputs_of, turn_scales
+from deep_comm.ops.quick import remember_tier_dispatch
+from deep_comm.ops.scales import PLAIN, ScaleOptions, allocate_source, inputs_of, turn_scales
 
 # See ops/dispatch.py for `| Any`.
 DispatchResult = tuple[
@@ -54,49 +62,41 @@ def launch_dispatch(
     """
     address, scales, form = ctx.address, payload.scales, payload.form
     is_token_in_rank, send_head, node_prefix, node_sum, rank_start, rank_sum = handle_parts
-    ctx.engine.internode_dispatch(
-        x=address(payload.x),
-        row_bytes=payload.row_bytes,
-        num_tokens=payload.num_tokens,
-        x_scales=address(scales),
-        scale_bytes=payload.scale_bytes,
-        num_scales=payload.num_scales,
-        scale_token_stride=0 if scales is None else scales.stride(0),
-        scale_column_stride=0 if scales is None else scales.stride(1),
-        topk_idx=address(idx),
-        topk_idx_bytes=0 if idx is None else idx.element_size(),
-        topk_weights=address(weights),
-        num_topk=0 if idx is None else idx.shape[1],
-        num_experts=num_experts,
-        is_token_in_rank=address(is_token_in_rank),
-        send_node_head=address(send_head),
-        recv_node_channel_prefix=address(node_prefix),
-        recv_node_prefix_sum=address(node_sum),
-        recv_rank_channel_start=address(rank_start),
-        recv_rank_prefix_sum=address(rank_sum),
-        combine_start=0 if combine is None else address(combine[0]),
-        forward_places=0 if combine is None else address(combine[1]),
-        node_channel_prefix=address(node_channel_prefix),
-        send_places=address(send_places),
-        recv_x=address(out.x),
-        recv_x_scales=address(out.scales),
-        recv_topk_idx=address(out.topk_idx),
-        recv_topk_weights=address(out.topk_weights),
-        recv_src_idx=address(out.src_idx),
-        recv_src_meta=address(out.src_meta),
-        send_rank_head=address(out.send_rank_head),
-        num_recv_rows=out.num_rows,
-        num_forward_rows=out.num_forward_rows,
-        output_offset=out.output_offset,
-        src_offset=out.src_offset,
-        fill_tail=fill_tail,
-        zero_tail=zero_tail,
-        source=source,
-        round_scale=form.round_scale,
-        use_ue8m0=form.use_ue8m0,
-        is_early=is_early,
-        stream=launch.stream,
-        **plan.as_arguments(),
+    num_topk, idx_bytes = (0, 0) if idx is None else (idx.shape[1], idx.element_size())
+    flags = FILL_TAIL * fill_tail + ZERO_TAIL * zero_tail + IS_EARLY * is_early
+    dispatch_launcher(ctx, plan, form, num_topk, idx_bytes)(
+        num_experts,
+        address(is_token_in_rank),
+        address(send_head),
+        address(node_prefix),
+        address(node_sum),
+        address(rank_start),
+        address(rank_sum),
+        address(node_channel_prefix),
+        address(send_places),
+        address(payload.x),
+        payload.num_tokens,
+        address(scales),
+        0 if scales is None else scales.stride(0),
+        0 if scales is None else scales.stride(1),
+        address(idx),
+        address(weights),
+        address(out.x),
+        address(out.scales),
+        address(out.topk_idx),
+        address(out.topk_weights),
+        out.num_rows,
+        out.num_forward_rows,
+        out.output_offset,
+        address(out.src_idx),
+        address(out.src_meta),
+        address(out.send_rank_head),
+        out.src_offset,
+        0 if combine is None else address(combine[0]),
+        0 if combine is None else address(combine[1]),
+        flags,
+        source,
+        launch.stream,
     )
 
 
@@ -193,4 +193,7 @@ def cached_internode_dispatch(
             turn_scales(ctx, launch, plan, rows)
         event = launch.finish((*inputs_of(payload), places, *known.all_tensors))
     ctx.end()
+    if options.streams.is_quick and scale_options is PLAIN and known.expansion is None:
+        launcher = dispatch_launcher(ctx, plan, payload.form, 0, 0)
+        remember_tier_dispatch(ctx, options, payload.form, known.num_channels, launcher)
     return rows.payload, None, None, None, None, event

@@ -17,7 +17,8 @@ from deep_comm.ops.call import CallOptions
 from deep_comm.ops.expand import reduce_experts, weights_of_rows
 from deep_comm.ops.internode import known_handle
 from deep_comm.ops.internode_expand import num_received
-from deep_comm.ops.internode_plan import plan_two_tiers
+from deep_comm.ops.internode_plan import combine_launcher, plan_two_tiers
+from deep_comm.ops.quick import remember_tier_combine
 
 
 def internode_combine(
@@ -41,14 +42,9 @@ def internode_combine(
     )
     num_tokens = known.num_tokens
     bias_0, bias_1 = checks.biases(bias, (num_tokens, hidden), x)
-    plan = plan_two_tiers(
-        ctx,
-        options,
-        hidden * x.element_size(),
-        0,
-        num_topk,
-        known.num_channels,
-    )
+    dtype, row_bytes = x.dtype, hidden * x.element_size()
+    plan = plan_two_tiers(ctx, options, row_bytes, 0, num_topk, known.num_channels)
+    launcher = combine_launcher(ctx, plan, checks.COMBINE_DTYPES[dtype], row_bytes, num_topk)
     address = ctx.address
     with options.streams.launch(ctx) as launch:
         inputs = (x, topk_weights, row_weights, bias_0, bias_1)
@@ -57,43 +53,48 @@ def internode_combine(
                 ctx, launch, plan.num_local_blocks, x, expansion,
                 num_received(ctx, known.recv_gbl_rank_prefix_sum), row_weights, topk_weights,
             )  # fmt: skip
-        combined_x = launch.empty((num_tokens, hidden), x.dtype)
+        combined_x = launch.empty((num_tokens, hidden), dtype)
         combined_topk_weights = None
         if topk_weights is not None:
             combined_topk_weights = launch.empty((num_tokens, num_topk), torch.float32)
         staging, staging_offset, num_staging_rows = _staging(
-            ctx, launch, known, hidden * x.element_size(), num_topk
+            ctx, launch, known, row_bytes, num_topk
         )
-        ctx.engine.internode_combine(
-            x=address(x),
-            dtype=checks.COMBINE_DTYPES[x.dtype],
-            hidden=hidden,
-            topk_weights=address(topk_weights),
-            num_topk=num_topk,
-            bias_0=address(bias_0),
-            bias_1=address(bias_1),
-            num_tokens=num_tokens,
-            num_recv_rows=known.num_recv_rows,
-            send_node_head=address(known.send_rdma_head),
-            send_rank_head=address(known.send_nvl_head),
-            recv_node_channel_prefix=address(known.recv_rdma_channel_prefix_matrix),
-            recv_node_prefix_sum=address(known.recv_rdma_rank_prefix_sum),
-            recv_rank_channel_start=address(known.recv_gbl_channel_prefix_matrix),
-            recv_rank_prefix_sum=address(known.recv_gbl_rank_prefix_sum),
-            combined_x=address(combined_x),
-            combined_topk_weights=address(combined_topk_weights),
-            node_channel_prefix=address(known.rdma_channel_prefix_matrix),
-            forward_places=address(known.forward_places),
-            num_forward_rows=known.num_forward_rows,
-            staging_offset=staging_offset,
-            num_staging_rows=num_staging_rows,
-            stream=launch.stream,
-            **plan.as_arguments(),
+        launcher(
+            address(known.send_rdma_head),
+            address(known.send_nvl_head),
+            address(known.recv_rdma_channel_prefix_matrix),
+            address(known.recv_rdma_rank_prefix_sum),
+            address(known.recv_gbl_channel_prefix_matrix),
+            address(known.recv_gbl_rank_prefix_sum),
+            address(known.rdma_channel_prefix_matrix),
+            address(known.forward_places),
+            known.num_recv_rows,
+            known.num_forward_rows,
+            address(x),
+            address(topk_weights),
+            address(bias_0),
+            address(bias_1),
+            num_tokens,
+            address(combined_x),
+            address(combined_topk_weights),
+            staging_offset,
+            num_staging_rows,
+            launch.stream,
         )
         del staging  # whoever gets its memory next writes there behind this kernel
         event = launch.finish((*inputs, known.forward_places, *known.all_tensors))
     ctx.end()
+    if options.streams.is_quick and bias is None and expansion is None:
+        remember_tier_combine(
+            ctx, options, known.num_channels, dtype, hidden, num_topk,
+            _staging_row_bytes(ctx, row_bytes, num_topk), launcher,
+        )  # fmt: skip
     return combined_x, combined_topk_weights, event
+
+
+def _staging_row_bytes(ctx: Context, row_bytes: int, num_topk: int) -> int:
+    return ctx.engine.staging_row_bytes(row_bytes=row_bytes, num_topk=num_topk)
 
 
 def _staging(
@@ -103,19 +104,9 @@ def _staging(
     offset 0 without room, or without a handle that knows their places."""
     if handle.forward_places is None:
         return None, 0, 0
-    topology = ctx.topology
-
-    def most(num_targets: int) -> int:
-        """Of them that a token can go to."""
-        return min(handle.num_topk, num_targets) if handle.num_topk else num_targets
-
-    returning = handle.num_returning_rows
-    if returning is None:
-        returning = handle.num_forward_rows * most(topology.ranks_per_node - 1)
-    crossing = handle.num_tokens * most(topology.num_nodes - 1)
-    num_rows = max(1, returning + crossing + handle.num_forward_rows)
+    num_rows = handle.num_staging_rows
     taken = ctx.take(
-        num_rows * ctx.engine.staging_row_bytes(row_bytes=row_bytes, num_topk=num_topk),
+        num_rows * _staging_row_bytes(ctx, row_bytes, num_topk),
         launch.caller_stream,
         launch.is_behind_caller,
         launch.is_captured,

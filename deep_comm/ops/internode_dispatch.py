@@ -271,7 +271,8 @@ class NewTierDispatch:
             num_returning_rows=None if counts is None else counts.num_returning_rows,
             send_places=routing.send_places,
             expansion=expansion,
-        )
+            home_stream=launch.home_stream,
+        ).made_by(ctx.owner)
         per_expert = [] if counts is None else list(counts.num_recv_tokens_per_expert)
         return rows.payload, rows.topk_idx, rows.topk_weights, per_expert, handle, event
 

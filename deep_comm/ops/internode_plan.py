@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from deep_comm.checks import PayloadForm
 from deep_comm.config import Config, plan_rings, require_config
 from deep_comm.context import Context
 from deep_comm.errors import ArgumentError, BufferTooSmall, HandleMismatch
@@ -55,6 +57,57 @@ def plan_two_tiers(
     known = ctx.two_tier_plans.get(key)
     if known is None:
         known = _plan(ctx, config, default, names_sms, *shape)
+        ctx.two_tier_plans[key] = known
+    return known
+
+
+Launcher = Callable[..., None]
+
+FILL_TAIL, ZERO_TAIL, IS_EARLY = 1, 2, 4
+"""Flags of a dispatch."""
+
+
+def dispatch_launcher(
+    ctx: Context, plan: TwoTierPlan, form: PayloadForm, num_topk: int, topk_idx_bytes: int
+) -> Launcher:
+    """The engine's part of a dispatch of this form: num_experts, is_token_in_rank, send_node_head,
+    recv_node_channel_prefix, recv_node_prefix_sum, recv_rank_channel_start, recv_rank_prefix_sum,
+    node_channel_prefix, send_places; x, num_tokens, x_scales, scale_token_stride,
+    scale_column_stride, topk_idx, topk_weights; recv_x, recv_x_scales, recv_topk_idx,
+    recv_topk_weights, num_recv_rows, num_forward_rows, output_offset; recv_src_idx, recv_src_meta,
+    send_rank_head, src_offset, combine_start, forward_places; flags, source, stream.
+    """
+    key = (plan, form, num_topk, topk_idx_bytes)
+    known: Launcher | None = ctx.two_tier_plans.get(key)
+    if known is None:
+        known = ctx.engine.plan_internode_dispatch(
+            row_bytes=form.row_bytes,
+            scale_bytes=form.scale_bytes,
+            num_scales=form.num_scales,
+            num_topk=num_topk,
+            topk_idx_bytes=topk_idx_bytes,
+            round_scale=form.round_scale,
+            use_ue8m0=form.use_ue8m0,
+            **plan.as_arguments(),
+        )
+        ctx.two_tier_plans[key] = known
+    return known
+
+
+def combine_launcher(
+    ctx: Context, plan: TwoTierPlan, dtype: str, row_bytes: int, num_topk: int
+) -> Launcher:
+    """Of a combine: send_node_head, send_rank_head, recv_node_channel_prefix, recv_node_prefix_sum,
+    recv_rank_channel_start, recv_rank_prefix_sum, node_channel_prefix, forward_places,
+    num_recv_rows, num_forward_rows; x, topk_weights, bias_0, bias_1, num_tokens, combined_x,
+    combined_topk_weights, staging_offset, num_staging_rows, stream.
+    """
+    key = (plan, dtype, row_bytes, num_topk)
+    known: Launcher | None = ctx.two_tier_plans.get(key)
+    if known is None:
+        known = ctx.engine.plan_internode_combine(
+            dtype=dtype, row_bytes=row_bytes, num_topk=num_topk, **plan.as_arguments()
+        )
         ctx.two_tier_plans[key] = known
     return known
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from deep_comm.config import Config
     from deep_comm.context import Context
     from deep_comm.handle import KnownHandle
+    from deep_comm.ops.call import CallOptions
     from deep_comm.ops.plans import CombinePlan, DispatchPlan
     from deep_comm.tuning import DefaultConfig
 
@@ -89,19 +90,24 @@ class NormalCalls:
     (csrc/bind/bind_quick_normal.cpp). Without ``native`` all of them do.
     """
 
-    def __init__(self, native: _core.QuickNormal | None) -> None:
+    def __init__(self, native: _core.QuickNormal | None, is_internode: bool = False) -> None:
         self.native = native
+        self.is_internode = is_internode
         self.dispatch: Callable[..., Any] = never
         self.new_dispatch: Callable[..., Any] = never
         self.combine: Callable[..., Any] = never
-        if native is not None:
+        if native is None:
+            return
+        if is_internode:
+            self.dispatch, self.combine = native.tier_calls()
+        else:
             self.dispatch, self.new_dispatch, self.combine = native.calls()
 
 
 def normal_of(ctx: Context) -> NormalCalls:
-    """For groups inside a node."""
+    """Between nodes: cached dispatch and combine."""
     found = torch_of(ctx.device)
-    if found is None or env.POISON.get() or ctx.topology.num_nodes > 1:
+    if found is None or env.POISON.get():
         return NormalCalls(None)
     from deep_comm import _core  # native: loaded no earlier than the backend's module
 
@@ -120,12 +126,12 @@ def normal_of(ctx: Context) -> NormalCalls:
         wait_counts=ctx.wait_counts,
         float32=torch.float32,
     )
-    return NormalCalls(native)
+    return NormalCalls(native, ctx.topology.num_nodes > 1)
 
 
 def layout_of(ctx: Context) -> Callable[[object, object, object], Any]:
     """get_dispatch_layout of a Buffer inside a node; needs no call before."""
-    if ctx.quick.native is None:
+    if ctx.quick.native is None or ctx.quick.is_internode:
         return never
     return ctx.quick.native.layout(
         launch=ctx.count_layout,
@@ -242,3 +248,49 @@ def remember_combine(
         staging_row_bytes=plan.staging_row_bytes,
         launch=plan.launch,
     )
+
+
+def remember_tier_dispatch(
+    ctx: Context,
+    options: CallOptions,
+    form: PayloadForm,
+    num_channels: int,
+    launch: Callable[..., None],
+) -> None:
+    """After a plain cached dispatch between nodes, likewise."""
+    native = ctx.quick.native
+    codes = None if native is None or form.quantises else _codes(form)
+    if native is not None and codes is not None:
+        native.add_tier_dispatch(
+            config=options.config,
+            default=options.default_config,
+            **codes,
+            num_channels=num_channels,
+            launch=launch,
+        )
+
+
+def remember_tier_combine(
+    ctx: Context,
+    options: CallOptions,
+    num_channels: int,
+    dtype: torch.dtype,
+    hidden: int,
+    num_topk: int,
+    staging_row_bytes: int,
+    launch: Callable[..., None],
+) -> None:
+    """After a plain combine between nodes, likewise. ``num_topk``: 0 without weights."""
+    native, code = ctx.quick.native, _code(dtype)
+    if native is not None and code is not None:
+        native.add_tier_combine(
+            config=options.config,
+            default=options.default_config,
+            dtype=code,
+            torch_dtype=dtype,
+            hidden=hidden,
+            num_topk=num_topk,
+            num_channels=num_channels,
+            staging_row_bytes=staging_row_bytes,
+            launch=launch,
+        )

@@ -12,6 +12,7 @@ from schedules import find_fault, pass_without_fault
 
 from deep_comm import Buffer, local, simulate
 from deep_comm.errors import ConfigMismatch, ExpertIndexError, PeerTimeout
+from deep_comm.ops import internode as ops_internode
 from deep_comm.ops.early import EarlyLaunches
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -164,7 +165,7 @@ def test_a_rank_that_ends_between_the_two_launches_is_named_by_all() -> None:
                 engine = buffer.runtime
                 idx = torch.zeros(5, 2, dtype=torch.int64)
                 with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError):
-                    patch.setattr(type(engine), "internode_dispatch", failing(engine))
+                    patch.setattr(ops_internode, "dispatch_launcher", failing(engine))
                     buffer.dispatch(torch.ones(5, H).bfloat16(), topk_idx=idx, num_experts=E)
             else:
                 with pytest.raises(PeerTimeout) as caught:
@@ -178,14 +179,14 @@ def test_a_rank_that_ends_between_the_two_launches_is_named_by_all() -> None:
 
 
 def failing(of: Any) -> Any:
-    launch = type(of).internode_dispatch
+    make = ops_internode.dispatch_launcher
 
-    def internode_dispatch(self: Any, **options: Any) -> None:
-        if self is of:
+    def dispatch_launcher(ctx: Any, *form: Any) -> Any:
+        if ctx.engine is of:
             raise MemoryError("the host could not go on")
-        launch(self, **options)
+        return make(ctx, *form)
 
-    return internode_dispatch
+    return dispatch_launcher
 
 
 # ---- simulated ----------------------------------------------------------------------------------

@@ -65,12 +65,15 @@ def asynchronous() -> Iterator[None]:
         def wait_internode_counts(self: Any, is_early: bool) -> Any:
             return waits(super(engine, self).wait_internode_counts, self)(is_early)
 
-        for name in ("plan_notify", "plan_dispatch", "plan_combine"):
+        for name in (
+            "plan_notify", "plan_dispatch", "plan_combine", "plan_internode_dispatch",
+            "plan_internode_combine",
+        ):  # fmt: skip
             call = planned(getattr(engine, name), name == "plan_notify")
             patch.setattr(engine, name, call)
         for name in (
             "number_rows", "expand_rows", "reduce_experts", "internode_layout", "internode_notify",
-            "internode_dispatch", "internode_combine", "number_received", "expand_received",
+            "number_received", "expand_received",
         ):  # fmt: skip
             call = launched(getattr(engine, name), name == "internode_notify")
             patch.setattr(engine, name, call, raising=False)
