@@ -362,7 +362,7 @@ class Context:
         leaves_payload = record.kind == "config_mismatch" and record.kernel.startswith(
             "low_latency"
         )
-        if record.kind not in ("peer_timeout", "masked_out") and not leaves_payload:
+        if record.kind not in errors.NEEDS_RESET and not leaves_payload:
             # All ranks are still in step: the Buffer goes on. After a timeout, and where ranks
             # wrote rows into each other's memory that nobody expects, only reset() helps.
             self._synchronize()  # what still runs might report once more

@@ -182,6 +182,26 @@ class MaskedOut(DeepCommError):
         self.kernel = kernel
 
 
+class CallInterrupted(DeepCommError):
+    """An earlier call of this Buffer ended in the middle: a signal's handler had raised, as
+    Ctrl-C does.
+
+    The interrupted call itself raises what the handler raised (KeyboardInterrupt); the calls after
+    it raise this. The other ranks end with PeerTimeout.
+
+    Attributes: ``rank`` (this one).
+
+    What to do: end this rank; or go on after reset() on all ranks.
+    """
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(
+            f"an earlier call of rank {rank} was interrupted in the middle, so that it is out of "
+            "step with the other ranks; reset() on all ranks makes the Buffer usable again"
+        )
+        self.rank = rank
+
+
 class ConfigMismatch(DeepCommError):
     """Ranks of one Buffer disagree about something that must be equal on all of them.
 
@@ -240,10 +260,16 @@ class CapacityError(DeepCommError):
         self.available_rows = available_rows
 
 
+# Kinds of records after which ranks are no longer in step.
+NEEDS_RESET = ("peer_timeout", "masked_out", "interrupted")
+
+
 def from_record(record: ErrorRecord) -> DeepCommError:
     """The exception that says what the first failing thread of a Buffer recorded."""
     if record.kind == "masked_out":
         return MaskedOut(record.rank, record.kernel)
+    if record.kind == "interrupted":
+        return CallInterrupted(record.rank)
     if record.kind == "peer_timeout":
         return PeerTimeout(
             rank=record.rank,

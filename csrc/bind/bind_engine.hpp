@@ -7,6 +7,7 @@
 
 #include "bind/bind_normal.hpp"
 #include "bind/bindings.hpp"
+#include "bind/interrupts.hpp"
 #include "device/layout/output.cuh"
 #include "host/engine.hpp"
 
@@ -40,6 +41,7 @@ pybind11::class_<Engine<Target>> bind_engine(pybind11::module_& m) {
   using namespace pybind11::literals;
   using Type = Engine<Target>;
   bind_records(m);
+  bind_interrupts();
   py::class_<Type> engine(m, "Engine", py::module_local());
   engine.def_static("workspace_bytes", &Type::workspace_bytes, py::kw_only(), "num_ranks"_a,
                     "num_max_experts"_a);

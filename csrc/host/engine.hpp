@@ -9,6 +9,7 @@
 #include "device/intranode/args.cuh"
 #include "device/low_latency/rail_args.cuh"
 #include "host/early_launches.hpp"
+#include "host/interrupt.hpp"
 #include "host/low_latency_plan.hpp"
 #include "host/plans.hpp"
 #include "host/rail_kernels.hpp"
@@ -229,6 +230,8 @@ class Engine {
   };
   Shape shape_of(const ChannelConfig& config, const MessageLayout& message, int num_senders) const;
   bool is_internode() const { return rail_bases_ != nullptr; }
+  // A call ends in the middle: its kernel gives up, and the record says so, until reset().
+  void note_interrupt();
   void launch_count(InternodeCountArgs args, uint64_t stream);
   // Stages and shared memory of direct mode; without room for them, args.output_line becomes 0.
   size_t plan_tier_direct(InternodeDispatchArgs& args) const;

@@ -81,6 +81,19 @@ void CudaTarget::copy_in(void* memory, const void* source, size_t num_bytes) {
   check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
 }
 
+void CudaTarget::store_beside_kernels(uint32_t* word, uint32_t value) {
+  // A stream of its own: those of the kernels end behind them.
+  const CudaDeviceScope scope(device_);
+  cudaStream_t stream;
+  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+  const cudaError_t copied =
+      cudaMemcpyAsync(word, &value, sizeof(value), cudaMemcpyHostToDevice, stream);
+  const cudaError_t ended = cudaStreamSynchronize(stream);
+  cudaStreamDestroy(stream);
+  check(copied, "cudaMemcpyAsync");
+  check(ended, "cudaStreamSynchronize");
+}
+
 bool CudaTarget::is_idle(uint64_t stream) {
   const cudaError_t status = cudaStreamQuery(reinterpret_cast<cudaStream_t>(stream));
   if (status == cudaErrorNotReady) return false;

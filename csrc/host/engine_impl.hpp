@@ -129,7 +129,22 @@ void Engine<Target>::launch_in(const World& world, const LaunchConfig& config,
   args.world = world;
   ++num_launches_;
   if (skips_launches) return;
-  target_.template launch<KernelType>(config, args, stream);
+  try {
+    target_.template launch<KernelType>(config, args, stream);
+  } catch (const Interrupted&) {  // where kernels run in the launch
+    note_interrupt();
+    throw;
+  }
+}
+
+template <class Target>
+void Engine<Target>::note_interrupt() {
+  target_.store_beside_kernels(&world_.state()->abort, 1);  // what still waits need not go on
+  ErrorBlock& block = *world_.error;
+  if (detail::load_acquire(&block.is_written) != 0) return;  // it had failed before
+  block.kind = static_cast<uint32_t>(ErrorKind::kInterrupted);
+  block.rank = group_rank();
+  __atomic_store_n(&block.is_written, 1u, __ATOMIC_RELEASE);
 }
 
 template <class Target>

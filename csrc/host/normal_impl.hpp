@@ -131,10 +131,18 @@ bool Engine<Target>::wait_for_kernel(const HasCome& has_come, uint64_t stream, c
   // Kernels bound their own waits; here only the end of the stream needs watching. Asking for it
   // takes longer than kernels are expected to, so not before many polls, some milliseconds.
   constexpr uint32_t kPollsBetweenQueries = 1 << 16;
+  InterruptWatch interrupts;
   for (uint32_t num_polls = 1; !has_come(); ++num_polls) {
     if (detail::load_acquire(&world_.error->is_written) != 0) return false;
     detail::pause();
-    if (num_polls % kPollsBetweenQueries == 0 && target_.is_idle(stream) && !has_come() &&
+    if (num_polls % kPollsBetweenQueries != 0) continue;
+    try {
+      interrupts.look();
+    } catch (const Interrupted&) {
+      note_interrupt();
+      throw;
+    }
+    if (target_.is_idle(stream) && !has_come() &&
         detail::load_acquire(&world_.error->is_written) == 0) {
       throw std::runtime_error(what);
     }

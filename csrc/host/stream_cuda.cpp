@@ -2,9 +2,13 @@
 
 #include <cuda_runtime_api.h>
 
+#include <chrono>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <vector>
+
+#include "host/interrupt.hpp"
 
 namespace deep_comm {
 
@@ -61,7 +65,16 @@ void CudaEvent::wait(uint64_t stream) const {
   check(cudaStreamWaitEvent(as_stream(stream), event_, 0), "cudaStreamWaitEvent");
 }
 
-void CudaEvent::synchronize() const { check(cudaEventSynchronize(event_), "cudaEventSynchronize"); }
+void CudaEvent::synchronize() const {
+  InterruptWatch interrupts;
+  cudaError_t status = cudaEventQuery(event_);
+  while (status == cudaErrorNotReady) {
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
+    interrupts.look();
+    status = cudaEventQuery(event_);
+  }
+  check(status, "cudaEventQuery");
+}
 
 std::unique_ptr<CudaEvent> cuda_mark(int device, uint64_t stream) {
   CudaDeviceScope scope(device);  // stream 0 is the current device's

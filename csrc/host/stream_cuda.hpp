@@ -35,7 +35,7 @@ class CudaEvent {
   void record(uint64_t stream);
   // Work that `stream` gets from now on waits for what was recorded.
   void wait(uint64_t stream) const;
-  // The calling thread waits for what was recorded.
+  // The calling thread waits for what was recorded; a signal's handler may end that (Interrupted).
   void synchronize() const;
   // Work that `then` gets from now on waits for all that `first` has. The device must be current.
   void order(uint64_t first, uint64_t then) {

@@ -56,6 +56,7 @@ class CudaTarget {
   void store(T* word, T value) {
     copy_in(word, &value, sizeof(T));
   }
+  void store_beside_kernels(uint32_t* word, uint32_t value);
   RailPort open_rail(RailPort port, int num_peers, uint64_t timeout_ns, const RailOptions& options);
   void close_rail() {
     nic_.reset();

@@ -9,6 +9,7 @@
 
 #include "device/arch/types.cuh"
 #include "device/layout/names.cuh"
+#include "host/interrupt.hpp"
 #include "host/target.hpp"
 #include "simt/machine.hpp"
 
@@ -67,7 +68,10 @@ class HostTarget {
       KernelType::run(*static_cast<const Args*>(raw));
     };
     if (simulation_ == nullptr) {
-      simt::run(grid, body, &args);
+      InterruptWatch interrupts;
+      simt::run(
+          grid, body, &args, [](void* watch) { static_cast<InterruptWatch*>(watch)->look(); },
+          &interrupts);
     } else {
       simulation_->launch(rank_, stream, grid, body, &args, sizeof(Args));
       simulation_->synchronize(rank_, stream);
@@ -84,6 +88,9 @@ class HostTarget {
   template <class T>
   void store(T* word, T value) {
     *word = value;
+  }
+  void store_beside_kernels(uint32_t* word, uint32_t value) {
+    __atomic_store_n(word, value, __ATOMIC_RELAXED);
   }
   RailPort open_rail(RailPort port, int num_peers, uint64_t /*timeout_ns*/,
                      const RailOptions& options) {

@@ -53,7 +53,7 @@ void copy_words(uint8_t* dst, const uint8_t* src, size_t num_bytes) {
 class DirectExecutor final : public Executor, private RailMemory {
  public:
   DirectExecutor() : random_(monotonic_ns()), rail_(*this, random_, kRailPieces, true) {}
-  void run(const Grid& grid, Body body, const void* args);
+  void run(const Grid& grid, Body body, const void* args, void (*on_idle)(void*), void* idle_state);
 
   void make_ready(Fiber* fiber) override { ready_.push_back(fiber); }
   void make_ready_hot(Fiber* fiber) override { hot_.push_front(fiber); }
@@ -155,7 +155,8 @@ void DirectExecutor::wait_for_others() {
   nanosleep(&duration, nullptr);
 }
 
-void DirectExecutor::run(const Grid& grid, Body body, const void* args) {
+void DirectExecutor::run(const Grid& grid, Body body, const void* args, void (*on_idle)(void*),
+                         void* idle_state) {
   if (t_state.executor) throw MachineError("a grid cannot be run from inside a grid");
   std::unique_ptr<GridRun> run = create(grid, body, args);
   failed_ = false;
@@ -187,6 +188,7 @@ void DirectExecutor::run(const Grid& grid, Body body, const void* args) {
           ": no thread can go on, and nothing outside can change that\n" + describe(*run));
     }
     wait_for_others();
+    if (on_idle != nullptr) on_idle(idle_state);
   }
   // The network outlives a grid, but nobody would drive it: what is under way lands now.
   while (rail_.has_pending()) rail_.advance_one();
@@ -195,11 +197,11 @@ void DirectExecutor::run(const Grid& grid, Body body, const void* args) {
 
 }  // namespace
 
-void run(const Grid& grid, Body body, const void* args) {
+void run(const Grid& grid, Body body, const void* args, void (*on_idle)(void*), void* idle_state) {
   // By pointer: what a module keeps in static thread-local storage must be small to be loadable.
   thread_local std::unique_ptr<DirectExecutor> executor;
   if (!executor) executor = std::make_unique<DirectExecutor>();
-  executor->run(grid, body, args);
+  executor->run(grid, body, args, on_idle, idle_state);
 }
 
 }  // namespace deep_comm::simt

@@ -37,7 +37,10 @@ struct SimulationStuck : MachineError {
 
 // Direct mode: runs one grid to completion on the calling OS thread. Any number of OS threads and
 // processes may do so at once; memory is the real one. `args` stays alive during the call.
-void run(const Grid& grid, Body body, const void* args);
+// `on_idle` is called again and again while no fiber can go on; it may throw, which ends the grid
+// where it is.
+void run(const Grid& grid, Body body, const void* args, void (*on_idle)(void*) = nullptr,
+         void* idle_state = nullptr);
 
 // Fibers of `rank` do not run from step `after_step` on for `num_steps` steps (0: for ever).
 struct Stall {

@@ -12,6 +12,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from interrupted import (
+    INTERNODE,
+    NORMAL,
+    handled_in_the_call,
+    interrupted_then_closed,
+    interrupted_then_reset,
+)
 
 import deep_comm
 from deep_comm import errors, processes
@@ -141,3 +148,19 @@ def _too_few_rows(group):
 def test_too_few_worst_case_rows_are_reported(num_ranks: int) -> None:
     ended = outcomes(_too_few_rows, num_ranks)
     assert isinstance(ended[0].error, errors.CapacityError), repr(ended[0].error)
+
+
+def _with_its_device(group, fn, *args: object) -> None:
+    fn(group, *args, torch.device("cuda", group.rank()))
+
+
+@pytest.mark.parametrize("mode", [NORMAL, INTERNODE])
+def test_a_signal_ends_the_wait_for_counts(num_ranks: int, mode: str) -> None:
+    for outcome in outcomes(_with_its_device, num_ranks, interrupted_then_reset, mode, 1, False):
+        assert outcome.error is None, outcome.traceback
+
+
+@pytest.mark.parametrize("fn", [interrupted_then_closed, handled_in_the_call])
+def test_signals_in_the_wait_for_counts(num_ranks: int, fn) -> None:
+    for outcome in outcomes(_with_its_device, num_ranks, fn, 1):
+        assert outcome.error is None, outcome.traceback

@@ -13,6 +13,7 @@ enum class ErrorKind : uint32_t {
   kExpertIndex,     // an expert index outside [-1, num_experts)
   kOverflow,        // more rows arrive than the output has
   kMaskedOut,       // the others do without this rank
+  kInterrupted,     // by the host: it went away from a call in the middle
   kCount
 };
 
@@ -89,7 +90,8 @@ enum class Word : uint32_t {
 };
 
 inline constexpr const char* kErrorKindNames[] = {"none",         "peer_timeout", "config_mismatch",
-                                                  "expert_index", "overflow",     "masked_out"};
+                                                  "expert_index", "overflow",     "masked_out",
+                                                  "interrupted"};
 inline constexpr const char* kKernelNames[] = {
     "get_dispatch_layout",  "notify_dispatch",     "dispatch",        "combine",
     "low_latency_dispatch", "low_latency_combine", "internode_count", "internode_notify",

@@ -1,0 +1,126 @@
+"""A rank whose calls a signal interrupts while it waits for a silent one: on both targets."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import deep_comm
+from deep_comm import errors
+
+TIMEOUT_S = 100.0  # of the kernels: what ends sooner was not ended by it
+SOON_S = 20.0
+SIGNAL_AFTER_S = 0.5
+
+NORMAL, INTERNODE, LOW_LATENCY = "normal", "internode", "low_latency"
+TOKENS, HIDDEN = 8, 512
+
+
+def make(group: Any, mode: str, device: torch.device) -> deep_comm.Buffer:
+    low_latency = mode == LOW_LATENCY
+    num_rdma_bytes = 0
+    if low_latency:
+        num_rdma_bytes = deep_comm.Buffer.get_low_latency_rdma_size_hint(
+            TOKENS, HIDDEN, group.size(), group.size()
+        )
+    elif mode == INTERNODE:
+        num_rdma_bytes = 8 << 20
+    return deep_comm.Buffer(
+        group, 8 << 20, num_rdma_bytes, low_latency_mode=low_latency, device=device,
+        timeout_s=TIMEOUT_S, ranks_per_node=1 if mode == INTERNODE else None,
+    )  # fmt: skip
+
+
+def all_to_all(buffer: deep_comm.Buffer, mode: str, combines: bool = True) -> torch.Tensor | None:
+    """A row for every rank, and the sums of what they send back."""
+    ranks, device = buffer.group_size, buffer.device
+    topk_idx = torch.arange(ranks, device=device).expand(TOKENS, ranks).contiguous()
+    weights = torch.ones(TOKENS, ranks, device=device)
+    x = torch.ones(TOKENS, HIDDEN, dtype=torch.bfloat16, device=device)
+    if mode == LOW_LATENCY:
+        rows, _, handle, _, _ = buffer.low_latency_dispatch(
+            x, topk_idx, TOKENS, ranks, use_fp8=False
+        )
+        return buffer.low_latency_combine(rows, topk_idx, weights, handle)[0] if combines else None
+    rows, _, _, _, handle, _ = buffer.dispatch(
+        x, topk_idx=topk_idx, topk_weights=weights, num_experts=ranks
+    )
+    return buffer.combine(rows, handle)[0] if combines else None
+
+
+def interrupt_soon() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever this process inherited
+    threading.Timer(SIGNAL_AFTER_S, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+
+def ended_by_signal(call: Callable[[], object]) -> float:
+    """How long the call went on: a wait that a handler's exception ended."""
+    began = time.monotonic()
+    interrupt_soon()
+    try:
+        call()
+    except KeyboardInterrupt:
+        return time.monotonic() - began
+    raise AssertionError(f"the call ended by itself after {time.monotonic() - began:.1f} s")
+
+
+def interrupted_then_reset(group: Any, mode: str, silent: int, combines: bool, device: Any) -> None:
+    """All ranks but one are interrupted while they wait for that one, in dispatch or in combine;
+    then they cannot call; then all go on.
+    """
+    with make(group, mode, device) as buffer:
+        total = all_to_all(buffer, mode)
+        assert total is not None and bool((total == group.size()).all())
+        if group.rank() != silent:
+            lasted = ended_by_signal(lambda: all_to_all(buffer, mode))
+            assert lasted < SOON_S, lasted
+            try:
+                all_to_all(buffer, mode, False)
+            except errors.CallInterrupted as error:
+                assert error.rank == group.rank() and "reset()" in str(error)
+            else:
+                raise AssertionError("a Buffer out of step was used again")
+        elif combines:
+            all_to_all(buffer, mode, False)  # so that the others come as far as their combine
+        dist.barrier(group)
+        buffer.reset()
+        total = all_to_all(buffer, mode)
+        assert total is not None and bool((total == group.size()).all())
+
+
+def handled_in_the_call(group: Any, late: int, device: Any) -> None:
+    """A handler that raises nothing runs while the call waits, and the call goes on."""
+    handled: list[float] = []
+    with make(group, NORMAL, device) as buffer:
+        all_to_all(buffer, NORMAL)
+        dist.barrier(group)
+        if group.rank() == late:
+            time.sleep(6 * SIGNAL_AFTER_S)
+        else:
+            interrupt_soon()
+            signal.signal(signal.SIGINT, lambda *_: handled.append(time.monotonic()))
+        total = all_to_all(buffer, NORMAL)
+        ended = time.monotonic()
+        assert total is not None and bool((total == group.size()).all())
+    if group.rank() != late:
+        assert len(handled) == 1 and ended - handled[0] > SIGNAL_AFTER_S, (handled, ended)
+
+
+def interrupted_then_closed(group: Any, silent: int, device: Any) -> None:
+    """What a program does that ends: the Buffer's end waits for no peer either."""
+    buffer = make(group, NORMAL, device)
+    all_to_all(buffer, NORMAL)
+    if group.rank() != silent:
+        ended_by_signal(lambda: all_to_all(buffer, NORMAL))
+        began = time.monotonic()
+        buffer.destroy()
+        assert time.monotonic() - began < SOON_S
+    else:
+        buffer.destroy()
