@@ -102,7 +102,8 @@ class Buffer(InternodeCalls, LowLatencyCalls):
             device: "cpu" for the host target, or a CUDA device; default: CUDA when available.
             ranks_per_node: overrides what host names say.
             timeout_s: how long a kernel waits for a peer; default: DEEP_COMM_TIMEOUT_S.
-            num_max_experts: the largest E that calls may use.
+            num_max_experts: the largest E that calls may use, at most 57 344; of low-latency
+                calls, which count twice, half of that less a few.
             num_direct_bytes: the part of num_nvl_bytes that is receive region: outputs
                 of dispatch are allocated there while there is room, and peers write
                 them in place, without rings.
@@ -260,13 +261,18 @@ class Buffer(InternodeCalls, LowLatencyCalls):
             offset: in elements.
         """
         self._context.require_open()
+        if not isinstance(dtype, torch.dtype):
+            raise ArgumentError("dtype", repr(dtype), "must be a torch.dtype")
         if use_rdma_buffer and not self.low_latency_mode:
             raise UnsupportedError("use_rdma_buffer needs low_latency_mode")
         num_elements = (
             self._context.low_latency_bytes if use_rdma_buffer else self.num_nvl_bytes
         ) // dtype.itemsize
         integers.require("offset", offset, 0, num_elements)
-        shape = torch.Size([num_elements - offset] if size is None else size)
+        extents = [num_elements - offset] if size is None else size
+        if not isinstance(extents, Sequence) or not all(type(each) is int for each in extents):
+            raise ArgumentError("size", repr(size), "must be a sequence of integers")
+        shape = torch.Size(extents)
         if min(shape, default=0) < 0 or offset + shape.numel() > num_elements:
             rule = f"must fit in the {num_elements - offset} elements from offset on"
             raise ArgumentError("size", list(shape), rule)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from deep_comm.backends import Launch
 
 MAX_TOPK = 64
+MAX_EXPERTS = 56 << 10  # counters of 4 bytes, and a little more, in 227 KiB of shared memory
 ROW_ALIGNMENT = 16
 SCALE_BLOCK = 128  # columns of a row that share a scale when the engine quantises
 MAX_EXPERT_ALIGNMENT = 1 << 16  # so that sums of padded counts stay below 2**31

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from deep_comm import _core, errors, integers, tuning
+from deep_comm import _core, checks, errors, integers, tuning
 from deep_comm import rail as rails
 from deep_comm.backends import Backend, Heap, create_backend, resolve_device
 from deep_comm.config import Config, RingPlan, plan_rings, require_config
@@ -62,7 +62,10 @@ class Settings:
 
     def __post_init__(self) -> None:
         integers.require("num_nvl_bytes", self.num_nvl_bytes, 0, integers.MOST_BYTES)
-        integers.require("num_max_experts", self.num_max_experts, 1, integers.LARGEST)
+        integers.require(
+            "num_max_experts", self.num_max_experts, 1, checks.MAX_EXPERTS,
+            note=" (a block of a kernel has a counter for each in its shared memory)",
+        )  # fmt: skip
         if self.num_direct_bytes is not None:
             integers.require(
                 "num_direct_bytes", self.num_direct_bytes, 0, self.num_nvl_bytes,

@@ -157,9 +157,12 @@ void Engine<Target>::check_num_experts(int num_experts) const {
 
 template <class Target>
 void Engine<Target>::check_counters(int num_experts, size_t smem_bytes) const {
-  if (smem_bytes <= static_cast<size_t>(Target::kTuning.smem_bytes_limit)) return;
+  const size_t limit = static_cast<size_t>(smem_bytes_limit);
+  if (smem_bytes <= limit) return;
   throw std::invalid_argument("num_experts = " + std::to_string(num_experts) +
-                              ", their counters must fit in a block's shared memory");
+                              ", must be fewer: a block counts them in " +
+                              std::to_string(smem_bytes) + " bytes of shared memory, of which it " +
+                              "has " + std::to_string(limit));
 }
 
 template <class Target>

@@ -7,13 +7,9 @@ namespace deep_comm {
 template <class Target>
 void Engine<Target>::number_rows(NumberRowsArgs args, const ChannelConfig& config,
                                  uint64_t stream) {
-  detail::require(args.num_experts >= 1 && args.num_experts <= num_max_experts_,
-                  "num_experts = " + std::to_string(args.num_experts) +
-                      ", must lie in 1..num_max_experts = " + std::to_string(num_max_experts_));
+  check_num_experts(args.num_experts);
   const size_t smem_bytes = sizeof(uint32_t) * args.num_experts;
-  detail::require(smem_bytes <= static_cast<size_t>(smem_bytes_limit),
-                  "num_experts = " + std::to_string(args.num_experts) +
-                      ", their counters must fit in a block's shared memory");
+  check_counters(args.num_experts, smem_bytes);
   const int num_blocks = config.num_channels;
   args.tokens_per_block = max_of(1, ceil_div(args.num_tokens, num_blocks));
   launch<NumberRowsKernel>(
@@ -47,9 +43,7 @@ void Engine<Target>::number_received(NumberReceivedArgs args, const ChannelConfi
                                      uint64_t stream) {
   const size_t counters_bytes = sizeof(uint32_t) * max_of(1, args.num_experts);
   const size_t num_counters = static_cast<size_t>(smem_bytes_limit) / counters_bytes;
-  detail::require(num_counters >= 2, "num_experts = " + std::to_string(args.num_experts) +
-                                         " of one rank, their counters must fit in a block's "
-                                         "shared memory");
+  if (num_counters < 2) check_counters(args.num_experts, 2 * counters_bytes);
   args.rank = group_rank();
   args.num_numbering_warps = static_cast<int>(
       min_of<size_t>(Target::kTuning.number_threads / kWarpSize, num_counters - 1));

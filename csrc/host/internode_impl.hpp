@@ -159,9 +159,7 @@ void Engine<Target>::internode_notify(InternodeNotifyArgs args, const uint8_t* i
   const int row_bytes = field(RailField::kRowBytes);
   require(row_bytes > 0 && row_bytes % 16 == 0,
           "row_bytes = " + std::to_string(row_bytes) + ", must be a positive multiple of 16");
-  require(args.num_experts >= 1 && args.num_experts <= num_max_experts_,
-          "num_experts = " + std::to_string(args.num_experts) +
-              ", must lie in 1..num_max_experts = " + std::to_string(num_max_experts_));
+  check_num_experts(args.num_experts);
   const RailMessage message{row_bytes, field(RailField::kScaleRowBytes),
                             field(RailField::kNumTopk)};
   RingLayout ring{};

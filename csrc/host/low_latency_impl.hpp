@@ -39,9 +39,7 @@ LaunchConfig Engine<Target>::low_latency_launch(const LowLatencyShape& shape) co
               std::to_string(kMaxLowLatencyBlocks));
   require(shape.num_max_tokens >= 1 && shape.num_max_tokens < 1 << 16,
           "num_max_tokens = " + std::to_string(shape.num_max_tokens) + ", must lie in 1..65535");
-  require(shape.num_experts >= 1 && shape.num_experts <= num_max_experts_,
-          "num_experts = " + std::to_string(shape.num_experts) +
-              ", must lie in 1..num_max_experts = " + std::to_string(num_max_experts_));
+  check_num_experts(shape.num_experts);
   require(shape.num_topk >= 1 && shape.num_topk <= 2 * kWarpSize,
           "num_topk = " + std::to_string(shape.num_topk) + ", must lie in 1..64");
   const int multiple = shape.num_scales == 0             ? 8
@@ -58,9 +56,7 @@ LaunchConfig Engine<Target>::low_latency_launch(const LowLatencyShape& shape) co
   const size_t smem_bytes =
       is_internode() ? RailBlockMemory::num_bytes(shape, num_group_ranks(), num_threads / kWarpSize)
                      : BlockMemory::num_bytes(shape, world_.num_ranks, num_threads / kWarpSize);
-  require(smem_bytes <= static_cast<size_t>(Target::kTuning.smem_bytes_limit),
-          "num_experts = " + std::to_string(shape.num_experts) +
-              ", their counters must fit in a block's shared memory");
+  check_counters(shape.num_experts, smem_bytes);
   return {.num_blocks = shape.num_blocks, .num_threads = num_threads, .smem_bytes = smem_bytes};
 }
 

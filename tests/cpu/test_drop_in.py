@@ -266,5 +266,14 @@ def test_local_buffer_offset_counts_elements() -> None:
         part = buffer.get_local_buffer_tensor(torch.int32, torch.Size([2, 3]), offset=10)
         assert part.tolist() == [[10, 11, 12], [13, 14, 15]]
         assert buffer.get_local_buffer_tensor(torch.int32, offset=1000).numel() == 24
+        for given, argument in (
+            (dict(dtype="float32"), "dtype"),
+            (dict(dtype=torch.int8, size=3), "size"),
+            (dict(dtype=torch.int8, size=[2.0]), "size"),
+            (dict(dtype=torch.int8, size=[4097]), "size"),
+            (dict(dtype=torch.int8, offset="1"), "offset"),
+        ):
+            with pytest.raises(deep_comm.errors.ArgumentError, match=f"^{argument} "):
+                buffer.get_local_buffer_tensor(**given)
 
     alone(fn)

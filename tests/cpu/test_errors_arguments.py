@@ -22,6 +22,7 @@ from deep_comm import (
     Handle,
     HandleMismatch,
     TopologyError,
+    checks,
     local,
 )
 
@@ -260,6 +261,32 @@ def test_layout_names_a_bad_argument() -> None:
     _alone(body, num_max_experts=32)
 
 
+def test_as_many_experts_as_a_block_has_counters_for() -> None:
+    """More than any model has; low-latency kernels count them twice."""
+    most = checks.MAX_EXPERTS
+    idx = torch.tensor([[0, most - 1], [most // 2, -1]])
+    x, weights = torch.ones(2, H, dtype=torch.bfloat16), torch.ones(2, 2)
+    with_low_latency = dict(
+        num_max_experts=most, low_latency_mode=True,
+        num_rdma_bytes=Buffer.get_low_latency_rdma_size_hint(2, H, 1, most),
+    )  # fmt: skip
+
+    def body(buffer: Buffer) -> None:
+        rows, _, _, counts, handle, _ = buffer.dispatch(
+            x, topk_idx=idx, topk_weights=weights, num_experts=most
+        )
+        assert sum(counts) == 3 and counts[most - 1] == 1
+        assert torch.equal(buffer.combine(rows, handle)[0], x)
+        call = lambda experts: buffer.low_latency_dispatch(
+            x, torch.zeros_like(idx), 2, experts, use_fp8=False
+        )
+        call(most // 2 - 1024)
+        with pytest.raises(ValueError, match=f"num_experts = {most}, must be fewer.*shared memory"):
+            call(most)
+
+    _alone(body, **with_low_latency)
+
+
 @pytest.mark.parametrize("bad", [E, E + 100, -2, 2**40])
 def test_an_expert_index_out_of_range_is_named_with_its_place(bad: int) -> None:
     def body(buffer: Buffer) -> None:
@@ -371,6 +398,7 @@ def test_a_given_config_that_does_not_fit_is_not_shrunk() -> None:
         ({"num_qps_per_rank": 0}, "num_qps_per_rank"),
         ({"num_max_experts": 0}, "num_max_experts"),
         ({"num_max_experts": 1 << 40}, "num_max_experts"),
+        ({"num_max_experts": (56 << 10) + 1}, "num_max_experts"),
         ({"timeout_s": 0}, "timeout_s"),
         ({"timeout_s": "5"}, "timeout_s"),
         ({"timeout_s": float("nan")}, "timeout_s"),
