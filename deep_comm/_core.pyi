@@ -146,6 +146,15 @@ class Engine:
         """How the source tokens and recv_rows of an expanded dispatch lie in a
         block of the receive region.
         """
+    @staticmethod
+    def numbering_layout(
+        *, num_ranks: int, num_experts: int, num_local_experts: int, num_tokens: int, num_topk: int
+    ) -> tuple[int, int, int, int, int, int, int]:
+        """Bytes to expert_offsets, expert_counts, num_expanded, first_rows, send_row and send_rows,
+        and of all."""
+    def expand_calls(self) -> tuple[Callable[..., None], Callable[..., None], Callable[..., None]]:
+        """``number_rows``, ``expand_rows`` and ``reduce_experts`` of positional numbers, in the
+        order of the methods' arguments; dtype: 0 bfloat16, 1 float16, 2 float32."""
     def number_rows(
         self,
         *,
@@ -451,8 +460,11 @@ class QuickNormal:
         is_ready: Callable[[int, int], bool] | None,  # (device, stream)
         record: Callable[[int], None] | None,  # on a stream, the event that is `done`
         likely_rows: Callable[[int], tuple[int, ...]],  # ExpectedRows.choices
+        likely_expanded: Callable[[int, int, int, int], tuple[int, ...]],  # .expanded_choices
         wait_counts: Callable[[], object],  # Engine.counts_waiter()
+        expand_calls: tuple[Callable[..., None], ...],  # Engine.expand_calls()
         float32: object,  # torch's
+        int32: object,
     ) -> None: ...
     def layout(
         self,
@@ -469,16 +481,18 @@ class QuickNormal:
         """
     def calls(self) -> tuple[Callable[..., Any], ...]:
         """``asynchronous``: StreamOptions.asynchronous.
-        ``dispatch(x, KnownHandle.numbers, home_stream, config, default, asynchronous)`` -> what has
-        come.
+        ``dispatch(x, KnownHandle.numbers, home_stream, config, default, asynchronous,
+        zero_padding)`` -> what has come.
         ``new_dispatch(x, topk_idx, topk_weights, num_tokens_per_rank, num_tokens_per_expert,
         is_token_in_rank, num_experts, num_worst_tokens, expert_alignment, zero_tail, config,
-        default, asynchronous)`` -> (SlabLayout, its address, its block, routing, stream, num_topk,
-        receive); ``receive()``, once, -> (rows, indices, weights, counts). Without num_worst_tokens
-        it waits for the counts; None: a kernel failed. No rows: then, and where they have not
-        moved, as some rank had no room for its own.
+        default, asynchronous, expand, zero_padding)`` -> (SlabLayout, its address, its block,
+        routing, stream, num_topk, with expand (storage of a Numbering, expert_offsets,
+        expert_counts), receive); ``receive()``, once, -> (rows, indices, weights, counts, number of
+        rows, address of recv_rows). Without num_worst_tokens it waits for the counts; None: a
+        kernel failed. No rows: then, and where they have not moved, as some rank had no room for
+        its own.
         ``combine(x, topk_weights, KnownHandle.numbers, home_stream, config, default,
-        asynchronous)`` -> (sums, sums of weights).
+        asynchronous, apply_weights)`` -> (sums, sums of weights).
         """
 
     def tier_calls(self) -> tuple[Callable[..., Any], ...]:
@@ -494,6 +508,8 @@ class QuickNormal:
         hidden: int,
         num_scales: int,  # 0: without
         num_channels: int,
+        num_local_blocks: int,
+        is_expanded: bool,
         launch: Callable[..., None],  # of the plan
     ) -> None: ...
     def add_tier_dispatch(self, **form: Any) -> None:
@@ -514,6 +530,9 @@ class QuickNormal:
         alignment: int,
         idx_bytes: int,
         has_layout: bool,
+        is_expanded: bool,
+        num_local_experts: int,
+        num_local_blocks: int,
         notify: Callable[..., None] | None,
         launch: Callable[..., None],
         slab_of: Callable[[int], object],  # SlabLayout for so many tokens
@@ -528,6 +547,7 @@ class QuickNormal:
         hidden: int,
         num_topk: int,  # of weights that come along; 0: none do
         num_channels: int,
+        num_local_blocks: int,
         staging_row_bytes: int,
         launch: Callable[..., None],
     ) -> None: ...

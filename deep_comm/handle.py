@@ -74,12 +74,13 @@ class KnownHandle(HeldTensors):
         # and scales, bytes of both.
         self.output_layouts: dict[PayloadForm, tuple[int, int, int]] = {}
         # What calls in one native step want of it (ops/quick.py); None: they go step by step.
-        self.numbers: tuple[int, ...] | None = None
-        if handle.expansion is None:
-            self.numbers = (
-                *routing, recv_channel_prefix_matrix, num_recv_rows, num_tokens,
-                self.num_output_rows, num_channels, self.num_topk,
-            )  # fmt: skip
+        self.numbers: tuple[int, ...] | None = (
+            *routing, recv_channel_prefix_matrix, num_recv_rows, num_tokens,
+            self.num_output_rows, num_channels, self.num_topk,
+        )  # fmt: skip
+        if handle.expansion is not None:
+            expanded = handle.expansion.numbers()
+            self.numbers = None if expanded is None else self.numbers + expanded
         # Whose memory ``tensors`` are; without any nobody need be told who uses the handle.
         self.home_stream = handle.home_stream if self.tensors else None
 

@@ -156,3 +156,21 @@ class SourceRows:
 
     def tensor(self) -> Tensor:
         return self._memory.tensor(self.address, Part(0, None, self.num_rows, torch.int32))
+
+
+class PlacedRows:
+    """recv_rows [N, K] of an expanded dispatch, in the receive region."""
+
+    __slots__ = ("address", "num_rows", "num_columns", "_memory")
+
+    def __init__(
+        self, address: int, num_rows: int, num_columns: int, memory: tuple[Place, object, Block]
+    ) -> None:
+        """``memory``: the arguments of Memory."""
+        self.address = address
+        self.num_rows, self.num_columns = num_rows, num_columns
+        self._memory = memory
+
+    def tensor(self) -> Tensor:
+        part = Part(0, self.num_rows, self.num_columns, torch.int32)
+        return Memory(*self._memory).tensor(self.address, part)

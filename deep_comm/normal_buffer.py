@@ -12,7 +12,7 @@ from deep_comm.defaults import DefaultConfigs
 from deep_comm.errors import ArgumentError
 from deep_comm.events import EventOverlap
 from deep_comm.handle import Handle
-from deep_comm.handle_parts import Memory, Slab
+from deep_comm.handle_parts import Memory, PlacedRows, Slab
 from deep_comm.internode_handle import InternodeHandle
 from deep_comm.ops import internode, internode_combine
 from deep_comm.ops.call import StreamOptions
@@ -24,6 +24,7 @@ from deep_comm.ops.dispatch import (
     cached_dispatch,
     dispatch_unmoved,
 )
+from deep_comm.ops.expand import numbered_expansion
 from deep_comm.ops.internode_dispatch import NewTierDispatch
 from deep_comm.ops.layout import get_dispatch_layout
 from deep_comm.ops.notify import counts_of
@@ -163,22 +164,24 @@ class NormalCalls(DefaultConfigs):
         unmoved: UnmovedRows | None = None
         if streams.is_quick and not (
             (config is not None and type(config) is not Config)
-            or expand
-            or zero_padding
             or use_fp8
             or round_scale
             or use_ue8m0
             or column_major_scales
         ):
             if type(handle) is Handle or type(handle) is InternodeHandle:
-                received = self._quick_dispatch(x, handle, config, default, streams)
+                received = None
+                if handle.expansion is not None or not (expand or zero_padding):
+                    received = self._quick_dispatch(
+                        x, handle, config, default, streams, zero_padding
+                    )
                 if received is not None:
                     return received
             elif handle is None:
                 made = self._quick_new_dispatch(
                     x, topk_idx, topk_weights, num_tokens_per_rank, num_tokens_per_expert,
                     is_token_in_rank, num_experts, num_worst_tokens, expert_alignment, zero_tail,
-                    config, default, streams,
+                    config, default, streams, expand, zero_padding,
                 )  # fmt: skip
                 if isinstance(made, UnmovedRows):
                     unmoved = made
@@ -331,9 +334,11 @@ class NormalCalls(DefaultConfigs):
             streams.is_quick
             and (type(handle) is Handle or type(handle) is InternodeHandle)
             and (config is None or type(config) is Config)
-            and not (bias is not None or apply_weights)
+            and bias is None
         ):
-            sums = self._quick_combine(x, topk_weights, handle, config, default, streams)
+            sums = self._quick_combine(
+                x, topk_weights, handle, config, default, streams, apply_weights
+            )
             if sums is not None:
                 return sums
         if self._is_internode:
@@ -368,14 +373,16 @@ class NormalCalls(DefaultConfigs):
         config: Config | None,
         default: Any,
         streams: StreamOptions,
+        zero_padding: Any,
     ) -> Any:
         ctx = self._context
         known = handle.known_to(ctx.owner)
         if known is None or not ctx.is_sound():
             return None
         rows = ctx.quick.dispatch(
-            x, known.numbers, known.home_stream, config, default, streams.asynchronous
-        )
+            x, known.numbers, known.home_stream, config, default, streams.asynchronous,
+            zero_padding,
+        )  # fmt: skip
         if rows is None:
             return None
         ctx.end()
@@ -396,6 +403,8 @@ class NormalCalls(DefaultConfigs):
         config: Config | None,
         default: Any,
         streams: StreamOptions,
+        expand: Any,
+        zero_padding: Any,
     ) -> DispatchResult | UnmovedRows | None:
         ctx = self._context
         if not ctx.is_sound():
@@ -403,14 +412,22 @@ class NormalCalls(DefaultConfigs):
         made = ctx.quick.new_dispatch(
             x, topk_idx, topk_weights, num_tokens_per_rank, num_tokens_per_expert,
             is_token_in_rank, num_experts, num_worst_tokens, expert_alignment, zero_tail, config,
-            default, streams.asynchronous,
+            default, streams.asynchronous, expand, zero_padding,
         )  # fmt: skip
         if made is None:
             return None
         # Made while the device counts.
-        layout, address, block, routing, home_stream, num_topk, receive = made
+        layout, address, block, routing, home_stream, num_topk, numbered, receive = made
         heap = ctx.heap
         memory = heap.place, heap.memory(), block
+        expansion = None
+        storage: Tensor | None = None
+        if numbered is not None:
+            storage, offsets, counts = numbered
+            expansion = numbered_expansion(
+                ctx, storage, offsets, counts, routing[0], layout.num_tokens, num_topk,
+                expert_alignment,
+            )  # fmt: skip
         handle = Handle.fresh_in_region(
             ctx.owner, layout, address, is_token_in_rank, routing, num_worst_tokens, memory,
             rank=ctx.rank,
@@ -420,19 +437,27 @@ class NormalCalls(DefaultConfigs):
             max_num_tokens=None,
             members=ctx.members,
             home_stream=home_stream,
-            expansion=None,
+            expansion=expansion,
         )  # fmt: skip
-        event = streams.quick_end(ctx)
-        rows, recv_idx, recv_weights, waited = receive()
+        event = streams.quick_end(ctx) if expansion is None else None
+        rows, recv_idx, recv_weights, waited, num_rows, recv_rows = receive()
         if rows is None:
-            counts = counts_of(ctx, waited)
-            return UnmovedRows(Slab(layout, address, Memory(*memory)), counts)
+            slab = Slab(layout, address, Memory(*memory))
+            return UnmovedRows(slab, counts_of(ctx, waited), storage)
+        per_expert: list[int] = []
+        num_tokens = num_worst_tokens
+        if waited is not None:
+            num_tokens, max_num_tokens, _, per_expert = waited
+            handle.complete(num_tokens, max_num_tokens)
+            if expansion is None:
+                ctx.expected.learn(num_tokens, max_num_tokens)
+            else:
+                ctx.expected.learn_expanded(num_rows, max_num_tokens)
+        if expansion is not None:
+            expansion.complete(num_rows, PlacedRows(recv_rows, num_tokens, num_topk, memory))
+            event = streams.quick_end(ctx)  # rows were expanded when their number was known
         ctx.end()
-        if waited is None:
-            return rows, recv_idx, recv_weights, [], handle, event
-        num_recv_tokens, max_num_tokens, _, per_expert = waited
-        ctx.expected.learn(num_recv_tokens, max_num_tokens)
-        handle.complete(num_recv_tokens, max_num_tokens)
+        assert event is not None
         return rows, recv_idx, recv_weights, per_expert, handle, event
 
     def _quick_combine(
@@ -443,6 +468,7 @@ class NormalCalls(DefaultConfigs):
         config: Config | None,
         default: Any,
         streams: StreamOptions,
+        apply_weights: Any,
     ) -> tuple[Tensor, Tensor | Any, EventOverlap] | None:
         ctx = self._context
         known = handle.known_to(ctx.owner)
@@ -450,7 +476,7 @@ class NormalCalls(DefaultConfigs):
             return None
         sums = ctx.quick.combine(
             x, topk_weights, known.numbers, known.home_stream, config, default,
-            streams.asynchronous,
+            streams.asynchronous, apply_weights,
         )  # fmt: skip
         if sums is None:
             return None

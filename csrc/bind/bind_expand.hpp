@@ -2,6 +2,8 @@
 #pragma once
 
 #include "bind/bind_engine.hpp"
+#include "bind/numbers.hpp"
+#include "host/numbering_layout.hpp"
 
 namespace deep_comm {
 
@@ -29,13 +31,102 @@ void set_expanded_output(Args& args, uintptr_t recv_rows, uintptr_t expert_offse
   args.weights = as_pointer<float>(weights);
 }
 
+template <class... Given>
+std::array<uint64_t, sizeof...(Given)> as_numbers(Given... given) {
+  return {static_cast<uint64_t>(given)...};
+}
+
+// The kernels of one tier, as functions of plain numbers: what calls in one native step call
+// (bind/quick_forms.hpp), and Python's steps by name.
+template <class Target>
+struct ExpandCalls {
+  using Type = Engine<Target>;
+  using Release = MaybeRelease<Target::kIsSynchronous>;
+  template <size_t kCount>
+  using Numbers = std::array<uint64_t, kCount>;
+
+  static void number_rows(Type* engine, const Numbers<10>& numbers) {
+    const auto [topk_idx, topk_idx_bytes, num_tokens, num_topk, num_experts, first_rows, send_row,
+                send_rows, num_blocks, stream] = numbers;
+    NumberRowsArgs args{};
+    args.topk_idx = as_pointer<void>(topk_idx);
+    args.topk_idx_bytes = static_cast<int>(topk_idx_bytes);
+    args.num_tokens = static_cast<int>(num_tokens);
+    args.num_topk = static_cast<int>(num_topk);
+    args.num_experts = static_cast<int>(num_experts);
+    args.first_rows = as_pointer<int32_t>(first_rows);
+    args.send_row = as_pointer<int32_t>(send_row);
+    args.send_rows = as_pointer<int32_t>(send_rows);
+    Release release;
+    engine->number_rows(args, {static_cast<int>(num_blocks), 1, 1}, stream);
+  }
+
+  static void expand_rows(Type* engine, const Numbers<20>& numbers) {
+    const auto [rank_prefix_matrix, recv_rows, expert_offsets, expert_counts, num_topk,
+                num_local_experts, num_rows, num_tokens_limit, row_bytes, scale_row_bytes,
+                zero_padding, x, scales, expert_idx, expert_idx_bytes, weights, fill_src_idx,
+                fill_rows, num_blocks, stream] = numbers;
+    ExpandArgs args{};
+    args.rank_prefix_matrix = as_pointer<int32_t>(rank_prefix_matrix);
+    set_expanded_output(args, recv_rows, expert_offsets, expert_counts, static_cast<int>(num_topk),
+                        static_cast<int>(num_local_experts), static_cast<int>(num_rows),
+                        static_cast<int>(num_tokens_limit), static_cast<int>(row_bytes),
+                        static_cast<int>(scale_row_bytes), zero_padding != 0, x, scales, expert_idx,
+                        static_cast<int>(expert_idx_bytes), weights);
+    args.fill_src_idx = as_pointer<int32_t>(fill_src_idx);
+    args.fill_rows = as_pointer<int32_t>(fill_rows);
+    Release release;
+    engine->expand_rows(args, {static_cast<int>(num_blocks), 1, 1}, stream);
+  }
+
+  static void reduce_experts(Type* engine, const Numbers<14>& numbers) {
+    const auto [rank_prefix_matrix, recv_rows, num_topk, num_rows, num_tokens_limit, dtype, hidden,
+                x, row_weights, reduced_x, weights, reduced_weights, num_blocks, stream] = numbers;
+    const auto type = static_cast<Dtype>(dtype);
+    ReduceExpertsArgs args{};
+    args.rank_prefix_matrix = as_pointer<int32_t>(rank_prefix_matrix);
+    args.recv_rows = as_pointer<int32_t>(recv_rows);
+    args.num_topk = static_cast<int>(num_topk);
+    args.num_rows = static_cast<int>(num_rows);
+    args.num_tokens_limit = static_cast<int>(num_tokens_limit);
+    args.row_bytes = static_cast<int>(hidden) * (type == Dtype::kFloat32 ? 4 : 2);
+    args.x = as_pointer<uint8_t>(x);
+    args.row_weights = as_pointer<float>(row_weights);
+    args.reduced_x = as_pointer<uint8_t>(reduced_x);
+    args.weights = as_pointer<float>(weights);
+    args.reduced_weights = as_pointer<float>(reduced_weights);
+    Release release;
+    engine->reduce_experts(args, type, {static_cast<int>(num_blocks), 1, 1}, stream);
+  }
+};
+
 template <class Target>
 void bind_expand(pybind11::module_& m, pybind11::class_<Engine<Target>>& engine) {
   namespace py = pybind11;
   using namespace pybind11::literals;
   using Type = Engine<Target>;
   using Release = MaybeRelease<Target::kIsSynchronous>;
+  using Calls = ExpandCalls<Target>;
   using ptr = uintptr_t;
+  engine.def_static(
+      "numbering_layout",
+      [](int64_t num_ranks, int64_t num_experts, int64_t num_local_experts, int64_t num_tokens,
+         int64_t num_topk) {
+        const auto layout =
+            NumberingLayout::make(num_ranks, num_experts, num_local_experts, num_tokens, num_topk);
+        return py::make_tuple(layout.expert_offsets, layout.expert_counts, layout.num_expanded,
+                              layout.first_rows, layout.send_row, layout.send_rows,
+                              layout.num_bytes);
+      },
+      py::kw_only(), "num_ranks"_a, "num_experts"_a, "num_local_experts"_a, "num_tokens"_a,
+      "num_topk"_a);
+  engine.def("expand_calls", [](const py::object& self) {
+    auto* type = self.cast<Type*>();
+    return py::make_tuple(
+        number_function<10, &Calls::number_rows>("number_rows", type, self),
+        number_function<20, &Calls::expand_rows>("expand_rows", type, self),
+        number_function<14, &Calls::reduce_experts>("reduce_experts", type, self));
+  });
   py::class_<SourceLayout>(m, "SourceLayout", py::module_local())
       .def_readonly("recv_rows", &SourceLayout::recv_rows)
       .def_readonly("num_bytes", &SourceLayout::num_bytes);
@@ -48,17 +139,9 @@ void bind_expand(pybind11::module_& m, pybind11::class_<Engine<Target>>& engine)
       [](Type& self, ptr topk_idx, int topk_idx_bytes, int num_tokens, int num_topk,
          int num_experts, ptr first_rows, ptr send_row, ptr send_rows, int num_channels,
          uint64_t stream) {
-        NumberRowsArgs args{};
-        args.topk_idx = as_pointer<void>(topk_idx);
-        args.topk_idx_bytes = topk_idx_bytes;
-        args.num_tokens = num_tokens;
-        args.num_topk = num_topk;
-        args.num_experts = num_experts;
-        args.first_rows = as_pointer<int32_t>(first_rows);
-        args.send_row = as_pointer<int32_t>(send_row);
-        args.send_rows = as_pointer<int32_t>(send_rows);
-        Release release;
-        self.number_rows(args, {num_channels, 1, 1}, stream);
+        Calls::number_rows(&self,
+                           as_numbers(topk_idx, topk_idx_bytes, num_tokens, num_topk, num_experts,
+                                      first_rows, send_row, send_rows, num_channels, stream));
       },
       py::kw_only(), "topk_idx"_a, "topk_idx_bytes"_a, "num_tokens"_a, "num_topk"_a,
       "num_experts"_a, "first_rows"_a, "send_row"_a, "send_rows"_a, "num_channels"_a, "stream"_a);
@@ -69,16 +152,12 @@ void bind_expand(pybind11::module_& m, pybind11::class_<Engine<Target>>& engine)
          int scale_row_bytes, bool zero_padding, ptr x, ptr scales, ptr expert_idx,
          int expert_idx_bytes, ptr weights, ptr fill_src_idx, ptr fill_rows, int num_channels,
          uint64_t stream) {
-        ExpandArgs args{};
-        args.rank_prefix_matrix = as_pointer<int32_t>(rank_prefix_matrix);
-        set_expanded_output(args, recv_rows, expert_offsets, expert_counts, num_topk,
-                            num_local_experts, num_rows, num_tokens_limit, row_bytes,
-                            scale_row_bytes, zero_padding, x, scales, expert_idx, expert_idx_bytes,
-                            weights);
-        args.fill_src_idx = as_pointer<int32_t>(fill_src_idx);
-        args.fill_rows = as_pointer<int32_t>(fill_rows);
-        Release release;
-        self.expand_rows(args, {num_channels, 1, 1}, stream);
+        Calls::expand_rows(
+            &self,
+            as_numbers(rank_prefix_matrix, recv_rows, expert_offsets, expert_counts, num_topk,
+                       num_local_experts, num_rows, num_tokens_limit, row_bytes, scale_row_bytes,
+                       zero_padding, x, scales, expert_idx, expert_idx_bytes, weights, fill_src_idx,
+                       fill_rows, num_channels, stream));
       },
       py::kw_only(), "rank_prefix_matrix"_a, "recv_rows"_a, "expert_offsets"_a, "expert_counts"_a,
       "num_topk"_a, "num_local_experts"_a, "num_rows"_a, "num_tokens_limit"_a, "row_bytes"_a,
@@ -136,21 +215,10 @@ void bind_expand(pybind11::module_& m, pybind11::class_<Engine<Target>>& engine)
       [](Type& self, ptr rank_prefix_matrix, ptr recv_rows, int num_topk, int num_rows,
          int num_tokens_limit, const std::string& dtype, int hidden, ptr x, ptr row_weights,
          ptr reduced_x, ptr weights, ptr reduced_weights, int num_channels, uint64_t stream) {
-        const Dtype type = dtype_of(dtype);
-        ReduceExpertsArgs args{};
-        args.rank_prefix_matrix = as_pointer<int32_t>(rank_prefix_matrix);
-        args.recv_rows = as_pointer<int32_t>(recv_rows);
-        args.num_topk = num_topk;
-        args.num_rows = num_rows;
-        args.num_tokens_limit = num_tokens_limit;
-        args.row_bytes = hidden * (type == Dtype::kFloat32 ? 4 : 2);
-        args.x = as_pointer<uint8_t>(x);
-        args.row_weights = as_pointer<float>(row_weights);
-        args.reduced_x = as_pointer<uint8_t>(reduced_x);
-        args.weights = as_pointer<float>(weights);
-        args.reduced_weights = as_pointer<float>(reduced_weights);
-        Release release;
-        self.reduce_experts(args, type, {num_channels, 1, 1}, stream);
+        Calls::reduce_experts(
+            &self, as_numbers(rank_prefix_matrix, recv_rows, num_topk, num_rows, num_tokens_limit,
+                              static_cast<int>(dtype_of(dtype)), hidden, x, row_weights, reduced_x,
+                              weights, reduced_weights, num_channels, stream));
       },
       py::kw_only(), "rank_prefix_matrix"_a, "recv_rows"_a, "num_topk"_a, "num_rows"_a,
       "num_tokens_limit"_a, "dtype"_a, "hidden"_a, "x"_a, "row_weights"_a, "reduced_x"_a,

@@ -10,6 +10,7 @@
 #include "bind/quick_layout.hpp"
 #include "bind/quick_new_dispatch.hpp"
 #include "bind/quick_tiers.hpp"
+#include "device/move/reduce.cuh"
 
 namespace deep_comm {
 
@@ -17,6 +18,11 @@ namespace py = pybind11;
 using namespace quick;
 
 namespace {
+
+Dtype number_of(TypeCode code) {
+  if (code == TypeCode{4, 16}) return Dtype::kBfloat16;
+  return code.second == 16 ? Dtype::kFloat16 : Dtype::kFloat32;
+}
 
 template <size_t kCount>
 void def_add_dispatch(py::class_<Calls, Shared>& calls, const char* name,
@@ -26,21 +32,24 @@ void def_add_dispatch(py::class_<Calls, Shared>& calls, const char* name,
       name,
       [forms](const Shared& self, py::object config, py::object standard, TypeCode dtype,
               TypeCode scale_dtype, int64_t hidden, int64_t num_scales, int64_t num_channels,
-              py::object launch) {
+              int64_t num_local_blocks, bool is_expanded, py::object launch) {
         const Rows rows{dtype_of(dtype), dtype_of(scale_dtype), hidden, num_scales};
         const auto is_same = [&](const CachedForm<kCount>& known) {
           return known.rows == rows && known.num_channels == num_channels &&
-                 known.named.is(config.ptr(), standard.ptr());
+                 known.is_expanded == is_expanded && known.named.is(config.ptr(), standard.ptr());
         };
         if ((*self.*forms).find(is_same) != nullptr) return;
         (*self.*forms)
             .add({{std::move(config), std::move(standard)},
                   rows,
                   num_channels,
+                  num_local_blocks,
+                  is_expanded,
                   NumberCall<kCount>(std::move(launch))});
       },
       py::kw_only(), "config"_a, "default"_a, "dtype"_a, "scale_dtype"_a, "hidden"_a,
-      "num_scales"_a, "num_channels"_a, "launch"_a);
+      "num_scales"_a, "num_channels"_a, "num_local_blocks"_a = 0, "is_expanded"_a = false,
+      "launch"_a);
 }
 
 template <size_t kCount>
@@ -51,7 +60,7 @@ void def_add_combine(py::class_<Calls, Shared>& calls, const char* name,
       name,
       [forms](const Shared& self, py::object config, py::object standard, TypeCode dtype,
               py::object torch_dtype, int64_t hidden, int64_t num_topk, int64_t num_channels,
-              uint64_t staging_row_bytes, py::object launch) {
+              int64_t num_local_blocks, uint64_t staging_row_bytes, py::object launch) {
         const auto is_same = [&](const CombineForm<kCount>& known) {
           return known.dtype == dtype_of(dtype) && known.hidden == hidden &&
                  known.num_topk == num_topk && known.num_channels == num_channels &&
@@ -65,11 +74,13 @@ void def_add_combine(py::class_<Calls, Shared>& calls, const char* name,
                   hidden,
                   num_topk,
                   num_channels,
+                  num_local_blocks,
                   staging_row_bytes,
+                  static_cast<uint64_t>(number_of(dtype)),
                   NumberCall<kCount>(std::move(launch))});
       },
       py::kw_only(), "config"_a, "default"_a, "dtype"_a, "torch_dtype"_a, "hidden"_a, "num_topk"_a,
-      "num_channels"_a, "staging_row_bytes"_a, "launch"_a);
+      "num_channels"_a, "num_local_blocks"_a = 0, "staging_row_bytes"_a, "launch"_a);
 }
 
 }  // namespace
@@ -82,7 +93,8 @@ void bind_quick_normal(py::module_& m) {
                        py::object part, int device_type, int device_index, int num_ranks,
                        uint64_t heap_base, py::object memory, py::object take, py::object streams,
                        py::object current_stream, py::object is_ready, py::object record,
-                       py::object likely_rows, py::object wait_counts, py::object float32) {
+                       py::object likely_rows, py::object likely_expanded, py::object wait_counts,
+                       const py::tuple& expand_calls, py::object float32, py::object int32) {
              return std::make_shared<Calls>(
                  Calls{.parts = {StreamParts::make(device_index, std::move(streams),
                                                    std::move(current_stream), std::move(is_ready),
@@ -94,8 +106,13 @@ void bind_quick_normal(py::module_& m) {
                                  std::move(memory),
                                  NumberCall<5>(std::move(take)),
                                  NumberCall<1>(std::move(likely_rows)),
+                                 NumberCall<4>(std::move(likely_expanded)),
+                                 NumberCall<10>(expand_calls[0]),
+                                 NumberCall<20>(expand_calls[1]),
+                                 NumberCall<14>(expand_calls[2]),
                                  NumberCall<0>(std::move(wait_counts)),
-                                 std::move(float32)},
+                                 std::move(float32),
+                                 std::move(int32)},
                        .cached_dispatches = {},
                        .new_dispatches = {},
                        .combines = {},
@@ -105,7 +122,7 @@ void bind_quick_normal(py::module_& m) {
            "tensor_type"_a, "exchange_api"_a, "empty"_a, "part"_a, "device_type"_a,
            "device_index"_a, py::kw_only(), "num_ranks"_a, "heap_base"_a, "memory"_a, "take"_a,
            "streams"_a, "current_stream"_a, "is_ready"_a, "record"_a, "likely_rows"_a,
-           "wait_counts"_a, "float32"_a)
+           "likely_expanded"_a, "wait_counts"_a, "expand_calls"_a, "float32"_a, "int32"_a)
       .def(
           "layout",
           [](const Shared& self, py::object launch, int64_t num_ranks, int64_t num_max_experts,
@@ -130,21 +147,22 @@ void bind_quick_normal(py::module_& m) {
                return object_function<kCount, kBody>(name, self, py::none());
              };
              return py::make_tuple(
-                 call.template operator()<6, &quick_dispatch>("quick_dispatch"),
-                 call.template operator()<13, &quick_new_dispatch>("quick_new_dispatch"),
-                 call.template operator()<7, &quick_combine>("quick_combine"));
+                 call.template operator()<7, &quick_dispatch>("quick_dispatch"),
+                 call.template operator()<15, &quick_new_dispatch>("quick_new_dispatch"),
+                 call.template operator()<8, &quick_combine>("quick_combine"));
            })
       .def("tier_calls",
            [](const Shared& self) {
              return py::make_tuple(
-                 object_function<6, &quick_tier_dispatch>("quick_tier_dispatch", self, py::none()),
-                 object_function<7, &quick_tier_combine>("quick_tier_combine", self, py::none()));
+                 object_function<7, &quick_tier_dispatch>("quick_tier_dispatch", self, py::none()),
+                 object_function<8, &quick_tier_combine>("quick_tier_combine", self, py::none()));
            })
       .def(
           "add_new_dispatch",
           [](const Shared& self, py::object config, py::object standard, TypeCode dtype,
              TypeCode scale_dtype, int64_t hidden, int64_t num_scales, int64_t num_topk,
              int64_t num_experts, int64_t alignment, int idx_bytes, bool has_layout,
+             bool is_expanded, int64_t num_local_experts, int64_t num_local_blocks,
              py::object notify, py::object launch, py::object slab_of) {
             NewDispatch form{.named = {std::move(config), std::move(standard)},
                              .rows = {dtype_of(dtype), dtype_of(scale_dtype), hidden, num_scales},
@@ -153,6 +171,9 @@ void bind_quick_normal(py::module_& m) {
                              .alignment = alignment,
                              .idx_bytes = idx_bytes,
                              .has_layout = has_layout,
+                             .is_expanded = is_expanded,
+                             .num_local_experts = num_local_experts,
+                             .num_local_blocks = num_local_blocks,
                              .notify = NumberCall<19>(std::move(notify)),
                              .launch = NumberCall<28>(std::move(launch)),
                              .slab_of = std::move(slab_of),
@@ -167,7 +188,8 @@ void bind_quick_normal(py::module_& m) {
           },
           py::kw_only(), "config"_a, "default"_a, "dtype"_a, "scale_dtype"_a, "hidden"_a,
           "num_scales"_a, "num_topk"_a, "num_experts"_a, "alignment"_a, "idx_bytes"_a,
-          "has_layout"_a, "notify"_a, "launch"_a, "slab_of"_a);
+          "has_layout"_a, "is_expanded"_a, "num_local_experts"_a, "num_local_blocks"_a, "notify"_a,
+          "launch"_a, "slab_of"_a);
   def_add_dispatch(calls, "add_dispatch", &Calls::cached_dispatches);
   def_add_dispatch(calls, "add_tier_dispatch", &Calls::tier_dispatches);
   def_add_combine(calls, "add_combine", &Calls::combines);

@@ -37,6 +37,43 @@ inline py::object received(const Parts& parts, const Rows& form, const OutputLay
                                                       form.num_scales, form.scale_dtype, block));
 }
 
+// An expanded output, in which the first row of every token is in place: the other rows, padding.
+struct ExpandedOutput {
+  uint64_t rank_prefix;
+  KnownExpansion expansion;
+  int64_t num_rows, num_blocks;
+  bool zero_padding;
+  uint64_t x, scales;
+  uint64_t expert_idx = 0, expert_idx_bytes = 0, weights = 0;
+  uint64_t fill_src_idx = 0, fill_rows = 0;  // with a bound of rows
+};
+
+inline void expand(const Parts& parts, const ExpandedOutput& out, const Rows& form,
+                   const Order& order) {
+  const KnownExpansion& expansion = out.expansion;
+  const auto number = [](int64_t value) { return static_cast<uint64_t>(value); };
+  parts.expand_rows({out.rank_prefix,
+                     expansion.recv_rows,
+                     expansion.expert_offsets,
+                     expansion.expert_counts,
+                     number(expansion.num_topk),
+                     number(expansion.num_local_experts),
+                     number(out.num_rows),
+                     number(expansion.num_tokens_limit),
+                     number(form.row_bytes()),
+                     number(form.scale_row_bytes()),
+                     out.zero_padding ? uint64_t{1} : uint64_t{0},
+                     out.x,
+                     out.scales,
+                     out.expert_idx,
+                     out.expert_idx_bytes,
+                     out.weights,
+                     out.fill_src_idx,
+                     out.fill_rows,
+                     number(out.num_blocks),
+                     order.stream});
+}
+
 // The rows that a dispatch was given.
 inline void keep(const Parts& parts, PyObject* given, const Payload& payload, const Order& order) {
   if (!payload.has_scales) return parts.keep(given, payload.x, order);

@@ -5,7 +5,37 @@
 
 namespace deep_comm::quick {
 
-// (x, topk_weights, KnownHandle.numbers, home_stream, config, default, asynchronous)
+// Rows as they travel: one a received token, with the weights that are to come home.
+struct ReducedRows {
+  uint64_t x, weights;
+  py::object x_tensor, weights_tensor;  // what holds them
+};
+
+// Of rows [M, H], for the kernel `combine`. `row_weights` are multiplied with the rows, `weights`
+// come along; 0: there are none.
+inline ReducedRows reduce(const Parts& parts, const Combine& form, const Known& known, uint64_t x,
+                          uint64_t row_weights, uint64_t weights, const Order& order) {
+  const KnownExpansion& expansion = *known.expansion;
+  const int64_t num_tokens = expansion.num_tokens_limit;
+  ReducedRows reduced{};
+  uintptr_t address = 0;
+  reduced.x_tensor = parts.empty(
+      TorchTensors::matrix_form(num_tokens, form.hidden, form.torch_dtype), order, &address);
+  reduced.x = parts.given(address);
+  if (weights != 0) {
+    reduced.weights_tensor = parts.empty(
+        TorchTensors::matrix_form(num_tokens, expansion.num_topk, parts.float32), order, &address);
+    reduced.weights = parts.given(address);
+  }
+  const auto number = [](int64_t value) { return static_cast<uint64_t>(value); };
+  parts.reduce_experts({known.rank_prefix, expansion.recv_rows, number(expansion.num_topk),
+                        number(known.num_rows), number(num_tokens), form.dtype_number,
+                        number(form.hidden), x, row_weights, reduced.x, weights, reduced.weights,
+                        number(form.num_local_blocks), order.stream});
+  return reduced;
+}
+
+// (x, topk_weights, KnownHandle.numbers, home_stream, config, default, asynchronous, apply_weights)
 //   -> (combined_x, combined_topk_weights), or None.
 inline py::object quick_combine(const Shared& calls, PyObject* const* arguments) {
   const Parts& parts = calls->parts;
@@ -14,20 +44,37 @@ inline py::object quick_combine(const Shared& calls, PyObject* const* arguments)
   const bool has_weights = arguments[1] != Py_None;
   if (!parts.torch.view(arguments[0], &x) || x.num_dims() != 2 || !x.is_contiguous() ||
       x.address() % 16 != 0 || !known.read(arguments[2]) || x.extent(0) != known.num_rows ||
-      !is_asynchronous(arguments[6]) ||
-      (has_weights &&
-       !parts.torch.matrix(arguments[1], kDlFloat32, known.num_rows, -1, &weights))) {
+      !is_asynchronous(arguments[6]) || !is_boolean(arguments[7])) {
     return py::none();
   }
-  const int64_t num_topk = has_weights ? weights.extent(1) : 0;
+  const bool applies_weights = arguments[7] == Py_True;
+  const auto& expansion = known.expansion;
+  if (applies_weights && !(expansion && has_weights)) return py::none();
+  int64_t num_topk = 0;  // of weights that come home
+  if (has_weights && expansion) {
+    if (!parts.torch.vector(arguments[1], kDlFloat32, known.num_rows, &weights)) return py::none();
+    if (!applies_weights) num_topk = expansion->num_topk;
+  } else if (has_weights) {
+    if (!parts.torch.matrix(arguments[1], kDlFloat32, known.num_rows, -1, &weights)) {
+      return py::none();
+    }
+    num_topk = weights.extent(1);
+    if (num_topk == 0) return py::none();
+  }
   const auto form = calls->combines.find([&](const Combine& other) {
     return x.is(other.dtype) && x.extent(1) == other.hidden && num_topk == other.num_topk &&
            other.num_channels == known.num_channels && other.named.is(arguments[4], arguments[5]);
   });
   Order order;
-  if (form == nullptr || (has_weights && num_topk == 0) || !parts.begin(arguments[6], &order) ||
+  if (form == nullptr || !parts.begin(arguments[6], &order) ||
       !is_home(arguments[3], parts, order)) {
     return py::none();
+  }
+  ReducedRows rows{
+      parts.given(x.address()), has_weights ? parts.given(weights.address()) : 0, {}, {}};
+  if (expansion) {
+    rows = reduce(parts, *form, known, rows.x, applies_weights ? rows.weights : 0,
+                  applies_weights ? 0 : rows.weights, order);
   }
   uintptr_t sums = 0, weight_sums = 0;
   const auto matrix = [&](int64_t num_columns, const py::object& dtype, uintptr_t* address) {
@@ -36,7 +83,7 @@ inline py::object quick_combine(const Shared& calls, PyObject* const* arguments)
   };
   py::object combined = matrix(form->hidden, form->torch_dtype, &sums);
   py::object combined_weights = py::none();
-  if (has_weights) {
+  if (num_topk > 0) {
     combined_weights = matrix(num_topk, parts.float32, &weight_sums);
     weight_sums = parts.given(weight_sums);
   }
@@ -49,8 +96,7 @@ inline py::object quick_combine(const Shared& calls, PyObject* const* arguments)
   const bool has_staging =
       parts.take_block(num_staging_rows * form->staging_row_bytes, order, true, &staging, &offset);
   form->launch({static_cast<uint64_t>(known.num_recv_rows), known.rank_prefix, known.channel_prefix,
-                known.recv_channel_prefix, known.send_head, parts.given(x.address()),
-                has_weights ? parts.given(weights.address()) : 0, 0, 0,
+                known.recv_channel_prefix, known.send_head, rows.x, rows.weights, 0, 0,
                 static_cast<uint64_t>(known.num_tokens), parts.given(sums), weight_sums, offset,
                 has_staging ? num_staging_rows : 0, order.stream});
   parts.end(order);

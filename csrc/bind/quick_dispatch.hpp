@@ -5,19 +5,21 @@
 
 namespace deep_comm::quick {
 
-// (x or (x, scales), KnownHandle.numbers, home_stream, config, default, asynchronous) -> the same of
-// the rows that have come, or None.
+// (x or (x, scales), KnownHandle.numbers, home_stream, config, default, asynchronous, zero_padding)
+// -> the same of the rows that have come, or None.
 inline py::object quick_dispatch(const Shared& calls, PyObject* const* arguments) {
   const Parts& parts = calls->parts;
   Payload payload;
   Known known;
   if (!payload.read(parts.torch, arguments[0]) || !known.read(arguments[1]) ||
-      payload.num_tokens() != known.num_tokens || !is_asynchronous(arguments[5])) {
+      payload.num_tokens() != known.num_tokens || !is_asynchronous(arguments[5]) ||
+      !is_boolean(arguments[6])) {
     return py::none();
   }
+  const auto& expansion = known.expansion;
   const auto form = calls->cached_dispatches.find([&](const CachedDispatch& other) {
     return other.num_channels == known.num_channels && payload.is(other.rows) &&
-           other.named.is(arguments[3], arguments[4]);
+           other.is_expanded == expansion.has_value() && other.named.is(arguments[3], arguments[4]);
   });
   Order order;
   uint64_t offset;
@@ -55,12 +57,23 @@ inline py::object quick_dispatch(const Shared& calls, PyObject* const* arguments
                 offset,
                 0,
                 0,
+                expansion ? expansion->send_row : 0,
                 0,
-                0,
-                0,
+                expansion ? expansion->num_expanded : 0,
                 0,
                 0,
                 order.stream});
+  if (expansion) {
+    expand(parts,
+           {.rank_prefix = known.rank_prefix,
+            .expansion = *expansion,
+            .num_rows = known.num_rows,
+            .num_blocks = form->num_local_blocks,
+            .zero_padding = arguments[6] == Py_True,
+            .x = begin + layout.x,
+            .scales = payload.has_scales ? begin + layout.scales : 0},
+           kind, order);
+  }
   parts.end(order);
   keep(parts, arguments[0], payload, order);
   return rows;

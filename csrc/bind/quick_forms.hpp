@@ -5,6 +5,7 @@
 #include <array>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <unordered_map>
 #include <utility>
 
@@ -23,11 +24,15 @@ struct Parts : StreamParts {
   TorchTensors torch;
   int num_ranks;
   uint64_t heap_base;
-  py::object memory;          // of the heap
-  NumberCall<5> take;         // Region.taker()
-  NumberCall<1> likely_rows;  // (num_tokens): numbers of rows to have room for, best first
+  py::object memory;              // of the heap
+  NumberCall<5> take;             // Region.taker()
+  NumberCall<1> likely_rows;      // (num_tokens): numbers of rows to have room for, best first
+  NumberCall<4> likely_expanded;  // (num_tokens, num_topk, num_experts, alignment): the same
+  NumberCall<10> number_rows;     // Engine.expand_calls()
+  NumberCall<20> expand_rows;
+  NumberCall<14> reduce_experts;
   NumberCall<0> wait_counts;  // Engine.counts_waiter()
-  py::object float32;
+  py::object float32, int32;
 
   uint64_t given(uint64_t address) const { return address == 0 ? heap_base : address; }
 
@@ -49,6 +54,11 @@ struct Parts : StreamParts {
                     const py::object& block) const {
     return torch.matrix_over(heap_base + offset, num_rows, num_columns, dtype,
                              py::make_tuple(memory, block));
+  }
+
+  py::object vector(uint64_t offset, int64_t size, DlDataType dtype,
+                    const py::object& block) const {
+    return torch.vector_over(heap_base + offset, size, dtype, py::make_tuple(memory, block));
   }
 
   // An output of torch's.
@@ -135,21 +145,35 @@ struct Payload {
   }
 };
 
+// Where the parts of a handle's Expansion lie, and its sizes.
+struct KnownExpansion {
+  uint64_t send_row, num_expanded, recv_rows, expert_offsets, expert_counts;
+  int64_t num_topk, num_local_experts, num_tokens_limit;
+};
+
 // What a handle that the Buffer knows says: KnownHandle.numbers.
 struct Known {
-  static constexpr size_t kCount = 11;
   uint64_t num_experts, mask, send_head, rank_prefix, channel_prefix, recv_channel_prefix;
   int64_t num_recv_rows, num_tokens, num_rows, num_channels, num_topk;
+  std::optional<KnownExpansion> expansion;
 
   bool read(PyObject* numbers) {
-    if (!PyTuple_CheckExact(numbers) || PyTuple_GET_SIZE(numbers) != kCount) return false;
-    std::array<uint64_t, kCount> read;
-    for (size_t position = 0; position < kCount; ++position) {
-      read[position] = PyLong_AsUnsignedLongLongMask(PyTuple_GET_ITEM(numbers, position));
+    constexpr Py_ssize_t kPlain = 11, kExpanded = kPlain + 8;
+    if (!PyTuple_CheckExact(numbers)) return false;
+    const Py_ssize_t count = PyTuple_GET_SIZE(numbers);
+    if (count != kPlain && count != kExpanded) return false;
+    std::array<uint64_t, kExpanded> read;
+    for (Py_ssize_t position = 0; position < count; ++position) {
+      read[static_cast<size_t>(position)] =
+          PyLong_AsUnsignedLongLongMask(PyTuple_GET_ITEM(numbers, position));
     }
     const auto as_signed = [&](size_t position) { return static_cast<int64_t>(read[position]); };
-    *this = {read[0],      read[1],      read[2],      read[3],      read[4],      read[5],
-             as_signed(6), as_signed(7), as_signed(8), as_signed(9), as_signed(10)};
+    *this = {read[0],      read[1],      read[2],      read[3],      read[4],       read[5],
+             as_signed(6), as_signed(7), as_signed(8), as_signed(9), as_signed(10), std::nullopt};
+    if (count == kExpanded) {
+      expansion = {read[11], read[12],      read[13],      read[14],
+                   read[15], as_signed(16), as_signed(17), as_signed(18)};
+    }
     return true;
   }
 };
@@ -164,6 +188,8 @@ inline bool is_home(PyObject* home_stream, const Parts& parts, const Order& orde
 inline bool is_asynchronous(PyObject* object) {
   return object == Py_None || (PyTuple_CheckExact(object) && PyTuple_GET_SIZE(object) == 2);
 }
+
+inline bool is_boolean(PyObject* object) { return object == Py_True || object == Py_False; }
 
 // Forms of calls that have been made; the oldest goes when there are many.
 template <class Form>
@@ -190,7 +216,8 @@ template <size_t kCount>
 struct CachedForm {
   Named named;
   Rows rows;
-  int64_t num_channels;
+  int64_t num_channels, num_local_blocks;
+  bool is_expanded;
   NumberCall<kCount> launch;
 };
 using CachedDispatch = CachedForm<28>;
@@ -201,8 +228,8 @@ struct CombineForm {
   Named named;
   DlDataType dtype;
   py::object torch_dtype;
-  int64_t hidden, num_topk, num_channels;
-  uint64_t staging_row_bytes;
+  int64_t hidden, num_topk, num_channels, num_local_blocks;
+  uint64_t staging_row_bytes, dtype_number;  // how Engine.expand_calls() counts dtypes
   NumberCall<kCount> launch;
 };
 using Combine = CombineForm<15>;
@@ -220,7 +247,8 @@ struct NewDispatch {
   Rows rows;
   int64_t num_topk, num_experts, alignment;
   int idx_bytes;
-  bool has_layout;
+  bool has_layout, is_expanded;
+  int64_t num_local_experts, num_local_blocks;
   NumberCall<19> notify;
   NumberCall<28> launch;
   py::object slab_of;  // (num_tokens) -> SlabLayout
@@ -228,7 +256,7 @@ struct NewDispatch {
   bool is_like(const NewDispatch& other) const {
     return rows == other.rows && num_topk == other.num_topk && num_experts == other.num_experts &&
            alignment == other.alignment && idx_bytes == other.idx_bytes &&
-           has_layout == other.has_layout;
+           has_layout == other.has_layout && is_expanded == other.is_expanded;
   }
 
   SlabParts slab(int64_t num_tokens) const {

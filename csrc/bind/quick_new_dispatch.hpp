@@ -2,8 +2,13 @@
 #pragma once
 
 #include "bind/quick_calls.hpp"
+#include "host/numbering_layout.hpp"
 
 namespace deep_comm::quick {
+
+inline SourceLayout source_layout_of(const NewDispatch& form, int64_t num_rows) {
+  return SourceLayout::make(num_rows, static_cast<int>(form.num_topk));
+}
 
 // Blocks of a dispatch with new routing: its outputs, and what its handle keeps.
 struct NewBlocks {
@@ -15,7 +20,7 @@ struct NewBlocks {
             const Order& order) {
     layout = layout_of(form, num_rows);
     if (!parts.take_block(layout.num_bytes, order, false, &outputs, &offset) ||
-        !parts.take_block(slab_bytes + source_bytes(num_rows), order, true, &handle,
+        !parts.take_block(slab_bytes + source_bytes(form, num_rows), order, true, &handle,
                           &slab_offset)) {
       return false;
     }
@@ -27,7 +32,7 @@ struct NewBlocks {
   void shrink(const NewDispatch& form, uint64_t slab_bytes, int64_t num_rows) {
     layout = layout_of(form, num_rows);
     outputs.cast<Block&>().shrink(layout.num_bytes);
-    handle.cast<Block&>().shrink(slab_bytes + source_bytes(num_rows));
+    handle.cast<Block&>().shrink(slab_bytes + source_bytes(form, num_rows));
   }
 
   // Other blocks will hold the rows.
@@ -37,12 +42,15 @@ struct NewBlocks {
   }
 
  private:
-  static uint64_t source_bytes(int64_t num_rows) {
+  static uint64_t source_bytes(const NewDispatch& form, int64_t num_rows) {
+    if (form.is_expanded) return source_layout_of(form, num_rows).num_bytes;
     return sizeof(int32_t) * static_cast<uint64_t>(num_rows);
   }
+  // A row of an expanded output is of one selection.
   static OutputLayout layout_of(const NewDispatch& form, int64_t num_rows) {
     return OutputLayout::make(num_rows, form.rows.row_bytes(), form.rows.scale_row_bytes(),
-                              static_cast<int>(form.num_topk), form.idx_bytes);
+                              form.is_expanded ? 1 : static_cast<int>(form.num_topk),
+                              form.idx_bytes);
   }
 };
 
@@ -85,51 +93,136 @@ struct Routing {
   }
 };
 
+// Where the rows of an expanded dispatch belong; nothing of one without `expand`.
+struct Numbering {
+  py::object storage;  // int32, laid out as NumberingLayout says
+  py::object expert_offsets, expert_counts;
+  uint64_t base = 0;
+  NumberingLayout layout{};
+
+  uint64_t at(size_t part) const { return base + part; }
+
+  void make(const Parts& parts, const NewDispatch& form, int64_t num_tokens, const Order& order) {
+    const int64_t num_local = form.num_local_experts;
+    layout = NumberingLayout::make(parts.num_ranks, form.num_experts, num_local, num_tokens,
+                                   form.num_topk);
+    uintptr_t address = 0;
+    const auto vector = [&](int64_t size) {
+      return TensorForm{py::make_tuple(size), py::make_tuple(1), parts.int32};
+    };
+    storage = parts.empty(vector(static_cast<int64_t>(layout.num_bytes / sizeof(int32_t))), order,
+                          &address);
+    base = address;
+    const auto part = [&](int64_t size, size_t offset) {
+      return parts.torch.part(storage, vector(size), py::int_(offset / sizeof(int32_t)).ptr());
+    };
+    expert_offsets = part(num_local + 1, layout.expert_offsets);
+    expert_counts = part(num_local, layout.expert_counts);
+  }
+
+  // What Python makes the handle's Expansion of.
+  py::object told() const {
+    if (!storage) return py::none();
+    return py::make_tuple(storage, expert_offsets, expert_counts);
+  }
+};
+
 // Rows of a dispatch with new routing, which has been launched.
 struct NewRows {
   Shared calls;
   std::shared_ptr<const NewDispatch> form;
   NewBlocks blocks;
+  Numbering numbering;
+  Order order;
   uint64_t slab_bytes;
   int64_t num_rows;  // that there is room for
-  bool is_bounded, has_weights;
+  bool is_bounded, has_weights, has_scales, zero_padding;
+
+  const Parts& parts() const { return calls->parts; }
+  uint64_t recv_rows() const {
+    return parts().heap_base + blocks.src_offset + source_layout_of(*form, num_rows).recv_rows;
+  }
+
+  // The other rows of each token, behind the dispatch.
+  void expand_all(int64_t num_tokens) const {
+    const uint64_t begin = parts().heap_base + blocks.offset;
+    expand(parts(),
+           {.rank_prefix = parts().heap_base + blocks.slab_offset,
+            .expansion = {.send_row = 0,
+                          .num_expanded = 0,
+                          .recv_rows = recv_rows(),
+                          .expert_offsets = numbering.at(numbering.layout.expert_offsets),
+                          .expert_counts = numbering.at(numbering.layout.expert_counts),
+                          .num_topk = form->num_topk,
+                          .num_local_experts = form->num_local_experts,
+                          .num_tokens_limit = num_tokens},
+            .num_rows = num_rows,
+            .num_blocks = form->num_local_blocks,
+            .zero_padding = zero_padding,
+            .x = begin + blocks.layout.x,
+            .scales = has_scales ? begin + blocks.layout.scales : 0,
+            .expert_idx = begin + blocks.layout.topk_idx,
+            .expert_idx_bytes = static_cast<uint64_t>(form->idx_bytes),
+            .weights = has_weights ? begin + blocks.layout.topk_weights : 0,
+            .fill_src_idx = is_bounded ? parts().heap_base + blocks.src_offset : 0,
+            .fill_rows = is_bounded ? recv_rows() : 0},
+           form->rows, order);
+  }
 };
 
-// () -> (rows, recv_topk_idx, recv_topk_weights, counts), once. Without a bound of rows this waits
-// for the counts: a tuple, see Engine.counts_waiter; None if a kernel failed. Then, and where the
-// rows have not moved because some rank had no room for its own, there are no rows.
+// () -> (rows, recv_topk_idx, recv_topk_weights, counts, num_rows, recv_rows), once; the last is
+// the address of an expanded dispatch's, or 0. Without a bound of rows this waits for the counts: a
+// tuple, see Engine.counts_waiter; None if a kernel failed. Then, and where the rows have not moved
+// because some rank had no room for its own, there are no rows.
 inline py::object receive_new(NewRows& self, PyObject* const* /*none*/) {
-  const Parts& parts = self.calls->parts;
+  const Parts& parts = self.parts();
   const NewDispatch& form = *self.form;
-  NewBlocks blocks = std::move(self.blocks);
+  NewBlocks& blocks = self.blocks;
   py::object counts = py::none();
-  int64_t num_rows = self.num_rows;
   if (!self.is_bounded) {
     counts = parts.wait_counts({});
     if (counts.is_none() || PyTuple_GET_ITEM(counts.ptr(), 2) != Py_True) {
       blocks.keep_slab(self.slab_bytes);
-      return py::make_tuple(py::none(), py::none(), py::none(), std::move(counts));
+      return py::make_tuple(py::none(), py::none(), py::none(), std::move(counts), 0, 0);
     }
-    num_rows = PyLong_AsLongLong(PyTuple_GET_ITEM(counts.ptr(), 0));
+    const int64_t num_tokens = PyLong_AsLongLong(PyTuple_GET_ITEM(counts.ptr(), 0));
+    int64_t num_rows = num_tokens;
+    if (form.is_expanded) {
+      num_rows = 0;
+      for (const py::handle rows : py::handle(PyTuple_GET_ITEM(counts.ptr(), 3))) {
+        num_rows += PyLong_AsLongLong(rows.ptr());
+      }
+    }
     if (num_rows < self.num_rows) blocks.shrink(form, self.slab_bytes, num_rows);
+    self.num_rows = num_rows;
+    if (form.is_expanded) {
+      self.expand_all(num_tokens);
+      parts.end(self.order);
+    }
   }
+  const int64_t num_rows = self.num_rows;
   const OutputLayout& layout = blocks.layout;
-  const auto matrix = [&](size_t part, DlDataType dtype) {
+  const auto output = [&](size_t part, DlDataType dtype) {
+    if (form.is_expanded) {
+      return parts.vector(blocks.offset + part, num_rows, dtype, blocks.outputs);
+    }
     return parts.matrix(blocks.offset + part, num_rows, form.num_topk, dtype, blocks.outputs);
   };
   py::object rows = received(parts, form.rows, layout, num_rows, blocks.offset, blocks.outputs);
-  py::object recv_idx = matrix(layout.topk_idx, form.idx_bytes == 8 ? kDlInt64 : kDlInt32);
+  py::object recv_idx = output(layout.topk_idx, form.idx_bytes == 8 ? kDlInt64 : kDlInt32);
   py::object recv_weights = py::none();
-  if (self.has_weights) recv_weights = matrix(layout.topk_weights, kDlFloat32);
+  if (self.has_weights) recv_weights = output(layout.topk_weights, kDlFloat32);
+  const uint64_t recv_rows = form.is_expanded ? self.recv_rows() : 0;
+  blocks.outputs = blocks.handle = py::none();  // theirs who have the tensors and the handle
   return py::make_tuple(std::move(rows), std::move(recv_idx), std::move(recv_weights),
-                        std::move(counts));
+                        std::move(counts), num_rows, recv_rows);
 }
 
 // (x or (x, scales), topk_idx, topk_weights, num_tokens_per_rank, num_tokens_per_expert,
 //  is_token_in_rank, num_experts, num_worst_tokens, expert_alignment, zero_tail, config, default,
-//  asynchronous)
-//   -> (SlabLayout, its address, its block, routing, stream, num_topk, what receives: receive_new),
-//   or None. What the caller makes of it before it receives costs nothing: the kernels are on their
+//  asynchronous, expand, zero_padding)
+//   -> (SlabLayout, its address, its block, routing, stream, num_topk, Numbering::told, what
+//   receives: receive_new), or None. What the caller makes of it before it receives costs nothing: the kernels are on their
 //   way.
 inline py::object quick_new_dispatch(const Shared& calls, PyObject* const* arguments) {
   const Parts& parts = calls->parts;
@@ -141,15 +234,17 @@ inline py::object quick_new_dispatch(const Shared& calls, PyObject* const* argum
       !routing.read(parts, arguments, payload.num_tokens()) ||
       !as_number(arguments[7], &num_rows) || num_rows > INT32_MAX ||
       !as_number(arguments[8], &alignment) || (!zero_tail && arguments[9] != Py_False) ||
-      !is_asynchronous(arguments[12])) {
+      !is_asynchronous(arguments[12]) || !is_boolean(arguments[13]) || !is_boolean(arguments[14])) {
     return py::none();
   }
+  const bool is_expanded = arguments[13] == Py_True, zero_padding = arguments[14] == Py_True;
+  if (is_expanded ? zero_tail : zero_padding) return py::none();
   const TensorView& idx = routing.idx;
   const auto form = calls->new_dispatches.find([&](const NewDispatch& known) {
     return known.num_topk == idx.extent(1) && known.idx_bytes == idx.element_bytes() &&
            known.num_experts == routing.num_experts && known.alignment == alignment &&
-           known.has_layout == routing.has_layout && payload.is(known.rows) &&
-           known.named.is(arguments[10], arguments[11]);
+           known.has_layout == routing.has_layout && known.is_expanded == is_expanded &&
+           payload.is(known.rows) && known.named.is(arguments[10], arguments[11]);
   });
   Order order;
   if (form == nullptr || !parts.begin(arguments[12], &order)) return py::none();
@@ -160,7 +255,12 @@ inline py::object quick_new_dispatch(const Shared& calls, PyObject* const* argum
   if (is_bounded) {
     if (!blocks.take(parts, *form, slab_bytes, num_rows, order)) return py::none();
   } else {
-    const py::object likely = parts.likely_rows({static_cast<uint64_t>(payload.num_tokens())});
+    const auto given = static_cast<uint64_t>(payload.num_tokens());
+    const py::object likely =
+        is_expanded ? parts.likely_expanded({given, static_cast<uint64_t>(form->num_topk),
+                                             static_cast<uint64_t>(form->num_experts),
+                                             static_cast<uint64_t>(alignment)})
+                    : parts.likely_rows({given});
     for (const py::handle rows : likely) {
       num_rows = rows.cast<int64_t>();
       if (blocks.take(parts, *form, slab_bytes, num_rows, order)) break;
@@ -168,6 +268,10 @@ inline py::object quick_new_dispatch(const Shared& calls, PyObject* const* argum
     }
     if (num_rows == 0) return py::none();
   }
+  Numbering numbering;
+  if (is_expanded) numbering.make(parts, *form, payload.num_tokens(), order);
+  const NumberingLayout& numbers = numbering.layout;
+  const auto numbered = [&](size_t part) { return is_expanded ? numbering.at(part) : 0; };
   const uint64_t slab = parts.heap_base + blocks.slab_offset;
   const uint64_t begin = parts.heap_base + blocks.offset;
   const uint64_t token_mask =
@@ -176,12 +280,21 @@ inline py::object quick_new_dispatch(const Shared& calls, PyObject* const* argum
   const uint64_t num_tokens = static_cast<uint64_t>(payload.num_tokens());
   const uint64_t channel_prefix = slab + parts_of_slab.channel_prefix;
   const uint64_t send_head = slab + parts_of_slab.send_head;
-  form->notify(
-      {routing.has_layout ? 0 : choices, routing.has_layout ? routing.per_rank.address() : 0,
-       routing.has_layout ? routing.per_expert.address() : 0, token_mask, num_tokens, blocks.offset,
-       blocks.src_offset, static_cast<uint64_t>(num_rows), is_bounded ? uint64_t{0} : uint64_t{1},
-       slab, channel_prefix, send_head, slab + parts_of_slab.per_expert,
-       slab + parts_of_slab.recv_counts, 0, 0, 0, 0, order.stream});
+  form->notify({routing.has_layout ? 0 : choices,
+                routing.has_layout ? routing.per_rank.address() : 0,
+                routing.has_layout ? routing.per_expert.address() : 0, token_mask, num_tokens,
+                blocks.offset, blocks.src_offset, static_cast<uint64_t>(num_rows),
+                is_bounded ? uint64_t{0} : uint64_t{1}, slab, channel_prefix, send_head,
+                slab + parts_of_slab.per_expert, slab + parts_of_slab.recv_counts,
+                numbered(numbers.first_rows), numbered(numbers.expert_offsets),
+                numbered(numbers.expert_counts), numbered(numbers.num_expanded), order.stream});
+  if (is_expanded) {
+    parts.number_rows({choices, static_cast<uint64_t>(form->idx_bytes), num_tokens,
+                       static_cast<uint64_t>(form->num_topk),
+                       static_cast<uint64_t>(form->num_experts), numbered(numbers.first_rows),
+                       numbered(numbers.send_row), numbered(numbers.send_rows),
+                       static_cast<uint64_t>(form->num_local_blocks), order.stream});
+  }
   constexpr uint64_t kFillTail = 1, kZeroTail = 2, kFollowsNotify = 4, kIsSpeculative = 8;
   const uint64_t tail = kFillTail | (zero_tail ? kZeroTail : 0);
   const Sources sources(parts, payload);
@@ -207,23 +320,36 @@ inline py::object quick_new_dispatch(const Shared& calls, PyObject* const* argum
                 blocks.offset,
                 blocks.src_offset,
                 kFollowsNotify | (is_bounded ? tail : kIsSpeculative),
-                0,
-                0,
-                0,
-                0,
+                numbered(numbers.send_row),
+                numbered(numbers.send_rows),
+                numbered(numbers.num_expanded),
+                is_expanded ? parts.heap_base + blocks.src_offset +
+                                  source_layout_of(*form, num_rows).recv_rows
+                            : 0,
                 0,
                 order.stream});
+  const py::object handle_block = blocks.handle;
+  const py::object told = numbering.told();
+  NewRows rows{.calls = calls,
+               .form = form,
+               .blocks = std::move(blocks),
+               .numbering = std::move(numbering),
+               .order = order,
+               .slab_bytes = slab_bytes,
+               .num_rows = num_rows,
+               .is_bounded = is_bounded,
+               .has_weights = routing.has_weights,
+               .has_scales = payload.has_scales,
+               .zero_padding = zero_padding};
+  if (is_expanded && is_bounded) rows.expand_all(num_rows);
   parts.end(order);
   keep(parts, arguments[0], payload, order);
   routing.keep(parts, arguments, order);
   return py::make_tuple(
-      parts_of_slab.layout, slab, blocks.handle,
+      parts_of_slab.layout, slab, handle_block,
       py::make_tuple(routing.num_experts, token_mask, send_head, slab, channel_prefix),
-      parts.home_of(order), form->num_topk,
-      object_function<0, &receive_new>(
-          "receive",
-          NewRows{calls, form, blocks, slab_bytes, num_rows, is_bounded, routing.has_weights},
-          py::none()));
+      parts.home_of(order), form->num_topk, told,
+      object_function<0, &receive_new>("receive", std::move(rows), py::none()));
 }
 
 }  // namespace deep_comm::quick

@@ -27,14 +27,16 @@ struct KnownTiers {
   }
 };
 
-// (x or (x, scales), KnownTierHandle.numbers, home_stream, config, default, asynchronous) -> the
-// same of the rows that have come, or None.
+// (x or (x, scales), KnownTierHandle.numbers, home_stream, config, default, asynchronous,
+//  zero_padding: False)
+//   -> the same of the rows that have come, or None.
 inline py::object quick_tier_dispatch(const Shared& calls, PyObject* const* arguments) {
   const Parts& parts = calls->parts;
   Payload payload;
   KnownTiers known;
   if (!payload.read(parts.torch, arguments[0]) || !known.read(parts, arguments[1]) ||
-      payload.num_tokens() != known.num_tokens || !is_asynchronous(arguments[5])) {
+      payload.num_tokens() != known.num_tokens || !is_asynchronous(arguments[5]) ||
+      arguments[6] != Py_False) {
     return py::none();
   }
   const auto form = calls->tier_dispatches.find([&](const CachedTierDispatch& other) {
@@ -92,7 +94,8 @@ inline py::object quick_tier_dispatch(const Shared& calls, PyObject* const* argu
   return rows;
 }
 
-// (x, topk_weights, KnownTierHandle.numbers, home_stream, config, default, asynchronous)
+// (x, topk_weights, KnownTierHandle.numbers, home_stream, config, default, asynchronous,
+//  apply_weights: False)
 //   -> (combined_x, combined_topk_weights), or None.
 inline py::object quick_tier_combine(const Shared& calls, PyObject* const* arguments) {
   const Parts& parts = calls->parts;
@@ -101,7 +104,7 @@ inline py::object quick_tier_combine(const Shared& calls, PyObject* const* argum
   const bool has_weights = arguments[1] != Py_None;
   if (!parts.torch.view(arguments[0], &x) || x.num_dims() != 2 || !x.is_contiguous() ||
       x.address() % 16 != 0 || !known.read(parts, arguments[2]) || x.extent(0) != known.num_rows ||
-      !is_asynchronous(arguments[6]) ||
+      !is_asynchronous(arguments[6]) || arguments[7] != Py_False ||
       (has_weights &&
        !parts.torch.matrix(arguments[1], kDlFloat32, known.num_rows, -1, &weights))) {
     return py::none();

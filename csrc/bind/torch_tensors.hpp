@@ -10,6 +10,7 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
+#include <memory>
 #include <stdexcept>
 #include <utility>
 
@@ -148,17 +149,17 @@ class TorchTensors {
   // over it lives. record_stream does nothing for such tensors.
   pybind11::object matrix_over(uintptr_t address, int64_t num_rows, int64_t num_columns,
                                DlDataType dtype, pybind11::object owner) const {
-    auto matrix = detail::make_managed_matrix<DlManagedTensorVersioned>(
-        address, num_rows, num_columns, dtype, {device_type_, device_index_});
-    matrix->managed.major_version = api_->major_version;
-    matrix->managed.minor_version = 0;
-    matrix->owner = owner.release().ptr();
-    void* made = nullptr;
-    const int status = api_->to_python(&matrix->managed, &made);
-    // Whoever failed may have freed it or not: at worst these bytes and their owner stay.
-    matrix.release();
-    if (status != 0) throw pybind11::error_already_set();
-    return pybind11::reinterpret_steal<pybind11::object>(static_cast<PyObject*>(made));
+    return handed_over(detail::make_managed_matrix<DlManagedTensorVersioned>(
+                           address, num_rows, num_columns, dtype, {device_type_, device_index_}),
+                       std::move(owner));
+  }
+  // The same of a vector.
+  pybind11::object vector_over(uintptr_t address, int64_t size, DlDataType dtype,
+                               pybind11::object owner) const {
+    auto vector = detail::make_managed_matrix<DlManagedTensorVersioned>(
+        address, size, 1, dtype, {device_type_, device_index_});
+    vector->managed.tensor.num_dims = 1;
+    return handed_over(std::move(vector), std::move(owner));
   }
 
   // Of the device.
@@ -173,6 +174,19 @@ class TorchTensors {
   int device_index() const { return device_index_; }
 
  private:
+  using Managed = detail::ManagedMatrix<DlManagedTensorVersioned>;
+  pybind11::object handed_over(std::unique_ptr<Managed> matrix, pybind11::object owner) const {
+    matrix->managed.major_version = api_->major_version;
+    matrix->managed.minor_version = 0;
+    matrix->owner = owner.release().ptr();
+    void* made = nullptr;
+    const int status = api_->to_python(&matrix->managed, &made);
+    // Whoever failed may have freed it or not: at worst these bytes and their owner stay.
+    matrix.release();
+    if (status != 0) throw pybind11::error_already_set();
+    return pybind11::reinterpret_steal<pybind11::object>(static_cast<PyObject*>(made));
+  }
+
   static pybind11::object checked(PyObject* made) {
     if (made == nullptr) throw pybind11::error_already_set();
     return pybind11::reinterpret_steal<pybind11::object>(made);

@@ -208,7 +208,7 @@ class NewDispatch:
             self._source = allocate_source(ctx, launch, payload)
         if places > 0:
             assert self._idx is not None
-            self._numbering = Numbering(ctx, launch, self._num_experts, self._idx)
+            self._numbering = Numbering(ctx, None, self._num_experts, self._idx, launch)
         if num_rows > 0:
             self._num_rows = num_rows
             reserved = reserve(ctx, launch, payload, row_idx, num_rows, slab_bytes, places)
@@ -250,6 +250,11 @@ class NewDispatch:
     def receive_unmoved(self, launch: Launch, unmoved: UnmovedRows) -> None:
         """``send`` and ``receive`` where a native step has done all but move the rows."""
         self._launch, self._source = launch, 0
+        if unmoved.numbering is not None:
+            assert self._idx is not None
+            self._numbering = Numbering(
+                self.ctx, unmoved.numbering, self._num_experts, self._idx, launch
+            )
         self._notified = Notified(
             self.ctx, launch, self._slab_layout, self._num_experts, self._layout, unmoved.slab
         )
@@ -318,14 +323,14 @@ class NewDispatch:
 
     def remember(self) -> None:
         """The next call of this form takes one native step, if it can."""
-        is_plain = self._scale_options is PLAIN and self._numbering is None
-        if is_plain and self._idx is not None and self._out.output_offset != 0:
+        if self._scale_options is PLAIN and self._idx is not None and self._out.output_offset != 0:
             config, default = self._named
             remember_new_dispatch(
                 self.ctx, config, default, self._plan, self._payload.form, self._idx,
                 num_experts=self._num_experts,
                 alignment=self._alignment,
                 has_layout=self._layout is not None,
+                is_expanded=self._numbering is not None,
             )  # fmt: skip
 
     def _notify(self, reserved: Reservation | None, is_exact: bool) -> None:
@@ -340,7 +345,7 @@ class NewDispatch:
         )
         launch_notify(
             ctx, launch, self._plan, self._payload, self._idx, self._notified, self._layout, place,
-            NO_EXPANSION if numbering is None else numbering.notify_arguments(ctx),
+            NO_EXPANSION if numbering is None else numbering.notify_arguments(),
         )  # fmt: skip
         if numbering is not None:
             assert self._idx is not None
@@ -352,7 +357,7 @@ class NewDispatch:
             ctx, self._launch, self._plan, notified.routing, self._payload, self._idx,
             self._weights, num_rows, flags | FOLLOWS_NOTIFY, out,
             notified.recv_channel_prefix_matrix,
-            NO_EXPANSION if numbering is None else numbering.dispatch_arguments(ctx, out),
+            NO_EXPANSION if numbering is None else numbering.dispatch_arguments(out),
             self._source,
         )  # fmt: skip
 
@@ -362,6 +367,7 @@ class UnmovedRows(NamedTuple):
 
     slab: Slab
     counts: Counts
+    numbering: Tensor | None  # storage of a Numbering, of an expanded dispatch
 
 
 def dispatch_unmoved(call: NewDispatch, unmoved: UnmovedRows, streams: StreamOptions) -> Any:

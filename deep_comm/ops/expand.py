@@ -17,7 +17,7 @@ from deep_comm.checks import COMBINE_DTYPES, Payload
 from deep_comm.config import RingPlan
 from deep_comm.context import Context
 from deep_comm.errors import ArgumentError, HandleMismatch
-from deep_comm.expansion import Expansion
+from deep_comm.expansion import Expansion, numbering_layout
 from deep_comm.ops.outputs import Outputs
 from deep_comm.topology import num_local_experts
 
@@ -25,19 +25,28 @@ from deep_comm.topology import num_local_experts
 class Numbering:
     """Where rows belong: filled by notify_dispatch, then by number_rows."""
 
-    def __init__(self, ctx: Context, launch: Launch, num_experts: int, idx: Tensor) -> None:
+    def __init__(
+        self, ctx: Context, storage: Tensor | None, num_experts: int, idx: Tensor, launch: Launch
+    ) -> None:
+        """``storage``: of a native step; None: made here."""
+        self._num_ranks = ctx.num_ranks
         num_local = num_local_experts(ctx.rank, num_experts, ctx.num_ranks)
-        self.first_rows = launch.empty((num_experts,), torch.int32)
-        self.expert_offsets = launch.empty((num_local + 1,), torch.int32)
-        self.expert_counts = launch.empty((num_local,), torch.int32)
-        self.num_expanded = launch.empty((ctx.num_ranks,), torch.int32)
-        self.send_row = launch.empty((idx.shape[0], ctx.num_ranks), torch.int32)
-        self.send_rows = launch.empty(tuple(idx.shape), torch.int32)
+        self._num_tokens, num_topk = idx.shape
+        layout = numbering_layout(ctx.num_ranks, num_experts, num_local, self._num_tokens, num_topk)
+        if storage is None:
+            storage = launch.empty((layout.num_words,), torch.int32)
+        self._layout, self._storage = layout, storage
+        self._expert_offsets = storage.narrow(0, layout.expert_offsets, num_local + 1)
+        self._expert_counts = storage.narrow(0, layout.expert_counts, num_local)
 
-    def notify_arguments(self, ctx: Context) -> tuple[int, int, int, int]:
+    def _at(self, part: int) -> int:
+        return self._storage.data_ptr() + 4 * part
+
+    def notify_arguments(self) -> tuple[int, int, int, int]:
+        layout = self._layout
         return (
-            ctx.address(self.first_rows), ctx.address(self.expert_offsets),
-            ctx.address(self.expert_counts), ctx.address(self.num_expanded),
+            self._at(layout.first_rows), self._at(layout.expert_offsets),
+            self._at(layout.expert_counts), self._at(layout.num_expanded),
         )  # fmt: skip
 
     def launch(
@@ -50,17 +59,18 @@ class Numbering:
             num_tokens=idx.shape[0],
             num_topk=idx.shape[1],
             num_experts=num_experts,
-            first_rows=ctx.address(self.first_rows),
-            send_row=ctx.address(self.send_row),
-            send_rows=ctx.address(self.send_rows),
+            first_rows=self._at(self._layout.first_rows),
+            send_row=self._at(self._layout.send_row),
+            send_rows=self._at(self._layout.send_rows),
             num_channels=plan.num_local_blocks,
             stream=launch.stream,
         )
 
-    def dispatch_arguments(self, ctx: Context, out: Outputs) -> tuple[int, int, int, int]:
+    def dispatch_arguments(self, out: Outputs) -> tuple[int, int, int, int]:
+        layout = self._layout
         return (
-            ctx.address(self.send_row), ctx.address(self.send_rows),
-            ctx.address(self.num_expanded), out.recv_rows_address,
+            self._at(layout.send_row), self._at(layout.send_rows), self._at(layout.num_expanded),
+            out.recv_rows_address,
         )  # fmt: skip
 
     def expansion(
@@ -72,15 +82,41 @@ class Numbering:
         out.topk_idx = out.topk_idx.view(num_rows)
         if out.topk_weights is not None:
             out.topk_weights = out.topk_weights.view(num_rows)
-        return Expansion(
-            expert_offsets=self.expert_offsets,
-            expert_counts=self.expert_counts,
+        return Expansion.fresh(
+            self._storage,
+            self._layout,
+            self._num_ranks,
+            self._num_tokens,
+            expert_offsets=self._expert_offsets,
+            expert_counts=self._expert_counts,
             recv_rows=out.recv_rows,
             num_rows=num_rows,
             expert_alignment=expert_alignment,
-            send_row=self.send_row,
-            num_expanded=self.num_expanded,
         )
+
+
+def numbered_expansion(
+    ctx: Context,
+    storage: Tensor,
+    expert_offsets: Tensor,
+    expert_counts: Tensor,
+    num_experts: int,
+    num_tokens: int,
+    num_topk: int,
+    expert_alignment: int,
+) -> Expansion:
+    """Of a native step; to be completed when the rows are known."""
+    num_ranks = ctx.num_ranks
+    layout = numbering_layout(num_ranks, num_experts, expert_counts.shape[0], num_tokens, num_topk)
+    return Expansion.fresh(
+        storage,
+        layout,
+        num_ranks,
+        num_tokens,
+        expert_offsets=expert_offsets,
+        expert_counts=expert_counts,
+        expert_alignment=expert_alignment,
+    )
 
 
 def expand_rows(

@@ -123,8 +123,11 @@ def normal_of(ctx: Context) -> NormalCalls:
         is_ready=is_ready,
         record=record,
         likely_rows=ctx.expected.choices,
+        likely_expanded=ctx.expected.expanded_choices,
         wait_counts=ctx.wait_counts,
+        expand_calls=ctx.engine.expand_calls(),
         float32=torch.float32,
+        int32=torch.int32,
     )
     return NormalCalls(native, ctx.topology.num_nodes > 1)
 
@@ -179,6 +182,8 @@ def remember_dispatch(
             default=default,
             **codes,
             num_channels=known.num_channels,
+            num_local_blocks=plan.rings.num_local_blocks,
+            is_expanded=known.expansion is not None,
             launch=plan.launch,
         )
 
@@ -194,6 +199,7 @@ def remember_new_dispatch(
     num_experts: int,
     alignment: int,
     has_layout: bool,
+    is_expanded: bool,
 ) -> None:
     """After a plain dispatch with new routing, likewise; of any number of tokens."""
     native = ctx.quick.native
@@ -217,6 +223,9 @@ def remember_new_dispatch(
         alignment=alignment,
         idx_bytes=idx.element_size(),
         has_layout=has_layout,
+        is_expanded=is_expanded,
+        num_local_experts=num_local,
+        num_local_blocks=plan.rings.num_local_blocks,
         notify=plan.notify,
         launch=plan.launch,
         slab_of=slab_of,
@@ -245,6 +254,7 @@ def remember_combine(
         hidden=hidden,
         num_topk=num_topk,
         num_channels=known.num_channels,
+        num_local_blocks=plan.rings.num_local_blocks,
         staging_row_bytes=plan.staging_row_bytes,
         launch=plan.launch,
     )

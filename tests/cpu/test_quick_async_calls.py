@@ -41,7 +41,18 @@ def calls_of(buffer: Any, rank: int, with_layout: bool) -> dict[str, Callable[..
     rows, _, recv_weights, _, handle, _ = buffer.dispatch(x, **routing)
     quantised = x.to(torch.float8_e4m3fn), torch.ones(T, 2)
     rows, recv_weights = rows.clone(), recv_weights.clone()
+    expanded, _, row_weights, _, grouped, _ = buffer.dispatch(x, **routing, expand=True)
+    expanded, row_weights = expanded.clone(), row_weights.clone()
     return {
+        "grouped counted": lambda **o: buffer.dispatch(x, **routing, expand=True, **o),
+        "grouped bounded": lambda **o: buffer.dispatch(
+            x, **routing, num_worst_tokens=9 * T, expand=True, zero_padding=True, **o
+        ),
+        "grouped cached": lambda **o: buffer.dispatch(x, handle=grouped, **o),
+        "grouped combine": lambda **o: buffer.combine(
+            expanded, grouped, row_weights, apply_weights=True, **o
+        ),
+        "grouped combine, weights": lambda **o: buffer.combine(expanded, grouped, row_weights, **o),
         "layout": lambda **o: buffer.get_dispatch_layout(idx, E, **o),
         "cached": lambda **o: buffer.dispatch(x, handle=handle, **o),
         "cached-fp8": lambda **o: buffer.dispatch(quantised, handle=handle, **o),
@@ -62,6 +73,9 @@ def tensors_of(result: tuple[Any, ...]) -> list[torch.Tensor]:
         elif isinstance(part, deep_comm.Handle):
             count = int(part.num_recv_tokens_tensor)
             flat += [part.recv_src_idx[:count], part.send_head, part.rank_prefix_matrix]
+            if part.expansion is not None:
+                expansion = part.expansion
+                flat += [expansion.recv_rows[:count], expansion.expert_counts, expansion.send_row]
     return flat
 
 
@@ -139,7 +153,11 @@ def test_what_streams_and_the_allocator_are_told_is_the_same(
             kernel = log.kernels[-1]
             assert kernel[0] == COMM and buffer._context.backend._streams.last == COMM
             assert (later in kernel[1]) == (streams == "async")
-            home = result[4].home_stream if name in ("counted", "bounded") else None
+            home = result[4].home_stream if name.endswith(("counted", "bounded")) else None
+            if made and name == "grouped counted":
+                # Once before the host waits, and once behind the rows that follow.
+                assert events.count(("record", COMM)) == 3
+                events.remove(("record", COMM))
             return made, events, set(recorded), home
 
         for name in calls:
@@ -164,7 +182,7 @@ def test_a_synchronous_call_behind_an_asynchronous_one_is_one_step_too() -> None
     def body(buffer: Any, log: Any) -> None:
         calls = calls_of(buffer, 0, False)
         spy = NormalSpy(buffer)
-        for call in calls.values():
+        for name, call in calls.items():
             call()
             told = []
             for spy.is_off in (False, True):
@@ -175,8 +193,13 @@ def test_a_synchronous_call_behind_an_asynchronous_one_is_one_step_too() -> None
                 assert spy.made == [not spy.is_off]
                 kernels = log.kernels
                 assert kernels[-1][0] == COMPUTE and len(kernels) - 2 in kernels[-1][1]
-                told.append(sorted(entry for entry in log if entry[0] != "wait_counts"))
-            assert told[0] == told[1] and ("wait", COMPUTE) in told[0]
+                # Blocks of expanded calls in one step leave no marks: no tensor is made over them.
+                unlike = {"wait_counts", "mark"} if name.startswith("grouped") else {"wait_counts"}
+                events = [entry for entry in log if entry[0] not in unlike]
+                if name == "grouped counted" and not spy.is_off:
+                    events.remove(("record", COMPUTE))  # of two: before the host waits, and behind
+                told.append(sorted(events))
+            assert told[0] == told[1] and ("wait", COMPUTE) in told[0], name
             spy.is_off = False
 
     _on_streams(body)

@@ -138,10 +138,10 @@ def test_normal_calls_in_doubt_are_left_to_python() -> None:
         named = known.home_stream, None, buffer._default("dispatch", None), None
 
         def dispatch(given: Any) -> Any:
-            return calls.dispatch(given, known.numbers, *named)
+            return calls.dispatch(given, known.numbers, *named, False)
 
         def combine(given: Any) -> Any:
-            return calls.combine(given, None, known.numbers, *named)
+            return calls.combine(given, None, known.numbers, *named, False)
 
         assert dispatch(x) is not None and combine(rows) is not None
         launched = buffer._context.engine.num_launches
@@ -155,10 +155,13 @@ def test_normal_calls_in_doubt_are_left_to_python() -> None:
         for wrong in (None, rows[:-1], rows.float(), rows.t(), (rows,)):
             assert combine(wrong) is None, wrong
         for wrong in (None, known.numbers[:-1], [*known.numbers]):
-            assert calls.dispatch(x, wrong, *named) is None
-            assert calls.combine(rows, None, wrong, *named) is None
+            assert calls.dispatch(x, wrong, *named, False) is None
+            assert calls.combine(rows, None, wrong, *named, False) is None
+        assert calls.dispatch(x, known.numbers, *named, None) is None
+        assert calls.combine(rows, None, known.numbers, *named, True) is None
         other = deep_comm.Config(2, 4, 16)
-        assert calls.dispatch(x, known.numbers, known.home_stream, other, None, None) is None
+        home = known.home_stream
+        assert calls.dispatch(x, known.numbers, home, other, None, None, False) is None
         assert buffer._context.engine.num_launches == launched
         assert buffer._context.region.num_free_bytes == free
         # Other forms, and calls that are not plain, go on as they did.

@@ -89,10 +89,14 @@ def test_calls_in_doubt_are_left_to_python() -> None:
         launched, free = engine.num_launches, region.num_free_bytes
 
         def dispatch(given: Any, numbers: Any = known.numbers, config: Any = None) -> Any:
-            return calls.dispatch(given, numbers, known.home_stream, config, default[0], None)
+            return calls.dispatch(
+                given, numbers, known.home_stream, config, default[0], None, False
+            )
 
         def combine(given: Any, numbers: Any = known.numbers, weights: Any = None) -> Any:
-            return calls.combine(given, weights, numbers, known.home_stream, None, default[1], None)
+            return calls.combine(
+                given, weights, numbers, known.home_stream, None, default[1], None, False
+            )
 
         for wrong in (
             None, x.half(), x[:-1], x[:, :-8], x.t(), x.to("meta"), (x, weights), [x],

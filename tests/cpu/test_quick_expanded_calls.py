@@ -1,0 +1,243 @@
+"""Expanded dispatches and their combines in one native step give what they give step by step."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from quick_calls import E, NormalSpy, R, T, inputs, on_normal
+from test_quick_counted_calls import require_same, to_rank
+
+import deep_comm
+from deep_comm import simulate
+
+CONFIGS = [None, deep_comm.Config(2, 4, 16)]
+
+
+def everything(received: tuple[Any, ...]) -> list[Any]:
+    """What an expanded dispatch returned, as tensors and plain values; rows without a token, which
+    hold anything, as zeros."""
+    rows, recv_idx, recv_weights, per_expert, handle, event = received
+    assert event.event is None
+    expansion = handle.expansion
+    taken = torch.zeros(expansion.num_rows, dtype=torch.bool)
+    num_tokens = int(handle.num_recv_tokens_tensor)
+    places = expansion.recv_rows[:num_tokens].flatten()
+    taken[places[places >= 0].long()] = True
+    outputs = [*(rows if isinstance(rows, tuple) else (rows,)), recv_idx]
+    if recv_weights is not None:
+        outputs.append(recv_weights)
+    shapes = [(part.shape, part.stride(), part.dtype) for part in outputs]
+    return [
+        *(part[taken] for part in outputs), *shapes, per_expert, *handle,
+        expansion.expert_offsets, expansion.expert_counts,
+        expansion.recv_rows, expansion.send_row, expansion.num_expanded, expansion.num_rows,
+        expansion.expert_alignment, handle.num_recv_tokens, handle.max_num_tokens,
+        handle.num_recv_rows, handle.num_output_rows, handle.num_topk,
+    ]  # fmt: skip
+
+
+def step(buffer: Any, given: Any, options: dict[str, Any], zero_padding: bool) -> list[Any]:
+    """A dispatch, a cached one, and the combines along them."""
+    received = buffer.dispatch(given, expand=True, zero_padding=zero_padding, **options)
+    rows, recv_weights, handle = received[0], received[2], received[4]
+    config = options["config"]
+    if zero_padding:
+        taken = torch.zeros(handle.expansion.num_rows, dtype=torch.bool)
+        places = handle.expansion.recv_rows.flatten()
+        taken[places[places >= 0].long()] = True
+        for part in rows if isinstance(rows, tuple) else (rows,):
+            assert not part[~taken].float().any()
+    again = buffer.dispatch(given, handle=handle, config=config, zero_padding=True)[0]
+    got = (rows[0] if isinstance(rows, tuple) else rows).float().nan_to_num(1.0)
+    got = got.clamp(-100, 100).bfloat16()
+    sums = [buffer.combine(got, handle, config=config)[0]]
+    if recv_weights is not None:
+        sums += buffer.combine(got, handle, recv_weights, config=config)[:2]
+        sums += buffer.combine(got, handle, recv_weights, config=config, apply_weights=True)[:1]
+    again = [*again] if isinstance(again, tuple) else [again]  # its padding is zeros
+    return [*everything(received), *again, *sums]
+
+
+FORMS = ["bf16", "fp8", "without-weights", "int32", "aligned", "layout"]
+
+
+@pytest.mark.parametrize("zero_padding", [False, True])
+@pytest.mark.parametrize("bound", [0, 90])
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("form", FORMS)
+def test_expanded_calls_of_other_numbers_of_tokens(
+    form: str, config: Any, bound: int, zero_padding: bool
+) -> None:
+    def body(buffer: Any, rank: int) -> None:
+        spy = NormalSpy(buffer)
+        weighted = form != "without-weights"
+
+        def run(num_tokens: int) -> list[Any]:
+            x, idx, weights = inputs(
+                rank, num_tokens, torch.int32 if form == "int32" else torch.int64
+            )
+            given: Any = x
+            if form == "fp8":
+                scales = torch.rand(len(x), 2, generator=torch.Generator().manual_seed(5))
+                given = x.to(torch.float8_e4m3fn), scales
+            options: dict[str, Any] = dict(
+                config=config, topk_idx=idx, num_experts=E, num_worst_tokens=bound
+            )
+            if weighted:
+                options["topk_weights"] = weights
+            if form == "aligned":
+                options.update(expert_alignment=4)
+            if form == "layout":
+                per_rank, _, per_expert, mask, _ = buffer.get_dispatch_layout(idx, E)
+                options.update(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert,
+                               is_token_in_rank=mask)  # fmt: skip
+                spy.made.pop()
+            return step(buffer, given, options, zero_padding)
+
+        run((T, 1)[rank])
+        run((2 * T, 1)[rank])
+        for tokens in ((T, 1), (3, T), (T, T), (2 * T, 1)):
+            spy.made.clear()
+            one = run(tokens[rank])
+            assert all(spy.made) and len(spy.made) == (5 if weighted else 3), spy.made
+            spy.is_off = True
+            many = run(tokens[rank])
+            spy.is_off = False
+            require_same(one, many)
+
+    on_normal(body, num_direct_bytes=4 << 20)
+
+
+def _wrong_guess(buffer: Any, rank: int, most: int) -> None:
+    """Rank 1 has one token and gets ``most`` more: nobody could tell it before."""
+    engine, free = buffer.runtime, buffer._context.region.num_free_bytes
+    buffer.dispatch(**to_rank(1, 1), expand=True)
+    spy = NormalSpy(buffer)
+    # Notify, numbers, a dispatch that left at once, the one that moved, rows; then as it should be.
+    for launches in (5, 4):
+        before = engine.num_launches
+        arguments = to_rank(1, most if rank == 0 else 1)
+        received = buffer.dispatch(**arguments, expand=True)
+        assert engine.num_launches - before == launches
+        assert spy.made == [True]
+        got = everything(received)
+        assert received[3] == ([most + 1, 0, 0] if rank == 1 else [0, 0, 0])
+        again = buffer.dispatch(arguments["x"], handle=received[4])[0]
+        assert torch.equal(again, received[0])
+        assert torch.equal(buffer.combine(again, received[4])[0], arguments["x"])
+        spy.is_off = True
+        require_same(got, everything(buffer.dispatch(**arguments, expand=True)))
+        spy.is_off = False
+        spy.made.clear()
+        del received, got, again
+    assert buffer._context.region.num_free_bytes == free
+
+
+def test_rows_that_a_native_step_could_not_move_are_moved() -> None:
+    on_normal(lambda buffer, rank: _wrong_guess(buffer, rank, 40), num_direct_bytes=4 << 20)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_schedules_of_native_steps_that_guess_wrong(seed: int) -> None:
+    def main(group: Any) -> None:
+        with deep_comm.Buffer(
+            group, 1 << 19, num_direct_bytes=1 << 18, device="cpu", timeout_s=20
+        ) as buffer:
+            _wrong_guess(buffer, group.rank(), 9)
+
+    simulate.run(main, R, seed, timeout_s=60)
+
+
+def test_a_bound_that_is_exceeded_is_an_error_as_ever() -> None:
+    def body(buffer: Any, rank: int) -> None:
+        arguments = to_rank(1, 12)
+        spy = NormalSpy(buffer)
+        for _ in range(2):
+            buffer.dispatch(**arguments, expand=True, num_worst_tokens=40)
+        assert spy.made == [False, True]
+        for _ in range(2):
+            if rank == 1:
+                with pytest.raises(deep_comm.CapacityError):
+                    buffer.dispatch(**arguments, expand=True, num_worst_tokens=20)
+            else:
+                buffer.dispatch(**arguments, expand=True, num_worst_tokens=20)
+        received = buffer.dispatch(**arguments, expand=True, num_worst_tokens=24)
+        assert int(received[4].num_recv_tokens_tensor) == (24 if rank == 1 else 0)
+
+    on_normal(body, num_direct_bytes=1 << 20)
+
+
+def test_copies_of_handles_have_all_their_tensors() -> None:
+    def body(buffer: Any, rank: int) -> None:
+        x, idx, weights = inputs(rank)
+        options = dict(topk_idx=idx, topk_weights=weights, num_experts=E, expand=True)
+        spy = NormalSpy(buffer)
+        for is_one_step in (False, True):
+            rows, _, row_weights, _, handle, _ = buffer.dispatch(x, **options)
+            assert spy.made == [is_one_step]
+            want = buffer.combine(rows, handle, row_weights, apply_weights=True)[0]
+            expansion = handle.expansion
+            for other in (
+                dataclasses.replace(handle, expansion=copy.copy(expansion)),
+                dataclasses.replace(handle, expansion=dataclasses.replace(expansion)),
+                copy.deepcopy(handle),
+            ):
+                assert torch.equal(other.expansion.recv_rows, expansion.recv_rows)
+                assert torch.equal(other.expansion.send_row, expansion.send_row)
+                got = buffer.combine(rows, other, row_weights, apply_weights=True)[0]
+                assert torch.equal(got, want)
+                assert torch.equal(buffer.dispatch(x, handle=other)[0], rows)
+            with pytest.raises(AttributeError):
+                _ = expansion.no_such_field
+            spy.made.clear()
+            del rows, row_weights, handle, expansion, other
+
+    on_normal(body, num_direct_bytes=4 << 20)
+
+
+def test_expanded_calls_in_doubt_are_left_to_python() -> None:
+    def body(buffer: Any, rank: int) -> None:
+        x, idx, weights = inputs(rank)
+        plain = buffer.dispatch(x, topk_idx=idx, num_experts=E)[4]
+
+        def dispatch(**given: Any) -> Any:
+            options = dict(topk_idx=idx, topk_weights=weights, num_experts=E, expand=True)
+            return buffer.dispatch(**{"x": x, **options, **given})
+
+        for _ in range(2):
+            rows, _, row_weights, _, handle, _ = dispatch()
+            buffer.combine(rows, handle, row_weights, apply_weights=True)
+            buffer.dispatch(x, handle=handle)
+        spy = NormalSpy(buffer)
+        launched, free = buffer.runtime.num_launches, buffer._context.region.num_free_bytes
+        for call in (
+            lambda: dispatch(zero_tail=True),
+            lambda: dispatch(expand=False, zero_padding=True),
+            lambda: dispatch(topk_idx=None, topk_weights=None),
+            lambda: dispatch(topk_idx=idx[:-1]),
+            lambda: dispatch(expert_alignment=0),
+            lambda: buffer.dispatch(x, handle=plain, expand=True),
+            lambda: buffer.dispatch(x, handle=plain, zero_padding=True),
+            lambda: buffer.dispatch(x[:-1], handle=handle),
+            lambda: buffer.combine(rows[:-1], handle),
+            lambda: buffer.combine(rows, handle, weights),
+            lambda: buffer.combine(rows, handle, row_weights[:-1], apply_weights=True),
+            lambda: buffer.combine(rows, handle, apply_weights=True),
+            lambda: buffer.combine(x, plain, weights, apply_weights=True),
+        ):
+            with pytest.raises(deep_comm.DeepCommError):
+                call()
+        assert not any(spy.made)
+        assert buffer.runtime.num_launches == launched
+        assert buffer._context.region.num_free_bytes == free
+        bad = idx.clone()
+        bad[1, 1] = E
+        with pytest.raises(deep_comm.ExpertIndexError):
+            dispatch(topk_idx=bad if rank == 0 else idx)
+        assert torch.equal(dispatch()[0], rows)
+
+    on_normal(body, num_direct_bytes=2 << 20)
