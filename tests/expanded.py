@@ -9,6 +9,7 @@ from typing import Any
 
 import internode
 import payload
+import pytest
 import torch
 from cases import Case, Inputs, make_inputs, verify_each
 from internode import InternodeCase
@@ -18,6 +19,7 @@ from torch import Tensor
 
 import deep_comm
 from deep_comm import reference, reference_internode
+from deep_comm.errors import ArgumentError, HandleMismatch
 from deep_comm.topology import num_local_experts
 
 
@@ -302,3 +304,50 @@ def run_cases(group: Any, cases: list[Case], options: dict) -> list[list[Receive
 
 def verify_all(cases: list[Case], results: list) -> None:
     verify_each(verify, cases, results)
+
+
+def dispatch_ones(
+    buffer: deep_comm.Buffer, num_tokens: int, alignment: int, **options: Any
+) -> tuple[Any, Any, Any, Any, Any, Any]:
+    """Every token to two of four experts, by turns."""
+    idx = torch.arange(num_tokens * 2).view(num_tokens, 2) % 4
+    x = torch.ones(num_tokens, 64, dtype=torch.bfloat16)
+    return buffer.dispatch(
+        x, topk_idx=idx, num_experts=4, expert_alignment=alignment, expand=True, **options
+    )
+
+
+def check_refusals(buffer: deep_comm.Buffer, num_rows: int) -> None:
+    """What expanded calls refuse before anything is launched, on one tier and on two.
+
+    Args:
+        num_rows: of dispatch_ones(buffer, 4, 8).
+    """
+    x = torch.ones(4, 64, dtype=torch.bfloat16)
+    idx = torch.zeros(4, 1, dtype=torch.int64)
+    layout = buffer.get_dispatch_layout(idx, 2)
+    given = dict(
+        num_tokens_per_rank=layout[0],
+        num_tokens_per_expert=layout[2],
+        is_token_in_rank=layout[3],
+    )
+    expanded_handle = dispatch_ones(buffer, 4, 8)[4]
+    plain_x, *_, plain_handle, _ = buffer.dispatch(x, topk_idx=idx, num_experts=2)
+    before = buffer.runtime.num_launches
+    with pytest.raises(ArgumentError, match="topk_idx"):
+        buffer.dispatch(x, **given, expand=True)
+    with pytest.raises(ArgumentError, match="zero_padding"):
+        buffer.dispatch(x, topk_idx=idx, num_experts=2, zero_padding=True)
+    with pytest.raises(HandleMismatch, match="expand=True"):
+        buffer.dispatch(x, handle=plain_handle, expand=True)
+    with pytest.raises(HandleMismatch, match="apply_weights"):
+        weights = torch.ones(len(plain_x), 1)
+        buffer.combine(plain_x, plain_handle, weights, apply_weights=True)
+    with pytest.raises(HandleMismatch, match=f"{num_rows} received rows"):
+        buffer.combine(x, expanded_handle)
+    y = torch.ones(num_rows, 64, dtype=torch.bfloat16)
+    with pytest.raises(ArgumentError, match="topk_weights"):
+        buffer.combine(y, expanded_handle, apply_weights=True)
+    with pytest.raises(ArgumentError, match="topk_weights"):
+        buffer.combine(y, expanded_handle, torch.ones(num_rows, 1), apply_weights=True)
+    assert buffer.runtime.num_launches == before

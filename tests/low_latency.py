@@ -257,6 +257,22 @@ def run_pairs(buffer: deep_comm.Buffer, case: LowLatencyCase) -> list[Received]:
     return results
 
 
+def pairs_amid_normal_calls(buffer: deep_comm.Buffer, case: LowLatencyCase) -> list[Received]:
+    """A call of normal mode before every low-latency one: neither disturbs the other."""
+    num_ranks, results = buffer.group_size, []
+    x = torch.full((6, 64), 1.0 + buffer.rank, dtype=torch.bfloat16)
+    idx, ones = torch.arange(6).unsqueeze(1) % num_ranks, torch.ones(6, 1)
+    for call in range(case.calls):
+        pair = Pair(buffer, case, call)
+        received = buffer.dispatch(x, topk_idx=idx, topk_weights=ones, num_experts=num_ranks)
+        pair.dispatch()
+        combined = buffer.combine(received[0], received[4])[0]
+        assert torch.equal(combined, x)
+        pair.combine()
+        results.append(pair.received())
+    return results
+
+
 def dispatch_in_twos(buffer: deep_comm.Buffer, case: LowLatencyCase, num_rounds: int) -> None:
     """Two dispatches in flight, checked, and nothing that answers: only credit keeps memory from
     being written while a slow rank, or a slow NIC, has yet to read it.

@@ -425,6 +425,15 @@ def notices_late_rows(seed: int, ranks_per_node: int | None) -> bool:
 # ---- by hand, and back again --------------------------------------------------------------------
 
 
+def notices_shared_rows(run: Callable[[int, tuple[str, ...]], None], seed: int) -> bool:
+    """Whether ``run(seed, faults)`` finds that ranks share a place for what comes late."""
+    try:
+        run(seed, ("shared_rows",))
+    except AssertionError as error:
+        return "combined_x" in str(error) or "masked rank" in str(error)
+    return False
+
+
 def come_back_after_clean(case: LowLatencyCase) -> None:
     """Threads, of which one is slow: it learns that it is out, and a clean takes it back."""
     went_on = threading.Semaphore(0)

@@ -9,9 +9,10 @@ import matrix
 import pytest
 import torch
 from cases import Case, Scales
+from expanded import check_refusals, dispatch_ones
 
 from deep_comm import Buffer, local
-from deep_comm.errors import ArgumentError, CapacityError, ConfigMismatch, HandleMismatch
+from deep_comm.errors import CapacityError, ConfigMismatch
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -68,20 +69,10 @@ def _run_cases(group: Any, cases: list[Case]) -> list[list[expanded.ReceivedExpa
     return [expanded.run_case(group, case) for case in cases]
 
 
-def _dispatch(
-    buffer: Buffer, num_tokens: int, alignment: int, **options: Any
-) -> tuple[Any, Any, Any, Any, Any, Any]:
-    idx = torch.arange(num_tokens * 2).view(num_tokens, 2) % 4
-    x = torch.ones(num_tokens, 64, dtype=torch.bfloat16)
-    return buffer.dispatch(
-        x, topk_idx=idx, num_experts=4, expert_alignment=alignment, expand=True, **options
-    )
-
-
 def test_without_weights() -> None:
     def main(group: local.ThreadGroup) -> None:
         with Buffer(group, 1 << 20, device="cpu") as buffer:
-            x, idx, weights, counts, handle, _ = _dispatch(buffer, 6, 1)
+            x, idx, weights, counts, handle, _ = dispatch_ones(buffer, 6, 1)
             assert weights is None
             assert idx.tolist() == [0] * 6 + [1] * 6
             assert counts == [6, 6]
@@ -95,8 +86,8 @@ def test_alignment_must_agree() -> None:
     def main(group: local.ThreadGroup) -> None:
         with Buffer(group, 1 << 20, device="cpu") as buffer:
             with pytest.raises(ConfigMismatch, match="expert_alignment"):
-                _dispatch(buffer, 6, 1 + group.rank())
-            assert _dispatch(buffer, 6, 8)[3] == [8, 8]  # the Buffer goes on
+                dispatch_ones(buffer, 6, 1 + group.rank())
+            assert dispatch_ones(buffer, 6, 8)[3] == [8, 8]  # the Buffer goes on
 
     local.run(main, 2)
 
@@ -118,8 +109,8 @@ def test_too_few_worst_case_rows_are_an_error(direct_bytes: int) -> None:
         with Buffer(group, 1 << 20, device="cpu", num_direct_bytes=direct_bytes) as buffer:
             # 12 selections a rank in two groups of 16: 32 rows.
             with pytest.raises(CapacityError):
-                _dispatch(buffer, 6, 16, num_worst_tokens=31)
-            x = _dispatch(buffer, 6, 16, num_worst_tokens=32, zero_padding=True)[0]
+                dispatch_ones(buffer, 6, 16, num_worst_tokens=31)
+            x = dispatch_ones(buffer, 6, 16, num_worst_tokens=32, zero_padding=True)[0]
             assert x.shape[0] == 32
             assert int((x != 0).any(dim=1).sum()) == 12
 
@@ -128,33 +119,7 @@ def test_too_few_worst_case_rows_are_an_error(direct_bytes: int) -> None:
 
 def test_refusals() -> None:
     def main(group: local.ThreadGroup) -> None:
-        x = torch.ones(4, 64, dtype=torch.bfloat16)
-        idx = torch.zeros(4, 1, dtype=torch.int64)
         with Buffer(group, 1 << 20, device="cpu") as buffer:
-            layout = buffer.get_dispatch_layout(idx, 2)
-            given = dict(
-                num_tokens_per_rank=layout[0],
-                num_tokens_per_expert=layout[2],
-                is_token_in_rank=layout[3],
-            )
-            expanded_handle = _dispatch(buffer, 4, 8)[4]
-            plain_handle = buffer.dispatch(x, topk_idx=idx, num_experts=2)[4]
-            before = buffer.runtime.num_launches
-            with pytest.raises(ArgumentError, match="topk_idx"):
-                buffer.dispatch(x, **given, expand=True)
-            with pytest.raises(ArgumentError, match="zero_padding"):
-                buffer.dispatch(x, topk_idx=idx, num_experts=2, zero_padding=True)
-            with pytest.raises(HandleMismatch, match="expand=True"):
-                buffer.dispatch(x, handle=plain_handle, expand=True)
-            with pytest.raises(HandleMismatch, match="apply_weights"):
-                buffer.combine(x, plain_handle, torch.ones(4, 1), apply_weights=True)
-            with pytest.raises(HandleMismatch, match="32 received rows"):
-                buffer.combine(x, expanded_handle)
-            y = torch.ones(32, 64, dtype=torch.bfloat16)
-            with pytest.raises(ArgumentError, match="topk_weights"):
-                buffer.combine(y, expanded_handle, apply_weights=True)
-            with pytest.raises(ArgumentError, match="topk_weights"):
-                buffer.combine(y, expanded_handle, torch.ones(32, 1), apply_weights=True)
-            assert buffer.runtime.num_launches == before
+            check_refusals(buffer, 32)
 
     local.run(main, 1)

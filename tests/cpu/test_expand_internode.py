@@ -8,10 +8,11 @@ import internode
 import pytest
 import torch
 from cases import Scales, make_inputs
+from expanded import check_refusals, dispatch_ones
 from internode import SHAPES, InternodeCase, random_case
 
 from deep_comm import Buffer, local
-from deep_comm.errors import ArgumentError, CapacityError, HandleMismatch
+from deep_comm.errors import ArgumentError, CapacityError
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -89,22 +90,12 @@ def _buffer(group: Any, **options: Any) -> Buffer:
     return Buffer(group, 1 << 20, 1 << 20, device="cpu", ranks_per_node=1, **options)
 
 
-def _dispatch(
-    buffer: Buffer, num_tokens: int, alignment: int, **options: Any
-) -> tuple[Any, Any, Any, Any, Any, Any]:
-    idx = torch.arange(num_tokens * 2).view(num_tokens, 2) % 4
-    x = torch.ones(num_tokens, 64, dtype=torch.bfloat16)
-    return buffer.dispatch(
-        x, topk_idx=idx, num_experts=4, expert_alignment=alignment, expand=True, **options
-    )
-
-
 def test_without_weights_and_with_other_alignments_elsewhere() -> None:
     """Rows are numbered where they have come: nobody else need know of the alignment."""
 
     def main(group: local.ThreadGroup) -> None:
         with _buffer(group) as buffer:
-            x, idx, weights, counts, handle, _ = _dispatch(buffer, 6, 1 + 7 * group.rank())
+            x, idx, weights, counts, handle, _ = dispatch_ones(buffer, 6, 1 + 7 * group.rank())
             assert weights is None
             per_expert = 6 if group.rank() == 0 else 8
             assert idx.tolist() == [
@@ -124,9 +115,10 @@ def test_too_few_worst_case_rows_are_an_error(direct_bytes: int) -> None:
         with _buffer(group, num_direct_bytes=direct_bytes) as buffer:
             # 12 selections a rank in two groups of 16: 32 rows.
             with pytest.raises(CapacityError) as caught:
-                _dispatch(buffer, 6, 16, num_worst_tokens=31)
+                dispatch_ones(buffer, 6, 16, num_worst_tokens=31)
             assert (caught.value.rank, caught.value.needed_rows) == (group.rank(), 32)
-            x, idx, *_, handle, _ = _dispatch(buffer, 6, 16, num_worst_tokens=40, zero_padding=True)
+            options = dict(num_worst_tokens=40, zero_padding=True)
+            x, idx, *_, handle, _ = dispatch_ones(buffer, 6, 16, **options)
             assert x.shape[0] == idx.shape[0] == handle.num_output_rows == 40
             assert int((x != 0).any(dim=1).sum()) == int((idx >= 0).sum()) == 12
             assert handle.expansion.expert_offsets.tolist() == [0, 16, 32]
@@ -140,39 +132,13 @@ def test_too_few_worst_case_rows_are_an_error(direct_bytes: int) -> None:
 
 def test_refusals() -> None:
     def main(group: local.ThreadGroup) -> None:
-        x = torch.ones(4, 64, dtype=torch.bfloat16)
-        idx = torch.zeros(4, 1, dtype=torch.int64)
         with _buffer(group) as buffer:
-            layout = buffer.get_dispatch_layout(idx, 2)
-            given = dict(
-                num_tokens_per_rank=layout[0],
-                num_tokens_per_expert=layout[2],
-                is_token_in_rank=layout[3],
-            )
-            expanded_handle = _dispatch(buffer, 4, 8)[4]
-            plain_handle = buffer.dispatch(x, topk_idx=idx, num_experts=2)[4]
-            before = buffer.runtime.num_launches
-            with pytest.raises(ArgumentError, match="topk_idx"):
-                buffer.dispatch(x, **given, expand=True)
-            with pytest.raises(ArgumentError, match="zero_padding"):
-                buffer.dispatch(x, topk_idx=idx, num_experts=2, zero_padding=True)
+            check_refusals(buffer, 16)
+            x, idx = torch.ones(4, 64, dtype=torch.bfloat16), torch.zeros(4, 1, dtype=torch.int64)
             with pytest.raises(ArgumentError, match="zero_tail"):
                 buffer.dispatch(
                     x, topk_idx=idx, num_experts=2, num_worst_tokens=99, zero_tail=True, expand=True
                 )
-            with pytest.raises(HandleMismatch, match="expand=True"):
-                buffer.dispatch(x, handle=plain_handle, expand=True)
-            with pytest.raises(HandleMismatch, match="apply_weights"):
-                y = torch.ones(plain_handle.num_recv_rows, 64, dtype=torch.bfloat16)
-                buffer.combine(y, plain_handle, torch.ones(len(y), 1), apply_weights=True)
-            with pytest.raises(HandleMismatch, match="16 received rows"):
-                buffer.combine(x, expanded_handle)
-            y = torch.ones(16, 64, dtype=torch.bfloat16)
-            with pytest.raises(ArgumentError, match="topk_weights"):
-                buffer.combine(y, expanded_handle, apply_weights=True)
-            with pytest.raises(ArgumentError, match="topk_weights"):
-                buffer.combine(y, expanded_handle, torch.ones(16, 1), apply_weights=True)
-            assert buffer.runtime.num_launches == before
 
     local.run(main, 2)
 

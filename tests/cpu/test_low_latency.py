@@ -6,7 +6,16 @@ from typing import Any
 import forked
 import pytest
 import torch
-from low_latency import LowLatencyCase, Pair, Range, inputs_of, run_case, run_pairs, verify
+from low_latency import (
+    LowLatencyCase,
+    Pair,
+    Range,
+    inputs_of,
+    pairs_amid_normal_calls,
+    run_case,
+    run_pairs,
+    verify,
+)
 
 import deep_comm
 from deep_comm import local, simulate
@@ -52,21 +61,10 @@ def test_low_latency_and_normal_calls_mix_in_any_order() -> None:
     case = LowLatencyCase((5, 8), 8, hidden=256, topk=3, use_fp8=True, calls=4)
 
     def main(group: local.ThreadGroup) -> list:
-        results = []
         with deep_comm.Buffer(
             group, 1 << 20, case.num_bytes, low_latency_mode=True, device="cpu"
         ) as buffer:
-            x = torch.full((6, 64), 1.0 + buffer.rank, dtype=torch.bfloat16)
-            idx, ones = torch.arange(6).unsqueeze(1) % 2, torch.ones(6, 1)
-            for call in range(case.calls):
-                pair = Pair(buffer, case, call)
-                received = buffer.dispatch(x, topk_idx=idx, topk_weights=ones, num_experts=2)
-                pair.dispatch()
-                combined = buffer.combine(received[0], received[4])[0]
-                assert torch.equal(combined, x)
-                pair.combine()
-                results.append(pair.received())
-        return results
+            return pairs_amid_normal_calls(buffer, case)
 
     verify(case, local.run(main, 2, timeout_s=60))
 

@@ -17,6 +17,7 @@ from low_latency import (
     Range,
     expert_rows,
     inputs_of,
+    pairs_amid_normal_calls,
     run_case,
     run_pairs,
     verify,
@@ -163,23 +164,12 @@ def test_low_latency_and_normal_calls_mix_in_any_order() -> None:
     case = LowLatencyCase((5, 8, 3, 0), 8, hidden=256, topk=3, use_fp8=True, calls=4)
 
     def main(group: local.ThreadGroup) -> list:
-        results = []
         hint = deep_comm.Buffer.get_low_latency_rdma_size_hint(8, 256, 4, 8, ranks_per_node=2)
         with deep_comm.Buffer(
             group, 1 << 20, max(hint, 1 << 20), low_latency_mode=True, device="cpu",
             ranks_per_node=2,
         ) as buffer:  # fmt: skip
-            x = torch.full((6, 64), 1.0 + buffer.rank, dtype=torch.bfloat16)
-            idx, ones = torch.arange(6).unsqueeze(1) % 4, torch.ones(6, 1)
-            for call in range(case.calls):
-                pair = Pair(buffer, case, call)
-                received = buffer.dispatch(x, topk_idx=idx, topk_weights=ones, num_experts=4)
-                pair.dispatch()
-                combined = buffer.combine(received[0], received[4])[0]
-                assert torch.equal(combined, x)
-                pair.combine()
-                results.append(pair.received())
-        return results
+            return pairs_amid_normal_calls(buffer, case)
 
     verify(case, local.run(main, 4, timeout_s=60))
 
