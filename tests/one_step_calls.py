@@ -17,6 +17,9 @@ T, H, K, E = 40, 1024, 4, 16
 NAMES = (
     "rows", "sums", "num_tokens_per_rank", "num_tokens_per_expert", "is_token_in_rank",
     "bounded rows", "indices", "weights", "sums of bounded rows", "sums of weights",
+    "grouped rows", "their experts", "weights of grouped rows", "the same rows, cached",
+    "weighted sums", "sums of grouped rows", "sums of weights of grouped rows", "rows of tokens",
+    "bounded grouped rows", "their weighted sums",
     "counted rows", "their indices", "their weights", "their sums", "sums of their weights",
 )  # fmt: skip
 
@@ -62,10 +65,32 @@ def run_calls(group: Any, device_type: str, calls: int) -> None:
             assert sum(counted[3]) == int((counted[1] >= 0).sum())
             sums_counted = buffer.combine(counted[0], counted[4], counted[2])[:2]
             copies = [part.clone() for part in counted[:3]]
+            del counted
             return (
                 rows, sums, layout[0], layout[2], layout[3], *received, back, back_weights,
-                *copies, *sums_counted,
+                *expanded_steps(call), *copies, *sums_counted,
             )  # fmt: skip
+
+        def expanded_steps(call: int) -> tuple[Tensor, ...]:
+            fewer = call % 3
+            x = inputs[call][fewer:]
+            routing: dict[str, Any] = dict(
+                topk_idx=choices[call], topk_weights=weights[fewer:], num_experts=E, expand=True
+            )
+            rows, experts, row_weights, _, grouped, _ = buffer.dispatch(
+                x, **routing, expert_alignment=8, zero_padding=True
+            )
+            again = buffer.dispatch(x, handle=grouped, zero_padding=True)[0]
+            weighted = buffer.combine(rows, grouped, row_weights, apply_weights=True)[0]
+            sums, weight_sums, _ = buffer.combine(rows, grouped, row_weights)
+            places = grouped.expansion.recv_rows.clone()
+            copies = [part.clone() for part in (rows, experts, row_weights, again)]
+            del rows, experts, row_weights, again, grouped
+            bounded, _, row_weights, _, grouped, _ = buffer.dispatch(
+                x, **routing, num_worst_tokens=K * most_rows, zero_padding=True
+            )
+            back = buffer.combine(bounded, grouped, row_weights, apply_weights=True)[0]
+            return (*copies, weighted, sums, weight_sums, places, bounded.clone(), back)
 
         def asynchronous_steps(call: int) -> dict[str, Tensor]:
             """The same, each behind the one before it, while the caller's stream goes on."""
@@ -114,7 +139,7 @@ def run_calls(group: Any, device_type: str, calls: int) -> None:
         steps(0)
         made.clear()
         results = [steps(call) for call in range(calls)]
-        assert all(made) and len(made) == 7 * calls, made
+        assert all(made) and len(made) == 13 * calls, made
         if is_cuda:
             # Now and then on another stream, where calls wait for the one before them.
             streams = [torch.cuda.Stream() for _ in range(3)]

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -138,6 +138,9 @@ class CudaBackend:
         # Of every block that is given back: functions of C, and no frame of Python around them.
         self.current_stream = functools.partial(current_raw_stream, self._index)
         self.mark = _cuda.marker(self._index)
+        # Of every step of a layer's "auto".
+        capturing, stream, index = _cuda.is_capturing, current_raw_stream, self._index
+        self.is_capturing: Callable[[], bool] = lambda: capturing(stream(index))
 
     def create_heap(
         self,
@@ -178,9 +181,6 @@ class CudaBackend:
 
     def quick_streams(self) -> tuple[Any, Any, Any, Any]:
         return self._streams, current_raw_stream, is_ready, self._streams.done.recorder()
-
-    def is_capturing(self) -> bool:
-        return _cuda.is_capturing(current_raw_stream(self._index))
 
     def synchronize(self) -> None:
         self._streams.synchronize()
