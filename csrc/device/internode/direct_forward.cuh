@@ -6,61 +6,49 @@
 
 namespace deep_comm {
 
-// Lane 0 of a forwarding warp: a few rows of the next chunk, the nodes in turn:
-// (chunk * (N - 1) + other node) * num_parts + part.
-class TakeRailChunk {
+// Lane 0 of a forwarding warp: a few rows that follow each other, the nodes in turn:
+// part * (N - 1) + other node. A part may lie in two chunks.
+class TakeRailRows {
  public:
-  // A chunk comes at once, and the last one ends the kernel: many warps share it.
+  // Two: a chunk that is put comes at once, and the last one ends the kernel, so that many warps share
+  // it; and one row at a time would cost a trip to the counter each.
   static constexpr int kPartRows = 2;
 
-  DC_DEVICE TakeRailChunk(const Context& rail, const InternodeDispatchArgs& args, bool is_near)
+  DC_DEVICE TakeRailRows(const Context& rail, const InternodeDispatchArgs& args)
       : args_(&args),
         counter_(&taken_work(rail)->num_chunks[0]),
-        is_near_(is_near),
         num_others_(args.tiers.num_nodes() - 1) {
     for (int other = 0; other < num_others_; ++other) {
-      const RailChunks chunks = chunks_of(other);
-      num_rounds_ = max_of(num_rounds_, chunks.num_chunks());
-      if (!is_near) num_parts_ = max_of(num_parts_, ceil_div(chunks.chunk_rows, kPartRows));
+      num_rounds_ = max_of(num_rounds_, ceil_div(num_rows_from(*args_, node_of(other)), kPartRows));
     }
   }
   DC_DEVICE int operator()() const {
     while (true) {
       const uint32_t item = arch::atomic_add_relaxed_gpu(counter_, 1u);
-      if (item >= static_cast<uint32_t>(num_rounds_) * num_others_ * num_parts_) return -1;
+      if (item >= static_cast<uint32_t>(num_rounds_) * num_others_) return -1;
       if (rows_of(static_cast<int>(item)).num_rows > 0) return static_cast<int>(item);
     }
   }
 
   struct Rows {
     int node;
-    int chunk;
-    int first;  // row, among those of the node
+    int first;  // among those of the node
     int num_rows;
   };
   DC_DEVICE Rows rows_of(int item) const {
-    const int part = item % num_parts_, turn = item / num_parts_;
-    const int other = turn % num_others_, chunk = turn / num_others_;
-    const RailChunks chunks = chunks_of(other);
-    const int begin = part * kPartRows, num_rows = chunks.rows_of(chunk);
-    return {node_of(other), chunk, chunk * chunks.chunk_rows + begin,
-            num_parts_ == 1 ? num_rows : min_of(num_rows - begin, kPartRows)};
+    const int node = node_of(item % num_others_), begin = item / num_others_ * kPartRows;
+    return {node, begin, min_of(num_rows_from(*args_, node) - begin, kPartRows)};
   }
 
  private:
   DC_DEVICE int node_of(int other) const {
     return (args_->tiers.rail.node + 1 + other) % (num_others_ + 1);
   }
-  DC_DEVICE RailChunks chunks_of(int other) const {
-    return rail_chunks(*args_, is_near_, num_rows_from(*args_, node_of(other)));
-  }
 
   const InternodeDispatchArgs* args_;
   uint32_t* counter_;
-  bool is_near_;
   int num_others_;
   int num_rounds_ = 0;
-  int num_parts_ = 1;
 };
 
 // What a forwarded row tells combine: its ordinal in the ring of each local rank. Lane m: of local
@@ -97,14 +85,14 @@ class RowForwarder {
         args_(args),
         entry_(entry),
         is_near_(entry->is_near),
-        take_(rail, args, is_near_),
-        chunks_(take_),
+        take_(rail, args),
+        parts_(take_),
         pieces_(Pieces::of(args.message.row_bytes, args.forward_stage)),
         pipe_(make_tier_pipe(args, args.forward_stage, args.forward_stages_offset,
                              args.num_send_warps * args.send_stage.num_stages, warp)) {}
 
   DC_DEVICE void run() {
-    load_.chunk = store_.chunk = chunk_at(0);
+    load_.part = store_.part = part_at(0);
     while (true) {
       // A load only where its chunk has come, unless there is nothing else to do.
       while (pipe_.can_load() && load_next(pipe_.num_loads() == pipe_.num_stores())) {
@@ -116,57 +104,68 @@ class RowForwarder {
   }
 
  private:
-  using Chunk = TakeRailChunk::Rows;
+  using Part = TakeRailRows::Rows;
   struct Cursor {
-    Chunk chunk;
+    Part part;
     uint32_t index = 0;
     int row = 0;
     int piece = 0;
   };
 
-  // The index-th few rows of this warp; without rows behind the last.
-  DC_DEVICE Chunk chunk_at(uint32_t index) {
-    const int item = chunks_.at(index);
-    if (item < 0) return {0, 0, 0, 0};
+  // The index-th few rows of this warp; none behind the last.
+  DC_DEVICE Part part_at(uint32_t index) {
+    const int item = parts_.at(index);
+    if (item < 0) return {0, 0, 0};
     return take_.rows_of(item);
   }
   DC_DEVICE void advance(Cursor& cursor) {
     if (++cursor.piece < pieces_.num_pieces) return;
     cursor.piece = 0;
-    if (++cursor.row < cursor.chunk.num_rows) return;
+    if (++cursor.row < cursor.part.num_rows) return;
     cursor.row = 0;
-    cursor.chunk = chunk_at(++cursor.index);
+    cursor.part = part_at(++cursor.index);
   }
 
-  // The whole warp: has the chunk come? With `waits`, false means that it will not.
-  DC_DEVICE bool has_come(const Chunk& chunk, bool waits) {
-    bool ok = true;
-    if (arch::lane_idx() == 0) {
-      const RailTier& tier = args_.tiers.rail;
-      const uint64_t* word = own_word(args_.world, tier.layout.landed_of(chunk.node, chunk.chunk));
+  // The whole warp: how many of the next rows of `part`, from `first` on, have come? Only the first
+  // matters; the others spare a look later. With `waits`, none means that it will not come.
+  DC_DEVICE int num_come(const Part& part, int first, bool waits) {
+    const RailTier& tier = args_.tiers.rail;
+    const RailChunks chunks = rail_chunks(args_, is_near_, num_rows_from(args_, part.node));
+    const int row = first + arch::lane_idx();
+    bool ok = false;
+    if (row < part.num_rows) {
+      const uint64_t* word = own_word(
+          args_.world, tier.layout.landed_of(part.node, (part.first + row) / chunks.chunk_rows));
       // pairs with: RowPublisher at the node — the chunk's rows and their metadata.
       ok = Tagged::unpack(arch::ld_acquire_sys(word)).generation == context_.generation;
-      if (!ok && waits) {
+      if (!ok && waits && arch::lane_idx() == 0) {
         uint32_t seen = 0;
-        ok = await_tagged(context_, word, {Stage::kRailTail, Word::kLanded, chunk.node, -1}, 1,
+        ok = await_tagged(context_, word, {Stage::kRailTail, Word::kLanded, part.node, -1}, 1,
                           &seen);
       }
-      if (ok) arch::fence_proxy_async_global();  // before the bulk loads of the rows
     }
-    return arch::shfl(kFullMask, static_cast<int>(ok), 0) != 0;
+    const uint32_t missing = ~arch::ballot(kFullMask, ok);
+    arch::sync_warp();  // hands each lane's acquire to lane 0, which loads
+    if (arch::lane_idx() == 0)
+      arch::fence_proxy_async_global();  // before the bulk loads of the rows
+    return missing == 0 ? kWarpSize : arch::ffs(missing) - 1;
   }
 
-  // Begins the next load, if there is one and its chunk has come.
+  // Begins the next load, if there is one and its row has come.
   DC_DEVICE bool load_next(bool waits) {
-    const Chunk& chunk = load_.chunk;
-    if (chunk.num_rows == 0) return false;
-    if (load_.row == 0 && load_.piece == 0 && !has_come(chunk, waits)) return false;
+    const Part& part = load_.part;
+    if (part.num_rows == 0) return false;
+    if (load_.row == 0 && load_.piece == 0) num_come_ = 0;
+    if (load_.row == num_come_) {
+      num_come_ += num_come(part, load_.row, waits);
+      if (load_.row == num_come_) return false;
+    }
     const int meta_bytes = args_.placed.meta_bytes();
     if (arch::lane_idx() == 0) {
       const RailTier& tier = args_.tiers.rail;
       const uint8_t* slot =
           args_.world.bases[args_.world.rank] +
-          args_.staging.recv_slot(!is_near_, tier.node, chunk.node, chunk.first + load_.row);
+          args_.staging.recv_slot(!is_near_, tier.node, part.node, part.first + load_.row);
       const int num_bytes = pieces_.bytes_of(load_.piece);
       if (load_.piece == 0) {
         pipe_.load(slot, meta_bytes + num_bytes);
@@ -208,7 +207,7 @@ class RowForwarder {
     if (place < 0) return -1;
     const int num_nodes = args_.tiers.num_nodes();
     const int64_t row =
-        static_cast<int64_t>(entry_->starts()[local * num_nodes + store_.chunk.node]) + place;
+        static_cast<int64_t>(entry_->starts()[local * num_nodes + store_.part.node]) + place;
     return row < entry_->outputs[local].num_rows ? row : -1;
   }
   DC_DEVICE void look_up(const uint8_t* meta) {
@@ -230,7 +229,7 @@ class RowForwarder {
       if (row >= 0) store_meta(meta, local, row, rank_mask);
     }
     if (args_.send_rank_head != nullptr) {
-      write_rank_heads(args_, store_.chunk.node, store_.chunk.first + store_.row, my_place);
+      write_rank_heads(args_, store_.part.node, store_.part.first + store_.row, my_place);
     }
   }
   DC_DEVICE void store_meta(const uint8_t* meta, int local, int64_t row, uint32_t rank_mask) const {
@@ -256,7 +255,7 @@ class RowForwarder {
     if (lane == 0 && output.src_idx != nullptr) {
       arch::st_weak(output.src_idx + row,
                     *reinterpret_cast<const int32_t*>(meta + parts.src_idx_offset()));
-      arch::st_weak(output.src_meta + 2 * row, static_cast<int32_t>(store_.chunk.node));
+      arch::st_weak(output.src_meta + 2 * row, static_cast<int32_t>(store_.part.node));
       arch::st_weak(output.src_meta + 2 * row + 1, static_cast<int32_t>(rank_mask));
     }
   }
@@ -265,12 +264,13 @@ class RowForwarder {
   const InternodeDispatchArgs& args_;
   DirectEntry* entry_;
   bool is_near_;
-  TakeRailChunk take_;
-  WorkQueue<TakeRailChunk> chunks_;
+  TakeRailRows take_;
+  WorkQueue<TakeRailRows> parts_;
   Pieces pieces_;
   StagePipe pipe_;
   Cursor load_;
   Cursor store_;
+  int num_come_ = 0;        // rows of the part that is being loaded
   uint8_t* dst_ = nullptr;  // this lane's destination of the row that is being stored
 };
 
