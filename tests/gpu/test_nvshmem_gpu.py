@@ -9,6 +9,7 @@ their own and all of them.
 import atexit
 import dataclasses
 import importlib.util
+from collections.abc import Sequence
 
 import pytest
 import test_internode_gpu as over_nic
@@ -26,7 +27,14 @@ pytestmark = needs_nvshmem
 _pools: dict[int, processes.Pool] = {}
 
 
-def run(fn, num_ranks: int, *args: object, near: bool = True, timeout_s: float = 200.0) -> list:
+def run(
+    fn,
+    num_ranks: int,
+    *args: object,
+    near: bool = True,
+    timeout_s: float = 200.0,
+    devices: Sequence[int] | None = None,
+) -> list:
     if num_ranks not in _pools:
         _pools[num_ranks] = processes.Pool(num_ranks)
         atexit.register(_pools[num_ranks].close)
@@ -35,8 +43,8 @@ def run(fn, num_ranks: int, *args: object, near: bool = True, timeout_s: float =
     }  # fmt: skip
     try:
         return _pools[num_ranks].run(
-            fn, num_ranks, *args, backend="gloo", devices=range(num_ranks), variables=variables,
-            timeout_s=timeout_s,
+            fn, num_ranks, *args, backend="gloo", devices=devices or range(num_ranks),
+            variables=variables, timeout_s=timeout_s,
         )  # fmt: skip
     except BaseException:
         _pools.pop(num_ranks).close(kill=True)  # ranks may have left kernels or half a job behind

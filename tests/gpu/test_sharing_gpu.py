@@ -1,0 +1,105 @@
+"""Two nodes of two ranks on two GPUs, for machines that have no more: over the software NIC and
+over NVSHMEM, which lets several PEs share a GPU as long as the host synchronises nothing on a
+stream.
+
+Kernels of processes that share a GPU run in turns, a few milliseconds each, so that nothing else
+may run beside these tests, and every hop between ranks takes such a turn.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+import test_internode_gpu as over_nic
+import test_low_latency_internode_gpu as low_latency
+import test_low_latency_internode_masks_gpu as masks
+import test_nvshmem_gpu as over_nvshmem
+import torch
+from cases import verify_each
+from internode import InternodeCase, direct, verify
+from low_latency import verify as verify_low_latency
+from low_latency_masks import DEAD, survive, verify_outcomes
+
+from deep_comm import processes
+
+SHAPE, POISON = (2, 2), {"DEEP_COMM_POISON": "1"}
+# Where ranks share a GPU: those of a node, so that the rail is what joins GPUs, or those of a rail.
+PLACES = {"nodes": [0, 0, 1, 1], "rails": [0, 1, 0, 1]}
+
+
+@pytest.fixture(autouse=True)
+def two_or_three_gpus() -> None:
+    if torch.cuda.device_count() >= 4:
+        pytest.skip("four CUDA devices: the same shape is tested with one a rank")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[processes.Pool]:
+    with processes.Pool(4) as pool:
+        yield pool
+
+
+@pytest.fixture(params=PLACES)
+def devices(request: pytest.FixtureRequest) -> list[int]:
+    return PLACES[request.param]
+
+
+def run(pool: processes.Pool, fn, *arguments, devices: list[int]) -> list:
+    return pool.run(
+        fn, 4, *arguments, backend="gloo", devices=devices, variables=POISON, timeout_s=120
+    )
+
+
+def test_every_rank_gets_its_rows_and_sums(pool: processes.Pool, devices: list[int]) -> None:
+    cases = over_nic.random_cases(SHAPE, first_seed=2200, num_cases=12)
+    verify_each(verify, cases, run(pool, over_nic.run_cases, cases, {}, devices=devices))
+
+
+def test_asynchronous_calls_give_the_same(pool: processes.Pool) -> None:
+    cases = over_nic.random_cases(SHAPE, first_seed=2220, num_cases=4)
+    options = {"async_finish": True}
+    results = run(pool, over_nic.run_cases, cases, options, devices=PLACES["nodes"])
+    verify_each(verify, cases, results)
+
+
+def test_many_tokens_at_a_model_shape(pool: processes.Pool, devices: list[int]) -> None:
+    case = direct(
+        InternodeCase(
+            (512, 609, 706, 803), hidden=7168, experts=64, topk=8, biases=1, calls=3, num_sms=24,
+            nvl_bytes=512 << 20, rdma_bytes=512 << 20, send_chunk=6, slots=64, rail_chunk=6,
+            rail_slots=64, ranks_per_node=2,
+        )
+    )  # fmt: skip
+    verify(case, [rank[0] for rank in run(pool, over_nic.run_cases, [case], {}, devices=devices)])
+
+
+def test_a_silent_rank_is_named_and_the_buffer_recovers(pool: processes.Pool) -> None:
+    over_nic.check_named(run(pool, over_nic.silent_rank, 3, 2, devices=PLACES["nodes"]))
+
+
+def test_low_latency_gives_every_rank_its_rows_and_sums(
+    pool: processes.Pool, devices: list[int]
+) -> None:
+    cases = [low_latency.sampled_case(seed, SHAPE) for seed in range(50, 56)]
+    results = run(pool, low_latency.run_cases, cases, devices=devices)
+    verify_each(verify_low_latency, cases, results)
+
+
+@pytest.mark.parametrize("dead", [(DEAD,), (2, 3)], ids=["rank", "node"])
+def test_low_latency_goes_on_without_the_killed(dead: tuple[int, ...]) -> None:
+    case, stage = masks.nodes_case(4, 2, use_fp8=True, weights_ahead=False), "in dispatch"
+    ended = processes.outcomes(
+        survive, 4, case, stage, True, dead, 4.0, devices=PLACES["nodes"], timeout_s=120
+    )
+    verify_outcomes(case, ended, stage, dead)
+
+
+@over_nvshmem.needs_nvshmem
+@pytest.mark.parametrize("near", [True, False], ids=["stores", "puts"])
+def test_over_nvshmem(near: bool, devices: list[int]) -> None:
+    cases = over_nic.random_cases(SHAPE, first_seed=2300, num_cases=8)
+    cases = [dataclasses.replace(case, calls=min(case.calls, 2)) for case in cases]
+    results = over_nvshmem.run(
+        over_nic.run_cases, 4, cases, {}, near=near, devices=devices, timeout_s=100.0
+    )
+    verify_each(verify, cases, results)
