@@ -129,7 +129,8 @@ def _casts_right(buffer: Buffer, x: Tensor, handle: Any, config: Config) -> bool
 
 
 def _seconds(device: torch.device, call: Callable[[], object], num_calls: int) -> float:
-    """Of one call, by events on GPUs."""
+    """Of one call, by events on GPUs, behind a call that finds an idle device and leads in."""
+    call()
     if device.type == "cpu":
         begun = time.perf_counter()
         for _ in range(num_calls):
@@ -224,7 +225,8 @@ def _measure(
             Rendezvous(group).barrier()
             seconds = _seconds(buffer.device, call, options.calls)
             buffer.check()
-            num_bytes = (_carried(buffer) - before) // options.calls if is_internode else 0
+            num_calls = options.calls + 1
+            num_bytes = (_carried(buffer) - before) // num_calls if is_internode else 0
             measured[name] = seconds, num_bytes
         if is_internode:
             own = group.rank() // per_node
