@@ -25,6 +25,7 @@ import torch.distributed as dist
 from deep_comm import processes
 from deep_comm.bench import (
     layer,
+    layer_options,
     machine,
     normal,
     options,
@@ -35,7 +36,7 @@ from deep_comm.bench import (
     two_tier,
     two_tier_report,
 )
-from deep_comm.bench.layer import Options as LayerOptions
+from deep_comm.bench.layer_options import Options as LayerOptions
 from deep_comm.bench.low_latency import main as low_latency
 from deep_comm.bench.low_latency import options as low_latency_options
 from deep_comm.bench.low_latency.options import Options as LowLatencyOptions
@@ -139,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parse: Callable[[list[str], str], AnyOptions] = options.parse
     if low_latency_options.is_asked_for(given):
         parse = low_latency_options.parse
-    elif layer.is_asked_for(given):
+    elif layer_options.is_asked_for(given):
         parse = layer.parse
     chosen = parse(given, shlex.join(["python", "-m", "deep_comm.bench", *given]))
     started = time.monotonic()

@@ -141,7 +141,7 @@ class Steps:
         The answer is looked at last: by then experts and combine are queued, and no SM waits for
         the host.
         """
-        # Every line here is what this mode costs above decode: 2 % of a step are half a microsecond.
+        # Every line is what this mode costs above decode: 2 % of a step are half a microsecond.
         num_tokens, words, transport = x.size(0), self._host_words, self.transport
         fits = num_tokens <= self._decode_tokens
         y_shared = None

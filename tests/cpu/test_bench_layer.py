@@ -12,7 +12,7 @@ import pytest
 import warm
 
 from deep_comm import tuning
-from deep_comm.bench import layer, layer_report
+from deep_comm.bench import layer, layer_options, layer_report
 from deep_comm.bench.layer_report import Line, Pair
 from deep_comm.bench.measure import Timing
 
@@ -85,11 +85,13 @@ def test_captured_steps_are_judged_too() -> None:
 
 def test_lists_and_defaults() -> None:
     assert options("--tokens", "3,5").tokens == (3, 5)
-    assert options("--tokens", "sweep").tokens == layer.TOKEN_SWEEP
+    assert options("--tokens", "sweep").tokens == layer_options.TOKEN_SWEEP
     assert options("--quick").tokens == (1, 4, 16, 64)
     assert options().decode_tokens == 8
     assert options("--decode-tokens", "measured").decode_tokens is None
-    assert layer.is_asked_for(["--mode=layer"]) and not layer.is_asked_for(["--mode", "ring"])
+    assert layer_options.is_asked_for(["--mode=layer"]) and not layer_options.is_asked_for(
+        ["--mode", "ring"]
+    )
     with pytest.raises(SystemExit):
         options("--decode-tokens", "0")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from guide import BENCHES, BLOCKS, INLINE, SAID, checked, run_script
 
-from deep_comm.bench import layer, nodes, options
+from deep_comm.bench import layer, layer_options, nodes, options
 from deep_comm.bench.low_latency import options as low_latency
 
 # By a word that only they have, and why not here. What is not named here runs.
@@ -77,7 +77,7 @@ def test_benches_know_their_arguments(module: str, arguments: tuple[str, ...]) -
         assert given and all(word.endswith(".json") for word in given)
     elif low_latency.is_asked_for(given):
         low_latency.parse(given, "")
-    elif layer.is_asked_for(given):
+    elif layer_options.is_asked_for(given):
         layer.parse(given, "")
     else:
         options.parse(given, "")
