@@ -11,9 +11,9 @@ import re
 import shlex
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+import tool_modules
 import warm
 
 import deep_comm
@@ -26,17 +26,7 @@ DESIGN = ROOT / "docs" / "design"
 ALL_PAGES = sorted((ROOT / "docs").rglob("*.md"))
 
 
-def load_builder() -> ModuleType:
-    path = ROOT / "tools" / "build_docs.py"
-    spec = importlib.util.spec_from_file_location("build_docs", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-builder = load_builder()
+builder = tool_modules.load("build_docs.py")
 
 
 @pytest.mark.parametrize("name", sorted(builder.PAGES))

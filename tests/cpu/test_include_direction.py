@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+import tool_modules
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def load_checker() -> ModuleType:
-    path = ROOT / "tools" / "check_includes.py"
-    spec = importlib.util.spec_from_file_location("check_includes", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-checker = load_checker()
+checker = tool_modules.load("check_includes.py")
 
 # A tree that keeps the rules; each case below plants one line in one of its files.
 TREE = {

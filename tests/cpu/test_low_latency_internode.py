@@ -2,14 +2,11 @@
 processes, over shapes and options.
 """
 
-import importlib.util
 import random
-import sys
-from pathlib import Path
-from types import ModuleType
 
 import forked
 import pytest
+import tool_modules
 import torch
 from low_latency import (
     LowLatencyCase,
@@ -79,18 +76,8 @@ def test_ranks_may_be_processes(compact: bool) -> None:
     verify(case, forked.run(run_case, 4, case, timeout_s=100))
 
 
-def load_ways() -> ModuleType:
-    path = Path(__file__).resolve().parents[2] / "tools" / "low_latency_ways.py"
-    spec = importlib.util.spec_from_file_location("low_latency_ways", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses ask for it
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_model_knows_what_a_nic_takes_at_least() -> None:
-    ways = load_ways()
+    ways = tool_modules.load("low_latency_ways.py")
     shape = ways.Shape(num_nodes=2, ranks_per_node=4, num_experts=64, num_topk=4, hidden=1024)
     routing = ways.uniform_routing(shape, 32, seed=1)
     for is_combine in (False, True):
@@ -149,7 +136,7 @@ def test_a_row_crosses_once_to_a_node_or_to_each_rank_there_and_never_to_the_own
         )
         assert combined[other] == returned * row
     # The model of the ways counts the same messages.
-    ways = load_ways()
+    ways = tool_modules.load("low_latency_ways.py")
     shape = ways.Shape(num_nodes=2, ranks_per_node=2, num_experts=8, num_topk=3, hidden=256)
     routing = [[[e for e in row if e >= 0] for row in idx.tolist()] for _, idx, _ in inputs]
     way, machine = "node" if hand_on == 0 else "rank", ways.Machine()

@@ -1,25 +1,19 @@
 """The set-up of tools/demo and tools/test: what it decides, without installing anything."""
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import tool_modules
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def environment(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    path = ROOT / "tools" / "lib" / "environment.py"
-    spec = importlib.util.spec_from_file_location("environment_under_test", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    return module
+def environment() -> ModuleType:
+    return tool_modules.load("lib/environment.py")
 
 
 def test_fingerprint_follows_the_sources(
