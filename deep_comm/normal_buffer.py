@@ -12,7 +12,6 @@ from deep_comm.defaults import DefaultConfigs
 from deep_comm.errors import ArgumentError
 from deep_comm.events import EventOverlap
 from deep_comm.handle import Handle
-from deep_comm.handle_parts import Memory, PlacedRows, Slab
 from deep_comm.internode_handle import InternodeHandle
 from deep_comm.ops import internode, internode_combine
 from deep_comm.ops.call import StreamOptions
@@ -24,10 +23,9 @@ from deep_comm.ops.dispatch import (
     cached_dispatch,
     dispatch_unmoved,
 )
-from deep_comm.ops.expand import numbered_expansion
 from deep_comm.ops.internode_dispatch import NewTierDispatch
 from deep_comm.ops.layout import get_dispatch_layout
-from deep_comm.ops.notify import counts_of
+from deep_comm.ops.quick_new import begin_quick, send_new
 from deep_comm.ops.scales import PLAIN, ScaleOptions
 from deep_comm.ops.steps import PendingDispatch, begin_dispatch, dispatch
 from deep_comm.tuning import DefaultConfig
@@ -179,9 +177,9 @@ class NormalCalls(DefaultConfigs):
                     return received
             elif handle is None:
                 made = self._quick_new_dispatch(
-                    x, topk_idx, topk_weights, num_tokens_per_rank, num_tokens_per_expert,
+                    streams, x, topk_idx, topk_weights, num_tokens_per_rank, num_tokens_per_expert,
                     is_token_in_rank, num_experts, num_worst_tokens, expert_alignment, zero_tail,
-                    config, default, streams, expand, zero_padding,
+                    config, default, expand, zero_padding,
                 )  # fmt: skip
                 if isinstance(made, UnmovedRows):
                     unmoved = made
@@ -285,6 +283,10 @@ class NormalCalls(DefaultConfigs):
         scale_options = ScaleOptions(use_fp8) if use_fp8 else PLAIN
         streams = StreamOptions(None, True, False)
         default = self._default("dispatch", None)
+        if not use_fp8:
+            pending = begin_quick(self._context, streams, x, topk_idx, topk_weights, default, given)
+            if pending is not None:
+                return pending
         call = self._new_dispatch(x, scale_options, None, default, streams, given, None)
         return begin_dispatch(call, streams)
 
@@ -389,76 +391,11 @@ class NormalCalls(DefaultConfigs):
         return rows, None, None, None, None, streams.quick_end(ctx, known)
 
     def _quick_new_dispatch(
-        self,
-        x: Any,
-        topk_idx: Any,
-        topk_weights: Any,
-        num_tokens_per_rank: Any,
-        num_tokens_per_expert: Any,
-        is_token_in_rank: Any,
-        num_experts: Any,
-        num_worst_tokens: Any,
-        expert_alignment: Any,
-        zero_tail: Any,
-        config: Config | None,
-        default: Any,
-        streams: StreamOptions,
-        expand: Any,
-        zero_padding: Any,
+        self, streams: StreamOptions, *given: Any
     ) -> DispatchResult | UnmovedRows | None:
-        ctx = self._context
-        if not ctx.is_sound():
-            return None
-        made = ctx.quick.new_dispatch(
-            x, topk_idx, topk_weights, num_tokens_per_rank, num_tokens_per_expert,
-            is_token_in_rank, num_experts, num_worst_tokens, expert_alignment, zero_tail, config,
-            default, streams.asynchronous, expand, zero_padding,
-        )  # fmt: skip
-        if made is None:
-            return None
-        # Made while the device counts.
-        layout, address, block, routing, home_stream, num_topk, numbered, receive = made
-        heap = ctx.heap
-        memory = heap.place, heap.memory(), block
-        expansion = None
-        storage: Tensor | None = None
-        if numbered is not None:
-            storage, offsets, counts = numbered
-            expansion = numbered_expansion(
-                ctx, storage, offsets, counts, routing[0], layout.num_tokens, num_topk,
-                expert_alignment,
-            )  # fmt: skip
-        handle = Handle.fresh_in_region(
-            ctx.owner, layout, address, is_token_in_rank, routing, num_worst_tokens, memory,
-            rank=ctx.rank,
-            num_experts=routing[0],
-            num_topk=num_topk,
-            num_recv_tokens=None,
-            max_num_tokens=None,
-            members=ctx.members,
-            home_stream=home_stream,
-            expansion=expansion,
-        )  # fmt: skip
-        event = streams.quick_end(ctx) if expansion is None else None
-        rows, recv_idx, recv_weights, waited, num_rows, recv_rows = receive()
-        if rows is None:
-            slab = Slab(layout, address, Memory(*memory))
-            return UnmovedRows(slab, counts_of(ctx, waited), storage)
-        per_expert: list[int] = []
-        num_tokens = num_worst_tokens
-        if waited is not None:
-            num_tokens, max_num_tokens, _, per_expert = waited
-            handle.complete(num_tokens, max_num_tokens)
-            if expansion is None:
-                ctx.expected.learn(num_tokens, max_num_tokens)
-            else:
-                ctx.expected.learn_expanded(num_rows, max_num_tokens)
-        if expansion is not None:
-            expansion.complete(num_rows, PlacedRows(recv_rows, num_tokens, num_topk, memory))
-            event = streams.quick_end(ctx)  # rows were expanded when their number was known
-        ctx.end()
-        assert event is not None
-        return rows, recv_idx, recv_weights, per_expert, handle, event
+        """``given``: as send_new has it."""
+        sent = send_new(self._context, streams, *given)
+        return None if sent is None else sent.receive()
 
     def _quick_combine(
         self,

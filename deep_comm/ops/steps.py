@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from deep_comm.backends import Launch
@@ -40,12 +41,12 @@ class PendingDispatch:
     ``result``, or in the Buffer's next operation of normal mode, which comes behind this one.
     """
 
-    __slots__ = ("_call", "_ctx", "_error", "_launch", "_result")
+    __slots__ = ("_ctx", "_error", "_finish", "_result")
 
-    def __init__(self, call: Steps, launch: Launch) -> None:
-        self._ctx = ctx = call.ctx
-        self._launch = launch
-        self._call: Steps | None = call
+    def __init__(self, ctx: Context, finish: Callable[[], Any]) -> None:
+        """``finish`` waits and ends the operation, and holds what its kernels use."""
+        self._ctx = ctx
+        self._finish: Callable[[], Any] | None = finish
         self._result: Any = None
         self._error: Exception | None = None
         # Also where the caller drops this: kernels use what it holds, and peers count on this rank.
@@ -53,23 +54,18 @@ class PendingDispatch:
 
     def settle(self) -> None:
         """Waits and ends the operation. What is wrong with it is for ``result`` to say."""
-        if self._call is None:
+        if self._finish is None:
             return
-        call, ctx, launch = self._call, self._ctx, self._launch
-        self._call = ctx.pending = None
+        finish = self._finish
+        self._finish = self._ctx.pending = None
         try:
-            launch.resume()
-            with launch:
-                call.receive()
-                result = call.end()
-            ctx.end()
-            self._result = result
+            self._result = finish()
         except Exception as error:  # noqa: BLE001 - raised by `result`
             self._error = error
 
     def forget(self, error: Exception) -> None:
         """The Buffer does without; its kernels have ended."""
-        self._call = self._ctx.pending = None
+        self._finish = self._ctx.pending = None
         self._error = error
 
     def result(self) -> Any:
@@ -83,8 +79,19 @@ class PendingDispatch:
 
 def begin_dispatch(call: Steps, streams: StreamOptions) -> PendingDispatch:
     """Without num_worst_tokens, asynchronous, up to where the host would wait."""
-    launch = streams.launch(call.ctx)
+    ctx = call.ctx
+    launch = streams.launch(ctx)
     with launch:
         call.send(launch)
         launch.pause()
-    return PendingDispatch(call, launch)
+
+    def finish() -> Any:
+        launch.resume()
+        with launch:
+            call.receive()
+            result = call.end()
+        ctx.end()
+        call.remember()
+        return result
+
+    return PendingDispatch(ctx, finish)

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -77,6 +77,15 @@ def asynchronous() -> Iterator[None]:
         ):  # fmt: skip
             call = launched(getattr(engine, name), name == "internode_notify")
             patch.setattr(engine, name, call, raising=False)
+        make_calls = engine.expand_calls
+
+        def expand_calls(self: Any) -> tuple[Callable[..., None], ...]:
+            return tuple(
+                lambda *numbers, call=call: launch(self, False, call, *numbers)
+                for call in make_calls(self)
+            )
+
+        patch.setattr(engine, "expand_calls", expand_calls)
         patch.setattr(engine, "counts_waiter", counts_waiter)
         patch.setattr(engine, "wait_internode_counts", wait_internode_counts, raising=False)
         backend = sys.modules["deep_comm.backends.cuda"].CudaBackend
@@ -116,20 +125,32 @@ def drain(engine: Any) -> None:
         engine.stream.submit(lambda: None).result()
 
 
-@pytest.fixture(params=[R, 1], ids=["one_node", "three_nodes"])
-def per_node(request: pytest.FixtureRequest) -> int:
+class Group(NamedTuple):
+    ranks_per_node: int
+    is_warm: bool  # calls have been made before, and take one native step where there is one
+
+
+@pytest.fixture(
+    params=[Group(R, False), Group(R, True), Group(1, False)],
+    ids=["one_node", "one_node_warm", "three_nodes"],
+)
+def nodes(request: pytest.FixtureRequest) -> Group:
     return request.param
 
 
 def on_ranks(
-    body: Callable[[Any, int], Any], per_node: int, timeout_s: float = 20, alignment: int = 1
+    body: Callable[[Any, int], Any], nodes: Group, timeout_s: float = 20, alignment: int = 1
 ) -> list[Any]:
     def main(group: local.ThreadGroup) -> Any:
         with deep_comm.Buffer(
             group, 8 << 20, 8 << 20, num_direct_bytes=4 << 20, timeout_s=timeout_s,
-            ranks_per_node=per_node,
+            ranks_per_node=nodes.ranks_per_node,
         ) as buffer:  # fmt: skip
-            return body(layer_on(buffer, group, alignment), group.rank())
+            layer = layer_on(buffer, group, alignment)
+            if nodes.is_warm:
+                with torch.no_grad():
+                    finished(layer, layer.dispatch(*inputs(group.rank(), 2)))
+            return body(layer, group.rank())
 
     with asynchronous():
         return local.run(main, R, timeout_s=120)
@@ -167,7 +188,7 @@ def verify(results: list[torch.Tensor], step: int = 0) -> None:
 @pytest.mark.parametrize("alignment", [1, 16])
 @pytest.mark.parametrize("needs_grad", [False, True])
 def test_the_call_returns_before_the_peers_have_announced(
-    needs_grad: bool, alignment: int, per_node: int
+    needs_grad: bool, alignment: int, nodes: Group
 ) -> None:
     returned = threading.Barrier(R)
 
@@ -190,10 +211,10 @@ def test_the_call_returns_before_the_peers_have_announced(
             y = finished(layer, batch)
         return y.detach()
 
-    verify(on_ranks(body, per_node, alignment=alignment))
+    verify(on_ranks(body, nodes, alignment=alignment))
 
 
-def test_gradients_begin_where_rows_are_received(per_node: int) -> None:
+def test_gradients_begin_where_rows_are_received(nodes: Group) -> None:
     def body(layer: Any, rank: int) -> None:
         seen = []
         for is_async in (False, True):
@@ -212,25 +233,25 @@ def test_gradients_begin_where_rows_are_received(per_node: int) -> None:
         assert has_graph and late_has_graph
         assert torch.equal(y, late_y) and torch.equal(row_weights, late_weights)
 
-    on_ranks(body, per_node)
+    on_ranks(body, nodes)
 
 
-def test_the_next_operation_ends_the_one_before(per_node: int) -> None:
+def test_the_next_operation_ends_the_one_before(nodes: Group) -> None:
     def body(layer: Any, rank: int) -> list[torch.Tensor]:
         ctx = layer.buffer._context
         one = layer.dispatch_async(*inputs(rank, 0))
         first = ctx.pending
         other = layer.dispatch_async(*inputs(rank, 1))
-        assert ctx.pending is not first and first._call is None
+        assert ctx.pending is not first and first._finish is None
         batches = [one.result(), other.result()]
         return [finished(layer, batch) for batch in batches]
 
-    results = on_ranks(body, per_node)
+    results = on_ranks(body, nodes)
     for step in (0, 1):
         verify([ys[step] for ys in results], step)
 
 
-def test_a_dropped_dispatch_keeps_its_memory_until_the_next_operation(per_node: int) -> None:
+def test_a_dropped_dispatch_keeps_its_memory_until_the_next_operation(nodes: Group) -> None:
     def body(layer: Any, rank: int) -> torch.Tensor:
         ctx = layer.buffer._context
         free = ctx.region.num_free_bytes
@@ -238,13 +259,13 @@ def test_a_dropped_dispatch_keeps_its_memory_until_the_next_operation(per_node: 
         layer.dispatch_async(x, idx, weights)
         assert ctx.pending is not None
         # Without tokens nobody knew of any, and nothing was reserved.
-        assert (ctx.region.num_free_bytes < free) == (len(x) > 0)
+        assert (ctx.region.num_free_bytes < free) == (len(x) > 0 or nodes.is_warm)
         return finished(layer, layer.dispatch(*inputs(rank, 0)))
 
-    verify(on_ranks(body, per_node))
+    verify(on_ranks(body, nodes))
 
 
-def test_a_silent_peer_is_named_by_result(per_node: int) -> None:
+def test_a_silent_peer_is_named_by_result(nodes: Group) -> None:
     meet = threading.Barrier(R)
 
     def body(layer: Any, rank: int) -> torch.Tensor:
@@ -258,11 +279,11 @@ def test_a_silent_peer_is_named_by_result(per_node: int) -> None:
         layer.reset()
         return finished(layer, layer.dispatch_async(*inputs(rank)).result())
 
-    verify(on_ranks(body, per_node, timeout_s=0.5))
+    verify(on_ranks(body, nodes, timeout_s=0.5))
 
 
 def test_an_error_is_raised_by_result_and_not_by_the_operation_that_came_between(
-    per_node: int,
+    nodes: Group,
 ) -> None:
     def body(layer: Any, rank: int) -> torch.Tensor:
         x, idx, weights = inputs(rank, 1)
@@ -275,10 +296,10 @@ def test_an_error_is_raised_by_result_and_not_by_the_operation_that_came_between
             sent.result()
         return y
 
-    verify(on_ranks(body, per_node))
+    verify(on_ranks(body, nodes))
 
 
-def test_what_is_pending_at_a_reset_or_at_the_end_is_refused_afterwards(per_node: int) -> None:
+def test_what_is_pending_at_a_reset_or_at_the_end_is_refused_afterwards(nodes: Group) -> None:
     def body(layer: Any, rank: int) -> Any:
         sent = layer.dispatch_async(*inputs(rank))
         layer.reset()
@@ -287,7 +308,7 @@ def test_what_is_pending_at_a_reset_or_at_the_end_is_refused_afterwards(per_node
         y = finished(layer, layer.dispatch_async(*inputs(rank)).result())
         return y, layer.dispatch_async(*inputs(rank))
 
-    results = on_ranks(body, per_node)
+    results = on_ranks(body, nodes)
     verify([y for y, _ in results])
     for _, sent in results:
         with pytest.raises(BufferDestroyed):
@@ -311,8 +332,22 @@ def _logged(body: Callable[[Any, Any], None], **options: Any) -> None:
         local.run(main, 1, timeout_s=60)
 
 
-def test_the_host_waits_in_result_behind_all_that_was_launched() -> None:
+@pytest.mark.parametrize("is_warm", [False, True])
+def test_the_host_waits_in_result_behind_all_that_was_launched(is_warm: bool) -> None:
     def body(layer: Any, log: Any) -> None:
+        steps: list[bool] = []
+        if is_warm:
+            layer.dispatch_async(*inputs(1)).result()
+            quick = layer.buffer._context.quick
+            native = quick.new_dispatch
+
+            def spied(*given: Any) -> Any:
+                made = native(*given)
+                steps.append(made is not None)
+                return made
+
+            quick.new_dispatch = spied
+            log.clear()
         sent = layer.dispatch_async(*inputs(1))
         launched = [("notify", COMM), ("dispatch", COMM)]
         assert [entry for entry in log if entry[0] in ("notify", "dispatch")] == launched
@@ -325,8 +360,25 @@ def test_the_host_waits_in_result_behind_all_that_was_launched() -> None:
         assert ("order", COMPUTE, COMM) not in log  # rows move beside the shared experts
         assert "shared experts" not in log.known[COMM]
         log.current = COMPUTE
+        assert steps == [True] * is_warm
 
     _logged(body, num_direct_bytes=4 << 20)
+
+
+def test_rows_that_a_native_step_could_not_move_are_moved_by_result() -> None:
+    """One rank gets more than anybody could expect."""
+
+    def body(layer: Any, rank: int) -> Any:
+        x, idx, weights = inputs(rank, 1)
+        sent = layer.dispatch_async(x, torch.zeros_like(idx), weights)
+        assert layer.buffer._context.pending is not None
+        batch = sent.result()
+        assert batch.x.shape[0] == (K * (MOST + 7) if rank == 0 else 0)
+        y = finished(layer, batch)
+        want = (x.float() * weights.sum(1, keepdim=True)).bfloat16()
+        return (y.float() - want.float()).abs().max().item() if len(x) > 0 else 0.0
+
+    assert max(on_ranks(body, Group(R, True))) < 0.1
 
 
 def test_memory_that_is_taken_late_is_written_behind_the_callers_work() -> None:
