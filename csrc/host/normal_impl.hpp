@@ -183,12 +183,15 @@ void Engine<Target>::plan_direct(DispatchArgs& args, const DispatchOptions& opti
   // elements and their scales.
   const int stage_bytes = options.is_quantised ? 1024 + 16 : options.row_bytes;
   const int most_rows = max_of(kDirectRows, kDirectRowBytes / options.row_bytes);
-  const int most_warps =
-      min_of(room / (kMinDirectStages * align_up(stage_bytes, 128)),
-             options.is_quantised ? tuning.num_direct_move_warps : most_rows / kMinDirectStages);
-  args.num_move_warps = max_of(2, min_of(tuning.num_direct_move_warps, most_warps));
-  const bool has_metadata =
-      options.num_topk != 0 || options.num_scales != 0 || options.makes_handle;
+  const int min_stages = options.is_quantised ? StagePipe::kMinStages : kMinDirectStages;
+  const int most_warps = options.is_quantised
+                             ? tuning.num_direct_cast_warps
+                             : min_of(tuning.num_direct_move_warps, most_rows / kMinDirectStages);
+  args.num_move_warps =
+      max_of(2, min_of(most_warps, room / (min_stages * align_up(stage_bytes, 128))));
+  // Moving warps write the scales that they make.
+  const bool brings_scales = options.num_scales != 0 && !options.is_quantised;
+  const bool has_metadata = options.num_topk != 0 || brings_scales || options.makes_handle;
   args.num_meta_warps = has_metadata ? tuning.num_direct_meta_warps : 0;
   const int warp_limit = room / args.num_move_warps;
   if (!options.is_quantised) {
@@ -199,7 +202,7 @@ void Engine<Target>::plan_direct(DispatchArgs& args, const DispatchOptions& opti
   }
   args.direct_stage =
       StageLayout::make_quantised(options.row_bytes * static_cast<int>(sizeof(Bf16)), warp_limit,
-                                  kMinDirectStages, StagePipe::kMaxStages);
+                                  min_stages, StagePipe::kMaxStages);
   detail::require(args.direct_stage.num_stages > 0,
                   "smem_bytes_limit = " + std::to_string(smem_bytes_limit) +
                       ", quantising needs stages of 512 elements");

@@ -57,6 +57,7 @@ struct Tuning {
   int min_senders;            // combine: warps of a block that send, at least
   int num_receive_warps;      // ring dispatch: a source rank, at most
   int num_direct_move_warps;  // direct dispatch: at most
+  int num_direct_cast_warps;  // the same, of rows that are quantised on their way
   int num_direct_meta_warps;
   int smem_bytes_limit;  // of one block
   int sender_smem_bytes;  // stages of one sending warp, at most: what a block leaves is L1 for its readers

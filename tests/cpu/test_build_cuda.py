@@ -141,6 +141,7 @@ def expected_instructions() -> dict[str, list[str]]:
     expected["fp16_to_float"] = ["cvt.f32.f16"]
     expected["float_to_bf16"] = ["cvt.rn.bf16.f32"]
     expected["floats_to_e4m3x2"] = ["cvt.rn.satfinite.e4m3x2.f32"]
+    expected["max_bf16x2"] = ["max.bf16x2"]
     expected["log2"] = ["lg2.approx.f32"]
     expected["reciprocal"] = ["rcp.approx.ftz.f32"]
     expected["exp2"] = ["ex2.approx.f32"]
@@ -154,7 +155,7 @@ def expected_instructions() -> dict[str, list[str]]:
 # Arithmetic, control flow and kernel arguments: not what a primitive is about.
 PLUMBING = re.compile(
     r"(?:ld\.param|mov|cvta|cvt\.[us]\d+|setp|selp|bra|ret|add|sub|mul(?!\.rn)|mad|shl|shr|and|or|xor|not"
-    r"|bfe|bfi|bfind|popc|brev|clz|prmt|min|max)\b"
+    r"|bfe|bfi|bfind|popc|brev|clz|prmt|min|max(?!\.bf16))\b"
 )
 PTX_LINE = re.compile(r"^\s*(?:@!?%\w+\s+)?([a-z][\w.:]*)([^;]*);", re.MULTILINE)
 

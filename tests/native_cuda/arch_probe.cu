@@ -192,6 +192,9 @@ PROBE(float_to_fp16, Fp16* out, float value) { arch::st_weak(out, arch::float_to
 PROBE(floats_to_e4m3x2, uint16_t* out, float low, float high) {
   arch::st_weak(out, arch::floats_to_e4m3x2(low, high));
 }
+PROBE(max_bf16x2, uint32_t* out, uint32_t left, uint32_t right) {
+  arch::st_weak(out, arch::max_bf16x2(left, right));
+}
 PROBE(log2, float* out, float value) { arch::st_weak(out, arch::log2(value)); }
 PROBE(reciprocal, float* out, float value) { arch::st_weak(out, arch::reciprocal(value)); }
 PROBE(exp2, float* out, float value) { arch::st_weak(out, arch::exp2(value)); }

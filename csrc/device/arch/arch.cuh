@@ -107,6 +107,7 @@
 //   Bf16 float_to_bf16(float);  Fp16 float_to_fp16(float)
 //        (round to nearest even; NaN stays NaN)
 //   uint16_t floats_to_e4m3x2(float low, float high)  // nearest even, at most 448; low byte first
+//   uint32_t max_bf16x2(uint32_t, uint32_t)  // two bfloat16 each, not negative; a NaN loses
 //   float log2(float), exp2(float)          // good to about 2^-21 of 1 and of the result; the
 //                                           // targets differ in the last bits
 //   float multiply(float, float)            // rounded by itself: never fused with an addition

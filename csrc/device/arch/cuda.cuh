@@ -436,6 +436,11 @@ DC_DEVICE uint16_t floats_to_e4m3x2(float low, float high) {
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(result) : "f"(high), "f"(low));
   return result;
 }
+DC_DEVICE uint32_t max_bf16x2(uint32_t left, uint32_t right) {
+  uint32_t result;
+  asm("max.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(left), "r"(right));
+  return result;
+}
 DC_DEVICE float log2(float value) {
   float result;
   asm("lg2.approx.f32 %0, %1;" : "=f"(result) : "f"(value));

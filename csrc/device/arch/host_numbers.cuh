@@ -64,6 +64,15 @@ inline uint8_t float_to_e4m3(float value) {
 inline uint16_t floats_to_e4m3x2(float low, float high) {
   return static_cast<uint16_t>(float_to_e4m3(low) | float_to_e4m3(high) << 8);
 }
+inline uint32_t max_bf16x2(uint32_t left, uint32_t right) {
+  const auto larger = [](uint32_t left_bits, uint32_t right_bits) {
+    const float left_value = bit_cast<float>(left_bits << 16);
+    const float right_value = bit_cast<float>(right_bits << 16);
+    if (left_value != left_value) return right_value != right_value ? 0x7fffu : right_bits;
+    return right_value > left_value ? right_bits : left_bits;
+  };
+  return larger(left & 0xffffu, right & 0xffffu) | larger(left >> 16, right >> 16) << 16;
+}
 
 inline float log2(float value) { return std::log2(value); }
 inline float exp2(float value) { return std::exp2(value); }

@@ -82,40 +82,62 @@ struct Piece<PayloadFormat::kFp8> {
     vec = src[0];
     rest = src[1];
   }
-  // A whole warp; the lanes of a block are neighbours, the first at a multiple of their number.
-  DC_DEVICE void quantise(bool round_scale) {
-    float elements[kElements];
+  // The largest magnitudes among this lane's elements, as two bfloat16, of which the larger counts.
+  // NaNs do not count.
+  DC_DEVICE uint32_t largest() const {
+    uint32_t pairs[4];
     DC_UNROLL
     for (int word = 0; word < 4; ++word) {
-      elements[2 * word] = bit_cast<float>(vec.words[word] << 16);
-      elements[2 * word + 1] = bit_cast<float>(vec.words[word] & 0xffff0000u);
-      elements[8 + 2 * word] = bit_cast<float>(rest.words[word] << 16);
-      elements[8 + 2 * word + 1] = bit_cast<float>(rest.words[word] & 0xffff0000u);
+      pairs[word] = arch::max_bf16x2(vec.words[word] & kMagnitudes, rest.words[word] & kMagnitudes);
     }
+    return arch::max_bf16x2(arch::max_bf16x2(pairs[0], pairs[1]),
+                            arch::max_bf16x2(pairs[2], pairs[3]));
+  }
+  // `pair`: largest() of the block. Returns what its elements are to be multiplied with.
+  DC_DEVICE float set_scale(uint32_t pair, bool round_scale) {
     float amax = 1e-4f;  // a block of zeros has a scale too
-    DC_UNROLL
-    for (int idx = 0; idx < kElements; ++idx) {
-      const float magnitude = bit_cast<float>(bit_cast<uint32_t>(elements[idx]) & 0x7fffffffu);
-      amax = magnitude > amax ? magnitude : amax;
-    }
-    DC_UNROLL
-    for (int lane_mask = 1; lane_mask < kLanesPerScale; lane_mask *= 2) {
-      const float other = arch::shfl_xor(kFullMask, amax, lane_mask);
-      amax = other > amax ? other : amax;
-    }
+    const float low = bit_cast<float>(pair << 16), high = bit_cast<float>(pair & 0xffff0000u);
+    amax = low > amax ? low : amax;
+    amax = high > amax ? high : amax;
     scale = inverse_scale(amax, round_scale);
     // Not 1 / scale: the quotient is rounded once. A power of two is exact either way.
-    const float factor = round_scale ? 1.0f / scale : 448.0f / amax;
+    return round_scale ? 1.0f / scale : 448.0f / amax;
+  }
+  DC_DEVICE void convert(float factor) {
+    Vec16 converted;
     DC_UNROLL
     for (int word = 0; word < 4; ++word) {
-      const float* four = elements + 4 * word;
-      const uint32_t low =
-          arch::floats_to_e4m3x2(arch::multiply(four[0], factor), arch::multiply(four[1], factor));
-      const uint32_t high =
-          arch::floats_to_e4m3x2(arch::multiply(four[2], factor), arch::multiply(four[3], factor));
-      vec.words[word] = low | high << 16;
+      const Vec16& source = word < 2 ? vec : rest;
+      const uint32_t first = source.words[2 * (word % 2)];
+      const uint32_t second = source.words[2 * (word % 2) + 1];
+      const uint32_t low = convert_pair(first, factor), high = convert_pair(second, factor);
+      converted.words[word] = low | high << 16;
     }
+    vec = converted;
   }
+  // A whole warp; the lanes of a block are neighbours, the first at a multiple of their number.
+  // Several pieces of a lane at a time, so that none waits for the trips of another.
+  template <int kCount>
+  DC_DEVICE static void quantise_all(Piece* pieces, bool round_scale) {
+    uint32_t pairs[kCount];
+    DC_UNROLL
+    for (int idx = 0; idx < kCount; ++idx) pairs[idx] = pieces[idx].largest();
+    DC_UNROLL
+    for (int lane_mask = 1; lane_mask < kLanesPerScale; lane_mask *= 2) {
+      DC_UNROLL
+      for (int idx = 0; idx < kCount; ++idx) {
+        pairs[idx] = arch::max_bf16x2(pairs[idx], arch::shfl_xor(kFullMask, pairs[idx], lane_mask));
+      }
+    }
+    float factors[kCount];
+    DC_UNROLL
+    for (int idx = 0; idx < kCount; ++idx) {
+      factors[idx] = pieces[idx].set_scale(pairs[idx], round_scale);
+    }
+    DC_UNROLL
+    for (int idx = 0; idx < kCount; ++idx) pieces[idx].convert(factors[idx]);
+  }
+  DC_DEVICE void quantise(bool round_scale) { quantise_all<1>(this, round_scale); }
   // The same, as words that are not zero.
   DC_DEVICE void encode(bool round_scale, const float* /*global_scale*/) {
     quantise(round_scale);
@@ -132,6 +154,14 @@ struct Piece<PayloadFormat::kFp8> {
       arch::st_relaxed_sys(reinterpret_cast<float*>(slot + row_bytes) + piece / kLanesPerScale,
                            scale);
     }
+  }
+
+ private:
+  static constexpr uint32_t kMagnitudes = 0x7fff7fffu;
+
+  DC_DEVICE static uint32_t convert_pair(uint32_t pair, float factor) {
+    return arch::floats_to_e4m3x2(arch::multiply(bit_cast<float>(pair << 16), factor),
+                                  arch::multiply(bit_cast<float>(pair & 0xffff0000u), factor));
   }
 };
 
@@ -177,17 +207,26 @@ struct ScaleRow {
 // place. What a step overwrites, it or an earlier one has read.
 DC_DEVICE void quantise_in_place(uint8_t* stage, int num_elements, const ScaleRow<true>& scales) {
   using PieceType = Piece<PayloadFormat::kFp8>;
+  constexpr int kTogether = 2;  // pieces of a lane in a step
   const int num_pieces = num_elements / PieceType::kElements;
-  for (int base = 0; base < num_pieces; base += kWarpSize) {
-    const int piece = base + arch::lane_idx();
-    PieceType loaded{};
-    if (piece < num_pieces) loaded.load_stage(stage, piece);
-    loaded.quantise(scales.format.round_scale);
+  for (int first = 0; first < num_pieces; first += kTogether * kWarpSize) {
+    const int base = first + arch::lane_idx();
+    PieceType loaded[kTogether]{};
+    DC_UNROLL
+    for (int idx = 0; idx < kTogether; ++idx) {
+      const int piece = base + idx * kWarpSize;
+      if (piece < num_pieces) loaded[idx].load_stage(stage, piece);
+    }
+    PieceType::quantise_all<kTogether>(loaded, scales.format.round_scale);
     arch::sync_warp();  // all lanes have read
-    if (piece >= num_pieces) continue;
-    reinterpret_cast<Vec16*>(stage)[piece] = loaded.vec;
-    if (piece % PieceType::kLanesPerScale == 0) {
-      scales.set(piece / PieceType::kLanesPerScale, loaded.scale);
+    DC_UNROLL
+    for (int idx = 0; idx < kTogether; ++idx) {
+      const int piece = base + idx * kWarpSize;
+      if (piece >= num_pieces) continue;
+      reinterpret_cast<Vec16*>(stage)[piece] = loaded[idx].vec;
+      if (piece % PieceType::kLanesPerScale == 0) {
+        scales.set(piece / PieceType::kLanesPerScale, loaded[idx].scale);
+      }
     }
   }
   scales.pad(num_elements / kScaleBlock);
