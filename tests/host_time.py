@@ -5,7 +5,8 @@ One rank, so that nothing waits for a peer. On a GPU each call is timed twice: a
 once, the GPU far behind the host; and with the launch left out, which is this package's own part.
 Without a GPU the latter alone, over the CUDA backend with stubbed driver calls (fake_cuda). Figures
 are the least of many rounds. Calls of torch come first: they tell a slow machine from a slow
-package.
+package. ``--kinds nodes``: of two ranks that are threads and nodes, on the host target, which has
+no streams; launches left out.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def normal_calls(buffer: deep_comm.Buffer, num_tokens: int) -> Calls:
     scores = torch.rand(num_tokens, experts, device=device)
     weights, idx = scores.topk(topk)
     quantised = x.to(torch.float8_e4m3fn), torch.ones(num_tokens, hidden // 128, device=device)
-    rows, _, _, _, handle, _ = buffer.dispatch(
+    rows, _, recv_weights, _, handle, _ = buffer.dispatch(
         x, topk_idx=idx, topk_weights=weights, num_experts=experts
     )
     config = deep_comm.Config(24, 8, 256)
@@ -83,14 +84,14 @@ def normal_calls(buffer: deep_comm.Buffer, num_tokens: int) -> Calls:
         "cached dispatch, FP8": lambda: buffer.dispatch(quantised, handle=handle),
         "cached dispatch, async": lambda: buffer.dispatch(x, handle=handle, async_finish=True),
         "dispatch, num_worst_tokens": lambda: buffer.dispatch(
-            x, **routing, num_experts=experts, num_worst_tokens=num_tokens
+            x, **routing, num_experts=experts, num_worst_tokens=2 * num_tokens
         ),
         "the same, layout given": lambda: buffer.dispatch(
-            x, **routing, **layout, num_worst_tokens=num_tokens
+            x, **routing, **layout, num_worst_tokens=2 * num_tokens
         ),
         "dispatch": lambda: buffer.dispatch(x, **routing, num_experts=experts),
         "combine": lambda: buffer.combine(rows, handle),
-        "combine, weights": lambda: buffer.combine(rows, handle, topk_weights=weights),
+        "combine, weights": lambda: buffer.combine(rows, handle, topk_weights=recv_weights),
     }
 
 
@@ -156,6 +157,28 @@ def table(group: Any, num_tokens: int, kinds: list[str]) -> list[tuple[str, ...]
     return rows
 
 
+def nodes_table(group: Any, num_tokens: int) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    with deep_comm.Buffer(
+        group, 512 << 20, 256 << 20, num_direct_bytes=64 << 20, ranks_per_node=1, device="cpu",
+        timeout_s=120,
+    ) as buffer:  # fmt: skip
+        calls = normal_calls(buffer, num_tokens)
+        del calls["dispatch"]  # which waits for what a launch brings
+        for call in calls.values():
+            call()
+        group.barrier()
+        if group.rank() == 0:
+            engine: Any = buffer.runtime
+            engine.skips_launches = True
+            rows = [
+                (f"{name}, nodes", "-", f"{microseconds(call):.1f}") for name, call in calls.items()
+            ]
+            engine.skips_launches = False
+        group.barrier()
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
@@ -165,6 +188,8 @@ def main() -> None:
     arguments = parser.parse_args()
     num_tokens = arguments.tokens or (1024 if HAS_GPU else 4)
     kinds = arguments.kinds.split(",")
+    if kinds == ["nodes"]:
+        return show(local.run(lambda group: nodes_table(group, num_tokens), 2, timeout_s=300)[0])
 
     def body(group: Any) -> list[tuple[str, ...]]:
         return table(group, num_tokens, kinds)
@@ -177,6 +202,10 @@ def main() -> None:
         with fake_cuda.installed() as log:
             log.is_silent = True
             rows = local.run(body, 1, timeout_s=300)[0]
+    show(rows)
+
+
+def show(rows: list[tuple[str, ...]]) -> None:
     print(f"{'µs of the calling thread':<34}{'as it is':>10}{'no launch':>11}")
     for name, as_it_is, own in rows:
         print(f"{name:<34}{as_it_is:>10}{own:>11}")
