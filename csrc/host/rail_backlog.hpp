@@ -4,9 +4,8 @@
 // Signals of a queue stay in order, and behind the puts that stood before them. What waits in one is
 // put together: puts of neighbouring bytes become one, and of signals to one word the last is enough,
 // since nobody could tell that an older value had been late. With a speed, puts of all queues leave
-// one after the other, in the order in which they were asked for, each for as long as it takes, and
-// signals leave when what stands before them on their queue has left. Who carries them out may be
-// told some time ahead, and when each may be.
+// one after the other, each for as long as it takes, and signals leave when what stands before them
+// on their queue has left. Who carries them out may be told some time ahead, and when each may be.
 #pragma once
 
 #include <algorithm>
@@ -23,9 +22,8 @@ struct NicOp {
   const uint8_t* src;
   uint64_t num_bytes;  // 0: a signal, which writes `value` to dst
   uint64_t value;
-  uint64_t since_ns;    // when it was asked for
-  uint64_t at_ns = 0;   // when it may happen; set when it is visited
-  uint64_t number = 0;  // among all that was asked for; set when it is
+  uint64_t since_ns;   // when it was asked for
+  uint64_t at_ns = 0;  // when it may happen; set when it is visited
 };
 
 class RailBacklog {
@@ -41,8 +39,7 @@ class RailBacklog {
 
   bool is_empty() const { return active_.empty(); }
 
-  void push(int queue_idx, NicOp op) {
-    op.number = num_pushed_++;
+  void push(int queue_idx, const NicOp& op) {
     Queue& queue = queues_[static_cast<size_t>(queue_idx)];
     if (op.num_bytes > 0) {
       if (!extend_a_put(queue.ops, op)) queue.ops.push_back(op);
@@ -60,7 +57,6 @@ class RailBacklog {
   template <class Visit>
   bool advance(uint64_t now_ns, Visit visit) {
     bool has_moved = false;
-    find_first_put();
     for (size_t place = 0; place < active_.size();) {
       const int queue_idx = active_[place];
       Queue& queue = queues_[static_cast<size_t>(queue_idx)];
@@ -80,6 +76,9 @@ class RailBacklog {
       active_[place] = active_.back();
       active_.pop_back();
     }
+    // Another queue goes first the next time: one wire serves all.
+    if (ns_per_byte_ > 0 && active_.size() > 1)
+      std::rotate(active_.begin(), active_.begin() + 1, active_.end());
     return has_moved;
   }
 
@@ -130,28 +129,11 @@ class RailBacklog {
     }
   }
 
-  // One wire serves all. Without this order a queue could fall far behind the others, and whoever
-  // takes what comes in the order in which it was sent would wait for that one, then find all the rest
-  // to do at once.
-  void find_first_put() {
-    first_put_ = ~0ull;
-    if (ns_per_byte_ == 0) return;
-    for (const int queue_idx : active_) {
-      const std::deque<NicOp>& ops = queues_[static_cast<size_t>(queue_idx)].ops;
-      // Signals before it leave with the put before these, at the latest when the wire is free.
-      for (size_t place = 0; place < std::min(ops.size(), kReach); ++place) {
-        if (ops[place].num_bytes == 0) continue;
-        first_put_ = std::min(first_put_, ops[place].number);
-        break;
-      }
-    }
-  }
-
   bool may_leave(Queue& queue, uint64_t now_ns) {
     if (ns_per_byte_ == 0) return true;
     const NicOp& op = queue.ops.front();
     if (op.num_bytes == 0) return now_ns + ahead_ns_ >= queue.sent_ns;
-    if (op.number != first_put_ || now_ns + ahead_ns_ < wire_free_ns_) return false;
+    if (now_ns + ahead_ns_ < wire_free_ns_) return false;
     // Whoever asks may be late by what it did meanwhile, which a NIC would not be.
     const uint64_t start = std::max(wire_free_ns_, op.since_ns);
     wire_free_ns_ = start + static_cast<uint64_t>(ns_per_byte_ * static_cast<double>(op.num_bytes));
@@ -165,8 +147,6 @@ class RailBacklog {
   double ns_per_byte_;
   uint64_t ahead_ns_;
   uint64_t wire_free_ns_ = 0;  // when the last put of all has left
-  uint64_t num_pushed_ = 0;
-  uint64_t first_put_ = 0;  // the number of the one whose turn it is
 };
 
 }  // namespace deep_comm

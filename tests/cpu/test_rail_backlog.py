@@ -177,21 +177,3 @@ def test_told_ahead_of_their_time_operations_keep_the_same_times(ahead_ns: int) 
     assert len(told) == 6
     if ahead_ns == 5000:
         assert max(told.values()) < 1100  # a step of each queue at a time
-
-
-@pytest.mark.parametrize("ahead_ns", [0, 700])
-@pytest.mark.parametrize("seed", range(20))
-def test_puts_leave_in_the_order_in_which_they_were_asked_for(seed: int, ahead_ns: int) -> None:
-    """Whatever their queues; signals of one queue do not hold up puts of another."""
-    choose = random.Random(seed)
-    backlog = _simt_tests.RailBacklog(5, 1e9, ahead_ns)
-    asked = []
-    for number in range(60):
-        queue, at = choose.randrange(5), (number + 1) << 20
-        backlog.push(queue=queue, dst=at, src=at, num_bytes=100, value=0, now_ns=0)
-        backlog.push(queue=queue, dst=WORDS + 8 * number, src=0, num_bytes=0, value=1, now_ns=0)
-        asked.append((queue, at))
-    left = []
-    for now in range(0, 60 * 100 + 50, 10):
-        left += [op[:2] for op in backlog.advance(now) if op[3]]
-    assert left == asked and backlog.is_empty

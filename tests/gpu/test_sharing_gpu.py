@@ -96,10 +96,11 @@ def test_low_latency_goes_on_without_the_killed(dead: tuple[int, ...]) -> None:
 
 @over_nvshmem.needs_nvshmem
 @pytest.mark.parametrize("near", [True, False], ids=["stores", "puts"])
-def test_over_nvshmem(near: bool, devices: list[int]) -> None:
+def test_over_nvshmem(near: bool) -> None:
     cases = over_nic.random_cases(SHAPE, first_seed=2300, num_cases=8)
     cases = [dataclasses.replace(case, calls=min(case.calls, 2)) for case in cases]
+    # One placement: the job of these processes, and with it each one's GPU, stays for all tests.
     results = over_nvshmem.run(
-        over_nic.run_cases, 4, cases, {}, near=near, devices=devices, timeout_s=100.0
+        over_nic.run_cases, 4, cases, {}, near=near, devices=PLACES["nodes"], timeout_s=100.0
     )
     verify_each(verify, cases, results)
