@@ -69,6 +69,8 @@ def mark(device: int, stream: int, /) -> Event:
     means something to streams of that capture alone."""
 
 def is_capturing(stream: int, /) -> bool: ...
+def capture_check(device: int, exchange_api: object) -> Callable[[], bool]:
+    """Whether torch's current stream of the device is capturing. ``exchange_api``: DLPack's."""
 
 # ---- for deep_comm.bench: the link limit ----
 

@@ -1,5 +1,6 @@
 #include "bind/bindings.hpp"
 #include "bind/numbers.hpp"
+#include "bind/torch_tensors.hpp"
 #include "host/stream_cuda.hpp"
 
 namespace deep_comm {
@@ -19,6 +20,20 @@ bool is_current(int /*none*/, const std::array<uint64_t, 1>& numbers) {
 
 bool is_capturing(int /*none*/, const std::array<uint64_t, 1>& numbers) {
   return cuda_is_capturing(numbers[0]);
+}
+
+// Of one device, as torch knows its current stream.
+struct CurrentStream {
+  py::object exchange_api;  // keeps the functions
+  int (*find)(int32_t device_type, int32_t device_index, void** stream);
+  int32_t device;
+};
+
+bool is_current_capturing(const CurrentStream& current, const std::array<uint64_t, 0>& /*none*/) {
+  constexpr int32_t kDlCuda = 2;
+  void* stream = nullptr;
+  if (current.find(kDlCuda, current.device, &stream) != 0) throw py::error_already_set();
+  return cuda_is_capturing(reinterpret_cast<uint64_t>(stream));
 }
 
 py::object mark(int /*none*/, const std::array<uint64_t, 2>& numbers) {
@@ -56,6 +71,15 @@ void bind_stream_cuda(py::module_& m) {
       "marker",
       [](int device) { return number_function<1, &mark_eager>("mark", device, py::none()); },
       py::arg("device"));
+  m.def(
+      "capture_check",
+      [](int device, py::object exchange_api) {
+        const DlExchangeApi* api = exchange_api_of(exchange_api);
+        return number_function<0, &is_current_capturing>(
+            "is_capturing", CurrentStream{std::move(exchange_api), api->current_stream, device},
+            py::none());
+      },
+      py::arg("device"), py::arg("exchange_api"));
   m.attr("mark") = number_function<2, &mark>("mark", 0, py::none());
   m.attr("is_capturing") = number_function<1, &is_capturing>("is_capturing", 0, py::none());
   m.attr("is_ready") = number_function<2, &is_ready>("is_ready", 0, py::none());

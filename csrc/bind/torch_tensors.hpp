@@ -30,6 +30,19 @@ struct DlExchangeApi {
   int (*current_stream)(int32_t device_type, int32_t device_index, void** stream);
 };
 
+// What torch has put into a capsule.
+inline const DlExchangeApi* exchange_api_of(const pybind11::object& exchange_api) {
+  auto* api = static_cast<const DlExchangeApi*>(
+      PyCapsule_GetPointer(exchange_api.ptr(), "dlpack_exchange_api"));
+  if (api == nullptr) throw pybind11::error_already_set();
+  while (api != nullptr && api->major_version != 1) api = api->previous;
+  if (api == nullptr || api->view == nullptr || api->to_python == nullptr ||
+      api->current_stream == nullptr) {
+    throw std::invalid_argument("exchange_api is not of DLPack 1");
+  }
+  return api;
+}
+
 // A plain tensor as torch describes it; valid while the tensor is.
 class TensorView {
  public:
@@ -86,15 +99,7 @@ class TorchTensors {
         part_(std::move(part)),
         device_type_(device_type),
         device_index_(device_index) {
-    auto* api = static_cast<const DlExchangeApi*>(
-        PyCapsule_GetPointer(exchange_api.ptr(), "dlpack_exchange_api"));
-    if (api == nullptr) throw pybind11::error_already_set();
-    while (api != nullptr && api->major_version != 1) api = api->previous;
-    if (api == nullptr || api->view == nullptr || api->to_python == nullptr ||
-        api->current_stream == nullptr) {
-      throw std::invalid_argument("exchange_api is not of DLPack 1");
-    }
-    api_ = api;
+    api_ = exchange_api_of(exchange_api);
   }
 
   // False for whatever is not a plain tensor on the device; no error is left behind.

@@ -18,6 +18,7 @@ from deep_comm.backends.base import Heap
 from deep_comm.backends.cuda_launch import Streams, current_raw_stream, is_ready
 from deep_comm.backends.foreign import Place
 from deep_comm.errors import TopologyError, UnsupportedError
+from deep_comm.ops import quick
 from deep_comm.rail import NVSHMEM
 from deep_comm.rendezvous import Rendezvous
 from deep_comm.topology import Topology, host_identity
@@ -139,8 +140,10 @@ class CudaBackend:
         self.current_stream = functools.partial(current_raw_stream, self._index)
         self.mark = _cuda.marker(self._index)
         # Of every step of a layer's "auto".
-        capturing, stream, index = _cuda.is_capturing, current_raw_stream, self._index
-        self.is_capturing: Callable[[], bool] = lambda: capturing(stream(index))
+        self.is_capturing: Callable[[], bool] = self._is_capturing
+        found = quick.torch_of(device)
+        if found is not None:
+            self.is_capturing = _cuda.capture_check(self._index, found.exchange_api)
 
     def create_heap(
         self,
@@ -175,6 +178,9 @@ class CudaBackend:
             num_max_experts=num_max_experts,
             timeout_ns=timeout_ns,
         )
+
+    def _is_capturing(self) -> bool:
+        return _cuda.is_capturing(current_raw_stream(self._index))
 
     def comm_stream(self) -> torch.cuda.Stream:
         return self._comm_stream

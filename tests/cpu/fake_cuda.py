@@ -190,6 +190,7 @@ def _module(log: Log) -> types.ModuleType:
     module.Event, module.Engine = Event, Engine
     module.marker = lambda device: functools.partial(mark, device)
     module.is_capturing = lambda stream: stream in log.capturing
+    module.capture_check = lambda device, exchange_api: lambda: log.current in log.capturing
     module.is_current = lambda device: True
     module.is_ready = lambda device, stream: stream not in log.capturing
     module.current_device = lambda: 0
