@@ -21,11 +21,19 @@ void Engine<Target>::enable_low_latency(size_t num_bytes, bool can_shrink) {
   if (is_internode()) return enable_low_latency_rail(num_bytes);
   low_latency_region_ = LowLatencyRegion::make(world_.layout.data + data_bytes_, num_bytes);
   early_launches_.join(target_.device());
-  target_.template prepare<LowLatencyDispatchKernel<PayloadFormat::kBfloat16>>();
-  target_.template prepare<LowLatencyDispatchKernel<PayloadFormat::kFp8>>();
+  // The common kernels are there without what masks need, too.
+  if (can_shrink_) {
+    target_.template prepare<LowLatencyDispatchKernel<PayloadFormat::kBfloat16>>();
+    target_.template prepare<LowLatencyDispatchKernel<PayloadFormat::kFp8>>();
+    target_.template prepare<LowLatencyCombineKernel<CombineRows::kSums>>();
+    target_.template prepare<LowLatencyCombineKernel<CombineRows::kReduced>>();
+  } else {
+    target_.template prepare<LowLatencyDispatchKernel<PayloadFormat::kBfloat16, false>>();
+    target_.template prepare<LowLatencyDispatchKernel<PayloadFormat::kFp8, false>>();
+    target_.template prepare<LowLatencyCombineKernel<CombineRows::kSums, false, false>>();
+    target_.template prepare<LowLatencyCombineKernel<CombineRows::kReduced, false, false>>();
+  }
   target_.template prepare<LowLatencyDispatchKernel<PayloadFormat::kNvFp4>>();
-  target_.template prepare<LowLatencyCombineKernel<CombineRows::kSums>>();
-  target_.template prepare<LowLatencyCombineKernel<CombineRows::kReduced>>();
   target_.template prepare<LowLatencyCombineKernel<CombineRows::kSelections>>();
   target_.template prepare<LowLatencyCombineKernel<CombineRows::kSums, true>>();
   target_.template prepare<LowLatencyCombineKernel<CombineRows::kReduced, true>>();
@@ -216,11 +224,15 @@ void Engine<Target>::low_latency_dispatch(const LowLatencyPlan& plan,
   if (is_internode()) return low_latency_rail_dispatch(plan, call, args, stream);
   LaunchConfig config = plan.launch;
   config.may_begin_early = begins_early();
+  const auto run = [&]<PayloadFormat kFormat>() {
+    return can_shrink_ ? launch<LowLatencyDispatchKernel<kFormat>>(config, args, stream)
+                       : launch<LowLatencyDispatchKernel<kFormat, false>>(config, args, stream);
+  };
   switch (plan.options.format) {
     case PayloadFormat::kBfloat16:
-      return launch<LowLatencyDispatchKernel<PayloadFormat::kBfloat16>>(config, args, stream);
+      return run.template operator()<PayloadFormat::kBfloat16>();
     case PayloadFormat::kFp8:
-      return launch<LowLatencyDispatchKernel<PayloadFormat::kFp8>>(config, args, stream);
+      return run.template operator()<PayloadFormat::kFp8>();
     case PayloadFormat::kNvFp4:
       return launch<LowLatencyDispatchKernel<PayloadFormat::kNvFp4>>(config, args, stream);
   }
@@ -284,11 +296,15 @@ void Engine<Target>::low_latency_combine(const LowLatencyPlan& plan,
     throw std::invalid_argument("no room for a row a selection");
   }
   if (is_internode()) return low_latency_rail_combine(plan, call, args, stream);
+  const auto run = [&]<CombineRows kRows>() {
+    return can_shrink_ ? launch<LowLatencyCombineKernel<kRows>>(config, args, stream)
+                       : launch<LowLatencyCombineKernel<kRows, false, false>>(config, args, stream);
+  };
   switch (call.rows) {
     case CombineRows::kSums:
-      return launch<LowLatencyCombineKernel<CombineRows::kSums>>(config, args, stream);
+      return run.template operator()<CombineRows::kSums>();
     case CombineRows::kReduced:
-      return launch<LowLatencyCombineKernel<CombineRows::kReduced>>(config, args, stream);
+      return run.template operator()<CombineRows::kReduced>();
     case CombineRows::kSelections:
       return launch<LowLatencyCombineKernel<CombineRows::kSelections>>(config, args, stream);
   }

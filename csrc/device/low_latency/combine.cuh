@@ -23,7 +23,7 @@
 
 namespace deep_comm {
 
-template <CombineRows kRows, bool kLogFmt>
+template <CombineRows kRows, bool kLogFmt, bool kMayShrink>
 DC_DEVICE void low_latency_combine(const LowLatencyCombineArgs& args) {
   LowLatencyHalf half{args.world, args.region, args.shape, LowLatencyKind::kCombine, 0};
   const LowLatencyShare share = LowLatencyShare::of(args.shape, args.num_tokens, arch::block_idx());
@@ -35,7 +35,7 @@ DC_DEVICE void low_latency_combine(const LowLatencyCombineArgs& args) {
   const Beginning begin = Beginning::load(half, args.phases);
   CombineInputs inputs = CombineInputs::load<kRows>(args, share, guess);
   const Context context{args.world, Kernel::kLowLatencyCombine, begin.operation(args.phases),
-                        args.can_shrink};
+                        kMayShrink && args.can_shrink};
   half.half = static_cast<int>(context.generation & 1u);
   find_active(context, &memory);
   return_credit(context, half, args.phases, begin);

@@ -34,7 +34,7 @@
 
 namespace deep_comm {
 
-template <PayloadFormat kFormat>
+template <PayloadFormat kFormat, bool kMayShrink>
 DC_DEVICE void low_latency_dispatch(const LowLatencyDispatchArgs& args) {
   LowLatencyHalf half{args.world, args.region, args.shape, LowLatencyKind::kDispatch, 0};
   BlockMemory memory = BlockMemory::make(args.shape, args.world.num_ranks);
@@ -48,7 +48,7 @@ DC_DEVICE void low_latency_dispatch(const LowLatencyDispatchArgs& args) {
   SendInputs<kFormat> inputs{};
   if (args.phases.send) inputs = SendInputs<kFormat>::load(args, share);
   const Context context{args.world, Kernel::kLowLatencyDispatch, begin.operation(args.phases),
-                        args.can_shrink};
+                        kMayShrink && args.can_shrink};
   half.half = static_cast<int>(context.generation & 1u);
   find_active(context, &memory);
   return_credit(context, half, args.phases, begin);
