@@ -2,6 +2,7 @@
 // files that nvcc compiles.
 #pragma once
 
+#include <cuda.h>
 #include <cuda_runtime.h>
 
 #include <stdexcept>
@@ -43,6 +44,65 @@ void prepare_kernel(int smem_bytes_limit) {
         "cudaFuncSetAttribute");
 }
 
+#if CUDART_VERSION >= 12050
+
+using DriverLaunch = CUresult (*)(const CUlaunchConfig*, CUfunction, void**, void**);
+
+// Null if the driver has none.
+DriverLaunch find_driver_launch() {
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult result;
+  const bool is_there =
+      cudaGetDriverEntryPointByVersion("cuLaunchKernelEx", &found, 12000, cudaEnableDefault,
+                                       &result) == cudaSuccess &&
+      result == cudaDriverEntryPointSuccess;
+  if (!is_there) cudaGetLastError();
+  return is_there ? reinterpret_cast<DriverLaunch>(found) : nullptr;
+}
+
+// Of every device.
+template <class KernelType>
+CUfunction find_driver_kernel() {
+  cudaKernel_t kernel = nullptr;
+  if (cudaGetKernel(&kernel, reinterpret_cast<const void*>(&entry<KernelType>)) == cudaSuccess) {
+    return reinterpret_cast<CUfunction>(kernel);
+  }
+  cudaGetLastError();
+  return nullptr;
+}
+
+// Through the driver, which spares the host what the runtime does in every launch to find the
+// kernel. False: it was not launched, and the runtime's launch says why, if it cannot either (the
+// driver needs a context that the runtime would make current).
+template <class KernelType>
+bool launch_by_driver(const cudaLaunchConfig_t& config, const typename KernelType::Args& args) {
+  static const DriverLaunch launch = find_driver_launch();
+  static const CUfunction kernel = find_driver_kernel<KernelType>();
+  if (launch == nullptr || kernel == nullptr) return false;
+  CUlaunchConfig same{};
+  same.gridDimX = config.gridDim.x;
+  same.gridDimY = config.gridDim.y;
+  same.gridDimZ = config.gridDim.z;
+  same.blockDimX = config.blockDim.x;
+  same.blockDimY = config.blockDim.y;
+  same.blockDimZ = config.blockDim.z;
+  same.sharedMemBytes = static_cast<unsigned int>(config.dynamicSmemBytes);
+  same.hStream = config.stream;
+  same.attrs = reinterpret_cast<CUlaunchAttribute*>(config.attrs);
+  same.numAttrs = config.numAttrs;
+  void* parameters[] = {const_cast<typename KernelType::Args*>(&args)};
+  return launch(&same, kernel, parameters, nullptr) == CUDA_SUCCESS;
+}
+
+#else
+
+template <class KernelType>
+bool launch_by_driver(const cudaLaunchConfig_t&, const typename KernelType::Args&) {
+  return false;
+}
+
+#endif
+
 template <class KernelType>
 void launch_kernel(const LaunchConfig& config, const typename KernelType::Args& args,
                    uint64_t stream) {
@@ -63,6 +123,7 @@ void launch_kernel(const LaunchConfig& config, const typename KernelType::Args& 
   launch_config.stream = reinterpret_cast<cudaStream_t>(stream);
   launch_config.attrs = attributes;
   launch_config.numAttrs = kBeginsEarly<KernelType> && config.may_begin_early ? 3 : 2;
+  if (launch_by_driver<KernelType>(launch_config, args)) return;
   check(cudaLaunchKernelEx(&launch_config, entry<KernelType>, args),
         kKernelNames[static_cast<int>(KernelType::kName)]);
 }
