@@ -8,6 +8,8 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "host/interrupt.hpp"
+
 namespace deep_comm {
 namespace {
 
@@ -244,6 +246,7 @@ void SoftwareNic::see_through(void* stream, uint64_t launch) {
   write_value(as_stream, num_ended_, launch);
   const auto begun = std::chrono::steady_clock::now();
   auto queried = begun;
+  InterruptWatch interrupts;
   while (true) {
     if (has_failed_) throw std::runtime_error(failure_);
     tick(now_ns());
@@ -257,6 +260,7 @@ void SoftwareNic::see_through(void* stream, uint64_t launch) {
       if (status != cudaErrorNotReady) return check(status, "cudaStreamQuery");
     }
     if (now - begun >= kSpinTime) {
+      interrupts.look();
       std::this_thread::sleep_for(kSleep);
     } else {
       std::this_thread::yield();

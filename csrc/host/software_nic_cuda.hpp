@@ -37,7 +37,7 @@ class SoftwareNic {
   // being captured. A caller who went on earlier could enter a call that waits for the stream while
   // it locks the context, as copies to pageable memory do; the calls of this NIC, which the kernel
   // needs, would then wait for that one. Whoever replays a graph polls the stream likewise. Throws
-  // if a copy has failed.
+  // if a copy has failed, or Interrupted.
   void see_through(void* stream, uint64_t launch);
   // While no kernel runs: everything posted has landed. Throws after timeout_ns, or if a copy
   // failed.
