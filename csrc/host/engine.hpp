@@ -108,7 +108,7 @@ class Engine {
   void dispatch(const DispatchPlan& plan, const DispatchArgs& args, uint64_t stream);
   CombinePlan plan_combine(const ChannelConfig& config, Dtype dtype, int num_topk,
                            int row_bytes) const;
-  void combine(const CombinePlan& plan, const CombineArgs& args, uint64_t stream);
+  void combine(const CombinePlan& plan, CombineArgs args, uint64_t stream);
 
   // Expanded outputs; defined in expand_impl.hpp. All local, on as many blocks as a
   // dispatch of this config.

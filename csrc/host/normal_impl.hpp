@@ -179,33 +179,27 @@ void Engine<Target>::plan_direct(DispatchArgs& args, const DispatchOptions& opti
   constexpr int kDirectRows = 16, kDirectRowBytes = kDirectRows * 7168;
   const Tuning& tuning = Target::kTuning;
   const int room = smem_bytes_limit - kReservedSmemBytes - kMaxBarrierBytes;
-  // Quantising takes a warp's time: as many as have room for pieces of 512
-  // elements and their scales.
-  const int stage_bytes = options.is_quantised ? 1024 + 16 : options.row_bytes;
-  const int most_rows = max_of(kDirectRows, kDirectRowBytes / options.row_bytes);
-  const int min_stages = options.is_quantised ? StagePipe::kMinStages : kMinDirectStages;
-  const int most_warps = options.is_quantised
-                             ? tuning.num_direct_cast_warps
-                             : min_of(tuning.num_direct_move_warps, most_rows / kMinDirectStages);
-  args.num_move_warps =
-      max_of(2, min_of(most_warps, room / (min_stages * align_up(stage_bytes, 128))));
-  // Moving warps write the scales that they make.
+  // Casting warps write the scales that they make.
   const bool brings_scales = options.num_scales != 0 && !options.is_quantised;
   const bool has_metadata = options.num_topk != 0 || brings_scales || options.makes_handle;
   args.num_meta_warps = has_metadata ? tuning.num_direct_meta_warps : 0;
-  const int warp_limit = room / args.num_move_warps;
-  if (!options.is_quantised) {
-    args.direct_stage =
-        StageLayout::make(options.row_bytes, 0, warp_limit, kMinDirectStages,
-                          min_of(StagePipe::kMaxStages, most_rows / args.num_move_warps));
+  if (options.is_quantised) {
+    const int fewest_bytes = StageLayout::make_cast(kScaleBlock, room).warp_bytes();
+    args.num_move_warps = max_of(1, min_of(tuning.num_direct_cast_warps, room / fewest_bytes));
+    args.direct_stage = StageLayout::make_cast(options.row_bytes, room / args.num_move_warps);
+    detail::require(args.direct_stage.num_stages > 0,
+                    "smem_bytes_limit = " + std::to_string(smem_bytes_limit) +
+                        ", quantising needs stages of 512 elements");
     return;
   }
+  const int most_rows = max_of(kDirectRows, kDirectRowBytes / options.row_bytes);
+  const int most_warps = min_of(tuning.num_direct_move_warps,
+                                min_of(room / (kMinDirectStages * align_up(options.row_bytes, 128)),
+                                       most_rows / kMinDirectStages));
+  args.num_move_warps = max_of(2, most_warps);
   args.direct_stage =
-      StageLayout::make_quantised(options.row_bytes * static_cast<int>(sizeof(Bf16)), warp_limit,
-                                  min_stages, StagePipe::kMaxStages);
-  detail::require(args.direct_stage.num_stages > 0,
-                  "smem_bytes_limit = " + std::to_string(smem_bytes_limit) +
-                      ", quantising needs stages of 512 elements");
+      StageLayout::make(options.row_bytes, 0, room / args.num_move_warps, kMinDirectStages,
+                        min_of(StagePipe::kMaxStages, most_rows / args.num_move_warps));
 }
 
 template <class Target>
@@ -344,6 +338,7 @@ CombinePlan Engine<Target>::plan_combine(const ChannelConfig& config, Dtype dtyp
   args.num_staged_senders =
       min_of(num_senders * num_blocks,
              max_of(kTuning.min_staged_senders, min_of(num_blocks, kTuning.max_staged_senders)));
+  args.most_single_rows = kTuning.most_single_rows;
   args.num_window_slots =
       min_of(TokenWindow::kMaxSlots,
              max_of(kMinWindowSlots, ceil_div(kTuning.num_window_tokens, num_blocks)));
@@ -361,7 +356,16 @@ CombinePlan Engine<Target>::plan_combine(const ChannelConfig& config, Dtype dtyp
 }
 
 template <class Target>
-void Engine<Target>::combine(const CombinePlan& plan, const CombineArgs& args, uint64_t stream) {
+void Engine<Target>::combine(const CombinePlan& plan, CombineArgs args, uint64_t stream) {
+  // Of longer chunks fewer senders keep the links busy, and what is under way beyond that the sums
+  // wait for.
+  const int chunk_rows = ceil_div(args.num_rows / world_.num_ranks, kMaxChunks);
+  if (chunk_rows > 1) {
+    constexpr Tuning kTuning = Target::kTuning;
+    constexpr int kHalf = kTuning.min_staged_senders / 2;
+    const int num_senders = min_of(kTuning.senders_of_twos, kHalf + 2 * kHalf / chunk_rows);
+    args.num_staged_senders = min_of(args.num_staged_senders, num_senders);
+  }
   if (args.staging_line != 0) {
     check_block("staging", args.staging_line,
                 static_cast<size_t>(args.num_staging_rows) * args.message.slot_bytes());

@@ -54,6 +54,8 @@ struct Tuning {
   int num_window_tokens;
   int min_staged_senders;
   int max_staged_senders;
+  int senders_of_twos;        // where chunks have two rows and more, at most
+  int most_single_rows;       // combine: of a rank, beyond which they travel in twos
   int min_senders;            // combine: warps of a block that send, at least
   int num_receive_warps;      // ring dispatch: a source rank, at most
   int num_direct_move_warps;  // direct dispatch: at most

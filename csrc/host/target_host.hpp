@@ -29,6 +29,8 @@ class HostTarget {
       .num_window_tokens = 6,
       .min_staged_senders = 2,
       .max_staged_senders = 2,
+      .senders_of_twos = 2,
+      .most_single_rows = 8,
       .min_senders = 1,
       .num_receive_warps = 1,
       .num_direct_move_warps = 2,

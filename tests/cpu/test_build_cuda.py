@@ -61,6 +61,7 @@ def expected_instructions() -> dict[str, list[str]]:
             ]
         expected[f"fence_acq_rel_{scope}"] = [f"fence.acq_rel.{scope}"]
     expected["atomic_or_relaxed_gpu"] = ["atom.relaxed.gpu.global.or.b32"]
+    expected["atomic_increment_relaxed_gpu"] = ["atom.relaxed.gpu.global.inc.u32"]
     expected["fence_proxy_async"] = ["fence.proxy.async"]
     expected["fence_proxy_async_shared"] = ["fence.proxy.async.shared::cta"]
     expected["fence_proxy_async_global"] = ["fence.proxy.async.global"]

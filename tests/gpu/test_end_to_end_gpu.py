@@ -52,3 +52,13 @@ def test_hundred_calls_in_a_row(num_ranks: int) -> None:
 def test_asynchronous_calls_give_the_same(num_ranks: int) -> None:
     cases = matrix_for(num_ranks, seed=91, num_cases=12)
     verify_all(cases, run(run_cases, num_ranks, cases, {"async_finish": True}))
+
+
+def test_chunks_of_many_rows(num_ranks: int) -> None:
+    """Of combine: two, three and seven rows; the first for their number in all."""
+    cases = [
+        Case((tokens, *[9] * (num_ranks - 1)), hidden=512, experts=num_ranks, topk=2, num_sms=8,
+             nvl_bytes=512 << 20)
+        for tokens in (1500, 5000, 13000)
+    ]  # fmt: skip
+    verify_all(cases, run(run_cases, num_ranks, cases, {}))

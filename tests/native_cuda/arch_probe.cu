@@ -57,6 +57,9 @@ PROBE_ATOMICS(cta)
 PROBE_ATOMICS(gpu)
 PROBE_ATOMICS(sys)
 
+PROBE(atomic_increment_relaxed_gpu, uint32_t* word, uint32_t* out) {
+  arch::st_weak(out, arch::atomic_increment_relaxed_gpu(word));
+}
 PROBE(atomic_or_relaxed_gpu, uint32_t* word, uint32_t* out) {
   arch::st_weak(out, arch::atomic_or_relaxed_gpu(word, 4u));
 }

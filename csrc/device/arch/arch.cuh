@@ -25,6 +25,7 @@
 //   T    ld_acquire_{cta,gpu,sys}(const T*),  void st_release_{cta,gpu,sys}(T*, T)
 //   T    atomic_add_{relaxed,acq_rel}_{cta,gpu,sys}(T*, T)  -> old value   (int32, uint32, uint64)
 //   T    atomic_cas_acq_rel_{cta,gpu,sys}(T*, T expected, T desired) -> old  (uint32, uint64)
+//   T    atomic_increment_relaxed_gpu(T*) -> old, for which no lane waits        (uint32)
 //   T    atomic_or_relaxed_gpu(T*, T) -> old                                 (uint32)
 //   void fence_acq_rel_{cta,gpu,sys}()
 //   void fence_proxy_async_shared(), fence_proxy_async_global(), fence_proxy_async()

@@ -335,6 +335,9 @@ inline T atomic_cas_acq_rel_sys(T* address, T expected, T desired) {
   return detail::atomic_cas(address, expected, desired, detail::Scope::kSys);
 }
 
+inline uint32_t atomic_increment_relaxed_gpu(uint32_t* address) {
+  return atomic_add_relaxed_gpu(address, 1u);
+}
 inline uint32_t atomic_or_relaxed_gpu(uint32_t* address, uint32_t value) {
   return detail::atomic(address, false, detail::Scope::kGpu, [value](uint32_t* word) {
     return __atomic_fetch_or(word, value, __ATOMIC_RELAXED);

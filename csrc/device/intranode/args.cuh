@@ -303,6 +303,7 @@ struct CombineArgs {
   int num_staging_rows;
   int num_staged_senders;                // staged mode: warps of all blocks that send
   int num_window_slots;                  // staged mode: tokens that a block has taken at a time
+  int most_single_rows;                  // staged mode: rows of a rank that travel one by one
   const int32_t* rank_prefix_matrix;     // [R, R]
   const int32_t* channel_prefix_matrix;  // [R, C]
   const int32_t* recv_channel_prefix_matrix;  // [R, C]

@@ -17,48 +17,38 @@
 
 namespace deep_comm {
 
-// Lane 0 of a sending warp: chunks of all peers in turn, so that what a rank receives comes from all
-// others at the same pace. The first ones go to the warps by number.
-class TakeChunk {
+// Chunks of all peers in turn, so that what a rank receives comes from all others at the same pace.
+// Lane r knows those of rank r.
+class TurningChunks {
  public:
-  DC_DEVICE TakeChunk(const Context& context, const CombineArgs& args)
-      : args_(&args),
-        counter_(taken_work(context)->num_chunks),
-        num_peers_(args.world.num_ranks - 1) {
-    for (int peer = 0; peer < args.world.num_ranks; ++peer) {
-      if (peer != args.world.rank) most_chunks_ = max_of(most_chunks_, num_chunks_of(peer));
+  static constexpr int kEnd = -1, kNone = -2;
+
+  DC_DEVICE explicit TurningChunks(const CombineArgs& args)
+      : num_ranks_(args.world.num_ranks), rank_(args.world.rank) {
+    const int lane = arch::lane_idx();
+    if (lane < num_ranks_ && lane != rank_) {
+      num_chunks_ = ChunkedRows::of(args, num_rows_between(args, lane, rank_)).num_chunks();
+    }
+    for (int peer = 0; peer < num_ranks_; ++peer) {
+      most_chunks_ = max_of(most_chunks_, arch::shfl(kFullMask, num_chunks_, peer));
     }
   }
-  DC_DEVICE int first() {
-    const int sender = arch::warp_idx() * arch::num_blocks() + arch::block_idx();
-    return sender < args_->num_staged_senders ? item_at(sender) : -1;
+  // Peers turn with each round, or all ranks would begin with the same one of the next.
+  DC_DEVICE int at(uint32_t number) const {
+    const uint32_t num_peers = num_ranks_ - 1;
+    if (num_peers == 0) return kEnd;
+    const uint32_t chunk = number / num_peers;
+    if (chunk >= most_chunks_) return kEnd;
+    int peer = rank_ + 1 + (number + chunk) % num_peers;
+    if (peer >= num_ranks_) peer -= num_ranks_;
+    const bool is_one = chunk < arch::shfl(kFullMask, num_chunks_, peer);
+    return is_one ? peer * kMaxChunks + static_cast<int>(chunk) : kNone;
   }
-  DC_DEVICE int operator()() { return item_at(next_index()); }
 
  private:
-  // Peers turn with each round, or all ranks would begin with the same one of the next.
-  DC_DEVICE int item_at(uint32_t index) {
-    while (num_peers_ > 0) {
-      const uint32_t chunk = index / num_peers_;
-      if (chunk >= most_chunks_) return -1;
-      const int num_ranks = args_->world.num_ranks;
-      int peer = args_->world.rank + 1 + (index + chunk) % num_peers_;
-      if (peer >= num_ranks) peer -= num_ranks;
-      if (chunk < num_chunks_of(peer)) return peer * kMaxChunks + static_cast<int>(chunk);
-      index = next_index();
-    }
-    return -1;
-  }
-  DC_DEVICE uint32_t next_index() {
-    return args_->num_staged_senders + arch::atomic_add_relaxed_gpu(counter_, 1u);
-  }
-  DC_DEVICE uint32_t num_chunks_of(int peer) const {
-    return ChunkedRows::of(num_rows_between(*args_, peer, args_->world.rank)).num_chunks();
-  }
-
-  const CombineArgs* args_;
-  uint32_t* counter_;
-  uint32_t num_peers_;
+  int num_ranks_;
+  int rank_;
+  uint32_t num_chunks_ = 0;   // of this lane's rank
   uint32_t most_chunks_ = 0;  // of any peer
 };
 
@@ -73,9 +63,11 @@ class ChunkSender {
         entry_(entry),
         pipe_(pipe),
         pieces_(Pieces::of(args.message.row_bytes, args.stage)),
-        chunks_(take_chunks(context, args)) {
+        chunks_(TurningChunks(args), taken_work(context)->num_chunks,
+                arch::warp_idx() * arch::num_blocks() + arch::block_idx(),
+                args.num_staged_senders) {
     const int peer = min_of(arch::lane_idx(), args.world.num_ranks - 1);
-    rows_ = ChunkedRows::of(num_rows_between(args, peer, args.world.rank));
+    rows_ = ChunkedRows::of(args, num_rows_between(args, peer, args.world.rank));
     first_row_ = static_cast<int>(first_row_of(args, peer));
   }
 
@@ -118,13 +110,6 @@ class ChunkSender {
   }
 
  private:
-  DC_DEVICE static WorkQueue<TakeChunk> take_chunks(const Context& context,
-                                                    const CombineArgs& args) {
-    TakeChunk take(context, args);
-    const int first = arch::lane_idx() == 0 ? take.first() : -1;
-    return {take, first};
-  }
-
   struct Chunk {
     int item;   // peer and number
     int first;  // row, among those that return to the peer
@@ -254,7 +239,7 @@ class ChunkSender {
   CombineEntry* entry_;
   StagePipe& pipe_;
   Pieces pieces_;
-  WorkQueue<TakeChunk> chunks_;
+  AskedQueue<TurningChunks> chunks_;
   ChunkedRows rows_;          // that return to this lane's rank
   int first_row_;             // of them, in x
   int first_staged_row_ = 0;  // of them, in the staging of this lane's rank

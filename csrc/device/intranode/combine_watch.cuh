@@ -21,9 +21,11 @@ struct ChunkedRows {
   int num_rows;
   int chunk_rows;
 
-  DC_DEVICE static ChunkedRows of(int num_rows) {
-    constexpr int kMinRows = 1;  // the fewer, the sooner a token can be added
-    return {num_rows, max_of(kMinRows, ceil_div(num_rows, kMaxChunks))};
+  // The fewer rows a chunk has, the sooner a token can be added; but with many of one row senders are
+  // late (docs/design/0041).
+  DC_DEVICE static ChunkedRows of(const CombineArgs& args, int num_rows) {
+    const bool are_many = num_rows * (args.world.num_ranks - 1) > args.most_single_rows;
+    return {num_rows, max_of(are_many ? 2 : 1, ceil_div(num_rows, kMaxChunks))};
   }
   DC_DEVICE int num_chunks() const { return ceil_div(num_rows, chunk_rows); }
 };
@@ -76,7 +78,7 @@ class TokenWatch {
     if (peer < args.world.num_ranks) {
       entry->window.first_staged[peer] = num_staged_rows(args, rank, peer);
       entry->window.chunk_rows[peer] =
-          ChunkedRows::of(num_rows_between(args, rank, peer)).chunk_rows;
+          ChunkedRows::of(args, num_rows_between(args, rank, peer)).chunk_rows;
     }
     arch::sync_warp();
   }

@@ -22,6 +22,7 @@
 // received ones unless fill_tail
 #pragma once
 
+#include "device/intranode/dispatch_cast.cuh"
 #include "device/intranode/dispatch_direct.cuh"
 #include "device/intranode/dispatch_output.cuh"
 #include "device/intranode/dispatch_ring.cuh"
@@ -125,7 +126,8 @@ DC_DEVICE void fill_tail_rows(const Context& context, const DispatchArgs& args) 
 template <class Form>
 DC_DEVICE DispatchMode enter_and_move(const Context& context, const DispatchArgs& args,
                                       NotifyResult notified, DispatchEntry* entry) {
-  TokenMover<Form> mover(context, args);
+  using Mover = std::conditional_t<Form::kQuantised, CastingMover<Form>, TokenMover<Form>>;
+  Mover mover(context, args);
   mover.begin();
   if (arch::warp_idx() == 0) enter_dispatch<Form>(context, args, notified, entry);
   arch::sync_block_apart();

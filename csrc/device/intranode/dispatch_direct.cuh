@@ -5,8 +5,7 @@
 // grid   any number of blocks; warps [0, num_move_warps) move rows, taking tokens as they get through
 //        them; the next num_meta_warps write metadata of tokens dealt in turn
 // forms  expanded: a row goes to the first of its places, the receiver copies it to the others
-//        (expand.cuh): each row crosses the link once. Quantised: a warp turns a stage into FP8
-//        where it lies, and writes the scales itself
+//        (expand.cuh): each row crosses the link once. Quantised: dispatch_cast.cuh
 // smem   num_move_warps x (stages + mbarriers)
 // words  recv_line[c].{start,end}_offset · owner: receiver · written by block 0 of the sender,
 //                            before `done`
@@ -20,66 +19,15 @@
 #include "device/intranode/args.cuh"
 #include "device/intranode/dispatch_meta.cuh"
 #include "device/intranode/dispatch_output.cuh"
+#include "device/intranode/dispatch_places.cuh"
 #include "device/intranode/ring_send.cuh"
 #include "device/layout/channel_range.cuh"
 #include "device/layout/expert_map.cuh"
 #include "device/move/element.cuh"
-#include "device/move/quantise_stage.cuh"
 #include "device/sync/generation.cuh"
 #include "device/sync/work_queue.cuh"
 
 namespace deep_comm {
-
-// Where tokens end up in one receiver's output; one lane's view of one receiver. What it needs of a
-// token is loaded ahead (`look_up`), since each look-up costs a trip to memory.
-class FinalRows {
- public:
-  DC_DEVICE FinalRows(const DispatchArgs& args, int peer)
-      : args_(args), peer_(peer), per_channel_(ceil_div(args.num_tokens, args.ring.num_channels)) {
-    const World& world = args.world;
-    before_rank_ =
-        world.rank == 0
-            ? 0
-            : arch::ld_nc(args.rank_prefix_matrix + (world.rank - 1) * world.num_ranks + peer);
-  }
-  DC_DEVICE void look_up(int token) {
-    head_ = -1;
-    if (token >= args_.num_tokens) return;
-    const int channel = token / per_channel_;
-    const int32_t* prefix = args_.channel_prefix_matrix + peer_ * args_.ring.num_channels;
-    head_ =
-        arch::ld_nc(args_.send_head + static_cast<int64_t>(token) * args_.world.num_ranks + peer_);
-    before_channel_ = channel == 0 ? 0 : arch::ld_nc(prefix + channel - 1);
-  }
-  // Of the token looked up last; -1: not sent there.
-  DC_DEVICE int64_t row() const {
-    return head_ < 0 ? -1 : static_cast<int64_t>(before_rank_) + before_channel_ + head_;
-  }
-
- private:
-  const DispatchArgs& args_;
-  int peer_;
-  int per_channel_;
-  int before_rank_;
-  int before_channel_ = 0;
-  int head_ = -1;
-};
-
-// The same interface for expanded outputs: the place of a token's first row.
-class FirstRows {
- public:
-  DC_DEVICE FirstRows(const DispatchArgs& args, int peer) : args_(args), peer_(peer) {}
-  DC_DEVICE void look_up(int token) {
-    const int64_t position = static_cast<int64_t>(token) * args_.world.num_ranks + peer_;
-    row_ = token >= args_.num_tokens ? -1 : arch::ld_nc(args_.send_row + position);
-  }
-  DC_DEVICE int64_t row() const { return row_; }
-
- private:
-  const DispatchArgs& args_;
-  int peer_;
-  int row_ = -1;
-};
 
 // One warp: moves the tokens it takes. Lane i stores to rank (rank + 1 + i) % R, so that
 // ranks do not all write to the same receiver first. Loads begin before the peers have come
@@ -93,9 +41,7 @@ class TokenMover {
                            args.num_move_warps)),
         peer_((args.world.rank + 1 + arch::lane_idx()) % args.world.num_ranks),
         is_storing_(arch::lane_idx() < args.world.num_ranks),
-        source_(Form::kQuantised ? args.source : args.x),
-        source_row_bytes_(args.message.row_bytes * kShrink),
-        pieces_(Pieces::of(source_row_bytes_, args.direct_stage)),
+        pieces_(Pieces::of(args.message.row_bytes, args.direct_stage)),
         pipe_(make_pipe(args.direct_stage, args.direct_barriers_offset)),
         rows_(args, is_storing_ ? peer_ : 0) {}
 
@@ -113,14 +59,8 @@ class TokenMover {
       uint8_t* dst = output.x + row * args_.message.row_bytes;
       for (int piece = 0; piece < pieces_.num_pieces; ++piece) {
         pipe_.await_load();
-        StageScales scales;
-        if constexpr (Form::kQuantised) {
-          scales = quantise_stage(pipe_, pieces_, piece, args_.scale_format);
-        }
         if (is_storing_)
-          pipe_.store(dst + piece * (pieces_.piece_bytes / kShrink),
-                      goes ? pieces_.bytes_of(piece) / kShrink : 0);
-        if constexpr (Form::kQuantised) write_scales(outputs, scales, goes ? row : -1);
+          pipe_.store(dst + piece * pieces_.piece_bytes, goes ? pieces_.bytes_of(piece) : 0);
         pipe_.advance_store();
         if (is_storing_) pipe_.make_room();
         arch::sync_warp();  // all storing lanes have read the stage that the leader loads next
@@ -144,7 +84,7 @@ class TokenMover {
     const int token = load_token();
     if (token < 0) return;
     if (arch::lane_idx() == 0) {
-      pipe_.load(source_ + static_cast<size_t>(token) * source_row_bytes_ +
+      pipe_.load(args_.x + static_cast<size_t>(token) * args_.message.row_bytes +
                      load_piece_ * pieces_.piece_bytes,
                  pieces_.bytes_of(load_piece_));
     }
@@ -154,19 +94,6 @@ class TokenMover {
     ++load_index_;
   }
 
-  // All lanes, each with the row at its own peer, or -1.
-  DC_DEVICE void write_scales(const PeerOutput* outputs, const StageScales& scales,
-                              int64_t my_row) {
-    for (int lane = 0; lane < args_.world.num_ranks; ++lane) {
-      const int64_t row = arch::shfl(kFullMask, my_row, lane);
-      const int peer = arch::shfl(kFullMask, peer_, lane);
-      if (row < 0) continue;
-      scales.store(outputs[peer].scales + row * args_.num_scales * sizeof(uint32_t));
-    }
-  }
-
-  // Bytes loaded for a byte stored.
-  static constexpr int kShrink = Form::kQuantised ? static_cast<int>(sizeof(Bf16)) : 1;
   using Rows = std::conditional_t<Form::kExpanded, FirstRows, FinalRows>;
 
   const DispatchArgs& args_;
@@ -175,8 +102,6 @@ class TokenMover {
   int load_piece_ = 0;
   int peer_;
   bool is_storing_;
-  const uint8_t* source_;
-  int source_row_bytes_;
   Pieces pieces_;
   StagePipe pipe_;
   Rows rows_;

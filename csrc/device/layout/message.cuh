@@ -99,6 +99,22 @@ struct StageLayout {
     stage.num_stages = min_of(max_stages, warp_bytes_limit / (stage.stage_bytes + barrier_bytes));
     return stage;
   }
+  // For rows of FP8 that are cast into their stage, and their scales behind them: whole words of four
+  // block scales. Empty if there is no room.
+  static constexpr int kCastStages = 2;
+  static constexpr int kCastUnitBytes = 4 * 128, kCastUnitScaleBytes = 4 * 4;
+  DC_HOST_DEVICE static StageLayout make_cast(int row_bytes, int warp_bytes_limit) {
+    const int stage_limit = warp_bytes_limit / kCastStages / 128 * 128;
+    const int num_units = ceil_div(row_bytes, kCastUnitBytes);
+    const int most_units = stage_limit / (kCastUnitBytes + kCastUnitScaleBytes);
+    StageLayout stage{};
+    if (most_units < 1) return stage;
+    const int stage_units = ceil_div(num_units, ceil_div(num_units, most_units));
+    stage.piece_bytes = min_of(stage_units * kCastUnitBytes, row_bytes);
+    stage.stage_bytes = align_up(stage.piece_bytes + stage_units * kCastUnitScaleBytes, 128);
+    stage.num_stages = kCastStages;
+    return stage;
+  }
 };
 
 // The pieces of one row.

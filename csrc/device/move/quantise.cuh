@@ -232,6 +232,41 @@ DC_DEVICE void quantise_in_place(uint8_t* stage, int num_elements, const ScaleRo
   scales.pad(num_elements / kScaleBlock);
 }
 
+// One warp: bfloat16 of a row in global memory, a multiple of kScaleBlock elements, as FP8 in shared
+// memory.
+DC_DEVICE void quantise_into(uint8_t* stage, const ScaleRow<true>& scales, const uint8_t* source,
+                             int num_elements) {
+  using PieceType = Piece<PayloadFormat::kFp8>;
+  constexpr int kTogether = 2;  // pieces of a lane in a step; the next step's are under way
+  const int num_pieces = num_elements / PieceType::kElements;
+  PieceType ahead[kTogether]{};
+  const auto load = [&](int first) {
+    DC_UNROLL
+    for (int idx = 0; idx < kTogether; ++idx) {
+      const int piece = first + idx * kWarpSize + arch::lane_idx();
+      if (piece < num_pieces) ahead[idx].load(source, piece);
+    }
+  };
+  load(0);
+  for (int first = 0; first < num_pieces; first += kTogether * kWarpSize) {
+    PieceType loaded[kTogether];
+    DC_UNROLL
+    for (int idx = 0; idx < kTogether; ++idx) loaded[idx] = ahead[idx];
+    load(first + kTogether * kWarpSize);
+    PieceType::quantise_all<kTogether>(loaded, scales.format.round_scale);
+    DC_UNROLL
+    for (int idx = 0; idx < kTogether; ++idx) {
+      const int piece = first + idx * kWarpSize + arch::lane_idx();
+      if (piece >= num_pieces) continue;
+      reinterpret_cast<Vec16*>(stage)[piece] = loaded[idx].vec;
+      if (piece % PieceType::kLanesPerScale == 0) {
+        scales.set(piece / PieceType::kLanesPerScale, loaded[idx].scale);
+      }
+    }
+  }
+  scales.pad(num_elements / kScaleBlock);
+}
+
 // One warp: a bfloat16 row as FP8 with its scales, in global memory.
 DC_DEVICE void quantise_row(uint8_t* dst, const ScaleRow<false>& scales, const uint8_t* row,
                             int num_blocks) {

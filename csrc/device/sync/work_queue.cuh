@@ -38,6 +38,76 @@ class WorkQueue {
   uint32_t num_taken_ = 0;
 };
 
+// Numbers from a counter that the warps of a rank share, and what they stand for, in the order in
+// which one warp took them. The first number is its own, below `num_firsts`. Nobody waits for the
+// counter: its answer is looked at when the next item is wanted. `Items::at` gives an item, kNone if
+// the number stands for none, or kEnd. Whole warps call the methods.
+template <class Items>
+class AskedQueue {
+ public:
+  DC_DEVICE AskedQueue(const Items& items, uint32_t* counter, uint32_t first, uint32_t num_firsts)
+      : items_(items),
+        counter_(counter),
+        num_firsts_(num_firsts),
+        answer_(first),
+        has_ended_(first >= num_firsts) {}
+
+  // The index-th item of this warp, one of the last 32 that it has asked for, or the next; -1 behind
+  // the last.
+  DC_DEVICE int at(uint32_t index) {
+    while (num_taken_ <= index) {
+      const int item = next();
+      if (static_cast<uint32_t>(arch::lane_idx()) == num_taken_ % kWarpSize) taken_ = item;
+      ++num_taken_;
+    }
+    return arch::shfl(kFullMask, taken_, index % kWarpSize);
+  }
+
+ private:
+  DC_DEVICE int next() {
+    while (!has_ended_) {
+      const uint32_t number = arch::shfl(kFullMask, answer_, 0) + behind_;
+      const int item = items_.at(number);
+      has_ended_ = item == Items::kEnd;
+      if (has_ended_) break;
+      if (arch::lane_idx() == 0) answer_ = arch::atomic_increment_relaxed_gpu(counter_);
+      behind_ = num_firsts_;
+      if (item != Items::kNone) return item;
+    }
+    return -1;
+  }
+
+  Items items_;
+  uint32_t* counter_;
+  uint32_t num_firsts_;
+  uint32_t answer_;  // lane 0: of the counter, or the first number
+  uint32_t behind_ = 0;
+  bool has_ended_;
+  int taken_ = -1;  // lane i: the last item whose index is i modulo 32
+  uint32_t num_taken_ = 0;
+};
+
+// Items 0, 1, … num_items - 1 for an AskedQueue.
+struct Numbered {
+  static constexpr int kEnd = -1, kNone = -2;
+
+  uint32_t num_items;
+
+  DC_DEVICE int at(uint32_t number) const {
+    return number < num_items ? static_cast<int>(number) : kEnd;
+  }
+};
+
+// For `num_warps` warps of every block, of which this is number `warp`.
+DC_DEVICE AskedQueue<Numbered> ask_for_items(uint32_t* counter, int num_items, int warp,
+                                             int num_warps) {
+  const uint32_t first = warp * arch::num_blocks() + arch::block_idx();
+  return {{static_cast<uint32_t>(num_items)},
+          counter,
+          first,
+          static_cast<uint32_t>(num_warps * arch::num_blocks())};
+}
+
 // Items 0, 1, … num_items - 1 for num_warps warps of a rank: one each, the others from a
 // counter that they share.
 struct TakeNext {

@@ -1,0 +1,119 @@
+// dispatch, direct mode, of bfloat16 rows that travel as FP8: a warp reads a row, casts it and leaves
+// the FP8 row and its scales in a stage, from which each destination gets one bulk store. What bounds
+// an SM is the number of its bulk operations, so that a row is loaded by ordinary loads, and stored
+// whole where it fits.
+//
+// smem   num_move_warps x 2 stages of an FP8 row, or a piece of it, and its scales
+// else   as TokenMover, dispatch_direct.cuh
+#pragma once
+
+#include <type_traits>
+
+#include "device/intranode/args.cuh"
+#include "device/intranode/dispatch_output.cuh"
+#include "device/intranode/dispatch_places.cuh"
+#include "device/layout/message.cuh"
+#include "device/move/quantise_stage.cuh"
+#include "device/sync/generation.cuh"
+#include "device/sync/work_queue.cuh"
+
+namespace deep_comm {
+
+// One warp: moves the tokens it takes. The first piece is cast before the peers have come (begin),
+// nothing is stored before (run).
+template <class Form>
+class CastingMover {
+ public:
+  DC_DEVICE CastingMover(const Context& context, const DispatchArgs& args)
+      : args_(args),
+        tokens_(ask_for_items(&taken_work(context)->num_tokens, args.num_tokens, arch::warp_idx(),
+                              args.num_move_warps)),
+        peer_((args.world.rank + 1 + arch::lane_idx()) % args.world.num_ranks),
+        is_storing_(arch::lane_idx() < args.world.num_ranks),
+        pieces_(Pieces::of(args.message.row_bytes, args.direct_stage)),
+        stages_(arch::dynamic_smem() + arch::warp_idx() * args.direct_stage.warp_bytes()),
+        rows_(args, is_storing_ ? peer_ : 0) {}
+
+  DC_DEVICE void begin() {
+    if (tokens_.at(0) >= 0) cast(tokens_.at(0), 0);
+    look_up(0);
+  }
+
+  DC_DEVICE void run(const PeerOutput* outputs) {
+    const PeerOutput output = outputs[is_storing_ ? peer_ : 0];
+    for (uint32_t index = 0; tokens_.at(index) >= 0; ++index) {
+      const int token = tokens_.at(index);
+      const int64_t row = rows_.row();
+      look_up(index + 1);
+      const bool goes = row >= 0 && row < output.num_rows;
+      uint8_t* dst = output.x + row * args_.message.row_bytes;
+      for (int piece = 0; piece < pieces_.num_pieces; ++piece) {
+        if (num_stores_ > 0) cast(token, piece);
+        if (is_storing_) {
+          if (goes) {
+            arch::bulk_store(dst + piece * pieces_.piece_bytes, stage(), pieces_.bytes_of(piece));
+          }
+          arch::bulk_commit();
+        }
+        write_scales(outputs, piece, goes ? row : -1);
+        ++num_stores_;
+      }
+    }
+    arch::bulk_wait<0>();
+  }
+
+  // Instead of run, when the peers did not come.
+  DC_DEVICE void give_up() {}
+
+ private:
+  // Where the index-th token goes.
+  DC_DEVICE void look_up(uint32_t index) {
+    const int token = tokens_.at(index);
+    rows_.look_up(is_storing_ && token >= 0 ? token : args_.num_tokens);
+  }
+  DC_DEVICE uint8_t* stage() const {
+    return stages_ + (num_stores_ % kStages) * args_.direct_stage.stage_bytes;
+  }
+  DC_DEVICE uint8_t* staged_scales() const { return stage() + pieces_.piece_bytes; }
+
+  // Into the next stage.
+  DC_DEVICE void cast(int token, int piece) {
+    // The store before the last one has read it.
+    if (is_storing_) arch::bulk_wait_read<kStages - 1>();
+    arch::sync_warp();
+    const int first = piece * pieces_.piece_bytes;
+    const size_t element = static_cast<size_t>(token) * args_.message.row_bytes + first;
+    quantise_into(stage(), {staged_scales(), args_.scale_format},
+                  args_.source + element * sizeof(Bf16), pieces_.bytes_of(piece));
+    arch::fence_proxy_async_shared();  // the FP8 bytes before the bulk copies that read them
+    arch::sync_warp();
+  }
+
+  // All lanes, each with the row at its own peer, or -1.
+  DC_DEVICE void write_scales(const PeerOutput* outputs, int piece, int64_t my_row) {
+    const ScaleFormat& format = args_.scale_format;
+    const StageScales scales{reinterpret_cast<const uint32_t*>(staged_scales()),
+                             format.num_words(pieces_.piece_bytes / kScaleBlock) * piece,
+                             format.num_words(pieces_.bytes_of(piece) / kScaleBlock)};
+    for (int lane = 0; lane < args_.world.num_ranks; ++lane) {
+      const int64_t row = arch::shfl(kFullMask, my_row, lane);
+      const int peer = arch::shfl(kFullMask, peer_, lane);
+      if (row < 0) continue;
+      scales.store(outputs[peer].scales + row * args_.num_scales * sizeof(uint32_t));
+    }
+  }
+
+  static constexpr int kStages = StageLayout::kCastStages;
+  using Rows = std::conditional_t<Form::kExpanded, FirstRows, FinalRows>;
+
+  const DispatchArgs& args_;
+  AskedQueue<Numbered> tokens_;
+  int peer_;
+  bool is_storing_;
+  Pieces pieces_;
+  uint8_t* stages_;
+  uint32_t num_stores_ = 0;  // of this lane's destination, were it in all rows
+  Rows rows_;
+};
+
+}  // namespace deep_comm
