@@ -567,7 +567,6 @@ class QuickLowLatency:
         num_local_experts: int,
         forms: Sequence[tuple[object, object, object]],  # shape, strides, dtype of recv_x,
         # metadata, recv_count and, if there are, scales
-        spares: object,  # ops.quick.Spares, or None
     ) -> None: ...
     dispatch: Callable[..., tuple[object, ...] | None]
     combine: Callable[..., tuple[object, ...] | None]

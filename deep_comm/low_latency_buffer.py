@@ -151,10 +151,7 @@ class LowLatencyCalls:
                 [L, ceil(R * M / 128), H / 64, 32, 4, 4] (compact without L),
                 as block-scaled GEMMs read
                 them: those of row 128 a + 32 b + c, columns 64 d + 16 e on, at [a, d, c, b, e].
-            recv_count: int32 [L], rows of each expert. It lies in the handle's metadata, which
-                dispatches of a stream take turns with: it is written again by the 8th dispatch of
-                this shape from then on at the earliest, and only if nobody has it, a view of it or
-                the handle any more. record_stream() alone does not keep it longer.
+            recv_count: int32 [L], rows of each expert.
             handle: for combine; see LowLatencyHandle.
             event.
             hook: None without return_recv_hook.

@@ -18,8 +18,7 @@ class LowLatencyHandle:
     """R ranks, M tokens a rank may have, K top-k, L local experts, N = R * M.
 
     The first five fields are also a sequence of that order, as DeepEP's handle is a tuple of them.
-    Tensors are complete when the receive phase has run, and last as long as the handle or one of
-    them does. They may be looked at by their names;
+    Tensors are complete when the receive phase has run. They may be looked at by their names;
     combine takes the handle as it is. All of them lie in one block of memory, ``metadata``; a
     tensor is made when it is first asked for.
 

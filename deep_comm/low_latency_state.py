@@ -210,11 +210,9 @@ class LowLatencyState:
         num_blocks = self.num_blocks(max_tokens, hidden, num_topk, num_experts, use_fp8)
         shape = self.shapes[options] = LowLatencyShape(self._ctx, options, num_blocks)
         if self._quick is not None:
-            spares = quick.spares_of(self._ctx, shape.metadata_shape[0], shape.num_local)
             self._quick.add(
-                shape.native, shape, use_fp8, shape.is_nvfp4, shape.num_local,
-                shape.tensor_forms(), spares,
-            )  # fmt: skip
+                shape.native, shape, use_fp8, shape.is_nvfp4, shape.num_local, shape.tensor_forms()
+            )
         return shape
 
     def num_blocks(

@@ -9,7 +9,6 @@
 
 #include "bind/arguments.hpp"
 #include "bind/numbers.hpp"
-#include "bind/quick_spares.hpp"
 #include "bind/quick_streams.hpp"
 #include "bind/torch_tensors.hpp"
 
@@ -34,7 +33,6 @@ struct QuickForm {
   TensorForm recv_count;  // a part of it
   bool has_scales;
   TensorForm scales;
-  MetadataSpares spares;
 };
 
 // What Python gives such calls, beside torch.
@@ -246,8 +244,8 @@ pybind11::object quick_dispatch(QuickLowLatency<Target>* calls, PyObject* const*
   }
   use_fp8 = use_fp8 && !use_nvfp4;
   const bool has_weights = arguments[10] != Py_None;
-  QuickForm* form = nullptr;
-  for (QuickForm& known : self.forms) {
+  const QuickForm* form = nullptr;
+  for (const QuickForm& known : self.forms) {
     const LowLatencyOptions& options = known.plan.options;
     if (options.num_max_tokens == num_max_tokens && options.hidden == x.extent(1) &&
         options.num_topk == idx.extent(1) && options.num_experts == num_experts &&
@@ -274,16 +272,8 @@ pybind11::object quick_dispatch(QuickLowLatency<Target>* calls, PyObject* const*
     scales = torch.empty(form->scales, &call.recv_scales);
     payload = py::make_tuple(std::move(payload), scales);
   }
-  // Memory that a graph writes when it is replayed must be the graph's.
-  py::object metadata, recv_count;
-  const uint64_t caller = launch.is_async ? launch.order.caller : launch.order.stream;
-  if (form->spares.has_stream(caller) && !Target::is_capturing(caller)) {
-    form->spares.take(torch, &metadata, &recv_count, &call.metadata);
-  }
-  if (!metadata) {
-    metadata = torch.empty(form->metadata, &call.metadata);
-    recv_count = torch.part(metadata, form->recv_count, self.zero.ptr());
-  }
+  py::object metadata = torch.empty(form->metadata, &call.metadata);
+  py::object recv_count = torch.part(metadata, form->recv_count, self.zero.ptr());
   call.x = self.given(x.address());
   call.topk_idx = self.given(idx.address());
   call.topk_idx_bytes = idx.element_bytes();
@@ -400,22 +390,12 @@ void bind_quick_low_latency(pybind11::module_& m, pybind11::class_<Engine<Target
       .def(
           "add",
           [](Calls& self, const Plan& plan, py::object shape, bool use_fp8, bool use_nvfp4,
-             int num_local_experts, const std::vector<Form>& forms, const py::object& spares) {
+             int num_local_experts, const std::vector<Form>& forms) {
             const auto form = [&](size_t position) {
               const auto& [extents, strides, dtype] = forms.at(position);
               return TensorForm{extents, strides, dtype};
             };
             const bool has_scales = forms.size() == 4;
-            MetadataSpares kept;
-            if (!spares.is_none()) {
-              using Block = std::tuple<py::object, py::object, py::object, py::object>;
-              using Spares = std::tuple<uint64_t, py::object, py::object, std::vector<Block>>;
-              const auto [stream, tensor_uses, storage_uses, blocks] = spares.cast<Spares>();
-              kept = MetadataSpares(stream, tensor_uses, storage_uses);
-              for (const auto& [metadata, recv_count, storage, storage_name] : blocks) {
-                kept.add(self.torch, {metadata, recv_count, storage, storage_name});
-              }
-            }
             self.forms.push_back({.plan = plan.plan,
                                   .shape = std::move(shape),
                                   .use_fp8 = use_fp8,
@@ -425,11 +405,9 @@ void bind_quick_low_latency(pybind11::module_& m, pybind11::class_<Engine<Target
                                   .metadata = form(1),
                                   .recv_count = form(2),
                                   .has_scales = has_scales,
-                                  .scales = has_scales ? form(3) : TensorForm{},
-                                  .spares = std::move(kept)});
+                                  .scales = has_scales ? form(3) : TensorForm{}});
           },
-          "plan"_a, "shape"_a, "use_fp8"_a, "use_nvfp4"_a, "num_local_experts"_a, "forms"_a,
-          "spares"_a)
+          "plan"_a, "shape"_a, "use_fp8"_a, "use_nvfp4"_a, "num_local_experts"_a, "forms"_a)
       .def_property_readonly("dispatch",
                              [](const py::object& self) {
                                return object_function<16, &quick_dispatch<Target>>(

@@ -114,7 +114,6 @@ class HostTarget {
   }
   bool is_idle(uint64_t /*stream*/) { return true; }
   static bool is_current(int /*device*/) { return true; }
-  static bool is_capturing(uint64_t /*stream*/) { return false; }
   int device() const { return rank_; }
   bool launches_last() const { return true; }
   struct DeviceScope {

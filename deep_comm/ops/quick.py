@@ -80,55 +80,6 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-Spares = tuple[
-    int, Callable[..., int], Callable[..., int], list[tuple[Tensor, Tensor, object, int]]
-]
-"""The stream that they are for; what tells how many share a tensor, and a storage; metadata blocks,
-their first parts, their storages and what torch knows those by. See csrc/bind/quick_spares.hpp.
-"""
-
-_MOST_SPARES, _LEAST_SPARES = 16, 8
-_SPARE_BYTES = 4 << 20  # of a form of calls
-
-
-def spares_of(ctx: Context, num_words: int, num_counts: int) -> Spares | None:
-    """Metadata blocks for dispatches of the current stream. None: blocks are large, or memory is
-    not to be kept now (that of a CUDA graph, or of a private pool), or this torch lacks something.
-    """
-    found = torch_of(ctx.device)
-    tensor_uses = getattr(Tensor, "_use_count", None)
-    storage_uses = getattr(torch._C, "_storage_Use_Count", None)
-    number = min(_MOST_SPARES, _SPARE_BYTES // (4 * num_words))
-    if found is None or tensor_uses is None or storage_uses is None or number < _LEAST_SPARES:
-        return None
-    with ctx.backend.device_scope():
-        if ctx.backend.is_capturing():
-            return None
-        blocks: list[tuple[Tensor, Tensor, object, int]] = []
-        for _ in range(number):
-            metadata = found.empty((num_words,), (1,), torch.int32)
-            recv_count = found.part(metadata, (num_counts,), (1,), 0)
-            storage = metadata.untyped_storage()
-            blocks.append((metadata, recv_count, storage, storage._cdata))
-        if not all(_is_of_default_pool(blocks[place][0]) for place in (0, -1)):
-            return None
-        return ctx.backend.current_stream(), tensor_uses, storage_uses, blocks
-
-
-def _is_of_default_pool(tensor: Tensor) -> bool:
-    """Private pools want all of their memory back (torch.compile's graphs, for one)."""
-    if tensor.device.type != "cuda":
-        return True
-    try:
-        segments = torch.cuda.memory_snapshot()
-    except RuntimeError:  # of another allocator
-        return False
-    for segment in segments:
-        if 0 <= tensor.data_ptr() - segment["address"] < segment["total_size"]:
-            return tuple(segment.get("segment_pool_id", (0, 0))) == (0, 0)
-    return False
-
-
 def never(*arguments: object) -> None:
     """In the place of a native call that there is not."""
 

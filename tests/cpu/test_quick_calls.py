@@ -102,8 +102,7 @@ def test_results_own_their_memory_and_given_tensors_are_let_go_of() -> None:
             tensors = step(**options)
             storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
             assert len(storages) == 3  # the counts are the first of the metadata
-            # Metadata is used again: see test_quick_spares.py.
-            watched = [weakref.ref(tensor) for tensor in tensors[:2]]
+            watched = [weakref.ref(tensor) for tensor in tensors]
             del tensors
             gc.collect()
             assert all(watch() is None for watch in watched)
