@@ -1,7 +1,7 @@
 // dispatch, direct mode, of bfloat16 rows that travel as FP8: a warp reads a row, casts it and leaves
-// the FP8 row and its scales in a stage, from which each destination gets one bulk store. What bounds
-// an SM is the number of its bulk operations, so that a row is loaded by ordinary loads, and stored
-// whole where it fits.
+// the FP8 row and its scales in a stage, from which each destination gets one bulk store. The
+// fewer bulk operations an SM has the faster it goes (docs/design/0041-asking-ahead.md), so that a row
+// is loaded by ordinary loads, and stored whole where it fits.
 //
 // smem   num_move_warps x 2 stages of an FP8 row, or a piece of it, and its scales
 // else   as TokenMover, dispatch_direct.cuh
