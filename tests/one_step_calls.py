@@ -123,19 +123,10 @@ def run_calls(group: Any, device_type: str, calls: int) -> None:
             expected.append([tensor.clone() for tensor in steps(call)])
             _synchronize(is_cuda)
         made: list[bool] = []
-
-        def spied(native: Any) -> Any:
-            def call(*arguments: Any) -> Any:
-                result = native(*arguments)
-                made.append(result is not None)
-                return result
-
-            return call
-
         (
             buffer._quick_dispatch, buffer._quick_combine, buffer._quick_new_dispatch,
             ctx.quick_layout,
-        ) = map(spied, kept)  # fmt: skip
+        ) = (_spied(native, made) for native in kept)  # fmt: skip
         steps(0)
         made.clear()
         results = [steps(call) for call in range(calls)]
@@ -209,16 +200,7 @@ def run_tier_calls(group: Any, device_type: str, calls: int, ranks_per_node: int
             expected.append([tensor.clone() for tensor in steps(call)])
             _synchronize(is_cuda)
         made: list[bool] = []
-
-        def spied(native: Any) -> Any:
-            def call(*arguments: Any) -> Any:
-                result = native(*arguments)
-                made.append(result is not None)
-                return result
-
-            return call
-
-        buffer._quick_dispatch, buffer._quick_combine = map(spied, kept)
+        buffer._quick_dispatch, buffer._quick_combine = (_spied(native, made) for native in kept)
         steps(0)
         made.clear()
         results = [steps(call) for call in range(calls)]
@@ -235,6 +217,17 @@ def run_tier_calls(group: Any, device_type: str, calls: int, ranks_per_node: int
         for number, tensors in enumerate(results):
             for part, (got, want) in enumerate(zip(tensors, expected[number % calls], strict=True)):
                 assert torch.equal(got, want), f"rank {rank}, call {number}, tensor {part}"
+
+
+def _spied(native: Any, made: list[bool]) -> Any:
+    """A native step that notes whether it was taken."""
+
+    def call(*arguments: Any) -> Any:
+        result = native(*arguments)
+        made.append(result is not None)
+        return result
+
+    return call
 
 
 def _synchronize(is_cuda: bool) -> None:

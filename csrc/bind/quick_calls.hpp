@@ -37,6 +37,50 @@ inline py::object received(const Parts& parts, const Rows& form, const OutputLay
                                                       form.num_scales, form.scale_dtype, block));
 }
 
+// What a cached dispatch fills: a block of the region.
+struct CachedOutput {
+  py::object block, rows;      // rows: as `received`
+  uint64_t offset, x, scales;  // 0: there are no scales
+
+  // False: there is no room.
+  bool take(const Parts& parts, const Rows& form, int64_t num_rows, const Order& order) {
+    const OutputLayout layout =
+        OutputLayout::make(num_rows, form.row_bytes(), form.scale_row_bytes(), 0, 0);
+    if (!parts.take_block(layout.num_bytes, order, false, &block, &offset)) return false;
+    rows = received(parts, form, layout, num_rows, offset, block);
+    x = parts.heap_base + offset + layout.x;
+    scales = form.num_scales > 0 ? parts.heap_base + offset + layout.scales : 0;
+    return true;
+  }
+};
+
+// What a combine fills, and where it stages what it receives.
+struct CombinedOutput {
+  py::object sums, weight_sums = py::none();
+  uint64_t sums_address = 0, weights_address = 0;  // 0: no weights come home
+  py::object staging;  // given back behind the launch: whoever gets it writes behind this kernel
+  uint64_t staging_offset = 0, num_staging_rows = 0;  // 0: there is no room
+
+  template <class Form>
+  CombinedOutput(const Parts& parts, const Form& form, int64_t num_tokens, int64_t num_topk,
+                 uint64_t most_staging_rows, const Order& order) {
+    const auto matrix = [&](int64_t num_columns, const py::object& dtype, uint64_t* address) {
+      uintptr_t made = 0;
+      py::object tensor =
+          parts.empty(TorchTensors::matrix_form(num_tokens, num_columns, dtype), order, &made);
+      *address = parts.given(made);
+      return tensor;
+    };
+    sums = matrix(form.hidden, form.torch_dtype, &sums_address);
+    if (num_topk > 0) weight_sums = matrix(num_topk, parts.float32, &weights_address);
+    if (parts.take_block(most_staging_rows * form.staging_row_bytes, order, true, &staging,
+                         &staging_offset)) {
+      num_staging_rows = most_staging_rows;
+    }
+  }
+  py::object result() const { return py::make_tuple(sums, weight_sums); }
+};
+
 // An expanded output, in which the first row of every token is in place: the other rows, padding.
 struct ExpandedOutput {
   uint64_t rank_prefix;

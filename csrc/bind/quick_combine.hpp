@@ -76,33 +76,20 @@ inline py::object quick_combine(const Shared& calls, PyObject* const* arguments)
     rows = reduce(parts, *form, known, rows.x, applies_weights ? rows.weights : 0,
                   applies_weights ? 0 : rows.weights, order);
   }
-  uintptr_t sums = 0, weight_sums = 0;
-  const auto matrix = [&](int64_t num_columns, const py::object& dtype, uintptr_t* address) {
-    return parts.empty(TorchTensors::matrix_form(known.num_tokens, num_columns, dtype), order,
-                       address);
-  };
-  py::object combined = matrix(form->hidden, form->torch_dtype, &sums);
-  py::object combined_weights = py::none();
-  if (num_topk > 0) {
-    combined_weights = matrix(num_topk, parts.float32, &weight_sums);
-    weight_sums = parts.given(weight_sums);
-  }
   // As ops/combine.py counts them.
   int64_t num_peers = parts.num_ranks - 1;
   if (known.num_topk > 0 && known.num_topk < num_peers) num_peers = known.num_topk;
-  const uint64_t num_staging_rows = static_cast<uint64_t>(known.num_tokens * num_peers);
-  py::object staging;  // given back behind the launch: whoever gets it writes behind this kernel
-  uint64_t offset = 0;
-  const bool has_staging =
-      parts.take_block(num_staging_rows * form->staging_row_bytes, order, true, &staging, &offset);
+  const CombinedOutput output(parts, *form, known.num_tokens, num_topk,
+                              static_cast<uint64_t>(known.num_tokens * num_peers), order);
   form->launch({static_cast<uint64_t>(known.num_recv_rows), known.rank_prefix, known.channel_prefix,
                 known.recv_channel_prefix, known.send_head, rows.x, rows.weights, 0, 0,
-                static_cast<uint64_t>(known.num_tokens), parts.given(sums), weight_sums, offset,
-                has_staging ? num_staging_rows : 0, order.stream});
+                static_cast<uint64_t>(known.num_tokens), output.sums_address,
+                output.weights_address, output.staging_offset, output.num_staging_rows,
+                order.stream});
   parts.end(order);
   parts.keep(arguments[0], x, order);
   if (has_weights) parts.keep(arguments[1], weights, order);
-  return py::make_tuple(std::move(combined), std::move(combined_weights));
+  return output.result();
 }
 
 }  // namespace deep_comm::quick

@@ -22,19 +22,13 @@ inline py::object quick_dispatch(const Shared& calls, PyObject* const* arguments
            other.is_expanded == expansion.has_value() && other.named.is(arguments[3], arguments[4]);
   });
   Order order;
-  uint64_t offset;
-  py::object block;
+  CachedOutput output;
   if (form == nullptr || !parts.begin(arguments[5], &order) ||
-      !is_home(arguments[2], parts, order)) {
+      !is_home(arguments[2], parts, order) ||
+      !output.take(parts, form->rows, known.num_rows, order)) {
     return py::none();
   }
-  const Rows& kind = form->rows;
-  const OutputLayout layout =
-      OutputLayout::make(known.num_rows, kind.row_bytes(), kind.scale_row_bytes(), 0, 0);
-  if (!parts.take_block(layout.num_bytes, order, false, &block, &offset)) return py::none();
-  py::object rows = received(parts, kind, layout, known.num_rows, offset, block);
   const Sources sources(parts, payload);
-  const uint64_t begin = parts.heap_base + offset;
   form->launch({known.num_experts,
                 known.mask,
                 known.send_head,
@@ -47,14 +41,14 @@ inline py::object quick_dispatch(const Shared& calls, PyObject* const* arguments
                 sources.column_stride,
                 0,
                 0,
-                begin + layout.x,
-                payload.has_scales ? begin + layout.scales : 0,
+                output.x,
+                output.scales,
                 0,
                 0,
                 0,
                 0,
                 static_cast<uint64_t>(known.num_rows),
-                offset,
+                output.offset,
                 0,
                 0,
                 expansion ? expansion->send_row : 0,
@@ -70,13 +64,13 @@ inline py::object quick_dispatch(const Shared& calls, PyObject* const* arguments
             .num_rows = known.num_rows,
             .num_blocks = form->num_local_blocks,
             .zero_padding = arguments[6] == Py_True,
-            .x = begin + layout.x,
-            .scales = payload.has_scales ? begin + layout.scales : 0},
-           kind, order);
+            .x = output.x,
+            .scales = output.scales},
+           form->rows, order);
   }
   parts.end(order);
   keep(parts, arguments[0], payload, order);
-  return rows;
+  return output.rows;
 }
 
 }  // namespace deep_comm::quick

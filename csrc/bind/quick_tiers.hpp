@@ -44,19 +44,13 @@ inline py::object quick_tier_dispatch(const Shared& calls, PyObject* const* argu
            other.named.is(arguments[3], arguments[4]);
   });
   Order order;
-  uint64_t offset;
-  py::object block;
+  CachedOutput output;
   if (form == nullptr || !parts.begin(arguments[5], &order) ||
-      !is_home(arguments[2], parts, order)) {
+      !is_home(arguments[2], parts, order) ||
+      !output.take(parts, form->rows, known.num_rows, order)) {
     return py::none();
   }
-  const Rows& kind = form->rows;
-  const OutputLayout layout =
-      OutputLayout::make(known.num_rows, kind.row_bytes(), kind.scale_row_bytes(), 0, 0);
-  if (!parts.take_block(layout.num_bytes, order, false, &block, &offset)) return py::none();
-  py::object rows = received(parts, kind, layout, known.num_rows, offset, block);
   const Sources sources(parts, payload);
-  const uint64_t begin = parts.heap_base + offset;
   form->launch({known.num_experts,
                 known.mask,
                 known.node_head,
@@ -73,13 +67,13 @@ inline py::object quick_tier_dispatch(const Shared& calls, PyObject* const* argu
                 sources.column_stride,
                 0,
                 0,
-                begin + layout.x,
-                payload.has_scales ? begin + layout.scales : 0,
+                output.x,
+                output.scales,
                 0,
                 0,
                 static_cast<uint64_t>(known.num_rows),
                 static_cast<uint64_t>(known.num_forward_rows),
-                offset,
+                output.offset,
                 0,
                 0,
                 0,
@@ -91,7 +85,7 @@ inline py::object quick_tier_dispatch(const Shared& calls, PyObject* const* argu
                 order.stream});
   parts.end(order);
   keep(parts, arguments[0], payload, order);
-  return rows;
+  return output.rows;
 }
 
 // (x, topk_weights, KnownTierHandle.numbers, home_stream, config, default, asynchronous,
@@ -119,22 +113,8 @@ inline py::object quick_tier_combine(const Shared& calls, PyObject* const* argum
       !is_home(arguments[3], parts, order)) {
     return py::none();
   }
-  uintptr_t sums = 0, weight_sums = 0;
-  const auto matrix = [&](int64_t num_columns, const py::object& dtype, uintptr_t* address) {
-    return parts.empty(TorchTensors::matrix_form(known.num_tokens, num_columns, dtype), order,
-                       address);
-  };
-  py::object combined = matrix(form->hidden, form->torch_dtype, &sums);
-  py::object combined_weights = py::none();
-  if (has_weights) {
-    combined_weights = matrix(num_topk, parts.float32, &weight_sums);
-    weight_sums = parts.given(weight_sums);
-  }
-  py::object staging;  // given back behind the launch: whoever gets it writes behind this kernel
-  uint64_t offset = 0;
-  const bool has_staging =
-      parts.take_block(static_cast<uint64_t>(known.num_staging_rows) * form->staging_row_bytes,
-                       order, true, &staging, &offset);
+  const CombinedOutput output(parts, *form, known.num_tokens, num_topk,
+                              static_cast<uint64_t>(known.num_staging_rows), order);
   form->launch({known.node_head,
                 known.rank_head,
                 known.recv_node_prefix,
@@ -150,15 +130,15 @@ inline py::object quick_tier_combine(const Shared& calls, PyObject* const* argum
                 0,
                 0,
                 static_cast<uint64_t>(known.num_tokens),
-                parts.given(sums),
-                weight_sums,
-                offset,
-                has_staging ? static_cast<uint64_t>(known.num_staging_rows) : 0,
+                output.sums_address,
+                output.weights_address,
+                output.staging_offset,
+                output.num_staging_rows,
                 order.stream});
   parts.end(order);
   parts.keep(arguments[0], x, order);
   if (has_weights) parts.keep(arguments[1], weights, order);
-  return py::make_tuple(std::move(combined), std::move(combined_weights));
+  return output.result();
 }
 
 }  // namespace deep_comm::quick
