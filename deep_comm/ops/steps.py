@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from deep_comm.backends import Launch
 from deep_comm.context import Context
+from deep_comm.errors import CallInterrupted
 from deep_comm.ops.call import StreamOptions
 
 
@@ -62,6 +63,9 @@ class PendingDispatch:
             self._result = finish()
         except Exception as error:  # noqa: BLE001 - raised by `result`
             self._error = error
+        except BaseException:  # of a signal's handler, seen while the host waited
+            self._error = CallInterrupted(self._ctx.rank)
+            raise
 
     def forget(self, error: Exception) -> None:
         """The Buffer does without; its kernels have ended."""

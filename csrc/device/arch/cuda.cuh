@@ -223,8 +223,7 @@ DC_DEFINE_ATOMIC_CAS(atomic_cas_acq_rel_cta, "atom.acq_rel.cta")
 DC_DEFINE_ATOMIC_CAS(atomic_cas_acq_rel_gpu, "atom.acq_rel.gpu.global")
 DC_DEFINE_ATOMIC_CAS(atomic_cas_acq_rel_sys, "atom.acq_rel.sys.global")
 
-// Not an addition of 1, which ptxas turns into one of the whole warp, whose lanes it makes wait for
-// the answer.
+// Not an addition of 1: ptxas makes that one of the whole warp, which then waits for the answer.
 DC_DEVICE uint32_t atomic_increment_relaxed_gpu(uint32_t* ptr) {
   uint32_t old;
   asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], 0xffffffff;"
