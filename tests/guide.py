@@ -43,11 +43,11 @@ def _bench_calls(text: str) -> list[tuple[str, str]]:
     return [found.groups("") for code in (*lines, *quoted) if (found := re.search(call, code))]
 
 
-# Arguments of every call of a bench, on the performance page as well: (module, arguments).
+# Arguments of every call of a bench, on the performance pages as well: (module, arguments).
 BENCHES = sorted(
     {
         (module, tuple(shlex.split(arguments, comments=True)))
-        for page in [*PAGES, ROOT / "docs" / "performance.md"]
+        for page in [*PAGES, *sorted((ROOT / "docs").glob("performance*.md"))]
         for module, arguments in _bench_calls(page.read_text())
     }
 )
