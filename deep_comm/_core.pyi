@@ -382,6 +382,10 @@ class Engine:
     @staticmethod
     def low_latency_rail_workspace_bytes(*, num_ranks: int, num_max_experts: int) -> int:
         """Bytes of the words of low-latency mode in a group of several nodes, beside its region."""
+    def low_latency_max_experts(self, *, num_topk: int) -> int:
+        """The most experts that the kernels of a call can count in a block's shared memory, at most
+        num_max_experts.
+        """
     def plan_low_latency(
         self,
         *,

@@ -102,8 +102,9 @@ class Buffer(InternodeCalls, LowLatencyCalls):
             device: "cpu" for the host target, or a CUDA device; default: CUDA when available.
             ranks_per_node: overrides what host names say.
             timeout_s: how long a kernel waits for a peer; default: DEEP_COMM_TIMEOUT_S.
-            num_max_experts: the largest E that calls may use, at most 57 344; of low-latency
-                calls, which count twice, half of that less a few.
+            num_max_experts: the largest E that calls may use, at most 57 344. Low-latency calls
+                inside a node count experts twice and take fewer, about 28 000: the error of a
+                call with more says how many.
             num_direct_bytes: the part of num_nvl_bytes that is receive region: outputs
                 of dispatch are allocated there while there is room, and peers write
                 them in place, without rings.

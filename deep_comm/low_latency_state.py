@@ -248,6 +248,13 @@ class LowLatencyState:
             raise ArgumentError(
                 "low_latency_mode", None, "must be True, with num_rdma_bytes, for low-latency calls"
             )
+        most = ctx.engine.low_latency_max_experts(num_topk=num_topk)
+        if num_experts > most:
+            raise ArgumentError(
+                "num_experts", num_experts,
+                f"must be at most {most} in low-latency calls with top-{num_topk} and "
+                f"{ctx.num_ranks} ranks: a block counts them in its shared memory",
+            )  # fmt: skip
         available = ctx.backend.max_sms or _HOST_BLOCKS
         wanted = env.NUM_SMS.get()
         if wanted is not None:

@@ -97,6 +97,8 @@ void bind_low_latency(pybind11::module_& m, pybind11::class_<Engine<Target>>& en
       "can_shrink"_a = false);
   engine.def_static("low_latency_rail_workspace_bytes", &Type::low_latency_rail_workspace_bytes,
                     py::kw_only(), "num_ranks"_a, "num_max_experts"_a);
+  engine.def("low_latency_max_experts", &Type::low_latency_max_experts, py::kw_only(),
+             "num_topk"_a);
 
   using Plan = BoundLowLatencyPlan<Target>;
   py::class_<Plan>(m, "LowLatencyPlan", py::module_local())

@@ -147,6 +147,8 @@ class Engine {
   }
   // Checks what calls with these options need. A plan is for this engine alone.
   LowLatencyPlan plan_low_latency(const LowLatencyOptions& options) const;
+  // The most experts that the kernels of a call can count in the shared memory of a block.
+  int low_latency_max_experts(int num_topk) const;
   // With is_reporting, wait_low_latency_num_tokens may be called.
   void low_latency_dispatch(const LowLatencyPlan& plan, const LowLatencyDispatchCall& call,
                             uint64_t stream);
@@ -252,6 +254,7 @@ class Engine {
   void check_num_experts(int num_experts) const;
   void check_counters(int num_experts, size_t smem_bytes) const;
   LaunchConfig low_latency_launch(const LowLatencyShape& shape) const;
+  size_t low_latency_smem_bytes(const LowLatencyShape& shape) const;
   int group_rank() const { return is_internode() ? tiers_.rank : world_.rank; }
   size_t low_latency_bytes_for(const LowLatencyShape& shape, bool one_rounding) const;
   void zero_low_latency();

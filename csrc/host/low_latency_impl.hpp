@@ -60,12 +60,31 @@ LaunchConfig Engine<Target>::low_latency_launch(const LowLatencyShape& shape) co
   require(needed <= low_latency_bytes_, "this shape needs a low-latency region of " +
                                             std::to_string(needed) + " bytes, there are " +
                                             std::to_string(low_latency_bytes_));
-  const int num_threads = Target::kTuning.low_latency_threads;
-  const size_t smem_bytes =
-      is_internode() ? RailBlockMemory::num_bytes(shape, num_group_ranks(), num_threads / kWarpSize)
-                     : BlockMemory::num_bytes(shape, world_.num_ranks, num_threads / kWarpSize);
+  const size_t smem_bytes = low_latency_smem_bytes(shape);
   check_counters(shape.num_experts, smem_bytes);
-  return {.num_blocks = shape.num_blocks, .num_threads = num_threads, .smem_bytes = smem_bytes};
+  return {.num_blocks = shape.num_blocks,
+          .num_threads = Target::kTuning.low_latency_threads,
+          .smem_bytes = smem_bytes};
+}
+
+template <class Target>
+size_t Engine<Target>::low_latency_smem_bytes(const LowLatencyShape& shape) const {
+  const int num_warps = Target::kTuning.low_latency_threads / kWarpSize;
+  return is_internode() ? RailBlockMemory::num_bytes(shape, num_group_ranks(), num_warps)
+                        : BlockMemory::num_bytes(shape, world_.num_ranks, num_warps);
+}
+
+template <class Target>
+int Engine<Target>::low_latency_max_experts(int num_topk) const {
+  LowLatencyShape shape{};
+  shape.num_topk = num_topk;
+  int most = 0, too_many = num_max_experts_ + 1;
+  while (too_many - most > 1) {  // bytes grow with experts
+    shape.num_experts = most + (too_many - most) / 2;
+    const bool fits = low_latency_smem_bytes(shape) <= static_cast<size_t>(smem_bytes_limit);
+    (fits ? most : too_many) = shape.num_experts;
+  }
+  return most;
 }
 
 namespace detail {
