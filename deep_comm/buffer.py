@@ -160,6 +160,7 @@ class Buffer(InternodeCalls, LowLatencyCalls):
 
     @property
     def runtime(self) -> Engine | None:
+        """The native engine; None after destroy()."""
         return self._context.engine if self._context.is_open else None
 
     def destroy(self) -> None:
@@ -186,6 +187,9 @@ class Buffer(InternodeCalls, LowLatencyCalls):
 
         Collective: all ranks call it when none will launch on this Buffer before it returns.
         Handles of earlier dispatches stay valid if those dispatches succeeded.
+
+        Raises:
+            PeerLost: a rank does not come.
         """
         self._context.reset()
         self._low_latency.reset()
@@ -194,6 +198,9 @@ class Buffer(InternodeCalls, LowLatencyCalls):
         """Raise what a kernel of this rank recorded, if any has failed. Does not wait.
 
         On CUDA devices failures of asynchronous kernels surface here, or in the next call.
+
+        Raises:
+            PeerTimeout, ConfigMismatch, ExpertIndexError, CapacityError, MaskedOut: as recorded.
         """
         self._context.check()
 
@@ -221,7 +228,11 @@ class Buffer(InternodeCalls, LowLatencyCalls):
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
-        """SMs of the recommended configs from now on, for all Buffers: at least 1."""
+        """SMs of the recommended configs from now on, for all Buffers: equal on all ranks.
+
+        Raises:
+            ArgumentError: not an integer of at least 1.
+        """
         Buffer.num_sms = integers.require("new_num_sms", new_num_sms, 1)
 
     @staticmethod
@@ -231,12 +242,14 @@ class Buffer(InternodeCalls, LowLatencyCalls):
 
     @classmethod
     def get_dispatch_config(cls, num_ranks: int) -> Config:
-        """The recommended Config of dispatch."""
+        """The recommended Config of dispatch in a group of ``num_ranks``: rings as DeepEP's, SMs of
+        set_num_sms.
+        """
         return configs.recommended_dispatch_config(num_ranks, cls.num_sms)
 
     @classmethod
     def get_combine_config(cls, num_ranks: int) -> Config:
-        """The recommended Config of combine."""
+        """The recommended Config of combine, likewise."""
         return configs.recommended_combine_config(num_ranks, cls.num_sms)
 
     def get_comm_stream(self) -> torch.cuda.Stream:
@@ -260,6 +273,14 @@ class Buffer(InternodeCalls, LowLatencyCalls):
             dtype: of the elements.
             size: shape of the result; default: everything from ``offset`` on, flat.
             offset: in elements.
+            use_rdma_buffer: the low-latency region, instead of the ring space.
+
+        Returns:
+            A view of the Buffer's memory, of ``dtype``: valid until destroy().
+
+        Raises:
+            ArgumentError: it would reach past the end.
+            UnsupportedError: there is no low-latency region.
         """
         self._context.require_open()
         if not isinstance(dtype, torch.dtype):

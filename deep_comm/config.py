@@ -72,6 +72,7 @@ class Config:
 
     @property
     def num_channels(self) -> int:
+        """C: one an SM."""
         return self.num_sms
 
     @property
@@ -84,7 +85,16 @@ class Config:
     ) -> int:
         """num_nvl_bytes for rows of ``hidden_bytes`` with up to 128 top-k and scale columns.
 
-        ``ranks_per_node``: default DEEP_COMM_RANKS_PER_NODE, else 8.
+        Args:
+            hidden_bytes: of a row, without its scales.
+            num_ranks: of the group.
+            ranks_per_node: default: DEEP_COMM_RANKS_PER_NODE, else 8.
+
+        Returns:
+            Bytes in every rank.
+
+        Raises:
+            ArgumentError: a size is out of range.
         """
         num_local, num_nodes = _split_ranks(num_ranks, ranks_per_node)
         words_per_pair = (2 * num_nodes + 3) * 4  # of SMs
@@ -95,7 +105,10 @@ class Config:
     def get_rdma_buffer_size_hint(
         self, hidden_bytes: int, num_ranks: int, ranks_per_node: int | None = None
     ) -> int:
-        """num_rdma_bytes that serves rows of ``hidden_bytes``; 0 inside a node."""
+        """num_rdma_bytes that serves rows of ``hidden_bytes``, in bytes; 0 inside a node.
+
+        Arguments and errors as of get_nvl_buffer_size_hint.
+        """
         _, num_nodes = _split_ranks(num_ranks, ranks_per_node)
         if num_nodes == 1:
             return 0

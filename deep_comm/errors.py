@@ -36,7 +36,8 @@ class ArgumentError(DeepCommError, ValueError):
 class BufferTooSmall(ArgumentError):
     """num_nvl_bytes cannot hold the rings of this call, or num_rdma_bytes a low-latency call.
 
-    ``needed_bytes`` would do.
+    Attributes besides those of ArgumentError, whose ``value`` is the bytes that there are:
+    ``needed_bytes``, which would do.
 
     What to do: build the Buffer with ``needed_bytes``, or leave ``config`` away, so that rings
     shrink to what there is; for low-latency calls use get_low_latency_rdma_size_hint with the

@@ -151,37 +151,50 @@ class Handle(TensorSequence):
 
     The first six fields are also a sequence of that order, ``handle[0]`` to ``handle[5]``, which
     can be indexed, sliced and unpacked; a plain tuple of the six serves combine and cached dispatch
-    too. Everything else describes the dispatch; None there: not known.
+    too. Everything else describes the dispatch; None there: not known. Tensors lie on the Buffer's
+    device.
+
+    Attributes:
+        rank_prefix_matrix: int32 [R, R], [i, j]: tokens that ranks 0..i send to rank j.
+        channel_prefix_matrix: int32 [R, C], [j, c]: tokens sent to rank j in channels 0..c.
+        recv_channel_prefix_matrix: int32 [R, C], [i, c]: start of channel c in source i's block.
+        recv_src_idx: int32 [N], token index at its source rank.
+        is_token_in_rank: bool [T, R].
+        send_head: int32 [T, R], ordinal in the (rank, channel) queue; negative: not sent.
+        rank, num_experts: of the dispatch.
+        num_topk: K; 0: dispatched without top-k.
+        num_recv_tokens: rows that arrived; None in worst-case mode.
+        max_num_tokens: the largest T of all ranks; None in worst-case mode.
+        num_recv_tokens_per_expert: int32 [L], aligned.
+        num_recv_tokens_tensor: int32 [1], rows that arrived.
+        num_recv_tokens_per_rank: int32 [R], rows by source rank.
+        members: who the ranks are.
+        expansion: Expansion, of a dispatch with expand=True.
+        home_stream: whose memory it is, a raw CUDA stream.
     """
 
     _KINDS: ClassVar = (
         *((torch.int32, 2),) * 3, (torch.int32, 1), (torch.bool, 2), (torch.int32, 2)
     )  # fmt: skip
 
-    rank_prefix_matrix: Tensor  # int32 [R, R], [i, j]: tokens that ranks 0..i send to rank j
-    channel_prefix_matrix: Tensor  # int32 [R, C], [j, c]: tokens sent to rank j in channels 0..c
-    recv_channel_prefix_matrix: (
-        Tensor  # int32 [R, C], [i, c]: start of channel c in source i's block
-    )
-    recv_src_idx: Tensor  # int32 [N], token index at its source rank
-    is_token_in_rank: Tensor  # bool [T, R]
-    send_head: Tensor  # int32 [T, R], ordinal in the (rank, channel) queue; negative: not sent
+    rank_prefix_matrix: Tensor
+    channel_prefix_matrix: Tensor
+    recv_channel_prefix_matrix: Tensor
+    recv_src_idx: Tensor
+    is_token_in_rank: Tensor
+    send_head: Tensor
 
     rank: int | None = None
     num_experts: int | None = None
-    num_topk: int | None = None  # 0: dispatched without top-k
-    num_recv_tokens: int | None = None  # rows that arrived; None in worst-case mode
-    max_num_tokens: int | None = None  # the largest T of all ranks; None in worst-case mode
-    num_recv_tokens_per_expert: Tensor | None = _made_later()  # int32 [L] on the device, aligned
-    num_recv_tokens_tensor: Tensor | None = (
-        _made_later()
-    )  # int32 [1] on the device: rows that arrived
-    num_recv_tokens_per_rank: Tensor | None = (
-        _made_later()
-    )  # int32 [R] on the device: rows by source rank
-    members: tuple[str, ...] | None = None  # who the ranks are
-    expansion: Expansion | None = None  # of a dispatch with expand=True
-    home_stream: int | None = field(default=None, repr=False)  # whose memory it is; None: not known
+    num_topk: int | None = None
+    num_recv_tokens: int | None = None
+    max_num_tokens: int | None = None
+    num_recv_tokens_per_expert: Tensor | None = _made_later()
+    num_recv_tokens_tensor: Tensor | None = _made_later()
+    num_recv_tokens_per_rank: Tensor | None = _made_later()
+    members: tuple[str, ...] | None = None
+    expansion: Expansion | None = None
+    home_stream: int | None = field(default=None, repr=False)
     _known: KnownHandle | None = field(default=None, init=False, repr=False)
     _fresh: ClassVar[_Fresh | _FreshInRegion | None] = None
 

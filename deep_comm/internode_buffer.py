@@ -64,6 +64,7 @@ class InternodeCalls(NormalCalls):
 
     @property
     def ranks_per_node(self) -> int:
+        """Ranks of the group in a (logical) node."""
         return self._context.topology.ranks_per_node
 
     @property

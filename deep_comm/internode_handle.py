@@ -51,7 +51,38 @@ class InternodeHandle(TensorSequence):
 
     The first ten fields are also a sequence of that order, ``handle[0]`` to ``handle[9]``, which
     can be indexed, sliced and unpacked; a plain tuple of the ten serves combine and cached dispatch
-    too. Everything else describes the dispatch; None there: not known.
+    too. Everything else describes the dispatch; None there: not known. Tensors lie on the Buffer's
+    device.
+
+    Attributes:
+        is_token_in_rank: bool [T, R].
+        rdma_channel_prefix_matrix: int32 [N, C], tokens sent to node n in channels 0..c.
+        gbl_channel_prefix_matrix: int32 [R, C], the same by rank.
+        recv_rdma_channel_prefix_matrix: int32 [N, C], rows forwarded for node n in channels 0..c.
+        recv_rdma_rank_prefix_sum: int32 [N], rows forwarded for nodes 0..n.
+        recv_gbl_channel_prefix_matrix: int32 [R, C], first row of channel c of source r.
+        recv_gbl_rank_prefix_sum: int32 [R], rows of sources 0..r.
+        recv_src_meta: uint8 [Q, 8]: int32 source node, int32 mask of this node's ranks with the
+            token.
+        send_rdma_head: int32 [T, N], ordinal in the (node, channel) queue; -1: not sent.
+        send_nvl_head: int32 [F, M], ordinal in combine's (rank, channel) ring; -1: not there.
+        recv_src_idx: int32 [Q], token index at its source rank.
+        rank, num_experts: of the dispatch.
+        num_topk: 0: dispatched without top-k.
+        num_recv_tokens: rows that arrived; None in worst-case mode.
+        max_num_tokens: the largest T of all ranks; None in worst-case mode.
+        num_recv_tokens_per_expert: int32 [L], L local experts, aligned.
+        num_recv_tokens_tensor: int32 [1], rows that arrived.
+        num_recv_tokens_per_rank: int32 [R], rows by source rank.
+        members: who the ranks are.
+        forward_places: int32 [(N + 1) * M + C * N * M]: where combine's rows have places of their
+            own; see InternodeCombineArgs. Without it combine takes the rings.
+        num_returning_rows: that the node's other ranks return to this one in combine; None in
+            worst-case mode.
+        send_places: int32 [T, N + R], ordinal of a token among all that go to node n, then to rank
+            r; -1: not sent.
+        expansion: Expansion, of a dispatch with expand=True.
+        home_stream: whose memory it is, a raw CUDA stream.
     """
 
     _KINDS: ClassVar = (
@@ -61,40 +92,32 @@ class InternodeHandle(TensorSequence):
     _MADE_BY: ClassVar = "dispatch between nodes"
     _SMS_OF_CHANNELS: ClassVar = "num_sms / 2"
 
-    is_token_in_rank: Tensor  # bool [T, R]
-    rdma_channel_prefix_matrix: Tensor  # int32 [N, C], tokens sent to node n in channels 0..c
-    gbl_channel_prefix_matrix: Tensor  # int32 [R, C], the same by rank
-    recv_rdma_channel_prefix_matrix: (
-        Tensor  # int32 [N, C], rows forwarded for node n in channels 0..c
-    )
-    recv_rdma_rank_prefix_sum: Tensor  # int32 [N], rows forwarded for nodes 0..n
-    recv_gbl_channel_prefix_matrix: Tensor  # int32 [R, C], first row of channel c of source r
-    recv_gbl_rank_prefix_sum: Tensor  # int32 [R], rows of sources 0..r
-    recv_src_meta: (
-        Tensor  # uint8 [Q, 8]: int32 source node, int32 mask of this node's ranks with the token
-    )
-    send_rdma_head: Tensor  # int32 [T, N], ordinal in the (node, channel) queue; -1: not sent
-    send_nvl_head: Tensor  # int32 [F, M], ordinal in combine's (rank, channel) ring; -1: not there
+    is_token_in_rank: Tensor
+    rdma_channel_prefix_matrix: Tensor
+    gbl_channel_prefix_matrix: Tensor
+    recv_rdma_channel_prefix_matrix: Tensor
+    recv_rdma_rank_prefix_sum: Tensor
+    recv_gbl_channel_prefix_matrix: Tensor
+    recv_gbl_rank_prefix_sum: Tensor
+    recv_src_meta: Tensor
+    send_rdma_head: Tensor
+    send_nvl_head: Tensor
 
-    recv_src_idx: Tensor | None = None  # int32 [Q], token index at its source rank
+    recv_src_idx: Tensor | None = None
     rank: int | None = None
     num_experts: int | None = None
-    num_topk: int | None = None  # 0: dispatched without top-k
-    num_recv_tokens: int | None = None  # rows that arrived; None in worst-case mode
-    max_num_tokens: int | None = None  # the largest T of all ranks; None in worst-case mode
-    num_recv_tokens_per_expert: Tensor | None = None  # int32 [L] on the device, aligned
-    num_recv_tokens_tensor: Tensor | None = None  # int32 [1] on the device: rows that arrived
-    num_recv_tokens_per_rank: Tensor | None = None  # int32 [R] on the device: rows by source rank
-    members: tuple[str, ...] | None = None  # who the ranks are
-    # int32 [(N + 1) * M + C * N * M]: where combine's rows have places of their own; see
-    # InternodeCombineArgs. Without it combine takes the rings.
+    num_topk: int | None = None
+    num_recv_tokens: int | None = None
+    max_num_tokens: int | None = None
+    num_recv_tokens_per_expert: Tensor | None = None
+    num_recv_tokens_tensor: Tensor | None = None
+    num_recv_tokens_per_rank: Tensor | None = None
+    members: tuple[str, ...] | None = None
     forward_places: Tensor | None = None
-    # That the node's other ranks return to this one in combine; None in worst-case mode.
     num_returning_rows: int | None = None
-    # int32 [T, N + R], ordinal of a token among all that go to node n, then to rank r; -1: not sent
     send_places: Tensor | None = None
-    expansion: Expansion | None = None  # of a dispatch with expand=True
-    home_stream: int | None = field(default=None, repr=False)  # whose memory it is; None: not known
+    expansion: Expansion | None = None
+    home_stream: int | None = field(default=None, repr=False)
     _owner: object = field(default=None, init=False, repr=False)  # whose calls need no checks
     _known: KnownTierHandle | None = field(default=None, init=False, repr=False)
 

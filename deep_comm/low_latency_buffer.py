@@ -57,9 +57,16 @@ class LowLatencyCalls:
         It grows with tokens and ranks, not with experts.
 
         Args:
+            num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts: M, H, R, E.
             ranks_per_node: of a group of several nodes, which needs more; default: one node, unless
                 num_ranks is more than a node has.
             enable_shrink: for a Buffer with rank masks, which needs more from 65 ranks on.
+
+        Returns:
+            Bytes in every rank.
+
+        Raises:
+            ArgumentError: a size is out of range.
         """
         for name, value, smallest in (
             ("hidden", hidden, 8),
@@ -77,7 +84,11 @@ class LowLatencyCalls:
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
     ) -> None:
-        """Nothing needs cleaning, here or after other calls; checks that the sizes would fit."""
+        """Nothing needs cleaning, here or after other calls; checks that the sizes would fit.
+
+        Raises:
+            ArgumentError, BufferTooSmall: they would not.
+        """
         self._context.require_open()
         max_tokens = low_latency.check_num_max_tokens(num_max_dispatch_tokens_per_rank)
         self._low_latency.num_blocks(max_tokens, hidden, 1, num_experts)
@@ -89,7 +100,11 @@ class LowLatencyCalls:
         num_topk: int,
         num_experts: int,
     ) -> int:
-        """Blocks, of one SM each, of the kernels of a call of this shape."""
+        """Blocks, of one SM each, of the kernels of a BF16 call of this shape; the same on all ranks.
+
+        Raises:
+            ArgumentError, BufferTooSmall: as the call would.
+        """
         self._context.require_open()
         return self._low_latency.num_blocks(
             num_max_dispatch_tokens_per_rank, hidden, num_topk, num_experts
@@ -122,12 +137,15 @@ class LowLatencyCalls:
             topk_idx: int64 or int32 [T, K], -1: no selection. An expert may stand in a row twice:
                 the token then has one row with it, which combine adds with both weights.
             num_max_dispatch_tokens_per_rank: M, equal on all ranks.
+            num_experts: E.
             cumulative_local_expert_recv_stats: int32 [L], += rows of each expert.
             dispatch_wait_recv_cost_stats: int64 [R], += nanoseconds that one block waited for each
                 source.
-            use_fp8: cast rows to e4m3 with a scale for 128 columns: largest magnitude / 448.
+            use_fp8: cast rows to e4m3 (OCP FP8) with a float32 scale for 128 columns: largest
+                magnitude / 448, at least 1e-4 / 448.
             round_scale: scales are rounded up to powers of two.
-            use_ue8m0: scales come back as exponent bytes, four in an int32.
+            use_ue8m0: scales come back as exponent bytes (OCP Microscaling's E8M0), four in an
+                int32. Needs round_scale.
             use_nvfp4: cast rows to NVFP4 instead, whatever use_fp8 says: e2m1 elements, two in a
                 byte, the first in its low half, and for 16 of them a scale in e4m3. H a multiple of
                 64. scale = largest magnitude / 6 * x_global_scale, rounded; element = x *
@@ -137,6 +155,8 @@ class LowLatencyCalls:
             x_global_scale: float32, one element, on the device, with use_nvfp4; 1 if left
                 away. As a rule 448 * 6 / the largest magnitude of x on any rank; smaller
                 is safe, larger saturates.
+            async_finish: run on the Buffer's own stream and return an event to wait for.
+            return_recv_hook: only send now, and return a hook that receives; not with async_finish.
             topk_weights: float32 [T, K]: travels along, so that combine need not send it.
             compact: return each received token once instead of once an expert.
             report_num_tokens: wait_low_latency_num_tokens will be asked. Not while a CUDA graph is
@@ -148,20 +168,21 @@ class LowLatencyCalls:
                 column. Compact: [R * M, H], rows by (source rank, source token), as many as
                 handle.num_recv_tokens says, with handle.recv_topk_idx and .recv_topk_weights.
                 With use_nvfp4 rows are uint8 [..., H / 2], and scales float8_e4m3fn
-                [L, ceil(R * M / 128), H / 64, 32, 4, 4] (compact without L),
-                as block-scaled GEMMs read
-                them: those of row 128 a + 32 b + c, columns 64 d + 16 e on, at [a, d, c, b, e].
+                [L, ceil(R * M / 128), H / 64, 32, 4, 4] (compact without L), in the tiles of 128
+                rows and 4 scales that cuBLAS and CUTLASS read for block-scaled GEMMs: those of row
+                128 a + 32 b + c, columns 64 d + 16 e on, at [a, d, c, b, e].
             recv_count: int32 [L], rows of each expert.
             handle: for combine; see LowLatencyHandle.
-            event.
-            hook: None without return_recv_hook.
+            event: EventOverlap; empty without async_finish.
+            hook: runs the receive phase; None without return_recv_hook.
 
         Raises:
             ArgumentError, BufferTooSmall: nothing was launched.
             ExpertIndexError: on this rank; the token's other selections were sent. On CUDA devices
                 check() raises it: this call has returned before the kernel finds it.
-            ConfigMismatch, PeerTimeout: on the ranks that notice; reset()
-            makes the Buffer usable again.
+            ConfigMismatch, PeerTimeout: on the ranks that notice; reset() makes the Buffer usable
+                again.
+            MaskedOut: the other ranks go on without this one (enable_shrink).
         """
         made = self._low_latency.quick_dispatch(
             x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts,
@@ -204,6 +225,9 @@ class LowLatencyCalls:
 
         Every rank learns the same number. The host waits until the receive phase has it, not until
         the dispatch has ended.
+
+        Raises:
+            PeerTimeout, or what else the dispatch ended with, if it did not get there.
         """
         self._context.require_open()
         return low_latency.wait_num_tokens(self._context)
@@ -234,16 +258,19 @@ class LowLatencyCalls:
             x: bfloat16, the shape of dispatch's recv_x, contiguous.
             topk_idx: as given to dispatch.
             topk_weights: float32 [T, K]; not used if dispatch got them, nor with compact rows.
-            use_logfmt: what a rank of experts sends back for a token is rounded to
-                LogFMT-10 instead of to bfloat16 (of compact rows: what it hands over): 10
-                bits an element and 4 bytes for 16 of them, three quarters of the bytes. An
-                element is wrong by a factor of
-                at most 2 ** ((r + 1/64) / 1020), r the binary logarithm of the ratio of the largest
-                to the least of its 16, at most 32: 2.2 % then, 0.3 % at r = 4. Below 2**-32 of the
-                largest it becomes 0; one that is not finite makes all 16 NaN. Needs H a multiple of
-                16. Equal on all ranks; not with zero_copy or one_rounding.
+            handle: of the dispatch whose rows these are.
+            use_logfmt: what a rank of experts sends back for a token is rounded to LogFMT-10, a
+                sign and nine bits of a logarithm, instead of to bfloat16 (of compact rows: what it
+                hands over): after DeepSeek-AI, "Insights into DeepSeek-V3", 2025, in a layout of
+                this library (csrc/device/move/logfmt.cuh). 10 bits an element and 4 bytes for 16 of
+                them, three quarters of the bytes. An element is wrong by a factor of at most
+                2 ** ((r + 1/64) / 1020), r the binary logarithm of the ratio of the largest to the
+                least of its 16, at most 32: 2.2 % then, 0.3 % at r = 4. Below 2**-32 of the largest
+                it becomes 0; one that is not finite makes all 16 NaN. Needs H a multiple of 16.
+                Equal on all ranks; not with zero_copy or one_rounding.
             zero_copy: the rows are in get_next_low_latency_combine_buffer(handle); of x only the
                 shape counts.
+            async_finish, return_recv_hook: as of low_latency_dispatch.
             out: bfloat16 [T, H]: written instead of a new tensor.
             combine_wait_recv_cost_stats: int64 [R], as dispatch's.
             one_rounding: send every row as it is; the token's rank adds weight * row in float32, k
@@ -253,9 +280,13 @@ class LowLatencyCalls:
                 the size hint says where K > R, with them always. Equal on all ranks.
 
         Returns:
-            combined_x: [T, H].
+            combined_x: bfloat16 [T, H].
             event, hook: as of low_latency_dispatch. The send phase waits for its peers' send
                 phases, unless the weights came with dispatch.
+
+        Raises:
+            ArgumentError, BufferTooSmall, HandleMismatch: nothing was launched.
+            ConfigMismatch, PeerTimeout, MaskedOut: as of low_latency_dispatch.
         """
         if type(handle) is LowLatencyHandle:
             shape, state = handle.shape, self._low_latency
@@ -290,6 +321,9 @@ class LowLatencyCalls:
 
         The same memory for every handle of this shape; it is made on first use (before a CUDA graph
         is captured). The send phase of combine is done with it.
+
+        Raises:
+            ArgumentError: not a low-latency handle of this rank of this group.
         """
         self._context.require_open()
         handle = LowLatencyHandle.of(handle, self._context.rank, self._context.members)
@@ -300,6 +334,13 @@ class LowLatencyCalls:
 
         For this rank alone: the others must be told likewise. A rank that has missed a call cannot
         come back this way, but with low_latency_clean_mask_buffer. Ordered on the current stream.
+
+        Args:
+            rank_to_mask: a rank of the group, not this one.
+            mask: True: do without it.
+
+        Raises:
+            ArgumentError: no such rank, or a Buffer without enable_shrink.
         """
         self._low_latency.update_mask(rank_to_mask, mask)
 
@@ -317,6 +358,9 @@ class LowLatencyCalls:
 
         Args:
             mask_status: int32 [R], out: 1 for masked ranks. Ordered on the current stream.
+
+        Raises:
+            ArgumentError: another shape or dtype, or a Buffer without enable_shrink.
         """
         self._low_latency.query_mask(mask_status)
 

@@ -51,6 +51,7 @@ class NormalCalls(DefaultConfigs):
             topk_idx: int64 or int32 [T, K], global expert indices, -1: no selection. An expert may
                 stand in a row twice.
             num_experts: E.
+            previous_event, async_finish, allocate_on_comm_stream: as of dispatch.
 
         Returns:
             num_tokens_per_rank: int32 [R], a token counts once per rank.
@@ -58,9 +59,10 @@ class NormalCalls(DefaultConfigs):
                 node.
             num_tokens_per_expert: int32 [E], every selection counts.
             is_token_in_rank: bool [T, R].
-            event.
+            event: EventOverlap; empty without async_finish.
 
         Raises:
+            ArgumentError: nothing was launched.
             ExpertIndexError: an index out of range; on CUDA devices dispatch raises it, on all
                 ranks.
         """
@@ -123,6 +125,10 @@ class NormalCalls(DefaultConfigs):
                 num_recv_tokens_per_rank [R], num_recv_tokens_per_expert [L].
             zero_tail: write zeros there, and to the scales.
             config: rings and SMs; default: the recommended ones, shrunk to num_nvl_bytes.
+            previous_event: run behind this event alone, not behind the current stream.
+            async_finish: run on the Buffer's own stream and return an event to wait for.
+            allocate_on_comm_stream: outputs are that stream's; needs the two before.
+            num_experts: E, with topk_idx instead of the three of the layout.
             expand: rows grouped by local expert instead, one for each selection, for grouped GEMMs:
                 recv_x [M, H] (scales [M, S]), recv_topk_idx [M] the local expert of a row,
                 recv_topk_weights [M] its weight, -1 and 0 where a row belongs to no token.
@@ -146,13 +152,14 @@ class NormalCalls(DefaultConfigs):
             recv_topk_weights: float32 [N, K], 0 where the index is -1; or None.
             num_recv_tokens_per_expert_list: L ints; [] with num_worst_tokens; None if cached.
             handle: for combine and cached dispatch; None if cached.
-            event.
+            event: EventOverlap; empty without async_finish.
 
         Raises:
             ArgumentError, BufferTooSmall, HandleMismatch: nothing was launched.
             ConfigMismatch, ExpertIndexError: on all ranks; the Buffer stays usable.
             CapacityError: more rows than num_worst_tokens arrived on this rank.
             PeerTimeout: a peer stayed silent; reset() makes the Buffer usable again.
+            CallInterrupted: an earlier call was; reset() makes the Buffer usable again.
         """
         streams = StreamOptions.checked(previous_event, async_finish, allocate_on_comm_stream)
         if handle is not None and (topk_idx is not None or topk_weights is not None):
@@ -320,11 +327,13 @@ class NormalCalls(DefaultConfigs):
                 Either way each rank first adds a token's rows there, in float32, selections
                 ascending, products rounded before they are added, the sum rounded to the dtype of x
                 once; that row travels, and the sum over ranks is as above.
+            config: of as many SMs as the dispatch had, which is the default.
+            previous_event, async_finish, allocate_on_comm_stream: as of dispatch.
 
         Returns:
             combined_x: [T, H] of the dtype of x.
             combined_topk_weights: float32 [T, K], or None.
-            event.
+            event: EventOverlap; empty without async_finish.
 
         Raises:
             ArgumentError, BufferTooSmall, HandleMismatch: nothing was launched.

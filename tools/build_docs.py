@@ -83,6 +83,12 @@ def members(cls: type) -> list[tuple[str, Any]]:
     return list(found.items())
 
 
+def parts(cls: type) -> list[type]:
+    """Classes of which a Buffer is put together: what they say holds for their methods in it."""
+    bases = (base for base in cls.__mro__[1:] if base.__name__.endswith("Calls"))
+    return [base for base in bases if base.__module__.split(".")[0] == "deep_comm" and base.__doc__]
+
+
 def signature(value: Any) -> str:
     raw = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
     try:
@@ -107,6 +113,9 @@ def document(name: str, value: Any) -> str:
     if isinstance(value, type):
         init = vars(value).get("__init__")
         lines = [f"## class `{name}`\n", block(vars(value).get("__doc__"))]
+        lines += [
+            f"Its part {base.__name__}:\n\n{block(vars(base)['__doc__'])}" for base in parts(value)
+        ]
         is_generated = dataclasses.is_dataclass(value) or init is None
         if not is_generated:
             lines.append(f"### `{name}{signature(init)}`\n\n{block(init.__doc__)}")

@@ -275,6 +275,9 @@ class ElasticBuffer(ElasticCalls, Refused):
 
         Without CPU sync N = R * M and P is what any routing fits in; rows past the real ones have
         index -1, and their payload is not written.
+
+        Raises:
+            ArgumentError, HandleMismatch, and the others of deep_comm.Buffer.dispatch.
         """
         timing = _timing(
             previous_event, previous_event_before_epilogue, allocate_on_comm_stream,

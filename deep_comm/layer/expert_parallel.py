@@ -303,7 +303,11 @@ class ExpertParallel:
             rows: what the experts made of batch.x; its shape, the layer's dtype.
 
         Returns:
-            [T, H].
+            [T, H] of the layer's dtype.
+
+        Raises:
+            ArgumentError, HandleMismatch: nothing was launched.
+            ConfigMismatch, PeerTimeout: as of Buffer's combine.
         """
         return self._steps.combine(batch, rows)
 

@@ -96,6 +96,40 @@ def test_public_classes_and_methods_have_docstrings(page: str) -> None:
     assert not missing, missing
 
 
+def _described(doc: str) -> set[str]:
+    """Names of arguments that a docstring's Args describe."""
+    section = re.search(r"^Args:\n((?:[ ]+.*\n|\n)*)", inspect.cleandoc(doc) + "\n", re.MULTILINE)
+    lines = section[1].splitlines() if section else []
+    # A line of the section's own depth: "a, b: what they are".
+    heads = [line.strip().partition(":")[0] for line in lines if re.match(r" {4}\w[\w, ]*:", line)]
+    return {name.strip() for head in heads for name in head.split(",")}
+
+
+WHOLE = {  # every argument is described
+    "Buffer": {
+        "__init__", "get_dispatch_layout", "dispatch", "combine", "low_latency_dispatch",
+        "low_latency_combine", "get_low_latency_rdma_size_hint", "get_local_buffer_tensor",
+        "low_latency_update_mask_buffer", "low_latency_query_mask_buffer",
+    },
+    "ExpertParallel": {"__init__", "forward", "combine"},
+    "Config": {"get_nvl_buffer_size_hint"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(WHOLE))
+def test_docstrings_describe_the_arguments_that_there_are(name: str) -> None:
+    cls = getattr(deep_comm, name)
+    for method in ["__init__", *(member for member, _ in builder.members(cls))]:
+        raw = getattr(cls, method)
+        if not inspect.isfunction(raw):
+            continue
+        given = set(inspect.signature(raw).parameters) - {"self"}
+        described = _described(raw.__doc__ or "")
+        assert described <= given, f"{name}.{method}: {described - given}"
+        if method in WHOLE[name]:
+            assert described == given, f"{name}.{method}: {given - described}"
+
+
 @pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
