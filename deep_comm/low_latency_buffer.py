@@ -100,7 +100,7 @@ class LowLatencyCalls:
         num_topk: int,
         num_experts: int,
     ) -> int:
-        """Blocks, of one SM each, of the kernels of a BF16 call of this shape; the same on all ranks.
+        """Blocks, of one SM each, of the kernels of a BF16 call of this shape: equal on all ranks.
 
         Raises:
             ArgumentError, BufferTooSmall: as the call would.
