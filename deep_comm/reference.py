@@ -344,6 +344,26 @@ def local_experts(
     return total.to(recv_x.dtype)
 
 
+def experts_of_ranks(
+    dispatched: Sequence[Dispatched], num_experts: int, expert: Expert
+) -> list[Tensor]:
+    """local_experts of every rank, on what it has received."""
+    outputs = []
+    for rank, received in enumerate(dispatched):
+        assert received.recv_topk_weights is not None
+        outputs.append(
+            local_experts(
+                received.recv_x,
+                received.recv_topk_idx,
+                received.recv_topk_weights,
+                first_expert(rank, num_experts, len(dispatched)),
+                num_local_experts(rank, num_experts, len(dispatched)),
+                expert,
+            )
+        )
+    return outputs
+
+
 def moe_layer(
     xs: Sequence[Tensor],
     topk_idxs: Sequence[Tensor],
@@ -356,19 +376,6 @@ def moe_layer(
     Every expert sees the very rows, in the very order and shape, that it sees in a distributed run,
     so that results can be compared bit for bit.
     """
-    num_ranks = len(xs)
     dispatched = dispatch(xs, topk_idxs, num_experts, topk_weights)
-    outputs = []
-    for rank, received in enumerate(dispatched):
-        assert received.recv_topk_weights is not None
-        outputs.append(
-            local_experts(
-                received.recv_x,
-                received.recv_topk_idx,
-                received.recv_topk_weights,
-                first_expert(rank, num_experts, num_ranks),
-                num_local_experts(rank, num_experts, num_ranks),
-                expert,
-            )
-        )
+    outputs = experts_of_ranks(dispatched, num_experts, expert)
     return [combined for combined, _ in combine(outputs, dispatched)]

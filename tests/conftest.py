@@ -50,6 +50,13 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEEP_COMM_POISON", "1")
 
 
+@pytest.fixture(params=["put", "stored"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How rows get to another node of the same host: over the rail, or stored by the kernel."""
+    monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", str(int(request.param == "stored")))
+    return request.param
+
+
 @pytest.fixture
 def on_the_host(poison: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers that are told no device are of the host target."""

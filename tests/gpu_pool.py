@@ -8,7 +8,10 @@ ones after a failed test.
 from __future__ import annotations
 
 import atexit
+from collections.abc import Generator
+from typing import Any
 
+import pytest
 import torch
 
 from deep_comm import processes
@@ -30,3 +33,14 @@ def distrust() -> None:
     """After a failed test: its ranks may have left kernels, memory or an error behind."""
     if _pool is not None:
         _pool.restart()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo
+) -> Generator[None, Any, Any]:
+    """Of both conftest.py: a failed test gets new processes."""
+    report = yield
+    if report.failed:
+        distrust()
+    return report

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from deep_comm import simulate
+from deep_comm import local, simulate
 from deep_comm.errors import DeepCommError
 
 RunCase = Callable[[simulate.SimulatedGroup, Any], Any]
@@ -26,17 +26,23 @@ def simulated(
     )
 
 
+def on_threads(case: Any, run_case: RunCase, seed: int) -> list[Any]:
+    """The same without a schedule: ``seed`` has made the case."""
+    return local.run(lambda group: run_case(group, case), case.num_ranks, timeout_s=60)
+
+
 def run_seeds(
     seeds: range,
     case_of: Callable[[int], Any],
     run_case: RunCase,
     verify: Verify,
+    run: Callable[[Any, RunCase, int], Any] = simulated,
 ) -> None:
     """Raises AssertionError naming the first seed that fails; run that one alone to replay it."""
     for seed in seeds:
         case = case_of(seed)
         try:
-            verify(case, simulated(case, run_case, seed))
+            verify(case, run(case, run_case, seed))
         except Exception as error:
             raise AssertionError(f"seed {seed}, {case}: {error}") from error
 

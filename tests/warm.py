@@ -88,3 +88,9 @@ def run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[s
     """subprocess.run of a command that begins with sys.executable."""
     assert command[0] == sys.executable
     return subprocess.run([python(), *command[1:]], **options)
+
+
+def torchrun(num_ranks: int) -> list[str]:
+    """The begin of a command that ``run`` takes: ``num_ranks`` ranks by torchrun, on this host."""
+    launcher = [sys.executable, "-m", "torch.distributed.run"]
+    return [*launcher, "--standalone", "--nproc-per-node", str(num_ranks)]

@@ -107,10 +107,7 @@ def publish(chosen: AnyOptions, figures: Any, num_ranks: int, elapsed_s: float) 
         print(report.simulation_line(simulated))
     if chosen.json is not None:
         document = {
-            "machine": machine.describe(chosen.device),
-            "command": chosen.command,
-            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            "num_ranks": num_ranks,
+            **machine.heading(chosen.device, chosen.command, num_ranks),
             "effort": vars(chosen.effort),
             "limit": None if figures.limit is None else figures.limit.to_json(),
             "normal": [line.to_json() for line in figures.lines],

@@ -365,10 +365,7 @@ def run_rank(options: Options, device: torch.device, say: Callable[[str], None])
 def write(options: Options, figures: Figures, num_ranks: int, *, is_complete: bool) -> None:
     assert options.json is not None
     document = {
-        "machine": machine.describe(options.device),
-        "command": options.command,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "num_ranks": num_ranks,
+        **machine.heading(options.device, options.command, num_ranks),
         "hidden": options.hidden,
         "experts": options.experts,
         "topk": options.topk,

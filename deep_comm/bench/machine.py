@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import platform
 from typing import Any
@@ -26,3 +27,13 @@ def describe(device: str) -> dict[str, Any]:
         facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         facts["nccl_nvls_enable"] = os.environ.get("NCCL_NVLS_ENABLE", "0")
     return facts
+
+
+def heading(device: str, command: str, num_ranks: int) -> dict[str, Any]:
+    """What every JSON document of a bench begins with: where, how, when, with how many ranks."""
+    return {
+        "machine": describe(device),
+        "command": command,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "num_ranks": num_ranks,
+    }

@@ -10,7 +10,6 @@ from deep_comm import reference, reference_internode
 from deep_comm.bench.payload import same_bits
 from deep_comm.demo.forward import STAGES, Forward
 from deep_comm.demo.layer import NUM_EXPERTS, Experts, Tokens
-from deep_comm.topology import first_expert, num_local_experts
 
 
 def table(forwards: Sequence[Forward]) -> str:
@@ -70,7 +69,6 @@ def check(
 def _layer_of_nodes(
     shares: Sequence[Tokens], experts: Experts, ranks_per_node: int
 ) -> list[Tensor]:
-    num_ranks = len(shares)
     dispatched = reference_internode.dispatch(
         [share.x for share in shares],
         [share.topk_idx for share in shares],
@@ -78,18 +76,6 @@ def _layer_of_nodes(
         ranks_per_node,
         [share.topk_weights for share in shares],
     )
-    outputs = []
-    for rank, got in enumerate(dispatched):
-        received = got.received
-        assert received.recv_topk_weights is not None
-        outputs.append(
-            reference.local_experts(
-                received.recv_x,
-                received.recv_topk_idx,
-                received.recv_topk_weights,
-                first_expert(rank, NUM_EXPERTS, num_ranks),
-                num_local_experts(rank, NUM_EXPERTS, num_ranks),
-                experts,
-            )
-        )
+    received = [each.received for each in dispatched]
+    outputs = reference.experts_of_ranks(received, NUM_EXPERTS, experts)
     return [combined for combined, _ in reference_internode.combine(outputs, dispatched)]

@@ -78,14 +78,7 @@ def test_bench_measures_every_combination_and_writes_json(tmp_path: Path) -> Non
 
 def test_bench_runs_under_torchrun(tmp_path: Path) -> None:
     command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
-    command += [
+        *warm.torchrun(2),
         "-m",
         *BENCH[2:],
         *SMALL,
@@ -137,15 +130,8 @@ main(sys.argv[1:])
 def test_one_wrong_bit_on_one_rank_ends_the_run_before_it_is_timed(tmp_path: Path) -> None:
     script = tmp_path / "wrong.py"
     script.write_text(WRONG)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
-    command += [str(script), "--device", "cpu", *SMALL, *SHORT, "--ops", "combine", "--no-rivals"]
+    command = [*warm.torchrun(2), str(script), "--device", "cpu", *SMALL, *SHORT]
+    command += ["--ops", "combine", "--no-rivals"]
     done = warm.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
     assert done.returncode != 0
     assert "combine differs from the reference on ranks [1]" in done.stderr

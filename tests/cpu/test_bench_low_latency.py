@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +86,7 @@ def test_the_low_latency_bench_sends_logarithms_home(tmp_path: Path, nodes: list
 def test_logarithms_that_are_wrong_end_the_run(tmp_path: Path, nodes: list[str]) -> None:
     script = tmp_path / "wrong.py"
     script.write_text(WRONG_CALL.format(call="combine", spoil="result[0][0, 0] *= 1.06"))
-    num_ranks = "4" if nodes else "2"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", num_ranks, str(script), "--device", "cpu"]
+    command = [*warm.torchrun(4 if nodes else 2), str(script), "--device", "cpu"]
     command += ["--mode", "low-latency", *SMALL, *SHORT, *nodes[2:], "--combine", "logfmt"]
     command += ["--dtype", "bf16", "--layout", "compact", "--ops", "combine", "--no-rivals"]
     done = warm.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
@@ -98,8 +95,8 @@ def test_logarithms_that_are_wrong_end_the_run(tmp_path: Path, nodes: list[str])
 
 
 def test_the_quick_low_latency_profile_runs_under_torchrun(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", *BENCH[2:], "--mode", "low-latency", "--quick", "--hidden", "128", *SHORT]
+    command = [*warm.torchrun(2), "-m", *BENCH[2:], "--mode", "low-latency", "--quick"]
+    command += ["--hidden", "128", *SHORT]
     output = run([*command, "--experts", "7", "--topk", "3", "--max-tokens", "130"], tmp_path)
     assert output.count("low-latency mode on cpu: 2 ranks") == 15
     assert output.count("at most 130 tokens") == 15
@@ -114,9 +111,9 @@ def test_one_wrong_bit_in_low_latency_mode_ends_the_run(
     script.write_text(
         WRONG_CALL.format(call=spoiled, spoil="result[0].view(torch.uint8).view(-1)[0] ^= 1")
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += [str(script), "--device", "cpu", "--mode", "low-latency", *SMALL, *SHORT]
-    command += ["--dtype", "bf16", "--layout", layout, "--ops", spoiled, "--no-rivals"]
+    command = [*warm.torchrun(2), str(script), "--device", "cpu", "--mode", "low-latency"]
+    command += [*SMALL, *SHORT, "--dtype", "bf16", "--layout", layout]
+    command += ["--ops", spoiled, "--no-rivals"]
     done = warm.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
     assert done.returncode != 0
     assert f"{spoiled} fused differs from the reference on ranks [1]" in done.stderr, done.stderr

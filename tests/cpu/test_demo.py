@@ -1,6 +1,5 @@
 """The demo: its layer does not depend on the split, its verdict is right, its program runs."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -54,8 +53,7 @@ def test_layer_is_the_sum_of_its_experts() -> None:
 def test_program_prints_a_table_and_a_verdict(tmp_path: Path, num_ranks: int) -> None:
     file = tmp_path / "text.txt"
     file.write_bytes(TEXT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(num_ranks), "-m", "deep_comm.demo", str(file)]
+    command = [*warm.torchrun(num_ranks), "-m", "deep_comm.demo", str(file)]
     done = warm.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "verdict: OK" in done.stdout

@@ -136,6 +136,18 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert (page.parent / link).exists(), f"{page.name}: {link}"
 
 
+def _anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", each.strip().lower()).replace(" ", "-") for each in headings}
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *ALL_PAGES], ids=lambda page: page.name)
+def test_links_into_pages_name_headings(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text()):
+        assert anchor in _anchors(page.parent / target if target else page), f"{target}#{anchor}"
+
+
 def test_the_index_of_design_notes_names_them_all() -> None:
     listed = re.findall(r"\* \[(\d{4})\]\((\S+)\) (.+)", (DESIGN / "README.md").read_text())
     notes = [

@@ -22,12 +22,6 @@ E, H = 8, 32
 EARLY, TWICE = 4, 5
 
 
-@pytest.fixture(params=["put", "stored"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", str(int(request.param == "stored")))
-    return request.param
-
-
 def buffer_of(group: Any, **options: Any) -> Buffer:
     given: dict[str, Any] = dict(num_direct_bytes=1 << 18, device="cpu", ranks_per_node=2)
     return Buffer(group, 1 << 19, 1 << 19, **(given | options))

@@ -14,15 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(tmp_path: Path, name: str, *arguments: object, torchrun: int = 0) -> str:
-    program = [sys.executable, "-m"]
-    if torchrun:
-        program += [
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(torchrun),
-            "-m",
-        ]
+    program = [*(warm.torchrun(torchrun) if torchrun else [sys.executable]), "-m"]
     done = warm.run(
         [*program, f"deep_comm.examples.{name}", *map(str, arguments)],
         capture_output=True, text=True, timeout=280, check=False, cwd=tmp_path,

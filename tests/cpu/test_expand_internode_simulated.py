@@ -17,15 +17,7 @@ from deep_comm.errors import DeepCommError
 NUM_SEEDS = 320
 
 
-@pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEEP_COMM_POISON", "1")
-
-
-@pytest.fixture(params=["put", "stored"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", str(int(request.param == "stored")))
-    return request.param
+pytestmark = pytest.mark.usefixtures("poison")
 
 
 def expanded_case(seed: int) -> InternodeCase:

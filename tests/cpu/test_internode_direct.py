@@ -12,16 +12,7 @@ from internode import InternodeCase, direct, hundred_calls, random_case, run_cas
 import deep_comm
 from deep_comm import local
 
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEEP_COMM_POISON", "1")
-
-
-@pytest.fixture(params=["put", "stored"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", str(int(request.param == "stored")))
-    return request.param
+pytestmark = pytest.mark.usefixtures("poison")
 
 
 def check(case: InternodeCase) -> None:

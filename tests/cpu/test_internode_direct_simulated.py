@@ -13,15 +13,7 @@ from test_internode_simulated import FAULTY, SEEDS_PER_TEST, small_case
 NUM_SEEDS = 320
 
 
-@pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEEP_COMM_POISON", "1")
-
-
-@pytest.fixture(params=["put", "stored"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", str(int(request.param == "stored")))
-    return request.param
+pytestmark = pytest.mark.usefixtures("poison")
 
 
 def direct(case: InternodeCase) -> InternodeCase:

@@ -9,10 +9,7 @@ from internode import InternodeCase, hundred_calls, random_case, run_case, verif
 
 from deep_comm import local
 
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEEP_COMM_POISON", "1")
+pytestmark = pytest.mark.usefixtures("poison")
 
 
 def with_room(case: InternodeCase) -> InternodeCase:

@@ -15,9 +15,7 @@ SHAPES = [(2, 2), (2, 4), (4, 2), (3, 3), (8, 1), (2, 1), (3, 2)]
 ROUTINGS = ("random", "skewed", "holes", "one_expert", "none", "duplicates")
 
 
-@pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEEP_COMM_POISON", "1")
+pytestmark = pytest.mark.usefixtures("poison")
 
 
 def small_case(seed: int) -> InternodeCase:

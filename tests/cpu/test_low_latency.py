@@ -16,6 +16,7 @@ from low_latency import (
     run_pairs,
     verify,
 )
+from schedules import on_threads, run_seeds
 
 import deep_comm
 from deep_comm import local, simulate
@@ -41,15 +42,8 @@ def sampled_case(seed: int) -> LowLatencyCase:
 
 @pytest.mark.parametrize("first_seed", range(0, 120, 20))
 def test_every_rank_gets_its_rows_and_sums(first_seed: int) -> None:
-    for seed in range(first_seed, first_seed + 20):
-        case = sampled_case(seed)
-        try:
-            results = local.run(
-                lambda group, case=case: run_case(group, case), case.num_ranks, timeout_s=60
-            )
-            verify(case, results)
-        except Exception as error:
-            raise AssertionError(f"seed {seed}, {case}: {error}") from error
+    seeds = range(first_seed, first_seed + 20)
+    run_seeds(seeds, sampled_case, run_case, verify, on_threads)
 
 
 def test_ranks_may_be_processes() -> None:

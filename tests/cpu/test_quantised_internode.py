@@ -96,12 +96,6 @@ def _run_cases(group: Any, cases: list[Any]) -> list[list[quantised.ReceivedFp8]
 # ---- simulated ----------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["put", "stored"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", str(int(request.param == "stored")))
-    return request.param
-
-
 def sampled(seed: int) -> tuple[InternodeCase, Form]:
     choose = random.Random(seed + 99)
     case = dataclasses.replace(

@@ -6,19 +6,21 @@ from typing import Any
 
 import pytest
 import torch
-from quick_calls import E, H, K, NormalSpy, R, T, inputs, on_normal
+from quick_calls import (
+    E,
+    NormalSpy,
+    R,
+    T,
+    inputs,
+    on_normal,
+    require_same_dispatch,
+    to_rank,
+    wrong_guess,
+)
 
 import deep_comm
 from deep_comm import simulate
 from deep_comm.errors import BufferDestroyed
-
-
-def to_rank(rank: int, num_tokens: int) -> dict[str, Any]:
-    """All tokens to one expert of ``rank``."""
-    x = torch.arange(num_tokens * H).view(num_tokens, H).bfloat16()
-    idx = torch.full((num_tokens, K), -1)
-    idx[:, 0] = rank * (E // R)
-    return dict(x=x, topk_idx=idx, topk_weights=torch.ones(num_tokens, K), num_experts=E)
 
 
 def everything(received: tuple[Any, ...]) -> list[Any]:
@@ -33,15 +35,6 @@ def everything(received: tuple[Any, ...]) -> list[Any]:
     counts = handle.num_recv_tokens_tensor, handle.num_recv_tokens_per_rank
     on_device = handle.num_recv_tokens_per_expert
     return [*parts, recv_idx, recv_weights, *handle, *counts, on_device, *fields]
-
-
-def require_same(one: list[Any], many: list[Any]) -> None:
-    for number, (got, want) in enumerate(zip(one, many, strict=True)):
-        if not isinstance(want, torch.Tensor):
-            assert got == want and type(got) is type(want), number
-            continue
-        assert (got.shape, got.stride(), got.dtype) == (want.shape, want.stride(), want.dtype)
-        assert torch.equal(got.float(), want.float()), number
 
 
 @pytest.mark.parametrize("config", [None, deep_comm.Config(2, 4, 16)])
@@ -88,7 +81,7 @@ def test_calls_that_wait_for_counts(form: str, with_layout: bool, config: Any) -
             spy.is_off = True
             many = step(tokens[rank])
             spy.is_off = False
-            require_same(one, many)
+            require_same_dispatch(one, many)
 
     on_normal(body, num_direct_bytes=4 << 20)
 
@@ -97,38 +90,11 @@ def generator() -> torch.Generator:
     return torch.Generator().manual_seed(5)
 
 
-def _wrong_guess(buffer: Any, rank: int, most: int) -> None:
-    """Rank 1 has one token and gets ``most`` more: nobody could tell it before."""
-    engine, free = buffer.runtime, buffer._context.region.num_free_bytes
-    buffer.dispatch(**to_rank(1, 1))
-    spy = NormalSpy(buffer)
-    # Notify, a dispatch that left at once, the one that moved; then as it should be.
-    for launches in (3, 2):
-        before = engine.num_launches
-        arguments = to_rank(1, most if rank == 0 else 1)
-        received = buffer.dispatch(**arguments)
-        assert engine.num_launches - before == launches
-        assert spy.made.pop()
-        got = everything(received)
-        assert len(received[0]) == (most + 1 if rank == 1 else 0)
-        if rank == 1:
-            assert torch.equal(received[0][:most], to_rank(1, most)["x"])
-            assert received[3] == [most + 1, 0, 0]
-        assert received[4].num_recv_tokens == len(received[0])
-        assert received[4].max_num_tokens == most
-        again = buffer.dispatch(arguments["x"], handle=received[4])[0]
-        assert torch.equal(again, received[0])
-        assert torch.equal(buffer.combine(again, received[4])[0], arguments["x"])
-        spy.is_off = True
-        require_same(got, everything(buffer.dispatch(**arguments)))
-        spy.is_off = False
-        spy.made.clear()
-        del received, got, again
-    assert buffer._context.region.num_free_bytes == free
-
-
 def test_rows_that_a_native_step_could_not_move_are_moved() -> None:
-    on_normal(lambda buffer, rank: _wrong_guess(buffer, rank, 40), num_direct_bytes=4 << 20)
+    on_normal(
+        lambda buffer, rank: wrong_guess(buffer, rank, 40, (3, 2), everything),
+        num_direct_bytes=4 << 20,
+    )
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -137,7 +103,7 @@ def test_schedules_of_native_steps_that_guess_wrong(seed: int) -> None:
         with deep_comm.Buffer(
             group, 1 << 19, num_direct_bytes=1 << 18, device="cpu", timeout_s=20
         ) as buffer:
-            _wrong_guess(buffer, group.rank(), 9)
+            wrong_guess(buffer, group.rank(), 9, (3, 2), everything)
 
     simulate.run(main, R, seed, timeout_s=60)
 
@@ -156,9 +122,9 @@ def test_without_room_the_rows_take_the_rings() -> None:
         for _ in range(2):
             received = buffer.dispatch(**arguments)
             assert spy.made.pop() == (rank == 0)
-            require_same(everything(received), want)
+            require_same_dispatch(everything(received), want)
         del kept
-        require_same(everything(buffer.dispatch(**arguments)), want)
+        require_same_dispatch(everything(buffer.dispatch(**arguments)), want)
         assert spy.made.pop()
 
     on_normal(body, num_direct_bytes=1 << 18)

@@ -8,8 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from quick_calls import E, NormalSpy, R, T, inputs, on_normal
-from test_quick_counted_calls import require_same, to_rank
+from quick_calls import (
+    E,
+    NormalSpy,
+    R,
+    T,
+    inputs,
+    on_normal,
+    require_same_dispatch,
+    to_rank,
+    wrong_guess,
+)
 
 import deep_comm
 from deep_comm import simulate
@@ -107,38 +116,16 @@ def test_expanded_calls_of_other_numbers_of_tokens(
             spy.is_off = True
             many = run(tokens[rank])
             spy.is_off = False
-            require_same(one, many)
+            require_same_dispatch(one, many)
 
     on_normal(body, num_direct_bytes=4 << 20)
 
 
-def _wrong_guess(buffer: Any, rank: int, most: int) -> None:
-    """Rank 1 has one token and gets ``most`` more: nobody could tell it before."""
-    engine, free = buffer.runtime, buffer._context.region.num_free_bytes
-    buffer.dispatch(**to_rank(1, 1), expand=True)
-    spy = NormalSpy(buffer)
-    # Notify, numbers, a dispatch that left at once, the one that moved, rows; then as it should be.
-    for launches in (5, 4):
-        before = engine.num_launches
-        arguments = to_rank(1, most if rank == 0 else 1)
-        received = buffer.dispatch(**arguments, expand=True)
-        assert engine.num_launches - before == launches
-        assert spy.made == [True]
-        got = everything(received)
-        assert received[3] == ([most + 1, 0, 0] if rank == 1 else [0, 0, 0])
-        again = buffer.dispatch(arguments["x"], handle=received[4])[0]
-        assert torch.equal(again, received[0])
-        assert torch.equal(buffer.combine(again, received[4])[0], arguments["x"])
-        spy.is_off = True
-        require_same(got, everything(buffer.dispatch(**arguments, expand=True)))
-        spy.is_off = False
-        spy.made.clear()
-        del received, got, again
-    assert buffer._context.region.num_free_bytes == free
-
-
 def test_rows_that_a_native_step_could_not_move_are_moved() -> None:
-    on_normal(lambda buffer, rank: _wrong_guess(buffer, rank, 40), num_direct_bytes=4 << 20)
+    on_normal(
+        lambda buffer, rank: wrong_guess(buffer, rank, 40, (5, 4), everything, expand=True),
+        num_direct_bytes=4 << 20,
+    )
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -147,7 +134,7 @@ def test_schedules_of_native_steps_that_guess_wrong(seed: int) -> None:
         with deep_comm.Buffer(
             group, 1 << 19, num_direct_bytes=1 << 18, device="cpu", timeout_s=20
         ) as buffer:
-            _wrong_guess(buffer, group.rank(), 9)
+            wrong_guess(buffer, group.rank(), 9, (5, 4), everything, expand=True)
 
     simulate.run(main, R, seed, timeout_s=60)
 

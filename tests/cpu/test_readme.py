@@ -2,8 +2,9 @@
 
 import re
 import subprocess
-import sys
 from pathlib import Path
+
+import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -23,16 +24,8 @@ def test_the_example_runs_under_torchrun(tmp_path: Path) -> None:
     assert len(lines) <= 12, "the README promises a short example"
     script = tmp_path / "example.py"
     script.write_text(example)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
     done = subprocess.run(
-        [*command, str(script)], capture_output=True, text=True, timeout=240, cwd=tmp_path
+        [*warm.torchrun(2), str(script)], capture_output=True, text=True, timeout=240, cwd=tmp_path
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("True") == 2, done.stdout

@@ -1,11 +1,8 @@
 """These tests need two or more CUDA devices; every rank is a process with a device of its own."""
 
-from collections.abc import Generator
-from typing import Any
-
-import gpu_pool
 import pytest
 import torch
+from gpu_pool import pytest_runtest_makereport  # noqa: F401 - a hook
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -25,13 +22,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def num_ranks() -> int:
     return min(torch.cuda.device_count(), 8)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(
-    item: pytest.Item, call: pytest.CallInfo
-) -> Generator[None, Any, Any]:
-    report = yield
-    if report.failed:
-        gpu_pool.distrust()
-    return report

@@ -1,11 +1,8 @@
 """Tests of this folder need one CUDA device; ranks are processes that share it."""
 
-from collections.abc import Generator
-from typing import Any
-
-import gpu_pool
 import pytest
 import torch
+from gpu_pool import pytest_runtest_makereport  # noqa: F401 - a hook
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -15,13 +12,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu1" in item.path.parts:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, has none"))
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(
-    item: pytest.Item, call: pytest.CallInfo
-) -> Generator[None, Any, Any]:
-    report = yield
-    if report.failed:
-        gpu_pool.distrust()
-    return report

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import textwrap
 from collections.abc import Callable
@@ -36,10 +35,7 @@ def publish(chosen: Options, figures: Report, num_ranks: int, elapsed_s: float) 
         print(f"\ntargets on {num_ranks} GPUs (set for H200)\n{verdicts_of.table(verdicts)}")
     if chosen.json is not None:
         document = {
-            "machine": machine.describe(chosen.device),
-            "command": chosen.command,
-            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            "num_ranks": num_ranks,
+            **machine.heading(chosen.device, chosen.command, num_ranks),
             "ranks_per_node": figures.ranks_per_node,
             "rail": figures.rail,
             "effort": {**vars(chosen.effort), "calls_per_graph": chosen.calls_per_graph},
