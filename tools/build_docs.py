@@ -15,6 +15,7 @@ import importlib
 import inspect
 import re
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,11 @@ def error_classes() -> list[type]:
     return own
 
 
+def prose(text: str) -> str:
+    """A paragraph in lines of 120 columns."""
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
+
+
 def errors_page() -> str:
     """Every error: what it says, when, and what to do, from its docstring."""
     lines = [
@@ -177,10 +183,13 @@ def errors_page() -> str:
         "",
         "# Error catalogue",
         "",
-        "Everything that deep_comm raises on purpose derives from `DeepCommError`, a "
-        "`RuntimeError`. Errors of arguments are raised before anything is launched, on the "
-        "rank that made the call; errors that kernels find are raised on all ranks that they "
-        "concern, and after all but `PeerTimeout` the Buffer goes on.",
+        prose(
+            "Everything that deep_comm raises on purpose derives from `DeepCommError`, a "
+            "`RuntimeError`. Errors of arguments are raised before anything is launched, on the "
+            "rank that made the call; errors that kernels find are raised on all ranks that they "
+            "concern. After `PeerTimeout`, `CallInterrupted` and `MaskedOut` a Buffer waits for "
+            "what their remedies say; after all others it goes on."
+        ),
         "",
         "| error | is also | what happened |",
         "|---|---|---|",
@@ -212,8 +221,10 @@ def environment_page() -> str:
         "",
         "# Environment variables",
         "",
-        "Read when they are needed, never at import. `python -m deep_comm.doctor` prints them "
-        "with their values, and names variables with this prefix that nobody reads.",
+        prose(
+            "Read when they are needed, never at import. `python -m deep_comm.doctor` prints them "
+            "with their values, and names variables with this prefix that nobody reads."
+        ),
         "",
         "| variable | default | meaning | value |",
         "|---|---|---|---|",
@@ -225,8 +236,10 @@ def environment_page() -> str:
         "",
         "## Of the build",
         "",
-        "Read by `pip install .`, beside `CXX`, `CUDACXX` and `NVSHMEM_HOME`, which say where "
-        "compilers and NVSHMEM are (`third_party/README.md`).",
+        prose(
+            "Read by `pip install .`, beside `CXX`, `CUDACXX` and `NVSHMEM_HOME`, which say where "
+            "compilers and NVSHMEM are (`third_party/README.md`)."
+        ),
         "",
         "| variable | default | meaning |",
         "|---|---|---|",
@@ -286,14 +299,16 @@ def shapes_page() -> str:
         "",
         "# Sizes for known models",
         "",
-        f"For {_RANKS} ranks in a node, up to {_PREFILL_TOKENS} tokens a rank in prefill and "
-        f"{_DECODE_TOKENS} in decode, BF16 rows, MiB on every rank, rounded up to 8. *Layer* is "
-        "what `ExpertParallel` allocates for both modes; the next two are `num_nvl_bytes` and "
-        "`num_rdma_bytes` of a `Buffer` that one builds oneself: a receive region for the worst "
-        "routing beside 64 MiB of rings (less works: rows without room take the rings), and "
-        "`get_low_latency_rdma_size_hint`. *Rings alone* is the least for DeepEP's configs. The "
-        "last column is DeepEP's low-latency hint for the same shape, which grows with the "
-        "experts.",
+        prose(
+            f"For {_RANKS} ranks in a node, up to {_PREFILL_TOKENS} tokens a rank in prefill and "
+            f"{_DECODE_TOKENS} in decode, BF16 rows, MiB on every rank, rounded up to 8. *Layer* "
+            "is what `ExpertParallel` allocates for both modes; the next two are `num_nvl_bytes` "
+            "and `num_rdma_bytes` of a `Buffer` that one builds oneself: a receive region for the "
+            "worst routing beside 64 MiB of rings (less works: rows without room take the rings), "
+            "and `get_low_latency_rdma_size_hint`. *Rings alone* is the least for DeepEP's "
+            "configs. The last column is DeepEP's low-latency hint for the same shape, which "
+            "grows with the experts."
+        ),
         "",
         "| model | hidden | experts | top-k | layer | normal | low latency | rings alone | "
         "DeepEP's hint |",
@@ -323,8 +338,10 @@ def shapes_page() -> str:
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     lines += [
         "",
-        "Another shape: `print(deep_comm.ExpertParallel.estimate_memory(...))`, or the three "
-        "functions named above. FP8 rows take a little more than half of the receive region.",
+        prose(
+            "Another shape: `print(deep_comm.ExpertParallel.estimate_memory(...))`, or the three "
+            "functions named above. FP8 rows take a little more than half of the receive region."
+        ),
     ]
     return "\n".join(lines) + "\n"
 

@@ -96,7 +96,8 @@ def test_groups_of_several_hosts(tmp_path: Path) -> None:
 
 def test_commands_of_the_guide_run_as_written(tmp_path: Path) -> None:
     """The demo on two hosts. But for the port, which may be taken, and torchrun's program."""
-    (block,) = re.findall(r"```sh\n((?:DEEP_COMM_HOST_NAME=[^\n]+\n)+)```", GUIDE.read_text())
+    text = GUIDE.read_text().replace("\\\n", " ")
+    (block,) = re.findall(r"```sh\n((?:DEEP_COMM_HOST_NAME=[^\n]+\n)+)```", text)
     lines = block.replace("29500", str(free_port())).splitlines()
     assert len(lines) == 2
     commands = []
