@@ -574,6 +574,19 @@ class QuickLowLatency:
     ) -> None: ...
     dispatch: Callable[..., tuple[object, ...] | None]
     combine: Callable[..., tuple[object, ...] | None]
+    def layer(
+        self,
+        *,
+        shape: object,  # of a form that was added: bfloat16, weights travel
+        decode_tokens: int,  # the most of a step
+        rows: tuple[object, object, object],  # shape, strides, dtype of [L * N, hidden]
+        batch_type: type,
+        common: dict[str, object],  # what all batches hold
+        state_type: type[tuple[object, ...]],
+        words: object,  # HostWords.place, or None
+    ) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """``begin(x, topk_idx, topk_weights, is_asking)`` and ``end(rows, state)`` of a layer's
+        decode step: see deep_comm/layer/quick_decode.py."""
 
 class LowLatencyPlan:
     """A shape and options of low-latency calls of one engine. Arguments of calls are positional.
@@ -650,8 +663,10 @@ def remove_stale_segments() -> list[str]:
 def host_words_bytes(num_ranks: int) -> int: ...
 def host_words(
     address: int, rank: int, num_ranks: int, owner: object
-) -> tuple[Callable[[int, int], None], Callable[[int], int | None]]:
-    """``tell(exchange, num_tokens)`` and ``most(exchange)`` of deep_comm.layer.host_words, over
+) -> tuple[
+    Callable[[int], int], Callable[[int], int | None], Callable[[], int], Callable[[int], None]
+]:
+    """``tell``, ``most``, ``exchange`` and ``set_exchange`` of deep_comm.layer.host_words, over
     zeroed memory that ``owner`` keeps.
     """
 

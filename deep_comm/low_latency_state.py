@@ -184,11 +184,11 @@ class LowLatencyState:
         # Whole calls in one native step, of the shapes that are known; None: not this one.
         self.quick_dispatch: Callable[..., Any] = quick.never
         self.quick_combine: Callable[..., Any] = quick.never
-        self._quick: Any = None
+        self.quick_calls: Any = None
         torch_parts = quick.torch_of(ctx.device)
         if ctx.low_latency_bytes > 0 and torch_parts is not None and not env.POISON.get():
             streams, current_stream, is_ready, record = ctx.backend.quick_streams()
-            self._quick = ctx.engine.quick_low_latency(
+            self.quick_calls = ctx.engine.quick_low_latency(
                 *torch_parts,
                 empty_address=ctx.heap.base,
                 pending_dispatches=self._pending["dispatch"],
@@ -202,15 +202,16 @@ class LowLatencyState:
                 is_ready=is_ready,
                 record=record,
             )
-            self.quick_dispatch, self.quick_combine = self._quick.dispatch, self._quick.combine
+            self.quick_dispatch = self.quick_calls.dispatch
+            self.quick_combine = self.quick_calls.combine
 
     def make_shape(self, options: ShapeOptions) -> LowLatencyShape:
         """Checks the sizes of calls; afterwards ``shapes`` has it."""
         max_tokens, hidden, num_topk, num_experts, use_fp8, *_ = options
         num_blocks = self.num_blocks(max_tokens, hidden, num_topk, num_experts, use_fp8)
         shape = self.shapes[options] = LowLatencyShape(self._ctx, options, num_blocks)
-        if self._quick is not None:
-            self._quick.add(
+        if self.quick_calls is not None:
+            self.quick_calls.add(
                 shape.native, shape, use_fp8, shape.is_nvfp4, shape.num_local, shape.tensor_forms()
             )
         return shape

@@ -25,7 +25,7 @@ from deep_comm.ops.dispatch import (
 )
 from deep_comm.ops.internode_dispatch import NewTierDispatch
 from deep_comm.ops.layout import get_dispatch_layout
-from deep_comm.ops.quick_new import begin_quick, send_new
+from deep_comm.ops.quick_new import begin_quick, expanded_arguments, send_new
 from deep_comm.ops.scales import PLAIN, ScaleOptions
 from deep_comm.ops.steps import PendingDispatch, begin_dispatch, dispatch
 from deep_comm.tuning import DefaultConfig
@@ -274,18 +274,8 @@ class NormalCalls(DefaultConfigs):
     ) -> PendingDispatch:
         """dispatch with expand and async_finish, for the layer: returns before the host knows how
         many rows come. Collective."""
-        given: dict[str, Any] = dict(
-            num_tokens_per_rank=None,
-            is_token_in_rank=None,
-            num_tokens_per_expert=None,
-            topk_idx=topk_idx,
-            topk_weights=topk_weights,
-            num_experts=num_experts,
-            expert_alignment=expert_alignment,
-            num_worst_tokens=0,
-            zero_tail=False,
-            expand=True,
-            zero_padding=zero_padding,
+        given = expanded_arguments(
+            topk_idx, topk_weights, num_experts, 0, expert_alignment, zero_padding
         )
         scale_options = ScaleOptions(use_fp8) if use_fp8 else PLAIN
         streams = StreamOptions(None, True, False)

@@ -22,6 +22,7 @@ import torch
 
 import deep_comm
 from deep_comm import local
+from deep_comm.layer.host_words import HostWords
 
 sys.path.insert(0, str(Path(__file__).parent / "cpu"))
 
@@ -126,6 +127,61 @@ def low_latency_calls(buffer: deep_comm.Buffer, num_tokens: int) -> Calls:
     return calls
 
 
+def layer_calls(layer: deep_comm.ExpertParallel, num_tokens: int, max_rows: int) -> Calls:
+    """Steps of ExpertParallel, and the two calls of the Buffer that each of them makes."""
+    shape, buffer = layer.shape, layer.buffer
+    x = torch.randn(num_tokens, shape.hidden, device=buffer.device).bfloat16()
+    scores = torch.rand(num_tokens, shape.num_experts, device=buffer.device)
+    weights, idx = scores.topk(shape.num_topk)
+    experts, slots = shape.num_experts, shape.num_slots
+
+    def raw_decode() -> None:
+        sent = buffer.low_latency_dispatch(
+            x, idx, slots, experts, use_fp8=False, topk_weights=weights
+        )
+        buffer.low_latency_combine(sent[0], idx, None, sent[2])
+
+    def raw_prefill(num_rows: int) -> None:
+        sent = buffer.dispatch(
+            x, topk_idx=idx, topk_weights=weights, num_experts=experts, expand=True,
+            num_worst_tokens=num_rows, zero_padding=num_rows > 0,
+        )  # fmt: skip
+        buffer.combine(sent[0], sent[4], topk_weights=sent[2], apply_weights=True)
+
+    def step(**options: Any) -> Callable[[], object]:
+        return lambda: layer(x, idx, weights, lambda batch: batch.x, **options)
+
+    return {
+        "decode, the Buffer's calls": raw_decode,
+        "decode, layer": step(mode="decode"),
+        "auto, layer": step(mode="auto"),
+        "counted prefill, the Buffer's calls": lambda: raw_prefill(0),
+        "counted prefill, layer": step(mode="prefill"),
+        "bounded prefill, the Buffer's calls": lambda: raw_prefill(max_rows),
+        "bounded prefill, layer": step(mode="prefill", bounded=True),
+    }
+
+
+def layer_table(group: Any, num_tokens: int) -> list[tuple[str, ...]]:
+    """Without launches. Of one rank, with the words that ranks of one host share."""
+    hidden, topk, experts, max_rows = 1024, 8, 8, 256
+    with torch.inference_mode(), deep_comm.ExpertParallel(
+        group, hidden=hidden, num_experts=experts, num_topk=topk, max_tokens=64, decode_tokens=32,
+        max_recv_rows=max_rows, timeout_s=20, device=None if HAS_GPU else "cpu",
+    ) as layer:  # fmt: skip
+        layer._steps.use_words(HostWords.create(layer.buffer._context.rendezvous))
+        calls = layer_calls(layer, num_tokens, max_rows)
+        for _ in range(3):
+            for call in calls.values():
+                call()
+        engine: Any = layer.buffer._context.engine
+        engine.skips_launches = True
+        if hasattr(engine, "stub_counts"):
+            counts = [num_tokens * topk // experts] * experts
+            engine.stub_counts = num_tokens, num_tokens, True, counts
+        return [(name, "-", f"{microseconds(call):.1f}") for name, call in calls.items()]
+
+
 def _without_counts(buffer: deep_comm.Buffer, num_rows: int) -> None:
     """Nothing was launched that could tell how many rows come."""
     engine = buffer._context.engine
@@ -192,6 +248,8 @@ def main() -> None:
         return show(local.run(lambda group: nodes_table(group, num_tokens), 2, timeout_s=300)[0])
 
     def body(group: Any) -> list[tuple[str, ...]]:
+        if kinds == ["layer"]:
+            return layer_table(group, num_tokens)
         return table(group, num_tokens, kinds)
 
     if HAS_GPU:

@@ -13,19 +13,27 @@ namespace {
 // for elsewhere.
 constexpr std::chrono::microseconds kPatience{200};
 
-void tell(const HostWords& words, const std::array<uint64_t, 2>& numbers) {
-  const auto [exchange, num_tokens] = numbers;
-  words.tell(exchange, num_tokens);
+py::int_ tell(const HostWords& words, const std::array<uint64_t, 1>& numbers) {
+  return words.tell(numbers[0]);
 }
 
 py::object most(const HostWords& words, const std::array<uint64_t, 1>& numbers) {
-  std::optional<uint64_t> found = words.most(numbers[0]);
+  const uint64_t exchange = numbers[0];
+  std::optional<uint64_t> found = words.most(exchange);
   if (!found) {
     py::gil_scoped_release release;  // the others may be threads
-    found = words.wait_most(numbers[0], kPatience);
+    found = words.wait_most(exchange, kPatience);
   }
   if (!found) return py::none();
   return py::int_(*found);
+}
+
+py::int_ last_exchange(const HostWords& words, const std::array<uint64_t, 0>& /*none*/) {
+  return words.exchange();
+}
+
+void set_exchange(const HostWords& words, const std::array<uint64_t, 1>& numbers) {
+  words.set_exchange(numbers[0]);
 }
 
 }  // namespace
@@ -36,8 +44,10 @@ void bind_host_words(py::module_& m) {
       "host_words",
       [](uintptr_t address, int rank, int num_ranks, const py::object& owner) {
         const HostWords words(address, rank, num_ranks);
-        return py::make_tuple(number_function<2, &tell>("tell", words, owner),
-                              number_function<1, &most>("most", words, owner));
+        return py::make_tuple(number_function<1, &tell>("tell", words, owner),
+                              number_function<1, &most>("most", words, owner),
+                              number_function<0, &last_exchange>("exchange", words, owner),
+                              number_function<1, &set_exchange>("set_exchange", words, owner));
       },
       py::arg("address"), py::arg("rank"), py::arg("num_ranks"), py::arg("owner"));
 }

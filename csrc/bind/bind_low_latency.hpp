@@ -2,7 +2,7 @@
 #pragma once
 
 #include "bind/bind_engine.hpp"
-#include "bind/quick_low_latency.hpp"
+#include "bind/quick_layer.hpp"
 
 namespace deep_comm {
 
@@ -133,7 +133,9 @@ void bind_low_latency(pybind11::module_& m, pybind11::class_<Engine<Target>>& en
       "has_weights"_a);
   engine.def("wait_low_latency_num_tokens", &Type::wait_low_latency_num_tokens,
              py::call_guard<py::gil_scoped_release>());
-  bind_quick_low_latency<Target>(m, engine);
+  bind_quick_low_latency<Target>(m, engine).def(
+      "layer", &layer_calls<Target>, py::kw_only(), "shape"_a, "decode_tokens"_a, "rows"_a,
+      "batch_type"_a, "common"_a, "state_type"_a, "words"_a);
 }
 
 }  // namespace deep_comm

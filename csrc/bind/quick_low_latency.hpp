@@ -380,13 +380,15 @@ pybind11::object quick_combine(QuickLowLatency<Target>* calls, PyObject* const* 
 }
 
 template <class Target>
-void bind_quick_low_latency(pybind11::module_& m, pybind11::class_<Engine<Target>>& engine) {
+pybind11::class_<QuickLowLatency<Target>> bind_quick_low_latency(
+    pybind11::module_& m, pybind11::class_<Engine<Target>>& engine) {
   namespace py = pybind11;
   using namespace pybind11::literals;
   using Calls = QuickLowLatency<Target>;
   using Plan = BoundLowLatencyPlan<Target>;
   using Form = std::tuple<py::object, py::object, py::object>;
-  py::class_<Calls>(m, "QuickLowLatency", py::module_local())
+  py::class_<Calls> quick(m, "QuickLowLatency", py::module_local());
+  quick
       .def(
           "add",
           [](Calls& self, const Plan& plan, py::object shape, bool use_fp8, bool use_nvfp4,
@@ -449,6 +451,7 @@ void bind_quick_low_latency(pybind11::module_& m, pybind11::class_<Engine<Target
       "device_type"_a, "device_index"_a, py::kw_only(), "empty_address"_a, "pending_dispatches"_a,
       "pending_combines"_a, "refuse_hook"_a, "end"_a, "bfloat16"_a, "int32"_a, "streams"_a,
       "current_stream"_a, "is_ready"_a, "record"_a);
+  return quick;
 }
 
 }  // namespace deep_comm

@@ -63,13 +63,13 @@ struct StreamParts {
     const uint64_t device = static_cast<uint64_t>(device_index);
     const uint64_t caller = PyLong_AsUnsignedLongLongMask(current_stream({device}).ptr());
     order->caller = order->stream = caller;
-    if (is_ready({device, caller}).ptr() != Py_True) return false;
+    if (!is_eager(caller)) return false;
     if (!order->is_async) {
       if (!is_last(caller)) wait_done(caller);
       return true;
     }
     order->stream = raw_comm;
-    if (raw_comm != caller && is_ready({device, raw_comm}).ptr() != Py_True) return false;
+    if (raw_comm != caller && !is_eager(raw_comm)) return false;
     if (!order->is_behind_caller) {
       py::handle(previous).attr("stream_wait")(comm);
     } else if (raw_comm != caller) {
@@ -79,6 +79,12 @@ struct StreamParts {
       wait_done(raw_comm);
     }
     return true;
+  }
+
+  // No graph is captured on this stream of the device, which is the current one.
+  bool is_eager(uint64_t stream) const {
+    return streams.is_none() ||
+           is_ready({static_cast<uint64_t>(device_index), stream}).ptr() == Py_True;
   }
 
   // Kernels of an asynchronous call read what the caller gave.

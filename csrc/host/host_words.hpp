@@ -13,12 +13,14 @@ namespace deep_comm {
 
 // Of one rank. A word is written whole and holds all there is to know, so that nothing needs an
 // order: the number of the exchange, which the ranks count alike, and the tokens. There are two of
-// a rank, for even and odd exchanges, each in a line that only this rank writes.
+// a rank, for even and odd exchanges, each in a line that only this rank writes. The count lies
+// there as well, in a line of its own that nobody else looks at: all objects over the memory, of
+// whichever module, count the same exchanges.
 class HostWords {
  public:
   static constexpr size_t kLineBytes = 128;
   static constexpr size_t num_bytes(int num_ranks) {
-    return 2 * static_cast<size_t>(num_ranks) * kLineBytes;
+    return 3 * static_cast<size_t>(num_ranks) * kLineBytes;
   }
 
   HostWords(uintptr_t address, int rank, int num_ranks)
@@ -29,8 +31,17 @@ class HostWords {
     }
   }
 
-  void tell(uint64_t exchange, uint64_t num_tokens) const {
-    word(exchange, rank_).store(packed(exchange, num_tokens), std::memory_order_relaxed);
+  // The last one that this rank has told of, modulo 2**32; 0: none.
+  uint64_t exchange() const { return *count(); }
+  // The next one to tell of is the one behind this.
+  void set_exchange(uint64_t exchange) const { *count() = exchange & kMost; }
+
+  // Of the next exchange, whose number it returns.
+  uint64_t tell(uint64_t num_tokens) const {
+    set_exchange(exchange() + 1);
+    const uint64_t told = exchange();
+    word(told, rank_).store(told << kCountBits | (num_tokens & kMost), std::memory_order_relaxed);
+    return told;
   }
 
   // The most that any rank has told of this exchange; empty: not all have.
@@ -38,8 +49,8 @@ class HostWords {
     uint64_t found = 0;
     for (int rank = 0; rank < num_ranks_; ++rank) {
       const uint64_t seen = word(exchange, rank).load(std::memory_order_relaxed);
-      if (seen >> kCountBits != (exchange & kMostTokens)) return std::nullopt;
-      if ((seen & kMostTokens) > found) found = seen & kMostTokens;
+      if (seen >> kCountBits != exchange) return std::nullopt;
+      if ((seen & kMost) > found) found = seen & kMost;
     }
     return found;
   }
@@ -59,21 +70,21 @@ class HostWords {
 
  private:
   static constexpr int kCountBits = 32;
-  static constexpr uint64_t kMostTokens = (uint64_t{1} << kCountBits) - 1;
+  static constexpr uint64_t kMost = (uint64_t{1} << kCountBits) - 1;
 
-  static uint64_t packed(uint64_t exchange, uint64_t num_tokens) {
-    return exchange << kCountBits | (num_tokens & kMostTokens);
-  }
   static void pause() {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #endif
   }
-  std::atomic_ref<uint64_t> word(uint64_t exchange, int rank) const {
-    const size_t line =
-        (exchange & 1) * static_cast<size_t>(num_ranks_) + static_cast<size_t>(rank);
-    return std::atomic_ref(*reinterpret_cast<uint64_t*>(address_ + line * kLineBytes));
+  uint64_t* line(uint64_t group, int rank) const {
+    const size_t number = group * static_cast<size_t>(num_ranks_) + static_cast<size_t>(rank);
+    return reinterpret_cast<uint64_t*>(address_ + number * kLineBytes);
   }
+  std::atomic_ref<uint64_t> word(uint64_t exchange, int rank) const {
+    return std::atomic_ref(*line(exchange & 1, rank));
+  }
+  uint64_t* count() const { return line(2, rank_); }
 
   uintptr_t address_;
   int rank_, num_ranks_;

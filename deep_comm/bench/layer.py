@@ -7,8 +7,11 @@ the first tokens of every rank, bit for bit. The table says where decode stops b
 and whether auto is within 5 % of the better mode; ``--store`` makes the measured threshold the
 default of layers on machines like this one (deep_comm.tuning).
 
-auto is judged by what the same layer does when a mode is named, a round of the one behind a round
-of the other (column "rival": the better mode). Beyond its decode_tokens it has no
+auto is judged by what the same layer does when a mode is named (column "rival": the better mode): a
+round of the one, a round of auto, a round of the one again, and so on. The ratio is the median over
+these turns of auto's round over the mean of the two around it; "noise" is the median of the rival's
+second round over its first, which is 1 but for the machine. The last lines have the quartiles of
+both. Beyond its decode_tokens it has no
 decode mode, since the memory of decode calls grows with that bound; the figures of decode there are
 of layers that were built for more, and the verdict names the sizes at which such a layer is faster.
 
@@ -37,10 +40,11 @@ from deep_comm import reference_layer, tuning
 from deep_comm.bench import layer_options, machine
 from deep_comm.bench import layer_report as report
 from deep_comm.bench.layer_options import BY_DEFAULT, Options
-from deep_comm.bench.layer_report import Line, Pair
+from deep_comm.bench.layer_report import Judged, Line, Pair
 from deep_comm.bench.measure import (
     Effort,
     Timing,
+    Turns,
     clock_of,
     gather,
     take_sample,
@@ -58,7 +62,7 @@ _MAX_DECODE_BYTES = 24 << 30  # of a decode call's tensors
 _CHOSEN_SHARE = 8  # of a GPU's memory, one part in so many: of a threshold that is chosen here
 _HOST_CHOSEN_BYTES = 4 << 30
 _FIXED_SHARE = 0.6  # of the budget, for the fixed modes
-_TURNS = 2  # times as many rounds where two modes are compared
+_TURNS = 4  # times as many rounds where two modes are compared and a round is short
 _ROUND_US = 20e3  # a round of long calls has fewer of them
 
 
@@ -155,23 +159,24 @@ class Runner:
 
     def _time_in_turn(
         self, layer: deep_comm.ExpertParallel, parts: tuple[Tensor, ...], rival: Any, what: str
-    ) -> list[Timing]:
+    ) -> tuple[list[Timing], Judged]:
         """By auto, and with that mode named."""
         x, idx, weights = parts
 
         def step_of(mode: Any) -> Callable[[int], Tensor]:
             return lambda call: layer(x, idx, weights, _experts, mode=mode)
 
-        steps = [step_of(mode) for mode in ("auto", rival)]
+        steps = [step_of(mode) for mode in (rival, "auto", rival)]
         for step in (*steps, *steps):  # auto: the first step may change the mode
             self._check(step(0), x, idx, weights, what)
-        effort = self._effort(steps[1])
-        effort = replace(effort, num_rounds=_TURNS * effort.num_rounds)
-        timings = time_in_turn(steps, effort, self._device)
+        effort = self._effort(steps[0])
+        if effort.num_calls == self._options.effort.num_calls:
+            effort = replace(effort, num_rounds=_TURNS * effort.num_rounds)
+        turns = time_in_turn(steps, effort, self._device)
         for step in steps:
             self._check(step(0), x, idx, weights, what)
         layer.buffer.check()
-        return timings
+        return turns.timings, Judged.of(*turns.rounds_us)
 
     def _time_graphs(
         self,
@@ -179,10 +184,10 @@ class Runner:
         parts: tuple[Tensor, ...],
         modes: Sequence[Any],
         what: str,
-    ) -> list[Timing]:
-        """Of each mode, in turn; none on the host target."""
+    ) -> Turns | None:
+        """Of each mode, in turn; None on the host target."""
         if self._device.type != "cuda":
-            return []
+            return None
         x, idx, weights = parts
         calls = self._options.effort.num_calls
         graphs, results = [], []
@@ -202,20 +207,20 @@ class Runner:
             return lambda call: graph.replay()
 
         rounds = self._options.effort.num_rounds
-        timings = time_in_turn(
+        turns = time_in_turn(
             [replay_of(graph) for graph in graphs], Effort(2, 1, rounds, rounds), self._device,
             calls_per_work=calls,
         )  # fmt: skip
         for y in results:
             self._check(y, x, idx, weights, what)
         layer.buffer.check()
-        return timings
+        return turns
 
     def _time_graph(
         self, layer: deep_comm.ExpertParallel, parts: tuple[Tensor, ...], what: str
     ) -> Timing | None:
-        timings = self._time_graphs(layer, parts, [layer.mode], what)
-        return timings[0] if timings else None
+        turns = self._time_graphs(layer, parts, [layer.mode], what)
+        return None if turns is None else turns.timings[0]
 
     # ---- sizes -----------------------------------------------------------------------------------
 
@@ -279,15 +284,17 @@ class Runner:
         mixed = parts if self._rank == 0 else tuple(part[:FEW_TOKENS] for part in parts)
         fits = tokens <= auto.shape.decode_tokens
         eager = replace(line.eager, decode_fits=fits)
-        timings = self._time_in_turn(auto, parts, eager.better, f"auto, {tokens} tokens")
-        eager = replace(eager, auto=timings[0], rival=timings[1])
+        timings, judged = self._time_in_turn(auto, parts, eager.better, f"auto, {tokens} tokens")
+        eager = replace(eager, rival=timings[0], auto=timings[1], judged=judged)
         graph = line.graph
         if fits:  # more are refused while a graph is captured, where auto is decode
-            timings = self._time_graphs(
-                auto, parts, ("auto", "decode"), f"captured auto, {tokens} tokens"
+            turns = self._time_graphs(
+                auto, parts, ("decode", "auto", "decode"), f"captured auto, {tokens} tokens"
             )
-            if timings:
-                graph = replace(graph, auto=timings[0], rival=timings[1])
+            if turns is not None:
+                rival, of_auto, _ = turns.timings
+                judged = Judged.of(*turns.rounds_us)
+                graph = replace(graph, rival=rival, auto=of_auto, judged=judged)
         one_rank = self._time(auto, mixed, f"auto, {tokens} on one rank")
         return replace(line, eager=eager, graph=graph, one_rank=one_rank)
 

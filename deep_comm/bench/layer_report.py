@@ -5,6 +5,7 @@ verdict, the stored threshold.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,6 +16,46 @@ TARGET = 1.05  # auto over the better mode
 
 
 @dataclass(frozen=True)
+class Quartiles:
+    """Of a number that every turn has."""
+
+    low: float
+    median: float
+    high: float
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Quartiles:
+        if len(values) < 2:
+            return Quartiles(values[0], values[0], values[0])
+        return Quartiles(*statistics.quantiles(values, n=4, method="inclusive"))
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} ({self.low:.3f} to {self.high:.3f})"
+
+
+@dataclass(frozen=True)
+class Judged:
+    """auto between two rounds of its rival, in every turn: what both are for a machine whose speed
+    drifts, and what the same program differs from itself by.
+
+    Attributes:
+        ratio: auto's round over the mean of the two around it.
+        noise: the rival's second round over its first.
+    """
+
+    ratio: Quartiles
+    noise: Quartiles
+
+    @staticmethod
+    def of(rival: Sequence[float], auto: Sequence[float], again: Sequence[float]) -> Judged:
+        turns = list(zip(rival, auto, again, strict=True))
+        return Judged(
+            Quartiles.of([2 * of_auto / (before + behind) for before, of_auto, behind in turns]),
+            Quartiles.of([behind / before for before, _, behind in turns]),
+        )
+
+
+@dataclass(frozen=True)
 class Pair:
     """A step of so many tokens a rank by each mode, and by auto; None: not measured.
 
@@ -22,6 +63,7 @@ class Pair:
         decode_fits: the layer whose auto is measured takes so many tokens with mode="decode", too;
             if not, ``decode`` is of a layer that was built for more, with its memory.
         rival: the better mode that this layer takes, named in its calls, timed in turn with auto.
+        judged: of the turns.
     """
 
     prefill: Timing | None
@@ -29,10 +71,13 @@ class Pair:
     auto: Timing | None = None
     decode_fits: bool = True
     rival: Timing | None = None
+    judged: Judged | None = None
 
     @property
     def ratio(self) -> float | None:
         """Of auto to the better mode of the same layer that was measured."""
+        if self.judged is not None:
+            return self.judged.ratio.median
         if self.rival is not None:
             return self._ratio_to(self.rival)
         return self._ratio_to(self.prefill, self.decode if self.decode_fits else None)
@@ -92,7 +137,7 @@ class Line:
         }
 
 
-_PAIR = ("prefill", "decode", "rival", "auto", "ratio", "verdict")
+_PAIR = ("prefill", "decode", "rival", "auto", "ratio", "verdict", "noise")
 COLUMNS = ("tokens", *_PAIR, *(f"graph:{name}" if name == "prefill" else name for name in _PAIR),
            "one rank", "host auto", "host rival")  # fmt: skip
 _WIDTH = 8
@@ -111,7 +156,8 @@ def row(line: Line) -> str:
 
     def of(pair: Pair) -> tuple[str, ...]:
         parts = mean(pair.prefill), mean(pair.decode), mean(pair.rival), mean(pair.auto)
-        return (*parts, number(pair.ratio, 3), pair.verdict)
+        noise = None if pair.judged is None else pair.judged.noise.median
+        return (*parts, number(pair.ratio, 3), pair.verdict, number(noise, 3))
 
     hosts = (
         number(None if timing is None else timing.host_us)
@@ -166,6 +212,13 @@ def verdict(lines: Sequence[Line], left_out: Sequence[int], decode_tokens: int) 
         )
     elif judged:
         texts.append(f"auto is within {TARGET:.2f} of the better mode at every size measured")
+    texts += [
+        f"{line.tokens} tokens, {name}: auto over its rival {pair.judged.ratio}, the rival over "
+        f"itself {pair.judged.noise}"
+        for line in lines
+        for name, pair in (("eager", line.eager), ("graph", line.graph))
+        if pair.judged is not None
+    ]
     larger = [
         f"{line.tokens} ({line.eager.ratio_to_any:.2f})"
         for line in lines

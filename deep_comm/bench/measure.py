@@ -125,26 +125,48 @@ def time_over_ranks(
     return summarise(gather(sample), with_host=device.type == "cuda")
 
 
+@dataclass(frozen=True)
+class Turns:
+    """Works that are compared with one another: a round of each, then the next round of each,
+    because a machine does not stay as fast as it was.
+
+    Attributes:
+        timings: by work.
+        rounds_us: by work and turn: the mean of a round's calls, of the slowest rank.
+    """
+
+    timings: list[Timing]
+    rounds_us: list[list[float]]
+
+
 def time_in_turn(
     works: Sequence[Work], effort: Effort, device: torch.device, *, calls_per_work: int = 1
-) -> list[Timing]:
-    """time_over_ranks of works that are compared with one another: a round of each, then the next
-    round of each, because a machine does not stay as fast as it was. Collective."""
+) -> Turns:
+    """Of ``effort.num_rounds`` turns. Collective."""
     clock = clock_of(device)
     num_rounds = effort.num_rounds
     once = replace(
         effort, num_rounds=1, num_single_calls=math.ceil(effort.num_single_calls / num_rounds)
     )
     samples = [Sample([], [], []) for _ in works]
-    for number in range(num_rounds):
-        for work, sample in zip(works, samples, strict=True):
-            taken = take_sample(
-                work, once if number == 0 else replace(once, num_warmup=1), clock,
-                calls_per_work=calls_per_work,
-            )  # fmt: skip
-            for name in ("means_us", "calls_us", "hosts_us", "first_hosts_us", "firsts_us"):
-                getattr(sample, name).extend(getattr(taken, name))
-    return [summarise(gather(sample), with_host=device.type == "cuda") for sample in samples]
+    with _no_garbage_collection():  # once for all: to collect takes longer than a round
+        for number in range(num_rounds):
+            for work, sample in zip(works, samples, strict=True):
+                taken = take_sample(
+                    work, once if number == 0 else replace(once, num_warmup=1), clock,
+                    calls_per_work=calls_per_work,
+                )  # fmt: skip
+                for name in ("means_us", "calls_us", "hosts_us", "first_hosts_us", "firsts_us"):
+                    getattr(sample, name).extend(getattr(taken, name))
+    of_ranks = [gather(sample) for sample in samples]
+    with_host = device.type == "cuda"
+    return Turns(
+        [summarise(ranks, with_host=with_host) for ranks in of_ranks],
+        [
+            [max(means) for means in zip(*(rank.means_us for rank in ranks), strict=True)]
+            for ranks in of_ranks
+        ],
+    )
 
 
 class Clock(Protocol):
@@ -209,6 +231,9 @@ class GpuClock:
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
+    if not gc.isenabled():  # inside another one
+        yield
+        return
     gc.collect()
     gc.disable()
     try:

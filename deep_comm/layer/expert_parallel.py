@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from deep_comm.buffer import Buffer
 from deep_comm.layer import construction, ops
@@ -247,11 +248,17 @@ class ExpertParallel:
             ArgumentError, BufferTooSmall: nothing was launched.
             ConfigMismatch, ExpertIndexError, CapacityError, PeerTimeout: as of Buffer's dispatch.
         """
-        if torch.compiler.is_compiling():
+        if is_compiling():
             y = ops.traced_forward(self, x, topk_idx, topk_weights, experts, mode, bounded)
             return y if shared is None else y + shared(x)
         steps = self._steps
-        way = steps.way(x, topk_idx, topk_weights, self.mode if mode is None else mode, bounded)
+        if mode is None:
+            mode = self.mode
+        if shared is None:
+            done = steps.forward_quick(x, topk_idx, topk_weights, experts, mode, bounded)
+            if done is not None:
+                return done
+        way = steps.way(x, topk_idx, topk_weights, mode, bounded)
         if way == "ask":
             return steps.ask(x, topk_idx, topk_weights, experts, shared)
         if shared is None:

@@ -2,8 +2,8 @@
 
 Ranks of one host share a page. Every decode exchange of "auto" tells all ranks the same number by
 way of the GPUs (Buffer.wait_low_latency_num_tokens), which is sure but takes a launch and two trips
-over buses; here it is there when the slowest rank has launched its dispatch, as a rule long before
-this one asks. Whoever does not find it here asks there: the numbers are the same.
+over buses; here it is there when the slowest rank is about to launch its dispatch, as a rule long
+before this one asks. Whoever does not find it here asks there: the numbers are the same.
 
 A word is written whole and holds all there is to know, so that nothing needs an order: the number
 of the exchange, which the ranks count alike, and the tokens. There are two of a rank, for even and
@@ -26,15 +26,19 @@ class HostWords:
     """Of one rank.
 
     Attributes:
-        tell(exchange, num_tokens): behind this rank's launch: what raises before it is no exchange.
+        tell(num_tokens): of the next exchange, whose number it returns; once it is sure to be
+            launched, since peers may act on it at once: what raises before it is no exchange.
         most(exchange): that any rank has told of this one; None: not all have, after a while in
             which the GIL was free.
+        exchange(), set_exchange(number): the last one that this rank has told of.
+        place: arguments of what native calls (quick_decode.py) tell and count by, in this memory.
     """
 
-    __slots__ = ("most", "tell")
+    __slots__ = ("exchange", "most", "place", "set_exchange", "tell")
 
     def __init__(self, segment: _core.Segment, rank: int, num_ranks: int) -> None:
-        self.tell, self.most = _core.host_words(segment.address, rank, num_ranks, segment)
+        self.place = segment.address, rank, num_ranks, segment
+        self.tell, self.most, self.exchange, self.set_exchange = _core.host_words(*self.place)
 
     @classmethod
     def create(cls, rendezvous: Rendezvous) -> HostWords | None:

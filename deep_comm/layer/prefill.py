@@ -6,15 +6,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from deep_comm.events import EventOverlap
+from deep_comm.layer.batch import ExpertBatch
 from deep_comm.layer.shape import MoEShape
+from deep_comm.ops.quick_new import dispatch_expanded
+from deep_comm.topology import first_expert
 
 if TYPE_CHECKING:
     from deep_comm.buffer import Buffer
+
+
+class Prefilled(NamedTuple):
+    """What combine needs of a prefill batch."""
+
+    handle: Any  # of the way of prefill
+    weights: Tensor  # float32 [S], of each row
 
 
 @dataclass(eq=False)
@@ -29,11 +39,21 @@ class Sent:
     event: EventOverlap
     is_bounded: bool
     max_num_tokens: int | None  # of all ranks; None: the host has not waited
-    num_tokens_per_expert: Tensor | None = None  # int32 [L]
-    offsets: Tensor | None = None  # int32 [L + 1]
 
 
 class Prefill(Protocol):
+    def dispatch_quick(
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, is_bounded: bool
+    ) -> ExpertBatch | None:
+        """In one native step, received, of an x that is of the layer; None: nothing has
+        happened."""
+
+    def combine_quick(self, rows: Tensor, state: Prefilled) -> Tensor | None:
+        """Likewise."""
+
+    def batch(self, sent: Sent, rows: Tensor, weights: Tensor) -> ExpertBatch:
+        """``rows``, ``weights``: of ``sent``, or what autograd knows them by."""
+
     def send(
         self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, *, is_bounded: bool, is_async: bool
     ) -> Sent: ...
@@ -71,9 +91,76 @@ class ExpandedPrefill:
 
     def __init__(self, buffer: Buffer, shape: MoEShape, alignment: int, max_recv_rows: int) -> None:
         self._buffer = buffer
+        self._ctx = buffer._context
         self._shape = shape
+        self._hidden, self._dtype = shape.hidden, shape.dtype
+        self._num_experts = shape.num_experts
         self._alignment = alignment
         self._max_recv_rows = max_recv_rows
+        self._first_expert = first_expert(buffer.rank, shape.num_experts, buffer.group_size)
+
+    def dispatch_quick(
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, is_bounded: bool
+    ) -> ExpertBatch | None:
+        if self._shape.fp8:
+            return None
+        alignment = self._alignment
+        received = dispatch_expanded(
+            self._ctx, x, topk_idx, topk_weights, self._buffer._default("dispatch", None),
+            self._num_experts, self._max_recv_rows if is_bounded else 0, alignment,
+            is_bounded or alignment > 1,
+        )  # fmt: skip
+        if received is None:
+            return None
+        rows, _, weights, counts, handle, _ = received
+        return self._batch(rows, None, weights, None if is_bounded else counts, handle)
+
+    def combine_quick(self, rows: Tensor, state: Prefilled) -> Tensor | None:
+        # How many rows there are the step itself knows.
+        if type(rows) is not Tensor or rows.dtype is not self._dtype:
+            return None
+        if rows.size(-1) != self._hidden:
+            return None
+        handle, weights = state
+        ctx = self._ctx
+        known = handle.known_to(ctx.owner)
+        if known is None or not ctx.is_sound():
+            return None
+        sums = ctx.quick.combine(
+            rows, weights, known.numbers, known.home_stream, None,
+            self._buffer._default("combine", None), None, True,
+        )  # fmt: skip
+        if sums is None:
+            return None
+        ctx.end()
+        combined: Tensor = sums[0]
+        return combined
+
+    def batch(self, sent: Sent, rows: Tensor, weights: Tensor) -> ExpertBatch:
+        counts = None if sent.is_bounded else sent.counts
+        return self._batch(rows, sent.scales, weights, counts, sent.handle)
+
+    def _batch(
+        self,
+        rows: Tensor,
+        scales: Tensor | None,
+        weights: Tensor,
+        counts: list[int] | None,
+        handle: Any,
+    ) -> ExpertBatch:
+        expansion = handle.expansion
+        return ExpertBatch.of(
+            x=rows,
+            scales=scales,
+            num_tokens_per_expert=expansion.expert_counts,
+            offsets=expansion.expert_offsets,
+            counts=counts,
+            capacity=None,
+            mode="prefill",
+            first_expert=self._first_expert,
+            alignment=self._alignment,
+            state=Prefilled(handle, weights),
+        )
 
     def send(
         self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, *, is_bounded: bool, is_async: bool
@@ -122,12 +209,7 @@ class ExpandedPrefill:
     ) -> Sent:
         rows, scales = recv if isinstance(recv, tuple) else (recv, None)
         assert weights is not None and counts is not None and handle is not None
-        expansion = handle.expansion
-        assert expansion is not None
-        return Sent(
-            rows, scales, weights, counts, handle, event, is_bounded, handle.max_num_tokens,
-            expansion.expert_counts, expansion.expert_offsets,
-        )  # fmt: skip
+        return Sent(rows, scales, weights, counts, handle, event, is_bounded, handle.max_num_tokens)
 
     def combine(
         self, rows: Tensor, weights: Tensor, handle: Any, is_async: bool

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 
 from deep_comm.errors import ArgumentError
 from deep_comm.layer import autograd
@@ -19,9 +19,11 @@ from deep_comm.layer.construction import check_mode
 from deep_comm.layer.host_words import HostWords
 from deep_comm.layer.mode import ModeRule
 from deep_comm.layer.pending import Pending
-from deep_comm.layer.prefill import Sent
+from deep_comm.layer.prefill import Prefilled, Sent
+from deep_comm.layer.quick_decode import Decoded
 from deep_comm.layer.shape import Mode
-from deep_comm.layer.transport import Decoded, Prefilled, Transport
+from deep_comm.layer.transport import Transport
+from deep_comm.ops.quick import never
 
 if TYPE_CHECKING:
     from deep_comm.buffer import Buffer
@@ -58,17 +60,28 @@ class Steps:
             for dtype in (torch.int64, torch.int32)
         }
         self._no_weights = torch.zeros(shape, device=device)
-        self._host_words: HostWords | None = None
+        words: HostWords | None = None
         ctx = buffer._context
         if can_decode and self._may_exceed and ctx.num_ranks > 1 and ctx.topology.num_nodes == 1:
-            self._host_words = HostWords.create(ctx.rendezvous)
+            words = HostWords.create(ctx.rendezvous)
+        self.use_words(words)
+
+    def use_words(self, words: HostWords | None) -> None:
+        """How the ranks of this host tell one another of exchanges that ask; alike on all."""
+        self._host_words = words
+        self._told_most: Callable[[int], int | None] = never if words is None else words.most
+        if self.can_decode:
+            self.transport.enable_decode(words)
+        self._begin, self._end = self.transport.quick
 
     def begin_anew(self) -> None:
         """Collective."""
         self.rule = ModeRule(self.shape.decode_tokens)
-        # Ranks may have failed in different exchanges.
-        counts = self.buffer._context.rendezvous.all_gather_object(self.transport.num_decodes)
-        self.transport.num_decodes = max(counts) + 2
+        words = self._host_words  # of all ranks, or of none
+        if words is not None:
+            # Ranks may have failed in different exchanges.
+            told = self.buffer._context.rendezvous.all_gather_object(words.exchange())
+            words.set_exchange(max(told) + 2)
 
     # ---- which mode ----------------------------------------------------------------------------
 
@@ -128,6 +141,56 @@ class Steps:
 
     # ---- dispatch and combine ------------------------------------------------------------------
 
+    def forward_quick(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        experts: Experts,
+        mode: Mode,
+        bounded: bool,
+    ) -> Tensor | None:
+        """A step that is two native ones: not the first of its kind, nothing in doubt, no gradients
+        and, but for decode by name, no capture. None: nothing has happened; ``way`` says how to
+        go on, or what is wrong.
+
+        Every line is what the layer costs above the Buffer, and auto above decode: 2 % of a step
+        are half a microsecond.
+        """
+        if is_grad_enabled():
+            return None
+        is_asking = is_learning = False
+        if mode == "auto":
+            if bounded:
+                return None
+            is_learning = not self.can_decode or (
+                self._may_exceed and not self.rule.begins_with_decode
+            )
+            is_asking = self._may_exceed and not is_learning
+        if mode == "prefill" or is_learning:
+            batch = self._prefill_quick(x, topk_idx, topk_weights, bounded)
+            if batch is None:
+                return None
+            if is_learning:
+                self.rule.learn(batch.state.handle.max_num_tokens)
+            return self.combine(batch, experts(batch))
+        if mode != "decode" and mode != "auto":
+            return None
+        batch = self._begin(x, topk_idx, topk_weights, is_asking)
+        if batch is None:
+            return None
+        exchange = batch.state.exchange
+        y = self.combine(batch, experts(batch))
+        if not is_asking:
+            return y
+        del batch  # its tensors are given back while the answer is on its way
+        # It is looked at last: no SM waits for the host.
+        most = self._told_most(exchange)
+        if self.rule.learn(self.buffer.wait_low_latency_num_tokens() if most is None else most):
+            return y
+        self._prefill_late(True, x, topk_idx, topk_weights, experts)
+        return y
+
     def ask(
         self,
         x: Tensor,
@@ -136,51 +199,44 @@ class Steps:
         experts: Experts,
         shared: Callable[[Tensor], Tensor] | None,
     ) -> Tensor:
-        """A step that begins with decode, on all ranks, and goes on with prefill if one needs it.
-
-        The answer is looked at last: by then experts and combine are queued, and no SM waits for
-        the host.
-        """
-        # Every line is what this mode costs above decode: 2 % of a step are half a microsecond.
-        num_tokens, words, transport = x.size(0), self._host_words, self.transport
-        fits = num_tokens <= self._decode_tokens
+        """A step that begins with decode, on all ranks, and goes on with prefill if one needs it:
+        the answer is looked at behind experts and combine."""
         y_shared = None
-        begin = transport.decode if fits else self._open
-        batch, hook = begin(x, topk_idx, topk_weights, shared is not None, True)
-        exchange = transport.num_decodes
-        if words is not None:
-            words.tell(exchange, num_tokens)
+        batch, hook = self._open(x, topk_idx, topk_weights, shared is not None)
         if shared is not None:
             y_shared = shared(x)
             assert hook is not None
             hook()
+        exchange, fits = batch.state.exchange, x.shape[0] <= self._decode_tokens
         y = self.combine(batch, experts(batch))
-        del batch  # its tensors are given back while the answer is on its way
-        most = None if words is None else words.most(exchange)
-        if most is None:
-            most = self.buffer.wait_low_latency_num_tokens()
-        if not self.rule.learn(most):
-            # Those that have been served take part with nothing, as hosts of their experts.
-            share = slice(0, 0) if fits else slice(None)
-            batch = self._prefill(x[share], topk_idx[share], topk_weights[share], False)
-            late = self.combine(batch, experts(batch))
+        del batch
+        if not self.rule.learn(self._most(exchange)):
+            late = self._prefill_late(fits, x, topk_idx, topk_weights, experts)
             y = y if fits else late
         return y if y_shared is None else y + y_shared
+
+    def _prefill_late(
+        self, fits: bool, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, experts: Experts
+    ) -> Tensor:
+        """The rest of a step that began with decode. Ranks that have been served, because their
+        tokens fit, take part with nothing, as hosts of their experts."""
+        share = slice(0, 0) if fits else slice(None)
+        batch = self._prefill(x[share], topk_idx[share], topk_weights[share], False)
+        return self.combine(batch, experts(batch))
+
+    def _most(self, exchange: int) -> int:
+        """Tokens of any rank in an exchange that asks: the last one."""
+        most = self._told_most(exchange)
+        return self.buffer.wait_low_latency_num_tokens() if most is None else most
 
     def dispatch(
         self, way: Way, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, bounded: bool
     ) -> ExpertBatch:
         if way == "decode":
-            return self._decode(x, topk_idx, topk_weights, False, False)[0]
+            return self._decode(x, topk_idx, topk_weights, False)[0]
         if way == "ask":
-            batch = self._open(x, topk_idx, topk_weights, False, True)[0]
-            exchange, words = self.transport.num_decodes, self._host_words
-            if words is not None:
-                words.tell(exchange, x.shape[0])
-            most = None if words is None else words.most(exchange)
-            if most is None:
-                most = self.buffer.wait_low_latency_num_tokens()
-            if self.rule.learn(most):
+            batch = self._open(x, topk_idx, topk_weights, False)[0]
+            if self.rule.learn(self._most(batch.state.exchange)):
                 return batch
             return self._prefill(x, topk_idx, topk_weights, False)
         batch = self._prefill(x, topk_idx, topk_weights, bounded or self.is_capturing())
@@ -193,7 +249,7 @@ class Steps:
     ) -> Pending[ExpertBatch]:
         if way == "decode" or way == "ask":
             step = self._decode if way == "decode" else self._open
-            batch, hook = step(x, topk_idx, topk_weights, True, way == "ask")
+            batch, hook = step(x, topk_idx, topk_weights, True)
             assert hook is not None
 
             def receive() -> ExpertBatch:
@@ -214,8 +270,15 @@ class Steps:
         return Pending(receive_rows)
 
     def combine(self, batch: ExpertBatch, rows: Tensor) -> Tensor:
-        rows = self._expert_rows(batch, rows)
         state = batch.state
+        combined = None
+        if type(state) is Decoded:
+            combined = self._end(rows, state)
+        elif not is_grad_enabled():
+            combined = self.transport.prefill.combine_quick(rows, state)
+        if combined is not None:
+            return combined
+        rows = self._expert_rows(batch, rows)
         if type(state) is Decoded:
             return self.transport.decode_combine(rows, state, False)[0]
         return self._prefill_combine(rows, state, False, [])
@@ -234,16 +297,16 @@ class Steps:
     # ---- exchanges -----------------------------------------------------------------------------
 
     def _decode(
-        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, is_async: bool, is_asking: bool
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, is_async: bool
     ) -> tuple[ExpertBatch, Callable[[], None] | None]:
         if self._needs_grad(x, topk_weights):
             raise ArgumentError(
                 "mode", "decode", "has no gradients: call under torch.no_grad(), or with prefill"
             )
-        return self.transport.decode(x, topk_idx, topk_weights, is_async, is_asking)
+        return self.transport.decode(x, topk_idx, topk_weights, is_async, False)
 
     def _open(
-        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, is_async: bool, is_asking: bool
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, is_async: bool
     ) -> tuple[ExpertBatch, Callable[[], None] | None]:
         """A decode exchange that tells all ranks the most tokens; too many are not sent."""
         if x.shape[0] > self._decode_tokens:
@@ -251,7 +314,18 @@ class Steps:
             nowhere = self._nowhere.get(topk_idx.dtype)
             topk_idx = topk_idx[: len(x)] if nowhere is None else nowhere  # refused by its name
             topk_weights = self._no_weights
-        return self.transport.decode(x, topk_idx, topk_weights, is_async, is_asking)
+        return self.transport.decode(x, topk_idx, topk_weights, is_async, True)
+
+    def _prefill_quick(
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, is_bounded: bool
+    ) -> ExpertBatch | None:
+        """Of what ``way`` has not looked at."""
+        if type(x) is not Tensor or x.dtype is not self._dtype or topk_weights is None:
+            return None
+        extents = x.shape
+        if len(extents) != 2 or extents[1] != self._hidden or extents[0] > self._max_tokens:
+            return None
+        return self.transport.prefill.dispatch_quick(x, topk_idx, topk_weights, is_bounded)
 
     def _prefill(
         self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, is_bounded: bool
@@ -307,7 +381,7 @@ class Steps:
 
     def _batch(self, sent: Sent, rows: Tensor, weights: Tensor) -> ExpertBatch:
         self._max_num_tokens = sent.max_num_tokens
-        return self.transport.prefill_batch(sent, rows, weights)
+        return self.transport.prefill.batch(sent, rows, weights)
 
     def _expert_rows(self, batch: ExpertBatch, rows: Tensor) -> Tensor:
         is_tensor = isinstance(rows, Tensor)

@@ -3,36 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from deep_comm.layer.batch import ExpertBatch
-from deep_comm.layer.prefill import Sent, prefill_of
+from deep_comm.layer.host_words import HostWords
+from deep_comm.layer.prefill import prefill_of
+from deep_comm.layer.quick_decode import NEVER, Decoded, decode_calls
 from deep_comm.layer.shape import MoEShape
 from deep_comm.low_latency_handle import LowLatencyHandle
 from deep_comm.topology import first_expert, num_local_experts
 
 if TYPE_CHECKING:
     from deep_comm.buffer import Buffer
-
-
-@dataclass(eq=False)
-class Prefilled:
-    """What combine needs of a prefill batch."""
-
-    handle: Any  # of the way of prefill
-    weights: Tensor  # float32 [S], of each row
-
-
-@dataclass(eq=False)
-class Decoded:
-    """What combine needs of a decode batch."""
-
-    handle: LowLatencyHandle
-    topk_idx: Tensor
 
 
 class Transport:
@@ -49,27 +34,25 @@ class Transport:
         self.num_local = num_local_experts(rank, shape.num_experts, num_ranks)
         self.first_expert = first_expert(rank, shape.num_experts, num_ranks)
         self._num_slots = shape.num_slots
-        self.num_decodes = 0  # exchanges that were launched; alike on all ranks
         self.capacity = num_ranks * self._num_slots
-        self._decode_offsets = (
-            torch.arange(self.num_local + 1, dtype=torch.int32) * self.capacity
-        ).to(buffer.device)
-
-    def prefill_batch(self, sent: Sent, rows: Tensor, weights: Tensor) -> ExpertBatch:
-        """``rows``, ``weights``: of ``sent``, or what autograd knows them by."""
-        assert sent.num_tokens_per_expert is not None and sent.offsets is not None
-        return ExpertBatch(
-            rows,
-            sent.scales,
-            sent.num_tokens_per_expert,
-            sent.offsets,
-            None if sent.is_bounded else sent.counts,
-            None,
-            "prefill",
-            self.first_expert,
-            self.alignment,
-            Prefilled(sent.handle, weights),
+        offsets = torch.arange(self.num_local + 1, dtype=torch.int32) * self.capacity
+        # Alike in all decode batches.
+        self._decoded: dict[str, Any] = dict(
+            scales=None,
+            offsets=offsets.to(buffer.device),
+            counts=None,
+            capacity=self.capacity,
+            mode="decode",
+            first_expert=self.first_expert,
+            alignment=1,
         )
+        self.words: HostWords | None = None
+        self.quick = NEVER
+
+    def enable_decode(self, words: HostWords | None) -> None:
+        """``words``: that tell the ranks of this host how many tokens there are in an exchange."""
+        self.words = words
+        self.quick = decode_calls(self.buffer, self.shape, self._decoded, words)
 
     # ---- decode --------------------------------------------------------------------------------
 
@@ -82,6 +65,10 @@ class Transport:
         is_asking: bool,
     ) -> tuple[ExpertBatch, Callable[[], None] | None]:
         shape = self.shape
+        if not is_async:
+            made = self.quick.begin(x, topk_idx, topk_weights, is_asking)
+            if made is not None:
+                return made, None
         payload, counts, handle, _, hook = self.buffer.low_latency_dispatch(
             x,
             topk_idx,
@@ -92,24 +79,22 @@ class Transport:
             topk_weights=topk_weights,
             report_num_tokens=is_asking,
         )
-        self.num_decodes += 1
+        # Peers may act on it at once: what raises before this is no exchange.
+        exchange = 0
+        if is_asking and self.words is not None:
+            exchange = self.words.tell(x.shape[0])
         scales = None
         if isinstance(payload, tuple):
             payload, scales = payload
             scales = scales.reshape(-1, scales.shape[-1])
-        batch = ExpertBatch.of(
+        held = dict(
+            self._decoded,
             x=payload.view(-1, shape.hidden),
             scales=scales,
             num_tokens_per_expert=counts,
-            offsets=self._decode_offsets,
-            counts=None,
-            capacity=self.capacity,
-            mode="decode",
-            first_expert=self.first_expert,
-            alignment=1,
-            state=Decoded(handle, topk_idx),
+            state=Decoded(handle.shape, handle.metadata, handle.num_tokens, topk_idx, exchange),
         )
-        return batch, hook
+        return ExpertBatch.of(**held), hook
 
     def decode_combine(
         self, rows: Tensor, state: Decoded, is_async: bool
@@ -118,7 +103,7 @@ class Transport:
             rows.view(self.num_local, self.capacity, self.shape.hidden),
             state.topk_idx,
             None,
-            state.handle,
+            LowLatencyHandle(state.shape, state.metadata, state.num_tokens),
             return_recv_hook=is_async,
         )
         return combined, hook

@@ -56,7 +56,7 @@ def _stats(name: str, value: Any, ctx: Context, size: int, dtype: torch.dtype) -
     return checks.tensor(name, value, ctx.device, shape=(size,), dtypes=(dtype,))
 
 
-def _shape_of(ctx: Context, state: LowLatencyState, options: ShapeOptions) -> LowLatencyShape:
+def shape_of(ctx: Context, state: LowLatencyState, options: ShapeOptions) -> LowLatencyShape:
     """The shape of calls with these options, which have not been checked yet."""
     (
         max_tokens, hidden, num_topk, num_experts,
@@ -116,7 +116,7 @@ def low_latency_dispatch(
     except TypeError:  # something that cannot be a size
         shape = None
     if shape is None:
-        shape = _shape_of(ctx, state, options)
+        shape = shape_of(ctx, state, options)
     if num_tokens > shape.max_tokens:
         raise ArgumentError(
             "x", f"{num_tokens} tokens", f"must have at most {shape.max_tokens} "

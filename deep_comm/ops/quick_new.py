@@ -10,7 +10,7 @@ from deep_comm.context import Context
 from deep_comm.expansion import Expansion
 from deep_comm.handle import Handle
 from deep_comm.handle_parts import Memory, PlacedRows, Slab
-from deep_comm.ops.call import StreamOptions
+from deep_comm.ops.call import SYNCHRONOUS, StreamOptions
 from deep_comm.ops.dispatch import DispatchResult, NewDispatch, UnmovedRows, dispatch_unmoved
 from deep_comm.ops.expand import numbered_expansion
 from deep_comm.ops.notify import counts_of
@@ -101,6 +101,58 @@ def send_new(ctx: Context, streams: StreamOptions, *given: Any) -> SentRows | No
     if made is None:
         return None
     return SentRows(ctx, streams, made, given[5], given[7], given[8])
+
+
+def dispatch_expanded(
+    ctx: Context,
+    x: Any,
+    topk_idx: Any,
+    topk_weights: Any,
+    default: Any,
+    num_experts: int,
+    num_worst_tokens: int,
+    expert_alignment: int,
+    zero_padding: bool,
+) -> DispatchResult | None:
+    """dispatch with expand on the caller's stream, for the layer. None: nothing has happened."""
+    sent = send_new(
+        ctx, SYNCHRONOUS, x, topk_idx, topk_weights, None, None, None, num_experts,
+        num_worst_tokens, expert_alignment, False, None, default, True, zero_padding,
+    )  # fmt: skip
+    if sent is None:
+        return None
+    received = sent.receive()
+    if isinstance(received, UnmovedRows):
+        given = expanded_arguments(
+            topk_idx, topk_weights, num_experts, num_worst_tokens, expert_alignment, zero_padding
+        )
+        call = NewDispatch(ctx, x, PLAIN, config=None, default=default, **given)
+        return dispatch_unmoved(call, received, SYNCHRONOUS)
+    return received
+
+
+def expanded_arguments(
+    topk_idx: Any,
+    topk_weights: Any,
+    num_experts: int,
+    num_worst_tokens: int,
+    expert_alignment: int,
+    zero_padding: bool,
+) -> dict[str, Any]:
+    """Of NewDispatch, as the layer wants it."""
+    return dict(
+        num_tokens_per_rank=None,
+        is_token_in_rank=None,
+        num_tokens_per_expert=None,
+        topk_idx=topk_idx,
+        topk_weights=topk_weights,
+        num_experts=num_experts,
+        expert_alignment=expert_alignment,
+        num_worst_tokens=num_worst_tokens,
+        zero_tail=False,
+        expand=True,
+        zero_padding=zero_padding,
+    )
 
 
 def begin_quick(

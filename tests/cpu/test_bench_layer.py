@@ -13,7 +13,7 @@ import warm
 
 from deep_comm import tuning
 from deep_comm.bench import layer, layer_options, layer_report
-from deep_comm.bench.layer_report import Line, Pair
+from deep_comm.bench.layer_report import Judged, Line, Pair
 from deep_comm.bench.measure import Timing
 
 
@@ -79,8 +79,22 @@ def test_captured_steps_are_judged_too() -> None:
     text = layer_report.verdict([captured], [], 128)
     assert "at 1 (graph 1.250)" in text
     cells = layer_report.row(captured).split()
-    assert cells == ["1", "9.0", "3.0", "-", "3.0", "1.000", "ok", "5.0", "2.0", "-", "2.5",
-                     "1.250", "MISSED", "-", "3.0", "-"]  # fmt: skip
+    assert cells == ["1", "9.0", "3.0", "-", "3.0", "1.000", "ok", "-", "5.0", "2.0", "-", "2.5",
+                     "1.250", "MISSED", "-", "-", "3.0", "-"]  # fmt: skip
+
+
+def test_a_turn_holds_auto_against_the_rounds_around_it() -> None:
+    # A machine that becomes twice as slow, and one disturbed round: the medians know of neither.
+    rival, again = [10.0, 10.0, 20.0, 20.0, 20.0], [10.0, 10.2, 20.0, 60.0, 20.4]
+    auto = [10.2, 10.3, 20.4, 40.0, 20.8]
+    judged = Judged.of(rival, auto, again)
+    assert judged.ratio.median == pytest.approx(1.02)
+    assert judged.noise.median == pytest.approx(1.02) and judged.noise.high == pytest.approx(1.02)
+    judged_pair = dataclasses.replace(pair(100.0, 10.0, 90.0), rival=timing(10.0), judged=judged)
+    assert judged_pair.ratio == judged.ratio.median and judged_pair.verdict == "ok"
+    text = layer_report.verdict([Line(4, judged_pair, pair(None, None))], [], 128)
+    assert "4 tokens, eager: auto over its rival 1.020 (" in text and "itself 1.020 (" in text
+    assert judged_pair.to_json()["judged"]["noise"]["low"] == 1.0
 
 
 def test_lists_and_defaults() -> None:

@@ -7,19 +7,22 @@ import timeit
 from collections.abc import Callable
 from typing import Any
 
+import fake_cuda
 import pytest
 import torch
 from layer_cases import LayerCase, build, inputs
 
 from deep_comm import local
+from deep_comm.layer.host_words import HostWords
 
 TARGET_US = 10.0  # a step: dispatch and combine
-MAX_FUNCTIONS = 18
+MAX_FUNCTIONS = {"decode": 4, "auto": 5, "prefill": 44}
+"""Of the whole package; the Buffer's two calls under them enter 5 and 42."""
 IMPORT_TARGET_S = 0.5
 
 
 class _Counter:
-    """Functions of the layer entered while it is active."""
+    """Functions of the package entered while it is active."""
 
     def __enter__(self) -> "_Counter":
         self.functions: list[str] = []
@@ -30,42 +33,31 @@ class _Counter:
         sys.setprofile(None)
 
     def _enter(self, frame: Any, event: str, argument: Any) -> None:
-        if event == "call" and "/deep_comm/layer/" in frame.f_code.co_filename:
+        if event == "call" and "/deep_comm/" in frame.f_code.co_filename:
             self.functions.append(frame.f_code.co_name)
 
 
-def _on_stub(body: Callable[[Any, tuple[Any, ...]], Any]) -> Any:
-    """``body(layer, (x, idx, weights))`` with a Buffer whose calls return at once what real ones
-    did."""
+def _without_launches(body: Callable[[Any, tuple[Any, ...]], Any]) -> Any:
+    """``body(layer, (x, idx, weights))`` with a Buffer that launches nothing, of one rank that
+    shares a page with itself."""
 
     def main(group: Any) -> Any:
         case = LayerCase(((16,),), max_tokens=64, decode_tokens=32, experts=16, topk=8)
         with build(group, case) as layer, torch.inference_mode():
+            layer._steps.use_words(HostWords.create(layer.buffer._context.rendezvous))
             parts = inputs(case, 0, 0)
-            batch = layer.dispatch(*parts)
-            layer.combine(batch, batch.x)
-            x, idx, weights = parts
-            slots = layer.shape.num_slots
-            sent = layer.buffer.low_latency_dispatch(
-                x, idx, slots, case.experts, use_fp8=False, topk_weights=weights
-            )
-            returned = layer.buffer.low_latency_combine(sent[0], idx, None, sent[2])
-            prefill = layer.dispatch(*parts, mode="prefill")
-            layer.combine(prefill, prefill.x)
-            received = layer.buffer.dispatch(
-                x, topk_idx=idx, topk_weights=weights, num_experts=case.experts, expand=True
-            )
-            summed = layer.buffer.combine(
-                received[0], received[4], topk_weights=received[2], apply_weights=True
-            )
-            layer.buffer.dispatch = lambda *args, **options: received
-            layer.buffer.combine = lambda *args, **options: summed
-            layer.buffer.low_latency_dispatch = lambda *args, **options: sent
-            layer.buffer.low_latency_combine = lambda *args, **options: returned
-            layer.buffer.wait_low_latency_num_tokens = lambda: 16
+            steps = [_raw_decode(layer, parts), _raw_prefill(layer, parts)]
+            steps += [_step(layer, parts, mode) for mode in ("decode", "auto", "prefill")]
+            for step in 2 * steps:  # the first of a form is not one native step
+                step()
+            engine = layer.buffer._context.engine
+            engine.skips_launches = True
+            engine.stub_counts = 16, 16, True, [8] * 16
             return body(layer, parts)
 
-    return local.run(main, 1, timeout_s=120)[0]
+    with fake_cuda.installed() as log:
+        log.is_silent = True
+        return local.run(main, 1, timeout_s=120)[0]
 
 
 def _experts(batch: Any) -> torch.Tensor:
@@ -94,21 +86,24 @@ def _raw_prefill(layer: Any, parts: tuple[Any, ...]) -> Callable[[], None]:
     return step
 
 
+def _step(layer: Any, parts: tuple[Any, ...], mode: str) -> Callable[[], None]:
+    def step() -> None:
+        layer(*parts, _experts, mode=mode)
+
+    return step
+
+
 @pytest.mark.parametrize("mode", ["decode", "auto", "prefill"])
 def test_a_step_adds_few_microseconds_to_the_buffer_calls(mode: str) -> None:
     def body(layer: Any, parts: tuple[Any, ...]) -> float:
-        x, idx, weights = parts
         raw = (_raw_prefill if mode == "prefill" else _raw_decode)(layer, parts)
-
-        def step() -> None:
-            layer(x, idx, weights, _experts, mode=mode)
-
+        step = _step(layer, parts, mode)
         # The least of many, of this thread alone: whatever else runs on this machine can only add.
         timers = [timeit.Timer(call, timer=time.thread_time) for call in (raw, step)]
         best = [min(timer.repeat(200, number=60)) / 60 for timer in timers]
         return (best[1] - best[0]) * 1e6
 
-    added_us = _on_stub(body)
+    added_us = _without_launches(body)
     assert added_us <= TARGET_US, f"{added_us:.1f} us"
 
 
@@ -119,16 +114,17 @@ def test_a_step_enters_few_functions_and_makes_no_tensor_of_its_own(
     made: list[str] = []
 
     def body(layer: Any, parts: tuple[Any, ...]) -> list[str]:
+        step = _step(layer, parts, mode)
         for name in ("empty", "zeros", "full", "arange"):
             monkeypatch.setattr(torch, name, lambda *args, name=name, **options: made.append(name))
         with _Counter() as counter:
-            layer(*parts, _experts, mode=mode)
+            step()
         monkeypatch.undo()
         return counter.functions
 
-    functions = _on_stub(body)
+    functions = _without_launches(body)
     assert made == []
-    assert len(functions) <= MAX_FUNCTIONS, functions
+    assert len(functions) <= MAX_FUNCTIONS[mode], functions
 
 
 def test_importing_the_package_is_quick_beside_torch() -> None:

@@ -1,0 +1,190 @@
+// The two calls of a layer's decode step (deep_comm/layer/quick_decode.py), each in one step from
+// what the layer is given to what it hands out: what a step costs beside its tensors and launches
+// counts, because "auto" is held against it.
+#pragma once
+
+#include <memory>
+#include <optional>
+
+#include "bind/quick_low_latency.hpp"
+#include "host/host_words.hpp"
+
+namespace deep_comm {
+
+// Of one layer: the form of all its calls, and what batches are made of.
+template <class Target>
+struct LayerDecode {
+  QuickLowLatency<Target>* calls;
+  const QuickForm* form;
+  int64_t decode_tokens;        // the most that a step may have
+  TensorForm rows;              // [L * N, hidden]: an expert's behind the other's
+  pybind11::object batch_type;  // ExpertBatch, and what is alike in all of them
+  pybind11::dict common;
+  pybind11::object state_type;  // Decoded, a tuple
+  std::optional<HostWords> words;
+  pybind11::object words_owner, x_name, counts_name, state_name;
+};
+
+template <class Target>
+using SharedLayer = std::shared_ptr<const LayerDecode<Target>>;
+
+namespace detail {
+
+// An instance of a class of Python's with these attributes, whatever its constructor would do.
+inline pybind11::object instance_of(const pybind11::object& type, const pybind11::dict& held) {
+  namespace py = pybind11;
+  auto* made_of = reinterpret_cast<PyTypeObject*>(type.ptr());
+  auto made = py::reinterpret_steal<py::object>(made_of->tp_alloc(made_of, 0));
+  static PyObject* const name = PyUnicode_InternFromString("__dict__");
+  if (!made || PyObject_GenericSetAttr(made.ptr(), name, held.ptr()) != 0) {
+    throw py::error_already_set();
+  }
+  return made;
+}
+
+inline pybind11::object tuple_of(const pybind11::object& type, const pybind11::tuple& items) {
+  namespace py = pybind11;
+  const py::tuple arguments = py::make_tuple(items);
+  auto* made_of = reinterpret_cast<PyTypeObject*>(type.ptr());
+  auto made =
+      py::reinterpret_steal<py::object>(PyTuple_Type.tp_new(made_of, arguments.ptr(), nullptr));
+  if (!made) throw py::error_already_set();
+  return made;
+}
+
+}  // namespace detail
+
+// (x, topk_idx, topk_weights, is_asking) -> ExpertBatch, or None: nothing has happened. is_asking:
+// of "auto". The ranks of the host are told of it here, behind all that can fail and ahead of the
+// launch, so that they know by the time they ask.
+template <class Target>
+pybind11::object begin_layer(SharedLayer<Target>& shared, PyObject* const* arguments) {
+  namespace py = pybind11;
+  const LayerDecode<Target>& layer = *shared;
+  QuickLowLatency<Target>& self = *layer.calls;
+  const TorchTensors& torch = self.torch;
+  const QuickForm& form = *layer.form;
+  const LowLatencyOptions& options = form.plan.options;
+  TensorView x, idx, weights;
+  if (!torch.matrix(arguments[0], kDlBfloat16, -1, options.hidden, &x) ||
+      x.extent(0) > layer.decode_tokens || !detail::is_aligned(x.address()) ||
+      arguments[2] == Py_None ||
+      !detail::routing(torch, arguments[1], arguments[2], x.extent(0), options.num_topk, &idx,
+                       &weights) ||
+      !self.is_ready(0)) {
+    return py::none();
+  }
+  const uint64_t stream = torch.current_stream();
+  const bool is_asking = arguments[3] == Py_True;
+  // Where a graph is captured, "auto" asks nobody.
+  if (is_asking && !self.parts.streams.is_eager(stream)) return py::none();
+  LowLatencyDispatchCall call{};
+  py::object rows = torch.empty(layer.rows, &call.recv_x);
+  py::object metadata = torch.empty(form.metadata, &call.metadata);
+  py::object counts = torch.part(metadata, form.recv_count, self.zero.ptr());
+  call.x = self.given(x.address());
+  call.topk_idx = self.given(idx.address());
+  call.topk_idx_bytes = idx.element_bytes();
+  call.topk_weights = self.given(weights.address());
+  call.num_tokens = static_cast<int>(x.extent(0));
+  call.recv_x = self.given(call.recv_x);
+  call.is_reporting = is_asking;
+  call.send = call.receive = true;
+  uint64_t exchange = 0;
+  if (is_asking && layer.words) {
+    exchange = layer.words->tell(static_cast<uint64_t>(call.num_tokens));
+  }
+  run_quick(self, form, call, stream);
+  self.end();
+  auto held = py::reinterpret_steal<py::dict>(PyDict_Copy(layer.common.ptr()));
+  if (!held) throw py::error_already_set();
+  held[layer.x_name] = std::move(rows);
+  held[layer.counts_name] = std::move(counts);
+  held[layer.state_name] = detail::tuple_of(
+      layer.state_type, py::make_tuple(form.shape, std::move(metadata), call.num_tokens,
+                                       py::handle(arguments[1]), exchange));
+  return detail::instance_of(layer.batch_type, held);
+}
+
+// (rows, Decoded) -> the sums, or None, likewise.
+template <class Target>
+pybind11::object end_layer(SharedLayer<Target>& shared, PyObject* const* arguments) {
+  namespace py = pybind11;
+  const LayerDecode<Target>& layer = *shared;
+  QuickLowLatency<Target>& self = *layer.calls;
+  const TorchTensors& torch = self.torch;
+  const QuickForm& form = *layer.form;
+  const LowLatencyOptions& options = form.plan.options;
+  PyObject* const state = arguments[1];
+  if (Py_TYPE(state) != reinterpret_cast<PyTypeObject*>(layer.state_type.ptr()) ||
+      PyTuple_GET_SIZE(state) != 5 || PyTuple_GET_ITEM(state, 0) != form.shape.ptr()) {
+    return py::none();
+  }
+  const int64_t num_rows = int64_t{self.engine->num_group_ranks()} * options.num_max_tokens;
+  TensorView x, idx, metadata, none;
+  int num_tokens;
+  if (!torch.matrix(arguments[0], kDlBfloat16, form.num_local_experts * num_rows, options.hidden,
+                    &x) ||
+      !detail::is_aligned(x.address()) || !torch.view(PyTuple_GET_ITEM(state, 1), &metadata) ||
+      !detail::as_int(PyTuple_GET_ITEM(state, 2), &num_tokens) ||
+      !detail::routing(torch, PyTuple_GET_ITEM(state, 3), Py_None, num_tokens, options.num_topk,
+                       &idx, &none) ||
+      !self.is_ready(1)) {
+    return py::none();
+  }
+  const uint64_t stream = torch.current_stream();
+  LowLatencyCombineCall call{};
+  py::object combined_x =
+      torch.empty_matrix(num_tokens, options.hidden, self.parts.bfloat16, &call.combined_x);
+  call.x = self.given(x.address());
+  call.metadata = metadata.address();
+  call.topk_idx = self.given(idx.address());
+  call.topk_idx_bytes = idx.element_bytes();
+  call.num_tokens = num_tokens;
+  call.rows = CombineRows::kSums;
+  call.combined_x = self.given(call.combined_x);
+  call.send = call.receive = true;
+  run_quick(self, form, call, stream);
+  self.end();
+  return combined_x;
+}
+
+// The two functions. `shape`: of a form that was added, of bfloat16 rows that travel with their
+// weights. `words`: the arguments of HostWords and what keeps its memory, or None.
+template <class Target>
+pybind11::object layer_calls(const pybind11::object& calls, const pybind11::object& shape,
+                             int64_t decode_tokens, const pybind11::tuple& rows,
+                             pybind11::object batch_type, pybind11::dict common,
+                             pybind11::object state_type, const pybind11::object& words) {
+  namespace py = pybind11;
+  auto* self = calls.cast<QuickLowLatency<Target>*>();
+  const QuickForm* form = nullptr;
+  for (const QuickForm& known : self->forms) {
+    if (known.shape.is(shape)) form = &known;
+  }
+  if (form == nullptr) throw std::invalid_argument("shape is of no form that was added");
+  std::optional<HostWords> told;
+  if (!words.is_none()) {
+    const auto [address, rank, num_ranks, owner] =
+        words.cast<std::tuple<uintptr_t, int, int, py::object>>();
+    told.emplace(address, rank, num_ranks);
+  }
+  auto layer = std::make_shared<const LayerDecode<Target>>(
+      LayerDecode<Target>{.calls = self,
+                          .form = form,
+                          .decode_tokens = decode_tokens,
+                          .rows = {rows[0], rows[1], rows[2]},
+                          .batch_type = std::move(batch_type),
+                          .common = std::move(common),
+                          .state_type = std::move(state_type),
+                          .words = told,
+                          .words_owner = words,
+                          .x_name = py::str("x"),
+                          .counts_name = py::str("num_tokens_per_expert"),
+                          .state_name = py::str("state")});
+  return py::make_tuple(
+      object_function<4, &begin_layer<Target>>("begin", SharedLayer<Target>(layer), calls),
+      object_function<2, &end_layer<Target>>("end", SharedLayer<Target>(layer), calls));
+}
+
+}  // namespace deep_comm
