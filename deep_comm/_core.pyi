@@ -326,10 +326,6 @@ class Engine:
             this process. is_near: host target, stores instead of a network.
         """
     def quiet_rail(self) -> None: ...
-    def internode_layout(self, **arguments: int) -> None:
-        """See InternodeLayoutArgs."""
-    def internode_notify(self, **arguments: int) -> None:
-        """See InternodeNotifyArgs in csrc/device/internode/args.cuh; addresses as integers."""
     def internode_places(
         self,
         *,
@@ -343,7 +339,13 @@ class Engine:
     @staticmethod
     def tier_source_layout(*, num_rows: int) -> tuple[int, int]:
         """Where recv_src_meta begins behind recv_src_idx, and bytes of both."""
-    def wait_internode_counts(self, is_early: bool) -> TwoTierCounts | None: ...
+    def tier_counts_waiter(self) -> Callable[[bool], tuple[Any, ...] | None]:
+        """As counts_waiter, of the last notify between nodes. The argument: was a dispatch launched
+        behind it, which says whether it has sent?"""
+    def plan_internode_layout(self) -> Callable[..., None]:
+        """Numbers as of plan_layout."""
+    def plan_internode_notify(self, **form: int) -> Callable[..., None]:
+        """Numbers as in ops/internode_plan.py; see InternodeNotifyArgs."""
     def plan_internode_dispatch(self, **form: int) -> Callable[..., None]:
         """Numbers as in ops/internode_plan.py; see InternodeDispatchArgs."""
     def plan_internode_combine(self, *, dtype: str, **form: int) -> Callable[..., None]:
@@ -456,16 +458,20 @@ class QuickNormal:
         device_index: int,
         *,
         num_ranks: int,
+        ranks_per_node: int,
         heap_base: int,
         memory: object,  # kept by tensors over the heap
         take: Callable[..., object],  # Region.taker()
+        count_layout: Callable[..., None],  # Engine.plan_layout() or plan_internode_layout()
         streams: object,  # backends.cuda_launch.Streams; None: there are none
         current_stream: Callable[[int], int] | None,  # of a device
         is_ready: Callable[[int, int], bool] | None,  # (device, stream)
         record: Callable[[int], None] | None,  # on a stream, the event that is `done`
         likely_rows: Callable[[int], tuple[int, ...]],  # ExpectedRows.choices
         likely_expanded: Callable[[int, int, int, int], tuple[int, ...]],  # .expanded_choices
+        likely_forwarded: Callable[[int], int],  # .forwarded
         wait_counts: Callable[[], object],  # Engine.counts_waiter()
+        wait_tier_counts: Callable[[bool], object],  # Engine.tier_counts_waiter()
         expand_calls: tuple[Callable[..., None], ...],  # Engine.expand_calls()
         float32: object,  # torch's
         int32: object,
@@ -473,15 +479,15 @@ class QuickNormal:
     def layout(
         self,
         *,
-        launch: Callable[..., None],  # Engine.plan_layout()
         num_ranks: int,
+        num_nodes: int,
         num_max_experts: int,
         num_max_topk: int,
         int32: object,  # torch's dtypes
         boolean: object,
     ) -> Callable[[object, object, object], Any]:
-        """topk_idx, num_experts, asynchronous -> num_tokens_per_rank, num_tokens_per_expert,
-        is_token_in_rank.
+        """topk_idx, num_experts, asynchronous -> num_tokens_per_rank, num_tokens_per_node or None,
+        num_tokens_per_expert, is_token_in_rank.
         """
     def calls(self) -> tuple[Callable[..., Any], ...]:
         """``asynchronous``: StreamOptions.asynchronous.
@@ -500,7 +506,12 @@ class QuickNormal:
         """
 
     def tier_calls(self) -> tuple[Callable[..., Any], ...]:
-        """dispatch and combine between nodes, with KnownTierHandle.numbers."""
+        """The same between nodes, with KnownTierHandle.numbers. ``new_dispatch`` takes
+        num_tokens_per_rdma_rank as well and returns (TierSlabLayout, its address, its block,
+        KnownTierHandle.routing, addresses of send_nvl_head and recv_src_idx, rows that there is
+        room for, received and forwarded, stream, num_topk, receive); ``receive()`` -> (rows,
+        indices, weights, counts).
+        """
 
     def add_dispatch(
         self,
@@ -518,6 +529,8 @@ class QuickNormal:
     ) -> None: ...
     def add_tier_dispatch(self, **form: Any) -> None:
         """As add_dispatch, between nodes."""
+    def add_new_tier_dispatch(self, **form: Any) -> None:
+        """As add_new_dispatch, between nodes."""
     def add_tier_combine(self, **form: Any) -> None:
         """As add_combine, between nodes."""
     def add_new_dispatch(
@@ -735,16 +748,6 @@ def allocate(num_bytes: int) -> int:
     """Zeroed, 4096-byte aligned memory of this process: the heap of ranks that are threads."""
 
 def free(address: int) -> None: ...
-
-class TwoTierCounts:
-    """Totals of one rank after internode_notify."""
-
-    num_recv_tokens: int
-    num_forward_tokens: int
-    max_num_tokens: int
-    num_returning_rows: int
-    is_direct: bool  # an early dispatch has sent its rows
-    num_recv_tokens_per_expert: list[int]
 
 class RailTraffic:
     """What one rank has posted on one queue of the simulated network."""

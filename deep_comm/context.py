@@ -111,10 +111,8 @@ class Context:
         self.num_qps = settings.num_qps
         self.num_max_experts = settings.num_max_experts
         self.is_open = False
-        self.expected = ExpectedRows(self.num_ranks)
         self.early_launches = EarlyLaunches()  # of dispatches between nodes
         self.pending: PendingDispatch | None = None  # sent, and not yet waited for
-        self.agreed_tokens = 0  # that a rank will ever bring, as a layer's ranks have agreed
         self.owner = object()  # what handles remember this Buffer by, without keeping it alive
         self._plans: dict[tuple[object, ...], RingPlan] = {}
         self.calls: dict[tuple[object, ...], Any] = {}  # what ops have planned, by their keys
@@ -139,6 +137,7 @@ class Context:
             hosts, memories = zip(*identities, strict=True)
             self.topology: Topology = discover(hosts, ranks_per_node)
             require_supported(self.topology)
+            self.expected = ExpectedRows(self.num_ranks, self.topology.num_nodes)
             # What the host target needs to reach a rank is its memory.
             places = memories if device.type == "cpu" else hosts
             self.rail = rails.choose(wanted_rail, device.type, self.topology, places)
@@ -233,8 +232,10 @@ class Context:
         # For the host's hot path: see the classes they belong to.
         self.launch = self.backend.launch
         self.take = self.region.taker()
-        self.count_layout = self.engine.plan_layout()
-        self.wait_counts = self.engine.counts_waiter()
+        engine = self.engine
+        self.count_layout = engine.plan_internode_layout() if is_internode else engine.plan_layout()
+        self.wait_counts = engine.counts_waiter()
+        self.wait_tier_counts = engine.tier_counts_waiter()
         self._has_failed: Sequence[int] = self.engine.error_flag()
         self.quick = quick.normal_of(self)
         self.quick_layout = quick.layout_of(self)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deep_comm.errors import HandleMismatch
 from deep_comm.expansion import Expansion
-from deep_comm.handle_base import HeldTensors, TensorSequence
+from deep_comm.handle_base import HeldTensors, TensorSequence, made_later
 from deep_comm.handle_parts import Memory, Slab, SlabLayout, SourceRows
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ class KnownHandle(HeldTensors):
         "way_back",
         "output_layouts",
         "numbers",
-        "home_stream",
     )
 
     def __init__(
@@ -52,14 +51,15 @@ class KnownHandle(HeldTensors):
         recv_channel_prefix_matrix: int,
     ) -> None:
         """``owner``: whose checks. ``tensors``: torch's memory in the handle."""
-        super().__init__(tensors)
+        if handle.expansion is not None:
+            tensors += handle.expansion.tensors
+        super().__init__(tensors, handle.home_stream)
         self.owner = owner
         self.num_tokens = num_tokens
         self.num_recv_rows = num_recv_rows
         self.expansion = handle.expansion
         self.num_output_rows = num_recv_rows
         if handle.expansion is not None:
-            self.tensors += handle.expansion.tensors
             self.num_output_rows = handle.expansion.num_rows
         self.num_channels = num_channels
         self.num_topk = handle.num_topk or 0  # 0: not known
@@ -81,8 +81,6 @@ class KnownHandle(HeldTensors):
         if handle.expansion is not None:
             expanded = handle.expansion.numbers()
             self.numbers = None if expanded is None else self.numbers + expanded
-        # Whose memory ``tensors`` are; without any nobody need be told who uses the handle.
-        self.home_stream = handle.home_stream if self.tensors else None
 
 
 class _Fresh:
@@ -105,6 +103,9 @@ class _Fresh:
         self.src_rows = src_rows
         self.src_idx = src_idx
         self.routing = routing
+
+    def tensor(self, name: str) -> Tensor | None:
+        return _tensor_of(self, name)
 
 
 class _FreshInRegion:
@@ -137,12 +138,17 @@ class _FreshInRegion:
             self.address + self.layout.num_bytes, self.num_rows, Memory(*self._memory)
         )
 
+    def tensor(self, name: str) -> Tensor | None:
+        return _tensor_of(self, name)
 
-def _made_later() -> Any:
-    """None, but not as an attribute of the class, which would hide what
-    Handle.__getattr__ makes.
-    """
-    return field(default_factory=lambda: None)
+
+def _tensor_of(fresh: _Fresh | _FreshInRegion, name: str) -> Tensor | None:
+    if name in fresh.layout.parts:
+        return fresh.slab.tensor(name)
+    if name != "recv_src_idx":
+        return None
+    assert fresh.src_rows is not None
+    return fresh.src_rows.tensor()
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,9 +195,9 @@ class Handle(TensorSequence):
     num_topk: int | None = None
     num_recv_tokens: int | None = None
     max_num_tokens: int | None = None
-    num_recv_tokens_per_expert: Tensor | None = _made_later()
-    num_recv_tokens_tensor: Tensor | None = _made_later()
-    num_recv_tokens_per_rank: Tensor | None = _made_later()
+    num_recv_tokens_per_expert: Tensor | None = made_later()
+    num_recv_tokens_tensor: Tensor | None = made_later()
+    num_recv_tokens_per_rank: Tensor | None = made_later()
     members: tuple[str, ...] | None = None
     expansion: Expansion | None = None
     home_stream: int | None = field(default=None, repr=False)
@@ -258,24 +264,6 @@ class Handle(TensorSequence):
         held["num_recv_tokens"] = num_recv_tokens
         held["max_num_tokens"] = max_num_tokens
         held["_fresh"].num_rows = num_recv_tokens
-
-    def __getattr__(self, name: str) -> Any:
-        """Called for what is missing: the tensors of a fresh handle."""
-        fresh = self.__dict__.get("_fresh")
-        if fresh is None or (name not in fresh.layout.parts and name != "recv_src_idx"):
-            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
-        if name == "recv_src_idx":
-            assert fresh.src_rows is not None
-            tensor = fresh.src_rows.tensor()
-        else:
-            tensor = fresh.slab.tensor(name)
-        self.__dict__[name] = tensor
-        return tensor
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For copies: with all tensors, without what belongs to this one."""
-        state = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        return {**state, "_known": None}
 
     @property
     def num_ranks(self) -> int:

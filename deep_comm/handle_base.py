@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, overload
+from dataclasses import field, fields
+from typing import Any, ClassVar, Protocol, overload
 
 import torch
 from torch import Tensor
@@ -15,13 +16,15 @@ from deep_comm.errors import ArgumentError, HandleMismatch
 class HeldTensors:
     """What calls of a Buffer know of a handle's memory.
 
-    Attributes: ``tensors``: torch's in the handle.
+    Attributes: ``tensors``: torch's in the handle; ``home_stream``: whose memory they are; without
+    any, or None, nobody need be told who uses the handle.
     """
 
-    __slots__ = ("tensors", "_recorded_on")
+    __slots__ = ("_recorded_on", "home_stream", "tensors")
 
-    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
+    def __init__(self, tensors: tuple[Tensor, ...], home_stream: int | None) -> None:
         self.tensors = tensors
+        self.home_stream = home_stream if tensors else None
         self._recorded_on: set[int] = set()  # streams whose use torch knows of
 
     def record_on(self, stream: torch.cuda.Stream, raw_stream: int) -> None:
@@ -35,8 +38,23 @@ class HeldTensors:
             self._recorded_on.add(raw_stream)
 
 
+class FreshParts(Protocol):
+    """Where the parts of a handle lie that no tensor has been made of."""
+
+    def tensor(self, name: str) -> Tensor | None:
+        """A part by its name in the handle; None: there is none."""
+
+
+def made_later() -> Any:
+    """None, but not as an attribute of the class, which would hide what
+    TensorSequence.__getattr__ makes.
+    """
+    return field(default_factory=lambda: None)
+
+
 class TensorSequence(Sequence[Tensor]):
-    """The first fields, by position as DeepEP's callers know them."""
+    """The first fields, by position as DeepEP's callers know them. Tensors of a handle that has
+    ``_fresh`` are made when they are asked for."""
 
     _KINDS: ClassVar[tuple[tuple[torch.dtype, int], ...]]  # (dtype, dimensions) of each
     _MADE_BY: ClassVar[str] = "dispatch"
@@ -44,6 +62,20 @@ class TensorSequence(Sequence[Tensor]):
 
     rank: int | None
     members: tuple[str, ...] | None
+
+    def __getattr__(self, name: str) -> Any:
+        """Called for what is missing: the tensors of a fresh handle."""
+        fresh: FreshParts | None = self.__dict__.get("_fresh")
+        tensor = None if fresh is None else fresh.tensor(name)
+        if tensor is None:
+            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+        self.__dict__[name] = tensor
+        return tensor
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: with all tensors, without what belongs to this one."""
+        state = {entry.name: getattr(self, entry.name) for entry in fields(self)}  # type: ignore[arg-type]
+        return {**state, "_known": None}
 
     @abc.abstractmethod
     def as_tuple(self) -> tuple[Tensor, ...]:

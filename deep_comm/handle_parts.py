@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from deep_comm._core import Block
     from deep_comm.backends.foreign import Place
 
-_ALIGNMENT = 16  # of parts, in bytes
-_LINE = 128  # of what lies behind a slab
+ALIGNMENT = 16  # of parts, in bytes
+LINE = 128  # of what lies behind a slab
 
 
 class Part:
@@ -65,7 +65,7 @@ class SlabLayout:
         self.num_tokens = num_tokens
         words = ranks * ranks, ranks * channels, ranks * channels, num_local, num_tokens * ranks
         sizes = (*(4 * size for size in words), 4 + 4 * ranks, has_mask * num_tokens * ranks)
-        padded = ((size + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT for size in sizes)
+        padded = ((size + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT for size in sizes)
         (
             self.channel_prefix_matrix,
             self.recv_channel_prefix_matrix,
@@ -75,7 +75,7 @@ class SlabLayout:
             self.is_token_in_rank,
             end,
         ) = itertools.accumulate(padded)
-        self.num_bytes = -(-end // _LINE) * _LINE
+        self.num_bytes = -(-end // LINE) * LINE
         self.offsets = (
             self.channel_prefix_matrix, self.recv_channel_prefix_matrix,
             self.num_recv_tokens_per_expert, self.send_head, self.recv_counts,

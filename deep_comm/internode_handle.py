@@ -3,45 +3,84 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from deep_comm.errors import HandleMismatch
-from deep_comm.expansion import Expansion
-from deep_comm.handle_base import HeldTensors, TensorSequence
+from deep_comm.handle_base import HeldTensors, TensorSequence, made_later
+from deep_comm.tier_parts import FreshTiers
+
+if TYPE_CHECKING:
+    from deep_comm.expansion import Expansion
 
 
 class KnownTierHandle(HeldTensors):
-    """A handle that a Buffer has made, as calls of it in one native step want it (ops/quick.py).
+    """A handle that has passed a Buffer's checks, as its calls want it: numbers and addresses. Kept
+    in the handle, so that later calls with it check nothing but whose it is.
 
-    Attributes: ``numbers``: in the order of csrc/bind/quick_tiers.hpp; None: they go step by step.
-    ``home_stream``: whose memory it is.
+    Attributes: ``routing``: dispatch's first arguments, as ops/internode_plan.py lists them; the
+    last, send_places, is 0 if they are not known. ``way_back``: combine's first, with
+    ``forward_places``, likewise. ``num_received``: address of an int32, how many tokens this rank
+    has received.
+    ``numbers``: in the order of csrc/bind/quick_tiers.hpp; None: calls go step by step.
     """
 
-    __slots__ = ("home_stream", "numbers")
+    __slots__ = (
+        "expansion", "forward_places", "num_channels", "num_forward_rows", "num_output_rows",
+        "num_received", "num_recv_rows", "num_staging_rows", "num_tokens", "numbers", "owner",
+        "routing", "way_back",
+    )  # fmt: skip
 
-    def __init__(self, handle: InternodeHandle) -> None:
-        super().__init__(handle.all_tensors)
-        self.home_stream = handle.home_stream
-        self.numbers: tuple[int, ...] | None = None
-        places, forward_places = handle.send_places, handle.forward_places
-        if handle.expansion is not None or places is None or forward_places is None:
-            return
-        mask, node_prefix, _, *received, _, node_head, rank_head = handle.as_tuple()
-        self.tensors += places, forward_places
-        read = (mask, node_head, *received, node_prefix, places, rank_head, forward_places)
-        self.numbers = (
-            handle.num_experts or 0,
-            *(tensor.data_ptr() for tensor in read),
-            handle.num_tokens,
-            handle.num_recv_rows,
-            handle.num_forward_rows,
-            handle.num_channels,
-            handle.num_staging_rows,
+    def __init__(
+        self, handle: InternodeHandle, owner: object, tensors: tuple[Tensor, ...],
+        routing: tuple[int, ...], rank_head: int, forward_places: int,
+        sizes: tuple[int, int, int, int], num_nodes: int, num_ranks: int,
+    ) -> None:  # fmt: skip
+        """``owner``: whose checks. ``sizes``: T, Q, F, C."""
+        if handle.expansion is not None:
+            tensors += handle.expansion.tensors
+        super().__init__(tensors, handle.home_stream)
+        self.owner = owner
+        self.num_tokens, self.num_recv_rows, self.num_forward_rows, self.num_channels = sizes
+        self.num_received = routing[6] + 4 * (num_ranks - 1)
+        self.num_output_rows = self.num_recv_rows
+        self.expansion = handle.expansion
+        if handle.expansion is not None:
+            self.num_output_rows = handle.expansion.num_rows
+        self.routing, self.forward_places = routing, forward_places
+        _, _, node_head, *received, node_prefix, places = routing
+        self.way_back = (
+            node_head, rank_head, *received, node_prefix, forward_places, self.num_recv_rows,
+            self.num_forward_rows,
+        )  # fmt: skip
+        self.num_staging_rows = self._staging_rows(
+            handle.num_topk or 0, num_nodes, num_ranks // num_nodes, handle.num_returning_rows
         )
+        self.numbers: tuple[int, ...] | None = None
+        if handle.expansion is None and places != 0 and forward_places != 0:
+            self.numbers = (
+                *routing, rank_head, forward_places, self.num_tokens, self.num_recv_rows,
+                self.num_forward_rows, self.num_channels, self.num_staging_rows,
+            )  # fmt: skip
+
+    def _staging_rows(
+        self, num_topk: int, num_nodes: int, ranks_per_node: int, returning: int | None
+    ) -> int:
+        """Rows and sums for which combine wants a place: those that the node's other ranks return,
+        that come from other nodes and that go there.
+        """
+
+        def most(num_targets: int) -> int:
+            """Of them that a token can go to."""
+            return min(num_topk, num_targets) if num_topk else num_targets
+
+        if returning is None:
+            returning = self.num_forward_rows * most(ranks_per_node - 1)
+        crossing = self.num_tokens * most(num_nodes - 1)
+        return max(1, returning + crossing + self.num_forward_rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,41 +142,90 @@ class InternodeHandle(TensorSequence):
     send_rdma_head: Tensor
     send_nvl_head: Tensor
 
-    recv_src_idx: Tensor | None = None
+    recv_src_idx: Tensor | None = made_later()
     rank: int | None = None
     num_experts: int | None = None
     num_topk: int | None = None
     num_recv_tokens: int | None = None
     max_num_tokens: int | None = None
-    num_recv_tokens_per_expert: Tensor | None = None
-    num_recv_tokens_tensor: Tensor | None = None
-    num_recv_tokens_per_rank: Tensor | None = None
+    num_recv_tokens_per_expert: Tensor | None = made_later()
+    num_recv_tokens_tensor: Tensor | None = made_later()
+    num_recv_tokens_per_rank: Tensor | None = made_later()
     members: tuple[str, ...] | None = None
-    forward_places: Tensor | None = None
+    forward_places: Tensor | None = made_later()
     num_returning_rows: int | None = None
-    send_places: Tensor | None = None
+    send_places: Tensor | None = made_later()
     expansion: Expansion | None = None
     home_stream: int | None = field(default=None, repr=False)
-    _owner: object = field(default=None, init=False, repr=False)  # whose calls need no checks
     _known: KnownTierHandle | None = field(default=None, init=False, repr=False)
+    _fresh: ClassVar[FreshTiers | None] = None
 
-    def made_by(self, owner: object) -> InternodeHandle:
-        """This handle, of a dispatch of ``owner`` that has just been launched."""
-        self.__dict__["_owner"] = owner
-        return self
+    @classmethod
+    def fresh(cls, parts: FreshTiers, **others: Any) -> InternodeHandle:
+        """Of a dispatch that has just been launched: tensors are made when they are asked for.
+        ``others``: fields of the handle that are no tensors."""
+        handle = object.__new__(cls)
+        held = handle.__dict__
+        held.update(others)
+        held.update(parts.tensors)
+        held["_fresh"] = parts
+        if parts.routing[-1] == 0:
+            held["send_places"] = None
+        return handle
+
+    def complete(
+        self, num_recv_tokens: int, max_num_tokens: int, num_forward_rows: int,
+        num_returning_rows: int,
+    ) -> None:  # fmt: skip
+        """Of a fresh handle that was made before its counts had come, and that nobody has seen."""
+        held = self.__dict__
+        held["num_recv_tokens"] = num_recv_tokens
+        held["max_num_tokens"] = max_num_tokens
+        held["num_returning_rows"] = num_returning_rows
+        parts = held["_fresh"]
+        parts.num_rows, parts.num_forward_rows = num_recv_tokens, num_forward_rows
 
     def known_to(self, owner: object) -> KnownTierHandle | None:
-        """What the calls of ``owner`` need of it, if that made it."""
-        if self._owner is not owner:
+        """What the calls of ``owner`` need of it, if that made it, or has called require_group and
+        remember."""
+        known = self._known
+        if known is not None:
+            return known if known.owner is owner else None
+        fresh = self._fresh
+        if fresh is None or fresh.owner is not owner:
             return None
-        if self._known is None:
-            self.__dict__["_known"] = KnownTierHandle(self)  # a cache: the handle stays as it is
-        return self._known
+        tensors = tuple(fresh.tensors.values())
+        if fresh.storage is not None:
+            tensors += (fresh.storage,)
+        layout = fresh.layout
+        known = KnownTierHandle(
+            self, owner, tensors, fresh.routing, fresh.rank_head, fresh.forward_places,
+            (layout.num_tokens, fresh.num_rows, fresh.num_forward_rows, layout.num_channels),
+            layout.num_nodes, layout.num_ranks,
+        )  # fmt: skip
+        self.__dict__["_known"] = known  # a cache: the handle itself stays as it is
+        return known
 
-    def __getstate__(self) -> dict[str, Any]:
-        """For copies: without what belongs to this one."""
-        state = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        return {**state, "_owner": None, "_known": None}
+    def remember(self, owner: object, empty_address: int) -> KnownTierHandle:
+        """The same for ``owner``, which has checked the handle. ``empty_address``: of tensors
+        without elements."""
+
+        def address(tensor: Tensor | None) -> int:
+            return 0 if tensor is None else tensor.data_ptr() or empty_address
+
+        mask, node_prefix, _, *received, _, node_head, rank_head = self.as_tuple()
+        places, forward_places = self.send_places, self.forward_places
+        read = (mask, node_head, *received, node_prefix, places)
+        tensors = *self.as_tuple(), places, forward_places
+        known = KnownTierHandle(
+            self, owner, tuple(tensor for tensor in tensors if tensor is not None),
+            (self.num_experts or 0, *map(address, read)), address(rank_head),
+            address(forward_places),
+            (self.num_tokens, self.num_recv_rows, self.num_forward_rows, self.num_channels),
+            self.num_nodes, self.num_ranks,
+        )  # fmt: skip
+        self.__dict__["_known"] = known
+        return known
 
     @property
     def num_ranks(self) -> int:
@@ -167,31 +255,9 @@ class InternodeHandle(TensorSequence):
         return self.num_recv_rows if self.expansion is None else self.expansion.num_rows
 
     @property
-    def all_tensors(self) -> tuple[Tensor, ...]:
-        """What calls with this handle read."""
-        return self.as_tuple() if self.expansion is None else (*self, *self.expansion.tensors)
-
-    @property
     def num_forward_rows(self) -> int:
         """F."""
         return self.send_nvl_head.shape[0]
-
-    @property
-    def num_staging_rows(self) -> int:
-        """Rows and sums for which combine wants a place: those that the node's other ranks return,
-        that come from other nodes and that go there.
-        """
-        ranks_per_node = self.num_ranks // self.num_nodes
-
-        def most(num_targets: int) -> int:
-            """Of them that a token can go to."""
-            return min(self.num_topk, num_targets) if self.num_topk else num_targets
-
-        returning = self.num_returning_rows
-        if returning is None:
-            returning = self.num_forward_rows * most(ranks_per_node - 1)
-        crossing = self.num_tokens * most(self.num_nodes - 1)
-        return max(1, returning + crossing + self.num_forward_rows)
 
     def as_tuple(self) -> tuple[Tensor, ...]:
         """The ten tensors, in the order of DeepEP's handle."""

@@ -21,13 +21,13 @@ from deep_comm.ops.dispatch import (
     NewDispatch,
     UnmovedRows,
     cached_dispatch,
-    dispatch_unmoved,
 )
-from deep_comm.ops.internode_dispatch import NewTierDispatch
+from deep_comm.ops.internode_dispatch import NewTierDispatch, UnmovedTierRows
 from deep_comm.ops.layout import get_dispatch_layout
-from deep_comm.ops.quick_new import begin_quick, expanded_arguments, send_new
+from deep_comm.ops.quick_new import SentRows, begin_quick, expanded_arguments, send_new
+from deep_comm.ops.quick_new_tiers import SentTierRows, send_new_tiers
 from deep_comm.ops.scales import PLAIN, ScaleOptions
-from deep_comm.ops.steps import PendingDispatch, begin_dispatch, dispatch
+from deep_comm.ops.steps import PendingDispatch, begin_dispatch, dispatch, dispatch_unmoved
 from deep_comm.tuning import DefaultConfig
 
 
@@ -72,8 +72,7 @@ class NormalCalls(DefaultConfigs):
             made = ctx.quick_layout(topk_idx, num_experts, streams.asynchronous)
             if made is not None:
                 ctx.end()
-                per_rank, per_expert, mask = made
-                return per_rank, None, per_expert, mask, streams.quick_end(ctx)
+                return *made, streams.quick_end(ctx)
         layout, event = get_dispatch_layout(self._context, topk_idx, num_experts, streams)
         per_rank, per_expert = layout.num_tokens_per_rank, layout.num_tokens_per_expert
         per_node = layout.num_tokens_per_node
@@ -166,7 +165,7 @@ class NormalCalls(DefaultConfigs):
             name = "topk_weights" if topk_idx is None else "topk_idx"
             raise ArgumentError(name, None, "must be left away with a handle")
         default = self._default("dispatch", config)
-        unmoved: UnmovedRows | None = None
+        unmoved: UnmovedRows | UnmovedTierRows | None = None
         if streams.is_quick and not (
             (config is not None and type(config) is not Config)
             or use_fp8
@@ -184,11 +183,12 @@ class NormalCalls(DefaultConfigs):
                     return received
             elif handle is None:
                 made = self._quick_new_dispatch(
-                    streams, x, topk_idx, topk_weights, num_tokens_per_rank, num_tokens_per_expert,
-                    is_token_in_rank, num_experts, num_worst_tokens, expert_alignment, zero_tail,
-                    config, default, expand, zero_padding,
+                    streams, num_tokens_per_rdma_rank, x, topk_idx, topk_weights,
+                    num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank, num_experts,
+                    num_worst_tokens, expert_alignment, zero_tail, config, default, expand,
+                    zero_padding,
                 )  # fmt: skip
-                if isinstance(made, UnmovedRows):
+                if isinstance(made, (UnmovedRows, UnmovedTierRows)):
                     unmoved = made
                 elif made is not None:
                     return made
@@ -234,7 +234,6 @@ class NormalCalls(DefaultConfigs):
             x, scale_options, config, default, streams, given, num_tokens_per_rdma_rank
         )
         if unmoved is not None:
-            assert isinstance(call, NewDispatch)
             return dispatch_unmoved(call, unmoved, streams)
         return dispatch(call, streams)
 
@@ -390,10 +389,14 @@ class NormalCalls(DefaultConfigs):
         return rows, None, None, None, None, streams.quick_end(ctx, known)
 
     def _quick_new_dispatch(
-        self, streams: StreamOptions, *given: Any
-    ) -> DispatchResult | UnmovedRows | None:
+        self, streams: StreamOptions, num_tokens_per_rdma_rank: Any, *given: Any
+    ) -> DispatchResult | UnmovedRows | UnmovedTierRows | None:
         """``given``: as send_new has it."""
-        sent = send_new(self._context, streams, *given)
+        sent: SentRows | SentTierRows | None
+        if self._is_internode:
+            sent = send_new_tiers(self._context, streams, num_tokens_per_rdma_rank, *given)
+        else:
+            sent = send_new(self._context, streams, *given)
         return None if sent is None else sent.receive()
 
     def _quick_combine(

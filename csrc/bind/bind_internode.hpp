@@ -53,69 +53,6 @@ void bind_internode(pybind11::class_<Engine<Target>>& engine) {
   engine.def("quiet_rail", &Type::quiet_rail, py::call_guard<py::gil_scoped_release>());
 
   engine.def(
-      "internode_layout",
-      [](Type& self, ptr topk_idx, int topk_idx_bytes, int num_tokens, int num_topk,
-         int num_experts, ptr num_tokens_per_rank, ptr num_tokens_per_node,
-         ptr num_tokens_per_expert, ptr is_token_in_rank, uint64_t stream) {
-        InternodeLayoutArgs args{};
-        args.topk_idx = as_pointer<void>(topk_idx);
-        args.topk_idx_bytes = topk_idx_bytes;
-        args.num_tokens = num_tokens;
-        args.num_topk = num_topk;
-        args.num_experts = num_experts;
-        args.num_tokens_per_rank = as_pointer<int32_t>(num_tokens_per_rank);
-        args.num_tokens_per_node = as_pointer<int32_t>(num_tokens_per_node);
-        args.num_tokens_per_expert = as_pointer<int32_t>(num_tokens_per_expert);
-        args.is_token_in_rank = as_pointer<uint8_t>(is_token_in_rank);
-        const Release release(self.launches_last());
-        self.internode_layout(args, stream);
-      },
-      py::kw_only(), "topk_idx"_a, "topk_idx_bytes"_a, "num_tokens"_a, "num_topk"_a,
-      "num_experts"_a, "num_tokens_per_rank"_a, "num_tokens_per_node"_a, "num_tokens_per_expert"_a,
-      "is_token_in_rank"_a, "stream"_a);
-
-  engine.def(
-      "internode_notify",
-      [](Type& self, ptr num_tokens_per_expert, ptr is_token_in_rank, int num_tokens, int num_topk,
-         int num_experts, int row_bytes, int scale_row_bytes, int expert_alignment,
-         int num_channels, int num_send_tokens, int num_slots, int num_rail_send_tokens,
-         int num_rail_slots, int cast, ptr node_channel_prefix, ptr rank_channel_prefix,
-         ptr send_node_head, ptr send_places, ptr recv_node_channel_prefix,
-         ptr recv_node_prefix_sum, ptr recv_rank_channel_start, ptr recv_rank_prefix_sum,
-         ptr combine_start, ptr forward_places, ptr num_recv_tokens_per_expert,
-         ptr num_recv_tokens_per_rank, uint64_t stream) {
-        InternodeNotifyArgs args{};
-        args.header.fields[static_cast<int>(RailField::kNumTopk)] = num_topk;
-        args.header.fields[static_cast<int>(RailField::kRowBytes)] = row_bytes;
-        args.header.fields[static_cast<int>(RailField::kScaleRowBytes)] = scale_row_bytes;
-        args.header.fields[static_cast<int>(RailField::kCast)] = cast;
-        args.num_tokens_per_expert = as_pointer<int32_t>(num_tokens_per_expert);
-        args.node_channel_prefix = as_pointer<int32_t>(node_channel_prefix);
-        args.rank_channel_prefix = as_pointer<int32_t>(rank_channel_prefix);
-        args.num_experts = num_experts;
-        args.expert_alignment = expert_alignment;
-        args.recv_node_channel_prefix = as_pointer<int32_t>(recv_node_channel_prefix);
-        args.recv_node_prefix_sum = as_pointer<int32_t>(recv_node_prefix_sum);
-        args.recv_rank_channel_start = as_pointer<int32_t>(recv_rank_channel_start);
-        args.recv_rank_prefix_sum = as_pointer<int32_t>(recv_rank_prefix_sum);
-        args.combine_start = as_pointer<int32_t>(combine_start);
-        args.forward_places = as_pointer<int32_t>(forward_places);
-        args.num_recv_tokens_per_expert = as_pointer<int32_t>(num_recv_tokens_per_expert);
-        args.num_recv_tokens_per_rank = as_pointer<int32_t>(num_recv_tokens_per_rank);
-        const Release release(self.launches_last());
-        self.internode_notify(args, as_pointer<uint8_t>(is_token_in_rank), num_tokens,
-                              as_pointer<int32_t>(send_node_head), as_pointer<int32_t>(send_places),
-                              {num_channels, num_send_tokens, num_slots},
-                              {num_rail_send_tokens, num_rail_slots}, stream);
-      },
-      py::kw_only(), "num_tokens_per_expert"_a, "is_token_in_rank"_a, "num_tokens"_a, "num_topk"_a,
-      "num_experts"_a, "row_bytes"_a, "scale_row_bytes"_a, "expert_alignment"_a, "num_channels"_a,
-      "num_send_tokens"_a, "num_slots"_a, "num_rail_send_tokens"_a, "num_rail_slots"_a, "cast"_a,
-      "node_channel_prefix"_a, "rank_channel_prefix"_a, "send_node_head"_a, "send_places"_a,
-      "recv_node_channel_prefix"_a, "recv_node_prefix_sum"_a, "recv_rank_channel_start"_a,
-      "recv_rank_prefix_sum"_a, "combine_start"_a, "forward_places"_a,
-      "num_recv_tokens_per_expert"_a, "num_recv_tokens_per_rank"_a, "stream"_a);
-  engine.def(
       "internode_places",
       [](Type& self, ptr is_token_in_rank, int num_tokens, int num_channels, ptr send_places,
          uint64_t stream) {
@@ -133,22 +70,7 @@ void bind_internode(pybind11::class_<Engine<Target>>& engine) {
       },
       py::kw_only(), "num_rows"_a);
 
-  engine.def("wait_internode_counts", &Type::wait_internode_counts, "is_early"_a,
-             py::call_guard<py::gil_scoped_release>());
-
   bind_tier_plans(engine);
-}
-
-// Beside bind_records.
-inline void bind_internode_records(pybind11::module_& m) {
-  namespace py = pybind11;
-  py::class_<TwoTierCounts>(m, "TwoTierCounts", py::module_local())
-      .def_readonly("num_recv_tokens", &TwoTierCounts::num_recv_tokens)
-      .def_readonly("num_forward_tokens", &TwoTierCounts::num_forward_tokens)
-      .def_readonly("max_num_tokens", &TwoTierCounts::max_num_tokens)
-      .def_readonly("is_direct", &TwoTierCounts::is_direct)
-      .def_readonly("num_returning_rows", &TwoTierCounts::num_returning_rows)
-      .def_readonly("num_recv_tokens_per_expert", &TwoTierCounts::num_recv_tokens_per_expert);
 }
 
 }  // namespace deep_comm

@@ -7,11 +7,20 @@
 
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "bind/arguments.hpp"
 #include "bind/numbers.hpp"
 
 namespace deep_comm {
+
+inline pybind11::list list_of(const std::vector<int>& numbers) {
+  pybind11::list list(numbers.size());
+  for (size_t position = 0; position < numbers.size(); ++position) {
+    PyList_SET_ITEM(list.ptr(), position, PyLong_FromLong(numbers[position]));
+  }
+  return list;
+}
 
 template <class Target>
 struct NormalCalls {
@@ -74,13 +83,8 @@ struct NormalCalls {
       counts = engine->wait_counts();
     }
     if (!counts) return pybind11::none();
-    const auto& per_expert = counts->num_recv_tokens_per_expert;
-    pybind11::list list(per_expert.size());
-    for (size_t expert = 0; expert < per_expert.size(); ++expert) {
-      PyList_SET_ITEM(list.ptr(), expert, PyLong_FromLong(per_expert[expert]));
-    }
     return pybind11::make_tuple(counts->num_recv_tokens, counts->max_num_tokens, counts->is_direct,
-                                std::move(list));
+                                list_of(counts->num_recv_tokens_per_expert));
   }
 
   static void dispatch(const Bound<DispatchPlan>& self, const Numbers<28>& numbers) {

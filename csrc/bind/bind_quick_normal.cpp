@@ -9,6 +9,7 @@
 #include "bind/quick_dispatch.hpp"
 #include "bind/quick_layout.hpp"
 #include "bind/quick_new_dispatch.hpp"
+#include "bind/quick_new_tiers.hpp"
 #include "bind/quick_tiers.hpp"
 #include "device/move/reduce.cuh"
 
@@ -52,6 +53,39 @@ void def_add_dispatch(py::class_<Calls, Shared>& calls, const char* name,
       "launch"_a);
 }
 
+template <class Form, size_t kNotify, size_t kLaunch, class Slab>
+void def_add_new_dispatch(py::class_<Calls, Shared>& calls, const char* name,
+                          Forms<Form> Calls::*forms) {
+  using namespace pybind11::literals;
+  calls.def(
+      name,
+      [forms](const Shared& self, py::object config, py::object standard, TypeCode dtype,
+              TypeCode scale_dtype, int64_t hidden, int64_t num_scales, int64_t num_topk,
+              int64_t num_experts, int64_t alignment, int idx_bytes, bool has_layout,
+              bool is_expanded, int64_t num_local_experts, int64_t num_local_blocks,
+              py::object notify, py::object launch, py::object slab_of) {
+        Form form{{.named = {std::move(config), std::move(standard)},
+                   .rows = {dtype_of(dtype), dtype_of(scale_dtype), hidden, num_scales},
+                   .num_topk = num_topk,
+                   .num_experts = num_experts,
+                   .alignment = alignment,
+                   .idx_bytes = idx_bytes,
+                   .has_layout = has_layout,
+                   .is_expanded = is_expanded,
+                   .num_local_experts = num_local_experts,
+                   .num_local_blocks = num_local_blocks},
+                  NumberCall<kNotify>(std::move(notify)),
+                  NumberCall<kLaunch>(std::move(launch)),
+                  Layouts<Slab>(std::move(slab_of))};
+        const auto is_same = [&](const Form& known) { return known.is_like(form); };
+        if ((*self.*forms).find(is_same) == nullptr) (*self.*forms).add(std::move(form));
+      },
+      py::kw_only(), "config"_a, "default"_a, "dtype"_a, "scale_dtype"_a, "hidden"_a,
+      "num_scales"_a, "num_topk"_a, "num_experts"_a, "alignment"_a, "idx_bytes"_a, "has_layout"_a,
+      "is_expanded"_a, "num_local_experts"_a, "num_local_blocks"_a, "notify"_a, "launch"_a,
+      "slab_of"_a);
+}
+
 template <size_t kCount>
 void def_add_combine(py::class_<Calls, Shared>& calls, const char* name,
                      Forms<CombineForm<kCount>> Calls::*forms) {
@@ -91,9 +125,11 @@ void bind_quick_normal(py::module_& m) {
   calls
       .def(py::init([](py::object tensor_type, const py::object& exchange_api, py::object empty,
                        py::object part, int device_type, int device_index, int num_ranks,
-                       uint64_t heap_base, py::object memory, py::object take, py::object streams,
-                       py::object current_stream, py::object is_ready, py::object record,
-                       py::object likely_rows, py::object likely_expanded, py::object wait_counts,
+                       int ranks_per_node, uint64_t heap_base, py::object memory, py::object take,
+                       py::object count_layout, py::object streams, py::object current_stream,
+                       py::object is_ready, py::object record, py::object likely_rows,
+                       py::object likely_expanded, py::object likely_forwarded,
+                       py::object wait_counts, py::object wait_tier_counts,
                        const py::tuple& expand_calls, py::object float32, py::object int32) {
              return std::make_shared<Calls>(
                  Calls{.parts = {StreamParts::make(device_index, std::move(streams),
@@ -102,44 +138,52 @@ void bind_quick_normal(py::module_& m) {
                                  {std::move(tensor_type), exchange_api, std::move(empty),
                                   std::move(part), device_type, device_index},
                                  num_ranks,
+                                 ranks_per_node,
                                  heap_base,
                                  std::move(memory),
                                  NumberCall<5>(std::move(take)),
+                                 NumberCall<11>(std::move(count_layout)),
                                  NumberCall<1>(std::move(likely_rows)),
                                  NumberCall<4>(std::move(likely_expanded)),
+                                 NumberCall<1>(std::move(likely_forwarded)),
                                  NumberCall<10>(expand_calls[0]),
                                  NumberCall<20>(expand_calls[1]),
                                  NumberCall<14>(expand_calls[2]),
                                  NumberCall<0>(std::move(wait_counts)),
+                                 NumberCall<1>(std::move(wait_tier_counts)),
                                  std::move(float32),
                                  std::move(int32)},
                        .cached_dispatches = {},
                        .new_dispatches = {},
                        .combines = {},
                        .tier_dispatches = {},
+                       .new_tier_dispatches = {},
                        .tier_combines = {}});
            }),
            "tensor_type"_a, "exchange_api"_a, "empty"_a, "part"_a, "device_type"_a,
-           "device_index"_a, py::kw_only(), "num_ranks"_a, "heap_base"_a, "memory"_a, "take"_a,
-           "streams"_a, "current_stream"_a, "is_ready"_a, "record"_a, "likely_rows"_a,
-           "likely_expanded"_a, "wait_counts"_a, "expand_calls"_a, "float32"_a, "int32"_a)
+           "device_index"_a, py::kw_only(), "num_ranks"_a, "ranks_per_node"_a, "heap_base"_a,
+           "memory"_a, "take"_a, "count_layout"_a, "streams"_a, "current_stream"_a, "is_ready"_a,
+           "record"_a, "likely_rows"_a, "likely_expanded"_a, "likely_forwarded"_a, "wait_counts"_a,
+           "wait_tier_counts"_a, "expand_calls"_a, "float32"_a, "int32"_a)
       .def(
           "layout",
-          [](const Shared& self, py::object launch, int64_t num_ranks, int64_t num_max_experts,
-             int64_t num_max_topk, py::object int32, py::object boolean) {
-            return object_function<3, &quick_layout>(
-                "quick_layout",
-                QuickLayout{
-                    .parts = {self, &self->parts},
-                    .launch = NumberCall<11>(std::move(launch)),
-                    .num_ranks = num_ranks,
-                    .num_max_experts = num_max_experts,
-                    .num_max_topk = num_max_topk,
-                    .per_rank = {py::make_tuple(num_ranks), py::make_tuple(1), std::move(int32)},
-                    .boolean = std::move(boolean)},
-                py::none());
+          [](const Shared& self, int64_t num_ranks, int64_t num_nodes, int64_t num_max_experts,
+             int64_t num_max_topk, const py::object& int32, py::object boolean) {
+            const auto vector = [&](int64_t size) {
+              return TensorForm{py::make_tuple(size), py::make_tuple(1), int32};
+            };
+            return object_function<3, &quick_layout>("quick_layout",
+                                                     QuickLayout{.parts = {self, &self->parts},
+                                                                 .num_ranks = num_ranks,
+                                                                 .num_nodes = num_nodes,
+                                                                 .num_max_experts = num_max_experts,
+                                                                 .num_max_topk = num_max_topk,
+                                                                 .per_rank = vector(num_ranks),
+                                                                 .per_node = vector(num_nodes),
+                                                                 .boolean = std::move(boolean)},
+                                                     py::none());
           },
-          py::kw_only(), "launch"_a, "num_ranks"_a, "num_max_experts"_a, "num_max_topk"_a,
+          py::kw_only(), "num_ranks"_a, "num_nodes"_a, "num_max_experts"_a, "num_max_topk"_a,
           "int32"_a, "boolean"_a)
       .def("calls",
            [](const Shared& self) {
@@ -151,45 +195,17 @@ void bind_quick_normal(py::module_& m) {
                  call.template operator()<15, &quick_new_dispatch>("quick_new_dispatch"),
                  call.template operator()<8, &quick_combine>("quick_combine"));
            })
-      .def("tier_calls",
-           [](const Shared& self) {
-             return py::make_tuple(
-                 object_function<7, &quick_tier_dispatch>("quick_tier_dispatch", self, py::none()),
-                 object_function<8, &quick_tier_combine>("quick_tier_combine", self, py::none()));
-           })
-      .def(
-          "add_new_dispatch",
-          [](const Shared& self, py::object config, py::object standard, TypeCode dtype,
-             TypeCode scale_dtype, int64_t hidden, int64_t num_scales, int64_t num_topk,
-             int64_t num_experts, int64_t alignment, int idx_bytes, bool has_layout,
-             bool is_expanded, int64_t num_local_experts, int64_t num_local_blocks,
-             py::object notify, py::object launch, py::object slab_of) {
-            NewDispatch form{.named = {std::move(config), std::move(standard)},
-                             .rows = {dtype_of(dtype), dtype_of(scale_dtype), hidden, num_scales},
-                             .num_topk = num_topk,
-                             .num_experts = num_experts,
-                             .alignment = alignment,
-                             .idx_bytes = idx_bytes,
-                             .has_layout = has_layout,
-                             .is_expanded = is_expanded,
-                             .num_local_experts = num_local_experts,
-                             .num_local_blocks = num_local_blocks,
-                             .notify = NumberCall<19>(std::move(notify)),
-                             .launch = NumberCall<28>(std::move(launch)),
-                             .slab_of = std::move(slab_of),
-                             .slabs = {}};
-            const auto is_same = [&](const NewDispatch& known) {
-              return known.is_like(form) &&
-                     known.named.is(form.named.config.ptr(), form.named.standard.ptr());
-            };
-            if (self->new_dispatches.find(is_same) == nullptr) {
-              self->new_dispatches.add(std::move(form));
-            }
-          },
-          py::kw_only(), "config"_a, "default"_a, "dtype"_a, "scale_dtype"_a, "hidden"_a,
-          "num_scales"_a, "num_topk"_a, "num_experts"_a, "alignment"_a, "idx_bytes"_a,
-          "has_layout"_a, "is_expanded"_a, "num_local_experts"_a, "num_local_blocks"_a, "notify"_a,
-          "launch"_a, "slab_of"_a);
+      .def("tier_calls", [](const Shared& self) {
+        return py::make_tuple(
+            object_function<7, &quick_tier_dispatch>("quick_tier_dispatch", self, py::none()),
+            object_function<16, &quick_new_tier_dispatch>("quick_new_tier_dispatch", self,
+                                                          py::none()),
+            object_function<8, &quick_tier_combine>("quick_tier_combine", self, py::none()));
+      });
+  def_add_new_dispatch<NewDispatch, 19, 28, SlabParts>(calls, "add_new_dispatch",
+                                                       &Calls::new_dispatches);
+  def_add_new_dispatch<NewTierDispatch, 16, 32, TierSlabParts>(calls, "add_new_tier_dispatch",
+                                                               &Calls::new_tier_dispatches);
   def_add_dispatch(calls, "add_dispatch", &Calls::cached_dispatches);
   def_add_dispatch(calls, "add_tier_dispatch", &Calls::tier_dispatches);
   def_add_combine(calls, "add_combine", &Calls::combines);

@@ -1,6 +1,9 @@
-// dispatch and combine between nodes as functions of plain numbers, for the host's hot path: what a
-// form of call has in common is bound once, the rest are addresses and counts.
+// Layouts, dispatch and combine between nodes as functions of plain numbers, for the host's hot path:
+// what a form of call has in common is bound once, the rest are addresses and counts.
 #pragma once
+
+#include <optional>
+#include <utility>
 
 #include "bind/bind_engine.hpp"
 #include "bind/numbers.hpp"
@@ -14,6 +17,13 @@ struct TierCalls {
   template <size_t kCount>
   using Numbers = std::array<uint64_t, kCount>;
 
+  struct Notify {
+    Type* engine;
+    ChannelConfig config;
+    RailConfig rail;
+    RailHeader header;
+    int num_experts, expert_alignment;
+  };
   struct Dispatch {
     Type* engine;
     ChannelConfig config;
@@ -28,6 +38,66 @@ struct TierCalls {
     Dtype dtype;
     int row_bytes, num_topk;
   };
+
+  // Numbers as NormalCalls::layout has them.
+  static void layout(Type* engine, const Numbers<11>& numbers) {
+    const auto [topk_idx, topk_idx_bytes, num_tokens, num_topk, num_experts, ranks_per_node,
+                num_tokens_per_rank, num_tokens_per_node, num_tokens_per_expert, is_token_in_rank,
+                stream] = numbers;
+    InternodeLayoutArgs args{};
+    args.topk_idx = as_pointer<void>(topk_idx);
+    args.topk_idx_bytes = static_cast<int>(topk_idx_bytes);
+    args.num_tokens = static_cast<int>(num_tokens);
+    args.num_topk = static_cast<int>(num_topk);
+    args.num_experts = static_cast<int>(num_experts);
+    args.num_tokens_per_rank = as_pointer<int32_t>(num_tokens_per_rank);
+    args.num_tokens_per_node = as_pointer<int32_t>(num_tokens_per_node);
+    args.num_tokens_per_expert = as_pointer<int32_t>(num_tokens_per_expert);
+    args.is_token_in_rank = as_pointer<uint8_t>(is_token_in_rank);
+    const Release release(engine->launches_last());
+    engine->internode_layout(args, stream);
+  }
+
+  static void notify(const Notify& self, const Numbers<16>& numbers) {
+    const auto [num_tokens_per_expert, is_token_in_rank, num_tokens, node_channel_prefix,
+                rank_channel_prefix, send_node_head, send_places, recv_node_channel_prefix,
+                recv_node_prefix_sum, recv_rank_channel_start, recv_rank_prefix_sum, combine_start,
+                forward_places, num_recv_tokens_per_expert, num_recv_tokens_per_rank, stream] =
+        numbers;
+    InternodeNotifyArgs args{};
+    args.header = self.header;
+    args.num_experts = self.num_experts;
+    args.expert_alignment = self.expert_alignment;
+    args.num_tokens_per_expert = as_pointer<int32_t>(num_tokens_per_expert);
+    args.node_channel_prefix = as_pointer<int32_t>(node_channel_prefix);
+    args.rank_channel_prefix = as_pointer<int32_t>(rank_channel_prefix);
+    args.recv_node_channel_prefix = as_pointer<int32_t>(recv_node_channel_prefix);
+    args.recv_node_prefix_sum = as_pointer<int32_t>(recv_node_prefix_sum);
+    args.recv_rank_channel_start = as_pointer<int32_t>(recv_rank_channel_start);
+    args.recv_rank_prefix_sum = as_pointer<int32_t>(recv_rank_prefix_sum);
+    args.combine_start = as_pointer<int32_t>(combine_start);
+    args.forward_places = as_pointer<int32_t>(forward_places);
+    args.num_recv_tokens_per_expert = as_pointer<int32_t>(num_recv_tokens_per_expert);
+    args.num_recv_tokens_per_rank = as_pointer<int32_t>(num_recv_tokens_per_rank);
+    const Release release(self.engine->launches_last());
+    self.engine->internode_notify(args, as_pointer<uint8_t>(is_token_in_rank),
+                                  static_cast<int>(num_tokens), as_pointer<int32_t>(send_node_head),
+                                  as_pointer<int32_t>(send_places), self.config, self.rail, stream);
+  }
+
+  // (is_early) -> what Engine::wait_internode_counts found, in the order of ops.notify.Counts; or
+  // None.
+  static pybind11::object wait_counts(Type* engine, const Numbers<1>& numbers) {
+    std::optional<TwoTierCounts> counts;
+    {
+      pybind11::gil_scoped_release release;
+      counts = engine->wait_internode_counts(numbers[0] != 0);
+    }
+    if (!counts) return pybind11::none();
+    return pybind11::make_tuple(counts->num_recv_tokens, counts->max_num_tokens, counts->is_direct,
+                                list_of(counts->num_recv_tokens_per_expert),
+                                counts->num_forward_tokens, counts->num_returning_rows);
+  }
 
   static void dispatch(const Dispatch& self, const Numbers<32>& numbers) {
     enum Flags : uint64_t { kFillTail = 1, kZeroTail = 2, kIsEarly = 4 };
@@ -119,6 +189,33 @@ void bind_tier_plans(pybind11::class_<Engine<Target>>& engine) {
   using namespace pybind11::literals;
   using Type = Engine<Target>;
   using Calls = TierCalls<Target>;
+  engine.def("plan_internode_layout", [](const py::object& self) {
+    return number_function<11, &Calls::layout>("internode_layout", self.cast<Type*>(), self);
+  });
+  engine.def("tier_counts_waiter", [](const py::object& self) {
+    return number_function<1, &Calls::wait_counts>("wait_counts", self.cast<Type*>(), self);
+  });
+  engine.def(
+      "plan_internode_notify",
+      [](const py::object& self, int num_channels, int num_send_tokens, int num_slots,
+         int num_rail_send_tokens, int num_rail_slots, int row_bytes, int scale_row_bytes,
+         int num_topk, int cast, int num_experts, int expert_alignment) {
+        RailHeader header{};
+        header.fields[static_cast<int>(RailField::kNumTopk)] = num_topk;
+        header.fields[static_cast<int>(RailField::kRowBytes)] = row_bytes;
+        header.fields[static_cast<int>(RailField::kScaleRowBytes)] = scale_row_bytes;
+        header.fields[static_cast<int>(RailField::kCast)] = cast;
+        const typename Calls::Notify form{self.cast<Type*>(),
+                                          {num_channels, num_send_tokens, num_slots},
+                                          {num_rail_send_tokens, num_rail_slots},
+                                          header,
+                                          num_experts,
+                                          expert_alignment};
+        return number_function<16, &Calls::notify>("internode_notify", form, self);
+      },
+      py::kw_only(), "num_channels"_a, "num_send_tokens"_a, "num_slots"_a, "num_rail_send_tokens"_a,
+      "num_rail_slots"_a, "row_bytes"_a, "scale_row_bytes"_a, "num_topk"_a, "cast"_a,
+      "num_experts"_a, "expert_alignment"_a);
   engine.def(
       "plan_internode_dispatch",
       [](const py::object& self, int num_channels, int num_send_tokens, int num_slots,

@@ -12,6 +12,7 @@ struct Calls {
   Forms<NewDispatch> new_dispatches;
   Forms<Combine> combines;
   Forms<CachedTierDispatch> tier_dispatches;
+  Forms<NewTierDispatch> new_tier_dispatches;
   Forms<TierCombine> tier_combines;
 };
 using Shared = std::shared_ptr<Calls>;

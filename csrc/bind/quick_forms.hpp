@@ -22,16 +22,19 @@ namespace py = pybind11;
 // Of one Buffer.
 struct Parts : StreamParts {
   TorchTensors torch;
-  int num_ranks;
+  int num_ranks, ranks_per_node;
   uint64_t heap_base;
-  py::object memory;              // of the heap
-  NumberCall<5> take;             // Region.taker()
-  NumberCall<1> likely_rows;      // (num_tokens): numbers of rows to have room for, best first
-  NumberCall<4> likely_expanded;  // (num_tokens, num_topk, num_experts, alignment): the same
-  NumberCall<10> number_rows;     // Engine.expand_calls()
+  py::object memory;               // of the heap
+  NumberCall<5> take;              // Region.taker()
+  NumberCall<11> count_layout;     // Engine.plan_layout(), between nodes plan_internode_layout()
+  NumberCall<1> likely_rows;       // (num_tokens): numbers of rows to have room for, best first
+  NumberCall<4> likely_expanded;   // (num_tokens, num_topk, num_experts, alignment): the same
+  NumberCall<1> likely_forwarded;  // (num_tokens): rows that may come to be handed on
+  NumberCall<10> number_rows;      // Engine.expand_calls()
   NumberCall<20> expand_rows;
   NumberCall<14> reduce_experts;
-  NumberCall<0> wait_counts;  // Engine.counts_waiter()
+  NumberCall<0> wait_counts;       // Engine.counts_waiter()
+  NumberCall<1> wait_tier_counts;  // Engine.tier_counts_waiter()
   py::object float32, int32;
 
   uint64_t given(uint64_t address) const { return address == 0 ? heap_base : address; }
@@ -235,49 +238,101 @@ struct CombineForm {
 using Combine = CombineForm<15>;
 using TierCombine = CombineForm<20>;  // between nodes
 
+// How blocks that hold what a call writes are laid out, by its number of tokens: what
+// `layout_of` (num_tokens) says of it, and its `offsets`, as many as Parts has.
+template <class Parts>
+class Layouts {
+ public:
+  explicit Layouts(py::object layout_of) : layout_of_(std::move(layout_of)) {}
+
+  Parts of(int64_t num_tokens) const {  // a copy: another thread may make room in between
+    constexpr size_t kMost = 256;
+    const auto known = known_.find(num_tokens);
+    if (known != known_.end()) return known->second;
+    py::object layout = layout_of_(num_tokens);
+    typename Parts::Offsets offsets;
+    py::tuple given = layout.attr("offsets");
+    if (given.size() != offsets.size()) throw std::invalid_argument("offsets of another layout");
+    for (size_t part = 0; part < offsets.size(); ++part) {
+      offsets[part] = given[part].cast<uint64_t>();
+    }
+    if (known_.size() >= kMost) known_.clear();
+    return known_.emplace(num_tokens, Parts::of(std::move(layout), offsets)).first->second;
+  }
+
+ private:
+  py::object layout_of_;
+  mutable std::unordered_map<int64_t, Parts> known_;  // of the calls before
+};
+
 // Where the parts of a slab lie, and its bytes: SlabLayout.offsets.
 struct SlabParts {
+  using Offsets = std::array<uint64_t, 7>;
   py::object layout;  // the SlabLayout
   uint64_t channel_prefix, recv_channel_prefix, per_expert, send_head, recv_counts, mask, num_bytes;
+
+  static SlabParts of(py::object layout, const Offsets& at) {
+    return {std::move(layout), at[0], at[1], at[2], at[3], at[4], at[5], at[6]};
+  }
+};
+
+// The same between nodes: TierSlabLayout.offsets.
+struct TierSlabParts {
+  using Offsets = std::array<uint64_t, 16>;
+  py::object layout;  // the TierSlabLayout
+  uint64_t rank_prefix, send_node_head, recv_node_prefix, recv_node_sum, recv_rank_start,
+      recv_rank_sum, forward_places, per_expert, per_rank, send_places, combine_start;
+  uint64_t counts_per_rank, counts_per_node, counts_per_expert, mask;  // of a layout made here
+  uint64_t num_bytes;
+
+  static TierSlabParts of(py::object layout, const Offsets& at) {
+    return {std::move(layout),
+            at[0],
+            at[1],
+            at[2],
+            at[3],
+            at[4],
+            at[5],
+            at[6],
+            at[7],
+            at[8],
+            at[9],
+            at[10],
+            at[11],
+            at[12],
+            at[13],
+            at[14],
+            at[15]};
+  }
 };
 
 // Of a dispatch with new routing, of any number of tokens.
-struct NewDispatch {
+struct NewForm {
   Named named;
   Rows rows;
   int64_t num_topk, num_experts, alignment;
   int idx_bytes;
   bool has_layout, is_expanded;
   int64_t num_local_experts, num_local_blocks;
-  NumberCall<19> notify;
-  NumberCall<28> launch;
-  py::object slab_of;  // (num_tokens) -> SlabLayout
 
-  bool is_like(const NewDispatch& other) const {
+  bool is_like(const NewForm& other) const {
     return rows == other.rows && num_topk == other.num_topk && num_experts == other.num_experts &&
            alignment == other.alignment && idx_bytes == other.idx_bytes &&
-           has_layout == other.has_layout && is_expanded == other.is_expanded;
+           has_layout == other.has_layout && is_expanded == other.is_expanded &&
+           named.is(other.named.config.ptr(), other.named.standard.ptr());
   }
+};
 
-  SlabParts slab(int64_t num_tokens) const {
-    constexpr size_t kMost = 256;
-    const auto known = slabs.find(num_tokens);
-    if (known != slabs.end()) return known->second;
-    py::object layout = slab_of(num_tokens);
-    const auto [channel_prefix, recv_channel_prefix, per_expert, send_head, recv_counts, mask,
-                num_bytes] = layout.attr("offsets").cast<std::array<uint64_t, 7>>();
-    if (slabs.size() >= kMost) slabs.clear();
-    return slabs[num_tokens] = {std::move(layout),
-                                channel_prefix,
-                                recv_channel_prefix,
-                                per_expert,
-                                send_head,
-                                recv_counts,
-                                mask,
-                                num_bytes};
-  }
+struct NewDispatch : NewForm {
+  NumberCall<19> notify;
+  NumberCall<28> launch;
+  Layouts<SlabParts> slabs;
+};
 
-  mutable std::unordered_map<int64_t, SlabParts> slabs;  // by tokens, of the calls before
+struct NewTierDispatch : NewForm {  // between nodes
+  NumberCall<16> notify;
+  NumberCall<32> launch;
+  Layouts<TierSlabParts> slabs;
 };
 
 // A number that needs no conversion.

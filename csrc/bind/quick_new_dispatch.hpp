@@ -1,7 +1,7 @@
 // A dispatch with new routing in two steps: launched, and received.
 #pragma once
 
-#include "bind/quick_calls.hpp"
+#include "bind/quick_new_call.hpp"
 #include "host/numbering_layout.hpp"
 
 namespace deep_comm::quick {
@@ -19,6 +19,7 @@ struct NewBlocks {
   bool take(const Parts& parts, const NewDispatch& form, uint64_t slab_bytes, int64_t num_rows,
             const Order& order) {
     layout = layout_of(form, num_rows);
+    outputs = handle = py::none();  // of an attempt that found no room for both
     if (!parts.take_block(layout.num_bytes, order, false, &outputs, &offset) ||
         !parts.take_block(slab_bytes + source_bytes(form, num_rows), order, true, &handle,
                           &slab_offset)) {
@@ -51,45 +52,6 @@ struct NewBlocks {
     return OutputLayout::make(num_rows, form.rows.row_bytes(), form.rows.scale_row_bytes(),
                               form.is_expanded ? 1 : static_cast<int>(form.num_topk),
                               form.idx_bytes);
-  }
-};
-
-// What the caller gives of the routing.
-struct Routing {
-  TensorView idx, weights, per_rank, per_expert, mask;
-  bool has_weights, has_layout;
-  int64_t num_experts = 0;
-
-  bool read(const Parts& parts, PyObject* const* arguments, int64_t num_tokens) {
-    constexpr DlDataType kDlBool = {6, 8, 1};
-    const TorchTensors& torch = parts.torch;
-    has_weights = arguments[2] != Py_None;
-    has_layout = arguments[5] != Py_None;
-    if (!torch.view(arguments[1], &idx) || !is_indices(idx) || idx.extent(0) != num_tokens ||
-        (has_weights &&
-         !torch.matrix(arguments[2], kDlFloat32, num_tokens, idx.extent(1), &weights))) {
-      return false;
-    }
-    if (!has_layout) {
-      return arguments[3] == Py_None && arguments[4] == Py_None &&
-             as_number(arguments[6], &num_experts);
-    }
-    if (!torch.view(arguments[4], &per_expert) || per_expert.num_dims() != 1) return false;
-    num_experts = per_expert.extent(0);
-    int64_t named = num_experts;
-    return torch.vector(arguments[3], kDlInt32, parts.num_ranks, &per_rank) &&
-           torch.vector(arguments[4], kDlInt32, num_experts, &per_expert) &&
-           torch.matrix(arguments[5], kDlBool, num_tokens, parts.num_ranks, &mask) &&
-           (arguments[6] == Py_None || as_number(arguments[6], &named)) && named == num_experts;
-  }
-
-  void keep(const Parts& parts, PyObject* const* arguments, const Order& order) const {
-    parts.keep(arguments[1], idx, order);
-    if (has_weights) parts.keep(arguments[2], weights, order);
-    if (!has_layout) return;
-    parts.keep(arguments[3], per_rank, order);
-    parts.keep(arguments[4], per_expert, order);
-    parts.keep(arguments[5], mask, order);
   }
 };
 
@@ -218,56 +180,37 @@ inline py::object receive_new(NewRows& self, PyObject* const* /*none*/) {
                         std::move(counts), num_rows, recv_rows);
 }
 
-// (x or (x, scales), topk_idx, topk_weights, num_tokens_per_rank, num_tokens_per_expert,
-//  is_token_in_rank, num_experts, num_worst_tokens, expert_alignment, zero_tail, config, default,
-//  asynchronous, expand, zero_padding)
+// The arguments of NewCall
 //   -> (SlabLayout, its address, its block, routing, stream, num_topk, Numbering::told, what
-//   receives: receive_new), or None. What the caller makes of it before it receives costs nothing: the kernels are on their
-//   way.
+//   receives: receive_new), or None. What the caller makes of it before it receives costs nothing:
+//   the kernels are on their way.
 inline py::object quick_new_dispatch(const Shared& calls, PyObject* const* arguments) {
   const Parts& parts = calls->parts;
-  Payload payload;
-  Routing routing;
-  int64_t num_rows, alignment;
-  const bool zero_tail = arguments[9] == Py_True;
-  if (!payload.read(parts.torch, arguments[0]) ||
-      !routing.read(parts, arguments, payload.num_tokens()) ||
-      !as_number(arguments[7], &num_rows) || num_rows > INT32_MAX ||
-      !as_number(arguments[8], &alignment) || (!zero_tail && arguments[9] != Py_False) ||
-      !is_asynchronous(arguments[12]) || !is_boolean(arguments[13]) || !is_boolean(arguments[14])) {
-    return py::none();
-  }
-  const bool is_expanded = arguments[13] == Py_True, zero_padding = arguments[14] == Py_True;
-  if (is_expanded ? zero_tail : zero_padding) return py::none();
-  const TensorView& idx = routing.idx;
-  const auto form = calls->new_dispatches.find([&](const NewDispatch& known) {
-    return known.num_topk == idx.extent(1) && known.idx_bytes == idx.element_bytes() &&
-           known.num_experts == routing.num_experts && known.alignment == alignment &&
-           known.has_layout == routing.has_layout && known.is_expanded == is_expanded &&
-           payload.is(known.rows) && known.named.is(arguments[10], arguments[11]);
-  });
+  NewCall call;
+  if (!call.read(parts, arguments)) return py::none();
+  const Payload& payload = call.payload;
+  const Routing& routing = call.routing;
+  const bool is_expanded = call.is_expanded;
+  const auto form = call.find(calls->new_dispatches);
   Order order;
   if (form == nullptr || !parts.begin(arguments[12], &order)) return py::none();
-  const SlabParts parts_of_slab = form->slab(payload.num_tokens());
+  const SlabParts parts_of_slab = form->slabs.of(payload.num_tokens());
   const uint64_t slab_bytes = parts_of_slab.num_bytes;
-  const bool is_bounded = num_rows > 0;
+  const bool is_bounded = call.num_rows > 0;
   NewBlocks blocks;
-  if (is_bounded) {
-    if (!blocks.take(parts, *form, slab_bytes, num_rows, order)) return py::none();
-  } else {
-    const auto given = static_cast<uint64_t>(payload.num_tokens());
-    const py::object likely =
-        is_expanded ? parts.likely_expanded({given, static_cast<uint64_t>(form->num_topk),
-                                             static_cast<uint64_t>(form->num_experts),
-                                             static_cast<uint64_t>(alignment)})
-                    : parts.likely_rows({given});
-    for (const py::handle rows : likely) {
-      num_rows = rows.cast<int64_t>();
-      if (blocks.take(parts, *form, slab_bytes, num_rows, order)) break;
-      num_rows = 0;
-    }
-    if (num_rows == 0) return py::none();
-  }
+  int64_t num_rows = 0;
+  const auto likely = [&] {
+    const auto tokens = static_cast<uint64_t>(payload.num_tokens());
+    if (!is_expanded) return parts.likely_rows({tokens});
+    return parts.likely_expanded({tokens, static_cast<uint64_t>(form->num_topk),
+                                  static_cast<uint64_t>(form->num_experts),
+                                  static_cast<uint64_t>(call.alignment)});
+  };
+  const bool has_room = call.reserve(likely, [&](int64_t rows) {
+    num_rows = rows;
+    return blocks.take(parts, *form, slab_bytes, rows, order);
+  });
+  if (!has_room) return py::none();
   Numbering numbering;
   if (is_expanded) numbering.make(parts, *form, payload.num_tokens(), order);
   const NumberingLayout& numbers = numbering.layout;
@@ -276,7 +219,7 @@ inline py::object quick_new_dispatch(const Shared& calls, PyObject* const* argum
   const uint64_t begin = parts.heap_base + blocks.offset;
   const uint64_t token_mask =
       routing.has_layout ? parts.given(routing.mask.address()) : slab + parts_of_slab.mask;
-  const uint64_t choices = parts.given(idx.address());
+  const uint64_t choices = parts.given(routing.idx.address());
   const uint64_t num_tokens = static_cast<uint64_t>(payload.num_tokens());
   const uint64_t channel_prefix = slab + parts_of_slab.channel_prefix;
   const uint64_t send_head = slab + parts_of_slab.send_head;
@@ -296,7 +239,7 @@ inline py::object quick_new_dispatch(const Shared& calls, PyObject* const* argum
                        static_cast<uint64_t>(form->num_local_blocks), order.stream});
   }
   constexpr uint64_t kFillTail = 1, kZeroTail = 2, kFollowsNotify = 4, kIsSpeculative = 8;
-  const uint64_t tail = kFillTail | (zero_tail ? kZeroTail : 0);
+  const uint64_t tail = kFillTail | (call.zero_tail ? kZeroTail : 0);
   const Sources sources(parts, payload);
   form->launch({static_cast<uint64_t>(routing.num_experts),
                 token_mask,
@@ -340,11 +283,10 @@ inline py::object quick_new_dispatch(const Shared& calls, PyObject* const* argum
                .is_bounded = is_bounded,
                .has_weights = routing.has_weights,
                .has_scales = payload.has_scales,
-               .zero_padding = zero_padding};
+               .zero_padding = call.zero_padding};
   if (is_expanded && is_bounded) rows.expand_all(num_rows);
   parts.end(order);
-  keep(parts, arguments[0], payload, order);
-  routing.keep(parts, arguments, order);
+  call.keep(parts, order);
   return py::make_tuple(
       parts_of_slab.layout, slab, handle_block,
       py::make_tuple(routing.num_experts, token_mask, send_head, slab, channel_prefix),

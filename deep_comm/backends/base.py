@@ -17,7 +17,6 @@ from deep_comm.topology import Topology
 if TYPE_CHECKING:
     from deep_comm._core import Engine
     from deep_comm.backends.foreign import Place
-    from deep_comm.handle import KnownHandle
     from deep_comm.handle_base import HeldTensors
 
 _POISON_BYTE = 0xA5
@@ -84,7 +83,7 @@ class Launch(Protocol):
         """The operation also waits for these, which ``Backend.mark`` made."""
 
     def finish(
-        self, inputs: Iterable[Tensor | None], handle: KnownHandle | None = None
+        self, inputs: Iterable[Tensor | None], handle: HeldTensors | None = None
     ) -> EventOverlap:
         """End of the operation, whose ``inputs`` and ``handle`` must outlive it."""
 

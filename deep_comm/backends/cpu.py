@@ -21,7 +21,6 @@ from deep_comm.rendezvous import Rendezvous
 from deep_comm.topology import Topology
 
 if TYPE_CHECKING:
-    from deep_comm.handle import KnownHandle
     from deep_comm.handle_base import HeldTensors
 
 
@@ -153,7 +152,7 @@ class _CpuLaunch:
         pass
 
     def finish(
-        self, inputs: Iterable[Tensor | None], handle: KnownHandle | None = None
+        self, inputs: Iterable[Tensor | None], handle: HeldTensors | None = None
     ) -> EventOverlap:
         return EventOverlap(EventHandle() if self._async_finish else None)
 

@@ -20,7 +20,6 @@ from deep_comm.events import EventHandle, EventOverlap
 from deep_comm.ops import quick
 
 if TYPE_CHECKING:
-    from deep_comm.handle import KnownHandle
     from deep_comm.handle_base import HeldTensors
 
 
@@ -193,7 +192,7 @@ class CallerLaunch:
             event.wait(self.stream)
 
     def finish(
-        self, inputs: Iterable[Tensor | None], handle: KnownHandle | None = None
+        self, inputs: Iterable[Tensor | None], handle: HeldTensors | None = None
     ) -> EventOverlap:
         if handle is not None and handle.home_stream not in (None, self.stream):
             # The stream that would reuse the handle's memory does not wait for this call.
@@ -372,7 +371,7 @@ class CommLaunch:
             event.wait(self.stream)
 
     def finish(
-        self, inputs: Iterable[Tensor | None], handle: KnownHandle | None = None
+        self, inputs: Iterable[Tensor | None], handle: HeldTensors | None = None
     ) -> EventOverlap:
         streams = self._streams
         end = self._end()
@@ -391,5 +390,5 @@ class CommLaunch:
             self._record_handle(handle)
         return EventOverlap()
 
-    def _record_handle(self, handle: KnownHandle) -> None:
+    def _record_handle(self, handle: HeldTensors) -> None:
         self._streams.record_handle(handle, self._on_comm, self.caller_stream)

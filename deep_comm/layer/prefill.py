@@ -81,8 +81,8 @@ class Prefill(Protocol):
 
 def prefill_of(buffer: Buffer, shape: MoEShape, alignment: int, max_recv_rows: int) -> Prefill:
     """The engine groups and adds, inside a node and between nodes."""
-    ctx = buffer._context
-    ctx.agreed_tokens = max(ctx.agreed_tokens, shape.max_tokens)
+    expected = buffer._context.expected
+    expected.agreed_tokens = max(expected.agreed_tokens, shape.max_tokens)
     return ExpandedPrefill(buffer, shape, alignment, max_recv_rows)
 
 

@@ -370,15 +370,6 @@ class UnmovedRows(NamedTuple):
     numbering: Tensor | None  # storage of a Numbering, of an expanded dispatch
 
 
-def dispatch_unmoved(call: NewDispatch, unmoved: UnmovedRows, streams: StreamOptions) -> Any:
-    """The rest of such a dispatch."""
-    with streams.launch(call.ctx) as launch:
-        call.receive_unmoved(launch, unmoved)
-        result = call.end()
-    call.ctx.end()
-    return result
-
-
 def cached_dispatch(
     ctx: Context,
     x: Any,

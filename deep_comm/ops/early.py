@@ -16,8 +16,13 @@ class EarlyLaunches:
     def __init__(self) -> None:
         self._num_failures = self._num_to_skip = 0
 
+    @property
+    def is_due(self) -> bool:
+        """What is_next is about to say."""
+        return self._num_to_skip == 0
+
     def is_next(self) -> bool:
-        if self._num_to_skip == 0:
+        if self.is_due:
             return True
         self._num_to_skip -= 1
         return False
@@ -34,13 +39,18 @@ class ExpectedRows:
 
     Attributes:
         most_tokens: that any rank has brought to a dispatch.
+        agreed_tokens: that a rank will ever bring, as a layer's ranks have agreed; or 0.
     """
 
-    __slots__ = ("_choices", "_most_expanded_rows", "_most_rows", "_num_ranks", "most_tokens")
+    __slots__ = (
+        "_choices", "_most_expanded_rows", "_most_rows", "_num_nodes", "_num_ranks",
+        "agreed_tokens", "most_tokens",
+    )  # fmt: skip
     _MOST_REMEMBERED = 256
 
-    def __init__(self, num_ranks: int) -> None:
-        self._num_ranks = num_ranks
+    def __init__(self, num_ranks: int, num_nodes: int = 1) -> None:
+        self._num_ranks, self._num_nodes = num_ranks, num_nodes
+        self.agreed_tokens = 0
         self._most_rows = 0  # of one dispatch
         self._most_expanded_rows = 0
         self.most_tokens = 0
@@ -75,6 +85,11 @@ class ExpectedRows:
         known = tuple(sorted(choices - {0}, reverse=True))
         self._choices[num_tokens] = known
         return known
+
+    def forwarded(self, num_tokens: int) -> int:
+        """Between nodes: how many rows can come to be handed on, when all ranks have as many
+        tokens as this one, as any rank has ever had, or as they have agreed on."""
+        return self._num_nodes * max(num_tokens, self.agreed_tokens, self.most_tokens)
 
     def expanded_choices(
         self, num_tokens: int, places: int, num_experts: int, expert_alignment: int

@@ -15,19 +15,12 @@ from deep_comm.checks import Payload
 from deep_comm.context import Context
 from deep_comm.errors import HandleMismatch
 from deep_comm.events import EventOverlap
-from deep_comm.internode_handle import InternodeHandle
+from deep_comm.internode_handle import InternodeHandle, KnownTierHandle
 from deep_comm.ops.call import CallOptions
 from deep_comm.ops.expand import require_expanded
 from deep_comm.ops.internode_expand import expand_received
 from deep_comm.ops.internode_outputs import TierOutputs, allocate
-from deep_comm.ops.internode_plan import (
-    FILL_TAIL,
-    IS_EARLY,
-    ZERO_TAIL,
-    TwoTierPlan,
-    dispatch_launcher,
-    plan_two_tiers,
-)
+from deep_comm.ops.internode_plan import TwoTierPlan, dispatch_launcher, plan_two_tiers
 from deep_comm.ops.outputs import RowTensors
 from deep_comm.ops.quick import remember_tier_dispatch
 from deep_comm.ops.scales import PLAIN, ScaleOptions, allocate_source, inputs_of, turn_scales
@@ -45,35 +38,19 @@ def launch_dispatch(
     payload: Payload,
     idx: Tensor | None,
     weights: Tensor | None,
-    num_experts: int,
-    handle_parts: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
-    node_channel_prefix: Tensor,
-    send_places: Tensor | None,
-    combine: tuple[Tensor, Tensor] | None,
-    fill_tail: bool,
-    zero_tail: bool,
+    routing: tuple[int, ...],
+    combine: tuple[int, int],
+    flags: int,
     out: TierOutputs,
     source: int,
-    is_early: bool = False,
 ) -> None:
-    """``handle_parts``: is_token_in_rank, send_rdma_head and the four receive prefixes.
-    ``combine``: where its rings begin, and forward_places. ``source``: of what is quantised, or 0.
-    ``is_early``: before the counts have come; see ops/internode_dispatch.py.
+    """``routing``: as KnownTierHandle has it. ``combine``: where its rings begin, and
+    forward_places; 0 of a cached dispatch. ``source``: of what is quantised, or 0.
     """
     address, scales, form = ctx.address, payload.scales, payload.form
-    is_token_in_rank, send_head, node_prefix, node_sum, rank_start, rank_sum = handle_parts
     num_topk, idx_bytes = (0, 0) if idx is None else (idx.shape[1], idx.element_size())
-    flags = FILL_TAIL * fill_tail + ZERO_TAIL * zero_tail + IS_EARLY * is_early
     dispatch_launcher(ctx, plan, form, num_topk, idx_bytes)(
-        num_experts,
-        address(is_token_in_rank),
-        address(send_head),
-        address(node_prefix),
-        address(node_sum),
-        address(rank_start),
-        address(rank_sum),
-        address(node_channel_prefix),
-        address(send_places),
+        *routing,
         address(payload.x),
         payload.num_tokens,
         address(scales),
@@ -92,26 +69,28 @@ def launch_dispatch(
         address(out.src_meta),
         address(out.send_rank_head),
         out.src_offset,
-        0 if combine is None else address(combine[0]),
-        0 if combine is None else address(combine[1]),
+        *combine,
         flags,
         source,
         launch.stream,
     )
 
 
-def known_handle(ctx: Context, handle: Sequence[Tensor]) -> InternodeHandle:
-    known = InternodeHandle.of(handle)
-    known.require_group(ctx.rank, ctx.num_ranks, ctx.topology.num_nodes, ctx.members, ctx.device)
-    return known
+def known_handle(ctx: Context, handle: Sequence[Tensor]) -> KnownTierHandle:
+    if type(handle) is InternodeHandle:
+        known = handle.known_to(ctx.owner)
+        if known is not None:
+            return known
+    checked = InternodeHandle.of(handle)
+    checked.require_group(ctx.rank, ctx.num_ranks, ctx.topology.num_nodes, ctx.members, ctx.device)
+    return checked.remember(ctx.owner, ctx.heap.base)
 
 
-def _places(ctx: Context, launch: Launch, known: InternodeHandle) -> Tensor:
+def _places(ctx: Context, launch: Launch, known: KnownTierHandle) -> Tensor:
     """What a handle made of ten tensors does not bring along."""
-    num_targets = known.num_nodes + known.num_ranks
-    places = launch.empty((known.num_tokens, num_targets), torch.int32)
+    places = launch.empty((known.num_tokens, ctx.topology.num_nodes + ctx.num_ranks), torch.int32)
     ctx.engine.internode_places(
-        is_token_in_rank=ctx.address(known.is_token_in_rank),
+        is_token_in_rank=known.routing[1],
         num_tokens=known.num_tokens,
         num_channels=known.num_channels,
         send_places=ctx.address(places),
@@ -162,36 +141,21 @@ def cached_internode_dispatch(
             makes_handle=False,
             is_scratch=known.expansion is not None,
         )
-        places = known.send_places
-        if places is None and out.output_offset != 0:
+        routing, places = known.routing, None
+        if routing[-1] == 0 and out.output_offset != 0:
             places = _places(ctx, launch, known)
-        parts = (known[0], known[8], known[3], known[4], known[5], known[6])
+            routing = *routing[:-1], ctx.address(places)
         launch_dispatch(
-            ctx,
-            launch,
-            plan,
-            payload,
-            None,
-            None,
-            known.num_experts or 0,
-            parts,
-            known.rdma_channel_prefix_matrix,
-            places,
-            None,
-            False,
-            False,
-            out,
-            source,
-        )
+            ctx, launch, plan, payload, None, None, routing, (0, 0), 0, out, source
+        )  # fmt: skip
         rows: RowTensors = out
         if known.expansion is not None:
             rows = expand_received(
-                ctx, launch, plan, payload, out, known.recv_gbl_rank_prefix_sum, known.expansion,
-                zero_padding,
-            )  # fmt: skip
+                ctx, launch, plan, payload, out, known.num_received, known.expansion, zero_padding
+            )
         if scale_options.column_major:
             turn_scales(ctx, launch, plan, rows)
-        event = launch.finish((*inputs_of(payload), places, *known.all_tensors))
+        event = launch.finish((*inputs_of(payload), places), known)
     ctx.end()
     if options.streams.is_quick and scale_options is PLAIN and known.expansion is None:
         launcher = dispatch_launcher(ctx, plan, payload.form, 0, 0)

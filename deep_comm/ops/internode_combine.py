@@ -12,11 +12,10 @@ from deep_comm import checks
 from deep_comm.backends import Launch
 from deep_comm.context import Context
 from deep_comm.events import EventOverlap
-from deep_comm.internode_handle import InternodeHandle
+from deep_comm.internode_handle import KnownTierHandle
 from deep_comm.ops.call import CallOptions
 from deep_comm.ops.expand import reduce_experts, weights_of_rows
 from deep_comm.ops.internode import known_handle
-from deep_comm.ops.internode_expand import num_received
 from deep_comm.ops.internode_plan import combine_launcher, plan_two_tiers
 from deep_comm.ops.quick import remember_tier_combine
 
@@ -50,8 +49,8 @@ def internode_combine(
         inputs = (x, topk_weights, row_weights, bias_0, bias_1)
         if expansion is not None:
             x, topk_weights = reduce_experts(
-                ctx, launch, plan.num_local_blocks, x, expansion,
-                num_received(ctx, known.recv_gbl_rank_prefix_sum), row_weights, topk_weights,
+                ctx, launch, plan.num_local_blocks, x, expansion, known.num_received, row_weights,
+                topk_weights,
             )  # fmt: skip
         combined_x = launch.empty((num_tokens, hidden), dtype)
         combined_topk_weights = None
@@ -61,16 +60,7 @@ def internode_combine(
             ctx, launch, known, row_bytes, num_topk
         )
         launcher(
-            address(known.send_rdma_head),
-            address(known.send_nvl_head),
-            address(known.recv_rdma_channel_prefix_matrix),
-            address(known.recv_rdma_rank_prefix_sum),
-            address(known.recv_gbl_channel_prefix_matrix),
-            address(known.recv_gbl_rank_prefix_sum),
-            address(known.rdma_channel_prefix_matrix),
-            address(known.forward_places),
-            known.num_recv_rows,
-            known.num_forward_rows,
+            *known.way_back,
             address(x),
             address(topk_weights),
             address(bias_0),
@@ -83,7 +73,7 @@ def internode_combine(
             launch.stream,
         )
         del staging  # whoever gets its memory next writes there behind this kernel
-        event = launch.finish((*inputs, known.forward_places, *known.all_tensors))
+        event = launch.finish(inputs, known)
     ctx.end()
     if options.streams.is_quick and bias is None and expansion is None:
         remember_tier_combine(
@@ -98,13 +88,13 @@ def _staging_row_bytes(ctx: Context, row_bytes: int, num_topk: int) -> int:
 
 
 def _staging(
-    ctx: Context, launch: Launch, handle: InternodeHandle, row_bytes: int, num_topk: int
+    ctx: Context, launch: Launch, known: KnownTierHandle, row_bytes: int, num_topk: int
 ) -> tuple[object, int, int]:
     """Memory for all rows and sums that may come and cross: (its owner, offset in the heap, rows);
     offset 0 without room, or without a handle that knows their places."""
-    if handle.forward_places is None:
+    if known.forward_places == 0:
         return None, 0, 0
-    num_rows = handle.num_staging_rows
+    num_rows = known.num_staging_rows
     taken = ctx.take(
         num_rows * _staging_row_bytes(ctx, row_bytes, num_topk),
         launch.caller_stream,

@@ -4,21 +4,20 @@ rows come.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from deep_comm import checks
 from deep_comm.backends import Launch
-from deep_comm.checks import Payload
 from deep_comm.context import Context
-from deep_comm.errors import DeepCommError
 from deep_comm.expansion import Expansion
 from deep_comm.internode_handle import InternodeHandle
 from deep_comm.ops.call import CallOptions
 from deep_comm.ops.internode import DispatchResult, launch_dispatch
 from deep_comm.ops.internode_expand import expand_received, number_received
+from deep_comm.ops.internode_notify import TierRouting
 from deep_comm.ops.internode_outputs import (
     TierOutputs,
     TierReservation,
@@ -26,81 +25,22 @@ from deep_comm.ops.internode_outputs import (
     outputs_in,
     reserve_unknown,
 )
-from deep_comm.ops.internode_plan import TwoTierPlan, plan_two_tiers
-from deep_comm.ops.layout import Layout, launch_layout
+from deep_comm.ops.internode_plan import (
+    FILL_TAIL,
+    IS_EARLY,
+    ZERO_TAIL,
+    TwoTierPlan,
+    dispatch_launcher,
+    notify_launcher,
+    plan_two_tiers,
+)
 from deep_comm.ops.new_routing import checked_new_routing
+from deep_comm.ops.notify import Counts, counts_of
 from deep_comm.ops.outputs import RowTensors
-from deep_comm.ops.scales import ScaleOptions, allocate_source, inputs_of, turn_scales
+from deep_comm.ops.quick import remember_new_tier_dispatch
+from deep_comm.ops.scales import PLAIN, ScaleOptions, allocate_source, inputs_of, turn_scales
+from deep_comm.tier_parts import TierSlabLayout, tier_slab_layout
 from deep_comm.topology import num_local_experts
-
-
-class _Routing:
-    """What the counting kernels write: the handle's matrices, and where combine's rings begin."""
-
-    def __init__(
-        self, ctx: Context, launch: Launch, layout: Layout, num_tokens: int, num_channels: int
-    ) -> None:
-        def empty(*shape: int) -> Tensor:
-            return launch.empty(shape, torch.int32)
-
-        num_nodes, num_ranks = ctx.topology.num_nodes, ctx.num_ranks
-        self.layout = layout
-        self.node_channel_prefix = empty(num_nodes, num_channels)
-        self.rank_channel_prefix = empty(num_ranks, num_channels)
-        self.send_node_head = empty(num_tokens, num_nodes)
-        self.recv_node_channel_prefix = empty(num_nodes, num_channels)
-        self.recv_node_prefix_sum = empty(num_nodes)
-        self.recv_rank_channel_start = empty(num_ranks, num_channels)
-        self.recv_rank_prefix_sum = empty(num_ranks)
-        self.combine_start = empty(num_channels, num_nodes, ctx.topology.ranks_per_node)
-        num_local = ctx.topology.ranks_per_node
-        self.forward_places = empty((num_nodes + 1 + num_channels * num_nodes) * num_local)
-        self.send_places = (
-            None if ctx.num_direct_bytes == 0 else empty(num_tokens, num_nodes + num_ranks)
-        )
-        num_local = num_local_experts(ctx.rank, layout.num_experts, num_ranks)
-        self.num_recv_tokens_per_expert = empty(num_local)
-        self.num_recv_tokens_per_rank = empty(num_ranks)
-
-
-def _notify(
-    ctx: Context,
-    launch: Launch,
-    plan: TwoTierPlan,
-    payload: Payload,
-    layout: Layout,
-    num_topk: int,
-    expert_alignment: int,
-) -> _Routing:
-    routing = _Routing(ctx, launch, layout, payload.num_tokens, plan.num_channels)
-    address, form = ctx.address, payload.form
-    ctx.engine.internode_notify(
-        num_tokens_per_expert=address(layout.num_tokens_per_expert),
-        is_token_in_rank=address(layout.is_token_in_rank),
-        num_tokens=payload.num_tokens,
-        num_topk=num_topk,
-        num_experts=layout.num_experts,
-        row_bytes=payload.row_bytes,
-        scale_row_bytes=payload.scale_row_bytes,
-        cast=form.quantises + form.round_scale + form.use_ue8m0,
-        expert_alignment=expert_alignment,
-        node_channel_prefix=address(routing.node_channel_prefix),
-        rank_channel_prefix=address(routing.rank_channel_prefix),
-        send_node_head=address(routing.send_node_head),
-        send_places=address(routing.send_places),
-        recv_node_channel_prefix=address(routing.recv_node_channel_prefix),
-        recv_node_prefix_sum=address(routing.recv_node_prefix_sum),
-        recv_rank_channel_start=address(routing.recv_rank_channel_start),
-        recv_rank_prefix_sum=address(routing.recv_rank_prefix_sum),
-        combine_start=address(routing.combine_start),
-        forward_places=address(routing.forward_places),
-        num_recv_tokens_per_expert=address(routing.num_recv_tokens_per_expert),
-        num_recv_tokens_per_rank=address(routing.num_recv_tokens_per_rank),
-        stream=launch.stream,
-        **plan.as_arguments(),
-    )
-    ctx.end()
-    return routing
 
 
 class NewTierDispatch:
@@ -110,9 +50,9 @@ class NewTierDispatch:
 
     __slots__ = (
         "_alignment", "_counts", "_expand", "_expects_counts", "_idx", "_launch", "_layout",
-        "_num_experts", "_num_topk", "_out", "_payload", "_plan", "_reserved", "_routing",
-        "_scale_options", "_source", "_weights", "_zero_padding", "_zero_tail", "ctx",
-        "num_worst_tokens",
+        "_num_experts", "_num_topk", "_options", "_out", "_payload", "_plan", "_reserved",
+        "_routing", "_scale_options", "_slab_of", "_source", "_weights", "_zero_padding",
+        "_zero_tail", "ctx", "num_worst_tokens",
     )  # fmt: skip
 
     def __init__(
@@ -137,6 +77,7 @@ class NewTierDispatch:
                 dtypes=(torch.int32,),
             )
         self._num_topk = routing.num_topk
+        self._options = options
         self._plan = plan_two_tiers(
             ctx,
             options,
@@ -144,6 +85,7 @@ class NewTierDispatch:
             payload.scale_row_bytes,
             self._num_topk,
         )
+        self._slab_of = _slab_layouts(ctx, self._plan, self._num_experts, self._layout is None)
         self.ctx, self._payload, self._idx, self._weights = ctx, payload, idx, weights
         self._alignment, self.num_worst_tokens = (
             given["expert_alignment"],
@@ -162,16 +104,9 @@ class NewTierDispatch:
         ctx, payload = self.ctx, self._payload
         self._launch = launch
         self._source = allocate_source(ctx, launch, payload)
-        if self._layout is None:
-            assert self._idx is not None
-            self._layout = launch_layout(ctx, launch, self._idx, self._num_experts)
-        self._routing = _notify(
-            ctx, launch, self._plan, payload, self._layout, self._num_topk, self._alignment
-        )
-        # As many as can come to be forwarded when all ranks have as many tokens as this one, as any
-        # rank has ever had, or as they have agreed on.
-        most_tokens = max(payload.num_tokens, ctx.agreed_tokens, ctx.expected.most_tokens)
-        num_forward = ctx.topology.num_nodes * most_tokens
+        self._routing = self._routing_in(None)
+        self._routing.launch(ctx, launch, self._plan, payload, self._idx, self._alignment)
+        num_forward = ctx.expected.forwarded(payload.num_tokens)
         if self.num_worst_tokens > 0:
             num_forward = max(self.num_worst_tokens, num_forward)
             self._out = self._allocate(self.num_worst_tokens, num_forward)
@@ -188,10 +123,7 @@ class NewTierDispatch:
         """Waits until the counts have come; tensors of so many rows."""
         ctx, launch, reserved = self.ctx, self._launch, self._reserved
         self._reserved = None
-        counts = self._counts = ctx.engine.wait_internode_counts(self._expects_counts)
-        if counts is None:
-            ctx.check()
-            raise DeepCommError("internode_notify failed and left no error record")
+        counts = self._counts = counts_of(ctx, ctx.wait_tier_counts(self._expects_counts))
         num_rows, num_forward = counts.num_recv_tokens, counts.num_forward_tokens
         ctx.expected.learn(num_rows, counts.max_num_tokens)
         if self._expects_counts:
@@ -205,15 +137,29 @@ class NewTierDispatch:
                 launch.follow_caller()
             return
         del reserved  # some rank has no room for so many; all launch again
-        launch.follow_caller()
-        self._out = self._allocate(num_rows, num_forward)
+        self._move_at_last()
+
+    def receive_unmoved(self, launch: Launch, unmoved: UnmovedTierRows) -> None:
+        """``send`` and ``receive`` where a native step has done all but move the rows."""
+        self._launch, self._source = launch, 0
+        self._routing = self._routing_in(unmoved.slab)
+        self._counts = unmoved.counts
+        self._move_at_last()
+
+    def _routing_in(self, slab: tuple[int, tuple[Any, ...]] | None) -> TierRouting:
+        layout = self._slab_of(self._payload.num_tokens)
+        return TierRouting(self.ctx, self._launch, layout, self._num_experts, self._layout, slab)
+
+    def _move_at_last(self) -> None:
+        """Rows that no early launch has moved, now that their number is known."""
+        self._launch.follow_caller()
+        self._out = self._allocate(self._counts.num_recv_tokens, self._counts.num_forward_tokens)
         self._move(self._out)
 
     def end(self) -> DispatchResult:
         """What follows the rows, and the end of the operation."""
         ctx, launch, out = self.ctx, self._launch, self._out
-        layout, routing, counts = self._layout, self._routing, self._counts
-        assert layout is not None and out.src_meta is not None and out.send_rank_head is not None
+        routing, counts = self._routing, self._counts
         rows: RowTensors = out
         expansion: Expansion | None = None
         if self._expand:
@@ -222,62 +168,57 @@ class NewTierDispatch:
                 launch,
                 self._plan,
                 out,
-                routing.recv_rank_prefix_sum,
-                routing.num_recv_tokens_per_expert.shape[0],
+                routing.num_received,
+                num_local_experts(ctx.rank, self._num_experts, ctx.num_ranks),
                 self._alignment,
                 self.num_worst_tokens if counts is None else sum(counts.num_recv_tokens_per_expert),
             )
             rows = expand_received(
-                ctx, launch, self._plan, self._payload, out, routing.recv_rank_prefix_sum,
-                expansion, self._zero_padding,
+                ctx, launch, self._plan, self._payload, out, routing.num_received, expansion,
+                self._zero_padding,
             )  # fmt: skip
         if self._scale_options.column_major:
             turn_scales(ctx, launch, self._plan, rows)
-        event = launch.finish(
-            (
-                *inputs_of(self._payload),
-                self._idx,
-                self._weights,
-                layout.num_tokens_per_rank,
-                layout.num_tokens_per_expert,
-                layout.is_token_in_rank,
-                routing.combine_start,
-                routing.forward_places,
-                routing.send_places,
-            )
-        )
-        handle = InternodeHandle(
-            is_token_in_rank=layout.is_token_in_rank,
-            rdma_channel_prefix_matrix=routing.node_channel_prefix,
-            gbl_channel_prefix_matrix=routing.rank_channel_prefix,
-            recv_rdma_channel_prefix_matrix=routing.recv_node_channel_prefix,
-            recv_rdma_rank_prefix_sum=routing.recv_node_prefix_sum,
-            recv_gbl_channel_prefix_matrix=routing.recv_rank_channel_start,
-            recv_gbl_rank_prefix_sum=routing.recv_rank_prefix_sum,
-            recv_src_meta=out.src_meta,
-            send_rdma_head=routing.send_node_head,
-            send_nvl_head=out.send_rank_head,
-            recv_src_idx=out.src_idx,
+        inputs = [*inputs_of(self._payload), self._idx, self._weights]
+        layout = self._layout
+        if layout is not None:
+            inputs += layout.num_tokens_per_rank, layout.num_tokens_per_expert
+            inputs.append(layout.is_token_in_rank)
+        event = launch.finish(inputs)
+        handle = InternodeHandle.fresh(
+            routing.fresh(ctx, out),
             rank=ctx.rank,
-            num_experts=layout.num_experts,
+            num_experts=self._num_experts,
             num_topk=self._num_topk,
             num_recv_tokens=None if counts is None else counts.num_recv_tokens,
             max_num_tokens=None if counts is None else counts.max_num_tokens,
-            num_recv_tokens_per_expert=routing.num_recv_tokens_per_expert,
-            num_recv_tokens_tensor=routing.recv_rank_prefix_sum[-1:],
-            num_recv_tokens_per_rank=routing.num_recv_tokens_per_rank,
             members=ctx.members,
-            forward_places=routing.forward_places,
             num_returning_rows=None if counts is None else counts.num_returning_rows,
-            send_places=routing.send_places,
             expansion=expansion,
             home_stream=launch.home_stream,
-        ).made_by(ctx.owner)
-        per_expert = [] if counts is None else list(counts.num_recv_tokens_per_expert)
+        )
+        per_expert = [] if counts is None else counts.num_recv_tokens_per_expert
         return rows.payload, rows.topk_idx, rows.topk_weights, per_expert, handle, event
 
     def remember(self) -> None:
-        """Between nodes no call has a native step of its own."""
+        """The next call of this form takes one native step, if it can."""
+        idx, out, form = self._idx, self._out, self._payload.form
+        if self._scale_options is not PLAIN or idx is None or out.output_offset == 0:
+            return
+        ctx, plan, num_experts = self.ctx, self._plan, self._num_experts
+        remember_new_tier_dispatch(
+            ctx, self._options, form, idx,
+            num_experts=num_experts,
+            alignment=self._alignment,
+            has_layout=self._layout is not None,
+            is_expanded=self._expand,
+            num_local_blocks=plan.num_local_blocks,
+            notify=notify_launcher(
+                ctx, plan, form, self._num_topk, num_experts, self._alignment
+            ),
+            launch=dispatch_launcher(ctx, plan, form, self._num_topk, idx.element_size()),
+            slab_of=self._slab_of,
+        )  # fmt: skip
 
     def _allocate(self, num_rows: int, num_forward_rows: int) -> TierOutputs:
         return allocate(
@@ -293,17 +234,7 @@ class NewTierDispatch:
         )
 
     def _move(self, out: TierOutputs, is_early: bool = False) -> None:
-        layout, routing = self._layout, self._routing
-        assert layout is not None
-        parts = (
-            layout.is_token_in_rank,
-            routing.send_node_head,
-            routing.recv_node_channel_prefix,
-            routing.recv_node_prefix_sum,
-            routing.recv_rank_channel_start,
-            routing.recv_rank_prefix_sum,
-        )
-        is_bounded = self.num_worst_tokens > 0
+        routing, is_bounded = self._routing, self.num_worst_tokens > 0
         launch_dispatch(
             self.ctx,
             self._launch,
@@ -311,14 +242,30 @@ class NewTierDispatch:
             self._payload,
             self._idx,
             self._weights,
-            layout.num_experts,
-            parts,
-            routing.node_channel_prefix,
-            routing.send_places,
+            routing.numbers,
             (routing.combine_start, routing.forward_places),
-            is_bounded,
-            is_bounded and self._zero_tail,
+            is_bounded * (FILL_TAIL + ZERO_TAIL * self._zero_tail) + IS_EARLY * is_early,
             out,
             self._source,
-            is_early,
         )
+
+
+class UnmovedTierRows(NamedTuple):
+    """What a native step leaves of a dispatch whose rows it could not move."""
+
+    slab: tuple[int, tuple[Any, ...]]  # its address and what keeps it, arguments of Memory
+    counts: Counts
+
+
+def _slab_layouts(
+    ctx: Context, plan: TwoTierPlan, num_experts: int, has_mask: bool
+) -> Callable[[int], TierSlabLayout]:
+    """By number of tokens. Native code holds it, and so it holds no Context."""
+    experts = num_local_experts(ctx.rank, num_experts, ctx.num_ranks), num_experts
+    sizes = ctx.topology.num_nodes, ctx.num_ranks, plan.num_channels, experts
+    has_places = ctx.num_direct_bytes > 0
+
+    def slab_of(num_tokens: int) -> TierSlabLayout:
+        return tier_slab_layout(*sizes, num_tokens, has_places, has_mask)
+
+    return slab_of

@@ -7,7 +7,6 @@ kernels here are local: docs/design/0025.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from deep_comm.backends import Launch
 from deep_comm.checks import Payload
@@ -18,22 +17,18 @@ from deep_comm.ops.internode_plan import TwoTierPlan
 from deep_comm.ops.outputs import RowTensors
 
 
-def num_received(ctx: Context, recv_rank_prefix_sum: Tensor) -> int:
-    """Address of an int32: how many tokens this rank has received."""
-    return recv_rank_prefix_sum.data_ptr() + 4 * (ctx.num_ranks - 1)
-
-
 def number_received(
     ctx: Context,
     launch: Launch,
     plan: TwoTierPlan,
     received: TierOutputs,
-    recv_rank_prefix_sum: Tensor,
+    num_received: int,
     num_local_experts: int,
     expert_alignment: int,
     num_rows: int,
 ) -> Expansion:
-    """Behind a dispatch, of whose rows the output shall have ``num_rows``."""
+    """Behind a dispatch, of whose rows the output shall have ``num_rows``. ``num_received``:
+    address of an int32, how many tokens this rank has received."""
     idx = received.topk_idx
     assert idx is not None
     expansion = Expansion(
@@ -45,7 +40,7 @@ def number_received(
     )
     address = ctx.address
     ctx.engine.number_received(
-        num_received=num_received(ctx, recv_rank_prefix_sum),
+        num_received=num_received,
         topk_idx=address(idx),
         topk_idx_bytes=idx.element_size(),
         num_tokens_limit=idx.shape[0],
@@ -68,7 +63,7 @@ def expand_received(
     plan: TwoTierPlan,
     payload: Payload,
     received: TierOutputs,
-    recv_rank_prefix_sum: Tensor,
+    num_received: int,
     expansion: Expansion,
     zero_padding: bool,
 ) -> RowTensors:
@@ -84,7 +79,7 @@ def expand_received(
     )
     address = ctx.address
     ctx.engine.expand_received(
-        num_received=num_received(ctx, recv_rank_prefix_sum),
+        num_received=num_received,
         recv_x=address(received.x),
         recv_scales=address(received.scales),
         recv_weights=address(weights),

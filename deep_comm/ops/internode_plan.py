@@ -67,6 +67,35 @@ FILL_TAIL, ZERO_TAIL, IS_EARLY = 1, 2, 4
 """Flags of a dispatch."""
 
 
+def notify_launcher(
+    ctx: Context,
+    plan: TwoTierPlan,
+    form: PayloadForm,
+    num_topk: int,
+    num_experts: int,
+    expert_alignment: int,
+) -> Launcher:
+    """The engine's part of a notify: num_tokens_per_expert, is_token_in_rank, num_tokens;
+    node_channel_prefix, rank_channel_prefix, send_node_head, send_places; recv_node_channel_prefix,
+    recv_node_prefix_sum, recv_rank_channel_start, recv_rank_prefix_sum, combine_start,
+    forward_places, num_recv_tokens_per_expert, num_recv_tokens_per_rank; stream.
+    """
+    key = (plan, form, num_topk, num_experts, expert_alignment)
+    known: Launcher | None = ctx.two_tier_plans.get(key)
+    if known is None:
+        known = ctx.engine.plan_internode_notify(
+            row_bytes=form.row_bytes,
+            scale_row_bytes=form.scale_row_bytes,
+            num_topk=num_topk,
+            cast=form.quantises + form.round_scale + form.use_ue8m0,
+            num_experts=num_experts,
+            expert_alignment=expert_alignment,
+            **plan.as_arguments(),
+        )
+        ctx.two_tier_plans[key] = known
+    return known
+
+
 def dispatch_launcher(
     ctx: Context, plan: TwoTierPlan, form: PayloadForm, num_topk: int, topk_idx_bytes: int
 ) -> Launcher:

@@ -53,25 +53,14 @@ def launch_layout(ctx: Context, launch: Launch, topk_idx: Tensor, num_experts: i
     per_rank, per_expert = layout.num_tokens_per_rank, layout.num_tokens_per_expert
     choices = topk_idx.data_ptr() or ctx.heap.base
     mask = layout.is_token_in_rank.data_ptr() or ctx.heap.base
+    per_node = 0
     if ctx.topology.num_nodes > 1:
         layout.num_tokens_per_node = launch.empty((ctx.topology.num_nodes,), torch.int32)
-        ctx.engine.internode_layout(
-            topk_idx=choices,
-            topk_idx_bytes=topk_idx.element_size(),
-            num_tokens=num_tokens,
-            num_topk=num_topk,
-            num_experts=num_experts,
-            num_tokens_per_rank=per_rank.data_ptr(),
-            num_tokens_per_node=layout.num_tokens_per_node.data_ptr(),
-            num_tokens_per_expert=per_expert.data_ptr(),
-            is_token_in_rank=mask,
-            stream=launch.stream,
-        )
-    else:
-        ctx.count_layout(
-            choices, topk_idx.element_size(), num_tokens, num_topk, num_experts, ctx.num_ranks,
-            per_rank.data_ptr(), 0, per_expert.data_ptr(), mask, launch.stream,
-        )  # fmt: skip
+        per_node = layout.num_tokens_per_node.data_ptr()
+    ctx.count_layout(
+        choices, topk_idx.element_size(), num_tokens, num_topk, num_experts, ctx.num_ranks,
+        per_rank.data_ptr(), per_node, per_expert.data_ptr(), mask, launch.stream,
+    )  # fmt: skip
     return layout
 
 

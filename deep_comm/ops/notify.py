@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -124,19 +124,23 @@ def launch_notify(
 
 
 class Counts(NamedTuple):
-    """What notify_dispatch learned."""
+    """What notify_dispatch or internode_notify learned."""
 
     num_recv_tokens: int
     max_num_tokens: int  # of all ranks
-    is_direct: bool  # the outputs announced to notify_dispatch serve all ranks
+    # The outputs announced to notify_dispatch serve all ranks; between nodes, an early dispatch has
+    # sent its rows.
+    is_direct: bool
     num_recv_tokens_per_expert: list[int]  # per local expert, rounded up to expert_alignment
+    num_forward_tokens: int = 0  # between nodes: that ranks of this local index send to this node
+    num_returning_rows: int = 0  # likewise: that the node's other ranks return in combine
 
 
-def counts_of(ctx: Context, waited: tuple[int, int, bool, list[int]] | None) -> Counts:
-    """From what ``ctx.wait_counts`` returned, behind a notify; raises what the kernel recorded if
-    the peers' counts have not come.
+def counts_of(ctx: Context, waited: tuple[Any, ...] | None) -> Counts:
+    """From what ``ctx.wait_counts`` or ``ctx.wait_tier_counts`` returned, behind a notify; raises
+    what the kernel recorded if the peers' counts have not come.
     """
     if waited is None:
         ctx.check()
-        raise DeepCommError("notify_dispatch failed and left no error record")
+        raise DeepCommError("the kernel that exchanges counts failed and left no error record")
     return Counts(*waited)

@@ -98,14 +98,11 @@ class NormalCalls:
         self.combine: Callable[..., Any] = never
         if native is None:
             return
-        if is_internode:
-            self.dispatch, self.combine = native.tier_calls()
-        else:
-            self.dispatch, self.new_dispatch, self.combine = native.calls()
+        calls = native.tier_calls() if is_internode else native.calls()
+        self.dispatch, self.new_dispatch, self.combine = calls
 
 
 def normal_of(ctx: Context) -> NormalCalls:
-    """Between nodes: cached dispatch and combine."""
     found = torch_of(ctx.device)
     if found is None or env.POISON.get():
         return NormalCalls(None)
@@ -115,16 +112,20 @@ def normal_of(ctx: Context) -> NormalCalls:
     native = _core.QuickNormal(
         *found,
         num_ranks=ctx.num_ranks,
+        ranks_per_node=ctx.topology.ranks_per_node,
         heap_base=ctx.heap.base,
         memory=ctx.heap.memory(),
         take=ctx.take,
+        count_layout=ctx.count_layout,
         streams=streams,
         current_stream=current_stream,
         is_ready=is_ready,
         record=record,
         likely_rows=ctx.expected.choices,
         likely_expanded=ctx.expected.expanded_choices,
+        likely_forwarded=ctx.expected.forwarded,
         wait_counts=ctx.wait_counts,
+        wait_tier_counts=ctx.wait_tier_counts,
         expand_calls=ctx.engine.expand_calls(),
         float32=torch.float32,
         int32=torch.int32,
@@ -133,12 +134,12 @@ def normal_of(ctx: Context) -> NormalCalls:
 
 
 def layout_of(ctx: Context) -> Callable[[object, object, object], Any]:
-    """get_dispatch_layout of a Buffer inside a node; needs no call before."""
-    if ctx.quick.native is None or ctx.quick.is_internode:
+    """get_dispatch_layout; needs no call before."""
+    if ctx.quick.native is None:
         return never
     return ctx.quick.native.layout(
-        launch=ctx.count_layout,
         num_ranks=ctx.num_ranks,
+        num_nodes=ctx.topology.num_nodes,
         num_max_experts=ctx.num_max_experts,
         num_max_topk=checks.MAX_TOPK,
         int32=torch.int32,
@@ -277,6 +278,32 @@ def remember_tier_dispatch(
             **codes,
             num_channels=num_channels,
             launch=launch,
+        )
+
+
+def remember_new_tier_dispatch(
+    ctx: Context,
+    options: CallOptions,
+    form: PayloadForm,
+    idx: Tensor,
+    *,
+    num_experts: int,
+    **others: Any,
+) -> None:
+    """After a plain dispatch with new routing between nodes, likewise; of any number of tokens.
+    ``others``: as QuickNormal.add_new_tier_dispatch has them."""
+    native = ctx.quick.native
+    codes = None if native is None or form.quantises else _codes(form)
+    if native is not None and codes is not None:
+        native.add_new_tier_dispatch(
+            config=options.config,
+            default=options.default_config,
+            **codes,
+            num_topk=idx.shape[1],
+            num_experts=num_experts,
+            idx_bytes=idx.element_size(),
+            num_local_experts=num_local_experts(ctx.rank, num_experts, ctx.num_ranks),
+            **others,
         )
 
 

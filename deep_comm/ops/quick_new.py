@@ -11,11 +11,11 @@ from deep_comm.expansion import Expansion
 from deep_comm.handle import Handle
 from deep_comm.handle_parts import Memory, PlacedRows, Slab
 from deep_comm.ops.call import SYNCHRONOUS, StreamOptions
-from deep_comm.ops.dispatch import DispatchResult, NewDispatch, UnmovedRows, dispatch_unmoved
+from deep_comm.ops.dispatch import DispatchResult, NewDispatch, UnmovedRows
 from deep_comm.ops.expand import numbered_expansion
 from deep_comm.ops.notify import counts_of
 from deep_comm.ops.scales import PLAIN
-from deep_comm.ops.steps import PendingDispatch
+from deep_comm.ops.steps import PendingDispatch, dispatch_unmoved
 
 
 class SentRows:
@@ -93,9 +93,10 @@ class SentRows:
 def send_new(ctx: Context, streams: StreamOptions, *given: Any) -> SentRows | None:
     """``given``: x, topk_idx, topk_weights, num_tokens_per_rank, num_tokens_per_expert,
     is_token_in_rank, num_experts, num_worst_tokens, expert_alignment, zero_tail, the Config or
-    None, the default, expand, zero_padding. None: nothing has happened.
+    None, the default, expand, zero_padding. None: nothing has happened; between nodes see
+    send_new_tiers.
     """
-    if not ctx.is_sound():
+    if ctx.quick.is_internode or not ctx.is_sound():
         return None
     made = ctx.quick.new_dispatch(*given[:12], streams.asynchronous, *given[12:])
     if made is None:

@@ -19,6 +19,9 @@ class Steps(Protocol):
 
     def send(self, launch: Launch) -> None: ...
     def receive(self) -> None: ...
+    def receive_unmoved(self, launch: Launch, unmoved: Any) -> None:
+        """``send`` and ``receive`` where a native step has done all but move the rows."""
+
     def end(self) -> tuple[Any, ...]: ...
     def remember(self) -> None:
         """The next call of this form may take one native step."""
@@ -34,6 +37,15 @@ def dispatch(call: Steps, streams: StreamOptions) -> Any:
     ctx.end()
     if streams.is_quick:
         call.remember()
+    return result
+
+
+def dispatch_unmoved(call: Steps, unmoved: Any, streams: StreamOptions) -> Any:
+    """The rest of a dispatch whose rows a native step could not move."""
+    with streams.launch(call.ctx) as launch:
+        call.receive_unmoved(launch, unmoved)
+        result = call.end()
+    call.ctx.end()
     return result
 
 

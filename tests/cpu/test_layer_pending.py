@@ -48,8 +48,8 @@ def asynchronous() -> Iterator[None]:
 
             return plan
 
-        def launched(call: Callable[..., Any], is_notify: bool) -> Callable[..., None]:
-            return lambda self, **options: launch(self, is_notify, call, self, **options)
+        def launched(call: Callable[..., Any]) -> Callable[..., None]:
+            return lambda self, **options: launch(self, False, call, self, **options)
 
         def waits(wait: Callable[..., Any], own: Any) -> Callable[..., Any]:
             def drain_and_wait(*arguments: Any) -> Any:
@@ -62,21 +62,19 @@ def asynchronous() -> Iterator[None]:
         def counts_waiter(self: Any) -> Callable[[], Any]:
             return waits(super(engine, self).counts_waiter(), self)
 
-        def wait_internode_counts(self: Any, is_early: bool) -> Any:
-            return waits(super(engine, self).wait_internode_counts, self)(is_early)
+        def tier_counts_waiter(self: Any) -> Callable[[bool], Any]:
+            return waits(super(engine, self).tier_counts_waiter(), self)
 
         for name in (
-            "plan_notify", "plan_dispatch", "plan_combine", "plan_internode_dispatch",
-            "plan_internode_combine",
+            "plan_notify", "plan_dispatch", "plan_combine", "plan_internode_layout",
+            "plan_internode_notify", "plan_internode_dispatch", "plan_internode_combine",
         ):  # fmt: skip
-            call = planned(getattr(engine, name), name == "plan_notify")
+            call = planned(getattr(engine, name), name.endswith("notify"))
             patch.setattr(engine, name, call)
         for name in (
-            "number_rows", "expand_rows", "reduce_experts", "internode_layout", "internode_notify",
-            "number_received", "expand_received",
+            "number_rows", "expand_rows", "reduce_experts", "number_received", "expand_received",
         ):  # fmt: skip
-            call = launched(getattr(engine, name), name == "internode_notify")
-            patch.setattr(engine, name, call, raising=False)
+            patch.setattr(engine, name, launched(getattr(engine, name)), raising=False)
         make_calls = engine.expand_calls
 
         def expand_calls(self: Any) -> tuple[Callable[..., None], ...]:
@@ -87,7 +85,7 @@ def asynchronous() -> Iterator[None]:
 
         patch.setattr(engine, "expand_calls", expand_calls)
         patch.setattr(engine, "counts_waiter", counts_waiter)
-        patch.setattr(engine, "wait_internode_counts", wait_internode_counts, raising=False)
+        patch.setattr(engine, "tier_counts_waiter", tier_counts_waiter)
         backend = sys.modules["deep_comm.backends.cuda"].CudaBackend
         engines: list[Any] = []
         create = backend.create_engine
