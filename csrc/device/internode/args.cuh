@@ -133,7 +133,7 @@ struct InternodeDispatchArgs {
   World world;
   TwoTier tiers;
   uint32_t signature;
-  bool fill_tail;
+  bool fill_tail;  // of a dispatch with a bound of rows, right behind its notify
   bool zero_tail;  // the payload and scales of rows past the received ones as well
   RailMessage message;
   RingLayout ring;  // inside the node: a lane a channel

@@ -156,7 +156,7 @@ DC_DEVICE void internode_dispatch(const InternodeDispatchArgs& args) {
   const TierContexts contexts =
       TierContexts::make(args.world, args.tiers, Kernel::kInternodeDispatch);
   // Nor does any other rank: all of them compare the same headers. Not even a generation passes.
-  if (args.is_early && notify_has_failed(args.world)) return;
+  if ((args.is_early || args.fill_tail) && notify_has_failed(args.world)) return;
   DirectEntry* entry = DirectEntry::of(args);
   entry->reset(args.tiers);
   if (args.output_line != 0 && arch::warp_idx() < args.num_send_warps) {
