@@ -233,6 +233,14 @@ def test_calls_in_doubt_are_left_to_python() -> None:
         assert not any(spy.made)
         assert buffer.runtime.num_launches == launched
         assert buffer._context.region.num_free_bytes == free
+        for bound in (0, 6 * T):  # step by step
+            for _ in range(2):
+                spy.made.clear()
+                rows, *_, handle, _ = dispatch(expand=True, num_worst_tokens=bound)
+                assert spy.made == [False] and handle.expansion is not None
+                assert len(rows) == (bound or handle.expansion.num_rows)
+                fp8 = dispatch(use_fp8=True, num_worst_tokens=bound)[0]
+                assert isinstance(fp8, tuple) and spy.made == [False]
         buffer.destroy()
         with pytest.raises(BufferDestroyed):
             dispatch()
