@@ -12,7 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-from quick_calls import E, H, NormalSpy, T, inputs, on_normal, require_equal, to_rank
+from quick_calls import (
+    E,
+    H,
+    NormalSpy,
+    T,
+    inputs,
+    on_normal,
+    require_same_dispatch,
+    to_rank,
+    wrong_guess,
+)
 
 import deep_comm
 from deep_comm import simulate
@@ -108,51 +118,24 @@ def test_calls_with_new_routing(form: str, with_layout: bool, config: Any, bound
             spy.is_off = True
             many = step(tokens[rank])
             spy.is_off = False
-            require_equal(one, many)
+            require_same_dispatch(one, many)
 
     on_normal(body, 4, **NODES)
 
 
-def _wrong_guess(buffer: Any, rank: int, most: int) -> None:
-    """Rank 1 has one token and gets ``most`` more: nobody could tell it before."""
-    engine, free = buffer.runtime, buffer._context.region.num_free_bytes
-    buffer.dispatch(**to_rank(1, 1))
-    buffer.dispatch(**to_rank(1, 1))
-    spy = NormalSpy(buffer)
-    # Layout, counts, notify, a dispatch that left at once, the one that moved; then as it should.
-    for launches in (5, 4):
-        before = engine.num_launches
-        arguments = to_rank(1, most if rank == 0 else 1)
-        received = buffer.dispatch(**arguments)
-        assert engine.num_launches - before == launches
-        assert spy.made.pop()
-        got = everything(received)
-        assert len(received[0]) == (most + 1 if rank == 1 else 0)
-        if rank == 1:
-            assert torch.equal(received[0][:most], to_rank(1, most)["x"])
-            assert received[3] == [most + 1, 0, 0]
-        assert received[4].num_recv_tokens == len(received[0])
-        assert received[4].max_num_tokens == most
-        again = buffer.dispatch(arguments["x"], handle=received[4])[0]
-        assert torch.equal(again, received[0])
-        assert torch.equal(buffer.combine(again, received[4])[0], arguments["x"])
-        spy.is_off = True
-        require_equal(got, everything(buffer.dispatch(**arguments)))
-        spy.is_off = False
-        spy.made.clear()
-        del received, got, again
-    assert buffer._context.region.num_free_bytes == free
+# Layout, counts, notify, a dispatch that left at once, the one that moved; then as it should be.
+LAUNCHES = (5, 4)
 
 
 def test_rows_that_a_native_step_could_not_move_are_moved() -> None:
-    on_normal(lambda buffer, rank: _wrong_guess(buffer, rank, 40), 2, **PAIR)
+    on_normal(lambda buffer, rank: wrong_guess(buffer, rank, 40, LAUNCHES, everything), 2, **PAIR)
 
 
 def test_schedules_of_native_steps_that_guess_wrong() -> None:
     def main(group: Any) -> None:
         sizes = dict(num_direct_bytes=1 << 18, device="cpu", ranks_per_node=1)
         with deep_comm.Buffer(group, 1 << 19, 1 << 19, timeout_s=20, **sizes) as buffer:
-            _wrong_guess(buffer, group.rank(), 9)
+            wrong_guess(buffer, group.rank(), 9, LAUNCHES, everything)
 
     for seed in range(12):
         simulate.run(main, 2, seed, timeout_s=60)
@@ -164,7 +147,7 @@ def test_where_room_is_wanting_all_ranks_do_alike() -> None:
     def body(buffer: Any, rank: int) -> None:
         arguments = to_rank(1, 12)
         want = everything(buffer.dispatch(**arguments))
-        require_equal(everything(buffer.dispatch(**arguments)), want)
+        require_same_dispatch(everything(buffer.dispatch(**arguments)), want)
         spy = NormalSpy(buffer)
         kept = None
         if rank == 1:
@@ -173,13 +156,13 @@ def test_where_room_is_wanting_all_ranks_do_alike() -> None:
         is_due = []
         for _ in range(6):
             is_due.append(buffer._context.early_launches.is_due)
-            require_equal(everything(buffer.dispatch(**arguments)), want)
+            require_same_dispatch(everything(buffer.dispatch(**arguments)), want)
         assert is_due == [True, True, False, True, False, False]
         assert spy.made == [due and rank == 0 for due in is_due]
         del kept
         while not spy.made[-1]:
-            require_equal(everything(buffer.dispatch(**arguments)), want)
-        require_equal(everything(buffer.dispatch(**arguments)), want)
+            require_same_dispatch(everything(buffer.dispatch(**arguments)), want)
+        require_same_dispatch(everything(buffer.dispatch(**arguments)), want)
         assert spy.made[-1]
 
     on_normal(body, 2, **{**PAIR, "num_direct_bytes": 1 << 18})
@@ -274,7 +257,7 @@ def _failures(buffer: Any, rank: int) -> None:
                 dispatch(idx=bad, num_worst_tokens=bound)
             with pytest.raises(ConfigMismatch, match="row_bytes"):
                 dispatch(wide if rank == 1 else x, num_worst_tokens=bound)
-        require_equal(everything(dispatch()), want)
+        require_same_dispatch(everything(dispatch()), want)
     assert spy.made == [True, True]  # others raised, in one step as well
     assert buffer._context.region.num_free_bytes == free
 
