@@ -17,7 +17,7 @@
 //        parity returns only
 //                          when this rank has entered a kernel behind this one
 //        arrived (node), rank_counts · the same inside the node · release/acquire sys
-//        notify_result (LocalState): whether an early dispatch behind this may send
+//        notify_result (LocalState): whether a dispatch launched behind this may send
 // after  all ranks have entered this kernel
 // waits  await_rail_arrivals, unblocked by announce_on_rail of every node; await_arrivals by every
 // local rank
