@@ -419,6 +419,9 @@ class Engine:
         end: Callable[[], object] | None,  # called behind every launch
         bfloat16: object,
         int32: object,
+        handle_type: Callable[..., object],  # (shape, metadata, num_tokens)
+        event_type: type,  # of calls without an event; its instances need no __init__
+        outputs_event: Callable[..., object],  # (outputs): of a call that fills these
         streams: object,  # this and the next: as QuickNormal's
         current_stream: Callable[[int], int] | None,
         is_ready: Callable[[int, int], bool] | None,

@@ -57,6 +57,9 @@ class Event:
     def synchronize(self) -> None:
         """The calling thread waits for what was recorded."""
 
+    def has_passed(self) -> bool:
+        """Whether what was recorded has happened."""
+
     def order(self, first: int, then: int) -> None:
         """Work that stream ``then`` gets from now on waits for all that ``first`` has."""
 

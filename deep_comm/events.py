@@ -6,7 +6,8 @@ for one does nothing; which arguments may go together is the same on both target
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -72,6 +73,44 @@ class EventHandle:
             stream.wait_event(self._event)
 
 
+class OutputsEvent(EventHandle):
+    """The end of an operation on a communication stream, which writes ``outputs`` of the stream
+    ``home``: their memory must not go back to that stream before it waits for this event.
+
+    So they are kept until it does. That costs nothing; telling torch's allocator of another stream
+    (``record_stream``) takes it an event a tensor, and is left for events that nobody waits for.
+    """
+
+    _outputs: Sequence[torch.Tensor] = ()
+
+    def __init__(
+        self, pooled: Any, outputs: Sequence[torch.Tensor], home: int, comm: torch.cuda.Stream
+    ) -> None:
+        self._pooled = pooled
+        self._outputs = outputs
+        self._home = home
+        self._comm = comm
+
+    def current_stream_wait(self) -> None:
+        assert pool is not None
+        self._wait(pool.current_stream())
+
+    def stream_wait(self, stream: torch.cuda.Stream) -> None:
+        self._wait(stream.cuda_stream)
+
+    def _wait(self, stream: int) -> None:
+        self._pooled.wait(stream)
+        if stream == self._home:
+            self._outputs = ()
+
+    def __del__(self) -> None:
+        if not self._outputs or sys.is_finalizing() or self._pooled.has_passed():
+            return
+        for tensor in self._outputs:
+            if tensor.numel() > 0:
+                tensor.record_stream(self._comm)
+
+
 class EventOverlap:
     """An EventHandle or nothing, usable as a context manager that waits at its end::
 
@@ -82,6 +121,9 @@ class EventOverlap:
     ``hook_after_wait`` (called once, by the next wait).
     """
 
+    # Of an instance that calls in one native step make, without __init__.
+    event: EventHandle | None = None
+    extra_tensors: tuple[torch.Tensor, ...] | None = None
     hook_after_wait: Callable[[], object] | None = None
     _release_handle_by_call = False
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from deep_comm.errors import ArgumentError
-from deep_comm.events import EventOverlap
 from deep_comm.low_latency_handle import LowLatencyHandle
 from deep_comm.low_latency_state import LowLatencyState, region_bytes
 from deep_comm.ops import low_latency
@@ -191,10 +190,7 @@ class LowLatencyCalls:
             use_nvfp4, x_global_scale, async_finish,
         )  # fmt: skip
         if made is not None:
-            payload, recv_count, shape, metadata, num_tokens, hook = made
-            event = self._end_asynchronous() if async_finish else EventOverlap()
-            handle = LowLatencyHandle(shape, metadata, num_tokens)
-            return payload, recv_count, handle, event, hook
+            return made
         return low_latency.low_latency_dispatch(
             self._context,
             self._low_latency,
@@ -215,10 +211,6 @@ class LowLatencyCalls:
             use_nvfp4,
             x_global_scale,
         )
-
-    def _end_asynchronous(self) -> EventOverlap:
-        """Behind an asynchronous call in one native step."""
-        return self._context.backend.end_asynchronous(None, False)
 
     def wait_low_latency_num_tokens(self) -> int:
         """The most tokens that any rank had in the last dispatch with ``report_num_tokens``.
@@ -298,8 +290,7 @@ class LowLatencyCalls:
                     rows, async_finish,
                 )  # fmt: skip
                 if made is not None:
-                    event = self._end_asynchronous() if async_finish else EventOverlap()
-                    return made[0], event, made[1]
+                    return made
         return low_latency.low_latency_combine(
             self._context,
             self._low_latency,

@@ -13,6 +13,8 @@ from deep_comm import _core, checks, env
 from deep_comm.backends import Launch
 from deep_comm.context import Context
 from deep_comm.errors import ArgumentError, BufferTooSmall
+from deep_comm.events import EventOverlap
+from deep_comm.low_latency_handle import LowLatencyHandle
 from deep_comm.ops import quick
 from deep_comm.topology import num_local_experts
 
@@ -197,6 +199,9 @@ class LowLatencyState:
                 end=ctx.end if ctx.backend.is_synchronous else None,
                 bfloat16=torch.bfloat16,
                 int32=torch.int32,
+                handle_type=LowLatencyHandle,
+                event_type=EventOverlap,
+                outputs_event=ctx.backend.end_with_outputs,
                 streams=streams,
                 current_stream=current_stream,
                 is_ready=is_ready,

@@ -66,6 +66,7 @@ void bind_stream_cuda(py::module_& m) {
            })
       .def("wait", &CudaEvent::wait, py::arg("stream"))
       .def("synchronize", &CudaEvent::synchronize, py::call_guard<py::gil_scoped_release>())
+      .def("has_passed", &CudaEvent::has_passed)
       .def("order", &CudaEvent::order, py::arg("first"), py::arg("then"));
   m.def(
       "marker",

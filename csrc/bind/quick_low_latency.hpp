@@ -42,7 +42,10 @@ struct QuickParts {
   pybind11::object refuse_hook;  // () raises: the hook has run, or the Buffer is destroyed
   pybind11::object end;          // () behind every call, or None
   pybind11::object bfloat16;
-  pybind11::object asynchronous;  // of StreamParts::begin, for async_finish
+  pybind11::object handle_type;    // (shape, metadata, num_tokens)
+  pybind11::object event_type;     // of synchronous calls; needs no __init__
+  pybind11::object outputs_event;  // (outputs) of asynchronous ones, which see to these
+  pybind11::object asynchronous;   // of StreamParts::begin, for async_finish
   quick::StreamParts streams;
 };
 
@@ -183,16 +186,41 @@ struct QuickLaunch {
     }
     return !has_hook && self.parts.streams.begin(self.parts.asynchronous.ptr(), &order);
   }
-  // What the kernels of an asynchronous call work on; null and None: nothing.
+  // The event of a call that has been launched. Of an asynchronous one torch's allocator is told
+  // what else it works on than `outputs`, to which the event sees (OutputsEvent in events.py); in
+  // both null is nothing.
   template <class Target>
-  void keep(const QuickLowLatency<Target>& self, std::initializer_list<PyObject*> tensors) const {
-    if (!is_async) return;
-    for (PyObject* tensor : tensors) {
-      TensorView view;
-      if (tensor == nullptr || tensor == Py_None) continue;
-      // A version of torch may not know how to describe a type that others do.
-      if (!self.torch.view(tensor, &view) || !view.is_empty()) self.parts.streams.record(tensor);
+  pybind11::object event(const QuickLowLatency<Target>& self,
+                         std::initializer_list<PyObject*> given,
+                         std::initializer_list<pybind11::object> outputs) const {
+    if (!is_async) return without_init(self.parts.event_type);
+    for (PyObject* tensor : given) record(self, tensor);
+    try {
+      pybind11::list kept;
+      for (const pybind11::object& output : outputs) {
+        if (output) kept.append(output);
+      }
+      return self.parts.outputs_event(kept);
+    } catch (...) {  // a signal's handler may raise: the kernel writes nevertheless
+      for (const pybind11::object& output : outputs) record(self, output.ptr());
+      throw;
     }
+  }
+
+ private:
+  // Null and None: nothing.
+  template <class Target>
+  static void record(const QuickLowLatency<Target>& self, PyObject* tensor) {
+    TensorView view;
+    if (tensor == nullptr || tensor == Py_None) return;
+    // A version of torch may not know how to describe a type that others do.
+    if (!self.torch.view(tensor, &view) || !view.is_empty()) self.parts.streams.record(tensor);
+  }
+  static pybind11::object without_init(const pybind11::object& type) {
+    auto* made_type = reinterpret_cast<PyTypeObject*>(type.ptr());
+    PyObject* made = made_type->tp_new(made_type, pybind11::tuple().ptr(), nullptr);
+    if (made == nullptr) throw pybind11::error_already_set();
+    return pybind11::reinterpret_steal<pybind11::object>(made);
   }
 };
 
@@ -222,7 +250,7 @@ pybind11::object launch_quick(QuickLowLatency<Target>& self, const QuickForm& fo
 // (x, topk_idx, num_max_tokens, num_experts, cumulative_stats, wait_stats, use_fp8, round_scale,
 //  use_ue8m0, return_recv_hook, topk_weights, compact, report_num_tokens, use_nvfp4, x_global_scale,
 //  async_finish)
-//   -> (recv_x or (recv_x, scales), recv_count, shape, metadata, num_tokens, hook), or None.
+//   -> (recv_x or (recv_x, scales), recv_count, handle, event, hook), or None.
 template <class Target>
 pybind11::object quick_dispatch(QuickLowLatency<Target>* calls, PyObject* const* arguments) {
   namespace py = pybind11;
@@ -266,11 +294,10 @@ pybind11::object quick_dispatch(QuickLowLatency<Target>* calls, PyObject* const*
       (arguments[14] != Py_None && !use_nvfp4) || !self.is_ready(0) || !launch.begin(self)) {
     return py::none();
   }
-  py::object payload = torch.empty(form->recv_x, &call.recv_x), scales;
-  PyObject* const rows = payload.ptr();
+  py::object rows = torch.empty(form->recv_x, &call.recv_x), payload = rows, scales;
   if (form->has_scales) {
     scales = torch.empty(form->scales, &call.recv_scales);
-    payload = py::make_tuple(std::move(payload), scales);
+    payload = py::make_tuple(rows, scales);
   }
   py::object metadata = torch.empty(form->metadata, &call.metadata);
   py::object recv_count = torch.part(metadata, form->recv_count, self.zero.ptr());
@@ -289,15 +316,17 @@ pybind11::object quick_dispatch(QuickLowLatency<Target>* calls, PyObject* const*
                           py::handle(arguments[10]), py::handle(arguments[14]));
   }
   py::object hook = launch_quick(self, *form, call, 0, launch, std::move(kept));
-  launch.keep(self, {rows, scales.ptr(), metadata.ptr(), arguments[0], arguments[1], arguments[4],
-                     arguments[5], arguments[10], arguments[14]});
-  return py::make_tuple(std::move(payload), std::move(recv_count), form->shape, std::move(metadata),
-                        call.num_tokens, std::move(hook));
+  py::object event = launch.event(
+      self, {arguments[0], arguments[1], arguments[4], arguments[5], arguments[10], arguments[14]},
+      {rows, scales, metadata});
+  py::object handle = self.parts.handle_type(form->shape, std::move(metadata), call.num_tokens);
+  return py::make_tuple(std::move(payload), std::move(recv_count), std::move(handle),
+                        std::move(event), std::move(hook));
 }
 
 // (x, topk_idx, topk_weights, shape, metadata, num_tokens, return_recv_hook, out, wait_stats,
-//  use_logfmt, one_rounding, rows, async_finish) -> (combined_x, hook), or None. rows: None, or the
-// buffer that x only gives the shape of.
+//  use_logfmt, one_rounding, rows, async_finish) -> (combined_x, event, hook), or None. rows: None,
+// or the buffer that x only gives the shape of.
 template <class Target>
 pybind11::object quick_combine(QuickLowLatency<Target>* calls, PyObject* const* arguments) {
   namespace py = pybind11;
@@ -374,9 +403,11 @@ pybind11::object quick_combine(QuickLowLatency<Target>* calls, PyObject* const* 
                           py::handle(arguments[4]), py::handle(arguments[8]));
   }
   py::object hook = launch_quick(self, *form, call, 1, launch, std::move(kept));
-  launch.keep(self,
-              {combined_x.ptr(), source, arguments[1], arguments[2], arguments[4], arguments[8]});
-  return py::make_tuple(std::move(combined_x), std::move(hook));
+  py::object event = launch.event(self,
+                                  {has_out ? combined_x.ptr() : nullptr, source, arguments[1],
+                                   arguments[2], arguments[4], arguments[8]},
+                                  {has_out ? py::object() : combined_x});
+  return py::make_tuple(std::move(combined_x), std::move(event), std::move(hook));
 }
 
 template <class Target>
@@ -425,6 +456,7 @@ pybind11::class_<QuickLowLatency<Target>> bind_quick_low_latency(
          py::object empty, py::object part, int device_type, int device_index,
          uintptr_t empty_address, py::list pending_dispatches, py::list pending_combines,
          py::object refuse_hook, py::object end, py::object bfloat16, py::object int32,
+         py::object handle_type, py::object event_type, py::object outputs_event,
          py::object streams, py::object current_stream, py::object is_ready, py::object record) {
         auto calls = std::make_unique<Calls>(
             Calls{.engine = &engine,
@@ -435,6 +467,9 @@ pybind11::class_<QuickLowLatency<Target>> bind_quick_low_latency(
                             std::move(refuse_hook),
                             std::move(end),
                             std::move(bfloat16),
+                            std::move(handle_type),
+                            std::move(event_type),
+                            std::move(outputs_event),
                             py::make_tuple(py::none(), false),
                             quick::StreamParts::make(device_index, std::move(streams),
                                                      std::move(current_stream), std::move(is_ready),
@@ -449,8 +484,8 @@ pybind11::class_<QuickLowLatency<Target>> bind_quick_low_latency(
       },
       py::keep_alive<0, 1>(), "tensor_type"_a, "exchange_api"_a, "empty"_a, "part"_a,
       "device_type"_a, "device_index"_a, py::kw_only(), "empty_address"_a, "pending_dispatches"_a,
-      "pending_combines"_a, "refuse_hook"_a, "end"_a, "bfloat16"_a, "int32"_a, "streams"_a,
-      "current_stream"_a, "is_ready"_a, "record"_a);
+      "pending_combines"_a, "refuse_hook"_a, "end"_a, "bfloat16"_a, "int32"_a, "handle_type"_a,
+      "event_type"_a, "outputs_event"_a, "streams"_a, "current_stream"_a, "is_ready"_a, "record"_a);
   return quick;
 }
 

@@ -76,6 +76,13 @@ void CudaEvent::synchronize() const {
   check(status, "cudaEventQuery");
 }
 
+bool CudaEvent::has_passed() const {
+  const cudaError_t status = cudaEventQuery(event_);
+  if (status == cudaErrorNotReady) return false;
+  check(status, "cudaEventQuery");
+  return true;
+}
+
 std::unique_ptr<CudaEvent> cuda_mark(int device, uint64_t stream) {
   CudaDeviceScope scope(device);  // stream 0 is the current device's
   if (cuda_is_capturing(stream)) return nullptr;

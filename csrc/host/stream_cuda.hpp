@@ -37,6 +37,8 @@ class CudaEvent {
   void wait(uint64_t stream) const;
   // The calling thread waits for what was recorded; a signal's handler may end that (Interrupted).
   void synchronize() const;
+  // Whether what was recorded has happened.
+  bool has_passed() const;
   // Work that `then` gets from now on waits for all that `first` has. The device must be current.
   void order(uint64_t first, uint64_t then) {
     record(first);

@@ -148,6 +148,10 @@ class Backend(Protocol):
         """Of an operation with this handle on the communication stream: the handle's memory
         outlives it. ``on_comm``: outputs belong to that stream."""
 
+    def end_with_outputs(self, outputs: Sequence[Tensor], /) -> EventOverlap:
+        """Of an operation on the communication stream that fills these, which belong to the current
+        stream, and of which torch's allocator has not been told: the event sees to them."""
+
     def launch_unordered(self) -> Launch:
         """On the caller's stream, without order among the Buffer's operations."""
 

@@ -135,6 +135,7 @@ class CudaBackend:
         self._streams = Streams(device, self._comm_stream, env.POISON.get())
         self.launch = self._streams.launch
         self.end_asynchronous = self._streams.end_asynchronous
+        self.end_with_outputs = self._streams.end_with_outputs
         self.launch_unordered = self._streams.launch_unordered
         # Of every block that is given back: functions of C, and no frame of Python around them.
         self.current_stream = functools.partial(current_raw_stream, self._index)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from deep_comm import _cuda, events
 from deep_comm.backends.base import poison, transposed
-from deep_comm.events import EventHandle, EventOverlap
+from deep_comm.events import EventHandle, EventOverlap, OutputsEvent
 from deep_comm.ops import quick
 
 if TYPE_CHECKING:
@@ -116,6 +116,12 @@ class Streams:
         if known is not None and known.tensors:
             self.record_handle(known, on_comm, current_raw_stream(self.index))
         return EventOverlap(EventHandle.of(mark(self.index, self.raw_comm)))
+
+    def end_with_outputs(self, outputs: Sequence[Tensor]) -> EventOverlap:
+        """Behind an asynchronous operation that fills these, which are the current stream's."""
+        pooled = mark(self.index, self.raw_comm)
+        home = current_raw_stream(self.index)
+        return EventOverlap(OutputsEvent(pooled, outputs, home, self.comm))
 
     def record_handle(self, handle: HeldTensors, on_comm: bool, caller_stream: int) -> None:
         """Tell torch's allocator that the communication stream uses it, and where that owns the

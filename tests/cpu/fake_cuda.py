@@ -30,6 +30,7 @@ class Log(list):
     Attributes:
         current: the caller's stream.
         capturing: streams that record a graph.
+        has_passed: what events say of the kernels before them.
         known: by stream, the work that all further work there is behind.
         kernels: (stream, what was known there) of every launch.
     """
@@ -40,6 +41,7 @@ class Log(list):
         self.capturing: set[int] = set()
         self.known: dict[int, set[object]] = collections.defaultdict(set)
         self.kernels: list[tuple[int, frozenset[object]]] = []
+        self.has_passed = False
         self.is_silent = False  # for measuring: nothing is written down
 
     def names(self) -> list[str]:
@@ -127,6 +129,9 @@ def _module(log: Log) -> types.ModuleType:
 
         def synchronize(self) -> None:
             log.append(("synchronize",))
+
+        def has_passed(self) -> bool:
+            return log.has_passed
 
         def order(self, first: int, then: int) -> None:
             if log.is_silent:

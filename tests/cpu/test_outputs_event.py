@@ -1,0 +1,152 @@
+"""Outputs of an asynchronous low-latency call in one native step: the communication stream writes
+them, the caller's owns their memory, and the call's event sees that it is not handed out again."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import fake_cuda
+import pytest
+import torch
+from quick_calls import E, M, Spy, inputs
+
+import deep_comm
+from deep_comm import local
+
+OTHER = 33
+Told = list[tuple[int, int]]
+
+
+def with_calls(
+    monkeypatch: pytest.MonkeyPatch, body: Callable[[Any, Spy, Any, Told], None]
+) -> None:
+    """body(buffer, spy, log, told): told has (address, stream) of each record_stream."""
+    told: Told = []
+
+    def main(group: local.ThreadGroup) -> None:
+        num_bytes = deep_comm.Buffer.get_low_latency_rdma_size_hint(M, 256, 1, E)
+        with deep_comm.Buffer(group, 0, num_bytes, low_latency_mode=True, timeout_s=20) as buffer:
+            x, idx, weights = inputs(0)
+            handle = buffer.low_latency_dispatch(x, idx, M, E)[2]
+            rows = torch.ones(handle.rows_shape, dtype=torch.bfloat16)
+            buffer.low_latency_combine(rows, idx, weights, handle)
+            spy = Spy(buffer)
+            log.current = fake_cuda.COMPUTE
+            body(buffer, spy, log, told)
+            assert all(spy.made)
+
+    with fake_cuda.installed() as log:
+        monkeypatch.setattr(
+            torch.Tensor, "record_stream",
+            lambda tensor, stream: told.append((tensor.data_ptr(), stream.cuda_stream)),
+        )  # fmt: skip
+        local.run(main, 1, timeout_s=60)
+
+
+def dispatched(buffer: Any, told: Told) -> tuple[Any, list[int], list[weakref.ref[Any]]]:
+    """The event of a dispatch whose outputs nobody else has, their addresses, and what says whether
+    they are there."""
+    x, idx, _ = inputs(0)
+    (rows, scales), _, handle, event, _ = buffer.low_latency_dispatch(
+        x, idx, M, E, async_finish=True
+    )
+    outputs = rows, scales, handle.metadata
+    addresses = [tensor.data_ptr() for tensor in outputs]
+    assert told == [(tensor.data_ptr(), fake_cuda.COMM) for tensor in (x, idx)]
+    told.clear()
+    return event, addresses, [weakref.ref(tensor) for tensor in outputs]
+
+
+def are_there(outputs: list[weakref.ref[Any]]) -> bool:
+    gc.collect()
+    there = [output() is not None for output in outputs]
+    assert len(set(there)) == 1
+    return there[0]
+
+
+def wait_on(log: Any, event: Any, stream: int) -> None:
+    log.current = stream
+    event.current_stream_wait()
+    log.current = fake_cuda.COMPUTE
+
+
+def test_outputs_are_kept_until_their_stream_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(buffer: Any, spy: Spy, log: Any, told: Told) -> None:
+        event, _, outputs = dispatched(buffer, told)
+        assert are_there(outputs)
+        wait_on(log, event, OTHER)
+        assert are_there(outputs)
+        wait_on(log, event, fake_cuda.COMPUTE)
+        assert not are_there(outputs)
+        del event
+        gc.collect()
+        assert told == []
+
+    with_calls(monkeypatch, body)
+
+
+@pytest.mark.parametrize("waits_elsewhere", [False, True])
+@pytest.mark.parametrize("has_passed", [False, True])
+def test_an_event_that_goes_before_tells_torchs_allocator(
+    monkeypatch: pytest.MonkeyPatch, has_passed: bool, waits_elsewhere: bool
+) -> None:
+    def body(buffer: Any, spy: Spy, log: Any, told: Told) -> None:
+        event, addresses, outputs = dispatched(buffer, told)
+        if waits_elsewhere:
+            wait_on(log, event, OTHER)
+        log.has_passed = has_passed
+        del event
+        assert not are_there(outputs)
+        assert told == ([] if has_passed else [(each, fake_cuda.COMM) for each in addresses])
+
+    with_calls(monkeypatch, body)
+
+
+def test_an_interrupted_call_tells_torchs_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a signal's handler raises between the launch and the event loses no memory."""
+
+    def body(buffer: Any, spy: Spy, log: Any, told: Told) -> None:
+        x, idx, _ = inputs(0)
+        interrupted: list[Any] = []
+
+        class Interrupted:
+            def __init__(self, pooled: Any, outputs: Any, *rest: Any) -> None:
+                interrupted.extend(tensor.data_ptr() for tensor in outputs)
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr("deep_comm.backends.cuda_launch.OutputsEvent", Interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                buffer.low_latency_dispatch(x, idx, M, E, async_finish=True)
+        assert len(interrupted) == 3
+        addresses = [x.data_ptr(), idx.data_ptr(), *interrupted]
+        assert told == [(address, fake_cuda.COMM) for address in addresses]
+
+    with_calls(monkeypatch, body)
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_sums_are_kept_unless_they_were_given(
+    monkeypatch: pytest.MonkeyPatch, is_given: bool
+) -> None:
+    def body(buffer: Any, spy: Spy, log: Any, told: Told) -> None:
+        x, idx, weights = inputs(0)
+        handle = buffer.low_latency_dispatch(x, idx, M, E)[2]
+        rows = torch.ones(handle.rows_shape, dtype=torch.bfloat16)
+        out = torch.empty_like(x) if is_given else None
+        told.clear()
+        combined, event, _ = buffer.low_latency_combine(
+            rows, idx, weights, handle, async_finish=True, out=out
+        )
+        given = [rows, idx, weights, handle.metadata] + ([out] if out is not None else [])
+        assert sorted(told) == sorted((each.data_ptr(), fake_cuda.COMM) for each in given)
+        there = [weakref.ref(combined)]
+        del combined, out, given
+        assert are_there(there) == (not is_given)
+        wait_on(log, event, fake_cuda.COMPUTE)
+        assert not are_there(there)
+
+    with_calls(monkeypatch, body)
