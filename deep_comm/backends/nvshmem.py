@@ -233,6 +233,7 @@ class NvshmemHeap:
         hosts = rendezvous.all_gather_object(host_identity())
         self.place = place
         self._rank = rendezvous.rank
+        self._topology = topology
         self._job = join(rendezvous, device, num_qps, num_bytes, hosts)
         self._qps = self._job.queues(num_qps)
         self._pes = rendezvous.all_gather_object(self._job.pe)
@@ -261,12 +262,20 @@ class NvshmemHeap:
     def rail_arguments(self, peers: Sequence[int]) -> dict[str, Any]:
         is_near = env.RAIL_NEAR.get() is not False
         return {
-            "rail_bases": [self.peer_bases[peer] if is_near else 0 for peer in peers],
+            "rail_bases": [
+                self.peer_bases[peer] if is_near and self._reaches_node(peer) else 0
+                for peer in peers
+            ],
             "rail_pes": [self._pes[peer] for peer in peers],
             "rail_kernels": self._job.module.kernels(),
             "rail_base": self.base,
             "rail_qps": self._qps,
         }
+
+    def _reaches_node(self, rank: int) -> bool:
+        """Stores reach all ranks of its node. Low-latency mode sends to each of them or to one that
+        hands on; of some and some it would be both."""
+        return all(self.peer_bases[member] != 0 for member in self._topology.node_members(rank))
 
     def memory(self) -> object:
         return self._block

@@ -56,7 +56,7 @@ def sampled_case(seed: int) -> LowLatencyCase:
 
 
 @pytest.mark.parametrize("first_seed", range(0, 42, 14))
-def test_every_rank_gets_its_rows_and_sums(first_seed: int) -> None:
+def test_every_rank_gets_its_rows_and_sums(first_seed: int, way: str) -> None:
     seeds = range(first_seed, first_seed + 14)
     run_seeds(seeds, sampled_case, run_case, verify, on_threads)
 
@@ -110,7 +110,9 @@ def put_bytes(group: local.ThreadGroup, case: LowLatencyCase) -> list[list[int]]
 @pytest.mark.parametrize("hand_on", [0, 100])
 def test_a_row_crosses_once_to_a_node_or_to_each_rank_there_and_never_to_the_own(
     hand_on: int,
+    way: str,
 ) -> None:
+    """What is stored counts as if it were put; it goes to each rank, whatever hand_on."""
     case = LowLatencyCase(
         (5, 8, 2, 7), 8, hidden=256, experts=8, topk=3, weights_ahead=True, ranks_per_node=2,
         use_fp8=True, hand_on=hand_on,
@@ -118,12 +120,13 @@ def test_a_row_crosses_once_to_a_node_or_to_each_rank_there_and_never_to_the_own
     got = local.run(lambda group: put_bytes(group, case), 4, timeout_s=60)
     inputs = [inputs_of(case, rank, 0) for rank in range(4)]
     ranks_of = [[{int(e) // 2 for e in row if e >= 0} for row in idx] for _, idx, _ in inputs]
+    is_once = hand_on == 0 and way == "put"
     slot, row, counts = 3 * 16 + 4 * 4 + 256 + 2 * 4 + 8, 2 * 256, 2 * (3 + 2) * 8
     for rank, (dispatched, combined) in enumerate(got):
         other = 1 - rank // 2
         assert dispatched[rank // 2] == combined[rank // 2] == 0
         there = [len(ranks & {2 * other, 2 * other + 1}) for ranks in ranks_of[rank]]
-        sent = sum(min(num, 1) for num in there) if hand_on == 0 else sum(there)
+        sent = sum(min(num, 1) for num in there) if is_once else sum(there)
         assert dispatched[other] == sent * slot + counts
         returned = sum(
             rank in ranks for peer in (2 * other, 2 * other + 1) for ranks in ranks_of[peer]
@@ -133,8 +136,8 @@ def test_a_row_crosses_once_to_a_node_or_to_each_rank_there_and_never_to_the_own
     ways = tool_modules.load("low_latency_ways.py")
     shape = ways.Shape(num_nodes=2, ranks_per_node=2, num_experts=8, num_topk=3, hidden=256)
     routing = [[[e for e in row if e >= 0] for row in idx.tolist()] for _, idx, _ in inputs]
-    way, machine = "node" if hand_on == 0 else "rank", ways.Machine()
-    for is_combine, of_way in ((False, way), (True, "rank")):
+    machine = ways.Machine()
+    for is_combine, of_way in ((False, "node" if is_once else "rank"), (True, "rank")):
         puts = ways.puts_of(shape, machine, of_way, routing, is_combine=is_combine)
         for rank in range(4):
             counted = got[rank][is_combine][1 - rank // 2] - (0 if is_combine else counts)

@@ -58,6 +58,27 @@ def test_every_schedule_gives_the_same_bits(first_seed: int) -> None:
     run_seeds(range(first_seed, first_seed + SEEDS_PER_TEST), small_case, run_case, verify)
 
 
+@pytest.fixture
+def near(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stores reach the memory of all nodes: nothing is put."""
+    monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", "1")
+
+
+@pytest.mark.usefixtures("near")
+@pytest.mark.parametrize("first_seed", range(1000, 1000 + 2 * SEEDS_PER_TEST, SEEDS_PER_TEST))
+def test_every_schedule_gives_the_same_bits_where_stores_reach(first_seed: int) -> None:
+    run_seeds(range(first_seed, first_seed + SEEDS_PER_TEST), small_case, run_case, verify)
+
+
+@pytest.mark.usefixtures("near")
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_serves_two_nodes_that_stores_reach(policy: str) -> None:
+    case = LowLatencyCase(
+        (3, 0, 2, 4), 4, hidden=128, experts=7, topk=3, use_fp8=True, ranks_per_node=2, hand_on=1
+    )
+    run_policy(policy, case, run_case, verify)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_serves_two_nodes_of_four(policy: str) -> None:
     case = LowLatencyCase(
@@ -105,6 +126,20 @@ def test_simulation_finds_the_fault(fault: str) -> None:
     assert any(notices(seed, (fault,)) for seed in range(60))
 
 
+@pytest.mark.usefixtures("near")
+@pytest.mark.parametrize("fault", ["skip_arrival", "skip_clear"])
+def test_simulation_finds_the_fault_where_stores_reach(fault: str) -> None:
+    assert any(notices(seed, (fault,)) for seed in range(60))
+
+
+@pytest.mark.usefixtures("near")
+def test_runs_where_stores_reach_pass_without_a_fence_of_the_rail() -> None:
+    """Nothing is put: no NIC has to see what is staged."""
+    for seed in range(12):
+        found = notices(seed, ("skip_rail_fence",))
+        assert found is None, f"seed {seed}: {found}"
+
+
 def test_simulation_finds_a_word_that_travels_as_a_zero() -> None:
     """x[1] has a block of zeros: a reader waits for ever for what looks like nothing."""
     case = LowLatencyCase((3, 2), 3, hidden=128, ranks_per_node=1, calls=1)
@@ -131,6 +166,13 @@ TWO_IN_FLIGHT = LowLatencyCase((4, 4), 4, hidden=64, experts=4, mode="late", ran
 
 
 def test_simulation_finds_staging_and_slots_that_are_used_too_early() -> None:
+    assert any(
+        found_in_dispatches(TWO_IN_FLIGHT, seed, ("skip_rail_credit",)) for seed in range(60)
+    )
+
+
+@pytest.mark.usefixtures("near")
+def test_simulation_finds_slots_that_are_stored_to_too_early() -> None:
     assert any(
         found_in_dispatches(TWO_IN_FLIGHT, seed, ("skip_rail_credit",)) for seed in range(60)
     )

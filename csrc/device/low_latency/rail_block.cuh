@@ -14,6 +14,7 @@ struct RailBlockMemory {
     uint32_t has_failed[2];  // by parity of num_agreements
     int32_t num_destinations;
   };
+  uint8_t** reached;  // [R] segments: see reached_segment
   Header* header;
   uint32_t* counters;  // [E + 2 R] when sending, [R, 1 + L] when receiving
   // [R] receiving: of each source; combine sending: rows that came straight from it
@@ -41,14 +42,16 @@ struct RailBlockMemory {
   }
   DC_HOST_DEVICE static size_t num_bytes(const LowLatencyShape& shape, int num_ranks,
                                          int num_warps) {
-    return sizeof(Header) + 4 * (num_counters(shape, num_ranks) + 4 * num_ranks + 2 +
-                                 num_warps * (4 + kMaxRanks + 2 * shape.num_topk) + shape.num_topk +
-                                 2 * num_set_words(num_ranks));
+    return sizeof(uint8_t*) * num_ranks + sizeof(Header) +
+           4 * (num_counters(shape, num_ranks) + 4 * num_ranks + 2 +
+                num_warps * (4 + kMaxRanks + 2 * shape.num_topk) + shape.num_topk +
+                2 * num_set_words(num_ranks));
   }
   DC_DEVICE static RailBlockMemory make(const LowLatencyShape& shape, int num_ranks) {
     RailBlockMemory memory{};
     const int num_warps = arch::num_warps();
-    memory.header = reinterpret_cast<Header*>(arch::dynamic_smem());
+    memory.reached = reinterpret_cast<uint8_t**>(arch::dynamic_smem());
+    memory.header = reinterpret_cast<Header*>(memory.reached + num_ranks);
     memory.counters = reinterpret_cast<uint32_t*>(memory.header + 1);
     memory.num_tokens =
         reinterpret_cast<int32_t*>(memory.counters + num_counters(shape, num_ranks));
@@ -65,6 +68,11 @@ struct RailBlockMemory {
     memory.active = reinterpret_cast<uint32_t*>(memory.slots + shape.num_topk);
     memory.sources = memory.active + num_set_words(num_ranks);
     return memory;
+  }
+  // A place in another rank's segment that this rank's stores reach.
+  template <class T>
+  DC_DEVICE T* at(int rank, size_t offset) const {
+    return reinterpret_cast<T*>(reached[rank] + offset);
   }
   // As block_agrees.
   DC_DEVICE bool agrees(bool ok) const {
@@ -83,6 +91,11 @@ DC_DEVICE bool is_active(const RailContext& context, const RailBlockMemory& memo
 
 DC_DEVICE void send_word(const LowLatencyRailHalf& half, int peer, size_t offset, uint64_t value) {
   send_word(half.world, half.group, peer, offset, value);
+}
+
+// One thread: what is stored at a rank of another node counts as if it had been put.
+DC_DEVICE void count_stored(const LowLatencyGroup& group, int peer, int qp, size_t num_bytes) {
+  if (!group.is_near(peer)) arch::rail_count(group.port, group.first_peer + peer, qp, num_bytes);
 }
 
 // One thread: what lies staged goes to a rank of another node. This thread, or threads
@@ -122,6 +135,8 @@ DC_DEVICE uint32_t begin_block(const RailContext& context, const LowLatencyRailH
     make_set(memory.active, half.group.num_ranks,
              [&](int rank) { return rank == half.group.rank || !is_masked(context, rank); });
   }
+  for (int rank = arch::thread_idx(); rank < half.group.num_ranks; rank += arch::num_threads())
+    memory.reached[rank] = reached_segment(half.world, half.group, rank);
   if (arch::thread_idx() == 0) memory.header->has_failed[0] = memory.header->has_failed[1] = 0;
   return arch::ld_relaxed_gpu(&half.rail_state()->sent[static_cast<int>(half.kind)][half.half]);
 }

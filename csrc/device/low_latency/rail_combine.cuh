@@ -54,18 +54,22 @@ DC_DEVICE void send_weights(const RailContext& context, const LowLatencyRailComb
     DC_UNROLL
     for (int part = 0; part < 2; ++part) {
       const int peer = ranks.ranks[part];
-      if (!ranks.is_first[part] || group.is_near(peer) || !is_active(context, memory, peer))
+      if (!ranks.is_first[part] || memory.reached[peer] != nullptr ||
+          !is_active(context, memory, peer))
         continue;
       // pairs with: find_summands at the peer — the words themselves.
       put_staged(half, peer, group.data_qp(token), offset, staged, sizeof(uint64_t) * num_topk);
     }
     for (int first = 0; first < num_topk; ++first) {
       const int peer = ranks.rank(first);
-      if (!ranks.is_first_of(first) || !group.is_near(peer) || !is_active(context, memory, peer))
+      if (!ranks.is_first_of(first) || memory.reached[peer] == nullptr ||
+          !is_active(context, memory, peer))
         continue;
+      if (arch::lane_idx() == 0)
+        count_stored(group, peer, group.data_qp(token), sizeof(uint64_t) * num_topk);
       for (int k = arch::lane_idx(); k < num_topk; k += kWarpSize) {
         // pairs with: find_summands at the peer — nothing but the word itself.
-        arch::st_relaxed_sys(half.near<uint64_t>(peer, offset) + k,
+        arch::st_relaxed_sys(memory.at<uint64_t>(peer, offset) + k,
                              arch::ld_weak(half.own<uint64_t>(staged) + k));
       }
     }
@@ -135,8 +139,8 @@ DC_DEVICE uint8_t* row_target(const LowLatencyRailCombineArgs& args, const LowLa
   constexpr bool kSelected = kRows == CombineRows::kSelections;
   const ReturnAddress to = ReturnAddress::unpack(memory.returns[task]);
   const RowPlaces places = row_places<kRows>(args);
-  if (args.reach.group.is_near(source_of(packed))) {
-    return half.near<uint8_t>(source_of(packed), half.row(places, to.token, args.reach.group.rank,
+  if (memory.reached[source_of(packed)] != nullptr) {
+    return memory.at<uint8_t>(source_of(packed), half.row(places, to.token, args.reach.group.rank,
                                                           kSelected ? selection : to.order));
   }
   return half.own<uint8_t>(half.row_staged(source_of(packed), token_of(packed),
@@ -144,19 +148,19 @@ DC_DEVICE uint8_t* row_target(const LowLatencyRailCombineArgs& args, const LowLa
                                            kSelected ? args.shape.num_topk : 1));
 }
 
-// The block adds the rows of those of its warps' tasks whose sources are near, or of the others,
+// The block adds the rows of those of its warps' tasks whose sources are reached, or of the others,
 // and stores the sums with their sources, or stages them. With one rounding every row by itself.
 template <CombineRows kRows, bool kLogFmt>
 DC_DEVICE void store_sums(const LowLatencyRailCombineArgs& args, const LowLatencyRailHalf& half,
                           const RailBlockMemory& memory, const Divisor& by_vecs, int num_tasks,
-                          bool is_near) {
+                          bool is_reached) {
   using Type = Numeric<Dtype::kBfloat16>;
   constexpr int kVecs = kLogFmt ? LogPiece::kElements / Type::kPerVec : 1;  // of a thread
   const int num_vecs = args.shape.hidden / Type::kPerVec;
   for (int idx = kVecs * arch::thread_idx(); idx < num_tasks * num_vecs;
        idx += kVecs * arch::num_threads()) {
     const int task = by_vecs.quotient(idx), column = idx - task * num_vecs;
-    if (args.reach.group.is_near(source_of(memory.tasks[task])) != is_near) continue;
+    if ((memory.reached[source_of(memory.tasks[task])] != nullptr) != is_reached) continue;
     if (memory.num_places[task] == 0) continue;
     if constexpr (kRows == CombineRows::kSelections) {
       for (int row = task * args.shape.num_topk;
@@ -184,7 +188,7 @@ DC_DEVICE void store_sums(const LowLatencyRailCombineArgs& args, const LowLatenc
   }
 }
 
-// A warp, when the staged rows of its task are complete.
+// A warp, when the staged rows of its task are complete. Where they were stored it counts them.
 template <CombineRows kRows, bool kLogFmt>
 DC_DEVICE void put_rows(const LowLatencyRailCombineArgs& args, const LowLatencyRailHalf& half,
                         const RailBlockMemory& memory) {
@@ -192,12 +196,17 @@ DC_DEVICE void put_rows(const LowLatencyRailCombineArgs& args, const LowLatencyR
   const LowLatencyGroup& group = args.reach.group;
   const int warp = arch::warp_idx(), num_topk = args.shape.num_topk;
   const int source = source_of(memory.tasks[warp]), slot = token_of(memory.tasks[warp]);
-  if (group.is_near(source) || memory.num_places[warp] == 0) return;
+  if (memory.num_places[warp] == 0) return;
   const RowPlaces places = row_places<kRows>(args);
   const ReturnAddress to = ReturnAddress::unpack(memory.returns[warp]);
   // Codes of 16 elements are 16 bytes, and 8 more behind those of the row.
   const size_t num_bytes = kLogFmt ? half.row_bytes() / 4 * 3 : half.row_bytes();
   const int num_rows = kSelected ? memory.num_places[warp] : 1;
+  if (memory.reached[source] != nullptr) {
+    if (arch::lane_idx() == 0)
+      count_stored(group, source, group.data_qp(to.token), num_rows * num_bytes);
+    return;
+  }
   for (int idx = 0; idx < num_rows; ++idx) {
     const int selection = kSelected ? bit_cast<int32_t>(memory.weights[warp * num_topk + idx]) : 0;
     // pairs with: take_arrival in add_rows at the source — the words themselves.

@@ -1,6 +1,7 @@
 // The send phase of dispatch between nodes: every token becomes one staged message, which goes as
-// it is to the ranks that hold one of its experts: by stores over NVLink in the own node, by a put
-// to every rank of another node, or to the first one of each node alone, which then hands it on.
+// it is to the ranks that hold one of its experts: by stores over NVLink where it leads (to the own
+// node, and to others of the same host), by a put to every rank of another node, or to the first one
+// of each node alone, which then hands it on.
 //
 //   block: first piece of x loaded | earlier tokens counted → row, scales; warp 0: routes, destinations → puts | copies
 //   last block: counts of all tokens → a line for every rank
@@ -26,8 +27,9 @@ DC_DEVICE bool hands_on(const LowLatencyRailDispatchArgs& args) {
 
 // The block counts tokens [begin, end): counters[e] that select expert e, counters[E + r] that go
 // to rank r, counters[E + R + r] those of them that are handed on to it.
-DC_DEVICE void count_tokens(const LowLatencyRailDispatchArgs& args, uint32_t* counters, int begin,
-                            int end) {
+DC_DEVICE void count_tokens(const LowLatencyRailDispatchArgs& args, const RailBlockMemory& memory,
+                            int begin, int end) {
+  uint32_t* counters = memory.counters;
   const int num_topk = args.shape.num_topk, num_experts = args.shape.num_experts;
   const LowLatencyGroup& group = args.reach.group;
   const ExpertMap map{num_experts, group.num_ranks};
@@ -50,7 +52,7 @@ DC_DEVICE void count_tokens(const LowLatencyRailDispatchArgs& args, uint32_t* co
     if (!is_repeat) arch::atomic_add_relaxed_cta(&counters[expert], 1u);
     if (!is_first) continue;
     arch::atomic_add_relaxed_cta(&counters[num_experts + rank], 1u);
-    if (is_known && hands_on(args) && !group.is_near(rank)) {
+    if (is_known && hands_on(args) && memory.reached[rank] == nullptr) {
       arch::atomic_add_relaxed_cta(&counters[num_experts + group.num_ranks + rank], 1u);
     }
   }
@@ -91,7 +93,7 @@ DC_DEVICE void stage_routes(const RailContext& context, const LowLatencyRailDisp
     if (ranks.is_first[part]) {
       row_ordinal = memory.counters[num_experts + rank];
       const uint32_t num_handed = memory.counters[num_experts + group.num_ranks + rank];
-      is_straight = nodes.is_first[part] || !hands_on(args) || group.is_near(rank);
+      is_straight = nodes.is_first[part] || !hands_on(args) || memory.reached[rank] != nullptr;
       slot_idx = is_straight ? static_cast<int>(row_ordinal - num_handed)
                              : args.shape.num_max_tokens - 1 - static_cast<int>(num_handed);
       first_words[part] = SlotWord{slot_idx, !is_straight}.pack();
@@ -163,7 +165,7 @@ DC_DEVICE void send_message(const LowLatencyRailDispatchArgs& args, const LowLat
   // What has the longer way first; and no put waits for stores over NVLink.
   for (int idx = arch::warp_idx(); idx < num_destinations; idx += arch::num_warps()) {
     const int peer = memory.places[idx];
-    if (group.is_near(peer)) continue;
+    if (memory.reached[peer] != nullptr) continue;
     // pairs with: take_arrival in TakenRoutes, expand_rows and expand_scales at the peer
     // — the words themselves.
     put_staged_warp(half, peer, group.data_qp(token), half.slot(group.rank, memory.slots[idx]),
@@ -172,8 +174,9 @@ DC_DEVICE void send_message(const LowLatencyRailDispatchArgs& args, const LowLat
   const int num_vecs = static_cast<int>(num_bytes / sizeof(Vec16));
   for (int idx = 0; idx < num_destinations; ++idx) {
     const int peer = memory.places[idx];
-    if (!group.is_near(peer)) continue;
-    Vec16* dst = half.near<Vec16>(peer, half.slot(group.rank, memory.slots[idx]));
+    if (memory.reached[peer] == nullptr) continue;
+    if (arch::thread_idx() == 0) count_stored(group, peer, group.data_qp(token), num_bytes);
+    Vec16* dst = memory.at<Vec16>(peer, half.slot(group.rank, memory.slots[idx]));
     for (int vec = arch::thread_idx(); vec < num_vecs; vec += arch::num_threads()) {
       // pairs with: the same takes of arrivals.
       arch::st_relaxed_sys(dst + vec, arch::ld_weak(half.own<Vec16>(staged) + vec));
@@ -202,9 +205,9 @@ DC_DEVICE void send_counts(const RailContext& context, const LowLatencyRailDispa
                               ? announcement(context, args.signature, args.num_tokens)
                               : Tagged::pack(context.generation, memory.counters[idx]);
     if (!is_active(context, memory, peer)) continue;
-    if (group.is_near(peer)) {
+    if (memory.reached[peer] != nullptr) {
       // pairs with: await_announcements and await_counts at the peer — nothing but the word itself.
-      arch::st_relaxed_sys(half.near<uint64_t>(peer, half.counts(group.rank)) + place, word);
+      arch::st_relaxed_sys(memory.at<uint64_t>(peer, half.counts(group.rank)) + place, word);
     } else {
       arch::st_weak(half.own<uint64_t>(half.counts_staged(peer)) + place, word);
     }
@@ -214,9 +217,14 @@ DC_DEVICE void send_counts(const RailContext& context, const LowLatencyRailDispa
        position += arch::num_threads()) {
     const int peer = group.rank_at(position);
     if (!is_active(context, memory, peer)) continue;
+    const size_t num_bytes = sizeof(uint64_t) * (Words::kExperts + map.num_local_experts(peer));
+    if (memory.reached[peer] != nullptr) {
+      count_stored(group, peer, group.word_qp(), num_bytes);
+      continue;
+    }
     // pairs with: await_announcements and await_counts at the peer — the words themselves.
     put_staged(half, peer, group.word_qp(), half.counts(group.rank), half.counts_staged(peer),
-               sizeof(uint64_t) * (Words::kExperts + map.num_local_experts(peer)));
+               num_bytes);
   }
 }
 
@@ -243,7 +251,7 @@ DC_DEVICE bool dispatch_send(const RailContext& context, const LowLatencyRailDis
   if (arch::block_idx() < num_sending_blocks()) {
     for (int token = arch::block_idx(); token < args.num_tokens; token += num_sending_blocks()) {
       if (token != arch::block_idx()) load_first(token);
-      count_tokens(args, memory.counters, num_counted, token);
+      count_tokens(args, memory, num_counted, token);
       num_counted = token;
       arch::sync_block();
       if (warp == 0) stage_routes(context, args, half, memory, token);
@@ -254,7 +262,7 @@ DC_DEVICE bool dispatch_send(const RailContext& context, const LowLatencyRailDis
     }
   }
   if (arch::block_idx() != last_block) return true;
-  count_tokens(args, memory.counters, num_counted, args.num_tokens);
+  count_tokens(args, memory, num_counted, args.num_tokens);
   arch::sync_block();
   send_counts(context, args, half, memory);
   return true;

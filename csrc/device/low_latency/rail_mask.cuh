@@ -37,13 +37,20 @@ DC_DEVICE RailContext rail_context(const World& world, const RailReach& reach, K
           &reach.words};
 }
 
+// The segment of a rank that this rank's own stores reach: of its node, or of another where NVLink
+// leads there as well; else null. Of a node all ranks are reached, or none.
+DC_DEVICE uint8_t* reached_segment(const World& world, const LowLatencyGroup& group, int peer) {
+  if (group.is_near(peer)) return world.bases[peer - group.first_near];
+  return arch::rail_near(group.port, group.first_peer + peer);
+}
+
 // A word that is read for itself alone. Every word has its own queue, so that it never goes
 // back to an older value.
 DC_DEVICE void send_word(const World& world, const LowLatencyGroup& group, int peer, size_t offset,
                          uint64_t value) {
-  if (group.is_near(peer)) {
-    arch::st_relaxed_sys(reinterpret_cast<uint64_t*>(world.bases[peer - group.first_near] + offset),
-                         value);
+  uint8_t* reached = reached_segment(world, group, peer);
+  if (reached != nullptr) {
+    arch::st_relaxed_sys(reinterpret_cast<uint64_t*>(reached + offset), value);
   } else {
     arch::rail_signal(group.port, group.first_peer + peer, group.word_qp(), offset, value);
   }
