@@ -260,11 +260,10 @@ class NvshmemHeap:
             raise
 
     def rail_arguments(self, peers: Sequence[int]) -> dict[str, Any]:
-        is_near = env.RAIL_NEAR.get() is not False
         return {
             "rail_bases": [
-                self.peer_bases[peer] if is_near and self._reaches_node(peer) else 0
-                for peer in peers
+                self.peer_bases[peer] if self._is_near(number, peer) else 0
+                for number, peer in enumerate(peers)
             ],
             "rail_pes": [self._pes[peer] for peer in peers],
             "rail_kernels": self._job.module.kernels(),
@@ -272,9 +271,14 @@ class NvshmemHeap:
             "rail_qps": self._qps,
         }
 
-    def _reaches_node(self, rank: int) -> bool:
-        """Stores reach all ranks of its node. Low-latency mode sends to each of them or to one that
-        hands on; of some and some it would be both."""
+    def _is_near(self, number: int, rank: int) -> bool:
+        """Whether what this rank sends to its peer of this number is stored there."""
+        # The first peers are those of normal mode, one a node; those of low-latency mode follow.
+        default = number < self._topology.num_nodes
+        if not (default if env.RAIL_NEAR.get() is None else env.RAIL_NEAR.get()):
+            return False
+        # Stores reach all of a node: low-latency mode sends to each rank there, or to one that
+        # hands on; of some and some it would be both.
         return all(self.peer_bases[member] != 0 for member in self._topology.node_members(rank))
 
     def memory(self) -> object:

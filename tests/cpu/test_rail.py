@@ -193,3 +193,29 @@ def test_a_full_heap_raises_on_all_ranks() -> None:
             job.allocate(Rendezvous(group), 101)
 
     local.run(fn, 2)
+
+
+def test_stores_serve_nodes_that_they_reach_as_a_whole(monkeypatch) -> None:
+    class Heap(nvshmem.NvshmemHeap):
+        def __init__(self) -> None:
+            self._topology = Topology(6, 2)
+            self.peer_bases = [1024, 2048, 3072, 0, 5120, 6144]
+            self._pes = range(6)
+            self._qps = 0
+            self.base = 1024
+
+            class Job:
+                class module:  # noqa: N801 - as the attribute is called
+                    kernels = staticmethod(lambda: 7)
+
+            self._job = Job()
+
+    def bases() -> list[int]:
+        return Heap().rail_arguments([0, 2, 4, *range(6)])["rail_bases"]
+
+    monkeypatch.delenv("DEEP_COMM_RAIL_NEAR", raising=False)
+    assert bases() == [1024, 0, 5120, 0, 0, 0, 0, 0, 0]  # low latency: where it is wanted
+    monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", "1")
+    assert bases() == [1024, 0, 5120, 1024, 2048, 0, 0, 5120, 6144]
+    monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", "0")
+    assert bases() == [0] * 9

@@ -13,8 +13,11 @@ from collections.abc import Sequence
 
 import pytest
 import test_internode_gpu as over_nic
+import test_low_latency_internode_gpu as low_latency_over_nic
 from cases import verify_each
 from internode import InternodeCase, direct, verify
+from low_latency import LowLatencyCase
+from low_latency import verify as verify_low_latency
 
 from deep_comm import errors, processes
 
@@ -140,3 +143,16 @@ def test_cached_calls_at_4096_tokens_end(num_ranks: int, near: bool, capsys) -> 
                 f"\n{num} GPUs as two nodes, NVSHMEM, {way}: {name} "
                 f"{max(r[name] for r in slowest):.0f} us"
             )
+
+
+@pytest.mark.parametrize("near", [True, False], ids=["stores", "puts"])
+def test_low_latency_pairs_give_the_same(num_ranks: int, near: bool) -> None:
+    for shape in shapes(num_ranks):
+        cases = [low_latency_over_nic.sampled_case(seed, shape) for seed in range(8)]
+        results = run(low_latency_over_nic.run_cases, num_ranks, cases, near=near)
+        verify_each(verify_low_latency, cases, results)
+        case = LowLatencyCase(
+            (24,) * num_ranks, 24, hidden=2048, experts=16, topk=4, use_fp8=True, calls=8,
+            ranks_per_node=shape[1], hand_on=0,
+        )  # fmt: skip
+        verify_low_latency(case, run(low_latency_over_nic.replay, num_ranks, case, near=near))
