@@ -205,7 +205,7 @@ def test_stores_serve_nodes_that_they_reach_as_a_whole(monkeypatch) -> None:
             self.base = 1024
 
             class Job:
-                class module:  # noqa: N801 - as the attribute is called
+                class module:
                     kernels = staticmethod(lambda: 7)
 
             self._job = Job()
