@@ -600,9 +600,10 @@ class QuickLowLatency:
         common: dict[str, object],  # what all batches hold
         state_type: type[tuple[object, ...]],
         words: object,  # HostWords.place, or None
-    ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """``begin(x, topk_idx, topk_weights, is_asking)`` and ``end(rows, state)`` of a layer's
-        decode step: see deep_comm/layer/quick_decode.py."""
+        rule: object,  # ModeRule
+    ) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+        """``begin(x, topk_idx, topk_weights, is_asking)``, ``end(rows, state)`` and
+        ``answer(exchange)`` of a layer's decode step: see deep_comm/layer/quick_decode.py."""
 
 class LowLatencyPlan:
     """A shape and options of low-latency calls of one engine. Arguments of calls are positional.

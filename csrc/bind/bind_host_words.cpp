@@ -1,7 +1,7 @@
 // Functions of plain numbers: both run in every step of "auto".
 #include "bind/bindings.hpp"
 #include "bind/numbers.hpp"
-#include "host/host_words.hpp"
+#include "bind/patient_words.hpp"
 
 namespace deep_comm {
 
@@ -9,21 +9,12 @@ namespace py = pybind11;
 
 namespace {
 
-// A step of few tokens takes some tens of microseconds; a rank that is later than this is looked
-// for elsewhere.
-constexpr std::chrono::microseconds kPatience{200};
-
 py::int_ tell(const HostWords& words, const std::array<uint64_t, 1>& numbers) {
   return words.tell(numbers[0]);
 }
 
 py::object most(const HostWords& words, const std::array<uint64_t, 1>& numbers) {
-  const uint64_t exchange = numbers[0];
-  std::optional<uint64_t> found = words.most(exchange);
-  if (!found) {
-    py::gil_scoped_release release;  // the others may be threads
-    found = words.wait_most(exchange, kPatience);
-  }
+  const std::optional<uint64_t> found = patient_most(words, numbers[0]);
   if (!found) return py::none();
   return py::int_(*found);
 }

@@ -135,7 +135,7 @@ void bind_low_latency(pybind11::module_& m, pybind11::class_<Engine<Target>>& en
              py::call_guard<py::gil_scoped_release>());
   bind_quick_low_latency<Target>(m, engine).def(
       "layer", &layer_calls<Target>, py::kw_only(), "shape"_a, "decode_tokens"_a, "rows"_a,
-      "batch_type"_a, "common"_a, "state_type"_a, "words"_a);
+      "batch_type"_a, "common"_a, "state_type"_a, "words"_a, "rule"_a);
 }
 
 }  // namespace deep_comm

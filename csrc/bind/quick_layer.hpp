@@ -1,13 +1,13 @@
 // The two calls of a layer's decode step (deep_comm/layer/quick_decode.py), each in one step from
-// what the layer is given to what it hands out: what a step costs beside its tensors and launches
-// counts, because "auto" is held against it.
+// what the layer is given to what it hands out, and what "auto" asks behind them: what a step costs
+// beside its tensors and launches counts, because "auto" is held against it.
 #pragma once
 
 #include <memory>
 #include <optional>
 
+#include "bind/patient_words.hpp"
 #include "bind/quick_low_latency.hpp"
-#include "host/host_words.hpp"
 
 namespace deep_comm {
 
@@ -22,7 +22,9 @@ struct LayerDecode {
   pybind11::dict common;
   pybind11::object state_type;  // Decoded, a tuple
   std::optional<HostWords> words;
-  pybind11::object words_owner, x_name, counts_name, state_name;
+  pybind11::object words_owner;
+  pybind11::object rule;  // ModeRule
+  pybind11::object x_name, counts_name, state_name, num_steps_name;
 };
 
 template <class Target>
@@ -123,6 +125,10 @@ pybind11::object end_layer(SharedLayer<Target>& shared, PyObject* const* argumen
   const int64_t num_rows = int64_t{self.engine->num_group_ranks()} * options.num_max_tokens;
   TensorView x, idx, metadata, none;
   int num_tokens;
+  // What the others have told is on its way here while this call launches.
+  if (layer.words) {
+    layer.words->prefetch(PyLong_AsUnsignedLongLongMask(PyTuple_GET_ITEM(state, 4)));
+  }
   if (!torch.matrix(arguments[0], kDlBfloat16, form.num_local_experts * num_rows, options.hidden,
                     &x) ||
       !detail::is_aligned(x.address()) || !torch.view(PyTuple_GET_ITEM(state, 1), &metadata) ||
@@ -149,13 +155,31 @@ pybind11::object end_layer(SharedLayer<Target>& shared, PyObject* const* argumen
   return combined_x;
 }
 
-// The two functions. `shape`: of a form that was added, of bfloat16 rows that travel with their
+// (exchange) -> True: all ranks had as many tokens as decode takes, and the rule, by which the step
+// began with decode, has learned it. Otherwise it has learned nothing: the most that any rank had,
+// or None where this host does not tell (see HostWords).
+template <class Target>
+pybind11::object answer_layer(SharedLayer<Target>& shared, PyObject* const* arguments) {
+  namespace py = pybind11;
+  const LayerDecode<Target>& layer = *shared;
+  if (!layer.words) return py::none();
+  const uint64_t exchange = PyLong_AsUnsignedLongLongMask(arguments[0]);
+  const std::optional<uint64_t> most = patient_most(*layer.words, exchange);
+  if (!most) return py::none();
+  if (*most > static_cast<uint64_t>(layer.decode_tokens)) return py::int_(*most);
+  const py::object counted = layer.rule.attr(layer.num_steps_name);
+  layer.rule.attr(layer.num_steps_name) = py::int_(PyLong_AsLongLong(counted.ptr()) + 1);
+  return py::bool_(true);
+}
+
+// The three functions. `shape`: of a form that was added, of bfloat16 rows that travel with their
 // weights. `words`: the arguments of HostWords and what keeps its memory, or None.
 template <class Target>
 pybind11::object layer_calls(const pybind11::object& calls, const pybind11::object& shape,
                              int64_t decode_tokens, const pybind11::tuple& rows,
                              pybind11::object batch_type, pybind11::dict common,
-                             pybind11::object state_type, const pybind11::object& words) {
+                             pybind11::object state_type, const pybind11::object& words,
+                             pybind11::object rule) {
   namespace py = pybind11;
   auto* self = calls.cast<QuickLowLatency<Target>*>();
   const QuickForm* form = nullptr;
@@ -179,12 +203,15 @@ pybind11::object layer_calls(const pybind11::object& calls, const pybind11::obje
                           .state_type = std::move(state_type),
                           .words = told,
                           .words_owner = words,
+                          .rule = std::move(rule),
                           .x_name = py::str("x"),
                           .counts_name = py::str("num_tokens_per_expert"),
-                          .state_name = py::str("state")});
+                          .state_name = py::str("state"),
+                          .num_steps_name = py::str("num_steps")});
   return py::make_tuple(
       object_function<4, &begin_layer<Target>>("begin", SharedLayer<Target>(layer), calls),
-      object_function<2, &end_layer<Target>>("end", SharedLayer<Target>(layer), calls));
+      object_function<2, &end_layer<Target>>("end", SharedLayer<Target>(layer), calls),
+      object_function<1, &answer_layer<Target>>("answer", SharedLayer<Target>(layer), calls));
 }
 
 }  // namespace deep_comm

@@ -55,7 +55,12 @@ class HostWords {
     return found;
   }
 
-  // The same, looked for as long as `patience`.
+  // For whoever will ask soon.
+  void prefetch(uint64_t exchange) const {
+    for (int rank = 0; rank < num_ranks_; ++rank) __builtin_prefetch(line(exchange & 1, rank));
+  }
+
+  // most, looked for as long as `patience`.
   std::optional<uint64_t> wait_most(uint64_t exchange, std::chrono::microseconds patience) const {
     constexpr int kLooks = 64;  // some microseconds, of which the clock takes little
     const auto end = std::chrono::steady_clock::now() + patience;

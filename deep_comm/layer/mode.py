@@ -18,12 +18,15 @@ from __future__ import annotations
 
 
 class ModeRule:
-    """State of one layer, the same on every rank."""
+    """State of one layer, the same on every rank. Native code holds it (quick_decode.py)."""
 
     __slots__ = ("decode_tokens", "begins_with_decode", "num_steps", "num_changes")
 
     def __init__(self, decode_tokens: int) -> None:
         self.decode_tokens = decode_tokens
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
         self.begins_with_decode = True
         self.num_steps = 0
         self.num_changes = 0  # steps that took another mode than the one they began with

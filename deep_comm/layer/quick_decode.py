@@ -1,5 +1,5 @@
 """The two calls of a decode step in one native step each, from the layer's arguments to its
-results.
+results, and what "auto" asks behind them.
 
 They do the whole call, or nothing: for whatever is in doubt they return None before anything has
 happened, and the layer goes on step by step (transport.py), which names what is wrong. See
@@ -21,6 +21,7 @@ from deep_comm.ops import low_latency, quick
 if TYPE_CHECKING:
     from deep_comm.buffer import Buffer
     from deep_comm.layer.host_words import HostWords
+    from deep_comm.layer.mode import ModeRule
     from deep_comm.layer.shape import MoEShape
     from deep_comm.low_latency_state import LowLatencyShape
 
@@ -40,17 +41,25 @@ class DecodeCalls(NamedTuple):
     begin(x, topk_idx, topk_weights, is_asking): an ExpertBatch; with ``is_asking`` all ranks
         learn the most tokens of any, and those of this host are told.
     end(rows, state): the sums.
+    answer(exchange): of a step of "auto" that began with decode: True if it may end with it, which
+        the rule has learned then; else, and with the rule as it was, the most tokens of any rank,
+        or None where this host cannot say.
     """
 
     begin: Callable[[Any, Any, Any, bool], ExpertBatch | None]
     end: Callable[[Any, Decoded], Tensor | None]
+    answer: Callable[[int], bool | int | None]
 
 
-NEVER = DecodeCalls(quick.never, quick.never)
+NEVER = DecodeCalls(quick.never, quick.never, quick.never)
 
 
 def decode_calls(
-    buffer: Buffer, shape: MoEShape, common: dict[str, Any], words: HostWords | None
+    buffer: Buffer,
+    shape: MoEShape,
+    common: dict[str, Any],
+    words: HostWords | None,
+    rule: ModeRule,
 ) -> DecodeCalls:
     """``common``: what is alike in all batches. Of a layer that can decode."""
     state = buffer._low_latency
@@ -66,7 +75,7 @@ def decode_calls(
     except DeepCommError:  # the first call will say why
         return NEVER
     num_rows = form.num_local * form.num_rows
-    begin, end = native.layer(
+    begin, end, answer = native.layer(
         shape=form,
         decode_tokens=shape.decode_tokens,
         rows=((num_rows, shape.hidden), (shape.hidden, 1), torch.bfloat16),
@@ -74,5 +83,6 @@ def decode_calls(
         common=common,
         state_type=Decoded,
         words=None if words is None else words.place,
+        rule=rule,
     )
-    return DecodeCalls(begin, end)
+    return DecodeCalls(begin, end, answer)

@@ -71,12 +71,12 @@ class Steps:
         self._host_words = words
         self._told_most: Callable[[int], int | None] = never if words is None else words.most
         if self.can_decode:
-            self.transport.enable_decode(words)
-        self._begin, self._end = self.transport.quick
+            self.transport.enable_decode(words, self.rule)
+        self._begin, self._end, self._answer = self.transport.quick
 
     def begin_anew(self) -> None:
         """Collective."""
-        self.rule = ModeRule(self.shape.decode_tokens)
+        self.rule.begin_anew()
         words = self._host_words  # of all ranks, or of none
         if words is not None:
             # Ranks may have failed in different exchanges.
@@ -159,36 +159,39 @@ class Steps:
         """
         if is_grad_enabled():
             return None
-        is_asking = is_learning = False
+        is_asking = False
         if mode == "auto":
             if bounded:
                 return None
-            is_learning = not self.can_decode or (
-                self._may_exceed and not self.rule.begins_with_decode
-            )
-            is_asking = self._may_exceed and not is_learning
-        if mode == "prefill" or is_learning:
-            batch = self._prefill_quick(x, topk_idx, topk_weights, bounded)
-            if batch is None:
-                return None
-            if is_learning:
+            if not self.can_decode or (self._may_exceed and not self.rule.begins_with_decode):
+                batch = self._prefill_quick(x, topk_idx, topk_weights, False)
+                if batch is None:
+                    return None
                 self.rule.learn(batch.state.handle.max_num_tokens)
-            return self.combine(batch, experts(batch))
-        if mode != "decode" and mode != "auto":
+                return self.combine(batch, experts(batch))
+            is_asking = self._may_exceed
+        elif mode == "prefill":
+            batch = self._prefill_quick(x, topk_idx, topk_weights, bounded)
+            return None if batch is None else self.combine(batch, experts(batch))
+        elif mode != "decode":
             return None
         batch = self._begin(x, topk_idx, topk_weights, is_asking)
         if batch is None:
             return None
-        exchange = batch.state.exchange
-        y = self.combine(batch, experts(batch))
-        if not is_asking:
-            return y
-        del batch  # its tensors are given back while the answer is on its way
-        # It is looked at last: no SM waits for the host.
-        most = self._told_most(exchange)
-        if self.rule.learn(self.buffer.wait_low_latency_num_tokens() if most is None else most):
-            return y
-        self._prefill_late(True, x, topk_idx, topk_weights, experts)
+        rows, state = experts(batch), batch.state
+        y = self._end(rows, state)
+        if y is None:
+            y = self._combine_by_steps(batch, rows)
+        if is_asking:
+            exchange = state.exchange
+            del batch, rows, state  # tensors are given back while the answer is on its way
+            # It is looked at last: no SM waits for the host.
+            most = self._answer(exchange)
+            if most is not True:
+                if most is None:
+                    most = self.buffer.wait_low_latency_num_tokens()
+                if not self.rule.learn(most):
+                    self._prefill_late(True, x, topk_idx, topk_weights, experts)
         return y
 
     def ask(
@@ -276,9 +279,10 @@ class Steps:
             combined = self._end(rows, state)
         elif not is_grad_enabled():
             combined = self.transport.prefill.combine_quick(rows, state)
-        if combined is not None:
-            return combined
-        rows = self._expert_rows(batch, rows)
+        return self._combine_by_steps(batch, rows) if combined is None else combined
+
+    def _combine_by_steps(self, batch: ExpertBatch, rows: Tensor) -> Tensor:
+        rows, state = self._expert_rows(batch, rows), batch.state
         if type(state) is Decoded:
             return self.transport.decode_combine(rows, state, False)[0]
         return self._prefill_combine(rows, state, False, [])

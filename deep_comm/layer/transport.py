@@ -10,6 +10,7 @@ from torch import Tensor
 
 from deep_comm.layer.batch import ExpertBatch
 from deep_comm.layer.host_words import HostWords
+from deep_comm.layer.mode import ModeRule
 from deep_comm.layer.prefill import prefill_of
 from deep_comm.layer.quick_decode import NEVER, Decoded, decode_calls
 from deep_comm.layer.shape import MoEShape
@@ -49,10 +50,10 @@ class Transport:
         self.words: HostWords | None = None
         self.quick = NEVER
 
-    def enable_decode(self, words: HostWords | None) -> None:
+    def enable_decode(self, words: HostWords | None, rule: ModeRule) -> None:
         """``words``: that tell the ranks of this host how many tokens there are in an exchange."""
         self.words = words
-        self.quick = decode_calls(self.buffer, self.shape, self._decoded, words)
+        self.quick = decode_calls(self.buffer, self.shape, self._decoded, words, rule)
 
     # ---- decode --------------------------------------------------------------------------------
 
