@@ -80,6 +80,7 @@ pybind11::object begin_layer(SharedLayer<Target>& shared, PyObject* const* argum
   const bool is_asking = arguments[3] == Py_True;
   // Where a graph is captured, "auto" asks nobody.
   if (is_asking && !self.parts.streams.is_eager(stream)) return py::none();
+  if (is_asking && layer.words) layer.words->claim();
   LowLatencyDispatchCall call{};
   py::object rows = torch.empty(layer.rows, &call.recv_x);
   py::object metadata = torch.empty(form.metadata, &call.metadata);

@@ -55,19 +55,26 @@ class HostWords {
     return found;
   }
 
-  // For whoever will ask soon.
+  // Of the next exchange, ahead of `tell`: whoever has looked at this rank's line has a copy of it,
+  // and to take it back takes longer than a store, which a launch behind it would wait for.
+  void claim() const {
+    const auto mine = word(exchange() + 1, rank_);
+    mine.store(mine.load(std::memory_order_relaxed), std::memory_order_relaxed);
+  }
+  // Ahead of `most`: the others' lines.
   void prefetch(uint64_t exchange) const {
     for (int rank = 0; rank < num_ranks_; ++rank) __builtin_prefetch(line(exchange & 1, rank));
   }
 
   // most, looked for as long as `patience`.
   std::optional<uint64_t> wait_most(uint64_t exchange, std::chrono::microseconds patience) const {
-    constexpr int kLooks = 64;  // some microseconds, of which the clock takes little
+    constexpr int kLooks = 8;   // some microseconds, of which the clock takes little
+    constexpr int kPauses = 8;  // a look takes the line from the rank that is to write it
     const auto end = std::chrono::steady_clock::now() + patience;
     do {
       for (int look = 0; look < kLooks; ++look) {
         if (const auto found = most(exchange)) return found;
-        pause();
+        for (int times = 0; times < kPauses; ++times) pause();
       }
     } while (std::chrono::steady_clock::now() < end);
     return std::nullopt;

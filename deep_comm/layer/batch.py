@@ -46,8 +46,8 @@ class ExpertBatch:
     state: Any  # what combine needs
 
     @staticmethod
-    def of(**values: Any) -> ExpertBatch:
-        """The same as ExpertBatch(**values), in a third of the time."""
+    def of(values: dict[str, Any]) -> ExpertBatch:
+        """The same as ExpertBatch(**values), in a third of the time. Keeps ``values``."""
         batch = object.__new__(ExpertBatch)
         object.__setattr__(batch, "__dict__", values)  # frozen
         return batch

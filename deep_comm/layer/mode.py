@@ -27,6 +27,7 @@ class ModeRule:
         self.begin_anew()
 
     def begin_anew(self) -> None:
+        """As a new one: after a reset, on all ranks."""
         self.begins_with_decode = True
         self.num_steps = 0
         self.num_changes = 0  # steps that took another mode than the one they began with

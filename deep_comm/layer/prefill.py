@@ -97,7 +97,12 @@ class ExpandedPrefill:
         self._num_experts = shape.num_experts
         self._alignment = alignment
         self._max_recv_rows = max_recv_rows
-        self._first_expert = first_expert(buffer.rank, shape.num_experts, buffer.group_size)
+        self._alike: dict[str, Any] = dict(
+            capacity=None,
+            mode="prefill",
+            first_expert=first_expert(buffer.rank, shape.num_experts, buffer.group_size),
+            alignment=alignment,
+        )
 
     def dispatch_quick(
         self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, is_bounded: bool
@@ -149,18 +154,14 @@ class ExpandedPrefill:
         handle: Any,
     ) -> ExpertBatch:
         expansion = handle.expansion
-        return ExpertBatch.of(
-            x=rows,
-            scales=scales,
-            num_tokens_per_expert=expansion.expert_counts,
-            offsets=expansion.expert_offsets,
-            counts=counts,
-            capacity=None,
-            mode="prefill",
-            first_expert=self._first_expert,
-            alignment=self._alignment,
-            state=Prefilled(handle, weights),
-        )
+        held = self._alike.copy()
+        held["x"] = rows
+        held["scales"] = scales
+        held["num_tokens_per_expert"] = expansion.expert_counts
+        held["offsets"] = expansion.expert_offsets
+        held["counts"] = counts
+        held["state"] = Prefilled(handle, weights)
+        return ExpertBatch.of(held)
 
     def send(
         self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, *, is_bounded: bool, is_async: bool

@@ -168,11 +168,11 @@ class Steps:
                 if batch is None:
                     return None
                 self.rule.learn(batch.state.handle.max_num_tokens)
-                return self.combine(batch, experts(batch))
+                return self._combine_prefill(batch, experts(batch))
             is_asking = self._may_exceed
         elif mode == "prefill":
             batch = self._prefill_quick(x, topk_idx, topk_weights, bounded)
-            return None if batch is None else self.combine(batch, experts(batch))
+            return None if batch is None else self._combine_prefill(batch, experts(batch))
         elif mode != "decode":
             return None
         batch = self._begin(x, topk_idx, topk_weights, is_asking)
@@ -279,6 +279,10 @@ class Steps:
             combined = self._end(rows, state)
         elif not is_grad_enabled():
             combined = self.transport.prefill.combine_quick(rows, state)
+        return self._combine_by_steps(batch, rows) if combined is None else combined
+
+    def _combine_prefill(self, batch: ExpertBatch, rows: Tensor) -> Tensor:
+        combined = self.transport.prefill.combine_quick(rows, batch.state)
         return self._combine_by_steps(batch, rows) if combined is None else combined
 
     def _combine_by_steps(self, batch: ExpertBatch, rows: Tensor) -> Tensor:

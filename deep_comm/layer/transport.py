@@ -95,7 +95,7 @@ class Transport:
             num_tokens_per_expert=counts,
             state=Decoded(handle.shape, handle.metadata, handle.num_tokens, topk_idx, exchange),
         )
-        return ExpertBatch.of(**held), hook
+        return ExpertBatch.of(held), hook
 
     def decode_combine(
         self, rows: Tensor, state: Decoded, is_async: bool
