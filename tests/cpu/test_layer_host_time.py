@@ -16,7 +16,7 @@ from deep_comm import local
 from deep_comm.layer.host_words import HostWords
 
 TARGET_US = 10.0  # a step: dispatch and combine
-MAX_FUNCTIONS = {"decode": 4, "auto": 5, "prefill": 44}
+MAX_FUNCTIONS = {"decode": 3, "auto": 3, "prefill": 44}
 """Of the whole package; the Buffer's two calls under them enter 5 and 42."""
 IMPORT_TARGET_S = 0.5
 
