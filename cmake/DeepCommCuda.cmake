@@ -34,6 +34,8 @@ if(DEEP_COMM_CUDA_FOUND)
   target_compile_options(deep_comm_cuda_options INTERFACE
     "$<$<COMPILE_LANGUAGE:CUDA>:-lineinfo;--expt-relaxed-constexpr;-no-compress>"
     "$<$<AND:$<COMPILE_LANGUAGE:CUDA>,$<BOOL:${DEEP_COMM_PTXAS_REPORT}>>:-Xptxas=-v>")
+  target_compile_definitions(deep_comm_cuda_options INTERFACE
+    DEEP_COMM_TRACE_LOW_LATENCY=$<BOOL:${DEEP_COMM_TRACE_LOW_LATENCY}>)
   # "90a-real;100a-real" -> "90a 100a", what the module answers when asked for its architectures
   string(REGEX REPLACE "-(real|virtual)" "" architectures "${DEEP_COMM_CUDA_ARCHS}")
   string(REPLACE ";" " " architectures "${architectures}")

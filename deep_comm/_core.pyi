@@ -115,6 +115,11 @@ class Engine:
         counts_choices: bool,  # from topk_idx; else the layout is given
         is_expanded: bool,
     ) -> Callable[..., None]: ...
+    traces_low_latency: bool  # its low-latency kernels note their steps
+    def set_trace(self, slots: int, num_calls: int) -> None:
+        """Blocks note their steps in trace_bytes(num_calls) zeroed bytes of the device, num_calls
+        being a power of two. Before anything is launched.
+        """
     def set_generation(self, generation: int) -> None:
         """Tests: the number of the last kernel, on all ranks alike, while none
         runs (see docs/design/0001).
@@ -857,3 +862,19 @@ def low_latency_slot_bytes(row_bytes: int, num_scales: int, num_topk: int) -> in
 
 def low_latency_count_bytes(num_local_experts: int) -> int:
     """Bytes of counts that a low-latency dispatch puts to a rank with that many experts."""
+
+# What blocks note while they run; csrc/device/layout/trace.cuh.
+
+trace_steps: tuple[str, ...]
+kernel_names: tuple[str, ...]
+
+def trace_bytes(num_calls: int) -> int:
+    """Bytes of a rank's rings."""
+
+def read_trace(slots: int, num_calls: int) -> list[tuple[int, int, int, int, int, int]]:
+    """Kernel, call, block, step, time in ns and value of every note in a copy of the rings in host
+    memory, of calls that no later one has begun to overwrite.
+    """
+
+def trace_wait(value: int) -> tuple[str, str, int]:
+    """Stage, word and peer (-1: none) of a note of ``gave_up``."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 architectures: str  # "90a"
 
 class Engine:
+    traces_low_latency: bool
     # as in _core, without `simulation`; see there for the methods and their arguments
     def __init__(
         self,

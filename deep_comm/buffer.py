@@ -25,6 +25,7 @@ from deep_comm.low_latency_state import LowLatencyState
 
 if TYPE_CHECKING:
     from deep_comm._core import Engine
+    from deep_comm.trace import Recording
 
 __all__ = ["DEFAULT_NUM_SMS", "Buffer"]
 
@@ -79,6 +80,7 @@ class Buffer(InternodeCalls, LowLatencyCalls):
         num_max_experts: int = 16384,
         num_direct_bytes: int | None = None,
         rail: str | None = None,
+        trace: int | None = None,
     ) -> None:
         """Allocate and find the peers. Collective over the group.
 
@@ -114,6 +116,9 @@ class Buffer(InternodeCalls, LowLatencyCalls):
                 then the process's NVSHMEM job), "software" (CUDA devices, logical nodes of one
                 host), "simulated" (host target). Default: DEEP_COMM_RAIL, else nvshmem between
                 hosts and the other one inside a host.
+            trace: of how many last kernels the steps of every block are kept, at most 4096, in
+                640 KiB of device memory each; default: DEEP_COMM_TRACE, else 0: none. See
+                deep_comm.trace; ranks need not agree.
 
         Raises:
             ArgumentError, UnsupportedError: on this rank, before anything is exchanged.
@@ -137,6 +142,7 @@ class Buffer(InternodeCalls, LowLatencyCalls):
             num_rdma_bytes=num_rdma_bytes,
             num_qps=num_qps_per_rank,
             rail=rail,
+            trace_calls=env.TRACE.get() if trace is None else trace,
         )
         self._context = Context(group, comm, settings)
         self._is_internode = self._context.topology.num_nodes > 1
@@ -203,6 +209,16 @@ class Buffer(InternodeCalls, LowLatencyCalls):
             PeerTimeout, ConfigMismatch, ExpertIndexError, CapacityError, MaskedOut: as recorded.
         """
         self._context.check()
+
+    def trace(self) -> Recording:
+        """What the blocks of this rank have noted in the last calls; see deep_comm.trace.
+
+        Waits for this rank's kernels. Raises UnsupportedError if tracing is off.
+        """
+        self._context.require_open()
+        if self._context.trace_rings is None:
+            raise UnsupportedError("tracing is off: Buffer(trace=16), or DEEP_COMM_TRACE=16")
+        return self._context.trace_rings.read()
 
     def __enter__(self) -> Buffer:
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     from deep_comm._core import Engine
     from deep_comm.ops.steps import PendingDispatch
+    from deep_comm.trace.rings import Rings
 
 
 # Shapes and configs of calls whose rings are remembered; a program uses a handful.
@@ -41,6 +43,9 @@ _MAX_PLANS = 512
 # Rings that keep the links busy at any number of SMs; a larger buffer is better
 # used as receive region.
 _RING_BYTES = 64 << 20
+
+# Kernels whose steps are kept; those of one take 640 KiB.
+MOST_TRACE_CALLS = 4096
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,7 @@ class Settings:
     num_rdma_bytes: int = 0  # for rings between nodes, if there are several
     num_qps: int = 24  # queues to each node
     rail: str | None = None  # see deep_comm.rail
+    trace_calls: int = 0  # see deep_comm.trace; may differ between ranks
 
     def __post_init__(self) -> None:
         integers.require("num_nvl_bytes", self.num_nvl_bytes, 0, integers.MOST_BYTES)
@@ -75,6 +81,7 @@ class Settings:
             raise errors.ArgumentError(
                 "timeout_s", self.timeout_s, "must be a positive number of seconds"
             )
+        integers.require("trace", self.trace_calls, 0, MOST_TRACE_CALLS)
 
 
 def _rounded(num_bytes: int) -> int:
@@ -133,8 +140,11 @@ class Context:
                     "deep_comm version": settings.version,
                 }
             )
-            identities = self.rendezvous.all_gather_object((host_identity(), memory_identity()))
-            hosts, memories = zip(*identities, strict=True)
+            # The last one names the Buffer, as rank 0 says.
+            identities = self.rendezvous.all_gather_object(
+                (host_identity(), memory_identity(), uuid.uuid4().hex[:12])
+            )
+            hosts, memories, names = zip(*identities, strict=True)
             self.topology: Topology = discover(hosts, ranks_per_node)
             require_supported(self.topology)
             self.expected = ExpectedRows(self.num_ranks, self.topology.num_nodes)
@@ -147,6 +157,13 @@ class Context:
                 "read what was tuned", lambda: tuning.read(device, self.num_ranks)
             )[0]
             self._create(settings)
+            self.trace_rings: Rings | None = None
+            if settings.trace_calls > 0:
+                try:
+                    self._trace(settings.trace_calls, names[0])
+                except BaseException:
+                    self.close()
+                    raise
 
     def _lay_out(self, settings: Settings) -> int:
         """Bytes of a heap: words, normal mode, low-latency mode, words and rings of the rail."""
@@ -240,6 +257,17 @@ class Context:
         self.quick = quick.normal_of(self)
         self.quick_layout = quick.layout_of(self)
         self.is_open = True
+
+    def _trace(self, num_calls: int, name: str) -> None:
+        from deep_comm.trace.rings import Rings  # loaded where it is used
+
+        # The host target has one clock; a GPU's is its own.
+        where = "" if self.device.type == "cpu" else f" {self.device} of rank {self.rank}"
+        self.trace_rings = Rings(
+            self.device, num_calls, self.rank, self.num_ranks, name,
+            host_identity() + where, self._synchronize,
+        )  # fmt: skip
+        self.engine.set_trace(self.trace_rings.address, self.trace_rings.num_calls)
 
     def plan(
         self,
@@ -371,7 +399,10 @@ class Context:
             # wrote rows into each other's memory that nobody expects, only reset() helps.
             self._synchronize()  # what still runs might report once more
             self.engine.clear_error()
-        raise errors.from_record(record)
+        error = errors.from_record(record)
+        if self.trace_rings is not None and not self.backend.is_capturing():
+            self.trace_rings.tell(error)
+        raise error
 
     def require_open(self) -> None:
         if not self.is_open:
@@ -396,6 +427,8 @@ class Context:
             self.engine.quiet_rail()
             self.rendezvous.barrier()  # nobody's kernels run any more, nothing is on its way
             reset()
+            if self.trace_rings is not None:
+                self.trace_rings.reset()
             self.early_launches = EarlyLaunches()  # ranks may have seen different outcomes
             self.rendezvous.barrier()  # nobody launches before all words are at rest
 
@@ -423,4 +456,6 @@ class Context:
             steps.callback(self.engine.close)
             destroyed = "the Buffer was destroyed before its dispatch had been received"
             steps.callback(self._forget_pending, errors.BufferDestroyed(destroyed))
+            if self.trace_rings is not None:
+                steps.callback(self.trace_rings.leave)
             steps.callback(self._synchronize)

@@ -34,6 +34,13 @@ def _parse_positive_float(text: str) -> float:
     return value
 
 
+def _parse_count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise ValueError(text)
+    return value
+
+
 def _parse_positive_int(text: str) -> int:
     value = int(text)
     if value < 1:
@@ -155,6 +162,21 @@ DECODE_TOKENS: Variable[int | None] = Variable(
     _parse_positive_int,
 )
 
+TRACE: Variable[int] = Variable(
+    "DEEP_COMM_TRACE",
+    "a number of at least 0",
+    0,
+    "of how many last kernels of a Buffer the steps of every block are kept "
+    "(docs/guide/tracing.md); Buffer(trace=) overrides it; 0: none, which costs nothing",
+    _parse_count,
+)
+TRACE_DIR: Variable[str | None] = Variable(
+    "DEEP_COMM_TRACE_DIR",
+    "a path",
+    None,
+    "where a Buffer that traces leaves its steps when it is destroyed, and when a call times out",
+    str,
+)
 DEEP_EP_FULL_RDMA: Variable[bool] = Variable(
     "DEEP_COMM_DEEP_EP_FULL_RDMA",
     "0 or 1",
@@ -174,7 +196,7 @@ VLLM: Variable[bool] = Variable(
 
 REGISTRY: tuple[Variable[Any], ...] = (
     TIMEOUT_S, NUM_SMS, DEVICE, RANKS_PER_NODE, HOST_NAME, RAIL, RAIL_NEAR, NIC_GB_PER_S,
-    TUNE_FILE, POISON, DEEP_EP_FULL_RDMA, DECODE_TOKENS, VLLM,
+    TUNE_FILE, POISON, TRACE, TRACE_DIR, DEEP_EP_FULL_RDMA, DECODE_TOKENS, VLLM,
 )  # fmt: skip
 
 # Read by the build, not by the package; listed so that unknown() does not call them typos.
@@ -184,6 +206,10 @@ BUILD_VARIABLES: dict[str, tuple[str, str]] = {
     "DEEP_COMM_CUDA_ARCHS": ("90a-real", "its architectures, in CMake's notation"),
     "DEEP_COMM_NVSHMEM": ("AUTO", "the NVSHMEM module: AUTO (built when both are found), ON, OFF"),
     "DEEP_COMM_TESTS": ("OFF", "the module of native tests"),
+    "DEEP_COMM_TRACE_LOW_LATENCY": (
+        "OFF",
+        "low-latency kernels on GPUs note their steps, too (docs/guide/tracing.md)",
+    ),
     "DEEP_COMM_PTXAS_REPORT": ("OFF", "ptxas prints registers, stack and spills of every kernel"),
 }
 

@@ -125,7 +125,8 @@ class PeerTimeout(DeepCommError):
 
     Attributes: ``rank`` (who waited), ``peer`` (for whom; -1: nobody in particular), ``kernel``,
     ``stage``, ``word`` (the shared word), ``channel`` (-1: none), ``seen``, ``expected``,
-    ``waited_s``.
+    ``waited_s``; ``story``: how far the blocks of the call came, of a Buffer that traces
+    (deep_comm.trace), else "".
 
     What to do: look at the peer that is named: it has crashed, is stuck before this call, or
     made other calls. ``reset()`` on all ranks makes the Buffer usable again. If the peer is only
@@ -162,6 +163,7 @@ class PeerTimeout(DeepCommError):
         self.seen = seen
         self.expected = expected
         self.waited_s = waited_s
+        self.story = ""
 
 
 class MaskedOut(DeepCommError):

@@ -37,6 +37,7 @@ API = {
         "deep_comm.reference_internode",
         "deep_comm.reference_low_latency",
     ],
+    "trace": ["deep_comm.trace"],
     "environment": ["deep_comm.env"],
     "compat": [
         "deep_comm.compat.legacy",

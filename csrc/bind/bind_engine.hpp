@@ -77,6 +77,8 @@ pybind11::class_<Engine<Target>> bind_engine(pybind11::module_& m) {
   engine.def_readwrite("skips_launches", &Type::skips_launches);
 
   bind_normal<Target>(engine);
+  engine.attr("traces_low_latency") = Target::kIsSynchronous || DEEP_COMM_TRACE_LOW_LATENCY != 0;
+  engine.def("set_trace", &Type::set_trace, "slots"_a, "num_calls"_a);
   engine.def("set_generation", &Type::set_generation, "generation"_a);
 
   engine.def_property_readonly("data_offset", &Type::data_offset);

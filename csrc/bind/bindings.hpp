@@ -14,6 +14,7 @@ void bind_simulation(pybind11::module_& m);
 void bind_engine_host(pybind11::module_& m);
 void bind_examples(pybind11::module_& m);
 void bind_scale(pybind11::module_& m);
+void bind_trace(pybind11::module_& m);
 
 // _cuda
 void bind_memory_cuda(pybind11::module_& m);

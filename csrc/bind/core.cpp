@@ -13,4 +13,5 @@ PYBIND11_MODULE(_core, m) {
   deep_comm::bind_engine_host(m);
   deep_comm::bind_examples(m);
   deep_comm::bind_scale(m);
+  deep_comm::bind_trace(m);
 }

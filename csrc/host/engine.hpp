@@ -201,6 +201,9 @@ class Engine {
   // Forgets a failure that left all ranks in step (everything but a timeout).
   void clear_error();
   void reset();
+  // Blocks note their steps from now on, in zeroed device memory of Trace::num_bytes(num_calls),
+  // num_calls being a power of two. Before anything is launched.
+  void set_trace(uintptr_t slots, uint32_t num_calls);
   // For tests of the wrap-around: the number of the last kernel, as if so many had run. On all
   // ranks, between two barriers of the hosts, when no kernel runs.
   void set_generation(uint32_t generation);

@@ -219,6 +219,14 @@ void Engine<Target>::quiet_rail() {
 }
 
 template <class Target>
+void Engine<Target>::set_trace(uintptr_t slots, uint32_t num_calls) {
+  check_open();
+  detail::require(num_calls > 0 && (num_calls & (num_calls - 1)) == 0,
+                  "num_calls = " + std::to_string(num_calls) + ", must be a power of two");
+  world_.trace = {reinterpret_cast<TraceSlot*>(slots), num_calls - 1};
+}
+
+template <class Target>
 void Engine<Target>::set_generation(uint32_t generation) {
   check_open();
   target_.store(&world_.state()->generation, generation);

@@ -39,20 +39,26 @@ template <Dtype kDtype>
 DC_DEVICE void combine(const CombineArgs& args) {
   const World& world = args.world;
   const Context context{world, Kernel::kCombine, current_generation(world)};
+  note_in_block(context, TraceStep::kBegun);
   if (arch::block_idx() == 0) announce_staging(context, args);
   CombineEntry* entry = CombineEntry::of_block(args);
   entry->reset();
   if (arch::warp_idx() < args.num_senders) {
     enter_and_send(context, args, entry);
+    note_in_warp(context, TraceStep::kSent);
   } else {
     if (arch::warp_idx() == args.num_senders) {
       const CombineMode mode = enter_combine(context, args, entry->staging_lines);
       if (arch::lane_idx() == 0) entry->mode = mode;
     }
     arch::sync_block_apart();
-    if (arch::warp_idx() == args.num_senders) retire_early(context);
+    if (arch::warp_idx() == args.num_senders) {
+      note_in_warp(context, TraceStep::kEntered, static_cast<uint32_t>(entry->mode));
+      retire_early(context);
+    }
     if (entry->mode == CombineMode::kStaged) receive_staged<kDtype>(context, args, entry);
     if (entry->mode == CombineMode::kRings) receive_by_rings<kDtype>(context, args, entry);
+    note_in_warp(context, TraceStep::kLeft);
   }
 }
 

@@ -92,6 +92,7 @@ class TokenWatch {
       if (!arch::any(kFullMask, is_pending() || wants_token())) break;
       if (!await_news()) return;
     }
+    note_in_warp(context_, TraceStep::kReceived, num_ready_);
     // pairs with: await_ready — nothing but the word itself.
     if (arch::lane_idx() == 0) {
       arch::st_release_cta(&entry_->num_ready, num_ready_ | TokenWindow::kAll);

@@ -143,6 +143,7 @@ template <class Form>
 DC_DEVICE void dispatch(const DispatchArgs& args) {
   const Context context{args.world, Kernel::kDispatch, current_generation(args.world)};
   DispatchEntry* entry = reinterpret_cast<DispatchEntry*>(arch::dynamic_smem() + args.entry_offset);
+  note_in_block(context, TraceStep::kBegun);
   const NotifyResult notified = notify_result(args);
   const bool is_direct_already = notified == NotifyResult::kDirect;
   // No word is written, not even a generation: so it is on all ranks.
@@ -156,7 +157,10 @@ DC_DEVICE void dispatch(const DispatchArgs& args) {
     if (arch::warp_idx() == 0) enter_dispatch<Form>(context, args, notified, entry);
     arch::sync_block_apart();
     mode = entry->mode;
-    if (arch::warp_idx() == arch::num_warps() - 1) retire_early(context);  // never a mover's
+    if (arch::warp_idx() == arch::num_warps() - 1) {  // never a mover
+      note_in_warp(context, TraceStep::kEntered, static_cast<uint32_t>(mode));
+      retire_early(context);
+    }
     if (mode == DispatchMode::kDirect) write_block_metadata<Form>(args, entry->outputs);
   }
   if (mode == DispatchMode::kDirect) {

@@ -197,6 +197,7 @@ DC_DEVICE void finish_direct(const Context& context, const DispatchArgs& args) {
   const World& world = args.world;
   const int peer = arch::thread_idx(), block = arch::block_idx();
   arch::sync_block();
+  note_in_block(context, TraceStep::kSent);
   bool ok = true;
   if (peer < world.num_ranks) {
     // pairs with: the await below at the peer — every row and word this block
@@ -206,6 +207,7 @@ DC_DEVICE void finish_direct(const Context& context, const DispatchArgs& args) {
     uint32_t done = 0;
     ok = await_tagged(context, &world.recv_line(world.rank, block, peer)->done,
                       {Stage::kDone, Word::kDone, peer, block}, 1, &done);
+    if (ok) note(context, TraceStep::kReceived);  // of the last peer that comes
   }
   if (block != 0 || args.recv_channel_prefix_matrix == nullptr) return;
   if (!arch::sync_block_any(!ok)) read_channel_starts(args);

@@ -347,6 +347,7 @@ DC_DEVICE void dispatch_by_rings(const Context& context, const DispatchArgs& arg
                            receiver % args.num_receive_warps);
   } else if (receiver == num_receivers) {
     dispatch_publish(context, args, progress, channel);
+    note_in_warp(context, TraceStep::kLeft);  // the others had finished
   }
 }
 

@@ -365,6 +365,7 @@ DC_DEVICE void exchange_counts(const Context& context, const NotifyArgs& args, N
   if (arch::warp_idx() == 0) {
     const bool ok = await_arrivals(context, Stage::kCounts, signature);
     if (arch::lane_idx() == 0) smem->has_arrived = ok;
+    if (ok) note_in_warp(context, TraceStep::kEntered);
   }
   write_channel_prefix(args);
   arch::sync_block();
@@ -378,13 +379,16 @@ DC_DEVICE void exchange_counts(const Context& context, const NotifyArgs& args, N
   if (arch::thread_idx() == 0 && !is_aborted(args.world)) {
     // pairs with: Engine::wait_counts on the host — every field of CountsBlock.
     arch::st_release_sys(&args.counts->sequence, args.sequence);
+    note(context, TraceStep::kLeft);
   }
 }
 
 DC_DEVICE void notify_dispatch(const NotifyArgs& args) {
   const Context context{args.world, Kernel::kNotifyDispatch, current_generation(args.world)};
   NotifySmem* smem = reinterpret_cast<NotifySmem*>(arch::dynamic_smem());
+  note_in_block(context, TraceStep::kBegun);
   count_channels(args, smem);
+  note_in_block(context, TraceStep::kCounted);
   // The counts' ticket is the kernel's exit as well: whoever is not last has nothing left to do.
   if (!is_last_to_count(args.world, &smem->ticket)) return;
   exchange_counts(context, args, smem);

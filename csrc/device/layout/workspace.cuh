@@ -12,6 +12,7 @@
 #include "device/layout/low_latency_words.cuh"
 #include "device/layout/names.cuh"
 #include "device/layout/region.cuh"
+#include "device/layout/trace.cuh"
 
 namespace deep_comm {
 
@@ -156,6 +157,8 @@ struct WorkspaceLayout {
 struct World {
   int rank;
   int num_ranks;
+  Trace
+      trace;  // beside what every kernel reads first: looking whether it is on fetches nothing more
   uint8_t* bases[kMaxRanks];  // every rank's segment, as this rank addresses it
   WorkspaceLayout layout;
   ErrorBlock* error;

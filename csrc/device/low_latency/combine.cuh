@@ -38,10 +38,12 @@ DC_DEVICE void low_latency_combine(const LowLatencyCombineArgs& args) {
                         kMayShrink && args.can_shrink};
   half.half = static_cast<int>(context.generation & 1u);
   find_active(context, &memory);
+  note_in_block(context, TraceStep::kBegun);
   return_credit(context, half, args.phases, begin);
   bool ok = true;
   if (args.phases.send)
     ok = combine_send<kRows, kLogFmt>(context, args, half, memory, begin, guess, inputs);
+  if (args.phases.send && ok) note_in_warp(context, TraceStep::kSent);
   if (args.phases.receive && ok)
     combine_receive<kRows, kLogFmt>(context, args, half, memory, inputs);
 }

@@ -218,6 +218,7 @@ DC_DEVICE void combine_receive(const Context& context, const LowLatencyCombineAr
     if (group_end >= share.end) break;
     if (!block_agrees(ok)) return;  // what the warps have found has been read
   }
+  if (ok) note_in_warp(context, TraceStep::kReceived);
 }
 
 }  // namespace deep_comm

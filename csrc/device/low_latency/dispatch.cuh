@@ -51,10 +51,12 @@ DC_DEVICE void low_latency_dispatch(const LowLatencyDispatchArgs& args) {
                         kMayShrink && args.can_shrink};
   half.half = static_cast<int>(context.generation & 1u);
   find_active(context, &memory);
+  note_in_block(context, TraceStep::kBegun);
   return_credit(context, half, args.phases, begin);
   bool ok = true;
   if (!args.phases.send) arch::sync_block();  // tasks have been guessed
   if (args.phases.send) ok = dispatch_send<kFormat>(context, args, half, memory, begin, inputs);
+  if (args.phases.send && ok) note_in_warp(context, TraceStep::kSent);
   if (args.phases.receive && ok) dispatch_receive<kFormat>(context, args, half, memory);
 }
 

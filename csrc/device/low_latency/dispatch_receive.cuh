@@ -419,6 +419,7 @@ DC_DEVICE void dispatch_receive(const Context& context, const LowLatencyDispatch
   }
   ok = await_counts(context, args, half, memory, sources, num_local, num_columns) && ok;
   if (!block_agrees(ok)) return;
+  note_in_block(context, TraceStep::kEntered);
   const bool is_source = arch::lane_idx() < world.num_ranks;
   const int num_tokens = is_source ? memory.header->num_tokens[arch::lane_idx()] : args.num_tokens;
   bool has_looked = arch::all(kFullMask, num_tokens == args.num_tokens);
@@ -450,6 +451,7 @@ DC_DEVICE void dispatch_receive(const Context& context, const LowLatencyDispatch
     arch::sync_block();
   }
   if (is_writing && ok) write_counts(args, memory, num_local);
+  if (ok) note_in_warp(context, TraceStep::kReceived);
 }
 
 }  // namespace deep_comm

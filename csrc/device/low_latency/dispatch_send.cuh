@@ -321,6 +321,7 @@ DC_DEVICE bool dispatch_send(const Context& context, const LowLatencyDispatchArg
     if (pass == 1) break;
     send_counts(context, args, half, memory);
     arch::sync_block();
+    note_in_block(context, TraceStep::kCounted);
     zero_counters(args, memory);
     arch::sync_block();
     is_staged = num_staged == args.num_tokens;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "device/sync/mask.cuh"
+#include "device/sync/trace.cuh"
 
 namespace deep_comm {
 
@@ -35,6 +36,11 @@ struct WaitClock {
   int num_renewals;
 };
 
+DC_DEVICE void note_gave_up(const Context& context, const WaitFor& wait) {
+  note(context, TraceStep::kGaveUp,
+       TraceWait::pack(wait.stage, wait.word, context.names.of(wait.peer)));
+}
+
 // Between two looks: may the wait go on? False when the deadline has passed (then this thread has
 // written the error record) or when another thread of this rank has given up; with
 // context.can_shrink also when the ranks do without wait.peer. A wait for this rank itself then has
@@ -56,7 +62,10 @@ DC_DEVICE_COLD bool may_go_on(Context context, WaitFor wait, uint64_t seen, uint
     note_wait(context, wait, expected);
   }
   if (can_do_without) say_alive(context, now_ns);
-  if (is_aborted(world)) return false;
+  if (is_aborted(world)) {
+    note_gave_up(context, wait);
+    return false;
+  }
   if (can_do_without) {
     const Verdict verdict = verdict_on(context, wait.peer);
     if (verdict == Verdict::kOut) {
@@ -79,6 +88,7 @@ DC_DEVICE_COLD bool may_go_on(Context context, WaitFor wait, uint64_t seen, uint
     report_error(context,
                  {ErrorKind::kPeerTimeout, wait, seen, expected, now_ns - clock->start_ns, -1});
     abort_rank(context);
+    note_gave_up(context, wait);
     return false;
   }
   // Nothing wakes a rest on account of a vote: rests are short where there may be one.
