@@ -185,6 +185,16 @@ class InternodeHandle(TensorSequence):
         parts = held["_fresh"]
         parts.num_rows, parts.num_forward_rows = num_recv_tokens, num_forward_rows
 
+    def expand(self, expansion: Expansion) -> None:
+        """Of a fresh handle that nobody has seen."""
+        self.__dict__["expansion"] = expansion
+
+    @property
+    def num_received(self) -> int:
+        """Of a fresh handle: address of an int32, how many tokens have come."""
+        parts: FreshTiers = self.__dict__["_fresh"]
+        return parts.routing[6] + 4 * (parts.layout.num_ranks - 1)
+
     def known_to(self, owner: object) -> KnownTierHandle | None:
         """What the calls of ``owner`` need of it, if that made it, or has called require_group and
         remember."""

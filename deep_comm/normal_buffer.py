@@ -24,8 +24,8 @@ from deep_comm.ops.dispatch import (
 )
 from deep_comm.ops.internode_dispatch import NewTierDispatch, UnmovedTierRows
 from deep_comm.ops.layout import get_dispatch_layout
-from deep_comm.ops.quick_new import SentRows, begin_quick, expanded_arguments, send_new
-from deep_comm.ops.quick_new_tiers import SentTierRows, send_new_tiers
+from deep_comm.ops.quick_new import begin_quick, expanded_arguments, send_new
+from deep_comm.ops.quick_new_tiers import expand_sent, send_new_tiers
 from deep_comm.ops.scales import PLAIN, ScaleOptions
 from deep_comm.ops.steps import PendingDispatch, begin_dispatch, dispatch, dispatch_unmoved
 from deep_comm.tuning import DefaultConfig
@@ -392,12 +392,24 @@ class NormalCalls(DefaultConfigs):
         self, streams: StreamOptions, num_tokens_per_rdma_rank: Any, *given: Any
     ) -> DispatchResult | UnmovedRows | UnmovedTierRows | None:
         """``given``: as send_new has it."""
-        sent: SentRows | SentTierRows | None
-        if self._is_internode:
-            sent = send_new_tiers(self._context, streams, num_tokens_per_rdma_rank, *given)
-        else:
-            sent = send_new(self._context, streams, *given)
-        return None if sent is None else sent.receive()
+        ctx = self._context
+        if not self._is_internode:
+            sent = send_new(ctx, streams, *given)
+            return None if sent is None else sent.receive()
+        rows = send_new_tiers(ctx, streams, num_tokens_per_rdma_rank, *given)
+        if rows is None:
+            return None
+        received = rows.receive()
+        if not given[12] or isinstance(received, UnmovedTierRows):
+            return received
+        return expand_sent(
+            ctx,
+            self._options_between_nodes("dispatch", given[10], streams),
+            received,
+            num_worst_tokens=given[7],
+            expert_alignment=given[8],
+            zero_padding=given[13],
+        )
 
     def _quick_combine(
         self,

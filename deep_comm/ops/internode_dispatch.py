@@ -203,8 +203,7 @@ class NewTierDispatch:
     def remember(self) -> None:
         """The next call of this form takes one native step, if it can."""
         idx, out, form = self._idx, self._out, self._payload.form
-        is_plain = self._scale_options is PLAIN and not self._expand
-        if not is_plain or idx is None or out.output_offset == 0:
+        if self._scale_options is not PLAIN or idx is None or out.output_offset == 0:
             return
         ctx, plan, num_experts = self.ctx, self._plan, self._num_experts
         remember_new_tier_dispatch(
@@ -212,7 +211,7 @@ class NewTierDispatch:
             num_experts=num_experts,
             alignment=self._alignment,
             has_layout=self._layout is not None,
-            is_expanded=False,
+            is_expanded=False,  # rows are numbered and gathered behind the step
             num_local_blocks=plan.num_local_blocks,
             notify=notify_launcher(
                 ctx, plan, form, self._num_topk, num_experts, self._alignment

@@ -8,13 +8,18 @@ from typing import Any
 
 from torch import Tensor
 
+from deep_comm import checks
 from deep_comm.context import Context
 from deep_comm.internode_handle import InternodeHandle
-from deep_comm.ops.call import StreamOptions
+from deep_comm.ops.call import CallOptions, StreamOptions
 from deep_comm.ops.internode import DispatchResult
 from deep_comm.ops.internode_dispatch import UnmovedTierRows
+from deep_comm.ops.internode_expand import expand_received, number_received
+from deep_comm.ops.internode_outputs import TierOutputs
+from deep_comm.ops.internode_plan import plan_two_tiers
 from deep_comm.ops.notify import counts_of
 from deep_comm.tier_parts import FreshTiers
+from deep_comm.topology import num_local_experts
 
 
 class SentTierRows:
@@ -78,10 +83,49 @@ class SentTierRows:
 def send_new_tiers(
     ctx: Context, streams: StreamOptions, num_tokens_per_rdma_rank: Any, *given: Any
 ) -> SentTierRows | None:
-    """``given``: as ops.quick_new.send_new has it. None: nothing has happened."""
+    """``given``: as ops.quick_new.send_new has it; of an expanded dispatch the rows as they come,
+    for ``expand_sent``. None: nothing has happened."""
     if not ctx.is_sound() or (given[7] == 0 and not ctx.early_launches.is_due):
         return None
+    expand, zero_padding = given[12:]
+    if expand is True and type(zero_padding) is bool and given[9] is False:
+        expand = zero_padding = False
     made = ctx.quick.new_dispatch(
-        *given[:12], streams.asynchronous, *given[12:], num_tokens_per_rdma_rank
+        *given[:12], streams.asynchronous, expand, zero_padding, num_tokens_per_rdma_rank
     )
     return None if made is None else SentTierRows(ctx, streams, made, given[5])
+
+
+def expand_sent(
+    ctx: Context,
+    options: CallOptions,
+    sent: DispatchResult,
+    *,
+    num_worst_tokens: int,
+    expert_alignment: int,
+    zero_padding: bool,
+) -> DispatchResult:
+    """The rows of an expanded dispatch, grouped, of those that have come: two local kernels, behind
+    it. ``sent``: what SentTierRows has received, which nobody has seen."""
+    rows, recv_idx, recv_weights, per_expert, handle, _ = sent
+    payload = checks.payload(rows, ctx.device)
+    plan = plan_two_tiers(
+        ctx, options, payload.row_bytes, payload.scale_row_bytes, recv_idx.shape[1]
+    )
+    received = TierOutputs(payload.num_tokens)
+    received.x, received.scales = payload.x, payload.scales
+    received.topk_idx, received.topk_weights = recv_idx, recv_weights
+    num_received, num_experts = handle.num_received, handle.num_experts or 0
+    with options.streams.launch(ctx) as launch:
+        expansion = number_received(
+            ctx, launch, plan, received, num_received,
+            num_local_experts(ctx.rank, num_experts, ctx.num_ranks), expert_alignment,
+            num_worst_tokens or sum(per_expert),
+        )  # fmt: skip
+        out = expand_received(
+            ctx, launch, plan, payload, received, num_received, expansion, zero_padding
+        )
+        event = launch.finish(())
+    ctx.end()
+    handle.expand(expansion)
+    return out.payload, out.topk_idx, out.topk_weights, per_expert, handle, event

@@ -123,6 +123,89 @@ def test_calls_with_new_routing(form: str, with_layout: bool, config: Any, bound
     on_normal(body, 4, **NODES)
 
 
+@pytest.mark.parametrize("streams", [dict(), dict(async_finish=True)], ids=["sync", "async"])
+@pytest.mark.parametrize("bound", [0, 3 * 4 * T + 3 * E], ids=["counted", "bounded"])
+@pytest.mark.parametrize("form", ["bf16", "fp8", "without-weights", "padded"])
+def test_expanded_calls_begin_with_the_native_step(form: str, bound: int, streams: Any) -> None:
+    def body(buffer: Any, rank: int) -> None:
+        spy = NormalSpy(buffer)
+
+        def step(num_tokens: int, with_layout: bool) -> list[Any]:
+            x, idx, weights = inputs(rank, num_tokens)
+            given: Any = x
+            if form == "fp8":
+                scales = torch.rand(len(x), 2, generator=torch.Generator().manual_seed(5))
+                given = x.to(torch.float8_e4m3fn), scales
+            options: dict[str, Any] = dict(
+                topk_idx=idx, num_experts=E, num_worst_tokens=bound, expand=True, **streams
+            )
+            if form != "without-weights":
+                options["topk_weights"] = weights
+            if form == "padded":
+                options.update(expert_alignment=4, zero_padding=True)
+            if with_layout:
+                per_rank, _, per_expert, mask, _ = buffer.get_dispatch_layout(idx, E)
+                options.update(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert,
+                               is_token_in_rank=mask)  # fmt: skip
+                spy.made.pop()
+            rows, experts, row_weights, counts, handle, event = buffer.dispatch(given, **options)
+            assert (event.event is not None) == bool(streams)
+            expansion = handle.expansion
+            num_rows = int(handle.num_recv_tokens_tensor)
+            got = rows[0] if isinstance(rows, tuple) else rows
+            is_token = experts >= 0
+            sent = got.bfloat16().nan_to_num(1.0)
+            sent[~is_token] = 1.0
+            sums = buffer.combine(sent, handle, row_weights, apply_weights=row_weights is not None)[
+                0
+            ]
+            again = buffer.dispatch(given, handle=handle)[0]
+            again = again[0] if isinstance(again, tuple) else again
+            assert torch.equal(again[is_token].float(), got[is_token].float())
+            parts = [part[is_token] for part in (rows if isinstance(rows, tuple) else (rows,))]
+            if form == "padded":
+                assert not got[~is_token].any()
+            if row_weights is not None:
+                parts.append(row_weights)
+            return [
+                *parts, experts, sums, expansion.expert_offsets, expansion.expert_counts,
+                expansion.recv_rows[:num_rows], expansion.num_rows, expansion.expert_alignment,
+                handle.num_recv_tokens, handle.num_output_rows, counts,
+                *handle[:7], handle[8], handle.recv_src_idx[:num_rows],
+            ]  # fmt: skip
+
+        for with_layout in (False, True):
+            step((T, 0, 3, T)[rank], with_layout)
+            for tokens in ((T, 0, 3, T), (0, 0, 0, 0), (T, T, 1, T)):
+                spy.made.clear()
+                one = step(tokens[rank], with_layout)
+                # Calls along expanded handles go step by step.
+                assert spy.made == [True, False, False], spy.made
+                spy.is_off = True
+                many = step(tokens[rank], with_layout)
+                spy.is_off = False
+                require_same_dispatch(one, many)
+
+    on_normal(body, 4, **NODES)
+
+
+def test_expanded_rows_that_a_native_step_could_not_move_are_moved() -> None:
+    def body(buffer: Any, rank: int) -> None:
+        engine = buffer.runtime
+        buffer.dispatch(**to_rank(1, 1), expand=True)
+        spy = NormalSpy(buffer)
+        for launches in (7, 6):  # the same, and two local kernels
+            before = engine.num_launches
+            received = buffer.dispatch(**to_rank(1, 40 if rank == 0 else 1), expand=True)
+            assert engine.num_launches - before == launches and spy.made.pop()
+            assert len(received[0]) == (41 if rank == 1 else 0)
+            if rank == 1:
+                assert torch.equal(received[0][:40], to_rank(1, 40)["x"])
+            assert received[3] == [41 if rank == 1 else 0, 0, 0]
+
+    on_normal(body, 2, **PAIR)
+
+
 # Layout, counts, notify, a dispatch that left at once, the one that moved; then as it should be.
 LAUNCHES = (5, 4)
 
@@ -216,14 +299,14 @@ def test_calls_in_doubt_are_left_to_python() -> None:
         assert not any(spy.made)
         assert buffer.runtime.num_launches == launched
         assert buffer._context.region.num_free_bytes == free
-        for bound in (0, 6 * T):  # step by step
+        for bound in (0, 2 * T):  # step by step
             for _ in range(2):
                 spy.made.clear()
-                rows, *_, handle, _ = dispatch(expand=True, num_worst_tokens=bound)
-                assert spy.made == [False] and handle.expansion is not None
-                assert len(rows) == (bound or handle.expansion.num_rows)
                 fp8 = dispatch(use_fp8=True, num_worst_tokens=bound)[0]
-                assert isinstance(fp8, tuple) and spy.made == [False]
+                assert isinstance(fp8, tuple) and spy.made == []
+        for wrong in (dict(zero_tail=True), dict(expand=False, zero_padding=True)):
+            with pytest.raises(ArgumentError, match="zero_tail|zero_padding"):
+                dispatch(**{"expand": True, **wrong})
         buffer.destroy()
         with pytest.raises(BufferDestroyed):
             dispatch()
