@@ -402,7 +402,10 @@ class Context:
         error = errors.from_record(record)
         if self.trace_rings is not None and not self.backend.is_capturing():
             self.trace_rings.tell(error)
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # or it and this frame keep each other, and all that the call has held
 
     def require_open(self) -> None:
         if not self.is_open:
