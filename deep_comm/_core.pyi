@@ -483,6 +483,7 @@ class QuickNormal:
         expand_calls: tuple[Callable[..., None], ...],  # Engine.expand_calls()
         float32: object,  # torch's
         int32: object,
+        uint8: object,
     ) -> None: ...
     def layout(
         self,
@@ -533,6 +534,7 @@ class QuickNormal:
         num_channels: int,
         num_local_blocks: int,
         is_expanded: bool,
+        cast: int = 0,  # ScaleOptions.cast
         launch: Callable[..., None],  # of the plan
     ) -> None: ...
     def add_tier_dispatch(self, **form: Any) -> None:
@@ -558,6 +560,7 @@ class QuickNormal:
         is_expanded: bool,
         num_local_experts: int,
         num_local_blocks: int,
+        cast: int,
         notify: Callable[..., None] | None,
         launch: Callable[..., None],
         slab_of: Callable[[int], object],  # SlabLayout for so many tokens

@@ -104,6 +104,7 @@ class PayloadForm:
     Attributes:
         dtype, scale_dtype: of what is received; scale_dtype None: no scales.
         quantises, round_scale, use_ue8m0: bfloat16 rows are cast to FP8 on their way.
+        cast: the three in one number, as ScaleOptions.cast.
     """
 
     __slots__ = (
@@ -117,6 +118,7 @@ class PayloadForm:
         "quantises",
         "round_scale",
         "use_ue8m0",
+        "cast",
     )
 
     def __init__(
@@ -133,6 +135,7 @@ class PayloadForm:
         self.quantises = quantises
         self.round_scale = round_scale
         self.use_ue8m0 = use_ue8m0
+        self.cast = quantises | round_scale << 1 | use_ue8m0 << 2
 
 
 @functools.lru_cache(maxsize=1024)

@@ -26,7 +26,7 @@ from deep_comm.ops.internode_dispatch import NewTierDispatch, UnmovedTierRows
 from deep_comm.ops.layout import get_dispatch_layout
 from deep_comm.ops.quick_new import begin_quick, expanded_arguments, send_new
 from deep_comm.ops.quick_new_tiers import expand_sent, send_new_tiers
-from deep_comm.ops.scales import PLAIN, ScaleOptions
+from deep_comm.ops.scales import PLAIN, ScaleOptions, options_of
 from deep_comm.ops.steps import PendingDispatch, begin_dispatch, dispatch, dispatch_unmoved
 from deep_comm.tuning import DefaultConfig
 
@@ -166,18 +166,17 @@ class NormalCalls(DefaultConfigs):
             raise ArgumentError(name, None, "must be left away with a handle")
         default = self._default("dispatch", config)
         unmoved: UnmovedRows | UnmovedTierRows | None = None
-        if streams.is_quick and not (
-            (config is not None and type(config) is not Config)
-            or use_fp8
-            or round_scale
-            or use_ue8m0
-            or column_major_scales
-        ):
+        scale_options = PLAIN
+        if use_fp8 or round_scale or use_ue8m0 or column_major_scales:
+            scale_options = options_of(use_fp8, round_scale, use_ue8m0, column_major_scales)
+        cast = scale_options.cast
+        is_plain = cast == 0 or (cast > 0 and not self._is_internode)
+        if streams.is_quick and is_plain and (config is None or type(config) is Config):
             if type(handle) is Handle or type(handle) is InternodeHandle:
                 received = None
                 if handle.expansion is not None or not (expand or zero_padding):
                     received = self._quick_dispatch(
-                        x, handle, config, default, streams, zero_padding
+                        x, handle, config, default, streams, zero_padding, cast
                     )
                 if received is not None:
                     return received
@@ -186,15 +185,12 @@ class NormalCalls(DefaultConfigs):
                     streams, num_tokens_per_rdma_rank, x, topk_idx, topk_weights,
                     num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank, num_experts,
                     num_worst_tokens, expert_alignment, zero_tail, config, default, expand,
-                    zero_padding,
+                    zero_padding, cast,
                 )  # fmt: skip
                 if isinstance(made, (UnmovedRows, UnmovedTierRows)):
                     unmoved = made
                 elif made is not None:
                     return made
-        scale_options = PLAIN
-        if use_fp8 or round_scale or use_ue8m0 or column_major_scales:
-            scale_options = ScaleOptions(use_fp8, round_scale, use_ue8m0, column_major_scales)
         given = dict(
             num_tokens_per_rank=num_tokens_per_rank,
             is_token_in_rank=is_token_in_rank,
@@ -276,13 +272,14 @@ class NormalCalls(DefaultConfigs):
         given = expanded_arguments(
             topk_idx, topk_weights, num_experts, 0, expert_alignment, zero_padding
         )
-        scale_options = ScaleOptions(use_fp8) if use_fp8 else PLAIN
+        scale_options = options_of(use_fp8, False, False, False)
         streams = StreamOptions(None, True, False)
         default = self._default("dispatch", None)
-        if not use_fp8:
-            pending = begin_quick(self._context, streams, x, topk_idx, topk_weights, default, given)
-            if pending is not None:
-                return pending
+        pending = begin_quick(
+            self._context, streams, x, topk_idx, topk_weights, scale_options, default, given
+        )
+        if pending is not None:
+            return pending
         call = self._new_dispatch(x, scale_options, None, default, streams, given, None)
         return begin_dispatch(call, streams)
 
@@ -374,6 +371,7 @@ class NormalCalls(DefaultConfigs):
         default: Any,
         streams: StreamOptions,
         zero_padding: Any,
+        cast: int,
     ) -> Any:
         ctx = self._context
         known = handle.known_to(ctx.owner)
@@ -381,7 +379,7 @@ class NormalCalls(DefaultConfigs):
             return None
         rows = ctx.quick.dispatch(
             x, known.numbers, known.home_stream, config, default, streams.asynchronous,
-            zero_padding,
+            zero_padding, cast,
         )  # fmt: skip
         if rows is None:
             return None

@@ -83,6 +83,7 @@ def normal_calls(buffer: deep_comm.Buffer, num_tokens: int) -> Calls:
         "cached dispatch": lambda: buffer.dispatch(x, handle=handle),
         "cached dispatch, config": lambda: buffer.dispatch(x, handle=configured, config=config),
         "cached dispatch, FP8": lambda: buffer.dispatch(quantised, handle=handle),
+        "cached dispatch, cast": lambda: buffer.dispatch(x, handle=handle, use_fp8=True),
         "cached dispatch, async": lambda: buffer.dispatch(x, handle=handle, async_finish=True),
         "dispatch, num_worst_tokens": lambda: buffer.dispatch(
             x, **routing, num_experts=experts, num_worst_tokens=2 * num_tokens
@@ -91,6 +92,7 @@ def normal_calls(buffer: deep_comm.Buffer, num_tokens: int) -> Calls:
             x, **routing, **layout, num_worst_tokens=2 * num_tokens
         ),
         "dispatch": lambda: buffer.dispatch(x, **routing, num_experts=experts),
+        "dispatch, cast": lambda: buffer.dispatch(x, **routing, num_experts=experts, use_fp8=True),
         "combine": lambda: buffer.combine(rows, handle),
         "combine, weights": lambda: buffer.combine(rows, handle, topk_weights=recv_weights),
     }

@@ -13,6 +13,12 @@ from deep_comm.ops import quick
 
 R, T, M, H, K, E = 2, 7, 9, 256, 3, 6
 
+# Forms of dispatches that cast rows on their way.
+CASTS: dict[str, dict[str, bool]] = {
+    "cast": dict(use_fp8=True),
+    "cast-ue8m0": dict(use_fp8=True, round_scale=True, use_ue8m0=True),
+}
+
 
 def on_ranks(body: Callable[[Any, int], Any], num_ranks: int = R, **options: Any) -> list[Any]:
     def main(group: local.ThreadGroup) -> Any:

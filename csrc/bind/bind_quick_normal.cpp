@@ -33,8 +33,8 @@ void def_add_dispatch(py::class_<Calls, Shared>& calls, const char* name,
       name,
       [forms](const Shared& self, py::object config, py::object standard, TypeCode dtype,
               TypeCode scale_dtype, int64_t hidden, int64_t num_scales, int64_t num_channels,
-              int64_t num_local_blocks, bool is_expanded, py::object launch) {
-        const Rows rows{dtype_of(dtype), dtype_of(scale_dtype), hidden, num_scales};
+              int64_t num_local_blocks, bool is_expanded, int64_t cast, py::object launch) {
+        const Rows rows{dtype_of(dtype), dtype_of(scale_dtype), hidden, num_scales, cast};
         const auto is_same = [&](const CachedForm<kCount>& known) {
           return known.rows == rows && known.num_channels == num_channels &&
                  known.is_expanded == is_expanded && known.named.is(config.ptr(), standard.ptr());
@@ -50,7 +50,7 @@ void def_add_dispatch(py::class_<Calls, Shared>& calls, const char* name,
       },
       py::kw_only(), "config"_a, "default"_a, "dtype"_a, "scale_dtype"_a, "hidden"_a,
       "num_scales"_a, "num_channels"_a, "num_local_blocks"_a = 0, "is_expanded"_a = false,
-      "launch"_a);
+      "cast"_a = 0, "launch"_a);
 }
 
 template <class Form, size_t kNotify, size_t kLaunch, class Slab>
@@ -62,10 +62,10 @@ void def_add_new_dispatch(py::class_<Calls, Shared>& calls, const char* name,
       [forms](const Shared& self, py::object config, py::object standard, TypeCode dtype,
               TypeCode scale_dtype, int64_t hidden, int64_t num_scales, int64_t num_topk,
               int64_t num_experts, int64_t alignment, int idx_bytes, bool has_layout,
-              bool is_expanded, int64_t num_local_experts, int64_t num_local_blocks,
+              bool is_expanded, int64_t num_local_experts, int64_t num_local_blocks, int64_t cast,
               py::object notify, py::object launch, py::object slab_of) {
         Form form{{.named = {std::move(config), std::move(standard)},
-                   .rows = {dtype_of(dtype), dtype_of(scale_dtype), hidden, num_scales},
+                   .rows = {dtype_of(dtype), dtype_of(scale_dtype), hidden, num_scales, cast},
                    .num_topk = num_topk,
                    .num_experts = num_experts,
                    .alignment = alignment,
@@ -82,8 +82,8 @@ void def_add_new_dispatch(py::class_<Calls, Shared>& calls, const char* name,
       },
       py::kw_only(), "config"_a, "default"_a, "dtype"_a, "scale_dtype"_a, "hidden"_a,
       "num_scales"_a, "num_topk"_a, "num_experts"_a, "alignment"_a, "idx_bytes"_a, "has_layout"_a,
-      "is_expanded"_a, "num_local_experts"_a, "num_local_blocks"_a, "notify"_a, "launch"_a,
-      "slab_of"_a);
+      "is_expanded"_a, "num_local_experts"_a, "num_local_blocks"_a, "cast"_a = 0, "notify"_a,
+      "launch"_a, "slab_of"_a);
 }
 
 template <size_t kCount>
@@ -130,7 +130,8 @@ void bind_quick_normal(py::module_& m) {
                        py::object is_ready, py::object record, py::object likely_rows,
                        py::object likely_expanded, py::object likely_forwarded,
                        py::object wait_counts, py::object wait_tier_counts,
-                       const py::tuple& expand_calls, py::object float32, py::object int32) {
+                       const py::tuple& expand_calls, py::object float32, py::object int32,
+                       py::object uint8) {
              return std::make_shared<Calls>(
                  Calls{.parts = {StreamParts::make(device_index, std::move(streams),
                                                    std::move(current_stream), std::move(is_ready),
@@ -152,7 +153,8 @@ void bind_quick_normal(py::module_& m) {
                                  NumberCall<0>(std::move(wait_counts)),
                                  NumberCall<1>(std::move(wait_tier_counts)),
                                  std::move(float32),
-                                 std::move(int32)},
+                                 std::move(int32),
+                                 std::move(uint8)},
                        .cached_dispatches = {},
                        .new_dispatches = {},
                        .combines = {},
@@ -164,7 +166,7 @@ void bind_quick_normal(py::module_& m) {
            "device_index"_a, py::kw_only(), "num_ranks"_a, "ranks_per_node"_a, "heap_base"_a,
            "memory"_a, "take"_a, "count_layout"_a, "streams"_a, "current_stream"_a, "is_ready"_a,
            "record"_a, "likely_rows"_a, "likely_expanded"_a, "likely_forwarded"_a, "wait_counts"_a,
-           "wait_tier_counts"_a, "expand_calls"_a, "float32"_a, "int32"_a)
+           "wait_tier_counts"_a, "expand_calls"_a, "float32"_a, "int32"_a, "uint8"_a)
       .def(
           "layout",
           [](const Shared& self, int64_t num_ranks, int64_t num_nodes, int64_t num_max_experts,
@@ -191,14 +193,14 @@ void bind_quick_normal(py::module_& m) {
                return object_function<kCount, kBody>(name, self, py::none());
              };
              return py::make_tuple(
-                 call.template operator()<7, &quick_dispatch>("quick_dispatch"),
-                 call.template operator()<15, &quick_new_dispatch>("quick_new_dispatch"),
+                 call.template operator()<8, &quick_dispatch>("quick_dispatch"),
+                 call.template operator()<16, &quick_new_dispatch>("quick_new_dispatch"),
                  call.template operator()<8, &quick_combine>("quick_combine"));
            })
       .def("tier_calls", [](const Shared& self) {
         return py::make_tuple(
-            object_function<7, &quick_tier_dispatch>("quick_tier_dispatch", self, py::none()),
-            object_function<16, &quick_new_tier_dispatch>("quick_new_tier_dispatch", self,
+            object_function<8, &quick_tier_dispatch>("quick_tier_dispatch", self, py::none()),
+            object_function<17, &quick_new_tier_dispatch>("quick_new_tier_dispatch", self,
                                                           py::none()),
             object_function<8, &quick_tier_combine>("quick_tier_combine", self, py::none()));
       });

@@ -17,11 +17,27 @@ struct Calls {
 };
 using Shared = std::shared_ptr<Calls>;
 
-// What a dispatch sends and where it puts it, in the order of the plan's numbers.
+// What a dispatch sends, in the order of the plan's numbers.
 struct Sources {
-  uint64_t x_scales = 0, token_stride = 0, column_stride = 0;
+  uint64_t x = 0, x_scales = 0, token_stride = 0, column_stride = 0;
+  uint64_t given_x = 0;  // that is cast on its way; 0: nothing is
+  py::object scratch;    // of cast rows, for ring mode; given back behind the launch
 
-  Sources(const Parts& parts, const Payload& payload) {
+  Sources(const Parts& parts, const Payload& payload, const Rows& form, const Order& order) {
+    x = parts.given(payload.x.address());
+    if (form.cast != 0) {
+      uintptr_t address = 0;
+      scratch = parts.empty(
+          TorchTensors::matrix_form(payload.num_tokens(), form.row_bytes() + form.scale_row_bytes(),
+                                    parts.uint8),
+          order, &address);
+      given_x = x;
+      x = parts.given(address);
+      x_scales = x + static_cast<uint64_t>(payload.num_tokens() * form.row_bytes());
+      token_stride = static_cast<uint64_t>(form.num_scales);
+      column_stride = 1;
+      return;
+    }
     if (!payload.has_scales) return;
     x_scales = parts.given(payload.scales.address());
     token_stride = static_cast<uint64_t>(payload.scales.stride(0));

@@ -5,13 +5,13 @@
 
 namespace deep_comm::quick {
 
-// (x or (x, scales), KnownHandle.numbers, home_stream, config, default, asynchronous, zero_padding)
-// -> the same of the rows that have come, or None.
+// (x or (x, scales), KnownHandle.numbers, home_stream, config, default, asynchronous, zero_padding,
+//  cast) -> the same of the rows that have come, or None.
 inline py::object quick_dispatch(const Shared& calls, PyObject* const* arguments) {
   const Parts& parts = calls->parts;
   Payload payload;
   Known known;
-  if (!payload.read(parts.torch, arguments[0]) || !known.read(arguments[1]) ||
+  if (!payload.read(parts.torch, arguments[0], arguments[7]) || !known.read(arguments[1]) ||
       payload.num_tokens() != known.num_tokens || !is_asynchronous(arguments[5]) ||
       !is_boolean(arguments[6])) {
     return py::none();
@@ -28,13 +28,13 @@ inline py::object quick_dispatch(const Shared& calls, PyObject* const* arguments
       !output.take(parts, form->rows, known.num_rows, order)) {
     return py::none();
   }
-  const Sources sources(parts, payload);
+  const Sources sources(parts, payload, form->rows, order);
   form->launch({known.num_experts,
                 known.mask,
                 known.send_head,
                 known.rank_prefix,
                 known.channel_prefix,
-                parts.given(payload.x.address()),
+                sources.x,
                 static_cast<uint64_t>(known.num_tokens),
                 sources.x_scales,
                 sources.token_stride,
@@ -55,7 +55,7 @@ inline py::object quick_dispatch(const Shared& calls, PyObject* const* arguments
                 0,
                 expansion ? expansion->num_expanded : 0,
                 0,
-                0,
+                sources.given_x,
                 order.stream});
   if (expansion) {
     expand(parts,

@@ -35,7 +35,7 @@ struct Parts : StreamParts {
   NumberCall<14> reduce_experts;
   NumberCall<0> wait_counts;       // Engine.counts_waiter()
   NumberCall<1> wait_tier_counts;  // Engine.tier_counts_waiter()
-  py::object float32, int32;
+  py::object float32, int32, uint8;
 
   uint64_t given(uint64_t address) const { return address == 0 ? heap_base : address; }
 
@@ -113,10 +113,11 @@ struct Named {
 struct Rows {
   DlDataType dtype, scale_dtype;
   int64_t hidden, num_scales;  // 0: without
+  int64_t cast = 0;            // not 0: given as bfloat16, cast on their way (ScaleOptions.cast)
 
   bool operator==(const Rows& other) const {
     return dtype == other.dtype && hidden == other.hidden && num_scales == other.num_scales &&
-           (num_scales == 0 || scale_dtype == other.scale_dtype);
+           (num_scales == 0 || scale_dtype == other.scale_dtype) && cast == other.cast;
   }
   int row_bytes() const { return static_cast<int>(hidden) * bytes_of(dtype); }
   int scale_row_bytes() const {
@@ -128,8 +129,10 @@ struct Rows {
 struct Payload {
   TensorView x, scales;
   bool has_scales = false;
+  int64_t cast = 0;
 
-  bool read(const TorchTensors& torch, PyObject* given) {
+  bool read(const TorchTensors& torch, PyObject* given, PyObject* given_cast) {
+    cast = PyLong_AsLongLong(given_cast);
     if (PyTuple_CheckExact(given)) {
       if (PyTuple_GET_SIZE(given) != 2 || !torch.view(PyTuple_GET_ITEM(given, 1), &scales) ||
           scales.num_dims() != 2) {
@@ -143,6 +146,8 @@ struct Payload {
   }
   int64_t num_tokens() const { return x.extent(0); }
   bool is(const Rows& rows) const {
+    if (cast != rows.cast) return false;
+    if (cast != 0) return x.is(kDlBfloat16) && x.extent(1) == rows.hidden && !has_scales;
     return x.is(rows.dtype) && x.extent(1) == rows.hidden && has_scales == (rows.num_scales > 0) &&
            (!has_scales || (scales.is(rows.scale_dtype) && scales.extent(1) == rows.num_scales));
   }

@@ -47,7 +47,7 @@ struct Routing {
 // Such a call as Python hands it over:
 // (x or (x, scales), topk_idx, topk_weights, num_tokens_per_rank, num_tokens_per_expert,
 //  is_token_in_rank, num_experts, num_worst_tokens, expert_alignment, zero_tail, config, default,
-//  asynchronous, expand, zero_padding)
+//  asynchronous, expand, zero_padding, cast)
 struct NewCall {
   PyObject* const* arguments;
   Payload payload;
@@ -61,7 +61,7 @@ struct NewCall {
     zero_tail = given[9] == Py_True;
     is_expanded = given[13] == Py_True;
     zero_padding = given[14] == Py_True;
-    return payload.read(parts.torch, given[0]) &&
+    return payload.read(parts.torch, given[0], given[15]) &&
            routing.read(parts, given, payload.num_tokens()) && as_number(given[7], &num_rows) &&
            num_rows <= INT32_MAX && as_number(given[8], &alignment) && is_boolean(given[9]) &&
            is_asynchronous(given[12]) && is_boolean(given[13]) && is_boolean(given[14]) &&

@@ -240,13 +240,13 @@ inline py::object quick_new_dispatch(const Shared& calls, PyObject* const* argum
   }
   constexpr uint64_t kFillTail = 1, kZeroTail = 2, kFollowsNotify = 4, kIsSpeculative = 8;
   const uint64_t tail = kFillTail | (call.zero_tail ? kZeroTail : 0);
-  const Sources sources(parts, payload);
+  const Sources sources(parts, payload, form->rows, order);
   form->launch({static_cast<uint64_t>(routing.num_experts),
                 token_mask,
                 send_head,
                 slab,
                 channel_prefix,
-                parts.given(payload.x.address()),
+                sources.x,
                 num_tokens,
                 sources.x_scales,
                 sources.token_stride,
@@ -254,7 +254,7 @@ inline py::object quick_new_dispatch(const Shared& calls, PyObject* const* argum
                 choices,
                 routing.has_weights ? parts.given(routing.weights.address()) : 0,
                 begin + blocks.layout.x,
-                payload.has_scales ? begin + blocks.layout.scales : 0,
+                form->rows.num_scales > 0 ? begin + blocks.layout.scales : 0,
                 begin + blocks.layout.topk_idx,
                 routing.has_weights ? begin + blocks.layout.topk_weights : 0,
                 parts.heap_base + blocks.src_offset,
@@ -269,7 +269,7 @@ inline py::object quick_new_dispatch(const Shared& calls, PyObject* const* argum
                 is_expanded ? parts.heap_base + blocks.src_offset +
                                   source_layout_of(*form, num_rows).recv_rows
                             : 0,
-                0,
+                sources.given_x,
                 order.stream});
   const py::object handle_block = blocks.handle;
   const py::object told = numbering.told();
@@ -282,7 +282,7 @@ inline py::object quick_new_dispatch(const Shared& calls, PyObject* const* argum
                .num_rows = num_rows,
                .is_bounded = is_bounded,
                .has_weights = routing.has_weights,
-               .has_scales = payload.has_scales,
+               .has_scales = form->rows.num_scales > 0,
                .zero_padding = call.zero_padding};
   if (is_expanded && is_bounded) rows.expand_all(num_rows);
   parts.end(order);

@@ -110,8 +110,8 @@ inline py::object quick_new_tier_dispatch(const Shared& calls, PyObject* const* 
   TensorView per_node;
   const int64_t num_nodes = parts.num_ranks / parts.ranks_per_node;
   if (!call.read(parts, arguments) ||
-      (arguments[15] != Py_None &&
-       !parts.torch.vector(arguments[15], kDlInt32, num_nodes, &per_node))) {
+      (arguments[16] != Py_None &&
+       !parts.torch.vector(arguments[16], kDlInt32, num_nodes, &per_node))) {
     return py::none();
   }
   const Payload& payload = call.payload;
@@ -153,7 +153,7 @@ inline py::object quick_new_tier_dispatch(const Shared& calls, PyObject* const* 
                 slab + at.recv_rank_start, slab + at.recv_rank_sum, slab + at.combine_start,
                 slab + at.forward_places, slab + at.per_expert, slab + at.per_rank, order.stream});
   constexpr uint64_t kFillTail = 1, kZeroTail = 2, kIsEarly = 4;
-  const Sources given(parts, payload);
+  const Sources given(parts, payload, form->rows, order);
   const std::array<uint64_t, 9> way = {static_cast<uint64_t>(form->num_experts),
                                        mask,
                                        slab + at.send_node_head,
@@ -173,7 +173,7 @@ inline py::object quick_new_tier_dispatch(const Shared& calls, PyObject* const* 
                 way[6],
                 way[7],
                 way[8],
-                parts.given(payload.x.address()),
+                given.x,
                 num_tokens,
                 given.x_scales,
                 given.token_stride,

@@ -28,13 +28,13 @@ struct KnownTiers {
 };
 
 // (x or (x, scales), KnownTierHandle.numbers, home_stream, config, default, asynchronous,
-//  zero_padding: False)
+//  zero_padding: False, cast: 0)
 //   -> the same of the rows that have come, or None.
 inline py::object quick_tier_dispatch(const Shared& calls, PyObject* const* arguments) {
   const Parts& parts = calls->parts;
   Payload payload;
   KnownTiers known;
-  if (!payload.read(parts.torch, arguments[0]) || !known.read(parts, arguments[1]) ||
+  if (!payload.read(parts.torch, arguments[0], arguments[7]) || !known.read(parts, arguments[1]) ||
       payload.num_tokens() != known.num_tokens || !is_asynchronous(arguments[5]) ||
       arguments[6] != Py_False) {
     return py::none();
@@ -50,7 +50,7 @@ inline py::object quick_tier_dispatch(const Shared& calls, PyObject* const* argu
       !output.take(parts, form->rows, known.num_rows, order)) {
     return py::none();
   }
-  const Sources sources(parts, payload);
+  const Sources sources(parts, payload, form->rows, order);
   form->launch({known.num_experts,
                 known.mask,
                 known.node_head,
@@ -60,7 +60,7 @@ inline py::object quick_tier_dispatch(const Shared& calls, PyObject* const* argu
                 known.recv_rank_sum,
                 known.node_prefix,
                 known.places,
-                parts.given(payload.x.address()),
+                sources.x,
                 static_cast<uint64_t>(known.num_tokens),
                 sources.x_scales,
                 sources.token_stride,

@@ -249,7 +249,8 @@ class NewDispatch:
 
     def receive_unmoved(self, launch: Launch, unmoved: UnmovedRows) -> None:
         """``send`` and ``receive`` where a native step has done all but move the rows."""
-        self._launch, self._source = launch, 0
+        self._launch = launch
+        self._source = allocate_source(self.ctx, launch, self._payload)
         if unmoved.numbering is not None:
             assert self._idx is not None
             self._numbering = Numbering(
@@ -323,7 +324,7 @@ class NewDispatch:
 
     def remember(self) -> None:
         """The next call of this form takes one native step, if it can."""
-        if self._scale_options is PLAIN and self._idx is not None and self._out.output_offset != 0:
+        if self._scale_options.cast >= 0 and self._idx is not None and self._out.output_offset != 0:
             config, default = self._named
             remember_new_dispatch(
                 self.ctx, config, default, self._plan, self._payload.form, self._idx,
@@ -415,6 +416,6 @@ def cached_dispatch(
         inputs = (payload.x, payload.scales) if is_plain else inputs_of(payload)
         event = launch.finish(inputs, known)
     ctx.end()
-    if is_plain and streams.is_quick and out.output_offset != 0:
+    if scale_options.cast >= 0 and streams.is_quick and out.output_offset != 0:
         remember_dispatch(ctx, config, default, known, plan, form)
     return out.payload, None, None, None, None, event

@@ -129,6 +129,7 @@ def normal_of(ctx: Context) -> NormalCalls:
         expand_calls=ctx.engine.expand_calls(),
         float32=torch.float32,
         int32=torch.int32,
+        uint8=torch.uint8,
     )
     return NormalCalls(native, ctx.topology.num_nodes > 1)
 
@@ -174,7 +175,7 @@ def remember_dispatch(
 ) -> None:
     """After a plain cached dispatch, likewise."""
     native = ctx.quick.native
-    if native is None or known.numbers is None or form.quantises:
+    if native is None or known.numbers is None:
         return
     codes = _codes(form)
     if codes is not None:
@@ -185,6 +186,7 @@ def remember_dispatch(
             num_channels=known.num_channels,
             num_local_blocks=plan.rings.num_local_blocks,
             is_expanded=known.expansion is not None,
+            cast=form.cast,
             launch=plan.launch,
         )
 
@@ -204,7 +206,7 @@ def remember_new_dispatch(
 ) -> None:
     """After a plain dispatch with new routing, likewise; of any number of tokens."""
     native = ctx.quick.native
-    if native is None or form.quantises:
+    if native is None:
         return
     codes = _codes(form)
     if codes is None:
@@ -227,6 +229,7 @@ def remember_new_dispatch(
         is_expanded=is_expanded,
         num_local_experts=num_local,
         num_local_blocks=plan.rings.num_local_blocks,
+        cast=form.cast,
         notify=plan.notify,
         launch=plan.launch,
         slab_of=slab_of,

@@ -14,7 +14,7 @@ from deep_comm.ops.call import SYNCHRONOUS, StreamOptions
 from deep_comm.ops.dispatch import DispatchResult, NewDispatch, UnmovedRows
 from deep_comm.ops.expand import numbered_expansion
 from deep_comm.ops.notify import counts_of
-from deep_comm.ops.scales import PLAIN
+from deep_comm.ops.scales import PLAIN, ScaleOptions
 from deep_comm.ops.steps import PendingDispatch, dispatch_unmoved
 
 
@@ -93,8 +93,8 @@ class SentRows:
 def send_new(ctx: Context, streams: StreamOptions, *given: Any) -> SentRows | None:
     """``given``: x, topk_idx, topk_weights, num_tokens_per_rank, num_tokens_per_expert,
     is_token_in_rank, num_experts, num_worst_tokens, expert_alignment, zero_tail, the Config or
-    None, the default, expand, zero_padding. None: nothing has happened; between nodes see
-    send_new_tiers.
+    None, the default, expand, zero_padding, ScaleOptions.cast. None: nothing has happened; between
+    nodes see send_new_tiers.
     """
     if ctx.quick.is_internode or not ctx.is_sound():
         return None
@@ -118,7 +118,7 @@ def dispatch_expanded(
     """dispatch with expand on the caller's stream, for the layer. None: nothing has happened."""
     sent = send_new(
         ctx, SYNCHRONOUS, x, topk_idx, topk_weights, None, None, None, num_experts,
-        num_worst_tokens, expert_alignment, False, None, default, True, zero_padding,
+        num_worst_tokens, expert_alignment, False, None, default, True, zero_padding, 0,
     )  # fmt: skip
     if sent is None:
         return None
@@ -162,6 +162,7 @@ def begin_quick(
     x: Any,
     topk_idx: Any,
     topk_weights: Any,
+    scale_options: ScaleOptions,
     default: Any,
     given: dict[str, Any],
 ) -> PendingDispatch | None:
@@ -170,6 +171,7 @@ def begin_quick(
     sent = send_new(
         ctx, streams, x, topk_idx, topk_weights, None, None, None, given["num_experts"], 0,
         given["expert_alignment"], False, None, default, given["expand"], given["zero_padding"],
+        scale_options.cast,
     )  # fmt: skip
     if sent is None:
         return None
@@ -178,7 +180,7 @@ def begin_quick(
         with ctx.backend.device_scope():
             received = sent.receive()
         if isinstance(received, UnmovedRows):
-            call = NewDispatch(ctx, x, PLAIN, config=None, default=default, **given)
+            call = NewDispatch(ctx, x, scale_options, config=None, default=default, **given)
             return dispatch_unmoved(call, received, streams)
         return received
 

@@ -87,11 +87,11 @@ def send_new_tiers(
     for ``expand_sent``. None: nothing has happened."""
     if not ctx.is_sound() or (given[7] == 0 and not ctx.early_launches.is_due):
         return None
-    expand, zero_padding = given[12:]
+    expand, zero_padding, cast = given[12:]
     if expand is True and type(zero_padding) is bool and given[9] is False:
         expand = zero_padding = False
     made = ctx.quick.new_dispatch(
-        *given[:12], streams.asynchronous, expand, zero_padding, num_tokens_per_rdma_rank
+        *given[:12], streams.asynchronous, expand, zero_padding, cast, num_tokens_per_rdma_rank
     )
     return None if made is None else SentTierRows(ctx, streams, made, given[5])
 

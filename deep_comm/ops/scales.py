@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,13 @@ class ScaleOptions:
         if self.use_ue8m0 and not (self.round_scale and self.use_fp8):
             raise ArgumentError("use_ue8m0", True, "needs use_fp8 and round_scale")
 
+    @property
+    def cast(self) -> int:
+        """For calls in one native step: how rows are cast, 0: not at all; -1: no such call."""
+        if self.column_major:
+            return -1
+        return self.use_fp8 | self.round_scale << 1 | self.use_ue8m0 << 2
+
     def payload(self, x: Any, device: torch.device) -> Payload:
         if self.use_fp8:
             payload: Payload = checks.quantised_payload(x, device, self.round_scale, self.use_ue8m0)
@@ -47,6 +55,16 @@ class ScaleOptions:
 
 
 PLAIN = ScaleOptions()
+
+
+@functools.lru_cache(maxsize=64)
+def options_of(
+    use_fp8: bool, round_scale: bool, use_ue8m0: bool, column_major: bool
+) -> ScaleOptions:
+    """As the caller gives them; raises ArgumentError."""
+    if not (use_fp8 or round_scale or use_ue8m0 or column_major):
+        return PLAIN
+    return ScaleOptions(bool(use_fp8), bool(round_scale), bool(use_ue8m0), bool(column_major))
 
 
 def allocate_source(ctx: Context, launch: Launch, payload: Payload) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from quick_calls import (
+    CASTS,
     E,
     K,
     NormalSpy,
@@ -22,7 +23,9 @@ from deep_comm.errors import ArgumentError, BufferDestroyed
 
 @pytest.mark.parametrize("config", [None, deep_comm.Config(2, 4, 16)])
 @pytest.mark.parametrize("with_layout", [False, True])
-@pytest.mark.parametrize("form", ["bf16", "fp8", "without-weights", "int32", "aligned-zeros"])
+@pytest.mark.parametrize(
+    "form", ["bf16", "fp8", "without-weights", "int32", "aligned-zeros", *CASTS]
+)
 def test_calls_with_a_bound_of_rows(form: str, with_layout: bool, config: Any) -> None:
     """And combine along their handles, which no call has seen before."""
 
@@ -33,6 +36,7 @@ def test_calls_with_a_bound_of_rows(form: str, with_layout: bool, config: Any) -
         if form == "fp8":
             given = x.to(torch.float8_e4m3fn), torch.rand(len(x), 2)
         options: dict[str, Any] = dict(num_worst_tokens=R * T + 3, config=config, topk_idx=idx)
+        options.update(CASTS.get(form, {}))
         if form != "without-weights":
             options["topk_weights"] = weights
         if form == "aligned-zeros":

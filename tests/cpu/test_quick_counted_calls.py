@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from quick_calls import (
+    CASTS,
     E,
     NormalSpy,
     R,
@@ -39,7 +40,7 @@ def everything(received: tuple[Any, ...]) -> list[Any]:
 
 @pytest.mark.parametrize("config", [None, deep_comm.Config(2, 4, 16)])
 @pytest.mark.parametrize("with_layout", [False, True])
-@pytest.mark.parametrize("form", ["bf16", "fp8", "without-weights", "int32", "aligned"])
+@pytest.mark.parametrize("form", ["bf16", "fp8", "without-weights", "int32", "aligned", *CASTS])
 def test_calls_that_wait_for_counts(form: str, with_layout: bool, config: Any) -> None:
     """Of other numbers of tokens than the first, and combines along their handles."""
 
@@ -52,7 +53,8 @@ def test_calls_that_wait_for_counts(form: str, with_layout: bool, config: Any) -
             given: Any = x
             if form == "fp8":
                 given = x.to(torch.float8_e4m3fn), torch.rand(len(x), 2, generator=generator())
-            options: dict[str, Any] = dict(config=config, topk_idx=idx, num_experts=E)
+            cast = CASTS.get(form, {})
+            options: dict[str, Any] = dict(config=config, topk_idx=idx, num_experts=E, **cast)
             if form != "without-weights":
                 options["topk_weights"] = weights
             if form == "aligned":
@@ -66,7 +68,7 @@ def test_calls_that_wait_for_counts(form: str, with_layout: bool, config: Any) -
             got = received[0][0] if isinstance(received[0], tuple) else received[0]
             rows = got.bfloat16().nan_to_num(1.0)
             sums = buffer.combine(rows, received[4], received[2], config=config)[:2]
-            again = buffer.dispatch(given, handle=received[4], config=config)[0]
+            again = buffer.dispatch(given, handle=received[4], config=config, **cast)[0]
             again = again[0] if isinstance(again, tuple) else again
             assert torch.equal(again.float(), got.float())
             return [*everything(received), *sums]
@@ -97,6 +99,25 @@ def test_rows_that_a_native_step_could_not_move_are_moved() -> None:
     )
 
 
+@pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
+def test_cast_rows_that_a_native_step_could_not_move_are_moved(cast: dict[str, bool]) -> None:
+    """They are cast into scratch memory first, as rings want it."""
+
+    def body(buffer: Any, rank: int) -> None:
+        buffer.dispatch(**to_rank(1, 1), **cast)
+        spy, engine = NormalSpy(buffer), buffer.runtime
+        before = engine.num_launches
+        arguments = to_rank(1, 40 if rank == 0 else 1)
+        received = buffer.dispatch(**arguments, **cast)
+        assert spy.made.pop() and engine.num_launches - before == 3
+        spy.is_off = True
+        require_same_dispatch(
+            everything(received), everything(buffer.dispatch(**arguments, **cast))
+        )
+
+    on_normal(body, num_direct_bytes=4 << 20)
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_schedules_of_native_steps_that_guess_wrong(seed: int) -> None:
     def main(group: Any) -> None:
@@ -108,11 +129,12 @@ def test_schedules_of_native_steps_that_guess_wrong(seed: int) -> None:
     simulate.run(main, R, seed, timeout_s=60)
 
 
-def test_without_room_the_rows_take_the_rings() -> None:
+@pytest.mark.parametrize("cast", [{}, *CASTS.values()], ids=["plain", *CASTS])
+def test_without_room_the_rows_take_the_rings(cast: dict[str, bool]) -> None:
     """One rank's region is full, the others' are not."""
 
     def body(buffer: Any, rank: int) -> None:
-        arguments = to_rank(1, 12)
+        arguments = {**to_rank(1, 12), **cast}
         want = everything(buffer.dispatch(**arguments))
         spy = NormalSpy(buffer)
         kept = None

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from quick_calls import (
+    CASTS,
     E,
     NormalSpy,
     R,
@@ -60,7 +61,8 @@ def step(buffer: Any, given: Any, options: dict[str, Any], zero_padding: bool) -
         taken[places[places >= 0].long()] = True
         for part in rows if isinstance(rows, tuple) else (rows,):
             assert not part[~taken].float().any()
-    again = buffer.dispatch(given, handle=handle, config=config, zero_padding=True)[0]
+    cast = {name: options[name] for name in CASTS["cast-ue8m0"] if name in options}
+    again = buffer.dispatch(given, handle=handle, config=config, zero_padding=True, **cast)[0]
     got = (rows[0] if isinstance(rows, tuple) else rows).float().nan_to_num(1.0)
     got = got.clamp(-100, 100).bfloat16()
     sums = [buffer.combine(got, handle, config=config)[0]]
@@ -71,7 +73,7 @@ def step(buffer: Any, given: Any, options: dict[str, Any], zero_padding: bool) -
     return [*everything(received), *again, *sums]
 
 
-FORMS = ["bf16", "fp8", "without-weights", "int32", "aligned", "layout"]
+FORMS = ["bf16", "fp8", "without-weights", "int32", "aligned", "layout", *CASTS]
 
 
 @pytest.mark.parametrize("zero_padding", [False, True])
@@ -94,8 +96,9 @@ def test_expanded_calls_of_other_numbers_of_tokens(
                 scales = torch.rand(len(x), 2, generator=torch.Generator().manual_seed(5))
                 given = x.to(torch.float8_e4m3fn), scales
             options: dict[str, Any] = dict(
-                config=config, topk_idx=idx, num_experts=E, num_worst_tokens=bound
-            )
+                config=config, topk_idx=idx, num_experts=E, num_worst_tokens=bound,
+                **CASTS.get(form, {}),
+            )  # fmt: skip
             if weighted:
                 options["topk_weights"] = weights
             if form == "aligned":

@@ -9,6 +9,7 @@ import pytest
 import torch
 from one_step_calls import run_calls
 from quick_calls import (
+    CASTS,
     E,
     H,
     K,
@@ -26,14 +27,14 @@ from deep_comm.errors import ArgumentError, BufferDestroyed
 
 @pytest.mark.parametrize("num_direct_bytes", [0, 4 << 20])
 @pytest.mark.parametrize("config", [None, deep_comm.Config(2, 4, 16)])
-@pytest.mark.parametrize("form", ["bf16", "fp32", "fp8", "int-scales", "columns"])
+@pytest.mark.parametrize("form", ["bf16", "fp32", "fp8", "int-scales", "columns", *CASTS])
 def test_calls_along_a_known_routing(form: str, config: Any, num_direct_bytes: int) -> None:
     def body(buffer: Any, rank: int) -> None:
         x, idx, weights = inputs(rank, (0, T)[rank])
         given: Any = x
         if form == "fp32":
             given = x.float()
-        elif form != "bf16":
+        elif form != "bf16" and form not in CASTS:
             scales = torch.rand(len(x), 6)
             if form == "int-scales":
                 scales = torch.arange(scales.numel(), dtype=torch.int32).view(scales.shape)
@@ -46,10 +47,13 @@ def test_calls_along_a_known_routing(form: str, config: Any, num_direct_bytes: i
         spy = NormalSpy(buffer)
 
         def pair() -> tuple[list[torch.Tensor], torch.Tensor]:
-            got, *nothing, event = buffer.dispatch(given, handle=handle, config=config)
+            got, *nothing, event = buffer.dispatch(
+                given, handle=handle, config=config, **CASTS.get(form, {})
+            )
             assert nothing == [None] * 4 and event.event is None
             parts = list(got) if isinstance(got, tuple) else [got]
             rows = parts[0].to(torch.float32 if form == "fp32" else torch.bfloat16)
+            assert (rows.dtype == parts[0].dtype) == (form in ("bf16", "fp32"))
             sums, none, event = buffer.combine(rows, handle, config=config)
             assert none is None and event.event is None
             return parts, sums
@@ -138,7 +142,7 @@ def test_normal_calls_in_doubt_are_left_to_python() -> None:
         named = known.home_stream, None, buffer._default("dispatch", None), None
 
         def dispatch(given: Any) -> Any:
-            return calls.dispatch(given, known.numbers, *named, False)
+            return calls.dispatch(given, known.numbers, *named, False, 0)
 
         def combine(given: Any) -> Any:
             return calls.combine(given, None, known.numbers, *named, False)
@@ -155,13 +159,14 @@ def test_normal_calls_in_doubt_are_left_to_python() -> None:
         for wrong in (None, rows[:-1], rows.float(), rows.t(), (rows,)):
             assert combine(wrong) is None, wrong
         for wrong in (None, known.numbers[:-1], [*known.numbers]):
-            assert calls.dispatch(x, wrong, *named, False) is None
+            assert calls.dispatch(x, wrong, *named, False, 0) is None
             assert calls.combine(rows, None, wrong, *named, False) is None
-        assert calls.dispatch(x, known.numbers, *named, None) is None
+        assert calls.dispatch(x, known.numbers, *named, None, 0) is None
+        assert calls.dispatch(x, known.numbers, *named, False, 1) is None
         assert calls.combine(rows, None, known.numbers, *named, True) is None
         other = deep_comm.Config(2, 4, 16)
         home = known.home_stream
-        assert calls.dispatch(x, known.numbers, home, other, None, None, False) is None
+        assert calls.dispatch(x, known.numbers, home, other, None, None, False, 0) is None
         assert buffer._context.engine.num_launches == launched
         assert buffer._context.region.num_free_bytes == free
         # Other forms, and calls that are not plain, go on as they did.

@@ -90,7 +90,7 @@ def test_calls_in_doubt_are_left_to_python() -> None:
 
         def dispatch(given: Any, numbers: Any = known.numbers, config: Any = None) -> Any:
             return calls.dispatch(
-                given, numbers, known.home_stream, config, default[0], None, False
+                given, numbers, known.home_stream, config, default[0], None, False, 0
             )
 
         def combine(given: Any, numbers: Any = known.numbers, weights: Any = None) -> Any:
