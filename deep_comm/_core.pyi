@@ -280,6 +280,8 @@ class Engine:
         dtype: str,  # "bfloat16" | "float16" | "float32"
         row_bytes: int,
         num_topk: int,
+        few_rows: int = 0,  # that a rank returns, at most, for it to run on
+        few_rows_sms: int = 0,
     ) -> Callable[..., None]: ...
     has_rail: bool  # this target reaches other nodes
     rail_put_bytes: list[int]  # that this rank has put, [nodes, queues]
@@ -576,6 +578,7 @@ class QuickNormal:
         num_topk: int,  # of weights that come along; 0: none do
         num_channels: int,
         num_local_blocks: int,
+        has_default_sms: bool,  # Handle.has_default_sms
         staging_row_bytes: int,
         launch: Callable[..., None],
     ) -> None: ...

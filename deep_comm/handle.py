@@ -32,6 +32,7 @@ class KnownHandle(HeldTensors):
         "expansion",
         "num_channels",
         "num_topk",
+        "has_default_sms",
         "rank_prefix_matrix",
         "routing",
         "way_back",
@@ -63,6 +64,7 @@ class KnownHandle(HeldTensors):
             self.num_output_rows = handle.expansion.num_rows
         self.num_channels = num_channels
         self.num_topk = handle.num_topk or 0  # 0: not known
+        self.has_default_sms = handle.has_default_sms
         # How the engine's calls take the routing: dispatch's first arguments, combine's first.
         self.routing = routing
         _, _, send_head, self.rank_prefix_matrix, channel_prefix_matrix = routing
@@ -76,7 +78,7 @@ class KnownHandle(HeldTensors):
         # What calls in one native step want of it (ops/quick.py); None: they go step by step.
         self.numbers: tuple[int, ...] | None = (
             *routing, recv_channel_prefix_matrix, num_recv_rows, num_tokens,
-            self.num_output_rows, num_channels, self.num_topk,
+            self.num_output_rows, num_channels, self.num_topk, int(self.has_default_sms),
         )  # fmt: skip
         if handle.expansion is not None:
             expanded = handle.expansion.numbers()
@@ -176,6 +178,7 @@ class Handle(TensorSequence):
         num_recv_tokens_per_rank: int32 [R], rows by source rank.
         members: who the ranks are.
         expansion: Expansion, of a dispatch with expand=True.
+        has_default_sms: nobody said how many SMs the dispatch gets: combine may take more.
         home_stream: whose memory it is, a raw CUDA stream.
     """
 
@@ -200,6 +203,7 @@ class Handle(TensorSequence):
     num_recv_tokens_per_rank: Tensor | None = made_later()
     members: tuple[str, ...] | None = None
     expansion: Expansion | None = None
+    has_default_sms: bool = False
     home_stream: int | None = field(default=None, repr=False)
     _known: KnownHandle | None = field(default=None, init=False, repr=False)
     _fresh: ClassVar[_Fresh | _FreshInRegion | None] = None

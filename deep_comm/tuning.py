@@ -26,6 +26,9 @@ TOLERANCE = 0.03
 
 FEWEST_SMS, MOST_SMS = 8, 32
 
+FEW_ROWS_SMS, FEW_ROWS_GAIN_US = 48, 5.0
+"""Combine: so many SMs spare a call so much, whatever its rows (table in docs/guide/sms.md)."""
+
 
 @dataclass(frozen=True)
 class Model:
@@ -96,6 +99,16 @@ def modelled_num_sms(row_bytes: int, num_ranks: int, max_sms: int | None = None)
         max_sms: of the device.
     """
     return max(model.num_sms(row_bytes, num_ranks, max_sms) for model in (DISPATCH, COMBINE))
+
+
+def few_rows(row_bytes: int, num_ranks: int, max_sms: int | None = None) -> tuple[int, int]:
+    """A combine that returns up to so many rows, its rank's own ones among them, runs on so many
+    SMs if nobody has said how many, since what they spare is more than the tolerance of such a
+    call. It need not have as many as its dispatch, nor as the other ranks.
+    """
+    link_us = FEW_ROWS_GAIN_US / TOLERANCE - COMBINE.fixed_us
+    most_rows = int(link_us / _link_us(1.0, row_bytes, max(2, num_ranks)))
+    return most_rows, FEW_ROWS_SMS if max_sms is None else min(FEW_ROWS_SMS, max_sms)
 
 
 FILE_VERSION = 1
@@ -259,3 +272,8 @@ class DefaultConfig:
         return self._recommended(
             self._num_ranks, modelled_num_sms(row_bytes, self._num_ranks, self._max_sms)
         )
+
+    def of_few_rows(self, row_bytes: int, num_channels: int) -> tuple[int, int]:
+        """As few_rows; (0, 0) where that is no more than ``num_channels``, its handle's."""
+        most_rows, num_sms = few_rows(row_bytes, self._num_ranks, self._max_sms)
+        return (most_rows, num_sms) if num_sms > num_channels else (0, 0)

@@ -219,17 +219,18 @@ void bind_normal(pybind11::class_<Engine<Target>>& engine) {
   engine.def(
       "plan_combine",
       [](const py::object& self, int num_channels, int num_send_tokens, int num_slots,
-         const std::string& dtype, int row_bytes, int num_topk) {
+         const std::string& dtype, int row_bytes, int num_topk, int few_rows, int few_rows_sms) {
         auto* type = self.cast<Type*>();
         using Bound = typename Calls::template Bound<CombinePlan>;
         return number_function<15, &Calls::combine>(
             "combine",
-            Bound{type, type->plan_combine({num_channels, num_send_tokens, num_slots},
-                                           dtype_of(dtype), num_topk, row_bytes)},
+            Bound{type,
+                  type->plan_combine({num_channels, num_send_tokens, num_slots}, dtype_of(dtype),
+                                     num_topk, row_bytes, FewRows{few_rows, few_rows_sms})},
             self);
       },
       py::kw_only(), "num_channels"_a, "num_send_tokens"_a, "num_slots"_a, "dtype"_a, "row_bytes"_a,
-      "num_topk"_a);
+      "num_topk"_a, "few_rows"_a = 0, "few_rows_sms"_a = 0);
 }
 
 }  // namespace deep_comm

@@ -94,10 +94,12 @@ void def_add_combine(py::class_<Calls, Shared>& calls, const char* name,
       name,
       [forms](const Shared& self, py::object config, py::object standard, TypeCode dtype,
               py::object torch_dtype, int64_t hidden, int64_t num_topk, int64_t num_channels,
-              int64_t num_local_blocks, uint64_t staging_row_bytes, py::object launch) {
+              int64_t num_local_blocks, bool has_default_sms, uint64_t staging_row_bytes,
+              py::object launch) {
         const auto is_same = [&](const CombineForm<kCount>& known) {
           return known.dtype == dtype_of(dtype) && known.hidden == hidden &&
                  known.num_topk == num_topk && known.num_channels == num_channels &&
+                 known.has_default_sms == has_default_sms &&
                  known.named.is(config.ptr(), standard.ptr());
         };
         if ((*self.*forms).find(is_same) != nullptr) return;
@@ -109,12 +111,14 @@ void def_add_combine(py::class_<Calls, Shared>& calls, const char* name,
                   num_topk,
                   num_channels,
                   num_local_blocks,
+                  has_default_sms,
                   staging_row_bytes,
                   static_cast<uint64_t>(number_of(dtype)),
                   NumberCall<kCount>(std::move(launch))});
       },
       py::kw_only(), "config"_a, "default"_a, "dtype"_a, "torch_dtype"_a, "hidden"_a, "num_topk"_a,
-      "num_channels"_a, "num_local_blocks"_a = 0, "staging_row_bytes"_a, "launch"_a);
+      "num_channels"_a, "num_local_blocks"_a = 0, "has_default_sms"_a = false,
+      "staging_row_bytes"_a, "launch"_a);
 }
 
 }  // namespace

@@ -63,7 +63,9 @@ inline py::object quick_combine(const Shared& calls, PyObject* const* arguments)
   }
   const auto form = calls->combines.find([&](const Combine& other) {
     return x.is(other.dtype) && x.extent(1) == other.hidden && num_topk == other.num_topk &&
-           other.num_channels == known.num_channels && other.named.is(arguments[4], arguments[5]);
+           other.num_channels == known.num_channels &&
+           other.has_default_sms == known.has_default_sms &&
+           other.named.is(arguments[4], arguments[5]);
   });
   Order order;
   if (form == nullptr || !parts.begin(arguments[6], &order) ||

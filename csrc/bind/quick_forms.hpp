@@ -163,10 +163,11 @@ struct KnownExpansion {
 struct Known {
   uint64_t num_experts, mask, send_head, rank_prefix, channel_prefix, recv_channel_prefix;
   int64_t num_recv_rows, num_tokens, num_rows, num_channels, num_topk;
+  bool has_default_sms;
   std::optional<KnownExpansion> expansion;
 
   bool read(PyObject* numbers) {
-    constexpr Py_ssize_t kPlain = 11, kExpanded = kPlain + 8;
+    constexpr Py_ssize_t kPlain = 12, kExpanded = kPlain + 8;
     if (!PyTuple_CheckExact(numbers)) return false;
     const Py_ssize_t count = PyTuple_GET_SIZE(numbers);
     if (count != kPlain && count != kExpanded) return false;
@@ -176,11 +177,12 @@ struct Known {
           PyLong_AsUnsignedLongLongMask(PyTuple_GET_ITEM(numbers, position));
     }
     const auto as_signed = [&](size_t position) { return static_cast<int64_t>(read[position]); };
-    *this = {read[0],      read[1],      read[2],      read[3],      read[4],       read[5],
-             as_signed(6), as_signed(7), as_signed(8), as_signed(9), as_signed(10), std::nullopt};
+    *this = {read[0],       read[1],       read[2],      read[3],      read[4],
+             read[5],       as_signed(6),  as_signed(7), as_signed(8), as_signed(9),
+             as_signed(10), read[11] != 0, std::nullopt};
     if (count == kExpanded) {
-      expansion = {read[11], read[12],      read[13],      read[14],
-                   read[15], as_signed(16), as_signed(17), as_signed(18)};
+      expansion = {read[12], read[13],      read[14],      read[15],
+                   read[16], as_signed(17), as_signed(18), as_signed(19)};
     }
     return true;
   }
@@ -237,6 +239,7 @@ struct CombineForm {
   DlDataType dtype;
   py::object torch_dtype;
   int64_t hidden, num_topk, num_channels, num_local_blocks;
+  bool has_default_sms;                      // of the handle
   uint64_t staging_row_bytes, dtype_number;  // how Engine.expand_calls() counts dtypes
   NumberCall<kCount> launch;
 };

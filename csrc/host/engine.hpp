@@ -106,8 +106,8 @@ class Engine {
   std::optional<Counts> wait_counts();
   DispatchPlan plan_dispatch(const DispatchOptions& options) const;
   void dispatch(const DispatchPlan& plan, const DispatchArgs& args, uint64_t stream);
-  CombinePlan plan_combine(const ChannelConfig& config, Dtype dtype, int num_topk,
-                           int row_bytes) const;
+  CombinePlan plan_combine(const ChannelConfig& config, Dtype dtype, int num_topk, int row_bytes,
+                           const FewRows& few_rows) const;
   void combine(const CombinePlan& plan, CombineArgs args, uint64_t stream);
 
   // Expanded outputs; defined in expand_impl.hpp. All local, on as many blocks as a

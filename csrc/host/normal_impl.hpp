@@ -312,15 +312,20 @@ void Engine<Target>::check_output(const DispatchArgs& args, const DispatchOption
 
 template <class Target>
 CombinePlan Engine<Target>::plan_combine(const ChannelConfig& config, Dtype dtype, int num_topk,
-                                         int row_bytes) const {
+                                         int row_bytes, const FewRows& few_rows) const {
   constexpr int kMaxWarps = CombineKernel<Dtype::kFloat32>::kMaxThreads / kWarpSize;
   const int num_senders = max_of(world_.num_ranks - 1, Target::kTuning.min_senders);
   // Beside the reducing warps: the senders, the credits', the publisher.
   const int num_reduce_warps =
       min_of(Target::kTuning.num_reduce_warps, kMaxWarps - num_senders - 2);
   static_assert(Target::kTuning.num_reduce_warps <= CombineEntry::kMaxReduceWarps);
+  detail::require(
+      few_rows.most_rows == 0 ||
+          (few_rows.num_sms >= config.num_channels && few_rows.num_sms <= kMaxChannels),
+      "few_rows_sms = " + std::to_string(few_rows.num_sms) + ", must not be below num_channels");
   CombinePlan plan{};
   plan.dtype = dtype;
+  plan.few_rows = few_rows;
   CombineArgs& args = plan.args;
   args.message = MessageLayout::of_combine(row_bytes, num_topk);
   const Shape shape = shape_of(config, args.message, num_senders);
@@ -332,16 +337,7 @@ CombinePlan Engine<Target>::plan_combine(const ChannelConfig& config, Dtype dtyp
   args.stage = shape.stage;
   args.ring = shape.ring;
   args.num_send_tokens = config.num_send_tokens;
-  constexpr Tuning kTuning = Target::kTuning;
-  constexpr int kMinWindowSlots = 4;
-  const int num_blocks = config.num_channels;
-  args.num_staged_senders =
-      min_of(num_senders * num_blocks,
-             max_of(kTuning.min_staged_senders, min_of(num_blocks, kTuning.max_staged_senders)));
-  args.most_single_rows = kTuning.most_single_rows;
-  args.num_window_slots =
-      min_of(TokenWindow::kMaxSlots,
-             max_of(kMinWindowSlots, ceil_div(kTuning.num_window_tokens, num_blocks)));
+  args.most_single_rows = Target::kTuning.most_single_rows;
   const int agreed[] = {row_bytes,
                         num_topk,
                         static_cast<int>(dtype),
@@ -357,11 +353,24 @@ CombinePlan Engine<Target>::plan_combine(const ChannelConfig& config, Dtype dtyp
 
 template <class Target>
 void Engine<Target>::combine(const CombinePlan& plan, CombineArgs args, uint64_t stream) {
+  constexpr Tuning kTuning = Target::kTuning;
+  constexpr int kMinWindowSlots = 4;
+  LaunchConfig launch_config = plan.launch;
+  // Rings have a block a channel: those beyond leave them alone.
+  if (max_of(args.num_rows, args.num_tokens) <= plan.few_rows.most_rows) {
+    launch_config.num_blocks = plan.few_rows.num_sms;
+  }
+  const int num_blocks = launch_config.num_blocks;
+  args.num_window_slots =
+      min_of(TokenWindow::kMaxSlots,
+             max_of(kMinWindowSlots, ceil_div(kTuning.num_window_tokens, num_blocks)));
+  args.num_staged_senders =
+      min_of(args.num_senders * num_blocks,
+             max_of(kTuning.min_staged_senders, min_of(num_blocks, kTuning.max_staged_senders)));
   // Of longer chunks fewer senders keep the links busy, and what is under way beyond that the sums
   // wait for.
   const int chunk_rows = ceil_div(args.num_rows / world_.num_ranks, kMaxChunks);
   if (chunk_rows > 1) {
-    constexpr Tuning kTuning = Target::kTuning;
     constexpr int kHalf = kTuning.min_staged_senders / 2;
     const int num_senders = min_of(kTuning.senders_of_twos, kHalf + 2 * kHalf / chunk_rows);
     args.num_staged_senders = min_of(args.num_staged_senders, num_senders);
@@ -372,11 +381,11 @@ void Engine<Target>::combine(const CombinePlan& plan, CombineArgs args, uint64_t
   }
   switch (plan.dtype) {
     case Dtype::kBfloat16:
-      return launch<CombineKernel<Dtype::kBfloat16>>(plan.launch, args, stream);
+      return launch<CombineKernel<Dtype::kBfloat16>>(launch_config, args, stream);
     case Dtype::kFloat16:
-      return launch<CombineKernel<Dtype::kFloat16>>(plan.launch, args, stream);
+      return launch<CombineKernel<Dtype::kFloat16>>(launch_config, args, stream);
     case Dtype::kFloat32:
-      return launch<CombineKernel<Dtype::kFloat32>>(plan.launch, args, stream);
+      return launch<CombineKernel<Dtype::kFloat32>>(launch_config, args, stream);
   }
 }
 

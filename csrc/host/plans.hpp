@@ -57,10 +57,17 @@ struct DispatchPlan {
   const Variant& variant(bool may_be_direct) const { return variants[may_be_direct ? 1 : 0]; }
 };
 
+// A combine of few rows may run on more SMs than its handle has channels: see deep_comm/tuning.py.
+struct FewRows {
+  int most_rows;  // that a rank returns, or tokens that it has; 0: always as many SMs as channels
+  int num_sms;
+};
+
 struct CombinePlan {
   Dtype dtype;
   CombineArgs args;  // all but addresses, tokens and rows
   LaunchConfig launch;
+  FewRows few_rows;
 };
 
 }  // namespace deep_comm

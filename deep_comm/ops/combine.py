@@ -49,12 +49,12 @@ def combine(
     num_tokens = known.num_tokens
     bias_0, bias_1 = checks.biases(bias, (num_tokens, hidden), x)
     dtype = x.dtype
-    key = (config, default, dtype, hidden, num_topk, known.num_channels)
+    key = (config, default, dtype, hidden, num_topk, known.num_channels, known.has_default_sms)
     if config is not None and type(config) is not Config:
         require_config(config)  # or it might be no key
     plan = ctx.calls.get(key) or plan_combine(
         ctx, key, config, default, checks.COMBINE_DTYPES[dtype], hidden * dtype.itemsize, num_topk,
-        known.num_channels,
+        known.num_channels, known.has_default_sms,
     )  # fmt: skip
     if plan.rings.num_channels != known.num_channels:
         Handle.of(handle).require_num_channels(plan.rings.num_channels)

@@ -317,6 +317,7 @@ class NewDispatch:
             num_recv_tokens=self._num_recv_tokens,
             max_num_tokens=self._max_num_tokens,
             members=ctx.members,
+            has_default_sms=self._named[0] is None and isinstance(self._named[1], DefaultConfig),
             home_stream=launch.home_stream,
             expansion=self._expansion,
         )  # fmt: skip

@@ -156,9 +156,14 @@ def plan_combine(
     row_bytes: int,
     num_topk: int,
     num_channels: int,
+    has_default_sms: bool,
 ) -> CombinePlan:
-    """Raises BufferTooSmall or ArgumentError. Remembered by ``key``."""
+    """Raises BufferTooSmall or ArgumentError. Remembered by ``key``. ``has_default_sms``: of the
+    handle."""
     rings = ctx.plan(config, default, row_bytes, 0, num_topk, num_channels)
+    few_rows = few_rows_sms = 0
+    if has_default_sms and config is None and isinstance(default, DefaultConfig):
+        few_rows, few_rows_sms = default.of_few_rows(row_bytes, num_channels)
     launch = ctx.engine.plan_combine(
         num_channels=rings.num_channels,
         num_send_tokens=rings.num_send_tokens,
@@ -166,6 +171,8 @@ def plan_combine(
         dtype=dtype,
         row_bytes=row_bytes,
         num_topk=num_topk,
+        few_rows=few_rows,
+        few_rows_sms=few_rows_sms,
     )
     staging = ctx.engine.staging_row_bytes(row_bytes=row_bytes, num_topk=num_topk)
     plan = CombinePlan(rings, launch, staging)

@@ -259,6 +259,7 @@ def remember_combine(
         num_topk=num_topk,
         num_channels=known.num_channels,
         num_local_blocks=plan.rings.num_local_blocks,
+        has_default_sms=known.has_default_sms,
         staging_row_bytes=plan.staging_row_bytes,
         launch=plan.launch,
     )

@@ -16,6 +16,7 @@ from deep_comm.ops.expand import numbered_expansion
 from deep_comm.ops.notify import counts_of
 from deep_comm.ops.scales import PLAIN, ScaleOptions
 from deep_comm.ops.steps import PendingDispatch, dispatch_unmoved
+from deep_comm.tuning import DefaultConfig
 
 
 class SentRows:
@@ -34,6 +35,7 @@ class SentRows:
         is_token_in_rank: Tensor | None,
         num_worst_tokens: int,
         expert_alignment: int,
+        has_default_sms: bool,
     ) -> None:
         """``made``: what the step returned."""
         layout, address, block, routing, home_stream, num_topk, numbered, receive = made
@@ -55,6 +57,7 @@ class SentRows:
             num_recv_tokens=None,
             max_num_tokens=None,
             members=ctx.members,
+            has_default_sms=has_default_sms,
             home_stream=home_stream,
             expansion=expansion,
         )  # fmt: skip
@@ -101,7 +104,8 @@ def send_new(ctx: Context, streams: StreamOptions, *given: Any) -> SentRows | No
     made = ctx.quick.new_dispatch(*given[:12], streams.asynchronous, *given[12:])
     if made is None:
         return None
-    return SentRows(ctx, streams, made, given[5], given[7], given[8])
+    has_default_sms = given[10] is None and isinstance(given[11], DefaultConfig)
+    return SentRows(ctx, streams, made, given[5], given[7], given[8], has_default_sms)
 
 
 def dispatch_expanded(

@@ -22,6 +22,11 @@
 
 namespace deep_comm {
 
+// Rings are the channels' own; staged rows are any block's.
+DC_DEVICE bool has_channel(const CombineArgs& args) {
+  return arch::block_idx() < args.ring.num_channels;
+}
+
 // A sending warp. Its loads begin before anybody knows the mode; room of this rank's own for
 // staging makes it likely that it is the staged one.
 DC_DEVICE void enter_and_send(const Context& context, const CombineArgs& args,
@@ -32,7 +37,9 @@ DC_DEVICE void enter_and_send(const Context& context, const CombineArgs& args,
   arch::sync_block_apart();
   if (entry->mode == CombineMode::kStaged) return sender.run();
   sender.give_up();
-  if (entry->mode == CombineMode::kRings) send_by_rings(context, args, entry, pipe);
+  if (entry->mode == CombineMode::kRings && has_channel(args)) {
+    send_by_rings(context, args, entry, pipe);
+  }
 }
 
 template <Dtype kDtype>
@@ -57,7 +64,9 @@ DC_DEVICE void combine(const CombineArgs& args) {
       retire_early(context);
     }
     if (entry->mode == CombineMode::kStaged) receive_staged<kDtype>(context, args, entry);
-    if (entry->mode == CombineMode::kRings) receive_by_rings<kDtype>(context, args, entry);
+    if (entry->mode == CombineMode::kRings && has_channel(args)) {
+      receive_by_rings<kDtype>(context, args, entry);
+    }
     note_in_warp(context, TraceStep::kLeft);
   }
 }
