@@ -358,7 +358,7 @@ void Engine<Target>::combine(const CombinePlan& plan, CombineArgs args, uint64_t
   LaunchConfig launch_config = plan.launch;
   // Rings have a block a channel: those beyond leave them alone.
   if (max_of(args.num_rows, args.num_tokens) <= plan.few_rows.most_rows) {
-    launch_config.num_blocks = plan.few_rows.num_sms;
+    launch_config.num_blocks = max_of(launch_config.num_blocks, plan.few_rows.num_sms);
   }
   const int num_blocks = launch_config.num_blocks;
   args.num_window_slots =
@@ -369,11 +369,14 @@ void Engine<Target>::combine(const CombinePlan& plan, CombineArgs args, uint64_t
              max_of(kTuning.min_staged_senders, min_of(num_blocks, kTuning.max_staged_senders)));
   // Of longer chunks fewer senders keep the links busy, and what is under way beyond that the sums
   // wait for.
-  const int chunk_rows = ceil_div(args.num_rows / world_.num_ranks, kMaxChunks);
+  const int rows_of_rank = args.num_rows / world_.num_ranks;
+  const int chunk_rows = ceil_div(rows_of_rank, kMaxChunks);
   if (chunk_rows > 1) {
     constexpr int kHalf = kTuning.min_staged_senders / 2;
     const int num_senders = min_of(kTuning.senders_of_twos, kHalf + 2 * kHalf / chunk_rows);
     args.num_staged_senders = min_of(args.num_staged_senders, num_senders);
+  } else if (rows_of_rank * (world_.num_ranks - 1) > args.most_single_rows) {
+    args.num_staged_senders = min_of(args.num_staged_senders, kTuning.senders_of_few_twos);
   }
   if (args.staging_line != 0) {
     check_block("staging", args.staging_line,

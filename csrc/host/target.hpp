@@ -55,6 +55,7 @@ struct Tuning {
   int min_staged_senders;
   int max_staged_senders;
   int senders_of_twos;        // where chunks have two rows and more, at most
+  int senders_of_few_twos;    // the same, where there are words for chunks of one row, too
   int most_single_rows;       // combine: of a rank, beyond which they travel in twos
   int min_senders;            // combine: warps of a block that send, at least
   int num_receive_warps;      // ring dispatch: a source rank, at most

@@ -30,6 +30,7 @@ class HostTarget {
       .min_staged_senders = 2,
       .max_staged_senders = 2,
       .senders_of_twos = 2,
+      .senders_of_few_twos = 2,
       .most_single_rows = 8,
       .min_senders = 1,
       .num_receive_warps = 1,

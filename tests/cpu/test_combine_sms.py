@@ -75,7 +75,7 @@ def _planned(buffer: Any) -> list[tuple[int, int]]:
 
 
 def test_who_names_a_number_gets_no_more(model: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = Config(2, 4, 16)
+    config, default_num_sms = Config(2, 4, 16), deep_comm.Buffer.num_sms
 
     def body(buffer: Any, rank: int) -> None:
         told = _planned(buffer)
@@ -107,13 +107,14 @@ def test_who_names_a_number_gets_no_more(model: None, monkeypatch: pytest.Monkey
         told.clear()
         buffer.combine(rows.float(), tuple(ours))
         assert told == [(0, 0)]
-        buffer.set_num_sms(2)
+        monkeypatch.setattr(deep_comm.Buffer, "num_sms", 2)  # as set_num_sms does
         assert not buffer.dispatch(x, **routing)[4].has_default_sms
         told.clear()
         buffer.combine(rows, ours)
         assert told == [(0, 0)]
 
     on_normal(body, 1, num_direct_bytes=4 << 20)
+    monkeypatch.setattr(deep_comm.Buffer, "num_sms", default_num_sms)
     monkeypatch.setenv("DEEP_COMM_NUM_SMS", "2")
 
     def with_variable(buffer: Any, rank: int) -> None:
