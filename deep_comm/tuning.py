@@ -27,7 +27,7 @@ TOLERANCE = 0.03
 FEWEST_SMS, MOST_SMS = 8, 32
 
 FEW_ROWS_SMS, FEW_ROWS_GAIN_US = 48, 5.0
-"""Combine: so many SMs spare a call so much, whatever its rows (table in docs/guide/sms.md)."""
+"""Combine: so many SMs spare a call so much, or a greater part (table in docs/guide/sms.md)."""
 
 
 @dataclass(frozen=True)
