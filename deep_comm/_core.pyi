@@ -446,7 +446,17 @@ class Engine:
         """
     def reset(self) -> None:
         """Zero this rank's control words, generation and error record. Callers put a
-        barrier before and after it.
+        barrier before and after it. No rank is absent any more.
+        """
+    def meet(self, *, absent: int, number: int, stream: int) -> None:
+        """Launches a meeting of the ranks that are not in ``absent``, a bit each; see
+        csrc/device/intranode/meet.cuh.
+        """
+    def meeting(self) -> tuple[int, bool]:
+        """Of the last meeting, once its kernel has ended: its number, whether all have met."""
+    def do_without(self, *, absent: int) -> None:
+        """reset(), but for the words of meetings; kernels launched from now on go on without these
+        ranks. Between a first and a second meeting.
         """
     def close(self) -> None:
         """Free what the engine owns on this rank. Never waits for a peer. Idempotent."""

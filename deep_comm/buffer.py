@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -188,16 +188,38 @@ class Buffer(InternodeCalls, LowLatencyCalls):
         self._context.rendezvous.release()
         self.group = None
 
-    def reset(self) -> None:
+    def reset(self, *, without: Iterable[int] = ()) -> None:
         """Make the Buffer usable again after a PeerTimeout, and forget what kernels recorded.
 
         Collective: all ranks call it when none will launch on this Buffer before it returns.
         Handles of earlier dispatches stay valid if those dispatches succeeded.
 
+        ``without`` names ranks to go on without, inside one node: ranks that have ended or hang.
+        Only the others call it then, all with the same ranks. Until a reset() of all ranks takes
+        them back, nothing is sent to the absent ranks or awaited from them. They count as ranks
+        without tokens, and selections of their experts as -1: such a token is not in that rank,
+        nobody counts it there, and combine adds what the others return. Handles of dispatches
+        before it are refused, and CUDA graphs captured before it end with PeerTimeout: capture
+        anew. Low-latency calls do without the same ranks if enable_shrink is on, else they are
+        refused. Absent ranks of an earlier reset stay absent.
+
+        An absent rank that lives finds MaskedOut in its next call, and must not be in the middle of
+        a kernel when the others come here: end its process first if you can. What such a kernel
+        still writes may fall into outputs of the others' next calls.
+
+        Args:
+            without: ranks, at most all but this one. Empty: none is absent any more.
+
         Raises:
-            PeerLost: a rank does not come.
+            ArgumentError: ``without`` names this rank, or what is no rank.
+            UnsupportedError: with ``without`` in a group of several nodes.
+            PeerLost: without ``without``: a rank does not come.
+            ConfigMismatch: the ranks name different ranks.
+            PeerTimeout: a rank that is not named has not come within 4 times timeout_s; name it as
+                well, on all that are left. MaskedOut: the others go on without this rank.
+                After these last three the Buffer needs another reset.
         """
-        self._context.reset()
+        self._context.reset(without)
         self._low_latency.reset()
 
     def check(self) -> None:

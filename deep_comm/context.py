@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from deep_comm import _core, checks, errors, integers, tuning
+from deep_comm import _core, absent, checks, errors, integers, tuning
 from deep_comm import rail as rails
 from deep_comm.backends import Backend, Heap, create_backend, resolve_device
 from deep_comm.config import Config, RingPlan, plan_rings, require_config
@@ -121,6 +121,8 @@ class Context:
         self.early_launches = EarlyLaunches()  # of dispatches between nodes
         self.pending: PendingDispatch | None = None  # sent, and not yet waited for
         self.owner = object()  # what handles remember this Buffer by, without keeping it alive
+        self.absent: frozenset[int] = frozenset()  # ranks that the Buffer does without
+        self.last_meeting = 0  # of those that go on without others: its number
         self._plans: dict[tuple[object, ...], RingPlan] = {}
         self.calls: dict[tuple[object, ...], Any] = {}  # what ops have planned, by their keys
         self.two_tier_plans: dict[tuple[object, ...], Any] = {}  # see ops/internode_plan.py
@@ -151,7 +153,7 @@ class Context:
             # What the host target needs to reach a rank is its memory.
             places = memories if device.type == "cpu" else hosts
             self.rail = rails.choose(wanted_rail, device.type, self.topology, places)
-            self.members = self.rendezvous.members
+            self.members = self.makers = self.rendezvous.members
             # One rank's for all: hosts may have measured at other times, or not at all.
             self.tuned = self.rendezvous.all_gather_result(
                 "read what was tuned", lambda: tuning.read(device, self.num_ranks)
@@ -356,7 +358,7 @@ class Context:
             if known is not None:
                 return known
         checked = Handle.of(handle)
-        checked.require_group(self.rank, self.num_ranks, self.members, self.device)
+        checked.require_group(self.rank, self.num_ranks, self.makers, self.device)
         return checked.remember(self.owner, self.heap.base)
 
     def is_sound(self) -> bool:
@@ -391,8 +393,9 @@ class Context:
             self._raise(record)
 
     def _raise(self, record: Any) -> None:
+        # Of low latency a mismatch leaves payload; of reset(), ranks that are not in step.
         leaves_payload = record.kind == "config_mismatch" and record.kernel.startswith(
-            "low_latency"
+            ("low_latency", "reset")
         )
         if record.kind not in errors.NEEDS_RESET and not leaves_payload:
             # All ranks are still in step: the Buffer goes on. After a timeout, and where ranks
@@ -411,22 +414,54 @@ class Context:
         if not self.is_open:
             raise errors.BufferDestroyed("the Buffer was used after destroy()")
 
-    def reset(self) -> None:
+    def reset(self, without: Iterable[int] = ()) -> None:
         """Collective; see Buffer.reset."""
         self.require_open()
-        self._reset(self.engine.reset)
+        named = absent.checked(without, self.rank, self.num_ranks)
+        if not named:
+            self._reset(self.engine.reset)
+            self.last_meeting = 0
+            self._set_absent(named)
+            return
+        if self.topology.num_nodes > 1:
+            raise errors.UnsupportedError(
+                "reset(without=...) serves groups inside one node; between nodes only low-latency "
+                "calls go on without ranks (enable_shrink), and reset() needs all ranks"
+            )
+        with self.backend.device_scope():
+            self._end_calls()
+            try:
+                absent.go_on(self, self.absent | named)
+            finally:
+                self.early_launches = EarlyLaunches()
+                self._set_absent(self.absent)
+
+    def _set_absent(self, ranks: frozenset[int]) -> None:
+        """Handles are then those of dispatches with these ranks absent."""
+        makers = absent.makers(self.members, ranks)
+        if makers != self.makers:
+            self.makers, self.owner = makers, object()
+        self.absent = ranks
 
     def reset_low_latency(self) -> None:
         """Collective; see Buffer.low_latency_clean_mask_buffer."""
         self.require_open()
+        if self.absent:
+            raise errors.UnsupportedError(
+                f"ranks {sorted(self.absent)} are absent since reset(without=...); reset() of all "
+                "ranks takes them back"
+            )
         self._reset(self.engine.reset_low_latency)
+
+    def _end_calls(self) -> None:
+        self._synchronize()
+        self._forget_pending(
+            errors.ArgumentError("dispatch", None, "must be received before reset()")
+        )
 
     def _reset(self, reset: Callable[[], None]) -> None:
         with self.backend.device_scope():
-            self._synchronize()
-            self._forget_pending(
-                errors.ArgumentError("dispatch", None, "must be received before reset()")
-            )
+            self._end_calls()
             self.engine.quiet_rail()
             self.rendezvous.barrier()  # nobody's kernels run any more, nothing is on its way
             reset()

@@ -129,8 +129,8 @@ class PeerTimeout(DeepCommError):
     (deep_comm.trace), else "".
 
     What to do: look at the peer that is named: it has crashed, is stuck before this call, or
-    made other calls. ``reset()`` on all ranks makes the Buffer usable again. If the peer is only
-    slow, raise ``timeout_s``.
+    made other calls. ``reset()`` on all ranks makes the Buffer usable again; if the peer is gone,
+    ``reset(without=[peer])`` on the others. If it is only slow, raise ``timeout_s``.
     """
 
     def __init__(
@@ -152,7 +152,8 @@ class PeerTimeout(DeepCommError):
             f"rank {rank} waited {waited_s:.3f} s for {whom} in {where}: word '{word}' holds "
             f"{seen}, expected {expected}. Look at {whom} first: it has crashed, is stuck before "
             "this call, or made a different sequence of calls. If it is only slow, raise timeout_s "
-            "(or DEEP_COMM_TIMEOUT_S). Buffer.reset() on all ranks makes the Buffer usable again."
+            "(or DEEP_COMM_TIMEOUT_S). Buffer.reset() on all ranks makes the Buffer usable again; "
+            "reset(without=[...]) on all others, if a rank is gone."
         )
         self.rank = rank
         self.peer = peer
@@ -171,15 +172,15 @@ class MaskedOut(DeepCommError):
 
     Attributes: ``rank`` (this one), ``kernel`` (in which it noticed).
 
-    What to do: find out what held this rank up, then call low_latency_clean_mask_buffer() on all
-    ranks, which takes it back; or end it.
+    What to do: find out what held this rank up, then call reset() on all ranks, which takes it
+    back, or low_latency_clean_mask_buffer(), where low-latency calls masked it; or end it.
     """
 
     def __init__(self, rank: int, kernel: str) -> None:
         super().__init__(
             f"rank {rank} noticed in {kernel} that the other ranks do without it, since it was "
-            "silent for longer than their timeout_s; low_latency_clean_mask_buffer() on all "
-            "ranks takes it back"
+            "silent for longer than their timeout_s; reset() on all ranks takes it back, as does "
+            "low_latency_clean_mask_buffer() if low-latency calls masked it"
         )
         self.rank = rank
         self.kernel = kernel
@@ -267,6 +268,10 @@ class CapacityError(DeepCommError):
 NEEDS_RESET = ("peer_timeout", "masked_out", "interrupted")
 
 
+def _ranks_of(bits: int) -> list[int]:
+    return [rank for rank in range(bits.bit_length()) if bits >> rank & 1]
+
+
 def from_record(record: ErrorRecord) -> DeepCommError:
     """The exception that says what the first failing thread of a Buffer recorded."""
     if record.kind == "masked_out":
@@ -287,6 +292,9 @@ def from_record(record: ErrorRecord) -> DeepCommError:
         )
     if record.kind == "config_mismatch":
         field = record.word
+        if record.kernel == "reset":  # bits of ranks
+            bits = {record.rank: record.expected, record.peer: record.seen}
+            return ConfigMismatch(field, {rank: _ranks_of(each) for rank, each in bits.items()})
         if field == "operation":
             field = f"the operation ({record.kernel} here: a digest of its name and shapes"
             if record.seen == 0:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Protocol, overload
 import torch
 from torch import Tensor
 
+from deep_comm.absent import differ_in_absence
 from deep_comm.errors import ArgumentError, HandleMismatch
 
 
@@ -124,6 +125,12 @@ class TensorSequence(Sequence[Tensor]):
         """Raise HandleMismatch unless the handle was made by this rank, of these members."""
         if self.rank is not None and self.rank != rank:
             raise HandleMismatch("handle", f"rank {self.rank}", f"must be of this rank ({rank})")
+        if self.members is not None and differ_in_absence(self.members, members):
+            raise HandleMismatch(
+                "handle",
+                "one of a dispatch with other ranks absent",
+                "must be of a dispatch since the last reset(without=...), or reset() of all ranks",
+            )
         if self.members is not None and self.members != members:
             raise HandleMismatch("handle", "one of other ranks", "must be of this Buffer's group")
         for tensor in self:

@@ -346,6 +346,11 @@ class LowLatencyState:
         """Hooks from before a reset have nothing left to receive."""
         for pending in self._pending.values():
             pending.clear()
+        is_served = self.quick_calls is not None and (
+            not self._ctx.absent or self._ctx.enable_shrink
+        )
+        self.quick_dispatch = self.quick_calls.dispatch if is_served else quick.never
+        self.quick_combine = self.quick_calls.combine if is_served else quick.never
 
     # ---- masks ---------------------------------------------------------------------------------
 

@@ -13,6 +13,8 @@ import payload
 import torch
 from torch import Tensor
 
+from deep_comm.topology import first_expert, num_local_experts
+
 ROUTINGS = ("random", "skewed", "holes", "one_expert", "none", "duplicates")  # see make_topk_idx
 
 
@@ -50,6 +52,9 @@ class Case:
     nvl_bytes: int = 16 << 20
     direct_bytes: int | None = None  # of nvl_bytes; None: the Buffer's own rule
     smem_bytes: int | None = None  # shared memory of a block; None: a whole SM's
+    # Ranks whose experts nobody selects, for what checks calls that went on without them. Calls get
+    # the same case without it.
+    absent: tuple[int, ...] = ()
     seed: int = field(default=0, compare=True)
 
     @property
@@ -115,7 +120,15 @@ def make_topk_idx(case: Case, rank: int, call: int = 0) -> Tensor:
     if case.routing == "holes":  # about a third of the selections, sometimes all of a token's
         holes = torch.rand(idx.shape, generator=generator) < 0.35
         idx = torch.where(holes, torch.full_like(idx, -1), idx)
-    return idx.to(case.idx_dtype).contiguous()
+    return without_absent(case, idx).to(case.idx_dtype).contiguous()
+
+
+def without_absent(case: Case, idx: Tensor) -> Tensor:
+    for rank in case.absent:
+        first = first_expert(rank, case.experts, case.num_ranks)
+        last = first + num_local_experts(rank, case.experts, case.num_ranks)
+        idx = torch.where((idx >= first) & (idx < last), -1, idx)
+    return idx
 
 
 def make_scales(case: Case, rank: int, call: int = 0) -> Tensor | None:

@@ -200,7 +200,15 @@ class Engine {
   }
   // Forgets a failure that left all ranks in step (everything but a timeout).
   void clear_error();
+  // All words as they were at the beginning; no rank is absent. Callers put a barrier of all ranks
+  // before and after it.
   void reset();
+  // Goes on without the ranks in `absent`, a bit each, inside a node: see device/intranode/meet.cuh.
+  // meet() launches a meeting of the others, and meeting() is what has come of it when that has
+  // ended; do_without() is the reset between the first and the second one.
+  void meet(uint32_t absent, uint32_t number, uint64_t stream);
+  MeetingResult meeting() const { return *meeting_; }
+  void do_without(uint32_t absent);
   // Blocks note their steps from now on, in zeroed device memory of Trace::num_bytes(num_calls),
   // num_calls being a power of two. Before anything is launched.
   void set_trace(uintptr_t slots, uint32_t num_calls);
@@ -292,6 +300,7 @@ class Engine {
   int num_counted_experts_ = 0;  // local experts of the last notify
   uint64_t counts_stream_ = 0;
   uint32_t sequence_ = 0;
+  MeetingResult* meeting_ = nullptr;        // host memory that kernels reach
   uint64_t* low_latency_report_ = nullptr;  // host memory that kernels reach
   uint32_t report_sequence_ = 0;
   uint64_t report_stream_ = 0;

@@ -57,6 +57,7 @@ Engine<Target>::Engine(const EngineOptions& options, Target target) : target_(ta
   world_.error = static_cast<ErrorBlock*>(target_.allocate_mapped(sizeof(ErrorBlock)));
   counts_ = static_cast<CountsBlock*>(
       target_.allocate_mapped(sizeof(CountsBlock) + sizeof(int32_t) * options.num_max_experts));
+  meeting_ = static_cast<MeetingResult*>(target_.allocate_mapped(sizeof(MeetingResult)));
   target_.template prepare<LayoutKernel>();
   target_.template prepare<NotifyKernel>();
   target_.template prepare<DispatchKernel<false, false>>();
@@ -64,6 +65,7 @@ Engine<Target>::Engine(const EngineOptions& options, Target target) : target_(ta
   target_.template prepare<DispatchKernel<true, false>>();
   target_.template prepare<DispatchKernel<true, true>>();
   target_.template prepare<NumberRowsKernel>();
+  target_.template prepare<MeetKernel>();
   target_.template prepare<ExpandKernel>();
   target_.template prepare<NumberReceivedKernel>();
   target_.template prepare<ExpandReceivedKernel>();
@@ -87,6 +89,7 @@ void Engine<Target>::close() {
   early_launches_.leave();
   target_.free_mapped(world_.error);
   target_.free_mapped(counts_);
+  target_.free_mapped(meeting_);
   if (low_latency_report_ != nullptr) target_.free_mapped(low_latency_report_);
   if (is_internode()) {
     target_.close_rail();
@@ -96,6 +99,7 @@ void Engine<Target>::close() {
   }
   world_.error = nullptr;
   counts_ = nullptr;
+  meeting_ = nullptr;
   rail_bases_ = nullptr;
   rail_byte_counters_ = nullptr;
   internode_counts_ = nullptr;
@@ -210,6 +214,37 @@ void Engine<Target>::reset() {
     target_.fill_zero(world_.bases[world_.rank] + begin, tiers_.rail.layout.data - begin);
   }
   *world_.error = ErrorBlock{};
+  world_.absent = 0;
+}
+
+template <class Target>
+void Engine<Target>::meet(uint32_t absent, uint32_t number, uint64_t stream) {
+  check_open();
+  detail::require(!is_internode(), "ranks can be done without inside a node alone");
+  detail::require((absent >> world_.rank & 1u) == 0 && absent >> world_.num_ranks == 0,
+                  "absent = " + std::to_string(absent) + ", must name other ranks of the group");
+  World world = world_;
+  world.absent = absent;
+  *meeting_ = MeetingResult{number, 0};
+  MeetArgs args{};
+  args.number = number;
+  args.tells_low_latency = can_shrink_;
+  args.result = meeting_;
+  launch_in<MeetKernel>(world, {.num_blocks = 1, .num_threads = kWarpSize, .smem_bytes = 0}, args,
+                        stream);
+}
+
+template <class Target>
+void Engine<Target>::do_without(uint32_t absent) {
+  check_open();
+  // Not the words of meetings: peers may be writing there.
+  target_.fill_zero(world_.bases[world_.rank], world_.layout.meeting(world_.num_ranks));
+  if (low_latency_bytes_ > 0) zero_low_latency();
+  *world_.error = ErrorBlock{};
+  world_.absent = absent;
+  for (int rank = 0; rank < world_.num_ranks && can_shrink_; ++rank) {
+    if (world_.is_absent(rank)) target_.store(world_.masked(rank), 1);
+  }
 }
 
 template <class Target>
@@ -223,7 +258,8 @@ void Engine<Target>::set_trace(uintptr_t slots, uint32_t num_calls) {
   check_open();
   detail::require(num_calls > 0 && (num_calls & (num_calls - 1)) == 0,
                   "num_calls = " + std::to_string(num_calls) + ", must be a power of two");
-  world_.trace = {reinterpret_cast<TraceSlot*>(slots), num_calls - 1};
+  world_.trace_slots = reinterpret_cast<TraceSlot*>(slots);
+  world_.last_traced_call = num_calls - 1;
 }
 
 template <class Target>

@@ -35,6 +35,7 @@ World Engine<Target>::world_alone() const {
   world.bases[0] = world_.bases[world_.rank];
   world.rank = 0;
   world.num_ranks = 1;
+  world.absent = 0;
   return world;
 }
 

@@ -22,6 +22,7 @@ inline constexpr FaultName kFaultNames[] = {
     {"skip_vote", 1u << 14},          {"skip_agreement", 1u << 15},
     {"shared_rows", 1u << 16},        {"skip_alive", 1u << 17},
     {"packed_sources", 1u << 18},     {"early_rail_done", 1u << 19},
+    {"await_absent", 1u << 20},
 };
 
 }  // namespace deep_comm::simt

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from deep_comm.buffer import Buffer
+from deep_comm.errors import UnsupportedError
 from deep_comm.layer import construction, ops
 from deep_comm.layer.batch import ExpertBatch
 from deep_comm.layer.mode import ModeRule
@@ -196,10 +197,24 @@ class ExpertParallel:
         copied."""
         return self
 
-    def reset(self) -> None:
-        """After a PeerTimeout: Buffer.reset, and "auto" begins anew. Collective."""
-        self.buffer.reset()
-        self._steps.begin_anew()
+    def reset(self, *, without: Iterable[int] = ()) -> None:
+        """After a PeerTimeout: Buffer.reset, and "auto" begins anew. Collective.
+
+        Args:
+            without: ranks to go on without, as of Buffer.reset; for layers in mode "prefill" alone.
+
+        Raises:
+            UnsupportedError: ``without`` and a layer that decodes. Others as of Buffer.reset.
+        """
+        named = tuple(without)
+        if named and self._steps.can_decode:
+            raise UnsupportedError(
+                'only layers in mode "prefill" go on without ranks; decode steps, and the choice '
+                'of "auto", need all of them'
+            )
+        self.buffer.reset(without=named)
+        if not named:
+            self._steps.begin_anew()
 
     # ---- operations ----------------------------------------------------------------------------
 

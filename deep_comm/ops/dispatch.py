@@ -316,7 +316,7 @@ class NewDispatch:
             num_topk=self._num_topk,
             num_recv_tokens=self._num_recv_tokens,
             max_num_tokens=self._max_num_tokens,
-            members=ctx.members,
+            members=ctx.makers,
             has_default_sms=self._named[0] is None and isinstance(self._named[1], DefaultConfig),
             home_stream=launch.home_stream,
             expansion=self._expansion,

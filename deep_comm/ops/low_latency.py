@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deep_comm import checks, integers
+from deep_comm import absent, checks, integers
 from deep_comm.context import Context
 from deep_comm.errors import ArgumentError, DeepCommError, HandleMismatch
 from deep_comm.events import EventOverlap
@@ -99,6 +99,7 @@ def low_latency_dispatch(
     global_scale: Any = None,
 ) -> DispatchResult:
     ctx.begin()
+    absent.require_low_latency(ctx)
     device = ctx.device
     x = checks.matrix("x", x, device, torch.bfloat16)
     num_tokens, hidden = x.shape
@@ -229,6 +230,7 @@ def low_latency_combine(
     return_recv_hook: bool,
 ) -> CombineResult:
     ctx.begin()
+    absent.require_low_latency(ctx)
     device = ctx.device
     handle = LowLatencyHandle.of(handle, ctx.rank, ctx.members)
     shape = state.shapes.get(handle.shape.options) or state.make_shape(handle.shape.options)

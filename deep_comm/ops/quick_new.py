@@ -56,7 +56,7 @@ class SentRows:
             num_topk=num_topk,
             num_recv_tokens=None,
             max_num_tokens=None,
-            members=ctx.members,
+            members=ctx.makers,
             has_default_sms=has_default_sms,
             home_stream=home_stream,
             expansion=expansion,

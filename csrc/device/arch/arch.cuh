@@ -159,6 +159,7 @@ enum class Fault : uint32_t {
   kSkipAlive = 1u << 17,        // who waits for a silent rank is silent itself
   kPackedSources = 1u << 18,    // where low-latency sources have their places depends on the shape
   kEarlyRailDone = 1u << 19,    // blocks say that they post nothing more, and post
+  kAwaitAbsent = 1u << 20,      // entry waits for ranks that the others do without
 };
 
 }  // namespace deep_comm

@@ -15,7 +15,6 @@ namespace deep_comm::arch {
 using Mbarrier = uint64_t;
 
 // ---- faults ---------------------------------------------------------------------------
-
 static_assert(simt::kFaultNames[0].bit == static_cast<uint32_t>(Fault::kWeakenRelease));
 static_assert(simt::kFaultNames[1].bit == static_cast<uint32_t>(Fault::kWeakenFence));
 static_assert(simt::kFaultNames[2].bit == static_cast<uint32_t>(Fault::kSkipCredit));
@@ -36,6 +35,7 @@ static_assert(simt::kFaultNames[16].bit == static_cast<uint32_t>(Fault::kSharedR
 static_assert(simt::kFaultNames[17].bit == static_cast<uint32_t>(Fault::kSkipAlive));
 static_assert(simt::kFaultNames[18].bit == static_cast<uint32_t>(Fault::kPackedSources));
 static_assert(simt::kFaultNames[19].bit == static_cast<uint32_t>(Fault::kEarlyRailDone));
+static_assert(simt::kFaultNames[20].bit == static_cast<uint32_t>(Fault::kAwaitAbsent));
 
 inline bool fault(Fault which) {
   return (simt::t_state.faults & static_cast<uint32_t>(which)) != 0;

@@ -317,4 +317,17 @@ struct CombineArgs {
   float* combined_topk_weights;  // out [T, K], or null
 };
 
+// What a meeting has come to; host memory that kernels reach.
+struct MeetingResult {
+  uint32_t number;      // that all have agreed on, or this rank's last
+  uint32_t has_agreed;  // 1: all have met, and name the same ranks
+};
+
+struct MeetArgs {
+  World world;             // absent: the ranks to be done without from now on
+  uint32_t number;         // proposed: odd for the first meeting of a reset, even for the second
+  bool tells_low_latency;  // masked ranks of its calls, too
+  MeetingResult* result;
+};
+
 }  // namespace deep_comm

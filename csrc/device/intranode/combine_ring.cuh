@@ -172,7 +172,7 @@ DC_DEVICE void combine_publish(const Context& context, const CombineArgs& args, 
   const World& world = args.world;
   const int lane = arch::lane_idx(), peer = lane % world.num_ranks;
   Published published;
-  if (peer != world.rank && lane < 2 * world.num_ranks) {
+  if (peer != world.rank && lane < 2 * world.num_ranks && !world.is_absent(peer)) {
     published = {
         lane < world.num_ranks ? ring_tail(world, channel, peer) : ring_head(world, channel, peer),
         lane, 1};
@@ -185,8 +185,8 @@ DC_DEVICE void send_by_rings(const Context& context, const CombineArgs& args, Co
                              StagePipe& pipe) {
   const World& world = args.world;
   if (arch::warp_idx() >= world.num_ranks - 1) return;
-  combine_send(context, args, entry, pipe, arch::block_idx(),
-               (world.rank + 1 + arch::warp_idx()) % world.num_ranks);
+  const int dst = (world.rank + 1 + arch::warp_idx()) % world.num_ranks;
+  if (!world.is_absent(dst)) combine_send(context, args, entry, pipe, arch::block_idx(), dst);
 }
 
 // The ring mode of the other warps.

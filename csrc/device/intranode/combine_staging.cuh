@@ -48,7 +48,7 @@ DC_DEVICE int num_staged_rows(const CombineArgs& args, int owner, int end) {
 DC_DEVICE void announce_staging(const Context& context, const CombineArgs& args) {
   const World& world = args.world;
   const int peer = arch::thread_idx();
-  if (peer >= world.num_ranks) return;
+  if (!world.takes_part(peer)) return;
   ArrivedLine* line = world.arrived_line(peer, world.rank);
   const int parity = context.generation & 1u;
   announce_arrival(context, args.signature,
@@ -74,7 +74,7 @@ DC_DEVICE CombineMode enter_combine(const Context& context, const CombineArgs& a
                         0,
                         {}};
     ok = await_entry(context, watch, Stage::kEntryBarrier, peer, args.signature);
-    has_room = watch.value(0) != 0 && num_rows <= watch.value(1);
+    has_room = world.is_absent(peer) || (watch.value(0) != 0 && num_rows <= watch.value(1));
     staging_lines[peer] = watch.value(0);
   }
   arch::sync_warp();  // hands each lane's acquire to the whole warp

@@ -22,7 +22,8 @@ DC_DEVICE void report_bad_expert(const World& world, Kernel kernel, int num_expe
 }
 
 // One thread, one token: the mask of the ranks it goes to; every selection counts in num_per_expert
-// (shared memory). An index outside [-1, E) counts as -1 and is reported.
+// (shared memory). An expert of an absent rank counts as -1, as does an index outside [-1, E), which
+// is reported.
 DC_DEVICE uint32_t count_token(const World& world, Kernel kernel, const TopkIdx& topk, int token,
                                int32_t* num_per_expert) {
   constexpr int kBatch = 8;  // loads in flight: each would otherwise cost a trip to memory
@@ -40,7 +41,9 @@ DC_DEVICE uint32_t count_token(const World& world, Kernel kernel, const TopkIdx&
         report_bad_expert(world, kernel, topk.num_experts, begin + base + k, selected[k]);
         continue;
       }
-      rank_mask |= 1u << experts.rank_of(selected[k]);
+      const int rank = experts.rank_of(selected[k]);
+      if (world.is_absent(rank)) continue;
+      rank_mask |= 1u << rank;
       arch::atomic_add_relaxed_cta(num_per_expert + selected[k], 1);
     }
   }

@@ -65,13 +65,24 @@ DC_DEVICE void enter_dispatch(const Context& context, const DispatchArgs& args,
     const int32_t num_rows =
         num_rows_at<Form>(args, peer);  // the trip to memory is over when they come
     OutputWords words{};
-    if (is_direct_already) {
-      words = words_of_notify(args.world, peer, context.generation - 1);
-    } else {
+    const bool is_absent = args.world.is_absent(peer);
+    bool is_out = false;
+    if (!is_direct_already) {
       ok = await_output(context, args, peer, &words);
+    } else {
+      is_out = is_masked_out(args.world);  // asked for beside the peers' words
+      if (!is_absent) words = words_of_notify(args.world, peer, context.generation - 1);
     }
-    is_direct = is_direct_already || words.has_room(num_rows);
-    if (ok && is_direct) entry->outputs[peer] = output_at<Form>(args, peer, words, num_rows);
+    is_direct = is_direct_already || is_absent || words.has_room(num_rows);
+    if (is_out) {
+      report_masked_out(context, {Stage::kEntryBarrier, Word::kArrived, peer, -1}, 0);
+      ok = false;
+    }
+    if (is_absent) {
+      entry->outputs[peer] = PeerOutput{};  // has no rows
+    } else if (ok && is_direct) {
+      entry->outputs[peer] = output_at<Form>(args, peer, words, num_rows);
+    }
   }
   arch::sync_warp();  // hands each lane's acquire to the whole warp
   ok = arch::all(kFullMask, ok);

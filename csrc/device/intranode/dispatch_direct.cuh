@@ -169,6 +169,7 @@ DC_DEVICE void send_channel_starts(const Context& context, const DispatchArgs& a
   const int num_words = args.world.num_ranks * args.ring.num_channels;
   for (int idx = arch::thread_idx(); idx < num_words; idx += arch::num_threads()) {
     const int peer = idx / args.ring.num_channels, channel = idx % args.ring.num_channels;
+    if (args.world.is_absent(peer)) continue;
     const int32_t* prefix =
         args.channel_prefix_matrix + static_cast<int64_t>(peer) * args.ring.num_channels;
     const int32_t start = channel == 0 ? 0 : arch::ld_nc(prefix + channel - 1);
@@ -185,9 +186,9 @@ DC_DEVICE void read_channel_starts(const DispatchArgs& args) {
   for (int idx = arch::thread_idx(); idx < num_words; idx += arch::num_threads()) {
     const int channel = idx % args.ring.num_channels, source = idx / args.ring.num_channels;
     const RecvLine* line = world.recv_line(world.rank, channel, source);
-    arch::st_weak(
-        args.recv_channel_prefix_matrix + idx,
-        static_cast<int32_t>(Tagged::unpack(arch::ld_relaxed_sys(&line->start_offset)).value));
+    const uint64_t start = world.is_absent(source) ? 0 : arch::ld_relaxed_sys(&line->start_offset);
+    arch::st_weak(args.recv_channel_prefix_matrix + idx,
+                  static_cast<int32_t>(Tagged::unpack(start).value));
   }
 }
 
@@ -199,7 +200,7 @@ DC_DEVICE void finish_direct(const Context& context, const DispatchArgs& args) {
   arch::sync_block();
   note_in_block(context, TraceStep::kSent);
   bool ok = true;
-  if (peer < world.num_ranks) {
+  if (world.takes_part(peer)) {
     // pairs with: the await below at the peer — every row and word this block
     // wrote into its segment.
     arch::st_release_sys(&world.recv_line(peer, block, world.rank)->done,

@@ -41,7 +41,7 @@ struct OutputWords {
 DC_DEVICE void announce_output(const Context& context, const DispatchArgs& args) {
   const World& world = args.world;
   const int peer = arch::thread_idx();
-  if (peer >= world.num_ranks) return;
+  if (!world.takes_part(peer)) return;
   const OutputWords words =
       OutputWords::of({args.output_line, args.src_line, args.num_recv_rows, false});
   ArrivedLine* line = world.arrived_line(peer, world.rank);

@@ -114,6 +114,7 @@ DC_DEVICE int receive_word(const DispatchArgs& args, int src) {
 template <class Form>
 DC_DEVICE void dispatch_send(const Context& context, const DispatchArgs& args, Progress& progress,
                              int channel, int dst) {
+  if (args.world.is_absent(dst)) return;
   const int num_channels = args.ring.num_channels;
   StagePipe pipe = make_pipe(args.stage, args.ring_barriers_offset);
   if (arch::lane_idx() == 0) {
@@ -277,6 +278,10 @@ template <class Form>
 DC_DEVICE void dispatch_receive(const Context& context, const DispatchArgs& args,
                                 Progress& progress, int channel, int src, int part) {
   const World& world = args.world;
+  if (world.is_absent(src)) {
+    if (part == 0) note_channel_start(args, channel, src, 0);
+    return;
+  }
   const int64_t source_start =
       src == 0 ? 0
                : arch::ld_nc(args.rank_prefix_matrix + (src - 1) * world.num_ranks + world.rank);
@@ -313,7 +318,9 @@ DC_DEVICE void dispatch_publish(const Context& context, const DispatchArgs& args
   const World& world = args.world;
   const int lane = arch::lane_idx(), peer = lane % world.num_ranks;
   Published published;
-  if (peer != world.rank && lane < world.num_ranks) {
+  if (world.is_absent(peer)) {
+    // nothing to publish
+  } else if (peer != world.rank && lane < world.num_ranks) {
     published = {ring_tail(world, channel, peer), peer, 1};
   } else if (peer != world.rank && lane < 2 * world.num_ranks) {
     published = {ring_head(world, channel, peer), receive_word(args, peer), args.num_receive_warps};

@@ -7,6 +7,7 @@
 #include "device/intranode/expand.cuh"
 #include "device/intranode/expand_received.cuh"
 #include "device/intranode/get_dispatch_layout.cuh"
+#include "device/intranode/meet.cuh"
 #include "device/intranode/notify_dispatch.cuh"
 #include "device/intranode/number_received.cuh"
 #include "device/intranode/number_rows.cuh"
@@ -100,6 +101,14 @@ struct ReduceExpertsKernel {
   static constexpr bool kBlocksWait = false;
   static constexpr int kMaxThreads = 640;
   DC_DEVICE static void run(const Args& args) { reduce_experts<kDtype>(args); }
+};
+
+struct MeetKernel {
+  using Args = MeetArgs;
+  static constexpr Kernel kName = Kernel::kMeet;
+  static constexpr bool kBlocksWait = false;
+  static constexpr int kMaxThreads = 32;
+  DC_DEVICE static void run(const Args& args) { meet(args); }
 };
 
 }  // namespace deep_comm

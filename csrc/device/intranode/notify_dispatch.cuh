@@ -65,7 +65,7 @@ DC_DEVICE uint32_t ranks_of_token(const NotifyArgs& args, NotifySmem* smem, int 
   }
   DC_UNROLL
   for (int rank = 0; rank < kMaxRanks; ++rank) {
-    if (rank < num_ranks && arch::ld_nc(row + rank) != 0) rank_mask |= 1u << rank;
+    if (args.world.takes_part(rank) && arch::ld_nc(row + rank) != 0) rank_mask |= 1u << rank;
   }
   return rank_mask;
 }
@@ -158,11 +158,13 @@ DC_DEVICE void send_counts(const Context& context, const NotifyArgs& args) {
       const int expert = idx - kNumHeaderFields - num_ranks;
       const int owner = experts.rank_of(expert);
       const int32_t total = take_total(args, num_ranks + expert);
+      if (world.is_absent(owner)) continue;
       arch::st_weak(world.counts(owner, world.rank, context.generation) + kNumHeaderFields +
                         num_ranks + expert - experts.first_expert(owner),
                     total);
       // Expanded outputs: everybody works out where its rows belong, on every rank.
       for (int peer = 0; peer < num_ranks && args.expansion.first_rows != nullptr; ++peer) {
+        if (world.is_absent(peer)) continue;
         arch::st_weak(world.expert_counts(peer, world.rank, context.generation) + expert, total);
       }
       continue;
@@ -170,6 +172,7 @@ DC_DEVICE void send_counts(const Context& context, const NotifyArgs& args) {
     int32_t value;
     if (idx >= kNumHeaderFields) {
       value = take_total(args, idx - kNumHeaderFields);
+      if (world.is_absent(idx - kNumHeaderFields)) value = 0;  // of a layout from before
     } else if (idx == static_cast<int>(HeaderField::kBadExpertIndex)) {
       value = static_cast<int32_t>(arch::ld_relaxed_gpu(&world.state()->bad_expert_index));
     } else {
@@ -177,6 +180,7 @@ DC_DEVICE void send_counts(const Context& context, const NotifyArgs& args) {
     }
     for (int step = 1; step <= num_ranks; ++step) {
       const int peer = (world.rank + step) % num_ranks;
+      if (world.is_absent(peer)) continue;
       arch::st_weak(world.counts(peer, world.rank, context.generation) + idx, value);
     }
   }
@@ -185,7 +189,7 @@ DC_DEVICE void send_counts(const Context& context, const NotifyArgs& args) {
 // Compares every peer's header with this rank's. Threads [0, R) of a block.
 DC_DEVICE void check_headers(const Context& context, const NotifyArgs& args) {
   const int peer = arch::thread_idx();
-  if (peer >= args.world.num_ranks) return;
+  if (!args.world.takes_part(peer)) return;
   const int32_t* header = args.world.counts(args.world.rank, peer, context.generation);
   if (arch::ld_weak(header + static_cast<int>(HeaderField::kBadExpertIndex)) != 0) {
     report_error(context, {ErrorKind::kExpertIndex,
@@ -217,7 +221,7 @@ DC_DEVICE int32_t write_rank_prefix(const Context& context, const NotifyArgs& ar
   int32_t counts[kMaxRanks];  // all loads in flight before the first sum
   DC_UNROLL
   for (int src = 0; src < kMaxRanks; ++src) {
-    counts[src] = src < world.num_ranks
+    counts[src] = world.takes_part(src)
                       ? arch::ld_weak(world.counts(world.rank, src, context.generation) +
                                       kNumHeaderFields + dst)
                       : 0;
@@ -248,13 +252,14 @@ DC_DEVICE void write_totals(const Context& context, const NotifyArgs& args) {
   bool is_direct = true;
   int32_t most_tokens = 0;
   if (peer < world.num_ranks) {
-    most_tokens = arch::ld_weak(world.counts(world.rank, peer, context.generation) +
-                                static_cast<int>(HeaderField::kNumTokens));
     const int32_t num_rows = write_rank_prefix(context, args, peer);
     const bool is_expanded = args.expansion.first_rows != nullptr;
-    is_direct =
-        words_of_notify(world, peer, context.generation)
-            .has_room(is_expanded ? arch::ld_weak(args.expansion.num_rows + peer) : num_rows);
+    if (!world.is_absent(peer)) {
+      most_tokens = arch::ld_weak(world.counts(world.rank, peer, context.generation) +
+                                  static_cast<int>(HeaderField::kNumTokens));
+      const int32_t wanted = is_expanded ? arch::ld_weak(args.expansion.num_rows + peer) : num_rows;
+      is_direct = words_of_notify(world, peer, context.generation).has_room(wanted);
+    }
   }
   is_direct = arch::all(kFullMask, is_direct);
   for (int mask = kMaxRanks / 2; mask > 0; mask /= 2)
@@ -279,7 +284,7 @@ DC_DEVICE void write_expert_counts(const Context& context, const NotifyArgs& arg
     DC_UNROLL
     for (int src = 0; src < kMaxRanks; ++src) {
       counts[src] =
-          src < world.num_ranks
+          world.takes_part(src)
               ? arch::ld_weak(world.counts(world.rank, src, context.generation) + position)
               : 0;
     }
@@ -328,6 +333,7 @@ DC_DEVICE void write_expansion(const Context& context, const NotifyArgs& args) {
       int32_t total = 0, before = 0;  // rows of all ranks, of lower ranks
       for (int src = 0; src < world.num_ranks && local < count; ++src) {
         if (src == world.rank) before = total;
+        if (world.is_absent(src)) continue;
         total +=
             arch::ld_weak(world.expert_counts(world.rank, src, context.generation) + first + local);
       }

@@ -25,6 +25,12 @@ DC_DEVICE int selected_expert(const Args& args, int64_t position) {
   const int expert = load_expert(args.topk_idx, position, args.topk_idx_bytes);
   return expert >= 0 && expert < args.num_experts ? expert : -1;
 }
+// An expert of an absent rank counts as none.
+DC_DEVICE int selected_expert(const NumberRowsArgs& args, int64_t position) {
+  const int expert = selected_expert<NumberRowsArgs>(args, position);
+  const ExpertMap experts{args.num_experts, args.world.num_ranks};
+  return expert >= 0 && args.world.is_absent(experts.rank_of(expert)) ? -1 : expert;
+}
 
 // One warp: rows[position] of selections [begin, end), in order.
 template <class Args>

@@ -34,6 +34,7 @@ enum class Kernel : uint32_t {
   kTransposeScales,
   kNumberReceived,
   kExpandReceived,
+  kMeet,
   kCount
 };
 
@@ -56,6 +57,7 @@ enum class Stage : uint32_t {
   kRailCredit,    // rail sender: a free slot
   kRailTail,      // forwarder, or the reducer of combine: a row from another node
   kBlamed,        // a neighbour gave up waiting for that rank
+  kMeeting,       // ranks that go on without others
   kCount
 };
 
@@ -86,27 +88,41 @@ enum class Word : uint32_t {
   kNumForwardRows,
   kBlamed,
   kLanded,
+  kProposal,  // ranks to be done without, a bit each
   kCount
 };
 
 inline constexpr const char* kErrorKindNames[] = {"none",         "peer_timeout", "config_mismatch",
                                                   "expert_index", "overflow",     "masked_out",
                                                   "interrupted"};
-inline constexpr const char* kKernelNames[] = {
-    "get_dispatch_layout",  "notify_dispatch",     "dispatch",        "combine",
-    "low_latency_dispatch", "low_latency_combine", "internode_count", "internode_notify",
-    "internode_dispatch",   "internode_combine",   "number_rows",     "expand_rows",
-    "reduce_experts",       "transpose_scales",    "number_received", "expand_received"};
+inline constexpr const char* kKernelNames[] = {"get_dispatch_layout",
+                                               "notify_dispatch",
+                                               "dispatch",
+                                               "combine",
+                                               "low_latency_dispatch",
+                                               "low_latency_combine",
+                                               "internode_count",
+                                               "internode_notify",
+                                               "internode_dispatch",
+                                               "internode_combine",
+                                               "number_rows",
+                                               "expand_rows",
+                                               "reduce_experts",
+                                               "transpose_scales",
+                                               "number_received",
+                                               "expand_received",
+                                               "reset"};
 inline constexpr const char* kStageNames[] = {
-    "entry_barrier", "counts",       "channel_offsets", "ring_credit", "ring_tail", "reduce",
-    "done",          "retire",       "check_arguments", "half_credit", "rows",      "weights",
-    "announced",     "participants", "rail_barrier",    "rail_credit", "rail_tail", "blamed"};
+    "entry_barrier", "counts",    "channel_offsets", "ring_credit",     "ring_tail",
+    "reduce",        "done",      "retire",          "check_arguments", "half_credit",
+    "rows",          "weights",   "announced",       "participants",    "rail_barrier",
+    "rail_credit",   "rail_tail", "blamed",          "meeting"};
 inline constexpr const char* kWordNames[] = {
     "arrived",   "done",         "head",          "tail",      "start_offset", "end_offset",
     "progress",  "topk_idx",     "num_recv_rows", "header",    "operation",    "consumed",
     "announced", "token_count",  "weight",        "route",     "row",          "scale",
     "mask",      "rail_arrived", "rail_head",     "rail_tail", "rail_header",  "num_forward_rows",
-    "blamed",    "landed"};
+    "blamed",    "landed",       "reset(without)"};
 static_assert(sizeof(kErrorKindNames) / sizeof(char*) == static_cast<size_t>(ErrorKind::kCount));
 static_assert(sizeof(kKernelNames) / sizeof(char*) == static_cast<size_t>(Kernel::kCount));
 static_assert(sizeof(kStageNames) / sizeof(char*) == static_cast<size_t>(Stage::kCount));

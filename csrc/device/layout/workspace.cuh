@@ -1,7 +1,7 @@
 // The control words at the head of every rank's heap segment, and what a kernel needs to find them.
 //
 //   segment = [ LocalState | arrived | recv lines | send lines | counts | low-latency words
-//               | data region (rings, receive region) ]
+//               | meeting words | data region (rings, receive region) ]
 //             [ low-latency region, at the end, if there is one ]
 //
 // No word is ever reset: each carries the generation of the kernel that wrote it, and a word of an
@@ -103,6 +103,13 @@ struct alignas(kLineBytes) ArrivedLine {
 };
 static_assert(sizeof(ArrivedLine) == kLineBytes);
 
+// What a rank tells another when ranks go on without some: see intranode/meet.cuh. Tagged: the
+// meeting's number, and the ranks to be done without.
+struct alignas(kLineBytes) MeetingLine {
+  uint64_t proposal;
+};
+static_assert(sizeof(MeetingLine) == kLineBytes);
+
 // What the first failing thread leaves behind, in host memory that kernels reach.
 struct ErrorBlock {
   uint32_t is_written;  // released last
@@ -134,6 +141,17 @@ struct WorkspaceLayout {
   LowLatencyWords low_latency;
   size_t data;  // rings; its size is the user's num_nvl_bytes
 
+  // The last words before the data outlive a reset among some of the ranks: others may be writing
+  // there. MeetingLine [num_ranks], by peer, and a line with masked_out (uint32): the other ranks do
+  // without this one.
+  DC_HOST_DEVICE static constexpr size_t num_meeting_bytes(int num_ranks) {
+    return sizeof(MeetingLine) * static_cast<size_t>(num_ranks + 1);
+  }
+  DC_HOST_DEVICE constexpr size_t meeting(int num_ranks) const {
+    return data - num_meeting_bytes(num_ranks);
+  }
+  DC_HOST_DEVICE constexpr size_t masked_out() const { return data - sizeof(MeetingLine); }
+
   DC_HOST_DEVICE static constexpr WorkspaceLayout make(int num_ranks, int num_max_experts) {
     WorkspaceLayout layout{};
     RegionCursor cursor;
@@ -148,7 +166,7 @@ struct WorkspaceLayout {
     layout.expert_counts = cursor.take(2 * static_cast<size_t>(num_max_experts) * 4 * num_ranks);
     layout.layout_counts = cursor.take(static_cast<size_t>(num_ranks + num_max_experts) * 4);
     layout.low_latency = LowLatencyWords::make(&cursor, num_ranks, num_max_experts);
-    layout.data = align_up<size_t>(cursor.num_bytes(), 4096);
+    layout.data = align_up<size_t>(cursor.num_bytes() + num_meeting_bytes(num_ranks), 4096);
     return layout;
   }
 };
@@ -157,13 +175,21 @@ struct WorkspaceLayout {
 struct World {
   int rank;
   int num_ranks;
-  Trace
-      trace;  // beside what every kernel reads first: looking whether it is on fetches nothing more
+  // Beside what every kernel reads first: looking whether tracing is on, or whether ranks are absent,
+  // fetches nothing more, and makes no argument behind them move.
+  TraceSlot* trace_slots;
+  uint32_t last_traced_call;
+  // Ranks that normal mode does without, a bit each; equal on all others. Nothing is sent to
+  // them or awaited from them, their experts are nobody's.
+  uint32_t absent;
   uint8_t* bases[kMaxRanks];  // every rank's segment, as this rank addresses it
   WorkspaceLayout layout;
   ErrorBlock* error;
   uint64_t timeout_ns;
 
+  DC_HOST_DEVICE Trace trace() const { return {trace_slots, last_traced_call}; }
+  DC_HOST_DEVICE bool is_absent(int peer) const { return (absent >> peer & 1u) != 0; }
+  DC_HOST_DEVICE bool takes_part(int peer) const { return peer < num_ranks && !is_absent(peer); }
   DC_HOST_DEVICE LocalState* state() const { return reinterpret_cast<LocalState*>(bases[rank]); }
   // The words in `owner`'s segment by which `from` announces itself.
   DC_HOST_DEVICE ArrivedLine* arrived_line(int owner, int from) const {
@@ -204,6 +230,13 @@ struct World {
   // What `rank` has said last to `owner` while it waited: see sync/mask.cuh.
   DC_HOST_DEVICE uint64_t* alive(int owner, int rank) const {
     return reinterpret_cast<uint64_t*>(bases[owner] + layout.low_latency.alive) + rank;
+  }
+  DC_HOST_DEVICE uint64_t* proposal(int owner, int from) const {
+    return &(reinterpret_cast<MeetingLine*>(bases[owner] + layout.meeting(num_ranks)) + from)
+                ->proposal;
+  }
+  DC_HOST_DEVICE uint32_t* masked_out(int owner) const {
+    return reinterpret_cast<uint32_t*>(bases[owner] + layout.masked_out());
   }
   DC_HOST_DEVICE uint8_t* data(int owner) const { return bases[owner] + layout.data; }
 };

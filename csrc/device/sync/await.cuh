@@ -62,7 +62,13 @@ DC_DEVICE_COLD bool may_go_on(Context context, WaitFor wait, uint64_t seen, uint
     note_wait(context, wait, expected);
   }
   if (can_do_without) say_alive(context, now_ns);
-  if (is_aborted(world)) {
+  const bool is_over = is_aborted(world);
+  if (is_over) arch::fence_acq_rel_sys();  // pairs with: mask_out — the reason, if it is this one
+  if (is_masked_out(world)) {
+    report_masked_out(context, wait, now_ns - clock->start_ns);
+    return false;
+  }
+  if (is_over) {
     note_gave_up(context, wait);
     return false;
   }

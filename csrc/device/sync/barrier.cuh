@@ -24,12 +24,17 @@ struct Operation {
   }
 };
 
+// Is `peer` one that nobody waits for?
+DC_DEVICE bool does_without(const World& world, int peer) {
+  return world.is_absent(peer) && !arch::fault(Fault::kAwaitAbsent);
+}
+
 // Tells every rank that this one has entered. Threads [0, num_ranks) of one block call it, after a
 // barrier that orders whatever the block wrote for its peers before.
 DC_DEVICE void announce_arrival(const Context& context, uint32_t signature) {
   const World& world = context.world;
   const int peer = arch::thread_idx();
-  if (peer >= world.num_ranks) return;
+  if (!world.takes_part(peer)) return;
   // pairs with: await_arrivals at every peer — everything this rank wrote before, counts included.
   arch::st_release_sys(world.arrived(peer, world.rank),
                        Tagged::pack(context.generation, signature));
@@ -105,6 +110,7 @@ DC_DEVICE bool agrees_on_operation(const Context& context, Stage stage, int peer
 }
 
 // Lane p of a warp: waits until rank p has entered this generation and all of its words are there.
+// Does not wait for a rank that is absent: its words are zeros then.
 template <int kNumWords>
 DC_DEVICE bool await_entry(const Context& context, EntryWatch<kNumWords>& watch, Stage stage,
                            int peer, uint32_t signature) {
@@ -112,22 +118,35 @@ DC_DEVICE bool await_entry(const Context& context, EntryWatch<kNumWords>& watch,
     watch.look();
     return true;
   }
-  return await_watch(context, watch, {stage, Word::kArrived, peer, -1},
-                     Tagged::pack(context.generation, signature)) &&
-         agrees_on_operation(context, stage, peer, watch.arrival, signature);
+  if (does_without(context.world, peer)) return true;
+  const WaitFor wait{stage, Word::kArrived, peer, -1};
+  const bool is_out = is_masked_out(context.world);  // asked for beside the peer's words
+  if (!await_watch(context, watch, wait, Tagged::pack(context.generation, signature))) return false;
+  if (is_out) {
+    report_masked_out(context, wait, 0);
+    return false;
+  }
+  return agrees_on_operation(context, stage, peer, watch.arrival, signature);
 }
 
-// Waits until every rank has entered this generation. A whole warp calls it; the result is uniform.
+// Waits until every rank that is not absent has entered this generation. A whole warp calls it; the result is uniform.
 DC_DEVICE bool await_arrivals(const Context& context, Stage stage, uint32_t signature) {
   const World& world = context.world;
   const int peer = arch::lane_idx();
   bool ok = true;
-  if (peer < world.num_ranks && !arch::fault(Fault::kSkipEntryBarrier)) {
+  if (peer < world.num_ranks && !does_without(world, peer) &&
+      !arch::fault(Fault::kSkipEntryBarrier)) {
     const uint64_t expected = Tagged::pack(context.generation, signature);
+    const WaitFor wait{stage, Word::kArrived, peer, -1};
+    const bool is_out = is_masked_out(world);
     uint64_t raw = 0;
     ok = await<Scope::kSys>(
-        context, world.arrived(world.rank, peer), {stage, Word::kArrived, peer, -1}, expected,
+        context, world.arrived(world.rank, peer), wait, expected,
         [&](uint64_t word) { return Tagged::unpack(word).has_reached(context.generation); }, &raw);
+    if (ok && is_out) {
+      report_masked_out(context, wait, 0);
+      ok = false;
+    }
     ok = ok && agrees_on_operation(context, stage, peer, raw, signature);
   }
   // The barrier hands each lane's acquire to the whole warp.

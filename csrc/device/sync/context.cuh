@@ -72,6 +72,15 @@ DC_DEVICE void abort_rank(const Context& context) {
   arch::st_relaxed_gpu(&context.world.state()->abort, 1u);
 }
 
+// The others do without this rank: nothing of what it does is wanted.
+DC_DEVICE_COLD void report_masked_out(Context context, WaitFor wait, uint64_t waited_ns) {
+  report_error(context, {ErrorKind::kMaskedOut, wait, 0, 0, waited_ns, -1});
+  abort_rank(context);
+}
+DC_DEVICE bool is_masked_out(const World& world) {
+  return arch::ld_relaxed_sys(world.masked_out(world.rank)) != 0u;
+}
+
 DC_DEVICE bool is_aborted(const World& world) {
   // sys: between nodes, a neighbour that has given up sets it as well.
   return arch::ld_relaxed_sys(&world.state()->abort) != 0u;

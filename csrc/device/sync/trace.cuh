@@ -21,18 +21,18 @@ DC_DEVICE_COLD void write_note(const Trace& trace, Kernel kernel, TraceStep step
 
 // One thread.
 DC_DEVICE void note(const Context& context, TraceStep step, uint32_t value = 0) {
-  const Trace& trace = context.world.trace;
+  const Trace trace = context.world.trace();
   if (!Trace::is_noted(context.kernel) || trace.slots == nullptr) return;
   write_note(trace, context.kernel, step, context.generation, value);
 }
 
 // The first thread of a block, or of a warp; the others pass.
 DC_DEVICE void note_in_block(const Context& context, TraceStep step, uint32_t value = 0) {
-  if (!Trace::is_noted(context.kernel) || context.world.trace.slots == nullptr) return;
+  if (!Trace::is_noted(context.kernel) || context.world.trace_slots == nullptr) return;
   if (arch::thread_idx() == 0) note(context, step, value);
 }
 DC_DEVICE void note_in_warp(const Context& context, TraceStep step, uint32_t value = 0) {
-  if (!Trace::is_noted(context.kernel) || context.world.trace.slots == nullptr) return;
+  if (!Trace::is_noted(context.kernel) || context.world.trace_slots == nullptr) return;
   if (arch::lane_idx() == 0) note(context, step, value);
 }
 
