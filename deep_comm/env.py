@@ -126,8 +126,8 @@ RAIL_NEAR: Variable[bool | None] = Variable(
     "0 or 1",
     None,
     "whether rows for nodes whose memory this rank's stores reach are stored there, instead of "
-    "put: unset: over nvshmem (NVLink), but not in low-latency mode; 0: never; 1: there too, and "
-    "on the host target, where no network then stands between the nodes",
+    "put: unset: over nvshmem (NVLink); 0: never; 1: on the host target, too, where no network "
+    "then stands between the nodes",
     _parse_flag,
 )
 NIC_GB_PER_S: Variable[float | None] = Variable(

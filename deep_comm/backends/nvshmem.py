@@ -261,21 +261,16 @@ class NvshmemHeap:
 
     def rail_arguments(self, peers: Sequence[int]) -> dict[str, Any]:
         return {
-            "rail_bases": [
-                self.peer_bases[peer] if self._is_near(number, peer) else 0
-                for number, peer in enumerate(peers)
-            ],
+            "rail_bases": [self.peer_bases[peer] if self._is_near(peer) else 0 for peer in peers],
             "rail_pes": [self._pes[peer] for peer in peers],
             "rail_kernels": self._job.module.kernels(),
             "rail_base": self.base,
             "rail_qps": self._qps,
         }
 
-    def _is_near(self, number: int, rank: int) -> bool:
-        """Whether what this rank sends to its peer of this number is stored there."""
-        # The first peers are those of normal mode, one a node; those of low-latency mode follow.
-        default = number < self._topology.num_nodes
-        if not (default if env.RAIL_NEAR.get() is None else env.RAIL_NEAR.get()):
+    def _is_near(self, rank: int) -> bool:
+        """Whether what this rank sends to that one is stored there."""
+        if env.RAIL_NEAR.get() is False:
             return False
         # Stores reach all of a node: low-latency mode sends to each rank there, or to one that
         # hands on; of some and some it would be both.
