@@ -62,13 +62,13 @@ DC_DEVICE_COLD bool may_go_on(Context context, WaitFor wait, uint64_t seen, uint
     note_wait(context, wait, expected);
   }
   if (can_do_without) say_alive(context, now_ns);
-  const bool is_over = is_aborted(world);
-  if (is_over) arch::fence_acq_rel_sys();  // pairs with: mask_out — the reason, if it is this one
-  if (is_masked_out(world)) {
-    report_masked_out(context, wait, now_ns - clock->start_ns);
-    return false;
-  }
-  if (is_over) {
+  // Whoever resets has forgotten the abort that came with it.
+  const bool is_left_out = context.kernel == Kernel::kMeet && is_masked_out(world);
+  if (is_left_out || is_aborted(world)) {
+    arch::fence_acq_rel_sys();  // pairs with: mask_out — the reason, if it is this one
+    if (is_left_out || is_masked_out(world)) {
+      report_error(context, {ErrorKind::kMaskedOut, wait, 0, 0, now_ns - clock->start_ns, -1});
+    }
     note_gave_up(context, wait);
     return false;
   }
@@ -91,8 +91,8 @@ DC_DEVICE_COLD bool may_go_on(Context context, WaitFor wait, uint64_t seen, uint
     clock->deadline_ns = now_ns + limit_ns;
   }
   if (now_ns >= clock->deadline_ns) {
-    report_error(context,
-                 {ErrorKind::kPeerTimeout, wait, seen, expected, now_ns - clock->start_ns, -1});
+    const ErrorKind kind = is_masked_out(world) ? ErrorKind::kMaskedOut : ErrorKind::kPeerTimeout;
+    report_error(context, {kind, wait, seen, expected, now_ns - clock->start_ns, -1});
     abort_rank(context);
     note_gave_up(context, wait);
     return false;
