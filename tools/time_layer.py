@@ -13,7 +13,6 @@ machine's. For auto it also says how often the others' words were not there in t
 from __future__ import annotations
 
 import argparse
-import copy
 import os
 import statistics
 from collections.abc import Callable
@@ -24,8 +23,7 @@ import torch.distributed as dist
 
 import deep_comm
 from deep_comm.bench.measure import clock_of, gather, host_round
-from deep_comm.layer.quick_decode import NEVER
-from deep_comm.ops.quick import never
+from deep_comm.layer.by_steps import by_steps
 
 HIDDEN, EXPERTS, TOPK = 7168, 256, 8
 Steps = dict[str, Callable[[int], object]]
@@ -33,19 +31,6 @@ Steps = dict[str, Callable[[int], object]]
 
 def experts(batch: deep_comm.ExpertBatch) -> torch.Tensor:
     return batch.x
-
-
-def by_steps(layer: deep_comm.ExpertParallel) -> deep_comm.ExpertParallel:
-    """The same layer, without the native calls of its own."""
-    slow = copy.copy(layer)
-    steps: Any = copy.copy(layer._steps)
-    transport: Any = copy.copy(steps.transport)
-    prefill: Any = copy.copy(transport.prefill)
-    slow._steps, steps.transport, transport.prefill = steps, transport, prefill
-    transport.quick = NEVER
-    steps._begin = steps._end = steps.forward_quick = never
-    prefill.dispatch_quick = prefill.combine_quick = never
-    return slow
 
 
 def steps_of(layer: deep_comm.ExpertParallel, num_tokens: int, max_rows: int) -> Steps:

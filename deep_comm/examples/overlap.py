@@ -38,6 +38,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import deep_comm
 from deep_comm.examples import picture
 from deep_comm.examples.launch import device_of, on_ranks, say
+from deep_comm.layer.by_steps import by_steps
 from deep_comm.topology import first_expert, num_local_experts
 
 NUM_LAYERS = 3
@@ -215,8 +216,9 @@ def _synchronize(device: torch.device) -> None:
 
 
 @contextmanager
-def _named_ranges(parallel: deep_comm.ExpertParallel) -> Iterator[None]:
+def _named_ranges(model: Model) -> Iterator[None]:
     """On the host target communication is calls, not kernels: they get names in the trace."""
+    parallel = model.parallel
     buffer: Any = parallel.buffer
     names = ("dispatch", "combine", "low_latency_dispatch", "low_latency_combine")
     calls = {**{name: name for name in names}, "_begin_expanded_dispatch": "dispatch"}
@@ -237,9 +239,11 @@ def _named_ranges(parallel: deep_comm.ExpertParallel) -> Iterator[None]:
 
     for method, name in calls.items():
         setattr(buffer, method, named(name, getattr(buffer, method)))
+    model.parallel = by_steps(parallel)
     try:
         yield
     finally:
+        model.parallel = parallel
         for method in calls:
             delattr(buffer, method)
 
@@ -250,7 +254,7 @@ def _trace(
     on_gpu = device.type == "cuda"
     # Not both: notes of every operator would slow the host down, and with it what it queues.
     activities = [ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]
-    ranges = nullcontext() if on_gpu else _named_ranges(model.parallel)
+    ranges = nullcontext() if on_gpu else _named_ranges(model)
     with ranges, profile(activities=activities) as profiler:
         step()
         _synchronize(device)
