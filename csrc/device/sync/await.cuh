@@ -42,10 +42,10 @@ DC_DEVICE void note_gave_up(const Context& context, const WaitFor& wait) {
 }
 
 // Between two looks: may the wait go on? False when the deadline has passed (then this thread has
-// written the error record) or when another thread of this rank has given up; with
-// context.can_shrink also when the ranks do without wait.peer. A wait for this rank itself then has
-// more time: what it waits for may be about to give up several ranks. All waits share this one
-// function.
+// written the error record), when another thread of this rank has given up, or when the others have
+// ended its waits because they go on without it; with context.can_shrink also when the ranks do
+// without wait.peer. A wait for this rank itself then has more time: what it waits for may be about
+// to give up several ranks. All waits share this one function.
 DC_DEVICE_COLD bool may_go_on(Context context, WaitFor wait, uint64_t seen, uint64_t expected,
                               uint64_t patience, WaitClock* clock) {
   const World& world = context.world;
@@ -62,7 +62,7 @@ DC_DEVICE_COLD bool may_go_on(Context context, WaitFor wait, uint64_t seen, uint
     note_wait(context, wait, expected);
   }
   if (can_do_without) say_alive(context, now_ns);
-  // Whoever resets has forgotten the abort that came with it.
+  // Only a meeting looks at every turn: its reset has forgotten the abort that came with the word.
   const bool is_left_out = context.kernel == Kernel::kMeet && is_masked_out(world);
   if (is_left_out || is_aborted(world)) {
     arch::fence_acq_rel_sys();  // pairs with: mask_out — the reason, if it is this one
