@@ -81,12 +81,11 @@ _LINK_BYTES_PER_US = {2: 362e3, 4: 353e3}
 
 # Cached dispatch in direct mode, 2 × H200, 2026-11-21, 4096 tokens, top-8 of 256 experts, eager,
 # rows of 14336, 7392 (FP8 and scales) and 4096 bytes, 16 numbers of SMs of each (table in
-# docs/guide/sms.md). The slower of links and SMs, without a bend. With 4 GPUs an SM sends some 5 %
-# less than this says.
+# docs/guide/sms.md). The slower of links and SMs, without a bend. With 4 GPUs 8 SMs take 4 % longer
+# than this says.
 DISPATCH = Model(fixed_us=8.7, sm_us_per_row=0.0016, sm_us_per_byte=19.5e-6, sharpness=64)
 # Combine, staged, the same machine and tokens, rows of 14336 bytes, 8 to 96 SMs: six times, within
-# 3.5 %. With 4 GPUs it has not been measured since it was rewritten (docs/design/0038); what it
-# took before is within 3 % of this with 8 to 16 SMs, and 9 % more with 24.
+# 3.5 %. 4 × H200, 2026-11-22: within 4 %, 8 to 128 SMs; at 1024 tokens up to 8 % less than this.
 COMBINE = Model(fixed_us=28.0, sm_us_per_row=0.0, sm_us_per_byte=31.5e-6, sharpness=10)
 
 

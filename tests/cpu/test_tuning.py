@@ -32,8 +32,11 @@ MEASURED = {
     },
     # docs/performance.md
     (COMBINE, BF16, 2): {8: 473, 16: 263, 22: 203, 24: 193, 48: 185, 96: 186},
-    (DISPATCH, BF16, 4): {8: 565, 15: 463, 16: 461, 24: 467, 48: 468},
-    (DISPATCH, FP8, 4): {8: 289, 19: 247, 24: 247, 48: 250},
+    (DISPATCH, BF16, 4): {8: 548.4, 16: 455.7, 17: 456.9, 24: 457.6, 48: 460.3, 96: 464.1},
+    (DISPATCH, FP8, 4): {8: 282.3, 17: 238.7, 24: 239.1, 48: 239.9, 96: 241.8},
+    (COMBINE, BF16, 4): {
+        8: 872.8, 12: 588.9, 16: 477.8, 17: 471.7, 20: 470.4, 24: 469.9, 48: 466.9, 96: 465.2,
+    },
 }  # fmt: skip
 
 
@@ -41,7 +44,7 @@ MEASURED = {
 def test_the_model_says_what_was_measured(case: tuple[Model, int, int]) -> None:
     """Its constants are of 2 GPUs; how far it is from 4 is part of what it claims."""
     model, row_bytes, num_ranks = case
-    within = 0.065 if num_ranks == 4 else 0.035 if model is COMBINE else 0.025
+    within = 0.04 if num_ranks == 4 else 0.035 if model is COMBINE else 0.025
     for num_sms, measured_us in MEASURED[case].items():
         modelled_us = model.us(ROWS[num_ranks], row_bytes, num_ranks, num_sms)
         assert modelled_us == pytest.approx(measured_us, rel=within), num_sms
@@ -49,10 +52,10 @@ def test_the_model_says_what_was_measured(case: tuple[Model, int, int]) -> None:
 
 @pytest.mark.parametrize("model", [DISPATCH, COMBINE])
 def test_what_the_model_takes_is_near_the_best_measured(model: Model) -> None:
-    """With 2 GPUs; no number of SMs near what it takes was measured with 4."""
+    """A dispatch of 4 GPUs runs on the SMs that its combine wants, and was measured so."""
     for (measured_model, row_bytes, num_ranks), measured in MEASURED.items():
-        if measured_model is model and num_ranks == 2:
-            chosen = model.num_sms(row_bytes, num_ranks)
+        if measured_model is model:
+            chosen = (modelled_num_sms if num_ranks == 4 else model.num_sms)(row_bytes, num_ranks)
             no_more = max(num_sms for num_sms in measured if num_sms <= chosen)
             assert measured[no_more] <= 1.045 * min(measured.values())
 
