@@ -262,14 +262,10 @@ def test_layout_names_a_bad_argument() -> None:
 
 
 def test_as_many_experts_as_a_block_has_counters_for() -> None:
-    """More than any model has; low-latency kernels count them twice."""
+    """More than any model has."""
     most = checks.MAX_EXPERTS
     idx = torch.tensor([[0, most - 1], [most // 2, -1]])
     x, weights = torch.ones(2, H, dtype=torch.bfloat16), torch.ones(2, 2)
-    with_low_latency = dict(
-        num_max_experts=most, low_latency_mode=True,
-        num_rdma_bytes=Buffer.get_low_latency_rdma_size_hint(2, H, 1, most),
-    )  # fmt: skip
 
     def body(buffer: Buffer) -> None:
         rows, _, _, counts, handle, _ = buffer.dispatch(
@@ -277,44 +273,8 @@ def test_as_many_experts_as_a_block_has_counters_for() -> None:
         )
         assert sum(counts) == 3 and counts[most - 1] == 1
         assert torch.equal(buffer.combine(rows, handle)[0], x)
-        call = lambda experts: buffer.low_latency_dispatch(
-            x, torch.zeros_like(idx), 2, experts, use_fp8=False
-        )
-        # As many as the kernels really take: the engine refuses one more by itself.
-        fewer = buffer._context.engine.low_latency_max_experts(num_topk=2)
-        assert most // 2 - 1024 < fewer < most
-        call(fewer)
-        for too_many in (fewer + 1, most):
-            rule = f"must be at most {fewer} "
-            _require_refusal(buffer, lambda e=too_many: call(e), "num_experts", rule, str(too_many))
-        blocks = lambda: buffer.low_latency_num_blocks(2, H, 2, fewer + 1)
-        _require_refusal(buffer, blocks, "num_experts")
-        shape = dict(
-            num_max_tokens=2, hidden=H, num_topk=2, num_experts=fewer + 1, num_blocks=1,
-            format="bfloat16", round_scale=False, use_ue8m0=False, is_compact=False,
-            has_weights=False,
-        )  # fmt: skip
-        with pytest.raises(ValueError, match="must be fewer.*shared memory"):
-            buffer._context.engine.plan_low_latency(**shape)
 
-    _alone(body, **with_low_latency)
-
-
-def test_low_latency_calls_between_nodes_count_experts_once() -> None:
-    most = checks.MAX_EXPERTS
-
-    def main(group: local.ThreadGroup) -> None:
-        num_bytes = Buffer.get_low_latency_rdma_size_hint(2, H, 2, most, ranks_per_node=1)
-        with Buffer(
-            group, 0, num_bytes, low_latency_mode=True, device="cpu", num_max_experts=most,
-            ranks_per_node=1,
-        ) as buffer:  # fmt: skip
-            x = torch.ones(1, H, dtype=torch.bfloat16)
-            idx = torch.tensor([[0, most - 1]])
-            counts = buffer.low_latency_dispatch(x, idx, 2, most, use_fp8=False)[1]
-            assert counts.sum() == 2  # of either rank
-
-    local.run(main, 2, timeout_s=60)
+    _alone(body, num_max_experts=most)
 
 
 @pytest.mark.parametrize("bad", [E, E + 100, -2, 2**40])
@@ -457,11 +417,6 @@ def test_a_buffer_without_room_says_how_much_it_needs() -> None:
     with pytest.raises(AllocationError, match="allocating") as caught:
         _alone(lambda buffer: None, num_nvl_bytes=num_bytes)
     assert caught.value.needed_bytes > num_bytes
-
-
-def test_masks_belong_to_low_latency_mode() -> None:
-    with pytest.raises(ArgumentError, match="enable_shrink"):
-        Buffer(None, enable_shrink=True)
 
 
 def test_a_buffer_needs_a_group_or_a_communicator() -> None:

@@ -18,6 +18,7 @@ from deep_comm import (
     ExpertIndexError,
     HandleMismatch,
     PeerTimeout,
+    checks,
     local,
 )
 
@@ -140,6 +141,61 @@ def test_combine_names_a_bad_argument(
         assert buffer.runtime is not None and buffer.runtime.num_launches == 1
 
     together(main)
+
+
+def test_as_many_experts_as_a_block_can_count_twice() -> None:
+    """Fewer than normal mode takes, and as many as the kernels really do: the engine refuses one
+    more by itself."""
+    most, hidden = checks.MAX_EXPERTS, 64
+    x, idx = torch.ones(2, hidden, dtype=torch.bfloat16), torch.zeros(2, 2, dtype=torch.int64)
+    num_bytes = Buffer.get_low_latency_rdma_size_hint(2, hidden, 1, most)
+
+    def main(group: local.ThreadGroup) -> None:
+        with Buffer(
+            group, 0, num_bytes, low_latency_mode=True, device="cpu", num_max_experts=most
+        ) as buffer:
+            engine = buffer._context.engine
+            fewer = engine.low_latency_max_experts(num_topk=2)
+            assert most // 2 - 1024 < fewer < most
+            buffer.low_latency_dispatch(x, idx, 2, fewer, use_fp8=False)
+            launches = buffer.runtime.num_launches
+            for too_many in (fewer + 1, most):
+                with pytest.raises(ArgumentError, match=f"must be at most {fewer} .*{too_many}"):
+                    buffer.low_latency_dispatch(x, idx, 2, too_many, use_fp8=False)
+            with pytest.raises(ArgumentError, match="num_experts"):
+                buffer.low_latency_num_blocks(2, hidden, 2, fewer + 1)
+            assert buffer.runtime.num_launches == launches
+            shape = dict(
+                num_max_tokens=2, hidden=hidden, num_topk=2, num_experts=fewer + 1, num_blocks=1,
+                format="bfloat16", round_scale=False, use_ue8m0=False, is_compact=False,
+                has_weights=False,
+            )  # fmt: skip
+            with pytest.raises(ValueError, match="must be fewer.*shared memory"):
+                engine.plan_low_latency(**shape)
+
+    local.run(main, 1, timeout_s=60)
+
+
+def test_calls_between_nodes_count_experts_once() -> None:
+    most, hidden = checks.MAX_EXPERTS, 64
+
+    def main(group: local.ThreadGroup) -> None:
+        num_bytes = Buffer.get_low_latency_rdma_size_hint(2, hidden, 2, most, ranks_per_node=1)
+        with Buffer(
+            group, 0, num_bytes, low_latency_mode=True, device="cpu", num_max_experts=most,
+            ranks_per_node=1,
+        ) as buffer:  # fmt: skip
+            x = torch.ones(1, hidden, dtype=torch.bfloat16)
+            idx = torch.tensor([[0, most - 1]])
+            counts = buffer.low_latency_dispatch(x, idx, 2, most, use_fp8=False)[1]
+            assert counts.sum() == 2  # of either rank
+
+    local.run(main, 2, timeout_s=60)
+
+
+def test_masks_belong_to_low_latency_mode() -> None:
+    with pytest.raises(ArgumentError, match="enable_shrink"):
+        Buffer(None, enable_shrink=True)
 
 
 def test_a_bad_expert_index_is_raised_where_it_is_and_the_buffer_goes_on() -> None:
