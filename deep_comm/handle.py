@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from deep_comm.errors import HandleMismatch
-from deep_comm.expansion import Expansion
-from deep_comm.handle_base import HeldTensors, TensorSequence, made_later
+from deep_comm.handle_base import HeldTensors, TensorSequence
 from deep_comm.handle_parts import Memory, Slab, SlabLayout, SourceRows
 
 if TYPE_CHECKING:
@@ -193,18 +192,7 @@ class Handle(TensorSequence):
     is_token_in_rank: Tensor
     send_head: Tensor
 
-    rank: int | None = None
-    num_experts: int | None = None
-    num_topk: int | None = None
-    num_recv_tokens: int | None = None
-    max_num_tokens: int | None = None
-    num_recv_tokens_per_expert: Tensor | None = made_later()
-    num_recv_tokens_tensor: Tensor | None = made_later()
-    num_recv_tokens_per_rank: Tensor | None = made_later()
-    members: tuple[str, ...] | None = None
-    expansion: Expansion | None = None
-    has_default_sms: bool = False
-    home_stream: int | None = field(default=None, repr=False)
+    has_default_sms: bool = field(default=False, kw_only=True)
     _known: KnownHandle | None = field(default=None, init=False, repr=False)
     _fresh: ClassVar[_Fresh | _FreshInRegion | None] = None
 
@@ -286,11 +274,6 @@ class Handle(TensorSequence):
     def num_recv_rows(self) -> int:
         """N: received tokens, num_worst_tokens in worst-case mode."""
         return self.recv_src_idx.shape[0]
-
-    @property
-    def num_output_rows(self) -> int:
-        """Rows that dispatch returned and combine takes: N, or the M of an expanded dispatch."""
-        return self.num_recv_rows if self.expansion is None else self.expansion.num_rows
 
     def as_tuple(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """The six tensors, in the order of DeepEP's handle."""

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterator, Sequence
-from dataclasses import field, fields
-from typing import Any, ClassVar, Protocol, overload
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, overload
 
 import torch
 from torch import Tensor
 
 from deep_comm.absent import differ_in_absence
 from deep_comm.errors import ArgumentError, HandleMismatch
+
+if TYPE_CHECKING:
+    from deep_comm.expansion import Expansion
 
 
 class HeldTensors:
@@ -53,16 +56,27 @@ def made_later() -> Any:
     return field(default_factory=lambda: None)
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
 class TensorSequence(Sequence[Tensor]):
-    """The first fields, by position as DeepEP's callers know them. Tensors of a handle that has
-    ``_fresh`` are made when they are asked for."""
+    """The tensors that DeepEP's callers know by position are fields of each kind of handle, in that
+    order; those here, by name alone, describe the dispatch. Tensors of a handle that has ``_fresh``
+    are made when they are asked for."""
 
     _KINDS: ClassVar[tuple[tuple[torch.dtype, int], ...]]  # (dtype, dimensions) of each
     _MADE_BY: ClassVar[str] = "dispatch"
     _SMS_OF_CHANNELS: ClassVar[str] = "num_sms"
 
-    rank: int | None
-    members: tuple[str, ...] | None
+    rank: int | None = None
+    num_experts: int | None = None
+    num_topk: int | None = None
+    num_recv_tokens: int | None = None
+    max_num_tokens: int | None = None
+    num_recv_tokens_per_expert: Tensor | None = made_later()
+    num_recv_tokens_tensor: Tensor | None = made_later()
+    num_recv_tokens_per_rank: Tensor | None = made_later()
+    members: tuple[str, ...] | None = None
+    expansion: Expansion | None = None
+    home_stream: int | None = field(default=None, repr=False)
 
     def __getattr__(self, name: str) -> Any:
         """Called for what is missing: the tensors of a fresh handle."""
@@ -75,7 +89,7 @@ class TensorSequence(Sequence[Tensor]):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: with all tensors, without what belongs to this one."""
-        state = {entry.name: getattr(self, entry.name) for entry in fields(self)}  # type: ignore[arg-type]
+        state = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         return {**state, "_known": None}
 
     @abc.abstractmethod
@@ -85,6 +99,16 @@ class TensorSequence(Sequence[Tensor]):
     @property
     @abc.abstractmethod
     def num_channels(self) -> int: ...
+
+    @property
+    @abc.abstractmethod
+    def num_recv_rows(self) -> int: ...
+
+    @property
+    def num_output_rows(self) -> int:
+        """Rows that dispatch returned and combine takes: those received, or the M of an expanded
+        dispatch."""
+        return self.num_recv_rows if self.expansion is None else self.expansion.num_rows
 
     @overload
     def __getitem__(self, index: int) -> Tensor: ...

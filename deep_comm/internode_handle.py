@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -142,21 +142,11 @@ class InternodeHandle(TensorSequence):
     send_rdma_head: Tensor
     send_nvl_head: Tensor
 
+    _: KW_ONLY
     recv_src_idx: Tensor | None = made_later()
-    rank: int | None = None
-    num_experts: int | None = None
-    num_topk: int | None = None
-    num_recv_tokens: int | None = None
-    max_num_tokens: int | None = None
-    num_recv_tokens_per_expert: Tensor | None = made_later()
-    num_recv_tokens_tensor: Tensor | None = made_later()
-    num_recv_tokens_per_rank: Tensor | None = made_later()
-    members: tuple[str, ...] | None = None
     forward_places: Tensor | None = made_later()
     num_returning_rows: int | None = None
     send_places: Tensor | None = made_later()
-    expansion: Expansion | None = None
-    home_stream: int | None = field(default=None, repr=False)
     _known: KnownTierHandle | None = field(default=None, init=False, repr=False)
     _fresh: ClassVar[FreshTiers | None] = None
 
@@ -258,11 +248,6 @@ class InternodeHandle(TensorSequence):
     def num_recv_rows(self) -> int:
         """Q: received tokens, num_worst_tokens in worst-case mode."""
         return self.recv_src_meta.shape[0]
-
-    @property
-    def num_output_rows(self) -> int:
-        """Rows that dispatch returned and combine takes: Q, or the M of an expanded dispatch."""
-        return self.num_recv_rows if self.expansion is None else self.expansion.num_rows
 
     @property
     def num_forward_rows(self) -> int:

@@ -54,8 +54,6 @@ class SentRows:
             rank=ctx.rank,
             num_experts=routing[0],
             num_topk=num_topk,
-            num_recv_tokens=None,
-            max_num_tokens=None,
             members=ctx.makers,
             has_default_sms=has_default_sms,
             home_stream=home_stream,

@@ -50,11 +50,7 @@ class SentTierRows:
             rank=ctx.rank,
             num_experts=routing[0],
             num_topk=num_topk,
-            num_recv_tokens=None,
-            max_num_tokens=None,
             members=ctx.members,
-            num_returning_rows=None,
-            expansion=None,
             home_stream=home_stream,
         )  # fmt: skip
         self._ctx = ctx

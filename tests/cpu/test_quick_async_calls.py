@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from quick_calls import E, NormalSpy, T, inputs, on_normal
+from quick_calls import E, NormalSpy, T, inputs, layout_of, on_normal
 
 import deep_comm
 from deep_comm import local
@@ -33,11 +33,9 @@ STREAMS: dict[str, Callable[[], dict[str, Any]]] = {
 def calls_of(buffer: Any, rank: int, with_layout: bool) -> dict[str, Callable[..., Any]]:
     """By name, what gets the options of streams; whatever they return, tensors come first."""
     x, idx, weights = inputs(rank)
-    per_rank, _, per_expert, mask, _ = buffer.get_dispatch_layout(idx, E)
     routing = dict(topk_idx=idx, topk_weights=weights, num_experts=E)
     if with_layout:
-        routing.update(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert,
-                       is_token_in_rank=mask)  # fmt: skip
+        routing.update(layout_of(buffer, idx))
     rows, _, recv_weights, _, handle, _ = buffer.dispatch(x, **routing)
     quantised = x.to(torch.float8_e4m3fn), torch.ones(T, 2)
     rows, recv_weights = rows.clone(), recv_weights.clone()

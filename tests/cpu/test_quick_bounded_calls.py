@@ -6,16 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from quick_calls import (
-    CASTS,
-    E,
-    K,
-    NormalSpy,
-    R,
-    T,
-    inputs,
-    on_normal,
-)
+from quick_calls import CASTS, E, K, NormalSpy, R, T, form_of, inputs, layout_of, on_normal
 
 import deep_comm
 from deep_comm.errors import ArgumentError, BufferDestroyed
@@ -30,28 +21,18 @@ def test_calls_with_a_bound_of_rows(form: str, with_layout: bool, config: Any) -
     """And combine along their handles, which no call has seen before."""
 
     def body(buffer: Any, rank: int) -> None:
-        idx_dtype = torch.int32 if form == "int32" else torch.int64
-        x, idx, weights = inputs(rank, (T, 0)[rank], idx_dtype)
-        given: Any = x
-        if form == "fp8":
-            given = x.to(torch.float8_e4m3fn), torch.rand(len(x), 2)
-        options: dict[str, Any] = dict(num_worst_tokens=R * T + 3, config=config, topk_idx=idx)
-        options.update(CASTS.get(form, {}))
-        if form != "without-weights":
-            options["topk_weights"] = weights
+        given, options = form_of(form, rank, (T, 0)[rank])
+        options.update(num_worst_tokens=R * T + 3, config=config)
+        idx = options["topk_idx"]
         if form == "aligned-zeros":
             options.update(expert_alignment=4, zero_tail=True)
         spy = NormalSpy(buffer)
 
         def step() -> list[torch.Tensor]:
-            per_rank, none, per_expert, mask, event = buffer.get_dispatch_layout(idx, E)
-            assert none is None and event.event is None
-            layout = dict(num_experts=E)
-            if with_layout:
-                layout = dict(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert,
-                              is_token_in_rank=mask)  # fmt: skip
+            layout = layout_of(buffer, idx)
+            known = {**layout, "num_experts": None} if with_layout else {}
             got, recv_idx, recv_weights, counts, handle, event = buffer.dispatch(
-                given, **options, **layout
+                given, **{**options, **known}
             )
             assert counts == [] and event.event is None
             assert (recv_weights is None) == ("topk_weights" not in options)
@@ -69,7 +50,7 @@ def test_calls_with_a_bound_of_rows(form: str, with_layout: bool, config: Any) -
             assert handle.num_recv_tokens is None and handle.num_experts == E
             assert (handle.num_topk, handle.num_recv_rows) == (K, R * T + 3)
             fields = [*handle, handle.num_recv_tokens_per_expert, handle.num_recv_tokens_per_rank]
-            return [per_rank, per_expert, mask, *parts, sums, *others, *fields]
+            return [*layout.values(), *parts, sums, *others, *fields]
 
         step()
         assert spy.made == [True, False, False]  # layouts need no call before
@@ -88,9 +69,8 @@ def test_calls_with_a_bound_of_rows(form: str, with_layout: bool, config: Any) -
 def test_bounded_calls_in_doubt_are_left_to_python() -> None:
     def body(buffer: Any, rank: int) -> None:
         x, idx, weights = inputs(rank)
-        per_rank, _, per_expert, mask, _ = buffer.get_dispatch_layout(idx, E)
-        layout = dict(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert,
-                      is_token_in_rank=mask)  # fmt: skip
+        layout = layout_of(buffer, idx)
+        per_expert, mask = layout["num_tokens_per_expert"], layout["is_token_in_rank"]
 
         def dispatch(x: Any = x, idx: Any = idx, weights: Any = weights, **given: Any) -> Any:
             given = {"num_experts": E, "num_worst_tokens": T, **given}

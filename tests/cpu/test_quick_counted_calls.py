@@ -12,7 +12,9 @@ from quick_calls import (
     NormalSpy,
     R,
     T,
+    form_of,
     inputs,
+    layout_of,
     on_normal,
     require_same_dispatch,
     to_rank,
@@ -45,26 +47,14 @@ def test_calls_that_wait_for_counts(form: str, with_layout: bool, config: Any) -
     """Of other numbers of tokens than the first, and combines along their handles."""
 
     def body(buffer: Any, rank: int) -> None:
-        idx_dtype = torch.int32 if form == "int32" else torch.int64
-        spy = NormalSpy(buffer)
+        spy, cast = NormalSpy(buffer), CASTS.get(form, {})
 
         def step(num_tokens: int) -> list[Any]:
-            x, idx, weights = inputs(rank, num_tokens, idx_dtype)
-            given: Any = x
-            if form == "fp8":
-                given = x.to(torch.float8_e4m3fn), torch.rand(len(x), 2, generator=generator())
-            cast = CASTS.get(form, {})
-            options: dict[str, Any] = dict(config=config, topk_idx=idx, num_experts=E, **cast)
-            if form != "without-weights":
-                options["topk_weights"] = weights
-            if form == "aligned":
-                options.update(expert_alignment=4)
+            given, options = form_of(form, rank, num_tokens)
             if with_layout:
-                per_rank, _, per_expert, mask, _ = buffer.get_dispatch_layout(idx, E)
-                options.update(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert,
-                               is_token_in_rank=mask)  # fmt: skip
+                options.update(layout_of(buffer, options["topk_idx"]))
                 spy.made.pop()
-            received = buffer.dispatch(given, **options)
+            received = buffer.dispatch(given, config=config, **options)
             got = received[0][0] if isinstance(received[0], tuple) else received[0]
             rows = got.bfloat16().nan_to_num(1.0)
             sums = buffer.combine(rows, received[4], received[2], config=config)[:2]
@@ -86,10 +76,6 @@ def test_calls_that_wait_for_counts(form: str, with_layout: bool, config: Any) -
             require_same_dispatch(one, many)
 
     on_normal(body, num_direct_bytes=4 << 20)
-
-
-def generator() -> torch.Generator:
-    return torch.Generator().manual_seed(5)
 
 
 def test_rows_that_a_native_step_could_not_move_are_moved() -> None:

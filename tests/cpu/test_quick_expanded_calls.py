@@ -14,7 +14,9 @@ from quick_calls import (
     NormalSpy,
     R,
     T,
+    form_of,
     inputs,
+    layout_of,
     on_normal,
     require_same_dispatch,
     to_rank,
@@ -88,25 +90,10 @@ def test_expanded_calls_of_other_numbers_of_tokens(
         weighted = form != "without-weights"
 
         def run(num_tokens: int) -> list[Any]:
-            x, idx, weights = inputs(
-                rank, num_tokens, torch.int32 if form == "int32" else torch.int64
-            )
-            given: Any = x
-            if form == "fp8":
-                scales = torch.rand(len(x), 2, generator=torch.Generator().manual_seed(5))
-                given = x.to(torch.float8_e4m3fn), scales
-            options: dict[str, Any] = dict(
-                config=config, topk_idx=idx, num_experts=E, num_worst_tokens=bound,
-                **CASTS.get(form, {}),
-            )  # fmt: skip
-            if weighted:
-                options["topk_weights"] = weights
-            if form == "aligned":
-                options.update(expert_alignment=4)
+            given, options = form_of(form, rank, num_tokens)
+            options.update(config=config, num_worst_tokens=bound)
             if form == "layout":
-                per_rank, _, per_expert, mask, _ = buffer.get_dispatch_layout(idx, E)
-                options.update(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert,
-                               is_token_in_rank=mask)  # fmt: skip
+                options.update(layout_of(buffer, options["topk_idx"]))
                 spy.made.pop()
             return step(buffer, given, options, zero_padding)
 

@@ -17,7 +17,9 @@ from quick_calls import (
     H,
     NormalSpy,
     T,
+    form_of,
     inputs,
+    layout_of,
     on_normal,
     require_same_dispatch,
     to_rank,
@@ -70,31 +72,16 @@ def test_calls_with_new_routing(form: str, with_layout: bool, config: Any, bound
     """Of other numbers of tokens than the first, and calls along their handles."""
 
     def body(buffer: Any, rank: int) -> None:
-        idx_dtype = torch.int32 if form == "int32" else torch.int64
         spy = NormalSpy(buffer)
 
         def step(num_tokens: int) -> list[Any]:
-            x, idx, weights = inputs(rank, num_tokens, idx_dtype)
-            given: Any = x
-            if form == "fp8":
-                scales = torch.rand(len(x), 2, generator=torch.Generator().manual_seed(5))
-                given = x.to(torch.float8_e4m3fn), scales
-            options: dict[str, Any] = dict(
-                config=config, topk_idx=idx, num_experts=E, num_worst_tokens=bound
-            )
-            if form != "without-weights":
-                options["topk_weights"] = weights
+            given, options = form_of(form, rank, num_tokens)
+            options.update(config=config, num_worst_tokens=bound)
             if form == "aligned":
-                options.update(expert_alignment=4, zero_tail=bound > 0)
-            layout = buffer.get_dispatch_layout(idx, E)[:4]
+                options.update(zero_tail=bound > 0)
+            layout = layout_of(buffer, options["topk_idx"])
             if with_layout:
-                options.update(
-                    zip(
-                        ("num_tokens_per_rank", "num_tokens_per_rdma_rank",
-                         "num_tokens_per_expert", "is_token_in_rank"),
-                        layout, strict=True,
-                    )
-                )  # fmt: skip
+                options.update(layout)
             received = buffer.dispatch(given, **options)
             num_rows = int(received[4].num_recv_tokens_tensor) if bound else None
             got = received[0][0] if isinstance(received[0], tuple) else received[0]
@@ -107,7 +94,7 @@ def test_calls_with_new_routing(form: str, with_layout: bool, config: Any, bound
             again = buffer.dispatch(given, handle=received[4], config=config)[0]
             again = again[0] if isinstance(again, tuple) else again
             assert torch.equal(again[:num_rows].float(), got[:num_rows].float())
-            return [*layout, *everything(received, num_rows), *sums]
+            return [*layout.values(), *everything(received, num_rows), *sums]
 
         step((T, 0, 3, T)[rank])
         assert spy.made == [True, False, False, False]  # layouts need no call before
@@ -131,22 +118,12 @@ def test_expanded_calls_begin_with_the_native_step(form: str, bound: int, stream
         spy = NormalSpy(buffer)
 
         def step(num_tokens: int, with_layout: bool) -> list[Any]:
-            x, idx, weights = inputs(rank, num_tokens)
-            given: Any = x
-            if form == "fp8":
-                scales = torch.rand(len(x), 2, generator=torch.Generator().manual_seed(5))
-                given = x.to(torch.float8_e4m3fn), scales
-            options: dict[str, Any] = dict(
-                topk_idx=idx, num_experts=E, num_worst_tokens=bound, expand=True, **streams
-            )
-            if form != "without-weights":
-                options["topk_weights"] = weights
+            given, options = form_of(form, rank, num_tokens)
+            options.update(num_worst_tokens=bound, expand=True, **streams)
             if form == "padded":
                 options.update(expert_alignment=4, zero_padding=True)
             if with_layout:
-                per_rank, _, per_expert, mask, _ = buffer.get_dispatch_layout(idx, E)
-                options.update(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert,
-                               is_token_in_rank=mask)  # fmt: skip
+                options.update(layout_of(buffer, options["topk_idx"]))
                 spy.made.pop()
             rows, experts, row_weights, counts, handle, event = buffer.dispatch(given, **options)
             assert (event.event is not None) == bool(streams)
