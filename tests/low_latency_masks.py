@@ -259,8 +259,7 @@ def notices_stop(
         verify_any_stop([case] * case.calls, list(ended), dead)
     except AssertionError as error:
         return str(error)
-    slowest_s = max(slowest_ns[rank] for rank in range(case.num_ranks) if rank != dead)
-    slowest_s /= 1e9
+    slowest_s = max(slowest_ns[rank] for rank in range(case.num_ranks) if rank != dead) / 1e9
     return None if slowest_s < 4500 else f"a pair took {slowest_s} s, of a timeout of 1000"
 
 
@@ -392,6 +391,15 @@ def send_late(
         main, case.num_ranks, case.seed, on_stuck="clock", timeout_s=60, faults=faults
     )
     assert verify_any_stop(cases, list(results), late) == case.calls - masked_in
+
+
+def send_rows_late(seed: int, ranks_per_node: int | None, faults: tuple[str, ...] = ()) -> None:
+    """`send_late` of combine's rows; the others go on with the same shape."""
+    case = LowLatencyCase(
+        (4, 3, 4, 2), 4, hidden=64, experts=9, topk=3, calls=5, mode="hook", weights_ahead=True,
+        one_rounding=True, ranks_per_node=ranks_per_node, seed=seed,
+    )  # fmt: skip
+    send_late(case, case, "in combine", 3, faults)
 
 
 def send_late_after_change(

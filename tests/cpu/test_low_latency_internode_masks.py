@@ -21,6 +21,7 @@ from low_latency_masks import (
     notices_shared_rows,
     notices_stop,
     send_late_after_change,
+    send_rows_late,
     simulate_survivors,
     survive,
     verify_any_stop,
@@ -52,19 +53,24 @@ def test_processes_go_on_when_some_are_killed(stage: str, dead: tuple[int, ...])
 VARIANTS = ("packed", "late", "compact", "one_rounding", "fp8")
 
 
+def leave(stage: str, variant: str, seed: int) -> None:
+    """One schedule of a shape from which ranks leave at that stage."""
+    shapes = (((5, 4, 6, 3), 2), ((3, 4), 1), ((2, 3, 1, 4, 0, 2), 3))
+    tokens, per_node = shapes[seed % len(shapes)]
+    dead = ONE if len(tokens) == 2 or seed % 2 == 0 else tuple(range(per_node))
+    case = nodes_case(
+        tokens=tokens, ranks_per_node=per_node, experts=2 * len(tokens) + 1, calls=4,
+        topk=3, weights_ahead=variant != "late", compact=variant == "compact",
+        one_rounding=variant == "one_rounding", use_fp8=variant == "fp8", seed=seed,
+    )  # fmt: skip
+    simulate_survivors(case, stage, seed, dead)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_schedule_goes_on_without_ranks_that_leave(stage: str, variant: str) -> None:
-    shapes = (((5, 4, 6, 3), 2), ((3, 4), 1), ((2, 3, 1, 4, 0, 2), 3))
     for seed in range(8):
-        tokens, per_node = shapes[seed % len(shapes)]
-        dead = ONE if len(tokens) == 2 or seed % 2 == 0 else tuple(range(per_node))
-        case = nodes_case(
-            tokens=tokens, ranks_per_node=per_node, experts=2 * len(tokens) + 1, calls=4,
-            topk=3, weights_ahead=variant != "late", compact=variant == "compact",
-            one_rounding=variant == "one_rounding", use_fp8=variant == "fp8", seed=seed,
-        )  # fmt: skip
-        simulate_survivors(case, stage, seed, dead)
+        leave(stage, variant, seed)
 
 
 # ---- a rank that stops at any step --------------------------------------------------------------
@@ -208,10 +214,66 @@ def test_simulation_finds_blocks_that_do_not_agree() -> None:
 
 
 def test_simulation_finds_live_ranks_that_are_masked_for_waiting() -> None:
-    found = [stop(seed, ("skip_alive",)) for seed in range(160)]
+    found = (stop(seed, ("skip_alive",)) for seed in range(160))
     assert any(what is not None and "MaskedOut" in what for what in found)
 
 
 def test_simulation_finds_a_vote_that_is_not_told() -> None:
     ended = stall_nics(0, (1,), ("skip_vote",))
     assert not isinstance(ended[1], MaskedOut) or ended[0] != [0, 1, 0, 0], ended
+
+
+# ---- the same where stores reach the other nodes: no NIC holds anything back --------------------
+
+
+@pytest.fixture
+def near(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", "1")
+
+
+def store_late_rows(seed: int, faults: tuple[str, ...] = ()) -> None:
+    """Combine's rows of a rank, of the same node or of the other, which stores them when the others
+    have gone on."""
+    send_rows_late(seed, 1 + seed % 2, faults)
+
+
+@pytest.mark.usefixtures("near")
+def test_rows_that_are_stored_late_are_not_taken_for_those_of_another_rank() -> None:
+    for seed in range(12):
+        store_late_rows(seed)
+
+
+@pytest.mark.usefixtures("near")
+def test_simulation_finds_stored_rows_that_are_taken_for_those_of_another_rank() -> None:
+    assert any(notices_shared_rows(store_late_rows, seed) for seed in range(12))
+
+
+@pytest.mark.usefixtures("near")
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_schedule_goes_on_without_ranks_whose_stores_reached(stage: str) -> None:
+    for seed in range(2 * len(VARIANTS)):
+        leave(stage, VARIANTS[seed % len(VARIANTS)], seed)
+
+
+@pytest.mark.usefixtures("near")
+def test_a_rank_whose_stores_reach_may_stop_at_any_step() -> None:
+    for seed in range(160, 200):
+        found = stop(seed)
+        assert found is None, f"seed {seed}: {found}"
+
+
+@pytest.mark.usefixtures("near")
+@pytest.mark.parametrize("stage", ["in dispatch", "in combine"])
+def test_what_is_stored_late_harms_no_other_shape(stage: str) -> None:
+    for seed in range(8):
+        send_late_after_change(seed, stage, 2)
+
+
+@pytest.mark.usefixtures("near")
+def test_simulation_finds_places_of_stores_that_depend_on_the_shape() -> None:
+    assert any(notices_late_rows(seed, 2) for seed in range(8))
+
+
+@pytest.mark.usefixtures("near")
+def test_simulation_finds_blocks_that_do_not_agree_where_stores_reach() -> None:
+    assert any(stop(seed, ("skip_agreement",)) for seed in range(60))

@@ -17,8 +17,8 @@ from low_latency_masks import (
     notices_late_rows,
     notices_shared_rows,
     notices_stop,
-    send_late,
     send_late_after_change,
+    send_rows_late,
     simulate_survivors,
     survive,
     verify_outcomes,
@@ -75,11 +75,7 @@ def test_simulation_finds_live_ranks_that_are_masked_for_waiting() -> None:
 
 
 def run_with_late_rows(seed: int, faults: tuple[str, ...] = ()) -> None:
-    case = LowLatencyCase(
-        (4, 3, 4, 2), 4, hidden=64, experts=9, topk=3, calls=5, mode="hook", weights_ahead=True,
-        one_rounding=True, seed=seed,
-    )  # fmt: skip
-    send_late(case, case, "in combine", 3, faults)
+    send_rows_late(seed, None, faults)
 
 
 def test_rows_that_come_late_are_not_taken_for_those_of_another_rank() -> None:
