@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+import torch
+
 from deep_comm import errors
-from deep_comm.errors import ArgumentError, UnsupportedError
+from deep_comm.errors import ArgumentError, HandleMismatch, UnsupportedError
 
 if TYPE_CHECKING:
     from deep_comm.context import Context
+    from deep_comm.handle import Handle
 
 _ABSENT = "without rank "
+SINCE_THE_RESET = "must be of a dispatch since the last reset(without=...), or reset() of all ranks"
 
 
 def makers(members: tuple[str, ...], absent: Iterable[int]) -> tuple[str, ...]:
@@ -24,6 +28,21 @@ def differ_in_absence(first: tuple[str, ...], second: tuple[str, ...]) -> bool:
     return first != second and all(
         name.startswith(_ABSENT) for name in set(first).symmetric_difference(second)
     )
+
+
+def require_present(ctx: Context, handle: Handle) -> None:
+    """Raise HandleMismatch if rows of a handle go to absent ranks, or come from them: such a call
+    would wait for those. Of handles that do not say who made them, a sequence of tensors; these are
+    looked at, so that the host waits for the device, but not while a graph is captured.
+    """
+    if not ctx.absent or handle.members is not None or ctx.backend.is_capturing():
+        return
+    ctx.backend.synchronize()  # an asynchronous dispatch may still write it
+    until = handle.rank_prefix_matrix.cpu()
+    sent = torch.cat((until[:1], until.diff(dim=0)))
+    for rank in sorted(ctx.absent):
+        if sent[rank].any() or sent[:, rank].any():
+            raise HandleMismatch("handle", f"one with rows of rank {rank}", SINCE_THE_RESET)
 
 
 def checked(without: Iterable[int], rank: int, num_ranks: int) -> frozenset[int]:

@@ -350,15 +350,14 @@ class Context:
         return tensor.data_ptr() or self.heap.base
 
     def known_handle(self, handle: Handle | Sequence[Tensor]) -> KnownHandle:
-        """The handle as calls use it; raises ArgumentError, or HandleMismatch
-        if it is not of this group.
-        """
+        """The handle as calls use it. Raises ArgumentError; HandleMismatch: of another group."""
         if type(handle) is Handle:
             known = handle.known_to(self.owner)
             if known is not None:
                 return known
         checked = Handle.of(handle)
         checked.require_group(self.rank, self.num_ranks, self.makers, self.device)
+        absent.require_present(self, checked)
         return checked.remember(self.owner, self.heap.base)
 
     def is_sound(self) -> bool:

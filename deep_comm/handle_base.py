@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, overload
 import torch
 from torch import Tensor
 
-from deep_comm.absent import differ_in_absence
+from deep_comm.absent import SINCE_THE_RESET, differ_in_absence
 from deep_comm.errors import ArgumentError, HandleMismatch
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ class TensorSequence(Sequence[Tensor]):
             raise HandleMismatch(
                 "handle",
                 "one of a dispatch with other ranks absent",
-                "must be of a dispatch since the last reset(without=...), or reset() of all ranks",
+                SINCE_THE_RESET,
             )
         if self.members is not None and self.members != members:
             raise HandleMismatch("handle", "one of other ranks", "must be of this Buffer's group")

@@ -21,7 +21,15 @@ import torch
 from cases import ROUTINGS, Case, Scales, without_absent
 
 import deep_comm
-from deep_comm import Buffer, MaskedOut, PeerTimeout, errors, processes, simulate
+from deep_comm import (
+    Buffer,
+    HandleMismatch,
+    MaskedOut,
+    PeerTimeout,
+    errors,
+    processes,
+    simulate,
+)
 
 FORMS = ("plain", "expanded", "fp8", "fp8_expanded")
 
@@ -121,6 +129,15 @@ def notice(buffer: Buffer, silent: Sequence[int]) -> None:
     with pytest.raises(PeerTimeout):
         buffer.dispatch(x, topk_idx=idx, num_experts=buffer.group_size)
         buffer.check()
+
+
+def refuse_tensors(buffer: Buffer, six: tuple[torch.Tensor, ...], gone: int) -> None:
+    """Of a handle of ``dispatch_some`` from before a reset without that rank."""
+    x = torch.ones(4, 64, dtype=torch.bfloat16, device=buffer.device)
+    rows = x[:1].expand(len(six[3]), -1).contiguous()
+    for call in (lambda: buffer.combine(rows, six), lambda: buffer.dispatch(x, handle=six)):
+        with pytest.raises(HandleMismatch, match=f"rows of rank {gone}"):
+            call()
 
 
 def verify_plan(plan: Plan, results: Sequence[Any]) -> None:
@@ -230,6 +247,9 @@ def survive(group: Any, plan: Plan, timeout_s: float, on_gpu: bool) -> list[list
     buffers = [open_buffer(group, case, timeout_s, device=device) for case in cases]
     for buffer, case in zip(buffers, cases, strict=True):
         call_form(buffer, case, plan.form)
+    olds = [tuple(dispatch_some(buffer)[4]) for buffer in buffers]
+    if on_gpu:
+        torch.cuda.synchronize()
     group_barrier(group)  # nobody is in the middle of these
     for step, absent in enumerate(plan.steps(), 1):
         ending = [rank for rank in absent if rank not in plan.first or step == 1]
@@ -238,6 +258,10 @@ def survive(group: Any, plan: Plan, timeout_s: float, on_gpu: bool) -> list[list
         for buffer in buffers:
             notice(buffer, ending)
             buffer.reset(without=absent)
+    for buffer, old in zip(buffers, olds, strict=True):
+        refuse_tensors(buffer, old, min(plan.absent))
+        rows, *_, handle, _ = dispatch_some(buffer)
+        assert torch.equal(*(buffer.combine(rows, each)[0] for each in (handle, tuple(handle))))
     for buffer, case in zip(buffers, cases, strict=True):
         alone = dataclasses.replace(plan, case=case).case_with(plan.absent, 1)
         results.append([call_form(buffer, alone, form) for form in FORMS])

@@ -16,6 +16,7 @@ from absent import (
     notices_fault,
     open_buffer,
     plan_of,
+    refuse_tensors,
     simulate_plan,
     survive,
     verify_survivors,
@@ -114,12 +115,14 @@ def come_late(group: Any, gone: int, call: str) -> list[Any] | None:
             group.all_gather_object(None)
             with pytest.raises(HandleMismatch, match="other ranks absent"):
                 buffer.combine(torch.ones(handle.num_recv_tokens, 64).bfloat16(), handle)
+            refuse_tensors(buffer, tuple(handle), gone)
             recv_x, _, _, _, during, _ = dispatch_some(buffer)
             assert not during.is_token_in_rank[:, gone].any()
             combined, _, _ = buffer.combine(recv_x, during)
             expected = torch.ones(4, 64).bfloat16()
             expected[torch.arange(4) % buffer.group_size == gone] = 0
             assert torch.equal(combined, expected)
+            assert torch.equal(buffer.combine(recv_x, tuple(during))[0], expected)
         buffer.reset()
         recv_x, _, _, _, after, _ = dispatch_some(buffer)
         combined, _, _ = buffer.combine(recv_x, after)
