@@ -95,7 +95,7 @@ class Buffer(InternodeCalls, LowLatencyCalls):
                 get_low_latency_rdma_size_hint.
             enable_shrink: low-latency calls do without a rank that stays silent for timeout_s,
                 instead of raising PeerTimeout; see low_latency_query_mask_buffer. Needs
-                low_latency_mode, and a group inside one node.
+                low_latency_mode; between nodes as well.
             num_qps_per_rank: queues to each other node; nothing to do inside one node.
             allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric: concern transports between
                 nodes that this version has not.
@@ -199,7 +199,8 @@ class Buffer(InternodeCalls, LowLatencyCalls):
         them back, nothing is sent to the absent ranks or awaited from them. They count as ranks
         without tokens, and selections of their experts as -1: such a token is not in that rank,
         nobody counts it there, and combine adds what the others return. Handles of dispatches
-        before it are refused, and CUDA graphs captured before it end with PeerTimeout: capture
+        before it are refused (given as tensors, if they hold rows of an absent rank, for which the
+        host waits for the device), and CUDA graphs captured before it end with PeerTimeout: capture
         anew. Low-latency calls do without the same ranks if enable_shrink is on, else they are
         refused. Absent ranks of an earlier reset stay absent.
 

@@ -359,5 +359,11 @@ class LowLatencyCalls:
         """All ranks take part again. Collective over all of them, also those that were masked.
 
         Calls whose hooks have not run are forgotten. Waits for this rank's kernels.
+
+        Raises:
+            ArgumentError: a Buffer without enable_shrink.
+            UnsupportedError: ranks are absent since ``reset(without=...)``, which only reset() of
+                all ranks takes back.
+            PeerLost: a rank does not come.
         """
         self._low_latency.clean_mask()

@@ -158,6 +158,7 @@ class NormalCalls(DefaultConfigs):
             ConfigMismatch, ExpertIndexError: on all ranks; the Buffer stays usable.
             CapacityError: more rows than num_worst_tokens arrived on this rank.
             PeerTimeout: a peer stayed silent; reset() makes the Buffer usable again.
+            MaskedOut: the other ranks go on without this one (``reset(without=...)``).
             CallInterrupted: an earlier call was; reset() makes the Buffer usable again.
         """
         streams = StreamOptions.checked(previous_event, async_finish, allocate_on_comm_stream)
@@ -313,7 +314,8 @@ class NormalCalls(DefaultConfigs):
                 Either way each rank first adds a token's rows there, in float32, selections
                 ascending, products rounded before they are added, the sum rounded to the dtype of x
                 once; that row travels, and the sum over ranks is as above.
-            config: of as many SMs as the dispatch had, which is the default.
+            config: of as many SMs as the dispatch had. Default: as many, and for few rows more
+                where nobody has named a number (docs/guide/sms.md).
             previous_event, async_finish, allocate_on_comm_stream: as of dispatch.
 
         Returns:
@@ -323,7 +325,7 @@ class NormalCalls(DefaultConfigs):
 
         Raises:
             ArgumentError, BufferTooSmall, HandleMismatch: nothing was launched.
-            ConfigMismatch, PeerTimeout: as dispatch.
+            ConfigMismatch, PeerTimeout, MaskedOut: as dispatch.
         """
         streams = StreamOptions.checked(previous_event, async_finish, allocate_on_comm_stream)
         default = self._default("combine", config)

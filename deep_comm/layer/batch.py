@@ -32,6 +32,7 @@ class ExpertBatch:
         capacity: rows of every group in a decode batch: x is [L * capacity, H]. None: prefill.
         mode: "prefill" or "decode".
         first_expert: global index of local expert 0.
+        alignment: groups of a prefill batch begin at multiples of it.
     """
 
     x: Tensor

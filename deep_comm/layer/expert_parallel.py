@@ -54,10 +54,9 @@ class ExpertParallel:
     Only decode steps are taken while a CUDA graph is captured and where max_tokens does not
     exceed decode_tokens; only prefill steps where gradients are enabled
     (``torch.is_grad_enabled``) or rows are not bfloat16. Results are the same bits in either mode
-    if ``experts`` computes a row the
-    same way in either, because both add in the same order and round at the same places: a rank's
-    rows of a token in float32, k ascending, to the dtype; those of the ranks in float32, ranks
-    ascending, to the dtype.
+    if ``experts`` computes a row the same way in either, because both add in the same order and
+    round at the same places: a rank's rows of a token in float32, k ascending, to the dtype; those
+    of the ranks in float32, ranks ascending, to the dtype.
 
     Between nodes the modes differ in a bit of rounding: prefill adds and rounds a node's rows of a
     token before they cross (InternodeCalls), decode sends each rank's sum by itself.
@@ -169,8 +168,12 @@ class ExpertParallel:
         fp8: bool = False,
         device_type: str = "cuda",
     ) -> MemoryEstimate:
-        """What a layer will take, before it is built:
-        ``print(ExpertParallel.estimate_memory(...))``."""
+        """What a layer will take in every rank, in bytes, before it is built:
+        ``print(ExpertParallel.estimate_memory(...))``. Local; arguments as of the constructor.
+
+        Raises:
+            ArgumentError: a size is out of range.
+        """
         if decode_tokens is None:
             decode_tokens = min(DEFAULT_DECODE_TOKENS, max_tokens)
         shape = MoEShape(hidden, num_experts, num_topk, max_tokens, decode_tokens, dtype, fp8)
@@ -261,7 +264,8 @@ class ExpertParallel:
 
         Raises:
             ArgumentError, BufferTooSmall: nothing was launched.
-            ConfigMismatch, ExpertIndexError, CapacityError, PeerTimeout: as of Buffer's dispatch.
+            ConfigMismatch, ExpertIndexError, CapacityError, PeerTimeout, MaskedOut: as of Buffer's
+                dispatch.
         """
         if is_compiling():
             y = ops.traced_forward(self, x, topk_idx, topk_weights, experts, mode, bounded)
