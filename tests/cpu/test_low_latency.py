@@ -11,6 +11,7 @@ from low_latency import (
     Pair,
     Range,
     inputs_of,
+    open_buffer,
     pairs_amid_normal_calls,
     run_case,
     run_pairs,
@@ -86,9 +87,7 @@ def test_zeroing_the_region_between_calls_breaks_nothing() -> None:
 
     def main(group: local.ThreadGroup) -> list:
         results = []
-        with deep_comm.Buffer(
-            group, 0, case.num_bytes, low_latency_mode=True, device="cpu"
-        ) as buffer:
+        with open_buffer(group, case) as buffer:
             region = buffer.get_local_buffer_tensor(torch.uint8, use_rdma_buffer=True)
             assert region.numel() == case.num_bytes
             for _ in range(5):
@@ -167,9 +166,7 @@ def test_statistics_add_up() -> None:
     case = LowLatencyCase((5, 8), 8, hidden=128, experts=6, topk=3)
 
     def main(group: local.ThreadGroup) -> tuple:
-        with deep_comm.Buffer(
-            group, 0, case.num_bytes, low_latency_mode=True, device="cpu"
-        ) as buffer:
+        with open_buffer(group, case) as buffer:
             total = torch.zeros(3, dtype=torch.int32)
             waited = torch.zeros(2, dtype=torch.int64)
             pair = Pair(buffer, case, 0)
@@ -194,9 +191,7 @@ def test_out_is_written_in_place() -> None:
     case = LowLatencyCase((5, 8), 8)
 
     def main(group: local.ThreadGroup) -> bool:
-        with deep_comm.Buffer(
-            group, 0, case.num_bytes, low_latency_mode=True, device="cpu"
-        ) as buffer:
+        with open_buffer(group, case) as buffer:
             pair = Pair(buffer, case, 0)
             pair.dispatch()
             out = torch.empty(pair.x.shape, dtype=torch.bfloat16)
@@ -217,9 +212,7 @@ def test_the_handle_unpacks_as_a_tuple_of_five() -> None:
     case = LowLatencyCase((4, 4), 4)
 
     def main(group: local.ThreadGroup) -> None:
-        with deep_comm.Buffer(
-            group, 0, case.num_bytes, low_latency_mode=True, device="cpu"
-        ) as buffer:
+        with open_buffer(group, case) as buffer:
             pair = Pair(buffer, case, 0)
             pair.dispatch()
             src_info, layout_range, max_tokens, hidden, experts = pair.handle
@@ -243,9 +236,7 @@ LAST = 0xFFFFFFFF
 
 def pairs_from(group: Any, case: LowLatencyCase, sequence: int) -> list:
     """All calls of a case, as if ``sequence`` operations of each kind had run before."""
-    with deep_comm.Buffer(
-        group, 0, case.num_bytes, low_latency_mode=True, device="cpu", timeout_s=60
-    ) as buffer:
+    with open_buffer(group, case, timeout_s=60) as buffer:
         group.barrier()
         assert buffer.runtime is not None
         buffer.runtime.set_low_latency_sequence(sequence)
@@ -276,9 +267,7 @@ def test_thousands_of_pairs_in_a_row(sequence: int, num_pairs: int) -> None:
     case = LowLatencyCase((1, 2), 2, hidden=16, experts=2, topk=1, calls=1)
 
     def main(group: local.ThreadGroup) -> list:
-        with deep_comm.Buffer(
-            group, 0, case.num_bytes, low_latency_mode=True, device="cpu", timeout_s=60
-        ) as buffer:
+        with open_buffer(group, case, timeout_s=60) as buffer:
             group.barrier()
             assert buffer.runtime is not None
             buffer.runtime.set_low_latency_sequence(sequence)
@@ -305,9 +294,7 @@ def log_combine(case: LowLatencyCase, scale: float) -> None:
     same with other numbers of blocks."""
 
     def main(group: local.ThreadGroup) -> tuple:
-        with deep_comm.Buffer(
-            group, 0, case.num_bytes, low_latency_mode=True, device="cpu"
-        ) as buffer:
+        with open_buffer(group, case) as buffer:
             pair = Pair(buffer, case, 0)
             handle = buffer.low_latency_dispatch(
                 pair.x, pair.idx, case.max_tokens, case.experts, use_fp8=False,
@@ -387,9 +374,7 @@ def test_logfmt_needs_whole_pieces_on_all_ranks() -> None:
     case = LowLatencyCase((2, 2), 2, hidden=24)
 
     def main(group: local.ThreadGroup) -> None:
-        with deep_comm.Buffer(
-            group, 0, case.num_bytes, low_latency_mode=True, device="cpu"
-        ) as buffer:
+        with open_buffer(group, case) as buffer:
             pair = Pair(buffer, case, 0)
             pair.dispatch()
             rows = torch.zeros(pair.handle.rows_shape, dtype=torch.bfloat16)
