@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from deep_comm import processes
 from deep_comm.bench import (
+    host_time,
     layer,
     layer_options,
     machine,
@@ -94,6 +95,9 @@ def publish(chosen: AnyOptions, figures: Any, num_ranks: int, elapsed_s: float) 
     if isinstance(chosen, LayerOptions):
         return layer.publish(chosen, figures, num_ranks, elapsed_s)
     print("\n" + report.ending(figures))
+    timings = [line.timing for line in targets.host_lines(figures.lines)]
+    if turns := host_time.describe_largest("host time of a call without a host wait", timings):
+        print(turns)
     verdicts = targets.judge(figures.lines, num_ranks)
     if chosen.device == "cuda" and any(verdict.measured is not None for verdict in verdicts):
         print(f"\ntargets on {num_ranks} GPUs (set for H200)\n{targets.table(verdicts)}")

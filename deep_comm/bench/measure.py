@@ -11,7 +11,8 @@ several calls, of their mean.
 Host time is what the calling thread spends in a call. It has rounds of its own on GPUs, of
 num_host_calls: a round's first calls find the machine's caches cold, and a short round would be
 about those (``first_host_us`` says what the very first takes). The launches of a round fit into the
-GPU's queue, so that no call waits for room there.
+GPU's queue, so that no call waits for room there. What targets are about is measured once more, in
+turns that lie apart: deep_comm.bench.host_time.
 """
 
 from __future__ import annotations
@@ -83,6 +84,8 @@ class Timing:
     fastest_host_us: float | None = None  # of the fastest rank
     first_host_us: float | None = None  # of a round's first call, slowest rank; None: not taken
     first_us: float | None = None  # the call that leads in, as mean_us; None: single calls alone
+    # Of any turn and rank, where host_us is a median of turns (deep_comm.bench.host_time).
+    largest_host_us: float | None = None
 
     def to_json(self) -> dict[str, float | None]:
         return asdict(self)

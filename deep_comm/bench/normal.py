@@ -14,12 +14,13 @@ import torch.distributed as dist
 from deep_comm import Buffer
 from deep_comm.bench import grouped, host_time, link, rivals, two_tier
 from deep_comm.bench.expected import Expected
-from deep_comm.bench.measure import Effort, Timing, gather, peak_rss_bytes, time_over_ranks
+from deep_comm.bench.measure import Effort, Timing, Work, gather, peak_rss_bytes, time_over_ranks
 from deep_comm.bench.operations import OF_EXPANDED, BufferOperations, Operation
 from deep_comm.bench.options import AUTO, Options, Scenario
 from deep_comm.bench.workload import Volume, Workload
 
 L2_BYTES = 128 << 20  # inputs take turns until they are together larger than any L2
+_MOST_HOST_TOKENS = 512
 _BLOCKS_IN_FLIGHT = 8  # outputs of dispatch that live at once, those that graphs keep included
 
 
@@ -155,6 +156,7 @@ class Runner:
         self._device = device
         self._say = say
         self.report = Report(limit=None)
+        self._fewest_tokens = 0
 
     def run(
         self, scenarios: Sequence[Scenario], on_lines: Callable[[list[Measured]], None]
@@ -162,6 +164,7 @@ class Runner:
         if self._options.with_limit and dist.get_world_size() > 1:
             self._measure_limit(scenarios[0].workload)
         self.report.host_references.extend(host_time.references(self._device))
+        self._fewest_tokens = min((one.workload.num_tokens for one in scenarios), default=0)
         # Runs of scenarios over one workload share inputs and expected results.
         expected: Expected | None = None
         for scenario in scenarios:
@@ -205,16 +208,41 @@ class Runner:
                 if scenario.ranks_per_node is not None:
                     self._count_rail(buffer, subject, scenario)
                 mode = self._observed_mode(scenario, subject)
+                eager: dict[int, Operation] = {}  # by line
                 for operation in subject.operations(mode, scenario.names):
-                    measured = self._measure(
+                    for line in self._measure(
                         scenario, expected, operation, scenario.executions, subject
-                    )
-                    lines += (dataclasses.replace(line, mode=mode) for line in measured)
-                del subject, operation  # they hold outputs in the receive region
+                    ):
+                        if line.execution == "eager" and not line.host_waits:
+                            eager[len(lines)] = operation
+                        lines.append(dataclasses.replace(line, mode=mode))
+                self._take_turns(lines, eager, expected.num_slots)
+                del subject, operation, eager  # they hold outputs in the receive region
             if self._device.type == "cuda":
                 torch.cuda.synchronize()
             dist.barrier()  # before this rank's heap goes, nobody uses it
         return lines
+
+    def _take_turns(
+        self, lines: list[Measured], eager: dict[int, Operation], num_slots: int
+    ) -> None:
+        """Host time of these lines, in turns, if they have the fewest tokens of this run. Not of
+        many: there the GPU's queue gets full."""
+        num_calls = self._options.effort.num_host_calls
+        if num_calls == 0 or not eager:
+            return
+        if lines[-1].workload.num_tokens > min(self._fewest_tokens, _MOST_HOST_TOKENS):
+            return
+
+        def work_of(operation: Operation) -> Work:
+            return lambda call: operation.call(call % num_slots)
+
+        works = [work_of(operation) for operation in eager.values()]
+        times = host_time.in_turns(works, num_calls, self._device)
+        for index, found in zip(eager, times, strict=True):
+            lines[index] = dataclasses.replace(
+                lines[index], timing=found.put_into(lines[index].timing)
+            )
 
     def _count_rail(self, buffer: Buffer, subject: BufferOperations, scenario: Scenario) -> None:
         """One row a (token, remote node) and not a byte more, or nothing is timed."""

@@ -16,7 +16,8 @@ NUM_TEXT_COLUMNS = 4
 LEGEND = (
     "us: mean of back-to-back calls behind one more, slowest rank, median of the rounds; "
     "p50, p99: of single calls; spread: between slowest and fastest rank; "
-    "host us: time of the calling thread per call, slowest rank, w: it waits for counts; "
+    "host us: time of the calling thread per call, slowest rank (of the fewest tokens the "
+    "median of turns that lie apart), w: it waits for counts; "
     "wire: what crosses the busiest link; logical: rows delivered, own ones too; "
     "% limit: of the measured bulk-store all-to-all"
 )

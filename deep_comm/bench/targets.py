@@ -110,18 +110,18 @@ def _uncached_extra(lines: Sequence[Measured]) -> float | None:
     return min(extras, default=None)
 
 
-def _host_time(lines: Sequence[Measured]) -> float | None:
-    """The slowest of the calls without a host wait, at the fewest tokens, where the queue is never
-    full."""
+def host_lines(lines: Sequence[Measured]) -> list[Measured]:
+    """Calls without a host wait, at the fewest tokens, where the queue is never full."""
     names = (operations.DISPATCH_CACHED, operations.COMBINE)
     eager = [line for line in lines if line.name in names and line.execution == "eager"]
-    times = [
-        line.timing.host_us
-        for line in eager
-        if line.timing.host_us is not None
-        and line.workload.num_tokens == min(other.workload.num_tokens for other in eager)
-    ]
-    return max(times, default=None)
+    fewest = min((line.workload.num_tokens for line in eager), default=0)
+    return [line for line in eager if line.workload.num_tokens == fewest]
+
+
+def _host_time(lines: Sequence[Measured]) -> float | None:
+    """The slowest of them."""
+    times = [line.timing.host_us for line in host_lines(lines)]
+    return max((time for time in times if time is not None), default=None)
 
 
 _CACHED, _COMBINES = operations.DISPATCH_CACHED, (operations.COMBINE, operations.COMBINE_IN_PLACE)

@@ -11,6 +11,7 @@ from payload import assert_same_bits
 from deep_comm import Config, reference
 from deep_comm.bench import (
     grouped,
+    host_time,
     link,
     measure,
     normal,
@@ -216,6 +217,24 @@ def test_a_call_takes_as_long_as_its_slowest_rank() -> None:
         first_us=90,
     )  # fmt: skip
     assert measure.summarise(samples, with_host=False).host_us is None
+
+
+def test_host_time_outlasts_a_slow_stretch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stretch of six turns takes twice as long on one rank; the largest turn says so."""
+    rounds = iter([12.0] * 5 + [24.0] * 6 + [30.0] + [13.0] * 3)
+    pauses: list[float] = []
+    monkeypatch.setattr(host_time, "host_round", lambda _work, _calls, _clock: (next(rounds), 99.0))
+    monkeypatch.setattr(host_time, "gather", lambda own: [own, [10.0] * len(own)])
+    monkeypatch.setattr(host_time.time, "sleep", pauses.append)
+    (found,) = host_time.in_turns([lambda _call: None], 200, torch.device("cpu"))
+    assert found == host_time.HostTime(slowest_us=13.0, fastest_us=10.0, largest_us=30.0)
+    assert len(pauses) == host_time.NUM_TURNS - 1 and sum(pauses) > 0.9
+    timing = found.put_into(Timing(1, 1, 1, 1, 0, host_us=24.0))
+    assert (timing.host_us, timing.largest_host_us, timing.mean_us) == (13.0, 30.0, 1)
+    said = host_time.describe_largest("host time", [timing, Timing(1, 1, 1, 1, 0, host_us=5.0)])
+    assert "by form: 13.0 µs" in said and said.endswith("rank 30.0")
+    assert host_time.in_turns([], 200, torch.device("cpu")) == []
+    assert host_time.describe_largest("host time", []) == ""
 
 
 class FakeClock:

@@ -30,6 +30,9 @@ def publish(chosen: Options, figures: Report, num_ranks: int, elapsed_s: float) 
     print("\n" + textwrap.fill(report.LEGEND, 120))
     if figures.host_references:
         print(host_time.describe(figures.host_references))
+    timings = [line.timing for line in targets.host_lines(figures.lines)]
+    if turns := host_time.describe_largest("host time of a call", timings):
+        print(turns)
     verdicts = targets.judge(figures.lines, num_ranks)
     if chosen.device == "cuda" and any(verdict.measured is not None for verdict in verdicts):
         print(f"\ntargets on {num_ranks} GPUs (set for H200)\n{verdicts_of.table(verdicts)}")

@@ -19,7 +19,8 @@ NUM_TEXT_COLUMNS = 5
 LEGEND = (
     "us: mean of back-to-back calls behind one more, slowest rank, median of the rounds; "
     "p50, p99: of single calls (of graphs of one call, the distance between graphs included); "
-    "spread: between slowest and fastest rank; host us: time of the calling thread; "
+    "spread: between slowest and fastest rank; host us: time of the calling "
+    "thread, of at most 16 tokens the median of turns that lie apart; "
     "wire: rows and scales that cross the busiest link; floor: those bytes at the measured link "
     "limit; kernels: medians of the profiler, in a graph where one was made, waits for peers "
     "included; fp8, nvfp4: cast in it; logfmt: combine's rows travel in LogFMT-10"

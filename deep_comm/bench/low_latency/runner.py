@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,8 @@ from deep_comm.bench.low_latency.measure import Graph, kernel_times, time_eager,
 from deep_comm.bench.low_latency.operations import BufferCalls, Operation
 from deep_comm.bench.low_latency.options import PAIR, Options, Scenario
 from deep_comm.bench.low_latency.report import Line, Report
-from deep_comm.bench.measure import Effort, Timing, gather, nccl_group
+from deep_comm.bench.low_latency.targets import HOST_TOKENS
+from deep_comm.bench.measure import Effort, Timing, Work, gather, nccl_group
 from deep_comm.bench.normal import require_on_all_ranks
 from deep_comm.bench.workload import Volume, Workload
 
@@ -123,6 +125,7 @@ class Runner:
             f"layout, at most {max_tokens} tokens a rank ({self._how_checked(shape)})"
         )
         lines = []
+        eager: dict[int, Operation] = {}  # by line
         if scenario.with_rivals and num_sms == scenario.sms[0]:
             lines += self._measure_rivals(scenario)
         expected = Expected(shape, scenario.layout, dist.get_rank(), self._device, max_tokens)
@@ -152,8 +155,32 @@ class Runner:
                 kernels_us=kernels_us,
                 is_rival=False,
             )
+            if execution == "eager":
+                eager[len(lines)] = operation
             lines.append(line)
+        self._take_turns(lines, eager)
         return lines
+
+    def _take_turns(self, lines: list[Line], eager: dict[int, Operation]) -> None:
+        """Host time of these lines, in turns. Of few tokens: else the GPU's queue gets full."""
+        effort, num_slots = self._options.effort, self._options.num_slots
+        if effort.num_host_calls == 0:
+            return
+        few = {
+            index: operation
+            for index, operation in eager.items()
+            if lines[index].workload.num_tokens <= HOST_TOKENS
+        }
+
+        def work_of(operation: Operation) -> Work:
+            return lambda index: operation.call(index % num_slots)
+
+        works = [work_of(operation) for operation in few.values()]
+        times = host_time.in_turns(works, effort.num_host_calls, self._device)
+        for index, found in zip(few, times, strict=True):
+            lines[index] = dataclasses.replace(
+                lines[index], timing=found.put_into(lines[index].timing)
+            )
 
     def _time(self, operation: Operation, execution: str) -> tuple[Timing, dict[str, float]] | None:
         options = self._options

@@ -44,10 +44,15 @@ def _best_pair(
     return min((line.timing.mean_us for line in found if line.name == PAIR), default=None)
 
 
-def _host_time(lines: Sequence[Line]) -> float | None:
-    """The slowest single call, at few tokens, where the queue is never full."""
+def host_lines(lines: Sequence[Line]) -> list[Line]:
+    """Single calls at few tokens, where the queue is never full."""
     found = _lines(lines, num_tokens=HOST_TOKENS, execution="eager")
-    times = [line.timing.host_us for line in found if line.name != PAIR]
+    return [line for line in found if line.name != PAIR]
+
+
+def _host_time(lines: Sequence[Line]) -> float | None:
+    """The slowest of them."""
+    times = [line.timing.host_us for line in host_lines(lines)]
     return max((time for time in times if time is not None), default=None)
 
 
