@@ -2,7 +2,7 @@
 //
 //   region   = [ weights of half 0 | 1 | dispatch half 0 | 1 | combine half 0 | 1 ]   at fixed places, whatever the shape
 //   dispatch = by source rank: [ slot of token 0 … M-1 | routes of block 0 … B-1 ]
-//   slot     = [ row | words of scales | pad to 16 ]
+//   slot     = [ row | words of scales | pad to a line ]
 //   combine  = by expert rank: row of token 0 … M-1; with one rounding, by token: row of selection 0 … K-1,
 //              with masks by expert rank and token
 //
@@ -72,8 +72,9 @@ struct LowLatencyShape {
 
   // Works out what kernels would work out again and again.
   void prepare() {
-    slot_stride =
-        align_up<uint32_t>(static_cast<uint32_t>(row_bytes + sizeof(float) * num_scales), 16);
+    // Whole lines: a warp's store of 512 bytes is four packets on the links, not five.
+    slot_stride = align_up<uint32_t>(static_cast<uint32_t>(row_bytes + sizeof(float) * num_scales),
+                                     kLineBytes);
     block_tokens = ceil_div(num_max_tokens, num_blocks);
     routes_start = align_up<uint64_t>(uint64_t{slot_stride} * num_max_tokens, kLineBytes);
     for (const LowLatencyKind kind : {LowLatencyKind::kDispatch, LowLatencyKind::kCombine})

@@ -382,6 +382,12 @@ struct GroupLooks {
       scales.look(args, half, memory, outputs, scales.first(), num_tasks);
     rows.look(args, half, memory, arch::thread_idx(), num_tasks);
   }
+  // At what was missing, under way while places are found.
+  DC_DEVICE void look_again(bool has_scales) {
+    if (has_scales && scales.task >= 0 && !has_arrived(scales.bits))
+      scales.bits = arch::ld_relaxed_sys(scales.words);
+    rows.arrivals.look_at_missing();
+  }
 };
 
 // Behind a barrier that follows guess_tasks.
@@ -435,6 +441,7 @@ DC_DEVICE void dispatch_receive(const Context& context, const LowLatencyDispatch
     arch::sync_block();
   }
   const int num_tasks = memory.header->first_task[world.num_ranks];
+  if (has_looked) looks.look_again(args.shape.num_scales > 0);
   DC_NO_UNROLL
   for (int first = 0; first < num_tasks; first += num_warps) {
     const int num_now = min_of(num_warps, num_tasks - first);

@@ -64,14 +64,24 @@ struct Arrivals {
   DC_DEVICE bool is_missing(int idx) const {
     return from[idx] != nullptr && !has_arrived(vecs[idx]) && !arch::fault(Fault::kSkipArrival);
   }
-  // Looks again at what is missing; -1: nothing is, else the last that is.
+  // Looks again at what is missing. All loads before anything is done with one, which would wait
+  // for it: then each look would be a trip to memory for every place that is missing.
+  DC_DEVICE void look_at_missing() {
+    bool is_wanted[kCount];
+    DC_UNROLL
+    for (int idx = 0; idx < kCount; ++idx) is_wanted[idx] = is_missing(idx);
+    DC_UNROLL
+    for (int idx = 0; idx < kCount; ++idx) {
+      if (is_wanted[idx]) vecs[idx] = arch::ld_relaxed_sys(from[idx]);
+    }
+  }
+  // The same; -1: nothing is missing, else the last that is.
   DC_DEVICE int look_again() {
+    look_at_missing();
     int missing = -1;
     DC_UNROLL
     for (int idx = 0; idx < kCount; ++idx) {
-      if (!is_missing(idx)) continue;
-      vecs[idx] = arch::ld_relaxed_sys(from[idx]);
-      if (!has_arrived(vecs[idx])) missing = idx;
+      if (is_missing(idx)) missing = idx;
     }
     return missing;
   }
