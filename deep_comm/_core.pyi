@@ -438,6 +438,8 @@ class Engine:
         """The most tokens any rank had in the last reporting dispatch; None: a
         kernel failed. Without the GIL.
         """
+    def note_interrupt(self) -> None:
+        """A call ends in the middle, in Python: its kernel gives up, and the record says so."""
     def poll_error(self) -> ErrorRecord | None:
         """The error record, if a thread has written one. Does not wait and does not clear."""
     def clear_error(self) -> None:

@@ -1,6 +1,6 @@
 // The two calls of a layer's decode step (deep_comm/layer/quick_decode.py), each in one step from
-// what the layer is given to what it hands out, and what "auto" asks behind them: what a step costs
-// beside its tensors and launches counts, because "auto" is held against it.
+// what the layer is given to what it hands out, the second also with what "auto" asks behind it: what
+// a step costs beside its tensors and launches counts, because "auto" is held against it.
 #pragma once
 
 #include <memory>
@@ -91,7 +91,9 @@ pybind11::object begin_layer(SharedLayer<Target>& shared, PyObject* const* argum
   call.topk_weights = self.given(weights.address());
   call.num_tokens = static_cast<int>(x.extent(0));
   call.recv_x = self.given(call.recv_x);
-  call.is_reporting = is_asking;
+  // To the host, which looks at words instead where there are some: a kernel that has stored to the
+  // host's memory ends 0.8 us later.
+  call.is_reporting = is_asking && !layer.words;
   call.send = call.receive = true;
   uint64_t exchange = 0;
   if (is_asking && layer.words) {
@@ -128,7 +130,8 @@ pybind11::object end_layer(SharedLayer<Target>& shared, PyObject* const* argumen
   int num_tokens;
   // What the others have told is on its way here while this call launches.
   if (layer.words) {
-    layer.words->prefetch(PyLong_AsUnsignedLongLongMask(PyTuple_GET_ITEM(state, 4)));
+    const uint64_t exchange = PyLong_AsUnsignedLongLongMask(PyTuple_GET_ITEM(state, 4));
+    if (exchange != 0) layer.words->prefetch(exchange);
   }
   if (!torch.matrix(arguments[0], kDlBfloat16, form.num_local_experts * num_rows, options.hidden,
                     &x) ||
@@ -156,21 +159,26 @@ pybind11::object end_layer(SharedLayer<Target>& shared, PyObject* const* argumen
   return combined_x;
 }
 
-// (exchange) -> True: all ranks had as many tokens as decode takes, and the rule, by which the step
-// began with decode, has learned it. Otherwise it has learned nothing: the most that any rank had,
-// or None where this host does not tell (see HostWords).
+// (rows, Decoded) -> the sums of a step of "auto" that began with decode, or None, likewise. All ranks
+// had as many tokens as decode takes, and the rule has learned it. Otherwise it has learned nothing:
+// (the sums, the most tokens that any rank had, or None where the words do not tell it).
 template <class Target>
-pybind11::object answer_layer(SharedLayer<Target>& shared, PyObject* const* arguments) {
+pybind11::object finish_layer(SharedLayer<Target>& shared, PyObject* const* arguments) {
   namespace py = pybind11;
   const LayerDecode<Target>& layer = *shared;
-  if (!layer.words) return py::none();
-  const uint64_t exchange = PyLong_AsUnsignedLongLongMask(arguments[0]);
+  py::object sums = end_layer(shared, arguments);
+  if (sums.is_none()) return sums;
+  if (!layer.words) return py::make_tuple(std::move(sums), py::none());
+  const uint64_t exchange = PyLong_AsUnsignedLongLongMask(PyTuple_GET_ITEM(arguments[1], 4));
+  // It is looked at last: no SM waits for the host.
   const std::optional<uint64_t> most = patient_most(*layer.words, exchange);
-  if (!most) return py::none();
-  if (*most > static_cast<uint64_t>(layer.decode_tokens)) return py::int_(*most);
+  if (!most) return py::make_tuple(std::move(sums), py::none());
+  if (*most > static_cast<uint64_t>(layer.decode_tokens)) {
+    return py::make_tuple(std::move(sums), *most);
+  }
   const py::object counted = layer.rule.attr(layer.num_steps_name);
   layer.rule.attr(layer.num_steps_name) = py::int_(PyLong_AsLongLong(counted.ptr()) + 1);
-  return py::bool_(true);
+  return sums;
 }
 
 // The three functions. `shape`: of a form that was added, of bfloat16 rows that travel with their
@@ -212,7 +220,7 @@ pybind11::object layer_calls(const pybind11::object& calls, const pybind11::obje
   return py::make_tuple(
       object_function<4, &begin_layer<Target>>("begin", SharedLayer<Target>(layer), calls),
       object_function<2, &end_layer<Target>>("end", SharedLayer<Target>(layer), calls),
-      object_function<1, &answer_layer<Target>>("answer", SharedLayer<Target>(layer), calls));
+      object_function<2, &finish_layer<Target>>("finish", SharedLayer<Target>(layer), calls));
 }
 
 }  // namespace deep_comm

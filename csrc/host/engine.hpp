@@ -188,6 +188,8 @@ class Engine {
   void quiet_rail();
 
   std::optional<ErrorRecord> poll_error() const;
+  // A call ends in the middle: its kernel gives up, and the record says so, until reset().
+  void note_interrupt();
   // The word that says there is a record.
   const uint32_t* error_flag() const {
     check_open();
@@ -243,8 +245,6 @@ class Engine {
   };
   Shape shape_of(const ChannelConfig& config, const MessageLayout& message, int num_senders) const;
   bool is_internode() const { return rail_bases_ != nullptr; }
-  // A call ends in the middle: its kernel gives up, and the record says so, until reset().
-  void note_interrupt();
   void launch_count(InternodeCountArgs args, uint64_t stream);
   // Stages and shared memory of direct mode; without room for them, args.output_line becomes 0.
   size_t plan_tier_direct(InternodeDispatchArgs& args) const;

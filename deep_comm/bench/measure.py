@@ -2,7 +2,9 @@
 
 The headline is the mean of back-to-back calls at the slowest rank, the median of a few such rounds.
 Every round begins with all ranks together (a barrier of the processes, and on GPUs a collective
-that lets the devices start within microseconds of each other) and with one call that leads in: it
+that lets the devices start within microseconds of each other, and words in common memory that do so
+for the processes: they leave the barrier some hundred microseconds apart, in which one would queue
+calls that the others have yet to make) and with one call that leads in: it
 finds an idle device, so that its time is mostly its way through the host and the wait for the rank
 that starts last. It is not in the mean, but kept (``first_us``). p50 and p99 are of single calls in
 one more round, also back to back, each as long as its slowest rank took; where a graph holds
@@ -31,7 +33,8 @@ from typing import Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from deep_comm.rendezvous import all_gather_object
+from deep_comm.layer.host_words import HostWords
+from deep_comm.rendezvous import Rendezvous, all_gather_object
 
 T = TypeVar("T")
 
@@ -206,6 +209,7 @@ class GpuClock:
         self._group = nccl_group()
         self._word = torch.zeros(1, device=device)
         self._flush = torch.empty(0, dtype=torch.uint8, device=device)
+        self._words = HostWords.create(Rendezvous(dist.group.WORLD))
 
     def start_together(self, *, flush: bool) -> None:
         torch.cuda.synchronize()
@@ -218,6 +222,10 @@ class GpuClock:
             # start.
             torch.cuda._sleep(300_000)
         dist.all_reduce(self._word, group=self._group)
+        if self._words is not None:
+            exchange = self._words.tell(0)
+            while self._words.most(exchange) is None:  # it has passed the barrier
+                pass
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)

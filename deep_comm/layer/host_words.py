@@ -1,9 +1,11 @@
 """How many tokens each rank has in a step, told from host to host.
 
-Ranks of one host share a page. Every decode exchange of "auto" tells all ranks the same number by
-way of the GPUs (Buffer.wait_low_latency_num_tokens), which is sure but takes a launch and two trips
-over buses; here it is there when the slowest rank is about to launch its dispatch, as a rule long
-before this one asks. Whoever does not find it here asks there: the numbers are the same.
+Ranks of one host share a page. Every decode exchange of "auto" brings all ranks the same numbers
+by way of the GPUs, which is sure but takes a launch and a trip over a bus; here they are there when
+the slowest rank is about to launch its dispatch, as a rule long before this one asks. Whoever does
+not find them here looks at what the exchange has brought: the numbers are the same. The kernel does
+not tell the host of its own accord then (Buffer.wait_low_latency_num_tokens): one that stores to
+the host's memory ends later.
 
 A word is written whole and holds all there is to know, so that nothing needs an order: the number
 of the exchange, which the ranks count alike, and the tokens. There are two of a rank, for even and
@@ -17,8 +19,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from deep_comm import _core
+from deep_comm.low_latency_handle import LowLatencyHandle
 
 if TYPE_CHECKING:
+    from deep_comm.context import Context
+    from deep_comm.layer.quick_decode import Decoded
     from deep_comm.rendezvous import Rendezvous
 
 
@@ -63,3 +68,28 @@ class HostWords:
         if segment is None or not all(has_come):
             return None
         return cls(segment, rank, num_ranks)
+
+
+def most_tokens(ctx: Context, words: HostWords, state: Decoded) -> int:
+    """The most tokens that any rank had in an exchange that is launched: as the hosts tell, or as
+    the exchange has brought it, whichever is there first.
+
+    Raises:
+        PeerTimeout, or what else the exchange ended with.
+    """
+    most = words.most(state.exchange)
+    if most is not None:
+        return most
+    backend = ctx.backend
+    passed = backend.mark(backend.current_stream())
+    try:
+        while passed is not None and not passed.has_passed():
+            most = words.most(state.exchange)
+            if most is not None:
+                return most
+    except BaseException:  # of a signal's handler: the rule will not have learned of this exchange
+        ctx.engine.note_interrupt()
+        raise
+    ctx.check()
+    handle = LowLatencyHandle(state.shape, state.metadata, state.num_tokens)
+    return max(handle.recv_tokens.tolist())

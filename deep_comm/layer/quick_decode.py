@@ -1,5 +1,5 @@
 """The two calls of a decode step in one native step each, from the layer's arguments to its
-results, and what "auto" asks behind them.
+results, and with what "auto" asks behind them.
 
 They do the whole call, or nothing: for whatever is in doubt they return None before anything has
 happened, and the layer goes on step by step (transport.py), which names what is wrong. See
@@ -39,16 +39,16 @@ class Decoded(NamedTuple):
 class DecodeCalls(NamedTuple):
     """Attributes:
     begin(x, topk_idx, topk_weights, is_asking): an ExpertBatch; with ``is_asking`` all ranks
-        learn the most tokens of any, and those of this host are told.
+        learn the most tokens of any: by words where all share a host, else by the device.
     end(rows, state): the sums.
-    answer(exchange): of a step of "auto" that began with decode: True if it may end with it, which
-        the rule has learned then; else, and with the rule as it was, the most tokens of any rank,
-        or None where this host cannot say.
+    finish(rows, state): of a step of "auto" that began with decode: the sums, if it may end with
+        it, which the rule has learned then; else, and with the rule as it was, they and the most
+        tokens of any rank, or None where the words do not say.
     """
 
     begin: Callable[[Any, Any, Any, bool], ExpertBatch | None]
     end: Callable[[Any, Decoded], Tensor | None]
-    answer: Callable[[int], bool | int | None]
+    finish: Callable[[Any, Decoded], Tensor | tuple[Tensor, int | None] | None]
 
 
 NEVER = DecodeCalls(quick.never, quick.never, quick.never)
@@ -75,7 +75,7 @@ def decode_calls(
     except DeepCommError:  # the first call will say why
         return NEVER
     num_rows = form.num_local * form.num_rows
-    begin, end, answer = native.layer(
+    begin, end, finish = native.layer(
         shape=form,
         decode_tokens=shape.decode_tokens,
         rows=((num_rows, shape.hidden), (shape.hidden, 1), torch.bfloat16),
@@ -85,4 +85,4 @@ def decode_calls(
         words=None if words is None else words.place,
         rule=rule,
     )
-    return DecodeCalls(begin, end, answer)
+    return DecodeCalls(begin, end, finish)

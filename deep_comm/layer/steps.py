@@ -16,14 +16,13 @@ from deep_comm.errors import ArgumentError
 from deep_comm.layer import autograd
 from deep_comm.layer.batch import ExpertBatch
 from deep_comm.layer.construction import check_mode
-from deep_comm.layer.host_words import HostWords
+from deep_comm.layer.host_words import HostWords, most_tokens
 from deep_comm.layer.mode import ModeRule
 from deep_comm.layer.pending import Pending
 from deep_comm.layer.prefill import Prefilled, Sent
 from deep_comm.layer.quick_decode import Decoded
 from deep_comm.layer.shape import Mode
 from deep_comm.layer.transport import Transport
-from deep_comm.ops.quick import never
 
 if TYPE_CHECKING:
     from deep_comm.buffer import Buffer
@@ -69,10 +68,9 @@ class Steps:
     def use_words(self, words: HostWords | None) -> None:
         """How the ranks of this host tell one another of exchanges that ask; alike on all."""
         self._host_words = words
-        self._told_most: Callable[[int], int | None] = never if words is None else words.most
         if self.can_decode:
             self.transport.enable_decode(words, self.rule)
-        self._begin, self._end, self._answer = self.transport.quick
+        self._begin, self._end, self._finish = self.transport.quick
 
     def begin_anew(self) -> None:
         """Collective."""
@@ -179,19 +177,20 @@ class Steps:
         if batch is None:
             return None
         rows, state = experts(batch), batch.state
-        y = self._end(rows, state)
-        if y is None:
+        if not is_asking:
+            y = self._end(rows, state)
+            return self._combine_by_steps(batch, rows) if y is None else y
+        most, found = None, self._finish(rows, state)
+        if type(found) is Tensor:
+            return found
+        if found is None:
             y = self._combine_by_steps(batch, rows)
-        if is_asking:
-            exchange = state.exchange
-            del batch, rows, state  # tensors are given back while the answer is on its way
-            # It is looked at last: no SM waits for the host.
-            most = self._answer(exchange)
-            if most is not True:
-                if most is None:
-                    most = self.buffer.wait_low_latency_num_tokens()
-                if not self.rule.learn(most):
-                    self._prefill_late(True, x, topk_idx, topk_weights, experts)
+        else:
+            y, most = found
+        del batch, rows, found
+        if not self.rule.learn(self._most(state) if most is None else most):
+            del state
+            self._prefill_late(True, x, topk_idx, topk_weights, experts)
         return y
 
     def ask(
@@ -210,10 +209,11 @@ class Steps:
             y_shared = shared(x)
             assert hook is not None
             hook()
-        exchange, fits = batch.state.exchange, x.shape[0] <= self._decode_tokens
+        state, fits = batch.state, x.shape[0] <= self._decode_tokens
         y = self.combine(batch, experts(batch))
         del batch
-        if not self.rule.learn(self._most(exchange)):
+        if not self.rule.learn(self._most(state)):
+            del state
             late = self._prefill_late(fits, x, topk_idx, topk_weights, experts)
             y = y if fits else late
         return y if y_shared is None else y + y_shared
@@ -227,10 +227,11 @@ class Steps:
         batch = self._prefill(x[share], topk_idx[share], topk_weights[share], False)
         return self.combine(batch, experts(batch))
 
-    def _most(self, exchange: int) -> int:
+    def _most(self, state: Decoded) -> int:
         """Tokens of any rank in an exchange that asks: the last one."""
-        most = self._told_most(exchange)
-        return self.buffer.wait_low_latency_num_tokens() if most is None else most
+        if self._host_words is None:
+            return self.buffer.wait_low_latency_num_tokens()
+        return most_tokens(self.buffer._context, self._host_words, state)
 
     def dispatch(
         self, way: Way, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, bounded: bool
@@ -239,7 +240,7 @@ class Steps:
             return self._decode(x, topk_idx, topk_weights, False)[0]
         if way == "ask":
             batch = self._open(x, topk_idx, topk_weights, False)[0]
-            if self.rule.learn(self._most(batch.state.exchange)):
+            if self.rule.learn(self._most(batch.state)):
                 return batch
             return self._prefill(x, topk_idx, topk_weights, False)
         batch = self._prefill(x, topk_idx, topk_weights, bounded or self.is_capturing())
@@ -257,7 +258,7 @@ class Steps:
 
             def receive() -> ExpertBatch:
                 hook()
-                if way == "decode" or self.rule.learn(self.buffer.wait_low_latency_num_tokens()):
+                if way == "decode" or self.rule.learn(self._most(batch.state)):
                     return batch
                 return self._prefill(x, topk_idx, topk_weights, False)
 

@@ -78,7 +78,7 @@ class Transport:
             use_fp8=shape.fp8,
             return_recv_hook=is_async,
             topk_weights=topk_weights,
-            report_num_tokens=is_asking,
+            report_num_tokens=is_asking and self.words is None,
         )
         # Peers may act on it at once: what raises before this is no exchange.
         exchange = 0

@@ -1,15 +1,20 @@
 """What the hosts of a node tell one another beside a decode exchange of "auto"."""
 
+import os
 import random
+import signal
 import time
+from types import SimpleNamespace
 from typing import Any
 
+import forked
 import pytest
 import torch
-from layer_cases import LayerCase, build, inputs
+from layer_cases import LayerCase, build, inputs, random_steps
 
-from deep_comm import _core, local
-from deep_comm.layer.host_words import HostWords
+from deep_comm import PeerTimeout, _core, local, processes
+from deep_comm.layer import steps
+from deep_comm.layer.host_words import HostWords, most_tokens
 from deep_comm.rendezvous import Rendezvous
 
 NUM_RANKS = 3
@@ -142,3 +147,123 @@ def test_the_rule_is_the_same_by_words_and_after_a_reset_and_a_named_mode() -> N
             assert _modes(layer, case, rank) == want
 
     local.run(fn, 2, timeout_s=60)
+
+
+@pytest.mark.parametrize("how", ["forward", "split", "async"])
+def test_ranks_whose_words_are_late_or_lost_learn_the_same(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 dawdles for longer than anybody looks, rank 2 counts other exchanges."""
+    case = LayerCase(random_steps(random.Random(11), 3, 10, 4, 24), 24, 4, how=how)
+    fits = [max(tokens) <= case.decode_tokens for tokens in case.steps]
+    learned: list[tuple[int, int | None]] = []
+
+    def noted(ctx: Any, words: HostWords, state: Any) -> int:
+        most = most_tokens(ctx, words, state)
+        learned.append((most, words.most(state.exchange)))
+        return most
+
+    monkeypatch.setattr(steps, "most_tokens", noted)
+
+    def main(group: Any) -> list[bool]:
+        rank, modes = group.rank(), []
+        with build(group, case) as layer, torch.inference_mode():
+            words = layer._steps._host_words
+            if rank == 2:
+                words.set_exchange(7)
+            for step in range(len(case.steps)):
+                if rank == 1:
+                    time.sleep(random.Random(step).choice((0, 2e-3)))
+                _take(layer, how, inputs(case, rank, step))
+                modes.append(layer.rule.begins_with_decode)
+        return modes
+
+    assert local.run(main, 3, timeout_s=60) == [fits] * 3
+    assert any(told is None for _, told in learned)  # what the exchange has brought
+
+
+def _take(layer: Any, how: str, parts: Any) -> None:
+    if how == "forward":
+        layer(*parts, lambda batch: batch.x)
+        return
+    batch = layer.dispatch(*parts) if how == "split" else layer.dispatch_async(*parts).result()
+    layer.combine(batch, batch.x)
+
+
+def _killed_in_a_step(group: Any, has_told: bool) -> Any:
+    """Rank 1 ends in its third step, when it has told the others or before."""
+    case = LayerCase(((2, 2, 1),) * 4, 24, 8)
+    rank = group.rank()
+    with build(group, case, timeout_s=2) as layer, torch.inference_mode():
+        words = layer._steps._host_words
+        try:
+            for step in range(len(case.steps)):
+                if rank == 1 and step == 2:
+                    if has_told:
+                        words.tell(2)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                layer(*inputs(case, rank, step), lambda batch: batch.x)
+        except PeerTimeout as error:
+            return step, error.peer
+    return None
+
+
+@pytest.mark.parametrize("has_told", [False, True])
+def test_a_rank_that_is_killed_is_named_whether_it_has_told_or_not(has_told: bool) -> None:
+    started = time.monotonic()
+    ended = forked.outcomes(_killed_in_a_step, 3, has_told)
+    assert isinstance(ended[1].error, processes.RankFailed)
+    for rank in (0, 2):
+        step, peer = ended[rank].value
+        assert peer == 1 and step in ((2, 3) if has_told else (2,))
+    assert time.monotonic() - started < 30
+
+
+class _Exchange:
+    """One on a device, which ends at the third question; none of its ranks tells before `told`."""
+
+    def __init__(self, told: int, interrupted: bool = False) -> None:
+        self.told, self.interrupted, self.looks, self.asked = told, interrupted, 0, 0
+        self.log: list[str] = []
+        self.backend = SimpleNamespace(current_stream=lambda: 5, mark=self._mark)
+        self.engine = SimpleNamespace(note_interrupt=lambda: self.log.append("interrupt"))
+        metadata = torch.tensor([0, 3, 9, 4], dtype=torch.int32)
+        shape = SimpleNamespace(num_ranks=3, offsets={"recv_tokens": 4})
+        self.state = SimpleNamespace(exchange=1, metadata=metadata, shape=shape, num_tokens=3)
+
+    def _mark(self, stream: int) -> Any:
+        self.log.append(f"mark {stream}")
+        return self
+
+    def has_passed(self) -> bool:
+        self.asked += 1
+        return self.asked == 3
+
+    def most(self, exchange: int) -> int | None:
+        self.looks += 1
+        if self.interrupted and self.looks == 2:
+            raise KeyboardInterrupt
+        return 8 if self.looks >= self.told else None
+
+    def check(self) -> None:
+        self.log.append("check")
+
+
+@pytest.mark.parametrize(
+    ("told", "most", "log"),
+    [(1, 8, []), (2, 8, ["mark 5"]), (3, 8, ["mark 5"]), (9, 9, ["mark 5", "check"])],
+)
+def test_what_is_there_first_tells_words_or_the_exchange(
+    told: int, most: int, log: list[str]
+) -> None:
+    exchange: Any = _Exchange(told)
+    assert most_tokens(exchange, exchange, exchange.state) == most
+    assert exchange.log == log
+
+
+def test_a_wait_for_words_that_is_interrupted_says_so_to_the_engine() -> None:
+    """The rule has not learned of the exchange, which the other ranks' has."""
+    exchange: Any = _Exchange(9, interrupted=True)
+    with pytest.raises(KeyboardInterrupt):
+        most_tokens(exchange, exchange, exchange.state)
+    assert exchange.log == ["mark 5", "interrupt"]

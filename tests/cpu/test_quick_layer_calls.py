@@ -30,6 +30,7 @@ class Spy:
         self.is_off = False
         steps, prefill = layer._steps, layer._steps.transport.prefill
         steps._begin, steps._end = map(self._spied, (steps._begin, steps._end))
+        steps._finish = self._spied(steps._finish)
         steps.transport.quick = NEVER
         prefill.dispatch_quick = self._spied(prefill.dispatch_quick)
         prefill.combine_quick = self._spied(prefill.combine_quick)
