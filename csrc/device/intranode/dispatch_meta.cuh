@@ -69,7 +69,7 @@ class TokenMeta {
     const int lane = arch::lane_idx(), num_topk = args.message.num_topk;
     if (lane < num_topk) {
       const int64_t position = static_cast<int64_t>(token) * num_topk + lane;
-      expert_ = load_expert(args.topk_idx, position, args.topk_idx_bytes);
+      expert_ = RawExpert::load(args.topk_idx, position, args.topk_idx_bytes);
       if (args.topk_weights != nullptr) weight_ = arch::ld_nc(args.topk_weights + position);
     }
     if constexpr (kSource == ScaleSource::kNone) return;
@@ -88,7 +88,7 @@ class TokenMeta {
                        const PeerOutput& output, int64_t row) const {
     const int lane = arch::lane_idx(), num_topk = args.message.num_topk;
     if (lane < num_topk) {
-      const int local = expert_ - experts.first_expert(dst);
+      const int local = expert_.value(args.topk_idx_bytes) - experts.first_expert(dst);
       const bool is_here = local >= 0 && local < experts.num_local_experts(dst);
       store_expert(output.topk_idx, row * num_topk + lane, args.topk_idx_bytes,
                    is_here ? local : -1);
@@ -110,7 +110,7 @@ class TokenMeta {
  private:
   static constexpr int kScalesOfLane = 4;
 
-  int expert_ = -1;
+  RawExpert expert_;
   float weight_ = 0.0f;
   uint32_t scales_[kScalesOfLane] = {};
 };

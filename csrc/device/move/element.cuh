@@ -79,11 +79,24 @@ DC_DEVICE void copy_element(uint8_t* dst, const uint8_t* src, int num_bytes) {
   scatter_element(dst, reinterpret_cast<const uint8_t*>(&element), num_bytes);
 }
 
-// An expert index of either width that a user may pass; anything out of int range becomes -2.
+// An expert index of either width that a user may pass, as it was loaded: whoever looks at it waits
+// for it, and loads behind that leave late.
+struct RawExpert {
+  uint64_t bits = 0;
+
+  DC_DEVICE static RawExpert load(const void* topk_idx, int64_t position, int num_bytes) {
+    if (num_bytes == 4) return {arch::ld_nc(static_cast<const uint32_t*>(topk_idx) + position)};
+    return {arch::ld_nc(static_cast<const uint64_t*>(topk_idx) + position)};
+  }
+  // Anything out of int range becomes -2.
+  DC_DEVICE int value(int num_bytes) const {
+    const int low = static_cast<int>(static_cast<uint32_t>(bits));
+    return num_bytes == 4 || static_cast<int64_t>(bits) == low ? low : -2;
+  }
+};
+
 DC_DEVICE int load_expert(const void* topk_idx, int64_t position, int num_bytes) {
-  if (num_bytes == 4) return arch::ld_nc(static_cast<const int32_t*>(topk_idx) + position);
-  const int64_t expert = arch::ld_nc(static_cast<const int64_t*>(topk_idx) + position);
-  return expert == static_cast<int32_t>(expert) ? static_cast<int>(expert) : -2;
+  return RawExpert::load(topk_idx, position, num_bytes).value(num_bytes);
 }
 
 // `count` of them, at most kNum, all loads in flight at once; -1 behind them.
