@@ -124,6 +124,7 @@ def expected_instructions() -> dict[str, list[str]]:
     expected["mbarrier_try_wait_parity"] = ["mbarrier.try_wait.parity.acquire.cta.shared::cta.b64"]
     expected["bulk_load"] = ["cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"]
     expected["bulk_store"] = ["cp.async.bulk.global.shared::cta.bulk_group"]
+    expected["bulk_prefetch"] = ["cp.async.bulk.prefetch.L2.global"]
     expected["bulk_commit"] = ["cp.async.bulk.commit_group"]
     expected["bulk_wait_read"] = ["cp.async.bulk.wait_group.read"]
     expected["bulk_wait"] = ["cp.async.bulk.wait_group"]

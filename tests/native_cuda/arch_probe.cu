@@ -158,6 +158,7 @@ PROBE(bulk_load, const void* in) {
   arch::bulk_load(arch::dynamic_smem() + 128, in, 256, probe_mbarrier());
 }
 PROBE(bulk_store, void* out) { arch::bulk_store(out, arch::dynamic_smem() + 128, 256); }
+PROBE(bulk_prefetch, const void* in) { arch::bulk_prefetch(in, 256); }
 PROBE(bulk_commit) { arch::bulk_commit(); }
 PROBE(bulk_wait_read) { arch::bulk_wait_read<2>(); }
 PROBE(bulk_wait) { arch::bulk_wait<0>(); }

@@ -61,6 +61,7 @@
 //   bool mbarrier_try_wait_parity(Mbarrier*, uint32_t parity)    // has that phase completed?
 //   void bulk_load(void* smem_dst, const void* global_src, uint32_t num_bytes, Mbarrier*)
 //   void bulk_store(void* global_dst, const void* smem_src, uint32_t num_bytes)
+//   void bulk_prefetch(const void* global_src, uint32_t num_bytes): into the L2 cache; a hint
 //   void bulk_commit()                      // closes a group of this thread's bulk stores
 //   void bulk_wait_read<N>()                // all but the newest N groups have read shared memory
 //   void bulk_wait<N>()                     // all but the newest N groups have written: visible to

@@ -373,6 +373,9 @@ DC_DEVICE void bulk_store(void* global_dst, const void* smem_src, uint32_t num_b
                "r"(detail::smem_address(smem_src)), "r"(num_bytes)
                : "memory");
 }
+DC_DEVICE void bulk_prefetch(const void* global_src, uint32_t num_bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global_src), "r"(num_bytes));
+}
 DC_DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 template <int N>
 DC_DEVICE void bulk_wait_read() {

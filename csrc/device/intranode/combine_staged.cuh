@@ -138,6 +138,11 @@ class ChunkSender {
   }
 
   DC_DEVICE void load_next() {
+    // Not behind the chunk before: its number may still be on its way (work_queue.cuh).
+    if (load_.row == load_.chunk.num_rows && load_.row != 0) {
+      load_.row = 0;
+      load_.chunk = chunk_at(++load_.index);
+    }
     if (load_.chunk.num_rows == 0) return;
     // A worst-case handle may name rows that were dropped; dispatch has said so. Any row will do.
     const int64_t row = min_of<int64_t>(load_.chunk.x_row + load_.row, args_.num_rows - 1);
@@ -149,9 +154,7 @@ class ChunkSender {
     pipe_.advance_load();
     if (++load_.piece < pieces_.num_pieces) return;
     load_.piece = 0;
-    if (++load_.row < load_.chunk.num_rows) return;
-    load_.row = 0;
-    load_.chunk = chunk_at(++load_.index);
+    ++load_.row;
   }
 
   DC_DEVICE void store_row(int64_t x_row, uint8_t* slot) {
@@ -214,22 +217,16 @@ class ChunkSender {
   // Reports the chunks whose stores have landed. Waiting for the newest stores would empty the
   // pipeline: they are left for later.
   DC_DEVICE void report_landed(uint32_t num_chunks) {
-    constexpr uint32_t kMostInFlight = 6, kFewInFlight = 3;
-    const bool is_short = pipe_.look_ahead() <= 3;
-    const uint32_t in_flight = is_short ? kFewInFlight : kMostInFlight;
+    constexpr uint32_t kInFlight = 3;
     uint32_t num_landed = num_landed_;
     while (num_landed < num_chunks &&
-           arch::shfl(kFullMask, ends_, num_landed % kWarpSize) + in_flight <= pipe_.num_stores()) {
+           arch::shfl(kFullMask, ends_, num_landed % kWarpSize) + kInFlight <= pipe_.num_stores()) {
       ++num_landed;
     }
     if (num_landed == num_landed_) return;
     num_landed_ = num_landed;
     if (arch::lane_idx() == 0) {
-      if (is_short) {
-        arch::bulk_wait<kFewInFlight>();
-      } else {
-        arch::bulk_wait<kMostInFlight>();
-      }
+      arch::bulk_wait<kInFlight>();
       entry_->progress.report(arch::warp_idx(), num_landed);
     }
   }

@@ -230,6 +230,9 @@ class TokenWatch {
         if (own_first_ + row >= args_.num_rows) continue;
         own_row = own_first_ + row;
         own_position = num_rows;
+        // The peers' rows come into the cache as they land; this one lies in memory until then.
+        arch::bulk_prefetch(args_.x + static_cast<int64_t>(own_row) * args_.message.row_bytes,
+                            args_.message.row_bytes);
         slot.rows[num_rows++] = args_.x + static_cast<int64_t>(own_row) * args_.message.row_bytes;
       } else {
         slot.rows[num_rows++] =
