@@ -82,21 +82,27 @@ DC_DEVICE void copy_element(uint8_t* dst, const uint8_t* src, int num_bytes) {
 // An expert index of either width that a user may pass, as it was loaded: whoever looks at it waits
 // for it, and loads behind that leave late.
 struct RawExpert {
-  uint64_t bits = 0;
+  uint32_t low = 0, high = 0;  // high: of 8 bytes
 
+  // Word by word: where two branches load, the one value that they become is waited for.
   DC_DEVICE static RawExpert load(const void* topk_idx, int64_t position, int num_bytes) {
-    if (num_bytes == 4) return {arch::ld_nc(static_cast<const uint32_t*>(topk_idx) + position)};
-    return {arch::ld_nc(static_cast<const uint64_t*>(topk_idx) + position)};
+    const uint8_t* at = static_cast<const uint8_t*>(topk_idx) + position * num_bytes;
+    RawExpert expert;
+    expert.low = arch::ld_nc(reinterpret_cast<const uint32_t*>(at));
+    if (num_bytes == 8) expert.high = arch::ld_nc(reinterpret_cast<const uint32_t*>(at + 4));
+    return expert;
   }
   // Anything out of int range becomes -2.
   DC_DEVICE int value(int num_bytes) const {
-    const int low = static_cast<int>(static_cast<uint32_t>(bits));
-    return num_bytes == 4 || static_cast<int64_t>(bits) == low ? low : -2;
+    const int narrow = static_cast<int>(low);
+    return num_bytes == 4 || high == (narrow < 0 ? ~0u : 0u) ? narrow : -2;
   }
 };
 
 DC_DEVICE int load_expert(const void* topk_idx, int64_t position, int num_bytes) {
-  return RawExpert::load(topk_idx, position, num_bytes).value(num_bytes);
+  if (num_bytes == 4) return arch::ld_nc(static_cast<const int32_t*>(topk_idx) + position);
+  const int64_t expert = arch::ld_nc(static_cast<const int64_t*>(topk_idx) + position);
+  return expert == static_cast<int32_t>(expert) ? static_cast<int>(expert) : -2;
 }
 
 // `count` of them, at most kNum, all loads in flight at once; -1 behind them.
