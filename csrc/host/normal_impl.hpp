@@ -182,7 +182,8 @@ void Engine<Target>::plan_direct(DispatchArgs& args, const DispatchOptions& opti
   // Casting warps write the scales that they make.
   const bool brings_scales = options.num_scales != 0 && !options.is_quantised;
   const bool has_metadata = options.num_topk != 0 || brings_scales || options.makes_handle;
-  args.num_meta_warps = has_metadata ? tuning.num_direct_meta_warps : 0;
+  const int meta_factor = brings_scales && options.num_topk != 0 ? 2 : 1;
+  args.num_meta_warps = has_metadata ? meta_factor * tuning.num_direct_meta_warps : 0;
   if (options.is_quantised) {
     const int fewest_bytes = StageLayout::make_cast(kScaleBlock, room).warp_bytes();
     args.num_move_warps = max_of(1, min_of(tuning.num_direct_cast_warps, room / fewest_bytes));
@@ -193,6 +194,18 @@ void Engine<Target>::plan_direct(DispatchArgs& args, const DispatchOptions& opti
     return;
   }
   const int most_rows = max_of(kDirectRows, kDirectRowBytes / options.row_bytes);
+  // SMs that the links keep up with send as fast as they can, and that is faster in pieces, by more
+  // warps; where links are what is waited for, it is slower.
+  const int cut_bytes = room / tuning.num_direct_move_warps;
+  const int num_ranks = world_.num_ranks;
+  if (options.channels.num_channels * (num_ranks - 1) <= tuning.num_link_sms * num_ranks &&
+      cut_bytes < kMinDirectStages * options.row_bytes &&
+      cut_bytes >= StageLayout::min_warp_bytes(0, StagePipe::kGoodStages)) {
+    args.num_move_warps = tuning.num_direct_move_warps;
+    args.direct_stage = StageLayout::make(options.row_bytes, 0, cut_bytes, StagePipe::kGoodStages,
+                                          StagePipe::kMaxStages);
+    return;
+  }
   const int most_warps = min_of(tuning.num_direct_move_warps,
                                 min_of(room / (kMinDirectStages * align_up(options.row_bytes, 128)),
                                        most_rows / kMinDirectStages));
@@ -376,7 +389,12 @@ void Engine<Target>::combine(const CombinePlan& plan, CombineArgs args, uint64_t
     const int num_senders = min_of(kTuning.senders_of_twos, kHalf + 2 * kHalf / chunk_rows);
     args.num_staged_senders = min_of(args.num_staged_senders, num_senders);
   } else if (rows_of_rank * (world_.num_ranks - 1) > args.most_single_rows) {
-    args.num_staged_senders = min_of(args.num_staged_senders, kTuning.senders_of_few_twos);
+    // With fewer blocks the sums keep senders waiting, at least of more than two ranks.
+    constexpr int kFewBlocks = 24;
+    const bool has_few_blocks = world_.num_ranks > 2 && num_blocks < kFewBlocks;
+    args.num_staged_senders =
+        min_of(args.num_staged_senders,
+               has_few_blocks ? kTuning.senders_of_twos : kTuning.senders_of_few_twos);
   }
   if (args.staging_line != 0) {
     check_block("staging", args.staging_line,

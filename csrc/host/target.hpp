@@ -60,6 +60,7 @@ struct Tuning {
   int min_senders;            // combine: warps of a block that send, at least
   int num_receive_warps;      // ring dispatch: a source rank, at most
   int num_direct_move_warps;  // direct dispatch: at most
+  int num_link_sms;           // direct dispatch: SMs whose rows to peers the links keep up with
   int num_direct_cast_warps;  // the same, of rows that are quantised on their way
   int num_direct_meta_warps;
   int smem_bytes_limit;  // of one block

@@ -30,6 +30,7 @@ class CudaTarget {
                                      .min_senders = 3,
                                      .num_receive_warps = 4,
                                      .num_direct_move_warps = 8,
+                                     .num_link_sms = 7,
                                      .num_direct_cast_warps = 12,
                                      .num_direct_meta_warps = 4,
                                      .smem_bytes_limit = 227 * 1024,

@@ -35,6 +35,7 @@ class HostTarget {
       .min_senders = 1,
       .num_receive_warps = 1,
       .num_direct_move_warps = 2,
+      .num_link_sms = 1,
       .num_direct_cast_warps = 3,
       .num_direct_meta_warps = 1,
       .smem_bytes_limit = 227 * 1024,

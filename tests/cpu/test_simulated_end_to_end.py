@@ -80,6 +80,33 @@ def test_staged_combine_with_blocks_that_only_add() -> None:
     run_seeds(range(200), staged_case, run_case, verify)
 
 
+def pieces_case(seed: int) -> Case:
+    """Direct dispatch of rows that four stages of a warp have no room for: few blocks cut them."""
+    choose = random.Random(seed)
+    num_ranks = choose.choice((2, 3, 4))
+    return Case(
+        tuple(choose.choice((0, 1, 7, 12)) for _ in range(num_ranks)),
+        hidden=choose.choice((512, 776, 1024)),
+        experts=choose.choice((2, 5, 8)),
+        topk=choose.choice((1, 2, 4)),
+        dtype=choose.choice((torch.bfloat16, torch.float32)),
+        routing=choose.choice(ROUTINGS),
+        num_sms=choose.choice((1, 2, 3)),
+        send_chunk=1,
+        slots=1,
+        fused_layout=choose.choice((False, True)),
+        calls=2,
+        nvl_bytes=1 << 21,
+        direct_bytes=1 << 20,
+        smem_bytes=choose.choice((10240, 12000)),
+        seed=seed,
+    )
+
+
+def test_rows_in_pieces_and_whole() -> None:
+    run_seeds(range(120), pieces_case, run_case, verify)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_serves_eight_ranks(policy: str) -> None:
     case = Case(
