@@ -2,7 +2,7 @@
 #pragma once
 
 #include "bind/bind_engine.hpp"
-#include "bind/quick_layer.hpp"
+#include "bind/quick_decode.hpp"
 
 namespace deep_comm {
 

@@ -3,7 +3,7 @@ results, and with what "auto" asks behind them.
 
 They do the whole call, or nothing: for whatever is in doubt they return None before anything has
 happened, and the layer goes on step by step (transport.py), which names what is wrong. See
-csrc/bind/quick_layer.hpp.
+csrc/bind/quick_decode.hpp.
 """
 
 from __future__ import annotations
