@@ -32,6 +32,8 @@ void Engine<Target>::enable_low_latency(size_t num_bytes, bool can_shrink) {
     target_.template prepare<LowLatencyDispatchKernel<PayloadFormat::kFp8, false>>();
     target_.template prepare<LowLatencyCombineKernel<CombineRows::kSums, false, false>>();
     target_.template prepare<LowLatencyCombineKernel<CombineRows::kReduced, false, false>>();
+    target_.template prepare<LowLatencyDispatchKernel<PayloadFormat::kBfloat16, false, true>>();
+    target_.template prepare<LowLatencyDispatchKernel<PayloadFormat::kFp8, false, true>>();
   }
   target_.template prepare<LowLatencyDispatchKernel<PayloadFormat::kNvFp4>>();
   target_.template prepare<LowLatencyCombineKernel<CombineRows::kSelections>>();
@@ -176,6 +178,15 @@ LowLatencyPlan Engine<Target>::plan_low_latency(const LowLatencyOptions& options
   plan.dispatch_shape = shape_of(options.format);
   plan.combine_shape = shape_of(PayloadFormat::kBfloat16);
   plan.launch = low_latency_launch(plan.dispatch_shape);
+  // Scales of a block's columns are whole pieces of 16 bytes then, as bulk copies need them.
+  const bool has_whole_pieces = plan.dispatch_shape.num_scales % 4 == 0;
+  const size_t staged_bytes = BlockMemory::num_bytes_with_stage(
+      plan.dispatch_shape, world_.num_ranks, plan.launch.num_threads / kWarpSize);
+  plan.stages_rows = !is_internode() && !can_shrink_ && has_whole_pieces &&
+                     options.format != PayloadFormat::kNvFp4 &&
+                     staged_bytes <= static_cast<size_t>(smem_bytes_limit);
+  // Of all kernels alike: an SM whose share of L1 changes has to be empty.
+  if (plan.stages_rows) plan.launch.smem_bytes = staged_bytes;
   // Which ranks send weights ahead need not be compared: each says so row by row.
   plan.dispatch_signature = detail::low_latency_signature(
       Kernel::kLowLatencyDispatch, plan.dispatch_shape, options.is_compact ? 1 : 0);
@@ -243,9 +254,13 @@ void Engine<Target>::low_latency_dispatch(const LowLatencyPlan& plan,
   if (is_internode()) return low_latency_rail_dispatch(plan, call, args, stream);
   LaunchConfig config = plan.launch;
   config.may_begin_early = begins_early();
+  const bool is_staged =
+      plan.stages_rows && call.send &&
+      call.num_tokens * Target::kTuning.low_latency_staged_strips <= plan.launch.num_blocks;
   const auto run = [&]<PayloadFormat kFormat>() {
-    return can_shrink_ ? launch<LowLatencyDispatchKernel<kFormat>>(config, args, stream)
-                       : launch<LowLatencyDispatchKernel<kFormat, false>>(config, args, stream);
+    if (can_shrink_) return launch<LowLatencyDispatchKernel<kFormat>>(config, args, stream);
+    return is_staged ? launch<LowLatencyDispatchKernel<kFormat, false, true>>(config, args, stream)
+                     : launch<LowLatencyDispatchKernel<kFormat, false>>(config, args, stream);
   };
   switch (plan.options.format) {
     case PayloadFormat::kBfloat16:

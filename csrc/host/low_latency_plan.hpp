@@ -34,6 +34,7 @@ struct LowLatencyPlan {
   LaunchConfig launch;
   uint32_t dispatch_signature;
   uint32_t combine_signatures[2 * kNumCombineRows];
+  bool stages_rows;  // dispatch may send rows by bulk copies out of shared memory
   bool has_room_for_selections;
   bool has_whole_log_pieces;
 };

@@ -1,5 +1,6 @@
 """Low-latency pairs under seeded schedules with weak memory, and with steps left out."""
 
+import dataclasses
 import random
 
 import pytest
@@ -11,6 +12,7 @@ from schedules import POLICIES, run_policy, run_seeds
 from deep_comm import (
     Buffer,
     PeerTimeout,
+    env,
     simulate,
 )
 
@@ -80,6 +82,28 @@ def test_the_same_runs_pass_without_a_fault() -> None:
     for seed in range(10):
         found = notices(seed, (), CASE)
         assert found is None, f"seed {seed}: {found}"
+
+
+# Rows of dispatch go through a stage in shared memory where a block has no more than one: whole
+# ones, and strips of columns; (5) is more than there are blocks.
+STAGED = LowLatencyCase((3, 5, 2), 5, hidden=1024, experts=6, use_fp8=True, calls=3)
+STRIPS = LowLatencyCase((1, 0, 1), 1, hidden=1024, experts=6, use_fp8=True, calls=3)
+
+
+@pytest.mark.parametrize("use_fp8", [False, True])
+@pytest.mark.parametrize("num_blocks", [1, 2, 3])
+def test_staged_rows_arrive(
+    num_blocks: int, use_fp8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(env.NUM_SMS.name, str(num_blocks))
+    for case in (STAGED, STRIPS):
+        for seed in range(3):
+            found = notices(seed, (), dataclasses.replace(case, use_fp8=use_fp8))
+            assert found is None, f"seed {seed}: {found}"
+
+
+def test_simulation_finds_a_stage_that_goes_while_it_is_read() -> None:
+    assert any(notices(seed, ("skip_bulk_wait_read",), STAGED) for seed in range(20))
 
 
 def test_a_rank_that_stays_away_is_named_in_virtual_time() -> None:

@@ -39,6 +39,7 @@ struct BlockMemory {
   float* weights;          // [warps, K] combine
   int32_t* staged;         // [kStagedPerThread * threads] experts of tokens that are counted
   uint32_t* recv_counts;   // [R, 1 + L] receiving: rows of a source: all, by local expert
+  uint8_t* stage;          // a slot, in kernels that stage rows: as it travels
   uint32_t
       active;  // in a register: ranks, a bit each, that this block found not masked when it began
 
@@ -52,6 +53,15 @@ struct BlockMemory {
                                          int num_warps) {
     return sizeof(Header) + 4 * (shape.num_experts + num_ranks + num_recv_counts(shape, num_ranks) +
                                  num_warps * (3 + 4 * shape.num_topk) + num_staged(num_warps));
+  }
+  // Where the stage begins, and where it ends.
+  DC_HOST_DEVICE static size_t stage_start(const LowLatencyShape& shape, int num_ranks,
+                                           int num_warps) {
+    return align_up<size_t>(num_bytes(shape, num_ranks, num_warps), kLineBytes);
+  }
+  DC_HOST_DEVICE static size_t num_bytes_with_stage(const LowLatencyShape& shape, int num_ranks,
+                                                    int num_warps) {
+    return stage_start(shape, num_ranks, num_warps) + shape.slot_bytes();
   }
   DC_DEVICE static BlockMemory make(const LowLatencyShape& shape, int num_ranks) {
     BlockMemory memory{};
@@ -67,6 +77,7 @@ struct BlockMemory {
     memory.weights = reinterpret_cast<float*>(memory.place_experts + num_selections);
     memory.staged = reinterpret_cast<int32_t*>(memory.weights + num_selections);
     memory.recv_counts = reinterpret_cast<uint32_t*>(memory.staged + num_staged(num_warps));
+    memory.stage = arch::dynamic_smem() + stage_start(shape, num_ranks, num_warps);
     return memory;
   }
 };
@@ -239,6 +250,19 @@ DC_DEVICE int source_at(const World& world, int position) {
   const int step = position > 1 ? position : position == 0 && world.num_ranks > 1 ? 1 : 0;
   const int source = world.rank + step;
   return source < world.num_ranks ? source : source - world.num_ranks;
+}
+
+// The same for rows that a block sends at once: neighbouring blocks begin with different peers, so
+// that all links of a rank are busy together.
+DC_DEVICE int destination_at(const World& world, int position) {
+  const int num_others = world.num_ranks - 1;
+  if (position == 1 || num_others == 0) return world.rank;
+  const int block = arch::block_idx();
+  const int turn = block - Divisor::make(num_others).quotient(block) * num_others;
+  int step = turn + max_of(position, 1);
+  step = step > num_others ? step - num_others : step;
+  const int peer = world.rank + step;
+  return peer < world.num_ranks ? peer : peer - world.num_ranks;
 }
 
 // A warp's task as the whole block finds it in shared memory.

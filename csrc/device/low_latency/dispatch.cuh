@@ -7,7 +7,7 @@
 //        each for combine: recv_tokens, places, recv_weights
 // grid   B blocks, the same B on all ranks: block b sends a share of this rank's tokens and receives the shares that
 //        the blocks b of all ranks have sent (LowLatencyShare)
-// smem   BlockMemory
+// smem   BlockMemory; kStaged: and a slot. Then no block has more than one token.
 // phases send and receive in one launch, or in two with nothing running in between
 //
 //   word       owner     written by             read by            order                       reset
@@ -34,7 +34,7 @@
 
 namespace deep_comm {
 
-template <PayloadFormat kFormat, bool kMayShrink>
+template <PayloadFormat kFormat, bool kMayShrink, bool kStaged>
 DC_DEVICE void low_latency_dispatch(const LowLatencyDispatchArgs& args) {
   LowLatencyHalf half{args.world, args.region, args.shape, LowLatencyKind::kDispatch, 0};
   BlockMemory memory = BlockMemory::make(args.shape, args.world.num_ranks);
@@ -55,9 +55,11 @@ DC_DEVICE void low_latency_dispatch(const LowLatencyDispatchArgs& args) {
   return_credit(context, half, args.phases, begin);
   bool ok = true;
   if (!args.phases.send) arch::sync_block();  // tasks have been guessed
-  if (args.phases.send) ok = dispatch_send<kFormat>(context, args, half, memory, begin, inputs);
+  if (args.phases.send)
+    ok = dispatch_send<kFormat, kStaged>(context, args, half, memory, begin, inputs);
   if (args.phases.send && ok) note_in_warp(context, TraceStep::kSent);
   if (args.phases.receive && ok) dispatch_receive<kFormat>(context, args, half, memory);
+  if constexpr (kStaged) arch::bulk_wait_read<0>();  // the stage goes with the block
 }
 
 }  // namespace deep_comm

@@ -157,6 +157,59 @@ DC_DEVICE void send_first_pieces(const LowLatencyDispatchArgs& args, const LowLa
              share.column_begin / Piece<kFormat>::kElements + position.column);
 }
 
+// Of a block that has at most one token: its columns as they travel, in shared memory. From there
+// the bulk-copy engine moves them to all peers at once, and nothing that the block loads waits
+// behind stores that wait for the links. A barrier of the block behind it is the caller's.
+// `first`: as SendInputs has loaded it.
+template <PayloadFormat kFormat>
+DC_DEVICE void stage_row(const LowLatencyDispatchArgs& args, const LowLatencyShare& share,
+                         const BlockMemory& memory, const Piece<kFormat>& first) {
+  using PieceType = Piece<kFormat>;
+  const int first_piece = share.column_begin / PieceType::kElements;
+  const int num_pieces = share.num_tokens() * share.num_columns() / PieceType::kElements;
+  PieceType loaded = first;
+  // Bounds by warp, not by thread: encoding takes the whole warp.
+  DC_NO_UNROLL
+  for (int base = arch::warp_idx() * kWarpSize; base < num_pieces; base += arch::num_threads()) {
+    const int idx = base + arch::lane_idx();
+    const bool has_piece = idx < num_pieces;
+    const int piece = first_piece + (has_piece ? idx : 0);
+    if (base >= arch::num_threads()) {
+      loaded.load(args.x + static_cast<size_t>(share.begin) * args.shape.hidden * sizeof(Bf16),
+                  piece);
+    }
+    loaded.encode(args.round_scale, args.global_scale);
+    if (has_piece) loaded.put(memory.stage, args.shape.row_bytes, piece);
+  }
+  arch::fence_proxy_async_shared();  // before the bulk copies that read them
+}
+
+// The last warp: copies for a peer by each lane, all under way together. The kernel awaits them at
+// its end.
+DC_DEVICE void send_stage(const LowLatencyDispatchArgs& args, const LowLatencyHalf& half,
+                          const LowLatencyShare& share, const BlockMemory& memory) {
+  const World& world = args.world;
+  const LowLatencyShape& shape = args.shape;
+  const int position = arch::lane_idx();
+  if (arch::warp_idx() != arch::num_warps() - 1 || share.num_tokens() == 0) return;
+  if (position >= world.num_ranks) return;
+  const int peer = destination_at(world, position);
+  if (((memory.masks[0] & memory.active) >> peer & 1u) == 0) return;
+  uint8_t* slot = half.slot(peer, world.rank, share.begin);
+  // pairs with: take_arrival in expand_rows and expand_scales — nothing but the words themselves.
+  const auto copy = [&](uint32_t offset, uint32_t num_bytes) {
+    arch::bulk_store(slot + offset, memory.stage + offset, num_bytes);
+  };
+  const bool has_scales = shape.num_scales > 0;
+  const uint32_t element_bytes = has_scales ? 1 : sizeof(Bf16);
+  copy(share.column_begin * element_bytes, share.num_columns() * element_bytes);
+  if (has_scales) {
+    copy(shape.row_bytes + share.column_begin / kScaleBlock * sizeof(float),
+         share.num_columns() / kScaleBlock * sizeof(float));
+  }
+  arch::bulk_commit();
+}
+
 // The block moves its columns of tokens [begin, end), one piece a thread. With has_first, `first`
 // is the piece that this thread moves first, which send_first_pieces has encoded and sent.
 template <PayloadFormat kFormat>
@@ -294,7 +347,7 @@ struct SendInputs {
   }
 };
 
-template <PayloadFormat kFormat>
+template <PayloadFormat kFormat, bool kStaged>
 DC_DEVICE bool dispatch_send(const Context& context, const LowLatencyDispatchArgs& args,
                              const LowLatencyHalf& half, const BlockMemory& memory,
                              const Beginning& begin, SendInputs<kFormat>& inputs) {
@@ -304,10 +357,15 @@ DC_DEVICE bool dispatch_send(const Context& context, const LowLatencyDispatchArg
   zero_counters(args, memory);
   inputs.staged.store(args, memory);
   if (warp < share.num_tokens()) inputs.routing.check(context, args, memory, share.begin + warp);
+  if constexpr (kStaged) stage_row<kFormat>(args, share, memory, inputs.first);
   const bool ok = !has_credit_warp() ||
                   await_credit(context, half, memory, begin, args.signature, args.num_tokens);
   if (!block_agrees(ok)) return false;
-  send_first_pieces<kFormat>(args, half, share, memory, inputs.first);
+  if constexpr (kStaged) {
+    send_stage(args, half, share, memory);
+  } else {
+    send_first_pieces<kFormat>(args, half, share, memory, inputs.first);
+  }
   number_records(context, half, args.phases, begin);
   // The last block counts all tokens, for the counts; then every block those before its own.
   const bool is_last = arch::block_idx() == arch::num_blocks() - 1;
@@ -338,6 +396,7 @@ DC_DEVICE bool dispatch_send(const Context& context, const LowLatencyDispatchArg
       arch::sync_block();
     }
     if (token < group_end) send_routes(args, half, memory, inputs.routing, token - share.begin);
+    if constexpr (kStaged) break;  // the row is under way, and there is no other
     send_rows<kFormat>(args, half, share, memory, group, group_end, inputs.first, is_first);
     if (group_end >= share.end) break;
     arch::sync_block();  // the counters have been read

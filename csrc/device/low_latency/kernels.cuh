@@ -8,14 +8,16 @@
 
 namespace deep_comm {
 
-template <PayloadFormat kFormat, bool kMayShrink = true>
+template <PayloadFormat kFormat, bool kMayShrink = true, bool kStaged = false>
 struct LowLatencyDispatchKernel {
   using Args = LowLatencyDispatchArgs;
   static constexpr Kernel kName = Kernel::kLowLatencyDispatch;
   static constexpr bool kBlocksWait = true;
   static constexpr bool kBeginsEarly = true;
   static constexpr int kMaxThreads = 448;
-  DC_DEVICE static void run(const Args& args) { low_latency_dispatch<kFormat, kMayShrink>(args); }
+  DC_DEVICE static void run(const Args& args) {
+    low_latency_dispatch<kFormat, kMayShrink, kStaged>(args);
+  }
 };
 
 template <CombineRows kRows, bool kLogFmt = false, bool kMayShrink = true>

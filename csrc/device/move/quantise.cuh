@@ -48,6 +48,10 @@ struct Piece<PayloadFormat::kBfloat16> {
     // pairs with: take_arrival in expand_rows — nothing but the words themselves.
     arch::st_relaxed_sys(reinterpret_cast<Vec16*>(slot) + piece, vec);
   }
+  // Into a slot in shared memory.
+  DC_DEVICE void put(uint8_t* stage, int /*row_bytes*/, int piece) const {
+    reinterpret_cast<Vec16*>(stage)[piece] = vec;
+  }
 };
 
 // amax: largest magnitude of a block. Returns what a stored element is multiplied with to get it
@@ -153,6 +157,13 @@ struct Piece<PayloadFormat::kFp8> {
     if (piece % kLanesPerScale == 0) {
       arch::st_relaxed_sys(reinterpret_cast<float*>(slot + row_bytes) + piece / kLanesPerScale,
                            scale);
+    }
+  }
+  // Into a slot in shared memory.
+  DC_DEVICE void put(uint8_t* stage, int row_bytes, int piece) const {
+    reinterpret_cast<Vec16*>(stage)[piece] = vec;
+    if (piece % kLanesPerScale == 0) {
+      reinterpret_cast<float*>(stage + row_bytes)[piece / kLanesPerScale] = scale;
     }
   }
 
