@@ -21,6 +21,9 @@ STEPS_OF_EVERY_BLOCK = {
     "combine": ("begun", "entered", "received", "left"),
     "low_latency_dispatch": ("begun", "entered", "received"),
     "low_latency_combine": ("begun", "received"),
+    "internode_notify": ("begun", "entered", "left"),
+    "internode_dispatch": ("begun", "entered", "forwarded"),
+    "internode_combine": ("begun", "entered", "forwarded", "left"),
 }
 # And what some note, between which of these.
 STEPS_OF_SOME = {
@@ -29,6 +32,9 @@ STEPS_OF_SOME = {
     "combine": ("begun", "sent"),
     "low_latency_dispatch": ("begun", "counted", "sent"),
     "low_latency_combine": ("begun", "sent"),
+    "internode_notify": (),
+    "internode_dispatch": ("begun", "sent", "received"),
+    "internode_combine": ("begun", "sent", "left"),
 }
 
 
@@ -48,6 +54,28 @@ def normal_calls(
     with deep_comm.Buffer(
         group, num_bytes, device=device, timeout_s=60, trace=keep,
         num_direct_bytes=None if direct else 0,
+    ) as buffer:  # fmt: skip
+        for call in range(num_calls):
+            x, topk_idx, weights = inputs(call * 8 + group.rank(), 40, device)
+            rows, _, _, _, handle, _ = buffer.dispatch(
+                x, topk_idx=topk_idx, topk_weights=weights, num_experts=NUM_EXPERTS, config=CONFIG
+            )
+            buffer.combine(rows, handle, config=CONFIG)
+        return buffer.trace()
+
+
+def internode_calls(
+    group: Any,
+    device: torch.device | str,
+    num_calls: int,
+    keep: int = 4,
+    direct: bool = True,
+    rail: str | None = None,
+) -> Recording:
+    """The same with a rank a node for every two."""
+    with deep_comm.Buffer(
+        group, 256 << 20, 64 << 20, device=device, timeout_s=60, trace=keep, rail=rail,
+        num_direct_bytes=128 << 20 if direct else 0, ranks_per_node=group.size() // 2,
     ) as buffer:  # fmt: skip
         for call in range(num_calls):
             x, topk_idx, weights = inputs(call * 8 + group.rank(), 40, device)
@@ -112,7 +140,8 @@ def require_steps(recordings: list[Recording], kernel: str, num_calls: int) -> N
                 by_block.setdefault(event.block, {})[event.step] = event.time_ns
             assert by_block.keys() == set(range(len(by_block)))
             for block, noted in by_block.items():
-                assert set(every) <= noted.keys() <= {*every, *some}, (recording.rank, block, noted)
+                known = {*every, *some}
+                assert set(every) <= noted.keys() <= known, (recording.rank, block, noted)
                 for steps in (every, some):
                     times = [noted[step] for step in steps if step in noted]
                     assert times == sorted(times), (recording.rank, block, noted)

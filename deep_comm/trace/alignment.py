@@ -22,6 +22,10 @@ _MEETINGS = {
     "dispatch": ("begun", "received", "same"),
     "combine": ("begun", "entered", "first"),
     "low_latency_dispatch": ("begun", "entered", "first"),
+    # A rank hears of other nodes' ranks through its neighbours.
+    "internode_notify": ("begun", "entered", "first"),
+    "internode_dispatch": ("begun", "entered", "first"),
+    "internode_combine": ("begun", "entered", "first"),
 }
 _UNKNOWN = float("inf")
 

@@ -21,8 +21,7 @@ from deep_comm.trace.summary import step_times
 def test_the_table_of_steps() -> None:
     """Files of one version are read by another."""
     assert _core.trace_steps == (
-        "begun", "counted", "entered", "first_sent", "forwarded", "sent", "first_received",
-        "received", "left", "gave_up",
+        "begun", "counted", "entered", "forwarded", "sent", "received", "left", "gave_up",
     )  # fmt: skip
     assert _core.kernel_names[1:4] == ("notify_dispatch", "dispatch", "combine")
 
@@ -51,6 +50,20 @@ def test_blocks_of_dispatch_and_combine_note_their_steps(direct: bool) -> None:
     assert "clocks: rank 0" in tracing.require_merged(recordings)
 
 
+@pytest.mark.parametrize("direct", [True, False])
+def test_blocks_of_calls_between_nodes_note_their_steps(direct: bool) -> None:
+    recordings = local.run(lambda g: tracing.internode_calls(g, "cpu", 3, direct=direct), 4)
+    kernels = ("internode_notify", "internode_dispatch", "internode_combine")
+    for kernel in kernels:
+        if direct or kernel == "internode_notify":
+            tracing.require_steps(recordings, kernel, 3)
+            continue
+        steps = {e.step for each in recordings for e in each.events if e.kernel == kernel}
+        assert steps == {"begun", "entered", "left"}
+    merged = tracing.require_merged(recordings)
+    assert all(kernel in merged for kernel in kernels)
+
+
 def test_blocks_of_low_latency_calls_note_their_steps() -> None:
     recordings = local.run(lambda g: tracing.low_latency_calls(g, "cpu", 3), 3)
     for kernel in ("low_latency_dispatch", "low_latency_combine"):
@@ -58,7 +71,9 @@ def test_blocks_of_low_latency_calls_note_their_steps() -> None:
     tracing.require_merged(recordings)
 
 
-@pytest.mark.parametrize("calls", [tracing.normal_calls, tracing.low_latency_calls])
+@pytest.mark.parametrize(
+    "calls", [tracing.normal_calls, tracing.low_latency_calls, tracing.internode_calls]
+)
 def test_in_simulation_too(calls: Any) -> None:
     results = simulate.run(lambda group: calls(group, "cpu", 2), 2, 11, timeout_s=120)
     for kernel in {kernel for kernel, _ in results[0].calls}:
@@ -168,15 +183,20 @@ def _recording(rank: int, clock: str, events: list[tuple[str, int, int, str, int
     return Recording(rank, 2, "b", clock, [Event(*event, 0) for event in events])
 
 
-def test_clocks_are_brought_together_and_the_error_is_stated() -> None:
+@pytest.mark.parametrize(
+    "kernel", ["combine", "internode_notify", "internode_dispatch", "internode_combine"]
+)
+def test_clocks_are_brought_together_and_the_error_is_stated(kernel: str) -> None:
     """Rank 1's clock is 1000 ahead; a word takes 10 at least, and 30 in the first call."""
     events = []
     for rank, ahead in enumerate((0, 1000)):
         of_rank = []
         for call, (starts, trip) in enumerate((((100, 120), 30), ((500, 505), 10)), 1):
             entered = max(starts) + trip
-            of_rank += [("combine", call, 0, "begun", starts[rank] + ahead),
-                        ("combine", call, 0, "entered", entered + ahead)]  # fmt: skip
+            of_rank += [
+                (kernel, call, 0, "begun", starts[rank] + ahead),
+                (kernel, call, 0, "entered", entered + ahead),
+            ]
         events.append(of_rank)
     recordings = [_recording(rank, f"clock {rank}", of_rank) for rank, of_rank in enumerate(events)]
     alignment = trace.align(recordings)

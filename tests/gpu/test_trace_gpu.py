@@ -2,6 +2,7 @@
 
 import gpu_pool
 import pytest
+import test_nvshmem_gpu as over_nvshmem
 import torch
 import tracing
 
@@ -51,3 +52,25 @@ def test_a_time_out_tells_where_each_block_was() -> None:
     assert stories[1] == ""
     assert "combine number 3:" in stories[0]
     assert "last step 'begun', then gave up waiting for rank 1" in stories[0]
+
+
+def _internode(group, num_calls: int, rail: str):
+    device = torch.device("cuda", group.rank())
+    return tracing.internode_calls(group, device, num_calls, rail=rail)
+
+
+def _require_internode(recordings: list) -> None:
+    for kernel in ("internode_notify", "internode_dispatch", "internode_combine"):
+        tracing.require_steps(recordings, kernel, 3)
+    print(tracing.require_merged(recordings))
+
+
+@pytest.mark.gpu
+def test_blocks_of_calls_between_nodes_note_their_steps() -> None:
+    _require_internode(run(_internode, 3, "software"))
+
+
+@pytest.mark.gpu
+@over_nvshmem.needs_nvshmem
+def test_over_nvshmem_too() -> None:
+    _require_internode(over_nvshmem.run(_internode, 2, 3, "nvshmem"))

@@ -94,6 +94,7 @@ template <Dtype kDtype>
 DC_DEVICE void internode_combine(const InternodeCombineArgs& args) {
   const TierContexts contexts =
       TierContexts::make(args.world, args.tiers, Kernel::kInternodeCombine);
+  note_in_block(contexts.node, TraceStep::kBegun);
   StagedEntry* entry = StagedEntry::of_block(args);
   const int sender = arch::warp_idx() - 1;
   const bool may_stage = args.staging_line != 0;
@@ -106,6 +107,9 @@ DC_DEVICE void internode_combine(const InternodeCombineArgs& args) {
     if (arch::warp_idx() == 0) {
       const SumMode mode = enter_combine(contexts, args, entry->tables);
       if (arch::lane_idx() == 0) entry->mode = mode;
+      if (mode != SumMode::kFailed) {
+        note_in_warp(contexts.node, TraceStep::kEntered, static_cast<uint32_t>(mode));
+      }
     }
     arch::sync_block_apart();
     if (entry->mode == SumMode::kStaged) add_staged<kDtype>(contexts, args, entry);

@@ -146,12 +146,16 @@ DC_DEVICE void add_staged(const TierContexts& contexts, const InternodeCombineAr
     const bool is_early = arch::fault(Fault::kEarlyRailDone);
     if (is_early && arch::lane_idx() == 0) arch::rail_done(args.tiers.rail.port);
     StagedPublisher(contexts, args, entry).run();
+    note_in_warp(contexts.node, TraceStep::kSent);
     // Block 0 announced itself before the block met; the publisher is all that posts since.
     if (!is_early && arch::lane_idx() == 0) arch::rail_done(args.tiers.rail.port);
     return;
   }
   if (adder >= args.num_adders) return;
-  if (adder < args.num_forwarders) SumForwarder<kDtype>(contexts, args, entry, adder).run();
+  if (adder < args.num_forwarders) {
+    SumForwarder<kDtype>(contexts, args, entry, adder).run();
+    note_in_warp(contexts.node, TraceStep::kForwarded);
+  }
   TokenAdder<kDtype>(contexts, args, entry, adder).run();
 }
 

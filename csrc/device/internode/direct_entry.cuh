@@ -230,6 +230,7 @@ DC_DEVICE void enter_direct(const TierContexts& contexts, const InternodeDispatc
     if (args.is_early && ok && arch::block_idx() == 0) tell_host_mode(args, is_direct);
     entry->mode = !ok ? TierMode::kFailed : is_direct ? TierMode::kDirect : TierMode::kRings;
     entry->is_near = is_near;
+    if (ok) note(contexts.node, TraceStep::kEntered, static_cast<uint32_t>(entry->mode));
   }
 }
 

@@ -155,6 +155,7 @@ template <bool kIsQuantised>
 DC_DEVICE void internode_dispatch(const InternodeDispatchArgs& args) {
   const TierContexts contexts =
       TierContexts::make(args.world, args.tiers, Kernel::kInternodeDispatch);
+  note_in_block(contexts.node, TraceStep::kBegun);
   // Nor does any other rank: all of them compare the same headers. Not even a generation passes.
   if ((args.is_early || args.fill_tail) && notify_has_failed(args.world)) return;
   DirectEntry* entry = DirectEntry::of(args);

@@ -74,6 +74,7 @@ DC_DEVICE void run_direct_warp(const TierContexts& contexts, const InternodeDisp
   const int meta = forwarder - args.num_forward_warps;
   if (forwarder < args.num_forward_warps) {
     RowForwarder(contexts.rail, args, entry, forwarder).run();
+    note_in_warp(contexts.node, TraceStep::kForwarded);
   } else if (meta < args.num_meta_warps) {
     const int first = meta * arch::num_blocks() + arch::block_idx();
     const int step = args.num_meta_warps * arch::num_blocks();
@@ -84,6 +85,7 @@ DC_DEVICE void run_direct_warp(const TierContexts& contexts, const InternodeDisp
     const bool is_early = arch::fault(Fault::kEarlyRailDone);
     if (is_early && arch::lane_idx() == 0) arch::rail_done(args.tiers.rail.port);
     RowPublisher(contexts.node, args, entry).run();
+    note_in_warp(contexts.node, TraceStep::kSent);
     // Block 0 announced itself before the block met; the publisher is all that posts since.
     if (!is_early && arch::lane_idx() == 0) arch::rail_done(args.tiers.rail.port);
   }
@@ -102,8 +104,9 @@ DC_DEVICE void leave_direct(const TierContexts& contexts, const TwoTier& tiers) 
     // its segment, forwarded ones as well.
     arch::st_release_sys(&told_to(context, tiers, peer)->done, Tagged::pack(context.generation, 1));
     uint32_t done = 0;
-    await_tagged(context, &told_by(context, tiers, peer)->done,
-                 {Stage::kDone, Word::kDone, peer, -1}, 1, &done);
+    const bool ok = await_tagged(context, &told_by(context, tiers, peer)->done,
+                                 {Stage::kDone, Word::kDone, peer, -1}, 1, &done);
+    if (ok) note(context, TraceStep::kReceived);  // of the last neighbour that comes
   }
   arch::sync_block();
   if (arch::thread_idx() == 0 && is_aborted(world)) share_failure(contexts);

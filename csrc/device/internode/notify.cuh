@@ -321,6 +321,7 @@ DC_DEVICE bool exchange_tier_counts(const TierContexts& contexts, const Internod
   announce_arrival(contexts.node, signature);
   if (arch::warp_idx() == 0) {
     const bool ok = await_arrivals(contexts.node, Stage::kCounts, signature);
+    if (ok) note_in_warp(contexts.node, TraceStep::kEntered);
     if (arch::lane_idx() == 0) *flag = ok;
   }
   arch::sync_block();
@@ -338,6 +339,7 @@ DC_DEVICE bool exchange_tier_counts(const TierContexts& contexts, const Internod
 DC_DEVICE void internode_notify(const InternodeNotifyArgs& args) {
   const TierContexts contexts =
       TierContexts::make(args.world, args.tiers, Kernel::kInternodeNotify);
+  note_in_block(contexts.node, TraceStep::kBegun);
   const bool has_come = exchange_tier_counts(contexts, args);
   if (arch::thread_idx() == 0) {
     const bool is_sound = has_come && !is_aborted(args.world);

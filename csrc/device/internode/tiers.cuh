@@ -141,7 +141,9 @@ DC_DEVICE bool notify_has_failed(const World& world) {
 
 // Every thread of every block calls this last.
 DC_DEVICE void leave_tiers(const TierContexts& contexts) {
-  if (!exit_block(contexts.node).is_last) return;
+  const BlockExit exit = exit_block(contexts.node);
+  note_in_block(contexts.node, TraceStep::kLeft);
+  if (!exit.is_last) return;
   if (arch::thread_idx() == 0 && is_aborted(contexts.node.world)) share_failure(contexts);
   close_generation(contexts.node);
 }

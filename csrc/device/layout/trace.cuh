@@ -17,22 +17,19 @@ namespace deep_comm {
 
 // In the order in which a block passes them, as far as there is one.
 enum class TraceStep : uint32_t {
-  kBegun,          // the block runs and knows its call
-  kCounted,        // notify: it has counted its tokens; low latency: it has sent the rank's counts
-  kEntered,        // all peers have come; value: the mode, if there are several
-  kFirstSent,      // its first row is on its way
-  kForwarded,      // two tiers: the last row from another node has been handed on
-  kSent,           // its last row has left
-  kFirstReceived,  // its first row is there
-  kReceived,       // its last row is there
-  kLeft,           // all is done
-  kGaveUp,         // a wait ended in vain; value: TraceWait
+  kBegun,      // the block runs and knows its call
+  kCounted,    // notify: it has counted its tokens; low latency: it has sent the rank's counts
+  kEntered,    // all peers have come; value: the mode, if there are several
+  kForwarded,  // two tiers: the last row from another node has been handed on
+  kSent,       // its last row has left
+  kReceived,   // its last row is there
+  kLeft,       // all is done
+  kGaveUp,     // a wait ended in vain; value: TraceWait
   kCount
 };
 
-inline constexpr const char* kTraceStepNames[] = {
-    "begun", "counted",        "entered",  "first_sent", "forwarded",
-    "sent",  "first_received", "received", "left",       "gave_up"};
+inline constexpr const char* kTraceStepNames[] = {"begun", "counted",  "entered", "forwarded",
+                                                  "sent",  "received", "left",    "gave_up"};
 static_assert(sizeof(kTraceStepNames) / sizeof(char*) == static_cast<size_t>(TraceStep::kCount));
 
 // One note. Written at once, so that a reader finds a whole one, of this call or of one before.
