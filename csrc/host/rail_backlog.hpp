@@ -4,8 +4,8 @@
 // Signals of a queue stay in order, and behind the puts that stood before them. What waits in one is
 // put together: puts of neighbouring bytes become one, and of signals to one word the last is enough,
 // since nobody could tell that an older value had been late. With a speed, puts of all queues leave
-// one after the other, each for as long as it takes, and signals leave when what stands before them
-// on their queue has left. Who carries them out may be told some time ahead, and when each may be.
+// one after the other, in the order in which they were asked for, each for as long as it takes, and
+// signals leave when what stands before them on their queue has left. Who carries them out may be told some time ahead, and when each may be.
 #pragma once
 
 #include <algorithm>
@@ -22,14 +22,15 @@ struct NicOp {
   const uint8_t* src;
   uint64_t num_bytes;  // 0: a signal, which writes `value` to dst
   uint64_t value;
-  uint64_t since_ns;   // when it was asked for
-  uint64_t at_ns = 0;  // when it may happen; set when it is visited
+  uint64_t since_ns;    // when it was asked for
+  uint64_t at_ns = 0;   // when it may be seen; set when it is visited
+  uint64_t number = 0;  // of all that were pushed; a put that has grown: of its oldest part
 };
 
 class RailBacklog {
  public:
   // Larger puts would keep the signals behind them, and other queues, waiting.
-  static constexpr uint64_t kMaxPutBytes = 1 << 19;
+  static constexpr uint64_t kMaxPutBytes = 1 << 20;
 
   // bytes_per_s: 0: no limit. ahead_ns: so long before they may happen operations are visited.
   RailBacklog(int num_queues, double bytes_per_s, uint64_t ahead_ns = 0)
@@ -39,8 +40,9 @@ class RailBacklog {
 
   bool is_empty() const { return active_.empty(); }
 
-  void push(int queue_idx, const NicOp& op) {
+  void push(int queue_idx, NicOp op) {
     Queue& queue = queues_[static_cast<size_t>(queue_idx)];
+    op.number = num_pushed_++;
     if (op.num_bytes > 0) {
       if (!extend_a_put(queue.ops, op)) queue.ops.push_back(op);
     } else {
@@ -53,33 +55,24 @@ class RailBacklog {
   }
 
   // One step of every queue that may make one now: visit(queue_idx, op). A step is a put, or all
-  // the signals up to the next one. Returns whether any did.
+  // the signals up to the next one. With a speed, the put of one queue. Returns whether any did.
   template <class Visit>
   bool advance(uint64_t now_ns, Visit visit) {
     bool has_moved = false;
     for (size_t place = 0; place < active_.size();) {
-      const int queue_idx = active_[place];
-      Queue& queue = queues_[static_cast<size_t>(queue_idx)];
-      for (bool goes_on = true; goes_on && !queue.ops.empty() && may_leave(queue, now_ns);) {
-        NicOp op = queue.ops.front();
-        op.at_ns = op.num_bytes > 0 ? queue.begun_ns : queue.sent_ns;
-        queue.ops.pop_front();
+      Queue& queue = queue_at(place);
+      if (!is_paced() && is_put(queue.ops.front())) {
+        leave(place, 0, visit);
         has_moved = true;
-        visit(queue_idx, op);
-        goes_on = op.num_bytes == 0 && !queue.ops.empty() && queue.ops.front().num_bytes == 0;
+      } else {
+        while (!queue.ops.empty() && !is_put(queue.ops.front()) && may_be_told(queue, now_ns)) {
+          leave(place, queue.sent_ns, visit);
+          has_moved = true;
+        }
       }
-      if (!queue.ops.empty()) {
-        ++place;
-        continue;
-      }
-      queue.is_active = false;
-      active_[place] = active_.back();
-      active_.pop_back();
+      if (!rest_if_empty(place)) ++place;
     }
-    // Another queue goes first the next time: one wire serves all.
-    if (ns_per_byte_ > 0 && active_.size() > 1)
-      std::rotate(active_.begin(), active_.begin() + 1, active_.end());
-    return has_moved;
+    return (is_paced() && use_wire(now_ns, visit)) || has_moved;
   }
 
  private:
@@ -87,8 +80,7 @@ class RailBacklog {
 
   struct Queue {
     std::deque<NicOp> ops;
-    uint64_t begun_ns = 0;  // when the last of its puts begins to leave
-    uint64_t sent_ns = 0;   // when it has left
+    uint64_t sent_ns = 0;  // when the last of its puts has left
     bool is_active = false;
   };
 
@@ -129,16 +121,53 @@ class RailBacklog {
     }
   }
 
-  bool may_leave(Queue& queue, uint64_t now_ns) {
-    if (ns_per_byte_ == 0) return true;
-    const NicOp& op = queue.ops.front();
-    if (op.num_bytes == 0) return now_ns + ahead_ns_ >= queue.sent_ns;
+  bool is_paced() const { return ns_per_byte_ > 0; }
+  static bool is_put(const NicOp& op) { return op.num_bytes > 0; }
+  Queue& queue_at(size_t place) { return queues_[static_cast<size_t>(active_[place])]; }
+
+  bool may_be_told(const Queue& queue, uint64_t now_ns) const {
+    return !is_paced() || now_ns + ahead_ns_ >= queue.sent_ns;
+  }
+
+  template <class Visit>
+  void leave(size_t place, uint64_t at_ns, Visit& visit) {
+    Queue& queue = queue_at(place);
+    NicOp op = queue.ops.front();
+    op.at_ns = at_ns;
+    queue.ops.pop_front();
+    visit(active_[place], op);
+  }
+  bool rest_if_empty(size_t place) {
+    Queue& queue = queue_at(place);
+    if (!queue.ops.empty()) return false;
+    queue.is_active = false;
+    active_[place] = active_.back();
+    active_.pop_back();
+    return true;
+  }
+
+  // The put that was asked for first, if the wire is free for it. In turns of the queues, receivers
+  // who take rows in the order in which they were sent would wait for the slowest queue, and find
+  // all the others' rows behind its last one.
+  template <class Visit>
+  bool use_wire(uint64_t now_ns, Visit& visit) {
     if (now_ns + ahead_ns_ < wire_free_ns_) return false;
+    size_t first = active_.size();
+    for (size_t place = 0; place < active_.size(); ++place) {
+      const NicOp& op = queue_at(place).ops.front();
+      if (!is_put(op)) continue;
+      if (first == active_.size() || op.number < queue_at(first).ops.front().number) first = place;
+    }
+    if (first == active_.size()) return false;
+    Queue& queue = queue_at(first);
+    const NicOp& op = queue.ops.front();
     // Whoever asks may be late by what it did meanwhile, which a NIC would not be.
-    const uint64_t start = std::max(wire_free_ns_, op.since_ns);
-    wire_free_ns_ = start + static_cast<uint64_t>(ns_per_byte_ * static_cast<double>(op.num_bytes));
-    queue.begun_ns = start;
+    const uint64_t begin_ns = std::max(wire_free_ns_, op.since_ns);
+    wire_free_ns_ =
+        begin_ns + static_cast<uint64_t>(ns_per_byte_ * static_cast<double>(op.num_bytes));
     queue.sent_ns = wire_free_ns_;
+    leave(first, queue.sent_ns, visit);
+    rest_if_empty(first);
     return true;
   }
 
@@ -147,6 +176,7 @@ class RailBacklog {
   double ns_per_byte_;
   uint64_t ahead_ns_;
   uint64_t wire_free_ns_ = 0;  // when the last put of all has left
+  uint64_t num_pushed_ = 0;
 };
 
 }  // namespace deep_comm

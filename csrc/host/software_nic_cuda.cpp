@@ -102,6 +102,7 @@ SoftwareNic::SoftwareNic(int device, std::vector<uint8_t*> peer_bases, int num_q
           "cudaStreamCreateWithPriority");
     streams_.push_back(stream);
   }
+  waited_ns_.resize(streams_.size());
   thread_ = std::thread([this] { run(); });
 }
 
@@ -125,16 +126,27 @@ SoftwareNic::~SoftwareNic() {
 
 bool SoftwareNic::take(uint64_t now) {
   const RailDescriptor& slot = queue_.slots[next_ticket_ % kDepth];
-  // pairs with: detail::post_rail — the descriptor, and the bytes that it names.
-  if (__atomic_load_n(&slot.sequence, __ATOMIC_ACQUIRE) != next_ticket_ + 1) return false;
-  if (slot.peer == kRailDone) {
-    last_done_ = std::max(last_done_, slot.value);
+  uint64_t halves[RailDescriptor::kNumHalves];
+  for (int idx = 0; idx < RailDescriptor::kNumHalves; ++idx) {
+    // By detail::post_rail, in any order.
+    halves[idx] = __atomic_load_n(&slot.halves[idx], __ATOMIC_ACQUIRE);
+    if (halves[idx] >> 32 != RailDescriptor::number_of(next_ticket_)) return false;
+    halves[idx] &= 0xffff'ffffu;
+  }
+  const RailRequest request{.what = halves[1] << 32 | halves[0],
+                            .dst_offset = halves[3] << 32 | halves[2],
+                            .num_bytes = static_cast<uint32_t>(halves[4]),
+                            .peer = static_cast<int32_t>(halves[5]),
+                            .qp = static_cast<int32_t>(halves[6])};
+  if (request.peer == kRailDone) {
+    last_done_ = std::max(last_done_, request.what);
   } else {
-    const int queue_idx = slot.peer * num_qps_ + slot.qp;
-    num_bytes_[queue_idx] += slot.num_bytes;
-    backlog_.push(queue_idx,
-                  {peer_bases_[static_cast<size_t>(slot.peer)] + slot.dst_offset,
-                   reinterpret_cast<const uint8_t*>(slot.src), slot.num_bytes, slot.value, now});
+    const int queue_idx = request.peer * num_qps_ + request.qp;
+    const bool is_put = request.num_bytes > 0;
+    num_bytes_[queue_idx] += request.num_bytes;
+    backlog_.push(queue_idx, {peer_bases_[static_cast<size_t>(request.peer)] + request.dst_offset,
+                              is_put ? reinterpret_cast<const uint8_t*>(request.what) : nullptr,
+                              request.num_bytes, is_put ? 0 : request.what, now});
   }
   ++next_ticket_;
   // pairs with: detail::post_rail, which may now fill the slot again.
@@ -142,23 +154,24 @@ bool SoftwareNic::take(uint64_t now) {
   return true;
 }
 
-void* SoftwareNic::stream_of(int queue_idx) const {
-  if (!is_paced_) return streams_[static_cast<size_t>(queue_idx) % streams_.size()];
+size_t SoftwareNic::stream_idx_of(int queue_idx) const {
+  if (!is_paced_) return static_cast<size_t>(queue_idx) % streams_.size();
   const int qp = queue_idx % num_qps_;
   const bool has_rows =
       qp < std::max(1, num_qps_ / 2);  // as device/channel/rail.cuh shares them out
-  return streams_[static_cast<size_t>(has_rows ? qp % kPutStreams
-                                               : kPutStreams + qp % kWordStreams)];
+  return static_cast<size_t>(has_rows ? qp % kPutStreams : kPutStreams + qp % kWordStreams);
 }
 
 void SoftwareNic::issue(const NicOp& op, int queue_idx) {
-  const auto stream = static_cast<cudaStream_t>(stream_of(queue_idx));
+  const auto stream = static_cast<cudaStream_t>(streams_[stream_idx_of(queue_idx)]);
   if (stream != words_stream_ || words_.size() + 2 > kMaxBatch) flush();
   words_stream_ = stream;
   const uint64_t now = now_ns();
   tick(now);
-  if (is_paced_ && op.at_ns > now) {
+  uint64_t& waited_ns = waited_ns_[stream_idx_of(queue_idx)];
+  if (is_paced_ && op.at_ns > now && op.at_ns > waited_ns) {
     last_at_ = std::max(last_at_, op.at_ns);
+    waited_ns = op.at_ns;
     words_.push_back({clock_, op.at_ns, true});
   }
   if (op.num_bytes > 0) {

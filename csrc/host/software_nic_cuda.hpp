@@ -49,7 +49,7 @@ class SoftwareNic {
   bool take(uint64_t now_ns);
   // Signals and waits are issued by flush, those of one stream together.
   void issue(const NicOp& op, int queue_idx);
-  void* stream_of(int queue_idx) const;
+  size_t stream_idx_of(int queue_idx) const;
   void flush();
   // What waits for times up to `now` goes on.
   void tick(uint64_t now);
@@ -58,9 +58,9 @@ class SoftwareNic {
 
   static constexpr uint32_t kDepth = 1 << 14;
   static constexpr int kMaxStreams = 16;
-  // With a speed puts leave one after the other anyway, and few streams get their turn sooner. Credits
-  // do not stand behind puts that wait for theirs.
-  static constexpr int kPutStreams = 4;
+  // With a speed puts leave one after the other anyway; in one stream no more than a wait, a copy and
+  // a word are needed for each. Credits do not stand behind puts that wait for their time.
+  static constexpr int kPutStreams = 1;
   static constexpr int kWordStreams = 2;
   static constexpr uint64_t kNever = ~0ull >> 1;
   // With a speed: operations are issued so long before they may happen, and wait in their streams.
@@ -86,10 +86,11 @@ class SoftwareNic {
   RailBacklog backlog_;
   bool is_paced_;
   bool is_alone_;
-  std::vector<void*> streams_;   // cudaStream_t
-  void* write_value_ = nullptr;  // cuStreamWriteValue64
-  void* write_batch_ = nullptr;  // cuStreamBatchMemOp; null: not there
-  std::vector<WordOp> words_;    // visited and not issued yet, all of one stream
+  std::vector<void*> streams_;       // cudaStream_t
+  std::vector<uint64_t> waited_ns_;  // the last time that each waits for
+  void* write_value_ = nullptr;      // cuStreamWriteValue64
+  void* write_batch_ = nullptr;      // cuStreamBatchMemOp; null: not there
+  std::vector<WordOp> words_;        // visited and not issued yet, all of one stream
   void* words_stream_ = nullptr;
   uint64_t next_ticket_ = 0;
   uint64_t last_done_ = 0;               // launch that has told that it posts no more

@@ -8,8 +8,8 @@ namespace deep_comm::arch {
 
 namespace detail {
 
-DC_DEVICE void post_rail(const RailQueue& queue, uint64_t src, uint64_t dst_offset, uint64_t value,
-                         uint32_t num_bytes, int peer, int qp) {
+// Orders nothing: what the request names is fenced already.
+DC_DEVICE void post_rail(const RailQueue& queue, const RailRequest& request) {
   const uint64_t ticket = atomic_add_relaxed_gpu(queue.num_posted, 1);
   const uint64_t deadline_ns = globaltimer_ns() + queue.timeout_ns;
   while (ticket >= queue.depth && ld_acquire_sys(queue.num_taken) + queue.depth <= ticket) {
@@ -17,27 +17,26 @@ DC_DEVICE void post_rail(const RailQueue& queue, uint64_t src, uint64_t dst_offs
     // this.
     if (globaltimer_ns() >= deadline_ns) return;
   }
-  RailDescriptor* slot = queue.slots + ticket % queue.depth;
-  st_relaxed_sys(&slot->src, src);
-  st_relaxed_sys(&slot->dst_offset, dst_offset);
-  st_relaxed_sys(&slot->value, value);
-  st_relaxed_sys(&slot->num_bytes, num_bytes);
-  st_relaxed_sys(&slot->peer, static_cast<int32_t>(peer));
-  st_relaxed_sys(&slot->qp, static_cast<int32_t>(qp));
-  // pairs with: SoftwareNic::take on the host — the descriptor, and the bytes that it names.
-  st_release_sys(&slot->sequence, ticket + 1);
+  uint64_t* halves = queue.slots[ticket % queue.depth].halves;
+  const uint64_t number = static_cast<uint64_t>(RailDescriptor::number_of(ticket)) << 32;
+  st_relaxed_sys(halves, number | static_cast<uint32_t>(request.what));
+  st_relaxed_sys(halves + 1, number | request.what >> 32);
+  st_relaxed_sys(halves + 2, number | static_cast<uint32_t>(request.dst_offset));
+  st_relaxed_sys(halves + 3, number | request.dst_offset >> 32);
+  st_relaxed_sys(halves + 4, number | request.num_bytes);
+  st_relaxed_sys(halves + 5, number | static_cast<uint32_t>(request.peer));
+  st_relaxed_sys(halves + 6, number | static_cast<uint32_t>(request.qp));
 }
 
 }  // namespace detail
 
 DC_DEVICE void rail_put(const RailPort& port, int peer, int qp, size_t dst_offset, const void* src,
                         uint32_t num_bytes) {
-  detail::post_rail(port.queue, reinterpret_cast<uint64_t>(src), dst_offset, 0, num_bytes, peer,
-                    qp);
+  detail::post_rail(port.queue, {reinterpret_cast<uint64_t>(src), dst_offset, num_bytes, peer, qp});
 }
 DC_DEVICE void rail_signal(const RailPort& port, int peer, int qp, size_t word_offset,
                            uint64_t value) {
-  detail::post_rail(port.queue, 0, word_offset, value, 0, peer, qp);
+  detail::post_rail(port.queue, {value, word_offset, 0, peer, qp});
 }
 DC_DEVICE void rail_put_warp(const RailPort& port, int peer, int qp, size_t dst_offset,
                              const void* src, uint32_t num_bytes) {
@@ -51,7 +50,7 @@ DC_DEVICE void rail_done(const RailPort& port) {
   const auto num_callers = static_cast<uint32_t>(num_blocks());
   if (atomic_add_acq_rel_gpu(queue.num_done, 1u) + 1 != num_callers) return;
   st_relaxed_gpu(queue.num_done, 0u);
-  detail::post_rail(queue, 0, 0, queue.launch, 0, kRailDone, 0);
+  detail::post_rail(queue, {queue.launch, 0, 0, kRailDone, 0});
 }
 
 }  // namespace deep_comm::arch

@@ -47,15 +47,25 @@ struct Fp16 {
 
 inline constexpr int kRailDone = -1;
 
-// What a GPU asks of its rank's software NIC; pinned host memory.
-struct alignas(64) RailDescriptor {
-  uint64_t sequence;  // released last: its ticket + 1
-  uint64_t src;       // address in this rank's segment; puts only
+// What a GPU asks of its rank's software NIC.
+struct RailRequest {
+  uint64_t what;  // a put: address in this rank's segment; a signal: its value; or a launch
   uint64_t dst_offset;
-  uint64_t value;      // signals only
   uint32_t num_bytes;  // 0: a signal
-  int32_t peer;        // kRailDone: nothing comes behind this of launch `value`
+  int32_t peer;        // kRailDone: nothing comes behind this of launch `what`
   int32_t qp;
+};
+// The same in pinned host memory. Every half is stored beside the number of its ticket, so that none
+// has to be released behind the others: on a busy GPU that takes many microseconds, and the tickets
+// behind wait for it.
+struct alignas(64) RailDescriptor {
+  static constexpr int kNumHalves = 7;
+
+  uint64_t halves[kNumHalves];  // of a RailRequest, in its order | number << 32
+
+  DC_HOST_DEVICE static uint32_t number_of(uint64_t ticket) {
+    return static_cast<uint32_t>(ticket + 1);
+  }
 };
 struct RailQueue {
   RailDescriptor* slots;      // [depth], a ring
