@@ -223,8 +223,9 @@ class GpuClock:
             torch.cuda._sleep(300_000)
         dist.all_reduce(self._word, group=self._group)
         if self._words is not None:
-            exchange = self._words.tell(0)
-            while self._words.most(exchange) is None:  # it has passed the barrier
+            exchange, until = self._words.tell(0), time.monotonic() + 1
+            # All have passed the barrier; of a rank that has ended since, the next call tells.
+            while self._words.most(exchange) is None and time.monotonic() < until:
                 pass
 
     def mark(self) -> torch.cuda.Event:
