@@ -46,6 +46,16 @@ def inputs(seed: int, num_tokens: int, device: torch.device | str) -> list[torch
     return [tensor.to(device) for tensor in (x, topk_idx, torch.ones(num_tokens, 2))]
 
 
+def _pairs(buffer: deep_comm.Buffer, device: torch.device | str, num_calls: int) -> Recording:
+    for call in range(num_calls):
+        x, topk_idx, weights = inputs(call * 8 + buffer.rank, 40, device)
+        rows, _, _, _, handle, _ = buffer.dispatch(
+            x, topk_idx=topk_idx, topk_weights=weights, num_experts=NUM_EXPERTS, config=CONFIG
+        )
+        buffer.combine(rows, handle, config=CONFIG)
+    return buffer.trace()
+
+
 def normal_calls(
     group: Any, device: torch.device | str, num_calls: int, keep: int = 4, direct: bool = True
 ) -> Recording:
@@ -55,13 +65,7 @@ def normal_calls(
         group, num_bytes, device=device, timeout_s=60, trace=keep,
         num_direct_bytes=None if direct else 0,
     ) as buffer:  # fmt: skip
-        for call in range(num_calls):
-            x, topk_idx, weights = inputs(call * 8 + group.rank(), 40, device)
-            rows, _, _, _, handle, _ = buffer.dispatch(
-                x, topk_idx=topk_idx, topk_weights=weights, num_experts=NUM_EXPERTS, config=CONFIG
-            )
-            buffer.combine(rows, handle, config=CONFIG)
-        return buffer.trace()
+        return _pairs(buffer, device, num_calls)
 
 
 def internode_calls(
@@ -77,13 +81,7 @@ def internode_calls(
         group, 256 << 20, 64 << 20, device=device, timeout_s=60, trace=keep, rail=rail,
         num_direct_bytes=128 << 20 if direct else 0, ranks_per_node=group.size() // 2,
     ) as buffer:  # fmt: skip
-        for call in range(num_calls):
-            x, topk_idx, weights = inputs(call * 8 + group.rank(), 40, device)
-            rows, _, _, _, handle, _ = buffer.dispatch(
-                x, topk_idx=topk_idx, topk_weights=weights, num_experts=NUM_EXPERTS, config=CONFIG
-            )
-            buffer.combine(rows, handle, config=CONFIG)
-        return buffer.trace()
+        return _pairs(buffer, device, num_calls)
 
 
 def low_latency_calls(
