@@ -5,7 +5,8 @@
 // put together: puts of neighbouring bytes become one, and of signals to one word the last is enough,
 // since nobody could tell that an older value had been late. With a speed, puts of all queues leave
 // one after the other, in the order in which they were asked for, each for as long as it takes, and
-// signals leave when what stands before them on their queue has left. Who carries them out may be told some time ahead, and when each may be.
+// signals leave when what stands before them on their queue has left. Who carries them out may be
+// told some time ahead, and when each may be.
 #pragma once
 
 #include <algorithm>

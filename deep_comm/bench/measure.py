@@ -4,11 +4,11 @@ The headline is the mean of back-to-back calls at the slowest rank, the median o
 Every round begins with all ranks together (a barrier of the processes, and on GPUs a collective
 that lets the devices start within microseconds of each other, and words in common memory that do so
 for the processes: they leave the barrier some hundred microseconds apart, in which one would queue
-calls that the others have yet to make) and with one call that leads in: it
-finds an idle device, so that its time is mostly its way through the host and the wait for the rank
-that starts last. It is not in the mean, but kept (``first_us``). p50 and p99 are of single calls in
-one more round, also back to back, each as long as its slowest rank took; where a graph holds
-several calls, of their mean.
+calls that the others have yet to make) and with one call that leads in: it finds an idle device, so
+that its time is mostly its way through the host and the wait for the rank that starts last. It is
+not in the mean, but kept (``first_us``). p50 and p99 are of single calls in one more round, also
+back to back, each as long as its slowest rank took; where a graph holds several calls, of their
+mean.
 
 Host time is what the calling thread spends in a call. It has rounds of its own on GPUs, of
 num_host_calls: a round's first calls find the machine's caches cold, and a short round would be

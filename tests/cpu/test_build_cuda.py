@@ -214,8 +214,9 @@ def test_every_probe_kernel_is_expected(probe_kernels: dict[str, list[str]]) -> 
 
 @needs_nvcc
 def test_every_primitive_of_the_interface_is_probed() -> None:
-    text = (ROOT / "csrc" / "device" / "arch" / "cuda.cuh").read_text()
-    text = text[text.index("namespace deep_comm::arch") :]
+    files = [ROOT / "csrc" / "device" / "arch" / name for name in ("cuda.cuh", "cuda_numbers.cuh")]
+    texts = [file.read_text() for file in files]
+    text = "".join(text[text.index("namespace deep_comm::arch") :] for text in texts)
     helpers = {"smem_address"}
     definition = r"^(?:\[\[noreturn\]\] )?DC_\w+ (?:constexpr )?\w+\*? (\w+)\("
     names = set(re.findall(definition, text, re.M))

@@ -2,8 +2,8 @@
 // can see, its warp, its block, the bulk-copy engine and the clock through `deep_comm::arch`, and
 // nothing else.
 //
-//   cuda.cuh   PTX and CUDA intrinsics (the only file with either)
-//   host.cuh   the same names over the SIMT executor of csrc/simt/
+//   cuda*.cuh  PTX and CUDA intrinsics (the only files with either)
+//   host*.cuh  the same names over the SIMT executor of csrc/simt/
 //
 // Naming: `op_order_scope`. Scope is always spelled: cta (block), gpu (all blocks of one rank),
 // sys (all ranks, NICs, the host). T is any trivially copyable type of 1, 2, 4, 8 or 16 bytes

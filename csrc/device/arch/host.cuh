@@ -433,10 +433,7 @@ inline void bulk_load(void* smem_dst, const void* global_src, uint32_t num_bytes
                       Mbarrier* barrier) {
   simt::bulk_load(smem_dst, global_src, num_bytes, barrier);
 }
-inline void bulk_prefetch(const void* global_src, uint32_t num_bytes) {
-  (void)global_src;
-  (void)num_bytes;
-}
+inline void bulk_prefetch(const void* /*global_src*/, uint32_t /*num_bytes*/) {}
 inline void bulk_store(void* global_dst, const void* smem_src, uint32_t num_bytes) {
   simt::bulk_store(global_dst, smem_src, num_bytes);
 }
