@@ -21,6 +21,7 @@ from deep_comm.layer.shape import (
 )
 from deep_comm.rendezvous import Rendezvous
 from deep_comm.topology import (
+    MAX_RANKS_PER_NODE,
     discover,
     host_identity,
     num_local_experts,
@@ -81,6 +82,18 @@ def most_rows(shape: MoEShape, num_ranks: int, expert_alignment: int) -> int:
     num_local = num_local_experts(0, shape.num_experts, num_ranks)
     selections = num_ranks * shape.max_tokens * shape.num_topk
     return selections + num_local * (expert_alignment - 1)
+
+
+def num_nodes_of(num_ranks: Any, ranks_per_node: int | None) -> int:
+    """Of a group that does not exist yet; the fewest that can be, if nobody says."""
+    integers.require("num_ranks", num_ranks, 1)
+    per_node = requested_ranks_per_node(ranks_per_node)
+    if per_node is None:
+        most = min(num_ranks, MAX_RANKS_PER_NODE)
+        per_node = next(size for size in range(most, 0, -1) if num_ranks % size == 0)
+    if num_ranks % min(per_node, num_ranks) != 0:
+        raise ArgumentError("ranks_per_node", per_node, f"must divide num_ranks ({num_ranks})")
+    return num_ranks // min(per_node, num_ranks)
 
 
 def build_buffer(

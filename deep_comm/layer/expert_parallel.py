@@ -167,9 +167,15 @@ class ExpertParallel:
         dtype: torch.dtype = torch.bfloat16,
         fp8: bool = False,
         device_type: str = "cuda",
+        ranks_per_node: int | None = None,
     ) -> MemoryEstimate:
         """What a layer will take in every rank, in bytes, before it is built:
         ``print(ExpertParallel.estimate_memory(...))``. Local; arguments as of the constructor.
+
+        Args:
+            num_ranks: R.
+            device_type: "cuda", or "cpu" for the host target.
+            ranks_per_node: a divisor of R; default: all on one node, or as many as one can hold.
 
         Raises:
             ArgumentError: a size is out of range.
@@ -177,7 +183,8 @@ class ExpertParallel:
         if decode_tokens is None:
             decode_tokens = min(DEFAULT_DECODE_TOKENS, max_tokens)
         shape = MoEShape(hidden, num_experts, num_topk, max_tokens, decode_tokens, dtype, fp8)
-        return estimate_memory(shape, num_ranks, mode, device_type)
+        num_nodes = construction.num_nodes_of(num_ranks, ranks_per_node)
+        return estimate_memory(shape, num_ranks, mode, device_type, num_nodes)
 
     def destroy(self) -> None:
         """Free the Buffer, if the layer has built it. Idempotent; waits for no peer."""

@@ -172,6 +172,21 @@ def tier_region_bytes(shape: MoEShape, num_ranks: int, num_nodes: int) -> int:
     return _lines(max(_USES * outputs, outputs + sums) + 8 * _USES * _ALIGNMENT)
 
 
+def control_bytes(shape: MoEShape, num_ranks: int, num_nodes: int, decodes: bool) -> int:
+    """For words that ranks wait for, and tables of what a call has learned."""
+    per_node, num_experts = num_ranks // num_nodes, shape.num_experts
+    words = _core.Engine.workspace_bytes(num_ranks=per_node, num_max_experts=num_experts)
+    if num_nodes > 1:
+        words += _core.Engine.rail_workspace_bytes(
+            num_nodes=num_nodes, ranks_per_node=per_node, num_max_experts=num_experts
+        )
+    if num_nodes > 1 and decodes:
+        words += _core.Engine.low_latency_rail_workspace_bytes(
+            num_ranks=num_ranks, num_max_experts=num_experts
+        )
+    return words
+
+
 def low_latency_bytes(shape: MoEShape, num_ranks: int, num_nodes: int = 1) -> int:
     return _lines(region_bytes(num_ranks, shape.num_slots, shape.hidden, num_nodes > 1))
 
@@ -284,9 +299,7 @@ def estimate_memory(
         rings=_lines(ring_bytes(shape, num_ranks, device_type)),
         receive_region=region if prefills else 0,
         low_latency_region=low_latency,
-        control_words=_core.Engine.workspace_bytes(
-            num_ranks=num_ranks, num_max_experts=shape.num_experts
-        ),
+        control_words=control_bytes(shape, num_ranks, num_nodes, decodes),
         prefill_call=prefill if prefills else 0,
         decode_call=decode if decodes else 0,
         rail=rail,

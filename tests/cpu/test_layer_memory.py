@@ -28,6 +28,34 @@ def test_the_buffer_is_as_large_as_estimated(mode: str) -> None:
     local.run(main, 3, timeout_s=30)
 
 
+@pytest.mark.parametrize("mode", ["auto", "prefill", "decode"])
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+def test_the_buffer_between_nodes_is_as_large_as_estimated(mode: str, ranks_per_node: int) -> None:
+    case = LayerCase(
+        ((6,) * 4,), 24, 6, hidden=256, experts=8, mode=mode, ranks_per_node=ranks_per_node
+    )
+
+    def main(group: Any) -> None:
+        with build(group, case) as layer:
+            memory, shape = layer.memory, layer.shape
+            assert abs(layer.buffer._context.heap.num_bytes - memory.buffer) <= 1024
+            assert memory == ExpertParallel.estimate_memory(
+                4, hidden=256, num_experts=8, num_topk=shape.num_topk, max_tokens=24,
+                decode_tokens=6, mode=mode, device_type="cpu", ranks_per_node=ranks_per_node,
+            )  # fmt: skip
+
+    local.run(main, 4, timeout_s=30)
+
+
+def test_more_ranks_than_a_node_holds_are_several_nodes() -> None:
+    estimate = ExpertParallel.estimate_memory
+    assert estimate(64, **SHAPE) == estimate(64, **SHAPE, ranks_per_node=8)
+    assert estimate(12, **SHAPE) == estimate(12, **SHAPE, ranks_per_node=6)
+    assert estimate(8, **SHAPE).rail == 0 < estimate(8, **SHAPE, ranks_per_node=4).rail
+    with pytest.raises(ArgumentError, match="ranks_per_node"):
+        estimate(8, **SHAPE, ranks_per_node=3)
+
+
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("shape", [(2, 2), (3, 1), (3, 2)], ids=str)
 def test_between_nodes_rows_and_sums_have_places(
