@@ -305,8 +305,9 @@ class Buffer(InternodeCalls, LowLatencyCalls):
         offset: int = 0,
         use_rdma_buffer: bool = False,
     ) -> Tensor:
-        """This rank's ring space, or its low-latency region, as a tensor: to look at it, and to
-        zero the latter between calls.
+        """This rank's ring space, or its low-latency region, as a tensor: to look at it; the latter
+        also to zero it between calls, or to use it for something else and then call
+        clean_low_latency_buffer, which is collective from then on: ask for it on all ranks.
 
         Args:
             dtype: of the elements.
@@ -339,6 +340,7 @@ class Buffer(InternodeCalls, LowLatencyCalls):
             raise ArgumentError("size", list(shape), rule)
         begin = self._context.workspace_bytes
         if use_rdma_buffer:
+            self._low_latency.is_region_lent = True
             begin = self._context.low_latency_end - self._context.low_latency_bytes
         memory = self._context.heap.view(
             begin + offset * dtype.itemsize,

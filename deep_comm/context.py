@@ -267,7 +267,7 @@ class Context:
         where = "" if self.device.type == "cpu" else f" {self.device} of rank {self.rank}"
         self.trace_rings = Rings(
             self.device, num_calls, self.rank, self.num_ranks, name,
-            host_identity() + where, self._synchronize,
+            host_identity() + where, self.synchronize,
         )  # fmt: skip
         self.engine.set_trace(self.trace_rings.address, self.trace_rings.num_calls)
 
@@ -399,7 +399,7 @@ class Context:
         if record.kind not in errors.NEEDS_RESET and not leaves_payload:
             # All ranks are still in step: the Buffer goes on. After a timeout, and where ranks
             # wrote rows into each other's memory that nobody expects, only reset() helps.
-            self._synchronize()  # what still runs might report once more
+            self.synchronize()  # what still runs might report once more
             self.engine.clear_error()
         error = errors.from_record(record)
         if self.trace_rings is not None and not self.backend.is_capturing():
@@ -453,7 +453,7 @@ class Context:
         self._reset(self.engine.reset_low_latency)
 
     def _end_calls(self) -> None:
-        self._synchronize()
+        self.synchronize()
         self._forget_pending(
             errors.ArgumentError("dispatch", None, "must be received before reset()")
         )
@@ -469,7 +469,7 @@ class Context:
             self.early_launches = EarlyLaunches()  # ranks may have seen different outcomes
             self.rendezvous.barrier()  # nobody launches before all words are at rest
 
-    def _synchronize(self) -> None:
+    def synchronize(self) -> None:
         """Wait for this rank's kernels."""
         self.backend.synchronize()
         if self.low_latency_bytes > 0 and not self.backend.is_synchronous:
@@ -495,4 +495,4 @@ class Context:
             steps.callback(self._forget_pending, errors.BufferDestroyed(destroyed))
             if self.trace_rings is not None:
                 steps.callback(self.trace_rings.leave)
-            steps.callback(self._synchronize)
+            steps.callback(self.synchronize)

@@ -30,8 +30,9 @@ class LowLatencyCalls:
     time; hooks may be called in any order, each once; every call wants its hook called before the
     next but one call of its kind.
 
-    The region of these calls is zero while none runs, and must stay so: it may be zeroed, or looked
-    at, but nothing else may be written there.
+    The region of these calls is zero while none runs, and must be so when one begins: between calls
+    it may be looked at and zeroed. If anything else is written there (get_local_buffer_tensor), all
+    ranks call clean_low_latency_buffer before the next call.
 
     In a group of several nodes the same calls give the same results. There a receive phase may wait
     for that of another rank of the node, which hands rows on: all ranks call their hooks in the
@@ -83,14 +84,22 @@ class LowLatencyCalls:
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
     ) -> None:
-        """Nothing needs cleaning, here or after other calls; checks that the sizes would fit.
+        """Make the region of low-latency calls zero, if a caller may have written there.
+
+        Nothing needs cleaning after calls of any mode: this only checks then that the sizes would
+        fit. Once get_local_buffer_tensor has given the region away it is collective, waits for this
+        rank's kernels and for all ranks, and zeroes the region.
 
         Raises:
-            ArgumentError, BufferTooSmall: they would not.
+            ArgumentError, BufferTooSmall: the sizes would not fit, or, with a region given away,
+                the hook of a call has not run.
+            PeerLost, UnsupportedError: with a region given away: a rank does not come; a CUDA graph
+                is being captured.
         """
         self._context.require_open()
         max_tokens = low_latency.check_num_max_tokens(num_max_dispatch_tokens_per_rank)
         self._low_latency.num_blocks(max_tokens, hidden, 1, num_experts)
+        self._low_latency.clean()
 
     def low_latency_num_blocks(
         self,
@@ -277,11 +286,15 @@ class LowLatencyCalls:
                 phases, unless the weights came with dispatch.
 
         Raises:
-            ArgumentError, BufferTooSmall, HandleMismatch: nothing was launched.
+            ArgumentError, BufferTooSmall, HandleMismatch: nothing was launched. Also where the hook
+                of the handle's dispatch has not run.
             ConfigMismatch, PeerTimeout, MaskedOut: as of low_latency_dispatch.
         """
         if type(handle) is LowLatencyHandle:
             shape, state = handle.shape, self._low_latency
+            pending, forgotten = state.unreceived
+            if pending or forgotten:
+                state.require_received(handle.metadata)
             rows = state.combine_buffers.get(shape.rows_shape) if zero_copy else None
             if rows is not None or not zero_copy:
                 made = state.quick_combine(

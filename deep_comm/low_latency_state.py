@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from deep_comm import _core, checks, env
 from deep_comm.backends import Launch
 from deep_comm.context import Context
-from deep_comm.errors import ArgumentError, BufferTooSmall
+from deep_comm.errors import ArgumentError, BufferTooSmall, UnsupportedError
 from deep_comm.events import EventOverlap
 from deep_comm.low_latency_handle import LowLatencyHandle
 from deep_comm.ops import quick
@@ -24,6 +25,7 @@ _COLUMN_GROUP = 512  # columns that stay in one block
 _HOST_BLOCKS = 3
 _BLOCK_MULTIPLE = 8
 _NUM_HALVES = 2
+_METADATA = 1  # its place in what a dispatch keeps for its hook, here and in quick_low_latency.hpp
 
 SCALE_BLOCK = 128
 _SCALES_PER_PACK = 4
@@ -191,7 +193,13 @@ class LowLatencyState:
 
     def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
-        self._pending: dict[str, list[object]] = {"dispatch": [], "combine": []}
+        self._pending: dict[str, list[Any]] = {"dispatch": [], "combine": []}
+        # What hooks of dispatches keep that have not run, and metadata of those that never will.
+        self.unreceived: tuple[list[Any], list[weakref.ref[Tensor]]] = (
+            self._pending["dispatch"],
+            [],
+        )
+        self.is_region_lent = False  # as a tensor: what is written there is not known any more
         self.combine_buffers: dict[tuple[int, ...], Tensor] = {}
         self._num_blocks: dict[tuple[int, int, int, int, bool, bool], int] = {}
         self.shapes: dict[ShapeOptions, LowLatencyShape] = {}
@@ -308,6 +316,18 @@ class LowLatencyState:
                 "an earlier one first",
             )
 
+    def require_received(self, metadata: Tensor) -> None:
+        """Combine reads the rows' places from ``metadata``: until dispatch's receive phase has run
+        they are whatever the memory held before."""
+        pending, forgotten = self.unreceived
+        if any(kept[_METADATA] is metadata for kept in pending):
+            remedy = "whose hook has run: call it first"
+        elif any(other() is metadata for other in forgotten):
+            remedy = "whose hook ran: reset() has forgotten this one's"
+        else:
+            return
+        raise ArgumentError("handle", "rows not received yet", f"must be of a dispatch {remedy}")
+
     def launch(self, async_finish: bool) -> Launch:
         if async_finish:
             return self._ctx.launch(None, True, False)
@@ -336,6 +356,27 @@ class LowLatencyState:
 
         return hook
 
+    # ---- the region in the caller's hands ------------------------------------------------------
+
+    def clean(self) -> None:
+        """Collective, and only what is needed: a region that nobody has seen is zero."""
+        ctx = self._ctx
+        if not self.is_region_lent:
+            return
+        if ctx.backend.is_capturing():
+            raise UnsupportedError("clean_low_latency_buffer waits for all ranks: not in a graph")
+        if any(self._pending.values()):
+            raise ArgumentError("hook", None, "must be called before clean_low_latency_buffer")
+        with ctx.backend.device_scope():
+            ctx.synchronize()
+            ctx.engine.quiet_rail()
+            ctx.rendezvous.barrier()  # nobody's rows are on their way here
+            ctx.heap.view(
+                ctx.low_latency_end - ctx.low_latency_bytes, ctx.low_latency_bytes
+            ).zero_()
+            ctx.synchronize()
+            ctx.rendezvous.barrier()  # nobody sends before all regions are zero
+
     def combine_buffer(self, shape: tuple[int, ...]) -> Tensor:
         """Where callers may write the rows of the next combine; made when first asked for."""
         buffer = self.combine_buffers.get(shape)
@@ -353,8 +394,11 @@ class LowLatencyState:
 
     def reset(self) -> None:
         """Hooks from before a reset have nothing left to receive."""
-        for pending in self._pending.values():
-            pending.clear()
+        pending, forgotten = self.unreceived
+        forgotten[:] = [other for other in forgotten if other() is not None]
+        forgotten += [weakref.ref(kept[_METADATA]) for kept in pending]
+        for of_kind in self._pending.values():
+            of_kind.clear()
         is_served = self.quick_calls is not None and (
             not self._ctx.absent or self._ctx.enable_shrink
         )

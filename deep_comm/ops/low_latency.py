@@ -174,7 +174,7 @@ def low_latency_dispatch(
                 dispatch(*call, send, receive, True, is_reporting, stream, scale_address)
 
             keep = (
-                x, idx, weights, recv_x, scales, metadata,
+                recv_x, metadata, scales, x, idx, weights,
                 cumulative_stats, wait_stats, global_scale,
             )  # fmt: skip
             hook = state.hook("dispatch", launch, run, keep)

@@ -104,6 +104,27 @@ def test_zeroing_the_region_between_calls_breaks_nothing() -> None:
         verify(case, [ranks[number] for ranks in results])
 
 
+def test_a_region_used_as_workspace_is_cleaned() -> None:
+    case = LowLatencyCase((5, 8, 2), 8, hidden=256, topk=3, calls=1)
+
+    def main(group: local.ThreadGroup) -> list:
+        results = []
+        with open_buffer(group, case) as buffer:
+            region = buffer.get_local_buffer_tensor(torch.uint8, use_rdma_buffer=True)
+            for _ in range(3):
+                results.append(run_pairs(buffer, case))
+                group.barrier()
+                region.fill_(0xFF)
+                buffer.clean_low_latency_buffer(case.max_tokens, case.hidden, case.experts)
+                assert not region.any()
+                group.barrier()  # the others' next rows come here
+        return results
+
+    results = local.run(main, 3, timeout_s=60)
+    for number in range(3):
+        verify(case, [ranks[number] for ranks in results])
+
+
 KEYS = (0x7FA57F93, 0xFFFFFFFF, 0x00000000, 0x80008000, 0x7FA5C963, 0x0000FFFF, 0xFFFFFFFE)
 
 

@@ -278,6 +278,45 @@ def test_a_hook_from_before_a_reset_is_refused() -> None:
     verify(CASE, together(main))
 
 
+@pytest.mark.parametrize("is_quick", [False, True])
+def test_combine_before_the_hook_of_its_dispatch_is_refused(is_quick: bool) -> None:
+    def main(buffer: Buffer) -> list:
+        results = run_pairs(buffer, CASE)
+        if not is_quick:
+            state = buffer._low_latency
+            state.quick_dispatch = state.quick_combine = lambda *_: None
+        idx = torch.zeros(3, 2, dtype=torch.int64)
+        weights = torch.ones(3, 2)
+        for _ in range(2):  # from the second call on natively
+            recv_x, _, handle, _, hook = dispatch(buffer, use_fp8=False, return_recv_hook=True)
+            with pytest.raises(ArgumentError, match="call it first"):
+                buffer.low_latency_combine(recv_x, idx, weights, handle)
+            hook()
+            buffer.low_latency_combine(recv_x, idx, weights, handle)
+        recv_x, _, handle, _, _ = dispatch(buffer, use_fp8=False, return_recv_hook=True)
+        buffer.reset()
+        with pytest.raises(ArgumentError, match="forgotten"):
+            buffer.low_latency_combine(recv_x, idx, weights, handle)
+        return results + run_pairs(buffer, CASE)
+
+    results = together(main)
+    for first, second in ((0, 2), (2, 4)):
+        verify(CASE, [ranks[first:second] for ranks in results])
+
+
+def test_a_region_is_not_cleaned_under_a_call_whose_hook_has_not_run() -> None:
+    def main(buffer: Buffer) -> list:
+        buffer.get_local_buffer_tensor(torch.uint8, use_rdma_buffer=True)
+        hook = dispatch(buffer, return_recv_hook=True)[4]
+        with pytest.raises(ArgumentError, match="hook"):
+            buffer.clean_low_latency_buffer(4, 128, 8)
+        hook()
+        buffer.clean_low_latency_buffer(4, 128, 8)
+        return run_pairs(buffer, CASE)
+
+    verify(CASE, together(main))
+
+
 def test_a_hook_after_destroy_is_refused() -> None:
     def main(buffer: Buffer) -> None:
         hook = dispatch(buffer, return_recv_hook=True)[4]

@@ -200,8 +200,7 @@ def lightllm_decode(group: Any) -> None:
         drop_in.barrier(group)
         workspace = buffer.get_local_buffer_tensor(torch.uint8, use_rdma_buffer=True)
         assert workspace.numel() >= hint
-        workspace[:4096].fill_(255)
-        workspace[-4096:].fill_(255)
+        workspace.fill_(255)
         if x.is_cuda:
             torch.cuda.synchronize()
         drop_in.barrier(group)
