@@ -35,7 +35,9 @@ def low_latency_bytes(num_max_tokens: int, hidden: int, num_ranks: int, num_expe
     return total
 
 
-def bytes_to_allocate(group: object, comm: object, num_rdma_bytes: int) -> int:
+def bytes_to_allocate(
+    group: object, comm: object, num_rdma_bytes: int, enable_shrink: bool = False
+) -> int:
     """For a low-latency Buffer of ``num_rdma_bytes``. Collective: ranks may have asked for the hint
     on one of them only, and how many nodes there are is not known before."""
     known = set() if env.DEEP_EP_FULL_RDMA.get() else _hinted.get(num_rdma_bytes, set())
@@ -44,11 +46,11 @@ def bytes_to_allocate(group: object, comm: object, num_rdma_bytes: int) -> int:
     if not shapes:
         return num_rdma_bytes
     topology = discover([host for _, host in told], requested_ranks_per_node(None))
-    return max(_bytes_of(shape, topology) for shape in shapes)
+    return max(_bytes_of(shape, topology, enable_shrink) for shape in shapes)
 
 
-def _bytes_of(shape: Shape, topology: Topology) -> int:
+def _bytes_of(shape: Shape, topology: Topology, enable_shrink: bool) -> int:
     is_internode = topology.num_nodes > 1
-    needed = region_bytes(*shape, is_internode=is_internode)
+    needed = region_bytes(*shape, is_internode=is_internode, can_shrink=enable_shrink)
     # Between nodes the rings of normal mode get as much as low-latency calls.
     return max(needed, ring_bytes(topology, 2 * shape[2])[1]) if is_internode else needed

@@ -130,7 +130,9 @@ class Buffer(deep_comm.Buffer):
             explicitly_destroy = use_fabric
         allocated_bytes = num_rdma_bytes
         if low_latency_mode:
-            allocated_bytes = hints.bytes_to_allocate(group, comm, num_rdma_bytes)
+            allocated_bytes = hints.bytes_to_allocate(
+                group, comm, num_rdma_bytes, bool(enable_shrink)
+            )
         super().__init__(
             group,
             num_nvl_bytes,

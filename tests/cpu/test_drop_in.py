@@ -244,6 +244,30 @@ def test_low_latency_memory_agrees_though_one_rank_alone_asked_for_the_hint() ->
     assert hints.bytes_to_allocate(None, OtherRank(), hint) == region_bytes(2, 64, 1024)
 
 
+@pytest.mark.parametrize("enable_shrink", [False, True])
+def test_low_latency_memory_of_many_ranks_has_room_for_masks(
+    enable_shrink: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEEP_COMM_RANKS_PER_NODE", "8")
+    hint = deep_ep.Buffer.get_low_latency_rdma_size_hint(512, 1024, 128, 256)
+
+    class Comm:
+        def Get_rank(self) -> int:
+            return 0
+
+        def Get_size(self) -> int:
+            return 128
+
+        def allgather(self, known):
+            return [known] * 128
+
+    assert hints.bytes_to_allocate(None, Comm(), hint, enable_shrink) == (
+        deep_comm.Buffer.get_low_latency_rdma_size_hint(
+            512, 1024, 128, 256, ranks_per_node=8, enable_shrink=enable_shrink
+        )
+    )
+
+
 def test_low_latency_memory_is_all_that_was_asked_for_on_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
