@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from deep_comm.doctor.findings import Section, devices, environment, machine, modules, packages
 
@@ -28,7 +29,12 @@ def checkup(name: str, examine: Callable[[], Section]) -> Section:
         return section
 
 
-def main() -> int:
+def main(arguments: Sequence[str] = ()) -> int:
+    argparse.ArgumentParser(
+        prog="python -m deep_comm.doctor",
+        description="Print what this machine has, send a token back and forth over each transport, "
+        "and end with a verdict, which is the exit code.",
+    ).parse_args(arguments)
     problems: list[str] = []
     warnings: list[str] = []
     for examine in (machine, packages, modules, devices, environment, pings):
@@ -48,4 +54,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

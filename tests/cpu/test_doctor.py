@@ -44,3 +44,13 @@ def test_a_crash_of_one_examination_does_not_end_the_report(
     printed = capsys.readouterr().out
     assert "no such luck" in printed and "pings left out" in printed
     assert printed.rstrip().endswith("1 problem(s)")
+
+
+def test_help_sends_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        doctor.main(["--help"])
+    assert ended.value.code == 0
+    assert "verdict" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        doctor.main(["machine"])
+    assert ended.value.code == 2
