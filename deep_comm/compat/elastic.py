@@ -31,6 +31,7 @@ from deep_comm.compat.ep_handle import EPHandle
 from deep_comm.compat.runtime import Runtime
 from deep_comm.errors import ArgumentError, UnsupportedError
 from deep_comm.events import EventHandle, EventOverlap, unwrap
+from deep_comm.topology import num_local_experts
 
 __all__ = ["EPHandle", "ElasticBuffer", "get_logical_domain_size", "get_physical_domain_size"]
 
@@ -309,6 +310,13 @@ class ElasticBuffer(ElasticCalls, Refused):
         alignment = checks.expert_alignment(1 if expert_alignment is None else expert_alignment)
         if num_sms < 0:
             raise ArgumentError("num_sms", num_sms, "must not be negative")
+        if cumulative_local_expert_recv_stats is not None:
+            num_experts = checks.num_experts(num_experts, self._buffer._context.num_max_experts)
+            checks.tensor(
+                "cumulative_local_expert_recv_stats", cumulative_local_expert_recv_stats,
+                self.device, shape=(num_local_experts(self.rank_idx, num_experts, self.num_ranks),),
+                dtypes=(torch.int32,), contiguous=False,
+            )  # fmt: skip
         self._buffer.num_sms = num_sms or DEFAULT_NUM_SMS
         routing = Routing(
             topk_idx,

@@ -38,6 +38,22 @@ def test_rules_of_events() -> None:
     alone(fn)
 
 
+@pytest.mark.parametrize(
+    "stats", [torch.zeros(4, dtype=torch.int64), torch.zeros(5, dtype=torch.int32), [0] * 4]
+)
+def test_statistics_that_do_not_fit_are_refused_before_anything_is_sent(stats) -> None:
+    def fn(buffer, x, idx):
+        with pytest.raises(errors.ArgumentError, match="cumulative_local_expert_recv_stats"):
+            buffer.dispatch(x, idx, num_experts=4, cumulative_local_expert_recv_stats=stats)
+        stats_of_two = torch.zeros(4, 2, dtype=torch.int32)[:, 0]
+        _, _, _, handle, _ = buffer.dispatch(
+            x, idx, num_experts=4, cumulative_local_expert_recv_stats=stats_of_two
+        )
+        assert torch.equal(stats_of_two, handle.num_unaligned_recv_tokens_per_expert)
+
+    alone(fn)
+
+
 def test_cached_dispatch_says_what_does_not_fit_its_handle() -> None:
     def fn(buffer, x, idx):
         recv, recv_idx, _, handle, _ = buffer.dispatch(x, idx, num_experts=4, expert_alignment=2)
