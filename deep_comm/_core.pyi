@@ -821,8 +821,6 @@ class Simulation:
         """The rank's NIC delivers nothing any more."""
     def rail_traffic(self) -> list[RailTraffic]:
         """What the ranks have posted on the network so far, by queue."""
-    def flush_rail(self, rank: int) -> None:
-        """It delivers again, and all that it holds at once."""
     def kill(self, rank: int) -> None:
         """The rank's fibers stop where they are and never run again, like
         a process that was killed.

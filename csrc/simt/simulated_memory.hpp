@@ -41,7 +41,6 @@ class SimulatedMemory {
   void read_bulk(const Fiber* fiber, uint8_t* dst, const void* src, size_t num_bytes);
 
   bool has_pending() const { return num_lines_ > 0; }
-  size_t num_buffers() const { return filled_.size(); }
   void drain_one();  // one line, or a part of it, by chance
 
   void finish_grid(GridRun& run);  // everything of the grid, and of its rank, reaches memory
