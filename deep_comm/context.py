@@ -392,13 +392,7 @@ class Context:
             self._raise(record)
 
     def _raise(self, record: Any) -> None:
-        # Of low latency a mismatch leaves payload; of reset(), ranks that are not in step.
-        leaves_payload = record.kind == "config_mismatch" and record.kernel.startswith(
-            ("low_latency", "reset")
-        )
-        if record.kind not in errors.NEEDS_RESET and not leaves_payload:
-            # All ranks are still in step: the Buffer goes on. After a timeout, and where ranks
-            # wrote rows into each other's memory that nobody expects, only reset() helps.
+        if not errors.needs_reset(record):  # all ranks are still in step: the Buffer goes on
             self.synchronize()  # what still runs might report once more
             self.engine.clear_error()
         error = errors.from_record(record)

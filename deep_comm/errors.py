@@ -209,19 +209,24 @@ class CallInterrupted(DeepCommError):
 class ConfigMismatch(DeepCommError):
     """Ranks of one Buffer disagree about something that must be equal on all of them.
 
-    Attributes: ``field`` (what), ``values`` (rank -> value).
+    Attributes: ``field`` (what), ``values`` (rank -> value), ``needs_reset``.
 
     What to do: give all ranks the same value of what is named; if it is the operation, let
-    all ranks make the same calls in the same order. The Buffer can be used again once every rank
-    has raised it: a rank that comes late to a call that the others have begun to repeat may end
-    with PeerTimeout instead.
+    all ranks make the same calls in the same order. With ``needs_reset``, of low-latency calls and
+    of reset(without=...), reset() on all ranks makes the Buffer usable again. Else it can be used
+    once every rank has raised it: a rank that comes late to a call that the others have begun to
+    repeat may end with PeerTimeout instead.
     """
 
-    def __init__(self, field: str, values: Mapping[int, Any]) -> None:
+    def __init__(self, field: str, values: Mapping[int, Any], needs_reset: bool = False) -> None:
         listed = ", ".join(f"rank {rank} has {value!r}" for rank, value in sorted(values.items()))
-        super().__init__(f"ranks disagree about {field}: {listed}; it must be equal on all ranks")
+        message = f"ranks disagree about {field}: {listed}; it must be equal on all ranks"
+        if needs_reset:
+            message += ". Buffer.reset() on all ranks makes the Buffer usable again"
+        super().__init__(message)
         self.field = field
         self.values = dict(values)
+        self.needs_reset = needs_reset
 
 
 class ExpertIndexError(ArgumentError):
@@ -265,7 +270,17 @@ class CapacityError(DeepCommError):
 
 
 # Kinds of records after which ranks are no longer in step.
-NEEDS_RESET = ("peer_timeout", "masked_out", "interrupted")
+_OUT_OF_STEP = ("peer_timeout", "masked_out", "interrupted")
+
+
+def needs_reset(record: ErrorRecord) -> bool:
+    """Can the Buffer be used again only after a reset()? Ranks are out of step then; or, after a
+    mismatch of low latency, have written rows into each other's memory that nobody expects; or, of
+    reset(without=...), have gone on without different ranks.
+    """
+    if record.kind == "config_mismatch":
+        return record.kernel.startswith(("low_latency", "reset"))
+    return record.kind in _OUT_OF_STEP
 
 
 def _ranks_of(bits: int) -> list[int]:
@@ -294,13 +309,15 @@ def from_record(record: ErrorRecord) -> DeepCommError:
         field = record.word
         if record.kernel == "reset":  # bits of ranks
             bits = {record.rank: record.expected, record.peer: record.seen}
-            return ConfigMismatch(field, {rank: _ranks_of(each) for rank, each in bits.items()})
+            named = {rank: _ranks_of(each) for rank, each in bits.items()}
+            return ConfigMismatch(field, named, needs_reset=True)
         if field == "operation":
             field = f"the operation ({record.kernel} here: a digest of its name and shapes"
             if record.seen == 0:
                 field += "; 0: another node's rank disagrees with that rank"
             field += ")"
-        return ConfigMismatch(field, {record.rank: record.expected, record.peer: record.seen})
+        values = {record.rank: record.expected, record.peer: record.seen}
+        return ConfigMismatch(field, values, needs_reset(record))
     if record.kind == "expert_index":
         value = record.seen if record.index >= 0 else None
         return ExpertIndexError(record.peer, record.expected, value, record.index)

@@ -188,8 +188,9 @@ def errors_page() -> str:
             "Everything that deep_comm raises on purpose derives from `DeepCommError`, a "
             "`RuntimeError`. Errors of arguments are raised before anything is launched, on the "
             "rank that made the call; errors that kernels find are raised on all ranks that they "
-            "concern. After `PeerTimeout`, `CallInterrupted` and `MaskedOut` a Buffer waits for "
-            "what their remedies say; after all others it goes on."
+            "concern. After `PeerTimeout`, `CallInterrupted`, `MaskedOut`, and a `ConfigMismatch` "
+            "with `needs_reset`, a Buffer waits for what their remedies say; after all others it "
+            "goes on."
         ),
         "",
         "| error | is also | what happened |",

@@ -218,8 +218,9 @@ def test_ranks_that_disagree_are_told_and_reset_brings_the_buffer_back() -> None
 
     def main(buffer: Buffer) -> list:
         for _ in range(2):
-            with pytest.raises(ConfigMismatch):
+            with pytest.raises(ConfigMismatch, match=r"reset\(\)") as caught:
                 dispatch(buffer, num_experts=8 - buffer.rank)
+            assert caught.value.needs_reset
         buffer.reset()
         return run_pairs(buffer, CASE)
 
