@@ -72,10 +72,11 @@ def _forwarded(tokens: Sequence[Tensor], num_channels: int, num_tokens: Sequence
         for step in range(num_nodes):
             node = (channel + step) % num_nodes
             channels = channel_of_token(num_tokens[node], num_channels)
-            for token in (channels == channel).nonzero().squeeze(1).tolist():
-                goes = tokens[node][token]
-                heads[node][token][goes] = next_place[goes].to(torch.int32)
-                next_place += goes.long()
+            here = (channels == channel).nonzero().squeeze(1)
+            goes = tokens[node][here]
+            places = next_place + goes.long().cumsum(dim=0) - 1
+            heads[node][here] = torch.where(goes, places, -1).to(torch.int32)
+            next_place += goes.sum(dim=0)
     # A row is forwarded if it goes to any rank of this node.
     rows = [head[mask.any(dim=1)] for head, mask in zip(heads, tokens, strict=True)]
     return torch.cat(rows)
@@ -117,15 +118,12 @@ def dispatch(
             got.rank_prefix_matrix[:, rank], prepend=torch.zeros(1, dtype=torch.int32)
         )
         num = got.num_recv_tokens
-        sources, tokens = got.recv_src_rank[:num].tolist(), got.recv_src_idx[:num].tolist()
+        # Rows come by source rank and token: those of a source are its tokens for this rank.
+        goes = torch.cat([mask[mask[:, rank]][:, own] for mask in masks])
         bits = torch.tensor([1 << i for i in range(ranks_per_node)])
-        ranks_of = [
-            int((masks[source][token][own].long() * bits).sum())
-            for source, token in zip(sources, tokens, strict=True)
-        ]
-        meta = [
-            [source // ranks_per_node, mask] for source, mask in zip(sources, ranks_of, strict=True)
-        ]
+        ranks_of = (goes.long() * bits).sum(dim=1)
+        nodes = got.recv_src_rank[:num] // ranks_per_node
+        meta = torch.stack([nodes, ranks_of.to(torch.int32)], dim=1)
         results.append(
             InternodeDispatched(
                 received=got,
@@ -137,7 +135,7 @@ def dispatch(
                 recv_gbl_channel_prefix_matrix=got.recv_channel_prefix_matrix
                 + starts.unsqueeze(1).to(torch.int32),
                 recv_gbl_rank_prefix_sum=got.rank_prefix_matrix[:, rank].contiguous(),
-                recv_src_meta=torch.tensor(meta, dtype=torch.int32).view(num, 2),
+                recv_src_meta=meta,
                 send_rdma_head=_heads(node_masks[rank], num_channels),
                 send_nvl_head=_forwarded(
                     [masks[peer][:, own] for peer in rail],

@@ -45,7 +45,8 @@ def quantise(x: Tensor, round_scale: bool = False) -> tuple[Tensor, Tensor]:
     if round_scale:
         mantissa, exponent = torch.frexp(scales)
         exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
-        scales = torch.ldexp(torch.ones_like(scales), exponent)
+        # 2**exponent by its bits: ldexp goes through a power, whose bits are the device's.
+        scales = ((exponent + 127) << 23).view(torch.float32)
         factors = 1.0 / scales
     else:
         factors = torch.full_like(amax, _LARGEST_E4M3) / amax  # a scalar would be multiplied
