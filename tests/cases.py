@@ -65,6 +65,11 @@ class Case:
     def num_worst_tokens(self) -> int:
         return sum(self.tokens) + self.worst if self.worst else 0
 
+    @property
+    def is_large(self) -> bool:
+        """Too much for one thread of the host to make, to copy and to check in no time."""
+        return sum(self.tokens) * self.topk * self.hidden > 1 << 23
+
     def __str__(self) -> str:
         parts = [f"r{self.num_ranks}", f"t{max(self.tokens)}", f"h{self.hidden}"]
         parts += [f"e{self.experts}", f"k{self.topk}", str(self.dtype).removeprefix("torch.")]
@@ -146,19 +151,33 @@ def make_scales(case: Case, rank: int, call: int = 0) -> Tensor | None:
     return values
 
 
+def here(tensor: Tensor) -> Tensor:
+    """On torch's default device, with the same strides. What is random is drawn on the host."""
+    device = torch.get_default_device()
+    if tensor.device.type == device.type:
+        return tensor
+    same = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+    return same.copy_(tensor)
+
+
 def make_inputs(case: Case, rank: int, call: int = 0) -> Inputs:
+    """On torch's default device."""
     num_tokens = case.tokens[rank]
-    weights = torch.rand(num_tokens, case.topk, generator=_generator(case, rank, call, 2))
-    noise = _generator(case, rank, call, 3)
+    with torch.device("cpu"):
+        weights = torch.rand(num_tokens, case.topk, generator=_generator(case, rank, call, 2))
+        scales = make_scales(case, rank, call)
+        topk_idx = make_topk_idx(case, rank, call)
     biases = [
-        torch.randn(num_tokens, case.hidden, generator=noise).to(case.combine_dtype)
-        for _ in range(case.biases)
+        payload.noise(
+            2 * case.seed + number, rank, num_tokens, case.hidden, case.combine_dtype, call
+        )
+        for number in range(case.biases)
     ]
     return Inputs(
         x=payload.rows(rank, num_tokens, case.hidden, case.dtype, call),
-        scales=make_scales(case, rank, call),
-        topk_idx=make_topk_idx(case, rank, call),
-        topk_weights=weights,
+        scales=None if scales is None else here(scales),
+        topk_idx=here(topk_idx),
+        topk_weights=here(weights),
         bias=None if not biases else biases[0] if len(biases) == 1 else (biases[0], biases[1]),
     )
 

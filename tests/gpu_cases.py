@@ -1,13 +1,11 @@
-"""Cases of the end-to-end tests on GPUs, many in one set of processes."""
+"""Cases of the end-to-end tests on GPUs, and the processes of their ranks."""
 
 import dataclasses
 from collections.abc import Sequence
 
 import gpu_pool
 import matrix
-import torch
-from cases import Case, verify_each
-from roundtrip import run_case, verify
+from cases import Case
 
 NUM_CASES = 64
 POISON = {"DEEP_COMM_POISON": "1"}
@@ -32,16 +30,6 @@ def run(
         variables=POISON,
         timeout_s=280,
     )
-
-
-def run_cases(group, cases: list[Case], options: dict) -> list:
-    """Many cases in one set of processes, since starting one costs more than a case."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    return [run_case(group, case, device, options) for case in cases]
-
-
-def verify_all(cases: list[Case], results: list) -> None:
-    verify_each(verify, cases, results)
 
 
 def matrix_for(num_ranks: int, seed: int, num_cases: int = NUM_CASES) -> list[Case]:

@@ -4,6 +4,8 @@ A dispatched row is made of 8-byte words, each a reversible scramble of (source 
 call). A misplaced, stale or torn row therefore differs from the expected one, and its words name
 the row they belong to. Rows that combine sums are floats whose sum depends on the order of the
 additions.
+
+All are made on torch's default device, and are the same on every device.
 """
 
 from __future__ import annotations
@@ -79,9 +81,22 @@ def summands(
     key = ((key ^ (key >> 13)) * 1_274_126_177) & 0x7FFFFFFF
     # float16: sixteen large ones of one sign (a token's experts on one rank) stay finite.
     small_scale, large = (2.0**-13, 2.0**11) if dtype == torch.float16 else (1.0, 2.0**24)
-    small = ((key % 4093).double() / 2048 - 1) * small_scale
+    small = ((key % 4093).float() / 2048 - 1) * small_scale  # exact
     cancelling = torch.where(columns % 4 == 0, large if expert_rank % 2 == 0 else -large, 0.0)
-    return torch.where(columns % 4 == 0, cancelling.double(), small).to(dtype)
+    return torch.where(columns % 4 == 0, cancelling, small).to(dtype)
+
+
+def noise(
+    seed: int, source_rank: int, num_tokens: int, hidden: int, dtype: torch.dtype, call: int = 0
+) -> Tensor:
+    """[num_tokens, hidden] from -1 to 1, 24 bits each."""
+    tokens = torch.arange(num_tokens, dtype=torch.int64).unsqueeze(1)
+    columns = torch.arange(hidden, dtype=torch.int64).unsqueeze(0)
+    key = ((seed * 64 + source_rank) * 1024 + call) * 15_485_863 & 0x7FFFFFFF
+    key = (tokens * 1_000_003 + columns * 104_729 + key) & 0x7FFFFFFF
+    key = ((key ^ (key >> 13)) * 1_274_126_177) & 0x7FFFFFFF
+    key = ((key ^ (key >> 15)) * 1_103_515_245) & 0x7FFFFFFF
+    return ((key >> 7).float() / 2**23 - 1).to(dtype)
 
 
 def as_words(tensor: Tensor) -> Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +16,31 @@ from torch import Tensor
 import deep_comm
 from deep_comm import reference
 
+# Whether a rank makes its inputs and leaves its results on its device, where they are checked.
+_stays: ContextVar[bool] = ContextVar("stays", default=False)
+
+
+@contextlib.contextmanager
+def results_stay() -> Iterator[None]:
+    """In it calls make inputs on their device, and what they return for a check stays there. For
+    ranks that check in their own process: copies to the host and one thread of it take seconds
+    where rows are many and long.
+    """
+    token = _stays.set(True)
+    try:
+        yield
+    finally:
+        _stays.reset(token)
+
+
+def made_for(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Where inputs are made: on the host, or on ``device`` in :func:`results_stay`."""
+    return device if _stays.get() else contextlib.nullcontext()
+
 
 @dataclass(frozen=True)
 class Received:
-    """What one rank got out of one call; tensors on the host."""
+    """What one rank got out of one call; tensors on the host, but see :func:`results_stay`."""
 
     recv_x: Tensor
     recv_scales: Tensor | None
@@ -60,7 +83,7 @@ def num_channels_of(case: Case, received: Received) -> int:
 def _to(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
         # Strided scales must keep their strides on the way to a device.
-        if device.type == "cpu":
+        if value.device.type == device.type:
             return value
         _settle()
         return torch.empty_strided(
@@ -114,7 +137,9 @@ def call_once(
     """Layout, dispatch, cached dispatch, combine of one rank. ``options``: stream arguments."""
     rank = buffer.rank
     options = dict(options or {})
-    inputs = make_inputs(case, rank, call)
+    with made_for(device):
+        inputs = make_inputs(case, rank, call)
+        second = payload.rows(rank, case.tokens[rank], case.hidden, case.dtype, call + CACHED_CALL)
     x, scales = _to(inputs.x, device), _to(inputs.scales, device)
     topk_idx, weights = _to(inputs.topk_idx, device), _to(inputs.topk_weights, device)
     config = config_of(case)
@@ -132,17 +157,17 @@ def call_once(
     _wait(event)
     recv_x, recv_scales = recv if isinstance(recv, tuple) else (recv, None)
 
-    again = _to(
-        payload.rows(rank, case.tokens[rank], case.hidden, case.dtype, call + CACHED_CALL), device
-    )
+    again = _to(second, device)
     cached, no_idx, no_weights, no_counts, no_handle, event = buffer.dispatch(
         again if scales is None else (again, scales), handle=handle, config=config, **options
     )
     _wait(event)
     assert (no_idx, no_weights, no_counts, no_handle) == (None, None, None, None)
 
-    src_rank = source_ranks(handle.rank_prefix_matrix, rank, recv_x.shape[0])
-    y = _to(expert_outputs(case, src_rank, _to_host(handle.recv_src_idx), rank, call), device)
+    with made_for(device):
+        src_rank = source_ranks(handle.rank_prefix_matrix, rank, recv_x.shape[0])
+        outputs = expert_outputs(case, src_rank, _to_host(handle.recv_src_idx), rank, call)
+    y = _to(outputs, device)
     combined_x, combined_weights, event = buffer.combine(
         y,
         handle,
@@ -174,6 +199,9 @@ def _settle() -> None:
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """What a later call may not change."""
+    if _stays.get():
+        return tensor.clone()
     _settle()
     return tensor.cpu()
 
@@ -213,20 +241,25 @@ def verify_call(case: Case, received: Sequence[Received], call: int) -> None:
         if got is None:  # an absent rank
             continue
         verify_dispatch(case, got, want, f"rank {rank} call {call}")
-        again = torch.cat(
-            [
-                payload.rows(peer, case.tokens[peer], case.hidden, case.dtype, call + CACHED_CALL)[
-                    want.recv_src_idx[: want.num_recv_tokens][
-                        want.recv_src_rank[: want.num_recv_tokens] == peer
-                    ].long()
-                ]
-                for peer in range(case.num_ranks)
-            ]
-        )
         payload.assert_same_bits(
-            got.cached_x[: want.num_recv_tokens], again, f"rank {rank} call {call}: cached recv_x"
+            got.cached_x[: want.num_recv_tokens],
+            cached_rows(case, want, call),
+            f"rank {rank} call {call}: cached recv_x",
         )
     verify_combine(case, received, expected, inputs, call)
+
+
+def cached_rows(case: Case, want: reference.Dispatched, call: int) -> Tensor:
+    """What a rank receives in the cached dispatch of a call."""
+    num = want.num_recv_tokens
+    tokens, sources = want.recv_src_idx[:num].long(), want.recv_src_rank[:num]
+    rows = [
+        payload.rows(peer, num_tokens, case.hidden, case.dtype, call + CACHED_CALL).view(
+            torch.uint8
+        )[tokens[sources == peer]]  # torch cannot index every dtype
+        for peer, num_tokens in enumerate(case.tokens)
+    ]
+    return torch.cat(rows).view(case.dtype)
 
 
 def _reference_dispatch(

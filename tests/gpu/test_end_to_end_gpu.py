@@ -1,12 +1,14 @@
 """tests/cpu/test_end_to_end.py on GPUs: the same cases; every rank is a process."""
 
 import dataclasses
+import functools
 
 import matrix
 import pytest
 import torch
 from cases import Case
-from gpu_cases import matrix_for, run, run_cases, verify_all
+from checked_runs import ROUNDTRIP, check
+from gpu_cases import matrix_for, run
 
 
 @pytest.mark.parametrize("num_ranks_wanted", [2, 3, 4, 5, 6, 7, 8])
@@ -14,7 +16,7 @@ def test_every_rank_gets_its_rows_and_sums(num_ranks_wanted: int) -> None:
     if torch.cuda.device_count() < num_ranks_wanted:
         pytest.skip(f"needs {num_ranks_wanted} CUDA devices, has {torch.cuda.device_count()}")
     cases = matrix_for(num_ranks_wanted, seed=num_ranks_wanted)
-    verify_all(cases, run(run_cases, num_ranks_wanted, cases, {}))
+    check(run, ROUNDTRIP, cases)
 
 
 def test_special_cases(num_ranks: int) -> None:
@@ -24,13 +26,12 @@ def test_special_cases(num_ranks: int) -> None:
         if case.num_ranks <= num_ranks
     ]
     for size in sorted({case.num_ranks for case in cases}):
-        same_size = [case for case in cases if case.num_ranks == size]
-        verify_all(same_size, run(run_cases, size, same_size, {}))
+        check(run, ROUNDTRIP, [case for case in cases if case.num_ranks == size])
 
 
 def test_nccl_group_serves_as_well(num_ranks: int) -> None:
-    cases = matrix_for(num_ranks, seed=90, num_cases=6)
-    verify_all(cases, run(run_cases, num_ranks, cases, {}, backend="nccl"))
+    over_nccl = functools.partial(run, backend="nccl")
+    check(over_nccl, ROUNDTRIP, matrix_for(num_ranks, seed=90, num_cases=6))
 
 
 def test_many_tokens_at_a_model_shape(num_ranks: int) -> None:
@@ -38,7 +39,7 @@ def test_many_tokens_at_a_model_shape(num_ranks: int) -> None:
         tuple(1024 + 97 * rank for rank in range(num_ranks)), hidden=7168, experts=256, topk=8,
         biases=1, calls=3, nvl_bytes=512 << 20,
     )  # fmt: skip
-    verify_all([case], run(run_cases, num_ranks, [case], {}))
+    check(run, ROUNDTRIP, [case])
 
 
 def test_hundred_calls_in_a_row(num_ranks: int) -> None:
@@ -46,12 +47,12 @@ def test_hundred_calls_in_a_row(num_ranks: int) -> None:
         tuple(40 + 7 * rank for rank in range(num_ranks)), hidden=512, experts=32, topk=4,
         num_sms=2, send_chunk=2, slots=3, calls=100,
     )  # fmt: skip
-    verify_all([case], run(run_cases, num_ranks, [case], {}))
+    check(run, ROUNDTRIP, [case])
 
 
 def test_asynchronous_calls_give_the_same(num_ranks: int) -> None:
     cases = matrix_for(num_ranks, seed=91, num_cases=12)
-    verify_all(cases, run(run_cases, num_ranks, cases, {"async_finish": True}))
+    check(run, ROUNDTRIP, cases, async_finish=True)
 
 
 def test_chunks_of_many_rows(num_ranks: int) -> None:
@@ -61,4 +62,4 @@ def test_chunks_of_many_rows(num_ranks: int) -> None:
              nvl_bytes=512 << 20)
         for tokens in (1500, 5000, 13000)
     ]  # fmt: skip
-    verify_all(cases, run(run_cases, num_ranks, cases, {}))
+    check(run, ROUNDTRIP, cases)

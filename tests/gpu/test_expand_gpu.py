@@ -2,11 +2,11 @@
 
 import dataclasses
 
-import expanded
 import matrix
 import pytest
 import torch
 from cases import Case, Scales
+from checked_runs import EXPANDED, check
 from gpu_cases import run
 
 
@@ -20,7 +20,7 @@ def test_every_expert_gets_its_rows_and_every_token_its_sum(num_ranks_wanted: in
     if torch.cuda.device_count() < num_ranks_wanted:
         pytest.skip(f"needs {num_ranks_wanted} CUDA devices, has {torch.cuda.device_count()}")
     cases = cases_for(num_ranks_wanted, seed=num_ranks_wanted, num_cases=40)
-    expanded.verify_all(cases, run(expanded.run_cases, num_ranks_wanted, cases, {}))
+    check(run, EXPANDED, cases)
 
 
 @pytest.mark.parametrize("direct_bytes", [None, 0])
@@ -34,9 +34,9 @@ def test_many_tokens_at_a_model_shape(
         scales=Scales(56) if has_scales else None, alignment=16, biases=1, calls=2,
         nvl_bytes=2 << 30, direct_bytes=direct_bytes,
     )  # fmt: skip
-    expanded.verify_all([case], run(expanded.run_cases, num_ranks, [case], {}))
+    check(run, EXPANDED, [case])
 
 
 def test_asynchronous_calls_give_the_same(num_ranks: int) -> None:
     cases = cases_for(num_ranks, seed=93, num_cases=12)
-    expanded.verify_all(cases, run(expanded.run_cases, num_ranks, cases, {"async_finish": True}))
+    check(run, EXPANDED, cases, async_finish=True)

@@ -4,27 +4,23 @@ NIC.
 
 import dataclasses
 
-import expanded
 import torch
 from cases import Scales
+from checked_runs import EXPANDED, check
 from gpu_cases import run
 from internode import InternodeCase, direct
 from test_internode_gpu import random_cases, shapes
 
 
-def check(cases: list[InternodeCase], options: dict | None = None) -> None:
-    results = run(expanded.run_cases, cases[0].num_ranks, cases, options or {})
-    expanded.verify_all(cases, results)
-
-
 def test_every_expert_gets_its_rows_and_every_token_its_sum(num_ranks: int) -> None:
     for shape in shapes(num_ranks):
-        check(random_cases(shape, first_seed=3000 + 100 * shape[0] + shape[1], num_cases=24))
+        first_seed = 3000 + 100 * shape[0] + shape[1]
+        check(run, EXPANDED, random_cases(shape, first_seed, num_cases=24))
 
 
 def test_asynchronous_calls_give_the_same(num_ranks: int) -> None:
     cases = random_cases(shapes(num_ranks)[-1], first_seed=3900, num_cases=8)
-    check(cases, {"async_finish": True})
+    check(run, EXPANDED, cases, async_finish=True)
 
 
 def test_many_tokens_at_a_model_shape(num_ranks: int) -> None:
@@ -36,7 +32,8 @@ def test_many_tokens_at_a_model_shape(num_ranks: int) -> None:
             send_chunk=6, slots=64, rail_chunk=6, rail_slots=64, ranks_per_node=ranks_per_node,
         )  # fmt: skip
         quantised = dataclasses.replace(plain, dtype=torch.float8_e4m3fn, scales=Scales(56))
-        check([dataclasses.replace(plain, direct_bytes=0), direct(plain), direct(quantised)])
+        cases = [dataclasses.replace(plain, direct_bytes=0), direct(plain), direct(quantised)]
+        check(run, EXPANDED, cases)
 
 
 def test_one_rank_numbers_a_large_batch(num_ranks: int) -> None:
@@ -47,4 +44,4 @@ def test_one_rank_numbers_a_large_batch(num_ranks: int) -> None:
             (3001,) * num, hidden=512, experts=4 * num, topk=4, routing="skewed", alignment=128,
             worst=5, nvl_bytes=512 << 20, rdma_bytes=256 << 20, ranks_per_node=ranks_per_node,
         )  # fmt: skip
-        check([case, direct(case)])
+        check(run, EXPANDED, [case, direct(case)])

@@ -1,14 +1,15 @@
 """tests/cpu/test_internode.py on GPUs: one host's GPUs as logical nodes, over the software NIC."""
 
 import dataclasses
+import functools
 import os
 import time
 
 import pytest
 import torch
-from cases import verify_each
+from checked_runs import INTERNODE, check
 from gpu_cases import run
-from internode import InternodeCase, direct, random_case, run_case, verify
+from internode import InternodeCase, direct, random_case
 
 import deep_comm
 from deep_comm import env, errors
@@ -18,16 +19,6 @@ def shapes(num_ranks: int) -> list[tuple[int, int]]:
     """(nodes, ranks per node) of at most ``num_ranks`` GPUs, several nodes each."""
     wanted = [(2, 1), (3, 1), (2, 2), (4, 1), (3, 2), (2, 4), (4, 2), (8, 1)]
     return [shape for shape in wanted if shape[0] * shape[1] <= num_ranks]
-
-
-def run_cases(group, cases: list[InternodeCase], options: dict) -> list:
-    device = torch.device("cuda", torch.cuda.current_device())
-    return [run_case(group, case, device=device, options=options) for case in cases]
-
-
-def check(cases: list[InternodeCase], options: dict | None = None, **run_options) -> None:
-    results = run(run_cases, cases[0].num_ranks, cases, options or {}, **run_options)
-    verify_each(verify, cases, results)
 
 
 def random_cases(shape: tuple[int, int], first_seed: int, num_cases: int) -> list[InternodeCase]:
@@ -42,16 +33,18 @@ def random_cases(shape: tuple[int, int], first_seed: int, num_cases: int) -> lis
 
 def test_every_rank_gets_its_rows_and_sums(num_ranks: int) -> None:
     for shape in shapes(num_ranks):
-        check(random_cases(shape, first_seed=100 * shape[0] + shape[1], num_cases=24))
+        first_seed = 100 * shape[0] + shape[1]
+        check(run, INTERNODE, random_cases(shape, first_seed, num_cases=24))
 
 
 def test_asynchronous_calls_give_the_same(num_ranks: int) -> None:
     shape = shapes(num_ranks)[-1]
-    check(random_cases(shape, first_seed=900, num_cases=8), {"async_finish": True})
+    check(run, INTERNODE, random_cases(shape, first_seed=900, num_cases=8), async_finish=True)
 
 
 def test_nccl_group_serves_as_well(num_ranks: int) -> None:
-    check(random_cases(shapes(num_ranks)[-1], first_seed=950, num_cases=4), backend="nccl")
+    cases = random_cases(shapes(num_ranks)[-1], first_seed=950, num_cases=4)
+    check(functools.partial(run, backend="nccl"), INTERNODE, cases)
 
 
 def test_many_tokens_at_a_model_shape(num_ranks: int) -> None:
@@ -62,7 +55,7 @@ def test_many_tokens_at_a_model_shape(num_ranks: int) -> None:
             biases=1, calls=3, nvl_bytes=512 << 20, rdma_bytes=512 << 20, num_sms=24,
             send_chunk=6, slots=64, rail_chunk=6, rail_slots=64, ranks_per_node=ranks_per_node,
         )  # fmt: skip
-        check([dataclasses.replace(case, direct_bytes=0), direct(case)])
+        check(run, INTERNODE, [dataclasses.replace(case, direct_bytes=0), direct(case)])
 
 
 def test_a_hundred_calls_with_rings_of_few_slots(num_ranks: int) -> None:
@@ -72,7 +65,7 @@ def test_a_hundred_calls_with_rings_of_few_slots(num_ranks: int) -> None:
         topk=4, num_sms=4, send_chunk=2, slots=3, rail_chunk=1, rail_slots=2, calls=100,
         ranks_per_node=ranks_per_node,
     )  # fmt: skip
-    check([case])
+    check(run, INTERNODE, [case])
 
 
 def silent_rank(group, silent: int, ranks_per_node: int):

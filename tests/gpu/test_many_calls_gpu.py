@@ -33,6 +33,7 @@ def _cycles(group) -> list[int]:
     return free
 
 
+@pytest.mark.alone
 def test_twenty_buffers_leave_no_device_memory_behind(num_ranks: int) -> None:
     for free in run(_cycles, num_ranks):
         assert max(free[5:]) - min(free[5:]) < 4 << 20, free

@@ -8,6 +8,7 @@ their own and all of them.
 
 import atexit
 import dataclasses
+import functools
 import importlib.util
 from collections.abc import Sequence
 
@@ -15,7 +16,9 @@ import pytest
 import test_internode_gpu as over_nic
 import test_low_latency_internode_gpu as low_latency_over_nic
 from cases import verify_each
-from internode import InternodeCase, direct, verify
+from checked_runs import INTERNODE
+from checked_runs import check as check_on
+from internode import InternodeCase, direct
 from low_latency import LowLatencyCase
 from low_latency import verify as verify_low_latency
 
@@ -60,9 +63,8 @@ def shapes(num_ranks: int) -> list[tuple[int, int]]:
     return [(nodes, num_ranks // nodes) for nodes in divisors]
 
 
-def check(cases: list[InternodeCase], options: dict | None = None, **run_options) -> None:
-    results = run(over_nic.run_cases, cases[0].num_ranks, cases, options or {}, **run_options)
-    verify_each(verify, cases, results)
+def check(cases: list[InternodeCase], near: bool = True, **options) -> None:
+    check_on(functools.partial(run, near=near), INTERNODE, cases, **options)
 
 
 @pytest.mark.parametrize("near", [True, False], ids=["stores", "puts"])
@@ -74,7 +76,7 @@ def test_every_rank_gets_its_rows_and_sums(num_ranks: int, near: bool) -> None:
 
 def test_asynchronous_calls_give_the_same(num_ranks: int) -> None:
     cases = over_nic.random_cases(shapes(num_ranks)[0], first_seed=1900, num_cases=6)
-    check(cases, {"async_finish": True})
+    check(cases, async_finish=True)
 
 
 @pytest.mark.parametrize("near", [True, False], ids=["stores", "puts"])

@@ -7,6 +7,7 @@ import pytest
 import quantised
 import torch
 from cases import Case
+from checked_runs import QUANTISED, check
 from gpu_cases import run
 from quantised import FORMS
 
@@ -23,7 +24,7 @@ def test_rows_are_cast_once_and_bit_for_bit(num_ranks_wanted: int) -> None:
         (dataclasses.replace(case, nvl_bytes=128 << 20), FORMS[number % len(FORMS)])
         for number, case in enumerate(cases)
     ]
-    quantised.verify_all(forms, run(quantised.run_cases, num_ranks_wanted, forms, {}))
+    check(run, QUANTISED, forms)
 
 
 @pytest.mark.parametrize("direct_bytes", [None, 0])
@@ -35,4 +36,4 @@ def test_many_tokens_at_a_model_shape(
         tuple(1024 + 97 * rank for rank in range(num_ranks)), hidden=7168, experts=256, topk=8,
         alignment=128, calls=2, nvl_bytes=2 << 30, direct_bytes=direct_bytes,
     )  # fmt: skip
-    quantised.verify_all([(case, form)], run(quantised.run_cases, num_ranks, [(case, form)], {}))
+    check(run, QUANTISED, [(case, form)])

@@ -3,31 +3,19 @@ software NIC and over NVSHMEM.
 """
 
 import dataclasses
+import functools
 import random
-from typing import Any
 
 import pytest
-import quantised
 import test_internode_gpu as over_nic
 import test_nvshmem_gpu as over_nvshmem
 import torch
-from cases import verify_each
+from checked_runs import QUANTISED, check
 from gpu_cases import run
 from internode import InternodeCase, direct
 from quantised import FORMS, Form
 
 Cases = list[tuple[InternodeCase, Form]]
-
-
-def verify(cases: Cases, results: list) -> None:
-    verify_each(
-        lambda case_and_form, ranks: quantised.verify(*case_and_form, ranks), cases, results
-    )
-
-
-def check(cases: Cases, options: dict | None = None) -> None:
-    num_ranks = cases[0][0].num_ranks
-    verify(cases, run(quantised.run_cases, num_ranks, cases, options or {}))
 
 
 def random_cases(shape: tuple[int, int], first_seed: int, num_cases: int) -> Cases:
@@ -57,23 +45,22 @@ def model_cases(num_nodes: int, ranks_per_node: int) -> Cases:
 
 def test_rows_are_cast_once_and_bit_for_bit(num_ranks: int) -> None:
     for shape in over_nic.shapes(num_ranks):
-        check(random_cases(shape, first_seed=5000 + 100 * shape[0] + shape[1], num_cases=18))
+        first_seed = 5000 + 100 * shape[0] + shape[1]
+        check(run, QUANTISED, random_cases(shape, first_seed, num_cases=18))
 
 
 def test_asynchronous_calls_give_the_same(num_ranks: int) -> None:
     shape = over_nic.shapes(num_ranks)[-1]
-    check(random_cases(shape, first_seed=5900, num_cases=6), {"async_finish": True})
+    check(run, QUANTISED, random_cases(shape, first_seed=5900, num_cases=6), async_finish=True)
 
 
 def test_many_tokens_at_a_model_shape(num_ranks: int) -> None:
     for shape in over_nic.shapes(num_ranks):
-        check(model_cases(*shape))
+        check(run, QUANTISED, model_cases(*shape))
 
 
 def check_over_nvshmem(cases: Cases, near: bool) -> None:
-    num_ranks = cases[0][0].num_ranks
-    options: dict[str, Any] = {}
-    verify(cases, over_nvshmem.run(quantised.run_cases, num_ranks, cases, options, near=near))
+    check(functools.partial(over_nvshmem.run, near=near), QUANTISED, cases)
 
 
 @over_nvshmem.needs_nvshmem

@@ -7,6 +7,7 @@ may run beside these tests, and every hop between ranks takes such a turn.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 
 import pytest
@@ -16,7 +17,8 @@ import test_low_latency_internode_masks_gpu as masks
 import test_nvshmem_gpu as over_nvshmem
 import torch
 from cases import verify_each
-from internode import InternodeCase, direct, verify
+from checked_runs import INTERNODE, check
+from internode import InternodeCase, direct
 from low_latency import verify as verify_low_latency
 from low_latency_masks import DEAD, survive, verify_outcomes
 
@@ -44,22 +46,21 @@ def devices(request: pytest.FixtureRequest) -> list[int]:
     return PLACES[request.param]
 
 
-def run(pool: processes.Pool, fn, *arguments, devices: list[int]) -> list:
+def run(pool: processes.Pool, fn, num_ranks: int, *arguments, devices: list[int]) -> list:
     return pool.run(
-        fn, 4, *arguments, backend="gloo", devices=devices, variables=POISON, timeout_s=120
+        fn, num_ranks, *arguments, backend="gloo", devices=devices, variables=POISON, timeout_s=120
     )
 
 
 def test_every_rank_gets_its_rows_and_sums(pool: processes.Pool, devices: list[int]) -> None:
     cases = over_nic.random_cases(SHAPE, first_seed=2200, num_cases=12)
-    verify_each(verify, cases, run(pool, over_nic.run_cases, cases, {}, devices=devices))
+    check(functools.partial(run, pool, devices=devices), INTERNODE, cases)
 
 
 def test_asynchronous_calls_give_the_same(pool: processes.Pool) -> None:
     cases = over_nic.random_cases(SHAPE, first_seed=2220, num_cases=4)
-    options = {"async_finish": True}
-    results = run(pool, over_nic.run_cases, cases, options, devices=PLACES["nodes"])
-    verify_each(verify, cases, results)
+    on_two = functools.partial(run, pool, devices=PLACES["nodes"])
+    check(on_two, INTERNODE, cases, async_finish=True)
 
 
 def test_many_tokens_at_a_model_shape(pool: processes.Pool, devices: list[int]) -> None:
@@ -70,18 +71,18 @@ def test_many_tokens_at_a_model_shape(pool: processes.Pool, devices: list[int]) 
             rail_slots=64, ranks_per_node=2,
         )
     )  # fmt: skip
-    verify(case, [rank[0] for rank in run(pool, over_nic.run_cases, [case], {}, devices=devices)])
+    check(functools.partial(run, pool, devices=devices), INTERNODE, [case])
 
 
 def test_a_silent_rank_is_named_and_the_buffer_recovers(pool: processes.Pool) -> None:
-    over_nic.check_named(run(pool, over_nic.silent_rank, 3, 2, devices=PLACES["nodes"]))
+    over_nic.check_named(run(pool, over_nic.silent_rank, 4, 3, 2, devices=PLACES["nodes"]))
 
 
 def test_low_latency_gives_every_rank_its_rows_and_sums(
     pool: processes.Pool, devices: list[int]
 ) -> None:
     cases = [low_latency.sampled_case(seed, SHAPE) for seed in range(50, 56)]
-    results = run(pool, low_latency.run_cases, cases, devices=devices)
+    results = run(pool, low_latency.run_cases, 4, cases, devices=devices)
     verify_each(verify_low_latency, cases, results)
 
 
@@ -100,7 +101,7 @@ def test_over_nvshmem(near: bool) -> None:
     cases = over_nic.random_cases(SHAPE, first_seed=2300, num_cases=8)
     cases = [dataclasses.replace(case, calls=min(case.calls, 2)) for case in cases]
     # One placement: the job of these processes, and with it each one's GPU, stays for all tests.
-    results = over_nvshmem.run(
-        over_nic.run_cases, 4, cases, {}, near=near, devices=PLACES["nodes"], timeout_s=100.0
+    on_two = functools.partial(
+        over_nvshmem.run, near=near, devices=PLACES["nodes"], timeout_s=100.0
     )
-    verify_each(verify, cases, results)
+    check(on_two, INTERNODE, cases)
