@@ -82,7 +82,7 @@ def test_a_machine_without_a_compiler_is_told_what_to_install(
         environment.check_machine()
 
 
-@pytest.mark.parametrize("tool", ["demo", "test", "sanitize"])
+@pytest.mark.parametrize("tool", ["demo", "test", "test_gpus", "sanitize"])
 def test_tools_explain_themselves(tool: str) -> None:
     command = [sys.executable, str(ROOT / "tools" / tool), "--help"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
