@@ -71,3 +71,8 @@ def test_failures_and_what_was_not_reached_are_named(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_imported_is_a_failure(tmp_path: Path) -> None:
     done, _ = run(tmp_path, {"test_good.py": WELL, "test_broken.py": "import no_such_module\n"})
     assert done.returncode == 1 and "FAILED" in done.stdout
+
+
+def test_time_for_no_test_is_a_failure(tmp_path: Path) -> None:
+    done, _ = run(tmp_path, {"test_good.py": WELL}, "--limit", "0.01")
+    assert done.returncode == 1 and "no lane has come to a list of its tests" in done.stdout
