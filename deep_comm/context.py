@@ -79,7 +79,7 @@ class Settings:
             )  # fmt: skip
         if not isinstance(self.timeout_s, (int, float)) or not 0 < self.timeout_s < 1e9:
             raise errors.ArgumentError(
-                "timeout_s", self.timeout_s, "must be a positive number of seconds"
+                "timeout_s", self.timeout_s, "must be a number of seconds above 0 and below 1e9"
             )
         integers.require("trace", self.trace_calls, 0, MOST_TRACE_CALLS)
 
