@@ -91,6 +91,9 @@ class Steps:
             if not isinstance(given, Tensor):
                 raise ArgumentError(name, type(given).__name__, "must be a tensor")
         num_tokens = self._check(x)
+        if topk_idx.dim() != 2 or topk_idx.shape[1] != shape.num_topk:
+            rule = f"must be [T, {shape.num_topk}] (num_topk)"
+            raise ArgumentError("topk_idx", list(topk_idx.shape), rule)
         check_mode(mode)
         if mode == "auto":
             if bounded:

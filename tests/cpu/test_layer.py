@@ -155,6 +155,12 @@ def test_bad_inputs_are_named_before_anything_is_launched() -> None:
                 for mode in ("prefill", "decode", "auto"):
                     with pytest.raises(ArgumentError, match=f"^{name} must be a tensor"):
                         layer(*given, same, mode=mode)
+            # In "auto" ranks with another top-k than the layer's would ask in calls of another shape.
+            for num_topk in (1, 3):
+                ids, some = torch.zeros(2, num_topk).long(), torch.ones(2, num_topk)
+                for mode in ("prefill", "decode", "auto"):
+                    with pytest.raises(ArgumentError, match=r"^topk_idx must be \[T, 2\]"):
+                        layer(x, ids, some, same, mode=mode)
             many = torch.zeros(3, 64).bfloat16()
             with pytest.raises(ArgumentError, match="decode_tokens"):
                 layer(many, idx, weights, same, mode="decode")
