@@ -281,8 +281,8 @@ class Buffer(InternodeCalls, LowLatencyCalls):
 
     @classmethod
     def get_dispatch_config(cls, num_ranks: int) -> Config:
-        """The recommended Config of dispatch in a group of ``num_ranks``: rings as DeepEP's, SMs of
-        set_num_sms.
+        """The recommended Config of dispatch in a group of ``num_ranks``: SMs of set_num_sms, rings
+        as DeepEP's, which has none for some sizes: those take the rings of the next smaller one.
         """
         return configs.recommended_dispatch_config(num_ranks, cls.num_sms)
 

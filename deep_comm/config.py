@@ -197,9 +197,8 @@ def recommended_combine_config(num_ranks: int, num_sms: int) -> Config:
 def _recommended(
     table: dict[int, tuple[int, int, int, int]], num_ranks: int, num_sms: int
 ) -> Config:
-    if num_ranks not in table:
-        raise ArgumentError("num_ranks", num_ranks, f"must be one of {sorted(table)}")
-    return Config(num_sms, *table[num_ranks])
+    integers.require("num_ranks", num_ranks, 1)
+    return Config(num_sms, *table[known_size(num_ranks)])
 
 
 Recommend = Callable[[int, int], Config]

@@ -93,8 +93,13 @@ def test_every_node_size_has_recommended_configs(num_ranks: int) -> None:
 def test_recommended_configs_of_known_sizes() -> None:
     assert Buffer.get_dispatch_config(8) == Config(20, 6, 256, 6, 128)
     assert Buffer.get_combine_config(144) == Config(20, 2, 720, 8, 128)
+
+
+def test_other_sizes_take_the_config_of_the_next_smaller_one() -> None:
+    assert Buffer.get_dispatch_config(12) == Buffer.get_dispatch_config(8)
+    assert Buffer.get_combine_config(320) == Buffer.get_combine_config(160)
     with pytest.raises(ArgumentError) as caught:
-        Buffer.get_dispatch_config(12)
+        Buffer.get_dispatch_config(0)
     assert caught.value.argument == "num_ranks"
 
 

@@ -99,8 +99,12 @@ def check(x, ids, weights, combined, is_exact: bool) -> None:
 
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("bf16", [False, True])
-def test_both_modes_step_by_step(is_async: bool, bf16: bool, monkeypatch) -> None:
+@pytest.mark.parametrize("ranks_per_node", [8, 1])
+def test_both_modes_step_by_step(
+    ranks_per_node: int, is_async: bool, bf16: bool, monkeypatch
+) -> None:
     monkeypatch.setenv("SGLANG_DEEPEP_BF16_DISPATCH", str(int(bf16)))
+    monkeypatch.setenv("DEEP_COMM_RANKS_PER_NODE", str(ranks_per_node))
 
     def fn(group):
         rank, num_ranks = group.rank(), group.size()
@@ -130,8 +134,10 @@ def test_both_modes_step_by_step(is_async: bool, bf16: bool, monkeypatch) -> Non
 
 
 @pytest.mark.parametrize("mode", [DeepEPMode.NORMAL, DeepEPMode.LOW_LATENCY])
-def test_two_halves_of_a_batch_overlap(mode: DeepEPMode, monkeypatch) -> None:
+@pytest.mark.parametrize("ranks_per_node", [8, 1])
+def test_two_halves_of_a_batch_overlap(ranks_per_node: int, mode: DeepEPMode, monkeypatch) -> None:
     """dispatch_a of one half, then of the other, before either receives; likewise combine."""
+    monkeypatch.setenv("DEEP_COMM_RANKS_PER_NODE", str(ranks_per_node))
     monkeypatch.setenv("SGLANG_DEEPEP_BF16_DISPATCH", "1")
 
     def fn(group):

@@ -121,8 +121,12 @@ def standard_experts(rows, scales, ids, weights, first: int, num_local: int):
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])
 @pytest.mark.parametrize("impl", [TopKWeightAndReduceDelegate, TopKWeightAndReduceContiguous])
-def test_standard_format_prefill_and_decode(kind: str, impl: type) -> None:
+@pytest.mark.parametrize("ranks_per_node", [8, 2])
+def test_standard_format_prefill_and_decode(
+    ranks_per_node: int, kind: str, impl: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every rank takes the mode that the exchanged number of tokens says, empty ranks too."""
+    monkeypatch.setenv("DEEP_COMM_RANKS_PER_NODE", str(ranks_per_node))
 
     def fn(group):
         rank, num_ranks = group.rank(), group.size()
@@ -194,7 +198,12 @@ def test_router_weight_on_the_input() -> None:
     local.run(fn, 2, timeout_s=60)
 
 
-def test_two_micro_batches_of_the_standard_format() -> None:
+@pytest.mark.parametrize("ranks_per_node", [8, 1])
+def test_two_micro_batches_of_the_standard_format(
+    ranks_per_node: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEEP_COMM_RANKS_PER_NODE", str(ranks_per_node))
+
     def fn(group):
         rank, num_ranks = group.rank(), group.size()
         num_local = NUM_EXPERTS // num_ranks

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import deep_comm
+from deep_comm.compat.elastic_sizes import ring_bytes, topology_of
 from deep_comm.errors import ArgumentError, UnsupportedError
 from deep_comm.fp4 import experts_last
 from deep_comm.integrations.sglang import interface as sglang
@@ -282,20 +283,16 @@ def shared_buffer(
         buffer = _buffers.get(key)
     if buffer is not None:
         return buffer
-    num_ranks = group.size()
+    topology = topology_of(group)
     num_nvl_bytes = num_rdma_bytes = 0
     if mode.enable_normal():
-        num_nvl_bytes = max(
-            config.get_nvl_buffer_size_hint(2 * hidden, num_ranks)
-            for config in (
-                deep_comm.Buffer.get_dispatch_config(num_ranks),
-                deep_comm.Buffer.get_combine_config(num_ranks),
-            )
-        )
+        num_nvl_bytes, num_rdma_bytes = ring_bytes(topology, 2 * hidden)
     if mode.enable_low_latency():
-        num_rdma_bytes = deep_comm.Buffer.get_low_latency_rdma_size_hint(
-            max_tokens, hidden, num_ranks, num_experts
-        )
+        for_decode = deep_comm.Buffer.get_low_latency_rdma_size_hint(
+            max_tokens, hidden, topology.num_ranks, num_experts,
+            ranks_per_node=topology.ranks_per_node,
+        )  # fmt: skip
+        num_rdma_bytes = max(num_rdma_bytes, for_decode)
     buffer = deep_comm.Buffer(
         group, num_nvl_bytes, num_rdma_bytes, low_latency_mode=mode.enable_low_latency()
     )

@@ -11,8 +11,10 @@ from typing import Any
 from torch import Tensor
 
 import deep_comm
+from deep_comm.compat.elastic_sizes import topology_of
 from deep_comm.errors import ArgumentError, UnsupportedError
 from deep_comm.integrations.vllm import interface as vllm
+from deep_comm.topology import Topology
 
 _DEFAULT_MEBIBYTES = 1024
 
@@ -38,6 +40,14 @@ class DeepCommAll2AllManager(vllm.All2AllManagerBase, abc.ABC):  # type: ignore[
             weakref.WeakValueDictionary()
         )
         self._lock = threading.RLock()
+        self._topology: Topology | None = None
+
+    @property
+    def topology(self) -> Topology:
+        """Collective when it is first asked for: with the first Buffer."""
+        if self._topology is None:
+            self._topology = topology_of(self.cpu_group)
+        return self._topology
 
     @abc.abstractmethod
     def buffer_arguments(self, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -88,9 +98,13 @@ class NormalManager(DeepCommAll2AllManager):
     """For NormalPrepareFinalize. Sizes may name what decoding needs; {} is prefill alone."""
 
     def buffer_arguments(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        arguments: dict[str, Any] = {"num_nvl_bytes": _buffer_bytes()}
+        num_bytes = _buffer_bytes()
+        # Between nodes as much again, as vLLM gives DeepEP.
+        num_rdma_bytes = num_bytes if self.topology.num_nodes > 1 else 0
+        arguments: dict[str, Any] = {"num_nvl_bytes": num_bytes, "num_rdma_bytes": num_rdma_bytes}
         if kwargs:
-            arguments.update(_low_latency_arguments(kwargs))
+            arguments.update(_low_latency_arguments(kwargs, self.topology))
+            arguments["num_rdma_bytes"] = max(num_rdma_bytes, arguments["num_rdma_bytes"])
         return arguments
 
 
@@ -98,14 +112,14 @@ class LowLatencyManager(DeepCommAll2AllManager):
     """For LowLatencyPrepareFinalize."""
 
     def buffer_arguments(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        return {"num_nvl_bytes": 0, **_low_latency_arguments(kwargs)}
+        return {"num_nvl_bytes": 0, **_low_latency_arguments(kwargs, self.topology)}
 
     def max_sms_used(self) -> int | None:
         """None are held between send and receive."""
         return 0
 
 
-def _low_latency_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _low_latency_arguments(kwargs: dict[str, Any], topology: Topology) -> dict[str, Any]:
     names = {
         "max_num_tokens_per_dp_rank",
         "token_hidden_size",
@@ -120,5 +134,6 @@ def _low_latency_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
         kwargs["token_hidden_size"],
         kwargs["num_ep_ranks"],
         kwargs["num_global_experts"],
+        ranks_per_node=topology.ranks_per_node,
     )
     return {"num_rdma_bytes": num_bytes, "low_latency_mode": True}

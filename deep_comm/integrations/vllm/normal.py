@@ -248,8 +248,9 @@ def decode_buffer(
     buffer = _decode_buffers.get(key)
     if buffer is None:
         num_bytes = deep_comm.Buffer.get_low_latency_rdma_size_hint(
-            num_tokens, hidden, beside.group_size, num_experts
-        )
+            num_tokens, hidden, beside.group_size, num_experts,
+            ranks_per_node=beside._context.topology.ranks_per_node,
+        )  # fmt: skip
         buffer = deep_comm.Buffer(
             beside.group, 0, num_bytes, low_latency_mode=True, device=beside.device
         )

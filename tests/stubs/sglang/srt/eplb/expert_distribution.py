@@ -15,7 +15,8 @@ class Recorder:
         num_tokens_per_rdma_rank: Any,
         num_tokens_per_expert: Any,
     ) -> None:
-        assert num_tokens_per_rank.ndim == 1 and num_tokens_per_rdma_rank is None
+        assert num_tokens_per_rank.ndim == 1
+        assert num_tokens_per_rdma_rank is None or num_tokens_per_rdma_rank.ndim == 1
         self.seen.append(("normal", local_physical_count_of_layer, num_tokens_per_expert))
 
     def on_deepep_dispatch_low_latency(self, local_physical_count_of_layer: Any) -> None:
