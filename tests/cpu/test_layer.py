@@ -155,7 +155,7 @@ def test_bad_inputs_are_named_before_anything_is_launched() -> None:
                 for mode in ("prefill", "decode", "auto"):
                     with pytest.raises(ArgumentError, match=f"^{name} must be a tensor"):
                         layer(*given, same, mode=mode)
-            # In "auto" ranks with another top-k than the layer's would ask in calls of another shape.
+            # In "auto" ranks of another top-k would ask in calls of another shape.
             for num_topk in (1, 3):
                 ids, some = torch.zeros(2, num_topk).long(), torch.ones(2, num_topk)
                 for mode in ("prefill", "decode", "auto"):
