@@ -175,9 +175,7 @@ void bind_quick_normal(py::module_& m) {
           "layout",
           [](const Shared& self, int64_t num_ranks, int64_t num_nodes, int64_t num_max_experts,
              int64_t num_max_topk, const py::object& int32, py::object boolean) {
-            const auto vector = [&](int64_t size) {
-              return TensorForm{py::make_tuple(size), py::make_tuple(1), int32};
-            };
+            const auto vector = [&](int64_t size) { return TensorForm::vector(size, int32); };
             return object_function<3, &quick_layout>("quick_layout",
                                                      QuickLayout{.parts = {self, &self->parts},
                                                                  .num_ranks = num_ranks,

@@ -24,7 +24,8 @@ struct LayerDecode {
   std::optional<HostWords> words;
   pybind11::object words_owner;
   pybind11::object rule;  // ModeRule
-  pybind11::object x_name, counts_name, state_name, num_steps_name;
+  Slot num_steps;         // of the rule
+  pybind11::object x_name, counts_name, state_name;
 };
 
 template <class Target>
@@ -44,13 +45,17 @@ inline pybind11::object instance_of(const pybind11::object& type, const pybind11
   return made;
 }
 
-inline pybind11::object tuple_of(const pybind11::object& type, const pybind11::tuple& items) {
+// Of a class of tuples.
+template <size_t kCount>
+pybind11::object tuple_of(const pybind11::object& type,
+                          std::array<pybind11::object, kCount> items) {
   namespace py = pybind11;
-  const py::tuple arguments = py::make_tuple(items);
   auto* made_of = reinterpret_cast<PyTypeObject*>(type.ptr());
-  auto made =
-      py::reinterpret_steal<py::object>(PyTuple_Type.tp_new(made_of, arguments.ptr(), nullptr));
+  auto made = py::reinterpret_steal<py::object>(made_of->tp_alloc(made_of, kCount));
   if (!made) throw py::error_already_set();
+  for (size_t item = 0; item < kCount; ++item) {
+    PyTuple_SET_ITEM(made.ptr(), static_cast<Py_ssize_t>(item), items[item].release().ptr());
+  }
   return made;
 }
 
@@ -83,8 +88,9 @@ pybind11::object begin_layer(SharedLayer<Target>& shared, PyObject* const* argum
   if (is_asking && layer.words) layer.words->claim();
   LowLatencyDispatchCall call{};
   py::object rows = torch.empty(layer.rows, &call.recv_x);
-  py::object metadata = torch.empty(form.metadata, &call.metadata);
-  py::object counts = torch.part(metadata, form.recv_count, self.zero.ptr());
+  auto [tensors, addresses] = torch.pieces(form.outputs);
+  auto& [no_scales, metadata, counts] = tensors;
+  call.metadata = addresses[1];
   call.x = self.given(x.address());
   call.topk_idx = self.given(idx.address());
   call.topk_idx_bytes = idx.element_bytes();
@@ -105,9 +111,9 @@ pybind11::object begin_layer(SharedLayer<Target>& shared, PyObject* const* argum
   if (!held) throw py::error_already_set();
   held[layer.x_name] = std::move(rows);
   held[layer.counts_name] = std::move(counts);
-  held[layer.state_name] = detail::tuple_of(
-      layer.state_type, py::make_tuple(form.shape, std::move(metadata), call.num_tokens,
-                                       py::handle(arguments[1]), exchange));
+  held[layer.state_name] = detail::tuple_of<5>(
+      layer.state_type, {form.shape, std::move(metadata), py::int_(call.num_tokens),
+                         py::reinterpret_borrow<py::object>(arguments[1]), py::int_(exchange)});
   return detail::instance_of(layer.batch_type, held);
 }
 
@@ -176,8 +182,8 @@ pybind11::object finish_layer(SharedLayer<Target>& shared, PyObject* const* argu
   if (*most > static_cast<uint64_t>(layer.decode_tokens)) {
     return py::make_tuple(std::move(sums), *most);
   }
-  const py::object counted = layer.rule.attr(layer.num_steps_name);
-  layer.rule.attr(layer.num_steps_name) = py::int_(PyLong_AsLongLong(counted.ptr()) + 1);
+  const long long counted = PyLong_AsLongLong(layer.num_steps.get(layer.rule));
+  layer.num_steps.set(layer.rule, py::int_(counted + 1));
   return sums;
 }
 
@@ -188,7 +194,7 @@ pybind11::object layer_calls(const pybind11::object& calls, const pybind11::obje
                              int64_t decode_tokens, const pybind11::tuple& rows,
                              pybind11::object batch_type, pybind11::dict common,
                              pybind11::object state_type, const pybind11::object& words,
-                             pybind11::object rule) {
+                             const pybind11::object& rule) {
   namespace py = pybind11;
   auto* self = calls.cast<QuickLowLatency<Target>*>();
   const QuickForm* form = nullptr;
@@ -206,17 +212,17 @@ pybind11::object layer_calls(const pybind11::object& calls, const pybind11::obje
       LayerDecode<Target>{.calls = self,
                           .form = form,
                           .decode_tokens = decode_tokens,
-                          .rows = {rows[0], rows[1], rows[2]},
+                          .rows = {py::tuple(rows[0]), py::tuple(rows[1]), rows[2]},
                           .batch_type = std::move(batch_type),
                           .common = std::move(common),
                           .state_type = std::move(state_type),
                           .words = told,
                           .words_owner = words,
-                          .rule = std::move(rule),
+                          .rule = rule,
+                          .num_steps = Slot(py::type::of(rule), "num_steps"),
                           .x_name = py::str("x"),
                           .counts_name = py::str("num_tokens_per_expert"),
-                          .state_name = py::str("state"),
-                          .num_steps_name = py::str("num_steps")});
+                          .state_name = py::str("state")});
   return py::make_tuple(
       object_function<4, &begin_layer<Target>>("begin", SharedLayer<Target>(layer), calls),
       object_function<2, &end_layer<Target>>("end", SharedLayer<Target>(layer), calls),

@@ -67,12 +67,24 @@ struct Parts : StreamParts {
   // An output of torch's.
   py::object empty(const TensorForm& form, const Order& order, uintptr_t* address) const {
     if (order.on_comm && !streams.is_none()) {
-      py::object made = streams.attr("empty_for_both")(form.shape, form.dtype);
+      py::object made = streams.attr("empty_for_both")(form.shape(), form.dtype());
       *address = torch.address_of(made);
       return made;
     }
     py::object made = torch.empty(form, address);
     if (order.is_async) record(made.ptr());
+    return made;
+  }
+
+  // Outputs of torch's, in one allocation where that can be.
+  template <size_t kCount>
+  MadePieces<kCount> pieces(const TensorBlock<kCount>& block, const Order& order) const {
+    if (!order.is_async) return torch.pieces(block);
+    MadePieces<kCount> made;
+    for (size_t place = 0; place < kCount; ++place) {
+      const auto& piece = block.pieces[place];
+      if (piece.is_there()) made.tensors[place] = empty(piece.form, order, &made.addresses[place]);
+    }
     return made;
   }
 

@@ -10,13 +10,17 @@ struct QuickLayout {
   int64_t num_ranks, num_nodes, num_max_experts, num_max_topk;
   TensorForm per_rank, per_node;
   py::object boolean;
-  // Of the outputs of the call before, whose forms most calls share.
+  // Of the outputs of the call before, whose forms most calls share: per_expert, per_rank, mask,
+  // per_node.
   int64_t num_tokens = -1, num_experts = -1;
-  TensorForm per_expert = {}, mask = {};
+  TensorBlock<4> outputs{py::object()};
 
   void set_forms(int64_t tokens, int64_t experts) {
-    per_expert = {py::make_tuple(experts), py::make_tuple(1), per_rank.dtype};
-    mask = {py::make_tuple(tokens, num_ranks), py::make_tuple(num_ranks, 1), boolean};
+    outputs = TensorBlock<4>(per_rank.dtype());
+    outputs.put(0, TensorForm::vector(experts, per_rank.dtype()), sizeof(int32_t));
+    outputs.put(1, per_rank, sizeof(int32_t));
+    outputs.put(2, TorchTensors::matrix_form(tokens, num_ranks, boolean), sizeof(bool));
+    if (num_nodes > 1) outputs.put(3, per_node, sizeof(int32_t));
     num_tokens = tokens;
     num_experts = experts;
   }
@@ -43,17 +47,14 @@ inline py::object quick_layout(QuickLayout& self, PyObject* const* arguments) {
   if (num_tokens != self.num_tokens || num_experts != self.num_experts) {
     self.set_forms(num_tokens, num_experts);
   }
-  uintptr_t per_rank_address, per_node_address = 0, per_expert_address, mask_address;
-  py::object per_rank = parts.empty(self.per_rank, order, &per_rank_address);
-  py::object per_node = py::none();
-  if (self.num_nodes > 1) per_node = parts.empty(self.per_node, order, &per_node_address);
-  py::object per_expert = parts.empty(self.per_expert, order, &per_expert_address);
-  py::object mask = parts.empty(self.mask, order, &mask_address);
+  auto [tensors, addresses] = parts.pieces(self.outputs, order);
+  auto& [per_expert, per_rank, mask, per_node] = tensors;
+  if (self.num_nodes == 1) per_node = py::none();
   parts.count_layout({parts.given(idx.address()), static_cast<uint64_t>(idx.element_bytes()),
                       static_cast<uint64_t>(num_tokens), static_cast<uint64_t>(idx.extent(1)),
                       static_cast<uint64_t>(num_experts), static_cast<uint64_t>(self.num_ranks),
-                      per_rank_address, per_node_address, per_expert_address,
-                      parts.given(mask_address), order.stream});
+                      addresses[1], addresses[3], addresses[0], parts.given(addresses[2]),
+                      order.stream});
   parts.end(order);
   parts.keep(arguments[0], idx, order);
   return py::make_tuple(std::move(per_rank), std::move(per_node), std::move(per_expert),

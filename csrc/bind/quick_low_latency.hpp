@@ -10,6 +10,7 @@
 #include "bind/arguments.hpp"
 #include "bind/numbers.hpp"
 #include "bind/quick_streams.hpp"
+#include "bind/slots.hpp"
 #include "bind/torch_tensors.hpp"
 
 namespace deep_comm {
@@ -29,10 +30,8 @@ struct QuickForm {
   bool use_nvfp4;
   int num_local_experts;
   TensorForm recv_x;
-  TensorForm metadata;
-  TensorForm recv_count;  // a part of it
+  TensorBlock<3> outputs;  // scales, if there are, metadata, and recv_count, a part of it
   bool has_scales;
-  TensorForm scales;
 };
 
 // What Python gives such calls, beside torch.
@@ -42,7 +41,7 @@ struct QuickParts {
   pybind11::object refuse_hook;  // () raises: the hook has run, or the Buffer is destroyed
   pybind11::object end;          // () behind every call, or None
   pybind11::object bfloat16;
-  pybind11::object handle_type;    // (shape, metadata, num_tokens)
+  SlottedType<4> handle_type;      // shape, metadata, num_tokens, _parts
   pybind11::object event_type;     // of synchronous calls; needs no __init__
   pybind11::object outputs_event;  // (outputs) of asynchronous ones, which see to these
   pybind11::object asynchronous;   // of StreamParts::begin, for async_finish
@@ -294,13 +293,12 @@ pybind11::object quick_dispatch(QuickLowLatency<Target>* calls, PyObject* const*
       (arguments[14] != Py_None && !use_nvfp4) || !self.is_ready(0) || !launch.begin(self)) {
     return py::none();
   }
-  py::object rows = torch.empty(form->recv_x, &call.recv_x), payload = rows, scales;
-  if (form->has_scales) {
-    scales = torch.empty(form->scales, &call.recv_scales);
-    payload = py::make_tuple(rows, scales);
-  }
-  py::object metadata = torch.empty(form->metadata, &call.metadata);
-  py::object recv_count = torch.part(metadata, form->recv_count, self.zero.ptr());
+  py::object rows = torch.empty(form->recv_x, &call.recv_x), payload = rows;
+  auto [tensors, addresses] = torch.pieces(form->outputs);
+  auto& [scales, metadata, recv_count] = tensors;
+  if (form->has_scales) payload = py::make_tuple(rows, scales);
+  call.recv_scales = addresses[0];
+  call.metadata = addresses[1];
   call.x = self.given(x.address());
   call.topk_idx = self.given(idx.address());
   call.topk_idx_bytes = idx.element_bytes();
@@ -319,7 +317,8 @@ pybind11::object quick_dispatch(QuickLowLatency<Target>* calls, PyObject* const*
   py::object event = launch.event(
       self, {arguments[0], arguments[1], arguments[4], arguments[5], arguments[10], arguments[14]},
       {rows, scales, metadata});
-  py::object handle = self.parts.handle_type(form->shape, std::move(metadata), call.num_tokens);
+  py::object handle = self.parts.handle_type.make(
+      {form->shape, std::move(metadata), py::int_(call.num_tokens), py::dict()});
   return py::make_tuple(std::move(payload), std::move(recv_count), std::move(handle),
                         std::move(event), std::move(hook));
 }
@@ -426,19 +425,25 @@ pybind11::class_<QuickLowLatency<Target>> bind_quick_low_latency(
              int num_local_experts, const std::vector<Form>& forms) {
             const auto form = [&](size_t position) {
               const auto& [extents, strides, dtype] = forms.at(position);
-              return TensorForm{extents, strides, dtype};
+              return TensorForm(py::tuple(extents), py::tuple(strides), dtype);
             };
             const bool has_scales = forms.size() == 4;
+            // Rows have memory of their own, as a handle is kept until combine.
+            TensorBlock<3> outputs(std::get<2>(forms.at(1)));
+            if (has_scales) {
+              const py::object scale = std::get<2>(forms[3]);
+              outputs.put(0, form(3), scale.attr("itemsize").template cast<int>());
+            }
+            outputs.put(1, form(1), sizeof(int32_t));
+            outputs.put_part(2, 1, form(2), 0);
             self.forms.push_back({.plan = plan.plan,
                                   .shape = std::move(shape),
                                   .use_fp8 = use_fp8,
                                   .use_nvfp4 = use_nvfp4,
                                   .num_local_experts = num_local_experts,
                                   .recv_x = form(0),
-                                  .metadata = form(1),
-                                  .recv_count = form(2),
-                                  .has_scales = has_scales,
-                                  .scales = has_scales ? form(3) : TensorForm{}});
+                                  .outputs = std::move(outputs),
+                                  .has_scales = has_scales});
           },
           "plan"_a, "shape"_a, "use_fp8"_a, "use_nvfp4"_a, "num_local_experts"_a, "forms"_a)
       .def_property_readonly("dispatch",
@@ -456,7 +461,7 @@ pybind11::class_<QuickLowLatency<Target>> bind_quick_low_latency(
          py::object empty, py::object part, int device_type, int device_index,
          uintptr_t empty_address, py::list pending_dispatches, py::list pending_combines,
          py::object refuse_hook, py::object end, py::object bfloat16, py::object int32,
-         py::object handle_type, py::object event_type, py::object outputs_event,
+         const py::object& handle_type, py::object event_type, py::object outputs_event,
          py::object streams, py::object current_stream, py::object is_ready, py::object record) {
         auto calls = std::make_unique<Calls>(
             Calls{.engine = &engine,
@@ -467,14 +472,16 @@ pybind11::class_<QuickLowLatency<Target>> bind_quick_low_latency(
                             std::move(refuse_hook),
                             std::move(end),
                             std::move(bfloat16),
-                            std::move(handle_type),
+                            {handle_type,
+                             {Slot(handle_type, "shape"), Slot(handle_type, "metadata"),
+                              Slot(handle_type, "num_tokens"), Slot(handle_type, "_parts")}},
                             std::move(event_type),
                             std::move(outputs_event),
                             py::make_tuple(py::none(), false),
                             quick::StreamParts::make(device_index, std::move(streams),
                                                      std::move(current_stream), std::move(is_ready),
                                                      std::move(record))},
-                  .ticket = {py::make_tuple(1), py::make_tuple(1), std::move(int32)},
+                  .ticket = TensorForm::vector(1, std::move(int32)),
                   .zero = py::int_(0),
                   .forms = {}});
         Calls* made = calls.get();

@@ -69,14 +69,13 @@ struct Numbering {
     layout = NumberingLayout::make(parts.num_ranks, form.num_experts, num_local, num_tokens,
                                    form.num_topk);
     uintptr_t address = 0;
-    const auto vector = [&](int64_t size) {
-      return TensorForm{py::make_tuple(size), py::make_tuple(1), parts.int32};
-    };
+    const auto vector = [&](int64_t size) { return TensorForm::vector(size, parts.int32); };
     storage = parts.empty(vector(static_cast<int64_t>(layout.num_bytes / sizeof(int32_t))), order,
                           &address);
     base = address;
     const auto part = [&](int64_t size, size_t offset) {
-      return parts.torch.part(storage, vector(size), py::int_(offset / sizeof(int32_t)).ptr());
+      return parts.torch.part(storage, vector(size),
+                              static_cast<int64_t>(offset / sizeof(int32_t)));
     };
     expert_offsets = part(num_local + 1, layout.expert_offsets);
     expert_counts = part(num_local, layout.expert_counts);

@@ -9,12 +9,18 @@
 
 #include <pybind11/pybind11.h>
 
+#include <array>
 #include <cstdint>
+#include <initializer_list>
 #include <memory>
 #include <stdexcept>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "bind/dlpack.hpp"
+#include "bind/tensor_forms.hpp"
+#include "bind/torch_functions.hpp"
 
 namespace deep_comm {
 
@@ -61,6 +67,14 @@ class TensorView {
     }
     return false;
   }
+  bool has(const TensorForm& form) const {
+    const Extents extents = form.extents(), strides = form.strides();
+    if (static_cast<size_t>(num_dims()) != extents.size) return false;
+    for (int dim = 0; dim < num_dims(); ++dim) {
+      if (extent(dim) != extents.data[dim] || stride(dim) != strides.data[dim]) return false;
+    }
+    return true;
+  }
   bool is_contiguous() const {
     int64_t stride = 1;
     for (int dim = view_.num_dims - 1; dim >= 0; --dim) {
@@ -81,13 +95,6 @@ inline constexpr DlDataType kDlInt64 = {0, 64, 1};
 inline constexpr DlDataType kDlFloat32 = {2, 32, 1};
 inline constexpr DlDataType kDlBfloat16 = {4, 16, 1};
 
-// A tensor that is to be made: Python's own objects, so that no call has to build them.
-struct TensorForm {
-  pybind11::object shape;
-  pybind11::object strides;
-  pybind11::object dtype;
-};
-
 class TorchTensors {
  public:
   // empty: (shape, strides, dtype) -> an ordinary tensor on the current device.
@@ -100,6 +107,9 @@ class TorchTensors {
         device_type_(device_type),
         device_index_(device_index) {
     api_ = exchange_api_of(exchange_api);
+    // Whoever has put a function of his own in the place of torch's wants it called.
+    if (PyCFunction_CheckExact(empty_.ptr())) functions_ = TorchFunctions::find(device_type);
+    if (functions_ != nullptr && !agrees()) functions_ = nullptr;
   }
 
   // False for whatever is not a plain tensor on the device; no error is left behind.
@@ -127,7 +137,17 @@ class TorchTensors {
 
   // Raises what torch raises.
   pybind11::object empty(const TensorForm& form, uintptr_t* address) const {
-    return made(form.shape.ptr(), form.strides.ptr(), form.dtype.ptr(), address);
+    if (functions_ != nullptr) {
+      const int32_t code = code_of(form.dtype());
+      const NativeTensor made =
+          code < 0 ? NativeTensor()
+                   : functions_->empty(form.extents(), form.strides(), code, device_index_);
+      if (made) {
+        *address = functions_->address_of(made);
+        return checked(functions_->wrap(made));
+      }
+    }
+    return made(form, address);
   }
   pybind11::object empty_matrix(int64_t num_rows, int64_t num_columns,
                                 const pybind11::object& dtype, uintptr_t* address) const {
@@ -135,7 +155,7 @@ class TorchTensors {
   }
   static TensorForm matrix_form(int64_t num_rows, int64_t num_columns,
                                 const pybind11::object& dtype) {
-    return {pair(num_rows, num_columns), pair(num_columns, 1), dtype};
+    return {{num_rows, num_columns}, {num_columns, 1}, dtype};
   }
   // Of a plain tensor.
   uintptr_t address_of(const pybind11::object& tensor) const {
@@ -144,9 +164,32 @@ class TorchTensors {
     if (this->view(tensor.ptr(), &view)) return view.address();
     return tensor.attr("data_ptr")().template cast<uintptr_t>();
   }
+  // Tensors of one allocation or, where this torch's functions are not known, of one each but for
+  // parts. Raises what torch raises.
+  template <size_t kCount>
+  MadePieces<kCount> pieces(const TensorBlock<kCount>& block) const {
+    MadePieces<kCount> made;
+    if (functions_ != nullptr && pieces_of_one(block, &made)) return made;
+    for (size_t place = 0; place < kCount; ++place) {
+      const auto& piece = block.pieces[place];
+      if (!piece.is_there()) continue;
+      if (!piece.is_part()) {
+        made.tensors[place] = empty(piece.form, &made.addresses[place]);
+        continue;
+      }
+      const size_t whole = static_cast<size_t>(piece.whole);
+      made.tensors[place] = part(made.tensors[whole], piece.form, piece.offset_in_whole);
+      made.addresses[place] =
+          made.addresses[whole] + static_cast<uintptr_t>(piece.offset - block.pieces[whole].offset);
+    }
+    return made;
+  }
+
   pybind11::object part(const pybind11::object& tensor, const TensorForm& form,
-                        PyObject* offset) const {
-    PyObject* const arguments[] = {tensor.ptr(), form.shape.ptr(), form.strides.ptr(), offset};
+                        int64_t offset) const {
+    const pybind11::tuple shape = form.shape(), strides = form.shape_strides();
+    const pybind11::int_ begin(offset);
+    PyObject* const arguments[] = {tensor.ptr(), shape.ptr(), strides.ptr(), begin.ptr()};
     return checked(PyObject_Vectorcall(part_.ptr(), arguments, 4, nullptr));
   }
 
@@ -192,28 +235,91 @@ class TorchTensors {
     return pybind11::reinterpret_steal<pybind11::object>(static_cast<PyObject*>(made));
   }
 
+  // False: a function of torch's has failed.
+  template <size_t kCount>
+  bool pieces_of_one(const TensorBlock<kCount>& block, MadePieces<kCount>* out) const {
+    const TorchFunctions& torch = *functions_;
+    const int32_t word = code_of(block.word);
+    if (word < 0) return false;
+    const int64_t num_words = block.num_words(), step = 1;
+    NativeTensor base = torch.empty({&num_words, 1}, {&step, 1}, word, device_index_);
+    if (!base) return false;
+    std::array<NativeTensor, kCount> parts;
+    for (size_t place = 0; place < kCount; ++place) {
+      const auto& piece = block.pieces[place];
+      if (!piece.is_there() || static_cast<int>(place) == block.whole_piece) continue;
+      const int32_t code = code_of(piece.form.dtype());
+      if (code < 0) return false;
+      NativeTensor cast;
+      if (code != word && !(cast = torch.cast(base, code))) return false;
+      parts[place] = torch.part(code != word ? cast : base, piece.form.extents(),
+                                piece.form.strides(), piece.offset / piece.element_bytes);
+      if (!parts[place]) return false;
+    }
+    if (block.whole_piece >= 0) parts[static_cast<size_t>(block.whole_piece)] = std::move(base);
+    for (size_t place = 0; place < kCount; ++place) {
+      if (!parts[place]) continue;
+      out->addresses[place] = torch.address_of(parts[place]);
+      out->tensors[place] = checked(torch.wrap(parts[place]));
+    }
+    return true;
+  }
+
+  // What torch's functions make is what is asked of them.
+  bool agrees() const {
+    namespace py = pybind11;
+    try {
+      const py::module_ torch = py::module_::import("torch");
+      const py::object int32 = torch.attr("int32"), float32 = torch.attr("float32");
+      TensorBlock<3> block(int32);
+      block.put(0, TensorForm::vector(5, int32), sizeof(int32_t));
+      block.put_part(1, 0, TensorForm::vector(2, int32), 3);
+      block.put(2, {{2, 3}, {1, 2}, float32}, sizeof(float));
+      MadePieces<3> made;
+      if (!pieces_of_one(block, &made)) return false;
+      const DlDataType dtypes[] = {kDlInt32, kDlInt32, kDlFloat32};
+      for (size_t place = 0; place < 3; ++place) {
+        TensorView seen;
+        if (!view(made.tensors[place].ptr(), &seen) || !seen.is(dtypes[place]) ||
+            !seen.has(block.pieces[place].form) || seen.address() != made.addresses[place] ||
+            seen.address() != made.addresses[0] + block.pieces[place].offset) {
+          return false;
+        }
+      }
+      return made.addresses[0] != 0;
+    } catch (py::error_already_set&) {
+      return false;
+    }
+  }
+
   static pybind11::object checked(PyObject* made) {
     if (made == nullptr) throw pybind11::error_already_set();
     return pybind11::reinterpret_steal<pybind11::object>(made);
   }
-  static pybind11::object pair(int64_t first, int64_t second) {
-    auto tuple = checked(PyTuple_New(2));
-    PyTuple_SET_ITEM(tuple.ptr(), 0, checked(PyLong_FromLongLong(first)).release().ptr());
-    PyTuple_SET_ITEM(tuple.ptr(), 1, checked(PyLong_FromLongLong(second)).release().ptr());
-    return tuple;
-  }
-  pybind11::object made(PyObject* shape, PyObject* strides, PyObject* dtype,
-                        uintptr_t* address) const {
-    PyObject* const arguments[] = {shape, strides, dtype};
+  pybind11::object made(const TensorForm& form, uintptr_t* address) const {
+    const pybind11::tuple shape = form.shape(), strides = form.shape_strides();
+    PyObject* const arguments[] = {shape.ptr(), strides.ptr(), form.dtype().ptr()};
     auto tensor = checked(PyObject_Vectorcall(empty_.ptr(), arguments, 3, nullptr));
     *address = address_of(tensor);
     return tensor;
+  }
+
+  // torch's number of a type of its; -1: it has no name for it.
+  int32_t code_of(const pybind11::object& dtype) const {
+    for (const auto& [known, code] : codes_) {
+      if (known.ptr() == dtype.ptr()) return code;
+    }
+    const std::string name = pybind11::str(dtype);  // torch.float32
+    codes_.emplace_back(dtype, TorchFunctions::dtype(name.substr(name.find('.') + 1)));
+    return codes_.back().second;
   }
 
   pybind11::object type_, empty_, part_;
   const DlExchangeApi* api_;
   int device_type_;
   int device_index_;
+  const TorchFunctions* functions_ = nullptr;
+  mutable std::vector<std::pair<pybind11::object, int32_t>> codes_;  // a handful
 };
 
 }  // namespace deep_comm

@@ -1,5 +1,6 @@
 #include "host/stream_cuda.hpp"
 
+#include <cuda.h>
 #include <cuda_runtime_api.h>
 
 #include <chrono>
@@ -22,6 +23,26 @@ void check(cudaError_t status, const char* tried) {
 }
 
 cudaStream_t as_stream(uint64_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
+
+// The driver's answer takes less than half of the runtime's time, and is asked for in most calls.
+using CaptureQuery = CUresult (*)(CUstream, CUstreamCaptureStatus*);
+
+// Null: the runtime is asked.
+CaptureQuery find_capture_query() {
+  void* found = nullptr;
+#if CUDART_VERSION >= 12050
+  cudaDriverEntryPointQueryResult result;
+  const bool is_there =
+      cudaGetDriverEntryPointByVersion("cuStreamIsCapturing", &found, 12000, cudaEnableDefault,
+                                       &result) == cudaSuccess &&
+      result == cudaDriverEntryPointSuccess;
+  if (!is_there) {
+    cudaGetLastError();
+    found = nullptr;
+  }
+#endif
+  return reinterpret_cast<CaptureQuery>(found);
+}
 
 // Idle events by device. Never destroyed: at exit the driver may be gone before this module.
 std::vector<cudaEvent_t>& pool_of(int device) {
@@ -92,6 +113,11 @@ std::unique_ptr<CudaEvent> cuda_mark(int device, uint64_t stream) {
 }
 
 bool cuda_is_capturing(uint64_t stream) {
+  static const CaptureQuery query = find_capture_query();
+  CUstreamCaptureStatus known = CU_STREAM_CAPTURE_STATUS_NONE;
+  if (query != nullptr && query(as_stream(stream), &known) == CUDA_SUCCESS) {
+    return known != CU_STREAM_CAPTURE_STATUS_NONE;
+  }
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   check(cudaStreamIsCapturing(as_stream(stream), &status), "cudaStreamIsCapturing");
   return status != cudaStreamCaptureStatusNone;

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import resource
 import sys
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from quick_calls import (
 )
 
 import deep_comm
+from deep_comm import local
 from deep_comm.errors import ArgumentError, BufferDestroyed
 from deep_comm.ops import quick
 
@@ -101,7 +104,8 @@ def test_results_own_their_memory_and_given_tensors_are_let_go_of() -> None:
         for options in ({}, dict(return_recv_hook=True)):
             tensors = step(**options)
             storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-            assert len(storages) == 3  # the counts are the first of the metadata
+            # The counts are the first of the metadata, the scales lie beside it.
+            assert len(storages) == 2 and tensors[0].untyped_storage().data_ptr() in storages
             watched = [weakref.ref(tensor) for tensor in tensors]
             del tensors
             gc.collect()
@@ -248,6 +252,105 @@ def test_errors_of_kernels_are_raised_by_calls_of_one_step() -> None:
         assert spy.made == [True]
 
     on_ranks(body, 1)
+
+
+def _by_python(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Tensors are made by functions of Python, which write down what they are asked for."""
+    guards = torch._C._dynamo.guards  # type: ignore[attr-defined]
+    native = guards._empty_strided_cpu
+    made: list[object] = []
+
+    def empty(*form: Any) -> torch.Tensor:
+        made.append(form)
+        return native(*form)
+
+    monkeypatch.setattr(guards, "_empty_strided_cpu", empty)
+    return made
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+@pytest.mark.parametrize(
+    "form",
+    [
+        dict(use_fp8=False),
+        dict(use_fp8=True),
+        dict(use_fp8=True, compact=True),
+        dict(use_fp8=True, round_scale=True, use_ue8m0=True),
+        dict(use_nvfp4=True),
+        dict(use_nvfp4=True, compact=True),
+    ],
+    ids=lambda form: "-".join(form),
+)
+def test_tensors_are_the_same_by_torchs_own_functions_and_by_pythons(
+    monkeypatch: pytest.MonkeyPatch, form: dict[str, bool], mode: Any
+) -> None:
+    def body(buffer: Any, rank: int) -> Any:
+        with mode():
+            return results(buffer, rank)
+
+    def results(buffer: Any, rank: int) -> Any:
+        x, idx, weights = inputs(rank)
+        for _ in range(2):  # the second time in one step
+            payload, count, handle, _, _ = buffer.low_latency_dispatch(
+                x, idx, M, E, topk_weights=weights, **form
+            )
+        rows, scales = payload if isinstance(payload, tuple) else (payload, None)
+        tensors = [rows, count, handle.metadata, *([] if scales is None else [scales])]
+        assert all(type(tensor) is torch.Tensor for tensor in tensors)
+        kinds = [
+            (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad,
+             tensor.is_inference(), tensor.data_ptr() % 16)
+            for tensor in tensors
+        ]  # fmt: skip
+        y = torch.ones(handle.rows_shape, dtype=torch.bfloat16)
+        combined = buffer.low_latency_combine(y, idx, None, handle)[0]
+        values = [count, combined, handle.recv_tokens]
+        storages = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+        return kinds, values, storages
+
+    quick_ones = on_ranks(body)
+    with monkeypatch.context() as patch:
+        made = _by_python(patch)
+        slow_ones = on_ranks(body)
+    assert made
+    for (kinds, values, storages), (want_kinds, want, apart) in zip(
+        quick_ones, slow_ones, strict=True
+    ):
+        assert kinds == want_kinds
+        for value, wanted in zip(values, want, strict=True):
+            assert torch.equal(value, wanted)
+        # Rows for themselves; the counts are of the metadata, and the scales lie beside it.
+        assert len(set(storages)) == 2 and storages.count(storages[0]) == 1
+        assert len(set(apart)) == len(apart) - 1
+
+
+def test_no_memory_for_an_output_is_raised_as_torch_raises_it() -> None:
+    experts, tokens, hidden = 64, 256, 7168  # rows of 117 MB: more than a thread has in reserve
+
+    def main(group: local.ThreadGroup) -> None:
+        num_bytes = deep_comm.Buffer.get_low_latency_rdma_size_hint(tokens, hidden, 1, experts)
+        with deep_comm.Buffer(group, 0, num_bytes, low_latency_mode=True, timeout_s=20) as buffer:
+            x, idx = torch.zeros(1, hidden).bfloat16(), torch.zeros(1, 2, dtype=torch.int64)
+            spy = Spy(buffer)
+
+            def dispatch() -> Any:
+                return buffer.low_latency_dispatch(x, idx, tokens, experts)[0]
+
+            for _ in range(2):
+                dispatch()
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            limits = resource.getrlimit(resource.RLIMIT_AS)
+            few = pages * resource.getpagesize() + (16 << 20)
+            try:
+                resource.setrlimit(resource.RLIMIT_AS, (few, limits[1]))
+                with pytest.raises(RuntimeError, match="memory"):
+                    dispatch()
+            finally:
+                resource.setrlimit(resource.RLIMIT_AS, limits)
+            assert dispatch()[0].shape == (experts, tokens, hidden)
+            assert spy.made == [False, True, True]
+
+    local.run(main, 1, timeout_s=60)
 
 
 @pytest.mark.parametrize("lacking", ["__dlpack_c_exchange_api__", "empty", "part"])
