@@ -109,7 +109,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--value", choices=VALUES, default="us")
     parsed = parser.parse_args(arguments)
     for file in parsed.file:
-        document = json.loads(file.read_text())
+        try:
+            document = json.loads(file.read_text())
+        except (OSError, ValueError) as error:
+            parser.error(f"{file}: {error}")
         lines = lines_of(document)
         if not lines:
             parser.error(f"{file}: no lines of normal or low-latency mode")

@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"removed {installer.uninstall(options.target)}")
         else:
             print(installer.describe(options.target))
-    except installer.InstallError as error:
+    except (installer.InstallError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from deep_comm.errors import ArgumentError
 from deep_comm.scale import low_latency, tables
 from deep_comm.scale.machine import MACHINES
 from deep_comm.scale.routing import ROUTINGS, Job
@@ -94,10 +95,14 @@ def _job(parsed: argparse.Namespace) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parsed = _parser().parse_args(arguments)
+    parser = _parser()
+    parsed = parser.parse_args(arguments)
     torch.set_num_threads(1)
     if parsed.command == "job":
-        print(_job(parsed))
+        try:
+            print(_job(parsed))
+        except ArgumentError as error:
+            parser.error(str(error))
     elif parsed.command == "update":
         parsed.page.write_text(updated(parsed.page.read_text()))
     else:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from deep_comm import integers
 from deep_comm.errors import ArgumentError
 
 ROUTINGS = {
@@ -43,6 +44,8 @@ class Job:
             raise ArgumentError("routing", self.routing, f"must be one of {', '.join(ROUTINGS)}")
         if self.dtype not in ("fp8", "bf16"):
             raise ArgumentError("dtype", self.dtype, "must be fp8 or bf16")
+        for name in ("num_ranks", "num_tokens", "hidden", "num_experts", "ranks_per_node"):
+            integers.require(name, getattr(self, name), 1)
         if self.num_ranks > self.ranks_per_node and self.num_ranks % self.ranks_per_node != 0:
             rule = f"must be a multiple of ranks_per_node ({self.ranks_per_node}) beyond one node"
             raise ArgumentError("num_ranks", self.num_ranks, rule)

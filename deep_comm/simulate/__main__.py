@@ -61,7 +61,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--strong-memory", action="store_true", help="stores act at once")
     parser.add_argument("--prompt-bulk", action="store_true", help="bulk copies complete at once")
     parser.add_argument("--on-stuck", default="report", choices=["report", "clock"])
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    for name in ("runs", "ranks", "hidden", "experts", "topk", "sms", "slots"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} must be at least 1")
+    if options.tokens < 0:
+        parser.error("--tokens must be at least 0")
+    return options
 
 
 def main(arguments: list[str] | None = None) -> int:

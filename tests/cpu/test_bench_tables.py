@@ -71,3 +71,6 @@ def test_a_file_without_lines_is_refused(tmp_path: Path, capsys: Any) -> None:
     with pytest.raises(SystemExit):
         tables.main([write(tmp_path, [])])
     assert "no lines" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        tables.main([str(tmp_path / "absent.json")])
+    assert "No such file" in capsys.readouterr().err

@@ -352,6 +352,7 @@ def test_two_thousand_ranks_take_seconds(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        (dict(num_ranks=0), "num_ranks must be an integer of at least 1"),
         (dict(num_ranks=12), "multiple of ranks_per_node"),
         (dict(num_ranks=16, routing="nearest"), "uniform, zipf, limited"),
         (dict(num_ranks=16, dtype="fp4"), "fp8 or bf16"),
@@ -362,6 +363,12 @@ def test_two_thousand_ranks_take_seconds(capsys: pytest.CaptureFixture[str]) -> 
 def test_impossible_jobs_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         Job(**fields)
+
+
+def test_the_command_says_why_a_job_is_impossible(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["job", "--ranks", "12"])
+    assert ended.value.code == 2 and "multiple of ranks_per_node" in capsys.readouterr().err
 
 
 # ---- the page ------------------------------------------------------------------------------------

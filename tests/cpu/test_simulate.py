@@ -109,3 +109,10 @@ def test_the_command_refuses_a_stall_it_cannot_read(capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit):
         command(["--stall", "1:2"])
     assert "rank:after-step:steps" in capsys.readouterr().err
+
+
+def test_the_command_refuses_numbers_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
+    for option, value in (("--ranks", "0"), ("--tokens", "-1"), ("--runs", "0")):
+        with pytest.raises(SystemExit):
+            command([option, value])
+        assert f"{option} must be at least" in capsys.readouterr().err
