@@ -235,7 +235,10 @@ class ExpertIndexError(ArgumentError):
     Attributes besides those of ArgumentError: ``rank`` (whose topk_idx), ``num_experts``,
     ``position`` (in row order; -1: known to that rank alone, as is ``value``).
 
-    What to do: look at the router: indices are global, 0..num_experts-1, or -1 for none.
+    What to do: look at the router: indices are global, 0..num_experts-1, or -1 for none. Normal
+    mode raises it on all ranks. In low-latency calls, which the layer's decode steps are, only the
+    rank concerned does: if it leaves out the calls that the others make next, they end with
+    PeerTimeout.
     """
 
     def __init__(self, rank: int, num_experts: int, value: int | None, position: int = -1) -> None:
