@@ -88,7 +88,8 @@ class LowLatencyCalls:
 
         Nothing needs cleaning after calls of any mode: this only checks then that the sizes would
         fit. Once get_local_buffer_tensor has given the region away it is collective, waits for this
-        rank's kernels and for all ranks, and zeroes the region.
+        rank's kernels and for all ranks, and zeroes the region. Not while ranks are masked
+        or absent, which would be waited for: low_latency_clean_mask_buffer zeroes it too.
 
         Raises:
             ArgumentError, BufferTooSmall: the sizes would not fit, or, with a region given away,

@@ -361,7 +361,7 @@ class LowLatencyState:
     def clean(self) -> None:
         """Collective, and only what is needed: a region that nobody has seen is zero."""
         ctx = self._ctx
-        if not self.is_region_lent:
+        if not self.is_region_lent or ctx.absent or (ctx.enable_shrink and self._masked().any()):
             return
         if ctx.backend.is_capturing():
             raise UnsupportedError("clean_low_latency_buffer waits for all ranks: not in a graph")
@@ -446,10 +446,14 @@ class LowLatencyState:
         status = checks.tensor(
             "mask_status", mask_status, self._ctx.device, shape=(num_ranks,), dtypes=(torch.int32,)
         )
+        status.copy_(self._masked())
+
+    def _masked(self) -> Tensor:
+        """[R], 1 for ranks that calls do without."""
         own, votes = self._masks()
         masked = own + votes.sum(dim=0, dtype=own.dtype)
         masked[self._ctx.rank] = 0
-        status.copy_(masked[:num_ranks].clamp_(max=1))
+        return masked[: self._ctx.num_ranks].clamp_(max=1)
 
     def clean_mask(self) -> None:
         self._require_shrink()

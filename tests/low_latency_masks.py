@@ -491,6 +491,8 @@ def mask_by_hand(case: LowLatencyCase) -> None:
             pair = Pair(buffer, case, 0)
             pair.dispatch()
             pair.combine()
+            buffer.get_local_buffer_tensor(torch.uint8, use_rdma_buffer=True)
+            buffer.clean_low_latency_buffer(case.max_tokens, case.hidden, case.experts)
             assert time.monotonic() - started < 10, "nobody is waited for"
             buffer.low_latency_update_mask_buffer(DEAD, False)
             assert masks_of(buffer) == [0] * case.num_ranks
