@@ -28,12 +28,18 @@ void Engine<Target>::enable_low_latency(size_t num_bytes, bool can_shrink) {
     target_.template prepare<LowLatencyCombineKernel<CombineRows::kSums>>();
     target_.template prepare<LowLatencyCombineKernel<CombineRows::kReduced>>();
   } else {
-    target_.template prepare<LowLatencyDispatchKernel<PayloadFormat::kBfloat16, false>>();
-    target_.template prepare<LowLatencyDispatchKernel<PayloadFormat::kFp8, false>>();
-    target_.template prepare<LowLatencyCombineKernel<CombineRows::kSums, false, false>>();
-    target_.template prepare<LowLatencyCombineKernel<CombineRows::kReduced, false, false>>();
-    target_.template prepare<LowLatencyDispatchKernel<PayloadFormat::kBfloat16, false, true>>();
-    target_.template prepare<LowLatencyDispatchKernel<PayloadFormat::kFp8, false, true>>();
+    const auto prepare = [this]<DispatchRows kRows, bool kTakesTurns>() {
+      target_.template prepare<LowLatencyDispatchKernel<PayloadFormat::kBfloat16, false, kRows>>();
+      target_.template prepare<LowLatencyDispatchKernel<PayloadFormat::kFp8, false, kRows>>();
+      target_.template prepare<
+          LowLatencyCombineKernel<CombineRows::kSums, false, false, kTakesTurns>>();
+      target_.template prepare<
+          LowLatencyCombineKernel<CombineRows::kReduced, false, false, kTakesTurns>>();
+    };
+    prepare.template operator()<DispatchRows::kStrips, false>();
+    prepare.template operator()<DispatchRows::kHalves, false>();
+    prepare.template operator()<DispatchRows::kWhole, true>();
+    prepare.template operator()<DispatchRows::kMany, true>();
   }
   target_.template prepare<LowLatencyDispatchKernel<PayloadFormat::kNvFp4>>();
   target_.template prepare<LowLatencyCombineKernel<CombineRows::kSelections>>();
@@ -182,11 +188,14 @@ LowLatencyPlan Engine<Target>::plan_low_latency(const LowLatencyOptions& options
   const bool has_whole_pieces = plan.dispatch_shape.num_scales % 4 == 0;
   const size_t staged_bytes = BlockMemory::num_bytes_with_stage(
       plan.dispatch_shape, world_.num_ranks, plan.launch.num_threads / kWarpSize);
-  plan.stages_rows = !is_internode() && !can_shrink_ && has_whole_pieces &&
-                     options.format != PayloadFormat::kNvFp4 &&
-                     staged_bytes <= static_cast<size_t>(smem_bytes_limit);
+  plan.stages_strips = !is_internode() && !can_shrink_ && has_whole_pieces &&
+                       options.format != PayloadFormat::kNvFp4 &&
+                       staged_bytes <= static_cast<size_t>(smem_bytes_limit);
   // Of all kernels alike: an SM whose share of L1 changes has to be empty.
-  if (plan.stages_rows) plan.launch.smem_bytes = staged_bytes;
+  if (plan.stages_strips) plan.launch.smem_bytes = staged_bytes;
+  plan.stages_rows =
+      plan.stages_strips &&
+      plan.dispatch_shape.row_bytes <= plan.launch.num_threads * static_cast<int>(sizeof(Vec16));
   // Which ranks send weights ahead need not be compared: each says so row by row.
   plan.dispatch_signature = detail::low_latency_signature(
       Kernel::kLowLatencyDispatch, plan.dispatch_shape, options.is_compact ? 1 : 0);
@@ -254,13 +263,22 @@ void Engine<Target>::low_latency_dispatch(const LowLatencyPlan& plan,
   if (is_internode()) return low_latency_rail_dispatch(plan, call, args, stream);
   LaunchConfig config = plan.launch;
   config.may_begin_early = begins_early();
-  const bool is_staged =
-      plan.stages_rows && call.send &&
-      call.num_tokens * Target::kTuning.low_latency_staged_strips <= plan.launch.num_blocks;
+  const auto run_rows = [&]<PayloadFormat kFormat, DispatchRows kRows>() {
+    launch<LowLatencyDispatchKernel<kFormat, false, kRows>>(config, args, stream);
+  };
   const auto run = [&]<PayloadFormat kFormat>() {
     if (can_shrink_) return launch<LowLatencyDispatchKernel<kFormat>>(config, args, stream);
-    return is_staged ? launch<LowLatencyDispatchKernel<kFormat, false, true>>(config, args, stream)
-                     : launch<LowLatencyDispatchKernel<kFormat, false>>(config, args, stream);
+    switch (dispatch_rows(call.num_tokens, config.num_blocks, call.send && plan.stages_strips,
+                          call.send && plan.stages_rows)) {
+      case DispatchRows::kStrips:
+        return run_rows.template operator()<kFormat, DispatchRows::kStrips>();
+      case DispatchRows::kHalves:
+        return run_rows.template operator()<kFormat, DispatchRows::kHalves>();
+      case DispatchRows::kWhole:
+        return run_rows.template operator()<kFormat, DispatchRows::kWhole>();
+      case DispatchRows::kMany:
+        return run_rows.template operator()<kFormat, DispatchRows::kMany>();
+    }
   };
   switch (plan.options.format) {
     case PayloadFormat::kBfloat16:
@@ -330,9 +348,13 @@ void Engine<Target>::low_latency_combine(const LowLatencyPlan& plan,
     throw std::invalid_argument("no room for a row a selection");
   }
   if (is_internode()) return low_latency_rail_combine(plan, call, args, stream);
+  // What it brings is more than what it costs where a block has a row and more.
+  const bool takes_turns = 2 * call.num_tokens > config.num_blocks;
   const auto run = [&]<CombineRows kRows>() {
-    return can_shrink_ ? launch<LowLatencyCombineKernel<kRows>>(config, args, stream)
-                       : launch<LowLatencyCombineKernel<kRows, false, false>>(config, args, stream);
+    if (can_shrink_) return launch<LowLatencyCombineKernel<kRows>>(config, args, stream);
+    return takes_turns
+               ? launch<LowLatencyCombineKernel<kRows, false, false, true>>(config, args, stream)
+               : launch<LowLatencyCombineKernel<kRows, false, false>>(config, args, stream);
   };
   switch (call.rows) {
     case CombineRows::kSums:

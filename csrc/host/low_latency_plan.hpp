@@ -34,7 +34,8 @@ struct LowLatencyPlan {
   LaunchConfig launch;
   uint32_t dispatch_signature;
   uint32_t combine_signatures[2 * kNumCombineRows];
-  bool stages_rows;  // dispatch may send rows by bulk copies out of shared memory
+  bool stages_strips;  // dispatch may send rows by bulk copies out of shared memory
+  bool stages_rows;    // and whole ones: a thread has one piece of them
   bool has_room_for_selections;
   bool has_whole_log_pieces;
 };

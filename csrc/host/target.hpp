@@ -66,7 +66,6 @@ struct Tuning {
   int smem_bytes_limit;  // of one block
   int sender_smem_bytes;  // stages of one sending warp, at most: what a block leaves is L1 for its readers
   int low_latency_threads;
-  int low_latency_staged_strips;  // dispatch stages rows that it cuts into at least so many
   int internode_notify_threads;
   int num_count_blocks;       // two tiers: blocks that count a rank's tokens, at most
   int num_rail_sender_warps;  // two tiers, dispatch: warps of a channel that send to nodes, at most

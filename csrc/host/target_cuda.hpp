@@ -36,7 +36,6 @@ class CudaTarget {
                                      .smem_bytes_limit = 227 * 1024,
                                      .sender_smem_bytes = 43100,
                                      .low_latency_threads = 448,
-                                     .low_latency_staged_strips = 4,
                                      .internode_notify_threads = 256,
                                      .num_count_blocks = 64,
                                      .num_rail_sender_warps = 7,

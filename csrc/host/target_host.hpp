@@ -41,7 +41,6 @@ class HostTarget {
       .smem_bytes_limit = 227 * 1024,
       .sender_smem_bytes = 43100,
       .low_latency_threads = 64,
-      .low_latency_staged_strips = 1,
       .internode_notify_threads = 32,
       .num_count_blocks = 1,
       .num_rail_sender_warps = 2,

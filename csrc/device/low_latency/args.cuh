@@ -40,6 +40,27 @@ struct Phases {
   uint32_t* ticket;  // or null
 };
 
+// How a dispatch sends its rows: by what a block has of them. Others than kHalves and kMany are
+// for those that can_stage.
+enum class DispatchRows : int {
+  kStrips,  // a quarter row at most: staged in shared memory, to all peers at once
+  kHalves,  // less than a row: by threads' stores, all blocks to the same peers in turn
+  kWhole,   // a row: staged, the first peer's before the block counts, the others' behind routes
+  kMany,    // by threads' stores, neighbouring blocks to different peers
+};
+
+constexpr bool is_staged(DispatchRows rows) {
+  return rows == DispatchRows::kStrips || rows == DispatchRows::kWhole;
+}
+
+inline DispatchRows dispatch_rows(int num_tokens, int num_blocks, bool can_stage_strips,
+                                  bool can_stage_rows) {
+  if (num_tokens > num_blocks) return DispatchRows::kMany;
+  if (4 * num_tokens <= num_blocks && can_stage_strips) return DispatchRows::kStrips;
+  return 2 * num_tokens > num_blocks && can_stage_rows ? DispatchRows::kWhole
+                                                       : DispatchRows::kHalves;
+}
+
 // Outputs of dispatch. A row's place is its number in [L, R*M] or, compact, in [R*M].
 struct LowLatencyOutputs {
   bool is_compact;

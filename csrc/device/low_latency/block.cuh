@@ -40,8 +40,9 @@ struct BlockMemory {
   int32_t* staged;         // [kStagedPerThread * threads] experts of tokens that are counted
   uint32_t* recv_counts;   // [R, 1 + L] receiving: rows of a source: all, by local expert
   uint8_t* stage;          // a slot, in kernels that stage rows: as it travels
-  uint32_t
-      active;  // in a register: ranks, a bit each, that this block found not masked when it began
+  // in registers
+  int turn;         // see source_at
+  uint32_t active;  // ranks, a bit each, that this block found not masked when it began
 
   DC_HOST_DEVICE static int num_staged(int num_warps) {
     return kStagedPerThread * kWarpSize * num_warps;
@@ -63,8 +64,9 @@ struct BlockMemory {
                                                     int num_warps) {
     return stage_start(shape, num_ranks, num_warps) + shape.slot_bytes();
   }
-  DC_DEVICE static BlockMemory make(const LowLatencyShape& shape, int num_ranks) {
+  DC_DEVICE static BlockMemory make(const LowLatencyShape& shape, int num_ranks, int turn) {
     BlockMemory memory{};
+    memory.turn = turn;
     const int num_warps = arch::num_warps(), num_selections = num_warps * shape.num_topk;
     memory.header = reinterpret_cast<Header*>(arch::dynamic_smem());
     memory.counters = reinterpret_cast<uint32_t*>(memory.header + 1);
@@ -245,24 +247,22 @@ DC_DEVICE bool await_announcements(const Context& context, const LowLatencyHalf&
 // Each rank begins with another peer, so that none is hit by all at once. Its own turn is the
 // second one: what it loads and stores for itself takes no time while its links are busy; at the
 // end it would wait behind everything. Of positions below num_ranks; no remainder, which is a
-// subroutine.
-DC_DEVICE int source_at(const World& world, int position) {
-  const int step = position > 1 ? position : position == 0 && world.num_ranks > 1 ? 1 : 0;
+// subroutine. `turn`: turn_of_block, or 0, where few instructions are more than that brings.
+DC_DEVICE int source_at(const World& world, int turn, int position) {
+  int step = position > 1 ? position : position == 0 && world.num_ranks > 1 ? 1 : 0;
+  if (turn > 0 && step > 0) {
+    step += turn;
+    if (step >= world.num_ranks) step -= world.num_ranks - 1;
+  }
   const int source = world.rank + step;
   return source < world.num_ranks ? source : source - world.num_ranks;
 }
 
-// The same for rows that a block sends at once: neighbouring blocks begin with different peers, so
-// that all links of a rank are busy together.
-DC_DEVICE int destination_at(const World& world, int position) {
-  const int num_others = world.num_ranks - 1;
-  if (position == 1 || num_others == 0) return world.rank;
-  const int block = arch::block_idx();
-  const int turn = block - Divisor::make(num_others).quotient(block) * num_others;
-  int step = turn + max_of(position, 1);
-  step = step > num_others ? step - num_others : step;
-  const int peer = world.rank + step;
-  return peer < world.num_ranks ? peer : peer - world.num_ranks;
+// With it neighbouring blocks begin with different peers, so that all links of a rank are busy
+// together, and none is hit by all, whichever rank is ahead.
+DC_DEVICE int turn_of_block(const World& world) {
+  const int num_others = max_of(world.num_ranks - 1, 1), block = arch::block_idx();
+  return block - Divisor::make(num_others).quotient(block) * num_others;
 }
 
 // A warp's task as the whole block finds it in shared memory.
@@ -275,7 +275,7 @@ DC_DEVICE int32_t find_task(const World& world, const BlockMemory& memory, int t
   int position = 0;
   while (position + 1 < world.num_ranks && task >= memory.header->first_task[position + 1])
     ++position;
-  const int source = source_at(world, position);
+  const int source = source_at(world, memory.turn, position);
   return pack_task(source,
                    memory.header->first_token[source] + task - memory.header->first_task[position]);
 }
@@ -292,9 +292,10 @@ struct TaskNumbering {
   LowLatencyShare share;
   int first_task;
   int num_tasks;  // in all
+  int turn;       // see source_at
 
   // num_tokens: lane p, of source_at(p).
-  DC_DEVICE static TaskNumbering make(const World& world, const LowLatencyShape& shape,
+  DC_DEVICE static TaskNumbering make(const World& world, const LowLatencyShape& shape, int turn,
                                       int num_tokens) {
     const int position = arch::lane_idx();
     const LowLatencyShare share =
@@ -305,12 +306,12 @@ struct TaskNumbering {
       const int before = arch::shfl_up(kFullMask, end, delta);
       if (position >= delta) end += before;
     }
-    return {share, end - share.num_tokens(), arch::shfl(kFullMask, end, world.num_ranks - 1)};
+    return {share, end - share.num_tokens(), arch::shfl(kFullMask, end, world.num_ranks - 1), turn};
   }
   // One warp, for the block.
   DC_DEVICE void note(const World& world, const BlockMemory& memory, int vec_elements) const {
     BlockMemory::Header* header = memory.header;
-    const int position = arch::lane_idx(), source = source_at(world, position);
+    const int position = arch::lane_idx(), source = source_at(world, turn, position);
     const int num_vecs = share.num_columns() / vec_elements;
     int max_vecs = max_of(num_vecs, 1);
     DC_UNROLL
@@ -336,7 +337,7 @@ struct TaskNumbering {
     const int position = arch::popc(arch::ballot(kFullMask, is_before)) - 1;
     const int token = task - arch::shfl(kFullMask, first_task, position) +
                       arch::shfl(kFullMask, share.begin, position);
-    return pack_task(source_at(world, position), token);
+    return pack_task(source_at(world, turn, position), token);
   }
 };
 

@@ -23,13 +23,14 @@
 
 namespace deep_comm {
 
-template <CombineRows kRows, bool kLogFmt, bool kMayShrink>
+template <CombineRows kRows, bool kLogFmt, bool kMayShrink, bool kTakesTurns>
 DC_DEVICE void low_latency_combine(const LowLatencyCombineArgs& args) {
   LowLatencyHalf half{args.world, args.region, args.shape, LowLatencyKind::kCombine, 0};
   const LowLatencyShare share = LowLatencyShare::of(args.shape, args.num_tokens, arch::block_idx());
-  BlockMemory memory = BlockMemory::make(args.shape, args.world.num_ranks);
+  const int turn = kTakesTurns ? turn_of_block(args.world) : 0;
+  BlockMemory memory = BlockMemory::make(args.shape, args.world.num_ranks, turn);
   GuessedTask guess{};
-  if (args.phases.send) guess = GuessedTask::make(args);
+  if (args.phases.send) guess = GuessedTask::make(args, turn);
   arch::await_earlier_launch();
   arch::allow_later_launch();
   const Beginning begin = Beginning::load(half, args.phases);

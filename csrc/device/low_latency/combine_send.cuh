@@ -248,8 +248,8 @@ struct GuessedTask {
   int32_t task;
   bool is_there;
 
-  DC_DEVICE static GuessedTask make(const LowLatencyCombineArgs& args) {
-    GuessedTask guess{TaskNumbering::make(args.world, args.shape, args.num_tokens), 0, false};
+  DC_DEVICE static GuessedTask make(const LowLatencyCombineArgs& args, int turn) {
+    GuessedTask guess{TaskNumbering::make(args.world, args.shape, turn, args.num_tokens), 0, false};
     guess.is_there = arch::warp_idx() < guess.numbering.num_tasks;
     if (guess.is_there) guess.task = guess.numbering.find(args.world, arch::warp_idx());
     return guess;
@@ -269,7 +269,8 @@ struct CombineInputs {
     CombineInputs inputs{share, 0, {}, {-1, 1.0f}};
     const int lane = arch::lane_idx(), token = inputs.share.begin + arch::warp_idx();
     if (args.phases.send && lane < args.world.num_ranks) {
-      inputs.num_tokens = arch::ld_nc(args.recv_tokens + source_at(args.world, lane));
+      inputs.num_tokens =
+          arch::ld_nc(args.recv_tokens + source_at(args.world, guess.numbering.turn, lane));
     }
     if (guess.is_there) inputs.summand = RawSummand::load<kRows>(args, guess.task, lane);
     if (kRows != CombineRows::kSelections && args.phases.receive && token < inputs.share.end) {
@@ -299,11 +300,13 @@ DC_DEVICE bool combine_send(const Context& context, const LowLatencyCombineArgs&
   if (kRows == CombineRows::kSums && args.recv_weights == nullptr)
     send_weights(context, args, half, memory, inputs.share);
   const bool is_source = arch::lane_idx() < args.world.num_ranks;
-  const bool is_heard = is_source && is_active(memory, source_at(args.world, arch::lane_idx()));
+  const bool is_heard =
+      is_source && is_active(memory, source_at(args.world, memory.turn, arch::lane_idx()));
   const int num_tokens = is_heard ? inputs.num_tokens : 0;
   const bool has_guessed = arch::all(kFullMask, !is_source || num_tokens == args.num_tokens);
   TaskNumbering numbering = guess.numbering;
-  if (!has_guessed) numbering = TaskNumbering::make(args.world, args.shape, num_tokens);
+  if (!has_guessed)
+    numbering = TaskNumbering::make(args.world, args.shape, memory.turn, num_tokens);
   if (warp == 0) numbering.note(args.world, memory, Piece<PayloadFormat::kBfloat16>::kElements);
   const int num_tasks = numbering.num_tasks;
   bool ok = !has_credit_warp() ||

@@ -7,7 +7,7 @@
 //        each for combine: recv_tokens, places, recv_weights
 // grid   B blocks, the same B on all ranks: block b sends a share of this rank's tokens and receives the shares that
 //        the blocks b of all ranks have sent (LowLatencyShare)
-// smem   BlockMemory; kStaged: and a slot. Then no block has more than one token.
+// smem   BlockMemory; with staged rows a slot, too. Then no block has more than one token.
 // phases send and receive in one launch, or in two with nothing running in between
 //
 //   word       owner     written by             read by            order                       reset
@@ -34,10 +34,13 @@
 
 namespace deep_comm {
 
-template <PayloadFormat kFormat, bool kMayShrink, bool kStaged>
+template <PayloadFormat kFormat, bool kMayShrink, DispatchRows kRows>
 DC_DEVICE void low_latency_dispatch(const LowLatencyDispatchArgs& args) {
+  static_assert(!kMayShrink || !is_staged(kRows));
+  constexpr bool kTakesTurns = kRows == DispatchRows::kWhole || kRows == DispatchRows::kMany;
   LowLatencyHalf half{args.world, args.region, args.shape, LowLatencyKind::kDispatch, 0};
-  BlockMemory memory = BlockMemory::make(args.shape, args.world.num_ranks);
+  const int turn = kTakesTurns ? turn_of_block(args.world) : 0;
+  BlockMemory memory = BlockMemory::make(args.shape, args.world.num_ranks, turn);
   const LowLatencyShare share = LowLatencyShare::of(args.shape, args.num_tokens, arch::block_idx());
   if (args.phases.receive && arch::warp_idx() == arch::num_warps() - 1)
     guess_tasks<kFormat>(args, memory);
@@ -56,10 +59,11 @@ DC_DEVICE void low_latency_dispatch(const LowLatencyDispatchArgs& args) {
   bool ok = true;
   if (!args.phases.send) arch::sync_block();  // tasks have been guessed
   if (args.phases.send)
-    ok = dispatch_send<kFormat, kStaged>(context, args, half, memory, begin, inputs);
+    ok = dispatch_send<kFormat, kRows>(context, args, half, memory, begin, inputs);
   if (args.phases.send && ok) note_in_warp(context, TraceStep::kSent);
-  if (args.phases.receive && ok) dispatch_receive<kFormat>(context, args, half, memory);
-  if constexpr (kStaged) arch::bulk_wait_read<0>();  // the stage goes with the block
+  if (args.phases.receive && ok)
+    dispatch_receive<kFormat, is_staged(kRows)>(context, args, half, memory);
+  if constexpr (is_staged(kRows)) arch::bulk_wait_read<0>();  // the stage goes with the block
 }
 
 }  // namespace deep_comm

@@ -16,7 +16,7 @@ DC_DEVICE bool await_counts(const Context& context, const LowLatencyDispatchArgs
                             int num_local, int num_columns) {
   bool ok = true;
   const Divisor by_columns = Divisor::make(num_columns);
-  // From the last thread on: the first warp has announcements to wait for.
+  // From the last thread on: the first warps have announcements and routes to wait for.
   for (int idx = arch::num_threads() - 1 - arch::thread_idx();
        idx < args.world.num_ranks * num_columns && ok; idx += arch::num_threads()) {
     const Position position = Position::of(idx, by_columns, num_columns);
@@ -359,11 +359,34 @@ DC_DEVICE bool expand_scales(const Context& context, const LowLatencyDispatchArg
 // the block is the caller's.
 template <PayloadFormat kFormat>
 DC_DEVICE void guess_tasks(const LowLatencyDispatchArgs& args, const BlockMemory& memory) {
-  TaskNumbering::make(args.world, args.shape, args.num_tokens)
+  TaskNumbering::make(args.world, args.shape, memory.turn, args.num_tokens)
       .note(args.world, memory, Piece<kFormat>::kElements);
   arch::sync_warp();
   list_tasks(args.world, memory, 0);
 }
+
+// The route of a task that was guessed, or word that its source is not as it was guessed to be:
+// then no route need come.
+struct GuessedRouteWatch {
+  ArrivalWatch<Vec16> route;
+  const uint64_t* announced;
+  uint64_t expected;  // what it says if the guess is right
+  uint64_t word;
+
+  DC_DEVICE bool has_announced() const {
+    return Tagged::unpack(word).generation == Tagged::unpack(expected).generation;
+  }
+  DC_DEVICE bool look() {
+    word = arch::ld_relaxed_sys(announced);  // both loads under way together
+    const bool has_come = route.look();
+    return has_come || (has_announced() && word != expected);
+  }
+  DC_DEVICE uint64_t seen() const { return word; }
+  DC_DEVICE void rest(const uint32_t* abort_word, uint64_t deadline_ns) const {
+    if (has_announced()) return route.rest(abort_word, deadline_ns);
+    arch::wait_hint(announced, word, abort_word, deadline_ns);
+  }
+};
 
 // The first looks at what comes of a group of tasks, all under way together.
 template <PayloadFormat kFormat>
@@ -382,6 +405,24 @@ struct GroupLooks {
       scales.look(args, half, memory, outputs, scales.first(), num_tasks);
     rows.look(args, half, memory, arch::thread_idx(), num_tasks);
   }
+  // A warp that has a guessed task: its route, while others wait for announcements and counts.
+  // They are to say which rank is silent: this wait has more time.
+  //   unblocked by: the source's send_routes, or its announcement of something else
+  DC_DEVICE bool await_route(const Context& context, const LowLatencyDispatchArgs& args,
+                             const LowLatencyHalf& half, const BlockMemory& memory, int num_tasks) {
+    if (arch::warp_idx() >= num_tasks || arch::lane_idx() >= args.shape.num_topk) return true;
+    if (has_arrived(route)) return true;
+    const int source = source_of(memory.tasks[arch::warp_idx()]);
+    const uint32_t announcement = args.signature << 16 | static_cast<uint32_t>(args.num_tokens);
+    GuessedRouteWatch watch{{routes_of_task(args, half, memory) + arch::lane_idx(), route},
+                            half.announced(args.world.rank, source),
+                            Tagged::pack(context.generation, announcement),
+                            0};
+    const WaitFor wait{Stage::kRows, Word::kRoute, source, arch::block_idx()};
+    if (!await_watch(context, watch, wait, watch.expected, 2)) return false;
+    route = watch.route.value;
+    return true;
+  }
   // At what was missing, under way while places are found.
   DC_DEVICE void look_again(bool has_scales) {
     if (has_scales && scales.task >= 0 && !has_arrived(scales.bits))
@@ -390,8 +431,9 @@ struct GroupLooks {
   }
 };
 
-// Behind a barrier that follows guess_tasks.
-template <PayloadFormat kFormat>
+// Behind a barrier that follows guess_tasks. kRoutesEarly: routes are awaited beside announcements
+// and counts, by threads that have no stores of rows before them.
+template <PayloadFormat kFormat, bool kRoutesEarly>
 DC_DEVICE void dispatch_receive(const Context& context, const LowLatencyDispatchArgs& args,
                                 const LowLatencyHalf& half, const BlockMemory& memory) {
   const World& world = args.world;
@@ -409,10 +451,11 @@ DC_DEVICE void dispatch_receive(const Context& context, const LowLatencyDispatch
     sources = participants;
   }
   GroupLooks<kFormat> looks;
-  looks.look(args, half, memory, outputs,
-             min_of(num_warps, memory.header->first_task[world.num_ranks]));
+  const int num_guessed = min_of(num_warps, memory.header->first_task[world.num_ranks]);
+  looks.look(args, half, memory, outputs, num_guessed);
   bool ok = true;
-  if (warp == 0) {
+  // Routes are the first warps', counts the last ones'.
+  if (warp == (kRoutesEarly ? num_warps / 3 : 0)) {
     int64_t* wait_stats =
         context.can_shrink ? nullptr : args.out.wait_stats;  // agree_on_sources has counted
     ok = await_announcements(context, half, memory, sources, args.signature, wait_stats);
@@ -424,6 +467,8 @@ DC_DEVICE void dispatch_receive(const Context& context, const LowLatencyDispatch
     }
   }
   ok = await_counts(context, args, half, memory, sources, num_local, num_columns) && ok;
+  if constexpr (kRoutesEarly)
+    ok = looks.await_route(context, args, half, memory, num_guessed) && ok;
   if (!block_agrees(ok)) return;
   note_in_block(context, TraceStep::kEntered);
   const bool is_source = arch::lane_idx() < world.num_ranks;
@@ -432,8 +477,8 @@ DC_DEVICE void dispatch_receive(const Context& context, const LowLatencyDispatch
   if (!has_looked) {
     arch::sync_block();  // the guess has been read
     if (warp == 0) {
-      const int source = is_source ? source_at(world, arch::lane_idx()) : 0;
-      TaskNumbering::make(world, args.shape, memory.header->num_tokens[source])
+      const int source = is_source ? source_at(world, memory.turn, arch::lane_idx()) : 0;
+      TaskNumbering::make(world, args.shape, memory.turn, memory.header->num_tokens[source])
           .note(world, memory, Piece<kFormat>::kElements);
       arch::sync_warp();
       list_tasks(world, memory, 0);

@@ -149,7 +149,7 @@ DC_DEVICE void send_first_pieces(const LowLatencyDispatchArgs& args, const LowLa
   // As in send_rows: encoding takes the whole warp.
   if (arch::warp_idx() * kWarpSize >= num_total) return;
   first.encode(args.round_scale, args.global_scale);
-  const int idx = arch::thread_idx(), peer = source_at(world, 0);
+  const int idx = arch::thread_idx(), peer = source_at(world, memory.turn, 0);
   if (idx >= num_total) return;
   const Position position = Position::of(idx, Divisor::make(num_pieces), num_pieces);
   if (((memory.masks[position.row] & memory.active) >> peer & 1u) == 0) return;
@@ -184,16 +184,12 @@ DC_DEVICE void stage_row(const LowLatencyDispatchArgs& args, const LowLatencySha
   arch::fence_proxy_async_shared();  // before the bulk copies that read them
 }
 
-// The last warp: copies for a peer by each lane, all under way together. The kernel awaits them at
-// its end.
-DC_DEVICE void send_stage(const LowLatencyDispatchArgs& args, const LowLatencyHalf& half,
-                          const LowLatencyShare& share, const BlockMemory& memory) {
+// A lane: the copies for a peer, under way together with those of other lanes. The kernel awaits
+// them at its end.
+DC_DEVICE void copy_stage(const LowLatencyDispatchArgs& args, const LowLatencyHalf& half,
+                          const LowLatencyShare& share, const BlockMemory& memory, int peer) {
   const World& world = args.world;
   const LowLatencyShape& shape = args.shape;
-  const int position = arch::lane_idx();
-  if (arch::warp_idx() != arch::num_warps() - 1 || share.num_tokens() == 0) return;
-  if (position >= world.num_ranks) return;
-  const int peer = destination_at(world, position);
   if (((memory.masks[0] & memory.active) >> peer & 1u) == 0) return;
   uint8_t* slot = half.slot(peer, world.rank, share.begin);
   // pairs with: take_arrival in expand_rows and expand_scales — nothing but the words themselves.
@@ -208,6 +204,30 @@ DC_DEVICE void send_stage(const LowLatencyDispatchArgs& args, const LowLatencyHa
          share.num_columns() / kScaleBlock * sizeof(float));
   }
   arch::bulk_commit();
+}
+
+// The last warp: copies for all peers, or of rows for the first: more of them would hold up counts
+// and routes.
+template <DispatchRows kRows>
+DC_DEVICE void send_stage(const LowLatencyDispatchArgs& args, const LowLatencyHalf& half,
+                          const LowLatencyShare& share, const BlockMemory& memory) {
+  const World& world = args.world;
+  const int position = arch::lane_idx();
+  if (arch::warp_idx() != arch::num_warps() - 1 || share.num_tokens() == 0) return;
+  if constexpr (kRows == DispatchRows::kWhole) {
+    if (position == 0) copy_stage(args, half, share, memory, source_at(world, memory.turn, 0));
+  } else if (position < world.num_ranks) {
+    const int peer = source_at(world, turn_of_block(world), position);
+    copy_stage(args, half, share, memory, peer);
+  }
+}
+
+// The warp that has sent the routes of the row: copies for the other peers.
+DC_DEVICE void send_rest_of_stage(const LowLatencyDispatchArgs& args, const LowLatencyHalf& half,
+                                  const LowLatencyShare& share, const BlockMemory& memory) {
+  const int position = arch::lane_idx() + 1;
+  if (position >= args.world.num_ranks) return;
+  copy_stage(args, half, share, memory, source_at(args.world, memory.turn, position));
 }
 
 // The block moves its columns of tokens [begin, end), one piece a thread. With has_first, `first`
@@ -241,7 +261,7 @@ DC_DEVICE void send_rows(const LowLatencyDispatchArgs& args, const LowLatencyHal
     DC_NO_UNROLL
     for (int step = first_step; step < world.num_ranks; ++step) {
       // Each rank begins with another destination, so that none is hit by all at once.
-      const int peer = source_at(world, step);
+      const int peer = source_at(world, memory.turn, step);
       if ((mask >> peer & 1u) == 0) continue;
       loaded.send(half.slot(peer, world.rank, token), args.shape.row_bytes, piece);
     }
@@ -347,10 +367,11 @@ struct SendInputs {
   }
 };
 
-template <PayloadFormat kFormat, bool kStaged>
+template <PayloadFormat kFormat, DispatchRows kRows>
 DC_DEVICE bool dispatch_send(const Context& context, const LowLatencyDispatchArgs& args,
                              const LowLatencyHalf& half, const BlockMemory& memory,
                              const Beginning& begin, SendInputs<kFormat>& inputs) {
+  constexpr bool kStaged = is_staged(kRows);
   const LowLatencyShare& share = inputs.share;
   const int num_warps = arch::num_warps(), warp = arch::warp_idx();
   const int num_staged = min_of(args.num_tokens, num_staged_tokens(args));
@@ -362,7 +383,7 @@ DC_DEVICE bool dispatch_send(const Context& context, const LowLatencyDispatchArg
                   await_credit(context, half, memory, begin, args.signature, args.num_tokens);
   if (!block_agrees(ok)) return false;
   if constexpr (kStaged) {
-    send_stage(args, half, share, memory);
+    send_stage<kRows>(args, half, share, memory);
   } else {
     send_first_pieces<kFormat>(args, half, share, memory, inputs.first);
   }
@@ -396,6 +417,9 @@ DC_DEVICE bool dispatch_send(const Context& context, const LowLatencyDispatchArg
       arch::sync_block();
     }
     if (token < group_end) send_routes(args, half, memory, inputs.routing, token - share.begin);
+    if constexpr (kRows == DispatchRows::kWhole) {
+      if (warp == 0) send_rest_of_stage(args, half, share, memory);
+    }
     if constexpr (kStaged) break;  // the row is under way, and there is no other
     send_rows<kFormat>(args, half, share, memory, group, group_end, inputs.first, is_first);
     if (group_end >= share.end) break;
