@@ -193,34 +193,40 @@ class LowLatencyCalls:
                 again.
             MaskedOut: the other ranks go on without this one (enable_shrink).
         """
-        made = self._low_latency.quick_dispatch(
+        state = self._low_latency
+        waiting = [*state.pending_dispatches]
+        if waiting:
+            state.require_half("dispatch")
+        made = state.quick_dispatch(
             x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts,
             cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats, use_fp8,
             round_scale, use_ue8m0, return_recv_hook, topk_weights, compact, report_num_tokens,
             use_nvfp4, x_global_scale, async_finish,
         )  # fmt: skip
-        if made is not None:
-            return made
-        return low_latency.low_latency_dispatch(
-            self._context,
-            self._low_latency,
-            x,
-            topk_idx,
-            num_max_dispatch_tokens_per_rank,
-            num_experts,
-            topk_weights,
-            cumulative_local_expert_recv_stats,
-            dispatch_wait_recv_cost_stats,
-            use_fp8,
-            round_scale,
-            use_ue8m0,
-            compact,
-            report_num_tokens,
-            async_finish,
-            return_recv_hook,
-            use_nvfp4,
-            x_global_scale,
-        )
+        if made is None:
+            made = low_latency.low_latency_dispatch(
+                self._context,
+                self._low_latency,
+                x,
+                topk_idx,
+                num_max_dispatch_tokens_per_rank,
+                num_experts,
+                topk_weights,
+                cumulative_local_expert_recv_stats,
+                dispatch_wait_recv_cost_stats,
+                use_fp8,
+                round_scale,
+                use_ue8m0,
+                compact,
+                report_num_tokens,
+                async_finish,
+                return_recv_hook,
+                use_nvfp4,
+                x_global_scale,
+            )
+        if waiting:
+            state.overtake(waiting)
+        return made
 
     def wait_low_latency_num_tokens(self) -> int:
         """The most tokens that any rank had in the last dispatch with ``report_num_tokens``.
@@ -291,8 +297,12 @@ class LowLatencyCalls:
                 of the handle's dispatch has not run.
             ConfigMismatch, PeerTimeout, MaskedOut: as of low_latency_dispatch.
         """
+        state, made = self._low_latency, None
+        waiting = [*state.pending_combines]
+        if waiting:
+            state.require_half("combine")
         if type(handle) is LowLatencyHandle:
-            shape, state = handle.shape, self._low_latency
+            shape = handle.shape
             pending, forgotten = state.unreceived
             if pending or forgotten:
                 state.require_received(handle.metadata)
@@ -303,23 +313,25 @@ class LowLatencyCalls:
                     return_recv_hook, out, combine_wait_recv_cost_stats, use_logfmt, one_rounding,
                     rows, async_finish,
                 )  # fmt: skip
-                if made is not None:
-                    return made
-        return low_latency.low_latency_combine(
-            self._context,
-            self._low_latency,
-            x,
-            topk_idx,
-            topk_weights,
-            handle,
-            bool(use_logfmt),
-            zero_copy,
-            one_rounding,
-            out,
-            combine_wait_recv_cost_stats,
-            async_finish,
-            return_recv_hook,
-        )
+        if made is None:
+            made = low_latency.low_latency_combine(
+                self._context,
+                self._low_latency,
+                x,
+                topk_idx,
+                topk_weights,
+                handle,
+                bool(use_logfmt),
+                zero_copy,
+                one_rounding,
+                out,
+                combine_wait_recv_cost_stats,
+                async_finish,
+                return_recv_hook,
+            )
+        if waiting:
+            state.overtake(waiting)
+        return made
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
         """Where to write the rows for combine(zero_copy=True): bfloat16, shaped like recv_x.

@@ -25,7 +25,9 @@ _COLUMN_GROUP = 512  # columns that stay in one block
 _HOST_BLOCKS = 3
 _BLOCK_MULTIPLE = 8
 _NUM_HALVES = 2
-_METADATA = 1  # its place in what a dispatch keeps for its hook, here and in quick_low_latency.hpp
+# In what calls keep for their hooks, here and in quick_low_latency.hpp, a tensor that no other call
+# has: the metadata of a dispatch, the ticket of a combine.
+_IDENTITY = _METADATA = 1
 
 SCALE_BLOCK = 128
 _SCALES_PER_PACK = 4
@@ -194,6 +196,8 @@ class LowLatencyState:
     def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
         self._pending: dict[str, list[Any]] = {"dispatch": [], "combine": []}
+        self.pending_dispatches, self.pending_combines = self._pending.values()
+        self._overtaken: list[weakref.ref[Tensor]] = []
         # What hooks of dispatches keep that have not run, and metadata of those that never will.
         self.unreceived: tuple[list[Any], list[weakref.ref[Tensor]]] = (
             self._pending["dispatch"],
@@ -307,14 +311,24 @@ class LowLatencyState:
         return num_blocks
 
     def require_half(self, kind: str) -> None:
-        """An operation may be sent while one of its kind waits for its hook, not while two do."""
-        if len(self._pending[kind]) >= _NUM_HALVES:
+        """An operation may be sent while one of its kind waits for its hook, not the next: it has
+        the same half."""
+        pending = self._pending[kind]
+        if len(pending) >= _NUM_HALVES or any(map(self._is_overtaken, pending)):
             raise ArgumentError(
                 "return_recv_hook",
                 None,
-                f"allows two low_latency_{kind} calls whose hooks have not run: call the hook of "
-                "an earlier one first",
+                f"allows two low_latency_{kind} calls from one on whose hooks have not run: call "
+                "the hook of an earlier one first",
             )
+
+    def overtake(self, waiting: Sequence[Any]) -> None:
+        """``waiting`` were pending when another operation of their kind was sent."""
+        self._overtaken = [other for other in self._overtaken if other() is not None]
+        self._overtaken += [weakref.ref(kept[_IDENTITY]) for kept in waiting]
+
+    def _is_overtaken(self, kept: Any) -> bool:
+        return any(other() is kept[_IDENTITY] for other in self._overtaken)
 
     def require_received(self, metadata: Tensor) -> None:
         """Combine reads the rows' places from ``metadata``: until dispatch's receive phase has run

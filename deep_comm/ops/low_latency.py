@@ -302,7 +302,7 @@ def low_latency_combine(
             def run(send: bool, receive: bool, stream: int) -> None:
                 combine(*call, send, receive, ticket.data_ptr(), stream)
 
-            keep = (x, metadata, idx, weights, combined_x, wait_stats, ticket)
+            keep = (combined_x, ticket, x, metadata, idx, weights, wait_stats)
             hook = state.hook("combine", launch, run, keep)
         else:
             shape.combine(*call, True, True, 0, launch.stream)

@@ -280,6 +280,36 @@ def test_a_hook_from_before_a_reset_is_refused() -> None:
 
 
 @pytest.mark.parametrize("is_quick", [False, True])
+def test_the_next_call_but_one_is_refused_until_the_hook_has_run(is_quick: bool) -> None:
+    """It has the same half, and would wait for all ranks' hooks in vain."""
+
+    def main(buffer: Buffer) -> list:
+        results = run_pairs(buffer, CASE)
+        if not is_quick:
+            state = buffer._low_latency
+            state.quick_dispatch = state.quick_combine = lambda *_: None
+        idx, weights = torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2)
+        for _ in range(3):
+            hook = dispatch(buffer, use_fp8=False, return_recv_hook=True)[4]
+            rows, _, handle, _, _ = dispatch(buffer, use_fp8=False)
+            with pytest.raises(ArgumentError, match="hooks have not run"):
+                dispatch(buffer, use_fp8=False)
+            hook()
+            arguments = (rows, idx, weights, handle)
+            hook = buffer.low_latency_combine(*arguments, return_recv_hook=True)[2]
+            buffer.low_latency_combine(*arguments)
+            with pytest.raises(ArgumentError, match="hooks have not run"):
+                buffer.low_latency_combine(*arguments)
+            dispatch(buffer, use_fp8=False)  # another kind
+            hook()
+        return results + run_pairs(buffer, CASE)
+
+    results = together(main)
+    for first, second in ((0, 2), (2, 4)):
+        verify(CASE, [ranks[first:second] for ranks in results])
+
+
+@pytest.mark.parametrize("is_quick", [False, True])
 def test_combine_before_the_hook_of_its_dispatch_is_refused(is_quick: bool) -> None:
     def main(buffer: Buffer) -> list:
         results = run_pairs(buffer, CASE)
