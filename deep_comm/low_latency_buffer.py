@@ -28,7 +28,7 @@ class LowLatencyCalls:
     ``return_recv_hook`` only the send phase runs now; the returned hook runs the receive phase, on
     the same stream. In between no SM is held. Two calls of a kind may wait for their hooks at a
     time; hooks may be called in any order, each once; every call wants its hook called before the
-    next but one call of its kind.
+    next but one call of its kind, which is refused before.
 
     The region of these calls is zero while none runs, and must be so when one begins: between calls
     it may be looked at and zeroed. If anything else is written there (get_local_buffer_tensor), all
