@@ -172,8 +172,8 @@ class Buffer(InternodeCalls, LowLatencyCalls):
     def destroy(self) -> None:
         """Free this rank's resources. Idempotent.
 
-        Waits for this rank's own kernels, never for a peer. The last reference to a Buffer does the
-        same when it goes.
+        Waits for this rank's own kernels, and until the software NIC has carried out what they
+        asked it for, never for a peer. The last reference to a Buffer does the same when it goes.
         """
         self._finalizer()
         self._release_group()

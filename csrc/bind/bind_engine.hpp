@@ -100,7 +100,7 @@ pybind11::class_<Engine<Target>> bind_engine(pybind11::module_& m) {
     return py::make_tuple(result.number, result.has_agreed != 0);
   });
   engine.def("do_without", &Type::do_without, "absent"_a);
-  engine.def("close", &Type::close);
+  engine.def("close", &Type::close, py::call_guard<py::gil_scoped_release>());
   return engine;
 }
 

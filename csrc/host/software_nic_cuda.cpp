@@ -107,13 +107,20 @@ SoftwareNic::SoftwareNic(int device, std::vector<uint8_t*> peer_bases, int num_q
 }
 
 SoftwareNic::~SoftwareNic() {
-  is_stopping_ = true;
-  if (thread_.joinable()) thread_.join();
-  tick(kNever);
   // A failure here (a context already gone) has nobody to hear of it.
   int previous = 0;
   (void)cudaGetDevice(&previous);
   (void)cudaSetDevice(device_);
+  // Kernels may have ended and left descriptors that a busy host's thread has not come to: this
+  // rank's part is over, but peers wait for what they say.
+  uint64_t num_posted = 0;
+  if (cudaMemcpy(&num_posted, queue_.num_posted, sizeof(num_posted), cudaMemcpyDeviceToHost) ==
+      cudaSuccess) {
+    (void)has_issued(num_posted);
+  }
+  is_stopping_ = true;
+  if (thread_.joinable()) thread_.join();
+  tick(kNever);
   for (void* stream : streams_) {
     (void)cudaStreamSynchronize(static_cast<cudaStream_t>(stream));
     (void)cudaStreamDestroy(static_cast<cudaStream_t>(stream));
@@ -291,19 +298,23 @@ void SoftwareNic::write_value(void* stream, void* word, uint64_t value) const {
   }
 }
 
+bool SoftwareNic::has_issued(uint64_t num_posted) const {
+  const auto deadline =
+      std::chrono::steady_clock::now() + std::chrono::nanoseconds(queue_.timeout_ns);
+  while (num_issued_.load(std::memory_order_acquire) != num_posted) {
+    if (has_failed_ || std::chrono::steady_clock::now() > deadline) return false;
+    std::this_thread::sleep_for(kSleep);
+  }
+  return true;
+}
+
 void SoftwareNic::quiet() {
   uint64_t num_posted = 0;
   check(cudaMemcpy(&num_posted, queue_.num_posted, sizeof(num_posted), cudaMemcpyDeviceToHost),
         "cudaMemcpy");
-  const auto deadline =
-      std::chrono::steady_clock::now() + std::chrono::nanoseconds(queue_.timeout_ns);
-  while (num_issued_.load(std::memory_order_acquire) != num_posted) {
+  if (!has_issued(num_posted)) {
     if (has_failed_) throw std::runtime_error(failure_);
-    if (std::chrono::steady_clock::now() > deadline) {
-      throw std::runtime_error(
-          "software NIC: descriptors were given up; the Buffer cannot be reset");
-    }
-    std::this_thread::sleep_for(kSleep);
+    throw std::runtime_error("software NIC: descriptors were given up; the Buffer cannot be reset");
   }
   for (void* stream : streams_) {
     check(cudaStreamSynchronize(static_cast<cudaStream_t>(stream)), "cudaStreamSynchronize");

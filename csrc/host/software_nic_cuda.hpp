@@ -25,6 +25,7 @@ class SoftwareNic {
   // counted here.
   SoftwareNic(int device, std::vector<uint8_t*> peer_bases, int num_qps, uint64_t* num_bytes,
               uint64_t timeout_ns, const RailOptions& options);
+  // While no kernel runs. What they have posted is carried out first; waits for it for timeout_ns.
   ~SoftwareNic();
   SoftwareNic(const SoftwareNic&) = delete;
   SoftwareNic& operator=(const SoftwareNic&) = delete;
@@ -50,6 +51,9 @@ class SoftwareNic {
   // Signals and waits are issued by flush, those of one stream together.
   void issue(const NicOp& op, int queue_idx);
   size_t stream_idx_of(int queue_idx) const;
+  // Waits until so many descriptors are on their streams; false: not within timeout_ns, or a copy
+  // has failed.
+  bool has_issued(uint64_t num_posted) const;
   void flush();
   // What waits for times up to `now` goes on.
   void tick(uint64_t now);
