@@ -133,7 +133,7 @@ def _split_ranks(num_ranks: int, ranks_per_node: int | None) -> tuple[int, int]:
     return min(num_ranks, ranks_per_node), max(num_ranks // ranks_per_node, 1)
 
 
-def known_size(num_ranks: int) -> int:
+def _known_size(num_ranks: int) -> int:
     """The largest size of a group, up to ``num_ranks``, that the recommended configs know."""
     return max(size for size in _DISPATCH if size <= max(1, num_ranks))
 
@@ -198,7 +198,7 @@ def _recommended(
     table: dict[int, tuple[int, int, int, int]], num_ranks: int, num_sms: int
 ) -> Config:
     integers.require("num_ranks", num_ranks, 1)
-    return Config(num_sms, *table[known_size(num_ranks)])
+    return Config(num_sms, *table[_known_size(num_ranks)])
 
 
 Recommend = Callable[[int, int], Config]

@@ -58,8 +58,7 @@ class DefaultConfigs:
         if num_sms is None:
             wanted = self.num_sms  # of this Buffer, of its class, or of all
             num_sms = wanted if max_sms is None else min(wanted, max_sms)
-        # Groups of several nodes may have any size.
-        return recommended(configs.known_size(self._context.num_ranks), num_sms)
+        return recommended(self._context.num_ranks, num_sms)
 
     def _names_sms(self) -> bool:
         """Whether somebody has said how many SMs a call without a Config may have."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from deep_comm import Buffer, Config
 from deep_comm.bench.measure import gather
 from deep_comm.bench.workload import Workload, routing_of
-from deep_comm.config import known_size, recommended_dispatch_config
+from deep_comm.config import recommended_dispatch_config
 from deep_comm.scale.traffic import Traffic, Wire, count
 from deep_comm.topology import discover, host_identity, requested_ranks_per_node
 
@@ -45,7 +45,7 @@ def configs_of(
     """One a combination; an odd number of SMs is rounded up, since a channel is two."""
     configs: list[Config | None] = [None] if None in sms else []
     for num_sms in {value + value % 2 for value in sms if value is not None}:
-        base = recommended_dispatch_config(known_size(num_ranks), num_sms)
+        base = recommended_dispatch_config(num_ranks, num_sms)
         for rail_send in send or (base.num_max_rdma_chunked_send_tokens,):
             for rail_slots in slots or (base.num_max_rdma_chunked_recv_tokens,):
                 configs.append(
@@ -66,7 +66,7 @@ def make_buffer(scenario: Scenario, device: torch.device) -> Buffer:
     assert scenario.ranks_per_node is not None
     row_bytes = max(shape.row_bytes, shape.combine_row_bytes)
     sizes = (row_bytes, shape.num_ranks, scenario.ranks_per_node)
-    base = recommended_dispatch_config(known_size(shape.num_ranks), MAX_SMS)
+    base = recommended_dispatch_config(shape.num_ranks, MAX_SMS)
     configs = [base if config is None else config for config in scenario.configs]
     return Buffer(
         dist.group.WORLD,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from deep_comm import config as configs
 from deep_comm.defaults import DEFAULT_NUM_SMS, RECOMMENDED
 from deep_comm.errors import ArgumentError
 from deep_comm.rendezvous import Rendezvous
@@ -53,9 +52,9 @@ def logical_domain(topology: Topology, allow_hybrid_mode: bool) -> tuple[int, in
 
 def ring_bytes(topology: Topology, row_bytes: int) -> tuple[int, int]:
     """Bytes inside a node and between nodes that the recommended configs of a Buffer want."""
-    size = configs.known_size(topology.num_ranks)
-    wanted = [recommended(size, DEFAULT_NUM_SMS) for recommended in RECOMMENDED.values()]
-    shape = (row_bytes, topology.num_ranks, topology.ranks_per_node)
+    num_ranks = topology.num_ranks
+    wanted = [recommended(num_ranks, DEFAULT_NUM_SMS) for recommended in RECOMMENDED.values()]
+    shape = (row_bytes, num_ranks, topology.ranks_per_node)
     return (
         max(config.get_nvl_buffer_size_hint(*shape) for config in wanted),
         max(config.get_rdma_buffer_size_hint(*shape) for config in wanted),

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from deep_comm import _core
 from deep_comm.config import (
     Config,
-    known_size,
     recommended_combine_config,
     recommended_dispatch_config,
 )
@@ -43,8 +42,10 @@ def traffic_of(job: Job, num_channels: int) -> Traffic:
 
 def configs_of(num_ranks: int, num_sms: int) -> tuple[Config, Config]:
     """The recommended configs of dispatch and combine."""
-    size = known_size(num_ranks)
-    return recommended_dispatch_config(size, num_sms), recommended_combine_config(size, num_sms)
+    return (
+        recommended_dispatch_config(num_ranks, num_sms),
+        recommended_combine_config(num_ranks, num_sms),
+    )
 
 
 def normal_times(job: Job, num_sms: int, machine: Machine) -> tuple[normal.Times, normal.Times]:
