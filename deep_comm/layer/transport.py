@@ -84,18 +84,28 @@ class Transport:
         exchange = 0
         if is_asking and self.words is not None:
             exchange = self.words.tell(x.shape[0])
-        scales = None
+        by_column = None
         if isinstance(payload, tuple):
-            payload, scales = payload
-            scales = scales.reshape(-1, scales.shape[-1])
+            payload, by_column = payload
         held = dict(
             self._decoded,
             x=payload.view(-1, shape.hidden),
-            scales=scales,
             num_tokens_per_expert=counts,
             state=Decoded(handle.shape, handle.metadata, handle.num_tokens, topk_idx, exchange),
         )
-        return ExpertBatch.of(held), hook
+        if by_column is None:
+            return ExpertBatch.of(held), hook
+
+        def turn_scales() -> None:
+            """A copy, mostly: of what has been received."""
+            if hook is not None:
+                hook()
+            held["scales"] = by_column.reshape(-1, by_column.shape[-1])
+
+        if hook is None:
+            turn_scales()
+            return ExpertBatch.of(held), None
+        return ExpertBatch.of(held), turn_scales
 
     def decode_combine(
         self, rows: Tensor, state: Decoded, is_async: bool

@@ -75,6 +75,36 @@ def test_ranks_may_be_processes() -> None:
     verify(case, forked.run(run, 3, case, timeout_s=100))
 
 
+@pytest.mark.parametrize("ranks_per_node", [None, 1])
+def test_fp8_scales_of_a_decode_step_that_is_received_later(ranks_per_node: int | None) -> None:
+    """They are stored by column, and turned into rows behind the receive phase, not before it."""
+    hidden, experts, topk = 384, 6, 3
+
+    def main(group: Any) -> None:
+        torch.manual_seed(group.rank())
+        x = torch.randn(5, hidden).bfloat16()
+        idx = torch.rand(5, experts).topk(topk).indices
+        weights = torch.rand(5, topk)
+
+        def compute(batch: deep_comm.ExpertBatch) -> torch.Tensor:
+            assert batch.scales is not None and batch.scales.shape == (len(batch.x), hidden // 128)
+            wide = batch.x.float().view(-1, hidden // 128, 128) * batch.scales.unsqueeze(2)
+            return wide.view(-1, hidden).bfloat16()
+
+        with deep_comm.ExpertParallel(
+            group, hidden=hidden, num_experts=experts, num_topk=topk, max_tokens=8,
+            decode_tokens=8, fp8=True, device="cpu", timeout_s=30, mode="decode",
+            ranks_per_node=ranks_per_node,
+        ) as layer, torch.no_grad():  # fmt: skip
+            expected = layer(x, idx, weights, compute)
+            with layer.dispatch_async(x, idx, weights) as sent:
+                pass
+            assert torch.equal(layer.combine(sent.result(), compute(sent.result())), expected)
+            assert torch.equal(layer(x, idx, weights, compute, shared=torch.zeros_like), expected)
+
+    local.run(main, 2)
+
+
 def test_fp8_rows_are_those_of_quantising_first() -> None:
     """Both modes hand experts the same bytes, of which experts make the same rows."""
     from deep_comm.reference_low_latency import quantise
