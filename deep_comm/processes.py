@@ -59,7 +59,8 @@ def run(fn: Callable[..., T], num_ranks: int, *args: object, **options: Any) -> 
 
     Raises:
         RankFailed: naming the first rank that died or hung, else the lowest rank that raised, with
-            that rank's traceback; a rank that raised since another one had gone comes last.
+            that rank's traceback; a rank that raised since another one had gone comes last. What
+            became of the other ranks that failed stands below, a line each.
     """
     return _values(outcomes(fn, num_ranks, *args, **options))
 
@@ -70,16 +71,25 @@ def _is_lost(outcome: Outcome) -> bool:
     return "onnection closed by peer" in text or "onnection reset by peer" in text
 
 
+def _reason(outcome: Outcome) -> str:
+    if isinstance(outcome.error, RankFailed):
+        return outcome.error.reason
+    return f"raised {type(outcome.error).__name__}: {outcome.error}"
+
+
+def _told(outcome: Outcome) -> str:
+    return f"rank {outcome.rank} {_reason(outcome)}, after {outcome.elapsed_s:.1f} s"
+
+
 def _values(ended: list[Outcome]) -> list[Any]:
     failed = [outcome for outcome in ended if outcome.error is not None]
     # A rank that died is the cause of what the others raise, and one that raised has closed its
     # connections.
     failed.sort(key=lambda outcome: (not isinstance(outcome.error, RankFailed), _is_lost(outcome)))
-    for outcome in failed:
-        if isinstance(outcome.error, RankFailed):
-            raise outcome.error
-        reason = f"raised {type(outcome.error).__name__}: {outcome.error}"
-        raise RankFailed(outcome.rank, reason, outcome.traceback) from outcome.error
+    if failed:
+        first, others = failed[0], "".join(f"and {_told(outcome)}\n" for outcome in failed[1:])
+        reason = _reason(first)
+        raise RankFailed(first.rank, reason, first.traceback + others) from first.error
     return [outcome.value for outcome in ended]
 
 

@@ -261,3 +261,15 @@ def _waits_for_one_that_raises(group, culprit: int) -> None:
 def test_the_rank_that_raised_is_named_not_one_that_lost_its_connection(culprit: int) -> None:
     with pytest.raises(processes.RankFailed, match=f"rank {culprit} raised ValueError: the cause"):
         forked.run(_waits_for_one_that_raises, 2, culprit)
+
+
+def _all_raise(group) -> None:
+    raise ValueError(f"of {group.rank()}")
+
+
+def test_what_became_of_the_others_that_failed_is_told_too() -> None:
+    with pytest.raises(processes.RankFailed, match=r"^rank 0 raised ValueError: of 0") as raised:
+        forked.run(_all_raise, 3)
+    told = str(raised.value)
+    for rank in (1, 2):
+        assert f"and rank {rank} raised ValueError: of {rank}, after " in told

@@ -24,6 +24,8 @@ from low_latency_masks import DEAD, survive, verify_outcomes
 
 from deep_comm import processes
 
+pytestmark = pytest.mark.alone  # of all lanes of tools/test_gpus
+
 SHAPE, POISON = (2, 2), {"DEEP_COMM_POISON": "1"}
 # Where ranks share a GPU: those of a node, so that the rail is what joins GPUs, or those of a rail.
 PLACES = {"nodes": [0, 0, 1, 1], "rails": [0, 1, 0, 1]}
