@@ -395,7 +395,8 @@ class LowLatencyState:
         """Where callers may write the rows of the next combine; made when first asked for."""
         buffer = self.combine_buffers.get(shape)
         if buffer is None:
-            buffer = torch.empty(shape, dtype=torch.bfloat16, device=self._ctx.device)
+            with torch.inference_mode(False):  # or nobody could write to it outside of that
+                buffer = torch.empty(shape, dtype=torch.bfloat16, device=self._ctx.device)
             self.combine_buffers[shape] = buffer
         return buffer
 

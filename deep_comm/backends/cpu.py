@@ -133,7 +133,8 @@ class _CpuLaunch:
         self.poisons = poison_outputs
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        tensor = torch.empty(*shape, dtype=dtype)
+        # Named, or a default device of the program's would be asked.
+        tensor = torch.empty(*shape, dtype=dtype, device=CpuBackend.device)
         if self.poisons:
             poison(tensor)
         return tensor

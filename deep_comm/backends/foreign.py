@@ -38,7 +38,7 @@ def code_of(dtype: torch.dtype) -> tuple[int, int] | None:
     if code is not None or dtype not in _OTHER_TYPES:
         return code
     code = _OTHER_TYPES[dtype]
-    memory = torch.zeros(16)
+    memory = torch.zeros(16, device="cpu")
     capsule = _matrix(memory.data_ptr(), 1, 16, *code, _DEVICE_TYPES["cpu"], 0, memory)
     try:
         return code if from_dlpack(capsule).dtype == dtype else None

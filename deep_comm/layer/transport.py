@@ -36,11 +36,11 @@ class Transport:
         self.first_expert = first_expert(rank, shape.num_experts, num_ranks)
         self._num_slots = shape.num_slots
         self.capacity = num_ranks * self._num_slots
-        offsets = torch.arange(self.num_local + 1, dtype=torch.int32) * self.capacity
+        firsts = torch.arange(self.num_local + 1, dtype=torch.int32, device=buffer.device)
         # Alike in all decode batches.
         self._decoded: dict[str, Any] = dict(
             scales=None,
-            offsets=offsets.to(buffer.device),
+            offsets=firsts * self.capacity,
             counts=None,
             capacity=self.capacity,
             mode="decode",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from torch import inference_mode, is_inference_mode_enabled
+
 from deep_comm.backends import Launch
 from deep_comm.context import Context
 from deep_comm.errors import CallInterrupted
@@ -54,11 +56,12 @@ class PendingDispatch:
     ``result``, or in the Buffer's next operation of normal mode, which comes behind this one.
     """
 
-    __slots__ = ("_ctx", "_error", "_finish", "_result")
+    __slots__ = ("_ctx", "_error", "_finish", "_is_inference", "_result")
 
     def __init__(self, ctx: Context, finish: Callable[[], Any]) -> None:
         """``finish`` waits and ends the operation, and holds what its kernels use."""
         self._ctx = ctx
+        self._is_inference = is_inference_mode_enabled()
         self._finish: Callable[[], Any] | None = finish
         self._result: Any = None
         self._error: Exception | None = None
@@ -72,7 +75,12 @@ class PendingDispatch:
         finish = self._finish
         self._finish = self._ctx.pending = None
         try:
-            self._result = finish()
+            if is_inference_mode_enabled() and not self._is_inference:
+                # Of another operation: gradients may want these tensors.
+                with inference_mode(False):
+                    self._result = finish()
+            else:
+                self._result = finish()
         except Exception as error:  # noqa: BLE001 - raised by `result`
             self._error = error
         except BaseException:  # of a signal's handler, seen while the host waited
