@@ -19,6 +19,7 @@ ELSEWHERE = {
     "#SBATCH": "Slurm; launching.md says where both scripts ran",
     "sglang": "a server and its model",
     "vllm serve": "a server and its model",
+    "tools/released_adapters": "files from PyPI; tests/cpu/test_released.py has the tool's words",
     "pip install .": "a build; tests/cpu/test_wheel.py",
 }
 INLINE_ELSEWHERE = {

@@ -1,0 +1,231 @@
+"""vLLM: the release, what stands in for the parts it needs, and its three steps of a layer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import drop_in
+import torch
+import torch.distributed as dist
+from drop_in import NUM_EXPERTS, NUM_TOPK
+from torch import Tensor
+
+from released.package import released
+from released.program import Checks, Release, synchronise
+
+_MOE = "model_executor.layers.fused_moe"
+_QUANT = "model_executor.layers.quantization.utils"
+MOE, QUANT = f"vllm.{_MOE}", f"vllm.{_QUANT}"
+ALL2ALL = "vllm.distributed.device_communicators.all2all"
+
+RELEASE = Release(
+    "vllm", "0.33.0", "vllm",
+    (
+        f"{_MOE}.prepare_finalize.deepep_ht",
+        f"{_MOE}.prepare_finalize.deepep_ll",
+        f"{_MOE}.prepare_finalize.deepep_v2",
+        f"{_MOE}.activation",
+        f"{_MOE}.all2all_utils",
+        f"{_MOE}.config",
+        f"{_MOE}.modular_kernel",
+        f"{_MOE}.moe_output",
+        f"{_MOE}.topk_weight_and_reduce",
+        f"{_MOE}.utils",
+        f"{_QUANT}.ocp_mx_utils",
+        f"{_QUANT}.quant_utils",
+        "distributed.device_communicators.all2all",
+        "distributed.device_communicators.base_device_communicator",
+        "envs",
+        "scalar_type",
+        "utils.math_utils",
+        "v1.worker.ubatching",
+    ),
+)  # fmt: skip
+
+MAX_TOKENS = 64
+CONFIG = SimpleNamespace(
+    parallel_config=SimpleNamespace(enable_fault_tolerance=False),
+    model_config=SimpleNamespace(enforce_eager=True),
+    scheduler_config=SimpleNamespace(max_num_batched_tokens=MAX_TOKENS),
+)
+FORWARD = SimpleNamespace(dp_metadata=None)
+
+
+class _Logger(logging.Logger):
+    def __getattr__(self, name: str) -> Any:
+        if name.endswith("_once"):
+            return getattr(self, name.removesuffix("_once"))
+        raise AttributeError(name)
+
+
+class _Platform:
+    """A CUDA device as far as the adapters ask."""
+
+    simple_compile_backend = "eager"
+
+    def is_cuda_alike(self) -> bool:
+        return True
+
+    is_cuda = is_cuda_alike
+
+    def is_rocm(self) -> bool:
+        return False
+
+    is_xpu = is_cpu = is_tpu = is_rocm
+
+    def fp8_dtype(self) -> torch.dtype:
+        return torch.float8_e4m3fn
+
+
+def quantise(x: Tensor, group_size: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+    """[T, H] -> e4m3 and float32 scales [T, H / group_size], powers of two, so that what
+    `drop_in.routed` makes keeps its value.
+    """
+    blocks = x.float().unflatten(-1, (-1, group_size))
+    largest = blocks.abs().amax(dim=-1).clamp(min=1e-4)
+    exponents = torch.ceil(torch.log2(largest / 448)).to(torch.int32)
+    scales = (exponents + 127 << 23).view(torch.float32)
+    rows = (blocks / scales.unsqueeze(-1)).flatten(-2).to(torch.float8_e4m3fn)
+    return rows, scales
+
+
+def _moe_sum(rows: Tensor, out: Tensor) -> None:
+    out.copy_(rows.float().sum(dim=1))
+
+
+def _everyone() -> Any:
+    return SimpleNamespace(rank_in_group=dist.get_rank(), world_size=dist.get_world_size())
+
+
+def stand_ins() -> Mapping[str, Mapping[str, Any]]:
+    alone = SimpleNamespace(rank_in_group=0, world_size=1)
+    groups = {
+        "get_dp_group": _everyone,
+        "get_tp_group": lambda: alone,
+        "get_pcp_group": lambda: alone,
+        "in_the_same_node_as": lambda group, source_rank=0: [True] * group.size(),
+    }
+    if drop_in.device().type == "cuda":
+        import triton
+        import triton.language as tl
+    else:
+        from released.kernels import tl, triton
+    there = {name: lambda: True for name in ("has_deep_ep", "has_deep_ep_v2")}
+    others = ("has_mori", "has_nixl_ep", "has_moonep", "get_triton_kernels_version")
+    return {
+        "vllm.logger": {"init_logger": _Logger},
+        "vllm.platforms": {"current_platform": _Platform()},
+        "vllm.config": {"get_current_vllm_config": lambda: CONFIG},
+        "vllm.distributed": groups,
+        "vllm.distributed.parallel_state": groups,
+        "vllm.forward_context": {"get_forward_context": lambda: FORWARD},
+        "vllm.utils.torch_utils": {"PIN_MEMORY": False},
+        "vllm.utils.import_utils": {
+            **there,
+            **{name: lambda: None for name in others},
+            "deep_ep_v2_unavailable_reason": lambda: "",
+        },
+        "vllm.triton_utils": {"triton": triton, "tl": tl},
+        "vllm._aiter_ops": {
+            "rocm_aiter_ops": SimpleNamespace(
+                is_fused_moe_enabled=lambda: False,
+                is_fusion_moe_shared_experts_enabled=lambda: False,
+            )
+        },
+        "vllm._custom_ops": {"moe_sum": _moe_sum},
+        f"{QUANT}.fp8_utils": {"per_token_group_quant_fp8": quantise},
+    }
+
+
+def quant_config(kind: str) -> Any:
+    """vLLM's own, of experts that take "bf16" or "fp8" in blocks of 128."""
+    config = released(f"{MOE}.config")
+    if kind == "bf16":
+        return config.FusedMoEQuantConfig.make()
+    scale = torch.ones(1)
+    return config.fp8_w8a8_moe_quant_config(w1_scale=scale, w2_scale=scale, block_shape=[128, 128])
+
+
+def moe_config(group: Any, backend: str, hidden: int, num_topk: int = NUM_TOPK) -> Any:
+    """vLLM's description of a layer whose ranks are all data-parallel."""
+    config = released(f"{MOE}.config")
+    rank, num_ranks = group.rank(), group.size()
+    parallel = config.FusedMoEParallelConfig(
+        tp_size=1, pcp_size=1, dp_size=num_ranks, ep_size=num_ranks, tp_rank=0, pcp_rank=0,
+        dp_rank=rank, ep_rank=rank, sp_size=1, use_ep=True, all2all_backend=backend,
+        enable_eplb=False,
+    )  # fmt: skip
+    return config.FusedMoEConfig(
+        num_experts=NUM_EXPERTS, experts_per_token=num_topk, hidden_dim=hidden,
+        intermediate_size=hidden, num_local_experts=NUM_EXPERTS // num_ranks,
+        num_logical_experts=NUM_EXPERTS,
+        activation=released(f"{MOE}.activation").MoEActivation.SILU,
+        device=drop_in.device(), routing_method=config.RoutingMethodType.Default,
+        moe_parallel_config=parallel, in_dtype=torch.bfloat16, max_num_tokens=MAX_TOKENS,
+    )  # fmt: skip
+
+
+def delegate() -> Any:
+    """The experts leave weights and sums to the adapter."""
+    return released(f"{MOE}.topk_weight_and_reduce").TopKWeightAndReduceDelegate()
+
+
+def values(rows: Tensor, scales: Tensor | None) -> Tensor:
+    return rows.float() if scales is None else drop_in.dequantised(rows, scales)
+
+
+def standard_experts(x: Tensor, ids: Tensor, first: int, num_local: int) -> Tensor:
+    """[N, K, H] of rows [N, H] with global ids [N, K]: expert e multiplies by e + 1."""
+    is_local = (ids >= first) & (ids < first + num_local)
+    factors = torch.where(is_local, ids + 1, 0).float().unsqueeze(-1)
+    # Rows that never came may hold anything.
+    x = torch.where(is_local.any(dim=1, keepdim=True), x, 0.0)
+    return (x.unsqueeze(1) * factors).to(torch.bfloat16)
+
+
+def step(
+    checks: Checks, adapter: Any, tokens: tuple[Tensor, Tensor, Tensor], kind: str, is_async: bool,
+    experts: Any, what: str, is_weighted: bool = False, share: float = 0.0,
+) -> None:  # fmt: skip
+    """Prepare, experts, finalise, as vLLM's modular kernel calls them.
+
+    ``is_weighted``: weights on the input (top-1). ``share``: of the largest magnitude that
+    quantisation may be off by.
+    """
+    x, ids, weights = tokens
+    arguments = (
+        x, weights, ids, NUM_EXPERTS, None, is_weighted, quant_config(kind), False
+    )  # fmt: skip
+    if is_async:
+        receiver = adapter.prepare_async(*arguments)
+        if isinstance(receiver, tuple):
+            hook, receiver = receiver
+            hook()
+        prepared = receiver()
+    else:
+        prepared = adapter.prepare(*arguments)
+    rows, scales, meta, recv_ids, recv_weights = prepared
+    out = experts(values(rows, scales), meta, recv_ids)
+    output = torch.full_like(x, float("nan"))
+    # What travels without ids is weighted with those of the sender.
+    last = (
+        output, out, weights if recv_weights is None else recv_weights,
+        ids if recv_ids is None else recv_ids, is_weighted, delegate(),
+    )  # fmt: skip
+    if is_async:
+        receiver = adapter.finalize_async(*last)
+        if isinstance(receiver, tuple):
+            hook, receiver = receiver
+            hook()
+        receiver()
+    else:
+        adapter.finalize(*last)
+    synchronise()
+    expected = drop_in.dense(x, ids, weights)
+    if share:
+        checks.close(output, expected, share, what)
+    else:
+        checks.equal(output, expected, what)
