@@ -20,6 +20,7 @@ from deep_comm import UnsupportedError, errors, local
 STUBS = Path(__file__).resolve().parents[1] / "stubs"
 sys.path.insert(0, str(STUBS))
 
+from vllm import config as vllm_config
 from vllm import forward_context
 from vllm.distributed.device_communicators import all2all, base_device_communicator
 from vllm.model_executor.layers.fused_moe import all2all_utils, modular_kernel
@@ -365,6 +366,62 @@ def test_rows_of_four_bits_where_experts_take_them(is_asked: bool, monkeypatch) 
         group.barrier()
 
     local.run(fn, 2, timeout_s=60)
+
+
+def test_fault_tolerance_asks_the_buffer_made_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM does after each step, and once it has dealt with a fault."""
+    parallel = SimpleNamespace(enable_fault_tolerance=True)
+    config = SimpleNamespace(parallel_config=parallel)
+    monkeypatch.setattr(vllm_config, "get_current_vllm_config", lambda: config)
+    sizes = dict(
+        max_num_tokens_per_dp_rank=8, token_hidden_size=HIDDEN, num_ep_ranks=2,
+        num_global_experts=NUM_EXPERTS, num_local_experts=NUM_EXPERTS // 2,
+    )  # fmt: skip
+
+    def fn(group):
+        rank = group.rank()
+        manager = adapter.LowLatencyManager(group)
+        assert manager.support_fault_tolerance
+        with pytest.raises(UnsupportedError, match="no Buffer"):
+            manager.query_active_mask()
+        buffer = manager.get_handle(sizes)
+        assert buffer.enable_shrink
+        assert manager.query_active_mask().tolist() == [0, 0] and not manager.query_fault()
+        group.barrier()
+        buffer.low_latency_update_mask_buffer(1 - rank, True)
+        assert manager.query_fault() and manager.query_active_mask().sum() == 1
+        group.barrier()
+        manager.clean_buffers()
+        assert not manager.query_fault()
+        made = adapter.LowLatencyPrepareFinalize(buffer, 8, 2)
+        x, ids, weights = drop_in.routed(rank, 3 + rank)
+        rows, _, meta, _, _ = made.prepare(x, weights, ids, NUM_EXPERTS, None, False, quant("bf16"))
+        out = drop_in.masked_experts(rows, meta.expert_num_tokens, rank * NUM_EXPERTS // 2)
+        output = torch.empty_like(x)
+        made.finalize(output, out, weights, ids, False, TopKWeightAndReduceDelegate())
+        assert torch.equal(output.float(), drop_in.dense(x, ids, weights))
+        group.barrier()
+        manager.destroy()
+
+    local.run(fn, 2, timeout_s=60)
+
+
+def test_without_fault_tolerance_no_rank_is_masked_out() -> None:
+    def fn(group):
+        manager = adapter.LowLatencyManager(group)
+        assert not manager.support_fault_tolerance
+        sizes = dict(
+            max_num_tokens_per_dp_rank=8, token_hidden_size=HIDDEN, num_ep_ranks=1,
+            num_global_experts=NUM_EXPERTS,
+        )  # fmt: skip
+        assert manager.buffer_arguments(sizes)["enable_shrink"] is False
+        with pytest.raises(UnsupportedError, match="fault tolerance is off"):
+            manager.query_active_mask()
+        with pytest.raises(UnsupportedError, match="low latency's alone"):
+            adapter.NormalManager(group).query_active_mask()
+        manager.clean_buffers()
+
+    local.run(fn, 1, timeout_s=60)
 
 
 def test_hidden_sizes_are_not_rounded_up_for_nothing() -> None:

@@ -15,7 +15,17 @@ from released import fetch, host, package
 from released.program import Checks, Program
 
 # In the order of the table.
-_MODULES = ("vllm_v1", "vllm_v2", "sglang_v1", "sglang_v2", "megatron", "torchtitan", "lmdeploy")
+_MODULES = (
+    "vllm_v1",
+    "vllm_v2",
+    "vllm_dbo",
+    "sglang_v1",
+    "sglang_v2",
+    "megatron",
+    "torchtitan",
+    "lmdeploy",
+    "native",
+)
 
 
 def programs() -> list[Program]:

@@ -67,7 +67,8 @@ def _micro_batches(group: Any, checks: Checks, dispatcher: Any, seed: int, what:
             checks.close(combined, expected, 0.08, what)
 
 
-def run(group: Any, checks: Checks) -> None:
+def run(group: Any, checks: Checks, kind_of_dispatcher: type | None = None) -> None:
+    """With the released dispatcher, or ours, registered in its place."""
     server = sglang_parts.server
     utils = released(f"{MOE}.utils")
     server.flags.a2a_backend = utils.MoeA2ABackend.DEEPEP
@@ -85,12 +86,16 @@ def run(group: Any, checks: Checks) -> None:
                 params_dtype=torch.bfloat16, deepep_mode=utils.DeepEPMode.AUTO,
                 async_finish=is_async, return_recv_hook=is_async,
             )  # fmt: skip
+            theirs = released(f"{MOE}.token_dispatcher.deepep").DeepEPDispatcher
+            kinds = [type(inner) for inner in dispatcher._inners]
+            checks.true(kinds == [kind_of_dispatcher or theirs] * 2, "the dispatcher is meant")
             for is_extend in (True, False, True, False):  # a prefill, a decode, and again
                 server.is_extend_in_batch = is_extend
                 mode = "normal" if is_extend else "low latency"
                 _micro_batches(group, checks, dispatcher, seed, f"{mode}, {dtype}, {generation}")
                 seed += 1
-    checks.true(len(server.resources.buffers) == 1, "one Buffer for all")
+    if kind_of_dispatcher is None:
+        checks.true(len(server.resources.buffers) == 1, "one Buffer for all")
     drop_in.barrier(group)
     server.resources.buffers.clear()
 

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from drop_in import NUM_EXPERTS, NUM_TOPK
 from torch import Tensor
 
+from deep_comm import env
+from released import host
 from released.package import released
 from released.program import Checks, Release, synchronise
 
@@ -100,15 +102,22 @@ def _everyone() -> Any:
     return SimpleNamespace(rank_in_group=dist.get_rank(), world_size=dist.get_world_size())
 
 
+def _same_node(group: Any, source_rank: int = 0) -> list[bool]:
+    per_node = env.RANKS_PER_NODE.get() or group.size()
+    return [rank // per_node == source_rank // per_node for rank in range(group.size())]
+
+
 def stand_ins() -> Mapping[str, Mapping[str, Any]]:
     alone = SimpleNamespace(rank_in_group=0, world_size=1)
     groups = {
         "get_dp_group": _everyone,
         "get_tp_group": lambda: alone,
         "get_pcp_group": lambda: alone,
-        "in_the_same_node_as": lambda group, source_rank=0: [True] * group.size(),
+        "in_the_same_node_as": _same_node,
     }
+    stream = host.current_stream
     if drop_in.device().type == "cuda":
+        stream = torch.cuda.current_stream
         import triton
         import triton.language as tl
     else:
@@ -121,8 +130,11 @@ def stand_ins() -> Mapping[str, Mapping[str, Any]]:
         "vllm.config": {"get_current_vllm_config": lambda: CONFIG},
         "vllm.distributed": groups,
         "vllm.distributed.parallel_state": groups,
-        "vllm.forward_context": {"get_forward_context": lambda: FORWARD},
-        "vllm.utils.torch_utils": {"PIN_MEMORY": False},
+        "vllm.forward_context": {
+            "get_forward_context": lambda: FORWARD,
+            "is_forward_context_available": lambda: FORWARD.dp_metadata is not None,
+        },
+        "vllm.utils.torch_utils": {"current_stream": stream, "PIN_MEMORY": False},
         "vllm.utils.import_utils": {
             **there,
             **{name: lambda: None for name in others},
@@ -168,11 +180,6 @@ def moe_config(group: Any, backend: str, hidden: int, num_topk: int = NUM_TOPK) 
     )  # fmt: skip
 
 
-def delegate() -> Any:
-    """The experts leave weights and sums to the adapter."""
-    return released(f"{MOE}.topk_weight_and_reduce").TopKWeightAndReduceDelegate()
-
-
 def values(rows: Tensor, scales: Tensor | None) -> Tensor:
     return rows.float() if scales is None else drop_in.dequantised(rows, scales)
 
@@ -186,43 +193,48 @@ def standard_experts(x: Tensor, ids: Tensor, first: int, num_local: int) -> Tens
     return (x.unsqueeze(1) * factors).to(torch.bfloat16)
 
 
+class _Experts:
+    """What vLLM's modular kernel asks of experts."""
+
+    expects_unquantized_inputs = False
+    moe_config = SimpleNamespace(moe_parallel_config=None)
+
+    def __init__(self, kind: str) -> None:
+        self.quant_config = quant_config(kind)
+
+    def finalize_weight_and_reduce_impl(self) -> Any:
+        """Weights and sums are the adapter's."""
+        return released(f"{MOE}.topk_weight_and_reduce").TopKWeightAndReduceDelegate()
+
+
 def step(
     checks: Checks, adapter: Any, tokens: tuple[Tensor, Tensor, Tensor], kind: str, is_async: bool,
-    experts: Any, what: str, is_weighted: bool = False, share: float = 0.0,
+    compute: Any, what: str, is_weighted: bool = False, share: float = 0.0,
 ) -> None:  # fmt: skip
-    """Prepare, experts, finalise, as vLLM's modular kernel calls them.
+    """Prepare, experts, finalise: by vLLM's modular kernel, which takes the asynchronous halves, or
+    in one piece each.
 
-    ``is_weighted``: weights on the input (top-1). ``share``: of the largest magnitude that
-    quantisation may be off by.
+    ``compute(rows, counts, ids)`` are the experts. ``is_weighted``: weights on the input (top-1).
+    ``share``: of the largest magnitude that quantisation may be off by.
     """
     x, ids, weights = tokens
-    arguments = (
-        x, weights, ids, NUM_EXPERTS, None, is_weighted, quant_config(kind), False
-    )  # fmt: skip
+    experts = _Experts(kind)
+    kernel = released(f"{MOE}.modular_kernel").FusedMoEKernelModularImpl(adapter, experts)
+    arguments = (x, weights, ids, NUM_EXPERTS, None, is_weighted)
     if is_async:
-        receiver = adapter.prepare_async(*arguments)
-        if isinstance(receiver, tuple):
-            hook, receiver = receiver
-            hook()
-        prepared = receiver()
+        rows, scales, meta, recv_ids, recv_weights = kernel._prepare(*arguments)
     else:
-        prepared = adapter.prepare(*arguments)
-    rows, scales, meta, recv_ids, recv_weights = prepared
-    out = experts(values(rows, scales), meta, recv_ids)
+        rows, scales, meta, *routing = adapter.prepare(*arguments, experts.quant_config, False)
+        # What travels without ids is weighted with those of the sender.
+        recv_ids = ids if routing[0] is None else routing[0]
+        recv_weights = weights if routing[1] is None else routing[1]
+    out = compute(values(rows, scales), meta, recv_ids)
     output = torch.full_like(x, float("nan"))
-    # What travels without ids is weighted with those of the sender.
-    last = (
-        output, out, weights if recv_weights is None else recv_weights,
-        ids if recv_ids is None else recv_ids, is_weighted, delegate(),
-    )  # fmt: skip
     if is_async:
-        receiver = adapter.finalize_async(*last)
-        if isinstance(receiver, tuple):
-            hook, receiver = receiver
-            hook()
-        receiver()
+        kernel._finalize(output, out, x, recv_weights, recv_ids, is_weighted, None, None)
     else:
-        adapter.finalize(*last)
+        impl = experts.finalize_weight_and_reduce_impl()
+        adapter.finalize(output, out, recv_weights, recv_ids, is_weighted, impl)
     synchronise()
     expected = drop_in.dense(x, ids, weights)
     if share:

@@ -15,7 +15,8 @@ from released.program import Checks, Program
 from released.vllm_parts import ALL2ALL, MOE
 
 
-def _standard(group: Any) -> Any:
+def standard(group: Any) -> Any:
+    """Experts of rows that come once a rank."""
     num_local = NUM_EXPERTS // group.size()
     first = num_local * group.rank()
 
@@ -27,14 +28,17 @@ def _standard(group: Any) -> Any:
     return experts
 
 
-def _batched(group: Any, first: int) -> Any:
+def batched(first: int) -> Any:
+    """Experts of rows that come by expert, with room."""
+
     def experts(x: Tensor, meta: Any, ids: None) -> Tensor:
         return drop_in.masked_experts(x, meta.expert_num_tokens, first)
 
     return experts
 
 
-def high_throughput(group: Any, checks: Checks) -> None:
+def high_throughput(group: Any, checks: Checks, kind_of_adapter: type | None = None) -> None:
+    """With the released adapter, or that of ours which is registered in its place."""
     all2all, utils = released(ALL2ALL), released(f"{MOE}.all2all_utils")
     rank, hidden = group.rank(), 512
     manager = all2all.DeepEPHTAll2AllManager(group)
@@ -42,26 +46,27 @@ def high_throughput(group: Any, checks: Checks) -> None:
         vllm_parts.moe_config(group, "deepep_high_throughput", hidden),
         vllm_parts.quant_config("bf16"), all2all_manager=manager,
     )  # fmt: skip
-    released_class = released(f"{MOE}.prepare_finalize.deepep_ht").DeepEPHTPrepareAndFinalize
-    checks.true(type(adapter) is released_class, "the adapter is the released one")
+    theirs = released(f"{MOE}.prepare_finalize.deepep_ht").DeepEPHTPrepareAndFinalize
+    checks.true(type(adapter) is (kind_of_adapter or theirs), "the adapter is the one meant")
     for kind in ("bf16", "fp8"):
         for is_async in (False, True):
             for step, routing in enumerate(("distinct", "holes", "duplicates")):
                 num_tokens = drop_in.num_tokens_of(rank + step)
                 tokens = drop_in.routed(rank, num_tokens, hidden=hidden, routing=routing, seed=step)
                 what = f"prefill, {kind}, {'async' if is_async else 'sync'}, {routing}"
-                vllm_parts.step(checks, adapter, tokens, kind, is_async, _standard(group), what)
+                vllm_parts.step(checks, adapter, tokens, kind, is_async, standard(group), what)
     for step in range(2):
         tokens = drop_in.routed(
             rank, drop_in.num_tokens_of(rank + step), hidden=hidden, num_topk=1, seed=step
         )
         vllm_parts.step(
-            checks, adapter, tokens, "bf16", True, _standard(group), "top-1, weighted input", True
+            checks, adapter, tokens, "bf16", True, standard(group), "top-1, weighted input", True
         )
     manager.destroy()
 
 
-def low_latency(group: Any, checks: Checks) -> None:
+def low_latency(group: Any, checks: Checks, kind_of_adapter: type | None = None) -> None:
+    """As :func:`high_throughput`."""
     all2all, utils = released(ALL2ALL), released(f"{MOE}.all2all_utils")
     rank, num_ranks, hidden = group.rank(), group.size(), 2048
     num_local = NUM_EXPERTS // num_ranks
@@ -75,7 +80,7 @@ def low_latency(group: Any, checks: Checks) -> None:
         )
 
     def steps(adapter: Any, kind: str, what: str, share: float = 0.0, experts: Any = None) -> None:
-        experts = experts or _batched(group, rank * num_local)
+        experts = experts or batched(rank * num_local)
         for step in range(2):
             num_tokens = min(vllm_parts.MAX_TOKENS, drop_in.num_tokens_of(rank + step))
             routing = "holes" if step else "distinct"
@@ -83,8 +88,8 @@ def low_latency(group: Any, checks: Checks) -> None:
             vllm_parts.step(checks, adapter, tokens, kind, step == 1, experts, what, share=share)
 
     plain = make("bf16")
-    released_class = released(f"{MOE}.prepare_finalize.deepep_ll").DeepEPLLPrepareAndFinalize
-    checks.true(type(plain) is released_class, "the adapter is the released one")
+    theirs = released(f"{MOE}.prepare_finalize.deepep_ll").DeepEPLLPrepareAndFinalize
+    checks.true(type(plain) is (kind_of_adapter or theirs), "the adapter is the one meant")
     steps(plain, "bf16", "decoding, bf16")
     steps(make("fp8"), "fp8", "decoding, fp8", share=0.08)
     packed = make("fp8")

@@ -16,11 +16,12 @@ from released.program import Checks, Program
 from released.vllm_parts import ALL2ALL, MOE
 
 
-def _experts(group: Any, is_expanded: bool) -> Any:
+def experts(group: Any, is_expanded: bool) -> Any:
+    """Experts of expanded rows, or of compact ones with room behind them."""
     num_local = NUM_EXPERTS // group.size()
     first = num_local * group.rank()
 
-    def experts(x: Tensor, meta: Any, ids: Tensor) -> Tensor:
+    def compute(x: Tensor, meta: Any, ids: Tensor) -> Tensor:
         if is_expanded:
             counts = [int((ids == first + expert).sum()) for expert in range(num_local)]
             assert meta.expert_num_tokens_cpu.tolist() == counts
@@ -31,7 +32,7 @@ def _experts(group: Any, is_expanded: bool) -> Any:
             assert bool((ids[num_came:] == -1).all())
         return vllm_parts.standard_experts(x, ids, first, num_local)
 
-    return experts
+    return compute
 
 
 def elastic(group: Any, checks: Checks) -> None:
@@ -59,7 +60,7 @@ def elastic(group: Any, checks: Checks) -> None:
                 )
                 layout = "compact without sync" if is_captured else "expanded"
                 vllm_parts.step(
-                    checks, adapter, tokens, kind, step > 0, _experts(group, not is_captured),
+                    checks, adapter, tokens, kind, step > 0, experts(group, not is_captured),
                     f"{layout}, {kind}, {routing}",
                 )  # fmt: skip
     checks.true(manager.max_sms_used() > 0, "a number of SMs")

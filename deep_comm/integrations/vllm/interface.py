@@ -106,6 +106,16 @@ def most_tokens_of_a_rank() -> int | None:
     return None if counts is None else int(counts.max())
 
 
+def is_fault_tolerant() -> bool:
+    """Does this vLLM go on when a rank falls silent? Asked when a manager is made."""
+    try:
+        from vllm.config import get_current_vllm_config
+    except ImportError:
+        return False
+    parallel = get_current_vllm_config().parallel_config
+    return bool(getattr(parallel, "enable_fault_tolerance", False))  # older releases have none
+
+
 def used_on_this_stream(*tensors: Tensor | None) -> None:
     """Under dual-batch overlap memory is allocated on one of two streams and read on the other:
     the allocator must not give it away while kernels of this one still use it."""
@@ -148,6 +158,7 @@ __all__ = [
     "dbo_switch_to_compute_sync",
     "dbo_yield_and_switch_from_comm_to_compute",
     "dbo_yield_and_switch_from_compute_to_comm",
+    "is_fault_tolerant",
     "moe_kernel_quantize_input",
     "most_tokens_of_a_rank",
     "normalize_batched_scales_shape",

@@ -8,6 +8,7 @@ import threading
 import weakref
 from typing import Any
 
+import torch
 from torch import Tensor
 
 import deep_comm
@@ -80,11 +81,11 @@ class DeepCommAll2AllManager(vllm.All2AllManagerBase, abc.ABC):  # type: ignore[
     def combine(self, hidden_states: Tensor, is_sequence_parallel: bool = False) -> Tensor:
         raise UnsupportedError("tokens travel by the modular kernels' prepare and finalize")
 
-    def query_active_mask(self) -> Any:
-        raise UnsupportedError("masks of ranks belong to the Buffer: low_latency_query_mask_buffer")
+    def query_active_mask(self) -> Tensor:
+        raise UnsupportedError("no rank is masked out: fault tolerance is low latency's alone")
 
     def clean_buffers(self) -> None:
-        """Nothing needs cleaning between calls, nor after a rank was masked out."""
+        """Nothing needs cleaning between calls."""
 
     def destroy(self) -> None:
         """Waits for no peer."""
@@ -109,10 +110,59 @@ class NormalManager(DeepCommAll2AllManager):
 
 
 class LowLatencyManager(DeepCommAll2AllManager):
-    """For LowLatencyPrepareFinalize."""
+    """For LowLatencyPrepareFinalize.
+
+    If vLLM is fault-tolerant, calls do without ranks that fall silent, and vLLM asks after every
+    step whether one did. It asks the manager that it made last, about the Buffer made last.
+    """
+
+    def __init__(
+        self, cpu_group: Any, tcp_store_group: Any = None, device_group: Any = None
+    ) -> None:
+        super().__init__(cpu_group, tcp_store_group, device_group)
+        self.support_fault_tolerance = vllm.is_fault_tolerant()
+        self._last: weakref.ref[deep_comm.Buffer] | None = None
+        self._mask: Tensor | None = None
+        self._known: Tensor | None = None  # of the mask, what vLLM has dealt with
 
     def buffer_arguments(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        return {"num_nvl_bytes": 0, **_low_latency_arguments(kwargs, self.topology)}
+        return {
+            "num_nvl_bytes": 0,
+            "enable_shrink": self.support_fault_tolerance,
+            **_low_latency_arguments(kwargs, self.topology),
+        }
+
+    def get_handle(self, kwargs: dict[str, Any]) -> deep_comm.Buffer:
+        buffer = super().get_handle(kwargs)
+        self._last = weakref.ref(buffer)
+        return buffer
+
+    def query_active_mask(self) -> Tensor:
+        """int32 [R] on the Buffer's device: 1 for ranks that are masked out. Waits for nothing.
+
+        Raises UnsupportedError unless vLLM is fault-tolerant, or before there is a Buffer.
+        """
+        buffer = self._last() if self._last is not None else None
+        if buffer is None or not self.support_fault_tolerance:
+            raise UnsupportedError("no rank is masked out: fault tolerance is off, or no Buffer")
+        if self._mask is None:
+            self._mask = torch.zeros(self.world_size, dtype=torch.int32, device=buffer.device)
+        buffer.low_latency_query_mask_buffer(self._mask)
+        return self._mask
+
+    def query_fault(self) -> Tensor:
+        """A bool: is any rank masked out that was not when the last fault was dealt with?"""
+        mask = self.query_active_mask()
+        if self._known is None:
+            self._known = torch.zeros_like(mask)
+        return (mask != self._known).any()
+
+    def clean_buffers(self) -> None:
+        """After a fault: all ranks take part again. Collective; nothing to zero."""
+        buffer = self._last() if self._last is not None else None
+        if buffer is not None and self.support_fault_tolerance:
+            buffer.low_latency_clean_mask_buffer()
+        self._known = None
 
     def max_sms_used(self) -> int | None:
         """None are held between send and receive."""
