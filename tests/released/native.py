@@ -13,7 +13,16 @@ from typing import Any
 import drop_in
 import torch
 
-from released import sglang_parts, sglang_v1, vllm_dbo, vllm_parts, vllm_v1
+from released import (
+    sglang_graphs,
+    sglang_parts,
+    sglang_v1,
+    vllm_dbo,
+    vllm_faults,
+    vllm_graphs,
+    vllm_parts,
+    vllm_v1,
+)
 from released.package import released
 from released.program import Checks, Program
 from released.vllm_parts import ALL2ALL, MOE
@@ -75,9 +84,16 @@ def vllm_dual_batches(group: Any, checks: Checks) -> None:
     vllm_dbo.run(group, checks, vllm_dbo.V1)
 
 
+def vllm_faults_and_graphs(group: Any, checks: Checks) -> None:
+    _registered("vllm")
+    vllm_faults.run(group, checks)
+    vllm_graphs.run(group, checks, ("low latency",))
+
+
 def sglang(group: Any, checks: Checks) -> None:
     adapter = _registered("sglang")
     sglang_v1.run(group, checks, adapter.DeepCommDispatcher)
+    sglang_graphs.run(group, checks, is_v2_too=False)
 
 
 PROGRAMS = (
@@ -89,6 +105,11 @@ PROGRAMS = (
         "native-vllm-dbo", "integrations.vllm, dual batches", vllm_parts.RELEASE,
         vllm_dual_batches, vllm_parts.stand_ins, ranks=(2,),
         variables={"VLLM_DEEPEP_BUFFER_SIZE_MB": "128"},
+    ),
+    Program(
+        "native-vllm-ll", "integrations.vllm, faults, graphs", vllm_parts.RELEASE,
+        vllm_faults_and_graphs, vllm_parts.stand_ins, ranks=(2,),
+        variables=vllm_faults.PROGRAMS[0].variables,
     ),
     Program(
         "native-sglang", "integrations.sglang", sglang_parts.RELEASE, sglang,

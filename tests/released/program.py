@@ -81,6 +81,13 @@ class Checks:
                 raise Mismatch(f"{what}: off by {float(error)}, allowed {limit}")
         self.num_compared += 1
 
+    def agrees(self, got: Tensor, expected: Tensor, share: float, what: str) -> None:
+        """:meth:`equal` if ``share`` is 0, else :meth:`close`."""
+        if share:
+            self.close(got, expected, share, what)
+        else:
+            self.equal(got, expected, what)
+
     def true(self, is_so: object, what: str) -> None:
         if not bool(is_so):
             raise Mismatch(what)

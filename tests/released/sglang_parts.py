@@ -55,7 +55,9 @@ class Server:
         self.resources = SimpleNamespace(buffers={})
 
     def use(self, generation: str, dtype: str) -> None:
-        """DeepGEMM's wishes on "hopper" or "blackwell"; "fp8" or "bf16" between ranks."""
+        """DeepGEMM's wishes on "hopper" or "blackwell"; "fp8" or "bf16" between ranks, or "auto":
+        as the layer's quantisation says.
+        """
         gemm = released("sglang.srt.layers.deep_gemm_wrapper")
         gemm.DEEPGEMM_BLACKWELL = gemm.DEEPGEMM_SCALE_UE8M0 = generation == "blackwell"
         self.moe.deepep_dispatcher_output_dtype = dtype

@@ -38,6 +38,16 @@ def _experts(group: Any, arrived: Any) -> Tensor:
     return out
 
 
+def made(group: Any, dtype: str) -> Any:
+    """SGLang's dispatcher of a layer; "fp8" or "bf16" between ranks."""
+    v2 = released(f"{MOE}.token_dispatcher.deepep_v2")
+    return v2.DeepEPv2Dispatcher(
+        group=group, router_topk=NUM_TOPK, num_experts=NUM_EXPERTS,
+        num_local_experts=NUM_EXPERTS // group.size(), hidden_size=HIDDEN,
+        params_dtype=torch.bfloat16, use_fp8_dispatch=dtype == "fp8",
+    )  # fmt: skip
+
+
 def run(group: Any, checks: Checks) -> None:
     server = sglang_parts.server
     v2 = released(f"{MOE}.token_dispatcher.deepep_v2")
@@ -45,11 +55,7 @@ def run(group: Any, checks: Checks) -> None:
     for generation in ("hopper", "blackwell"):
         for dtype in ("fp8", "bf16"):
             server.use(generation, dtype)
-            dispatcher = v2.DeepEPv2Dispatcher(
-                group=group, router_topk=NUM_TOPK, num_experts=NUM_EXPERTS,
-                num_local_experts=NUM_EXPERTS // group.size(), hidden_size=HIDDEN,
-                params_dtype=torch.bfloat16, use_fp8_dispatch=dtype == "fp8",
-            )  # fmt: skip
+            dispatcher = made(group, dtype)
             dispatcher.prebuild()
             for is_extend in (True, False, True, False):
                 server.is_extend_in_batch = is_extend

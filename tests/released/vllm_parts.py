@@ -48,6 +48,7 @@ RELEASE = Release(
 )  # fmt: skip
 
 MAX_TOKENS = 64
+NVFP4_SCALE = 448.0  # 448 * 6 / 6, the largest magnitude sent
 CONFIG = SimpleNamespace(
     parallel_config=SimpleNamespace(enable_fault_tolerance=False),
     model_config=SimpleNamespace(enforce_eager=True),
@@ -153,11 +154,14 @@ def stand_ins() -> Mapping[str, Mapping[str, Any]]:
 
 
 def quant_config(kind: str) -> Any:
-    """vLLM's own, of experts that take "bf16" or "fp8" in blocks of 128."""
+    """vLLM's own, of experts that take "bf16", "fp8" in blocks of 128 or "nvfp4"."""
     config = released(f"{MOE}.config")
     if kind == "bf16":
         return config.FusedMoEQuantConfig.make()
     scale = torch.ones(1)
+    if kind == "nvfp4":
+        sent = torch.full((1,), NVFP4_SCALE, device=drop_in.device())
+        return config.nvfp4_moe_quant_config(scale, scale, sent, sent, scale, scale)
     return config.fp8_w8a8_moe_quant_config(w1_scale=scale, w2_scale=scale, block_shape=[128, 128])
 
 
@@ -181,7 +185,15 @@ def moe_config(group: Any, backend: str, hidden: int, num_topk: int = NUM_TOPK) 
 
 
 def values(rows: Tensor, scales: Tensor | None) -> Tensor:
+    if rows.dtype == torch.uint8 and scales is not None:  # two e2m1 in a byte
+        global_scale = torch.full((), NVFP4_SCALE, device=rows.device)
+        return drop_in.dequantised_nvfp4(rows.permute(1, 2, 0), scales, global_scale)
     return rows.float() if scales is None else drop_in.dequantised(rows, scales)
+
+
+def for_nvfp4(x: Tensor) -> None:
+    """Change rows of `drop_in.routed` so that e2m1 holds every element."""
+    x[:, ::16] = 6.0
 
 
 def standard_experts(x: Tensor, ids: Tensor, first: int, num_local: int) -> Tensor:
@@ -207,15 +219,14 @@ class _Experts:
         return released(f"{MOE}.topk_weight_and_reduce").TopKWeightAndReduceDelegate()
 
 
-def step(
-    checks: Checks, adapter: Any, tokens: tuple[Tensor, Tensor, Tensor], kind: str, is_async: bool,
-    compute: Any, what: str, is_weighted: bool = False, share: float = 0.0,
+def layer(
+    adapter: Any, tokens: tuple[Tensor, Tensor, Tensor], kind: str, is_async: bool, compute: Any,
+    output: Tensor, is_weighted: bool = False,
 ) -> None:  # fmt: skip
-    """Prepare, experts, finalise: by vLLM's modular kernel, which takes the asynchronous halves, or
-    in one piece each.
+    """Prepare, experts, finalise into ``output``: by vLLM's modular kernel, which takes the
+    asynchronous halves, or in one piece each.
 
     ``compute(rows, counts, ids)`` are the experts. ``is_weighted``: weights on the input (top-1).
-    ``share``: of the largest magnitude that quantisation may be off by.
     """
     x, ids, weights = tokens
     experts = _Experts(kind)
@@ -223,21 +234,32 @@ def step(
     arguments = (x, weights, ids, NUM_EXPERTS, None, is_weighted)
     if is_async:
         rows, scales, meta, recv_ids, recv_weights = kernel._prepare(*arguments)
-    else:
-        rows, scales, meta, *routing = adapter.prepare(*arguments, experts.quant_config, False)
-        # What travels without ids is weighted with those of the sender.
-        recv_ids = ids if routing[0] is None else routing[0]
-        recv_weights = weights if routing[1] is None else routing[1]
-    out = compute(values(rows, scales), meta, recv_ids)
-    output = torch.full_like(x, float("nan"))
-    if is_async:
+        out = compute(values(rows, scales), meta, recv_ids)
         kernel._finalize(output, out, x, recv_weights, recv_ids, is_weighted, None, None)
-    else:
-        impl = experts.finalize_weight_and_reduce_impl()
-        adapter.finalize(output, out, recv_weights, recv_ids, is_weighted, impl)
+        return
+    rows, scales, meta, recv_ids, recv_weights = adapter.prepare(
+        *arguments, experts.quant_config, False
+    )
+    out = compute(values(rows, scales), meta, recv_ids)
+    if recv_ids is None:  # what travels without ids is weighted with those of the sender
+        recv_ids, recv_weights = ids, weights
+    impl = experts.finalize_weight_and_reduce_impl()
+    adapter.finalize(output, out, recv_weights, recv_ids, is_weighted, impl)
+
+
+def step(
+    checks: Checks, adapter: Any, tokens: tuple[Tensor, Tensor, Tensor], kind: str, is_async: bool,
+    compute: Any, what: str, is_weighted: bool = False, share: float = 0.0,
+    expected: Tensor | None = None,
+) -> None:  # fmt: skip
+    """A layer, compared.
+
+    ``share``: of the largest magnitude that quantisation may be off by. ``expected``: if it is not
+    the whole dense layer.
+    """
+    output = torch.full_like(tokens[0], float("nan"))
+    layer(adapter, tokens, kind, is_async, compute, output, is_weighted)
     synchronise()
-    expected = drop_in.dense(x, ids, weights)
-    if share:
-        checks.close(output, expected, share, what)
-    else:
-        checks.equal(output, expected, what)
+    if expected is None:
+        expected = drop_in.dense(*tokens)
+    checks.agrees(output, expected, share, what)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import drop_in
@@ -85,6 +86,8 @@ def low_latency(group: Any, checks: Checks, kind_of_adapter: type | None = None)
             num_tokens = min(vllm_parts.MAX_TOKENS, drop_in.num_tokens_of(rank + step))
             routing = "holes" if step else "distinct"
             tokens = drop_in.routed(rank, num_tokens, hidden=hidden, routing=routing, seed=step)
+            if kind == "nvfp4":
+                vllm_parts.for_nvfp4(tokens[0])
             vllm_parts.step(checks, adapter, tokens, kind, step == 1, experts, what, share=share)
 
     plain = make("bf16")
@@ -95,6 +98,9 @@ def low_latency(group: Any, checks: Checks, kind_of_adapter: type | None = None)
     packed = make("fp8")
     packed.post_init_setup(_PacksScales())
     steps(packed, "fp8", "decoding, fp8 with packed exponents")
+    os.environ["VLLM_DEEPEPLL_NVFP4_DISPATCH"] = "1"
+    steps(make("nvfp4"), "nvfp4", "decoding, nvfp4")
+    del os.environ["VLLM_DEEPEPLL_NVFP4_DISPATCH"]
     # Experts that have moved: expert e lives where expert 5 e mod 16 did.
     ids = torch.arange(NUM_EXPERTS, device=drop_in.device())
     to_physical = ids * 5 % NUM_EXPERTS
