@@ -463,6 +463,16 @@ class Engine:
     def close(self) -> None:
         """Free what the engine owns on this rank. Never waits for a peer. Idempotent."""
 
+def expanded_choices(
+    num_ranks: int,
+    most_rows: int,
+    num_tokens: int,
+    places: int,
+    num_experts: int,
+    expert_alignment: int,
+) -> tuple[int, int]:
+    """See csrc/host/likely_rows.hpp. The next one is not larger; 0: there is none."""
+
 class QuickNormal:
     """Calls of normal mode in one step each, of one Buffer; see csrc/bind/bind_quick_normal.cpp.
 
@@ -490,7 +500,7 @@ class QuickNormal:
         is_ready: Callable[[int, int], bool] | None,  # (device, stream)
         record: Callable[[int], None] | None,  # on a stream, the event that is `done`
         likely_rows: Callable[[int], tuple[int, ...]],  # ExpectedRows.choices
-        likely_expanded: Callable[[int, int, int, int], tuple[int, ...]],  # .expanded_choices
+        expected: object,  # ExpectedRows
         likely_forwarded: Callable[[int], int],  # .forwarded
         wait_counts: Callable[[], object],  # Engine.counts_waiter()
         wait_tier_counts: Callable[[bool], object],  # Engine.tier_counts_waiter()
@@ -527,6 +537,33 @@ class QuickNormal:
         ``combine(x, topk_weights, KnownHandle.numbers, home_stream, config, default,
         asynchronous, apply_weights)`` -> (sums, sums of weights).
         """
+
+    def layer(
+        self,
+        *,
+        context: object,  # the Buffer's
+        buffer: object,
+        default_of: Callable[[str, None], object],  # Buffer._default
+        default_config_type: type,
+        end: Callable[[], object] | None,  # behind every call
+        finish_unmoved: Callable[..., object],  # see layer/quick_prefill.py
+        maker: object,  # of handles, as told_of_batch gives it back
+        dtype: tuple[int, int],  # DLPack's code and bits
+        hidden: int,
+        max_tokens: int,
+        num_topk: int,
+        num_experts: int,
+        max_rows: int,  # of a bounded call
+        alignment: int,
+        batch_type: type,  # ExpertBatch, and what is alike in all of them
+        common: dict[str, Any],
+        state_type: type,  # Prefilled
+        rule: object,  # ModeRule
+    ) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """begin and end of PrefillCalls."""
+    @staticmethod
+    def told_of_batch(made: object) -> tuple[Any, ...]:
+        """Of Prefilled._made: the arguments of quick_prefill._handle_of."""
 
     def tier_calls(self) -> tuple[Callable[..., Any], ...]:
         """The same between nodes, with KnownTierHandle.numbers. ``new_dispatch`` takes

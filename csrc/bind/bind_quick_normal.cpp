@@ -10,6 +10,7 @@
 #include "bind/quick_layout.hpp"
 #include "bind/quick_new_dispatch.hpp"
 #include "bind/quick_new_tiers.hpp"
+#include "bind/quick_prefill.hpp"
 #include "bind/quick_tiers.hpp"
 #include "device/move/reduce.cuh"
 
@@ -125,6 +126,8 @@ void def_add_combine(py::class_<Calls, Shared>& calls, const char* name,
 
 void bind_quick_normal(py::module_& m) {
   using namespace pybind11::literals;
+  m.def("expanded_choices", &expanded_choices, "num_ranks"_a, "most_rows"_a, "num_tokens"_a,
+        "places"_a, "num_experts"_a, "expert_alignment"_a);
   py::class_<Calls, Shared> calls(m, "QuickNormal", py::module_local());
   calls
       .def(py::init([](py::object tensor_type, const py::object& exchange_api, py::object empty,
@@ -132,10 +135,9 @@ void bind_quick_normal(py::module_& m) {
                        int ranks_per_node, uint64_t heap_base, py::object memory, py::object take,
                        py::object count_layout, py::object streams, py::object current_stream,
                        py::object is_ready, py::object record, py::object likely_rows,
-                       py::object likely_expanded, py::object likely_forwarded,
-                       py::object wait_counts, py::object wait_tier_counts,
-                       const py::tuple& expand_calls, py::object float32, py::object int32,
-                       py::object uint8) {
+                       py::object expected, py::object likely_forwarded, py::object wait_counts,
+                       py::object wait_tier_counts, const py::tuple& expand_calls,
+                       py::object float32, py::object int32, py::object uint8) {
              return std::make_shared<Calls>(
                  Calls{.parts = {StreamParts::make(device_index, std::move(streams),
                                                    std::move(current_stream), std::move(is_ready),
@@ -149,7 +151,7 @@ void bind_quick_normal(py::module_& m) {
                                  NumberCall<5>(std::move(take)),
                                  NumberCall<11>(std::move(count_layout)),
                                  NumberCall<1>(std::move(likely_rows)),
-                                 NumberCall<4>(std::move(likely_expanded)),
+                                 LikelyRows(std::move(expected), num_ranks),
                                  NumberCall<1>(std::move(likely_forwarded)),
                                  NumberCall<10>(expand_calls[0]),
                                  NumberCall<20>(expand_calls[1]),
@@ -169,7 +171,7 @@ void bind_quick_normal(py::module_& m) {
            "tensor_type"_a, "exchange_api"_a, "empty"_a, "part"_a, "device_type"_a,
            "device_index"_a, py::kw_only(), "num_ranks"_a, "ranks_per_node"_a, "heap_base"_a,
            "memory"_a, "take"_a, "count_layout"_a, "streams"_a, "current_stream"_a, "is_ready"_a,
-           "record"_a, "likely_rows"_a, "likely_expanded"_a, "likely_forwarded"_a, "wait_counts"_a,
+           "record"_a, "likely_rows"_a, "expected"_a, "likely_forwarded"_a, "wait_counts"_a,
            "wait_tier_counts"_a, "expand_calls"_a, "float32"_a, "int32"_a, "uint8"_a)
       .def(
           "layout",
@@ -199,6 +201,52 @@ void bind_quick_normal(py::module_& m) {
                  call.template operator()<16, &quick_new_dispatch>("quick_new_dispatch"),
                  call.template operator()<8, &quick_combine>("quick_combine"));
            })
+      .def(
+          "layer",
+          [](const Shared& self, py::object context, py::object buffer, py::object default_of,
+             py::object default_config_type, py::object end, py::object finish_unmoved,
+             py::object maker, TypeCode dtype, int64_t hidden, int64_t max_tokens, int64_t num_topk,
+             py::object num_experts, py::object max_rows, py::object alignment,
+             py::object batch_type, py::dict common, const py::object& state_type,
+             const py::object& rule) {
+            const py::type rule_type = py::type::of(rule);
+            const bool has_padding = alignment.cast<int64_t>() > 1;
+            const auto layer = std::make_shared<LayerPrefill>(
+                LayerPrefill{.calls = self,
+                             .context = std::move(context),
+                             .buffer = std::move(buffer),
+                             .default_of = std::move(default_of),
+                             .default_config_type = std::move(default_config_type),
+                             .end = std::move(end),
+                             .finish_unmoved = std::move(finish_unmoved),
+                             .maker = std::move(maker),
+                             .dtype = dtype_of(dtype),
+                             .hidden = hidden,
+                             .max_tokens = max_tokens,
+                             .num_topk = num_topk,
+                             .num_experts = std::move(num_experts),
+                             .max_rows = std::move(max_rows),
+                             .alignment = std::move(alignment),
+                             .has_padding = has_padding,
+                             .batch_type = std::move(batch_type),
+                             .common = std::move(common),
+                             .state_type = state_type,
+                             .made_slot = Slot(state_type, "_made"),
+                             .weights_slot = Slot(state_type, "weights"),
+                             .rule = rule,
+                             .decode_tokens = Slot(rule_type, "decode_tokens"),
+                             .num_steps = Slot(rule_type, "num_steps"),
+                             .num_changes = Slot(rule_type, "num_changes"),
+                             .begins_with_decode = Slot(rule_type, "begins_with_decode")});
+            return py::make_tuple(
+                object_function<5, &begin_prefill>("begin", SharedPrefill(layer), py::none()),
+                object_function<2, &end_prefill>("end", SharedPrefill(layer), py::none()));
+          },
+          py::kw_only(), "context"_a, "buffer"_a, "default_of"_a, "default_config_type"_a, "end"_a,
+          "finish_unmoved"_a, "maker"_a, "dtype"_a, "hidden"_a, "max_tokens"_a, "num_topk"_a,
+          "num_experts"_a, "max_rows"_a, "alignment"_a, "batch_type"_a, "common"_a, "state_type"_a,
+          "rule"_a)
+      .def_static("told_of_batch", &told_of_batch)
       .def("tier_calls", [](const Shared& self) {
         return py::make_tuple(
             object_function<8, &quick_tier_dispatch>("quick_tier_dispatch", self, py::none()),

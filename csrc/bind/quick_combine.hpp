@@ -35,6 +35,39 @@ inline ReducedRows reduce(const Parts& parts, const Combine& form, const Known& 
   return reduced;
 }
 
+// Rows that are a form's, launched. `num_topk`: of weights that come home; else those of an expansion
+// are multiplied with the rows.
+inline CombinedOutput launch_combine(const Parts& parts, const Combine& form, const Known& known,
+                                     const TensorView& x, uint64_t weights, int64_t num_topk,
+                                     const Order& order) {
+  ReducedRows rows{parts.given(x.address()), weights, {}, {}};
+  if (known.expansion) {
+    rows = reduce(parts, form, known, rows.x, num_topk == 0 ? weights : 0,
+                  num_topk == 0 ? 0 : weights, order);
+  }
+  // As ops/combine.py counts them.
+  int64_t num_peers = parts.num_ranks - 1;
+  if (known.num_topk > 0 && known.num_topk < num_peers) num_peers = known.num_topk;
+  CombinedOutput output(parts, form, known.num_tokens, num_topk,
+                        static_cast<uint64_t>(known.num_tokens * num_peers), order);
+  form.launch({static_cast<uint64_t>(known.num_recv_rows), known.rank_prefix, known.channel_prefix,
+               known.recv_channel_prefix, known.send_head, rows.x, rows.weights, 0, 0,
+               static_cast<uint64_t>(known.num_tokens), output.sums_address, output.weights_address,
+               output.staging_offset, output.num_staging_rows, order.stream});
+  parts.end(order);
+  return output;
+}
+
+inline std::shared_ptr<const Combine> combine_form(const Calls& calls, const TensorView& x,
+                                                   int64_t num_topk, const Known& known,
+                                                   PyObject* config, PyObject* standard) {
+  return calls.combines.find([&](const Combine& other) {
+    return x.is(other.dtype) && x.extent(1) == other.hidden && num_topk == other.num_topk &&
+           other.num_channels == known.num_channels &&
+           other.has_default_sms == known.has_default_sms && other.named.is(config, standard);
+  });
+}
+
 // (x, topk_weights, KnownHandle.numbers, home_stream, config, default, asynchronous, apply_weights)
 //   -> (combined_x, combined_topk_weights), or None.
 inline py::object quick_combine(const Shared& calls, PyObject* const* arguments) {
@@ -61,34 +94,14 @@ inline py::object quick_combine(const Shared& calls, PyObject* const* arguments)
     num_topk = weights.extent(1);
     if (num_topk == 0) return py::none();
   }
-  const auto form = calls->combines.find([&](const Combine& other) {
-    return x.is(other.dtype) && x.extent(1) == other.hidden && num_topk == other.num_topk &&
-           other.num_channels == known.num_channels &&
-           other.has_default_sms == known.has_default_sms &&
-           other.named.is(arguments[4], arguments[5]);
-  });
+  const auto form = combine_form(*calls, x, num_topk, known, arguments[4], arguments[5]);
   Order order;
   if (form == nullptr || !parts.begin(arguments[6], &order) ||
       !is_home(arguments[3], parts, order)) {
     return py::none();
   }
-  ReducedRows rows{
-      parts.given(x.address()), has_weights ? parts.given(weights.address()) : 0, {}, {}};
-  if (expansion) {
-    rows = reduce(parts, *form, known, rows.x, applies_weights ? rows.weights : 0,
-                  applies_weights ? 0 : rows.weights, order);
-  }
-  // As ops/combine.py counts them.
-  int64_t num_peers = parts.num_ranks - 1;
-  if (known.num_topk > 0 && known.num_topk < num_peers) num_peers = known.num_topk;
-  const CombinedOutput output(parts, *form, known.num_tokens, num_topk,
-                              static_cast<uint64_t>(known.num_tokens * num_peers), order);
-  form->launch({static_cast<uint64_t>(known.num_recv_rows), known.rank_prefix, known.channel_prefix,
-                known.recv_channel_prefix, known.send_head, rows.x, rows.weights, 0, 0,
-                static_cast<uint64_t>(known.num_tokens), output.sums_address,
-                output.weights_address, output.staging_offset, output.num_staging_rows,
-                order.stream});
-  parts.end(order);
+  const CombinedOutput output = launch_combine(
+      parts, *form, known, x, has_weights ? parts.given(weights.address()) : 0, num_topk, order);
   parts.keep(arguments[0], x, order);
   if (has_weights) parts.keep(arguments[1], weights, order);
   return output.result();

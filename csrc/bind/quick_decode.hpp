@@ -31,36 +31,6 @@ struct LayerDecode {
 template <class Target>
 using SharedLayer = std::shared_ptr<const LayerDecode<Target>>;
 
-namespace detail {
-
-// An instance of a class of Python's with these attributes, whatever its constructor would do.
-inline pybind11::object instance_of(const pybind11::object& type, const pybind11::dict& held) {
-  namespace py = pybind11;
-  auto* made_of = reinterpret_cast<PyTypeObject*>(type.ptr());
-  auto made = py::reinterpret_steal<py::object>(made_of->tp_alloc(made_of, 0));
-  static PyObject* const name = PyUnicode_InternFromString("__dict__");
-  if (!made || PyObject_GenericSetAttr(made.ptr(), name, held.ptr()) != 0) {
-    throw py::error_already_set();
-  }
-  return made;
-}
-
-// Of a class of tuples.
-template <size_t kCount>
-pybind11::object tuple_of(const pybind11::object& type,
-                          std::array<pybind11::object, kCount> items) {
-  namespace py = pybind11;
-  auto* made_of = reinterpret_cast<PyTypeObject*>(type.ptr());
-  auto made = py::reinterpret_steal<py::object>(made_of->tp_alloc(made_of, kCount));
-  if (!made) throw py::error_already_set();
-  for (size_t item = 0; item < kCount; ++item) {
-    PyTuple_SET_ITEM(made.ptr(), static_cast<Py_ssize_t>(item), items[item].release().ptr());
-  }
-  return made;
-}
-
-}  // namespace detail
-
 // (x, topk_idx, topk_weights, is_asking) -> ExpertBatch, or None: nothing has happened. is_asking:
 // of "auto". The ranks of the host are told of it here, behind all that can fail and ahead of the
 // launch, so that they know by the time they ask.
@@ -111,10 +81,10 @@ pybind11::object begin_layer(SharedLayer<Target>& shared, PyObject* const* argum
   if (!held) throw py::error_already_set();
   held[layer.x_name] = std::move(rows);
   held[layer.counts_name] = std::move(counts);
-  held[layer.state_name] = detail::tuple_of<5>(
+  held[layer.state_name] = tuple_of<5>(
       layer.state_type, {form.shape, std::move(metadata), py::int_(call.num_tokens),
                          py::reinterpret_borrow<py::object>(arguments[1]), py::int_(exchange)});
-  return detail::instance_of(layer.batch_type, held);
+  return instance_of(layer.batch_type, held);
 }
 
 // (rows, Decoded) -> the sums, or None, likewise.

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "bind/bindings.hpp"
+#include "bind/likely_rows.hpp"
 #include "bind/numbers.hpp"
 #include "bind/quick_streams.hpp"
 #include "bind/region_blocks.hpp"
@@ -28,7 +29,7 @@ struct Parts : StreamParts {
   NumberCall<5> take;              // Region.taker()
   NumberCall<11> count_layout;     // Engine.plan_layout(), between nodes plan_internode_layout()
   NumberCall<1> likely_rows;       // (num_tokens): numbers of rows to have room for, best first
-  NumberCall<4> likely_expanded;   // (num_tokens, num_topk, num_experts, alignment): the same
+  LikelyRows likely;               // the same of expanded dispatches
   NumberCall<1> likely_forwarded;  // (num_tokens): rows that may come to be handed on
   NumberCall<10> number_rows;      // Engine.expand_calls()
   NumberCall<20> expand_rows;
@@ -80,12 +81,9 @@ struct Parts : StreamParts {
   template <size_t kCount>
   MadePieces<kCount> pieces(const TensorBlock<kCount>& block, const Order& order) const {
     if (!order.is_async) return torch.pieces(block);
-    MadePieces<kCount> made;
-    for (size_t place = 0; place < kCount; ++place) {
-      const auto& piece = block.pieces[place];
-      if (piece.is_there()) made.tensors[place] = empty(piece.form, order, &made.addresses[place]);
-    }
-    return made;
+    return torch.apart(block, [&](const TensorForm& form, uintptr_t* address) {
+      return empty(form, order, address);
+    });
   }
 
   py::object home_of(const Order& order) const {
@@ -290,9 +288,11 @@ struct SlabParts {
   using Offsets = std::array<uint64_t, 7>;
   py::object layout;  // the SlabLayout
   uint64_t channel_prefix, recv_channel_prefix, per_expert, send_head, recv_counts, mask, num_bytes;
+  int64_t num_channels;
 
-  static SlabParts of(py::object layout, const Offsets& at) {
-    return {std::move(layout), at[0], at[1], at[2], at[3], at[4], at[5], at[6]};
+  static SlabParts of(const py::object& layout, const Offsets& at) {
+    const auto num_channels = layout.attr("num_channels").cast<int64_t>();
+    return {layout, at[0], at[1], at[2], at[3], at[4], at[5], at[6], num_channels};
   }
 };
 

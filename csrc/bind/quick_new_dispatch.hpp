@@ -1,6 +1,8 @@
 // A dispatch with new routing in two steps: launched, and received.
 #pragma once
 
+#include <optional>
+
 #include "bind/quick_new_call.hpp"
 #include "host/numbering_layout.hpp"
 
@@ -68,17 +70,17 @@ struct Numbering {
     const int64_t num_local = form.num_local_experts;
     layout = NumberingLayout::make(parts.num_ranks, form.num_experts, num_local, num_tokens,
                                    form.num_topk);
-    uintptr_t address = 0;
+    TensorBlock<3> block(parts.int32);
+    const auto words = [](size_t bytes) { return static_cast<int64_t>(bytes / sizeof(int32_t)); };
     const auto vector = [&](int64_t size) { return TensorForm::vector(size, parts.int32); };
-    storage = parts.empty(vector(static_cast<int64_t>(layout.num_bytes / sizeof(int32_t))), order,
-                          &address);
-    base = address;
-    const auto part = [&](int64_t size, size_t offset) {
-      return parts.torch.part(storage, vector(size),
-                              static_cast<int64_t>(offset / sizeof(int32_t)));
-    };
-    expert_offsets = part(num_local + 1, layout.expert_offsets);
-    expert_counts = part(num_local, layout.expert_counts);
+    block.put(0, vector(words(layout.num_bytes)), sizeof(int32_t));
+    block.put_part(1, 0, vector(num_local + 1), words(layout.expert_offsets));
+    block.put_part(2, 0, vector(num_local), words(layout.expert_counts));
+    auto [tensors, addresses] = parts.pieces(block, order);
+    storage = std::move(tensors[0]);
+    expert_offsets = std::move(tensors[1]);
+    expert_counts = std::move(tensors[2]);
+    base = addresses[0];
   }
 
   // What Python makes the handle's Expansion of.
@@ -88,7 +90,7 @@ struct Numbering {
   }
 };
 
-// Rows of a dispatch with new routing, which has been launched.
+// Rows of a dispatch with new routing, which has been launched, and its handle.
 struct NewRows {
   Shared calls;
   std::shared_ptr<const NewDispatch> form;
@@ -98,17 +100,23 @@ struct NewRows {
   uint64_t slab_bytes;
   int64_t num_rows;  // that there is room for
   bool is_bounded, has_weights, has_scales, zero_padding;
+  SlabParts slab_parts;
+  uint64_t num_experts, token_mask;
+  int64_t num_tokens;  // of this rank
 
   const Parts& parts() const { return calls->parts; }
   uint64_t recv_rows() const {
     return parts().heap_base + blocks.src_offset + source_layout_of(*form, num_rows).recv_rows;
   }
 
+  uint64_t slab() const { return parts().heap_base + blocks.slab_offset; }
+  uint64_t slab_at(uint64_t part) const { return slab() + part; }
+
   // The other rows of each token, behind the dispatch.
-  void expand_all(int64_t num_tokens) const {
+  void expand_all(int64_t num_recv_tokens) const {
     const uint64_t begin = parts().heap_base + blocks.offset;
     expand(parts(),
-           {.rank_prefix = parts().heap_base + blocks.slab_offset,
+           {.rank_prefix = slab(),
             .expansion = {.send_row = 0,
                           .num_expanded = 0,
                           .recv_rows = recv_rows(),
@@ -116,7 +124,7 @@ struct NewRows {
                           .expert_counts = numbering.at(numbering.layout.expert_counts),
                           .num_topk = form->num_topk,
                           .num_local_experts = form->num_local_experts,
-                          .num_tokens_limit = num_tokens},
+                          .num_tokens_limit = num_recv_tokens},
             .num_rows = num_rows,
             .num_blocks = form->num_local_blocks,
             .zero_padding = zero_padding,
@@ -129,87 +137,102 @@ struct NewRows {
             .fill_rows = is_bounded ? recv_rows() : 0},
            form->rows, order);
   }
+
+  // Without a bound of rows: waits for the counts, a tuple, see Engine.counts_waiter; None if a
+  // kernel failed. False: then, and where the rows have not moved because some rank had no room for
+  // its own.
+  bool wait(py::object* counts) {
+    *counts = parts().wait_counts({});
+    if (counts->is_none() || PyTuple_GET_ITEM(counts->ptr(), 2) != Py_True) {
+      blocks.keep_slab(slab_bytes);
+      return false;
+    }
+    const int64_t num_recv_tokens = PyLong_AsLongLong(PyTuple_GET_ITEM(counts->ptr(), 0));
+    int64_t num_come = num_recv_tokens;
+    if (form->is_expanded) {
+      num_come = 0;
+      for (const py::handle rows : py::handle(PyTuple_GET_ITEM(counts->ptr(), 3))) {
+        num_come += PyLong_AsLongLong(rows.ptr());
+      }
+    }
+    if (num_come < num_rows) blocks.shrink(*form, slab_bytes, num_come);
+    num_rows = num_come;
+    if (form->is_expanded) {
+      expand_all(num_recv_tokens);
+      parts().end(order);
+    }
+    return true;
+  }
+
+  // x, or (x, scales).
+  py::object outputs() const {
+    return received(parts(), form->rows, blocks.layout, num_rows, blocks.offset, blocks.outputs);
+  }
+  // One number a selection.
+  py::object output(size_t part, DlDataType dtype) const {
+    if (form->is_expanded) {
+      return parts().vector(blocks.offset + part, num_rows, dtype, blocks.outputs);
+    }
+    return parts().matrix(blocks.offset + part, num_rows, form->num_topk, dtype, blocks.outputs);
+  }
+  py::object weights() const {
+    if (!has_weights) return py::none();
+    return output(blocks.layout.topk_weights, kDlFloat32);
+  }
 };
 
 // () -> (rows, recv_topk_idx, recv_topk_weights, counts, num_rows, recv_rows), once; the last is
-// the address of an expanded dispatch's, or 0. Without a bound of rows this waits for the counts: a
-// tuple, see Engine.counts_waiter; None if a kernel failed. Then, and where the rows have not moved
-// because some rank had no room for its own, there are no rows.
+// the address of an expanded dispatch's, or 0. Counts and when there are no rows: see NewRows::wait.
 inline py::object receive_new(NewRows& self, PyObject* const* /*none*/) {
-  const Parts& parts = self.parts();
-  const NewDispatch& form = *self.form;
-  NewBlocks& blocks = self.blocks;
   py::object counts = py::none();
-  if (!self.is_bounded) {
-    counts = parts.wait_counts({});
-    if (counts.is_none() || PyTuple_GET_ITEM(counts.ptr(), 2) != Py_True) {
-      blocks.keep_slab(self.slab_bytes);
-      return py::make_tuple(py::none(), py::none(), py::none(), std::move(counts), 0, 0);
-    }
-    const int64_t num_tokens = PyLong_AsLongLong(PyTuple_GET_ITEM(counts.ptr(), 0));
-    int64_t num_rows = num_tokens;
-    if (form.is_expanded) {
-      num_rows = 0;
-      for (const py::handle rows : py::handle(PyTuple_GET_ITEM(counts.ptr(), 3))) {
-        num_rows += PyLong_AsLongLong(rows.ptr());
-      }
-    }
-    if (num_rows < self.num_rows) blocks.shrink(form, self.slab_bytes, num_rows);
-    self.num_rows = num_rows;
-    if (form.is_expanded) {
-      self.expand_all(num_tokens);
-      parts.end(self.order);
-    }
+  if (!self.is_bounded && !self.wait(&counts)) {
+    return py::make_tuple(py::none(), py::none(), py::none(), std::move(counts), 0, 0);
   }
-  const int64_t num_rows = self.num_rows;
-  const OutputLayout& layout = blocks.layout;
-  const auto output = [&](size_t part, DlDataType dtype) {
-    if (form.is_expanded) {
-      return parts.vector(blocks.offset + part, num_rows, dtype, blocks.outputs);
-    }
-    return parts.matrix(blocks.offset + part, num_rows, form.num_topk, dtype, blocks.outputs);
-  };
-  py::object rows = received(parts, form.rows, layout, num_rows, blocks.offset, blocks.outputs);
-  py::object recv_idx = output(layout.topk_idx, form.idx_bytes == 8 ? kDlInt64 : kDlInt32);
-  py::object recv_weights = py::none();
-  if (self.has_weights) recv_weights = output(layout.topk_weights, kDlFloat32);
-  const uint64_t recv_rows = form.is_expanded ? self.recv_rows() : 0;
-  blocks.outputs = blocks.handle = py::none();  // theirs who have the tensors and the handle
+  py::object rows = self.outputs();
+  py::object recv_idx =
+      self.output(self.blocks.layout.topk_idx, self.form->idx_bytes == 8 ? kDlInt64 : kDlInt32);
+  py::object recv_weights = self.weights();
+  const uint64_t recv_rows = self.form->is_expanded ? self.recv_rows() : 0;
+  // Theirs who have the tensors and the handle.
+  self.blocks.outputs = self.blocks.handle = py::none();
   return py::make_tuple(std::move(rows), std::move(recv_idx), std::move(recv_weights),
-                        std::move(counts), num_rows, recv_rows);
+                        std::move(counts), self.num_rows, recv_rows);
 }
 
-// The arguments of NewCall
-//   -> (SlabLayout, its address, its block, routing, stream, num_topk, Numbering::told, what
-//   receives: receive_new), or None. What the caller makes of it before it receives costs nothing:
-//   the kernels are on their way.
-inline py::object quick_new_dispatch(const Shared& calls, PyObject* const* arguments) {
+// A call that has been read, launched as `asynchronous` says. Nothing: nothing has happened.
+inline std::optional<NewRows> launch_new(const Shared& calls, const NewCall& call,
+                                         PyObject* asynchronous) {
   const Parts& parts = calls->parts;
-  NewCall call;
-  if (!call.read(parts, arguments)) return py::none();
   const Payload& payload = call.payload;
   const Routing& routing = call.routing;
   const bool is_expanded = call.is_expanded;
   const auto form = call.find(calls->new_dispatches);
   Order order;
-  if (form == nullptr || !parts.begin(arguments[12], &order)) return py::none();
+  if (form == nullptr || !parts.begin(asynchronous, &order)) return std::nullopt;
   const SlabParts parts_of_slab = form->slabs.of(payload.num_tokens());
   const uint64_t slab_bytes = parts_of_slab.num_bytes;
   const bool is_bounded = call.num_rows > 0;
   NewBlocks blocks;
   int64_t num_rows = 0;
-  const auto likely = [&] {
-    const auto tokens = static_cast<uint64_t>(payload.num_tokens());
-    if (!is_expanded) return parts.likely_rows({tokens});
-    return parts.likely_expanded({tokens, static_cast<uint64_t>(form->num_topk),
-                                  static_cast<uint64_t>(form->num_experts),
-                                  static_cast<uint64_t>(call.alignment)});
-  };
-  const bool has_room = call.reserve(likely, [&](int64_t rows) {
+  const auto take = [&](int64_t rows) {
     num_rows = rows;
     return blocks.take(parts, *form, slab_bytes, rows, order);
-  });
-  if (!has_room) return py::none();
+  };
+  bool has_room = false;
+  if (is_expanded && !is_bounded) {
+    int64_t tried = 0;
+    for (const int64_t rows : parts.likely.expanded(payload.num_tokens(), form->num_topk,
+                                                    form->num_experts, call.alignment)) {
+      has_room = has_room || (rows != tried && take(rows));
+      tried = rows;
+    }
+  } else {
+    const auto likely = [&] {
+      return parts.likely_rows({static_cast<uint64_t>(payload.num_tokens())});
+    };
+    has_room = call.reserve(likely, take);
+  }
+  if (!has_room) return std::nullopt;
   Numbering numbering;
   if (is_expanded) numbering.make(parts, *form, payload.num_tokens(), order);
   const NumberingLayout& numbers = numbering.layout;
@@ -270,8 +293,6 @@ inline py::object quick_new_dispatch(const Shared& calls, PyObject* const* argum
                             : 0,
                 sources.given_x,
                 order.stream});
-  const py::object handle_block = blocks.handle;
-  const py::object told = numbering.told();
   NewRows rows{.calls = calls,
                .form = form,
                .blocks = std::move(blocks),
@@ -282,15 +303,37 @@ inline py::object quick_new_dispatch(const Shared& calls, PyObject* const* argum
                .is_bounded = is_bounded,
                .has_weights = routing.has_weights,
                .has_scales = form->rows.num_scales > 0,
-               .zero_padding = call.zero_padding};
+               .zero_padding = call.zero_padding,
+               .slab_parts = parts_of_slab,
+               .num_experts = static_cast<uint64_t>(routing.num_experts),
+               .token_mask = token_mask,
+               .num_tokens = payload.num_tokens()};
   if (is_expanded && is_bounded) rows.expand_all(num_rows);
   parts.end(order);
   call.keep(parts, order);
-  return py::make_tuple(
-      parts_of_slab.layout, slab, handle_block,
-      py::make_tuple(routing.num_experts, token_mask, send_head, slab, channel_prefix),
-      parts.home_of(order), form->num_topk, told,
-      object_function<0, &receive_new>("receive", std::move(rows), py::none()));
+  return rows;
+}
+
+// The arguments of NewCall
+//   -> (SlabLayout, its address, its block, routing, stream, num_topk, Numbering::told, what
+//   receives: receive_new), or None. What the caller makes of it before it receives costs nothing:
+//   the kernels are on their way.
+inline py::object quick_new_dispatch(const Shared& calls, PyObject* const* arguments) {
+  NewCall call;
+  if (!call.read(calls->parts, arguments)) return py::none();
+  std::optional<NewRows> rows = launch_new(calls, call, arguments[12]);
+  if (!rows) return py::none();
+  const SlabParts& at = rows->slab_parts;
+  py::tuple routing =
+      py::make_tuple(rows->num_experts, rows->token_mask, rows->slab_at(at.send_head), rows->slab(),
+                     rows->slab_at(at.channel_prefix));
+  const py::object layout = at.layout, block = rows->blocks.handle;
+  const uint64_t slab = rows->slab();
+  const int64_t num_topk = rows->form->num_topk;
+  py::object home = calls->parts.home_of(rows->order), told = rows->numbering.told();
+  return py::make_tuple(layout, slab, block, std::move(routing), std::move(home), num_topk,
+                        std::move(told),
+                        object_function<0, &receive_new>("receive", *std::move(rows), py::none()));
 }
 
 }  // namespace deep_comm::quick

@@ -1,5 +1,5 @@
-// What a Python class keeps in its __slots__, without going through Python: attributes, and instances
-// made without their __init__, which takes as long as a third of a call's other steps.
+// What a Python class keeps in its __slots__ or __dict__, without going through Python: attributes, and
+// instances made without their __init__, which takes as long as a third of a call's other steps.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -37,6 +37,30 @@ class Slot {
   }
   Py_ssize_t offset_;
 };
+
+// An instance of a class of Python's with these attributes, whatever its constructor would do.
+inline pybind11::object instance_of(const pybind11::object& type, const pybind11::dict& held) {
+  auto* made_of = reinterpret_cast<PyTypeObject*>(type.ptr());
+  auto made = pybind11::reinterpret_steal<pybind11::object>(made_of->tp_alloc(made_of, 0));
+  static PyObject* const name = PyUnicode_InternFromString("__dict__");
+  if (!made || PyObject_GenericSetAttr(made.ptr(), name, held.ptr()) != 0) {
+    throw pybind11::error_already_set();
+  }
+  return made;
+}
+
+// Of a class of tuples.
+template <size_t kCount>
+pybind11::object tuple_of(const pybind11::object& type,
+                          std::array<pybind11::object, kCount> items) {
+  auto* made_of = reinterpret_cast<PyTypeObject*>(type.ptr());
+  auto made = pybind11::reinterpret_steal<pybind11::object>(made_of->tp_alloc(made_of, kCount));
+  if (!made) throw pybind11::error_already_set();
+  for (size_t item = 0; item < kCount; ++item) {
+    PyTuple_SET_ITEM(made.ptr(), static_cast<Py_ssize_t>(item), items[item].release().ptr());
+  }
+  return made;
+}
 
 template <size_t kCount>
 class SlottedType {

@@ -170,6 +170,13 @@ class TorchTensors {
   MadePieces<kCount> pieces(const TensorBlock<kCount>& block) const {
     MadePieces<kCount> made;
     if (functions_ != nullptr && pieces_of_one(block, &made)) return made;
+    return apart(block,
+                 [&](const TensorForm& form, uintptr_t* address) { return empty(form, address); });
+  }
+  // The same of one allocation each, as `empty` (form, address) makes them.
+  template <size_t kCount, class Empty>
+  MadePieces<kCount> apart(const TensorBlock<kCount>& block, const Empty& empty) const {
+    MadePieces<kCount> made;
     for (size_t place = 0; place < kCount; ++place) {
       const auto& piece = block.pieces[place];
       if (!piece.is_there()) continue;

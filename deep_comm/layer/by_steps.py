@@ -18,9 +18,8 @@ def by_steps(layer: ExpertParallel) -> ExpertParallel:
     slow = copy.copy(layer)
     steps: Any = copy.copy(layer._steps)
     transport: Any = copy.copy(steps.transport)
-    prefill: Any = copy.copy(transport.prefill)
-    slow._steps, steps.transport, transport.prefill = steps, transport, prefill
+    slow._steps, steps.transport = steps, transport
     transport.quick = NEVER
-    steps._begin = steps._end = steps.forward_quick = never
-    prefill.dispatch_quick = prefill.combine_quick = never
+    steps._begin = steps._end = steps._begin_prefill = steps._end_prefill = never
+    steps.forward_quick = steps.dispatch_quick = never
     return slow

@@ -311,7 +311,12 @@ class ExpertParallel:
         forward.
         """
         steps = self._steps
-        way = steps.way(x, topk_idx, topk_weights, self.mode if mode is None else mode, bounded)
+        if mode is None:
+            mode = self.mode
+        batch = steps.dispatch_quick(x, topk_idx, topk_weights, mode, bounded)
+        if batch is not None:
+            return batch
+        way = steps.way(x, topk_idx, topk_weights, mode, bounded)
         return steps.dispatch(way, x, topk_idx, topk_weights, bounded)
 
     def dispatch_async(

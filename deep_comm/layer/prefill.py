@@ -6,25 +6,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
 from deep_comm.events import EventOverlap
+from deep_comm.handle_parts import Memory, Slab, SlabLayout
 from deep_comm.layer.batch import ExpertBatch
+from deep_comm.layer.quick_prefill import PrefillCalls, Prefilled, prefill_calls
 from deep_comm.layer.shape import MoEShape
-from deep_comm.ops.quick_new import dispatch_expanded
+from deep_comm.ops.call import SYNCHRONOUS
+from deep_comm.ops.dispatch import NewDispatch, UnmovedRows
+from deep_comm.ops.notify import counts_of
+from deep_comm.ops.quick_new import expanded_arguments
+from deep_comm.ops.scales import PLAIN
+from deep_comm.ops.steps import dispatch_unmoved
 from deep_comm.topology import first_expert
 
 if TYPE_CHECKING:
     from deep_comm.buffer import Buffer
-
-
-class Prefilled(NamedTuple):
-    """What combine needs of a prefill batch."""
-
-    handle: Any  # of the way of prefill
-    weights: Tensor  # float32 [S], of each row
+    from deep_comm.layer.mode import ModeRule
 
 
 @dataclass(eq=False)
@@ -42,14 +43,8 @@ class Sent:
 
 
 class Prefill(Protocol):
-    def dispatch_quick(
-        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, is_bounded: bool
-    ) -> ExpertBatch | None:
-        """In one native step, received, of an x that is of the layer; None: nothing has
-        happened."""
-
-    def combine_quick(self, rows: Tensor, state: Prefilled) -> Tensor | None:
-        """Likewise."""
+    def calls(self, rule: ModeRule) -> PrefillCalls:
+        """In one native step each; with the rule of the layer."""
 
     def batch(self, sent: Sent, rows: Tensor, weights: Tensor) -> ExpertBatch:
         """``rows``, ``weights``: of ``sent``, or what autograd knows them by."""
@@ -93,8 +88,6 @@ class ExpandedPrefill:
         self._buffer = buffer
         self._ctx = buffer._context
         self._shape = shape
-        self._hidden, self._dtype = shape.hidden, shape.dtype
-        self._num_experts = shape.num_experts
         self._alignment = alignment
         self._max_recv_rows = max_recv_rows
         self._alike: dict[str, Any] = dict(
@@ -104,42 +97,39 @@ class ExpandedPrefill:
             alignment=alignment,
         )
 
-    def dispatch_quick(
-        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, is_bounded: bool
-    ) -> ExpertBatch | None:
-        if self._shape.fp8:
-            return None
-        alignment = self._alignment
-        received = dispatch_expanded(
-            self._ctx, x, topk_idx, topk_weights, self._buffer._default("dispatch", None),
-            self._num_experts, self._max_recv_rows if is_bounded else 0, alignment,
-            is_bounded or alignment > 1,
-        )  # fmt: skip
-        if received is None:
-            return None
-        rows, _, weights, counts, handle, _ = received
-        return self._batch(rows, None, weights, None if is_bounded else counts, handle)
+    def calls(self, rule: ModeRule) -> PrefillCalls:
+        return prefill_calls(
+            self._buffer,
+            self._shape,
+            rule,
+            alignment=self._alignment,
+            max_recv_rows=self._max_recv_rows,
+            common=dict(self._alike, scales=None),
+            finish_unmoved=self._finish_unmoved,
+        )
 
-    def combine_quick(self, rows: Tensor, state: Prefilled) -> Tensor | None:
-        # How many rows there are the step itself knows.
-        if type(rows) is not Tensor or rows.dtype is not self._dtype:
-            return None
-        if rows.size(-1) != self._hidden:
-            return None
-        handle, weights = state
-        ctx = self._ctx
-        known = handle.known_to(ctx.owner)
-        if known is None or not ctx.is_sound():
-            return None
-        sums = ctx.quick.combine(
-            rows, weights, known.numbers, known.home_stream, None,
-            self._buffer._default("combine", None), None, True,
-        )  # fmt: skip
-        if sums is None:
-            return None
-        ctx.end()
-        combined: Tensor = sums[0]
-        return combined
+    def _finish_unmoved(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        default: Any,
+        layout: SlabLayout,
+        address: int,
+        block: Any,
+        waited: tuple[Any, ...] | None,
+        storage: Tensor,
+    ) -> ExpertBatch:
+        """Of a native step whose rows have not moved."""
+        ctx, alignment = self._ctx, self._alignment
+        slab = Slab(layout, address, Memory(ctx.heap.place, ctx.heap.memory(), block))
+        unmoved = UnmovedRows(slab, counts_of(ctx, waited), storage)
+        given = expanded_arguments(
+            topk_idx, topk_weights, self._shape.num_experts, 0, alignment, alignment > 1
+        )
+        call = NewDispatch(ctx, x, PLAIN, config=None, default=default, **given)
+        rows, _, weights, counts, handle, _ = dispatch_unmoved(call, unmoved, SYNCHRONOUS)
+        return self._batch(rows, None, weights, counts, handle)
 
     def batch(self, sent: Sent, rows: Tensor, weights: Tensor) -> ExpertBatch:
         counts = None if sent.is_bounded else sent.counts

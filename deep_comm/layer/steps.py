@@ -19,8 +19,9 @@ from deep_comm.layer.construction import check_mode
 from deep_comm.layer.host_words import HostWords, most_tokens
 from deep_comm.layer.mode import ModeRule
 from deep_comm.layer.pending import Pending
-from deep_comm.layer.prefill import Prefilled, Sent
+from deep_comm.layer.prefill import Sent
 from deep_comm.layer.quick_decode import Decoded
+from deep_comm.layer.quick_prefill import Prefilled
 from deep_comm.layer.shape import Mode
 from deep_comm.layer.transport import Transport
 
@@ -51,6 +52,7 @@ class Steps:
         self.is_capturing: Callable[[], bool] = buffer._context.backend.is_capturing
         self.rule = ModeRule(self.shape.decode_tokens)
         self._max_num_tokens: int | None = None  # of the last prefill exchange
+        self._begin_prefill, self._end_prefill = transport.prefill.calls(self.rule)
         # What a rank with too many tokens sends in a decode step: tokens that go nowhere.
         num_asking = self.shape.decode_tokens + 1
         shape, device = (num_asking, self.shape.num_topk), buffer.device
@@ -165,23 +167,25 @@ class Steps:
             if bounded:
                 return None
             if not self.can_decode or (self._may_exceed and not self.rule.begins_with_decode):
-                batch = self._prefill_quick(x, topk_idx, topk_weights, False)
-                if batch is None:
-                    return None
-                self.rule.learn(batch.state.handle.max_num_tokens)
-                return self._combine_prefill(batch, experts(batch))
-            is_asking = self._may_exceed
+                batch = self._begin_prefill(x, topk_idx, topk_weights, False, True)
+                end: Any = self._end_prefill
+            else:
+                is_asking = self._may_exceed
+                batch = self._begin(x, topk_idx, topk_weights, is_asking)
+                end = self._end
         elif mode == "prefill":
-            batch = self._prefill_quick(x, topk_idx, topk_weights, bounded)
-            return None if batch is None else self._combine_prefill(batch, experts(batch))
-        elif mode != "decode":
+            batch = self._begin_prefill(x, topk_idx, topk_weights, bounded, False)
+            end = self._end_prefill
+        elif mode == "decode":
+            batch = self._begin(x, topk_idx, topk_weights, False)
+            end = self._end
+        else:
             return None
-        batch = self._begin(x, topk_idx, topk_weights, is_asking)
         if batch is None:
             return None
         rows, state = experts(batch), batch.state
         if not is_asking:
-            y = self._end(rows, state)
+            y = end(rows, state)
             return self._combine_by_steps(batch, rows) if y is None else y
         most, found = None, self._finish(rows, state)
         if type(found) is Tensor:
@@ -236,6 +240,25 @@ class Steps:
             return self.buffer.wait_low_latency_num_tokens()
         return most_tokens(self.buffer._context, self._host_words, state)
 
+    def dispatch_quick(
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, mode: Mode, bounded: bool
+    ) -> ExpertBatch | None:
+        """The first half of ``forward_quick``, of a step that does not ask."""
+        if is_grad_enabled():
+            return None
+        if mode == "auto":
+            if bounded:
+                return None
+            if not self.can_decode or (self._may_exceed and not self.rule.begins_with_decode):
+                return self._begin_prefill(x, topk_idx, topk_weights, False, True)
+            if self._may_exceed:
+                return None
+        elif mode == "prefill":
+            return self._begin_prefill(x, topk_idx, topk_weights, bounded, False)
+        elif mode != "decode":
+            return None
+        return self._begin(x, topk_idx, topk_weights, False)
+
     def dispatch(
         self, way: Way, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, bounded: bool
     ) -> ExpertBatch:
@@ -282,11 +305,7 @@ class Steps:
         if type(state) is Decoded:
             combined = self._end(rows, state)
         elif not is_grad_enabled():
-            combined = self.transport.prefill.combine_quick(rows, state)
-        return self._combine_by_steps(batch, rows) if combined is None else combined
-
-    def _combine_prefill(self, batch: ExpertBatch, rows: Tensor) -> Tensor:
-        combined = self.transport.prefill.combine_quick(rows, batch.state)
+            combined = self._end_prefill(rows, state)
         return self._combine_by_steps(batch, rows) if combined is None else combined
 
     def _combine_by_steps(self, batch: ExpertBatch, rows: Tensor) -> Tensor:
@@ -327,17 +346,6 @@ class Steps:
             topk_idx = topk_idx[: len(x)] if nowhere is None else nowhere  # refused by its name
             topk_weights = self._no_weights
         return self.transport.decode(x, topk_idx, topk_weights, is_async, True)
-
-    def _prefill_quick(
-        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, is_bounded: bool
-    ) -> ExpertBatch | None:
-        """Of what ``way`` has not looked at."""
-        if type(x) is not Tensor or x.dtype is not self._dtype or topk_weights is None:
-            return None
-        extents = x.shape
-        if len(extents) != 2 or extents[1] != self._hidden or extents[0] > self._max_tokens:
-            return None
-        return self.transport.prefill.dispatch_quick(x, topk_idx, topk_weights, is_bounded)
 
     def _prefill(
         self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, is_bounded: bool

@@ -4,6 +4,8 @@ between nodes when.
 
 from __future__ import annotations
 
+from deep_comm import _core
+
 
 class EarlyLaunches:
     """Whether a dispatch goes out before its counts are known. All ranks must do alike: they see
@@ -94,16 +96,10 @@ class ExpectedRows:
     def expanded_choices(
         self, num_tokens: int, places: int, num_experts: int, expert_alignment: int
     ) -> tuple[int, ...]:
-        """The same for expanded dispatches with ``places`` of a token: a little more than ever
-        came, or at first twice what even routing brings; or a quarter more than even routing from
-        ranks as full as this one. These rows are many and the region is no larger than two or three
-        such blocks: what is too much for a while is in the way of the next.
-        """
-        likely = self._most_expanded_rows + self._most_expanded_rows // 8
-        num_local = -(-num_experts // self._num_ranks)
-        padding = num_local * (expert_alignment - 1)
-        even = -(-self._num_ranks * num_tokens * places * num_local // num_experts)
-        alike = even + even // 4 + padding
-        if likely == 0:
-            likely = 2 * even + padding
-        return tuple(sorted({max(likely, alike), alike} - {0}, reverse=True))
+        """The same for expanded dispatches with ``places`` of a token: see
+        csrc/host/likely_rows.hpp."""
+        choices = _core.expanded_choices(
+            self._num_ranks, self._most_expanded_rows, num_tokens, places, num_experts,
+            expert_alignment,
+        )  # fmt: skip
+        return tuple(sorted({*choices} - {0}, reverse=True))

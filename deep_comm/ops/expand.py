@@ -96,7 +96,7 @@ class Numbering:
 
 
 def numbered_expansion(
-    ctx: Context,
+    num_ranks: int,
     storage: Tensor,
     expert_offsets: Tensor,
     expert_counts: Tensor,
@@ -106,7 +106,6 @@ def numbered_expansion(
     expert_alignment: int,
 ) -> Expansion:
     """Of a native step; to be completed when the rows are known."""
-    num_ranks = ctx.num_ranks
     layout = numbering_layout(num_ranks, num_experts, expert_counts.shape[0], num_tokens, num_topk)
     return Expansion.fresh(
         storage,

@@ -122,7 +122,7 @@ def normal_of(ctx: Context) -> NormalCalls:
         is_ready=is_ready,
         record=record,
         likely_rows=ctx.expected.choices,
-        likely_expanded=ctx.expected.expanded_choices,
+        expected=ctx.expected,
         likely_forwarded=ctx.expected.forwarded,
         wait_counts=ctx.wait_counts,
         wait_tier_counts=ctx.wait_tier_counts,
@@ -149,15 +149,15 @@ def layout_of(ctx: Context) -> Callable[[object, object, object], Any]:
 
 
 @functools.cache
-def _code(dtype: torch.dtype) -> tuple[int, int] | None:
+def code_of(dtype: torch.dtype) -> tuple[int, int] | None:
     """DLPack's (code, bits), if torch makes tensors of it."""
     return foreign.code_of(dtype)
 
 
 def _codes(form: PayloadForm) -> dict[str, Any] | None:
     """Of rows and scales, by the names of the native calls."""
-    dtype = _code(form.dtype)
-    scale_dtype = dtype if form.scale_dtype is None else _code(form.scale_dtype)
+    dtype = code_of(form.dtype)
+    scale_dtype = dtype if form.scale_dtype is None else code_of(form.scale_dtype)
     if dtype is None or scale_dtype is None:
         return None
     return dict(
@@ -247,7 +247,7 @@ def remember_combine(
     num_topk: int,
 ) -> None:
     """After a plain combine, likewise. ``num_topk``: 0 without weights."""
-    native, code = ctx.quick.native, _code(dtype)
+    native, code = ctx.quick.native, code_of(dtype)
     if native is None or known.numbers is None or code is None:
         return
     native.add_combine(
@@ -322,7 +322,7 @@ def remember_tier_combine(
     launch: Callable[..., None],
 ) -> None:
     """After a plain combine between nodes, likewise. ``num_topk``: 0 without weights."""
-    native, code = ctx.quick.native, _code(dtype)
+    native, code = ctx.quick.native, code_of(dtype)
     if native is not None and code is not None:
         native.add_tier_combine(
             config=options.config,

@@ -46,8 +46,8 @@ class SentRows:
         if numbered is not None:
             self._storage, offsets, counts = numbered
             expansion = numbered_expansion(
-                ctx, self._storage, offsets, counts, routing[0], layout.num_tokens, num_topk,
-                expert_alignment,
+                ctx.num_ranks, self._storage, offsets, counts, routing[0], layout.num_tokens,
+                num_topk, expert_alignment,
             )  # fmt: skip
         self._handle = Handle.fresh_in_region(
             ctx.owner, layout, address, is_token_in_rank, routing, num_worst_tokens, memory,
@@ -104,34 +104,6 @@ def send_new(ctx: Context, streams: StreamOptions, *given: Any) -> SentRows | No
         return None
     has_default_sms = given[10] is None and isinstance(given[11], DefaultConfig)
     return SentRows(ctx, streams, made, given[5], given[7], given[8], has_default_sms)
-
-
-def dispatch_expanded(
-    ctx: Context,
-    x: Any,
-    topk_idx: Any,
-    topk_weights: Any,
-    default: Any,
-    num_experts: int,
-    num_worst_tokens: int,
-    expert_alignment: int,
-    zero_padding: bool,
-) -> DispatchResult | None:
-    """dispatch with expand on the caller's stream, for the layer. None: nothing has happened."""
-    sent = send_new(
-        ctx, SYNCHRONOUS, x, topk_idx, topk_weights, None, None, None, num_experts,
-        num_worst_tokens, expert_alignment, False, None, default, True, zero_padding, 0,
-    )  # fmt: skip
-    if sent is None:
-        return None
-    received = sent.receive()
-    if isinstance(received, UnmovedRows):
-        given = expanded_arguments(
-            topk_idx, topk_weights, num_experts, num_worst_tokens, expert_alignment, zero_padding
-        )
-        call = NewDispatch(ctx, x, PLAIN, config=None, default=default, **given)
-        return dispatch_unmoved(call, received, SYNCHRONOUS)
-    return received
 
 
 def expanded_arguments(

@@ -15,9 +15,10 @@ from layer_cases import LayerCase, build, inputs
 from deep_comm import local
 from deep_comm.layer.host_words import HostWords
 
+MAX_ROWS = 256  # of bounded steps
 TARGET_US = 10.0  # a step: dispatch and combine
-MAX_FUNCTIONS = {"decode": 3, "auto": 3, "prefill": 44}
-"""Of the whole package; the Buffer's two calls under them enter 5 and 42."""
+MAX_FUNCTIONS = {"decode": 3, "auto": 3, "prefill": 3, "bounded": 3}
+"""Of the whole package; the Buffer's two calls under them enter 2, 2, 42 and 39."""
 IMPORT_TARGET_S = 0.5
 
 
@@ -43,11 +44,12 @@ def _without_launches(body: Callable[[Any, tuple[Any, ...]], Any]) -> Any:
 
     def main(group: Any) -> Any:
         case = LayerCase(((16,),), max_tokens=64, decode_tokens=32, experts=16, topk=8)
-        with build(group, case) as layer, torch.inference_mode():
+        with build(group, case, max_recv_rows=MAX_ROWS) as layer, torch.inference_mode():
             layer._steps.use_words(HostWords.create(layer.buffer._context.rendezvous))
             parts = inputs(case, 0, 0)
-            steps = [_raw_decode(layer, parts), _raw_prefill(layer, parts)]
-            steps += [_step(layer, parts, mode) for mode in ("decode", "auto", "prefill")]
+            steps = [_raw_decode(layer, parts)]
+            steps += [_raw_prefill(layer, parts, bound) for bound in (0, MAX_ROWS)]
+            steps += [_step(layer, parts, mode) for mode in MAX_FUNCTIONS]
             for step in 2 * steps:  # the first of a form is not one native step
                 step()
             engine = layer.buffer._context.engine
@@ -75,28 +77,37 @@ def _raw_decode(layer: Any, parts: tuple[Any, ...]) -> Callable[[], None]:
     return step
 
 
-def _raw_prefill(layer: Any, parts: tuple[Any, ...]) -> Callable[[], None]:
+def _raw_prefill(layer: Any, parts: tuple[Any, ...], bound: int) -> Callable[[], None]:
     x, idx, weights = parts
     buffer = layer.buffer
 
     def step() -> None:
-        sent = buffer.dispatch(x, topk_idx=idx, topk_weights=weights, num_experts=16, expand=True)
+        sent = buffer.dispatch(
+            x, topk_idx=idx, topk_weights=weights, num_experts=16, expand=True,
+            num_worst_tokens=bound, zero_padding=bound > 0,
+        )  # fmt: skip
         buffer.combine(sent[0], sent[4], topk_weights=sent[2], apply_weights=True)
 
     return step
 
 
 def _step(layer: Any, parts: tuple[Any, ...], mode: str) -> Callable[[], None]:
+    bounded = mode == "bounded"
+    name = "prefill" if bounded else mode
+
     def step() -> None:
-        layer(*parts, _experts, mode=mode)
+        layer(*parts, _experts, mode=name, bounded=bounded)
 
     return step
 
 
-@pytest.mark.parametrize("mode", ["decode", "auto", "prefill"])
+@pytest.mark.parametrize("mode", MAX_FUNCTIONS)
 def test_a_step_adds_few_microseconds_to_the_buffer_calls(mode: str) -> None:
     def body(layer: Any, parts: tuple[Any, ...]) -> float:
-        raw = (_raw_prefill if mode == "prefill" else _raw_decode)(layer, parts)
+        if mode in ("prefill", "bounded"):
+            raw = _raw_prefill(layer, parts, MAX_ROWS if mode == "bounded" else 0)
+        else:
+            raw = _raw_decode(layer, parts)
         step = _step(layer, parts, mode)
         # The least of many, of this thread alone: whatever else runs on this machine can only add.
         timers = [timeit.Timer(call, timer=time.thread_time) for call in (raw, step)]
@@ -107,7 +118,7 @@ def test_a_step_adds_few_microseconds_to_the_buffer_calls(mode: str) -> None:
     assert added_us <= TARGET_US, f"{added_us:.1f} us"
 
 
-@pytest.mark.parametrize("mode", ["decode", "auto", "prefill"])
+@pytest.mark.parametrize("mode", MAX_FUNCTIONS)
 def test_a_step_enters_few_functions_and_makes_no_tensor_of_its_own(
     mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

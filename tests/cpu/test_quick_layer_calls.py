@@ -5,52 +5,20 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import fake_cuda
 import pytest
 import torch
 from layer_cases import Experts, LayerCase, build, inputs
+from layer_spy import Spy, require_same
 
 from deep_comm import local
 from deep_comm.errors import ArgumentError
 from deep_comm.layer.host_words import HostWords
-from deep_comm.layer.quick_decode import NEVER
 from deep_comm.ops import quick
 
 MODES = [("decode", False), ("auto", False), ("prefill", False), ("prefill", True)]
-
-
-class Spy:
-    """Which halves of a layer's steps were one native step; ``is_off``: none may be."""
-
-    def __init__(self, layer: Any) -> None:
-        self.made: list[bool] = []
-        self.is_off = False
-        steps, prefill = layer._steps, layer._steps.transport.prefill
-        steps._begin, steps._end = map(self._spied, (steps._begin, steps._end))
-        steps._finish = self._spied(steps._finish)
-        steps.transport.quick = NEVER
-        prefill.dispatch_quick = self._spied(prefill.dispatch_quick)
-        prefill.combine_quick = self._spied(prefill.combine_quick)
-
-    def _spied(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def spied(*arguments: Any) -> Any:
-            made = None if self.is_off else call(*arguments)
-            self.made.append(made is not None)
-            return made
-
-        return spied
-
-    def taken(self) -> list[bool]:
-        made, self.made = self.made, []
-        return made
-
-
-def require_same(one: Any, other: Any) -> None:
-    assert one.dtype == other.dtype and one.shape == other.shape
-    assert torch.equal(one.view(torch.int16), other.view(torch.int16))
 
 
 @pytest.mark.parametrize("idx_dtype", [torch.int64, torch.int32])
