@@ -518,9 +518,11 @@ class QuickNormal:
         num_max_topk: int,
         int32: object,  # torch's dtypes
         boolean: object,
-    ) -> Callable[[object, object, object], Any]:
-        """topk_idx, num_experts, asynchronous -> num_tokens_per_rank, num_tokens_per_node or None,
-        num_tokens_per_expert, is_token_in_rank.
+        event_type: type,  # EventOverlap
+        is_synchronous: bool,  # Backend.is_synchronous
+    ) -> Callable[[object, object, object, object], Any]:
+        """Context, topk_idx, num_experts, asynchronous -> num_tokens_per_rank, num_tokens_per_node
+        or None, num_tokens_per_expert, is_token_in_rank and, of a synchronous call, its event.
         """
     def calls(self) -> tuple[Callable[..., Any], ...]:
         """``asynchronous``: StreamOptions.asynchronous.
@@ -545,7 +547,7 @@ class QuickNormal:
         buffer: object,
         default_of: Callable[[str, None], object],  # Buffer._default
         default_config_type: type,
-        end: Callable[[], object] | None,  # behind every call
+        is_synchronous: bool,  # Backend.is_synchronous
         finish_unmoved: Callable[..., object],  # see layer/quick_prefill.py
         maker: object,  # of handles, as told_of_batch gives it back
         dtype: tuple[int, int],  # DLPack's code and bits

@@ -14,7 +14,7 @@ from deep_comm.events import EventOverlap
 from deep_comm.handle import Handle
 from deep_comm.internode_handle import InternodeHandle
 from deep_comm.ops import internode, internode_combine
-from deep_comm.ops.call import StreamOptions
+from deep_comm.ops.call import SYNCHRONOUS, StreamOptions
 from deep_comm.ops.combine import combine
 from deep_comm.ops.dispatch import (
     DispatchResult,
@@ -66,13 +66,13 @@ class NormalCalls(DefaultConfigs):
             ExpertIndexError: an index out of range; on CUDA devices dispatch raises it, on all
                 ranks.
         """
-        ctx = self._context
-        streams = StreamOptions.checked(previous_event, async_finish, allocate_on_comm_stream)
-        if streams.is_quick and ctx.is_sound():
-            made = ctx.quick_layout(topk_idx, num_experts, streams.asynchronous)
+        ctx, streams = self._context, SYNCHRONOUS
+        if previous_event is not None or async_finish or allocate_on_comm_stream:
+            streams = StreamOptions.checked(previous_event, async_finish, allocate_on_comm_stream)
+        if streams.is_quick:
+            made = ctx.quick_layout(ctx, topk_idx, num_experts, streams.asynchronous)
             if made is not None:
-                ctx.end()
-                return *made, streams.quick_end(ctx)
+                return made if len(made) == 5 else (*made, streams.quick_end(ctx))
         layout, event = get_dispatch_layout(self._context, topk_idx, num_experts, streams)
         per_rank, per_expert = layout.num_tokens_per_rank, layout.num_tokens_per_expert
         per_node = layout.num_tokens_per_node

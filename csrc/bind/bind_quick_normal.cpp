@@ -176,21 +176,25 @@ void bind_quick_normal(py::module_& m) {
       .def(
           "layout",
           [](const Shared& self, int64_t num_ranks, int64_t num_nodes, int64_t num_max_experts,
-             int64_t num_max_topk, const py::object& int32, py::object boolean) {
+             int64_t num_max_topk, const py::object& int32, py::object boolean,
+             py::object event_type, bool is_synchronous) {
             const auto vector = [&](int64_t size) { return TensorForm::vector(size, int32); };
-            return object_function<3, &quick_layout>("quick_layout",
-                                                     QuickLayout{.parts = {self, &self->parts},
-                                                                 .num_ranks = num_ranks,
-                                                                 .num_nodes = num_nodes,
-                                                                 .num_max_experts = num_max_experts,
-                                                                 .num_max_topk = num_max_topk,
-                                                                 .per_rank = vector(num_ranks),
-                                                                 .per_node = vector(num_nodes),
-                                                                 .boolean = std::move(boolean)},
-                                                     py::none());
+            return object_function<4, &quick_layout>(
+                "quick_layout",
+                QuickLayout{.parts = {self, &self->parts},
+                            .num_ranks = num_ranks,
+                            .num_nodes = num_nodes,
+                            .num_max_experts = num_max_experts,
+                            .num_max_topk = num_max_topk,
+                            .per_rank = vector(num_ranks),
+                            .per_node = vector(num_nodes),
+                            .boolean = std::move(boolean),
+                            .event_type = std::move(event_type),
+                            .is_synchronous = is_synchronous},
+                py::none());
           },
           py::kw_only(), "num_ranks"_a, "num_nodes"_a, "num_max_experts"_a, "num_max_topk"_a,
-          "int32"_a, "boolean"_a)
+          "int32"_a, "boolean"_a, "event_type"_a, "is_synchronous"_a)
       .def("calls",
            [](const Shared& self) {
              const auto call = [&]<size_t kCount, auto kBody>(const char* name) {
@@ -204,7 +208,7 @@ void bind_quick_normal(py::module_& m) {
       .def(
           "layer",
           [](const Shared& self, py::object context, py::object buffer, py::object default_of,
-             py::object default_config_type, py::object end, py::object finish_unmoved,
+             py::object default_config_type, bool is_synchronous, py::object finish_unmoved,
              py::object maker, TypeCode dtype, int64_t hidden, int64_t max_tokens, int64_t num_topk,
              py::object num_experts, py::object max_rows, py::object alignment,
              py::object batch_type, py::dict common, const py::object& state_type,
@@ -217,7 +221,6 @@ void bind_quick_normal(py::module_& m) {
                              .buffer = std::move(buffer),
                              .default_of = std::move(default_of),
                              .default_config_type = std::move(default_config_type),
-                             .end = std::move(end),
                              .finish_unmoved = std::move(finish_unmoved),
                              .maker = std::move(maker),
                              .dtype = dtype_of(dtype),
@@ -228,6 +231,7 @@ void bind_quick_normal(py::module_& m) {
                              .max_rows = std::move(max_rows),
                              .alignment = std::move(alignment),
                              .has_padding = has_padding,
+                             .is_synchronous = is_synchronous,
                              .batch_type = std::move(batch_type),
                              .common = std::move(common),
                              .state_type = state_type,
@@ -242,10 +246,10 @@ void bind_quick_normal(py::module_& m) {
                 object_function<5, &begin_prefill>("begin", SharedPrefill(layer), py::none()),
                 object_function<2, &end_prefill>("end", SharedPrefill(layer), py::none()));
           },
-          py::kw_only(), "context"_a, "buffer"_a, "default_of"_a, "default_config_type"_a, "end"_a,
-          "finish_unmoved"_a, "maker"_a, "dtype"_a, "hidden"_a, "max_tokens"_a, "num_topk"_a,
-          "num_experts"_a, "max_rows"_a, "alignment"_a, "batch_type"_a, "common"_a, "state_type"_a,
-          "rule"_a)
+          py::kw_only(), "context"_a, "buffer"_a, "default_of"_a, "default_config_type"_a,
+          "is_synchronous"_a, "finish_unmoved"_a, "maker"_a, "dtype"_a, "hidden"_a, "max_tokens"_a,
+          "num_topk"_a, "num_experts"_a, "max_rows"_a, "alignment"_a, "batch_type"_a, "common"_a,
+          "state_type"_a, "rule"_a)
       .def_static("told_of_batch", &told_of_batch)
       .def("tier_calls", [](const Shared& self) {
         return py::make_tuple(

@@ -1,6 +1,7 @@
 // get_dispatch_layout in one step.
 #pragma once
 
+#include "bind/context_state.hpp"
 #include "bind/quick_forms.hpp"
 
 namespace deep_comm::quick {
@@ -10,6 +11,8 @@ struct QuickLayout {
   int64_t num_ranks, num_nodes, num_max_experts, num_max_topk;
   TensorForm per_rank, per_node;
   py::object boolean;
+  py::object event_type;  // of synchronous calls; needs no __init__
+  bool is_synchronous;    // Backend.is_synchronous
   // Of the outputs of the call before, whose forms most calls share: per_expert, per_rank, mask,
   // per_node.
   int64_t num_tokens = -1, num_experts = -1;
@@ -26,14 +29,16 @@ struct QuickLayout {
   }
 };
 
-// (topk_idx, num_experts, asynchronous) -> num_tokens_per_rank, num_tokens_per_node (None inside a
-// node), num_tokens_per_expert and is_token_in_rank, or None.
-inline py::object quick_layout(QuickLayout& self, PyObject* const* arguments) {
+// (Context, topk_idx, num_experts, asynchronous) -> num_tokens_per_rank, num_tokens_per_node (None
+// inside a node), num_tokens_per_expert, is_token_in_rank and, of a synchronous call, its event; or
+// None.
+inline py::object quick_layout(QuickLayout& self, PyObject* const* given) {
+  PyObject* const* const arguments = given + 1;
   const Parts& parts = *self.parts;
   TensorView idx;
   if (!PyLong_CheckExact(arguments[1]) || !parts.torch.view(arguments[0], &idx) ||
-      !is_indices(idx) || idx.extent(1) < 1 || idx.extent(1) > self.num_max_topk ||
-      !is_asynchronous(arguments[2])) {
+      !is_indices(idx) || !is_sound(given[0]) || idx.extent(1) < 1 ||
+      idx.extent(1) > self.num_max_topk || !is_asynchronous(arguments[2])) {
     return py::none();
   }
   int overflow = 0;
@@ -57,8 +62,13 @@ inline py::object quick_layout(QuickLayout& self, PyObject* const* arguments) {
                       order.stream});
   parts.end(order);
   parts.keep(arguments[0], idx, order);
+  end_call(given[0], self.is_synchronous);
+  if (order.is_async) {
+    return py::make_tuple(std::move(per_rank), std::move(per_node), std::move(per_expert),
+                          std::move(mask));
+  }
   return py::make_tuple(std::move(per_rank), std::move(per_node), std::move(per_expert),
-                        std::move(mask));
+                        std::move(mask), without_init(self.event_type));
 }
 
 }  // namespace deep_comm::quick

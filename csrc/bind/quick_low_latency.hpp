@@ -215,12 +215,6 @@ struct QuickLaunch {
     // A version of torch may not know how to describe a type that others do.
     if (!self.torch.view(tensor, &view) || !view.is_empty()) self.parts.streams.record(tensor);
   }
-  static pybind11::object without_init(const pybind11::object& type) {
-    auto* made_type = reinterpret_cast<PyTypeObject*>(type.ptr());
-    PyObject* made = made_type->tp_new(made_type, pybind11::tuple().ptr(), nullptr);
-    if (made == nullptr) throw pybind11::error_already_set();
-    return pybind11::reinterpret_steal<pybind11::object>(made);
-  }
 };
 
 // Launches a call, or its send phase and then makes the hook of the other.

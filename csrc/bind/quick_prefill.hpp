@@ -3,6 +3,7 @@
 // it is kept as numbers, from which Python makes a handle for the few that ask.
 #pragma once
 
+#include "bind/context_state.hpp"
 #include "bind/quick_combine.hpp"
 #include "bind/quick_new_dispatch.hpp"
 
@@ -14,14 +15,13 @@ struct LayerPrefill {
   py::object context, buffer;
   py::object default_of;           // ("dispatch" or "combine", None): Buffer._default
   py::object default_config_type;  // DefaultConfig
-  py::object end;                  // () behind every call, or None
   py::object finish_unmoved;       // of rows that have not moved -> ExpertBatch
   py::object maker;                // of handles
   DlDataType dtype;
   int64_t hidden, max_tokens, num_topk;
   py::object num_experts, max_rows, alignment;  // as NewCall has them
-  bool has_padding;
-  py::object batch_type;  // ExpertBatch, and what is alike in all of them
+  bool has_padding, is_synchronous;             // the latter: Backend.is_synchronous
+  py::object batch_type;                        // ExpertBatch, and what is alike in all of them
   py::dict common;
   py::object state_type;                                           // Prefilled
   Slot made_slot, weights_slot;                                    // of it
@@ -30,9 +30,6 @@ struct LayerPrefill {
   py::object zero{py::int_(0)};
   py::object x_name{py::str("x")}, counts_name{py::str("counts")}, state_name{py::str("state")},
       per_expert_name{py::str("num_tokens_per_expert")}, offsets_name{py::str("offsets")};
-  py::object failed_name{py::str("_has_failed")}, pending_name{py::str("pending")},
-      owner_name{py::str("owner")}, makers_name{py::str("makers")},
-      num_sms_name{py::str("num_sms")};
 
   // What calls without a Config take, of what a caller may change.
   struct Defaults {
@@ -42,14 +39,9 @@ struct LayerPrefill {
   };
   Defaults defaults{};
 
-  static py::object get(const py::object& of, const py::object& name) {
-    PyObject* found = PyObject_GetAttr(of.ptr(), name.ptr());
-    if (found == nullptr) throw py::error_already_set();
-    return py::reinterpret_steal<py::object>(found);
-  }
-
   const Defaults& current_defaults() {
-    py::object num_sms = get(buffer, num_sms_name);
+    static PyObject* const name = PyUnicode_InternFromString("num_sms");
+    py::object num_sms = attribute(buffer, name);
     if (!defaults.num_sms || !num_sms.is(defaults.num_sms)) {
       py::object dispatch = default_of("dispatch", py::none());
       const bool is_default = py::isinstance(dispatch, default_config_type);
@@ -59,13 +51,9 @@ struct LayerPrefill {
     return defaults;
   }
 
-  // Context.is_sound.
-  bool is_sound() const {
-    if (!get(context, pending_name).is_none()) return false;
-    const py::object failed = get(context, failed_name);
-    const auto flag = py::reinterpret_steal<py::object>(PySequence_GetItem(failed.ptr(), 0));
-    if (!flag) throw py::error_already_set();
-    return PyLong_AsLongLong(flag.ptr()) == 0;
+  py::object owner() const {
+    static PyObject* const name = PyUnicode_InternFromString("owner");
+    return attribute(context, name);
   }
 
   // ModeRule.learn.
@@ -152,7 +140,7 @@ inline Known known_of(const NewRows& rows, int64_t num_recv_rows, bool has_defau
 inline py::object begin_prefill(SharedPrefill& shared, PyObject* const* given) {
   LayerPrefill& layer = *shared;
   const Parts& parts = layer.calls->parts;
-  if (!is_boolean(given[3]) || given[2] == Py_None || !layer.is_sound()) return py::none();
+  if (!is_boolean(given[3]) || given[2] == Py_None || !is_sound(layer.context)) return py::none();
   const bool is_bounded = given[3] == Py_True;
   const py::object standard = layer.current_defaults().dispatch;
   const bool has_default_sms = layer.defaults.has_default_sms;
@@ -187,8 +175,9 @@ inline py::object begin_prefill(SharedPrefill& shared, PyObject* const* given) {
   if (!rows) return py::none();
   // While the device counts.
   auto made = std::make_unique<MadeBatch>();
-  made->owner = LayerPrefill::get(layer.context, layer.owner_name);
-  made->members = LayerPrefill::get(layer.context, layer.makers_name);
+  made->owner = layer.owner();
+  static PyObject* const makers = PyUnicode_InternFromString("makers");
+  made->members = attribute(layer.context, makers);
   made->maker = layer.maker;
   made->block = rows->blocks.handle;
   made->storage = rows->numbering.storage;
@@ -223,7 +212,7 @@ inline py::object begin_prefill(SharedPrefill& shared, PyObject* const* given) {
   made->counts = std::move(counts);
   py::object weights = rows->weights();
   held[layer.x_name] = rows->outputs();
-  if (!layer.end.is_none()) layer.end();
+  end_call(layer.context, layer.is_synchronous);
   auto* state_type = reinterpret_cast<PyTypeObject*>(layer.state_type.ptr());
   auto state = py::reinterpret_steal<py::object>(state_type->tp_alloc(state_type, 0));
   if (!state) throw py::error_already_set();
@@ -239,14 +228,14 @@ inline py::object end_prefill(SharedPrefill& shared, PyObject* const* given) {
   LayerPrefill& layer = *shared;
   const Parts& parts = layer.calls->parts;
   if (Py_TYPE(given[1]) != reinterpret_cast<PyTypeObject*>(layer.state_type.ptr()) ||
-      !layer.is_sound()) {
+      !is_sound(layer.context)) {
     return py::none();
   }
   const py::handle state = given[1];
   const auto held = py::reinterpret_borrow<py::object>(state);
   PyObject* const weights_object = layer.weights_slot.get(held);
   PyObject* const capsule = layer.made_slot.get(held);
-  const py::object owner = LayerPrefill::get(layer.context, layer.owner_name);
+  const py::object owner = layer.owner();
   Known known;
   bool is_at_home = true;
   Order order;
@@ -281,7 +270,7 @@ inline py::object end_prefill(SharedPrefill& shared, PyObject* const* given) {
   if (!is_at_home) return py::none();
   const uint64_t weights_address = parts.given(weights.address());
   py::object sums = launch_combine(parts, *form, known, x, weights_address, 0, order).sums;
-  if (!layer.end.is_none()) layer.end();
+  end_call(layer.context, layer.is_synchronous);
   return sums;
 }
 

@@ -38,6 +38,14 @@ class Slot {
   Py_ssize_t offset_;
 };
 
+// An instance of a class of Python's, without its __init__.
+inline pybind11::object without_init(const pybind11::object& type) {
+  auto* made_type = reinterpret_cast<PyTypeObject*>(type.ptr());
+  PyObject* made = made_type->tp_new(made_type, pybind11::tuple().ptr(), nullptr);
+  if (made == nullptr) throw pybind11::error_already_set();
+  return pybind11::reinterpret_steal<pybind11::object>(made);
+}
+
 // An instance of a class of Python's with these attributes, whatever its constructor would do.
 inline pybind11::object instance_of(const pybind11::object& type, const pybind11::dict& held) {
   auto* made_of = reinterpret_cast<PyTypeObject*>(type.ptr());

@@ -144,7 +144,7 @@ def prefill_calls(
         buffer=buffer,
         default_of=buffer._default,
         default_config_type=DefaultConfig,
-        end=ctx.check if ctx.backend.is_synchronous else None,
+        is_synchronous=ctx.backend.is_synchronous,
         finish_unmoved=finish_unmoved,
         maker=_Maker(ctx.heap.place, ctx.heap.memory(), ctx.rank, ctx.num_ranks, alignment),
         dtype=code,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from deep_comm import checks, env
 from deep_comm.backends import foreign
+from deep_comm.events import EventOverlap
 from deep_comm.handle_parts import SlabLayout, slab_layout
 from deep_comm.topology import num_local_experts
 
@@ -134,7 +135,7 @@ def normal_of(ctx: Context) -> NormalCalls:
     return NormalCalls(native, ctx.topology.num_nodes > 1)
 
 
-def layout_of(ctx: Context) -> Callable[[object, object, object], Any]:
+def layout_of(ctx: Context) -> Callable[[Context, object, object, object], Any]:
     """get_dispatch_layout; needs no call before."""
     if ctx.quick.native is None:
         return never
@@ -145,6 +146,8 @@ def layout_of(ctx: Context) -> Callable[[object, object, object], Any]:
         num_max_topk=checks.MAX_TOPK,
         int32=torch.int32,
         boolean=torch.bool,
+        event_type=EventOverlap,
+        is_synchronous=ctx.backend.is_synchronous,
     )
 
 
