@@ -78,20 +78,14 @@ class TorchFunctions {
     }
     return {place, end_};
   }
-  // Over elements of another, from `offset` behind its first one.
-  NativeTensor part(const NativeTensor& base, Extents extents, Extents strides,
-                    int64_t offset) const {
+  // Over bytes of another, which begins where its memory does, as elements of any type.
+  NativeTensor part(const NativeTensor& pool, Extents extents, Extents strides, int32_t dtype,
+                    int64_t offset_bytes) const {
     void* made = nullptr;
-    if (part_(base.handle_, static_cast<int64_t>(extents.size), extents.data, strides.data, offset,
-              &made) != 0) {
+    if (pool_(pool.handle_, offset_bytes, dtype, static_cast<int64_t>(extents.size), extents.data,
+              strides.data, &made) != 0) {
       return {};
     }
-    return {made, end_};
-  }
-  // The same bytes as elements of another type, of a vector.
-  NativeTensor cast(const NativeTensor& base, int32_t dtype) const {
-    void* made = nullptr;
-    if (cast_(base.handle_, dtype, &made) != 0) return {};
     return {made, end_};
   }
   uintptr_t address_of(const NativeTensor& tensor) const {
@@ -115,8 +109,8 @@ class TorchFunctions {
   };
   using EmptyHost = Made (*)(Extents, Extents, int8_t, bool);
   using EmptyCuda = Made (*)(Extents, Extents, int8_t, std::optional<Device>);
-  using Part = int32_t (*)(void*, int64_t, const int64_t*, const int64_t*, int64_t, void**);
-  using Cast = int32_t (*)(void*, int32_t, void**);
+  using Pool = int32_t (*)(void*, int64_t, int32_t, int64_t, const int64_t*, const int64_t*,
+                           void**);
   using Address = int32_t (*)(void*, void**);
   using Wrap = PyObject* (*)(const void*);  // THPVariable_Wrap
 
@@ -130,16 +124,14 @@ class TorchFunctions {
                                     "_ZN2at6detail18empty_strided_cudaEN3c108ArrayRefIlEES3_NS1_"
                                     "10ScalarTypeESt8optionalINS1_6DeviceEE");
     }
-    part_ = look<Part>(kCpu, "aoti_torch__reinterpret_tensor");
-    // Of any device's tensors; without torch's dispatcher where there is one.
-    cast_ = look<Cast>(kCpu, "aoti_torch_cpu_view_dtype");
+    pool_ = look<Pool>(kCpu, "aoti_torch__alloc_from_pool");
     address_ = look<Address>(kCpu, "aoti_torch_get_data_ptr");
     end_ = look<NativeTensor::End>(kCpu, "aoti_torch_delete_tensor_object");
     wrap_ = look<Wrap>("libtorch_python.so", "_Z16THPVariable_WrapRKN2at10TensorBaseE");
   }
   bool is_complete() const {
-    return (empty_host_ != nullptr || empty_cuda_ != nullptr) && part_ != nullptr &&
-           cast_ != nullptr && address_ != nullptr && end_ != nullptr && wrap_ != nullptr;
+    return (empty_host_ != nullptr || empty_cuda_ != nullptr) && pool_ != nullptr &&
+           address_ != nullptr && end_ != nullptr && wrap_ != nullptr;
   }
   // In a library that this process has loaded; null: there is none.
   template <class Function>
@@ -153,8 +145,7 @@ class TorchFunctions {
 
   EmptyHost empty_host_ = nullptr;
   EmptyCuda empty_cuda_ = nullptr;
-  Part part_ = nullptr;
-  Cast cast_ = nullptr;
+  Pool pool_ = nullptr;
   Address address_ = nullptr;
   NativeTensor::End end_ = nullptr;
   Wrap wrap_ = nullptr;

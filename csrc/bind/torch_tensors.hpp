@@ -257,10 +257,8 @@ class TorchTensors {
       if (!piece.is_there() || static_cast<int>(place) == block.whole_piece) continue;
       const int32_t code = code_of(piece.form.dtype());
       if (code < 0) return false;
-      NativeTensor cast;
-      if (code != word && !(cast = torch.cast(base, code))) return false;
-      parts[place] = torch.part(code != word ? cast : base, piece.form.extents(),
-                                piece.form.strides(), piece.offset / piece.element_bytes);
+      parts[place] =
+          torch.part(base, piece.form.extents(), piece.form.strides(), code, piece.offset);
       if (!parts[place]) return false;
     }
     if (block.whole_piece >= 0) parts[static_cast<size_t>(block.whole_piece)] = std::move(base);
