@@ -567,6 +567,17 @@ class QuickNormal:
     def told_of_batch(made: object) -> tuple[Any, ...]:
         """Of Prefilled._made: the arguments of quick_prefill._handle_of."""
 
+    def handled_calls(
+        self,
+        *,
+        is_internode: bool,
+        event_type: type,  # EventOverlap
+        is_synchronous: bool,  # Backend.is_synchronous
+    ) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """Of synchronous calls along a handle, their Context given: ``dispatch(Context, handle, x,
+        config, default, zero_padding, cast)`` and ``combine(Context, handle, x, topk_weights,
+        config, default, apply_weights)`` return what Buffer's methods do, or None."""
+
     def tier_calls(self) -> tuple[Callable[..., Any], ...]:
         """The same between nodes, with KnownTierHandle.numbers. ``new_dispatch`` takes
         num_tokens_per_rdma_rank as well and returns (TierSlabLayout, its address, its block,

@@ -77,6 +77,6 @@ class DefaultConfigs:
         """For "dispatch" or "combine" without a config, else None: docs/guide/sms.md."""
         if config is not None:
             return None
-        if not self._is_internode and not self._names_sms():
+        if self._has_defaults and self.num_sms is DEFAULT_NUM_SMS and not self._is_internode:
             return self._defaults[operation]
         return self._default_config(RECOMMENDED[operation])

@@ -161,7 +161,9 @@ class NormalCalls(DefaultConfigs):
             MaskedOut: the other ranks go on without this one (``reset(without=...)``).
             CallInterrupted: an earlier call was; reset() makes the Buffer usable again.
         """
-        streams = StreamOptions.checked(previous_event, async_finish, allocate_on_comm_stream)
+        streams = SYNCHRONOUS
+        if previous_event is not None or async_finish or allocate_on_comm_stream:
+            streams = StreamOptions.checked(previous_event, async_finish, allocate_on_comm_stream)
         if handle is not None and (topk_idx is not None or topk_weights is not None):
             name = "topk_weights" if topk_idx is None else "topk_idx"
             raise ArgumentError(name, None, "must be left away with a handle")
@@ -327,7 +329,9 @@ class NormalCalls(DefaultConfigs):
             ArgumentError, BufferTooSmall, HandleMismatch: nothing was launched.
             ConfigMismatch, PeerTimeout, MaskedOut: as dispatch.
         """
-        streams = StreamOptions.checked(previous_event, async_finish, allocate_on_comm_stream)
+        streams = SYNCHRONOUS
+        if previous_event is not None or async_finish or allocate_on_comm_stream:
+            streams = StreamOptions.checked(previous_event, async_finish, allocate_on_comm_stream)
         default = self._default("combine", config)
         if (
             streams.is_quick
@@ -376,6 +380,8 @@ class NormalCalls(DefaultConfigs):
         cast: int,
     ) -> Any:
         ctx = self._context
+        if streams.asynchronous is None:
+            return ctx.quick.dispatch_along(ctx, handle, x, config, default, zero_padding, cast)
         known = handle.known_to(ctx.owner)
         if known is None or not ctx.is_sound():
             return None
@@ -422,6 +428,11 @@ class NormalCalls(DefaultConfigs):
         apply_weights: Any,
     ) -> tuple[Tensor, Tensor | Any, EventOverlap] | None:
         ctx = self._context
+        if streams.asynchronous is None:
+            made: tuple[Tensor, Tensor | Any, EventOverlap] | None = ctx.quick.combine_along(
+                ctx, handle, x, topk_weights, config, default, apply_weights
+            )
+            return made
         known = handle.known_to(ctx.owner)
         if known is None or not ctx.is_sound():
             return None

@@ -7,6 +7,7 @@
 #include "bind/bindings.hpp"
 #include "bind/quick_combine.hpp"
 #include "bind/quick_dispatch.hpp"
+#include "bind/quick_handled.hpp"
 #include "bind/quick_layout.hpp"
 #include "bind/quick_new_dispatch.hpp"
 #include "bind/quick_new_tiers.hpp"
@@ -205,6 +206,23 @@ void bind_quick_normal(py::module_& m) {
                  call.template operator()<16, &quick_new_dispatch>("quick_new_dispatch"),
                  call.template operator()<8, &quick_combine>("quick_combine"));
            })
+      .def(
+          "handled_calls",
+          [](const Shared& self, bool is_internode, py::object event_type, bool is_synchronous) {
+            const HandledCalls calls{self, std::move(event_type), is_synchronous};
+            const auto call = [&]<auto kBody>(const char* name) {
+              return object_function<7, kBody>(name, HandledCalls(calls), py::none());
+            };
+            if (is_internode) {
+              return py::make_tuple(
+                  call.template operator()<&handled_dispatch<&quick_tier_dispatch>>("dispatch"),
+                  call.template operator()<&handled_combine<&quick_tier_combine>>("combine"));
+            }
+            return py::make_tuple(
+                call.template operator()<&handled_dispatch<&quick_dispatch>>("dispatch"),
+                call.template operator()<&handled_combine<&quick_combine>>("combine"));
+          },
+          py::kw_only(), "is_internode"_a, "event_type"_a, "is_synchronous"_a)
       .def(
           "layer",
           [](const Shared& self, py::object context, py::object buffer, py::object default_of,

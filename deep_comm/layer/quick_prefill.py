@@ -1,4 +1,4 @@
-"""The two calls of a prefill step in one native step each, from the layer's arguments to its results.
+"""The two calls of a prefill step in one native step each, from the layer's arguments to results.
 
 They do the whole call, or nothing: for whatever is in doubt they return None before anything has
 happened, and the layer goes on step by step (prefill.py), which names what is wrong. See

@@ -91,16 +91,27 @@ class NormalCalls:
     (csrc/bind/bind_quick_normal.cpp). Without ``native`` all of them do.
     """
 
-    def __init__(self, native: _core.QuickNormal | None, is_internode: bool = False) -> None:
+    def __init__(
+        self,
+        native: _core.QuickNormal | None,
+        is_internode: bool = False,
+        is_synchronous: bool = False,
+    ) -> None:
+        """``is_synchronous``: Backend.is_synchronous."""
         self.native = native
         self.is_internode = is_internode
         self.dispatch: Callable[..., Any] = never
         self.new_dispatch: Callable[..., Any] = never
         self.combine: Callable[..., Any] = never
+        self.dispatch_along: Callable[..., Any] = never
+        self.combine_along: Callable[..., Any] = never
         if native is None:
             return
         calls = native.tier_calls() if is_internode else native.calls()
         self.dispatch, self.new_dispatch, self.combine = calls
+        self.dispatch_along, self.combine_along = native.handled_calls(
+            is_internode=is_internode, event_type=EventOverlap, is_synchronous=is_synchronous
+        )
 
 
 def normal_of(ctx: Context) -> NormalCalls:
@@ -132,7 +143,7 @@ def normal_of(ctx: Context) -> NormalCalls:
         int32=torch.int32,
         uint8=torch.uint8,
     )
-    return NormalCalls(native, ctx.topology.num_nodes > 1)
+    return NormalCalls(native, ctx.topology.num_nodes > 1, ctx.backend.is_synchronous)
 
 
 def layout_of(ctx: Context) -> Callable[[Context, object, object, object], Any]:

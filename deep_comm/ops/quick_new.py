@@ -10,11 +10,11 @@ from deep_comm.context import Context
 from deep_comm.expansion import Expansion
 from deep_comm.handle import Handle
 from deep_comm.handle_parts import Memory, PlacedRows, Slab
-from deep_comm.ops.call import SYNCHRONOUS, StreamOptions
+from deep_comm.ops.call import StreamOptions
 from deep_comm.ops.dispatch import DispatchResult, NewDispatch, UnmovedRows
 from deep_comm.ops.expand import numbered_expansion
 from deep_comm.ops.notify import counts_of
-from deep_comm.ops.scales import PLAIN, ScaleOptions
+from deep_comm.ops.scales import ScaleOptions
 from deep_comm.ops.steps import PendingDispatch, dispatch_unmoved
 from deep_comm.tuning import DefaultConfig
 
