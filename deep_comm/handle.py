@@ -249,6 +249,11 @@ class Handle(TensorSequence):
             held["is_token_in_rank"] = mask
         return handle
 
+    def remember_native(self, known: object) -> None:
+        """What a native step knows of it (csrc/bind/quick_forms.hpp, FreshKnown), for the calls of
+        the Buffer that it was made by."""
+        self.__dict__["_native"] = known
+
     def complete(self, num_recv_tokens: int, max_num_tokens: int) -> None:
         """Of a handle in the region that was made before its counts had come, and that nobody has
         seen."""

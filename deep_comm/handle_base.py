@@ -65,6 +65,7 @@ class TensorSequence(Sequence[Tensor]):
     _KINDS: ClassVar[tuple[tuple[torch.dtype, int], ...]]  # (dtype, dimensions) of each
     _MADE_BY: ClassVar[str] = "dispatch"
     _SMS_OF_CHANNELS: ClassVar[str] = "num_sms"
+    _native: ClassVar[object] = None  # of one that a native step has made: see Handle
 
     rank: int | None = None
     num_experts: int | None = None

@@ -169,8 +169,10 @@ struct KnownExpansion {
   int64_t num_topk, num_local_experts, num_tokens_limit;
 };
 
-// What a handle that the Buffer knows says: KnownHandle.numbers.
+// What a handle that the Buffer knows says: KnownHandle.numbers, or what a native step has left in it.
 struct Known {
+  static constexpr char kName[] = "deep_comm.known";  // of capsules that hold one
+
   uint64_t num_experts, mask, send_head, rank_prefix, channel_prefix, recv_channel_prefix;
   int64_t num_recv_rows, num_tokens, num_rows, num_channels, num_topk;
   bool has_default_sms;
@@ -178,6 +180,10 @@ struct Known {
 
   bool read(PyObject* numbers) {
     constexpr Py_ssize_t kPlain = 12, kExpanded = kPlain + 8;
+    if (PyCapsule_IsValid(numbers, kName) != 0) {
+      *this = *static_cast<const Known*>(PyCapsule_GetPointer(numbers, kName));
+      return true;
+    }
     if (!PyTuple_CheckExact(numbers)) return false;
     const Py_ssize_t count = PyTuple_GET_SIZE(numbers);
     if (count != kPlain && count != kExpanded) return false;
@@ -195,6 +201,28 @@ struct Known {
                    read[16], as_signed(17), as_signed(18), as_signed(19)};
     }
     return true;
+  }
+};
+
+// The same in a handle that is new (Handle._native), and whose it is: Context.owner, and the stream of
+// its memory or None, as KnownHandle.home_stream.
+struct FreshKnown : Known {
+  py::object owner, home;
+
+  static const FreshKnown* of(PyObject* capsule) {
+    if (PyCapsule_IsValid(capsule, kName) == 0) return nullptr;
+    return static_cast<const FreshKnown*>(
+        static_cast<const Known*>(PyCapsule_GetPointer(capsule, kName)));
+  }
+  static py::object capsule(Known known, py::object owner, py::object home) {
+    auto made = std::make_unique<FreshKnown>(
+        FreshKnown{std::move(known), std::move(owner), std::move(home)});
+    auto capsule = py::reinterpret_steal<py::object>(
+        PyCapsule_New(static_cast<Known*>(made.get()), kName,
+                      [](PyObject* self) { delete FreshKnown::of(self); }));
+    if (!capsule) throw py::error_already_set();
+    made.release();
+    return capsule;
   }
 };
 

@@ -14,10 +14,9 @@ struct HandledCalls {
 };
 
 // What the Buffer knows of a handle; null: nothing yet, or nothing any more.
-inline py::object known_to(py::handle context, py::handle handle) {
+inline py::object known_to(py::handle handle, const py::object& owner) {
   static PyObject* const owner_name = PyUnicode_InternFromString("owner");
   static PyObject* const known_name = PyUnicode_InternFromString("_known");
-  const py::object owner = attribute(context, owner_name);
   py::object known = attribute(handle, known_name);
   if (!known.is_none() && attribute(known, owner_name).is(owner)) return known;
   known = handle.attr("known_to")(owner);
@@ -32,9 +31,19 @@ py::object handled(HandledCalls& self, PyObject* const* given) {
   static PyObject* const home_name = PyUnicode_InternFromString("home_stream");
   const py::handle context = given[0], handle = given[1];
   if (!is_sound(context)) return py::none();
-  const py::object known = known_to(context, handle);
-  if (!known) return py::none();
-  const py::object numbers = attribute(known, numbers_name), home = attribute(known, home_name);
+  static PyObject* const native_name = PyUnicode_InternFromString("_native");
+  static PyObject* const owner_name = PyUnicode_InternFromString("owner");
+  const py::object owner = attribute(context, owner_name);
+  py::object numbers = attribute(handle, native_name), home;
+  const FreshKnown* const fresh = FreshKnown::of(numbers.ptr());
+  if (fresh != nullptr && fresh->owner.is(owner)) {
+    home = fresh->home;
+  } else {
+    const py::object known = known_to(handle, owner);
+    if (!known) return py::none();
+    numbers = attribute(known, numbers_name);
+    home = attribute(known, home_name);
+  }
   std::array<PyObject*, 8> arguments;
   size_t next = 2;
   for (size_t position = 0; position < arguments.size(); ++position) {

@@ -99,7 +99,7 @@ struct NewRows {
   Order order;
   uint64_t slab_bytes;
   int64_t num_rows;  // that there is room for
-  bool is_bounded, has_weights, has_scales, zero_padding;
+  bool is_bounded, has_weights, has_scales, has_layout, zero_padding;
   SlabParts slab_parts;
   uint64_t num_experts, token_mask;
   int64_t num_tokens;  // of this rank
@@ -181,22 +181,63 @@ struct NewRows {
   }
 };
 
-// () -> (rows, recv_topk_idx, recv_topk_weights, counts, num_rows, recv_rows), once; the last is
-// the address of an expanded dispatch's, or 0. Counts and when there are no rows: see NewRows::wait.
-inline py::object receive_new(NewRows& self, PyObject* const* /*none*/) {
+// What their handle says of rows that have come.
+inline Known known_of(const NewRows& rows, int64_t num_recv_rows, bool has_default_sms) {
+  const SlabParts& at = rows.slab_parts;
+  Known known{.num_experts = rows.num_experts,
+              .mask = rows.token_mask,
+              .send_head = rows.slab_at(at.send_head),
+              .rank_prefix = rows.slab(),
+              .channel_prefix = rows.slab_at(at.channel_prefix),
+              .recv_channel_prefix = rows.slab_at(at.recv_channel_prefix),
+              .num_recv_rows = num_recv_rows,
+              .num_tokens = rows.num_tokens,
+              .num_rows = rows.num_rows,
+              .num_channels = at.num_channels,
+              .num_topk = rows.form->num_topk,
+              .has_default_sms = has_default_sms,
+              .expansion = std::nullopt};
+  if (rows.form->is_expanded) {
+    const NumberingLayout& numbers = rows.numbering.layout;
+    const auto numbered = [&](size_t part) { return rows.numbering.at(part); };
+    known.expansion = {.send_row = numbered(numbers.send_row),
+                       .num_expanded = numbered(numbers.num_expanded),
+                       .recv_rows = rows.recv_rows(),
+                       .expert_offsets = numbered(numbers.expert_offsets),
+                       .expert_counts = numbered(numbers.expert_counts),
+                       .num_topk = rows.form->num_topk,
+                       .num_local_experts = rows.form->num_local_experts,
+                       .num_tokens_limit = num_recv_rows};
+  }
+  return known;
+}
+
+// (Context.owner, Handle.has_default_sms)
+//   -> (rows, recv_topk_idx, recv_topk_weights, counts, num_rows, recv_rows, Handle._native), once;
+// recv_rows is the address of an expanded dispatch's, or 0. Counts and when there are no rows: see
+// NewRows::wait.
+inline py::object receive_new(NewRows& self, PyObject* const* given) {
   py::object counts = py::none();
   if (!self.is_bounded && !self.wait(&counts)) {
-    return py::make_tuple(py::none(), py::none(), py::none(), std::move(counts), 0, 0);
+    return py::make_tuple(py::none(), py::none(), py::none(), std::move(counts), 0, 0, py::none());
   }
   py::object rows = self.outputs();
   py::object recv_idx =
       self.output(self.blocks.layout.topk_idx, self.form->idx_bytes == 8 ? kDlInt64 : kDlInt32);
   py::object recv_weights = self.weights();
   const uint64_t recv_rows = self.form->is_expanded ? self.recv_rows() : 0;
+  int64_t num_recv_rows = self.num_rows;  // a bound
+  if (!self.is_bounded) num_recv_rows = PyLong_AsLongLong(PyTuple_GET_ITEM(counts.ptr(), 0));
+  // The handle's tensors of torch's, which a stream may have to be recorded on.
+  const bool has_home = self.has_layout || self.form->is_expanded;
+  py::object known =
+      FreshKnown::capsule(known_of(self, num_recv_rows, given[1] == Py_True),
+                          py::reinterpret_borrow<py::object>(given[0]),
+                          has_home ? self.parts().home_of(self.order) : py::object(py::none()));
   // Theirs who have the tensors and the handle.
   self.blocks.outputs = self.blocks.handle = py::none();
   return py::make_tuple(std::move(rows), std::move(recv_idx), std::move(recv_weights),
-                        std::move(counts), self.num_rows, recv_rows);
+                        std::move(counts), self.num_rows, recv_rows, std::move(known));
 }
 
 // A call that has been read, launched as `asynchronous` says. Nothing: nothing has happened.
@@ -303,6 +344,7 @@ inline std::optional<NewRows> launch_new(const Shared& calls, const NewCall& cal
                .is_bounded = is_bounded,
                .has_weights = routing.has_weights,
                .has_scales = form->rows.num_scales > 0,
+               .has_layout = routing.has_layout,
                .zero_padding = call.zero_padding,
                .slab_parts = parts_of_slab,
                .num_experts = static_cast<uint64_t>(routing.num_experts),
@@ -333,7 +375,7 @@ inline py::object quick_new_dispatch(const Shared& calls, PyObject* const* argum
   py::object home = calls->parts.home_of(rows->order), told = rows->numbering.told();
   return py::make_tuple(layout, slab, block, std::move(routing), std::move(home), num_topk,
                         std::move(told),
-                        object_function<0, &receive_new>("receive", *std::move(rows), py::none()));
+                        object_function<2, &receive_new>("receive", *std::move(rows), py::none()));
 }
 
 }  // namespace deep_comm::quick

@@ -108,33 +108,6 @@ inline py::object told_of_batch(const py::object& capsule) {
       known.num_rows, known.expansion->recv_rows, known.num_recv_rows, known.has_default_sms);
 }
 
-// What combine wants of rows that have come.
-inline Known known_of(const NewRows& rows, int64_t num_recv_rows, bool has_default_sms) {
-  const SlabParts& at = rows.slab_parts;
-  const NumberingLayout& numbers = rows.numbering.layout;
-  const auto numbered = [&](size_t part) { return rows.numbering.at(part); };
-  return {.num_experts = rows.num_experts,
-          .mask = rows.token_mask,
-          .send_head = rows.slab_at(at.send_head),
-          .rank_prefix = rows.slab(),
-          .channel_prefix = rows.slab_at(at.channel_prefix),
-          .recv_channel_prefix = rows.slab_at(at.recv_channel_prefix),
-          .num_recv_rows = num_recv_rows,
-          .num_tokens = rows.num_tokens,
-          .num_rows = rows.num_rows,
-          .num_channels = at.num_channels,
-          .num_topk = rows.form->num_topk,
-          .has_default_sms = has_default_sms,
-          .expansion = KnownExpansion{.send_row = numbered(numbers.send_row),
-                                      .num_expanded = numbered(numbers.num_expanded),
-                                      .recv_rows = rows.recv_rows(),
-                                      .expert_offsets = numbered(numbers.expert_offsets),
-                                      .expert_counts = numbered(numbers.expert_counts),
-                                      .num_topk = rows.form->num_topk,
-                                      .num_local_experts = rows.form->num_local_experts,
-                                      .num_tokens_limit = num_recv_rows}};
-}
-
 // (x, topk_idx, topk_weights, is_bounded, is_learning) -> ExpertBatch, or None: nothing has happened.
 // is_learning: the rule learns the most tokens of any rank.
 inline py::object begin_prefill(SharedPrefill& shared, PyObject* const* given) {

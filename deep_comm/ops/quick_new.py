@@ -68,10 +68,13 @@ class SentRows:
     def receive(self) -> DispatchResult | UnmovedRows:
         """Once. The host waits for the counts, unless there is a bound."""
         ctx, handle, expansion = self._ctx, self._handle, self._expansion
-        rows, recv_idx, recv_weights, waited, num_rows, recv_rows = self._receive()
+        rows, recv_idx, recv_weights, waited, num_rows, recv_rows, native = self._receive(
+            ctx.owner, handle.has_default_sms
+        )
         if rows is None:
             slab = Slab(self._layout, self._address, Memory(*self._memory))
             return UnmovedRows(slab, counts_of(ctx, waited), self._storage)
+        handle.remember_native(native)
         per_expert: list[int] = []
         num_tokens = self._num_worst_tokens
         if waited is not None:
