@@ -205,7 +205,8 @@ def table(group: Any, num_tokens: int, kinds: list[str]) -> list[tuple[str, ...]
         for name, call in calls.items():
             as_it_is = f"{microseconds(call):.1f}" if HAS_GPU else "-"
             own = "-"
-            if not HAS_GPU or name != "dispatch":  # which waits for what a launch brings
+            # These wait for what a launch brings.
+            if not HAS_GPU or name not in ("dispatch", "dispatch, cast"):
                 _without_counts(buffer, num_tokens)
                 own = f"{microseconds(call):.1f}"
                 buffer._context.engine.skips_launches = False

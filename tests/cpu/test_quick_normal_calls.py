@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 from typing import Any
@@ -22,7 +23,7 @@ from quick_calls import (
 )
 
 import deep_comm
-from deep_comm import local
+from deep_comm import Buffer, Handle, local
 from deep_comm.errors import ArgumentError, BufferDestroyed
 
 
@@ -216,3 +217,50 @@ def test_blocks_of_one_step_go_back_and_buffers_are_told_apart() -> None:
 def test_normal_calls_in_one_step_behind_each_other_give_what_many_do() -> None:
     """What tests/gpu/test_one_step_calls_gpu.py runs over streams."""
     local.run(lambda group: run_calls(group, "cpu", 5), 3, timeout_s=60)
+
+
+@pytest.mark.parametrize("expand", [False, True])
+def test_a_new_handles_first_calls_ask_no_python(
+    expand: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But another Buffer's do, and those of a copy, which checks it."""
+    asked: list[Any] = []
+    known_to = Handle.known_to
+
+    def counted(self: Handle, owner: object) -> Any:
+        asked.append(owner)
+        return known_to(self, owner)
+
+    monkeypatch.setattr(Handle, "known_to", counted)
+
+    def main(group: Any) -> None:
+        options: Any = dict(num_direct_bytes=1 << 20, timeout_s=20)
+        with (
+            Buffer(group, 8 << 20, **options) as buffer,
+            Buffer(group, 8 << 20, **options) as other,
+        ):
+            x, idx, weights = inputs(group.rank())
+            given: Any = dict(topk_idx=idx, topk_weights=weights, num_experts=E, expand=expand)
+            calls: Any = dict(apply_weights=True) if expand else {}
+            for each in (buffer, other):  # forms
+                rows, _, row_weights, _, handle, _ = each.dispatch(x, **given)
+                want = each.combine(rows, handle, row_weights, **calls)[0]
+                again = each.dispatch(x, handle=handle)[0]
+                del handle
+            rows, _, row_weights, _, handle, _ = buffer.dispatch(x, **given)
+            group.barrier()
+            asked.clear()
+            group.barrier()
+            assert torch.equal(buffer.combine(rows, handle, row_weights, **calls)[0], want)
+            assert torch.equal(buffer.dispatch(x, handle=handle)[0], again)
+            group.barrier()
+            assert asked == []
+            group.barrier()
+            assert torch.equal(other.combine(rows, handle, row_weights, **calls)[0], want)
+            assert torch.equal(
+                buffer.combine(rows, copy.deepcopy(handle), row_weights, **calls)[0], want
+            )
+            group.barrier()
+            assert len(asked) >= 4
+
+    local.run(main, 2, timeout_s=60)
