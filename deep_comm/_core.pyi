@@ -533,9 +533,9 @@ class QuickNormal:
         default, asynchronous, expand, zero_padding)`` -> (SlabLayout, its address, its block,
         routing, stream, num_topk, with expand (storage of a Numbering, expert_offsets,
         expert_counts), receive); ``receive(Context.owner, Handle.has_default_sms)``, once, ->
-        (rows, indices, weights, counts, number of rows, address of recv_rows, Handle._native). Without
-        num_worst_tokens it waits for the counts; None: a kernel failed. No rows: then, and where
-        they have not moved, as some rank had no room for its own.
+        (rows, indices, weights, counts, number of rows, address of recv_rows, Handle._native).
+        Without num_worst_tokens it waits for the counts; None: a kernel failed. No rows: then, and
+        where they have not moved, as some rank had no room for its own.
         ``combine(x, topk_weights, KnownHandle.numbers, home_stream, config, default,
         asynchronous, apply_weights)`` -> (sums, sums of weights).
         """
