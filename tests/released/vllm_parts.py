@@ -95,6 +95,13 @@ def quantise(x: Tensor, group_size: int, *_: object, **__: object) -> tuple[Tens
     return rows, scales
 
 
+def _quantise_mx(x: Tensor, is_swizzled: bool, alignment: int) -> tuple[Tensor, Tensor]:
+    """[T, H] -> e4m3 and uint8 exponents [T, H / 32], row by row."""
+    assert not is_swizzled
+    rows, scales = quantise(x, 32)
+    return rows, (scales.view(torch.int32) >> 23).to(torch.uint8)
+
+
 def _moe_sum(rows: Tensor, out: Tensor) -> None:
     out.copy_(rows.float().sum(dim=1))
 
@@ -150,15 +157,18 @@ def stand_ins() -> Mapping[str, Mapping[str, Any]]:
         },
         "vllm._custom_ops": {"moe_sum": _moe_sum},
         f"{QUANT}.fp8_utils": {"per_token_group_quant_fp8": quantise},
+        f"{QUANT}.mxfp8_utils": {"MXFP8_BLOCK_SIZE": 32, "mxfp8_e4m3_quantize": _quantise_mx},
     }
 
 
 def quant_config(kind: str) -> Any:
-    """vLLM's own, of experts that take "bf16", "fp8" in blocks of 128 or "nvfp4"."""
+    """vLLM's own, of experts that take "bf16", "fp8" in blocks of 128, "mxfp8" or "nvfp4"."""
     config = released(f"{MOE}.config")
     if kind == "bf16":
         return config.FusedMoEQuantConfig.make()
     scale = torch.ones(1)
+    if kind == "mxfp8":
+        return config.mxfp4_mxfp8_moe_quant_config(scale, scale, is_scale_swizzled=False)
     if kind == "nvfp4":
         sent = torch.full((1,), NVFP4_SCALE, device=drop_in.device())
         return config.nvfp4_moe_quant_config(scale, scale, sent, sent, scale, scale)
@@ -188,6 +198,9 @@ def values(rows: Tensor, scales: Tensor | None) -> Tensor:
     if rows.dtype == torch.uint8 and scales is not None:  # two e2m1 in a byte
         global_scale = torch.full((), NVFP4_SCALE, device=rows.device)
         return drop_in.dequantised_nvfp4(rows.permute(1, 2, 0), scales, global_scale)
+    if scales is not None and scales.dtype == torch.uint8:  # exponents of 32 columns each
+        factors = (scales.to(torch.int32) << 23).view(torch.float32)
+        return (rows.float().unflatten(-1, (-1, 32)) * factors.unsqueeze(-1)).flatten(-2)
     return rows.float() if scales is None else drop_in.dequantised(rows, scales)
 
 

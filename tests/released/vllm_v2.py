@@ -43,7 +43,7 @@ def elastic(group: Any, checks: Checks) -> None:
     for is_captured in (False, True):
         # Where CUDA graphs are captured rows are compact and the host does not wait for counts.
         vllm_parts.CONFIG.model_config.enforce_eager = not is_captured
-        for kind in ("bf16", "fp8"):
+        for kind in ("bf16", "fp8", "mxfp8"):
             adapter = utils.maybe_make_prepare_finalize(
                 moe, vllm_parts.quant_config(kind), all2all_manager=manager
             )
