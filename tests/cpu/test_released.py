@@ -9,6 +9,7 @@ import hashlib
 import importlib
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,37 @@ def test_what_has_no_stand_in_can_be_named_but_not_used(real) -> None:
         real.asks()
     with pytest.raises(package.NotThere, match=r"some_adapter\.anything\.at_all"):
         importlib.import_module("some_adapter.anything").at_all()
+
+
+def test_a_release_is_taken_from_its_wheel(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By pip, from a folder in the place of PyPI: the modules asked for and nothing else."""
+    shelf, taken = tmp_path / "shelf", tmp_path / "taken"
+    shelf.mkdir()
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(shelf))
+    with pytest.raises(fetch.NotFetched, match=r"some-adapter==1\.0: .*No matching distribution"):
+        fetch.fetch(RELEASE, taken)
+    place, info = folder / "some-adapter-1.0", "some_adapter-1.0.dist-info"
+    with zipfile.ZipFile(shelf / "some_adapter-1.0-py3-none-any.whl", "w") as wheel:
+        for file in place.rglob("*.py"):
+            wheel.write(file, str(file.relative_to(place)))
+        wheel.writestr("some_adapter/other.py", "")
+        wheel.writestr(
+            f"{info}/METADATA", "Metadata-Version: 2.1\nName: some-adapter\nVersion: 1.0"
+        )
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        hashes = [f"{line}," for line in (place / "RECORD").read_text().splitlines()]
+        wheel.writestr(f"{info}/RECORD", "\n".join([*hashes, "some_adapter/other.py,,", ""]))
+    fetch.fetch(RELEASE, taken)
+    assert set(fetch.files_of(RELEASE, taken)) == {"some_adapter.inner", "some_adapter.inner.real"}
+    assert len(list(taken.rglob("*.py"))) == 2
+    (taken / "some-adapter-1.0/some_adapter/inner/real.py").unlink()
+    with pytest.raises(fetch.NotFetched, match=r"inner/real\.py is not in"):
+        fetch.files_of(RELEASE, taken)
+    fetch.fetch(RELEASE, taken)  # mends it
+    assert len(fetch.files_of(RELEASE, taken)) == 2
 
 
 def test_a_file_that_is_not_as_released_is_refused(folder: Path) -> None:

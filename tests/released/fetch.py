@@ -24,6 +24,7 @@ from released.program import Release
 _PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (39, 35, 34, 31, 28, 24, 17)]
 # The Python whose wheels are taken; only their Python files are used.
 _PYTHON = "3.12"
+_PIP_S = 600  # the largest wheel has 340 MB
 
 
 class NotFetched(Exception):
@@ -52,9 +53,12 @@ def _download(release: Release, folder: Path) -> Path:
     command += ["--only-binary", ":all:", "--python-version", _PYTHON, "--dest", str(folder)]
     for platform in (*_PLATFORMS, "manylinux2014_x86_64", "any"):
         command += ["--platform", platform]
-    done = subprocess.run(
-        [*command, release.pin], capture_output=True, text=True, timeout=900, check=False
-    )
+    try:
+        done = subprocess.run(
+            [*command, release.pin], capture_output=True, text=True, timeout=_PIP_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise NotFetched(f"{release.pin}: pip did not end within {_PIP_S} s") from error
     wheels = list(folder.glob("*.whl"))
     if done.returncode != 0 or len(wheels) != 1:
         why = done.stderr.strip().splitlines()[-1:] or ["pip said nothing"]
@@ -98,7 +102,10 @@ def files_of(release: Release, folder: Path) -> dict[str, Path]:
     hashes = dict(line.rsplit(",", 1) for line in lines)
     files = {}
     for module, path in _paths(release, hashes).items():
-        digest = hashlib.sha256((place / path).read_bytes()).digest()
+        try:
+            digest = hashlib.sha256((place / path).read_bytes()).digest()
+        except OSError as error:
+            raise NotFetched(f"{release.pin}: {path} is not in {folder}") from error
         found = "sha256=" + base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
         if found != hashes[path]:
             raise NotFetched(f"{release.pin}: {path} is not what was released")
