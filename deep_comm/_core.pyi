@@ -663,6 +663,7 @@ class QuickLowLatency:
     ) -> None: ...
     dispatch: Callable[..., tuple[object, ...] | None]
     combine: Callable[..., tuple[object, ...] | None]
+    is_served: bool  # False: none is, whatever its form
     def layer(
         self,
         *,

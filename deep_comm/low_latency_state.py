@@ -414,11 +414,8 @@ class LowLatencyState:
         forgotten += [weakref.ref(kept[_METADATA]) for kept in pending]
         for of_kind in self._pending.values():
             of_kind.clear()
-        is_served = self.quick_calls is not None and (
-            not self._ctx.absent or self._ctx.enable_shrink
-        )
-        self.quick_dispatch = self.quick_calls.dispatch if is_served else quick.never
-        self.quick_combine = self.quick_calls.combine if is_served else quick.never
+        if self.quick_calls is not None:  # also of layers, which hold calls of their own
+            self.quick_calls.is_served = not self._ctx.absent or self._ctx.enable_shrink
 
     # ---- masks ---------------------------------------------------------------------------------
 

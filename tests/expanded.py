@@ -15,9 +15,11 @@ from cases import Case, Inputs, make_inputs
 from internode import InternodeCase
 from roundtrip import (
     CACHED_CALL,
+    Steps,
     _reference_dispatch,
     _to,
     _wait,
+    completed,
     config_of,
     made_for,
     routing_arguments,
@@ -81,9 +83,9 @@ def outputs_of(case: Case, rank: int, num_rows: int, call: int) -> Tensor:
     return outputs
 
 
-def call_once(
+def call_in_steps(
     buffer: deep_comm.Buffer, case: Case, call: int, options: dict | None = None
-) -> ReceivedExpanded:
+) -> Steps[ReceivedExpanded]:
     rank, device = buffer.rank, buffer.device
     options = dict(options or {})
     with made_for(device):
@@ -104,6 +106,7 @@ def call_once(
         **options,
     )
     _wait(event)
+    yield
     recv_x, recv_scales = recv if isinstance(recv, tuple) else (recv, None)
     expansion = handle.expansion
     before = _rail_bytes(buffer, case)
@@ -118,6 +121,7 @@ def call_once(
     _wait(event)
     assert nothing == [None, None, None, None]
     after = _rail_bytes(buffer, case)
+    yield
     cached_x, cached_scales = cached if isinstance(cached, tuple) else (cached, None)
     with made_for(device):
         outputs = outputs_of(case, rank, recv_x.shape[0], call)
@@ -127,6 +131,7 @@ def call_once(
         y, handle, topk_weights=recv_weights, bias=bias, config=config, **options
     )
     _wait(event)
+    yield
     weighted_x, no_weights, event = buffer.combine(
         y,
         handle,
@@ -137,6 +142,7 @@ def call_once(
         **options,
     )
     _wait(event)
+    yield
     assert no_weights is None
     return ReceivedExpanded(
         recv_x=_to_host(recv_x),
@@ -155,6 +161,11 @@ def call_once(
         weighted_x=_to_host(weighted_x),
         cached_bytes=internode.bytes_since(before, after),
     )
+
+
+def call_once(*given: Any) -> ReceivedExpanded:
+    """All steps at once; arguments as of call_in_steps."""
+    return completed(call_in_steps(*given))
 
 
 def _rail_bytes(buffer: deep_comm.Buffer, case: Case) -> list[list[int]] | None:

@@ -16,10 +16,12 @@ import torch
 from cases import Case, make_inputs
 from roundtrip import (
     CACHED_CALL,
+    Steps,
     _to,
     _to_host,
     _wait,
     cached_rows,
+    completed,
     expert_outputs,
     made_for,
     routing_arguments,
@@ -141,10 +143,12 @@ def source_ranks(handle: deep_comm.InternodeHandle, num_rows: int) -> Tensor:
     return torch.searchsorted(ends, torch.arange(num_rows), right=True).clamp(max=len(ends) - 1)
 
 
-def call_once(
+def call_in_steps(
     buffer: deep_comm.Buffer, case: InternodeCase, call: int, options: dict | None = None
-) -> Received:
-    """Layout, dispatch, cached dispatch, combine of one rank. ``options``: stream arguments."""
+) -> Steps[Received]:
+    """Layout, dispatch, cached dispatch, combine of one rank, with a stop after each call.
+    ``options``: stream arguments.
+    """
     rank, config, device = buffer.rank, config_of(case), buffer.device
     options = dict(options or {})
     with made_for(device):
@@ -164,6 +168,7 @@ def call_once(
         **options,
     )
     _wait(event)
+    yield
     recv_x, recv_scales = recv if isinstance(recv, tuple) else (recv, None)
     settle_rail(buffer)
     before = buffer.rail_put_bytes
@@ -176,6 +181,7 @@ def call_once(
     assert nothing == [None, None, None, None]
     cached_bytes = bytes_since(before, buffer.rail_put_bytes)
     assert cached_bytes is not None
+    yield
     with made_for(device):
         src_rank = source_ranks(handle, recv_x.shape[0])
         outputs = expert_outputs(case, src_rank, _to_host(handle.recv_src_idx), rank, call)
@@ -189,6 +195,7 @@ def call_once(
         **options,
     )
     _wait(event)
+    yield
     return Received(
         recv_x=_to_host(recv_x),
         recv_scales=None if recv_scales is None else _to_host(recv_scales),
@@ -204,6 +211,11 @@ def call_once(
         combined_x=_to_host(combined_x),
         combined_weights=_to_host(combined_weights),
     )
+
+
+def call_once(*given: Any) -> Received:
+    """All steps at once; arguments as of call_in_steps."""
+    return completed(call_in_steps(*given))
 
 
 def bytes_since(

@@ -16,7 +16,7 @@ import torch
 from cases import Case, Scales, here, make_inputs, verify_each
 from expanded import _rail_bytes, _rows, _to_host, buffer_of, num_local, worst_rows
 from internode import InternodeCase
-from roundtrip import CACHED_CALL, _to, _wait, config_of, made_for
+from roundtrip import CACHED_CALL, Steps, _to, _wait, completed, config_of, made_for
 from torch import Tensor
 
 import deep_comm
@@ -78,9 +78,9 @@ def _drawn(seed: int, num_tokens: int, hidden: int) -> Tensor:
     return values.view(num_tokens, hidden).to(torch.bfloat16)
 
 
-def call_once(
+def call_in_steps(
     buffer: deep_comm.Buffer, case: Case, form: Form, call: int, options: dict | None = None
-) -> ReceivedFp8:
+) -> Steps[ReceivedFp8]:
     rank, device = buffer.rank, buffer.device
     options = dict(options or {})
     with made_for(device):
@@ -105,6 +105,7 @@ def call_once(
         **options,
     )
     _wait(event)
+    yield
     before = _rail_bytes(buffer, case)
     again = _to(rows[1], device)
     second, *_, event = buffer.dispatch(again, handle=handle, **options)
@@ -117,6 +118,11 @@ def call_once(
         recv_src_idx=_to_host(handle.recv_src_idx),
         cached_bytes=internode.bytes_since(before, _rail_bytes(buffer, case)),
     )
+
+
+def call_once(*given: Any) -> ReceivedFp8:
+    """All steps at once; arguments as of call_in_steps."""
+    return completed(call_in_steps(*given))
 
 
 def run_case(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import payload
 import torch
@@ -51,6 +51,19 @@ class Received:
     cached_x: Tensor  # a second dispatch with the handle, payload of call + CACHED_CALL
     combined_x: Tensor
     combined_weights: Tensor
+
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+"""Calls of one rank, which stops between them; then their result."""
+
+
+def completed(steps: Steps[T]) -> T:
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
 
 
 # The cached dispatch of a call carries a payload of its own, or a stale ring would look right.
@@ -127,14 +140,16 @@ def routing_arguments(
     )
 
 
-def call_once(
+def call_in_steps(
     buffer: deep_comm.Buffer,
     case: Case,
     call: int,
     device: torch.device,
     options: dict | None = None,
-) -> Received:
-    """Layout, dispatch, cached dispatch, combine of one rank. ``options``: stream arguments."""
+) -> Steps[Received]:
+    """Layout, dispatch, cached dispatch, combine of one rank, with a stop after each call.
+    ``options``: stream arguments.
+    """
     rank = buffer.rank
     options = dict(options or {})
     with made_for(device):
@@ -155,6 +170,7 @@ def call_once(
         **options,
     )
     _wait(event)
+    yield
     recv_x, recv_scales = recv if isinstance(recv, tuple) else (recv, None)
 
     again = _to(second, device)
@@ -162,6 +178,7 @@ def call_once(
         again if scales is None else (again, scales), handle=handle, config=config, **options
     )
     _wait(event)
+    yield
     assert (no_idx, no_weights, no_counts, no_handle) == (None, None, None, None)
 
     with made_for(device):
@@ -177,6 +194,7 @@ def call_once(
         **options,
     )
     _wait(event)
+    yield
     return Received(
         recv_x=_to_host(recv_x),
         recv_scales=None if recv_scales is None else _to_host(recv_scales),
@@ -188,6 +206,11 @@ def call_once(
         combined_x=_to_host(combined_x),
         combined_weights=_to_host(combined_weights),
     )
+
+
+def call_once(*given: Any) -> Received:
+    """All steps at once; arguments as of call_in_steps."""
+    return completed(call_in_steps(*given))
 
 
 def _settle() -> None:

@@ -26,6 +26,9 @@ struct LayerDecode {
   pybind11::object rule;  // ModeRule
   Slot num_steps;         // of the rule
   pybind11::object x_name, counts_name, state_name;
+
+  const TorchTensors& torch() const { return calls->torch; }
+  const LowLatencyOptions& options() const { return form->plan.options; }
 };
 
 template <class Target>
@@ -39,26 +42,23 @@ pybind11::object begin_layer(SharedLayer<Target>& shared, PyObject* const* argum
   namespace py = pybind11;
   const LayerDecode<Target>& layer = *shared;
   QuickLowLatency<Target>& self = *layer.calls;
-  const TorchTensors& torch = self.torch;
-  const QuickForm& form = *layer.form;
-  const LowLatencyOptions& options = form.plan.options;
   TensorView x, idx, weights;
-  if (!torch.matrix(arguments[0], kDlBfloat16, -1, options.hidden, &x) ||
+  if (!layer.torch().matrix(arguments[0], kDlBfloat16, -1, layer.options().hidden, &x) ||
       x.extent(0) > layer.decode_tokens || !detail::is_aligned(x.address()) ||
       arguments[2] == Py_None ||
-      !detail::routing(torch, arguments[1], arguments[2], x.extent(0), options.num_topk, &idx,
-                       &weights) ||
-      !self.is_ready(0)) {
+      !detail::routing(layer.torch(), arguments[1], arguments[2], x.extent(0),
+                       layer.options().num_topk, &idx, &weights) ||
+      !self.is_alone(0)) {
     return py::none();
   }
-  const uint64_t stream = torch.current_stream();
+  const uint64_t stream = layer.torch().current_stream();
   const bool is_asking = arguments[3] == Py_True;
   // Where a graph is captured, "auto" asks nobody.
   if (is_asking && !self.parts.streams.is_eager(stream)) return py::none();
   if (is_asking && layer.words) layer.words->claim();
   LowLatencyDispatchCall call{};
-  py::object rows = torch.empty(layer.rows, &call.recv_x);
-  auto [tensors, addresses] = torch.pieces(form.outputs);
+  py::object rows = layer.torch().empty(layer.rows, &call.recv_x);
+  auto [tensors, addresses] = layer.torch().pieces(layer.form->outputs);
   auto& [no_scales, metadata, counts] = tensors;
   call.metadata = addresses[1];
   call.x = self.given(x.address());
@@ -75,14 +75,14 @@ pybind11::object begin_layer(SharedLayer<Target>& shared, PyObject* const* argum
   if (is_asking && layer.words) {
     exchange = layer.words->tell(static_cast<uint64_t>(call.num_tokens));
   }
-  run_quick(self, form, call, stream);
+  run_quick(self, *layer.form, call, stream);
   self.end();
   auto held = py::reinterpret_steal<py::dict>(PyDict_Copy(layer.common.ptr()));
   if (!held) throw py::error_already_set();
   held[layer.x_name] = std::move(rows);
   held[layer.counts_name] = std::move(counts);
   held[layer.state_name] = tuple_of<5>(
-      layer.state_type, {form.shape, std::move(metadata), py::int_(call.num_tokens),
+      layer.state_type, {layer.form->shape, std::move(metadata), py::int_(call.num_tokens),
                          py::reinterpret_borrow<py::object>(arguments[1]), py::int_(exchange)});
   return instance_of(layer.batch_type, held);
 }
@@ -93,15 +93,12 @@ pybind11::object end_layer(SharedLayer<Target>& shared, PyObject* const* argumen
   namespace py = pybind11;
   const LayerDecode<Target>& layer = *shared;
   QuickLowLatency<Target>& self = *layer.calls;
-  const TorchTensors& torch = self.torch;
-  const QuickForm& form = *layer.form;
-  const LowLatencyOptions& options = form.plan.options;
   PyObject* const state = arguments[1];
   if (Py_TYPE(state) != reinterpret_cast<PyTypeObject*>(layer.state_type.ptr()) ||
-      PyTuple_GET_SIZE(state) != 5 || PyTuple_GET_ITEM(state, 0) != form.shape.ptr()) {
+      PyTuple_GET_SIZE(state) != 5 || PyTuple_GET_ITEM(state, 0) != layer.form->shape.ptr()) {
     return py::none();
   }
-  const int64_t num_rows = int64_t{self.engine->num_group_ranks()} * options.num_max_tokens;
+  const int64_t num_rows = int64_t{self.engine->num_group_ranks()} * layer.options().num_max_tokens;
   TensorView x, idx, metadata, none;
   int num_tokens;
   // What the others have told is on its way here while this call launches.
@@ -109,19 +106,20 @@ pybind11::object end_layer(SharedLayer<Target>& shared, PyObject* const* argumen
     const uint64_t exchange = PyLong_AsUnsignedLongLongMask(PyTuple_GET_ITEM(state, 4));
     if (exchange != 0) layer.words->prefetch(exchange);
   }
-  if (!torch.matrix(arguments[0], kDlBfloat16, form.num_local_experts * num_rows, options.hidden,
-                    &x) ||
-      !detail::is_aligned(x.address()) || !torch.view(PyTuple_GET_ITEM(state, 1), &metadata) ||
+  if (!layer.torch().matrix(arguments[0], kDlBfloat16, layer.form->num_local_experts * num_rows,
+                            layer.options().hidden, &x) ||
+      !detail::is_aligned(x.address()) ||
+      !layer.torch().view(PyTuple_GET_ITEM(state, 1), &metadata) ||
       !detail::as_int(PyTuple_GET_ITEM(state, 2), &num_tokens) ||
-      !detail::routing(torch, PyTuple_GET_ITEM(state, 3), Py_None, num_tokens, options.num_topk,
-                       &idx, &none) ||
-      !self.is_ready(1)) {
+      !detail::routing(layer.torch(), PyTuple_GET_ITEM(state, 3), Py_None, num_tokens,
+                       layer.options().num_topk, &idx, &none) ||
+      !self.is_alone(1)) {
     return py::none();
   }
-  const uint64_t stream = torch.current_stream();
+  const uint64_t stream = layer.torch().current_stream();
   LowLatencyCombineCall call{};
-  py::object combined_x =
-      torch.empty_matrix(num_tokens, options.hidden, self.parts.bfloat16, &call.combined_x);
+  py::object combined_x = layer.torch().empty_matrix(num_tokens, layer.options().hidden,
+                                                     self.parts.bfloat16, &call.combined_x);
   call.x = self.given(x.address());
   call.metadata = metadata.address();
   call.topk_idx = self.given(idx.address());
@@ -130,7 +128,7 @@ pybind11::object end_layer(SharedLayer<Target>& shared, PyObject* const* argumen
   call.rows = CombineRows::kSums;
   call.combined_x = self.given(call.combined_x);
   call.send = call.receive = true;
-  run_quick(self, form, call, stream);
+  run_quick(self, *layer.form, call, stream);
   self.end();
   return combined_x;
 }

@@ -57,12 +57,18 @@ struct QuickLowLatency {
   pybind11::object zero;
   std::deque<QuickForm> forms;  // a handful; their addresses stay
   PyObject* self = nullptr;     // this object as Python knows it, borrowed
+  bool is_served = true;        // false: ranks are absent that calls cannot do without
 
   uintptr_t given(uintptr_t address) const { return address == 0 ? parts.empty_address : address; }
   // The Buffer can be used from here.
   bool is_ready(int kind) const {
-    return PyList_GET_SIZE(parts.pending[kind].ptr()) < 2 && engine->is_sound() &&
+    return is_served && PyList_GET_SIZE(parts.pending[kind].ptr()) < 2 && engine->is_sound() &&
            Target::is_current(torch.device_index());
+  }
+  // And no call of the kind waits for its hook: how many may be sent meanwhile Python counts
+  // (LowLatencyState.require_half), for calls that come through it.
+  bool is_alone(int kind) const {
+    return PyList_GET_SIZE(parts.pending[kind].ptr()) == 0 && is_ready(kind);
   }
   void end() const {
     if (!parts.end.is_none()) parts.end();
@@ -440,6 +446,7 @@ pybind11::class_<QuickLowLatency<Target>> bind_quick_low_latency(
                                   .has_scales = has_scales});
           },
           "plan"_a, "shape"_a, "use_fp8"_a, "use_nvfp4"_a, "num_local_experts"_a, "forms"_a)
+      .def_readwrite("is_served", &Calls::is_served)
       .def_property_readonly("dispatch",
                              [](const py::object& self) {
                                return object_function<16, &quick_dispatch<Target>>(

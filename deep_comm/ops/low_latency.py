@@ -98,7 +98,7 @@ def low_latency_dispatch(
     use_nvfp4: bool = False,
     global_scale: Any = None,
 ) -> DispatchResult:
-    ctx.begin()
+    ctx.begin_unordered()
     absent.require_low_latency(ctx)
     device = ctx.device
     x = checks.matrix("x", x, device, torch.bfloat16)
@@ -229,7 +229,7 @@ def low_latency_combine(
     async_finish: bool,
     return_recv_hook: bool,
 ) -> CombineResult:
-    ctx.begin()
+    ctx.begin_unordered()
     absent.require_low_latency(ctx)
     device = ctx.device
     handle = LowLatencyHandle.of(handle, ctx.rank, ctx.members)
