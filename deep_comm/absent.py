@@ -25,9 +25,8 @@ def makers(members: tuple[str, ...], absent: Iterable[int]) -> tuple[str, ...]:
 
 def differ_in_absence(first: tuple[str, ...], second: tuple[str, ...]) -> bool:
     """Of makers of handles: the same members, but not the same ranks absent."""
-    return first != second and all(
-        name.startswith(_ABSENT) for name in set(first).symmetric_difference(second)
-    )
+    differences = set(first).symmetric_difference(second)
+    return bool(differences) and all(name.startswith(_ABSENT) for name in differences)
 
 
 def require_present(ctx: Context, handle: Handle) -> None:

@@ -73,7 +73,7 @@ class Variable(Generic[T]):
         try:
             return self.parse(text)
         except ValueError:
-            raise ArgumentError(self.name, text, f"must be {self.kind}") from None
+            raise ArgumentError(self.name, repr(text), f"must be {self.kind}") from None
 
 
 TIMEOUT_S: Variable[float] = Variable(

@@ -166,7 +166,8 @@ class LowLatencyCalls:
                 is safe, larger saturates.
             async_finish: run on the Buffer's own stream and return an event to wait for.
             return_recv_hook: only send now, and return a hook that receives; not with async_finish.
-            topk_weights: float32 [T, K]: travels along, so that combine need not send it.
+            topk_weights: float32 [T, K]: travels along, so that combine need not send it. On all
+                ranks, or on none.
             compact: return each received token once instead of once an expert.
             report_num_tokens: wait_low_latency_num_tokens will be asked. Not while a CUDA graph is
                 captured.

@@ -13,23 +13,24 @@ __all__ = ["Backend", "Heap", "Launch", "create_backend", "resolve_device"]
 
 def resolve_device(device: torch.device | str | int | None) -> torch.device:
     """The device asked for, else that of the environment, else CUDA if available, else the host."""
+    where = "device"
     if device is None:
-        device = env.DEVICE.get()
+        device, where = env.DEVICE.get(), env.DEVICE.name
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         resolved = torch.device(device)
     except (RuntimeError, TypeError):
-        raise ArgumentError("device", device, "must be a torch device") from None
+        raise ArgumentError(where, repr(device), "must be a torch device") from None
     if resolved.type == "cpu":
         return torch.device("cpu")
     if resolved.type != "cuda":
-        raise ArgumentError("device", device, "must be a CPU or CUDA device")
+        raise ArgumentError(where, device, "must be a CPU or CUDA device")
     if not torch.cuda.is_available():
         raise UnsupportedError(f"device {device!r} was asked for, but torch sees no CUDA device")
     index = torch.cuda.current_device() if resolved.index is None else resolved.index
     if index >= torch.cuda.device_count():
-        raise ArgumentError("device", device, f"must be one of {torch.cuda.device_count()} devices")
+        raise ArgumentError(where, device, f"must be one of {torch.cuda.device_count()} devices")
     return torch.device("cuda", index)
 
 

@@ -23,6 +23,7 @@ from torch._higher_order_ops import effects
 
 from deep_comm.errors import ArgumentError, DeepCommError
 from deep_comm.layer.batch import ExpertBatch
+from deep_comm.layer.construction import check_mode
 from deep_comm.layer.quick_prefill import Prefilled
 
 if TYPE_CHECKING:
@@ -257,6 +258,9 @@ def traced_forward(
 ) -> Tensor:
     """ExpertParallel.forward while it is being traced."""
     way = layer.mode if mode is None else mode
+    check_mode(way)
+    if way == "auto" and bounded:
+        raise ArgumentError("bounded", True, 'needs mode="prefill": "auto" wants counts')
     needs_grad = torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad)
     if way == "auto":
         if not layer._steps.can_decode or torch.is_grad_enabled():

@@ -25,7 +25,7 @@ class Pending(Generic[T]):
 
     def __init__(self, finish: Callable[[], T]) -> None:
         self._finish: Callable[[], T] | None = finish
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._result: T
 
     def result(self) -> T:
@@ -35,7 +35,7 @@ class Pending(Generic[T]):
             finish, self._finish = self._finish, None
             try:
                 self._result = finish()
-            except Exception as error:  # noqa: BLE001 - raised below
+            except BaseException as error:  # noqa: BLE001 - raised below, a signal's as well
                 self._error = error
         if self._error is not None:
             raise self._error

@@ -9,6 +9,7 @@ import pytest
 
 import deep_comm
 from deep_comm import ArgumentError, env
+from deep_comm.backends import resolve_device
 
 
 def test_unset_variables_have_their_defaults() -> None:
@@ -48,6 +49,18 @@ def test_a_value_that_does_not_parse_is_named(
         variable.get()
     assert caught.value.argument == name
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "gpu", "meta"])
+def test_a_device_that_is_none_is_named_by_its_variable(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setenv("DEEP_COMM_DEVICE", text)
+    with pytest.raises(ArgumentError, match="DEEP_COMM_DEVICE must be a") as caught:
+        resolve_device(None)
+    assert (text or "''") in str(caught.value)
+    with pytest.raises(ArgumentError, match="^device must be a torch device; got 'gpu'"):
+        resolve_device("gpu")
 
 
 def test_describe_lists_every_variable_with_value_and_default(

@@ -18,6 +18,7 @@ from interrupted import (
 )
 
 from deep_comm.errors import CallInterrupted
+from deep_comm.layer.pending import Pending
 from deep_comm.ops.steps import PendingDispatch
 
 CPU = torch.device("cpu")
@@ -49,3 +50,16 @@ def test_a_pending_dispatch_that_was_interrupted_says_so_when_asked_again() -> N
     for _ in range(2):
         with pytest.raises(CallInterrupted, match="rank 3"):
             pending.result()
+
+
+def test_a_block_in_which_receiving_was_interrupted_ends_with_that() -> None:
+    """Not with what its end, which receives as well, makes of nothing received."""
+
+    def finish() -> None:
+        raise KeyboardInterrupt
+
+    pending = Pending(finish)
+    with pytest.raises(KeyboardInterrupt), pending:
+        pending.result()
+    with pytest.raises(KeyboardInterrupt):
+        pending.result()

@@ -16,7 +16,7 @@ from layer_cases import LayerCase, build, inputs
 from payload import assert_same_bits
 from torch import Tensor
 
-from deep_comm import ExpertBatch, processes
+from deep_comm import ArgumentError, ExpertBatch, local, processes
 from deep_comm.layer import ops
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
@@ -261,3 +261,16 @@ def test_the_state_of_a_batch_lives_as_long_as_its_tensor(
     on_ranks: Callable[..., list[Any]],
 ) -> None:
     on_ranks(state_dies, 1)
+
+
+def test_a_traced_call_refuses_what_an_eager_one_refuses() -> None:
+    """A mode that is none was prefill to it."""
+    case = LayerCase(((2,),), 9, 4)
+
+    def main(group: Any) -> None:
+        with build(group, case) as layer:
+            for options, name in (((case.mode, True), "bounded"), (("Prefill", False), "mode")):
+                with pytest.raises(ArgumentError, match=f"^{name} "):
+                    ops.traced_forward(layer, *inputs(case, 0, 0), scaled, *options)
+
+    local.run(main, 1)

@@ -36,6 +36,16 @@ def together(fn: Callable[[Buffer], Any], num_ranks: int = 2, **options: Any) ->
     return local.run(main, num_ranks, timeout_s=60)
 
 
+@pytest.mark.parametrize("position", range(4))
+@pytest.mark.parametrize("wrong", ["64", None, 2.5, 0])
+def test_a_size_hint_names_what_is_no_size(position: int, wrong: Any) -> None:
+    sizes: list[Any] = [8, 128, 2, 8]
+    sizes[position] = wrong
+    name = ("num_max_dispatch_tokens_per_rank", "hidden", "num_ranks", "num_experts")[position]
+    with pytest.raises(ArgumentError, match=f"^{name} must be an integer of .*got .*{wrong}"):
+        Buffer.get_low_latency_rdma_size_hint(*sizes)
+
+
 def dispatch(buffer: Buffer, **changes: Any) -> Any:
     arguments = {
         "x": torch.zeros(3, 128, dtype=torch.bfloat16),
