@@ -74,8 +74,8 @@ class LowLatencyCalls:
             ("num_experts", num_experts, 1),
             ("ranks_per_node", 1 if ranks_per_node is None else ranks_per_node, 1),
         ):
-            if value < smallest:
-                raise ArgumentError(name, value, f"must be at least {smallest}")
+            if not hasattr(value, "__index__") or value < smallest:
+                raise ArgumentError(name, repr(value), f"must be an integer of at least {smallest}")
         max_tokens = low_latency.check_num_max_tokens(num_max_dispatch_tokens_per_rank)
         per_node = MAX_RANKS_PER_NODE if ranks_per_node is None else ranks_per_node
         is_internode = num_ranks > per_node

@@ -113,10 +113,14 @@ class NormalCalls(DefaultConfigs):
             handle: of an earlier dispatch: repeat its routing with this x (cached dispatch). The
                 layout and top-k arguments are then left away.
             num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert: from get_dispatch_layout.
-                With topk_idx and num_experts they may be left away together.
-            num_tokens_per_rdma_rank: only checked: the other three say it all.
-            topk_idx: int64 or int32 [T, K]; travels with the tokens.
-            topk_weights: float32 [T, K]; travels with topk_idx.
+                With topk_idx and num_experts they may be left away together. Tokens go where
+                is_token_in_rank says; num_tokens_per_expert makes the returned counts. With expand
+                inside a node both are made anew of topk_idx; between nodes counts that
+                are too small end with CapacityError.
+            num_tokens_per_rank, num_tokens_per_rdma_rank: only their form is checked: the mask says
+                it all.
+            topk_idx: int64 or int32 [T, K]; travels with the tokens. On all ranks, or on none.
+            topk_weights: float32 [T, K]; travels with topk_idx, likewise.
             expert_alignment: the returned counts are rounded up to multiples of it.
             num_worst_tokens: if positive, N is this number and the host waits for nothing. Rows
                 past the received ones have index -1 and weight 0; their payload is not written. How

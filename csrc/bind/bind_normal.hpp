@@ -52,16 +52,16 @@ struct NormalCalls {
   }
 
   static void notify(const Bound<NotifyPlan>& self, const Numbers<19>& numbers) {
-    const auto [topk_idx, num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank, num_tokens,
+    const auto [topk_idx, num_tokens_per_expert, is_token_in_rank, num_tokens, has_weights,
                 output_offset, src_offset, num_output_rows, is_exact, rank_prefix_matrix,
                 channel_prefix_matrix, send_head, num_recv_tokens_per_expert, recv_counts,
                 first_rows, expert_offsets, expert_counts, num_expanded, stream] = numbers;
     NotifyArgs args = self.plan.args;
     args.topk.data = as_pointer<void>(topk_idx);
-    args.num_tokens_per_rank = as_pointer<int32_t>(num_tokens_per_rank);
     args.num_tokens_per_expert = as_pointer<int32_t>(num_tokens_per_expert);
     args.is_token_in_rank = as_pointer<uint8_t>(is_token_in_rank);
     args.num_tokens = static_cast<int>(num_tokens);
+    args.header.fields[static_cast<int>(HeaderField::kHasWeights)] = has_weights != 0;
     args.place = {line_of("output_offset", output_offset), line_of("src_offset", src_offset),
                   static_cast<int>(num_output_rows), is_exact != 0};
     args.rank_prefix_matrix = as_pointer<int32_t>(rank_prefix_matrix);

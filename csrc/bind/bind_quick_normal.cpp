@@ -278,7 +278,7 @@ void bind_quick_normal(py::module_& m) {
       });
   def_add_new_dispatch<NewDispatch, 19, 28, SlabParts>(calls, "add_new_dispatch",
                                                        &Calls::new_dispatches);
-  def_add_new_dispatch<NewTierDispatch, 16, 32, TierSlabParts>(calls, "add_new_tier_dispatch",
+  def_add_new_dispatch<NewTierDispatch, 17, 32, TierSlabParts>(calls, "add_new_tier_dispatch",
                                                                &Calls::new_tier_dispatches);
   def_add_dispatch(calls, "add_dispatch", &Calls::cached_dispatches);
   def_add_dispatch(calls, "add_tier_dispatch", &Calls::tier_dispatches);

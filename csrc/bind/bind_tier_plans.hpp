@@ -58,14 +58,15 @@ struct TierCalls {
     engine->internode_layout(args, stream);
   }
 
-  static void notify(const Notify& self, const Numbers<16>& numbers) {
+  static void notify(const Notify& self, const Numbers<17>& numbers) {
     const auto [num_tokens_per_expert, is_token_in_rank, num_tokens, node_channel_prefix,
                 rank_channel_prefix, send_node_head, send_places, recv_node_channel_prefix,
                 recv_node_prefix_sum, recv_rank_channel_start, recv_rank_prefix_sum, combine_start,
-                forward_places, num_recv_tokens_per_expert, num_recv_tokens_per_rank, stream] =
-        numbers;
+                forward_places, num_recv_tokens_per_expert, num_recv_tokens_per_rank, has_weights,
+                stream] = numbers;
     InternodeNotifyArgs args{};
     args.header = self.header;
+    args.header.fields[static_cast<int>(RailField::kHasWeights)] = has_weights != 0;
     args.num_experts = self.num_experts;
     args.expert_alignment = self.expert_alignment;
     args.num_tokens_per_expert = as_pointer<int32_t>(num_tokens_per_expert);
@@ -211,7 +212,7 @@ void bind_tier_plans(pybind11::class_<Engine<Target>>& engine) {
                                           header,
                                           num_experts,
                                           expert_alignment};
-        return number_function<16, &Calls::notify>("internode_notify", form, self);
+        return number_function<17, &Calls::notify>("internode_notify", form, self);
       },
       py::kw_only(), "num_channels"_a, "num_send_tokens"_a, "num_slots"_a, "num_rail_send_tokens"_a,
       "num_rail_slots"_a, "row_bytes"_a, "scale_row_bytes"_a, "num_topk"_a, "cast"_a,

@@ -378,7 +378,7 @@ struct NewDispatch : NewForm {
 };
 
 struct NewTierDispatch : NewForm {  // between nodes
-  NumberCall<16> notify;
+  NumberCall<17> notify;
   NumberCall<32> launch;
   Layouts<TierSlabParts> slabs;
 };

@@ -38,7 +38,6 @@ struct Routing {
     parts.keep(arguments[1], idx, order);
     if (has_weights) parts.keep(arguments[2], weights, order);
     if (!has_layout) return;
-    parts.keep(arguments[3], per_rank, order);
     parts.keep(arguments[4], per_expert, order);
     parts.keep(arguments[5], mask, order);
   }
@@ -61,10 +60,15 @@ struct NewCall {
     zero_tail = given[9] == Py_True;
     is_expanded = given[13] == Py_True;
     zero_padding = given[14] == Py_True;
-    return payload.read(parts.torch, given[0], given[15]) &&
-           routing.read(parts, given, payload.num_tokens()) && as_number(given[7], &num_rows) &&
-           num_rows <= INT32_MAX && as_number(given[8], &alignment) && is_boolean(given[9]) &&
-           is_asynchronous(given[12]) && is_boolean(given[13]) && is_boolean(given[14]) &&
+    if (!payload.read(parts.torch, given[0], given[15]) ||
+        !routing.read(parts, given, payload.num_tokens())) {
+      return false;
+    }
+    // Where rows belong, and how many, follows from the choices alone, as in NewDispatch.
+    if (is_expanded) routing.has_layout = false;
+    return as_number(given[7], &num_rows) && num_rows <= INT32_MAX &&
+           as_number(given[8], &alignment) && is_boolean(given[9]) && is_asynchronous(given[12]) &&
+           is_boolean(given[13]) && is_boolean(given[14]) &&
            !(is_expanded ? zero_tail : zero_padding);
   }
 

@@ -287,13 +287,13 @@ inline std::optional<NewRows> launch_new(const Shared& calls, const NewCall& cal
   const uint64_t channel_prefix = slab + parts_of_slab.channel_prefix;
   const uint64_t send_head = slab + parts_of_slab.send_head;
   form->notify({routing.has_layout ? 0 : choices,
-                routing.has_layout ? routing.per_rank.address() : 0,
                 routing.has_layout ? routing.per_expert.address() : 0, token_mask, num_tokens,
-                blocks.offset, blocks.src_offset, static_cast<uint64_t>(num_rows),
-                is_bounded ? uint64_t{0} : uint64_t{1}, slab, channel_prefix, send_head,
-                slab + parts_of_slab.per_expert, slab + parts_of_slab.recv_counts,
-                numbered(numbers.first_rows), numbered(numbers.expert_offsets),
-                numbered(numbers.expert_counts), numbered(numbers.num_expanded), order.stream});
+                routing.has_weights ? uint64_t{1} : uint64_t{0}, blocks.offset, blocks.src_offset,
+                static_cast<uint64_t>(num_rows), is_bounded ? uint64_t{0} : uint64_t{1}, slab,
+                channel_prefix, send_head, slab + parts_of_slab.per_expert,
+                slab + parts_of_slab.recv_counts, numbered(numbers.first_rows),
+                numbered(numbers.expert_offsets), numbered(numbers.expert_counts),
+                numbered(numbers.num_expanded), order.stream});
   if (is_expanded) {
     parts.number_rows({choices, static_cast<uint64_t>(form->idx_bytes), num_tokens,
                        static_cast<uint64_t>(form->num_topk),

@@ -151,7 +151,8 @@ inline py::object quick_new_tier_dispatch(const Shared& calls, PyObject* const* 
   form->notify({per_expert, mask, num_tokens, slab, slab + at.rank_prefix, slab + at.send_node_head,
                 slab + at.send_places, slab + at.recv_node_prefix, slab + at.recv_node_sum,
                 slab + at.recv_rank_start, slab + at.recv_rank_sum, slab + at.combine_start,
-                slab + at.forward_places, slab + at.per_expert, slab + at.per_rank, order.stream});
+                slab + at.forward_places, slab + at.per_expert, slab + at.per_rank,
+                routing.has_weights ? uint64_t{1} : uint64_t{0}, order.stream});
   constexpr uint64_t kFillTail = 1, kZeroTail = 2, kIsEarly = 4;
   const Sources given(parts, payload, form->rows, order);
   const std::array<uint64_t, 9> way = {static_cast<uint64_t>(form->num_experts),

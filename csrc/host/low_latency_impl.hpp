@@ -196,9 +196,9 @@ LowLatencyPlan Engine<Target>::plan_low_latency(const LowLatencyOptions& options
   plan.stages_rows =
       plan.stages_strips &&
       plan.dispatch_shape.row_bytes <= plan.launch.num_threads * static_cast<int>(sizeof(Vec16));
-  // Which ranks send weights ahead need not be compared: each says so row by row.
-  plan.dispatch_signature = detail::low_latency_signature(
-      Kernel::kLowLatencyDispatch, plan.dispatch_shape, options.is_compact ? 1 : 0);
+  const int forms = (options.is_compact ? 1 : 0) | (options.has_weights ? 2 : 0);
+  plan.dispatch_signature =
+      detail::low_latency_signature(Kernel::kLowLatencyDispatch, plan.dispatch_shape, forms);
   for (int rows = 0; rows < 2 * kNumCombineRows; ++rows) {
     plan.combine_signatures[rows] =
         detail::low_latency_signature(Kernel::kLowLatencyCombine, plan.combine_shape, rows);

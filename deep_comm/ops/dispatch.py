@@ -164,6 +164,8 @@ class NewDispatch:
         routing = checked_new_routing(ctx, x, scale_options, **given)
         payload, idx, weights, layout, num_experts = routing
         expert_alignment, expand = given["expert_alignment"], given["expand"]
+        if expand:  # counts that contradict the choices would put rows past their groups
+            layout = None
         num_topk, topk_idx_bytes = (0, 0) if idx is None else (idx.shape[1], idx.element_size())
         key = (
             config, default, payload.form, num_topk, topk_idx_bytes, num_experts, expert_alignment,
@@ -304,8 +306,7 @@ class NewDispatch:
             inputs += inputs_of(self._payload)
         layout = self._layout
         if layout is not None:
-            inputs += layout.num_tokens_per_rank, layout.num_tokens_per_expert
-            inputs.append(layout.is_token_in_rank)
+            inputs += layout.num_tokens_per_expert, layout.is_token_in_rank
         event = launch.finish(inputs)
         notified = self._notified
         handle = Handle.fresh(
@@ -346,7 +347,8 @@ class NewDispatch:
             ctx, launch, self._slab_layout, self._num_experts, self._layout, slab
         )
         launch_notify(
-            ctx, launch, self._plan, self._payload, self._idx, self._notified, self._layout, place,
+            ctx, launch, self._plan, self._payload, self._idx, self._weights, self._notified,
+            self._layout, place,
             NO_EXPANSION if numbering is None else numbering.notify_arguments(),
         )  # fmt: skip
         if numbering is not None:

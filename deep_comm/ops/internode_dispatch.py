@@ -105,7 +105,9 @@ class NewTierDispatch:
         self._launch = launch
         self._source = allocate_source(ctx, launch, payload)
         self._routing = self._routing_in(None)
-        self._routing.launch(ctx, launch, self._plan, payload, self._idx, self._alignment)
+        self._routing.launch(
+            ctx, launch, self._plan, payload, self._idx, self._weights, self._alignment
+        )
         num_forward = ctx.expected.forwarded(payload.num_tokens)
         if self.num_worst_tokens > 0:
             num_forward = max(self.num_worst_tokens, num_forward)

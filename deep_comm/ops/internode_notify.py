@@ -69,6 +69,7 @@ class TierRouting:
         plan: TwoTierPlan,
         payload: Payload,
         idx: Tensor | None,
+        weights: Tensor | None,
         expert_alignment: int,
     ) -> None:
         """Counts ``idx``, unless that has been done, and tells the peers."""
@@ -101,6 +102,7 @@ class TierRouting:
             self.forward_places,
             address + layout.per_expert,
             address + layout.per_rank,
+            weights is not None,
             launch.stream,
         )
         ctx.end()

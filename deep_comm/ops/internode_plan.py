@@ -78,7 +78,7 @@ def notify_launcher(
     """The engine's part of a notify: num_tokens_per_expert, is_token_in_rank, num_tokens;
     node_channel_prefix, rank_channel_prefix, send_node_head, send_places; recv_node_channel_prefix,
     recv_node_prefix_sum, recv_rank_channel_start, recv_rank_prefix_sum, combine_start,
-    forward_places, num_recv_tokens_per_expert, num_recv_tokens_per_rank; stream.
+    forward_places, num_recv_tokens_per_expert, num_recv_tokens_per_rank; has_weights, stream.
     """
     key = (plan, form, num_topk, num_experts, expert_alignment)
     known: Launcher | None = ctx.two_tier_plans.get(key)

@@ -84,6 +84,7 @@ def launch_notify(
     plan: DispatchPlan,
     payload: Payload,
     idx: Tensor | None,
+    weights: Tensor | None,
     out: Notified,
     layout: Layout | None,
     place: Place,
@@ -96,18 +97,17 @@ def launch_notify(
     _, mask, send_head, rank_prefix_matrix, channel_prefix_matrix = out.routing
     if layout is None:
         assert idx is not None
-        choices, per_rank, per_expert = idx.data_ptr() or ctx.heap.base, 0, 0
+        choices, per_expert = idx.data_ptr() or ctx.heap.base, 0
     else:
         choices = 0
-        per_rank = layout.num_tokens_per_rank.data_ptr()
         per_expert = layout.num_tokens_per_expert.data_ptr()
     assert plan.notify is not None
     plan.notify(
         choices,
-        per_rank,
         per_expert,
         mask,
         payload.num_tokens,
+        weights is not None,
         place.output_offset,
         place.src_offset,
         place.num_rows,

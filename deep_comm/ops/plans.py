@@ -30,10 +30,10 @@ class DispatchPlan:
     recv_topk_weights, recv_src_idx, recv_channel_prefix_matrix, num_recv_rows, output_offset,
     src_offset, flags, send_row, send_rows, num_expanded, recv_rows, source, stream.
 
-    ``notify``, None where the routing is known: topk_idx, num_tokens_per_rank,
-    num_tokens_per_expert, is_token_in_rank, num_tokens, output_offset, src_offset, num_output_rows,
-    is_exact, rank_prefix_matrix, channel_prefix_matrix, send_head, num_recv_tokens_per_expert,
-    recv_counts, first_rows, expert_offsets, expert_counts, num_expanded, stream."""
+    ``notify``, None where the routing is known: topk_idx, num_tokens_per_expert,
+    is_token_in_rank, num_tokens, has_weights, output_offset, src_offset, num_output_rows, is_exact,
+    rank_prefix_matrix, channel_prefix_matrix, send_head, num_recv_tokens_per_expert, recv_counts,
+    first_rows, expert_offsets, expert_counts, num_expanded, stream."""
 
     __slots__ = ("rings", "launch", "notify")
 

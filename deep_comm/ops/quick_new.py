@@ -106,7 +106,8 @@ def send_new(ctx: Context, streams: StreamOptions, *given: Any) -> SentRows | No
     if made is None:
         return None
     has_default_sms = given[10] is None and isinstance(given[11], DefaultConfig)
-    return SentRows(ctx, streams, made, given[5], given[7], given[8], has_default_sms)
+    mask = None if given[12] else given[5]  # expanded: the engine's own, as in NewDispatch
+    return SentRows(ctx, streams, made, mask, given[7], given[8], has_default_sms)
 
 
 def expanded_arguments(

@@ -53,6 +53,109 @@ def test_a_rank_that_disagrees_is_found_at_the_first_notify(what: str) -> None:
         assert len(error.values) >= 2 and error.field and not error.needs_reset
 
 
+@pytest.mark.parametrize("direct_bytes", [0, 2 << 20])
+@pytest.mark.parametrize("ranks_per_node", [None, 1])
+def test_weights_travel_on_all_ranks_or_on_none(
+    direct_bytes: int, ranks_per_node: int | None
+) -> None:
+    """Else a rank that expects some would read what nobody has written."""
+
+    def fn(group):
+        with deep_comm.Buffer(
+            group, 4 << 20, 4 << 20, device="cpu", timeout_s=20, ranks_per_node=ranks_per_node,
+            num_direct_bytes=direct_bytes,
+        ) as buffer:  # fmt: skip
+            for _ in range(2):
+                arguments = tokens(5, 6)
+                buffer.dispatch(**arguments)
+                if group.rank() == 1:
+                    arguments["topk_weights"] = None
+                with pytest.raises(errors.ConfigMismatch, match="topk_weights"):
+                    buffer.dispatch(**arguments)
+
+    local.run(fn, 2, timeout_s=120)
+
+
+@pytest.mark.parametrize("ranks_per_node", [None, 1])
+def test_weights_come_ahead_of_low_latency_rows_on_all_ranks_or_on_none(
+    ranks_per_node: int | None,
+) -> None:
+    num_bytes = deep_comm.Buffer.get_low_latency_rdma_size_hint(
+        5, 64, 2, 6, ranks_per_node=ranks_per_node
+    )
+
+    def fn(group):
+        with deep_comm.Buffer(
+            group, 0, num_bytes, low_latency_mode=True, device="cpu", timeout_s=20,
+            ranks_per_node=ranks_per_node,
+        ) as buffer:  # fmt: skip
+            given = tokens(5, 6)
+            weights = given["topk_weights"] if group.rank() == 1 else None
+            with pytest.raises(errors.ConfigMismatch, match="the operation"):
+                buffer.low_latency_dispatch(
+                    given["x"], given["topk_idx"], 5, 6, use_fp8=False, topk_weights=weights
+                )
+
+    local.run(fn, 2, timeout_s=120)
+
+
+@pytest.mark.parametrize("change", [-1, 1, 1 << 20, -(1 << 20)])
+@pytest.mark.parametrize("direct_bytes", [0, 2 << 20])
+@pytest.mark.parametrize("ranks_per_node", [None, 1])
+def test_counts_of_a_caller_that_contradict_its_mask_move_nothing_else(
+    change: int, direct_bytes: int, ranks_per_node: int | None
+) -> None:
+    """The mask says where tokens go; step by step, and in native ones."""
+
+    def fn(group):
+        with deep_comm.Buffer(
+            group, 4 << 20, 4 << 20, device="cpu", timeout_s=20, ranks_per_node=ranks_per_node,
+            num_direct_bytes=direct_bytes,
+        ) as buffer:  # fmt: skip
+            given = tokens(5, 6)
+            given["x"] += torch.arange(5).unsqueeze(1) + 8 * group.rank()
+            expected = buffer.dispatch(**given)
+            num_experts = given.pop("num_experts")
+            layout = buffer.get_dispatch_layout(given["topk_idx"], num_experts)
+            for _ in range(3):
+                received = buffer.dispatch(
+                    **given, num_tokens_per_rank=layout[0] + change,
+                    num_tokens_per_expert=layout[2], is_token_in_rank=layout[3],
+                )  # fmt: skip
+                for got, want in zip(received[:3], expected[:3], strict=True):
+                    assert torch.equal(got, want)
+                assert received[3] == expected[3]
+                y = buffer.combine(received[0], received[4])[0]
+                assert torch.equal(y, given["x"])
+
+    local.run(fn, 2, timeout_s=120)
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_expanded_rows_are_counted_by_the_choices_whatever_a_caller_has_counted(
+    change: int,
+) -> None:
+    def fn(group):
+        with deep_comm.Buffer(
+            group, 4 << 20, device="cpu", timeout_s=20, num_direct_bytes=2 << 20
+        ) as buffer:
+            given = tokens(5, 6)
+            expected = buffer.dispatch(**given, expand=True)
+            layout = buffer.get_dispatch_layout(given["topk_idx"], given.pop("num_experts"))
+            for _ in range(3):
+                received = buffer.dispatch(
+                    **given, num_tokens_per_rank=layout[0], is_token_in_rank=layout[3],
+                    num_tokens_per_expert=layout[2] + change, expand=True,
+                )  # fmt: skip
+                for got, want in zip(received[:3], expected[:3], strict=True):
+                    assert torch.equal(got, want)
+                assert received[3] == expected[3]
+                rows = received[4].expansion.recv_rows
+                assert torch.equal(rows, expected[4].expansion.recv_rows)
+
+    local.run(fn, 2, timeout_s=120)
+
+
 def test_ranks_may_align_their_counts_differently() -> None:
     """The alignment rounds a rank's own counts; no other rank is concerned."""
 

@@ -38,6 +38,7 @@ enum class RailField : int {
   kNumRailSendTokens,
   kNumRailSlots,
   kCast,            // of x on its way: 0 none, 1 e4m3, 2 scales rounded, 3 as exponents
+  kHasWeights,      // top-k weights travel
   kBadExpertIndex,  // not compared: this rank's routing had an index out of range
   kNumTokens,       // not compared: the most of all ranks goes to the host
   kCount
@@ -52,6 +53,7 @@ inline constexpr const char* kRailFieldNames[] = {"num_experts",
                                                   "config.num_max_rdma_chunked_send_tokens",
                                                   "config.num_max_rdma_chunked_recv_tokens",
                                                   "use_fp8 + round_scale + use_ue8m0",
+                                                  "topk_weights (1: given)",
                                                   "topk_idx",
                                                   "num_tokens"};
 static_assert(sizeof(kRailFieldNames) / sizeof(char*) == static_cast<size_t>(RailField::kCount));

@@ -44,13 +44,14 @@ enum class HeaderField : int {
   kNumSendTokens,
   kNumSlots,
   kExpertAlignment,  // of expanded outputs; 0: not expanded
+  kHasWeights,       // top-k weights travel
   kNumCompared,
   // The rest tells the peers something.
-  kBadExpertIndex = kNumCompared,  // this rank's routing had an index out of range
-  kNumTokens,                      // of this rank; the most of all ranks goes to the host
+  kNumTokens = kNumCompared,  // of this rank; the most of all ranks goes to the host
   kOutputLine,  // where the outputs of the dispatch that follows will lie: OutputPlace
   kSrcLine,
   kOutputRows,
+  kBadExpertIndex,  // this rank's routing had an index out of range
   kCount
 };
 inline constexpr const char* kHeaderFieldNames[] = {"num_experts",
@@ -61,11 +62,12 @@ inline constexpr const char* kHeaderFieldNames[] = {"num_experts",
                                                     "config.num_max_nvl_chunked_send_tokens",
                                                     "config.num_max_nvl_chunked_recv_tokens",
                                                     "expert_alignment with expand (0: without)",
-                                                    "topk_idx",
+                                                    "topk_weights (1: given)",
                                                     "num_tokens",
                                                     "output_line",
                                                     "src_line",
-                                                    "output_rows"};
+                                                    "output_rows",
+                                                    "topk_idx"};
 static_assert(sizeof(kHeaderFieldNames) / sizeof(char*) ==
               static_cast<size_t>(HeaderField::kCount));
 static_assert(static_cast<int>(HeaderField::kCount) <= kNumHeaderFields);
@@ -108,7 +110,6 @@ struct NotifyArgs {
   // get_dispatch_layout made of them.
   TopkIdx topk;
   uint8_t* is_token_in_rank;             // [T, R]
-  const int32_t* num_tokens_per_rank;    // [R], or null
   const int32_t* num_tokens_per_expert;  // [E], or null
   int num_tokens;
   int num_experts;

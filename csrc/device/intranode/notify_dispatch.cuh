@@ -1,7 +1,8 @@
 // notify_dispatch: every rank learns how many rows it will receive from whom, before any row moves.
 //
 // in     topk_idx [T, K], -1 selects nothing; or, where get_dispatch_layout has run before, what it
-//        made of them: num_tokens_per_rank [R], num_tokens_per_expert [E], is_token_in_rank [T, R]
+//        made of them: num_tokens_per_expert [E], is_token_in_rank [T, R]. Tokens per rank are
+//        counted here in either case: rows move by the mask, whatever a caller has counted
 //        place: where the dispatch that follows will want its rows
 // out    is_token_in_rank [T, R]       from topk_idx
 //        rank_prefix_matrix [R, R]     [i][j] = rows that ranks 0..i send to rank j
@@ -126,19 +127,17 @@ DC_DEVICE void count_channels(const NotifyArgs& args, NotifySmem* smem) {
   arch::sync_block();
   for (int channel = arch::block_idx(); channel < args.num_channels; channel += arch::num_blocks())
     number_channel(args, smem, channel);
-  if (num_experts == 0) return;
   arch::sync_block();
   add_counters(totals, smem->num_per_rank, num_ranks);
   add_counters(totals + num_ranks, smem->num_per_expert(), num_experts);
 }
 
 // The last block: this rank's tokens per rank and per expert, from the accumulators, which are zero
-// again afterwards, or from the caller's layout.
+// again afterwards; per expert, from the caller's layout if there is one.
 DC_DEVICE int32_t take_total(const NotifyArgs& args, int idx) {
   const int num_ranks = args.world.num_ranks;
-  if (args.topk.data == nullptr) {
-    return arch::ld_weak(idx < num_ranks ? args.num_tokens_per_rank + idx
-                                         : args.num_tokens_per_expert + (idx - num_ranks));
+  if (args.topk.data == nullptr && idx >= num_ranks) {
+    return arch::ld_weak(args.num_tokens_per_expert + (idx - num_ranks));
   }
   int32_t* total = args.world.layout_counts() + idx;
   const int32_t value = arch::ld_relaxed_gpu(total);
@@ -172,7 +171,6 @@ DC_DEVICE void send_counts(const Context& context, const NotifyArgs& args) {
     int32_t value;
     if (idx >= kNumHeaderFields) {
       value = take_total(args, idx - kNumHeaderFields);
-      if (world.is_absent(idx - kNumHeaderFields)) value = 0;  // of a layout from before
     } else if (idx == static_cast<int>(HeaderField::kBadExpertIndex)) {
       value = static_cast<int32_t>(arch::ld_relaxed_gpu(&world.state()->bad_expert_index));
     } else {
