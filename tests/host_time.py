@@ -12,10 +12,8 @@ no streams; launches left out.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,8 +21,6 @@ import torch
 import deep_comm
 from deep_comm import local
 from deep_comm.layer.host_words import HostWords
-
-sys.path.insert(0, str(Path(__file__).parent / "cpu"))
 
 ROUNDS, CALLS = 60, 40
 HAS_GPU = torch.cuda.is_available()

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
+import fake_cuda
 import pytest
 import torch
+from fake_cuda import COMPUTE
 
 import deep_comm
 from deep_comm import local
 from deep_comm.ops import quick
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import fake_cuda
-from fake_cuda import COMPUTE
 
 T, H, K, E = 40, 256, 2, 8
 

@@ -15,20 +15,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
+import fake_cuda
 import pytest
 import torch
+from fake_cuda import COMM, COMPUTE
 
 import deep_comm
 from deep_comm import local, reference_layer
 from deep_comm.errors import ArgumentError, BufferDestroyed, ExpertIndexError, PeerTimeout
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import fake_cuda
-from fake_cuda import COMM, COMPUTE
 
 H, E, K, MOST = 64, 6, 2, 40
 OTHER = 33

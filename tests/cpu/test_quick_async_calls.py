@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import fake_cuda
 import pytest
 import torch
+from fake_cuda import COMM, COMPUTE
 from quick_calls import E, NormalSpy, T, inputs, layout_of, on_normal
 
 import deep_comm
 from deep_comm import local
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import fake_cuda
-from fake_cuda import COMM, COMPUTE
 
 STREAMS: dict[str, Callable[[], dict[str, Any]]] = {
     "async": lambda: dict(async_finish=True),

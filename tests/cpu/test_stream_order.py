@@ -7,21 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import random
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
+import fake_cuda
 import pytest
 import torch
+from fake_cuda import COMM, COMPUTE
 
 import deep_comm
 from deep_comm import local
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import fake_cuda
-from fake_cuda import COMM, COMPUTE
 
 T, H, E = 5, 64, 4
 OTHER = 33
