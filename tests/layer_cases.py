@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from torch import Tensor
 
 import deep_comm
 from deep_comm import reference_layer
+from deep_comm.reference_low_latency import quantise
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,8 @@ class Experts:
     def __call__(self, batch: deep_comm.ExpertBatch) -> Tensor:
         self.modes.append(batch.mode)
         check_batch(batch)
+        if batch.scales is not None:
+            batch = dataclasses.replace(batch, x=wide(batch.x, batch.scales), scales=None)
         if batch.counts is not None or batch.is_masked:
             return batch.map(expert)
         # Counts on the device only: every row by the expert of its group.
@@ -96,6 +100,12 @@ class Experts:
             span = slice(first, first + int(batch.num_tokens_per_expert[local]))
             rows[span] = expert(batch.first_expert + local, batch.x[span])
         return rows
+
+
+def wide(rows: Tensor, scales: Tensor) -> Tensor:
+    """bfloat16, of FP8 rows; the same of padding, which may hold anything."""
+    assert rows.dtype == torch.float8_e4m3fn and scales.shape == (len(rows), rows.shape[1] // 128)
+    return (rows.float() * scales.repeat_interleave(128, dim=1)).bfloat16()
 
 
 def check_batch(batch: deep_comm.ExpertBatch) -> None:
@@ -155,12 +165,13 @@ def verify(case: LayerCase, results: Sequence[Sequence[tuple[Tensor, list[str]]]
     for step in range(len(case.steps)):
         parts = [inputs(case, rank, step) for rank in range(case.num_ranks)]
         xs, idxs, weights = zip(*parts, strict=True)
+        sent = [wide(*quantise(x)) for x in xs] if case.fp8 else xs
         expected = reference_layer.expert_parallel(
-            xs, idxs, weights, case.experts, expert, case.ranks_per_node
+            sent, idxs, weights, case.experts, expert, case.ranks_per_node
         )
         decoded = expected
         if case.ranks_per_node is not None:  # then prefill and decode round at different places
-            decoded = reference_layer.expert_parallel(xs, idxs, weights, case.experts, expert)
+            decoded = reference_layer.expert_parallel(sent, idxs, weights, case.experts, expert)
         how = case.how
         if how == "mixed":
             how = ("forward", "split", "async", "shared")[(step + case.seed) % 4]

@@ -80,16 +80,18 @@ class Setting:
 
 
 def _layer_of(choose: random.Random, num_ranks: int, ranks_per_node: int | None) -> LayerCase:
-    dtype = choose.choice((torch.bfloat16, torch.bfloat16, torch.float32))
+    fp8 = choose.random() < 0.25
+    dtype = torch.bfloat16 if fp8 else choose.choice((torch.bfloat16, torch.float32))
     modes = ("auto", "prefill", "decode") if dtype == torch.bfloat16 else ("auto", "prefill")
     return LayerCase(
         ((0,) * num_ranks,),
         max_tokens=choose.choice((4, 20)),
         decode_tokens=choose.choice((2, 4)),
-        hidden=choose.choice((64, 128, 256)),
+        hidden=choose.choice((128, 256) if fp8 else (64, 128, 256)),
         experts=choose.choice((num_ranks, 8, 2 * num_ranks + 3)),
         topk=choose.choice((1, 2, 4)),
         dtype=dtype,
+        fp8=fp8,
         mode=choose.choice(modes),
         alignment=choose.choice((1, 1, 4)),
         ranks_per_node=ranks_per_node,
@@ -202,7 +204,7 @@ class LayerOperation:
         most = choose.choice((0, 1, case.decode_tokens, case.max_tokens, case.max_tokens))
         if mode == "decode":
             most = min(most, case.decode_tokens)
-        self.has_grad = mode != "decode" and choose.random() < 0.4
+        self.has_grad = mode != "decode" and not case.fp8 and choose.random() < 0.4
         self.may_decode = mode != "prefill" and not self.has_grad
         self.case = dataclasses.replace(
             case,
