@@ -213,9 +213,11 @@ class Steps:
         y_shared = None
         batch, hook = self._open(x, topk_idx, topk_weights, shared is not None)
         if shared is not None:
-            y_shared = shared(x)
             assert hook is not None
-            hook()
+            try:
+                y_shared = shared(x)
+            finally:  # the peers, and the next call, count on this rank's receive phase
+                hook()
         state, fits = batch.state, x.shape[0] <= self._decode_tokens
         y = self.combine(batch, experts(batch))
         del batch

@@ -40,6 +40,32 @@ def test_the_mode_follows_the_rule(how: str) -> None:
     assert {"decode", "prefill"} <= {mode for modes in modes_of(case, results) for mode in modes}
 
 
+@pytest.mark.parametrize("mode", ["auto", "prefill", "decode"])
+@pytest.mark.parametrize("tokens", [3, 9])
+def test_the_layer_goes_on_where_the_programs_parts_of_a_step_raised(
+    mode: str, tokens: int
+) -> None:
+    """On all ranks alike: what was sent has been received by then."""
+    if mode == "decode":
+        tokens = 3
+    case = LayerCase(((tokens, 2),), 9, 3, mode=mode)
+
+    def raises(_: Any) -> torch.Tensor:
+        raise ZeroDivisionError
+
+    def main(group: Any) -> None:
+        given = inputs(case, group.rank(), 0)
+        with build(group, case) as layer, torch.no_grad():
+            expected = layer(*given, Experts())
+            for _ in range(3):
+                for parts in ((raises, None), (Experts(), raises)):
+                    with pytest.raises(ZeroDivisionError):
+                        layer(*given, parts[0], shared=parts[1])
+                assert torch.equal(layer(*given, Experts()), expected)
+
+    local.run(main, 2, timeout_s=60)
+
+
 def test_tokens_of_ranks_that_fit_are_computed_once() -> None:
     case = LayerCase(((3, 9, 2),), 9, 3, experts=6)
     rows: dict[int, list[int]] = {}
