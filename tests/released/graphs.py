@@ -9,6 +9,7 @@ import drop_in
 import torch
 from torch import Tensor
 
+from released import vllm_parts
 from released.program import synchronise
 
 NUM_TOKENS = 16
@@ -37,13 +38,13 @@ def replayed(
     expected, what)`` each time.
     """
     rank = group.rank()
-    tokens = drop_in.routed(rank, NUM_TOKENS, hidden=hidden)
+    tokens = vllm_parts.routed(rank, NUM_TOKENS, hidden=hidden)
     output = torch.empty_like(tokens[0])
     replay = captured(lambda: layer(tokens, output))
     drop_in.barrier(group)
     for seed in range(4):
         routing = "holes" if seed % 2 else "distinct"
-        others = drop_in.routed(rank, NUM_TOKENS, hidden=hidden, routing=routing, seed=seed)
+        others = vllm_parts.routed(rank, NUM_TOKENS, hidden=hidden, routing=routing, seed=seed)
         for memory, value in zip(tokens, others, strict=True):
             memory.copy_(value)
         output.fill_(float("nan"))

@@ -28,7 +28,7 @@ HIDDEN, MAX_TOKENS = 1024, 64
 def _tokens(group: Any, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     num_tokens = drop_in.num_tokens_of(group.rank() + seed)
     routing = "holes" if seed % 2 else "distinct"
-    return drop_in.routed(group.rank(), num_tokens, hidden=HIDDEN, routing=routing, seed=seed)
+    return vllm_parts.routed(group.rank(), num_tokens, hidden=HIDDEN, routing=routing, seed=seed)
 
 
 def _permuting(group: Any, checks: Checks, dispatcher: Any, seed: int) -> None:

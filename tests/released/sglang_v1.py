@@ -43,7 +43,7 @@ def _micro_batches(group: Any, checks: Checks, dispatcher: Any, seed: int, what:
     for half in range(2):
         num_tokens = drop_in.num_tokens_of(group.rank() + (seed + half) % 4)
         routing = ("distinct", "holes")[(seed + half) % 2]
-        x, ids, weights = drop_in.routed(
+        x, ids, weights = vllm_parts.routed(
             group.rank(), num_tokens, hidden=HIDDEN, routing=routing, seed=2 * seed + half
         )
         if server.moe.deepep_dispatcher_output_dtype == "auto":

@@ -61,7 +61,7 @@ def run(group: Any, checks: Checks) -> None:
                 server.is_extend_in_batch = is_extend
                 num_tokens = drop_in.num_tokens_of(group.rank() + seed % 2)
                 routing = "holes" if seed % 4 == 1 else "distinct"
-                x, ids, weights = drop_in.routed(
+                x, ids, weights = vllm_parts.routed(
                     group.rank(), num_tokens, hidden=HIDDEN, routing=routing, seed=seed
                 )
                 seed += 1

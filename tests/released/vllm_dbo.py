@@ -80,7 +80,7 @@ def run(group: Any, checks: Checks, backends: tuple[str, ...] = (*V1, "deepep_v2
                     seed = 2 * turn + index
                     num_tokens = drop_in.num_tokens_of(rank + seed)
                     routing = "holes" if index else "distinct"
-                    tokens = drop_in.routed(
+                    tokens = vllm_parts.routed(
                         rank, num_tokens, hidden=hidden, routing=routing, seed=seed
                     )
                     share = 0.08 if (backend, kind) == ("deepep_low_latency", "fp8") else 0.0

@@ -53,11 +53,13 @@ def high_throughput(group: Any, checks: Checks, kind_of_adapter: type | None = N
         for is_async in (False, True):
             for step, routing in enumerate(("distinct", "holes", "duplicates")):
                 num_tokens = drop_in.num_tokens_of(rank + step)
-                tokens = drop_in.routed(rank, num_tokens, hidden=hidden, routing=routing, seed=step)
+                tokens = vllm_parts.routed(
+                    rank, num_tokens, hidden=hidden, routing=routing, seed=step
+                )
                 what = f"prefill, {kind}, {'async' if is_async else 'sync'}, {routing}"
                 vllm_parts.step(checks, adapter, tokens, kind, is_async, standard(group), what)
     for step in range(2):
-        tokens = drop_in.routed(
+        tokens = vllm_parts.routed(
             rank, drop_in.num_tokens_of(rank + step), hidden=hidden, num_topk=1, seed=step
         )
         vllm_parts.step(
@@ -85,7 +87,7 @@ def low_latency(group: Any, checks: Checks, kind_of_adapter: type | None = None)
         for step in range(2):
             num_tokens = min(vllm_parts.MAX_TOKENS, drop_in.num_tokens_of(rank + step))
             routing = "holes" if step else "distinct"
-            tokens = drop_in.routed(rank, num_tokens, hidden=hidden, routing=routing, seed=step)
+            tokens = vllm_parts.routed(rank, num_tokens, hidden=hidden, routing=routing, seed=step)
             if kind == "nvfp4":
                 vllm_parts.for_nvfp4(tokens[0])
             vllm_parts.step(checks, adapter, tokens, kind, step == 1, experts, what, share=share)
@@ -115,7 +117,7 @@ def low_latency(group: Any, checks: Checks, kind_of_adapter: type | None = None)
 
     # Without holes: the table has no entry for -1.
     adapter = make("bf16", (to_physical, to_global, local))
-    tokens = drop_in.routed(rank, drop_in.num_tokens_of(rank), hidden=hidden, seed=7)
+    tokens = vllm_parts.routed(rank, drop_in.num_tokens_of(rank), hidden=hidden, seed=7)
     vllm_parts.step(checks, adapter, tokens, "bf16", True, moved, "decoding, moved experts")
     # Fault tolerance with everyone alive.
     mask = manager.query_active_mask()

@@ -55,7 +55,7 @@ def elastic(group: Any, checks: Checks) -> None:
                 vllm_parts.FORWARD.dp_metadata = SimpleNamespace(
                     num_tokens_across_dp_cpu=torch.tensor(counts)
                 )
-                tokens = drop_in.routed(
+                tokens = vllm_parts.routed(
                     rank, counts[rank], hidden=hidden, routing=routing, seed=step
                 )
                 layout = "compact without sync" if is_captured else "expanded"
