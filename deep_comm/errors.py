@@ -256,15 +256,15 @@ class CapacityError(DeepCommError):
 
     Attributes: ``needed_rows``, ``available_rows``.
 
-    What to do: raise num_worst_tokens: the number of tokens of all ranks together is always
-    enough; with expand=True that number times top-k, and expert_alignment - 1 for each local
-    expert.
+    What to do: raise num_worst_tokens, of a layer its max_recv_rows: the number of tokens of all
+    ranks together is always enough; with expand=True, as in layers, that number times top-k, and
+    expert_alignment - 1 for each local expert.
     """
 
     def __init__(self, rank: int, needed_rows: int, available_rows: int) -> None:
         super().__init__(
-            f"rank {rank} is sent {needed_rows} rows, but num_worst_tokens is {available_rows}; "
-            "raise num_worst_tokens (the number of tokens of all ranks together is always enough; "
+            f"rank {rank} is sent {needed_rows} rows, but num_worst_tokens, of a layer its "
+            f"max_recv_rows, is {available_rows}; raise it (the number of tokens of all ranks together is always enough; "
             "with expand=True that times top-k, and expert_alignment - 1 for each local expert)"
         )
         self.rank = rank
