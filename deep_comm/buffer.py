@@ -110,8 +110,8 @@ class Buffer(InternodeCalls, LowLatencyCalls):
             num_direct_bytes: the part of num_nvl_bytes that is receive region: outputs
                 of dispatch are allocated there while there is room, and peers write
                 them in place, without rings.
-                Default: all but 64 MiB from 128 MiB on, else none. Outputs without room there are
-                ordinary tensors, filled through the rings.
+                Default: DEEP_COMM_NUM_DIRECT_BYTES, else all but 64 MiB from 128 MiB on, else none.
+                Outputs without room there are ordinary tensors, filled through the rings.
             rail: what joins the nodes of a group of several: "nvshmem" (CUDA devices; the ranks are
                 then the process's NVSHMEM job), "software" (CUDA devices, logical nodes of one
                 host), "simulated" (host target). Default: DEEP_COMM_RAIL, else nvshmem between
@@ -129,6 +129,8 @@ class Buffer(InternodeCalls, LowLatencyCalls):
             raise ArgumentError("enable_shrink", True, "needs low_latency_mode")
         integers.require("num_rdma_bytes", num_rdma_bytes, 0, integers.MOST_BYTES)
         integers.require("num_qps_per_rank", num_qps_per_rank, 1, integers.LARGEST)
+        if num_direct_bytes is None:
+            num_direct_bytes = env.NUM_DIRECT_BYTES.get()
         settings = Settings(
             num_nvl_bytes=num_nvl_bytes,
             num_direct_bytes=num_direct_bytes,

@@ -91,6 +91,15 @@ NUM_SMS: Variable[int | None] = Variable(
     "GPUs, 1 on the host",
     _parse_positive_int,
 )
+NUM_DIRECT_BYTES: Variable[int | None] = Variable(
+    "DEEP_COMM_NUM_DIRECT_BYTES",
+    "a number of at least 0",
+    None,
+    "receive region of Buffers built without num_direct_bytes=, equal on all ranks; 0: what "
+    "dispatch returns is torch's own memory, for programs that resize its storage or count on "
+    "record_stream; slower; unset: what num_nvl_bytes has beyond 64 MiB, from 128 MiB on",
+    _parse_count,
+)
 DEVICE: Variable[str | None] = Variable(
     "DEEP_COMM_DEVICE",
     "a torch device such as 'cpu', 'cuda' or 'cuda:0'",
@@ -195,7 +204,7 @@ VLLM: Variable[bool] = Variable(
 )
 
 REGISTRY: tuple[Variable[Any], ...] = (
-    TIMEOUT_S, NUM_SMS, DEVICE, RANKS_PER_NODE, HOST_NAME, RAIL, RAIL_NEAR, NIC_GB_PER_S,
+    TIMEOUT_S, NUM_SMS, NUM_DIRECT_BYTES, DEVICE, RANKS_PER_NODE, HOST_NAME, RAIL, RAIL_NEAR, NIC_GB_PER_S,
     TUNE_FILE, POISON, TRACE, TRACE_DIR, DEEP_EP_FULL_RDMA, DECODE_TOKENS, VLLM,
 )  # fmt: skip
 
