@@ -779,8 +779,9 @@ class Region:
     A block may be given back while kernels that read it are still queued: ``mark(stream)`` then
     makes an event on the current stream and on the one that was current when the block was taken,
     and whoever gets the bytes next waits for both; None: nothing can be in flight. Blocks taken
-    while ``is_capturing()`` are only handed out to later captures: replays of the CUDA graph write
-    to them whenever they like.
+    while ``is_capturing()`` are only handed out to the same or later captures: replays of the CUDA
+    graph write to them whenever they like. Within a capture ``mark_captured(stream)`` makes the
+    events: (event, number of the capture), or None if the stream is in none.
     """
 
     def __init__(
@@ -790,6 +791,7 @@ class Region:
         mark: Callable[[int], Any],
         is_capturing: Callable[[], bool],
         current_stream: Callable[[], int],
+        mark_captured: Callable[[int], tuple[Any, int] | None],
     ) -> None: ...
     def allocate_scratch(
         self, num_bytes: int, after: int | None = None

@@ -68,6 +68,10 @@ def marker(device: int) -> Callable[[int], Event | None]:
     """mark(stream): an event at this point of the stream; None while the stream is capturing a CUDA
     graph: replays are ordered behind the readers of an eager output dropped there."""
 
+def capture_marker(device: int) -> Callable[[int], tuple[Event, int] | None]:
+    """mark_captured(stream): an event at this point of a stream that is capturing, and the number
+    of the capture; None if it is not."""
+
 def mark(device: int, stream: int, /) -> Event:
     """An event at this point of a stream of the device, whichever is current. In a capture it
     means something to streams of that capture alone."""

@@ -246,6 +246,7 @@ class Context:
             self.backend.mark,
             self.backend.is_capturing,
             self.backend.current_stream,
+            self.backend.mark_captured,
         )
         self.num_ring_bytes = self.num_nvl_bytes - direct_bytes
         # For the host's hot path: see the classes they belong to.
@@ -473,7 +474,7 @@ class Context:
         """Wait for this rank's kernels."""
         self.backend.synchronize()
         if self.low_latency_bytes > 0 and not self.backend.is_synchronous:
-            torch.cuda.synchronize()  # these calls run on the callers' own streams
+            torch.cuda.synchronize(self.device)  # these calls run on the callers' own streams
 
     def _forget_pending(self, error: Exception) -> None:
         """After all kernels have ended."""

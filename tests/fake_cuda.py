@@ -30,6 +30,7 @@ class Log(list):
     Attributes:
         current: the caller's stream.
         capturing: streams that record a graph.
+        capture: number of the graph that is recorded now, or will be next.
         has_passed: what events say of the kernels before them.
         known: by stream, the work that all further work there is behind.
         kernels: (stream, what was known there) of every launch.
@@ -39,6 +40,7 @@ class Log(list):
         super().__init__()
         self.current = COMPUTE
         self.capturing: set[int] = set()
+        self.capture = 1
         self.known: dict[int, set[object]] = collections.defaultdict(set)
         self.kernels: list[tuple[int, frozenset[object]]] = []
         self.has_passed = False
@@ -65,14 +67,16 @@ class _Point:
     def __init__(self, log: Log) -> None:
         self._log = log
         self._known: frozenset[object] = frozenset()
-        self._is_captured = False
+        self._capture = 0
 
     def record(self, stream: int) -> None:
         self._known = frozenset(self._log.known[stream])
-        self._is_captured = stream in self._log.capturing
+        self._capture = self._log.capture if stream in self._log.capturing else 0
 
     def wait(self, stream: int) -> None:
-        if self._is_captured:
+        if self._capture:
+            if not self._log.capturing or self._capture != self._log.capture:
+                raise RuntimeError("cudaErrorStreamCaptureIsolation")
             self._log.capturing.add(stream)
         elif stream in self._log.capturing:
             raise RuntimeError("cudaErrorStreamCaptureIsolation")
@@ -185,6 +189,13 @@ def _module(log: Log) -> types.ModuleType:
         _Point.record(event, stream)
         return event
 
+    def mark_captured(stream: int) -> tuple[Event, int] | None:
+        if stream not in log.capturing:
+            return None
+        event = Event(0)
+        _Point.record(event, stream)
+        return event, log.capture
+
     def mark_always(device: int, stream: int) -> Event:
         event = Event(device)
         event.record(stream)
@@ -194,6 +205,7 @@ def _module(log: Log) -> types.ModuleType:
     module.mark = mark_always
     module.Event, module.Engine = Event, Engine
     module.marker = lambda device: functools.partial(mark, device)
+    module.capture_marker = lambda device: mark_captured
     module.is_capturing = lambda stream: stream in log.capturing
     module.capture_check = lambda device, exchange_api: lambda: log.current in log.capturing
     module.is_current = lambda device: True
@@ -225,7 +237,9 @@ def installed() -> Iterator[Log]:
         patch.setattr(
             torch.cuda, "set_stream", lambda stream: setattr(log, "current", stream.cuda_stream)
         )
-        patch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+        patch.setattr(
+            torch.cuda, "synchronize", lambda device=None: log.append(("synchronize device",))
+        )
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "is_initialized", lambda: True)
         patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)

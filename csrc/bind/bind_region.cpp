@@ -21,10 +21,9 @@ namespace py = pybind11;
 namespace {
 
 // (block, events to wait for), or None. Events of stream `after` are left out: the caller's work is
-// behind everything on it.
+// behind everything on it. `owner`: the current stream.
 py::object take(const std::shared_ptr<Region>& region, size_t num_bytes,
-                std::optional<uint64_t> after, std::optional<uint64_t> owner, bool is_captured,
-                bool is_scratch) {
+                std::optional<uint64_t> after, uint64_t owner, bool is_captured, bool is_scratch) {
   num_bytes = align_block(num_bytes == 0 ? 1 : num_bytes);
   std::optional<Region::List::Hole> taken = region->take(num_bytes, is_captured);
   if (!taken) return py::none();
@@ -32,9 +31,11 @@ py::object take(const std::shared_ptr<Region>& region, size_t num_bytes,
       std::make_unique<Block>(region, taken->offset, num_bytes, is_captured, is_scratch, owner));
   py::list events;
   // A capture may not wait for work outside of it, and begins with the device idle.
-  if (!is_captured) {
+  const bool has_used = !taken->uses.empty();
+  const uint64_t capture = is_captured && has_used ? region->capture_of(owner) : 0;
+  if (!is_captured || capture != 0) {
     for (const Region::List::Use& use : taken->uses) {
-      if (!after || *after != use.stream) events.append(use.event);
+      if (use.capture == capture && (!after || *after != use.stream)) events.append(use.event);
     }
   }
   return py::make_tuple(std::move(block), std::move(events));
@@ -43,10 +44,8 @@ py::object take(const std::shared_ptr<Region>& region, size_t num_bytes,
 // For callers who do not know what the current stream is doing.
 py::object allocate(const std::shared_ptr<Region>& region, size_t num_bytes,
                     std::optional<uint64_t> after, bool is_scratch) {
-  const bool is_captured = region->is_capturing();
-  std::optional<uint64_t> owner;
-  if (!is_captured) owner = region->current_stream();
-  return take(region, num_bytes, after, owner, is_captured, is_scratch);
+  return take(region, num_bytes, after, region->current_stream(), region->is_capturing(),
+              is_scratch);
 }
 
 // For those who do; all streams are there, `is_behind` says whether the caller's work is
@@ -55,8 +54,7 @@ py::object take_numbers(const std::shared_ptr<Region>& region,
                         const std::array<uint64_t, 5>& numbers) {
   const auto [num_bytes, owner, is_behind, is_captured, is_scratch] = numbers;
   return take(region, num_bytes, is_behind != 0 ? std::optional<uint64_t>(owner) : std::nullopt,
-              is_captured != 0 ? std::nullopt : std::optional<uint64_t>(owner), is_captured != 0,
-              is_scratch != 0);
+              owner, is_captured != 0, is_scratch != 0);
 }
 
 // make_dlpack_matrix without pybind11's look at the arguments: seven numbers and the owner.
@@ -100,8 +98,9 @@ void bind_region(py::module_& m) {
       .def("shrink", &Block::shrink, py::arg("num_bytes"));
   py::class_<Region, std::shared_ptr<Region>>(m, "Region", py::module_local(),
                                               "First-fit allocator of blocks.")
-      .def(py::init<size_t, size_t, py::object, py::object, py::object>(), py::arg("begin"),
-           py::arg("end"), py::arg("mark"), py::arg("is_capturing"), py::arg("current_stream"))
+      .def(py::init<size_t, size_t, py::object, py::object, py::object, py::object>(),
+           py::arg("begin"), py::arg("end"), py::arg("mark"), py::arg("is_capturing"),
+           py::arg("current_stream"), py::arg("mark_captured"))
       .def(
           "allocate",
           [](const std::shared_ptr<Region>& self, size_t num_bytes, std::optional<uint64_t> after) {

@@ -50,6 +50,15 @@ py::object mark_eager(int device, const std::array<uint64_t, 1>& numbers) {
   return py::cast(std::move(event));
 }
 
+py::object mark_captured(int device, const std::array<uint64_t, 1>& numbers) {
+  const CudaDeviceScope scope(device);
+  const uint64_t capture = cuda_capture_id(numbers[0]);
+  if (capture == 0) return py::none();
+  auto event = std::make_unique<CudaEvent>(device);
+  event->record(numbers[0]);
+  return py::make_tuple(py::cast(std::move(event)), capture);
+}
+
 void record(CudaEvent* event, const std::array<uint64_t, 1>& numbers) { event->record(numbers[0]); }
 
 }  // namespace
@@ -71,6 +80,12 @@ void bind_stream_cuda(py::module_& m) {
   m.def(
       "marker",
       [](int device) { return number_function<1, &mark_eager>("mark", device, py::none()); },
+      py::arg("device"));
+  m.def(
+      "capture_marker",
+      [](int device) {
+        return number_function<1, &mark_captured>("mark_captured", device, py::none());
+      },
       py::arg("device"));
   m.def(
       "capture_check",

@@ -21,15 +21,18 @@ inline size_t align_block(size_t num_bytes) {
 // A block may be given back while kernels that read it are still queued: `mark` makes an event on
 // the stream that is current at that moment, and on the one that was when the block was taken,
 // whose work may use it without saying so; whoever gets the bytes next waits for both.
-// Blocks that a CUDA graph was captured with are only handed out to later captures: replays write
-// to them whenever they like.
+// Blocks that a CUDA graph was captured with are only handed out to the same or later captures:
+// replays write to them whenever they like. Within a capture the same events order their users
+// (`mark_captured`: the event and the capture's number, or None); captures have their order from
+// whoever replays them.
 class Region {
  public:
   using List = FreeList<pybind11::object>;
 
   Region(size_t begin, size_t end, pybind11::object mark, pybind11::object is_capturing,
-         pybind11::object current_stream)
+         pybind11::object current_stream, pybind11::object mark_captured)
       : mark_(std::move(mark)),
+        mark_captured_(std::move(mark_captured)),
         is_capturing_(std::move(is_capturing)),
         current_stream_(std::move(current_stream)) {
     begin = align_block(begin);
@@ -49,15 +52,27 @@ class Region {
   void give_back(size_t offset, size_t num_bytes, bool is_captured, bool is_scratch,
                  std::optional<uint64_t> owner) {
     List::Hole hole{offset, num_bytes, {}};
-    if (!is_captured && !is_scratch) {
+    if (!is_scratch) {
       const uint64_t stream = current_stream();
-      if (add_use(hole, stream) && owner && *owner != stream) add_use(hole, *owner);
+      const bool has_owner = owner && *owner != stream;
+      if (is_captured) {
+        add_captured_use(hole, stream);
+        if (has_owner) add_captured_use(hole, *owner);
+      } else if (add_use(hole, stream) && has_owner) {
+        add_use(hole, *owner);
+      }
     }
     (is_captured ? captured_ : eager_).give_back(std::move(hole));
   }
 
   void give_back_unused(size_t offset, size_t num_bytes, bool is_captured) {
     (is_captured ? captured_ : eager_).give_back({offset, num_bytes, {}});
+  }
+
+  // The number of the capture that a stream takes part in; 0: none.
+  uint64_t capture_of(uint64_t stream) const {
+    const pybind11::object marked = mark_captured_({stream});
+    return marked.is_none() ? 0 : marked.cast<pybind11::tuple>()[1].cast<uint64_t>();
   }
 
   size_t num_free_bytes() const { return eager_.num_bytes() + captured_.num_bytes(); }
@@ -71,7 +86,14 @@ class Region {
     return true;
   }
 
-  NumberCall<1> mark_;
+  void add_captured_use(List::Hole& hole, uint64_t stream) {
+    const pybind11::object marked = mark_captured_({stream});
+    if (marked.is_none()) return;  // dropped behind the capture
+    const auto pair = marked.cast<pybind11::tuple>();
+    hole.uses.push_back({stream, num_marks_++, pair[0], pair[1].cast<uint64_t>()});
+  }
+
+  NumberCall<1> mark_, mark_captured_;
   pybind11::object is_capturing_;
   NumberCall<0> current_stream_;
   List eager_;

@@ -72,11 +72,13 @@ void CudaTarget::free_mapped(void* memory) {
 }
 
 void CudaTarget::fill_zero(void* memory, size_t num_bytes) {
+  const CudaDeviceScope scope(device_);
   check(cudaMemset(memory, 0, num_bytes), "cudaMemset");
   check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
 }
 
 void CudaTarget::copy_in(void* memory, const void* source, size_t num_bytes) {
+  const CudaDeviceScope scope(device_);
   check(cudaMemcpy(memory, source, num_bytes, cudaMemcpyHostToDevice), "cudaMemcpy");
   check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
 }
@@ -95,6 +97,8 @@ void CudaTarget::store_beside_kernels(uint32_t* word, uint32_t value) {
 }
 
 bool CudaTarget::is_idle(uint64_t stream) {
+  const CudaDeviceScope scope(device_);  // stream 0 is the current device's
+  const CudaCaptureLeave leave;
   const cudaError_t status = cudaStreamQuery(reinterpret_cast<cudaStream_t>(stream));
   if (status == cudaErrorNotReady) return false;
   check(status, "cudaStreamQuery");

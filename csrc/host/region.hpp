@@ -24,6 +24,7 @@ class FreeList {
     uint64_t stream;
     uint64_t order;  // later uses of a stream have larger numbers
     Event event;
+    uint64_t capture = 0;  // of a CUDA graph, to which alone the event means something; 0: of none
   };
   struct Hole {
     size_t offset;

@@ -61,6 +61,17 @@ CudaDeviceScope::~CudaDeviceScope() {
   if (previous_ != device_) cudaSetDevice(previous_);
 }
 
+CudaCaptureLeave::CudaCaptureLeave() {
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  check(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
+  mode_ = static_cast<int>(mode);
+}
+
+CudaCaptureLeave::~CudaCaptureLeave() {
+  auto mode = static_cast<cudaStreamCaptureMode>(mode_);
+  (void)cudaThreadExchangeStreamCaptureMode(&mode);
+}
+
 CudaEvent::CudaEvent(int device) : device_(device), event_(nullptr) {
   if (device < 0)
     throw std::invalid_argument("device = " + std::to_string(device) + ", must be >= 0");
@@ -87,6 +98,7 @@ void CudaEvent::wait(uint64_t stream) const {
 }
 
 void CudaEvent::synchronize() const {
+  const CudaCaptureLeave leave;
   InterruptWatch interrupts;
   cudaError_t status = cudaEventQuery(event_);
   while (status == cudaErrorNotReady) {
@@ -98,6 +110,7 @@ void CudaEvent::synchronize() const {
 }
 
 bool CudaEvent::has_passed() const {
+  const CudaCaptureLeave leave;
   const cudaError_t status = cudaEventQuery(event_);
   if (status == cudaErrorNotReady) return false;
   check(status, "cudaEventQuery");
@@ -121,6 +134,16 @@ bool cuda_is_capturing(uint64_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   check(cudaStreamIsCapturing(as_stream(stream), &status), "cudaStreamIsCapturing");
   return status != cudaStreamCaptureStatusNone;
+}
+
+uint64_t cuda_capture_id(uint64_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long id = 0;
+  if (cudaStreamGetCaptureInfo(as_stream(stream), &status, &id) != cudaSuccess) {
+    cudaGetLastError();
+    return 0;
+  }
+  return status == cudaStreamCaptureStatusActive ? id : 0;
 }
 
 bool cuda_is_current(int device) { return cuda_current_device() == device; }

@@ -22,6 +22,19 @@ class CudaDeviceScope {
   int device_;
 };
 
+// While one lives this thread may ask how far work is, although a thread records a graph: in torch's
+// usual mode of capture the question would fail, and end the capture.
+class CudaCaptureLeave {
+ public:
+  CudaCaptureLeave();
+  ~CudaCaptureLeave();
+  CudaCaptureLeave(const CudaCaptureLeave&) = delete;
+  CudaCaptureLeave& operator=(const CudaCaptureLeave&) = delete;
+
+ private:
+  int mode_;  // of this thread before
+};
+
 // An event without timing. Its end returns it to its device's pool instead of destroying it: CUDA
 // events cost more to make than to record. Not for use by several threads at once; the pool is not
 // locked, the GIL guards it.
@@ -54,6 +67,8 @@ class CudaEvent {
 // stream is capturing: an event of a capture means nothing outside of it.
 std::unique_ptr<CudaEvent> cuda_mark(int device, uint64_t stream);
 bool cuda_is_capturing(uint64_t stream);
+// Which of the process's captures the stream takes part in; 0: none.
+uint64_t cuda_capture_id(uint64_t stream);
 int cuda_current_device();
 bool cuda_is_current(int device);
 // Whether `device` is current and `stream`, of it, is not capturing.

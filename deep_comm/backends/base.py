@@ -158,6 +158,10 @@ class Backend(Protocol):
     def mark(self, stream: int, /) -> Any:
         """An event on the stream; None if nothing can be in flight."""
 
+    def mark_captured(self, stream: int, /) -> tuple[Any, int] | None:
+        """While the stream records a CUDA graph: an event on it for streams of the same capture,
+        and that capture's number, which is not 0; else None."""
+
     def current_stream(self) -> int:
         """As the engine and ``mark`` know it."""
 

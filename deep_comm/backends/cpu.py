@@ -238,6 +238,9 @@ class CpuBackend:
     def mark(self, stream: int, /) -> None:
         return None
 
+    def mark_captured(self, stream: int, /) -> None:
+        return None
+
     def current_stream(self) -> int:
         return 0
 

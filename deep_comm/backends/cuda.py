@@ -140,6 +140,7 @@ class CudaBackend:
         # Of every block that is given back: functions of C, and no frame of Python around them.
         self.current_stream = functools.partial(current_raw_stream, self._index)
         self.mark = _cuda.marker(self._index)
+        self.mark_captured = _cuda.capture_marker(self._index)
         # Of every step of a layer's "auto".
         self.is_capturing: Callable[[], bool] = self._is_capturing
         found = quick.torch_of(device)

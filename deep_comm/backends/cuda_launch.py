@@ -62,7 +62,10 @@ class Streams:
     stream, which they all pass through.
     """
 
-    __slots__ = ("device", "index", "comm", "raw_comm", "hop", "done", "last", "poisons", "empty")
+    __slots__ = (
+        "comm", "device", "done", "empty", "has_graphs", "hop", "index", "last", "poisons",
+        "raw_comm",
+    )  # fmt: skip
 
     def __init__(self, device: torch.device, comm: torch.cuda.Stream, poison_outputs: bool) -> None:
         self.device = device
@@ -73,12 +76,15 @@ class Streams:
         self.hop = _cuda.Event(self.index)  # from the caller's stream, and back in a capture
         self.done = _cuda.Event(self.index)  # behind the last operation; never of a capture
         self.last: int | None = None  # the stream of that operation; None: there was none
+        self.has_graphs = False  # which run on streams that nobody tells of
         self.empty = quick.empty_of(device)  # the device must be current
 
     def synchronize(self) -> None:
-        """Wait for the last operation, behind which all others are."""
+        """Wait for the last operation, behind which all others are, and for what may be graphs."""
         if self.last is not None:
             self.done.synchronize()
+        if self.has_graphs:
+            torch.cuda.synchronize(self.device)
 
     def launch(
         self, previous_event: EventHandle | None, async_finish: bool, on_comm: bool
@@ -288,7 +294,9 @@ class CommLaunch:
             streams.hop.order(compute, comm)
         self.is_captured = is_capturing(comm)
         behind = comm, compute if self.is_behind_caller else comm
-        if not self.is_captured and streams.last is not None and streams.last not in behind:
+        if self.is_captured:
+            streams.has_graphs = True
+        elif streams.last is not None and streams.last not in behind:
             streams.done.wait(comm)
 
     def __enter__(self) -> CommLaunch:

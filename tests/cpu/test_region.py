@@ -18,8 +18,9 @@ def region(
     capturing=lambda: False,
     mark=lambda stream: None,
     current_stream=lambda: 0,
+    mark_captured=lambda stream: None,
 ) -> Region:
-    return Region(begin, end, mark, capturing, current_stream)
+    return Region(begin, end, mark, capturing, current_stream, mark_captured)
 
 
 def test_blocks_do_not_overlap_and_come_back() -> None:
@@ -140,6 +141,27 @@ def test_outputs_lie_in_the_region_while_there_is_room(num_nvl_bytes: int) -> No
     for places in local.run(rank_main, 2):
         assert places[0] and not places[-1]  # 200 KiB a call: the region is full before the last
         assert places == sorted(places, reverse=True)
+
+
+@pytest.mark.parametrize("is_torchs", [False, True])
+def test_outputs_of_torchs_own_on_demand(monkeypatch: pytest.MonkeyPatch, is_torchs: bool) -> None:
+    """Programs that resize the storage of what dispatch returns need them (Megatron-Core, when it
+    overlaps its exchanges)."""
+    if is_torchs:
+        monkeypatch.setenv("DEEP_COMM_NUM_DIRECT_BYTES", "0")
+
+    def rank_main(group):
+        x = torch.ones(8, 64).bfloat16()
+        idx = torch.arange(8)[:, None] % 4
+        with deep_comm.Buffer(group, 128 << 20, device="cpu", timeout_s=20) as buffer:
+            rows = buffer.dispatch(x, topk_idx=idx, topk_weights=idx.float(), num_experts=4)[0]
+            if is_torchs:
+                rows.untyped_storage().resize_(0)
+            else:
+                with pytest.raises(RuntimeError, match="not resizable"):
+                    rows.untyped_storage().resize_(0)
+
+    local.run(rank_main, 2)
 
 
 def test_a_handle_does_not_keep_the_payload() -> None:

@@ -158,6 +158,7 @@ def _capture(log: Any, stream: int) -> Iterator[None]:
     finally:
         assert log.current == stream
         log.capturing.clear()
+        log.capture += 1
         log.known.clear()
         log.known.update(known)  # what was captured has not run
         log.current = before
@@ -190,6 +191,50 @@ def test_a_graph_takes_its_order_with_it(streams: tuple[int, ...]) -> None:
         bench.cached(async_finish=True)
         bench.assert_in_order()
         assert log.capturing == set()
+
+    _with_bench(body)
+
+
+@pytest.mark.parametrize("reader", [44, 55])
+def test_memory_within_a_graph_is_written_behind_its_readers(reader: int) -> None:
+    """Whose reader is not one that the call waits for: work of the same stream behind the event, or
+    another stream's."""
+
+    def body(bench: Bench) -> None:
+        log = bench.log
+        for _ in range(2):  # the second graph gets memory of the first, and waits for none of that
+            with _capture(log, 44):
+                rows = bench.cached()[0]
+                options: dict[str, Any] = {}
+                if reader == 44:
+                    options["previous_event"] = deep_comm.Buffer.capture()
+                else:
+                    log.known[reader] |= log.known[44]
+                    log.capturing.add(reader)
+                log.current = reader
+                log.work("reads rows")
+                place = rows.data_ptr()
+                del rows
+                log.current = 44
+                again = bench.cached(**options)[0]
+                assert again.data_ptr() == place
+                assert "reads rows" in log.kernels[-1][1]
+                del again
+
+    _with_bench(body)
+
+
+def test_what_ends_a_buffer_waits_for_graphs_as_well() -> None:
+    """They run on whichever stream they are replayed on."""
+
+    def body(bench: Bench) -> None:
+        bench.cached()
+        bench.buffer._context.synchronize()
+        assert "synchronize device" not in bench.log.names()
+        with _capture(bench.log, 44):
+            bench.cached()
+        bench.buffer._context.synchronize()
+        assert "synchronize device" in bench.log.names()
 
     _with_bench(body)
 
