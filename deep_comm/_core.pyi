@@ -362,11 +362,14 @@ class Engine:
     masked_offset: int  # from the heap's start: int32 [max_ranks], ranks that this one does without
     votes_offset: int  # int32 [max_ranks, max_ranks]: [from, rank], the same of the others
     rail_masked_offset: int  # of a group of several nodes, both in one: int64 [R]
-    def enable_low_latency(self, *, num_bytes: int, can_shrink: bool = False) -> None:
+    def enable_low_latency(
+        self, *, num_bytes: int, can_shrink: bool = False, begins_early: bool = True
+    ) -> None:
         """Take the last num_bytes of the heap, a multiple of 128. Once,
         before anything is launched.
 
-        can_shrink: kernels do without ranks that stay silent."""
+        can_shrink: kernels do without ranks that stay silent. begins_early: launches may hold SMs
+        while the one before them ends."""
     def set_low_latency_sequence(self, sequence: int) -> None:
         """For tests: as if so many operations of each kind, at least 4, had run."""
     def reset_low_latency(self) -> None:

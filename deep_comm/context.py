@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from deep_comm import _core, absent, checks, errors, integers, tuning
+from deep_comm import _core, absent, checks, env, errors, integers, tuning
 from deep_comm import rail as rails
 from deep_comm.backends import Backend, Heap, create_backend, resolve_device
 from deep_comm.config import Config, RingPlan, plan_rings, require_config
@@ -224,7 +224,9 @@ class Context:
                 )
             if self.low_latency_bytes > 0:
                 engines[0].enable_low_latency(
-                    num_bytes=self.low_latency_bytes, can_shrink=settings.enable_shrink
+                    num_bytes=self.low_latency_bytes,
+                    can_shrink=settings.enable_shrink,
+                    begins_early=env.EARLY_LAUNCHES.get(),
                 )
 
         try:

@@ -91,6 +91,14 @@ NUM_SMS: Variable[int | None] = Variable(
     "GPUs, 1 on the host",
     _parse_positive_int,
 )
+EARLY_LAUNCHES: Variable[bool] = Variable(
+    "DEEP_COMM_EARLY_LAUNCHES",
+    "0 or 1",
+    True,
+    "low-latency launches of Buffers built from then on may take SMs while the one before them "
+    "still runs; 0: never, where collectives of other libraries run beside them on other streams",
+    _parse_flag,
+)
 NUM_DIRECT_BYTES: Variable[int | None] = Variable(
     "DEEP_COMM_NUM_DIRECT_BYTES",
     "a number of at least 0",
@@ -204,8 +212,9 @@ VLLM: Variable[bool] = Variable(
 )
 
 REGISTRY: tuple[Variable[Any], ...] = (
-    TIMEOUT_S, NUM_SMS, NUM_DIRECT_BYTES, DEVICE, RANKS_PER_NODE, HOST_NAME, RAIL, RAIL_NEAR, NIC_GB_PER_S,
-    TUNE_FILE, POISON, TRACE, TRACE_DIR, DEEP_EP_FULL_RDMA, DECODE_TOKENS, VLLM,
+    TIMEOUT_S, NUM_SMS, EARLY_LAUNCHES, NUM_DIRECT_BYTES, DEVICE, RANKS_PER_NODE, HOST_NAME, RAIL,
+    RAIL_NEAR, NIC_GB_PER_S, TUNE_FILE, POISON, TRACE, TRACE_DIR, DEEP_EP_FULL_RDMA, DECODE_TOKENS,
+    VLLM,
 )  # fmt: skip
 
 # Read by the build, not by the package; listed so that unknown() does not call them typos.

@@ -128,8 +128,8 @@ class Engine {
   // Low-latency mode; defined in low_latency_impl.hpp.
   // Gives the last num_bytes of the heap to it, or of what enable_internode has left, and what lies
   // before them to the words of groups of several nodes. Once, before anything is launched.
-  // can_shrink: its kernels do without ranks that stay silent.
-  void enable_low_latency(size_t num_bytes, bool can_shrink);
+  // can_shrink: its kernels do without ranks that stay silent. begins_early: its launches may.
+  void enable_low_latency(size_t num_bytes, bool can_shrink, bool begins_early);
   // From the segment's start: int32 [kMaxRanks] and [kMaxRanks, kMaxRanks], see sync/mask.cuh.
   size_t masked_offset() const { return world_.layout.low_latency.masked; }
   size_t votes_offset() const { return world_.layout.low_latency.votes; }

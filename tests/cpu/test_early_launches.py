@@ -52,6 +52,17 @@ def _buffer(group: object, num_rdma_bytes: int) -> deep_comm.Buffer:
     )
 
 
+def test_none_begins_early_where_it_must_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEP_COMM_EARLY_LAUNCHES", "0")
+    num_bytes = deep_comm.Buffer.get_low_latency_rdma_size_hint(4, 128, 2, 4)
+
+    def fn(group: object) -> bool:
+        with _buffer(group, num_bytes) as buffer:
+            return buffer.runtime.begins_early
+
+    assert local.run(fn, 2) == [False, False]
+
+
 def test_only_the_one_buffer_of_a_device_begins_early() -> None:
     """Two that did, on two streams, could each hold the SMs that the other's peers wait for."""
     num_bytes = deep_comm.Buffer.get_low_latency_rdma_size_hint(4, 128, 2, 4)
