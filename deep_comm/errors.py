@@ -264,8 +264,9 @@ class CapacityError(DeepCommError):
     def __init__(self, rank: int, needed_rows: int, available_rows: int) -> None:
         super().__init__(
             f"rank {rank} is sent {needed_rows} rows, but num_worst_tokens, of a layer its "
-            f"max_recv_rows, is {available_rows}; raise it (the number of tokens of all ranks together is always enough; "
-            "with expand=True that times top-k, and expert_alignment - 1 for each local expert)"
+            f"max_recv_rows, is {available_rows}; raise it (the number of tokens of all ranks "
+            "together is always enough; with expand=True that times top-k, and expert_alignment "
+            "- 1 for each local expert)"
         )
         self.rank = rank
         self.needed_rows = needed_rows
