@@ -413,7 +413,9 @@ def test_logfmt_needs_whole_pieces_on_all_ranks() -> None:
 def test_destroy_waits_for_calls_on_streams_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     """Low-latency kernels run on any stream: the Buffer's own one says nothing about them."""
     happened: list[str] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: happened.append("device is idle"))
+    monkeypatch.setattr(
+        torch.cuda, "synchronize", lambda device: happened.append(f"{device} is idle")
+    )
 
     def fn(group):
         buffer = deep_comm.Buffer(
@@ -433,14 +435,16 @@ def test_destroy_waits_for_calls_on_streams_of_the_caller(monkeypatch: pytest.Mo
         buffer.destroy()
 
     local.run(fn, 1, timeout_s=60)
-    assert happened == ["device is idle", "memory is free"]
+    assert happened == ["cpu is idle", "memory is free"]
 
 
 def test_a_failure_is_forgotten_when_no_kernel_can_report_it_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     happened: list[str] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: happened.append("device is idle"))
+    monkeypatch.setattr(
+        torch.cuda, "synchronize", lambda device: happened.append(f"{device} is idle")
+    )
 
     def fn(group):
         num_bytes = deep_comm.Buffer.get_low_latency_rdma_size_hint(4, 128, 1, 4)
@@ -451,7 +455,7 @@ def test_a_failure_is_forgotten_when_no_kernel_can_report_it_again(
         assert not happened  # as on a GPU: nobody has looked yet
         with pytest.raises(deep_comm.ExpertIndexError):
             buffer.check()
-        assert happened == ["device is idle"]
+        assert happened == ["cpu is idle"]
         monkeypatch.undo()
         buffer.low_latency_dispatch(x, torch.tensor([[0], [1]]), 4, 4, use_fp8=False)
         buffer.destroy()
