@@ -202,6 +202,9 @@ class Context:
         # Where the last combine between nodes staged: the rail may read sums there when the kernel
         # has ended, until the rail peers have come to a later call.
         self.staged = range(0)
+        # Whether the rail reads so late, and there may be such sums: local kernels in front of a
+        # dispatch must not write to the region then.
+        self.reads_late = self.may_be_read = False
         engines: list[Engine] = []
 
         def create_engine() -> None:
@@ -215,12 +218,15 @@ class Context:
                 peers = [*topology.rail_members(self.rank)]
                 if self.low_latency_bytes > 0:  # whose rows go straight to every rank
                     peers += range(self.num_ranks)
+                of_rail = self.heap.rail_arguments(peers)
+                # NVSHMEM, or the host's network, where they are what rows cross by.
+                self.reads_late = not of_rail.get("is_near", True) or 0 in of_rail["rail_bases"]
                 engines[0].enable_internode(
                     node=topology.node(self.rank),
                     num_nodes=topology.num_nodes,
                     num_qps=settings.num_qps,
                     num_bytes=heap_bytes - self.low_latency_end,
-                    **self.heap.rail_arguments(peers),
+                    **of_rail,
                 )
             if self.low_latency_bytes > 0:
                 engines[0].enable_low_latency(

@@ -347,6 +347,8 @@ class NormalCalls(DefaultConfigs):
                 x, topk_weights, handle, config, default, streams, apply_weights
             )
             if sums is not None:
+                if self._is_internode:  # and it may have staged
+                    self._context.may_be_read = self._context.reads_late
                 return sums
         if self._is_internode:
             options = self._options_between_nodes("combine", config, streams)

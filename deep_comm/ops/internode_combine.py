@@ -108,4 +108,5 @@ def _staging(
     if events:
         launch.wait(events)
     ctx.staged = range(block.offset, block.offset + block.num_bytes)
+    ctx.may_be_read = ctx.reads_late
     return block, block.offset, num_rows

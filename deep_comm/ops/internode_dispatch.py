@@ -108,6 +108,7 @@ class NewTierDispatch:
         self._routing.launch(
             ctx, launch, self._plan, payload, self._idx, self._weights, self._alignment
         )
+        ctx.may_be_read = False  # by whatever is launched behind this: the rail peers have come
         num_forward = ctx.expected.forwarded(payload.num_tokens)
         if self.num_worst_tokens > 0:
             num_forward = max(self.num_worst_tokens, num_forward)

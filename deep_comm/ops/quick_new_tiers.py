@@ -83,6 +83,10 @@ def send_new_tiers(
     for ``expand_sent``. None: nothing has happened."""
     if not ctx.is_sound() or (given[7] == 0 and not ctx.early_launches.is_due):
         return None
+    # The step keeps what it counts in the region, and counts before any peer has come. Step by step
+    # that is torch's memory. A graph's last combine stages for its next replay, too.
+    if ctx.may_be_read or (ctx.reads_late and ctx.backend.is_capturing()):
+        return None
     expand, zero_padding, cast = given[12:]
     if expand is True and type(zero_padding) is bool and given[9] is False:
         expand = zero_padding = False

@@ -12,7 +12,7 @@ import torch
 from layer_cases import expert
 
 import deep_comm
-from deep_comm import local
+from deep_comm import local, simulate
 from deep_comm.errors import ArgumentError, UnsupportedError
 
 H, E, K, M = 64, 4, 2, 4
@@ -151,4 +151,17 @@ def test_programs_of_calls_of_every_kind(seed: int, monkeypatch: pytest.MonkeyPa
         setting.num_ranks,
         timeout_s=120,
     )  # fmt: skip
+    mixed_calls.verify(operations, results)
+
+
+# In the first two, what the second dispatch counted, before any peer had come, lay over sums that
+# the rail had yet to read.
+@pytest.mark.parametrize("seed", [2138, 2983, *range(3000, 3030)])
+def test_programs_under_a_schedule(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(internode, "verify_bytes", lambda *_: None)
+    setting, operations = mixed_calls.draw(seed, 7)
+    if setting.num_ranks > 4:
+        pytest.skip("takes long")
+    run = functools.partial(mixed_calls.run, seed=seed, setting=setting, operations=operations)
+    results = simulate.run(run, setting.num_ranks, seed, timeout_s=120)
     mixed_calls.verify(operations, results)

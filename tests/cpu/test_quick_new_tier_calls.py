@@ -40,6 +40,12 @@ NODES = dict(num_rdma_bytes=4 << 20, num_direct_bytes=4 << 20, ranks_per_node=2,
 PAIR = {**NODES, "ranks_per_node": 1}
 
 
+@pytest.fixture(autouse=True)
+def _near(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a network reads what a combine has staged, the dispatch behind it goes step by step."""
+    monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", "1")
+
+
 def everything(received: tuple[Any, ...], num_rows: int | None = None) -> list[Any]:
     """What a dispatch returned, as tensors and plain values; with a bound of rows but the first,
     since the others are not written."""

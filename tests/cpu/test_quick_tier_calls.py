@@ -21,6 +21,12 @@ from deep_comm.errors import BufferDestroyed, HandleMismatch
 NODES = dict(num_rdma_bytes=4 << 20, num_direct_bytes=4 << 20, ranks_per_node=2, device="cpu")
 
 
+@pytest.fixture(autouse=True)
+def _near(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a network reads what a combine has staged, the dispatch behind it goes step by step."""
+    monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", "1")
+
+
 def given_of(x: torch.Tensor, form: str) -> Any:
     if form == "bf16":
         return x
