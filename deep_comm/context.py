@@ -218,15 +218,13 @@ class Context:
                 peers = [*topology.rail_members(self.rank)]
                 if self.low_latency_bytes > 0:  # whose rows go straight to every rank
                     peers += range(self.num_ranks)
-                of_rail = self.heap.rail_arguments(peers)
-                # NVSHMEM, or the host's network, where they are what rows cross by.
-                self.reads_late = not of_rail.get("is_near", True) or 0 in of_rail["rail_bases"]
+                self.reads_late = self.heap.rail_reads_late(peers)
                 engines[0].enable_internode(
                     node=topology.node(self.rank),
                     num_nodes=topology.num_nodes,
                     num_qps=settings.num_qps,
                     num_bytes=heap_bytes - self.low_latency_end,
-                    **of_rail,
+                    **self.heap.rail_arguments(peers),
                 )
             if self.low_latency_bytes > 0:
                 engines[0].enable_low_latency(

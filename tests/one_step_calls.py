@@ -250,10 +250,12 @@ def run_tier_calls(group: Any, device_type: str, calls: int, ranks_per_node: int
         steps(0)
         made.clear()
         results = [steps(call) for call in range(calls)]
-        assert made == [*[True] * 7, False] * calls, made
+        # Behind a combine whose sums the rail may still read a new dispatch is of many steps.
+        new = not ctx.reads_late
+        assert made == [True, new, True, True, new, True, new, False] * calls, made
         made.clear()
         results += [asynchronous_steps(call) for call in range(calls)]
-        assert made == [True, False, True, True, True] * calls, made
+        assert made == [new, False, new, True, True] * calls, made
         if is_cuda:
             streams = [torch.cuda.Stream() for _ in range(3)]
             for call in range(calls):

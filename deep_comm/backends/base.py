@@ -47,6 +47,9 @@ class Heap(Protocol):
     def rail_arguments(self, peers: Sequence[int]) -> dict[str, Any]:
         """What Engine.enable_internode is told of the rail's peers, given as ranks."""
 
+    def rail_reads_late(self, peers: Sequence[int]) -> bool:
+        """Whether the rail may still read what a kernel has put when that kernel has ended."""
+
     def close(self) -> None:
         """Let go of the peers' parts and of this rank's own. Never waits for a peer. Idempotent."""
 

@@ -53,6 +53,9 @@ class _HostHeap(abc.ABC):
             "is_near": bool(env.RAIL_NEAR.get()),
         }
 
+    def rail_reads_late(self, peers: Sequence[int]) -> bool:
+        return not env.RAIL_NEAR.get()
+
 
 class _ThreadHeap(_HostHeap):
     """Ranks are threads: every rank holds every rank's block."""

@@ -109,6 +109,9 @@ class _CudaHeap:
             "is_alone": len(self._blocks) == 1,
         }
 
+    def rail_reads_late(self, peers: Sequence[int]) -> bool:
+        return True  # the software NIC's copies are on streams of its own
+
     def close(self) -> None:
         for address in self._opened:
             _cuda.ipc_close(self._device, address)

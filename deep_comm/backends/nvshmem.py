@@ -268,6 +268,9 @@ class NvshmemHeap:
             "rail_qps": self._qps,
         }
 
+    def rail_reads_late(self, peers: Sequence[int]) -> bool:
+        return not all(self._is_near(peer) for peer in peers)
+
     def _is_near(self, rank: int) -> bool:
         """Whether what this rank sends to that one is stored there."""
         if env.RAIL_NEAR.get() is False:

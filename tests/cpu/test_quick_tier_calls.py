@@ -177,6 +177,10 @@ def test_blocks_of_one_step_go_back() -> None:
 
 
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
-def test_calls_in_one_step_behind_each_other_give_what_many_do(ranks_per_node: int) -> None:
+@pytest.mark.parametrize("near", ["1", "0"])
+def test_calls_in_one_step_behind_each_other_give_what_many_do(
+    ranks_per_node: int, near: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What tests/gpu/test_one_step_calls_gpu.py runs over streams."""
+    monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", near)
     local.run(lambda group: run_tier_calls(group, "cpu", 4, ranks_per_node), 4, timeout_s=60)
