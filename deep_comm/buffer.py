@@ -15,13 +15,14 @@ from deep_comm import config as configs
 from deep_comm import env, integers
 from deep_comm._version import __version__
 from deep_comm.config import Config
-from deep_comm.context import Context, Settings
+from deep_comm.context import Context
 from deep_comm.defaults import DEFAULT_NUM_SMS
 from deep_comm.errors import ArgumentError, UnsupportedError
 from deep_comm.events import EventHandle, EventOverlap
 from deep_comm.internode_buffer import InternodeCalls
 from deep_comm.low_latency_buffer import LowLatencyCalls
 from deep_comm.low_latency_state import LowLatencyState
+from deep_comm.settings import Settings
 
 if TYPE_CHECKING:
     from deep_comm._core import Engine

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from deep_comm import _core, absent, checks, env, errors, integers, tuning
+from deep_comm import _core, absent, env, errors, tuning
 from deep_comm import rail as rails
 from deep_comm.backends import Backend, Heap, create_backend, resolve_device
 from deep_comm.config import Config, RingPlan, plan_rings, require_config
@@ -19,6 +19,7 @@ from deep_comm.handle import Handle, KnownHandle
 from deep_comm.ops import quick
 from deep_comm.ops.early import EarlyLaunches, ExpectedRows
 from deep_comm.rendezvous import Rendezvous
+from deep_comm.settings import Settings
 from deep_comm.topology import (
     Topology,
     discover,
@@ -40,64 +41,10 @@ if TYPE_CHECKING:
 # Shapes and configs of calls whose rings are remembered; a program uses a handful.
 _MAX_PLANS = 512
 
-# Rings that keep the links busy at any number of SMs; a larger buffer is better
-# used as receive region.
-_RING_BYTES = 64 << 20
-
-# Kernels whose steps are kept; those of one take 640 KiB.
-MOST_TRACE_CALLS = 4096
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a Buffer is built with; equal on all ranks but for the device's index and timeout."""
-
-    num_nvl_bytes: int
-    num_direct_bytes: int | None
-    num_max_experts: int
-    ranks_per_node: int | None
-    device: torch.device | str | int | None
-    timeout_s: float
-    version: str
-    low_latency_bytes: int = 0  # of the low-latency region
-    enable_shrink: bool = False
-    num_rdma_bytes: int = 0  # for rings between nodes, if there are several
-    num_qps: int = 24  # queues to each node
-    rail: str | None = None  # see deep_comm.rail
-    trace_calls: int = 0  # see deep_comm.trace; may differ between ranks
-
-    def __post_init__(self) -> None:
-        integers.require("num_nvl_bytes", self.num_nvl_bytes, 0, integers.MOST_BYTES)
-        integers.require(
-            "num_max_experts", self.num_max_experts, 1, checks.MAX_EXPERTS,
-            note=" (a block of a kernel has a counter for each in its shared memory)",
-        )  # fmt: skip
-        if self.num_direct_bytes is not None:
-            integers.require(
-                "num_direct_bytes", self.num_direct_bytes, 0, self.num_nvl_bytes,
-                note=" (num_nvl_bytes)",
-            )  # fmt: skip
-        if not isinstance(self.timeout_s, (int, float)) or not 0 < self.timeout_s < 1e9:
-            raise errors.ArgumentError(
-                "timeout_s", self.timeout_s, "must be a number of seconds above 0 and below 1e9"
-            )
-        integers.require("trace", self.trace_calls, 0, MOST_TRACE_CALLS)
-
 
 def _rounded(num_bytes: int) -> int:
     """Up to whole lines, as regions of the heap are."""
     return -(-num_bytes // 128) * 128
-
-
-def _direct_bytes(settings: Settings) -> int:
-    """Size of the receive region: what is asked for, else what small
-    rings leave of num_nvl_bytes.
-    """
-    if settings.num_direct_bytes is not None:
-        return settings.num_direct_bytes
-    if settings.num_nvl_bytes < 2 * _RING_BYTES:
-        return 0
-    return settings.num_nvl_bytes - _RING_BYTES
 
 
 class Context:
@@ -245,7 +192,7 @@ class Context:
         from deep_comm.region import Region  # native: loaded no earlier than the backend's module
 
         end = self.engine.data_offset + self.engine.data_bytes
-        direct_bytes = self.num_direct_bytes = _direct_bytes(settings)
+        direct_bytes = self.num_direct_bytes = settings.direct_bytes()
         self.region = Region(
             end - direct_bytes,
             end,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import inspect
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -13,7 +12,7 @@ from types import SimpleNamespace
 import drop_in
 import pytest
 import torch
-from drop_in import HIDDEN, NUM_EXPERTS, NUM_TOPK
+from drop_in import HIDDEN, NUM_EXPERTS
 
 from deep_comm import UnsupportedError, errors, local
 
@@ -31,7 +30,6 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
 from vllm.v1.worker import ubatching
 
 from deep_comm.integrations import vllm as adapter
-from deep_comm.integrations import vllm_plugin
 from deep_comm.integrations.vllm import interface
 
 FORMAT = modular_kernel.FusedMoEActivationFormat
@@ -495,35 +493,3 @@ def test_scales_of_rows_that_came_as_they_were_have_the_order_that_experts_take(
 
     local.run(fn, 1, timeout_s=60)
     assert seen == [is_scale_swizzled]
-
-
-def test_plugin_does_nothing_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = all2all.DeepEPHTAll2AllManager
-    vllm_plugin.register_if_asked()
-    assert all2all.DeepEPHTAll2AllManager is before
-    monkeypatch.setenv("DEEP_COMM_VLLM", "1")
-    vllm_plugin.register_if_asked()
-    assert all2all.DeepEPHTAll2AllManager is adapter.NormalManager
-    assert all2all_utils.DeepEPLLPrepareAndFinalize is adapter.LowLatencyPrepareFinalize
-
-
-def test_plugin_refuses_a_vllm_that_it_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = all2all.DeepEPHTAll2AllManager
-    monkeypatch.delattr(all2all_utils, "DeepEPLLPrepareAndFinalize")
-    with pytest.raises(UnsupportedError, match="DeepEPLLPrepareAndFinalize"):
-        adapter.register()
-    assert all2all.DeepEPHTAll2AllManager is before
-
-
-def test_imports_without_vllm() -> None:
-    code = (
-        "from deep_comm.integrations import vllm\nfrom deep_comm.errors import "
-        "UnsupportedError\nfrom deep_comm.integrations.vllm import interface\nassert not "
-        "interface.IS_AVAILABLE and vllm.NormalPrepareFinalize\ntry:\n    "
-        "vllm.register()\nexcept UnsupportedError as error:\n    print('refused', error)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd="/"
-    )
-    assert done.stdout.startswith("refused"), done.stdout + done.stderr
-    assert interface.IS_AVAILABLE and NUM_TOPK
