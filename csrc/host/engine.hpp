@@ -1,4 +1,4 @@
-// The native half of a Buffer: one rank's workspace, its launches and its error record.
+// The native half of a Buffer on one target: one rank's workspace, its launches and its error record.
 #pragma once
 
 #include <optional>
@@ -9,6 +9,7 @@
 #include "device/intranode/args.cuh"
 #include "device/low_latency/rail_args.cuh"
 #include "host/early_launches.hpp"
+#include "host/engine_calls.hpp"
 #include "host/interrupt.hpp"
 #include "host/low_latency_plan.hpp"
 #include "host/plans.hpp"
@@ -16,44 +17,6 @@
 #include "host/target.hpp"
 
 namespace deep_comm {
-
-// The error record with its numbers turned into names.
-struct ErrorRecord {
-  std::string kind;
-  std::string kernel;
-  std::string stage;
-  std::string word;
-  int rank = -1;
-  int peer = -1;
-  int channel = -1;
-  int64_t seen = 0;
-  int64_t expected = 0;
-  uint64_t waited_ns = 0;
-  int64_t index = -1;
-};
-
-struct Counts {
-  int num_recv_tokens = 0;
-  int max_num_tokens = 0;  // of all ranks
-  bool is_direct = false;  // the outputs announced to notify_dispatch serve
-  std::vector<int> num_recv_tokens_per_expert;
-};
-
-// The rings between nodes of one call.
-struct RailConfig {
-  int num_send_tokens;  // rows of a put, at most
-  int num_slots;
-};
-
-// What internode_notify tells the host.
-struct TwoTierCounts {
-  int num_recv_tokens = 0;
-  int num_forward_tokens = 0;  // tokens of ranks of this local index that go to this node
-  int max_num_tokens = 0;      // of all ranks
-  int num_returning_rows = 0;  // that the node's other ranks return in combine
-  bool is_direct = false;      // an early dispatch has sent its rows
-  std::vector<int> num_recv_tokens_per_expert;
-};
 
 // The engine's own ranks are then those of one node; node n's rank of the same
 // local index is rail peer n.
@@ -82,10 +45,10 @@ struct EngineOptions {
 // (world, message, pieces, ring, signature). Every check that needs no tensor is made here, before
 // a launch.
 template <class Target>
-class Engine {
+class Engine final : public EngineCalls {
  public:
   Engine(const EngineOptions& options, Target target);
-  ~Engine();
+  ~Engine() override;
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
@@ -97,33 +60,33 @@ class Engine {
     return MessageLayout::of_combine(row_bytes, num_topk).slot_bytes();
   }
 
-  void get_dispatch_layout(LayoutArgs args, uint64_t stream);
+  void get_dispatch_layout(LayoutArgs args, uint64_t stream) override;
   // Plans check all that their options decide. They are for this engine alone; calls start
   // from a copy of their args.
-  NotifyPlan plan_notify(const NotifyOptions& options) const;
-  void notify_dispatch(const NotifyPlan& plan, NotifyArgs args, uint64_t stream);
+  NotifyPlan plan_notify(const NotifyOptions& options) const override;
+  void notify_dispatch(const NotifyPlan& plan, NotifyArgs args, uint64_t stream) override;
   // Empty: the kernel failed; the error record says how.
-  std::optional<Counts> wait_counts();
-  DispatchPlan plan_dispatch(const DispatchOptions& options) const;
-  void dispatch(const DispatchPlan& plan, const DispatchArgs& args, uint64_t stream);
+  std::optional<Counts> wait_counts() override;
+  DispatchPlan plan_dispatch(const DispatchOptions& options) const override;
+  void dispatch(const DispatchPlan& plan, const DispatchArgs& args, uint64_t stream) override;
   CombinePlan plan_combine(const ChannelConfig& config, Dtype dtype, int num_topk, int row_bytes,
-                           const FewRows& few_rows) const;
-  void combine(const CombinePlan& plan, CombineArgs args, uint64_t stream);
+                           const FewRows& few_rows) const override;
+  void combine(const CombinePlan& plan, CombineArgs args, uint64_t stream) override;
 
   // Expanded outputs; defined in expand_impl.hpp. All local, on as many blocks as a
   // dispatch of this config.
-  void number_rows(NumberRowsArgs args, const ChannelConfig& config, uint64_t stream);
-  void expand_rows(const ExpandArgs& args, const ChannelConfig& config, uint64_t stream);
+  void number_rows(NumberRowsArgs args, const ChannelConfig& config, uint64_t stream) override;
+  void expand_rows(const ExpandArgs& args, const ChannelConfig& config, uint64_t stream) override;
   void reduce_experts(const ReduceExpertsArgs& args, Dtype dtype, const ChannelConfig& config,
-                      uint64_t stream);
+                      uint64_t stream) override;
 
   // Between nodes these two stand for number_rows and expand_rows, and rank_prefix_matrix is [1, 1],
   // here and in reduce_experts: the rows received.
-  void number_received(NumberReceivedArgs args, const ChannelConfig& config, uint64_t stream);
+  void number_received(NumberReceivedArgs args, const ChannelConfig& config, uint64_t stream) override;
   void expand_received(const ExpandReceivedArgs& args, const ChannelConfig& config,
-                       uint64_t stream);
+                       uint64_t stream) override;
   void transpose_scales(const TransposeScalesArgs& args, const ChannelConfig& config,
-                        uint64_t stream);
+                        uint64_t stream) override;
 
   // Low-latency mode; defined in low_latency_impl.hpp.
   // Gives the last num_bytes of the heap to it, or of what enable_internode has left, and what lies
@@ -140,22 +103,22 @@ class Engine {
   void set_low_latency_sequence(uint32_t sequence);
   // Numbers start anew and nobody is masked. Callers put a barrier before and after it.
   void reset_low_latency();
-  size_t low_latency_bytes() const { return low_latency_bytes_; }
+  size_t low_latency_bytes() const override { return low_latency_bytes_; }
   // Of the words beside it, in a group of several nodes.
   static size_t low_latency_rail_workspace_bytes(int num_ranks, int num_max_experts) {
     return LowLatencyRailWords::make(0, num_ranks, num_max_experts).num_bytes;
   }
   // Checks what calls with these options need. A plan is for this engine alone.
-  LowLatencyPlan plan_low_latency(const LowLatencyOptions& options) const;
+  LowLatencyPlan plan_low_latency(const LowLatencyOptions& options) const override;
   // The most experts that the kernels of a call can count in the shared memory of a block.
-  int low_latency_max_experts(int num_topk) const;
+  int low_latency_max_experts(int num_topk) const override;
   // With is_reporting, wait_low_latency_num_tokens may be called.
   void low_latency_dispatch(const LowLatencyPlan& plan, const LowLatencyDispatchCall& call,
-                            uint64_t stream);
+                            uint64_t stream) override;
   // The most tokens that any rank had in the last reporting dispatch. Empty: a kernel failed.
-  std::optional<int> wait_low_latency_num_tokens();
+  std::optional<int> wait_low_latency_num_tokens() override;
   void low_latency_combine(const LowLatencyPlan& plan, const LowLatencyCombineCall& call,
-                           uint64_t stream);
+                           uint64_t stream) override;
 
   // Groups of several nodes; defined in internode_impl.hpp.
   // Bytes of words beside the rings, and of the rings of either tier.
@@ -166,28 +129,28 @@ class Engine {
                                     int row_bytes, int scale_row_bytes, int num_topk);
   // Once, before anything is launched.
   void enable_internode(const InternodeOptions& options);
-  void internode_layout(InternodeLayoutArgs args, uint64_t stream);
+  void internode_layout(InternodeLayoutArgs args, uint64_t stream) override;
   // Two launches: the channels' counts, then their exchange.
   void internode_notify(InternodeNotifyArgs args, const uint8_t* is_token_in_rank, int num_tokens,
                         int32_t* send_node_head, int32_t* send_places, const ChannelConfig& config,
-                        const RailConfig& rail, uint64_t stream);
+                        const RailConfig& rail, uint64_t stream) override;
   // send_places alone, for a handle that comes without it. Local.
   void internode_places(const uint8_t* is_token_in_rank, int num_tokens, int num_channels,
-                        int32_t* send_places, uint64_t stream);
+                        int32_t* send_places, uint64_t stream) override;
   // Empty: the kernel failed; the error record says how.
   // is_early: a dispatch was launched behind the notify, and says whether it has sent.
-  std::optional<TwoTierCounts> wait_internode_counts(bool is_early);
+  std::optional<TwoTierCounts> wait_internode_counts(bool is_early) override;
   // args.output_line, args.src_line: of blocks in the receive region, or 0.
   void internode_dispatch(InternodeDispatchArgs args, const ChannelConfig& config,
-                          const RailConfig& rail, int num_topk, int row_bytes, uint64_t stream);
+                          const RailConfig& rail, int num_topk, int row_bytes, uint64_t stream) override;
   void internode_combine(InternodeCombineArgs args, Dtype dtype, const ChannelConfig& config,
-                         const RailConfig& rail, int num_topk, int row_bytes, uint64_t stream);
+                         const RailConfig& rail, int num_topk, int row_bytes, uint64_t stream) override;
   // Bytes that this rank has put, [num_nodes, num_qps].
   std::vector<uint64_t> rail_put_bytes() const;
   // Waits for what this rank has put on the rail; before a reset.
   void quiet_rail();
 
-  std::optional<ErrorRecord> poll_error() const;
+  std::optional<ErrorRecord> poll_error() const override;
   // A call ends in the middle: its kernel gives up, and the record says so, until reset().
   void note_interrupt();
   // The word that says there is a record.
@@ -195,9 +158,9 @@ class Engine {
     check_open();
     return &world_.error->is_written;
   }
-  bool is_open() const { return world_.error != nullptr; }
+  bool is_open() const override { return world_.error != nullptr; }
   // And no kernel has left a record.
-  bool is_sound() const {
+  bool is_sound() const override {
     return is_open() && __atomic_load_n(&world_.error->is_written, __ATOMIC_RELAXED) == 0;
   }
   // Forgets a failure that left all ranks in step (everything but a timeout).
@@ -220,15 +183,15 @@ class Engine {
   void close();
 
   // Bytes from the segment's start to the data region, and the region's size.
-  size_t data_offset() const { return world_.layout.data; }
-  size_t data_bytes() const { return data_bytes_; }
+  size_t data_offset() const override { return world_.layout.data; }
+  size_t data_bytes() const override { return data_bytes_; }
   int64_t num_launches() const { return num_launches_; }
-  // Whether launches of kernels over both tiers wait until these have ended or nearly so.
-  bool launches_last() const { return target_.launches_last(); }
+  bool is_synchronous() const override { return Target::kIsSynchronous; }
+  bool launches_last() const override { return target_.launches_last(); }
   // Whether a low-latency launch of now may begin while the one before it ends.
   bool begins_early() const { return early_launches_.are_safe(); }
   // Of all nodes.
-  int num_group_ranks() const { return is_internode() ? tiers_.num_ranks() : world_.num_ranks; }
+  int num_group_ranks() const override { return is_internode() ? tiers_.num_ranks() : world_.num_ranks; }
   // Shared memory a block may use: smaller values cut rows into more pieces (tests, smaller GPUs).
   int smem_bytes_limit = Target::kTuning.smem_bytes_limit;
   // Between nodes: with at least so many tokens of this rank a low-latency dispatch

@@ -1,0 +1,134 @@
+// What calls ask of an engine, whichever target it is for. The CUDA module hands its engine over once,
+// as an object of this class; calls are compiled once, in _core.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "device/internode/args.cuh"
+#include "device/intranode/args.cuh"
+#include "device/low_latency/rail_args.cuh"
+#include "host/low_latency_plan.hpp"
+#include "host/plans.hpp"
+
+namespace deep_comm {
+
+// The error record with its numbers turned into names.
+struct ErrorRecord {
+  std::string kind;
+  std::string kernel;
+  std::string stage;
+  std::string word;
+  int rank = -1;
+  int peer = -1;
+  int channel = -1;
+  int64_t seen = 0;
+  int64_t expected = 0;
+  uint64_t waited_ns = 0;
+  int64_t index = -1;
+};
+
+struct Counts {
+  int num_recv_tokens = 0;
+  int max_num_tokens = 0;  // of all ranks
+  bool is_direct = false;  // the outputs announced to notify_dispatch serve
+  std::vector<int> num_recv_tokens_per_expert;
+};
+
+// The rings between nodes of one call.
+struct RailConfig {
+  int num_send_tokens;  // rows of a put, at most
+  int num_slots;
+};
+
+// What internode_notify tells the host.
+struct TwoTierCounts {
+  int num_recv_tokens = 0;
+  int num_forward_tokens = 0;  // tokens of ranks of this local index that go to this node
+  int max_num_tokens = 0;      // of all ranks
+  int num_returning_rows = 0;  // that the node's other ranks return in combine
+  bool is_direct = false;      // an early dispatch has sent its rows
+  std::vector<int> num_recv_tokens_per_expert;
+};
+
+// Arguments come as the kernels' own structs; the engine fills in what follows from its own state
+// (world, message, pieces, ring, signature), and checks all that needs no tensor before a launch. A
+// plan is for the engine that made it. Errors are std::invalid_argument and std::runtime_error.
+class EngineCalls {
+ public:
+  virtual ~EngineCalls() = default;
+
+  // Kernels have ended when a launch returns.
+  virtual bool is_synchronous() const = 0;
+  // A launch of a kernel over both tiers may wait until that has ended, or nearly.
+  virtual bool launches_last() const = 0;
+  virtual bool is_open() const = 0;
+  // Open, and no kernel has left an error record.
+  virtual bool is_sound() const = 0;
+  virtual std::optional<ErrorRecord> poll_error() const = 0;
+  virtual int num_group_ranks() const = 0;
+  // Bytes from the segment's start to the data region, and the region's size.
+  virtual size_t data_offset() const = 0;
+  virtual size_t data_bytes() const = 0;
+  virtual size_t low_latency_bytes() const = 0;
+
+  // ---- inside a node
+  virtual void get_dispatch_layout(LayoutArgs args, uint64_t stream) = 0;
+  virtual NotifyPlan plan_notify(const NotifyOptions& options) const = 0;
+  virtual void notify_dispatch(const NotifyPlan& plan, NotifyArgs args, uint64_t stream) = 0;
+  // Empty: the kernel failed; the error record says how.
+  virtual std::optional<Counts> wait_counts() = 0;
+  virtual DispatchPlan plan_dispatch(const DispatchOptions& options) const = 0;
+  virtual void dispatch(const DispatchPlan& plan, const DispatchArgs& args, uint64_t stream) = 0;
+  virtual CombinePlan plan_combine(const ChannelConfig& config, Dtype dtype, int num_topk,
+                                   int row_bytes, const FewRows& few_rows) const = 0;
+  virtual void combine(const CombinePlan& plan, CombineArgs args, uint64_t stream) = 0;
+
+  // ---- expanded outputs: local kernels, on as many blocks as `config` has channels
+  virtual void number_rows(NumberRowsArgs args, const ChannelConfig& config, uint64_t stream) = 0;
+  virtual void expand_rows(const ExpandArgs& args, const ChannelConfig& config,
+                           uint64_t stream) = 0;
+  virtual void reduce_experts(const ReduceExpertsArgs& args, Dtype dtype,
+                              const ChannelConfig& config, uint64_t stream) = 0;
+  // Between nodes these two stand for number_rows and expand_rows.
+  virtual void number_received(NumberReceivedArgs args, const ChannelConfig& config,
+                               uint64_t stream) = 0;
+  virtual void expand_received(const ExpandReceivedArgs& args, const ChannelConfig& config,
+                               uint64_t stream) = 0;
+  virtual void transpose_scales(const TransposeScalesArgs& args, const ChannelConfig& config,
+                                uint64_t stream) = 0;
+
+  // ---- low latency
+  virtual LowLatencyPlan plan_low_latency(const LowLatencyOptions& options) const = 0;
+  // The most experts that the kernels of a call can count in the shared memory of a block.
+  virtual int low_latency_max_experts(int num_topk) const = 0;
+  virtual void low_latency_dispatch(const LowLatencyPlan& plan, const LowLatencyDispatchCall& call,
+                                    uint64_t stream) = 0;
+  // The most tokens that any rank had in the last reporting dispatch. Empty: a kernel failed.
+  virtual std::optional<int> wait_low_latency_num_tokens() = 0;
+  virtual void low_latency_combine(const LowLatencyPlan& plan, const LowLatencyCombineCall& call,
+                                   uint64_t stream) = 0;
+
+  // ---- between nodes
+  virtual void internode_layout(InternodeLayoutArgs args, uint64_t stream) = 0;
+  // Two launches: the channels' counts, then their exchange.
+  virtual void internode_notify(InternodeNotifyArgs args, const uint8_t* is_token_in_rank,
+                                int num_tokens, int32_t* send_node_head, int32_t* send_places,
+                                const ChannelConfig& config, const RailConfig& rail,
+                                uint64_t stream) = 0;
+  // send_places alone, for a handle that comes without it. Local.
+  virtual void internode_places(const uint8_t* is_token_in_rank, int num_tokens, int num_channels,
+                                int32_t* send_places, uint64_t stream) = 0;
+  // is_early: a dispatch was launched behind the notify, and says whether it has sent.
+  virtual std::optional<TwoTierCounts> wait_internode_counts(bool is_early) = 0;
+  virtual void internode_dispatch(InternodeDispatchArgs args, const ChannelConfig& config,
+                                  const RailConfig& rail, int num_topk, int row_bytes,
+                                  uint64_t stream) = 0;
+  virtual void internode_combine(InternodeCombineArgs args, Dtype dtype,
+                                 const ChannelConfig& config, const RailConfig& rail, int num_topk,
+                                 int row_bytes, uint64_t stream) = 0;
+};
+
+}  // namespace deep_comm
