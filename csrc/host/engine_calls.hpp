@@ -37,12 +37,6 @@ struct Counts {
   std::vector<int> num_recv_tokens_per_expert;
 };
 
-// The rings between nodes of one call.
-struct RailConfig {
-  int num_send_tokens;  // rows of a put, at most
-  int num_slots;
-};
-
 // What internode_notify tells the host.
 struct TwoTierCounts {
   int num_recv_tokens = 0;

@@ -14,6 +14,12 @@ struct ChannelConfig {
   int num_slots;
 };
 
+// The rings between nodes of one call.
+struct RailConfig {
+  int num_send_tokens;  // rows of a put, at most
+  int num_slots;
+};
+
 struct NotifyOptions {
   ChannelConfig channels;
   int row_bytes;

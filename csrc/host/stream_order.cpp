@@ -59,25 +59,7 @@ CallOrder::CallOrder(StreamOrder& order) : order_(&order), is_ordered_(false) {
   caller_ = stream_ = order.framework().current_stream();
 }
 
-CallOrder::CallOrder(CallOrder&& other) noexcept
-    : order_(std::exchange(other.order_, nullptr)),
-      stream_(other.stream_),
-      caller_(other.caller_),
-      is_behind_caller_(other.is_behind_caller_),
-      is_captured_(other.is_captured_),
-      is_async_(other.is_async_),
-      outputs_are_comms_(other.outputs_are_comms_),
-      is_ordered_(other.is_ordered_),
-      runs_on_comm_(other.runs_on_comm_),
-      has_ended_(other.has_ended_),
-      was_paused_(other.was_paused_),
-      device_(std::move(other.device_)),
-      outputs_(std::move(other.outputs_)),
-      caller_object_(std::move(other.caller_object_)),
-      interrupted_(std::move(other.interrupted_)) {}
-
 CallOrder::~CallOrder() {
-  if (order_ == nullptr) return;
   try {
     if (!has_ended_ && order_->target().has_streams()) {
       // Kernels of a call that failed half-way may still write: its memory must outlive them.

@@ -64,8 +64,8 @@ class CallOrder {
   CallOrder(StreamOrder& order, const StreamOptions& options);
   // On the caller's stream, without order among the Buffer's calls: the caller orders them.
   static CallOrder unordered(StreamOrder& order) { return CallOrder(order); }
-  CallOrder(CallOrder&& other) noexcept;
-  CallOrder& operator=(CallOrder&&) = delete;
+  CallOrder(const CallOrder&) = delete;
+  CallOrder& operator=(const CallOrder&) = delete;
   ~CallOrder();
 
   uint64_t stream() const { return stream_; }  // of the call's kernels
@@ -102,7 +102,7 @@ class CallOrder {
   void record_handle(HeldTensors& handle);
   void leave();
 
-  StreamOrder* order_;  // null: moved from
+  StreamOrder* order_;
   uint64_t stream_ = 0, caller_ = 0;
   bool is_behind_caller_ = true, is_captured_ = false, is_async_ = false;
   bool outputs_are_comms_ = false, is_ordered_ = true, runs_on_comm_ = false;

@@ -1,0 +1,128 @@
+// What every call of one Buffer uses.
+//
+// A call goes through five states, each a type that only the one before it can make:
+//
+//   Request   what the caller passed, read but not judged
+//   Checked   everything that can be refused has been: nothing has happened yet
+//   Reserved  all memory that the launches write is there
+//   Launched  peers count on this rank: nothing raises from here on but what kernels recorded
+//   Received  results, and the handle
+#pragma once
+
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "host/dispatch_record.hpp"
+#include "host/engine_calls.hpp"
+#include "host/interpreter.hpp"
+#include "host/memory.hpp"
+#include "host/require.hpp"
+#include "host/ring_plan.hpp"
+#include "host/row_forecast.hpp"
+#include "host/stream_order.hpp"
+
+namespace deep_comm {
+
+// The ranks of one Buffer.
+struct GroupShape {
+  int rank = 0, num_ranks = 1;
+  int num_nodes = 1, ranks_per_node = 1;
+  int num_max_experts = 1;
+
+  bool is_internode() const { return num_nodes > 1; }
+  // Ranks hold contiguous experts; the first num_experts % num_ranks hold one more.
+  int num_local_experts(int num_experts) const {
+    return num_experts / num_ranks + (rank < num_experts % num_ranks ? 1 : 0);
+  }
+};
+
+// A dispatch that has been sent and whose counts the host has not waited for. It does so when it is
+// asked for its result, or in the Buffer's next call of normal mode.
+class PendingCall {
+ public:
+  virtual ~PendingCall() = default;
+  // Waits and ends the call. What is wrong with it is for its result to say.
+  virtual void settle() = 0;
+  // The Buffer goes on without it; its kernels have ended.
+  virtual void forget(const CallError& error) = 0;
+};
+
+class CallContext {
+ public:
+  CallContext(GroupShape group, EngineCalls& engine, std::shared_ptr<StreamTarget> streams,
+              std::shared_ptr<Framework> framework, uint64_t comm, Memory memory,
+              RingResources rings, std::string device_name)
+      : group(group),
+        engine(engine),
+        rings(rings),
+        device_name(std::move(device_name)),
+        memory(std::move(memory)),
+        order(std::move(streams), std::move(framework), comm),
+        forecast(group.num_ranks, group.num_nodes) {}
+  CallContext(const CallContext&) = delete;
+  CallContext& operator=(const CallContext&) = delete;
+
+  const GroupShape group;
+  EngineCalls& engine;
+  const RingResources rings;
+  const std::string device_name;
+  Memory memory;
+  StreamOrder order;
+  RowForecast forecast;
+  EarlyDispatches early_dispatches;
+  std::shared_ptr<PendingCall> pending;
+  std::shared_ptr<const BufferToken> token = std::make_shared<BufferToken>();
+
+  // Before every call of normal mode: the Buffer lives and no kernel has failed. Calls run one after
+  // the other, so that one whose counts are still awaited ends now.
+  void begin() {
+    if (pending != nullptr) {
+      const std::shared_ptr<PendingCall> settled = std::exchange(pending, nullptr);
+      settled->settle();
+    }
+    begin_unordered();
+  }
+  // The same of low-latency calls, which leave a pending dispatch alone: peers that have no counts left
+  // to wait for may be in this call already. A bad expert index found by get_dispatch_layout is left to
+  // notify_dispatch, which tells the peers as well: raising it here, or not, would depend on when the
+  // kernel ran.
+  void begin_unordered() const {
+    if (engine.is_sound()) return;
+    require_open();
+    const std::optional<ErrorRecord> record = engine.poll_error();
+    if (record && record->kind != "expert_index") fail(CallError::Class::kRecorded, {});
+  }
+  // After a call: where kernels have ended by now, raises what they recorded.
+  void end() const {
+    if (engine.is_synchronous()) check();
+  }
+  void check() const {
+    if (engine.is_sound()) return;
+    require_open();
+    fail(CallError::Class::kRecorded, {});
+  }
+  void require_open() const {
+    if (engine.is_open()) return;
+    fail(CallError::Class::kBufferDestroyed, "the Buffer was used after destroy()");
+  }
+
+  // Runs a launch. The interpreter's lock is let go of where a launch lasts: on a synchronous target,
+  // and where it waits for its kernel, which may need what other threads are about to launch.
+  template <class Body>
+  void launch(const Body& body) {
+    const InterpreterUnlocked unlocked(engine.is_synchronous() || engine.launches_last());
+    body();
+  }
+  // Runs a wait of the host.
+  template <class Body>
+  auto wait(const Body& body) {
+    const InterpreterUnlocked unlocked;
+    return body();
+  }
+};
+
+}  // namespace deep_comm
