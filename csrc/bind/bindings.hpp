@@ -7,6 +7,7 @@ namespace deep_comm {
 
 // _core
 void bind_segment(pybind11::module_& m);
+void bind_streams(pybind11::module_& m);
 void bind_region(pybind11::module_& m);
 void bind_host_words(pybind11::module_& m);
 void bind_quick_normal(pybind11::module_& m);

@@ -45,10 +45,13 @@ class Region {
   void give_back(size_t offset, size_t num_bytes, bool is_captured, bool is_scratch,
                  uint64_t owner);
   void give_back_unused(size_t offset, size_t num_bytes, bool is_captured);
+  StreamTarget& streams() const { return *streams_; }
+  Framework& framework() const { return *framework_; }
   size_t num_free_bytes() const { return eager_.num_bytes() + captured_.num_bytes(); }
 
  private:
-  void add_use(List::Hole& hole, uint64_t stream, bool is_captured);
+  // False: the stream cannot have used the bytes in a way that an event could tell.
+  bool add_use(List::Hole& hole, uint64_t stream, bool is_captured);
 
   std::shared_ptr<StreamTarget> streams_;
   std::shared_ptr<Framework> framework_;
@@ -90,6 +93,34 @@ class Block {
   bool is_scratch_;
   uint64_t owner_;
 };
+
+struct BlockRequest {
+  size_t num_bytes;
+  uint64_t caller;  // the current stream
+  bool is_behind_caller, is_captured, is_scratch;
+};
+
+// A block, and `wait(event)` for each event of its last uses that the call must wait for; null: there
+// is no room.
+template <class Wait>
+std::shared_ptr<Block> take_block(const std::shared_ptr<Region>& region,
+                                  const BlockRequest& request, const Wait& wait) {
+  const size_t num_bytes = align_block(request.num_bytes == 0 ? 1 : request.num_bytes);
+  const bool is_captured = request.is_captured;
+  std::optional<Region::List::Hole> taken = region->take(num_bytes, is_captured);
+  if (!taken) return nullptr;
+  auto block = std::make_shared<Block>(region, taken->offset, num_bytes, is_captured,
+                                       request.is_scratch, request.caller);
+  if (taken->uses.empty()) return block;
+  // A capture may not wait for work outside of it, and begins with the device idle.
+  const uint64_t capture = is_captured ? region->streams().capture_of(request.caller) : 0;
+  if (is_captured && capture == 0) return block;
+  for (const Region::List::Use& use : taken->uses) {
+    const bool is_before = request.is_behind_caller && use.stream == request.caller;
+    if (use.capture == capture && !is_before) wait(use.event);
+  }
+  return block;
+}
 
 // Of one Buffer.
 class Memory {
