@@ -1,15 +1,14 @@
 """The CUDA backend on a machine without CUDA: its Python code runs, its streams are numbers.
 
-The module `deep_comm._cuda` is replaced by one whose engine is the host target's and whose events
-write down what they are asked to do. Tensors live on the host. So the order of streams and the
-number of calls can be tested, and kernels still move the rows.
+The module `deep_comm._cuda` is replaced by one whose engine is the host target's and whose streams
+and events (tests/native/fake_streams.cpp) write down what they are asked to do. Tensors live on the
+host. So the order of streams and the number of calls can be tested, and kernels still move the rows.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import functools
 import importlib
 import sys
 import types
@@ -19,7 +18,7 @@ import pytest
 import torch
 
 import deep_comm
-from deep_comm import _core, events
+from deep_comm import _core, _simt_tests, events
 
 COMPUTE, COMM = 11, 22
 
@@ -34,6 +33,7 @@ class Log(list):
         has_passed: what events say of the kernels before them.
         known: by stream, the work that all further work there is behind.
         kernels: (stream, what was known there) of every launch.
+        stub_counts: what `wait_counts` returns where launches are skipped.
     """
 
     def __init__(self) -> None:
@@ -45,6 +45,7 @@ class Log(list):
         self.kernels: list[tuple[int, frozenset[object]]] = []
         self.has_passed = False
         self.is_silent = False  # for measuring: nothing is written down
+        self.stub_counts: tuple[int, int, bool, list[int]] | None = None
 
     def names(self) -> list[str]:
         return [entry[0] for entry in self]
@@ -59,6 +60,32 @@ class Log(list):
     def work(self, name: object) -> None:
         """Of the caller, on its stream."""
         self.known[self.current].add(name)
+
+    # What the native engine and streams ask.
+
+    def wait_counts(self) -> tuple[int, int, bool, list[int]] | None:
+        if not self.is_silent:
+            self.append(("wait_counts",))
+        return self.stub_counts
+
+    def is_capturing(self, stream: int) -> bool:
+        return stream in self.capturing
+
+    def capture_of(self, stream: int) -> int:
+        return self.capture if stream in self.capturing else 0
+
+    def make_event(self) -> PooledEvent:
+        return PooledEvent(self)
+
+    def mark(self, stream: int) -> PooledEvent:
+        event = PooledEvent(self)
+        if not self.is_silent:
+            self.append(("mark", stream))
+            _Point.record(event, stream)
+        return event
+
+    def synchronize_device(self) -> None:
+        self.append(("synchronize device",))
 
 
 class _Point:
@@ -109,51 +136,57 @@ class _Event:
         self.point.record(stream.cuda_stream)
 
 
+class PooledEvent(_Point):
+    """An event of the native streams."""
+
+    def record(self, stream: int) -> None:
+        if self._log.is_silent:
+            return
+        self._log.append(("record", stream))
+        super().record(stream)
+
+    def wait(self, stream: int) -> None:
+        if self._log.is_silent:
+            return
+        self._log.append(("wait", stream))
+        super().wait(stream)
+
+    def synchronize(self) -> None:
+        self._log.append(("synchronize",))
+
+    def has_passed(self) -> bool:
+        return self._log.has_passed
+
+    def order(self, first: int, then: int) -> None:
+        if self._log.is_silent:
+            return
+        self._log.append(("order", first, then))
+        super().record(first)
+        super().wait(then)
+
+
 def _module(log: Log) -> types.ModuleType:
     module = types.ModuleType("deep_comm._cuda")
 
-    class Event(_Point):
-        def __init__(self, device: int) -> None:
-            super().__init__(log)
-
-        def record(self, stream: int) -> None:
-            if log.is_silent:
-                return
-            log.append(("record", stream))
-            super().record(stream)
-
-        def recorder(self) -> Callable[[int], None]:
-            return self.record
-
-        def wait(self, stream: int) -> None:
-            if log.is_silent:
-                return
-            log.append(("wait", stream))
-            super().wait(stream)
-
-        def synchronize(self) -> None:
-            log.append(("synchronize",))
-
-        def has_passed(self) -> bool:
-            return log.has_passed
-
-        def order(self, first: int, then: int) -> None:
-            if log.is_silent:
-                return
-            log.append(("order", first, then))
-            super().record(first)
-            super().wait(then)
-
     class Engine(_core.Engine):
-        stub_counts = None  # of wait_counts, where launches are skipped
+        @property
+        def calls(self) -> object:
+            return _simt_tests.LoggedEngine(super().calls, log).door
+
+        @property
+        def stub_counts(self) -> tuple[int, int, bool, list[int]] | None:
+            return log.stub_counts
+
+        @stub_counts.setter
+        def stub_counts(self, counts: tuple[int, int, bool, list[int]] | None) -> None:
+            log.stub_counts = counts
 
         def counts_waiter(self) -> Callable[[], object]:
             wait = super().counts_waiter()
 
             def wait_counts() -> object:
-                if not log.is_silent:
-                    log.append(("wait_counts",))
-                return wait() if self.stub_counts is None else self.stub_counts
+                stub = log.wait_counts()
+                return wait() if stub is None else stub
 
             return wait_counts
 
@@ -179,37 +212,9 @@ def _module(log: Log) -> types.ModuleType:
     written_down("dispatch", "plan_dispatch")
     written_down("combine", "plan_combine")
 
-    def mark(device: int, stream: int) -> Event | None:
-        if log.is_silent:
-            return Event(device)
-        log.append(("mark", stream))
-        if stream in log.capturing:
-            return None
-        event = Event(device)
-        _Point.record(event, stream)
-        return event
-
-    def mark_captured(stream: int) -> tuple[Event, int] | None:
-        if stream not in log.capturing:
-            return None
-        event = Event(0)
-        _Point.record(event, stream)
-        return event, log.capture
-
-    def mark_always(device: int, stream: int) -> Event:
-        event = Event(device)
-        event.record(stream)
-        return event
-
     module.architectures = "90a"
-    module.mark = mark_always
-    module.Event, module.Engine = Event, Engine
-    module.marker = lambda device: functools.partial(mark, device)
-    module.capture_marker = lambda device: mark_captured
-    module.is_capturing = lambda stream: stream in log.capturing
-    module.capture_check = lambda device, exchange_api: lambda: log.current in log.capturing
-    module.is_current = lambda device: True
-    module.is_ready = lambda device, stream: stream not in log.capturing
+    module.Engine = Engine
+    module.streams = lambda device: _simt_tests.fake_streams(log)
     module.current_device = lambda: 0
     module.num_sms = lambda device: 132
     module.allocate = lambda device, num_bytes: _core.allocate(num_bytes)
@@ -237,9 +242,7 @@ def installed() -> Iterator[Log]:
         patch.setattr(
             torch.cuda, "set_stream", lambda stream: setattr(log, "current", stream.cuda_stream)
         )
-        patch.setattr(
-            torch.cuda, "synchronize", lambda device=None: log.append(("synchronize device",))
-        )
+        patch.setattr(torch.cuda, "synchronize", lambda device=None: log.synchronize_device())
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "is_initialized", lambda: True)
         patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)

@@ -319,7 +319,7 @@ def test_a_captured_event_is_one_of_the_pool() -> None:
     def body(buffer: Any, log: Any, x: Any, handle: Any, idx: Any) -> None:
         with Counter() as counter:
             event = deep_comm.Buffer.capture()
-        assert log == [("record", COMPUTE)]
+        assert log == [("mark", COMPUTE)]
         assert len(counter.functions) <= 10, counter.functions
         log.clear()
         event.current_stream_wait()
