@@ -1,4 +1,4 @@
-"""How deep_comm's adapters come into vLLM, against stand-ins of its modules (tests/stubs/vllm)."""
+"""How deep_comm's adapters come into vLLM, against stand-ins of its modules (stubs/vllm)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from deep_comm import UnsupportedError
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "stubs"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "support" / "stubs"))
 
 from vllm.distributed.device_communicators import all2all
 from vllm.model_executor.layers.fused_moe import all2all_utils

@@ -1,7 +1,7 @@
 """Released adapters of servers and trainers, unmodified, over the drop-in `deep_ep`.
 
 Run by tools/released_adapters, which fetches them; not collected by pytest, for want of a network.
-tests/cpu/test_released.py tests what they rest on.
+tests/cpu/drop_in/test_released.py tests what they rest on.
 
     program.py   what one program is: a release, its modules, what it runs; comparisons
     fetch.py     released files from PyPI, checked against the releases' own hashes

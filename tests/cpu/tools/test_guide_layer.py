@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import warm
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PAGES = ("expert-parallel.md", "launching.md")
 
 

@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 WELL = "def test_a(): pass\ndef test_b(): pass\n"
 SKIPPED = "import pytest\ndef test_skip(): pytest.skip('needs 9 devices')\n"

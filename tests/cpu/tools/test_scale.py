@@ -27,7 +27,7 @@ from deep_comm.scale.queues import serve
 from deep_comm.scale.routing import MAX_NODES_PER_TOKEN, ROUTINGS, Job
 from deep_comm.scale.traffic import Posts, Traffic, Wire, count, count_job
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "scale.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "scale.md"
 SHAPES = [(2, 2), (2, 4), (4, 2), (3, 3), (8, 1), (3, 2)]
 LOW_LATENCY_SHAPES = [*SHAPES, (8, 8)]
 ROUTING_NAMES = ("random", "skewed", "holes", "one_expert", "duplicates")

@@ -1,4 +1,4 @@
-"""deep_comm.integrations.vllm against stand-ins of vLLM's interfaces (tests/stubs/vllm)."""
+"""deep_comm.integrations.vllm against stand-ins of vLLM's interfaces (stubs/vllm)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from drop_in import HIDDEN, NUM_EXPERTS
 
 from deep_comm import UnsupportedError, errors, local
 
-STUBS = Path(__file__).resolve().parents[1] / "stubs"
+STUBS = Path(__file__).resolve().parents[2] / "support" / "stubs"
 sys.path.insert(0, str(STUBS))
 
 from vllm import config as vllm_config

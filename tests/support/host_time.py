@@ -1,5 +1,5 @@
 """What the calls of a Buffer cost the calling thread, in microseconds:
-``python tests/host_time.py``.
+``python tests/support/host_time.py``.
 
 One rank, so that nothing waits for a peer. On a GPU each call is timed twice: as it is, many at
 once, the GPU far behind the host; and with the launch left out, which is this package's own part.

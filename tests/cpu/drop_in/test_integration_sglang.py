@@ -1,4 +1,4 @@
-"""deep_comm.integrations.sglang against stand-ins of SGLang's interfaces (tests/stubs/sglang)."""
+"""deep_comm.integrations.sglang against stand-ins of SGLang's interfaces (stubs/sglang)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from drop_in import HIDDEN, NUM_EXPERTS, NUM_TOPK
 
 from deep_comm import UnsupportedError, errors, local
 
-STUBS = Path(__file__).resolve().parents[1] / "stubs"
+STUBS = Path(__file__).resolve().parents[2] / "support" / "stubs"
 sys.path.insert(0, str(STUBS))
 
 from sglang.srt.batch_overlap import two_batch_overlap

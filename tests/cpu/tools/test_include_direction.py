@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import tool_modules
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 checker = tool_modules.load("check_includes.py")

@@ -20,8 +20,8 @@ import pytest
 import warm
 from free_port import free_port
 
-ROOT = Path(__file__).resolve().parents[2]
-TESTS = ROOT / "tests"
+ROOT = Path(__file__).resolve().parents[3]
+SUPPORT = ROOT / "tests" / "support"
 GUIDE = ROOT / "docs" / "guide" / "nodes.md"
 TIMEOUT_S = 240
 
@@ -81,8 +81,8 @@ def test_the_bench_runs_on_two_hosts(tmp_path: Path) -> None:
 
 
 def test_groups_of_several_hosts(tmp_path: Path) -> None:
-    program = str(TESTS / "many_hosts.py")
-    texts = run_hosts([torchrun(3, free_port(), program)] * 2, tmp_path, PYTHONPATH=str(TESTS))
+    program = str(SUPPORT / "many_hosts.py")
+    texts = run_hosts([torchrun(3, free_port(), program)] * 2, tmp_path, PYTHONPATH=str(SUPPORT))
     said = "".join(texts)
     for line in (
         "a Buffer over all hosts and one inside each, at once: equal",

@@ -1,4 +1,4 @@
-"""tests/checked_runs.py, which runs the cases of tests/gpu, on the host target: what is wrong is
+"""checked_runs.py, which runs the cases of tests/gpu, on the host target: what is wrong is
 found and said, and checks made in results_stay are those of the host.
 """
 

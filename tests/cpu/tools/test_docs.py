@@ -19,7 +19,7 @@ import warm
 import deep_comm
 from deep_comm import errors
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 GUIDE = ROOT / "docs" / "guide"
 PAGES = sorted(GUIDE.glob("*.md"))
 DESIGN = ROOT / "docs" / "design"

@@ -90,6 +90,6 @@ def test_no_other_file_reads_the_environment() -> None:
 
 
 def test_variables_of_the_build_are_those_that_it_reads() -> None:
-    project = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
+    project = (Path(__file__).resolve().parents[3] / "pyproject.toml").read_text()
     read = re.findall(r'env = "(\w+)", default = "([^"]*)"', project)
     assert {name: default for name, (default, _) in env.BUILD_VARIABLES.items()} == dict(read)

@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 import tool_modules
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PROBE = ROOT / "tests" / "native_cuda" / "arch_probe.cu"
 
 NVCC = os.environ.get("CUDACXX") or shutil.which("nvcc")

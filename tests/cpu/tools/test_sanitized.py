@@ -5,12 +5,12 @@ from pathlib import Path
 
 import warm
 
-TESTS = Path(__file__).resolve().parents[1]
+SUPPORT = Path(__file__).resolve().parents[2] / "support"
 
 
 def test_every_call_of_the_program_is_right(tmp_path: Path) -> None:
     done = warm.run(
-        [sys.executable, str(TESTS / "sanitized.py"), "--device", "cpu"],
+        [sys.executable, str(SUPPORT / "sanitized.py"), "--device", "cpu"],
         capture_output=True, text=True, timeout=200, cwd=tmp_path, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -160,7 +160,7 @@ def test_every_program_has_a_name_and_a_pinned_release() -> None:
 
 
 def tool(*words: str) -> subprocess.CompletedProcess[str]:
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[3]
     command = [sys.executable, str(root / "tools/released_adapters"), *words]
     return warm.run(command, capture_output=True, text=True, timeout=60)
 

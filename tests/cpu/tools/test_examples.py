@@ -10,7 +10,7 @@ import warm
 
 from deep_comm.examples import picture
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def run(tmp_path: Path, name: str, *arguments: object, torchrun: int = 0) -> str:

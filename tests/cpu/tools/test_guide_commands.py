@@ -13,23 +13,23 @@ from deep_comm.bench.low_latency import options as low_latency
 
 # By a word that only they have, and why not here. What is not named here runs.
 ELSEWHERE = {
-    "tools/demo    #": "builds an environment of its own; tests/cpu/test_demo.py runs the program",
+    "tools/demo    #": "builds an environment of its own; test_demo.py runs the program",
     "HOST:29500": "two machines; the block of nodes.md runs the same on one",
-    "127.0.0.1:29500": "tests/cpu/test_many_hosts.py, with a port that is free",
+    "127.0.0.1:29500": "test_many_hosts.py, with a port that is free",
     "#SBATCH": "Slurm; launching.md says where both scripts ran",
     "sglang": "a server and its model",
     "vllm serve": "a server and its model",
-    "tools/released_adapters": "files from PyPI; tests/cpu/test_released.py has the tool's words",
-    "pip install .": "a build; tests/cpu/test_wheel.py",
+    "tools/released_adapters": "files from PyPI; test_released.py has the tool's words",
+    "pip install .": "a build; test_wheel.py",
 }
 INLINE_ELSEWHERE = {
     "HOST:29500": "two machines",
     "tools/": "builds an environment of its own",
     "your_program.py": "a name for the reader's",
-    "torchrun --nproc-per-node 4 example.py": "tests/cpu/test_readme.py",
-    "torchrun --nproc-per-node 4 layer.py": "tests/cpu/test_guide_layer.py",
+    "torchrun --nproc-per-node 4 example.py": "test_readme.py",
+    "torchrun --nproc-per-node 4 layer.py": "test_guide_layer.py",
     "--seed S": "S is the reader's; the block of testing.md has a number",
-    "-m deep_comm.bench": "minutes here; tests/cpu/test_bench*.py run it with fewer sizes",
+    "-m deep_comm.bench": "minutes here; test_bench*.py run it with fewer sizes",
 }
 
 

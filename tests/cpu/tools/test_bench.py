@@ -15,7 +15,7 @@ from deep_comm.bench import normal, operations, options, two_tier
 from deep_comm.bench.workload import Workload, routing_of
 from deep_comm.reference import get_dispatch_layout
 
-TOOLS = Path(__file__).resolve().parents[2] / "tools"
+TOOLS = Path(__file__).resolve().parents[3] / "tools"
 
 BENCH = [sys.executable, "-m", "deep_comm.bench", "--device", "cpu"]
 SMALL = ["--tokens", "6", "--hidden", "128", "--experts", "5", "--topk", "2"]
