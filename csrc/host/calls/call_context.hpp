@@ -11,11 +11,14 @@
 
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
+#include "host/calls/plans_in_node.hpp"
 #include "host/dispatch_record.hpp"
 #include "host/engine_calls.hpp"
 #include "host/interpreter.hpp"
@@ -62,7 +65,9 @@ class CallContext {
         memory(std::move(memory)),
         order(*order),
         forecast(group.num_ranks, group.num_nodes),
-        shared_order_(std::move(order)) {}
+        shared_order_(std::move(order)) {
+    set_members({});
+  }
   CallContext(const CallContext&) = delete;
   CallContext& operator=(const CallContext&) = delete;
 
@@ -75,7 +80,16 @@ class CallContext {
   RowForecast forecast;
   EarlyDispatches early_dispatches;
   std::shared_ptr<PendingCall> pending;
-  std::shared_ptr<const BufferToken> token = std::make_shared<BufferToken>();
+  std::shared_ptr<const BufferToken> token;
+  PlansInNode plans_in_node;
+  // Takes what the engine has recorded, as the bindings can throw it. Set by them.
+  std::function<std::exception_ptr()> recorded_error;
+
+  // Handles are from now on those of these ranks; see BufferToken.
+  void set_members(std::vector<std::string> members) {
+    token = std::make_shared<BufferToken>(
+        BufferToken{group.num_ranks, group.num_nodes, device_name, std::move(members)});
+  }
 
   // Before every call of normal mode: the Buffer lives and no kernel has failed. Calls run one after
   // the other, so that one whose counts are still awaited ends now.
