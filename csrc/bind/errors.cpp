@@ -15,8 +15,8 @@ namespace {
 
 py::object shown(const GivenProperty& given) {
   using Which = GivenProperty::Which;
-  const auto object =
-      py::reinterpret_borrow<py::object>(static_cast<PyObject*>(given.object.get()));
+  auto* pointer = static_cast<PyObject*>(given.object.get());
+  const auto object = py::reinterpret_borrow<py::object>(pointer == nullptr ? Py_None : pointer);
   const auto type_name = [&] { return py::type::handle_of(object).attr("__name__"); };
   switch (given.which) {
     case Which::kValue:
