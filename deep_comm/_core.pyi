@@ -735,6 +735,22 @@ class LowLatencyPlan:
         /,
     ) -> None: ...
 
+class Framework:
+    """What calls ask of the program's tensor library."""
+
+class TorchFramework(Framework):
+    """torch, for one Buffer on one device."""
+
+    def __init__(
+        self,
+        *,
+        device: Any,  # torch.device
+        comm_stream: Any,  # torch.cuda.Stream; None on a target without streams
+        exchange_api: Any,  # torch.Tensor.__dlpack_c_exchange_api__; None: this torch has none
+        # the current stream of the device; None: as torch says, and 0 on the host
+        current_stream: Callable[[], int] | None,
+    ) -> None: ...
+
 class Segment:
     """A POSIX shared memory segment, mode 0600, with an unguessable name."""
 

@@ -68,8 +68,7 @@ const char* name_of(CallError::Class error_class) {
 
 py::object exception_of(const CallError& error) {
   using Class = CallError::Class;
-  const py::object type =
-      py::module_::import("deep_comm.errors").attr(name_of(error.error_class));
+  const py::object type = py::module_::import("deep_comm.errors").attr(name_of(error.error_class));
   switch (error.error_class) {
     case Class::kArgument:
     case Class::kHandleMismatch:
