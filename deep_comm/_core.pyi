@@ -797,6 +797,19 @@ class Streams:
     def synchronize(self) -> None:
         """Wait for all work of the device."""
 
+class Framework:
+    """What native calls ask of the program's tensor library (csrc/host/framework.hpp)."""
+
+class TorchFramework(Framework):
+    def __init__(
+        self,
+        *,
+        device: object,  # torch.device
+        comm_stream: object,  # torch.cuda.Stream; None: there are no streams
+        exchange_api: object,  # torch.Tensor.__dlpack_c_exchange_api__; None: there is none
+        current_stream: Callable[[], int] | None,  # None: torch's
+    ) -> None: ...
+
 class StreamOrder:
     """Which stream the last call of a Buffer was on, and the events that order calls: shared by
     native calls and those in Python (backends.cuda_launch.Streams)."""
@@ -804,7 +817,7 @@ class StreamOrder:
     def __init__(
         self,
         streams: object,  # a door: see `streams`
-        current_stream: Callable[[], int],
+        framework: Framework,
         comm: int,  # the communication stream
     ) -> None: ...
     door: object  # for native code
@@ -846,7 +859,7 @@ class Region:
         begin: int,
         end: int,
         streams: object,  # a door: see `streams`
-        current_stream: Callable[[], int],
+        framework: Framework,
     ) -> None: ...
     def allocate_scratch(
         self, num_bytes: int, is_behind_caller: bool = False

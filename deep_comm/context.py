@@ -197,7 +197,7 @@ class Context:
             end - direct_bytes,
             end,
             self.backend.streams,
-            self.backend.current_stream,
+            self.backend.framework,
         )
         self.num_ring_bytes = self.num_nvl_bytes - direct_bytes
         # For the host's hot path: see the classes they belong to.

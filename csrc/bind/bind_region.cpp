@@ -8,7 +8,6 @@
 #include <memory>
 
 #include "bind/bindings.hpp"
-#include "bind/current_stream_framework.hpp"
 #include "bind/dlpack.hpp"
 #include "bind/doors.hpp"
 #include "bind/numbers.hpp"
@@ -86,12 +85,11 @@ void bind_region(py::module_& m) {
   py::class_<Region, std::shared_ptr<Region>>(m, "Region", py::module_local(),
                                               "First-fit allocator of blocks.")
       .def(py::init([](size_t begin, size_t end, const py::object& streams,
-                       py::object current_stream) {
-             return std::make_shared<Region>(
-                 begin, end, behind<StreamTarget>(streams),
-                 std::make_shared<CurrentStreamFramework>(std::move(current_stream)));
+                       std::shared_ptr<Framework> framework) {
+             return std::make_shared<Region>(begin, end, behind<StreamTarget>(streams),
+                                             std::move(framework));
            }),
-           py::arg("begin"), py::arg("end"), py::arg("streams"), py::arg("current_stream"))
+           py::arg("begin"), py::arg("end"), py::arg("streams"), py::arg("framework"))
       .def(
           "allocate",
           [](const std::shared_ptr<Region>& self, size_t num_bytes, bool is_behind_caller) {

@@ -2,7 +2,6 @@
 #include <pybind11/stl.h>
 
 #include "bind/bindings.hpp"
-#include "bind/current_stream_framework.hpp"
 #include "bind/doors.hpp"
 #include "bind/numbers.hpp"
 #include "bind/torch_tensors.hpp"
@@ -71,12 +70,12 @@ void bind_streams(py::module_& m) {
       .def("synchronize", &StreamTarget::synchronize, Unlocked());
   py::class_<StreamOrder, std::shared_ptr<StreamOrder>>(m, "StreamOrder", py::module_local(),
                                                         "Of the calls of one Buffer.")
-      .def(py::init([](const py::object& streams, py::object current_stream, uint64_t comm) {
-             return std::make_shared<StreamOrder>(
-                 behind<StreamTarget>(streams),
-                 std::make_shared<CurrentStreamFramework>(std::move(current_stream)), comm);
+      .def(py::init([](const py::object& streams, std::shared_ptr<Framework> framework,
+                       uint64_t comm) {
+             return std::make_shared<StreamOrder>(behind<StreamTarget>(streams),
+                                                  std::move(framework), comm);
            }),
-           py::arg("streams"), py::arg("current_stream"), py::arg("comm"))
+           py::arg("streams"), py::arg("framework"), py::arg("comm"))
       .def_property_readonly("door",
                              [](std::shared_ptr<StreamOrder> self) { return door_of(std::move(self)); })
       .def_property_readonly("hop", &StreamOrder::hop)

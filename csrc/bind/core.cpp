@@ -1,11 +1,10 @@
 // deep_comm._core: the host target. Its Python face is described in deep_comm/_core.pyi.
 #include "bind/bindings.hpp"
-#include "bind/interpreter.hpp"
 
 PYBIND11_MODULE(_core, m) {
   m.doc() = "The host target: the protocol kernels over the SIMT executor, and shared memory.";
   m.attr("version") = DEEP_COMM_VERSION;
-  deep_comm::connect_interpreter();
+  deep_comm::bind_torch(m);
   deep_comm::bind_segment(m);
   deep_comm::bind_streams(m);
   deep_comm::bind_region(m);

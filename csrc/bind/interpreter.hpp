@@ -1,44 +1,22 @@
-// Python's lock, and what cannot be raised, for csrc/host (host/interpreter.hpp, host/tensor.hpp).
+// What csrc/host asks of the interpreter, and its counted references as pybind11's.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
-#include "host/interpreter.hpp"
 #include "host/tensor.hpp"
 
 namespace deep_comm {
 
-namespace detail {
+// Sets Object::retain and release, interpreter_lock and report_unraisable of this module, and lets
+// functions of pybind11's translate CallError. Once for each module whose code makes calls.
+void connect_interpreter();
 
-// In the handler of an exception.
-inline void report_to_python(const char* where) {
-  const pybind11::gil_scoped_acquire gil;
-  const pybind11::error_scope kept;  // an error on its way is not this one's
-  try {
-    throw;
-  } catch (pybind11::error_already_set& error) {
-    error.discard_as_unraisable(where);
-    return;
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-  } catch (...) {
-    PyErr_SetString(PyExc_RuntimeError, "unknown error");
-  }
-  PyErr_WriteUnraisable(pybind11::str(where).ptr());
+inline Object to_object(pybind11::object object) {
+  return Object::steal(object.release().ptr());
 }
-
-}  // namespace detail
-
-// Once, in _core, which alone runs what needs them.
-inline void connect_interpreter() {
-  interpreter_lock.release = []() -> void* { return PyEval_SaveThread(); };
-  interpreter_lock.acquire = [](void* state) {
-    PyEval_RestoreThread(static_cast<PyThreadState*>(state));
-  };
-  has_interpreter = [] { return Py_IsInitialized() != 0; };
-  report_unraisable = &detail::report_to_python;
-  Object::retain = [](void* pointer) { Py_INCREF(static_cast<PyObject*>(pointer)); };
-  Object::release = [](void* pointer) { Py_DECREF(static_cast<PyObject*>(pointer)); };
+// A null one becomes a null one.
+inline pybind11::object to_python(Object object) {
+  return pybind11::reinterpret_steal<pybind11::object>(static_cast<PyObject*>(object.take()));
 }
 
 }  // namespace deep_comm

@@ -72,15 +72,15 @@ void Block::shrink(size_t new_num_bytes) {
   num_bytes = new_num_bytes;
 }
 
-Memory::Memory(std::shared_ptr<StreamTarget> streams, std::shared_ptr<Framework> framework,
-               uintptr_t heap_base, std::shared_ptr<void> heap_owner,
-               std::shared_ptr<Region> region, bool poisons)
-    : streams_(std::move(streams)),
-      framework_(std::move(framework)),
+Memory::Memory(std::shared_ptr<StreamOrder> order, uintptr_t heap_base,
+               std::shared_ptr<void> heap_owner, std::shared_ptr<Region> region, bool poisons)
+    : order_(std::move(order)),
       heap_base_(heap_base),
       heap_owner_(std::move(heap_owner)),
       region_(std::move(region)),
       poisons_(poisons) {}
+
+Framework& Memory::framework() const { return order_->framework(); }
 
 std::shared_ptr<Block> Memory::take(size_t num_bytes, const CallOrder& order, bool is_scratch) {
   const BlockRequest request{num_bytes, order.caller(), order.is_behind_caller(),
@@ -92,15 +92,15 @@ std::shared_ptr<Block> Memory::take(size_t num_bytes, const CallOrder& order, bo
 
 void Memory::poison(size_t offset, size_t num_bytes, const CallOrder& order) {
   if (!poisons_ || num_bytes == 0) return;
-  streams_->fill(heap_base_ + offset, kPoisonByte, num_bytes, order.stream());
+  order_->target().fill(heap_base_ + offset, kPoisonByte, num_bytes, order.stream());
 }
 
 MadeTensor Memory::empty(const TensorSpec& spec, CallOrder& order) {
   MadeTensor made =
-      order.outputs_are_comms() ? framework_->empty_on_comm(spec) : framework_->empty(spec);
+      order.outputs_are_comms() ? framework().empty_on_comm(spec) : framework().empty(spec);
   order.note_output(made.tensor);
   if (poisons_ && spec.num_elements() > 0) {
-    streams_->fill(made.address, kPoisonByte, spec.num_bytes(), order.stream());
+    order_->target().fill(made.address, kPoisonByte, spec.num_bytes(), order.stream());
   }
   return made;
 }
@@ -111,7 +111,7 @@ Object Memory::over(size_t offset, const TensorSpec& spec, std::shared_ptr<Block
     std::shared_ptr<void> heap;
   };
   auto keep = std::make_shared<Keep>(Keep{std::move(block), heap_owner_});
-  return framework_->over(heap_base_ + offset, spec, std::move(keep));
+  return framework().over(heap_base_ + offset, spec, std::move(keep));
 }
 
 }  // namespace deep_comm

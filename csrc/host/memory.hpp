@@ -15,6 +15,7 @@
 namespace deep_comm {
 
 class CallOrder;
+class StreamOrder;
 
 inline constexpr size_t kBlockAlignment = 128;
 inline constexpr uint8_t kPoisonByte = 0xA5;
@@ -126,11 +127,10 @@ std::shared_ptr<Block> take_block(const std::shared_ptr<Region>& region,
 class Memory {
  public:
   // heap_owner keeps this rank's part of the heap mapped.
-  Memory(std::shared_ptr<StreamTarget> streams, std::shared_ptr<Framework> framework,
-         uintptr_t heap_base, std::shared_ptr<void> heap_owner, std::shared_ptr<Region> region,
-         bool poisons);
+  Memory(std::shared_ptr<StreamOrder> order, uintptr_t heap_base, std::shared_ptr<void> heap_owner,
+         std::shared_ptr<Region> region, bool poisons);
 
-  Framework& framework() const { return *framework_; }
+  Framework& framework() const;
   uintptr_t heap_base() const { return heap_base_; }
   const std::shared_ptr<Region>& region() const { return region_; }
   bool poisons() const { return poisons_; }
@@ -155,8 +155,7 @@ class Memory {
   Object over(size_t offset, const TensorSpec& spec, std::shared_ptr<Block> block);
 
  private:
-  std::shared_ptr<StreamTarget> streams_;
-  std::shared_ptr<Framework> framework_;
+  std::shared_ptr<StreamOrder> order_;
   uintptr_t heap_base_;
   std::shared_ptr<void> heap_owner_;
   std::shared_ptr<Region> region_;

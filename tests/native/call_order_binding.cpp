@@ -55,8 +55,7 @@ std::unique_ptr<CallOrder> begin(StreamOrder& order, const py::object& previous_
                                  bool is_async, bool allocates_on_comm) {
   const StreamOptions options{previous_event.is_none() ? nullptr : previous_event.ptr(), is_async,
                               allocates_on_comm};
-  CallOrder made(order, options);
-  return std::make_unique<CallOrder>(std::move(made));  // as calls hand it on
+  return std::make_unique<CallOrder>(order, options);
 }
 
 // What waits for the call on a stream; None of a synchronous one. `home`: whose memory the tensors of
@@ -92,7 +91,7 @@ void bind_call_order(py::module_& m) {
       .def(
           "begin_unordered",
           [](StreamOrder& self) {
-            return std::make_unique<CallOrder>(CallOrder::unordered(self));
+            return std::unique_ptr<CallOrder>(new CallOrder(CallOrder::unordered(self)));
           },
           py::keep_alive<0, 1>());
   py::class_<CallOrder>(m, "CallOrder", py::module_local())

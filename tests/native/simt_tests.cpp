@@ -15,6 +15,7 @@ namespace py = pybind11;
 namespace deep_comm::test {
 
 void bind_backlog(py::module_& m);       // backlog_binding.cpp
+void bind_torch_leaf(py::module_& m);    // torch_binding.cpp
 void bind_call_order(py::module_& m);    // call_order_binding.cpp
 void bind_fake_streams(py::module_& m);  // fake_streams.cpp
 
@@ -82,6 +83,7 @@ PYBIND11_MODULE(_simt_tests, m) {
   using namespace deep_comm;
   bind_simulation(m);
   test::bind_backlog(m);
+  test::bind_torch_leaf(m);
   test::bind_call_order(m);
   test::bind_fake_streams(m);
   m.def("run", &test::run, py::kw_only(), py::arg("memory").noconvert(), py::arg("kernel"),

@@ -1,0 +1,61 @@
+// combine of either tier: every token's rows come home and are summed. combine.cpp is the call inside a
+// node, internode_combine.cpp the one between nodes.
+#pragma once
+
+#include <memory>
+
+#include "host/calls/call_context.hpp"
+
+namespace deep_comm {
+
+struct CombineRequest {
+  TensorRef x;
+  std::shared_ptr<DispatchRecord> handle;
+  TensorRef topk_weights;
+  TensorRef bias[2];
+  int num_bias_items = 0;  // of a tuple or list; 0: a tensor, or none
+  bool apply_weights = false;
+  ConfigChoice config;
+  StreamOptions streams;
+};
+
+struct CombineResult {
+  Object combined_x;
+  Object combined_topk_weights;  // null without
+  std::shared_ptr<Event> event;  // null: synchronous
+};
+
+// What a combine of either tier is given, checked.
+struct CheckedCombine {
+  Dtype dtype;
+  ElementType type;
+  int64_t num_rows = 0, hidden = 0;
+  int row_bytes = 0;
+  int num_topk = 0;          // of weights that come home; 0: none do
+  uintptr_t x = 0;
+  uintptr_t weights = 0;     // that come home, [N, K] or of an expanded output [M]; 0: none
+  uintptr_t row_weights = 0;  // [M], multiplied with the rows; 0: none
+  uintptr_t bias[2] = {0, 0};
+};
+// Throws CallError: kArgument, kHandleMismatch. The checks of Buffer.combine, in its order.
+CheckedCombine check_combine(const CallContext& context, const CombineRequest& request);
+
+// Of an expanded output: its rows [M, H] as one row a received token [N, H], weights [M] as [N, K],
+// where `combine` takes them. The tensors live until the call is launched.
+struct ReducedRows {
+  MadeTensor x, weights;
+};
+ReducedRows reduce_experts(CallContext& context, CheckedCombine& combine,
+                           const DispatchRecord& handle, int num_local_blocks, CallOrder& order);
+
+// The caller's tensors of a call, for CallOrder::finish.
+std::vector<const void*> inputs_of(const CombineRequest& request);
+
+CombineResult combine_in_node(CallContext& context, const CombineRequest& request);
+CombineResult combine_between_nodes(CallContext& context, const CombineRequest& request);
+inline CombineResult combine(CallContext& context, const CombineRequest& request) {
+  return context.group.is_internode() ? combine_between_nodes(context, request)
+                                      : combine_in_node(context, request);
+}
+
+}  // namespace deep_comm

@@ -1,0 +1,75 @@
+// What a dispatch moves: rows with or without scales, as a caller gave them or cast to FP8 on their
+// way.
+#pragma once
+
+#include "host/calls/call_context.hpp"
+
+namespace deep_comm {
+
+// How a dispatch treats scales; see Buffer.dispatch.
+struct ScaleOptions {
+  bool use_fp8 = false;
+  bool round_scale = false;
+  bool use_ue8m0 = false;
+  bool column_major = false;
+};
+
+// x, or (x, scales).
+struct PayloadRequest {
+  TensorRef x;
+  TensorRef scales;
+  int num_items = 0;  // of a tuple or list; 0: x alone
+  ScaleOptions scale_options;
+};
+
+// All that payloads of one form have in common; the rest is tokens and addresses.
+struct PayloadForm {
+  ElementType type;  // of what is received
+  int64_t hidden = 0;
+  ElementType scale_type;
+  int num_scales = 0;  // 0: without
+  bool is_quantised = false;
+  ScaleFormat scale_format{};
+
+  bool operator==(const PayloadForm& other) const {
+    return type == other.type && hidden == other.hidden && scale_type == other.scale_type &&
+           num_scales == other.num_scales && is_quantised == other.is_quantised &&
+           scale_format.round_scale == other.scale_format.round_scale &&
+           scale_format.use_ue8m0 == other.scale_format.use_ue8m0;
+  }
+  bool has_scales() const { return num_scales > 0; }
+  int row_bytes() const { return static_cast<int>(hidden * type.num_bytes); }
+  int scale_bytes() const { return has_scales() ? scale_type.num_bytes : 0; }
+  int scale_row_bytes() const { return num_scales * scale_bytes(); }
+};
+
+// Addresses are never 0 but where something is not there.
+struct Payload {
+  PayloadForm form;
+  int64_t num_tokens = 0;
+  uintptr_t x = 0;
+  uintptr_t scales = 0;
+  int64_t scale_token_stride = 0, scale_column_stride = 0;
+  uintptr_t source = 0;  // bfloat16 rows that are to be cast; x and scales are then scratch
+  bool is_column_major = false;  // received scales are to be stored column by column
+  // The caller's tensors, borrowed: they outlive the call.
+  const void* x_object = nullptr;
+  const void* scales_object = nullptr;
+};
+
+// Throws CallError: kArgument.
+Payload check_payload(const CallContext& context, const PayloadRequest& request);
+
+// Of a quantised payload: x and scales, which ring mode sends from. The tensors live until the call is
+// launched: kernels of later calls that get their memory come after this call's.
+struct CastScratch {
+  MadeTensor x, scales;
+};
+CastScratch allocate_scratch(CallContext& context, Payload& payload, CallOrder& order);
+
+// Received scales [num_rows, num_scales] at `address` once more, stored column by column, each column
+// at a multiple of 16 bytes.
+Object transpose_scales(CallContext& context, const PayloadForm& form, uintptr_t address,
+                        int64_t num_rows, int num_channels, CallOrder& order);
+
+}  // namespace deep_comm
