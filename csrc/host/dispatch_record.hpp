@@ -26,6 +26,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "host/framework.hpp"
@@ -65,6 +66,10 @@ struct RecordPart {
   uintptr_t address = 0;
   TensorSpec spec;
   PartMemory memory;
+
+  static RecordPart of(std::string_view name, Object made) {
+    return {name, std::move(made), 0, {}, {}};
+  }
 };
 
 // Where rows of an expanded output lie. L local experts, K selections, N received tokens.

@@ -13,7 +13,7 @@ struct CombineRequest {
   HandleRequest handle;
   TensorRef topk_weights;
   TensorRef bias[2];
-  int num_bias_items = 0;  // of a tuple or list; 0: a tensor, or none
+  int num_bias_items = -1;  // of a tuple or list; -1: a tensor, or none
   bool apply_weights = false;
   ConfigChoice config;
   StreamOptions streams;

@@ -135,6 +135,7 @@ LaunchedCached ReservedCached::launch() && {
 }
 
 DispatchResult dispatch_cached(CallContext& context, const DispatchRequest& request) {
+  require_no_routing(request);
   context.begin();
   const Payload payload = check_payload(context, request.payload);
   std::shared_ptr<DispatchRecord> handle = check_handle(context, request.handle);
@@ -201,6 +202,12 @@ class CheckedDispatch : private NewDispatch {
                                    payload.num_tokens, !routing.has_layout);
   }
 
+  // For as long as the call may go on.
+  std::vector<Object> kept_inputs() const {
+    std::vector<Object> kept;
+    for (const void* input : inputs) kept.push_back(Object::borrow(input));
+    return kept;
+  }
   ReservedDispatch reserve(CallOrder& order) &&;
 };
 
@@ -407,12 +414,10 @@ class LaunchedDispatch final : private ReservedDispatch, public LaunchedCall {
     record->layout = std::make_shared<const RoutingBlock>(layout);
     record->block = block;
     if (mask != nullptr) {
-      record->parts.push_back({.name = "is_token_in_rank", .made = Object::borrow(mask)});
+      record->parts.push_back(RecordPart::of("is_token_in_rank", Object::borrow(mask)));
     }
-    record->parts.push_back({.name = "recv_src_idx",
-                             .address = out.src_idx,
-                             .spec = TensorSpec::of(kInt32, {record->num_recv_rows}),
-                             .memory = out.sources});
+    record->parts.push_back({"recv_src_idx", {}, out.src_idx,
+                             TensorSpec::of(kInt32, {record->num_recv_rows}), out.sources});
     if (is_expanded) record->expansion = make_expansion(record->num_recv_rows);
     const auto hold = [&](const Object& tensor) {
       if (tensor) record->held.tensors.push_back(tensor);
@@ -473,10 +478,7 @@ std::shared_ptr<PendingDispatch> begin_dispatch_in_node(CallContext& context,
                                                         const DispatchRequest& request) {
   context.begin();
   CheckedDispatch checked(context, request);
-  std::vector<Object> inputs;
-  for (const void* input : inputs_of(check_payload(context, request.payload), request)) {
-    inputs.push_back(Object::borrow(input));
-  }
+  std::vector<Object> inputs = checked.kept_inputs();
   auto order = std::make_unique<CallOrder>(context.order, request.streams);
   auto launched =
       std::make_unique<LaunchedDispatch>(std::move(checked).reserve(*order).launch());

@@ -49,6 +49,9 @@ struct CheckedRouting {
 CheckedRouting check_routing(const CallContext& context, const DispatchRequest& request,
                              int64_t num_tokens);
 
+// A call with a handle has no other routing. Throws CallError: kArgument.
+void require_no_routing(const DispatchRequest& request);
+
 // The caller's tensors of a call, for CallOrder::finish.
 std::vector<const void*> inputs_of(const Payload& payload, const DispatchRequest& request);
 

@@ -13,7 +13,7 @@ std::string items(int num_items) { return std::to_string(num_items) + " items"; 
 
 Payload check_cast(const CallContext& context, const PayloadRequest& request) {
   const TensorRef& x = request.x;
-  if (request.num_items != 0) {
+  if (request.num_items >= 0) {
     refuse_argument("x", items(request.num_items),
                     "must be a tensor without scales with use_fp8");
   }
@@ -42,7 +42,7 @@ Payload check_cast(const CallContext& context, const PayloadRequest& request) {
 
 Payload check_plain(const CallContext& context, const PayloadRequest& request) {
   const TensorRef& x = request.x;
-  if (request.num_items != 0 && request.num_items != 2) {
+  if (request.num_items >= 0 && request.num_items != 2) {
     refuse_argument("x", items(request.num_items), "must be a tensor or (tensor, scales)");
   }
   require_tensor("x", x, {{-1, -1}}, context.device_name);
@@ -56,7 +56,7 @@ Payload check_plain(const CallContext& context, const PayloadRequest& request) {
   payload.x = context.memory.non_null(x.address);
   payload.x_object = x.object;
   const TensorRef& scales = request.scales;
-  if (request.num_items == 0 || !scales.is_given()) return payload;
+  if (!scales.is_given()) return payload;
   require_tensor("x_scales", scales, {{payload.num_tokens, -1}, {}, false}, context.device_name);
   const int num_bytes = scales.type.num_bytes;
   if (num_bytes != 1 && num_bytes != 2 && num_bytes != 4 && num_bytes != 8) {

@@ -11,7 +11,7 @@ namespace deep_comm {
 struct PayloadRequest {
   TensorRef x;
   TensorRef scales;
-  int num_items = 0;  // of a tuple or list; 0: x alone
+  int num_items = -1;  // of a tuple or list; -1: x alone
   ScaleOptions scale_options;
 };
 
