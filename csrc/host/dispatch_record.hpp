@@ -74,6 +74,8 @@ struct DispatchRecord {
   std::optional<RoutingBlock> layout;
   uintptr_t base = 0;             // of the routing block
   std::shared_ptr<Block> block;   // of the receive region; null: `held` keeps the memory
+  // Of what was received: recv_src_idx, between nodes recv_src_meta and send_rank_head as well. Likewise.
+  std::shared_ptr<Block> source_block;
 };
 
 }  // namespace deep_comm
