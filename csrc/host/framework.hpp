@@ -2,6 +2,7 @@
 // bind/torch, with public interfaces of torch only. All of it needs the interpreter's lock.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 
@@ -25,6 +26,13 @@ class Framework {
   // A tensor over memory that `owner` keeps until the last tensor over it has gone. An address of 0
   // is allowed if the tensor has no elements.
   virtual Object over(uintptr_t address, const TensorSpec& spec, std::shared_ptr<void> owner) = 0;
+  // A view of a contiguous tensor that begins where its memory does: `spec`, from byte `offset` on.
+  virtual Object view(const Object& tensor, size_t offset, const TensorSpec& spec) = 0;
+  // While gradients are off for good (torch's inference mode), tensors that are made then can never
+  // have any.
+  virtual bool is_inference_mode() const = 0;
+  // Leaves that mode until the result has gone.
+  virtual std::shared_ptr<void> leave_inference_mode() = 0;
   // Tells the framework's allocator that the communication stream uses a tensor (borrowed), so that
   // its memory is not handed out before that has come so far. Nothing for an empty tensor.
   virtual void record_on_comm(const void* tensor) = 0;

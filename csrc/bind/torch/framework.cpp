@@ -126,6 +126,8 @@ TorchFramework::TorchFramework(const py::object& device, py::object comm_stream,
   from_dlpack_ = torch.attr("from_dlpack");
   is_deterministic_ = torch.attr("are_deterministic_algorithms_enabled");
   deterministic_ = torch.attr("utils").attr("deterministic");
+  is_inference_mode_ = torch.attr("is_inference_mode_enabled");
+  inference_mode_ = torch.attr("inference_mode");
   // The device is always named: a program's default device is not for a Buffer's tensors.
   options_ = py::make_tuple("dtype", "device");
 }
@@ -281,6 +283,28 @@ Object TorchFramework::over(uintptr_t address, const TensorSpec& spec,
   const py::object bytes =
       make_over(address, bytes_of(spec), *types_.dlpack_of(kUint8), std::move(owner));
   return to_object(viewed(bytes, spec, types_.dtype_of(spec.type)));
+}
+
+Object TorchFramework::view(const Object& tensor, size_t offset, const TensorSpec& spec) {
+  auto whole = py::reinterpret_borrow<py::object>(borrowed(tensor.get()));
+  PyObject* dtype = types_.dtype_of(spec.type);
+  if (py::object(whole.attr("dtype")).ptr() != dtype) whole = whole.attr("view")(py::handle(dtype));
+  return to_object(whole.attr("as_strided")(shape_of(spec), strides_of(spec),
+                                            offset / spec.type.num_bytes));
+}
+
+// ---- inference mode -----------------------------------------------------------------------------------
+
+bool TorchFramework::is_inference_mode() const { return py::cast<bool>(is_inference_mode_()); }
+
+std::shared_ptr<void> TorchFramework::leave_inference_mode() {
+  py::object scope = inference_mode_(false);
+  scope.attr("__enter__")();
+  return {scope.release().ptr(), [](void* left) {
+            const py::error_scope kept;
+            const auto scope = py::reinterpret_steal<py::object>(static_cast<PyObject*>(left));
+            scope.attr("__exit__")(py::none(), py::none(), py::none());
+          }};
 }
 
 }  // namespace deep_comm

@@ -126,12 +126,9 @@ Object transpose_scales(CallContext& context, const PayloadForm& form, uintptr_t
   context.launch([&] {
     context.engine.transpose_scales(args, {num_channels, 1, 1}, order.stream());
   });
-  // [num_rows, num_scales] over the same memory, which the tensor of the columns keeps.
-  auto owner = std::make_shared<Object>(columns.tensor);
-  return context.memory.framework().over(
-      columns.address,
-      TensorSpec::strided(form.scale_type, {num_rows, form.num_scales}, {1, stride}),
-      std::move(owner));
+  return context.memory.framework().view(
+      columns.tensor, 0,
+      TensorSpec::strided(form.scale_type, {num_rows, form.num_scales}, {1, stride}));
 }
 
 }  // namespace deep_comm
