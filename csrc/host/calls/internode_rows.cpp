@@ -80,14 +80,25 @@ Object TierRows::take_topk_weights(CallContext& context) {
   return tensor(context, topk_weights_, kFloat32, form_.num_topk);
 }
 
-void TierRows::give_sources(DispatchRecord& record) {
+void TierRows::give_sources(CallContext& context, DispatchRecord& record) {
   record.num_recv_rows = num_rows_;
   record.num_forward_rows = num_forward_rows_;
   record.routing.send_rank_head = send_rank_head_;
-  record.routing.recv_src_idx = recv_src_idx_;
   record.routing.recv_src_meta = recv_src_meta_;
-  record.source_block = std::move(source_block_);
-  if (source_storage_.tensor) record.held.tensors.push_back(std::move(source_storage_.tensor));
+  PartMemory memory;
+  if (source_block_ != nullptr) {
+    memory = PartMemory::of(context.memory, std::move(source_block_));
+  } else {
+    memory = PartMemory::of(source_storage_);
+    record.held.tensors.push_back(std::move(source_storage_.tensor));
+  }
+  const auto add = [&](std::string_view name, uintptr_t address, const TensorSpec& spec) {
+    record.parts.push_back({name, {}, address, spec, memory});
+  };
+  add("send_nvl_head", send_rank_head_,
+      TensorSpec::of(kInt32, {num_forward_rows_, context.group.ranks_per_node}));
+  add("recv_src_idx", recv_src_idx_, TensorSpec::of(kInt32, {num_rows_}));
+  add("recv_src_meta", recv_src_meta_, TensorSpec::of(kUint8, {num_rows_, 8}));
 }
 
 TierRows::TierRows(const GroupShape& group, const TierRowForm& form, int64_t num_rows,
@@ -138,8 +149,9 @@ Object TierRows::tensor(CallContext& context, MadeTensor& part, ElementType type
                         int64_t num_columns) {
   if (part.address == 0) return {};
   if (block_ == nullptr) return std::move(part.tensor);
+  if (keeper_ == nullptr) keeper_ = context.memory.keep(block_);
   return context.memory.over(part.address - context.memory.heap_base(),
-                             TensorSpec::of(type, {num_rows_, num_columns}), block_);
+                             TensorSpec::of(type, {num_rows_, num_columns}), keeper_);
 }
 
 }  // namespace deep_comm

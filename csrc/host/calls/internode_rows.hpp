@@ -46,7 +46,7 @@ class TierRows {
   uintptr_t scales() const { return scales_.address; }
   uintptr_t topk_idx() const { return topk_idx_.address; }
   uintptr_t topk_weights() const { return topk_weights_.address; }
-  // What the handle keeps.
+  // of what the handle keeps
   uintptr_t send_rank_head() const { return send_rank_head_; }  // int32 [F, M]
   uintptr_t recv_src_idx() const { return recv_src_idx_; }      // int32 [Q]
   uintptr_t recv_src_meta() const { return recv_src_meta_; }    // uint8 [Q, 8]
@@ -56,7 +56,8 @@ class TierRows {
   Object take_scales(CallContext& context);
   Object take_topk_idx(CallContext& context);
   Object take_topk_weights(CallContext& context);
-  void give_sources(DispatchRecord& record);
+  // What the handle keeps.
+  void give_sources(CallContext& context, DispatchRecord& record);
 
  private:
   TierRows(const GroupShape& group, const TierRowForm& form, int64_t num_rows,
@@ -71,7 +72,8 @@ class TierRows {
   TierRowForm form_;
   int64_t num_rows_, num_forward_rows_;
   std::shared_ptr<Block> block_;         // null: the framework's memory
-  std::shared_ptr<Block> source_block_;  // likewise; a block of its own, since the handle outlives rows
+  std::shared_ptr<Block> source_block_;  // likewise; the handle outlives the rows
+  std::shared_ptr<void> keeper_;         // of tensors over the first
   MadeTensor source_storage_;
   MadeTensor x_, scales_, topk_idx_, topk_weights_;  // in the region addresses alone
   size_t num_head_bytes_;
