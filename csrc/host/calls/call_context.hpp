@@ -11,11 +11,14 @@
 
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
+#include "host/calls/plans_in_node.hpp"
 #include "host/dispatch_record.hpp"
 #include "host/engine_calls.hpp"
 #include "host/interpreter.hpp"
@@ -73,7 +76,9 @@ class CallContext {
         memory(std::move(memory)),
         order(*order),
         forecast(group.num_ranks, group.num_nodes),
-        shared_order_(std::move(order)) {}
+        shared_order_(std::move(order)) {
+    set_members({});
+  }
   CallContext(const CallContext&) = delete;
   CallContext& operator=(const CallContext&) = delete;
 
@@ -88,7 +93,16 @@ class CallContext {
   PlanCache<TwoTierKey, RingPlan> two_tier_plans;
   RailReads rail_reads;
   std::shared_ptr<PendingCall> pending;
-  std::shared_ptr<const BufferToken> token = std::make_shared<BufferToken>();
+  std::shared_ptr<const BufferToken> token;
+  PlansInNode plans_in_node;
+  // Takes what the engine has recorded, as the bindings can throw it. Set by them.
+  std::function<std::exception_ptr()> recorded_error;
+
+  // Handles are from now on those of these ranks; see BufferToken.
+  void set_members(std::vector<std::string> members) {
+    token = std::make_shared<BufferToken>(
+        BufferToken{group.num_ranks, group.num_nodes, device_name, std::move(members)});
+  }
 
   // Peers can write rows in place.
   bool has_region() const { return rings.num_ring_bytes < rings.num_nvl_bytes; }

@@ -118,7 +118,8 @@ CheckedCombine check_combine(const CallContext& context, const CombineRequest& r
   checked.row_bytes = static_cast<int>(checked.hidden * x.type.num_bytes);
   checked.x = memory.non_null(x.address);
 
-  const DispatchRecord& handle = *request.handle;
+  checked.handle = check_handle(context, request.handle);
+  const DispatchRecord& handle = *checked.handle;
   if (handle.num_output_rows != checked.num_rows) {
     refuse_handle(std::to_string(handle.num_output_rows) + " received rows",
                   "must be of a dispatch that returned as many rows as x has (" +
