@@ -54,6 +54,17 @@ class PendingCall {
   virtual void forget(const CallError& error) = 0;
 };
 
+// Between nodes: what the rail may still read when the kernel that put it has ended, until the rail peers
+// have come to a later call. That is the sums that combine stages (docs/design/0022).
+struct RailReads {
+  bool are_late = false;       // rows are put, not stored
+  size_t begin = 0, end = 0;  // of the last combine's staging, from the heap's base
+
+  bool meet(const Block& block) const {
+    return block.offset < end && begin < block.offset + block.num_bytes;
+  }
+};
+
 class CallContext {
  public:
   CallContext(GroupShape group, EngineCalls& engine, std::shared_ptr<StreamOrder> order,
@@ -79,6 +90,8 @@ class CallContext {
   StreamOrder& order;
   RowForecast forecast;
   EarlyDispatches early_dispatches;
+  PlanCache<TwoTierKey, RingPlan> two_tier_plans;
+  RailReads rail_reads;
   std::shared_ptr<PendingCall> pending;
   std::shared_ptr<const BufferToken> token;
   PlansInNode plans_in_node;
@@ -90,6 +103,9 @@ class CallContext {
     token = std::make_shared<BufferToken>(
         BufferToken{group.num_ranks, group.num_nodes, device_name, std::move(members)});
   }
+
+  // Peers can write rows in place.
+  bool has_region() const { return rings.num_ring_bytes < rings.num_nvl_bytes; }
 
   // Before every call of normal mode: the Buffer lives and no kernel has failed. Calls run one after
   // the other, so that one whose counts are still awaited ends now.
