@@ -2,6 +2,7 @@
 // bind/torch, with public interfaces of torch only. All of it needs the interpreter's lock.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 
@@ -25,6 +26,9 @@ class Framework {
   // A tensor over memory that `owner` keeps until the last tensor over it has gone. An address of 0
   // is allowed if the tensor has no elements.
   virtual Object over(uintptr_t address, const TensorSpec& spec, std::shared_ptr<void> owner) = 0;
+  // A tensor over a part of another one's memory, which begins `offset` bytes behind its first element.
+  // `tensor` (borrowed) is flat; offset and the part's bytes are multiples of both element sizes.
+  virtual Object part(const void* tensor, const TensorSpec& spec, size_t offset) = 0;
   // Tells the framework's allocator that the communication stream uses a tensor (borrowed), so that
   // its memory is not handed out before that has come so far. Nothing for an empty tensor.
   virtual void record_on_comm(const void* tensor) = 0;

@@ -15,6 +15,7 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "host/dispatch_record.hpp"
 #include "host/engine_calls.hpp"
@@ -76,6 +77,7 @@ class CallContext {
   EarlyDispatches early_dispatches;
   std::shared_ptr<PendingCall> pending;
   std::shared_ptr<const BufferToken> token = std::make_shared<BufferToken>();
+  std::vector<int> absent;  // ranks that the Buffer does without, ascending: Buffer.reset(without=...)
 
   // Before every call of normal mode: the Buffer lives and no kernel has failed. Calls run one after
   // the other, so that one whose counts are still awaited ends now.
