@@ -4,6 +4,7 @@
 PYBIND11_MODULE(_core, m) {
   m.doc() = "The host target: the protocol kernels over the SIMT executor, and shared memory.";
   m.attr("version") = DEEP_COMM_VERSION;
+  deep_comm::bind_torch(m);
   deep_comm::bind_segment(m);
   deep_comm::bind_region(m);
   deep_comm::bind_host_words(m);

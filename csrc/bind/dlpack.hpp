@@ -17,7 +17,7 @@ struct DlDevice {
 };
 
 struct DlDataType {
-  uint8_t code;  // 0: int, 1: uint, 2: float, 4: bfloat16, 5: complex, 6: bool
+  uint8_t code;  // 0: int, 1: uint, 2: float, 4: bfloat16, 5: complex, 6: bool; 7 and up: narrow
   uint8_t bits;
   uint16_t lanes;
 };
@@ -49,6 +49,18 @@ struct DlManagedTensorVersioned {
 
 static_assert(sizeof(DlTensor) == 48 && sizeof(DlManagedTensor) == 64 &&
               sizeof(DlManagedTensorVersioned) == 80);
+
+// DLPackExchangeAPI of DLPack 1.x.
+struct DlExchangeApi {
+  uint32_t major_version;
+  uint32_t minor_version;
+  const DlExchangeApi* previous;
+  void* allocate;
+  void* from_python;
+  int (*to_python)(DlManagedTensorVersioned* tensor, void** made);  // not ordered on any stream
+  int (*view)(void* tensor, DlTensor* view);  // borrowed; -1: a Python error is set
+  int (*current_stream)(int32_t device_type, int32_t device_index, void** stream);
+};
 
 namespace detail {
 

@@ -24,18 +24,6 @@
 
 namespace deep_comm {
 
-// DLPackExchangeAPI of DLPack 1.x.
-struct DlExchangeApi {
-  uint32_t major_version;
-  uint32_t minor_version;
-  const DlExchangeApi* previous;
-  void* allocate;
-  void* from_python;
-  int (*to_python)(DlManagedTensorVersioned* tensor, void** made);  // not ordered on any stream
-  int (*view)(void* tensor, DlTensor* view);  // borrowed; -1: a Python error is set
-  int (*current_stream)(int32_t device_type, int32_t device_index, void** stream);
-};
-
 // What torch has put into a capsule.
 inline const DlExchangeApi* exchange_api_of(const pybind11::object& exchange_api) {
   auto* api = static_cast<const DlExchangeApi*>(

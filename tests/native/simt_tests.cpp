@@ -14,7 +14,8 @@ namespace py = pybind11;
 
 namespace deep_comm::test {
 
-void bind_backlog(py::module_& m);  // backlog_binding.cpp
+void bind_backlog(py::module_& m);     // backlog_binding.cpp
+void bind_torch_leaf(py::module_& m);  // torch_binding.cpp
 
 namespace {
 
@@ -80,6 +81,7 @@ PYBIND11_MODULE(_simt_tests, m) {
   using namespace deep_comm;
   bind_simulation(m);
   test::bind_backlog(m);
+  test::bind_torch_leaf(m);
   m.def("run", &test::run, py::kw_only(), py::arg("memory").noconvert(), py::arg("kernel"),
         py::arg("rank"), py::arg("num_blocks"), py::arg("num_threads"), py::arg("smem_bytes"),
         py::arg("params"));

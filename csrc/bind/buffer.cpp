@@ -1,0 +1,131 @@
+#include "bind/buffer.hpp"
+
+#include <pybind11/stl.h>
+
+#include <array>
+#include <string>
+
+#include "bind/bindings.hpp"
+#include "bind/doors.hpp"
+#include "bind/errors.hpp"
+#include "host/calls/layout.hpp"
+
+namespace deep_comm {
+
+namespace py = pybind11;
+
+namespace {
+
+Config config_of(py::handle config) {
+  const auto field = [&](const char* name) { return config.attr(name).cast<int>(); };
+  return {field("num_sms"), field("num_max_nvl_chunked_send_tokens"),
+          field("num_max_nvl_chunked_recv_tokens"), field("num_max_rdma_chunked_send_tokens"),
+          field("num_max_rdma_chunked_recv_tokens")};
+}
+
+// Keeps an object of Python's until whoever holds the pointer has gone, in any thread.
+std::shared_ptr<void> owner_of(py::object kept) {
+  return {kept.release().ptr(), [](void* object) {
+            if (Py_IsInitialized() == 0) return;  // at exit the memory goes with the process
+            const py::gil_scoped_acquire gil;
+            Py_DECREF(static_cast<PyObject*>(object));
+          }};
+}
+
+bool is_config(py::handle object) { return py::hasattr(object, "num_max_nvl_chunked_send_tokens"); }
+
+}  // namespace
+
+Config PythonChooser::choose(int64_t row_bytes) const { return config_of(chooser_(row_bytes)); }
+
+FewRows PythonChooser::few_rows(int64_t row_bytes, int num_channels) const {
+  const auto [most_rows, num_sms] =
+      chooser_.attr("of_few_rows")(row_bytes, num_channels).cast<std::pair<int, int>>();
+  return {most_rows, num_sms};
+}
+
+ConfigChoice BoundBuffer::read_config(PyObject* config, PyObject* fallback, bool names_sms) {
+  ConfigChoice choice;
+  choice.names_sms = names_sms;
+  if (config != Py_None) {
+    if (!is_config(config)) {
+      refuse_argument("config", given_property(GivenProperty::Which::kTypeName, config),
+                      "must be a Config or None");
+    }
+    choice.given = config_of(config);
+    return choice;
+  }
+  if (is_config(fallback)) {
+    choice.fallback = config_of(fallback);
+    return choice;
+  }
+  for (const auto& known : choosers) {
+    if (known->is(fallback)) choice.chooser = known.get();
+  }
+  if (choice.chooser == nullptr) {
+    choosers.push_back(
+        std::make_unique<PythonChooser>(py::reinterpret_borrow<py::object>(fallback)));
+    choice.chooser = choosers.back().get();
+  }
+  return choice;
+}
+
+StreamOptions BoundBuffer::read_streams(PyObject* event, PyObject* async_finish,
+                                        PyObject* on_comm) const {
+  return {event == Py_None ? nullptr : event, read_flag(async_finish), read_flag(on_comm)};
+}
+
+py::object BoundBuffer::overlap_of(std::shared_ptr<Event> event) const {
+  if (event == nullptr) return python.event_overlap();
+  if (!context.order.target().has_streams()) return python.event_overlap(python.event_of(py::none()));
+  return python.event_overlap(python.event_of(py::cast(std::move(event))));
+}
+
+// (topk_idx, num_experts, previous_event, async_finish, allocate_on_comm_stream)
+//   -> (per rank, per node or None, per expert, is_token_in_rank, EventOverlap)
+py::object BoundBuffer::get_dispatch_layout(const Arguments<5>& given) {
+  const auto [topk_idx, num_experts, previous_event, async_finish, on_comm] = given;
+  const LayoutRequest request{reader.read(topk_idx), read_integer(num_experts),
+                              read_streams(previous_event, async_finish, on_comm)};
+  LayoutResult result = deep_comm::get_dispatch_layout(context, request);
+  return py::make_tuple(object_of(std::move(result.num_tokens_per_rank)),
+                        object_of(std::move(result.num_tokens_per_node)),
+                        object_of(std::move(result.num_tokens_per_expert)),
+                        object_of(std::move(result.is_token_in_rank)),
+                        overlap_of(std::move(result.event)));
+}
+
+void bind_buffer(py::module_& m) {
+  using namespace pybind11::literals;
+  BufferClass buffer(m, "BufferCalls", py::module_local(),
+                     "The calls of one Buffer; see csrc/host/calls.");
+  buffer.def(
+      py::init([](const py::object& engine, const py::object& streams, const py::object& framework,
+                  const py::object& region, const py::object& device, const py::object& exchange_api,
+                  uint64_t comm, uintptr_t heap_base, py::object heap_memory, bool poisons, int rank,
+                  int num_ranks, int num_nodes, int ranks_per_node, int num_max_experts,
+                  size_t num_nvl_bytes, size_t num_ring_bytes, size_t num_rdma_bytes,
+                  std::optional<int> max_sms, py::object raise_recorded, py::object event_overlap,
+                  py::object event_of) {
+        auto torch = framework.cast<std::shared_ptr<TorchFramework>>();
+        auto target = behind<StreamTarget>(streams);
+        Memory memory(target, torch, heap_base, owner_of(std::move(heap_memory)),
+                      region.cast<std::shared_ptr<Region>>(), poisons);
+        return std::make_shared<BoundBuffer>(
+            std::vector<py::object>{engine},
+            PythonParts{std::move(raise_recorded), std::move(event_overlap), std::move(event_of)},
+            TensorReader(device, exchange_api),
+            GroupShape{rank, num_ranks, num_nodes, ranks_per_node, num_max_experts},
+            calls_behind(engine), std::move(target), std::move(torch), comm, std::move(memory),
+            RingResources{num_nvl_bytes, num_ring_bytes, num_rdma_bytes, max_sms},
+            py::str(device).cast<std::string>());
+      }),
+      py::kw_only(), "engine"_a, "streams"_a, "framework"_a, "region"_a, "device"_a,
+      "exchange_api"_a, "comm"_a, "heap_base"_a, "heap_memory"_a, "poisons"_a, "rank"_a,
+      "num_ranks"_a, "num_nodes"_a, "ranks_per_node"_a, "num_max_experts"_a, "num_nvl_bytes"_a,
+      "num_ring_bytes"_a, "num_rdma_bytes"_a, "max_sms"_a, "raise_recorded"_a, "event_overlap"_a,
+      "event_of"_a);
+  def_call<&BoundBuffer::get_dispatch_layout>(buffer, "get_dispatch_layout");
+}
+
+}  // namespace deep_comm

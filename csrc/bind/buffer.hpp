@@ -1,0 +1,86 @@
+// A Buffer's calls as Python knows them: _core.BufferCalls. What a call is given is read here, its
+// results become Python's objects here; what it does is in host/calls.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "bind/function.hpp"
+#include "bind/torch/framework.hpp"
+#include "bind/torch/reader.hpp"
+#include "host/calls/call_context.hpp"
+
+namespace deep_comm {
+
+// Classes and functions of the package that calls need. Given once a Buffer, since this module does not
+// import the package.
+struct PythonParts {
+  pybind11::object raise_recorded;  // () raises what a kernel has recorded
+  pybind11::object event_overlap;   // EventOverlap(event: EventHandle | None)
+  pybind11::object event_of;        // EventHandle.of(Event | None)
+};
+
+// A DefaultConfig of deep_comm/tuning.py.
+class PythonChooser final : public ConfigChooser {
+ public:
+  explicit PythonChooser(pybind11::object chooser) : chooser_(std::move(chooser)) {}
+  Config choose(int64_t row_bytes) const override;
+  FewRows few_rows(int64_t row_bytes, int num_channels) const override;
+  bool is(pybind11::handle other) const { return chooser_.is(other); }
+
+ private:
+  pybind11::object chooser_;
+};
+
+struct BoundBuffer {
+  template <class... ContextArguments>
+  BoundBuffer(std::vector<pybind11::object> kept, PythonParts python, TensorReader reader,
+              ContextArguments&&... arguments)
+      : kept(std::move(kept)),
+        python(std::move(python)),
+        reader(std::move(reader)),
+        context(std::forward<ContextArguments>(arguments)...) {}
+
+  // What the context refers to lives as long: members end in reverse order.
+  std::vector<pybind11::object> kept;
+  PythonParts python;
+  TensorReader reader;
+  std::vector<std::unique_ptr<PythonChooser>> choosers;  // a handful; their addresses stay
+  CallContext context;
+
+  // ---- arguments (borrowed)
+  // deep_comm.Config, or None; throws CallError for anything else. `fallback`: what stands in for
+  // None, a Config or a DefaultConfig.
+  ConfigChoice read_config(PyObject* config, PyObject* fallback, bool names_sms = true);
+  // `event`: EventHandle, or None.
+  StreamOptions read_streams(PyObject* event, PyObject* async_finish, PyObject* on_comm) const;
+
+  // ---- calls
+  pybind11::object get_dispatch_layout(const Arguments<5>& given);
+
+  // ---- results
+  // EventOverlap of a call; null: of a synchronous one.
+  pybind11::object overlap_of(std::shared_ptr<Event> event) const;
+};
+
+using BufferClass = pybind11::class_<BoundBuffer, std::shared_ptr<BoundBuffer>>;
+
+// Of a member of CallContext's results: None where there is none.
+inline pybind11::object object_of(Object object) {
+  if (!object) return pybind11::none();
+  return pybind11::reinterpret_steal<pybind11::object>(static_cast<PyObject*>(object.take()));
+}
+
+// A property of BufferCalls: the function of Python's that makes a call, see method_function. Ask for
+// it once.
+template <auto kMethod>
+void def_call(BufferClass& buffer, const char* name) {
+  buffer.def_property_readonly(name, [name](const std::shared_ptr<BoundBuffer>& self) {
+    return method_function<kMethod>(name, self, self->python.raise_recorded);
+  });
+}
+
+}  // namespace deep_comm
