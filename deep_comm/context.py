@@ -196,10 +196,8 @@ class Context:
         self.region = Region(
             end - direct_bytes,
             end,
-            self.backend.mark,
-            self.backend.is_capturing,
+            self.backend.streams,
             self.backend.current_stream,
-            self.backend.mark_captured,
         )
         self.num_ring_bytes = self.num_nvl_bytes - direct_bytes
         # For the host's hot path: see the classes they belong to.

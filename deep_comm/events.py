@@ -30,7 +30,7 @@ class Pool(NamedTuple):
 
 
 pool: Pool | None = None
-"""From when the CUDA backend is there."""
+"""From when the CUDA backend is there; without it, events of native calls have passed."""
 
 
 class EventHandle:
@@ -60,8 +60,7 @@ class EventHandle:
     def current_stream_wait(self) -> None:
         """Work that the current stream gets from now on waits for this event."""
         if self._pooled is not None:
-            assert pool is not None
-            self._pooled.wait(pool.current_stream())
+            self._pooled.wait(0 if pool is None else pool.current_stream())
         elif self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
 

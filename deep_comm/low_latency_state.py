@@ -213,7 +213,6 @@ class LowLatencyState:
         self.quick_calls: Any = None
         torch_parts = quick.torch_of(ctx.device)
         if ctx.low_latency_bytes > 0 and torch_parts is not None and not env.POISON.get():
-            streams, current_stream, is_ready, record = ctx.backend.quick_streams()
             self.quick_calls = ctx.engine.quick_low_latency(
                 *torch_parts,
                 empty_address=ctx.heap.base,
@@ -226,10 +225,7 @@ class LowLatencyState:
                 handle_type=LowLatencyHandle,
                 event_type=EventOverlap,
                 outputs_event=ctx.backend.end_with_outputs,
-                streams=streams,
-                current_stream=current_stream,
-                is_ready=is_ready,
-                record=record,
+                streams=ctx.backend.quick_streams(),
             )
             self.quick_dispatch = self.quick_calls.dispatch
             self.quick_combine = self.quick_calls.combine

@@ -3,8 +3,8 @@
     python tools/build_docs.py                 # docs/guide/{errors,environment,shapes}.md
     python tools/build_docs.py --api FOLDER    # and the API reference into FOLDER, a page a module
 
-The three guide pages are part of the repository; tests/cpu/test_docs.py says
-when they are out of date.
+The three guide pages are part of the repository; test_docs.py says when they are
+out of date.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@
 
 #include "bind/bind_normal.hpp"
 #include "bind/bindings.hpp"
+#include "bind/doors.hpp"
 #include "bind/interrupts.hpp"
 #include "device/layout/output.cuh"
 #include "host/engine.hpp"
@@ -43,18 +44,11 @@ pybind11::class_<Engine<Target>> bind_engine(pybind11::module_& m) {
   bind_records(m);
   bind_interrupts();
   py::class_<Type> engine(m, "Engine", py::module_local());
-  engine.def_static("workspace_bytes", &Type::workspace_bytes, py::kw_only(), "num_ranks"_a,
+  engine.def_static("workspace_bytes", &workspace_bytes, py::kw_only(), "num_ranks"_a,
                     "num_max_experts"_a);
-  engine.def_static(
-      "ring_bytes",
-      [](int num_ranks, int num_channels, int num_slots, int row_bytes, int scale_row_bytes,
-         int num_topk) {
-        return Type::ring_bytes(num_ranks, {num_channels, 1, num_slots}, row_bytes, scale_row_bytes,
-                                num_topk);
-      },
-      py::kw_only(), "num_ranks"_a, "num_channels"_a, "num_slots"_a, "row_bytes"_a,
-      "scale_row_bytes"_a, "num_topk"_a);
-  engine.def_static("staging_row_bytes", &Type::staging_row_bytes, py::kw_only(), "row_bytes"_a,
+  engine.def_static("ring_bytes", &ring_bytes, py::kw_only(), "num_ranks"_a, "num_channels"_a,
+                    "num_slots"_a, "row_bytes"_a, "scale_row_bytes"_a, "num_topk"_a);
+  engine.def_static("staging_row_bytes", &staging_row_bytes, py::kw_only(), "row_bytes"_a,
                     "num_topk"_a);
   engine.def_static(
       "output_layout",
@@ -71,6 +65,8 @@ pybind11::class_<Engine<Target>> bind_engine(pybind11::module_& m) {
         return py::memoryview::from_buffer(self.error_flag(), {1}, {sizeof(uint32_t)});
       },
       py::keep_alive<0, 1>());
+  engine.def_property_readonly(
+      "calls", [](const py::object& self) { return door_of_calls(self.cast<Type&>(), self); });
   engine.def_property_readonly("num_launches", &Type::num_launches);
   engine.def_property_readonly("begins_early", &Type::begins_early);
   engine.def_readwrite("smem_bytes_limit", &Type::smem_bytes_limit);

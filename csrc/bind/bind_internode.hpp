@@ -16,12 +16,12 @@ void bind_internode(pybind11::class_<Engine<Target>>& engine) {
 
   engine.def_property_readonly_static("has_rail",
                                       [](const py::object&) { return Target::kHasRail; });
-  engine.def_static("rail_workspace_bytes", &Type::rail_workspace_bytes, py::kw_only(),
+  engine.def_static("rail_workspace_bytes", &rail_workspace_bytes, py::kw_only(),
                     "num_nodes"_a, "ranks_per_node"_a, "num_max_experts"_a);
-  engine.def_static("rail_ring_bytes", &Type::rail_ring_bytes, py::kw_only(), "num_nodes"_a,
+  engine.def_static("rail_ring_bytes", &rail_ring_bytes, py::kw_only(), "num_nodes"_a,
                     "num_channels"_a, "num_slots"_a, "row_bytes"_a, "scale_row_bytes"_a,
                     "num_topk"_a);
-  engine.def_static("two_tier_ring_bytes", &Type::two_tier_ring_bytes, py::kw_only(),
+  engine.def_static("two_tier_ring_bytes", &two_tier_ring_bytes, py::kw_only(),
                     "ranks_per_node"_a, "num_channels"_a, "num_slots"_a, "row_bytes"_a,
                     "scale_row_bytes"_a, "num_topk"_a);
   engine.def(

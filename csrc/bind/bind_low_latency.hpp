@@ -88,14 +88,12 @@ void bind_low_latency(pybind11::module_& m, pybind11::class_<Engine<Target>>& en
          bool can_shrink) {
         const LowLatencyShape shape = low_latency_shape(
             num_max_tokens, hidden, num_topk, num_experts, num_blocks, payload_format_of(format));
-        return is_internode
-                   ? LowLatencyRailRegion::bytes_for(shape, num_ranks, one_rounding, can_shrink)
-                   : LowLatencyRegion::bytes_for(shape, num_ranks, one_rounding, can_shrink);
+        return low_latency_region_bytes(shape, num_ranks, one_rounding, is_internode, can_shrink);
       },
       py::kw_only(), "num_ranks"_a, "num_max_tokens"_a, "hidden"_a, "num_topk"_a, "num_experts"_a,
       "num_blocks"_a, "format"_a, "one_rounding"_a = false, "is_internode"_a = false,
       "can_shrink"_a = false);
-  engine.def_static("low_latency_rail_workspace_bytes", &Type::low_latency_rail_workspace_bytes,
+  engine.def_static("low_latency_rail_workspace_bytes", &low_latency_rail_workspace_bytes,
                     py::kw_only(), "num_ranks"_a, "num_max_experts"_a);
   engine.def("low_latency_max_experts", &Type::low_latency_max_experts, py::kw_only(),
              "num_topk"_a);

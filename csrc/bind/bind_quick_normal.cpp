@@ -134,15 +134,12 @@ void bind_quick_normal(py::module_& m) {
       .def(py::init([](py::object tensor_type, const py::object& exchange_api, py::object empty,
                        py::object part, int device_type, int device_index, int num_ranks,
                        int ranks_per_node, uint64_t heap_base, py::object memory, py::object take,
-                       py::object count_layout, py::object streams, py::object current_stream,
-                       py::object is_ready, py::object record, py::object likely_rows,
+                       py::object count_layout, py::object streams, py::object likely_rows,
                        py::object expected, py::object likely_forwarded, py::object wait_counts,
                        py::object wait_tier_counts, const py::tuple& expand_calls,
                        py::object float32, py::object int32, py::object uint8) {
              return std::make_shared<Calls>(
-                 Calls{.parts = {StreamParts::make(device_index, std::move(streams),
-                                                   std::move(current_stream), std::move(is_ready),
-                                                   std::move(record)),
+                 Calls{.parts = {StreamParts::make(std::move(streams)),
                                  {std::move(tensor_type), exchange_api, std::move(empty),
                                   std::move(part), device_type, device_index},
                                  num_ranks,
@@ -171,8 +168,7 @@ void bind_quick_normal(py::module_& m) {
            }),
            "tensor_type"_a, "exchange_api"_a, "empty"_a, "part"_a, "device_type"_a,
            "device_index"_a, py::kw_only(), "num_ranks"_a, "ranks_per_node"_a, "heap_base"_a,
-           "memory"_a, "take"_a, "count_layout"_a, "streams"_a, "current_stream"_a, "is_ready"_a,
-           "record"_a, "likely_rows"_a, "expected"_a, "likely_forwarded"_a, "wait_counts"_a,
+           "memory"_a, "take"_a, "count_layout"_a, "streams"_a, "likely_rows"_a, "expected"_a, "likely_forwarded"_a, "wait_counts"_a,
            "wait_tier_counts"_a, "expand_calls"_a, "float32"_a, "int32"_a, "uint8"_a)
       .def(
           "layout",

@@ -6,13 +6,12 @@
 #include <pybind11/stl.h>
 
 #include <memory>
-#include <optional>
-#include <stdexcept>
 
 #include "bind/bindings.hpp"
 #include "bind/dlpack.hpp"
+#include "bind/doors.hpp"
 #include "bind/numbers.hpp"
-#include "bind/region_blocks.hpp"
+#include "host/memory.hpp"
 
 namespace deep_comm {
 
@@ -20,41 +19,28 @@ namespace py = pybind11;
 
 namespace {
 
-// (block, events to wait for), or None. Events of stream `after` are left out: the caller's work is
-// behind everything on it. `owner`: the current stream.
-py::object take(const std::shared_ptr<Region>& region, size_t num_bytes,
-                std::optional<uint64_t> after, uint64_t owner, bool is_captured, bool is_scratch) {
-  num_bytes = align_block(num_bytes == 0 ? 1 : num_bytes);
-  std::optional<Region::List::Hole> taken = region->take(num_bytes, is_captured);
-  if (!taken) return py::none();
-  py::object block = py::cast(
-      std::make_unique<Block>(region, taken->offset, num_bytes, is_captured, is_scratch, owner));
+// (block, events to wait for), or None.
+py::object take(const std::shared_ptr<Region>& region, const BlockRequest& request) {
   py::list events;
-  // A capture may not wait for work outside of it, and begins with the device idle.
-  const bool has_used = !taken->uses.empty();
-  const uint64_t capture = is_captured && has_used ? region->capture_of(owner) : 0;
-  if (!is_captured || capture != 0) {
-    for (const Region::List::Use& use : taken->uses) {
-      if (use.capture == capture && (!after || *after != use.stream)) events.append(use.event);
-    }
-  }
+  std::shared_ptr<Block> block = take_block(
+      region, request, [&](const std::shared_ptr<Event>& event) { events.append(event); });
+  if (block == nullptr) return py::none();
   return py::make_tuple(std::move(block), std::move(events));
 }
 
 // For callers who do not know what the current stream is doing.
-py::object allocate(const std::shared_ptr<Region>& region, size_t num_bytes,
-                    std::optional<uint64_t> after, bool is_scratch) {
-  return take(region, num_bytes, after, region->current_stream(), region->is_capturing(),
-              is_scratch);
+py::object allocate(const std::shared_ptr<Region>& region, size_t num_bytes, bool is_behind_caller,
+                    bool is_scratch) {
+  StreamTarget& streams = region->streams();
+  const uint64_t stream = streams.has_streams() ? region->framework().current_stream() : 0;
+  return take(region, {num_bytes, stream, is_behind_caller, streams.is_capturing(stream), is_scratch});
 }
 
-// For those who do; all streams are there, `is_behind` says whether the caller's work is
-// behind its own stream's.
+// For those who do.
 py::object take_numbers(const std::shared_ptr<Region>& region,
                         const std::array<uint64_t, 5>& numbers) {
-  const auto [num_bytes, owner, is_behind, is_captured, is_scratch] = numbers;
-  return take(region, num_bytes, is_behind != 0 ? std::optional<uint64_t>(owner) : std::nullopt,
-              owner, is_captured != 0, is_scratch != 0);
+  const auto [num_bytes, caller, is_behind, is_captured, is_scratch] = numbers;
+  return take(region, {num_bytes, caller, is_behind != 0, is_captured != 0, is_scratch != 0});
 }
 
 // make_dlpack_matrix without pybind11's look at the arguments: seven numbers and the owner.
@@ -90,7 +76,7 @@ PyMethodDef kMatrix = {"matrix", reinterpret_cast<PyCFunction>(reinterpret_cast<
 }  // namespace
 
 void bind_region(py::module_& m) {
-  py::class_<Block>(m, "Block", py::module_local(),
+  py::class_<Block, std::shared_ptr<Block>>(m, "Block", py::module_local(),
                     "Bytes of the heap, given back when the last reference goes.")
       .def_readonly("offset", &Block::offset)
       .def_readonly("num_bytes", &Block::num_bytes)
@@ -98,21 +84,24 @@ void bind_region(py::module_& m) {
       .def("shrink", &Block::shrink, py::arg("num_bytes"));
   py::class_<Region, std::shared_ptr<Region>>(m, "Region", py::module_local(),
                                               "First-fit allocator of blocks.")
-      .def(py::init<size_t, size_t, py::object, py::object, py::object, py::object>(),
-           py::arg("begin"), py::arg("end"), py::arg("mark"), py::arg("is_capturing"),
-           py::arg("current_stream"), py::arg("mark_captured"))
+      .def(py::init([](size_t begin, size_t end, const py::object& streams,
+                       std::shared_ptr<Framework> framework) {
+             return std::make_shared<Region>(begin, end, behind<StreamTarget>(streams),
+                                             std::move(framework));
+           }),
+           py::arg("begin"), py::arg("end"), py::arg("streams"), py::arg("framework"))
       .def(
           "allocate",
-          [](const std::shared_ptr<Region>& self, size_t num_bytes, std::optional<uint64_t> after) {
-            return allocate(self, num_bytes, after, false);
+          [](const std::shared_ptr<Region>& self, size_t num_bytes, bool is_behind_caller) {
+            return allocate(self, num_bytes, is_behind_caller, false);
           },
-          py::arg("num_bytes"), py::arg("after") = py::none())
+          py::arg("num_bytes"), py::arg("is_behind_caller") = false)
       .def(
           "allocate_scratch",
-          [](const std::shared_ptr<Region>& self, size_t num_bytes, std::optional<uint64_t> after) {
-            return allocate(self, num_bytes, after, true);
+          [](const std::shared_ptr<Region>& self, size_t num_bytes, bool is_behind_caller) {
+            return allocate(self, num_bytes, is_behind_caller, true);
           },
-          py::arg("num_bytes"), py::arg("after") = py::none(),
+          py::arg("num_bytes"), py::arg("is_behind_caller") = false,
           "A block that only the engine's kernels use. They run one behind the other, and all "
           "owners of blocks have "
           "them written by kernels, so that nobody has to wait for this one's end.")

@@ -100,31 +100,28 @@ void bind_buffer(py::module_& m) {
   BufferClass buffer(m, "BufferCalls", py::module_local(),
                      "The calls of one Buffer; see csrc/host/calls.");
   buffer.def(
-      py::init([](const py::object& engine, const py::object& streams, const py::object& framework,
-                  const py::object& region, const py::object& device, const py::object& exchange_api,
-                  uint64_t comm, uintptr_t heap_base, py::object heap_memory, bool poisons, int rank,
-                  int num_ranks, int num_nodes, int ranks_per_node, int num_max_experts,
-                  size_t num_nvl_bytes, size_t num_ring_bytes, size_t num_rdma_bytes,
-                  std::optional<int> max_sms, py::object raise_recorded, py::object event_overlap,
-                  py::object event_of) {
-        auto torch = framework.cast<std::shared_ptr<TorchFramework>>();
-        auto target = behind<StreamTarget>(streams);
-        Memory memory(target, torch, heap_base, owner_of(std::move(heap_memory)),
-                      region.cast<std::shared_ptr<Region>>(), poisons);
+      py::init([](const py::object& engine, std::shared_ptr<StreamOrder> order,
+                  std::shared_ptr<Region> region, const py::object& device,
+                  const py::object& exchange_api, uintptr_t heap_base, py::object heap_memory,
+                  bool poisons, int rank, int num_ranks, int num_nodes, int ranks_per_node,
+                  int num_max_experts, size_t num_nvl_bytes, size_t num_ring_bytes,
+                  size_t num_rdma_bytes, std::optional<int> max_sms, py::object raise_recorded,
+                  py::object event_overlap, py::object event_of) {
+        Memory memory(order, heap_base, owner_of(std::move(heap_memory)), std::move(region),
+                      poisons);
         return std::make_shared<BoundBuffer>(
             std::vector<py::object>{engine},
             PythonParts{std::move(raise_recorded), std::move(event_overlap), std::move(event_of)},
             TensorReader(device, exchange_api),
             GroupShape{rank, num_ranks, num_nodes, ranks_per_node, num_max_experts},
-            calls_behind(engine), std::move(target), std::move(torch), comm, std::move(memory),
+            calls_behind(engine), std::move(order), std::move(memory),
             RingResources{num_nvl_bytes, num_ring_bytes, num_rdma_bytes, max_sms},
             py::str(device).cast<std::string>());
       }),
-      py::kw_only(), "engine"_a, "streams"_a, "framework"_a, "region"_a, "device"_a,
-      "exchange_api"_a, "comm"_a, "heap_base"_a, "heap_memory"_a, "poisons"_a, "rank"_a,
-      "num_ranks"_a, "num_nodes"_a, "ranks_per_node"_a, "num_max_experts"_a, "num_nvl_bytes"_a,
-      "num_ring_bytes"_a, "num_rdma_bytes"_a, "max_sms"_a, "raise_recorded"_a, "event_overlap"_a,
-      "event_of"_a);
+      py::kw_only(), "engine"_a, "order"_a, "region"_a, "device"_a, "exchange_api"_a,
+      "heap_base"_a, "heap_memory"_a, "poisons"_a, "rank"_a, "num_ranks"_a, "num_nodes"_a,
+      "ranks_per_node"_a, "num_max_experts"_a, "num_nvl_bytes"_a, "num_ring_bytes"_a,
+      "num_rdma_bytes"_a, "max_sms"_a, "raise_recorded"_a, "event_overlap"_a, "event_of"_a);
   def_call<&BoundBuffer::get_dispatch_layout>(buffer, "get_dispatch_layout");
 }
 

@@ -6,6 +6,7 @@ PYBIND11_MODULE(_core, m) {
   m.attr("version") = DEEP_COMM_VERSION;
   deep_comm::bind_torch(m);
   deep_comm::bind_segment(m);
+  deep_comm::bind_streams(m);
   deep_comm::bind_region(m);
   deep_comm::bind_host_words(m);
   deep_comm::bind_quick_normal(m);

@@ -29,6 +29,7 @@ void connect_interpreter() {
   interpreter_lock.acquire = [](void* state) {
     PyEval_RestoreThread(static_cast<PyThreadState*>(state));
   };
+  has_interpreter = [] { return Py_IsInitialized() != 0; };
   report_unraisable = &report;
   py::register_local_exception_translator([](std::exception_ptr thrown) {
     try {

@@ -13,8 +13,8 @@
 #include "bind/likely_rows.hpp"
 #include "bind/numbers.hpp"
 #include "bind/quick_streams.hpp"
-#include "bind/region_blocks.hpp"
 #include "bind/torch_tensors.hpp"
+#include "host/memory.hpp"
 
 namespace deep_comm::quick {
 
@@ -48,7 +48,7 @@ struct Parts : StreamParts {
     if (taken.is_none()) return false;
     *block = py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(taken.ptr(), 0));
     const py::handle events = PyTuple_GET_ITEM(taken.ptr(), 1);
-    for (const py::handle event : events) event.attr(wait_name)(order.stream);
+    for (const py::handle event : events) event.cast<const Event&>().wait(order.stream);
     *offset = block->cast<const Block&>().offset;
     return true;
   }

@@ -463,7 +463,7 @@ pybind11::class_<QuickLowLatency<Target>> bind_quick_low_latency(
          uintptr_t empty_address, py::list pending_dispatches, py::list pending_combines,
          py::object refuse_hook, py::object end, py::object bfloat16, py::object int32,
          const py::object& handle_type, py::object event_type, py::object outputs_event,
-         py::object streams, py::object current_stream, py::object is_ready, py::object record) {
+         py::object streams) {
         auto calls = std::make_unique<Calls>(
             Calls{.engine = &engine,
                   .torch = {std::move(tensor_type), exchange_api, std::move(empty), std::move(part),
@@ -479,9 +479,7 @@ pybind11::class_<QuickLowLatency<Target>> bind_quick_low_latency(
                             std::move(event_type),
                             std::move(outputs_event),
                             py::make_tuple(py::none(), false),
-                            quick::StreamParts::make(device_index, std::move(streams),
-                                                     std::move(current_stream), std::move(is_ready),
-                                                     std::move(record))},
+                            quick::StreamParts::make(std::move(streams))},
                   .ticket = TensorForm::vector(1, std::move(int32)),
                   .zero = py::int_(0),
                   .forms = {}});
@@ -493,7 +491,7 @@ pybind11::class_<QuickLowLatency<Target>> bind_quick_low_latency(
       py::keep_alive<0, 1>(), "tensor_type"_a, "exchange_api"_a, "empty"_a, "part"_a,
       "device_type"_a, "device_index"_a, py::kw_only(), "empty_address"_a, "pending_dispatches"_a,
       "pending_combines"_a, "refuse_hook"_a, "end"_a, "bfloat16"_a, "int32"_a, "handle_type"_a,
-      "event_type"_a, "outputs_event"_a, "streams"_a, "current_stream"_a, "is_ready"_a, "record"_a);
+      "event_type"_a, "outputs_event"_a, "streams"_a);
   return quick;
 }
 

@@ -2,8 +2,11 @@
 // each is behind.
 #pragma once
 
+#include <memory>
+#include <optional>
+
 #include "bind/bindings.hpp"
-#include "bind/numbers.hpp"
+#include "bind/doors.hpp"
 #include "bind/torch_tensors.hpp"
 
 namespace deep_comm::quick {
@@ -23,28 +26,18 @@ struct Order {
 
 // The streams of one Buffer.
 struct StreamParts {
-  int device_index;
-  py::object streams;  // Streams of the CUDA backend, or None
-  py::object comm;     // its communication stream, torch's object
-  uint64_t raw_comm;
-  NumberCall<1> current_stream;  // (device)
-  NumberCall<2> is_ready;        // (device, stream)
-  NumberCall<1> record_done;     // (stream) of streams.done
-  py::object last_name, wait_name, record_name;
+  py::object streams;                         // Streams of the CUDA backend, or None
+  py::object comm;                            // its communication stream, torch's object
+  std::shared_ptr<StreamOrder> stream_order;  // null: there are no streams
+  py::object record_name;
 
-  // The last three as Backend.quick_streams gives them.
-  static StreamParts make(int device_index, py::object streams, py::object current_stream,
-                          py::object is_ready, py::object record) {
+  // `streams`: Backend.quick_streams.
+  static StreamParts make(py::object streams) {
     const bool has_streams = !streams.is_none();
-    return {.device_index = device_index,
-            .streams = streams,
+    return {.streams = streams,
             .comm = has_streams ? py::object(streams.attr("comm")) : py::none(),
-            .raw_comm = has_streams ? streams.attr("raw_comm").cast<uint64_t>() : 0,
-            .current_stream = NumberCall<1>(std::move(current_stream)),
-            .is_ready = NumberCall<2>(std::move(is_ready)),
-            .record_done = NumberCall<1>(std::move(record)),
-            .last_name = py::str("last"),
-            .wait_name = py::str("wait"),
+            .stream_order =
+                has_streams ? behind<StreamOrder>(streams.attr("order").attr("door")) : nullptr,
             .record_name = py::str("record_stream")};
   }
 
@@ -60,8 +53,8 @@ struct StreamParts {
       order->is_behind_caller = previous == Py_None;
     }
     if (streams.is_none()) return true;
-    const uint64_t device = static_cast<uint64_t>(device_index);
-    const uint64_t caller = PyLong_AsUnsignedLongLongMask(current_stream({device}).ptr());
+    const uint64_t caller = stream_order->framework().current_stream();
+    const uint64_t raw_comm = stream_order->comm();
     order->caller = order->stream = caller;
     if (!is_eager(caller)) return false;
     if (!order->is_async) {
@@ -73,7 +66,7 @@ struct StreamParts {
     if (!order->is_behind_caller) {
       py::handle(previous).attr("stream_wait")(comm);
     } else if (raw_comm != caller) {
-      streams.attr("hop").attr("order")(caller, raw_comm);
+      stream_order->hop()->order(caller, raw_comm);
     }
     if (!is_last(raw_comm) && !(order->is_behind_caller && is_last(caller))) {
       wait_done(raw_comm);
@@ -83,8 +76,9 @@ struct StreamParts {
 
   // No graph is captured on this stream of the device, which is the current one.
   bool is_eager(uint64_t stream) const {
-    return streams.is_none() ||
-           is_ready({static_cast<uint64_t>(device_index), stream}).ptr() == Py_True;
+    if (streams.is_none()) return true;
+    const StreamTarget& target = stream_order->target();
+    return target.is_device_current() && !target.is_capturing(stream);
   }
 
   // Kernels of an asynchronous call read what the caller gave.
@@ -103,19 +97,19 @@ struct StreamParts {
 
   void end(const Order& order) const {
     if (streams.is_none()) return;
-    streams.attr(last_name) = py::int_(order.stream);
-    record_done({order.stream});
+    stream_order->set_last(order.stream);
+    stream_order->done()->record(order.stream);
   }
 
  private:
-  // Is there nothing to wait for behind the operation before on this stream?
+  // Is there nothing to wait for after the operation before on this stream?
   bool is_last(uint64_t stream) const {
-    const py::object last = streams.attr(last_name);
-    return last.is_none() || PyLong_AsUnsignedLongLongMask(last.ptr()) == stream;
+    const std::optional<uint64_t>& last = stream_order->last();
+    return !last || *last == stream;
   }
 
-  // The stream comes behind the operation before.
-  void wait_done(uint64_t stream) const { streams.attr("done").attr(wait_name)(stream); }
+  // The stream comes after the operation before.
+  void wait_done(uint64_t stream) const { stream_order->done()->wait(stream); }
 };
 
 }  // namespace deep_comm::quick

@@ -14,6 +14,7 @@
 #include "host/low_latency_plan.hpp"
 #include "host/plans.hpp"
 #include "host/rail_kernels.hpp"
+#include "host/ring_sizes.hpp"
 #include "host/target.hpp"
 
 namespace deep_comm {
@@ -51,14 +52,6 @@ class Engine final : public EngineCalls {
   ~Engine() override;
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
-
-  static size_t workspace_bytes(int num_ranks, int num_max_experts);
-  static size_t ring_bytes(int num_ranks, const ChannelConfig& config, int row_bytes,
-                           int scale_row_bytes, int num_topk);
-  // Bytes of one row in combine's staging.
-  static size_t staging_row_bytes(int row_bytes, int num_topk) {
-    return MessageLayout::of_combine(row_bytes, num_topk).slot_bytes();
-  }
 
   void get_dispatch_layout(LayoutArgs args, uint64_t stream) override;
   // Plans check all that their options decide. They are for this engine alone; calls start
@@ -104,10 +97,6 @@ class Engine final : public EngineCalls {
   // Numbers start anew and nobody is masked. Callers put a barrier before and after it.
   void reset_low_latency();
   size_t low_latency_bytes() const override { return low_latency_bytes_; }
-  // Of the words beside it, in a group of several nodes.
-  static size_t low_latency_rail_workspace_bytes(int num_ranks, int num_max_experts) {
-    return LowLatencyRailWords::make(0, num_ranks, num_max_experts).num_bytes;
-  }
   // Checks what calls with these options need. A plan is for this engine alone.
   LowLatencyPlan plan_low_latency(const LowLatencyOptions& options) const override;
   // The most experts that the kernels of a call can count in the shared memory of a block.
@@ -121,12 +110,6 @@ class Engine final : public EngineCalls {
                            uint64_t stream) override;
 
   // Groups of several nodes; defined in internode_impl.hpp.
-  // Bytes of words beside the rings, and of the rings of either tier.
-  static size_t rail_workspace_bytes(int num_nodes, int ranks_per_node, int num_max_experts);
-  static size_t rail_ring_bytes(int num_nodes, int num_channels, int num_slots, int row_bytes,
-                                int scale_row_bytes, int num_topk);
-  static size_t two_tier_ring_bytes(int ranks_per_node, int num_channels, int num_slots,
-                                    int row_bytes, int scale_row_bytes, int num_topk);
   // Once, before anything is launched.
   void enable_internode(const InternodeOptions& options);
   void internode_layout(InternodeLayoutArgs args, uint64_t stream) override;

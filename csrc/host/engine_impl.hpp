@@ -112,20 +112,6 @@ void Engine<Target>::check_open() const {
 }
 
 template <class Target>
-size_t Engine<Target>::workspace_bytes(int num_ranks, int num_max_experts) {
-  return WorkspaceLayout::make(num_ranks, num_max_experts).data;
-}
-
-template <class Target>
-size_t Engine<Target>::ring_bytes(int num_ranks, const ChannelConfig& config, int row_bytes,
-                                  int scale_row_bytes, int num_topk) {
-  const MessageLayout message =
-      MessageLayout::of_dispatch(row_bytes, scale_row_bytes, num_topk, true, false);
-  return RingLayout{num_ranks, config.num_channels, config.num_slots, message.slot_bytes()}
-      .num_bytes();
-}
-
-template <class Target>
 template <class KernelType>
 void Engine<Target>::launch_in(const World& world, const LaunchConfig& config,
                                typename KernelType::Args args, uint64_t stream) {

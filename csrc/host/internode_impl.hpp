@@ -18,28 +18,6 @@ inline void check_rail(const RailConfig& config) {
 }  // namespace detail
 
 template <class Target>
-size_t Engine<Target>::rail_workspace_bytes(int num_nodes, int ranks_per_node,
-                                            int num_max_experts) {
-  return RailLayout::make(0, num_nodes, ranks_per_node, num_max_experts).data;
-}
-
-template <class Target>
-size_t Engine<Target>::rail_ring_bytes(int num_nodes, int num_channels, int num_slots,
-                                       int row_bytes, int scale_row_bytes, int num_topk) {
-  const RailMessage message{row_bytes, scale_row_bytes, num_topk};
-  return RailRings{num_nodes, num_channels, num_slots, message.slot_bytes(), 0}.num_bytes();
-}
-
-template <class Target>
-size_t Engine<Target>::two_tier_ring_bytes(int ranks_per_node, int num_channels, int num_slots,
-                                           int row_bytes, int scale_row_bytes, int num_topk) {
-  const RailMessage message{row_bytes, scale_row_bytes, num_topk};
-  return RingLayout{ranks_per_node, num_channels, num_slots,
-                    static_cast<size_t>(message.slot_bytes())}
-      .num_bytes();
-}
-
-template <class Target>
 void Engine<Target>::enable_internode(const InternodeOptions& options) {
   using detail::require;
   check_open();

@@ -12,6 +12,9 @@ struct InterpreterLock {
 // Set once by the bindings.
 inline InterpreterLock interpreter_lock{};
 
+// Whether there still is an interpreter: at exit what is left ends without one. Set likewise.
+inline bool (*has_interpreter)() = nullptr;
+
 // Called in the handler of an exception that nobody can be told of: prints it. Set likewise.
 inline void (*report_unraisable)(const char* where) = nullptr;
 

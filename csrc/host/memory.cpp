@@ -31,8 +31,9 @@ void Region::give_back(size_t offset, size_t num_bytes, bool is_captured, bool i
   List::Hole hole{offset, num_bytes, {}};
   if (!is_scratch && streams_->has_streams()) {
     const uint64_t stream = framework_->current_stream();
-    add_use(hole, stream, is_captured);
-    if (owner != stream) add_use(hole, owner, is_captured);
+    const DeviceScope scope(*streams_);
+    const bool may_have_used = add_use(hole, stream, is_captured);
+    if ((may_have_used || is_captured) && owner != stream) add_use(hole, owner, is_captured);
   }
   (is_captured ? captured_ : eager_).give_back(std::move(hole));
 }
@@ -41,15 +42,18 @@ void Region::give_back_unused(size_t offset, size_t num_bytes, bool is_captured)
   (is_captured ? captured_ : eager_).give_back({offset, num_bytes, {}});
 }
 
-void Region::add_use(List::Hole& hole, uint64_t stream, bool is_captured) {
-  // An event of a capture means nothing outside of it. A block of a capture that is dropped after it
-  // leaves none: replays are ordered by who asks for them.
-  const uint64_t capture = streams_->capture_of(stream);
-  if (is_captured != (capture != 0)) return;
+bool Region::add_use(List::Hole& hole, uint64_t stream, bool is_captured) {
+  // An event of a capture means nothing outside of it. An eager block that is dropped in a capture
+  // leaves none: replays are ordered by who asks for them. Nor does a captured one that is dropped
+  // after its capture.
+  const uint64_t capture = is_captured ? streams_->capture_of(stream) : 0;
+  if (is_captured ? capture == 0 : streams_->is_capturing(stream)) return false;
   hole.uses.push_back({stream, num_marks_++, streams_->mark(stream), capture});
+  return true;
 }
 
 Block::~Block() {
+  if (has_interpreter != nullptr && !has_interpreter()) return;  // there is no next owner
   try {
     region_->give_back(offset, num_bytes, is_captured_, is_scratch_, owner_);
   } catch (...) {
@@ -68,44 +72,35 @@ void Block::shrink(size_t new_num_bytes) {
   num_bytes = new_num_bytes;
 }
 
-Memory::Memory(std::shared_ptr<StreamTarget> streams, std::shared_ptr<Framework> framework,
-               uintptr_t heap_base, std::shared_ptr<void> heap_owner,
-               std::shared_ptr<Region> region, bool poisons)
-    : streams_(std::move(streams)),
-      framework_(std::move(framework)),
+Memory::Memory(std::shared_ptr<StreamOrder> order, uintptr_t heap_base,
+               std::shared_ptr<void> heap_owner, std::shared_ptr<Region> region, bool poisons)
+    : order_(std::move(order)),
       heap_base_(heap_base),
       heap_owner_(std::move(heap_owner)),
       region_(std::move(region)),
       poisons_(poisons) {}
 
+Framework& Memory::framework() const { return order_->framework(); }
+
 std::shared_ptr<Block> Memory::take(size_t num_bytes, const CallOrder& order, bool is_scratch) {
-  num_bytes = align_block(num_bytes == 0 ? 1 : num_bytes);
-  std::optional<Region::List::Hole> taken = region_->take(num_bytes, order.is_captured());
-  if (!taken) return nullptr;
-  auto block = std::make_shared<Block>(region_, taken->offset, num_bytes, order.is_captured(),
-                                       is_scratch, order.caller());
-  if (taken->uses.empty()) return block;
-  // A capture may not wait for work outside of it, and begins with the device idle.
-  const uint64_t capture = order.is_captured() ? streams_->capture_of(order.caller()) : 0;
-  if (order.is_captured() && capture == 0) return block;
-  for (const Region::List::Use& use : taken->uses) {
-    const bool is_before = order.is_behind_caller() && use.stream == order.caller();
-    if (use.capture == capture && !is_before) use.event->wait(order.stream());
-  }
-  return block;
+  const BlockRequest request{num_bytes, order.caller(), order.is_behind_caller(),
+                             order.is_captured(), is_scratch};
+  return take_block(region_, request, [&](const std::shared_ptr<Event>& event) {
+    event->wait(order.stream());
+  });
 }
 
 void Memory::poison(size_t offset, size_t num_bytes, const CallOrder& order) {
   if (!poisons_ || num_bytes == 0) return;
-  streams_->fill(heap_base_ + offset, kPoisonByte, num_bytes, order.stream());
+  order_->target().fill(heap_base_ + offset, kPoisonByte, num_bytes, order.stream());
 }
 
 MadeTensor Memory::empty(const TensorSpec& spec, CallOrder& order) {
   MadeTensor made =
-      order.outputs_are_comms() ? framework_->empty_on_comm(spec) : framework_->empty(spec);
+      order.outputs_are_comms() ? framework().empty_on_comm(spec) : framework().empty(spec);
   order.note_output(made.tensor);
   if (poisons_ && spec.num_elements() > 0) {
-    streams_->fill(made.address, kPoisonByte, spec.num_bytes(), order.stream());
+    order_->target().fill(made.address, kPoisonByte, spec.num_bytes(), order.stream());
   }
   return made;
 }
@@ -116,7 +111,7 @@ Object Memory::over(size_t offset, const TensorSpec& spec, std::shared_ptr<Block
     std::shared_ptr<void> heap;
   };
   auto keep = std::make_shared<Keep>(Keep{std::move(block), heap_owner_});
-  return framework_->over(heap_base_ + offset, spec, std::move(keep));
+  return framework().over(heap_base_ + offset, spec, std::move(keep));
 }
 
 }  // namespace deep_comm

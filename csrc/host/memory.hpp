@@ -15,6 +15,7 @@
 namespace deep_comm {
 
 class CallOrder;
+class StreamOrder;
 
 inline constexpr size_t kBlockAlignment = 128;
 inline constexpr uint8_t kPoisonByte = 0xA5;
@@ -45,10 +46,13 @@ class Region {
   void give_back(size_t offset, size_t num_bytes, bool is_captured, bool is_scratch,
                  uint64_t owner);
   void give_back_unused(size_t offset, size_t num_bytes, bool is_captured);
+  StreamTarget& streams() const { return *streams_; }
+  Framework& framework() const { return *framework_; }
   size_t num_free_bytes() const { return eager_.num_bytes() + captured_.num_bytes(); }
 
  private:
-  void add_use(List::Hole& hole, uint64_t stream, bool is_captured);
+  // False: the stream cannot have used the bytes in a way that an event could tell.
+  bool add_use(List::Hole& hole, uint64_t stream, bool is_captured);
 
   std::shared_ptr<StreamTarget> streams_;
   std::shared_ptr<Framework> framework_;
@@ -91,15 +95,42 @@ class Block {
   uint64_t owner_;
 };
 
+struct BlockRequest {
+  size_t num_bytes;
+  uint64_t caller;  // the current stream
+  bool is_behind_caller, is_captured, is_scratch;
+};
+
+// A block, and `wait(event)` for each event of its last uses that the call must wait for; null: there
+// is no room.
+template <class Wait>
+std::shared_ptr<Block> take_block(const std::shared_ptr<Region>& region,
+                                  const BlockRequest& request, const Wait& wait) {
+  const size_t num_bytes = align_block(request.num_bytes == 0 ? 1 : request.num_bytes);
+  const bool is_captured = request.is_captured;
+  std::optional<Region::List::Hole> taken = region->take(num_bytes, is_captured);
+  if (!taken) return nullptr;
+  auto block = std::make_shared<Block>(region, taken->offset, num_bytes, is_captured,
+                                       request.is_scratch, request.caller);
+  if (taken->uses.empty()) return block;
+  // A capture may not wait for work outside of it, and begins with the device idle.
+  const uint64_t capture = is_captured ? region->streams().capture_of(request.caller) : 0;
+  if (is_captured && capture == 0) return block;
+  for (const Region::List::Use& use : taken->uses) {
+    const bool is_before = request.is_behind_caller && use.stream == request.caller;
+    if (use.capture == capture && !is_before) wait(use.event);
+  }
+  return block;
+}
+
 // Of one Buffer.
 class Memory {
  public:
   // heap_owner keeps this rank's part of the heap mapped.
-  Memory(std::shared_ptr<StreamTarget> streams, std::shared_ptr<Framework> framework,
-         uintptr_t heap_base, std::shared_ptr<void> heap_owner, std::shared_ptr<Region> region,
-         bool poisons);
+  Memory(std::shared_ptr<StreamOrder> order, uintptr_t heap_base, std::shared_ptr<void> heap_owner,
+         std::shared_ptr<Region> region, bool poisons);
 
-  Framework& framework() const { return *framework_; }
+  Framework& framework() const;
   uintptr_t heap_base() const { return heap_base_; }
   const std::shared_ptr<Region>& region() const { return region_; }
   bool poisons() const { return poisons_; }
@@ -124,8 +155,7 @@ class Memory {
   Object over(size_t offset, const TensorSpec& spec, std::shared_ptr<Block> block);
 
  private:
-  std::shared_ptr<StreamTarget> streams_;
-  std::shared_ptr<Framework> framework_;
+  std::shared_ptr<StreamOrder> order_;
   uintptr_t heap_base_;
   std::shared_ptr<void> heap_owner_;
   std::shared_ptr<Region> region_;

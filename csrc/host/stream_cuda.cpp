@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include <chrono>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -44,12 +45,68 @@ CaptureQuery find_capture_query() {
   return reinterpret_cast<CaptureQuery>(found);
 }
 
+// False: the runtime must be asked.
+bool ask_driver(uint64_t stream, CUstreamCaptureStatus* status) {
+  static const CaptureQuery query = find_capture_query();
+  return query != nullptr && query(as_stream(stream), status) == CUDA_SUCCESS;
+}
+
 // Idle events by device. Never destroyed: at exit the driver may be gone before this module.
 std::vector<cudaEvent_t>& pool_of(int device) {
   static auto& pools = *new std::vector<std::vector<cudaEvent_t>>();
   if (static_cast<size_t>(device) >= pools.size()) pools.resize(device + 1);
   return pools[device];
 }
+
+// Without timing. Its end returns it to its device's pool instead of destroying it: CUDA events cost
+// more to make than to record. The pool is not locked; the interpreter's lock guards it.
+class CudaEvent final : public Event {
+ public:
+  explicit CudaEvent(int device) : device_(device) {
+    std::vector<cudaEvent_t>& pool = pool_of(device);
+    if (!pool.empty()) {
+      event_ = pool.back();
+      pool.pop_back();
+      return;
+    }
+    const CudaDeviceScope scope(device);
+    check(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+  }
+  // Streams that were told to wait keep waiting for what was recorded then, whatever the event does
+  // next.
+  ~CudaEvent() override { pool_of(device_).push_back(event_); }
+  CudaEvent(const CudaEvent&) = delete;
+  CudaEvent& operator=(const CudaEvent&) = delete;
+
+  void record(uint64_t stream) override {
+    check(cudaEventRecord(event_, as_stream(stream)), "cudaEventRecord");
+  }
+  void wait(uint64_t stream) const override {
+    check(cudaStreamWaitEvent(as_stream(stream), event_, 0), "cudaStreamWaitEvent");
+  }
+  void synchronize() const override {
+    const CudaCaptureLeave leave;
+    InterruptWatch interrupts;
+    cudaError_t status = cudaEventQuery(event_);
+    while (status == cudaErrorNotReady) {
+      std::this_thread::sleep_for(std::chrono::microseconds(20));
+      interrupts.look();
+      status = cudaEventQuery(event_);
+    }
+    check(status, "cudaEventQuery");
+  }
+  bool has_passed() const override {
+    const CudaCaptureLeave leave;
+    const cudaError_t status = cudaEventQuery(event_);
+    if (status == cudaErrorNotReady) return false;
+    check(status, "cudaEventQuery");
+    return true;
+  }
+
+ private:
+  int device_;
+  cudaEvent_t event_ = nullptr;
+};
 
 }  // namespace
 
@@ -72,71 +129,33 @@ CudaCaptureLeave::~CudaCaptureLeave() {
   (void)cudaThreadExchangeStreamCaptureMode(&mode);
 }
 
-CudaEvent::CudaEvent(int device) : device_(device), event_(nullptr) {
-  if (device < 0)
-    throw std::invalid_argument("device = " + std::to_string(device) + ", must be >= 0");
-  std::vector<cudaEvent_t>& pool = pool_of(device);
-  if (!pool.empty()) {
-    event_ = pool.back();
-    pool.pop_back();
-    return;
-  }
-  CudaDeviceScope scope(device);
-  check(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+CudaStreams::CudaStreams(int device) : device_(device) {
+  if (device >= 0) return;
+  throw std::invalid_argument("device = " + std::to_string(device) + ", must be >= 0");
 }
 
-// Streams that were told to wait keep waiting for what was recorded then,
-// whatever the event does next.
-CudaEvent::~CudaEvent() { pool_of(device_).push_back(event_); }
+bool CudaStreams::is_device_current() const { return cuda_current_device() == device_; }
 
-void CudaEvent::record(uint64_t stream) {
-  check(cudaEventRecord(event_, as_stream(stream)), "cudaEventRecord");
+int CudaStreams::make_device_current() {
+  const int previous = cuda_current_device();
+  check(cudaSetDevice(device_), "cudaSetDevice");
+  return previous;
 }
 
-void CudaEvent::wait(uint64_t stream) const {
-  check(cudaStreamWaitEvent(as_stream(stream), event_, 0), "cudaStreamWaitEvent");
-}
+void CudaStreams::restore_device(int previous) { (void)cudaSetDevice(previous); }
 
-void CudaEvent::synchronize() const {
-  const CudaCaptureLeave leave;
-  InterruptWatch interrupts;
-  cudaError_t status = cudaEventQuery(event_);
-  while (status == cudaErrorNotReady) {
-    std::this_thread::sleep_for(std::chrono::microseconds(20));
-    interrupts.look();
-    status = cudaEventQuery(event_);
-  }
-  check(status, "cudaEventQuery");
-}
-
-bool CudaEvent::has_passed() const {
-  const CudaCaptureLeave leave;
-  const cudaError_t status = cudaEventQuery(event_);
-  if (status == cudaErrorNotReady) return false;
-  check(status, "cudaEventQuery");
-  return true;
-}
-
-std::unique_ptr<CudaEvent> cuda_mark(int device, uint64_t stream) {
-  CudaDeviceScope scope(device);  // stream 0 is the current device's
-  if (cuda_is_capturing(stream)) return nullptr;
-  auto event = std::make_unique<CudaEvent>(device);
-  event->record(stream);
-  return event;
-}
-
-bool cuda_is_capturing(uint64_t stream) {
-  static const CaptureQuery query = find_capture_query();
+bool CudaStreams::is_capturing(uint64_t stream) const {
   CUstreamCaptureStatus known = CU_STREAM_CAPTURE_STATUS_NONE;
-  if (query != nullptr && query(as_stream(stream), &known) == CUDA_SUCCESS) {
-    return known != CU_STREAM_CAPTURE_STATUS_NONE;
-  }
+  if (ask_driver(stream, &known)) return known != CU_STREAM_CAPTURE_STATUS_NONE;
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   check(cudaStreamIsCapturing(as_stream(stream), &status), "cudaStreamIsCapturing");
   return status != cudaStreamCaptureStatusNone;
 }
 
-uint64_t cuda_capture_id(uint64_t stream) {
+// The default stream cannot be asked while another one of the device captures; it takes part in none.
+uint64_t CudaStreams::capture_of(uint64_t stream) const {
+  CUstreamCaptureStatus known = CU_STREAM_CAPTURE_STATUS_NONE;
+  if (ask_driver(stream, &known) && known == CU_STREAM_CAPTURE_STATUS_NONE) return 0;
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   unsigned long long id = 0;
   if (cudaStreamGetCaptureInfo(as_stream(stream), &status, &id) != cudaSuccess) {
@@ -146,10 +165,18 @@ uint64_t cuda_capture_id(uint64_t stream) {
   return status == cudaStreamCaptureStatusActive ? id : 0;
 }
 
-bool cuda_is_current(int device) { return cuda_current_device() == device; }
+std::shared_ptr<Event> CudaStreams::make_event() {
+  return std::make_shared<CudaEvent>(device_);
+}
 
-bool cuda_is_ready(int device, uint64_t stream) {
-  return cuda_current_device() == device && !cuda_is_capturing(stream);
+void CudaStreams::fill(uintptr_t address, uint8_t byte, size_t num_bytes, uint64_t stream) {
+  check(cudaMemsetAsync(reinterpret_cast<void*>(address), byte, num_bytes, as_stream(stream)),
+        "cudaMemsetAsync");
+}
+
+void CudaStreams::synchronize() {
+  const CudaDeviceScope scope(device_);
+  check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
 }
 
 int cuda_current_device() {

@@ -43,6 +43,13 @@ class StreamOrder {
   StreamTarget& target() const { return *target_; }
   Framework& framework() const { return *framework_; }
   uint64_t comm() const { return comm_; }
+  // The state, for calls that do not run in a CallOrder yet.
+  const std::shared_ptr<Event>& hop() const { return hop_; }
+  const std::shared_ptr<Event>& done() const { return done_; }
+  const std::optional<uint64_t>& last() const { return last_; }
+  void set_last(uint64_t stream) { last_ = stream; }
+  bool has_graphs() const { return has_graphs_; }
+  void note_graph() { has_graphs_ = true; }
   // Waits for the last call, which all others come before, and for what may be graphs. Lets go of
   // the interpreter's lock.
   void synchronize();

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <utility>
 
 namespace deep_comm {
 
@@ -23,7 +24,7 @@ class Event {
   virtual bool has_passed() const = 0;
 
   // Work that `then` gets from now on waits for all that `first` has. The device must be current.
-  void order(uint64_t first, uint64_t then) {
+  virtual void order(uint64_t first, uint64_t then) {
     record(first);
     wait(then);
   }
@@ -49,25 +50,26 @@ class StreamTarget {
   virtual void synchronize() = 0;
 
   // An event at this point of a stream, whichever device is current.
-  std::shared_ptr<Event> mark(uint64_t stream);
+  virtual std::shared_ptr<Event> mark(uint64_t stream);
 };
 
 // Makes the device current while it lives.
 class DeviceScope {
  public:
-  explicit DeviceScope(StreamTarget& target) : target_(target) {
-    is_changed_ = !target.is_device_current();
-    if (is_changed_) previous_ = target.make_device_current();
+  explicit DeviceScope(StreamTarget& target) {
+    if (target.is_device_current()) return;
+    previous_ = target.make_device_current();
+    changed_ = &target;
   }
+  DeviceScope(DeviceScope&& other) noexcept
+      : changed_(std::exchange(other.changed_, nullptr)), previous_(other.previous_) {}
+  DeviceScope& operator=(DeviceScope&&) = delete;
   ~DeviceScope() {
-    if (is_changed_) target_.restore_device(previous_);
+    if (changed_ != nullptr) changed_->restore_device(previous_);
   }
-  DeviceScope(const DeviceScope&) = delete;
-  DeviceScope& operator=(const DeviceScope&) = delete;
 
  private:
-  StreamTarget& target_;
-  bool is_changed_;
+  StreamTarget* changed_ = nullptr;  // null: it was current
   int previous_ = 0;
 };
 

@@ -73,7 +73,7 @@ class CudaTarget {
   }
   std::vector<uint64_t> rail_put_bytes(const uint64_t* counters, size_t count) const;
   bool is_idle(uint64_t stream);
-  static bool is_current(int device) { return cuda_is_current(device); }
+  static bool is_current(int device) { return cuda_current_device() == device; }
   int device() const { return device_; }
   bool launches_last() const { return nic_ != nullptr; }
   using DeviceScope = CudaDeviceScope;

@@ -116,6 +116,7 @@ class Backend(Protocol):
     device: torch.device
     is_synchronous: bool  # kernels have ended when an engine call returns
     max_sms: int | None  # blocks that can run at once; None: no limit
+    streams: object  # of the device, for native code: see _core.streams
 
     def create_heap(
         self,
@@ -161,17 +162,12 @@ class Backend(Protocol):
     def mark(self, stream: int, /) -> Any:
         """An event on the stream; None if nothing can be in flight."""
 
-    def mark_captured(self, stream: int, /) -> tuple[Any, int] | None:
-        """While the stream records a CUDA graph: an event on it for streams of the same capture,
-        and that capture's number, which is not 0; else None."""
-
     def current_stream(self) -> int:
         """As the engine and ``mark`` know it."""
 
-    def quick_streams(self) -> tuple[Any, Any, Any, Any]:
-        """For calls in one native step: Streams of operations, what is asked for the current
-        stream of a device, and whether a device is current and its stream not capturing, and what
-        records the end of an operation on a stream; four times None where there are no streams."""
+    def quick_streams(self) -> Any:
+        """For calls in one native step: backends.cuda_launch.Streams; None where there are no
+        streams."""
 
     def is_capturing(self) -> bool:
         """The current stream is recording a CUDA graph."""

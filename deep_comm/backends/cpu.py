@@ -188,6 +188,7 @@ class CpuBackend:
 
     def __init__(self) -> None:
         self._poison_outputs = env.POISON.get()
+        self.streams = _core.streams()
 
     def create_heap(
         self,
@@ -241,14 +242,11 @@ class CpuBackend:
     def mark(self, stream: int, /) -> None:
         return None
 
-    def mark_captured(self, stream: int, /) -> None:
-        return None
-
     def current_stream(self) -> int:
         return 0
 
-    def quick_streams(self) -> tuple[Any, Any, Any, Any]:
-        return None, None, None, None
+    def quick_streams(self) -> None:
+        return None
 
     def is_capturing(self) -> bool:
         return False

@@ -15,7 +15,7 @@ from torch import Tensor
 from deep_comm import _cuda, env
 from deep_comm.backends import in_process
 from deep_comm.backends.base import Heap
-from deep_comm.backends.cuda_launch import Streams, current_raw_stream, is_ready
+from deep_comm.backends.cuda_launch import Streams, current_raw_stream, streams_of
 from deep_comm.backends.foreign import Place
 from deep_comm.errors import TopologyError, UnsupportedError
 from deep_comm.ops import quick
@@ -140,15 +140,16 @@ class CudaBackend:
         self.end_asynchronous = self._streams.end_asynchronous
         self.end_with_outputs = self._streams.end_with_outputs
         self.launch_unordered = self._streams.launch_unordered
-        # Of every block that is given back: functions of C, and no frame of Python around them.
+        # Of every block that is given back: a function of C, and no frame of Python around it.
         self.current_stream = functools.partial(current_raw_stream, self._index)
-        self.mark = _cuda.marker(self._index)
-        self.mark_captured = _cuda.capture_marker(self._index)
+        native = streams_of(self._index)
+        self.streams: object = native.door
+        self.mark = native.mark
         # Of every step of a layer's "auto".
         self.is_capturing: Callable[[], bool] = self._is_capturing
         found = quick.torch_of(device)
         if found is not None:
-            self.is_capturing = _cuda.capture_check(self._index, found.exchange_api)
+            self.is_capturing = native.capture_check(self._index, found.exchange_api)
 
     def create_heap(
         self,
@@ -185,13 +186,13 @@ class CudaBackend:
         )
 
     def _is_capturing(self) -> bool:
-        return _cuda.is_capturing(current_raw_stream(self._index))
+        return streams_of(self._index).is_capturing(current_raw_stream(self._index))
 
     def comm_stream(self) -> torch.cuda.Stream:
         return self._comm_stream
 
-    def quick_streams(self) -> tuple[Any, Any, Any, Any]:
-        return self._streams, current_raw_stream, is_ready, self._streams.done.recorder()
+    def quick_streams(self) -> Streams:
+        return self._streams
 
     def synchronize(self) -> None:
         self._streams.synchronize()

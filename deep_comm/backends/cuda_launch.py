@@ -7,6 +7,7 @@ made where torch itself must switch streams.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from deep_comm import _cuda, events
+from deep_comm import _core, _cuda, events
 from deep_comm.backends.base import poison, transposed
 from deep_comm.events import EventHandle, EventOverlap, OutputsEvent
 from deep_comm.ops import quick
@@ -32,18 +33,23 @@ def _current_raw_stream(device_index: int) -> int:
 current_raw_stream: Callable[[int], int] = getattr(
     torch._C, "_cuda_getCurrentRawStream", _current_raw_stream
 )
-is_capturing: Callable[[int], bool] = _cuda.is_capturing
-is_current: Callable[[int], bool] = _cuda.is_current
-is_ready: Callable[[int, int], bool] = _cuda.is_ready
-mark: Callable[[int, int], _cuda.Event] = _cuda.mark
 
 
-def _mark_here() -> _cuda.Event:
+@functools.cache
+def streams_of(device_index: int) -> _core.Streams:
+    return _core.Streams(_cuda.streams(device_index))
+
+
+def _mark(device_index: int, stream: int) -> _core.Event:
+    return streams_of(device_index).mark(stream)
+
+
+def _mark_here() -> _core.Event:
     device = _cuda.current_device()
-    return mark(device, current_raw_stream(device))
+    return _mark(device, current_raw_stream(device))
 
 
-events.pool = events.Pool(mark, _mark_here, lambda: current_raw_stream(_cuda.current_device()))
+events.pool = events.Pool(_mark, _mark_here, lambda: current_raw_stream(_cuda.current_device()))
 
 
 def _record(tensors: Iterable[Tensor | None], stream: torch.cuda.Stream) -> None:
@@ -63,8 +69,7 @@ class Streams:
     """
 
     __slots__ = (
-        "comm", "device", "done", "empty", "has_graphs", "hop", "index", "last", "poisons",
-        "raw_comm",
+        "comm", "device", "done", "empty", "hop", "index", "native", "order", "poisons", "raw_comm",
     )  # fmt: skip
 
     def __init__(self, device: torch.device, comm: torch.cuda.Stream, poison_outputs: bool) -> None:
@@ -73,30 +78,29 @@ class Streams:
         self.comm = comm
         self.raw_comm = int(comm.cuda_stream)
         self.poisons = poison_outputs
-        self.hop = _cuda.Event(self.index)  # from the caller's stream, and back in a capture
-        self.done = _cuda.Event(self.index)  # behind the last operation; never of a capture
-        self.last: int | None = None  # the stream of that operation; None: there was none
-        self.has_graphs = False  # which run on streams that nobody tells of
+        self.native = streams_of(self.index)
+        # Shared with native calls of the same Buffer.
+        current = functools.partial(current_raw_stream, self.index)
+        self.order = _core.StreamOrder(self.native.door, current, self.raw_comm)
+        self.hop = self.order.hop  # from the caller's stream, and back in a capture
+        self.done = self.order.done  # behind the last operation; never of a capture
         self.empty = quick.empty_of(device)  # the device must be current
 
     def synchronize(self) -> None:
         """Wait for the last operation, behind which all others are, and for what may be graphs."""
-        if self.last is not None:
-            self.done.synchronize()
-        if self.has_graphs:
-            torch.cuda.synchronize(self.device)
+        self.order.synchronize()
 
     def launch(
         self, previous_event: EventHandle | None, async_finish: bool, on_comm: bool
     ) -> CallerLaunch | CommLaunch:
         compute = current_raw_stream(self.index)
         device_scope: torch.cuda.device | None = None
-        if previous_event is None and not async_finish and is_ready(self.index, compute):
+        if previous_event is None and not async_finish and self.native.is_ready(compute):
             return CallerLaunch(self, compute, device_scope)
-        if not is_current(self.index):
+        if not self.native.is_device_current():
             device_scope = torch.cuda.device(self.index)
             device_scope.__enter__()
-            if previous_event is None and not async_finish and not is_capturing(compute):
+            if previous_event is None and not async_finish and not self.native.is_capturing(compute):
                 return CallerLaunch(self, compute, device_scope)
         return CommLaunch(self, compute, device_scope, previous_event, async_finish, on_comm)
 
@@ -121,11 +125,11 @@ class Streams:
     def end_asynchronous(self, known: HeldTensors | None, on_comm: bool) -> EventOverlap:
         if known is not None and known.tensors:
             self.record_handle(known, on_comm, current_raw_stream(self.index))
-        return EventOverlap(EventHandle.of(mark(self.index, self.raw_comm)))
+        return EventOverlap(EventHandle.of(self.native.mark(self.raw_comm)))
 
     def end_with_outputs(self, outputs: Sequence[Tensor]) -> EventOverlap:
         """Behind an asynchronous operation that fills these, which are the current stream's."""
-        pooled = mark(self.index, self.raw_comm)
+        pooled = self.native.mark(self.raw_comm)
         home = current_raw_stream(self.index)
         return EventOverlap(OutputsEvent(pooled, outputs, home, self.comm))
 
@@ -141,7 +145,7 @@ class Streams:
         operations among each other.
         """
         device_scope: torch.cuda.device | None = None
-        if not is_current(self.index):
+        if not self.native.is_device_current():
             device_scope = torch.cuda.device(self.index)
             device_scope.__enter__()
         return UnorderedLaunch(self, current_raw_stream(self.index), device_scope)
@@ -162,7 +166,8 @@ class CallerLaunch:
         self.poisons = streams.poisons
         self._streams = streams
         self._device_scope = device_scope
-        if streams.last != compute and streams.last is not None:
+        last = streams.order.last
+        if last != compute and last is not None:
             streams.done.wait(compute)
 
     def __enter__(self) -> CallerLaunch:
@@ -175,7 +180,7 @@ class CallerLaunch:
         traceback: TracebackType | None,
     ) -> None:
         streams = self._streams
-        streams.last = self.stream
+        streams.order.last = self.stream
         streams.done.record(self.stream)
         if self._device_scope is not None:
             self._device_scope.__exit__(exc_type, exc_value, traceback)
@@ -292,12 +297,14 @@ class CommLaunch:
             previous_event.stream_wait(streams.comm)
         elif compute != comm:
             streams.hop.order(compute, comm)
-        self.is_captured = is_capturing(comm)
+        self.is_captured = streams.native.is_capturing(comm)
         behind = comm, compute if self.is_behind_caller else comm
         if self.is_captured:
-            streams.has_graphs = True
-        elif streams.last is not None and streams.last not in behind:
-            streams.done.wait(comm)
+            streams.order.note_graph()
+        else:
+            last = streams.order.last
+            if last is not None and last not in behind:
+                streams.done.wait(comm)
 
     def __enter__(self) -> CommLaunch:
         return self
@@ -324,7 +331,7 @@ class CommLaunch:
     def resume(self) -> None:
         index = self._streams.index
         self._device_scope = None
-        if not is_current(index):
+        if not self._streams.native.is_device_current():
             self._device_scope = torch.cuda.device(index)
             self._device_scope.__enter__()
         if current_raw_stream(index) != self.caller_stream:
@@ -336,12 +343,12 @@ class CommLaunch:
         if self._caller is not None and self.caller_stream != self.stream:
             self._streams.hop.order(self.caller_stream, self.stream)
 
-    def _end(self) -> _cuda.Event:
+    def _end(self) -> _core.Event:
         """An event behind the operation."""
         streams = self._streams
         event = streams.hop
         if not self.is_captured:
-            event, streams.last = streams.done, self.stream
+            event, streams.order.last = streams.done, self.stream
         event.record(self.stream)
         return event
 
@@ -394,7 +401,7 @@ class CommLaunch:
             self._record_outputs()
             if handle is not None:
                 self._record_handle(handle)
-            return EventOverlap(EventHandle.of(mark(streams.index, self.stream)))
+            return EventOverlap(EventHandle.of(streams.native.mark(self.stream)))
         if self.caller_stream != self.stream:
             end.wait(self.caller_stream)
         if self._on_comm:

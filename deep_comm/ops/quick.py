@@ -120,7 +120,6 @@ def normal_of(ctx: Context) -> NormalCalls:
         return NormalCalls(None)
     from deep_comm import _core  # native: loaded no earlier than the backend's module
 
-    streams, current_stream, is_ready, record = ctx.backend.quick_streams()
     native = _core.QuickNormal(
         *found,
         num_ranks=ctx.num_ranks,
@@ -129,10 +128,7 @@ def normal_of(ctx: Context) -> NormalCalls:
         memory=ctx.heap.memory(),
         take=ctx.take,
         count_layout=ctx.count_layout,
-        streams=streams,
-        current_stream=current_stream,
-        is_ready=is_ready,
-        record=record,
+        streams=ctx.backend.quick_streams(),
         likely_rows=ctx.expected.choices,
         expected=ctx.expected,
         likely_forwarded=ctx.expected.forwarded,

@@ -1,4 +1,4 @@
-"""tests/cpu/test_absent.py on GPUs: processes that are killed, and normal mode without them.
+"""test_absent.py on GPUs: processes that are killed, and normal mode without them.
 
 With fewer devices than ranks some share one in turns, as in tests/gpu1.
 """

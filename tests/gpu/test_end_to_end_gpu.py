@@ -1,4 +1,4 @@
-"""tests/cpu/test_end_to_end.py on GPUs: the same cases; every rank is a process."""
+"""test_end_to_end.py on GPUs: the same cases; every rank is a process."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""tests/cpu/test_expand.py on GPUs: the same cases; every rank is a process."""
+"""test_expand.py on GPUs: the same cases; every rank is a process."""
 
 import dataclasses
 

@@ -1,6 +1,4 @@
-"""tests/cpu/test_expand_internode.py on GPUs: one host's GPUs as logical nodes, over the software
-NIC.
-"""
+"""test_expand_internode.py on GPUs: one host's GPUs as logical nodes, over the software NIC."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""tests/cpu/test_internode.py on GPUs: one host's GPUs as logical nodes, over the software NIC."""
+"""test_internode.py on GPUs: one host's GPUs as logical nodes, over the software NIC."""
 
 import dataclasses
 import functools

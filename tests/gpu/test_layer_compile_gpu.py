@@ -1,5 +1,4 @@
-"""tests/cpu/test_layer_compile.py on GPUs: eager graphs and inductor's
-kernels; every rank is a process.
+"""test_layer_compile.py on GPUs: eager graphs and inductor's kernels; every rank is a process.
 
 Started for each backend: what a compiler keeps in a process would outlive a pool's test, and a
 process that compiles takes long to start.

@@ -1,4 +1,4 @@
-"""tests/cpu/test_layer*.py on GPUs, and CUDA graphs; every rank is a process."""
+"""tests/cpu/layer on GPUs, and CUDA graphs; every rank is a process."""
 
 import random
 import time

@@ -1,4 +1,4 @@
-"""tests/cpu/test_layer_pending.py between logical nodes, and early launches, on GPUs."""
+"""test_layer_pending.py between logical nodes, and early launches, on GPUs."""
 
 import dataclasses
 

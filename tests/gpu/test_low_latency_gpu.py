@@ -1,4 +1,4 @@
-"""tests/cpu/test_low_latency.py on GPUs, and CUDA graphs; every rank is a process."""
+"""test_low_latency.py on GPUs, and CUDA graphs; every rank is a process."""
 
 import dataclasses
 import random

@@ -1,5 +1,5 @@
-"""tests/cpu/test_low_latency_internode.py on GPUs: one host's GPUs as logical nodes, over the
-software NIC; over NVSHMEM: test_nvshmem_gpu.py.
+"""test_low_latency_internode.py on GPUs: one host's GPUs as logical nodes, over the software
+NIC; over NVSHMEM: test_nvshmem_gpu.py.
 """
 
 import dataclasses

@@ -1,5 +1,5 @@
-"""tests/cpu/test_low_latency_internode_masks.py on GPUs: processes of logical nodes that are
-killed, at every stage, and one that is slow.
+"""test_low_latency_internode_masks.py on GPUs: processes of logical nodes that are killed,
+at every stage, and one that is slow.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""tests/cpu/test_low_latency_masks.py on GPUs: processes that are killed, at every stage.
+"""test_low_latency_masks.py on GPUs: processes that are killed, at every stage.
 
 With fewer devices than ranks some share one in turns, as in tests/gpu1.
 """

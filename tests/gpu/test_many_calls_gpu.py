@@ -1,4 +1,4 @@
-"""tests/cpu/test_many_calls.py on GPUs."""
+"""test_many_calls.py on GPUs."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""tests/cpu/test_model_shapes.py on GPUs."""
+"""test_model_shapes.py on GPUs."""
 
 from typing import Any
 

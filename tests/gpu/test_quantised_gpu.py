@@ -1,4 +1,4 @@
-"""tests/cpu/test_quantised_dispatch.py on GPUs: the same cases; every rank is a process."""
+"""test_quantised_dispatch.py on GPUs: the same cases; every rank is a process."""
 
 import dataclasses
 

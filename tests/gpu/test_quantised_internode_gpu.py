@@ -1,5 +1,5 @@
-"""tests/cpu/test_quantised_internode.py on GPUs: one host's GPUs as logical nodes, over the
-software NIC and over NVSHMEM.
+"""test_quantised_internode.py on GPUs: one host's GPUs as logical nodes, over the software
+NIC and over NVSHMEM.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""tests/cpu/test_random_calls.py on GPUs: fewer calls, the same way."""
+"""test_random_calls.py on GPUs: fewer calls, the same way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tests/cpu/test_skew.py on GPUs: a rank's stream is 50 ms late at every stage in turn."""
+"""test_skew.py on GPUs: a rank's stream is 50 ms late at every stage in turn."""
 
 import pytest
 import torch

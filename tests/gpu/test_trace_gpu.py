@@ -1,4 +1,4 @@
-"""tests/cpu/test_trace.py on GPUs; every rank is a process."""
+"""test_trace.py on GPUs; every rank is a process."""
 
 import gpu_pool
 import pytest

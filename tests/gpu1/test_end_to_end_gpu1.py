@@ -1,4 +1,4 @@
-"""tests/cpu/test_end_to_end.py on one GPU: its ranks are processes that share the device in turns.
+"""test_end_to_end.py on one GPU: its ranks are processes that share the device in turns.
 
 Ranks as threads of one process will not do here: what one of them asks of the driver
 (memory, a copy from ordinary host memory, loading a kernel) may wait for the kernels of

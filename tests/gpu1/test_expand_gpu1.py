@@ -1,4 +1,4 @@
-"""tests/cpu/test_expand.py on one GPU, whose ranks are processes that share it in turns."""
+"""test_expand.py on one GPU, whose ranks are processes that share it in turns."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""tests/cpu/test_low_latency_masks.py on one GPU, which all ranks share; one is killed."""
+"""test_low_latency_masks.py on one GPU, which all ranks share; one is killed."""
 
 import pytest
 from low_latency_masks import STAGES, case_of, survive, verify_outcomes

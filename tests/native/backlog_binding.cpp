@@ -1,4 +1,4 @@
-// RailBacklog as tests/cpu/test_rail_backlog.py uses it: addresses are numbers,
+// RailBacklog as tests/cpu/kernels/test_rail_backlog.py uses it: addresses are numbers,
 // and nothing is followed.
 #include <pybind11/pybind11.h>
 

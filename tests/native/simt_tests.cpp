@@ -16,6 +16,7 @@ namespace deep_comm::test {
 
 void bind_backlog(py::module_& m);     // backlog_binding.cpp
 void bind_torch_leaf(py::module_& m);  // torch_binding.cpp
+void bind_fake_streams(py::module_& m);  // fake_streams.cpp
 
 namespace {
 
@@ -82,6 +83,7 @@ PYBIND11_MODULE(_simt_tests, m) {
   bind_simulation(m);
   test::bind_backlog(m);
   test::bind_torch_leaf(m);
+  test::bind_fake_streams(m);
   m.def("run", &test::run, py::kw_only(), py::arg("memory").noconvert(), py::arg("kernel"),
         py::arg("rank"), py::arg("num_blocks"), py::arg("num_threads"), py::arg("smem_bytes"),
         py::arg("params"));

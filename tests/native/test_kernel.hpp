@@ -1,4 +1,4 @@
-// Small kernels written against the primitives, which tests/cpu/test_simt_*.py run by name.
+// Small kernels written against the primitives, which tests/cpu/simt runs by name.
 #pragma once
 
 #include <cstdint>

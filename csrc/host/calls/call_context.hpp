@@ -54,16 +54,16 @@ class PendingCall {
 
 class CallContext {
  public:
-  CallContext(GroupShape group, EngineCalls& engine, std::shared_ptr<StreamTarget> streams,
-              std::shared_ptr<Framework> framework, uint64_t comm, Memory memory,
-              RingResources rings, std::string device_name)
+  CallContext(GroupShape group, EngineCalls& engine, std::shared_ptr<StreamOrder> order,
+              Memory memory, RingResources rings, std::string device_name)
       : group(group),
         engine(engine),
         rings(rings),
         device_name(std::move(device_name)),
         memory(std::move(memory)),
-        order(std::move(streams), std::move(framework), comm),
-        forecast(group.num_ranks, group.num_nodes) {}
+        order(*order),
+        forecast(group.num_ranks, group.num_nodes),
+        shared_order_(std::move(order)) {}
   CallContext(const CallContext&) = delete;
   CallContext& operator=(const CallContext&) = delete;
 
@@ -72,7 +72,7 @@ class CallContext {
   const RingResources rings;
   const std::string device_name;
   Memory memory;
-  StreamOrder order;
+  StreamOrder& order;
   RowForecast forecast;
   EarlyDispatches early_dispatches;
   std::shared_ptr<PendingCall> pending;
@@ -125,6 +125,9 @@ class CallContext {
     const InterpreterUnlocked unlocked;
     return body();
   }
+
+ private:
+  std::shared_ptr<StreamOrder> shared_order_;
 };
 
 }  // namespace deep_comm

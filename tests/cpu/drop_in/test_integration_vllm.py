@@ -1,0 +1,495 @@
+"""deep_comm.integrations.vllm against stand-ins of vLLM's interfaces (stubs/vllm)."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import drop_in
+import pytest
+import torch
+from drop_in import HIDDEN, NUM_EXPERTS
+
+from deep_comm import UnsupportedError, errors, local
+
+STUBS = Path(__file__).resolve().parents[2] / "support" / "stubs"
+sys.path.insert(0, str(STUBS))
+
+from vllm import config as vllm_config
+from vllm import forward_context
+from vllm.distributed.device_communicators import all2all, base_device_communicator
+from vllm.model_executor.layers.fused_moe import all2all_utils, modular_kernel
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
+    TopKWeightAndReduceContiguous,
+    TopKWeightAndReduceDelegate,
+)
+from vllm.v1.worker import ubatching
+
+from deep_comm.integrations import vllm as adapter
+from deep_comm.integrations.vllm import interface
+
+FORMAT = modular_kernel.FusedMoEActivationFormat
+
+
+@pytest.fixture(autouse=True)
+def server_defaults(on_the_host: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_DEEPEP_BUFFER_SIZE_MB", "16")
+    monkeypatch.setattr(all2all, "DeepEPHTAll2AllManager", all2all.DeepEPHTAll2AllManager)
+    monkeypatch.setattr(all2all, "DeepEPLLAll2AllManager", all2all.DeepEPLLAll2AllManager)
+    for name in ("DeepEPHTPrepareAndFinalize", "DeepEPLLPrepareAndFinalize"):
+        monkeypatch.setattr(all2all_utils, name, getattr(all2all_utils, name))
+
+
+def quant(kind: str) -> SimpleNamespace:
+    fp8 = kind == "fp8"
+    return SimpleNamespace(
+        is_block_quantized=fp8,
+        quant_dtype=torch.float8_e4m3fn if fp8 else None,
+        block_shape=[128, 128] if fp8 else None,
+        per_act_token_quant=False,
+        a1_scale=None,
+        a1_gscale=None,
+        a2_scale=None,
+        is_scale_swizzled=True,
+    )
+
+
+@pytest.mark.parametrize("ours", [adapter.NormalPrepareFinalize, adapter.LowLatencyPrepareFinalize])
+def test_signatures_are_those_of_the_interface(ours: type) -> None:
+    theirs = modular_kernel.FusedMoEPrepareAndFinalizeModular
+    assert issubclass(ours, theirs) and not ours.__abstractmethods__
+    for name in (
+        "prepare", "prepare_async", "finalize", "finalize_async", "allocate_fused_expert_output",
+        "post_init_setup", "topk_indices_dtype", "max_num_tokens_per_rank", "num_dispatchers",
+        "output_is_reduced", "supports_async", "supports_dbo", "supports_deferred_moe_finalize",
+    ):  # fmt: skip
+        wanted = inspect.signature(getattr(theirs, name)).parameters
+        got = inspect.signature(getattr(ours, name)).parameters
+        assert list(got) == list(wanted), name
+        assert [p.default for p in got.values()] == [p.default for p in wanted.values()], name
+
+
+def test_manager_keeps_to_the_interface() -> None:
+    theirs = base_device_communicator.All2AllManagerBase
+    assert issubclass(adapter.DeepCommAll2AllManager, theirs)
+    public = [
+        name
+        for name in vars(theirs)
+        if not name.startswith("_") and callable(getattr(theirs, name))
+    ]
+    assert all(hasattr(adapter.DeepCommAll2AllManager, name) for name in public)
+
+    def fn(group):
+        manager = adapter.NormalManager(group, None)
+        with pytest.raises(UnsupportedError):
+            manager.dispatch(None, None, None)
+        with pytest.raises(UnsupportedError):
+            manager.combine(None)
+        with pytest.raises(errors.ArgumentError, match="kwargs"):
+            adapter.LowLatencyManager(group).get_handle({"token_hidden_size": 4})
+        buffer = manager.get_handle({})
+        assert manager.get_handle({}) is buffer and buffer.num_nvl_bytes == 16 << 20
+        assert manager.max_sms_used() == buffer.num_sms
+        del buffer
+        gc.collect()
+        assert not manager._buffers  # layers hold it, the manager does not
+        kept = manager.get_handle({})
+        manager.destroy()
+        with pytest.raises(errors.BufferDestroyed):
+            kept.get_local_buffer_tensor(torch.int8)
+
+    local.run(fn, 1, timeout_s=60)
+
+
+def standard_experts(rows, scales, ids, weights, first: int, num_local: int):
+    """vLLM's experts of the Standard format: [rows, K, H], unweighted; 0 where not local."""
+    x = rows.float()
+    if scales is not None:
+        x = drop_in.dequantised(rows, scales)
+    assert bool((ids >= 0).all()) and bool((ids < NUM_EXPERTS).all())
+    is_local = (ids >= first) & (ids < first + num_local)
+    factors = torch.where(is_local, (ids + 1).float(), 0.0).unsqueeze(-1)
+    # Rows that never came may hold anything.
+    x = torch.where(is_local.any(dim=1, keepdim=True), x, 0.0)
+    return (x.unsqueeze(1) * factors).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+@pytest.mark.parametrize("impl", [TopKWeightAndReduceDelegate, TopKWeightAndReduceContiguous])
+@pytest.mark.parametrize("ranks_per_node", [8, 2])
+def test_standard_format_prefill_and_decode(
+    ranks_per_node: int, kind: str, impl: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every rank takes the mode that the exchanged number of tokens says, empty ranks too."""
+    monkeypatch.setenv("DEEP_COMM_RANKS_PER_NODE", str(ranks_per_node))
+
+    def fn(group):
+        rank, num_ranks = group.rank(), group.size()
+        adapter.register()
+        manager = all2all.DeepEPHTAll2AllManager(group)
+        num_local = NUM_EXPERTS // num_ranks
+        prepare_finalize = all2all_utils.make_high_throughput(manager, num_ranks, num_local)
+        assert isinstance(prepare_finalize, adapter.NormalPrepareFinalize)
+        assert prepare_finalize.activation_format is FORMAT.Standard
+        assert prepare_finalize.max_num_tokens_per_rank() is None
+        assert prepare_finalize.num_dispatchers() == num_ranks
+        prepare_finalize.decode_tokens = 8
+        modes = []
+        for step, most in enumerate((30, 8, 5, 30, 8)):
+            tokens = most if rank == step % num_ranks else (rank * 3) % (most + 1)
+            x, ids, weights = drop_in.routed(rank, tokens, seed=step)
+            forward_context.set_tokens_of_ranks(torch.tensor([most, most // 2]))
+            a1q, scale, meta, recv_ids, recv_weights = prepare_finalize.prepare(
+                x, weights, ids, NUM_EXPERTS, None, False, quant(kind)
+            )
+            modes.append(meta.expert_num_tokens_cpu is None)
+            first = rank * num_local
+            counts = [int((recv_ids == first + e).sum()) for e in range(num_local)]
+            if not modes[-1]:
+                assert meta.expert_num_tokens_cpu.tolist() == counts
+            assert meta.expert_num_tokens.tolist() == counts
+            assert (scale is not None) == (kind == "fp8" and a1q.dtype == torch.float8_e4m3fn)
+            out = standard_experts(a1q, scale, recv_ids, recv_weights, first, num_local)
+            output = torch.full_like(x, float("nan"))
+            prepare_finalize.finalize(output, out, recv_weights, recv_ids, False, impl())
+            wanted = drop_in.dense(x, ids, weights)
+            # e4m3 with a scale of amax / 448 is exact only nearly.
+            tolerance = (
+                0.08 * float(wanted.abs().max()) if modes[-1] and kind == "fp8" and tokens else 0
+            )
+            if tokens:
+                assert float((output.float() - wanted).abs().max()) <= tolerance
+        assert modes == [False, True, True, False, True]
+        group.barrier()
+
+    if impl is TopKWeightAndReduceDelegate or kind == "bf16":
+        local.run(fn, 4, timeout_s=60)
+
+
+def test_router_weight_on_the_input() -> None:
+    def fn(group):
+        rank, num_ranks = group.rank(), group.size()
+        num_local = NUM_EXPERTS // num_ranks
+        manager = adapter.NormalManager(group)
+        prepare_finalize = adapter.NormalPrepareFinalize(
+            manager.get_handle({}), num_ranks, num_ranks, rank * num_local
+        )
+        x, ids, weights = drop_in.routed(rank, 7, num_topk=1)
+        rows, scale, _, recv_ids, recv_weights = prepare_finalize.prepare(
+            x, weights, ids, NUM_EXPERTS, None, True, quant("bf16")
+        )
+        out = standard_experts(rows, scale, recv_ids, recv_weights, rank * num_local, num_local)
+        output = torch.empty_like(x)
+        receiver = prepare_finalize.finalize_async(
+            output, out, recv_weights, recv_ids, True, TopKWeightAndReduceDelegate()
+        )
+        receiver()
+        assert torch.equal(output.float(), drop_in.dense(x, ids, weights))
+        with pytest.raises(errors.ArgumentError, match="apply_router_weight_on_input"):
+            x, ids, weights = drop_in.routed(rank, 7)
+            prepare_finalize.prepare(x, weights, ids, NUM_EXPERTS, None, True, quant("bf16"))
+        group.barrier()
+
+    local.run(fn, 2, timeout_s=60)
+
+
+@pytest.mark.parametrize("ranks_per_node", [8, 1])
+def test_two_micro_batches_of_the_standard_format(
+    ranks_per_node: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEEP_COMM_RANKS_PER_NODE", str(ranks_per_node))
+
+    def fn(group):
+        rank, num_ranks = group.rank(), group.size()
+        num_local = NUM_EXPERTS // num_ranks
+        first = rank * num_local
+        manager = adapter.NormalManager(group)
+        prepare_finalize = adapter.NormalPrepareFinalize(
+            manager.get_handle({}), num_ranks, num_ranks, first
+        )
+        try:
+            inputs, receivers, outputs = [], [], []
+            for batch in range(2):
+                ubatching.enable(batch)
+                x, ids, weights = drop_in.routed(rank, 4 + batch, seed=batch)
+                inputs.append((x, ids, weights))
+                receivers.append(
+                    prepare_finalize.prepare_async(
+                        x, weights, ids, NUM_EXPERTS, None, False, quant("bf16")
+                    )
+                )
+            for batch in range(2):
+                ubatching.enable(batch)
+                rows, scale, _, recv_ids, recv_weights = receivers[batch]()
+                out = standard_experts(rows, scale, recv_ids, recv_weights, first, num_local)
+                outputs.append(torch.empty_like(inputs[batch][0]))
+                receivers[batch] = prepare_finalize.finalize_async(
+                    outputs[batch],
+                    out,
+                    recv_weights,
+                    recv_ids,
+                    False,
+                    TopKWeightAndReduceDelegate(),
+                )
+            for batch in range(2):
+                ubatching.enable(batch)
+                receivers[batch]()
+                assert torch.equal(outputs[batch].float(), drop_in.dense(*inputs[batch]))
+            assert ubatching.calls().count("yield_and_switch_from_compute_to_comm") == 4
+            assert ubatching.calls().count("switch_to_compute_sync") == 2
+            assert ubatching.calls().count("yield_and_switch_from_comm_to_compute") == 2
+        finally:
+            ubatching.disable()
+        group.barrier()
+
+    local.run(fn, 2, timeout_s=60)
+
+
+class Experts:
+    def __init__(self, takes_exponents: bool) -> None:
+        self._takes = takes_exponents
+
+    def supports_packed_ue8m0_act_scales(self) -> bool:
+        return self._takes
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8", "ue8m0", "fp8 again"])
+@pytest.mark.parametrize("is_moved", [False, True])
+def test_batched_format(kind: str, is_moved: bool) -> None:
+    def fn(group):
+        rank, num_ranks = group.rank(), group.size()
+        num_local = NUM_EXPERTS // num_ranks
+        adapter.register()
+        manager = all2all.DeepEPLLAll2AllManager(group)
+        assert manager.max_sms_used() == 0
+        hidden, max_tokens = 2 * HIDDEN, 12
+        tables = None
+        if is_moved:
+            physical = torch.arange(NUM_EXPERTS, dtype=torch.int32).flip(0)
+            tables = (physical, physical, physical[rank * num_local :][:num_local])
+        prepare_finalize = all2all_utils.make_low_latency(
+            manager, max_tokens, hidden, NUM_EXPERTS, kind != "bf16", tables
+        )
+        assert isinstance(prepare_finalize, adapter.LowLatencyPrepareFinalize)
+        assert prepare_finalize.activation_format is FORMAT.BatchedExperts
+        assert prepare_finalize.max_num_tokens_per_rank() == max_tokens
+        prepare_finalize.post_init_setup(Experts(kind == "ue8m0"))
+        config = quant("bf16" if kind == "fp8 again" else "fp8" if kind != "bf16" else "bf16")
+        for step in range(3):
+            x, ids, weights = drop_in.routed(rank, (5 * rank + step) % 12, hidden=hidden, seed=step)
+            hook, receiver = prepare_finalize.prepare_async(
+                x, weights, ids, NUM_EXPERTS, None, False, config
+            )
+            hook()
+            rows, scales, meta, recv_ids, recv_weights = receiver()
+            assert recv_ids is None and recv_weights is None
+            counts = meta.expert_num_tokens
+            if kind == "ue8m0":
+                assert scales.dtype == torch.int32 and scales.shape[-1] == hidden // 512
+                packed = scales.squeeze(-1).contiguous().unsqueeze(-1)
+                exponents = packed.view(torch.uint8).to(torch.int32) - 127
+                scales = torch.exp2(exponents.float())
+            values = rows.float() if scales is None else drop_in.dequantised(rows, scales)
+            moved = prepare_finalize.global_to_physical
+            first = rank * num_local
+            out = torch.zeros(rows.shape, dtype=torch.bfloat16)
+            for expert, count in enumerate(counts.tolist()):
+                factor = first + expert
+                factor = NUM_EXPERTS - factor if moved is not None else factor + 1
+                out[expert, :count] = (values[expert, :count] * factor).to(torch.bfloat16)
+            memory = prepare_finalize.allocate_fused_expert_output(
+                tuple(out.shape), torch.bfloat16, out.device, TopKWeightAndReduceDelegate()
+            )
+            assert memory is not None and memory.shape == out.shape
+            assert prepare_finalize.allocate_fused_expert_output(
+                (1, 2, 3), torch.bfloat16, out.device, TopKWeightAndReduceDelegate()
+            ) is None  # fmt: skip
+            if step == 1:  # experts that wrote elsewhere
+                memory.fill_(float("nan"))
+                memory = out
+            else:
+                memory.copy_(out)
+            output = torch.full_like(x, float("nan"))
+            hook, receiver = prepare_finalize.finalize_async(
+                output, memory, weights, ids, False, TopKWeightAndReduceDelegate()
+            )
+            hook()
+            receiver()
+            wanted = drop_in.dense(x, ids, weights)
+            tolerance = 0.08 * float(wanted.abs().max()) if "fp8" in kind and len(x) else 0.0
+            if len(x):
+                assert float((output.float() - wanted).abs().max()) <= tolerance
+        with pytest.raises(errors.ArgumentError, match="weight_and_reduce_impl"):
+            prepare_finalize.finalize(
+                output, out, weights, ids, False, TopKWeightAndReduceContiguous()
+            )
+        with pytest.raises(UnsupportedError, match="defer_input_quant"):
+            prepare_finalize.prepare(x, weights, ids, NUM_EXPERTS, None, False, config, True)
+        group.barrier()
+
+    local.run(fn, 2, timeout_s=60)
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_rows_of_four_bits_where_experts_take_them(is_asked: bool, monkeypatch) -> None:
+    monkeypatch.setenv("VLLM_DEEPEPLL_NVFP4_DISPATCH", str(int(is_asked)))
+
+    def fn(group):
+        rank, num_ranks = group.rank(), group.size()
+        hidden, first = 2 * HIDDEN, drop_in.first_of(rank, num_ranks)
+        adapter.register()
+        prepare_finalize = all2all_utils.make_low_latency(
+            all2all.DeepEPLLAll2AllManager(group), 12, hidden, NUM_EXPERTS, False, None
+        )
+        config = quant("bf16")
+        config.quant_dtype, config.a1_gscale = "nvfp4", torch.full((1,), 448.0)
+        x, ids, weights = drop_in.routed(rank, 5 + rank, hidden=hidden)
+        x[:, ::16] = 6.0  # so that all values are exact
+        rows, scales, meta, _, _ = prepare_finalize.prepare(
+            x, weights, ids, NUM_EXPERTS, None, False, config
+        )
+        if is_asked:
+            assert rows.shape[-1] == hidden // 2 and rows.is_contiguous()
+            rows = drop_in.dequantised_nvfp4(rows.permute(1, 2, 0), scales, config.a1_gscale)
+        else:
+            assert rows.dtype == torch.bfloat16  # such experts quantise themselves
+        out = drop_in.masked_experts(rows, meta.expert_num_tokens, first)
+        output = torch.empty_like(x)
+        prepare_finalize.finalize(output, out, weights, ids, False, TopKWeightAndReduceDelegate())
+        assert torch.equal(output.float(), drop_in.dense(x, ids, weights))
+        group.barrier()
+
+    local.run(fn, 2, timeout_s=60)
+
+
+def test_fault_tolerance_asks_the_buffer_made_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM does after each step, and once it has dealt with a fault."""
+    parallel = SimpleNamespace(enable_fault_tolerance=True)
+    config = SimpleNamespace(parallel_config=parallel)
+    monkeypatch.setattr(vllm_config, "get_current_vllm_config", lambda: config)
+    sizes = dict(
+        max_num_tokens_per_dp_rank=8, token_hidden_size=HIDDEN, num_ep_ranks=2,
+        num_global_experts=NUM_EXPERTS, num_local_experts=NUM_EXPERTS // 2,
+    )  # fmt: skip
+
+    def fn(group):
+        rank = group.rank()
+        manager = adapter.LowLatencyManager(group)
+        assert manager.support_fault_tolerance
+        with pytest.raises(UnsupportedError, match="no Buffer"):
+            manager.query_active_mask()
+        buffer = manager.get_handle(sizes)
+        assert buffer.enable_shrink
+        assert manager.query_active_mask().tolist() == [0, 0] and not manager.query_fault()
+        group.barrier()
+        buffer.low_latency_update_mask_buffer(1 - rank, True)
+        assert manager.query_fault() and manager.query_active_mask().sum() == 1
+        group.barrier()
+        manager.clean_buffers()
+        assert not manager.query_fault()
+        made = adapter.LowLatencyPrepareFinalize(buffer, 8, 2)
+        x, ids, weights = drop_in.routed(rank, 3 + rank)
+        rows, _, meta, _, _ = made.prepare(x, weights, ids, NUM_EXPERTS, None, False, quant("bf16"))
+        out = drop_in.masked_experts(rows, meta.expert_num_tokens, rank * NUM_EXPERTS // 2)
+        output = torch.empty_like(x)
+        made.finalize(output, out, weights, ids, False, TopKWeightAndReduceDelegate())
+        assert torch.equal(output.float(), drop_in.dense(x, ids, weights))
+        group.barrier()
+        manager.destroy()
+
+    local.run(fn, 2, timeout_s=60)
+
+
+def test_without_fault_tolerance_no_rank_is_masked_out() -> None:
+    def fn(group):
+        manager = adapter.LowLatencyManager(group)
+        assert not manager.support_fault_tolerance
+        sizes = dict(
+            max_num_tokens_per_dp_rank=8, token_hidden_size=HIDDEN, num_ep_ranks=1,
+            num_global_experts=NUM_EXPERTS,
+        )  # fmt: skip
+        assert manager.buffer_arguments(sizes)["enable_shrink"] is False
+        with pytest.raises(UnsupportedError, match="fault tolerance is off"):
+            manager.query_active_mask()
+        with pytest.raises(UnsupportedError, match="low latency's alone"):
+            adapter.NormalManager(group).query_active_mask()
+        manager.clean_buffers()
+
+    local.run(fn, 1, timeout_s=60)
+
+
+def test_hidden_sizes_are_not_rounded_up_for_nothing() -> None:
+    normal, decode = adapter.NormalPrepareFinalize, adapter.LowLatencyPrepareFinalize
+    assert normal.maybe_roundup_layer_hidden_size(2880, torch.bfloat16) == 2880
+    assert normal.maybe_roundup_layer_hidden_size(2881, torch.bfloat16) == 2888
+    assert decode.maybe_roundup_layer_hidden_size(2816) == 2816
+    assert decode.maybe_roundup_layer_hidden_size(2880) == 2944
+
+
+def test_decode_tokens_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEP_COMM_DECODE_TOKENS", "64")
+
+    def fn(group):
+        manager = adapter.NormalManager(group)
+        made = adapter.NormalPrepareFinalize(manager.get_handle({}), 1, 1, 0)
+        assert made.decode_tokens == 64
+        forward_context.set_tokens_of_ranks(None)
+        assert not made._is_decoding()  # nobody tells: normal mode
+        forward_context.set_tokens_of_ranks(torch.tensor([3, 64]))
+        assert made._is_decoding()
+        forward_context.set_tokens_of_ranks(torch.tensor([65, 64]))
+        assert not made._is_decoding()
+
+    local.run(fn, 1, timeout_s=60)
+
+
+def test_outside_of_a_step_nobody_tells_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward_context, "_state", threading.local())
+    assert interface.most_tokens_of_a_rank() is None
+    forward_context.set_tokens_of_ranks(torch.tensor([5, 9, 0]))
+    assert interface.most_tokens_of_a_rank() == 9
+
+
+def test_streams_of_two_micro_batches_are_told_to_the_allocator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Memory of one stream that the other reads must not be given away in between."""
+    told = []
+    tensor = SimpleNamespace(is_cuda=True, device="cuda:0", record_stream=told.append)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    interface.used_on_this_stream(tensor, None)  # type: ignore[arg-type]
+    assert told == []
+    ubatching.enable(1)
+    try:
+        interface.used_on_this_stream(tensor, None, torch.zeros(1))  # type: ignore[arg-type]
+    finally:
+        ubatching.disable()
+    assert told == ["stream of cuda:0"]
+
+
+@pytest.mark.parametrize("is_scale_swizzled", [False, True])
+def test_scales_of_rows_that_came_as_they_were_have_the_order_that_experts_take(
+    is_scale_swizzled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def quantise(rows, scale, **options):
+        seen.append(options["is_scale_swizzled"])
+        return rows, None
+
+    monkeypatch.setattr(interface, "moe_kernel_quantize_input", quantise)
+
+    def fn(group):
+        manager = adapter.NormalManager(group)
+        made = adapter.NormalPrepareFinalize(manager.get_handle({}), 1, 1, 0)
+        x, ids, weights = drop_in.routed(0, 3)
+        config = quant("bf16")
+        config.is_scale_swizzled = is_scale_swizzled
+        made.prepare(x, weights, ids, NUM_EXPERTS, None, False, config)
+
+    local.run(fn, 1, timeout_s=60)
+    assert seen == [is_scale_swizzled]

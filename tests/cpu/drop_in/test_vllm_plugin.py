@@ -1,0 +1,61 @@
+"""How deep_comm's adapters come into vLLM, against stand-ins of its modules (stubs/vllm)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deep_comm import UnsupportedError
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "support" / "stubs"))
+
+from vllm.distributed.device_communicators import all2all
+from vllm.model_executor.layers.fused_moe import all2all_utils
+
+from deep_comm.integrations import vllm as adapter
+from deep_comm.integrations import vllm_plugin
+from deep_comm.integrations.vllm import interface
+
+
+@pytest.fixture(autouse=True)
+def put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is gone behind it."""
+    for name in ("DeepEPHTAll2AllManager", "DeepEPLLAll2AllManager"):
+        monkeypatch.setattr(all2all, name, getattr(all2all, name))
+    for name in ("DeepEPHTPrepareAndFinalize", "DeepEPLLPrepareAndFinalize"):
+        monkeypatch.setattr(all2all_utils, name, getattr(all2all_utils, name))
+
+
+def test_plugin_does_nothing_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = all2all.DeepEPHTAll2AllManager
+    vllm_plugin.register_if_asked()
+    assert all2all.DeepEPHTAll2AllManager is before
+    monkeypatch.setenv("DEEP_COMM_VLLM", "1")
+    vllm_plugin.register_if_asked()
+    assert all2all.DeepEPHTAll2AllManager is adapter.NormalManager
+    assert all2all_utils.DeepEPLLPrepareAndFinalize is adapter.LowLatencyPrepareFinalize
+
+
+def test_plugin_refuses_a_vllm_that_it_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = all2all.DeepEPHTAll2AllManager
+    monkeypatch.delattr(all2all_utils, "DeepEPLLPrepareAndFinalize")
+    with pytest.raises(UnsupportedError, match="DeepEPLLPrepareAndFinalize"):
+        adapter.register()
+    assert all2all.DeepEPHTAll2AllManager is before
+
+
+def test_imports_without_vllm() -> None:
+    code = (
+        "from deep_comm.integrations import vllm\nfrom deep_comm.errors import "
+        "UnsupportedError\nfrom deep_comm.integrations.vllm import interface\nassert not "
+        "interface.IS_AVAILABLE and vllm.NormalPrepareFinalize\ntry:\n    "
+        "vllm.register()\nexcept UnsupportedError as error:\n    print('refused', error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd="/"
+    )
+    assert done.stdout.startswith("refused"), done.stdout + done.stderr
+    assert interface.IS_AVAILABLE

@@ -1,0 +1,105 @@
+"""The wheel in a clean environment: what is in it, and that it imports and runs there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+# Runs in the clean environment. torch comes from outside: which build of it is the user's choice.
+CHECK = """
+import importlib.metadata, importlib.util, pathlib, sys
+import deep_comm, deep_comm._core
+package = pathlib.Path(deep_comm.__file__)
+assert pathlib.Path(sys.prefix) in package.parents, package
+assert importlib.metadata.version("deep_comm") == deep_comm.__version__
+(plugin,) = importlib.metadata.entry_points(group="vllm.general_plugins")
+plugin.load()()
+from deep_comm.integrations import sglang, vllm
+assert importlib.util.find_spec("deep_ep") is None
+from deep_comm.compat.__main__ import main
+assert main(["install"]) == 0
+import deep_ep
+assert pathlib.Path(sys.prefix) in pathlib.Path(deep_ep.__file__).parents
+import torch
+from deep_comm import local
+
+def rank_main(group):
+    buffer = deep_ep.Buffer(group, 1 << 22)
+    x = torch.full((3, 64), float(group.rank() + 1), dtype=torch.bfloat16)
+    ids = torch.tensor([[0, 1], [1, -1], [0, 0]])
+    layout = buffer.get_dispatch_layout(ids, 2)
+    recv_x, *_, handle, event = buffer.dispatch(
+        x, None, layout[0], layout[1], layout[3], layout[2], ids, torch.ones(3, 2))
+    return buffer.combine(recv_x, handle)[0][:, 0].tolist()
+
+assert local.run(rank_main, 2) == [[2.0, 1.0, 1.0], [4.0, 2.0, 2.0]]
+assert main(["uninstall"]) == 0
+print("good", torch.cuda.is_available())
+"""
+
+
+def run(*command: object, **options) -> str:
+    done = subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, timeout=900, **options
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    for needed in ("scikit_build_core", "pybind11"):
+        pytest.importorskip(needed)
+    folder = tmp_path_factory.mktemp("wheel")
+    variables = {**os.environ, "DEEP_COMM_CUDA": "OFF", "DEEP_COMM_TESTS": "OFF"}
+    if shutil.which("ccache"):
+        variables["CMAKE_CXX_COMPILER_LAUNCHER"] = "ccache"
+    run(
+        sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps",
+        f"--config-settings=build-dir={folder / 'build'}", "-w", folder, ROOT, env=variables,
+    )  # fmt: skip
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.mark.timeout(1200)
+def test_wheel_holds_the_package_and_nothing_of_the_tests(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    for wanted in (
+        "deep_comm/__init__.py",
+        "deep_comm/py.typed",
+        "deep_comm/_core.pyi",
+        "deep_comm/compat/site/deep_ep/__init__.py",
+        "deep_comm/compat/site/deep_ep/utils/__init__.py",
+        "deep_comm/integrations/vllm/normal.py",
+    ):
+        assert wanted in names
+    assert sum(name.startswith("deep_comm/_core.") and name.endswith(".so") for name in names) == 1
+    roots = {name.split("/")[0] for name in names}
+    assert roots == {"deep_comm", next(root for root in roots if root.endswith(".dist-info"))}
+    assert not [name for name in names if "_simt_tests" in name or "__pycache__" in name]
+
+
+@pytest.mark.timeout(1200)
+def test_wheel_imports_and_runs_in_a_clean_environment(wheel: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "environment"
+    venv.create(folder, with_pip=True)
+    python = folder / "bin" / "python"
+    run(python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", wheel)
+    # A plain folder of other packages: its own .pth files, such as an editable
+    # deep_comm's, stay shut.
+    site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
+    (Path(site) / "torch_from_outside.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    variables = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
+    variables |= {"DEEP_COMM_DEVICE": "cpu"}
+    assert "good" in run(python, "-c", CHECK, cwd=tmp_path, env=variables)

@@ -1,0 +1,236 @@
+"""The bench as a program: it checks, prints, and writes what it says. No figure is judged here."""
+
+import importlib.machinery
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import warm
+
+import deep_comm
+from deep_comm.bench import normal, operations, options, two_tier
+from deep_comm.bench.workload import Workload, routing_of
+from deep_comm.reference import get_dispatch_layout
+
+TOOLS = Path(__file__).resolve().parents[3] / "tools"
+
+BENCH = [sys.executable, "-m", "deep_comm.bench", "--device", "cpu"]
+SMALL = ["--tokens", "6", "--hidden", "128", "--experts", "5", "--topk", "2"]
+SHORT = ["--iterations", "1", "--rounds", "1", "--warmup", "0", "--deadline-s", "200"]
+
+
+def run(command: list[str], folder: Path) -> str:
+    done = warm.run(command, capture_output=True, text=True, timeout=280, cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_bench_measures_every_combination_and_writes_json(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    command = [
+        *BENCH,
+        "--ranks",
+        "2",
+        *SMALL,
+        *SHORT,
+        "--dtype",
+        "all",
+        "--routing",
+        "uniform,idle-rank",
+    ]
+    command += ["--sms", "auto,4", "--simulation-runs", "1", "--json", str(file)]
+    output = run(command, tmp_path)
+    assert output.count("normal mode on cpu: 2 ranks") == 4 and "runs/s" in output
+    document = json.loads(file.read_text())
+    lines = document["normal"]
+    own = [line for line in lines if not line["is_rival"]]
+    seen = {
+        (line["routing"], line["dtype"], line["mode"], line["num_sms"], line["name"])
+        for line in own
+    }
+    for routing in ("uniform", "idle-rank"):
+        for dtype in ("bf16", "fp8"):
+            for mode in ("direct", "ring"):
+                for num_sms in (1, 4):
+                    for name in operations.NAMES:
+                        is_there = (routing, dtype, mode, num_sms, name) in seen
+                        wanted = True
+                        if name == operations.COMBINE_IN_PLACE:
+                            wanted = (dtype, mode) == ("bf16", "direct")
+                        if name in (operations.CAST, operations.CAST_CACHED):
+                            wanted = dtype == "bf16"
+                        assert is_there == wanted, name
+    rivals = {line["name"] for line in lines if line["is_rival"]}
+    assert rivals == {"gloo all_to_all_single", "gloo all_gather", "gloo reduce_scatter"}
+    assert all(line["mean_us"] > 0 and line["p99_us"] >= line["p50_us"] for line in lines)
+    assert all(
+        line["host_us"] is None and line["fraction_of_limit"] is None
+        for line in lines
+        if "wire_bytes" in line
+    )
+    assert document["command"].endswith(str(file)) and document["limit"] is None
+    assert len(document["peak_rss_bytes"]) == 2 and document["notes"] == []
+    assert document["simulation"]["runs_per_s"] > 0
+
+
+def test_bench_runs_under_torchrun(tmp_path: Path) -> None:
+    command = [
+        *warm.torchrun(2),
+        "-m",
+        *BENCH[2:],
+        *SMALL,
+        *SHORT,
+        "--simulation-runs",
+        "0",
+        "--ops",
+        "dispatch,combine",
+    ]
+    output = run([*command, "--plot", str(tmp_path / "plot.png")], tmp_path)
+    assert output.count("normal mode on cpu: 2 ranks") == 1
+    assert "dispatch cached" not in output and "combine" in output
+    assert (tmp_path / "plot.png").exists() != ("matplotlib is not installed" in output)
+
+
+def test_the_quick_profile_runs(tmp_path: Path) -> None:
+    command = [
+        *BENCH,
+        "--quick",
+        "--ranks",
+        "2",
+        "--hidden",
+        "128",
+        *SHORT,
+        "--simulation-runs",
+        "0",
+    ]
+    output = run(command, tmp_path)
+    assert output.count("normal mode on cpu: 2 ranks") == 5
+    # The targets are about GPUs; a table of them on a host would be about nothing.
+    assert "at most" not in output
+
+
+WRONG = """
+import sys, torch
+from deep_comm.bench import operations
+from deep_comm.bench.__main__ import main
+good = operations.BufferOperations._combine
+def bad(self, x, handle):
+    result = good(self, x, handle)
+    if torch.distributed.get_rank() == 1:
+        result[0].view(torch.int16)[0, 0] ^= 1
+    return result
+operations.BufferOperations._combine = bad
+main(sys.argv[1:])
+"""
+
+
+def test_one_wrong_bit_on_one_rank_ends_the_run_before_it_is_timed(tmp_path: Path) -> None:
+    script = tmp_path / "wrong.py"
+    script.write_text(WRONG)
+    command = [*warm.torchrun(2), str(script), "--device", "cpu", *SMALL, *SHORT]
+    command += ["--ops", "combine", "--no-rivals"]
+    done = warm.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
+    assert done.returncode != 0
+    assert "combine differs from the reference on ranks [1]" in done.stderr
+    assert "wire MB" not in done.stdout
+
+
+def test_tune_writes_its_choices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    loader = importlib.machinery.SourceFileLoader("tune_tool", str(TOOLS / "tune"))
+    spec = importlib.util.spec_from_loader("tune_tool", loader)
+    assert spec is not None
+    tune = importlib.util.module_from_spec(spec)
+    loader.exec_module(tune)
+    lib = sys.modules[tune.prepare.__module__]
+    here = lib.Environment(Path(warm.python()), None, None, 0)  # this environment, as it is
+    monkeypatch.setattr(tune, "prepare", lambda **_options: here)
+    monkeypatch.chdir(tmp_path)
+    stored = tmp_path / "cache" / "tune.json"
+    # Buffers of the measurement read it, too: a file without measurements, since a
+    # missing one is refused.
+    deep_comm.tuning.store(stored, "another machine x 8", "2026-01-01", [])
+    monkeypatch.setenv("DEEP_COMM_TUNE_FILE", str(stored))
+    arguments = ["tune", "--ranks", "2", "--mode", "direct", "--sms", "auto,2,4", *SMALL, *SHORT]
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert tune.main() == 0, capsys.readouterr()
+    document = json.loads((tmp_path / "tune.json").read_text())
+    assert {choice["name"] for choice in document["choices"]} == set(tune.OPERATIONS.split(","))
+    assert all(choice["num_sms"] in (1, 2, 4) for choice in document["choices"])
+    assert all(choice["default_us"] > 0 for choice in document["choices"])
+    assert document["machine"]["device"] == "cpu"
+    machines = json.loads(stored.read_text())["machines"]
+    assert set(machines) == {"another machine x 8", "host target x 2"}
+    operations = [entry["operation"] for entry in machines["host target x 2"]["entries"]]
+    assert sorted(operations) == ["combine", "dispatch"]
+    assert deep_comm.tuning.read(torch.device("cpu"), 2) == machines["host target x 2"]["entries"]
+
+
+def test_two_tiers_are_measured_beside_one(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    command = [*BENCH, "--ranks", "4", "--ranks-per-node", "2", *SMALL, *SHORT, "--sms", "3"]
+    command += ["--dtype", "all", "--ops", "dispatch,dispatch cached,combine", "--mode", "ring"]
+    command += ["--no-rivals", "--rail-send", "2", "--simulation-runs", "0", "--json", str(file)]
+    output = run(command, tmp_path)
+    assert "exactly one row a (token, remote node)" in output
+    document = json.loads(file.read_text())
+    modes = {(line["mode"], line["num_sms"], line["dtype"]) for line in document["normal"]}
+    assert modes >= {("two-tier", 4, "bf16"), ("two-tier", 4, "fp8")}  # two SMs are a channel
+    ratios = {(ratio["workload"], ratio["operation"]): ratio for ratio in document["two_tier"]}
+    assert len(ratios) == 2 * 3
+    for ratio in ratios.values():
+        assert ratio["ratio"] == ratio["two_tier_us"] / ratio["single_us"] > 0
+    counts = document["rail"]
+    assert len(counts) == 2 * 2 * 4  # dtypes, operations, ranks
+    shape = Workload(4, 6, 128, 5, 2)
+    routings = [routing_of(shape, rank).topk_idx for rank in range(4)]
+    layouts = [get_dispatch_layout(topk_idx, 5, 4, 2) for topk_idx in routings]
+    for each in counts:
+        node = each["rank"] // 2
+        if each["operation"] == "combine":  # sums for the tokens that came from the other node
+            layout = layouts[(each["rank"] + 2) % 4]
+            wanted = int(layout.num_tokens_per_rdma_rank[node])
+        else:
+            wanted = int(layouts[each["rank"]].num_tokens_per_rdma_rank[1 - node])
+        assert each["rows"] == wanted > 0
+        assert each["put_bytes"] == wanted * each["row_bytes"]
+
+
+@pytest.mark.parametrize("put_bytes", [3 * 256 - 1, 4 * 256, 0])
+def test_bytes_too_many_or_too_few_on_the_rail_end_the_run(
+    put_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = two_tier.RailCount("", "combine", 2, 0, rows=3, row_bytes=256, put_bytes=put_bytes)
+    monkeypatch.setattr(normal, "gather", lambda value: [value])
+    monkeypatch.setattr(two_tier, "count_rail", lambda *_arguments: iter([count]))
+    chosen = options.parse(["--device", "cpu", "--ranks-per-node", "2", *SMALL], "")
+    runner = normal.Runner(chosen, torch.device("cpu"), print)
+    scenario = chosen.scenarios_of(4)[-1]
+    assert scenario.mode == two_tier.MODE
+    with pytest.raises(normal.WrongResult, match="combine: bytes on the rail"):
+        runner._count_rail(None, None, scenario)  # type: ignore[arg-type]
+
+
+def test_wrong_ranks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(normal, "gather", lambda value: [True, value, True])
+    normal.require_on_all_ranks(True, "dispatch")
+    with pytest.raises(normal.WrongResult, match=r"combine .* ranks \[1\]"):
+        normal.require_on_all_ranks(False, "combine")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--sms", "0"], ["--mode", "rings"], ["--tokens", "0"], ["--execution", "graph"]]
+)
+def test_bad_arguments_are_refused(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    from deep_comm.bench import options
+
+    with pytest.raises(SystemExit):
+        options.parse(["--device", "cpu", *arguments], "")
+    assert arguments[0] in capsys.readouterr().err

@@ -1,0 +1,206 @@
+"""Documentation says what the code says: generated pages are current, links
+lead somewhere, programs run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import tool_modules
+import warm
+
+import deep_comm
+from deep_comm import errors
+
+ROOT = Path(__file__).resolve().parents[3]
+GUIDE = ROOT / "docs" / "guide"
+PAGES = sorted(GUIDE.glob("*.md"))
+DESIGN = ROOT / "docs" / "design"
+ALL_PAGES = sorted((ROOT / "docs").rglob("*.md"))
+
+
+builder = tool_modules.load("build_docs.py")
+
+
+@pytest.mark.parametrize("name", sorted(builder.PAGES))
+def test_generated_page_is_current(name: str) -> None:
+    written = (GUIDE / name).read_text()
+    assert written == builder.PAGES[name](), f"docs/guide/{name}: run python tools/build_docs.py"
+
+
+def test_error_catalogue_is_complete() -> None:
+    page = (GUIDE / "errors.md").read_text()
+    classes = [
+        value
+        for value in vars(errors).values()
+        if inspect.isclass(value) and issubclass(value, errors.DeepCommError)
+    ]
+    assert len(classes) >= 13
+    for cls in classes:
+        assert f"## {cls.__name__}\n" in page
+        remedy = (cls.__doc__ or "").partition("What to do:")[2]
+        assert len(remedy.split()) >= 5, f"{cls.__name__} does not say what to do about it"
+
+
+def test_every_error_that_the_package_raises_is_in_the_catalogue() -> None:
+    """Classes of errors that are defined elsewhere would be missing from it."""
+    strays = []
+    for path in (ROOT / "deep_comm").rglob("*.py"):
+        if path.name != "errors.py":
+            for name, base in re.findall(r"^class (\w+)\((.*)\):", path.read_text(), re.MULTILINE):
+                if base.endswith("Error") or "DeepCommError" in base:
+                    strays.append(f"{path.relative_to(ROOT)}: {name}")
+    # How a tool ended, not what a Buffer raises.
+    allowed = {"RankFailed", "InstallError", "WrongResult", "WrongLinkResult"}
+    assert not [stray for stray in strays if stray.split(": ")[1] not in allowed], strays
+
+
+def test_api_reference_has_every_public_name(tmp_path: Path) -> None:
+    pages = builder.write_api(tmp_path)
+    assert len(pages) == len(builder.API)
+    text = (tmp_path / "deep_comm.md").read_text()
+    for name in deep_comm.__all__:
+        if not name.startswith("__") and not inspect.ismodule(getattr(deep_comm, name)):
+            assert re.search(rf"^## (class )?`{name}\b", text, re.MULTILINE), name
+    for method in ("dispatch", "combine", "low_latency_dispatch", "reset", "get_comm_stream"):
+        assert f"`Buffer.{method}(" in text
+    assert " at 0x" not in "".join(page.read_text() for page in pages)
+
+
+# Pages whose classes are deep_comm's own design; others implement interfaces described elsewhere.
+OWN_PAGES = ("deep_comm", "layer", "compat")
+
+
+@pytest.mark.parametrize("page", OWN_PAGES)
+def test_public_classes_and_methods_have_docstrings(page: str) -> None:
+    missing = []
+    for module_name in builder.API[page]:
+        module = importlib.import_module(module_name)
+        for name in builder.public_names(module):
+            value = getattr(module, name)
+            if not (inspect.isclass(value) or inspect.isfunction(value)):
+                continue
+            if not inspect.getdoc(value):
+                missing.append(f"{module_name}.{name}")
+            for member, raw in builder.members(value) if inspect.isclass(value) else ():
+                # Properties whose name and type say all there is have none.
+                if not isinstance(raw, property) and not inspect.getdoc(getattr(value, member)):
+                    missing.append(f"{module_name}.{name}.{member}")
+    assert not missing, missing
+
+
+def _described(doc: str) -> set[str]:
+    """Names of arguments that a docstring's Args describe."""
+    section = re.search(r"^Args:\n((?:[ ]+.*\n|\n)*)", inspect.cleandoc(doc) + "\n", re.MULTILINE)
+    lines = section[1].splitlines() if section else []
+    # A line of the section's own depth: "a, b: what they are".
+    heads = [line.strip().partition(":")[0] for line in lines if re.match(r" {4}\w[\w, ]*:", line)]
+    return {name.strip() for head in heads for name in head.split(",")}
+
+
+WHOLE = {  # every argument is described
+    "Buffer": {
+        "__init__", "get_dispatch_layout", "dispatch", "combine", "low_latency_dispatch",
+        "low_latency_combine", "get_low_latency_rdma_size_hint", "get_local_buffer_tensor",
+        "low_latency_update_mask_buffer", "low_latency_query_mask_buffer",
+    },
+    "ExpertParallel": {"__init__", "forward", "combine"},
+    "Config": {"get_nvl_buffer_size_hint"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(WHOLE))
+def test_docstrings_describe_the_arguments_that_there_are(name: str) -> None:
+    cls = getattr(deep_comm, name)
+    for method in ["__init__", *(member for member, _ in builder.members(cls))]:
+        raw = getattr(cls, method)
+        if not inspect.isfunction(raw):
+            continue
+        given = set(inspect.signature(raw).parameters) - {"self"}
+        described = _described(raw.__doc__ or "")
+        assert described <= given, f"{name}.{method}: {described - given}"
+        if method in WHOLE[name]:
+            assert described == given, f"{name}.{method}: {given - described}"
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+        assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def _anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", each.strip().lower()).replace(" ", "-") for each in headings}
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *ALL_PAGES], ids=lambda page: page.name)
+def test_links_into_pages_name_headings(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text()):
+        assert anchor in _anchors(page.parent / target if target else page), f"{target}#{anchor}"
+
+
+def test_the_index_of_design_notes_names_them_all() -> None:
+    listed = re.findall(r"\* \[(\d{4})\]\((\S+)\) (.+)", (DESIGN / "README.md").read_text())
+    notes = [
+        (path.name[:4], path.name, path.read_text().splitlines()[0].removeprefix("# "))
+        for path in sorted(DESIGN.glob("0*.md"))
+    ]
+    assert sorted(listed) == notes
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_modules_and_files_that_commands_name_exist(page: Path) -> None:
+    text = page.read_text()
+    for module in re.findall(r"python -m (deep_comm(?:\.\w+)*)", text):
+        spec = importlib.util.find_spec(module)
+        assert spec is not None, module
+        if spec.submodule_search_locations is not None:
+            assert importlib.util.find_spec(f"{module}.__main__") is not None, module
+    for path in re.findall(r"`((?:tests|tools|docs|deep_comm)/[\w/.-]+)`", text):
+        assert (ROOT / path).exists(), path
+    known = {variable.name for variable in deep_comm.env.REGISTRY}
+    for variable in re.findall(r"DEEP_COMM_\w+", text):
+        assert variable in known or variable in deep_comm.env.BUILD_VARIABLES, variable
+
+
+PROGRAMS = [
+    (page.name, program)
+    for page in PAGES
+    for program in re.findall(
+        r"```python\n(# torchrun [^\n]+\n.*?)```", page.read_text(), re.DOTALL
+    )
+]
+
+
+@pytest.mark.parametrize(
+    ("page", "program"), PROGRAMS, ids=[f"{page}-{n}" for n, (page, _) in enumerate(PROGRAMS)]
+)
+def test_programs_of_the_guide_run_as_written(page: str, program: str, tmp_path: Path) -> None:
+    command = shlex.split(program.splitlines()[0].removeprefix("# torchrun "))
+    (tmp_path / command[-1]).write_text(program)
+    # A file a rank: written to one pipe, the lines of ranks run into each other.
+    logs = tmp_path / "logs"
+    done = warm.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--redirects", "3",
+         "--log-dir", str(logs), *command],
+        capture_output=True, text=True, timeout=240, cwd=tmp_path,
+    )  # fmt: skip
+    written = {str(file): file.read_text() for file in logs.rglob("std*.log")}
+    assert done.returncode == 0, (done.stdout, done.stderr, written)
+    ranks = int(command[command.index("--nproc-per-node") + 1])
+    outputs = [text for name, text in written.items() if name.endswith("stdout.log")]
+    assert len(outputs) == ranks
+    assert all(text.count("equal: True") == 1 for text in outputs), written
+
+
+def test_there_are_programs_to_run() -> None:
+    assert len(PROGRAMS) >= 2

@@ -1,0 +1,46 @@
+"""The README's example runs, and its commands and paths exist."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import warm
+
+ROOT = Path(__file__).resolve().parents[3]
+README = (ROOT / "README.md").read_text()
+
+
+def code_blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def test_the_example_runs_under_torchrun(tmp_path: Path) -> None:
+    (example,) = (block for block in code_blocks("python") if "deep_comm.Buffer" in block)
+    lines = [
+        line
+        for line in example.splitlines()
+        if line.strip() and not line.startswith(("#", "import"))
+    ]
+    assert len(lines) <= 12, "the README promises a short example"
+    script = tmp_path / "example.py"
+    script.write_text(example)
+    done = subprocess.run(
+        [*warm.torchrun(2), str(script)], capture_output=True, text=True, timeout=240, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("True") == 2, done.stdout
+
+
+def test_links_into_the_repository_lead_somewhere() -> None:
+    links = re.findall(r"\]\(([^)#:]+)\)", README)
+    assert links
+    missing = [link for link in links if not (ROOT / link).exists()]
+    assert not missing, missing
+
+
+def test_modules_named_by_commands_exist() -> None:
+    modules = set(re.findall(r"python -m (deep_comm(?:\.\w+)+)", README))
+    assert modules >= {"deep_comm.bench", "deep_comm.doctor", "deep_comm.simulate"}
+    for module in modules:
+        folder = ROOT / module.replace(".", "/")
+        assert (folder / "__main__.py").exists(), module

@@ -1,0 +1,257 @@
+// A stand-in for CUDA (tests/fake_cuda.py): streams whose rules are in Python, and an engine that
+// writes down what it is asked to launch. Both are handed over through the doors that the real ones use.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bind/doors.hpp"
+
+namespace py = pybind11;
+
+namespace deep_comm::test {
+
+namespace {
+
+// Calls may come without the interpreter's lock.
+class Told {
+ public:
+  explicit Told(py::object object) : object_(std::move(object)) {}
+  ~Told() {
+    const py::gil_scoped_acquire lock;
+    object_ = py::object();
+  }
+  Told(const Told&) = delete;
+  Told& operator=(const Told&) = delete;
+
+  template <class... Arguments>
+  void tell(const char* method, Arguments... arguments) const {
+    const py::gil_scoped_acquire lock;
+    object_.attr(method)(arguments...);
+  }
+  template <class Result, class... Arguments>
+  Result ask(const char* method, Arguments... arguments) const {
+    const py::gil_scoped_acquire lock;
+    return object_.attr(method)(arguments...).template cast<Result>();
+  }
+
+ private:
+  py::object object_;
+};
+
+// `point`: fake_cuda.PooledEvent.
+class FakeEvent final : public Event {
+ public:
+  explicit FakeEvent(py::object point) : point_(std::move(point)) {}
+  void record(uint64_t stream) override { point_.tell("record", stream); }
+  void wait(uint64_t stream) const override { point_.tell("wait", stream); }
+  void synchronize() const override { point_.tell("synchronize"); }
+  bool has_passed() const override { return point_.ask<bool>("has_passed"); }
+  void order(uint64_t first, uint64_t then) override { point_.tell("order", first, then); }
+
+ private:
+  Told point_;
+};
+
+// `log`: fake_cuda.Log.
+class FakeStreams final : public StreamTarget {
+ public:
+  explicit FakeStreams(py::object log) : log_(std::move(log)) {}
+  bool has_streams() const override { return true; }
+  bool is_device_current() const override { return true; }
+  int make_device_current() override { return 0; }
+  void restore_device(int /*previous*/) override {}
+  bool is_capturing(uint64_t stream) const override {
+    return log_.ask<bool>("is_capturing", stream);
+  }
+  uint64_t capture_of(uint64_t stream) const override {
+    return log_.ask<uint64_t>("capture_of", stream);
+  }
+  std::shared_ptr<Event> make_event() override {
+    return std::make_shared<FakeEvent>(log_.ask<py::object>("make_event"));
+  }
+  std::shared_ptr<Event> mark(uint64_t stream) override {
+    return std::make_shared<FakeEvent>(log_.ask<py::object>("mark", stream));
+  }
+  void fill(uintptr_t address, uint8_t byte, size_t num_bytes, uint64_t /*stream*/) override {
+    std::memset(reinterpret_cast<void*>(address), byte, num_bytes);
+  }
+  void synchronize() override { log_.tell("synchronize_device"); }
+
+ private:
+  Told log_;
+};
+
+// Without the lock, where this thread has it: kernels of the host wait for other threads' ones.
+class Unlocked {
+ public:
+  Unlocked() {
+    if (PyGILState_Check() != 0) release_.emplace();
+  }
+
+ private:
+  std::optional<py::gil_scoped_release> release_;
+};
+
+// `log`: as above. Everything that is launched goes into it by its name there, and to `door`'s engine.
+class LoggedEngine final : public EngineCalls {
+ public:
+  LoggedEngine(py::object door, py::object log)
+      : engine_(calls_behind(door)), door_(std::move(door)), log_(std::move(log)) {}
+
+  bool is_synchronous() const override { return false; }
+  bool launches_last() const override { return engine_.launches_last(); }
+  bool is_open() const override { return engine_.is_open(); }
+  bool is_sound() const override { return engine_.is_sound(); }
+  std::optional<ErrorRecord> poll_error() const override { return engine_.poll_error(); }
+  int num_group_ranks() const override { return engine_.num_group_ranks(); }
+  size_t data_offset() const override { return engine_.data_offset(); }
+  size_t data_bytes() const override { return engine_.data_bytes(); }
+  size_t low_latency_bytes() const override { return engine_.low_latency_bytes(); }
+
+  void get_dispatch_layout(LayoutArgs args, uint64_t stream) override {
+    launch("layout", stream, [&] { engine_.get_dispatch_layout(args, stream); });
+  }
+  NotifyPlan plan_notify(const NotifyOptions& options) const override {
+    return engine_.plan_notify(options);
+  }
+  void notify_dispatch(const NotifyPlan& plan, NotifyArgs args, uint64_t stream) override {
+    launch("notify", stream, [&] { engine_.notify_dispatch(plan, args, stream); });
+  }
+  std::optional<Counts> wait_counts() override {
+    using Stub = std::tuple<int, int, bool, std::vector<int>>;
+    if (const auto stub = log_.ask<std::optional<Stub>>("wait_counts")) {
+      const auto& [num_recv, most, is_direct, per_expert] = *stub;
+      return Counts{num_recv, most, is_direct, per_expert};
+    }
+    const Unlocked unlocked;
+    return engine_.wait_counts();
+  }
+  DispatchPlan plan_dispatch(const DispatchOptions& options) const override {
+    return engine_.plan_dispatch(options);
+  }
+  void dispatch(const DispatchPlan& plan, const DispatchArgs& args, uint64_t stream) override {
+    launch("dispatch", stream, [&] { engine_.dispatch(plan, args, stream); });
+  }
+  CombinePlan plan_combine(const ChannelConfig& config, Dtype dtype, int num_topk, int row_bytes,
+                           const FewRows& few_rows) const override {
+    return engine_.plan_combine(config, dtype, num_topk, row_bytes, few_rows);
+  }
+  void combine(const CombinePlan& plan, CombineArgs args, uint64_t stream) override {
+    launch("combine", stream, [&] { engine_.combine(plan, args, stream); });
+  }
+
+  void number_rows(NumberRowsArgs args, const ChannelConfig& config, uint64_t stream) override {
+    launch("number_rows", stream, [&] { engine_.number_rows(args, config, stream); });
+  }
+  void expand_rows(const ExpandArgs& args, const ChannelConfig& config, uint64_t stream) override {
+    launch("expand_rows", stream, [&] { engine_.expand_rows(args, config, stream); });
+  }
+  void reduce_experts(const ReduceExpertsArgs& args, Dtype dtype, const ChannelConfig& config,
+                      uint64_t stream) override {
+    launch("reduce_experts", stream, [&] { engine_.reduce_experts(args, dtype, config, stream); });
+  }
+  void number_received(NumberReceivedArgs args, const ChannelConfig& config,
+                       uint64_t stream) override {
+    launch("number_received", stream, [&] { engine_.number_received(args, config, stream); });
+  }
+  void expand_received(const ExpandReceivedArgs& args, const ChannelConfig& config,
+                       uint64_t stream) override {
+    launch("expand_received", stream, [&] { engine_.expand_received(args, config, stream); });
+  }
+  void transpose_scales(const TransposeScalesArgs& args, const ChannelConfig& config,
+                        uint64_t stream) override {
+    launch("transpose_scales", stream, [&] { engine_.transpose_scales(args, config, stream); });
+  }
+
+  LowLatencyPlan plan_low_latency(const LowLatencyOptions& options) const override {
+    return engine_.plan_low_latency(options);
+  }
+  int low_latency_max_experts(int num_topk) const override {
+    return engine_.low_latency_max_experts(num_topk);
+  }
+  void low_latency_dispatch(const LowLatencyPlan& plan, const LowLatencyDispatchCall& call,
+                            uint64_t stream) override {
+    launch("low_latency_dispatch", stream,
+           [&] { engine_.low_latency_dispatch(plan, call, stream); });
+  }
+  std::optional<int> wait_low_latency_num_tokens() override {
+    const Unlocked unlocked;
+    return engine_.wait_low_latency_num_tokens();
+  }
+  void low_latency_combine(const LowLatencyPlan& plan, const LowLatencyCombineCall& call,
+                           uint64_t stream) override {
+    launch("low_latency_combine", stream, [&] { engine_.low_latency_combine(plan, call, stream); });
+  }
+
+  void internode_layout(InternodeLayoutArgs args, uint64_t stream) override {
+    launch("internode_layout", stream, [&] { engine_.internode_layout(args, stream); });
+  }
+  void internode_notify(InternodeNotifyArgs args, const uint8_t* is_token_in_rank, int num_tokens,
+                        int32_t* send_node_head, int32_t* send_places, const ChannelConfig& config,
+                        const RailConfig& rail, uint64_t stream) override {
+    launch("internode_notify", stream, [&] {
+      engine_.internode_notify(args, is_token_in_rank, num_tokens, send_node_head, send_places,
+                               config, rail, stream);
+    });
+  }
+  void internode_places(const uint8_t* is_token_in_rank, int num_tokens, int num_channels,
+                        int32_t* send_places, uint64_t stream) override {
+    launch("internode_places", stream, [&] {
+      engine_.internode_places(is_token_in_rank, num_tokens, num_channels, send_places, stream);
+    });
+  }
+  std::optional<TwoTierCounts> wait_internode_counts(bool is_early) override {
+    const Unlocked unlocked;
+    return engine_.wait_internode_counts(is_early);
+  }
+  void internode_dispatch(InternodeDispatchArgs args, const ChannelConfig& config,
+                          const RailConfig& rail, int num_topk, int row_bytes,
+                          uint64_t stream) override {
+    launch("internode_dispatch", stream, [&] {
+      engine_.internode_dispatch(args, config, rail, num_topk, row_bytes, stream);
+    });
+  }
+  void internode_combine(InternodeCombineArgs args, Dtype dtype, const ChannelConfig& config,
+                         const RailConfig& rail, int num_topk, int row_bytes,
+                         uint64_t stream) override {
+    launch("internode_combine", stream, [&] {
+      engine_.internode_combine(args, dtype, config, rail, num_topk, row_bytes, stream);
+    });
+  }
+
+ private:
+  template <class Body>
+  void launch(const char* name, uint64_t stream, const Body& body) {
+    log_.tell("launch", name, stream);
+    const Unlocked unlocked;
+    body();
+  }
+
+  EngineCalls& engine_;
+  Told door_;  // keeps the engine
+  Told log_;
+};
+
+}  // namespace
+
+void bind_fake_streams(py::module_& m) {
+  py::class_<LoggedEngine>(m, "LoggedEngine", py::module_local())
+      .def(py::init<py::object, py::object>(), py::arg("door"), py::arg("log"))
+      .def_property_readonly("door", [](const py::object& self) {
+        return door_of_calls(self.cast<LoggedEngine&>(), self);
+      });
+  m.def(
+      "fake_streams",
+      [](py::object log) {
+        return door_of<StreamTarget>(std::make_shared<FakeStreams>(std::move(log)));
+      },
+      py::arg("log"));
+}
+
+}  // namespace deep_comm::test
