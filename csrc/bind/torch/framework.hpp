@@ -30,6 +30,7 @@ class TorchFramework final : public Framework {
   MadeTensor empty(const TensorSpec& spec) override;
   MadeTensor empty_on_comm(const TensorSpec& spec) override;
   Object over(uintptr_t address, const TensorSpec& spec, std::shared_ptr<void> owner) override;
+  Object part(const void* tensor, const TensorSpec& spec, size_t offset) override;
   void record_on_comm(const void* tensor) override;
   void record_on_current(const void* tensor) override;
   void comm_waits_for(const void* event) override;

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "device/move/logfmt.cuh"
+#include "host/ring_sizes.hpp"
 
 namespace deep_comm {
 
@@ -166,6 +167,12 @@ const LowLatencyHandlePart* LowLatencyForm::find_part(std::string_view name) con
   return nullptr;
 }
 
+Object LowLatencyDispatchRecord::part(std::string_view name) const {
+  const LowLatencyHandlePart* found = form->find_part(name);
+  if (found == nullptr) return {};
+  return form->framework->part(metadata.tensor.get(), found->spec, found->offset);
+}
+
 // ---- sizes ----------------------------------------------------------------------------------------
 
 int LowLatencyCalls::checked_num_blocks(const LowLatencyOptions& options) const {
@@ -203,12 +210,8 @@ void LowLatencyCalls::require_room(const LowLatencyOptions& options, bool one_ro
       low_latency_shape(options.num_max_tokens, options.hidden, options.num_topk,
                         options.num_experts, options.num_blocks, format);
   const GroupShape& group = context_.group;
-  const size_t needed =
-      group.is_internode()
-          ? LowLatencyRailRegion::bytes_for(shape, group.num_ranks, one_rounding,
-                                            settings_.can_shrink)
-          : LowLatencyRegion::bytes_for(shape, group.num_ranks, one_rounding,
-                                        settings_.can_shrink);
+  const size_t needed = low_latency_region_bytes(shape, group.num_ranks, one_rounding,
+                                                 group.is_internode(), settings_.can_shrink);
   const size_t available = context_.engine.low_latency_bytes();
   if (needed <= available) return;
   CallError error;
@@ -239,6 +242,7 @@ LowLatencyForm LowLatencyCalls::make_form(LowLatencyOptions options) const {
   LowLatencyForm form;
   form.plan = context_.engine.plan_low_latency(options);
   form.members = settings_.members;
+  form.framework = settings_.framework;
   form.num_local_experts = context_.group.num_local_experts(options.num_experts);
   form.num_rows = int64_t{num_ranks} * options.num_max_tokens;
   form.rows = form.recv_x = grouped(form, kBfloat16, {form.num_rows, options.hidden});
@@ -478,11 +482,9 @@ ReservedLowLatencyDispatch::ReservedLowLatencyDispatch(CallContext& context,
   }
   MadeTensor metadata = memory.empty(form.metadata, order_);
   call.metadata = metadata.address;
-  const LowLatencyHandlePart& counts = *form.find_part("recv_count");
-  result_.recv_count =
-      memory.framework().part(metadata.tensor.get(), counts.spec, counts.offset);
   result_.record = std::make_shared<LowLatencyDispatchRecord>(
       LowLatencyDispatchRecord{checked_.form_, call.num_tokens, std::move(metadata)});
+  result_.recv_count = result_.record->part("recv_count");
 }
 
 LowLatencyDispatchResult LowLatencyCalls::launch(ReservedLowLatencyDispatch&& reserved) {

@@ -35,6 +35,7 @@ struct LowLatencyHandlePart {
 struct LowLatencyForm {
   LowLatencyPlan plan;
   std::shared_ptr<const LowLatencyMembers> members;
+  std::shared_ptr<Framework> framework;
   int num_local_experts = 0;  // L
   int64_t num_rows = 0;       // N
   TensorSpec rows;            // bfloat16, what combine takes: [L, N, H] or [N, H]
@@ -61,6 +62,9 @@ struct LowLatencyDispatchRecord {
   int num_tokens = 0;
   MadeTensor metadata;
   State state = State::kReceived;
+
+  // A tensor of a part; null: there is no such part.
+  Object part(std::string_view name) const;
 };
 
 // A call whose receive phase waits for its hook, and what both phases work on.
@@ -77,9 +81,9 @@ struct LowLatencyPending {
 };
 
 struct LowLatencyDispatchRequest {
-  TensorRef x, topk_idx, topk_weights;
-  TensorRef cumulative_stats, wait_stats, global_scale;
-  IntegerRef num_max_tokens, num_experts;
+  TensorRef x{}, topk_idx{}, topk_weights{};
+  TensorRef cumulative_stats{}, wait_stats{}, global_scale{};
+  IntegerRef num_max_tokens{}, num_experts{};
   bool use_fp8 = false, round_scale = false, use_ue8m0 = false, use_nvfp4 = false;
   bool is_compact = false;
   bool is_reporting = false;  // wait_num_tokens will be called
@@ -88,8 +92,8 @@ struct LowLatencyDispatchRequest {
 };
 
 struct LowLatencyCombineRequest {
-  TensorRef x, topk_idx, topk_weights, out, wait_stats;
-  std::shared_ptr<LowLatencyDispatchRecord> handle;  // null: `handle_object` is something else
+  TensorRef x{}, topk_idx{}, topk_weights{}, out{}, wait_stats{};
+  std::shared_ptr<LowLatencyDispatchRecord> handle{};  // null: `handle_object` is something else
   const void* handle_object = nullptr;
   bool use_logfmt = false, zero_copy = false, one_rounding = false;
   bool is_async = false, has_hook = false;
@@ -121,6 +125,7 @@ struct LowLatencyCombineResult {
 
 struct LowLatencySettings {
   std::shared_ptr<const LowLatencyMembers> members;
+  std::shared_ptr<Framework> framework;
   bool can_shrink = false;             // the Buffer has rank masks
   std::optional<int> num_wanted_blocks;  // DEEP_COMM_NUM_SMS
 };
