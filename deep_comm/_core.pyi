@@ -94,6 +94,7 @@ class Engine:
     def error_flag(self) -> Sequence[int]:
         """[0] is not 0 when poll_error() has something. Not after close()."""
     begins_early: bool  # a low-latency launch of now may begin while the one before it ends
+    calls: object  # a door (csrc/bind/doors.hpp) for native calls; it keeps the engine
     num_launches: int  # kernels launched so far (tests assert "nothing launched" with it)
 
     # What a call of normal mode has in common with others of its form is planned once. Plans are
@@ -432,10 +433,7 @@ class Engine:
         handle_type: Callable[..., object],  # (shape, metadata, num_tokens)
         event_type: type,  # of calls without an event; its instances need no __init__
         outputs_event: Callable[..., object],  # (outputs): of a call that fills these
-        streams: object,  # this and the next: as QuickNormal's
-        current_stream: Callable[[int], int] | None,
-        is_ready: Callable[[int, int], bool] | None,
-        record: Callable[[int], object] | None,
+        streams: object,  # as QuickNormal's
     ) -> QuickLowLatency: ...
     def wait_low_latency_num_tokens(self) -> int | None:
         """The most tokens any rank had in the last reporting dispatch; None: a
@@ -499,9 +497,6 @@ class QuickNormal:
         take: Callable[..., object],  # Region.taker()
         count_layout: Callable[..., None],  # Engine.plan_layout() or plan_internode_layout()
         streams: object,  # backends.cuda_launch.Streams; None: there are none
-        current_stream: Callable[[int], int] | None,  # of a device
-        is_ready: Callable[[int, int], bool] | None,  # (device, stream)
-        record: Callable[[int], None] | None,  # on a stream, the event that is `done`
         likely_rows: Callable[[int], tuple[int, ...]],  # ExpectedRows.choices
         expected: object,  # ExpectedRows
         likely_forwarded: Callable[[int], int],  # .forwarded
@@ -735,6 +730,22 @@ class LowLatencyPlan:
         /,
     ) -> None: ...
 
+class Framework:
+    """What calls ask of the program's tensor library."""
+
+class TorchFramework(Framework):
+    """torch, for one Buffer on one device."""
+
+    def __init__(
+        self,
+        *,
+        device: Any,  # torch.device
+        comm_stream: Any,  # torch.cuda.Stream; None on a target without streams
+        exchange_api: Any,  # torch.Tensor.__dlpack_c_exchange_api__; None: this torch has none
+        # the current stream of the device; None: as torch says, and 0 on the host
+        current_stream: Callable[[], int] | None,
+    ) -> None: ...
+
 class Segment:
     """A POSIX shared memory segment, mode 0600, with an unguessable name."""
 
@@ -764,6 +775,79 @@ def host_words(
     zeroed memory that ``owner`` keeps.
     """
 
+class Event:
+    """A point in the work of a stream. Events of CUDA are reused: making one is cheap."""
+
+    def record(self, stream: int) -> None: ...
+    def wait(self, stream: int) -> None:
+        """Work that ``stream`` gets from now on waits for this event."""
+
+    def synchronize(self) -> None:
+        """The calling thread waits for what was recorded."""
+
+    def has_passed(self) -> bool:
+        """Whether what was recorded has happened."""
+
+    def order(self, first: int, then: int) -> None:
+        """Work that stream ``then`` gets from now on waits for all that ``first`` has."""
+
+class Streams:
+    """Those of one device, as ``int``; 0 is the default one."""
+
+    def __init__(self, door: object) -> None:
+        """``door``: of _core.streams or _cuda.streams."""
+    door: object
+    has_streams: bool
+    def is_device_current(self) -> bool: ...
+    def is_ready(self, stream: int) -> bool:
+        """Whether the device is current and ``stream``, of it, is not capturing."""
+
+    def is_capturing(self, stream: int) -> bool: ...
+    def capture_check(self, device: int, exchange_api: object) -> Callable[[], bool]:
+        """Whether torch's current stream of the device is capturing. ``exchange_api``: DLPack's."""
+
+    def mark(self, stream: int) -> Event:
+        """An event at this point of a stream, whichever device is current. In a capture it means
+        something to streams of that capture alone."""
+
+    def synchronize(self) -> None:
+        """Wait for all work of the device."""
+
+class Framework:
+    """What native calls ask of the program's tensor library (csrc/host/framework.hpp)."""
+
+class TorchFramework(Framework):
+    def __init__(
+        self,
+        *,
+        device: object,  # torch.device
+        comm_stream: object,  # torch.cuda.Stream; None: there are no streams
+        exchange_api: object,  # torch.Tensor.__dlpack_c_exchange_api__; None: there is none
+        current_stream: Callable[[], int] | None,  # None: torch's
+    ) -> None: ...
+
+class StreamOrder:
+    """Which stream the last call of a Buffer was on, and the events that order calls: shared by
+    native calls and those in Python (backends.cuda_launch.Streams)."""
+
+    def __init__(
+        self,
+        streams: object,  # a door: see `streams`
+        framework: Framework,
+        comm: int,  # the communication stream
+    ) -> None: ...
+    door: object  # for native code
+    hop: Event  # from the caller's stream, and back in a capture
+    done: Event  # after the last call; never of a capture
+    last: int | None  # the stream of that call; None: there was none
+    has_graphs: bool  # calls were captured, and may run on streams that nobody tells of
+    def note_graph(self) -> None: ...
+    def synchronize(self) -> None:
+        """Wait for the last call, which all others come before, and for what may be graphs."""
+
+def streams() -> object:
+    """A door (csrc/bind/doors.hpp) to the streams of the host target, which has none."""
+
 class Block:
     """Bytes of the heap, given back when the last reference goes."""
 
@@ -779,39 +863,38 @@ class Block:
 class Region:
     """First-fit allocator of 128-byte aligned blocks in [begin, end).
 
-    A block may be given back while kernels that read it are still queued: ``mark(stream)`` then
-    makes an event on the current stream and on the one that was current when the block was taken,
-    and whoever gets the bytes next waits for both; None: nothing can be in flight. Blocks taken
-    while ``is_capturing()`` are only handed out to the same or later captures: replays of the CUDA
-    graph write to them whenever they like. Within a capture ``mark_captured(stream)`` makes the
-    events: (event, number of the capture), or None if the stream is in none.
+    A block may be given back while kernels that read it are still queued: an event is recorded
+    then on the current stream and on the one that was current when the block was taken, and whoever
+    gets the bytes next waits for both. Blocks taken while the current stream is capturing are only
+    handed out to the same or later captures: replays of the CUDA graph write to them whenever they
+    like.
     """
 
     def __init__(
         self,
         begin: int,
         end: int,
-        mark: Callable[[int], Any],
-        is_capturing: Callable[[], bool],
-        current_stream: Callable[[], int],
-        mark_captured: Callable[[int], tuple[Any, int] | None],
+        streams: object,  # a door: see `streams`
+        framework: Framework,
     ) -> None: ...
     def allocate_scratch(
-        self, num_bytes: int, after: int | None = None
-    ) -> tuple[Block, list[Any]] | None:
+        self, num_bytes: int, is_behind_caller: bool = False
+    ) -> tuple[Block, list[Event]] | None:
         """A block that only the engine's kernels use, which run one behind
         the other; see ``allocate``.
         """
-    def taker(self) -> Callable[[int, int, bool, bool, bool], tuple[Block, list[Any]] | None]:
+    def taker(self) -> Callable[[int, int, bool, bool, bool], tuple[Block, list[Event]] | None]:
         """take(num_bytes, stream, is_behind_stream, is_captured, is_scratch): the same for those
         who know the current stream.
         """
-    def allocate(self, num_bytes: int, after: int | None = None) -> tuple[Block, list[Any]] | None:
+    def allocate(
+        self, num_bytes: int, is_behind_caller: bool = False
+    ) -> tuple[Block, list[Event]] | None:
         """A block and the events to wait for before anything writes to it;
         None if there is no room.
 
-        Events of stream ``after`` are left out: the caller's work is behind
-        all that is queued there.
+        ``is_behind_caller``: the work comes after all that is queued on the current stream, whose
+        events are left out.
         """
     num_free_bytes: int
 

@@ -4,7 +4,7 @@ Streams are ``cudaStream_t`` as ``int``. The caller makes the right device
 current before every call.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 architectures: str  # "90a"
 
@@ -40,45 +40,8 @@ def enable_peer_access(device: int, peer_device: int) -> None:
 def can_access_peer(device: int, peer_device: int) -> bool: ...
 def num_sms(device: int) -> int: ...
 def current_device() -> int: ...
-def is_current(device: int, /) -> bool: ...
-def is_ready(device: int, stream: int, /) -> bool:
-    """Whether ``device`` is current and ``stream``, of it, is not capturing."""
-
-class Event:
-    """A point in the work of a stream, without timing. Events are reused: making one is cheap."""
-
-    def __init__(self, device: int) -> None: ...
-    def record(self, stream: int) -> None: ...
-    def recorder(self) -> Callable[[int], None]:
-        """``record`` as a function of its own, for the hot path."""
-
-    def wait(self, stream: int) -> None:
-        """Work that ``stream`` gets from now on waits for this event."""
-
-    def synchronize(self) -> None:
-        """The calling thread waits for what was recorded."""
-
-    def has_passed(self) -> bool:
-        """Whether what was recorded has happened."""
-
-    def order(self, first: int, then: int) -> None:
-        """Work that stream ``then`` gets from now on waits for all that ``first`` has."""
-
-def marker(device: int) -> Callable[[int], Event | None]:
-    """mark(stream): an event at this point of the stream; None while the stream is capturing a CUDA
-    graph: replays are ordered behind the readers of an eager output dropped there."""
-
-def capture_marker(device: int) -> Callable[[int], tuple[Event, int] | None]:
-    """mark_captured(stream): an event at this point of a stream that is capturing, and the number
-    of the capture; None if it is not."""
-
-def mark(device: int, stream: int, /) -> Event:
-    """An event at this point of a stream of the device, whichever is current. In a capture it
-    means something to streams of that capture alone."""
-
-def is_capturing(stream: int, /) -> bool: ...
-def capture_check(device: int, exchange_api: object) -> Callable[[], bool]:
-    """Whether torch's current stream of the device is capturing. ``exchange_api``: DLPack's."""
+def streams(device: int) -> object:
+    """A door (csrc/bind/doors.hpp) to the streams of a device, for _core.Streams."""
 
 # ---- for deep_comm.bench: the link limit ----
 

@@ -14,7 +14,10 @@ from torch import Tensor
 from deep_comm import _core, absent, env, errors, tuning
 from deep_comm import rail as rails
 from deep_comm.backends import Backend, Heap, create_backend, resolve_device
+from deep_comm.backends.base import EXCHANGE_API
 from deep_comm.config import Config, RingPlan, plan_rings, require_config
+from deep_comm.events import EventHandle, EventOverlap
+from deep_comm.failures import Failures
 from deep_comm.handle import Handle, KnownHandle
 from deep_comm.ops import quick
 from deep_comm.ops.early import EarlyLaunches, ExpectedRows
@@ -197,9 +200,12 @@ class Context:
             end - direct_bytes,
             end,
             self.backend.streams,
-            self.backend.current_stream,
+            self.backend.framework,
         )
         self.num_ring_bytes = self.num_nvl_bytes - direct_bytes
+        self.failures = Failures(self.engine, self.backend, self.low_latency_bytes > 0)
+        self.native_calls = self._bind_calls()
+        self.get_dispatch_layout = self.native_calls.get_dispatch_layout
         # For the host's hot path: see the classes they belong to.
         self.launch = self.backend.launch
         self.take = self.region.taker()
@@ -212,6 +218,31 @@ class Context:
         self.quick_layout = quick.layout_of(self)
         self.is_open = True
 
+    def _bind_calls(self) -> _core.BufferCalls:
+        topology = self.topology
+        return _core.BufferCalls(
+            engine=self.engine.calls,
+            order=self.backend.order,
+            region=self.region,
+            device=self.device,
+            exchange_api=EXCHANGE_API,
+            heap_base=self.heap.base,
+            heap_memory=self.heap.memory(),
+            poisons=env.POISON.get(),
+            rank=self.rank,
+            num_ranks=self.num_ranks,
+            num_nodes=topology.num_nodes,
+            ranks_per_node=topology.ranks_per_node,
+            num_max_experts=self.num_max_experts,
+            num_nvl_bytes=self.num_nvl_bytes,
+            num_ring_bytes=self.num_ring_bytes,
+            num_rdma_bytes=self.num_rdma_bytes,
+            max_sms=self.backend.max_sms,
+            raise_recorded=self.failures.raise_recorded,
+            event_overlap=EventOverlap,
+            event_of=EventHandle.of,
+        )
+
     def _trace(self, num_calls: int, name: str) -> None:
         from deep_comm.trace.rings import Rings  # loaded where it is used
 
@@ -219,8 +250,9 @@ class Context:
         where = "" if self.device.type == "cpu" else f" {self.device} of rank {self.rank}"
         self.trace_rings = Rings(
             self.device, num_calls, self.rank, self.num_ranks, name,
-            host_identity() + where, self.synchronize,
+            host_identity() + where, self.failures.synchronize,
         )  # fmt: skip
+        self.failures.trace_rings = self.trace_rings
         self.engine.set_trace(self.trace_rings.address, self.trace_rings.num_calls)
 
     def plan(
@@ -335,7 +367,7 @@ class Context:
             self.require_open()
             record = self.engine.poll_error()
             if record is not None and record.kind != "expert_index":
-                self._raise(record)
+                self.failures.raise_record(record)
 
     def end(self) -> None:
         """After an engine call: where kernels have ended by now, raise what they recorded."""
@@ -347,19 +379,7 @@ class Context:
         self.require_open()
         record = self.engine.poll_error()
         if record is not None:
-            self._raise(record)
-
-    def _raise(self, record: Any) -> None:
-        if not errors.needs_reset(record):  # all ranks are still in step: the Buffer goes on
-            self.synchronize()  # what still runs might report once more
-            self.engine.clear_error()
-        error = errors.from_record(record)
-        if self.trace_rings is not None and not self.backend.is_capturing():
-            self.trace_rings.tell(error)
-        try:
-            raise error
-        finally:
-            del error  # or it and this frame keep each other, and all that the call has held
+            self.failures.raise_record(record)
 
     def require_open(self) -> None:
         if not self.is_open:
@@ -423,9 +443,7 @@ class Context:
 
     def synchronize(self) -> None:
         """Wait for this rank's kernels."""
-        self.backend.synchronize()
-        if self.low_latency_bytes > 0 and not self.backend.is_synchronous:
-            torch.cuda.synchronize(self.device)  # these calls run on the callers' own streams
+        self.failures.synchronize()
 
     def _forget_pending(self, error: Exception) -> None:
         """After all kernels have ended."""

@@ -66,17 +66,16 @@ class NormalCalls(DefaultConfigs):
             ExpertIndexError: an index out of range; on CUDA devices dispatch raises it, on all
                 ranks.
         """
-        ctx, streams = self._context, SYNCHRONOUS
+        ctx, event = self._context, None
         if previous_event is not None or async_finish or allocate_on_comm_stream:
             streams = StreamOptions.checked(previous_event, async_finish, allocate_on_comm_stream)
-        if streams.is_quick:
-            made = ctx.quick_layout(ctx, topk_idx, num_experts, streams.asynchronous)
-            if made is not None:
-                return made if len(made) == 5 else (*made, streams.quick_end(ctx))
-        layout, event = get_dispatch_layout(self._context, topk_idx, num_experts, streams)
-        per_rank, per_expert = layout.num_tokens_per_rank, layout.num_tokens_per_expert
-        per_node = layout.num_tokens_per_node
-        return per_rank, per_node, per_expert, layout.is_token_in_rank, event
+            event = streams.previous_event
+        if ctx.pending is not None:
+            ctx.pending.settle()
+        made: tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap] = ctx.get_dispatch_layout(
+            topk_idx, num_experts, event, async_finish, allocate_on_comm_stream
+        )
+        return made
 
     def dispatch(
         self,

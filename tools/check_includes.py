@@ -70,8 +70,10 @@ def without_comments(text: str) -> str:
 
 
 def layer_of(path: str) -> str | None:
-    """The layer of a path relative to csrc/: "device/sync", "host", "simt", or None. A folder that is
-    no layer of its own belongs to the one it lies in."""
+    """The layer of a path relative to csrc/: "device/sync", "host", "simt", or None.
+
+    A folder that is no layer of its own belongs to the one it lies in.
+    """
     parts = Path(path).parts[:-1]
     for depth in (2, 1):
         layer = "/".join(parts[:depth])

@@ -8,6 +8,7 @@ namespace deep_comm {
 // _core
 void bind_torch(pybind11::module_& m);
 void bind_segment(pybind11::module_& m);
+void bind_buffer(pybind11::module_& m);
 void bind_streams(pybind11::module_& m);
 void bind_region(pybind11::module_& m);
 void bind_host_words(pybind11::module_& m);

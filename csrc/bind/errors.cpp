@@ -15,8 +15,8 @@ namespace {
 
 py::object shown(const GivenProperty& given) {
   using Which = GivenProperty::Which;
-  const auto object =
-      py::reinterpret_borrow<py::object>(static_cast<PyObject*>(given.object.get()));
+  auto* pointer = static_cast<PyObject*>(given.object.get());
+  const auto object = py::reinterpret_borrow<py::object>(pointer == nullptr ? Py_None : pointer);
   const auto type_name = [&] { return py::type::handle_of(object).attr("__name__"); };
   switch (given.which) {
     case Which::kValue:
@@ -71,8 +71,7 @@ const char* name_of(CallError::Class error_class) {
 
 py::object exception_of(const CallError& error) {
   using Class = CallError::Class;
-  const py::object type =
-      py::module_::import("deep_comm.errors").attr(name_of(error.error_class));
+  const py::object type = py::module_::import("deep_comm.errors").attr(name_of(error.error_class));
   switch (error.error_class) {
     case Class::kArgument:
     case Class::kHandleMismatch:

@@ -57,9 +57,9 @@ struct MethodTraits<kMethod> {
 // NOTE: Python's collector of cycles does not see what the function holds: neither `self` nor
 // raise_recorded may own, by however many steps, the object that keeps the function.
 template <auto kMethod>
-pybind11::object method_function(
-    const char* name, std::shared_ptr<typename detail::MethodTraits<kMethod>::Self> self,
-    pybind11::object raise_recorded) {
+pybind11::object method_function(const char* name,
+                                 std::shared_ptr<typename detail::MethodTraits<kMethod>::Self> self,
+                                 pybind11::object raise_recorded) {
   namespace py = pybind11;
   using Traits = detail::MethodTraits<kMethod>;
   using Function = detail::MethodFunction<typename Traits::Self>;

@@ -11,9 +11,7 @@ namespace deep_comm {
 // functions of pybind11's translate CallError. Once for each module whose code makes calls.
 void connect_interpreter();
 
-inline Object to_object(pybind11::object object) {
-  return Object::steal(object.release().ptr());
-}
+inline Object to_object(pybind11::object object) { return Object::steal(object.release().ptr()); }
 // A null one becomes a null one.
 inline pybind11::object to_python(Object object) {
   return pybind11::reinterpret_steal<pybind11::object>(static_cast<PyObject*>(object.take()));

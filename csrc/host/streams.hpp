@@ -6,7 +6,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <utility>
 
 namespace deep_comm {
 
@@ -61,12 +60,11 @@ class DeviceScope {
     previous_ = target.make_device_current();
     changed_ = &target;
   }
-  DeviceScope(DeviceScope&& other) noexcept
-      : changed_(std::exchange(other.changed_, nullptr)), previous_(other.previous_) {}
-  DeviceScope& operator=(DeviceScope&&) = delete;
   ~DeviceScope() {
     if (changed_ != nullptr) changed_->restore_device(previous_);
   }
+  DeviceScope(const DeviceScope&) = delete;
+  DeviceScope& operator=(const DeviceScope&) = delete;
 
  private:
   StreamTarget* changed_ = nullptr;  // null: it was current

@@ -15,11 +15,15 @@ from deep_comm.rendezvous import Rendezvous
 from deep_comm.topology import Topology
 
 if TYPE_CHECKING:
+    from deep_comm import _core
     from deep_comm._core import Engine
     from deep_comm.backends.foreign import Place
     from deep_comm.handle_base import HeldTensors
 
 _POISON_BYTE = 0xA5
+
+EXCHANGE_API: object = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+"""DLPack's, for native code; None: this torch has none, and its attributes serve."""
 
 
 class Heap(Protocol):
@@ -117,6 +121,8 @@ class Backend(Protocol):
     is_synchronous: bool  # kernels have ended when an engine call returns
     max_sms: int | None  # blocks that can run at once; None: no limit
     streams: object  # of the device, for native code: see _core.streams
+    framework: _core.Framework  # torch, for native code
+    order: _core.StreamOrder  # of the Buffer's calls
 
     def create_heap(
         self,

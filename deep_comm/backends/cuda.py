@@ -144,6 +144,7 @@ class CudaBackend:
         self.current_stream = functools.partial(current_raw_stream, self._index)
         native = streams_of(self._index)
         self.streams: object = native.door
+        self.framework, self.order = self._streams.framework, self._streams.order
         self.mark = native.mark
         # Of every step of a layer's "auto".
         self.is_capturing: Callable[[], bool] = self._is_capturing

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from deep_comm import _core, _cuda, events
-from deep_comm.backends.base import poison, transposed
+from deep_comm.backends.base import EXCHANGE_API, poison, transposed
 from deep_comm.events import EventHandle, EventOverlap, OutputsEvent
 from deep_comm.ops import quick
 
@@ -52,6 +52,12 @@ def _mark_here() -> _core.Event:
 events.pool = events.Pool(_mark, _mark_here, lambda: current_raw_stream(_cuda.current_device()))
 
 
+def make_framework(device: torch.device, comm: torch.cuda.Stream) -> _core.Framework:
+    return _core.TorchFramework(
+        device=device, comm_stream=comm, exchange_api=EXCHANGE_API, current_stream=None
+    )
+
+
 def _record(tensors: Iterable[Tensor | None], stream: torch.cuda.Stream) -> None:
     for tensor in tensors:
         if tensor is not None and tensor.numel() > 0:
@@ -69,7 +75,8 @@ class Streams:
     """
 
     __slots__ = (
-        "comm", "device", "done", "empty", "hop", "index", "native", "order", "poisons", "raw_comm",
+        "comm", "device", "done", "empty", "framework", "hop", "index", "native", "order", "poisons",
+        "raw_comm",
     )  # fmt: skip
 
     def __init__(self, device: torch.device, comm: torch.cuda.Stream, poison_outputs: bool) -> None:
@@ -80,8 +87,8 @@ class Streams:
         self.poisons = poison_outputs
         self.native = streams_of(self.index)
         # Shared with native calls of the same Buffer.
-        current = functools.partial(current_raw_stream, self.index)
-        self.order = _core.StreamOrder(self.native.door, current, self.raw_comm)
+        self.framework = make_framework(device, comm)
+        self.order = _core.StreamOrder(self.native.door, self.framework, self.raw_comm)
         self.hop = self.order.hop  # from the caller's stream, and back in a capture
         self.done = self.order.done  # behind the last operation; never of a capture
         self.empty = quick.empty_of(device)  # the device must be current

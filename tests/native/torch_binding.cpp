@@ -78,7 +78,8 @@ template <class Body>
 double nanoseconds(int count, const Body& body) {
   const auto begin = std::chrono::steady_clock::now();
   for (int done = 0; done < count; ++done) body();
-  return std::chrono::duration<double, std::nano>(std::chrono::steady_clock::now() - begin).count() /
+  return std::chrono::duration<double, std::nano>(std::chrono::steady_clock::now() - begin)
+             .count() /
          count;
 }
 
@@ -176,11 +177,12 @@ void bind_torch_leaf(py::module_& m) {
            [](TorchFramework& self, py::object tensor) { self.record_on_current(tensor.ptr()); })
       .def("comm_waits_for",
            [](TorchFramework& self, py::object event) { self.comm_waits_for(event.ptr()); })
-      .def("time_empty",
-           [](TorchFramework& self, const std::vector<int64_t>& shape, py::object dtype, int count) {
-             const TensorSpec spec = spec_of(shape, py::none(), dtype);
-             return nanoseconds(count, [&] { self.empty(spec); });
-           })
+      .def(
+          "time_empty",
+          [](TorchFramework& self, const std::vector<int64_t>& shape, py::object dtype, int count) {
+            const TensorSpec spec = spec_of(shape, py::none(), dtype);
+            return nanoseconds(count, [&] { self.empty(spec); });
+          })
       .def("time_over", [](TorchFramework& self, uintptr_t address,
                            const std::vector<int64_t>& shape, py::object dtype, int count) {
         const TensorSpec spec = spec_of(shape, py::none(), dtype);

@@ -13,12 +13,14 @@ import importlib
 import sys
 import types
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
 import deep_comm
 from deep_comm import _core, _simt_tests, events
+from deep_comm.backends.base import EXCHANGE_API
 
 COMPUTE, COMM = 11, 22
 
@@ -222,6 +224,18 @@ def _module(log: Log) -> types.ModuleType:
     return module
 
 
+def _framework(log: Log) -> Callable[..., _core.Framework]:
+    def make(device: torch.device, comm: Any) -> _core.Framework:
+        return _core.TorchFramework(
+            device=device,
+            comm_stream=comm,
+            exchange_api=EXCHANGE_API,
+            current_stream=lambda: log.current,
+        )
+
+    return make
+
+
 @contextlib.contextmanager
 def installed() -> Iterator[Log]:
     """Buffers built inside, on device "cpu", go through the CUDA backend."""
@@ -249,6 +263,7 @@ def installed() -> Iterator[Log]:
         patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
         patch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
         backend = importlib.import_module("deep_comm.backends.cuda").CudaBackend
+        patch.setattr("deep_comm.backends.cuda_launch.make_framework", _framework(log))
         patch.setattr("deep_comm.context.resolve_device", lambda wanted: torch.device("cpu"))
         patch.setattr("deep_comm.context.create_backend", lambda wanted: backend(device))
         try:

@@ -25,7 +25,8 @@ py::handle borrowed(const void* object) {
 py::object tuple_of(const int64_t* numbers, int size) {
   py::object made = checked(PyTuple_New(size));
   for (int place = 0; place < size; ++place) {
-    PyTuple_SET_ITEM(made.ptr(), place, checked(PyLong_FromLongLong(numbers[place])).release().ptr());
+    PyTuple_SET_ITEM(made.ptr(), place,
+                     checked(PyLong_FromLongLong(numbers[place])).release().ptr());
   }
   return made;
 }
@@ -234,7 +235,8 @@ MadeTensor TorchFramework::empty_on_comm(const TensorSpec& spec) {
 py::object TorchFramework::make_over(uintptr_t address, const TensorSpec& spec, DlDataType type,
                                      std::shared_ptr<void> owner) const {
   if (api_ == nullptr) {
-    auto described = describe<DlManagedTensor>(address, spec, type, device_.dlpack, std::move(owner));
+    auto described =
+        describe<DlManagedTensor>(address, spec, type, device_.dlpack, std::move(owner));
     const py::object capsule =
         checked(PyCapsule_New(&described->managed, kCapsuleName, [](PyObject* ended) {
           // A consumer renames the capsule; one that still has its name was never consumed.

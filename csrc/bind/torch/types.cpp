@@ -19,9 +19,10 @@ struct FixedType {
   ElementType type;
 };
 constexpr FixedType kFixedTypes[] = {
-    {"bool", kBool},         {"uint8", kUint8},       {"int32", kInt32},
-    {"int64", kInt64},       {"float16", kFloat16},   {"bfloat16", kBfloat16},
-    {"float32", kFloat32},   {"float8_e4m3fn", kFloat8E4m3},
+    {"bool", kBool},       {"uint8", kUint8},
+    {"int32", kInt32},     {"int64", kInt64},
+    {"float16", kFloat16}, {"bfloat16", kBfloat16},
+    {"float32", kFloat32}, {"float8_e4m3fn", kFloat8E4m3},
 };
 static_assert(std::size(kFixedTypes) == static_cast<size_t>(ScalarType::kFirstOther));
 
@@ -30,17 +31,28 @@ struct DlpackName {
   DlDataType type;
 };
 constexpr DlpackName kDlpackNames[] = {
-    {"bool", {6, 8, 1}},           {"int8", {0, 8, 1}},
-    {"int16", {0, 16, 1}},         {"int32", {0, 32, 1}},
-    {"int64", {0, 64, 1}},         {"uint8", {1, 8, 1}},
-    {"uint16", {1, 16, 1}},        {"uint32", {1, 32, 1}},
-    {"uint64", {1, 64, 1}},        {"float16", {2, 16, 1}},
-    {"float32", {2, 32, 1}},       {"float64", {2, 64, 1}},
-    {"bfloat16", {4, 16, 1}},      {"complex32", {5, 32, 1}},
-    {"complex64", {5, 64, 1}},     {"complex128", {5, 128, 1}},
-    {"float8_e4m3fn", {10, 8, 1}}, {"float8_e4m3fnuz", {11, 8, 1}},
-    {"float8_e5m2", {12, 8, 1}},   {"float8_e5m2fnuz", {13, 8, 1}},
-    {"float8_e8m0fnu", {14, 8, 1}}, {"float4_e2m1fn_x2", {17, 4, 2}},
+    {"bool", {6, 8, 1}},
+    {"int8", {0, 8, 1}},
+    {"int16", {0, 16, 1}},
+    {"int32", {0, 32, 1}},
+    {"int64", {0, 64, 1}},
+    {"uint8", {1, 8, 1}},
+    {"uint16", {1, 16, 1}},
+    {"uint32", {1, 32, 1}},
+    {"uint64", {1, 64, 1}},
+    {"float16", {2, 16, 1}},
+    {"float32", {2, 32, 1}},
+    {"float64", {2, 64, 1}},
+    {"bfloat16", {4, 16, 1}},
+    {"complex32", {5, 32, 1}},
+    {"complex64", {5, 64, 1}},
+    {"complex128", {5, 128, 1}},
+    {"float8_e4m3fn", {10, 8, 1}},
+    {"float8_e4m3fnuz", {11, 8, 1}},
+    {"float8_e5m2", {12, 8, 1}},
+    {"float8_e5m2fnuz", {13, 8, 1}},
+    {"float8_e8m0fnu", {14, 8, 1}},
+    {"float4_e2m1fn_x2", {17, 4, 2}},
 };
 
 }  // namespace

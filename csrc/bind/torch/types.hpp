@@ -35,7 +35,7 @@ class TorchTypes {
   FromDlpack of_dlpack(DlDataType type) const {
     const size_t place = place_of(type);
     return place < kNumPlaces && by_dlpack_[place].lanes == type.lanes ? by_dlpack_[place].found
-                                                                        : FromDlpack{};
+                                                                       : FromDlpack{};
   }
   // Empty: DLPack has no name for it. That it has one does not mean that this torch knows it.
   std::optional<DlDataType> dlpack_of(ElementType type) const {

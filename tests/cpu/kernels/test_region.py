@@ -2,25 +2,29 @@
 
 import gc
 
+import fake_cuda
 import pytest
 import torch
 
 import deep_comm
-from deep_comm import local
-from deep_comm.events import EventHandle
+from deep_comm import _core, _simt_tests, local
+from deep_comm.backends.base import EXCHANGE_API
 from deep_comm.handle_parts import slab_layout
 from deep_comm.region import Region
 
+WAITING = 99  # a stream that only waits
 
-def region(
-    begin: int = 0,
-    end: int = 1024,
-    capturing=lambda: False,
-    mark=lambda stream: None,
-    current_stream=lambda: 0,
-    mark_captured=lambda stream: None,
-) -> Region:
-    return Region(begin, end, mark, capturing, current_stream, mark_captured)
+
+def region(begin: int = 0, end: int = 1024, log: fake_cuda.Log | None = None) -> Region:
+    """``log``: of its streams; without any, kernels have ended when they are launched."""
+    streams = _core.streams() if log is None else _simt_tests.fake_streams(log)
+    framework = _core.TorchFramework(
+        device=torch.device("cpu"),
+        comm_stream=None,
+        exchange_api=EXCHANGE_API,
+        current_stream=None if log is None else lambda: log.current,
+    )
+    return Region(begin, end, streams, framework)
 
 
 def test_blocks_do_not_overlap_and_come_back() -> None:
@@ -60,60 +64,89 @@ def test_an_empty_block_has_a_place_of_its_own() -> None:
     assert one.offset != other.offset
 
 
+def _waited_for(log: fake_cuda.Log, events: list[_core.Event]) -> set[object]:
+    """The work that comes before these events."""
+    for event in events:
+        event.wait(WAITING)
+    return log.known[WAITING]
+
+
+def _mark_work(log: fake_cuda.Log, stream: int, name: str) -> None:
+    log.current = stream
+    log.work(name)
+
+
 def test_the_next_owner_waits_for_the_last_use_on_every_stream() -> None:
-    events = {name: EventHandle() for name in "abc"}
-    marks = iter([(1, "a"), (2, "b"), (1, "c")])
-    stream = [1]
-
-    def mark(number: int) -> EventHandle | None:
-        wanted, name = next(marks, (number, ""))
-        assert number == wanted
-        return events.get(name)
-
-    r = region(end=384, mark=mark, current_stream=lambda: stream[0])
+    log = fake_cuda.Log()
+    r = region(end=384, log=log)
+    log.current = 1
     one = r.allocate(128)[0]
-    stream[0] = 2
+    log.current = 2
     two = r.allocate(128)[0]
-    stream[0] = 1
+    log.current = 1
     three = r.allocate(128)[0]
-    del one  # a, on stream 1
-    stream[0] = 2
-    del two  # b, on stream 2
-    stream[0] = 1
-    del three  # c, on stream 1 again: behind a
+    _mark_work(log, 1, "a")
+    del one
+    _mark_work(log, 2, "b")
+    del two
+    _mark_work(log, 1, "c")
+    del three
+    log.work("later")
+    assert [stream for name, stream in log if name == "mark"] == [1, 2, 1]
     _, waits = r.allocate(384)
-    assert waits == [events["c"], events["b"]]
+    assert len(waits) == 2  # of stream 1, only the later one
+    assert _waited_for(log, waits) == {"a", "b", "c"}
 
 
 def test_the_stream_of_the_allocation_counts_as_well() -> None:
-    stream = [1]
-    r = region(end=128, mark=lambda number: number, current_stream=lambda: stream[0])
+    log = fake_cuda.Log()
+    r = region(end=128, log=log)
+    log.current = 1
     block = r.allocate(128)[0]
-    stream[0] = 2
+    log.work("of stream 1")
+    _mark_work(log, 2, "of stream 2")
     del block
-    assert r.allocate(128, after=2)[1] == [1]
+    _, waits = r.allocate(128, is_behind_caller=True)
+    assert len(waits) == 1 and _waited_for(log, waits) == {"of stream 1"}
+
+
+def test_nothing_is_recorded_for_an_eager_block_that_goes_in_a_capture() -> None:
+    """Not on the stream that took it either: one that cannot be asked may not be recorded on."""
+    log = fake_cuda.Log()
+    r = region(end=128, log=log)
+    log.current = 1
+    block = r.allocate(128)[0]
+    log.current = 2
+    log.capturing.add(2)
+    log.clear()
+    del block
+    assert log == []
+    log.capturing.clear()
+    assert r.allocate(128)[1] == []
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_bytes_whose_reader_is_not_known_go_to_nobody() -> None:
-    def mark(number: int) -> None:
+def test_bytes_whose_reader_is_not_known_go_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mark(log: fake_cuda.Log, stream: int) -> None:
         raise RuntimeError("no event")
 
-    r = region(mark=mark)
+    monkeypatch.setattr(fake_cuda.Log, "mark", mark)
+    r = region(log=fake_cuda.Log())
     block = r.allocate(1024)[0]
     del block
     assert r.allocate(1) is None
 
 
 def test_blocks_of_a_capture_go_to_captures_only() -> None:
-    capturing = [True]
-    r = region(capturing=lambda: capturing[0])
+    log = fake_cuda.Log()
+    log.capturing.add(log.current)
+    r = region(log=log)
     block = r.allocate(512)[0]
     del block
-    capturing[0] = False
+    log.capturing.clear()
     assert r.allocate(1024) is None
     assert r.allocate(512)[0].offset == 512
-    capturing[0] = True
+    log.capturing.add(log.current)
     assert r.allocate(512)[0].offset == 0
 
 

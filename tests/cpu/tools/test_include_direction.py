@@ -30,7 +30,9 @@ TREE = {
     "simt/executor.cpp": '#include "executor.hpp"\n',
     "host/engine.hpp": '#include "device/intranode/dispatch.cuh"\n#include "simt/executor.hpp"\n',
     "host/engine_cuda.cu": "#include <cuda_runtime_api.h>\nvoid f() { config.gridDim = 1; }\n",
-    "bind/core.cpp": '#include "host/engine.hpp"\n',
+    "host/calls/combine.cpp": '#include "host/engine.hpp"\n#include "device/arch/types.cuh"\n',
+    "bind/torch/reader.hpp": '#include "host/engine.hpp"\n',
+    "bind/core.cpp": '#include "host/calls/combine.cpp"\n#include "bind/torch/reader.hpp"\n',
 }
 
 
@@ -67,6 +69,8 @@ def test_a_layered_tree_passes(tmp_path: Path) -> None:
         ("device/intranode/dispatch.cuh", '  #  include "simt/executor.hpp"', "host executor"),
         ("simt/executor.cpp", '#include "device/sync/await.cuh"', "knows no protocol"),
         ("host/engine.hpp", '#include "bind/core.cpp"', "upward"),
+        ("host/engine.hpp", '#include "calls/combine.cpp"', "upward"),
+        ("host/calls/combine.cpp", '#include "bind/torch/reader.hpp"', "upward"),
         ("device/channel/ring.cuh", "#include <cuda_runtime.h>", "more than C++'s own"),
         ("device/channel/ring.cuh", "#include <cuda/atomic>", "more than C++'s own"),
         ("device/channel/ring.cuh", '#include "device/sync/missing.cuh"', "not in csrc/"),

@@ -1,0 +1,304 @@
+"""The order of native calls among streams (csrc/host/stream_order.hpp), on streams that keep CUDA's
+rules (fake_cuda): kernels of one Buffer must run one at a time, in the order of the calls, on every
+stream; and what the framework's allocator is told of."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import fake_cuda
+import pytest
+from fake_cuda import COMM, COMPUTE
+
+from deep_comm import _simt_tests
+
+OTHER = 33
+
+
+class Log(fake_cuda.Log):
+    """And what the allocator was told: (tensor, "comm" or "current")."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[tuple[str, str]] = []
+
+
+class Captured:
+    """An EventHandle of the current stream."""
+
+    def __init__(self, log: Log) -> None:
+        self._point = fake_cuda._Point(log)
+        self._point.record(log.current)
+
+    def wait_on_comm(self) -> None:
+        self._point.wait(COMM)
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.log = Log()
+        streams = _simt_tests.fake_streams(self.log)
+        self.order = _simt_tests.StreamOrder(streams, self.log, COMM)
+
+    def call(self, **options: Any) -> Callable[[int], None] | None:
+        call = self.order.begin(**options)
+        self.log.launch("kernel", call.stream)
+        return call.finish()
+
+    def fail(self, **options: Any) -> None:
+        """Between its launch and its end."""
+        call = self.order.begin(**options)
+        self.log.launch("kernel", call.stream)
+        call.note_output("output")
+        del call
+        gc.collect()
+
+    def assert_in_order(self) -> None:
+        """Each kernel comes after the one before it."""
+        for number, (stream, known) in enumerate(self.log.kernels):
+            assert number == 0 or number - 1 in known, (number, stream, self.log)
+
+
+def test_a_synchronous_call_runs_on_the_callers_stream_without_a_hop() -> None:
+    bench = Bench()
+    for _ in range(2):
+        bench.log.clear()
+        assert bench.call() is None
+        assert bench.log == [("kernel", COMPUTE), ("record", COMPUTE)]
+
+
+def test_a_call_waits_where_the_stream_changes_alone() -> None:
+    bench = Bench()
+    bench.call()
+    bench.log.current = OTHER
+    bench.log.clear()
+    bench.call()
+    bench.call()
+    assert bench.log.names() == ["wait", "kernel", "record", "kernel", "record"]
+    bench.assert_in_order()
+
+
+def test_the_order_of_streams_is_seen_by_this_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: without the wait, the check fails."""
+    bench = Bench()
+    bench.call()
+    monkeypatch.setattr(fake_cuda._Point, "wait", lambda point, stream: None)
+    bench.log.current = OTHER
+    bench.call()
+    with pytest.raises(AssertionError):
+        bench.assert_in_order()
+
+
+def test_an_asynchronous_call_leaves_the_callers_stream_alone() -> None:
+    bench = Bench()
+    bench.call()
+    bench.log.work("before")
+    wait = bench.call(is_async=True)
+    stream, known = bench.log.kernels[-1]
+    assert stream == COMM and "before" in known
+    assert 1 not in bench.log.known[COMPUTE]
+    assert wait is not None
+    wait(COMPUTE)
+    assert 1 in bench.log.known[COMPUTE]
+    bench.assert_in_order()
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_call_after_an_event_does_not_wait_for_later_work(is_async: bool) -> None:
+    bench = Bench()
+    bench.log.work("before")
+    bench.call()
+    event = Captured(bench.log)
+    bench.log.work("after")
+    call = bench.order.begin(event, is_async)
+    assert not call.is_behind_caller and call.owner_stream == COMM and call.caller == COMPUTE
+    bench.log.launch("kernel", call.stream)
+    call.finish()
+    stream, known = bench.log.kernels[-1]
+    assert stream == COMM and "before" in known and "after" not in known
+    assert (1 in bench.log.known[COMPUTE]) is not is_async
+    bench.call()
+    bench.assert_in_order()
+
+
+def test_the_comm_stream_may_be_the_current_stream() -> None:
+    bench = Bench()
+    bench.log.current = COMM
+    bench.call()
+    bench.call(is_async=True)
+    assert "order" not in bench.log.names() and "wait" not in bench.log.names()
+    bench.log.current = COMPUTE
+    bench.call()
+    bench.assert_in_order()
+
+
+def test_a_call_without_order_leaves_no_event() -> None:
+    bench = Bench()
+    bench.call()
+    bench.log.current = OTHER
+    bench.log.clear()
+    call = bench.order.begin_unordered()
+    assert call.stream == OTHER
+    call.finish()
+    assert bench.log == []
+
+
+@contextlib.contextmanager
+def _capture(log: Log, stream: int) -> Iterator[None]:
+    before, log.current = log.current, stream
+    log.capturing.add(stream)
+    known = {key: set(value) for key, value in log.known.items()}
+    try:
+        yield
+    finally:
+        assert log.current == stream
+        log.capturing.clear()
+        log.capture += 1
+        log.known.clear()
+        log.known.update(known)  # what was captured has not run
+        log.current = before
+
+
+@pytest.mark.parametrize("streams", [(44,), (44, 55)])
+def test_a_graph_takes_its_order_with_it(streams: tuple[int, ...]) -> None:
+    bench = Bench()
+    log = bench.log
+    bench.call()
+    first_eager = list(log.kernels)
+    log.kernels.clear()
+    with _capture(log, streams[0]):
+        log.capturing.update(streams)
+        for number in range(4):
+            log.current = streams[number % len(streams)]
+            call = bench.order.begin()
+            assert call.is_captured and call.stream == COMM
+            log.launch("kernel", call.stream)
+            call.finish()
+            assert number in log.known[log.current]
+        bench.fail()
+        wait = bench.call(is_async=True)
+        assert wait is not None
+        wait(log.current)
+        bench.assert_in_order()
+        log.current = streams[0]
+    log.kernels[:] = first_eager
+    log.known[COMPUTE] = {0}
+    log.current = OTHER
+    bench.call()  # after the eager call; no captured event is waited for
+    bench.call(is_async=True)
+    bench.assert_in_order()
+    log.clear()
+    bench.order.synchronize()
+    assert log.names() == ["synchronize", "synchronize device"]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_mixture_of_calls_is_in_order(seed: int) -> None:
+    bench = Bench()
+    log = bench.log
+    choose = random.Random(seed)
+    events: list[Captured] = []
+    for number in range(200):
+        log.current = choose.choice((COMPUTE, OTHER, COMM, 44))
+        log.work(("user", number))
+        options: dict[str, Any] = dict(is_async=choose.random() < 0.4)
+        if choose.random() < 0.3 and events:
+            options["previous_event"] = choose.choice(events)
+        options["allocates_on_comm"] = choose.random() < 0.3
+        wait = None
+        if choose.random() < 0.2:
+            bench.fail(**options)
+        else:
+            wait = bench.call(**options)
+            assert (wait is not None) is options["is_async"]
+            if not options["is_async"]:
+                assert len(log.kernels) - 1 in log.known[log.current]
+        if "previous_event" not in options:
+            assert ("user", number) in log.kernels[-1][1]
+        if wait is not None and choose.random() < 0.5:
+            wait(log.current)
+        events.append(Captured(log))
+    bench.assert_in_order()
+    log.clear()
+    bench.order.synchronize()
+    assert log.names() == ["synchronize"]
+
+
+@pytest.mark.parametrize("current", [OTHER, COMPUTE])
+def test_a_paused_call_goes_on_as_if_the_stream_were_the_same(current: int) -> None:
+    bench = Bench()
+    log = bench.log
+    call = bench.order.begin(is_async=True)
+    log.launch("notify", call.stream)
+    call.pause()
+    log.work("meanwhile")
+    log.current = current
+    call.resume()
+    assert log.current == COMPUTE
+    call.follow_caller()
+    log.launch("dispatch", call.stream)
+    assert "meanwhile" in log.kernels[-1][1]
+    assert call.finish() is not None
+    assert log.current == current
+    bench.call()
+    bench.assert_in_order()
+
+
+def test_nothing_follows_the_caller_of_a_call_that_never_paused() -> None:
+    bench = Bench()
+    call = bench.order.begin(is_async=True)
+    bench.log.clear()
+    call.follow_caller()
+    assert bench.log == []
+    call.finish()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize(
+    ("options", "inputs", "output"),
+    [
+        (dict(), [], []),
+        (dict(is_async=True), ["comm"], ["comm"]),
+        (dict(is_async=True, allocates_on_comm=True), ["comm"], ["current"]),
+        (dict(previous_event=True), [], ["current"]),
+        (dict(previous_event=True, is_async=True), ["comm"], ["current"]),
+        (dict(allocates_on_comm=True), [], []),
+    ],
+)  # fmt: skip
+def test_what_the_allocator_is_told(
+    options: dict[str, Any], inputs: list[str], output: list[str], fails: bool
+) -> None:
+    bench = Bench()
+    if "previous_event" in options:
+        options = options | dict(previous_event=Captured(bench.log))
+    call = bench.order.begin(**options)
+    call.note_output("output")
+    if fails:
+        inputs = []
+        del call
+    else:
+        call.finish(["input", None])
+    want = [("input", stream) for stream in inputs] + [("output", stream) for stream in output]
+    assert bench.log.told == want
+
+
+def test_memory_of_a_handle_is_told_of_other_streams() -> None:
+    bench = Bench()
+    log = bench.log
+
+    def told(home: int | None, **options: Any) -> list[str]:
+        log.told.clear()
+        bench.order.begin(**options).finish([], ["handle"], home)
+        return [stream for tensor, stream in log.told if tensor == "handle"]
+
+    assert told(COMPUTE) == [] and told(None) == []
+    assert told(OTHER) == ["current"]
+    event = Captured(log)
+    assert told(OTHER, previous_event=event) == ["comm", "current"]
+    assert told(COMPUTE, previous_event=event) == [] and told(COMM, previous_event=event) == []
+    assert told(COMPUTE, is_async=True) == ["comm"] and told(None, is_async=True) == ["comm"]
+    assert told(COMPUTE, is_async=True, allocates_on_comm=True) == ["comm", "current"]
