@@ -413,6 +413,7 @@ class Context:
         if makers != self.makers:
             self.makers, self.owner = makers, object()
         self.absent = ranks
+        self.native_calls.set_absent(sorted(ranks))
 
     def reset_low_latency(self) -> None:
         """Collective; see Buffer.low_latency_clean_mask_buffer."""

@@ -12,7 +12,7 @@ void bind_engine_cuda(pybind11::module_& m) {
   using Type = Engine<CudaTarget>;
   auto engine = bind_engine<CudaTarget>(m);
   bind_expand<CudaTarget>(m, engine);
-  bind_low_latency<CudaTarget>(m, engine);
+  bind_low_latency<CudaTarget>(engine);
   bind_internode<CudaTarget>(engine);
   engine.def(py::init([](int rank, int num_ranks, int device, std::vector<uintptr_t> peer_bases,
                          size_t heap_bytes, int num_max_experts, uint64_t timeout_ns) {

@@ -12,7 +12,7 @@ void bind_engine_host(pybind11::module_& m) {
   using Type = Engine<HostTarget>;
   auto engine = bind_engine<HostTarget>(m);
   bind_expand<HostTarget>(m, engine);
-  bind_low_latency<HostTarget>(m, engine);
+  bind_low_latency<HostTarget>(engine);
   bind_internode<HostTarget>(engine);
   engine.def(py::init([](int rank, int num_ranks, int device, std::vector<uintptr_t> peer_bases,
                          size_t heap_bytes, int num_max_experts, uint64_t timeout_ns,

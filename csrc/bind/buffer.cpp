@@ -137,6 +137,10 @@ void bind_buffer(py::module_& m) {
       "ranks_per_node"_a, "num_max_experts"_a, "num_nvl_bytes"_a, "num_ring_bytes"_a,
       "num_rdma_bytes"_a, "max_sms"_a, "raise_recorded"_a, "event_overlap"_a, "event_of"_a,
       "handle_class"_a, "tier_handle_class"_a, "require_present"_a);
+  buffer.def(
+      "set_absent",
+      [](BoundBuffer& self, std::vector<int> ranks) { self.context.absent = std::move(ranks); },
+      "ranks"_a, "Ranks that the Buffer does without, in ascending order.");
   def_call<&BoundBuffer::get_dispatch_layout>(buffer, "get_dispatch_layout");
   bind_normal_calls(m, buffer);
 }

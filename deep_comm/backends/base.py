@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -78,11 +78,6 @@ class Launch(Protocol):
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """An output, on the device and owned by the right stream."""
 
-    def empty_by_column(
-        self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
-    ) -> Tensor:
-        """The same for matrices stored by column, as ``strides`` says."""
-
     def adopt(self, tensor: Tensor) -> Tensor:
         """An output over memory that was there before."""
 
@@ -123,6 +118,8 @@ class Backend(Protocol):
     streams: object  # of the device, for native code: see _core.streams
     framework: _core.Framework  # torch, for native code
     order: _core.StreamOrder  # of the Buffer's calls
+    # Of a call on the communication stream: (event, outputs, the stream that owns these).
+    outputs_event: Callable[[_core.Event, Sequence[Tensor], int], EventHandle] | None
 
     def create_heap(
         self,
@@ -158,13 +155,6 @@ class Backend(Protocol):
         """Of an operation with this handle on the communication stream: the handle's memory
         outlives it. ``on_comm``: outputs belong to that stream."""
 
-    def end_with_outputs(self, outputs: Sequence[Tensor], /) -> EventOverlap:
-        """Of an operation on the communication stream that fills these, which belong to the current
-        stream, and of which torch's allocator has not been told: the event sees to them."""
-
-    def launch_unordered(self) -> Launch:
-        """On the caller's stream, without order among the Buffer's operations."""
-
     def mark(self, stream: int, /) -> Any:
         """An event on the stream; None if nothing can be in flight."""
 
@@ -183,11 +173,6 @@ class Backend(Protocol):
 
     def device_scope(self) -> AbstractContextManager[object]:
         """Makes the device current."""
-
-
-def transposed(shape: Sequence[int]) -> tuple[int, ...]:
-    """Of the matrices in a tensor of this shape."""
-    return (*shape[:-2], shape[-1], shape[-2])
 
 
 def poison(tensor: Tensor) -> None:

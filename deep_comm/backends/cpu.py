@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deep_comm import _core, env
 from deep_comm.backends import in_process
-from deep_comm.backends.base import EXCHANGE_API, Heap, poison, transposed
+from deep_comm.backends.base import EXCHANGE_API, Heap, poison
 from deep_comm.backends.foreign import Place
 from deep_comm.errors import UnsupportedError
 from deep_comm.events import EventHandle, EventOverlap
@@ -142,11 +142,6 @@ class _CpuLaunch:
             poison(tensor)
         return tensor
 
-    def empty_by_column(
-        self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
-    ) -> Tensor:
-        return self.empty(transposed(shape), dtype).mT
-
     def adopt(self, tensor: Tensor) -> Tensor:
         if self.poisons:
             poison(tensor)
@@ -193,6 +188,7 @@ class CpuBackend:
             device=self.device, comm_stream=None, exchange_api=EXCHANGE_API, current_stream=None
         )
         self.order = _core.StreamOrder(self.streams, self.framework, 0)
+        self.outputs_event = None
 
     def create_heap(
         self,
@@ -236,12 +232,6 @@ class CpuBackend:
 
     def end_asynchronous(self, known: HeldTensors | None, on_comm: bool) -> EventOverlap:
         return EventOverlap(EventHandle())
-
-    def end_with_outputs(self, outputs: Sequence[Tensor], /) -> EventOverlap:
-        return EventOverlap(EventHandle())
-
-    def launch_unordered(self) -> _CpuLaunch:
-        return _CpuLaunch(False, self._poison_outputs)
 
     def mark(self, stream: int, /) -> None:
         return None

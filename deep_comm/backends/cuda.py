@@ -18,6 +18,7 @@ from deep_comm.backends.base import Heap
 from deep_comm.backends.cuda_launch import Streams, current_raw_stream, streams_of
 from deep_comm.backends.foreign import Place
 from deep_comm.errors import TopologyError, UnsupportedError
+from deep_comm.events import OutputsEvent
 from deep_comm.ops import quick
 from deep_comm.rail import NVSHMEM
 from deep_comm.rendezvous import Rendezvous
@@ -138,13 +139,12 @@ class CudaBackend:
         self._streams = Streams(device, self._comm_stream, env.POISON.get())
         self.launch = self._streams.launch
         self.end_asynchronous = self._streams.end_asynchronous
-        self.end_with_outputs = self._streams.end_with_outputs
-        self.launch_unordered = self._streams.launch_unordered
         # Of every block that is given back: a function of C, and no frame of Python around it.
         self.current_stream = functools.partial(current_raw_stream, self._index)
         native = streams_of(self._index)
         self.streams: object = native.door
         self.framework, self.order = self._streams.framework, self._streams.order
+        self.outputs_event = functools.partial(OutputsEvent, comm=self._comm_stream)
         self.mark = native.mark
         # Of every step of a layer's "auto".
         self.is_capturing: Callable[[], bool] = self._is_capturing

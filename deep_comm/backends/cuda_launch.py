@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from deep_comm import _core, _cuda, events
-from deep_comm.backends.base import EXCHANGE_API, poison, transposed
-from deep_comm.events import EventHandle, EventOverlap, OutputsEvent
+from deep_comm.backends.base import EXCHANGE_API, poison
+from deep_comm.events import EventHandle, EventOverlap
 from deep_comm.ops import quick
 
 if TYPE_CHECKING:
@@ -134,28 +134,12 @@ class Streams:
             self.record_handle(known, on_comm, current_raw_stream(self.index))
         return EventOverlap(EventHandle.of(self.native.mark(self.raw_comm)))
 
-    def end_with_outputs(self, outputs: Sequence[Tensor]) -> EventOverlap:
-        """Behind an asynchronous operation that fills these, which are the current stream's."""
-        pooled = self.native.mark(self.raw_comm)
-        home = current_raw_stream(self.index)
-        return EventOverlap(OutputsEvent(pooled, outputs, home, self.comm))
-
     def record_handle(self, handle: HeldTensors, on_comm: bool, caller_stream: int) -> None:
         """Tell torch's allocator that the communication stream uses it, and where that owns the
         outputs the caller's."""
         handle.record_on(self.comm, self.raw_comm)
         if on_comm:
             handle.record_on(torch.cuda.current_stream(self.index), caller_stream)
-
-    def launch_unordered(self) -> UnorderedLaunch:
-        """On the caller's stream, whatever it is doing: the caller orders such
-        operations among each other.
-        """
-        device_scope: torch.cuda.device | None = None
-        if not self.native.is_device_current():
-            device_scope = torch.cuda.device(self.index)
-            device_scope.__enter__()
-        return UnorderedLaunch(self, current_raw_stream(self.index), device_scope)
 
 
 class CallerLaunch:
@@ -198,14 +182,6 @@ class CallerLaunch:
             poison(tensor)
         return tensor
 
-    def empty_by_column(
-        self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
-    ) -> Tensor:
-        tensor = torch.empty_strided(shape, strides, dtype=dtype, device=self._streams.device)
-        if self.poisons:
-            poison(tensor.mT)
-        return tensor
-
     def adopt(self, tensor: Tensor) -> Tensor:
         if self.poisons:
             poison(tensor)
@@ -231,29 +207,6 @@ class CallerLaunch:
 
     def follow_caller(self) -> None:
         pass
-
-
-class UnorderedLaunch(CallerLaunch):
-    """An operation on the caller's stream that no other stream knows of."""
-
-    __slots__ = ()
-
-    def __init__(
-        self, streams: Streams, compute: int, device_scope: torch.cuda.device | None
-    ) -> None:
-        self.stream = compute
-        self.poisons = streams.poisons
-        self._streams = streams
-        self._device_scope = device_scope
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._device_scope is not None:
-            self._device_scope.__exit__(exc_type, exc_value, traceback)
 
 
 class CommLaunch:
@@ -383,11 +336,6 @@ class CommLaunch:
             _record(self._outputs, torch.cuda.current_stream(self._streams.index))
         else:
             _record(self._outputs, self._streams.comm)
-
-    def empty_by_column(
-        self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
-    ) -> Tensor:
-        return self.empty(transposed(shape), dtype).mT
 
     def adopt(self, tensor: Tensor) -> Tensor:
         if self.poisons:

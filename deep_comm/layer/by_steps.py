@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
-from deep_comm.layer.quick_decode import NEVER
+from deep_comm.layer.decode import NEVER
 from deep_comm.ops.quick import never
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, is_grad_enabled
 
+from deep_comm._core import Decoded
 from deep_comm.errors import ArgumentError
 from deep_comm.layer import autograd
 from deep_comm.layer.batch import ExpertBatch
@@ -20,7 +21,6 @@ from deep_comm.layer.host_words import HostWords, most_tokens
 from deep_comm.layer.mode import ModeRule
 from deep_comm.layer.pending import Pending
 from deep_comm.layer.prefill import Sent
-from deep_comm.layer.quick_decode import Decoded
 from deep_comm.layer.quick_prefill import Prefilled
 from deep_comm.layer.shape import Mode
 from deep_comm.layer.transport import Transport

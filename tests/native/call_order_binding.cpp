@@ -39,6 +39,9 @@ class LoggedFramework final : public Framework {
               std::shared_ptr<void> /*owner*/) override {
     refuse();
   }
+  Object part(const void* /*tensor*/, const TensorSpec& /*spec*/, size_t /*offset*/) override {
+    refuse();
+  }
   void record_on_comm(const void* tensor) override { tell("comm", tensor); }
   void record_on_current(const void* tensor) override { tell("current", tensor); }
   void comm_waits_for(const void* event) override { as_handle(event).attr("wait_on_comm")(); }

@@ -1,9 +1,5 @@
-"""The two calls of a decode step in one native step each, from the layer's arguments to its
-results, and with what "auto" asks behind them.
-
-They do the whole call, or nothing: for whatever is in doubt they return None before anything has
-happened, and the layer goes on step by step (transport.py), which names what is wrong. See
-csrc/bind/quick_decode.hpp.
+"""The calls of a decode step: low-latency calls from the layer's arguments to its batch and back, and
+with what "auto" asks after them. See csrc/bind/calls_layer_decode.cpp.
 """
 
 from __future__ import annotations
@@ -11,33 +7,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from deep_comm.errors import DeepCommError
+from deep_comm import _core
 from deep_comm.layer.batch import ExpertBatch
-from deep_comm.ops import low_latency, quick
+from deep_comm.ops import quick
 
 if TYPE_CHECKING:
+    from deep_comm._core import Decoded
     from deep_comm.buffer import Buffer
     from deep_comm.layer.host_words import HostWords
     from deep_comm.layer.mode import ModeRule
     from deep_comm.layer.shape import MoEShape
-    from deep_comm.low_latency_state import LowLatencyShape
-
-
-class Decoded(NamedTuple):
-    """What combine needs of a decode batch."""
-
-    shape: LowLatencyShape
-    metadata: Tensor  # of the handle
-    num_tokens: int
-    topk_idx: Tensor
-    exchange: int  # that its ranks have told of; 0: none
 
 
 class DecodeCalls(NamedTuple):
-    """Attributes:
+    """All return None, and have done nothing, for what the layer has rules of its own about: it names
+    what is wrong, or goes on with the Buffer's calls (transport.py).
+
+    Attributes:
     begin(x, topk_idx, topk_weights, is_asking): an ExpertBatch; with ``is_asking`` all ranks
         learn the most tokens of any: by words where all share a host, else by the device.
     end(rows, state): the sums.
@@ -62,27 +50,18 @@ def decode_calls(
     rule: ModeRule,
 ) -> DecodeCalls:
     """``common``: what is alike in all batches. Of a layer that can decode."""
-    state = buffer._low_latency
-    native = state.quick_calls
-    if native is None or shape.fp8:  # FP8's scales go through torch once more
+    if shape.fp8:  # FP8's scales go through torch once more
         return NEVER
-    options = (
-        shape.num_slots, shape.hidden, shape.num_topk, shape.num_experts,
-        False, False, False, False, True, False,
-    )  # fmt: skip
-    try:
-        form = state.shapes.get(options) or low_latency.shape_of(buffer._context, state, options)
-    except DeepCommError:  # the first call will say why
-        return NEVER
-    num_rows = form.num_local * form.num_rows
-    begin, end, finish = native.layer(
-        shape=form,
+    begin, end, finish = _core.layer_decode(
+        low_latency=buffer._low_latency,
+        num_slots=shape.num_slots,
+        hidden=shape.hidden,
+        num_topk=shape.num_topk,
+        num_experts=shape.num_experts,
         decode_tokens=shape.decode_tokens,
-        rows=((num_rows, shape.hidden), (shape.hidden, 1), torch.bfloat16),
-        batch_type=ExpertBatch,
+        batch_of=ExpertBatch.of,
         common=common,
-        state_type=Decoded,
         words=None if words is None else words.place,
-        rule=rule,
+        learn=rule.learn,
     )
     return DecodeCalls(begin, end, finish)
