@@ -15,7 +15,6 @@ void bind_layer_decode(pybind11::module_& m);
 void bind_streams(pybind11::module_& m);
 void bind_region(pybind11::module_& m);
 void bind_host_words(pybind11::module_& m);
-void bind_quick_normal(pybind11::module_& m);
 void bind_simulation(pybind11::module_& m);
 void bind_engine_host(pybind11::module_& m);
 void bind_examples(pybind11::module_& m);
