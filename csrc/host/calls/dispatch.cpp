@@ -238,7 +238,7 @@ class ReservedDispatch : private NewDispatch {
       }
       const auto num_bytes = static_cast<int64_t>(layout.num_bytes());
       storage = memory.empty(TensorSpec::of(kUint8, {num_bytes}), *order);
-      block = PartMemory::of(storage);
+      block = PartMemory::of_bytes(storage);
     }
     set_addresses();
   }
@@ -444,7 +444,7 @@ class LaunchedDispatch final : private ReservedDispatch, public LaunchedCall {
     expansion.num_tokens_limit = num_tokens;
     expansion.num_rows = out.num_rows;
     expansion.expert_alignment = routing.expert_alignment;
-    expansion.numbering = PartMemory::of(numbering.storage);
+    expansion.numbering = PartMemory::of_words(numbering.storage);
     expansion.placed = out.placed;
     return expansion;
   }
