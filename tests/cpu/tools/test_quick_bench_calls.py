@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
-from quick_calls import (
-    E,
-    H,
-    K,
-    M,
-    NormalSpy,
-    R,
-    Spy,
-    T,
-    on_normal,
-    on_ranks,
-)
+from quick_calls import E, H, K, NormalSpy, R, T, on_normal
 
 import deep_comm
 from deep_comm.bench import operations
 from deep_comm.bench.expected import Expected as NormalExpected
-from deep_comm.bench.low_latency import options as low_latency
-from deep_comm.bench.low_latency.expected import Expected as LowLatencyExpected
-from deep_comm.bench.low_latency.operations import BufferCalls
 from deep_comm.bench.workload import Workload
 
 
@@ -52,22 +37,3 @@ def test_the_bench_times_calls_of_one_step(dtype: str, config: Any) -> None:
         assert not wanted
 
     on_normal(body, num_direct_bytes=4 << 20)
-
-
-@pytest.mark.parametrize("layout", low_latency.LAYOUTS)
-@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
-def test_the_bench_times_low_latency_calls_of_one_step(dtype: str, layout: str) -> None:
-    workload = Workload(R, T, H, E, K, dtype)
-
-    def body(buffer: Any, rank: int) -> None:
-        expected = LowLatencyExpected(workload, layout, rank, buffer.device, M)
-        calls = BufferCalls(buffer, expected, layout, 2)
-        spy = Spy(buffer)
-        for name, phases in itertools.product(low_latency.NAMES, low_latency.PHASES):
-            operation = calls.operation(name, phases)
-            operation.call(0)
-            spy.made.clear()
-            operation.call(1)
-            assert spy.made and all(spy.made), (name, phases)
-
-    on_ranks(body)
