@@ -357,12 +357,6 @@ class Context:
         """
         if self.pending is not None:
             self.pending.settle()
-        self.begin_unordered()
-
-    def begin_unordered(self) -> None:
-        """The same of low-latency calls, which have no order among those of normal mode. They wait
-        for no counts: peers that have none left to wait for may be in this call already.
-        """
         if self._has_failed[0] != 0:
             self.require_open()
             record = self.engine.poll_error()
