@@ -9,12 +9,12 @@ namespace deep_comm {
 void bind_torch(pybind11::module_& m);
 void bind_segment(pybind11::module_& m);
 void bind_buffer(pybind11::module_& m);
+void bind_handle(pybind11::module_& m);
 void bind_low_latency_calls(pybind11::module_& m);
 void bind_layer_decode(pybind11::module_& m);
 void bind_streams(pybind11::module_& m);
 void bind_region(pybind11::module_& m);
 void bind_host_words(pybind11::module_& m);
-void bind_quick_normal(pybind11::module_& m);
 void bind_simulation(pybind11::module_& m);
 void bind_engine_host(pybind11::module_& m);
 void bind_examples(pybind11::module_& m);

@@ -11,7 +11,7 @@
 #include "bind/function.hpp"
 #include "bind/torch/framework.hpp"
 #include "bind/torch/reader.hpp"
-#include "host/calls/call_context.hpp"
+#include "host/calls/dispatch.hpp"
 
 namespace deep_comm {
 
@@ -21,6 +21,9 @@ struct PythonParts {
   pybind11::object raise_recorded;  // () raises what a kernel has recorded
   pybind11::object event_overlap;   // EventOverlap(event: EventHandle | None)
   pybind11::object event_of;        // EventHandle.of(Event | None)
+  pybind11::object handle_class, tier_handle_class;  // Handle, InternodeHandle
+  // (first tensor of a handle) raises if rows of it go to absent ranks
+  pybind11::object require_present;
 };
 
 // A DefaultConfig of deep_comm/tuning.py.
@@ -35,7 +38,7 @@ class PythonChooser final : public ConfigChooser {
   pybind11::object chooser_;
 };
 
-struct BoundBuffer {
+struct BoundBuffer : std::enable_shared_from_this<BoundBuffer> {
   template <class... ContextArguments>
   BoundBuffer(std::vector<pybind11::object> kept, PythonParts python, TensorReader reader,
               ContextArguments&&... arguments)
@@ -58,15 +61,27 @@ struct BoundBuffer {
   // `event`: EventHandle, or None.
   StreamOptions read_streams(PyObject* event, PyObject* async_finish, PyObject* on_comm) const;
 
+  DispatchRequest read_dispatch(const Arguments<24>& given);
+
   // ---- calls
   pybind11::object get_dispatch_layout(const Arguments<5>& given);
+  pybind11::object dispatch(const Arguments<24>& given);
+  pybind11::object begin_dispatch(const Arguments<24>& given);
+  pybind11::object combine(const Arguments<11>& given);
 
   // ---- results
   // EventOverlap of a call; null: of a synchronous one.
   pybind11::object overlap_of(std::shared_ptr<Event> event) const;
+  // Of handles of this Buffer's tier.
+  const pybind11::object& handle_class() const {
+    return context.group.is_internode() ? python.tier_handle_class : python.handle_class;
+  }
 };
 
 using BufferClass = pybind11::class_<BoundBuffer, std::shared_ptr<BoundBuffer>>;
+
+// The calls of BufferCalls, each in the file of its name.
+void bind_normal_calls(pybind11::module_& m, BufferClass& buffer);
 
 // Of a member of CallContext's results: None where there is none.
 inline pybind11::object object_of(Object object) {

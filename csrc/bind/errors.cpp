@@ -62,6 +62,8 @@ const char* name_of(CallError::Class error_class) {
       return "UnsupportedError";
     case Class::kBufferDestroyed:
       return "BufferDestroyed";
+    case Class::kCallInterrupted:
+      return "CallInterrupted";
     case Class::kGeneral:
     case Class::kRecorded:
       break;
@@ -78,6 +80,8 @@ py::object exception_of(const CallError& error) {
       return type(error.argument, shown(error.value), error.rule);
     case Class::kBufferTooSmall:  // whose text says `rule` as what the bytes are for
       return type(shown(error.value), error.needed_bytes, error.rule, error.argument);
+    case Class::kCallInterrupted:
+      return type(shown(error.value));
     default:
       return type(error.rule);
   }

@@ -27,8 +27,14 @@ class Framework {
   // is allowed if the tensor has no elements.
   virtual Object over(uintptr_t address, const TensorSpec& spec, std::shared_ptr<void> owner) = 0;
   // A tensor over a part of another one's memory, which begins `offset` bytes behind its first element.
-  // `tensor` (borrowed) is flat; offset and the part's bytes are multiples of both element sizes.
+  // `tensor` (borrowed) is flat; offset and the part's bytes are multiples of both element sizes. One
+  // with strides of its own is of the same type, and `tensor` begins where its memory does.
   virtual Object part(const void* tensor, const TensorSpec& spec, size_t offset) = 0;
+  // While gradients are off for good (torch's inference mode), tensors that are made then can never
+  // have any.
+  virtual bool is_inference_mode() const = 0;
+  // Leaves that mode until the result has gone.
+  virtual std::shared_ptr<void> leave_inference_mode() = 0;
   // Tells the framework's allocator that the communication stream uses a tensor (borrowed), so that
   // its memory is not handed out before that has come so far. Nothing for an empty tensor.
   virtual void record_on_comm(const void* tensor) = 0;

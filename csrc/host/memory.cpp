@@ -82,6 +82,10 @@ Memory::Memory(std::shared_ptr<StreamOrder> order, uintptr_t heap_base,
 
 Framework& Memory::framework() const { return order_->framework(); }
 
+const std::shared_ptr<Framework>& Memory::shared_framework() const {
+  return order_->shared_framework();
+}
+
 std::shared_ptr<Block> Memory::take(size_t num_bytes, const CallOrder& order, bool is_scratch) {
   const BlockRequest request{num_bytes, order.caller(), order.is_behind_caller(),
                              order.is_captured(), is_scratch};
@@ -105,13 +109,16 @@ MadeTensor Memory::empty(const TensorSpec& spec, CallOrder& order) {
   return made;
 }
 
-Object Memory::over(size_t offset, const TensorSpec& spec, std::shared_ptr<Block> block) {
-  struct Keep {
+std::shared_ptr<void> Memory::keep(std::shared_ptr<Block> block) const {
+  struct Keeper {
     std::shared_ptr<Block> block;
     std::shared_ptr<void> heap;
   };
-  auto keep = std::make_shared<Keep>(Keep{std::move(block), heap_owner_});
-  return framework().over(heap_base_ + offset, spec, std::move(keep));
+  return std::make_shared<Keeper>(Keeper{std::move(block), heap_owner_});
+}
+
+Object Memory::over(size_t offset, const TensorSpec& spec, std::shared_ptr<void> keeper) {
+  return framework().over(heap_base_ + offset, spec, std::move(keeper));
 }
 
 }  // namespace deep_comm

@@ -131,6 +131,7 @@ class Memory {
          std::shared_ptr<Region> region, bool poisons);
 
   Framework& framework() const;
+  const std::shared_ptr<Framework>& shared_framework() const;
   uintptr_t heap_base() const { return heap_base_; }
   const std::shared_ptr<Region>& region() const { return region_; }
   bool poisons() const { return poisons_; }
@@ -151,8 +152,10 @@ class Memory {
 
   // An output of the framework's memory, on the stream that owns the call's outputs.
   MadeTensor empty(const TensorSpec& spec, CallOrder& order);
-  // A tensor over the heap, `offset` bytes from its base; it keeps the block and the heap.
-  Object over(size_t offset, const TensorSpec& spec, std::shared_ptr<Block> block);
+  // What tensors over a block keep: it, and the heap.
+  std::shared_ptr<void> keep(std::shared_ptr<Block> block) const;
+  // A tensor over the heap, `offset` bytes from its base.
+  Object over(size_t offset, const TensorSpec& spec, std::shared_ptr<void> keeper);
 
  private:
   std::shared_ptr<StreamOrder> order_;

@@ -39,6 +39,7 @@ class CallError : public std::exception {
     kBufferTooSmall,
     kUnsupported,
     kBufferDestroyed,
+    kCallInterrupted,  // value: the rank
     kGeneral,
     kRecorded  // the engine's record says what failed; the bindings raise that
   };

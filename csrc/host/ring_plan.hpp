@@ -68,6 +68,14 @@ struct RingPlan {
   RailConfig rail{};         // between nodes
 };
 
+// What a plan between nodes follows from. num_channels: of the handle; 0: of new routing.
+struct TwoTierKey {
+  ConfigChoice choice;
+  int row_bytes = 0, scale_row_bytes = 0, num_topk = 0, num_channels = 0;
+
+  bool operator==(const TwoTierKey&) const = default;
+};
+
 inline constexpr int kMostPlanChannels = 256;  // control words exist for so many
 
 // Rings inside a node for `config`, which num_nvl_bytes must hold if it was given, or else shrunk

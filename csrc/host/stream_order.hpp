@@ -42,6 +42,7 @@ class StreamOrder {
 
   StreamTarget& target() const { return *target_; }
   Framework& framework() const { return *framework_; }
+  const std::shared_ptr<Framework>& shared_framework() const { return framework_; }
   uint64_t comm() const { return comm_; }
   // The state, for calls that do not run in a CallOrder yet.
   const std::shared_ptr<Event>& hop() const { return hop_; }

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from deep_comm import _core
 from deep_comm.layer.batch import ExpertBatch
-from deep_comm.ops import quick
 
 if TYPE_CHECKING:
     from deep_comm._core import Decoded
@@ -39,7 +38,11 @@ class DecodeCalls(NamedTuple):
     finish: Callable[[Any, Decoded], Tensor | tuple[Tensor, int | None] | None]
 
 
-NEVER = DecodeCalls(quick.never, quick.never, quick.never)
+def never(*arguments: object) -> None:
+    """In the place of a native call that there is not."""
+
+
+NEVER = DecodeCalls(never, never, never)
 
 
 def decode_calls(

@@ -42,6 +42,8 @@ class LoggedFramework final : public Framework {
   Object part(const void* /*tensor*/, const TensorSpec& /*spec*/, size_t /*offset*/) override {
     refuse();
   }
+  bool is_inference_mode() const override { return false; }
+  std::shared_ptr<void> leave_inference_mode() override { refuse(); }
   void record_on_comm(const void* tensor) override { tell("comm", tensor); }
   void record_on_current(const void* tensor) override { tell("current", tensor); }
   void comm_waits_for(const void* event) override { as_handle(event).attr("wait_on_comm")(); }

@@ -127,6 +127,8 @@ TorchFramework::TorchFramework(const py::object& device, py::object comm_stream,
   from_dlpack_ = torch.attr("from_dlpack");
   is_deterministic_ = torch.attr("are_deterministic_algorithms_enabled");
   deterministic_ = torch.attr("utils").attr("deterministic");
+  is_inference_mode_ = torch.attr("is_inference_mode_enabled");
+  inference_mode_ = torch.attr("inference_mode");
   // The device is always named: a program's default device is not for a Buffer's tensors.
   options_ = py::make_tuple("dtype", "device");
 }
@@ -291,6 +293,9 @@ Object TorchFramework::part(const void* tensor, const TensorSpec& spec, size_t o
   const py::handle whole = borrowed(tensor);
   const TensorRef found = reader_.read(whole.ptr());
   const size_t begin = offset / found.type.num_bytes;
+  if (!spec.is_contiguous()) {
+    return to_object(whole.attr("as_strided")(shape_of(spec), strides_of(spec), begin));
+  }
   const size_t end = begin + spec.num_bytes() / found.type.num_bytes;
   const py::object first = checked(PyLong_FromSize_t(begin)), last = checked(PyLong_FromSize_t(end));
   const py::object range = checked(PySlice_New(first.ptr(), last.ptr(), nullptr));
@@ -298,6 +303,20 @@ Object TorchFramework::part(const void* tensor, const TensorSpec& spec, size_t o
   if (!(spec.type == found.type)) made = made.attr("view")(py::handle(types_.dtype_of(spec.type)));
   if (spec.num_dims != 1) made = made.attr("view")(shape_of(spec));
   return to_object(std::move(made));
+}
+
+// ---- inference mode -----------------------------------------------------------------------------------
+
+bool TorchFramework::is_inference_mode() const { return py::cast<bool>(is_inference_mode_()); }
+
+std::shared_ptr<void> TorchFramework::leave_inference_mode() {
+  py::object scope = inference_mode_(false);
+  scope.attr("__enter__")();
+  return {scope.release().ptr(), [](void* left) {
+            const py::error_scope kept;
+            const auto scope = py::reinterpret_steal<py::object>(static_cast<PyObject*>(left));
+            scope.attr("__exit__")(py::none(), py::none(), py::none());
+          }};
 }
 
 }  // namespace deep_comm

@@ -31,6 +31,8 @@ class TorchFramework final : public Framework {
   MadeTensor empty_on_comm(const TensorSpec& spec) override;
   Object over(uintptr_t address, const TensorSpec& spec, std::shared_ptr<void> owner) override;
   Object part(const void* tensor, const TensorSpec& spec, size_t offset) override;
+  bool is_inference_mode() const override;
+  std::shared_ptr<void> leave_inference_mode() override;
   void record_on_comm(const void* tensor) override;
   void record_on_current(const void* tensor) override;
   void comm_waits_for(const void* event) override;
@@ -54,6 +56,7 @@ class TorchFramework final : public Framework {
   const DlExchangeApi* api_;  // null: a capsule and torch.from_dlpack
   pybind11::object comm_stream_, current_stream_;
   pybind11::object torch_cuda_, empty_strided_, from_dlpack_, is_deterministic_, deterministic_;
+  pybind11::object is_inference_mode_, inference_mode_;
   pybind11::tuple options_;  // names of empty_strided's keywords
   // By ScalarType; empty: nobody has asked yet.
   mutable std::array<std::optional<bool>, 256> made_by_dlpack_;

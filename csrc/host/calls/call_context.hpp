@@ -11,12 +11,14 @@
 
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "host/calls/plans_in_node.hpp"
 #include "host/dispatch_record.hpp"
 #include "host/engine_calls.hpp"
 #include "host/interpreter.hpp"
@@ -52,6 +54,17 @@ class PendingCall {
   virtual void forget(const CallError& error) = 0;
 };
 
+// Between nodes: what the rail may still read when the kernel that put it has ended, until the rail peers
+// have come to a later call. That is the sums that combine stages (docs/design/0022).
+struct RailReads {
+  bool are_late = false;       // rows are put, not stored
+  size_t begin = 0, end = 0;  // of the last combine's staging, from the heap's base
+
+  bool meet(const Block& block) const {
+    return block.offset < end && begin < block.offset + block.num_bytes;
+  }
+};
+
 class CallContext {
  public:
   CallContext(GroupShape group, EngineCalls& engine, std::shared_ptr<StreamOrder> order,
@@ -63,7 +76,9 @@ class CallContext {
         memory(std::move(memory)),
         order(*order),
         forecast(group.num_ranks, group.num_nodes),
-        shared_order_(std::move(order)) {}
+        shared_order_(std::move(order)) {
+    set_members({});
+  }
   CallContext(const CallContext&) = delete;
   CallContext& operator=(const CallContext&) = delete;
 
@@ -75,9 +90,24 @@ class CallContext {
   StreamOrder& order;
   RowForecast forecast;
   EarlyDispatches early_dispatches;
+  PlanCache<TwoTierKey, RingPlan> two_tier_plans;
+  RailReads rail_reads;
   std::shared_ptr<PendingCall> pending;
-  std::shared_ptr<const BufferToken> token = std::make_shared<BufferToken>();
+  std::shared_ptr<const BufferToken> token;
+  PlansInNode plans_in_node;
+  // Takes what the engine has recorded, as the bindings can throw it. Set by them.
+  std::function<std::exception_ptr()> recorded_error;
+
   std::vector<int> absent;  // ranks that the Buffer does without, ascending: Buffer.reset(without=...)
+
+  // Handles are from now on those of these ranks; see BufferToken.
+  void set_members(std::vector<std::string> members) {
+    token = std::make_shared<BufferToken>(
+        BufferToken{group.num_ranks, group.num_nodes, device_name, std::move(members)});
+  }
+
+  // Peers can write rows in place.
+  bool has_region() const { return rings.num_ring_bytes < rings.num_nvl_bytes; }
 
   // Before every call of normal mode: the Buffer lives and no kernel has failed. Calls run one after
   // the other, so that one whose counts are still awaited ends now.

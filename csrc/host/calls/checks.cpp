@@ -72,6 +72,12 @@ CheckedRouting check_routing(const CallContext& context, const DispatchRequest& 
   return routing;
 }
 
+void require_no_routing(const DispatchRequest& request) {
+  if (!request.topk_idx.is_given() && !request.topk_weights.is_given()) return;
+  refuse_argument(request.topk_idx.is_given() ? "topk_idx" : "topk_weights", {},
+                  "must be left away with a handle");
+}
+
 std::vector<const void*> inputs_of(const Payload& payload, const DispatchRequest& request) {
   return {payload.x_object,
           payload.scales_object,
@@ -118,7 +124,8 @@ CheckedCombine check_combine(const CallContext& context, const CombineRequest& r
   checked.row_bytes = static_cast<int>(checked.hidden * x.type.num_bytes);
   checked.x = memory.non_null(x.address);
 
-  const DispatchRecord& handle = *request.handle;
+  checked.handle = check_handle(context, request.handle);
+  const DispatchRecord& handle = *checked.handle;
   if (handle.num_output_rows != checked.num_rows) {
     refuse_handle(std::to_string(handle.num_output_rows) + " received rows",
                   "must be of a dispatch that returned as many rows as x has (" +
@@ -141,7 +148,7 @@ CheckedCombine check_combine(const CallContext& context, const CombineRequest& r
     checked.num_topk = static_cast<int>(weights.shape[1]);
   }
   const int num_items = request.num_bias_items;
-  if (num_items != 0 && num_items != 2) {
+  if (num_items >= 0 && num_items != 2) {
     refuse_argument("bias", std::to_string(num_items) + " items",
                     "must be a tensor or a pair of tensors");
   }
@@ -149,7 +156,7 @@ CheckedCombine check_combine(const CallContext& context, const CombineRequest& r
     const TensorRef& bias = request.bias[item];
     if (!bias.is_given()) continue;
     const char* names[] = {"bias[0]", "bias[1]"};
-    require_tensor(num_items == 0 ? "bias" : names[item], bias,
+    require_tensor(num_items < 0 ? "bias" : names[item], bias,
                    {{handle.num_tokens, checked.hidden}, {checked.type}}, device);
     checked.bias[item] = memory.address_of(bias);
   }

@@ -4,16 +4,16 @@
 
 #include <memory>
 
-#include "host/calls/call_context.hpp"
+#include "host/calls/handle.hpp"
 
 namespace deep_comm {
 
 struct CombineRequest {
   TensorRef x;
-  std::shared_ptr<DispatchRecord> handle;
+  HandleRequest handle;
   TensorRef topk_weights;
   TensorRef bias[2];
-  int num_bias_items = 0;  // of a tuple or list; 0: a tensor, or none
+  int num_bias_items = -1;  // of a tuple or list; -1: a tensor, or none
   bool apply_weights = false;
   ConfigChoice config;
   StreamOptions streams;
@@ -27,6 +27,7 @@ struct CombineResult {
 
 // What a combine of either tier is given, checked.
 struct CheckedCombine {
+  std::shared_ptr<DispatchRecord> handle;
   Dtype dtype;
   ElementType type;
   int64_t num_rows = 0, hidden = 0;

@@ -5,14 +5,15 @@
 #include <memory>
 #include <vector>
 
+#include "host/calls/handle.hpp"
 #include "host/calls/payload.hpp"
 
 namespace deep_comm {
 
 struct DispatchRequest {
   PayloadRequest payload;
-  // Of an earlier dispatch, whose routing is repeated; null: new routing.
-  std::shared_ptr<DispatchRecord> handle;
+  // Of an earlier dispatch, whose routing is repeated; not given: new routing.
+  HandleRequest handle;
   TensorRef num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert;
   TensorRef topk_idx, topk_weights;
   IntegerRef expert_alignment, num_worst_tokens, num_experts;
@@ -48,13 +49,15 @@ struct CheckedRouting {
 CheckedRouting check_routing(const CallContext& context, const DispatchRequest& request,
                              int64_t num_tokens);
 
+// A call with a handle has no other routing. Throws CallError: kArgument.
+void require_no_routing(const DispatchRequest& request);
+
 // The caller's tensors of a call, for CallOrder::finish.
 std::vector<const void*> inputs_of(const Payload& payload, const DispatchRequest& request);
 
 // ---- handles
 
-// Of a handle given as tensors or by another Buffer: throws CallError kHandleMismatch unless it is of
-// as many tokens, and expanded if the call needs that.
+// Throws CallError kHandleMismatch unless it is of as many tokens, and expanded if the call needs that.
 void require_handle(const DispatchRecord& handle, int64_t num_tokens, bool needs_expansion);
 void require_channels(const DispatchRecord& handle, int num_channels, const char* sms_of_channels);
 
@@ -73,7 +76,14 @@ class PendingDispatch : public PendingCall {
   // Waits, and returns the result, once; throws what went wrong, in every call.
   virtual DispatchResult result() = 0;
 };
-std::shared_ptr<PendingDispatch> begin_dispatch(CallContext& context,
-                                                const DispatchRequest& request);
+std::shared_ptr<PendingDispatch> begin_dispatch_in_node(CallContext& context,
+                                                        const DispatchRequest& request);
+std::shared_ptr<PendingDispatch> begin_dispatch_between_nodes(CallContext& context,
+                                                              const DispatchRequest& request);
+inline std::shared_ptr<PendingDispatch> begin_dispatch(CallContext& context,
+                                                       const DispatchRequest& request) {
+  return context.group.is_internode() ? begin_dispatch_between_nodes(context, request)
+                                      : begin_dispatch_in_node(context, request);
+}
 
 }  // namespace deep_comm

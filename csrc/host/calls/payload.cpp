@@ -13,7 +13,7 @@ std::string items(int num_items) { return std::to_string(num_items) + " items"; 
 
 Payload check_cast(const CallContext& context, const PayloadRequest& request) {
   const TensorRef& x = request.x;
-  if (request.num_items != 0) {
+  if (request.num_items >= 0) {
     refuse_argument("x", items(request.num_items),
                     "must be a tensor without scales with use_fp8");
   }
@@ -42,7 +42,7 @@ Payload check_cast(const CallContext& context, const PayloadRequest& request) {
 
 Payload check_plain(const CallContext& context, const PayloadRequest& request) {
   const TensorRef& x = request.x;
-  if (request.num_items != 0 && request.num_items != 2) {
+  if (request.num_items >= 0 && request.num_items != 2) {
     refuse_argument("x", items(request.num_items), "must be a tensor or (tensor, scales)");
   }
   require_tensor("x", x, {{-1, -1}}, context.device_name);
@@ -56,7 +56,7 @@ Payload check_plain(const CallContext& context, const PayloadRequest& request) {
   payload.x = context.memory.non_null(x.address);
   payload.x_object = x.object;
   const TensorRef& scales = request.scales;
-  if (request.num_items == 0 || !scales.is_given()) return payload;
+  if (!scales.is_given()) return payload;
   require_tensor("x_scales", scales, {{payload.num_tokens, -1}, {}, false}, context.device_name);
   const int num_bytes = scales.type.num_bytes;
   if (num_bytes != 1 && num_bytes != 2 && num_bytes != 4 && num_bytes != 8) {
@@ -116,7 +116,7 @@ Object transpose_scales(CallContext& context, const PayloadForm& form, uintptr_t
   constexpr int64_t kRows = 4;  // of 4 bytes: a column begins at a multiple of 16
   const int64_t stride = std::max<int64_t>(1, (num_rows + kRows - 1) / kRows) * kRows;
   MadeTensor columns =
-      context.memory.empty(TensorSpec::of(form.scale_type, {form.num_scales, stride}), order);
+      context.memory.empty(TensorSpec::of(form.scale_type, {form.num_scales * stride}), order);
   TransposeScalesArgs args{};
   args.src = reinterpret_cast<const uint32_t*>(address);
   args.dst = reinterpret_cast<uint32_t*>(context.memory.non_null(columns.address));
@@ -126,12 +126,9 @@ Object transpose_scales(CallContext& context, const PayloadForm& form, uintptr_t
   context.launch([&] {
     context.engine.transpose_scales(args, {num_channels, 1, 1}, order.stream());
   });
-  // [num_rows, num_scales] over the same memory, which the tensor of the columns keeps.
-  auto owner = std::make_shared<Object>(columns.tensor);
-  return context.memory.framework().over(
-      columns.address,
-      TensorSpec::strided(form.scale_type, {num_rows, form.num_scales}, {1, stride}),
-      std::move(owner));
+  return context.memory.framework().part(
+      columns.tensor.get(),
+      TensorSpec::strided(form.scale_type, {num_rows, form.num_scales}, {1, stride}), 0);
 }
 
 }  // namespace deep_comm

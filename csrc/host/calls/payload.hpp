@@ -3,44 +3,16 @@
 #pragma once
 
 #include "host/calls/call_context.hpp"
+#include "host/calls/payload_form.hpp"
 
 namespace deep_comm {
-
-// How a dispatch treats scales; see Buffer.dispatch.
-struct ScaleOptions {
-  bool use_fp8 = false;
-  bool round_scale = false;
-  bool use_ue8m0 = false;
-  bool column_major = false;
-};
 
 // x, or (x, scales).
 struct PayloadRequest {
   TensorRef x;
   TensorRef scales;
-  int num_items = 0;  // of a tuple or list; 0: x alone
+  int num_items = -1;  // of a tuple or list; -1: x alone
   ScaleOptions scale_options;
-};
-
-// All that payloads of one form have in common; the rest is tokens and addresses.
-struct PayloadForm {
-  ElementType type;  // of what is received
-  int64_t hidden = 0;
-  ElementType scale_type;
-  int num_scales = 0;  // 0: without
-  bool is_quantised = false;
-  ScaleFormat scale_format{};
-
-  bool operator==(const PayloadForm& other) const {
-    return type == other.type && hidden == other.hidden && scale_type == other.scale_type &&
-           num_scales == other.num_scales && is_quantised == other.is_quantised &&
-           scale_format.round_scale == other.scale_format.round_scale &&
-           scale_format.use_ue8m0 == other.scale_format.use_ue8m0;
-  }
-  bool has_scales() const { return num_scales > 0; }
-  int row_bytes() const { return static_cast<int>(hidden * type.num_bytes); }
-  int scale_bytes() const { return has_scales() ? scale_type.num_bytes : 0; }
-  int scale_row_bytes() const { return num_scales * scale_bytes(); }
 };
 
 // Addresses are never 0 but where something is not there.

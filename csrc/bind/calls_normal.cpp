@@ -1,0 +1,208 @@
+// dispatch and combine as Python's functions: arguments become requests, results tuples.
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bind/bindings.hpp"
+#include "bind/buffer.hpp"
+#include "bind/errors.hpp"
+#include "bind/handle.hpp"
+#include "host/calls/combine.hpp"
+#include "host/calls/dispatch.hpp"
+
+namespace deep_comm {
+
+namespace py = pybind11;
+
+namespace {
+
+// Of a tuple or list; -1: it is none.
+int num_items_of(PyObject* given) {
+  if (!PyTuple_Check(given) && !PyList_Check(given)) return -1;
+  return static_cast<int>(PySequence_Fast_GET_SIZE(given));
+}
+
+// The first two of such items, or the object itself as the first.
+void read_pair(const TensorReader& reader, PyObject* given, int num_items, TensorRef* first,
+               TensorRef* second) {
+  if (num_items < 0) {
+    *first = reader.read(given);
+    return;
+  }
+  PyObject** items = PySequence_Fast_ITEMS(given);
+  if (num_items > 0) *first = reader.read(items[0]);
+  if (num_items > 1) *second = reader.read(items[1]);
+}
+
+py::object list_of(const std::vector<int>& numbers) {
+  py::list list(numbers.size());
+  for (size_t i = 0; i < numbers.size(); ++i) {
+    PyList_SET_ITEM(list.ptr(), i, PyLong_FromLong(numbers[i]));
+  }
+  return list;
+}
+
+// (recv_x or (recv_x, scales), recv_topk_idx, recv_topk_weights, counts of experts, handle, event)
+py::object tuple_of(const BoundBuffer& buffer, DispatchResult result) {
+  py::object rows = object_of(std::move(result.recv_x));
+  if (result.recv_scales) rows = py::make_tuple(rows, object_of(std::move(result.recv_scales)));
+  return py::make_tuple(
+      std::move(rows), object_of(std::move(result.recv_topk_idx)),
+      object_of(std::move(result.recv_topk_weights)),
+      result.has_counts ? list_of(result.num_recv_tokens_per_expert) : py::object(py::none()),
+      result.record ? handle_of(buffer, std::move(result.record)) : py::object(py::none()),
+      buffer.overlap_of(std::move(result.event)));
+}
+
+void end_calls(BoundBuffer& buffer, bool was_destroyed) {
+  CallContext& context = buffer.context;
+  context.early_dispatches = {};
+  if (context.pending == nullptr) return;
+  CallError error;
+  error.error_class =
+      was_destroyed ? CallError::Class::kBufferDestroyed : CallError::Class::kArgument;
+  error.argument = "dispatch";
+  error.rule = was_destroyed ? "the Buffer was destroyed before its dispatch had been received"
+                             : "must be received before reset()";
+  const std::shared_ptr<PendingCall> pending = context.pending;
+  pending->forget(error);
+}
+
+// A dispatch that has been sent; see PendingDispatch.
+class BoundPending {
+ public:
+  BoundPending(std::shared_ptr<BoundBuffer> buffer, std::shared_ptr<PendingDispatch> pending)
+      : buffer_(std::move(buffer)), pending_(std::move(pending)) {}
+
+  // Every call returns, or raises, the same.
+  py::object result() {
+    if (pending_ != nullptr) receive();
+    if (error_) {
+      PyErr_SetObject(py::type::handle_of(error_).ptr(), error_.ptr());
+      throw py::error_already_set();
+    }
+    return result_;
+  }
+  void settle() {
+    if (pending_ != nullptr) pending_->settle();
+  }
+
+ private:
+  void receive() {
+    const std::shared_ptr<PendingDispatch> pending = std::exchange(pending_, nullptr);
+    PyObject* made = translate(buffer_->python.raise_recorded.ptr(),
+                               [&] { return tuple_of(*buffer_, pending->result()); });
+    result_ = py::reinterpret_steal<py::object>(made);
+    if (result_) return;
+    // Also what a signal's handler has raised: of later calls it is that one was interrupted.
+    py::error_already_set raised;
+    const bool is_exception = raised.matches(PyExc_Exception);
+    if (!is_exception) {
+      pending_ = pending;
+      throw raised;
+    }
+    error_ = raised.value();
+  }
+
+  std::shared_ptr<BoundBuffer> buffer_;
+  std::shared_ptr<PendingDispatch> pending_;  // null: it has been received
+  py::object result_, error_;
+};
+
+}  // namespace
+
+// (x, handle, num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert,
+//  topk_idx, topk_weights, expert_alignment, num_worst_tokens, config, previous_event, async_finish,
+//  allocate_on_comm_stream, num_experts, zero_tail, expand, zero_padding, use_fp8, round_scale,
+//  use_ue8m0, column_major_scales, fallback, names_sms): as of Buffer.dispatch; the last two are what
+// stands in for a Config, see read_config.
+DispatchRequest BoundBuffer::read_dispatch(const Arguments<24>& given) {
+  const auto [x, handle, per_rank, per_rdma_rank, mask, per_expert, topk_idx, topk_weights,
+              expert_alignment, num_worst_tokens, config, event, async_finish, on_comm, num_experts,
+              zero_tail, expand, zero_padding, use_fp8, round_scale, use_ue8m0, column_major,
+              fallback, names_sms] = given;
+  DispatchRequest request;
+  PayloadRequest& payload = request.payload;
+  payload.num_items = num_items_of(x);
+  read_pair(reader, x, payload.num_items, &payload.x, &payload.scales);
+  payload.scale_options = {read_flag(use_fp8), read_flag(round_scale), read_flag(use_ue8m0),
+                           read_flag(column_major)};
+  request.handle = read_handle(*this, handle);
+  request.num_tokens_per_rank = reader.read(per_rank);
+  request.num_tokens_per_rdma_rank = reader.read(per_rdma_rank);
+  request.is_token_in_rank = reader.read(mask);
+  request.num_tokens_per_expert = reader.read(per_expert);
+  request.topk_idx = reader.read(topk_idx);
+  request.topk_weights = reader.read(topk_weights);
+  request.expert_alignment = read_integer(expert_alignment);
+  request.num_worst_tokens = read_integer(num_worst_tokens);
+  request.num_experts = read_integer(num_experts);
+  request.zero_tail = read_flag(zero_tail);
+  request.expand = read_flag(expand);
+  request.zero_padding = read_flag(zero_padding);
+  request.config = read_config(config, fallback, read_flag(names_sms));
+  request.streams = read_streams(event, async_finish, on_comm);
+  return request;
+}
+
+py::object BoundBuffer::dispatch(const Arguments<24>& given) {
+  return tuple_of(*this, deep_comm::dispatch(context, read_dispatch(given)));
+}
+
+py::object BoundBuffer::begin_dispatch(const Arguments<24>& given) {
+  std::shared_ptr<PendingDispatch> pending = deep_comm::begin_dispatch(context, read_dispatch(given));
+  return py::cast(std::make_shared<BoundPending>(shared_from_this(), std::move(pending)));
+}
+
+// (x, handle, topk_weights, bias, config, previous_event, async_finish, allocate_on_comm_stream,
+//  apply_weights, fallback, names_sms) -> (combined_x, combined_topk_weights, event)
+py::object BoundBuffer::combine(const Arguments<11>& given) {
+  const auto [x, handle, topk_weights, bias, config, event, async_finish, on_comm, apply_weights,
+              fallback, names_sms] = given;
+  CombineRequest request;
+  request.x = reader.read(x);
+  request.handle = read_handle(*this, handle);
+  request.topk_weights = reader.read(topk_weights);
+  request.num_bias_items = num_items_of(bias);
+  read_pair(reader, bias, request.num_bias_items, &request.bias[0], &request.bias[1]);
+  request.apply_weights = read_flag(apply_weights);
+  request.config = read_config(config, fallback, read_flag(names_sms));
+  request.streams = read_streams(event, async_finish, on_comm);
+  CombineResult result = deep_comm::combine(context, request);
+  return py::make_tuple(object_of(std::move(result.combined_x)),
+                        object_of(std::move(result.combined_topk_weights)),
+                        overlap_of(std::move(result.event)));
+}
+
+void bind_normal_calls(py::module_& m, BufferClass& buffer) {
+  py::class_<BoundPending, std::shared_ptr<BoundPending>>(m, "PendingDispatch", py::module_local(),
+                                                          "A dispatch that has been sent.")
+      .def("result", &BoundPending::result)
+      .def("settle", &BoundPending::settle);
+  def_call<&BoundBuffer::dispatch>(buffer, "dispatch");
+  def_call<&BoundBuffer::begin_dispatch>(buffer, "begin_dispatch");
+  def_call<&BoundBuffer::combine>(buffer, "combine");
+  buffer
+      .def(
+          "set_members",
+          [](BoundBuffer& self, std::vector<std::string> members) {
+            self.context.set_members(std::move(members));
+          },
+          py::arg("members"), "Who makes handles from now on: see deep_comm/absent.py.")
+      .def(
+          "agree_on_tokens",
+          [](BoundBuffer& self, int64_t num_tokens) {
+            int64_t& agreed = self.context.forecast.agreed_tokens;
+            agreed = std::max(agreed, num_tokens);
+          },
+          py::arg("num_tokens"), "That a rank will ever bring, as all of them say.")
+      .def("end_calls", &end_calls, py::kw_only(), py::arg("was_destroyed"),
+           "Goes on without a dispatch that has not been received, and without what all ranks have "
+           "seen alike so far. Kernels have ended.");
+}
+
+}  // namespace deep_comm

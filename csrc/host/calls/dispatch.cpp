@@ -1,0 +1,489 @@
+// dispatch inside a node: with new routing, and with a handle's.
+#include "host/calls/dispatch.hpp"
+
+#include <numeric>
+#include <utility>
+
+#include "host/calls/dispatch_outputs.hpp"
+#include "host/calls/expand.hpp"
+#include "host/calls/pending.hpp"
+
+namespace deep_comm {
+
+namespace {
+
+template <class T>
+T* pointer_of(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+uint32_t line_of(size_t offset) { return static_cast<uint32_t>(offset / kLineBytes); }
+
+// What every dispatch tells its kernel.
+DispatchArgs dispatch_args(const DispatchPlan& plan, const Payload& payload,
+                           const RoutingAddresses& routing, int num_experts,
+                           const DispatchOutputs& out) {
+  DispatchArgs args = plan.variant(out.output_offset != 0).args;
+  args.output_line = line_of(out.output_offset);
+  args.src_line = line_of(out.src_offset);
+  args.num_experts = num_experts;
+  args.is_token_in_rank = pointer_of<uint8_t>(routing.is_token_in_rank);
+  args.send_head = pointer_of<int32_t>(routing.send_head);
+  args.rank_prefix_matrix = pointer_of<int32_t>(routing.rank_prefix);
+  args.channel_prefix_matrix = pointer_of<int32_t>(routing.channel_prefix);
+  args.num_tokens = static_cast<int>(payload.num_tokens);
+  args.x = pointer_of<uint8_t>(payload.x);
+  args.x_scales = pointer_of<uint8_t>(payload.scales);
+  args.scale_token_stride = payload.scale_token_stride;
+  args.scale_column_stride = payload.scale_column_stride;
+  args.source = pointer_of<uint8_t>(payload.source);
+  args.recv_x = pointer_of<uint8_t>(out.x);
+  args.recv_x_scales = pointer_of<uint8_t>(out.scales);
+  args.recv_topk_idx = pointer_of<void>(out.topk_idx);
+  args.recv_topk_weights = pointer_of<float>(out.topk_weights);
+  args.recv_src_idx = pointer_of<int32_t>(out.src_idx);
+  args.recv_rows = pointer_of<int32_t>(out.recv_rows);
+  args.num_recv_rows = static_cast<int>(out.num_rows);
+  return args;
+}
+
+// After all rows have come: the caller's tensors.
+void fill_result(CallContext& context, const Payload& payload, const OutputForm& form,
+                 int num_channels, DispatchOutputs&& out, CallOrder& order,
+                 DispatchResult* result) {
+  Object by_column;
+  if (payload.is_column_major) {
+    by_column = transpose_scales(context, payload.form, std::exchange(out.scales, 0), out.num_rows,
+                                 num_channels, order);
+  }
+  DispatchOutputs::Tensors tensors = std::move(out).tensors(context.memory, form);
+  result->recv_x = std::move(tensors.x);
+  result->recv_scales = by_column ? std::move(by_column) : std::move(tensors.scales);
+  result->recv_topk_idx = std::move(tensors.topk_idx);
+  result->recv_topk_weights = std::move(tensors.topk_weights);
+}
+
+// ---- with a handle: no counts to exchange, no wait of the host
+
+class LaunchedCached;
+
+class ReservedCached {
+ public:
+  ReservedCached(CallContext& context, const DispatchRequest& request, Payload payload,
+                 std::shared_ptr<DispatchRecord> handle, const CachedDispatchPlan& plan,
+                 CallOrder& order)
+      : context_(context),
+        request_(request),
+        payload_(payload),
+        handle_(std::move(handle)),
+        plan_(plan),
+        order_(order),
+        scratch_(allocate_scratch(context, payload_, order)),
+        out_(cached_outputs(context.memory, payload_.form, handle_->num_output_rows, order)) {}
+
+  LaunchedCached launch() &&;
+
+ private:
+  friend class LaunchedCached;
+  CallContext& context_;
+  const DispatchRequest& request_;
+  Payload payload_;
+  std::shared_ptr<DispatchRecord> handle_;
+  const CachedDispatchPlan& plan_;
+  CallOrder& order_;
+  CastScratch scratch_;
+  DispatchOutputs out_;
+};
+
+class LaunchedCached {
+ public:
+  DispatchResult finish() && {
+    CallContext& context = call_.context_;
+    const RingPlan& rings = call_.plan_.rings;
+    DispatchResult result;
+    fill_result(context, call_.payload_, {.payload = call_.payload_.form, .makes_handle = false},
+                rings.channels.num_channels, std::move(call_.out_), call_.order_, &result);
+    result.event = call_.order_.finish(inputs_of(call_.payload_, call_.request_),
+                                       &call_.handle_->held);
+    return result;
+  }
+
+ private:
+  friend class ReservedCached;
+  explicit LaunchedCached(ReservedCached&& call) : call_(std::move(call)) {}
+  ReservedCached call_;
+};
+
+LaunchedCached ReservedCached::launch() && {
+  const DispatchRecord& handle = *handle_;
+  DispatchArgs args =
+      dispatch_args(plan_.dispatch, payload_, handle.routing, handle.num_experts, out_);
+  if (handle.expansion) {
+    args.send_row = pointer_of<int32_t>(handle.expansion->send_row);
+    args.num_expanded = pointer_of<int32_t>(handle.expansion->num_expanded);
+  }
+  context_.launch([&] { context_.engine.dispatch(plan_.dispatch, args, order_.stream()); });
+  if (handle.expansion) {
+    expand_rows(context_,
+                {.rank_prefix = handle.routing.rank_prefix,
+                 .expansion = *handle.expansion,
+                 .form = payload_.form,
+                 .zero_padding = request_.zero_padding},
+                out_, plan_.rings.num_local_blocks, order_.stream());
+  }
+  return LaunchedCached(std::move(*this));
+}
+
+DispatchResult dispatch_cached(CallContext& context, const DispatchRequest& request) {
+  require_no_routing(request);
+  context.begin();
+  const Payload payload = check_payload(context, request.payload);
+  std::shared_ptr<DispatchRecord> handle = check_handle(context, request.handle);
+  require_handle(*handle, payload.num_tokens, request.expand || request.zero_padding);
+  const CachedDispatchPlan& plan =
+      plan_of(context, CachedDispatchKey{request.config, payload.form, handle->num_channels,
+                                         handle->expansion.has_value()});
+  require_channels(*handle, plan.rings.channels.num_channels, "num_sms");
+
+  CallOrder order(context.order, request.streams);
+  DispatchResult result =
+      ReservedCached(context, request, payload, std::move(handle), plan, order).launch().finish();
+  context.end();
+  return result;
+}
+
+// ---- with new routing
+
+// What a call knows in all its states.
+struct NewDispatch {
+  CallContext* context;
+  Payload payload;
+  CheckedRouting routing;
+  const NewDispatchPlan* plan;  // holds until the Buffer's next call of normal mode
+  OutputForm form;
+  RoutingBlock layout;
+  std::vector<const void*> inputs;  // the caller's tensors
+  const void* mask = nullptr;       // is_token_in_rank, where the caller gave it
+  bool is_expanded, zero_tail, zero_padding, has_default_sms;
+
+  int64_t num_worst_tokens() const { return routing.num_worst_tokens; }
+  bool is_bounded() const { return num_worst_tokens() > 0; }
+};
+
+class ReservedDispatch;
+class LaunchedDispatch;
+
+class CheckedDispatch : private NewDispatch {
+ public:
+  CheckedDispatch(CallContext& call_context, const DispatchRequest& request) {
+    context = &call_context;
+    payload = check_payload(call_context, request.payload);
+    routing = check_routing(call_context, request, payload.num_tokens);
+    is_expanded = request.expand;
+    zero_tail = request.zero_tail;
+    zero_padding = request.zero_padding;
+    has_default_sms = request.config.has_default_sms();
+    inputs = inputs_of(payload, request);
+    // Counts that contradict the choices would put expanded rows past their groups.
+    if (is_expanded) routing.has_layout = false;
+    if (routing.has_layout) mask = request.is_token_in_rank.object;
+    plan = &plan_of(call_context,
+                    NewDispatchKey{request.config, payload.form, routing.num_topk,
+                                   routing.topk_idx_bytes, routing.num_experts,
+                                   routing.expert_alignment, !routing.has_layout, is_expanded});
+    form = {.payload = payload.form,
+            .num_topk = routing.num_topk,
+            .topk_idx_bytes = routing.topk_idx_bytes,
+            .has_weights = routing.has_weights(),
+            .is_expanded = is_expanded};
+    const GroupShape& group = call_context.group;
+    layout = RoutingBlock::in_node(group.num_ranks, plan->rings.channels.num_channels,
+                                   group.num_local_experts(routing.num_experts),
+                                   payload.num_tokens, !routing.has_layout);
+  }
+
+  // For as long as the call may go on.
+  std::vector<Object> kept_inputs() const {
+    std::vector<Object> kept;
+    for (const void* input : inputs) kept.push_back(Object::borrow(input));
+    return kept;
+  }
+  ReservedDispatch reserve(CallOrder& order) &&;
+};
+
+// All memory that the first launches write. Rows that come when the host knows how many there are get
+// theirs then.
+class ReservedDispatch : private NewDispatch {
+ public:
+  LaunchedDispatch launch() &&;
+
+ private:
+  friend class CheckedDispatch;
+  friend class LaunchedDispatch;
+  ReservedDispatch(NewDispatch&& call, CallOrder& call_order)
+      : NewDispatch(std::move(call)), order(&call_order) {
+    scratch = allocate_scratch(*context, payload, *order);
+    if (is_expanded) {
+      numbering = Numbering::make(*context, routing.num_experts, payload.num_tokens,
+                                  routing.num_topk, *order);
+    }
+    Memory& memory = context->memory;
+    reserve_rows();
+    if (reservation) {
+      out = reservation->outputs(memory, form);
+      block = PartMemory::of(memory, reservation->handle_block());
+    } else {
+      if (is_bounded()) {
+        out = allocate_outputs(memory, form, num_worst_tokens(), num_worst_tokens(), *order);
+      }
+      const auto num_bytes = static_cast<int64_t>(layout.num_bytes());
+      storage = memory.empty(TensorSpec::of(kUint8, {num_bytes}), *order);
+      block = PartMemory::of(storage);
+    }
+    set_addresses();
+  }
+
+  // Before anybody knows how many rows come: room for the first forecast that there is room for. What
+  // is too much goes back when they have come.
+  void reserve_rows() {
+    const auto reserve = [&](int64_t num_rows) {
+      reservation =
+          Reservation::take(context->memory, form, num_rows, layout.num_bytes(), *order);
+      return reservation.has_value();
+    };
+    if (is_bounded()) {
+      reserve(num_worst_tokens());
+      return;
+    }
+    const RowForecast& forecast = context->forecast;
+    const RowChoices choices =
+        is_expanded ? forecast.expanded_rows(payload.num_tokens, routing.num_topk,
+                                             routing.num_experts, routing.expert_alignment)
+                    : forecast.rows(payload.num_tokens);
+    for (const int64_t num_rows : choices) {
+      if (reserve(num_rows)) return;
+    }
+  }
+
+  void set_addresses() {
+    const auto part = [&](RoutingPart name) { return layout.address(block.base, name); };
+    addresses.is_token_in_rank =
+        routing.has_layout ? routing.is_token_in_rank : part(RoutingPart::kTokenMask);
+    addresses.send_head = part(RoutingPart::kSendHead);
+    addresses.rank_prefix = part(RoutingPart::kRankPrefix);
+    addresses.channel_prefix = part(RoutingPart::kChannelPrefix);
+    addresses.recv_channel_prefix = part(RoutingPart::kRecvChannelPrefix);
+  }
+
+  void launch_notify() {
+    NotifyArgs args = plan->notify.args;
+    if (!routing.has_layout) args.topk.data = pointer_of<void>(routing.topk_idx);
+    if (routing.has_layout) {
+      args.num_tokens_per_expert = pointer_of<int32_t>(routing.num_tokens_per_expert);
+    }
+    args.is_token_in_rank = pointer_of<uint8_t>(addresses.is_token_in_rank);
+    args.num_tokens = static_cast<int>(payload.num_tokens);
+    args.header.fields[static_cast<int>(HeaderField::kHasWeights)] = routing.has_weights();
+    if (reservation) {
+      args.place = {line_of(reservation->output_offset()), line_of(reservation->src_offset()),
+                    static_cast<int>(reservation->num_rows()), !is_bounded()};
+    }
+    args.rank_prefix_matrix = pointer_of<int32_t>(addresses.rank_prefix);
+    args.channel_prefix_matrix = pointer_of<int32_t>(addresses.channel_prefix);
+    args.send_head = pointer_of<int32_t>(addresses.send_head);
+    args.num_recv_tokens_per_expert =
+        pointer_of<int32_t>(layout.address(block.base, RoutingPart::kTokensPerExpert));
+    args.recv_counts =
+        pointer_of<int32_t>(layout.address(block.base, RoutingPart::kRecvCounts));
+    if (is_expanded) args.expansion = numbering.notify_args();
+    context->launch([&] { context->engine.notify_dispatch(plan->notify, args, order->stream()); });
+    context->end();
+    if (!is_expanded) return;
+    number_rows(*context, numbering,
+                {routing.topk_idx, routing.topk_idx_bytes, payload.num_tokens, routing.num_topk,
+                 routing.num_experts},
+                plan->rings.num_local_blocks, order->stream());
+  }
+
+  void launch_dispatch(bool is_speculative) {
+    DispatchArgs args =
+        dispatch_args(plan->dispatch, payload, addresses, routing.num_experts, out);
+    args.follows_notify = true;
+    args.is_speculative = is_speculative;
+    args.fill_tail = is_bounded();
+    args.zero_tail = is_bounded() && zero_tail;
+    args.topk_idx = pointer_of<void>(routing.topk_idx);
+    args.topk_weights = pointer_of<float>(routing.topk_weights);
+    args.recv_channel_prefix_matrix = pointer_of<int32_t>(addresses.recv_channel_prefix);
+    if (is_expanded) {
+      args.send_row = pointer_of<int32_t>(numbering.at(numbering.layout.send_row));
+      args.send_rows = pointer_of<int32_t>(numbering.at(numbering.layout.send_rows));
+      args.num_expanded = pointer_of<int32_t>(numbering.at(numbering.layout.num_expanded));
+    }
+    context->launch([&] { context->engine.dispatch(plan->dispatch, args, order->stream()); });
+  }
+
+  CallOrder* order;
+  CastScratch scratch;
+  Numbering numbering;  // of expanded outputs
+  std::optional<Reservation> reservation;
+  DispatchOutputs out;  // without rows as long as nobody knows how many there are
+  MadeTensor storage;   // of the routing block; none: it lies in the region
+  PartMemory block;     // the routing block
+  RoutingAddresses addresses;
+};
+
+class LaunchedDispatch final : private ReservedDispatch, public LaunchedCall {
+ public:
+  DispatchResult receive() override {
+    if (!is_bounded()) receive_rows();
+    const std::shared_ptr<DispatchRecord> record = make_record();
+    if (is_expanded) {
+      expand_rows(*context,
+                  {.rank_prefix = addresses.rank_prefix,
+                   .expansion = *record->expansion,
+                   .form = payload.form,
+                   .zero_padding = zero_padding,
+                   .fills_handle = is_bounded(),
+                   .topk_idx_bytes = routing.topk_idx_bytes},
+                  out, plan->rings.num_local_blocks, order->stream());
+    }
+    DispatchResult result;
+    fill_result(*context, payload, form, plan->rings.channels.num_channels, std::move(out), *order,
+                &result);
+    result.has_counts = true;
+    if (counts) result.num_recv_tokens_per_expert = std::move(counts->num_recv_tokens_per_expert);
+    result.record = record;
+    result.event = order->finish(inputs, nullptr);
+    return result;
+  }
+
+ private:
+  friend class ReservedDispatch;
+  explicit LaunchedDispatch(ReservedDispatch&& call) : ReservedDispatch(std::move(call)) {}
+
+  // Waits for the counts; rows that no early launch has moved are moved now.
+  void receive_rows() {
+    counts = context->wait([&] { return context->engine.wait_counts(); });
+    if (!counts) {
+      context->check();
+      fail(CallError::Class::kGeneral,
+           "the kernel that exchanges counts failed and left no error record");
+    }
+    int64_t num_rows = counts->num_recv_tokens;
+    RowForecast& forecast = context->forecast;
+    if (is_expanded) {
+      const std::vector<int>& per_expert = counts->num_recv_tokens_per_expert;
+      num_rows = std::accumulate(per_expert.begin(), per_expert.end(), int64_t{0});
+      forecast.learn_expanded(num_rows, counts->max_num_tokens);
+    } else {
+      forecast.learn(num_rows, counts->max_num_tokens);
+    }
+    Memory& memory = context->memory;
+    if (counts->is_direct) {
+      reservation->shrink(form, num_rows);
+      out = reservation->outputs(memory, form);
+      return;
+    }
+    out = {};
+    // Some rank has no room for so many; all launch again.
+    if (reservation) std::move(*reservation).keep_routing();
+    reservation.reset();
+    order->follow_caller();
+    out = outputs_anywhere(memory, form, num_rows, counts->num_recv_tokens, *order);
+    launch_dispatch(false);
+  }
+
+  std::shared_ptr<DispatchRecord> make_record() const {
+    auto record = std::make_shared<DispatchRecord>();
+    record->owner = context->token;
+    record->rank = context->group.rank;
+    record->num_experts = routing.num_experts;
+    record->num_topk = routing.num_topk;
+    record->num_channels = plan->rings.channels.num_channels;
+    record->num_tokens = payload.num_tokens;
+    record->num_recv_rows = counts ? counts->num_recv_tokens : out.num_rows;
+    record->num_output_rows = out.num_rows;
+    if (counts) {
+      record->num_recv_tokens = counts->num_recv_tokens;
+      record->max_num_tokens = counts->max_num_tokens;
+    }
+    record->has_default_sms = has_default_sms;
+    record->routing = addresses;
+    record->framework = context->memory.shared_framework();
+    record->layout = std::make_shared<const RoutingBlock>(layout);
+    record->block = block;
+    if (mask != nullptr) {
+      record->parts.push_back(RecordPart::of("is_token_in_rank", Object::borrow(mask)));
+    }
+    record->parts.push_back({"recv_src_idx", {}, out.src_idx,
+                             TensorSpec::of(kInt32, {record->num_recv_rows}), out.sources});
+    if (is_expanded) record->expansion = make_expansion(record->num_recv_rows);
+    const auto hold = [&](const Object& tensor) {
+      if (tensor) record->held.tensors.push_back(tensor);
+    };
+    hold(block.tensor);
+    if (mask != nullptr) hold(Object::borrow(mask));
+    hold(out.sources.tensor);
+    hold(numbering.storage.tensor);
+    hold(out.placed.tensor);
+    if (!record->held.tensors.empty()) record->held.owner_stream = order->owner_stream();
+    return record;
+  }
+
+  ExpansionRecord make_expansion(int64_t num_tokens) const {
+    const NumberingLayout& at = numbering.layout;
+    ExpansionRecord expansion;
+    expansion.send_row = numbering.at(at.send_row);
+    expansion.num_expanded = numbering.at(at.num_expanded);
+    expansion.recv_rows = out.recv_rows;
+    expansion.expert_offsets = numbering.at(at.expert_offsets);
+    expansion.expert_counts = numbering.at(at.expert_counts);
+    expansion.num_topk = routing.num_topk;
+    expansion.num_local_experts = context->group.num_local_experts(routing.num_experts);
+    expansion.num_tokens_limit = num_tokens;
+    expansion.num_rows = out.num_rows;
+    expansion.expert_alignment = routing.expert_alignment;
+    expansion.numbering = PartMemory::of(numbering.storage);
+    expansion.placed = out.placed;
+    return expansion;
+  }
+
+  std::optional<Counts> counts;  // empty with a bound of the rows
+};
+
+ReservedDispatch CheckedDispatch::reserve(CallOrder& order) && {
+  return ReservedDispatch(std::move(*this), order);
+}
+
+LaunchedDispatch ReservedDispatch::launch() && {
+  launch_notify();
+  if (is_bounded() || reservation) launch_dispatch(!is_bounded());
+  return LaunchedDispatch(std::move(*this));
+}
+
+}  // namespace
+
+DispatchResult dispatch_in_node(CallContext& context, const DispatchRequest& request) {
+  if (request.handle.is_given) return dispatch_cached(context, request);
+  context.begin();
+  CheckedDispatch checked(context, request);
+  CallOrder order(context.order, request.streams);
+  DispatchResult result = std::move(checked).reserve(order).launch().receive();
+  context.end();
+  return result;
+}
+
+std::shared_ptr<PendingDispatch> begin_dispatch_in_node(CallContext& context,
+                                                        const DispatchRequest& request) {
+  context.begin();
+  CheckedDispatch checked(context, request);
+  std::vector<Object> inputs = checked.kept_inputs();
+  auto order = std::make_unique<CallOrder>(context.order, request.streams);
+  auto launched =
+      std::make_unique<LaunchedDispatch>(std::move(checked).reserve(*order).launch());
+  order->pause();
+  return make_pending(context, std::move(order), std::move(launched), std::move(inputs));
+}
+
+}  // namespace deep_comm

@@ -1,0 +1,149 @@
+#include "host/calls/dispatch_outputs.hpp"
+
+#include <utility>
+
+namespace deep_comm {
+
+namespace {
+
+TensorSpec rows_of(const PayloadForm& form, int64_t num_rows) {
+  return TensorSpec::of(form.type, {num_rows, form.hidden});
+}
+TensorSpec scales_of(const PayloadForm& form, int64_t num_rows) {
+  return TensorSpec::of(form.scale_type, {num_rows, form.num_scales});
+}
+// A number of each selection.
+TensorSpec selections_of(const OutputForm& form, ElementType type, int64_t num_rows) {
+  return form.is_expanded ? TensorSpec::of(type, {num_rows})
+                          : TensorSpec::of(type, {num_rows, form.num_topk});
+}
+
+void set_addresses(DispatchOutputs* out, const OutputForm& form, uintptr_t begin) {
+  const OutputLayout layout = form.layout(out->num_rows);
+  out->x = begin + layout.x;
+  if (form.payload.has_scales()) out->scales = begin + layout.scales;
+  if (form.num_topk > 0) out->topk_idx = begin + layout.topk_idx;
+  if (form.has_weights) out->topk_weights = begin + layout.topk_weights;
+}
+
+}  // namespace
+
+std::optional<Reservation> Reservation::take(Memory& memory, const OutputForm& form,
+                                             int64_t num_rows, size_t routing_bytes,
+                                             const CallOrder& order) {
+  Reservation taken;
+  taken.routing_bytes_ = routing_bytes;
+  taken.num_rows_ = num_rows;
+  // Only kernels use what the handle keeps, until somebody asks for its tensors.
+  taken.sources_ = memory.take(routing_bytes + form.source_bytes(num_rows), order, true);
+  if (taken.sources_ == nullptr) return std::nullopt;
+  taken.output_ = memory.take(form.layout(num_rows).num_bytes, order, false);
+  if (taken.output_ == nullptr) return std::nullopt;
+  memory.poison(taken.output_->offset, taken.output_->num_bytes, order);
+  memory.poison(taken.sources_->offset, taken.sources_->num_bytes, order);
+  return taken;
+}
+
+void Reservation::keep_routing() && {
+  output_.reset();
+  sources_->shrink(routing_bytes_);
+}
+
+void Reservation::shrink(const OutputForm& form, int64_t num_rows) {
+  if (num_rows == num_rows_) return;
+  num_rows_ = num_rows;
+  output_->shrink(form.layout(num_rows).num_bytes);
+  sources_->shrink(routing_bytes_ + form.source_bytes(num_rows));
+}
+
+DispatchOutputs Reservation::outputs(const Memory& memory, const OutputForm& form) const {
+  DispatchOutputs out;
+  out.num_rows = num_rows_;
+  out.output_offset = output_->offset;
+  out.src_offset = src_offset();
+  out.block = output_;
+  set_addresses(&out, form, memory.heap_base() + output_->offset);
+  out.src_idx = memory.heap_base() + src_offset();
+  out.sources = PartMemory::of(memory, sources_);
+  if (form.is_expanded) {
+    out.recv_rows = out.src_idx + SourceLayout::make(num_rows_, form.num_topk).recv_rows;
+    out.placed = out.sources;
+  }
+  return out;
+}
+
+DispatchOutputs allocate_outputs(Memory& memory, const OutputForm& form, int64_t num_rows,
+                                 int64_t num_tokens, CallOrder& order) {
+  DispatchOutputs out;
+  out.num_rows = num_rows;
+  const auto make = [&](const TensorSpec& spec, MadeTensor* made) {
+    *made = memory.empty(spec, order);
+    return memory.non_null(made->address);
+  };
+  out.x = make(rows_of(form.payload, num_rows), &out.made_x);
+  if (form.payload.has_scales()) {
+    out.scales = make(scales_of(form.payload, num_rows), &out.made_scales);
+  }
+  if (form.num_topk > 0) {
+    out.topk_idx = make(selections_of(form, form.idx_type(), num_rows), &out.made_idx);
+  }
+  if (form.has_weights) {
+    out.topk_weights = make(selections_of(form, kFloat32, num_rows), &out.made_weights);
+  }
+  if (form.makes_handle) {
+    MadeTensor sources;
+    out.src_idx = make(TensorSpec::of(kInt32, {num_tokens}), &sources);
+    out.sources = PartMemory::of(sources);
+  }
+  if (form.is_expanded) {
+    MadeTensor placed;
+    out.recv_rows = make(TensorSpec::of(kInt32, {num_tokens, form.num_topk}), &placed);
+    out.placed = PartMemory::of(placed);
+  }
+  return out;
+}
+
+DispatchOutputs outputs_anywhere(Memory& memory, const OutputForm& form, int64_t num_rows,
+                                 int64_t num_tokens, CallOrder& order) {
+  if (const auto reserved = Reservation::take(memory, form, num_rows, 0, order)) {
+    return reserved->outputs(memory, form);
+  }
+  return allocate_outputs(memory, form, num_rows, num_tokens, order);
+}
+
+DispatchOutputs cached_outputs(Memory& memory, const PayloadForm& form, int64_t num_rows,
+                               CallOrder& order) {
+  const OutputForm rows{.payload = form, .makes_handle = false};
+  const OutputLayout layout = rows.layout(num_rows);
+  std::shared_ptr<Block> block = memory.take(layout.num_bytes, order, false);
+  if (block == nullptr) return allocate_outputs(memory, rows, num_rows, 0, order);
+  memory.poison(block->offset, block->num_bytes, order);
+  DispatchOutputs out;
+  out.num_rows = num_rows;
+  out.output_offset = block->offset;
+  set_addresses(&out, rows, memory.heap_base() + block->offset);
+  out.block = std::move(block);
+  return out;
+}
+
+DispatchOutputs::Tensors DispatchOutputs::tensors(Memory& memory, const OutputForm& form) && {
+  if (block == nullptr) {
+    return {std::move(made_x.tensor), std::move(made_scales.tensor), std::move(made_idx.tensor),
+            std::move(made_weights.tensor)};
+  }
+  const std::shared_ptr<void> keeper = memory.keep(std::move(block));
+  const auto over = [&](uintptr_t address, const TensorSpec& spec) {
+    return memory.over(address - memory.heap_base(), spec, keeper);
+  };
+  Tensors made;
+  made.x = over(x, rows_of(form.payload, num_rows));
+  // Scales by column are made elsewhere.
+  if (scales != 0) made.scales = over(scales, scales_of(form.payload, num_rows));
+  if (topk_idx != 0) made.topk_idx = over(topk_idx, selections_of(form, form.idx_type(), num_rows));
+  if (topk_weights != 0) {
+    made.topk_weights = over(topk_weights, selections_of(form, kFloat32, num_rows));
+  }
+  return made;
+}
+
+}  // namespace deep_comm

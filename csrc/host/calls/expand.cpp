@@ -1,0 +1,74 @@
+#include "host/calls/expand.hpp"
+
+namespace deep_comm {
+
+namespace {
+
+template <class T>
+T* pointer_of(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+}  // namespace
+
+Numbering Numbering::make(CallContext& context, int num_experts, int64_t num_tokens, int num_topk,
+                          CallOrder& order) {
+  const GroupShape& group = context.group;
+  Numbering numbering;
+  numbering.layout = NumberingLayout::make(group.num_ranks, num_experts,
+                                           group.num_local_experts(num_experts), num_tokens,
+                                           num_topk);
+  const auto num_words = static_cast<int64_t>(numbering.layout.num_bytes / sizeof(int32_t));
+  numbering.storage = context.memory.empty(TensorSpec::of(kInt32, {num_words}), order);
+  return numbering;
+}
+
+ExpansionArgs Numbering::notify_args() const {
+  return {pointer_of<int32_t>(at(layout.first_rows)), pointer_of<int32_t>(at(layout.expert_offsets)),
+          pointer_of<int32_t>(at(layout.expert_counts)),
+          pointer_of<int32_t>(at(layout.num_expanded))};
+}
+
+void number_rows(CallContext& context, const Numbering& numbering, const Selections& selections,
+                 int num_local_blocks, uint64_t stream) {
+  const NumberingLayout& layout = numbering.layout;
+  NumberRowsArgs args{};
+  args.topk_idx = pointer_of<void>(selections.topk_idx);
+  args.topk_idx_bytes = selections.topk_idx_bytes;
+  args.num_tokens = static_cast<int>(selections.num_tokens);
+  args.num_topk = selections.num_topk;
+  args.num_experts = selections.num_experts;
+  args.first_rows = pointer_of<int32_t>(numbering.at(layout.first_rows));
+  args.send_row = pointer_of<int32_t>(numbering.at(layout.send_row));
+  args.send_rows = pointer_of<int32_t>(numbering.at(layout.send_rows));
+  context.launch([&] { context.engine.number_rows(args, {num_local_blocks, 1, 1}, stream); });
+}
+
+void expand_rows(CallContext& context, const ExpandRequest& request, const DispatchOutputs& out,
+                 int num_local_blocks, uint64_t stream) {
+  const ExpansionRecord& expansion = request.expansion;
+  ExpandArgs args{};
+  args.rank_prefix_matrix = pointer_of<int32_t>(request.rank_prefix);
+  args.recv_rows = pointer_of<int32_t>(expansion.recv_rows);
+  args.expert_offsets = pointer_of<int32_t>(expansion.expert_offsets);
+  args.expert_counts = pointer_of<int32_t>(expansion.expert_counts);
+  args.num_topk = expansion.num_topk;
+  args.num_local_experts = expansion.num_local_experts;
+  args.num_rows = static_cast<int>(expansion.num_rows);
+  args.num_tokens_limit = static_cast<int>(expansion.num_tokens_limit);
+  args.row_bytes = request.form.row_bytes();
+  args.scale_row_bytes = request.form.scale_row_bytes();
+  args.zero_padding = request.zero_padding;
+  args.x = pointer_of<uint8_t>(out.x);
+  args.scales = pointer_of<uint8_t>(out.scales);
+  args.expert_idx = pointer_of<void>(out.topk_idx);
+  args.expert_idx_bytes = out.topk_idx != 0 ? request.topk_idx_bytes : 0;
+  args.weights = pointer_of<float>(out.topk_weights);
+  if (request.fills_handle) {
+    args.fill_src_idx = pointer_of<int32_t>(out.src_idx);
+    args.fill_rows = pointer_of<int32_t>(out.recv_rows);
+  }
+  context.launch([&] { context.engine.expand_rows(args, {num_local_blocks, 1, 1}, stream); });
+}
+
+}  // namespace deep_comm

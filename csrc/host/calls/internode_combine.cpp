@@ -1,0 +1,141 @@
+// combine of a group of several nodes: rows are added in each node, sums cross and are added.
+#include <algorithm>
+#include <utility>
+
+#include "host/calls/combine.hpp"
+#include "host/calls/internode_plan.hpp"
+#include "host/ring_sizes.hpp"
+
+namespace deep_comm {
+
+namespace {
+
+template <class T>
+T* pointer_of(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+// Rows and sums for which a combine needs a place: those that the node's other ranks return, that come
+// from other nodes and that go there.
+int64_t num_staging_rows_of(const GroupShape& group, const DispatchRecord& handle) {
+  // Of so many targets, how many a token can go to.
+  const auto most = [&](int64_t num_targets) {
+    return handle.num_topk > 0 ? std::min<int64_t>(handle.num_topk, num_targets) : num_targets;
+  };
+  const int64_t returning =
+      handle.num_returning_rows.value_or(handle.num_forward_rows * most(group.ranks_per_node - 1));
+  const int64_t crossing = handle.num_tokens * most(group.num_nodes - 1);
+  return std::max<int64_t>(1, returning + crossing + handle.num_forward_rows);
+}
+
+class CheckedTierCombine {
+ public:
+  CheckedTierCombine(CallContext& context, const CombineRequest& request)
+      : context_(context), request_(request) {
+    context.begin();
+    checked_ = check_combine(context, request);
+    plan_ = plan_two_tiers(context, request.config, checked_.row_bytes, 0, checked_.num_topk,
+                           checked_.handle.get());
+  }
+
+ protected:
+  CallContext& context_;
+  const CombineRequest& request_;
+  CheckedCombine checked_;
+  RingPlan plan_;
+};
+
+class ReservedTierCombine : public CheckedTierCombine {
+ public:
+  // The rows of an expanded output are added here, by a local kernel.
+  ReservedTierCombine(CheckedTierCombine&& checked, CallOrder& order)
+      : CheckedTierCombine(std::move(checked)),
+        order_(order),
+        reduced_(reduce_experts(context_, checked_, handle(), plan_.num_local_blocks, order_)) {
+    Memory& memory = context_.memory;
+    const int64_t num_tokens = handle().num_tokens;
+    combined_x_ = memory.empty(TensorSpec::of(checked_.type, {num_tokens, checked_.hidden}), order_);
+    if (checked_.weights != 0) {
+      combined_weights_ =
+          memory.empty(TensorSpec::of(kFloat32, {num_tokens, checked_.num_topk}), order_);
+    }
+    // Without the places of rows, or room for them, the rings serve.
+    if (handle().routing.forward_places == 0 || !context_.has_region()) return;
+    num_staging_rows_ = num_staging_rows_of(context_.group, handle());
+    staging_ = memory.take(static_cast<size_t>(num_staging_rows_) *
+                               staging_row_bytes(checked_.row_bytes, checked_.num_topk),
+                           order_, true);
+  }
+
+ protected:
+  DispatchRecord& handle() const { return *checked_.handle; }
+
+  CallOrder& order_;
+  ReducedRows reduced_;
+  MadeTensor combined_x_, combined_weights_;
+  // Goes with the call: whoever gets its memory next writes there after this kernel. Those who write
+  // before their rail peers have come keep away: see RailReads.
+  std::shared_ptr<Block> staging_;
+  int64_t num_staging_rows_ = 0;
+};
+
+class LaunchedTierCombine : public ReservedTierCombine {
+ public:
+  explicit LaunchedTierCombine(ReservedTierCombine&& reserved)
+      : ReservedTierCombine(std::move(reserved)) {
+    const Memory& memory = context_.memory;
+    const RoutingAddresses& routing = handle().routing;
+    InternodeCombineArgs args{};
+    args.send_node_head = pointer_of<int32_t>(routing.send_node_head);
+    args.send_rank_head = pointer_of<int32_t>(routing.send_rank_head);
+    args.recv_node_channel_prefix = pointer_of<int32_t>(routing.recv_node_prefix);
+    args.recv_node_prefix_sum = pointer_of<int32_t>(routing.recv_node_sum);
+    args.recv_rank_channel_start = pointer_of<int32_t>(routing.recv_channel_prefix);
+    args.recv_rank_prefix_sum = pointer_of<int32_t>(routing.recv_rank_sum);
+    args.node_channel_prefix = pointer_of<int32_t>(routing.node_prefix);
+    args.forward_places = pointer_of<int32_t>(routing.forward_places);
+    args.num_tokens = static_cast<int>(handle().num_tokens);
+    args.num_rows = static_cast<int>(handle().num_recv_rows);
+    args.num_forward_rows = static_cast<int>(handle().num_forward_rows);
+    args.x = pointer_of<uint8_t>(checked_.x);
+    args.topk_weights = pointer_of<float>(checked_.weights);
+    args.bias[0] = pointer_of<uint8_t>(checked_.bias[0]);
+    args.bias[1] = pointer_of<uint8_t>(checked_.bias[1]);
+    args.combined_x = pointer_of<uint8_t>(memory.non_null(combined_x_.address));
+    if (checked_.weights != 0) {
+      args.combined_topk_weights =
+          pointer_of<float>(memory.non_null(combined_weights_.address));
+    }
+    if (staging_ != nullptr) {
+      args.staging_line = static_cast<uint32_t>(staging_->offset / kLineBytes);
+      args.num_staging_rows = static_cast<int>(num_staging_rows_);
+      context_.rail_reads.begin = staging_->offset;
+      context_.rail_reads.end = staging_->offset + staging_->num_bytes;
+    }
+    context_.launch([&] {
+      context_.engine.internode_combine(args, checked_.dtype, plan_.channels, plan_.rail,
+                                        checked_.num_topk, checked_.row_bytes, order_.stream());
+    });
+  }
+
+  CombineResult receive() {
+    CombineResult result;
+    result.event = order_.finish(inputs_of(request_), &handle().held);
+    result.combined_x = std::move(combined_x_.tensor);
+    result.combined_topk_weights = std::move(combined_weights_.tensor);
+    return result;
+  }
+};
+
+}  // namespace
+
+CombineResult combine_between_nodes(CallContext& context, const CombineRequest& request) {
+  CheckedTierCombine checked(context, request);
+  CallOrder order(context.order, request.streams);
+  CombineResult result =
+      LaunchedTierCombine(ReservedTierCombine(std::move(checked), order)).receive();
+  context.end();
+  return result;
+}
+
+}  // namespace deep_comm

@@ -1,0 +1,535 @@
+// dispatch of a group of several nodes, whose tokens cross once to a node.
+#include "host/calls/dispatch.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include "host/calls/internode_expand.hpp"
+#include "host/calls/internode_plan.hpp"
+#include "host/calls/internode_rows.hpp"
+#include "host/calls/layout.hpp"
+#include "host/calls/pending.hpp"
+
+namespace deep_comm {
+
+namespace {
+
+template <class T>
+T* pointer_of(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+// Address of an int32: how many tokens this rank has received.
+uintptr_t num_received_of(const CallContext& context, const RoutingAddresses& routing) {
+  return routing.recv_rank_sum +
+         sizeof(int32_t) * static_cast<size_t>(context.group.num_ranks - 1);
+}
+
+// A launch of the dispatch kernel.
+struct Movement {
+  const RingPlan& plan;
+  const Payload& payload;
+  const RoutingAddresses& routing;
+  int num_experts = 0;
+  // Of new routing.
+  uintptr_t topk_idx = 0, topk_weights = 0;
+  int num_topk = 0, topk_idx_bytes = 0;
+  uintptr_t combine_start = 0;
+  bool is_new = false;
+  bool fill_tail = false, zero_tail = false, is_early = false;
+};
+
+// `rows` null: of an early dispatch for which this rank has no room. No other rank knows, and all of
+// them will see that it has none.
+void move_rows(CallContext& context, const Movement& movement, const TierRows* rows,
+               uint64_t stream) {
+  const Payload& payload = movement.payload;
+  const RoutingAddresses& routing = movement.routing;
+  InternodeDispatchArgs args{};
+  args.fill_tail = movement.fill_tail;
+  args.zero_tail = movement.zero_tail;
+  args.is_early = movement.is_early;
+  args.num_experts = movement.num_experts;
+  args.is_token_in_rank = pointer_of<uint8_t>(routing.is_token_in_rank);
+  args.send_node_head = pointer_of<int32_t>(routing.send_node_head);
+  args.recv_node_channel_prefix = pointer_of<int32_t>(routing.recv_node_prefix);
+  args.recv_node_prefix_sum = pointer_of<int32_t>(routing.recv_node_sum);
+  args.recv_rank_channel_start = pointer_of<int32_t>(routing.recv_channel_prefix);
+  args.recv_rank_prefix_sum = pointer_of<int32_t>(routing.recv_rank_sum);
+  args.node_channel_prefix = pointer_of<int32_t>(routing.node_prefix);
+  args.send_places = pointer_of<int32_t>(routing.send_places);
+  args.x = pointer_of<uint8_t>(payload.x);
+  args.num_tokens = static_cast<int>(payload.num_tokens);
+  args.x_scales = pointer_of<uint8_t>(payload.scales);
+  args.scale_bytes = payload.form.scale_bytes();
+  args.num_scales = payload.form.num_scales;
+  args.scale_token_stride = payload.scale_token_stride;
+  args.scale_column_stride = payload.scale_column_stride;
+  args.source = pointer_of<uint8_t>(payload.source);
+  args.scale_format = payload.form.scale_format;
+  args.topk_idx = pointer_of<void>(movement.topk_idx);
+  args.topk_idx_bytes = movement.topk_idx_bytes;
+  args.topk_weights = pointer_of<float>(movement.topk_weights);
+  // In direct mode no kernel follows the addresses of its own outputs; that they are not 0 says what
+  // the call carries.
+  args.recv_x = pointer_of<uint8_t>(rows == nullptr ? payload.x : rows->x());
+  if (rows != nullptr) {
+    args.recv_x_scales = pointer_of<uint8_t>(rows->scales());
+    args.recv_topk_idx = pointer_of<void>(rows->topk_idx());
+    args.recv_topk_weights = pointer_of<float>(rows->topk_weights());
+    args.num_recv_rows = static_cast<int>(rows->num_rows());
+    args.num_forward_rows = static_cast<int>(rows->num_forward_rows());
+    args.output_line = rows->output_line();
+    args.recv_src_idx = pointer_of<int32_t>(rows->recv_src_idx());
+    args.recv_src_meta = pointer_of<int32_t>(rows->recv_src_meta());
+    args.send_rank_head = pointer_of<int32_t>(rows->send_rank_head());
+    args.src_line = rows->src_line(context);
+  }
+  if (movement.is_new) {
+    args.combine_start = pointer_of<int32_t>(movement.combine_start);
+    args.forward_places = pointer_of<int32_t>(routing.forward_places);
+  }
+  const RingPlan& plan = movement.plan;
+  context.launch([&] {
+    context.engine.internode_dispatch(args, plan.channels, plan.rail, movement.num_topk,
+                                      payload.form.row_bytes(), stream);
+  });
+}
+
+// What a dispatch returns of its rows.
+void give_rows(CallContext& context, const RingPlan& plan, const Payload& payload, TierRows& rows,
+               CallOrder& order, DispatchResult* result) {
+  result->recv_x = rows.take_x(context);
+  result->recv_topk_idx = rows.take_topk_idx(context);
+  result->recv_topk_weights = rows.take_topk_weights(context);
+  if (payload.is_column_major) {
+    result->recv_scales = transpose_scales(context, payload.form, rows.scales(), rows.num_rows(),
+                                           plan.channels.num_channels, order);
+  } else {
+    result->recv_scales = rows.take_scales(context);
+  }
+}
+
+void give_rows(CallContext& context, const RingPlan& plan, const Payload& payload,
+               int64_t num_rows, GatheredRows rows, CallOrder& order, DispatchResult* result) {
+  result->recv_x = std::move(rows.x.tensor);
+  result->recv_topk_idx = std::move(rows.topk_idx.tensor);
+  result->recv_topk_weights = std::move(rows.topk_weights.tensor);
+  if (payload.is_column_major) {
+    result->recv_scales =
+        transpose_scales(context, payload.form, context.memory.non_null(rows.scales.address),
+                         num_rows, plan.channels.num_channels, order);
+  } else {
+    result->recv_scales = std::move(rows.scales.tensor);
+  }
+}
+
+// ---- the routing of a handle: no counts to exchange, no wait of the host
+
+class CheckedTierRepeat {
+ public:
+  CheckedTierRepeat(CallContext& context, const DispatchRequest& request)
+      : context_(context), request_(request) {
+    context.begin();
+    payload_ = check_payload(context, request.payload);
+    handle_ = check_handle(context, request.handle);
+    require_handle(*handle_, payload_.num_tokens, request.expand || request.zero_padding);
+    plan_ = plan_two_tiers(context, request.config, payload_.form.row_bytes(),
+                           payload_.form.scale_row_bytes(), 0, handle_.get());
+  }
+
+ protected:
+  CallContext& context_;
+  const DispatchRequest& request_;
+  Payload payload_;
+  std::shared_ptr<DispatchRecord> handle_;
+  RingPlan plan_;
+};
+
+class ReservedTierRepeat : public CheckedTierRepeat {
+ public:
+  ReservedTierRepeat(CheckedTierRepeat&& checked, CallOrder& order)
+      : CheckedTierRepeat(std::move(checked)),
+        order_(order),
+        scratch_(allocate_scratch(context_, payload_, order_)),
+        form_{.payload = payload_.form,
+              .makes_handle = false,
+              .is_scratch = handle_->expansion.has_value()},
+        rows_(TierRows::allocate(context_, form_, handle_->num_recv_rows,
+                                 handle_->num_forward_rows, order_)) {
+    // A handle that was given as ten tensors does not bring them along.
+    if (handle_->routing.send_places != 0 || !rows_.are_in_region()) return;
+    const GroupShape& group = context_.group;
+    places_ = context_.memory.empty(
+        TensorSpec::of(kInt32, {payload_.num_tokens, group.num_nodes + group.num_ranks}), order_);
+  }
+
+ protected:
+  CallOrder& order_;
+  CastScratch scratch_;
+  TierRowForm form_;
+  TierRows rows_;
+  MadeTensor places_;
+};
+
+class LaunchedTierRepeat : public ReservedTierRepeat {
+ public:
+  explicit LaunchedTierRepeat(ReservedTierRepeat&& reserved) : ReservedTierRepeat(std::move(reserved)) {
+    RoutingAddresses routing = handle_->routing;
+    if (places_.tensor) {
+      routing.send_places = context_.memory.non_null(places_.address);
+      context_.launch([&] {
+        context_.engine.internode_places(pointer_of<uint8_t>(routing.is_token_in_rank),
+                                         static_cast<int>(payload_.num_tokens),
+                                         handle_->num_channels,
+                                         pointer_of<int32_t>(routing.send_places),
+                                         order_.stream());
+      });
+    }
+    const Movement movement{.plan = plan_,
+                            .payload = payload_,
+                            .routing = routing,
+                            .num_experts = handle_->num_experts};
+    move_rows(context_, movement, &rows_, order_.stream());
+  }
+
+  DispatchResult receive() {
+    DispatchResult result;
+    if (handle_->expansion) {
+      const ExpansionRecord& expansion = *handle_->expansion;
+      GatheredRows gathered = expand_received(
+          context_, rows_, form_, num_received_of(context_, handle_->routing), expansion,
+          request_.zero_padding, plan_.num_local_blocks, order_);
+      give_rows(context_, plan_, payload_, expansion.num_rows, std::move(gathered), order_,
+                &result);
+    } else {
+      give_rows(context_, plan_, payload_, rows_, order_, &result);
+    }
+    result.event = order_.finish({payload_.x_object, payload_.scales_object}, &handle_->held);
+    return result;
+  }
+};
+
+// ---- new routing
+
+// Keeps all that it needs of the request: the call may go on after the caller's has returned.
+class CheckedTierDispatch {
+ public:
+  CheckedTierDispatch(CallContext& context, const DispatchRequest& request)
+      : context_(context),
+        topk_idx_(request.topk_idx),
+        zero_tail_(request.zero_tail),
+        expand_(request.expand),
+        zero_padding_(request.zero_padding) {
+    context.begin();
+    payload_ = check_payload(context, request.payload);
+    routing_ = check_routing(context, request, payload_.num_tokens);
+    const TensorRef& per_node = request.num_tokens_per_rdma_rank;
+    if (per_node.is_given()) {
+      require_tensor("num_tokens_per_rdma_rank", per_node, {{context.group.num_nodes}, {kInt32}},
+                     context.device_name);
+    }
+    plan_ = plan_two_tiers(context, request.config, payload_.form.row_bytes(),
+                           payload_.form.scale_row_bytes(), routing_.num_topk, nullptr);
+    inputs_ = inputs_of(payload_, request);
+    if (routing_.has_layout) mask_ = Object::borrow(request.is_token_in_rank.object);
+  }
+  const std::vector<const void*>& inputs() const { return inputs_; }
+
+ protected:
+  bool is_bounded() const { return routing_.num_worst_tokens > 0; }
+
+  CallContext& context_;
+  Payload payload_;
+  CheckedRouting routing_;
+  TensorRef topk_idx_;
+  RingPlan plan_;
+  bool zero_tail_, expand_, zero_padding_;
+  std::vector<const void*> inputs_;
+  Object mask_;  // the caller's
+};
+
+class ReservedTierDispatch : public CheckedTierDispatch {
+ public:
+  ReservedTierDispatch(CheckedTierDispatch&& checked, CallOrder& order)
+      : CheckedTierDispatch(std::move(checked)),
+        order_(order),
+        scratch_(allocate_scratch(context_, payload_, order_)),
+        form_{.payload = payload_.form,
+              .num_topk = routing_.num_topk,
+              .topk_idx_bytes = routing_.topk_idx_bytes,
+              .has_weights = routing_.has_weights(),
+              .is_scratch = expand_} {
+    reserve_routing();
+    const int64_t num_forward = context_.forecast.forwarded_rows(payload_.num_tokens);
+    if (is_bounded()) {
+      const int64_t num_rows = routing_.num_worst_tokens;
+      rows_ = TierRows::allocate(context_, form_, num_rows, std::max(num_rows, num_forward),
+                                 order_);
+    } else if (context_.has_region() && context_.early_dispatches.is_next()) {
+      is_early_ = true;
+      // For as many rows as may come, before anybody knows the number.
+      for (const int64_t num_rows : context_.forecast.rows(payload_.num_tokens)) {
+        rows_ = TierRows::in_region(context_, form_, num_rows, num_forward, order_);
+        if (rows_) break;
+      }
+    }
+  }
+
+ protected:
+  CallOrder& order_;
+  CastScratch scratch_;
+  TierRowForm form_;
+  RoutingBlock layout_;
+  PartMemory block_;  // of routing
+  RoutingAddresses addresses_;
+  uintptr_t num_tokens_per_expert_ = 0;
+  std::optional<TierRows> rows_;
+  bool is_early_ = false;  // rows go out before their counts are known
+
+ private:
+  // What the counting kernels write.
+  //
+  // They run before any peer has come to this call, when the rail may still read the sums that the
+  // combine before has staged in the receive region (RailReads). Blocks of the region do not know
+  // that: a combine gives its staging back at once, so that the next call's rows can lie there, which
+  // are written after the rail peers have come. So where the rail reads late, what is counted lies in
+  // the framework's memory, in every call and in graphs, whose last combine stages for the next replay's
+  // first dispatch. Nothing else of a call is written so early: the copies of a cast and the places of
+  // a handle without them are the framework's as well.
+  void reserve_routing() {
+    const GroupShape& group = context_.group;
+    layout_ = RoutingBlock::between_nodes(
+        group.num_nodes, group.num_ranks, plan_.channels.num_channels,
+        group.num_local_experts(routing_.num_experts), routing_.num_experts, payload_.num_tokens,
+        context_.has_region(), !routing_.has_layout);
+    Memory& memory = context_.memory;
+    std::shared_ptr<Block> block;
+    if (context_.has_region() && !context_.rail_reads.are_late) {
+      block = memory.take(layout_.num_bytes(), order_, true);
+    }
+    if (block != nullptr) {
+      poison_block(context_, *block, order_);
+      block_ = PartMemory::of(memory, std::move(block));
+    } else {
+      const auto num_bytes = static_cast<int64_t>(layout_.num_bytes());
+      block_ = PartMemory::of(memory.empty(TensorSpec::of(kUint8, {num_bytes}), order_));
+    }
+    using enum RoutingPart;
+    const auto at = [&](RoutingPart part) { return layout_.address(block_.base, part); };
+    addresses_.is_token_in_rank =
+        routing_.has_layout ? routing_.is_token_in_rank : at(kTokenMask);
+    addresses_.channel_prefix = at(kChannelPrefix);
+    addresses_.recv_channel_prefix = at(kRecvChannelPrefix);
+    addresses_.send_node_head = at(kSendNodeHead);
+    addresses_.node_prefix = at(kNodePrefix);
+    addresses_.recv_node_prefix = at(kRecvNodePrefix);
+    addresses_.recv_node_sum = at(kRecvNodeSum);
+    addresses_.recv_rank_sum = at(kRecvRankSum);
+    addresses_.send_places = at(kSendPlaces);
+    addresses_.forward_places = at(kForwardPlaces);
+    num_tokens_per_expert_ =
+        routing_.has_layout ? routing_.num_tokens_per_expert : at(kCountsPerExpert);
+  }
+};
+
+class LaunchedTierDispatch final : public ReservedTierDispatch, public LaunchedCall {
+ public:
+  explicit LaunchedTierDispatch(ReservedTierDispatch&& reserved)
+      : ReservedTierDispatch(std::move(reserved)) {
+    if (!routing_.has_layout) count();
+    notify();
+    // Right behind: rows may move before this host knows how many they are (docs/design/0035).
+    if (is_bounded() || is_early_) move(rows_ ? &*rows_ : nullptr);
+  }
+
+  DispatchResult receive() override {
+    std::optional<TwoTierCounts> counts;
+    if (!is_bounded()) {
+      counts = wait_counts();
+      if (counts->is_direct) {
+        rows_->shrink(context_, counts->num_recv_tokens, counts->num_forward_tokens);
+        if (expand_) order_.follow_caller();
+      } else {
+        is_early_ = false;
+        rows_.reset();  // some rank has no room for so many; all launch again
+        order_.follow_caller();
+        rows_ = TierRows::allocate(context_, form_, counts->num_recv_tokens,
+                                   counts->num_forward_tokens, order_);
+        move(&*rows_);
+      }
+    }
+    return end(counts);
+  }
+
+ private:
+  void count() {
+    using enum RoutingPart;
+    const auto at = [&](RoutingPart part) { return layout_.address(block_.base, part); };
+    launch_layout(context_, topk_idx_, routing_.num_experts,
+                  {at(kCountsPerRank), at(kCountsPerNode), at(kCountsPerExpert), at(kTokenMask)},
+                  order_.stream());
+  }
+
+  // Tells the peers, and learns from them.
+  void notify() {
+    InternodeNotifyArgs args{};
+    const auto field = [&](RailField name) -> int& {
+      return args.header.fields[static_cast<int>(name)];
+    };
+    const PayloadForm& form = payload_.form;
+    field(RailField::kNumTopk) = routing_.num_topk;
+    field(RailField::kRowBytes) = form.row_bytes();
+    field(RailField::kScaleRowBytes) = form.scale_row_bytes();
+    field(RailField::kCast) =
+        form.is_quantised + form.scale_format.round_scale + form.scale_format.use_ue8m0;
+    field(RailField::kHasWeights) = routing_.has_weights();
+    args.num_experts = routing_.num_experts;
+    args.expert_alignment = routing_.expert_alignment;
+    args.num_tokens_per_expert = pointer_of<int32_t>(num_tokens_per_expert_);
+    args.node_channel_prefix = pointer_of<int32_t>(addresses_.node_prefix);
+    args.rank_channel_prefix = pointer_of<int32_t>(addresses_.channel_prefix);
+    args.recv_node_channel_prefix = pointer_of<int32_t>(addresses_.recv_node_prefix);
+    args.recv_node_prefix_sum = pointer_of<int32_t>(addresses_.recv_node_sum);
+    args.recv_rank_channel_start = pointer_of<int32_t>(addresses_.recv_channel_prefix);
+    args.recv_rank_prefix_sum = pointer_of<int32_t>(addresses_.recv_rank_sum);
+    args.forward_places = pointer_of<int32_t>(addresses_.forward_places);
+    using enum RoutingPart;
+    const auto at = [&](RoutingPart part) {
+      return pointer_of<int32_t>(layout_.address(block_.base, part));
+    };
+    args.combine_start = at(kCombineStart);
+    args.num_recv_tokens_per_expert = at(kTokensPerExpert);
+    args.num_recv_tokens_per_rank = at(kRecvCounts);
+    context_.launch([&] {
+      context_.engine.internode_notify(
+          args, pointer_of<uint8_t>(addresses_.is_token_in_rank),
+          static_cast<int>(payload_.num_tokens), pointer_of<int32_t>(addresses_.send_node_head),
+          pointer_of<int32_t>(addresses_.send_places), plan_.channels, plan_.rail,
+          order_.stream());
+    });
+    context_.end();
+  }
+
+  void move(const TierRows* rows) {
+    const Movement movement{
+        .plan = plan_,
+        .payload = payload_,
+        .routing = addresses_,
+        .num_experts = routing_.num_experts,
+        .topk_idx = routing_.topk_idx,
+        .topk_weights = routing_.topk_weights,
+        .num_topk = routing_.num_topk,
+        .topk_idx_bytes = routing_.topk_idx_bytes,
+        .combine_start = layout_.address(block_.base, RoutingPart::kCombineStart),
+        .is_new = true,
+        .fill_tail = is_bounded(),
+        .zero_tail = is_bounded() && zero_tail_,
+        .is_early = is_early_};
+    move_rows(context_, movement, rows, order_.stream());
+  }
+
+  TwoTierCounts wait_counts() {
+    std::optional<TwoTierCounts> counts =
+        context_.wait([&] { return context_.engine.wait_internode_counts(is_early_); });
+    if (!counts) {
+      context_.check();
+      fail(CallError::Class::kGeneral,
+           "the kernel that exchanges counts failed and left no error record");
+    }
+    context_.forecast.learn(counts->num_recv_tokens, counts->max_num_tokens);
+    if (is_early_) context_.early_dispatches.learn(counts->is_direct);
+    return *std::move(counts);
+  }
+
+  // What follows the rows: local kernels, which nobody waits for.
+  DispatchResult end(const std::optional<TwoTierCounts>& counts) {
+    DispatchResult result;
+    result.record = make_record(counts);
+    DispatchRecord& record = *result.record;
+    if (expand_) {
+      int64_t num_rows = routing_.num_worst_tokens;
+      if (counts) {
+        for (const int count : counts->num_recv_tokens_per_expert) num_rows += count;
+      }
+      const uintptr_t num_received = num_received_of(context_, addresses_);
+      ReceivedNumbering numbering = number_received(
+          context_, *rows_, form_, num_received,
+          context_.group.num_local_experts(routing_.num_experts), routing_.expert_alignment,
+          num_rows, plan_.num_local_blocks, order_);
+      GatheredRows gathered =
+          expand_received(context_, *rows_, form_, num_received, numbering.expansion,
+                          zero_padding_, plan_.num_local_blocks, order_);
+      give_rows(context_, plan_, payload_, num_rows, std::move(gathered), order_, &result);
+      record.num_output_rows = num_rows;
+      record.expansion = std::move(numbering.expansion);
+      record.held.tensors.push_back(std::move(numbering.storage.tensor));
+    } else {
+      give_rows(context_, plan_, payload_, *rows_, order_, &result);
+    }
+    result.event = order_.finish(inputs_, nullptr);
+    result.has_counts = true;
+    if (counts) result.num_recv_tokens_per_expert = counts->num_recv_tokens_per_expert;
+    return result;
+  }
+
+  std::shared_ptr<DispatchRecord> make_record(const std::optional<TwoTierCounts>& counts) {
+    auto made = std::make_shared<DispatchRecord>();
+    DispatchRecord& record = *made;
+    record.owner = context_.token;
+    record.rank = context_.group.rank;
+    record.num_experts = routing_.num_experts;
+    record.num_topk = routing_.num_topk;
+    record.num_channels = plan_.channels.num_channels;
+    record.num_tokens = payload_.num_tokens;
+    if (counts) {
+      record.num_recv_tokens = counts->num_recv_tokens;
+      record.max_num_tokens = counts->max_num_tokens;
+      record.num_returning_rows = counts->num_returning_rows;
+    }
+    record.routing = addresses_;
+    record.framework = context_.memory.shared_framework();
+    record.layout = std::make_shared<const RoutingBlock>(layout_);
+    record.block = block_;
+    if (block_.tensor) record.held.tensors.push_back(block_.tensor);
+    if (mask_) {
+      record.parts.push_back({"is_token_in_rank", mask_, 0, {}, {}});
+      record.held.tensors.push_back(mask_);
+    }
+    rows_->give_sources(context_, record);
+    record.num_output_rows = record.num_recv_rows;
+    if (context_.order.target().has_streams()) record.held.owner_stream = order_.owner_stream();
+    return made;
+  }
+};
+
+}  // namespace
+
+DispatchResult dispatch_between_nodes(CallContext& context, const DispatchRequest& request) {
+  DispatchResult result;
+  if (request.handle.is_given) {
+    CheckedTierRepeat checked(context, request);
+    CallOrder order(context.order, request.streams);
+    result = LaunchedTierRepeat(ReservedTierRepeat(std::move(checked), order)).receive();
+  } else {
+    CheckedTierDispatch checked(context, request);
+    CallOrder order(context.order, request.streams);
+    result = LaunchedTierDispatch(ReservedTierDispatch(std::move(checked), order)).receive();
+  }
+  context.end();
+  return result;
+}
+
+std::shared_ptr<PendingDispatch> begin_dispatch_between_nodes(CallContext& context,
+                                                              const DispatchRequest& request) {
+  CheckedTierDispatch checked(context, request);
+  std::vector<Object> inputs;
+  for (const void* input : checked.inputs()) inputs.push_back(Object::borrow(input));
+  auto order = std::make_unique<CallOrder>(context.order, request.streams);
+  auto launched =
+      std::make_unique<LaunchedTierDispatch>(ReservedTierDispatch(std::move(checked), *order));
+  order->pause();
+  return make_pending(context, std::move(order), std::move(launched), std::move(inputs));
+}
+
+}  // namespace deep_comm

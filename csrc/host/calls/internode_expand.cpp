@@ -1,0 +1,109 @@
+#include "host/calls/internode_expand.hpp"
+
+#include "device/layout/region.cuh"
+
+namespace deep_comm {
+
+namespace {
+
+template <class T>
+T* pointer_of(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+}  // namespace
+
+ReceivedNumbering number_received(CallContext& context, const TierRows& received,
+                                  const TierRowForm& form, uintptr_t num_received,
+                                  int num_local_experts, int expert_alignment, int64_t num_rows,
+                                  int num_local_blocks, CallOrder& order) {
+  // The counts come first: a compiled graph takes them as they are (deep_comm/layer/ops.py), and
+  // expects a tensor that begins where its memory does.
+  RegionCursor cursor;
+  const auto take = [&](int64_t num_words) {
+    return cursor.take(static_cast<size_t>(num_words) * sizeof(int32_t));
+  };
+  const size_t counts = take(num_local_experts);
+  const size_t offsets = take(num_local_experts + 1);
+  const size_t recv_rows = take(received.num_rows() * form.num_topk);
+  const auto num_words = static_cast<int64_t>(cursor.num_bytes() / sizeof(int32_t));
+
+  ReceivedNumbering numbering;
+  numbering.storage = context.memory.empty(TensorSpec::of(kInt32, {num_words}), order);
+  const uintptr_t base = numbering.storage.address;
+  ExpansionRecord& expansion = numbering.expansion;
+  expansion.expert_counts = base + counts;
+  expansion.expert_offsets = base + offsets;
+  expansion.recv_rows = base + recv_rows;
+  expansion.num_topk = form.num_topk;
+  expansion.num_local_experts = num_local_experts;
+  expansion.num_tokens_limit = received.num_rows();
+  expansion.num_rows = num_rows;
+  expansion.expert_alignment = expert_alignment;
+  expansion.numbering = expansion.placed = PartMemory::of(numbering.storage);
+
+  NumberReceivedArgs args{};
+  args.rank_prefix_matrix = pointer_of<int32_t>(num_received);
+  args.topk_idx = pointer_of<void>(received.topk_idx());
+  args.topk_idx_bytes = form.topk_idx_bytes;
+  args.num_tokens_limit = static_cast<int>(expansion.num_tokens_limit);
+  args.num_topk = expansion.num_topk;
+  args.num_experts = num_local_experts;
+  args.expert_alignment = expert_alignment;
+  args.num_rows = static_cast<int>(num_rows);
+  args.expert_offsets = pointer_of<int32_t>(expansion.expert_offsets);
+  args.expert_counts = pointer_of<int32_t>(expansion.expert_counts);
+  args.recv_rows = pointer_of<int32_t>(expansion.recv_rows);
+  context.launch([&] {
+    context.engine.number_received(args, {num_local_blocks, 1, 1}, order.stream());
+  });
+  return numbering;
+}
+
+GatheredRows expand_received(CallContext& context, const TierRows& received,
+                             const TierRowForm& form, uintptr_t num_received,
+                             const ExpansionRecord& expansion, bool zero_padding,
+                             int num_local_blocks, CallOrder& order) {
+  Memory& memory = context.memory;
+  const PayloadForm& payload = form.payload;
+  const int64_t num_rows = expansion.num_rows;
+  GatheredRows rows;
+  rows.x = memory.empty(TensorSpec::of(payload.type, {num_rows, payload.hidden}), order);
+  if (payload.has_scales()) {
+    rows.scales =
+        memory.empty(TensorSpec::of(payload.scale_type, {num_rows, payload.num_scales}), order);
+  }
+  const bool has_topk = received.topk_idx() != 0;
+  if (has_topk) rows.topk_idx = memory.empty(TensorSpec::of(form.topk_idx_type(), {num_rows}), order);
+  if (form.has_weights) rows.topk_weights = memory.empty(TensorSpec::of(kFloat32, {num_rows}), order);
+  const auto address = [&](const MadeTensor& made) {
+    return made.tensor ? memory.non_null(made.address) : 0;
+  };
+
+  ExpandReceivedArgs args{};
+  args.rank_prefix_matrix = pointer_of<int32_t>(num_received);
+  args.recv_x = pointer_of<uint8_t>(received.x());
+  args.recv_scales = pointer_of<uint8_t>(received.scales());
+  args.recv_weights = pointer_of<float>(received.topk_weights());
+  args.recv_rows = pointer_of<int32_t>(expansion.recv_rows);
+  args.expert_offsets = pointer_of<int32_t>(expansion.expert_offsets);
+  args.expert_counts = pointer_of<int32_t>(expansion.expert_counts);
+  args.num_topk = expansion.num_topk;
+  args.num_local_experts = expansion.num_local_experts;
+  args.num_rows = static_cast<int>(num_rows);
+  args.num_tokens_limit = static_cast<int>(expansion.num_tokens_limit);
+  args.row_bytes = payload.row_bytes();
+  args.scale_row_bytes = payload.scale_row_bytes();
+  args.zero_padding = zero_padding;
+  args.x = pointer_of<uint8_t>(address(rows.x));
+  args.scales = pointer_of<uint8_t>(address(rows.scales));
+  args.expert_idx = pointer_of<void>(address(rows.topk_idx));
+  args.expert_idx_bytes = has_topk ? form.topk_idx_bytes : 0;
+  args.weights = pointer_of<float>(address(rows.topk_weights));
+  context.launch([&] {
+    context.engine.expand_received(args, {num_local_blocks, 1, 1}, order.stream());
+  });
+  return rows;
+}
+
+}  // namespace deep_comm

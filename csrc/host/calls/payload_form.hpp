@@ -1,0 +1,40 @@
+// What payloads of dispatches may have in common: what plans are made for.
+#pragma once
+
+#include <cstdint>
+
+#include "device/move/quantise.cuh"
+#include "host/tensor.hpp"
+
+namespace deep_comm {
+
+// How a dispatch treats scales; see Buffer.dispatch.
+struct ScaleOptions {
+  bool use_fp8 = false;
+  bool round_scale = false;
+  bool use_ue8m0 = false;
+  bool column_major = false;
+};
+
+// All that payloads of one form have in common; the rest is tokens and addresses.
+struct PayloadForm {
+  ElementType type;  // of what is received
+  int64_t hidden = 0;
+  ElementType scale_type;
+  int num_scales = 0;  // 0: without
+  bool is_quantised = false;
+  ScaleFormat scale_format{};
+
+  bool operator==(const PayloadForm& other) const {
+    return type == other.type && hidden == other.hidden && scale_type == other.scale_type &&
+           num_scales == other.num_scales && is_quantised == other.is_quantised &&
+           scale_format.round_scale == other.scale_format.round_scale &&
+           scale_format.use_ue8m0 == other.scale_format.use_ue8m0;
+  }
+  bool has_scales() const { return num_scales > 0; }
+  int row_bytes() const { return static_cast<int>(hidden * type.num_bytes); }
+  int scale_bytes() const { return has_scales() ? scale_type.num_bytes : 0; }
+  int scale_row_bytes() const { return num_scales * scale_bytes(); }
+};
+
+}  // namespace deep_comm
