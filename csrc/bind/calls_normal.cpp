@@ -136,11 +136,11 @@ DispatchRequest BoundBuffer::read_dispatch(const Arguments<24>& given) {
 }
 
 py::object BoundBuffer::dispatch(const Arguments<24>& given) {
-  return tuple_of(*this, dispatch_in_node(context, read_dispatch(given)));
+  return tuple_of(*this, deep_comm::dispatch(context, read_dispatch(given)));
 }
 
 py::object BoundBuffer::begin_dispatch(const Arguments<24>& given) {
-  std::shared_ptr<PendingDispatch> pending = begin_dispatch_in_node(context, read_dispatch(given));
+  std::shared_ptr<PendingDispatch> pending = deep_comm::begin_dispatch(context, read_dispatch(given));
   return py::cast(std::make_shared<BoundPending>(shared_from_this(), std::move(pending)));
 }
 
@@ -158,7 +158,7 @@ py::object BoundBuffer::combine(const Arguments<11>& given) {
   request.apply_weights = read_flag(apply_weights);
   request.config = read_config(config, fallback, read_flag(names_sms));
   request.streams = read_streams(event, async_finish, on_comm);
-  CombineResult result = combine_in_node(context, request);
+  CombineResult result = deep_comm::combine(context, request);
   return py::make_tuple(object_of(std::move(result.combined_x)),
                         object_of(std::move(result.combined_topk_weights)),
                         overlap_of(std::move(result.event)));

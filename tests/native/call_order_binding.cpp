@@ -39,6 +39,11 @@ class LoggedFramework final : public Framework {
               std::shared_ptr<void> /*owner*/) override {
     refuse();
   }
+  Object view(const Object& /*tensor*/, size_t /*offset*/, const TensorSpec& /*spec*/) override {
+    refuse();
+  }
+  bool is_inference_mode() const override { return false; }
+  std::shared_ptr<void> leave_inference_mode() override { refuse(); }
   void record_on_comm(const void* tensor) override { tell("comm", tensor); }
   void record_on_current(const void* tensor) override { tell("current", tensor); }
   void comm_waits_for(const void* event) override { as_handle(event).attr("wait_on_comm")(); }
