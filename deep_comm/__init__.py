@@ -32,8 +32,7 @@ from deep_comm.errors import (
     UnsupportedError,
 )
 from deep_comm.events import EventHandle, EventOverlap
-from deep_comm.handle import Handle
-from deep_comm.internode_handle import InternodeHandle
+from deep_comm.handle import Handle, InternodeHandle
 from deep_comm.layer import ExpertBatch, ExpertParallel
 
 topk_idx_t: torch.dtype = torch.int64

@@ -11,8 +11,10 @@ from deep_comm import errors
 from deep_comm.errors import ArgumentError, HandleMismatch, UnsupportedError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from deep_comm.backends import Backend
     from deep_comm.context import Context
-    from deep_comm.handle import Handle
 
 _ABSENT = "without rank "
 SINCE_THE_RESET = "must be of a dispatch since the last reset(without=...), or reset() of all ranks"
@@ -23,25 +25,26 @@ def makers(members: tuple[str, ...], absent: Iterable[int]) -> tuple[str, ...]:
     return (*members, *(f"{_ABSENT}{rank}" for rank in sorted(absent)))
 
 
-def differ_in_absence(first: tuple[str, ...], second: tuple[str, ...]) -> bool:
-    """Of makers of handles: the same members, but not the same ranks absent."""
-    differences = set(first).symmetric_difference(second)
-    return bool(differences) and all(name.startswith(_ABSENT) for name in differences)
-
-
-def require_present(ctx: Context, handle: Handle) -> None:
-    """Raise HandleMismatch if rows of a handle go to absent ranks, or come from them: such a call
+class RequirePresent:
+    """Raises HandleMismatch if rows of a handle go to absent ranks, or come from them: such a call
     would wait for those. Of handles that do not say who made them, a sequence of tensors; these are
-    looked at, so that the host waits for the device, but not while a graph is captured.
+    looked at, so that the host waits for the device, but not while a graph is captured. Native calls
+    hold it: it holds no Context.
     """
-    if not ctx.absent or handle.members is not None or ctx.backend.is_capturing():
-        return
-    ctx.backend.synchronize()  # an asynchronous dispatch may still write it
-    until = handle.rank_prefix_matrix.cpu()
-    sent = torch.cat((until[:1], until.diff(dim=0)))
-    for rank in sorted(ctx.absent):
-        if sent[rank].any() or sent[:, rank].any():
-            raise HandleMismatch("handle", f"one with rows of rank {rank}", SINCE_THE_RESET)
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.absent: frozenset[int] = frozenset()
+
+    def __call__(self, rank_prefix_matrix: Tensor) -> None:
+        if self._backend.is_capturing():
+            return
+        self._backend.synchronize()  # an asynchronous dispatch may still write it
+        until = rank_prefix_matrix.cpu()
+        sent = torch.cat((until[:1], until.diff(dim=0)))
+        for rank in sorted(self.absent):
+            if sent[rank].any() or sent[:, rank].any():
+                raise HandleMismatch("handle", f"one with rows of rank {rank}", SINCE_THE_RESET)
 
 
 def checked(without: Iterable[int], rank: int, num_ranks: int) -> frozenset[int]:

@@ -20,8 +20,7 @@ from deep_comm.defaults import DEFAULT_NUM_SMS
 from deep_comm.errors import ArgumentError, UnsupportedError
 from deep_comm.events import EventHandle, EventOverlap
 from deep_comm.internode_buffer import InternodeCalls
-from deep_comm.low_latency_buffer import LowLatencyCalls
-from deep_comm.low_latency_state import LowLatencyState
+from deep_comm.low_latency import LowLatencyCalls
 from deep_comm.settings import Settings
 
 if TYPE_CHECKING:
@@ -149,7 +148,7 @@ class Buffer(InternodeCalls, LowLatencyCalls):
         )
         self._context = Context(group, comm, settings)
         self._is_internode = self._context.topology.num_nodes > 1
-        self._low_latency = LowLatencyState(self._context)
+        self._enable_low_latency()
         self._finalizer = weakref.finalize(self, self._context.close)
         # At exit the process gives back everything at once, and the CUDA driver may be gone.
         self._finalizer.atexit = False
@@ -224,7 +223,7 @@ class Buffer(InternodeCalls, LowLatencyCalls):
                 After these last three the Buffer needs another reset.
         """
         self._context.reset(without)
-        self._low_latency.reset()
+        self._low_latency.forget_pending()
 
     def check(self) -> None:
         """Raise what a kernel of this rank recorded, if any has failed. Does not wait.
@@ -343,7 +342,7 @@ class Buffer(InternodeCalls, LowLatencyCalls):
             raise ArgumentError("size", list(shape), rule)
         begin = self._context.workspace_bytes
         if use_rdma_buffer:
-            self._low_latency.is_region_lent = True
+            self._low_latency_region.is_lent = True
             begin = self._context.low_latency_end - self._context.low_latency_bytes
         memory = self._context.heap.view(
             begin + offset * dtype.itemsize,

@@ -6,7 +6,6 @@ from deep_comm import config as configs
 from deep_comm import env
 from deep_comm.config import Config
 from deep_comm.context import Context
-from deep_comm.ops.call import CallOptions, StreamOptions
 from deep_comm.tuning import DefaultConfig
 
 
@@ -64,19 +63,8 @@ class DefaultConfigs:
         """Whether somebody has said how many SMs a call without a Config may have."""
         return not self._has_defaults or self.num_sms is not DEFAULT_NUM_SMS
 
-    def _options_between_nodes(
-        self, operation: str, config: Config | None, streams: StreamOptions
-    ) -> CallOptions:
-        """Of a "dispatch" or "combine"."""
-        if config is not None:
-            return CallOptions(config, None, True, streams)
-        default = self._default_config(RECOMMENDED[operation])
-        return CallOptions(None, default, self._names_sms(), streams)
-
-    def _default(self, operation: str, config: Config | None) -> Config | DefaultConfig | None:
-        """For "dispatch" or "combine" without a config, else None: docs/guide/sms.md."""
-        if config is not None:
-            return None
+    def _default(self, operation: str) -> Config | DefaultConfig:
+        """For "dispatch" or "combine" without a config: docs/guide/sms.md."""
         if self._has_defaults and self.num_sms is DEFAULT_NUM_SMS and not self._is_internode:
             return self._defaults[operation]
         return self._default_config(RECOMMENDED[operation])

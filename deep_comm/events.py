@@ -181,3 +181,20 @@ def unwrap(previous_event: EventOverlap | EventHandle | None) -> EventHandle | N
     raise ArgumentError(
         "previous_event", type(previous_event).__name__, "must be an EventOverlap or None"
     )
+
+
+def event_of_call(
+    previous_event: EventOverlap | EventHandle | None,
+    async_finish: bool,
+    allocate_on_comm_stream: bool,
+) -> EventHandle | None:
+    """What a call waits for. The three may only be combined as the streams allow."""
+    event = unwrap(previous_event)
+    if allocate_on_comm_stream and (event is None or not async_finish):
+        given = "given" if event is not None else None
+        raise ArgumentError(
+            "allocate_on_comm_stream",
+            f"previous_event={given}, async_finish={async_finish}",
+            "needs a previous_event and async_finish=True",
+        )
+    return event

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from deep_comm.errors import TopologyError
-from deep_comm.normal_buffer import NormalCalls
+from deep_comm.normal import NormalCalls
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, overload
 
-import torch
 from torch import Tensor
 
-from deep_comm.errors import ArgumentError
-
 if TYPE_CHECKING:
-    from deep_comm.low_latency_state import LowLatencyShape
+    from deep_comm import _core
 
 
 class LowLatencyHandle:
@@ -39,92 +36,89 @@ class LowLatencyHandle:
         recv_topk_weights: float32 [N, K], 0 where the index is -1; None without weights.
     """
 
-    __slots__ = ("metadata", "num_tokens", "shape", "_parts")
+    __slots__ = ("_parts", "_record")
 
-    def __init__(self, shape: LowLatencyShape, metadata: Tensor, num_tokens: int) -> None:
-        self.shape = shape
-        self.metadata = metadata  # int32, flat
-        self.num_tokens = num_tokens
-        self._parts: dict[str, Tensor] = {}
+    def __init__(self, record: _core.LowLatencyRecord) -> None:
+        self._record = record
+        self._parts: dict[str, Tensor | None] = {}
 
     @property
     def num_max_dispatch_tokens_per_rank(self) -> int:
-        return self.shape.max_tokens
+        return self._record.num_max_tokens
 
     @property
     def hidden(self) -> int:
-        return self.shape.hidden
+        return self._record.hidden
 
     @property
     def num_experts(self) -> int:
-        return self.shape.num_experts
+        return self._record.num_experts
 
     @property
     def num_topk(self) -> int:
-        return self.shape.num_topk
+        return self._record.num_topk
+
+    @property
+    def num_tokens(self) -> int:
+        return self._record.num_tokens
 
     @property
     def is_compact(self) -> bool:
-        return self.shape.is_compact
+        return self._record.is_compact
 
     @property
     def rank(self) -> int:
-        return self.shape.rank
+        return self._record.rank
 
     @property
     def members(self) -> tuple[str, ...]:
-        return self.shape.members
+        return self._record.members
 
-    def _part(self, name: str, dtype: torch.dtype, *extents: int) -> Tensor:
-        part = self._parts.get(name)
-        if part is None:
-            words = torch.Size(extents).numel() * dtype.itemsize // 4
-            begin = self.shape.offsets[name] // 4
-            part = self.metadata[begin : begin + words].view(dtype).view(extents)
-            self._parts[name] = part
-        return part
+    @property
+    def metadata(self) -> Tensor:
+        return self._record.metadata
+
+    @property
+    def rows_shape(self) -> tuple[int, ...]:
+        """Of what dispatch returned and combine takes."""
+        return self._record.rows_shape
+
+    def _part(self, name: str) -> Any:
+        if name not in self._parts:
+            self._parts[name] = self._record.part(name)
+        return self._parts[name]
 
     @property
     def src_info(self) -> Tensor:
-        return self._part("src_info", torch.int32, *self.rows_shape[:-1])
+        return self._part("src_info")
 
     @property
     def layout_range(self) -> Tensor:
-        return self._part("layout_range", torch.int64, *self.rows_shape[:-2], self.shape.num_ranks)
+        return self._part("layout_range")
 
     @property
     def recv_tokens(self) -> Tensor:
-        return self._part("recv_tokens", torch.int32, self.shape.num_ranks)
+        return self._part("recv_tokens")
 
     @property
     def places(self) -> Tensor:
-        columns = () if self.is_compact else (self.num_topk,)
-        return self._part(
-            "places", torch.int32, self.shape.num_ranks, self.shape.max_tokens, *columns
-        )
+        return self._part("places")
 
     @property
     def recv_weights(self) -> Tensor | None:
-        if "recv_weights" not in self.shape.offsets:
-            return None
-        extents = (self.shape.num_ranks, self.shape.max_tokens, self.num_topk)
-        return self._part("recv_weights", torch.float32, *extents)
+        return self._part("recv_weights")
 
     @property
     def num_recv_tokens(self) -> Tensor | None:
-        return self._part("num_recv", torch.int32, 1) if self.is_compact else None
+        return self._part("num_recv_tokens")
 
     @property
     def recv_topk_idx(self) -> Tensor | None:
-        if not self.is_compact:
-            return None
-        return self._part("compact_idx", torch.int32, self.shape.num_rows, self.num_topk)
+        return self._part("recv_topk_idx")
 
     @property
     def recv_topk_weights(self) -> Tensor | None:
-        if "compact_weights" not in self.shape.offsets:
-            return None
-        return self._part("compact_weights", torch.float32, self.shape.num_rows, self.num_topk)
+        return self._part("recv_topk_weights")
 
     def as_tuple(self) -> tuple[Tensor, Tensor, int, int, int]:
         return (
@@ -147,20 +141,3 @@ class LowLatencyHandle:
 
     def __iter__(self) -> Iterator[Tensor | int]:
         return iter(self.as_tuple())
-
-    @property
-    def rows_shape(self) -> tuple[int, ...]:
-        """Of what dispatch returned and combine takes."""
-        return self.shape.rows_shape
-
-    @staticmethod
-    def of(value: Any, rank: int, members: tuple[str, ...]) -> LowLatencyHandle:
-        """``value``, if it is a handle of this rank of this group."""
-        if not isinstance(value, LowLatencyHandle):
-            raise ArgumentError(
-                "handle", type(value).__name__, "must be what low_latency_dispatch returned"
-            )
-        shape = value.shape
-        if shape.rank != rank or (shape.members is not members and shape.members != members):
-            raise ArgumentError("handle", f"rank {shape.rank}", f"must be of this rank ({rank})")
-        return value

@@ -5,11 +5,10 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include "bind/bind_normal.hpp"
+#include "bind/arguments.hpp"
 #include "bind/bindings.hpp"
 #include "bind/doors.hpp"
 #include "bind/interrupts.hpp"
-#include "device/layout/output.cuh"
 #include "host/engine.hpp"
 
 namespace deep_comm {
@@ -28,12 +27,6 @@ inline void bind_records(pybind11::module_& m) {
       .def_readonly("expected", &ErrorRecord::expected)
       .def_readonly("waited_ns", &ErrorRecord::waited_ns)
       .def_readonly("index", &ErrorRecord::index);
-  py::class_<OutputLayout>(m, "OutputLayout", py::module_local())
-      .def_readonly("x", &OutputLayout::x)
-      .def_readonly("scales", &OutputLayout::scales)
-      .def_readonly("topk_idx", &OutputLayout::topk_idx)
-      .def_readonly("topk_weights", &OutputLayout::topk_weights)
-      .def_readonly("num_bytes", &OutputLayout::num_bytes);
 }
 
 template <class Target>
@@ -48,23 +41,6 @@ pybind11::class_<Engine<Target>> bind_engine(pybind11::module_& m) {
                     "num_max_experts"_a);
   engine.def_static("ring_bytes", &ring_bytes, py::kw_only(), "num_ranks"_a, "num_channels"_a,
                     "num_slots"_a, "row_bytes"_a, "scale_row_bytes"_a, "num_topk"_a);
-  engine.def_static("staging_row_bytes", &staging_row_bytes, py::kw_only(), "row_bytes"_a,
-                    "num_topk"_a);
-  engine.def_static(
-      "output_layout",
-      [](int64_t num_rows, int row_bytes, int scale_row_bytes, int num_topk, int topk_idx_bytes) {
-        return OutputLayout::make(num_rows, row_bytes, scale_row_bytes, num_topk, topk_idx_bytes);
-      },
-      py::kw_only(), "num_rows"_a, "row_bytes"_a, "scale_row_bytes"_a, "num_topk"_a,
-      "topk_idx_bytes"_a);
-  // For the host to look at before every call: not zero where a kernel has left a
-  // record. Not after close().
-  engine.def(
-      "error_flag",
-      [](const Type& self) {
-        return py::memoryview::from_buffer(self.error_flag(), {1}, {sizeof(uint32_t)});
-      },
-      py::keep_alive<0, 1>());
   engine.def_property_readonly(
       "calls", [](const py::object& self) { return door_of_calls(self.cast<Type&>(), self); });
   engine.def_property_readonly("num_launches", &Type::num_launches);
@@ -72,7 +48,6 @@ pybind11::class_<Engine<Target>> bind_engine(pybind11::module_& m) {
   engine.def_readwrite("smem_bytes_limit", &Type::smem_bytes_limit);
   engine.def_readwrite("skips_launches", &Type::skips_launches);
 
-  bind_normal<Target>(engine);
   engine.attr("traces_low_latency") = Target::kIsSynchronous || DEEP_COMM_TRACE_LOW_LATENCY != 0;
   engine.def("set_trace", &Type::set_trace, "slots"_a, "num_calls"_a);
   engine.def("set_generation", &Type::set_generation, "generation"_a);

@@ -1,5 +1,4 @@
 #include "bind/bind_engine.hpp"
-#include "bind/bind_expand.hpp"
 #include "bind/bind_internode.hpp"
 #include "bind/bind_low_latency.hpp"
 #include "host/target_cuda.hpp"
@@ -11,8 +10,7 @@ void bind_engine_cuda(pybind11::module_& m) {
   using namespace pybind11::literals;
   using Type = Engine<CudaTarget>;
   auto engine = bind_engine<CudaTarget>(m);
-  bind_expand<CudaTarget>(m, engine);
-  bind_low_latency<CudaTarget>(m, engine);
+  bind_low_latency<CudaTarget>(engine);
   bind_internode<CudaTarget>(engine);
   engine.def(py::init([](int rank, int num_ranks, int device, std::vector<uintptr_t> peer_bases,
                          size_t heap_bytes, int num_max_experts, uint64_t timeout_ns) {

@@ -1,5 +1,4 @@
 #include "bind/bind_engine.hpp"
-#include "bind/bind_expand.hpp"
 #include "bind/bind_internode.hpp"
 #include "bind/bind_low_latency.hpp"
 #include "host/target_host.hpp"
@@ -11,8 +10,7 @@ void bind_engine_host(pybind11::module_& m) {
   using namespace pybind11::literals;
   using Type = Engine<HostTarget>;
   auto engine = bind_engine<HostTarget>(m);
-  bind_expand<HostTarget>(m, engine);
-  bind_low_latency<HostTarget>(m, engine);
+  bind_low_latency<HostTarget>(engine);
   bind_internode<HostTarget>(engine);
   engine.def(py::init([](int rank, int num_ranks, int device, std::vector<uintptr_t> peer_bases,
                          size_t heap_bytes, int num_max_experts, uint64_t timeout_ns,

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "bind/bind_engine.hpp"
-#include "bind/bind_tier_plans.hpp"
 
 namespace deep_comm {
 
@@ -11,19 +10,12 @@ void bind_internode(pybind11::class_<Engine<Target>>& engine) {
   namespace py = pybind11;
   using namespace pybind11::literals;
   using Type = Engine<Target>;
-  using Release = MaybeRelease<Target::kIsSynchronous>;
   using ptr = uintptr_t;
 
   engine.def_property_readonly_static("has_rail",
                                       [](const py::object&) { return Target::kHasRail; });
   engine.def_static("rail_workspace_bytes", &rail_workspace_bytes, py::kw_only(),
                     "num_nodes"_a, "ranks_per_node"_a, "num_max_experts"_a);
-  engine.def_static("rail_ring_bytes", &rail_ring_bytes, py::kw_only(), "num_nodes"_a,
-                    "num_channels"_a, "num_slots"_a, "row_bytes"_a, "scale_row_bytes"_a,
-                    "num_topk"_a);
-  engine.def_static("two_tier_ring_bytes", &two_tier_ring_bytes, py::kw_only(),
-                    "ranks_per_node"_a, "num_channels"_a, "num_slots"_a, "row_bytes"_a,
-                    "scale_row_bytes"_a, "num_topk"_a);
   engine.def(
       "enable_internode",
       [](Type& self, int node, int num_nodes, std::vector<uintptr_t> rail_bases, int num_qps,
@@ -51,26 +43,6 @@ void bind_internode(pybind11::class_<Engine<Target>>& engine) {
       "nic_bytes_per_s"_a = 0.0, "is_alone"_a = false, "is_near"_a = false);
   engine.def_property_readonly("rail_put_bytes", &Type::rail_put_bytes);
   engine.def("quiet_rail", &Type::quiet_rail, py::call_guard<py::gil_scoped_release>());
-
-  engine.def(
-      "internode_places",
-      [](Type& self, ptr is_token_in_rank, int num_tokens, int num_channels, ptr send_places,
-         uint64_t stream) {
-        const Release release(self.launches_last());
-        self.internode_places(as_pointer<uint8_t>(is_token_in_rank), num_tokens, num_channels,
-                              as_pointer<int32_t>(send_places), stream);
-      },
-      py::kw_only(), "is_token_in_rank"_a, "num_tokens"_a, "num_channels"_a, "send_places"_a,
-      "stream"_a);
-  engine.def_static(
-      "tier_source_layout",
-      [](int64_t num_rows) {
-        const TierSourceLayout layout = TierSourceLayout::make(num_rows);
-        return std::make_pair(layout.src_meta, layout.num_bytes);
-      },
-      py::kw_only(), "num_rows"_a);
-
-  bind_tier_plans(engine);
 }
 
 }  // namespace deep_comm

@@ -1,8 +1,9 @@
 // The low-latency methods of Engine's Python face, the same for both targets.
 #pragma once
 
+#include <string>
+
 #include "bind/bind_engine.hpp"
-#include "bind/quick_decode.hpp"
 
 namespace deep_comm {
 
@@ -13,61 +14,8 @@ inline PayloadFormat payload_format_of(const std::string& name) {
   throw std::invalid_argument("format = " + name + ", must be bfloat16, fp8 or nvfp4");
 }
 
-// Offsets of the parts of the metadata block that there are.
 template <class Target>
-pybind11::dict metadata_offsets(const BoundLowLatencyPlan<Target>& self) {
-  const LowLatencyMetadata& layout = self.plan.metadata;
-  const std::pair<const char*, size_t> parts[] = {{"recv_count", layout.recv_count},
-                                                  {"num_recv", layout.num_recv},
-                                                  {"ticket", layout.ticket},
-                                                  {"recv_tokens", layout.recv_tokens},
-                                                  {"layout_range", layout.layout_range},
-                                                  {"src_info", layout.src_info},
-                                                  {"places", layout.places},
-                                                  {"recv_weights", layout.recv_weights},
-                                                  {"compact_idx", layout.compact_idx},
-                                                  {"compact_weights", layout.compact_weights},
-                                                  {"num_rows", layout.num_rows},
-                                                  {"return_addresses", layout.return_addresses}};
-  pybind11::dict offsets;
-  for (const auto& [name, offset] : parts) {
-    if (offset != LowLatencyMetadata::kNone) offsets[name] = offset;
-  }
-  return offsets;
-}
-
-template <class Target>
-void low_latency_dispatch(const BoundLowLatencyPlan<Target>* self,
-                          const std::array<uint64_t, 16>& numbers) {
-  const auto [x, topk_idx, topk_idx_bytes, topk_weights, num_tokens, recv_x, recv_scales, metadata,
-              cumulative_stats, wait_stats, send, receive, has_ticket, is_reporting, stream,
-              global_scale] = numbers;
-  const MaybeRelease<Target::kIsSynchronous> release(self->engine->launches_last());
-  self->engine->low_latency_dispatch(
-      self->plan,
-      {x, topk_idx, static_cast<int>(topk_idx_bytes), topk_weights, static_cast<int>(num_tokens),
-       recv_x, recv_scales, metadata, cumulative_stats, wait_stats, send != 0, receive != 0,
-       has_ticket != 0, is_reporting != 0, global_scale},
-      stream);
-}
-
-template <class Target>
-void low_latency_combine(const BoundLowLatencyPlan<Target>* self,
-                         const std::array<uint64_t, 14>& numbers) {
-  const auto [x, metadata, topk_idx, topk_idx_bytes, topk_weights, num_tokens, rows, use_logfmt,
-              combined_x, wait_stats, send, receive, ticket, stream] = numbers;
-  if (rows >= kNumCombineRows) throw std::invalid_argument("rows must be 0, 1 or 2");
-  const MaybeRelease<Target::kIsSynchronous> release(self->engine->launches_last());
-  self->engine->low_latency_combine(
-      self->plan,
-      {x, metadata, topk_idx, static_cast<int>(topk_idx_bytes), topk_weights,
-       static_cast<int>(num_tokens), static_cast<CombineRows>(rows), use_logfmt != 0, combined_x,
-       wait_stats, send != 0, receive != 0, ticket},
-      stream);
-}
-
-template <class Target>
-void bind_low_latency(pybind11::module_& m, pybind11::class_<Engine<Target>>& engine) {
+void bind_low_latency(pybind11::class_<Engine<Target>>& engine) {
   namespace py = pybind11;
   using namespace pybind11::literals;
   using Type = Engine<Target>;
@@ -97,43 +45,6 @@ void bind_low_latency(pybind11::module_& m, pybind11::class_<Engine<Target>>& en
                     py::kw_only(), "num_ranks"_a, "num_max_experts"_a);
   engine.def("low_latency_max_experts", &Type::low_latency_max_experts, py::kw_only(),
              "num_topk"_a);
-
-  using Plan = BoundLowLatencyPlan<Target>;
-  py::class_<Plan>(m, "LowLatencyPlan", py::module_local())
-      .def_property_readonly("num_blocks",
-                             [](const Plan& self) { return self.plan.options.num_blocks; })
-      .def_property_readonly("num_metadata_bytes",
-                             [](const Plan& self) { return self.plan.metadata.num_bytes; })
-      .def_property_readonly("metadata", &metadata_offsets<Target>)
-      // Functions of plain numbers: names would cost a call microseconds.
-      .def_property_readonly("dispatch",
-                             [](const py::object& self) {
-                               return number_function<16, &low_latency_dispatch<Target>>(
-                                   "low_latency_dispatch", self.cast<const Plan*>(), self);
-                             })
-      .def_property_readonly("combine", [](const py::object& self) {
-        return number_function<14, &low_latency_combine<Target>>("low_latency_combine",
-                                                                 self.cast<const Plan*>(), self);
-      });
-
-  engine.def(
-      "plan_low_latency",
-      [](Type& self, int num_max_tokens, int hidden, int num_topk, int num_experts, int num_blocks,
-         const std::string& format, bool round_scale, bool use_ue8m0, bool is_compact,
-         bool has_weights) {
-        return Plan{
-            &self, self.plan_low_latency({num_max_tokens, hidden, num_topk, num_experts, num_blocks,
-                                          payload_format_of(format), round_scale, use_ue8m0,
-                                          is_compact, has_weights})};
-      },
-      py::keep_alive<0, 1>(), py::kw_only(), "num_max_tokens"_a, "hidden"_a, "num_topk"_a,
-      "num_experts"_a, "num_blocks"_a, "format"_a, "round_scale"_a, "use_ue8m0"_a, "is_compact"_a,
-      "has_weights"_a);
-  engine.def("wait_low_latency_num_tokens", &Type::wait_low_latency_num_tokens,
-             py::call_guard<py::gil_scoped_release>());
-  bind_quick_low_latency<Target>(m, engine).def(
-      "layer", &layer_calls<Target>, py::kw_only(), "shape"_a, "decode_tokens"_a, "rows"_a,
-      "batch_type"_a, "common"_a, "state_type"_a, "words"_a, "rule"_a);
 }
 
 }  // namespace deep_comm

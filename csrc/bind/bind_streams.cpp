@@ -4,7 +4,7 @@
 #include "bind/bindings.hpp"
 #include "bind/doors.hpp"
 #include "bind/numbers.hpp"
-#include "bind/torch_tensors.hpp"
+#include "bind/torch/reader.hpp"
 #include "host/stream_order.hpp"
 
 namespace deep_comm {
@@ -58,8 +58,9 @@ void bind_streams(py::module_& m) {
       .def("is_capturing", &StreamTarget::is_capturing, py::arg("stream"))
       .def(
           "capture_check",
-          [](const Target& self, int device, py::object exchange_api) {
-            const DlExchangeApi* api = exchange_api_of(exchange_api);
+          [](const Target& self, int device, py::object exchange_api) -> py::object {
+            const DlExchangeApi* api = find_exchange_api(exchange_api);
+            if (api == nullptr) return py::none();
             return number_function<0, &is_current_capturing>(
                 "is_capturing",
                 CurrentStream{self, std::move(exchange_api), api->current_stream, device},

@@ -114,7 +114,8 @@ void bind_buffer(py::module_& m) {
                   const py::object& exchange_api, uintptr_t heap_base, py::object heap_memory,
                   bool poisons, int rank, int num_ranks, int num_nodes, int ranks_per_node,
                   int num_max_experts, size_t num_nvl_bytes, size_t num_ring_bytes,
-                  size_t num_rdma_bytes, std::optional<int> max_sms, py::object raise_recorded,
+                  size_t num_rdma_bytes, std::optional<int> max_sms, bool rail_reads_late,
+                  py::object raise_recorded,
                   py::object event_overlap, py::object event_of, py::object handle_class,
                   py::object tier_handle_class, py::object require_present) {
         Memory memory(order, heap_base, owner_of(std::move(heap_memory)), std::move(region),
@@ -129,14 +130,19 @@ void bind_buffer(py::module_& m) {
             calls_behind(engine), std::move(order), std::move(memory),
             RingResources{num_nvl_bytes, num_ring_bytes, num_rdma_bytes, max_sms},
             py::str(device).cast<std::string>());
+        made->context.rail_reads.are_late = rail_reads_late;
         made->context.recorded_error = [raise_recorded] { return recorded_error(raise_recorded); };
         return made;
       }),
       py::kw_only(), "engine"_a, "order"_a, "region"_a, "device"_a, "exchange_api"_a,
       "heap_base"_a, "heap_memory"_a, "poisons"_a, "rank"_a, "num_ranks"_a, "num_nodes"_a,
       "ranks_per_node"_a, "num_max_experts"_a, "num_nvl_bytes"_a, "num_ring_bytes"_a,
-      "num_rdma_bytes"_a, "max_sms"_a, "raise_recorded"_a, "event_overlap"_a, "event_of"_a,
+      "num_rdma_bytes"_a, "max_sms"_a, "rail_reads_late"_a, "raise_recorded"_a, "event_overlap"_a, "event_of"_a,
       "handle_class"_a, "tier_handle_class"_a, "require_present"_a);
+  buffer.def(
+      "set_absent",
+      [](BoundBuffer& self, std::vector<int> ranks) { self.context.absent = std::move(ranks); },
+      "ranks"_a, "Ranks that the Buffer does without, in ascending order.");
   def_call<&BoundBuffer::get_dispatch_layout>(buffer, "get_dispatch_layout");
   bind_normal_calls(m, buffer);
 }

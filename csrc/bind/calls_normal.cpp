@@ -1,7 +1,7 @@
 // dispatch and combine as Python's functions: arguments become requests, results tuples.
 #include <pybind11/stl.h>
 
-#include <exception>
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <utility>
@@ -56,6 +56,20 @@ py::object tuple_of(const BoundBuffer& buffer, DispatchResult result) {
       result.has_counts ? list_of(result.num_recv_tokens_per_expert) : py::object(py::none()),
       result.record ? handle_of(buffer, std::move(result.record)) : py::object(py::none()),
       buffer.overlap_of(std::move(result.event)));
+}
+
+void end_calls(BoundBuffer& buffer, bool was_destroyed) {
+  CallContext& context = buffer.context;
+  context.early_dispatches = {};
+  if (context.pending == nullptr) return;
+  CallError error;
+  error.error_class =
+      was_destroyed ? CallError::Class::kBufferDestroyed : CallError::Class::kArgument;
+  error.argument = "dispatch";
+  error.rule = was_destroyed ? "the Buffer was destroyed before its dispatch had been received"
+                             : "must be received before reset()";
+  const std::shared_ptr<PendingCall> pending = context.pending;
+  pending->forget(error);
 }
 
 // A dispatch that has been sent; see PendingDispatch.
@@ -172,23 +186,23 @@ void bind_normal_calls(py::module_& m, BufferClass& buffer) {
   def_call<&BoundBuffer::dispatch>(buffer, "dispatch");
   def_call<&BoundBuffer::begin_dispatch>(buffer, "begin_dispatch");
   def_call<&BoundBuffer::combine>(buffer, "combine");
-  buffer.def_property_readonly(
-      "has_pending", [](const BoundBuffer& self) { return self.context.pending != nullptr; });
-  buffer.def("set_members",
-             [](BoundBuffer& self, std::vector<std::string> members) {
-               self.context.set_members(std::move(members));
-             },
-             py::arg("members"));
-  buffer.def("forget_pending", [](BoundBuffer& self, bool was_destroyed) {
-    if (self.context.pending == nullptr) return;
-    CallError error;
-    error.error_class = was_destroyed ? CallError::Class::kBufferDestroyed : CallError::Class::kArgument;
-    error.argument = "dispatch";
-    error.rule = was_destroyed ? "the Buffer was destroyed before its dispatch had been received"
-                               : "must be received before reset()";
-    const std::shared_ptr<PendingCall> pending = self.context.pending;
-    pending->forget(error);
-  }, py::kw_only(), py::arg("was_destroyed"));
+  buffer
+      .def(
+          "set_members",
+          [](BoundBuffer& self, std::vector<std::string> members) {
+            self.context.set_members(std::move(members));
+          },
+          py::arg("members"), "Who makes handles from now on: see deep_comm/absent.py.")
+      .def(
+          "agree_on_tokens",
+          [](BoundBuffer& self, int64_t num_tokens) {
+            int64_t& agreed = self.context.forecast.agreed_tokens;
+            agreed = std::max(agreed, num_tokens);
+          },
+          py::arg("num_tokens"), "That a rank will ever bring, as all of them say.")
+      .def("end_calls", &end_calls, py::kw_only(), py::arg("was_destroyed"),
+           "Goes on without a dispatch that has not been received, and without what all ranks have "
+           "seen alike so far. Kernels have ended.");
 }
 
 }  // namespace deep_comm

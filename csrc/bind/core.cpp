@@ -10,8 +10,9 @@ PYBIND11_MODULE(_core, m) {
   deep_comm::bind_region(m);
   deep_comm::bind_handle(m);
   deep_comm::bind_buffer(m);
+  deep_comm::bind_low_latency_calls(m);
+  deep_comm::bind_layer_decode(m);
   deep_comm::bind_host_words(m);
-  deep_comm::bind_quick_normal(m);
   // Before the engine, whose signatures name the Simulation.
   deep_comm::bind_simulation(m);
   deep_comm::bind_engine_host(m);

@@ -26,8 +26,10 @@ class Framework {
   // A tensor over memory that `owner` keeps until the last tensor over it has gone. An address of 0
   // is allowed if the tensor has no elements.
   virtual Object over(uintptr_t address, const TensorSpec& spec, std::shared_ptr<void> owner) = 0;
-  // A view of a contiguous tensor that begins where its memory does: `spec`, from byte `offset` on.
-  virtual Object view(const Object& tensor, size_t offset, const TensorSpec& spec) = 0;
+  // A tensor over a part of another one's memory, which begins `offset` bytes behind its first element.
+  // `tensor` (borrowed) is flat; offset and the part's bytes are multiples of both element sizes. One
+  // with strides of its own is of the same type, and `tensor` begins where its memory does.
+  virtual Object part(const void* tensor, const TensorSpec& spec, size_t offset) = 0;
   // While gradients are off for good (torch's inference mode), tensors that are made then can never
   // have any.
   virtual bool is_inference_mode() const = 0;

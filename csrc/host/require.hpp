@@ -15,7 +15,15 @@ namespace deep_comm {
 
 // A property of an object of the framework's, as the message shows it.
 struct GivenProperty {
-  enum class Which : uint8_t { kValue, kTypeName, kReprAndType, kDevice, kType, kShape };
+  enum class Which : uint8_t {
+    kValue,
+    kTypeName,
+    kReprAndType,
+    kDevice,
+    kType,
+    kShape,
+    kTypeShapeDevice  // torch.float32 [2] on cpu
+  };
   Which which;
   Object object;
 };

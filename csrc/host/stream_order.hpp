@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "host/framework.hpp"
@@ -89,6 +90,9 @@ class CallOrder {
 
   // Of Memory::empty.
   void note_output(const Object& tensor);
+  // Of a call on the communication stream: the framework's allocator will not be told of its outputs.
+  // Whoever takes them keeps them until the stream that owns their memory comes after the call.
+  std::vector<Object> take_outputs() { return std::exchange(outputs_, {}); }
 
   // Asynchronous calls: the scope of the call ends without finish, and will go on after resume, with
   // memory as if the caller's stream were still the same.

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from deep_comm import env
-from deep_comm.backends.base import Backend, Heap, Launch
+from deep_comm.backends.base import Backend, Heap
 from deep_comm.errors import ArgumentError, UnsupportedError
 
-__all__ = ["Backend", "Heap", "Launch", "create_backend", "resolve_device"]
+__all__ = ["Backend", "Heap", "create_backend", "resolve_device"]
 
 
 def resolve_device(device: torch.device | str | int | None) -> torch.device:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from deep_comm.events import EventHandle, EventOverlap
 from deep_comm.rendezvous import Rendezvous
 from deep_comm.topology import Topology
 
@@ -18,9 +16,6 @@ if TYPE_CHECKING:
     from deep_comm import _core
     from deep_comm._core import Engine
     from deep_comm.backends.foreign import Place
-    from deep_comm.handle_base import HeldTensors
-
-_POISON_BYTE = 0xA5
 
 EXCHANGE_API: object = getattr(Tensor, "__dlpack_c_exchange_api__", None)
 """DLPack's, for native code; None: this torch has none, and its attributes serve."""
@@ -58,62 +53,6 @@ class Heap(Protocol):
         """Let go of the peers' parts and of this rank's own. Never waits for a peer. Idempotent."""
 
 
-class Launch(Protocol):
-    """The place of one operation on the streams: a context manager around its calls.
-
-    Its stream has been made to wait for what the operation needs. ``finish`` makes the
-    caller's stream wait for the operation, or returns the event of an asynchronous one.
-    """
-
-    stream: int  # to pass to the engine
-    is_captured: bool  # part of a CUDA graph
-    poisons: bool  # outputs are filled before the kernels run
-    caller_stream: int  # the current one
-    is_behind_caller: bool  # all its work so far comes before
-
-    @property
-    def home_stream(self) -> int:
-        """Whose memory `empty` hands out."""
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """An output, on the device and owned by the right stream."""
-
-    def empty_by_column(
-        self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
-    ) -> Tensor:
-        """The same for matrices stored by column, as ``strides`` says."""
-
-    def adopt(self, tensor: Tensor) -> Tensor:
-        """An output over memory that was there before."""
-
-    def wait(self, events: Iterable[Any]) -> None:
-        """The operation also waits for these, which ``Backend.mark`` made."""
-
-    def finish(
-        self, inputs: Iterable[Tensor | None], handle: HeldTensors | None = None
-    ) -> EventOverlap:
-        """End of the operation, whose ``inputs`` and ``handle`` must outlive it."""
-
-    def pause(self) -> None:
-        """This ``with`` ends without ``finish``; another one will go on. Asynchronous ones only."""
-
-    def resume(self) -> None:
-        """Before that other one. Memory is as if the caller's stream were still the same."""
-
-    def follow_caller(self) -> None:
-        """Before memory is taken that the kernels launched so far do not write: the caller's stream
-        may have got work since the operation began, which that memory is still in use by.
-        """
-
-    def __enter__(self) -> Launch: ...
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None: ...
-
-
 class Backend(Protocol):
     """One target on one device, for one Buffer."""
 
@@ -123,6 +62,8 @@ class Backend(Protocol):
     streams: object  # of the device, for native code: see _core.streams
     framework: _core.Framework  # torch, for native code
     order: _core.StreamOrder  # of the Buffer's calls
+    # Of a call on the communication stream: (event, outputs, the stream that owns these).
+    outputs_event: Callable[[_core.Event, Sequence[Tensor], int], EventHandle] | None
 
     def create_heap(
         self,
@@ -149,32 +90,6 @@ class Backend(Protocol):
     def comm_stream(self) -> torch.cuda.Stream:
         """Raises UnsupportedError on the host target."""
 
-    def launch(
-        self, previous_event: EventHandle | None, async_finish: bool, on_comm: bool, /
-    ) -> Launch:
-        """``on_comm``: outputs belong to the communication stream."""
-
-    def end_asynchronous(self, known: HeldTensors | None, on_comm: bool) -> EventOverlap:
-        """Of an operation with this handle on the communication stream: the handle's memory
-        outlives it. ``on_comm``: outputs belong to that stream."""
-
-    def end_with_outputs(self, outputs: Sequence[Tensor], /) -> EventOverlap:
-        """Of an operation on the communication stream that fills these, which belong to the current
-        stream, and of which torch's allocator has not been told: the event sees to them."""
-
-    def launch_unordered(self) -> Launch:
-        """On the caller's stream, without order among the Buffer's operations."""
-
-    def mark(self, stream: int, /) -> Any:
-        """An event on the stream; None if nothing can be in flight."""
-
-    def current_stream(self) -> int:
-        """As the engine and ``mark`` know it."""
-
-    def quick_streams(self) -> Any:
-        """For calls in one native step: backends.cuda_launch.Streams; None where there are no
-        streams."""
-
     def is_capturing(self) -> bool:
         """The current stream is recording a CUDA graph."""
 
@@ -183,14 +98,3 @@ class Backend(Protocol):
 
     def device_scope(self) -> AbstractContextManager[object]:
         """Makes the device current."""
-
-
-def transposed(shape: Sequence[int]) -> tuple[int, ...]:
-    """Of the matrices in a tensor of this shape."""
-    return (*shape[:-2], shape[-1], shape[-2])
-
-
-def poison(tensor: Tensor) -> None:
-    """Fill an output with bytes that no kernel would write by chance."""
-    if tensor.numel() > 0:
-        tensor.view(torch.uint8).fill_(_POISON_BYTE)

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Iterable, Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deep_comm import _core, env
 from deep_comm.backends import in_process
-from deep_comm.backends.base import EXCHANGE_API, Heap, poison, transposed
+from deep_comm.backends.base import EXCHANGE_API, Heap
 from deep_comm.backends.foreign import Place
 from deep_comm.errors import UnsupportedError
-from deep_comm.events import EventHandle, EventOverlap
 from deep_comm.rendezvous import Rendezvous
 from deep_comm.topology import Topology
-
-if TYPE_CHECKING:
-    from deep_comm.handle_base import HeldTensors
 
 
 _PLACE = Place(torch.device("cpu"))
@@ -123,76 +118,18 @@ class _SegmentHeap(_HostHeap):
         self._segments = []
 
 
-class _CpuLaunch:
-    __slots__ = ("_async_finish", "poisons")
-    stream = 0
-    home_stream = 0
-    is_captured = False
-    caller_stream = 0
-    is_behind_caller = True
-
-    def __init__(self, async_finish: bool, poison_outputs: bool) -> None:
-        self._async_finish = async_finish
-        self.poisons = poison_outputs
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        # Named, or a default device of the program's would be asked.
-        tensor = torch.empty(*shape, dtype=dtype, device=CpuBackend.device)
-        if self.poisons:
-            poison(tensor)
-        return tensor
-
-    def empty_by_column(
-        self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
-    ) -> Tensor:
-        return self.empty(transposed(shape), dtype).mT
-
-    def adopt(self, tensor: Tensor) -> Tensor:
-        if self.poisons:
-            poison(tensor)
-        return tensor
-
-    def wait(self, events: Iterable[Any]) -> None:
-        pass
-
-    def finish(
-        self, inputs: Iterable[Tensor | None], handle: HeldTensors | None = None
-    ) -> EventOverlap:
-        return EventOverlap(EventHandle() if self._async_finish else None)
-
-    def pause(self) -> None:
-        pass
-
-    def resume(self) -> None:
-        pass
-
-    def follow_caller(self) -> None:
-        pass
-
-    def __enter__(self) -> _CpuLaunch:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        return None
-
-
 class CpuBackend:
     device = torch.device("cpu")
     is_synchronous = True
     max_sms: int | None = None
 
     def __init__(self) -> None:
-        self._poison_outputs = env.POISON.get()
         self.streams = _core.streams()
         self.framework = _core.TorchFramework(
             device=self.device, comm_stream=None, exchange_api=EXCHANGE_API, current_stream=None
         )
         self.order = _core.StreamOrder(self.streams, self.framework, 0)
+        self.outputs_event = None
 
     def create_heap(
         self,
@@ -228,29 +165,6 @@ class CpuBackend:
 
     def comm_stream(self) -> torch.cuda.Stream:
         raise UnsupportedError("the host target has no streams")
-
-    def launch(
-        self, previous_event: EventHandle | None, async_finish: bool, allocate_on_comm_stream: bool
-    ) -> _CpuLaunch:
-        return _CpuLaunch(async_finish, self._poison_outputs)
-
-    def end_asynchronous(self, known: HeldTensors | None, on_comm: bool) -> EventOverlap:
-        return EventOverlap(EventHandle())
-
-    def end_with_outputs(self, outputs: Sequence[Tensor], /) -> EventOverlap:
-        return EventOverlap(EventHandle())
-
-    def launch_unordered(self) -> _CpuLaunch:
-        return _CpuLaunch(False, self._poison_outputs)
-
-    def mark(self, stream: int, /) -> None:
-        return None
-
-    def current_stream(self) -> int:
-        return 0
-
-    def quick_streams(self) -> None:
-        return None
 
     def is_capturing(self) -> bool:
         return False

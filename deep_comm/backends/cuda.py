@@ -7,24 +7,21 @@ import functools
 import os
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from deep_comm import _cuda, env
+from deep_comm import _core, _cuda
 from deep_comm.backends import in_process
-from deep_comm.backends.base import Heap
-from deep_comm.backends.cuda_launch import Streams, current_raw_stream, streams_of
+from deep_comm.backends.base import EXCHANGE_API, Heap
+from deep_comm.backends.cuda_streams import current_raw_stream, make_framework, streams_of
 from deep_comm.backends.foreign import Place
 from deep_comm.errors import TopologyError, UnsupportedError
-from deep_comm.ops import quick
+from deep_comm.events import OutputsEvent
 from deep_comm.rail import NVSHMEM
 from deep_comm.rendezvous import Rendezvous
 from deep_comm.topology import Topology, host_identity
-
-if TYPE_CHECKING:
-    from deep_comm import _core
 
 # The engine of either target has the same methods; their types are written down once.
 _Engine = cast("type[_core.Engine]", _cuda.Engine)
@@ -135,22 +132,14 @@ class CudaBackend:
         self.max_sms: int | None = _cuda.num_sms(self._index)
         # Above the default: communication that waits for a free SM keeps its peers waiting too.
         self._comm_stream = torch.cuda.Stream(device, priority=-1)
-        self._streams = Streams(device, self._comm_stream, env.POISON.get())
-        self.launch = self._streams.launch
-        self.end_asynchronous = self._streams.end_asynchronous
-        self.end_with_outputs = self._streams.end_with_outputs
-        self.launch_unordered = self._streams.launch_unordered
-        # Of every block that is given back: a function of C, and no frame of Python around it.
-        self.current_stream = functools.partial(current_raw_stream, self._index)
         native = streams_of(self._index)
         self.streams: object = native.door
-        self.framework, self.order = self._streams.framework, self._streams.order
-        self.mark = native.mark
+        self.framework = make_framework(device, self._comm_stream)
+        self.order = _core.StreamOrder(native.door, self.framework, self._comm_stream.cuda_stream)
+        self.outputs_event = functools.partial(OutputsEvent, comm=self._comm_stream)
         # Of every step of a layer's "auto".
-        self.is_capturing: Callable[[], bool] = self._is_capturing
-        found = quick.torch_of(device)
-        if found is not None:
-            self.is_capturing = native.capture_check(self._index, found.exchange_api)
+        check = native.capture_check(self._index, EXCHANGE_API)
+        self.is_capturing: Callable[[], bool] = check or self._is_capturing
 
     def create_heap(
         self,
@@ -192,11 +181,8 @@ class CudaBackend:
     def comm_stream(self) -> torch.cuda.Stream:
         return self._comm_stream
 
-    def quick_streams(self) -> Streams:
-        return self._streams
-
     def synchronize(self) -> None:
-        self._streams.synchronize()
+        self.order.synchronize()
         self._comm_stream.synchronize()
 
     def device_scope(self) -> contextlib.AbstractContextManager[object]:

@@ -13,8 +13,7 @@ from torch import Tensor
 from deep_comm.compat import expand
 from deep_comm.errors import HandleMismatch
 from deep_comm.expansion import Expansion
-from deep_comm.handle import Handle
-from deep_comm.internode_handle import InternodeHandle
+from deep_comm.handle import Handle, InternodeHandle
 
 AnyHandle = Handle | InternodeHandle
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from deep_comm import env
 from deep_comm.compat.elastic_sizes import ring_bytes
-from deep_comm.low_latency_state import region_bytes
+from deep_comm.low_latency_region import region_bytes
 from deep_comm.rendezvous import Rendezvous
 from deep_comm.topology import Topology, discover, host_identity, requested_ranks_per_node
 

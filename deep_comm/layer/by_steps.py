@@ -6,8 +6,7 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
-from deep_comm.layer.quick_decode import NEVER
-from deep_comm.ops.quick import never
+from deep_comm.layer.decode import NEVER, never
 
 if TYPE_CHECKING:
     from deep_comm.layer.expert_parallel import ExpertParallel
@@ -20,6 +19,6 @@ def by_steps(layer: ExpertParallel) -> ExpertParallel:
     transport: Any = copy.copy(steps.transport)
     slow._steps, steps.transport = steps, transport
     transport.quick = NEVER
-    steps._begin = steps._end = steps._begin_prefill = steps._end_prefill = never
+    steps._begin = steps._end = never
     steps.forward_quick = steps.dispatch_quick = never
     return slow

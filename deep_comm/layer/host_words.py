@@ -22,8 +22,8 @@ from deep_comm import _core
 from deep_comm.low_latency_handle import LowLatencyHandle
 
 if TYPE_CHECKING:
+    from deep_comm._core import Decoded
     from deep_comm.context import Context
-    from deep_comm.layer.quick_decode import Decoded
     from deep_comm.rendezvous import Rendezvous
 
 
@@ -36,7 +36,7 @@ class HostWords:
         most(exchange): that any rank has told of this one; None: not all have, after a while in
             which the GIL was free.
         exchange(), set_exchange(number): the last one that this rank has told of.
-        place: arguments of what native calls (quick_decode.py) tell and count by, in this memory.
+        place: arguments of what native calls (decode.py) tell and count by, in this memory.
     """
 
     __slots__ = ("exchange", "most", "place", "set_exchange", "tell")
@@ -91,5 +91,5 @@ def most_tokens(ctx: Context, words: HostWords, state: Decoded) -> int:
         ctx.engine.note_interrupt()
         raise
     ctx.check()
-    handle = LowLatencyHandle(state.shape, state.metadata, state.num_tokens)
+    handle = LowLatencyHandle(state.record)
     return max(handle.recv_tokens.tolist())

@@ -24,7 +24,7 @@ from torch._higher_order_ops import effects
 from deep_comm.errors import ArgumentError, DeepCommError
 from deep_comm.layer.batch import ExpertBatch
 from deep_comm.layer.construction import check_mode
-from deep_comm.layer.quick_prefill import Prefilled
+from deep_comm.layer.prefill import Prefilled
 
 if TYPE_CHECKING:
     from deep_comm.layer.expert_parallel import ExpertParallel

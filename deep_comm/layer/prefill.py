@@ -6,26 +6,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from deep_comm.events import EventOverlap
-from deep_comm.handle_parts import Memory, Slab, SlabLayout
 from deep_comm.layer.batch import ExpertBatch
-from deep_comm.layer.quick_prefill import PrefillCalls, Prefilled, prefill_calls
 from deep_comm.layer.shape import MoEShape
-from deep_comm.ops.call import SYNCHRONOUS
-from deep_comm.ops.dispatch import NewDispatch, UnmovedRows
-from deep_comm.ops.notify import counts_of
-from deep_comm.ops.quick_new import expanded_arguments
-from deep_comm.ops.scales import PLAIN
-from deep_comm.ops.steps import dispatch_unmoved
 from deep_comm.topology import first_expert
 
 if TYPE_CHECKING:
     from deep_comm.buffer import Buffer
-    from deep_comm.layer.mode import ModeRule
+
+
+class Prefilled(NamedTuple):
+    """What combine needs of a prefill batch."""
+
+    handle: Any
+    weights: Tensor  # float32 [S], of each row
 
 
 @dataclass(eq=False)
@@ -43,9 +41,6 @@ class Sent:
 
 
 class Prefill(Protocol):
-    def calls(self, rule: ModeRule) -> PrefillCalls:
-        """In one native step each; with the rule of the layer."""
-
     def batch(self, sent: Sent, rows: Tensor, weights: Tensor) -> ExpertBatch:
         """``rows``, ``weights``: of ``sent``, or what autograd knows them by."""
 
@@ -76,8 +71,7 @@ class Prefill(Protocol):
 
 def prefill_of(buffer: Buffer, shape: MoEShape, alignment: int, max_recv_rows: int) -> Prefill:
     """The engine groups and adds, inside a node and between nodes."""
-    expected = buffer._context.expected
-    expected.agreed_tokens = max(expected.agreed_tokens, shape.max_tokens)
+    buffer._context.native_calls.agree_on_tokens(shape.max_tokens)
     return ExpandedPrefill(buffer, shape, alignment, max_recv_rows)
 
 
@@ -86,7 +80,6 @@ class ExpandedPrefill:
 
     def __init__(self, buffer: Buffer, shape: MoEShape, alignment: int, max_recv_rows: int) -> None:
         self._buffer = buffer
-        self._ctx = buffer._context
         self._shape = shape
         self._alignment = alignment
         self._max_recv_rows = max_recv_rows
@@ -96,40 +89,6 @@ class ExpandedPrefill:
             first_expert=first_expert(buffer.rank, shape.num_experts, buffer.group_size),
             alignment=alignment,
         )
-
-    def calls(self, rule: ModeRule) -> PrefillCalls:
-        return prefill_calls(
-            self._buffer,
-            self._shape,
-            rule,
-            alignment=self._alignment,
-            max_recv_rows=self._max_recv_rows,
-            common=dict(self._alike, scales=None),
-            finish_unmoved=self._finish_unmoved,
-        )
-
-    def _finish_unmoved(
-        self,
-        x: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor,
-        default: Any,
-        layout: SlabLayout,
-        address: int,
-        block: Any,
-        waited: tuple[Any, ...] | None,
-        storage: Tensor,
-    ) -> ExpertBatch:
-        """Of a native step whose rows have not moved."""
-        ctx, alignment = self._ctx, self._alignment
-        slab = Slab(layout, address, Memory(ctx.heap.place, ctx.heap.memory(), block))
-        unmoved = UnmovedRows(slab, counts_of(ctx, waited), storage)
-        given = expanded_arguments(
-            topk_idx, topk_weights, self._shape.num_experts, 0, alignment, alignment > 1
-        )
-        call = NewDispatch(ctx, x, PLAIN, config=None, default=default, **given)
-        rows, _, weights, counts, handle, _ = dispatch_unmoved(call, unmoved, SYNCHRONOUS)
-        return self._batch(rows, None, weights, counts, handle)
 
     def batch(self, sent: Sent, rows: Tensor, weights: Tensor) -> ExpertBatch:
         counts = None if sent.is_bounded else sent.counts

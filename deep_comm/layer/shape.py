@@ -11,7 +11,7 @@ import torch
 from deep_comm import _core, integers
 from deep_comm.config import host_default
 from deep_comm.errors import ArgumentError
-from deep_comm.low_latency_state import region_bytes
+from deep_comm.low_latency_region import region_bytes
 from deep_comm.topology import num_local_experts
 
 Mode = Literal["auto", "prefill", "decode"]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, is_grad_enabled
 
+from deep_comm._core import Decoded
 from deep_comm.errors import ArgumentError
 from deep_comm.layer import autograd
 from deep_comm.layer.batch import ExpertBatch
@@ -19,9 +20,7 @@ from deep_comm.layer.construction import check_mode
 from deep_comm.layer.host_words import HostWords, most_tokens
 from deep_comm.layer.mode import ModeRule
 from deep_comm.layer.pending import Pending
-from deep_comm.layer.prefill import Sent
-from deep_comm.layer.quick_decode import Decoded
-from deep_comm.layer.quick_prefill import Prefilled
+from deep_comm.layer.prefill import Prefilled, Sent
 from deep_comm.layer.shape import Mode
 from deep_comm.layer.transport import Transport
 
@@ -52,7 +51,6 @@ class Steps:
         self.is_capturing: Callable[[], bool] = buffer._context.backend.is_capturing
         self.rule = ModeRule(self.shape.decode_tokens)
         self._max_num_tokens: int | None = None  # of the last prefill exchange
-        self._begin_prefill, self._end_prefill = transport.prefill.calls(self.rule)
         # What a rank with too many tokens sends in a decode step: tokens that go nowhere.
         num_asking = self.shape.decode_tokens + 1
         shape, device = (num_asking, self.shape.num_topk), buffer.device
@@ -153,9 +151,8 @@ class Steps:
         mode: Mode,
         bounded: bool,
     ) -> Tensor | None:
-        """A step that is two native ones: not the first of its kind, nothing in doubt, no gradients
-        and, but for decode by name, no capture. None: nothing has happened; ``way`` says how to
-        go on, or what is wrong.
+        """A decode step that is two native calls: nothing in doubt, no gradients and, but for decode
+        by name, no capture. None: nothing has happened; ``way`` says how to go on, or what is wrong.
 
         Every line is what the layer costs above the Buffer, and auto above decode: 2 % of a step
         are half a microsecond.
@@ -167,25 +164,16 @@ class Steps:
             if bounded:
                 return None
             if not self.can_decode or (self._may_exceed and not self.rule.begins_with_decode):
-                batch = self._begin_prefill(x, topk_idx, topk_weights, False, True)
-                end: Any = self._end_prefill
-            else:
-                is_asking = self._may_exceed
-                batch = self._begin(x, topk_idx, topk_weights, is_asking)
-                end = self._end
-        elif mode == "prefill":
-            batch = self._begin_prefill(x, topk_idx, topk_weights, bounded, False)
-            end = self._end_prefill
-        elif mode == "decode":
-            batch = self._begin(x, topk_idx, topk_weights, False)
-            end = self._end
-        else:
+                return None
+            is_asking = self._may_exceed
+        elif mode != "decode":
             return None
+        batch = self._begin(x, topk_idx, topk_weights, is_asking)
         if batch is None:
             return None
         rows, state = experts(batch), batch.state
         if not is_asking:
-            y = end(rows, state)
+            y = self._end(rows, state)
             return self._combine_by_steps(batch, rows) if y is None else y
         most, found = None, self._finish(rows, state)
         if type(found) is Tensor:
@@ -251,12 +239,8 @@ class Steps:
         if mode == "auto":
             if bounded:
                 return None
-            if not self.can_decode or (self._may_exceed and not self.rule.begins_with_decode):
-                return self._begin_prefill(x, topk_idx, topk_weights, False, True)
-            if self._may_exceed:
+            if not self.can_decode or self._may_exceed:
                 return None
-        elif mode == "prefill":
-            return self._begin_prefill(x, topk_idx, topk_weights, bounded, False)
         elif mode != "decode":
             return None
         return self._begin(x, topk_idx, topk_weights, False)
@@ -303,11 +287,7 @@ class Steps:
 
     def combine(self, batch: ExpertBatch, rows: Tensor) -> Tensor:
         state = batch.state
-        combined = None
-        if type(state) is Decoded:
-            combined = self._end(rows, state)
-        elif not is_grad_enabled():
-            combined = self._end_prefill(rows, state)
+        combined = self._end(rows, state) if type(state) is Decoded else None
         return self._combine_by_steps(batch, rows) if combined is None else combined
 
     def _combine_by_steps(self, batch: ExpertBatch, rows: Tensor) -> Tensor:

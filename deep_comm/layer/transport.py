@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from deep_comm._core import Decoded
 from deep_comm.layer.batch import ExpertBatch
 from deep_comm.layer.host_words import HostWords
 from deep_comm.layer.mode import ModeRule
 from deep_comm.layer.prefill import prefill_of
-from deep_comm.layer.quick_decode import NEVER, Decoded, decode_calls
+from deep_comm.layer.decode import NEVER, decode_calls
 from deep_comm.layer.shape import MoEShape
 from deep_comm.low_latency_handle import LowLatencyHandle
 from deep_comm.topology import first_expert, num_local_experts
@@ -91,7 +92,7 @@ class Transport:
             self._decoded,
             x=payload.view(-1, shape.hidden),
             num_tokens_per_expert=counts,
-            state=Decoded(handle.shape, handle.metadata, handle.num_tokens, topk_idx, exchange),
+            state=Decoded(handle, topk_idx, exchange),
         )
         if by_column is None:
             return ExpertBatch.of(held), hook
@@ -114,7 +115,7 @@ class Transport:
             rows.view(self.num_local, self.capacity, self.shape.hidden),
             state.topk_idx,
             None,
-            LowLatencyHandle(state.shape, state.metadata, state.num_tokens),
+            LowLatencyHandle(state.record),
             return_recv_hook=is_async,
         )
         return combined, hook

@@ -39,7 +39,7 @@ class LoggedFramework final : public Framework {
               std::shared_ptr<void> /*owner*/) override {
     refuse();
   }
-  Object view(const Object& /*tensor*/, size_t /*offset*/, const TensorSpec& /*spec*/) override {
+  Object part(const void* /*tensor*/, const TensorSpec& /*spec*/, size_t /*offset*/) override {
     refuse();
   }
   bool is_inference_mode() const override { return false; }

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from deep_comm.layer.quick_decode import NEVER
+from deep_comm.layer.decode import NEVER
 
 
 class Spy:

@@ -287,12 +287,22 @@ Object TorchFramework::over(uintptr_t address, const TensorSpec& spec,
   return to_object(viewed(bytes, spec, types_.dtype_of(spec.type)));
 }
 
-Object TorchFramework::view(const Object& tensor, size_t offset, const TensorSpec& spec) {
-  auto whole = py::reinterpret_borrow<py::object>(borrowed(tensor.get()));
-  PyObject* dtype = types_.dtype_of(spec.type);
-  if (py::object(whole.attr("dtype")).ptr() != dtype) whole = whole.attr("view")(py::handle(dtype));
-  return to_object(whole.attr("as_strided")(shape_of(spec), strides_of(spec),
-                                            offset / spec.type.num_bytes));
+// ---- parts of tensors -------------------------------------------------------------------------------
+
+Object TorchFramework::part(const void* tensor, const TensorSpec& spec, size_t offset) {
+  const py::handle whole = borrowed(tensor);
+  const TensorRef found = reader_.read(whole.ptr());
+  const size_t begin = offset / found.type.num_bytes;
+  if (!spec.is_contiguous()) {
+    return to_object(whole.attr("as_strided")(shape_of(spec), strides_of(spec), begin));
+  }
+  const size_t end = begin + spec.num_bytes() / found.type.num_bytes;
+  const py::object first = checked(PyLong_FromSize_t(begin)), last = checked(PyLong_FromSize_t(end));
+  const py::object range = checked(PySlice_New(first.ptr(), last.ptr(), nullptr));
+  py::object made = checked(PyObject_GetItem(whole.ptr(), range.ptr()));
+  if (!(spec.type == found.type)) made = made.attr("view")(py::handle(types_.dtype_of(spec.type)));
+  if (spec.num_dims != 1) made = made.attr("view")(shape_of(spec));
+  return to_object(std::move(made));
 }
 
 // ---- inference mode -----------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ class TorchFramework final : public Framework {
   MadeTensor empty(const TensorSpec& spec) override;
   MadeTensor empty_on_comm(const TensorSpec& spec) override;
   Object over(uintptr_t address, const TensorSpec& spec, std::shared_ptr<void> owner) override;
-  Object view(const Object& tensor, size_t offset, const TensorSpec& spec) override;
+  Object part(const void* tensor, const TensorSpec& spec, size_t offset) override;
   bool is_inference_mode() const override;
   std::shared_ptr<void> leave_inference_mode() override;
   void record_on_comm(const void* tensor) override;

@@ -98,6 +98,8 @@ class CallContext {
   // Takes what the engine has recorded, as the bindings can throw it. Set by them.
   std::function<std::exception_ptr()> recorded_error;
 
+  std::vector<int> absent;  // ranks that the Buffer does without, ascending: Buffer.reset(without=...)
+
   // Handles are from now on those of these ranks; see BufferToken.
   void set_members(std::vector<std::string> members) {
     token = std::make_shared<BufferToken>(

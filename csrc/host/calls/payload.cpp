@@ -116,7 +116,7 @@ Object transpose_scales(CallContext& context, const PayloadForm& form, uintptr_t
   constexpr int64_t kRows = 4;  // of 4 bytes: a column begins at a multiple of 16
   const int64_t stride = std::max<int64_t>(1, (num_rows + kRows - 1) / kRows) * kRows;
   MadeTensor columns =
-      context.memory.empty(TensorSpec::of(form.scale_type, {form.num_scales, stride}), order);
+      context.memory.empty(TensorSpec::of(form.scale_type, {form.num_scales * stride}), order);
   TransposeScalesArgs args{};
   args.src = reinterpret_cast<const uint32_t*>(address);
   args.dst = reinterpret_cast<uint32_t*>(context.memory.non_null(columns.address));
@@ -126,9 +126,9 @@ Object transpose_scales(CallContext& context, const PayloadForm& form, uintptr_t
   context.launch([&] {
     context.engine.transpose_scales(args, {num_channels, 1, 1}, order.stream());
   });
-  return context.memory.framework().view(
-      columns.tensor, 0,
-      TensorSpec::strided(form.scale_type, {num_rows, form.num_scales}, {1, stride}));
+  return context.memory.framework().part(
+      columns.tensor.get(),
+      TensorSpec::strided(form.scale_type, {num_rows, form.num_scales}, {1, stride}), 0);
 }
 
 }  // namespace deep_comm

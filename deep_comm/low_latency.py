@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
+from deep_comm import integers
 from deep_comm.errors import ArgumentError
+from deep_comm.events import EventOverlap
 from deep_comm.low_latency_handle import LowLatencyHandle
-from deep_comm.low_latency_state import LowLatencyState, region_bytes
-from deep_comm.ops import low_latency
-from deep_comm.ops.low_latency import CombineResult, DispatchResult
+from deep_comm.low_latency_region import LowLatencyRegion, native_calls, region_bytes
 from deep_comm.topology import MAX_RANKS_PER_NODE
 
 if TYPE_CHECKING:
+    from deep_comm import _core
     from deep_comm.context import Context
+
+Hook = Callable[[], None]
+Payload = Tensor | tuple[Tensor, Tensor]
+DispatchResult = tuple[Payload, Tensor, LowLatencyHandle, EventOverlap, Hook | None]
+CombineResult = tuple[Tensor, EventOverlap, Hook | None]
+
+_MOST_TOKENS = 65535  # of a rank in a call
 
 
 class LowLatencyCalls:
@@ -40,7 +50,14 @@ class LowLatencyCalls:
     """
 
     _context: Context
-    _low_latency: LowLatencyState
+    _low_latency: _core.LowLatencyCalls
+
+    def _enable_low_latency(self) -> None:
+        """Make the calls, which say so if the Buffer has no region for them."""
+        self._low_latency = calls = native_calls(self._context)
+        self._low_latency_region = LowLatencyRegion(self._context, calls)
+        # A property makes its function anew.
+        self._dispatch_low_latency, self._combine_low_latency = calls.dispatch, calls.combine
 
     @staticmethod
     def get_low_latency_rdma_size_hint(
@@ -76,7 +93,9 @@ class LowLatencyCalls:
         ):
             if not hasattr(value, "__index__") or value < smallest:
                 raise ArgumentError(name, repr(value), f"must be an integer of at least {smallest}")
-        max_tokens = low_latency.check_num_max_tokens(num_max_dispatch_tokens_per_rank)
+        max_tokens = integers.require(
+            "num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 1, _MOST_TOKENS
+        )
         per_node = MAX_RANKS_PER_NODE if ranks_per_node is None else ranks_per_node
         is_internode = num_ranks > per_node
         return region_bytes(num_ranks, max_tokens, hidden, is_internode, enable_shrink)
@@ -97,10 +116,8 @@ class LowLatencyCalls:
             PeerLost, UnsupportedError: with a region given away: a rank does not come; a CUDA graph
                 is being captured.
         """
-        self._context.require_open()
-        max_tokens = low_latency.check_num_max_tokens(num_max_dispatch_tokens_per_rank)
-        self._low_latency.num_blocks(max_tokens, hidden, 1, num_experts)
-        self._low_latency.clean()
+        self._low_latency.num_blocks(num_max_dispatch_tokens_per_rank, hidden, 1, num_experts)
+        self._low_latency_region.clean()
 
     def low_latency_num_blocks(
         self,
@@ -114,7 +131,6 @@ class LowLatencyCalls:
         Raises:
             ArgumentError, BufferTooSmall: as the call would.
         """
-        self._context.require_open()
         return self._low_latency.num_blocks(
             num_max_dispatch_tokens_per_rank, hidden, num_topk, num_experts
         )
@@ -194,39 +210,12 @@ class LowLatencyCalls:
                 again.
             MaskedOut: the other ranks go on without this one (enable_shrink).
         """
-        state = self._low_latency
-        waiting = [*state.pending_dispatches]
-        if waiting:
-            state.require_half("dispatch")
-        made = state.quick_dispatch(
+        made: DispatchResult = self._dispatch_low_latency(
             x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts,
             cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats, use_fp8,
-            round_scale, use_ue8m0, return_recv_hook, topk_weights, compact, report_num_tokens,
-            use_nvfp4, x_global_scale, async_finish,
+            round_scale, use_ue8m0, async_finish, return_recv_hook, topk_weights, compact,
+            report_num_tokens, use_nvfp4, x_global_scale,
         )  # fmt: skip
-        if made is None:
-            made = low_latency.low_latency_dispatch(
-                self._context,
-                self._low_latency,
-                x,
-                topk_idx,
-                num_max_dispatch_tokens_per_rank,
-                num_experts,
-                topk_weights,
-                cumulative_local_expert_recv_stats,
-                dispatch_wait_recv_cost_stats,
-                use_fp8,
-                round_scale,
-                use_ue8m0,
-                compact,
-                report_num_tokens,
-                async_finish,
-                return_recv_hook,
-                use_nvfp4,
-                x_global_scale,
-            )
-        if waiting:
-            state.overtake(waiting)
         return made
 
     def wait_low_latency_num_tokens(self) -> int:
@@ -238,8 +227,7 @@ class LowLatencyCalls:
         Raises:
             PeerTimeout, or what else the dispatch ended with, if it did not get there.
         """
-        self._context.require_open()
-        return low_latency.wait_num_tokens(self._context)
+        return self._low_latency.wait_num_tokens()
 
     def low_latency_combine(
         self,
@@ -298,40 +286,10 @@ class LowLatencyCalls:
                 of the handle's dispatch has not run.
             ConfigMismatch, PeerTimeout, MaskedOut: as of low_latency_dispatch.
         """
-        state, made = self._low_latency, None
-        waiting = [*state.pending_combines]
-        if waiting:
-            state.require_half("combine")
-        if type(handle) is LowLatencyHandle:
-            shape = handle.shape
-            pending, forgotten = state.unreceived
-            if pending or forgotten:
-                state.require_received(handle.metadata)
-            rows = state.combine_buffers.get(shape.rows_shape) if zero_copy else None
-            if rows is not None or not zero_copy:
-                made = state.quick_combine(
-                    x, topk_idx, topk_weights, shape, handle.metadata, handle.num_tokens,
-                    return_recv_hook, out, combine_wait_recv_cost_stats, use_logfmt, one_rounding,
-                    rows, async_finish,
-                )  # fmt: skip
-        if made is None:
-            made = low_latency.low_latency_combine(
-                self._context,
-                self._low_latency,
-                x,
-                topk_idx,
-                topk_weights,
-                handle,
-                bool(use_logfmt),
-                zero_copy,
-                one_rounding,
-                out,
-                combine_wait_recv_cost_stats,
-                async_finish,
-                return_recv_hook,
-            )
-        if waiting:
-            state.overtake(waiting)
+        made: CombineResult = self._combine_low_latency(
+            x, topk_idx, topk_weights, handle, use_logfmt, zero_copy, async_finish,
+            return_recv_hook, out, combine_wait_recv_cost_stats, one_rounding,
+        )  # fmt: skip
         return made
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
@@ -344,8 +302,12 @@ class LowLatencyCalls:
             ArgumentError: not a low-latency handle of this rank of this group.
         """
         self._context.require_open()
-        handle = LowLatencyHandle.of(handle, self._context.rank, self._context.members)
-        return self._low_latency.combine_buffer(handle.rows_shape)
+        buffer: Tensor | None = self._low_latency.combine_buffer(handle)
+        if buffer is None:
+            with torch.inference_mode(False):  # or nobody could write to it outside of that
+                buffer = torch.empty(handle.rows_shape, dtype=torch.bfloat16, device=self._context.device)
+            self._low_latency.keep_combine_buffer(handle, buffer)
+        return buffer
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Do without a rank from the next low-latency call on, or not any more.
@@ -360,7 +322,7 @@ class LowLatencyCalls:
         Raises:
             ArgumentError: no such rank, or a Buffer without enable_shrink.
         """
-        self._low_latency.update_mask(rank_to_mask, mask)
+        self._low_latency_region.update_mask(rank_to_mask, mask)
 
     def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
         """Which ranks low-latency calls do without: those that were silent for the Buffer's
@@ -380,7 +342,7 @@ class LowLatencyCalls:
         Raises:
             ArgumentError: another shape or dtype, or a Buffer without enable_shrink.
         """
-        self._low_latency.query_mask(mask_status)
+        self._low_latency_region.query_mask(mask_status)
 
     def low_latency_clean_mask_buffer(self) -> None:
         """All ranks take part again. Collective over all of them, also those that were masked.
@@ -393,4 +355,4 @@ class LowLatencyCalls:
                 all ranks takes back.
             PeerLost: a rank does not come.
         """
-        self._low_latency.clean_mask()
+        self._low_latency_region.clean_mask()

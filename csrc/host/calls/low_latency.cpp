@@ -1,0 +1,662 @@
+#include "host/calls/low_latency.hpp"
+
+#include <algorithm>
+
+#include "device/move/logfmt.cuh"
+#include "host/ring_sizes.hpp"
+
+namespace deep_comm {
+
+namespace {
+
+using Which = GivenProperty::Which;
+
+constexpr int kNumBuffers = 2;          // for rows of a kind: calls of it take turns
+constexpr int kColumnGroup = 512;       // columns that stay in one block
+constexpr int kHostBlocks = 3;          // where no SMs limit them
+constexpr int kBlockMultiple = 8;
+constexpr int kBf16Columns = 8;         // of 16 bytes
+constexpr int kScalesPerPack = 4;
+constexpr int kFp4TileRows = 128;
+constexpr int kMaxTokensLimit = 65535;
+
+int64_t round_up_to_quotient(int64_t value, int64_t divisor) {
+  return (value + divisor - 1) / divisor;
+}
+
+const char* name_of(LowLatencyKind kind) {
+  return kind == LowLatencyKind::kDispatch ? "dispatch" : "combine";
+}
+
+bool is_same_form(const LowLatencyOptions& one, const LowLatencyOptions& other) {
+  return one.num_max_tokens == other.num_max_tokens && one.hidden == other.hidden &&
+         one.num_topk == other.num_topk && one.num_experts == other.num_experts &&
+         one.format == other.format && one.round_scale == other.round_scale &&
+         one.use_ue8m0 == other.use_ue8m0 && one.is_compact == other.is_compact &&
+         one.has_weights == other.has_weights;
+}
+
+bool has_same_shape(const TensorSpec& one, const TensorSpec& other) {
+  return one.num_dims == other.num_dims &&
+         std::equal(one.shape.begin(), one.shape.begin() + one.num_dims, other.shape.begin());
+}
+
+// [L, ...] or, compact, [...].
+TensorSpec grouped(const LowLatencyForm& form, ElementType type,
+                   std::initializer_list<int64_t> extents) {
+  TensorSpec spec = TensorSpec::of(type, extents);
+  if (form.options().is_compact) return spec;
+  TensorSpec with_groups = spec;
+  with_groups.num_dims = spec.num_dims + 1;
+  with_groups.shape[0] = form.num_local_experts;
+  with_groups.strides[0] = 1;
+  for (int dim = 0; dim < spec.num_dims; ++dim) {
+    with_groups.shape[dim + 1] = spec.shape[dim];
+    with_groups.strides[dim + 1] = spec.strides[dim];
+    with_groups.strides[0] *= std::max<int64_t>(spec.shape[dim], 1);
+  }
+  return with_groups;
+}
+
+// Of the matrices in it.
+void store_by_column(TensorSpec* spec) {
+  const int row = spec->num_dims - 2, column = spec->num_dims - 1;
+  spec->strides[row] = 1;
+  spec->strides[column] = std::max<int64_t>(spec->shape[row], 1);
+}
+
+std::vector<LowLatencyHandlePart> parts_of(const LowLatencyForm& form, int num_ranks) {
+  const LowLatencyOptions& options = form.options();
+  const LowLatencyMetadata& layout = form.plan.metadata;
+  const int64_t max_tokens = options.num_max_tokens, num_topk = options.num_topk;
+  std::vector<LowLatencyHandlePart> parts;
+  const auto add = [&](const char* name, size_t offset, const TensorSpec& spec) {
+    if (offset != LowLatencyMetadata::kNone) parts.push_back({name, spec, offset});
+  };
+  add("recv_count", layout.recv_count, TensorSpec::of(kInt32, {form.num_local_experts}));
+  add("src_info", layout.src_info, grouped(form, kInt32, {form.num_rows}));
+  add("layout_range", layout.layout_range, grouped(form, kInt64, {num_ranks}));
+  add("recv_tokens", layout.recv_tokens, TensorSpec::of(kInt32, {num_ranks}));
+  add("places", layout.places,
+      options.is_compact ? TensorSpec::of(kInt32, {num_ranks, max_tokens})
+                         : TensorSpec::of(kInt32, {num_ranks, max_tokens, num_topk}));
+  add("recv_weights", layout.recv_weights,
+      TensorSpec::of(kFloat32, {num_ranks, max_tokens, num_topk}));
+  if (options.is_compact) add("num_recv_tokens", layout.num_recv, TensorSpec::of(kInt32, {1}));
+  add("recv_topk_idx", layout.compact_idx, TensorSpec::of(kInt32, {form.num_rows, num_topk}));
+  add("recv_topk_weights", layout.compact_weights,
+      TensorSpec::of(kFloat32, {form.num_rows, num_topk}));
+  return parts;
+}
+
+int require_num_max_tokens(const IntegerRef& given) {
+  return static_cast<int>(
+      require_integer("num_max_dispatch_tokens_per_rank", given, 1, kMaxTokensLimit));
+}
+
+void require_hidden(int64_t hidden, int multiple) {
+  if (hidden > 0 && hidden % multiple == 0) return;
+  refuse_argument("x", "hidden " + std::to_string(hidden),
+                  "must have a hidden size of a positive multiple of " + std::to_string(multiple));
+}
+
+void require_choices(const TensorRef& idx, const TensorRef& weights, int64_t num_tokens,
+                     const std::string& device) {
+  require_topk(idx, weights, num_tokens, device);
+  if (!idx.is_given()) refuse_argument("topk_idx", {}, "must be given");
+}
+
+// A vector that a kernel adds to, if it is given.
+void require_stats(const char* name, const TensorRef& given, int64_t size, ElementType type,
+                   const std::string& device) {
+  if (given.is_given()) require_tensor(name, given, {{size}, {type}}, device);
+}
+
+void require_global_scale(const TensorRef& given, bool use_nvfp4, const std::string& device) {
+  if (!given.is_given()) return;
+  if (!use_nvfp4) refuse_argument("x_global_scale", {}, "needs use_nvfp4");
+  const bool is_tensor = given.kind == TensorRef::Kind::kTensor;
+  if (is_tensor && given.is_on_device && given.type == kFloat32 && given.num_elements() == 1) {
+    return;
+  }
+  refuse_argument("x_global_scale",
+                  given_property(is_tensor ? Which::kTypeShapeDevice : Which::kTypeName,
+                                 given.object),
+                  "must be one float32 on " + device);
+}
+
+void require_one_completion(bool is_async, bool has_hook) {
+  if (is_async && has_hook) refuse_argument("return_recv_hook", true, "excludes async_finish");
+}
+
+void require_logfmt(int64_t hidden, const LowLatencyCombineRequest& request,
+                    bool has_whole_pieces) {
+  if (request.zero_copy) refuse_argument("use_logfmt", true, "excludes zero_copy");
+  if (request.one_rounding) refuse_argument("use_logfmt", true, "excludes one_rounding");
+  if (has_whole_pieces) return;
+  refuse_argument("use_logfmt", "hidden " + std::to_string(hidden),
+                  "needs a hidden size of a multiple of " +
+                      std::to_string(LogPiece::kElements));
+}
+
+PayloadFormat format_of(const LowLatencyDispatchRequest& request) {
+  if (request.use_nvfp4) return PayloadFormat::kNvFp4;
+  return request.use_fp8 ? PayloadFormat::kFp8 : PayloadFormat::kBfloat16;
+}
+
+CallOrder begin_order(CallContext& context, bool is_async) {
+  if (is_async) return {context.order, {.is_async = true}};
+  return CallOrder::unordered(context.order);
+}
+
+std::vector<const void*> listed(const std::array<const void*, 6>& inputs) {
+  return {inputs.begin(), inputs.end()};
+}
+
+}  // namespace
+
+int low_latency_available_blocks(int num_sms, std::optional<int> wanted) {
+  if (wanted) return std::min(num_sms, *wanted);
+  return std::max(num_sms - num_sms % kBlockMultiple, std::min(num_sms, kBlockMultiple));
+}
+
+const LowLatencyHandlePart* LowLatencyForm::find_part(std::string_view name) const {
+  for (const LowLatencyHandlePart& part : parts) {
+    if (part.name == name) return &part;
+  }
+  return nullptr;
+}
+
+Object LowLatencyDispatchRecord::part(std::string_view name) const {
+  const LowLatencyHandlePart* found = form->find_part(name);
+  if (found == nullptr) return {};
+  return form->framework->part(metadata.tensor.get(), found->spec, found->offset);
+}
+
+// ---- sizes ----------------------------------------------------------------------------------------
+
+int LowLatencyCalls::checked_num_blocks(const LowLatencyOptions& options) const {
+  const EngineCalls& engine = context_.engine;
+  if (engine.low_latency_bytes() == 0) {
+    refuse_argument("low_latency_mode", {},
+                    "must be True, with num_rdma_bytes, for low-latency calls");
+  }
+  const int most = engine.low_latency_max_experts(options.num_topk);
+  if (options.num_experts > most) {
+    refuse_argument("num_experts", static_cast<int64_t>(options.num_experts),
+                    "must be at most " + std::to_string(most) + " in low-latency calls with top-" +
+                        std::to_string(options.num_topk) + " and " +
+                        std::to_string(context_.group.num_ranks) +
+                        " ranks: a block counts them in its shared memory");
+  }
+  const int available = low_latency_available_blocks(
+      context_.rings.max_sms.value_or(kHostBlocks), settings_.num_wanted_blocks);
+  // No more than there are pieces of work, and one: the last block counts, best without rows.
+  const int64_t num_pieces =
+      options.num_max_tokens * round_up_to_quotient(options.hidden, kColumnGroup);
+  const int num_blocks = static_cast<int>(
+      std::min<int64_t>({available, kMaxLowLatencyBlocks, num_pieces + 1}));
+  LowLatencyOptions of_blocks = options;
+  of_blocks.num_blocks = num_blocks;
+  require_room(of_blocks, false);
+  return num_blocks;
+}
+
+void LowLatencyCalls::require_room(const LowLatencyOptions& options, bool one_rounding) const {
+  // Of what travels in combine, which NVFP4's rows are smaller than.
+  const PayloadFormat format =
+      options.format == PayloadFormat::kFp8 ? PayloadFormat::kFp8 : PayloadFormat::kBfloat16;
+  const LowLatencyShape shape =
+      low_latency_shape(options.num_max_tokens, options.hidden, options.num_topk,
+                        options.num_experts, options.num_blocks, format);
+  const GroupShape& group = context_.group;
+  const size_t needed = low_latency_region_bytes(shape, group.num_ranks, one_rounding,
+                                                 group.is_internode(), settings_.can_shrink);
+  const size_t available = context_.engine.low_latency_bytes();
+  if (needed <= available) return;
+  CallError error;
+  error.error_class = CallError::Class::kBufferTooSmall;
+  error.argument = "num_rdma_bytes";
+  error.value = static_cast<int64_t>(available);
+  error.needed_bytes = static_cast<int64_t>(needed);
+  error.rule = std::to_string(options.num_max_tokens) + " tokens a rank of hidden size " +
+               std::to_string(options.hidden);
+  throw error;
+}
+
+int LowLatencyCalls::num_blocks(const IntegerRef& num_max_tokens, const IntegerRef& hidden,
+                                const IntegerRef& num_topk, const IntegerRef& num_experts) const {
+  context_.require_open();
+  LowLatencyOptions options{};
+  options.num_max_tokens = require_num_max_tokens(num_max_tokens);
+  options.hidden = static_cast<int>(require_integer("hidden", hidden, 1, kLargestInteger));
+  options.num_topk = static_cast<int>(require_integer("num_topk", num_topk, 1, kMaxTopk));
+  options.num_experts = require_num_experts(num_experts, context_.group.num_max_experts);
+  options.format = PayloadFormat::kBfloat16;
+  return checked_num_blocks(options);
+}
+
+LowLatencyForm LowLatencyCalls::make_form(LowLatencyOptions options) const {
+  options.num_blocks = checked_num_blocks(options);
+  const int num_ranks = context_.group.num_ranks;
+  LowLatencyForm form;
+  form.plan = context_.engine.plan_low_latency(options);
+  form.members = settings_.members;
+  form.framework = settings_.framework;
+  form.num_local_experts = context_.group.num_local_experts(options.num_experts);
+  form.num_rows = int64_t{num_ranks} * options.num_max_tokens;
+  form.rows = form.recv_x = grouped(form, kBfloat16, {form.num_rows, options.hidden});
+  if (options.format == PayloadFormat::kFp8) {
+    form.recv_x.type = kFloat8E4m3;
+    const int64_t num_scales = options.hidden / kScaleBlockColumns;
+    form.recv_scales =
+        options.use_ue8m0
+            ? grouped(form, kInt32, {form.num_rows, round_up_to_quotient(num_scales, kScalesPerPack)})
+            : grouped(form, kFloat32, {form.num_rows, num_scales});
+    store_by_column(&form.recv_scales);  // as grouped kernels take them
+  } else if (options.format == PayloadFormat::kNvFp4) {
+    form.recv_x = grouped(form, kUint8, {form.num_rows, options.hidden / 2});
+    const int64_t num_tiles = round_up_to_quotient(form.num_rows, kFp4TileRows);
+    form.recv_scales =
+        grouped(form, kFloat8E4m3, {num_tiles, options.hidden / kFp4ScaleWord, 32, 4, 4});
+  }
+  form.metadata = TensorSpec::of(
+      kInt32, {static_cast<int64_t>(form.plan.metadata.num_bytes / kInt32.num_bytes)});
+  form.parts = parts_of(form, num_ranks);
+  return form;
+}
+
+std::shared_ptr<const LowLatencyForm> LowLatencyCalls::form_of(const LowLatencyOptions& options) {
+  for (const std::shared_ptr<const LowLatencyForm>& form : forms_) {
+    if (is_same_form(form->options(), options)) return form;
+  }
+  forms_.push_back(std::make_shared<const LowLatencyForm>(make_form(options)));
+  return forms_.back();
+}
+
+// ---- what every call begins and ends with -----------------------------------------------------------
+
+void LowLatencyCalls::begin(LowLatencyKind kind) {
+  context_.begin_unordered();
+  const std::vector<int>& absent = context_.absent;
+  if (!absent.empty() && !settings_.can_shrink) {
+    std::string ranks;
+    for (const int rank : absent) ranks += (ranks.empty() ? "" : ", ") + std::to_string(rank);
+    fail(CallError::Class::kUnsupported,
+         "low-latency calls of a Buffer that goes on without ranks [" + ranks +
+             "] need enable_shrink=True, so that they can do without ranks, too");
+  }
+  // A call may be sent while one of its kind waits for its hook, not the next: it has the same buffer.
+  const Pending& pending = pending_of(kind);
+  const bool is_overtaken =
+      std::any_of(pending.begin(), pending.end(),
+                  [](const std::shared_ptr<LowLatencyPending>& each) { return each->is_overtaken; });
+  if (pending.size() >= kNumBuffers || is_overtaken) {
+    refuse_argument("return_recv_hook", {},
+                    std::string("allows two low_latency_") + name_of(kind) +
+                        " calls from one on whose hooks have not run: call the hook of an earlier "
+                        "one first");
+  }
+}
+
+void LowLatencyCalls::run(const LowLatencyForm& form, const LowLatencyDispatchCall& call,
+                          uint64_t stream) {
+  context_.launch([&] { context_.engine.low_latency_dispatch(form.plan, call, stream); });
+}
+
+void LowLatencyCalls::run(const LowLatencyForm& form, const LowLatencyCombineCall& call,
+                          uint64_t stream) {
+  context_.launch([&] { context_.engine.low_latency_combine(form.plan, call, stream); });
+}
+
+// Launches a call, or its send phase and leaves the other to the hook.
+template <class Call>
+LowLatencyCompletion LowLatencyCalls::launch_phases(CallOrder& order, LowLatencyPending waiting,
+                                                    Call call, bool has_hook,
+                                                    const std::array<const void*, 6>& inputs) {
+  call.send = true;
+  call.receive = !has_hook;
+  run(*waiting.form, call, order.stream());
+  Pending& pending = pending_of(waiting.kind);
+  for (const std::shared_ptr<LowLatencyPending>& earlier : pending) earlier->is_overtaken = true;
+  LowLatencyCompletion completion;
+  if (has_hook) {
+    call.send = false;
+    call.receive = true;
+    if constexpr (std::is_same_v<Call, LowLatencyDispatchCall>) {
+      waiting.dispatch = call;
+    } else {
+      waiting.combine = call;
+    }
+    waiting.stream = order.stream();
+    for (const void* input : inputs) {
+      if (input != nullptr) waiting.kept.push_back(Object::borrow(input));
+    }
+    completion.pending = std::make_shared<LowLatencyPending>(std::move(waiting));
+    pending.push_back(completion.pending);
+  }
+  if (order.is_async()) {
+    // An event of a capture cannot be asked whether it has passed.
+    if (!order.is_captured()) completion.outputs = order.take_outputs();
+    completion.owner_stream = order.owner_stream();
+    completion.event = order.finish(listed(inputs), nullptr);
+  } else {
+    order.finish({}, nullptr);
+  }
+  if (!has_hook) context_.end();
+  return completion;
+}
+
+void LowLatencyCalls::receive(LowLatencyPending& pending) {
+  context_.require_open();
+  if (!pending.is_waiting) {
+    refuse_argument("hook", {}, "may be called once, and not after reset()");
+  }
+  // Its tensors live until it is launched: whoever gets their memory comes after on that stream.
+  const std::vector<Object> kept = std::exchange(pending.kept, {});
+  pending.is_waiting = false;
+  Pending& others = pending_of(pending.kind);
+  std::erase_if(others, [&](const std::shared_ptr<LowLatencyPending>& each) {
+    return each.get() == &pending;
+  });
+  if (pending.kind == LowLatencyKind::kDispatch) {
+    pending.record->state = LowLatencyDispatchRecord::State::kReceived;
+  }
+  {
+    const DeviceScope device(context_.order.target());
+    if (pending.kind == LowLatencyKind::kDispatch) {
+      run(*pending.form, pending.dispatch, pending.stream);
+    } else {
+      run(*pending.form, pending.combine, pending.stream);
+    }
+  }
+  pending.record = nullptr;
+  context_.end();
+}
+
+void LowLatencyCalls::forget_pending() {
+  for (Pending& of_kind : pending_) {
+    for (const std::shared_ptr<LowLatencyPending>& each : std::exchange(of_kind, {})) {
+      each->is_waiting = false;
+      each->kept.clear();
+      if (each->kind == LowLatencyKind::kDispatch) {
+        each->record->state = LowLatencyDispatchRecord::State::kForgotten;
+      }
+      each->record = nullptr;
+    }
+  }
+}
+
+int LowLatencyCalls::wait_num_tokens() {
+  context_.require_open();
+  const std::optional<int> most =
+      context_.wait([&] { return context_.engine.wait_low_latency_num_tokens(); });
+  if (most) return *most;
+  context_.check();
+  fail(CallError::Class::kGeneral, "low_latency_dispatch failed and left no error record");
+}
+
+// ---- dispatch -------------------------------------------------------------------------------------
+
+CheckedLowLatencyDispatch LowLatencyCalls::check(const LowLatencyDispatchRequest& request) {
+  begin(LowLatencyKind::kDispatch);
+  const std::string& device = context_.device_name;
+  const Memory& memory = context_.memory;
+  const TensorRef &x = request.x, &idx = request.topk_idx, &weights = request.topk_weights;
+  require_tensor("x", x, {{-1, -1}, {kBfloat16}}, device);
+  const int64_t num_tokens = x.shape[0], hidden = x.shape[1];
+  require_choices(idx, weights, num_tokens, device);
+  LowLatencyOptions options{};
+  options.num_max_tokens = require_num_max_tokens(request.num_max_tokens);
+  options.format = format_of(request);
+  require_hidden(hidden, options.format == PayloadFormat::kNvFp4 ? kFp4ScaleWord
+                         : options.format == PayloadFormat::kFp8 ? kScaleBlockColumns
+                                                                 : kBf16Columns);
+  options.hidden = static_cast<int>(hidden);
+  options.num_topk = static_cast<int>(idx.shape[1]);
+  options.num_experts = require_num_experts(request.num_experts, context_.group.num_max_experts);
+  const bool use_fp8 = options.format == PayloadFormat::kFp8;
+  if (request.use_ue8m0 && !(request.round_scale && use_fp8)) {
+    refuse_argument("use_ue8m0", true, "needs use_fp8 and round_scale");
+  }
+  if (request.round_scale && !use_fp8) refuse_argument("round_scale", true, "needs use_fp8");
+  options.round_scale = request.round_scale;
+  options.use_ue8m0 = request.use_ue8m0;
+  options.is_compact = request.is_compact;
+  options.has_weights = weights.is_given();
+  std::shared_ptr<const LowLatencyForm> form = form_of(options);
+  if (num_tokens > options.num_max_tokens) {
+    refuse_argument("x", std::to_string(num_tokens) + " tokens",
+                    "must have at most " + std::to_string(options.num_max_tokens) +
+                        " (num_max_dispatch_tokens_per_rank)");
+  }
+  require_aligned("x", x);
+  require_stats("cumulative_local_expert_recv_stats", request.cumulative_stats,
+                form->num_local_experts, kInt32, device);
+  require_stats("dispatch_wait_recv_cost_stats", request.wait_stats, context_.group.num_ranks,
+                kInt64, device);
+  require_global_scale(request.global_scale, request.use_nvfp4, device);
+  require_one_completion(request.is_async, request.has_hook);
+
+  CheckedLowLatencyDispatch checked;
+  checked.form_ = std::move(form);
+  LowLatencyDispatchCall& call = checked.call_;
+  call.x = memory.non_null(x.address);
+  call.topk_idx = memory.non_null(idx.address);
+  call.topk_idx_bytes = idx.type.num_bytes;
+  call.topk_weights = memory.address_of(weights);
+  call.num_tokens = static_cast<int>(num_tokens);
+  call.cumulative_stats = request.cumulative_stats.address;
+  call.wait_stats = request.wait_stats.address;
+  call.global_scale = request.global_scale.address;
+  call.has_ticket = request.has_hook;
+  call.is_reporting = request.is_reporting;
+  checked.inputs_ = {x.object,
+                     idx.object,
+                     weights.object,
+                     request.cumulative_stats.object,
+                     request.wait_stats.object,
+                     request.global_scale.object};
+  checked.is_async_ = request.is_async;
+  checked.has_hook_ = request.has_hook;
+  checked.is_flat_ = request.is_flat;
+  return checked;
+}
+
+ReservedLowLatencyDispatch::ReservedLowLatencyDispatch(CallContext& context,
+                                                       CheckedLowLatencyDispatch checked)
+    : checked_(std::move(checked)), order_(begin_order(context, checked_.is_async_)) {
+  const LowLatencyForm& form = *checked_.form_;
+  Memory& memory = context.memory;
+  LowLatencyDispatchCall& call = checked_.call_;
+  // Rows have memory of their own, since the rest is kept until combine.
+  const TensorSpec flat = TensorSpec::of(
+      form.recv_x.type, {form.num_local_experts * form.num_rows, form.options().hidden});
+  MadeTensor rows = memory.empty(checked_.is_flat_ ? flat : form.recv_x, order_);
+  call.recv_x = memory.non_null(rows.address);
+  result_.recv_x = std::move(rows.tensor);
+  if (form.has_scales()) {
+    MadeTensor scales = memory.empty(form.recv_scales, order_);
+    call.recv_scales = memory.non_null(scales.address);
+    result_.recv_scales = std::move(scales.tensor);
+  }
+  MadeTensor metadata = memory.empty(form.metadata, order_);
+  call.metadata = metadata.address;
+  result_.record = std::make_shared<LowLatencyDispatchRecord>(
+      LowLatencyDispatchRecord{checked_.form_, call.num_tokens, std::move(metadata)});
+  result_.recv_count = result_.record->part("recv_count");
+}
+
+LowLatencyDispatchResult LowLatencyCalls::launch(ReservedLowLatencyDispatch&& reserved) {
+  const CheckedLowLatencyDispatch& checked = reserved.checked_;
+  LowLatencyDispatchResult result = std::move(reserved.result_);
+  LowLatencyPending waiting{.kind = LowLatencyKind::kDispatch,
+                            .form = checked.form_,
+                            .record = result.record};
+  if (checked.has_hook_) {
+    result.record->state = LowLatencyDispatchRecord::State::kWaits;
+    waiting.kept = {result.recv_x, result.recv_scales};
+  }
+  result.completion = launch_phases(reserved.order_, std::move(waiting), checked.call_,
+                                    checked.has_hook_, checked.inputs_);
+  return result;
+}
+
+// ---- combine --------------------------------------------------------------------------------------
+
+void LowLatencyCalls::require_handle(const LowLatencyDispatchRecord* handle,
+                                     const void* handle_object) const {
+  if (handle == nullptr) {
+    refuse_argument("handle", given_property(Which::kTypeName, handle_object),
+                    "must be what low_latency_dispatch returned");
+  }
+  const std::shared_ptr<const LowLatencyMembers>& members = handle->form->members;
+  if (members == settings_.members || *members == *settings_.members) return;
+  refuse_argument("handle", "rank " + std::to_string(members->rank),
+                  "must be of this rank (" + std::to_string(settings_.members->rank) + ")");
+}
+
+// Combine reads the rows' slots from the metadata: until dispatch's receive phase has run they are
+// whatever the memory held before.
+void LowLatencyCalls::require_received(const LowLatencyDispatchRecord& handle) const {
+  if (handle.state == LowLatencyDispatchRecord::State::kReceived) return;
+  refuse_argument("handle", "rows not received yet",
+                  handle.state == LowLatencyDispatchRecord::State::kWaits
+                      ? "must be of a dispatch whose hook has run: call it first"
+                      : "must be of a dispatch whose hook ran: reset() has forgotten this one's");
+}
+
+const MadeTensor* LowLatencyCalls::combine_buffer(const LowLatencyForm& form) const {
+  for (const auto& [shape, buffer] : combine_buffers_) {
+    if (has_same_shape(shape, form.rows)) return &buffer;
+  }
+  return nullptr;
+}
+
+void LowLatencyCalls::keep_combine_buffer(const LowLatencyForm& form, MadeTensor buffer) {
+  combine_buffers_.emplace_back(form.rows, std::move(buffer));
+}
+
+CheckedLowLatencyCombine LowLatencyCalls::check(const LowLatencyCombineRequest& request) {
+  begin(LowLatencyKind::kCombine);
+  require_handle(request.handle.get(), request.handle_object);
+  require_received(*request.handle);
+  const std::string& device = context_.device_name;
+  const Memory& memory = context_.memory;
+  const TensorRef &idx = request.topk_idx, &weights = request.topk_weights, &out = request.out;
+  std::shared_ptr<const LowLatencyForm> form = form_of(request.handle->form->options());
+  const LowLatencyOptions& options = form->options();
+  const int64_t num_tokens = request.handle->num_tokens, hidden = options.hidden;
+  if (request.use_logfmt) require_logfmt(hidden, request, form->plan.has_whole_log_pieces);
+  TensorRef x = request.x;
+  const bool is_contiguous = !request.zero_copy;
+  if (request.is_flat) {
+    require_tensor("x", x, {{form->num_local_experts * form->num_rows, hidden}, {kBfloat16}},
+                   device);
+  } else if (options.is_compact) {
+    require_tensor("x", x, {{form->num_rows, hidden}, {kBfloat16}, is_contiguous}, device);
+  } else {
+    require_tensor("x", x,
+                   {{form->num_local_experts, form->num_rows, hidden}, {kBfloat16}, is_contiguous},
+                   device);
+  }
+  if (request.zero_copy) {
+    const MadeTensor* buffer = combine_buffer(*form);
+    if (buffer == nullptr) {
+      refuse_argument("zero_copy", true,
+                      "needs rows in get_next_low_latency_combine_buffer(handle)");
+    }
+    x.object = buffer->tensor.get();
+    x.address = buffer->address;
+  }
+  require_aligned("x", x);
+  require_choices(idx, weights, num_tokens, device);
+  if (idx.shape[1] != options.num_topk) {
+    refuse_handle(std::to_string(options.num_topk) + " selections a token",
+                  "must be of this topk_idx (" + std::to_string(idx.shape[1]) + " columns)");
+  }
+  CombineRows rows = options.is_compact ? CombineRows::kReduced : CombineRows::kSums;
+  bool needs_weights = !(options.is_compact || options.has_weights);
+  if (request.one_rounding) {
+    if (options.is_compact) {
+      refuse_argument("one_rounding", true, "needs rows that are not compact");
+    }
+    if (!form->plan.has_room_for_selections) {
+      LowLatencyOptions of_rows = options;
+      of_rows.format = PayloadFormat::kBfloat16;
+      require_room(of_rows, true);
+    }
+    rows = CombineRows::kSelections;
+    needs_weights = true;
+  }
+  if (needs_weights && !weights.is_given()) {
+    refuse_argument("topk_weights", {},
+                    request.one_rounding ? "must be given with one_rounding"
+                                         : "must be given, here or to low_latency_dispatch");
+  }
+  if (out.is_given()) {
+    require_tensor("out", out, {{num_tokens, hidden}, {kBfloat16}}, device);
+    require_aligned("out", out);
+  }
+  require_stats("combine_wait_recv_cost_stats", request.wait_stats, context_.group.num_ranks,
+                kInt64, device);
+  require_one_completion(request.is_async, request.has_hook);
+
+  CheckedLowLatencyCombine checked;
+  checked.form_ = std::move(form);
+  checked.record_ = request.handle;
+  LowLatencyCombineCall& call = checked.call_;
+  call.x = memory.non_null(x.address);
+  call.metadata = request.handle->metadata.address;
+  call.topk_idx = memory.non_null(idx.address);
+  call.topk_idx_bytes = idx.type.num_bytes;
+  call.topk_weights = needs_weights ? memory.address_of(weights) : 0;
+  call.num_tokens = static_cast<int>(num_tokens);
+  call.rows = rows;
+  call.use_logfmt = request.use_logfmt;
+  call.combined_x = memory.address_of(out);
+  call.wait_stats = request.wait_stats.address;
+  checked.inputs_ = {x.object,
+                     idx.object,
+                     weights.object,
+                     out.object,
+                     request.wait_stats.object,
+                     request.handle->metadata.tensor.get()};
+  checked.out_ = out.object;
+  checked.is_async_ = request.is_async;
+  checked.has_hook_ = request.has_hook;
+  return checked;
+}
+
+ReservedLowLatencyCombine::ReservedLowLatencyCombine(CallContext& context,
+                                                     CheckedLowLatencyCombine checked)
+    : checked_(std::move(checked)), order_(begin_order(context, checked_.is_async_)) {
+  Memory& memory = context.memory;
+  LowLatencyCombineCall& call = checked_.call_;
+  if (checked_.out_ != nullptr) {
+    result_.combined_x = Object::borrow(checked_.out_);
+  } else {
+    MadeTensor sums = memory.empty(
+        TensorSpec::of(kBfloat16, {call.num_tokens, checked_.form_->options().hidden}), order_);
+    call.combined_x = memory.non_null(sums.address);
+    result_.combined_x = std::move(sums.tensor);
+  }
+  if (checked_.has_hook_) {
+    ticket_ = memory.empty(TensorSpec::of(kInt32, {1}), order_);
+    call.ticket = ticket_.address;
+  }
+}
+
+LowLatencyCombineResult LowLatencyCalls::launch(ReservedLowLatencyCombine&& reserved) {
+  const CheckedLowLatencyCombine& checked = reserved.checked_;
+  LowLatencyCombineResult result = std::move(reserved.result_);
+  LowLatencyPending waiting{.kind = LowLatencyKind::kCombine,
+                            .form = checked.form_,
+                            .record = checked.record_};
+  if (checked.has_hook_) waiting.kept = {result.combined_x, std::move(reserved.ticket_.tensor)};
+  result.completion = launch_phases(reserved.order_, std::move(waiting), checked.call_,
+                                    checked.has_hook_, checked.inputs_);
+  return result;
+}
+
+}  // namespace deep_comm

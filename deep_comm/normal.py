@@ -1,0 +1,242 @@
+"""The methods of Buffer that move rows: dispatch and combine as training and prefill want them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from deep_comm.config import Config
+from deep_comm.defaults import DefaultConfigs
+from deep_comm.events import EventOverlap, event_of_call
+from deep_comm.handle import Handle, InternodeHandle
+
+if TYPE_CHECKING:
+    from deep_comm._core import PendingDispatch
+
+# `| Any`: what an item is follows from the arguments, and callers know it.
+DispatchResult = tuple[
+    Tensor | tuple[Tensor, Tensor] | Any,
+    Tensor | Any,
+    Tensor | Any,
+    list[int] | Any,
+    Handle | InternodeHandle | Any,
+    EventOverlap,
+]
+
+
+class NormalCalls(DefaultConfigs):
+    """Dispatch and combine for any number of tokens, inside a node or between nodes.
+
+    R ranks, T tokens of this rank, H hidden, K top-k, E experts, L local experts, N received rows.
+    """
+
+    def get_dispatch_layout(
+        self,
+        topk_idx: Tensor,
+        num_experts: int,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap]:
+        """Count the tokens that go to each rank and expert. Local: no peer takes part.
+
+        Args:
+            topk_idx: int64 or int32 [T, K], global expert indices, -1: no selection. An expert may
+                stand in a row twice.
+            num_experts: E.
+            previous_event, async_finish, allocate_on_comm_stream: as of dispatch.
+
+        Returns:
+            num_tokens_per_rank: int32 [R], a token counts once per rank.
+            num_tokens_per_rdma_rank: int32 [nodes], a token counts once per node; None inside one
+                node.
+            num_tokens_per_expert: int32 [E], every selection counts.
+            is_token_in_rank: bool [T, R].
+            event: EventOverlap; empty without async_finish.
+
+        Raises:
+            ArgumentError: nothing was launched.
+            ExpertIndexError: an index out of range; on CUDA devices dispatch raises it, on all
+                ranks.
+        """
+        event = None
+        if previous_event is not None or allocate_on_comm_stream:
+            event = event_of_call(previous_event, async_finish, allocate_on_comm_stream)
+        made: tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap]
+        made = self._context.get_dispatch_layout(
+            topk_idx, num_experts, event, async_finish, allocate_on_comm_stream
+        )
+        return made
+
+    def dispatch(
+        self,
+        x: Tensor | tuple[Tensor, Tensor],
+        handle: Handle | InternodeHandle | Sequence[Tensor] | None = None,
+        num_tokens_per_rank: Tensor | None = None,
+        num_tokens_per_rdma_rank: Tensor | None = None,
+        is_token_in_rank: Tensor | None = None,
+        num_tokens_per_expert: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+        *,
+        num_experts: int | None = None,
+        zero_tail: bool = False,
+        expand: bool = False,
+        zero_padding: bool = False,
+        use_fp8: bool = False,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        column_major_scales: bool = False,
+    ) -> DispatchResult:
+        """Send each token to the ranks of its experts. Collective.
+
+        Args:
+            x: [T, H] of any dtype, contiguous, rows a multiple of 16 bytes; or (x, scales) with
+                scales [T, S] of 1, 2, 4 or 8 bytes each, any strides. T may differ between ranks
+                and be 0.
+            handle: of an earlier dispatch: repeat its routing with this x (cached dispatch). The
+                layout and top-k arguments are then left away.
+            num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert: from get_dispatch_layout.
+                With topk_idx and num_experts they may be left away together. Tokens go where
+                is_token_in_rank says; num_tokens_per_expert makes the returned counts. With expand
+                inside a node both are made anew of topk_idx; between nodes counts that
+                are too small end with CapacityError.
+            num_tokens_per_rank, num_tokens_per_rdma_rank: only their form is checked: the mask says
+                it all.
+            topk_idx: int64 or int32 [T, K]; travels with the tokens. On all ranks, or on none.
+            topk_weights: float32 [T, K]; travels with topk_idx, likewise.
+            expert_alignment: the returned counts are rounded up to multiples of it.
+            num_worst_tokens: if positive, N is this number and the host waits for nothing. Rows
+                past the received ones have index -1 and weight 0; their payload is not written. How
+                many came is in the handle, on the device: num_recv_tokens_tensor [1],
+                num_recv_tokens_per_rank [R], num_recv_tokens_per_expert [L].
+            zero_tail: write zeros there, and to the scales.
+            config: rings and SMs; default: the recommended ones, shrunk to num_nvl_bytes.
+            previous_event: run behind this event alone, not behind the current stream.
+            async_finish: run on the Buffer's own stream and return an event to wait for.
+            allocate_on_comm_stream: outputs are that stream's; needs the two before.
+            num_experts: E, with topk_idx instead of the three of the layout.
+            expand: rows grouped by local expert instead, one for each selection, for grouped GEMMs:
+                recv_x [M, H] (scales [M, S]), recv_topk_idx [M] the local expert of a row,
+                recv_topk_weights [M] its weight, -1 and 0 where a row belongs to no token.
+                ``handle.expansion`` says which rows are whose; groups start at multiples of
+                expert_alignment, which must be equal on all ranks. Needs topk_idx. M is the sum of
+                the returned counts, or num_worst_tokens, which must leave room for the padding too.
+                A handle remembers it: cached dispatches and combines with it are expanded.
+            zero_padding: with expand, rows of no token are zeros; otherwise they are not written.
+            use_fp8: x is bfloat16 [T, H], H a multiple of 128, and travels as e4m3 with a float32
+                scale for 128 columns, largest magnitude / 448, at least 1e-4 / 448: recv_x is a
+                pair as if the caller had quantised x. Rows are cast once, by their sender.
+            round_scale: with use_fp8, scales are rounded up to powers of two.
+            use_ue8m0: with round_scale, scales are exponent bytes, four in an int32 [N, ceil(S/4)].
+            column_major_scales: scales of 4 bytes, quantised here or given, come back stored column
+                by column, each column at a multiple of 16 bytes (one more pass over the scales).
+
+        Returns:
+            recv_x: [N, H], sorted by (source rank, source token); with scales (recv_x, [N, S]).
+            recv_topk_idx: [N, K], local expert indices, -1 where the expert is on another rank; or
+                None.
+            recv_topk_weights: float32 [N, K], 0 where the index is -1; or None.
+            num_recv_tokens_per_expert_list: L ints; [] with num_worst_tokens; None if cached.
+            handle: for combine and cached dispatch; None if cached.
+            event: EventOverlap; empty without async_finish.
+
+        Raises:
+            ArgumentError, BufferTooSmall, HandleMismatch: nothing was launched.
+            ConfigMismatch, ExpertIndexError: on all ranks; the Buffer stays usable.
+            CapacityError: more rows than num_worst_tokens arrived on this rank.
+            PeerTimeout: a peer stayed silent; reset() makes the Buffer usable again.
+            MaskedOut: the other ranks go on without this one (``reset(without=...)``).
+            CallInterrupted: an earlier call was; reset() makes the Buffer usable again.
+        """
+        event = None
+        if previous_event is not None or allocate_on_comm_stream:
+            event = event_of_call(previous_event, async_finish, allocate_on_comm_stream)
+        made: DispatchResult = self._context.dispatch(
+            x, handle, num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank,
+            num_tokens_per_expert, topk_idx, topk_weights, expert_alignment, num_worst_tokens,
+            config, event, async_finish, allocate_on_comm_stream, num_experts, zero_tail, expand,
+            zero_padding, use_fp8, round_scale, use_ue8m0, column_major_scales,
+            None if config is not None else self._default("dispatch"), self._names_sms(),
+        )  # fmt: skip
+        return made
+
+    def _begin_expanded_dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        *,
+        num_experts: int,
+        expert_alignment: int,
+        zero_padding: bool,
+        use_fp8: bool,
+    ) -> PendingDispatch:
+        """dispatch with expand and async_finish, for the layer: returns before the host knows how
+        many rows come. Collective."""
+        return self._context.begin_dispatch(
+            x, None, None, None, None, None, topk_idx, topk_weights, expert_alignment, 0, None,
+            None, True, False, num_experts, False, True, zero_padding, use_fp8, False, False, False,
+            self._default("dispatch"), self._names_sms(),
+        )  # fmt: skip
+
+    def combine(
+        self,
+        x: Tensor,
+        handle: Handle | InternodeHandle | Sequence[Tensor],
+        topk_weights: Tensor | None = None,
+        bias: Tensor | tuple[Tensor, Tensor] | None = None,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+        *,
+        apply_weights: bool = False,
+    ) -> tuple[Tensor, Tensor | Any, EventOverlap]:
+        """Send rows back to their source and sum those of each token. Collective.
+
+        The sum runs in float32 over the ranks that got the token, ascending, then over the biases,
+        and is rounded once (between nodes also once a node, see InternodeCalls): it does not
+        depend on ``config``. A token that went nowhere gives its bias, or zeros. Any number of
+        combines may use one handle.
+
+        Args:
+            x: bfloat16, float16 or float32 [N, H], contiguous, rows a multiple of 16 bytes.
+            handle: of the dispatch that returned N rows.
+            topk_weights: float32 [N, K], summed alike.
+            bias: [T, H] of the dtype of x, or a pair of such.
+            apply_weights: with the handle of an expanded dispatch, whose x is [M, H] and
+                topk_weights [M]: multiply rows with their weights, instead of sending these back.
+                Either way each rank first adds a token's rows there, in float32, selections
+                ascending, products rounded before they are added, the sum rounded to the dtype of x
+                once; that row travels, and the sum over ranks is as above.
+            config: of as many SMs as the dispatch had. Default: as many, and for few rows more
+                where nobody has named a number (docs/guide/sms.md).
+            previous_event, async_finish, allocate_on_comm_stream: as of dispatch.
+
+        Returns:
+            combined_x: [T, H] of the dtype of x.
+            combined_topk_weights: float32 [T, K], or None.
+            event: EventOverlap; empty without async_finish.
+
+        Raises:
+            ArgumentError, BufferTooSmall, HandleMismatch: nothing was launched.
+            ConfigMismatch, PeerTimeout, MaskedOut: as dispatch.
+        """
+        event = None
+        if previous_event is not None or allocate_on_comm_stream:
+            event = event_of_call(previous_event, async_finish, allocate_on_comm_stream)
+        made: tuple[Tensor, Tensor | Any, EventOverlap] = self._context.combine(
+            x, handle, topk_weights, bias, config, event, async_finish, allocate_on_comm_stream,
+            apply_weights, None if config is not None else self._default("combine"),
+            self._names_sms(),
+        )  # fmt: skip
+        return made
