@@ -399,46 +399,6 @@ class Engine:
         """The most experts that the kernels of a call can count in a block's shared memory, at most
         num_max_experts.
         """
-    def plan_low_latency(
-        self,
-        *,
-        num_max_tokens: int,
-        hidden: int,
-        num_topk: int,
-        num_experts: int,
-        num_blocks: int,  # equal on all ranks
-        format: str,  # "bfloat16" | "fp8" | "nvfp4"
-        round_scale: bool,
-        use_ue8m0: bool,
-        is_compact: bool,
-        has_weights: bool,  # they travel with dispatch
-    ) -> LowLatencyPlan:
-        """Check a shape and its options, once for all calls with them."""
-    def quick_low_latency(
-        self,
-        tensor_type: type,
-        exchange_api: object,  # DLPack's, of that type
-        empty: Callable[..., object],  # (shape, strides, dtype): on the current device
-        part: Callable[..., object],  # (tensor, shape, strides, offset)
-        device_type: int,  # as DLPack counts them
-        device_index: int,
-        *,
-        empty_address: int,  # of tensors without elements
-        pending_dispatches: list[object],  # of hooks that have not run, an entry each
-        pending_combines: list[object],
-        refuse_hook: Callable[[], object],  # raises, for a hook that may not run
-        end: Callable[[], object] | None,  # called behind every launch
-        bfloat16: object,
-        int32: object,
-        handle_type: Callable[..., object],  # (shape, metadata, num_tokens)
-        event_type: type,  # of calls without an event; its instances need no __init__
-        outputs_event: Callable[..., object],  # (outputs): of a call that fills these
-        streams: object,  # as QuickNormal's
-    ) -> QuickLowLatency: ...
-    def wait_low_latency_num_tokens(self) -> int | None:
-        """The most tokens any rank had in the last reporting dispatch; None: a
-        kernel failed. Without the GIL.
-        """
     def note_interrupt(self) -> None:
         """A call ends in the middle, in Python: its kernel gives up, and the record says so."""
     def poll_error(self) -> ErrorRecord | None:
@@ -453,7 +413,7 @@ class Engine:
         """
     def meet(self, *, absent: int, number: int, stream: int) -> None:
         """Launches a meeting of the ranks that are not in ``absent``, a bit each; see
-        csrc/device/intranode/meet.cuh.
+        csrc/device/intranode/shrink_barrier.cuh.
         """
     def meeting(self) -> tuple[int, bool]:
         """Of the last meeting, once its kernel has ended: its number, whether all have met."""
@@ -643,92 +603,116 @@ class QuickNormal:
         launch: Callable[..., None],
     ) -> None: ...
 
-class QuickLowLatency:
-    """Low-latency calls of one engine in one step each, see csrc/bind/quick_low_latency.hpp.
+def low_latency_available_blocks(num_sms: int, wanted: int | None) -> int:
+    """Blocks that a low-latency call may have; ``wanted`` is taken as it is, unless it is None."""
 
-    None, and nothing has happened, for whatever is not a plain call of a form that was added.
-    """
+class BufferCalls:
+    """The calls of one Buffer; see csrc/host/calls."""
 
-    def add(
-        self,
-        plan: LowLatencyPlan,
-        shape: object,  # what handles of these calls name
-        use_fp8: bool,
-        use_nvfp4: bool,
-        num_local_experts: int,
-        forms: Sequence[tuple[object, object, object]],  # shape, strides, dtype of recv_x,
-        # metadata, recv_count and, if there are, scales
-    ) -> None: ...
-    dispatch: Callable[..., tuple[object, ...] | None]
-    combine: Callable[..., tuple[object, ...] | None]
-    is_served: bool  # False: none is, whatever its form
-    def layer(
+    def __init__(
         self,
         *,
-        shape: object,  # of a form that was added: bfloat16, weights travel
-        decode_tokens: int,  # the most of a step
-        rows: tuple[object, object, object],  # shape, strides, dtype of [L * N, hidden]
-        batch_type: type,
-        common: dict[str, object],  # what all batches hold
-        state_type: type[tuple[object, ...]],
-        words: object,  # HostWords.place, or None
-        rule: object,  # ModeRule
-    ) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
-        """``begin(x, topk_idx, topk_weights, is_asking)``, ``end(rows, state)`` and
-        ``answer(exchange)`` of a layer's decode step: see deep_comm/layer/quick_decode.py."""
-
-class LowLatencyPlan:
-    """A shape and options of low-latency calls of one engine. Arguments of calls are positional.
-
-    T tokens of this rank, M num_max_tokens, N = num_ranks * M, L local experts, S scales of a row.
-    """
-
-    num_blocks: int
-    num_metadata_bytes: int  # of a dispatch's metadata block, 16-byte aligned
-    metadata: dict[str, int]  # offsets in it, of those of the parts below that these calls have:
-    # recv_count int32 [L]; num_recv int32 [1]; ticket uint32 [1]; recv_tokens int32 [num_ranks];
-    # layout_range int64 [L, num_ranks], compact: [num_ranks]; src_info int32 [L, N], compact: [N];
-    # places int32 [num_ranks, M, K], compact: [num_ranks, M]; recv_weights float32 [num_ranks, M,
-    # K]; compact_idx int32 [N, K]; compact_weights float32 [N, K]
-    def dispatch(
-        self,
-        x: int,  # bfloat16 [T, hidden]
-        topk_idx: int,  # [T, K]
-        topk_idx_bytes: int,
-        topk_weights: int,  # float32 [T, K], or 0
-        num_tokens: int,  # T
-        recv_x: int,  # out [L, N, row]; compact: [N, row]
-        recv_scales: int,  # out float32 [L, S, N], UE8M0: int32 [L, ceil(S / 4), N]; NVFP4: uint8
-        # [L, ceil(N / 128), hidden / 64, 32, 4, 4]; compact: without L; or 0
-        metadata: int,  # out
-        cumulative_stats: int,  # int32 [L], or 0
-        wait_stats: int,  # int64 [num_ranks], or 0
-        send: bool,  # phases of this launch
-        receive: bool,
-        has_ticket: bool,  # the ticket is written by a send phase, or read by a receive phase alone
-        is_reporting: bool,  # wait_low_latency_num_tokens will be called
-        stream: int,
-        global_scale: int,  # float32 [1] of NVFP4; 0: 1
-        /,
+        engine: object,  # Engine.calls
+        order: StreamOrder,
+        region: Region,
+        device: object,  # torch.device
+        exchange_api: object,  # DLPack's; None: this torch has none
+        heap_base: int,
+        heap_memory: object,  # what keeps this rank's part of the heap
+        poisons: bool,
+        rank: int,
+        num_ranks: int,
+        num_nodes: int,
+        ranks_per_node: int,
+        num_max_experts: int,
+        num_nvl_bytes: int,
+        num_ring_bytes: int,
+        num_rdma_bytes: int,
+        max_sms: int | None,
+        raise_recorded: Callable[[], None],
+        event_overlap: Callable[..., object],
+        event_of: Callable[[Event | None], object],
     ) -> None: ...
-    def combine(
+    # Functions without keywords. Ask for each once: a property makes it anew.
+    get_dispatch_layout: Callable[..., Any]
+    def set_absent(self, ranks: Sequence[int]) -> None:
+        """Ranks that the Buffer does without, in ascending order."""
+
+class LowLatencyRecord:
+    """What a low-latency dispatch learned: LowLatencyHandle is a view of it."""
+
+    num_tokens: int
+    num_max_tokens: int
+    hidden: int
+    num_experts: int
+    num_topk: int
+    is_compact: bool
+    rank: int
+    members: tuple[str, ...]
+    rows_shape: tuple[int, ...]  # of what combine takes
+    metadata: Any  # int32, flat: the block that parts lie in
+    def part(self, name: str) -> Any:
+        """A tensor of a part, made anew; None: calls of this form have none of the name. Names,
+        types and shapes are in csrc/host/calls/low_latency.cpp.
+        """
+
+class LowLatencyCalls:
+    """The low-latency calls of one Buffer; see csrc/host/calls/low_latency.hpp."""
+
+    def __init__(
         self,
-        x: int,  # bfloat16 [L, N, hidden]; compact: [N, hidden]
-        metadata: int,  # from dispatch
-        topk_idx: int,
-        topk_idx_bytes: int,
-        topk_weights: int,  # float32 [T, K]; 0: reduced rows, or weights that came with dispatch
-        num_tokens: int,
-        rows: int,  # 0: sums, 1: reduced (compact), 2: selections (one rounding)
-        use_logfmt: bool,  # not with selections
-        combined_x: int,  # out bfloat16 [T, hidden]
-        wait_stats: int,  # int64 [num_ranks], or 0
-        send: bool,
-        receive: bool,
-        ticket: int,  # uint32 [1], or 0
-        stream: int,
-        /,
+        buffer: BufferCalls,
+        *,
+        framework: Framework,
+        members: Sequence[str],
+        can_shrink: bool,  # the Buffer has rank masks
+        num_wanted_blocks: int | None,
+        handle_type: Callable[[LowLatencyRecord], object],
+        outputs_event: Callable[..., object] | None,  # (event, outputs, the stream that owns these)
     ) -> None: ...
+    # Functions without keywords. Ask for each once: a property makes it anew.
+    dispatch: Callable[..., Any]  # (x, topk_idx, num_max_tokens, num_experts, cumulative_stats,
+    # wait_stats, use_fp8, round_scale, use_ue8m0, async_finish, return_recv_hook, topk_weights,
+    # compact, report_num_tokens, use_nvfp4, global_scale)
+    combine: Callable[..., Any]  # (x, topk_idx, topk_weights, handle, use_logfmt, zero_copy,
+    # async_finish, return_recv_hook, out, wait_stats, one_rounding)
+    wait_num_tokens: Callable[[], int]
+    num_forms: int  # shapes and options of calls so far
+    has_pending: bool  # a hook has not run
+    def num_blocks(
+        self, num_max_tokens: object, hidden: object, num_topk: object, num_experts: object
+    ) -> int:
+        """Blocks of a BF16 call. Raises what the call would."""
+    def combine_buffer(self, handle: object) -> Any:
+        """What is kept for handles of this shape, or None. Raises ArgumentError: not a handle of
+        this rank of this group.
+        """
+    def keep_combine_buffer(self, handle: object, buffer: object) -> None: ...
+    def forget_pending(self) -> None:
+        """Hooks from before a reset have nothing left to receive."""
+
+class Decoded:
+    """What combine needs of a layer's decode batch."""
+
+    record: LowLatencyRecord
+    topk_idx: Any
+    exchange: int  # that its ranks have told of; 0: none
+    def __init__(self, handle: object, topk_idx: object, exchange: int) -> None: ...
+
+def layer_decode(
+    *,
+    low_latency: LowLatencyCalls,
+    num_slots: int,
+    hidden: int,
+    num_topk: int,
+    num_experts: int,
+    decode_tokens: int,  # the most of a step
+    batch_of: Callable[[dict[str, Any]], object],
+    common: dict[str, Any],  # what all batches hold
+    words: object,  # HostWords.place, or None
+    learn: Callable[[int], object],  # ModeRule.learn
+) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+    """begin, end and finish of one layer's decode steps: see deep_comm/layer/decode.py."""
 
 class Framework:
     """What calls ask of the program's tensor library."""
@@ -812,19 +796,6 @@ class Streams:
 
     def synchronize(self) -> None:
         """Wait for all work of the device."""
-
-class Framework:
-    """What native calls ask of the program's tensor library (csrc/host/framework.hpp)."""
-
-class TorchFramework(Framework):
-    def __init__(
-        self,
-        *,
-        device: object,  # torch.device
-        comm_stream: object,  # torch.cuda.Stream; None: there are no streams
-        exchange_api: object,  # torch.Tensor.__dlpack_c_exchange_api__; None: there is none
-        current_stream: Callable[[], int] | None,  # None: torch's
-    ) -> None: ...
 
 class StreamOrder:
     """Which stream the last call of a Buffer was on, and the events that order calls: shared by

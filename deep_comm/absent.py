@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from deep_comm import errors
-from deep_comm.errors import ArgumentError, HandleMismatch, UnsupportedError
+from deep_comm.errors import ArgumentError, HandleMismatch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,15 +57,6 @@ def checked(without: Iterable[int], rank: int, num_ranks: int) -> frozenset[int]
     if not all(type(each) is int and 0 <= each < num_ranks and each != rank for each in named):
         raise ArgumentError("without", sorted(named, key=repr), rule)
     return named
-
-
-def require_low_latency(ctx: Context) -> None:
-    """Low-latency calls know of absent ranks only where they have masks."""
-    if ctx.absent and not ctx.enable_shrink:
-        raise UnsupportedError(
-            f"low-latency calls of a Buffer that goes on without ranks {sorted(ctx.absent)} need "
-            "enable_shrink=True, so that they can do without ranks, too"
-        )
 
 
 def go_on(ctx: Context, absent: frozenset[int]) -> None:

@@ -223,6 +223,8 @@ void bind_low_latency_calls(py::module_& m) {
                                            {to_object(std::move(buffer)), address});
           },
           "handle"_a, "buffer"_a)
+      .def_property_readonly("num_forms",
+                             [](const BoundLowLatency& self) { return self.calls.num_forms(); })
       .def_property_readonly("has_pending",
                              [](const BoundLowLatency& self) { return self.calls.has_pending(); })
       .def("forget_pending", [](BoundLowLatency& self) { self.calls.forget_pending(); });

@@ -247,6 +247,18 @@ void bind_fake_streams(py::module_& m) {
         return door_of_calls(self.cast<LoggedEngine&>(), self);
       });
   m.def(
+      "plan_low_latency",
+      [](const py::object& door, int num_max_tokens, int hidden, int num_topk, int num_experts) {
+        calls_behind(door).plan_low_latency({.num_max_tokens = num_max_tokens,
+                                             .hidden = hidden,
+                                             .num_topk = num_topk,
+                                             .num_experts = num_experts,
+                                             .num_blocks = 1,
+                                             .format = PayloadFormat::kBfloat16});
+      },
+      "The engine's own check of a shape.", py::arg("door"), py::arg("num_max_tokens"),
+      py::arg("hidden"), py::arg("num_topk"), py::arg("num_experts"));
+  m.def(
       "fake_streams",
       [](py::object log) {
         return door_of<StreamTarget>(std::make_shared<FakeStreams>(std::move(log)));

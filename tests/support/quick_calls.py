@@ -9,7 +9,6 @@ import torch
 
 import deep_comm
 from deep_comm import local
-from deep_comm.ops import quick
 
 R, T, M, H, K, E = 2, 7, 9, 256, 3, 6
 
@@ -65,28 +64,6 @@ def layout_of(buffer: Any, idx: torch.Tensor) -> dict[str, torch.Tensor]:
     return given if per_node is None else {**given, "num_tokens_per_rdma_rank": per_node}
 
 
-class Spy:
-    """Says which calls were made in one step."""
-
-    def __init__(self, buffer: Any) -> None:
-        self.state = buffer._low_latency
-        self.natives = self.state.quick_dispatch, self.state.quick_combine
-        self.made: list[bool] = []
-        self.state.quick_dispatch = self._spied(self.natives[0])
-        self.state.quick_combine = self._spied(self.natives[1])
-
-    def _spied(self, native: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            result = native(*arguments)
-            self.made.append(result is not None)
-            return result
-
-        return call
-
-    def forbid(self) -> None:
-        self.state.quick_dispatch = self.state.quick_combine = quick.never
-
-
 class Marked(torch.Tensor):
     """A subclass may mean anything."""
 
@@ -117,30 +94,6 @@ class NormalSpy:
             return result
 
         return call
-
-
-def require_same(one: tuple[Any, ...], many: tuple[Any, ...]) -> None:
-    payload, count, handle, combined, stats = one
-    for got, want in ((count, many[1]), (combined, many[3]), (stats, many[4])):
-        assert torch.equal(got, want) and got.dtype == want.dtype
-    assert torch.equal(handle.recv_tokens, many[2].recv_tokens)
-    for source, number in enumerate(handle.recv_tokens.tolist()):
-        assert torch.equal(handle.places[source, :number], many[2].places[source, :number])
-    assert handle.num_tokens == many[2].num_tokens and handle.shape is many[2].shape
-    parts = payload if isinstance(payload, tuple) else (payload,)
-    wanted = many[0] if isinstance(payload, tuple) else (many[0],)
-    assert len(parts) == len(wanted)
-    for got, want in zip(parts, wanted, strict=True):
-        assert (got.shape, got.stride(), got.dtype) == (want.shape, want.stride(), want.dtype)
-    counts = handle.num_recv_tokens if handle.is_compact else count
-    assert counts is not None
-    for got, want in zip(parts, wanted, strict=True):
-        if got.dim() > 3:  # of NVFP4, in tiles
-            continue
-        if handle.is_compact:
-            got, want = got[None], want[None]
-        for group, number in enumerate(counts.tolist()):
-            assert torch.equal(got[group, :number].float(), want[group, :number].float())
 
 
 def to_rank(rank: int, num_tokens: int) -> dict[str, Any]:

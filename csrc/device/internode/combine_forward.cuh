@@ -1,5 +1,5 @@
-// combine, the way back between nodes: the rows of one node's tokens are added, rounded, and put on
-// the rail.
+// combine, back between nodes: the rows of one node's tokens are added, rounded, and put on the
+// rail.
 #pragma once
 
 #include "device/channel/ring.cuh"
@@ -13,15 +13,15 @@ DC_DEVICE RingReceiver local_ring(const Context& node, const InternodeCombineArg
   return {node, ring_slots(node.world, args.ring, channel, node.world.rank, local), channel, local};
 }
 
-// Lane j < M: where in local rank j's ring the row to be forwarded lies, or -1.
+// Lane j < M: the ordinal of the row to be forwarded in local rank j's ring, or -1.
 DC_DEVICE int load_rank_head(const InternodeCombineArgs& args, int row) {
   const int num_local = args.tiers.ranks_per_node(), lane = arch::lane_idx();
   if (lane >= num_local) return -1;
   return arch::ld_nc(args.send_rank_head + static_cast<int64_t>(row) * num_local + lane);
 }
 
-// One warp: waits for the row's parts and for a slot, adds the one into the other. rows: shared
-// memory of this warp, for as many pointers as there are local ranks.
+// One warp: waits for the row's parts and for a slot, and adds the parts into it. rows: this warp's
+// part of shared memory, a pointer per local rank.
 template <Dtype kDtype>
 DC_DEVICE bool forward_row(const TierContexts& contexts, const InternodeCombineArgs& args,
                            RailSender& rail, const uint8_t** rows, int channel, int row,
@@ -54,9 +54,9 @@ DC_DEVICE bool forward_row(const TierContexts& contexts, const InternodeCombineA
 // One reducing warp: every num_reduce_warps-th row of each node's run.
 template <Dtype kDtype>
 DC_DEVICE void forward_sums(const TierContexts& contexts, const InternodeCombineArgs& args,
-                            ReduceTurns* turns, int channel, int warp) {
+                            ReduceProgress* progress, int channel, int warp) {
   const int num_nodes = args.tiers.num_nodes();
-  const uint8_t** pointers = reinterpret_cast<const uint8_t**>(turns + 1) + warp * kMaxRanks;
+  const uint8_t** pointers = reinterpret_cast<const uint8_t**>(progress + 1) + warp * kMaxRanks;
   uint32_t num_done = 0;
   for (int step = 0; step < num_nodes; ++step) {
     const int node = NodeOrder::combine_to(channel, step, num_nodes);
@@ -65,20 +65,20 @@ DC_DEVICE void forward_sums(const TierContexts& contexts, const InternodeCombine
     for (int row = rows.begin + warp; row < rows.end; row += args.num_reduce_warps) {
       if (!forward_row<kDtype>(contexts, args, rail, pointers, channel, row, row - rows.begin))
         return;
-      turns->finish_item(warp, ++num_done);
+      progress->finish_item(warp, ++num_done);
     }
   }
 }
 
-// One warp behind the reducing ones: puts what is finished on the rail, and returns the credits of
-// the rows that went into it. It waits for nothing else, so that whatever is finished gets out.
+// One warp, which follows the reducing ones: puts finished sums on the rail, and returns the
+// credits of the rows that were added. It waits for nothing else, so everything finished is sent.
 DC_DEVICE void publish_sums(const TierContexts& contexts, const InternodeCombineArgs& args,
-                            ReduceTurns* turns, int channel) {
+                            ReduceProgress* progress, int channel) {
   const int num_nodes = args.tiers.num_nodes(), num_local = args.tiers.ranks_per_node();
   const int lane = arch::lane_idx();
   const auto batch = static_cast<uint32_t>(min_of(args.num_send_tokens, args.ring.num_slots));
   const auto max_put = static_cast<uint32_t>(args.num_rail_send_tokens);
-  TurnFollower follower(contexts.node, turns, args.num_reduce_warps, channel);
+  ProgressFollower follower(contexts.node, progress, args.num_reduce_warps, channel);
   uint64_t* head_word = lane < num_local ? ring_head(contexts.node.world, channel, lane) : nullptr;
   uint32_t num_read = 0, num_returned = 0;  // rows of local rank `lane`, over all steps
   for (int step = 0; step < num_nodes; ++step) {
@@ -94,7 +94,7 @@ DC_DEVICE void publish_sums(const TierContexts& contexts, const InternodeCombine
         if (head >= 0) num_read = head + 1;
         if (num_read - num_returned < batch) continue;
         num_returned = num_read;
-        // pairs with: RingSender::await_slot and ::poll_slot — the reads of slots [0, num_read).
+        // pairs with: RingSender::await_slot and ::poll_slot — the reads of slots [0, num_read)
         arch::st_release_sys(head_word, Tagged::pack(contexts.node.generation, num_read));
       }
       for (; num_put < reached; num_put = min_of(num_put + max_put, reached)) {

@@ -1,5 +1,5 @@
-// The intranode kernels as types: what a target needs to launch one. kBlocksWait: blocks wait for
-// other blocks, here or at a peer, so that all must run at once.
+// The intranode kernels as types, as a target needs them for a launch. kBlocksWait: blocks wait for
+// other blocks, here or at a peer, so all must run at once.
 #pragma once
 
 #include "device/intranode/combine.cuh"
@@ -7,11 +7,11 @@
 #include "device/intranode/expand.cuh"
 #include "device/intranode/expand_received.cuh"
 #include "device/intranode/get_dispatch_layout.cuh"
-#include "device/intranode/meet.cuh"
 #include "device/intranode/notify_dispatch.cuh"
 #include "device/intranode/number_received.cuh"
 #include "device/intranode/number_rows.cuh"
 #include "device/intranode/reduce_experts.cuh"
+#include "device/intranode/shrink_barrier.cuh"
 #include "device/intranode/transpose_scales.cuh"
 
 namespace deep_comm {
@@ -37,7 +37,7 @@ struct DispatchKernel {
   using Args = DispatchArgs;
   static constexpr Kernel kName = Kernel::kDispatch;
   static constexpr bool kBlocksWait = true;
-  // 20 warps leave a thread 96 registers, and four ranks four warps each to receive.
+  // 20 warps leave 96 registers per thread, and let four ranks have four receiving warps each.
   static constexpr int kMaxThreads = 640;
   DC_DEVICE static void run(const Args& args) {
     dispatch<DispatchForm<kIsExpanded, kIsQuantised>>(args);
@@ -49,7 +49,7 @@ struct CombineKernel {
   using Args = CombineArgs;
   static constexpr Kernel kName = Kernel::kCombine;
   static constexpr bool kBlocksWait = true;
-  // 26 warps leave a thread 72 registers: loads of four rows in flight, without spilling.
+  // 26 warps leave 72 registers per thread: loads of four rows in flight without spilling.
   static constexpr int kMaxThreads = 832;
   DC_DEVICE static void run(const Args& args) { combine<kDtype>(args); }
 };
@@ -103,12 +103,12 @@ struct ReduceExpertsKernel {
   DC_DEVICE static void run(const Args& args) { reduce_experts<kDtype>(args); }
 };
 
-struct MeetKernel {
-  using Args = MeetArgs;
-  static constexpr Kernel kName = Kernel::kMeet;
+struct ShrinkBarrierKernel {
+  using Args = ShrinkBarrierArgs;
+  static constexpr Kernel kName = Kernel::kShrinkBarrier;
   static constexpr bool kBlocksWait = false;
   static constexpr int kMaxThreads = 32;
-  DC_DEVICE static void run(const Args& args) { meet(args); }
+  DC_DEVICE static void run(const Args& args) { shrink_barrier(args); }
 };
 
 }  // namespace deep_comm

@@ -1,9 +1,10 @@
-// The send phase of dispatch between nodes: every token becomes one staged message, which goes as
-// it is to the ranks that hold one of its experts: by stores over NVLink where it leads (to the own
-// node, and to others of the same host), by a put to every rank of another node, or to the first one
-// of each node alone, which then hands it on.
+// The send phase of dispatch between nodes. Every token becomes one staged message, which is sent
+// unchanged to the ranks that hold one of its experts: by stores to ranks that NVLink reaches (of
+// this node, and of other nodes of the same host), by a put to every rank of another node, or only
+// to the first one of each node, which forwards it.
 //
-//   block: first piece of x loaded | earlier tokens counted → row, scales; warp 0: routes, destinations → puts | copies
+//   block: first piece of x loaded | earlier tokens counted → row, scales
+//          warp 0: routes, destinations → puts | copies
 //   last block: counts of all tokens → a line for every rank
 #pragma once
 
@@ -12,7 +13,7 @@
 
 namespace deep_comm {
 
-// The block that counts sends no tokens, if there is another.
+// The block that counts sends no tokens, unless it is the only one.
 DC_DEVICE int num_sending_blocks() { return max_of(1, arch::num_blocks() - 1); }
 
 DC_DEVICE int rail_expert(const LowLatencyRailDispatchArgs& args, int64_t position) {
@@ -20,13 +21,14 @@ DC_DEVICE int rail_expert(const LowLatencyRailDispatchArgs& args, int64_t positi
   return expert < args.shape.num_experts ? expert : -1;
 }
 
-DC_DEVICE bool hands_on(const LowLatencyRailDispatchArgs& args) {
-  // Not where a rank may be done without: rows of others would be lost with it.
+DC_DEVICE bool forwards_in_node(const LowLatencyRailDispatchArgs& args) {
+  // Not if a rank may be masked: rows of other ranks would be lost with it.
   return !args.can_shrink && args.num_tokens >= args.reach.hand_on_tokens;
 }
 
-// The block counts tokens [begin, end): counters[e] that select expert e, counters[E + r] that go
-// to rank r, counters[E + R + r] those of them that are handed on to it.
+// The block counts tokens [begin, end): counters[e] those that select expert e, counters[E + r]
+// those that are sent to rank r, counters[E + R + r] those of them that another rank forwards to
+// it.
 DC_DEVICE void count_tokens(const LowLatencyRailDispatchArgs& args, const RailBlockMemory& memory,
                             int begin, int end) {
   uint32_t* counters = memory.counters;
@@ -38,8 +40,8 @@ DC_DEVICE void count_tokens(const LowLatencyRailDispatchArgs& args, const RailBl
     const int expert = rail_expert(args, idx);
     if (expert < 0) continue;
     const int rank = map.rank_of(expert);
-    // Of this token's selections: another on that expert, none on that rank, one
-    // on that node is earlier.
+    // Among the earlier entries of this token: one has the same expert; none has the same rank; one
+    // has the same node.
     bool is_repeat = false, is_first = true, is_known = false;
     for (int64_t other = idx / num_topk * num_topk; other < idx; ++other) {
       const int other_expert = rail_expert(args, other);
@@ -52,23 +54,23 @@ DC_DEVICE void count_tokens(const LowLatencyRailDispatchArgs& args, const RailBl
     if (!is_repeat) arch::atomic_add_relaxed_cta(&counters[expert], 1u);
     if (!is_first) continue;
     arch::atomic_add_relaxed_cta(&counters[num_experts + rank], 1u);
-    if (is_known && hands_on(args) && memory.reached[rank] == nullptr) {
+    if (is_known && forwards_in_node(args) && memory.reached[rank] == nullptr) {
       arch::atomic_add_relaxed_cta(&counters[num_experts + group.num_ranks + rank], 1u);
     }
   }
 }
 
-// One warp, when the counters hold the tokens before: the routes of the token into its message, the
-// ranks that it is sent to straight, and their slots, into shared memory.
+// One warp, when the counters hold the tokens before: writes the routes of the token into its
+// message. Notes the ranks that it is sent to directly, and their slots, in shared memory.
 DC_DEVICE void stage_routes(const RailContext& context, const LowLatencyRailDispatchArgs& args,
-                            const LowLatencyRailHalf& half, const RailBlockMemory& memory,
+                            const LowLatencyRailBuffer& buffer, const RailBlockMemory& memory,
                             int token) {
   const int num_topk = args.shape.num_topk, num_experts = args.shape.num_experts;
   const LowLatencyGroup& group = args.reach.group;
   const LowLatencySlot slot = LowLatencySlot::of(args.shape);
   const ExpertMap map{num_experts, group.num_ranks};
-  Vec16* routes = half.own<Vec16>(half.slot_staged(token));
-  uint32_t* words = half.own<uint32_t>(half.slot_staged(token) + slot.words_offset());
+  Vec16* routes = buffer.own<Vec16>(buffer.slot_staged(token));
+  uint32_t* words = buffer.own<uint32_t>(buffer.slot_staged(token) + slot.words_offset());
   const int64_t first = static_cast<int64_t>(token) * num_topk;
   int experts[2] = {-1, -1};
   const TokenRanks ranks = TokenRanks::make(num_topk, [&](int k, int part) {
@@ -79,35 +81,36 @@ DC_DEVICE void stage_routes(const RailContext& context, const LowLatencyRailDisp
   const TokenRanks nodes = TokenRanks::make(num_topk, [&](int /*k*/, int part) {
     return ranks.ranks[part] < 0 ? -1 : group.node_of(ranks.ranks[part]);
   });
-  // Whoever comes first on a node passes on to the other ranks there: a rank is where
-  // its first selection says.
+  // The first rank of a token on a node forwards it to the other ranks there. The slot of a rank is
+  // noted at the rank's first entry.
   int num_destinations = 0;
   uint32_t first_words[2] = {1u, 1u};
   DC_UNROLL
   for (int part = 0; part < 2; ++part) {
     const int k = arch::lane_idx() + part * kWarpSize, expert = experts[part];
     const int rank = ranks.ranks[part];
-    bool is_straight = false;
+    bool is_direct = false;
     int slot_idx = 0;
     uint32_t row_ordinal = 0;
     if (ranks.is_first[part]) {
       row_ordinal = memory.counters[num_experts + rank];
-      const uint32_t num_handed = memory.counters[num_experts + group.num_ranks + rank];
-      is_straight = nodes.is_first[part] || !hands_on(args) || memory.reached[rank] != nullptr;
-      slot_idx = is_straight ? static_cast<int>(row_ordinal - num_handed)
-                             : args.shape.num_max_tokens - 1 - static_cast<int>(num_handed);
-      first_words[part] = SlotWord{slot_idx, !is_straight}.pack();
+      const uint32_t num_forwarded = memory.counters[num_experts + group.num_ranks + rank];
+      is_direct =
+          nodes.is_first[part] || !forwards_in_node(args) || memory.reached[rank] != nullptr;
+      slot_idx = is_direct ? static_cast<int>(row_ordinal - num_forwarded)
+                           : args.shape.num_max_tokens - 1 - static_cast<int>(num_forwarded);
+      first_words[part] = SlotWord{slot_idx, !is_direct}.pack();
     }
-    // The slots of a masked rank are counted, but nothing goes there.
-    is_straight = is_straight && is_active(context, memory, rank);
-    const uint32_t straight = arch::ballot(kFullMask, is_straight);
-    if (is_straight) {
+    // The slots of a masked rank are counted, but nothing is sent to it.
+    is_direct = is_direct && is_active(context, memory, rank);
+    const uint32_t direct = arch::ballot(kFullMask, is_direct);
+    if (is_direct) {
       const int destination =
-          num_destinations + arch::popc(straight & ((1u << arch::lane_idx()) - 1));
-      memory.places[destination] = rank;
+          num_destinations + arch::popc(direct & ((1u << arch::lane_idx()) - 1));
+      memory.rows[destination] = rank;
       memory.slots[destination] = slot_idx;
     }
-    num_destinations += arch::popc(straight);
+    num_destinations += arch::popc(direct);
     if (k >= num_topk) continue;
     arch::st_weak(words + k, first_words[part]);
     Route route{-1, 0, 0.0f, static_cast<int32_t>(row_ordinal)};
@@ -116,29 +119,29 @@ DC_DEVICE void stage_routes(const RailContext& context, const LowLatencyRailDisp
       for (int column = 0; column < k; ++column)
         is_repeat |= rail_expert(args, first + column) == expert;
       const uint32_t ordinal = memory.counters[expert];
-      route.local_expert = expert;  // as the source knows it
+      route.local_expert = expert;  // global, as the source knows it
       route.ordinal = is_repeat ? Route::repeated(ordinal) : static_cast<int32_t>(ordinal);
       if (args.topk_weights != nullptr) route.weight = arch::ld_nc(args.topk_weights + first + k);
     }
     arch::st_weak(routes + k, route.pack());
   }
-  // Zeros on both sides lie behind the token: nobody takes them away.
+  // Zeros follow the token in the message and in the slot: no receiver takes them.
   for (int word = num_topk + arch::lane_idx(); word < slot.num_padded_words(); word += kWarpSize) {
     arch::st_weak(words + word, word == num_topk ? static_cast<uint32_t>(token) + 1 : 0u);
   }
   if (arch::lane_idx() == 0) memory.header->num_destinations = num_destinations;
 }
 
-// The block: row and scales of a token into its message. `first`: what is loaded already of
-// each thread's first piece.
+// The block: writes row and scales of a token into its message. `first`: the first piece of each
+// thread, already loaded.
 template <PayloadFormat kFormat>
-DC_DEVICE void stage_row(const LowLatencyRailDispatchArgs& args, const LowLatencyRailHalf& half,
+DC_DEVICE void stage_row(const LowLatencyRailDispatchArgs& args, const LowLatencyRailBuffer& buffer,
                          int token, const Piece<kFormat>& first) {
   using PieceType = Piece<kFormat>;
   const LowLatencySlot slot = LowLatencySlot::of(args.shape);
-  uint8_t* message = half.own<uint8_t>(half.slot_staged(token));
+  uint8_t* message = buffer.own<uint8_t>(buffer.slot_staged(token));
   const int num_pieces = args.shape.hidden / PieceType::kElements;
-  // Bounds by warp, not by thread: encoding takes the whole warp.
+  // The bounds are those of whole warps: encoding needs all lanes.
   for (int base = arch::warp_idx() * kWarpSize; base < num_pieces; base += arch::num_threads()) {
     const int piece = base + arch::lane_idx();
     PieceType loaded = first;
@@ -148,7 +151,7 @@ DC_DEVICE void stage_row(const LowLatencyRailDispatchArgs& args, const LowLatenc
     if (!arch::fault(Fault::kPlainWords)) loaded.encode(args.round_scale, args.global_scale);
     if (piece < num_pieces) loaded.send(message + slot.row_offset(), args.shape.row_bytes, piece);
   }
-  // Behind the last scale lie zeros on both sides: nobody takes them away.
+  // Zeros follow the last scale in the message and in the slot: no receiver takes them.
   const int padding = (slot.num_bytes() - slot.end_offset()) / 4;
   if (arch::thread_idx() < padding) {
     arch::st_weak(reinterpret_cast<uint32_t*>(message + slot.end_offset()) + arch::thread_idx(),
@@ -156,38 +159,40 @@ DC_DEVICE void stage_row(const LowLatencyRailDispatchArgs& args, const LowLatenc
   }
 }
 
-// The block, when the message is complete: straight to all that do not get it from another.
-DC_DEVICE void send_message(const LowLatencyRailDispatchArgs& args, const LowLatencyRailHalf& half,
-                            const RailBlockMemory& memory, int token) {
+// The block, when the message is complete: sends it to all ranks that do not get it from another
+// rank.
+DC_DEVICE void send_message(const LowLatencyRailDispatchArgs& args,
+                            const LowLatencyRailBuffer& buffer, const RailBlockMemory& memory,
+                            int token) {
   const LowLatencyGroup& group = args.reach.group;
   const int num_destinations = memory.header->num_destinations;
-  const size_t staged = half.slot_staged(token), num_bytes = half.slot_bytes();
-  // What has the longer way first; and no put waits for stores over NVLink.
+  const size_t staged = buffer.slot_staged(token), num_bytes = buffer.slot_bytes();
+  // Puts first: their way is longer, and they do not wait for stores over NVLink.
   for (int idx = arch::warp_idx(); idx < num_destinations; idx += arch::num_warps()) {
-    const int peer = memory.places[idx];
+    const int peer = memory.rows[idx];
     if (memory.reached[peer] != nullptr) continue;
-    // pairs with: take_arrival in TakenRoutes, expand_rows and expand_scales at the peer
-    // — the words themselves.
-    put_staged_warp(half, peer, group.data_qp(token), half.slot(group.rank, memory.slots[idx]),
+    // pairs with: take_arrival in TakenRoutes, expand_rows and expand_scales at the peer — the
+    // words themselves
+    put_staged_warp(buffer, peer, group.data_qp(token), buffer.slot(group.rank, memory.slots[idx]),
                     staged, num_bytes);
   }
   const int num_vecs = static_cast<int>(num_bytes / sizeof(Vec16));
   for (int idx = 0; idx < num_destinations; ++idx) {
-    const int peer = memory.places[idx];
+    const int peer = memory.rows[idx];
     if (memory.reached[peer] == nullptr) continue;
     if (arch::thread_idx() == 0) count_stored(group, peer, group.data_qp(token), num_bytes);
-    Vec16* dst = memory.at<Vec16>(peer, half.slot(group.rank, memory.slots[idx]));
+    Vec16* dst = memory.at<Vec16>(peer, buffer.slot(group.rank, memory.slots[idx]));
     for (int vec = arch::thread_idx(); vec < num_vecs; vec += arch::num_threads()) {
-      // pairs with: the same takes of arrivals.
-      arch::st_relaxed_sys(dst + vec, arch::ld_weak(half.own<Vec16>(staged) + vec));
+      // pairs with: the same calls of take_arrival
+      arch::st_relaxed_sys(dst + vec, arch::ld_weak(buffer.own<Vec16>(staged) + vec));
     }
   }
 }
 
 // The block, when its counters hold all tokens: what each rank, and each of its experts, will get,
-// with the announcement of the operation before it.
+// together with the announcement of the operation.
 DC_DEVICE void send_counts(const RailContext& context, const LowLatencyRailDispatchArgs& args,
-                           const LowLatencyRailHalf& half, const RailBlockMemory& memory) {
+                           const LowLatencyRailBuffer& buffer, const RailBlockMemory& memory) {
   using Words = LowLatencyRailWords;
   const LowLatencyGroup& group = args.reach.group;
   const int num_experts = args.shape.num_experts, num_ranks = group.num_ranks;
@@ -197,19 +202,19 @@ DC_DEVICE void send_counts(const RailContext& context, const LowLatencyRailDispa
     const bool is_expert = idx < num_experts;
     const int peer = is_expert ? map.rank_of(idx) : (idx - num_experts) % num_ranks;
     const int of_rank = is_expert ? 0 : (idx - num_experts) / num_ranks;
-    const int place = is_expert      ? Words::kExperts + idx - map.first_expert(peer)
-                      : of_rank == 0 ? Words::kNumRows
-                      : of_rank == 1 ? Words::kNumHanded
-                                     : Words::kAnnounced;
-    const uint64_t word = place == Words::kAnnounced
+    const int column = is_expert      ? Words::kExperts + idx - map.first_expert(peer)
+                       : of_rank == 0 ? Words::kNumRows
+                       : of_rank == 1 ? Words::kNumForwarded
+                                      : Words::kAnnounced;
+    const uint64_t word = column == Words::kAnnounced
                               ? announcement(context, args.signature, args.num_tokens)
                               : Tagged::pack(context.generation, memory.counters[idx]);
     if (!is_active(context, memory, peer)) continue;
     if (memory.reached[peer] != nullptr) {
-      // pairs with: await_announcements and await_counts at the peer — nothing but the word itself.
-      arch::st_relaxed_sys(memory.at<uint64_t>(peer, half.counts(group.rank)) + place, word);
+      // pairs with: await_announcements and await_counts at the peer — nothing but the word itself
+      arch::st_relaxed_sys(memory.at<uint64_t>(peer, buffer.counts(group.rank)) + column, word);
     } else {
-      arch::st_weak(half.own<uint64_t>(half.counts_staged(peer)) + place, word);
+      arch::st_weak(buffer.own<uint64_t>(buffer.counts_staged(peer)) + column, word);
     }
   }
   arch::sync_block();
@@ -222,15 +227,15 @@ DC_DEVICE void send_counts(const RailContext& context, const LowLatencyRailDispa
       count_stored(group, peer, group.word_qp(), num_bytes);
       continue;
     }
-    // pairs with: await_announcements and await_counts at the peer — the words themselves.
-    put_staged(half, peer, group.word_qp(), half.counts(group.rank), half.counts_staged(peer),
+    // pairs with: await_announcements and await_counts at the peer — the words themselves
+    put_staged(buffer, peer, group.word_qp(), buffer.counts(group.rank), buffer.counts_staged(peer),
                num_bytes);
   }
 }
 
 template <PayloadFormat kFormat>
 DC_DEVICE bool dispatch_send(const RailContext& context, const LowLatencyRailDispatchArgs& args,
-                             const LowLatencyRailHalf& half, const RailBlockMemory& memory,
+                             const LowLatencyRailBuffer& buffer, const RailBlockMemory& memory,
                              uint32_t previous) {
   const int num_counters = args.shape.num_experts + 2 * args.reach.group.num_ranks;
   const int warp = arch::warp_idx();
@@ -244,7 +249,7 @@ DC_DEVICE bool dispatch_send(const RailContext& context, const LowLatencyRailDis
   if (arch::block_idx() < args.num_tokens) load_first(arch::block_idx());
   for (int idx = arch::thread_idx(); idx < num_counters; idx += arch::num_threads())
     memory.counters[idx] = 0;
-  bool ok = warp != arch::num_warps() - 1 || await_credit(context, half, memory, previous);
+  bool ok = warp != arch::num_warps() - 1 || await_credit(context, buffer, memory, previous);
   if (!memory.agrees(ok)) return false;
   const int last_block = arch::num_blocks() - 1;
   int num_counted = 0;  // tokens that the counters hold
@@ -254,17 +259,17 @@ DC_DEVICE bool dispatch_send(const RailContext& context, const LowLatencyRailDis
       count_tokens(args, memory, num_counted, token);
       num_counted = token;
       arch::sync_block();
-      if (warp == 0) stage_routes(context, args, half, memory, token);
-      stage_row<kFormat>(args, half, token, first);
+      if (warp == 0) stage_routes(context, args, buffer, memory, token);
+      stage_row<kFormat>(args, buffer, token, first);
       arch::sync_block();
-      send_message(args, half, memory, token);
-      arch::sync_block();  // destinations have been read
+      send_message(args, buffer, memory, token);
+      arch::sync_block();  // all threads have read the destinations
     }
   }
   if (arch::block_idx() != last_block) return true;
   count_tokens(args, memory, num_counted, args.num_tokens);
   arch::sync_block();
-  send_counts(context, args, half, memory);
+  send_counts(context, args, buffer, memory);
   return true;
 }
 

@@ -1,4 +1,4 @@
-// The one bounded wait. Nothing outside this folder spins on a word that another thread writes.
+// The one bounded wait. Nothing outside this folder polls a word that another thread writes.
 #pragma once
 
 #include "device/sync/mask.cuh"
@@ -26,13 +26,12 @@ DC_DEVICE void note_wait(const Context& context, const WaitFor& wait, uint64_t e
 #endif
 }
 
-// When a wait began, when it ends without having got its word, and when a rest in it ends at the
-// latest.
+// When a wait began, when it fails, and when a parked thread wakes at the latest.
 struct WaitClock {
-  uint64_t start_ns = 0;  // 0: nothing has been asked yet, and the others have no value
+  uint64_t start_ns = 0;  // 0: not started; the other fields have no value yet
   uint64_t deadline_ns;
   uint64_t wake_ns;
-  uint64_t heard;  // of the peer, when it began or was renewed; with masks
+  uint64_t last_alive;  // masks: the peer's alive word when the clock was started or renewed
   int num_renewals;
 };
 
@@ -41,75 +40,122 @@ DC_DEVICE void note_gave_up(const Context& context, const WaitFor& wait) {
        TraceWait::pack(wait.stage, wait.word, context.names.of(wait.peer)));
 }
 
-// Between two looks: may the wait go on? False when the deadline has passed (then this thread has
-// written the error record), when another thread of this rank has given up, or when the others have
-// ended its waits because they go on without it; with context.can_shrink also when the ranks do
-// without wait.peer. A wait for this rank itself then has more time: what it waits for may be about
-// to give up several ranks. All waits share this one function.
+// ---- may_go_on and its parts --------------------------------------------------------------------
+
+// How long a wait may last before it fails or is renewed. A wait for this rank's own threads lasts
+// longer: those threads may be about to mask several ranks, each after a deadline of its own.
+DC_DEVICE uint64_t wait_limit_ns(const Context& context, const WaitFor& wait, uint64_t patience) {
+  const bool is_own = context.can_shrink && wait.peer == context.world.rank;
+  const uint64_t more = is_own ? 2 * (1 + kMaxRenewals) : 1;
+  return more * patience * context.patience * context.world.timeout_ns;
+}
+
+// The first call of a wait: starts its clock.
+DC_DEVICE void start_clock(const Context& context, const WaitFor& wait, uint64_t expected,
+                           uint64_t now_ns, uint64_t limit_ns, bool can_do_without,
+                           WaitClock* clock) {
+  const World& world = context.world;
+  clock->start_ns = now_ns;
+  clock->deadline_ns = now_ns + limit_ns;
+  clock->num_renewals = 0;
+  if (can_do_without) {
+    clock->last_alive = arch::ld_relaxed_sys(world.alive(world.rank, wait.peer));
+  }
+  note_wait(context, wait, expected);
+}
+
+// True if the wait must end because another thread of this rank has failed, or because the other
+// ranks have masked this one. The latter is reported.
+DC_DEVICE bool is_stopped(const Context& context, const WaitFor& wait, uint64_t now_ns,
+                          const WaitClock& clock) {
+  const World& world = context.world;
+  // Other kernels see the abort word that comes with masked_out. A shrink barrier may not: its
+  // reset has cleared that word.
+  const bool is_left_out = context.kernel == Kernel::kShrinkBarrier && is_masked_out(world);
+  if (!is_left_out && !is_aborted(world)) return false;
+  arch::fence_acq_rel_sys();  // pairs with: mask_out — masked_out, if it is the reason
+  if (is_left_out || is_masked_out(world)) {
+    report_error(context, {ErrorKind::kMaskedOut, wait, 0, 0, now_ns - clock.start_ns, -1});
+  }
+  note_gave_up(context, wait);
+  return true;
+}
+
+// Masks: true if the wait must end because the peer is masked, or because this rank is. The latter
+// is reported.
+DC_DEVICE bool is_masked_meanwhile(const Context& context, const WaitFor& wait, uint64_t now_ns,
+                                   const WaitClock& clock) {
+  const Verdict verdict = verdict_on(context, wait.peer);
+  if (verdict == Verdict::kOut) {
+    report_error(context, {ErrorKind::kMaskedOut, wait, 0, 0, now_ns - clock.start_ns, -1});
+    abort_rank(context);
+  }
+  return verdict != Verdict::kGoOn;
+}
+
+// Masks, after the deadline: a peer that has shown since that it is alive gets another deadline, a
+// few times. False: the peer is masked.
+DC_DEVICE bool renew_or_mask(const Context& context, const WaitFor& wait, uint64_t now_ns,
+                             uint64_t limit_ns, WaitClock* clock) {
+  const World& world = context.world;
+  const uint64_t last_alive = arch::ld_relaxed_sys(world.alive(world.rank, wait.peer));
+  if (last_alive == clock->last_alive || clock->num_renewals == kMaxRenewals) {
+    mask_rank(world, wait.peer);
+    return false;
+  }
+  ++clock->num_renewals;
+  clock->last_alive = last_alive;
+  clock->deadline_ns = now_ns + limit_ns;
+  return true;
+}
+
+// After the deadline: writes the error record and ends all waits of this rank.
+DC_DEVICE void fail_wait(const Context& context, const WaitFor& wait, uint64_t seen,
+                         uint64_t expected, uint64_t now_ns, const WaitClock& clock) {
+  const ErrorKind kind =
+      is_masked_out(context.world) ? ErrorKind::kMaskedOut : ErrorKind::kPeerTimeout;
+  report_error(context, {kind, wait, seen, expected, now_ns - clock.start_ns, -1});
+  abort_rank(context);
+  note_gave_up(context, wait);
+}
+
+// Called between two polls: true if the wait may continue. False if
+//   - another thread of this rank has failed, or the other ranks have masked this one;
+//   - masks: the peer is masked, by this thread if its deadline has passed;
+//   - the deadline has passed. This thread has then written the error record.
+// All waits share this one function.
 DC_DEVICE_COLD bool may_go_on(Context context, WaitFor wait, uint64_t seen, uint64_t expected,
                               uint64_t patience, WaitClock* clock) {
   const World& world = context.world;
   const uint64_t now_ns = arch::globaltimer_ns();
   const bool can_do_without = context.can_shrink && wait.peer != world.rank;
-  const bool is_own = context.can_shrink && wait.peer == world.rank;
-  const uint64_t more = is_own ? 2 * (1 + kMaxRenewals) : 1;
-  const uint64_t limit_ns = more * patience * context.patience * world.timeout_ns;
+  const uint64_t limit_ns = wait_limit_ns(context, wait, patience);
   if (clock->start_ns == 0) {
-    clock->start_ns = now_ns;
-    clock->deadline_ns = now_ns + limit_ns;
-    clock->num_renewals = 0;
-    if (can_do_without) clock->heard = arch::ld_relaxed_sys(world.alive(world.rank, wait.peer));
-    note_wait(context, wait, expected);
+    start_clock(context, wait, expected, now_ns, limit_ns, can_do_without, clock);
   }
   if (can_do_without) say_alive(context, now_ns);
-  // Only a meeting looks at every turn: its reset has forgotten the abort that came with the word.
-  const bool is_left_out = context.kernel == Kernel::kMeet && is_masked_out(world);
-  if (is_left_out || is_aborted(world)) {
-    arch::fence_acq_rel_sys();  // pairs with: mask_out — the reason, if it is this one
-    if (is_left_out || is_masked_out(world)) {
-      report_error(context, {ErrorKind::kMaskedOut, wait, 0, 0, now_ns - clock->start_ns, -1});
-    }
-    note_gave_up(context, wait);
-    return false;
-  }
-  if (can_do_without) {
-    const Verdict verdict = verdict_on(context, wait.peer);
-    if (verdict == Verdict::kOut) {
-      report_error(context, {ErrorKind::kMaskedOut, wait, 0, 0, now_ns - clock->start_ns, -1});
-      abort_rank(context);
-    }
-    if (verdict != Verdict::kGoOn) return false;
-  }
+  if (is_stopped(context, wait, now_ns, *clock)) return false;
+  if (can_do_without && is_masked_meanwhile(context, wait, now_ns, *clock)) return false;
   if (now_ns >= clock->deadline_ns && can_do_without) {
-    const uint64_t heard = arch::ld_relaxed_sys(world.alive(world.rank, wait.peer));
-    if (heard == clock->heard || clock->num_renewals == kMaxRenewals) {
-      mask_rank(world, wait.peer);
-      return false;
-    }
-    ++clock->num_renewals;
-    clock->heard = heard;
-    clock->deadline_ns = now_ns + limit_ns;
+    if (!renew_or_mask(context, wait, now_ns, limit_ns, clock)) return false;
   }
   if (now_ns >= clock->deadline_ns) {
-    const ErrorKind kind = is_masked_out(world) ? ErrorKind::kMaskedOut : ErrorKind::kPeerTimeout;
-    report_error(context, {kind, wait, seen, expected, now_ns - clock->start_ns, -1});
-    abort_rank(context);
-    note_gave_up(context, wait);
+    fail_wait(context, wait, seen, expected, now_ns, *clock);
     return false;
   }
-  // Nothing wakes a rest on account of a vote: rests are short where there may be one.
+  // No store wakes a parked thread when a peer is masked: with masks it wakes often by itself.
   clock->wake_ns = can_do_without ? min_of(clock->deadline_ns, now_ns + world.timeout_ns / 16 + 1)
                                   : clock->deadline_ns;
   return true;
 }
 
-// Looks again and again until watch.look() is true. Returns false when the deadline passed (then
-// this thread has written the error record) or when another thread of this rank has given up. With
-// context.can_shrink also when the ranks do without wait.peer, which then is_given_up; past the
-// deadline this thread begins with that.
-//   unblocked by: what the watch looks at, the rank's abort word, masks, the deadline.
-// Watch: bool look(), uint64_t seen(), void rest(abort_word, deadline_ns).
-// AnyContext: Context, or one whose masks lie elsewhere, with a may_go_on of its own.
+// ---- waits --------------------------------------------------------------------------------------
+
+// Polls until watch.look() is true. Returns false if the wait may not go on: see may_go_on. If the
+// peer is masked, is_given_up(context, wait.peer) is true afterwards.
+//   unblocked by: what the watch looks at, the rank's abort word, masks, the deadline
+//   Watch: bool look(), uint64_t seen(), void rest(abort_word, deadline_ns)
+//   AnyContext: Context, or a type with a may_go_on of its own
 template <class AnyContext, class Watch>
 DC_DEVICE bool await_watch(const AnyContext& context, Watch& watch, const WaitFor& wait,
                            uint64_t expected, uint64_t patience = 1) {
@@ -143,13 +189,13 @@ struct AcquireWatch {
   }
 };
 
-// Polls `word` with acquire until is_ready(value); see await_watch.
+// Polls `word` with acquire order until is_ready(value). See await_watch.
 template <Scope kScope, class AnyContext, class T, class IsReady>
 DC_DEVICE bool await(const AnyContext& context, const T* word, const WaitFor& wait,
                      uint64_t expected, IsReady is_ready, T* value,
                      uint64_t patience = kScope == Scope::kCta ? 4 : 1) {
-  // Warps of this block are bounded by their own waits, which began later and know the silent
-  // rank's name.
+  // Four deadlines for words of this block: the warps that write them have waits of their own,
+  // which began later and know the silent rank.
   AcquireWatch<kScope, T, IsReady> watch{word, is_ready, T{}};
   const bool ok = await_watch(context, watch, wait, expected, patience);
   *value = watch.value;
@@ -172,7 +218,7 @@ DC_DEVICE bool await_tagged(const Context& context, const uint64_t* word, const 
   return ok;
 }
 
-// A Tagged word that speaks of nothing but itself.
+// A Tagged word that orders nothing but itself.
 struct RelaxedTaggedWatch {
   const uint64_t* word;
   uint32_t generation;
@@ -188,7 +234,7 @@ struct RelaxedTaggedWatch {
   }
 };
 
-// Waits for a Tagged word of this kernel's generation and takes its value; orders nothing else.
+// Waits for a Tagged word of this kernel's generation and returns its value. Orders nothing else.
 template <class AnyContext>
 DC_DEVICE bool await_tagged_alone(const AnyContext& context, const uint64_t* word,
                                   const WaitFor& wait, uint32_t* value) {
@@ -198,7 +244,7 @@ DC_DEVICE bool await_tagged_alone(const AnyContext& context, const uint64_t* wor
   return ok;
 }
 
-// Waits for a bulk load of this warp's own: it ends by itself, so no deadline is needed.
+// Waits for a bulk load of this warp. It needs no deadline: the load ends by itself.
 DC_DEVICE void await_bulk(arch::Mbarrier* barrier, uint32_t parity) {
   while (!arch::mbarrier_try_wait_parity(barrier, parity)) {
   }

@@ -149,10 +149,6 @@ CallOrder begin_order(CallContext& context, bool is_async) {
   return CallOrder::unordered(context.order);
 }
 
-std::vector<const void*> listed(const std::array<const void*, 6>& inputs) {
-  return {inputs.begin(), inputs.end()};
-}
-
 }  // namespace
 
 int low_latency_available_blocks(int num_sms, std::optional<int> wanted) {
@@ -339,7 +335,7 @@ LowLatencyCompletion LowLatencyCalls::launch_phases(CallOrder& order, LowLatency
     // An event of a capture cannot be asked whether it has passed.
     if (!order.is_captured()) completion.outputs = order.take_outputs();
     completion.owner_stream = order.owner_stream();
-    completion.event = order.finish(listed(inputs), nullptr);
+    completion.event = order.finish(std::vector(inputs.begin(), inputs.end()), nullptr);
   } else {
     order.finish({}, nullptr);
   }

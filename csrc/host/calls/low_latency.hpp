@@ -240,6 +240,7 @@ class LowLatencyCalls {
   const MadeTensor* combine_buffer(const LowLatencyForm& form) const;
   void keep_combine_buffer(const LowLatencyForm& form, MadeTensor buffer);
 
+  size_t num_forms() const { return forms_.size(); }
   bool has_pending() const { return !pending_[0].empty() || !pending_[1].empty(); }
   // After a reset: hooks from before have nothing left to receive.
   void forget_pending();

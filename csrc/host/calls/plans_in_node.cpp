@@ -26,7 +26,7 @@ RingPlan plan_rings(const CallContext& context, const ConfigChoice& config, int 
 
 // A row's place in an expanded output travels with it, as scales do.
 int scale_row_bytes_of(const PayloadForm& form, bool is_expanded) {
-  return form.scale_row_bytes() + (is_expanded ? MessageLayout::kPlaceBytes : 0);
+  return form.scale_row_bytes() + (is_expanded ? MessageLayout::kDstRowBytes : 0);
 }
 
 DispatchPlan plan_dispatch(const CallContext& context, const RingPlan& rings,

@@ -227,9 +227,8 @@ class _Exchange:
         self.log: list[str] = []
         self.backend = SimpleNamespace(current_stream=lambda: 5, mark=self._mark)
         self.engine = SimpleNamespace(note_interrupt=lambda: self.log.append("interrupt"))
-        metadata = torch.tensor([0, 3, 9, 4], dtype=torch.int32)
-        shape = SimpleNamespace(num_ranks=3, offsets={"recv_tokens": 4})
-        self.state = SimpleNamespace(exchange=1, metadata=metadata, shape=shape, num_tokens=3)
+        parts = {"recv_tokens": torch.tensor([3, 9, 4], dtype=torch.int32)}
+        self.state = SimpleNamespace(exchange=1, record=SimpleNamespace(part=parts.get))
 
     def _mark(self, stream: int) -> Any:
         self.log.append(f"mark {stream}")

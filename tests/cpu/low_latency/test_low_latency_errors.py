@@ -18,6 +18,7 @@ from deep_comm import (
     ExpertIndexError,
     HandleMismatch,
     PeerTimeout,
+    _simt_tests,
     checks,
     local,
 )
@@ -175,13 +176,9 @@ def test_as_many_experts_as_a_block_can_count_twice() -> None:
             with pytest.raises(ArgumentError, match="num_experts"):
                 buffer.low_latency_num_blocks(2, hidden, 2, fewer + 1)
             assert buffer.runtime.num_launches == launches
-            shape = dict(
-                num_max_tokens=2, hidden=hidden, num_topk=2, num_experts=fewer + 1, num_blocks=1,
-                format="bfloat16", round_scale=False, use_ue8m0=False, is_compact=False,
-                has_weights=False,
-            )  # fmt: skip
+            shape = dict(num_max_tokens=2, hidden=hidden, num_topk=2, num_experts=fewer + 1)
             with pytest.raises(ValueError, match="must be fewer.*shared memory"):
-                engine.plan_low_latency(**shape)
+                _simt_tests.plan_low_latency(engine.calls, **shape)
 
     local.run(main, 1, timeout_s=60)
 
@@ -289,15 +286,11 @@ def test_a_hook_from_before_a_reset_is_refused() -> None:
     verify(CASE, together(main))
 
 
-@pytest.mark.parametrize("is_quick", [False, True])
-def test_the_next_call_but_one_is_refused_until_the_hook_has_run(is_quick: bool) -> None:
+def test_the_next_call_but_one_is_refused_until_the_hook_has_run() -> None:
     """It has the same half, and would wait for all ranks' hooks in vain."""
 
     def main(buffer: Buffer) -> list:
         results = run_pairs(buffer, CASE)
-        if not is_quick:
-            state = buffer._low_latency
-            state.quick_dispatch = state.quick_combine = lambda *_: None
         idx, weights = torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2)
         for _ in range(3):
             hook = dispatch(buffer, use_fp8=False, return_recv_hook=True)[4]
@@ -319,16 +312,12 @@ def test_the_next_call_but_one_is_refused_until_the_hook_has_run(is_quick: bool)
         verify(CASE, [ranks[first:second] for ranks in results])
 
 
-@pytest.mark.parametrize("is_quick", [False, True])
-def test_combine_before_the_hook_of_its_dispatch_is_refused(is_quick: bool) -> None:
+def test_combine_before_the_hook_of_its_dispatch_is_refused() -> None:
     def main(buffer: Buffer) -> list:
         results = run_pairs(buffer, CASE)
-        if not is_quick:
-            state = buffer._low_latency
-            state.quick_dispatch = state.quick_combine = lambda *_: None
         idx = torch.zeros(3, 2, dtype=torch.int64)
         weights = torch.ones(3, 2)
-        for _ in range(2):  # from the second call on natively
+        for _ in range(2):
             recv_x, _, handle, _, hook = dispatch(buffer, use_fp8=False, return_recv_hook=True)
             with pytest.raises(ArgumentError, match="call it first"):
                 buffer.low_latency_combine(recv_x, idx, weights, handle)
