@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from one_step_calls import run_tier_calls
 from payload import assert_same_bits
 from quick_calls import E, H, K, T, inputs, on_normal
 from tier_calls import rows_of
+from tier_chains import run_tier_calls
 
 import deep_comm
 from deep_comm import local, reference_internode
@@ -139,7 +139,7 @@ def test_what_does_not_fit_launches_nothing() -> None:
         with pytest.raises(HandleMismatch, match="apply_weights"):
             buffer.combine(rows, handle, torch.ones(len(rows), K), apply_weights=True)
         with pytest.raises(HandleMismatch, match="channels"):
-            buffer.dispatch(x, handle=handle, config=deep_comm.Config(2, 4, 16, 4, 16))
+            buffer.dispatch(x, handle=handle, config=deep_comm.Config(6, 4, 16, 4, 16))
         assert (engine.num_launches, region.num_free_bytes) == (launched, free)
         assert torch.equal(buffer.combine(rows, handle)[0], sums)
 
@@ -187,5 +187,5 @@ def test_blocks_go_back() -> None:
 
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
 def test_calls_behind_each_other_give_what_they_give_alone(ranks_per_node: int) -> None:
-    """What tests/gpu/test_one_step_calls_gpu.py runs over streams."""
+    """What tests/gpu/test_tier_calls_gpu.py runs over streams."""
     local.run(lambda group: run_tier_calls(group, "cpu", 4, ranks_per_node), 4, timeout_s=60)
