@@ -51,8 +51,14 @@ struct PartMemory {
   std::shared_ptr<void> keeper;  // of the receive region's memory: the heap and the block
   std::shared_ptr<Block> block;
   Object tensor;  // or one of the framework's, contiguous, that begins at `base`
+  // It is of int32, and parts are views of it. Views of bytes would share memory as different types,
+  // which torch.save refuses.
+  bool is_words = false;
 
-  static PartMemory of(const MadeTensor& made) { return {made.address, nullptr, nullptr, made.tensor}; }
+  static PartMemory of(const MadeTensor& bytes) { return {bytes.address, {}, {}, bytes.tensor}; }
+  static PartMemory of_words(const MadeTensor& words) {
+    return {words.address, {}, {}, words.tensor, true};
+  }
   static PartMemory of(const Memory& memory, std::shared_ptr<Block> block) {
     return {memory.heap_base() + block->offset, memory.keep(block), block, {}};
   }

@@ -444,7 +444,7 @@ class LaunchedDispatch final : private ReservedDispatch, public LaunchedCall {
     expansion.num_tokens_limit = num_tokens;
     expansion.num_rows = out.num_rows;
     expansion.expert_alignment = routing.expert_alignment;
-    expansion.numbering = PartMemory::of(numbering.storage);
+    expansion.numbering = PartMemory::of_words(numbering.storage);
     expansion.placed = out.placed;
     return expansion;
   }

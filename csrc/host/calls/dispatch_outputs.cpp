@@ -93,12 +93,12 @@ DispatchOutputs allocate_outputs(Memory& memory, const OutputForm& form, int64_t
   if (form.makes_handle) {
     MadeTensor sources;
     out.src_idx = make(TensorSpec::of(kInt32, {num_tokens}), &sources);
-    out.sources = PartMemory::of(sources);
+    out.sources = PartMemory::of_words(sources);
   }
   if (form.is_expanded) {
     MadeTensor placed;
     out.recv_rows = make(TensorSpec::of(kInt32, {num_tokens, form.num_topk}), &placed);
-    out.placed = PartMemory::of(placed);
+    out.placed = PartMemory::of_words(placed);
   }
   return out;
 }

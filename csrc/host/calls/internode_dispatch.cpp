@@ -130,6 +130,7 @@ class CheckedTierRepeat {
  public:
   CheckedTierRepeat(CallContext& context, const DispatchRequest& request)
       : context_(context), request_(request) {
+    require_no_routing(request);
     context.begin();
     payload_ = check_payload(context, request.payload);
     handle_ = check_handle(context, request.handle);
@@ -493,7 +494,7 @@ class LaunchedTierDispatch final : public ReservedTierDispatch, public LaunchedC
     record.block = block_;
     if (block_.tensor) record.held.tensors.push_back(block_.tensor);
     if (mask_) {
-      record.parts.push_back({"is_token_in_rank", mask_, 0, {}, {}});
+      record.parts.push_back(RecordPart::of("is_token_in_rank", mask_));
       record.held.tensors.push_back(mask_);
     }
     rows_->give_sources(context_, record);

@@ -40,7 +40,7 @@ ReceivedNumbering number_received(CallContext& context, const TierRows& received
   expansion.num_tokens_limit = received.num_rows();
   expansion.num_rows = num_rows;
   expansion.expert_alignment = expert_alignment;
-  expansion.numbering = expansion.placed = PartMemory::of(numbering.storage);
+  expansion.numbering = expansion.placed = PartMemory::of_words(numbering.storage);
 
   NumberReceivedArgs args{};
   args.rank_prefix_matrix = pointer_of<int32_t>(num_received);
