@@ -112,7 +112,7 @@ DC_DEVICE_COLD bool may_go_on(RailContext context, WaitFor wait, uint64_t seen, 
   if (clock->start_ns == 0) {
     clock->start_ns = now_ns;
     clock->deadline_ns = now_ns + limit_ns;
-    clock->heard = arch::ld_relaxed_sys(context.alive_word(wait.peer));
+    clock->last_alive = arch::ld_relaxed_sys(context.alive_word(wait.peer));
     clock->num_renewals = 0;
     note_wait(context, wait, expected);
   }
@@ -125,13 +125,13 @@ DC_DEVICE_COLD bool may_go_on(RailContext context, WaitFor wait, uint64_t seen, 
   }
   if (is_masked(context, wait.peer)) return false;
   if (now_ns >= clock->deadline_ns) {
-    const uint64_t heard = arch::ld_relaxed_sys(context.alive_word(wait.peer));
-    if (heard == clock->heard || clock->num_renewals == kMaxRenewals) {
+    const uint64_t last_alive = arch::ld_relaxed_sys(context.alive_word(wait.peer));
+    if (last_alive == clock->last_alive || clock->num_renewals == kMaxRenewals) {
       mask_rank(context, wait.peer);
       return false;
     }
     ++clock->num_renewals;
-    clock->heard = heard;
+    clock->last_alive = last_alive;
     clock->deadline_ns = now_ns + limit_ns;
   }
   // Nothing wakes a rest on account of a vote.

@@ -32,7 +32,7 @@ struct WaitClock {
   uint64_t start_ns = 0;  // 0: nothing has been asked yet, and the others have no value
   uint64_t deadline_ns;
   uint64_t wake_ns;
-  uint64_t heard;  // of the peer, when it began or was renewed; with masks
+  uint64_t last_alive;  // masks: the peer's alive word when the clock was started or renewed
   int num_renewals;
 };
 
@@ -41,67 +41,116 @@ DC_DEVICE void note_gave_up(const Context& context, const WaitFor& wait) {
        TraceWait::pack(wait.stage, wait.word, context.names.of(wait.peer)));
 }
 
-// Between two looks: may the wait go on? False when the deadline has passed (then this thread has
-// written the error record), when another thread of this rank has given up, or when the others have
-// ended its waits because they go on without it; with context.can_shrink also when the ranks do
-// without wait.peer. A wait for this rank itself then has more time: what it waits for may be about
-// to give up several ranks. All waits share this one function.
+// ---- may_go_on and its parts --------------------------------------------------------------------
+
+// How long a wait may last before it fails or is renewed. A wait for this rank's own threads lasts
+// longer: those threads may be about to mask several ranks, each after a deadline of its own.
+DC_DEVICE uint64_t wait_limit_ns(const Context& context, const WaitFor& wait, uint64_t patience) {
+  const bool is_own = context.can_shrink && wait.peer == context.world.rank;
+  const uint64_t more = is_own ? 2 * (1 + kMaxRenewals) : 1;
+  return more * patience * context.patience * context.world.timeout_ns;
+}
+
+// The first call of a wait: starts its clock.
+DC_DEVICE void start_clock(const Context& context, const WaitFor& wait, uint64_t expected,
+                           uint64_t now_ns, uint64_t limit_ns, bool can_do_without,
+                           WaitClock* clock) {
+  const World& world = context.world;
+  clock->start_ns = now_ns;
+  clock->deadline_ns = now_ns + limit_ns;
+  clock->num_renewals = 0;
+  if (can_do_without) {
+    clock->last_alive = arch::ld_relaxed_sys(world.alive(world.rank, wait.peer));
+  }
+  note_wait(context, wait, expected);
+}
+
+// True if the wait must end because another thread of this rank has failed, or because the other
+// ranks have masked this one. The latter is reported.
+DC_DEVICE bool is_stopped(const Context& context, const WaitFor& wait, uint64_t now_ns,
+                          const WaitClock& clock) {
+  const World& world = context.world;
+  // Other kernels see the abort word that comes with masked_out. A shrink barrier may not: its reset
+  // has cleared that word.
+  const bool is_left_out = context.kernel == Kernel::kMeet && is_masked_out(world);
+  if (!is_left_out && !is_aborted(world)) return false;
+  arch::fence_acq_rel_sys();  // pairs with: mask_out — masked_out, if it is the reason
+  if (is_left_out || is_masked_out(world)) {
+    report_error(context, {ErrorKind::kMaskedOut, wait, 0, 0, now_ns - clock.start_ns, -1});
+  }
+  note_gave_up(context, wait);
+  return true;
+}
+
+// Masks: true if the wait must end because the peer is masked, or because this rank is. The latter
+// is reported.
+DC_DEVICE bool is_masked_meanwhile(const Context& context, const WaitFor& wait, uint64_t now_ns,
+                                   const WaitClock& clock) {
+  const Verdict verdict = verdict_on(context, wait.peer);
+  if (verdict == Verdict::kOut) {
+    report_error(context, {ErrorKind::kMaskedOut, wait, 0, 0, now_ns - clock.start_ns, -1});
+    abort_rank(context);
+  }
+  return verdict != Verdict::kGoOn;
+}
+
+// Masks, after the deadline: a peer that has shown since that it is alive gets another deadline, a
+// few times. False: the peer is masked.
+DC_DEVICE bool renew_or_mask(const Context& context, const WaitFor& wait, uint64_t now_ns,
+                             uint64_t limit_ns, WaitClock* clock) {
+  const World& world = context.world;
+  const uint64_t last_alive = arch::ld_relaxed_sys(world.alive(world.rank, wait.peer));
+  if (last_alive == clock->last_alive || clock->num_renewals == kMaxRenewals) {
+    mask_rank(world, wait.peer);
+    return false;
+  }
+  ++clock->num_renewals;
+  clock->last_alive = last_alive;
+  clock->deadline_ns = now_ns + limit_ns;
+  return true;
+}
+
+// After the deadline: writes the error record and ends all waits of this rank.
+DC_DEVICE void fail_wait(const Context& context, const WaitFor& wait, uint64_t seen,
+                         uint64_t expected, uint64_t now_ns, const WaitClock& clock) {
+  const ErrorKind kind =
+      is_masked_out(context.world) ? ErrorKind::kMaskedOut : ErrorKind::kPeerTimeout;
+  report_error(context, {kind, wait, seen, expected, now_ns - clock.start_ns, -1});
+  abort_rank(context);
+  note_gave_up(context, wait);
+}
+
+// Called between two polls: true if the wait may continue. False if
+//   - another thread of this rank has failed, or the other ranks have masked this one;
+//   - masks: the peer is masked, by this thread if its deadline has passed;
+//   - the deadline has passed. This thread has then written the error record.
+// All waits share this one function.
 DC_DEVICE_COLD bool may_go_on(Context context, WaitFor wait, uint64_t seen, uint64_t expected,
                               uint64_t patience, WaitClock* clock) {
   const World& world = context.world;
   const uint64_t now_ns = arch::globaltimer_ns();
   const bool can_do_without = context.can_shrink && wait.peer != world.rank;
-  const bool is_own = context.can_shrink && wait.peer == world.rank;
-  const uint64_t more = is_own ? 2 * (1 + kMaxRenewals) : 1;
-  const uint64_t limit_ns = more * patience * context.patience * world.timeout_ns;
+  const uint64_t limit_ns = wait_limit_ns(context, wait, patience);
   if (clock->start_ns == 0) {
-    clock->start_ns = now_ns;
-    clock->deadline_ns = now_ns + limit_ns;
-    clock->num_renewals = 0;
-    if (can_do_without) clock->heard = arch::ld_relaxed_sys(world.alive(world.rank, wait.peer));
-    note_wait(context, wait, expected);
+    start_clock(context, wait, expected, now_ns, limit_ns, can_do_without, clock);
   }
   if (can_do_without) say_alive(context, now_ns);
-  // Only a meeting looks at every turn: its reset has forgotten the abort that came with the word.
-  const bool is_left_out = context.kernel == Kernel::kMeet && is_masked_out(world);
-  if (is_left_out || is_aborted(world)) {
-    arch::fence_acq_rel_sys();  // pairs with: mask_out — the reason, if it is this one
-    if (is_left_out || is_masked_out(world)) {
-      report_error(context, {ErrorKind::kMaskedOut, wait, 0, 0, now_ns - clock->start_ns, -1});
-    }
-    note_gave_up(context, wait);
-    return false;
-  }
-  if (can_do_without) {
-    const Verdict verdict = verdict_on(context, wait.peer);
-    if (verdict == Verdict::kOut) {
-      report_error(context, {ErrorKind::kMaskedOut, wait, 0, 0, now_ns - clock->start_ns, -1});
-      abort_rank(context);
-    }
-    if (verdict != Verdict::kGoOn) return false;
-  }
+  if (is_stopped(context, wait, now_ns, *clock)) return false;
+  if (can_do_without && is_masked_meanwhile(context, wait, now_ns, *clock)) return false;
   if (now_ns >= clock->deadline_ns && can_do_without) {
-    const uint64_t heard = arch::ld_relaxed_sys(world.alive(world.rank, wait.peer));
-    if (heard == clock->heard || clock->num_renewals == kMaxRenewals) {
-      mask_rank(world, wait.peer);
-      return false;
-    }
-    ++clock->num_renewals;
-    clock->heard = heard;
-    clock->deadline_ns = now_ns + limit_ns;
+    if (!renew_or_mask(context, wait, now_ns, limit_ns, clock)) return false;
   }
   if (now_ns >= clock->deadline_ns) {
-    const ErrorKind kind = is_masked_out(world) ? ErrorKind::kMaskedOut : ErrorKind::kPeerTimeout;
-    report_error(context, {kind, wait, seen, expected, now_ns - clock->start_ns, -1});
-    abort_rank(context);
-    note_gave_up(context, wait);
+    fail_wait(context, wait, seen, expected, now_ns, *clock);
     return false;
   }
-  // Nothing wakes a rest on account of a vote: rests are short where there may be one.
+  // No store wakes a parked thread when a peer is masked: with masks it wakes often by itself.
   clock->wake_ns = can_do_without ? min_of(clock->deadline_ns, now_ns + world.timeout_ns / 16 + 1)
                                   : clock->deadline_ns;
   return true;
 }
+
+// ---- waits --------------------------------------------------------------------------------------
 
 // Looks again and again until watch.look() is true. Returns false when the deadline passed (then
 // this thread has written the error record) or when another thread of this rank has given up. With
