@@ -150,7 +150,7 @@ void Engine<Target>::set_low_latency_sequence(uint32_t sequence) {
   if (is_internode()) return set_low_latency_rail_sequence(sequence);
   const LowLatencyShape none{};
   for (const LowLatencyKind kind : {LowLatencyKind::kDispatch, LowLatencyKind::kCombine}) {
-    const LowLatencyHalf words{world_, low_latency_region_, none, kind, 0};
+    const LowLatencyBuffer words{world_, low_latency_region_, none, kind, 0};
     LowLatencyState* state = words.state();
     for (LowLatencyRecord& record : state->records[static_cast<int>(kind)]) {
       target_.store(&record.sequence, sequence);

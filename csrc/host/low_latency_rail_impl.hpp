@@ -44,7 +44,7 @@ void Engine<Target>::set_low_latency_rail_sequence(uint32_t sequence) {
   const LowLatencyShape none{};
   const RailReach& reach = low_latency_reach_;
   for (const LowLatencyKind kind : {LowLatencyKind::kDispatch, LowLatencyKind::kCombine}) {
-    const LowLatencyRailHalf words{world_, reach.group, reach.words, reach.region, none, kind, 0};
+    const LowLatencyRailBuffer words{world_, reach.group, reach.words, reach.region, none, kind, 0};
     const int number_of_kind = static_cast<int>(kind);
     target_.store(&words.rail_state()->sequence[number_of_kind], sequence);
     for (const uint32_t number : {sequence - 1, sequence}) {

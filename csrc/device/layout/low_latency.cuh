@@ -133,36 +133,36 @@ struct LowLatencyRegion {
   size_t dispatch[2];
   size_t combine[2];
   size_t weights_bytes;  // of one half
-  size_t half_bytes;     // of one half of a kind
+  size_t buffer_bytes;   // of one half of a kind
 
   DC_HOST_DEVICE static LowLatencyRegion make(size_t offset, size_t num_bytes) {
     LowLatencyRegion region{};
     region.weights_bytes = num_bytes / kWeightsShare / 2 / kLineBytes * kLineBytes;
-    region.half_bytes = (num_bytes - 2 * region.weights_bytes) / 4 / kLineBytes * kLineBytes;
+    region.buffer_bytes = (num_bytes - 2 * region.weights_bytes) / 4 / kLineBytes * kLineBytes;
     RegionCursor cursor;
-    for (size_t& half : region.weights) half = offset + cursor.take(region.weights_bytes);
-    for (size_t& half : region.dispatch) half = offset + cursor.take(region.half_bytes);
-    for (size_t& half : region.combine) half = offset + cursor.take(region.half_bytes);
+    for (size_t& buffer : region.weights) buffer = offset + cursor.take(region.weights_bytes);
+    for (size_t& buffer : region.dispatch) buffer = offset + cursor.take(region.buffer_bytes);
+    for (size_t& buffer : region.combine) buffer = offset + cursor.take(region.buffer_bytes);
     return region;
   }
   // The smallest region that serves a shape, combine(one_rounding) included or not.
   DC_HOST_DEVICE static size_t bytes_for(const LowLatencyShape& shape, int num_ranks,
                                          bool one_rounding, bool can_shrink) {
     const size_t weights = shape.weights_bytes() * num_ranks;
-    const size_t half = max_of(max_of(shape.source_bytes(LowLatencyKind::kDispatch),
-                                      shape.source_bytes(LowLatencyKind::kCombine)) *
-                                   num_ranks,
-                               one_rounding ? shape.gather_bytes(can_shrink ? num_ranks : 1) : 0);
+    const size_t buffer = max_of(max_of(shape.source_bytes(LowLatencyKind::kDispatch),
+                                        shape.source_bytes(LowLatencyKind::kCombine)) *
+                                     num_ranks,
+                                 one_rounding ? shape.gather_bytes(can_shrink ? num_ranks : 1) : 0);
     // 4 halves in what the weights leave; and a line for each cut that is rounded down.
-    const size_t by_half =
-        ceil_div<size_t>(4 * half * kWeightsShare, kWeightsShare - 1) + 8 * kLineBytes;
+    const size_t by_buffers =
+        ceil_div<size_t>(4 * buffer * kWeightsShare, kWeightsShare - 1) + 8 * kLineBytes;
     const size_t by_weights = (weights + kLineBytes) * 2 * kWeightsShare;
-    return align_up(max_of(by_half, by_weights), kLineBytes);
+    return align_up(max_of(by_buffers, by_weights), kLineBytes);
   }
   // Gives every source its part of a half, and of the weights, whatever the shape: what a rank
   // sends that the others do without then comes to its own place, never to another rank's.
   void spread(LowLatencyShape* shape, int num_ranks) const {
-    const size_t stride = half_bytes / num_ranks / kLineBytes * kLineBytes;
+    const size_t stride = buffer_bytes / num_ranks / kLineBytes * kLineBytes;
     shape->source_strides[0] = shape->source_strides[1] = stride;
     shape->weights_stride = weights_bytes / num_ranks / kLineBytes * kLineBytes;
   }
@@ -205,12 +205,12 @@ struct LowLatencyShare {
 };
 
 // Addresses of one operation: the words and the payload of its half. `owner` is whose memory it is.
-struct LowLatencyHalf {
+struct LowLatencyBuffer {
   const World& world;
   const LowLatencyRegion& region;
   const LowLatencyShape& shape;
   LowLatencyKind kind;
-  int half;
+  int buffer_idx;
 
   DC_HOST_DEVICE LowLatencyState* state() const {
     return reinterpret_cast<LowLatencyState*>(world.bases[world.rank] +
@@ -219,44 +219,46 @@ struct LowLatencyHalf {
   DC_HOST_DEVICE LowLatencyRecord* record(int block) const {
     return &state()->records[static_cast<int>(kind)][block];
   }
-  DC_HOST_DEVICE uint64_t* consumed(int owner, int by) const { return consumed(owner, half, by); }
-  DC_HOST_DEVICE uint64_t* consumed(int owner, int of_half, int by) const {
-    const size_t line = (static_cast<size_t>(kind) * 2 + of_half) * world.num_ranks + by;
+  DC_HOST_DEVICE uint64_t* consumed(int owner, int by) const {
+    return consumed(owner, buffer_idx, by);
+  }
+  DC_HOST_DEVICE uint64_t* consumed(int owner, int idx, int by) const {
+    const size_t line = (static_cast<size_t>(kind) * 2 + idx) * world.num_ranks + by;
     return reinterpret_cast<uint64_t*>(world.bases[owner] + world.layout.low_latency.consumed +
                                        line * kLineBytes);
   }
   DC_HOST_DEVICE uint64_t* announced(int owner, int source) const {
     return reinterpret_cast<uint64_t*>(world.bases[owner] + world.layout.low_latency.announced) +
-           (static_cast<size_t>(kind) * 2 + half) * kMaxRanks + source;
+           (static_cast<size_t>(kind) * 2 + buffer_idx) * kMaxRanks + source;
   }
   DC_HOST_DEVICE uint64_t* counts(int owner, int source) const {
     return reinterpret_cast<uint64_t*>(world.bases[owner] + world.layout.low_latency.counts) +
-           (static_cast<size_t>(half) * world.num_ranks + source) *
+           (static_cast<size_t>(buffer_idx) * world.num_ranks + source) *
                world.layout.low_latency.counts_stride;
   }
   DC_HOST_DEVICE uint8_t* slot(int owner, int source, int token) const {
-    return world.bases[owner] + region.dispatch[half] + source * shape.stride(kind) +
+    return world.bases[owner] + region.dispatch[buffer_idx] + source * shape.stride(kind) +
            token * shape.slot_bytes();
   }
   // Routes [num_topk] of the token_idx-th token of a block.
   DC_HOST_DEVICE Vec16* routes(int owner, int source, int block, int token_idx) const {
-    uint8_t* base = world.bases[owner] + region.dispatch[half] + source * shape.stride(kind) +
+    uint8_t* base = world.bases[owner] + region.dispatch[buffer_idx] + source * shape.stride(kind) +
                     shape.routes_offset();
     return reinterpret_cast<Vec16*>(base) +
            (static_cast<size_t>(block) * shape.max_block_tokens() + token_idx) * shape.num_topk;
   }
   DC_HOST_DEVICE uint8_t* combine_row(int owner, int expert_rank, int token) const {
-    return world.bases[owner] + region.combine[half] + expert_rank * shape.stride(kind) +
+    return world.bases[owner] + region.combine[buffer_idx] + expert_rank * shape.stride(kind) +
            static_cast<size_t>(token) * shape.hidden * sizeof(Bf16);
   }
   // sender: 0, or with masks the rank of the experts.
   DC_HOST_DEVICE uint8_t* gather_row(int owner, int sender, int token, int k) const {
     const size_t row = static_cast<size_t>(token) * shape.num_topk + k;
-    return world.bases[owner] + region.combine[half] + sender * shape.gather_stride() +
+    return world.bases[owner] + region.combine[buffer_idx] + sender * shape.gather_stride() +
            row * shape.hidden * sizeof(Bf16);
   }
   DC_HOST_DEVICE uint64_t* weights(int owner, int source, int token) const {
-    return reinterpret_cast<uint64_t*>(world.bases[owner] + region.weights[half] +
+    return reinterpret_cast<uint64_t*>(world.bases[owner] + region.weights[buffer_idx] +
                                        source * shape.weights_source_stride()) +
            static_cast<size_t>(token) * shape.num_topk;
   }

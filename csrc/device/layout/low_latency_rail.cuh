@@ -37,7 +37,7 @@ struct alignas(kLineBytes) LowLatencyRailState {
 
 struct LowLatencyRailWords {
   // In a line of counts. kNumHanded: of kNumRows, those that another rank of the node hands on.
-  static constexpr int kAnnounced = 0, kNumRows = 1, kNumHanded = 2, kExperts = 3;
+  static constexpr int kAnnounced = 0, kNumRows = 1, kNumForwarded = 2, kExperts = 3;
 
   size_t state;  // LowLatencyRailState
   // Tagged [kind, half, R], a line each: the operation that peer has read what it got of
@@ -78,10 +78,10 @@ struct LowLatencyRailWords {
 // Where the rank of a selection has the message. It travels as a word that is not zero.
 struct SlotWord {
   int slot;
-  bool is_handed;  // by the rank of the first selection that lies on that node
+  bool is_forwarded;  // by the rank of the first selection that lies on that node
 
   DC_HOST_DEVICE uint32_t pack() const {
-    return static_cast<uint32_t>(slot + 1) | (is_handed ? 1u << 31 : 0u);
+    return static_cast<uint32_t>(slot + 1) | (is_forwarded ? 1u << 31 : 0u);
   }
   DC_HOST_DEVICE static SlotWord unpack(uint32_t word) {
     return {static_cast<int>(word & ~(1u << 31)) - 1, (word >> 31 & 1u) != 0};
@@ -126,22 +126,22 @@ inline constexpr int kNumLowLatencyParts = static_cast<int>(LowLatencyPart::kCou
 // The row at the source in which a rank answers for a token. Where a rank may be done without, what
 // it still sends, or what was under way, may come when nobody waits for it any more: so no other
 // rank's rows may ever come there, whatever the shape.
-struct RowPlaces {
+struct ReturnRows {
   bool is_by_rank;
   int num_ranks;
   int num_topk;
-  bool is_by_selection;  // one rounding
+  bool is_by_topk_entry;  // one rounding
 
   DC_HOST_DEVICE int num_per_token() const {
-    if (is_by_rank) return is_by_selection ? num_ranks * num_topk : num_ranks;
-    return is_by_selection ? num_topk : min_of(num_topk, num_ranks);
+    if (is_by_rank) return is_by_topk_entry ? num_ranks * num_topk : num_ranks;
+    return is_by_topk_entry ? num_topk : min_of(num_topk, num_ranks);
   }
   // Bytes from the first row. order: how many ranks of the token come before it, or its selection.
   DC_HOST_DEVICE size_t offset(const LowLatencyShape& shape, int token, int rank, int order) const {
     const size_t row_bytes = shape.hidden * sizeof(Bf16);
     if (!is_by_rank) return (static_cast<size_t>(token) * num_per_token() + order) * row_bytes;
-    const int num_of_rank = is_by_selection ? num_topk : 1;
-    const int idx = is_by_selection ? order : 0;
+    const int num_of_rank = is_by_topk_entry ? num_topk : 1;
+    const int idx = is_by_topk_entry ? order : 0;
     if (arch::fault(Fault::kPackedSources)) {
       return (static_cast<size_t>(token) * num_per_token() + rank * num_of_rank + idx) * row_bytes;
     }
@@ -188,7 +188,7 @@ struct LowLatencyRailRegion {
     for (int part = 0; part < kNumLowLatencyParts; ++part) {
       const size_t part_bytes =
           num_lines * share_of(part, num_ranks, can_shrink) / sum * kLineBytes;
-      for (size_t& half : region.begins[part]) half = offset + cursor.take(part_bytes);
+      for (size_t& buffer : region.begins[part]) buffer = offset + cursor.take(part_bytes);
     }
     return region;
   }
@@ -212,7 +212,7 @@ struct LowLatencyRailRegion {
       case LowLatencyPart::kRows:
         if (can_shrink) return ranks * of_source(tokens * row * (one_rounding ? topk : 1));
         return tokens * row *
-               RowPlaces{false, num_ranks, shape.num_topk, one_rounding}.num_per_token();
+               ReturnRows{false, num_ranks, shape.num_topk, one_rounding}.num_per_token();
       default:
         return ranks * tokens * (one_rounding ? topk : 1) * row;
     }
@@ -279,14 +279,14 @@ struct LowLatencyGroup {
 };
 
 // Where the words and the payload of one operation lie, from the segment's start.
-struct LowLatencyRailHalf {
+struct LowLatencyRailBuffer {
   const World& world;
   const LowLatencyGroup& group;
   const LowLatencyRailWords& words;
   const LowLatencyRailRegion& region;
   const LowLatencyShape& shape;
   LowLatencyKind kind;
-  int half;
+  int buffer_idx;
 
   DC_HOST_DEVICE LowLatencyRailState* rail_state() const {
     return own<LowLatencyRailState>(words.state);
@@ -301,10 +301,10 @@ struct LowLatencyRailHalf {
     return reinterpret_cast<T*>(world.bases[peer - group.first_near] + offset);
   }
 
-  DC_HOST_DEVICE size_t consumed(int by) const { return consumed(half, by); }
-  DC_HOST_DEVICE size_t consumed(int of_half, int by) const {
+  DC_HOST_DEVICE size_t consumed(int by) const { return consumed(buffer_idx, by); }
+  DC_HOST_DEVICE size_t consumed(int idx, int by) const {
     return words.consumed +
-           ((static_cast<size_t>(kind) * 2 + of_half) * group.num_ranks + by) * kLineBytes;
+           ((static_cast<size_t>(kind) * 2 + idx) * group.num_ranks + by) * kLineBytes;
   }
   DC_HOST_DEVICE size_t counts(int source) const { return counts_line(words.counts, source); }
   DC_HOST_DEVICE size_t counts_staged(int destination) const {
@@ -313,7 +313,7 @@ struct LowLatencyRailHalf {
   DC_HOST_DEVICE size_t announced(int source) const {
     if (kind == LowLatencyKind::kDispatch) return counts(source);
     return words.announced +
-           (static_cast<size_t>(half) * group.num_ranks + source) * sizeof(uint64_t);
+           (static_cast<size_t>(buffer_idx) * group.num_ranks + source) * sizeof(uint64_t);
   }
   DC_HOST_DEVICE size_t slot(int source, int idx) const {
     const size_t stride = arch::fault(Fault::kPackedSources)
@@ -335,8 +335,8 @@ struct LowLatencyRailHalf {
            static_cast<size_t>(token) * shape.num_topk * sizeof(uint64_t);
   }
   // order: as of RowPlaces.
-  DC_HOST_DEVICE size_t row(const RowPlaces& places, int token, int rank, int order) const {
-    return begin(LowLatencyPart::kRows) + places.offset(shape, token, rank, order);
+  DC_HOST_DEVICE size_t row(const ReturnRows& layout, int token, int rank, int order) const {
+    return begin(LowLatencyPart::kRows) + layout.offset(shape, token, rank, order);
   }
   // num_per_slot: 1, or selections.
   DC_HOST_DEVICE size_t row_staged(int source, int slot_idx, int idx, int num_per_slot) const {
@@ -349,11 +349,11 @@ struct LowLatencyRailHalf {
 
  private:
   DC_HOST_DEVICE size_t begin(LowLatencyPart part) const {
-    return region.begins[static_cast<int>(part)][half];
+    return region.begins[static_cast<int>(part)][buffer_idx];
   }
   DC_HOST_DEVICE size_t counts_line(size_t first, int rank) const {
-    return first + (static_cast<size_t>(half) * group.num_ranks + rank) * words.counts_stride *
-                       sizeof(uint64_t);
+    return first + (static_cast<size_t>(buffer_idx) * group.num_ranks + rank) *
+                       words.counts_stride * sizeof(uint64_t);
   }
 };
 

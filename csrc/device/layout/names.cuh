@@ -48,7 +48,7 @@ enum class Stage : uint32_t {
   kDone,            // direct dispatch: all rows of a peer have landed
   kRetire,          // combine: progress of this block's own reducing warps
   kCheckArguments,
-  kHalfCredit,    // low latency: a peer has read what this half held before
+  kBufferCredit,  // low latency: a peer has read what this half held before
   kRows,          // low latency: a piece of a row, its scale or its routes
   kWeights,       // low latency combine: a token's weights
   kAnnounced,     // low latency: a peer has begun the same operation
@@ -114,7 +114,7 @@ inline constexpr const char* kKernelNames[] = {"get_dispatch_layout",
                                                "reset"};
 inline constexpr const char* kStageNames[] = {
     "entry_barrier", "counts",    "channel_offsets", "ring_credit",     "ring_tail",
-    "reduce",        "done",      "retire",          "check_arguments", "half_credit",
+    "reduce",        "done",      "retire",          "check_arguments", "buffer_credit",
     "rows",          "weights",   "announced",       "participants",    "rail_barrier",
     "rail_credit",   "rail_tail", "blamed",          "meeting"};
 inline constexpr const char* kWordNames[] = {

@@ -49,7 +49,7 @@ enum class DispatchRows : int {
   kMany,    // by threads' stores, neighbouring blocks to different peers
 };
 
-constexpr bool is_staged(DispatchRows rows) {
+constexpr bool uses_stage(DispatchRows rows) {
   return rows == DispatchRows::kStrips || rows == DispatchRows::kWhole;
 }
 

@@ -14,7 +14,7 @@ namespace deep_comm {
 // moves its row. What the send phase uses and what the receive phase does are apart, so that nothing
 // has to be waited for between them.
 struct BlockMemory {
-  static constexpr int kStagedPerThread = 4;
+  static constexpr int kExpertsPerThread = 4;
 
   struct Header {
     uint32_t active;                 // find_active
@@ -29,23 +29,23 @@ struct BlockMemory {
     Divisor by_max_vecs;
   };
   Header* header;
-  uint32_t* counters;      // [E + R] sending: tokens by expert, by rank
-  uint32_t* masks;         // [warps] at the source: ranks of the warp's token
-  int32_t* num_places;     // [warps] at the expert's rank: places of the warp's row
-  int32_t* tasks;          // [warps] pack_task, of the group that is worked on
-  int32_t* own_experts;    // [warps, K] at the source: of the warps' tokens
-  int32_t* places;         // [warps, K]
-  int32_t* place_experts;  // [warps, K] local expert of a place; adding selections: their ranks
-  float* weights;          // [warps, K] combine
-  int32_t* staged;         // [kStagedPerThread * threads] experts of tokens that are counted
-  uint32_t* recv_counts;   // [R, 1 + L] receiving: rows of a source: all, by local expert
-  uint8_t* stage;          // a slot, in kernels that stage rows: as it travels
+  uint32_t* counters;     // [E + R] sending: tokens by expert, by rank
+  uint32_t* masks;        // [warps] at the source: ranks of the warp's token
+  int32_t* num_rows;      // [warps] at the expert's rank: places of the warp's row
+  int32_t* tasks;         // [warps] pack_task, of the group that is worked on
+  int32_t* own_experts;   // [warps, K] at the source: of the warps' tokens
+  int32_t* rows;          // [warps, K]
+  int32_t* row_experts;   // [warps, K] local expert of a place; adding selections: their ranks
+  float* weights;         // [warps, K] combine
+  int32_t* expert_batch;  // [kStagedPerThread * threads] experts of tokens that are counted
+  uint32_t* recv_counts;  // [R, 1 + L] receiving: rows of a source: all, by local expert
+  uint8_t* stage;         // a slot, in kernels that stage rows: as it travels
   // in registers
-  int turn;         // see source_at
+  int rotation;     // see source_at
   uint32_t active;  // ranks, a bit each, that this block found not masked when it began
 
-  DC_HOST_DEVICE static int num_staged(int num_warps) {
-    return kStagedPerThread * kWarpSize * num_warps;
+  DC_HOST_DEVICE static int batch_size(int num_warps) {
+    return kExpertsPerThread * kWarpSize * num_warps;
   }
   DC_HOST_DEVICE static int num_recv_counts(const LowLatencyShape& shape, int num_ranks) {
     return num_ranks * (1 + ceil_div(shape.num_experts, num_ranks));
@@ -53,7 +53,7 @@ struct BlockMemory {
   DC_HOST_DEVICE static size_t num_bytes(const LowLatencyShape& shape, int num_ranks,
                                          int num_warps) {
     return sizeof(Header) + 4 * (shape.num_experts + num_ranks + num_recv_counts(shape, num_ranks) +
-                                 num_warps * (3 + 4 * shape.num_topk) + num_staged(num_warps));
+                                 num_warps * (3 + 4 * shape.num_topk) + batch_size(num_warps));
   }
   // Where the stage begins, and where it ends.
   DC_HOST_DEVICE static size_t stage_start(const LowLatencyShape& shape, int num_ranks,
@@ -64,21 +64,21 @@ struct BlockMemory {
                                                     int num_warps) {
     return stage_start(shape, num_ranks, num_warps) + shape.slot_bytes();
   }
-  DC_DEVICE static BlockMemory make(const LowLatencyShape& shape, int num_ranks, int turn) {
+  DC_DEVICE static BlockMemory make(const LowLatencyShape& shape, int num_ranks, int rotation) {
     BlockMemory memory{};
-    memory.turn = turn;
-    const int num_warps = arch::num_warps(), num_selections = num_warps * shape.num_topk;
+    memory.rotation = rotation;
+    const int num_warps = arch::num_warps(), num_entries = num_warps * shape.num_topk;
     memory.header = reinterpret_cast<Header*>(arch::dynamic_smem());
     memory.counters = reinterpret_cast<uint32_t*>(memory.header + 1);
     memory.masks = memory.counters + shape.num_experts + num_ranks;
-    memory.num_places = reinterpret_cast<int32_t*>(memory.masks + num_warps);
-    memory.tasks = memory.num_places + num_warps;
+    memory.num_rows = reinterpret_cast<int32_t*>(memory.masks + num_warps);
+    memory.tasks = memory.num_rows + num_warps;
     memory.own_experts = memory.tasks + num_warps;
-    memory.places = memory.own_experts + num_selections;
-    memory.place_experts = memory.places + num_selections;
-    memory.weights = reinterpret_cast<float*>(memory.place_experts + num_selections);
-    memory.staged = reinterpret_cast<int32_t*>(memory.weights + num_selections);
-    memory.recv_counts = reinterpret_cast<uint32_t*>(memory.staged + num_staged(num_warps));
+    memory.rows = memory.own_experts + num_entries;
+    memory.row_experts = memory.rows + num_entries;
+    memory.weights = reinterpret_cast<float*>(memory.row_experts + num_entries);
+    memory.expert_batch = reinterpret_cast<int32_t*>(memory.weights + num_entries);
+    memory.recv_counts = reinterpret_cast<uint32_t*>(memory.expert_batch + batch_size(num_warps));
     memory.stage = arch::dynamic_smem() + stage_start(shape, num_ranks, num_warps);
     return memory;
   }
@@ -91,32 +91,32 @@ DC_DEVICE bool block_agrees(bool ok) { return !arch::sync_block_any(!ok); }
 DC_DEVICE bool has_credit_warp() { return arch::warp_idx() == max_of(0, arch::num_warps() - 2); }
 
 // What a launch reads before anything else: one trip to memory, beside those of its inputs.
-struct Beginning {
+struct LaunchState {
   LowLatencyRecord record;
   uint32_t ticket;    // of a receive phase launched by itself
   uint64_t credit;    // lane [half, peer] of the credit warp
   uint32_t received;  // lane [half, peer] of the last warp of block 0: what is to be told the peer
 
-  DC_DEVICE static Beginning load(const LowLatencyHalf& words, const Phases& phases) {
+  DC_DEVICE static LaunchState load(const LowLatencyBuffer& words, const Phases& phases) {
     const int num_ranks = words.world.num_ranks, lane = arch::lane_idx();
     const int kind = static_cast<int>(words.kind);
-    Beginning begin{};
+    LaunchState launch{};
     if (phases.send) {
       const Vec16 vec =
           arch::ld_weak(reinterpret_cast<const Vec16*>(words.record(arch::block_idx())));
-      begin.record = {vec.words[0], {vec.words[1], vec.words[2]}, 0};
+      launch.record = {vec.words[0], {vec.words[1], vec.words[2]}, 0};
     } else {
-      begin.ticket = arch::ld_weak(phases.ticket);
+      launch.ticket = arch::ld_weak(phases.ticket);
     }
-    if (lane >= 2 * num_ranks) return begin;
-    const int of_half = lane < num_ranks ? 0 : 1, peer = lane - of_half * num_ranks;
+    if (lane >= 2 * num_ranks) return launch;
+    const int buffer_idx = lane < num_ranks ? 0 : 1, peer = lane - buffer_idx * num_ranks;
     // pairs with: return_credit at the peer; see await_credit.
     if (has_credit_warp())
-      begin.credit = arch::ld_acquire_sys(words.consumed(words.world.rank, of_half, peer));
+      launch.credit = arch::ld_acquire_sys(words.consumed(words.world.rank, buffer_idx, peer));
     if (arch::block_idx() == 0 && arch::warp_idx() == arch::num_warps() - 1) {
-      begin.received = arch::ld_weak(&words.state()->received[kind][of_half]);
+      launch.received = arch::ld_weak(&words.state()->received[kind][buffer_idx]);
     }
-    return begin;
+    return launch;
   }
   // The number of the operation that this launch is about.
   DC_DEVICE uint32_t operation(const Phases& phases) const {
@@ -146,35 +146,35 @@ DC_DEVICE bool is_active(const BlockMemory& memory, int rank) {
 
 // What a launch does for the launches after it is done at its begin, when nothing waits for it. Every thread: the last
 // warp of block 0 returns credit for what earlier launches have received.
-DC_DEVICE void return_credit(const Context& context, const LowLatencyHalf& half,
-                             const Phases& phases, const Beginning& begin) {
+DC_DEVICE void return_credit(const Context& context, const LowLatencyBuffer& buffer,
+                             const Phases& phases, const LaunchState& launch) {
   if (arch::block_idx() != 0 || arch::warp_idx() != arch::num_warps() - 1) return;
   const int num_ranks = context.world.num_ranks, lane = arch::lane_idx();
   if (lane < 2 * num_ranks) {
-    const int of_half = lane < num_ranks ? 0 : 1, peer = lane - of_half * num_ranks;
+    const int buffer_idx = lane < num_ranks ? 0 : 1, peer = lane - buffer_idx * num_ranks;
     // pairs with: await_credit at the peer — reads and zeros of an earlier launch, which has ended: no release needed.
-    arch::st_relaxed_sys(half.consumed(peer, of_half, context.world.rank),
-                         Tagged::pack(begin.received, 0));
+    arch::st_relaxed_sys(buffer.consumed(peer, buffer_idx, context.world.rank),
+                         Tagged::pack(launch.received, 0));
   }
   arch::sync_warp();  // all lanes have loaded it
   // Only later launches read this.
   if (phases.receive && lane == 0) {
-    arch::st_weak(&half.state()->received[static_cast<int>(half.kind)][half.half],
+    arch::st_weak(&buffer.state()->received[static_cast<int>(buffer.kind)][buffer.buffer_idx],
                   context.generation);
   }
 }
 
 // The last warp of a block that sends, behind a barrier: all of the block has loaded its record.
-DC_DEVICE void number_records(const Context& context, const LowLatencyHalf& half,
-                              const Phases& phases, const Beginning& begin) {
+DC_DEVICE void number_records(const Context& context, const LowLatencyBuffer& buffer,
+                              const Phases& phases, const LaunchState& launch) {
   if (arch::warp_idx() != arch::num_warps() - 1) return;
   Vec16 record{};
   record.words[0] = context.generation;
-  record.words[1] = half.half == 0 ? context.generation : begin.record.sent[0];
-  record.words[2] = half.half == 1 ? context.generation : begin.record.sent[1];
+  record.words[1] = buffer.buffer_idx == 0 ? context.generation : launch.record.sent[0];
+  record.words[2] = buffer.buffer_idx == 1 ? context.generation : launch.record.sent[1];
   for (int block = arch::block_idx() + arch::lane_idx() * arch::num_blocks();
        block < kMaxLowLatencyBlocks; block += kWarpSize * arch::num_blocks()) {
-    arch::st_weak(reinterpret_cast<Vec16*>(half.record(block)), record);
+    arch::st_weak(reinterpret_cast<Vec16*>(buffer.record(block)), record);
   }
   if (arch::block_idx() == 0 && arch::lane_idx() == 0 && phases.ticket != nullptr) {
     arch::st_weak(phases.ticket, context.generation);
@@ -185,26 +185,26 @@ DC_DEVICE void number_records(const Context& context, const LowLatencyHalf& half
 // announces the operation.
 //   unblocked by: return_credit of the launch that follows the peer's receive phase two operations ago; at the
 //   latest that is the one that sends this operation
-DC_DEVICE bool await_credit(const Context& context, const LowLatencyHalf& half,
-                            const BlockMemory& memory, const Beginning& begin, uint32_t signature,
-                            int num_tokens) {
+DC_DEVICE bool await_credit(const Context& context, const LowLatencyBuffer& buffer,
+                            const BlockMemory& memory, const LaunchState& launch,
+                            uint32_t signature, int num_tokens) {
   const int peer = arch::lane_idx(), num_ranks = context.world.num_ranks;
-  const uint64_t seen =
-      arch::shfl(kFullMask, begin.credit, half.half * num_ranks + min_of(peer, num_ranks - 1));
+  const uint64_t seen = arch::shfl(kFullMask, launch.credit,
+                                   buffer.buffer_idx * num_ranks + min_of(peer, num_ranks - 1));
   if (peer >= num_ranks || !is_active(memory, peer)) return true;
-  const uint32_t wanted = half.half == 0 ? begin.record.sent[0] : begin.record.sent[1];
+  const uint32_t wanted = buffer.buffer_idx == 0 ? launch.record.sent[0] : launch.record.sent[1];
   if (!arch::fault(Fault::kSkipCredit) && !Tagged::unpack(seen).has_reached(wanted)) {
     uint64_t raw = 0;
     const bool ok = await<Scope::kSys>(
-        context, half.consumed(context.world.rank, peer),
-        {Stage::kHalfCredit, Word::kConsumed, peer, -1}, Tagged::pack(wanted, 0),
+        context, buffer.consumed(context.world.rank, peer),
+        {Stage::kBufferCredit, Word::kConsumed, peer, -1}, Tagged::pack(wanted, 0),
         [=](uint64_t word) { return Tagged::unpack(word).has_reached(wanted); }, &raw);
     if (!ok) return is_given_up(context, peer);  // what is written for it is read by nobody
   }
   if (arch::block_idx() == 0) {
     // pairs with: await_announcements at the peer — nothing but the word itself.
     arch::st_relaxed_sys(
-        half.announced(peer, context.world.rank),
+        buffer.announced(peer, context.world.rank),
         Tagged::pack(context.generation, signature << 16 | static_cast<uint32_t>(num_tokens)));
   }
   return true;
@@ -212,7 +212,7 @@ DC_DEVICE bool await_credit(const Context& context, const LowLatencyHalf& half,
 
 // One warp, lane r: source r has begun the same operation; one that is not in `sources` has no tokens. Block 0 counts
 // the time for the statistics.
-DC_DEVICE bool await_announcements(const Context& context, const LowLatencyHalf& half,
+DC_DEVICE bool await_announcements(const Context& context, const LowLatencyBuffer& buffer,
                                    const BlockMemory& memory, uint32_t sources, uint32_t signature,
                                    int64_t* wait_stats) {
   const int source = arch::lane_idx();
@@ -222,7 +222,7 @@ DC_DEVICE bool await_announcements(const Context& context, const LowLatencyHalf&
   const bool is_timed = wait_stats != nullptr && arch::block_idx() == 0;
   const uint64_t start_ns = is_timed ? arch::globaltimer_ns() : 0;
   uint32_t value = 0;
-  if (!await_tagged_alone(context, half.announced(context.world.rank, source),
+  if (!await_tagged_alone(context, buffer.announced(context.world.rank, source),
                           {Stage::kAnnounced, Word::kAnnounced, source, -1}, &value)) {
     return is_given_up(context, source);
   }
@@ -248,10 +248,10 @@ DC_DEVICE bool await_announcements(const Context& context, const LowLatencyHalf&
 // second one: what it loads and stores for itself takes no time while its links are busy; at the
 // end it would wait behind everything. Of positions below num_ranks; no remainder, which is a
 // subroutine. `turn`: turn_of_block, or 0, where few instructions are more than that brings.
-DC_DEVICE int source_at(const World& world, int turn, int position) {
+DC_DEVICE int peer_at(const World& world, int rotation, int position) {
   int step = position > 1 ? position : position == 0 && world.num_ranks > 1 ? 1 : 0;
-  if (turn > 0 && step > 0) {
-    step += turn;
+  if (rotation > 0 && step > 0) {
+    step += rotation;
     if (step >= world.num_ranks) step -= world.num_ranks - 1;
   }
   const int source = world.rank + step;
@@ -260,7 +260,7 @@ DC_DEVICE int source_at(const World& world, int turn, int position) {
 
 // With it neighbouring blocks begin with different peers, so that all links of a rank are busy
 // together, and none is hit by all, whichever rank is ahead.
-DC_DEVICE int turn_of_block(const World& world) {
+DC_DEVICE int block_rotation(const World& world) {
   const int num_others = max_of(world.num_ranks - 1, 1), block = arch::block_idx();
   return block - Divisor::make(num_others).quotient(block) * num_others;
 }
@@ -275,7 +275,7 @@ DC_DEVICE int32_t find_task(const World& world, const BlockMemory& memory, int t
   int position = 0;
   while (position + 1 < world.num_ranks && task >= memory.header->first_task[position + 1])
     ++position;
-  const int source = source_at(world, memory.turn, position);
+  const int source = peer_at(world, memory.rotation, position);
   return pack_task(source,
                    memory.header->first_token[source] + task - memory.header->first_task[position]);
 }
@@ -292,11 +292,11 @@ struct TaskNumbering {
   LowLatencyShare share;
   int first_task;
   int num_tasks;  // in all
-  int turn;       // see source_at
+  int rotation;   // see source_at
 
   // num_tokens: lane p, of source_at(p).
-  DC_DEVICE static TaskNumbering make(const World& world, const LowLatencyShape& shape, int turn,
-                                      int num_tokens) {
+  DC_DEVICE static TaskNumbering make(const World& world, const LowLatencyShape& shape,
+                                      int rotation, int num_tokens) {
     const int position = arch::lane_idx();
     const LowLatencyShare share =
         LowLatencyShare::of(shape, position < world.num_ranks ? num_tokens : 0, arch::block_idx());
@@ -306,12 +306,13 @@ struct TaskNumbering {
       const int before = arch::shfl_up(kFullMask, end, delta);
       if (position >= delta) end += before;
     }
-    return {share, end - share.num_tokens(), arch::shfl(kFullMask, end, world.num_ranks - 1), turn};
+    return {share, end - share.num_tokens(), arch::shfl(kFullMask, end, world.num_ranks - 1),
+            rotation};
   }
   // One warp, for the block.
   DC_DEVICE void note(const World& world, const BlockMemory& memory, int vec_elements) const {
     BlockMemory::Header* header = memory.header;
-    const int position = arch::lane_idx(), source = source_at(world, turn, position);
+    const int position = arch::lane_idx(), source = peer_at(world, rotation, position);
     const int num_vecs = share.num_columns() / vec_elements;
     int max_vecs = max_of(num_vecs, 1);
     DC_UNROLL
@@ -337,7 +338,7 @@ struct TaskNumbering {
     const int position = arch::popc(arch::ballot(kFullMask, is_before)) - 1;
     const int token = task - arch::shfl(kFullMask, first_task, position) +
                       arch::shfl(kFullMask, share.begin, position);
-    return pack_task(source_at(world, turn, position), token);
+    return pack_task(peer_at(world, rotation, position), token);
   }
 };
 

@@ -23,30 +23,30 @@
 
 namespace deep_comm {
 
-template <CombineRows kRows, bool kLogFmt, bool kMayShrink, bool kTakesTurns>
+template <CombineRows kRows, bool kLogFmt, bool kMayShrink, bool kRotatesPeers>
 DC_DEVICE void low_latency_combine(const LowLatencyCombineArgs& args) {
-  LowLatencyHalf half{args.world, args.region, args.shape, LowLatencyKind::kCombine, 0};
+  LowLatencyBuffer buffer{args.world, args.region, args.shape, LowLatencyKind::kCombine, 0};
   const LowLatencyShare share = LowLatencyShare::of(args.shape, args.num_tokens, arch::block_idx());
-  const int turn = kTakesTurns ? turn_of_block(args.world) : 0;
-  BlockMemory memory = BlockMemory::make(args.shape, args.world.num_ranks, turn);
-  GuessedTask guess{};
-  if (args.phases.send) guess = GuessedTask::make(args, turn);
+  const int rotation = kRotatesPeers ? block_rotation(args.world) : 0;
+  BlockMemory memory = BlockMemory::make(args.shape, args.world.num_ranks, rotation);
+  TaskForecast forecast{};
+  if (args.phases.send) forecast = TaskForecast::make(args, rotation);
   arch::await_earlier_launch();
   arch::allow_later_launch();
-  const Beginning begin = Beginning::load(half, args.phases);
-  CombineInputs inputs = CombineInputs::load<kRows>(args, share, guess);
-  const Context context{args.world, Kernel::kLowLatencyCombine, begin.operation(args.phases),
+  const LaunchState launch = LaunchState::load(buffer, args.phases);
+  CombineInputs inputs = CombineInputs::load<kRows>(args, share, forecast);
+  const Context context{args.world, Kernel::kLowLatencyCombine, launch.operation(args.phases),
                         kMayShrink && args.can_shrink};
-  half.half = static_cast<int>(context.generation & 1u);
+  buffer.buffer_idx = static_cast<int>(context.generation & 1u);
   find_active(context, &memory);
   note_in_block(context, TraceStep::kBegun);
-  return_credit(context, half, args.phases, begin);
+  return_credit(context, buffer, args.phases, launch);
   bool ok = true;
   if (args.phases.send)
-    ok = combine_send<kRows, kLogFmt>(context, args, half, memory, begin, guess, inputs);
+    ok = combine_send<kRows, kLogFmt>(context, args, buffer, memory, launch, forecast, inputs);
   if (args.phases.send && ok) note_in_warp(context, TraceStep::kSent);
   if (args.phases.receive && ok)
-    combine_receive<kRows, kLogFmt>(context, args, half, memory, inputs);
+    combine_receive<kRows, kLogFmt>(context, args, buffer, memory, inputs);
 }
 
 }  // namespace deep_comm

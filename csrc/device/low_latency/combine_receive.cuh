@@ -9,7 +9,7 @@ namespace deep_comm {
 // eight places at a time: of a piece on up to eight ranks, or, of few ranks, of two pieces, the
 // second in the upper half.
 DC_DEVICE bool add_ranks(const Context& context, const LowLatencyCombineArgs& args,
-                         const LowLatencyHalf& half, const LowLatencyShare& share,
+                         const LowLatencyBuffer& buffer, const LowLatencyShare& share,
                          const BlockMemory& memory, int begin, int end) {
   using Type = Numeric<Dtype::kBfloat16>;
   constexpr int kHalf = kMaxRanks / 2;
@@ -35,13 +35,13 @@ DC_DEVICE bool add_ranks(const Context& context, const LowLatencyCombineArgs& ar
                          static_cast<size_t>(token) * (args.shape.hidden / Type::kPerVec) + vec;
       }
       const int first_peer = has_pairs ? 0 : piece * kHalf;
-      uint8_t* row = half.combine_row(args.world.rank, first_peer, token);
+      uint8_t* row = buffer.combine_row(args.world.rank, first_peer, token);
       DC_UNROLL
       for (int peer = 0; peer < kHalf; ++peer) {
         Vec16*& from = arrivals.from[piece * kHalf + peer];
         from = nullptr;
         if ((mask >> (first_peer + peer) & 1u) == 0) continue;
-        from = reinterpret_cast<Vec16*>(row + peer * args.shape.stride(half.kind)) + vec;
+        from = reinterpret_cast<Vec16*>(row + peer * args.shape.stride(buffer.kind)) + vec;
       }
     }
     arrivals.look();
@@ -68,7 +68,7 @@ DC_DEVICE bool add_ranks(const Context& context, const LowLatencyCombineArgs& ar
 
 // The same for rows in LogFMT.
 DC_DEVICE bool add_log_ranks(const Context& context, const LowLatencyCombineArgs& args,
-                             const LowLatencyHalf& half, const LowLatencyShare& share,
+                             const LowLatencyBuffer& buffer, const LowLatencyShare& share,
                              const BlockMemory& memory, int begin, int end) {
   using Type = Numeric<Dtype::kBfloat16>;
   constexpr int kElements = LogPiece::kElements;
@@ -82,7 +82,7 @@ DC_DEVICE bool add_log_ranks(const Context& context, const LowLatencyCombineArgs
     for (int peer = 0; peer < args.world.num_ranks; ++peer) {
       if (((memory.masks[position.row] & memory.active) >> peer & 1u) == 0) continue;
       const WaitFor wait{Stage::kRows, Word::kRow, peer, arch::block_idx()};
-      uint8_t* row = half.combine_row(args.world.rank, peer, token);
+      uint8_t* row = buffer.combine_row(args.world.rank, peer, token);
       uint32_t* last = log_last(row, args.shape.hidden, piece_idx);
       // First looks together: they are trips to memory.
       LogPiece piece{arch::ld_relaxed_sys(log_codes(row, piece_idx)),
@@ -110,8 +110,8 @@ DC_DEVICE bool add_log_ranks(const Context& context, const LowLatencyCombineArgs
 }
 
 // Source, one warp: the selections of a token, their ranks and weights, k ascending.
-DC_DEVICE void find_selections(const LowLatencyCombineArgs& args, const BlockMemory& memory,
-                               int token) {
+DC_DEVICE void find_topk_rows(const LowLatencyCombineArgs& args, const BlockMemory& memory,
+                              int token) {
   const int num_topk = args.shape.num_topk, warp = arch::warp_idx();
   int num_rows = 0;
   for (int base = 0; base < num_topk; base += kWarpSize) {
@@ -126,19 +126,19 @@ DC_DEVICE void find_selections(const LowLatencyCombineArgs& args, const BlockMem
     if (is_selected) {
       const int row =
           warp * num_topk + num_rows + arch::popc(selected & ((1u << arch::lane_idx()) - 1));
-      memory.places[row] = k;
-      memory.place_experts[row] = rank;
+      memory.rows[row] = k;
+      memory.row_experts[row] = rank;
       memory.weights[row] = arch::ld_nc(args.topk_weights + position);
     }
     num_rows += arch::popc(selected);
   }
-  if (arch::lane_idx() == 0) memory.num_places[warp] = num_rows;
+  if (arch::lane_idx() == 0) memory.num_rows[warp] = num_rows;
 }
 
 // The block weights and adds the rows of tokens [begin, end) and writes the results.
-DC_DEVICE bool add_selections(const Context& context, const LowLatencyCombineArgs& args,
-                              const LowLatencyHalf& half, const LowLatencyShare& share,
-                              const BlockMemory& memory, int begin, int end) {
+DC_DEVICE bool add_topk_rows(const Context& context, const LowLatencyCombineArgs& args,
+                             const LowLatencyBuffer& buffer, const LowLatencyShare& share,
+                             const BlockMemory& memory, int begin, int end) {
   using Type = Numeric<Dtype::kBfloat16>;
   constexpr int kAhead = 4;
   const int num_topk = args.shape.num_topk;
@@ -149,10 +149,10 @@ DC_DEVICE bool add_selections(const Context& context, const LowLatencyCombineArg
   for (int idx = arch::thread_idx(); idx < (end - begin) * num_vecs; idx += arch::num_threads()) {
     const Position position = Position::of(idx, by_vecs, num_vecs);
     const int warp = position.row, token = begin + warp, vec = first_vec + position.column;
-    const int32_t* selections = memory.places + warp * num_topk;
-    const int32_t* ranks = memory.place_experts + warp * num_topk;
+    const int32_t* selections = memory.rows + warp * num_topk;
+    const int32_t* ranks = memory.row_experts + warp * num_topk;
     const float* weights = memory.weights + warp * num_topk;
-    const int num_rows = memory.num_places[warp];
+    const int num_rows = memory.num_rows[warp];
     float sum[Type::kPerVec] = {};
     DC_NO_UNROLL
     for (int first = 0; first < num_rows; first += kAhead) {
@@ -162,7 +162,7 @@ DC_DEVICE bool add_selections(const Context& context, const LowLatencyCombineArg
         arrivals.from[step] = nullptr;
         if (first + step >= num_rows) continue;
         const int sender = gather_sender(args.can_shrink, ranks[first + step]);
-        arrivals.from[step] = reinterpret_cast<Vec16*>(half.gather_row(
+        arrivals.from[step] = reinterpret_cast<Vec16*>(buffer.gather_row(
                                   args.world.rank, sender, token, selections[first + step])) +
                               vec;
       }
@@ -186,21 +186,22 @@ DC_DEVICE bool add_selections(const Context& context, const LowLatencyCombineArg
 
 template <CombineRows kRows, bool kLogFmt>
 DC_DEVICE void combine_receive(const Context& context, const LowLatencyCombineArgs& args,
-                               const LowLatencyHalf& half, const BlockMemory& memory,
+                               const LowLatencyBuffer& buffer, const BlockMemory& memory,
                                CombineInputs& inputs) {
   const int num_warps = arch::num_warps(), warp = arch::warp_idx();
   const LowLatencyShare& share = inputs.share;
   bool ok = true;
   // Rows need no announcement; a rank that does something else, or nothing, is found by one block.
   if (arch::block_idx() == 0 && warp == num_warps - 1) {
-    ok = await_announcements(context, half, memory, memory.active, args.signature, args.wait_stats);
+    ok = await_announcements(context, buffer, memory, memory.active, args.signature,
+                             args.wait_stats);
   }
   DC_NO_UNROLL
   for (int group = share.begin; group < share.end; group += num_warps) {
     const int group_end = min_of(group + num_warps, share.end);
     if (group + warp < group_end) {
       if constexpr (kRows == CombineRows::kSelections) {
-        find_selections(args, memory, group + warp);
+        find_topk_rows(args, memory, group + warp);
       } else {
         if (group != share.begin) inputs.load_experts(args, group + warp);
         const uint32_t mask = inputs.ranks(args);
@@ -209,11 +210,11 @@ DC_DEVICE void combine_receive(const Context& context, const LowLatencyCombineAr
     }
     if (!block_agrees(ok)) return;
     if constexpr (kRows == CombineRows::kSelections) {
-      ok = add_selections(context, args, half, share, memory, group, group_end);
+      ok = add_topk_rows(context, args, buffer, share, memory, group, group_end);
     } else if constexpr (kLogFmt) {
-      ok = add_log_ranks(context, args, half, share, memory, group, group_end);
+      ok = add_log_ranks(context, args, buffer, share, memory, group, group_end);
     } else {
-      ok = add_ranks(context, args, half, share, memory, group, group_end);
+      ok = add_ranks(context, args, buffer, share, memory, group, group_end);
     }
     if (group_end >= share.end) break;
     if (!block_agrees(ok)) return;  // what the warps have found has been read

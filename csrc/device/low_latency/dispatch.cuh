@@ -36,34 +36,34 @@ namespace deep_comm {
 
 template <PayloadFormat kFormat, bool kMayShrink, DispatchRows kRows>
 DC_DEVICE void low_latency_dispatch(const LowLatencyDispatchArgs& args) {
-  static_assert(!kMayShrink || !is_staged(kRows));
-  constexpr bool kTakesTurns = kRows == DispatchRows::kWhole || kRows == DispatchRows::kMany;
-  LowLatencyHalf half{args.world, args.region, args.shape, LowLatencyKind::kDispatch, 0};
-  const int turn = kTakesTurns ? turn_of_block(args.world) : 0;
-  BlockMemory memory = BlockMemory::make(args.shape, args.world.num_ranks, turn);
+  static_assert(!kMayShrink || !uses_stage(kRows));
+  constexpr bool kRotatesPeers = kRows == DispatchRows::kWhole || kRows == DispatchRows::kMany;
+  LowLatencyBuffer buffer{args.world, args.region, args.shape, LowLatencyKind::kDispatch, 0};
+  const int rotation = kRotatesPeers ? block_rotation(args.world) : 0;
+  BlockMemory memory = BlockMemory::make(args.shape, args.world.num_ranks, rotation);
   const LowLatencyShare share = LowLatencyShare::of(args.shape, args.num_tokens, arch::block_idx());
   if (args.phases.receive && arch::warp_idx() == arch::num_warps() - 1)
-    guess_tasks<kFormat>(args, memory);
+    forecast_tasks<kFormat>(args, memory);
   arch::await_earlier_launch();
   arch::allow_later_launch();
   // Every load of the begin, before anything is done with one.
-  const Beginning begin = Beginning::load(half, args.phases);
+  const LaunchState launch = LaunchState::load(buffer, args.phases);
   SendInputs<kFormat> inputs{};
   if (args.phases.send) inputs = SendInputs<kFormat>::load(args, share);
-  const Context context{args.world, Kernel::kLowLatencyDispatch, begin.operation(args.phases),
+  const Context context{args.world, Kernel::kLowLatencyDispatch, launch.operation(args.phases),
                         kMayShrink && args.can_shrink};
-  half.half = static_cast<int>(context.generation & 1u);
+  buffer.buffer_idx = static_cast<int>(context.generation & 1u);
   find_active(context, &memory);
   note_in_block(context, TraceStep::kBegun);
-  return_credit(context, half, args.phases, begin);
+  return_credit(context, buffer, args.phases, launch);
   bool ok = true;
   if (!args.phases.send) arch::sync_block();  // tasks have been guessed
   if (args.phases.send)
-    ok = dispatch_send<kFormat, kRows>(context, args, half, memory, begin, inputs);
+    ok = dispatch_send<kFormat, kRows>(context, args, buffer, memory, launch, inputs);
   if (args.phases.send && ok) note_in_warp(context, TraceStep::kSent);
   if (args.phases.receive && ok)
-    dispatch_receive<kFormat, is_staged(kRows)>(context, args, half, memory);
-  if constexpr (is_staged(kRows)) arch::bulk_wait_read<0>();  // the stage goes with the block
+    dispatch_receive<kFormat, uses_stage(kRows)>(context, args, buffer, memory);
+  if constexpr (uses_stage(kRows)) arch::bulk_wait_read<0>();  // the stage goes with the block
 }
 
 }  // namespace deep_comm

@@ -17,19 +17,19 @@ DC_DEVICE int32_t first_row(const BlockMemory& memory, int num_local, int source
 }
 
 // Where the routes of a warp's task come to.
-DC_DEVICE Vec16* routes_of_task(const LowLatencyDispatchArgs& args, const LowLatencyHalf& half,
+DC_DEVICE Vec16* routes_of_task(const LowLatencyDispatchArgs& args, const LowLatencyBuffer& buffer,
                                 const BlockMemory& memory) {
   const int32_t task = memory.tasks[arch::warp_idx()];
   const int source = source_of(task);
-  return half.routes(args.world.rank, source, arch::block_idx(),
-                     token_of(task) - memory.header->first_token[source]);
+  return buffer.routes(args.world.rank, source, arch::block_idx(),
+                       token_of(task) - memory.header->first_token[source]);
 }
 
 // One warp: the places of its task's selections, into shared memory and, once a token, into the
 // outputs. `first`: the first look at the route of this lane.
-DC_DEVICE bool find_places(const Context& context, const LowLatencyDispatchArgs& args,
-                           const LowLatencyHalf& half, const BlockMemory& memory,
-                           const Vec16& first, int num_local) {
+DC_DEVICE bool find_output_rows(const Context& context, const LowLatencyDispatchArgs& args,
+                                const LowLatencyBuffer& buffer, const BlockMemory& memory,
+                                const Vec16& first, int num_local) {
   const LowLatencyOutputs& out = args.out;
   const LowLatencyShape& shape = args.shape;
   const int num_topk = shape.num_topk, lane = arch::lane_idx(), warp = arch::warp_idx();
@@ -37,10 +37,10 @@ DC_DEVICE bool find_places(const Context& context, const LowLatencyDispatchArgs&
   const int source = source_of(memory.tasks[warp]), token = token_of(memory.tasks[warp]);
   const bool is_leading =
       memory.header->first_vec[source] == 0;  // this block has its first columns
-  Vec16* routes = routes_of_task(args, half, memory);
+  Vec16* routes = routes_of_task(args, buffer, memory);
   const int64_t token_row = static_cast<int64_t>(source) * shape.num_max_tokens + token;
-  int32_t* places = memory.places + warp * num_topk;
-  int num_places = 0;
+  int32_t* rows = memory.rows + warp * num_topk;
+  int num_rows = 0;
   bool ok = true;
   DC_NO_UNROLL
   for (int base = 0; base < num_topk; base += kWarpSize) {
@@ -55,31 +55,30 @@ DC_DEVICE bool find_places(const Context& context, const LowLatencyDispatchArgs&
       ok = ok && (has_come || is_given_up(context, source));
     }
     const bool is_here = route.local_expert >= 0;
-    int place = -1;
+    int row = -1;
     if (out.is_compact) {
-      if (route.row_ordinal >= 0)
-        place = first_row(memory, num_local, source, 0) + route.row_ordinal;
+      if (route.row_ordinal >= 0) row = first_row(memory, num_local, source, 0) + route.row_ordinal;
     } else if (is_here) {
-      place = route.local_expert * num_slots +
-              first_row(memory, num_local, source, 1 + route.local_expert) + route.row();
+      row = route.local_expert * num_slots +
+            first_row(memory, num_local, source, 1 + route.local_expert) + route.row();
     }
     // Rows to write: compact, one in all, which every selection of the token knows; else one for each of its experts.
-    const bool is_row = out.is_compact ? k == 0 && place >= 0 : is_here && !route.is_repeated();
-    const uint32_t rows = arch::ballot(kFullMask, is_row);
+    const bool is_row = out.is_compact ? k == 0 && row >= 0 : is_here && !route.is_repeated();
+    const uint32_t writers = arch::ballot(kFullMask, is_row);
     if (is_row) {
-      const int idx = num_places + arch::popc(rows & ((1u << lane) - 1));
-      places[idx] = place;
-      memory.place_experts[warp * num_topk + idx] = out.is_compact ? 0 : route.local_expert;
-      if (is_leading) arch::st_weak(out.src_info + place, token);
+      const int idx = num_rows + arch::popc(writers & ((1u << lane) - 1));
+      rows[idx] = row;
+      memory.row_experts[warp * num_topk + idx] = out.is_compact ? 0 : route.local_expert;
+      if (is_leading) arch::st_weak(out.src_info + row, token);
     }
-    num_places += arch::popc(rows);
+    num_rows += arch::popc(writers);
     if (k >= num_topk || !is_leading) continue;
     if (!out.is_compact) {
-      arch::st_weak(out.places + token_row * num_topk + k, place);
+      arch::st_weak(out.places + token_row * num_topk + k, row);
     } else {
-      if (k == 0) arch::st_weak(out.places + token_row, place);
-      const int64_t position = static_cast<int64_t>(place) * num_topk + k;
-      if (place >= 0) {
+      if (k == 0) arch::st_weak(out.places + token_row, row);
+      const int64_t position = static_cast<int64_t>(row) * num_topk + k;
+      if (row >= 0) {
         arch::st_weak(out.compact_idx + position, route.local_expert);
         if (out.compact_weights != nullptr)
           arch::st_weak(out.compact_weights + position, route.weight);
@@ -88,7 +87,7 @@ DC_DEVICE bool find_places(const Context& context, const LowLatencyDispatchArgs&
     if (out.recv_weights != nullptr)
       arch::st_weak(out.recv_weights + token_row * num_topk + k, route.weight);
   }
-  if (lane == 0) memory.num_places[warp] = num_places;
+  if (lane == 0) memory.num_rows[warp] = num_rows;
   return ok;
 }
 
@@ -100,7 +99,7 @@ struct RowPieces {
   int columns[kCount];  // in 16 bytes
 
   // Piece numbers first, first + num_threads, … of num_tasks rows of max_vecs. Looks at them once.
-  DC_DEVICE void look(const LowLatencyDispatchArgs& args, const LowLatencyHalf& half,
+  DC_DEVICE void look(const LowLatencyDispatchArgs& args, const LowLatencyBuffer& buffer,
                       const BlockMemory& memory, int first, int num_tasks) {
     const int max_vecs = memory.header->max_vecs, num_total = num_tasks * max_vecs;
     const Divisor by_max_vecs = memory.header->by_max_vecs;
@@ -116,7 +115,7 @@ struct RowPieces {
       tasks[step] = position.row;
       columns[step] = memory.header->first_vec[source] + position.column;
       arrivals.from[step] =
-          reinterpret_cast<Vec16*>(half.slot(args.world.rank, source, token)) + columns[step];
+          reinterpret_cast<Vec16*>(buffer.slot(args.world.rank, source, token)) + columns[step];
     }
     arrivals.look();
   }
@@ -124,7 +123,7 @@ struct RowPieces {
   DC_DEVICE void forget_others(const BlockMemory& memory) {
     DC_UNROLL
     for (int step = 0; step < kCount; ++step) {
-      if (arrivals.from[step] != nullptr && memory.num_places[tasks[step]] == 0)
+      if (arrivals.from[step] != nullptr && memory.num_rows[tasks[step]] == 0)
         arrivals.from[step] = nullptr;
     }
   }
@@ -133,14 +132,14 @@ struct RowPieces {
 // The block copies the rows of its warps' tokens to their places. `pieces`: the first look at the first of them.
 template <PayloadFormat kFormat>
 DC_DEVICE bool expand_rows(const Context& context, const LowLatencyDispatchArgs& args,
-                           const LowLatencyHalf& half, const BlockMemory& memory, RowPieces& pieces,
-                           int num_tasks) {
+                           const LowLatencyBuffer& buffer, const BlockMemory& memory,
+                           RowPieces& pieces, int num_tasks) {
   const LowLatencyShape& shape = args.shape;
   const int num_total = num_tasks * memory.header->max_vecs;
   DC_NO_UNROLL
   for (int base = arch::thread_idx(); base < num_total;
        base += arch::num_threads() * RowPieces::kCount) {
-    if (base != arch::thread_idx()) pieces.look(args, half, memory, base, num_tasks);
+    if (base != arch::thread_idx()) pieces.look(args, buffer, memory, base, num_tasks);
     pieces.forget_others(memory);
     // Of a source that is given up combine gets nothing back.
     const bool ok = await_arrivals(context, pieces.arrivals, [&](int step) {
@@ -152,11 +151,11 @@ DC_DEVICE bool expand_rows(const Context& context, const LowLatencyDispatchArgs&
     for (int step = 0; step < RowPieces::kCount; ++step) {
       if (pieces.arrivals.from[step] == nullptr) continue;
       const Vec16 vec = decode<kFormat>(pieces.arrivals.vecs[step]);
-      const int task = pieces.tasks[step], num_places = memory.num_places[task];
-      const int32_t* places = memory.places + task * shape.num_topk;
+      const int task = pieces.tasks[step], num_rows = memory.num_rows[task];
+      const int32_t* rows = memory.rows + task * shape.num_topk;
       DC_NO_UNROLL
-      for (int idx = 0; idx < num_places; ++idx) {
-        uint8_t* row = args.out.recv_x + static_cast<size_t>(places[idx]) * shape.row_bytes;
+      for (int idx = 0; idx < num_rows; ++idx) {
+        uint8_t* row = args.out.recv_x + static_cast<size_t>(rows[idx]) * shape.row_bytes;
         arch::st_streaming(reinterpret_cast<Vec16*>(row) + pieces.columns[step], vec);
       }
       pieces.arrivals.clear(step);
@@ -178,7 +177,7 @@ struct ScalePiece {
   DC_DEVICE static int first() { return arch::num_threads() - 1 - arch::thread_idx(); }
 
   // Piece number `idx` of num_tasks rows. Looks at it once.
-  DC_DEVICE void look(const LowLatencyDispatchArgs& args, const LowLatencyHalf& half,
+  DC_DEVICE void look(const LowLatencyDispatchArgs& args, const LowLatencyBuffer& buffer,
                       const BlockMemory& memory, const ScaleOutputs<kFormat>& outputs, int idx,
                       int num_tasks) {
     const int vecs_per_output = outputs.first_column(1) / Piece<kFormat>::kElements;
@@ -193,7 +192,7 @@ struct ScalePiece {
     if (position.column * vecs_per_output >= memory.header->num_vecs[source]) return;
     task = position.row;
     output = by_vecs.quotient(memory.header->first_vec[source]) + position.column;
-    words = reinterpret_cast<uint32_t*>(half.slot(args.world.rank, source, token_of(packed)) +
+    words = reinterpret_cast<uint32_t*>(buffer.slot(args.world.rank, source, token_of(packed)) +
                                         args.shape.row_bytes) +
             outputs.first_word(output);
     bits = arch::ld_relaxed_sys(words);
@@ -203,7 +202,7 @@ struct ScalePiece {
 // The same for their scales. `piece`: the first look at the first of them.
 template <PayloadFormat kFormat>
 DC_DEVICE bool expand_scales(const Context& context, const LowLatencyDispatchArgs& args,
-                             const LowLatencyHalf& half, const BlockMemory& memory,
+                             const LowLatencyBuffer& buffer, const BlockMemory& memory,
                              const ScaleOutputs<kFormat>& outputs, ScalePiece<kFormat>& piece,
                              int num_tasks) {
   const LowLatencyShape& shape = args.shape;
@@ -211,8 +210,8 @@ DC_DEVICE bool expand_scales(const Context& context, const LowLatencyDispatchArg
   DC_NO_UNROLL
   for (int base = piece.first(); base < num_tasks * piece.max_outputs && ok;
        base += arch::num_threads()) {
-    if (base != piece.first()) piece.look(args, half, memory, outputs, base, num_tasks);
-    if (piece.task < 0 || memory.num_places[piece.task] == 0) continue;
+    if (base != piece.first()) piece.look(args, buffer, memory, outputs, base, num_tasks);
+    if (piece.task < 0 || memory.num_rows[piece.task] == 0) continue;
     const WaitFor wait{Stage::kRows, Word::kScale, source_of(memory.tasks[piece.task]),
                        arch::block_idx()};
     uint32_t value = 0;
@@ -224,9 +223,8 @@ DC_DEVICE bool expand_scales(const Context& context, const LowLatencyDispatchArg
     }
     const int first = piece.task * shape.num_topk;
     DC_NO_UNROLL
-    for (int idx = first; idx < first + memory.num_places[piece.task] && ok; ++idx) {
-      const int group = memory.place_experts[idx],
-                row = memory.places[idx] - group * outputs.num_slots;
+    for (int idx = first; idx < first + memory.num_rows[piece.task] && ok; ++idx) {
+      const int group = memory.row_experts[idx], row = memory.rows[idx] - group * outputs.num_slots;
       arch::st_weak(
           static_cast<uint32_t*>(args.out.recv_scales) + outputs.position(group, row, piece.output),
           value);

@@ -11,19 +11,19 @@ namespace deep_comm {
 // recv_counts[source, 0]: rows of this rank by source, then [source, 1 + e] of local expert e; of both the first
 // num_columns. None of one that is not in `sources`, and one that is given up is noted.
 DC_DEVICE bool await_counts(const Context& context, const LowLatencyDispatchArgs& args,
-                            const LowLatencyHalf& half, const BlockMemory& memory, uint32_t sources,
-                            int num_local, int num_columns) {
+                            const LowLatencyBuffer& buffer, const BlockMemory& memory,
+                            uint32_t sources, int num_local, int num_columns) {
   bool ok = true;
   const Divisor by_columns = Divisor::make(num_columns);
   // From the last thread on: the first warps have announcements and routes to wait for.
   for (int idx = arch::num_threads() - 1 - arch::thread_idx();
        idx < args.world.num_ranks * num_columns && ok; idx += arch::num_threads()) {
     const Position position = Position::of(idx, by_columns, num_columns);
-    const int source = position.row, place = position.column;
-    uint32_t* counter = &memory.recv_counts[source * (1 + num_local) + place];
+    const int source = position.row, column = position.column;
+    uint32_t* counter = &memory.recv_counts[source * (1 + num_local) + column];
     *counter = 0;
     if ((sources >> source & 1u) == 0) continue;
-    ok = await_tagged_alone(context, half.counts(args.world.rank, source) + place,
+    ok = await_tagged_alone(context, buffer.counts(args.world.rank, source) + column,
                             {Stage::kCounts, Word::kTokenCount, source, -1}, counter);
     if (!ok && is_given_up(context, source)) {
       ok = true;
@@ -38,10 +38,10 @@ DC_DEVICE bool await_counts(const Context& context, const LowLatencyDispatchArgs
 // each.
 // By value: see report_error.
 DC_DEVICE_COLD bool agree_on_sources(Context context, const LowLatencyDispatchArgs& args,
-                                     LowLatencyHalf half, BlockMemory memory, int num_local,
+                                     LowLatencyBuffer buffer, BlockMemory memory, int num_local,
                                      uint32_t* participants) {
   const uint32_t active = memory.active;
-  uint64_t* word = &half.state()->participants;
+  uint64_t* word = &buffer.state()->participants;
   bool ok = true;
   if (arch::block_idx() != 0) {
     uint32_t value = 0;
@@ -58,13 +58,13 @@ DC_DEVICE_COLD bool agree_on_sources(Context context, const LowLatencyDispatchAr
   if (arch::thread_idx() < kMaxRanks) memory.header->is_absent[arch::thread_idx()] = 0;
   arch::sync_block();
   if (arch::warp_idx() == 0) {
-    ok = await_announcements(context, half, memory, active, args.signature, args.out.wait_stats);
+    ok = await_announcements(context, buffer, memory, active, args.signature, args.out.wait_stats);
     const int source = arch::lane_idx();
     if (source < context.world.num_ranks && is_given_up(context, source)) {
       arch::st_relaxed_cta(&memory.header->is_absent[source], 1u);
     }
   }
-  ok = await_counts(context, args, half, memory, active, num_local, 1 + num_local) && ok;
+  ok = await_counts(context, args, buffer, memory, active, num_local, 1 + num_local) && ok;
   if (!block_agrees(ok)) return false;
   uint32_t present = 0;
   for (int source = 0; source < context.world.num_ranks; ++source) {
@@ -129,8 +129,8 @@ DC_DEVICE void report_num_tokens(const LowLatencyDispatchArgs& args, const int32
 // comes of them can be looked at before anything is known about the sources. One warp; a barrier of
 // the block is the caller's.
 template <PayloadFormat kFormat>
-DC_DEVICE void guess_tasks(const LowLatencyDispatchArgs& args, const BlockMemory& memory) {
-  TaskNumbering::make(args.world, args.shape, memory.turn, args.num_tokens)
+DC_DEVICE void forecast_tasks(const LowLatencyDispatchArgs& args, const BlockMemory& memory) {
+  TaskNumbering::make(args.world, args.shape, memory.rotation, args.num_tokens)
       .note(args.world, memory, Piece<kFormat>::kElements);
   arch::sync_warp();
   list_tasks(args.world, memory, 0);
@@ -138,7 +138,7 @@ DC_DEVICE void guess_tasks(const LowLatencyDispatchArgs& args, const BlockMemory
 
 // The route of a task that was guessed, or word that its source is not as it was guessed to be:
 // then no route need come.
-struct GuessedRouteWatch {
+struct ForecastRouteWatch {
   ArrivalWatch<Vec16> route;
   const uint64_t* announced;
   uint64_t expected;  // what it says if the guess is right
@@ -166,29 +166,30 @@ struct GroupLooks {
   RowPieces rows;
   ScalePiece<kFormat> scales;
 
-  DC_DEVICE void look(const LowLatencyDispatchArgs& args, const LowLatencyHalf& half,
+  DC_DEVICE void look(const LowLatencyDispatchArgs& args, const LowLatencyBuffer& buffer,
                       const BlockMemory& memory, const ScaleOutputs<kFormat>& outputs,
                       int num_tasks) {
     if (arch::warp_idx() < num_tasks && arch::lane_idx() < args.shape.num_topk) {
-      route = arch::ld_relaxed_sys(routes_of_task(args, half, memory) + arch::lane_idx());
+      route = arch::ld_relaxed_sys(routes_of_task(args, buffer, memory) + arch::lane_idx());
     }
     if (args.shape.num_scales > 0)
-      scales.look(args, half, memory, outputs, scales.first(), num_tasks);
-    rows.look(args, half, memory, arch::thread_idx(), num_tasks);
+      scales.look(args, buffer, memory, outputs, scales.first(), num_tasks);
+    rows.look(args, buffer, memory, arch::thread_idx(), num_tasks);
   }
   // A warp that has a guessed task: its route, while others wait for announcements and counts.
   // They are to say which rank is silent: this wait has more time.
   //   unblocked by: the source's send_routes, or its announcement of something else
   DC_DEVICE bool await_route(const Context& context, const LowLatencyDispatchArgs& args,
-                             const LowLatencyHalf& half, const BlockMemory& memory, int num_tasks) {
+                             const LowLatencyBuffer& buffer, const BlockMemory& memory,
+                             int num_tasks) {
     if (arch::warp_idx() >= num_tasks || arch::lane_idx() >= args.shape.num_topk) return true;
     if (has_arrived(route)) return true;
     const int source = source_of(memory.tasks[arch::warp_idx()]);
     const uint32_t announcement = args.signature << 16 | static_cast<uint32_t>(args.num_tokens);
-    GuessedRouteWatch watch{{routes_of_task(args, half, memory) + arch::lane_idx(), route},
-                            half.announced(args.world.rank, source),
-                            Tagged::pack(context.generation, announcement),
-                            0};
+    ForecastRouteWatch watch{{routes_of_task(args, buffer, memory) + arch::lane_idx(), route},
+                             buffer.announced(args.world.rank, source),
+                             Tagged::pack(context.generation, announcement),
+                             0};
     const WaitFor wait{Stage::kRows, Word::kRoute, source, arch::block_idx()};
     if (!await_watch(context, watch, wait, watch.expected, 2)) return false;
     route = watch.route.value;
@@ -202,11 +203,11 @@ struct GroupLooks {
   }
 };
 
-// Behind a barrier that follows guess_tasks. kRoutesEarly: routes are awaited beside announcements
+// Behind a barrier that follows forecast_tasks. kRoutesEarly: routes are awaited beside announcements
 // and counts, by threads that have no stores of rows before them.
 template <PayloadFormat kFormat, bool kRoutesEarly>
 DC_DEVICE void dispatch_receive(const Context& context, const LowLatencyDispatchArgs& args,
-                                const LowLatencyHalf& half, const BlockMemory& memory) {
+                                const LowLatencyBuffer& buffer, const BlockMemory& memory) {
   const World& world = args.world;
   const int num_warps = arch::num_warps(), warp = arch::warp_idx();
   const int num_local = args.experts.num_local_experts(world.rank);
@@ -218,18 +219,18 @@ DC_DEVICE void dispatch_receive(const Context& context, const LowLatencyDispatch
   uint32_t sources = memory.active;
   if (context.can_shrink) {
     uint32_t participants = 0;
-    if (!agree_on_sources(context, args, half, memory, num_local, &participants)) return;
+    if (!agree_on_sources(context, args, buffer, memory, num_local, &participants)) return;
     sources = participants;
   }
   GroupLooks<kFormat> looks;
-  const int num_guessed = min_of(num_warps, memory.header->first_task[world.num_ranks]);
-  looks.look(args, half, memory, outputs, num_guessed);
+  const int num_forecast = min_of(num_warps, memory.header->first_task[world.num_ranks]);
+  looks.look(args, buffer, memory, outputs, num_forecast);
   bool ok = true;
   // Routes are the first warps', counts the last ones'.
   if (warp == (kRoutesEarly ? num_warps / 3 : 0)) {
     int64_t* wait_stats =
         context.can_shrink ? nullptr : args.out.wait_stats;  // agree_on_sources has counted
-    ok = await_announcements(context, half, memory, sources, args.signature, wait_stats);
+    ok = await_announcements(context, buffer, memory, sources, args.signature, wait_stats);
     // Not if one has failed: the host then waits for the error record.
     const bool has_failed = arch::any(kFullMask, !ok);
     arch::sync_warp();
@@ -237,9 +238,9 @@ DC_DEVICE void dispatch_receive(const Context& context, const LowLatencyDispatch
       report_num_tokens(args, memory.header->num_tokens, world.num_ranks);
     }
   }
-  ok = await_counts(context, args, half, memory, sources, num_local, num_columns) && ok;
+  ok = await_counts(context, args, buffer, memory, sources, num_local, num_columns) && ok;
   if constexpr (kRoutesEarly)
-    ok = looks.await_route(context, args, half, memory, num_guessed) && ok;
+    ok = looks.await_route(context, args, buffer, memory, num_forecast) && ok;
   if (!block_agrees(ok)) return;
   note_in_block(context, TraceStep::kEntered);
   const bool is_source = arch::lane_idx() < world.num_ranks;
@@ -248,8 +249,8 @@ DC_DEVICE void dispatch_receive(const Context& context, const LowLatencyDispatch
   if (!has_looked) {
     arch::sync_block();  // the guess has been read
     if (warp == 0) {
-      const int source = is_source ? source_at(world, memory.turn, arch::lane_idx()) : 0;
-      TaskNumbering::make(world, args.shape, memory.turn, memory.header->num_tokens[source])
+      const int source = is_source ? peer_at(world, memory.rotation, arch::lane_idx()) : 0;
+      TaskNumbering::make(world, args.shape, memory.rotation, memory.header->num_tokens[source])
           .note(world, memory, Piece<kFormat>::kElements);
       arch::sync_warp();
       list_tasks(world, memory, 0);
@@ -261,13 +262,14 @@ DC_DEVICE void dispatch_receive(const Context& context, const LowLatencyDispatch
   DC_NO_UNROLL
   for (int first = 0; first < num_tasks; first += num_warps) {
     const int num_now = min_of(num_warps, num_tasks - first);
-    if (!has_looked) looks.look(args, half, memory, outputs, num_now);
+    if (!has_looked) looks.look(args, buffer, memory, outputs, num_now);
     has_looked = false;
-    if (warp < num_now) ok = find_places(context, args, half, memory, looks.route, num_local);
+    if (warp < num_now)
+      ok = find_output_rows(context, args, buffer, memory, looks.route, num_local);
     if (!block_agrees(ok)) return;
     if (args.shape.num_scales > 0)
-      ok = expand_scales<kFormat>(context, args, half, memory, outputs, looks.scales, num_now);
-    ok = ok && expand_rows<kFormat>(context, args, half, memory, looks.rows, num_now);
+      ok = expand_scales<kFormat>(context, args, buffer, memory, outputs, looks.scales, num_now);
+    ok = ok && expand_rows<kFormat>(context, args, buffer, memory, looks.rows, num_now);
     if (first + num_warps >= num_tasks) break;
     if (!block_agrees(ok)) return;  // places have been read
     if (warp == 0) list_tasks(world, memory, first + num_warps);

@@ -1,21 +1,29 @@
-// The send phase of dispatch: routes and counts, then rows straight from registers into the
-// receivers' slots. No store waits for another: every word says of itself that it has come.
+// The send phase of dispatch. dispatch_send, at the end, takes a token through these steps:
 //
-//   load: rows, experts → ranks of own tokens → rows of the first peer → counts of earlier tokens
-//   → warp: routes → block: rows of the others
+//   1 load      SendInputs: everything a block reads first, in one trip to memory
+//   2 route     TokenRouting::check: the token's experts, and the ranks that hold them
+//   3 stage     stage_row: few tokens; the row, encoded, in shared memory
+//   4 credit    await_credit (block.cuh): the peers have read the buffer
+//   5 begin     send_stage or send_first_pieces: the first peer's row, to keep its link busy
+//   6 count     count_and_send: counts to all peers (last block); ordinals of the block's own tokens
+//   7 routes    send_routes: where the token belongs, to all peers
+//   8 rows      send_rest_of_stage or send_rows: the rows of the other peers
 //
-// All that a block reads is loaded at its begin, in one trip to memory. Routes go before most rows:
-// they are few, and the receiver finds the places of rows while the rows are on the links.
+// Routes are sent before most rows. They are short, and the receiver looks up output rows while
+// payload is still on the links. No store waits for another: each word tells by itself that it has
+// arrived (sync/arrival.cuh).
 #pragma once
 
 #include "device/low_latency/block.cuh"
 
 namespace deep_comm {
 
-// A warp's own token: its selections by lane, and where it goes.
+// ---- 2: route -----------------------------------------------------------------------------------
+
+// The token of one warp: its top-k entries by lane.
 struct TokenRouting {
-  RawExperts<2> raw;  // of selections lane and lane + 32
-  int experts[2];     // the same, checked; -1: none
+  RawExperts<2> raw;  // of entries lane and lane + 32
+  int experts[2];     // the same after check; -1: none
   float weights[2];
 
   DC_DEVICE static TokenRouting load(const LowLatencyDispatchArgs& args, int token) {
@@ -32,7 +40,7 @@ struct TokenRouting {
     }
     return routing;
   }
-  // Reports what lies out of range; notes the experts and their ranks for the block.
+  // Reports an index out of range. Notes the experts, and a mask of their ranks, for the block.
   DC_DEVICE void check(const Context& context, const LowLatencyDispatchArgs& args,
                        const BlockMemory& memory, int token) {
     const int num_topk = args.shape.num_topk, warp = arch::warp_idx();
@@ -51,7 +59,7 @@ struct TokenRouting {
     mask = warp_or(mask);
     if (arch::lane_idx() == 0) memory.masks[warp] = mask;
   }
-  // A whole warp: of selection k.
+  // The whole warp: the value of entry k.
   template <class T>
   DC_DEVICE static T of(const T (&values)[2], int k) {
     const T low = arch::shfl(kFullMask, values[0], k % kWarpSize);
@@ -60,14 +68,16 @@ struct TokenRouting {
   }
 };
 
-// Tokens whose experts the staging holds at once.
-DC_DEVICE int num_staged_tokens(const LowLatencyDispatchArgs& args) {
-  return args.shape.by_topk.quotient(BlockMemory::num_staged(arch::num_warps()));
+// ---- 1: load ------------------------------------------------------------------------------------
+
+// Tokens whose experts fit into BlockMemory::expert_batch.
+DC_DEVICE int num_batch_tokens(const LowLatencyDispatchArgs& args) {
+  return args.shape.by_topk.quotient(BlockMemory::batch_size(arch::num_warps()));
 }
 
-// A thread's part of the experts of tokens [begin, end), at most num_staged_tokens.
-struct StagedExperts {
-  RawExperts<BlockMemory::kStagedPerThread> raw;
+// A thread's part of the experts of tokens [begin, end), at most num_batch_tokens of them.
+struct ExpertBatch {
+  RawExperts<BlockMemory::kExpertsPerThread> raw;
 
   DC_DEVICE void load(const LowLatencyDispatchArgs& args, int begin, int end) {
     const int64_t num_topk = args.shape.num_topk;
@@ -76,90 +86,48 @@ struct StagedExperts {
   }
   DC_DEVICE void store(const LowLatencyDispatchArgs& args, const BlockMemory& memory) const {
     DC_UNROLL
-    for (int step = 0; step < BlockMemory::kStagedPerThread; ++step) {
+    for (int step = 0; step < BlockMemory::kExpertsPerThread; ++step) {
       const int expert = raw.get(step);
       const bool is_valid = expert >= 0 && expert < args.shape.num_experts;
-      memory.staged[arch::thread_idx() + step * arch::num_threads()] = is_valid ? expert : -1;
+      memory.expert_batch[arch::thread_idx() + step * arch::num_threads()] = is_valid ? expert : -1;
     }
   }
 };
 
-DC_DEVICE void zero_counters(const LowLatencyDispatchArgs& args, const BlockMemory& memory) {
-  DC_NO_UNROLL
-  for (int idx = arch::thread_idx(); idx < args.shape.num_experts + args.world.num_ranks;
-       idx += arch::num_threads()) {
-    memory.counters[idx] = 0;
-  }
-}
-
-// The block counts whole tokens: counters[e] that select expert e, counters[E
-// + r] that go to rank r.
-DC_DEVICE void count_entries(const LowLatencyDispatchArgs& args, uint32_t* counters,
-                             const int32_t* experts, int num_tokens) {
-  const int num_topk = args.shape.num_topk;
-  DC_NO_UNROLL
-  for (int idx = arch::thread_idx(); idx < num_tokens * num_topk; idx += arch::num_threads()) {
-    const int expert = experts[idx];
-    if (expert < 0) continue;
-    const int rank = args.experts.rank_of(expert);
-    const int first_expert = args.experts.first_expert(rank),
-              end_expert = args.experts.first_expert(rank + 1);
-    bool is_repeat = false,
-         is_first = args.out.is_compact;  // of this token's on that expert, on that rank
-    DC_UNROLL_BY(4)
-    for (int other = args.shape.by_topk.quotient(idx) * num_topk; other < idx; ++other) {
-      const int other_expert = experts[other];
-      is_repeat |= other_expert == expert;
-      is_first &= other_expert < first_expert || other_expert >= end_expert;
-    }
-    if (!is_repeat) arch::atomic_add_relaxed_cta(&counters[expert], 1u);
-    if (is_first) arch::atomic_add_relaxed_cta(&counters[args.shape.num_experts + rank], 1u);
-  }
-}
-
-// The same of tokens [begin, end). The staging holds the first num_staged of them. A barrier of the
-// block before and behind it is the caller's.
-DC_DEVICE void count_tokens(const LowLatencyDispatchArgs& args, const BlockMemory& memory,
-                            int begin, int end, int num_staged) {
-  DC_NO_UNROLL
-  while (begin < end) {
-    if (num_staged == 0) {
-      num_staged = num_staged_tokens(args);
-      StagedExperts staged;
-      staged.load(args, begin, min_of(end, begin + num_staged));
-      staged.store(args, memory);
-      arch::sync_block();
-    }
-    count_entries(args, memory.counters, memory.staged, min_of(end - begin, num_staged));
-    begin += num_staged;
-    num_staged = 0;
-    if (begin < end) arch::sync_block();  // has been read
-  }
-}
-
-// Every thread's first piece, encoded, to the first peer: so the links have work while the block
-// counts. More than that would hold up counts and routes.
+// What the send phase loads before it does anything with one of the values.
 template <PayloadFormat kFormat>
-DC_DEVICE void send_first_pieces(const LowLatencyDispatchArgs& args, const LowLatencyHalf& half,
-                                 const LowLatencyShare& share, const BlockMemory& memory,
-                                 Piece<kFormat>& first) {
-  const World& world = args.world;
-  const int num_pieces = share.num_columns() / Piece<kFormat>::kElements;
-  const int num_total = min_of(share.num_tokens(), arch::num_warps()) * num_pieces;
-  // As in send_rows: encoding takes the whole warp.
-  if (arch::warp_idx() * kWarpSize >= num_total) return;
-  first.encode(args.round_scale, args.global_scale);
-  const int idx = arch::thread_idx(), peer = source_at(world, memory.turn, 0);
-  if (idx >= num_total) return;
-  const Position position = Position::of(idx, Divisor::make(num_pieces), num_pieces);
-  if (((memory.masks[position.row] & memory.active) >> peer & 1u) == 0) return;
-  first.send(half.slot(peer, world.rank, share.begin + position.row), args.shape.row_bytes,
-             share.column_begin / Piece<kFormat>::kElements + position.column);
-}
+struct SendInputs {
+  LowLatencyShare share;
+  Piece<kFormat> first;  // the piece of x that this thread sends first
+  TokenRouting routing;  // of this warp's first token
+  ExpertBatch batch;     // of this rank's first tokens, to be counted
 
-// Of a block that has at most one token: its columns as they travel, in shared memory. From there
-// the bulk-copy engine moves them to all peers at once, and nothing that the block loads waits
-// behind stores that wait for the links. A barrier of the block behind it is the caller's.
+  DC_DEVICE static SendInputs load(const LowLatencyDispatchArgs& args,
+                                   const LowLatencyShare& share) {
+    SendInputs inputs{};
+    inputs.share = share;
+    const int num_warps = arch::num_warps(), num_tokens = min_of(share.num_tokens(), num_warps);
+    const int num_pieces = share.num_columns() / Piece<kFormat>::kElements;
+    if (arch::warp_idx() < num_tokens) {
+      inputs.routing = TokenRouting::load(args, share.begin + arch::warp_idx());
+    }
+    if (arch::thread_idx() < num_tokens * num_pieces) {
+      const Position position =
+          Position::of(arch::thread_idx(), Divisor::make(num_pieces), num_pieces);
+      inputs.first.load(args.x + static_cast<size_t>(share.begin + position.row) *
+                                     args.shape.hidden * sizeof(Bf16),
+                        share.column_begin / Piece<kFormat>::kElements + position.column);
+    }
+    inputs.batch.load(args, 0, min_of(args.num_tokens, num_batch_tokens(args)));
+    return inputs;
+  }
+};
+
+// ---- 3 and 5, staged rows: bulk copies from shared memory ---------------------------------------
+
+// A block with at most one token encodes the token's columns into shared memory. The bulk-copy
+// engine sends them from there, so no later load of the block waits behind stores to busy links.
+// The caller follows it with a barrier of the block.
 // `first`: as SendInputs has loaded it.
 template <PayloadFormat kFormat>
 DC_DEVICE void stage_row(const LowLatencyDispatchArgs& args, const LowLatencyShare& share,
@@ -168,7 +136,7 @@ DC_DEVICE void stage_row(const LowLatencyDispatchArgs& args, const LowLatencySha
   const int first_piece = share.column_begin / PieceType::kElements;
   const int num_pieces = share.num_tokens() * share.num_columns() / PieceType::kElements;
   PieceType loaded = first;
-  // Bounds by warp, not by thread: encoding takes the whole warp.
+  // The bounds are those of whole warps: encoding needs all lanes.
   DC_NO_UNROLL
   for (int base = arch::warp_idx() * kWarpSize; base < num_pieces; base += arch::num_threads()) {
     const int idx = base + arch::lane_idx();
@@ -184,14 +152,14 @@ DC_DEVICE void stage_row(const LowLatencyDispatchArgs& args, const LowLatencySha
   arch::fence_proxy_async_shared();  // before the bulk copies that read them
 }
 
-// A lane: the copies for a peer, under way together with those of other lanes. The kernel awaits
-// them at its end.
-DC_DEVICE void copy_stage(const LowLatencyDispatchArgs& args, const LowLatencyHalf& half,
+// One lane copies the stage to a peer, while other lanes copy it to others. The kernel waits for
+// the copies at its end.
+DC_DEVICE void copy_stage(const LowLatencyDispatchArgs& args, const LowLatencyBuffer& buffer,
                           const LowLatencyShare& share, const BlockMemory& memory, int peer) {
   const World& world = args.world;
   const LowLatencyShape& shape = args.shape;
   if (((memory.masks[0] & memory.active) >> peer & 1u) == 0) return;
-  uint8_t* slot = half.slot(peer, world.rank, share.begin);
+  uint8_t* slot = buffer.slot(peer, world.rank, share.begin);
   // pairs with: take_arrival in expand_rows and expand_scales — nothing but the words themselves.
   const auto copy = [&](uint32_t offset, uint32_t num_bytes) {
     arch::bulk_store(slot + offset, memory.stage + offset, num_bytes);
@@ -206,70 +174,149 @@ DC_DEVICE void copy_stage(const LowLatencyDispatchArgs& args, const LowLatencyHa
   arch::bulk_commit();
 }
 
-// The last warp: copies for all peers, or of rows for the first: more of them would hold up counts
-// and routes.
+// The last warp. Strips are copied to all peers. Whole rows go to the first peer only: more of them
+// would delay counts and routes.
 template <DispatchRows kRows>
-DC_DEVICE void send_stage(const LowLatencyDispatchArgs& args, const LowLatencyHalf& half,
+DC_DEVICE void send_stage(const LowLatencyDispatchArgs& args, const LowLatencyBuffer& buffer,
                           const LowLatencyShare& share, const BlockMemory& memory) {
   const World& world = args.world;
-  const int position = arch::lane_idx();
+  const int peer_order = arch::lane_idx();
   if (arch::warp_idx() != arch::num_warps() - 1 || share.num_tokens() == 0) return;
   if constexpr (kRows == DispatchRows::kWhole) {
-    if (position == 0) copy_stage(args, half, share, memory, source_at(world, memory.turn, 0));
-  } else if (position < world.num_ranks) {
-    const int peer = source_at(world, turn_of_block(world), position);
-    copy_stage(args, half, share, memory, peer);
+    if (peer_order == 0)
+      copy_stage(args, buffer, share, memory, peer_at(world, memory.rotation, 0));
+  } else if (peer_order < world.num_ranks) {
+    const int peer = peer_at(world, block_rotation(world), peer_order);
+    copy_stage(args, buffer, share, memory, peer);
   }
 }
 
-// The warp that has sent the routes of the row: copies for the other peers.
-DC_DEVICE void send_rest_of_stage(const LowLatencyDispatchArgs& args, const LowLatencyHalf& half,
-                                  const LowLatencyShare& share, const BlockMemory& memory) {
-  const int position = arch::lane_idx() + 1;
-  if (position >= args.world.num_ranks) return;
-  copy_stage(args, half, share, memory, source_at(args.world, memory.turn, position));
-}
+// ---- 5, other rows: stores of threads -----------------------------------------------------------
 
-// The block moves its columns of tokens [begin, end), one piece a thread. With has_first, `first`
-// is the piece that this thread moves first, which send_first_pieces has encoded and sent.
+// Every thread encodes its first piece and sends it to the first peer, to give the link work while
+// the block counts. More pieces would delay counts and routes.
 template <PayloadFormat kFormat>
-DC_DEVICE void send_rows(const LowLatencyDispatchArgs& args, const LowLatencyHalf& half,
-                         const LowLatencyShare& share, const BlockMemory& memory, int begin,
-                         int end, const Piece<kFormat>& first, bool has_first) {
-  using PieceType = Piece<kFormat>;
+DC_DEVICE void send_first_pieces(const LowLatencyDispatchArgs& args, const LowLatencyBuffer& buffer,
+                                 const LowLatencyShare& share, const BlockMemory& memory,
+                                 Piece<kFormat>& first) {
   const World& world = args.world;
-  const int num_pieces = share.num_columns() / PieceType::kElements;
-  const Divisor by_pieces = Divisor::make(num_pieces);
-  const int first_piece = share.column_begin / PieceType::kElements;
-  const int num_total = (end - begin) * num_pieces;
-  // Bounds by warp, not by thread: encoding takes the whole warp.
+  const int num_pieces = share.num_columns() / Piece<kFormat>::kElements;
+  const int num_total = min_of(share.num_tokens(), arch::num_warps()) * num_pieces;
+  // As in send_rows: encoding needs all lanes.
+  if (arch::warp_idx() * kWarpSize >= num_total) return;
+  first.encode(args.round_scale, args.global_scale);
+  const int idx = arch::thread_idx(), peer = peer_at(world, memory.rotation, 0);
+  if (idx >= num_total) return;
+  const Position position = Position::of(idx, Divisor::make(num_pieces), num_pieces);
+  if (((memory.masks[position.row] & memory.active) >> peer & 1u) == 0) return;
+  first.send(buffer.slot(peer, world.rank, share.begin + position.row), args.shape.row_bytes,
+             share.column_begin / Piece<kFormat>::kElements + position.column);
+}
+
+// ---- 6: count -----------------------------------------------------------------------------------
+
+DC_DEVICE void zero_counters(const LowLatencyDispatchArgs& args, const BlockMemory& memory) {
   DC_NO_UNROLL
-  for (int base = arch::warp_idx() * kWarpSize; base < num_total; base += arch::num_threads()) {
-    const int idx = base + arch::lane_idx();
-    const bool has_piece = idx < num_total;
-    const Position position = Position::of(has_piece ? idx : 0, by_pieces, num_pieces);
-    const int token = begin + position.row, piece = first_piece + position.column;
-    PieceType loaded = first;
-    const int first_step = has_first ? 1 : 0;
-    if (!has_first) {
-      loaded.load(args.x + static_cast<size_t>(token) * args.shape.hidden * sizeof(Bf16), piece);
-      loaded.encode(args.round_scale, args.global_scale);
-    }
-    has_first = false;
-    if (!has_piece) continue;
-    const uint32_t mask = memory.masks[position.row] & memory.active;
-    DC_NO_UNROLL
-    for (int step = first_step; step < world.num_ranks; ++step) {
-      // Each rank begins with another destination, so that none is hit by all at once.
-      const int peer = source_at(world, memory.turn, step);
-      if ((mask >> peer & 1u) == 0) continue;
-      loaded.send(half.slot(peer, world.rank, token), args.shape.row_bytes, piece);
-    }
+  for (int idx = arch::thread_idx(); idx < args.shape.num_experts + args.world.num_ranks;
+       idx += arch::num_threads()) {
+    memory.counters[idx] = 0;
   }
 }
 
-// One warp: the routes of its token, to every rank: the others learn that it does not come.
-DC_DEVICE void send_routes(const LowLatencyDispatchArgs& args, const LowLatencyHalf& half,
+// The block counts whole tokens. counters[e]: those that select expert e. counters[E + r], compact
+// only: those that are sent to rank r.
+DC_DEVICE void count_entries(const LowLatencyDispatchArgs& args, uint32_t* counters,
+                             const int32_t* experts, int num_tokens) {
+  const int num_topk = args.shape.num_topk;
+  DC_NO_UNROLL
+  for (int idx = arch::thread_idx(); idx < num_tokens * num_topk; idx += arch::num_threads()) {
+    const int expert = experts[idx];
+    if (expert < 0) continue;
+    const int rank = args.experts.rank_of(expert);
+    const int first_expert = args.experts.first_expert(rank),
+              end_expert = args.experts.first_expert(rank + 1);
+    // Among this token's entries: an earlier one has the same expert; none has the same rank.
+    bool is_repeat = false, is_first = args.out.is_compact;
+    DC_UNROLL_BY(4)
+    for (int other = args.shape.by_topk.quotient(idx) * num_topk; other < idx; ++other) {
+      const int other_expert = experts[other];
+      is_repeat |= other_expert == expert;
+      is_first &= other_expert < first_expert || other_expert >= end_expert;
+    }
+    if (!is_repeat) arch::atomic_add_relaxed_cta(&counters[expert], 1u);
+    if (is_first) arch::atomic_add_relaxed_cta(&counters[args.shape.num_experts + rank], 1u);
+  }
+}
+
+// The block counts tokens [0, num_tokens), batch by batch. The first num_loaded of them are in
+// expert_batch. The caller has a barrier of the block before it and after it.
+DC_DEVICE void count_tokens(const LowLatencyDispatchArgs& args, const BlockMemory& memory,
+                            int num_tokens, int num_loaded) {
+  int begin = 0;
+  DC_NO_UNROLL
+  while (begin < num_tokens) {
+    if (num_loaded == 0) {
+      num_loaded = num_batch_tokens(args);
+      ExpertBatch batch;
+      batch.load(args, begin, min_of(num_tokens, begin + num_loaded));
+      batch.store(args, memory);
+      arch::sync_block();
+    }
+    count_entries(args, memory.counters, memory.expert_batch,
+                  min_of(num_tokens - begin, num_loaded));
+    begin += num_loaded;
+    num_loaded = 0;
+    if (begin < num_tokens) arch::sync_block();  // the batch has been read
+  }
+}
+
+// The block, when its counters hold all tokens: what each rank, and each of its experts, will get.
+DC_DEVICE void send_counts(const Context& context, const LowLatencyDispatchArgs& args,
+                           const LowLatencyBuffer& buffer, const BlockMemory& memory) {
+  const World& world = args.world;
+  const int num_experts = args.shape.num_experts;
+  for (int idx = arch::thread_idx(); idx < num_experts + world.num_ranks;
+       idx += arch::num_threads()) {
+    const bool is_expert = idx < num_experts;
+    const int peer = is_expert ? args.experts.rank_of(idx) : idx - num_experts;
+    if (!is_active(memory, peer)) continue;
+    const int column = is_expert ? 1 + idx - args.experts.first_expert(peer) : 0;
+    // pairs with: await_counts at the peer — nothing but the word itself.
+    arch::st_relaxed_sys(buffer.counts(peer, world.rank) + column,
+                         Tagged::pack(context.generation, memory.counters[idx]));
+  }
+}
+
+// Two rounds: the last block counts all tokens of this rank and sends the counts; then every block
+// counts the tokens before its share, where the ordinals of its own tokens begin. Both rounds share
+// one loop body: a launch fetches its code anew, so it should be fetched once.
+DC_DEVICE void count_and_send(const Context& context, const LowLatencyDispatchArgs& args,
+                              const LowLatencyBuffer& buffer, const LowLatencyShare& share,
+                              const BlockMemory& memory, int num_loaded) {
+  constexpr int kAllTokens = 0, kTokensBefore = 1;
+  const bool is_last_block = arch::block_idx() == arch::num_blocks() - 1;
+  bool has_first_batch = true;  // expert_batch still holds the first num_loaded tokens
+  DC_NO_UNROLL
+  for (int round = is_last_block ? kAllTokens : kTokensBefore; round <= kTokensBefore; ++round) {
+    const int num_counted = round == kAllTokens ? args.num_tokens : share.begin;
+    if (round == kTokensBefore && num_counted == 0) return;
+    count_tokens(args, memory, num_counted, has_first_batch ? num_loaded : 0);
+    arch::sync_block();
+    if (round == kTokensBefore) return;
+    send_counts(context, args, buffer, memory);
+    arch::sync_block();
+    note_in_block(context, TraceStep::kCounted);
+    zero_counters(args, memory);
+    arch::sync_block();
+    has_first_batch = num_loaded == args.num_tokens;
+  }
+}
+
+// ---- 7: routes ----------------------------------------------------------------------------------
+
+// One warp sends the routes of its token to every rank. A rank that the token does not go to learns
+// that from them.
+DC_DEVICE void send_routes(const LowLatencyDispatchArgs& args, const LowLatencyBuffer& buffer,
                            const BlockMemory& memory, const TokenRouting& routing, int token_idx) {
   const World& world = args.world;
   const int num_topk = args.shape.num_topk, num_experts = args.shape.num_experts;
@@ -281,7 +328,7 @@ DC_DEVICE void send_routes(const LowLatencyDispatchArgs& args, const LowLatencyH
     const int k = lane + part * kWarpSize, expert = routing.experts[part];
     if (k >= num_topk || expert < 0) continue;
     uint32_t ordinal = memory.counters[expert];
-    // Tokens of the other warps that come before this one.
+    // Tokens of other warps of the block that come before this one.
     DC_NO_UNROLL
     for (const int32_t* other = memory.own_experts; other < own; other += num_topk) {
       bool selects = false;
@@ -315,96 +362,85 @@ DC_DEVICE void send_routes(const LowLatencyDispatchArgs& args, const LowLatencyH
     const bool is_there = expert >= 0 && local >= 0 && local < args.experts.num_local_experts(peer);
     const Route route =
         is_there ? Route{local, ordinal, weight, my_row} : Route{-1, 0, 0.0f, my_row};
-    // pairs with: take_arrival in find_places at the peer — nothing but the words themselves.
-    arch::st_relaxed_sys(half.routes(peer, world.rank, arch::block_idx(), token_idx) + k,
+    // pairs with: take_arrival in find_output_rows at the peer — nothing but the words themselves.
+    arch::st_relaxed_sys(buffer.routes(peer, world.rank, arch::block_idx(), token_idx) + k,
                          route.pack());
   }
 }
 
-// The block, when its counters hold all tokens: what each rank, and each of its experts, will get.
-DC_DEVICE void send_counts(const Context& context, const LowLatencyDispatchArgs& args,
-                           const LowLatencyHalf& half, const BlockMemory& memory) {
+// ---- 8: rows ------------------------------------------------------------------------------------
+
+// Whole rows, the warp that has sent the routes: copies for the other peers.
+DC_DEVICE void send_rest_of_stage(const LowLatencyDispatchArgs& args,
+                                  const LowLatencyBuffer& buffer, const LowLatencyShare& share,
+                                  const BlockMemory& memory) {
+  const int peer_order = arch::lane_idx() + 1;
+  if (peer_order >= args.world.num_ranks) return;
+  copy_stage(args, buffer, share, memory, peer_at(args.world, memory.rotation, peer_order));
+}
+
+// The block sends its columns of tokens [begin, end), one piece per thread at a time. With has_first
+// this thread has loaded and encoded its first piece (`first`) and sent it to the first peer.
+template <PayloadFormat kFormat>
+DC_DEVICE void send_rows(const LowLatencyDispatchArgs& args, const LowLatencyBuffer& buffer,
+                         const LowLatencyShare& share, const BlockMemory& memory, int begin,
+                         int end, const Piece<kFormat>& first, bool has_first) {
+  using PieceType = Piece<kFormat>;
   const World& world = args.world;
-  const int num_experts = args.shape.num_experts;
-  for (int idx = arch::thread_idx(); idx < num_experts + world.num_ranks;
-       idx += arch::num_threads()) {
-    const bool is_expert = idx < num_experts;
-    const int peer = is_expert ? args.experts.rank_of(idx) : idx - num_experts;
-    if (!is_active(memory, peer)) continue;
-    const int place = is_expert ? 1 + idx - args.experts.first_expert(peer) : 0;
-    // pairs with: await_counts at the peer — nothing but the word itself.
-    arch::st_relaxed_sys(half.counts(peer, world.rank) + place,
-                         Tagged::pack(context.generation, memory.counters[idx]));
+  const int num_pieces = share.num_columns() / PieceType::kElements;
+  const Divisor by_pieces = Divisor::make(num_pieces);
+  const int first_piece = share.column_begin / PieceType::kElements;
+  const int num_total = (end - begin) * num_pieces;
+  // The bounds are those of whole warps: encoding needs all lanes.
+  DC_NO_UNROLL
+  for (int base = arch::warp_idx() * kWarpSize; base < num_total; base += arch::num_threads()) {
+    const int idx = base + arch::lane_idx();
+    const bool has_piece = idx < num_total;
+    const Position position = Position::of(has_piece ? idx : 0, by_pieces, num_pieces);
+    const int token = begin + position.row, piece = first_piece + position.column;
+    PieceType loaded = first;
+    const int first_peer = has_first ? 1 : 0;
+    if (!has_first) {
+      loaded.load(args.x + static_cast<size_t>(token) * args.shape.hidden * sizeof(Bf16), piece);
+      loaded.encode(args.round_scale, args.global_scale);
+    }
+    has_first = false;
+    if (!has_piece) continue;
+    const uint32_t mask = memory.masks[position.row] & memory.active;
+    DC_NO_UNROLL
+    for (int peer_order = first_peer; peer_order < world.num_ranks; ++peer_order) {
+      const int peer = peer_at(world, memory.rotation, peer_order);
+      if ((mask >> peer & 1u) == 0) continue;
+      loaded.send(buffer.slot(peer, world.rank, token), args.shape.row_bytes, piece);
+    }
   }
 }
 
-// What the send phase loads at its begin.
-template <PayloadFormat kFormat>
-struct SendInputs {
-  LowLatencyShare share;
-  Piece<kFormat> first;  // that this thread moves first
-  TokenRouting routing;  // of this warp's first token
-  StagedExperts staged;  // of the rank's first tokens
-
-  DC_DEVICE static SendInputs load(const LowLatencyDispatchArgs& args,
-                                   const LowLatencyShare& share) {
-    SendInputs inputs{};
-    inputs.share = share;
-    const int num_warps = arch::num_warps(), num_tokens = min_of(share.num_tokens(), num_warps);
-    const int num_pieces = share.num_columns() / Piece<kFormat>::kElements;
-    if (arch::warp_idx() < num_tokens) {
-      inputs.routing = TokenRouting::load(args, share.begin + arch::warp_idx());
-    }
-    if (arch::thread_idx() < num_tokens * num_pieces) {
-      const Position position =
-          Position::of(arch::thread_idx(), Divisor::make(num_pieces), num_pieces);
-      inputs.first.load(args.x + static_cast<size_t>(share.begin + position.row) *
-                                     args.shape.hidden * sizeof(Bf16),
-                        share.column_begin / Piece<kFormat>::kElements + position.column);
-    }
-    inputs.staged.load(args, 0, min_of(args.num_tokens, num_staged_tokens(args)));
-    return inputs;
-  }
-};
+// ---- the phase ----------------------------------------------------------------------------------
 
 template <PayloadFormat kFormat, DispatchRows kRows>
 DC_DEVICE bool dispatch_send(const Context& context, const LowLatencyDispatchArgs& args,
-                             const LowLatencyHalf& half, const BlockMemory& memory,
-                             const Beginning& begin, SendInputs<kFormat>& inputs) {
-  constexpr bool kStaged = is_staged(kRows);
+                             const LowLatencyBuffer& buffer, const BlockMemory& memory,
+                             const LaunchState& launch, SendInputs<kFormat>& inputs) {
+  constexpr bool kUsesStage = uses_stage(kRows);
   const LowLatencyShare& share = inputs.share;
   const int num_warps = arch::num_warps(), warp = arch::warp_idx();
-  const int num_staged = min_of(args.num_tokens, num_staged_tokens(args));
+  const int num_loaded = min_of(args.num_tokens, num_batch_tokens(args));
   zero_counters(args, memory);
-  inputs.staged.store(args, memory);
+  inputs.batch.store(args, memory);
   if (warp < share.num_tokens()) inputs.routing.check(context, args, memory, share.begin + warp);
-  if constexpr (kStaged) stage_row<kFormat>(args, share, memory, inputs.first);
+  if constexpr (kUsesStage) stage_row<kFormat>(args, share, memory, inputs.first);
   const bool ok = !has_credit_warp() ||
-                  await_credit(context, half, memory, begin, args.signature, args.num_tokens);
+                  await_credit(context, buffer, memory, launch, args.signature, args.num_tokens);
   if (!block_agrees(ok)) return false;
-  if constexpr (kStaged) {
-    send_stage<kRows>(args, half, share, memory);
+  if constexpr (kUsesStage) {
+    send_stage<kRows>(args, buffer, share, memory);
   } else {
-    send_first_pieces<kFormat>(args, half, share, memory, inputs.first);
+    send_first_pieces<kFormat>(args, buffer, share, memory, inputs.first);
   }
-  number_records(context, half, args.phases, begin);
-  // The last block counts all tokens, for the counts; then every block those before its own.
-  const bool is_last = arch::block_idx() == arch::num_blocks() - 1;
-  bool is_staged = true;
-  DC_NO_UNROLL
-  for (int pass = is_last ? 0 : 1; pass < 2; ++pass) {
-    const int num_counted = pass == 0 ? args.num_tokens : share.begin;
-    if (pass == 1 && num_counted == 0) break;
-    count_tokens(args, memory, 0, num_counted, is_staged ? num_staged : 0);
-    arch::sync_block();
-    if (pass == 1) break;
-    send_counts(context, args, half, memory);
-    arch::sync_block();
-    note_in_block(context, TraceStep::kCounted);
-    zero_counters(args, memory);
-    arch::sync_block();
-    is_staged = num_staged == args.num_tokens;
-  }
+  number_records(context, buffer, args.phases, launch);
+  count_and_send(context, args, buffer, share, memory, num_loaded);
+  // Groups of a token per warp. With a stage there is one token, hence one group.
   DC_NO_UNROLL
   for (int group = share.begin; group < share.end; group += num_warps) {
     const int group_end = min_of(group + num_warps, share.end), token = group + warp;
@@ -416,12 +452,12 @@ DC_DEVICE bool dispatch_send(const Context& context, const LowLatencyDispatchArg
       }
       arch::sync_block();
     }
-    if (token < group_end) send_routes(args, half, memory, inputs.routing, token - share.begin);
+    if (token < group_end) send_routes(args, buffer, memory, inputs.routing, token - share.begin);
     if constexpr (kRows == DispatchRows::kWhole) {
-      if (warp == 0) send_rest_of_stage(args, half, share, memory);
+      if (warp == 0) send_rest_of_stage(args, buffer, share, memory);
     }
-    if constexpr (kStaged) break;  // the row is under way, and there is no other
-    send_rows<kFormat>(args, half, share, memory, group, group_end, inputs.first, is_first);
+    if constexpr (kUsesStage) break;
+    send_rows<kFormat>(args, buffer, share, memory, group, group_end, inputs.first, is_first);
     if (group_end >= share.end) break;
     arch::sync_block();  // the counters have been read
     count_entries(args, memory.counters, memory.own_experts, group_end - group);

@@ -21,7 +21,8 @@ struct LowLatencyDispatchKernel {
   }
 };
 
-template <CombineRows kRows, bool kLogFmt = false, bool kMayShrink = true, bool kTakesTurns = false>
+template <CombineRows kRows, bool kLogFmt = false, bool kMayShrink = true,
+          bool kRotatesPeers = false>
 struct LowLatencyCombineKernel {
   using Args = LowLatencyCombineArgs;
   static constexpr Kernel kName = Kernel::kLowLatencyCombine;
@@ -29,7 +30,7 @@ struct LowLatencyCombineKernel {
   static constexpr bool kBeginsEarly = true;
   static constexpr int kMaxThreads = 448;
   DC_DEVICE static void run(const Args& args) {
-    low_latency_combine<kRows, kLogFmt, kMayShrink, kTakesTurns>(args);
+    low_latency_combine<kRows, kLogFmt, kMayShrink, kRotatesPeers>(args);
   }
 };
 

@@ -19,17 +19,17 @@ struct RailBlockMemory {
   uint32_t* counters;  // [E + 2 R] when sending, [R, 1 + L] when receiving
   // [R] receiving: of each source; combine sending: rows that came straight from it
   int32_t* num_tokens;
-  int32_t* num_handed;    // [R] rows of each source that are handed on
-  int32_t* first_task;    // [2, R + 1] by pass and position: see LowLatencyGroup::rank_at
-  int32_t* tasks;         // [warps] pack_task(source, slot)
-  int32_t* returns;       // [warps] combine: packed ReturnAddress of the warp's task
-  int32_t* num_forwards;  // [warps] ranks that the warp's message is handed on to
-  int32_t* forwards;      // [warps, kMaxRanks] local rank << 16 | slot
+  int32_t* num_forwarded;  // [R] rows of each source that are handed on
+  int32_t* first_task;     // [2, R + 1] by pass and position: see LowLatencyGroup::rank_at
+  int32_t* tasks;          // [warps] pack_task(source, slot)
+  int32_t* returns;        // [warps] combine: packed ReturnAddress of the warp's task
+  int32_t* num_forwards;   // [warps] ranks that the warp's message is handed on to
+  int32_t* forwards;       // [warps, kMaxRanks] local rank << 16 | slot
   // [warps] places of the warp's row; at the source: rows that come back for its token
-  int32_t* num_places;
-  int32_t* places;  // [warps, K] at the source: the ranks they come from
-  float* weights;   // [warps, K]
-  int32_t* slots;   // [K] sending: places[0 … K-1] are destinations, these their slots
+  int32_t* num_rows;
+  int32_t* rows;   // [warps, K] at the source: the ranks they come from
+  float* weights;  // [warps, K]
+  int32_t* slots;  // [K] sending: places[0 … K-1] are destinations, these their slots
   // Sets of ranks, with masks: those that this block found not masked when it began; and, while
   // dispatch receives, whose rows are placed.
   uint32_t* active;
@@ -55,15 +55,15 @@ struct RailBlockMemory {
     memory.counters = reinterpret_cast<uint32_t*>(memory.header + 1);
     memory.num_tokens =
         reinterpret_cast<int32_t*>(memory.counters + num_counters(shape, num_ranks));
-    memory.num_handed = memory.num_tokens + num_ranks;
-    memory.first_task = memory.num_handed + num_ranks;
+    memory.num_forwarded = memory.num_tokens + num_ranks;
+    memory.first_task = memory.num_forwarded + num_ranks;
     memory.tasks = memory.first_task + 2 * (num_ranks + 1);
     memory.returns = memory.tasks + num_warps;
     memory.num_forwards = memory.returns + num_warps;
     memory.forwards = memory.num_forwards + num_warps;
-    memory.num_places = memory.forwards + num_warps * kMaxRanks;
-    memory.places = memory.num_places + num_warps;
-    memory.weights = reinterpret_cast<float*>(memory.places + num_warps * shape.num_topk);
+    memory.num_rows = memory.forwards + num_warps * kMaxRanks;
+    memory.rows = memory.num_rows + num_warps;
+    memory.weights = reinterpret_cast<float*>(memory.rows + num_warps * shape.num_topk);
     memory.slots = reinterpret_cast<int32_t*>(memory.weights + num_warps * shape.num_topk);
     memory.active = reinterpret_cast<uint32_t*>(memory.slots + shape.num_topk);
     memory.sources = memory.active + num_set_words(num_ranks);
@@ -89,8 +89,9 @@ DC_DEVICE bool is_active(const RailContext& context, const RailBlockMemory& memo
 
 // ---- to another rank ----------------------------------------------------------------------------
 
-DC_DEVICE void send_word(const LowLatencyRailHalf& half, int peer, size_t offset, uint64_t value) {
-  send_word(half.world, half.group, peer, offset, value);
+DC_DEVICE void send_word(const LowLatencyRailBuffer& buffer, int peer, size_t offset,
+                         uint64_t value) {
+  send_word(buffer.world, buffer.group, peer, offset, value);
 }
 
 // One thread: what is stored at a rank of another node counts as if it had been put.
@@ -101,75 +102,78 @@ DC_DEVICE void count_stored(const LowLatencyGroup& group, int peer, int qp, size
 // One thread: what lies staged goes to a rank of another node. This thread, or threads
 // that it has met at a barrier, have written it. Nothing follows it: its words say of
 // themselves that they have come.
-DC_DEVICE void put_staged(const LowLatencyRailHalf& half, int peer, int qp, size_t offset,
+DC_DEVICE void put_staged(const LowLatencyRailBuffer& buffer, int peer, int qp, size_t offset,
                           size_t staged, size_t num_bytes) {
-  const LowLatencyGroup& group = half.group;
+  const LowLatencyGroup& group = buffer.group;
   // Orders the staged words before the NIC's reads of them.
   if (!arch::fault(Fault::kSkipRailFence)) arch::fence_acq_rel_sys();
-  arch::rail_put(group.port, group.first_peer + peer, qp, offset, half.own<uint8_t>(staged),
+  arch::rail_put(group.port, group.first_peer + peer, qp, offset, buffer.own<uint8_t>(staged),
                  static_cast<uint32_t>(num_bytes));
 }
 
 // The same by a whole warp.
-DC_DEVICE void put_staged_warp(const LowLatencyRailHalf& half, int peer, int qp, size_t offset,
+DC_DEVICE void put_staged_warp(const LowLatencyRailBuffer& buffer, int peer, int qp, size_t offset,
                                size_t staged, size_t num_bytes) {
-  const LowLatencyGroup& group = half.group;
+  const LowLatencyGroup& group = buffer.group;
   if (!arch::fault(Fault::kSkipRailFence)) arch::fence_acq_rel_sys();
-  arch::rail_put_warp(group.port, group.first_peer + peer, qp, offset, half.own<uint8_t>(staged),
+  arch::rail_put_warp(group.port, group.first_peer + peer, qp, offset, buffer.own<uint8_t>(staged),
                       static_cast<uint32_t>(num_bytes));
 }
 
 // ---- begin of an operation ----------------------------------------------------------------------
 
-DC_DEVICE uint32_t operation_of(const LowLatencyRailHalf& half, const Phases& phases) {
+DC_DEVICE uint32_t operation_of(const LowLatencyRailBuffer& buffer, const Phases& phases) {
   if (!phases.send) return arch::ld_weak(phases.ticket);
   return next_generation(
-      arch::ld_relaxed_gpu(&half.rail_state()->sequence[static_cast<int>(half.kind)]));
+      arch::ld_relaxed_gpu(&buffer.rail_state()->sequence[static_cast<int>(buffer.kind)]));
 }
 
 // Before the first barrier of the block. Returns the number of the last operation that
 // was sent in this half.
-DC_DEVICE uint32_t begin_block(const RailContext& context, const LowLatencyRailHalf& half,
+DC_DEVICE uint32_t begin_block(const RailContext& context, const LowLatencyRailBuffer& buffer,
                                const RailBlockMemory& memory) {
   if (context.can_shrink && arch::warp_idx() == 0) {
-    make_set(memory.active, half.group.num_ranks,
-             [&](int rank) { return rank == half.group.rank || !is_masked(context, rank); });
+    make_set(memory.active, buffer.group.num_ranks,
+             [&](int rank) { return rank == buffer.group.rank || !is_masked(context, rank); });
   }
-  for (int rank = arch::thread_idx(); rank < half.group.num_ranks; rank += arch::num_threads())
-    memory.reached[rank] = reached_segment(half.world, half.group, rank);
+  for (int rank = arch::thread_idx(); rank < buffer.group.num_ranks; rank += arch::num_threads())
+    memory.reached[rank] = reached_segment(buffer.world, buffer.group, rank);
   if (arch::thread_idx() == 0) memory.header->has_failed[0] = memory.header->has_failed[1] = 0;
-  return arch::ld_relaxed_gpu(&half.rail_state()->sent[static_cast<int>(half.kind)][half.half]);
+  return arch::ld_relaxed_gpu(
+      &buffer.rail_state()->sent[static_cast<int>(buffer.kind)][buffer.buffer_idx]);
 }
 
 // One warp: tells all ranks what earlier launches have received, if they have not been told.
-DC_DEVICE void return_credit(const RailContext& context, const LowLatencyRailHalf& half,
+DC_DEVICE void return_credit(const RailContext& context, const LowLatencyRailBuffer& buffer,
                              const RailBlockMemory& memory) {
-  const int kind = static_cast<int>(half.kind);
-  const int num_ranks = half.group.num_ranks;
-  for (int of_half = 0; of_half < 2; ++of_half) {
-    uint32_t* credited = &half.rail_state()->credited[kind][of_half];
-    const uint32_t received = arch::ld_relaxed_gpu(&half.rail_state()->received[kind][of_half]);
+  const int kind = static_cast<int>(buffer.kind);
+  const int num_ranks = buffer.group.num_ranks;
+  for (int buffer_idx = 0; buffer_idx < 2; ++buffer_idx) {
+    uint32_t* credited = &buffer.rail_state()->credited[kind][buffer_idx];
+    const uint32_t received =
+        arch::ld_relaxed_gpu(&buffer.rail_state()->received[kind][buffer_idx]);
     const bool is_new = arch::ld_relaxed_gpu(credited) != received;
     arch::sync_warp();  // all have read what one will write
     if (!is_new) continue;
     for (int position = arch::lane_idx(); position < num_ranks; position += kWarpSize) {
-      const int peer = half.group.rank_at(position);
+      const int peer = buffer.group.rank_at(position);
       if (!is_active(context, memory, peer)) continue;
       // pairs with: await_credit at the peer — reads and zeros of an earlier launch, which has
       // ended: no release needed.
-      send_word(half, peer, half.consumed(of_half, half.group.rank), Tagged::pack(received, 0));
+      send_word(buffer, peer, buffer.consumed(buffer_idx, buffer.group.rank),
+                Tagged::pack(received, 0));
     }
     if (arch::lane_idx() == 0) arch::st_relaxed_gpu(credited, received);
   }
 }
 
 // All that a launch does for the launches after it; the last block to come numbers the operation.
-DC_DEVICE void begin_operation(const RailContext& context, const LowLatencyRailHalf& half,
+DC_DEVICE void begin_operation(const RailContext& context, const LowLatencyRailBuffer& buffer,
                                const RailBlockMemory& memory, const Phases& phases) {
   if (arch::warp_idx() != arch::num_warps() - 1) return;
-  const int kind = static_cast<int>(half.kind);
-  LowLatencyRailState* state = half.rail_state();
-  if (arch::block_idx() == 0) return_credit(context, half, memory);
+  const int kind = static_cast<int>(buffer.kind);
+  LowLatencyRailState* state = buffer.rail_state();
+  if (arch::block_idx() == 0) return_credit(context, buffer, memory);
   arch::sync_warp();
   if (arch::lane_idx() != 0) return;
   const Phase phase = phases.send ? Phase::kSend : Phase::kReceive;
@@ -180,10 +184,11 @@ DC_DEVICE void begin_operation(const RailContext& context, const LowLatencyRailH
     return;
   arch::st_relaxed_gpu(num_entered, 0u);
   // Only later launches read these.
-  if (phases.receive) arch::st_relaxed_gpu(&state->received[kind][half.half], context.generation);
+  if (phases.receive)
+    arch::st_relaxed_gpu(&state->received[kind][buffer.buffer_idx], context.generation);
   if (!phases.send) return;
   arch::st_relaxed_gpu(&state->sequence[kind], context.generation);
-  arch::st_relaxed_gpu(&state->sent[kind][half.half], context.generation);
+  arch::st_relaxed_gpu(&state->sent[kind][buffer.buffer_idx], context.generation);
   if (phases.ticket != nullptr) arch::st_weak(phases.ticket, context.generation);
 }
 
@@ -192,16 +197,16 @@ DC_DEVICE void begin_operation(const RailContext& context, const LowLatencyRailH
 // places at the peers are zero.
 //   unblocked by: begin_operation of the launch that follows the peer's receive phase two
 //   operations ago; at the latest that is the one that sends this operation
-DC_DEVICE bool await_credit(const RailContext& context, const LowLatencyRailHalf& half,
+DC_DEVICE bool await_credit(const RailContext& context, const LowLatencyRailBuffer& buffer,
                             const RailBlockMemory& memory, uint32_t previous) {
   if (arch::fault(Fault::kSkipRailCredit)) return true;
   bool ok = true;
-  for (int peer = arch::lane_idx(); peer < half.group.num_ranks && ok; peer += kWarpSize) {
+  for (int peer = arch::lane_idx(); peer < buffer.group.num_ranks && ok; peer += kWarpSize) {
     if (!is_active(context, memory, peer)) continue;
     uint64_t raw = 0;
     ok = await<Scope::kSys>(
-        context, half.own<uint64_t>(half.consumed(peer)),
-        {Stage::kHalfCredit, Word::kConsumed, peer, -1}, Tagged::pack(previous, 0),
+        context, buffer.own<uint64_t>(buffer.consumed(peer)),
+        {Stage::kBufferCredit, Word::kConsumed, peer, -1}, Tagged::pack(previous, 0),
         [=](uint64_t word) { return Tagged::unpack(word).has_reached(previous); }, &raw);
     ok = ok || is_given_up(context, peer);  // what is written for it is read by nobody
   }
@@ -215,17 +220,17 @@ DC_DEVICE uint64_t announcement(const Context& context, uint32_t signature, int 
 // One warp: all sources have begun the same operation; their tokens, by source, to num_tokens. With
 // masks those in the set `sources`; others have none, nor those that are given up meanwhile. Block 0
 // counts the time for the statistics.
-DC_DEVICE bool await_announcements(const RailContext& context, const LowLatencyRailHalf& half,
+DC_DEVICE bool await_announcements(const RailContext& context, const LowLatencyRailBuffer& buffer,
                                    const uint32_t* sources, uint32_t signature, int64_t* wait_stats,
                                    int32_t* num_tokens) {
   bool ok = true;
-  for (int source = arch::lane_idx(); source < half.group.num_ranks && ok; source += kWarpSize) {
+  for (int source = arch::lane_idx(); source < buffer.group.num_ranks && ok; source += kWarpSize) {
     num_tokens[source] = 0;
     if (context.can_shrink && !is_in_set(sources, source)) continue;
     const bool is_timed = wait_stats != nullptr && arch::block_idx() == 0;
     const uint64_t start_ns = is_timed ? arch::globaltimer_ns() : 0;
     uint32_t value = 0;
-    ok = await_tagged_alone(context, half.own<uint64_t>(half.announced(source)),
+    ok = await_tagged_alone(context, buffer.own<uint64_t>(buffer.announced(source)),
                             {Stage::kAnnounced, Word::kAnnounced, source, -1}, &value);
     if (!ok) {
       ok = is_given_up(context, source);

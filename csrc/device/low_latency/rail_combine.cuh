@@ -18,7 +18,7 @@ namespace deep_comm {
 
 // Where the answers to a token lie at its source.
 template <CombineRows kRows>
-DC_DEVICE RowPlaces row_places(const LowLatencyRailCombineArgs& args) {
+DC_DEVICE ReturnRows return_rows(const LowLatencyRailCombineArgs& args) {
   return {args.can_shrink && !arch::fault(Fault::kSharedRows), args.reach.group.num_ranks,
           args.shape.num_topk, kRows == CombineRows::kSelections};
 }
@@ -37,17 +37,17 @@ DC_DEVICE TokenRanks find_ranks(const LowLatencyRailCombineArgs& args, int token
 // two operations ago is free: its rows have come back, and no rank sends those before it has read
 // all weights of a token.
 DC_DEVICE void send_weights(const RailContext& context, const LowLatencyRailCombineArgs& args,
-                            const LowLatencyRailHalf& half, const RailBlockMemory& memory) {
+                            const LowLatencyRailBuffer& buffer, const RailBlockMemory& memory) {
   const LowLatencyGroup& group = args.reach.group;
   const int num_topk = args.shape.num_topk, num_warps = arch::num_warps();
   for (int token = arch::block_idx() * num_warps + arch::warp_idx(); token < args.num_tokens;
        token += arch::num_blocks() * num_warps) {
     const TokenRanks ranks = find_ranks(args, token);
-    const size_t offset = half.weights(group.rank, token), staged = half.weights_staged(token);
+    const size_t offset = buffer.weights(group.rank, token), staged = buffer.weights_staged(token);
     for (int k = arch::lane_idx(); k < num_topk; k += kWarpSize) {
       const float weight =
           arch::ld_nc(args.topk_weights + static_cast<int64_t>(token) * num_topk + k);
-      arch::st_weak(half.own<uint64_t>(staged) + k,
+      arch::st_weak(buffer.own<uint64_t>(staged) + k,
                     Tagged::pack(context.generation, bit_cast<uint32_t>(weight)));
     }
     arch::sync_warp();
@@ -58,7 +58,7 @@ DC_DEVICE void send_weights(const RailContext& context, const LowLatencyRailComb
           !is_active(context, memory, peer))
         continue;
       // pairs with: find_summands at the peer — the words themselves.
-      put_staged(half, peer, group.data_qp(token), offset, staged, sizeof(uint64_t) * num_topk);
+      put_staged(buffer, peer, group.data_qp(token), offset, staged, sizeof(uint64_t) * num_topk);
     }
     for (int first = 0; first < num_topk; ++first) {
       const int peer = ranks.rank(first);
@@ -70,7 +70,7 @@ DC_DEVICE void send_weights(const RailContext& context, const LowLatencyRailComb
       for (int k = arch::lane_idx(); k < num_topk; k += kWarpSize) {
         // pairs with: find_summands at the peer — nothing but the word itself.
         arch::st_relaxed_sys(memory.at<uint64_t>(peer, offset) + k,
-                             arch::ld_weak(half.own<uint64_t>(staged) + k));
+                             arch::ld_weak(buffer.own<uint64_t>(staged) + k));
       }
     }
   }
@@ -79,25 +79,25 @@ DC_DEVICE void send_weights(const RailContext& context, const LowLatencyRailComb
 // One warp: the rows of its task that lie on this rank, and their weights, k ascending.
 template <CombineRows kRows>
 DC_DEVICE bool find_summands(const RailContext& context, const LowLatencyRailCombineArgs& args,
-                             const LowLatencyRailHalf& half, const RailBlockMemory& memory) {
+                             const LowLatencyRailBuffer& buffer, const RailBlockMemory& memory) {
   const LowLatencyShape& shape = args.shape;
   const int num_topk = shape.num_topk, warp = arch::warp_idx();
   const int num_columns = kRows == CombineRows::kReduced ? 1 : num_topk;
   const int source = source_of(memory.tasks[warp]);
-  const int64_t row =
+  const int64_t slot =
       static_cast<int64_t>(source) * shape.num_max_tokens + token_of(memory.tasks[warp]);
-  const int32_t packed = arch::ld_nc(args.return_addresses + row);
+  const int32_t packed = arch::ld_nc(args.return_addresses + slot);
   const bool is_answered = is_active(context, memory, source);
   const bool awaits_weights =
       kRows == CombineRows::kSums && args.recv_weights == nullptr && is_answered;
   const uint64_t* weights =
-      half.own<uint64_t>(half.weights(source, ReturnAddress::unpack(packed).token));
-  int num_places = 0;
+      buffer.own<uint64_t>(buffer.weights(source, ReturnAddress::unpack(packed).token));
+  int num_rows = 0;
   bool ok = true, has_all = is_answered;
   for (int base = 0; base < num_columns && has_all; base += kWarpSize) {
     const int k = base + arch::lane_idx();
     const bool is_column = k < num_columns;
-    const int place = is_column ? arch::ld_nc(args.places + row * num_columns + k) : -1;
+    const int row = is_column ? arch::ld_nc(args.places + slot * num_columns + k) : -1;
     uint32_t bits = 0;
     // All of them, also those for other ranks: none may come later than the credit for them.
     if (is_column && awaits_weights) {
@@ -106,26 +106,26 @@ DC_DEVICE bool find_summands(const RailContext& context, const LowLatencyRailCom
       has_all = has_all && ok;
       ok = ok || is_given_up(context, source);
     }
-    const uint32_t here = arch::ballot(kFullMask, place >= 0);
-    if (place >= 0) {
+    const uint32_t here = arch::ballot(kFullMask, row >= 0);
+    if (row >= 0) {
       const int position =
-          warp * num_topk + num_places + arch::popc(here & ((1u << arch::lane_idx()) - 1));
+          warp * num_topk + num_rows + arch::popc(here & ((1u << arch::lane_idx()) - 1));
       float weight = 1.0f;
       if (kRows == CombineRows::kSelections) {
         weight = bit_cast<float>(k);  // the source weights; it wants to know which row this is
       } else if (awaits_weights) {
         weight = bit_cast<float>(bits);
       } else if (kRows == CombineRows::kSums) {
-        weight = arch::ld_nc(args.recv_weights + row * num_topk + k);
+        weight = arch::ld_nc(args.recv_weights + slot * num_topk + k);
       }
-      memory.places[position] = place;
+      memory.rows[position] = row;
       memory.weights[position] = weight;
     }
-    num_places += arch::popc(here);
+    num_rows += arch::popc(here);
     has_all = arch::all(kFullMask, has_all);
   }
   if (arch::lane_idx() == 0) {
-    memory.num_places[warp] = has_all ? num_places : 0;  // 0: nobody to answer
+    memory.num_rows[warp] = has_all ? num_rows : 0;  // 0: nobody to answer
     memory.returns[warp] = packed;
   }
   return ok;
@@ -133,25 +133,26 @@ DC_DEVICE bool find_summands(const RailContext& context, const LowLatencyRailCom
 
 // Where a task's row goes, or is staged: `idx` of a selection, else the rank's order.
 template <CombineRows kRows>
-DC_DEVICE uint8_t* row_target(const LowLatencyRailCombineArgs& args, const LowLatencyRailHalf& half,
-                              const RailBlockMemory& memory, int task, int selection) {
+DC_DEVICE uint8_t* row_target(const LowLatencyRailCombineArgs& args,
+                              const LowLatencyRailBuffer& buffer, const RailBlockMemory& memory,
+                              int task, int selection) {
   const int32_t packed = memory.tasks[task];
   constexpr bool kSelected = kRows == CombineRows::kSelections;
   const ReturnAddress to = ReturnAddress::unpack(memory.returns[task]);
-  const RowPlaces places = row_places<kRows>(args);
+  const ReturnRows layout = return_rows<kRows>(args);
   if (memory.reached[source_of(packed)] != nullptr) {
-    return memory.at<uint8_t>(source_of(packed), half.row(places, to.token, args.reach.group.rank,
-                                                          kSelected ? selection : to.order));
+    return memory.at<uint8_t>(source_of(packed), buffer.row(layout, to.token, args.reach.group.rank,
+                                                            kSelected ? selection : to.order));
   }
-  return half.own<uint8_t>(half.row_staged(source_of(packed), token_of(packed),
-                                           kSelected ? selection : 0,
-                                           kSelected ? args.shape.num_topk : 1));
+  return buffer.own<uint8_t>(buffer.row_staged(source_of(packed), token_of(packed),
+                                               kSelected ? selection : 0,
+                                               kSelected ? args.shape.num_topk : 1));
 }
 
 // The block adds the rows of those of its warps' tasks whose sources are reached, or of the others,
 // and stores the sums with their sources, or stages them. With one rounding every row by itself.
 template <CombineRows kRows, bool kLogFmt>
-DC_DEVICE void store_sums(const LowLatencyRailCombineArgs& args, const LowLatencyRailHalf& half,
+DC_DEVICE void store_sums(const LowLatencyRailCombineArgs& args, const LowLatencyRailBuffer& buffer,
                           const RailBlockMemory& memory, const Divisor& by_vecs, int num_tasks,
                           bool is_reached) {
   using Type = Numeric<Dtype::kBfloat16>;
@@ -161,21 +162,21 @@ DC_DEVICE void store_sums(const LowLatencyRailCombineArgs& args, const LowLatenc
        idx += kVecs * arch::num_threads()) {
     const int task = by_vecs.quotient(idx), column = idx - task * num_vecs;
     if ((memory.reached[source_of(memory.tasks[task])] != nullptr) != is_reached) continue;
-    if (memory.num_places[task] == 0) continue;
+    if (memory.num_rows[task] == 0) continue;
     if constexpr (kRows == CombineRows::kSelections) {
       for (int row = task * args.shape.num_topk;
-           row < task * args.shape.num_topk + memory.num_places[task]; ++row) {
+           row < task * args.shape.num_topk + memory.num_rows[task]; ++row) {
         const uint8_t* src =
-            args.x + static_cast<size_t>(memory.places[row]) * args.shape.hidden * sizeof(Bf16);
+            args.x + static_cast<size_t>(memory.rows[row]) * args.shape.hidden * sizeof(Bf16);
         send_piece(
-            row_target<kRows>(args, half, memory, task, bit_cast<int32_t>(memory.weights[row])),
+            row_target<kRows>(args, buffer, memory, task, bit_cast<int32_t>(memory.weights[row])),
             column, arch::ld_nc(reinterpret_cast<const Vec16*>(src) + column));
       }
       continue;
     }
-    uint8_t* row = row_target<kRows>(args, half, memory, task, 0);
+    uint8_t* row = row_target<kRows>(args, buffer, memory, task, 0);
     float sum[kVecs * Type::kPerVec] = {};
-    sum_places<kVecs>(args, memory, task, column, sum);
+    sum_rows<kVecs>(args, memory, task, column, sum);
     if constexpr (kLogFmt) {
       const LogPiece piece = LogPiece::encode(sum);
       // pairs with: take_arrival in add_rows — nothing but the words themselves.
@@ -190,18 +191,18 @@ DC_DEVICE void store_sums(const LowLatencyRailCombineArgs& args, const LowLatenc
 
 // A warp, when the staged rows of its task are complete. Where they were stored it counts them.
 template <CombineRows kRows, bool kLogFmt>
-DC_DEVICE void put_rows(const LowLatencyRailCombineArgs& args, const LowLatencyRailHalf& half,
+DC_DEVICE void put_rows(const LowLatencyRailCombineArgs& args, const LowLatencyRailBuffer& buffer,
                         const RailBlockMemory& memory) {
   constexpr bool kSelected = kRows == CombineRows::kSelections;
   const LowLatencyGroup& group = args.reach.group;
   const int warp = arch::warp_idx(), num_topk = args.shape.num_topk;
   const int source = source_of(memory.tasks[warp]), slot = token_of(memory.tasks[warp]);
-  if (memory.num_places[warp] == 0) return;
-  const RowPlaces places = row_places<kRows>(args);
+  if (memory.num_rows[warp] == 0) return;
+  const ReturnRows layout = return_rows<kRows>(args);
   const ReturnAddress to = ReturnAddress::unpack(memory.returns[warp]);
   // Codes of 16 elements are 16 bytes, and 8 more behind those of the row.
-  const size_t num_bytes = kLogFmt ? half.row_bytes() / 4 * 3 : half.row_bytes();
-  const int num_rows = kSelected ? memory.num_places[warp] : 1;
+  const size_t num_bytes = kLogFmt ? buffer.row_bytes() / 4 * 3 : buffer.row_bytes();
+  const int num_rows = kSelected ? memory.num_rows[warp] : 1;
   if (memory.reached[source] != nullptr) {
     if (arch::lane_idx() == 0)
       count_stored(group, source, group.data_qp(to.token), num_rows * num_bytes);
@@ -210,30 +211,31 @@ DC_DEVICE void put_rows(const LowLatencyRailCombineArgs& args, const LowLatencyR
   for (int idx = 0; idx < num_rows; ++idx) {
     const int selection = kSelected ? bit_cast<int32_t>(memory.weights[warp * num_topk + idx]) : 0;
     // pairs with: take_arrival in add_rows at the source — the words themselves.
-    put_staged_warp(half, source, group.data_qp(to.token),
-                    half.row(places, to.token, group.rank, kSelected ? selection : to.order),
-                    half.row_staged(source, slot, selection, kSelected ? num_topk : 1), num_bytes);
+    put_staged_warp(buffer, source, group.data_qp(to.token),
+                    buffer.row(layout, to.token, group.rank, kSelected ? selection : to.order),
+                    buffer.row_staged(source, slot, selection, kSelected ? num_topk : 1),
+                    num_bytes);
   }
 }
 
 template <CombineRows kRows, bool kLogFmt>
 DC_DEVICE bool combine_send(const RailContext& context, const LowLatencyRailCombineArgs& args,
-                            const LowLatencyRailHalf& half, const RailBlockMemory& memory,
+                            const LowLatencyRailBuffer& buffer, const RailBlockMemory& memory,
                             uint32_t previous) {
   const LowLatencyGroup& group = args.reach.group;
   const int num_warps = arch::num_warps(), warp = arch::warp_idx();
   // Peers wait for the weights: they go first.
   if (kRows == CombineRows::kSums && args.recv_weights == nullptr)
-    send_weights(context, args, half, memory);
+    send_weights(context, args, buffer, memory);
   bool ok = true;
   if (warp == max_of(0, num_warps - 2)) {
-    ok = await_credit(context, half, memory, previous);
+    ok = await_credit(context, buffer, memory, previous);
     if (arch::block_idx() == 0 && arch::all(kFullMask, ok)) {
       for (int position = arch::lane_idx(); position < group.num_ranks; position += kWarpSize) {
         const int peer = group.rank_at(position);
         if (!is_active(context, memory, peer)) continue;
         // pairs with: await_announcements at the peer — nothing but the word itself.
-        send_word(half, peer, half.announced(group.rank),
+        send_word(buffer, peer, buffer.announced(group.rank),
                   announcement(context, args.signature, args.num_tokens));
       }
     }
@@ -258,14 +260,14 @@ DC_DEVICE bool combine_send(const RailContext& context, const LowLatencyRailComb
             pack_task(source, slot_of(args.shape, token_of(task), memory.num_tokens[source]));
       }
       arch::sync_warp();
-      ok = find_summands<kRows>(context, args, half, memory);
+      ok = find_summands<kRows>(context, args, buffer, memory);
     }
     if (!memory.agrees(ok)) return false;
     // What has the longer way first; and no put waits for stores over NVLink.
-    store_sums<kRows, kLogFmt>(args, half, memory, by_vecs, num_now, false);
+    store_sums<kRows, kLogFmt>(args, buffer, memory, by_vecs, num_now, false);
     arch::sync_block();
-    if (warp < num_now) put_rows<kRows, kLogFmt>(args, half, memory);
-    store_sums<kRows, kLogFmt>(args, half, memory, by_vecs, num_now, true);
+    if (warp < num_now) put_rows<kRows, kLogFmt>(args, buffer, memory);
+    store_sums<kRows, kLogFmt>(args, buffer, memory, by_vecs, num_now, true);
     arch::sync_block();  // places and weights have been read
   }
   return true;
@@ -276,8 +278,8 @@ inline constexpr int kNoRow = -1;  // of a masked rank
 // Source, one warp: the rows that come back for its token: where from, and with one rounding their
 // selections and weights.
 template <CombineRows kRows>
-DC_DEVICE void find_rows(const RailContext& context, const LowLatencyRailCombineArgs& args,
-                         const RailBlockMemory& memory, int token) {
+DC_DEVICE void find_returned_rows(const RailContext& context, const LowLatencyRailCombineArgs& args,
+                                  const RailBlockMemory& memory, int token) {
   const int num_topk = args.shape.num_topk, warp = arch::warp_idx();
   const TokenRanks ranks = find_ranks(args, token);
   int num_rows = 0;
@@ -291,19 +293,19 @@ DC_DEVICE void find_rows(const RailContext& context, const LowLatencyRailCombine
       if (is_selected) {
         const int row =
             warp * num_topk + num_rows + arch::popc(selected & ((1u << arch::lane_idx()) - 1));
-        memory.places[row] = ranks.ranks[part] << 8 | k;
+        memory.rows[row] = ranks.ranks[part] << 8 | k;
         memory.weights[row] =
             arch::ld_nc(args.topk_weights + static_cast<int64_t>(token) * num_topk + k);
       }
       num_rows += arch::popc(selected);
     } else if (ranks.is_first[part]) {
-      memory.places[warp * num_topk + ranks.order[part]] =
+      memory.rows[warp * num_topk + ranks.order[part]] =
           is_active(context, memory, ranks.ranks[part]) ? ranks.ranks[part] << 8 | ranks.order[part]
                                                         : kNoRow;
     }
   }
   if (kRows != CombineRows::kSelections) num_rows = ranks.count();
-  if (arch::lane_idx() == 0) memory.num_places[warp] = num_rows;
+  if (arch::lane_idx() == 0) memory.num_rows[warp] = num_rows;
 }
 
 // One piece of a row that came back: 8 elements, with LogFMT 16. What a thread adds up, it looks
@@ -346,7 +348,7 @@ struct ReturnedPiece {
 // The block adds the rows of tokens [begin, end) and writes the results.
 template <CombineRows kRows, bool kLogFmt>
 DC_DEVICE bool add_rows(const RailContext& context, const LowLatencyRailCombineArgs& args,
-                        const LowLatencyRailHalf& half, const LowLatencyShare& share,
+                        const LowLatencyRailBuffer& buffer, const LowLatencyShare& share,
                         const RailBlockMemory& memory, int begin, int end) {
   using Type = Numeric<Dtype::kBfloat16>;
   constexpr int kElements = kLogFmt ? LogPiece::kElements : Type::kPerVec;
@@ -358,24 +360,24 @@ DC_DEVICE bool add_rows(const RailContext& context, const LowLatencyRailCombineA
     const Position position = Position::of(idx, by_pieces, num_pieces);
     const int token = begin + position.row, piece_idx = first_piece + position.column;
     float sum[kElements] = {};
-    const int end_row = position.row * args.shape.num_topk + memory.num_places[position.row];
-    const RowPlaces places = row_places<kRows>(args);
+    const int end_row = position.row * args.shape.num_topk + memory.num_rows[position.row];
+    const ReturnRows layout = return_rows<kRows>(args);
     const auto row_of = [&](int row) {
-      const int packed = memory.places[row];
-      return half.own<uint8_t>(half.row(places, token, packed >> 8, packed & 0xff));
+      const int packed = memory.rows[row];
+      return buffer.own<uint8_t>(buffer.row(layout, token, packed >> 8, packed & 0xff));
     };
     for (int first = position.row * args.shape.num_topk; first < end_row; first += kAhead) {
       ReturnedPiece<kRows, kLogFmt> pieces[kAhead];
       DC_UNROLL
       for (int step = 0; step < kAhead; ++step) {
-        if (first + step < end_row && memory.places[first + step] != kNoRow)
+        if (first + step < end_row && memory.rows[first + step] != kNoRow)
           pieces[step].look(row_of(first + step), args.shape.hidden, piece_idx);
       }
       DC_UNROLL
       for (int step = 0; step < kAhead; ++step) {
         const int row = first + step;
-        if (row >= end_row || memory.places[row] == kNoRow) continue;
-        const int peer = memory.places[row] >> 8;
+        if (row >= end_row || memory.rows[row] == kNoRow) continue;
+        const int peer = memory.rows[row] >> 8;
         if (!pieces[step].take(context, row_of(row), args.shape.hidden, piece_idx, peer)) {
           if (!is_given_up(context, peer)) return false;
           continue;
@@ -396,7 +398,7 @@ DC_DEVICE bool add_rows(const RailContext& context, const LowLatencyRailCombineA
 
 template <CombineRows kRows, bool kLogFmt>
 DC_DEVICE void combine_receive(const RailContext& context, const LowLatencyRailCombineArgs& args,
-                               const LowLatencyRailHalf& half, const RailBlockMemory& memory) {
+                               const LowLatencyRailBuffer& buffer, const RailBlockMemory& memory) {
   const int num_warps = arch::num_warps(), warp = arch::warp_idx();
   const LowLatencyShare share = LowLatencyShare::of(args.shape, args.num_tokens, arch::block_idx());
   // A peer that waits for another's weights is not silent: who waits for its rows is more patient,
@@ -406,14 +408,14 @@ DC_DEVICE void combine_receive(const RailContext& context, const LowLatencyRailC
   bool ok = true;
   // Rows need no announcement; a rank that does something else, or nothing, is found by one block.
   if (arch::block_idx() == 0 && warp == num_warps - 1) {
-    ok = await_announcements(context, half, memory.active, args.signature, args.wait_stats,
+    ok = await_announcements(context, buffer, memory.active, args.signature, args.wait_stats,
                              memory.num_tokens);
   }
   for (int group = share.begin; group < share.end; group += num_warps) {
     const int group_end = min_of(group + num_warps, share.end);
-    if (group + warp < group_end) find_rows<kRows>(context, args, memory, group + warp);
+    if (group + warp < group_end) find_returned_rows<kRows>(context, args, memory, group + warp);
     if (!memory.agrees(ok)) return;
-    ok = add_rows<kRows, kLogFmt>(patient, args, half, share, memory, group, group_end);
+    ok = add_rows<kRows, kLogFmt>(patient, args, buffer, share, memory, group, group_end);
     if (!memory.agrees(ok)) return;  // what the warps have found has been read
   }
 }
@@ -421,19 +423,19 @@ DC_DEVICE void combine_receive(const RailContext& context, const LowLatencyRailC
 template <CombineRows kRows, bool kLogFmt>
 DC_DEVICE void low_latency_rail_combine(const LowLatencyRailCombineArgs& args) {
   const RailReach& reach = args.reach;
-  LowLatencyRailHalf half{
+  LowLatencyRailBuffer buffer{
       args.world, reach.group, reach.words, reach.region, args.shape, LowLatencyKind::kCombine, 0};
   const RailContext context = rail_context(args.world, reach, Kernel::kLowLatencyCombine,
-                                           operation_of(half, args.phases), args.can_shrink);
-  half.half = static_cast<int>(context.generation & 1u);
+                                           operation_of(buffer, args.phases), args.can_shrink);
+  buffer.buffer_idx = static_cast<int>(context.generation & 1u);
   const RailBlockMemory memory = RailBlockMemory::make(args.shape, reach.group.num_ranks);
-  const uint32_t previous = begin_block(context, half, memory);
+  const uint32_t previous = begin_block(context, buffer, memory);
   arch::sync_block();
-  begin_operation(context, half, memory, args.phases);
+  begin_operation(context, buffer, memory, args.phases);
   bool ok = true;
-  if (args.phases.send) ok = combine_send<kRows, kLogFmt>(context, args, half, memory, previous);
+  if (args.phases.send) ok = combine_send<kRows, kLogFmt>(context, args, buffer, memory, previous);
   arch::sync_block();
-  if (args.phases.receive && ok) combine_receive<kRows, kLogFmt>(context, args, half, memory);
+  if (args.phases.receive && ok) combine_receive<kRows, kLogFmt>(context, args, buffer, memory);
 }
 
 }  // namespace deep_comm

@@ -31,19 +31,19 @@ namespace deep_comm {
 template <PayloadFormat kFormat>
 DC_DEVICE void low_latency_rail_dispatch(const LowLatencyRailDispatchArgs& args) {
   const RailReach& reach = args.reach;
-  LowLatencyRailHalf half{
+  LowLatencyRailBuffer buffer{
       args.world, reach.group, reach.words, reach.region, args.shape, LowLatencyKind::kDispatch, 0};
   const RailContext context = rail_context(args.world, reach, Kernel::kLowLatencyDispatch,
-                                           operation_of(half, args.phases), args.can_shrink);
-  half.half = static_cast<int>(context.generation & 1u);
+                                           operation_of(buffer, args.phases), args.can_shrink);
+  buffer.buffer_idx = static_cast<int>(context.generation & 1u);
   const RailBlockMemory memory = RailBlockMemory::make(args.shape, reach.group.num_ranks);
-  const uint32_t previous = begin_block(context, half, memory);
+  const uint32_t previous = begin_block(context, buffer, memory);
   arch::sync_block();
-  begin_operation(context, half, memory, args.phases);
+  begin_operation(context, buffer, memory, args.phases);
   bool ok = true;
-  if (args.phases.send) ok = dispatch_send<kFormat>(context, args, half, memory, previous);
+  if (args.phases.send) ok = dispatch_send<kFormat>(context, args, buffer, memory, previous);
   arch::sync_block();  // the counters are free
-  if (args.phases.receive && ok) dispatch_receive<kFormat>(context, args, half, memory);
+  if (args.phases.receive && ok) dispatch_receive<kFormat>(context, args, buffer, memory);
 }
 
 }  // namespace deep_comm

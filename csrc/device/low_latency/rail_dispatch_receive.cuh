@@ -16,7 +16,7 @@ namespace deep_comm {
 // counters[source, 0]: rows of this rank by source, then [source, 1 + e] of local expert e; of both
 // the first num_columns. And num_handed. With masks none of one that is not in the set `sources`;
 // from block 0's own, `present`, which may be that set, those that are given up are taken.
-DC_DEVICE bool await_counts(const RailContext& context, const LowLatencyRailHalf& half,
+DC_DEVICE bool await_counts(const RailContext& context, const LowLatencyRailBuffer& buffer,
                             const RailBlockMemory& memory, const uint32_t* sources,
                             uint32_t* present, int num_local, int num_columns) {
   bool ok = true;
@@ -24,19 +24,19 @@ DC_DEVICE bool await_counts(const RailContext& context, const LowLatencyRailHalf
   using Words = LowLatencyRailWords;
   const int num_words = num_columns + 1;
   for (int idx = arch::num_threads() - 1 - arch::thread_idx();
-       idx < half.group.num_ranks * num_words && ok; idx += arch::num_threads()) {
+       idx < buffer.group.num_ranks * num_words && ok; idx += arch::num_threads()) {
     const int source = idx / num_words, word = Words::kNumRows + idx % num_words;
     uint32_t count = 0;
     if (!context.can_shrink || is_in_set(sources, source)) {
-      ok = await_tagged_alone(context, half.own<uint64_t>(half.counts(source)) + word,
+      ok = await_tagged_alone(context, buffer.own<uint64_t>(buffer.counts(source)) + word,
                               {Stage::kCounts, Word::kTokenCount, source, -1}, &count);
       if (!ok && is_given_up(context, source)) {
         ok = true;
         if (present != nullptr) take_from_set(present, source);
       }
     }
-    if (word == Words::kNumHanded) {
-      memory.num_handed[source] = static_cast<int32_t>(count);
+    if (word == Words::kNumForwarded) {
+      memory.num_forwarded[source] = static_cast<int32_t>(count);
     } else {
       const int column = word == Words::kNumRows ? 0 : 1 + word - Words::kExperts;
       memory.counters[source * (1 + num_local) + column] = count;
@@ -49,11 +49,11 @@ DC_DEVICE bool await_counts(const RailContext& context, const LowLatencyRailHalf
 // Else some could leave room for rows of a rank that falls silent, and others not. Every thread.
 // By value: see report_error.
 DC_DEVICE_COLD bool agree_on_sources(RailContext context, const LowLatencyRailDispatchArgs& args,
-                                     LowLatencyRailHalf half, RailBlockMemory memory,
+                                     LowLatencyRailBuffer buffer, RailBlockMemory memory,
                                      int num_local) {
-  const int num_ranks = half.group.num_ranks, warp = arch::warp_idx(), lane = arch::lane_idx();
+  const int num_ranks = buffer.group.num_ranks, warp = arch::warp_idx(), lane = arch::lane_idx();
   const int num_words = num_set_words(num_ranks);
-  uint64_t* words = half.own<uint64_t>(half.words.participants);
+  uint64_t* words = buffer.own<uint64_t>(buffer.words.participants);
   bool ok = true;
   if (warp == 0) {
     for (int word = lane; word < num_words; word += kWarpSize)
@@ -67,7 +67,7 @@ DC_DEVICE_COLD bool agree_on_sources(RailContext context, const LowLatencyRailDi
       uint64_t raw = 0;
       // Block 0 may be about to give up several ranks, one after another by lane.
       ok = await<Scope::kSys>(
-          context, words + word, {Stage::kParticipants, Word::kMask, half.group.rank, 0},
+          context, words + word, {Stage::kParticipants, Word::kMask, buffer.group.rank, 0},
           Tagged::pack(generation, 0),
           [=](uint64_t seen) { return Tagged::unpack(seen).generation == generation; }, &raw,
           1 + num_words);
@@ -76,14 +76,14 @@ DC_DEVICE_COLD bool agree_on_sources(RailContext context, const LowLatencyRailDi
     return memory.agrees(ok);
   }
   if (warp == 0) {
-    ok = await_announcements(context, half, memory.active, args.signature, args.out.wait_stats,
+    ok = await_announcements(context, buffer, memory.active, args.signature, args.out.wait_stats,
                              memory.num_tokens);
     for (int source = lane; source < num_ranks; source += kWarpSize) {
       if (is_in_set(memory.active, source) && is_given_up(context, source))
         take_from_set(memory.sources, source);
     }
   }
-  ok = await_counts(context, half, memory, memory.active, memory.sources, num_local,
+  ok = await_counts(context, buffer, memory, memory.active, memory.sources, num_local,
                     1 + num_local) &&
        ok;
   if (!memory.agrees(ok)) return false;
@@ -113,7 +113,7 @@ DC_DEVICE void place_sources(const LowLatencyRailDispatchArgs& args, const RailB
       *counter = num_before;
       if (is_writing && !is_expert) {
         arch::st_weak(args.num_rows + source, static_cast<int32_t>(count));
-        arch::st_weak(args.num_rows + num_ranks + source, memory.num_handed[source]);
+        arch::st_weak(args.num_rows + num_ranks + source, memory.num_forwarded[source]);
       }
       if (is_writing && has_range) {
         arch::st_weak(ranges + source,
@@ -189,7 +189,7 @@ struct TakenRoutes {
 
 // One warp: a message that came straight goes on to those ranks of this node that are to get it so.
 // Their slots go into shared memory: the row follows.
-DC_DEVICE void find_forwards(const LowLatencyGroup& group, const LowLatencyRailHalf& half,
+DC_DEVICE void find_forwards(const LowLatencyGroup& group, const LowLatencyRailBuffer& buffer,
                              const RailBlockMemory& memory, const TakenRoutes& taken,
                              const TokenRanks& ranks, const LowLatencySlot& slot, int source) {
   const int warp = arch::warp_idx();
@@ -199,7 +199,7 @@ DC_DEVICE void find_forwards(const LowLatencyGroup& group, const LowLatencyRailH
     const int peer = ranks.ranks[part];
     const SlotWord to = SlotWord::unpack(taken.words[part]);
     const bool is_forward =
-        ranks.is_first[part] && to.is_handed && group.is_near(peer) && peer != group.rank;
+        ranks.is_first[part] && to.is_forwarded && group.is_near(peer) && peer != group.rank;
     const uint32_t forwards = arch::ballot(kFullMask, is_forward);
     if (is_forward) {
       const int number = num_forwards + arch::popc(forwards & ((1u << arch::lane_idx()) - 1));
@@ -211,28 +211,28 @@ DC_DEVICE void find_forwards(const LowLatencyGroup& group, const LowLatencyRailH
   if (arch::lane_idx() == 0) memory.num_forwards[warp] = num_forwards;
   for (int number = 0; number < num_forwards; ++number) {
     const int32_t to = memory.forwards[warp * kMaxRanks + number];
-    taken.pass_on(
-        slot, half.near<uint8_t>(group.first_near + (to >> 16), half.slot(source, to & 0xffff)));
+    taken.pass_on(slot, buffer.near<uint8_t>(group.first_near + (to >> 16),
+                                             buffer.slot(source, to & 0xffff)));
   }
 }
 
 // One warp: a counted row whose message never comes: it has no places, nor gets an answer.
 DC_DEVICE void forget_row(const LowLatencyRailDispatchArgs& args, const RailBlockMemory& memory,
-                          int64_t row) {
+                          int64_t slot_idx) {
   const int num_columns = args.out.is_compact ? 1 : args.shape.num_topk, warp = arch::warp_idx();
   for (int k = arch::lane_idx(); k < num_columns; k += kWarpSize)
-    arch::st_weak(args.out.places + row * num_columns + k, -1);
+    arch::st_weak(args.out.places + slot_idx * num_columns + k, -1);
   if (arch::lane_idx() != 0) return;
-  arch::st_weak(args.return_addresses + row, ReturnAddress{0, 0}.pack());
-  memory.num_places[warp] = 0;
+  arch::st_weak(args.return_addresses + slot_idx, ReturnAddress{0, 0}.pack());
+  memory.num_rows[warp] = 0;
   memory.num_forwards[warp] = 0;
 }
 
 // One warp: the places of a row's selections, into shared memory and into the outputs, and where
 // combine sends what comes of it.
-DC_DEVICE bool find_places(const RailContext& context, const LowLatencyRailDispatchArgs& args,
-                           const LowLatencyRailHalf& half, const RailBlockMemory& memory,
-                           int32_t task, int num_local, bool is_straight) {
+DC_DEVICE bool find_output_rows(const RailContext& context, const LowLatencyRailDispatchArgs& args,
+                                const LowLatencyRailBuffer& buffer, const RailBlockMemory& memory,
+                                int32_t task, int num_local, bool is_straight) {
   const LowLatencyOutputs& out = args.out;
   const LowLatencyGroup& group = args.reach.group;
   const int num_topk = args.shape.num_topk, warp = arch::warp_idx(), source = source_of(task),
@@ -242,11 +242,11 @@ DC_DEVICE bool find_places(const RailContext& context, const LowLatencyRailDispa
   const int first_expert = map.first_expert(group.rank);
   const LowLatencySlot layout = LowLatencySlot::of(args.shape);
   const uint32_t* first_rows = memory.counters + source * (1 + num_local);
-  const int64_t row = static_cast<int64_t>(source) * args.shape.num_max_tokens + slot;
+  const int64_t slot_idx = static_cast<int64_t>(source) * args.shape.num_max_tokens + slot;
   TakenRoutes taken;
-  if (!TakenRoutes::take(context, layout, half.own<uint8_t>(half.slot(source, slot)), source,
+  if (!TakenRoutes::take(context, layout, buffer.own<uint8_t>(buffer.slot(source, slot)), source,
                          &taken)) {
-    forget_row(args, memory, row);
+    forget_row(args, memory, slot_idx);
     return is_given_up(context, source);
   }
   const TokenRanks ranks = TokenRanks::make(num_topk, [&](int /*k*/, int part) {
@@ -255,11 +255,11 @@ DC_DEVICE bool find_places(const RailContext& context, const LowLatencyRailDispa
   });
   memory.num_forwards[warp] = 0;
   arch::sync_warp();
-  if (is_straight) find_forwards(group, half, memory, taken, ranks, layout, source);
+  if (is_straight) find_forwards(group, buffer, memory, taken, ranks, layout, source);
   const int token = static_cast<int>(arch::shfl(kFullMask, taken.token, 0)) - 1,
             order = ranks.before(group.rank);
-  int num_places = 0;
-  int compact_place = 0;
+  int num_rows = 0;
+  int compact_row = 0;
   DC_UNROLL
   for (int part = 0; part < 2; ++part) {
     const int k = part * kWarpSize + arch::lane_idx();
@@ -269,24 +269,25 @@ DC_DEVICE bool find_places(const RailContext& context, const LowLatencyRailDispa
     // The first selection of a rank says which row it is there.
     const uint32_t says = arch::ballot(kFullMask, is_here && ranks.is_first[part]);
     if (says != 0) {
-      compact_place = static_cast<int>(first_rows[0]) +
-                      arch::shfl(kFullMask, route.row_ordinal, arch::ffs(says) - 1);
+      compact_row = static_cast<int>(first_rows[0]) +
+                    arch::shfl(kFullMask, route.row_ordinal, arch::ffs(says) - 1);
     }
     const uint32_t here = arch::ballot(kFullMask, is_here && !route.is_repeated());
-    int place = -1;
+    int out_row = -1;
     if (is_here && !out.is_compact) {
-      place = local * num_slots + static_cast<int>(first_rows[1 + local]) + route.row();
+      out_row = local * num_slots + static_cast<int>(first_rows[1 + local]) + route.row();
       if (!route.is_repeated()) {
-        memory.places[warp * num_topk + num_places +
-                      arch::popc(here & ((1u << arch::lane_idx()) - 1))] = place;
-        arch::st_weak(out.src_info + place, token);
+        memory
+            .rows[warp * num_topk + num_rows + arch::popc(here & ((1u << arch::lane_idx()) - 1))] =
+            out_row;
+        arch::st_weak(out.src_info + out_row, token);
       }
     }
-    num_places += arch::popc(here);
+    num_rows += arch::popc(here);
     if (k >= num_topk || out.is_compact) continue;
-    arch::st_weak(out.places + row * num_topk + k, place);
+    arch::st_weak(out.places + slot_idx * num_topk + k, out_row);
     if (out.recv_weights != nullptr) {
-      arch::st_weak(out.recv_weights + row * num_topk + k, is_here ? route.weight : 0.0f);
+      arch::st_weak(out.recv_weights + slot_idx * num_topk + k, is_here ? route.weight : 0.0f);
     }
   }
   DC_UNROLL
@@ -295,21 +296,21 @@ DC_DEVICE bool find_places(const RailContext& context, const LowLatencyRailDispa
     if (k >= num_topk || !out.is_compact) continue;
     const Route route = Route::unpack(taken.routes[part]);
     const bool is_here = ranks.ranks[part] == group.rank;
-    const int64_t position = static_cast<int64_t>(compact_place) * num_topk + k;
+    const int64_t position = static_cast<int64_t>(compact_row) * num_topk + k;
     arch::st_weak(out.compact_idx + position, is_here ? route.local_expert - first_expert : -1);
     if (out.compact_weights != nullptr) {
       arch::st_weak(out.compact_weights + position, is_here ? route.weight : 0.0f);
     }
   }
   if (arch::lane_idx() != 0) return true;
-  arch::st_weak(args.return_addresses + row, ReturnAddress{token, order}.pack());
+  arch::st_weak(args.return_addresses + slot_idx, ReturnAddress{token, order}.pack());
   if (out.is_compact) {
-    num_places = 1;
-    memory.places[warp * num_topk] = compact_place;
-    arch::st_weak(out.places + row, compact_place);
-    arch::st_weak(out.src_info + compact_place, token);
+    num_rows = 1;
+    memory.rows[warp * num_topk] = compact_row;
+    arch::st_weak(out.places + slot_idx, compact_row);
+    arch::st_weak(out.src_info + compact_row, token);
   }
-  memory.num_places[warp] = num_places;
+  memory.num_rows[warp] = num_rows;
   return true;
 }
 
@@ -323,7 +324,7 @@ struct RailRowPieces {
   int columns[kCount];  // in 16 bytes
 
   // Piece numbers first, first + num_threads, … of num_tasks rows.
-  DC_DEVICE void look(const LowLatencyRailDispatchArgs& args, const LowLatencyRailHalf& half,
+  DC_DEVICE void look(const LowLatencyRailDispatchArgs& args, const LowLatencyRailBuffer& buffer,
                       const RailBlockMemory& memory, const Divisor& by_vecs, int first,
                       int num_tasks) {
     const LowLatencySlot slot = LowLatencySlot::of(args.shape);
@@ -336,8 +337,9 @@ struct RailRowPieces {
       tasks[step] = by_vecs.quotient(idx);
       columns[step] = idx - tasks[step] * num_vecs;
       const int32_t task = memory.tasks[tasks[step]];
-      from[step] = half.own<Vec16>(half.slot(source_of(task), token_of(task)) + slot.row_offset()) +
-                   columns[step];
+      from[step] =
+          buffer.own<Vec16>(buffer.slot(source_of(task), token_of(task)) + slot.row_offset()) +
+          columns[step];
       vecs[step] = arch::ld_relaxed_sys(from[step]);
     }
   }
@@ -347,13 +349,13 @@ struct RailRowPieces {
 // first look at the first of them.
 template <PayloadFormat kFormat>
 DC_DEVICE bool expand_rows(const RailContext& context, const LowLatencyRailDispatchArgs& args,
-                           const LowLatencyRailHalf& half, const RailBlockMemory& memory,
+                           const LowLatencyRailBuffer& buffer, const RailBlockMemory& memory,
                            const Divisor& by_vecs, RailRowPieces& pieces, int num_tasks) {
   const LowLatencyShape& shape = args.shape;
   const int num_total = num_tasks * (shape.row_bytes / static_cast<int>(sizeof(Vec16)));
   for (int base = arch::thread_idx(); base < num_total;
        base += arch::num_threads() * RailRowPieces::kCount) {
-    if (base != arch::thread_idx()) pieces.look(args, half, memory, by_vecs, base, num_tasks);
+    if (base != arch::thread_idx()) pieces.look(args, buffer, memory, by_vecs, base, num_tasks);
     DC_UNROLL
     for (int step = 0; step < RailRowPieces::kCount; ++step) {
       if (pieces.from[step] == nullptr) continue;
@@ -361,23 +363,23 @@ DC_DEVICE bool expand_rows(const RailContext& context, const LowLatencyRailDispa
       const WaitFor wait{Stage::kRows, Word::kRow, source_of(memory.tasks[task]),
                          arch::block_idx()};
       // Every message has places here: else it has been given up.
-      if (memory.num_places[task] == 0) continue;
+      if (memory.num_rows[task] == 0) continue;
       if (!take_arrival(context, pieces.from[step], wait, &pieces.vecs[step])) {
         if (!is_given_up(context, wait.peer)) return false;
         continue;  // combine answers nobody who is given up
       }
       for (int idx = 0; idx < memory.num_forwards[task]; ++idx) {
         const int32_t to = memory.forwards[task * kMaxRanks + idx];
-        const size_t slot = half.slot(source_of(memory.tasks[task]), to & 0xffff);
-        Vec16* row = half.near<Vec16>(half.group.first_near + (to >> 16),
-                                      slot + LowLatencySlot::of(shape).row_offset());
+        const size_t slot = buffer.slot(source_of(memory.tasks[task]), to & 0xffff);
+        Vec16* row = buffer.near<Vec16>(buffer.group.first_near + (to >> 16),
+                                        slot + LowLatencySlot::of(shape).row_offset());
         // pairs with: take_arrival above at that rank — nothing but the words themselves.
         arch::st_relaxed_sys(row + pieces.columns[step], pieces.vecs[step]);
       }
       const Vec16 vec = decode<kFormat>(pieces.vecs[step]);
-      for (int idx = 0; idx < memory.num_places[task]; ++idx) {
-        const size_t place = memory.places[task * shape.num_topk + idx];
-        uint8_t* row = args.out.recv_x + place * shape.row_bytes;
+      for (int idx = 0; idx < memory.num_rows[task]; ++idx) {
+        const size_t out_row = memory.rows[task * shape.num_topk + idx];
+        uint8_t* row = args.out.recv_x + out_row * shape.row_bytes;
         arch::st_streaming(reinterpret_cast<Vec16*>(row) + pieces.columns[step], vec);
       }
     }
@@ -388,7 +390,7 @@ DC_DEVICE bool expand_rows(const RailContext& context, const LowLatencyRailDispa
 // The same for their scales.
 template <PayloadFormat kFormat>
 DC_DEVICE bool expand_scales(const RailContext& context, const LowLatencyRailDispatchArgs& args,
-                             const LowLatencyRailHalf& half, const RailBlockMemory& memory,
+                             const LowLatencyRailBuffer& buffer, const RailBlockMemory& memory,
                              int num_tasks) {
   const LowLatencyShape& shape = args.shape;
   const ScaleOutputs<kFormat> outputs =
@@ -399,9 +401,9 @@ DC_DEVICE bool expand_scales(const RailContext& context, const LowLatencyRailDis
        base += arch::num_threads()) {
     const int task = base / num_outputs, output = base % num_outputs;
     const int source = source_of(memory.tasks[task]);
-    if (memory.num_places[task] == 0) continue;
-    uint32_t* scales = half.own<uint32_t>(half.slot(source, token_of(memory.tasks[task])) +
-                                          LowLatencySlot::of(shape).scales_offset());
+    if (memory.num_rows[task] == 0) continue;
+    uint32_t* scales = buffer.own<uint32_t>(buffer.slot(source, token_of(memory.tasks[task])) +
+                                            LowLatencySlot::of(shape).scales_offset());
     const WaitFor wait{Stage::kRows, Word::kScale, source, arch::block_idx()};
     uint32_t value = 0;
     for (int idx = 0; idx < outputs.num_words(output); ++idx) {
@@ -413,16 +415,16 @@ DC_DEVICE bool expand_scales(const RailContext& context, const LowLatencyRailDis
       for (int forward = 0; forward < memory.num_forwards[task]; ++forward) {
         const int32_t to = memory.forwards[task * kMaxRanks + forward];
         const size_t slot =
-            half.slot(source, to & 0xffff) + LowLatencySlot::of(shape).scales_offset();
-        uint32_t* words = half.near<uint32_t>(half.group.first_near + (to >> 16), slot);
+            buffer.slot(source, to & 0xffff) + LowLatencySlot::of(shape).scales_offset();
+        uint32_t* words = buffer.near<uint32_t>(buffer.group.first_near + (to >> 16), slot);
         // pairs with: the same take at that rank — nothing but the word itself.
         arch::st_relaxed_sys(words + outputs.first_word(output) + idx, bits);
       }
       value |= outputs.part(bits, idx);
     }
-    for (int idx = 0; idx < memory.num_places[task]; ++idx) {
-      const int place = memory.places[task * shape.num_topk + idx];
-      const int group = place / outputs.num_slots, row = place - group * outputs.num_slots;
+    for (int idx = 0; idx < memory.num_rows[task]; ++idx) {
+      const int out_row = memory.rows[task * shape.num_topk + idx];
+      const int group = out_row / outputs.num_slots, row = out_row - group * outputs.num_slots;
       arch::st_weak(
           static_cast<uint32_t*>(args.out.recv_scales) + outputs.position(group, row, output),
           value);
@@ -433,7 +435,7 @@ DC_DEVICE bool expand_scales(const RailContext& context, const LowLatencyRailDis
 
 template <PayloadFormat kFormat>
 DC_DEVICE void dispatch_receive(const RailContext& context, const LowLatencyRailDispatchArgs& args,
-                                const LowLatencyRailHalf& half, const RailBlockMemory& memory) {
+                                const LowLatencyRailBuffer& buffer, const RailBlockMemory& memory) {
   const LowLatencyGroup& group = args.reach.group;
   const int num_warps = arch::num_warps(), warp = arch::warp_idx();
   const int num_local =
@@ -443,25 +445,25 @@ DC_DEVICE void dispatch_receive(const RailContext& context, const LowLatencyRail
   bool ok = true;
   int64_t* wait_stats = args.out.wait_stats;
   if (context.can_shrink) {
-    if (!agree_on_sources(context, args, half, memory, num_local)) return;
+    if (!agree_on_sources(context, args, buffer, memory, num_local)) return;
     ++memory.num_agreements;  // it has had one
     wait_stats = nullptr;     // it has counted
   }
   if (warp == 0) {
-    ok = await_announcements(context, half, memory.sources, args.signature, wait_stats,
+    ok = await_announcements(context, buffer, memory.sources, args.signature, wait_stats,
                              memory.num_tokens);
   }
-  ok = await_counts(context, half, memory, memory.sources, nullptr, num_local, num_columns) && ok;
+  ok = await_counts(context, buffer, memory, memory.sources, nullptr, num_local, num_columns) && ok;
   if (!memory.agrees(ok)) return;
-  int32_t* first_handed = memory.first_task + group.num_ranks + 1;
+  int32_t* first_forwarded = memory.first_task + group.num_ranks + 1;
   if (warp == 0) {
     number_tasks(group, memory.first_task, [&](int source) {
       return static_cast<int>(memory.counters[source * (1 + num_local)]) -
-             memory.num_handed[source];
+             memory.num_forwarded[source];
     });
   }
   if (warp == num_warps - 1) {
-    number_tasks(group, first_handed, [&](int source) { return memory.num_handed[source]; });
+    number_tasks(group, first_forwarded, [&](int source) { return memory.num_forwarded[source]; });
   }
   arch::sync_block();
   place_sources(args, memory, num_local, num_columns);
@@ -472,7 +474,8 @@ DC_DEVICE void dispatch_receive(const RailContext& context, const LowLatencyRail
   const Divisor by_vecs = Divisor::make(args.shape.row_bytes / static_cast<int>(sizeof(Vec16)));
   for (const bool is_straight : {true, false}) {
     const RailContext& waits = is_straight ? context : patient;
-    const BlockTasks tasks = BlockTasks::of(group, is_straight ? memory.first_task : first_handed);
+    const BlockTasks tasks =
+        BlockTasks::of(group, is_straight ? memory.first_task : first_forwarded);
     for (int first = 0; first < tasks.count; first += num_warps) {
       const int num_now = min_of(num_warps, tasks.count - first);
       if (warp == 0 && arch::lane_idx() < num_now) {
@@ -482,13 +485,14 @@ DC_DEVICE void dispatch_receive(const RailContext& context, const LowLatencyRail
       }
       arch::sync_block();
       RailRowPieces pieces;
-      pieces.look(args, half, memory, by_vecs, arch::thread_idx(), num_now);
+      pieces.look(args, buffer, memory, by_vecs, arch::thread_idx(), num_now);
       if (warp < num_now)
-        ok = find_places(waits, args, half, memory, memory.tasks[warp], num_local, is_straight);
+        ok = find_output_rows(waits, args, buffer, memory, memory.tasks[warp], num_local,
+                              is_straight);
       if (!memory.agrees(ok)) return;
       if (args.shape.num_scales > 0)
-        ok = expand_scales<kFormat>(waits, args, half, memory, num_now);
-      ok = ok && expand_rows<kFormat>(waits, args, half, memory, by_vecs, pieces, num_now);
+        ok = expand_scales<kFormat>(waits, args, buffer, memory, num_now);
+      ok = ok && expand_rows<kFormat>(waits, args, buffer, memory, by_vecs, pieces, num_now);
       if (!memory.agrees(ok)) return;  // places have been read
     }
   }

@@ -20,7 +20,7 @@ DC_DEVICE int rail_expert(const LowLatencyRailDispatchArgs& args, int64_t positi
   return expert < args.shape.num_experts ? expert : -1;
 }
 
-DC_DEVICE bool hands_on(const LowLatencyRailDispatchArgs& args) {
+DC_DEVICE bool forwards_in_node(const LowLatencyRailDispatchArgs& args) {
   // Not where a rank may be done without: rows of others would be lost with it.
   return !args.can_shrink && args.num_tokens >= args.reach.hand_on_tokens;
 }
@@ -52,7 +52,7 @@ DC_DEVICE void count_tokens(const LowLatencyRailDispatchArgs& args, const RailBl
     if (!is_repeat) arch::atomic_add_relaxed_cta(&counters[expert], 1u);
     if (!is_first) continue;
     arch::atomic_add_relaxed_cta(&counters[num_experts + rank], 1u);
-    if (is_known && hands_on(args) && memory.reached[rank] == nullptr) {
+    if (is_known && forwards_in_node(args) && memory.reached[rank] == nullptr) {
       arch::atomic_add_relaxed_cta(&counters[num_experts + group.num_ranks + rank], 1u);
     }
   }
@@ -61,14 +61,14 @@ DC_DEVICE void count_tokens(const LowLatencyRailDispatchArgs& args, const RailBl
 // One warp, when the counters hold the tokens before: the routes of the token into its message, the
 // ranks that it is sent to straight, and their slots, into shared memory.
 DC_DEVICE void stage_routes(const RailContext& context, const LowLatencyRailDispatchArgs& args,
-                            const LowLatencyRailHalf& half, const RailBlockMemory& memory,
+                            const LowLatencyRailBuffer& buffer, const RailBlockMemory& memory,
                             int token) {
   const int num_topk = args.shape.num_topk, num_experts = args.shape.num_experts;
   const LowLatencyGroup& group = args.reach.group;
   const LowLatencySlot slot = LowLatencySlot::of(args.shape);
   const ExpertMap map{num_experts, group.num_ranks};
-  Vec16* routes = half.own<Vec16>(half.slot_staged(token));
-  uint32_t* words = half.own<uint32_t>(half.slot_staged(token) + slot.words_offset());
+  Vec16* routes = buffer.own<Vec16>(buffer.slot_staged(token));
+  uint32_t* words = buffer.own<uint32_t>(buffer.slot_staged(token) + slot.words_offset());
   const int64_t first = static_cast<int64_t>(token) * num_topk;
   int experts[2] = {-1, -1};
   const TokenRanks ranks = TokenRanks::make(num_topk, [&](int k, int part) {
@@ -92,10 +92,11 @@ DC_DEVICE void stage_routes(const RailContext& context, const LowLatencyRailDisp
     uint32_t row_ordinal = 0;
     if (ranks.is_first[part]) {
       row_ordinal = memory.counters[num_experts + rank];
-      const uint32_t num_handed = memory.counters[num_experts + group.num_ranks + rank];
-      is_straight = nodes.is_first[part] || !hands_on(args) || memory.reached[rank] != nullptr;
-      slot_idx = is_straight ? static_cast<int>(row_ordinal - num_handed)
-                             : args.shape.num_max_tokens - 1 - static_cast<int>(num_handed);
+      const uint32_t num_forwarded = memory.counters[num_experts + group.num_ranks + rank];
+      is_straight =
+          nodes.is_first[part] || !forwards_in_node(args) || memory.reached[rank] != nullptr;
+      slot_idx = is_straight ? static_cast<int>(row_ordinal - num_forwarded)
+                             : args.shape.num_max_tokens - 1 - static_cast<int>(num_forwarded);
       first_words[part] = SlotWord{slot_idx, !is_straight}.pack();
     }
     // The slots of a masked rank are counted, but nothing goes there.
@@ -104,7 +105,7 @@ DC_DEVICE void stage_routes(const RailContext& context, const LowLatencyRailDisp
     if (is_straight) {
       const int destination =
           num_destinations + arch::popc(straight & ((1u << arch::lane_idx()) - 1));
-      memory.places[destination] = rank;
+      memory.rows[destination] = rank;
       memory.slots[destination] = slot_idx;
     }
     num_destinations += arch::popc(straight);
@@ -132,11 +133,11 @@ DC_DEVICE void stage_routes(const RailContext& context, const LowLatencyRailDisp
 // The block: row and scales of a token into its message. `first`: what is loaded already of
 // each thread's first piece.
 template <PayloadFormat kFormat>
-DC_DEVICE void stage_row(const LowLatencyRailDispatchArgs& args, const LowLatencyRailHalf& half,
+DC_DEVICE void stage_row(const LowLatencyRailDispatchArgs& args, const LowLatencyRailBuffer& buffer,
                          int token, const Piece<kFormat>& first) {
   using PieceType = Piece<kFormat>;
   const LowLatencySlot slot = LowLatencySlot::of(args.shape);
-  uint8_t* message = half.own<uint8_t>(half.slot_staged(token));
+  uint8_t* message = buffer.own<uint8_t>(buffer.slot_staged(token));
   const int num_pieces = args.shape.hidden / PieceType::kElements;
   // Bounds by warp, not by thread: encoding takes the whole warp.
   for (int base = arch::warp_idx() * kWarpSize; base < num_pieces; base += arch::num_threads()) {
@@ -157,29 +158,30 @@ DC_DEVICE void stage_row(const LowLatencyRailDispatchArgs& args, const LowLatenc
 }
 
 // The block, when the message is complete: straight to all that do not get it from another.
-DC_DEVICE void send_message(const LowLatencyRailDispatchArgs& args, const LowLatencyRailHalf& half,
-                            const RailBlockMemory& memory, int token) {
+DC_DEVICE void send_message(const LowLatencyRailDispatchArgs& args,
+                            const LowLatencyRailBuffer& buffer, const RailBlockMemory& memory,
+                            int token) {
   const LowLatencyGroup& group = args.reach.group;
   const int num_destinations = memory.header->num_destinations;
-  const size_t staged = half.slot_staged(token), num_bytes = half.slot_bytes();
+  const size_t staged = buffer.slot_staged(token), num_bytes = buffer.slot_bytes();
   // What has the longer way first; and no put waits for stores over NVLink.
   for (int idx = arch::warp_idx(); idx < num_destinations; idx += arch::num_warps()) {
-    const int peer = memory.places[idx];
+    const int peer = memory.rows[idx];
     if (memory.reached[peer] != nullptr) continue;
     // pairs with: take_arrival in TakenRoutes, expand_rows and expand_scales at the peer
     // — the words themselves.
-    put_staged_warp(half, peer, group.data_qp(token), half.slot(group.rank, memory.slots[idx]),
+    put_staged_warp(buffer, peer, group.data_qp(token), buffer.slot(group.rank, memory.slots[idx]),
                     staged, num_bytes);
   }
   const int num_vecs = static_cast<int>(num_bytes / sizeof(Vec16));
   for (int idx = 0; idx < num_destinations; ++idx) {
-    const int peer = memory.places[idx];
+    const int peer = memory.rows[idx];
     if (memory.reached[peer] == nullptr) continue;
     if (arch::thread_idx() == 0) count_stored(group, peer, group.data_qp(token), num_bytes);
-    Vec16* dst = memory.at<Vec16>(peer, half.slot(group.rank, memory.slots[idx]));
+    Vec16* dst = memory.at<Vec16>(peer, buffer.slot(group.rank, memory.slots[idx]));
     for (int vec = arch::thread_idx(); vec < num_vecs; vec += arch::num_threads()) {
       // pairs with: the same takes of arrivals.
-      arch::st_relaxed_sys(dst + vec, arch::ld_weak(half.own<Vec16>(staged) + vec));
+      arch::st_relaxed_sys(dst + vec, arch::ld_weak(buffer.own<Vec16>(staged) + vec));
     }
   }
 }
@@ -187,7 +189,7 @@ DC_DEVICE void send_message(const LowLatencyRailDispatchArgs& args, const LowLat
 // The block, when its counters hold all tokens: what each rank, and each of its experts, will get,
 // with the announcement of the operation before it.
 DC_DEVICE void send_counts(const RailContext& context, const LowLatencyRailDispatchArgs& args,
-                           const LowLatencyRailHalf& half, const RailBlockMemory& memory) {
+                           const LowLatencyRailBuffer& buffer, const RailBlockMemory& memory) {
   using Words = LowLatencyRailWords;
   const LowLatencyGroup& group = args.reach.group;
   const int num_experts = args.shape.num_experts, num_ranks = group.num_ranks;
@@ -197,19 +199,19 @@ DC_DEVICE void send_counts(const RailContext& context, const LowLatencyRailDispa
     const bool is_expert = idx < num_experts;
     const int peer = is_expert ? map.rank_of(idx) : (idx - num_experts) % num_ranks;
     const int of_rank = is_expert ? 0 : (idx - num_experts) / num_ranks;
-    const int place = is_expert      ? Words::kExperts + idx - map.first_expert(peer)
-                      : of_rank == 0 ? Words::kNumRows
-                      : of_rank == 1 ? Words::kNumHanded
-                                     : Words::kAnnounced;
-    const uint64_t word = place == Words::kAnnounced
+    const int column = is_expert      ? Words::kExperts + idx - map.first_expert(peer)
+                       : of_rank == 0 ? Words::kNumRows
+                       : of_rank == 1 ? Words::kNumForwarded
+                                      : Words::kAnnounced;
+    const uint64_t word = column == Words::kAnnounced
                               ? announcement(context, args.signature, args.num_tokens)
                               : Tagged::pack(context.generation, memory.counters[idx]);
     if (!is_active(context, memory, peer)) continue;
     if (memory.reached[peer] != nullptr) {
       // pairs with: await_announcements and await_counts at the peer — nothing but the word itself.
-      arch::st_relaxed_sys(memory.at<uint64_t>(peer, half.counts(group.rank)) + place, word);
+      arch::st_relaxed_sys(memory.at<uint64_t>(peer, buffer.counts(group.rank)) + column, word);
     } else {
-      arch::st_weak(half.own<uint64_t>(half.counts_staged(peer)) + place, word);
+      arch::st_weak(buffer.own<uint64_t>(buffer.counts_staged(peer)) + column, word);
     }
   }
   arch::sync_block();
@@ -223,14 +225,14 @@ DC_DEVICE void send_counts(const RailContext& context, const LowLatencyRailDispa
       continue;
     }
     // pairs with: await_announcements and await_counts at the peer — the words themselves.
-    put_staged(half, peer, group.word_qp(), half.counts(group.rank), half.counts_staged(peer),
+    put_staged(buffer, peer, group.word_qp(), buffer.counts(group.rank), buffer.counts_staged(peer),
                num_bytes);
   }
 }
 
 template <PayloadFormat kFormat>
 DC_DEVICE bool dispatch_send(const RailContext& context, const LowLatencyRailDispatchArgs& args,
-                             const LowLatencyRailHalf& half, const RailBlockMemory& memory,
+                             const LowLatencyRailBuffer& buffer, const RailBlockMemory& memory,
                              uint32_t previous) {
   const int num_counters = args.shape.num_experts + 2 * args.reach.group.num_ranks;
   const int warp = arch::warp_idx();
@@ -244,7 +246,7 @@ DC_DEVICE bool dispatch_send(const RailContext& context, const LowLatencyRailDis
   if (arch::block_idx() < args.num_tokens) load_first(arch::block_idx());
   for (int idx = arch::thread_idx(); idx < num_counters; idx += arch::num_threads())
     memory.counters[idx] = 0;
-  bool ok = warp != arch::num_warps() - 1 || await_credit(context, half, memory, previous);
+  bool ok = warp != arch::num_warps() - 1 || await_credit(context, buffer, memory, previous);
   if (!memory.agrees(ok)) return false;
   const int last_block = arch::num_blocks() - 1;
   int num_counted = 0;  // tokens that the counters hold
@@ -254,17 +256,17 @@ DC_DEVICE bool dispatch_send(const RailContext& context, const LowLatencyRailDis
       count_tokens(args, memory, num_counted, token);
       num_counted = token;
       arch::sync_block();
-      if (warp == 0) stage_routes(context, args, half, memory, token);
-      stage_row<kFormat>(args, half, token, first);
+      if (warp == 0) stage_routes(context, args, buffer, memory, token);
+      stage_row<kFormat>(args, buffer, token, first);
       arch::sync_block();
-      send_message(args, half, memory, token);
+      send_message(args, buffer, memory, token);
       arch::sync_block();  // destinations have been read
     }
   }
   if (arch::block_idx() != last_block) return true;
   count_tokens(args, memory, num_counted, args.num_tokens);
   arch::sync_block();
-  send_counts(context, args, half, memory);
+  send_counts(context, args, buffer, memory);
   return true;
 }
 
