@@ -455,7 +455,7 @@ class Engine:
         """
     def meet(self, *, absent: int, number: int, stream: int) -> None:
         """Launches a meeting of the ranks that are not in ``absent``, a bit each; see
-        csrc/device/intranode/meet.cuh.
+        csrc/device/intranode/shrink_barrier.cuh.
         """
     def meeting(self) -> tuple[int, bool]:
         """Of the last meeting, once its kernel has ended: its number, whether all have met."""

@@ -132,8 +132,8 @@ void bind_expand(pybind11::module_& m, pybind11::class_<Engine<Target>>& engine)
       .def_readonly("num_bytes", &SourceLayout::num_bytes);
   engine.def_static("source_layout", &SourceLayout::make, py::kw_only(), "num_rows"_a,
                     "num_topk"_a);
-  engine.def_property_readonly_static("place_bytes",
-                                      [](const py::object&) { return MessageLayout::kPlaceBytes; });
+  engine.def_property_readonly_static(
+      "place_bytes", [](const py::object&) { return MessageLayout::kDstRowBytes; });
   engine.def(
       "number_rows",
       [](Type& self, ptr topk_idx, int topk_idx_bytes, int num_tokens, int num_topk,

@@ -205,7 +205,8 @@ class Engine {
   // All words as they were at the beginning; no rank is absent. Callers put a barrier of all ranks
   // before and after it.
   void reset();
-  // Goes on without the ranks in `absent`, a bit each, inside a node: see device/intranode/meet.cuh.
+  // Goes on without the ranks in `absent`, a bit each, inside a node: see
+  // device/intranode/shrink_barrier.cuh.
   // meet() launches a meeting of the others, and meeting() is what has come of it when that has
   // ended; do_without() is the reset between the first and the second one.
   void meet(uint32_t absent, uint32_t number, uint64_t stream);

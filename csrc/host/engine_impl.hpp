@@ -65,7 +65,7 @@ Engine<Target>::Engine(const EngineOptions& options, Target target) : target_(ta
   target_.template prepare<DispatchKernel<true, false>>();
   target_.template prepare<DispatchKernel<true, true>>();
   target_.template prepare<NumberRowsKernel>();
-  target_.template prepare<MeetKernel>();
+  target_.template prepare<ShrinkBarrierKernel>();
   target_.template prepare<ExpandKernel>();
   target_.template prepare<NumberReceivedKernel>();
   target_.template prepare<ExpandReceivedKernel>();
@@ -226,19 +226,19 @@ void Engine<Target>::meet(uint32_t absent, uint32_t number, uint64_t stream) {
   World world = world_;
   world.absent = absent;
   *meeting_ = MeetingResult{number, 0};
-  MeetArgs args{};
+  ShrinkBarrierArgs args{};
   args.number = number;
   args.tells_low_latency = can_shrink_;
   args.result = meeting_;
-  launch_in<MeetKernel>(world, {.num_blocks = 1, .num_threads = kWarpSize, .smem_bytes = 0}, args,
-                        stream);
+  launch_in<ShrinkBarrierKernel>(
+      world, {.num_blocks = 1, .num_threads = kWarpSize, .smem_bytes = 0}, args, stream);
 }
 
 template <class Target>
 void Engine<Target>::do_without(uint32_t absent) {
   check_open();
   // Not the words of meetings: peers may be writing there.
-  target_.fill_zero(world_.bases[world_.rank], world_.layout.meeting(world_.num_ranks));
+  target_.fill_zero(world_.bases[world_.rank], world_.layout.proposals(world_.num_ranks));
   if (low_latency_bytes_ > 0) zero_low_latency();
   *world_.error = ErrorBlock{};
   world_.absent = absent;

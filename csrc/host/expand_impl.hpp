@@ -25,7 +25,7 @@ void Engine<Target>::expand_rows(const ExpandArgs& args, const ChannelConfig& co
   constexpr int kNumThreads = Target::kTuning.expand_threads;
   launch<ExpandKernel>({.num_blocks = config.num_channels,
                         .num_threads = kNumThreads,
-                        .smem_bytes = kNumThreads / kWarpSize * sizeof(Places)},
+                        .smem_bytes = kNumThreads / kWarpSize * sizeof(TokenRows)},
                        args, stream);
 }
 
@@ -63,7 +63,7 @@ void Engine<Target>::expand_received(const ExpandReceivedArgs& args, const Chann
   launch_in<ExpandReceivedKernel>(world_alone(),
                                   {.num_blocks = config.num_channels,
                                    .num_threads = kNumThreads,
-                                   .smem_bytes = kNumThreads / kWarpSize * sizeof(Places)},
+                                   .smem_bytes = kNumThreads / kWarpSize * sizeof(TokenRows)},
                                   args, stream);
 }
 
@@ -74,7 +74,7 @@ void Engine<Target>::reduce_experts(const ReduceExpertsArgs& args, Dtype dtype,
   const World world = is_internode() ? world_alone() : world_;
   const LaunchConfig launch_config{.num_blocks = config.num_channels,
                                    .num_threads = kNumThreads,
-                                   .smem_bytes = kNumThreads / kWarpSize * sizeof(Places)};
+                                   .smem_bytes = kNumThreads / kWarpSize * sizeof(TokenRows)};
   switch (dtype) {
     case Dtype::kBfloat16:
       return launch_in<ReduceExpertsKernel<Dtype::kBfloat16>>(world, launch_config, args, stream);

@@ -360,8 +360,8 @@ LaunchConfig Engine<Target>::shape_combine(InternodeCombineArgs& args,
   args.num_adders = min_of(max_of(tuning.num_reduce_warps, 2), kMaxWarps - 1 - args.num_senders);
   args.num_forwarders = min_of(args.num_adders / 2, LandedItems::kMaxWarps - args.num_senders);
   const size_t ring_bytes =
-      sizeof(ReduceTurns) + max_of(sizeof(SumsRead) * tiers_.num_nodes(),
-                                   sizeof(const uint8_t*) * kMaxRanks * args.num_reduce_warps);
+      sizeof(ReduceProgress) + max_of(sizeof(SumsRead) * tiers_.num_nodes(),
+                                      sizeof(const uint8_t*) * kMaxRanks * args.num_reduce_warps);
   args.stages_offset = align_up<size_t>(ring_bytes, 128);
   const size_t entry_bytes = StagedEntry::num_bytes(args.num_adders);
   const int meta_bytes = align_up(4 * args.message.num_topk, 16);

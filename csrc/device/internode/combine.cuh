@@ -35,41 +35,41 @@ namespace deep_comm {
 
 template <Dtype kDtype>
 DC_DEVICE void run_owner_block(const TierContexts& contexts, const InternodeCombineArgs& args,
-                               ReduceTurns* turns, int channel) {
+                               ReduceProgress* progress, int channel) {
   const int num_local = args.tiers.ranks_per_node(), warp = arch::warp_idx();
   const int reducer = warp - num_local - 1;
   if (warp < num_local) {
     send_to_forwarder(contexts.node, args, channel, warp);
   } else if (warp == num_local) {
-    SumsRead* rings = reinterpret_cast<SumsRead*>(turns + 1);
-    return_sum_credits(contexts, args, turns, rings, channel);
+    SumsRead* rings = reinterpret_cast<SumsRead*>(progress + 1);
+    return_sum_credits(contexts, args, progress, rings, channel);
   } else if (reducer < args.num_reduce_warps) {
-    reduce_tokens<kDtype>(contexts.rail, args, turns, channel, reducer);
+    reduce_tokens<kDtype>(contexts.rail, args, progress, channel, reducer);
   }
 }
 
 template <Dtype kDtype>
 DC_DEVICE void run_sum_block(const TierContexts& contexts, const InternodeCombineArgs& args,
-                             ReduceTurns* turns, int channel) {
+                             ReduceProgress* progress, int channel) {
   const int warp = arch::warp_idx();
   if (warp == 0) {
-    publish_sums(contexts, args, turns, channel);
+    publish_sums(contexts, args, progress, channel);
   } else if (warp <= args.num_reduce_warps) {
-    forward_sums<kDtype>(contexts, args, turns, channel, warp - 1);
+    forward_sums<kDtype>(contexts, args, progress, channel, warp - 1);
   }
 }
 
 // The whole block.
 template <Dtype kDtype>
 DC_DEVICE void combine_by_rings(const TierContexts& contexts, const InternodeCombineArgs& args) {
-  ReduceTurns* turns = ReduceTurns::of_block();
-  turns->reset();
+  ReduceProgress* progress = ReduceProgress::of_block();
+  progress->reset();
   arch::sync_block();
   const int channel = arch::block_idx() / 2;
   if (arch::block_idx() % 2 == 0) {
-    run_owner_block<kDtype>(contexts, args, turns, channel);
+    run_owner_block<kDtype>(contexts, args, progress, channel);
   } else {
-    run_sum_block<kDtype>(contexts, args, turns, channel);
+    run_sum_block<kDtype>(contexts, args, progress, channel);
   }
 }
 

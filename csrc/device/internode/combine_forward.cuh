@@ -54,9 +54,9 @@ DC_DEVICE bool forward_row(const TierContexts& contexts, const InternodeCombineA
 // One reducing warp: every num_reduce_warps-th row of each node's run.
 template <Dtype kDtype>
 DC_DEVICE void forward_sums(const TierContexts& contexts, const InternodeCombineArgs& args,
-                            ReduceTurns* turns, int channel, int warp) {
+                            ReduceProgress* progress, int channel, int warp) {
   const int num_nodes = args.tiers.num_nodes();
-  const uint8_t** pointers = reinterpret_cast<const uint8_t**>(turns + 1) + warp * kMaxRanks;
+  const uint8_t** pointers = reinterpret_cast<const uint8_t**>(progress + 1) + warp * kMaxRanks;
   uint32_t num_done = 0;
   for (int step = 0; step < num_nodes; ++step) {
     const int node = NodeOrder::combine_to(channel, step, num_nodes);
@@ -65,7 +65,7 @@ DC_DEVICE void forward_sums(const TierContexts& contexts, const InternodeCombine
     for (int row = rows.begin + warp; row < rows.end; row += args.num_reduce_warps) {
       if (!forward_row<kDtype>(contexts, args, rail, pointers, channel, row, row - rows.begin))
         return;
-      turns->finish_item(warp, ++num_done);
+      progress->finish_item(warp, ++num_done);
     }
   }
 }
@@ -73,12 +73,12 @@ DC_DEVICE void forward_sums(const TierContexts& contexts, const InternodeCombine
 // One warp behind the reducing ones: puts what is finished on the rail, and returns the credits of
 // the rows that went into it. It waits for nothing else, so that whatever is finished gets out.
 DC_DEVICE void publish_sums(const TierContexts& contexts, const InternodeCombineArgs& args,
-                            ReduceTurns* turns, int channel) {
+                            ReduceProgress* progress, int channel) {
   const int num_nodes = args.tiers.num_nodes(), num_local = args.tiers.ranks_per_node();
   const int lane = arch::lane_idx();
   const auto batch = static_cast<uint32_t>(min_of(args.num_send_tokens, args.ring.num_slots));
   const auto max_put = static_cast<uint32_t>(args.num_rail_send_tokens);
-  TurnFollower follower(contexts.node, turns, args.num_reduce_warps, channel);
+  ProgressFollower follower(contexts.node, progress, args.num_reduce_warps, channel);
   uint64_t* head_word = lane < num_local ? ring_head(contexts.node.world, channel, lane) : nullptr;
   uint32_t num_read = 0, num_returned = 0;  // rows of local rank `lane`, over all steps
   for (int step = 0; step < num_nodes; ++step) {

@@ -98,13 +98,13 @@ DC_DEVICE bool reduce_token(const Context& rail, const InternodeCombineArgs& arg
 // One reducing warp: every num_reduce_warps-th token of the channel.
 template <Dtype kDtype>
 DC_DEVICE void reduce_tokens(const Context& rail, const InternodeCombineArgs& args,
-                             ReduceTurns* turns, int channel, int warp) {
+                             ReduceProgress* progress, int channel, int warp) {
   const ChannelRange range =
       ChannelRange::of(args.num_tokens, args.rail_rings.num_channels, channel);
   uint32_t num_done = 0;
   for (int token = range.begin + warp; token < range.end; token += args.num_reduce_warps) {
     if (!reduce_token<kDtype>(rail, args, channel, token)) return;
-    turns->finish_item(warp, ++num_done);
+    progress->finish_item(warp, ++num_done);
   }
 }
 
@@ -116,14 +116,14 @@ struct SumsRead {
 
 // One warp behind the reducing ones: returns credits on the rail.
 DC_DEVICE void return_sum_credits(const TierContexts& contexts, const InternodeCombineArgs& args,
-                                  ReduceTurns* turns, SumsRead* rings, int channel) {
+                                  ReduceProgress* progress, SumsRead* rings, int channel) {
   const int num_nodes = args.tiers.num_nodes(), lane = arch::lane_idx();
   const ChannelRange range =
       ChannelRange::of(args.num_tokens, args.rail_rings.num_channels, channel);
   const auto batch =
       static_cast<uint32_t>(min_of(args.num_rail_send_tokens, args.rail_rings.num_slots));
   for (int node = lane; node < num_nodes; node += kWarpSize) rings[node] = {0, 0};
-  TurnFollower follower(contexts.rail, turns, args.num_reduce_warps, channel);
+  ProgressFollower follower(contexts.rail, progress, args.num_reduce_warps, channel);
   const auto num_tokens = static_cast<uint32_t>(range.end - range.begin);
   for (uint32_t num_passed = 0; num_passed < num_tokens;) {
     uint32_t reached = num_tokens;

@@ -126,7 +126,7 @@ class SumForwarder {
     out += static_cast<size_t>(row) * args_.message.slot_bytes();
     const int row_bytes = args_.message.row_bytes;
     // Rounded once, as this node's rows are for a sum of its own.
-    list.turn = list.num_local;
+    list.own_sum_at = list.num_local;
     reduce_nodes<kDtype>(out, list, list.num_local, row_bytes / 16);
     float* weights = reinterpret_cast<float*>(out + row_bytes);
     for (int k = arch::lane_idx(); k < args_.message.num_topk; k += kWarpSize) {

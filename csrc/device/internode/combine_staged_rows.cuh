@@ -91,8 +91,8 @@ struct RowList {
   int num_local = 0;     // of this node
   int own = -1;          // index of the row in x
   int64_t own_row = 0;
-  int num_rows = 0;  // with the other nodes' sums
-  int turn = -1;     // this node's sum comes before row `turn`; -1: there is none
+  int num_rows = 0;     // with the other nodes' sums
+  int own_sum_at = -1;  // this node's sum comes before row `turn`; -1: there is none
 
   DC_DEVICE const float* weights(const InternodeCombineArgs& args, int idx) const {
     return idx == own ? args.topk_weights + own_row * args.message.num_topk
@@ -113,7 +113,7 @@ struct RowList {
     const int lane = arch::lane_idx();
     const uint32_t present = arch::ballot(kFullMask, row != nullptr);
     if (row != nullptr) rows[num_local + arch::popc(present & ((1u << lane) - 1))] = row;
-    if (num_local > 0) turn = num_local + arch::popc(present & ((1u << own_node) - 1));
+    if (num_local > 0) own_sum_at = num_local + arch::popc(present & ((1u << own_node) - 1));
     num_rows = num_local + arch::popc(present);
   }
 };
@@ -137,14 +137,14 @@ DC_DEVICE void reduce_few(uint8_t* dst, const RowList& list, int num_vecs) {
     Vec16 own{};
     DC_UNROLL
     for (int idx = 0; idx < kRows; ++idx) {
-      if (idx == list.turn) Type::add(sum, own);
+      if (idx == list.own_sum_at) Type::add(sum, own);
       Type::add(sum, vecs[idx]);
       if (idx + 1 != list.num_local) continue;
       own = Type::round(sum);  // this node's rows are complete
       DC_UNROLL
       for (int part = 0; part < Type::kPerVec; ++part) sum[part] = 0.0f;
     }
-    if (list.turn == kRows) Type::add(sum, own);
+    if (list.own_sum_at == kRows) Type::add(sum, own);
     return Type::round(sum);
   };
   const int num_steps = num_vecs / (kWarpSize * kUnroll);
@@ -198,7 +198,7 @@ DC_DEVICE void reduce_many(uint8_t* dst, const RowList& list, int num_rows, int 
       DC_UNROLL
       for (int idx = 0; idx < kInFlight; ++idx) {
         if (first + idx >= num_rows) continue;
-        if (first + idx == list.turn) Type::add(sum, own);
+        if (first + idx == list.own_sum_at) Type::add(sum, own);
         Type::add(sum, vecs[idx]);
         if (first + idx + 1 != list.num_local) continue;
         own = Type::round(sum);
@@ -206,7 +206,7 @@ DC_DEVICE void reduce_many(uint8_t* dst, const RowList& list, int num_rows, int 
         for (int part = 0; part < Type::kPerVec; ++part) sum[part] = 0.0f;
       }
     }
-    if (list.turn == num_rows) Type::add(sum, own);
+    if (list.own_sum_at == num_rows) Type::add(sum, own);
     arch::st_streaming(out + vec, Type::round(sum));
   }
 }
@@ -236,10 +236,10 @@ DC_DEVICE void reduce_node_weights(const InternodeCombineArgs& args, const RowLi
     for (int idx = 0; idx < list.num_local; ++idx)
       own += arch::ld_weak(list.weights(args, idx) + k);
     for (int idx = list.num_local; idx < list.num_rows; ++idx) {
-      if (idx == list.turn) sum += own;
+      if (idx == list.own_sum_at) sum += own;
       sum += arch::ld_weak(list.weights(args, idx) + k);
     }
-    if (list.turn == list.num_rows) sum += own;
+    if (list.own_sum_at == list.num_rows) sum += own;
     arch::st_weak(out + k, sum);
   }
 }

@@ -210,8 +210,8 @@ DC_DEVICE uint8_t* staging_at_local(const Context& node, int owner) {
 
 // Where, in the segment there, the sums begin that this rank sends to `node`. After enter_combine.
 DC_DEVICE size_t staging_at_node(const Context& rail, const RailTier& tier, int node) {
-  const uint64_t* word =
-      own_word(rail.world, tier.layout.place_of(static_cast<int>(rail.generation & 1u), node));
+  const uint64_t* word = own_word(
+      rail.world, tier.layout.staging_line_of(static_cast<int>(rail.generation & 1u), node));
   return static_cast<size_t>(Tagged::unpack(arch::ld_relaxed_sys(word)).value) * kLineBytes;
 }
 
@@ -229,12 +229,12 @@ DC_DEVICE bool announce_staging(const TierContexts& contexts, const InternodeCom
     if (node == tier.node) continue;
     // pairs with: the loads below and in staging_at_node, behind the arrival on the same queue.
     write_rail_word(
-        world, tier, node, 0, tier.layout.place_of(parity, tier.node),
+        world, tier, node, 0, tier.layout.staging_line_of(parity, tier.node),
         Tagged::pack(contexts.rail.generation, has_room ? plan.line_of(plan.from_node(node)) : 0));
   }
   announce_on_rail(contexts.rail, tier, args.signature);
   if (!await_rail_arrivals(contexts.rail, tier, args.signature)) {
-    tell_of_dispute(contexts);
+    announce_dispute(contexts);
     return false;
   }
   for (int node = lane; node < tier.num_nodes(); node += kWarpSize) {

@@ -72,15 +72,16 @@ DC_DEVICE int num_rows_from(const InternodeDispatchArgs& args, int node) {
 }
 
 // Where this rank tells a local one.
-DC_DEVICE TierTold* told_to(const Context& node, const TwoTier& tiers, int local) {
-  return reinterpret_cast<TierTold*>(
+DC_DEVICE TierAnnouncement* announcement_to(const Context& node, const TwoTier& tiers, int local) {
+  return reinterpret_cast<TierAnnouncement*>(
       node.world.bases[local] +
-      tiers.rail.layout.told_by(node.world.rank, static_cast<int>(node.generation & 1u)));
+      tiers.rail.layout.announcement_of(node.world.rank, static_cast<int>(node.generation & 1u)));
 }
-DC_DEVICE const TierTold* told_by(const Context& node, const TwoTier& tiers, int local) {
-  return reinterpret_cast<const TierTold*>(
+DC_DEVICE const TierAnnouncement* announcement_by(const Context& node, const TwoTier& tiers,
+                                                  int local) {
+  return reinterpret_cast<const TierAnnouncement*>(
       node.world.bases[node.world.rank] +
-      tiers.rail.layout.told_by(local, static_cast<int>(node.generation & 1u)));
+      tiers.rail.layout.announcement_of(local, static_cast<int>(node.generation & 1u)));
 }
 
 // A warp; the result is uniform.
@@ -112,11 +113,12 @@ DC_DEVICE uint32_t own_offer(const InternodeDispatchArgs& args) {
 }
 
 // Block 0, a warp: tells the node where its rows belong; the offer follows when the rail is known.
-DC_DEVICE void tell_starts(const Context& node, const InternodeDispatchArgs& args) {
+DC_DEVICE void announce_starts(const Context& node, const InternodeDispatchArgs& args) {
   const TwoTier& tiers = args.tiers;
   const int num_nodes = tiers.num_nodes(), num_local = tiers.ranks_per_node();
   const int parity = static_cast<int>(node.generation & 1u);
-  const size_t offset = tiers.rail.layout.told_by(node.world.rank, parity) + sizeof(TierTold);
+  const size_t offset =
+      tiers.rail.layout.announcement_of(node.world.rank, parity) + sizeof(TierAnnouncement);
   for (int idx = arch::lane_idx(); idx < num_nodes * num_local; idx += kWarpSize) {
     const int local = idx % num_local, source = idx;  // of that local index at node idx / num_local
     int32_t* starts = reinterpret_cast<int32_t*>(node.world.bases[local] + offset);
@@ -139,9 +141,9 @@ DC_DEVICE bool announce_offer(const TierContexts& contexts, const InternodeDispa
                     Tagged::pack(generation, offer));
   }
   announce_on_rail(contexts.rail, tier, args.signature);
-  tell_starts(contexts.node, args);
+  announce_starts(contexts.node, args);
   if (!await_rail_arrivals(contexts.rail, tier, args.signature)) {
-    tell_of_dispute(contexts);
+    announce_dispute(contexts);
     return false;
   }
   for (int node = lane; node < tier.num_nodes(); node += kWarpSize) {
@@ -156,12 +158,12 @@ DC_DEVICE bool announce_offer(const TierContexts& contexts, const InternodeDispa
                            ? arch::ld_nc(args.recv_rank_prefix_sum + args.tiers.num_ranks() - 1)
                            : static_cast<int>(args.num_recv_rows);
   if (lane < world.num_ranks) {
-    TierTold* told =
-        reinterpret_cast<TierTold*>(world.bases[lane] + tier.layout.told_by(world.rank, parity));
-    arch::st_weak(&told->offer, offer);
-    arch::st_weak(&told->output_line, args.output_line);
-    arch::st_weak(&told->src_line, args.src_line);
-    arch::st_weak(&told->num_rows, static_cast<int32_t>(num_rows));
+    TierAnnouncement* announcement = reinterpret_cast<TierAnnouncement*>(
+        world.bases[lane] + tier.layout.announcement_of(world.rank, parity));
+    arch::st_weak(&announcement->offer, offer);
+    arch::st_weak(&announcement->output_line, args.output_line);
+    arch::st_weak(&announcement->src_line, args.src_line);
+    arch::st_weak(&announcement->num_rows, static_cast<int32_t>(num_rows));
   }
   arch::sync_warp();  // the lanes' stores before the arrivals that release them
   announce_arrival(contexts.node, args.signature);
@@ -169,14 +171,14 @@ DC_DEVICE bool announce_offer(const TierContexts& contexts, const InternodeDispa
 }
 
 DC_DEVICE TierOutput output_of(const InternodeDispatchArgs& args, const World& world, int local,
-                               const TierTold* told) {
-  const int64_t num_rows = arch::ld_weak(&told->num_rows);
-  const uint32_t src_line = arch::ld_weak(&told->src_line);
+                               const TierAnnouncement* announcement) {
+  const int64_t num_rows = arch::ld_weak(&announcement->num_rows);
+  const uint32_t src_line = arch::ld_weak(&announcement->src_line);
   const OutputLayout layout =
       OutputLayout::make(num_rows, args.message.row_bytes, args.message.scale_row_bytes,
                          args.message.num_topk, args.topk_idx_bytes);
-  uint8_t* block =
-      world.bases[local] + static_cast<size_t>(arch::ld_weak(&told->output_line)) * kLineBytes;
+  uint8_t* block = world.bases[local] +
+                   static_cast<size_t>(arch::ld_weak(&announcement->output_line)) * kLineBytes;
   uint8_t* sources =
       src_line == 0 ? nullptr : world.bases[local] + static_cast<size_t>(src_line) * kLineBytes;
   return {block + layout.x,
@@ -191,7 +193,7 @@ DC_DEVICE TierOutput output_of(const InternodeDispatchArgs& args, const World& w
 }
 
 // Early dispatch, one thread: what its host waits for behind the counts.
-DC_DEVICE void tell_host_mode(const InternodeDispatchArgs& args, bool is_direct) {
+DC_DEVICE void report_mode_to_host(const InternodeDispatchArgs& args, bool is_direct) {
   arch::st_relaxed_sys(&args.counts->is_direct, static_cast<int32_t>(is_direct));
   // pairs with: Engine::wait_internode_counts on the host — the line above.
   arch::st_release_sys(&args.counts->dispatch_sequence, args.sequence);
@@ -209,7 +211,7 @@ DC_DEVICE void enter_direct(const TierContexts& contexts, const InternodeDispatc
   ok = ok && await_arrivals(contexts.node, Stage::kEntryBarrier, args.signature);
   uint32_t offer = TierOffer::kAll;
   if (ok && lane < num_local) {
-    offer = arch::ld_weak(&told_by(contexts.node, tiers, lane)->offer);
+    offer = arch::ld_weak(&announcement_by(contexts.node, tiers, lane)->offer);
   }
   for (int delta = kWarpSize / 2; delta > 0; delta /= 2)
     offer &= arch::shfl_xor(kFullMask, offer, delta);
@@ -218,16 +220,16 @@ DC_DEVICE void enter_direct(const TierContexts& contexts, const InternodeDispatc
   if (ok && is_direct) {
     if (lane < num_local) {
       entry->outputs[lane] =
-          output_of(args, contexts.node.world, lane, told_by(contexts.node, tiers, lane));
+          output_of(args, contexts.node.world, lane, announcement_by(contexts.node, tiers, lane));
     }
     for (int idx = lane; idx < num_nodes * num_local; idx += kWarpSize) {
-      const TierTold* told = told_by(contexts.node, tiers, idx / num_nodes);
+      const TierAnnouncement* announcement = announcement_by(contexts.node, tiers, idx / num_nodes);
       entry->starts()[idx] =
-          arch::ld_weak(reinterpret_cast<const int32_t*>(told + 1) + idx % num_nodes);
+          arch::ld_weak(reinterpret_cast<const int32_t*>(announcement + 1) + idx % num_nodes);
     }
   }
   if (lane == 0) {
-    if (args.is_early && ok && arch::block_idx() == 0) tell_host_mode(args, is_direct);
+    if (args.is_early && ok && arch::block_idx() == 0) report_mode_to_host(args, is_direct);
     entry->mode = !ok ? TierMode::kFailed : is_direct ? TierMode::kDirect : TierMode::kRings;
     entry->is_near = is_near;
     if (ok) note(contexts.node, TraceStep::kEntered, static_cast<uint32_t>(entry->mode));

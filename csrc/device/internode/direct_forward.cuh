@@ -191,7 +191,7 @@ class RowForwarder {
       }
       arch::bulk_commit();
     }
-    if (piece == 0) hand_on_meta(stage);
+    if (piece == 0) forward_meta(stage);
     pipe_.advance_store();
     if (lane < num_local) pipe_.make_room();
     arch::sync_warp();  // all lanes have read the stage that the leader loads next
@@ -220,7 +220,7 @@ class RowForwarder {
   }
 
   // What came with the row, to the ranks that get it; and for combine, who they are.
-  DC_DEVICE void hand_on_meta(const uint8_t* meta) {
+  DC_DEVICE void forward_meta(const uint8_t* meta) {
     const int lane = arch::lane_idx(), num_local = args_.tiers.ranks_per_node();
     const int my_place = lane < num_local ? places_in(meta)[lane] : -1;
     const uint32_t rank_mask = arch::ballot(kFullMask, my_place >= 0);

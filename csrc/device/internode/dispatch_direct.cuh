@@ -102,9 +102,10 @@ DC_DEVICE void leave_direct(const TierContexts& contexts, const TwoTier& tiers) 
     const int peer = arch::thread_idx();
     // pairs with: the await below at the peer — every row and word that this rank has written into
     // its segment, forwarded ones as well.
-    arch::st_release_sys(&told_to(context, tiers, peer)->done, Tagged::pack(context.generation, 1));
+    arch::st_release_sys(&announcement_to(context, tiers, peer)->done,
+                         Tagged::pack(context.generation, 1));
     uint32_t done = 0;
-    const bool ok = await_tagged(context, &told_by(context, tiers, peer)->done,
+    const bool ok = await_tagged(context, &announcement_by(context, tiers, peer)->done,
                                  {Stage::kDone, Word::kDone, peer, -1}, 1, &done);
     if (ok) note(context, TraceStep::kReceived);  // of the last neighbour that comes
   }

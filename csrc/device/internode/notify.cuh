@@ -107,7 +107,7 @@ DC_DEVICE void send_counts_to_nodes(const Context& rail, const InternodeNotifyAr
 }
 
 // Round two: every local rank's part of what came from every node.
-DC_DEVICE void hand_on_counts(const InternodeNotifyArgs& args, int parity) {
+DC_DEVICE void forward_counts(const InternodeNotifyArgs& args, int parity) {
   const World& world = args.world;
   const RailLayout& layout = args.tiers.rail.layout;
   const int num_local = args.tiers.ranks_per_node(), num_channels = args.num_channels;
@@ -316,7 +316,7 @@ DC_DEVICE bool exchange_tier_counts(const TierContexts& contexts, const Internod
   }
   arch::sync_block();
   if (*flag == 0) return false;
-  hand_on_counts(args, parity);
+  forward_counts(args, parity);
   arch::sync_block();  // the block's counts before the arrivals that release them
   announce_arrival(contexts.node, signature);
   if (arch::warp_idx() == 0) {

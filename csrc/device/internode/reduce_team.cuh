@@ -6,14 +6,14 @@
 
 namespace deep_comm {
 
-struct ReduceTurns {
+struct ReduceProgress {
   uint32_t flag;          // of enter_tiers
   uint32_t num_done[31];  // items that each warp has finished, over all runs
 
   static constexpr int kMaxWarps = 31;
 
-  DC_DEVICE static ReduceTurns* of_block() {
-    return reinterpret_cast<ReduceTurns*>(arch::dynamic_smem());
+  DC_DEVICE static ReduceProgress* of_block() {
+    return reinterpret_cast<ReduceProgress*>(arch::dynamic_smem());
   }
   // The block, before a barrier.
   DC_DEVICE void reset() {
@@ -29,10 +29,11 @@ struct ReduceTurns {
 
 // One warp; lane w follows reducing warp w. A run is a sequence of items that are dealt to the
 // warps from warp 0 on.
-class TurnFollower {
+class ProgressFollower {
  public:
-  DC_DEVICE TurnFollower(const Context& context, ReduceTurns* turns, int num_warps, int channel)
-      : context_(context), turns_(turns), num_warps_(num_warps), channel_(channel) {}
+  DC_DEVICE ProgressFollower(const Context& context, ReduceProgress* progress, int num_warps,
+                             int channel)
+      : context_(context), progress_(progress), num_warps_(num_warps), channel_(channel) {}
 
   // Waits until item `item` of the running run has finished; returns how many, from the first on,
   // have: more than `item`, at most `num_items`. 0: the wait failed.
@@ -43,14 +44,14 @@ class TurnFollower {
     uint32_t num_done = 0;
     if (lane == static_cast<int>(item % num_warps_)) {
       ok = await<Scope::kCta>(
-          context_, &turns_->num_done[lane],
+          context_, &progress_->num_done[lane],
           {Stage::kRetire, Word::kProgress, context_.world.rank, channel_}, wanted,
           [=](uint32_t value) { return value >= wanted; }, &num_done);
     }
     if (!arch::all(kFullMask, ok)) return 0;
     uint32_t reached = num_items;
     if (lane < num_warps_) {
-      num_done = arch::ld_acquire_cta(&turns_->num_done[lane]) - before_;
+      num_done = arch::ld_acquire_cta(&progress_->num_done[lane]) - before_;
       reached = min_of(num_items, static_cast<uint32_t>(lane) + num_done * num_warps_);
     }
     for (int delta = 1; delta < kWarpSize; delta *= 2) {
@@ -66,7 +67,7 @@ class TurnFollower {
 
  private:
   const Context& context_;
-  ReduceTurns* turns_;
+  ReduceProgress* progress_;
   int num_warps_;
   int channel_;
   uint32_t before_ = 0;  // items of this lane's warp in earlier runs

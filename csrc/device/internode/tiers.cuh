@@ -75,7 +75,7 @@ DC_DEVICE bool await_rail_arrivals(const Context& rail, const RailTier& tier, ui
 
 // A warp whose rail has failed: if ranks disagree there, its neighbours hear of it when they come.
 // (Of a timeout by share_failure, when they have waited themselves.)
-DC_DEVICE void tell_of_dispute(const TierContexts& contexts) {
+DC_DEVICE void announce_dispute(const TierContexts& contexts) {
   const uint32_t kind = arch::ld_relaxed_sys(&contexts.node.world.error->kind);
   if (kind == static_cast<uint32_t>(ErrorKind::kConfigMismatch)) {
     announce_arrival(contexts.node, Operation::kDisputed);

@@ -84,7 +84,7 @@ struct CountsBlock {
 
 // Where a rank's outputs begin in its segment, in lines from its start; 0: not
 // in its receive region.
-struct OutputPlace {
+struct OutputLocation {
   uint32_t output_line;
   uint32_t src_line;  // recv_src_idx
   int num_rows;       // that fit in there
@@ -115,7 +115,7 @@ struct NotifyArgs {
   int num_experts;
   int num_channels;
   int expert_alignment;
-  OutputPlace place;  // of the dispatch that follows
+  OutputLocation place;  // of the dispatch that follows
   uint32_t sequence;
   CountsBlock* counts;
   int32_t* rank_prefix_matrix;          // out [R, R]
@@ -324,7 +324,7 @@ struct MeetingResult {
   uint32_t has_agreed;  // 1: all have met, and name the same ranks
 };
 
-struct MeetArgs {
+struct ShrinkBarrierArgs {
   World world;             // absent: the ranks to be done without from now on
   uint32_t number;         // proposed: odd for the first meeting of a reset, even for the second
   bool tells_low_latency;  // masked ranks of its calls, too

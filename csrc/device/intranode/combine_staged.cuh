@@ -19,11 +19,11 @@ namespace deep_comm {
 
 // Chunks of all peers in turn, so that what a rank receives comes from all others at the same pace.
 // Lane r knows those of rank r.
-class TurningChunks {
+class RotatingChunks {
  public:
   static constexpr int kEnd = -1, kNone = -2;
 
-  DC_DEVICE explicit TurningChunks(const CombineArgs& args)
+  DC_DEVICE explicit RotatingChunks(const CombineArgs& args)
       : num_ranks_(args.world.num_ranks), rank_(args.world.rank) {
     const int lane = arch::lane_idx();
     if (lane < num_ranks_ && lane != rank_) {
@@ -63,7 +63,7 @@ class ChunkSender {
         entry_(entry),
         pipe_(pipe),
         pieces_(Pieces::of(args.message.row_bytes, args.stage)),
-        chunks_(TurningChunks(args), taken_work(context)->num_chunks,
+        chunks_(RotatingChunks(args), taken_work(context)->num_chunks,
                 arch::warp_idx() * arch::num_blocks() + arch::block_idx(),
                 args.num_staged_senders) {
     const int peer = min_of(arch::lane_idx(), args.world.num_ranks - 1);
@@ -236,7 +236,7 @@ class ChunkSender {
   CombineEntry* entry_;
   StagePipe& pipe_;
   Pieces pieces_;
-  AskedQueue<TurningChunks> chunks_;
+  AskedQueue<RotatingChunks> chunks_;
   ChunkedRows rows_;          // that return to this lane's rank
   int first_row_;             // of them, in x
   int first_staged_row_ = 0;  // of them, in the staging of this lane's rank

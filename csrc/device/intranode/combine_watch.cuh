@@ -86,7 +86,7 @@ class TokenWatch {
   // Until all tokens have been handed on.
   DC_DEVICE void run() {
     while (true) {
-      hand_on();
+      pass_on_ready();
       refill();
       if (arch::any(kFullMask, is_pending() && pending_ == 0)) continue;
       if (!arch::any(kFullMask, is_pending() || wants_token())) break;
@@ -256,7 +256,7 @@ class TokenWatch {
   }
 
   // Tokens whose rows are all there, to the teams in turn.
-  DC_DEVICE void hand_on() {
+  DC_DEVICE void pass_on_ready() {
     const bool is_ready = is_pending() && pending_ == 0;
     const uint32_t ready = arch::ballot(kFullMask, is_ready);
     if (ready == 0) return;

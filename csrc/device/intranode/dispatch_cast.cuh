@@ -11,7 +11,7 @@
 
 #include "device/intranode/args.cuh"
 #include "device/intranode/dispatch_output.cuh"
-#include "device/intranode/dispatch_places.cuh"
+#include "device/intranode/final_rows.cuh"
 #include "device/layout/message.cuh"
 #include "device/move/quantise_stage.cuh"
 #include "device/sync/generation.cuh"

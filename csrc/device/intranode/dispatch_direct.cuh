@@ -19,7 +19,7 @@
 #include "device/intranode/args.cuh"
 #include "device/intranode/dispatch_meta.cuh"
 #include "device/intranode/dispatch_output.cuh"
-#include "device/intranode/dispatch_places.cuh"
+#include "device/intranode/final_rows.cuh"
 #include "device/intranode/ring_send.cuh"
 #include "device/layout/channel_range.cuh"
 #include "device/layout/expert_map.cuh"

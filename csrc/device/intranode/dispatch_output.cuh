@@ -28,9 +28,9 @@ struct OutputWords {
   uint32_t src_line;
   uint32_t rows;
 
-  DC_HOST_DEVICE static OutputWords of(const OutputPlace& place) {
-    return {place.output_line, place.src_line,
-            static_cast<uint32_t>(place.num_rows) | (place.is_exact ? kExactRows : 0)};
+  DC_HOST_DEVICE static OutputWords of(const OutputLocation& location) {
+    return {location.output_line, location.src_line,
+            static_cast<uint32_t>(location.num_rows) | (location.is_exact ? kExactRows : 0)};
   }
   DC_HOST_DEVICE bool has_room(int64_t num_rows) const {
     return line != 0 && num_rows <= static_cast<int64_t>(rows & ~kExactRows);

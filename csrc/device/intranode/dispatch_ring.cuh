@@ -100,7 +100,7 @@ DC_DEVICE void TokenSource<Form>::write_meta(uint8_t* meta, int token) const {
     *reinterpret_cast<int32_t*>(meta + message.src_idx_offset) = token;
   }
   if (Form::kExpanded && arch::lane_idx() == 0) {
-    *reinterpret_cast<int32_t*>(meta + message.place_offset) =
+    *reinterpret_cast<int32_t*>(meta + message.dst_row_offset) =
         arch::ld_nc(args_.send_row + static_cast<int64_t>(token) * args_.world.num_ranks + dst_);
   }
 }
@@ -210,7 +210,7 @@ DC_DEVICE uint32_t receive_rows(const DispatchArgs& args, RingReceiver& ring, Pr
     const uint8_t* slot = ring.slot(row_idx);
     if constexpr (Form::kExpanded) {
       const uint8_t* meta = slot + args.message.row_bytes;
-      row = arch::ld_weak(reinterpret_cast<const int32_t*>(meta + args.message.place_offset));
+      row = arch::ld_weak(reinterpret_cast<const int32_t*>(meta + args.message.dst_row_offset));
       if (part == 0 && ordinal < args.num_recv_rows) store_expanded_meta(args, meta, ordinal, row);
     }
     if (row >= 0 && row < args.num_recv_rows) {

@@ -13,15 +13,15 @@
 // after  outputs complete on this stream
 #pragma once
 
-#include "device/intranode/places.cuh"
+#include "device/intranode/token_rows.cuh"
 #include "device/move/element.cuh"
 
 namespace deep_comm {
 
 // One warp: a row to `places` from `first_place` on, in units of T.
 template <class T>
-DC_DEVICE void copy_to_places(uint8_t* base, const uint8_t* row, int row_bytes,
-                              const Places& places, int first_place, int num_places) {
+DC_DEVICE void copy_to_rows(uint8_t* base, const uint8_t* row, int row_bytes, const TokenRows& rows,
+                            int first_row, int num_rows) {
   constexpr int kUnroll = 4;
   const int num_units = row_bytes / static_cast<int>(sizeof(T));
   const T* src = reinterpret_cast<const T*>(row);
@@ -32,8 +32,8 @@ DC_DEVICE void copy_to_places(uint8_t* base, const uint8_t* row, int row_bytes,
       const int unit = first + step * kWarpSize;
       if (unit < num_units) units[step] = arch::ld_weak(src + unit);
     }
-    for (int place = first_place; place < num_places; ++place) {
-      T* dst = reinterpret_cast<T*>(base + static_cast<int64_t>(places.rows[place]) * row_bytes);
+    for (int idx = first_row; idx < num_rows; ++idx) {
+      T* dst = reinterpret_cast<T*>(base + static_cast<int64_t>(rows.row_idx[idx]) * row_bytes);
       DC_UNROLL
       for (int step = 0; step < kUnroll; ++step) {
         const int unit = first + step * kWarpSize;
@@ -45,9 +45,9 @@ DC_DEVICE void copy_to_places(uint8_t* base, const uint8_t* row, int row_bytes,
 
 // One warp: row 0 of `places` to all others.
 template <class T>
-DC_DEVICE void copy_to_others(uint8_t* base, int row_bytes, const Places& places, int num_places) {
-  copy_to_places<T>(base, base + static_cast<int64_t>(places.rows[0]) * row_bytes, row_bytes,
-                    places, 1, num_places);
+DC_DEVICE void copy_to_others(uint8_t* base, int row_bytes, const TokenRows& rows, int num_rows) {
+  copy_to_rows<T>(base, base + static_cast<int64_t>(rows.row_idx[0]) * row_bytes, row_bytes, rows,
+                  1, num_rows);
 }
 
 // One warp: a row of `base` becomes zero.
@@ -65,18 +65,18 @@ DC_DEVICE void zero_row(uint8_t* base, int64_t row, int row_bytes) {
 }
 
 DC_DEVICE void copy_tokens(const ExpandArgs& args, int num_tokens) {
-  Places& places = Places::of_warp();
+  TokenRows& rows = TokenRows::of_warp();
   const int step = arch::num_warps() * arch::num_blocks();
   for (int token = arch::warp_idx() * arch::num_blocks() + arch::block_idx(); token < num_tokens;
        token += step) {
-    const int num_places = places.load(args.recv_rows, token, args.num_topk, args.num_rows);
-    if (num_places < 2) continue;
-    copy_to_others<Vec16>(args.x, args.row_bytes, places, num_places);
+    const int num_rows = rows.load(args.recv_rows, token, args.num_topk, args.num_rows);
+    if (num_rows < 2) continue;
+    copy_to_others<Vec16>(args.x, args.row_bytes, rows, num_rows);
     if (args.scales == nullptr) continue;
     if (args.scale_row_bytes % 4 == 0) {
-      copy_to_others<uint32_t>(args.scales, args.scale_row_bytes, places, num_places);
+      copy_to_others<uint32_t>(args.scales, args.scale_row_bytes, rows, num_rows);
     } else {
-      copy_to_others<uint8_t>(args.scales, args.scale_row_bytes, places, num_places);
+      copy_to_others<uint8_t>(args.scales, args.scale_row_bytes, rows, num_rows);
     }
   }
 }

@@ -19,25 +19,25 @@ namespace deep_comm {
 // One warp: a token's row to all of its places.
 template <class T>
 DC_DEVICE void copy_received(uint8_t* base, const uint8_t* received, int64_t token, int row_bytes,
-                             const Places& places, int num_places) {
-  copy_to_places<T>(base, received + token * row_bytes, row_bytes, places, 0, num_places);
+                             const TokenRows& rows, int num_rows) {
+  copy_to_rows<T>(base, received + token * row_bytes, row_bytes, rows, 0, num_rows);
 }
 
 DC_DEVICE void expand_received(const ExpandReceivedArgs& args) {
-  Places& places = Places::of_warp();
+  TokenRows& rows = TokenRows::of_warp();
   const int num_tokens = num_received(args.world, args.rank_prefix_matrix, args.num_tokens_limit);
   const int step = arch::num_warps() * arch::num_blocks(), num_topk = args.num_topk;
   for (int token = arch::warp_idx() * arch::num_blocks() + arch::block_idx(); token < num_tokens;
        token += step) {
-    const int num_places = places.load(args.recv_rows, token, num_topk, args.num_rows);
-    copy_received<Vec16>(args.x, args.recv_x, token, args.row_bytes, places, num_places);
+    const int num_rows = rows.load(args.recv_rows, token, num_topk, args.num_rows);
+    copy_received<Vec16>(args.x, args.recv_x, token, args.row_bytes, rows, num_rows);
     if (args.scales != nullptr) {
       if (args.scale_row_bytes % 4 == 0) {
-        copy_received<uint32_t>(args.scales, args.recv_scales, token, args.scale_row_bytes, places,
-                                num_places);
+        copy_received<uint32_t>(args.scales, args.recv_scales, token, args.scale_row_bytes, rows,
+                                num_rows);
       } else {
-        copy_received<uint8_t>(args.scales, args.recv_scales, token, args.scale_row_bytes, places,
-                               num_places);
+        copy_received<uint8_t>(args.scales, args.recv_scales, token, args.scale_row_bytes, rows,
+                               num_rows);
       }
     }
     if (args.weights == nullptr) continue;

@@ -7,11 +7,11 @@
 #include "device/intranode/expand.cuh"
 #include "device/intranode/expand_received.cuh"
 #include "device/intranode/get_dispatch_layout.cuh"
-#include "device/intranode/meet.cuh"
 #include "device/intranode/notify_dispatch.cuh"
 #include "device/intranode/number_received.cuh"
 #include "device/intranode/number_rows.cuh"
 #include "device/intranode/reduce_experts.cuh"
+#include "device/intranode/shrink_barrier.cuh"
 #include "device/intranode/transpose_scales.cuh"
 
 namespace deep_comm {
@@ -103,12 +103,12 @@ struct ReduceExpertsKernel {
   DC_DEVICE static void run(const Args& args) { reduce_experts<kDtype>(args); }
 };
 
-struct MeetKernel {
-  using Args = MeetArgs;
-  static constexpr Kernel kName = Kernel::kMeet;
+struct ShrinkBarrierKernel {
+  using Args = ShrinkBarrierArgs;
+  static constexpr Kernel kName = Kernel::kShrinkBarrier;
   static constexpr bool kBlocksWait = false;
   static constexpr int kMaxThreads = 32;
-  DC_DEVICE static void run(const Args& args) { meet(args); }
+  DC_DEVICE static void run(const Args& args) { shrink_barrier(args); }
 };
 
 }  // namespace deep_comm

@@ -14,7 +14,7 @@
 #pragma once
 
 #include "device/intranode/number_rows.cuh"
-#include "device/intranode/places.cuh"
+#include "device/intranode/token_rows.cuh"
 #include "device/sync/context.cuh"
 
 namespace deep_comm {
@@ -37,8 +37,8 @@ struct NumberedRange {
 
 // The block: totals [L]; starts [W, L], of which row w gets the selections of warp w - 1, row 0
 // those of earlier blocks.
-DC_DEVICE void count_selections(const NumberReceivedArgs& args, const NumberedRange& range,
-                                int num_tokens, uint32_t* totals, uint32_t* starts) {
+DC_DEVICE void count_topk_entries(const NumberReceivedArgs& args, const NumberedRange& range,
+                                  int num_tokens, uint32_t* totals, uint32_t* starts) {
   constexpr int kBatches = 4;  // loads in flight
   const int64_t all = static_cast<int64_t>(num_tokens) * args.num_topk;
   const int64_t step = arch::num_threads();
@@ -119,7 +119,7 @@ DC_DEVICE void number_received(const NumberReceivedArgs& args) {
   for (int idx = arch::thread_idx(); idx < num_counters; idx += arch::num_threads())
     totals[idx] = 0;
   arch::sync_block();
-  count_selections(args, range, num_tokens, totals, starts);
+  count_topk_entries(args, range, num_tokens, totals, starts);
   arch::sync_block();
   if (arch::warp_idx() == 0) {
     const int64_t num_rows = place_groups(args, totals, starts);
@@ -135,8 +135,8 @@ DC_DEVICE void number_received(const NumberReceivedArgs& args) {
   arch::sync_block();
   if (arch::warp_idx() < args.num_numbering_warps) {
     const int64_t begin = min_of(range.end, range.begin + arch::warp_idx() * range.of_warp);
-    number_selections(args, args.recv_rows, starts + arch::warp_idx() * args.num_experts, begin,
-                      min_of(range.end, begin + range.of_warp));
+    number_topk_entries(args, args.recv_rows, starts + arch::warp_idx() * args.num_experts, begin,
+                        min_of(range.end, begin + range.of_warp));
   }
   const int64_t num_places = static_cast<int64_t>(args.num_tokens_limit) * args.num_topk;
   const int64_t grid_threads = static_cast<int64_t>(arch::num_blocks()) * arch::num_threads();

@@ -34,8 +34,8 @@ DC_DEVICE int selected_expert(const NumberRowsArgs& args, int64_t position) {
 
 // One warp: rows[position] of selections [begin, end), in order.
 template <class Args>
-DC_DEVICE void number_selections(const Args& args, int32_t* rows, uint32_t* next_rows,
-                                 int64_t begin, int64_t end) {
+DC_DEVICE void number_topk_entries(const Args& args, int32_t* rows, uint32_t* next_rows,
+                                   int64_t begin, int64_t end) {
   constexpr int kBatches = 4;  // loads in flight
   const int lane = arch::lane_idx();
   const uint32_t lower_lanes = (1u << lane) - 1;
@@ -78,7 +78,7 @@ DC_DEVICE void number_rows(const NumberRowsArgs& args) {
     if (expert >= 0) arch::atomic_add_relaxed_cta(&next_rows[expert], 1u);
   }
   arch::sync_block();
-  if (arch::warp_idx() == 0) number_selections(args, args.send_rows, next_rows, begin, end);
+  if (arch::warp_idx() == 0) number_topk_entries(args, args.send_rows, next_rows, begin, end);
   arch::sync_block();
   const ExpertMap map{args.num_experts, num_ranks};
   for (int idx = arch::thread_idx(); idx < (end_token - first_token) * num_ranks;

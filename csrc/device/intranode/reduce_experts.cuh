@@ -12,26 +12,26 @@
 // not promised: rows past the received tokens, which combine does not read
 #pragma once
 
-#include "device/intranode/places.cuh"
+#include "device/intranode/token_rows.cuh"
 
 namespace deep_comm {
 
 // One warp: dst = the sum of the rows at `places`.
 template <Dtype kDtype>
-DC_DEVICE void reduce_places(const ReduceExpertsArgs& args, uint8_t* dst, const Places& places,
-                             int num_places) {
+DC_DEVICE void reduce_rows_of_token(const ReduceExpertsArgs& args, uint8_t* dst,
+                                    const TokenRows& rows, int num_rows) {
   using Type = Numeric<kDtype>;
   constexpr int kInFlight = 4, kUnroll = 2;  // rows and vectors whose loads are issued together
   const int num_vecs = args.row_bytes / 16;
   for (int base = arch::lane_idx(); base < num_vecs; base += kWarpSize * kUnroll) {
     float sums[kUnroll][Type::kPerVec] = {};
-    for (int first = 0; first < num_places; first += kInFlight) {
+    for (int first = 0; first < num_rows; first += kInFlight) {
       Vec16 vecs[kInFlight][kUnroll];
       DC_UNROLL
       for (int idx = 0; idx < kInFlight; ++idx) {
-        if (first + idx >= num_places) continue;
+        if (first + idx >= num_rows) continue;
         const Vec16* src = reinterpret_cast<const Vec16*>(
-            args.x + static_cast<int64_t>(places.rows[first + idx]) * args.row_bytes);
+            args.x + static_cast<int64_t>(rows.row_idx[first + idx]) * args.row_bytes);
         DC_UNROLL
         for (int step = 0; step < kUnroll; ++step) {
           const int vec_idx = base + step * kWarpSize;
@@ -40,10 +40,10 @@ DC_DEVICE void reduce_places(const ReduceExpertsArgs& args, uint8_t* dst, const 
       }
       DC_UNROLL
       for (int idx = 0; idx < kInFlight; ++idx) {
-        if (first + idx >= num_places) continue;
+        if (first + idx >= num_rows) continue;
         const bool is_weighted = args.row_weights != nullptr;
         const float weight =
-            is_weighted ? arch::ld_nc(args.row_weights + places.rows[first + idx]) : 1.0f;
+            is_weighted ? arch::ld_nc(args.row_weights + rows.row_idx[first + idx]) : 1.0f;
         DC_UNROLL
         for (int step = 0; step < kUnroll; ++step) {
           if (base + step * kWarpSize >= num_vecs) continue;
@@ -63,14 +63,14 @@ DC_DEVICE void reduce_places(const ReduceExpertsArgs& args, uint8_t* dst, const 
 
 template <Dtype kDtype>
 DC_DEVICE void reduce_experts(const ReduceExpertsArgs& args) {
-  Places& places = Places::of_warp();
+  TokenRows& rows = TokenRows::of_warp();
   const int num_tokens = num_received(args.world, args.rank_prefix_matrix, args.num_tokens_limit);
   const int step = arch::num_warps() * arch::num_blocks();
   for (int token = arch::warp_idx() * arch::num_blocks() + arch::block_idx(); token < num_tokens;
        token += step) {
-    const int num_places = places.load(args.recv_rows, token, args.num_topk, args.num_rows);
-    reduce_places<kDtype>(args, args.reduced_x + static_cast<int64_t>(token) * args.row_bytes,
-                          places, num_places);
+    const int num_rows = rows.load(args.recv_rows, token, args.num_topk, args.num_rows);
+    reduce_rows_of_token<kDtype>(
+        args, args.reduced_x + static_cast<int64_t>(token) * args.row_bytes, rows, num_rows);
     if (args.weights == nullptr) continue;
     for (int k = arch::lane_idx(); k < args.num_topk; k += kWarpSize) {
       const int64_t position = static_cast<int64_t>(token) * args.num_topk + k;

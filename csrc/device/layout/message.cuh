@@ -21,10 +21,10 @@ struct MessageLayout {
   int topk_idx_offset;
   int topk_weights_offset;
   int src_idx_offset;
-  int place_offset;  // expanded only
+  int dst_row_offset;  // expanded only
   int meta_bytes;
 
-  static constexpr int kPlaceBytes = 16;  // what a place adds to meta_bytes at most
+  static constexpr int kDstRowBytes = 16;  // what a place adds to meta_bytes at most
 
   // scale_row_bytes: of one token's scales, packed.
   DC_HOST_DEVICE static MessageLayout of_dispatch(int row_bytes, int scale_row_bytes, int num_topk,
@@ -35,8 +35,8 @@ struct MessageLayout {
     message.topk_idx_offset = align_up(scale_row_bytes, 4);
     message.topk_weights_offset = message.topk_idx_offset + 4 * num_topk;
     message.src_idx_offset = message.topk_weights_offset + 4 * num_topk;
-    message.place_offset = message.src_idx_offset + (has_src_idx ? 4 : 0);
-    message.meta_bytes = align_up(message.place_offset + (is_expanded ? 4 : 0), 16);
+    message.dst_row_offset = message.src_idx_offset + (has_src_idx ? 4 : 0);
+    message.meta_bytes = align_up(message.dst_row_offset + (is_expanded ? 4 : 0), 16);
     return message;
   }
   DC_HOST_DEVICE static MessageLayout of_combine(int row_bytes, int num_topk) {

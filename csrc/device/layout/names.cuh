@@ -34,7 +34,7 @@ enum class Kernel : uint32_t {
   kTransposeScales,
   kNumberReceived,
   kExpandReceived,
-  kMeet,
+  kShrinkBarrier,
   kCount
 };
 
@@ -48,16 +48,16 @@ enum class Stage : uint32_t {
   kDone,            // direct dispatch: all rows of a peer have landed
   kRetire,          // combine: progress of this block's own reducing warps
   kCheckArguments,
-  kBufferCredit,  // low latency: a peer has read what this half held before
-  kRows,          // low latency: a piece of a row, its scale or its routes
-  kWeights,       // low latency combine: a token's weights
-  kAnnounced,     // low latency: a peer has begun the same operation
-  kParticipants,  // low latency: this rank's block 0 has found who takes part
-  kRailBarrier,   // all ranks of this local index have entered this kernel
-  kRailCredit,    // rail sender: a free slot
-  kRailTail,      // forwarder, or the reducer of combine: a row from another node
-  kBlamed,        // a neighbour gave up waiting for that rank
-  kMeeting,       // ranks that go on without others
+  kBufferCredit,   // low latency: a peer has read what this half held before
+  kRows,           // low latency: a piece of a row, its scale or its routes
+  kWeights,        // low latency combine: a token's weights
+  kAnnounced,      // low latency: a peer has begun the same operation
+  kParticipants,   // low latency: this rank's block 0 has found who takes part
+  kRailBarrier,    // all ranks of this local index have entered this kernel
+  kRailCredit,     // rail sender: a free slot
+  kRailTail,       // forwarder, or the reducer of combine: a row from another node
+  kBlamed,         // a neighbour gave up waiting for that rank
+  kShrinkBarrier,  // ranks that go on without others
   kCount
 };
 
@@ -116,7 +116,7 @@ inline constexpr const char* kStageNames[] = {
     "entry_barrier", "counts",    "channel_offsets", "ring_credit",     "ring_tail",
     "reduce",        "done",      "retire",          "check_arguments", "buffer_credit",
     "rows",          "weights",   "announced",       "participants",    "rail_barrier",
-    "rail_credit",   "rail_tail", "blamed",          "meeting"};
+    "rail_credit",   "rail_tail", "blamed",          "shrink_barrier"};
 inline constexpr const char* kWordNames[] = {
     "arrived",   "done",         "head",          "tail",      "start_offset", "end_offset",
     "progress",  "topk_idx",     "num_recv_rows", "header",    "operation",    "consumed",

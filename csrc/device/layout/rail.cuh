@@ -33,7 +33,7 @@ struct alignas(kLineBytes) RailArrivedLine {
 // Where rows from another node may lie when nobody returns credits: told by the rank that receives
 // them before its arrival, by the generation's lowest bit, since it may be one kernel further when
 // this is read.
-struct alignas(kLineBytes) RailPlaceLine {
+struct alignas(kLineBytes) RailStagingLine {
   // Tagged: first line of that node's rows in the receiver's segment; 0: none
   uint64_t staging_line;
 };
@@ -63,7 +63,7 @@ struct TierOffer {
 };
 
 // What a rank tells its neighbours when a kernel begins; read after its arrival.
-struct TierTold {
+struct TierAnnouncement {
   uint32_t offer;        // of all ranks of its rail
   uint32_t output_line;  // dispatch: where its output block begins, in lines from its segment's
                          // start; 0: elsewhere
@@ -75,18 +75,18 @@ struct TierTold {
 struct RailLayout {
   int num_nodes;
   int ranks_per_node;
-  size_t arrived;  // RailArrivedLine [N], by node
-  size_t tails;    // RailLine [kMaxRailChannels, N], by sending node: slots filled here
-  size_t heads;    // RailLine [kMaxRailChannels, N], by receiving node: slots read there
-  size_t places;   // RailPlaceLine [2, N], by generation parity and receiving node
+  size_t arrived;        // RailArrivedLine [N], by node
+  size_t tails;          // RailLine [kMaxRailChannels, N], by sending node: slots filled here
+  size_t heads;          // RailLine [kMaxRailChannels, N], by receiving node: slots read there
+  size_t staging_lines;  // RailPlaceLine [2, N], by generation parity and receiving node
   size_t landed;  // uint64 [N, kMaxRailChunks], by sending node: Tagged, the chunk's rows are here;
                   // always written through landed_qp(chunk)
   size_t added;   // uint32 [N, kMaxRailChunks], by receiving node: rows of the chunk that this rank
                   // has finished; zero at rest
   // [2, M], by generation parity and local rank: what it tells this one at entry (TierTold), then
   // int32 [N]: where rows of node n's rank of this local index begin in its outputs
-  size_t told;
-  size_t told_stride;
+  size_t announcements;
+  size_t announcement_stride;
   // int32 [2, N, counts_stride], by generation parity and node: header, tokens to the node [C],
   // tokens to each of its ranks [M, C] (both summed up over the channels), selections of each of
   // its experts
@@ -111,11 +111,12 @@ struct RailLayout {
     layout.arrived = offset + cursor.take(sizeof(RailArrivedLine) * num_nodes);
     layout.tails = offset + cursor.take(sizeof(RailLine) * kMaxRailChannels * num_nodes);
     layout.heads = offset + cursor.take(sizeof(RailLine) * kMaxRailChannels * num_nodes);
-    layout.places = offset + cursor.take(sizeof(RailPlaceLine) * 2 * num_nodes);
+    layout.staging_lines = offset + cursor.take(sizeof(RailStagingLine) * 2 * num_nodes);
     layout.landed = offset + cursor.take(sizeof(uint64_t) * kMaxRailChunks * num_nodes);
     layout.added = offset + cursor.take(sizeof(uint32_t) * kMaxRailChunks * num_nodes);
-    layout.told_stride = align_up<size_t>(sizeof(TierTold) + 4 * num_nodes, kLineBytes);
-    layout.told = offset + cursor.take(layout.told_stride * 2 * ranks_per_node);
+    layout.announcement_stride =
+        align_up<size_t>(sizeof(TierAnnouncement) + 4 * num_nodes, kLineBytes);
+    layout.announcements = offset + cursor.take(layout.announcement_stride * 2 * ranks_per_node);
     layout.counts_stride =
         align_up<size_t>(kNumRailHeaderFields + kMaxRailChannels * (1 + ranks_per_node) +
                              static_cast<size_t>(max_local_experts) * ranks_per_node,
@@ -137,8 +138,8 @@ struct RailLayout {
   DC_HOST_DEVICE size_t offer_of(int node, int parity) const {
     return arrived_of(node) + offsetof(RailArrivedLine, offers) + sizeof(uint64_t) * parity;
   }
-  DC_HOST_DEVICE size_t told_by(int local, int parity) const {
-    return told + told_stride * (parity * ranks_per_node + local);
+  DC_HOST_DEVICE size_t announcement_of(int local, int parity) const {
+    return announcements + announcement_stride * (parity * ranks_per_node + local);
   }
   DC_HOST_DEVICE size_t tail_of(int channel, int node) const {
     return tails + sizeof(RailLine) * (static_cast<size_t>(channel) * num_nodes + node);
@@ -146,8 +147,9 @@ struct RailLayout {
   DC_HOST_DEVICE size_t head_of(int channel, int node) const {
     return heads + sizeof(RailLine) * (static_cast<size_t>(channel) * num_nodes + node);
   }
-  DC_HOST_DEVICE size_t place_of(int parity, int node) const {
-    return places + sizeof(RailPlaceLine) * (static_cast<size_t>(parity) * num_nodes + node);
+  DC_HOST_DEVICE size_t staging_line_of(int parity, int node) const {
+    return staging_lines +
+           sizeof(RailStagingLine) * (static_cast<size_t>(parity) * num_nodes + node);
   }
   DC_HOST_DEVICE size_t landed_of(int node, int chunk) const {
     return landed + sizeof(uint64_t) * (static_cast<size_t>(node) * kMaxRailChunks + chunk);

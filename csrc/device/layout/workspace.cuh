@@ -103,12 +103,12 @@ struct alignas(kLineBytes) ArrivedLine {
 };
 static_assert(sizeof(ArrivedLine) == kLineBytes);
 
-// What a rank tells another when ranks go on without some: see intranode/meet.cuh. Tagged: the
+// What a rank tells another when ranks go on without some: see intranode/shrink_barrier.cuh. Tagged: the
 // meeting's number, and the ranks to be done without.
-struct alignas(kLineBytes) MeetingLine {
+struct alignas(kLineBytes) ProposalLine {
   uint64_t proposal;
 };
-static_assert(sizeof(MeetingLine) == kLineBytes);
+static_assert(sizeof(ProposalLine) == kLineBytes);
 
 // What the first failing thread leaves behind, in host memory that kernels reach.
 struct ErrorBlock {
@@ -144,13 +144,13 @@ struct WorkspaceLayout {
   // The last words before the data outlive a reset among some of the ranks: others may be writing
   // there. MeetingLine [num_ranks], by peer, and a line with masked_out (uint32): the other ranks do
   // without this one.
-  DC_HOST_DEVICE static constexpr size_t num_meeting_bytes(int num_ranks) {
-    return sizeof(MeetingLine) * static_cast<size_t>(num_ranks + 1);
+  DC_HOST_DEVICE static constexpr size_t num_proposal_bytes(int num_ranks) {
+    return sizeof(ProposalLine) * static_cast<size_t>(num_ranks + 1);
   }
-  DC_HOST_DEVICE constexpr size_t meeting(int num_ranks) const {
-    return data - num_meeting_bytes(num_ranks);
+  DC_HOST_DEVICE constexpr size_t proposals(int num_ranks) const {
+    return data - num_proposal_bytes(num_ranks);
   }
-  DC_HOST_DEVICE constexpr size_t masked_out() const { return data - sizeof(MeetingLine); }
+  DC_HOST_DEVICE constexpr size_t masked_out() const { return data - sizeof(ProposalLine); }
 
   DC_HOST_DEVICE static constexpr WorkspaceLayout make(int num_ranks, int num_max_experts) {
     WorkspaceLayout layout{};
@@ -166,7 +166,7 @@ struct WorkspaceLayout {
     layout.expert_counts = cursor.take(2 * static_cast<size_t>(num_max_experts) * 4 * num_ranks);
     layout.layout_counts = cursor.take(static_cast<size_t>(num_ranks + num_max_experts) * 4);
     layout.low_latency = LowLatencyWords::make(&cursor, num_ranks, num_max_experts);
-    layout.data = align_up<size_t>(cursor.num_bytes() + num_meeting_bytes(num_ranks), 4096);
+    layout.data = align_up<size_t>(cursor.num_bytes() + num_proposal_bytes(num_ranks), 4096);
     return layout;
   }
 };
@@ -232,7 +232,7 @@ struct World {
     return reinterpret_cast<uint64_t*>(bases[owner] + layout.low_latency.alive) + rank;
   }
   DC_HOST_DEVICE uint64_t* proposal(int owner, int from) const {
-    return &(reinterpret_cast<MeetingLine*>(bases[owner] + layout.meeting(num_ranks)) + from)
+    return &(reinterpret_cast<ProposalLine*>(bases[owner] + layout.proposals(num_ranks)) + from)
                 ->proposal;
   }
   DC_HOST_DEVICE uint32_t* masked_out(int owner) const {

@@ -66,7 +66,7 @@ DC_DEVICE bool is_given_up(const RailContext& context, int peer) {
 }
 
 // One word to all other ranks, among the words of the ranks that begin at `words`.
-DC_DEVICE void tell_all(const RailContext& context, size_t words, int rank, uint64_t value) {
+DC_DEVICE void send_to_all(const RailContext& context, size_t words, int rank, uint64_t value) {
   for (int position = 0; position < context.group->num_ranks; ++position) {
     const int owner = context.group->rank_at(position);
     if (owner == context.group->rank) continue;
@@ -80,7 +80,7 @@ DC_DEVICE void mask_rank(const RailContext& context, int rank) {
   if (is_masked(context, rank)) return;  // another thread has told them
   arch::st_relaxed_sys(context.mask_word(rank), uint64_t{1});
   // pairs with: is_masked at the others — nothing but the word itself.
-  if (!arch::fault(Fault::kSkipVote)) tell_all(context, context.words->masked, rank, 1);
+  if (!arch::fault(Fault::kSkipVote)) send_to_all(context, context.words->masked, rank, 1);
 }
 
 // This rank waits, but is there. The first thread to come in a fraction of the timeout says so.
@@ -92,7 +92,7 @@ DC_DEVICE void say_alive(const RailContext& context, uint64_t now_ns) {
   if (last == tick || arch::fault(Fault::kSkipAlive)) return;
   if (arch::atomic_cas_acq_rel_gpu(own, last, tick) != last) return;
   // pairs with: may_go_on at the others — nothing but the word itself.
-  tell_all(context, context.words->alive, context.group->rank, tick);
+  send_to_all(context, context.words->alive, context.group->rank, tick);
 }
 
 // As for Context; found by the waits for a RailContext. A wait that expires begins anew, a few

@@ -72,7 +72,7 @@ DC_DEVICE bool is_stopped(const Context& context, const WaitFor& wait, uint64_t 
   const World& world = context.world;
   // Other kernels see the abort word that comes with masked_out. A shrink barrier may not: its reset
   // has cleared that word.
-  const bool is_left_out = context.kernel == Kernel::kMeet && is_masked_out(world);
+  const bool is_left_out = context.kernel == Kernel::kShrinkBarrier && is_masked_out(world);
   if (!is_left_out && !is_aborted(world)) return false;
   arch::fence_acq_rel_sys();  // pairs with: mask_out — masked_out, if it is the reason
   if (is_left_out || is_masked_out(world)) {

@@ -25,7 +25,7 @@ struct Operation {
 };
 
 // Is `peer` one that nobody waits for?
-DC_DEVICE bool does_without(const World& world, int peer) {
+DC_DEVICE bool is_skipped(const World& world, int peer) {
   return world.is_absent(peer) && !arch::fault(Fault::kAwaitAbsent);
 }
 
@@ -118,7 +118,7 @@ DC_DEVICE bool await_entry(const Context& context, EntryWatch<kNumWords>& watch,
     watch.look();
     return true;
   }
-  if (does_without(context.world, peer)) return true;
+  if (is_skipped(context.world, peer)) return true;
   const WaitFor wait{stage, Word::kArrived, peer, -1};
   const bool is_out = is_masked_out(context.world);  // asked for beside the peer's words
   if (!await_watch(context, watch, wait, Tagged::pack(context.generation, signature))) return false;
@@ -134,7 +134,7 @@ DC_DEVICE bool await_arrivals(const Context& context, Stage stage, uint32_t sign
   const World& world = context.world;
   const int peer = arch::lane_idx();
   bool ok = true;
-  if (peer < world.num_ranks && !does_without(world, peer) &&
+  if (peer < world.num_ranks && !is_skipped(world, peer) &&
       !arch::fault(Fault::kSkipEntryBarrier)) {
     const uint64_t expected = Tagged::pack(context.generation, signature);
     const WaitFor wait{stage, Word::kArrived, peer, -1};

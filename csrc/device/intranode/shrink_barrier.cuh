@@ -26,12 +26,12 @@
 namespace deep_comm {
 
 // Ranks notice one after the other that one is silent: who has waited for it is late for the next.
-inline constexpr uint64_t kMeetingPatience = 4;
+inline constexpr uint64_t kShrinkBarrierPatience = 4;
 
 // Lane p of those that are awaited: rank p's proposal, not lower than `number`.
 DC_DEVICE bool await_proposal(const Context& context, int peer, uint32_t number, Tagged* proposal) {
   const World& world = context.world;
-  const WaitFor wait{Stage::kMeeting, Word::kProposal, peer, -1};
+  const WaitFor wait{Stage::kShrinkBarrier, Word::kProposal, peer, -1};
   uint64_t raw = 0;
   const bool has_come = await<Scope::kSys>(
       context, world.proposal(world.rank, peer), wait, Tagged::pack(number, world.absent),
@@ -48,7 +48,7 @@ DC_DEVICE bool await_proposal(const Context& context, int peer, uint32_t number,
 }
 
 // Tells the ranks that are done without, whatever they are at.
-DC_DEVICE void mask_out(const MeetArgs& args, int peer) {
+DC_DEVICE void mask_out(const ShrinkBarrierArgs& args, int peer) {
   const World& world = args.world;
   arch::st_relaxed_sys(world.masked_out(peer), 1u);
   if (args.tells_low_latency) arch::st_relaxed_sys(world.vote(peer, world.rank, peer), 1);
@@ -56,10 +56,12 @@ DC_DEVICE void mask_out(const MeetArgs& args, int peer) {
   arch::st_release_sys(&reinterpret_cast<LocalState*>(world.bases[peer])->abort, 1u);
 }
 
-DC_DEVICE void meet(const MeetArgs& args) {
+DC_DEVICE void shrink_barrier(const ShrinkBarrierArgs& args) {
   const World& world = args.world;
-  const Context context{
-      .world = world, .kernel = Kernel::kMeet, .generation = 0, .patience = kMeetingPatience};
+  const Context context{.world = world,
+                        .kernel = Kernel::kShrinkBarrier,
+                        .generation = 0,
+                        .patience = kShrinkBarrierPatience};
   const int peer = arch::lane_idx();
   const bool is_peer = peer < world.num_ranks && peer != world.rank;
   const bool is_awaited = is_peer && !world.is_absent(peer);

@@ -9,11 +9,11 @@ namespace deep_comm {
 inline constexpr int kMaxTopk = 64;
 
 // One warp's token, in shared memory, in the order of its selections.
-struct Places {
-  int32_t rows[kMaxTopk];
+struct TokenRows {
+  int32_t row_idx[kMaxTopk];
 
-  DC_DEVICE static Places& of_warp() {
-    return reinterpret_cast<Places*>(arch::dynamic_smem())[arch::warp_idx()];
+  DC_DEVICE static TokenRows& of_warp() {
+    return reinterpret_cast<TokenRows*>(arch::dynamic_smem())[arch::warp_idx()];
   }
   // The whole warp; returns how many rows there are. Places past num_rows, which a worst-case
   // output has dropped, count as none.
@@ -26,7 +26,7 @@ struct Places {
       const int32_t row = k < num_topk ? arch::ld_weak(recv_rows + token * num_topk + k) : -1;
       const bool is_here = row >= 0 && row < num_rows;
       const uint32_t present = arch::ballot(kFullMask, is_here);
-      if (is_here) rows[count + arch::popc(present & lower_lanes)] = row;
+      if (is_here) row_idx[count + arch::popc(present & lower_lanes)] = row;
       count += arch::popc(present);
     }
     arch::sync_warp();
