@@ -1,5 +1,5 @@
-// The rows a channel will carry, told ahead by flag-in-data words: each word holds its value and
-// the generation it belongs to, so no order between the two words or towards the rows is needed.
+// The range of rows that a channel will carry, announced before the rows. Each word holds its value
+// and its generation, so the words need no order between them, nor towards the rows.
 #pragma once
 
 #include "device/sync/await.cuh"
@@ -15,7 +15,7 @@ struct ChannelOffsets {
 DC_DEVICE void publish_offsets(const Context& context, int channel, int peer,
                                const ChannelOffsets& offsets) {
   RecvLine* line = context.world.recv_line(peer, channel, context.world.rank);
-  // pairs with: await_offsets at the peer — nothing but the words themselves.
+  // pairs with: await_offsets at the peer — nothing but the words themselves
   arch::st_relaxed_sys(&line->start_offset, Tagged::pack(context.generation, offsets.start));
   arch::st_relaxed_sys(&line->end_offset, Tagged::pack(context.generation, offsets.end));
 }

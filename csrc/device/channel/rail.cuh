@@ -1,18 +1,17 @@
-// One ring between two nodes: the rank of this local index here and there. Slots and `tail` lie
-// with the receiver, `head` with the sender, as in ring.cuh; what crosses is put by the NIC.
+// One ring between two nodes: between the ranks of this local index. As in ring.cuh, slots and
+// `tail` lie with the receiver, `head` with the sender. The NIC puts what crosses.
 //
-//   sender:   poll_slot / await_slot → fill slot() → publish(begin, end)    (puts, then tail, on one
-//             queue)
-//   receiver: await_filled → read slot() → return_credit(n)                 (head)
+//   sender:   poll_slot / await_slot → fill slot() → publish(begin, end)   puts, then tail, on one queue
+//   receiver: await_filled → read slot() → return_credit(n)                head
 //
-// Each word is always written through the same queue, so that its writes keep their order from
-// kernel to kernel; a late write of an older kernel carries its generation and counts as "not yet".
-// A send slot may be filled again when its credit is back: who has read the row has it.
+// Each word is always written through the same queue, so its writes keep their order from kernel to
+// kernel. A late write of an older kernel carries its generation and counts as "not yet". A send
+// slot is free again when its credit is back: then the receiver has read the row.
 //
-// Rows for the own node pass through the receive ring as well, without the NIC. So do rows for
-// nodes whose memory this rank's stores reach (near ones): slot() then lies there.
+// Rows for the own node use the receive ring as well, without the NIC. So do rows for near nodes,
+// whose memory this rank's stores reach: slot() then lies there.
 //
-// One lane of a warp owns an end; the methods are for that lane alone but for slot() and publish().
+// One lane of a warp owns an end. The methods are for that lane, except slot() and publish().
 #pragma once
 
 #include "device/layout/rail.cuh"
@@ -27,11 +26,11 @@ struct RailTier {
   RailLayout layout;
 
   DC_HOST_DEVICE int num_nodes() const { return layout.num_nodes; }
-  // Queues: the first half carries rows and their tails, the other credits, which would wait behind
-  // rows.
+  // The first half of the queues carries rows and their tails, the other half credits. Behind rows
+  // credits would wait.
   DC_HOST_DEVICE int data_qp(int channel) const { return channel % max_of(1, port.num_qps / 2); }
-  // Of a chunk of rows that have places of their own, and of the word that tells of it.
-  // Neighbours share a queue: a software NIC puts them together.
+  // The queue of a chunk of rows that have slots of their own, and of the word that announces it.
+  // Neighbouring chunks share a queue: a software NIC joins them.
   DC_HOST_DEVICE int landed_qp(int chunk) const { return data_qp(chunk / 8); }
   DC_HOST_DEVICE int credit_qp(int channel) const {
     const int num_data = max_of(1, port.num_qps / 2);
@@ -39,18 +38,19 @@ struct RailTier {
   }
 };
 
-// The segment of this local index at `node`, if this rank's own stores reach it, else null.
+// The segment of this local index at `node` if this rank's stores reach it, else null.
 DC_DEVICE uint8_t* near_segment(const World& world, const RailTier& tier, int node) {
   return node == tier.node ? world.bases[world.rank] : arch::rail_near(tier.port, node);
 }
 
-// One thread: a word at `node`, after all that this thread has put on the queue
-// before, or stored there.
+// One thread: writes a word at `node`, after everything that this thread has put on the queue or
+// stored there.
 DC_DEVICE void write_rail_word(const World& world, const RailTier& tier, int node, int qp,
                                size_t offset, uint64_t value) {
   uint8_t* near = near_segment(world, tier, node);
   if (near != nullptr) {
-    // pairs with: what the caller's comment names; the word's readers do not see which way it came.
+    // pairs with: what the caller's comment names. Readers of the word cannot tell which way it
+    // came.
     arch::st_release_sys(reinterpret_cast<uint64_t*>(near + offset), value);
   } else {
     arch::rail_signal(tier.port, node, qp, offset, value);
@@ -70,21 +70,22 @@ class RailSender {
   }
 
   DC_DEVICE uint8_t* slot(uint32_t row_idx) const { return slots_ + rings_.slot_offset(row_idx); }
-  // Whether row `row_idx` has a free slot; looks once if this lane does not know of one.
+  // True if row `row_idx` has a free slot. Reads the head once if this lane does not know of one.
   DC_DEVICE bool poll_slot(uint32_t row_idx) {
     if (is_free(row_idx)) return true;
     const Tagged head = Tagged::unpack(arch::ld_acquire_sys(head_));
     if (head.generation == context_.generation) num_released_ = head.value;
     return is_free(row_idx);
   }
-  // Waits for that slot. Somebody must publish everything filled, or the receiver cannot free one.
+  // Waits for that slot. All filled slots must be published by then, or the receiver cannot free
+  // one.
   DC_DEVICE bool await_slot(uint32_t row_idx) {
     if (is_free(row_idx) || arch::fault(Fault::kSkipRailCredit)) return true;
     return await_tagged(context_, head_, {Stage::kRailCredit, Word::kRailHead, node_, channel_},
                         row_idx + 1 - rings_.num_slots, &num_released_);
   }
-  // The whole warp. Rows [begin, end) are filled by it, or by others that it has met at a barrier
-  // or by an acquire; the lanes have met since.
+  // The whole warp. It has filled rows [begin, end), or others have, and a barrier or an acquire
+  // orders that. The lanes have synchronised since.
   DC_DEVICE void publish(uint32_t begin, uint32_t end) {
     if (begin == end) return;
     const int qp = tier_.data_qp(channel_);
@@ -106,7 +107,7 @@ class RailSender {
       arch::rail_count(tier_.port, node_, qp, (end - begin) * rings_.slot_bytes);
     }
     // pairs with: RailReceiver::await_filled at the node — the puts above, on the same queue, or
-    // the stores into the slots.
+    // the stores into the slots
     write_rail_word(context_.world, tier_, node_, qp, tier_.layout.tail_of(channel_, tier_.node),
                     Tagged::pack(context_.generation, end));
   }
@@ -140,7 +141,7 @@ class RailReceiver {
   DC_DEVICE bool is_filled(uint32_t row_idx) const {
     return row_idx < num_filled_;
   }  // as last seen
-  // Whether row `row_idx` has come; looks once.
+  // True if row `row_idx` has arrived. Reads the tail once.
   DC_DEVICE bool poll_filled(uint32_t row_idx) {
     if (row_idx < num_filled_) return true;
     const Tagged tail = Tagged::unpack(arch::ld_acquire_sys(tail_));
@@ -155,17 +156,17 @@ class RailReceiver {
   DC_DEVICE const uint8_t* slot(uint32_t row_idx) const {
     return slots_ + rings_.slot_offset(row_idx);
   }
-  // Rows [0, num_rows) have been read by this lane, or by others that it has met by a barrier or an
-  // acquire.
+  // Rows [0, num_rows) have been read by this lane, or by others, and a barrier or an acquire
+  // orders that.
   DC_DEVICE void return_credit(uint32_t num_rows) const {
     const bool is_near = near_segment(context_.world, tier_, node_) != nullptr;
     if (!is_near) arch::fence_acq_rel_sys();  // the reads before the signal
-    // pairs with: RailSender::await_slot and ::poll_slot at the node — the reads of the slots.
+    // pairs with: RailSender::await_slot and ::poll_slot at the node — the reads of the slots
     write_rail_word(context_.world, tier_, node_, tier_.credit_qp(channel_),
                     tier_.layout.head_of(channel_, tier_.node),
                     Tagged::pack(context_.generation, num_rows));
   }
-  // How many credits a sender of `num_rows` rows can need at all; the rest is never returned.
+  // The number of credits that a sender of `num_rows` rows can need. More are never returned.
   DC_DEVICE static uint32_t num_needed(const RailRings& rings, uint32_t num_rows) {
     const auto num_slots = static_cast<uint32_t>(rings.num_slots);
     return num_rows > num_slots ? num_rows - num_slots : 0;

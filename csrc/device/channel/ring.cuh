@@ -1,14 +1,13 @@
-// One ring between two ranks: the slots and the `tail` word lie with the receiver, the `head` word
-// with the sender, so that each side polls its own memory. Credits are counted in rows since the
-// kernel began.
+// One ring between two ranks. The slots and the `tail` word lie with the receiver, the `head` word
+// with the sender, so each side polls its own memory. Credits are counted in rows since the kernel
+// began.
 //
-//   sender:   poll_slot / await_slot → fill slot() → tail = n      (after the bytes have landed)
-//   receiver: await_filled → read slot() → head = n               (after the bytes have been read)
+//   sender:   poll_slot / await_slot → fill slot() → tail = n      after the bytes have landed
+//   receiver: await_filled → read slot() → head = n                after the bytes have been read
 //
-// The words are published elsewhere (ring_tail, ring_head): a release is too dear for the warp that
-// moves.
+// Other warps publish the words (ring_tail, ring_head): a release costs a moving warp too much.
 //
-// One lane of a warp owns an end; the methods are for that lane alone.
+// One lane of a warp owns an end. The methods are for that lane.
 #pragma once
 
 #include "device/layout/ring_layout.cuh"
@@ -41,14 +40,14 @@ class RingSender {
         peer_(peer),
         head_(&context.world.send_line(context.world.rank, channel, peer)->head) {}
 
-  // Whether row `row_idx` has a free slot; looks once if this lane does not know of one.
+  // True if row `row_idx` has a free slot. Reads the head once if this lane does not know of one.
   DC_DEVICE bool poll_slot(uint32_t row_idx) {
     if (is_free(row_idx)) return true;
     const Tagged head = Tagged::unpack(arch::ld_acquire_sys(head_));
     if (head.generation == context_.generation) num_released_ = head.value;
     return is_free(row_idx);
   }
-  // Waits for that slot. Everything filled must have been published, or the receiver cannot free
+  // Waits for that slot. All filled slots must be published by then, or the receiver cannot free
   // one.
   DC_DEVICE bool await_slot(uint32_t row_idx) {
     if (arch::fault(Fault::kSkipCredit)) return true;

@@ -1,9 +1,11 @@
-// Words that say of themselves whether they have come: zero means "not yet". The sender never sends
-// a zero, the one reader of a word puts the zero back, and the credit for the memory comes after
-// that. So no flag follows the payload and no store waits for another: on NVLink a release behind
-// stores in flight costs microseconds.
+// Words that tell by themselves whether they have arrived. Zero means "not arrived". The sender
+// never sends a zero. The one reader of a word zeroes it again. Credit for the memory is returned
+// after that.
 //
-// Relaxed is enough: a word that is seen is all that is read on account of it.
+// So no flag follows the payload, and no store waits for another. On NVLink a release costs
+// microseconds while stores are in flight.
+//
+// Relaxed order is enough: the reader uses nothing but the word that it has seen.
 #pragma once
 
 #include "device/sync/await.cuh"
@@ -35,8 +37,8 @@ struct ArrivalWatch {
   }
 };
 
-// Takes what comes to `address`: waits for it and leaves zeros there. *value: an earlier look at
-// it, or zeros.
+// Waits for what arrives at `address`, reads it, and leaves zeros there. *value: an earlier look at
+// the address, or zeros.
 //   unblocked by: the peer's store of words that are not zero
 template <class AnyContext, class T>
 DC_DEVICE bool take_arrival(const AnyContext& context, T* address, const WaitFor& wait, T* value) {
@@ -49,10 +51,10 @@ DC_DEVICE bool take_arrival(const AnyContext& context, T* address, const WaitFor
   return true;
 }
 
-// Several places at once: their looks are under way together, and one wait serves them all.
+// Several addresses at once. Their loads are in flight together, and one wait serves them all.
 template <int kCount>
 struct Arrivals {
-  Vec16* from[kCount];  // null: none, or none any more
+  Vec16* from[kCount];  // null: none, or not awaited any more
   Vec16 vecs[kCount];
 
   DC_DEVICE void look() {
@@ -64,8 +66,8 @@ struct Arrivals {
   DC_DEVICE bool is_missing(int idx) const {
     return from[idx] != nullptr && !has_arrived(vecs[idx]) && !arch::fault(Fault::kSkipArrival);
   }
-  // Looks again at what is missing. All loads before anything is done with one, which would wait
-  // for it: then each look would be a trip to memory for every place that is missing.
+  // Loads again what is missing. All loads are issued before the first value is used: using a value
+  // waits for it, and then each address would cost a trip to memory.
   DC_DEVICE void look_at_missing() {
     bool is_wanted[kCount];
     DC_UNROLL
@@ -75,7 +77,7 @@ struct Arrivals {
       if (is_wanted[idx]) vecs[idx] = arch::ld_relaxed_sys(from[idx]);
     }
   }
-  // The same; -1: nothing is missing, else the last that is.
+  // As look_at_missing. Returns an index that is still missing (the last one), or -1.
   DC_DEVICE int look_again() {
     look_at_missing();
     int missing = -1;
@@ -85,15 +87,15 @@ struct Arrivals {
     }
     return missing;
   }
-  // Leaves zeros where `idx` has been taken from.
+  // Leaves zeros where `idx` was read.
   DC_DEVICE void clear(int idx) const {
     if (!arch::fault(Fault::kSkipClear)) arch::st_weak(from[idx], Vec16{});
   }
 };
 
-// Waits for all of `arrivals`, which have been looked at once. wait_of(idx) says whose they are.
-// What comes from a rank that is given up becomes null. Indices are constants of unrolled loops:
-// else registers would become memory.
+// Waits for all of `arrivals`, which have been looked at once. wait_of(idx) names the peer. An
+// entry of a masked rank becomes null. The indices are constants of unrolled loops, which keeps the
+// arrays in registers.
 //   unblocked by: the peers' stores of words that are not zero
 template <int kCount, class WaitOf>
 DC_DEVICE bool await_arrivals(const Context& context, Arrivals<kCount>& arrivals, WaitOf wait_of) {

@@ -1,4 +1,4 @@
-// The one bounded wait. Nothing outside this folder spins on a word that another thread writes.
+// The one bounded wait. Nothing outside this folder polls a word that another thread writes.
 #pragma once
 
 #include "device/sync/mask.cuh"
@@ -26,10 +26,9 @@ DC_DEVICE void note_wait(const Context& context, const WaitFor& wait, uint64_t e
 #endif
 }
 
-// When a wait began, when it ends without having got its word, and when a rest in it ends at the
-// latest.
+// When a wait began, when it fails, and when a parked thread wakes at the latest.
 struct WaitClock {
-  uint64_t start_ns = 0;  // 0: nothing has been asked yet, and the others have no value
+  uint64_t start_ns = 0;  // 0: not started; the other fields have no value yet
   uint64_t deadline_ns;
   uint64_t wake_ns;
   uint64_t last_alive;  // masks: the peer's alive word when the clock was started or renewed
@@ -70,8 +69,8 @@ DC_DEVICE void start_clock(const Context& context, const WaitFor& wait, uint64_t
 DC_DEVICE bool is_stopped(const Context& context, const WaitFor& wait, uint64_t now_ns,
                           const WaitClock& clock) {
   const World& world = context.world;
-  // Other kernels see the abort word that comes with masked_out. A shrink barrier may not: its reset
-  // has cleared that word.
+  // Other kernels see the abort word that comes with masked_out. A shrink barrier may not: its
+  // reset has cleared that word.
   const bool is_left_out = context.kernel == Kernel::kShrinkBarrier && is_masked_out(world);
   if (!is_left_out && !is_aborted(world)) return false;
   arch::fence_acq_rel_sys();  // pairs with: mask_out — masked_out, if it is the reason
@@ -152,13 +151,11 @@ DC_DEVICE_COLD bool may_go_on(Context context, WaitFor wait, uint64_t seen, uint
 
 // ---- waits --------------------------------------------------------------------------------------
 
-// Looks again and again until watch.look() is true. Returns false when the deadline passed (then
-// this thread has written the error record) or when another thread of this rank has given up. With
-// context.can_shrink also when the ranks do without wait.peer, which then is_given_up; past the
-// deadline this thread begins with that.
-//   unblocked by: what the watch looks at, the rank's abort word, masks, the deadline.
-// Watch: bool look(), uint64_t seen(), void rest(abort_word, deadline_ns).
-// AnyContext: Context, or one whose masks lie elsewhere, with a may_go_on of its own.
+// Polls until watch.look() is true. Returns false if the wait may not go on: see may_go_on. If the
+// peer is masked, is_given_up(context, wait.peer) is true afterwards.
+//   unblocked by: what the watch looks at, the rank's abort word, masks, the deadline
+//   Watch: bool look(), uint64_t seen(), void rest(abort_word, deadline_ns)
+//   AnyContext: Context, or a type with a may_go_on of its own
 template <class AnyContext, class Watch>
 DC_DEVICE bool await_watch(const AnyContext& context, Watch& watch, const WaitFor& wait,
                            uint64_t expected, uint64_t patience = 1) {
@@ -192,13 +189,13 @@ struct AcquireWatch {
   }
 };
 
-// Polls `word` with acquire until is_ready(value); see await_watch.
+// Polls `word` with acquire order until is_ready(value). See await_watch.
 template <Scope kScope, class AnyContext, class T, class IsReady>
 DC_DEVICE bool await(const AnyContext& context, const T* word, const WaitFor& wait,
                      uint64_t expected, IsReady is_ready, T* value,
                      uint64_t patience = kScope == Scope::kCta ? 4 : 1) {
-  // Warps of this block are bounded by their own waits, which began later and know the silent
-  // rank's name.
+  // Four deadlines for words of this block: the warps that write them have waits of their own,
+  // which began later and know the silent rank.
   AcquireWatch<kScope, T, IsReady> watch{word, is_ready, T{}};
   const bool ok = await_watch(context, watch, wait, expected, patience);
   *value = watch.value;
@@ -221,7 +218,7 @@ DC_DEVICE bool await_tagged(const Context& context, const uint64_t* word, const 
   return ok;
 }
 
-// A Tagged word that speaks of nothing but itself.
+// A Tagged word that orders nothing but itself.
 struct RelaxedTaggedWatch {
   const uint64_t* word;
   uint32_t generation;
@@ -237,7 +234,7 @@ struct RelaxedTaggedWatch {
   }
 };
 
-// Waits for a Tagged word of this kernel's generation and takes its value; orders nothing else.
+// Waits for a Tagged word of this kernel's generation and returns its value. Orders nothing else.
 template <class AnyContext>
 DC_DEVICE bool await_tagged_alone(const AnyContext& context, const uint64_t* word,
                                   const WaitFor& wait, uint32_t* value) {
@@ -247,7 +244,7 @@ DC_DEVICE bool await_tagged_alone(const AnyContext& context, const uint64_t* wor
   return ok;
 }
 
-// Waits for a bulk load of this warp's own: it ends by itself, so no deadline is needed.
+// Waits for a bulk load of this warp. It needs no deadline: the load ends by itself.
 DC_DEVICE void await_bulk(arch::Mbarrier* barrier, uint32_t parity) {
   while (!arch::mbarrier_try_wait_parity(barrier, parity)) {
   }

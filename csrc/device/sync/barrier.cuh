@@ -1,15 +1,16 @@
-// The barrier over all ranks at the entry of a kernel: after it, every rank has finished its
-// earlier kernels, so that their rings and words are free. It also compares what the ranks think
-// they are doing.
+// The barrier over all ranks at the entry of a kernel. After it, every rank has finished its
+// earlier kernels, so their rings and words are free. It also checks that all ranks run the same
+// operation.
 #pragma once
 
 #include "device/sync/await.cuh"
 
 namespace deep_comm {
 
-// What a rank is about to run, in 32 bits: 4 bits of kernel, 28 bits of a hash over its arguments.
+// What a rank is about to run, in 32 bits: 4 bits for the kernel, 28 bits of a hash over its
+// arguments.
 struct Operation {
-  // No kernel's: of a rank that has found on its rail that its peers there run something else.
+  // The signature of no kernel. A rank sends it when its peers on the rail run something else.
   static constexpr uint32_t kDisputed = 0;
 
   DC_HOST_DEVICE static uint32_t signature(Kernel kernel, const int* values, int num_values) {
@@ -24,30 +25,30 @@ struct Operation {
   }
 };
 
-// Is `peer` one that nobody waits for?
+// True if nobody waits for `peer`: it is absent.
 DC_DEVICE bool is_skipped(const World& world, int peer) {
   return world.is_absent(peer) && !arch::fault(Fault::kAwaitAbsent);
 }
 
-// Tells every rank that this one has entered. Threads [0, num_ranks) of one block call it, after a
-// barrier that orders whatever the block wrote for its peers before.
+// Tells every rank that this one has entered. Called by threads [0, num_ranks) of one block, after
+// a barrier that orders what the block wrote for its peers.
 DC_DEVICE void announce_arrival(const Context& context, uint32_t signature) {
   const World& world = context.world;
   const int peer = arch::thread_idx();
   if (!world.takes_part(peer)) return;
-  // pairs with: await_arrivals at every peer — everything this rank wrote before, counts included.
+  // pairs with: await_arrivals at every peer — everything this rank wrote before, including counts
   arch::st_release_sys(world.arrived(peer, world.rank),
                        Tagged::pack(context.generation, signature));
 }
 
-// The same with words that carry the generation themselves, value by value: they need no order
-// among each other, so that no release has to wait for them to arrive.
+// The same with further words. Each carries the generation itself, so the words need no order among
+// each other, and no release waits for them to arrive.
 template <int kNumWords>
 DC_DEVICE void announce_arrival(const Context& context, uint32_t signature,
                                 uint64_t* const (&words)[kNumWords],
                                 const uint32_t (&values)[kNumWords]) {
   // With the stores below, a release; pairs with: the acquire of EntryWatch at every peer — this
-  // rank has left its earlier kernels.
+  // rank has left its earlier kernels
   arch::fence_acq_rel_sys();
   DC_UNROLL
   for (int idx = 0; idx < kNumWords; ++idx) {
@@ -57,7 +58,7 @@ DC_DEVICE void announce_arrival(const Context& context, uint32_t signature,
                        Tagged::pack(context.generation, signature));
 }
 
-// A peer's arrival and what it announced with it: all words of this generation.
+// A peer's arrival and the words announced with it: complete when all are of this generation.
 template <int kNumWords>
 struct EntryWatch {
   const uint64_t* arrived;
@@ -94,7 +95,7 @@ struct EntryWatch {
   }
 };
 
-// A peer that is already one kernel further has passed this comparison itself.
+// A peer that is one kernel further has passed this check itself.
 DC_DEVICE bool agrees_on_operation(const Context& context, Stage stage, int peer, uint64_t arrived,
                                    uint32_t signature) {
   const Tagged seen = Tagged::unpack(arrived);
@@ -110,7 +111,7 @@ DC_DEVICE bool agrees_on_operation(const Context& context, Stage stage, int peer
 }
 
 // Lane p of a warp: waits until rank p has entered this generation and all of its words are there.
-// Does not wait for a rank that is absent: its words are zeros then.
+// Does not wait for an absent rank, whose words are zeros.
 template <int kNumWords>
 DC_DEVICE bool await_entry(const Context& context, EntryWatch<kNumWords>& watch, Stage stage,
                            int peer, uint32_t signature) {
@@ -120,7 +121,7 @@ DC_DEVICE bool await_entry(const Context& context, EntryWatch<kNumWords>& watch,
   }
   if (is_skipped(context.world, peer)) return true;
   const WaitFor wait{stage, Word::kArrived, peer, -1};
-  const bool is_out = is_masked_out(context.world);  // asked for beside the peer's words
+  const bool is_out = is_masked_out(context.world);  // loaded together with the peer's words
   if (!await_watch(context, watch, wait, Tagged::pack(context.generation, signature))) return false;
   if (is_out) {
     report_masked_out(context, wait, 0);
@@ -129,7 +130,8 @@ DC_DEVICE bool await_entry(const Context& context, EntryWatch<kNumWords>& watch,
   return agrees_on_operation(context, stage, peer, watch.arrival, signature);
 }
 
-// Waits until every rank that is not absent has entered this generation. A whole warp calls it; the result is uniform.
+// Waits until every rank that is not absent has entered this generation. The whole warp calls it.
+// The result is uniform.
 DC_DEVICE bool await_arrivals(const Context& context, Stage stage, uint32_t signature) {
   const World& world = context.world;
   const int peer = arch::lane_idx();

@@ -1,4 +1,4 @@
-// What every stage of a kernel carries: the job as this rank sees it, the kernel's name and its
+// What every stage of a kernel carries: this rank's view of the job, the kernel's name, its
 // generation.
 #pragma once
 
@@ -7,8 +7,8 @@
 
 namespace deep_comm {
 
-// What the ranks of a World are called in the group: the World of one node, or of one rail, knows a
-// part of it.
+// Maps ranks of a World to ranks of the group. The World of one node, or of one rail, holds only
+// some of them.
 struct RankNames {
   int own = -1;  // -1: as in the World
   int first = 0;
@@ -21,14 +21,15 @@ struct Context {
   const World& world;
   Kernel kernel;
   uint32_t generation;      // of this kernel; equal on all ranks
-  bool can_shrink = false;  // a silent rank is done without: see mask.cuh
+  bool can_shrink = false;  // the other ranks may mask a silent one: see mask.cuh
   RankNames names = {};
   uint64_t patience = 1;  // deadlines of this context's waits, in timeouts
 
   DC_DEVICE int own_name() const { return names.own < 0 ? world.rank : names.own; }
 };
 
-// Whom a wait waits for, and on what. Names the silent rank when the deadline passes.
+// Which peer a wait waits for, and on which word. It names the silent rank when the deadline
+// passes.
 struct WaitFor {
   Stage stage;
   Word word;
@@ -45,8 +46,9 @@ struct ErrorReport {
   int64_t index;
 };
 
-// Writes the error record, if no other thread has. The first report wins: later ones are its
-// consequences. By value: the address of a caller's object would keep that out of registers.
+// Writes the error record if no other thread has. Only the first report counts: later ones are its
+// consequences. Arguments by value: the address of a caller's object would keep that object out of
+// registers.
 DC_DEVICE_COLD void report_error(Context context, ErrorReport report) {
   const World& world = context.world;
   if (arch::atomic_cas_acq_rel_gpu(&world.state()->error_claimed, 0u, 1u) != 0u) return;
@@ -62,17 +64,17 @@ DC_DEVICE_COLD void report_error(Context context, ErrorReport report) {
   arch::st_relaxed_sys(&block->expected, report.expected);
   arch::st_relaxed_sys(&block->waited_ns, report.waited_ns);
   arch::st_relaxed_sys(&block->index, report.index);
-  // pairs with: Engine::poll_error on the host — the fields above.
+  // pairs with: Engine::poll_error on the host — the fields above
   arch::st_release_sys(&block->is_written, 1u);
 }
 
-// Makes every other wait of this rank give up, so that the kernel drains.
+// Makes every other wait of this rank fail, so that the kernel drains.
 DC_DEVICE void abort_rank(const Context& context) {
-  // pairs with: is_aborted in await — nothing but the word itself.
+  // pairs with: is_aborted in await — nothing but the word itself
   arch::st_relaxed_gpu(&context.world.state()->abort, 1u);
 }
 
-// The others do without this rank: nothing of what it does is wanted.
+// The other ranks have masked this one, so they ignore what it does.
 DC_DEVICE_COLD void report_masked_out(Context context, WaitFor wait, uint64_t waited_ns) {
   report_error(context, {ErrorKind::kMaskedOut, wait, 0, 0, waited_ns, -1});
   abort_rank(context);
@@ -82,7 +84,7 @@ DC_DEVICE bool is_masked_out(const World& world) {
 }
 
 DC_DEVICE bool is_aborted(const World& world) {
-  // sys: between nodes, a neighbour that has given up sets it as well.
+  // sys: between nodes, a neighbour that has failed sets it as well.
   return arch::ld_relaxed_sys(&world.state()->abort) != 0u;
 }
 

@@ -1,31 +1,31 @@
-// Generations instead of resets: every kernel that talks to peers is one generation, counted on the
-// device (so that a CUDA graph replays correctly), and every word it writes carries it.
+// Generations instead of resets. Every kernel that talks to peers is one generation, and every word
+// it writes carries its number. The device counts generations, so a CUDA graph replays correctly.
 #pragma once
 
 #include "device/sync/context.cuh"
 
 namespace deep_comm {
 
-// The generation of the kernel that is running. Equal in all its blocks: it moves when the last
-// block leaves.
+// The generation of the running kernel. All its blocks read the same number: the last block to
+// leave advances it.
 DC_DEVICE uint32_t current_generation(const World& world) {
   return next_generation(arch::ld_relaxed_gpu(&world.state()->generation));
 }
 
 struct BlockExit {
-  bool is_last;  // all other blocks of the kernel have come here before
+  bool is_last;  // all other blocks of the kernel have called this before
 };
 
-// Every thread of every block; the block's work is done. What the other blocks did is visible to
-// the last one. num_retired_blocks: a word of this rank, zero while no kernel of its kind runs; the
+// Every thread of every block, when the block's work is done. The last block sees what the other
+// blocks did. num_retired_blocks: a word of this rank, zero while no kernel of its kind runs; the
 // last block zeroes it.
 DC_DEVICE BlockExit exit_block(uint32_t* num_retired_blocks) {
   uint32_t* num_exited =
       reinterpret_cast<uint32_t*>(arch::dynamic_smem());  // nobody needs the stages any more
   arch::sync_block();
   if (arch::thread_idx() == 0) {
-    // acq_rel, pairs with itself: the last block sees all that the others have done, and that they
-    // have read `generation`.
+    // acq_rel, pairs with itself: the last block sees what the others have done, and that they have
+    // read `generation`.
     *num_exited = arch::atomic_add_acq_rel_gpu(num_retired_blocks, 1u);
   }
   arch::sync_block();
@@ -36,8 +36,8 @@ DC_DEVICE BlockExit exit_block(const Context& context) {
   return exit_block(&context.world.state()->num_retired_blocks);
 }
 
-// The first threads of the last block, numbered: the next kernel is a new generation, which finds
-// no work taken. This kernel's own counts stay as they are: warps may still look for work.
+// The first threads of the last block, numbered: starts the next generation, with no work taken.
+// This kernel's own counters stay as they are, because its warps may still look for work.
 DC_DEVICE void close_generation(const Context& context, int thread) {
   LocalState* state = context.world.state();
   TakenWork* next = &state->taken[next_generation(context.generation) & 1u];
@@ -51,14 +51,14 @@ DC_DEVICE void close_generation(const Context& context) {
   close_generation(context, arch::thread_idx());
 }
 
-// Counters of the work of this kernel, which all its blocks share.
+// Counters of this kernel's work, shared by its blocks.
 DC_DEVICE TakenWork* taken_work(const Context& context) {
   return &context.world.state()->taken[context.generation & 1u];
 }
 
-// One warp of every block, once all threads of the block have read the generation (behind a block
-// barrier): instead of retire_block. The end of a block then costs no trip to memory; the
-// generation moves while the kernel runs, which only the kernel behind it can see.
+// Replaces retire_block. One warp of every block calls it once all threads of the block have read
+// the generation, after a block barrier. The end of a block then costs no trip to memory. The
+// generation advances while the kernel runs, which only the next kernel can see.
 DC_DEVICE void retire_early(const Context& context) {
   uint32_t num_retired = 0;
   if (arch::lane_idx() == 0) {
@@ -72,7 +72,7 @@ DC_DEVICE void retire_early(const Context& context) {
   }
 }
 
-// Every thread of every block calls this last, unless it does something between the two halves.
+// Every thread of every block calls this last, unless it does something between the two steps.
 DC_DEVICE void retire_block(const Context& context) {
   if (exit_block(context).is_last) close_generation(context);
 }

@@ -1,10 +1,10 @@
-// Ranks that the others do without. A rank that stays silent for the deadline is masked by the one
-// that waited for it, which tells all others: a word in their memory, which every wait for that
-// rank looks at. So all survivors do without it soon, at the cost of one deadline, and later
-// kernels do not wait for it at all.
+// Masks: a rank that stays silent until the deadline is masked, and the others go on without it.
+// The rank whose wait expired masks it and sends a vote to all other ranks. Every wait for the
+// masked rank reads the votes. So all survivors go on soon, at the cost of one deadline, and later
+// kernels do not wait for the masked rank at all.
 //
-// Ranks that wait for a silent one are late themselves, in this call or the next. So a rank that
-// waits long says from time to time that it is there, and a wait for such a rank has patience.
+// Ranks that wait for a silent rank become late themselves, in this call or the next. So a rank
+// that waits long writes from time to time that it is alive, and waits for it are renewed.
 //
 //   word    owner     written by             read by                  order     reset
 //   masked  this rank its waits, host        its kernels              relaxed   clean
@@ -26,7 +26,7 @@ DC_DEVICE_COLD bool is_masked(const World& world, int peer) {
   return false;
 }
 
-// Is `peer` one that this kernel does without? For the slow path, after a wait has failed.
+// True if this rank has masked `peer`. For the slow path, after a wait has failed.
 DC_DEVICE bool is_given_up(const Context& context, int peer) {
   return context.can_shrink && is_masked(context.world, peer);
 }
@@ -34,15 +34,16 @@ DC_DEVICE bool is_given_up(const Context& context, int peer) {
 DC_DEVICE void mask_rank(const World& world, int peer) {
   arch::st_relaxed_gpu(world.masked(peer), 1);
   for (int owner = 0; owner < world.num_ranks; ++owner) {
-    // pairs with: is_masked at the owner — nothing but the word itself.
+    // pairs with: is_masked at the owner — nothing but the word itself
     if (owner != world.rank) arch::st_relaxed_sys(world.vote(owner, world.rank, peer), 1);
   }
 }
 
-// A wait that expires begins anew, so often at most, if its peer has said meanwhile that it is there.
+// A wait that expires starts again at most so often, if its peer has shown since that it is alive.
 inline constexpr int kMaxRenewals = 3;
 
-// This rank waits, but is there. The first thread to come in a fraction of the timeout says so.
+// Tells the other ranks that this one is alive while it waits. The first thread in each fraction of
+// the timeout does it.
 DC_DEVICE void say_alive(const Context& context, uint64_t now_ns) {
   constexpr uint64_t kPerTimeout = 8;
   const World& world = context.world;
@@ -52,15 +53,15 @@ DC_DEVICE void say_alive(const Context& context, uint64_t now_ns) {
   if (last == tick || arch::fault(Fault::kSkipAlive)) return;
   if (arch::atomic_cas_acq_rel_gpu(own, last, tick) != last) return;
   for (int owner = 0; owner < world.num_ranks; ++owner) {
-    // pairs with: may_go_on at the owner — nothing but the word itself.
+    // pairs with: may_go_on at the owner — nothing but the word itself
     if (owner != world.rank) arch::st_relaxed_sys(world.alive(owner, world.rank), tick);
   }
 }
 
 enum class Verdict { kGoOn, kWithout, kOut };
 
-// A wait for `peer` asks between two looks: shall it go on, do without the peer, or is this rank
-// itself done without?
+// What a wait for `peer` has to do: go on, stop because the peer is masked, or stop because this
+// rank is.
 DC_DEVICE Verdict verdict_on(const Context& context, int peer) {
   if (is_masked(context.world, context.world.rank)) return Verdict::kOut;
   return is_masked(context.world, peer) ? Verdict::kWithout : Verdict::kGoOn;

@@ -1,9 +1,9 @@
 // The warp that tells the peers how far a block's moving warps have come.
 //
-// A release at system scope waits for writes that other warps of the SM have under way: measured on
-// H200 with bulk stores in flight, 3 to 10 µs. So the movers only report to their block, at block
-// scope, and one warp turns all reports into one fence and a relaxed store a peer, again and again,
-// off the movers' path.
+// A release at system scope waits for the writes that other warps of the SM have in flight: 3 to 10
+// µs on H200 with bulk stores. So the movers only report to their block, at block scope. One warp
+// turns all reports into one fence and one relaxed store per peer, again and again, off the movers'
+// path.
 #pragma once
 
 #include "device/sync/await.cuh"
@@ -25,12 +25,12 @@ struct Progress {
   }
   // One lane: `num_rows` rows have landed, or have been read.
   DC_DEVICE void report(int word, uint32_t num_rows) {
-    // pairs with: publish_progress, which may look at the word before the bell rings — the rows.
+    // pairs with: publish_progress, which may read the word before the bell rings — the rows
     arch::st_release_cta(&words[word], num_rows);
-    // pairs with: publish_progress — the word.
+    // pairs with: publish_progress — the word
     arch::atomic_add_acq_rel_cta(&bell, 1u);
   }
-  // The last report; also of a warp that gives up.
+  // The last report, also of a warp that fails.
   DC_DEVICE void finish(int word, uint32_t num_rows) { report(word, num_rows | kFinished); }
 };
 
@@ -42,12 +42,12 @@ struct Published {
   int num_words = 0;
 };
 
-// One warp; every lane has something of its own to publish. Returns when all reports are finished.
+// One warp; every lane has a word of its own to publish. Returns when all reports are finished.
 DC_DEVICE void publish_progress(const Context& context, Progress& progress,
                                 const Published& published) {
   uint32_t num_published = 0;
   while (true) {
-    // The bell before any lane's words: what is reported later rings again.
+    // Reads the bell before any lane reads its words: a later report rings again.
     const uint32_t rung = arch::ld_acquire_cta(&progress.bell);
     arch::sync_warp();
     bool is_finished = true;
@@ -61,7 +61,7 @@ DC_DEVICE void publish_progress(const Context& context, Progress& progress,
     if (arch::any(kFullMask, is_new)) {
       // With the store below, a release; pairs with: RingReceiver::await_filled (tails: slots of
       // rows [0, num_rows) are filled), RingSender::await_slot and ::poll_slot (heads: they have
-      // been read).
+      // been read)
       arch::fence_acq_rel_sys();
       if (is_new)
         arch::st_relaxed_sys(published.target, Tagged::pack(context.generation, num_rows));

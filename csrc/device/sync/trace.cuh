@@ -1,14 +1,14 @@
-// note: a block says that it has passed a step. Off, which is null, it is a test of an argument; on,
-// the clock is read and one slot stored, which nothing waits for.
+// note: a block has passed a step. With tracing off (a null pointer) it costs a test of an
+// argument. With tracing on it reads the clock and stores one slot, for which nothing waits.
 //
-// Not for loops over rows. Where several warps of a block come to a step, the last one's note stays.
+// Not for loops over rows. If several warps of a block pass a step, the last note remains.
 #pragma once
 
 #include "device/sync/context.cuh"
 
 namespace deep_comm {
 
-// Out of line, so that tracing that is off stays out of the way.
+// Out of line, so that disabled tracing costs no space in the caller.
 DC_DEVICE_COLD void write_note(const Trace& trace, Kernel kernel, TraceStep step,
                                uint32_t generation, uint32_t value) {
   const int block = arch::block_idx();
@@ -26,7 +26,7 @@ DC_DEVICE void note(const Context& context, TraceStep step, uint32_t value = 0) 
   write_note(trace, context.kernel, step, context.generation, value);
 }
 
-// The first thread of a block, or of a warp; the others pass.
+// The first thread of a block, or of a warp; other threads do nothing.
 DC_DEVICE void note_in_block(const Context& context, TraceStep step, uint32_t value = 0) {
   if (!Trace::is_noted(context.kernel) || context.world.trace_slots == nullptr) return;
   if (arch::thread_idx() == 0) note(context, step, value);

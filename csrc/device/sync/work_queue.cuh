@@ -1,22 +1,21 @@
-// Work that is dealt while it is done: SMs differ in what they get through (two of them may share a
-// port to the crossbar), and with equal shares the slowest one ends the kernel.
+// Work that is dealt while the kernel runs. SMs differ in speed (two of them may share a port to
+// the crossbar), and with equal shares the slowest one would end the kernel.
 #pragma once
 
 #include "device/arch/arch.cuh"
 
 namespace deep_comm {
 
-// Items that one warp has taken, in the order in which it took them, -1 behind the last. The
-// first may be its own, known without a trip to memory. `Take` is called for the others by lane
-// 0 alone, one item ahead, so that nobody waits for it; it returns the next item or -1. Whole
-// warps call the methods.
+// The items that one warp has taken, in order; -1 after the last. The first item may be fixed in
+// advance, without a trip to memory. For the others lane 0 calls `Take`, one item ahead, so that
+// nobody waits for it; it returns the next item or -1. Whole warps call the methods.
 template <class Take>
 class WorkQueue {
  public:
   DC_DEVICE WorkQueue(const Take& take, int first) : take_(take), ahead_(first) {}
   DC_DEVICE explicit WorkQueue(const Take& take) : take_(take), ahead_(0) { take_ahead(); }
 
-  // The index-th item of this warp, one of the last 32 that it has asked for, or the next.
+  // The index-th item of this warp: the next one, or one of the last 32.
   DC_DEVICE int at(uint32_t index) {
     while (num_taken_ <= index) {
       const int item = arch::shfl(kFullMask, ahead_, 0);
@@ -34,13 +33,13 @@ class WorkQueue {
 
   Take take_;
   int items_ = -1;  // lane i: the last item whose index is i modulo 32
-  int ahead_;       // lane 0: the item behind those
+  int ahead_;       // lane 0: the next item
   uint32_t num_taken_ = 0;
 };
 
-// Numbers from a counter that the warps of a rank share, and what they stand for, in the order in
-// which one warp took them. The first number is its own, below `num_firsts`. Nobody waits for the
-// counter: its answer is looked at when the next item is wanted. `Items::at` gives an item, kNone if
+// Numbers from a counter that the warps of a rank share, mapped to items, in the order in which one
+// warp took them. The first number is the warp's own, below `num_firsts`. Nobody waits for the
+// counter: its answer is read when the next item is needed. `Items::at` returns an item, kNone if
 // the number stands for none, or kEnd. Whole warps call the methods.
 template <class Items>
 class AskedQueue {
@@ -52,8 +51,7 @@ class AskedQueue {
         answer_(first),
         has_ended_(first >= num_firsts) {}
 
-  // The index-th item of this warp, one of the last 32 that it has asked for, or the next; -1 behind
-  // the last.
+  // The index-th item of this warp: the next one, or one of the last 32; -1 after the last.
   DC_DEVICE int at(uint32_t index) {
     while (num_taken_ <= index) {
       const int item = next();
@@ -80,7 +78,7 @@ class AskedQueue {
   Items items_;
   uint32_t* counter_;
   uint32_t num_firsts_;
-  uint32_t answer_;  // lane 0: of the counter, or the first number
+  uint32_t answer_;  // lane 0: the counter's answer, or the first number
   uint32_t behind_ = 0;
   bool has_ended_;
   int taken_ = -1;  // lane i: the last item whose index is i modulo 32
@@ -98,7 +96,7 @@ struct Numbered {
   }
 };
 
-// For `num_warps` warps of every block, of which this is number `warp`.
+// For `num_warps` warps of every block; this is number `warp`.
 DC_DEVICE AskedQueue<Numbered> ask_for_items(uint32_t* counter, int num_items, int warp,
                                              int num_warps) {
   const uint32_t first = warp * arch::num_blocks() + arch::block_idx();
@@ -108,8 +106,8 @@ DC_DEVICE AskedQueue<Numbered> ask_for_items(uint32_t* counter, int num_items, i
           static_cast<uint32_t>(num_warps * arch::num_blocks())};
 }
 
-// Items 0, 1, … num_items - 1 for num_warps warps of a rank: one each, the others from a
-// counter that they share.
+// Items 0, 1, … num_items - 1 for num_warps warps of a rank: one each, the others from a shared
+// counter.
 struct TakeNext {
   uint32_t* counter;
   int num_items;
@@ -121,7 +119,7 @@ struct TakeNext {
   }
 };
 
-// For `num_warps` warps of every block, of which this is number `warp`.
+// For `num_warps` warps of every block; this is number `warp`.
 DC_DEVICE WorkQueue<TakeNext> deal_items(uint32_t* counter, int num_items, int warp,
                                          int num_warps) {
   const int first = warp * arch::num_blocks() + arch::block_idx();
