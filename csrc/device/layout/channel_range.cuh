@@ -1,5 +1,5 @@
-// The tokens of one channel: [begin, end) of a rank's num_tokens, contiguous and in order, so that
-// rows sorted by channel are sorted by token.
+// The tokens of one channel: [begin, end) of a rank's num_tokens, contiguous and in order. So rows
+// sorted by channel are sorted by token.
 #pragma once
 
 #include "device/arch/types.cuh"

@@ -1,14 +1,14 @@
-// Quotients of many small numbers by one of them: a multiplication each instead of a division,
-// which has no instruction on GPUs.
+// Many small numbers divided by the same one: a multiplication each. GPUs have no instruction for
+// division.
 #pragma once
 
 #include "device/arch/arch.cuh"
 
 namespace deep_comm {
 
-// Exact for numerators below kMaxNumerator: the quotient with half a unit added to its numerator is
-// at least half a divisor's part away from a whole number, which is more than what the roundings of
-// the reciprocal and of the product take away: 3 units of 2^-24 of it.
+// Exact for numerators below kMaxNumerator. Half a unit is added to the numerator, so the quotient
+// is at least 1 / (2 * divisor) away from a whole number. Rounding the reciprocal and the product
+// changes it by less: 3 * 2^-24 of its value.
 struct Divisor {
   static constexpr int kMaxNumerator = 1 << 20;
   float inverse;

@@ -1,6 +1,6 @@
-// Which rank holds which expert. Ranks hold contiguous ranges; when the experts do not divide
-// evenly, the first `num_experts % num_ranks` ranks hold one more. deep_comm/topology.py states the
-// same for Python.
+// Which rank holds which expert. Ranks hold contiguous ranges. If the experts do not divide evenly,
+// the first `num_experts % num_ranks` ranks hold one more. deep_comm/topology.py has the same rule
+// in Python.
 #pragma once
 
 #include "device/layout/divisor.cuh"
@@ -26,14 +26,14 @@ struct ExpertMap {
   }
 };
 
-// The same, its divisions done by who fills in a kernel's arguments. Less than
-// Divisor::kMaxNumerator experts.
+// The same with its divisions done on the host, when a kernel's arguments are filled in. For fewer
+// than Divisor::kMaxNumerator experts.
 struct PreparedExpertMap {
   int num_experts;
   int num_ranks;
   int base;       // experts of a rank that holds fewer
   int num_extra;  // ranks that hold one more
-  int in_larger;  // experts on those
+  int in_larger;  // experts on those ranks
   Divisor by_base;
   Divisor by_larger;
 

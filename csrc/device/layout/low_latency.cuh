@@ -1,15 +1,15 @@
-// Low-latency mode: where its payload lies, who moves which part of it, and where its words are.
+// Low-latency mode: the layout of its payload, the share of each block, the addresses of its words.
 //
-//   region   = [ weights of half 0 | 1 | dispatch half 0 | 1 | combine half 0 | 1 ]   at fixed places, whatever the shape
+//   region   = [ weights 0 | 1 | dispatch buffer 0 | 1 | combine buffer 0 | 1 ], whatever the shape
 //   dispatch = by source rank: [ slot of token 0 … M-1 | routes of block 0 … B-1 ]
-//   slot     = [ row | words of scales | pad to a line ]
-//   combine  = by expert rank: row of token 0 … M-1; with one rounding, by token: row of selection 0 … K-1,
-//              with masks by expert rank and token
+//   slot     = [ row | scales, words of 4 bytes | pad to a line ]
+//   combine  = by expert rank: row of token 0 … M-1
+//              one rounding: by token: row of top-k entry 0 … K-1; with masks by expert rank, too
 //
-// A token keeps its number: slot t of source s is token t of rank s, so that no rank has to tell
-// another where a row went. A half serves every second operation of its kind. Apart from the
-// weights all of it is zero at rest (sync/arrival.cuh). Where ranks may be done without, a source
-// has its place in a half whatever the shape (LowLatencyRegion::spread).
+// A token keeps its number: slot t of source s is token t of rank s. So no rank has to tell another
+// where a row went. Dispatch and combine have two buffers each, used in turn: operation n uses
+// buffer n % 2. All of them except the weights are zero at rest (sync/arrival.cuh). With masks a
+// source's part of a buffer does not depend on the shape (LowLatencyRegion::spread).
 #pragma once
 
 #include "device/layout/divisor.cuh"
@@ -17,23 +17,23 @@
 
 namespace deep_comm {
 
-// One selection of one token, as a rank sees it. It travels as four words, none of them zero.
+// One top-k entry of a token, as one rank sees it. It is sent as four words, none of them zero.
 struct Route {
   int32_t local_expert;  // -1: not on this rank
   int32_t ordinal;       // earlier tokens of this source that select this expert; see repeated
   float weight;
-  // earlier tokens of this source that come to this rank; -1: this one does not
+  // earlier tokens of this source that are sent to this rank; -1: this one is not
   int32_t row_ordinal;
 
-  // A token that selects an expert again has one row with it: the later selections stand
-  // for the row of the first.
+  // A token that selects an expert twice has one row there. The later entry refers to the row of
+  // the first.
   DC_HOST_DEVICE static int32_t repeated(uint32_t ordinal) {
     return ~static_cast<int32_t>(ordinal);
   }
   DC_HOST_DEVICE bool is_repeated() const { return ordinal < 0; }
   DC_HOST_DEVICE int32_t row() const { return is_repeated() ? ~ordinal : ordinal; }
 
-  // A signalling NaN: a weight of just these bits arrives as the quiet NaN that
+  // A signalling NaN. A weight with just these bits arrives as a quiet NaN, which is what
   // arithmetic would make of it.
   static constexpr uint32_t kWeightKey = 0x7fa5c963u;
   static constexpr uint32_t kQuiet = 0x00400000u;
@@ -70,9 +70,9 @@ struct LowLatencyShape {
   Divisor by_topk;
   Divisor by_blocks;
 
-  // Works out what kernels would work out again and again.
+  // Computes once what kernels would compute in every thread.
   void prepare() {
-    // Whole lines: a warp's store of 512 bytes is four packets on the links, not five.
+    // Whole lines: a warp's store of 512 bytes is then four packets on the links instead of five.
     slot_stride = align_up<uint32_t>(static_cast<uint32_t>(row_bytes + sizeof(float) * num_scales),
                                      kLineBytes);
     block_tokens = ceil_div(num_max_tokens, num_blocks);
@@ -87,7 +87,7 @@ struct LowLatencyShape {
   DC_HOST_DEVICE size_t slot_bytes() const { return slot_stride; }
   DC_HOST_DEVICE int max_block_tokens() const { return block_tokens; }
   DC_HOST_DEVICE size_t routes_offset() const { return routes_start; }
-  // From the place of a source, or of a rank of experts, to the next one's.
+  // Bytes from one source's part of a buffer, or one expert rank's, to the next.
   DC_HOST_DEVICE size_t stride(LowLatencyKind kind) const {
     return arch::fault(Fault::kPackedSources) ? source_bytes(kind)
                                               : source_strides[static_cast<int>(kind)];
@@ -95,7 +95,7 @@ struct LowLatencyShape {
   DC_HOST_DEVICE size_t weights_source_stride() const {
     return arch::fault(Fault::kPackedSources) ? weights_bytes() : weights_stride;
   }
-  // What a source needs there.
+  // Bytes that one source needs there.
   DC_HOST_DEVICE uint64_t source_bytes(LowLatencyKind kind) const {
     const uint64_t num_routes = uint64_t{1} * num_blocks * block_tokens * num_topk;
     const uint64_t num_bytes = kind == LowLatencyKind::kDispatch
@@ -107,7 +107,7 @@ struct LowLatencyShape {
     return align_up<uint64_t>(uint64_t{1} * num_max_tokens * num_topk * sizeof(uint64_t),
                               kLineBytes);
   }
-  // When rows are added at the source only: [M, K] rows of one sender.
+  // One rounding: [M, K] rows of one sender.
   DC_HOST_DEVICE uint64_t gather_source_bytes() const {
     return align_up<uint64_t>(uint64_t{1} * num_max_tokens * num_topk * hidden * sizeof(Bf16),
                               kLineBytes);
@@ -116,24 +116,24 @@ struct LowLatencyShape {
     return arch::fault(Fault::kPackedSources) ? gather_source_bytes()
                                               : stride(LowLatencyKind::kCombine);
   }
-  // Of a half, when rows are added at the source only: [num_senders, M, K] rows. One for all
-  // senders, or, with masks, each its own: rows of a rank that is done without may come later, when
-  // nobody waits for them, so that no other rank's rows may ever come there.
+  // One rounding: bytes of a buffer, [num_senders, M, K] rows. Without masks all senders share one
+  // part. With masks each sender has its own: rows of a masked rank may arrive late, when nobody
+  // waits for them, so they must not arrive where another rank's rows are awaited.
   DC_HOST_DEVICE size_t gather_bytes(int num_senders) const {
     return num_senders * gather_source_bytes();
   }
 };
 
 struct LowLatencyRegion {
-  // The part of a region that weights get: words whose generation travels with them must not be
-  // written by anything else, so they have a place of their own.
+  // 1/32 of the region is for the weights. Their words carry generations, so nothing else may ever
+  // be written there.
   static constexpr size_t kWeightsShare = 32;
 
   size_t weights[2];  // from the segment's start
   size_t dispatch[2];
   size_t combine[2];
-  size_t weights_bytes;  // of one half
-  size_t buffer_bytes;   // of one half of a kind
+  size_t weights_bytes;  // of one buffer's weights
+  size_t buffer_bytes;   // of one buffer of a kind
 
   DC_HOST_DEVICE static LowLatencyRegion make(size_t offset, size_t num_bytes) {
     LowLatencyRegion region{};
@@ -145,7 +145,7 @@ struct LowLatencyRegion {
     for (size_t& buffer : region.combine) buffer = offset + cursor.take(region.buffer_bytes);
     return region;
   }
-  // The smallest region that serves a shape, combine(one_rounding) included or not.
+  // The smallest region that serves a shape; one_rounding: including combine(one_rounding).
   DC_HOST_DEVICE static size_t bytes_for(const LowLatencyShape& shape, int num_ranks,
                                          bool one_rounding, bool can_shrink) {
     const size_t weights = shape.weights_bytes() * num_ranks;
@@ -153,14 +153,15 @@ struct LowLatencyRegion {
                                         shape.source_bytes(LowLatencyKind::kCombine)) *
                                      num_ranks,
                                  one_rounding ? shape.gather_bytes(can_shrink ? num_ranks : 1) : 0);
-    // 4 halves in what the weights leave; and a line for each cut that is rounded down.
+    // Four buffers in what the weights leave, and a line for each part that is rounded down.
     const size_t by_buffers =
         ceil_div<size_t>(4 * buffer * kWeightsShare, kWeightsShare - 1) + 8 * kLineBytes;
     const size_t by_weights = (weights + kLineBytes) * 2 * kWeightsShare;
     return align_up(max_of(by_buffers, by_weights), kLineBytes);
   }
-  // Gives every source its part of a half, and of the weights, whatever the shape: what a rank
-  // sends that the others do without then comes to its own place, never to another rank's.
+  // With masks: gives every source a part of the buffer, and of the weights, that does not depend
+  // on the shape. So what a masked rank still sends arrives in its own part, never in another
+  // rank's.
   void spread(LowLatencyShape* shape, int num_ranks) const {
     const size_t stride = buffer_bytes / num_ranks / kLineBytes * kLineBytes;
     shape->source_strides[0] = shape->source_strides[1] = stride;
@@ -168,18 +169,18 @@ struct LowLatencyRegion {
   }
 };
 
-// The part of a rank's tokens, and of their columns, that one block of it sends, and
-// that block of every destination receives. With fewer tokens than blocks several blocks
-// share a token, by columns.
+// The tokens and columns of a rank that one of its blocks sends. The same block of every
+// destination receives them. With fewer tokens than blocks several blocks share a token, by
+// columns.
 struct LowLatencyShare {
   static constexpr int kGroupElements =
-      512;  // strips are groups of columns: whole scales, whole packs of them
+      512;  // Blocks share a token by groups of columns: whole scales, whole packs of scales.
 
   int begin;  // tokens
   int end;
   int column_begin;  // elements
   int column_end;
-  bool is_leading;  // has the first columns: does what is done once a token
+  bool is_leading;  // has the first columns, so it does what is done once per token
 
   DC_HOST_DEVICE static LowLatencyShare of(const LowLatencyShape& shape, int num_tokens,
                                            int block) {
@@ -204,7 +205,7 @@ struct LowLatencyShare {
   DC_HOST_DEVICE int num_columns() const { return column_end - column_begin; }
 };
 
-// Addresses of one operation: the words and the payload of its half. `owner` is whose memory it is.
+// Addresses of one operation: its words and its buffer. `owner`: the rank whose memory it is.
 struct LowLatencyBuffer {
   const World& world;
   const LowLatencyRegion& region;
@@ -251,7 +252,7 @@ struct LowLatencyBuffer {
     return world.bases[owner] + region.combine[buffer_idx] + expert_rank * shape.stride(kind) +
            static_cast<size_t>(token) * shape.hidden * sizeof(Bf16);
   }
-  // sender: 0, or with masks the rank of the experts.
+  // sender: 0, or with masks the expert rank.
   DC_HOST_DEVICE uint8_t* gather_row(int owner, int sender, int token, int k) const {
     const size_t row = static_cast<size_t>(token) * shape.num_topk + k;
     return world.bases[owner] + region.combine[buffer_idx] + sender * shape.gather_stride() +

@@ -1,12 +1,12 @@
-// What a low-latency dispatch returns beside rows and scales, as one block of memory: one
-// allocation, and one address for the combine that follows. L local experts, N = R * M rows of an
-// expert, or in all if compact.
+// What a low-latency dispatch returns besides rows and scales, as one block of memory: one
+// allocation, and one address for the combine that follows. L local experts; N = R * M rows per
+// expert, or compact in all.
 //
-//   block = [ recv_count | num_recv | ticket | recv_tokens | layout_range | src_info |
-//   places | recv_weights |
-//             compact_idx | compact_weights | num_rows | return_addresses ]
-//             from recv_weights on where the call has them, the last two between nodes; there
-//             places and recv_weights are by source and number of the row, not by token
+//   block = [ recv_count | num_recv | ticket | recv_tokens | layout_range | src_info | places
+//           | recv_weights | compact_idx | compact_weights | num_rows | return_addresses ]
+//
+// The parts from recv_weights on exist only in calls that need them. num_rows and return_addresses
+// exist between nodes only. There places and recv_weights are by source and slot, not by token.
 #pragma once
 
 #include "device/layout/region.cuh"
@@ -26,7 +26,8 @@ struct LowLatencyMetadata {
   size_t recv_weights;     // float32 [R, M, K]
   size_t compact_idx;      // int32 [N, K]
   size_t compact_weights;  // float32 [N, K]
-  size_t num_rows;  // int32 [2, R]: rows from each source, and how many of them were handed on
+  // int32 [2, R]: rows from each source, and how many of them were forwarded in the node
+  size_t num_rows;
   size_t return_addresses;  // int32 [R, M]: ReturnAddress of each of them
   size_t num_bytes;
 

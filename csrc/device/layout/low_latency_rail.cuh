@@ -1,24 +1,25 @@
-// Low-latency mode of a group of several nodes: words and payload of a rank's segment, the same
-// on all ranks, so that an offset names a place at every peer. R ranks of all nodes, M tokens a
-// rank may have, K top-k.
+// Low-latency mode of a group of several nodes: words and payload of a rank's segment. The layout
+// is the same on all ranks, so an offset is valid at every peer. R ranks of all nodes, M tokens per
+// rank at most, K top-k.
 //
-//   words  = [ LowLatencyRailState | consumed | announced | counts | counts on their way | masked
-//            | alive | participants ]
-//   region = two halves of each of
-//     weights      [R, M, K]         weights of a token of a source: value beside its number
-//     slots        [R, M]            messages of a source; zero at rest
-//     rows         [M, min(K, R)]    what the ranks of a token's experts send back, ranks ascending; zero at rest
-//                                    with one rounding [M, K], by selection
-//                                    with masks [R, M], or [R, M, K]: see RowPlaces
-//     and, from which the NIC takes them: weights_staged [M, K], slots_staged [M], rows_staged
-//     [R, M] (or [R, M, K])
-//   slot   = [ Route [K] | SlotWord [K] | token | zeros | row | float32 scales | zeros up to 16 bytes ]
+//   words  = [ LowLatencyRailState | consumed | announced | counts | counts staged | masked | alive
+//            | participants ]
+//   region = two buffers for each of
+//     weights         [R, M, K]       weights of a source's token: each beside its number
+//     slots           [R, M]          messages of a source; zero at rest
+//     rows            [M, min(K, R)]  answers of a token's expert ranks, ascending; zero at rest
+//                                     one rounding: [M, K], by top-k entry
+//                                     masks: [R, M], or [R, M, K]: see ReturnRows
+//     weights_staged  [M, K]          from these the NIC puts them
+//     slots_staged    [M]
+//     rows_staged     [R, M]          one rounding: [R, M, K]
+//   slot   = [ Route [K] | SlotWord [K] | token | zeros | row | scales | zeros up to 16 bytes ]
 //
-// A message is the same for all ranks that get it, so it is staged once, and a rank that has
-// got it can hand it on: its routes name experts as all ranks know them, and say for every
-// selection in which slot of that expert's rank it is. Messages that come straight from their
-// source fill its slots there from the first one on, those that another rank of the node hands
-// on from the last one back.
+// A message is the same for all ranks that get it. So it is staged once, and a rank that has
+// received it can forward it. Its routes hold global expert indices. For every top-k entry a
+// SlotWord says which slot of the expert's rank holds the message. Messages straight from their
+// source fill its slots there from the first one up; messages that another rank of the node
+// forwards fill them from the last one down.
 #pragma once
 
 #include "device/layout/low_latency.cuh"
@@ -27,31 +28,34 @@ namespace deep_comm {
 
 // This rank alone, in stream order.
 struct alignas(kLineBytes) LowLatencyRailState {
-  uint32_t sequence[2];     // by kind: number of the last operation that was sent
-  uint32_t sent[2][2];      // by kind and half: the same of the half
-  uint32_t received[2][2];  // by kind and half: the last one whose receive phase was launched
+  uint32_t sequence[2];     // by kind: number of the last operation sent
+  uint32_t sent[2][2];      // by kind and buffer: the last one that used the buffer
+  uint32_t received[2][2];  // by kind and buffer: the last one whose receive phase was launched
   uint32_t num_entered_blocks[2][2];  // by kind and phase
-  uint32_t credited
-      [2][2];  // by kind and half: the operation that peers were last told to have been received
+  // by kind and buffer: the last operation that peers were told has been received
+  uint32_t credited[2][2];
 };
 
 struct LowLatencyRailWords {
-  // In a line of counts. kNumHanded: of kNumRows, those that another rank of the node hands on.
+  // In a line of counts. kNumForwarded: those of kNumRows that another rank of the node forwards.
   static constexpr int kAnnounced = 0, kNumRows = 1, kNumForwarded = 2, kExperts = 3;
 
   size_t state;  // LowLatencyRailState
-  // Tagged [kind, half, R], a line each: the operation that peer has read what it got of
+  // Tagged [kind, buffer, R], a line each: the last operation of which that peer has read
+  // everything
   size_t consumed;
-  size_t announced;  // combine: Tagged [half, R]: source has begun; value = signature, its tokens
-  // dispatch: Tagged [half, R, counts_stride], by source: announced, rows for this rank, …,
+  // combine: Tagged [buffer, R]: the source has begun; value = signature, its tokens
+  size_t announced;
+  // dispatch: Tagged [buffer, R, counts_stride], by source: announced, rows for this rank, …, rows
   // for each of its experts
   size_t counts;
-  size_t counts_staged;  // the same by destination
+  size_t counts_staged;  // the same by destination, from where the NIC puts them
   size_t counts_stride;
-  // uint64 [R]: not zero: this rank does without it. Written by its waits, its host, and any rank.
+  // uint64 [R]: not zero: the rank is masked here. Written by this rank's waits, its host, and any
+  // rank.
   size_t masked;
-  size_t alive;  // uint64 [R]: the last that it has said while it waited: another each time
-  // Tagged [ceil(R / 32)], a bit a rank: whose rows the dispatch of that number places
+  size_t alive;  // uint64 [R]: a number that the rank changes while it waits
+  // Tagged [ceil(R / 32)], a bit per rank: ranks whose rows the dispatch of that number places
   size_t participants;
   size_t num_bytes;
 
@@ -75,10 +79,11 @@ struct LowLatencyRailWords {
   }
 };
 
-// Where the rank of a selection has the message. It travels as a word that is not zero.
+// The slot that holds the message at the rank of a top-k entry. It is sent as a word that is not
+// zero.
 struct SlotWord {
   int slot;
-  bool is_forwarded;  // by the rank of the first selection that lies on that node
+  bool is_forwarded;  // by the rank of the token's first entry on that node
 
   DC_HOST_DEVICE uint32_t pack() const {
     return static_cast<uint32_t>(slot + 1) | (is_forwarded ? 1u << 31 : 0u);
@@ -88,7 +93,7 @@ struct SlotWord {
   }
 };
 
-// A message of dispatch. A Route's row_ordinal is that of the selection's rank.
+// A message of dispatch. A Route's row_ordinal is for the rank of its top-k entry.
 struct LowLatencySlot {
   int num_topk;
   int row_bytes;
@@ -123,9 +128,9 @@ enum class LowLatencyPart : int {
 };
 inline constexpr int kNumLowLatencyParts = static_cast<int>(LowLatencyPart::kCount);
 
-// The row at the source in which a rank answers for a token. Where a rank may be done without, what
-// it still sends, or what was under way, may come when nobody waits for it any more: so no other
-// rank's rows may ever come there, whatever the shape.
+// Where the rows that return for a token lie at its source. With masks each expert rank has a part
+// of its own, whatever the shape: what a masked rank has sent may arrive when nobody waits for it,
+// and must not arrive where another rank's rows are awaited.
 struct ReturnRows {
   bool is_by_rank;
   int num_ranks;
@@ -136,7 +141,8 @@ struct ReturnRows {
     if (is_by_rank) return is_by_topk_entry ? num_ranks * num_topk : num_ranks;
     return is_by_topk_entry ? num_topk : min_of(num_topk, num_ranks);
   }
-  // Bytes from the first row. order: how many ranks of the token come before it, or its selection.
+  // Bytes from the first row. order: how many expert ranks of the token come before this one, or
+  // the top-k entry.
   DC_HOST_DEVICE size_t offset(const LowLatencyShape& shape, int token, int rank, int order) const {
     const size_t row_bytes = shape.hidden * sizeof(Bf16);
     if (!is_by_rank) return (static_cast<size_t>(token) * num_per_token() + order) * row_bytes;
@@ -150,12 +156,12 @@ struct ReturnRows {
   }
 };
 
-// Every part has a place of its own whatever the shape: slots and rows must be zero where nothing
-// is under way, and numbers of weights must not be written by anything else.
+// Every part has a fixed position, whatever the shape. Slots and rows must be zero unless something
+// is in flight, and nothing else may be written over the numbers of weights.
 struct LowLatencyRailRegion {
   size_t begins[kNumLowLatencyParts][2];  // from the segment's start
 
-  // Of the region that one part gets, of all parts' sum.
+  // The share of one part; the region is divided by the sum of all shares.
   DC_HOST_DEVICE static size_t share_of(int part, int num_ranks, bool can_shrink) {
     constexpr size_t kUnit = 16;  // of a weight's part
     const size_t ranks = static_cast<size_t>(num_ranks);
@@ -198,7 +204,7 @@ struct LowLatencyRailRegion {
                  tokens = static_cast<size_t>(shape.num_max_tokens);
     const size_t topk = static_cast<size_t>(shape.num_topk), row = shape.hidden * sizeof(Bf16);
     const size_t slot = static_cast<size_t>(LowLatencySlot::of(shape).num_bytes());
-    // A source's share is cut to lines: see spread.
+    // A source's part is rounded down to lines: see spread.
     const auto of_source = [](size_t num_bytes) { return align_up<size_t>(num_bytes, kLineBytes); };
     switch (static_cast<LowLatencyPart>(part)) {
       case LowLatencyPart::kWeights:
@@ -217,22 +223,22 @@ struct LowLatencyRailRegion {
         return ranks * tokens * (one_rounding ? topk : 1) * row;
     }
   }
-  // The smallest region that serves a shape, combine(one_rounding) included or not.
+  // The smallest region that serves a shape; one_rounding: including combine(one_rounding).
   DC_HOST_DEVICE static size_t bytes_for(const LowLatencyShape& shape, int num_ranks,
                                          bool one_rounding, bool can_shrink) {
     size_t num_lines = 1;
     for (int part = 0; part < kNumLowLatencyParts; ++part) {
       const size_t needed =
           ceil_div<size_t>(bytes_of(part, shape, num_ranks, one_rounding, can_shrink), kLineBytes);
-      // Rounded down in make.
+      // make rounds down.
       num_lines = max_of(num_lines, ceil_div<size_t>(needed * sum_of_shares(num_ranks, can_shrink),
                                                      share_of(part, num_ranks, can_shrink)) +
                                         1);
     }
     return 2 * num_lines * kLineBytes;
   }
-  // Where a source's slots and weights begin, and a rank's rows; with masks whatever the shape, as
-  // LowLatencyRegion::spread says.
+  // Strides from source to source in slots and weights, and from rank to rank in rows. With masks
+  // they do not depend on the shape: see LowLatencyRegion::spread.
   void spread(LowLatencyShape* shape, int num_ranks, bool can_shrink) const {
     const auto share = [&](LowLatencyPart part) {
       const auto& begin = begins[static_cast<int>(part)];
@@ -243,14 +249,14 @@ struct LowLatencyRailRegion {
     shape->source_strides[static_cast<int>(LowLatencyKind::kDispatch)] =
         can_shrink ? share(LowLatencyPart::kSlots) : slots * shape->num_max_tokens;
     shape->source_strides[static_cast<int>(LowLatencyKind::kCombine)] =
-        share(LowLatencyPart::kRows);  // without masks they lie by token
+        share(LowLatencyPart::kRows);  // without masks rows lie by token
     shape->weights_stride =
         can_shrink ? share(LowLatencyPart::kWeights) : weights * shape->num_max_tokens;
   }
 };
 
-// The ranks of the group as one of them reaches them: over NVLink those of its node,
-// over the rail all others.
+// The ranks of the group and how this rank reaches them: those of its node over NVLink, all others
+// over the rail.
 struct LowLatencyGroup {
   int rank;
   int num_ranks;
@@ -263,22 +269,23 @@ struct LowLatencyGroup {
     return peer >= first_near && peer < first_near + num_near;
   }
   DC_HOST_DEVICE int node_of(int peer) const { return peer / num_near; }
-  // Ranks of other nodes first, whose way is longer, and each rank begins with another of them.
+  // The order in which this rank serves its peers. Ranks of other nodes come first, since their way
+  // is longer. Each rank begins with another one.
   DC_HOST_DEVICE int rank_at(int position) const {
     const int num_far = num_ranks - num_near;
     if (position >= num_far)
       return first_near + (rank - first_near + position - num_far) % num_near;
-    // Those of the same local index come first, then of the next.
+    // First the ranks of this local index, then those of the next.
     const int num_others = num_ranks / num_near - 1, node = first_near / num_near;
     const int other = (node + 1 + position % num_others) % (num_others + 1);
     return other * num_near + (rank + position / num_others) % num_near;
   }
-  // Payload takes all queues but the last, which has the words that payload waits for.
+  // Payload uses all queues except the last, which carries the words that payload waits for.
   DC_HOST_DEVICE int word_qp() const { return port.num_qps - 1; }
   DC_HOST_DEVICE int data_qp(int number) const { return number % max_of(1, port.num_qps - 1); }
 };
 
-// Where the words and the payload of one operation lie, from the segment's start.
+// Offsets of one operation's words and payload, from the segment's start.
 struct LowLatencyRailBuffer {
   const World& world;
   const LowLatencyGroup& group;
@@ -334,11 +341,11 @@ struct LowLatencyRailBuffer {
     return begin(LowLatencyPart::kWeightsStaged) +
            static_cast<size_t>(token) * shape.num_topk * sizeof(uint64_t);
   }
-  // order: as of RowPlaces.
+  // order: see ReturnRows::offset.
   DC_HOST_DEVICE size_t row(const ReturnRows& layout, int token, int rank, int order) const {
     return begin(LowLatencyPart::kRows) + layout.offset(shape, token, rank, order);
   }
-  // num_per_slot: 1, or selections.
+  // num_per_slot: 1, or K with one rounding.
   DC_HOST_DEVICE size_t row_staged(int source, int slot_idx, int idx, int num_per_slot) const {
     const size_t number = static_cast<size_t>(source) * shape.num_max_tokens + slot_idx;
     return begin(LowLatencyPart::kRowsStaged) + (number * num_per_slot + idx) * row_bytes();

@@ -1,10 +1,9 @@
-// What travels through a ring: rows, each with its metadata behind it, cut into pieces that fit a
-// stage of shared memory.
+// What a ring carries: rows with their metadata, cut into pieces that fit a stage of shared memory.
 //
 //   slot of dispatch = [ row | scales | local expert ids int32[K] | weights float[K]
 //                        | source token int32 | pad to 16 ]
-//   … of expanded rows (docs/design/0008): the places of the selections for the ids, and behind all
-//                      of it the place of the row, int32
+//     expanded rows (docs/design/0008): the output rows of the top-k entries instead of the ids, and
+//     at the end the first of them, int32
 //   slot of combine  = [ row | weights float[K] | pad to 16 ]
 //   stage            = one piece of the row; the last piece carries the metadata as well
 #pragma once
@@ -16,15 +15,15 @@ namespace deep_comm {
 struct MessageLayout {
   int row_bytes;  // multiple of 16
   int num_topk;
-  // Offsets in the metadata, which begins right behind the row, and its size, a multiple of 16.
+  // Offsets in the metadata, which follows the row, and its size, a multiple of 16.
   int scales_offset;
   int topk_idx_offset;
   int topk_weights_offset;
   int src_idx_offset;
-  int dst_row_offset;  // expanded only
+  int dst_row_offset;  // expanded only: the output row
   int meta_bytes;
 
-  static constexpr int kDstRowBytes = 16;  // what a place adds to meta_bytes at most
+  static constexpr int kDstRowBytes = 16;  // at most so much it adds to meta_bytes
 
   // scale_row_bytes: of one token's scales, packed.
   DC_HOST_DEVICE static MessageLayout of_dispatch(int row_bytes, int scale_row_bytes, int num_topk,
@@ -46,7 +45,7 @@ struct MessageLayout {
     message.meta_bytes = align_up(4 * num_topk, 16);
     return message;
   }
-  // Whole lines: a store of part of a line costs the link as much as two.
+  // Whole lines: a store of part of a line costs the link as much as two lines.
   DC_HOST_DEVICE size_t slot_bytes() const {
     return align_up<size_t>(static_cast<size_t>(row_bytes) + meta_bytes, 128);
   }
@@ -54,19 +53,19 @@ struct MessageLayout {
 
 // How a row is cut so that the stages of every moving warp fit into a block's shared memory.
 struct StageLayout {
-  int piece_bytes;  // row bytes a stage holds, multiple of 16
-  int stage_bytes;  // a piece and the metadata behind it, multiple of 128
+  int piece_bytes;  // row bytes per stage, multiple of 16
+  int stage_bytes;  // a piece and the metadata after it, multiple of 128
   int num_stages;   // of one warp
 
-  // Shared memory of one warp's stages; each has an mbarrier beside it.
+  // Shared memory of one warp's stages. Each stage has an mbarrier elsewhere.
   DC_HOST_DEVICE size_t warp_bytes() const { return static_cast<size_t>(num_stages) * stage_bytes; }
   DC_HOST_DEVICE size_t warp_barrier_bytes() const { return num_stages * sizeof(uint64_t); }
-  // The least a warp needs for this metadata.
+  // The least shared memory that a warp needs for this metadata.
   DC_HOST_DEVICE static int min_warp_bytes(int meta_bytes, int min_stages) {
     return min_stages * (align_up(16 + meta_bytes, 128) + static_cast<int>(sizeof(uint64_t)));
   }
-  // row_bytes, and metadata behind them, through stages in warp_bytes_limit: whole rows if
-  // min_stages of them fit, and then as many as do; else pieces.
+  // Stages for row_bytes and the metadata after them, in warp_bytes_limit. Whole rows if min_stages
+  // of them fit, and then as many stages as fit; otherwise pieces.
   DC_HOST_DEVICE static StageLayout make(int row_bytes, int meta_bytes, int warp_bytes_limit,
                                          int min_stages, int max_stages) {
     const int barrier_bytes = static_cast<int>(sizeof(uint64_t));
@@ -83,7 +82,7 @@ struct StageLayout {
     return stage;
   }
   // For rows that are quantised in their stage: pieces of whole words of four block scales, which
-  // lie behind them. Empty (no stages) if there is no room.
+  // follow them. Empty (no stages) if there is no room.
   DC_HOST_DEVICE static StageLayout make_quantised(int source_row_bytes, int warp_bytes_limit,
                                                    int min_stages, int max_stages) {
     constexpr int kUnitBytes = 4 * 128 * 2, kUnitScaleBytes = 4 * 4;
@@ -99,8 +98,8 @@ struct StageLayout {
     stage.num_stages = min_of(max_stages, warp_bytes_limit / (stage.stage_bytes + barrier_bytes));
     return stage;
   }
-  // For rows of FP8 that are cast into their stage, and their scales behind them: whole words of four
-  // block scales. Empty if there is no room.
+  // For rows that are cast to FP8 into their stage, with their scales after them: whole words of
+  // four block scales. Empty if there is no room.
   static constexpr int kCastStages = 2;
   static constexpr int kCastUnitBytes = 4 * 128, kCastUnitScaleBytes = 4 * 4;
   DC_HOST_DEVICE static StageLayout make_cast(int row_bytes, int warp_bytes_limit) {

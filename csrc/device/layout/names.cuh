@@ -1,5 +1,5 @@
-// Names for what a failing thread writes into the error record: kernels, stages, words, kinds of
-// failure. Device code stores the number; the host turns it into the text beside it.
+// Names in the error record that a failing thread writes: kernels, stages, words, kinds of failure.
+// Device code stores the number. The host turns it into the text given here.
 #pragma once
 
 #include "device/arch/types.cuh"
@@ -8,12 +8,12 @@ namespace deep_comm {
 
 enum class ErrorKind : uint32_t {
   kNone,
-  kPeerTimeout,     // a peer's word did not come before the deadline
+  kPeerTimeout,     // a peer's word did not arrive before the deadline
   kConfigMismatch,  // a peer entered another operation, or the same with other arguments
   kExpertIndex,     // an expert index outside [-1, num_experts)
   kOverflow,        // more rows arrive than the output has
-  kMaskedOut,       // the others do without this rank
-  kInterrupted,     // by the host: it went away from a call in the middle
+  kMaskedOut,       // the other ranks have masked this one
+  kInterrupted,     // the host left a call in the middle
   kCount
 };
 
@@ -48,16 +48,16 @@ enum class Stage : uint32_t {
   kDone,            // direct dispatch: all rows of a peer have landed
   kRetire,          // combine: progress of this block's own reducing warps
   kCheckArguments,
-  kBufferCredit,   // low latency: a peer has read what this half held before
-  kRows,           // low latency: a piece of a row, its scale or its routes
+  kBufferCredit,   // low latency: a peer has read what the buffer held before
+  kRows,           // low latency: a piece of a row, its scales or its routes
   kWeights,        // low latency combine: a token's weights
   kAnnounced,      // low latency: a peer has begun the same operation
-  kParticipants,   // low latency: this rank's block 0 has found who takes part
+  kParticipants,   // low latency: block 0 of this rank has found the participants
   kRailBarrier,    // all ranks of this local index have entered this kernel
   kRailCredit,     // rail sender: a free slot
   kRailTail,       // forwarder, or the reducer of combine: a row from another node
   kBlamed,         // a neighbour gave up waiting for that rank
-  kShrinkBarrier,  // ranks that go on without others
+  kShrinkBarrier,  // the ranks that go on without others
   kCount
 };
 
@@ -88,7 +88,7 @@ enum class Word : uint32_t {
   kNumForwardRows,
   kBlamed,
   kLanded,
-  kProposal,  // ranks to be done without, a bit each
+  kProposal,  // ranks to be left out, a bit each
   kCount
 };
 
@@ -129,7 +129,7 @@ static_assert(sizeof(kStageNames) / sizeof(char*) == static_cast<size_t>(Stage::
 static_assert(sizeof(kWordNames) / sizeof(char*) == static_cast<size_t>(Word::kCount));
 
 #if !DEEP_COMM_TARGET_CUDA
-// Device code on the host target prints names; on CUDA only numbers travel.
+// Device code on the host target prints names. On CUDA only numbers are stored.
 inline const char* name_of(Kernel kernel) { return kKernelNames[static_cast<int>(kernel)]; }
 inline const char* name_of(Stage stage) { return kStageNames[static_cast<int>(stage)]; }
 inline const char* name_of(Word word) { return kWordNames[static_cast<int>(word)]; }

@@ -1,9 +1,9 @@
-// A dispatch's outputs as a block of the receive region, so that a single offset tells a peer where
-// each of a row's parts belongs.
+// A dispatch's outputs as one block of the receive region: a single offset tells a peer where each
+// part of a row belongs.
 //
 //   block = [ recv_x | scales | top-k indices | top-k weights ]      each part row by row
 //
-// The source tokens have a block of their own: they belong to the handle, which outlives the
+// The source tokens are in a block of their own: they belong to the handle, which outlives the
 // payload.
 #pragma once
 

@@ -1,12 +1,13 @@
-// What a rank's segment holds for the tier between nodes, behind the data region of the node's own
-// tier, and the same on all ranks, so that an offset names a place at every peer.
+// What a rank's segment holds for the tier between nodes, after the data region of the tier inside
+// the node. The layout is the same on all ranks, so an offset is valid at every peer.
 //
-//   [ arrived | tails | heads | places | landed | added | told | counts sent | counts received
-//   | counts in the node | counters ] words [ send rings | receive rings ] num_rdma_bytes
-//                                     or, of a call whose rows all have a slot: RailStaging
+//   words = [ arrived | tails | heads | staging lines | landed | added | announcements | counts sent
+//           | counts received | rank counts | counters ]
+//   data  = [ send rings | receive rings ], num_rdma_bytes
+//           or, in a call whose rows all have a slot: RailStaging
 //
-// N nodes, M ranks a node, C channels. Node-tier words (rings, arrivals) are those of
-// workspace.cuh.
+// N nodes, M ranks per node, C channels. The words of the tier inside the node (rings, arrivals)
+// are those of workspace.cuh.
 #pragma once
 
 #include "device/arch/types.cuh"
@@ -22,17 +23,17 @@ struct alignas(kLineBytes) RailLine {
   uint64_t word;  // Tagged
 };
 
-// By which the rank of this local index at a node announces itself; all Tagged.
+// What the rank of this local index at a node announces at entry; all Tagged.
 struct alignas(kLineBytes) RailArrivedLine {
   uint64_t word;  // it has entered; value = operation signature
-  // What it can do in this kernel (a TierOffer); written before `word`. By the generation's lowest
-  // bit: a peer may be one kernel further when this is read.
+  // What it can do in this kernel (a TierOffer), written before `word`. By parity of the
+  // generation: the peer may be one kernel further when this is read.
   uint64_t offers[2];
 };
 
-// Where rows from another node may lie when nobody returns credits: told by the rank that receives
-// them before its arrival, by the generation's lowest bit, since it may be one kernel further when
-// this is read.
+// Where another node's rows belong if nobody returns credits. The rank that receives them announces
+// it before its arrival. By parity of the generation: it may be one kernel further when this is
+// read.
 struct alignas(kLineBytes) RailStagingLine {
   // Tagged: first line of that node's rows in the receiver's segment; 0: none
   uint64_t staging_line;
@@ -40,7 +41,8 @@ struct alignas(kLineBytes) RailStagingLine {
 
 inline constexpr int kMaxRailChunks = 4096;  // of one node's rows to another
 
-// Rows that one node sends to another, by ordinal, in chunks; each has a word at the receiver.
+// Rows that one node sends to another, by ordinal, in chunks. Each chunk has a word at the
+// receiver.
 struct RailChunks {
   int num_rows;
   int chunk_rows;
@@ -54,22 +56,23 @@ struct RailChunks {
   }
 };
 
-// What a kernel does only if all ranks of the group can. Bits, so that offers are added by "and".
+// What a kernel does only if all ranks of the group can. Bits, so that offers are combined by
+// "and".
 struct TierOffer {
-  static constexpr uint32_t kAllNear = 1;     // stores reach all ranks on this one's rail
-  static constexpr uint32_t kFitsIfNear = 2;  // everything that comes has a place: where they do,
-  static constexpr uint32_t kFitsIfPut = 4;   // and where slots to put from are needed as well
+  static constexpr uint32_t kAllNear = 1;     // stores reach all ranks on this rank's rail
+  static constexpr uint32_t kFitsIfNear = 2;  // everything that arrives has a slot if all are near
+  static constexpr uint32_t kFitsIfPut = 4;   // and also if slots to put from are needed
   static constexpr uint32_t kAll = 7;
 };
 
-// What a rank tells its neighbours when a kernel begins; read after its arrival.
+// What a rank announces to its neighbours when a kernel begins. Read after its arrival.
 struct TierAnnouncement {
-  uint32_t offer;        // of all ranks of its rail
-  uint32_t output_line;  // dispatch: where its output block begins, in lines from its segment's
-                         // start; 0: elsewhere
-  uint32_t src_line;     // the same for what the handle keeps of the rows
-  int32_t num_rows;      // that its output has
-  uint64_t done;         // Tagged: everything it sends in this kernel has landed
+  uint32_t offer;  // of all ranks of its rail
+  // dispatch: first line of its output block, from its segment's start; 0: elsewhere
+  uint32_t output_line;
+  uint32_t src_line;  // the same for the handle's part of the rows
+  int32_t num_rows;   // rows that its output has
+  uint64_t done;      // Tagged: everything it sends in this kernel has landed
 };
 
 struct RailLayout {
@@ -78,23 +81,26 @@ struct RailLayout {
   size_t arrived;        // RailArrivedLine [N], by node
   size_t tails;          // RailLine [kMaxRailChannels, N], by sending node: slots filled here
   size_t heads;          // RailLine [kMaxRailChannels, N], by receiving node: slots read there
-  size_t staging_lines;  // RailPlaceLine [2, N], by generation parity and receiving node
-  size_t landed;  // uint64 [N, kMaxRailChunks], by sending node: Tagged, the chunk's rows are here;
-                  // always written through landed_qp(chunk)
-  size_t added;   // uint32 [N, kMaxRailChunks], by receiving node: rows of the chunk that this rank
-                  // has finished; zero at rest
-  // [2, M], by generation parity and local rank: what it tells this one at entry (TierTold), then
-  // int32 [N]: where rows of node n's rank of this local index begin in its outputs
+  size_t staging_lines;  // RailStagingLine [2, N], by parity of the generation and receiving node
+  // uint64 [N, kMaxRailChunks], by sending node: Tagged, the chunk's rows are here; always written
+  // through landed_qp(chunk)
+  size_t landed;
+  // uint32 [N, kMaxRailChunks], by receiving node: rows of the chunk that this rank has finished;
+  // zero at rest
+  size_t added;
+  // [2, M], by parity of the generation and local rank: a TierAnnouncement to this rank, then int32
+  // [N]: where the rows of node n's rank of this local index begin in its outputs
   size_t announcements;
   size_t announcement_stride;
-  // int32 [2, N, counts_stride], by generation parity and node: header, tokens to the node [C],
-  // tokens to each of its ranks [M, C] (both summed up over the channels), selections of each of
-  // its experts
+  // int32 [2, N, counts_stride], by parity of the generation and node: header, tokens to the node
+  // [C], tokens to each of its ranks [M, C] (both as prefix sums over the channels), top-k entries
+  // of each of its experts
   size_t counts_sent;
   size_t counts_received;
   size_t counts_stride;
   // int32 [2, N * M, rank_counts_stride], by parity and source rank: header, tokens to this rank
-  // [C], selections of its experts; written by the rank of the node that got them from the source
+  // [C], top-k entries of its experts; written by the rank of the node that received them from the
+  // source
   size_t rank_counts;
   size_t rank_counts_stride;
   size_t counters;  // int32 [N * M + N + num_max_experts]: of get_dispatch_layout, zero at rest
@@ -169,31 +175,35 @@ struct RailLayout {
   }
 };
 
-// One row of dispatch on its way, over the rail and inside the node alike:
-//   slot = [ row | scales | expert ids int32[K] | weights float[K] | source token | mask of ranks |
-//   pad to 16 ]
+// One row of dispatch, over the rail and inside the node alike:
+//
+//   slot = [ row | scales | expert ids int32[K] | weights float[K] | source token | mask of ranks
+//            | pad to 16 ]
+//
 // Expert ids are global here: the ranks of a node share one copy.
 struct RailMessage {
   int row_bytes;        // multiple of 16
   int scale_row_bytes;  // bytes of one token's scales, packed
   int num_topk;
 
-  // Offsets in the metadata, which begins right behind the row.
+  // Offsets in the metadata, which follows the row.
   DC_HOST_DEVICE int scales_offset() const { return 0; }
   DC_HOST_DEVICE int topk_idx_offset() const { return align_up(scale_row_bytes, 4); }
   DC_HOST_DEVICE int topk_weights_offset() const { return topk_idx_offset() + 4 * num_topk; }
   DC_HOST_DEVICE int src_idx_offset() const { return topk_weights_offset() + 4 * num_topk; }
   DC_HOST_DEVICE int rank_mask_offset() const { return src_idx_offset() + 4; }
   DC_HOST_DEVICE int meta_bytes() const { return align_up(rank_mask_offset() + 4, 16); }
-  // What of a slot is copied from ring to ring.
+  // The part of a slot that is copied from ring to ring.
   DC_HOST_DEVICE int num_bytes() const { return row_bytes + meta_bytes(); }
-  // Whole lines: a store of part of a line costs the link as much as two.
+  // Whole lines: a store of part of a line costs the link as much as two lines.
   DC_HOST_DEVICE int slot_bytes() const { return align_up(num_bytes(), 128); }
 };
 
 // One row of direct dispatch on the rail:
+//
 //   slot = [ scales | expert ids int32[K] | weights float[K] | source token | places int32[M]
 //            | pad to 128 | row | pad to 128 ]
+//
 // places: the row's ordinal among those that its source sends to each rank of the node, or -1.
 struct PlacedRailMessage {
   int row_bytes;
@@ -212,9 +222,9 @@ struct PlacedRailMessage {
   DC_HOST_DEVICE int slot_bytes() const { return meta_bytes() + align_up(row_bytes, 128); }
 };
 
-// The memory of the rings between nodes, used in another way: a slot for every row that comes over
-// the rail in one call, rows of a node by ordinal, as much room for each node. Where the NIC reads
-// what it puts, behind them a slot for every row that is sent.
+// The memory of the rings between nodes, used without credit: a slot for every row that arrives
+// over the rail in one call. Rows of a node lie by ordinal, and each node has as many slots. If the
+// NIC puts rows, a slot for every row that is sent follows.
 struct RailStaging {
   size_t data;  // from the segment's start, the same at all ranks
   size_t num_bytes;
@@ -225,11 +235,11 @@ struct RailStaging {
     const size_t num_areas = static_cast<size_t>(has_send_slots ? 2 : 1) * max_of(1, num_nodes - 1);
     return static_cast<int>(min_of<size_t>(num_bytes / (num_areas * slot_bytes), 1 << 30));
   }
-  // Where row `row` that `from` sends lies in `to`'s segment.
+  // Offset in `to`'s segment of row `row` that `from` sends.
   DC_HOST_DEVICE size_t recv_slot(bool has_send_slots, int to, int from, int64_t row) const {
     return slot_of(has_send_slots, from < to ? from : from - 1, row);
   }
-  // In `from`'s own segment, to be put from there.
+  // Offset in `from`'s own segment, to be put from there.
   DC_HOST_DEVICE size_t send_slot(int from, int to, int64_t row) const {
     return slot_of(true, num_nodes - 1 + (to < from ? to : to - 1), row);
   }
@@ -248,8 +258,9 @@ struct SumMessage {
   DC_HOST_DEVICE int slot_bytes() const { return align_up(row_bytes + 4 * num_topk, 128); }
 };
 
-// The rings of one call: a pair a channel and node. A row is put from the send slot to the receive
-// slot of the same number; rows for the own node are written into the receive slot at once.
+// The rings of one call: a pair per channel and node. A row is put from the send slot to the
+// receive slot of the same number. Rows for the own node are written straight into the receive
+// slot.
 struct RailRings {
   int num_nodes;
   int num_channels;
@@ -270,10 +281,10 @@ struct RailRings {
   }
 };
 
-// The order in which a channel takes the nodes; see docs/design on two tiers for why neither can
+// The order in which a channel serves the nodes. docs/design/0007 says why neither order can
 // deadlock.
 struct NodeOrder {
-  // dispatch: a rotation, in which at every step each node sends to one and receives from one.
+  // dispatch: a rotation. At every step each node sends to one node and receives from one.
   DC_HOST_DEVICE static int shift(int channel, int step, int num_nodes) {
     return (channel + step) % num_nodes;
   }

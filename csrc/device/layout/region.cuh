@@ -1,5 +1,5 @@
-// A cursor that hands out aligned regions one after another: every layout of shared memory words or
-// bytes is one ordered list of `take` calls, so that its size and its addresses cannot disagree.
+// A cursor that hands out aligned regions one after another. Every layout is one ordered list of
+// `take` calls, so its size and its addresses cannot disagree.
 #pragma once
 
 #include "device/arch/types.cuh"

@@ -1,4 +1,4 @@
-// Where the slots of every ring lie in a rank's data region: [channel, source rank, slot].
+// The slots of all rings in a rank's data region: [channel, source rank, slot].
 #pragma once
 
 #include "device/arch/types.cuh"

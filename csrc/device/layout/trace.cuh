@@ -1,10 +1,10 @@
-// What blocks note while they run, and where: the rings of one rank, in its own device memory. See
+// What blocks note while they run: the trace rings of one rank, in its own device memory. See
 // sync/trace.cuh and docs/design/0042.
 //
 //   rings = TraceSlot [kNumKernels][num_calls][kMaxBlocks][kNumSteps]
 //
-// A step has a slot of its own in a call's page, and calls follow each other round the ring by their
-// generation: so a note is one store, with nothing read, counted or agreed on before.
+// A step has a slot of its own in a call's page. Calls follow each other round the ring by their
+// generation. So a note is one store: nothing is read, counted or agreed on before.
 #pragma once
 
 #include "device/layout/names.cuh"
@@ -19,12 +19,12 @@ namespace deep_comm {
 enum class TraceStep : uint32_t {
   kBegun,      // the block runs and knows its call
   kCounted,    // notify: it has counted its tokens; low latency: it has sent the rank's counts
-  kEntered,    // all peers have come; value: the mode, if there are several
-  kForwarded,  // two tiers: the last row from another node has been handed on
-  kSent,       // its last row has left
-  kReceived,   // its last row is there
-  kLeft,       // all is done
-  kGaveUp,     // a wait ended in vain; value: TraceWait
+  kEntered,    // all peers have arrived; value: the mode, if there are several
+  kForwarded,  // two tiers: it has forwarded its last row from another node
+  kSent,       // it has sent its last row
+  kReceived,   // its last row has arrived
+  kLeft,       // everything is done
+  kGaveUp,     // a wait has failed; value: TraceWait
   kCount
 };
 
@@ -32,10 +32,10 @@ inline constexpr const char* kTraceStepNames[] = {"begun", "counted",  "entered"
                                                   "sent",  "received", "left",    "gave_up"};
 static_assert(sizeof(kTraceStepNames) / sizeof(char*) == static_cast<size_t>(TraceStep::kCount));
 
-// One note. Written at once, so that a reader finds a whole one, of this call or of one before.
+// One note. Written by one store, so a reader finds a complete one, of this call or an earlier one.
 struct alignas(16) TraceSlot {
   uint64_t time_ns;
-  uint32_t generation;  // of the call; 0: nobody has written
+  uint32_t generation;  // of the call; 0: not written yet
   uint32_t value;
 };
 
@@ -47,9 +47,9 @@ struct TraceWait {
   }
 };
 
-// The rings of a rank; travels in every kernel's arguments.
+// The rings of a rank; in every kernel's arguments.
 struct Trace {
-  // Kernels that talk to peers, whose calls are numbered.
+  // Kernels that talk to peers: their calls are numbered.
   static constexpr int kNumKernels = 10;
   static constexpr int kMaxBlocks = 256;
   static constexpr int kNumSteps = 16;
@@ -57,10 +57,10 @@ struct Trace {
   static_assert(kNumKernels > static_cast<int>(Kernel::kInternodeCombine));
 
   TraceSlot* slots;    // null: off
-  uint32_t last_call;  // of those in a ring: their number, a power of two, less one
+  uint32_t last_call;  // calls per ring, a power of two, minus one
 
-  // On GPUs looking whether tracing is on takes a low-latency kernel 0.2 µs and more: a build has to
-  // ask for it.
+  // On GPUs the test whether tracing is on costs a low-latency kernel 0.2 µs or more. So a build
+  // must ask for it.
   static constexpr bool kInLowLatency = !DEEP_COMM_TARGET_CUDA || DEEP_COMM_TRACE_LOW_LATENCY;
 
   DC_HOST_DEVICE static constexpr bool is_noted(Kernel kernel) {

@@ -1,10 +1,11 @@
-// The control words at the head of every rank's heap segment, and what a kernel needs to find them.
+// The control words at the start of every rank's heap segment, and what a kernel needs to find
+// them.
 //
 //   segment = [ LocalState | arrived | recv lines | send lines | counts | low-latency words
-//               | meeting words | data region (rings, receive region) ]
+//               | shrink barrier words | data region (rings, receive region) ]
 //             [ low-latency region, at the end, if there is one ]
 //
-// No word is ever reset: each carries the generation of the kernel that wrote it, and a word of an
+// No word is ever reset. Each carries the generation of the kernel that wrote it, and a word of an
 // older generation reads as "not yet". See csrc/device/intranode/README.md for the picture.
 #pragma once
 
@@ -20,7 +21,7 @@ inline constexpr int kMaxChannels = 256;  // one block each: more than any GPU h
 inline constexpr int kChunksOfLine = 8;
 inline constexpr int kNumHeaderFields = 16;
 
-// A 32-bit value and the generation it belongs to, in one word that is written and read at once.
+// A 32-bit value and its generation, in one word that is written and read at once.
 struct Tagged {
   uint32_t value;
   uint32_t generation;
@@ -31,14 +32,14 @@ struct Tagged {
   DC_HOST_DEVICE static Tagged unpack(uint64_t word) {
     return {static_cast<uint32_t>(word), static_cast<uint32_t>(word >> 32)};
   }
-  // Generations wrap around; they are compared by distance.
+  // Generations wrap around, so they are compared by distance.
   DC_HOST_DEVICE bool has_reached(uint32_t wanted) const {
     return static_cast<int32_t>(generation - wanted) >= 0;
   }
 };
 
-// The generation after this one. 0 is left out: words that nobody has written yet hold it. So is 1
-// behind the last, so that even and odd ones take turns (World::counts).
+// The generation after this one. 0 is skipped: unwritten words hold it. 1 is skipped after the
+// last, so that even and odd ones alternate (World::counts).
 DC_HOST_DEVICE constexpr uint32_t next_generation(uint32_t generation) {
   return generation == 0xffffffffu ? 2 : generation + 1;
 }
@@ -55,19 +56,20 @@ struct LocalState {
   uint32_t num_retired_blocks;  // of the running kernel: see sync/generation.cuh
   uint32_t abort;               // set once by the first failing thread; every wait polls it
   uint32_t error_claimed;       // the thread that turns it from 0 to 1 writes the error record
-  uint32_t bad_expert_index;  // get_dispatch_layout saw an index out of range since the last notify
-  uint32_t layout_ticket;     // blocks of a layout or notify kernel that have added their counts
-  uint32_t notify_result;     // NotifyResult of the last notify_dispatch
-  uint32_t blamed;  // two tiers: the rank that a neighbour which gave up waited for, plus one
-  // By the lowest bit of a kernel's generation; those of the next one are zero.
+  // get_dispatch_layout has seen an index out of range since the last notify
+  uint32_t bad_expert_index;
+  uint32_t layout_ticket;  // blocks of a layout or notify kernel that have added their counts
+  uint32_t notify_result;  // NotifyResult of the last notify_dispatch
+  uint32_t blamed;         // two tiers: the rank that a failed neighbour waited for, plus one
+  // By parity of a kernel's generation; those of the next kernel are zero.
   TakenWork taken[2];
 };
 
-// What notify_dispatch tells the dispatch behind it. All ranks find the same, unless one has timed
+// What notify_dispatch tells the dispatch after it. The same on all ranks, unless one has timed
 // out.
 enum class NotifyResult : uint32_t {
   kNotDirect,  // some rank has announced no room for its rows
-  kDirect,     // rows may be written to the announced places, without another barrier
+  kDirect,     // rows may be written to the announced outputs without another barrier
   kFailed,     // nothing may be sent
 };
 
@@ -76,10 +78,9 @@ struct alignas(kLineBytes) RecvLine {
   uint64_t tail;          // Tagged: slots filled
   uint64_t start_offset;  // Tagged: rows of lower channels from this source
   uint64_t end_offset;    // Tagged: start_offset + rows of this channel
-  // Staged combine, which knows no channels: Tagged, chunk number line * kChunksOfLine + i has
-  // landed.
+  // Staged combine, which has no channels. Tagged: chunk line * kChunksOfLine + i has landed.
   uint64_t landed[kChunksOfLine];
-  // Direct dispatch, whose blocks are numbered as channels: Tagged, what the source's
+  // Direct dispatch, whose blocks are numbered like channels. Tagged: everything that the source's
   // block sends has landed.
   uint64_t done;
 };
@@ -89,22 +90,22 @@ struct alignas(kLineBytes) SendLine {
 };
 static_assert(sizeof(RecvLine) == kLineBytes && sizeof(SendLine) == kLineBytes);
 
-// What one rank tells another about a kernel as a whole; all Tagged.
+// What one rank announces to another about a kernel as a whole; all Tagged.
 struct alignas(kLineBytes) ArrivedLine {
-  uint64_t arrived;      // it has entered; value = operation signature
-  uint64_t output_line;  // dispatch: where its output block begins, in lines from its segment's
-                         // start; 0: none
+  uint64_t arrived;  // it has entered; value = operation signature
+  // dispatch: first line of its output block, from its segment's start; 0: none
+  uint64_t output_line;
   uint64_t src_line;     // the same for its source tokens
   uint64_t output_rows;  // dispatch: rows its output has
-  // combine, by the generation's lowest bit: a peer without tokens may be one kernel further when
-  // this is read.
-  uint64_t staging_line[2];  // where its staging begins, in lines from its segment's start; 0: none
+  // combine, by parity of the generation: a peer without tokens may be one kernel further when this
+  // is read.
+  uint64_t staging_line[2];  // first line of its staging, from its segment's start; 0: none
   uint64_t staging_rows[2];  // rows that it has room for
 };
 static_assert(sizeof(ArrivedLine) == kLineBytes);
 
-// What a rank tells another when ranks go on without some: see intranode/shrink_barrier.cuh. Tagged: the
-// meeting's number, and the ranks to be done without.
+// What a rank tells another in a shrink barrier (intranode/shrink_barrier.cuh). Tagged: the
+// barrier's number, and the ranks to be left out.
 struct alignas(kLineBytes) ProposalLine {
   uint64_t proposal;
 };
@@ -130,20 +131,20 @@ struct WorkspaceLayout {
   size_t arrived;     // ArrivedLine [num_ranks], by peer
   size_t recv_lines;  // RecvLine [kMaxChannels, num_ranks], by source
   size_t send_lines;  // SendLine [kMaxChannels, num_ranks], by destination
-  // int32 [2, num_ranks, counts_stride], by generation and source: header, then counts per rank and
-  // per local expert.
+  // int32 [2, num_ranks, counts_stride], by parity of the generation and source: header, then
+  // counts per rank and per local expert
   size_t counts;
   size_t counts_stride;
-  size_t expert_counts;  // int32 [2, num_ranks, num_max_experts], likewise: every expert's
+  size_t expert_counts;  // int32 [2, num_ranks, num_max_experts], likewise: counts of every expert
   int num_max_experts;
-  // int32 [num_ranks + num_max_experts]: accumulators of layout and notify kernels, zero at rest.
+  // int32 [num_ranks + num_max_experts]: accumulators of layout and notify kernels, zero at rest
   size_t layout_counts;
   LowLatencyWords low_latency;
   size_t data;  // rings; its size is the user's num_nvl_bytes
 
-  // The last words before the data outlive a reset among some of the ranks: others may be writing
-  // there. MeetingLine [num_ranks], by peer, and a line with masked_out (uint32): the other ranks do
-  // without this one.
+  // The last words before the data survive a reset among some of the ranks, because others may be
+  // writing there: ProposalLine [num_ranks], by peer, and a line with masked_out (uint32): the
+  // other ranks have masked this one.
   DC_HOST_DEVICE static constexpr size_t num_proposal_bytes(int num_ranks) {
     return sizeof(ProposalLine) * static_cast<size_t>(num_ranks + 1);
   }
@@ -171,16 +172,16 @@ struct WorkspaceLayout {
   }
 };
 
-// One rank's view of the job; travels by value in every kernel's arguments.
+// One rank's view of the job; passed by value in every kernel's arguments.
 struct World {
   int rank;
   int num_ranks;
-  // Beside what every kernel reads first: looking whether tracing is on, or whether ranks are absent,
-  // fetches nothing more, and makes no argument behind them move.
+  // These two follow what every kernel reads first. So testing for tracing, or for absent ranks,
+  // fetches nothing more, and the arguments after them keep their offsets.
   TraceSlot* trace_slots;
   uint32_t last_traced_call;
-  // Ranks that normal mode does without, a bit each; equal on all others. Nothing is sent to
-  // them or awaited from them, their experts are nobody's.
+  // Ranks that normal mode leaves out, a bit each; equal on all other ranks. Nothing is sent to
+  // them or awaited from them. Nobody holds their experts.
   uint32_t absent;
   uint8_t* bases[kMaxRanks];  // every rank's segment, as this rank addresses it
   WorkspaceLayout layout;
@@ -206,8 +207,8 @@ struct World {
     return reinterpret_cast<SendLine*>(bases[owner] + layout.send_lines) + channel * num_ranks +
            destination;
   }
-  // Of the notify of that generation. The row of the one before is another: a notify that failed on
-  // all ranks may be followed by the next while a slow rank still reads.
+  // Of the notify of that generation. The notify before used another row: if a notify failed on all
+  // ranks, the next one may run while a slow rank still reads.
   DC_HOST_DEVICE int32_t* counts(int owner, int source, uint32_t generation) const {
     return reinterpret_cast<int32_t*>(bases[owner] + layout.counts) +
            static_cast<size_t>((generation & 1) * num_ranks + source) * layout.counts_stride;
@@ -222,12 +223,12 @@ struct World {
   DC_HOST_DEVICE int32_t* masked(int peer) const {
     return reinterpret_cast<int32_t*>(bases[rank] + layout.low_latency.masked) + peer;
   }
-  // In `owner`'s segment: `from` does without `peer`.
+  // In `owner`'s segment: `from` has masked `peer`.
   DC_HOST_DEVICE int32_t* vote(int owner, int from, int peer) const {
     return reinterpret_cast<int32_t*>(bases[owner] + layout.low_latency.votes) + from * kMaxRanks +
            peer;
   }
-  // What `rank` has said last to `owner` while it waited: see sync/mask.cuh.
+  // The number by which `rank` shows `owner` that it is alive: see sync/mask.cuh.
   DC_HOST_DEVICE uint64_t* alive(int owner, int rank) const {
     return reinterpret_cast<uint64_t*>(bases[owner] + layout.low_latency.alive) + rank;
   }
