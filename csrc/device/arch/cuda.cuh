@@ -1,10 +1,10 @@
 // The primitives of arch.cuh on NVIDIA GPUs: one instruction each, the only PTX of the project.
 //
 // Why `asm volatile` with a "memory" clobber even for weak accesses: a peer or a bulk copy writes
-// what we read, and a compiler that may assume otherwise hoists payload loads above the acquire
-// that guards them, or turns them into `.nc` loads. Only `ld_nc` leaves the clobber out.
+// what we read. A compiler that does not know this hoists payload loads above the acquire that
+// guards them, or turns them into `.nc` loads. Only `ld_nc` has no clobber.
 //
-// Address spaces: words of gpu and sys scope, and payload, live in global memory. The `_cta` forms
+// Address spaces: words of gpu and sys scope, and payload, are in global memory. The `_cta` forms
 // take generic addresses, since a block also waits on words in its shared memory.
 //
 // Needs sm_80; the mbarrier, bulk copy and elect primitives need sm_90.
@@ -49,8 +49,7 @@ constexpr bool kIsWordOrVec = kIsWord<T> || (std::is_trivially_copyable_v<T> && 
 template <class T>
 constexpr bool kIsLaneValue = std::is_trivially_copyable_v<T> && (sizeof(T) == 4 || sizeof(T) == 8);
 
-// A template argument may not be deduced from the value: st_release_sys(tail, 0) must work on
-// uint64.
+// T must not be deduced from the value: st_release_sys(tail, 0) must work on uint64.
 template <class T>
 using Same = std::type_identity_t<T>;
 
@@ -127,7 +126,7 @@ DC_DEVICE void st_weak(T* ptr, detail::Same<T> value) {
   DC_DEFINE_STORE_VEC("st.weak.global")
 }
 
-// Narrow read-only inputs are metadata that several warps read, worth a line of L1; 16-byte ones
+// Narrow read-only inputs are metadata that several warps read, so they may use L1. 16-byte inputs
 // are payload that is read once.
 template <class T>
 DC_DEVICE T ld_nc(const T* ptr) {
@@ -224,7 +223,8 @@ DC_DEFINE_ATOMIC_CAS(atomic_cas_acq_rel_cta, "atom.acq_rel.cta")
 DC_DEFINE_ATOMIC_CAS(atomic_cas_acq_rel_gpu, "atom.acq_rel.gpu.global")
 DC_DEFINE_ATOMIC_CAS(atomic_cas_acq_rel_sys, "atom.acq_rel.sys.global")
 
-// Not an addition of 1: ptxas makes that one of the whole warp, which then waits for the answer.
+// Not an addition of 1: ptxas merges such additions of a warp into one, and the warp then waits for
+// its result.
 DC_DEVICE uint32_t atomic_increment_relaxed_gpu(uint32_t* ptr) {
   uint32_t old;
   asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], 0xffffffff;"
@@ -245,8 +245,8 @@ DC_DEVICE uint32_t atomic_or_relaxed_gpu(uint32_t* ptr, uint32_t value) {
 DC_DEVICE void fence_acq_rel_cta() { asm volatile("fence.acq_rel.cta;" ::: "memory"); }
 DC_DEVICE void fence_acq_rel_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 DC_DEVICE void fence_acq_rel_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
-// No state space: a bulk load reads global memory and writes shared memory, and both may just have
-// been touched by ordinary accesses.
+// No state space: a bulk load reads global memory and writes shared memory, and ordinary accesses
+// may just have touched both.
 DC_DEVICE void fence_proxy_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -309,11 +309,11 @@ DC_DEVICE bool elect_one() {
 DC_DEVICE void sync_block() { __syncthreads(); }
 DC_DEVICE bool sync_block_any(bool predicate) { return __syncthreads_or(predicate ? 1 : 0) != 0; }
 
-// __syncthreads() is defined only where the whole block meets at one call; roles that part before
-// they meet need the instruction itself.
+// __syncthreads() is defined only where the whole block reaches the same call. Warps with different
+// roles need the instruction itself.
 DC_DEVICE void sync_block_apart() { asm volatile("barrier.sync 0;" ::: "memory"); }
 
-// `barrier`, not `bar`: the latter demands a converged warp, which a role's loop cannot promise.
+// `barrier`, not `bar`: `bar` needs a converged warp, which a role's loop cannot promise.
 DC_DEVICE void sync_named(int barrier, int num_threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(barrier), "r"(num_threads) : "memory");
 }
@@ -330,7 +330,7 @@ DC_DEVICE void mbarrier_init(Mbarrier* mbarrier, int num_arrivals) {
                "r"(num_arrivals)
                : "memory");
 }
-// Orders the inits before the async proxy of the bulk copies; cluster is the only scope it has.
+// Orders the inits before the async proxy of the bulk copies; cluster is its only scope.
 DC_DEVICE void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -345,7 +345,7 @@ DC_DEVICE void mbarrier_arrive_expect_tx(Mbarrier* mbarrier, uint32_t num_bytes)
                "r"(num_bytes)
                : "memory");
 }
-// The hardware may suspend the thread for a bounded time before it answers false.
+// The hardware may suspend the thread for a bounded time before it returns false.
 DC_DEVICE bool mbarrier_try_wait_parity(Mbarrier* mbarrier, uint32_t parity) {
   uint32_t is_complete;
   asm volatile(
@@ -413,8 +413,8 @@ DC_DEVICE uint64_t globaltimer_ns() {
 }
 DC_DEVICE void nanosleep(uint32_t ns) { asm volatile("nanosleep.u32 %0;" ::"r"(ns) : "memory"); }
 
-// `why` is for the reader of the code and for the host target; a device printf would cost every
-// kernel its stack frame.
+// `why` is for readers of the code and for the host target. A device printf would cost every kernel
+// a stack frame.
 [[noreturn]] DC_DEVICE void trap(const char* why) {
   asm volatile("trap;" ::: "memory");
   __builtin_unreachable();

@@ -1,5 +1,5 @@
-// The rail of arch.cuh through the software NIC: a descriptor in pinned memory, carried out by a
-// thread of this rank's process (host/software_nic_cuda.cpp).
+// The rail of arch.cuh through the software NIC. A request is a descriptor in pinned memory; a
+// thread of this rank's process carries it out (host/software_nic_cuda.cpp).
 #pragma once
 
 #include "arch.cuh"
@@ -8,13 +8,12 @@ namespace deep_comm::arch {
 
 namespace detail {
 
-// Orders nothing: what the request names is fenced already.
+// Orders nothing: the caller has fenced the data.
 DC_DEVICE void post_rail(const RailQueue& queue, const RailRequest& request) {
   const uint64_t ticket = atomic_add_relaxed_gpu(queue.num_posted, 1);
   const uint64_t deadline_ns = globaltimer_ns() + queue.timeout_ns;
   while (ticket >= queue.depth && ld_acquire_sys(queue.num_taken) + queue.depth <= ticket) {
-    // A NIC that takes nothing any more: what is not posted never comes, and the peers' waits end
-    // this.
+    // The NIC has stopped taking requests. This one is dropped, and the peers' waits time out.
     if (globaltimer_ns() >= deadline_ns) return;
   }
   uint64_t* halves = queue.slots[ticket % queue.depth].halves;
@@ -46,7 +45,7 @@ DC_DEVICE uint8_t* rail_near(const RailPort&, int) { return nullptr; }
 DC_DEVICE void rail_count(const RailPort&, int, int, uint64_t) {}
 DC_DEVICE void rail_done(const RailPort& port) {
   const RailQueue& queue = port.queue;
-  // acq_rel, pairs with itself: the last block's ticket comes behind those of all others.
+  // acq_rel, pairs with itself: the last block's ticket comes after those of all others.
   const auto num_callers = static_cast<uint32_t>(num_blocks());
   if (atomic_add_acq_rel_gpu(queue.num_done, 1u) + 1 != num_callers) return;
   st_relaxed_gpu(queue.num_done, 0u);

@@ -1,8 +1,8 @@
-// The rail of arch.cuh over NVSHMEM's public device API. Only the kernels of the NVSHMEM module see
-// this file: its device library costs compile time, and every kernel a stack.
+// The rail of arch.cuh over NVSHMEM's public device API. Only the kernels of the NVSHMEM module
+// include this file: its device library costs compile time, and a stack in every kernel.
 //
-// A queue is an explicit QP from NVSHMEM 3.5 on, and the default one before. What a fence orders is
-// all that this PE has put, so that `fence; signal` keeps arch.cuh's promise on either.
+// From NVSHMEM 3.5 on a queue is an explicit QP, before that the default one. A fence orders
+// everything that this PE has put, so `fence; signal` fulfils arch.cuh's contract on both.
 #pragma once
 
 #include <nvshmem.h>
@@ -57,7 +57,8 @@ DC_DEVICE void rail_put_warp(const RailPort& port, int peer, int qp, size_t dst_
   }
 #endif
   nvshmemx_putmem_nbi_warp(port.base + dst_offset, src, num_bytes, detail::pe_of(port, peer));
-  sync_warp();  // where peers share memory the lanes have stored: before one of them signals
+  // where peers share memory the lanes have stored themselves: before one of them signals
+  sync_warp();
 }
 
 DC_DEVICE void rail_signal(const RailPort& port, int peer, int qp, size_t word_offset,

@@ -1,8 +1,8 @@
 // The primitives over the SIMT executor of csrc/simt/: every CUDA thread is a fiber.
 //
-// A direct grid acts on real memory, which other processes share: accesses are C++ atomics. On the
-// simulated machine they pass through its model of memory, and each access with an order is a place
-// where another fiber may come first.
+// A direct grid uses real memory, which other processes share: its accesses are C++ atomics. On the
+// simulated machine accesses pass through its memory model, and at each ordered access another
+// fiber may run first.
 #pragma once
 
 #include "../../simt/faults.hpp"
@@ -103,7 +103,8 @@ inline void store_relaxed(T* address, T value) {
   store_weak(address, value);
 }
 
-// Vectors of four words; the simulated machine may let a half of one go before the other.
+// Vectors of four words. On the simulated machine one half of a vector may become visible before
+// the other.
 template <class T>
 inline T load_words(const T* address) {
   static_assert(sizeof(T) == 16);
@@ -148,7 +149,7 @@ inline void store_release(T* address, T value, Scope scope) {
   }
 }
 
-// Runs `update` on the word itself; on the simulated machine nobody else acts meanwhile.
+// Runs `update` on the word itself. On the simulated machine no other fiber runs meanwhile.
 template <class T, class Update>
 inline T atomic(T* address, bool releases, Scope scope, Update update) {
   static_assert(sizeof(T) == 4 || sizeof(T) == 8);
@@ -348,8 +349,8 @@ inline void fence_acq_rel_cta() { detail::fence(detail::Scope::kCta); }
 inline void fence_acq_rel_gpu() { detail::fence(detail::Scope::kGpu); }
 inline void fence_acq_rel_sys() { detail::fence(detail::Scope::kSys); }
 
-// Both proxies see one memory here, except that a bulk copy reads past the buffers of stores: the
-// fence is what empties those of this thread.
+// Both proxies see one memory here, but a bulk copy does not see buffered stores. The fence empties
+// this thread's buffer.
 inline void fence_proxy_async() {
   if (detail::simulated()) {
     simt::simulated_fence(detail::Scope::kGpu);
@@ -357,7 +358,7 @@ inline void fence_proxy_async() {
     __atomic_signal_fence(__ATOMIC_SEQ_CST);
   }
 }
-// The executor does not tell the spaces apart: a fence of either is one of both.
+// The executor does not distinguish the spaces: a fence for one is a fence for both.
 inline void fence_proxy_async_shared() { fence_proxy_async(); }
 inline void fence_proxy_async_global() { fence_proxy_async(); }
 
@@ -451,7 +452,7 @@ inline void bulk_wait() {
 
 inline void rail_put(const RailPort& port, int peer, int qp, size_t dst_offset, const void* src,
                      uint32_t num_bytes) {
-  // The grid's own thread runs all of its fibers, so that plain additions count right.
+  // One host thread runs all fibers of the grid, so a plain addition is safe.
   if (port.num_bytes != nullptr) port.num_bytes[peer * port.num_qps + qp] += num_bytes;
   simt::rail_put(peer, qp, port.bases[peer] + dst_offset, src, num_bytes);
 }
@@ -472,8 +473,8 @@ inline void rail_count(const RailPort& port, int peer, int qp, uint64_t num_byte
 inline void rail_done(const RailPort&) { simt::rail_done(); }
 
 // ---- launches -------------------------------------------------------------------------
-// A launch begins when the one before it has ended. The simulated machine still refuses what would
-// go wrong if it had not.
+// A launch begins when the one before it has ended. The simulated machine still rejects what would
+// go wrong if it had begun earlier.
 
 inline void await_earlier_launch() {
   if (!fault(Fault::kSkipLaunchWait)) simt::await_earlier_launch();

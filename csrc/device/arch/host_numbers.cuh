@@ -78,7 +78,7 @@ inline float log2(float value) { return std::log2(value); }
 inline float exp2(float value) { return std::exp2(value); }
 inline float multiply(float left, float right) {
   float product = left * right;
-  // The compiler must not see where the product comes from, or it may fuse it with an addition.
+  // Hides the product from the compiler, which might fuse it with an addition.
   asm("" : "+m"(product));
   return product;
 }

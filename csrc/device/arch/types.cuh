@@ -1,4 +1,4 @@
-// Plain types and macros that both targets share. No instruction of either target lives here.
+// Plain types and macros that both targets share. It has no instructions of either target.
 #pragma once
 
 #include <cstddef>
@@ -8,8 +8,8 @@
 #if defined(__CUDACC__)
 #define DEEP_COMM_TARGET_CUDA 1
 #define DC_DEVICE __device__ __forceinline__
-// What hardly ever runs: a call, so that the code around it stays small. Instructions are fetched
-// anew at every launch.
+// For code that hardly ever runs: a call, so that the code around it stays small. Every launch
+// fetches its instructions anew.
 #define DC_DEVICE_COLD static __device__ __noinline__
 #define DC_HOST_DEVICE __host__ __device__ __forceinline__
 #define DC_UNROLL _Pragma("unroll")
@@ -36,8 +36,7 @@ struct alignas(16) Vec16 {
   uint32_t words[4];
 };
 
-// Half-precision payload types are moved and converted by bits, so that no header of a vendor's
-// type system reaches the protocol.
+// Half-precision payload is moved and converted by bits, so the protocols need no vendor header.
 struct Bf16 {
   uint16_t bits;
 };
@@ -49,19 +48,21 @@ inline constexpr int kRailDone = -1;
 
 // What a GPU asks of its rank's software NIC.
 struct RailRequest {
-  uint64_t what;  // a put: address in this rank's segment; a signal: its value; or a launch
+  // a put: address in this rank's segment; a signal: its value; kRailDone: the launch
+  uint64_t what;
   uint64_t dst_offset;
   uint32_t num_bytes;  // 0: a signal
-  int32_t peer;        // kRailDone: nothing comes behind this of launch `what`
+  int32_t peer;        // kRailDone: launch `what` posts nothing more
   int32_t qp;
 };
-// The same in pinned host memory. Every half is stored beside the number of its ticket, so that none
-// has to be released behind the others: on a busy GPU that takes many microseconds, and the tickets
-// behind wait for it.
+// The same in pinned host memory. Every half is stored together with its ticket's number, so no
+// half needs a release after the others. A release takes many microseconds on a busy GPU, and later
+// tickets would wait for it.
 struct alignas(64) RailDescriptor {
   static constexpr int kNumHalves = 7;
 
-  uint64_t halves[kNumHalves];  // of a RailRequest, in its order | number << 32
+  // halves of a RailRequest's fields, in order, each with number << 32
+  uint64_t halves[kNumHalves];
 
   DC_HOST_DEVICE static uint32_t number_of(uint64_t ticket) {
     return static_cast<uint32_t>(ticket + 1);
@@ -77,20 +78,21 @@ struct RailQueue {
   uint32_t depth;
 };
 
-// A peer as NVSHMEM knows it; on the host target only with peers that stores reach.
+// A peer as NVSHMEM knows it; on the host target only near peers.
 struct RailPeer {
-  uint8_t* near;  // its segment, if this GPU's own stores reach it (nvshmem_ptr); else null
+  uint8_t* near;  // its segment if this GPU's stores reach it (nvshmem_ptr), else null
   int32_t pe;
 };
 
 // How a rank reaches its rail, the network between nodes. The first peers are nodes: the rank of
 // the same local index there. With low-latency mode all ranks of the group follow, by rank.
 struct RailPort {
-  uint8_t* const* bases;  // [num_peers]: their segments, as whoever carries out a put sees them
-  uint64_t* num_bytes;    // [num_peers, num_qps]: bytes put so far
+  // [num_peers]: their segments, as the one that carries out a put sees them
+  uint8_t* const* bases;
+  uint64_t* num_bytes;  // [num_peers, num_qps]: bytes put so far
   int num_qps;
   RailQueue queue;  // GPUs with a software NIC
-  // GPUs with NVSHMEM; null for everybody else, but for near peers on the host target.
+  // GPUs with NVSHMEM, and near peers on the host target; null otherwise.
   const RailPeer* peers;  // [num_peers], device memory
   uint8_t* base;          // this rank's segment, in the symmetric heap
   int32_t* qps;           // [num_qps] handles, device memory; null: NVSHMEM's default queue

@@ -1,14 +1,14 @@
-// What the links carry when nothing else is in the way: every rank pushes rows to every other rank
-// with bulk copies, shared memory between, with no counts, flags or barriers. The bench measures it
-// beside dispatch and combine, in the same run, and calls its rate the link limit.
+// The capacity of the links when nothing else is in the way: every rank pushes rows to every other
+// rank by bulk copies through shared memory, without counts, flags or barriers. The bench runs it
+// beside dispatch and combine and calls its rate the link limit.
 //
-// grid   any number of blocks of any number of warps; rows are dealt to all warps in turn, one lane
-// of each moves smem   num_warps x kPushStages rows, then as many mbarriers holds before
-// destinations[p] maps rank p's receive area of num_ranks * num_rows_per_peer rows holds after rank
-// p's rows [rank * num_rows_per_peer, (rank + 1) * num_rows_per_peer) are this rank's; the
-//                receiver learns it from whatever orders its stream behind this kernel, e.g. a
-//                collective
-// not promised   anything about the rows at p that belong to p
+//   grid          any number of blocks and warps; rows are dealt to all warps, one lane each moves
+//   smem          num_warps x kPushStages rows, then as many mbarriers
+//   before        destinations[p] maps rank p's receive area of num_ranks * num_rows_per_peer rows
+//   after         rank p's rows [rank * num_rows_per_peer, (rank + 1) * num_rows_per_peer) are this
+//                 rank's; what orders the receiver's stream after this kernel (e.g. a collective)
+//                 makes them visible
+//   not promised  anything about the rows at p that belong to p
 #pragma once
 
 #include "device/arch/arch.cuh"
@@ -20,8 +20,8 @@ inline constexpr int kMaxPushRanks = 8;
 
 struct PushRowsArgs {
   uint8_t* destinations[kMaxPushRanks];
-  const uint8_t* src;  // [(num_ranks - 1) * num_rows_per_peer, row_bytes]: row t is for peer t %
-                       // (num_ranks - 1)
+  // [(num_ranks - 1) * num_rows_per_peer, row_bytes]: row t is for peer t % (num_ranks - 1)
+  const uint8_t* src;
   int rank;
   int num_ranks;
   int num_rows_per_peer;
@@ -32,8 +32,8 @@ DC_HOST_DEVICE constexpr size_t push_rows_smem_bytes(int num_warps, int row_byte
   return static_cast<size_t>(num_warps) * kPushStages * (row_bytes + sizeof(uint64_t));
 }
 
-// Neighbouring rows go to different peers, and every rank begins with its next neighbour, so that
-// at no time all ranks push to the same one.
+// Neighbouring rows go to different peers, and every rank begins with its next neighbour. So all
+// ranks never push to the same one at once.
 DC_DEVICE uint8_t* push_destination(const PushRowsArgs& args, int64_t row_idx) {
   const int num_peers = args.num_ranks - 1;
   const int peer = (args.rank + 1 + static_cast<int>(row_idx % num_peers)) % args.num_ranks;
@@ -52,7 +52,7 @@ DC_DEVICE void push_rows(const PushRowsArgs& args) {
   for (int stage = 0; stage < kPushStages; ++stage) arch::mbarrier_init(barriers + stage, 1);
   arch::fence_mbarrier_init();
 
-  // Blocks are dealt rows before warps: neighbouring rows move on different SMs.
+  // Rows are dealt to blocks first, then to warps: neighbouring rows move on different SMs.
   const int64_t first =
       static_cast<int64_t>(arch::warp_idx()) * arch::num_blocks() + arch::block_idx();
   const int64_t step = static_cast<int64_t>(arch::num_warps()) * arch::num_blocks();
@@ -79,7 +79,7 @@ DC_DEVICE void push_rows(const PushRowsArgs& args) {
     arch::bulk_store(push_destination(args, row_idx), stages + stage * args.row_bytes,
                      args.row_bytes);
     arch::bulk_commit();
-    // The stage that is loaded next was stored from one group ago.
+    // The stage that is loaded next was stored one group ago.
     arch::bulk_wait_read<1>();
     load_next();
   }

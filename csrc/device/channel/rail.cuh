@@ -1,8 +1,8 @@
 // One ring between two nodes: between the ranks of this local index. As in ring.cuh, slots and
 // `tail` lie with the receiver, `head` with the sender. The NIC puts what crosses.
 //
-//   sender:   poll_slot / await_slot → fill slot() → publish(begin, end)   puts, then tail, on one queue
-//   receiver: await_filled → read slot() → return_credit(n)                head
+//   sender:   poll_slot / await_slot → fill slot() → publish(begin, end)   (puts, then tail)
+//   receiver: await_filled → read slot() → return_credit(n)                (head)
 //
 // Each word is always written through the same queue, so its writes keep their order from kernel to
 // kernel. A late write of an older kernel carries its generation and counts as "not yet". A send

@@ -2,8 +2,8 @@
 // with the sender, so each side polls its own memory. Credits are counted in rows since the kernel
 // began.
 //
-//   sender:   poll_slot / await_slot → fill slot() → tail = n      after the bytes have landed
-//   receiver: await_filled → read slot() → head = n                after the bytes have been read
+//   sender:   poll_slot / await_slot → fill slot() → tail = n      (when the bytes have landed)
+//   receiver: await_filled → read slot() → head = n                (when they have been read)
 //
 // Other warps publish the words (ring_tail, ring_head): a release costs a moving warp too much.
 //

@@ -1,19 +1,20 @@
-// The smallest protocol: rank 0 writes a payload into rank 1's memory and says so with one word.
+// The smallest protocol: rank 0 writes a payload into rank 1's memory and announces it with one
+// word.
 //
-// in     num_words
-// grid   one block on each of two ranks, any number of warps
+//   in     num_words
+//   grid   one block on each of two ranks, any number of warps
 //
-//   word     owner   written by          read by             order                    reset
-//   flag     rank 1  thread 0 of rank 0  thread 0 of rank 1  release / acquire, sys   never: used once
-//   payload  rank 1  threads of rank 0   threads of rank 1   before the flag          never
-//   wrong    rank 1  threads of rank 1   the host            end of the kernel        never
+//   word     owner   written by          read by             order                   reset
+//   flag     rank 1  thread 0 of rank 0  thread 0 of rank 1  release / acquire, sys  never: one use
+//   payload  rank 1  threads of rank 0   threads of rank 1   before the flag         never
+//   wrong    rank 1  threads of rank 1   the host            end of the kernel       never
 //
-// after  wrong: words of the payload that rank 1 did not see as they were written
-// waits  await_flag, unblocked by rank 0's release; bounded
+//   after  wrong: words of the payload that rank 1 did not see as they were written
+//   waits  await_flag, unblocked by rank 0's release; bounded
 //
 // The barrier before the release hands the stores of the whole block to the thread that releases
-// them; the one behind the acquire hands what it has acquired to the whole block. Without the
-// release (fault: weaken_release) the payload may come after the flag: the example shows that the
+// them. The barrier after the acquire hands what was acquired to the whole block. Without the
+// release (fault: weaken_release) the payload may arrive after the flag. The example shows that the
 // simulation finds such schedules.
 #pragma once
 
@@ -21,7 +22,7 @@
 
 namespace deep_comm::examples {
 
-inline constexpr int kLineWords = 16;  // words that do not share a line with others
+inline constexpr int kLineWords = 16;  // words per line: what does not share a line with others
 inline constexpr uint64_t kPatienceNs = 10'000'000'000;
 
 struct Args {
@@ -36,8 +37,8 @@ DC_DEVICE uint64_t payload_word(int row, int word) {
   return static_cast<uint64_t>(row + 1) << 32 | static_cast<uint32_t>(word + 1);
 }
 
-// Whether `word` reaches `wanted` in time. The kernels proper use device/sync/await.cuh, which also
-// polls the rank's abort word and leaves a record of who waited for whom.
+// True if `word` reaches `wanted` in time. Real kernels use device/sync/await.cuh, which also polls
+// the rank's abort word and records who waited for whom.
 DC_DEVICE bool await_word(const uint64_t* word, uint64_t wanted) {
   const uint64_t deadline_ns = arch::globaltimer_ns() + kPatienceNs;
   while (true) {

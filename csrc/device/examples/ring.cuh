@@ -1,8 +1,7 @@
-// Rows without end through memory with an end: a ring of slots, a tail that fills and a head that
-// frees.
+// Endless rows through finite memory: a ring of slots, a tail that fills and a head that frees.
 //
-// in     num_rows rows of num_words, num_slots slots
-// grid   one warp on each of two ranks: rank 0 sends, rank 1 receives
+//   in     num_rows rows of num_words, num_slots slots
+//   grid   one warp on each of two ranks: rank 0 sends, rank 1 receives
 //
 //   word   owner   written by      read by         order                    reset
 //   tail   rank 1  lane 0, rank 0  lane 0, rank 1  release / acquire, sys   never: counts rows
@@ -10,12 +9,12 @@
 //   slot   rank 1  rank 0's lanes  rank 1's lanes  before tail              free again at head
 //   wrong  rank 1  rank 1's lanes  the host        end of the kernel        never
 //
-// after  wrong: words that rank 1 did not see as rank 0 has written them
-// waits  for a filled slot: unblocked by tail; for a free one: by head, which moves with every row;
-//        both bounded
+//   after  wrong: words that rank 1 did not see as rank 0 has written them
+//   waits  for a filled slot: unblocked by tail; for a free one: by head, which moves with every
+//          row; both bounded
 //
 // Each rank polls its own memory. A ring of one slot is enough for any number of rows.
-// device/channel/ring.cuh is this with rows of bytes, moved by bulk copies. Faults that the
+// device/channel/ring.cuh is the same with rows of bytes, moved by bulk copies. Faults that the
 // simulation finds here: weaken_release, skip_credit.
 #pragma once
 

@@ -2,8 +2,8 @@
 //
 //   slot of dispatch = [ row | scales | local expert ids int32[K] | weights float[K]
 //                        | source token int32 | pad to 16 ]
-//     expanded rows (docs/design/0008): the output rows of the top-k entries instead of the ids, and
-//     at the end the first of them, int32
+//     expanded rows (docs/design/0008): the output rows of the top-k entries instead of the ids,
+//     and at the end the first of them, int32
 //   slot of combine  = [ row | weights float[K] | pad to 16 ]
 //   stage            = one piece of the row; the last piece carries the metadata as well
 #pragma once

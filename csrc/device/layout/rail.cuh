@@ -1,8 +1,8 @@
 // What a rank's segment holds for the tier between nodes, after the data region of the tier inside
 // the node. The layout is the same on all ranks, so an offset is valid at every peer.
 //
-//   words = [ arrived | tails | heads | staging lines | landed | added | announcements | counts sent
-//           | counts received | rank counts | counters ]
+//   words = [ arrived | tails | heads | staging lines | landed | added | announcements
+//           | counts sent | counts received | rank counts | counters ]
 //   data  = [ send rings | receive rings ], num_rdma_bytes
 //           or, in a call whose rows all have a slot: RailStaging
 //

@@ -1,6 +1,6 @@
-// Rows through registers: one warp, 16 bytes a lane at a time. For rows that one warp takes from
-// memory of its own GPU to one place, where a pipeline of bulk copies would need stages of shared
-// memory for every role.
+// Copies a row through registers: one warp, 16 bytes per lane at a time. For rows that one warp
+// copies inside its own GPU, to one destination. A pipeline of bulk copies would need stages of
+// shared memory for every role.
 #pragma once
 
 #include "device/arch/arch.cuh"

@@ -1,4 +1,4 @@
-// Copies of single elements whose size is known at run time only (scales, top-k indices).
+// Copies of single elements whose size is known only at run time (scales, top-k indices).
 #pragma once
 
 #include "device/arch/arch.cuh"
@@ -79,12 +79,12 @@ DC_DEVICE void copy_element(uint8_t* dst, const uint8_t* src, int num_bytes) {
   scatter_element(dst, reinterpret_cast<const uint8_t*>(&element), num_bytes);
 }
 
-// An expert index of either width that a user may pass, as it was loaded: whoever looks at it waits
-// for it, and loads behind that leave late.
+// An expert index of either width, as it was loaded. Using the value waits for it, and loads after
+// that start late, so the conversion is separate.
 struct RawExpert {
   uint32_t low = 0, high = 0;  // high: of 8 bytes
 
-  // Word by word: where two branches load, the one value that they become is waited for.
+  // Two loads of words: a value merged from two branches would be waited for right there.
   DC_DEVICE static RawExpert load(const void* topk_idx, int64_t position, int num_bytes) {
     const uint8_t* at = static_cast<const uint8_t*>(topk_idx) + position * num_bytes;
     RawExpert expert;
@@ -92,7 +92,7 @@ struct RawExpert {
     if (num_bytes == 8) expert.high = arch::ld_nc(reinterpret_cast<const uint32_t*>(at + 4));
     return expert;
   }
-  // Anything out of int range becomes -2.
+  // Values outside the range of int become -2.
   DC_DEVICE int value(int num_bytes) const {
     const int narrow = static_cast<int>(low);
     return num_bytes == 4 || high == (narrow < 0 ? ~0u : 0u) ? narrow : -2;
@@ -105,7 +105,7 @@ DC_DEVICE int load_expert(const void* topk_idx, int64_t position, int num_bytes)
   return expert == static_cast<int32_t>(expert) ? static_cast<int>(expert) : -2;
 }
 
-// `count` of them, at most kNum, all loads in flight at once; -1 behind them.
+// `count` of them, at most kNum, with all loads in flight at once; the rest of `experts` is -1.
 template <int kNum>
 DC_DEVICE void load_experts(const void* topk_idx, int64_t position, int count, int num_bytes,
                             int (&experts)[kNum]) {

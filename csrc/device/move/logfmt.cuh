@@ -1,15 +1,14 @@
-// LogFMT-10: sixteen numbers as a sign and nine bits of their logarithm each, with the largest
-// logarithm and the range of the sixteen beside them: 24 bytes for 32 of bfloat16. (Logarithms
-// instead of small floats for rows that are added afterwards: DeepSeek-AI, "Insights into
-// DeepSeek-V3", 2025; the layout here is our own.)
+// LogFMT-10: sixteen numbers, each as a sign and nine bits of its logarithm, with the largest
+// logarithm and the range of the sixteen. 24 bytes instead of 32 of bfloat16. (Logarithms instead
+// of small floats for rows that are added later: DeepSeek-AI, "Insights into DeepSeek-V3", 2025.
+// The layout here is our own.)
 //
-//   piece = [ 16 codes of 10 bits, xored with a key | header ], no word of it
-//   zero: sync/arrival.cuh
+//   piece = [ 16 codes of 10 bits, xored with a key | header ]; no word is zero (sync/arrival.cuh)
 //   code  = sign << 9 | level;  level 0: zero;  level m: 2 ^ (largest - (511 - m) * step)
 //
-// Error: at most a factor of 2 ^ (step / 2), step = range / 510 and range at most 32: 2.2 %, and
-// 0.3 % where the sixteen lie within a factor of 16. The range is rounded up by at most 1/64. What
-// is less than 2^-32 of the largest becomes zero. If one is not finite, all are NaN.
+// Error: at most a factor of 2 ^ (step / 2), where step = range / 510 and range is at most 32: 2.2
+// %, or 0.3 % if the sixteen lie within a factor of 16. The range is rounded up by at most 1/64.
+// Numbers below 2^-32 of the largest become zero. If one number is not finite, all become NaN.
 #pragma once
 
 #include "device/arch/arch.cuh"
@@ -27,7 +26,8 @@ struct LogPiece {
   Vec16 codes;       // words 0 to 3
   uint32_t last[2];  // word 4; header: largest << 16 | range << 1 | 1
 
-  // Words of codes that are all minus zero, which encode never makes: no word equals its key.
+  // The code words if all codes were minus zero. encode never makes that code, so no word equals
+  // its key.
   DC_HOST_DEVICE static constexpr uint32_t key(int word) {
     uint32_t bits = 0;
     for (int code = 0; code < kElements; ++code) {
@@ -50,7 +50,7 @@ struct LogPiece {
       if (magnitude != 0) least = logs[idx] < least ? logs[idx] : least;
     }
     if (!is_finite) return pack({}, 0, kNotFinite);
-    // Both rounded up: no element lies outside.
+    // Both are rounded up, so no element lies outside.
     const auto round_up = [](float value) { return static_cast<uint32_t>(value) + 1; };
     const uint32_t stored_largest = round_up((largest + kLargestBias) * kLargestScale);
     const float top = static_cast<float>(stored_largest) / kLargestScale - kLargestBias;

@@ -1,6 +1,6 @@
-// Rows on their way into a message, 16 bytes of it at a time: bfloat16 as it is, or cast to FP8
-// e4m3 with one float32 scale a block of 128 elements. On the way no word of a row is zero
-// (sync/arrival.cuh): words are xored with a key that they do not equal, and a scale is positive.
+// Rows encoded for a message, 16 bytes at a time: bfloat16 as it is, or cast to FP8 e4m3 with one
+// float32 scale per block of 128 elements. No word of a row is zero on its way (sync/arrival.cuh):
+// words are xored with a key that they never equal, and scales are positive.
 #pragma once
 
 #include "device/arch/arch.cuh"
@@ -9,14 +9,14 @@ namespace deep_comm {
 
 enum class PayloadFormat : int { kBfloat16, kFp8, kNvFp4 };
 
-inline constexpr int kScaleBlock = 128;    // elements a scale stands for
-inline constexpr int kFp4ScaleBlock = 16;  // of NVFP4, whose scales travel four in a word
+inline constexpr int kScaleBlock = 128;    // elements per scale
+inline constexpr int kFp4ScaleBlock = 16;  // of NVFP4; four scales per word
 inline constexpr int kFp4ScaleWord = 4 * kFp4ScaleBlock;
 
 // How the scales of a row are stored, in words of 4 bytes.
 struct ScaleFormat {
   bool round_scale;  // up to a power of two
-  bool use_ue8m0;    // their exponents alone, four in a word, zeros behind the last
+  bool use_ue8m0;    // exponents only, four per word, zeros after the last
 
   DC_HOST_DEVICE int num_words(int num_scales) const {
     return use_ue8m0 ? ceil_div(num_scales, 4) : num_scales;
@@ -29,8 +29,8 @@ struct Piece;
 template <>
 struct Piece<PayloadFormat::kBfloat16> {
   static constexpr int kElements = 8;
-  // Two signalling NaNs. A word of just these bits arrives with the first made quiet, as arithmetic
-  // would.
+  // Two signalling NaNs. A word with just these bits arrives with the first NaN quiet, as
+  // arithmetic would make it.
   static constexpr uint32_t kKey = 0x7fa57f93u, kQuiet = 0x00400000u;
   Vec16 vec;
 
@@ -54,8 +54,7 @@ struct Piece<PayloadFormat::kBfloat16> {
   }
 };
 
-// amax: largest magnitude of a block. Returns what a stored element is multiplied with to get it
-// back.
+// amax: the largest magnitude of a block. Returns the factor that restores a stored element.
 DC_DEVICE float inverse_scale(float amax, bool round_scale) {
   constexpr float kOneOverLargest = 1.0f / 448.0f;
   const float inverse = arch::multiply(amax, kOneOverLargest);
@@ -68,11 +67,11 @@ DC_DEVICE float inverse_scale(float amax, bool round_scale) {
 template <>
 struct Piece<PayloadFormat::kFp8> {
   static constexpr int kElements = 16;
-  // Four negative NaNs; if there are such, the last becomes a positive one.
+  // Four negative NaNs. If an element word is that, the last NaN becomes positive.
   static constexpr uint32_t kKey = 0xffffffffu, kOther = 0x80000000u;
   static constexpr int kLanesPerScale = kScaleBlock / kElements;
   Vec16 vec;    // FP8, after encode
-  Vec16 rest;   // the upper half of the bfloat16 input, before it
+  Vec16 rest;   // before encode: the upper half of the bfloat16 input
   float scale;  // inverse_scale of the block
 
   DC_DEVICE void load(const uint8_t* row, int piece) {
@@ -86,8 +85,8 @@ struct Piece<PayloadFormat::kFp8> {
     vec = src[0];
     rest = src[1];
   }
-  // The largest magnitudes among this lane's elements, as two bfloat16, of which the larger counts.
-  // NaNs do not count.
+  // The largest magnitudes of this lane's elements, as two bfloat16; the larger one counts. NaNs
+  // are ignored.
   DC_DEVICE uint32_t largest() const {
     uint32_t pairs[4];
     DC_UNROLL
@@ -97,14 +96,14 @@ struct Piece<PayloadFormat::kFp8> {
     return arch::max_bf16x2(arch::max_bf16x2(pairs[0], pairs[1]),
                             arch::max_bf16x2(pairs[2], pairs[3]));
   }
-  // `pair`: largest() of the block. Returns what its elements are to be multiplied with.
+  // `pair`: largest() of the block. Returns the factor for its elements.
   DC_DEVICE float set_scale(uint32_t pair, bool round_scale) {
-    float amax = 1e-4f;  // a block of zeros has a scale too
+    float amax = 1e-4f;  // so that a block of zeros has a scale too
     const float low = bit_cast<float>(pair << 16), high = bit_cast<float>(pair & 0xffff0000u);
     amax = low > amax ? low : amax;
     amax = high > amax ? high : amax;
     scale = inverse_scale(amax, round_scale);
-    // Not 1 / scale: the quotient is rounded once. A power of two is exact either way.
+    // Not 1 / scale: this quotient is rounded once. A power of two is exact either way.
     return round_scale ? 1.0f / scale : 448.0f / amax;
   }
   DC_DEVICE void convert(float factor) {
@@ -119,8 +118,8 @@ struct Piece<PayloadFormat::kFp8> {
     }
     vec = converted;
   }
-  // A whole warp; the lanes of a block are neighbours, the first at a multiple of their number.
-  // Several pieces of a lane at a time, so that none waits for the trips of another.
+  // The whole warp. The lanes of a block are neighbours, the first at a multiple of their number.
+  // Several pieces per lane at a time, so that no piece waits for another's shuffles.
   template <int kCount>
   DC_DEVICE static void quantise_all(Piece* pieces, bool round_scale) {
     uint32_t pairs[kCount];
@@ -142,7 +141,7 @@ struct Piece<PayloadFormat::kFp8> {
     for (int idx = 0; idx < kCount; ++idx) pieces[idx].convert(factors[idx]);
   }
   DC_DEVICE void quantise(bool round_scale) { quantise_all<1>(this, round_scale); }
-  // The same, as words that are not zero.
+  // The same, with words that are not zero.
   DC_DEVICE void encode(bool round_scale, const float* /*global_scale*/) {
     quantise(round_scale);
     DC_UNROLL
@@ -176,7 +175,7 @@ struct Piece<PayloadFormat::kFp8> {
   }
 };
 
-// What was sent, from what arrived.
+// Restores what was sent from what arrived.
 template <PayloadFormat kFormat>
 DC_DEVICE Vec16 decode(Vec16 vec) {
   DC_UNROLL
@@ -184,7 +183,7 @@ DC_DEVICE Vec16 decode(Vec16 vec) {
   return vec;
 }
 
-// The scales of a row in shared or in global memory.
+// The scales of a row, in shared or in global memory.
 template <bool kShared>
 struct ScaleRow {
   uint8_t* bytes;
@@ -207,18 +206,18 @@ struct ScaleRow {
       store(block, scale);
     }
   }
-  // A whole warp: the bytes of the last word that no block fills.
+  // The whole warp: zeroes the bytes of the last word that no block fills.
   DC_DEVICE void pad(int num_blocks) const {
     const int byte = num_blocks + arch::lane_idx();
     if (format.use_ue8m0 && byte < align_up(num_blocks, 4)) store(byte, uint8_t{0});
   }
 };
 
-// One warp: bfloat16 in shared memory, a multiple of kScaleBlock elements, becomes FP8 at the same
-// place. What a step overwrites, it or an earlier one has read.
+// One warp: casts bfloat16 in shared memory to FP8 in place. num_elements: a multiple of
+// kScaleBlock. A step overwrites only what it or an earlier step has read.
 DC_DEVICE void quantise_in_place(uint8_t* stage, int num_elements, const ScaleRow<true>& scales) {
   using PieceType = Piece<PayloadFormat::kFp8>;
-  constexpr int kTogether = 2;  // pieces of a lane in a step
+  constexpr int kTogether = 2;  // pieces per lane and step
   const int num_pieces = num_elements / PieceType::kElements;
   for (int first = 0; first < num_pieces; first += kTogether * kWarpSize) {
     const int base = first + arch::lane_idx();
@@ -243,12 +242,12 @@ DC_DEVICE void quantise_in_place(uint8_t* stage, int num_elements, const ScaleRo
   scales.pad(num_elements / kScaleBlock);
 }
 
-// One warp: bfloat16 of a row in global memory, a multiple of kScaleBlock elements, as FP8 in shared
-// memory.
+// One warp: casts a bfloat16 row in global memory to FP8 in shared memory. num_elements: a multiple
+// of kScaleBlock.
 DC_DEVICE void quantise_into(uint8_t* stage, const ScaleRow<true>& scales, const uint8_t* source,
                              int num_elements) {
   using PieceType = Piece<PayloadFormat::kFp8>;
-  constexpr int kTogether = 2;  // pieces of a lane in a step; the next step's are under way
+  constexpr int kTogether = 2;  // pieces per lane and step; the next step's are in flight
   const int num_pieces = num_elements / PieceType::kElements;
   PieceType ahead[kTogether]{};
   const auto load = [&](int first) {
@@ -278,7 +277,7 @@ DC_DEVICE void quantise_into(uint8_t* stage, const ScaleRow<true>& scales, const
   scales.pad(num_elements / kScaleBlock);
 }
 
-// One warp: a bfloat16 row as FP8 with its scales, in global memory.
+// One warp: casts a bfloat16 row to FP8 with its scales, in global memory.
 DC_DEVICE void quantise_row(uint8_t* dst, const ScaleRow<false>& scales, const uint8_t* row,
                             int num_blocks) {
   using PieceType = Piece<PayloadFormat::kFp8>;
@@ -296,7 +295,7 @@ DC_DEVICE void quantise_row(uint8_t* dst, const ScaleRow<false>& scales, const u
   scales.pad(num_blocks);
 }
 
-// Where rows of a tensor are cast to, in global memory; [T, row_bytes] and packed scales.
+// Where the rows of a tensor are cast to, in global memory: [T, row_bytes] and packed scales.
 struct QuantisedRows {
   uint8_t* rows;
   uint8_t* scales;
@@ -305,7 +304,7 @@ struct QuantisedRows {
   int scale_row_bytes;
   const ScaleFormat& format;
 
-  // The block: rows [begin, end), a warp a row.
+  // The block: rows [begin, end), a row per warp.
   DC_DEVICE void cast(int begin, int end) const {
     for (int row = begin + arch::warp_idx(); row < end; row += arch::num_warps()) {
       quantise_row(rows + static_cast<size_t>(row) * row_bytes,

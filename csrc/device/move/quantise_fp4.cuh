@@ -1,13 +1,13 @@
-// Rows cast to NVFP4 on their way into a message: e2m1 elements, two in a byte, a scale in e4m3 for
-// 16 of them, and one factor for the whole tensor that brings the scales into e4m3's range
-// (NVIDIA's format; here without any instruction that only newer GPUs have).
+// Rows cast to NVFP4: e2m1 elements, two per byte, an e4m3 scale for 16 of them, and one factor for
+// the whole tensor that brings the scales into e4m3's range. (NVIDIA's format, here without
+// instructions that only newer GPUs have.)
 //
 //   scale   = e4m3(largest magnitude of the 16 * (1 / 6) * global), at most 448
 //   element = e2m1(x * (global / scale)), to nearest, ties to even, at most 6; scale 0: of x * 0
 //
-// so that element * scale / global is x again. Products are rounded one by one. On the way no word
-// is zero (sync/arrival.cuh): elements are xored with eight negative zeros, and where there are
-// just such, the last becomes a positive one; scales have a sign bit that nobody needs.
+// So element * scale / global restores x. Each product is rounded on its own. No word is zero on
+// its way (sync/arrival.cuh): elements are xored with eight negative zeros, and a word of just
+// those gets its last zero positive; scales have a sign bit that is not needed otherwise.
 #pragma once
 
 #include "device/move/quantise.cuh"
@@ -15,10 +15,10 @@
 namespace deep_comm {
 
 // Codes 0 to 7: 0, 0.5, 1, 1.5, 2, 3, 4, 6; a NaN becomes 6. The sign is that of `of`, from which
-// `value` was made: GPUs do not keep the sign of a NaN.
+// `value` was computed: GPUs do not keep the sign of a NaN.
 DC_DEVICE uint32_t float_to_e2m1(float value, float of) {
   const float magnitude = bit_cast<float>(bit_cast<uint32_t>(value) & 0x7fffffffu);
-  // Every second bound goes to the code above it, the even one.
+  // Every second bound belongs to the code above it, the even one.
   uint32_t code = !(magnitude <= 0.25f) ? 1 : 0;
   code += !(magnitude < 0.75f) ? 1 : 0;
   code += !(magnitude <= 1.25f) ? 1 : 0;
@@ -44,9 +44,9 @@ struct Piece<PayloadFormat::kNvFp4> {
   static constexpr uint32_t kScaleKey = 0x80808080u;  // of four scales
   static constexpr int kLanesPerWord = kFp4ScaleWord / kElements;
   static_assert(kLanesPerWord == 2 && kFp4ScaleBlock * 2 == kElements);
-  Vec16 vec;        // e2m1, after encode
-  Vec16 rest[3];    // bfloat16 input behind vec, before it
-  uint32_t scales;  // four, in even lanes, after encode
+  Vec16 vec;        // after encode: e2m1
+  Vec16 rest[3];    // before encode: the bfloat16 input after vec
+  uint32_t scales;  // after encode: four, in even lanes
 
   DC_DEVICE void load(const uint8_t* row, int piece) {
     const Vec16* src = reinterpret_cast<const Vec16*>(row) + 4 * piece;
@@ -54,7 +54,7 @@ struct Piece<PayloadFormat::kNvFp4> {
     DC_UNROLL
     for (int idx = 0; idx < 3; ++idx) rest[idx] = arch::ld_nc(src + 1 + idx);
   }
-  // A whole warp; lanes are neighbours in the row from an even one on.
+  // The whole warp. Lanes are neighbours in the row, beginning at an even piece.
   DC_DEVICE void encode(bool /*round_scale*/, const float* global_scale) {
     const float global = global_scale == nullptr ? 1.0f : arch::ld_nc(global_scale);
     const Vec16 input[4] = {vec, rest[0], rest[1], rest[2]};

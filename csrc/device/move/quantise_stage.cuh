@@ -1,4 +1,4 @@
-// Rows that become FP8 in the stage of a pipeline, between its load and its stores.
+// Rows cast to FP8 in a stage of a pipeline, between its load and its stores.
 #pragma once
 
 #include "device/layout/message.cuh"
@@ -7,13 +7,13 @@
 
 namespace deep_comm {
 
-// What quantising a piece of a row left behind it in its stage.
+// The scales that casting a piece of a row has left in its stage.
 struct StageScales {
   const uint32_t* words;
   int first;  // word, among the row's
   int num_words;
 
-  // One warp: to the row's scales at a destination.
+  // One warp: stores them with the row's scales at a destination.
   DC_DEVICE void store(uint8_t* scales_of_row) const {
     uint32_t* dst = reinterpret_cast<uint32_t*>(scales_of_row) + first;
     for (int word = arch::lane_idx(); word < num_words; word += kWarpSize) {
@@ -22,8 +22,8 @@ struct StageScales {
   }
 };
 
-// One warp: the current stage has landed; FP8 in its place, half as many bytes, scales behind what
-// was loaded. Stages are those of StageLayout::make_quantised.
+// One warp, when the current stage has landed: casts it to FP8 in place, half as many bytes, with
+// the scales after the loaded bytes. The stages are those of StageLayout::make_quantised.
 DC_DEVICE StageScales quantise_stage(const StagePipe& pipe, const Pieces& pieces, int piece,
                                      const ScaleFormat& format) {
   constexpr int kSourceBlockBytes = kScaleBlock * static_cast<int>(sizeof(Bf16));

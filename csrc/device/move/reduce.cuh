@@ -1,4 +1,4 @@
-// Sums of rows: 16 bytes of a row as float32, added in the caller's order, rounded once.
+// Sums of rows: 16 bytes of a row at a time, added in float32 in the caller's order, rounded once.
 #pragma once
 
 #include "device/arch/arch.cuh"
@@ -90,13 +90,12 @@ struct Numeric<Dtype::kFloat16> {
   }
 };
 
-inline constexpr int kVecsOfReduceStep = 2 * kWarpSize;  // what a warp adds at a time
+inline constexpr int kVecsOfReduceStep = 2 * kWarpSize;  // vectors that a warp adds per step
 
-// One warp: dst = round(((0 + rows[0]) + rows[1]) + …), the order being the numerical contract.
-// Loads of up to kInFlight rows are issued before the first of them is added: one at a time, each
-// row would cost a trip to memory. `rows` lies in shared memory: pointers in registers would leave
-// fewer of those for loads.
-// Of num_parts warps that share the row, this is number `part`.
+// One warp: dst = round(((0 + rows[0]) + rows[1]) + …). The order is the numerical contract. Loads
+// of up to kInFlight rows are issued before the first row is added: otherwise each row would cost a
+// trip to memory. `rows` is in shared memory, which leaves registers for loads. num_parts warps
+// share the row; this is number `part`.
 template <Dtype kDtype>
 DC_DEVICE void reduce_rows(uint8_t* dst, const uint8_t* const* rows, int num_rows, int num_vecs,
                            int part = 0, int num_parts = 1) {

@@ -2,17 +2,17 @@
 //
 //   load → (bytes land) → store → (bytes read) → load …        stage = index % num_stages
 //
-// The leader lane (lane 0) loads; one lane or several store, each in bulk groups of its own. The
-// count of stores advances in every lane, so that all agree on the current stage; the count of
-// loads matters to the leader alone. No flag of a peer is seen here.
+// The leader lane (lane 0) loads. One or several lanes store, each in bulk groups of its own. Every
+// lane counts the stores, so all agree on the current stage; only the leader's count of loads
+// matters. This file sees no flag of a peer.
 #pragma once
 
 #include "device/sync/await.cuh"
 
 namespace deep_comm {
 
-// How many of a warp's newest stores it leaves under way when it waits for older ones to land. All of
-// them keep the pipeline full; but whoever takes the rows on, a rail above all, waits for the first.
+// How many of a warp's newest stores remain in flight when it waits for older ones to land. Many
+// keep the pipeline full. But the next hop, above all a rail, waits for the first ones.
 struct StoresLeft {
   static constexpr uint32_t kMost = 6;
 
@@ -51,7 +51,7 @@ class StagePipe {
         num_stages_(num_stages),
         num_reading_(num_stages < 5 ? 1 : 2) {}
 
-  // A whole warp calls it once, before anything else.
+  // The whole warp calls it once, before anything else.
   DC_DEVICE void init() {
     if (arch::lane_idx() == 0) {
       for (int stage = 0; stage < num_stages_; ++stage) arch::mbarrier_init(barriers_ + stage, 1);
@@ -60,16 +60,17 @@ class StagePipe {
     arch::sync_warp();
   }
 
-  // Loads that may run ahead of the stores: a stage each, but for those that the newest stores
-  // still read.
+  // Loads that may run ahead of the stores: all stages except those that the newest stores still
+  // read.
   DC_DEVICE int look_ahead() const { return num_stages_ - num_reading_; }
   DC_DEVICE uint32_t num_loads() const { return num_loads_; }
   DC_DEVICE uint32_t num_stores() const { return num_stores_; }
   DC_DEVICE bool can_load() const { return num_loads_ < num_stores_ + look_ahead(); }
-  // The stage whose load is the next to be stored.
+  // The stage whose load is stored next.
   DC_DEVICE uint8_t* current() const { return stages_ + store_slot_.stage * stage_bytes_; }
 
-  // Every lane that stores, before the next load: all but the newest stores have read their stages.
+  // Every storing lane, before the next load: waits until all but the newest stores have read their
+  // stages.
   DC_DEVICE void make_room() const {
     if (num_reading_ == 1) {
       arch::bulk_wait_read<1>();
@@ -89,13 +90,13 @@ class StagePipe {
     load_slot_.advance(num_stages_);
   }
 
-  // The bytes of the current stage have landed.
+  // Waits until the bytes of the current stage have landed.
   DC_DEVICE void await_load() const {
     await_bulk(barriers_ + store_slot_.stage, store_slot_.phase);
   }
 
-  // A storing lane: sends the current stage; num_bytes 0 sends nothing but keeps the lanes' groups
-  // in step.
+  // A storing lane: stores the current stage. num_bytes 0 stores nothing but keeps the lanes'
+  // groups in step.
   DC_DEVICE void store(uint8_t* dst, int num_bytes) {
     if (num_bytes > 0) arch::bulk_store(dst, current(), num_bytes);
     arch::bulk_commit();
@@ -105,7 +106,7 @@ class StagePipe {
     store_slot_.advance(num_stages_);
   }
 
-  // Leader: every load that was issued has ended. Storing lanes: every store has landed.
+  // Leader: waits until every load has ended. Storing lanes: until every store has landed.
   DC_DEVICE void drain() {
     if (arch::lane_idx() == 0) {
       for (; num_stores_ != num_loads_; advance_store()) await_load();
@@ -114,7 +115,7 @@ class StagePipe {
   }
 
  private:
-  // Where in the cycle of stages an index is, kept without divisions.
+  // Position of an index in the cycle of stages, kept without divisions.
   struct Slot {
     int stage = 0;
     uint32_t phase = 0;  // of its mbarrier

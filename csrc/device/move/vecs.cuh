@@ -1,4 +1,4 @@
-// Rows in 16-byte vectors by ordinary loads and stores of a warp.
+// Rows in 16-byte vectors, by ordinary loads and stores of a warp.
 #pragma once
 
 #include "device/arch/arch.cuh"
@@ -7,7 +7,7 @@ namespace deep_comm {
 
 enum class VecSource { kInput, kPeerWritten };  // read-only during the kernel, or not
 
-// One warp. Loads of a batch are all issued before the first store: one at a time, each would cost
+// One warp. All loads of a batch are issued before the first store: otherwise each load would cost
 // a trip to memory.
 template <VecSource kSource>
 DC_DEVICE void copy_vecs(uint8_t* dst, const uint8_t* src, int num_vecs) {
