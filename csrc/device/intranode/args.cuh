@@ -1,4 +1,4 @@
-// The arguments of the intranode kernels: one named struct a kernel, from the binding to the
+// The arguments of the intranode kernels: one named struct per kernel, from the binding to the
 // device. R ranks, T local tokens, H hidden, K top-k, E experts, C channels, N received rows.
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace deep_comm {
 
-// A rank's expert choices.
+// A rank's top-k indices.
 struct TopkIdx {
   const void* data;  // [T, K] int32 or int64, or null
   int element_bytes;
@@ -31,7 +31,7 @@ struct LayoutArgs {
   uint8_t* is_token_in_rank;       // out [T, R]
 };
 
-// What all ranks must agree on before a dispatch; compared field by field in notify_dispatch.
+// What all ranks must agree on before a dispatch. notify_dispatch compares it field by field.
 struct NotifyHeader {
   int fields[kNumHeaderFields];
 };
@@ -44,11 +44,11 @@ enum class HeaderField : int {
   kNumSendTokens,
   kNumSlots,
   kExpertAlignment,  // of expanded outputs; 0: not expanded
-  kHasWeights,       // top-k weights travel
+  kHasWeights,       // top-k weights are sent
   kNumCompared,
-  // The rest tells the peers something.
-  kNumTokens = kNumCompared,  // of this rank; the most of all ranks goes to the host
-  kOutputLine,  // where the outputs of the dispatch that follows will lie: OutputPlace
+  // The other fields inform the peers and are not compared.
+  kNumTokens = kNumCompared,  // of this rank; the maximum over the ranks goes to the host
+  kOutputLine,                // where the outputs of the next dispatch will lie: OutputLocation
   kSrcLine,
   kOutputRows,
   kBadExpertIndex,  // this rank's routing had an index out of range
@@ -76,38 +76,37 @@ static_assert(static_cast<int>(HeaderField::kCount) <= kNumHeaderFields);
 struct CountsBlock {
   uint32_t sequence;  // released last: the host's number of this notify
   int32_t num_recv_tokens;
-  int32_t max_num_tokens;  // of all ranks
-  int32_t is_direct;       // the outputs announced to this notify serve all ranks
+  int32_t max_num_tokens;  // maximum over the ranks
+  int32_t is_direct;       // the outputs announced to this notify suffice on all ranks
   // [num_local_experts], aligned; allocated for num_max_experts
   int32_t num_recv_tokens_per_expert[1];
 };
 
-// Where a rank's outputs begin in its segment, in lines from its start; 0: not
-// in its receive region.
+// Where a rank's outputs begin in its segment, in lines; 0: not in its receive region.
 struct OutputLocation {
   uint32_t output_line;
   uint32_t src_line;  // recv_src_idx
-  int num_rows;       // that fit in there
-  // The block is laid out for the rows that come, which the host does not know
-  // yet; else for num_rows.
+  int num_rows;       // that fit
+  // The block is laid out for the rows that arrive, whose number the host does not know yet.
+  // Otherwise for num_rows.
   bool is_exact;
 };
 
 // Where the rows of expanded outputs belong; all null without expand.
 struct ExpansionArgs {
-  // out [E]: of this rank's rows for an expert, in the output of the expert's rank
+  // out [E]: first row of this rank for each expert, in the output of the expert's rank
   int32_t* first_rows;
-  // out [num_local_experts + 1]: where the group of a local expert begins here
+  // out [num_local_experts + 1]: where the group of each local expert begins here
   int32_t* expert_offsets;
-  int32_t* expert_counts;  // out [num_local_experts]: rows of a group, without padding
+  int32_t* expert_counts;  // out [num_local_experts]: rows of each group, without padding
   int32_t* num_rows;       // out [R]: rows of every rank's output, with padding
 };
 
 struct NotifyArgs {
   World world;
   NotifyHeader header;
-  // Either the choices, and then the mask is an output, or the layout that
-  // get_dispatch_layout made of them.
+  // Either the top-k indices (is_token_in_rank is an output then), or the result of
+  // get_dispatch_layout.
   TopkIdx topk;
   uint8_t* is_token_in_rank;             // [T, R]
   const int32_t* num_tokens_per_expert;  // [E], or null
@@ -115,33 +114,33 @@ struct NotifyArgs {
   int num_experts;
   int num_channels;
   int expert_alignment;
-  OutputLocation place;  // of the dispatch that follows
+  OutputLocation place;  // of the next dispatch
   uint32_t sequence;
   CountsBlock* counts;
   int32_t* rank_prefix_matrix;          // out [R, R]
   int32_t* channel_prefix_matrix;       // out [R, C]
   int32_t* send_head;                   // out [T, R]
   int32_t* num_recv_tokens_per_expert;  // out [num_local_experts], or null
-  int32_t* recv_counts;  // out [1 + R]: rows that come to this rank, in all and from each
+  int32_t* recv_counts;  // out [1 + R]: rows that this rank receives, in total and from each rank
   ExpansionArgs expansion;
 };
 
-// What a dispatch does beyond moving rows as they are. Each form is compiled apart: plain
-// rows pay for none of it.
+// What a dispatch does besides moving rows. Each form is compiled separately, so plain rows pay for
+// none of it.
 template <bool kIsExpanded, bool kIsQuantised>
 struct DispatchForm {
-  static constexpr bool kExpanded = kIsExpanded;    // received rows grouped by local expert
-  static constexpr bool kQuantised = kIsQuantised;  // bfloat16 rows travel as FP8
+  static constexpr bool kExpanded = kIsExpanded;    // received rows are grouped by local expert
+  static constexpr bool kQuantised = kIsQuantised;  // bfloat16 rows are sent as FP8
 };
 
 struct DispatchArgs {
   World world;
   uint32_t signature;
   bool fill_tail;
-  bool zero_tail;  // payload and scales, too
+  bool zero_tail;  // payload and scales as well
   MessageLayout message;
-  // Shared memory: the stages of either mode, then the mbarriers of each (an mbarrier's memory is
-  // nothing else as long as the kernel runs), then a DispatchEntry.
+  // Shared memory: the stages of either mode, then the mbarriers of each mode, then a
+  // DispatchEntry. The memory of an mbarrier is used for nothing else while the kernel runs.
   size_t ring_barriers_offset;
   size_t direct_barriers_offset;
   size_t entry_offset;
@@ -149,18 +148,19 @@ struct DispatchArgs {
   StageLayout stage;
   RingLayout ring;
   int num_send_tokens;
-  int num_receive_warps;  // of a block, a source rank
+  int num_receive_warps;  // of a block, per source rank
   // direct mode
   StageLayout direct_stage;
-  int num_move_warps;  // of a block; the num_meta_warps behind them write metadata
+  int num_move_warps;  // of a block; the next num_meta_warps write metadata
   int num_meta_warps;  // 0: no metadata to write
-  // where this rank's output block begins, in lines from its segment's start; 0: elsewhere
+  // first line of this rank's output block in its segment; 0: elsewhere
   uint32_t output_line;
   uint32_t src_line;  // the same for recv_src_idx
-  // A notify came right before: where it found that direct mode serves, its barrier and its words
-  // are this kernel's too (docs/design/0009).
+  // A notify ran just before. If it found that direct mode is possible, its barrier and its words
+  // serve this kernel too (docs/design/0009).
   bool follows_notify;
-  // launched in the hope for that; else it leaves at once, as if it had never run
+  // Launched before the result of that notify is known. Without direct mode the kernel returns at
+  // once and leaves no trace.
   bool is_speculative;
   // routing
   const uint8_t* is_token_in_rank;       // [T, R]
@@ -178,29 +178,29 @@ struct DispatchArgs {
   int64_t scale_column_stride;  // in scales
   const void* topk_idx;         // [T, K], or null
   int topk_idx_bytes;
-  const float* topk_weights;  // [T, K], or null: routing alone
-  // quantised: x and x_scales are the engine's own then, filled from `source`
-  // if ring mode needs them
+  const float* topk_weights;  // [T, K], or null: routing only
+  // quantised: x and x_scales are the engine's own; ring mode fills them from `source`
   const uint8_t* source;  // [T, H] bfloat16
   ScaleFormat scale_format;
-  // expanded outputs: what is sent where
-  const int32_t* send_row;  // [T, R] place of a token's first row at a rank, or -1
-  // [T, K] place of each selection's row at its rank, or -1; null: cached
+  // expanded outputs: where the rows belong
+  const int32_t* send_row;  // [T, R] output row of a token's first row at a rank, or -1
+  // [T, K] output row of each top-k entry at its rank, or -1; null: cached
   const int32_t* send_rows;
   const int32_t* num_expanded;  // [R] rows that each rank's output needs
-  int32_t* recv_rows;  // out [N, K] this rank's places of each received token, or -1; null: cached
-  // outputs; expanded: M rows, num_topk 1 (local expert and weight of the row), as many
-  // of the others as arrive
+  // out [N, K] this rank's output rows of each received token, or -1; null: cached
+  int32_t* recv_rows;
+  // outputs; expanded: M rows and num_topk 1 (local expert and weight of the row), and N of
+  // recv_src_idx and recv_rows
   uint8_t* recv_x;                      // [N, row_bytes]
   uint8_t* recv_x_scales;               // [N, num_scales], or null
   void* recv_topk_idx;                  // [N, K], or null
   float* recv_topk_weights;             // [N, K], or null
   int32_t* recv_src_idx;                // [N], or null
   int32_t* recv_channel_prefix_matrix;  // [R, C], or null
-  int num_recv_rows;                    // rows the outputs have
+  int num_recv_rows;                    // rows of the outputs
 };
 
-// Numbers the rows of expanded outputs; local. After notify_dispatch.
+// Numbers the rows of expanded outputs; local. Runs after notify_dispatch.
 struct NumberRowsArgs {
   World world;
   const void* topk_idx;  // [T, K] int32 or int64
@@ -214,8 +214,8 @@ struct NumberRowsArgs {
   int32_t* send_rows;         // out [T, K]
 };
 
-// Completes expanded outputs; local. After dispatch, which has placed the first row
-// of every received token.
+// Completes expanded outputs; local. Runs after dispatch, which has written the first row of every
+// received token.
 struct ExpandArgs {
   World world;
   const int32_t* rank_prefix_matrix;  // [R, R]
@@ -234,12 +234,12 @@ struct ExpandArgs {
   void* expert_idx;  // out [M], or null
   int expert_idx_bytes;
   float* weights;         // [M], or null
-  int32_t* fill_src_idx;  // [N], -1 past the received tokens; null: all N have been received
+  int32_t* fill_src_idx;  // [N], -1 past the received tokens; null: all N are received
   int32_t* fill_rows;     // [N, K], likewise
 };
 
-// Numbers rows that have come without places, between nodes; local. `world` is then this rank alone,
-// here and in what is below.
+// Numbers received rows that have no output row yet, between nodes; local. `world` is this rank
+// alone, here and in the structs below.
 struct NumberReceivedArgs {
   World world;
   int rank;                           // in the group, for errors
@@ -248,23 +248,23 @@ struct NumberReceivedArgs {
   int topk_idx_bytes;
   int num_tokens_limit;  // N
   int num_topk;
-  int num_experts;  // local ones
+  int num_experts;  // local experts
   int expert_alignment;
   int num_rows;             // M: of the outputs
-  int num_numbering_warps;  // of a block: whose counters its shared memory has room for
+  int num_numbering_warps;  // of a block: the warps for whose counters its shared memory has room
   int32_t* expert_offsets;  // out [num_experts + 1]
   int32_t* expert_counts;   // out [num_experts]
   int32_t* recv_rows;       // out [N, K], -1 past the received rows
 };
 
-// Expanded outputs of rows that have come without places; local.
+// Expanded outputs of received rows that had no output row on the way; local.
 struct ExpandReceivedArgs : ExpandArgs {
   const uint8_t* recv_x;       // [N, row_bytes]
   const uint8_t* recv_scales;  // [N, scale_row_bytes], or null
   const float* recv_weights;   // [N, K], or null
 };
 
-// Adds the rows that a token has on this rank; local. Before combine.
+// Adds the rows that a token has on this rank; local. Runs before combine.
 struct ReduceExpertsArgs {
   World world;
   const int32_t* rank_prefix_matrix;  // [R, R]
@@ -274,13 +274,13 @@ struct ReduceExpertsArgs {
   int num_tokens_limit;  // N
   int row_bytes;
   const uint8_t* x;          // [M, row_bytes]
-  const float* row_weights;  // [M] to multiply with, or null
+  const float* row_weights;  // [M] factors, or null
   uint8_t* reduced_x;        // out [N, row_bytes]
-  const float* weights;      // [M] to bring back by selection, or null
+  const float* weights;      // [M] to be returned by top-k entry, or null
   float* reduced_weights;    // out [N, K], or null
 };
 
-// Scales row by row, column by column; local. After dispatch.
+// Transposes scales from rows to columns; local. Runs after dispatch.
 struct TransposeScalesArgs {
   World world;
   const uint32_t* src;  // [N, S]
@@ -300,17 +300,17 @@ struct CombineArgs {
   size_t entry_offset;
   RingLayout ring;
   int num_send_tokens;
-  uint32_t staging_line;  // where this rank's staging begins, in lines from its segment; 0: none
+  uint32_t staging_line;  // first line of this rank's staging in its segment; 0: none
   int num_staging_rows;
-  int num_staged_senders;                // staged mode: warps of all blocks that send
-  int num_window_slots;                  // staged mode: tokens that a block has taken at a time
-  int most_single_rows;                  // staged mode: rows of a rank that travel one by one
-  const int32_t* rank_prefix_matrix;     // [R, R]
-  const int32_t* channel_prefix_matrix;  // [R, C]
+  int num_staged_senders;  // staged mode: sending warps of all blocks
+  int num_window_slots;    // staged mode: tokens that a block works on at a time
+  int most_single_rows;    // staged mode: up to so many rows of a rank are sent one by one
+  const int32_t* rank_prefix_matrix;          // [R, R]
+  const int32_t* channel_prefix_matrix;       // [R, C]
   const int32_t* recv_channel_prefix_matrix;  // [R, C]
   const int32_t* send_head;                   // [T, R]
   int num_tokens;
-  int num_rows;                  // rows x has
+  int num_rows;                  // rows of x
   const uint8_t* x;              // [N, row_bytes]
   const float* topk_weights;     // [N, K], or null
   const uint8_t* bias[2];        // [T, row_bytes], or null
@@ -318,16 +318,16 @@ struct CombineArgs {
   float* combined_topk_weights;  // out [T, K], or null
 };
 
-// What a meeting has come to; host memory that kernels reach.
+// The result of a shrink barrier; host memory that kernels reach.
 struct MeetingResult {
-  uint32_t number;      // that all have agreed on, or this rank's last
-  uint32_t has_agreed;  // 1: all have met, and name the same ranks
+  uint32_t number;      // agreed on by all, or this rank's last proposal
+  uint32_t has_agreed;  // 1: all have arrived and name the same ranks
 };
 
 struct ShrinkBarrierArgs {
-  World world;             // absent: the ranks to be done without from now on
-  uint32_t number;         // proposed: odd for the first meeting of a reset, even for the second
-  bool tells_low_latency;  // masked ranks of its calls, too
+  World world;             // absent: the ranks to be left out from now on
+  uint32_t number;         // proposed: odd for the first barrier of a reset, even for the second
+  bool tells_low_latency;  // also mask them in low-latency calls
   MeetingResult* result;
 };
 

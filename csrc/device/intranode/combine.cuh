@@ -1,17 +1,18 @@
-// combine: every expert rank's rows back to the ranks that own the tokens, where they are added.
+// combine: every expert rank returns its rows to the ranks that own the tokens, which add them.
 //
-// in     x [N, H] in dispatch's order, optional topk_weights [N, K]; optional bias_0, bias_1 [T, H];
-//        rank_prefix_matrix, channel_prefix_matrix, recv_channel_prefix_matrix, send_head of the
-//        dispatch
+// in     x [N, H] in dispatch's order, optional topk_weights [N, K]; optional bias_0, bias_1
+//        [T, H]; rank_prefix_matrix, channel_prefix_matrix, recv_channel_prefix_matrix, send_head
+//        of the dispatch
 // out    combined_x [T, H] = round(((0 + x of rank a) + x of rank b + …) + bias_0 + bias_1), ranks
 //        ascending, in float32, rounded once; combined_topk_weights [T, K] likewise in float32
-// modes  staged (combine_staged.cuh), when every rank has room for all rows that come to it, announced
-//        at entry as in dispatch; otherwise rings (combine_ring.cuh). Rows of this rank's own are
-//        read where they are
-// grid   num_channels blocks: num_senders warps, one that returns credits, one that publishes, and the
-//        warps behind them add
+// modes  staged (combine_staged.cuh) if every rank has room for all rows that return to it, which
+//        it announces at entry as in dispatch; otherwise rings (combine_ring.cuh). This rank's own
+//        rows are read where they are
+// grid   num_channels blocks: num_senders warps, one that returns credits, one that publishes, and
+//        the others add
 // smem   num_senders x (stages + mbarriers), then a CombineEntry
-// words  arrived, staging_line, staging_rows · owner: reader · written by each peer's block 0 · entry
+// words  arrived, staging_line, staging_rows · owner: reader · written by each peer's block 0 ·
+//        entry
 // before entry: every rank's rings and staging are free and this rank's handle is complete
 // not promised: nothing; the result does not depend on mode, C, slots, chunks or number of warps
 #pragma once
@@ -22,13 +23,13 @@
 
 namespace deep_comm {
 
-// Rings are the channels' own; staged rows are any block's.
+// Rings belong to a channel. Any block may send or add staged rows.
 DC_DEVICE bool has_channel(const CombineArgs& args) {
   return arch::block_idx() < args.ring.num_channels;
 }
 
-// A sending warp. Its loads begin before anybody knows the mode; room of this rank's own for
-// staging makes it likely that it is the staged one.
+// A sending warp. Its loads begin before the mode is known. If this rank has staging, the mode is
+// probably staged.
 DC_DEVICE void enter_and_send(const Context& context, const CombineArgs& args,
                               CombineEntry* entry) {
   StagePipe pipe = make_pipe(args.stage, args.barriers_offset);

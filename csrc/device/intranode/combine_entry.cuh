@@ -1,4 +1,4 @@
-// What the warps of one combining block share, in shared memory behind the senders' stages.
+// What the warps of one combining block share, in shared memory after the senders' stages.
 #pragma once
 
 #include "device/intranode/args.cuh"
@@ -7,12 +7,12 @@
 
 namespace deep_comm {
 
-// Staged mode: tokens that a block has taken, and what is to be added for each.
+// Staged mode: the tokens that a block works on, and what is added for each.
 struct TokenWindow {
   static constexpr int kMaxSlots = 28;
   static constexpr int kMaxTeams = 8;
-  // A team that is behind holds a slot for each of its tokens, so that no entry of `ready` is
-  // overwritten before it has been read.
+  // A slow team holds a slot for each of its tokens, so no entry of `ready` is overwritten before
+  // it has been read.
   static constexpr int kNumReady = 256;
   static_assert(kNumReady >= kMaxSlots * kMaxTeams && kMaxSlots <= kWarpSize);
   static constexpr uint32_t kAll = 1u << 31;
@@ -22,32 +22,31 @@ struct TokenWindow {
     int token;
     int own_row;  // of x
     int16_t num_rows;
-    int16_t num_received;  // of them: the rest are biases
+    int16_t num_received;  // of them; the rest are biases
     int16_t own_position;  // among them, or -1
   };
   Slot slots[kMaxSlots];
-  uint8_t ready[kNumReady];  // the slot of the i-th token whose rows are all there
+  uint8_t ready[kNumReady];  // the slot of the i-th token whose rows have all arrived
   int first_staged[kMaxRanks];
   int chunk_rows[kMaxRanks];
 };
 
 struct CombineEntry {
   static constexpr int kMaxReduceWarps = 32;
-  static constexpr int kMaxRows = kMaxRanks + 2;  // of one token: one a rank, then the biases
+  static constexpr int kMaxRows = kMaxRanks + 2;  // of one token: one per rank, then the biases
 
   CombineMode mode;
   uint32_t staging_lines[kMaxRanks];  // staged mode: where every rank's staging begins
-  // Ring mode: [peer] rows sent to it, [R + peer] rows of its ring that have been read.
-  // Staged mode: [sender] chunks that have landed.
+  // Ring mode: [peer] rows sent to it, [R + peer] rows read from its ring. Staged mode: [sender]
+  // chunks that have landed.
   Progress progress;
-  union {                                // both are zero at first
-    uint32_t num_done[kMaxReduceWarps];  // ring mode: tokens a reducing warp has finished
-    uint32_t
-        num_using[kMaxReduceWarps];  // staged mode: warps that have a slot of the window to read
+  union {                                 // both begin at zero
+    uint32_t num_done[kMaxReduceWarps];   // ring mode: tokens that a reducing warp has finished
+    uint32_t num_using[kMaxReduceWarps];  // staged mode: warps that still read a slot of the window
   };
-  uint32_t num_ready;  // staged mode: tokens handed on
+  uint32_t num_ready;  // staged mode: tokens passed to the teams
   union {
-    const uint8_t* rows[kMaxReduceWarps][kMaxRows];  // ring mode: what each of the warps adds
+    const uint8_t* rows[kMaxReduceWarps][kMaxRows];  // ring mode: the rows that each warp adds
     TokenWindow window;                              // staged mode
   };
   LandedChunks landed;  // staged mode

@@ -6,7 +6,7 @@
 
 namespace deep_comm {
 
-// combined_topk_weights[token], of num_received rows.
+// combined_topk_weights[token], summed over num_received rows.
 DC_DEVICE void add_weights(const CombineArgs& args, const uint8_t* const* rows, int num_received,
                            int own_position, int64_t own_row, int token) {
   const int num_topk = args.message.num_topk;
@@ -22,9 +22,9 @@ DC_DEVICE void add_weights(const CombineArgs& args, const uint8_t* const* rows, 
   }
 }
 
-// combined_x[token] and combined_topk_weights[token]. Lane r < R brings this rank's row of rank r,
-// or null; `own_row` is the index in x of the row of this rank itself, in every lane. `rows`: in
-// shared memory, this warp's own.
+// combined_x[token] and combined_topk_weights[token]. Lane r < R passes rank r's row, or null.
+// `own_row` is the index in x of this rank's own row, in every lane. `rows`: this warp's part of
+// shared memory.
 template <Dtype kDtype>
 DC_DEVICE void add_token(const CombineArgs& args, const uint8_t** rows, int token,
                          const uint8_t* row, int64_t own_row) {
@@ -55,7 +55,7 @@ DC_DEVICE int64_t first_row_of(const CombineArgs& args, int src) {
                                 args.world.rank);
 }
 
-// What travels behind a row of x, into shared memory.
+// Writes the weights that follow a row of x into shared memory.
 DC_DEVICE void write_weights(const CombineArgs& args, uint8_t* meta, int64_t row) {
   const int num_topk = args.message.num_topk;
   for (int k = arch::lane_idx(); k < num_topk; k += kWarpSize) {

@@ -1,11 +1,11 @@
-// combine, ring mode: bounded memory. Rows go back through the rings of their channel.
+// combine, ring mode: bounded memory. Rows return through the rings of their channel.
 //
-// grid   one block a channel; R - 1 warps send to a peer each, one returns credits, one publishes, the
-//        warps behind them add, taking the channel's tokens in turn
-// words  recv_line.tail, send_line.head: as in dispatch, roles exchanged
-// waits  tail: unblocked by the sender; head: by the receiver's credit warp, which waits for its own
-//        block's reducers (num_done), which wait for tails. Tokens are taken in order, so
-//        no cycle can form
+// grid   one block per channel; R - 1 warps send, each to one peer; one returns credits, one
+//        publishes, the others add: the channel's tokens are dealt to them in turn
+// words  recv_line.tail, send_line.head: as in dispatch with exchanged roles
+// waits  tail: unblocked by the sender; head: by the receiver's credit warp, which waits for its
+//        own block's reducers (num_done), which wait for tails. Tokens are reduced in order, so no
+//        cycle can form
 #pragma once
 
 #include "device/channel/ring.cuh"
@@ -35,7 +35,7 @@ class RowSource {
 DC_DEVICE void combine_send(const Context& context, const CombineArgs& args, CombineEntry* entry,
                             StagePipe& pipe, int channel, int dst) {
   const int num_ranks = args.world.num_ranks, num_channels = args.ring.num_channels;
-  // The rows that rank dst sent through this channel lie together, in its order.
+  // The rows that rank dst sent through this channel are contiguous, in its order.
   const int source_begin = static_cast<int>(first_row_of(args, dst));
   const int source_end = arch::ld_nc(args.rank_prefix_matrix + dst * num_ranks + args.world.rank);
   const int32_t* starts = args.recv_channel_prefix_matrix + dst * num_channels;
@@ -59,8 +59,8 @@ DC_DEVICE int load_head(const CombineArgs& args, int token, int end) {
   return arch::ld_nc(args.send_head + static_cast<int64_t>(token) * num_ranks + lane);
 }
 
-// One reducing warp; lane r < R looks after the rows of rank r: from its ring, or from x for this
-// rank's own.
+// One reducing warp. Lane r < R handles the rows of rank r: from its ring, or from x for this rank
+// itself.
 template <Dtype kDtype>
 class RingReducer {
  public:
@@ -77,10 +77,10 @@ class RingReducer {
                          is_peer_ ? arch::lane_idx() : 0),
               channel, is_peer_ ? arch::lane_idx() : 0) {}
 
-  // Waits for the rows of `token` and adds them. `head` by load_head.
+  // Waits for the rows of `token` and adds them. `head`: from load_head.
   DC_DEVICE bool reduce(int token, int head) {
     const int rank = args_.world.rank;
-    // A worst-case handle may name rows that were dropped; dispatch has said so.
+    // A worst-case handle may name rows that were dropped. dispatch has reported that.
     if (arch::lane_idx() == rank && own_row_ + head >= args_.num_rows) head = -1;
     bool ok = true;
     if (is_peer_ && head >= 0) ok = ring_.await_filled(head, Stage::kReduce);
@@ -118,16 +118,16 @@ DC_DEVICE void reduce_channel(const Context& context, const CombineArgs& args, C
     if (!reducer.reduce(token, head)) return;
     arch::sync_warp();  // every lane has read its part of the slots
     ++num_done;
-    // pairs with: return_credits — the reads of this token's slots.
+    // pairs with: return_credits — the reads of this token's slots
     if (arch::lane_idx() == 0) arch::st_release_cta(&entry->num_done[warp], num_done);
   }
 }
 
-// One warp: walks the channel's tokens in order behind the reducers; lane r reports the
-// rows of rank r that have been read.
+// One warp follows the reducers through the channel's tokens, in order. Lane r reports the rows of
+// rank r that have been read.
 DC_DEVICE void return_credits(const Context& context, const CombineArgs& args, CombineEntry* entry,
                               int channel) {
-  constexpr int kAhead = 4;  // tokens whose heads are on their way
+  constexpr int kAhead = 4;  // tokens whose heads are being loaded
   const int num_ranks = args.world.num_ranks, lane = arch::lane_idx();
   const bool is_peer = lane < num_ranks && lane != args.world.rank;
   const int num_warps = CombineEntry::num_reduce_warps(args);
@@ -165,8 +165,8 @@ DC_DEVICE void return_credits(const Context& context, const CombineArgs& args, C
   if (is_peer) entry->progress.finish(num_ranks + lane, num_reported);
 }
 
-// The warp that publishes: lane r the tail of the ring to rank r, lane R + r the head of the ring
-// from it.
+// The publishing warp: lane r publishes the tail of the ring to rank r, lane R + r the head of the
+// ring from it.
 DC_DEVICE void combine_publish(const Context& context, const CombineArgs& args, CombineEntry* entry,
                                int channel) {
   const World& world = args.world;
@@ -180,7 +180,7 @@ DC_DEVICE void combine_publish(const Context& context, const CombineArgs& args, 
   publish_progress(context, entry->progress, published);
 }
 
-// The ring mode of a sending warp.
+// Ring mode, a sending warp.
 DC_DEVICE void send_by_rings(const Context& context, const CombineArgs& args, CombineEntry* entry,
                              StagePipe& pipe) {
   const World& world = args.world;
@@ -189,7 +189,7 @@ DC_DEVICE void send_by_rings(const Context& context, const CombineArgs& args, Co
   if (!world.is_absent(dst)) combine_send(context, args, entry, pipe, arch::block_idx(), dst);
 }
 
-// The ring mode of the other warps.
+// Ring mode, the other warps.
 template <Dtype kDtype>
 DC_DEVICE void receive_by_rings(const Context& context, const CombineArgs& args,
                                 CombineEntry* entry) {

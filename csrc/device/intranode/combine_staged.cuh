@@ -1,13 +1,14 @@
-// combine, staged mode: every row has a place of its own at the rank it returns to, so that nobody
-// waits for credit, and any block may send any chunk of rows and add any token.
+// combine, staged mode: every row has a slot of its own at the rank it returns to. So nobody waits
+// for credit, and any block may send any chunk of rows and add any token.
 //
-// grid   any number of blocks; num_staged_senders warps of all take chunks, one a block publishes
-//        them, one takes tokens and the last ones add them (combine_watch.cuh); all in ascending order
-// words  recv_line[chunk / 8].landed[chunk % 8] · owner: receiver · written by the sender's publisher
-//                            · fence and relaxed store / acquire sys
+// grid   any number of blocks; the num_staged_senders sending warps of all blocks take chunks, one
+//        warp per block publishes them, one takes tokens, the last ones add them
+//        (combine_watch.cuh). Chunks and tokens are taken in ascending order
+// words  recv_line[chunk / 8].landed[chunk % 8] · owner: receiver · written by the sender's
+//        publisher · fence and relaxed store / acquire sys
 //        taken · this rank · see sync/generation.cuh
-// waits  landed: unblocked by the sender of the chunk, which waits for its own publisher alone, which
-//        waits for nobody
+// waits  landed: unblocked by the sender of the chunk, which waits only for its own publisher,
+//        which waits for nobody
 #pragma once
 
 #include "device/intranode/combine_watch.cuh"
@@ -17,8 +18,8 @@
 
 namespace deep_comm {
 
-// Chunks of all peers in turn, so that what a rank receives comes from all others at the same pace.
-// Lane r knows those of rank r.
+// Chunks of all peers in rotation, so that every rank receives from all others at the same pace.
+// Lane r holds those of rank r.
 class RotatingChunks {
  public:
   static constexpr int kEnd = -1, kNone = -2;
@@ -33,7 +34,8 @@ class RotatingChunks {
       most_chunks_ = max_of(most_chunks_, arch::shfl(kFullMask, num_chunks_, peer));
     }
   }
-  // Peers turn with each round, or all ranks would begin with the same one of the next.
+  // The rotation advances with each round. Otherwise all ranks would begin a round with the same
+  // peer.
   DC_DEVICE int at(uint32_t number) const {
     const uint32_t num_peers = num_ranks_ - 1;
     if (num_peers == 0) return kEnd;
@@ -52,8 +54,8 @@ class RotatingChunks {
   uint32_t most_chunks_ = 0;  // of any peer
 };
 
-// One warp: sends the chunks it takes. Loads begin before the peers have come (begin), stores after
-// (run). Lane r knows the rows of rank r.
+// One warp: sends the chunks it takes. Loads begin before the peers have arrived (begin), stores
+// after that (run). Lane r holds the rows of rank r.
 class ChunkSender {
  public:
   DC_DEVICE ChunkSender(const Context& context, const CombineArgs& args, CombineEntry* entry,
@@ -100,7 +102,7 @@ class ChunkSender {
     if (lane == 0) entry_->progress.finish(warp, num_landed_);
   }
 
-  // Instead of run: the stages are free again.
+  // Instead of run: frees the stages.
   DC_DEVICE void give_up() {
     while (pipe_.num_stores() != pipe_.num_loads()) {
       if (arch::lane_idx() == 0) pipe_.await_load();
@@ -125,7 +127,7 @@ class ChunkSender {
     int piece = 0;
   };
 
-  // The index-th chunk of this warp; without rows behind the last.
+  // The index-th chunk of this warp; without rows after the last.
   DC_DEVICE Chunk chunk_at(uint32_t index) {
     const int item = chunks_.at(index);
     if (item < 0) return {-1, 0, 0, 0};
@@ -138,13 +140,15 @@ class ChunkSender {
   }
 
   DC_DEVICE void load_next() {
-    // Not behind the chunk before: its number may still be on its way (work_queue.cuh).
+    // Not right after the chunk before: the number of the next one may not be known yet
+    // (work_queue.cuh).
     if (load_.row == load_.chunk.num_rows && load_.row != 0) {
       load_.row = 0;
       load_.chunk = chunk_at(++load_.index);
     }
     if (load_.chunk.num_rows == 0) return;
-    // A worst-case handle may name rows that were dropped; dispatch has said so. Any row will do.
+    // A worst-case handle may name rows that were dropped, which dispatch has reported. Any row
+    // will do.
     const int64_t row = min_of<int64_t>(load_.chunk.x_row + load_.row, args_.num_rows - 1);
     if (arch::lane_idx() == 0) {
       pipe_.make_room();
@@ -179,7 +183,7 @@ class ChunkSender {
     }
   }
 
-  // Tells the publisher what this warp's index-th chunk is, once there is room for saying so.
+  // Tells the publisher what this warp's index-th chunk is, as soon as there is a free entry.
   DC_DEVICE bool post(uint32_t index, int item) {
     LandedChunks& landed = entry_->landed;
     bool ok = true;
@@ -199,10 +203,10 @@ class ChunkSender {
     return ok;
   }
 
-  // The last chunks, past the publisher, which may be in the middle of a fence.
+  // Publishes the last chunks directly: the publisher may be in the middle of a fence.
   DC_DEVICE void publish_rest(uint32_t num_chunks) {
     arch::sync_warp();
-    // With the stores below, a release; pairs with: TokenWatch::look — the chunks' rows.
+    // With the stores below, a release; pairs with: TokenWatch::look — the chunks' rows
     if (arch::lane_idx() == 0) arch::fence_acq_rel_sys();
     arch::sync_warp();
     for (uint32_t index = num_landed_; index < num_chunks; ++index) {
@@ -215,7 +219,7 @@ class ChunkSender {
   }
 
   // Reports the chunks whose stores have landed. Waiting for the newest stores would empty the
-  // pipeline: they are left for later.
+  // pipeline, so they are reported later.
   DC_DEVICE void report_landed(uint32_t num_chunks) {
     constexpr uint32_t kInFlight = 3;
     uint32_t num_landed = num_landed_;
@@ -246,8 +250,8 @@ class ChunkSender {
   bool has_failed_ = false;
 };
 
-// One warp; lane w publishes what sender w has landed. One fence serves all of
-// them; see publisher.cuh.
+// One warp; lane w publishes what sender w has landed. One fence serves all senders: see
+// publisher.cuh.
 DC_DEVICE void publish_chunks(const Context& context, const CombineArgs& args,
                               CombineEntry* entry) {
   const World& world = args.world;
@@ -257,11 +261,11 @@ DC_DEVICE void publish_chunks(const Context& context, const CombineArgs& args,
   while (true) {
     const uint32_t rung = arch::ld_acquire_cta(&entry->progress.bell);
     arch::sync_warp();
-    // pairs with: Progress::report — the chunks' stores, and what they are.
+    // pairs with: Progress::report — the chunks' stores, and their items
     const uint32_t word = arch::ld_acquire_cta(&entry->progress.words[sender]);
     const uint32_t num_landed = word & ~Progress::kFinished;
     if (arch::any(kFullMask, num_landed != num_published)) {
-      // With the stores below, a release; pairs with: StagedReducer::await_row — the chunks' rows.
+      // With the stores below, a release; pairs with: TokenWatch::look — the chunks' rows
       arch::fence_acq_rel_sys();
       for (; num_published != num_landed; ++num_published) {
         if (lane != sender) continue;
@@ -269,7 +273,7 @@ DC_DEVICE void publish_chunks(const Context& context, const CombineArgs& args,
         arch::st_relaxed_sys(landed_word(world, item / kMaxChunks, world.rank, item % kMaxChunks),
                              Tagged::pack(context.generation, 1));
       }
-      // pairs with: ChunkSender::post — the items have been read.
+      // pairs with: ChunkSender::post — the items have been read
       if (lane == sender) arch::st_release_cta(&landed.num_published[sender], num_published);
     }
     if (arch::all(kFullMask, (word & Progress::kFinished) != 0)) return;
@@ -284,7 +288,7 @@ DC_DEVICE void publish_chunks(const Context& context, const CombineArgs& args,
   }
 }
 
-// The staged mode of one block's warps that do not send.
+// Staged mode, the warps of a block that do not send.
 template <Dtype kDtype>
 DC_DEVICE void receive_staged(const Context& context, const CombineArgs& args,
                               CombineEntry* entry) {

@@ -1,5 +1,5 @@
-// combine's staged mode: memory for every row that comes to a rank, in its receive region, so that
-// senders need no credit. Rows of one peer lie together, peers ascending, this rank left out; a
+// Staging of combine: memory for every row that returns to a rank, in its receive region. So
+// senders need no credit. Rows of one peer are contiguous, peers ascending, without this rank. A
 // peer's rows lie in the order in which it received them, hence by channel.
 #pragma once
 
@@ -13,7 +13,7 @@ enum class CombineMode : int { kFailed, kRings, kStaged };
 
 inline constexpr int kMaxChunks = kMaxChannels * kChunksOfLine;  // of one pair of ranks
 
-// What the sending warps of a block have taken, for its publisher; in shared memory.
+// The chunks that the sending warps of a block have taken, for its publisher; in shared memory.
 struct LandedChunks {
   static constexpr int kMaxSenders = kMaxRanks;
   static constexpr uint32_t kDepth = 32;
@@ -44,7 +44,7 @@ DC_DEVICE int num_staged_rows(const CombineArgs& args, int owner, int end) {
   return num_rows;
 }
 
-// Block 0: tells every peer that this rank has come, and where its staging lies.
+// Block 0: announces to every peer that this rank has entered, and where its staging lies.
 DC_DEVICE void announce_staging(const Context& context, const CombineArgs& args) {
   const World& world = args.world;
   const int peer = arch::thread_idx();
@@ -56,15 +56,15 @@ DC_DEVICE void announce_staging(const Context& context, const CombineArgs& args)
                    {args.staging_line, static_cast<uint32_t>(args.num_staging_rows)});
 }
 
-// One warp of every block: waits for all ranks. The same mode in every block of every rank, unless
-// one has given up. staging_lines: in shared memory, [p] where rank p's staging begins.
+// One warp of every block: waits for all ranks. The mode is the same in every block of every rank,
+// unless one has failed. staging_lines: in shared memory, [p] where rank p's staging begins.
 DC_DEVICE CombineMode enter_combine(const Context& context, const CombineArgs& args,
                                     uint32_t* staging_lines) {
   const World& world = args.world;
   const int peer = arch::lane_idx();
   bool ok = true, has_room = true;
   if (peer < world.num_ranks) {
-    // The trips to memory are over when the peers come.
+    // Loaded before the peers are awaited, which hides the trips to memory.
     const uint32_t num_rows = num_staged_rows(args, peer, world.num_ranks);
     const ArrivedLine* line = world.arrived_line(world.rank, peer);
     const int parity = context.generation & 1u;

@@ -1,14 +1,14 @@
-// combine, staged mode, the receiving half of a block: one warp watches a window of tokens, a lane
-// each, and hands on those whose rows are all there, in whatever order they come; teams of warps add
-// them, each warp some columns.
+// combine, staged mode, the receiving half of a block. One warp watches a window of tokens, one per
+// lane, and passes on those whose rows have all arrived, in any order. Teams of warps add them,
+// each warp some columns.
 //
-// One token of one warp would be ten trips to memory, one after the other, behind the last row; and
-// warps that each wait for their own token keep memory busy with looking.
+// If each warp handled a token alone, ten dependent trips to memory would follow its last row, and
+// warps that each poll for their own token would keep memory busy.
 //
 // words  recv_line.landed, read · taken.num_tokens · see combine_staged.cuh
 //        entry.num_ready, num_using (shared memory) · between watch and teams
-// waits  watch: for chunks, unblocked by their senders, and for slots, by the teams; teams: for the
-//        watch. Senders wait for neither.
+// waits  watch: for chunks, unblocked by their senders, and for slots, unblocked by the teams;
+//        teams: for the watch. Senders wait for neither
 #pragma once
 
 #include "device/intranode/combine_reduce.cuh"
@@ -21,8 +21,8 @@ struct ChunkedRows {
   int num_rows;
   int chunk_rows;
 
-  // The fewer rows a chunk has, the sooner a token can be added; but with many of one row senders are
-  // late (docs/design/0041).
+  // Small chunks let a token be added sooner. But many chunks of one row slow the senders down
+  // (docs/design/0041).
   DC_DEVICE static ChunkedRows of(const CombineArgs& args, int num_rows) {
     const bool are_many = num_rows * (args.world.num_ranks - 1) > args.most_single_rows;
     return {num_rows, max_of(are_many ? 2 : 1, ceil_div(num_rows, kMaxChunks))};
@@ -35,8 +35,8 @@ DC_DEVICE uint64_t* landed_word(const World& world, int owner, int from, int chu
   return &world.recv_line(owner, chunk / kChunksOfLine, from)->landed[chunk % kChunksOfLine];
 }
 
-// The adding warps of a block in teams: a warp reads no more of a row than it can have under way
-// twice.
+// The adding warps of a block, in teams. A warp reads at most twice as much of a row as it can have
+// in flight.
 struct AddTeams {
   int size;  // warps
   int num_teams;
@@ -52,7 +52,7 @@ struct AddTeams {
 
 class TokenWatch;
 
-// Of a wait of the whole warp: all lanes go on, or none.
+// A wait of the whole warp: all lanes go on, or none.
 struct WatchContext {
   using Clock = WaitClock;
 
@@ -62,7 +62,7 @@ struct WatchContext {
 DC_DEVICE bool may_go_on(const WatchContext& context, const WaitFor& wait, uint64_t seen,
                          uint64_t expected, uint64_t patience, WaitClock* clock);
 
-// The watching warp. Lane i looks after slot i of the window.
+// The watching warp. Lane i handles slot i of the window.
 class TokenWatch {
  public:
   DC_DEVICE TokenWatch(const Context& context, const CombineArgs& args, CombineEntry* entry)
@@ -83,7 +83,7 @@ class TokenWatch {
     arch::sync_warp();
   }
 
-  // Until all tokens have been handed on.
+  // Returns when all tokens have been passed on.
   DC_DEVICE void run() {
     while (true) {
       pass_on_ready();
@@ -93,15 +93,15 @@ class TokenWatch {
       if (!await_news()) return;
     }
     note_in_warp(context_, TraceStep::kReceived, num_ready_);
-    // pairs with: await_ready — nothing but the word itself.
+    // pairs with: add_ready — nothing but the word itself
     if (arch::lane_idx() == 0) {
       arch::st_release_cta(&entry_->num_ready, num_ready_ | TokenWindow::kAll);
     }
   }
 
-  // For await_watch; the whole warp: is there a token to be handed on, or a slot to be filled?
+  // For await_watch, the whole warp: true if a token can be passed on, or a slot filled.
   DC_DEVICE bool look() {
-    // Relaxed, since acquires would wait for each other.
+    // Relaxed: acquires would wait for each other.
     uint64_t raw[kMaxRanks];
     DC_UNROLL
     for (int peer = 0; peer < kMaxRanks; ++peer) {
@@ -119,7 +119,7 @@ class TokenWatch {
     }
     pending_ &= ~landed;
     while (arch::any(kFullMask, landed != 0)) {
-      // pairs with: publish_chunks — the chunk's rows.
+      // pairs with: publish_chunks — the chunk's rows
       if (landed != 0) arch::ld_acquire_sys(word_of(arch::ffs(landed) - 1));
       landed &= landed - 1;
     }
@@ -127,7 +127,7 @@ class TokenWatch {
     return arch::any(kFullMask, is_news);
   }
   DC_DEVICE uint64_t seen() const { return seen_; }
-  // What the warp waits for at present, as one lane sees it; the others are silent.
+  // What the warp is waiting for, as one lane sees it. The other lanes do nothing.
   DC_DEVICE bool may_go_on_all(uint64_t patience, WaitClock* clock) const {
     bool ok = true;
     if (is_waiting_for_all()) {
@@ -140,7 +140,7 @@ class TokenWatch {
     return arch::all(kFullMask, ok);
   }
   DC_DEVICE void rest(const uint32_t* abort_word, uint64_t deadline_ns) const {
-    // One lane is enough: what it waits for comes, whatever the others do.
+    // One lane is enough: what it waits for arrives, whatever the others do.
     if (!is_waiting_for_all()) return;
     if (is_pending()) {
       arch::wait_hint(word_of(arch::ffs(pending_) - 1), seen_, abort_word, deadline_ns);
@@ -154,7 +154,7 @@ class TokenWatch {
   DC_DEVICE bool wants_token() const {
     return token_ < 0 && !is_exhausted_ && arch::lane_idx() < args_.num_window_slots;
   }
-  // pairs with: add_ready — the warps of the team have read the slot.
+  // pairs with: add_ready — the warps of the team have read the slot
   DC_DEVICE bool is_free() {
     num_using_ = arch::ld_acquire_cta(&entry_->num_using[arch::lane_idx()]);
     return num_using_ == 0 || arch::fault(Fault::kSkipCredit);
@@ -165,7 +165,7 @@ class TokenWatch {
     for (int idx = 0; idx < kMaxRanks; ++idx) chunk = idx == peer ? chunk_[idx] : chunk;
     return landed_word(args_.world, args_.world.rank, peer, chunk);
   }
-  // The lane that rests, and whose wait is named if it ends in vain.
+  // The lane that rests. Its wait is named if the wait fails.
   DC_DEVICE bool is_waiting_for_all() const { return arch::lane_idx() == speaker_; }
 
   DC_DEVICE bool await_news() {
@@ -178,7 +178,7 @@ class TokenWatch {
     return ok;
   }
 
-  // Tokens into free slots. The first ones of a block are its own by number.
+  // Fills free slots with tokens. The first tokens of a block are fixed by its number.
   DC_DEVICE void refill() {
     const bool wants = wants_token() && is_free();
     const uint32_t wanting = arch::ballot(kFullMask, wants);
@@ -201,7 +201,7 @@ class TokenWatch {
     if (wants && token < num_tokens) look_up(static_cast<int>(token));
   }
 
-  // This lane's slot: the rows of `token`, ranks ascending, then the biases.
+  // Fills this lane's slot: the rows of `token`, ranks ascending, then the biases.
   DC_DEVICE void look_up(int token) {
     const int num_ranks = args_.world.num_ranks, rank = args_.world.rank;
     const int channel = token / per_channel_, num_channels = args_.ring.num_channels;
@@ -226,11 +226,11 @@ class TokenWatch {
       if (peer >= num_ranks || row_of[peer] < 0) continue;
       const int row = row_of[peer];
       if (peer == rank) {
-        // A worst-case handle may name rows that were dropped; dispatch has said so.
+        // A worst-case handle may name rows that were dropped. dispatch has reported that.
         if (own_first_ + row >= args_.num_rows) continue;
         own_row = own_first_ + row;
         own_position = num_rows;
-        // The peers' rows come into the cache as they land; this one lies in memory until then.
+        // The peers' rows reach the cache as they land. This row is still in memory.
         arch::bulk_prefetch(args_.x + static_cast<int64_t>(own_row) * args_.message.row_bytes,
                             args_.message.row_bytes);
         slot.rows[num_rows++] = args_.x + static_cast<int64_t>(own_row) * args_.message.row_bytes;
@@ -255,7 +255,7 @@ class TokenWatch {
     token_ = token;
   }
 
-  // Tokens whose rows are all there, to the teams in turn.
+  // Passes tokens whose rows have all arrived to the teams, in turn.
   DC_DEVICE void pass_on_ready() {
     const bool is_ready = is_pending() && pending_ == 0;
     const uint32_t ready = arch::ballot(kFullMask, is_ready);
@@ -269,7 +269,7 @@ class TokenWatch {
     }
     num_ready_ += arch::popc(ready);
     arch::sync_warp();  // what the lanes have written, and their acquires
-    // pairs with: await_ready — the slots, and the rows that they name.
+    // pairs with: add_ready — the slots, and the rows that they name
     if (lane == 0) arch::st_release_cta(&entry_->num_ready, num_ready_);
   }
 
@@ -282,8 +282,8 @@ class TokenWatch {
   int team_size_;
   uint32_t num_firsts_;  // tokens that the counter does not deal
   int chunk_[kMaxRanks] = {};
-  uint32_t pending_ = 0;  // ranks whose rows of this lane's token have not been seen
-  int token_ = -1;        // not handed on yet
+  uint32_t pending_ = 0;  // ranks whose rows of this lane's token have not arrived yet
+  int token_ = -1;        // not passed on yet
   uint32_t num_ready_ = 0;
   uint32_t num_using_ = 0;
   uint64_t seen_ = 0;
@@ -297,7 +297,7 @@ DC_DEVICE bool may_go_on(const WatchContext& context, const WaitFor&, uint64_t, 
   return context.watch.may_go_on_all(patience, clock);
 }
 
-// One warp of a team: its columns of every token that the team gets.
+// One warp of a team: adds its columns of every token that the team gets.
 template <Dtype kDtype>
 DC_DEVICE void add_ready(const Context& context, const CombineArgs& args, CombineEntry* entry,
                          int adder) {
@@ -310,7 +310,7 @@ DC_DEVICE void add_ready(const Context& context, const CombineArgs& args, Combin
     if (num_ready <= index && (num_ready & TokenWindow::kAll) == 0) {
       bool ok = true;
       if (arch::lane_idx() == 0) {
-        // pairs with: TokenWatch::hand_on — the slots, and the rows that they name.
+        // pairs with: TokenWatch::pass_on_ready — the slots, and the rows that they name
         ok = await<Scope::kCta>(
             context, &entry->num_ready, {Stage::kRetire, Word::kProgress, args.world.rank, -1},
             index + 1, [=](uint32_t value) { return value > index; },  // or kAll, which is more
@@ -329,8 +329,8 @@ DC_DEVICE void add_ready(const Context& context, const CombineArgs& args, Combin
     if (member == 0) {
       add_weights(args, slot.rows, slot.num_received, slot.own_position, slot.own_row, slot.token);
     }
-    arch::sync_warp();  // all lanes have done with the slot
-    // pairs with: TokenWatch::is_free — the reads of the slot.
+    arch::sync_warp();  // all lanes have read the slot
+    // pairs with: TokenWatch::is_free — the reads of the slot
     if (arch::lane_idx() == 0) {
       arch::atomic_add_acq_rel_cta(&entry->num_using[slot_idx], 0xffffffffu);
     }

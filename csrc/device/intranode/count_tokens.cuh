@@ -1,5 +1,6 @@
-// Which ranks a token goes to, from its experts: the pass over topk_idx that get_dispatch_layout
-// and notify_dispatch share. Runs inside a block, one thread a token; no words of other ranks.
+// The ranks that a token goes to, from its experts: the pass over topk_idx that get_dispatch_layout
+// and notify_dispatch share. It runs inside a block, one thread per token, without words of other
+// ranks.
 #pragma once
 
 #include "device/intranode/args.cuh"
@@ -9,7 +10,7 @@
 
 namespace deep_comm {
 
-// The word that makes the next notify tell the peers, and the error record.
+// Sets the word by which the next notify informs the peers, and writes the error record.
 DC_DEVICE void report_bad_expert(const World& world, Kernel kernel, int num_experts,
                                  int64_t position, int expert) {
   arch::st_relaxed_gpu(&world.state()->bad_expert_index, 1u);
@@ -21,12 +22,12 @@ DC_DEVICE void report_bad_expert(const World& world, Kernel kernel, int num_expe
                                            position});
 }
 
-// One thread, one token: the mask of the ranks it goes to; every selection counts in num_per_expert
-// (shared memory). An expert of an absent rank counts as -1, as does an index outside [-1, E), which
-// is reported.
+// One thread, one token: returns the mask of its ranks, and counts every top-k entry in
+// num_per_expert (shared memory). An expert of an absent rank counts as -1. So does an index
+// outside [-1, E), which is reported.
 DC_DEVICE uint32_t count_token(const World& world, Kernel kernel, const TopkIdx& topk, int token,
                                int32_t* num_per_expert) {
-  constexpr int kBatch = 8;  // loads in flight: each would otherwise cost a trip to memory
+  constexpr int kBatch = 8;  // loads in flight: otherwise each would cost a trip to memory
   const ExpertMap experts{topk.num_experts, world.num_ranks};
   const int64_t begin = static_cast<int64_t>(token) * topk.num_topk;
   uint32_t rank_mask = 0;
@@ -50,20 +51,20 @@ DC_DEVICE uint32_t count_token(const World& world, Kernel kernel, const TopkIdx&
   return rank_mask;
 }
 
-// A block's counters in shared memory into the rank's accumulators. All threads, after a block
-// barrier; the additions are ordered by the caller's next barrier and ticket.
+// Adds a block's counters in shared memory to the rank's accumulators. All threads, after a block
+// barrier. The caller's next barrier and ticket order the additions.
 DC_DEVICE void add_counters(int32_t* totals, const int32_t* counters, int num_counters) {
   for (int idx = arch::thread_idx(); idx < num_counters; idx += arch::num_threads()) {
     if (counters[idx] != 0) arch::atomic_add_relaxed_gpu(totals + idx, counters[idx]);
   }
 }
 
-// Every thread of every block: whether all other blocks have come here before, and what they wrote
-// is visible. `ticket`: shared memory.
+// Every thread of every block: true in the last block to call it, which sees what the others wrote.
+// `ticket`: shared memory.
 DC_DEVICE bool is_last_to_count(const World& world, uint32_t* ticket) {
   arch::sync_block();  // the block's work before the ticket that releases it
   if (arch::thread_idx() == 0) {
-    // pairs with: itself in the last block — accumulators and outputs of all blocks.
+    // pairs with: itself in the last block — accumulators and outputs of all blocks
     *ticket = arch::atomic_add_acq_rel_gpu(&world.state()->layout_ticket, 1u);
     if (*ticket + 1 == static_cast<uint32_t>(arch::num_blocks())) {
       arch::st_relaxed_gpu(&world.state()->layout_ticket, 0u);

@@ -1,25 +1,24 @@
-// dispatch: every token to every rank that holds one of its experts.
+// dispatch: every token is sent to every rank that holds one of its experts.
 //
-// in     x [T, H] any dtype, optional x_scales, topk_idx, topk_weights; send_head, is_token_in_rank,
-//        prefix matrices
-// out    recv_x [N, H] sorted by (source rank, source token), with scales, local expert ids, weights,
-//        recv_src_idx; recv_channel_prefix_matrix [R, C]
-// modes  direct (dispatch_direct.cuh), when every rank's outputs lie in its receive region and have
-//        room for its rows: senders write the final places. Otherwise rings (dispatch_ring.cuh).
-//        The ranks decide on the device, by words that all of them see alike, so that no host needs
-//        to know what the others chose: in the notify before, if it found room everywhere, else at
-//        entry. A speculative launch, which has outputs for the first case alone, leaves no trace
-//        in the second; the host then launches again.
-// grid   num_channels blocks of as many warps as the greater of both modes needs
-// words  arrived, output_line, src_line, output_rows · owner: reader · written by each peer's block 0
-//        · read at entry
-//        notify_result · this rank · written by the notify before, as are the counts' headers with the
-//        outputs' places
+// in     x [T, H] any dtype, optional x_scales, topk_idx, topk_weights; send_head,
+//        is_token_in_rank, prefix matrices
+// out    recv_x [N, H] sorted by (source rank, source token), with scales, local expert ids,
+//        weights, recv_src_idx; recv_channel_prefix_matrix [R, C]
+// modes  direct (dispatch_direct.cuh) if every rank's outputs lie in its receive region and have
+//        room for its rows: senders write the final rows. Otherwise rings (dispatch_ring.cuh). The
+//        ranks decide on the device, by words that are the same for all, so no host needs to know
+//        what the others chose: in the notify before, if it found room everywhere, else at entry. A
+//        speculative launch has outputs for direct mode only. Without direct mode it leaves no
+//        trace, and the host launches again
+// grid   num_channels blocks of as many warps as the larger of both modes needs
+// words  arrived, output_line, src_line, output_rows · owner: reader · written by each peer's
+//        block 0 · read at entry
+//        notify_result, and the headers of the counts with the outputs' locations · this rank ·
+//        written by the notify before
 // before nothing: entry is a barrier, here or in the notify; after it every rank's rings and its
 //        output block are free
 // after  outputs complete on this stream
-// not promised: which SM moved a row, when; nothing about rows past the
-// received ones unless fill_tail
+// not promised: which SM moves a row, and when; rows past the received ones, unless fill_tail
 #pragma once
 
 #include "device/intranode/dispatch_cast.cuh"
@@ -32,13 +31,13 @@ namespace deep_comm {
 
 enum class DispatchMode : int { kFailed, kRings, kDirect };
 
-// The same in every block: the word was written by the kernel before.
+// The same in every block: the kernel before wrote the word.
 DC_DEVICE NotifyResult notify_result(const DispatchArgs& args) {
   if (!args.follows_notify) return NotifyResult::kNotDirect;
   return static_cast<NotifyResult>(arch::ld_relaxed_gpu(&args.world.state()->notify_result));
 }
 
-// What warp 0 found out at entry, for its block, and what its warps report; in shared memory.
+// What warp 0 finds at entry, for its block, and what the block's warps report; in shared memory.
 struct DispatchEntry {
   DispatchMode mode;
   Progress progress;  // ring mode
@@ -53,8 +52,8 @@ DC_DEVICE int32_t num_rows_at(const DispatchArgs& args, int rank) {
   return arch::ld_nc(args.rank_prefix_matrix + (num_ranks - 1) * num_ranks + rank);
 }
 
-// Warp 0: waits for all ranks and finds where their outputs lie. The same mode in every block of
-// every rank, unless one has given up.
+// Warp 0: waits for all ranks and finds where their outputs lie. The mode is the same in every
+// block of every rank, unless one has failed.
 template <class Form>
 DC_DEVICE void enter_dispatch(const Context& context, const DispatchArgs& args,
                               NotifyResult notified, DispatchEntry* entry) {
@@ -63,14 +62,15 @@ DC_DEVICE void enter_dispatch(const Context& context, const DispatchArgs& args,
   bool is_direct = true, ok = true;
   if (peer < num_ranks) {
     const int32_t num_rows =
-        num_rows_at<Form>(args, peer);  // the trip to memory is over when they come
+        // loaded before the peers are awaited, which hides the trip to memory
+        num_rows_at<Form>(args, peer);
     OutputWords words{};
     const bool is_absent = args.world.is_absent(peer);
     bool is_out = false;
     if (!is_direct_already) {
       ok = await_output(context, args, peer, &words);
     } else {
-      is_out = is_masked_out(args.world);  // asked for beside the peers' words
+      is_out = is_masked_out(args.world);  // loaded together with the peers' words
       if (!is_absent) words = words_of_notify(args.world, peer, context.generation - 1);
     }
     is_direct = is_direct_already || is_absent || words.has_room(num_rows);
@@ -94,7 +94,7 @@ DC_DEVICE void enter_dispatch(const Context& context, const DispatchArgs& args,
   }
 }
 
-// Rows past the received ones, spread over the whole grid.
+// Fills the rows past the received ones, spread over the whole grid.
 template <class Form>
 DC_DEVICE void fill_tail_rows(const Context& context, const DispatchArgs& args) {
   const World& world = args.world;
@@ -107,7 +107,7 @@ DC_DEVICE void fill_tail_rows(const Context& context, const DispatchArgs& args) 
                            0,
                            -1});
   }
-  if (!args.fill_tail || Form::kExpanded) return;  // expanded: expand.cuh does
+  if (!args.fill_tail || Form::kExpanded) return;  // expanded: done by expand.cuh
   const int64_t num_threads = static_cast<int64_t>(arch::num_blocks()) * arch::num_threads();
   const int64_t thread =
       static_cast<int64_t>(arch::block_idx()) * arch::num_threads() + arch::thread_idx();
@@ -132,8 +132,8 @@ DC_DEVICE void fill_tail_rows(const Context& context, const DispatchArgs& args) 
     arch::st_weak(args.recv_x_scales + num_rows * scale_row_bytes + byte, uint8_t{0});
 }
 
-// A moving warp of direct mode. Its loads begin before anybody knows whether the mode will be
-// direct; this rank's own outputs being in place makes it likely.
+// A moving warp of direct mode. Its loads begin before the mode is known. If this rank's own
+// outputs lie in its receive region, the mode is probably direct.
 template <class Form>
 DC_DEVICE DispatchMode enter_and_move(const Context& context, const DispatchArgs& args,
                                       NotifyResult notified, DispatchEntry* entry) {
@@ -157,7 +157,7 @@ DC_DEVICE void dispatch(const DispatchArgs& args) {
   note_in_block(context, TraceStep::kBegun);
   const NotifyResult notified = notify_result(args);
   const bool is_direct_already = notified == NotifyResult::kDirect;
-  // No word is written, not even a generation: so it is on all ranks.
+  // No word is written, not even a generation: all ranks decide the same.
   if (notified == NotifyResult::kFailed || (args.is_speculative && !is_direct_already)) return;
   if (arch::block_idx() == 0 && !is_direct_already) announce_output(context, args);
   const bool is_mover = args.output_line != 0 && arch::warp_idx() < args.num_move_warps;
@@ -182,7 +182,7 @@ DC_DEVICE void dispatch(const DispatchArgs& args) {
     return;
   }
   entry->progress.reset();
-  arch::sync_block();  // and movers that began in vain have left the stages
+  arch::sync_block();  // also, movers that began for nothing have freed the stages
   if (mode == DispatchMode::kRings) {
     fill_tail_rows<Form>(context, args);
     dispatch_by_rings<Form>(context, args, entry->progress);

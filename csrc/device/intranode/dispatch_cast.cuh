@@ -1,7 +1,7 @@
-// dispatch, direct mode, of bfloat16 rows that travel as FP8: a warp reads a row, casts it and leaves
-// the FP8 row and its scales in a stage, from which each destination gets one bulk store. The
-// fewer bulk operations an SM has the faster it goes (docs/design/0041-asking-ahead.md), so that a row
-// is loaded by ordinary loads, and stored whole where it fits.
+// dispatch, direct mode, for bfloat16 rows that are sent as FP8. A warp reads a row, casts it, and
+// leaves the FP8 row and its scales in a stage. One bulk store per destination sends it from there.
+// An SM is faster with fewer bulk operations (docs/design/0041-asking-ahead.md). So a row is loaded
+// by ordinary loads, and stored whole if it fits.
 //
 // smem   num_move_warps x 2 stages of an FP8 row, or a piece of it, and its scales
 // else   as TokenMover, dispatch_direct.cuh
@@ -19,8 +19,8 @@
 
 namespace deep_comm {
 
-// One warp: moves the tokens it takes. The first piece is cast before the peers have come (begin),
-// nothing is stored before (run).
+// One warp: moves the tokens it takes. The first piece is cast before the peers have arrived
+// (begin). Nothing is stored before that (run).
 template <class Form>
 class CastingMover {
  public:
@@ -62,11 +62,11 @@ class CastingMover {
     arch::bulk_wait<0>();
   }
 
-  // Instead of run, when the peers did not come.
+  // Instead of run, if the mode is not direct.
   DC_DEVICE void give_up() {}
 
  private:
-  // Where the index-th token goes.
+  // Looks up the rows of the index-th token.
   DC_DEVICE void look_up(uint32_t index) {
     const int token = tokens_.at(index);
     rows_.look_up(is_storing_ && token >= 0 ? token : args_.num_tokens);
@@ -76,7 +76,7 @@ class CastingMover {
   }
   DC_DEVICE uint8_t* staged_scales() const { return stage() + pieces_.piece_bytes; }
 
-  // Into the next stage.
+  // Casts a piece into the next stage.
   DC_DEVICE void cast(int token, int piece) {
     // The store before the last one has read it.
     if (is_storing_) arch::bulk_wait_read<kStages - 1>();
@@ -112,7 +112,7 @@ class CastingMover {
   bool is_storing_;
   Pieces pieces_;
   uint8_t* stages_;
-  uint32_t num_stores_ = 0;  // of this lane's destination, were it in all rows
+  uint32_t num_stores_ = 0;  // counts the pieces, also those that this lane does not store
   Rows rows_;
 };
 

@@ -1,15 +1,16 @@
 // dispatch, direct mode: after notify every row's final index is known, so the sender writes it
-// there at once. A row is loaded once and stored once a destination, the destinations by as many
-// lanes; no receiver copies it.
+// there at once. A row is loaded once and stored once per destination, by one lane per destination.
+// No receiver copies it.
 //
-// grid   any number of blocks; warps [0, num_move_warps) move rows, taking tokens as they get through
-//        them; the next num_meta_warps write metadata of tokens dealt in turn
-// forms  expanded: a row goes to the first of its places, the receiver copies it to the others
-//        (expand.cuh): each row crosses the link once. Quantised: dispatch_cast.cuh
+// grid   any number of blocks; warps [0, num_move_warps) move rows of the tokens they take; the
+//        next num_meta_warps write metadata of tokens dealt in turn
+// forms  expanded: a row is sent to the first of its output rows, and the receiver copies it to the
+//        others (expand.cuh), so each row crosses the link once. Quantised: dispatch_cast.cuh
 // smem   num_move_warps x (stages + mbarriers)
 // words  recv_line[c].{start,end}_offset · owner: receiver · written by block 0 of the sender,
 //                            before `done`
-//        recv_line[b].done · owner: receiver · written by block b of the sender · release/acquire sys
+//        recv_line[b].done · owner: receiver · written by block b of the sender
+//                            · release/acquire sys
 // waits  done: block b by the same block of every peer, which waits for nobody in between
 #pragma once
 
@@ -29,9 +30,9 @@
 
 namespace deep_comm {
 
-// One warp: moves the tokens it takes. Lane i stores to rank (rank + 1 + i) % R, so that
-// ranks do not all write to the same receiver first. Loads begin before the peers have come
-// (begin), stores after (run).
+// One warp: moves the tokens it takes. Lane i stores to rank (rank + 1 + i) % R, so ranks do not
+// all begin with the same receiver. Loads begin before the peers have arrived (begin), stores after
+// that (run).
 template <class Form>
 class TokenMover {
  public:
@@ -70,12 +71,12 @@ class TokenMover {
     pipe_.drain();
   }
 
-  // Instead of run, when the peers did not come.
+  // Instead of run, if the mode is not direct.
   DC_DEVICE void give_up() { pipe_.drain(); }
 
  private:
   DC_DEVICE int load_token() { return tokens_.at(load_index_); }
-  // Where the index-th token goes.
+  // Looks up the rows of the index-th token.
   DC_DEVICE void look_up(uint32_t index) {
     const int token = tokens_.at(index);
     rows_.look_up(is_storing_ && token >= 0 ? token : args_.num_tokens);
@@ -164,7 +165,7 @@ DC_DEVICE void write_expanded_metadata(const DispatchArgs& args, const PeerOutpu
   }
 }
 
-// Block 0: where each channel's rows begin, for the receivers' handles.
+// Block 0: tells the receivers where each channel's rows begin, for their handles.
 DC_DEVICE void send_channel_starts(const Context& context, const DispatchArgs& args) {
   const int num_words = args.world.num_ranks * args.ring.num_channels;
   for (int idx = arch::thread_idx(); idx < num_words; idx += arch::num_threads()) {
@@ -179,7 +180,7 @@ DC_DEVICE void send_channel_starts(const Context& context, const DispatchArgs& a
   }
 }
 
-// Block 0, after that of every peer is done.
+// Block 0, after block 0 of every peer is done.
 DC_DEVICE void read_channel_starts(const DispatchArgs& args) {
   const World& world = args.world;
   const int num_words = world.num_ranks * args.ring.num_channels;
@@ -192,8 +193,8 @@ DC_DEVICE void read_channel_starts(const DispatchArgs& args) {
   }
 }
 
-// Every thread of every block, last. Tells the peers that what this block sends has landed, and
-// waits for what theirs send: all blocks together have all rows.
+// Every thread of every block, last. Tells the peers that everything this block sends has landed,
+// and waits for the same block of every peer. Then all blocks together have all rows.
 DC_DEVICE void finish_direct(const Context& context, const DispatchArgs& args) {
   const World& world = args.world;
   const int peer = arch::thread_idx(), block = arch::block_idx();
@@ -201,20 +202,20 @@ DC_DEVICE void finish_direct(const Context& context, const DispatchArgs& args) {
   note_in_block(context, TraceStep::kSent);
   bool ok = true;
   if (world.takes_part(peer)) {
-    // pairs with: the await below at the peer — every row and word this block
-    // wrote into its segment.
+    // pairs with: the await below at the peer — every row and word that this block wrote into its
+    // segment
     arch::st_release_sys(&world.recv_line(peer, block, world.rank)->done,
                          Tagged::pack(context.generation, 1));
     uint32_t done = 0;
     ok = await_tagged(context, &world.recv_line(world.rank, block, peer)->done,
                       {Stage::kDone, Word::kDone, peer, block}, 1, &done);
-    if (ok) note(context, TraceStep::kReceived);  // of the last peer that comes
+    if (ok) note(context, TraceStep::kReceived);  // of the last peer that arrives
   }
   if (block != 0 || args.recv_channel_prefix_matrix == nullptr) return;
   if (!arch::sync_block_any(!ok)) read_channel_starts(args);
 }
 
-// Warps past the movers: metadata, if the call has any.
+// The warps after the movers: metadata, if the call has any.
 template <class Form>
 DC_DEVICE void write_block_metadata(const DispatchArgs& args, const PeerOutput* outputs) {
   const int warp = arch::warp_idx() - args.num_move_warps;

@@ -1,5 +1,5 @@
-// What travels beside a row of dispatch: scales, local expert ids, weights, source token; straight
-// from the inputs to the outputs of one receiver.
+// The metadata of a row of dispatch: scales, local expert ids, weights, source token. Written
+// straight from the inputs to the outputs of one receiver.
 #pragma once
 
 #include "device/intranode/args.cuh"
@@ -15,7 +15,7 @@ enum class ScaleSource {
   kNone
 };  // kWrittenHere: words that this kernel wrote
 
-// One warp: the scales of `token` at `dst`.
+// One warp: copies the scales of `token` to `dst`.
 template <ScaleSource kSource>
 DC_DEVICE void store_token_scales(const DispatchArgs& args, uint8_t* dst, int token) {
   if constexpr (kSource == ScaleSource::kNone) return;
@@ -31,7 +31,7 @@ DC_DEVICE void store_token_scales(const DispatchArgs& args, uint8_t* dst, int to
   }
 }
 
-// One warp: everything of `token` that rank `dst` gets, at row `row` of its outputs.
+// One warp: writes all metadata of `token` for rank `dst`, at row `row` of its outputs.
 template <ScaleSource kSource>
 DC_DEVICE void store_token_meta(const DispatchArgs& args, const ExpertMap& experts, int token,
                                 int dst, const PeerOutput& output, int64_t row) {
@@ -52,8 +52,8 @@ DC_DEVICE void store_token_meta(const DispatchArgs& args, const ExpertMap& exper
   if (lane == 0 && output.src_idx != nullptr) arch::st_weak(output.src_idx + row, token);
 }
 
-// The same in a warp's registers, so that a token's can be on its way while another's is stored:
-// one trip to memory after the other, scales took longer than the rows of FP8.
+// The same in a warp's registers, so that one token's metadata can be loaded while another's is
+// stored. With dependent trips to memory scales took longer than the rows of FP8.
 template <ScaleSource kSource>
 class TokenMeta {
  public:
@@ -115,8 +115,8 @@ class TokenMeta {
   uint32_t scales_[kScalesOfLane] = {};
 };
 
-// The same for expanded outputs: scales to the token's first row there, a weight to the row of its
-// selection, and to the handle where the rows are, at the token's ordinal among the received.
+// The same for expanded outputs: scales to the token's first row, each weight to the row of its
+// top-k entry. The handle gets all rows, at the token's ordinal among the received tokens.
 template <ScaleSource kSource>
 DC_DEVICE void store_expanded_meta(const DispatchArgs& args, const ExpertMap& experts, int token,
                                    int dst, const PeerOutput& output, int64_t ordinal,

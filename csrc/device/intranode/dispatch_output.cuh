@@ -1,5 +1,5 @@
-// Where every rank wants its rows: told together with an arrival, that of notify_dispatch or of
-// dispatch itself.
+// Where every rank's rows belong. Announced together with an arrival: that of notify_dispatch, or
+// of dispatch itself.
 #pragma once
 
 #include "device/intranode/args.cuh"
@@ -19,8 +19,8 @@ struct PeerOutput {
   int64_t num_rows;
 };
 
-// Three words that travel: an OutputPlace. In `rows`, kExactRows: the block is laid out for as many
-// rows as come, not for as many as fit.
+// An OutputLocation as three words. kExactRows, in `rows`: the block is laid out for the rows that
+// arrive, not for the rows that fit.
 struct OutputWords {
   static constexpr uint32_t kExactRows = 1u << 31;
 
@@ -37,7 +37,8 @@ struct OutputWords {
   }
 };
 
-// Block 0 of dispatch: tells every peer that this rank has come, and where its block lies.
+// Block 0 of dispatch: announces to every peer that this rank has entered, and where its block
+// lies.
 DC_DEVICE void announce_output(const Context& context, const DispatchArgs& args) {
   const World& world = args.world;
   const int peer = arch::thread_idx();
@@ -50,8 +51,8 @@ DC_DEVICE void announce_output(const Context& context, const DispatchArgs& args)
                    {words.line, words.src_line, words.rows});
 }
 
-// Lane p of a warp: waits for rank p and learns what it announced. No peer can be a kernel further:
-// it waits for this one's blocks before it ends.
+// Lane p of a warp: waits for rank p and reads what it announced. No peer can be a kernel further:
+// it waits for this rank's blocks before it ends.
 DC_DEVICE bool await_output(const Context& context, const DispatchArgs& args, int peer,
                             OutputWords* words) {
   const ArrivedLine* line = args.world.arrived_line(args.world.rank, peer);
@@ -65,9 +66,9 @@ DC_DEVICE bool await_output(const Context& context, const DispatchArgs& args, in
   return ok;
 }
 
-// After await_arrivals of notify, until its dispatch is done: what `peer` announced there. Not in
-// the line of arrival, which a peer that has gone on to a dispatch of its own may have written
-// again. generation: of the notify.
+// What `peer` announced in a notify of that generation. Valid from await_arrivals of the notify
+// until its dispatch is done. The line of arrival does not serve: a peer that has entered a later
+// dispatch may have overwritten it.
 DC_DEVICE OutputWords words_of_notify(const World& world, int peer, uint32_t generation) {
   const int32_t* header = world.counts(world.rank, peer, generation);
   const auto field = [&](HeaderField name) {

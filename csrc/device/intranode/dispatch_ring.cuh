@@ -1,12 +1,11 @@
-// dispatch, ring mode: bounded memory. Every token to every rank that holds one of its experts,
-// through rings.
+// dispatch, ring mode: bounded memory. Tokens are sent through rings.
 //
-// grid   one block a channel; R - 1 warps send to a peer each, R x num_receive_warps receive, each
-//        some columns of the rows of one source (this rank's own rows come straight from x), one
-//        publishes tails and heads
-// forms  expanded: a row lands at the first of its places, which travels behind all other metadata;
-//        the receiver copies it to the others (expand.cuh). Quantised: a block first turns its
-//        channel's rows into FP8 in memory, since every destination's warp loads them anew
+// grid   one block per channel; R - 1 warps send, each to one peer; R x num_receive_warps warps
+//        receive, each some columns of one source's rows (this rank's own rows come straight from
+//        x); one publishes tails and heads
+// forms  expanded: a row is written to the first of its output rows, which follows all other
+//        metadata; the receiver copies it to the others (expand.cuh). Quantised: a block first
+//        casts its channel's rows to FP8 in memory, since every destination's warp loads them again
 // smem   (R - 1) x (stages + mbarriers)
 // words  recv_line.{start,end}_offset · owner: receiver · written by sender · relaxed, flag in data
 //        recv_line.tail               · owner: receiver · written by sender · release/acquire sys
@@ -105,8 +104,8 @@ DC_DEVICE void TokenSource<Form>::write_meta(uint8_t* meta, int token) const {
   }
 }
 
-// Progress words: [peer] rows sent to it, then num_receive_warps words a source, rows received by
-// each of them.
+// Progress words: [peer] rows sent to it; then num_receive_warps words per source, rows received by
+// each of these warps.
 DC_DEVICE int receive_word(const DispatchArgs& args, int src) {
   return args.world.num_ranks + src * args.num_receive_warps;
 }
@@ -132,7 +131,7 @@ DC_DEVICE void dispatch_send(const Context& context, const DispatchArgs& args, P
             TokenSource<Form>(args, range, dst), TokenSource<Form>(args, range, dst));
 }
 
-// All lanes: the metadata of one received row, to the outputs.
+// All lanes: copies the metadata of one received row to the outputs.
 DC_DEVICE void store_meta(const DispatchArgs& args, const uint8_t* meta, int64_t row) {
   const MessageLayout& message = args.message;
   for (int column = arch::lane_idx(); column < args.num_scales; column += kWarpSize) {
@@ -155,7 +154,8 @@ DC_DEVICE void store_meta(const DispatchArgs& args, const uint8_t* meta, int64_t
   }
 }
 
-// The same for expanded outputs: `ordinal` among the received tokens, whose first row is `row`.
+// The same for expanded outputs: `ordinal` among the received tokens, whose first output row is
+// `row`.
 DC_DEVICE void store_expanded_meta(const DispatchArgs& args, const uint8_t* meta, int64_t ordinal,
                                    int64_t row) {
   const MessageLayout& message = args.message;
@@ -179,7 +179,7 @@ DC_DEVICE void store_expanded_meta(const DispatchArgs& args, const uint8_t* meta
   }
 }
 
-// The columns of every row that one of the receiving warps of a source copies.
+// The columns that one of the receiving warps of a source copies, of every row.
 struct Columns {
   int first_vec;  // 16 bytes each
   int num_vecs;
@@ -192,8 +192,8 @@ struct Columns {
   }
 };
 
-// One warp: its columns of the rows that `src` sends through this channel, from the ring to their
-// final places. Returns how many rows it has read.
+// One warp: copies its columns of the rows that `src` sends through this channel from the ring to
+// their final rows. Returns how many rows it has read.
 template <class Form>
 DC_DEVICE uint32_t receive_rows(const DispatchArgs& args, RingReceiver& ring, Progress& progress,
                                 int word, int part, uint32_t num_rows, int64_t first_row) {
@@ -229,7 +229,7 @@ DC_DEVICE uint32_t receive_rows(const DispatchArgs& args, RingReceiver& ring, Pr
   return num_rows;
 }
 
-// One warp: its columns of the rows that stay on this rank, straight from x.
+// One warp: copies its columns of the rows that stay on this rank, straight from x.
 template <class Form>
 DC_DEVICE void copy_own_rows(const DispatchArgs& args, int channel, int part, int64_t first_row) {
   const World& world = args.world;
@@ -266,7 +266,7 @@ DC_DEVICE void copy_own_rows(const DispatchArgs& args, int channel, int part, in
   }
 }
 
-// Where a source's rows of one channel begin among all that this rank receives from it.
+// Notes where a source's rows of one channel begin among all that this rank receives from it.
 DC_DEVICE void note_channel_start(const DispatchArgs& args, int channel, int src, uint32_t start) {
   if (arch::lane_idx() != 0 || args.recv_channel_prefix_matrix == nullptr) return;
   arch::st_weak(args.recv_channel_prefix_matrix + src * args.ring.num_channels + channel,
@@ -311,8 +311,8 @@ DC_DEVICE void dispatch_receive(const Context& context, const DispatchArgs& args
   if (arch::lane_idx() == 0) progress.finish(word, num_read);
 }
 
-// The warp that publishes: lane r the tail of the ring to rank r, lane R + r the head of the ring
-// from it.
+// The publishing warp: lane r publishes the tail of the ring to rank r, lane R + r the head of the
+// ring from it.
 DC_DEVICE void dispatch_publish(const Context& context, const DispatchArgs& args,
                                 Progress& progress, int channel) {
   const World& world = args.world;
@@ -328,7 +328,7 @@ DC_DEVICE void dispatch_publish(const Context& context, const DispatchArgs& args
   publish_progress(context, progress, published);
 }
 
-// The block: FP8 of its channel's rows, to where the senders load them.
+// The block: casts its channel's rows to FP8, where the senders load them.
 DC_DEVICE void quantise_channel(const DispatchArgs& args, int channel) {
   const ChannelRange range = ChannelRange::of(args.num_tokens, args.ring.num_channels, channel);
   QuantisedRows{
@@ -339,7 +339,7 @@ DC_DEVICE void quantise_channel(const DispatchArgs& args, int channel) {
   arch::sync_block();
 }
 
-// The ring mode of one block. `progress` is reset.
+// Ring mode, one block. `progress` has been reset.
 template <class Form>
 DC_DEVICE void dispatch_by_rings(const Context& context, const DispatchArgs& args,
                                  Progress& progress) {
@@ -354,7 +354,7 @@ DC_DEVICE void dispatch_by_rings(const Context& context, const DispatchArgs& arg
                            receiver % args.num_receive_warps);
   } else if (receiver == num_receivers) {
     dispatch_publish(context, args, progress, channel);
-    note_in_warp(context, TraceStep::kLeft);  // the others had finished
+    note_in_warp(context, TraceStep::kLeft);  // the other warps have finished
   }
 }
 

@@ -1,15 +1,14 @@
 // expand_rows: completes an expanded output on its own rank, after dispatch. Local: no peer takes
 // part.
 //
-// in     x [M, row], scales [M, S] with the first row of every received token in place; recv_rows
-// [N, K];
+// in     x [M, row], scales [M, S] with the first row of every received token; recv_rows [N, K];
 //        expert_offsets [L + 1], expert_counts [L]
 // out    x, scales: the token's other rows, copies of its first; with zero_padding, zeros in rows
-// of no token
+//        of no token
 //        expert_idx [M], -1 in rows of no token; weights [M], 0 there (dispatch has written the
-//        others) in worst-case mode recv_src_idx, recv_rows past the received tokens: -1
-// grid   any number of blocks and warps: a warp a token, then a block a group
-// smem   Places, a warp
+//        others); worst-case mode: recv_src_idx, recv_rows past the received tokens: -1
+// grid   any number of blocks and warps: a token per warp, then a group per block
+// smem   TokenRows, one per warp
 // after  outputs complete on this stream
 #pragma once
 
@@ -18,7 +17,7 @@
 
 namespace deep_comm {
 
-// One warp: a row to `places` from `first_place` on, in units of T.
+// One warp: copies a row to `rows`, from first_row on, in units of T.
 template <class T>
 DC_DEVICE void copy_to_rows(uint8_t* base, const uint8_t* row, int row_bytes, const TokenRows& rows,
                             int first_row, int num_rows) {
@@ -43,14 +42,14 @@ DC_DEVICE void copy_to_rows(uint8_t* base, const uint8_t* row, int row_bytes, co
   }
 }
 
-// One warp: row 0 of `places` to all others.
+// One warp: copies the first of `rows` to the others.
 template <class T>
 DC_DEVICE void copy_to_others(uint8_t* base, int row_bytes, const TokenRows& rows, int num_rows) {
   copy_to_rows<T>(base, base + static_cast<int64_t>(rows.row_idx[0]) * row_bytes, row_bytes, rows,
                   1, num_rows);
 }
 
-// One warp: a row of `base` becomes zero.
+// One warp: zeroes a row of `base`.
 DC_DEVICE void zero_row(uint8_t* base, int64_t row, int row_bytes) {
   uint8_t* dst = base + row * row_bytes;
   if (row_bytes % 16 == 0) {
@@ -81,8 +80,8 @@ DC_DEVICE void copy_tokens(const ExpandArgs& args, int num_tokens) {
   }
 }
 
-// Rows [begin, end), of which the first `num_filled` are `expert`'s and the others of no token.
-// Threads `thread`, thread + num_threads, …; warps likewise.
+// Rows [begin, end): the first `num_filled` belong to `expert`, the others to no token. Threads
+// `thread`, thread + num_threads, …; warps likewise.
 DC_DEVICE void finish_group(const ExpandArgs& args, int expert, int64_t begin, int64_t num_filled,
                             int64_t end, int thread, int num_threads) {
   for (int64_t row = begin + thread; row < end; row += num_threads) {
@@ -100,7 +99,7 @@ DC_DEVICE void finish_group(const ExpandArgs& args, int expert, int64_t begin, i
   }
 }
 
-// Worst-case mode: what the handle says of tokens that did not come.
+// Worst-case mode: what the handle says of tokens that did not arrive.
 DC_DEVICE void fill_handle(const ExpandArgs& args, int num_tokens, int thread, int num_threads) {
   for (int64_t token = num_tokens + thread; token < args.num_tokens_limit; token += num_threads) {
     arch::st_weak(args.fill_src_idx + token, -1);
@@ -110,12 +109,12 @@ DC_DEVICE void fill_handle(const ExpandArgs& args, int num_tokens, int thread, i
   }
 }
 
-// What belongs to rows, whoever has copied them; the whole grid.
+// What is written per row, whoever has copied the rows; the whole grid.
 DC_DEVICE void finish_groups(const ExpandArgs& args) {
   const int grid_threads = arch::num_blocks() * arch::num_threads();
   // Warps, not threads, are dealt to the grid.
   const int grid_thread = arch::block_idx() * arch::num_threads() + arch::thread_idx();
-  // Bounds hold also for what a failed notify has left there.
+  // Bounded, because a failed notify may have left anything there.
   const auto offset_of = [&](int expert) {
     return max_of(0, min_of(arch::ld_nc(args.expert_offsets + expert), args.num_rows));
   };

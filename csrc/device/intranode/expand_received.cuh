@@ -1,22 +1,22 @@
-// expand_received: an expanded output of rows that have come without places, between nodes; behind
-// number_received. Local: no peer takes part.
+// expand_received: an expanded output of rows that had no output row on the way, between nodes.
+// Runs after number_received. Local: no peer takes part.
 //
 // in     recv_x [N, row], recv_scales [N, S], recv_weights [N, K] as dispatch has delivered them;
 //        recv_rows [N, K], expert_offsets [L + 1], expert_counts [L]
-// out    x [M, row], scales [M, S]: each row once for each of its selections here; with
+// out    x [M, row], scales [M, S]: each row once for each of its top-k entries here; with
 //        zero_padding, zeros in rows of no token
 //        expert_idx [M], -1 in rows of no token; weights [M], 0 there
-// grid   any number of blocks and warps: a warp a token, then a block a group
-// smem   Places, a warp
-// after  outputs complete on this stream; recv_x is read, and may be written by the next kernel of
-//        a peer, which waits for this rank to enter it
+// grid   any number of blocks and warps: a token per warp, then a group per block
+// smem   TokenRows, one per warp
+// after  outputs complete on this stream; recv_x has been read. The next kernel of a peer may write
+//        it, since it waits for this rank to enter
 #pragma once
 
 #include "device/intranode/expand.cuh"
 
 namespace deep_comm {
 
-// One warp: a token's row to all of its places.
+// One warp: copies a token's row to all of its output rows.
 template <class T>
 DC_DEVICE void copy_received(uint8_t* base, const uint8_t* received, int64_t token, int row_bytes,
                              const TokenRows& rows, int num_rows) {

@@ -1,12 +1,12 @@
-// Where the rows of direct dispatch end up: known before any of them moves.
+// The final rows of direct dispatch, which are known before any of them is moved.
 #pragma once
 
 #include "device/intranode/args.cuh"
 
 namespace deep_comm {
 
-// Where tokens end up in one receiver's output; one lane's view of one receiver. What it needs of a
-// token is loaded ahead (`look_up`), since each look-up costs a trip to memory.
+// The rows of tokens in one receiver's output; one lane handles one receiver. `look_up` loads ahead
+// what a token needs, since each look-up costs a trip to memory.
 class FinalRows {
  public:
   DC_DEVICE FinalRows(const DispatchArgs& args, int peer)
@@ -40,7 +40,7 @@ class FinalRows {
   int head_ = -1;
 };
 
-// The same interface for expanded outputs: the place of a token's first row.
+// The same interface for expanded outputs: a token's first output row.
 class FirstRows {
  public:
   DC_DEVICE FirstRows(const DispatchArgs& args, int peer) : args_(args), peer_(peer) {}

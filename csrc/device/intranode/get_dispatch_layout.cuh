@@ -1,11 +1,12 @@
 // get_dispatch_layout: how many tokens go where.
 //
 // in     topk_idx [T, K] int32 or int64; -1 selects nothing, an expert may appear twice in a row
-// out    num_tokens_per_rank [R], num_tokens_per_node, num_tokens_per_expert [E], is_token_in_rank [T, R]
-//        ranks and nodes count a token once, experts count every selection
-// grid   any; each block counts `tokens_per_block` tokens in shared memory (R + E counters), adds them to the
-//        rank's accumulators, and the last block writes the results and leaves the
-//        accumulators at zero
+// out    num_tokens_per_rank [R], num_tokens_per_node, num_tokens_per_expert [E],
+//        is_token_in_rank [T, R]
+//        ranks and nodes count a token once, experts count every top-k entry
+// grid   any; each block counts `tokens_per_block` tokens in shared memory (R + E counters) and
+//        adds them to the rank's accumulators; the last block writes the results and zeroes the
+//        accumulators
 // words  layout_counts, layout_ticket · this rank only · zero at rest
 // errors an index outside [-1, E) counts as -1, is reported, and never indexes memory
 #pragma once
@@ -38,7 +39,7 @@ DC_DEVICE void count_block(const LayoutArgs& args, int32_t* num_per_rank, int32_
   }
 }
 
-// The last block: results out, accumulators back to zero.
+// The last block: writes the results and zeroes the accumulators.
 DC_DEVICE void write_layout(const LayoutArgs& args) {
   const int num_ranks = args.world.num_ranks;
   int32_t* totals = args.world.layout_counts();
@@ -52,7 +53,7 @@ DC_DEVICE void write_layout(const LayoutArgs& args) {
   }
 }
 
-// Tokens per node: a token counts once for a node however many of its ranks it goes to.
+// Tokens per node: a node counts a token once, however many of its ranks get it.
 DC_DEVICE void count_nodes(const LayoutArgs& args) {
   if (args.num_tokens_per_node == nullptr) return;
   for (int node = arch::thread_idx(); node < args.num_nodes; node += arch::num_threads()) {

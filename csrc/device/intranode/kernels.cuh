@@ -1,5 +1,5 @@
-// The intranode kernels as types: what a target needs to launch one. kBlocksWait: blocks wait for
-// other blocks, here or at a peer, so that all must run at once.
+// The intranode kernels as types, as a target needs them for a launch. kBlocksWait: blocks wait for
+// other blocks, here or at a peer, so all must run at once.
 #pragma once
 
 #include "device/intranode/combine.cuh"
@@ -37,7 +37,7 @@ struct DispatchKernel {
   using Args = DispatchArgs;
   static constexpr Kernel kName = Kernel::kDispatch;
   static constexpr bool kBlocksWait = true;
-  // 20 warps leave a thread 96 registers, and four ranks four warps each to receive.
+  // 20 warps leave 96 registers per thread, and let four ranks have four receiving warps each.
   static constexpr int kMaxThreads = 640;
   DC_DEVICE static void run(const Args& args) {
     dispatch<DispatchForm<kIsExpanded, kIsQuantised>>(args);
@@ -49,7 +49,7 @@ struct CombineKernel {
   using Args = CombineArgs;
   static constexpr Kernel kName = Kernel::kCombine;
   static constexpr bool kBlocksWait = true;
-  // 26 warps leave a thread 72 registers: loads of four rows in flight, without spilling.
+  // 26 warps leave 72 registers per thread: loads of four rows in flight without spilling.
   static constexpr int kMaxThreads = 832;
   DC_DEVICE static void run(const Args& args) { combine<kDtype>(args); }
 };

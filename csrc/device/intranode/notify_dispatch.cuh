@@ -1,31 +1,31 @@
 // notify_dispatch: every rank learns how many rows it will receive from whom, before any row moves.
 //
-// in     topk_idx [T, K], -1 selects nothing; or, where get_dispatch_layout has run before, what it
-//        made of them: num_tokens_per_expert [E], is_token_in_rank [T, R]. Tokens per rank are
-//        counted here in either case: rows move by the mask, whatever a caller has counted
-//        place: where the dispatch that follows will want its rows
+// in     topk_idx [T, K], -1 selects nothing; or, after get_dispatch_layout, its result:
+//        num_tokens_per_expert [E], is_token_in_rank [T, R]. Tokens per rank are counted here in
+//        either case: rows move by the mask, whatever a caller has counted
+//        place: where the rows of the next dispatch belong
 // out    is_token_in_rank [T, R]       from topk_idx
 //        rank_prefix_matrix [R, R]     [i][j] = rows that ranks 0..i send to rank j
 //        channel_prefix_matrix [R, C]  [j][c] = rows that this rank sends to j in channels 0..c
 //        send_head [T, R]              ordinal of a token among those its channel sends to a rank,
 //                                      or -1
-//        counts (host memory): total and per-expert rows, aligned; the most tokens a rank has;
+//        counts (host memory): total and per-expert rows, aligned; the most tokens of a rank;
 //        is_direct
 //        num_recv_tokens_per_expert [L], recv_counts [1 + R] (device): the same, aligned; all rows,
 //        and by source
 //        notify_result (LocalState): whether every rank has announced room for its rows
 //        expansion, if asked for: first_rows [E], expert_offsets [L + 1], expert_counts [L],
 //        num_rows [R]
-// grid   any; a block numbers the tokens of every num_blocks-th channel, one thread a token. The
-//        block that is done last talks to the peers; no block waits for another
+// grid   any; a block numbers the tokens of every num_blocks-th channel, one thread per token. The
+//        last block to finish talks to the peers; no block waits for another
 // smem   NotifySmem, then E counters if topk_idx is given
 // words  layout_counts, layout_ticket · this rank only · zero at rest
 //        arrived  · owner: receiver · written by each peer · read by the last block
 //                 · release/acquire sys · generation
 //        counts   · owner: receiver · row of each peer, before its `arrived` · read by the last
-//                   block, and by the dispatch that follows if is_direct · overwritten by the
-//                   second next notify, or the next one behind another kernel: both need this rank
-//                   to have left this one
+//                   block, and by the next dispatch if is_direct · overwritten by the next notify
+//                   but one, or by the next notify after another kernel: both need this rank to
+//                   have left this one
 //        expert_counts · as counts, with expansion only; read by the last block alone
 // after  all ranks have entered this kernel, hence finished their earlier ones: rings and announced
 //        outputs are free
@@ -48,11 +48,11 @@ struct NotifySmem {
   int32_t num_per_rank[kMaxRanks];
   int32_t num_per_warp[kMaxWarps][kMaxRanks];  // tokens of a warp's 32 that go to a rank
 
-  // Behind it: tokens per expert.
+  // Tokens per expert follow this struct.
   DC_DEVICE int32_t* num_per_expert() { return reinterpret_cast<int32_t*>(this + 1); }
 };
 
-// One thread: the ranks of its token. Finds them out, or reads what get_dispatch_layout found.
+// One thread: the ranks of its token, from topk_idx or from the result of get_dispatch_layout.
 DC_DEVICE uint32_t ranks_of_token(const NotifyArgs& args, NotifySmem* smem, int token) {
   const int num_ranks = args.world.num_ranks;
   uint8_t* row = args.is_token_in_rank + static_cast<int64_t>(token) * num_ranks;
@@ -71,13 +71,13 @@ DC_DEVICE uint32_t ranks_of_token(const NotifyArgs& args, NotifySmem* smem, int 
   return rank_mask;
 }
 
-// The whole block numbers the tokens of one channel, by rank; the channel's counts go where its
-// prefix sums will be.
+// The whole block numbers the tokens of one channel, by rank. The channel's counts are stored where
+// its prefix sums will be.
 DC_DEVICE void number_channel(const NotifyArgs& args, NotifySmem* smem, int channel) {
   const int num_ranks = args.world.num_ranks, lane = arch::lane_idx(), warp = arch::warp_idx();
   const ChannelRange range = ChannelRange::of(args.num_tokens, args.num_channels, channel);
   const uint32_t lower_lanes = (1u << lane) - 1;
-  int num_rows = 0;  // lane r: so far to rank r; the same in all warps
+  int num_rows = 0;  // lane r: to rank r so far; the same in all warps
   // Whole blocks step together, so that ballots and barriers are complete.
   for (int base = range.begin; base < range.end; base += arch::num_threads()) {
     const int token = base + arch::thread_idx();
@@ -116,7 +116,7 @@ DC_DEVICE void number_channel(const NotifyArgs& args, NotifySmem* smem, int chan
   }
 }
 
-// Every block: its channels, and their tokens into the rank's accumulators.
+// Every block: counts its channels and adds their tokens to the rank's accumulators.
 DC_DEVICE void count_channels(const NotifyArgs& args, NotifySmem* smem) {
   const int num_ranks = args.world.num_ranks;
   const int num_experts = args.topk.data != nullptr ? args.num_experts : 0;
@@ -132,8 +132,8 @@ DC_DEVICE void count_channels(const NotifyArgs& args, NotifySmem* smem) {
   add_counters(totals + num_ranks, smem->num_per_expert(), num_experts);
 }
 
-// The last block: this rank's tokens per rank and per expert, from the accumulators, which are zero
-// again afterwards; per expert, from the caller's layout if there is one.
+// The last block: this rank's tokens per rank and per expert, from the accumulators, which it
+// zeroes. Tokens per expert come from the caller's layout if there is one.
 DC_DEVICE int32_t take_total(const NotifyArgs& args, int idx) {
   const int num_ranks = args.world.num_ranks;
   if (args.topk.data == nullptr && idx >= num_ranks) {
@@ -145,8 +145,8 @@ DC_DEVICE int32_t take_total(const NotifyArgs& args, int idx) {
   return value;
 }
 
-// Writes this rank's header and counts into every peer's segment; each count is read once and
-// stored where it is wanted.
+// Writes this rank's header and counts into every peer's segment. Each count is read once and
+// stored where it is needed.
 DC_DEVICE void send_counts(const Context& context, const NotifyArgs& args) {
   const World& world = args.world;
   const ExpertMap experts{args.num_experts, world.num_ranks};
@@ -161,7 +161,7 @@ DC_DEVICE void send_counts(const Context& context, const NotifyArgs& args) {
       arch::st_weak(world.counts(owner, world.rank, context.generation) + kNumHeaderFields +
                         num_ranks + expert - experts.first_expert(owner),
                     total);
-      // Expanded outputs: everybody works out where its rows belong, on every rank.
+      // Expanded outputs: every rank computes where its rows belong, on every rank.
       for (int peer = 0; peer < num_ranks && args.expansion.first_rows != nullptr; ++peer) {
         if (world.is_absent(peer)) continue;
         arch::st_weak(world.expert_counts(peer, world.rank, context.generation) + expert, total);
@@ -212,8 +212,8 @@ DC_DEVICE void check_headers(const Context& context, const NotifyArgs& args) {
   }
 }
 
-// Thread j < R: column j of the rank prefix matrix, and the total if j is this rank. Returns its
-// last entry, the rows that rank j receives.
+// Thread j < R: writes column j of the rank prefix matrix, and the total if j is this rank. Returns
+// the column's last entry: the rows that rank j receives.
 DC_DEVICE int32_t write_rank_prefix(const Context& context, const NotifyArgs& args, int dst) {
   const World& world = args.world;
   int32_t counts[kMaxRanks];  // all loads in flight before the first sum
@@ -242,8 +242,8 @@ DC_DEVICE int32_t write_rank_prefix(const Context& context, const NotifyArgs& ar
   return sum;
 }
 
-// Warp 0: the rank prefix matrix, the most tokens, and whether the announced outputs serve. All ranks see the same
-// words, hence decide alike.
+// Warp 0: the rank prefix matrix, the most tokens of a rank, and whether the announced outputs
+// suffice. All ranks read the same words, so they decide the same.
 DC_DEVICE void write_totals(const Context& context, const NotifyArgs& args) {
   const World& world = args.world;
   const int peer = arch::lane_idx();
@@ -265,7 +265,7 @@ DC_DEVICE void write_totals(const Context& context, const NotifyArgs& args) {
   if (peer != 0) return;
   arch::st_relaxed_sys(&args.counts->max_num_tokens, most_tokens);
   arch::st_relaxed_sys(&args.counts->is_direct, is_direct ? 1 : 0);
-  // pairs with: the end of this kernel — read by the dispatch that follows.
+  // pairs with: the end of this kernel — read by the next dispatch
   const NotifyResult result = is_aborted(world) ? NotifyResult::kFailed
                               : is_direct       ? NotifyResult::kDirect
                                                 : NotifyResult::kNotDirect;
@@ -297,7 +297,8 @@ DC_DEVICE void write_expert_counts(const Context& context, const NotifyArgs& arg
   }
 }
 
-// A warp a destination: the channels' counts, which all blocks left there, become prefix sums.
+// Turns the channels' counts, which all blocks have stored, into prefix sums. A destination per
+// warp.
 DC_DEVICE void write_channel_prefix(const NotifyArgs& args) {
   // The last warp first: warp 0 is waiting for the peers.
   for (int dst = arch::num_warps() - 1 - arch::warp_idx(); dst < args.world.num_ranks;
@@ -317,7 +318,8 @@ DC_DEVICE void write_channel_prefix(const NotifyArgs& args) {
   }
 }
 
-// The block: where the groups of every rank's expanded output begin, and this rank's rows in them. A warp a rank.
+// The block: where the groups of every rank's expanded output begin, and this rank's rows in them.
+// A rank per warp.
 DC_DEVICE void write_expansion(const Context& context, const NotifyArgs& args) {
   const World& world = args.world;
   const ExpansionArgs& out = args.expansion;
@@ -376,12 +378,12 @@ DC_DEVICE void exchange_counts(const Context& context, const NotifyArgs& args, N
   if (smem->has_arrived == 0) return;
   check_headers(context, args);
   if (args.expansion.first_rows != nullptr) write_expansion(context, args);
-  arch::sync_block();  // what they found before is_direct
+  arch::sync_block();  // what they found, before is_direct
   if (arch::warp_idx() == 0) write_totals(context, args);
   write_expert_counts(context, args);
   arch::sync_block();
   if (arch::thread_idx() == 0 && !is_aborted(args.world)) {
-    // pairs with: Engine::wait_counts on the host — every field of CountsBlock.
+    // pairs with: Engine::wait_counts on the host — every field of CountsBlock
     arch::st_release_sys(&args.counts->sequence, args.sequence);
     note(context, TraceStep::kLeft);
   }
@@ -393,7 +395,7 @@ DC_DEVICE void notify_dispatch(const NotifyArgs& args) {
   note_in_block(context, TraceStep::kBegun);
   count_channels(args, smem);
   note_in_block(context, TraceStep::kCounted);
-  // The counts' ticket is the kernel's exit as well: whoever is not last has nothing left to do.
+  // The counts' ticket is the kernel's exit as well: the other blocks have nothing left to do.
   if (!is_last_to_count(args.world, &smem->ticket)) return;
   exchange_counts(context, args, smem);
   close_generation(context);

@@ -1,16 +1,17 @@
-// number_received: where received rows belong in an expanded output, found by the rank that has
-// them. Local: no peer takes part. Between nodes, where rows come without places (docs/design/0025).
+// number_received: where received rows belong in an expanded output, computed by the rank that has
+// them. Local: no peer takes part. Between nodes, where rows have no output row on the way
+// (docs/design/0025).
 //
-// in     topk_idx [N, K], local experts, -1 where a selection is elsewhere, rows by (source rank,
-//        source token)
+// in     topk_idx [N, K], local experts, -1 where an entry is for another rank; rows by (source
+//        rank, source token)
 // out    expert_offsets [L + 1], expert_counts [L]; recv_rows [N, K], -1 also past the received
 //        rows
-// order  within an expert as number_rows has it: source rank, source token, selection
+// order  within an expert as in number_rows: source rank, source token, top-k entry
 // grid   any number of blocks; each numbers a part of the rows and counts all of them by itself:
 //        reading indices again costs less than a second kernel or a barrier of the grid
-// smem   uint32 [1 + W, L]: selections of an expert in all; in earlier blocks and, warp by warp, the
-//        next place in its group
-// errors more rows than the output has are reported; their places are past its end
+// smem   uint32 [1 + W, L]: entries of an expert in all; then, by numbering warp, the next row in
+//        its group
+// errors more rows than the output has are reported; their output rows are past its end
 #pragma once
 
 #include "device/intranode/number_rows.cuh"
@@ -19,7 +20,7 @@
 
 namespace deep_comm {
 
-// The selections that a block numbers, and each of its numbering warps.
+// The top-k entries that a block numbers; of_warp: entries of each numbering warp.
 struct NumberedRange {
   int64_t begin;
   int64_t end;
@@ -35,7 +36,7 @@ struct NumberedRange {
   }
 };
 
-// The block: totals [L]; starts [W, L], of which row w gets the selections of warp w - 1, row 0
+// The block: totals [L]; starts [W, L], where row w counts the entries of warp w - 1, and row 0
 // those of earlier blocks.
 DC_DEVICE void count_topk_entries(const NumberReceivedArgs& args, const NumberedRange& range,
                                   int num_tokens, uint32_t* totals, uint32_t* starts) {
@@ -59,15 +60,14 @@ DC_DEVICE void count_topk_entries(const NumberReceivedArgs& args, const Numbered
                                ? 0
                                : 1 + static_cast<uint32_t>(position - range.begin) /
                                          static_cast<uint32_t>(range.of_warp);
-      if (row <
-          static_cast<uint32_t>(args.num_numbering_warps)) {  // nobody comes behind the last warp
+      if (row < static_cast<uint32_t>(args.num_numbering_warps)) {  // nobody follows the last warp
         arch::atomic_add_relaxed_cta(&starts[row * args.num_experts + experts[batch]], 1u);
       }
     }
   }
 }
 
-// One warp: starts[0] becomes the next place behind what earlier blocks number. Returns the rows of
+// One warp: starts[0] becomes the row after those that earlier blocks number. Returns the rows of
 // all groups.
 DC_DEVICE int64_t place_groups(const NumberReceivedArgs& args, const uint32_t* totals,
                                uint32_t* starts) {

@@ -1,15 +1,13 @@
 // number_rows: where the rows of an expanded dispatch belong. Local: no peer takes part.
 //
 // in     topk_idx [T, K], first_rows [E] of notify_dispatch
-// out    send_rows [T, K]  place of each selection's row in the output of its expert's rank, or -1
-//        send_row [T, R]   place of the first of a token's rows at a rank, or -1
-// order  within an expert: source rank, source token, selection; so a token that selects an expert
-// twice has two
-//        neighbouring rows there
-// grid   any number of blocks; each numbers tokens_per_block tokens, and counts all earlier ones by
-// itself: reading
-//        indices again costs less than a second kernel or a barrier of the grid
-// smem   uint32 [E]: next place in each expert's group
+// out    send_rows [T, K]  output row of each top-k entry at its expert's rank, or -1
+//        send_row [T, R]   output row of a token's first row at a rank, or -1
+// order  within an expert: source rank, source token, top-k entry; so a token that selects an
+//        expert twice has two neighbouring rows there
+// grid   any number of blocks; each numbers tokens_per_block tokens and counts all earlier ones by
+//        itself: reading indices again costs less than a second kernel or a barrier of the grid
+// smem   uint32 [E]: next row in each expert's group
 // not promised: anything about rows of experts out of range, which get_dispatch_layout has reported
 #pragma once
 
@@ -32,7 +30,7 @@ DC_DEVICE int selected_expert(const NumberRowsArgs& args, int64_t position) {
   return expert >= 0 && args.world.is_absent(experts.rank_of(expert)) ? -1 : expert;
 }
 
-// One warp: rows[position] of selections [begin, end), in order.
+// One warp: rows[position] of top-k entries [begin, end), in order.
 template <class Args>
 DC_DEVICE void number_topk_entries(const Args& args, int32_t* rows, uint32_t* next_rows,
                                    int64_t begin, int64_t end) {
@@ -54,7 +52,7 @@ DC_DEVICE void number_topk_entries(const Args& args, int32_t* rows, uint32_t* ne
       int32_t row = -1;
       if (expert >= 0)
         row = static_cast<int32_t>(next_rows[expert]) + arch::popc(same & lower_lanes);
-      arch::sync_warp();  // all have read the place that the first of them moves
+      arch::sync_warp();  // all have read the row number that the first of them advances
       if (expert >= 0 && (same & lower_lanes) == 0) next_rows[expert] += arch::popc(same);
       arch::sync_warp();
       if (position < end) arch::st_weak(rows + position, row);

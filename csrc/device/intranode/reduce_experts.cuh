@@ -1,14 +1,13 @@
-// reduce_experts: the rows that a token has on this rank become one, before combine sends it home.
-// Local: no peer takes part, and each row still crosses the link once.
+// reduce_experts: adds the rows that a token has on this rank, before combine sends the sum back.
+// Local: no peer takes part. Each row still crosses the link once.
 //
 // in     x [M, H] grouped by expert, recv_rows [N, K] of the dispatch; optional row_weights [M]
-// out    reduced_x [N, H] = round(((0 + w_a * x_a) + w_b * x_b) + …), in float32, selections
-// ascending, each product
-//        rounded to float32 before it is added, the sum rounded to the dtype once; w = 1 without
-//        row_weights reduced_weights [N, K] = weights[place of the selection], 0 where it is on
-//        another rank
-// grid   any number of blocks and warps; a warp a token
-// smem   Places, a warp
+// out    reduced_x [N, H] = round(((0 + w_a * x_a) + w_b * x_b) + …), in float32, top-k entries
+//        ascending; each product is rounded to float32 before it is added, the sum is rounded to
+//        the dtype once; w = 1 without row_weights
+//        reduced_weights [N, K] = weights[output row of the entry], 0 if it is on another rank
+// grid   any number of blocks and warps; a token per warp
+// smem   TokenRows, one per warp
 // not promised: rows past the received tokens, which combine does not read
 #pragma once
 
@@ -16,7 +15,7 @@
 
 namespace deep_comm {
 
-// One warp: dst = the sum of the rows at `places`.
+// One warp: dst = the sum of `rows`.
 template <Dtype kDtype>
 DC_DEVICE void reduce_rows_of_token(const ReduceExpertsArgs& args, uint8_t* dst,
                                     const TokenRows& rows, int num_rows) {

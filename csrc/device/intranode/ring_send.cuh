@@ -1,9 +1,9 @@
-// The sending half of a ring, for dispatch and combine alike: a source's rows, in order.
-// A Source tells one warp which rows to send and what travels behind each of them:
+// The sending half of a ring, for dispatch and combine: a source's rows, in order. A Source tells
+// one warp which rows to send and what follows each of them:
 //
-//   int            next()                    the next row, or -1; the whole warp calls it
-//   const uint8_t* row(int row)              its first byte
-//   void           write_meta(uint8_t* meta, int row)    fills the metadata in shared memory
+//   int            next()                              the next row, or -1; the whole warp calls it
+//   const uint8_t* row(int row)                        its first byte
+//   void           write_meta(uint8_t* meta, int row)  fills the metadata in shared memory
 #pragma once
 
 #include "device/channel/ring.cuh"
@@ -32,8 +32,8 @@ class SendReport {
   DC_DEVICE SendReport(Progress& progress, int word, uint32_t chunk, const StagePipe& pipe)
       : progress_(progress), word_(word), chunk_(chunk), num_stores_before_(pipe.num_stores()) {}
 
-  // Once a chunk of rows has landed. A store takes several rows' time to land, and waiting for it
-  // would empty the pipeline: as many of the newest as that takes are left for later.
+  // Reports when a chunk of rows has landed. A store needs the time of several rows to land, and
+  // waiting for it would empty the pipeline. So the newest stores are reported later.
   DC_DEVICE void after_row(const StagePipe& pipe, int num_pieces) {
     constexpr uint32_t kInFlight = 6;
     const uint32_t num_stores = pipe.num_stores() - num_stores_before_;
@@ -43,7 +43,8 @@ class SendReport {
     arch::bulk_wait<kInFlight>();
     report(num_landed);
   }
-  // Before a wait for credit: all of `num_rows`, or the receiver could not free a slot.
+  // Before a wait for credit: reports all of `num_rows`. Otherwise the receiver could not free a
+  // slot.
   DC_DEVICE void before_wait(uint32_t num_rows) {
     arch::bulk_wait<0>();
     report(num_rows);
@@ -104,11 +105,10 @@ DC_DEVICE void send_rows(StagePipe& pipe, RingSender& ring, SendReport sent, con
     for (int piece = 0; piece < pieces.num_pieces; ++piece) {
       int num_bytes = pieces.bytes_of(piece);
       if (pieces.is_last(piece) && meta_bytes != 0) {
-        arch::sync_warp();  // the leader has seen this stage read out before any lane writes into
-                            // it
+        // the leader has seen this stage read out before any lane writes into it
+        arch::sync_warp();
         current.write_meta(pipe.current() + num_bytes, row);
-        arch::fence_proxy_async_shared();  // generic writes of the metadata before the bulk copy
-                                           // that reads them
+        arch::fence_proxy_async_shared();  // the metadata before the bulk copy that reads them
         arch::sync_warp();
         num_bytes += meta_bytes;
       }

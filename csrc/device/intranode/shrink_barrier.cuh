@@ -1,23 +1,24 @@
-// meet: ranks that go on without others come together, without those, before and after each of
-// them sets its words to zero. Buffer.reset(without=...) is two such meetings (docs/design/0043).
+// shrink_barrier: the barrier of the ranks that go on without others (docs/design/0043).
+// Buffer.reset(without=...) runs it twice: before and after each rank zeroes its words.
 //
-// in     number, odd: the first meeting of a reset. This rank's kernels have ended, and nothing is
-//        launched before the second one
-//        number, even: the second. This rank's words are zeros
-//        world.absent: the ranks to be done without
-// out    result: the number that all have agreed on, whether they have met
-// grid   one block of one warp; lane p looks after rank p
-// words  proposal · owner: receiver · written by each peer, absent ones' words as well: they learn who
-//                   disagrees · read by the ranks that are not absent · release/acquire sys · generation:
-//                   the meeting's number, which only grows; zeroed by a reset of all ranks alone
+// in     number, odd: the first barrier of a reset. This rank's kernels have ended, and it launches
+//        none before the second barrier
+//        number, even: the second. This rank's words are zero
+//        world.absent: the ranks to be left out
+// out    result: the number that all have agreed on, and whether all have agreed
+// grid   one block of one warp; lane p handles rank p
+// words  proposal · owner: receiver · written by each peer, also into absent ranks' segments, which
+//                   learn who disagrees · read by the ranks that are not absent · release/acquire
+//                   sys · generation: the barrier's number, which only grows; zeroed only by a
+//                   reset of all ranks
 //        masked_out, abort · owner: the absent rank · written by the others · read at entry of its
-//                   kernels and by its waits · zeroed by a reset of all ranks alone
-// waits  proposal: unblocked by the peer's own meeting
-// after  the first: no kernel of the ranks that have met runs. The second: all of their words are zeros
+//                   kernels and by its waits · zeroed only by a reset of all ranks
+// waits  proposal: unblocked by the peer's own shrink barrier
+// after  the first: no kernel of the participants runs. The second: all of their words are zero
 //
-// Numbers. A rank proposes one more than its last one, odd for a first meeting; the highest proposal
-// is everybody's. So a rank that has tried in vain, and tries again, takes along those that come
-// for the first time. Whoever is in a second meeting, and finds that a peer has begun anew, does so, too.
+// Numbers. A rank proposes its last number plus one, odd for a first barrier. The highest proposal
+// wins. So a rank that failed and tries again takes along those that come for the first time. A
+// rank in its second barrier that finds a peer in a new first one begins anew as well.
 #pragma once
 
 #include "device/intranode/args.cuh"
@@ -25,10 +26,11 @@
 
 namespace deep_comm {
 
-// Ranks notice one after the other that one is silent: who has waited for it is late for the next.
+// Ranks notice one after the other that one is silent. A rank that has waited for it is late for
+// the next.
 inline constexpr uint64_t kShrinkBarrierPatience = 4;
 
-// Lane p of those that are awaited: rank p's proposal, not lower than `number`.
+// Lane p of the awaited ranks: rank p's proposal, at least `number`.
 DC_DEVICE bool await_proposal(const Context& context, int peer, uint32_t number, Tagged* proposal) {
   const World& world = context.world;
   const WaitFor wait{Stage::kShrinkBarrier, Word::kProposal, peer, -1};
@@ -47,12 +49,12 @@ DC_DEVICE bool await_proposal(const Context& context, int peer, uint32_t number,
   return false;
 }
 
-// Tells the ranks that are done without, whatever they are at.
+// Tells an absent rank that it is left out, whatever it is doing.
 DC_DEVICE void mask_out(const ShrinkBarrierArgs& args, int peer) {
   const World& world = args.world;
   arch::st_relaxed_sys(world.masked_out(peer), 1u);
   if (args.tells_low_latency) arch::st_relaxed_sys(world.vote(peer, world.rank, peer), 1);
-  // What waits there wakes up. pairs with: may_go_on — the words above.
+  // Wakes the waits there. pairs with: may_go_on — the words above
   arch::st_release_sys(&reinterpret_cast<LocalState*>(world.bases[peer])->abort, 1u);
 }
 
@@ -70,24 +72,25 @@ DC_DEVICE void shrink_barrier(const ShrinkBarrierArgs& args) {
   bool ok = true, is_answered = false;
   do {
     number = highest;
-    // pairs with: await_proposal at the peer — this rank's kernels have ended, or its words are zeros.
+    // pairs with: await_proposal at the peer — this rank's kernels have ended, or its words are
+    // zero
     if (is_peer) {
       arch::st_release_sys(world.proposal(peer, world.rank), Tagged::pack(number, world.absent));
     }
     Tagged proposal{world.absent, number};
     if (is_awaited) ok = await_proposal(context, peer, number, &proposal);
-    is_answered = !ok && proposal.has_reached(number);  // otherwise than it should be
+    is_answered = !ok && proposal.has_reached(number);  // but not as it should be
     arch::sync_warp();  // hands each lane's acquire to the whole warp
     ok = arch::all(kFullMask, ok);
-    // A peer that is in its second meeting has been in the first one before.
+    // A peer in its second barrier has passed the first one.
     highest = is_first ? proposal.generation - 1 | 1u : proposal.generation;
     if (!ok) highest = number;
     for (int mask = kWarpSize / 2; mask > 0; mask /= 2) {
       highest = max_of(highest, arch::shfl_xor(kFullMask, highest, mask));
     }
   } while (is_first && highest != number);
-  // Who has waited in vain will come again, perhaps with more ranks to be done without; who comes
-  // meanwhile must not meet what he said before.
+  // A rank that has waited in vain will come again, perhaps leaving out more ranks. A peer that
+  // comes meanwhile must not see this proposal.
   if (!ok && !arch::any(kFullMask, is_answered) && is_peer) {
     arch::st_relaxed_sys(world.proposal(peer, world.rank), uint64_t{0});
   }

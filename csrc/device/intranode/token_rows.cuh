@@ -1,5 +1,4 @@
-// Where the rows of a received token lie in an expanded output: what expand_rows and reduce_experts
-// share.
+// The rows of a received token in an expanded output, for expand_rows and reduce_experts.
 #pragma once
 
 #include "device/intranode/args.cuh"
@@ -8,15 +7,15 @@ namespace deep_comm {
 
 inline constexpr int kMaxTopk = 64;
 
-// One warp's token, in shared memory, in the order of its selections.
+// One warp's token, in shared memory, in the order of its top-k entries.
 struct TokenRows {
   int32_t row_idx[kMaxTopk];
 
   DC_DEVICE static TokenRows& of_warp() {
     return reinterpret_cast<TokenRows*>(arch::dynamic_smem())[arch::warp_idx()];
   }
-  // The whole warp; returns how many rows there are. Places past num_rows, which a worst-case
-  // output has dropped, count as none.
+  // The whole warp; returns how many rows there are. Rows past num_rows, which a worst-case output
+  // has dropped, do not count.
   DC_DEVICE int load(const int32_t* recv_rows, int64_t token, int num_topk, int num_rows) {
     const uint32_t lower_lanes = (1u << arch::lane_idx()) - 1;
     int count = 0;
@@ -34,7 +33,7 @@ struct TokenRows {
   }
 };
 
-// Tokens this rank has received, of those that the outputs have room for.
+// Tokens that this rank has received, at most those that the outputs have room for.
 DC_DEVICE int num_received(const World& world, const int32_t* rank_prefix_matrix, int num_limit) {
   const int num_tokens =
       arch::ld_nc(rank_prefix_matrix + (world.num_ranks - 1) * world.num_ranks + world.rank);

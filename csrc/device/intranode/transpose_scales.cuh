@@ -1,11 +1,11 @@
-// transpose_scales: received scales column by column, as grouped GEMMs load them.
-// Local: no peer takes part.
+// transpose_scales: received scales by column, as grouped GEMMs load them. Local: no peer takes
+// part.
 //
 // in     src [N, S] words of 4 bytes
 // out    dst [S, column_stride], dst[s][n] = src[n][s]
-// grid   any number of blocks and warps: a warp takes 32 rows, whose lines stay in its L1 from column to column.
-//        Scales cross the link row by row, since a row's are neighbours there: single words would
-//        cost a packet each
+// grid   any number of blocks and warps: a warp takes 32 rows, whose lines stay in its L1 from
+//        column to column. Scales cross the link row by row, since those of a row are neighbours:
+//        single words would cost a packet each
 #pragma once
 
 #include "device/intranode/args.cuh"
