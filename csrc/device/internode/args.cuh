@@ -1,7 +1,7 @@
-// The arguments of the internode kernels: one named struct a kernel, from the binding to the
-// device. N nodes, M ranks a node, R = N * M ranks, T local tokens, K top-k, E experts, C channels,
-// Q received rows, F rows that this rank forwards: tokens that ranks of its local index send to its
-// node.
+// The arguments of the internode kernels: one named struct per kernel, from the binding to the
+// device. N nodes, M ranks per node, R = N * M ranks, T local tokens, K top-k, E experts, C
+// channels, Q received rows, F rows that this rank forwards: tokens that ranks of its local index
+// send to its node.
 #pragma once
 
 #include "device/channel/rail.cuh"
@@ -26,7 +26,7 @@ struct TwoTier {
   DC_HOST_DEVICE int num_ranks() const { return num_nodes() * ranks_per_node(); }
 };
 
-// What all ranks must agree on before a dispatch; compared field by field in internode_notify.
+// What all ranks must agree on before a dispatch. internode_notify compares it field by field.
 enum class RailField : int {
   kNumExperts,
   kNumTopk,
@@ -37,10 +37,10 @@ enum class RailField : int {
   kNumSlots,
   kNumRailSendTokens,
   kNumRailSlots,
-  kCast,            // of x on its way: 0 none, 1 e4m3, 2 scales rounded, 3 as exponents
-  kHasWeights,      // top-k weights travel
+  kCast,        // of x before it is sent: 0 none, 1 e4m3, 2 rounded scales, 3 scales as exponents
+  kHasWeights,  // top-k weights are sent
   kBadExpertIndex,  // not compared: this rank's routing had an index out of range
-  kNumTokens,       // not compared: the most of all ranks goes to the host
+  kNumTokens,       // not compared: the maximum over the ranks goes to the host
   kCount
 };
 inline constexpr const char* kRailFieldNames[] = {"num_experts",
@@ -87,10 +87,11 @@ struct InternodeCountArgs {
   // out [N, C]  tokens that this rank sends to node n in channels 0..c
   int32_t* node_channel_prefix;
   int32_t* rank_channel_prefix;  // out [R, C]  the same by rank
-  int32_t* send_node_head;  // out [T, N]  ordinal of a token among those its channel sends to a
-                            // node, or -1
-  int32_t* send_places;     // out [T, N + R]  ordinal of a token among all that go to node n, then
-                            // to rank r, or -1; or null
+  // out [T, N]  ordinal of a token among those its channel sends to a node, or -1
+  int32_t* send_node_head;
+  // out [T, N + R], or null. The place of a token at a target, first the nodes, then the ranks: its
+  // ordinal among all tokens of this rank that go there, or -1
+  int32_t* send_places;
 };
 
 // Totals that the host waits for; host memory that kernels reach.
@@ -98,10 +99,10 @@ struct InternodeCounts {
   uint32_t sequence;  // released last: the host's number of this notify
   int32_t num_recv_tokens;
   int32_t num_forward_tokens;
-  int32_t max_num_tokens;      // of all ranks
+  int32_t max_num_tokens;      // maximum over the ranks
   int32_t num_returning_rows;  // that the node's other ranks return to this one in combine
-  // Of an early dispatch, the sequence released last: whether its rows are on their way to final
-  // places; otherwise no rank has sent any.
+  // Early dispatch. is_direct: its rows are being written to their final rows; otherwise no rank
+  // has sent any. The sequence is released last.
   uint32_t dispatch_sequence;
   int32_t is_direct;
   // [num_local_experts], aligned; allocated for num_max_experts
@@ -120,9 +121,9 @@ struct InternodeNotifyArgs {
   int expert_alignment;
   uint32_t sequence;
   InternodeCounts* counts;
-  // out [N, C]  rows to forward of source node n in channels 0..c
+  // out [N, C]  rows of source node n to forward in channels 0..c
   int32_t* recv_node_channel_prefix;
-  int32_t* recv_node_prefix_sum;     // out [N]     rows to forward of nodes 0..n
+  int32_t* recv_node_prefix_sum;     // out [N]     rows of nodes 0..n to forward
   int32_t* recv_rank_channel_start;  // out [R, C]  where the rows of channel c of source r begin
   int32_t* recv_rank_prefix_sum;     // out [R]     rows of sources 0..r
   int32_t* combine_start;   // out [C, N, M]  where a node's rows begin in combine's ring of a rank
@@ -135,27 +136,29 @@ struct InternodeDispatchArgs {
   World world;
   TwoTier tiers;
   uint32_t signature;
-  bool fill_tail;  // of a dispatch with a bound of rows, right behind its notify
-  bool zero_tail;  // the payload and scales of rows past the received ones as well
+  // fill rows past the received ones; for a bounded dispatch right after its notify
+  bool fill_tail;
+  bool zero_tail;  // also their payload and scales
   RailMessage message;
-  RingLayout ring;  // inside the node: a lane a channel
+  RingLayout ring;  // inside the node; a lane is a channel
   RailRings rail_rings;
   int num_send_tokens;       // rows between two publications inside the node
-  int num_rail_send_tokens;  // rows of a put, at most
+  int num_rail_send_tokens;  // rows per put, at most
   int num_sender_warps;
   // direct mode (dispatch_direct.cuh)
   PlacedRailMessage placed;
   RailStaging staging;
   StageLayout send_stage;
   StageLayout forward_stage;
-  int num_send_warps;  // of a block, then the forwarding ones, those of metadata and the publisher
+  // of a block; then those that forward, those that write metadata, and the publisher
+  int num_send_warps;
   int num_forward_warps;
   int num_meta_warps;
-  // Shared memory: sending warps' stages, then
+  // Shared memory: the stages of sending warps, then
   size_t forward_stages_offset;
-  size_t barriers_offset;  // of sending warps, then of forwarding ones
+  size_t barriers_offset;  // of sending warps, then of forwarding warps
   size_t entry_offset;     // DirectEntry
-  // Where this rank's outputs begin in its segment, in lines; 0: elsewhere, and no stages
+  // First line of this rank's outputs in its segment; 0: elsewhere, and no stages
   uint32_t output_line;
   uint32_t src_line;
   const int32_t* send_places;          // [T, N + R]
@@ -189,15 +192,15 @@ struct InternodeDispatchArgs {
   int32_t* recv_src_idx;     // [Q], or null
   // [Q, 2]: source node, mask of the node's ranks that got the token; or null
   int32_t* recv_src_meta;
-  int32_t* send_rank_head;  // [F, M]: ordinal of a forwarded row in combine's ring of a rank, or
-                            // -1; or null
-  int num_recv_rows;        // Q
-  int num_forward_rows;     // F
-  // quantised: x and x_scales are the engine's own then, filled from `source` where rings need them
+  // [F, M]: ordinal of a forwarded row in combine's ring of a rank, or -1; or null
+  int32_t* send_rank_head;
+  int num_recv_rows;     // Q
+  int num_forward_rows;  // F
+  // quantised: x and x_scales are the engine's own; rings fill them from `source`
   const uint8_t* source;  // [T, H] bfloat16
   ScaleFormat scale_format;
-  // Launched before the host knows the counts: outputs are of at least as many rows as come, or no
-  // rank sends any; laid out for those that come.
+  // Launched before the host knows the counts. The outputs have at least as many rows as arrive and
+  // are laid out for those; otherwise no rank sends anything.
   bool is_early;
   uint32_t sequence;
   InternodeCounts* counts;
@@ -215,18 +218,19 @@ struct InternodeCombineArgs {
   int num_reduce_warps;  // rings: of either block of a channel
   // staged mode
   StageLayout stage;
-  int num_senders;       // warps of a block that return rows; 0: one rank a node
-  int num_adders;        // warps behind them, of which
-  int num_forwarders;    // so many forward first
+  int num_senders;       // warps of a block that return rows; 0: one rank per node
+  int num_adders;        // the next warps, which add
+  int num_forwarders;    // of these, so many forward first
   size_t stages_offset;  // shared memory: stages, mbarriers, StagedEntry
   size_t barriers_offset;
   size_t entry_offset;
-  uint32_t staging_line;  // where this rank's staging begins, in lines from its segment; 0: none
+  uint32_t staging_line;  // first line of this rank's staging in its segment; 0: none
   int num_staging_rows;
   int num_forward_rows;                // F: rows of send_rank_head
   const int32_t* node_channel_prefix;  // [N, C]
-  // [N + 1, M]: rows that a local rank returns to this one from nodes before n; then [C, N, M]:
-  // what send_rank_head wants added to be a row's place among all of that rank. Null: no staging
+  // [N + 1, M]: rows that a local rank returns to this one from nodes before n. Then [C, N, M]:
+  // what is added to an entry of send_rank_head to get the row's place among all rows of that rank.
+  // Null: no staging
   const int32_t* forward_places;
   const int32_t* send_node_head;            // [T, N]
   const int32_t* send_rank_head;            // [F, M]
@@ -235,7 +239,7 @@ struct InternodeCombineArgs {
   const int32_t* recv_rank_channel_start;   // [R, C]
   const int32_t* recv_rank_prefix_sum;      // [R]
   int num_tokens;
-  int num_rows;                  // rows x has
+  int num_rows;                  // rows of x
   const uint8_t* x;              // [Q, row_bytes]
   const float* topk_weights;     // [Q, K], or null
   const uint8_t* bias[2];        // [T, row_bytes], or null

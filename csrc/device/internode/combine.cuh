@@ -1,28 +1,28 @@
-// internode_combine: every expert rank's rows back to the ranks that own the tokens, added once a
-// node on the way.
+// internode_combine: every expert rank returns its rows to the ranks that own the tokens. They are
+// added once per node on the way.
 //
-// in     x [Q, H] in dispatch's order, optional topk_weights [Q, K]; optional bias_0, bias_1 [T,
-// H]; the handle out    combined_x [T, H], combined_topk_weights [T, K] sums   s(n)       =
-// round(((0 + x of rank (n, a)) + x of rank (n, b)) + …)   local ranks ascending, float32
-//        combined_x = round(((0 + s(m)) + s(n)) + … + bias_0 + bias_1)         nodes ascending,
-//        float32 rounded to the dtype of x once a node, the own node included, and once at the end;
-//        weights stay float32
+// in     x [Q, H] in dispatch's order, optional topk_weights [Q, K]; optional bias_0, bias_1
+//        [T, H]; the handle
+// out    combined_x [T, H], combined_topk_weights [T, K]
+// sums   s(n) = round(((0 + x of rank (n, a)) + x of rank (n, b)) + …), local ranks ascending
+//        combined_x = round(((0 + s(m)) + s(n)) + … + bias_0 + bias_1), nodes ascending
+//        both in float32, rounded to the dtype of x; weights stay float32
 // path   rank (n, j) → NVLink → rank (n, l) → rail → rank (n', l), which owns the token
-// modes  staged (combine_staged.cuh), when every rank has room for all rows and sums that come to
-//        it, announced at entry over both tiers; otherwise rings:
-// grid   two blocks a channel c, W reducing warps each:
-//          2 c      warp i < M: sender to local rank i; warp M: returns credits on the rail; then
-//          W: add nodes' sums 2 c + 1  warp 0: puts finished sums on the rail, returns credits in
-//          the node; then W: add local rows
-// smem   rings: a ReduceTurns; behind it in blocks 2 c SumsRead [N], else pointers [W, kMaxRanks];
+// modes  staged (combine_staged.cuh) if every rank has room for all rows and sums that arrive,
+//        which it announces at entry over both tiers; otherwise rings:
+// grid   two blocks per channel c, W reducing warps each:
+//          2 c      warp i < M: sender to local rank i; warp M: returns credits on the rail;
+//                   then W warps add the nodes' sums
+//          2 c + 1  warp 0: puts finished sums on the rail, returns credits in the node;
+//                   then W warps add local rows
+// smem   rings: a ReduceProgress; then in blocks 2 c SumsRead [N], else pointers [W, kMaxRanks];
 //        staged: num_senders x (stages + mbarriers), then a StagedEntry
-// words  of entry: arrived and places (rail), arrived, staging_line, staging_rows (node); of rings:
-//        as in dispatch, roles exchanged
+// words  of entry: arrived and staging lines (rail), arrived, staging_line, staging_rows (node); of
+//        rings: as in dispatch with exchanged roles
 // waits  ring tail: unblocked by a local sender; ring credit: by warp 0 of the forwarder's block,
-// which waits for its
-//        reducing warps alone; rail credit: by warp M at the owner, likewise; rail tail: by warp 0
-//        of the forwarder. All nodes take the owners' nodes in one order, so that what is sent at
-//        step k is read at step k on all of them: no cycle (docs/design: two tiers)
+//        which waits for its reducing warps only; rail credit: by warp M at the owner, likewise;
+//        rail tail: by warp 0 of the forwarder. All nodes serve the owners' nodes in one order, so
+//        what is sent at step k is read at step k on all of them: no cycle (docs/design/0007)
 // not promised: nothing; the result does not depend on mode, C, slots, chunks or number of warps
 #pragma once
 
@@ -73,8 +73,8 @@ DC_DEVICE void combine_by_rings(const TierContexts& contexts, const InternodeCom
   }
 }
 
-// A sending warp of staged mode. Its loads begin before anybody knows the mode; room of this rank's
-// own for staging makes it likely that it is the staged one.
+// A sending warp of staged mode. Its loads begin before the mode is known. If this rank has
+// staging, the mode is probably staged.
 DC_DEVICE void enter_and_return(const TierContexts& contexts, const InternodeCombineArgs& args,
                                 StagedEntry* entry, int sender) {
   arch::Mbarrier* barriers =

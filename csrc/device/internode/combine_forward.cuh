@@ -1,5 +1,5 @@
-// combine, the way back between nodes: the rows of one node's tokens are added, rounded, and put on
-// the rail.
+// combine, back between nodes: the rows of one node's tokens are added, rounded, and put on the
+// rail.
 #pragma once
 
 #include "device/channel/ring.cuh"
@@ -13,15 +13,15 @@ DC_DEVICE RingReceiver local_ring(const Context& node, const InternodeCombineArg
   return {node, ring_slots(node.world, args.ring, channel, node.world.rank, local), channel, local};
 }
 
-// Lane j < M: where in local rank j's ring the row to be forwarded lies, or -1.
+// Lane j < M: the ordinal of the row to be forwarded in local rank j's ring, or -1.
 DC_DEVICE int load_rank_head(const InternodeCombineArgs& args, int row) {
   const int num_local = args.tiers.ranks_per_node(), lane = arch::lane_idx();
   if (lane >= num_local) return -1;
   return arch::ld_nc(args.send_rank_head + static_cast<int64_t>(row) * num_local + lane);
 }
 
-// One warp: waits for the row's parts and for a slot, adds the one into the other. rows: shared
-// memory of this warp, for as many pointers as there are local ranks.
+// One warp: waits for the row's parts and for a slot, and adds the parts into it. rows: this warp's
+// part of shared memory, a pointer per local rank.
 template <Dtype kDtype>
 DC_DEVICE bool forward_row(const TierContexts& contexts, const InternodeCombineArgs& args,
                            RailSender& rail, const uint8_t** rows, int channel, int row,
@@ -70,8 +70,8 @@ DC_DEVICE void forward_sums(const TierContexts& contexts, const InternodeCombine
   }
 }
 
-// One warp behind the reducing ones: puts what is finished on the rail, and returns the credits of
-// the rows that went into it. It waits for nothing else, so that whatever is finished gets out.
+// One warp, which follows the reducing ones: puts finished sums on the rail, and returns the
+// credits of the rows that were added. It waits for nothing else, so everything finished is sent.
 DC_DEVICE void publish_sums(const TierContexts& contexts, const InternodeCombineArgs& args,
                             ReduceProgress* progress, int channel) {
   const int num_nodes = args.tiers.num_nodes(), num_local = args.tiers.ranks_per_node();
@@ -94,7 +94,7 @@ DC_DEVICE void publish_sums(const TierContexts& contexts, const InternodeCombine
         if (head >= 0) num_read = head + 1;
         if (num_read - num_returned < batch) continue;
         num_returned = num_read;
-        // pairs with: RingSender::await_slot and ::poll_slot — the reads of slots [0, num_read).
+        // pairs with: RingSender::await_slot and ::poll_slot — the reads of slots [0, num_read)
         arch::st_release_sys(head_word, Tagged::pack(contexts.node.generation, num_read));
       }
       for (; num_put < reached; num_put = min_of(num_put + max_put, reached)) {

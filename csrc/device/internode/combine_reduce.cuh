@@ -1,4 +1,4 @@
-// combine, the last step: one sum a node, added at the rank that owns the token.
+// combine, the last step: the rank that owns a token adds its sums, one per node.
 #pragma once
 
 #include "device/internode/reduce_team.cuh"
@@ -13,7 +13,7 @@ DC_DEVICE int load_node_head(const InternodeCombineArgs& args, int token, int fi
   return arch::ld_nc(args.send_node_head + static_cast<int64_t>(token) * num_nodes + node);
 }
 
-// One warp: f(slot of the token's sum of each of its nodes), nodes ascending.
+// One warp: calls visit(slot) for the token's sum of each of its nodes, nodes ascending.
 template <class Visit>
 DC_DEVICE void for_each_sum(const Context& rail, const InternodeCombineArgs& args, int channel,
                             int token, Visit visit) {
@@ -108,13 +108,14 @@ DC_DEVICE void reduce_tokens(const Context& rail, const InternodeCombineArgs& ar
   }
 }
 
-// What has been read of every node's ring; in shared memory, for the one warp that returns credits.
+// Rows read from every node's ring, and credits returned; in shared memory, for the one warp that
+// returns credits.
 struct SumsRead {
   uint32_t num_read;
   uint32_t num_returned;
 };
 
-// One warp behind the reducing ones: returns credits on the rail.
+// One warp, which follows the reducing ones: returns credits on the rail.
 DC_DEVICE void return_sum_credits(const TierContexts& contexts, const InternodeCombineArgs& args,
                                   ReduceProgress* progress, SumsRead* rings, int channel) {
   const int num_nodes = args.tiers.num_nodes(), lane = arch::lane_idx();

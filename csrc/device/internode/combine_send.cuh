@@ -1,12 +1,13 @@
-// combine, inside the node: every expert rank's rows back to the local ranks that forwarded them.
+// combine, inside the node: every expert rank returns its rows to the local ranks that forwarded
+// them.
 #pragma once
 
 #include "device/internode/dispatch_forward.cuh"
 
 namespace deep_comm {
 
-// One warp: the rows that local rank `dst` forwarded to this one, in the order in which combine
-// takes the nodes.
+// One warp: sends the rows that local rank `dst` forwarded to this one, in the order in which
+// combine serves the nodes.
 DC_DEVICE void send_to_forwarder(const Context& node, const InternodeCombineArgs& args, int channel,
                                  int dst) {
   const int num_nodes = args.tiers.num_nodes(), num_local = args.tiers.ranks_per_node();

@@ -1,17 +1,17 @@
-// combine, staged mode: every row and every sum has a slot of its own where it goes (see
-// combine_staging.cuh), so that nobody waits for credit, and any block may send, add or forward.
+// combine, staged mode: every row and every sum has a slot of its own at its destination (see
+// combine_staging.cuh). So nobody waits for credit, and any block may send, add or forward.
 //
 // grid   any number of blocks: warp 0 publishes, num_senders warps return rows inside the node
-//        (combine_staged_send.cuh), the others add (combine_staged_add.cuh): num_forwarders of them
-//        rows that cross, and then tokens as the rest
+//        (combine_staged_send.cuh), the others add (combine_staged_add.cuh); num_forwarders of them
+//        first add rows that cross to other nodes, then tokens like the rest
 // words  recv_line[chunk / 8].landed[chunk % 8] · owner: receiver · written by the sender's
 //                                publisher · fence and relaxed store / acquire sys
-//        landed[node][chunk]   · the same between nodes · stored, or put behind the sums on one queue
-//        added[node][chunk]    · this rank · sums of a chunk that are complete; zero at rest
+//        landed[node][chunk]   · the same between nodes · stored, or put after the sums on a queue
+//        added[node][chunk]    · this rank · complete sums of a chunk; zero at rest
 //        taken (num_chunks, own: rows to forward) · this rank · see sync/generation.cuh
-// waits  landed in the node: unblocked by the sender of the chunk, which waits for its publisher
-//        alone, which waits for nobody. landed between nodes: by the node's forwarding warps, which
-//        wait for rows of their node alone
+// waits  landed in the node: unblocked by the sender of the chunk, which waits only for its
+//        publisher, which waits for nobody. landed between nodes: by the node's forwarding warps,
+//        which wait only for rows of their node
 #pragma once
 
 #include "device/internode/combine_staged_add.cuh"
@@ -19,7 +19,8 @@
 
 namespace deep_comm {
 
-// One warp; lane w publishes what mover w has landed. One fence serves all; see publisher.cuh.
+// One warp; lane w publishes what mover w has landed. One fence serves all movers: see
+// publisher.cuh.
 class StagedPublisher {
  public:
   DC_DEVICE StagedPublisher(const TierContexts& contexts, const InternodeCombineArgs& args,
@@ -36,12 +37,12 @@ class StagedPublisher {
     while (true) {
       const uint32_t rung = arch::ld_acquire_cta(&entry_->progress.bell);
       arch::sync_warp();
-      // pairs with: Progress::report — the movers' stores, and what they are.
+      // pairs with: Progress::report — the movers' stores, and their items
       const uint32_t word = arch::ld_acquire_cta(&entry_->progress.words[mover]);
       const uint32_t num_landed = word & ~Progress::kFinished;
       if (arch::any(kFullMask, num_landed != num_published)) {
-        // With the stores of rows' words, a release; with the counts of sums, too: publish_sums.
-        // pairs with: LocalRows::await_row — the chunks' rows.
+        // With the stores of rows' words, a release; also with the counts of sums: see
+        // publish_sums. pairs with: LocalRows::await_row — the chunks' rows
         arch::fence_acq_rel_sys();
         while (arch::any(kFullMask, num_landed != num_published)) {
           const bool has_item = lane == mover && num_landed != num_published;
@@ -50,7 +51,7 @@ class StagedPublisher {
           publish_sums(lane >= args_.num_senders ? item : -1);
           if (num_landed != num_published) ++num_published;
         }
-        // pairs with: LandedItems::post — the items have been read.
+        // pairs with: LandedItems::post — the items have been read
         if (lane == mover) arch::st_release_cta(&landed.num_published[mover], num_published);
       }
       if (arch::all(kFullMask, (word & Progress::kFinished) != 0)) return;
@@ -67,7 +68,7 @@ class StagedPublisher {
   }
 
  private:
-  // One lane, behind the fence.
+  // One lane, after the fence.
   DC_DEVICE void publish_rows(int item) const {
     const World& world = args_.world;
     arch::st_relaxed_sys(
@@ -75,8 +76,8 @@ class StagedPublisher {
         Tagged::pack(contexts_.node.generation, 1));
   }
 
-  // The whole warp, behind the fence; lanes with a finished sum bring its chunk. The last sum of a
-  // chunk sends it off.
+  // The whole warp, after the fence. Lanes with a finished sum pass its chunk. The last sum of a
+  // chunk sends the chunk.
   DC_DEVICE void publish_sums(int item) const {
     const RailTier& tier = args_.tiers.rail;
     bool is_complete = false;
@@ -90,7 +91,7 @@ class StagedPublisher {
       if (is_complete) arch::st_relaxed_gpu(added, 0u);
     }
     if (!arch::any(kFullMask, is_complete)) return;
-    // pairs with: the fence in run, in whichever block counted before — the chunk's sums. Behind it
+    // pairs with: the fence in run, in the blocks that counted before — the chunk's sums. After it
     // their word may be stored, and the NIC may read them.
     if (!arch::fault(Fault::kSkipRailFence)) arch::fence_acq_rel_sys();
     const int node = item / kMaxRailChunks, chunk = item % kMaxRailChunks;
@@ -98,8 +99,7 @@ class StagedPublisher {
     uint8_t* near = is_complete ? near_segment(args_.world, tier, node) : nullptr;
     if (near != nullptr) {
       arch::rail_count(tier.port, node, tier.landed_qp(chunk), num_bytes);
-      // With the fence, a release; pairs with: TokenAdder::await_sum at the
-      // node — the chunk's sums.
+      // With the fence, a release; pairs with: TokenAdder::await_sum at the node — the chunk's sums
       arch::st_relaxed_sys(
           reinterpret_cast<uint64_t*>(near + tier.layout.landed_of(tier.node, chunk)),
           Tagged::pack(contexts_.rail.generation, 1));
@@ -112,7 +112,7 @@ class StagedPublisher {
                arch::shfl(kFullMask, num_bytes, lane));
     }
   }
-  // The whole warp, behind that fence.
+  // The whole warp, after that fence.
   DC_DEVICE void put_sums(int node, int chunk, uint32_t num_bytes) const {
     const RailTier& tier = args_.tiers.rail;
     const StagingPlan plan(args_, entry_->tables);
@@ -122,7 +122,7 @@ class StagedPublisher {
                             static_cast<size_t>(first) * args_.message.slot_bytes(),
                         plan.slot(plan.to_node(node) + first), num_bytes);
     if (arch::lane_idx() != 0) return;
-    // pairs with: TokenAdder::await_sum at the node — the put above, on the same queue.
+    // pairs with: TokenAdder::await_sum at the node — the put above, on the same queue
     arch::rail_signal(tier.port, node, qp, tier.layout.landed_of(tier.node, chunk),
                       Tagged::pack(contexts_.rail.generation, 1));
   }
@@ -137,7 +137,7 @@ class StagedPublisher {
   int num_movers_;
 };
 
-// The staged mode of the warps that do not send.
+// Staged mode, the warps that do not send.
 template <Dtype kDtype>
 DC_DEVICE void add_staged(const TierContexts& contexts, const InternodeCombineArgs& args,
                           StagedEntry* entry) {
@@ -147,7 +147,7 @@ DC_DEVICE void add_staged(const TierContexts& contexts, const InternodeCombineAr
     if (is_early && arch::lane_idx() == 0) arch::rail_done(args.tiers.rail.port);
     StagedPublisher(contexts, args, entry).run();
     note_in_warp(contexts.node, TraceStep::kSent);
-    // Block 0 announced itself before the block met; the publisher is all that posts since.
+    // Block 0 announced itself before the block barrier. Since then only the publisher posts.
     if (!is_early && arch::lane_idx() == 0) arch::rail_done(args.tiers.rail.port);
     return;
   }

@@ -1,7 +1,7 @@
 // combine, staged mode, the sums: of a node's rows for the rail, and of a token's nodes at its
-// owner. Rows and tokens are dealt while the kernel runs. Some warps forward until no row is left
-// and help their neighbours then; the others, which wait for the other nodes' sums, add tokens
-// alone: so all sums get on the rail, whatever waits for whom.
+// owner. Rows and tokens are dealt while the kernel runs. Some warps forward until no row is left,
+// then add tokens. The others add tokens only, and wait for the other nodes' sums. So every sum
+// reaches the rail, whatever waits for whom.
 #pragma once
 
 #include "device/internode/combine_staged_rows.cuh"
@@ -9,8 +9,8 @@
 
 namespace deep_comm {
 
-// Lane 0 of a forwarding warp: rows that this rank adds for other nodes, a chunk of the rail after
-// the other, the nodes in turn.
+// Lane 0 of a forwarding warp takes rows that this rank adds for other nodes: one rail chunk after
+// the other, the nodes in rotation.
 class TakeForward {
  public:
   static constexpr int kNodeShift = 25;
@@ -28,7 +28,7 @@ class TakeForward {
     num_items_ = static_cast<uint32_t>(num_rounds) * (args.tiers.num_nodes() - 1) * most_rows_;
   }
 
-  // Node and row among those for it.
+  // Returns node << kNodeShift | row among those for the node, or -1.
   DC_DEVICE int operator()() const {
     const int num_nodes = args_->tiers.num_nodes();
     while (true) {
@@ -71,7 +71,7 @@ class SumForwarder {
         local_(contexts.node, args, entry->tables),
         items_(TakeForward(contexts.node, args, entry->tables)) {
     const RailTier& tier = args.tiers.rail;
-    const int lane = arch::lane_idx();  // of a node
+    const int lane = arch::lane_idx();  // handles this node
     if (lane >= tier.num_nodes() || lane == tier.node) return;
     const StagingPlan plan(args, entry->tables);
     uint8_t* near = near_segment(args.world, tier, lane);
@@ -125,7 +125,7 @@ class SumForwarder {
         arch::shfl(kFullMask, reinterpret_cast<uint64_t>(target_), node));
     out += static_cast<size_t>(row) * args_.message.slot_bytes();
     const int row_bytes = args_.message.row_bytes;
-    // Rounded once, as this node's rows are for a sum of its own.
+    // Rounded once, as this node's rows are in a sum of its own.
     list.own_sum_at = list.num_local;
     reduce_nodes<kDtype>(out, list, list.num_local, row_bytes / 16);
     float* weights = reinterpret_cast<float*>(out + row_bytes);
@@ -135,7 +135,7 @@ class SumForwarder {
         sum += arch::ld_weak(list.weights(args_, idx) + k);
       arch::st_weak(weights + k, sum);
     }
-    arch::sync_warp();  // all lanes have done with the addresses
+    arch::sync_warp();  // all lanes have used the addresses
   }
 
   const TierContexts& contexts_;
@@ -145,11 +145,11 @@ class SumForwarder {
   const uint8_t** rows_;
   LocalRows local_;
   WorkQueue<TakeForward> items_;
-  uint8_t* target_ = nullptr;  // lane n: of the first row for node n
+  uint8_t* target_ = nullptr;  // lane n: the first row for node n
   int place_ = -1;
 };
 
-// One warp: adds the tokens it takes. Lane n < N looks after node n's sum as well.
+// One warp: adds the tokens it takes. Lane n < N handles node n's sum as well.
 template <Dtype kDtype>
 class TokenAdder {
  public:
@@ -177,7 +177,7 @@ class TokenAdder {
       const int token = tokens_.at(index);
       if (token < 0) return;
       const int sum_row = next.sum_row, place = place_;
-      // While this token is added: heads of the next but one would be too much to keep.
+      // While this token is added. Looking further ahead would need too many registers.
       next = find(index + 1);
       bool ok = true;
       const uint8_t* sum = await_sum(sum_row, &ok);
@@ -191,10 +191,10 @@ class TokenAdder {
   }
 
  private:
-  // Of one token.
+  // What is known of one token.
   struct Found {
     int channel;
-    int sum_row;  // lane n: among this rank's tokens at node n, or -1
+    int sum_row;  // lane n: place among this rank's tokens at node n, or -1
   };
 
   DC_DEVICE Found find(uint32_t index) {
@@ -252,7 +252,7 @@ class TokenAdder {
           args_, list,
           args_.combined_topk_weights + static_cast<int64_t>(token) * args_.message.num_topk);
     }
-    arch::sync_warp();  // all lanes have done with the addresses
+    arch::sync_warp();  // all lanes have used the addresses
   }
 
   const TierContexts& contexts_;
@@ -266,7 +266,7 @@ class TokenAdder {
   const uint8_t* base_ = nullptr;  // lane n: of node n's sums
   int chunk_rows_ = 1;
   int known_chunk_ = -1;  // has landed
-  int place_ = -1;        // of the local rows of the next token
+  int place_ = -1;        // of the next token's local rows
 };
 
 }  // namespace deep_comm

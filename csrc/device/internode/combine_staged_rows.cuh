@@ -1,4 +1,4 @@
-// combine, staged mode: the rows of one sum. Where they lie and when they have come; adding them.
+// combine, staged mode: the rows of one sum. Finds them, waits for them, adds them.
 #pragma once
 
 #include "device/internode/combine_staging.cuh"
@@ -6,7 +6,7 @@
 
 namespace deep_comm {
 
-// The rows of this node that one sum takes. Lane j < M looks after local rank j's: in the staging,
+// The rows of this node that one sum needs. Lane j < M handles local rank j's row: in the staging,
 // or in x for this rank's own.
 class LocalRows {
  public:
@@ -21,8 +21,8 @@ class LocalRows {
     base_ = plan.slot(plan.from_local(lane));
   }
 
-  // Where the parts of a forwarded row lie, which is of `node` and `channel`; -1: none. row: among
-  // all that this rank forwards.
+  // The place of a forwarded row's part, of `node` and `channel`; -1: none. row: among all that
+  // this rank forwards.
   DC_DEVICE int look_up(int node, int channel, int row) const {
     if (!is_rank_) return -1;
     const int lane = arch::lane_idx();
@@ -33,7 +33,8 @@ class LocalRows {
                                   (channel * num_nodes + node) * num_local + lane);
     return head < 0 ? -1 : start + head;
   }
-  // Waits for them; place: of look_up. The row, or null; *ok: the wait did not fail.
+  // Waits for the part at `place` (from look_up). Returns its row, or null. *ok: the wait did not
+  // fail.
   DC_DEVICE const uint8_t* await_row(int node, int place, bool* ok) {
     *ok = true;
     if (place < 0) return nullptr;
@@ -41,7 +42,7 @@ class LocalRows {
     if (!is_peer_) {
       const int64_t row =
           static_cast<int64_t>(tables_.x_starts[lane][node]) + place - tables_.received[lane][node];
-      // A worst-case handle may name rows that were dropped; dispatch has said so.
+      // A worst-case handle may name rows that were dropped. dispatch has reported that.
       if (row >= args_.num_rows) return nullptr;
       own_row_ = row;
       return args_.x + row * args_.message.row_bytes;
@@ -56,7 +57,7 @@ class LocalRows {
     }
     return base_ + static_cast<size_t>(place) * args_.message.slot_bytes();
   }
-  // Behind await_row: this rank's own row in x; in its lane.
+  // After await_row: the index of this rank's own row in x; in its lane.
   DC_DEVICE int64_t own_row() const { return own_row_; }
 
  private:
@@ -70,7 +71,7 @@ class LocalRows {
   int64_t own_row_ = 0;
 };
 
-// The channel of a row among those that a node has sent here. A whole warp.
+// The channel of a row among those that a node has sent here. The whole warp.
 DC_DEVICE int channel_of_row(const InternodeCombineArgs& args, int node, int row) {
   const int num_channels = args.rail_rings.num_channels;
   const int32_t* prefix = args.recv_node_channel_prefix + node * num_channels;
@@ -85,20 +86,20 @@ DC_DEVICE int channel_of_row(const InternodeCombineArgs& args, int node, int row
   return channel;
 }
 
-// A warp's list of rows, this node's first, and where the weights behind them lie.
+// A warp's list of rows, this node's first, and the weights that follow each of them.
 struct RowList {
   const uint8_t** rows;  // shared memory
   int num_local = 0;     // of this node
-  int own = -1;          // index of the row in x
+  int own = -1;          // index in `rows` of the row that lies in x
   int64_t own_row = 0;
-  int num_rows = 0;     // with the other nodes' sums
-  int own_sum_at = -1;  // this node's sum comes before row `turn`; -1: there is none
+  int num_rows = 0;     // including the other nodes' sums
+  int own_sum_at = -1;  // this node's sum comes before row own_sum_at; -1: there is none
 
   DC_DEVICE const float* weights(const InternodeCombineArgs& args, int idx) const {
     return idx == own ? args.topk_weights + own_row * args.message.num_topk
                       : reinterpret_cast<const float*>(rows[idx] + args.message.row_bytes);
   }
-  // A whole warp; lane j brings local rank j's row, or null.
+  // The whole warp; lane j passes local rank j's row, or null.
   DC_DEVICE void add_local(const InternodeCombineArgs& args, const uint8_t* row,
                            int64_t own_x_row) {
     const int lane = arch::lane_idx(), rank = args.world.rank;
@@ -108,7 +109,7 @@ struct RowList {
     if ((present >> rank & 1u) != 0) own = arch::popc(present & ((1u << rank) - 1));
     own_row = arch::shfl(kFullMask, own_x_row, rank);
   }
-  // Lane n brings node n's sum, or null; `own_node` brings none.
+  // Lane n passes node n's sum, or null; `own_node` passes none.
   DC_DEVICE void add_sums(const uint8_t* row, int own_node) {
     const int lane = arch::lane_idx();
     const uint32_t present = arch::ballot(kFullMask, row != nullptr);
@@ -118,10 +119,10 @@ struct RowList {
   }
 };
 
-// One warp: dst = round(sums of the nodes, ascending, then of the rows behind them), this node's
-// from its rows, rounded as the others' were. All loads of a step are issued before the first row
-// is added: one at a time, each would cost a trip to memory. A sum lives for one vector of a step,
-// so that registers are left for loads.
+// One warp: dst = round(sums of the nodes, ascending, then the rows after them). This node's sum is
+// computed from its rows and rounded like the others. All loads of a step are issued before the
+// first row is added: otherwise each would cost a trip to memory. A sum lives for one vector of a
+// step, which leaves registers for loads.
 template <Dtype kDtype, int kRows, int kUnroll>
 DC_DEVICE void reduce_few(uint8_t* dst, const RowList& list, int num_vecs) {
   using Type = Numeric<kDtype>;
@@ -211,7 +212,7 @@ DC_DEVICE void reduce_many(uint8_t* dst, const RowList& list, int num_rows, int 
   }
 }
 
-// A call, so that what its caller keeps is put aside once a row, and not within its loops.
+// A call, so that the caller's registers are saved once per row, not within its loops.
 template <Dtype kDtype>
 DC_DEVICE_COLD void reduce_nodes(uint8_t* dst, RowList list, int num_rows, int num_vecs) {
   switch (num_rows) {
@@ -228,7 +229,7 @@ DC_DEVICE_COLD void reduce_nodes(uint8_t* dst, RowList list, int num_rows, int n
   }
 }
 
-// One warp: the weights beside it; biases have none.
+// One warp: the weights that belong to the row; biases have none.
 DC_DEVICE void reduce_node_weights(const InternodeCombineArgs& args, const RowList& list,
                                    float* out) {
   for (int k = arch::lane_idx(); k < args.message.num_topk; k += kWarpSize) {

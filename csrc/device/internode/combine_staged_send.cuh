@@ -1,6 +1,7 @@
-// combine, staged mode, inside the node: every row of x to its slot at the local rank that
-// forwarded it. Chunks are dealt while the kernel runs: first those that cross to other nodes, the
-// nodes in turn, so that all of them get sums from the start; then those of this node's own tokens.
+// combine, staged mode, inside the node: every row of x is sent to its slot at the local rank that
+// forwarded it. Chunks are dealt while the kernel runs. Those that cross to other nodes come first,
+// the nodes in rotation, so that all of them get sums from the start. Those of this node's own
+// tokens follow.
 #pragma once
 
 #include "device/internode/combine_staging.cuh"
@@ -10,7 +11,7 @@
 
 namespace deep_comm {
 
-// Rows of x that return to one local rank, in chunks, in the order in which they are sent.
+// The rows of x that return to one local rank, in chunks, in the order in which they are sent.
 class ReturnOrder {
  public:
   DC_DEVICE ReturnOrder(const InternodeCombineArgs& args, const StagedTables& tables, int peer)
@@ -30,7 +31,7 @@ class ReturnOrder {
     int num_rows;
     int number;
   };
-  // Without rows: that node's are at an end.
+  // A chunk without rows: that node has no more.
   DC_DEVICE Chunk at(int item) const {
     int node = own_, index = item - num_crossing_;
     if (index < 0) {
@@ -52,7 +53,7 @@ class ReturnOrder {
   int num_crossing_;
 };
 
-// Lane 0 of a sending warp: chunks for one local rank until all are taken, then for the next.
+// Lane 0 of a sending warp takes chunks for one local rank until none is left, then for the next.
 class TakeReturn {
  public:
   static constexpr int kPeerShift = 24;
@@ -91,8 +92,8 @@ class TakeReturn {
   ReturnOrder order_;
 };
 
-// One warp: sends the chunks it takes. Loads begin before the peers have come (begin), stores after
-// (run).
+// One warp: sends the chunks it takes. Loads begin before the peers have arrived (begin), stores
+// after that (run).
 class ReturnSender {
  public:
   DC_DEVICE ReturnSender(const Context& node, const InternodeCombineArgs& args, StagedEntry* entry,
@@ -136,7 +137,7 @@ class ReturnSender {
     }
   }
 
-  // Instead of run: the stages are free again.
+  // Instead of run: frees the stages.
   DC_DEVICE void give_up() {
     while (pipe_.num_stores() != pipe_.num_loads()) {
       if (arch::lane_idx() == 0) pipe_.await_load();
@@ -160,7 +161,7 @@ class ReturnSender {
     int piece = 0;
   };
 
-  // The index-th chunk of this warp; without rows behind the last.
+  // The index-th chunk of this warp; without rows after the last.
   DC_DEVICE Chunk chunk_at(uint32_t index) {
     const int item = items_.at(index);
     if (item < 0) return {-1, 0, 0, 0, 0};
@@ -175,7 +176,8 @@ class ReturnSender {
 
   DC_DEVICE void load_next() {
     if (load_.chunk.num_rows == 0) return;
-    // A worst-case handle may name rows that were dropped; dispatch has said so. Any row will do.
+    // A worst-case handle may name rows that were dropped, which dispatch has reported. Any row
+    // will do.
     const int64_t row = min_of<int64_t>(load_.chunk.x_row + load_.row, args_.num_rows - 1);
     if (arch::lane_idx() == 0) {
       pipe_.make_room();
@@ -216,7 +218,7 @@ class ReturnSender {
   }
 
   // Reports the chunks whose stores have landed. Waiting for the newest stores would empty the
-  // pipeline: they are left for later.
+  // pipeline, so they are reported later.
   DC_DEVICE void report_landed(uint32_t num_chunks) {
     const StoresLeft left = StoresLeft::behind(num_chunks);
     uint32_t num_landed = num_landed_;

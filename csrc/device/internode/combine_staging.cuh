@@ -1,12 +1,13 @@
-// combine's staged mode between nodes: memory for every row that comes to a rank, so that nobody
-// waits for credit. A rank's staging, in its receive region:
+// Staging of combine between nodes: memory for every row that returns to a rank. So nobody waits
+// for credit. A rank's staging, in its receive region:
 //
 //   [ rows that the node's other ranks return to it, ranks ascending
 //   | sums that the other nodes send it, nodes ascending
 //   | sums that it sends, as it forwarded the rows: to be put from there ]
 //
-// Rows of one local rank lie as that rank received them, hence by (node, token) of their sources;
-// sums of a node by token. A place in either list is known at both ends from what notify told.
+// Rows of one local rank lie in the order in which that rank received them, hence by (node, token)
+// of their sources. Sums of a node lie by token. Both ends know a row's place in either list from
+// notify.
 #pragma once
 
 #include "device/internode/tiers.cuh"
@@ -17,31 +18,31 @@ namespace deep_comm {
 
 enum class SumMode : int { kFailed, kRings, kStaged };
 
-inline constexpr int kMaxStagedNodes = kWarpSize;                    // a lane a node
+inline constexpr int kMaxStagedNodes = kWarpSize;                    // a lane per node
 inline constexpr int kMaxPairChunks = kMaxChannels * kChunksOfLine;  // of one pair of local ranks
 
-// The rows of one local rank that return to another, cut into chunks that end
-// at the nodes' borders.
+// The rows of one local rank that return to another, cut into chunks that end at the borders
+// between nodes.
 struct PairChunks {
   int rows;  // of a chunk
 
   DC_DEVICE static PairChunks of(int num_rows, int num_nodes) {
     return {max_of(1, ceil_div(num_rows, kMaxPairChunks - num_nodes))};
   }
-  // The chunk of a row for a rank of `node`: chunks that two nodes share are two.
+  // The number of a row's chunk, for a rank of `node`: a chunk that two nodes share counts as two.
   DC_DEVICE int at(int place, int node) const { return place / rows + node; }
   DC_DEVICE int count(int begin, int end) const {
     return begin == end ? 0 : (end - 1) / rows - begin / rows + 1;
   }
 };
 
-// What every warp of a block looks up; in shared memory. Prefixes over the nodes.
+// What every warp of a block looks up; in shared memory. Prefix sums over the nodes.
 struct StagedTables {
-  int32_t returned[kMaxRanks][kMaxStagedNodes + 1];  // of x: rows that return to a local rank
-  int32_t x_starts[kMaxRanks][kMaxStagedNodes];      // where in x they begin
+  int32_t returned[kMaxRanks][kMaxStagedNodes + 1];  // rows of x that return to a local rank
+  int32_t x_starts[kMaxRanks][kMaxStagedNodes];      // where they begin in x
   PairChunks returned_chunks[kMaxRanks];
   int32_t num_rounds[kMaxRanks];                     // the most chunks of them for any other node
-  int32_t received[kMaxRanks][kMaxStagedNodes + 1];  // that a local rank returns to this one
+  int32_t received[kMaxRanks][kMaxStagedNodes + 1];  // rows that a local rank returns to this one
   PairChunks received_chunks[kMaxRanks];
   int32_t forwarded[kMaxStagedNodes + 1];  // rows that this rank adds
   int32_t sent[kMaxStagedNodes];           // this rank's tokens at a node
@@ -92,7 +93,7 @@ struct StagedTables {
   }
 };
 
-// This rank's staging by its tables, in rows.
+// This rank's staging according to its tables, in rows.
 class StagingPlan {
  public:
   DC_DEVICE StagingPlan(const InternodeCombineArgs& args, const StagedTables& tables)
@@ -112,7 +113,7 @@ class StagingPlan {
     }
     return row;
   }
-  // Of the rows that this rank forwards for `node`.
+  // First of the rows that this rank forwards for `node`.
   DC_DEVICE int to_node(int node) const {
     const int own = args_.tiers.rail.node;
     const int own_rows = node > own ? tables_.forwarded[own + 1] - tables_.forwarded[own] : 0;
@@ -150,7 +151,7 @@ struct LandedItems {
   DC_DEVICE void reset() {
     if (arch::thread_idx() < kMaxWarps) num_published[arch::thread_idx()] = 0;
   }
-  // A whole warp: its index-th item, once there is room for saying so.
+  // The whole warp: notes its index-th item, as soon as there is a free entry.
   DC_DEVICE bool post(const Context& context, int warp, uint32_t index, int item) {
     bool ok = true;
     if (arch::lane_idx() == 0) {
@@ -168,13 +169,13 @@ struct LandedItems {
   }
 };
 
-// What the warps of one combining block share, in shared memory behind the senders' stages. Warp 0
-// publishes; num_senders warps behind it send, the others add.
+// What the warps of one combining block share, in shared memory after the senders' stages. Warp 0
+// publishes, the next num_senders warps send, the others add.
 struct alignas(16) StagedEntry {
   static constexpr int kMaxRows = kMaxStagedNodes + kMaxRanks + 2;  // of one token, with biases
 
   SumMode mode;
-  Progress progress;  // items: of the senders, then of the adding warps that forward
+  Progress progress;  // of the senders, then of the adding warps that forward
   LandedItems landed;
   StagedTables tables;
 
@@ -184,7 +185,7 @@ struct alignas(16) StagedEntry {
   DC_HOST_DEVICE static size_t num_bytes(int num_adders) {
     return sizeof(StagedEntry) + sizeof(const uint8_t*) * kMaxRows * num_adders;
   }
-  // What an adding warp adds.
+  // The rows that an adding warp adds.
   DC_DEVICE const uint8_t** rows(int adder) {
     return reinterpret_cast<const uint8_t**>(this + 1) + adder * kMaxRows;
   }
@@ -199,7 +200,7 @@ DC_DEVICE uint64_t* returned_word(const World& world, int owner, int from, int c
   return &world.recv_line(owner, chunk / kChunksOfLine, from)->landed[chunk % kChunksOfLine];
 }
 
-// Where the rows begin that this rank returns to local rank `owner`. After enter_combine.
+// Where the rows that this rank returns to local rank `owner` begin. After enter_combine.
 DC_DEVICE uint8_t* staging_at_local(const Context& node, int owner) {
   const World& world = node.world;
   const ArrivedLine* line = world.arrived_line(world.rank, owner);
@@ -208,26 +209,27 @@ DC_DEVICE uint8_t* staging_at_local(const Context& node, int owner) {
          static_cast<size_t>(Tagged::unpack(arch::ld_relaxed_sys(word)).value) * kLineBytes;
 }
 
-// Where, in the segment there, the sums begin that this rank sends to `node`. After enter_combine.
+// Where the sums that this rank sends to `node` begin, as an offset in the segment there. After
+// enter_combine.
 DC_DEVICE size_t staging_at_node(const Context& rail, const RailTier& tier, int node) {
   const uint64_t* word = own_word(
       rail.world, tier.layout.staging_line_of(static_cast<int>(rail.generation & 1u), node));
   return static_cast<size_t>(Tagged::unpack(arch::ld_relaxed_sys(word)).value) * kLineBytes;
 }
 
-// Block 0, warp 0: tells the ranks of both tiers where their rows belong, then that this one has
-// come. The node hears whether all ranks on this one's rail have room.
+// Block 0, warp 0: tells the ranks of both tiers where their rows belong, and then that this one
+// has entered. The node learns whether all ranks on this rank's rail have room.
 DC_DEVICE bool announce_staging(const TierContexts& contexts, const InternodeCombineArgs& args,
                                 const StagedTables& tables) {
   const World& world = args.world;
   const RailTier& tier = args.tiers.rail;
   const int parity = static_cast<int>(contexts.node.generation & 1u), lane = arch::lane_idx();
   const StagingPlan plan(args, tables);
-  // Without places there are no tables either.
+  // Without forward_places there are no tables.
   bool has_room = args.staging_line != 0 && plan.has_room();
   for (int node = lane; node < tier.num_nodes(); node += kWarpSize) {
     if (node == tier.node) continue;
-    // pairs with: the loads below and in staging_at_node, behind the arrival on the same queue.
+    // pairs with: the loads below and in staging_at_node, after the arrival on the same queue
     write_rail_word(
         world, tier, node, 0, tier.layout.staging_line_of(parity, tier.node),
         Tagged::pack(contexts.rail.generation, has_room ? plan.line_of(plan.from_node(node)) : 0));
@@ -253,8 +255,8 @@ DC_DEVICE bool announce_staging(const TierContexts& contexts, const InternodeCom
   return true;
 }
 
-// Warp 0 of every block: waits for all ranks. The same mode in every block of every rank, unless
-// one has given up: each rank's answer holds for its rail, and a node's ranks are on all of them.
+// Warp 0 of every block: waits for all ranks. The mode is the same in every block of every rank,
+// unless one has failed: each rank answers for its rail, and the ranks of a node are on all rails.
 DC_DEVICE SumMode enter_combine(const TierContexts& contexts, const InternodeCombineArgs& args,
                                 const StagedTables& tables) {
   const World& world = args.world;

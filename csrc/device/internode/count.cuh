@@ -1,11 +1,12 @@
-// internode_count: the tokens of this rank by channel, for every node and every rank.
+// internode_count: counts and numbers the tokens of this rank by channel, for every node and rank.
 //
 // in     is_token_in_rank [T, R]
 // out    node_channel_prefix [N, C], rank_channel_prefix [R, C], send_node_head [T, N],
-//        send_places [T, N + R]; each may be left away
-// grid   any number of blocks; a target (node, then rank) a block at a time, a warp a channel
+//        send_places [T, N + R]; each may be omitted
+// grid   any number of blocks; a block handles one target (node, then rank) at a time, a warp one
+//        channel
 // smem   int32 [C]
-// local: no peer takes part, no generation passes
+// local: no peer takes part, the generation does not advance
 #pragma once
 
 #include "device/internode/args.cuh"
@@ -13,7 +14,7 @@
 
 namespace deep_comm {
 
-// Does a token go to a target? Targets [0, N) are nodes, [N, N + R) ranks.
+// True if a token goes to a target. Targets [0, N) are nodes, [N, N + R) are ranks.
 DC_DEVICE bool goes_to(const InternodeCountArgs& args, int64_t token, int target) {
   const int num_nodes = args.tiers.num_nodes(), num_local = args.tiers.ranks_per_node();
   const uint8_t* row = args.is_token_in_rank + token * args.tiers.num_ranks();
@@ -44,8 +45,8 @@ DC_DEVICE int count_channel(const InternodeCountArgs& args, int channel, int tar
   return num_rows;
 }
 
-// One warp, one channel, whose first row for the target is `start`: the ordinals of its tokens
-// among all that go there.
+// One warp, one channel, whose first place at the target is `start`: writes the places of its
+// tokens.
 DC_DEVICE void place_channel(const InternodeCountArgs& args, int channel, int target, int start) {
   const int num_targets = args.tiers.num_nodes() + args.tiers.num_ranks();
   const ChannelRange range = ChannelRange::of(args.num_tokens, args.num_channels, channel);

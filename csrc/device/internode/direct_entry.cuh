@@ -1,9 +1,8 @@
-// How a dispatch finds out whether all rows of all ranks have a place, and where.
+// How a dispatch finds out whether all rows of all ranks have a slot, and where.
 //
 // A rank offers direct mode if its outputs lie in its receive region and the staging between nodes
-// holds what comes over its rail. Offers travel in front of arrivals, first over the rail, then
-// inside the node, and are added up by "and" on the way: so all ranks of the
-// group see the same sum.
+// holds what arrives over its rail. Offers are sent before arrivals, first over the rail, then
+// inside the node, and combined by "and" on the way. So all ranks of the group see the same result.
 #pragma once
 
 #include "device/internode/tiers.cuh"
@@ -21,12 +20,12 @@ struct TierOutput {
   uint8_t* scales;
   uint8_t* topk_idx;
   float* topk_weights;
-  int32_t* src_idx;  // null: no handle is made, so with src_meta
+  int32_t* src_idx;  // null, like src_meta: no handle is made
   int32_t* src_meta;
   int64_t num_rows;
 };
 
-// What the sending warps of a block have landed, for its publisher.
+// The tokens that the sending warps of a block have taken, for its publisher.
 struct LandedTokens {
   static constexpr int kMaxSenders = 8;
   static constexpr uint32_t kDepth = 32;
@@ -49,8 +48,8 @@ struct DirectEntry {
   DC_HOST_DEVICE static size_t num_bytes(int num_nodes, int ranks_per_node) {
     return align_up<size_t>(sizeof(DirectEntry) + 4 * num_nodes * (ranks_per_node + 1), 16);
   }
-  // Behind the entry: [M, N], where the rows begin that node n's rank of this local index sends to
-  // local rank m; then [N], rows that this block has stored into node n's slots.
+  // After this struct: [M, N], where the rows that node n's rank of this local index sends to local
+  // rank m begin; then [N], rows that this block has stored into node n's slots.
   DC_DEVICE int32_t* starts() { return reinterpret_cast<int32_t*>(this + 1); }
   DC_DEVICE uint32_t* num_stored(const TwoTier& tiers) {
     return reinterpret_cast<uint32_t*>(starts() + tiers.num_nodes() * tiers.ranks_per_node());
@@ -71,7 +70,7 @@ DC_DEVICE int num_rows_from(const InternodeDispatchArgs& args, int node) {
          (node == 0 ? 0 : arch::ld_nc(args.recv_node_prefix_sum + node - 1));
 }
 
-// Where this rank tells a local one.
+// Where this rank announces to a local one.
 DC_DEVICE TierAnnouncement* announcement_to(const Context& node, const TwoTier& tiers, int local) {
   return reinterpret_cast<TierAnnouncement*>(
       node.world.bases[local] +
@@ -84,7 +83,7 @@ DC_DEVICE const TierAnnouncement* announcement_by(const Context& node, const Two
       tiers.rail.layout.announcement_of(local, static_cast<int>(node.generation & 1u)));
 }
 
-// A warp; the result is uniform.
+// The whole warp; the result is uniform.
 DC_DEVICE uint32_t own_offer(const InternodeDispatchArgs& args) {
   const TwoTier& tiers = args.tiers;
   const int num_ranks = tiers.num_ranks();
@@ -93,7 +92,7 @@ DC_DEVICE uint32_t own_offer(const InternodeDispatchArgs& args) {
       arch::ld_nc(args.recv_rank_prefix_sum + num_ranks - 1) > args.num_recv_rows) {
     offer = 0;
   }
-  // Otherwise an error, in whatever mode: see fill_tail_rows.
+  // Otherwise it is an error in either mode: see fill_tail_rows.
   if (args.is_early &&
       arch::ld_nc(args.recv_node_prefix_sum + tiers.num_nodes() - 1) > args.num_forward_rows) {
     offer = 0;
@@ -112,7 +111,8 @@ DC_DEVICE uint32_t own_offer(const InternodeDispatchArgs& args) {
   return offer;
 }
 
-// Block 0, a warp: tells the node where its rows belong; the offer follows when the rail is known.
+// Block 0, one warp: tells the node where its rows begin. The offer follows when the rail has
+// answered.
 DC_DEVICE void announce_starts(const Context& node, const InternodeDispatchArgs& args) {
   const TwoTier& tiers = args.tiers;
   const int num_nodes = tiers.num_nodes(), num_local = tiers.ranks_per_node();
@@ -120,14 +120,14 @@ DC_DEVICE void announce_starts(const Context& node, const InternodeDispatchArgs&
   const size_t offset =
       tiers.rail.layout.announcement_of(node.world.rank, parity) + sizeof(TierAnnouncement);
   for (int idx = arch::lane_idx(); idx < num_nodes * num_local; idx += kWarpSize) {
-    const int local = idx % num_local, source = idx;  // of that local index at node idx / num_local
+    const int local = idx % num_local, source = idx;  // that local index at node idx / num_local
     int32_t* starts = reinterpret_cast<int32_t*>(node.world.bases[local] + offset);
     arch::st_weak(starts + idx / num_local,
                   source == 0 ? 0 : arch::ld_nc(args.recv_rank_prefix_sum + source - 1));
   }
 }
 
-// Block 0, a warp. False: a wait failed.
+// Block 0, one warp. False: a wait failed.
 DC_DEVICE bool announce_offer(const TierContexts& contexts, const InternodeDispatchArgs& args) {
   const RailTier& tier = args.tiers.rail;
   const World& world = contexts.node.world;
@@ -136,7 +136,7 @@ DC_DEVICE bool announce_offer(const TierContexts& contexts, const InternodeDispa
   uint32_t offer = own_offer(args);
   for (int node = lane; node < tier.num_nodes(); node += kWarpSize) {
     if (node == tier.node) continue;
-    // pairs with: the load below at the node, behind this rank's arrival on the same queue.
+    // pairs with: the load below at the node, after this rank's arrival on the same queue
     write_rail_word(world, tier, node, 0, tier.layout.offer_of(tier.node, parity),
                     Tagged::pack(generation, offer));
   }
@@ -192,15 +192,15 @@ DC_DEVICE TierOutput output_of(const InternodeDispatchArgs& args, const World& w
           num_rows};
 }
 
-// Early dispatch, one thread: what its host waits for behind the counts.
+// Early dispatch, one thread: tells the host the mode, for which it waits after the counts.
 DC_DEVICE void report_mode_to_host(const InternodeDispatchArgs& args, bool is_direct) {
   arch::st_relaxed_sys(&args.counts->is_direct, static_cast<int32_t>(is_direct));
-  // pairs with: Engine::wait_internode_counts on the host — the line above.
+  // pairs with: Engine::wait_internode_counts on the host — is_direct
   arch::st_release_sys(&args.counts->dispatch_sequence, args.sequence);
 }
 
-// Warp 0 of every block: waits for all ranks and finds where their outputs lie. The same mode in
-// every block of every rank, unless one has given up.
+// Warp 0 of every block: waits for all ranks and finds where their outputs lie. The mode is the
+// same in every block of every rank, unless one has failed.
 DC_DEVICE void enter_direct(const TierContexts& contexts, const InternodeDispatchArgs& args,
                             DirectEntry* entry) {
   const TwoTier& tiers = args.tiers;

@@ -1,17 +1,18 @@
-// dispatch, direct mode, inside the node: rows that have come over the rail go on to their final
-// rows. Chunks are dealt while the kernel runs; a warp that waits for one has nothing else to do.
+// dispatch, direct mode, inside the node: rows that have arrived over the rail are forwarded to
+// their final rows. Chunks are dealt while the kernel runs. A warp that waits for a chunk has
+// nothing else to do.
 #pragma once
 
 #include "device/internode/direct_publish.cuh"
 
 namespace deep_comm {
 
-// Lane 0 of a forwarding warp: a few rows that follow each other, the nodes in turn:
-// part * (N - 1) + other node. A part may lie in two chunks.
+// Lane 0 of a forwarding warp takes parts, a few consecutive rows each, the nodes in rotation. An
+// item is part * (N - 1) + other node. A part may lie in two chunks.
 class TakeRailRows {
  public:
-  // Two: a chunk that is put comes at once, and the last one ends the kernel, so that many warps share
-  // it; and one row at a time would cost a trip to the counter each.
+  // Two. A chunk that was put arrives at once, and the last chunk ends the kernel, so many warps
+  // should share it. With one row per part each row would cost a trip to the counter.
   static constexpr int kPartRows = 2;
 
   DC_DEVICE TakeRailRows(const Context& rail, const InternodeDispatchArgs& args)
@@ -51,12 +52,12 @@ class TakeRailRows {
   int num_rounds_ = 0;
 };
 
-// What a forwarded row tells combine: its ordinal in the ring of each local rank. Lane m: of local
-// rank m, place: the row's among those that its source sends there, or -1. row: of `node`'s.
+// What combine needs for a forwarded row: its ordinal in combine's ring of each local rank. Lane m
+// handles local rank m. place: the row's place at that rank, or -1. row: among `node`'s rows.
 DC_DEVICE void write_rank_heads(const InternodeDispatchArgs& args, int node, int row, int place) {
   const int num_channels = args.rail_rings.num_channels, num_local = args.tiers.ranks_per_node();
   const int32_t* prefix = args.recv_node_channel_prefix + node * num_channels;
-  int channel = 0;  // the row's: as many as end before it
+  int channel = 0;  // of the row: as many channels end before it
   for (int base = 0; base < num_channels; base += kWarpSize) {
     const int own = base + arch::lane_idx();
     channel +=
@@ -67,7 +68,7 @@ DC_DEVICE void write_rank_heads(const InternodeDispatchArgs& args, int node, int
   const int local = arch::lane_idx();
   if (local >= num_local || forwarded >= args.num_forward_rows) return;
   const int num_nodes = args.tiers.num_nodes();
-  // Places among all rows of the rank, less what turns ordinals of combine's ring into such.
+  // Converts the place among all rows of the rank to an ordinal in combine's ring.
   const int32_t* places = args.forward_places;
   const int before = arch::ld_nc(places + node * num_local + local);
   const int shift =
@@ -94,7 +95,7 @@ class RowForwarder {
   DC_DEVICE void run() {
     load_.part = store_.part = part_at(0);
     while (true) {
-      // A load only where its chunk has come, unless there is nothing else to do.
+      // Loads only what has arrived, unless there is nothing else to do.
       while (pipe_.can_load() && load_next(pipe_.num_loads() == pipe_.num_stores())) {
       }
       if (pipe_.num_loads() == pipe_.num_stores()) break;  // all are done, or a wait has failed
@@ -112,7 +113,7 @@ class RowForwarder {
     int piece = 0;
   };
 
-  // The index-th few rows of this warp; none behind the last.
+  // The index-th part of this warp; without rows after the last.
   DC_DEVICE Part part_at(uint32_t index) {
     const int item = parts_.at(index);
     if (item < 0) return {0, 0, 0};
@@ -126,8 +127,8 @@ class RowForwarder {
     cursor.part = part_at(++cursor.index);
   }
 
-  // The whole warp: how many of the next rows of `part`, from `first` on, have come? Only the first
-  // matters; the others spare a look later. With `waits`, none means that it will not come.
+  // The whole warp: counts the rows of `part`, from `first` on, that have arrived. The first one
+  // matters; the others save later looks. With `waits`, none means that the wait has failed.
   DC_DEVICE int num_come(const Part& part, int first, bool waits) {
     const RailTier& tier = args_.tiers.rail;
     const RailChunks chunks = rail_chunks(args_, is_near_, num_rows_from(args_, part.node));
@@ -136,7 +137,7 @@ class RowForwarder {
     if (row < part.num_rows) {
       const uint64_t* word = own_word(
           args_.world, tier.layout.landed_of(part.node, (part.first + row) / chunks.chunk_rows));
-      // pairs with: RowPublisher at the node — the chunk's rows and their metadata.
+      // pairs with: RowPublisher at the node — the chunk's rows and their metadata
       ok = Tagged::unpack(arch::ld_acquire_sys(word)).generation == context_.generation;
       if (!ok && waits && arch::lane_idx() == 0) {
         uint32_t seen = 0;
@@ -151,7 +152,7 @@ class RowForwarder {
     return missing == 0 ? kWarpSize : arch::ffs(missing) - 1;
   }
 
-  // Begins the next load, if there is one and its row has come.
+  // Begins the next load if there is one and its row has arrived.
   DC_DEVICE bool load_next(bool waits) {
     const Part& part = load_.part;
     if (part.num_rows == 0) return false;
@@ -201,7 +202,7 @@ class RowForwarder {
   DC_DEVICE const int32_t* places_in(const uint8_t* meta) const {
     return reinterpret_cast<const int32_t*>(meta + args_.placed.places_offset());
   }
-  // Lane i serves local rank (own + 1 + i) % M, so that ranks do not all write to the same one.
+  // Lane i serves local rank (own + 1 + i) % M, so ranks do not all write to the same one.
   DC_DEVICE int64_t row_at(const uint8_t* meta, int local) const {
     const int place = places_in(meta)[local];
     if (place < 0) return -1;
@@ -219,7 +220,7 @@ class RowForwarder {
     if (row >= 0) dst_ = entry_->outputs[local].x + row * args_.message.row_bytes;
   }
 
-  // What came with the row, to the ranks that get it; and for combine, who they are.
+  // Writes a row's metadata to the ranks that get it, and for combine, which ranks these are.
   DC_DEVICE void forward_meta(const uint8_t* meta) {
     const int lane = arch::lane_idx(), num_local = args_.tiers.ranks_per_node();
     const int my_place = lane < num_local ? places_in(meta)[lane] : -1;

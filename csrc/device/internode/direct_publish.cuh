@@ -1,12 +1,12 @@
-// dispatch, direct mode: the warp that tells other nodes, by chunks of rows, what has come; or,
-// where stores do not reach them, puts a chunk when all of its rows lie in their slots.
+// dispatch, direct mode: the warp that tells other nodes, by chunks of rows, what has landed. Where
+// stores do not reach a node, it puts a chunk when all of the chunk's rows are in their slots.
 #pragma once
 
 #include "device/internode/direct_send.cuh"
 
 namespace deep_comm {
 
-// Rows of a chunk at least: where they are put, a put has as many; a stored row can go on at once.
+// The least rows of a chunk. A put carries a whole chunk; a stored row can be used at once.
 DC_DEVICE RailChunks rail_chunks(const InternodeDispatchArgs& args, bool is_near, int num_rows) {
   return RailChunks::of(num_rows, is_near ? 1 : args.num_rail_send_tokens);
 }
@@ -16,20 +16,20 @@ class RowPublisher {
   DC_DEVICE RowPublisher(const Context& rail, const InternodeDispatchArgs& args, DirectEntry* entry)
       : context_(rail), args_(args), entry_(entry), is_near_(entry->is_near) {}
 
-  // Until all sending warps have reported their last.
+  // Returns when all sending warps have reported their last token.
   DC_DEVICE void run() {
     const int lane = arch::lane_idx(), sender = min_of(lane, args_.num_send_warps - 1);
     Progress& progress = entry_->progress;
     uint32_t num_published = 0;  // of this lane's sender
     while (true) {
-      // The bell before any lane's words: what is reported later rings again.
+      // Reads the bell before any lane reads its words: a later report rings again.
       const uint32_t rung = arch::ld_acquire_cta(&progress.bell);
       arch::sync_warp();
-      // pairs with: Progress::report — the tokens' stores, and what they are.
+      // pairs with: Progress::report — the tokens' stores, and their numbers
       const uint32_t word = arch::ld_acquire_cta(&progress.words[sender]);
       const uint32_t num_landed = word & ~Progress::kFinished;
       if (arch::any(kFullMask, num_landed != num_published)) {
-        // With the stores behind it, a release; pairs with: RowForwarder — the rows and their
+        // With the stores after it, a release; pairs with: RowForwarder — the rows and their
         // metadata. Also before the NIC reads them.
         if (!arch::fault(Fault::kSkipRailFence)) arch::fence_acq_rel_sys();
         for (int other = 0; other < args_.num_send_warps; ++other) {
@@ -37,7 +37,7 @@ class RowPublisher {
                   arch::shfl(kFullMask, num_landed, other));
         }
         num_published = num_landed;
-        // pairs with: TokenSender::post — the tokens have been read.
+        // pairs with: TokenSender::post — the tokens have been read
         if (lane == sender) arch::st_release_cta(&entry_->landed.num_published[sender], num_landed);
       }
       if (arch::all(kFullMask, (word & Progress::kFinished) != 0)) break;
@@ -58,11 +58,11 @@ class RowPublisher {
   struct LandedRow {
     int node;
     int chunk;
-    bool completes;   // the chunk
-    bool is_counted;  // with rows that other blocks may have told of
+    bool completes;   // it completes the chunk
+    bool is_counted;  // together with rows that other blocks have counted
   };
 
-  // The sender's tokens [begin, end) of its own count; a (token, node) a lane.
+  // The sender's tokens [begin, end) by its own count; a (token, node) per lane.
   DC_DEVICE void publish(int sender, uint32_t begin, uint32_t end) {
     const int num_others = args_.tiers.num_nodes() - 1;
     const int num_pairs = static_cast<int>(end - begin) * num_others;
@@ -92,7 +92,8 @@ class RowPublisher {
     if (chunks.chunk_rows == 1) return {node, chunk, true, false};
     uint32_t* counter = reinterpret_cast<uint32_t*>(args_.world.bases[args_.world.rank] +
                                                     tiers.rail.layout.added_of(node, chunk));
-    // acq_rel, pairs with itself in other blocks: who completes a chunk has all of its rows.
+    // acq_rel, pairs with itself in other blocks: the block that completes a chunk sees all its
+    // rows.
     const uint32_t num_before = arch::atomic_add_acq_rel_gpu(counter, 1u);
     const bool completes = static_cast<int>(num_before) + 1 == chunks.rows_of(chunk);
     if (completes) arch::st_relaxed_gpu(counter, 0u);
@@ -103,7 +104,7 @@ class RowPublisher {
     const RailTier& tier = args_.tiers.rail;
     const uint64_t word = Tagged::pack(context_.generation, 1);
     if (arch::any(kFullMask, row.is_counted)) {
-      // What other blocks have told of their rows, before the words and the puts.
+      // The rows that other blocks have counted, before the words and the puts.
       if (!arch::fault(Fault::kSkipRailFence)) arch::fence_acq_rel_sys();
     }
     uint8_t* near = row.completes ? near_segment(args_.world, tier, row.node) : nullptr;
@@ -131,7 +132,7 @@ class RowPublisher {
         args_.staging.recv_slot(true, node, tier.node, first),
         args_.world.bases[args_.world.rank] + args_.staging.send_slot(tier.node, node, first),
         static_cast<uint32_t>(chunks.rows_of(chunk) * args_.staging.slot_bytes));
-    // pairs with: RowForwarder at the node — the put above, on the same queue.
+    // pairs with: RowForwarder at the node — the put above, on the same queue
     if (arch::lane_idx() == 0) {
       arch::rail_signal(tier.port, node, tier.landed_qp(chunk),
                         tier.layout.landed_of(tier.node, chunk), word);
@@ -139,7 +140,7 @@ class RowPublisher {
     arch::sync_warp();
   }
 
-  // Bytes that went over the rail by stores.
+  // Counts the bytes that were stored over the rail.
   DC_DEVICE void count_stored() {
     const TwoTier& tiers = args_.tiers;
     arch::sync_warp();

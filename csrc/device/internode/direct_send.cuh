@@ -1,7 +1,7 @@
-// dispatch, direct mode, the way out: a row is loaded once and stored to its final rows in the own
-// node and into its slot at, or for, each of its other nodes, a destination a lane. Quantised: the
-// warp turns a stage into FP8 where it lies, so that all destinations get what was cast once, and
-// stores the scales itself.
+// dispatch, direct mode, the sending side: a row is loaded once. It is stored to its final rows in
+// this node, and for each of its other nodes into its slot, there or here. A lane serves a
+// destination. Quantised: the warp casts a stage to FP8 in place, so all destinations get the same
+// bytes, and stores the scales itself.
 #pragma once
 
 #include "device/internode/direct_entry.cuh"
@@ -15,7 +15,7 @@
 
 namespace deep_comm {
 
-// Stages of the index-th warp of a role, the first mbarrier of which is `first_barrier`.
+// The pipeline of the index-th warp of a role, whose first mbarrier is `first_barrier`.
 DC_DEVICE StagePipe make_tier_pipe(const InternodeDispatchArgs& args, const StageLayout& stage,
                                    size_t stages_offset, int first_barrier, int index) {
   uint8_t* smem = arch::dynamic_smem();
@@ -31,7 +31,7 @@ DC_DEVICE const int32_t* places_of(const InternodeDispatchArgs& args, int64_t to
   return args.send_places + token * (args.tiers.num_nodes() + args.tiers.num_ranks());
 }
 
-// The slot of the row-th row for another node: there, if stores reach it, else here.
+// The slot of the row-th row for another node: there if stores reach it, else here.
 DC_DEVICE uint8_t* slot_for(const InternodeDispatchArgs& args, bool is_near, int node,
                             int64_t row) {
   const RailTier& tier = args.tiers.rail;
@@ -41,7 +41,7 @@ DC_DEVICE uint8_t* slot_for(const InternodeDispatchArgs& args, bool is_near, int
              : args.world.bases[args.world.rank] + args.staging.send_slot(tier.node, node, row);
 }
 
-// One warp: what stands before a row in its slot for `node`; quantised: but for the scales.
+// One warp: writes what precedes a row in its slot for `node`; quantised: except the scales.
 template <bool kIsQuantised>
 DC_DEVICE void write_placed_meta(const InternodeDispatchArgs& args, uint8_t* meta, int token,
                                  int node) {
@@ -67,8 +67,8 @@ DC_DEVICE void write_placed_meta(const InternodeDispatchArgs& args, uint8_t* met
   }
 }
 
-// One warp: moves the tokens it takes. Loads begin before the peers have come (begin), stores after
-// (run).
+// One warp: sends the tokens it takes. Loads begin before the peers have arrived (begin), stores
+// after that (run).
 template <bool kIsQuantised>
 class TokenSender {
  public:
@@ -122,7 +122,7 @@ class TokenSender {
     if (lane == 0) entry_->progress.finish(arch::warp_idx(), has_failed_ ? num_landed_ : index);
   }
 
-  // Instead of run: the stages are free again.
+  // Instead of run: frees the stages.
   DC_DEVICE void give_up() {
     while (pipe_.num_stores() != pipe_.num_loads()) {
       if (arch::lane_idx() == 0) pipe_.await_load();
@@ -132,7 +132,7 @@ class TokenSender {
   }
 
  private:
-  // One destination: where its rows lie by their places, and where a token's places are.
+  // One destination: its rows by place, and the column of send_places that holds a token's place.
   struct Target {
     uint8_t* rows = nullptr;
     size_t stride = 0;
@@ -149,8 +149,8 @@ class TokenSender {
     }
   };
 
-  // First the node's ranks, this one last, then the other nodes, so that ranks do not all write to
-  // the same one first.
+  // First the node's ranks, this one last, then the other nodes. So ranks do not all begin with the
+  // same one.
   DC_DEVICE Target target_at(int idx) const {
     const TwoTier& tiers = args_.tiers;
     const int num_local = tiers.ranks_per_node(), num_nodes = tiers.num_nodes();
@@ -198,7 +198,8 @@ class TokenSender {
     ++load_index_;
   }
 
-  // The current stage to all destinations: one group a lane, whether it has any.
+  // Stores the current stage to all destinations: one bulk group per lane, even without a
+  // destination.
   DC_DEVICE void store_piece(int token, int piece, uint8_t* dst) const {
     if (!is_storing_) return;
     const int offset = piece * (pieces_.piece_bytes / kShrink);
@@ -210,7 +211,7 @@ class TokenSender {
     }
     arch::bulk_commit();
   }
-  // Of a destination that no lane has as its own.
+  // A destination beyond the lanes.
   DC_DEVICE uint8_t* far_row(int idx, int token) const {
     const Target target = target_at(idx);
     return target.row_of(place_at(target, token));
@@ -219,12 +220,12 @@ class TokenSender {
     const Target target = target_at(idx);
     return target.scales_of(place_at(target, token));
   }
-  // All lanes: the idx-th destination's, of which each lane has its own.
+  // All lanes: the idx-th destination's pointer; each lane passes its own.
   DC_DEVICE static uint8_t* of_lane(uint8_t* own, int idx) {
     return reinterpret_cast<uint8_t*>(arch::shfl(kFullMask, reinterpret_cast<uint64_t>(own), idx));
   }
 
-  // A piece's scales to all destinations. dst: of the token at this lane's destination.
+  // Stores a piece's scales at all destinations. dst: of the token at this lane's destination.
   DC_DEVICE void store_scales(int token, const StageScales& scales, uint8_t* dst) const {
     for (int idx = 0; idx < num_targets_; ++idx) {
       uint8_t* row = idx < kWarpSize ? of_lane(dst, idx) : far_scales(idx, token);
@@ -243,7 +244,7 @@ class TokenSender {
     }
   }
 
-  // Tells the publisher what this warp's index-th token is, once there is room for saying so.
+  // Tells the publisher what this warp's index-th token is, as soon as there is a free entry.
   DC_DEVICE bool post(uint32_t index, int token) {
     LandedTokens& landed = entry_->landed;
     bool ok = true;
@@ -264,7 +265,7 @@ class TokenSender {
   }
 
   // Reports the tokens whose stores have landed. Waiting for the newest stores would empty the
-  // pipeline: they are left for later.
+  // pipeline, so they are reported later.
   DC_DEVICE void report_landed(uint32_t num_tokens) {
     const StoresLeft left = StoresLeft::behind(entry_->is_near ? ~0u : num_tokens);
     uint32_t num_landed = num_landed_;
@@ -280,7 +281,7 @@ class TokenSender {
     if (arch::lane_idx() == 0) entry_->progress.report(arch::warp_idx(), num_landed);
   }
 
-  // Bytes loaded for a byte stored.
+  // Bytes loaded per byte stored.
   static constexpr int kShrink = kIsQuantised ? static_cast<int>(sizeof(Bf16)) : 1;
 
   const Context& context_;

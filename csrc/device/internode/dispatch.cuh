@@ -1,33 +1,33 @@
-// internode_dispatch: every token once to each node that holds one of its experts, and there to the
-// ranks.
+// internode_dispatch: every token is sent once to each node that holds one of its experts, and
+// there to the ranks that hold one.
 //
 // in     x [T, H] any dtype, optional x_scales, topk_idx, topk_weights; is_token_in_rank,
 //        send_node_head, prefixes
 // out    recv_x [Q, H] sorted by (source rank, source token), with scales, local expert ids,
 //        weights, recv_src_idx, recv_src_meta; send_rank_head [F, M]
 // path   rank (n, l) → rail → rank (n', l) → NVLink → rank (n', j); tokens for the own node skip
-//        the NIC alone
-// modes  final places (dispatch_direct.cuh) when all ranks have room, else rings. Quantised: rows
-//        are cast by their source, see direct_send.cuh; in rings a channel's block does it before.
-//        Early: launched behind notify before the host knows the counts; without room somewhere, or
-//        after a notify that failed, no rank sends anything, and the host launches again
-// grid   rings: two blocks a channel c
-//          2 c      warps [0, S): rail senders, each some of the nodes;
-//                   warp S + i: receiver of local rank i
+//        only the NIC
+// modes  direct (dispatch_direct.cuh) if all ranks have room, else rings. Quantised: rows are cast
+//        by their source, see direct_send.cuh; in rings a channel's block casts them before. Early:
+//        launched after notify before the host knows the counts; if a rank has no room, or notify
+//        has failed, no rank sends anything, and the host launches again
+// grid   rings: two blocks per channel c
+//          2 c      warps [0, S): rail senders, each serves some of the nodes;
+//                   warp S + i: receiver from local rank i
 //          2 c + 1  warp j: forwarder to local rank j; warp M: returns credits on the rail
-// words  rail tail, head · channel/rail.cuh · put by the NIC on one queue each, behind the rows
+// words  rail tail, head · channel/rail.cuh · put by the NIC on one queue each, after the rows
 //        recv_line.tail, send_line.head · channel/ring.cuh · lane = channel
-//        counts->is_direct, dispatch_sequence · host memory · early: written by block 0 behind the
+//        counts->is_direct, dispatch_sequence · host memory · early: written by block 0 after the
 //        entry barrier
 // before nothing: entry is a barrier over both tiers
 // after  outputs complete on this stream
 // waits  rail credit: unblocked by the forwarders' warp M there; rail tail: by the sender; ring
-//        credit: by the receiver, which waits for nothing but rows. Forwarders and senders take the
-//        nodes in one rotation, so that step k of all ranks waits for steps up to k alone: no cycle
+//        credit: by the receiver, which waits for rows only. Forwarders and senders serve the nodes
+//        in one rotation, so step k of all ranks waits only for steps up to k: no cycle
 //        (docs/design/0007)
-// slots  a rail slot is free when all M forwarders have passed it; a send slot when its credit has
-//        come back
-// not promised: which node's rows come first in time
+// slots  a rail slot is free when all M forwarders have passed it; a send slot is free when its
+//        credit has returned
+// not promised: which node's rows arrive first
 #pragma once
 
 #include "device/internode/dispatch_direct.cuh"
@@ -37,7 +37,8 @@
 
 namespace deep_comm {
 
-// Rows past the received ones, spread over the whole grid; and whether all rows fit.
+// Fills the rows past the received ones, spread over the whole grid, and reports rows that do not
+// fit.
 DC_DEVICE void fill_tail_rows(const Context& context, const InternodeDispatchArgs& args) {
   const TwoTier& tiers = args.tiers;
   const int num_rows = arch::ld_nc(args.recv_rank_prefix_sum + tiers.num_ranks() - 1);
@@ -100,7 +101,7 @@ DC_DEVICE void run_outer_block(const TierContexts& contexts, const InternodeDisp
         const_cast<uint8_t*>(args.x), const_cast<uint8_t*>(args.x_scales), args.source,
         args.message.row_bytes,       args.message.scale_row_bytes,        args.scale_format}
         .cast(range.begin, range.end);
-    arch::sync_block();  // before the senders, of whatever node, read them
+    arch::sync_block();  // before the senders, for whatever node, read them
   }
   const int receiver = arch::warp_idx() - args.num_sender_warps;
   if (receiver < 0) {
@@ -120,7 +121,7 @@ DC_DEVICE void run_forwarding_block(const TierContexts& contexts, const Internod
   }
 }
 
-// Through rings; the whole grid.
+// Ring mode; the whole grid.
 template <bool kIsQuantised>
 DC_DEVICE void dispatch_by_tier_rings(const TierContexts& contexts,
                                       const InternodeDispatchArgs& args) {
@@ -135,8 +136,8 @@ DC_DEVICE void dispatch_by_tier_rings(const TierContexts& contexts,
   }
 }
 
-// A sending warp of direct mode. Its loads begin before anybody knows whether the mode will be
-// direct; this rank's own outputs being in place makes it likely.
+// A sending warp of direct mode. Its loads begin before the mode is known. If this rank's own
+// outputs lie in its receive region, the mode is probably direct.
 template <bool kIsQuantised>
 DC_DEVICE void enter_and_send(const TierContexts& contexts, const InternodeDispatchArgs& args,
                               DirectEntry* entry) {
@@ -156,7 +157,8 @@ DC_DEVICE void internode_dispatch(const InternodeDispatchArgs& args) {
   const TierContexts contexts =
       TierContexts::make(args.world, args.tiers, Kernel::kInternodeDispatch);
   note_in_block(contexts.node, TraceStep::kBegun);
-  // Nor does any other rank: all of them compare the same headers. Not even a generation passes.
+  // No other rank sends either: all of them compare the same headers. Not even the generation
+  // advances.
   if ((args.is_early || args.fill_tail) && notify_has_failed(args.world)) return;
   DirectEntry* entry = DirectEntry::of(args);
   entry->reset(args.tiers);
@@ -172,7 +174,7 @@ DC_DEVICE void internode_dispatch(const InternodeDispatchArgs& args) {
     leave_direct(contexts, args.tiers);
     return;
   }
-  arch::sync_block();  // senders that began in vain have left the stages
+  arch::sync_block();  // senders that began for nothing have freed the stages
   if (entry->mode == TierMode::kRings && !args.is_early) {
     fill_tail_rows(contexts.node, args);
     dispatch_by_tier_rings<kIsQuantised>(contexts, args);

@@ -1,30 +1,32 @@
-// dispatch, direct mode: every row has a place wherever it goes, so that nobody waits for credit
-// and nothing is copied twice at a rank.
+// dispatch, direct mode: every row has a slot wherever it is sent. So nobody waits for credit, and
+// nothing is copied twice at a rank.
 //
 //   rank (n, l)                       rank (n', l)                          rank (n', j)
 //   sender ──bulk stores──→ final rows of the own node
 //          ──bulk stores──→ slots of the own rail peers ──forwarder──bulk──→ final rows
 //          publisher ──landed[chunk]──→
 //
-// grid   any number of blocks, roles by warp: [0, S) send tokens as they take them; the next F
-//        forward chunks as they take them; then metadata of rows for the own node; one publishes
+// grid   any number of blocks, roles by warp: [0, S) send the tokens they take; the next F forward
+//        the chunks they take; then some write metadata of rows for the own node; one publishes
 // smem   stages of senders, of forwarders, their mbarriers, DirectEntry
-// words  landed[n][chunk]      · owner: receiver · written by node n's publisher, behind the rows,
+// words  landed[n][chunk]      · owner: receiver · written by node n's publisher, after the rows,
 //                                stored or put on the queue of the chunk
-//        added[n][chunk] · this rank · rows of a chunk that is put, in their slots; zero at rest
-//        offers, told          · see direct_entry.cuh
+//        added[n][chunk]       · this rank · rows of a put chunk that are in their slots;
+//                                zero at rest
+//        offers, announcements · see direct_entry.cuh
 //        done                  · owner: receiver · by each local rank's last block
-// waits  landed: unblocked by the sender of the chunk, which waits for its own publisher alone, which
-//        waits for nobody; done: by every local rank's last block
-// slots  of the rail are free when all ranks have entered the next kernel: a rank leaves when all of
-//        its rows have come, hence been read where they were staged, and all that it staged is read
+// waits  landed: unblocked by the sender of the chunk, which waits only for its own publisher,
+//        which waits for nobody; done: by every local rank's last block
+// slots  of the rail are free when all ranks have entered the next kernel. A rank leaves when all
+//        of its rows have arrived, hence were read where they were staged, and all that it staged
+//        has been read
 #pragma once
 
 #include "device/internode/direct_forward.cuh"
 
 namespace deep_comm {
 
-// One warp: what belongs to the row that goes to the own node's ranks; quantised: but for scales.
+// One warp: writes the metadata of the rows for this node's own ranks; quantised: except scales.
 template <bool kIsQuantised>
 DC_DEVICE void store_own_meta(const InternodeDispatchArgs& args, DirectEntry* entry, int token) {
   const TwoTier& tiers = args.tiers;
@@ -86,28 +88,28 @@ DC_DEVICE void run_direct_warp(const TierContexts& contexts, const InternodeDisp
     if (is_early && arch::lane_idx() == 0) arch::rail_done(args.tiers.rail.port);
     RowPublisher(contexts.node, args, entry).run();
     note_in_warp(contexts.node, TraceStep::kSent);
-    // Block 0 announced itself before the block met; the publisher is all that posts since.
+    // Block 0 announced itself before the block barrier. Since then only the publisher posts.
     if (!is_early && arch::lane_idx() == 0) arch::rail_done(args.tiers.rail.port);
   }
 }
 
-// Every thread of every block, last. The last block tells the neighbours, waits for theirs, and
-// closes the generation.
+// Every thread of every block, last. The last block tells the neighbours that this rank is done,
+// waits for theirs, and closes the generation.
 DC_DEVICE void leave_direct(const TierContexts& contexts, const TwoTier& tiers) {
   const Context& context = contexts.node;
   const World& world = context.world;
   if (!exit_block(context).is_last) return;
-  // Whoever gave up has set the abort word before it came here; its rows may be missing.
+  // A thread that failed set the abort word before it came here. Its rows may be missing.
   if (!is_aborted(world) && arch::thread_idx() < world.num_ranks) {
     const int peer = arch::thread_idx();
     // pairs with: the await below at the peer — every row and word that this rank has written into
-    // its segment, forwarded ones as well.
+    // its segment, including forwarded ones
     arch::st_release_sys(&announcement_to(context, tiers, peer)->done,
                          Tagged::pack(context.generation, 1));
     uint32_t done = 0;
     const bool ok = await_tagged(context, &announcement_by(context, tiers, peer)->done,
                                  {Stage::kDone, Word::kDone, peer, -1}, 1, &done);
-    if (ok) note(context, TraceStep::kReceived);  // of the last neighbour that comes
+    if (ok) note(context, TraceStep::kReceived);  // of the last neighbour that is done
   }
   arch::sync_block();
   if (arch::thread_idx() == 0 && is_aborted(world)) share_failure(contexts);

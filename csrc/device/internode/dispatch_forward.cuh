@@ -1,4 +1,5 @@
-// dispatch, inside the node: rows that came over the rail go on to the ranks that want them.
+// dispatch, inside the node: rows that arrived over the rail are forwarded to the ranks that need
+// them.
 #pragma once
 
 #include "device/channel/ring.cuh"
@@ -9,7 +10,7 @@ namespace deep_comm {
 
 // Forwarding warps' progress, for the warp that returns credits; in shared memory.
 struct ForwardTeam {
-  uint32_t flag;                 // of enter_tiers
+  uint32_t unused;               // keeps the offset of num_read
   uint32_t num_read[kMaxRanks];  // rail rows that each forwarding warp has passed, over all steps
 
   DC_DEVICE static ForwardTeam* of_block() {
@@ -31,7 +32,7 @@ class RingOutlet {
         tail_(ring_tail(node.world, channel, peer)),
         batch_(batch) {}
 
-  // The next slot, or null: the wait failed. The whole warp calls it.
+  // The next slot, or null if the wait failed. The whole warp calls it.
   DC_DEVICE uint8_t* acquire() {
     bool ok = true;
     if (arch::lane_idx() == 0) ok = ring_.poll_slot(num_filled_);
@@ -53,7 +54,7 @@ class RingOutlet {
     num_published_ = num_filled_;
     arch::sync_warp();  // the lanes' stores before the leader's release
     if (arch::lane_idx() == 0) {
-      // pairs with: RingReceiver::await_filled — slots of rows [0, num_filled).
+      // pairs with: RingReceiver::await_filled — slots of rows [0, num_filled)
       arch::st_release_sys(tail_, Tagged::pack(context_.generation, num_filled_));
     }
   }
@@ -67,7 +68,8 @@ class RingOutlet {
   uint32_t num_published_ = 0;
 };
 
-// One warp, one source node: its rows for local rank `dst`. num_before: rail rows of earlier steps.
+// One warp, one source node: forwards its rows for local rank `dst`. num_before: rail rows of
+// earlier steps.
 DC_DEVICE bool forward_from_node(const TierContexts& contexts, const InternodeDispatchArgs& args,
                                  ForwardTeam* team, RingOutlet& outlet, int channel, int node,
                                  int dst, uint32_t num_before) {
@@ -85,7 +87,7 @@ DC_DEVICE bool forward_from_node(const TierContexts& contexts, const InternodeDi
     bool has_come = true;
     if (arch::lane_idx() == 0) has_come = rail.poll_filled(row_idx);
     if (!arch::all(kFullMask, has_come)) {
-      outlet.publish();  // the receiver need not wait for what this warp waits for
+      outlet.publish();  // so the receiver does not wait for what this warp waits for
       has_come = true;
       if (arch::lane_idx() == 0) has_come = rail.await_filled(row_idx);
       if (!arch::all(kFullMask, has_come)) return false;
@@ -108,7 +110,7 @@ DC_DEVICE bool forward_from_node(const TierContexts& contexts, const InternodeDi
         arch::st_weak(args.send_rank_head + static_cast<int64_t>(row) * num_local + dst,
                       goes ? head : -1);
       }
-      // pairs with: return_rail_credits — the reads of the slot.
+      // pairs with: return_rail_credits — the reads of the slot
       arch::st_release_cta(&team->num_read[dst], num_before + row_idx + 1);
     }
     head += goes;
@@ -116,7 +118,7 @@ DC_DEVICE bool forward_from_node(const TierContexts& contexts, const InternodeDi
   return true;
 }
 
-// One warp: everything that reaches this rank over its rail and goes on to local rank `dst`.
+// One warp: forwards everything that reaches this rank over its rail for local rank `dst`.
 DC_DEVICE void forward_to_rank(const TierContexts& contexts, const InternodeDispatchArgs& args,
                                ForwardTeam* team, int channel, int dst) {
   const int num_nodes = args.tiers.num_nodes();
@@ -131,8 +133,8 @@ DC_DEVICE void forward_to_rank(const TierContexts& contexts, const InternodeDisp
   outlet.publish();
 }
 
-// One warp: a rail slot is free when all forwarding warps have passed it. Credits go back in
-// batches, and only as many as the sender can need.
+// One warp: returns credits. A rail slot is free when all forwarding warps have passed it. Credits
+// are returned in batches, and only as many as the sender can need.
 DC_DEVICE void return_rail_credits(const TierContexts& contexts, const InternodeDispatchArgs& args,
                                    ForwardTeam* team, int channel) {
   const int num_nodes = args.tiers.num_nodes(), num_local = args.tiers.ranks_per_node();

@@ -1,4 +1,4 @@
-// dispatch, the last step: rows of a local rank's ring to their final places.
+// dispatch, the last step: rows of a local rank's ring are copied to their final rows.
 #pragma once
 
 #include "device/channel/ring.cuh"
@@ -9,7 +9,7 @@
 
 namespace deep_comm {
 
-// All lanes: a row's metadata, from its slot to the outputs; expert ids become local ones.
+// All lanes: copies a row's metadata from its slot to the outputs. Expert ids become local ones.
 DC_DEVICE void store_rail_meta(const InternodeDispatchArgs& args, const uint8_t* meta, int node,
                                int64_t row) {
   const RailMessage& parts = args.message;
@@ -49,8 +49,8 @@ DC_DEVICE void store_rail_meta(const InternodeDispatchArgs& args, const uint8_t*
   }
 }
 
-// One warp: the rows that local rank `src` forwards to this one, itself included, in the order in
-// which it takes the nodes.
+// One warp: receives the rows that local rank `src`, or this one itself, forwards to this one, in
+// the order in which it serves the nodes.
 DC_DEVICE void receive_from_rank(const Context& node, const InternodeDispatchArgs& args,
                                  int channel, int src) {
   const int num_nodes = args.tiers.num_nodes(), num_local = args.tiers.ranks_per_node();
@@ -69,14 +69,14 @@ DC_DEVICE void receive_from_rank(const Context& node, const InternodeDispatchArg
       if (!arch::all(kFullMask, ok)) return;
       arch::sync_warp();  // hands the leader's acquire to all lanes
       const uint8_t* message = ring.slot(row_idx);
-      if (row < args.num_recv_rows) {  // fewer than arrive: reported, and dropped
+      if (row < args.num_recv_rows) {  // otherwise more arrive than fit: reported, and dropped
         copy_row(args.recv_x + static_cast<size_t>(row) * row_bytes, message, row_bytes);
         store_rail_meta(args, message + row_bytes, source, row);
       }
       if (++row_idx - num_returned < batch) continue;
       num_returned = row_idx;
       arch::sync_warp();  // every lane has read the slots
-      // pairs with: RingSender::await_slot and ::poll_slot — the reads of slots [0, row_idx).
+      // pairs with: RingSender::await_slot and ::poll_slot — the reads of slots [0, row_idx)
       if (arch::lane_idx() == 0) {
         arch::st_release_sys(head, Tagged::pack(node.generation, row_idx));
       }

@@ -1,4 +1,4 @@
-// dispatch, the way out: one channel's tokens for one node, each once, into the ring of the rail.
+// dispatch, the sending side: one channel's tokens for one node, each once, into the rail's ring.
 #pragma once
 
 #include "device/internode/scales.cuh"
@@ -9,7 +9,7 @@
 
 namespace deep_comm {
 
-// All lanes: what travels behind a row. Quantised: scales that this block has written.
+// All lanes: writes what follows a row. Quantised: with scales that this block has written.
 template <bool kIsQuantised>
 DC_DEVICE void write_rail_meta(const InternodeDispatchArgs& args, uint8_t* meta, int token,
                                int node) {
@@ -40,7 +40,7 @@ DC_DEVICE void write_rail_meta(const InternodeDispatchArgs& args, uint8_t* meta,
   }
 }
 
-// One warp's end of a rail ring: filled rows are published in batches, and before every wait for
+// One warp's end of a rail ring. Filled rows are published in batches, and before every wait for
 // credit.
 class RailOutlet {
  public:
@@ -48,7 +48,7 @@ class RailOutlet {
                        int channel, int node, uint32_t batch)
       : ring_(rail, tier, rings, channel, node), batch_(batch) {}
 
-  // The next slot, or null: the wait failed. The whole warp calls it; the slot is for all lanes.
+  // The next slot, or null if the wait failed. The whole warp calls it; all lanes may use the slot.
   DC_DEVICE uint8_t* acquire() {
     bool ok = true;
     if (arch::lane_idx() == 0) ok = ring_.poll_slot(num_filled_);
@@ -62,7 +62,7 @@ class RailOutlet {
     arch::sync_warp();  // hands the leader's acquire to all lanes
     return ok ? ring_.slot(num_filled_) : nullptr;
   }
-  // The slot is filled, by all lanes.
+  // All lanes have filled the slot.
   DC_DEVICE void commit() {
     if (++num_filled_ - num_published_ >= batch_) publish();
   }

@@ -1,5 +1,5 @@
-// The internode kernels as types: what a target needs to launch one. kBlocksWait: blocks wait for
-// others of their grid, or of a peer's, so that all must run at once.
+// The internode kernels as types, as a target needs them for a launch. kBlocksWait: blocks wait for
+// other blocks, here or at a peer, so all must run at once.
 #pragma once
 
 #include "device/internode/combine.cuh"
@@ -48,7 +48,7 @@ struct InternodeCombineKernel {
   using Args = InternodeCombineArgs;
   static constexpr Kernel kName = Kernel::kInternodeCombine;
   static constexpr bool kBlocksWait = true;
-  // As combine's of one tier: registers for loads of four rows in flight.
+  // As combine's inside a node: registers for loads of four rows in flight.
   static constexpr int kMaxThreads = 768;
   DC_DEVICE static void run(const Args& args) { internode_combine<kDtype>(args); }
 };

@@ -2,12 +2,11 @@
 //
 // in     topk_idx [T, K] int32 or int64; -1 selects nothing, an expert may appear twice in a row
 // out    num_tokens_per_rank [R], num_tokens_per_node [N], num_tokens_per_expert [E],
-// is_token_in_rank [T, R]
-//        ranks and nodes count a token once, experts count every selection
-// grid   any; each block counts `tokens_per_block` tokens in shared memory (R + N + E counters),
-// adds them to the
-//        rank's accumulators, and the last block writes the results and leaves the accumulators at
-//        zero
+//        is_token_in_rank [T, R]
+//        ranks and nodes count a token once, experts count every top-k entry
+// grid   any; each block counts `tokens_per_block` tokens in shared memory (R + N + E counters) and
+//        adds them to the rank's accumulators; the last block writes the results and zeroes the
+//        accumulators
 // words  counters, layout_ticket · this rank only · zero at rest
 // errors an index outside [-1, E) counts as -1, is reported, and never indexes memory
 #pragma once
@@ -19,7 +18,7 @@
 
 namespace deep_comm {
 
-// One thread, one token: which of the ranks [first_rank, first_rank + 32) it goes to.
+// One thread, one token: the ranks in [first_rank, first_rank + 32) that it goes to.
 DC_DEVICE uint32_t ranks_of_token(const InternodeLayoutArgs& args, int token, int first_rank) {
   const ExpertMap experts{args.num_experts, args.tiers.num_ranks()};
   uint32_t rank_mask = 0;
@@ -52,7 +51,7 @@ DC_DEVICE void count_experts(const InternodeLayoutArgs& args, int token, int32_t
   }
 }
 
-// A whole warp: adds up `goes` of its lanes.
+// The whole warp: adds the number of lanes with `goes`.
 DC_DEVICE void count_lanes(int32_t* counter, bool goes) {
   const int num_goes = arch::popc(arch::ballot(kFullMask, goes));
   if (arch::lane_idx() == 0 && num_goes != 0) arch::atomic_add_relaxed_cta(counter, num_goes);
@@ -69,7 +68,7 @@ DC_DEVICE void count_tokens(const InternodeLayoutArgs& args, int32_t* counters) 
     const int token = base + arch::thread_idx();
     if (token < end) count_experts(args, token, num_per_node + args.tiers.num_nodes());
     uint32_t rank_mask = 0;
-    bool goes_to_node = false;  // however many of its ranks, a node counts a token once
+    bool goes_to_node = false;  // a node counts a token once, however many of its ranks get it
     for (int rank = 0; rank < num_ranks; ++rank) {
       if (rank % kWarpSize == 0) {
         rank_mask = token < end ? ranks_of_token(args, token, rank) : 0;
@@ -88,7 +87,7 @@ DC_DEVICE void count_tokens(const InternodeLayoutArgs& args, int32_t* counters) 
   }
 }
 
-// The last block: results out, accumulators back to zero.
+// The last block: writes the results and zeroes the accumulators.
 DC_DEVICE void write_internode_layout(const InternodeLayoutArgs& args, int32_t* totals) {
   const int num_ranks = args.tiers.num_ranks(), first_expert = num_ranks + args.tiers.num_nodes();
   for (int idx = arch::thread_idx(); idx < first_expert + args.num_experts;
@@ -118,7 +117,7 @@ DC_DEVICE void internode_layout(const InternodeLayoutArgs& args) {
   }
   arch::sync_block();  // the block's additions before the ticket that releases them
   if (arch::thread_idx() == 0) {
-    // pairs with: itself in the last block — counters and is_token_in_rank of all blocks.
+    // pairs with: itself in the last block — counters and is_token_in_rank of all blocks
     *ticket = arch::atomic_add_acq_rel_gpu(&args.world.state()->layout_ticket, 1u);
     if (*ticket + 1 == static_cast<uint32_t>(arch::num_blocks())) {
       arch::st_relaxed_gpu(&args.world.state()->layout_ticket, 0u);

@@ -2,25 +2,23 @@
 // moves.
 //
 // in     num_tokens_per_expert [E], node_channel_prefix [N, C], rank_channel_prefix [R, C]
-// (internode_count) out    recv_node_channel_prefix [N, C], recv_node_prefix_sum [N]      rows to
-// forward
+//        (internode_count)
+// out    recv_node_channel_prefix [N, C], recv_node_prefix_sum [N]      rows to forward
 //        recv_rank_channel_start [R, C], recv_rank_prefix_sum [R]       rows to receive
 //        combine_start [C, N, M]; forward_places [(N + 1) M + C N M]; counts (host memory);
 //        num_recv_tokens_per_expert, num_recv_tokens_per_rank
 // grid   one block
-// rounds two, and they are the barrier over all ranks as well: counts for a node go over the rail
-// to the rank of
-//        this local index, which hands every rank of its node its part
+// rounds two, which are also the barrier over all ranks: the counts for a node are sent over the
+//        rail to the rank of this local index, which forwards every rank of its node its part
 // words  arrived (rail)  · owner: receiver · written by each node's rank · after its counts, on the
-// same queue
-//        counts_received · owner: receiver · overwritten by the notify after the next one: its
-//        parity returns only
-//                          when this rank has entered a kernel behind this one
+//                          same queue
+//        counts_received · owner: receiver · overwritten by the notify after the next one:
+//                          its parity returns only when this rank has entered a kernel after this
 //        arrived (node), rank_counts · the same inside the node · release/acquire sys
-//        notify_result (LocalState): whether a dispatch launched behind this may send
+//        notify_result (LocalState): whether a dispatch launched after this may send
 // after  all ranks have entered this kernel
-// waits  await_rail_arrivals, unblocked by announce_on_rail of every node; await_arrivals by every
-// local rank
+// waits  await_rail_arrivals, unblocked by announce_on_rail of every node; await_arrivals,
+//        unblocked by every local rank
 #pragma once
 
 #include "device/internode/tiers.cuh"
@@ -44,7 +42,7 @@ DC_DEVICE int32_t* counts_at(const World& world, int owner, size_t offset) {
   return reinterpret_cast<int32_t*>(world.bases[owner] + offset);
 }
 
-// How much this rank tells `node`, in int32.
+// The size of the counts that this rank sends to `node`, in int32.
 DC_DEVICE int num_counts(const InternodeNotifyArgs& args, int node) {
   const int num_local = args.tiers.ranks_per_node();
   const CountsOffsets offsets{args.num_channels, num_local};
@@ -53,7 +51,7 @@ DC_DEVICE int num_counts(const InternodeNotifyArgs& args, int node) {
          experts.first_expert(node * num_local);
 }
 
-// What it tells, into `out`.
+// Writes these counts into `out`.
 DC_DEVICE void fill_counts(const InternodeNotifyArgs& args, int node, int32_t* out) {
   const World& world = args.world;
   const int num_local = args.tiers.ranks_per_node(), num_channels = args.num_channels;
@@ -82,8 +80,7 @@ DC_DEVICE void fill_counts(const InternodeNotifyArgs& args, int node, int32_t* o
   }
 }
 
-// Round one. The counts for the own node, and for nodes whose memory stores
-// reach, take the short way.
+// Round one. The counts for the own node, and for near nodes, are stored instead of put.
 DC_DEVICE void send_counts_to_nodes(const Context& rail, const InternodeNotifyArgs& args,
                                     int parity) {
   const World& world = args.world;
@@ -106,7 +103,7 @@ DC_DEVICE void send_counts_to_nodes(const Context& rail, const InternodeNotifyAr
   }
 }
 
-// Round two: every local rank's part of what came from every node.
+// Round two: gives every local rank its part of what arrived from every node.
 DC_DEVICE void forward_counts(const InternodeNotifyArgs& args, int parity) {
   const World& world = args.world;
   const RailLayout& layout = args.tiers.rail.layout;
@@ -133,11 +130,11 @@ DC_DEVICE void forward_counts(const InternodeNotifyArgs& args, int parity) {
   }
 }
 
-// Compares every rank's header with this rank's; a thread a source.
+// Compares every rank's header with this rank's; a source per thread.
 DC_DEVICE void check_rail_headers(const Context& node, const InternodeNotifyArgs& args,
                                   int parity) {
   Context context = node;
-  context.names.first = 0;  // sources go by their names in the group
+  context.names.first = 0;  // sources have their names in the group
   const World& world = args.world;
   for (int source = arch::thread_idx(); source < args.tiers.num_ranks();
        source += arch::num_threads()) {
@@ -205,7 +202,7 @@ DC_DEVICE void write_forward_prefixes(const InternodeNotifyArgs& args, int parit
 }
 
 // What the node's ranks return in combine: rows that this rank forwards, by node and channel. The
-// whole block, behind write_forward_prefixes and a barrier.
+// whole block, after write_forward_prefixes and a barrier.
 DC_DEVICE void write_forward_places(const InternodeNotifyArgs& args, int parity) {
   const World& world = args.world;
   const RailLayout& layout = args.tiers.rail.layout;
@@ -244,7 +241,7 @@ DC_DEVICE void write_forward_places(const InternodeNotifyArgs& args, int parity)
   }
 }
 
-// Rows to receive. One warp: a scan over the sources, 32 at a time.
+// Rows to receive. One warp: a prefix sum over the sources, 32 at a time.
 DC_DEVICE void write_receive_prefixes(const InternodeNotifyArgs& args, int parity) {
   const World& world = args.world;
   const RailLayout& layout = args.tiers.rail.layout;
@@ -345,7 +342,7 @@ DC_DEVICE void internode_notify(const InternodeNotifyArgs& args) {
     const bool is_sound = has_come && !is_aborted(args.world);
     const NotifyResult result = is_sound ? NotifyResult::kNotDirect : NotifyResult::kFailed;
     arch::st_relaxed_gpu(&args.world.state()->notify_result, static_cast<uint32_t>(result));
-    // pairs with: Engine::wait_internode_counts on the host — every field of InternodeCounts.
+    // pairs with: Engine::wait_internode_counts on the host — every field of InternodeCounts
     if (is_sound) arch::st_release_sys(&args.counts->sequence, args.sequence);
   }
   leave_tiers(contexts);

@@ -1,5 +1,5 @@
-// Warps of a block that take items (rows, tokens) in turn, and the one behind them that follows the
-// finished ones in order.
+// Warps of a block that process items (rows, tokens) in turn, and a warp that follows the finished
+// items in order.
 #pragma once
 
 #include "device/internode/tiers.cuh"
@@ -7,7 +7,7 @@
 namespace deep_comm {
 
 struct ReduceProgress {
-  uint32_t flag;          // of enter_tiers
+  uint32_t unused;        // completes 128 bytes
   uint32_t num_done[31];  // items that each warp has finished, over all runs
 
   static constexpr int kMaxWarps = 31;
@@ -22,21 +22,21 @@ struct ReduceProgress {
   // A whole reducing warp: its next item is finished.
   DC_DEVICE void finish_item(int warp, uint32_t total) {
     arch::sync_warp();  // every lane's reads and writes
-    // pairs with: TurnFollower::await_next — what this warp read and wrote.
+    // pairs with: ProgressFollower::await_next — what this warp read and wrote
     if (arch::lane_idx() == 0) arch::st_release_cta(&num_done[warp], total);
   }
 };
 
 // One warp; lane w follows reducing warp w. A run is a sequence of items that are dealt to the
-// warps from warp 0 on.
+// warps, beginning with warp 0.
 class ProgressFollower {
  public:
   DC_DEVICE ProgressFollower(const Context& context, ReduceProgress* progress, int num_warps,
                              int channel)
       : context_(context), progress_(progress), num_warps_(num_warps), channel_(channel) {}
 
-  // Waits until item `item` of the running run has finished; returns how many, from the first on,
-  // have: more than `item`, at most `num_items`. 0: the wait failed.
+  // Waits until item `item` of the current run is finished. Returns how many items, counted from
+  // the first, are finished: more than `item`, at most `num_items`. 0: the wait failed.
   DC_DEVICE uint32_t await_next(uint32_t item, uint32_t num_items) {
     const int lane = arch::lane_idx();
     const uint32_t wanted = before_ + item / num_warps_ + 1;

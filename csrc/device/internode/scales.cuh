@@ -1,4 +1,4 @@
-// dispatch: the scales that a token brings, on their way into a message or a final row.
+// dispatch: copies a token's scales into a message or a final row.
 #pragma once
 
 #include "device/internode/args.cuh"
@@ -6,7 +6,7 @@
 
 namespace deep_comm {
 
-// One warp: the caller's, packed.
+// One warp: the caller's scales, packed.
 DC_DEVICE void store_input_scales(const InternodeDispatchArgs& args, uint8_t* dst, int token) {
   for (int column = arch::lane_idx(); column < args.num_scales; column += kWarpSize) {
     const int64_t position = token * args.scale_token_stride + column * args.scale_column_stride;
@@ -15,7 +15,7 @@ DC_DEVICE void store_input_scales(const InternodeDispatchArgs& args, uint8_t* ds
   }
 }
 
-// One warp: those that this kernel has written.
+// One warp: scales that this kernel has written.
 DC_DEVICE void store_written_scales(const InternodeDispatchArgs& args, uint8_t* dst, int token) {
   const uint32_t* words = reinterpret_cast<const uint32_t*>(args.x_scales) +
                           static_cast<int64_t>(token) * args.num_scales;

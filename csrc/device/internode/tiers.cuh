@@ -1,12 +1,13 @@
 // How a kernel over both tiers is entered and left.
 //
-// Entry: the ranks of one local index tell each other over their rail, and whoever has heard from
-// all of them tells its node. A rank that has heard from its node therefore knows that all ranks of
-// the group have entered, hence finished their earlier kernels: rings of both tiers are free.
+// Entry: the ranks of one local index announce themselves over their rail. A rank that has heard
+// from all of them announces itself to its node. So a rank that has heard from its node knows that
+// all ranks of the group have entered, hence finished their earlier kernels: the rings of both
+// tiers are free.
 //
-// Failure: a rank that gives up tells its node whom it blames. Waits inside the node are more
-// patient than those on the rail, so that a rank which waits for a neighbour that waits for a
-// silent node learns the silent rank's name.
+// Failure: a rank that gives up tells its node which rank it blames. Waits inside the node last
+// longer than those on the rail. So a rank that waits for a neighbour which waits for a silent node
+// learns the silent rank's name.
 #pragma once
 
 #include "device/internode/args.cuh"
@@ -35,18 +36,18 @@ DC_DEVICE uint64_t* own_word(const World& world, size_t offset) {
   return reinterpret_cast<uint64_t*>(world.bases[world.rank] + offset);
 }
 
-// A warp: tells the ranks of this local index that this one has entered.
+// One warp: tells the ranks of this local index that this one has entered.
 DC_DEVICE void announce_on_rail(const Context& rail, const RailTier& tier, uint32_t signature) {
   for (int node = arch::lane_idx(); node < tier.num_nodes(); node += kWarpSize) {
     if (node == tier.node) continue;
-    // pairs with: await_rail_arrivals at the node — what was put there before, on the
-    // same queue, or stored.
+    // pairs with: await_rail_arrivals at the node — what was put there before, on the same queue,
+    // or stored
     write_rail_word(rail.world, tier, node, 0, tier.layout.arrived_of(tier.node),
                     Tagged::pack(rail.generation, signature));
   }
 }
 
-// A warp: waits until all of them have; the result is uniform.
+// One warp: waits until all of them have entered; the result is uniform.
 DC_DEVICE bool await_rail_arrivals(const Context& rail, const RailTier& tier, uint32_t signature) {
   bool ok = true;
   for (int node = arch::lane_idx(); node < tier.num_nodes() && ok; node += kWarpSize) {
@@ -73,8 +74,8 @@ DC_DEVICE bool await_rail_arrivals(const Context& rail, const RailTier& tier, ui
   return arch::all(kFullMask, ok);
 }
 
-// A warp whose rail has failed: if ranks disagree there, its neighbours hear of it when they come.
-// (Of a timeout by share_failure, when they have waited themselves.)
+// One warp, after a failed wait on the rail. If the ranks disagree there, its neighbours learn that
+// at entry. (They learn of a timeout from share_failure, after their own wait.)
 DC_DEVICE void announce_dispute(const TierContexts& contexts) {
   const uint32_t kind = arch::ld_relaxed_sys(&contexts.node.world.error->kind);
   if (kind == static_cast<uint32_t>(ErrorKind::kConfigMismatch)) {
@@ -82,35 +83,17 @@ DC_DEVICE void announce_dispute(const TierContexts& contexts) {
   }
 }
 
-// Every thread of every block; the result is uniform in a block. `flag`: shared memory, not used by
-// anybody else until the block has met again.
-DC_DEVICE bool enter_tiers(const TierContexts& contexts, const TwoTier& tiers, uint32_t signature,
-                           uint32_t* flag) {
-  if (arch::warp_idx() == 0) {
-    bool ok = true;
-    if (arch::block_idx() == 0) {
-      announce_on_rail(contexts.rail, tiers.rail, signature);
-      ok = await_rail_arrivals(contexts.rail, tiers.rail, signature);
-      if (ok) announce_arrival(contexts.node, signature);
-    }
-    ok = ok && await_arrivals(contexts.node, Stage::kEntryBarrier, signature);
-    if (arch::lane_idx() == 0) *flag = ok;
-  }
-  arch::sync_block();
-  return *flag != 0;
-}
-
-// One thread of the last block: what this rank learned from a neighbour becomes its own error, and
-// what it found itself its neighbours'.
+// One thread of the last block. What this rank learned from a neighbour becomes its own error; what
+// it found itself is passed to its neighbours.
 DC_DEVICE void share_failure(const TierContexts& contexts) {
   const World& world = contexts.node.world;
   LocalState* state = world.state();
-  // pairs with: the release below at a neighbour — the rank it blames.
+  // pairs with: the release below at a neighbour — the rank it blames
   const uint32_t abort = arch::ld_acquire_sys(&state->abort);
   if (abort == kAbortedByNeighbour) {
     const int blamed = static_cast<int>(arch::ld_relaxed_sys(&state->blamed)) - 1;
     Context context = contexts.node;
-    context.names.first = 0;  // the blamed rank by its name in the group
+    context.names.first = 0;  // the blamed rank has its name in the group
     report_error(context, {ErrorKind::kPeerTimeout,
                            {Stage::kBlamed, Word::kBlamed, blamed, -1},
                            0,
@@ -126,13 +109,13 @@ DC_DEVICE void share_failure(const TierContexts& contexts) {
       LocalState* theirs = reinterpret_cast<LocalState*>(world.bases[local]);
       if (arch::ld_relaxed_sys(&theirs->abort) != 0) continue;
       arch::st_relaxed_sys(&theirs->blamed, static_cast<uint32_t>(peer + 1));
-      // pairs with: share_failure there — the blamed rank.
+      // pairs with: share_failure there — the blamed rank
       arch::st_release_sys(&theirs->abort, kAbortedByNeighbour);
     }
   }
 }
 
-// What the notify before has left: nothing may be sent.
+// True if the notify before has failed: nothing may be sent.
 DC_DEVICE bool notify_has_failed(const World& world) {
   const auto result =
       static_cast<NotifyResult>(arch::ld_relaxed_gpu(&world.state()->notify_result));

@@ -56,9 +56,9 @@ DC_DEVICE TakenWork* taken_work(const Context& context) {
   return &context.world.state()->taken[context.generation & 1u];
 }
 
-// Replaces retire_block. One warp of every block calls it once all threads of the block have read
-// the generation, after a block barrier. The end of a block then costs no trip to memory. The
-// generation advances while the kernel runs, which only the next kernel can see.
+// Instead of exit_block and close_generation: one warp of every block calls it once all threads of
+// the block have read the generation, after a block barrier. The end of a block then costs no trip
+// to memory. The generation advances while the kernel runs, which only the next kernel can see.
 DC_DEVICE void retire_early(const Context& context) {
   uint32_t num_retired = 0;
   if (arch::lane_idx() == 0) {
@@ -70,11 +70,6 @@ DC_DEVICE void retire_early(const Context& context) {
     arch::sync_warp();
     close_generation(context, arch::lane_idx());
   }
-}
-
-// Every thread of every block calls this last, unless it does something between the two steps.
-DC_DEVICE void retire_block(const Context& context) {
-  if (exit_block(context).is_last) close_generation(context);
 }
 
 }  // namespace deep_comm
