@@ -44,8 +44,8 @@ DC_DEVICE void ring_receive(const Args& args, const uint64_t* slots, const uint6
                             uint64_t* head, uint64_t* wrong) {
   const int lane = arch::lane_idx();
   for (int row = 0; row < args.num_rows; ++row) {
-    const bool has_come = lane != 0 || await_word(tail, static_cast<uint64_t>(row + 1));
-    if (!arch::all(kFullMask, has_come)) {
+    const bool arrived = lane != 0 || await_word(tail, static_cast<uint64_t>(row + 1));
+    if (!arch::all(kFullMask, arrived)) {
       if (lane == 0) arch::atomic_add_relaxed_sys(wrong, uint64_t{1});
       return;
     }

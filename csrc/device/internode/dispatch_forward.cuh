@@ -84,13 +84,13 @@ DC_DEVICE bool forward_from_node(const TierContexts& contexts, const InternodeDi
   }
   const auto num_rows = static_cast<uint32_t>(rows.end - rows.begin);
   for (uint32_t row_idx = 0; row_idx < num_rows; ++row_idx) {
-    bool has_come = true;
-    if (arch::lane_idx() == 0) has_come = rail.poll_filled(row_idx);
-    if (!arch::all(kFullMask, has_come)) {
+    bool arrived = true;
+    if (arch::lane_idx() == 0) arrived = rail.poll_filled(row_idx);
+    if (!arch::all(kFullMask, arrived)) {
       outlet.publish();  // so the receiver does not wait for what this warp waits for
-      has_come = true;
-      if (arch::lane_idx() == 0) has_come = rail.await_filled(row_idx);
-      if (!arch::all(kFullMask, has_come)) return false;
+      arrived = true;
+      if (arch::lane_idx() == 0) arrived = rail.await_filled(row_idx);
+      if (!arch::all(kFullMask, arrived)) return false;
     }
     arch::sync_warp();  // hands the leader's acquire to all lanes
     const uint8_t* message = rail.slot(row_idx);

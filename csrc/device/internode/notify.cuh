@@ -337,9 +337,9 @@ DC_DEVICE void internode_notify(const InternodeNotifyArgs& args) {
   const TierContexts contexts =
       TierContexts::make(args.world, args.tiers, Kernel::kInternodeNotify);
   note_in_block(contexts.node, TraceStep::kBegun);
-  const bool has_come = exchange_tier_counts(contexts, args);
+  const bool arrived = exchange_tier_counts(contexts, args);
   if (arch::thread_idx() == 0) {
-    const bool is_sound = has_come && !is_aborted(args.world);
+    const bool is_sound = arrived && !is_aborted(args.world);
     const NotifyResult result = is_sound ? NotifyResult::kNotDirect : NotifyResult::kFailed;
     arch::st_relaxed_gpu(&args.world.state()->notify_result, static_cast<uint32_t>(result));
     // pairs with: Engine::wait_internode_counts on the host — every field of InternodeCounts

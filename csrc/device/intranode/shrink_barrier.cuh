@@ -35,15 +35,15 @@ DC_DEVICE bool await_proposal(const Context& context, int peer, uint32_t number,
   const World& world = context.world;
   const WaitFor wait{Stage::kShrinkBarrier, Word::kProposal, peer, -1};
   uint64_t raw = 0;
-  const bool has_come = await<Scope::kSys>(
+  const bool arrived = await<Scope::kSys>(
       context, world.proposal(world.rank, peer), wait, Tagged::pack(number, world.absent),
       [=](uint64_t word) { return Tagged::unpack(word).has_reached(number); }, &raw);
   *proposal = Tagged::unpack(raw);
-  if (has_come && is_masked_out(world)) {
+  if (arrived && is_masked_out(world)) {
     report_masked_out(context, wait, 0);
     return false;
   }
-  if (!has_come || proposal->value == world.absent) return has_come;
+  if (!arrived || proposal->value == world.absent) return arrived;
   report_error(context, {ErrorKind::kConfigMismatch, wait, proposal->value, world.absent, 0, -1});
   abort_rank(context);
   return false;

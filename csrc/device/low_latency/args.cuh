@@ -1,6 +1,6 @@
-// The arguments of the low-latency kernels. R ranks, T local tokens, M the most tokens a
-// rank may have, H hidden, K top-k, E experts, L local experts (of the rank that has
-// most), S scales of a row.
+// The arguments of the low-latency kernels. R ranks, T local tokens, M the maximum number of tokens
+// of a rank, H hidden, K top-k, E experts, L local experts (of the rank that has most), S scales of
+// a row.
 #pragma once
 
 #include "device/layout/expert_map.cuh"
@@ -9,8 +9,8 @@
 
 namespace deep_comm {
 
-// The shape that the ranks agree on. FP8 rows come with a float32 scale a block of columns, NVFP4
-// rows with a byte a block, four in a word.
+// The shape that the ranks agree on. FP8 rows have a float32 scale per block of columns, NVFP4 rows
+// a byte per block, four in a word.
 inline LowLatencyShape low_latency_shape(int num_max_tokens, int hidden, int num_topk,
                                          int num_experts, int num_blocks, PayloadFormat format) {
   LowLatencyShape shape{};
@@ -31,21 +31,22 @@ inline LowLatencyShape low_latency_shape(int num_max_tokens, int hidden, int num
   return shape;
 }
 
-// What one launch does of an operation.
+// The phases of an operation that one launch runs.
 struct Phases {
   bool send;
   bool receive;
-  // Without `send`: which operation to receive. With it: where to say which one was sent. Device
-  // memory, so that a graph that replays both phases receives what it has sent.
+  // Without `send`: holds the operation to receive. With it: receives the number of the operation
+  // that is sent. In device memory, so that a graph that replays both phases receives what it has
+  // sent.
   uint32_t* ticket;  // or null
 };
 
-// How a dispatch sends its rows: by what a block has of them. Others than kHalves and kMany are
-// for those that can_stage.
+// How a dispatch sends its rows; depends on how much of them a block has. kStrips and kWhole are
+// only for callers that can_stage.
 enum class DispatchRows : int {
   kStrips,  // a quarter row at most: staged in shared memory, to all peers at once
-  kHalves,  // less than a row: by threads' stores, all blocks to the same peers in turn
-  kWhole,   // a row: staged, the first peer's before the block counts, the others' behind routes
+  kHalves,  // less than a row: by threads' stores, all blocks to the same peers in one order
+  kWhole,   // a row: staged, the first peer's before the block counts, the others' after the routes
   kMany,    // by threads' stores, neighbouring blocks to different peers
 };
 
@@ -61,11 +62,11 @@ inline DispatchRows dispatch_rows(int num_tokens, int num_blocks, bool can_stage
                                                        : DispatchRows::kHalves;
 }
 
-// Outputs of dispatch. A row's place is its number in [L, R*M] or, compact, in [R*M].
+// Outputs of dispatch. A row has an index in [L, R*M] or, compact, in [R*M].
 struct LowLatencyOutputs {
   bool is_compact;
   uint8_t* recv_x;    // [L, R*M, row] or [R*M, row]
-  void* recv_scales;  // as ScaleOutputs says; null in BF16
+  void* recv_scales;  // layout: see ScaleOutputs; null in BF16
   bool use_ue8m0;
   int32_t* recv_count;     // [L]
   int32_t* src_info;       // [L, R*M] or [R*M]: source token
@@ -74,8 +75,8 @@ struct LowLatencyOutputs {
   int32_t* compact_idx;    // compact: [R*M, K] local experts, or -1
   float* compact_weights;  // compact: [R*M, K], or null
   // for combine
-  int32_t* recv_tokens;  // [R]: tokens that each source has
-  int32_t* places;       // [R, M, K] or [R, M]: rows that a token's selections have here, or -1
+  int32_t* recv_tokens;  // [R]: tokens of each source
+  int32_t* places;       // [R, M, K] or [R, M]: rows of a token's top-k entries on this rank, or -1
   float* recv_weights;   // [R, M, K], or null
   // statistics
   int32_t* cumulative_stats;  // [L], += rows, or null
@@ -89,7 +90,7 @@ struct LowLatencyDispatchArgs {
   PreparedExpertMap experts;
   uint32_t signature;  // 16 bits: what must be equal on all ranks
   Phases phases;
-  bool can_shrink;  // a silent rank is done without
+  bool can_shrink;  // a silent rank is masked, and the call goes on without it
   int num_tokens;
   const uint8_t* x;      // [T, H] bfloat16
   const void* topk_idx;  // [T, K]
@@ -97,18 +98,19 @@ struct LowLatencyDispatchArgs {
   const float* topk_weights;  // [T, K], or null
   bool round_scale;
   const float* global_scale;  // [1] NVFP4, or null: 1
-  // Host memory, or null: the most tokens that any rank has, beside the host's
-  // number of this dispatch.
+  // Host memory, or null: receives the maximum number of tokens of a rank, together with
+  // report_sequence, the host's number of this dispatch.
   uint64_t* report;
   uint32_t report_sequence;
   LowLatencyOutputs out;
 };
 
-// What travels back.
+// What is returned.
 enum class CombineRows : int {
-  kSums,        // one row a token and rank: its rows there, weighted and added
-  kReduced,     // compact: one row a token and rank, as the caller has reduced it
-  kSelections,  // one row a selection, as it is; weighted and added at the source, rounded once
+  kSums,     // one row per token and rank: its rows there, weighted and added
+  kReduced,  // compact: one row per token and rank, as the caller has reduced it
+  // one row per top-k entry, unchanged; weighted and added at the source, rounded once
+  kSelections,
 };
 
 struct LowLatencyCombineArgs {
@@ -118,12 +120,12 @@ struct LowLatencyCombineArgs {
   PreparedExpertMap experts;
   uint32_t signature;
   Phases phases;
-  bool can_shrink;  // a silent rank is done without
+  bool can_shrink;  // a silent rank is masked, and the call goes on without it
   // as expert rank
   const uint8_t* x;            // [L, R*M, H] or [R*M, H] bfloat16
   const int32_t* recv_tokens;  // [R]
   const int32_t* places;       // [R, M, K] or [R, M]
-  const float* recv_weights;   // [R, M, K] if dispatch brought the weights, else null
+  const float* recv_weights;   // [R, M, K] if dispatch sent the weights, else null
   // as source
   int num_tokens;
   const void* topk_idx;  // [T, K]

@@ -1,5 +1,5 @@
-// What the stages of a low-latency kernel share: the block's shared memory, its agreement to go on, how an operation
-// begins, what ranks tell each other about it, the tasks of a block.
+// What the phases of a low-latency kernel share: the block's shared memory, the begin of an
+// operation, the words that ranks exchange about it, the tasks of a block.
 #pragma once
 
 #include "device/layout/expert_map.cuh"
@@ -11,8 +11,8 @@
 namespace deep_comm {
 
 // Shared memory, in words of 4 bytes. A warp prepares one token at a time, then the whole block
-// moves its row. What the send phase uses and what the receive phase does are apart, so that nothing
-// has to be waited for between them.
+// moves its row. The send phase and the receive phase use separate parts, so no barrier is needed
+// between them.
 struct BlockMemory {
   static constexpr int kExpertsPerThread = 4;
 
@@ -22,7 +22,7 @@ struct BlockMemory {
     uint32_t is_absent[kMaxRanks];   // with masks: given up while this block waited for its counts
     int32_t num_tokens[kMaxRanks];   // of each source
     int32_t first_token[kMaxRanks];  // of this block's share of them
-    int32_t first_task[kMaxRanks + 1];  // by position: see source_at
+    int32_t first_task[kMaxRanks + 1];  // by position: see peer_at
     int32_t first_vec[kMaxRanks];  // of a row of each source: this block's columns, in 16 bytes
     int32_t num_vecs[kMaxRanks];
     int32_t max_vecs;
@@ -31,17 +31,17 @@ struct BlockMemory {
   Header* header;
   uint32_t* counters;     // [E + R] sending: tokens by expert, by rank
   uint32_t* masks;        // [warps] at the source: ranks of the warp's token
-  int32_t* num_rows;      // [warps] at the expert's rank: places of the warp's row
-  int32_t* tasks;         // [warps] pack_task, of the group that is worked on
+  int32_t* num_rows;      // [warps] number of rows of the warp's token
+  int32_t* tasks;         // [warps] pack_task, of the current group
   int32_t* own_experts;   // [warps, K] at the source: of the warps' tokens
   int32_t* rows;          // [warps, K]
-  int32_t* row_experts;   // [warps, K] local expert of a place; adding selections: their ranks
+  int32_t* row_experts;   // [warps, K] local expert of a row; for add_topk_rows: its rank
   float* weights;         // [warps, K] combine
-  int32_t* expert_batch;  // [kStagedPerThread * threads] experts of tokens that are counted
+  int32_t* expert_batch;  // [kExpertsPerThread * threads] experts of tokens that are counted
   uint32_t* recv_counts;  // [R, 1 + L] receiving: rows of a source: all, by local expert
-  uint8_t* stage;         // a slot, in kernels that stage rows: as it travels
+  uint8_t* stage;         // a slot, in kernels that stage rows: laid out as it is sent
   // in registers
-  int rotation;     // see source_at
+  int rotation;     // see peer_at
   uint32_t active;  // ranks, a bit each, that this block found not masked when it began
 
   DC_HOST_DEVICE static int batch_size(int num_warps) {
@@ -55,7 +55,7 @@ struct BlockMemory {
     return sizeof(Header) + 4 * (shape.num_experts + num_ranks + num_recv_counts(shape, num_ranks) +
                                  num_warps * (3 + 4 * shape.num_topk) + batch_size(num_warps));
   }
-  // Where the stage begins, and where it ends.
+  // First byte of the stage, and the end of it.
   DC_HOST_DEVICE static size_t stage_start(const LowLatencyShape& shape, int num_ranks,
                                            int num_warps) {
     return align_up<size_t>(num_bytes(shape, num_ranks, num_warps), kLineBytes);
@@ -84,18 +84,20 @@ struct BlockMemory {
   }
 };
 
-// A barrier of the block that also tells every thread whether one has given up.
+// A barrier of the block that also tells every thread whether any thread has given up.
 DC_DEVICE bool block_agrees(bool ok) { return !arch::sync_block_any(!ok); }
 
-// The warp that looks after credit: not one of the first, which have tokens, if there are others.
+// The warp that handles credit. It is not one of the first warps, which have tokens, if there are
+// others.
 DC_DEVICE bool has_credit_warp() { return arch::warp_idx() == max_of(0, arch::num_warps() - 2); }
 
-// What a launch reads before anything else: one trip to memory, beside those of its inputs.
+// What a launch reads first: one trip to memory, at the same time as its inputs.
 struct LaunchState {
   LowLatencyRecord record;
-  uint32_t ticket;    // of a receive phase launched by itself
-  uint64_t credit;    // lane [half, peer] of the credit warp
-  uint32_t received;  // lane [half, peer] of the last warp of block 0: what is to be told the peer
+  uint32_t ticket;  // of a receive phase launched by itself
+  uint64_t credit;  // lane [buffer, peer] of the credit warp
+  // lane [buffer, peer] of the last warp of block 0: the credit to return to the peer
+  uint32_t received;
 
   DC_DEVICE static LaunchState load(const LowLatencyBuffer& words, const Phases& phases) {
     const int num_ranks = words.world.num_ranks, lane = arch::lane_idx();
@@ -110,7 +112,7 @@ struct LaunchState {
     }
     if (lane >= 2 * num_ranks) return launch;
     const int buffer_idx = lane < num_ranks ? 0 : 1, peer = lane - buffer_idx * num_ranks;
-    // pairs with: return_credit at the peer; see await_credit.
+    // pairs with: return_credit at the peer; see await_credit
     if (has_credit_warp())
       launch.credit = arch::ld_acquire_sys(words.consumed(words.world.rank, buffer_idx, peer));
     if (arch::block_idx() == 0 && arch::warp_idx() == arch::num_warps() - 1) {
@@ -118,7 +120,7 @@ struct LaunchState {
     }
     return launch;
   }
-  // The number of the operation that this launch is about.
+  // The number of the operation that this launch runs.
   DC_DEVICE uint32_t operation(const Phases& phases) const {
     return phases.send ? next_generation(record.sequence) : ticket;
   }
@@ -144,15 +146,17 @@ DC_DEVICE bool is_active(const BlockMemory& memory, int rank) {
   return (memory.active >> rank & 1u) != 0;
 }
 
-// What a launch does for the launches after it is done at its begin, when nothing waits for it. Every thread: the last
-// warp of block 0 returns credit for what earlier launches have received.
+// What a launch does for the launches after it. This is done at its beginning, where nothing waits
+// for it. Every thread: the last warp of block 0 returns credit for what earlier launches have
+// received.
 DC_DEVICE void return_credit(const Context& context, const LowLatencyBuffer& buffer,
                              const Phases& phases, const LaunchState& launch) {
   if (arch::block_idx() != 0 || arch::warp_idx() != arch::num_warps() - 1) return;
   const int num_ranks = context.world.num_ranks, lane = arch::lane_idx();
   if (lane < 2 * num_ranks) {
     const int buffer_idx = lane < num_ranks ? 0 : 1, peer = lane - buffer_idx * num_ranks;
-    // pairs with: await_credit at the peer — reads and zeros of an earlier launch, which has ended: no release needed.
+    // pairs with: await_credit at the peer — reads and zeros of an earlier launch, which has ended:
+    // no release needed
     arch::st_relaxed_sys(buffer.consumed(peer, buffer_idx, context.world.rank),
                          Tagged::pack(launch.received, 0));
   }
@@ -164,7 +168,7 @@ DC_DEVICE void return_credit(const Context& context, const LowLatencyBuffer& buf
   }
 }
 
-// The last warp of a block that sends, behind a barrier: all of the block has loaded its record.
+// The last warp of a block that sends, after a barrier: all of the block has loaded its record.
 DC_DEVICE void number_records(const Context& context, const LowLatencyBuffer& buffer,
                               const Phases& phases, const LaunchState& launch) {
   if (arch::warp_idx() != arch::num_warps() - 1) return;
@@ -181,10 +185,10 @@ DC_DEVICE void number_records(const Context& context, const LowLatencyBuffer& bu
   }
 }
 
-// One warp, lane r: whether peer r has read what the last operation in this half wrote into its memory. Block 0 then
-// announces the operation.
-//   unblocked by: return_credit of the launch that follows the peer's receive phase two operations ago; at the
-//   latest that is the one that sends this operation
+// One warp, lane r: waits until peer r has read what the last operation in this buffer wrote into
+// its memory. Block 0 then announces the operation.
+//   unblocked by: return_credit of the launch that follows the peer's receive phase two operations
+//   ago; at the latest that is the one that sends this operation
 DC_DEVICE bool await_credit(const Context& context, const LowLatencyBuffer& buffer,
                             const BlockMemory& memory, const LaunchState& launch,
                             uint32_t signature, int num_tokens) {
@@ -199,10 +203,10 @@ DC_DEVICE bool await_credit(const Context& context, const LowLatencyBuffer& buff
         context, buffer.consumed(context.world.rank, peer),
         {Stage::kBufferCredit, Word::kConsumed, peer, -1}, Tagged::pack(wanted, 0),
         [=](uint64_t word) { return Tagged::unpack(word).has_reached(wanted); }, &raw);
-    if (!ok) return is_given_up(context, peer);  // what is written for it is read by nobody
+    if (!ok) return is_given_up(context, peer);  // nobody reads what is written for it
   }
   if (arch::block_idx() == 0) {
-    // pairs with: await_announcements at the peer — nothing but the word itself.
+    // pairs with: await_announcements at the peer — nothing but the word itself
     arch::st_relaxed_sys(
         buffer.announced(peer, context.world.rank),
         Tagged::pack(context.generation, signature << 16 | static_cast<uint32_t>(num_tokens)));
@@ -210,8 +214,8 @@ DC_DEVICE bool await_credit(const Context& context, const LowLatencyBuffer& buff
   return true;
 }
 
-// One warp, lane r: source r has begun the same operation; one that is not in `sources` has no tokens. Block 0 counts
-// the time for the statistics.
+// One warp, lane r: waits until source r has begun the same operation. A rank that is not in
+// `sources` has no tokens. Block 0 measures the time for the statistics.
 DC_DEVICE bool await_announcements(const Context& context, const LowLatencyBuffer& buffer,
                                    const BlockMemory& memory, uint32_t sources, uint32_t signature,
                                    int64_t* wait_stats) {
@@ -244,10 +248,11 @@ DC_DEVICE bool await_announcements(const Context& context, const LowLatencyBuffe
   return true;
 }
 
-// Each rank begins with another peer, so that none is hit by all at once. Its own turn is the
-// second one: what it loads and stores for itself takes no time while its links are busy; at the
-// end it would wait behind everything. Of positions below num_ranks; no remainder, which is a
-// subroutine. `turn`: turn_of_block, or 0, where few instructions are more than that brings.
+// The peer at a position of this rank's order. Every rank begins with another peer, so that not all
+// of them write to one rank at once. A rank itself is second in its order: what it loads and stores
+// for itself takes no time while its links are busy, but would wait for everything else if it came
+// last. position < num_ranks. Computed without a remainder, which is a subroutine. `rotation`:
+// block_rotation, or 0 where a rotation gains less than its instructions cost.
 DC_DEVICE int peer_at(const World& world, int rotation, int position) {
   int step = position > 1 ? position : position == 0 && world.num_ranks > 1 ? 1 : 0;
   if (rotation > 0 && step > 0) {
@@ -258,19 +263,19 @@ DC_DEVICE int peer_at(const World& world, int rotation, int position) {
   return source < world.num_ranks ? source : source - world.num_ranks;
 }
 
-// With it neighbouring blocks begin with different peers, so that all links of a rank are busy
-// together, and none is hit by all, whichever rank is ahead.
+// With this rotation neighbouring blocks begin with different peers. So all links of a rank are
+// busy at the same time, and no rank is the target of all others, even if some ranks are ahead.
 DC_DEVICE int block_rotation(const World& world) {
   const int num_others = max_of(world.num_ranks - 1, 1), block = arch::block_idx();
   return block - Divisor::make(num_others).quotient(block) * num_others;
 }
 
-// A warp's task as the whole block finds it in shared memory.
+// A warp's task, packed for shared memory.
 DC_DEVICE int32_t pack_task(int source, int token) { return source << 16 | token; }
 DC_DEVICE int source_of(int32_t task) { return task >> 16; }
 DC_DEVICE int token_of(int32_t task) { return task & 0xffff; }
 
-// The task-th token that this block gets, over all sources.
+// Task number `task` of this block, over all sources.
 DC_DEVICE int32_t find_task(const World& world, const BlockMemory& memory, int task) {
   int position = 0;
   while (position + 1 < world.num_ranks && task >= memory.header->first_task[position + 1])
@@ -280,21 +285,22 @@ DC_DEVICE int32_t find_task(const World& world, const BlockMemory& memory, int t
                    memory.header->first_token[source] + task - memory.header->first_task[position]);
 }
 
-// One warp: the tasks of a group, one a warp of the block.
+// One warp: lists the tasks of a group, one per warp of the block.
 DC_DEVICE void list_tasks(const World& world, const BlockMemory& memory, int first) {
   const int num_now = min_of(arch::num_warps(), memory.header->first_task[world.num_ranks] - first);
   if (arch::lane_idx() < num_now)
     memory.tasks[arch::lane_idx()] = find_task(world, memory, first + arch::lane_idx());
 }
 
-// A block's tasks, the tokens of its share of every source, in the registers of a warp: lane p has source_at(p).
+// A block's tasks are the tokens of its share of every source. They are numbered in the registers
+// of a warp: lane p has peer_at(p).
 struct TaskNumbering {
   LowLatencyShare share;
   int first_task;
-  int num_tasks;  // in all
-  int rotation;   // see source_at
+  int num_tasks;  // of all sources
+  int rotation;   // see peer_at
 
-  // num_tokens: lane p, of source_at(p).
+  // num_tokens: lane p, of peer_at(p).
   DC_DEVICE static TaskNumbering make(const World& world, const LowLatencyShape& shape,
                                       int rotation, int num_tokens) {
     const int position = arch::lane_idx();
@@ -331,10 +337,10 @@ struct TaskNumbering {
       header->by_max_vecs = Divisor::make(max_vecs);
     }
   }
-  // A whole warp: a task below num_tasks.
+  // A whole warp: the task of number `task`, which is below num_tasks.
   DC_DEVICE int32_t find(const World& world, int task) const {
     const bool is_before = arch::lane_idx() < world.num_ranks && first_task <= task;
-    // Several may begin with the same task: all but the last of them have none.
+    // Several sources may begin with the same task: all but the last of them have none.
     const int position = arch::popc(arch::ballot(kFullMask, is_before)) - 1;
     const int token = task - arch::shfl(kFullMask, first_task, position) +
                       arch::shfl(kFullMask, share.begin, position);
@@ -342,12 +348,12 @@ struct TaskNumbering {
   }
 };
 
-// Of rows by selection, among which those of a rank lie: see gather_row.
+// One rounding: the sender whose part of the buffer holds a rank's rows. See gather_row.
 DC_DEVICE int gather_sender(bool can_shrink, int rank) {
   return can_shrink && !arch::fault(Fault::kSharedRows) ? rank : 0;
 }
 
-// A row and a column of a matrix that is walked through by one index.
+// A row and a column of a matrix whose elements are processed by one index.
 struct Position {
   int row;
   int column;
@@ -365,12 +371,13 @@ DC_DEVICE uint32_t warp_or(uint32_t bits) {
   return bits;
 }
 
-// Expert indices as the user gave them, their loads under way together: what is done with one would wait for it.
+// Expert indices as the user passed them. All loads are issued before any of the values is used,
+// because the first use waits for its load.
 template <int kCount>
 struct RawExperts {
   int64_t values[kCount];
 
-  // positions first, first + stride, … below end.
+  // positions: first, first + stride, … below end.
   DC_DEVICE void load(const void* topk_idx, int64_t first, int stride, int64_t end, int num_bytes) {
     if (num_bytes == 4) {
       DC_UNROLL
@@ -390,18 +397,18 @@ struct RawExperts {
         values[idx] = arch::ld_nc(static_cast<const int64_t*>(topk_idx) + position);
     }
   }
-  // Anything out of int range becomes -2.
+  // A value outside the range of int becomes -2.
   DC_DEVICE int get(int idx) const {
     return values[idx] == static_cast<int32_t>(values[idx]) ? static_cast<int>(values[idx]) : -2;
   }
 };
 
-// The ranks of a token's experts, a bit each: of those at k = lane, lane + 32, …, together with other lanes' (warp_or).
+// The bit of an expert's rank. A warp combines those of a token's entries with warp_or.
 DC_DEVICE uint32_t rank_bit(const PreparedExpertMap& experts, int expert) {
   return expert >= 0 && expert < experts.num_experts ? 1u << experts.rank_of(expert) : 0u;
 }
 
-// An expert index as the user gave it; -1 and a report for what lies out of range.
+// An expert index as the user passed it; -1 and a report for one that is out of range.
 DC_DEVICE int checked_expert(const Context& context, int expert, int64_t position,
                              int num_experts) {
   if (expert >= -1 && expert < num_experts) return expert;

@@ -1,20 +1,22 @@
-// combine for decoding: the experts' rows back to the ranks that own the
-// tokens, where they are added.
+// combine for decoding: every expert rank returns its rows to the ranks that own the tokens, where
+// they are added.
 //
-// in     x [L, R*M, H] bfloat16 in dispatch's places, or compact [R*M, H], one row a token; topk_weights [T, K] at
-//        the source; recv_tokens, places and, if the weights came with dispatch, recv_weights at
-//        the expert's rank
+// in     x [L, R*M, H] bfloat16 in dispatch's rows, or compact [R*M, H], one row per token;
+//        topk_weights [T, K] at the source; at the expert's rank recv_tokens, places and, if the
+//        weights were sent by dispatch, recv_weights
 // out    combined_x [T, H]
-// sum    an expert's rank adds weight * row over a token's selections there, k ascending, in float32, each product
-//        rounded by itself, and rounds to bfloat16; the source adds those rows, ranks ascending, in
-//        float32, and rounds once more. Compact rows are sent as they are. One rounding: every row
-//        is sent as it is, and the source adds weight * row, k ascending, and rounds. LogFMT: what
-//        an expert's rank sends is not rounded to bfloat16 but to LogFMT-10 (move/logfmt.cuh).
-// grid   B blocks, as in dispatch: block b takes the tokens that block b of their source sent
-// words  as in dispatch, rows being what comes back; weight · owner: expert's rank · written by the source's leading
-//        block · number in the word
+// sum    an expert's rank adds weight * row over a token's top-k entries there, k ascending, in
+//        float32, each product rounded by itself, and rounds to bfloat16; the source adds those
+//        rows, ranks ascending, in float32, and rounds again. Compact rows are sent as they are.
+//        One rounding: every row is sent as it is, and the source adds weight * row, k ascending,
+//        and rounds. LogFMT: what an expert's rank sends is rounded to LogFMT-10 instead of
+//        bfloat16 (move/logfmt.cuh).
+// grid   B blocks, as in dispatch: block b serves the tokens that block b of their source sent
+// words  as in dispatch, with returned rows; weight · owner: expert's rank · written by the source's
+//        leading block · number in the word
 // before the operation's dispatch has been received on this rank
-// waits  half_credit: as in dispatch; weights: unblocked by the source's send phase; rows: by the expert rank's
+// waits  buffer_credit: as in dispatch; weights: unblocked by the source's send phase; rows: by the
+//        expert rank's
 // not promised: nothing; the result does not depend on B
 #pragma once
 

@@ -1,13 +1,13 @@
-// The receive phase of combine: the source adds the rows that come back for its tokens.
+// The receive phase of combine: the source adds the rows that are returned for its tokens.
 #pragma once
 
 #include "device/low_latency/combine_send.cuh"
 
 namespace deep_comm {
 
-// The block adds the ranks' rows of tokens [begin, end) and writes the results. A thread looks at
-// eight places at a time: of a piece on up to eight ranks, or, of few ranks, of two pieces, the
-// second in the upper half.
+// The block adds the ranks' rows of tokens [begin, end) and writes the results. A thread polls
+// eight slots at a time: one piece from up to eight ranks or, if there are at most four ranks, two
+// pieces, the second of them in the upper four.
 DC_DEVICE bool add_ranks(const Context& context, const LowLatencyCombineArgs& args,
                          const LowLatencyBuffer& buffer, const LowLatencyShare& share,
                          const BlockMemory& memory, int begin, int end) {
@@ -84,7 +84,7 @@ DC_DEVICE bool add_log_ranks(const Context& context, const LowLatencyCombineArgs
       const WaitFor wait{Stage::kRows, Word::kRow, peer, arch::block_idx()};
       uint8_t* row = buffer.combine_row(args.world.rank, peer, token);
       uint32_t* last = log_last(row, args.shape.hidden, piece_idx);
-      // First looks together: they are trips to memory.
+      // All first looks before any wait: each is a trip to memory.
       LogPiece piece{arch::ld_relaxed_sys(log_codes(row, piece_idx)),
                      {arch::ld_relaxed_sys(last), arch::ld_relaxed_sys(last + 1)}};
       if (!take_arrival(context, log_codes(row, piece_idx), wait, &piece.codes) ||
@@ -109,7 +109,7 @@ DC_DEVICE bool add_log_ranks(const Context& context, const LowLatencyCombineArgs
   return true;
 }
 
-// Source, one warp: the selections of a token, their ranks and weights, k ascending.
+// Source, one warp: notes the top-k entries of a token, their ranks and weights, k ascending.
 DC_DEVICE void find_topk_rows(const LowLatencyCombineArgs& args, const BlockMemory& memory,
                               int token) {
   const int num_topk = args.shape.num_topk, warp = arch::warp_idx();
@@ -149,7 +149,7 @@ DC_DEVICE bool add_topk_rows(const Context& context, const LowLatencyCombineArgs
   for (int idx = arch::thread_idx(); idx < (end - begin) * num_vecs; idx += arch::num_threads()) {
     const Position position = Position::of(idx, by_vecs, num_vecs);
     const int warp = position.row, token = begin + warp, vec = first_vec + position.column;
-    const int32_t* selections = memory.rows + warp * num_topk;
+    const int32_t* entries = memory.rows + warp * num_topk;
     const int32_t* ranks = memory.row_experts + warp * num_topk;
     const float* weights = memory.weights + warp * num_topk;
     const int num_rows = memory.num_rows[warp];
@@ -163,7 +163,7 @@ DC_DEVICE bool add_topk_rows(const Context& context, const LowLatencyCombineArgs
         if (first + step >= num_rows) continue;
         const int sender = gather_sender(args.can_shrink, ranks[first + step]);
         arrivals.from[step] = reinterpret_cast<Vec16*>(buffer.gather_row(
-                                  args.world.rank, sender, token, selections[first + step])) +
+                                  args.world.rank, sender, token, entries[first + step])) +
                               vec;
       }
       arrivals.look();
@@ -191,7 +191,8 @@ DC_DEVICE void combine_receive(const Context& context, const LowLatencyCombineAr
   const int num_warps = arch::num_warps(), warp = arch::warp_idx();
   const LowLatencyShare& share = inputs.share;
   bool ok = true;
-  // Rows need no announcement; a rank that does something else, or nothing, is found by one block.
+  // Rows need no announcement. It is enough if one block finds a rank that runs another operation,
+  // or none.
   if (arch::block_idx() == 0 && warp == num_warps - 1) {
     ok = await_announcements(context, buffer, memory, memory.active, args.signature,
                              args.wait_stats);
@@ -217,7 +218,7 @@ DC_DEVICE void combine_receive(const Context& context, const LowLatencyCombineAr
       ok = add_ranks(context, args, buffer, share, memory, group, group_end);
     }
     if (group_end >= share.end) break;
-    if (!block_agrees(ok)) return;  // what the warps have found has been read
+    if (!block_agrees(ok)) return;  // all threads have read what the warps have noted
   }
   if (ok) note_in_warp(context, TraceStep::kReceived);
 }

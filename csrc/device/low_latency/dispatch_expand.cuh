@@ -1,5 +1,5 @@
-// The receive phase of dispatch, one token after the other: its route, the places of its selections, and its row and
-// scales copied there, each as it arrives.
+// The receive phase of dispatch for one token after the other: awaits its routes, finds its output
+// rows, and copies its row and scales there as they arrive.
 #pragma once
 
 #include "device/low_latency/block.cuh"
@@ -7,7 +7,8 @@
 
 namespace deep_comm {
 
-// Rows of the sources before `source` in column 0, of all rows, or 1 + e, of local expert e.
+// The number of rows from sources before `source`. column 0: of all rows, column 1 + e: of local
+// expert e.
 DC_DEVICE int32_t first_row(const BlockMemory& memory, int num_local, int source, int column) {
   uint32_t num_before = 0;
   DC_UNROLL_BY(4)
@@ -16,7 +17,7 @@ DC_DEVICE int32_t first_row(const BlockMemory& memory, int num_local, int source
   return static_cast<int32_t>(num_before);
 }
 
-// Where the routes of a warp's task come to.
+// Where the routes of the warp's task arrive.
 DC_DEVICE Vec16* routes_of_task(const LowLatencyDispatchArgs& args, const LowLatencyBuffer& buffer,
                                 const BlockMemory& memory) {
   const int32_t task = memory.tasks[arch::warp_idx()];
@@ -25,8 +26,8 @@ DC_DEVICE Vec16* routes_of_task(const LowLatencyDispatchArgs& args, const LowLat
                        token_of(task) - memory.header->first_token[source]);
 }
 
-// One warp: the places of its task's selections, into shared memory and, once a token, into the
-// outputs. `first`: the first look at the route of this lane.
+// One warp: finds the output rows of its task's token. They are noted in shared memory and, by one
+// block per token, in the outputs. `first`: the first look at this lane's route.
 DC_DEVICE bool find_output_rows(const Context& context, const LowLatencyDispatchArgs& args,
                                 const LowLatencyBuffer& buffer, const BlockMemory& memory,
                                 const Vec16& first, int num_local) {
@@ -50,9 +51,9 @@ DC_DEVICE bool find_output_rows(const Context& context, const LowLatencyDispatch
       Vec16 words = first;
       if (base > 0) words = arch::ld_relaxed_sys(routes + k);
       const WaitFor wait{Stage::kRows, Word::kRoute, source, arch::block_idx()};
-      const bool has_come = take_arrival(context, routes + k, wait, &words);
-      if (has_come) route = Route::unpack(words);
-      ok = ok && (has_come || is_given_up(context, source));
+      const bool arrived = take_arrival(context, routes + k, wait, &words);
+      if (arrived) route = Route::unpack(words);
+      ok = ok && (arrived || is_given_up(context, source));
     }
     const bool is_here = route.local_expert >= 0;
     int row = -1;
@@ -62,7 +63,8 @@ DC_DEVICE bool find_output_rows(const Context& context, const LowLatencyDispatch
       row = route.local_expert * num_slots +
             first_row(memory, num_local, source, 1 + route.local_expert) + route.row();
     }
-    // Rows to write: compact, one in all, which every selection of the token knows; else one for each of its experts.
+    // Rows to write: compact, one per token, which every top-k entry names; otherwise one per
+    // expert.
     const bool is_row = out.is_compact ? k == 0 && row >= 0 : is_here && !route.is_repeated();
     const uint32_t writers = arch::ballot(kFullMask, is_row);
     if (is_row) {
@@ -93,12 +95,12 @@ DC_DEVICE bool find_output_rows(const Context& context, const LowLatencyDispatch
 
 // A thread's pieces of the rows of a group of tasks.
 struct RowPieces {
-  static constexpr int kCount = 4;  // of the rows that a rank of four gets of a token of each
+  static constexpr int kCount = 4;  // enough for a token from each of four ranks
   Arrivals<kCount> arrivals;
-  int tasks[kCount];    // among the warps' tasks
-  int columns[kCount];  // in 16 bytes
+  int tasks[kCount];    // index of the warp
+  int columns[kCount];  // in vectors of 16 bytes
 
-  // Piece numbers first, first + num_threads, … of num_tasks rows of max_vecs. Looks at them once.
+  // Piece numbers first, first + num_threads, … of num_tasks rows of max_vecs. Polls each once.
   DC_DEVICE void look(const LowLatencyDispatchArgs& args, const LowLatencyBuffer& buffer,
                       const BlockMemory& memory, int first, int num_tasks) {
     const int max_vecs = memory.header->max_vecs, num_total = num_tasks * max_vecs;
@@ -119,7 +121,7 @@ struct RowPieces {
     }
     arrivals.look();
   }
-  // When places are known: rows that do not come here are not waited for.
+  // When the output rows are known: rows that are not sent here are not awaited.
   DC_DEVICE void forget_others(const BlockMemory& memory) {
     DC_UNROLL
     for (int step = 0; step < kCount; ++step) {
@@ -129,7 +131,8 @@ struct RowPieces {
   }
 };
 
-// The block copies the rows of its warps' tokens to their places. `pieces`: the first look at the first of them.
+// The block copies the rows of its warps' tokens to their output rows. `pieces`: the first look at
+// this thread's first pieces.
 template <PayloadFormat kFormat>
 DC_DEVICE bool expand_rows(const Context& context, const LowLatencyDispatchArgs& args,
                            const LowLatencyBuffer& buffer, const BlockMemory& memory,
@@ -141,7 +144,7 @@ DC_DEVICE bool expand_rows(const Context& context, const LowLatencyDispatchArgs&
        base += arch::num_threads() * RowPieces::kCount) {
     if (base != arch::thread_idx()) pieces.look(args, buffer, memory, base, num_tasks);
     pieces.forget_others(memory);
-    // Of a source that is given up combine gets nothing back.
+    // combine returns nothing to a source that is given up.
     const bool ok = await_arrivals(context, pieces.arrivals, [&](int step) {
       return WaitFor{Stage::kRows, Word::kRow, source_of(memory.tasks[pieces.tasks[step]]),
                      arch::block_idx()};
@@ -168,21 +171,21 @@ DC_DEVICE bool expand_rows(const Context& context, const LowLatencyDispatchArgs&
 template <PayloadFormat kFormat>
 struct ScalePiece {
   int max_outputs;  // of this block's columns of a row
-  int task;         // among the warps' tasks; -1: none
-  int output;       // of the row
-  uint32_t* words;  // of the message, that make it
-  uint32_t bits;    // the first of them
+  int task;         // index of the warp; -1: none
+  int output;       // index in the row
+  uint32_t* words;  // words of the message that form the output
+  uint32_t bits;    // the first word
 
-  // From the last thread on: the first ones have most pieces of rows.
+  // From the last thread on: the first threads have most pieces of rows.
   DC_DEVICE static int first() { return arch::num_threads() - 1 - arch::thread_idx(); }
 
-  // Piece number `idx` of num_tasks rows. Looks at it once.
+  // Piece number `idx` of num_tasks rows. Polls it once.
   DC_DEVICE void look(const LowLatencyDispatchArgs& args, const LowLatencyBuffer& buffer,
                       const BlockMemory& memory, const ScaleOutputs<kFormat>& outputs, int idx,
                       int num_tasks) {
     const int vecs_per_output = outputs.first_column(1) / Piece<kFormat>::kElements;
     const Divisor by_vecs = Divisor::make(vecs_per_output);
-    // This block's outputs of a row are neighbours: those of its columns.
+    // This block's outputs of a row are consecutive: those of its columns.
     max_outputs = by_vecs.quotient(memory.header->max_vecs + vecs_per_output - 1);
     task = -1;
     if (idx >= num_tasks * max_outputs) return;
@@ -199,7 +202,7 @@ struct ScalePiece {
   }
 };
 
-// The same for their scales. `piece`: the first look at the first of them.
+// The same for the scales. `piece`: the first look at this thread's first output.
 template <PayloadFormat kFormat>
 DC_DEVICE bool expand_scales(const Context& context, const LowLatencyDispatchArgs& args,
                              const LowLatencyBuffer& buffer, const BlockMemory& memory,

@@ -1,21 +1,22 @@
-// The receive phase of dispatch: every block takes what the blocks of its number sent, as it arrives, and copies each
-// row to the places of its selections.
+// The receive phase of dispatch. Every block receives what the blocks of its number sent, as it
+// arrives, and copies each row to its output rows.
 //
-//   announcements and counts of all sources → per token: route → place → row
+//   announcements and counts of all sources → per token: routes → output rows → copies
 #pragma once
 
 #include "device/low_latency/dispatch_expand.cuh"
 
 namespace deep_comm {
 
-// recv_counts[source, 0]: rows of this rank by source, then [source, 1 + e] of local expert e; of both the first
-// num_columns. None of one that is not in `sources`, and one that is given up is noted.
+// Fills the first num_columns of recv_counts[source, 0]: rows of this rank from source, and
+// [source, 1 + e]: of local expert e. A source that is not in `sources` has none. One that is given
+// up is noted.
 DC_DEVICE bool await_counts(const Context& context, const LowLatencyDispatchArgs& args,
                             const LowLatencyBuffer& buffer, const BlockMemory& memory,
                             uint32_t sources, int num_local, int num_columns) {
   bool ok = true;
   const Divisor by_columns = Divisor::make(num_columns);
-  // From the last thread on: the first warps have announcements and routes to wait for.
+  // From the last thread on: the first warps wait for announcements and routes.
   for (int idx = arch::num_threads() - 1 - arch::thread_idx();
        idx < args.world.num_ranks * num_columns && ok; idx += arch::num_threads()) {
     const Position position = Position::of(idx, by_columns, num_columns);
@@ -33,10 +34,10 @@ DC_DEVICE bool await_counts(const Context& context, const LowLatencyDispatchArgs
   return ok;
 }
 
-// With masks: block 0 finds out whose rows this operation places, and the other blocks do as it says. Else some could
-// leave room for rows of a rank that falls silent, and others not. Returns false after a failure; *participants: a bit
-// each.
-// By value: see report_error.
+// With masks: block 0 decides whose rows this operation receives, and the other blocks follow it.
+// Otherwise some blocks could leave room for the rows of a rank that falls silent, and others not.
+// Returns false after a failure. *participants: a bit per rank. Arguments by value: see
+// report_error.
 DC_DEVICE_COLD bool agree_on_sources(Context context, const LowLatencyDispatchArgs& args,
                                      LowLatencyBuffer buffer, BlockMemory memory, int num_local,
                                      uint32_t* participants) {
@@ -46,7 +47,7 @@ DC_DEVICE_COLD bool agree_on_sources(Context context, const LowLatencyDispatchAr
   if (arch::block_idx() != 0) {
     uint32_t value = 0;
     if (arch::thread_idx() == 0) {
-      // Block 0 may be about to give up several ranks, at one deadline.
+      // Block 0 may be about to give up several ranks, all at the same deadline.
       ok = await_tagged(context, word, {Stage::kParticipants, Word::kMask, context.world.rank, 0},
                         0, &value, 4);
       memory.header->participants = value;
@@ -71,13 +72,13 @@ DC_DEVICE_COLD bool agree_on_sources(Context context, const LowLatencyDispatchAr
     if (memory.header->is_absent[source] == 0) present |= 1u << source;
   }
   *participants = present & active;
-  // pairs with: the await above — the announcements and counts that this block has seen.
+  // pairs with: the await above — the announcements and counts that this block has seen
   if (arch::thread_idx() == 0)
     arch::st_release_gpu(word, Tagged::pack(context.generation, *participants));
   return true;
 }
 
-// One block: what the counts say, for the outputs.
+// One block: writes the outputs that follow from the counts.
 DC_DEVICE void write_counts(const LowLatencyDispatchArgs& args, const BlockMemory& memory,
                             int num_local) {
   const LowLatencyOutputs& out = args.out;
@@ -113,21 +114,21 @@ DC_DEVICE void write_counts(const LowLatencyDispatchArgs& args, const BlockMemor
   }
 }
 
-// One warp, behind the announcements: tells the host the most tokens that any rank has, which may
-// be waiting for it.
+// One warp, after the announcements: tells the host, which may be waiting, the maximum number of
+// tokens of a rank.
 DC_DEVICE void report_num_tokens(const LowLatencyDispatchArgs& args, const int32_t* num_tokens,
                                  int num_ranks) {
   if (args.report == nullptr || arch::lane_idx() != 0) return;
   int32_t most = 0;
   for (int source = 0; source < num_ranks; ++source) most = max_of(most, num_tokens[source]);
-  // Engine::wait_low_latency_num_tokens reads nothing but the word itself.
+  // pairs with: Engine::wait_low_latency_num_tokens — nothing but the word itself
   arch::st_relaxed_sys(args.report,
                        Tagged::pack(args.report_sequence, static_cast<uint32_t>(most)));
 }
 
-// Tasks as they are if every source has as many tokens as this rank, which they mostly have: what
-// comes of them can be looked at before anything is known about the sources. One warp; a barrier of
-// the block is the caller's.
+// The tasks if every source has as many tokens as this rank, which is the usual case. Their routes
+// and rows can be polled before anything is known about the sources. One warp; the caller has a
+// barrier of the block after it.
 template <PayloadFormat kFormat>
 DC_DEVICE void forecast_tasks(const LowLatencyDispatchArgs& args, const BlockMemory& memory) {
   TaskNumbering::make(args.world, args.shape, memory.rotation, args.num_tokens)
@@ -136,21 +137,21 @@ DC_DEVICE void forecast_tasks(const LowLatencyDispatchArgs& args, const BlockMem
   list_tasks(args.world, memory, 0);
 }
 
-// The route of a task that was guessed, or word that its source is not as it was guessed to be:
-// then no route need come.
+// Watches the route of a forecast task, and the announcement of its source. If the source announces
+// something other than the forecast, no route need arrive.
 struct ForecastRouteWatch {
   ArrivalWatch<Vec16> route;
   const uint64_t* announced;
-  uint64_t expected;  // what it says if the guess is right
+  uint64_t expected;  // the word if the forecast is right
   uint64_t word;
 
   DC_DEVICE bool has_announced() const {
     return Tagged::unpack(word).generation == Tagged::unpack(expected).generation;
   }
   DC_DEVICE bool look() {
-    word = arch::ld_relaxed_sys(announced);  // both loads under way together
-    const bool has_come = route.look();
-    return has_come || (has_announced() && word != expected);
+    word = arch::ld_relaxed_sys(announced);  // both loads are in flight together
+    const bool arrived = route.look();
+    return arrived || (has_announced() && word != expected);
   }
   DC_DEVICE uint64_t seen() const { return word; }
   DC_DEVICE void rest(const uint32_t* abort_word, uint64_t deadline_ns) const {
@@ -159,7 +160,7 @@ struct ForecastRouteWatch {
   }
 };
 
-// The first looks at what comes of a group of tasks, all under way together.
+// The first looks at routes, rows and scales of a group of tasks, all in flight together.
 template <PayloadFormat kFormat>
 struct GroupLooks {
   Vec16 route;  // of the warp's task
@@ -176,8 +177,8 @@ struct GroupLooks {
       scales.look(args, buffer, memory, outputs, scales.first(), num_tasks);
     rows.look(args, buffer, memory, arch::thread_idx(), num_tasks);
   }
-  // A warp that has a guessed task: its route, while others wait for announcements and counts.
-  // They are to say which rank is silent: this wait has more time.
+  // A warp that has a forecast task awaits its route, while other warps await announcements and
+  // counts. Those waits report a silent rank, so this wait lasts longer.
   //   unblocked by: the source's send_routes, or its announcement of something else
   DC_DEVICE bool await_route(const Context& context, const LowLatencyDispatchArgs& args,
                              const LowLatencyBuffer& buffer, const BlockMemory& memory,
@@ -195,7 +196,7 @@ struct GroupLooks {
     route = watch.route.value;
     return true;
   }
-  // At what was missing, under way while places are found.
+  // Polls again what was missing, while output rows are found.
   DC_DEVICE void look_again(bool has_scales) {
     if (has_scales && scales.task >= 0 && !has_arrived(scales.bits))
       scales.bits = arch::ld_relaxed_sys(scales.words);
@@ -203,8 +204,8 @@ struct GroupLooks {
   }
 };
 
-// Behind a barrier that follows forecast_tasks. kRoutesEarly: routes are awaited beside announcements
-// and counts, by threads that have no stores of rows before them.
+// After a barrier that follows forecast_tasks. kRoutesEarly: routes are awaited at the same time as
+// announcements and counts, by threads that have issued no stores of rows before.
 template <PayloadFormat kFormat, bool kRoutesEarly>
 DC_DEVICE void dispatch_receive(const Context& context, const LowLatencyDispatchArgs& args,
                                 const LowLatencyBuffer& buffer, const BlockMemory& memory) {
@@ -213,7 +214,8 @@ DC_DEVICE void dispatch_receive(const Context& context, const LowLatencyDispatch
   const int num_local = args.experts.num_local_experts(world.rank);
   const ScaleOutputs<kFormat> outputs =
       ScaleOutputs<kFormat>::of(args.shape, args.out, world.num_ranks * args.shape.num_max_tokens);
-  // Compact places need the counts of tokens alone; those of experts are for one block to write out.
+  // Compact rows need only the counts of tokens. The counts of experts are for the one block that
+  // writes them.
   const bool is_writing = arch::block_idx() == 0;
   const int num_columns = args.out.is_compact && !is_writing ? 1 : 1 + num_local;
   uint32_t sources = memory.active;
@@ -226,12 +228,12 @@ DC_DEVICE void dispatch_receive(const Context& context, const LowLatencyDispatch
   const int num_forecast = min_of(num_warps, memory.header->first_task[world.num_ranks]);
   looks.look(args, buffer, memory, outputs, num_forecast);
   bool ok = true;
-  // Routes are the first warps', counts the last ones'.
+  // Routes belong to the first warps, counts to the last ones.
   if (warp == (kRoutesEarly ? num_warps / 3 : 0)) {
     int64_t* wait_stats =
-        context.can_shrink ? nullptr : args.out.wait_stats;  // agree_on_sources has counted
+        context.can_shrink ? nullptr : args.out.wait_stats;  // agree_on_sources has measured
     ok = await_announcements(context, buffer, memory, sources, args.signature, wait_stats);
-    // Not if one has failed: the host then waits for the error record.
+    // Not after a failure: the host then waits for the error record.
     const bool has_failed = arch::any(kFullMask, !ok);
     arch::sync_warp();
     if (is_writing && !has_failed) {
@@ -247,7 +249,7 @@ DC_DEVICE void dispatch_receive(const Context& context, const LowLatencyDispatch
   const int num_tokens = is_source ? memory.header->num_tokens[arch::lane_idx()] : args.num_tokens;
   bool has_looked = arch::all(kFullMask, num_tokens == args.num_tokens);
   if (!has_looked) {
-    arch::sync_block();  // the guess has been read
+    arch::sync_block();  // all threads have used the forecast
     if (warp == 0) {
       const int source = is_source ? peer_at(world, memory.rotation, arch::lane_idx()) : 0;
       TaskNumbering::make(world, args.shape, memory.rotation, memory.header->num_tokens[source])
@@ -271,7 +273,7 @@ DC_DEVICE void dispatch_receive(const Context& context, const LowLatencyDispatch
       ok = expand_scales<kFormat>(context, args, buffer, memory, outputs, looks.scales, num_now);
     ok = ok && expand_rows<kFormat>(context, args, buffer, memory, looks.rows, num_now);
     if (first + num_warps >= num_tasks) break;
-    if (!block_agrees(ok)) return;  // places have been read
+    if (!block_agrees(ok)) return;  // all threads have read the output rows
     if (warp == 0) list_tasks(world, memory, first + num_warps);
     arch::sync_block();
   }

@@ -1,7 +1,7 @@
-// The low-latency kernels as types: what a target needs to launch one. kBeginsEarly: they are
-// launched while the launch before theirs still runs, which they await by themselves. What follows
-// from the call's sizes is a kernel of its own, since every launch fetches its code anew: kMayShrink
-// (without it there are no masks), how rows go, kTakesTurns (blocks begin with different peers).
+// The low-latency kernels as types, as a target needs them for a launch. kBeginsEarly: a kernel is
+// launched while the one before it still runs, and awaits its end by itself. What follows from the
+// sizes of a call is a template parameter, because every launch fetches its code anew: kMayShrink
+// (false: no masks), how rows are sent, kRotatesPeers (blocks begin with different peers).
 #pragma once
 
 #include "device/low_latency/combine.cuh"
