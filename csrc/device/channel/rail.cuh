@@ -26,8 +26,8 @@ struct RailTier {
   RailLayout layout;
 
   DC_HOST_DEVICE int num_nodes() const { return layout.num_nodes; }
-  // The first half of the queues carries rows and their tails, the other half credits. Behind rows
-  // credits would wait.
+  // The first half of the queues carries rows and their tails, the other half credits.
+  // On a queue of rows credits would wait for them.
   DC_HOST_DEVICE int data_qp(int channel) const { return channel % max_of(1, port.num_qps / 2); }
   // The queue of a chunk of rows that have slots of their own, and of the word that announces it.
   // Neighbouring chunks share a queue: a software NIC joins them.

@@ -12,8 +12,8 @@
 //        and rounds. LogFMT: what an expert's rank sends is rounded to LogFMT-10 instead of
 //        bfloat16 (move/logfmt.cuh).
 // grid   B blocks, as in dispatch: block b serves the tokens that block b of their source sent
-// words  as in dispatch, with returned rows; weight · owner: expert's rank · written by the source's
-//        leading block · number in the word
+// words  as in dispatch, with returned rows; weight · owner: expert's rank · written by the
+//        source's leading block · number in the word
 // before the operation's dispatch has been received on this rank
 // waits  buffer_credit: as in dispatch; weights: unblocked by the source's send phase; rows: by the
 //        expert rank's

@@ -186,7 +186,7 @@ DC_DEVICE void send_piece(uint8_t* row, int column, Vec16 vec) {
   for (int word = 0; word < 4; ++word) {
     if (vec.words[word] == 0) vec.words[word] = 0x80008000u;
   }
-  // pairs with: take_arrival in add_ranks and add_selections — nothing but the words themselves.
+  // pairs with: take_arrival in add_ranks and add_topk_rows — nothing but the words themselves.
   arch::st_relaxed_sys(reinterpret_cast<Vec16*>(row) + column, vec);
 }
 

@@ -5,7 +5,7 @@
 //   3 stage     stage_row: few tokens; the row, encoded, in shared memory
 //   4 credit    await_credit (block.cuh): the peers have read the buffer
 //   5 begin     send_stage or send_first_pieces: the first peer's row, to keep its link busy
-//   6 count     count_and_send: counts to all peers (last block); ordinals of the block's own tokens
+//   6 count     count_and_send: counts to all peers (last block); ordinals of its own tokens
 //   7 routes    send_routes: where the token belongs, to all peers
 //   8 rows      send_rest_of_stage or send_rows: the rows of the other peers
 //
@@ -379,8 +379,9 @@ DC_DEVICE void send_rest_of_stage(const LowLatencyDispatchArgs& args,
   copy_stage(args, buffer, share, memory, peer_at(args.world, memory.rotation, peer_order));
 }
 
-// The block sends its columns of tokens [begin, end), one piece per thread at a time. With has_first
-// this thread has loaded and encoded its first piece (`first`) and sent it to the first peer.
+// The block sends its columns of tokens [begin, end), one piece per thread at a time. With
+// has_first this thread has loaded and encoded its first piece (`first`) and sent it to the first
+// peer.
 template <PayloadFormat kFormat>
 DC_DEVICE void send_rows(const LowLatencyDispatchArgs& args, const LowLatencyBuffer& buffer,
                          const LowLatencyShare& share, const BlockMemory& memory, int begin,

@@ -1,6 +1,6 @@
-// The arguments of the low-latency kernels of a group of several nodes: those of one node's, and
-// what reaches further. `region` of the base is not used; R in shapes is the group's ranks; places
-// and recv_weights are by slot, [R, M, K], not by token.
+// The arguments of the low-latency kernels of a group of several nodes: those inside a node, and
+// what is needed to reach other nodes. `region` of the base is not used. R in shapes is the number
+// of the group's ranks. places and recv_weights are by slot, [R, M, K], not by token.
 #pragma once
 
 #include "device/layout/low_latency_rail.cuh"
@@ -12,13 +12,14 @@ struct RailReach {
   LowLatencyGroup group;
   LowLatencyRailWords words;
   LowLatencyRailRegion region;
-  // A rank with so many tokens sends each once to a node, where the first rank hands it on over
-  // NVLink. Ranks need not agree: messages say how they come.
+  // A rank with at least this many tokens sends each once per node, to the rank of its first top-k
+  // entry there, which forwards it over NVLink. The ranks need not agree: every message says how it
+  // is sent.
   int hand_on_tokens;
 };
 
-// What combine needs to know of a received row: its source's token, and how many of the ranks of
-// that token's experts come before this one.
+// What combine needs for a received row: the token at its source, and how many of the ranks of that
+// token's experts precede this one.
 struct ReturnAddress {
   int token;
   int order;
@@ -33,7 +34,7 @@ struct ReturnAddress {
 
 struct LowLatencyRailDispatchArgs : LowLatencyDispatchArgs {
   RailReach reach;
-  int32_t* num_rows;  // out [2, R]: rows from each source, and how many of them were handed on
+  int32_t* num_rows;  // out [2, R]: rows from each source, and how many of them were forwarded
   int32_t* return_addresses;  // out [R, M]: ReturnAddress, by slot
 };
 

@@ -1,5 +1,5 @@
-// What the stages of a low-latency kernel between nodes share: shared memory, how a word or a piece
-// of payload gets to another rank, how an operation begins, the tasks of a block.
+// What the phases of a low-latency kernel between nodes share: shared memory, how a word or a piece
+// of payload is sent to another rank, the begin of an operation, the tasks of a block.
 #pragma once
 
 #include "device/layout/expert_map.cuh"
@@ -14,27 +14,28 @@ struct RailBlockMemory {
     uint32_t has_failed[2];  // by parity of num_agreements
     int32_t num_destinations;
   };
-  uint8_t** reached;  // [R] segments: see reached_segment
+  uint8_t** reached;  // [R] segments, or null: see reached_segment
   Header* header;
   uint32_t* counters;  // [E + 2 R] when sending, [R, 1 + L] when receiving
-  // [R] receiving: of each source; combine sending: rows that came straight from it
+  // [R] receiving: tokens of each source; combine sending: rows that came directly from it
   int32_t* num_tokens;
-  int32_t* num_forwarded;  // [R] rows of each source that are handed on
+  int32_t* num_forwarded;  // [R] rows of each source that another rank forwards
   int32_t* first_task;     // [2, R + 1] by pass and position: see LowLatencyGroup::rank_at
   int32_t* tasks;          // [warps] pack_task(source, slot)
   int32_t* returns;        // [warps] combine: packed ReturnAddress of the warp's task
-  int32_t* num_forwards;   // [warps] ranks that the warp's message is handed on to
+  int32_t* num_forwards;   // [warps] ranks that the warp's message is forwarded to
   int32_t* forwards;       // [warps, kMaxRanks] local rank << 16 | slot
-  // [warps] places of the warp's row; at the source: rows that come back for its token
+  // [warps] rows of the warp's message here; at the source: rows that are returned for its token
   int32_t* num_rows;
-  int32_t* rows;   // [warps, K] at the source: the ranks they come from
+  int32_t* rows;   // [warps, K] at the source: the ranks that return them
   float* weights;  // [warps, K]
-  int32_t* slots;  // [K] sending: places[0 … K-1] are destinations, these their slots
-  // Sets of ranks, with masks: those that this block found not masked when it began; and, while
-  // dispatch receives, whose rows are placed.
+  int32_t* slots;  // [K] sending: rows[0 … K-1] are destinations, these are the slots there
+  // Sets of ranks, with masks. active: ranks that this block found not masked when it began.
+  // sources: while dispatch receives, the ranks whose rows it receives.
   uint32_t* active;
   uint32_t* sources;
-  mutable uint32_t num_agreements;  // of this thread, equal in all of a block behind a barrier
+  // of this thread; equal in all threads of a block after a barrier
+  mutable uint32_t num_agreements;
 
   DC_HOST_DEVICE static size_t num_counters(const LowLatencyShape& shape, int num_ranks) {
     const int max_local = ceil_div(shape.num_experts, num_ranks);
@@ -69,12 +70,12 @@ struct RailBlockMemory {
     memory.sources = memory.active + num_set_words(num_ranks);
     return memory;
   }
-  // A place in another rank's segment that this rank's stores reach.
+  // An address in another rank's segment that this rank's stores reach.
   template <class T>
   DC_DEVICE T* at(int rank, size_t offset) const {
     return reinterpret_cast<T*>(reached[rank] + offset);
   }
-  // As block_agrees.
+  // Like block_agrees.
   DC_DEVICE bool agrees(bool ok) const {
     uint32_t* has_failed = &header->has_failed[num_agreements++ & 1u];
     if (!ok) arch::st_relaxed_cta(has_failed, 1u);
@@ -94,14 +95,14 @@ DC_DEVICE void send_word(const LowLatencyRailBuffer& buffer, int peer, size_t of
   send_word(buffer.world, buffer.group, peer, offset, value);
 }
 
-// One thread: what is stored at a rank of another node counts as if it had been put.
+// One thread: what is stored at a rank of another node is counted as if it had been put.
 DC_DEVICE void count_stored(const LowLatencyGroup& group, int peer, int qp, size_t num_bytes) {
   if (!group.is_near(peer)) arch::rail_count(group.port, group.first_peer + peer, qp, num_bytes);
 }
 
-// One thread: what lies staged goes to a rank of another node. This thread, or threads
-// that it has met at a barrier, have written it. Nothing follows it: its words say of
-// themselves that they have come.
+// One thread: puts staged data at a rank of another node. This thread, or threads before a barrier
+// that it has passed, have written the data. No word is sent after it: the data's own words show
+// that they have arrived.
 DC_DEVICE void put_staged(const LowLatencyRailBuffer& buffer, int peer, int qp, size_t offset,
                           size_t staged, size_t num_bytes) {
   const LowLatencyGroup& group = buffer.group;
@@ -128,8 +129,8 @@ DC_DEVICE uint32_t operation_of(const LowLatencyRailBuffer& buffer, const Phases
       arch::ld_relaxed_gpu(&buffer.rail_state()->sequence[static_cast<int>(buffer.kind)]));
 }
 
-// Before the first barrier of the block. Returns the number of the last operation that
-// was sent in this half.
+// Before the first barrier of the block. Returns the number of the last operation that was sent in
+// this buffer.
 DC_DEVICE uint32_t begin_block(const RailContext& context, const LowLatencyRailBuffer& buffer,
                                const RailBlockMemory& memory) {
   if (context.can_shrink && arch::warp_idx() == 0) {
@@ -143,7 +144,7 @@ DC_DEVICE uint32_t begin_block(const RailContext& context, const LowLatencyRailB
       &buffer.rail_state()->sent[static_cast<int>(buffer.kind)][buffer.buffer_idx]);
 }
 
-// One warp: tells all ranks what earlier launches have received, if they have not been told.
+// One warp: tells all ranks what earlier launches have received, unless they have been told.
 DC_DEVICE void return_credit(const RailContext& context, const LowLatencyRailBuffer& buffer,
                              const RailBlockMemory& memory) {
   const int kind = static_cast<int>(buffer.kind);
@@ -153,13 +154,13 @@ DC_DEVICE void return_credit(const RailContext& context, const LowLatencyRailBuf
     const uint32_t received =
         arch::ld_relaxed_gpu(&buffer.rail_state()->received[kind][buffer_idx]);
     const bool is_new = arch::ld_relaxed_gpu(credited) != received;
-    arch::sync_warp();  // all have read what one will write
+    arch::sync_warp();  // all lanes have read what one lane will write
     if (!is_new) continue;
     for (int position = arch::lane_idx(); position < num_ranks; position += kWarpSize) {
       const int peer = buffer.group.rank_at(position);
       if (!is_active(context, memory, peer)) continue;
       // pairs with: await_credit at the peer — reads and zeros of an earlier launch, which has
-      // ended: no release needed.
+      // ended: no release needed
       send_word(buffer, peer, buffer.consumed(buffer_idx, buffer.group.rank),
                 Tagged::pack(received, 0));
     }
@@ -167,7 +168,8 @@ DC_DEVICE void return_credit(const RailContext& context, const LowLatencyRailBuf
   }
 }
 
-// All that a launch does for the launches after it; the last block to come numbers the operation.
+// All that a launch does for the launches after it. The last block that calls it numbers the
+// operation.
 DC_DEVICE void begin_operation(const RailContext& context, const LowLatencyRailBuffer& buffer,
                                const RailBlockMemory& memory, const Phases& phases) {
   if (arch::warp_idx() != arch::num_warps() - 1) return;
@@ -178,7 +180,7 @@ DC_DEVICE void begin_operation(const RailContext& context, const LowLatencyRailB
   if (arch::lane_idx() != 0) return;
   const Phase phase = phases.send ? Phase::kSend : Phase::kReceive;
   uint32_t* num_entered = &state->num_entered_blocks[kind][static_cast<int>(phase)];
-  // acq_rel, pairs with itself: all blocks have read the state before the last one changes it.
+  // acq_rel, pairs with itself: all blocks have read the state before the last one changes it
   if (arch::atomic_add_acq_rel_gpu(num_entered, 1u) + 1 !=
       static_cast<uint32_t>(arch::num_blocks()))
     return;
@@ -192,9 +194,9 @@ DC_DEVICE void begin_operation(const RailContext& context, const LowLatencyRailB
   if (phases.ticket != nullptr) arch::st_weak(phases.ticket, context.generation);
 }
 
-// One warp: all peers have read what the last operation in this half, `previous`, brought
-// them. So nothing of it is on its way any more: its staging may be filled again, and its
-// places at the peers are zero.
+// One warp: waits until all peers have read what the last operation in this buffer, `previous`,
+// wrote into their memory. Then nothing of it is in flight any more: its staging may be filled
+// again, and its slots at the peers are zero.
 //   unblocked by: begin_operation of the launch that follows the peer's receive phase two
 //   operations ago; at the latest that is the one that sends this operation
 DC_DEVICE bool await_credit(const RailContext& context, const LowLatencyRailBuffer& buffer,
@@ -208,7 +210,7 @@ DC_DEVICE bool await_credit(const RailContext& context, const LowLatencyRailBuff
         context, buffer.own<uint64_t>(buffer.consumed(peer)),
         {Stage::kBufferCredit, Word::kConsumed, peer, -1}, Tagged::pack(previous, 0),
         [=](uint64_t word) { return Tagged::unpack(word).has_reached(previous); }, &raw);
-    ok = ok || is_given_up(context, peer);  // what is written for it is read by nobody
+    ok = ok || is_given_up(context, peer);  // nobody reads what is written for it
   }
   return ok;
 }
@@ -217,9 +219,9 @@ DC_DEVICE uint64_t announcement(const Context& context, uint32_t signature, int 
   return Tagged::pack(context.generation, signature << 16 | static_cast<uint32_t>(num_tokens));
 }
 
-// One warp: all sources have begun the same operation; their tokens, by source, to num_tokens. With
-// masks those in the set `sources`; others have none, nor those that are given up meanwhile. Block 0
-// counts the time for the statistics.
+// One warp: waits until all sources have begun the same operation, and writes their numbers of
+// tokens, by source, to num_tokens. With masks only for the set `sources`; other ranks, and those
+// that are given up meanwhile, have no tokens. Block 0 measures the time for the statistics.
 DC_DEVICE bool await_announcements(const RailContext& context, const LowLatencyRailBuffer& buffer,
                                    const uint32_t* sources, uint32_t signature, int64_t* wait_stats,
                                    int32_t* num_tokens) {
@@ -255,7 +257,7 @@ DC_DEVICE bool await_announcements(const RailContext& context, const LowLatencyR
   return ok;
 }
 
-// ---- tasks: received rows, dealt out over the blocks one by one ---------------------------------
+// ---- tasks: received rows, distributed over the blocks one by one -------------------------------
 
 // One warp: numbers the rows of all sources, num_rows(source) of each.
 template <class NumRows>
@@ -284,7 +286,7 @@ struct BlockTasks {
     const int total = first_task[group.num_ranks];
     return {first_task, max_of(0, ceil_div(total - arch::block_idx(), arch::num_blocks()))};
   }
-  // pack_task(source, number among its rows) of this block's task number idx.
+  // pack_task(source, index among its rows) of this block's task number idx.
   DC_DEVICE int32_t find(const LowLatencyGroup& group, int idx) const {
     const int task = arch::block_idx() + idx * arch::num_blocks();
     int low = 0, high = group.num_ranks;  // first_task[low] <= task < first_task[high]
@@ -296,16 +298,16 @@ struct BlockTasks {
   }
 };
 
-// Of the rows of a source, straight ones first, the slot of number idx.
-DC_DEVICE int slot_of(const LowLatencyShape& shape, int idx, int num_straight) {
-  return idx < num_straight ? idx : shape.num_max_tokens - 1 - (idx - num_straight);
+// The slot of a source's row number idx. Direct rows come first.
+DC_DEVICE int slot_of(const LowLatencyShape& shape, int idx, int num_direct) {
+  return idx < num_direct ? idx : shape.num_max_tokens - 1 - (idx - num_direct);
 }
 
-// A warp's view of a token's selections, by lane: of k = lane and lane + 32.
+// A warp's view of a token's top-k entries, by lane: entries lane and lane + 32.
 struct TokenRanks {
   int ranks[2];      // -1: none
-  bool is_first[2];  // no earlier selection is of this rank
-  int order[2];      // how many ranks of the token come before it
+  bool is_first[2];  // no earlier entry has this rank
+  int order[2];      // how many ranks of the token precede it
 
   // rank_of(k) for k < num_topk.
   template <class RankOf>
@@ -335,19 +337,19 @@ struct TokenRanks {
     }
     return token;
   }
-  // A whole warp: of selection k.
+  // A whole warp: the rank of entry k.
   DC_DEVICE int rank(int k) const {
     const int low = arch::shfl(kFullMask, ranks[0], k % kWarpSize);
     const int high = arch::shfl(kFullMask, ranks[1], k % kWarpSize);
     return k < kWarpSize ? low : high;
   }
-  // A whole warp: whether selection k is the first of its rank.
+  // A whole warp: whether entry k is the first of its rank.
   DC_DEVICE bool is_first_of(int k) const {
     const uint32_t low = arch::ballot(kFullMask, is_first[0]),
                    high = arch::ballot(kFullMask, is_first[1]);
     return ((k < kWarpSize ? low : high) >> k % kWarpSize & 1u) != 0;
   }
-  // A whole warp: how many ranks there are, and before `rank`.
+  // A whole warp: the number of ranks, and of ranks below `rank`.
   DC_DEVICE int count() const { return before(0x7fffffff); }
   DC_DEVICE int before(int rank) const {
     return arch::popc(arch::ballot(kFullMask, is_first[0] && ranks[0] < rank)) +

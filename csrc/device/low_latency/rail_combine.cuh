@@ -1,14 +1,16 @@
-// combine for decoding in a group of several nodes: the experts' rows back to the ranks that own
-// the tokens, straight, where they are added. Arguments, sums and their order as
-// low_latency_combine; places and recv_weights by slot.
+// combine for decoding in a group of several nodes: every expert rank returns its rows directly to
+// the ranks that own the tokens, where they are added. Arguments, sums and their order are those of
+// low_latency_combine; places and recv_weights are by slot.
 //
-// grid   B blocks; received rows, and at the source tokens (LowLatencyShare), are dealt out over them
-// words  as low_latency_rail_dispatch, rows being what comes back; weight · owner: expert's rank · written by the
-//        source, whole messages of K · number in the word
+// grid   B blocks; received rows, and at the source tokens (LowLatencyShare), are distributed over
+//        them
+// words  as in low_latency_rail_dispatch, with returned rows; weight · owner: expert's rank ·
+//        written by the source, whole messages of K · number in the word
 // before the operation's dispatch has been received on this rank
-// waits  half_credit: as in dispatch; weights: unblocked by the source's send phase; rows: by the expert rank's; with
-// masks each also ends when its peer is given up: see rail_mask.cuh
-// not promised: nothing; the result does not depend on B, nor on where the nodes begin
+// waits  buffer_credit: as in dispatch; weights: unblocked by the source's send phase; rows: by the
+//        expert rank's; with masks each wait also ends when its peer is given up: see
+//        rail_mask.cuh
+// not promised: nothing; the result depends neither on B nor on the nodes' boundaries
 #pragma once
 
 #include "device/low_latency/combine.cuh"
@@ -16,7 +18,7 @@
 
 namespace deep_comm {
 
-// Where the answers to a token lie at its source.
+// The rows at a token's source that its answers are written to.
 template <CombineRows kRows>
 DC_DEVICE ReturnRows return_rows(const LowLatencyRailCombineArgs& args) {
   return {args.can_shrink && !arch::fault(Fault::kSharedRows), args.reach.group.num_ranks,
@@ -33,9 +35,9 @@ DC_DEVICE TokenRanks find_ranks(const LowLatencyRailCombineArgs& args, int token
   });
 }
 
-// Source, a warp a token: all its weights to every rank that has one of its experts. The staging of
-// two operations ago is free: its rows have come back, and no rank sends those before it has read
-// all weights of a token.
+// Source, a warp per token: sends all its weights to every rank that has one of its experts. The
+// staging of two operations ago is free: its rows have been returned, and no rank sends those
+// before it has read all weights of a token.
 DC_DEVICE void send_weights(const RailContext& context, const LowLatencyRailCombineArgs& args,
                             const LowLatencyRailBuffer& buffer, const RailBlockMemory& memory) {
   const LowLatencyGroup& group = args.reach.group;
@@ -57,7 +59,7 @@ DC_DEVICE void send_weights(const RailContext& context, const LowLatencyRailComb
       if (!ranks.is_first[part] || memory.reached[peer] != nullptr ||
           !is_active(context, memory, peer))
         continue;
-      // pairs with: find_summands at the peer — the words themselves.
+      // pairs with: find_summands at the peer — the words themselves
       put_staged(buffer, peer, group.data_qp(token), offset, staged, sizeof(uint64_t) * num_topk);
     }
     for (int first = 0; first < num_topk; ++first) {
@@ -68,7 +70,7 @@ DC_DEVICE void send_weights(const RailContext& context, const LowLatencyRailComb
       if (arch::lane_idx() == 0)
         count_stored(group, peer, group.data_qp(token), sizeof(uint64_t) * num_topk);
       for (int k = arch::lane_idx(); k < num_topk; k += kWarpSize) {
-        // pairs with: find_summands at the peer — nothing but the word itself.
+        // pairs with: find_summands at the peer — nothing but the word itself
         arch::st_relaxed_sys(memory.at<uint64_t>(peer, offset) + k,
                              arch::ld_weak(buffer.own<uint64_t>(staged) + k));
       }
@@ -76,7 +78,7 @@ DC_DEVICE void send_weights(const RailContext& context, const LowLatencyRailComb
   }
 }
 
-// One warp: the rows of its task that lie on this rank, and their weights, k ascending.
+// One warp: the rows of its task's token on this rank, and their weights, k ascending.
 template <CombineRows kRows>
 DC_DEVICE bool find_summands(const RailContext& context, const LowLatencyRailCombineArgs& args,
                              const LowLatencyRailBuffer& buffer, const RailBlockMemory& memory) {
@@ -99,7 +101,7 @@ DC_DEVICE bool find_summands(const RailContext& context, const LowLatencyRailCom
     const bool is_column = k < num_columns;
     const int row = is_column ? arch::ld_nc(args.places + slot * num_columns + k) : -1;
     uint32_t bits = 0;
-    // All of them, also those for other ranks: none may come later than the credit for them.
+    // All of them, also those for other ranks: none may arrive later than the credit for them.
     if (is_column && awaits_weights) {
       ok = await_tagged_alone(context, weights + k,
                               {Stage::kWeights, Word::kWeight, source, arch::block_idx()}, &bits);
@@ -112,7 +114,8 @@ DC_DEVICE bool find_summands(const RailContext& context, const LowLatencyRailCom
           warp * num_topk + num_rows + arch::popc(here & ((1u << arch::lane_idx()) - 1));
       float weight = 1.0f;
       if (kRows == CombineRows::kSelections) {
-        weight = bit_cast<float>(k);  // the source weights; it wants to know which row this is
+        // the source applies the weights; it needs to know which entry this is
+        weight = bit_cast<float>(k);
       } else if (awaits_weights) {
         weight = bit_cast<float>(bits);
       } else if (kRows == CombineRows::kSums) {
@@ -125,32 +128,33 @@ DC_DEVICE bool find_summands(const RailContext& context, const LowLatencyRailCom
     has_all = arch::all(kFullMask, has_all);
   }
   if (arch::lane_idx() == 0) {
-    memory.num_rows[warp] = has_all ? num_rows : 0;  // 0: nobody to answer
+    memory.num_rows[warp] = has_all ? num_rows : 0;  // 0: nothing to return
     memory.returns[warp] = packed;
   }
   return ok;
 }
 
-// Where a task's row goes, or is staged: `idx` of a selection, else the rank's order.
+// Where a task's row is stored or staged. `entry`: with one rounding its top-k entry.
 template <CombineRows kRows>
 DC_DEVICE uint8_t* row_target(const LowLatencyRailCombineArgs& args,
                               const LowLatencyRailBuffer& buffer, const RailBlockMemory& memory,
-                              int task, int selection) {
+                              int task, int entry) {
   const int32_t packed = memory.tasks[task];
-  constexpr bool kSelected = kRows == CombineRows::kSelections;
+  constexpr bool kByEntry = kRows == CombineRows::kSelections;
   const ReturnAddress to = ReturnAddress::unpack(memory.returns[task]);
   const ReturnRows layout = return_rows<kRows>(args);
   if (memory.reached[source_of(packed)] != nullptr) {
     return memory.at<uint8_t>(source_of(packed), buffer.row(layout, to.token, args.reach.group.rank,
-                                                            kSelected ? selection : to.order));
+                                                            kByEntry ? entry : to.order));
   }
   return buffer.own<uint8_t>(buffer.row_staged(source_of(packed), token_of(packed),
-                                               kSelected ? selection : 0,
-                                               kSelected ? args.shape.num_topk : 1));
+                                               kByEntry ? entry : 0,
+                                               kByEntry ? args.shape.num_topk : 1));
 }
 
-// The block adds the rows of those of its warps' tasks whose sources are reached, or of the others,
-// and stores the sums with their sources, or stages them. With one rounding every row by itself.
+// The block adds the rows of its warps' tasks. is_reached: of tasks whose sources its own stores
+// reach, and stores the sums there; otherwise of the other tasks, and stages the sums. With one
+// rounding every row is stored by itself.
 template <CombineRows kRows, bool kLogFmt>
 DC_DEVICE void store_sums(const LowLatencyRailCombineArgs& args, const LowLatencyRailBuffer& buffer,
                           const RailBlockMemory& memory, const Divisor& by_vecs, int num_tasks,
@@ -179,7 +183,7 @@ DC_DEVICE void store_sums(const LowLatencyRailCombineArgs& args, const LowLatenc
     sum_rows<kVecs>(args, memory, task, column, sum);
     if constexpr (kLogFmt) {
       const LogPiece piece = LogPiece::encode(sum);
-      // pairs with: take_arrival in add_rows — nothing but the words themselves.
+      // pairs with: take_arrival in add_rows — nothing but the words themselves
       arch::st_relaxed_sys(log_codes(row, column / kVecs), piece.codes);
       arch::st_relaxed_sys(log_last(row, args.shape.hidden, column / kVecs), piece.last[0]);
       arch::st_relaxed_sys(log_last(row, args.shape.hidden, column / kVecs) + 1, piece.last[1]);
@@ -189,32 +193,32 @@ DC_DEVICE void store_sums(const LowLatencyRailCombineArgs& args, const LowLatenc
   }
 }
 
-// A warp, when the staged rows of its task are complete. Where they were stored it counts them.
+// A warp, when the staged rows of its task are complete: puts them. Rows that were stored are only
+// counted.
 template <CombineRows kRows, bool kLogFmt>
 DC_DEVICE void put_rows(const LowLatencyRailCombineArgs& args, const LowLatencyRailBuffer& buffer,
                         const RailBlockMemory& memory) {
-  constexpr bool kSelected = kRows == CombineRows::kSelections;
+  constexpr bool kByEntry = kRows == CombineRows::kSelections;
   const LowLatencyGroup& group = args.reach.group;
   const int warp = arch::warp_idx(), num_topk = args.shape.num_topk;
   const int source = source_of(memory.tasks[warp]), slot = token_of(memory.tasks[warp]);
   if (memory.num_rows[warp] == 0) return;
   const ReturnRows layout = return_rows<kRows>(args);
   const ReturnAddress to = ReturnAddress::unpack(memory.returns[warp]);
-  // Codes of 16 elements are 16 bytes, and 8 more behind those of the row.
+  // Codes of 16 elements are 16 bytes, and 8 more after those of the row.
   const size_t num_bytes = kLogFmt ? buffer.row_bytes() / 4 * 3 : buffer.row_bytes();
-  const int num_rows = kSelected ? memory.num_rows[warp] : 1;
+  const int num_rows = kByEntry ? memory.num_rows[warp] : 1;
   if (memory.reached[source] != nullptr) {
     if (arch::lane_idx() == 0)
       count_stored(group, source, group.data_qp(to.token), num_rows * num_bytes);
     return;
   }
   for (int idx = 0; idx < num_rows; ++idx) {
-    const int selection = kSelected ? bit_cast<int32_t>(memory.weights[warp * num_topk + idx]) : 0;
-    // pairs with: take_arrival in add_rows at the source — the words themselves.
+    const int entry = kByEntry ? bit_cast<int32_t>(memory.weights[warp * num_topk + idx]) : 0;
+    // pairs with: take_arrival in add_rows at the source — the words themselves
     put_staged_warp(buffer, source, group.data_qp(to.token),
-                    buffer.row(layout, to.token, group.rank, kSelected ? selection : to.order),
-                    buffer.row_staged(source, slot, selection, kSelected ? num_topk : 1),
-                    num_bytes);
+                    buffer.row(layout, to.token, group.rank, kByEntry ? entry : to.order),
+                    buffer.row_staged(source, slot, entry, kByEntry ? num_topk : 1), num_bytes);
   }
 }
 
@@ -224,7 +228,7 @@ DC_DEVICE bool combine_send(const RailContext& context, const LowLatencyRailComb
                             uint32_t previous) {
   const LowLatencyGroup& group = args.reach.group;
   const int num_warps = arch::num_warps(), warp = arch::warp_idx();
-  // Peers wait for the weights: they go first.
+  // First, because peers wait for the weights.
   if (kRows == CombineRows::kSums && args.recv_weights == nullptr)
     send_weights(context, args, buffer, memory);
   bool ok = true;
@@ -234,7 +238,7 @@ DC_DEVICE bool combine_send(const RailContext& context, const LowLatencyRailComb
       for (int position = arch::lane_idx(); position < group.num_ranks; position += kWarpSize) {
         const int peer = group.rank_at(position);
         if (!is_active(context, memory, peer)) continue;
-        // pairs with: await_announcements at the peer — nothing but the word itself.
+        // pairs with: await_announcements at the peer — nothing but the word itself
         send_word(buffer, peer, buffer.announced(group.rank),
                   announcement(context, args.signature, args.num_tokens));
       }
@@ -263,20 +267,20 @@ DC_DEVICE bool combine_send(const RailContext& context, const LowLatencyRailComb
       ok = find_summands<kRows>(context, args, buffer, memory);
     }
     if (!memory.agrees(ok)) return false;
-    // What has the longer way first; and no put waits for stores over NVLink.
+    // Puts first: their way is longer, and they do not wait for stores over NVLink.
     store_sums<kRows, kLogFmt>(args, buffer, memory, by_vecs, num_now, false);
     arch::sync_block();
     if (warp < num_now) put_rows<kRows, kLogFmt>(args, buffer, memory);
     store_sums<kRows, kLogFmt>(args, buffer, memory, by_vecs, num_now, true);
-    arch::sync_block();  // places and weights have been read
+    arch::sync_block();  // all threads have read rows and weights
   }
   return true;
 }
 
 inline constexpr int kNoRow = -1;  // of a masked rank
 
-// Source, one warp: the rows that come back for its token: where from, and with one rounding their
-// selections and weights.
+// Source, one warp: the rows that are returned for its token: the ranks that send them, and with
+// one rounding the top-k entries and weights.
 template <CombineRows kRows>
 DC_DEVICE void find_returned_rows(const RailContext& context, const LowLatencyRailCombineArgs& args,
                                   const RailBlockMemory& memory, int token) {
@@ -308,12 +312,12 @@ DC_DEVICE void find_returned_rows(const RailContext& context, const LowLatencyRa
   if (arch::lane_idx() == 0) memory.num_rows[warp] = num_rows;
 }
 
-// One piece of a row that came back: 8 elements, with LogFMT 16. What a thread adds up, it looks
-// at all together first.
+// One piece of a returned row: 8 elements, with LogFMT 16. A thread polls all pieces that it adds
+// before it waits for one.
 template <CombineRows kRows, bool kLogFmt>
 struct ReturnedPiece {
   Vec16 vec;         // LogFMT: codes
-  uint32_t last[2];  // LogFMT alone
+  uint32_t last[2];  // only with LogFMT
 
   DC_DEVICE void look(uint8_t* row, int hidden, int piece_idx) {
     vec = arch::ld_relaxed_sys(reinterpret_cast<Vec16*>(row) + piece_idx);
@@ -352,7 +356,7 @@ DC_DEVICE bool add_rows(const RailContext& context, const LowLatencyRailCombineA
                         const RailBlockMemory& memory, int begin, int end) {
   using Type = Numeric<Dtype::kBfloat16>;
   constexpr int kElements = kLogFmt ? LogPiece::kElements : Type::kPerVec;
-  constexpr int kAhead = kLogFmt ? 4 : 8;  // rows whose looks are in flight together
+  constexpr int kAhead = kLogFmt ? 4 : 8;  // rows whose first looks are in flight together
   const int first_piece = share.column_begin / kElements,
             num_pieces = share.num_columns() / kElements;
   const Divisor by_pieces = Divisor::make(num_pieces);
@@ -401,12 +405,13 @@ DC_DEVICE void combine_receive(const RailContext& context, const LowLatencyRailC
                                const LowLatencyRailBuffer& buffer, const RailBlockMemory& memory) {
   const int num_warps = arch::num_warps(), warp = arch::warp_idx();
   const LowLatencyShare share = LowLatencyShare::of(args.shape, args.num_tokens, arch::block_idx());
-  // A peer that waits for another's weights is not silent: who waits for its rows is more patient,
-  // and learns from the announcements whose are missing.
+  // A peer that waits for another rank's weights is not silent. So waits for its rows last longer,
+  // and the waits for announcements find out which rank is missing.
   RailContext patient = context;
-  if (!context.can_shrink) patient.patience = 2;  // with masks who waits says so
+  if (!context.can_shrink) patient.patience = 2;  // with masks, a rank that waits says so
   bool ok = true;
-  // Rows need no announcement; a rank that does something else, or nothing, is found by one block.
+  // Rows need no announcement. It is enough if one block finds a rank that runs another operation,
+  // or none.
   if (arch::block_idx() == 0 && warp == num_warps - 1) {
     ok = await_announcements(context, buffer, memory.active, args.signature, args.wait_stats,
                              memory.num_tokens);
@@ -416,7 +421,7 @@ DC_DEVICE void combine_receive(const RailContext& context, const LowLatencyRailC
     if (group + warp < group_end) find_returned_rows<kRows>(context, args, memory, group + warp);
     if (!memory.agrees(ok)) return;
     ok = add_rows<kRows, kLogFmt>(patient, args, buffer, share, memory, group, group_end);
-    if (!memory.agrees(ok)) return;  // what the warps have found has been read
+    if (!memory.agrees(ok)) return;  // all threads have read what the warps have noted
   }
 }
 

@@ -1,25 +1,31 @@
-// dispatch for decoding in a group of several nodes: every token to every rank that holds one of
-// its experts, once, straight over the rail, or over NVLink inside the node. Arguments and outputs
-// as low_latency_dispatch, but for places and recv_weights, which are by slot; and num_rows,
-// return_addresses for combine.
+// dispatch for decoding in a group of several nodes: every token is sent once to every rank that
+// holds one of its experts, directly over the rail, or over NVLink inside the node. Arguments and
+// outputs are those of low_latency_dispatch, except for places and recv_weights, which are by slot;
+// and num_rows, return_addresses for combine.
 //
-// grid   B blocks; the last counts, if there are two. Tokens, and rows that arrive, are dealt out over the blocks
+// grid   B blocks; the last one counts, if there are two. Tokens, and rows that arrive, are
+//        distributed over the blocks
 // smem   RailBlockMemory
 // phases as low_latency_dispatch
 //
-//   word       owner     written by             read by            order                       reset
-//   slots      receiver  a NIC, or the source   one block          relaxed; not zero           by the reader, to zero
+//   word       owner     written by             read by         order                      reset
+//   slots      receiver  a NIC, or the source   one block       relaxed; not zero          reader
 //   announced, counts
-//              receiver  a NIC, or the source   every block        relaxed; number in the word never: sequence
-//   consumed   source    block 0 of the receiver's next launch     acquire; the launch that    never: sequence
-//                        of this kind           senders, two later read has ended
-//   staging    source    a block                its NIC            fence, then the put         when credit has come
+//              receiver  a NIC, or the source   every block     relaxed; number in word    never
+//   consumed   source    block 0 of the         senders, two    acquire; the launch that   never
+//                        receiver's next launch operations      has read the buffer
+//                        of this kind           later           has ended
+//   staging    source    a block                its NIC         fence, then the put        not
+//   Words that are never reset hold numbers that only grow. Staging may be overwritten after
+//   credit has arrived.
 //
-// before slots of this half are zero, and nothing of the operation two before is under way:
-// credit is awaited here
-// after  outputs complete on this stream; the half is zero again at this rank
-// waits  as low_latency_dispatch; with masks each also ends when its peer is given up: see rail_mask.cuh
-// needs  of the rail: every word of 8 bytes of a put, at a multiple of 8, arrives whole and is written once. No order.
+// before slots of this buffer are zero, and nothing of the operation two before is in flight:
+//        credit is awaited here
+// after  outputs complete on this stream; the buffer is zero again at this rank
+// waits  as low_latency_dispatch; with masks each wait also ends when its peer is given up: see
+//        rail_mask.cuh
+// needs  of the rail: every word of 8 bytes of a put, at a multiple of 8, arrives whole and is
+//        written once. No order.
 // not promised: rows past recv_count
 #pragma once
 

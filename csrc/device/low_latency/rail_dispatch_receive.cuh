@@ -1,11 +1,12 @@
-// The receive phase of dispatch between nodes: the rows of all sources are dealt out over the
-// blocks, which take each message as it arrives, hand it on to other ranks of the node if they are
-// to get it so, and copy its row to the places of its selections.
+// The receive phase of dispatch between nodes. The rows of all sources are distributed over the
+// blocks. A block receives each message as it arrives, forwards it to other ranks of the node if
+// they need it, and copies its row to its output rows.
 //
-//   announcements and counts of all sources → first row of every (source, expert) → a row: routes → places → copies
+//   announcements and counts of all sources → first row of every (source, expert)
+//   a row: routes → output rows → copies
 //
-// A block takes all its rows that come straight before one that is handed on: so those depend on
-// nobody's receive phase, all of them are taken and handed on, and then the others come.
+// A block receives all its direct rows before any forwarded one. So direct rows depend on nobody's
+// receive phase: all of them are received and forwarded, and then the forwarded ones arrive.
 #pragma once
 
 #include "device/low_latency/rail_block.cuh"
@@ -13,14 +14,15 @@
 
 namespace deep_comm {
 
-// counters[source, 0]: rows of this rank by source, then [source, 1 + e] of local expert e; of both
-// the first num_columns. And num_handed. With masks none of one that is not in the set `sources`;
-// from block 0's own, `present`, which may be that set, those that are given up are taken.
+// Fills the first num_columns of counters[source, 0]: rows of this rank from source, and [source, 1
+// + e]: of local expert e; and num_forwarded. With masks a source that is not in the set `sources`
+// has none. `present`, only for block 0, may be the same set: sources that are given up are removed
+// from it.
 DC_DEVICE bool await_counts(const RailContext& context, const LowLatencyRailBuffer& buffer,
                             const RailBlockMemory& memory, const uint32_t* sources,
                             uint32_t* present, int num_local, int num_columns) {
   bool ok = true;
-  // From the last thread on: the first warp has announcements to wait for.
+  // From the last thread on: the first warp waits for announcements.
   using Words = LowLatencyRailWords;
   const int num_words = num_columns + 1;
   for (int idx = arch::num_threads() - 1 - arch::thread_idx();
@@ -45,9 +47,9 @@ DC_DEVICE bool await_counts(const RailContext& context, const LowLatencyRailBuff
   return ok;
 }
 
-// With masks: block 0 finds out whose rows this operation places, and the other blocks do as it says.
-// Else some could leave room for rows of a rank that falls silent, and others not. Every thread.
-// By value: see report_error.
+// With masks: block 0 decides whose rows this operation receives, and the other blocks follow it.
+// Otherwise some blocks could leave room for the rows of a rank that falls silent, and others not.
+// Every thread. Arguments by value: see report_error.
 DC_DEVICE_COLD bool agree_on_sources(RailContext context, const LowLatencyRailDispatchArgs& args,
                                      LowLatencyRailBuffer buffer, RailBlockMemory memory,
                                      int num_local) {
@@ -89,16 +91,17 @@ DC_DEVICE_COLD bool agree_on_sources(RailContext context, const LowLatencyRailDi
   if (!memory.agrees(ok)) return false;
   if (warp == 0) {
     for (int word = lane; word < num_words; word += kWarpSize) {
-      // pairs with: the await above — the announcements and counts that this block has seen.
+      // pairs with: the await above — the announcements and counts that this block has seen
       arch::st_release_gpu(words + word, Tagged::pack(context.generation, memory.sources[word]));
     }
   }
   return true;
 }
 
-// Threads [0, num_columns): counts over the sources become first rows. Block 0 writes them out.
-DC_DEVICE void place_sources(const LowLatencyRailDispatchArgs& args, const RailBlockMemory& memory,
-                             int num_local, int num_columns) {
+// Threads [0, num_columns): turn counts into first rows, by a prefix sum over the sources. Block 0
+// writes the outputs that follow from them.
+DC_DEVICE void find_first_rows(const LowLatencyRailDispatchArgs& args,
+                               const RailBlockMemory& memory, int num_local, int num_columns) {
   const LowLatencyOutputs& out = args.out;
   const int num_ranks = args.reach.group.num_ranks;
   const bool is_writing = arch::block_idx() == 0;
@@ -140,14 +143,14 @@ DC_DEVICE void place_sources(const LowLatencyRailDispatchArgs& args, const RailB
     int32_t most = 0;
     for (int source = 0; source < num_ranks; ++source)
       most = max_of(most, memory.num_tokens[source]);
-    // Engine::wait_low_latency_num_tokens reads nothing but the word itself.
+    // pairs with: Engine::wait_low_latency_num_tokens — nothing but the word itself
     arch::st_relaxed_sys(args.report,
                          Tagged::pack(args.report_sequence, static_cast<uint32_t>(most)));
   }
 }
 
-// What a message says beside its row: taken from its slot, by lane, of
-// selections lane and lane + 32.
+// What a message says beside its row, taken from its slot: by lane, for top-k entries lane and lane
+// + 32.
 struct TakenRoutes {
   Vec16 routes[2];
   uint32_t words[2];
@@ -172,14 +175,14 @@ struct TakenRoutes {
       ok = ok && take_arrival(context, words + slot.num_topk, wait, &taken->token);
     return arch::all(kFullMask, ok);
   }
-  // The same into another rank's slot.
-  DC_DEVICE void pass_on(const LowLatencySlot& slot, uint8_t* message) const {
+  // Writes the same into another rank's slot.
+  DC_DEVICE void forward(const LowLatencySlot& slot, uint8_t* message) const {
     uint32_t* to = reinterpret_cast<uint32_t*>(message + slot.words_offset());
     DC_UNROLL
     for (int part = 0; part < 2; ++part) {
       const int k = arch::lane_idx() + part * kWarpSize;
       if (k >= slot.num_topk) continue;
-      // pairs with: take at that rank — nothing but the words themselves.
+      // pairs with: take at that rank — nothing but the words themselves
       arch::st_relaxed_sys(reinterpret_cast<Vec16*>(message) + k, routes[part]);
       arch::st_relaxed_sys(to + k, words[part]);
     }
@@ -187,8 +190,8 @@ struct TakenRoutes {
   }
 };
 
-// One warp: a message that came straight goes on to those ranks of this node that are to get it so.
-// Their slots go into shared memory: the row follows.
+// One warp: forwards the routes of a direct message to the ranks of this node that need it. Their
+// slots are noted in shared memory, because the row follows.
 DC_DEVICE void find_forwards(const LowLatencyGroup& group, const LowLatencyRailBuffer& buffer,
                              const RailBlockMemory& memory, const TakenRoutes& taken,
                              const TokenRanks& ranks, const LowLatencySlot& slot, int source) {
@@ -211,12 +214,12 @@ DC_DEVICE void find_forwards(const LowLatencyGroup& group, const LowLatencyRailB
   if (arch::lane_idx() == 0) memory.num_forwards[warp] = num_forwards;
   for (int number = 0; number < num_forwards; ++number) {
     const int32_t to = memory.forwards[warp * kMaxRanks + number];
-    taken.pass_on(slot, buffer.near<uint8_t>(group.first_near + (to >> 16),
+    taken.forward(slot, buffer.near<uint8_t>(group.first_near + (to >> 16),
                                              buffer.slot(source, to & 0xffff)));
   }
 }
 
-// One warp: a counted row whose message never comes: it has no places, nor gets an answer.
+// One warp: a counted row whose message never arrives gets no output rows and no answer.
 DC_DEVICE void forget_row(const LowLatencyRailDispatchArgs& args, const RailBlockMemory& memory,
                           int64_t slot_idx) {
   const int num_columns = args.out.is_compact ? 1 : args.shape.num_topk, warp = arch::warp_idx();
@@ -228,11 +231,11 @@ DC_DEVICE void forget_row(const LowLatencyRailDispatchArgs& args, const RailBloc
   memory.num_forwards[warp] = 0;
 }
 
-// One warp: the places of a row's selections, into shared memory and into the outputs, and where
-// combine sends what comes of it.
+// One warp: finds the output rows of a message. They are noted in shared memory and in the outputs,
+// together with the address that combine returns the result to.
 DC_DEVICE bool find_output_rows(const RailContext& context, const LowLatencyRailDispatchArgs& args,
                                 const LowLatencyRailBuffer& buffer, const RailBlockMemory& memory,
-                                int32_t task, int num_local, bool is_straight) {
+                                int32_t task, int num_local, bool is_direct) {
   const LowLatencyOutputs& out = args.out;
   const LowLatencyGroup& group = args.reach.group;
   const int num_topk = args.shape.num_topk, warp = arch::warp_idx(), source = source_of(task),
@@ -255,7 +258,7 @@ DC_DEVICE bool find_output_rows(const RailContext& context, const LowLatencyRail
   });
   memory.num_forwards[warp] = 0;
   arch::sync_warp();
-  if (is_straight) find_forwards(group, buffer, memory, taken, ranks, layout, source);
+  if (is_direct) find_forwards(group, buffer, memory, taken, ranks, layout, source);
   const int token = static_cast<int>(arch::shfl(kFullMask, taken.token, 0)) - 1,
             order = ranks.before(group.rank);
   int num_rows = 0;
@@ -266,7 +269,7 @@ DC_DEVICE bool find_output_rows(const RailContext& context, const LowLatencyRail
     const Route route = Route::unpack(taken.routes[part]);
     const bool is_here = ranks.ranks[part] == group.rank;
     const int local = route.local_expert - first_expert;
-    // The first selection of a rank says which row it is there.
+    // The first entry of a rank has the row's ordinal there.
     const uint32_t says = arch::ballot(kFullMask, is_here && ranks.is_first[part]);
     if (says != 0) {
       compact_row = static_cast<int>(first_rows[0]) +
@@ -314,14 +317,14 @@ DC_DEVICE bool find_output_rows(const RailContext& context, const LowLatencyRail
   return true;
 }
 
-// A thread's pieces of the rows of a group of tasks, some at a time: first
-// looks are taken together.
+// A thread's pieces of the rows of a group of tasks, kCount at a time. Their first looks are in
+// flight together.
 struct RailRowPieces {
   static constexpr int kCount = 4;
   Vec16 vecs[kCount];
   Vec16* from[kCount];  // null: none
-  int tasks[kCount];    // among the warps' tasks
-  int columns[kCount];  // in 16 bytes
+  int tasks[kCount];    // index of the warp
+  int columns[kCount];  // in vectors of 16 bytes
 
   // Piece numbers first, first + num_threads, … of num_tasks rows.
   DC_DEVICE void look(const LowLatencyRailDispatchArgs& args, const LowLatencyRailBuffer& buffer,
@@ -345,8 +348,8 @@ struct RailRowPieces {
   }
 };
 
-// The block hands the rows of its warps' tasks on, and copies them to their places. `pieces`: the
-// first look at the first of them.
+// The block forwards the rows of its warps' tasks, and copies them to their output rows. `pieces`:
+// the first look at this thread's first pieces.
 template <PayloadFormat kFormat>
 DC_DEVICE bool expand_rows(const RailContext& context, const LowLatencyRailDispatchArgs& args,
                            const LowLatencyRailBuffer& buffer, const RailBlockMemory& memory,
@@ -362,18 +365,18 @@ DC_DEVICE bool expand_rows(const RailContext& context, const LowLatencyRailDispa
       const int task = pieces.tasks[step];
       const WaitFor wait{Stage::kRows, Word::kRow, source_of(memory.tasks[task]),
                          arch::block_idx()};
-      // Every message has places here: else it has been given up.
+      // Every message has rows here, unless it has been given up.
       if (memory.num_rows[task] == 0) continue;
       if (!take_arrival(context, pieces.from[step], wait, &pieces.vecs[step])) {
         if (!is_given_up(context, wait.peer)) return false;
-        continue;  // combine answers nobody who is given up
+        continue;  // combine returns nothing to a source that is given up
       }
       for (int idx = 0; idx < memory.num_forwards[task]; ++idx) {
         const int32_t to = memory.forwards[task * kMaxRanks + idx];
         const size_t slot = buffer.slot(source_of(memory.tasks[task]), to & 0xffff);
         Vec16* row = buffer.near<Vec16>(buffer.group.first_near + (to >> 16),
                                         slot + LowLatencySlot::of(shape).row_offset());
-        // pairs with: take_arrival above at that rank — nothing but the words themselves.
+        // pairs with: take_arrival above at that rank — nothing but the words themselves
         arch::st_relaxed_sys(row + pieces.columns[step], pieces.vecs[step]);
       }
       const Vec16 vec = decode<kFormat>(pieces.vecs[step]);
@@ -387,7 +390,7 @@ DC_DEVICE bool expand_rows(const RailContext& context, const LowLatencyRailDispa
   return true;
 }
 
-// The same for their scales.
+// The same for the scales.
 template <PayloadFormat kFormat>
 DC_DEVICE bool expand_scales(const RailContext& context, const LowLatencyRailDispatchArgs& args,
                              const LowLatencyRailBuffer& buffer, const RailBlockMemory& memory,
@@ -396,7 +399,7 @@ DC_DEVICE bool expand_scales(const RailContext& context, const LowLatencyRailDis
   const ScaleOutputs<kFormat> outputs =
       ScaleOutputs<kFormat>::of(shape, args.out, args.reach.group.num_ranks * shape.num_max_tokens);
   const int num_outputs = outputs.num_outputs;
-  // From the last thread on: the first ones have most pieces of rows.
+  // From the last thread on: the first threads have most pieces of rows.
   for (int base = arch::num_threads() - 1 - arch::thread_idx(); base < num_tasks * num_outputs;
        base += arch::num_threads()) {
     const int task = base / num_outputs, output = base % num_outputs;
@@ -417,7 +420,7 @@ DC_DEVICE bool expand_scales(const RailContext& context, const LowLatencyRailDis
         const size_t slot =
             buffer.slot(source, to & 0xffff) + LowLatencySlot::of(shape).scales_offset();
         uint32_t* words = buffer.near<uint32_t>(buffer.group.first_near + (to >> 16), slot);
-        // pairs with: the same take at that rank — nothing but the word itself.
+        // pairs with: the same take at that rank — nothing but the word itself
         arch::st_relaxed_sys(words + outputs.first_word(output) + idx, bits);
       }
       value |= outputs.part(bits, idx);
@@ -440,14 +443,15 @@ DC_DEVICE void dispatch_receive(const RailContext& context, const LowLatencyRail
   const int num_warps = arch::num_warps(), warp = arch::warp_idx();
   const int num_local =
       ExpertMap{args.shape.num_experts, group.num_ranks}.num_local_experts(group.rank);
-  // Compact places need the counts of rows alone; those of experts are for block 0 to write out.
+  // Compact rows need only the counts of rows. The counts of experts are for block 0, which writes
+  // them.
   const int num_columns = args.out.is_compact && arch::block_idx() != 0 ? 1 : 1 + num_local;
   bool ok = true;
   int64_t* wait_stats = args.out.wait_stats;
   if (context.can_shrink) {
     if (!agree_on_sources(context, args, buffer, memory, num_local)) return;
-    ++memory.num_agreements;  // it has had one
-    wait_stats = nullptr;     // it has counted
+    ++memory.num_agreements;  // agree_on_sources has used one barrier more
+    wait_stats = nullptr;     // agree_on_sources has measured
   }
   if (warp == 0) {
     ok = await_announcements(context, buffer, memory.sources, args.signature, wait_stats,
@@ -466,34 +470,33 @@ DC_DEVICE void dispatch_receive(const RailContext& context, const LowLatencyRail
     number_tasks(group, first_forwarded, [&](int source) { return memory.num_forwarded[source]; });
   }
   arch::sync_block();
-  place_sources(args, memory, num_local, num_columns);
-  // Who waits for a row that another hands on is more patient than those, and learns from the
-  // announcements whose are missing.
+  find_first_rows(args, memory, num_local, num_columns);
+  // A wait for a row that another rank forwards lasts longer than that rank's own waits. The waits
+  // for announcements find out which rank is missing.
   RailContext patient = context;
-  if (!context.can_shrink) patient.patience = 2;  // with masks who waits says so
+  if (!context.can_shrink) patient.patience = 2;  // with masks, a rank that waits says so
   const Divisor by_vecs = Divisor::make(args.shape.row_bytes / static_cast<int>(sizeof(Vec16)));
-  for (const bool is_straight : {true, false}) {
-    const RailContext& waits = is_straight ? context : patient;
-    const BlockTasks tasks =
-        BlockTasks::of(group, is_straight ? memory.first_task : first_forwarded);
+  for (const bool is_direct : {true, false}) {
+    const RailContext& waits = is_direct ? context : patient;
+    const BlockTasks tasks = BlockTasks::of(group, is_direct ? memory.first_task : first_forwarded);
     for (int first = 0; first < tasks.count; first += num_warps) {
       const int num_now = min_of(num_warps, tasks.count - first);
       if (warp == 0 && arch::lane_idx() < num_now) {
         const int32_t task = tasks.find(group, first + arch::lane_idx());
         memory.tasks[arch::lane_idx()] =
-            is_straight ? task : pack_task(source_of(task), slot_of(args.shape, token_of(task), 0));
+            is_direct ? task : pack_task(source_of(task), slot_of(args.shape, token_of(task), 0));
       }
       arch::sync_block();
       RailRowPieces pieces;
       pieces.look(args, buffer, memory, by_vecs, arch::thread_idx(), num_now);
       if (warp < num_now)
-        ok = find_output_rows(waits, args, buffer, memory, memory.tasks[warp], num_local,
-                              is_straight);
+        ok =
+            find_output_rows(waits, args, buffer, memory, memory.tasks[warp], num_local, is_direct);
       if (!memory.agrees(ok)) return;
       if (args.shape.num_scales > 0)
         ok = expand_scales<kFormat>(waits, args, buffer, memory, num_now);
       ok = ok && expand_rows<kFormat>(waits, args, buffer, memory, by_vecs, pieces, num_now);
-      if (!memory.agrees(ok)) return;  // places have been read
+      if (!memory.agrees(ok)) return;  // all threads have read the output rows
     }
   }
 }

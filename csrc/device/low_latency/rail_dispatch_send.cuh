@@ -1,9 +1,10 @@
-// The send phase of dispatch between nodes: every token becomes one staged message, which goes as
-// it is to the ranks that hold one of its experts: by stores over NVLink where it leads (to the own
-// node, and to others of the same host), by a put to every rank of another node, or to the first one
-// of each node alone, which then hands it on.
+// The send phase of dispatch between nodes. Every token becomes one staged message, which is sent
+// unchanged to the ranks that hold one of its experts: by stores to ranks that NVLink reaches (of
+// this node, and of other nodes of the same host), by a put to every rank of another node, or only
+// to the first one of each node, which forwards it.
 //
-//   block: first piece of x loaded | earlier tokens counted → row, scales; warp 0: routes, destinations → puts | copies
+//   block: first piece of x loaded | earlier tokens counted → row, scales
+//          warp 0: routes, destinations → puts | copies
 //   last block: counts of all tokens → a line for every rank
 #pragma once
 
@@ -12,7 +13,7 @@
 
 namespace deep_comm {
 
-// The block that counts sends no tokens, if there is another.
+// The block that counts sends no tokens, unless it is the only one.
 DC_DEVICE int num_sending_blocks() { return max_of(1, arch::num_blocks() - 1); }
 
 DC_DEVICE int rail_expert(const LowLatencyRailDispatchArgs& args, int64_t position) {
@@ -21,12 +22,13 @@ DC_DEVICE int rail_expert(const LowLatencyRailDispatchArgs& args, int64_t positi
 }
 
 DC_DEVICE bool forwards_in_node(const LowLatencyRailDispatchArgs& args) {
-  // Not where a rank may be done without: rows of others would be lost with it.
+  // Not if a rank may be masked: rows of other ranks would be lost with it.
   return !args.can_shrink && args.num_tokens >= args.reach.hand_on_tokens;
 }
 
-// The block counts tokens [begin, end): counters[e] that select expert e, counters[E + r] that go
-// to rank r, counters[E + R + r] those of them that are handed on to it.
+// The block counts tokens [begin, end): counters[e] those that select expert e, counters[E + r]
+// those that are sent to rank r, counters[E + R + r] those of them that another rank forwards to
+// it.
 DC_DEVICE void count_tokens(const LowLatencyRailDispatchArgs& args, const RailBlockMemory& memory,
                             int begin, int end) {
   uint32_t* counters = memory.counters;
@@ -38,8 +40,8 @@ DC_DEVICE void count_tokens(const LowLatencyRailDispatchArgs& args, const RailBl
     const int expert = rail_expert(args, idx);
     if (expert < 0) continue;
     const int rank = map.rank_of(expert);
-    // Of this token's selections: another on that expert, none on that rank, one
-    // on that node is earlier.
+    // Among the earlier entries of this token: one has the same expert; none has the same rank; one
+    // has the same node.
     bool is_repeat = false, is_first = true, is_known = false;
     for (int64_t other = idx / num_topk * num_topk; other < idx; ++other) {
       const int other_expert = rail_expert(args, other);
@@ -58,8 +60,8 @@ DC_DEVICE void count_tokens(const LowLatencyRailDispatchArgs& args, const RailBl
   }
 }
 
-// One warp, when the counters hold the tokens before: the routes of the token into its message, the
-// ranks that it is sent to straight, and their slots, into shared memory.
+// One warp, when the counters hold the tokens before: writes the routes of the token into its
+// message. Notes the ranks that it is sent to directly, and their slots, in shared memory.
 DC_DEVICE void stage_routes(const RailContext& context, const LowLatencyRailDispatchArgs& args,
                             const LowLatencyRailBuffer& buffer, const RailBlockMemory& memory,
                             int token) {
@@ -79,36 +81,36 @@ DC_DEVICE void stage_routes(const RailContext& context, const LowLatencyRailDisp
   const TokenRanks nodes = TokenRanks::make(num_topk, [&](int /*k*/, int part) {
     return ranks.ranks[part] < 0 ? -1 : group.node_of(ranks.ranks[part]);
   });
-  // Whoever comes first on a node passes on to the other ranks there: a rank is where
-  // its first selection says.
+  // The first rank of a token on a node forwards it to the other ranks there. The slot of a rank is
+  // noted at the rank's first entry.
   int num_destinations = 0;
   uint32_t first_words[2] = {1u, 1u};
   DC_UNROLL
   for (int part = 0; part < 2; ++part) {
     const int k = arch::lane_idx() + part * kWarpSize, expert = experts[part];
     const int rank = ranks.ranks[part];
-    bool is_straight = false;
+    bool is_direct = false;
     int slot_idx = 0;
     uint32_t row_ordinal = 0;
     if (ranks.is_first[part]) {
       row_ordinal = memory.counters[num_experts + rank];
       const uint32_t num_forwarded = memory.counters[num_experts + group.num_ranks + rank];
-      is_straight =
+      is_direct =
           nodes.is_first[part] || !forwards_in_node(args) || memory.reached[rank] != nullptr;
-      slot_idx = is_straight ? static_cast<int>(row_ordinal - num_forwarded)
-                             : args.shape.num_max_tokens - 1 - static_cast<int>(num_forwarded);
-      first_words[part] = SlotWord{slot_idx, !is_straight}.pack();
+      slot_idx = is_direct ? static_cast<int>(row_ordinal - num_forwarded)
+                           : args.shape.num_max_tokens - 1 - static_cast<int>(num_forwarded);
+      first_words[part] = SlotWord{slot_idx, !is_direct}.pack();
     }
-    // The slots of a masked rank are counted, but nothing goes there.
-    is_straight = is_straight && is_active(context, memory, rank);
-    const uint32_t straight = arch::ballot(kFullMask, is_straight);
-    if (is_straight) {
+    // The slots of a masked rank are counted, but nothing is sent to it.
+    is_direct = is_direct && is_active(context, memory, rank);
+    const uint32_t direct = arch::ballot(kFullMask, is_direct);
+    if (is_direct) {
       const int destination =
-          num_destinations + arch::popc(straight & ((1u << arch::lane_idx()) - 1));
+          num_destinations + arch::popc(direct & ((1u << arch::lane_idx()) - 1));
       memory.rows[destination] = rank;
       memory.slots[destination] = slot_idx;
     }
-    num_destinations += arch::popc(straight);
+    num_destinations += arch::popc(direct);
     if (k >= num_topk) continue;
     arch::st_weak(words + k, first_words[part]);
     Route route{-1, 0, 0.0f, static_cast<int32_t>(row_ordinal)};
@@ -117,21 +119,21 @@ DC_DEVICE void stage_routes(const RailContext& context, const LowLatencyRailDisp
       for (int column = 0; column < k; ++column)
         is_repeat |= rail_expert(args, first + column) == expert;
       const uint32_t ordinal = memory.counters[expert];
-      route.local_expert = expert;  // as the source knows it
+      route.local_expert = expert;  // global, as the source knows it
       route.ordinal = is_repeat ? Route::repeated(ordinal) : static_cast<int32_t>(ordinal);
       if (args.topk_weights != nullptr) route.weight = arch::ld_nc(args.topk_weights + first + k);
     }
     arch::st_weak(routes + k, route.pack());
   }
-  // Zeros on both sides lie behind the token: nobody takes them away.
+  // Zeros follow the token in the message and in the slot: no receiver takes them.
   for (int word = num_topk + arch::lane_idx(); word < slot.num_padded_words(); word += kWarpSize) {
     arch::st_weak(words + word, word == num_topk ? static_cast<uint32_t>(token) + 1 : 0u);
   }
   if (arch::lane_idx() == 0) memory.header->num_destinations = num_destinations;
 }
 
-// The block: row and scales of a token into its message. `first`: what is loaded already of
-// each thread's first piece.
+// The block: writes row and scales of a token into its message. `first`: the first piece of each
+// thread, already loaded.
 template <PayloadFormat kFormat>
 DC_DEVICE void stage_row(const LowLatencyRailDispatchArgs& args, const LowLatencyRailBuffer& buffer,
                          int token, const Piece<kFormat>& first) {
@@ -139,7 +141,7 @@ DC_DEVICE void stage_row(const LowLatencyRailDispatchArgs& args, const LowLatenc
   const LowLatencySlot slot = LowLatencySlot::of(args.shape);
   uint8_t* message = buffer.own<uint8_t>(buffer.slot_staged(token));
   const int num_pieces = args.shape.hidden / PieceType::kElements;
-  // Bounds by warp, not by thread: encoding takes the whole warp.
+  // The bounds are those of whole warps: encoding needs all lanes.
   for (int base = arch::warp_idx() * kWarpSize; base < num_pieces; base += arch::num_threads()) {
     const int piece = base + arch::lane_idx();
     PieceType loaded = first;
@@ -149,7 +151,7 @@ DC_DEVICE void stage_row(const LowLatencyRailDispatchArgs& args, const LowLatenc
     if (!arch::fault(Fault::kPlainWords)) loaded.encode(args.round_scale, args.global_scale);
     if (piece < num_pieces) loaded.send(message + slot.row_offset(), args.shape.row_bytes, piece);
   }
-  // Behind the last scale lie zeros on both sides: nobody takes them away.
+  // Zeros follow the last scale in the message and in the slot: no receiver takes them.
   const int padding = (slot.num_bytes() - slot.end_offset()) / 4;
   if (arch::thread_idx() < padding) {
     arch::st_weak(reinterpret_cast<uint32_t*>(message + slot.end_offset()) + arch::thread_idx(),
@@ -157,19 +159,20 @@ DC_DEVICE void stage_row(const LowLatencyRailDispatchArgs& args, const LowLatenc
   }
 }
 
-// The block, when the message is complete: straight to all that do not get it from another.
+// The block, when the message is complete: sends it to all ranks that do not get it from another
+// rank.
 DC_DEVICE void send_message(const LowLatencyRailDispatchArgs& args,
                             const LowLatencyRailBuffer& buffer, const RailBlockMemory& memory,
                             int token) {
   const LowLatencyGroup& group = args.reach.group;
   const int num_destinations = memory.header->num_destinations;
   const size_t staged = buffer.slot_staged(token), num_bytes = buffer.slot_bytes();
-  // What has the longer way first; and no put waits for stores over NVLink.
+  // Puts first: their way is longer, and they do not wait for stores over NVLink.
   for (int idx = arch::warp_idx(); idx < num_destinations; idx += arch::num_warps()) {
     const int peer = memory.rows[idx];
     if (memory.reached[peer] != nullptr) continue;
-    // pairs with: take_arrival in TakenRoutes, expand_rows and expand_scales at the peer
-    // — the words themselves.
+    // pairs with: take_arrival in TakenRoutes, expand_rows and expand_scales at the peer — the
+    // words themselves
     put_staged_warp(buffer, peer, group.data_qp(token), buffer.slot(group.rank, memory.slots[idx]),
                     staged, num_bytes);
   }
@@ -180,14 +183,14 @@ DC_DEVICE void send_message(const LowLatencyRailDispatchArgs& args,
     if (arch::thread_idx() == 0) count_stored(group, peer, group.data_qp(token), num_bytes);
     Vec16* dst = memory.at<Vec16>(peer, buffer.slot(group.rank, memory.slots[idx]));
     for (int vec = arch::thread_idx(); vec < num_vecs; vec += arch::num_threads()) {
-      // pairs with: the same takes of arrivals.
+      // pairs with: the same calls of take_arrival
       arch::st_relaxed_sys(dst + vec, arch::ld_weak(buffer.own<Vec16>(staged) + vec));
     }
   }
 }
 
 // The block, when its counters hold all tokens: what each rank, and each of its experts, will get,
-// with the announcement of the operation before it.
+// together with the announcement of the operation.
 DC_DEVICE void send_counts(const RailContext& context, const LowLatencyRailDispatchArgs& args,
                            const LowLatencyRailBuffer& buffer, const RailBlockMemory& memory) {
   using Words = LowLatencyRailWords;
@@ -208,7 +211,7 @@ DC_DEVICE void send_counts(const RailContext& context, const LowLatencyRailDispa
                               : Tagged::pack(context.generation, memory.counters[idx]);
     if (!is_active(context, memory, peer)) continue;
     if (memory.reached[peer] != nullptr) {
-      // pairs with: await_announcements and await_counts at the peer — nothing but the word itself.
+      // pairs with: await_announcements and await_counts at the peer — nothing but the word itself
       arch::st_relaxed_sys(memory.at<uint64_t>(peer, buffer.counts(group.rank)) + column, word);
     } else {
       arch::st_weak(buffer.own<uint64_t>(buffer.counts_staged(peer)) + column, word);
@@ -224,7 +227,7 @@ DC_DEVICE void send_counts(const RailContext& context, const LowLatencyRailDispa
       count_stored(group, peer, group.word_qp(), num_bytes);
       continue;
     }
-    // pairs with: await_announcements and await_counts at the peer — the words themselves.
+    // pairs with: await_announcements and await_counts at the peer — the words themselves
     put_staged(buffer, peer, group.word_qp(), buffer.counts(group.rank), buffer.counts_staged(peer),
                num_bytes);
   }
@@ -260,7 +263,7 @@ DC_DEVICE bool dispatch_send(const RailContext& context, const LowLatencyRailDis
       stage_row<kFormat>(args, buffer, token, first);
       arch::sync_block();
       send_message(args, buffer, memory, token);
-      arch::sync_block();  // destinations have been read
+      arch::sync_block();  // all threads have read the destinations
     }
   }
   if (arch::block_idx() != last_block) return true;

@@ -1,4 +1,4 @@
-// The low-latency kernels of groups of several nodes as types: what a target needs to launch one.
+// The low-latency kernels of groups of several nodes as types, as a target needs them for a launch.
 #pragma once
 
 #include "device/low_latency/rail_combine.cuh"

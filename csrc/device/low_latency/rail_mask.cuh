@@ -1,16 +1,19 @@
-// Ranks that the others do without, in a group of several nodes: as ../sync/mask.cuh, whose words
-// are of one node. One word a rank in the memory of every rank, which anybody sets and nobody but a
-// clean, or the host of its owner, clears: the union of all votes is the set that a rank goes by.
+// Masks in a group of several nodes: as in ../sync/mask.cuh, whose words are those of one node.
+// Every rank has one word per rank in its memory. Any rank may set it; only a clean, or the host of
+// its owner, clears it. So the set that a rank follows is the union of all votes.
 //
-// Ranks that wait for a silent one are late themselves, in this call or the next. So a rank that
-// waits long says from time to time that it is there, and a wait for such a rank has patience.
+// Ranks that wait for a silent rank become late themselves, in this call or the next. So a rank
+// that waits long writes from time to time that it is alive, and waits for it are renewed.
 //
-//   word          owner      written by                       read by                order     reset
-//   masked        this rank  its waits, any rank's, its host  its kernels            relaxed   clean, host
-//   alive         this rank  waits of each rank, a word each  waits for that rank    relaxed   clean
-//   participants  this rank  block 0 of dispatch's receive    other blocks of it     release   never: number
+//   word          owner      written by              read by             order     reset
+//   masked        this rank  its waits, any rank's,  its kernels         relaxed   clean, host
+//                            its host
+//   alive         this rank  waits of each rank,     waits for that rank relaxed   clean
+//                            a word each
+//   participants  this rank  block 0 of dispatch's   its other blocks    release   never: number
+//                            receive phase
 //
-// A set of ranks in shared memory is bits, 32 a word.
+// A set of ranks in shared memory has a bit per rank, 32 in a word.
 #pragma once
 
 #include "device/low_latency/rail_args.cuh"
@@ -37,15 +40,15 @@ DC_DEVICE RailContext rail_context(const World& world, const RailReach& reach, K
           &reach.words};
 }
 
-// The segment of a rank that this rank's own stores reach: of its node, or of another where NVLink
-// leads there as well; else null. Of a node all ranks are reached, or none.
+// The segment of a rank that this rank's own stores reach, because it is of this node, or of
+// another one that NVLink reaches; else null. Either all ranks of a node are reached, or none.
 DC_DEVICE uint8_t* reached_segment(const World& world, const LowLatencyGroup& group, int peer) {
   if (group.is_near(peer)) return world.bases[peer - group.first_near];
   return arch::rail_near(group.port, group.first_peer + peer);
 }
 
-// A word that is read for itself alone. Every word has its own queue, so that it never goes
-// back to an older value.
+// Sends a word that no other data depends on. Every word has its own queue, so it never returns to
+// an older value.
 DC_DEVICE void send_word(const World& world, const LowLatencyGroup& group, int peer, size_t offset,
                          uint64_t value) {
   uint8_t* reached = reached_segment(world, group, peer);
@@ -60,12 +63,12 @@ DC_DEVICE bool is_masked(const RailContext& context, int rank) {
   return arch::ld_relaxed_sys(context.mask_word(rank)) != 0;
 }
 
-// Is `peer` one that this kernel does without? For the slow path, after a wait has failed.
+// True if this kernel goes on without `peer`. For the slow path, after a wait has failed.
 DC_DEVICE bool is_given_up(const RailContext& context, int peer) {
   return context.can_shrink && is_masked(context, peer);
 }
 
-// One word to all other ranks, among the words of the ranks that begin at `words`.
+// Sends one word to all other ranks: that of `rank`, in the array of words that begins at `words`.
 DC_DEVICE void send_to_all(const RailContext& context, size_t words, int rank, uint64_t value) {
   for (int position = 0; position < context.group->num_ranks; ++position) {
     const int owner = context.group->rank_at(position);
@@ -75,15 +78,16 @@ DC_DEVICE void send_to_all(const RailContext& context, size_t words, int rank, u
   }
 }
 
-// Tells all ranks, also the one itself, which may only have been slow.
+// Tells all ranks, also the masked one, which may only have been slow.
 DC_DEVICE void mask_rank(const RailContext& context, int rank) {
   if (is_masked(context, rank)) return;  // another thread has told them
   arch::st_relaxed_sys(context.mask_word(rank), uint64_t{1});
-  // pairs with: is_masked at the others — nothing but the word itself.
+  // pairs with: is_masked at the others — nothing but the word itself
   if (!arch::fault(Fault::kSkipVote)) send_to_all(context, context.words->masked, rank, 1);
 }
 
-// This rank waits, but is there. The first thread to come in a fraction of the timeout says so.
+// This rank waits, but is alive. Once per fraction of the timeout the first thread that calls it
+// says so.
 DC_DEVICE void say_alive(const RailContext& context, uint64_t now_ns) {
   constexpr uint64_t kPerTimeout = 8;
   const uint64_t tick = 1 + now_ns / (context.world.timeout_ns / kPerTimeout + 1);
@@ -91,12 +95,12 @@ DC_DEVICE void say_alive(const RailContext& context, uint64_t now_ns) {
   const uint64_t last = arch::ld_relaxed_gpu(own);
   if (last == tick || arch::fault(Fault::kSkipAlive)) return;
   if (arch::atomic_cas_acq_rel_gpu(own, last, tick) != last) return;
-  // pairs with: may_go_on at the others — nothing but the word itself.
+  // pairs with: may_go_on at the others — nothing but the word itself
   send_to_all(context, context.words->alive, context.group->rank, tick);
 }
 
-// As for Context; found by the waits for a RailContext. A wait that expires begins anew, a few
-// times, if its peer has said meanwhile that it is there.
+// The counterpart of may_go_on for a Context; the waits of a RailContext call it. A wait that
+// expires is renewed, a few times, if its peer has written meanwhile that it is alive.
 DC_DEVICE_COLD bool may_go_on(RailContext context, WaitFor wait, uint64_t seen, uint64_t expected,
                               uint64_t patience, WaitClock* clock) {
   if (!context.can_shrink || wait.peer == context.group->rank) {
@@ -134,7 +138,7 @@ DC_DEVICE_COLD bool may_go_on(RailContext context, WaitFor wait, uint64_t seen, 
     clock->last_alive = last_alive;
     clock->deadline_ns = now_ns + limit_ns;
   }
-  // Nothing wakes a rest on account of a vote.
+  // A vote wakes no thread: the wait must look for it from time to time.
   clock->wake_ns = min_of(clock->deadline_ns, now_ns + world.timeout_ns / 16 + 1);
   return true;
 }
@@ -149,7 +153,7 @@ DC_DEVICE bool is_in_set(const uint32_t* set, int rank) {
   return (set[rank / kWarpSize] & bit_in_set(rank)) != 0;
 }
 
-// Threads may take ranks at the same time.
+// Several threads may remove ranks at the same time.
 DC_DEVICE void take_from_set(uint32_t* set, int rank) {
   uint32_t* word = set + rank / kWarpSize;
   uint32_t seen = arch::ld_relaxed_cta(word);
