@@ -146,9 +146,8 @@ DC_DEVICE bool is_active(const BlockMemory& memory, int rank) {
   return (memory.active >> rank & 1u) != 0;
 }
 
-// What a launch does for the launches after it. This is done at its beginning, where nothing waits
-// for it. Every thread: the last warp of block 0 returns credit for what earlier launches have
-// received.
+// Every thread, at the beginning of a launch: the last warp of block 0 returns credit for what
+// earlier launches have received. Here nothing waits for it.
 DC_DEVICE void return_credit(const Context& context, const LowLatencyBuffer& buffer,
                              const Phases& phases, const LaunchState& launch) {
   if (arch::block_idx() != 0 || arch::warp_idx() != arch::num_warps() - 1) return;
