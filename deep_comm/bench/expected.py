@@ -1,109 +1,194 @@
-"""Inputs of one rank, and what the reference says every operation must return for them."""
+"""Inputs of one rank, and the results that the reference gives for them, on the rank's device.
+
+Every rank can make the rows of all ranks: random ones, by input. deep_comm.reference says which of
+them arrive in which order; the order of additions is the one it states, written here for many rows
+at once.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from deep_comm.bench import payload
-from deep_comm.bench.grouped import Grouped
-from deep_comm.bench.workload import Workload, plan_of
+from deep_comm import reference, reference_low_latency
+from deep_comm.bench.payload import generator, row_bytes, same_bits
+from deep_comm.bench.workload import DTYPES, Plan, Routing, Workload, plan_of
 
-Rows = Tensor | tuple[Tensor, Tensor]
+Payload = Tensor | tuple[Tensor, Tensor]
+
+ALIGNMENT = 128  # of groups of expanded rows, as grouped matrix products need it
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of an output that belong to a token, and what dispatch returns beside them."""
+
+    origin: Tensor  # int64 [n], row among those of all ranks
+    token: Tensor  # int32 [n], of the source rank
+    expert: Tensor | None  # int64 [n], global, if there is a row per selection
+    places: Tensor  # int64 [n], in the output as one matrix
+    topk_idx: Tensor  # as dispatch returns them
+    topk_weights: Tensor
+    counts: list[int]  # by local expert, rounded up to the alignment
+
+
+def cast(rows: Tensor, dtype: str) -> Payload:
+    """What kernels make of bf16 rows."""
+    if dtype == "nvfp4":
+        return reference_low_latency.quantise_nvfp4(rows)
+    return reference_low_latency.quantise(rows) if dtype == "fp8" else rows
+
+
+def _made(rows: Tensor, who: Tensor | int) -> Tensor:
+    """bf16: what a rank, or each row's expert, makes of bf16 rows."""
+    factors = 1 + torch.as_tensor(who, device=rows.device).reshape(-1, 1) / 32
+    return (rows.float() * factors).to(torch.bfloat16)
 
 
 class Expected:
-    """Everything of one rank, on its device, per slot: the rotating inputs and the true outputs.
+    """What calls of one rank are given, by input, and what they must return.
 
-    What is asked for is kept: results are compared several times.
+    In low-latency mode every input has a routing of its own, and kernels cast bf16 rows to the
+    workload's dtype. In normal mode the inputs share a routing, and rows are given in that dtype.
     """
 
-    def __init__(self, workload: Workload, rank: int, device: torch.device, num_slots: int) -> None:
-        self.workload = workload
-        self.rank = rank
-        self.device = device
-        self.num_slots = num_slots
-        routings, dispatched = plan_of(workload)
-        self.plan = dispatched[rank]
-        self.topk_idx = routings[rank].topk_idx.to(device)
-        self.topk_weights = routings[rank].topk_weights.to(device)
-        assert self.plan.recv_topk_weights is not None
-        self.recv_topk_idx = self.plan.recv_topk_idx.to(device)
-        self.recv_topk_weights = self.plan.recv_topk_weights.to(device)
-        self.recv_src_idx = self.plan.recv_src_idx.to(device)
-        self.recv_src_rank = self.plan.recv_src_rank.to(device)
-        self._is_token_in_rank = self.plan.is_token_in_rank.to(device)
-        self._tokens = torch.arange(workload.num_tokens_of(rank), device=device)
-        # Kept per instance, so that all goes when the workload has been measured.
-        self.x = functools.cache(self._make_x)
-        self.recv_x = functools.cache(self._make_recv_x)
-        self.expert_output = functools.cache(self._make_expert_output)
-        self.combined = functools.cache(self._make_combined)
-        self.echoed = functools.cache(self._make_echoed)
-        self.grouped = functools.cache(lambda: Grouped(self))
+    def __init__(
+        self, workload: Workload, rank: int, device: torch.device, num_inputs: int, *,
+        low_latency: bool = False,
+    ) -> None:  # fmt: skip
+        self.workload, self.rank, self.device = workload, rank, device
+        self.num_inputs, self.low_latency = num_inputs, low_latency
+        self.experts = workload.experts_of(rank)
+        # Results are compared several times.
+        self.all_rows = functools.cache(self._all_rows)
+        self.rows = functools.cache(self._rows)
+        self.expert_rows = functools.cache(self._expert_rows)
+        self.combined = functools.cache(self._combined)
+        routings = [self.plan(idx).routings[rank] for idx in range(num_inputs)]
+        self.routings = [
+            Routing(it.topk_idx.to(device), it.topk_weights.to(device)) for it in routings
+        ]
+        # Looked up by index in calls, whose host time is measured.
+        self.x: list[Any] = [
+            self.all_rows(idx)[workload.tokens_of(rank)] if low_latency else self.sent(rank, idx)
+            for idx in range(num_inputs)
+        ]
 
-    @property
-    def num_recv_rows(self) -> int:
-        return len(self.recv_src_idx)
+    def plan(self, input_idx: int) -> Plan:
+        return plan_of(self.workload, input_idx if self.low_latency else 0)
 
-    def _rows(self, keys: Tensor) -> Rows:
-        workload = self.workload
-        if workload.dtype == "bf16":
-            return payload.bf16_rows(keys, workload.hidden)
-        bits = payload.byte_rows(keys, workload.num_columns).view(workload.torch_dtype)
-        return bits, payload.scale_rows(keys, workload.num_scales)
+    # ---- rows ----------------------------------------------------------------------------------
 
-    def x_of(self, rank: int, slot: int) -> Rows:
-        """What any rank dispatches."""
-        tokens = torch.arange(self.workload.num_tokens_of(rank), device=self.device)
-        return self._rows(payload.row_keys(rank, tokens, slot))
+    def _all_rows(self, input_idx: int) -> Tensor:
+        """bf16 [tokens of all ranks, H]."""
+        sizes, numbers = self.workload, generator(self.device, 1000 + input_idx)
+        shape = (sizes.total_tokens, sizes.hidden)
+        return torch.randn(shape, generator=numbers, device=self.device).to(torch.bfloat16)
 
-    def _make_x(self, slot: int) -> Rows:
-        """What this rank dispatches."""
-        return self.x_of(self.rank, slot)
+    def _payload(self, input_idx: int) -> Payload:
+        """The same as they travel."""
+        shape, rows = self.workload, self.all_rows(input_idx)
+        if self.low_latency or shape.dtype == "bf16":
+            return cast(rows, shape.dtype)
+        numbers, num_scales = generator(self.device, 2000 + input_idx), shape.num_scales
+        scales = torch.rand(len(rows), num_scales, generator=numbers, device=self.device)
+        return rows.to(DTYPES[shape.dtype]), scales
 
-    def _make_recv_x(self, slot: int) -> Rows:
-        """What dispatch must deliver to this rank."""
-        return self._rows(payload.row_keys(self.recv_src_rank, self.recv_src_idx, slot))
+    def sent(self, rank: int, input_idx: int) -> Payload:
+        """What a rank sends."""
+        rows, tokens = self._payload(input_idx), self.workload.tokens_of(rank)
+        return (rows[0][tokens], rows[1][tokens]) if isinstance(rows, tuple) else rows[tokens]
 
-    def _make_expert_output(self, slot: int) -> Tensor:
-        """bf16 [N, H]: what this rank hands to combine. Differs between the ranks that got a
-        token."""
-        keys = payload.row_keys(self.recv_src_rank, self.recv_src_idx, slot, salt=1 + self.rank)
-        return payload.bf16_rows(keys, self.workload.hidden)
+    def rows_are_right(self, got: Any, rows: Rows, input_idx: int, dtype: str = "bf16") -> bool:
+        """The places of ``got`` hold these rows, bit for bit. ``dtype``: that kernels cast to."""
+        sent = self._payload(input_idx)
+        want = cast(sent, dtype) if isinstance(sent, Tensor) else sent
+        gots, wants = (part if isinstance(part, tuple) else (part,) for part in (got, want))
+        return len(gots) == len(wants) and all(
+            part.dtype == all_rows.dtype
+            and same_bits(row_bytes(part)[rows.places], row_bytes(all_rows)[rows.origin])
+            for part, all_rows in zip(gots, wants, strict=True)
+        )
 
-    def _make_combined(self, slot: int, ranks_per_node: int | None = None) -> Tensor:
-        """Sum of this rank's tokens' rows over the ranks that got them, ascending, rounded once.
+    def _rows(self, input_idx: int) -> Rows:
+        """One row per received token, by (source rank, source token)."""
+        received = self.plan(input_idx).dispatched[self.rank]
+        return self._rows_of(received.recv_x, torch.arange(len(received.recv_x)), received,
+                             received.num_recv_tokens_per_expert)  # fmt: skip
 
-        With nodes of ``ranks_per_node``: once a node, and once over the nodes, ascending.
+    def _expert_rows(self, input_idx: int, alignment: int = ALIGNMENT) -> Rows:
+        """One row per selection, grouped by local expert."""
+        received = self.plan(input_idx).dispatched[self.rank]
+        expanded = reference.expand(received, len(self.experts), alignment)
+        (places,) = (expanded.recv_topk_idx >= 0).nonzero(as_tuple=True)
+        return self._rows_of(expanded.recv_x, places, expanded,
+                             expanded.expert_offsets.diff().tolist())  # fmt: skip
+
+    def _rows_of(self, origins: Tensor, places: Tensor, returned: Any, counts: list[int]) -> Rows:
+        (origin, token), device = origins[places].unbind(dim=1), self.device
+        topk_idx, topk_weights = returned.recv_topk_idx.to(device), returned.recv_topk_weights
+        expert = topk_idx[places.to(device)] + self.experts.start if topk_idx.dim() == 1 else None
+        return Rows(
+            origin.long().to(device), token.to(device), expert, places.to(device), topk_idx,
+            topk_weights.to(device), counts,
+        )  # fmt: skip
+
+    def outputs(self, rows: Rows, input_idx: int, num_rows: int) -> Tensor:
+        """bf16 [num_rows, H]: what this rank gives to combine. Other ranks, or other experts, make
+        other rows of the same token; rows of no token are zeros."""
+        out = torch.zeros(num_rows, self.workload.hidden, dtype=torch.bfloat16, device=self.device)
+        who = self.rank if rows.expert is None else rows.expert
+        out[rows.places] = _made(self.all_rows(input_idx)[rows.origin], who)
+        return out
+
+    # ---- sums ----------------------------------------------------------------------------------
+
+    def partials(self, input_idx: int, kind: str) -> Iterator[Tensor]:
+        """float32 [T, H] by rank, not rounded: what that rank returns for this rank's tokens.
+
+        Args:
+            kind: "rank": one row that the rank made; "echo": the row that it received;
+                "experts": weight times row of each of its experts, top-k entries ascending.
         """
+        shape, routing = self.workload, self.routings[input_idx]
+        x = self.all_rows(input_idx)[shape.tokens_of(self.rank)]
+        products = [
+            _made(x, routing.topk_idx[:, k]).float() * routing.topk_weights[:, k, None]
+            for k in range(shape.num_topk if kind == "experts" else 0)
+        ]
+        for peer in range(shape.num_ranks):
+            experts = shape.experts_of(peer)
+            is_here = (routing.topk_idx >= experts.start) & (routing.topk_idx < experts.stop)
+            partial = torch.zeros(x.shape, device=self.device)
+            for k, product in enumerate(products):
+                partial += torch.where(is_here[:, k, None], product, 0.0)
+            if kind != "experts":
+                row = x if kind == "echo" else _made(x, peer)
+                partial = torch.where(is_here.any(dim=1)[:, None], row.float(), 0.0)
+            yield partial
 
-        def row_of(peer: int) -> Tensor:
-            keys = payload.row_keys(self.rank, self._tokens, slot, salt=1 + peer)
-            return payload.bf16_rows(keys, self.workload.hidden)
-
-        return self._sum(row_of, ranks_per_node)
-
-    def _make_echoed(self, slot: int, ranks_per_node: int | None = None) -> Tensor:
-        """The sum when every rank hands back what it received (bf16 payload)."""
-        x = self.x(slot)
-        assert isinstance(x, Tensor)
-        return self._sum(lambda _peer: x, ranks_per_node)
-
-    def _sum(self, row_of: Callable[[int], Tensor], ranks_per_node: int | None) -> Tensor:
-        shape = (len(self._tokens), self.workload.hidden)
-        num_ranks = self.workload.num_ranks
-        per_node = num_ranks if ranks_per_node is None else ranks_per_node
-        total = torch.zeros(shape, device=self.device)
-        for first in range(0, num_ranks, per_node):
-            node_total = torch.zeros(shape, device=self.device)
-            for peer in range(first, first + per_node):
-                goes = self._is_token_in_rank[:, peer, None]
-                node_total += torch.where(goes, row_of(peer).float(), 0.0)
-            if per_node == num_ranks:
-                return node_total.to(torch.bfloat16)
-            total += node_total.to(torch.bfloat16).float()
+    def _combined(self, input_idx: int, kind: str, ranks_per_node: int | None = None) -> Tensor:
+        """What combine must return: the ranks' partial sums rounded, then added in float32, ranks
+        ascending, and rounded. With nodes: once per node, and once over the nodes."""
+        per_node = ranks_per_node or self.workload.num_ranks
+        total, of_node = (torch.zeros((), device=self.device) for _ in range(2))
+        for peer, partial in enumerate(self.partials(input_idx, kind)):
+            of_node = of_node + partial.to(torch.bfloat16).float()
+            if (peer + 1) % per_node == 0:
+                total = total + of_node.to(torch.bfloat16).float()
+                of_node = torch.zeros_like(of_node)
         return total.to(torch.bfloat16)
+
+    def logfmt_bounds(self, input_idx: int, kind: str) -> tuple[Tensor, Tensor]:
+        """The sums, and their largest error if partial sums travel in LogFMT-10."""
+        partials = list(self.partials(input_idx, kind))
+        total = sum(partials, start=torch.zeros((), device=self.device))
+        bounds = map(reference_low_latency.logfmt_bound, partials)
+        bound = sum(bounds, start=torch.zeros((), device=self.device))
+        # Float32 arithmetic on the way, and the rounding to bf16 at its end.
+        return total, bound * 1.001 + total.abs() * 2.0**-8 + 1e-30

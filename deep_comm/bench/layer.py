@@ -1,69 +1,163 @@
-"""``python -m deep_comm.bench --mode layer``: ExpertParallel's modes over a sweep of token counts.
+"""``--mode layer``: ExpertParallel's modes over a sweep of token counts.
 
 First a step (dispatch, experts that return their rows, combine) by prefill and by decode, for every
 number of tokens, eagerly and, on GPUs, in CUDA graphs; then by auto, with the threshold that is
-given or that the first part has found (``--decode-tokens measured``). Checked before it is timed:
-the first tokens of every rank, bit for bit. The table says where decode stops being the faster one
-and whether auto is within 5 % of the better mode; ``--store`` makes the measured threshold the
-default of layers on machines like this one (deep_comm.tuning).
+given or that the first part has found (``--decode-tokens measured``). The first tokens of every
+rank are checked bit for bit. ``--store`` makes the measured threshold the default of layers on
+machines like this one (deep_comm.tuning).
 
 auto is judged by what the same layer does when a mode is named (column "rival": the better mode): a
 round of the one, a round of auto, a round of the one again, and so on. The ratio is the median over
 these turns of auto's round over the mean of the two around it; "noise" is the median of the rival's
-second round over its first, which is 1 but for the machine. The last lines have the quartiles of
-both. Beyond its decode_tokens it has no
-decode mode, since the memory of decode calls grows with that bound; the figures of decode there are
-of layers that were built for more, and the verdict names the sizes at which such a layer is faster.
+second round over its first. Beyond its decode_tokens a layer has no decode mode, since the memory
+of decode calls grows with that bound. The figures of decode there are of layers that were built for
+more, and the verdict names the sizes at which such a layer is faster.
 
-No size takes longer than --size-deadline-s (the process ends then, with the stack of where it was),
-and none is begun when --budget-s is spent; sizes that were left out are named.
+A size that takes longer than --size-deadline-s ends the process, with the stack of where it was;
+none is begun when --budget-s is spent, and sizes that were left out are named.
 """
 
 from __future__ import annotations
 
-import datetime
 import faulthandler
 import json
+import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import deep_comm
-from deep_comm import reference_layer, tuning
-from deep_comm.bench import layer_options, machine
-from deep_comm.bench import layer_report as report
-from deep_comm.bench.layer_options import BY_DEFAULT, Options
-from deep_comm.bench.layer_report import Judged, Line, Pair
+from deep_comm import DeepCommError, ExpertBatch, ExpertParallel, reference_layer, tuning
 from deep_comm.bench.measure import (
     Effort,
+    Graph,
     Timing,
-    Turns,
     clock_of,
     gather,
-    take_sample,
-    time_in_turn,
-    time_over_ranks,
+    take_samples,
+    time_in_turns,
 )
+from deep_comm.bench.options import THRESHOLDS, Options
+from deep_comm.bench.payload import same_bits
+from deep_comm.bench.report import heading, machine
 from deep_comm.layer.shape import DEFAULT_DECODE_TOKENS
 
+TARGET = 1.05  # auto over the better mode
 CHECKED_TOKENS = 16
 FEW_TOKENS = 8  # of the other ranks, where one has all
-GRAPH_TOKENS = (
-    512  # the most whose prefill is captured: room for every selection to come to one rank
-)
+GRAPH_TOKENS = 512  # the most whose prefill is captured, which needs room for every selection
 _MAX_DECODE_BYTES = 24 << 30  # of a decode call's tensors
 _CHOSEN_SHARE = 8  # of a GPU's memory, one part in so many: of a threshold that is chosen here
 _HOST_CHOSEN_BYTES = 4 << 30
 _FIXED_SHARE = 0.6  # of the budget, for the fixed modes
 _TURNS = 4  # times as many rounds where two modes are compared and a round is short
 _ROUND_US = 20e3  # a round of long calls has fewer of them
+
+Parts = tuple[Tensor, Tensor, Tensor]
+"""x, topk_idx, topk_weights."""
+Step = Callable[[int], Tensor]
+Turned = tuple[list[Timing], list[list[float]]]
+"""Of time_in_turns()."""
+
+
+# ---- figures -------------------------------------------------------------------------------------
+
+
+def quartiles(values: Sequence[float]) -> dict[str, float]:
+    """Of a number that every turn has."""
+    found = [values[0]] * 3
+    if len(values) > 1:
+        found = statistics.quantiles(values, n=4, method="inclusive")
+    return dict(zip(("low", "median", "high"), found, strict=True))
+
+
+def judge(
+    rival: Sequence[float], auto: Sequence[float], again: Sequence[float]
+) -> dict[str, dict[str, float]]:
+    """auto between two rounds of its rival, in every turn: ``ratio`` of auto's round to the mean of
+    the two around it, ``noise`` of the rival's second round to its first."""
+    turns = list(zip(rival, auto, again, strict=True))
+    ratios = [2 * of_auto / (before + after) for before, of_auto, after in turns]
+    return {"ratio": quartiles(ratios), "noise": quartiles([it[2] / it[0] for it in turns])}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A step of so many tokens per rank by each mode, and by auto; None: not measured.
+
+    Attributes:
+        decode_fits: the layer whose auto is measured takes so many tokens with mode="decode", too;
+            if not, ``decode`` is of a layer that was built for more, with its memory.
+        rival: the better mode that this layer takes, named in its calls, timed in turn with auto.
+        judged: of these turns, by judge().
+    """
+
+    prefill: Timing | None = None
+    decode: Timing | None = None
+    auto: Timing | None = None
+    decode_fits: bool = True
+    rival: Timing | None = None
+    judged: dict[str, dict[str, float]] | None = None
+
+    @property
+    def better(self) -> str:
+        """Mode of the same layer."""
+        if self.decode is None or not self.decode_fits:
+            return "prefill"
+        is_slower = self.prefill is not None and self.prefill.mean_us < self.decode.mean_us
+        return "prefill" if is_slower else "decode"
+
+    @property
+    def ratio(self) -> float | None:
+        """Of auto to the better mode of the same layer."""
+        return None if self.judged is None else self.judged["ratio"]["median"]
+
+    @property
+    def ratio_to_any(self) -> float | None:
+        """Of auto to the better mode of any layer."""
+        means = [it.mean_us for it in (self.prefill, self.decode) if it is not None]
+        return None if self.auto is None or not means else self.auto.mean_us / min(means)
+
+    @property
+    def verdict(self) -> str:
+        return "-" if self.ratio is None else "ok" if self.ratio <= TARGET else "MISSED"
+
+    def turned(self, turns: Turned) -> Pair:
+        """With auto and its rival, timed as (rival, auto, rival)."""
+        (rival, auto, _), rounds_us = turns
+        return replace(self, rival=rival, auto=auto, judged=judge(*rounds_us))
+
+    def to_json(self) -> dict[str, Any]:
+        names = ("ratio", "ratio_to_any", "verdict")
+        return asdict(self) | {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One number of tokens.
+
+    Attributes:
+        graph: the same steps in CUDA graphs; a captured auto step is a decode step.
+        one_rank: auto where one rank has the tokens and the others few; None: not measured.
+    """
+
+    tokens: int
+    eager: Pair
+    graph: Pair
+    one_rank: Timing | None = None
+
+    @property
+    def pairs(self) -> tuple[tuple[str, Pair], tuple[str, Pair]]:
+        return ("eager", self.eager), ("graph", self.graph)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {name: pair.to_json() for name, pair in self.pairs}
 
 
 @dataclass(frozen=True)
@@ -74,233 +168,250 @@ class Figures:
     measured: int | None  # the threshold that the fixed modes ask for; None: neither was slower
 
 
-def parse(arguments: Sequence[str], command: str) -> Options:
-    return layer_options.parse(arguments, command, __doc__)
+_PAIR = ("prefill", "decode", "rival", "auto", "ratio", "verdict", "noise")
+COLUMNS = ("tokens", *_PAIR, "graph:prefill", *_PAIR[1:], "one rank", "host auto", "host rival")
 
 
-def _experts(batch: deep_comm.ExpertBatch) -> Tensor:
+def row(line: Line | None) -> str:
+    """None: the heading."""
+    cells = list(COLUMNS)
+    if line is not None:
+        values: list[Any] = []
+        for _, pair in line.pairs:
+            noise = None if pair.judged is None else f"{pair.judged['noise']['median']:.3f}"
+            ratio = None if pair.ratio is None else f"{pair.ratio:.3f}"
+            values += [pair.prefill, pair.decode, pair.rival, pair.auto, ratio, pair.verdict, noise]
+        values.append(line.one_rank)
+        values += [it and it.host_us for it in (line.eager.auto, line.eager.rival)]
+        values = [it.mean_us if isinstance(it, Timing) else it for it in values]
+        cells = [str(line.tokens)]
+        cells += [it or "-" if it is None or isinstance(it, str) else f"{it:.1f}" for it in values]
+    widths = [max(8, len(name)) for name in COLUMNS]
+    return " ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+
+
+def crossover(pairs: Sequence[tuple[int, Pair]]) -> int:
+    """Tokens up to which decode is not the slower mode; 0: it is from the start.
+
+    Between the last measured size at which it is not and the first at which it is, both times are
+    taken for straight lines.
+    """
+    best, gained_us = 0, 0.0  # by decode, at ``best``
+    for tokens, pair in sorted(pairs, key=lambda entry: entry[0]):
+        if pair.decode is None or pair.prefill is None:
+            break
+        lost_us = pair.decode.mean_us - pair.prefill.mean_us
+        if lost_us > 0:
+            if best > 0:
+                best += math.floor((tokens - best) * gained_us / (gained_us + lost_us))
+            break
+        best, gained_us = tokens, -lost_us
+    return best
+
+
+def verdict(lines: Sequence[Line], left_out: Sequence[int], decode_tokens: int) -> str:
+    """In words: whether the target is met, and where not."""
+    eager = crossover([(line.tokens, line.eager) for line in lines])
+    captured = crossover([(line.tokens, line.graph) for line in lines])
+    graphs = f", captured up to {captured} or more" if captured else ""
+    texts = [
+        f"decode is not the slower mode up to {eager} tokens a rank{graphs}; auto's "
+        f"decode_tokens: {decode_tokens}"
+    ]
+    found = [
+        (name, line.tokens, pair.judged)
+        for line in lines
+        for name, pair in line.pairs
+        if pair.judged is not None
+    ]
+    ratios = [(f"{tokens} ({name}", it["ratio"]["median"]) for name, tokens, it in found]
+    over = [(where, ratio) for where, ratio in ratios if ratio > TARGET]
+    if over:
+        places = ", ".join(f"{where} {ratio:.3f})" for where, ratio in over)
+        worst = max(ratio for _, ratio in over)
+        texts.append(f"auto MISSED {TARGET:.2f} of the better mode at {places}; worst {worst:.3f}")
+    elif ratios:
+        texts.append(f"auto is within {TARGET:.2f} of the better mode at every size measured")
+    for name, tokens, judged in found:
+        ratio, noise = (
+            f"{it['median']:.3f} ({it['low']:.3f} to {it['high']:.3f})" for it in judged.values()
+        )
+        texts.append(f"{tokens} tokens, {name}: auto over its rival {ratio}, the rival over itself "
+                     f"{noise}")  # fmt: skip
+    larger = ", ".join(
+        f"{line.tokens} ({line.eager.ratio_to_any:.2f})"
+        for line in lines
+        if not line.eager.decode_fits and (line.eager.ratio_to_any or 0) > TARGET
+    )
+    if larger:
+        texts.append("a layer with a larger decode_tokens, and its memory, would be faster by "
+                     f"decode at {larger}")  # fmt: skip
+    if left_out or not ratios:
+        sizes = ", ".join(map(str, left_out))
+        texts.append(f"NOT COMPLETE: time was up before {sizes or 'anything was measured'}")
+    return "\n".join(texts)
+
+
+# ---- a run ---------------------------------------------------------------------------------------
+
+
+def _experts(batch: ExpertBatch) -> Tensor:
     return batch.x
 
 
 class Runner:
     """One rank."""
 
-    def __init__(self, options: Options, device: torch.device) -> None:
-        self._options = options
-        self._device = device
+    def __init__(self, options: Options, device: torch.device, say: Callable[[str], None]) -> None:
+        self._options, self._device, self._say = options, device, say
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         self._started = time.monotonic()
+        self._decoders: dict[int, ExpertParallel] = {}  # the last one, by its decode_tokens
 
-    def _inputs(self, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-        options = self._options
-        device = self._device
+    def _inputs(self, num_tokens: int) -> Parts:
+        options, device = self._options, self._device
         generator = torch.Generator(device).manual_seed(1000 * num_tokens + self._rank)
         x = torch.randn(num_tokens, options.hidden, generator=generator, device=device)
         scores = torch.rand(num_tokens, options.experts, generator=generator, device=device)
-        idx = scores.topk(options.topk, dim=1).indices
         weights = torch.rand(num_tokens, options.topk, generator=generator, device=device)
-        return x.bfloat16(), idx, weights
+        return x.bfloat16(), scores.topk(options.topk, dim=1).indices, weights
 
-    def _layer(
-        self, mode: Any, max_tokens: int, decode_tokens: int | None
-    ) -> deep_comm.ExpertParallel:
+    def _layer(self, mode: Any, max_tokens: int, decode_tokens: int | None) -> ExpertParallel:
         options = self._options
-        return deep_comm.ExpertParallel(
-            dist.group.WORLD,
-            hidden=options.hidden,
-            num_experts=options.experts,
-            num_topk=options.topk,
-            max_tokens=max_tokens,
-            decode_tokens=decode_tokens,
-            mode=mode,
-            device=self._device,
-            timeout_s=max(5.0, options.size_deadline_s / 2),
-        )
-
-    def _check(self, y: Tensor, x: Tensor, idx: Tensor, weights: Tensor, what: str) -> None:
-        few = slice(0, CHECKED_TOKENS)
-        want = reference_layer.of_one_rank(
-            x[few].cpu(), idx[few].cpu(), weights[few].cpu(), self._options.experts,
-            self._num_ranks, lambda expert, rows: rows,
+        return ExpertParallel(
+            dist.group.WORLD, hidden=options.hidden, num_experts=options.experts,
+            num_topk=options.topk, max_tokens=max_tokens, decode_tokens=decode_tokens, mode=mode,
+            device=self._device, timeout_s=max(5.0, options.size_deadline_s / 2),
         )  # fmt: skip
-        got = y[few].cpu()
-        if not torch.equal(got.view(torch.int16), want.view(torch.int16)):
-            raise deep_comm.DeepCommError(f"{what}: rank {self._rank} got other sums")
+
+    def _check(self, y: Tensor, parts: Parts, what: str) -> None:
+        x, idx, weights = (part[:CHECKED_TOKENS].cpu() for part in parts)
+        want = reference_layer.of_one_rank(
+            x, idx, weights, self._options.experts, self._num_ranks, lambda expert, rows: rows
+        )
+        if not same_bits(y[:CHECKED_TOKENS].cpu(), want):
+            raise DeepCommError(f"{what}: rank {self._rank} got other sums")
 
     # ---- timing ----------------------------------------------------------------------------------
 
-    def _effort(self, step: Callable[[int], object]) -> Effort:
-        """Fewer calls where they are long, as many on all ranks."""
-        effort = self._options.effort
-        if self._device.type != "cuda":
-            return effort
-        sample = take_sample(step, Effort(1, 3, 1, 0), clock_of(self._device))
-        mean_us = max(gather(sample.means_us[0]))
-        num_calls = max(5, min(effort.num_calls, int(_ROUND_US / mean_us)))
-        return replace(
-            effort, num_warmup=2, num_calls=num_calls, num_single_calls=num_calls,
-            num_host_calls=min(effort.num_host_calls, num_calls),
-        )  # fmt: skip
+    @staticmethod
+    def _step(layer: ExpertParallel, parts: Parts, mode: Any) -> Step:
+        return lambda _call: layer(*parts, _experts, mode=mode)
 
     def _time(
-        self, layer: deep_comm.ExpertParallel, parts: tuple[Tensor, ...], what: str
-    ) -> Timing:
-        x, idx, weights = parts
-        for _ in range(2):  # auto: the first step may change the mode
-            self._check(layer(x, idx, weights, _experts), x, idx, weights, what)
-
-        def step(call: int) -> Tensor:
-            return layer(x, idx, weights, _experts)
-
-        timing = time_over_ranks(step, self._effort(step), self._device)
-        self._check(layer(x, idx, weights, _experts), x, idx, weights, what)
-        layer.buffer.check()
-        return timing
-
-    def _time_in_turn(
-        self, layer: deep_comm.ExpertParallel, parts: tuple[Tensor, ...], rival: Any, what: str
-    ) -> tuple[list[Timing], Judged]:
-        """By auto, and with that mode named."""
-        x, idx, weights = parts
-
-        def step_of(mode: Any) -> Callable[[int], Tensor]:
-            return lambda call: layer(x, idx, weights, _experts, mode=mode)
-
-        steps = [step_of(mode) for mode in (rival, "auto", rival)]
+        self, layer: ExpertParallel, parts: Parts, what: str, modes: Sequence[Any] = (None,)
+    ) -> Turned:
+        """Eager steps of these modes, in turns; None: the layer's own."""
+        steps = [self._step(layer, parts, mode) for mode in modes]
         for step in (*steps, *steps):  # auto: the first step may change the mode
-            self._check(step(0), x, idx, weights, what)
-        effort = self._effort(steps[0])
-        if effort.num_calls == self._options.effort.num_calls:
-            effort = replace(effort, num_rounds=_TURNS * effort.num_rounds)
-        turns = time_in_turn(steps, effort, self._device)
-        for step in steps:
-            self._check(step(0), x, idx, weights, what)
-        layer.buffer.check()
-        return turns.timings, Judged.of(*turns.rounds_us)
-
-    def _time_graphs(
-        self,
-        layer: deep_comm.ExpertParallel,
-        parts: tuple[Tensor, ...],
-        modes: Sequence[Any],
-        what: str,
-    ) -> Turns | None:
-        """Of each mode, in turn; None on the host target."""
-        if self._device.type != "cuda":
-            return None
-        x, idx, weights = parts
-        calls = self._options.effort.num_calls
-        graphs, results = [], []
-        for mode in modes:
-            is_bounded = mode == "prefill"
-            for _ in range(2):
-                layer(x, idx, weights, _experts, mode=mode, bounded=is_bounded)
-            torch.cuda.synchronize()
-            dist.barrier()
-            graphs.append(torch.cuda.CUDAGraph())
-            with torch.cuda.graph(graphs[-1]):
-                for _ in range(calls):
-                    y = layer(x, idx, weights, _experts, mode=mode)
-            results.append(y)
-
-        def replay_of(graph: torch.cuda.CUDAGraph) -> Callable[[int], None]:
-            return lambda call: graph.replay()
-
-        rounds = self._options.effort.num_rounds
-        turns = time_in_turn(
-            [replay_of(graph) for graph in graphs], Effort(2, 1, rounds, rounds), self._device,
-            calls_per_work=calls,
+            self._check(step(0), parts, what)
+        # Fewer calls where they are long; more rounds where steps are compared and short.
+        effort: Effort = self._options.effort
+        (sample,) = take_samples(steps[:1], Effort(1, 3, 1, 1), clock_of(self._device))
+        mean_us = max(gather(sample.means_us[0]))
+        num_calls = min(effort.num_calls, max(5, int(_ROUND_US / mean_us)))
+        is_short = len(steps) > 1 and num_calls == effort.num_calls
+        effort = replace(
+            effort, num_calls=num_calls, num_single_calls=num_calls,
+            num_rounds=effort.num_rounds * (_TURNS if is_short else 1),
+            num_host_calls=min(effort.num_host_calls, num_calls),
         )  # fmt: skip
-        for y in results:
-            self._check(y, x, idx, weights, what)
+        turns = time_in_turns(steps, effort, self._device)
+        for step in steps:
+            self._check(step(0), parts, what)
         layer.buffer.check()
         return turns
 
-    def _time_graph(
-        self, layer: deep_comm.ExpertParallel, parts: tuple[Tensor, ...], what: str
-    ) -> Timing | None:
-        turns = self._time_graphs(layer, parts, [layer.mode], what)
-        return None if turns is None else turns.timings[0]
+    def _time_graphs(
+        self, layer: ExpertParallel, parts: Parts, what: str, modes: Sequence[Any]
+    ) -> Turned | None:
+        """Captured steps of these modes, in turns; None on the host target."""
+        if self._device.type != "cuda":
+            return None
+        num_calls, num_rounds = self._options.effort.num_calls, self._options.effort.num_rounds
+        graphs = []
+        for mode in modes:
+            for _ in range(2):
+                layer(*parts, _experts, mode=mode, bounded=mode == "prefill")
+            torch.cuda.synchronize()
+            dist.barrier()
+            graphs.append(Graph(self._step(layer, parts, mode), num_calls, 1))
+        effort = Effort(2, 1, num_rounds, num_rounds)
+        replays = [graph.replay for graph in graphs]
+        turns = time_in_turns(replays, effort, self._device, calls_per_work=num_calls)
+        for graph in graphs:
+            self._check(graph.last, parts, f"captured {what}")
+        layer.buffer.check()
+        return turns
 
     # ---- sizes -----------------------------------------------------------------------------------
 
     def _decode_bytes(self, decode_tokens: int) -> int:
         options = self._options
-        memory = deep_comm.ExpertParallel.estimate_memory(
+        return ExpertParallel.estimate_memory(
             self._num_ranks, hidden=options.hidden, num_experts=options.experts,
             num_topk=options.topk, max_tokens=decode_tokens, decode_tokens=decode_tokens,
             mode="decode",
-        )  # fmt: skip
-        return memory.decode_call
+        ).decode_call  # fmt: skip
 
-    def _decodes(self, num_tokens: int) -> bool:
-        return num_tokens < 1 << 16 and self._decode_bytes(num_tokens) <= _MAX_DECODE_BYTES
-
-    def _goes_on(self, share: float) -> bool:
+    def _is_spent(self, share: float) -> bool:
         """Rank 0's clock decides for all."""
-        is_spent = time.monotonic() - self._started > share * self._options.budget_s
-        return not gather(is_spent)[0]
+        return gather(time.monotonic() - self._started > share * self._options.budget_s)[0]
 
     @contextmanager
     def _one_size(self, what: str) -> Iterator[None]:
         options = self._options
         left_s = options.deadline_s - (time.monotonic() - self._started)
-        # There is one such timer a process; it replaces that of the whole run and puts it back.
+        # There is one such timer per process; this replaces that of the run and puts it back.
         faulthandler.dump_traceback_later(max(1.0, min(options.size_deadline_s, left_s)), exit=True)
         try:
             yield
-        except deep_comm.DeepCommError as error:
-            raise deep_comm.DeepCommError(f"{what}: {type(error).__name__}: {error}") from error
+        except DeepCommError as error:
+            raise DeepCommError(f"{what}: {type(error).__name__}: {error}") from error
         finally:
             faulthandler.dump_traceback_later(max(1.0, left_s), exit=True)
 
-    def _fixed(
-        self, num_tokens: int, prefill: deep_comm.ExpertParallel, decoders: dict[int, Any]
-    ) -> Line:
-        parts = self._inputs(num_tokens)
-        decode = decode_graph = prefill_graph = None
-        if self._decodes(num_tokens):
-            # What a caller would build who knows that there are never more.
-            slots = max(num_tokens, DEFAULT_DECODE_TOKENS if self._device.type == "cuda" else 8)
-            if slots not in decoders:
-                for layer in decoders.values():
-                    layer.destroy()
-                decoders.clear()
-                decoders[slots] = self._layer("decode", slots, slots)
-            layer = decoders[slots]
-            decode = self._time(layer, parts, f"decode, {num_tokens} tokens")
-            decode_graph = self._time_graph(layer, parts, f"captured decode, {num_tokens} tokens")
-        if self._device.type == "cuda" and num_tokens <= GRAPH_TOKENS:
-            with self._layer("prefill", num_tokens, 1) as captured:
-                prefill_graph = self._time_graph(
-                    captured, parts, f"captured prefill, {num_tokens} tokens"
-                )
-        timing = self._time(prefill, parts, f"prefill, {num_tokens} tokens")
-        return Line(num_tokens, Pair(timing, decode), Pair(prefill_graph, decode_graph))
+    def _destroy_decoders(self) -> None:
+        while self._decoders:
+            self._decoders.popitem()[1].destroy()
 
-    def _with_auto(self, line: Line, auto: deep_comm.ExpertParallel) -> Line:
-        tokens = line.tokens
-        parts = self._inputs(tokens)
-        mixed = parts if self._rank == 0 else tuple(part[:FEW_TOKENS] for part in parts)
-        fits = tokens <= auto.shape.decode_tokens
-        eager = replace(line.eager, decode_fits=fits)
-        timings, judged = self._time_in_turn(auto, parts, eager.better, f"auto, {tokens} tokens")
-        eager = replace(eager, rival=timings[0], auto=timings[1], judged=judged)
-        graph = line.graph
-        if fits:  # more are refused while a graph is captured, where auto is decode
-            turns = self._time_graphs(
-                auto, parts, ("decode", "auto", "decode"), f"captured auto, {tokens} tokens"
-            )
-            if turns is not None:
-                rival, of_auto, _ = turns.timings
-                judged = Judged.of(*turns.rounds_us)
-                graph = replace(graph, rival=rival, auto=of_auto, judged=judged)
-        one_rank = self._time(auto, mixed, f"auto, {tokens} on one rank")
+    def _fixed(self, num_tokens: int, prefill: ExpertParallel) -> Line:
+        """A step of this size by the fixed modes."""
+        on_gpu, parts = self._device.type == "cuda", self._inputs(num_tokens)
+        decode = decode_graph = prefill_graph = None
+        if num_tokens < 1 << 16 and self._decode_bytes(num_tokens) <= _MAX_DECODE_BYTES:
+            # What a caller would build who knows that there are never more.
+            slots = max(num_tokens, DEFAULT_DECODE_TOKENS if on_gpu else 8)
+            if slots not in self._decoders:
+                self._destroy_decoders()
+                self._decoders[slots] = self._layer("decode", slots, slots)
+            layer, what = self._decoders[slots], f"decode, {num_tokens} tokens"
+            decode = self._time(layer, parts, what)
+            decode_graph = self._time_graphs(layer, parts, what, ["decode"])
+        what = f"prefill, {num_tokens} tokens"
+        if on_gpu and num_tokens <= GRAPH_TOKENS:
+            with self._layer("prefill", num_tokens, 1) as layer:
+                prefill_graph = self._time_graphs(layer, parts, what, ["prefill"])
+        timed = self._time(prefill, parts, what)
+        timings = [it and it[0][0] for it in (timed, decode, prefill_graph, decode_graph)]
+        return Line(num_tokens, Pair(timings[0], timings[1]), Pair(timings[2], timings[3]))
+
+    def _with_auto(self, line: Line, auto: ExpertParallel) -> Line:
+        """The same size by auto."""
+        what, parts = f"auto, {line.tokens} tokens", self._inputs(line.tokens)
+        eager = replace(line.eager, decode_fits=line.tokens <= auto.shape.decode_tokens)
+        modes = (eager.better, "auto", eager.better)
+        eager, captured = eager.turned(self._time(auto, parts, what, modes)), None
+        if eager.decode_fits:  # more are refused while a graph is captured, where auto is decode
+            captured = self._time_graphs(auto, parts, what, ("decode", "auto", "decode"))
+        graph = line.graph if captured is None else line.graph.turned(captured)
+        num_tokens = line.tokens if self._rank == 0 else FEW_TOKENS
+        few = parts[0][:num_tokens], parts[1][:num_tokens], parts[2][:num_tokens]
+        one_rank = self._time(auto, few, f"{what} on one rank")[0][0]
         return replace(line, eager=eager, graph=graph, one_rank=one_rank)
 
-    def run(self, say: Callable[[str], None]) -> Figures:
-        options = self._options
-        self._started = time.monotonic()
+    def run(self) -> Figures:
+        options, say = self._options, self._say
         say(
             f"{self._num_ranks} ranks on {options.device}, hidden {options.hidden}, "
             f"{options.experts} experts, top-{options.topk}; microseconds of a step (dispatch + "
@@ -308,36 +419,35 @@ class Runner:
         )
         lines: list[Line] = []
         most = max(options.tokens)
-        decoders: dict[int, Any] = {}
         with torch.inference_mode(), self._layer("prefill", most, 1) as prefill:
-            say("fixed modes\n" + report.header())
+            say(f"fixed modes\n{row(None)}")
             for tokens in sorted(options.tokens):
-                if lines and not self._goes_on(_FIXED_SHARE):
+                if lines and self._is_spent(_FIXED_SHARE):
                     break
                 with self._one_size(f"{tokens} tokens by the fixed modes"):
-                    lines.append(self._fixed(tokens, prefill, decoders))
-                say(report.row(lines[-1]))
-            for layer in decoders.values():
-                layer.destroy()
+                    lines.append(self._fixed(tokens, prefill))
+                say(row(lines[-1]))
+            self._destroy_decoders()
         measured = self._chosen(lines)
-        threshold = options.decode_tokens
-        if threshold is None:
+        threshold: int | None = options.decode_tokens
+        if threshold == THRESHOLDS["measured"]:
             threshold = measured or DEFAULT_DECODE_TOKENS
-        by_default = None if threshold == BY_DEFAULT else threshold
+        elif threshold == THRESHOLDS["default"]:
+            threshold = None
         judged: list[Line] = []
-        with (
-            torch.inference_mode(),
-            self._layer("auto", max(most, (by_default or 0) + 1), by_default) as auto,
-        ):
+        max_tokens = max(most, (threshold or 0) + 1)
+        with torch.inference_mode(), self._layer("auto", max_tokens, threshold) as auto:
             threshold = auto.shape.decode_tokens
-            say(f"auto, decode_tokens {threshold}\n" + report.header())
+            say(f"auto, decode_tokens {threshold}\n{row(None)}")
             for line in lines:
-                if judged and not self._goes_on(1.0):
+                if judged and self._is_spent(1.0):
                     break
                 with self._one_size(f"{line.tokens} tokens by auto"):
                     judged.append(self._with_auto(line, auto))
-                say(report.row(judged[-1]))
-                self._write(judged, threshold, measured)
+                say(row(judged[-1]))
+                if self._rank == 0:  # what there is, should a later size end everything
+                    figures = Figures(judged, [], threshold, measured)
+                    write(options, figures, self._num_ranks, is_complete=False)
         done = {line.tokens for line in judged}
         left_out = [tokens for tokens in options.tokens if tokens not in done]
         return Figures(judged, left_out, threshold, measured)
@@ -347,74 +457,45 @@ class Runner:
 
         Where decode is fast for long, the memory of its calls decides. None: nothing to compare.
         """
-        pairs = [(line.tokens, line.eager) for line in lines]
-        if all(pair.decode is None for _, pair in pairs):
+        if all(line.eager.decode is None for line in lines):
             return None
-        found = report.crossover(pairs)
-        bound = self._options.max_decode_bytes
-        if bound is None and self._device.type == "cuda":
+        found = crossover([(line.tokens, line.eager) for line in lines])
+        bound = float(_HOST_CHOSEN_BYTES)
+        if self._options.max_decode_gb is not None:
+            bound = self._options.max_decode_gb * 1e9
+        elif self._device.type == "cuda":
             bound = torch.cuda.get_device_properties(self._device).total_memory / _CHOSEN_SHARE
-        while found > 1 and self._decode_bytes(found) > (bound or _HOST_CHOSEN_BYTES):
+        while found > 1 and self._decode_bytes(found) > bound:
             found //= 2
         return max(1, found)
 
-    def _write(self, lines: list[Line], threshold: int, measured: int | None) -> None:
-        """What there is so far, should a later size end everything."""
-        if self._rank == 0 and self._options.json is not None:
-            figures = Figures(lines, [], threshold, measured)
-            write(self._options, figures, self._num_ranks, is_complete=False)
-
-
-def run_rank(options: Options, device: torch.device, say: Callable[[str], None]) -> Figures:
-    return Runner(options, device).run(say)
-
 
 def write(options: Options, figures: Figures, num_ranks: int, *, is_complete: bool) -> None:
-    assert options.json is not None
+    if options.json is None:
+        return
     document = {
-        **machine.heading(options.device, options.command, num_ranks),
-        "hidden": options.hidden,
-        "experts": options.experts,
-        "topk": options.topk,
-        "decode_tokens": figures.decode_tokens,
-        "measured_decode_tokens": figures.measured,
-        "is_complete": is_complete,
-        "left_out": figures.left_out,
+        **heading(options, num_ranks),
+        "hidden": options.hidden, "experts": options.experts, "topk": options.topk,
+        "decode_tokens": figures.decode_tokens, "measured_decode_tokens": figures.measured,
+        "is_complete": is_complete, "left_out": figures.left_out,
         "lines": [line.to_json() for line in figures.lines],
-    }
+    }  # fmt: skip
     options.json.write_text(json.dumps(document, indent=2) + "\n")
 
 
-def store(options: Options, figures: Figures, num_ranks: int) -> Path | None:
-    """Into the file that layers read. Only what was measured to the end."""
-    if figures.measured is None or figures.left_out:
-        return None
-    path = tuning.tune_file()
-    name = machine.describe(options.device).get("gpu", "host target")
-    tuning.store_decode_tokens(
-        path,
-        f"{name} x {num_ranks}",
-        {
-            "hidden": options.hidden,
-            "num_experts": options.experts,
-            "num_topk": options.topk,
-            "decode_tokens": figures.measured,
-            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        },
-    )
-    return path
-
-
-def publish(options: Options, figures: Figures, num_ranks: int, elapsed_s: float) -> None:
-    print("\n" + report.verdict(figures.lines, figures.left_out, figures.decode_tokens))
+def publish(options: Options, figures: Figures, num_ranks: int) -> None:
+    print("\n" + verdict(figures.lines, figures.left_out, figures.decode_tokens))
     if figures.measured is not None and figures.measured != figures.decode_tokens:
         print(f"measured: --decode-tokens {figures.measured}")
-    if options.store:
-        path = store(options, figures, num_ranks)
-        what = "nothing stored: not measured to the end"
-        if path is not None:
-            what = f"decode_tokens {figures.measured} stored in {path}"
-        print(what)
-    if options.json is not None:
-        write(options, figures, num_ranks, is_complete=not figures.left_out)
-    print(f"measured in {elapsed_s:.0f} s", flush=True)
+    if options.store and (figures.measured is None or figures.left_out):
+        print("nothing stored: not measured to the end")
+    elif options.store:
+        path = tuning.tune_file()
+        name = machine(options.device).get("gpu", "host target")
+        entry = {
+            "hidden": options.hidden, "num_experts": options.experts, "num_topk": options.topk,
+            "decode_tokens": figures.measured, "date": heading(options, num_ranks)["date"],
+        }  # fmt: skip
+        tuning.store_decode_tokens(path, f"{name} x {num_ranks}", entry)
+        print(f"decode_tokens {figures.measured} stored in {path}")
+    write(options, figures, num_ranks, is_complete=not figures.left_out)

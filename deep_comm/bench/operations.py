@@ -3,305 +3,357 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+import functools
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from deep_comm import Buffer, Config, reference
-from deep_comm.bench import two_tier
-from deep_comm.bench.expected import Expected, Rows
-from deep_comm.bench.grouped import ALIGNMENT, cast
+from deep_comm import Buffer, Config, reference, reference_low_latency
+from deep_comm.bench.expected import ALIGNMENT, Expected, Rows
 from deep_comm.bench.payload import same_bits
-from deep_comm.bench.workload import Volume, Workload, combine_volume, dispatch_volume
-
-LAYOUT = "layout"
-DISPATCH = "dispatch"
-DISPATCH_NO_WAIT = "dispatch no-wait"
-DISPATCH_CACHED = "dispatch cached"
-COMBINE = "combine"
-COMBINE_IN_PLACE = "combine in place"
-PAIR = "dispatch + combine"
-PAIR_NO_WAIT = "dispatch + combine no-wait"
-PAIR_CACHED = "dispatch cached + combine"
-CAST = "dispatch cast"
-CAST_CACHED = "dispatch cast cached"
-EXPANDED = "dispatch expanded"
-EXPANDED_CACHED = "dispatch expanded cached"
-COMBINE_EXPANDED = "combine expanded"
+from deep_comm.bench.workload import Volume, mean_volume
 
 MEANINGS = {
-    LAYOUT: "get_dispatch_layout alone",
-    DISPATCH: "layout, counts, host wait, rows and metadata",
-    DISPATCH_NO_WAIT: "the same with num_worst_tokens: the host waits for nothing",
-    DISPATCH_CACHED: "rows alone, by the handle of an earlier dispatch",
-    COMBINE: "of an ordinary tensor",
-    COMBINE_IN_PLACE: "of a tensor that lies where dispatch had put its rows",
-    PAIR: "chained: what dispatch returned is combined",
-    PAIR_NO_WAIT: "chained, with num_worst_tokens",
-    PAIR_CACHED: "chained, by a handle",
-    CAST: "of bf16 rows that travel as FP8 with scales, cast by the kernel",
-    CAST_CACHED: "the same by a handle",
-    EXPANDED: "rows grouped by local expert, a row for each selection, 128 rows aligned",
-    EXPANDED_CACHED: "the same by a handle",
-    COMBINE_EXPANDED: "of such rows, weighted and added where they lie before they travel",
+    "layout": "get_dispatch_layout alone",
+    "dispatch": "layout, counts, host wait, rows and metadata",
+    "dispatch no-wait": "the same with num_worst_tokens: the host waits for nothing",
+    "dispatch cached": "rows alone, by the handle of an earlier dispatch",
+    "combine": "of an ordinary tensor",
+    "combine in place": "of a tensor that lies where dispatch had put its rows",
+    "dispatch + combine": "chained: what dispatch returned is combined",
+    "dispatch + combine no-wait": "chained, with num_worst_tokens",
+    "dispatch cached + combine": "chained, by a handle",
+    "dispatch cast": "of bf16 rows that travel as FP8 with scales, cast by the kernel",
+    "dispatch cast cached": "the same by a handle",
+    "dispatch expanded": "rows grouped by local expert, a row for each selection, 128 rows aligned",
+    "dispatch expanded cached": "the same by a handle",
+    "combine expanded": "of such rows, weighted and added where they lie before they travel",
 }
-OF_EXPANDED = (EXPANDED, EXPANDED_CACHED, COMBINE_EXPANDED)
-NAMES = tuple(MEANINGS)
+HOST_WAITS = ("dispatch", "dispatch + combine", "dispatch cast", "dispatch expanded")
+TWO_TIER = "two-tier"
+
+LOW_LATENCY_NAMES = ("dispatch", "combine", "pair")
+PHASES = ("fused", "hooked")
+LAYOUTS = {
+    "compact": "each received token once; combine takes rows that their rank has reduced",
+    "packed": "expert-major, the weights travel with dispatch",
+    "packed-late": "expert-major, the weights come with combine: DeepEP's calls",
+}
+
+Call = Callable[[int], Any]
+"""By input."""
 
 
 @dataclass(frozen=True)
 class Operation:
     name: str
-    call: Callable[[int], Any]  # of a slot
-    verify: Callable[[Any, int], bool]  # is this the result of that slot?
+    call: Call
+    is_right: Callable[[Any, int], bool]  # (result, input)
     volume: Volume | None  # None: moves no rows
-    host_waits: bool = False  # then no graph can hold it
-    is_rival: bool = False  # somebody else's
+    host_waits: bool = False  # for counts: no graph can hold it
+    is_rival: bool = False  # of another library
+    phases: str = ""
+    kernels: tuple[str, ...] = ()  # that a low-latency call launches, in order
+    rail_row_bytes: int | None = None  # of a row between nodes; None: other things are put, too
 
 
-def rows_equal(got: Any, want: Rows) -> bool:
-    if isinstance(want, Tensor):
-        return isinstance(got, Tensor) and same_bits(got, want)
-    return isinstance(got, tuple) and all(map(same_bits, got, want))
+class NormalCalls:
+    """The operations of one Buffer with one Config. Collective to make: it dispatches.
 
-
-def _first_rows(rows: Any, num_rows: int) -> Any:
-    return tuple(part[:num_rows] for part in rows) if isinstance(rows, tuple) else rows[:num_rows]
-
-
-class BufferOperations:
-    """The operations of one Buffer with one Config. Collective to make: it dispatches."""
+    Attributes:
+        mode: what the first dispatch did on this rank: "direct", "ring", "empty"; or "two-tier".
+    """
 
     def __init__(
-        self,
-        buffer: Buffer,
-        expected: Expected,
-        config: Config | None,
-        ranks_per_node: int | None = None,
-    ) -> None:
-        self._buffer = buffer
-        self._expected = expected
-        self.config = config
-        self._workload: Workload = expected.workload
-        shape = self._workload
-        self._num_worst = sum(shape.num_tokens_of(rank) for rank in range(shape.num_ranks))
-        # Of logical nodes, between which sums are rounded once more; None: one tier.
-        self._ranks_per_node = ranks_per_node
-        received = self._dispatch(0)
-        self.local_mode = two_tier.MODE
-        if ranks_per_node is None:
-            self.local_mode = mode_of(buffer, received[0])
-        self.handle = received[4]
-        self._padded_outputs: dict[int, Tensor] = {}
+        self, buffer: Buffer, expected: Expected, config: Config | None,
+        ranks_per_node: int | None = None, has_rail_rings: bool = False,
+    ) -> None:  # fmt: skip
+        self._buffer, self._expected, self._config = buffer, expected, config
+        self._ranks_per_node, self._has_rail_rings = ranks_per_node, has_rail_rings
+        self._shape, self._inputs = expected.workload, range(expected.num_inputs)
+        self._first = self._dispatch("dispatch")(0)
+        self.handle = self._first[4]
+        self.mode = TWO_TIER if ranks_per_node else mode_of(buffer, self._first[0])
 
     @property
     def num_sms(self) -> int:
         """As many as the kernels used, whoever chose them."""
         return self.handle.num_channels * (1 if self._ranks_per_node is None else 2)
 
+    def first_calls_are_right(self) -> tuple[bool, bool]:
+        """The dispatch that made the handle, and a combine with top-k weights, which no other
+        operation has."""
+        dispatched, routing = self._first, self._expected.routings[0]
+        self._first = None  # its rows lie in the receive region
+        x, weights, _ = self._buffer.combine(
+            self._outputs()[0], self.handle, topk_weights=dispatched[2], config=self._config
+        )
+        wanted = torch.where(routing.topk_idx >= 0, routing.topk_weights, 0.0)
+        right = self._sums_are_right((x,), 0, "rank") and same_bits(weights, wanted)
+        return self._dispatch_is_right(dispatched, 0, "dispatch"), right
+
     # ---- calls ---------------------------------------------------------------------------------
 
-    def _dispatch(self, slot: int, **options: Any) -> Any:
-        expected = self._expected
-        return self._buffer.dispatch(
-            expected.x(slot),
-            topk_idx=expected.topk_idx,
-            topk_weights=expected.topk_weights,
-            num_experts=self._workload.num_experts,
-            config=self.config,
-            **options,
-        )
+    def _dispatch(self, name: str, handle: Any = None) -> Call:
+        """The call that an operation's name means; ``handle``: of cached ones."""
+        xs, dispatch, routing = self._expected.x, self._buffer.dispatch, self._expected.routings[0]
+        options: dict[str, Any] = {"config": self._config, "handle": handle}
+        if handle is None:
+            options |= {"topk_idx": routing.topk_idx, "topk_weights": routing.topk_weights,
+                        "num_experts": self._shape.num_experts}  # fmt: skip
+            if "expanded" in name:
+                options |= {"expand": True, "expert_alignment": ALIGNMENT}
+            if "no-wait" in name:
+                options["num_worst_tokens"] = self._shape.total_tokens
+        if "cast" in name:
+            options["use_fp8"] = True
+        return lambda idx: dispatch(xs[idx], **options)
 
-    def _dispatch_no_wait(self, slot: int) -> Any:
-        return self._dispatch(slot, num_worst_tokens=self._num_worst)
+    def _combine(self, xs: Sequence[Tensor], handle: Any, **options: Any) -> Call:
+        combine, config = self._buffer.combine, self._config
+        return lambda idx: combine(xs[idx], handle, config=config, **options)
 
-    def dispatch_cached(self, slot: int) -> Any:
-        return self._buffer.dispatch(self._expected.x(slot), handle=self.handle, config=self.config)
+    def _pair(self, name: str) -> Call:
+        """bf16 rows are combined as they came; for others a tensor of what experts return."""
+        dispatch = self._dispatch(name, self.handle if "cached" in name else None)
+        num_rows = self._shape.total_tokens if "no-wait" in name else None
+        xs = [] if self._shape.dtype == "bf16" else self._outputs(num_rows=num_rows)
 
-    def combine(self, slot: int) -> Any:
-        return self._combine(self._expected.expert_output(slot), self.handle)
+        def pair(idx: int) -> Any:
+            rows, _, _, _, handle, _ = dispatch(idx)
+            handle = self.handle if handle is None else handle
+            return self._buffer.combine(xs[idx] if xs else rows, handle, config=self._config)
 
-    def _combine(self, x: Tensor, handle: Any) -> Any:
-        return self._buffer.combine(x, handle, config=self.config)
+        return pair
+
+    def _rows(self, name: str = "") -> Rows:
+        return self._expected.expert_rows(0) if "expanded" in name else self._expected.rows(0)
+
+    def _outputs(self, name: str = "", num_rows: int | None = None) -> list[Tensor]:
+        rows = self._rows(name)
+        num_rows = len(rows.topk_idx) if num_rows is None else num_rows
+        return [self._expected.outputs(rows, idx, num_rows) for idx in self._inputs]
 
     # ---- results -------------------------------------------------------------------------------
 
-    def _dispatch_is_right(self, result: Any, slot: int) -> bool:
-        expected = self._expected
-        rows, topk_idx, topk_weights, per_expert, handle, _ = result
-        num_rows = expected.num_recv_rows
-        right = rows_equal(_first_rows(rows, num_rows), expected.recv_x(slot))
-        right &= same_bits(topk_idx[:num_rows], expected.recv_topk_idx)
-        right &= same_bits(topk_weights[:num_rows], expected.recv_topk_weights)
-        right &= same_bits(handle.recv_src_idx[:num_rows], expected.recv_src_idx)
-        right &= bool((topk_idx[num_rows:] == -1).all() and (topk_weights[num_rows:] == 0).all())
-        return right and per_expert in ([], expected.plan.num_recv_tokens_per_expert)
-
-    def _layout_is_right(self, result: Any, _slot: int) -> bool:
-        shape = self._workload
-        topk_idx = self._expected.topk_idx.cpu()
-        want = reference.get_dispatch_layout(topk_idx, shape.num_experts, shape.num_ranks)
-        per_rank, _, per_expert, mask, _ = result
+    def _dispatch_is_right(self, result: Any, input_idx: int, name: str) -> bool:
+        x, topk_idx, topk_weights, per_expert, handle, _ = result
+        rows, dtype = self._rows(name), "fp8" if "cast" in name else "bf16"
+        right = self._expected.rows_are_right(x, rows, input_idx, dtype)
+        if handle is None:  # cached
+            return right
+        num_rows = len(rows.topk_idx)
         return (
-            same_bits(per_rank.cpu(), want.num_tokens_per_rank)
-            and same_bits(per_expert.cpu(), want.num_tokens_per_expert)
-            and same_bits(mask.cpu(), want.is_token_in_rank)
+            right
+            and same_bits(topk_idx[:num_rows], rows.topk_idx.to(topk_idx.dtype))
+            and same_bits(topk_weights[:num_rows], rows.topk_weights)
+            and bool((topk_idx[num_rows:] == -1).all() and (topk_weights[num_rows:] == 0).all())
+            and per_expert in ([], rows.counts)
+            and ("expanded" in name or same_bits(handle.recv_src_idx[:num_rows], rows.token))
         )
 
-    def _combined_is_right(self, result: Any, slot: int) -> bool:
-        return same_bits(result[0], self._expected.combined(slot, self._ranks_per_node))
+    def _sums_are_right(self, result: Any, input_idx: int, kind: str) -> bool:
+        return same_bits(result[0], self._expected.combined(input_idx, kind, self._ranks_per_node))
 
-    def _pair_is_right(self, result: Any, slot: int) -> bool:
-        expected = self._expected
-        is_echo = self._workload.dtype == "bf16"
-        wanted = expected.echoed if is_echo else expected.combined
-        return same_bits(result[0], wanted(slot, self._ranks_per_node))
+    def _layout_is_right(self, result: Any, _input_idx: int) -> bool:
+        shape, topk_idx = self._shape, self._expected.routings[0].topk_idx.cpu()
+        want = reference.get_dispatch_layout(topk_idx, shape.num_experts, shape.num_ranks)
+        wanted = want.num_tokens_per_rank, want.num_tokens_per_expert, want.is_token_in_rank
+        gots = result[0], result[2], result[3]
+        return all(same_bits(got.cpu(), part) for got, part in zip(gots, wanted, strict=True))
 
     # ---- operations ----------------------------------------------------------------------------
 
-    def operations(self, mode: str, names: Sequence[str] = NAMES) -> Iterator[Operation]:
-        """Those of ``names`` that there are. ``mode``: what was observed, all ranks together."""
-        made = self._of_plain_rows(mode)
-        if self._ranks_per_node is None and self._workload.dtype == "bf16":
-            made = itertools.chain(made, self._casts())
-        if self._ranks_per_node is None and not set(OF_EXPANDED).isdisjoint(names):
-            made = itertools.chain(made, self._expanded())
-        return (operation for operation in made if operation.name in names)
-
-    def _of_plain_rows(self, mode: str) -> Iterator[Operation]:
-        expected, shape = self._expected, self._workload
-        uncached = dispatch_volume(shape, is_cached=False)
-        cached = dispatch_volume(shape, is_cached=True)
-        back = combine_volume(shape)  # of two tiers: as if they were one, so that rates compare
-
-        def layout(_slot: int) -> Any:
-            return self._buffer.get_dispatch_layout(expected.topk_idx, shape.num_experts)
-
-        yield Operation(LAYOUT, layout, self._layout_is_right, None)
-        yield Operation(
-            DISPATCH, self._dispatch, self._dispatch_is_right, uncached, host_waits=True
+    def operation(self, name: str, _phases: str = "") -> Operation | None:
+        """None: there is no such operation of this workload in this mode."""
+        is_bf16, shape = self._shape.dtype == "bf16", self._shape
+        if (
+            ("cast" in name and not is_bf16)
+            or (name == "combine in place" and not (is_bf16 and self.mode == "direct"))
+            or ("expanded" in name and self._ranks_per_node is not None)
+        ):
+            return None
+        if name == "layout":
+            layout, topk_idx = self._buffer.get_dispatch_layout, self._expected.routings[0].topk_idx
+            call: Call = lambda _idx: layout(topk_idx, shape.num_experts)
+            return Operation(name, call, self._layout_is_right, None)
+        kind = "experts" if "expanded" in name else "echo" if "+" in name and is_bf16 else "rank"
+        is_right: Callable[[Any, int], bool] = partial(self._sums_are_right, kind=kind)
+        handle, options = self.handle, {}
+        if "expanded" in name:
+            _, _, weights, _, handle, _ = self._dispatch("dispatch expanded")(0)
+            # The weights lie in one block with the rows.
+            options = {"topk_weights": weights.clone(), "apply_weights": True}
+        if "+" in name:
+            call = self._pair(name)
+        elif name.startswith("dispatch"):
+            call = self._dispatch(name, handle if "cached" in name else None)
+            is_right = partial(self._dispatch_is_right, name=name)
+        else:
+            xs = self._outputs(name)
+            if name == "combine in place":
+                dispatch = self._dispatch("dispatch cached", handle)
+                xs = [dispatch(idx)[0].copy_(x) for idx, x in enumerate(xs)]
+            call = self._combine(xs, handle, **options)
+        volume, rail_row_bytes = self._moved(name)
+        return Operation(
+            name, call, is_right, volume, name in HOST_WAITS, rail_row_bytes=rail_row_bytes
         )
-        yield Operation(DISPATCH_NO_WAIT, self._dispatch_no_wait, self._dispatch_is_right, uncached)
-        yield Operation(
-            DISPATCH_CACHED,
-            self.dispatch_cached,
-            lambda result, slot: rows_equal(result[0], expected.recv_x(slot)),
-            cached,
-        )
-        yield Operation(
-            COMBINE,
-            self.combine,
-            self._combined_is_right,
-            back,
-        )
-        if mode == "direct" and shape.dtype == "bf16":
-            yield self._combine_in_place(back)
-        yield Operation(PAIR, self._pair, self._pair_is_right, uncached + back, host_waits=True)
-        yield Operation(PAIR_NO_WAIT, self._pair_no_wait, self._pair_is_right, uncached + back)
-        yield Operation(PAIR_CACHED, self._pair_cached, self._pair_is_right, cached + back)
 
-    def _casts(self) -> Iterator[Operation]:
-        """Rows that the kernel casts: they travel as those of dtype fp8 do."""
-        expected = self._expected
-        travels = dataclasses.replace(self._workload, dtype="fp8")
+    def _moved(self, name: str) -> tuple[Volume, int | None]:
+        """Bytes of a call, and of a row of it between nodes if nothing else is put there.
 
-        def dispatch(slot: int) -> Any:
-            return self._dispatch(slot, use_fp8=True)
-
-        def cached(slot: int) -> Any:
-            x = expected.x(slot)
-            return self._buffer.dispatch(x, handle=self.handle, config=self.config, use_fp8=True)
-
-        def is_right(result: Any, slot: int) -> bool:
-            return rows_equal(result[0], cast(expected.recv_x(slot)))
-
-        moved = dispatch_volume(travels, is_cached=False)
-        yield Operation(CAST, dispatch, is_right, moved, host_waits=True)
-        moved = dispatch_volume(travels, is_cached=True)
-        yield Operation(CAST_CACHED, cached, is_right, moved)
-
-    def _expanded(self) -> Iterator[Operation]:
-        """A row crosses a link once, however many experts of a rank it is for."""
-        grouped, shape = self._expected.grouped(), self._workload
-
-        def dispatch(slot: int) -> Any:
-            return self._dispatch(slot, expand=True, expert_alignment=ALIGNMENT)
-
-        _, _, weights, _, handle, _ = dispatch(0)
-        weights = weights.clone()  # lies in one block with the rows
-
-        def again(slot: int) -> Any:
-            return self._buffer.dispatch(self._expected.x(slot), handle=handle, config=self.config)
-
-        def combine(slot: int) -> Any:
-            return self._buffer.combine(
-                grouped.outputs(slot), handle, weights, config=self.config, apply_weights=True
-            )
-
-        def rows_are_right(result: Any, slot: int) -> bool:
-            return grouped.rows_are_right(result[0], slot)
-
-        def sums_are_right(result: Any, slot: int) -> bool:
-            return same_bits(result[0], grouped.combined(slot))
-
-        moved = dispatch_volume(shape, is_cached=False)
-        yield Operation(EXPANDED, dispatch, grouped.dispatch_is_right, moved, host_waits=True)
-        moved = dispatch_volume(shape, is_cached=True)
-        yield Operation(EXPANDED_CACHED, again, rows_are_right, moved)
-        yield Operation(COMBINE_EXPANDED, combine, sums_are_right, combine_volume(shape))
-
-    def _combine_in_place(self, moved: Volume) -> Operation:
-        placed: dict[int, Tensor] = {}
-
-        def call(slot: int) -> Any:
-            if slot not in placed:
-                placed[slot] = self.dispatch_cached(slot)[0]
-                placed[slot].copy_(self._expected.expert_output(slot))
-            return self._combine(placed[slot], self.handle)
-
-        return Operation(COMBINE_IN_PLACE, call, self._combined_is_right, moved)
-
-    def _pair(self, slot: int) -> Any:
-        received = self._dispatch(slot)
-        return self._combine(self._output_of(received[0], slot), received[4])
-
-    def _pair_no_wait(self, slot: int) -> Any:
-        received = self._dispatch_no_wait(slot)
-        return self._combine(self._output_of(received[0], slot, self._num_worst), received[4])
-
-    def _pair_cached(self, slot: int) -> Any:
-        return self._combine(self._output_of(self.dispatch_cached(slot)[0], slot), self.handle)
-
-    def _output_of(self, rows: Any, slot: int, num_rows: int | None = None) -> Tensor:
-        """What experts hand to combine: the rows themselves, or for FP8 rows a bf16 tensor."""
-        if self._workload.dtype == "bf16":
-            assert isinstance(rows, Tensor)
-            return rows
-        output = self._expected.expert_output(slot)
-        if num_rows is None:
-            return output
-        # Rows past the received ones have no source and are not read.
-        return self._padded(output, slot, num_rows)
-
-    def _padded(self, output: Tensor, slot: int, num_rows: int) -> Tensor:
-        if slot not in self._padded_outputs:
-            padded = torch.zeros(
-                num_rows, output.shape[1], dtype=output.dtype, device=output.device
-            )
-            padded[: len(output)] = output
-            self._padded_outputs[slot] = padded
-        return self._padded_outputs[slot]
+        Between nodes a row and its metadata lie in lines of 128 bytes. Through rings: row, scales,
+        source token and a mask of ranks. Direct: scales, source token and a place per rank of the
+        node, then the row. Of combine: the sum.
+        """
+        shape, is_cached = self._shape, "cached" in name
+        back = mean_volume(shape, shape.combine_row_bytes)
+        if name.startswith("combine"):
+            return back, _lines(shape.combine_row_bytes)
+        # New routing sends source index, expert indices (int64) and weights beside each row.
+        beside_bytes = 4 if is_cached else 4 + shape.num_topk * (8 + 4)
+        travels = dataclasses.replace(shape, dtype="fp8") if "cast" in name else shape
+        there = mean_volume(shape, travels.row_bytes, beside_bytes)
+        if "+" in name:
+            return there + back, None
+        if not is_cached or self._ranks_per_node is None:
+            return there, None
+        scale_bytes = 4 * travels.num_scales
+        row_bytes = travels.row_bytes - scale_bytes
+        if self._has_rail_rings:
+            return there, _lines(row_bytes + -(-(scale_bytes + 8) // 16) * 16)
+        return there, _lines(scale_bytes + 4 + 4 * self._ranks_per_node) + _lines(row_bytes)
 
 
-def mode_of(buffer: Buffer, rows: Rows) -> str:
-    """Were rows of this dispatch written in place? Says where they lie, not what was asked for."""
-    payload = rows if isinstance(rows, Tensor) else rows[0]
+def _lines(num_bytes: int) -> int:
+    return -(-num_bytes // 128) * 128
+
+
+def mode_of(buffer: Buffer, rows: Any) -> str:
+    """Says where the rows of a dispatch lie, not what was asked for."""
+    payload = rows[0] if isinstance(rows, tuple) else rows
     if payload.numel() == 0:
         return "empty"
     heap = buffer.get_local_buffer_tensor(torch.uint8)
     offset = payload.data_ptr() - heap.data_ptr()
     return "direct" if 0 <= offset < heap.numel() else "ring"
+
+
+class LowLatencyCalls:
+    """The low-latency operations of one Buffer for one workload in one layout.
+
+    Collective to make: it dispatches.
+    """
+
+    def __init__(self, buffer: Buffer, expected: Expected, layout: str, max_tokens: int) -> None:
+        self._buffer, self._expected, self._shape = buffer, expected, expected.workload
+        self._is_compact, self._weights_ahead = layout == "compact", layout != "packed-late"
+        self._max_tokens, self._inputs = max_tokens, range(expected.num_inputs)
+        self._num_rows = self._shape.num_ranks * max_tokens  # of an expert; compact: in all
+        self._rows = [self._rows_of(idx) for idx in self._inputs]
+        self._handles = [self._dispatch(idx, "fused")()[2] for idx in self._inputs]
+
+    @property
+    def num_sms(self) -> int:
+        """Blocks of a kernel of these calls, of one SM each."""
+        shape = self._shape
+        sizes = self._max_tokens, shape.hidden, shape.num_topk, shape.num_experts
+        return self._buffer.low_latency_num_blocks(*sizes)
+
+    def _rows_of(self, input_idx: int) -> Rows:
+        if self._is_compact:
+            return self._expected.rows(input_idx)
+        rows = self._expected.expert_rows(input_idx, 1)
+        counts = torch.tensor(rows.counts, device=rows.places.device)
+        local = rows.topk_idx  # every row belongs to a token
+        first = (counts.cumsum(0) - counts)[local]
+        return dataclasses.replace(rows, places=local * self._num_rows + rows.places - first)
+
+    @functools.cached_property
+    def _outputs(self) -> list[Tensor]:
+        """What this rank gives to combine: bf16, shaped like recv_x."""
+        num_experts, make = len(self._expected.experts), self._expected.outputs
+        sizes = (self._num_rows,) if self._is_compact else (num_experts, self._num_rows)
+        xs = [make(self._rows[idx], idx, math.prod(sizes)) for idx in self._inputs]
+        return [x.view(*sizes, x.shape[1]) for x in xs]
+
+    # What a call is given is looked up beforehand: its host time is to be the call's alone.
+
+    def _dispatch(self, input_idx: int, phases: str) -> Callable[[], Any]:
+        routing, shape = self._expected.routings[input_idx], self._shape
+        return partial(
+            self._buffer.low_latency_dispatch, self._expected.x[input_idx], routing.topk_idx,
+            self._max_tokens, shape.num_experts, use_fp8=shape.dtype == "fp8",
+            use_nvfp4=shape.dtype == "nvfp4", return_recv_hook=phases == "hooked",
+            topk_weights=routing.topk_weights if self._weights_ahead else None,
+            compact=self._is_compact,
+        )  # fmt: skip
+
+    def _combine(self, input_idx: int, phases: str) -> Callable[..., Any]:
+        routing = self._expected.routings[input_idx]
+        return partial(
+            self._buffer.low_latency_combine, self._outputs[input_idx], routing.topk_idx,
+            routing.topk_weights, use_logfmt=self._shape.combine_format == "logfmt",
+            return_recv_hook=phases == "hooked",
+        )  # fmt: skip
+
+    def operation(self, name: str, phases: str) -> Operation:
+        dispatches = [self._dispatch(idx, phases) for idx in self._inputs]
+        combines = [self._combine(idx, phases) for idx in self._inputs if name != "dispatch"]
+
+        def call(idx: int) -> Any:
+            handle = self._handles[idx]
+            if name != "combine":
+                result = dispatches[idx]()
+                if result[4] is not None:
+                    result[4]()
+                if name == "dispatch":
+                    return result
+                handle = result[2]
+            combined = combines[idx](handle=handle)
+            if combined[2] is not None:
+                combined[2]()
+            return combined
+
+        shape, num_inputs = self._shape, len(self._inputs)
+        there = mean_volume(shape, shape.row_bytes, num_routings=num_inputs)
+        back = mean_volume(shape, shape.combine_row_bytes, num_routings=num_inputs)
+        moved = {"dispatch": there, "combine": back}.get(name, there + back)
+        is_right = self._dispatch_is_right if name == "dispatch" else self._sums_are_right
+        steps = ("",) if phases == "fused" else (" send", " receive")
+        kernels = ("dispatch", "combine") if name == "pair" else (name,)
+        launches = tuple(kernel + step for kernel in kernels for step in steps)
+        return Operation(name, call, is_right, moved, phases=phases, kernels=launches)
+
+    def _dispatch_is_right(self, result: Any, input_idx: int) -> bool:
+        got, recv_count, handle = result[:3]
+        rows, num_rows = self._rows[input_idx], len(self._rows[input_idx].origin)
+        if self._shape.dtype == "nvfp4":
+            tiles = got[1].view(torch.uint8)
+            got = got[0], reference_low_latency.rows_of_scale_tiles(tiles, self._num_rows)
+        right = self._expected.rows_are_right(got, rows, input_idx)
+        right &= recv_count.tolist() == rows.counts
+        right &= same_bits(handle.src_info.view(-1)[rows.places], rows.token)
+        if self._is_compact:
+            right &= int(handle.num_recv_tokens) == num_rows
+            topk_idx = rows.topk_idx.to(torch.int32)
+            right &= same_bits(handle.recv_topk_idx[:num_rows], topk_idx)
+            right &= same_bits(handle.recv_topk_weights[:num_rows], rows.topk_weights)
+        return right
+
+    def _sums_are_right(self, result: Any, input_idx: int) -> bool:
+        kind = "rank" if self._is_compact else "experts"
+        if self._shape.combine_format == "bf16":
+            return same_bits(result[0], self._expected.combined(input_idx, kind))
+        total, bound = self._expected.logfmt_bounds(input_idx, kind)
+        got: Tensor = result[0]
+        return got.shape == total.shape and bool(((got.float() - total).abs() <= bound).all())
+
+
+Calls = NormalCalls | LowLatencyCalls

@@ -1,317 +1,189 @@
-"""The command line: what is measured, how hard, and where the figures go."""
+"""The command line: one table of options, with defaults by mode and device.
+
+The options are those of "normal" mode (``--mode direct,ring``, the default), "nodes" (``--mode
+nodes``), "low-latency" or "layer". One that a mode does not have is refused.
+"""
 
 from __future__ import annotations
 
 import argparse
-import itertools
+import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from deep_comm import Config
-from deep_comm.bench import operations, two_tier
+from deep_comm.bench import operations as ops
 from deep_comm.bench.measure import Effort
-from deep_comm.bench.workload import DTYPES, ROUTINGS, Workload
+from deep_comm.bench.workload import ROUTINGS
 
-MODES = ("direct", "ring")
-EXECUTIONS = ("eager", "graph")
-TOKEN_SWEEP = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+Options = argparse.Namespace
+"""The options of a mode, None for those of others; also ``family`` (the mode that decides which
+options there are), ``on_gpu``, ``effort`` and ``command``."""
+
+AUTO = "auto"  # of --sms: the Buffer's choice, None
 SM_SWEEP = (4, 8, 16, 24, 32, 48, 64, 132)
-AUTO = "auto"
-
-EPILOG = "operations: " + "; ".join(
-    f"'{name}' ({meaning})" for name, meaning in operations.MEANINGS.items()
-)
+TOKEN_SWEEP = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+THRESHOLDS = {"default": -1, "measured": 0}
+"""Words of --decode-tokens: what a layer takes that is given none; what is measured here."""
 
 
-@dataclass(frozen=True)
-class Scenario:
-    """One Buffer's worth of measurements: a workload in a mode, with several Configs."""
-
-    workload: Workload
-    mode: str
-    configs: tuple[Config | None, ...]  # None: the Buffer chooses
-    executions: tuple[str, ...]
-    names: tuple[str, ...]  # of operations
-    with_rivals: bool = False
-    ranks_per_node: int | None = None  # of logical nodes, in mode two_tier.MODE
+def positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return int(text)
 
 
-@dataclass(frozen=True)
-class Options:
-    device: str
-    num_ranks: int | None  # processes to start; None: as many as there are devices
-    # by number of ranks, and by those of a node if the group has several
-    scenarios_of: Callable[[int, int | None], list[Scenario]] = field(repr=False)
-    effort: Effort
-    num_slots: int | None  # rotating inputs; None: enough to leave the L2
-    with_limit: bool
-    simulation_runs: int
-    deadline_s: float
-    json: Path | None
-    plot: Path | None
-    command: str
+def numbers(*sweep: int | None, **words: int | None) -> Callable[[str], tuple[int | None, ...]]:
+    """Integers, "sweep" for all of it, and words that stand for a value."""
 
+    def parse(text: str) -> tuple[int | None, ...]:
+        if text == "sweep":
+            return sweep
+        return tuple(words[it] if it in words else positive(it) for it in text.split(","))
 
-def integers(sweep: Sequence[int]) -> Callable[[str], tuple[int, ...]]:
-    def parse(text: str) -> tuple[int, ...]:
-        values = tuple(sweep) if text == "sweep" else tuple(int(part) for part in text.split(","))
-        if not values or min(values) < 1:
-            raise ValueError(text)
-        return values
-
-    parse.__name__ = "list of positive integers"
     return parse
 
 
-def sms(text: str) -> tuple[int | None, ...]:
-    """Even numbers; AUTO: the Buffer's choice."""
-    if text == "sweep":
-        return (None, *SM_SWEEP)
-    values = tuple(None if part == AUTO else int(part) for part in text.split(","))
-    if any(value is not None and value < 1 for value in values):
-        raise ValueError(text)
-    return values
-
-
-sms.__name__ = "list of positive integers or 'auto'"
-
-
-def names(allowed: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+def names(*allowed: str) -> Callable[[str], tuple[str, ...]]:
     def parse(text: str) -> tuple[str, ...]:
-        values = tuple(allowed) if text == "all" else tuple(text.split(","))
-        unknown = [value for value in values if value not in allowed]
-        if unknown:
-            raise argparse.ArgumentTypeError(
-                f"{unknown[0]!r} is none of {', '.join(allowed)} (or 'all')"
-            )
+        values = allowed if text == "all" else tuple(text.split(","))
+        for value in values:
+            if value not in allowed:
+                known = ", ".join(allowed)
+                raise argparse.ArgumentTypeError(f"{value!r} is none of {known} (or 'all')")
         return values
 
     return parse
 
 
-def make_parser() -> argparse.ArgumentParser:
+def threshold(text: str) -> int:
+    return THRESHOLDS[text] if text in THRESHOLDS else positive(text)
+
+
+N, B, L, E = "normal", "nodes", "low-latency", "layer"
+_CALLS, _ALL = (N, B, L), (N, B, L, E)
+
+# Flag, modes that have it, type (a tuple: choices; bool: a switch), help.
+_TABLE: tuple[tuple[str, tuple[str, ...], Any, str], ...] = (
+    ("--mode", (N,), names("direct", "ring"), "or nodes, low-latency, layer: see their --help"),
+    ("--mode", (B,), names("nodes", "direct", "ring"), "direct, ring: also as one tier"),
+    ("--mode", (L,), names(L), ""),
+    ("--mode", (E,), names(E), ""),
+    ("--device", _ALL, ("cpu", "cuda"), "cuda if there are GPUs for several ranks"),
+    ("--ranks", _ALL, positive, "processes to start (not under torchrun)"),
+    ("--quick", (N, L, E), bool, "what the table of targets needs; layer: fewer sizes"),
+    ("--tokens", (N, B), numbers(*TOKEN_SWEEP[7:]), "per rank, or 'sweep'"),
+    ("--tokens", (L,), numbers(*TOKEN_SWEEP[:10]), "per rank, or 'sweep'"),
+    ("--tokens", (E,), numbers(*TOKEN_SWEEP), "per rank, or 'sweep'"),
+    ("--max-tokens", (L,), positive, "the most that a rank may have (as many as it has)"),
+    ("--hidden", _ALL, positive, ""),
+    ("--experts", _ALL, positive, ""),
+    ("--topk", _ALL, positive, ""),
+    ("--dtype", (N, B), names("bf16", "fp8"), "of dispatched rows: bf16,fp8"),
+    ("--dtype", (L,), names("fp8", "bf16", "nvfp4"), "cast by dispatch: fp8,bf16,nvfp4"),
+    ("--combine", (L,), names("bf16", "logfmt"), "rows of combine travel as bf16,logfmt"),
+    ("--routing", (N, B), names(*ROUTINGS), ", ".join(ROUTINGS)),
+    ("--layout", (L,), names(*ops.LAYOUTS), ", ".join(ops.LAYOUTS)),
+    ("--execution", _CALLS, names("eager", "graph"), "the host target has eager alone"),
+    ("--sms", (N, B), numbers(None, *SM_SWEEP, auto=None), "'auto': the Buffer's choice"),
+    ("--send", (N, B), numbers(4, 8, 16), "rows between two publications in a ring"),
+    ("--slots", (N, B), numbers(64, 128, 256), "of a ring"),
+    ("--ranks-per-node", _CALLS, positive, "logical nodes; normal: two tiers beside one"),
+    ("--rail", _CALLS, ("nvshmem", "software", "simulated"), "what joins nodes"),
+    ("--rail-send", (N, B), numbers(6, 12, 20), "rows of a put (the recommended config's)"),
+    ("--rings", (N, B), bool, "two tiers in bounded memory: no receive region, no staging"),
+    ("--gb-per-s", (N, B), float, "speed of a rail: the software NIC keeps to it"),
+    ("--ops", (N, B), names(*ops.MEANINGS), "operations to measure"),
+    ("--ops", (L,), names(*ops.LOW_LATENCY_NAMES), "operations to measure"),
+    ("--no-rivals", (N, L), bool, "omit the collectives of torch.distributed"),
+    ("--decode-tokens", (E,), threshold, "of auto; 'default': what layers take; 'measured': here"),
+    ("--max-decode-gb", (E,), float, "tensors of a decode call that 'measured' may ask for (an "
+                                     "eighth of the GPU's memory; host: 4)"),
+    ("--store", (E,), bool, "make the measured threshold the default of layers here"),
+    ("--warmup", _CALLS, int, "calls before"),
+    ("--iterations", _ALL, positive, "calls, or graphs, of a round"),
+    ("--rounds", _ALL, positive, ""),
+    ("--flush-l2", (N, B), bool, "single calls after a flush, not back to back"),
+    ("--timeout-s", (N, B), float, "of the Buffer"),
+    ("--budget-s", (E,), float, "begin no size later"),
+    ("--size-deadline-s", (E,), float, "end the run if one size takes longer"),
+    ("--deadline-s", _ALL, float, "end the run if it takes longer"),
+    ("--simulation-runs", (N,), int, "of the simulation, to time them"),
+    ("--json", _ALL, Path, "also write the figures to this file"),
+    ("--plot", (N,), Path, "also draw them into this PNG file (needs matplotlib)"),
+)  # fmt: skip
+
+# Of all modes, then of each: on the host target and, where that differs, on GPUs.
+_COMMON = {"topk": "8", "warmup": "2|5", "iterations": "5|20", "rounds": "3|5",
+           "deadline_s": "900", "execution": "eager|eager,graph", "routing": "uniform",
+           "send": "6", "slots": "256"}  # fmt: skip
+DEFAULTS = {
+    N: {"mode": "direct,ring", "tokens": "256|4096", "hidden": "2048|7168", "experts": "32|256",
+        "dtype": "bf16|bf16,fp8", "sms": "auto|auto,8,24", "ops": "all",
+        "simulation_runs": "10|0"},
+    B: {"mode": "nodes", "tokens": "64|4096", "hidden": "256|7168", "experts": "256",
+        "dtype": "bf16", "execution": "eager", "sms": "4|24", "iterations": "2|20",
+        "rounds": "1|3", "ops": "dispatch cached,combine,dispatch cast cached"},
+    L: {"tokens": "1,16|sweep", "hidden": "1024|7168", "experts": "32|256", "dtype": "fp8,bf16",
+        "combine": "bf16", "layout": "all", "ops": "all"},
+    E: {"tokens": "1,2,4,8,16,32,64|sweep", "hidden": "256|7168", "experts": "16|256",
+        "decode_tokens": "8|default", "iterations": "3|30", "budget_s": "300|50",
+        "size_deadline_s": "120|20", "deadline_s": "600"},
+}  # fmt: skip
+QUICK = {
+    N: {"rounds": "3", "deadline_s": "180"},
+    L: {"rounds": "3", "deadline_s": "180", "tokens": "1,16,64,128"},
+    E: {"tokens": "1,4,16,64|1,4,16,64,256,1024,4096"},
+}
+
+
+def parse(arguments: Sequence[str], command: str = "") -> Options:
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--mode", default="")
+    first.add_argument("--device")
+    first.add_argument("--quick", action="store_true")
+    given = first.parse_known_args(list(arguments))[0]
+    family = next((it for it in (B, L, E) if it in given.mode.split(",")), N)
+    # Ranks of other hosts have GPUs of their own.
+    several = min(2, int(os.environ.get("LOCAL_WORLD_SIZE", "2")))
+    device = given.device or ("cuda" if torch.cuda.device_count() >= several else "cpu")
+    on_gpu = device == "cuda"
+
+    listed = ops.LAYOUTS if family == L else {} if family == E else ops.MEANINGS
     parser = argparse.ArgumentParser(
         prog="python -m deep_comm.bench",
-        description="Dispatch and combine, checked bit for bit and then timed. Lists are separated "
-        "by commas, and every combination of them is measured. Host times are means of the calling "
-        "thread over rounds of 64 calls, cold first ones included, whose launches fit into the "
-        "GPU's queue; on GPUs an empty kernel and an addition of torch are timed likewise beside "
-        "them, because the same call takes twice as long on one machine as on another.",
-        epilog=EPILOG,
+        description=f"Mode {family}: checked bit for bit, then timed. Lists are separated by "
+        "commas, and every combination is measured. Without --ranks-per-node, hosts are nodes.",
+        epilog="; ".join(f"{name}: {meaning}" for name, meaning in listed.items()),
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        argument_default=argparse.SUPPRESS,
     )
-    add = parser.add_argument
-    add("--device", choices=("cpu", "cuda"), help="default: cuda with 2 or more devices")
-    add("--ranks", type=int, help="processes to start (not under torchrun)")
-    add("--quick", action="store_true", help="what the table of targets needs, within a minute")
-    shape = parser.add_argument_group("workload")
-    add = shape.add_argument
-    add("--tokens", type=integers(TOKEN_SWEEP), help="per rank, or 'sweep' (256; GPUs: 4096)")
-    add("--hidden", type=int, help="default: 2048; on GPUs 7168")
-    add("--experts", type=int, help="default: 32; on GPUs 256")
-    add("--topk", type=int, default=8)
-    add("--dtype", type=names(tuple(DTYPES)), help="default: bf16; on GPUs bf16,fp8")
-    add("--routing", type=names(tuple(ROUTINGS)), default=("uniform",), help=", ".join(ROUTINGS))
-    how = parser.add_argument_group("how it is called")
-    add = how.add_argument
-    add(
-        "--mode",
-        type=names(MODES),
-        default=MODES,
-        help="direct,ring; or low-latency or layer: see their --help",
-    )
-    add("--execution", type=names(EXECUTIONS), help="eager,graph (the host has eager alone)")
-    add(
-        "--sms",
-        type=sms,
-        help="SMs of the Config, 'auto' for none, or 'sweep' (auto; GPUs: auto,8,24)",
-    )
-    add("--send", type=integers((4, 8, 16)), default=(6,), help="rows between two publications")
-    add("--slots", type=integers((64, 128, 256)), default=(256,), help="of a ring")
-    add(
-        "--ranks-per-node",
-        type=int,
-        help="also measure two tiers: nodes of so many consecutive ranks, beside the single tier",
-    )
-    add("--rail-send", type=integers((6, 12, 20)), help="rows of a put (the recommended config's)")
-    add("--rail-slots", type=integers((32, 64, 128)), help="of a ring between nodes (likewise)")
-    add(
-        "--ops",
-        type=names(operations.NAMES),
-        default=operations.NAMES,
-        help="operations to measure",
-    )
-    add("--no-rivals", action="store_true", help="leave out the collectives of torch.distributed")
-    add("--no-limit", action="store_true", help="leave out the link limit")
-    timing = parser.add_argument_group("timing")
-    add = timing.add_argument
-    add("--warmup", type=int, help="calls before; default: 2; on GPUs 5")
-    add("--iterations", type=int, help="calls of a round; default: 5; on GPUs 20")
-    add("--rounds", type=int, help="default: 3; on GPUs 5, with --quick 3")
-    add("--rotate", type=int, help="inputs that take turns (default: enough to leave the L2 cache)")
-    add("--flush-l2", action="store_true", help="single calls behind a flush, not back to back")
-    add("--deadline-s", type=float, help="end everything after so long (900; --quick: 180)")
-    results = parser.add_argument_group("results")
-    add = results.add_argument
-    add("--simulation-runs", type=int, help="0: leave the simulation out (10; on GPUs 0)")
-    add("--json", type=Path, help="also write the figures to this file")
-    add("--plot", type=Path, help="also draw them into this PNG file (needs matplotlib)")
-    return parser
-
-
-def parse(arguments: Sequence[str] | None, command: str) -> Options:
-    parser = make_parser()
-    parsed = parser.parse_args(arguments)
-    if parsed.ranks_per_node is not None and parsed.ranks_per_node < 1:
-        parser.error("--ranks-per-node: must be at least 1")
-    if parsed.device is None:
-        parsed.device = "cuda" if torch.cuda.device_count() >= 2 else "cpu"
-    on_gpu = parsed.device == "cuda"
-    if on_gpu and parsed.execution is None:
-        parsed.execution = EXECUTIONS
-    elif parsed.execution is None:
-        parsed.execution = ("eager",)
-    elif not on_gpu and parsed.execution != ("eager",):
+    defaults = _COMMON | DEFAULTS[family] | (QUICK.get(family, {}) if given.quick else {})
+    options = Options(family=family, command=command, on_gpu=on_gpu)
+    for flag, families, kind, text in _TABLE:
+        name = flag[2:].replace("-", "_")
+        options.__dict__.setdefault(name, None)
+        if family not in families:
+            continue
+        how: dict[str, Any] = {"action": "store_true"} if kind is bool else {"type": kind}
+        if isinstance(kind, tuple):
+            how = {"choices": kind}
+        if name in defaults:
+            how["default"] = defaults[name].split("|")[-1 if on_gpu else 0]
+        parser.add_argument(flag, help=text or name, **how)
+    options.__dict__.update(vars(parser.parse_args(arguments)))
+    options.device = device
+    if not on_gpu and options.execution not in (None, ("eager",)):
         parser.error("--execution: the host target has no graphs")
-    defaults: dict[str, Any] = {
-        "tokens": (4096,) if on_gpu else (256,),
-        "hidden": 7168 if on_gpu else 2048,
-        "experts": 256 if on_gpu else 32,
-        "dtype": ("bf16", "fp8") if on_gpu else ("bf16",),
-        "sms": (None, 8, 24) if on_gpu else (None,),
-        "warmup": 5 if on_gpu else 2,
-        "iterations": 20 if on_gpu else 5,
-        "rounds": 5 if on_gpu and not parsed.quick else 3,
-        "simulation_runs": 0 if on_gpu else 10,
-        "deadline_s": 180.0 if parsed.quick else 900.0,
-    }
-    for name, default in defaults.items():
-        if getattr(parsed, name) is None:
-            setattr(parsed, name, default)
-    return Options(
-        device=parsed.device,
-        num_ranks=parsed.ranks,
-        scenarios_of=_Scenarios(parsed),
-        effort=Effort(
-            num_warmup=parsed.warmup,
-            num_calls=parsed.iterations,
-            num_rounds=parsed.rounds,
-            num_single_calls=parsed.iterations * parsed.rounds,
-            flush_l2=parsed.flush_l2,
-            num_host_calls=64 if on_gpu and not parsed.flush_l2 else 0,
-        ),
-        num_slots=parsed.rotate,
-        with_limit=on_gpu and not parsed.no_limit,
-        simulation_runs=parsed.simulation_runs,
-        deadline_s=parsed.deadline_s,
-        json=parsed.json,
-        plot=parsed.plot,
-        command=command,
-    )
-
-
-class _Scenarios:
-    """Not a closure: options travel to the processes of the ranks."""
-
-    def __init__(self, parsed: argparse.Namespace) -> None:
-        self._parsed = parsed
-
-    def __call__(self, num_ranks: int, ranks_per_node: int | None = None) -> list[Scenario]:
-        """``ranks_per_node``: the group has several nodes whatever was
-        asked for, and no single tier.
-        """
-        parsed = argparse.Namespace(**vars(self._parsed))
-        if ranks_per_node is not None:
-            parsed.ranks_per_node = ranks_per_node
-        scenarios = quick(num_ranks, parsed) if parsed.quick else product(num_ranks, parsed)
-        if ranks_per_node is None:
-            return scenarios
-        return [
-            replace(scenario, with_rivals=not parsed.no_rivals)
-            for scenario in scenarios
-            if scenario.ranks_per_node is not None
-        ]
-
-
-def configs_of(
-    sms: Sequence[int | None], send: Sequence[int], slots: Sequence[int]
-) -> tuple[Config | None, ...]:
-    """One Config per combination; 'auto' stands for one call without a Config."""
-    configs: list[Config | None] = [None] if None in sms else []
-    chosen = [value for value in sms if value is not None]
-    for num_sms, num_send, num_slots in itertools.product(chosen, send, slots):
-        configs.append(Config(num_sms, min(num_send, num_slots), num_slots))
-    return tuple(configs)
-
-
-def product(num_ranks: int, parsed: argparse.Namespace) -> list[Scenario]:
-    """Every combination that the lists name; rivals once per workload."""
-    scenarios = []
-    configs = configs_of(parsed.sms, parsed.send, parsed.slots)
-    shapes = itertools.product(parsed.routing, parsed.tokens, parsed.dtype)
-    for routing, num_tokens, dtype in shapes:
-        workload = Workload(
-            num_ranks, num_tokens, parsed.hidden, parsed.experts, parsed.topk, dtype, routing
-        )
-        for index, mode in enumerate(parsed.mode):
-            with_rivals = index == 0 and not parsed.no_rivals
-            scenarios.append(
-                Scenario(workload, mode, configs, parsed.execution, parsed.ops, with_rivals)
-            )
-        if parsed.ranks_per_node is not None:
-            scenarios.append(two_tier_scenario(workload, parsed, parsed.sms, parsed.ops))
-    return scenarios
-
-
-def two_tier_scenario(
-    workload: Workload, parsed: argparse.Namespace, sms: Sequence[int | None], names: Sequence[str]
-) -> Scenario:
-    """Eager: whether a graph may hold calls that a NIC's thread serves is up to the rail."""
-    configs = two_tier.configs_of(workload.num_ranks, sms, parsed.rail_send, parsed.rail_slots)
-    per_node = parsed.ranks_per_node
-    return Scenario(
-        workload, two_tier.MODE, configs, ("eager",), tuple(names), ranks_per_node=per_node
-    )
-
-
-def quick(num_ranks: int, parsed: argparse.Namespace) -> list[Scenario]:
-    """What the targets are about (deep_comm.bench.targets), each once.
-
-    On the host target, whose figures are nobody's target, the same calls with small rows.
-    """
-    on_gpu = parsed.device == "cuda"
-    scale = 1 if on_gpu else 32
-
-    def scenario(
-        num_tokens: int, dtype: str, mode: str, sms: Sequence[int | None], names: Sequence[str], *,
-        with_rivals: bool = False,
-    ) -> Scenario:  # fmt: skip
-        workload = Workload(
-            num_ranks, num_tokens // scale, parsed.hidden, parsed.experts, parsed.topk, dtype
-        )
-        configs = configs_of(sms if on_gpu else (None, 2), parsed.send, parsed.slots)
-        return Scenario(workload, mode, configs, parsed.execution, tuple(names), with_rivals)
-
-    op = operations
-    moves = (op.DISPATCH_CACHED, op.COMBINE, op.COMBINE_IN_PLACE)
-    whole = (op.LAYOUT, op.DISPATCH, op.DISPATCH_NO_WAIT, *moves, op.PAIR, op.PAIR_CACHED)
-    wide = (None, 8, 16, 24, 48, 96)
-    scenarios = [
-        scenario(4096, "bf16", "direct", wide, whole, with_rivals=True),
-        scenario(4096, "bf16", "ring", (16, 24), (op.DISPATCH, *moves[:2])),
-        scenario(4096, "fp8", "direct", (None, 8, 24, 48, 96), moves[:1], with_rivals=True),
-        scenario(
-            1024, "bf16", "direct", (None, 24, 64, 128), (op.DISPATCH, *moves), with_rivals=True
-        ),
-        scenario(1024, "fp8", "direct", (None, 24, 64, 128), moves[:1]),
-        scenario(128, "bf16", "direct", (None, 24), (op.DISPATCH, *moves, op.PAIR, op.PAIR_CACHED)),
-    ]
-    if parsed.ranks_per_node is not None:
-        sms = (16, 24, 48) if on_gpu else (4,)
-        names = (op.DISPATCH, *moves[:2])
-        # Behind the scenarios that share its workload, and with it inputs and results.
-        scenarios.insert(2, two_tier_scenario(scenarios[0].workload, parsed, sms, names))
-    return scenarios
+    if options.max_tokens is not None and options.max_tokens < max(options.tokens):
+        parser.error(f"--max-tokens: must be at least {max(options.tokens)}")
+    num_calls, num_rounds = options.iterations, options.rounds
+    num_singles = num_calls * (1 if family == E else 5 * num_rounds if family == L else num_rounds)
+    num_host_calls = {L: 200, E: 50}.get(family, 64) if on_gpu and not options.flush_l2 else 0
+    options.effort = Effort(
+        2 if options.warmup is None else options.warmup, num_calls, num_rounds, num_singles,
+        bool(options.flush_l2), num_host_calls,
+    )  # fmt: skip
+    return options

@@ -7,50 +7,35 @@ import importlib.util
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from deep_comm.bench import operations, rivals
-from deep_comm.bench.link import LinkLimit
-from deep_comm.bench.normal import Measured
+from deep_comm.bench import rivals
 
-MISSING = "matplotlib is not installed: no plot was written (pip install matplotlib)"
+if TYPE_CHECKING:
+    from deep_comm.bench.link import LinkLimit
+    from deep_comm.bench.report import Line
 
 Points = list[tuple[float, float]]
 
 # More lines than these cannot be told apart; the JSON file has them all.
-PLOTTED = (
-    operations.DISPATCH,
-    operations.DISPATCH_CACHED,
-    operations.COMBINE,
-    operations.COMBINE_IN_PLACE,
-    rivals.ALL_TO_ALL,
-)
-
-
-def is_available() -> bool:
-    return importlib.util.find_spec("matplotlib") is not None
+PLOTTED = ("dispatch", "dispatch cached", "combine", "combine in place", rivals.ALL_TO_ALL)
 
 
 def series(
-    lines: Sequence[Measured],
-    keep: Callable[[Measured], bool],
-    point: Callable[[Measured], tuple[float, float]],
+    lines: Sequence[Line], point: Callable[[Line], tuple[float, float] | None]
 ) -> dict[str, Points]:
-    """Points by label, sorted; of several lines at one abscissa the quickest."""
+    """Points by label, sorted; of several lines at one abscissa the fastest."""
     found: dict[str, dict[float, float]] = defaultdict(dict)
-    for line in sorted(
-        lines, key=lambda line: -line.timing.mean_us
-    ):  # the quickest is written last
-        if keep(line):
-            label = " ".join(
-                filter(None, (line.name, line.workload.dtype, line.mode, line.execution))
-            )
-            x, y = point(line)
-            found[label][x] = y
+    for line in sorted(lines, key=lambda line: -line.timing.mean_us):  # the fastest comes last
+        is_known = line.name in PLOTTED or line.name.split()[-1] in PLOTTED
+        at = point(line) if is_known and line.workload.routing == "uniform" else None
+        if at is not None:
+            parts = (line.name, line.workload.dtype, line.mode, line.execution)
+            found[" ".join(filter(None, parts))][at[0]] = at[1]
     return {label: sorted(points.items()) for label, points in found.items()}
 
 
-def rate_over_sms(lines: Sequence[Measured]) -> tuple[int, dict[str, Points]]:
+def rate_over_sms(lines: Sequence[Line]) -> tuple[int, dict[str, Points]]:
     """At the largest number of tokens that several SM counts were measured with, else the
     largest."""
     by_tokens: dict[int, set[int]] = defaultdict(set)
@@ -61,28 +46,23 @@ def rate_over_sms(lines: Sequence[Measured]) -> tuple[int, dict[str, Points]]:
         return 0, {}
     num_tokens = max(by_tokens, key=lambda tokens: (len(by_tokens[tokens]) > 1, tokens))
 
-    def keep(line: Measured) -> bool:
-        is_swept = line.num_sms is not None and line.volume is not None
-        return is_swept and line.workload.num_tokens == num_tokens and _is_plotted(line)
-
-    def point(line: Measured) -> tuple[float, float]:
-        assert line.num_sms is not None and line.volume is not None
+    def point(line: Line) -> tuple[float, float] | None:
+        if line.num_sms is None or line.volume is None or line.workload.num_tokens != num_tokens:
+            return None
         return line.num_sms, line.rate(line.volume.wire_bytes)
 
-    return num_tokens, series(lines, keep, point)
+    return num_tokens, series(lines, point)
 
 
-def time_over_tokens(lines: Sequence[Measured]) -> dict[str, Points]:
-    """With the Config that was quickest at each size."""
-    return series(lines, _is_plotted, lambda line: (line.workload.num_tokens, line.timing.mean_us))
+def time_over_tokens(lines: Sequence[Line]) -> dict[str, Points]:
+    """With the Config that was fastest at each size."""
+    return series(lines, lambda line: (line.workload.num_tokens, line.timing.mean_us))
 
 
-def _is_plotted(line: Measured) -> bool:
-    is_known = line.name in PLOTTED or line.name.split()[-1] in PLOTTED
-    return is_known and line.workload.routing == "uniform"
-
-
-def draw(lines: Sequence[Measured], limit: LinkLimit | None, title: str, path: Path) -> None:
+def draw(lines: Sequence[Line], limit: LinkLimit | None, title: str, path: Path) -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        print("matplotlib is not installed: no plot was written (pip install matplotlib)")
+        return
     import matplotlib
 
     matplotlib.use("Agg")

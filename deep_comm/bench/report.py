@@ -1,73 +1,241 @@
-"""The tables that `python -m deep_comm.bench` prints."""
+"""What a run has found, the tables that it prints, and the JSON that it writes."""
 
 from __future__ import annotations
 
+import datetime
+import json
+import os
+import platform
 import textwrap
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
-from deep_comm.bench import host_time
-from deep_comm.bench.normal import Measured, Report
-from deep_comm.bench.simulation import SimulationReport
+import torch
 
-COLUMNS = ("operation", "mode", "SMs", "run as", "us", "p50", "p99", "spread", "host us", "wire MB",
-           "wire GB/s", "logical GB/s", "% limit")  # fmt: skip
-NUM_TEXT_COLUMNS = 4
+import deep_comm
+from deep_comm.bench import nodes, plot, simulation, targets
+from deep_comm.bench.link import LinkLimit
+from deep_comm.bench.measure import CALLS_PER_GRAPH, NUM_TURNS, Timing
+from deep_comm.bench.options import Options
+from deep_comm.bench.tables import align
+from deep_comm.bench.workload import Volume, Workload
 
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the table.
+
+    Attributes:
+        volume: of the rank that moves most; None: moves no rows.
+        mode: "direct", "ring", "two-tier": observed, not asked for; "" for rivals.
+        layout, phases, max_tokens, kernels_us: of low-latency calls.
+        sms: "24", or "auto 20"; "" for rivals.
+        config: (rows between two publications, slots); None: the Buffer's choice.
+        limit: GB/s of the links; None: not measured.
+        rail_bytes: of a call, on the busiest rail; None: one tier.
+        rail_limit: GB/s that a rail can do; None: not said.
+    """
+
+    workload: Workload
+    name: str
+    execution: str
+    timing: Timing
+    volume: Volume | None
+    mode: str = ""
+    layout: str = ""
+    phases: str = ""
+    sms: str = ""
+    num_sms: int | None = None
+    config: tuple[int, int] | None = None
+    max_tokens: int | None = None
+    host_waits: bool = False
+    is_rival: bool = False
+    limit: float | None = None
+    kernels_us: dict[str, float] = field(default_factory=dict)
+    rail_bytes: int | None = None
+    rail_limit: float | None = None
+
+    def rate(self, num_bytes: int) -> float:
+        """GB/s (10^9 bytes per second) at the mean time."""
+        return num_bytes / self.timing.mean_us / 1e3
+
+    def to_json(self) -> dict[str, Any]:
+        shape, moved, limit = self.workload, self.volume, self.limit
+        not_here = ("workload", "timing", "volume", "limit", "rail_limit")
+        found = {name: value for name, value in vars(self).items() if name not in not_here}
+        names = ("num_tokens", "dtype", "combine_format", "routing", "row_bytes",
+                 "combine_row_bytes")  # fmt: skip
+        found |= asdict(self.timing) | {name: getattr(shape, name) for name in names}
+        found |= {"workload": shape.describe(), "num_blocks": self.num_sms}
+        if moved is not None:
+            wire_rate = self.rate(moved.wire_bytes)
+            found |= asdict(moved) | {
+                "logical_gb_per_s": self.rate(moved.logical_bytes),
+                "wire_gb_per_s": wire_rate,
+                "fraction_of_limit": None if limit is None else wire_rate / limit,
+                "floor_us": None if limit is None else moved.wire_bytes / limit / 1e3,
+            }
+        if self.rail_bytes is not None:
+            rate = self.rate(self.rail_bytes)
+            share = None if self.rail_limit is None else rate / self.rail_limit
+            found |= {"rail_gb_per_s": rate, "rail_share": share}
+        return found
+
+
+@dataclass
+class Report:
+    limit: LinkLimit | None = None
+    lines: list[Line] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    rows_received: dict[str, list[int]] = field(default_factory=dict)  # by workload: by rank
+    peak_rss_bytes: list[int] = field(default_factory=list)  # by rank
+    rail: list[dict[str, Any]] = field(default_factory=list)  # nodes.rail_count()
+    launch_times: list[dict[str, Any]] = field(default_factory=list)
+    ranks_per_node: int | None = None  # None: one node
+
+
+# ---- tables --------------------------------------------------------------------------------------
+
+# Column: key in JSON, factor, digits.
+_NUMBERS: dict[str, tuple[str, float, int]] = {
+    "tokens": ("num_tokens", 1, 0), "us": ("mean_us", 1, 1), "p50": ("p50_us", 1, 1),
+    "p99": ("p99_us", 1, 1), "spread": ("spread_us", 1, 1), "host us": ("host_us", 1, 1),
+    "wire MB": ("wire_bytes", 1e-6, 2), "wire kB": ("wire_bytes", 1e-3, 1),
+    "wire GB/s": ("wire_gb_per_s", 1, 2), "logical GB/s": ("logical_gb_per_s", 1, 2),
+    "% limit": ("fraction_of_limit", 100, 1), "floor us": ("floor_us", 1, 1),
+    "rail MB": ("rail_bytes", 1e-6, 2), "rail GB/s": ("rail_gb_per_s", 1, 2),
+    "% rail": ("rail_share", 100, 1),
+}  # fmt: skip
+NORMAL = ["operation", "mode", "SMs", "run as", "us", "p50", "p99", "spread", "host us", "wire MB",
+          "wire GB/s", "logical GB/s", "% limit"]  # fmt: skip
+RAIL = ["rail MB", "rail GB/s", "% rail"]
+LOW_LATENCY = ["operation", "layout", "dtype", "phases", "run as", "SMs", "tokens", "us", "p50",
+               "p99", "spread", "host us", "wire kB", "floor us", "kernels us"]  # fmt: skip
 LEGEND = (
-    "us: mean of back-to-back calls behind one more, slowest rank, median of the rounds; "
-    "p50, p99: of single calls; spread: between slowest and fastest rank; "
-    "host us: time of the calling thread per call, slowest rank (of the fewest tokens the "
-    "median of turns that lie apart), w: it waits for counts; "
-    "wire: what crosses the busiest link; logical: rows delivered, own ones too; "
-    "% limit: of the measured bulk-store all-to-all"
+    "us: mean of back-to-back calls after one more, slowest rank, median of the rounds; p50, p99: "
+    "of single calls, in low-latency mode of graphs of one call, the distance between graphs "
+    "included; spread: between slowest and fastest rank; host us: time of the calling thread per "
+    "call, slowest rank (of few tokens the median of turns that lie apart), w: it waits for "
+    "counts; wire: what crosses the busiest link; logical: rows delivered, own ones too; % limit: "
+    "of the measured bulk-store all-to-all; floor: wire bytes at that limit; rail: what the "
+    "busiest rail carried; % rail: share of the time for which that keeps a rail of --gb-per-s "
+    "busy; kernels: medians of the profiler, waits for peers included"
 )
 
 
-def align(rows: Sequence[Sequence[str]], num_text_columns: int) -> str:
-    """Columns of equal width: text to the left, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(width) if index < num_text_columns else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
-
-
-def table(lines: Sequence[Measured]) -> str:
-    return align([COLUMNS, *map(_cells, lines)], NUM_TEXT_COLUMNS)
-
-
-def _cells(line: Measured) -> list[str]:
-    timing = line.timing
-    sms = line.sms
-    if line.config is not None and line.mode == "ring":
+def _cells(line: Line, columns: Sequence[str]) -> list[str]:
+    found, shape = line.to_json(), line.workload
+    formats = (shape.dtype, shape.combine_format.replace("bf16", ""))
+    sms = line.sms or str(line.num_sms or "")
+    if line.mode == "ring" and line.config is not None:
         sms += f" ({line.config[0]}/{line.config[1]})"
-    cells = [line.name, line.mode or "-", sms or "-", line.execution]
-    cells += [f"{timing.mean_us:.1f}", f"{timing.p50_us:.1f}", f"{timing.p99_us:.1f}"]
-    cells += [f"{timing.spread_us:.1f}"]
-    cells += ["-" if timing.host_us is None else f"{timing.host_us:.1f}{'w' * line.host_waits}"]
-    if line.volume is None:
-        return [*cells, "-", "-", "-", "-"]
-    cells += [f"{line.volume.wire_bytes / 1e6:.2f}"]
-    cells += [f"{line.rate(line.volume.wire_bytes):.2f}"]
-    cells += [f"{line.rate(line.volume.logical_bytes):.2f}"]
-    share = line.limit_fraction
-    return [*cells, "-" if share is None else f"{100 * share:.1f}"]
+    texts = {
+        "operation": line.name, "mode": line.mode, "layout": line.layout, "phases": line.phases,
+        "dtype": ", ".join(filter(None, formats)), "run as": line.execution, "SMs": sms,
+        "kernels us": " + ".join(f"{us:.1f}" for us in line.kernels_us.values()),
+    }  # fmt: skip
+    for column, (key, factor, digits) in _NUMBERS.items():
+        if found.get(key) is not None:
+            texts[column] = f"{found[key] * factor:.{digits}f}"
+            texts[column] += "w" * (column == "host us" and line.host_waits)
+    return [texts.get(column) or "-" for column in columns]
 
 
-def ending(report: Report) -> str:
-    """What is not a line of a table."""
-    rss = ", ".join(f"{num_bytes / 2**20:.0f}" for num_bytes in report.peak_rss_bytes)
-    launches = host_time.describe(report.host_references)
-    legend = textwrap.fill(LEGEND, 120) + ("" if not launches else f"\n{launches}")
-    return f"{legend}\npeak resident memory by rank: {rss} MiB"
+def table(lines: Sequence[Line]) -> str:
+    columns = NORMAL if lines[0].max_tokens is None else LOW_LATENCY
+    if any(line.rail_bytes is not None for line in lines):
+        columns = columns + RAIL
+    rows = [columns, *(_cells(line, columns) for line in lines)]
+    return align(rows, 4 if lines[0].max_tokens is None else 5)
 
 
-def simulation_line(report: SimulationReport) -> str:
-    return (
-        f"simulation, {report.workload}: {report.runs_per_s:.1f} runs/s "
-        f"({report.num_runs} seeds, {report.steps_per_run} steps each)"
+def _host_times(options: Options, report: Report) -> str:
+    """Sentences about launches, and about the forms whose median a target judges."""
+    launches = ", ".join(
+        f"{it['name']} {it['slowest_us']:.1f} ({it['fastest_us']:.1f})"
+        for it in report.launch_times
     )
+    text = ""
+    if launches:
+        text = (
+            f"host time of a launch here, µs, slowest rank (fastest): {launches}; a call without a "
+            "host wait is one launch, with num_worst_tokens two\n"
+        )
+    timings = [it.timing for it in targets.host_lines(report.lines, options.family)]
+    turned = [
+        (it.host_us or 0.0, it.largest_host_us) for it in timings if it.largest_host_us is not None
+    ]
+    if turned:
+        medians = ", ".join(f"{median:.1f}" for median, _ in sorted(turned))
+        text += (
+            f"host time of a call without a host wait: medians of {NUM_TURNS} turns, slowest rank, "
+            f"by form: {medians} µs; the largest turn of any form and rank "
+            f"{max(largest for _, largest in turned):.1f}\n"
+        )
+    return text
+
+
+# ---- the end of a run ----------------------------------------------------------------------------
+
+
+def machine(device: str) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "deep_comm": deep_comm.__version__, "torch": torch.__version__,
+        "python": platform.python_version(), "cores": os.cpu_count(), "device": device,
+    }  # fmt: skip
+    if device == "cuda":
+        facts |= {
+            "gpu": torch.cuda.get_device_name(), "num_gpus": torch.cuda.device_count(),
+            "cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+            "nccl_nvls_enable": os.environ.get("NCCL_NVLS_ENABLE", "0"),
+        }  # fmt: skip
+    return facts
+
+
+def heading(options: Options, num_ranks: int) -> dict[str, Any]:
+    """What every JSON document of a bench begins with: where, how, when, with how many ranks."""
+    now = datetime.datetime.now(datetime.timezone.utc)
+    return {"machine": machine(options.device), "command": options.command,
+            "date": now.isoformat(timespec="seconds"), "num_ranks": num_ranks}  # fmt: skip
+
+
+def publish(options: Options, report: Report, num_ranks: int) -> None:
+    """Everything after the tables, which rank 0 has printed while they grew."""
+    rss = ", ".join(f"{num_bytes / 2**20:.0f}" for num_bytes in report.peak_rss_bytes)
+    print(f"\n{textwrap.fill(LEGEND, 120)}\n{_host_times(options, report)}peak resident memory by "
+          f"rank: {rss} MiB")  # fmt: skip
+    verdicts = targets.judge(report.lines, num_ranks, options.family)
+    if options.on_gpu and any(verdict["measured"] is not None for verdict in verdicts):
+        print(f"\ntargets on {num_ranks} GPUs (set for H200)\n{targets.table(verdicts)}")
+    ratios = nodes.ratios(report.lines)
+    if report.rail:
+        print("\n" + nodes.describe(ratios, report.rail))
+    simulated = None
+    if options.simulation_runs:
+        simulated = simulation.run(options.simulation_runs)
+        print(
+            f"simulation, {simulated['workload']}: {simulated['runs_per_s']:.1f} runs/s "
+            f"({simulated['num_runs']} seeds, {simulated['steps_per_run']} steps each)"
+        )
+    if options.json is not None:
+        is_low_latency = options.family == "low-latency"
+        document = {
+            **heading(options, num_ranks),
+            "effort": asdict(options.effort) | {"calls_per_graph": CALLS_PER_GRAPH},
+            "ranks_per_node": report.ranks_per_node,
+            "limit": None if report.limit is None else report.limit.to_json(),
+            "low_latency" if is_low_latency else "normal": [it.to_json() for it in report.lines],
+            "notes": report.notes,
+            "host_references": report.launch_times,
+            "rows_received": report.rows_received,
+            "peak_rss_bytes": report.peak_rss_bytes,
+            "targets": verdicts,
+            "two_tier": ratios,
+            "rail": options.rail if is_low_latency else report.rail,
+            "simulation": simulated,
+        }
+        options.json.write_text(json.dumps(document, indent=2) + "\n")
+    if options.plot is not None:
+        name = machine(options.device).get("gpu", "host target")
+        plot.draw(report.lines, report.limit, f"{name}, {num_ranks} ranks", options.plot)

@@ -3,132 +3,121 @@ else."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deep_comm.bench import payload
-from deep_comm.bench.expected import Expected, Rows
+from deep_comm.bench.expected import Expected, Payload
 from deep_comm.bench.measure import nccl_group
 from deep_comm.bench.operations import Operation
-from deep_comm.bench.workload import Volume, dispatch_volume, rows_between
+from deep_comm.bench.payload import generator, row_bytes, same_bits
+from deep_comm.bench.workload import Volume, mean_volume
 
 ALL_TO_ALL = "all_to_all_single"
-ALL_GATHER = "all_gather"
-REDUCE_SCATTER = "reduce_scatter"
-
 
 # The names of newer versions of torch, which warn about the older ones.
-_all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+Collective = Callable[[Tensor, Tensor], object]
+"""(output, input)."""
 
 
-def as_bytes(rows: Rows) -> Tensor:
-    """uint8 [n, row_bytes]: a row with its scales behind it."""
-    if isinstance(rows, Tensor):
-        return rows.view(torch.uint8)
-    return torch.cat([part.view(torch.uint8) for part in rows], dim=1)
+def as_bytes(rows: Payload) -> Tensor:
+    """uint8 [n, row bytes]: a row, then its scales."""
+    parts = rows if isinstance(rows, tuple) else (rows,)
+    return torch.cat([row_bytes(part) for part in parts], dim=1)
 
 
 def operations(expected: Expected) -> Iterator[Operation]:
-    """Rows already sorted and counted for all_to_all_single; the collectives that need neither."""
-    on_gpu = expected.device.type == "cuda"
-    library = "NCCL" if on_gpu else "gloo"
-    group = nccl_group() if on_gpu else dist.group.WORLD
-    yield _all_to_all(expected, library, group)
-    yield all_gather(expected, library, group)
-    yield reduce_scatter(expected, library, group)
+    """all_to_all_single of rows already sorted and counted, and the collectives that need neither.
 
+    In low-latency mode the latter alone, and both in turn.
+    """
+    is_nccl, shape, rank = expected.device.type == "cuda", expected.workload, expected.rank
+    library, group = ("NCCL", nccl_group()) if is_nccl else ("gloo", dist.group.WORLD)
+    inputs, ranks, device = range(expected.num_inputs), range(shape.num_ranks), expected.device
 
-def _all_to_all(expected: Expected, library: str, group: dist.ProcessGroup | None) -> Operation:
-    rows = rows_between(expected.workload)
-    rank = expected.rank
-    send_sizes, recv_sizes = rows[rank], [sent[rank] for sent in rows]
-    mask = expected.plan.is_token_in_rank.to(expected.device)
-    order = torch.cat([mask[:, peer].nonzero().squeeze(1) for peer in range(len(rows))])
-    sorted_rows: dict[int, Tensor] = {}
-    out = as_bytes(expected.recv_x(0)).clone()
+    def operation(
+        name: str, volume: Volume, collective: Collective, out: Tensor, xs: list[Tensor],
+        is_right: Callable[[Tensor, int], bool],
+    ) -> Operation:  # fmt: skip
+        def call(input_idx: int) -> Tensor:
+            collective(out, xs[input_idx])
+            return out
 
-    def call(slot: int) -> Tensor:
-        if slot not in sorted_rows:
-            sorted_rows[slot] = as_bytes(expected.x(slot))[order].contiguous()
-        dist.all_to_all_single(out, sorted_rows[slot], recv_sizes, send_sizes, group=group)
-        return out
+        return Operation(f"{library} {name}", call, is_right, volume, is_rival=True)
 
-    return Operation(
-        f"{library} {ALL_TO_ALL}",
-        call,
-        lambda result, slot: payload.same_bits(result, as_bytes(expected.recv_x(slot))),
-        dispatch_volume(expected.workload, is_cached=True),
-        is_rival=True,
-    )
+    def sent(input_idx: int) -> Tensor:
+        return torch.cat([as_bytes(expected.sent(peer, input_idx)) for peer in ranks])
 
+    if not expected.low_latency:
+        rows = expected.plan(0).rows_between()
+        sizes = [sent[rank] for sent in rows], rows[rank]  # received, sent
+        mask = expected.plan(0).dispatched[rank].is_token_in_rank.to(device)
+        order = torch.cat([mask[:, peer].nonzero().squeeze(1) for peer in ranks])
+        yield operation(
+            ALL_TO_ALL, mean_volume(shape, shape.row_bytes, 4),
+            lambda out, x: dist.all_to_all_single(out, x, *sizes, group=group),
+            torch.empty(sum(sizes[0]), shape.row_bytes, dtype=torch.uint8, device=device),
+            [as_bytes(expected.x[idx])[order] for idx in inputs],
+            lambda out, idx: same_bits(out, sent(idx)[expected.rows(0).origin]),
+        )  # fmt: skip
 
-def _collective_volume(expected: Expected, row_bytes: int) -> Volume:
-    """Every rank's rows to or from every rank."""
-    shape = expected.workload
-    block = shape.num_tokens * row_bytes
-    return Volume(shape.num_ranks * block, (shape.num_ranks - 1) * block)
+    def whole(num_bytes: int) -> Volume:
+        """Rows of so many bytes of every rank, to or from every rank."""
+        block = shape.num_tokens * num_bytes
+        return Volume(shape.num_ranks * block, (shape.num_ranks - 1) * block)
 
+    def gathered_right(out: Tensor, input_idx: int) -> bool:
+        blocks = zip(out.chunk(shape.num_ranks), ranks, strict=True)
+        wanted = ((block, as_bytes(expected.sent(peer, input_idx))) for block, peer in blocks)
+        return all(same_bits(block[: len(want)], want) for block, want in wanted)
 
-def all_gather(expected: Expected, library: str, group: dist.ProcessGroup | None) -> Operation:
-    """Dispatch without routing: every rank gets all tokens. A rank with fewer sends padding."""
-    shape = expected.workload
-    padded: dict[int, Tensor] = {}
-    out = torch.empty(
-        shape.num_ranks * shape.num_tokens,
-        shape.row_bytes,
-        dtype=torch.uint8,
-        device=expected.device,
-    )
+    def padded(rows: Tensor) -> Tensor:
+        return torch.nn.functional.pad(rows, (0, 0, 0, shape.num_tokens - len(rows)))
 
-    def call(slot: int) -> Tensor:
-        if slot not in padded:
-            rows = as_bytes(expected.x(slot))
-            padded[slot] = rows.new_zeros(shape.num_tokens, shape.row_bytes)
-            padded[slot][: len(rows)] = rows
-        _all_gather_single(out, padded[slot], group=group)
-        return out
+    # Dispatch without routing: every rank gets all tokens. A rank with fewer sends padding.
+    num_all = shape.num_ranks * shape.num_tokens
+    there = operation(
+        "all_gather", whole(shape.row_bytes), lambda out, x: _all_gather(out, x, group=group),
+        torch.empty(num_all, shape.row_bytes, dtype=torch.uint8, device=device),
+        [padded(as_bytes(expected.sent(rank, idx))) for idx in inputs], gathered_right,
+    )  # fmt: skip
+    yield there
 
-    def verify(result: Tensor, slot: int) -> bool:
-        blocks = result.view(shape.num_ranks, shape.num_tokens, shape.row_bytes)
-        wanted = (as_bytes(expected.x_of(peer, slot)) for peer in range(shape.num_ranks))
-        return all(
-            payload.same_bits(block[: len(want)], want)
-            for block, want in zip(blocks, wanted, strict=True)
-        )
+    def outputs(peer: int, input_idx: int) -> Tensor:
+        """Of a rank's experts for all tokens of all ranks: small integers, whose sum is exact in
+        any order, which is the library's own."""
+        numbers, sizes = generator(device, 100 * input_idx + peer), (num_all, shape.hidden)
+        out = torch.randint(8, sizes, generator=numbers, device=device, dtype=torch.uint8)
+        return out.to(torch.bfloat16)
 
-    moved = _collective_volume(expected, shape.row_bytes)
-    return Operation(f"{library} {ALL_GATHER}", call, verify, moved, is_rival=True)
+    def reduced_right(out: Tensor, input_idx: int) -> bool:
+        own = slice(rank * shape.num_tokens, (rank + 1) * shape.num_tokens)
+        total = torch.zeros(out.shape, device=device)
+        for peer in ranks:
+            total += outputs(peer, input_idx)[own]
+        return same_bits(out, total.to(torch.bfloat16))
 
+    # Combine without routing: every rank adds up its experts' outputs for all tokens.
+    back = operation(
+        "reduce_scatter", whole(shape.combine_row_bytes),
+        lambda out, x: _reduce_scatter(out, x, group=group),
+        torch.empty(shape.num_tokens, shape.hidden, dtype=torch.bfloat16, device=device),
+        [outputs(rank, idx) for idx in inputs], reduced_right,
+    )  # fmt: skip
+    yield back
+    if expected.low_latency:
 
-def reduce_scatter(expected: Expected, library: str, group: dist.ProcessGroup | None) -> Operation:
-    """Combine without routing: every rank adds up its experts' outputs for all tokens of all
-    ranks."""
-    shape = expected.workload
-    tokens = torch.arange(shape.num_ranks * shape.num_tokens, device=expected.device)
-    out = torch.empty(shape.num_tokens, shape.hidden, dtype=torch.bfloat16, device=expected.device)
-    own = slice(expected.rank * shape.num_tokens, (expected.rank + 1) * shape.num_tokens)
-    inputs: dict[int, Tensor] = {}
+        def pair(input_idx: int) -> Any:
+            return there.call(input_idx), back.call(input_idx)
 
-    def part(peer: int, keys_of: Tensor, slot: int) -> Tensor:
-        # Small integers: their sum is exact in any order, which is the library's own.
-        keys = payload.row_keys(peer, keys_of, slot, salt=99)
-        return (payload.byte_rows(keys, shape.hidden) & 7).to(torch.bfloat16)
+        def pair_right(result: Any, input_idx: int) -> bool:
+            return there.is_right(result[0], input_idx) and back.is_right(result[1], input_idx)
 
-    def call(slot: int) -> Tensor:
-        if slot not in inputs:
-            inputs[slot] = part(expected.rank, tokens, slot)
-        _reduce_scatter_single(out, inputs[slot], group=group)
-        return out
-
-    def verify(result: Tensor, slot: int) -> bool:
-        total = torch.zeros(result.shape, device=result.device)
-        for peer in range(shape.num_ranks):
-            total += part(peer, tokens[own], slot).float()
-        return payload.same_bits(result, total.to(torch.bfloat16))
-
-    moved = _collective_volume(expected, shape.combine_row_bytes)
-    return Operation(f"{library} {REDUCE_SCATTER}", call, verify, moved, is_rival=True)
+        moved = whole(shape.row_bytes) + whole(shape.combine_row_bytes)
+        yield Operation(f"{there.name} + reduce_scatter", pair, pair_right, moved, is_rival=True)

@@ -27,18 +27,23 @@ _DTYPES = {"bf16": "BF16", "fp8": "FP8", "nvfp4": "NVFP4", "logfmt": "LogFMT"}
 Line = dict[str, Any]
 
 
-def lines_of(document: dict[str, Any]) -> list[Line]:
-    lines: list[Line] = document.get("normal") or document.get("low_latency") or []
-    return lines
+def align(rows: Sequence[Sequence[str]], num_text_columns: int) -> str:
+    """Columns of equal width, as the bench prints them: text to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        texts, numbers = row[:num_text_columns], row[num_text_columns:]
+        cells = [cell.ljust(width) for cell, width in zip(texts, widths, strict=False)]
+        cells += map(str.rjust, numbers, widths[num_text_columns:])
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 def swept(lines: Sequence[Line]) -> str:
     """The first of SWEEPS of which the library's own lines have several values."""
     own = [line for line in lines if not line["is_rival"]]
-    for name, field in SWEEPS.items():
-        if len({line.get(field) for line in own}) > 1:
-            return name
-    return "tokens"
+    several = (name for name, key in SWEEPS.items() if len({line.get(key) for line in own}) > 1)
+    return next(several, "tokens")
 
 
 def label(line: Line, over: str) -> str:
@@ -59,12 +64,10 @@ def label(line: Line, over: str) -> str:
 
 
 def cell(lines: Iterable[Line], value: str) -> str:
-    field, text = VALUES[value]
-    found = {line["execution"]: text(line[field]) for line in lines if line.get(field) is not None}
-    eager, graph = found.get("eager"), found.get("graph")
-    if eager is None or graph is None:
-        return eager or (f"({graph})" if graph else "–")
-    return f"{eager} ({graph})"
+    key, text = VALUES[value]
+    found = {line["execution"]: text(line[key]) for line in lines if line.get(key) is not None}
+    graph = f"({found['graph']})" if "graph" in found else ""
+    return " ".join(filter(None, (found.get("eager"), graph))) or "–"
 
 
 def _column(line: Line, over: str) -> Any:
@@ -84,18 +87,15 @@ def table(lines: Sequence[Line], over: str, value: str) -> str:
     text.append("|---" * (len(columns) + 1) + "|")
     # What all rows have in common says nothing.
     counts = {line["num_tokens"] for line in lines}
-    common = f", {counts.pop()} tokens" if len(counts) == 1 else None
+    common = f", {counts.pop()} tokens" if len(counts) == 1 else "\n"
     for name, found in rows.items():
-        cells = [cell(found.get(column, ()), value) for column in columns]
-        shown = name if common is None else name.replace(common, "")
-        text.append(f"| {shown} | " + " | ".join(cells) + " |")
+        cells = [name.replace(common, ""), *(cell(found.get(it, ()), value) for it in columns)]
+        text.append(f"| {' | '.join(cells)} |")
     return "\n".join(text)
 
 
 def heading(document: dict[str, Any]) -> str:
-    machine = document["machine"]
-    name = machine.get("gpu", "host target")
-    limit = document.get("limit")
+    name, limit = document["machine"].get("gpu", "host target"), document.get("limit")
     found = f"{document['num_ranks']} × {name}, {document['date'][:10]}, `{document['command']}`"
     return found if limit is None else f"{found}; link limit {limit['gb_per_s']:.0f} GB/s"
 
@@ -105,7 +105,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m deep_comm.bench.tables", description=(__doc__ or "").split("\n\n")[1]
     )
     parser.add_argument("file", type=Path, nargs="+")
-    parser.add_argument("--over", choices=SWEEPS, help="default: what was swept")
     parser.add_argument("--value", choices=VALUES, default="us")
     parsed = parser.parse_args(arguments)
     for file in parsed.file:
@@ -113,11 +112,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             document = json.loads(file.read_text())
         except (OSError, ValueError) as error:
             parser.error(f"{file}: {error}")
-        lines = lines_of(document)
+        lines = document.get("normal") or document.get("low_latency")
         if not lines:
             parser.error(f"{file}: no lines of normal or low-latency mode")
-        print(heading(document) + "\n")
-        print(table(lines, parsed.over or swept(lines), parsed.value) + "\n")
+        print(f"{heading(document)}\n\n{table(lines, swept(lines), parsed.value)}\n")
     return 0
 
 

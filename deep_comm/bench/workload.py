@@ -1,10 +1,10 @@
-"""What is measured: one shape of tokens, where they go, and the bytes that this moves."""
+"""What is measured: tokens, the experts that they choose, and the bytes that this moves."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,29 +12,23 @@ from torch import Tensor
 from deep_comm import reference
 from deep_comm.topology import first_expert, num_local_experts
 
-FP8_BLOCK = 128  # elements that share a scale
-NVFP4_WORD = 64  # elements of four scales
-
 ROUTINGS = {
     "uniform": "every expert is as likely as any other",
-    "zipf": "the n-th most popular expert is chosen 1/n as often as the first; which expert is how "
-    "popular is random, so that no rank holds all popular ones",
+    "zipf": "the n-th most popular expert is chosen 1/n as often as the first, in a random order",
     "all-to-one": "every token chooses experts of rank 0 alone",
     "idle-rank": "uniform, but the last rank has no tokens of its own",
 }
-DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
-LOW_LATENCY_DTYPES = {**DTYPES, "nvfp4": torch.uint8}
-COMBINE_FORMATS = ("bf16", "logfmt")
+DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "nvfp4": torch.uint8}
 
 
 @dataclass(frozen=True)
 class Workload:
     """Tokens of every rank, and the experts that they choose. Equal on all ranks.
 
-    dtype "bf16", or "fp8": the payload is already quantised and carries a float32 scale per block
-    of 128 elements; "nvfp4" likewise, two elements in a byte and a byte of scale for 16, counted in
-    words of four. Experts' outputs, which combine takes, are bf16 either way; combine_format says
-    what low-latency rows travel home as.
+    Attributes:
+        dtype: what a dispatched row travels as: "bf16"; "fp8" with a float32 scale per 128
+            elements; "nvfp4", two elements in a byte, with a byte of scale per 16 elements.
+        combine_format: what a row of combine travels as: "bf16", or "logfmt" in low-latency mode.
     """
 
     num_ranks: int
@@ -47,32 +41,39 @@ class Workload:
     combine_format: str = "bf16"
 
     @property
-    def torch_dtype(self) -> torch.dtype:
-        return LOW_LATENCY_DTYPES[self.dtype]
-
-    @property
     def num_scales(self) -> int:
-        block = {"fp8": FP8_BLOCK, "nvfp4": NVFP4_WORD}.get(self.dtype)
-        return 0 if block is None else -(-self.hidden // block)
-
-    @property
-    def num_columns(self) -> int:
-        """Of a dispatched row, in elements of torch_dtype."""
-        return self.hidden // 2 if self.dtype == "nvfp4" else self.hidden
+        """Words of scales in a dispatched row."""
+        columns_per_word = {"fp8": 128, "nvfp4": 64}.get(self.dtype)
+        return 0 if columns_per_word is None else -(-self.hidden // columns_per_word)
 
     @property
     def row_bytes(self) -> int:
-        """A dispatched row with its scales."""
-        return self.num_columns * self.torch_dtype.itemsize + 4 * self.num_scales
+        """Of a dispatched row with its scales."""
+        num_columns = self.hidden // 2 if self.dtype == "nvfp4" else self.hidden
+        return num_columns * DTYPES[self.dtype].itemsize + 4 * self.num_scales
 
     @property
     def combine_row_bytes(self) -> int:
-        """LogFMT-10: ten bits an element and 4 bytes for 16 of them."""
+        """LogFMT-10 has 10 bits per element, and 4 bytes per 16 of them."""
         return 2 * self.hidden if self.combine_format == "bf16" else 3 * self.hidden // 2
+
+    @property
+    def total_tokens(self) -> int:
+        return sum(self.num_tokens_of(rank) for rank in range(self.num_ranks))
 
     def num_tokens_of(self, rank: int) -> int:
         is_idle = self.routing == "idle-rank" and rank == self.num_ranks - 1
         return 0 if is_idle and self.num_ranks > 1 else self.num_tokens
+
+    def tokens_of(self, rank: int) -> slice:
+        """A rank's tokens among those of all ranks."""
+        first = rank * self.num_tokens  # only the last rank may have fewer
+        return slice(first, first + self.num_tokens_of(rank))
+
+    def experts_of(self, rank: int) -> range:
+        """Global indices of a rank's experts."""
+        first = first_expert(rank, self.num_experts, self.num_ranks)
+        return range(first, first + num_local_experts(rank, self.num_experts, self.num_ranks))
 
     def describe(self) -> str:
         return (
@@ -90,9 +91,9 @@ class Routing:
     topk_weights: Tensor  # float32 [T, K], a token's sum to 1
 
 
-def routing_of(workload: Workload, rank: int, slot: int = 0) -> Routing:
-    """A function of workload, rank and slot, so that every rank knows every other's."""
-    generator = torch.Generator().manual_seed(1000 + rank + 64 * slot)
+def routing_of(workload: Workload, rank: int, input_idx: int = 0) -> Routing:
+    """A function of its arguments alone, so that every rank knows the routing of every other."""
+    generator = torch.Generator().manual_seed(1000 + rank + 64 * input_idx)
     num_tokens, num_topk = workload.num_tokens_of(rank), workload.num_topk
     popularity = _popularity(workload)
     num_choices = min(num_topk, int((popularity > 0).sum()))
@@ -107,66 +108,62 @@ def routing_of(workload: Workload, rank: int, slot: int = 0) -> Routing:
 
 
 def _popularity(workload: Workload) -> Tensor:
-    num_experts, num_ranks = workload.num_experts, workload.num_ranks
+    num_experts = workload.num_experts
     popularity = torch.ones(num_experts)
     if workload.routing == "zipf":
         order = torch.randperm(num_experts, generator=torch.Generator().manual_seed(7))
         popularity[order] = 1 / torch.arange(1, num_experts + 1, dtype=torch.float32)
     elif workload.routing == "all-to-one":
-        first = first_expert(0, num_experts, num_ranks)
         popularity.zero_()
-        popularity[first : first + num_local_experts(0, num_experts, num_ranks)] = 1
+        popularity[: len(workload.experts_of(0))] = 1
     return popularity
 
 
+@dataclass(frozen=True)
+class Plan:
+    """Routings of all ranks for one input, and what the reference says arrives, by rank.
+
+    The payload of the dispatches is int32 [n, 2]: a row's number among those of all ranks, and its
+    token on the source rank.
+    """
+
+    routings: tuple[Routing, ...]
+    dispatched: tuple[reference.Dispatched, ...]
+
+    def rows_between(self) -> list[list[int]]:
+        """[i][j]: rows that rank i sends to rank j."""
+        return [plan.is_token_in_rank.sum(dim=0).tolist() for plan in self.dispatched]
+
+
+def plan_of(workload: Workload, input_idx: int = 0) -> Plan:
+    # Does not depend on the payload, so that workloads that differ in dtype share it.
+    return _plan(replace(workload, hidden=1, dtype="bf16", combine_format="bf16"), input_idx)
+
+
 @functools.lru_cache(maxsize=4)
-def _plans(
-    num_ranks: int, num_tokens: int, num_experts: int, num_topk: int, routing: str
-) -> tuple[tuple[Routing, ...], tuple[reference.Dispatched, ...]]:
-    """Routings of all ranks and what the reference makes of them; independent of the payload."""
-    shape = Workload(num_ranks, num_tokens, 1, num_experts, num_topk, routing=routing)
-    routings = tuple(routing_of(shape, rank) for rank in range(num_ranks))
-    # The payload is the token's index: what arrives says where it came from.
-    tokens = [
-        torch.arange(shape.num_tokens_of(rank), dtype=torch.int32)[:, None]
-        for rank in range(num_ranks)
-    ]
+def _plan(workload: Workload, input_idx: int) -> Plan:
+    ranks = range(workload.num_ranks)
+    routings = tuple(routing_of(workload, rank, input_idx) for rank in ranks)
+    number = torch.arange(workload.total_tokens, dtype=torch.int32)
+    origins = []
+    for tokens in map(workload.tokens_of, ranks):
+        origins.append(torch.stack([number[tokens], number[tokens] - tokens.start], dim=1))
     dispatched = reference.dispatch(
-        tokens,
-        [routing.topk_idx for routing in routings],
-        num_experts,
+        origins, [routing.topk_idx for routing in routings], workload.num_experts,
         [routing.topk_weights for routing in routings],
-    )
-    return routings, tuple(dispatched)
-
-
-def plan_of(workload: Workload) -> tuple[Sequence[Routing], Sequence[reference.Dispatched]]:
-    """By rank: the routing, and what the reference says arrives, the payload being token
-    indices."""
-    return _plans(
-        workload.num_ranks,
-        workload.num_tokens,
-        workload.num_experts,
-        workload.num_topk,
-        workload.routing,
-    )
-
-
-def rows_between(workload: Workload) -> list[list[int]]:
-    """[i][j]: rows that rank i sends to rank j."""
-    _, dispatched = plan_of(workload)
-    per_rank = [plan.is_token_in_rank.sum(dim=0).tolist() for plan in dispatched]
-    return [[int(count) for count in counts] for counts in per_rank]
+    )  # fmt: skip
+    return Plan(routings, tuple(dispatched))
 
 
 @dataclass(frozen=True)
 class Volume:
     """Bytes of one operation at the rank where they are most.
 
-    logical: rows delivered to a rank with their scales, its own tokens' rows included, as MoE
-        libraries usually quote.
-    wire: what crosses a rank's link in its busier direction: rows of other ranks, with the
-        metadata that travels beside each.
+    Attributes:
+        logical_bytes: rows delivered to a rank with their scales, its own tokens' rows included,
+            as MoE libraries usually quote.
+        wire_bytes: what crosses a rank's link in its busier direction: rows of other ranks, with
+            the metadata that travels beside each.
     """
 
     logical_bytes: int
@@ -181,18 +178,16 @@ def volume(rows: Sequence[Sequence[int]], row_bytes: int, beside_bytes: int = 0)
 
     The way back (combine) has the same volume: the busier direction of a link is the same.
     """
-    ranks = range(len(rows))
-    received = [sum(rows[source][rank] for source in ranks) for rank in ranks]
-    foreign = [max(sum(rows[rank]), received[rank]) - rows[rank][rank] for rank in ranks]
+    received = [sum(column) for column in zip(*rows, strict=True)]
+    foreign = [max(sum(sent), received[rank]) - sent[rank] for rank, sent in enumerate(rows)]
     return Volume(max(received) * row_bytes, max(foreign) * (row_bytes + beside_bytes))
 
 
-def dispatch_volume(workload: Workload, *, is_cached: bool) -> Volume:
-    """Uncached rows are accompanied by source index, expert indices (int64) and weights."""
-    beside = 4 if is_cached else 4 + workload.num_topk * (8 + 4)
-    return volume(rows_between(workload), workload.row_bytes, beside)
-
-
-def combine_volume(workload: Workload) -> Volume:
-    """Combine without top-k weights: rows alone travel."""
-    return volume(rows_between(workload), workload.combine_row_bytes)
+def mean_volume(
+    workload: Workload, row_bytes: int, beside_bytes: int = 0, *, num_routings: int = 1
+) -> Volume:
+    """The mean over the routings of the first ``num_routings`` inputs."""
+    plans = [plan_of(workload, idx) for idx in range(num_routings)]
+    volumes = [volume(plan.rows_between(), row_bytes, beside_bytes) for plan in plans]
+    total = functools.reduce(Volume.__add__, volumes)
+    return Volume(total.logical_bytes // num_routings, total.wire_bytes // num_routings)

@@ -16,7 +16,7 @@ BLOCKS_HERE = {
 COMMANDS_HERE = {
     "deep_comm.doctor": (2, ""),
     "dispatch_combine --ranks 3": (3, ""),
-    "-m deep_comm.bench.nodes": (4, "every bit and every byte as it should be"),
+    "--mode nodes --ranks-per-node 2": (4, "every bit and every byte as it should be"),
     "deep_comm.bench --quick": (4, "targets on 4 GPUs"),
 }
 # What else takes minutes: python -m deep_comm.bench without --quick, over all layer sizes.

@@ -29,7 +29,6 @@ from typing import NoReturn
 PROGRAMS = (
     "torch.distributed.run",
     "deep_comm.bench.__main__",
-    "deep_comm.bench.nodes",
     "deep_comm.demo.__main__",
     "deep_comm.doctor.__main__",
     "deep_comm.simulate.__main__",

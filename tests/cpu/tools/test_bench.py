@@ -11,7 +11,10 @@ import torch
 import warm
 
 import deep_comm
-from deep_comm.bench import normal, operations, options, two_tier
+from deep_comm.bench import measure, nodes, operations, options
+from deep_comm.bench.report import Report
+from deep_comm.bench.runner import Runner
+from deep_comm.bench.scenarios import scenarios_of
 from deep_comm.bench.workload import Workload, routing_of
 from deep_comm.reference import get_dispatch_layout
 
@@ -55,13 +58,11 @@ def test_bench_measures_every_combination_and_writes_json(tmp_path: Path) -> Non
         for dtype in ("bf16", "fp8"):
             for mode in ("direct", "ring"):
                 for num_sms in (1, 4):
-                    for name in operations.NAMES:
+                    for name in operations.MEANINGS:
                         is_there = (routing, dtype, mode, num_sms, name) in seen
-                        wanted = True
-                        if name == operations.COMBINE_IN_PLACE:
+                        wanted = "cast" not in name or dtype == "bf16"
+                        if name == "combine in place":
                             wanted = (dtype, mode) == ("bf16", "direct")
-                        if name in (operations.CAST, operations.CAST_CACHED):
-                            wanted = dtype == "bf16"
                         assert is_there == wanted, name
     rivals = {line["name"] for line in lines if line["is_rival"]}
     assert rivals == {"gloo all_to_all_single", "gloo all_gather", "gloo reduce_scatter"}
@@ -113,28 +114,30 @@ def test_the_quick_profile_runs(tmp_path: Path) -> None:
 
 
 WRONG = """
-import sys, torch
-from deep_comm.bench import operations
+import sys, torch, deep_comm
 from deep_comm.bench.__main__ import main
-good = operations.BufferOperations._combine
-def bad(self, x, handle):
-    result = good(self, x, handle)
+good = deep_comm.Buffer.{call}
+def bad(*given, **named):
+    result = good(*given, **named)
     if torch.distributed.get_rank() == 1:
         result[0].view(torch.int16)[0, 0] ^= 1
     return result
-operations.BufferOperations._combine = bad
+deep_comm.Buffer.{call} = bad
 main(sys.argv[1:])
 """
 
 
-def test_one_wrong_bit_on_one_rank_ends_the_run_before_it_is_timed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("call", ["dispatch", "combine"])
+def test_one_wrong_bit_on_one_rank_ends_the_run_before_it_is_timed(
+    call: str, tmp_path: Path
+) -> None:
     script = tmp_path / "wrong.py"
-    script.write_text(WRONG)
+    script.write_text(WRONG.format(call=call))
     command = [*warm.torchrun(2), str(script), "--device", "cpu", *SMALL, *SHORT]
     command += ["--ops", "combine", "--no-rivals"]
     done = warm.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
     assert done.returncode != 0
-    assert "combine differs from the reference on ranks [1]" in done.stderr
+    assert f"{call} differs from the reference on ranks [1]" in done.stderr
     assert "wire MB" not in done.stdout
 
 
@@ -201,36 +204,63 @@ def test_two_tiers_are_measured_beside_one(tmp_path: Path) -> None:
         assert each["put_bytes"] == wanted * each["row_bytes"]
 
 
-@pytest.mark.parametrize("put_bytes", [3 * 256 - 1, 4 * 256, 0])
+@pytest.mark.parametrize("num_wrong", [-1, 256])
 def test_bytes_too_many_or_too_few_on_the_rail_end_the_run(
-    put_bytes: int, monkeypatch: pytest.MonkeyPatch
+    num_wrong: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    count = two_tier.RailCount("", "combine", 2, 0, rows=3, row_bytes=256, put_bytes=put_bytes)
-    monkeypatch.setattr(normal, "gather", lambda value: [value])
-    monkeypatch.setattr(two_tier, "count_rail", lambda *_arguments: iter([count]))
-    chosen = options.parse(["--device", "cpu", "--ranks-per-node", "2", *SMALL], "")
-    runner = normal.Runner(chosen, torch.device("cpu"), print)
-    scenario = chosen.scenarios_of(4)[-1]
-    assert scenario.mode == two_tier.MODE
-    with pytest.raises(normal.WrongResult, match="combine: bytes on the rail"):
-        runner._count_rail(None, None, scenario)  # type: ignore[arg-type]
+    """Of a combine of this rank, whose node sends back three sums."""
+    monkeypatch.setattr(measure, "gather", lambda value: [value])
+    monkeypatch.setattr("deep_comm.bench.runner.gather", lambda value: [value])
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    chosen = options.parse(["--device", "cpu", "--ranks-per-node", "2", *SMALL])
+    scenario = scenarios_of(chosen, 4)[-1]
+    assert scenario.mode == operations.TWO_TIER
+    combine = operations.Operation(
+        "combine", lambda _idx: None, lambda _result, _idx: True, None, rail_row_bytes=256
+    )
+    rows = nodes.rail_count(scenario, combine, 0, 2, 0)["rows"]
+    for wrong, is_right in ((0, True), (num_wrong, False)):
+        counted = iter([1000, 1000 + rows * 256 + wrong])
+        monkeypatch.setattr(nodes, "put_bytes", lambda _buffer: next(counted))
+        runner = Runner(chosen, torch.device("cpu"), print)
+        runner.report = Report()
+        if is_right:
+            assert runner._count_rail(scenario, combine, 2, None) == rows * 256  # type: ignore
+            continue
+        with pytest.raises(measure.WrongResult, match="combine: bytes on the rail"):
+            runner._count_rail(scenario, combine, 2, None)  # type: ignore
 
 
 def test_wrong_ranks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(normal, "gather", lambda value: [True, value, True])
-    normal.require_on_all_ranks(True, "dispatch")
-    with pytest.raises(normal.WrongResult, match=r"combine .* ranks \[1\]"):
-        normal.require_on_all_ranks(False, "combine")
+    monkeypatch.setattr(measure, "gather", lambda value: [True, value, True])
+    measure.require_on_all_ranks(True, "dispatch")
+    with pytest.raises(measure.WrongResult, match=r"combine .* ranks \[1\]"):
+        measure.require_on_all_ranks(False, "combine")
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--sms", "0"], ["--mode", "rings"], ["--tokens", "0"], ["--execution", "graph"]]
-)
+    "arguments",
+    [
+        ["--sms", "0"], ["--mode", "rings"], ["--tokens", "0"], ["--execution", "graph"],
+        ["--layout", "packed"], ["--mode", "nodes", "--plot", "x.png"],
+        ["--mode", "nodes,low-latency"], ["--mode", "low-latency", "--routing", "zipf"],
+        ["--mode", "low-latency", "--tokens", "8", "--max-tokens", "7"],
+        ["--mode", "low-latency", "--execution", "graph"],
+        ["--mode", "low-latency", "--layout", "rows"], ["--mode", "layer", "--decode-tokens", "0"],
+    ],
+)  # fmt: skip
 def test_bad_arguments_are_refused(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from deep_comm.bench import options
-
+    """Also those of other modes."""
     with pytest.raises(SystemExit):
-        options.parse(["--device", "cpu", *arguments], "")
-    assert arguments[0] in capsys.readouterr().err
+        options.parse(["--device", "cpu", *arguments])
+    assert arguments[-2] in capsys.readouterr().err
+
+
+def test_ranks_that_are_no_nodes_are_refused() -> None:
+    chosen = options.parse(["--device", "cpu", "--ranks-per-node", "3"])
+    with pytest.raises(SystemExit, match="4 ranks are no nodes of 3"):
+        scenarios_of(chosen, 4)
+    with pytest.raises(SystemExit, match="give --ranks-per-node"):
+        scenarios_of(options.parse(["--device", "cpu", "--mode", "nodes"]), 4)

@@ -12,9 +12,10 @@ import pytest
 import warm
 
 from deep_comm import tuning
-from deep_comm.bench import layer, layer_options, layer_report
-from deep_comm.bench.layer_report import Judged, Line, Pair
+from deep_comm.bench import layer
+from deep_comm.bench.layer import Line, Pair
 from deep_comm.bench.measure import Timing
+from deep_comm.bench.options import THRESHOLDS, TOKEN_SWEEP, Options, parse
 
 
 def timing(mean_us: float) -> Timing:
@@ -22,15 +23,21 @@ def timing(mean_us: float) -> Timing:
 
 
 def pair(prefill: float | None, decode: float | None, auto: float | None = None) -> Pair:
-    return Pair(*(None if value is None else timing(value) for value in (prefill, decode, auto)))
+    """With auto, that is timed in turn with the better mode."""
+    made = Pair(*(None if value is None else timing(value) for value in (prefill, decode)))
+    if auto is None:
+        return made
+    rival = min(value for value in (prefill, decode) if value is not None)
+    rounds = [[value] * 4 for value in (rival, auto, rival)]
+    return made.turned(([timing(value[0]) for value in rounds], rounds))
 
 
 def line(tokens: int, prefill: float, decode: float | None, auto: float | None = None) -> Line:
-    return Line(tokens, pair(prefill, decode, auto), pair(None, None), timing(3.0))
+    return Line(tokens, pair(prefill, decode, auto), Pair(), timing(3.0))
 
 
-def options(*arguments: str) -> layer.Options:
-    return layer.parse(["--mode", "layer", "--device", "cpu", *arguments], "")
+def options(*arguments: str) -> Options:
+    return parse(["--mode", "layer", "--device", "cpu", *arguments])
 
 
 def test_auto_is_compared_with_the_better_mode() -> None:
@@ -38,25 +45,27 @@ def test_auto_is_compared_with_the_better_mode() -> None:
     assert pair(100.0, 50.0, 55.0).verdict == "MISSED"
     assert pair(100.0, None, 104.0).ratio == pytest.approx(1.04)
     assert pair(100.0, None, 104.0).verdict == "ok"
-    beyond = dataclasses.replace(pair(100.0, 50.0, 102.0), decode_fits=False)
-    assert beyond.ratio == pytest.approx(1.02) and beyond.ratio_to_any == pytest.approx(2.04)
-    assert beyond.to_json()["ratio_to_any"] == beyond.ratio_to_any
-    text = layer_report.verdict([Line(1024, beyond, pair(None, None))], [], 128)
-    assert "within 1.05" in text and "larger decode_tokens" in text and "at 1024 (2.04)" in text
-    assert pair(100.0, 50.0).ratio is None and pair(None, None, 5.0).verdict == "-"
+    made = pair(100.0, 50.0, 102.0).to_json()
+    assert made["ratio"] == made["ratio_to_any"] == pytest.approx(2.04)
+    assert made["rival"]["mean_us"] == 50.0 and made["judged"]["noise"]["low"] == 1.0
+    assert pair(100.0, 50.0).ratio is None and Pair().verdict == "-"
     assert pair(100.0, 50.0).better == "decode" and pair(10.0, 50.0).better == "prefill"
-    assert pair(100.0, None).better == beyond.better == "prefill"
+    assert pair(100.0, None).better == "prefill"
 
 
-def test_what_was_timed_in_turn_with_auto_decides() -> None:
-    turned = dataclasses.replace(pair(100.0, 50.0, 62.0), rival=timing(60.0))
-    assert turned.ratio == pytest.approx(62 / 60) and turned.verdict == "ok"
-    assert turned.to_json()["rival"]["mean_us"] == 60.0
+def test_a_layer_that_was_built_for_more_is_no_rival_and_is_named() -> None:
+    beyond = dataclasses.replace(pair(100.0, 50.0), decode_fits=False)
+    assert beyond.better == "prefill"
+    rounds = [[100.0], [102.0], [100.0]]
+    beyond = beyond.turned(([timing(100.0), timing(102.0), timing(100.0)], rounds))
+    assert beyond.ratio == pytest.approx(1.02) and beyond.ratio_to_any == pytest.approx(2.04)
+    text = layer.verdict([Line(1024, beyond, Pair())], [], 128)
+    assert "within 1.05" in text and "larger decode_tokens" in text and "at 1024 (2.04)" in text
 
 
 def test_the_crossover_lies_where_the_lines_between_measured_sizes_meet() -> None:
     def of(*entries: tuple[int, float | None, float | None]) -> int:
-        return layer_report.crossover([(tokens, pair(p, d)) for tokens, p, d in entries])
+        return layer.crossover([(tokens, pair(p, d)) for tokens, p, d in entries])
 
     assert of((4, 9, 5), (1, 9, 3), (16, 9, 8), (8, 9, 10)) == 4 + 3  # gains 4 us, then loses 1
     assert of((1, 2, 3)) == 0
@@ -66,48 +75,50 @@ def test_the_crossover_lies_where_the_lines_between_measured_sizes_meet() -> Non
 
 
 def test_the_verdict_names_the_sizes_that_miss_and_those_left_out() -> None:
-    good = layer_report.verdict([line(1, 9, 3, 3.1)], [], 128)
+    good = layer.verdict([line(1, 9, 3, 3.1)], [], 128)
     assert "within 1.05" in good and "up to 1 tokens" in good and "NOT" not in good
-    bad = layer_report.verdict([line(1, 9, 3, 3.1), line(2, 9, 3, 4.5)], [4], 128)
+    bad = layer.verdict([line(1, 9, 3, 3.1), line(2, 9, 3, 4.5)], [4], 128)
     assert "MISSED" in bad and "at 2 (eager 1.500); worst 1.500" in bad
     assert "NOT COMPLETE" in bad and "before 4" in bad
-    assert "NOT COMPLETE" in layer_report.verdict([], [], 128)
+    assert "NOT COMPLETE" in layer.verdict([], [], 128)
 
 
 def test_captured_steps_are_judged_too() -> None:
     captured = Line(1, pair(9, 3, 3), pair(5, 2, 2.5))
-    text = layer_report.verdict([captured], [], 128)
+    text = layer.verdict([captured], [], 128)
     assert "at 1 (graph 1.250)" in text
-    cells = layer_report.row(captured).split()
-    assert cells == ["1", "9.0", "3.0", "-", "3.0", "1.000", "ok", "-", "5.0", "2.0", "-", "2.5",
-                     "1.250", "MISSED", "-", "-", "3.0", "-"]  # fmt: skip
+    cells = layer.row(captured).split()
+    assert cells == ["1", "9.0", "3.0", "3.0", "3.0", "1.000", "ok", "1.000", "5.0", "2.0", "2.0",
+                     "2.5", "1.250", "MISSED", "1.000", "-", "3.0", "3.0"]  # fmt: skip
+    assert (
+        len(layer.row(None)) == len(layer.row(captured)) == len(layer.row(Line(1, Pair(), Pair())))
+    )
 
 
 def test_a_turn_holds_auto_against_the_rounds_around_it() -> None:
     # A machine that becomes twice as slow, and one disturbed round: the medians know of neither.
     rival, again = [10.0, 10.0, 20.0, 20.0, 20.0], [10.0, 10.2, 20.0, 60.0, 20.4]
     auto = [10.2, 10.3, 20.4, 40.0, 20.8]
-    judged = Judged.of(rival, auto, again)
-    assert judged.ratio.median == pytest.approx(1.02)
-    assert judged.noise.median == pytest.approx(1.02) and judged.noise.high == pytest.approx(1.02)
-    judged_pair = dataclasses.replace(pair(100.0, 10.0, 90.0), rival=timing(10.0), judged=judged)
-    assert judged_pair.ratio == judged.ratio.median and judged_pair.verdict == "ok"
-    text = layer_report.verdict([Line(4, judged_pair, pair(None, None))], [], 128)
+    judged = layer.judge(rival, auto, again)
+    assert judged["ratio"]["median"] == pytest.approx(1.02)
+    assert judged["noise"]["median"] == judged["noise"]["high"] == pytest.approx(1.02)
+    made = pair(100.0, 10.0).turned(
+        ([timing(10.0), timing(90.0), timing(10.0)], [rival, auto, again])
+    )
+    assert made.ratio == judged["ratio"]["median"] and made.verdict == "ok"
+    text = layer.verdict([Line(4, made, Pair())], [], 128)
     assert "4 tokens, eager: auto over its rival 1.020 (" in text and "itself 1.020 (" in text
-    assert judged_pair.to_json()["judged"]["noise"]["low"] == 1.0
 
 
 def test_lists_and_defaults() -> None:
     assert options("--tokens", "3,5").tokens == (3, 5)
-    assert options("--tokens", "sweep").tokens == layer_options.TOKEN_SWEEP
+    assert options("--tokens", "sweep").tokens == TOKEN_SWEEP
     assert options("--quick").tokens == (1, 4, 16, 64)
     assert options().decode_tokens == 8
-    assert options("--decode-tokens", "measured").decode_tokens is None
-    assert layer_options.is_asked_for(["--mode=layer"]) and not layer_options.is_asked_for(
-        ["--mode", "ring"]
-    )
-    with pytest.raises(SystemExit):
-        options("--decode-tokens", "0")
+    assert options("--device", "cuda").decode_tokens == THRESHOLDS["default"]
+    assert options("--decode-tokens", "measured").decode_tokens == THRESHOLDS["measured"]
+    assert options("--device=cuda", "--quick").tokens == (1, 4, 16, 64, 256, 1024, 4096)
+    assert parse(["--mode=layer"]).family == "layer" and parse([]).family == "normal"
 
 
 def run_bench(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -151,6 +162,6 @@ def test_no_size_is_begun_when_the_budget_is_spent(tmp_path: Path) -> None:
 
 
 def test_a_size_that_takes_too_long_ends_the_run(tmp_path: Path) -> None:
-    done = run_bench(tmp_path, "--size-deadline-s", "1", "--iterations", "100000")
+    done = run_bench(tmp_path, "--size-deadline-s", "1", "--rounds", "100000")
     assert done.returncode != 0
     assert "Timeout (0:00:01)" in done.stderr and "_fixed" in done.stderr

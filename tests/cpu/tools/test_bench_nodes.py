@@ -1,61 +1,53 @@
-"""python -m deep_comm.bench.nodes on the host target."""
+"""The bench between nodes, on the host target."""
 
-import os
-import re
-import sys
+import json
+from pathlib import Path
 
 import pytest
 import warm
+from test_bench import BENCH, SHORT, run
 
-from deep_comm import reference_internode
-
-REFERENCE = reference_internode.dispatch
-
-
-def run(*arguments: str, launcher: tuple[str, ...] = ("-m",)) -> tuple[int, str]:
-    ended = warm.run(
-        [sys.executable, *launcher, "deep_comm.bench.nodes", "--device", "cpu", *arguments],
-        capture_output=True, text=True, timeout=250, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    return ended.returncode, ended.stdout + ended.stderr
+NODES = [*BENCH, "--ranks", "4", "--ranks-per-node", "2", "--tokens", "24", "--experts", "16"]
+NODES += ["--topk", "3", *SHORT]
 
 
-def test_rows_sums_and_bytes_are_checked_and_timed() -> None:
-    code, out = run(
-        "--ranks", "4", "--ranks-per-node", "2", "--tokens", "24", "--check-tokens", "13",
-        "--experts", "16", "--topk", "3", "--calls", "1", "--single-tier", "--gb-per-s", "1",
-        "--fp8",
-    )  # fmt: skip
-    assert code == 0, out
+@pytest.mark.parametrize("rings", [[], ["--rings"]])
+def test_rows_sums_and_bytes_are_checked_and_timed(tmp_path: Path, rings: list[str]) -> None:
+    file = tmp_path / "nodes.json"
+    mode = ["--mode", "nodes,direct", "--gb-per-s", "1", "--json", str(file)]
+    out = run([*NODES, *mode, *rings], tmp_path)
     assert "every bit and every byte as it should be" in out
-    assert re.search(
-        r"nodes +cached dispatch +\d+ us +0\.\d\d MB on the rail, +\d+\.\d GB/s, busy \d+ %", out
-    )
-    assert re.search(r"one node +combine +\d+ us\n", out)
-    assert re.search(r"one node +FP8 dispatch +\d+ us\n", out)
-    assert re.search(r"two tiers / one: cached dispatch \d+\.\d\d, combine \d+\.\d\d, FP8", out)
+    document = json.loads(file.read_text())
+    lines = {(line["mode"], line["name"]): line for line in document["normal"]}
+    names = ("dispatch cached", "combine", "dispatch cast cached")
+    assert set(lines) == {(mode, name) for mode in ("direct", "two-tier") for name in names}
+    assert {ratio["operation"] for ratio in document["two_tier"]} == set(names)
+    for name in names:
+        line = lines["two-tier", name]
+        assert line["rail_share"] == pytest.approx(line["rail_bytes"] / line["mean_us"] / 1e3)
+        counts = [it for it in document["rail"] if it["operation"] == name]
+        assert len(counts) == 4 and line["rail_bytes"] == max(it["put_bytes"] for it in counts)
+        assert all(it["put_bytes"] == it["rows"] * it["row_bytes"] > 0 for it in counts)
 
 
-@pytest.mark.parametrize("wrong", ["rows", "bytes"])
-def test_what_is_wrong_fails(wrong: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    from deep_comm import local
-    from deep_comm.bench import nodes
+WRONG_ROWS = """
+import sys, torch
+from deep_comm.bench import expected
+from deep_comm.bench.__main__ import main
+good = expected.Expected._all_rows
+def bad(self, input_idx):
+    # One rank brings other rows than the others are told of.
+    return good(self, input_idx + (torch.distributed.get_rank() == 3))
+expected.Expected._all_rows = bad
+main(sys.argv[1:])
+"""
 
-    parsed = vars(nodes.make_parser().parse_args(
-        ["--ranks-per-node", "1", "--tokens", "9", "--check-tokens", "5", "--experts", "8",
-         "--topk", "2", "--calls", "1", "--device", "cpu", "--hidden", "64", "--sms", "2"]
-    ))  # fmt: skip
-    parsed.pop("ranks")
-    if wrong == "rows":
-        # The ranks bring other rows to the check than the reference is told of.
-        monkeypatch.setattr(
-            nodes.reference_internode, "dispatch",
-            lambda x, *rest, **options: REFERENCE([part + 1 for part in x], *rest, **options),
-        )  # fmt: skip
-    else:
-        carried = nodes._carried
-        monkeypatch.setattr(nodes, "_carried", lambda buffer: 2 * carried(buffer))
 
-    ended = local.run(lambda group: nodes.rank_main(group, nodes.Options(**parsed)), 2)
-    assert ended == [False, False]
-    assert "WRONG" in capsys.readouterr().out
+def test_wrong_rows_end_the_run(tmp_path: Path) -> None:
+    script = tmp_path / "wrong.py"
+    script.write_text(WRONG_ROWS)
+    command = [*warm.torchrun(4), str(script), *NODES[3:5], "--mode", "nodes", *NODES[7:]]
+    done = warm.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
+    assert done.returncode != 0
+    assert "dispatch differs from the reference on ranks [0, 1, 2, 3]" in done.stderr, done.stderr
+    assert "as it should be" not in done.stdout

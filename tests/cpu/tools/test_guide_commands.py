@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from guide import BENCHES, BLOCKS, INLINE, SAID, checked, run_script
 
-from deep_comm.bench import layer, layer_options, nodes, options
-from deep_comm.bench.low_latency import options as low_latency
+from deep_comm.bench import options
 
 # By a word that only they have, and why not here. What is not named here runs.
 ELSEWHERE = {
@@ -71,17 +70,11 @@ def test_blocks_are_shell(block: str) -> None:
 @pytest.mark.parametrize(("module", "arguments"), BENCHES, ids=lambda part: " ".join(part))
 def test_benches_know_their_arguments(module: str, arguments: tuple[str, ...]) -> None:
     """What takes minutes to run, or GPUs: every word is one that the bench has."""
-    given = list(arguments)
-    if module == "deep_comm.bench.nodes":
-        nodes.make_parser().parse_args(given)
-    elif module == "deep_comm.bench.tables":
-        assert given and all(word.endswith(".json") for word in given)
-    elif low_latency.is_asked_for(given):
-        low_latency.parse(given, "")
-    elif layer_options.is_asked_for(given):
-        layer.parse(given, "")
+    if module == "deep_comm.bench.tables":
+        assert arguments and all(word.endswith(".json") for word in arguments)
     else:
-        options.parse(given, "")
+        assert module == "deep_comm.bench"
+        options.parse(["--device", "cuda", *arguments])
 
 
 def test_benches_were_found() -> None:
@@ -89,7 +82,7 @@ def test_benches_were_found() -> None:
     assert len(BENCHES) >= 15
     assert any("combine expanded" in arguments[-1] for _, arguments in BENCHES if arguments)
     with pytest.raises(SystemExit):
-        options.parse(["--no-such-word"], "")
+        options.parse(["--no-such-word"])
 
 
 def test_reasons_are_needed_and_programsrun_script() -> None:
