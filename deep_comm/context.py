@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from deep_comm import _core, absent, env, errors, tuning
@@ -34,8 +33,6 @@ from deep_comm.topology import (
 from deep_comm.tuning import DefaultConfig
 
 if TYPE_CHECKING:
-    import torch
-
     from deep_comm._core import Engine
     from deep_comm.ops.steps import PendingDispatch
     from deep_comm.trace.rings import Rings

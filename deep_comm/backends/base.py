@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 _POISON_BYTE = 0xA5
 
+OutputsEventMaker = Callable[..., EventHandle]
+"""(event, outputs, the stream that owns these): of a call on the communication stream."""
+
 EXCHANGE_API: object = getattr(Tensor, "__dlpack_c_exchange_api__", None)
 """DLPack's, for native code; None: this torch has none, and its attributes serve."""
 
@@ -118,8 +121,7 @@ class Backend(Protocol):
     streams: object  # of the device, for native code: see _core.streams
     framework: _core.Framework  # torch, for native code
     order: _core.StreamOrder  # of the Buffer's calls
-    # Of a call on the communication stream: (event, outputs, the stream that owns these).
-    outputs_event: Callable[[_core.Event, Sequence[Tensor], int], EventHandle] | None
+    outputs_event: OutputsEventMaker | None  # None: there are no streams
 
     def create_heap(
         self,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from deep_comm import _cuda, env
 from deep_comm.backends import in_process
-from deep_comm.backends.base import Heap
+from deep_comm.backends.base import Heap, OutputsEventMaker
 from deep_comm.backends.cuda_launch import Streams, current_raw_stream, streams_of
 from deep_comm.backends.foreign import Place
 from deep_comm.errors import TopologyError, UnsupportedError
@@ -144,7 +144,9 @@ class CudaBackend:
         native = streams_of(self._index)
         self.streams: object = native.door
         self.framework, self.order = self._streams.framework, self._streams.order
-        self.outputs_event = functools.partial(OutputsEvent, comm=self._comm_stream)
+        self.outputs_event: OutputsEventMaker | None = functools.partial(
+            OutputsEvent, comm=self._comm_stream
+        )
         self.mark = native.mark
         # Of every step of a layer's "auto".
         self.is_capturing: Callable[[], bool] = self._is_capturing

@@ -107,7 +107,11 @@ class Streams:
         if not self.native.is_device_current():
             device_scope = torch.cuda.device(self.index)
             device_scope.__enter__()
-            if previous_event is None and not async_finish and not self.native.is_capturing(compute):
+            if (
+                previous_event is None
+                and not async_finish
+                and not self.native.is_capturing(compute)
+            ):
                 return CallerLaunch(self, compute, device_scope)
         return CommLaunch(self, compute, device_scope, previous_event, async_finish, on_comm)
 
