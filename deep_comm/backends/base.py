@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from deep_comm.events import EventHandle
 from deep_comm.rendezvous import Rendezvous
 from deep_comm.topology import Topology
 
