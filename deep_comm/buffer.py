@@ -19,7 +19,7 @@ from deep_comm.context import Context
 from deep_comm.defaults import DEFAULT_NUM_SMS
 from deep_comm.errors import ArgumentError, UnsupportedError
 from deep_comm.events import EventHandle, EventOverlap
-from deep_comm.internode_buffer import InternodeCalls
+from deep_comm.internode import InternodeCalls
 from deep_comm.low_latency import LowLatencyCalls
 from deep_comm.settings import Settings
 

@@ -146,8 +146,7 @@ py::object handle_of(const BoundBuffer& buffer, std::shared_ptr<DispatchRecord> 
 
 HandleRequest read_handle(BoundBuffer& buffer, PyObject* handle) {
   HandleRequest request;
-  if (handle == Py_None) return request;
-  request.is_given = true;
+  request.is_given = handle != Py_None;
   const CallContext& context = buffer.context;
   if (std::shared_ptr<DispatchRecord> record = record_in(handle)) {
     const bool is_of_tier = (record->owner->num_nodes > 1) == context.group.is_internode();

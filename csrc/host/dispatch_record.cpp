@@ -35,7 +35,8 @@ Object part_of_expansion(const DispatchRecord& record, std::string_view name) {
 }  // namespace
 
 Object PartMemory::make(Framework& framework, uintptr_t address, const TensorSpec& spec) const {
-  if (is_words) return framework.part(tensor.get(), spec, address - base);
+  if (is_viewed) return framework.part(tensor.get(), spec, address - base);
+  // Views of several types could not be saved together.
   if (tensor) return framework.over(address, spec, std::make_shared<Object>(tensor));
   block->expose();
   return framework.over(address, spec, keeper);

@@ -50,17 +50,19 @@ struct PartMemory {
   uintptr_t base = 0;
   std::shared_ptr<void> keeper;  // of the receive region's memory: the heap and the block
   std::shared_ptr<Block> block;
-  Object tensor;  // or one of the framework's, contiguous, that begins at `base`
-  // It is of int32, and parts are views of it. Views of bytes would share memory as different types,
-  // which torch.save refuses.
-  bool is_words = false;
+  Object tensor;  // or one of the framework's that begins at `base`
+  bool is_viewed = false;  // parts are views of that
 
-  static PartMemory of(const MadeTensor& bytes) { return {bytes.address, {}, {}, bytes.tensor}; }
-  static PartMemory of_words(const MadeTensor& words) {
-    return {words.address, {}, {}, words.tensor, true};
+  // For parts of several types.
+  static PartMemory of_bytes(const MadeTensor& made) {
+    return {made.address, nullptr, nullptr, made.tensor, false};
+  }
+  // Flat, of int32, as all its parts are.
+  static PartMemory of_words(const MadeTensor& made) {
+    return {made.address, nullptr, nullptr, made.tensor, true};
   }
   static PartMemory of(const Memory& memory, std::shared_ptr<Block> block) {
-    return {memory.heap_base() + block->offset, memory.keep(block), block, {}};
+    return {memory.heap_base() + block->offset, memory.keep(block), block, {}, false};
   }
   Object make(Framework& framework, uintptr_t address, const TensorSpec& spec) const;
 };

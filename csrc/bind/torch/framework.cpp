@@ -293,7 +293,7 @@ Object TorchFramework::part(const void* tensor, const TensorSpec& spec, size_t o
   const py::handle whole = borrowed(tensor);
   const TensorRef found = reader_.read(whole.ptr());
   const size_t begin = offset / found.type.num_bytes;
-  if (!spec.is_contiguous()) {
+  if (spec.has_own_strides()) {
     return to_object(whole.attr("as_strided")(shape_of(spec), strides_of(spec), begin));
   }
   const size_t end = begin + spec.num_bytes() / found.type.num_bytes;

@@ -238,7 +238,7 @@ class ReservedDispatch : private NewDispatch {
       }
       const auto num_bytes = static_cast<int64_t>(layout.num_bytes());
       storage = memory.empty(TensorSpec::of(kUint8, {num_bytes}), *order);
-      block = PartMemory::of(storage);
+      block = PartMemory::of_bytes(storage);
     }
     set_addresses();
   }

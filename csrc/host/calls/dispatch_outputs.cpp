@@ -97,7 +97,7 @@ DispatchOutputs allocate_outputs(Memory& memory, const OutputForm& form, int64_t
   }
   if (form.is_expanded) {
     MadeTensor placed;
-    out.recv_rows = make(TensorSpec::of(kInt32, {num_tokens, form.num_topk}), &placed);
+    out.recv_rows = make(TensorSpec::of(kInt32, {num_tokens * form.num_topk}), &placed);
     out.placed = PartMemory::of_words(placed);
   }
   return out;

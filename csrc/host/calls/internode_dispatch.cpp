@@ -314,7 +314,7 @@ class ReservedTierDispatch : public CheckedTierDispatch {
       block_ = PartMemory::of(memory, std::move(block));
     } else {
       const auto num_bytes = static_cast<int64_t>(layout_.num_bytes());
-      block_ = PartMemory::of(memory.empty(TensorSpec::of(kUint8, {num_bytes}), order_));
+      block_ = PartMemory::of_bytes(memory.empty(TensorSpec::of(kUint8, {num_bytes}), order_));
     }
     using enum RoutingPart;
     const auto at = [&](RoutingPart part) { return layout_.address(block_.base, part); };

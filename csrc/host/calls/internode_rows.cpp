@@ -89,7 +89,7 @@ void TierRows::give_sources(CallContext& context, DispatchRecord& record) {
   if (source_block_ != nullptr) {
     memory = PartMemory::of(context.memory, std::move(source_block_));
   } else {
-    memory = PartMemory::of(source_storage_);
+    memory = PartMemory::of_bytes(source_storage_);
     record.held.tensors.push_back(std::move(source_storage_.tensor));
   }
   const auto add = [&](std::string_view name, uintptr_t address, const TensorSpec& spec) {

@@ -2,6 +2,7 @@
 when that succeeds, when not, and what failures leave behind.
 """
 
+import threading
 from typing import Any
 
 import internode
@@ -11,9 +12,8 @@ from internode import InternodeCase, run_case, verify
 from schedules import find_fault, pass_without_fault
 
 from deep_comm import Buffer, local, simulate
+from deep_comm._simt_tests import EarlyDispatches
 from deep_comm.errors import ConfigMismatch, ExpertIndexError, PeerTimeout
-from deep_comm.ops import internode as ops_internode
-from deep_comm.ops.early import EarlyLaunches
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -97,7 +97,7 @@ def test_one_call_with_very_many_tokens_is_not_remembered_for_ever() -> None:
 
 
 def test_attempts_come_back_after_a_success() -> None:
-    early = EarlyLaunches()
+    early = EarlyDispatches()
     for _ in range(200):
         if early.is_next():
             early.learn(False)
@@ -150,17 +150,32 @@ def test_a_failed_notify_leaves_nothing_behind_under_any_schedule(way: str) -> N
             raise AssertionError(f"seed {seed}: {error}") from error
 
 
-def test_a_rank_that_ends_between_the_two_launches_is_named_by_all() -> None:
+def test_a_rank_that_ends_between_the_two_launches_is_named_by_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has no room in its region, and none anywhere when all launch again."""
+    make, full = torch.empty_strided, threading.local()
+
+    def empty_strided(*args: Any, **options: Any) -> torch.Tensor:
+        if getattr(full, "is_so", lambda: False)():
+            raise MemoryError("the host could not go on")
+        return make(*args, **options)
+
+    monkeypatch.setattr(torch, "empty_strided", empty_strided)
+
     def main(group: Any) -> int | None:
         with buffer_of(group, timeout_s=0.5) as buffer:
             call(buffer, 6)
             named = None
             if group.rank() == 2:
-                engine = buffer.runtime
+                region, engine = buffer._context.region, buffer.runtime
+                kept, before = region.allocate(region.num_free_bytes), engine.num_launches
+                full.is_so = lambda: engine.num_launches == before + EARLY
                 idx = torch.zeros(5, 2, dtype=torch.int64)
-                with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError):
-                    patch.setattr(ops_internode, "dispatch_launcher", failing(engine))
+                with pytest.raises(MemoryError):
                     buffer.dispatch(torch.ones(5, H).bfloat16(), topk_idx=idx, num_experts=E)
+                full.is_so = lambda: False
+                del kept
             else:
                 with pytest.raises(PeerTimeout) as caught:
                     call(buffer, 5, to_all=False)
@@ -170,17 +185,6 @@ def test_a_rank_that_ends_between_the_two_launches_is_named_by_all() -> None:
             return named
 
     assert local.run(main, 4, timeout_s=60) == [2, 2, None, 2]
-
-
-def failing(of: Any) -> Any:
-    make = ops_internode.dispatch_launcher
-
-    def dispatch_launcher(ctx: Any, *form: Any) -> Any:
-        if ctx.engine is of:
-            raise MemoryError("the host could not go on")
-        return make(ctx, *form)
-
-    return dispatch_launcher
 
 
 # ---- simulated ----------------------------------------------------------------------------------

@@ -1,6 +1,12 @@
-"""Handle: named fields, and a sequence of the first six."""
+"""Handle: named fields, and a sequence of the first six; what a Buffer's calls take as one."""
 
 from __future__ import annotations
+
+import copy
+import dataclasses
+import io
+import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +14,7 @@ import torch
 import deep_comm
 from deep_comm import ArgumentError, Handle, HandleMismatch, local
 
-CPU = torch.device("cpu")
+NUM_TOKENS, NUM_EXPERTS, HIDDEN = 6, 4, 64
 
 
 def _six(num_ranks: int = 2, num_channels: int = 3, num_tokens: int = 5, num_rows: int = 7):
@@ -41,67 +47,133 @@ def test_shapes_have_names() -> None:
     assert (handle.num_ranks, handle.num_channels) == (2, 3)
     assert (handle.num_tokens, handle.num_recv_rows) == (5, 7)
     assert handle.num_recv_tokens is None
+    assert handle.has_default_sms is False
 
 
-def test_a_plain_tuple_of_six_serves_as_handle() -> None:
-    assert Handle.of(_six()).num_channels == 3
-    handle = Handle(*_six())
-    assert Handle.of(handle) is handle
+def _refused(value: Any, num_rows: int = 7) -> deep_comm.DeepCommError:
+    """What a combine of the second of two ranks says of such a handle."""
+
+    def rank_main(group: Any) -> deep_comm.DeepCommError | None:
+        with deep_comm.Buffer(group, 4 << 20, device="cpu", timeout_s=20) as buffer:
+            if buffer.rank == 1:
+                with pytest.raises(deep_comm.DeepCommError) as caught:
+                    buffer.combine(torch.ones(num_rows, HIDDEN), value)
+                return caught.value
+        return None
+
+    return local.run(rank_main, 2, timeout_s=60)[1]
 
 
 @pytest.mark.parametrize("value", [None, 3, (), _six()[:5], "handle"])
 def test_anything_else_is_refused(value: object) -> None:
-    with pytest.raises(ArgumentError) as caught:
-        Handle.of(value)
-    assert caught.value.argument == "handle"
+    error = _refused(value)
+    assert isinstance(error, ArgumentError)
+    assert error.argument == "handle"
+    assert "must be what dispatch returned" in str(error)
 
 
 def test_a_tuple_of_other_tensors_is_refused_by_position() -> None:
     six = list(_six())
     six[3] = six[3].long()
-    with pytest.raises(ArgumentError) as caught:
-        Handle.of(tuple(six))
-    assert caught.value.argument == "handle[3]"
+    error = _refused(tuple(six))
+    assert isinstance(error, ArgumentError)
+    assert error.argument == "handle[3]"
+    assert "contiguous 1-D tensor of torch.int32" in str(error)
 
 
-def test_a_handle_of_another_group_does_not_fit() -> None:
-    handle = Handle(*_six(), rank=1, members=("a", "b"))
-    handle.require_group(1, 2, ("a", "b"), CPU)
-    for rank, num_ranks, members in (
-        (0, 2, ("a", "b")),
-        (1, 3, ("a", "b", "c")),
-        (1, 2, ("a", "c")),
-    ):
-        with pytest.raises(HandleMismatch):
-            handle.require_group(rank, num_ranks, members, CPU)
+@pytest.mark.parametrize(
+    ("handle", "value"),
+    [
+        (Handle(*_six(), rank=0), "rank 0"),
+        (Handle(*_six(3), rank=1), "3 ranks"),
+        (_six(3), "3 ranks"),
+        (Handle(*_six(), rank=1, members=("a", "c")), "one of other ranks"),
+    ],
+)
+def test_a_handle_of_another_group_does_not_fit(handle: Any, value: str) -> None:
+    error = _refused(handle)
+    assert isinstance(error, HandleMismatch)
+    assert error.value == value
 
 
-def test_other_token_and_channel_counts_do_not_fit() -> None:
-    handle = Handle(*_six())
-    handle.require_num_tokens(5)
-    handle.require_num_channels(3)
-    with pytest.raises(HandleMismatch, match="5 tokens"):
-        handle.require_num_tokens(6)
-    with pytest.raises(HandleMismatch, match="3 channels"):
-        handle.require_num_channels(1)
+def test_other_row_and_channel_counts_do_not_fit() -> None:
+    error = _refused(_six(), num_rows=6)
+    assert isinstance(error, HandleMismatch)
+    assert error.value == "7 received rows"
 
-
-def test_a_handle_can_be_saved_and_copied() -> None:
-    """Its tensors share memory; that must not show."""
-    import copy
-    import io
-
-    def rank_main(group):
+    def rank_main(group: Any) -> None:
         with deep_comm.Buffer(group, 4 << 20, device="cpu", timeout_s=20) as buffer:
-            x = torch.ones(6, 64).bfloat16()
-            idx = torch.arange(6)[:, None] % 4
-            handle = buffer.dispatch(x, topk_idx=idx, topk_weights=idx.float(), num_experts=4)[4]
+            config = deep_comm.Config(2, 4, 8)
+            with pytest.raises(HandleMismatch, match="3 channels"):
+                buffer.combine(torch.ones(7, HIDDEN), _six(), config=config)
+            with pytest.raises(HandleMismatch, match="5 tokens"):
+                buffer.dispatch(torch.ones(6, HIDDEN), handle=_six())
+            with pytest.raises(HandleMismatch, match="without expansion"):
+                buffer.dispatch(torch.ones(5, HIDDEN), handle=_six(), expand=True)
+
+    local.run(rank_main, 2, timeout_s=60)
+
+
+def _dispatched(buffer: deep_comm.Buffer, expand: bool) -> tuple[Any, ...]:
+    x = torch.ones(NUM_TOKENS, HIDDEN).bfloat16()
+    idx = torch.arange(NUM_TOKENS)[:, None] % NUM_EXPERTS
+    received = buffer.dispatch(
+        x, topk_idx=idx, topk_weights=idx.float(), num_experts=NUM_EXPERTS, expand=expand
+    )
+    return x, received[0], received[4]
+
+
+@pytest.mark.parametrize("num_nvl_bytes", [4 << 20, 160 << 20], ids=["rings", "region"])
+@pytest.mark.parametrize("expand", [False, True])
+def test_a_handle_can_be_saved_and_copied(num_nvl_bytes: int, expand: bool) -> None:
+    """Its tensors share memory; that must not show."""
+
+    def rank_main(group: Any) -> None:
+        with deep_comm.Buffer(group, num_nvl_bytes, device="cpu", timeout_s=20) as buffer:
+            x, rows, handle = _dispatched(buffer, expand)
             file = io.BytesIO()
             torch.save(tuple(handle), file)
             file.seek(0)
-            saved = torch.load(file)
-            for other in (saved, copy.deepcopy(handle), tuple(t.clone() for t in handle)):
-                rows = buffer.dispatch(x, handle=other)[0]
-                assert torch.equal(buffer.combine(rows, other)[0], x)
+            others = [
+                copy.deepcopy(handle),
+                copy.copy(handle),
+                pickle.loads(pickle.dumps(handle)),
+                dataclasses.replace(handle),
+            ]
+            if not expand:
+                others += [torch.load(file), tuple(t.clone() for t in handle), list(handle)]
+            for other in others:
+                if isinstance(other, Handle):
+                    assert other.num_recv_tokens == handle.num_recv_tokens
+                    assert other.members == handle.members
+                for _ in range(2):  # a second call takes what the first has found
+                    assert torch.equal(buffer.dispatch(x, handle=other)[0], rows)
+                    assert torch.equal(buffer.combine(rows, other)[0], x)
+
+    local.run(rank_main, 2, timeout_s=60)
+
+
+def test_another_buffer_of_the_group_takes_a_handle() -> None:
+    def rank_main(group: Any) -> None:
+        options = dict(device="cpu", timeout_s=20)
+        with deep_comm.Buffer(group, 4 << 20, **options) as one:
+            with deep_comm.Buffer(group, 4 << 20, **options) as other:
+                x, rows, handle = _dispatched(one, False)
+                given = dataclasses.replace(handle)
+                for buffer in (other, one, other):
+                    assert torch.equal(buffer.combine(rows, handle)[0], x)
+                    assert torch.equal(buffer.combine(rows, given)[0], x)
+
+    local.run(rank_main, 2, timeout_s=60)
+
+
+def test_tensors_of_a_handle_outlive_the_buffer() -> None:
+    def rank_main(group: Any) -> None:
+        buffer = deep_comm.Buffer(group, 160 << 20, device="cpu", timeout_s=20)
+        handle = _dispatched(buffer, True)[2]
+        buffer.destroy()
+        assert handle.num_recv_tokens_tensor.tolist() == [handle.num_recv_tokens]
+        assert handle.expansion.expert_counts.sum() == handle.expansion.num_rows
+        assert handle.recv_src_idx.shape == (handle.num_recv_tokens,)
 
     local.run(rank_main, 2, timeout_s=60)
