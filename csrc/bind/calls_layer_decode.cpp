@@ -69,31 +69,31 @@ py::object LayerDecode::begin(const Arguments<4>& given) {
   const TensorRef x = reader().read(given_x), idx = reader().read(given_idx);
   const TensorRef weights = reader().read(given_weights);
   const bool is_asking = is_asking_object == Py_True;
-  const bool is_plain =
-      x.kind == Kind::kTensor && idx.kind == Kind::kTensor && weights.kind == Kind::kTensor &&
-      x.type == kBfloat16 && x.num_dims == 2 && x.shape[1] == hidden &&
-      x.shape[0] <= decode_tokens && idx.num_dims == 2 && idx.shape[1] == num_topk;
+  const bool is_plain = x.kind == Kind::kTensor && idx.kind == Kind::kTensor &&
+                        weights.kind == Kind::kTensor && x.type == kBfloat16 && x.num_dims == 2 &&
+                        x.shape[1] == hidden && x.shape[0] <= decode_tokens && idx.num_dims == 2 &&
+                        idx.shape[1] == num_topk;
   // Where a graph is captured, "auto" asks nobody.
   if (!is_plain || (is_asking && is_capturing())) return py::none();
   const bool tells = is_asking && words;
   if (tells) words->claim();
   // A kernel that stores to the host's memory ends 0.8 us later: it does so where there are no words.
-  ReservedLowLatencyDispatch reserved = calls().reserve(
-      calls().check({.x = x,
-                     .topk_idx = idx,
-                     .topk_weights = weights,
-                     .num_max_tokens = integer_of(num_slots),
-                     .num_experts = integer_of(num_experts),
-                     .is_reporting = is_asking && !words,
-                     .is_flat = true}));
+  ReservedLowLatencyDispatch reserved =
+      calls().reserve(calls().check({.x = x,
+                                     .topk_idx = idx,
+                                     .topk_weights = weights,
+                                     .num_max_tokens = integer_of(num_slots),
+                                     .num_experts = integer_of(num_experts),
+                                     .is_reporting = is_asking && !words,
+                                     .is_flat = true}));
   const uint64_t exchange = tells ? words->tell(static_cast<uint64_t>(x.shape[0])) : 0;
   LowLatencyDispatchResult sent = calls().launch(std::move(reserved));
   auto values = py::reinterpret_steal<py::dict>(PyDict_Copy(common.ptr()));
   if (!values) throw py::error_already_set();
   values["x"] = object_of(std::move(sent.recv_x));
   values["num_tokens_per_expert"] = object_of(std::move(sent.recv_count));
-  values["state"] = Decoded{std::move(sent.record),
-                            py::reinterpret_borrow<py::object>(given_idx), exchange};
+  values["state"] =
+      Decoded{std::move(sent.record), py::reinterpret_borrow<py::object>(given_idx), exchange};
   return batch_of(std::move(values));
 }
 
@@ -105,8 +105,8 @@ Object LayerDecode::sums_of(const Arguments<2>& given) {
   if (words && state.exchange != 0) words->prefetch(state.exchange);
   const TensorRef rows = reader().read(given_rows);
   const LowLatencyForm& form = *state.record->form;
-  const bool is_plain = rows.kind == Kind::kTensor && rows.is_on_device &&
-                        rows.type == kBfloat16 && rows.num_dims == 2 &&
+  const bool is_plain = rows.kind == Kind::kTensor && rows.is_on_device && rows.type == kBfloat16 &&
+                        rows.num_dims == 2 &&
                         rows.shape[0] == form.num_local_experts * form.num_rows &&
                         rows.shape[1] == hidden && rows.is_contiguous();
   if (!is_plain) return {};
@@ -137,8 +137,9 @@ void bind_layer_decode(py::module_& m) {
   using namespace pybind11::literals;
   py::class_<Decoded>(m, "Decoded", py::module_local(), "What combine needs of a decode batch.")
       .def(py::init([](const py::object& handle, py::object topk_idx, uint64_t exchange) {
-             return Decoded{handle.attr("_record").cast<std::shared_ptr<LowLatencyDispatchRecord>>(),
-                            std::move(topk_idx), exchange};
+             return Decoded{
+                 handle.attr("_record").cast<std::shared_ptr<LowLatencyDispatchRecord>>(),
+                 std::move(topk_idx), exchange};
            }),
            "handle"_a, "topk_idx"_a, "exchange"_a)
       .def_readonly("record", &Decoded::record)
@@ -156,10 +157,9 @@ void bind_layer_decode(py::module_& m) {
           told.emplace(address, rank, num_ranks);
         }
         const py::object raise_recorded = low_latency->buffer->python.raise_recorded;
-        const auto layer = std::make_shared<LayerDecode>(
-            LayerDecode{std::move(low_latency), num_slots, hidden, num_topk, num_experts,
-                        decode_tokens, std::move(batch_of), std::move(common), told, words,
-                        std::move(learn)});
+        const auto layer = std::make_shared<LayerDecode>(LayerDecode{
+            std::move(low_latency), num_slots, hidden, num_topk, num_experts, decode_tokens,
+            std::move(batch_of), std::move(common), told, words, std::move(learn)});
         return py::make_tuple(
             method_function<&LayerDecode::begin>("begin", layer, raise_recorded),
             method_function<&LayerDecode::end>("end", layer, raise_recorded),

@@ -44,8 +44,7 @@ std::shared_ptr<Record> BoundLowLatency::read_handle(PyObject* handle) const {
   const int is_handle = PyObject_IsInstance(handle, handle_type.ptr());
   if (is_handle < 0) throw py::error_already_set();
   if (is_handle == 0) return nullptr;
-  const auto record =
-      py::reinterpret_steal<py::object>(PyObject_GetAttr(handle, name_of_record()));
+  const auto record = py::reinterpret_steal<py::object>(PyObject_GetAttr(handle, name_of_record()));
   if (!record) throw py::error_already_set();
   return record.cast<std::shared_ptr<Record>>();
 }
@@ -115,22 +114,20 @@ py::object BoundLowLatency::combine(const Arguments<11>& given) {
   const auto [x, topk_idx, topk_weights, handle, use_logfmt, zero_copy, async_finish,
               return_recv_hook, out, wait_stats, one_rounding] = given;
   const TensorReader& reader = buffer->reader;
-  LowLatencyCombineResult result =
-      calls.combine({.x = reader.read(x),
-                     .topk_idx = reader.read(topk_idx),
-                     .topk_weights = reader.read(topk_weights),
-                     .out = reader.read(out),
-                     .wait_stats = reader.read(wait_stats),
-                     .handle = read_handle(handle),
-                     .handle_object = handle,
-                     .use_logfmt = read_flag(use_logfmt),
-                     .zero_copy = read_flag(zero_copy),
-                     .one_rounding = read_flag(one_rounding),
-                     .is_async = read_flag(async_finish),
-                     .has_hook = read_flag(return_recv_hook)});
+  LowLatencyCombineResult result = calls.combine({.x = reader.read(x),
+                                                  .topk_idx = reader.read(topk_idx),
+                                                  .topk_weights = reader.read(topk_weights),
+                                                  .out = reader.read(out),
+                                                  .wait_stats = reader.read(wait_stats),
+                                                  .handle = read_handle(handle),
+                                                  .handle_object = handle,
+                                                  .use_logfmt = read_flag(use_logfmt),
+                                                  .zero_copy = read_flag(zero_copy),
+                                                  .one_rounding = read_flag(one_rounding),
+                                                  .is_async = read_flag(async_finish),
+                                                  .has_hook = read_flag(return_recv_hook)});
   py::object event = overlap_of(result.completion), hook = hook_of(result.completion);
-  return py::make_tuple(object_of(std::move(result.combined_x)), std::move(event),
-                        std::move(hook));
+  return py::make_tuple(object_of(std::move(result.combined_x)), std::move(event), std::move(hook));
 }
 
 py::object BoundLowLatency::wait_num_tokens(const Arguments<0>& /*none*/) {
@@ -167,8 +164,10 @@ void bind_low_latency_calls(py::module_& m) {
                              [](const Record& self) { return self.form->options().is_compact; })
       .def_property_readonly("rank", [](const Record& self) { return self.form->members->rank; })
       .def_property_readonly(
-          "members", [](const Record& self) { return py::tuple(py::cast(self.form->members->names)); })
-      .def_property_readonly("rows_shape", [](const Record& self) { return tuple_of(self.form->rows); })
+          "members",
+          [](const Record& self) { return py::tuple(py::cast(self.form->members->names)); })
+      .def_property_readonly("rows_shape",
+                             [](const Record& self) { return tuple_of(self.form->rows); })
       .def_property_readonly(
           "metadata", [](const Record& self) { return object_of(Object(self.metadata.tensor)); })
       .def(
@@ -219,8 +218,7 @@ void bind_low_latency_calls(py::module_& m) {
             const std::shared_ptr<Record> record = self.read_handle(handle.ptr());
             self.calls.require_handle(record.get(), handle.ptr());
             const uintptr_t address = self.buffer->reader.read(buffer.ptr()).address;
-            self.calls.keep_combine_buffer(*record->form,
-                                           {to_object(std::move(buffer)), address});
+            self.calls.keep_combine_buffer(*record->form, {to_object(std::move(buffer)), address});
           },
           "handle"_a, "buffer"_a)
       .def_property_readonly("num_forms",

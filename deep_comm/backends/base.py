@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from deep_comm.events import EventHandle
 from deep_comm.rendezvous import Rendezvous
 from deep_comm.topology import Topology
 
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from deep_comm import _core
     from deep_comm._core import Engine
     from deep_comm.backends.foreign import Place
+
+OutputsEventMaker = Callable[..., EventHandle]
+"""(event, outputs, the stream that owns these): of a call on the communication stream."""
 
 EXCHANGE_API: object = getattr(Tensor, "__dlpack_c_exchange_api__", None)
 """DLPack's, for native code; None: this torch has none, and its attributes serve."""
@@ -62,8 +66,7 @@ class Backend(Protocol):
     streams: object  # of the device, for native code: see _core.streams
     framework: _core.Framework  # torch, for native code
     order: _core.StreamOrder  # of the Buffer's calls
-    # Of a call on the communication stream: (event, outputs, the stream that owns these).
-    outputs_event: Callable[[_core.Event, Sequence[Tensor], int], EventHandle] | None
+    outputs_event: OutputsEventMaker | None  # None: there are no streams
 
     def create_heap(
         self,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deep_comm import _core, env
 from deep_comm.backends import in_process
-from deep_comm.backends.base import EXCHANGE_API, Heap
+from deep_comm.backends.base import EXCHANGE_API, Heap, OutputsEventMaker
 from deep_comm.backends.foreign import Place
 from deep_comm.errors import UnsupportedError
 from deep_comm.rendezvous import Rendezvous
@@ -125,11 +125,11 @@ class CpuBackend:
 
     def __init__(self) -> None:
         self.streams = _core.streams()
-        self.framework = _core.TorchFramework(
+        self.framework: _core.Framework = _core.TorchFramework(
             device=self.device, comm_stream=None, exchange_api=EXCHANGE_API, current_stream=None
         )
         self.order = _core.StreamOrder(self.streams, self.framework, 0)
-        self.outputs_event = None
+        self.outputs_event: OutputsEventMaker | None = None
 
     def create_heap(
         self,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from deep_comm import _core, _cuda
 from deep_comm.backends import in_process
-from deep_comm.backends.base import EXCHANGE_API, Heap
+from deep_comm.backends.base import EXCHANGE_API, Heap, OutputsEventMaker
 from deep_comm.backends.cuda_streams import current_raw_stream, make_framework, streams_of
 from deep_comm.backends.foreign import Place
 from deep_comm.errors import TopologyError, UnsupportedError
@@ -136,7 +136,9 @@ class CudaBackend:
         self.streams: object = native.door
         self.framework = make_framework(device, self._comm_stream)
         self.order = _core.StreamOrder(native.door, self.framework, self._comm_stream.cuda_stream)
-        self.outputs_event = functools.partial(OutputsEvent, comm=self._comm_stream)
+        self.outputs_event: OutputsEventMaker | None = functools.partial(
+            OutputsEvent, comm=self._comm_stream
+        )
         # Of every step of a layer's "auto".
         check = native.capture_check(self._index, EXCHANGE_API)
         self.is_capturing: Callable[[], bool] = check or self._is_capturing

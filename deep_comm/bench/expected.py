@@ -1,8 +1,8 @@
 """Inputs of one rank, and the results that the reference gives for them, on the rank's device.
 
-Every rank can make the rows of all ranks: random ones, by input. deep_comm.reference says which of
-them arrive in which order; the order of additions is the one it states, written here for many rows
-at once.
+Every rank can make the rows of all ranks, which are random. deep_comm.reference says which of them
+arrive in which order; the order of additions is the one it states, written here for many rows at
+once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from deep_comm import reference, reference_low_latency
-from deep_comm.bench.payload import generator, row_bytes, same_bits
+from deep_comm.bench.payload import integers, row_bytes, same_bits
 from deep_comm.bench.workload import DTYPES, Plan, Routing, Workload, plan_of
 
 Payload = Tensor | tuple[Tensor, Tensor]
@@ -85,19 +85,19 @@ class Expected:
     # ---- rows ----------------------------------------------------------------------------------
 
     def _all_rows(self, input_idx: int) -> Tensor:
-        """bf16 [tokens of all ranks, H]."""
-        sizes, numbers = self.workload, generator(self.device, 1000 + input_idx)
-        shape = (sizes.total_tokens, sizes.hidden)
-        return torch.randn(shape, generator=numbers, device=self.device).to(torch.bfloat16)
+        """bf16 [tokens of all ranks, H]: of both signs, up to 2, every mantissa."""
+        sizes, limit = (self.workload.total_tokens, self.workload.hidden), 1 << 15
+        numbers = integers(-limit, limit, sizes, 1000 + input_idx, self.device)
+        return numbers.to(torch.bfloat16) / (limit // 2)
 
     def _payload(self, input_idx: int) -> Payload:
-        """The same as they travel."""
-        shape, rows = self.workload, self.all_rows(input_idx)
+        """Rows of all ranks as they travel."""
+        shape, num_rows, device = self.workload, self.workload.total_tokens, self.device
         if self.low_latency or shape.dtype == "bf16":
-            return cast(rows, shape.dtype)
-        numbers, num_scales = generator(self.device, 2000 + input_idx), shape.num_scales
-        scales = torch.rand(len(rows), num_scales, generator=numbers, device=self.device)
-        return rows.to(DTYPES[shape.dtype]), scales
+            return cast(self.all_rows(input_idx), shape.dtype)
+        bits = integers(0, 256, (num_rows, shape.hidden), 2000 + input_idx, device, torch.uint8)
+        scales = integers(1, 1 << 16, (num_rows, shape.num_scales), 3000 + input_idx, device)
+        return bits.view(DTYPES[shape.dtype]), scales.float() / (1 << 16)
 
     def sent(self, rank: int, input_idx: int) -> Payload:
         """What a rank sends."""

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deep_comm.bench.measure import Effort, Work, gather, require_on_all_ranks, time_over_ranks
-from deep_comm.bench.payload import generator, same_bits
+from deep_comm.bench.payload import integers, same_bits
 
 PUSH_BLOCKS = (8, 24, 64, 132)
 NUM_PUSH_WARPS = 3  # more were never faster
@@ -81,8 +81,7 @@ def _receive_areas(device: int, num_bytes: int) -> Iterator[list[int]]:
 def _pushed_rows(source: int, num_rows: int, row_bytes: int, device: torch.device) -> Tensor:
     """uint8 [num_rows, R - 1, row_bytes]: what a rank pushes, to the ranks after it in turn."""
     sizes = num_rows, dist.get_world_size() - 1, row_bytes
-    numbers = generator(device, source)
-    return torch.randint(256, sizes, generator=numbers, device=device, dtype=torch.uint8)
+    return integers(0, 256, sizes, source, device, torch.uint8)
 
 
 def measure(device: torch.device, row_bytes: int, effort: Effort) -> LinkLimit:

@@ -14,6 +14,7 @@ from deep_comm.bench.operations import TWO_TIER, Operation
 from deep_comm.bench.scenarios import MAX_TWO_TIER_SMS, Scenario
 from deep_comm.bench.tables import align
 from deep_comm.bench.workload import plan_of
+from deep_comm.scale.traffic import count
 from deep_comm.topology import discover, host_identity, requested_ranks_per_node
 
 if TYPE_CHECKING:
@@ -47,20 +48,13 @@ def rail_count(
     and another node; of combine, of the tokens that came to this rank over its rail."""
     per_node, shape = scenario.ranks_per_node, scenario.workload
     assert per_node is not None
-    node, local = divmod(rank, per_node)
-    others = set(range(shape.num_ranks // per_node)) - {node}
-
-    def sent(source: int, to: int) -> int:
-        mask = plan_of(shape).dispatched[source].is_token_in_rank
-        return int(mask[:, to * per_node : (to + 1) * per_node].any(dim=1).sum())
-
-    if operation.name == "combine":
-        rows = sum(sent(other * per_node + local, node) for other in others)
-    else:
-        rows = sum(sent(rank, other) for other in others)
+    routings = [routing.topk_idx for routing in plan_of(shape).routings]
+    traffic = count(routings, shape.num_ranks, per_node, shape.num_experts, num_channels=1)
+    rows = traffic.rail_rows_in() if operation.name == "combine" else traffic.rail_rows()
     return {
         "workload": shape.describe(), "operation": operation.name, "num_sms": num_sms,
-        "rank": rank, "rows": rows, "row_bytes": operation.rail_row_bytes, "put_bytes": num_bytes,
+        "rank": rank, "rows": int(rows[rank]), "row_bytes": operation.rail_row_bytes,
+        "put_bytes": num_bytes,
     }  # fmt: skip
 
 

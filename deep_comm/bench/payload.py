@@ -1,13 +1,15 @@
-"""Rows as bytes: torch cannot compare or index every dtype, but it can bytes."""
+"""Random integers that are alike everywhere, and rows as bytes, whatever their dtype."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 
 def row_bytes(rows: Tensor) -> Tensor:
-    """uint8 [n, bytes of a row] of rows in the last dimension."""
+    """uint8 [n, bytes of a row] of rows in the last dimension: torch cannot index every dtype."""
     num_bytes = rows.shape[-1] * rows.element_size()
     flat = rows.reshape(-1).contiguous().view(torch.uint8)
     return flat.view(len(flat) // num_bytes, num_bytes)
@@ -23,6 +25,10 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return bool(torch.equal(*as_bytes))
 
 
-def generator(device: torch.device, seed: int) -> torch.Generator:
-    """Gives every rank the same numbers."""
-    return torch.Generator(device).manual_seed(seed)
+def integers(
+    low: int, high: int, sizes: Sequence[int], seed: int, device: torch.device,
+    dtype: torch.dtype = torch.int32,
+) -> Tensor:  # fmt: skip
+    """Uniform in low..high - 1; the same on all ranks whose devices are of one kind."""
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randint(low, high, sizes, generator=generator, device=device, dtype=dtype)

@@ -13,7 +13,7 @@ from torch import Tensor
 from deep_comm.bench.expected import Expected, Payload
 from deep_comm.bench.measure import nccl_group
 from deep_comm.bench.operations import Operation
-from deep_comm.bench.payload import generator, row_bytes, same_bits
+from deep_comm.bench.payload import integers, row_bytes, same_bits
 from deep_comm.bench.workload import Volume, mean_volume
 
 ALL_TO_ALL = "all_to_all_single"
@@ -92,9 +92,8 @@ def operations(expected: Expected) -> Iterator[Operation]:
     def outputs(peer: int, input_idx: int) -> Tensor:
         """Of a rank's experts for all tokens of all ranks: small integers, whose sum is exact in
         any order, which is the library's own."""
-        numbers, sizes = generator(device, 100 * input_idx + peer), (num_all, shape.hidden)
-        out = torch.randint(8, sizes, generator=numbers, device=device, dtype=torch.uint8)
-        return out.to(torch.bfloat16)
+        seed, sizes = 100 * input_idx + peer, (num_all, shape.hidden)
+        return integers(0, 8, sizes, seed, device, torch.uint8).to(torch.bfloat16)
 
     def reduced_right(out: Tensor, input_idx: int) -> bool:
         own = slice(rank * shape.num_tokens, (rank + 1) * shape.num_tokens)

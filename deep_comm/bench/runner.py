@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -36,7 +37,7 @@ class Runner:
         self._options, self._device, self._say = options, device, say
         self._is_low_latency = options.family == "low-latency"
         self._expected: Any = None  # Expected of the scenario that is measured
-        self._host_tokens = HOST_TOKENS
+        self._host_tokens = HOST_TOKENS  # the most whose host time is taken in turns
         self.report = Report()
 
     def run(self) -> Report:
@@ -82,7 +83,8 @@ class Runner:
         """Make the inputs, unless the scenario before had the same; what to say of them."""
         shape, device = scenario.workload, self._device
         if self._expected is None or self._expected.workload != shape:
-            self._expected, num_inputs = None, 2  # lets go of gigabytes first
+            self._expected, num_inputs = None, 2
+            gc.collect()  # its caches hold it in a cycle, and gigabytes with it
             if device.type == "cuda" and not self._is_low_latency:
                 input_bytes = max(1, shape.num_tokens * shape.row_bytes)
                 num_inputs = min(max(2, -(-L2_BYTES // input_bytes)), 4)
@@ -114,6 +116,8 @@ class Runner:
                 lines += self._measure(scenario, operation, executions, {})
         calls = self._calls(scenario, buffer)
         how = self._how(scenario, calls)
+        num_calls = self._options.effort.num_host_calls
+        takes_turns = num_calls > 0 and scenario.workload.num_tokens <= self._host_tokens
         eager: dict[int, Operation] = {}  # by line: those whose host time is taken in turns
         for (name, phases), executions in by_call.items():
             made = calls.operation(name, phases)
@@ -122,16 +126,13 @@ class Runner:
             if scenario.ranks_per_node is not None and not self._is_low_latency:
                 how["rail_bytes"] = self._count_rail(scenario, made, calls.num_sms, buffer)
             for line in self._measure(scenario, made, executions, how):
-                if line.execution == "eager" and not line.host_waits:
+                if takes_turns and line.execution == "eager" and not line.host_waits:
                     eager[len(lines)] = made
                 lines.append(line)
-        num_calls = self._options.effort.num_host_calls
-        if num_calls > 0 and scenario.workload.num_tokens <= self._host_tokens:
-            works = [self._work(operation) for operation in eager.values()]
-            times = measure.host_turns(works, num_calls, self._device)
-            for index, found in zip(eager, times, strict=True):
-                timing = replace(lines[index].timing, **found)
-                lines[index] = replace(lines[index], timing=timing)
+        works = [self._work(operation) for operation in eager.values()]
+        times = measure.host_turns(works, num_calls, self._device)
+        for index, found in zip(eager, times, strict=True):
+            lines[index] = replace(lines[index], timing=replace(lines[index].timing, **found))
         return lines
 
     def _calls(self, scenario: Scenario, buffer: Buffer) -> Calls:
@@ -245,6 +246,7 @@ class Runner:
             kernels_us = measure.kernel_times(graph.replay, num_graphs, operation.kernels)
             if not kernels_us:
                 self._note("the profiler shows no kernels: no kernel times")
+        graph.replay(0)  # another graph may have written to the same output since
         self._check(operation, graph.last, graph.last_input, "in a graph after timing")
         return timing, kernels_us
 

@@ -1,5 +1,5 @@
-"""The calls of a decode step: low-latency calls from the layer's arguments to its batch and back, and
-with what "auto" asks after them. See csrc/bind/calls_layer_decode.cpp.
+"""The calls of a decode step: low-latency calls from the layer's arguments to its batch and back,
+and with what "auto" asks after them. See csrc/bind/calls_layer_decode.cpp.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 class DecodeCalls(NamedTuple):
-    """All return None, and have done nothing, for what the layer has rules of its own about: it names
-    what is wrong, or goes on with the Buffer's calls (transport.py).
+    """All return None, and have done nothing, for what the layer has rules of its own about: it
+    names what is wrong, or goes on with the Buffer's calls (transport.py).
 
     Attributes:
     begin(x, topk_idx, topk_weights, is_asking): an ExpertBatch; with ``is_asking`` all ranks

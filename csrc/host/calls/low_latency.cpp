@@ -11,11 +11,11 @@ namespace {
 
 using Which = GivenProperty::Which;
 
-constexpr int kNumBuffers = 2;          // for rows of a kind: calls of it take turns
-constexpr int kColumnGroup = 512;       // columns that stay in one block
-constexpr int kHostBlocks = 3;          // where no SMs limit them
+constexpr int kNumBuffers = 2;     // for rows of a kind: calls of it take turns
+constexpr int kColumnGroup = 512;  // columns that stay in one block
+constexpr int kHostBlocks = 3;     // where no SMs limit them
 constexpr int kBlockMultiple = 8;
-constexpr int kBf16Columns = 8;         // of 16 bytes
+constexpr int kBf16Columns = 8;  // of 16 bytes
 constexpr int kScalesPerPack = 4;
 constexpr int kFp4TileRows = 128;
 constexpr int kMaxTokensLimit = 65535;
@@ -119,10 +119,10 @@ void require_global_scale(const TensorRef& given, bool use_nvfp4, const std::str
   if (is_tensor && given.is_on_device && given.type == kFloat32 && given.num_elements() == 1) {
     return;
   }
-  refuse_argument("x_global_scale",
-                  given_property(is_tensor ? Which::kTypeShapeDevice : Which::kTypeName,
-                                 given.object),
-                  "must be one float32 on " + device);
+  refuse_argument(
+      "x_global_scale",
+      given_property(is_tensor ? Which::kTypeShapeDevice : Which::kTypeName, given.object),
+      "must be one float32 on " + device);
 }
 
 void require_one_completion(bool is_async, bool has_hook) {
@@ -135,8 +135,7 @@ void require_logfmt(int64_t hidden, const LowLatencyCombineRequest& request,
   if (request.one_rounding) refuse_argument("use_logfmt", true, "excludes one_rounding");
   if (has_whole_pieces) return;
   refuse_argument("use_logfmt", "hidden " + std::to_string(hidden),
-                  "needs a hidden size of a multiple of " +
-                      std::to_string(LogPiece::kElements));
+                  "needs a hidden size of a multiple of " + std::to_string(LogPiece::kElements));
 }
 
 PayloadFormat format_of(const LowLatencyDispatchRequest& request) {
@@ -185,13 +184,13 @@ int LowLatencyCalls::checked_num_blocks(const LowLatencyOptions& options) const 
                         std::to_string(context_.group.num_ranks) +
                         " ranks: a block counts them in its shared memory");
   }
-  const int available = low_latency_available_blocks(
-      context_.rings.max_sms.value_or(kHostBlocks), settings_.num_wanted_blocks);
+  const int available = low_latency_available_blocks(context_.rings.max_sms.value_or(kHostBlocks),
+                                                     settings_.num_wanted_blocks);
   // No more than there are pieces of work, and one: the last block counts, best without rows.
   const int64_t num_pieces =
       options.num_max_tokens * round_up_to_quotient(options.hidden, kColumnGroup);
-  const int num_blocks = static_cast<int>(
-      std::min<int64_t>({available, kMaxLowLatencyBlocks, num_pieces + 1}));
+  const int num_blocks =
+      static_cast<int>(std::min<int64_t>({available, kMaxLowLatencyBlocks, num_pieces + 1}));
   LowLatencyOptions of_blocks = options;
   of_blocks.num_blocks = num_blocks;
   require_room(of_blocks, false);
@@ -247,7 +246,8 @@ LowLatencyForm LowLatencyCalls::make_form(LowLatencyOptions options) const {
     const int64_t num_scales = options.hidden / kScaleBlockColumns;
     form.recv_scales =
         options.use_ue8m0
-            ? grouped(form, kInt32, {form.num_rows, round_up_to_quotient(num_scales, kScalesPerPack)})
+            ? grouped(form, kInt32,
+                      {form.num_rows, round_up_to_quotient(num_scales, kScalesPerPack)})
             : grouped(form, kFloat32, {form.num_rows, num_scales});
     store_by_column(&form.recv_scales);  // as grouped kernels take them
   } else if (options.format == PayloadFormat::kNvFp4) {
@@ -284,9 +284,9 @@ void LowLatencyCalls::begin(LowLatencyKind kind) {
   }
   // A call may be sent while one of its kind waits for its hook, not the next: it has the same buffer.
   const Pending& pending = pending_of(kind);
-  const bool is_overtaken =
-      std::any_of(pending.begin(), pending.end(),
-                  [](const std::shared_ptr<LowLatencyPending>& each) { return each->is_overtaken; });
+  const bool is_overtaken = std::any_of(
+      pending.begin(), pending.end(),
+      [](const std::shared_ptr<LowLatencyPending>& each) { return each->is_overtaken; });
   if (pending.size() >= kNumBuffers || is_overtaken) {
     refuse_argument("return_recv_hook", {},
                     std::string("allows two low_latency_") + name_of(kind) +
@@ -486,9 +486,8 @@ ReservedLowLatencyDispatch::ReservedLowLatencyDispatch(CallContext& context,
 LowLatencyDispatchResult LowLatencyCalls::launch(ReservedLowLatencyDispatch&& reserved) {
   const CheckedLowLatencyDispatch& checked = reserved.checked_;
   LowLatencyDispatchResult result = std::move(reserved.result_);
-  LowLatencyPending waiting{.kind = LowLatencyKind::kDispatch,
-                            .form = checked.form_,
-                            .record = result.record};
+  LowLatencyPending waiting{
+      .kind = LowLatencyKind::kDispatch, .form = checked.form_, .record = result.record};
   if (checked.has_hook_) {
     result.record->state = LowLatencyDispatchRecord::State::kWaits;
     waiting.kept = {result.recv_x, result.recv_scales};
@@ -646,9 +645,8 @@ ReservedLowLatencyCombine::ReservedLowLatencyCombine(CallContext& context,
 LowLatencyCombineResult LowLatencyCalls::launch(ReservedLowLatencyCombine&& reserved) {
   const CheckedLowLatencyCombine& checked = reserved.checked_;
   LowLatencyCombineResult result = std::move(reserved.result_);
-  LowLatencyPending waiting{.kind = LowLatencyKind::kCombine,
-                            .form = checked.form_,
-                            .record = checked.record_};
+  LowLatencyPending waiting{
+      .kind = LowLatencyKind::kCombine, .form = checked.form_, .record = checked.record_};
   if (checked.has_hook_) waiting.kept = {result.combined_x, std::move(reserved.ticket_.tensor)};
   result.completion = launch_phases(reserved.order_, std::move(waiting), checked.call_,
                                     checked.has_hook_, checked.inputs_);

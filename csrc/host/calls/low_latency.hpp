@@ -102,7 +102,7 @@ struct LowLatencyCombineRequest {
 
 // How a call runs among streams, and what its results need.
 struct LowLatencyCompletion {
-  std::shared_ptr<Event> event;               // of an asynchronous call
+  std::shared_ptr<Event> event;  // of an asynchronous call
   // What that call writes, of memory that goes back to `owner_stream`: the framework's allocator does
   // not know that the communication stream uses it. The owner of the event keeps them until that
   // stream waits for it, or tells the allocator. Empty: it has been told.
@@ -126,7 +126,7 @@ struct LowLatencyCombineResult {
 struct LowLatencySettings {
   std::shared_ptr<const LowLatencyMembers> members;
   std::shared_ptr<Framework> framework;
-  bool can_shrink = false;             // the Buffer has rank masks
+  bool can_shrink = false;               // the Buffer has rank masks
   std::optional<int> num_wanted_blocks;  // DEEP_COMM_NUM_SMS
 };
 
@@ -149,8 +149,8 @@ class CheckedLowLatencyDispatch {
   CheckedLowLatencyDispatch() = default;
 
   std::shared_ptr<const LowLatencyForm> form_;
-  LowLatencyDispatchCall call_{};           // all but what is to be reserved
-  std::array<const void*, 6> inputs_{};     // the caller's tensors
+  LowLatencyDispatchCall call_{};        // all but what is to be reserved
+  std::array<const void*, 6> inputs_{};  // the caller's tensors
   bool is_async_ = false, has_hook_ = false, is_flat_ = false;
 };
 
@@ -263,8 +263,8 @@ class LowLatencyCalls {
 
   CallContext& context_;
   const LowLatencySettings settings_;
-  std::vector<std::shared_ptr<const LowLatencyForm>> forms_;  // a handful
-  std::array<Pending, 2> pending_;                            // by kind
+  std::vector<std::shared_ptr<const LowLatencyForm>> forms_;        // a handful
+  std::array<Pending, 2> pending_;                                  // by kind
   std::vector<std::pair<TensorSpec, MadeTensor>> combine_buffers_;  // by the shape of rows
 };
 

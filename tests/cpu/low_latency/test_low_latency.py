@@ -22,7 +22,7 @@ from schedules import on_threads, run_seeds
 
 import deep_comm
 from deep_comm import local, simulate
-from deep_comm._core import low_latency_available_blocks
+from deep_comm._core import low_latency_available_blocks as available_blocks
 from deep_comm.reference_low_latency import logfmt_bound
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -460,7 +460,7 @@ def test_a_failure_is_forgotten_when_no_kernel_can_report_it_again() -> None:
 
 def test_blocks_are_a_multiple_of_eight_unless_somebody_names_a_number() -> None:
     """Tokens are mostly a power of two; blocks that get none cost time."""
-    assert [low_latency_available_blocks(num_sms, None) for num_sms in (132, 114, 78, 8, 7, 3, 1)] == [
+    assert [available_blocks(num_sms, None) for num_sms in (132, 114, 78, 8, 7, 3, 1)] == [
         128, 112, 72, 8, 7, 3, 1,
     ]  # fmt: skip
-    assert [low_latency_available_blocks(132, wanted) for wanted in (1, 100, 131, 500)] == [1, 100, 131, 132]
+    assert [available_blocks(132, wanted) for wanted in (1, 100, 131, 500)] == [1, 100, 131, 132]

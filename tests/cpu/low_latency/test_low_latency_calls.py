@@ -72,6 +72,7 @@ def test_results_own_their_memory_and_given_tensors_are_let_go_of() -> None:
     def body(buffer: Any, rank: int) -> None:
         x, idx, weights = inputs(rank)
         out = torch.empty(T, H, dtype=torch.bfloat16)
+
         def step(**options: Any) -> list[Any]:
             (rows, scales), count, handle, _, hook = buffer.low_latency_dispatch(
                 x, idx, M, E, topk_weights=weights, **options
@@ -261,9 +262,7 @@ def test_errors_of_kernels_are_raised_by_the_call() -> None:
     ],
     ids=lambda form: "-".join(form),
 )
-def test_results_are_ordinary_tensors_of_torchs(
-    form: dict[str, bool], mode: Any, way: str
-) -> None:
+def test_results_are_ordinary_tensors_of_torchs(form: dict[str, bool], mode: Any, way: str) -> None:
     def body(buffer: Any, rank: int) -> Any:
         with mode():
             return results(buffer, rank)

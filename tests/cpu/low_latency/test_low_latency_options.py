@@ -1,5 +1,5 @@
-"""Options of low-latency calls: what they give, which exclude each other, and in which order streams
-run them."""
+"""Options of low-latency calls: what they give, which exclude each other, and in which order
+streams run them."""
 
 from __future__ import annotations
 

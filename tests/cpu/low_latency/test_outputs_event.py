@@ -21,9 +21,7 @@ OTHER = 33
 Told = list[tuple[int, int]]
 
 
-def with_calls(
-    monkeypatch: pytest.MonkeyPatch, body: Callable[[Any, Any, Told], None]
-) -> None:
+def with_calls(monkeypatch: pytest.MonkeyPatch, body: Callable[[Any, Any, Told], None]) -> None:
     """body(buffer, log, told): told has (address, stream) of each record_stream."""
     told: Told = []
 

@@ -368,7 +368,8 @@ def test_the_low_latency_table() -> None:
     shape = Workload(4, 16, 7168, 256, 8, "fp8", combine_format="logfmt")
     made = line(
         "pair", 20.0, workload=shape, mode="", sms="", config=None, layout="compact",
-        phases="hooked", max_tokens=16, volume=Volume(1, 3_000_000), kernels_us={"a": 1.0, "b": 2.25},
+        phases="hooked", max_tokens=16, volume=Volume(1, 3_000_000),
+        kernels_us={"a": 1.0, "b": 2.25},
     )  # fmt: skip
     header, cells = report.table([made]).splitlines()
     assert header.split()[:4] == ["operation", "layout", "dtype", "phases"]
