@@ -248,7 +248,7 @@ class DispatchRecord:
     num_forward_rows: int
     num_output_rows: int
     def field(self, name: str) -> Any:
-        """A field of Handle, InternodeHandle or Expansion; None: not known. Tensors are made anew."""
+        """A field of Handle, InternodeHandle or Expansion; None: not known. Makes tensors anew."""
 
 class LowLatencyRecord:
     """What a low-latency dispatch learned: LowLatencyHandle is a view of it."""
@@ -399,8 +399,9 @@ class Streams:
         """Whether the device is current and ``stream``, of it, is not capturing."""
 
     def is_capturing(self, stream: int) -> bool: ...
-    def capture_check(self, device: int, exchange_api: object) -> Callable[[], bool]:
-        """Whether torch's current stream of the device is capturing. ``exchange_api``: DLPack's."""
+    def capture_check(self, device: int, exchange_api: object) -> Callable[[], bool] | None:
+        """Whether torch's current stream of the device is capturing. ``exchange_api``: DLPack's;
+        None without one."""
 
     def mark(self, stream: int) -> Event:
         """An event at this point of a stream, whichever device is current. In a capture it means

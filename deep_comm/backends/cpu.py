@@ -18,7 +18,6 @@ from deep_comm.errors import UnsupportedError
 from deep_comm.rendezvous import Rendezvous
 from deep_comm.topology import Topology
 
-
 _PLACE = Place(torch.device("cpu"))
 
 

@@ -1,5 +1,5 @@
-"""Inside a node: layouts, dispatches (cached, bounded, counted, expanded) and combines one after the other and on
-several streams give what the same calls of another Buffer give, each alone."""
+"""Inside a node: layouts, dispatches (cached, bounded, counted, expanded) and combines one after
+the other and on several streams give what the same calls of another Buffer give, each alone."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 The module `deep_comm._cuda` is replaced by one whose engine is the host target's and whose streams
 and events (tests/native/fake_streams.cpp) write down what they are asked to do. Tensors live on the
-host. So the order of streams and the number of calls can be tested, and kernels still move the rows.
+host. So the order of streams and the number of calls can be tested, and kernels still move rows.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""One Buffer's calls with other numbers of tokens, in every form: the first ones and later ones, which
-know what came before, bring what the reference says; what is refused launches nothing and takes
-nothing."""
+"""One Buffer's calls with other numbers of tokens, in every form: the first ones and later ones,
+which know what came before, bring what the reference says; what is refused launches nothing and
+takes nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from quick_calls import CASTS, E, H, K, R, T, Marked, form_of, inputs, layout_of, on_normal, to_rank
+from quick_calls import CASTS, E, H, K, Marked, R, T, form_of, inputs, layout_of, on_normal, to_rank
 from torch import Tensor
 
 import deep_comm
@@ -93,7 +93,9 @@ def require_dispatched(
         require_same(got[:num], part, "rows")
     require_same(recv_idx[:num], plain.recv_topk_idx, "indices")
     assert (recv_idx[num:] == -1).all()
-    assert (recv_weights is None) == (plain.recv_topk_weights is None) == (form == "without-weights")
+    assert (
+        (recv_weights is None) == (plain.recv_topk_weights is None) == (form == "without-weights")
+    )
     if recv_weights is not None:
         require_same(recv_weights[:num], plain.recv_topk_weights, "weights")
         assert not recv_weights[num:].any()
@@ -441,9 +443,7 @@ def test_without_room_the_rows_take_the_rings(cast: dict[str, bool]) -> None:
             received = buffer.dispatch(**arguments)
             handle = received[4]
             again = buffer.dispatch(arguments["x"], handle=handle, **cast)[0]
-            for got, cached, part in zip(
-                parts_of(received[0]), parts_of(again), want, strict=True
-            ):
+            for got, cached, part in zip(parts_of(received[0]), parts_of(again), want, strict=True):
                 require_same(got, part, "rows")
                 require_same(cached, part, "rows of a cached dispatch")
             assert handle.num_recv_tokens_tensor.tolist() == [len(want[0])]
