@@ -179,6 +179,9 @@ class CudaBackend:
             timeout_ns=timeout_ns,
         )
 
+    def mark(self) -> _core.Event:
+        return streams_of(self._index).mark(current_raw_stream(self._index))
+
     def _is_capturing(self) -> bool:
         return streams_of(self._index).is_capturing(current_raw_stream(self._index))
 
