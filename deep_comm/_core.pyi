@@ -216,6 +216,7 @@ class BufferCalls:
     dispatch: Callable[..., Any]
     begin_dispatch: Callable[..., PendingDispatch]
     combine: Callable[..., Any]
+    has_pending: bool  # a dispatch has been sent, and not been received
     def set_members(self, members: Sequence[str]) -> None:
         """Who makes handles from now on: see deep_comm/absent.py."""
     def agree_on_tokens(self, num_tokens: int) -> None:
@@ -399,7 +400,9 @@ class Streams:
         """Whether the device is current and ``stream``, of it, is not capturing."""
 
     def is_capturing(self, stream: int) -> bool: ...
-    def capture_check(self, device: int, exchange_api: object) -> Callable[[], bool]:
+    def capture_check(
+        self, device: int, exchange_api: object
+    ) -> Callable[[], bool] | None:
         """Whether torch's current stream of the device is capturing. ``exchange_api``: DLPack's."""
 
     def mark(self, stream: int) -> Event:

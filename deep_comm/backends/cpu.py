@@ -166,6 +166,9 @@ class CpuBackend:
     def comm_stream(self) -> torch.cuda.Stream:
         raise UnsupportedError("the host target has no streams")
 
+    def mark(self) -> None:
+        return None
+
     def is_capturing(self) -> bool:
         return False
 
