@@ -216,6 +216,7 @@ class BufferCalls:
     dispatch: Callable[..., Any]
     begin_dispatch: Callable[..., PendingDispatch]
     combine: Callable[..., Any]
+    has_pending: bool  # a dispatch has been sent, and not been received
     def set_members(self, members: Sequence[str]) -> None:
         """Who makes handles from now on: see deep_comm/absent.py."""
     def agree_on_tokens(self, num_tokens: int) -> None:

@@ -187,6 +187,9 @@ void bind_normal_calls(py::module_& m, BufferClass& buffer) {
   def_call<&BoundBuffer::begin_dispatch>(buffer, "begin_dispatch");
   def_call<&BoundBuffer::combine>(buffer, "combine");
   buffer
+      .def_property_readonly(
+          "has_pending",
+          [](const BoundBuffer& self) { return self.context.pending != nullptr; })
       .def(
           "set_members",
           [](BoundBuffer& self, std::vector<std::string> members) {

@@ -3,9 +3,15 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <condition_variable>
 #include <cstring>
+#include <deque>
+#include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
+#include <string_view>
+#include <thread>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -98,6 +104,45 @@ class Unlocked {
   std::optional<py::gil_scoped_release> release_;
 };
 
+// Does one thing after the other, on a thread of its own.
+class Worker {
+ public:
+  Worker() : thread_([this] { run(); }) {}
+  ~Worker() {
+    submit(nullptr);
+    thread_.join();
+  }
+  void submit(std::function<void()> task) {
+    const std::lock_guard lock(mutex_);
+    tasks_.push_back(std::move(task));
+    has_changed_.notify_all();
+  }
+  void finish() {
+    std::unique_lock lock(mutex_);
+    has_changed_.wait(lock, [this] { return tasks_.empty(); });
+  }
+
+ private:
+  void run() {
+    std::unique_lock lock(mutex_);
+    while (true) {
+      has_changed_.wait(lock, [this] { return !tasks_.empty(); });
+      const std::function<void()> task = tasks_.front();
+      if (task == nullptr) return;
+      lock.unlock();
+      task();
+      lock.lock();
+      tasks_.pop_front();
+      has_changed_.notify_all();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable has_changed_;
+  std::deque<std::function<void()>> tasks_;
+  std::thread thread_;
+};
+
 // `log`: as above. Everything that is launched goes into it by its name there, and to `door`'s engine.
 class LoggedEngine final : public EngineCalls {
  public:
@@ -115,15 +160,16 @@ class LoggedEngine final : public EngineCalls {
   size_t low_latency_bytes() const override { return engine_.low_latency_bytes(); }
 
   void get_dispatch_layout(LayoutArgs args, uint64_t stream) override {
-    launch("layout", stream, [&] { engine_.get_dispatch_layout(args, stream); });
+    launch("layout", stream, [=, this] { engine_.get_dispatch_layout(args, stream); });
   }
   NotifyPlan plan_notify(const NotifyOptions& options) const override {
     return engine_.plan_notify(options);
   }
   void notify_dispatch(const NotifyPlan& plan, NotifyArgs args, uint64_t stream) override {
-    launch("notify", stream, [&] { engine_.notify_dispatch(plan, args, stream); });
+    launch("notify", stream, [=, this] { engine_.notify_dispatch(plan, args, stream); });
   }
   std::optional<Counts> wait_counts() override {
+    drain();
     using Stub = std::tuple<int, int, bool, std::vector<int>>;
     if (const auto stub = log_.ask<std::optional<Stub>>("wait_counts")) {
       const auto& [num_recv, most, is_direct, per_expert] = *stub;
@@ -136,37 +182,44 @@ class LoggedEngine final : public EngineCalls {
     return engine_.plan_dispatch(options);
   }
   void dispatch(const DispatchPlan& plan, const DispatchArgs& args, uint64_t stream) override {
-    launch("dispatch", stream, [&] { engine_.dispatch(plan, args, stream); });
+    launch("dispatch", stream, [=, this] { engine_.dispatch(plan, args, stream); });
   }
   CombinePlan plan_combine(const ChannelConfig& config, Dtype dtype, int num_topk, int row_bytes,
                            const FewRows& few_rows) const override {
+    log_.tell("plan", "combine", py::make_tuple(few_rows.most_rows, few_rows.num_sms));
     return engine_.plan_combine(config, dtype, num_topk, row_bytes, few_rows);
   }
   void combine(const CombinePlan& plan, CombineArgs args, uint64_t stream) override {
-    launch("combine", stream, [&] { engine_.combine(plan, args, stream); });
+    launch("combine", stream, [=, this] { engine_.combine(plan, args, stream); });
   }
 
   void number_rows(NumberRowsArgs args, const ChannelConfig& config, uint64_t stream) override {
-    launch("number_rows", stream, [&] { engine_.number_rows(args, config, stream); });
+    log_.tell("plan", "number_rows", config.num_channels);
+    launch("number_rows", stream, [=, this] { engine_.number_rows(args, config, stream); });
   }
   void expand_rows(const ExpandArgs& args, const ChannelConfig& config, uint64_t stream) override {
-    launch("expand_rows", stream, [&] { engine_.expand_rows(args, config, stream); });
+    log_.tell("plan", "expand_rows", config.num_channels);
+    launch("expand_rows", stream, [=, this] { engine_.expand_rows(args, config, stream); });
   }
   void reduce_experts(const ReduceExpertsArgs& args, Dtype dtype, const ChannelConfig& config,
                       uint64_t stream) override {
-    launch("reduce_experts", stream, [&] { engine_.reduce_experts(args, dtype, config, stream); });
+    log_.tell("plan", "reduce_experts", config.num_channels);
+    launch("reduce_experts", stream, [=, this] { engine_.reduce_experts(args, dtype, config, stream); });
   }
   void number_received(NumberReceivedArgs args, const ChannelConfig& config,
                        uint64_t stream) override {
-    launch("number_received", stream, [&] { engine_.number_received(args, config, stream); });
+    log_.tell("plan", "number_received", config.num_channels);
+    launch("number_received", stream, [=, this] { engine_.number_received(args, config, stream); });
   }
   void expand_received(const ExpandReceivedArgs& args, const ChannelConfig& config,
                        uint64_t stream) override {
-    launch("expand_received", stream, [&] { engine_.expand_received(args, config, stream); });
+    log_.tell("plan", "expand_received", config.num_channels);
+    launch("expand_received", stream, [=, this] { engine_.expand_received(args, config, stream); });
   }
   void transpose_scales(const TransposeScalesArgs& args, const ChannelConfig& config,
                         uint64_t stream) override {
-    launch("transpose_scales", stream, [&] { engine_.transpose_scales(args, config, stream); });
+    log_.tell("plan", "transpose_scales", config.num_channels);
+    launch("transpose_scales", stream, [=, this] { engine_.transpose_scales(args, config, stream); });
   }
 
   LowLatencyPlan plan_low_latency(const LowLatencyOptions& options) const override {
@@ -178,7 +231,7 @@ class LoggedEngine final : public EngineCalls {
   void low_latency_dispatch(const LowLatencyPlan& plan, const LowLatencyDispatchCall& call,
                             uint64_t stream) override {
     launch("low_latency_dispatch", stream,
-           [&] { engine_.low_latency_dispatch(plan, call, stream); });
+           [=, this] { engine_.low_latency_dispatch(plan, call, stream); });
   }
   std::optional<int> wait_low_latency_num_tokens() override {
     const Unlocked unlocked;
@@ -186,56 +239,74 @@ class LoggedEngine final : public EngineCalls {
   }
   void low_latency_combine(const LowLatencyPlan& plan, const LowLatencyCombineCall& call,
                            uint64_t stream) override {
-    launch("low_latency_combine", stream, [&] { engine_.low_latency_combine(plan, call, stream); });
+    launch("low_latency_combine", stream, [=, this] { engine_.low_latency_combine(plan, call, stream); });
   }
 
   void internode_layout(InternodeLayoutArgs args, uint64_t stream) override {
-    launch("internode_layout", stream, [&] { engine_.internode_layout(args, stream); });
+    launch("internode_layout", stream, [=, this] { engine_.internode_layout(args, stream); });
   }
   void internode_notify(InternodeNotifyArgs args, const uint8_t* is_token_in_rank, int num_tokens,
                         int32_t* send_node_head, int32_t* send_places, const ChannelConfig& config,
                         const RailConfig& rail, uint64_t stream) override {
-    launch("internode_notify", stream, [&] {
+    launch("internode_notify", stream, [=, this] {
       engine_.internode_notify(args, is_token_in_rank, num_tokens, send_node_head, send_places,
                                config, rail, stream);
     });
   }
   void internode_places(const uint8_t* is_token_in_rank, int num_tokens, int num_channels,
                         int32_t* send_places, uint64_t stream) override {
-    launch("internode_places", stream, [&] {
+    launch("internode_places", stream, [=, this] {
       engine_.internode_places(is_token_in_rank, num_tokens, num_channels, send_places, stream);
     });
   }
   std::optional<TwoTierCounts> wait_internode_counts(bool is_early) override {
+    drain();
     const Unlocked unlocked;
     return engine_.wait_internode_counts(is_early);
   }
   void internode_dispatch(InternodeDispatchArgs args, const ChannelConfig& config,
                           const RailConfig& rail, int num_topk, int row_bytes,
                           uint64_t stream) override {
-    launch("internode_dispatch", stream, [&] {
+    launch("internode_dispatch", stream, [=, this] {
       engine_.internode_dispatch(args, config, rail, num_topk, row_bytes, stream);
     });
   }
   void internode_combine(InternodeCombineArgs args, Dtype dtype, const ChannelConfig& config,
                          const RailConfig& rail, int num_topk, int row_bytes,
                          uint64_t stream) override {
-    launch("internode_combine", stream, [&] {
+    launch("internode_combine", stream, [=, this] {
       engine_.internode_combine(args, dtype, config, rail, num_topk, row_bytes, stream);
     });
+  }
+
+  // Waits for what goes to the thread, and launches without it again.
+  void drain() {
+    if (worker_ == nullptr) return;
+    const Unlocked unlocked;
+    worker_->finish();
+    is_deferring_ = false;
   }
 
  private:
   template <class Body>
   void launch(const char* name, uint64_t stream, const Body& body) {
     log_.tell("launch", name, stream);
+    if (worker_ == nullptr && log_.ask<bool>("defers_launches")) {
+      worker_ = std::make_unique<Worker>();
+    }
     const Unlocked unlocked;
-    body();
+    if (worker_ == nullptr) return body();
+    is_deferring_ |= std::string_view(name).ends_with("notify");
+    worker_->submit(body);
+    if (!is_deferring_) worker_->finish();
   }
 
   EngineCalls& engine_;
   Told door_;  // keeps the engine
   Told log_;
+  // Where launches are deferred: from a notify on, until the host waits for its counts.
+  std::unique_ptr<Worker> worker_;
+  bool is_deferring_ = false;
 };
 
 }  // namespace
@@ -243,6 +314,7 @@ class LoggedEngine final : public EngineCalls {
 void bind_fake_streams(py::module_& m) {
   py::class_<LoggedEngine>(m, "LoggedEngine", py::module_local())
       .def(py::init<py::object, py::object>(), py::arg("door"), py::arg("log"))
+      .def("drain", &LoggedEngine::drain)
       .def_property_readonly("door", [](const py::object& self) {
         return door_of_calls(self.cast<LoggedEngine&>(), self);
       });

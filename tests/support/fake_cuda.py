@@ -36,6 +36,10 @@ class Log(list):
         known: by stream, the work that all further work there is behind.
         kernels: (stream, what was known there) of every launch.
         stub_counts: what `wait_counts` returns where launches are skipped.
+        planned: (name, blocks) of every local kernel, ("combine", (few_rows, few_rows_sms)) of every
+            plan of a combine.
+        defers: from a notify on, until the host waits for its counts, an engine's launches go to a
+            thread of its own, in order: a stream. Other launches end before they return.
     """
 
     def __init__(self) -> None:
@@ -48,6 +52,8 @@ class Log(list):
         self.has_passed = False
         self.is_silent = False  # for measuring: nothing is written down
         self.stub_counts: tuple[int, int, bool, list[int]] | None = None
+        self.planned: list[tuple[str, Any]] = []
+        self.defers = False
 
     def names(self) -> list[str]:
         return [entry[0] for entry in self]
@@ -64,6 +70,12 @@ class Log(list):
         self.known[self.current].add(name)
 
     # What the native engine and streams ask.
+
+    def plan(self, name: str, what: Any) -> None:
+        self.planned.append((name, what))
+
+    def defers_launches(self) -> bool:
+        return self.defers
 
     def wait_counts(self) -> tuple[int, int, bool, list[int]] | None:
         if not self.is_silent:
@@ -171,9 +183,21 @@ def _module(log: Log) -> types.ModuleType:
     module = types.ModuleType("deep_comm._cuda")
 
     class Engine(_core.Engine):
+        _logged: Any = None
+
         @property
         def calls(self) -> object:
-            return _simt_tests.LoggedEngine(super().calls, log).door
+            self._logged = _simt_tests.LoggedEngine(super().calls, log)
+            return self._logged.door
+
+        def drain(self) -> None:
+            """Wait for launches that are deferred."""
+            if self._logged is not None:
+                self._logged.drain()
+
+        def close(self) -> None:
+            self.drain()
+            super().close()
 
         @property
         def stub_counts(self) -> tuple[int, int, bool, list[int]] | None:
@@ -232,7 +256,7 @@ def installed() -> Iterator[Log]:
         patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
         patch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
         backend = importlib.import_module("deep_comm.backends.cuda").CudaBackend
-        patch.setattr("deep_comm.backends.cuda_streams.make_framework", _framework(log))
+        patch.setattr("deep_comm.backends.cuda.make_framework", _framework(log))
         patch.setattr("deep_comm.context.resolve_device", lambda wanted: torch.device("cpu"))
         patch.setattr("deep_comm.context.create_backend", lambda wanted: backend(device))
         try:

@@ -2,14 +2,12 @@
 the counts in ``result()``, or in the Buffer's next operation.
 
 On the host target a launch is the kernel's run. So these tests run the CUDA backend over stubbed
-driver calls (fake_cuda), and from a notify on, until the host waits for its counts, launches go to
-a thread of each engine's own, in order: a stream. Other launches end before they return, since
-torch's memory on the host knows no streams.
+driver calls (fake_cuda), which defer launches from a notify on, until the host waits for its counts.
+Other launches end before they return, since torch's memory on the host knows no streams.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import sys
 import threading
@@ -34,94 +32,22 @@ R = 3
 @contextlib.contextmanager
 def asynchronous() -> Iterator[None]:
     with fake_cuda.installed() as log, pytest.MonkeyPatch.context() as patch:
-        log.is_silent = True
-        engine = sys.modules["deep_comm._cuda"].Engine
-
-        def planned(make: Callable[..., Any], is_notify: bool) -> Callable[..., Any]:
-            def plan(self: Any, **options: Any) -> Callable[..., None]:
-                call = make(self, **options)
-                return lambda *numbers: launch(self, is_notify, call, *numbers)
-
-            return plan
-
-        def launched(call: Callable[..., Any]) -> Callable[..., None]:
-            return lambda self, **options: launch(self, False, call, self, **options)
-
-        def waits(wait: Callable[..., Any], own: Any) -> Callable[..., Any]:
-            def drain_and_wait(*arguments: Any) -> Any:
-                drain(own)
-                own.is_asynchronous = False
-                return wait(*arguments)
-
-            return drain_and_wait
-
-        def counts_waiter(self: Any) -> Callable[[], Any]:
-            return waits(super(engine, self).counts_waiter(), self)
-
-        def tier_counts_waiter(self: Any) -> Callable[[bool], Any]:
-            return waits(super(engine, self).tier_counts_waiter(), self)
-
-        for name in (
-            "plan_notify", "plan_dispatch", "plan_combine", "plan_internode_layout",
-            "plan_internode_notify", "plan_internode_dispatch", "plan_internode_combine",
-        ):  # fmt: skip
-            call = planned(getattr(engine, name), name.endswith("notify"))
-            patch.setattr(engine, name, call)
-        for name in (
-            "number_rows", "expand_rows", "reduce_experts", "number_received", "expand_received",
-        ):  # fmt: skip
-            patch.setattr(engine, name, launched(getattr(engine, name)), raising=False)
-        make_calls = engine.expand_calls
-
-        def expand_calls(self: Any) -> tuple[Callable[..., None], ...]:
-            return tuple(
-                lambda *numbers, call=call: launch(self, False, call, *numbers)
-                for call in make_calls(self)
-            )
-
-        patch.setattr(engine, "expand_calls", expand_calls)
-        patch.setattr(engine, "counts_waiter", counts_waiter)
-        patch.setattr(engine, "tier_counts_waiter", tier_counts_waiter)
+        log.is_silent = log.defers = True
         backend = sys.modules["deep_comm.backends.cuda"].CudaBackend
-        engines: list[Any] = []
         create = backend.create_engine
 
         def create_engine(self: Any, *arguments: Any) -> Any:
             self.engine = create(self, *arguments)
-            engines.append(self.engine)
             return self.engine
 
         patch.setattr(backend, "create_engine", create_engine)
-        patch.setattr(backend, "synchronize", lambda self: drain(self.engine))
-        try:
-            yield
-        finally:
-            for made in engines:
-                if hasattr(made, "stream"):
-                    made.stream.shutdown()
-
-
-def launch(
-    engine: Any, is_notify: bool, call: Callable[..., Any], *numbers: Any, **options: Any
-) -> None:
-    if not hasattr(engine, "stream"):
-        engine.stream = concurrent.futures.ThreadPoolExecutor(1)
-        engine.is_asynchronous = False
-    engine.is_asynchronous |= is_notify
-    done = engine.stream.submit(call, *numbers, **options)
-    if not engine.is_asynchronous:
-        done.result()
-
-
-def drain(engine: Any) -> None:
-    """Wait for all that has been launched."""
-    if hasattr(engine, "stream"):
-        engine.stream.submit(lambda: None).result()
+        patch.setattr(backend, "synchronize", lambda self: self.engine.drain())
+        yield
 
 
 class Group(NamedTuple):
     ranks_per_node: int
-    is_warm: bool  # calls have been made before, and take one native step where there is one
+    is_warm: bool  # calls have been made before
 
 
 @pytest.fixture(
@@ -197,10 +123,10 @@ def test_the_call_returns_before_the_peers_have_announced(
             sent = layer.dispatch_async(x, idx, weights)
             if rank != 0:
                 assert is_first or time.perf_counter() - began < 0.25
-                assert layer.buffer._context.pending is not None
+                assert layer.buffer._context.native_calls.has_pending
                 returned.wait(20)
             batch = sent.result()
-            assert layer.buffer._context.pending is None and sent.result() is batch
+            assert not layer.buffer._context.native_calls.has_pending and sent.result() is batch
             assert batch.x.requires_grad == needs_grad
             y = finished(layer, batch)
         return y.detach()
@@ -232,11 +158,12 @@ def test_gradients_begin_where_rows_are_received(nodes: Group) -> None:
 
 def test_the_next_operation_ends_the_one_before(nodes: Group) -> None:
     def body(layer: Any, rank: int) -> list[torch.Tensor]:
-        ctx = layer.buffer._context
+        native = layer.buffer._context.native_calls
         one = layer.dispatch_async(*inputs(rank, 0))
-        first = ctx.pending
         other = layer.dispatch_async(*inputs(rank, 1))
-        assert ctx.pending is not first and first._finish is None
+        assert native.has_pending
+        other_first = other.result()
+        assert not native.has_pending and other.result() is other_first
         batches = [one.result(), other.result()]
         return [finished(layer, batch) for batch in batches]
 
@@ -251,7 +178,7 @@ def test_a_dropped_dispatch_keeps_its_memory_until_the_next_operation(nodes: Gro
         free = ctx.region.num_free_bytes
         x, idx, weights = inputs(rank, 1)
         layer.dispatch_async(x, idx, weights)
-        assert ctx.pending is not None
+        assert ctx.native_calls.has_pending
         # Without tokens nobody knew of any, and nothing was reserved.
         assert (ctx.region.num_free_bytes < free) == (len(x) > 0 or nodes.is_warm)
         return finished(layer, layer.dispatch(*inputs(rank, 0)))
@@ -329,18 +256,8 @@ def _logged(body: Callable[[Any, Any], None], **options: Any) -> None:
 @pytest.mark.parametrize("is_warm", [False, True])
 def test_the_host_waits_in_result_behind_all_that_was_launched(is_warm: bool) -> None:
     def body(layer: Any, log: Any) -> None:
-        steps: list[bool] = []
         if is_warm:
             layer.dispatch_async(*inputs(1)).result()
-            quick = layer.buffer._context.quick
-            native = quick.new_dispatch
-
-            def spied(*given: Any) -> Any:
-                made = native(*given)
-                steps.append(made is not None)
-                return made
-
-            quick.new_dispatch = spied
             log.clear()
         sent = layer.dispatch_async(*inputs(1))
         launched = [("notify", COMM), ("dispatch", COMM)]
@@ -354,18 +271,17 @@ def test_the_host_waits_in_result_behind_all_that_was_launched(is_warm: bool) ->
         assert ("order", COMPUTE, COMM) not in log  # rows move beside the shared experts
         assert "shared experts" not in log.known[COMM]
         log.current = COMPUTE
-        assert steps == [True] * is_warm
 
     _logged(body, num_direct_bytes=4 << 20)
 
 
-def test_rows_that_a_native_step_could_not_move_are_moved_by_result() -> None:
+def test_rows_that_could_not_leave_at_once_are_moved_by_result() -> None:
     """One rank gets more than anybody could expect."""
 
     def body(layer: Any, rank: int) -> Any:
         x, idx, weights = inputs(rank, 1)
         sent = layer.dispatch_async(x, torch.zeros_like(idx), weights)
-        assert layer.buffer._context.pending is not None
+        assert layer.buffer._context.native_calls.has_pending
         batch = sent.result()
         assert batch.x.shape[0] == (K * (MOST + 7) if rank == 0 else 0)
         y = finished(layer, batch)
