@@ -26,23 +26,6 @@ class ErrorRecord:
     waited_ns: int
     index: int  # expert_index: position in topk_idx, -1 if a peer's; else -1
 
-class OutputLayout:
-    """Offsets of a dispatch's outputs in their block, and its size, in bytes."""
-
-    x: int
-    scales: int
-    topk_idx: int
-    topk_weights: int
-    num_bytes: int
-
-class SourceLayout:
-    """Offsets in the block that belongs to the handle of an expanded
-    dispatch, and its size, in bytes.
-    """
-
-    recv_rows: int
-    num_bytes: int
-
 class Engine:
     """The native half of a Buffer: workspace, generations, launches. One per (Buffer, rank)."""
 
@@ -80,42 +63,13 @@ class Engine:
         """
     data_offset: int  # of the data region, from the segment's start
     data_bytes: int
-    @staticmethod
-    def staging_row_bytes(*, row_bytes: int, num_topk: int) -> int:
-        """Bytes of one row in combine's staging."""
-    @staticmethod
-    def output_layout(
-        *, num_rows: int, row_bytes: int, scale_row_bytes: int, num_topk: int, topk_idx_bytes: int
-    ) -> OutputLayout:
-        """How the outputs of a dispatch lie in a block of the receive region."""
     low_latency_hand_on_tokens: int  # between nodes: from so many on a token crosses once to a node
     smem_bytes_limit: int  # shared memory of a block; smaller values cut rows into more pieces
     skips_launches: bool  # for measuring the host's part: all is done but the launch
-    def error_flag(self) -> Sequence[int]:
-        """[0] is not 0 when poll_error() has something. Not after close()."""
     begins_early: bool  # a low-latency launch of now may begin while the one before it ends
     calls: object  # a door (csrc/bind/doors.hpp) for native calls; it keeps the engine
     num_launches: int  # kernels launched so far (tests assert "nothing launched" with it)
 
-    # What a call of normal mode has in common with others of its form is planned once. Plans are
-    # functions of the plain numbers that csrc/bind/bind_normal.hpp lists (and ops/plans.py):
-    # addresses, sizes, the stream last.
-    def plan_layout(self) -> Callable[..., None]: ...
-    def plan_notify(
-        self,
-        *,
-        num_channels: int,
-        num_send_tokens: int,  # chunk: rows between two publications of a tail
-        num_slots: int,  # ring slots per (channel, source)
-        row_bytes: int,
-        scale_row_bytes: int,
-        num_topk: int,
-        topk_idx_bytes: int,
-        num_experts: int,
-        expert_alignment: int,
-        counts_choices: bool,  # from topk_idx; else the layout is given
-        is_expanded: bool,
-    ) -> Callable[..., None]: ...
     traces_low_latency: bool  # its low-latency kernels note their steps
     def set_trace(self, slots: int, num_calls: int) -> None:
         """Blocks note their steps in trace_bytes(num_calls) zeroed bytes of the device, num_calls
@@ -125,190 +79,11 @@ class Engine:
         """Tests: the number of the last kernel, on all ranks alike, while none
         runs (see docs/design/0001).
         """
-    def counts_waiter(self) -> Callable[[], tuple[int, int, bool, list[int]] | None]:
-        """What waits for the totals of the last notify_dispatch, without the GIL, and returns the
-        fields of ops.notify.Counts. None: it failed, see poll_error().
-        """
-    def plan_dispatch(
-        self,
-        *,
-        num_channels: int,
-        num_send_tokens: int,
-        num_slots: int,
-        row_bytes: int,
-        scale_bytes: int,  # bytes of one scale: 1, 2, 4 or 8
-        num_scales: int,  # scales of one row
-        num_topk: int,
-        topk_idx_bytes: int,
-        makes_handle: bool,  # there is recv_src_idx
-        is_expanded: bool,
-        is_quantised: bool,
-        round_scale: bool,
-        use_ue8m0: bool,
-    ) -> Callable[..., None]: ...
-    place_bytes: int  # what expanded outputs add to a row's metadata, at most
-    @staticmethod
-    def source_layout(*, num_rows: int, num_topk: int) -> SourceLayout:
-        """How the source tokens and recv_rows of an expanded dispatch lie in a
-        block of the receive region.
-        """
-    @staticmethod
-    def numbering_layout(
-        *, num_ranks: int, num_experts: int, num_local_experts: int, num_tokens: int, num_topk: int
-    ) -> tuple[int, int, int, int, int, int, int]:
-        """Bytes to expert_offsets, expert_counts, num_expanded, first_rows, send_row and send_rows,
-        and of all."""
-    def expand_calls(self) -> tuple[Callable[..., None], Callable[..., None], Callable[..., None]]:
-        """``number_rows``, ``expand_rows`` and ``reduce_experts`` of positional numbers, in the
-        order of the methods' arguments; dtype: 0 bfloat16, 1 float16, 2 float32."""
-    def number_rows(
-        self,
-        *,
-        topk_idx: int,  # [num_tokens, num_topk]
-        topk_idx_bytes: int,
-        num_tokens: int,
-        num_topk: int,
-        num_experts: int,
-        first_rows: int,  # int32 [num_experts], of notify_dispatch
-        send_row: int,  # out int32 [num_tokens, num_ranks]
-        send_rows: int,  # out int32 [num_tokens, num_topk]
-        num_channels: int,
-        stream: int,
-    ) -> None: ...
-    def expand_rows(
-        self,
-        *,
-        rank_prefix_matrix: int,
-        recv_rows: int,  # int32 [num_tokens_limit, num_topk]
-        expert_offsets: int,
-        expert_counts: int,
-        num_topk: int,
-        num_local_experts: int,
-        num_rows: int,  # M
-        num_tokens_limit: int,  # N
-        row_bytes: int,
-        scale_row_bytes: int,
-        zero_padding: bool,
-        x: int,  # [M, row_bytes], the first row of every token in place
-        scales: int,  # [M, scale_row_bytes], or 0
-        expert_idx: int,  # out [M], or 0
-        expert_idx_bytes: int,
-        weights: int,  # float32 [M], or 0: zeros where a row belongs to no token
-        fill_src_idx: int,  # int32 [N], or 0: -1 past the received tokens
-        fill_rows: int,  # int32 [N, num_topk], likewise
-        num_channels: int,
-        stream: int,
-    ) -> None: ...
-    def number_received(
-        self,
-        *,
-        num_received: int,  # int32 [1]
-        topk_idx: int,  # [num_tokens_limit, num_topk], local experts
-        topk_idx_bytes: int,
-        num_tokens_limit: int,  # N
-        num_topk: int,
-        num_local_experts: int,
-        expert_alignment: int,
-        num_rows: int,  # M
-        expert_offsets: int,  # out int32 [num_local_experts + 1]
-        expert_counts: int,  # out int32 [num_local_experts]
-        recv_rows: int,  # out int32 [num_tokens_limit, num_topk]
-        num_channels: int,
-        stream: int,
-    ) -> None:
-        """Between nodes: places of rows that have come without."""
-    def expand_received(
-        self,
-        *,
-        num_received: int,  # int32 [1]
-        recv_x: int,  # [num_tokens_limit, row_bytes]
-        recv_scales: int,  # [num_tokens_limit, scale_row_bytes], or 0
-        recv_weights: int,  # float32 [num_tokens_limit, num_topk], or 0
-        recv_rows: int,
-        expert_offsets: int,
-        expert_counts: int,
-        num_topk: int,
-        num_local_experts: int,
-        num_rows: int,  # M
-        num_tokens_limit: int,  # N
-        row_bytes: int,
-        scale_row_bytes: int,
-        zero_padding: bool,
-        x: int,  # out [M, row_bytes]
-        scales: int,  # out [M, scale_row_bytes], or 0
-        expert_idx: int,  # out [M], or 0
-        expert_idx_bytes: int,
-        weights: int,  # out float32 [M], or 0
-        num_channels: int,
-        stream: int,
-    ) -> None:
-        """Between nodes: rows to all of their places."""
-    def transpose_scales(
-        self,
-        *,
-        src: int,  # [num_rows, num_columns] words of 4 bytes
-        dst: int,  # out [num_columns, column_stride]
-        num_rows: int,
-        num_columns: int,
-        column_stride: int,
-        num_channels: int,
-        stream: int,
-    ) -> None: ...
-    def reduce_experts(
-        self,
-        *,
-        rank_prefix_matrix: int,  # int32 [num_ranks, num_ranks]; between nodes [1]: rows received
-        recv_rows: int,
-        num_topk: int,
-        num_rows: int,
-        num_tokens_limit: int,
-        dtype: str,
-        hidden: int,
-        x: int,  # [M, hidden]
-        row_weights: int,  # float32 [M] to multiply with, or 0
-        reduced_x: int,  # out [N, hidden]
-        weights: int,  # float32 [M], or 0
-        reduced_weights: int,  # out float32 [N, num_topk], or 0
-        num_channels: int,
-        stream: int,
-    ) -> None: ...
-    def plan_combine(
-        self,
-        *,
-        num_channels: int,
-        num_send_tokens: int,
-        num_slots: int,
-        dtype: str,  # "bfloat16" | "float16" | "float32"
-        row_bytes: int,
-        num_topk: int,
-        few_rows: int = 0,  # that a rank returns, at most, for it to run on
-        few_rows_sms: int = 0,
-    ) -> Callable[..., None]: ...
     has_rail: bool  # this target reaches other nodes
     rail_put_bytes: list[int]  # that this rank has put, [nodes, queues]
     @staticmethod
     def rail_workspace_bytes(
         *, num_nodes: int, ranks_per_node: int, num_max_experts: int
-    ) -> int: ...
-    @staticmethod
-    def rail_ring_bytes(
-        *,
-        num_nodes: int,
-        num_channels: int,
-        num_slots: int,
-        row_bytes: int,
-        scale_row_bytes: int,
-        num_topk: int,
-    ) -> int: ...
-    @staticmethod
-    def two_tier_ring_bytes(
-        *,
-        ranks_per_node: int,
-        num_channels: int,
-        num_slots: int,
-        row_bytes: int,
-        scale_row_bytes: int,
-        num_topk: int,
     ) -> int: ...
     def enable_internode(
         self,
@@ -334,30 +109,6 @@ class Engine:
             this process. is_near: host target, stores instead of a network.
         """
     def quiet_rail(self) -> None: ...
-    def internode_places(
-        self,
-        *,
-        is_token_in_rank: int,
-        num_tokens: int,
-        num_channels: int,
-        send_places: int,
-        stream: int,
-    ) -> None:
-        """Launch the kernel that makes send_places of a layout."""
-    @staticmethod
-    def tier_source_layout(*, num_rows: int) -> tuple[int, int]:
-        """Where recv_src_meta begins behind recv_src_idx, and bytes of both."""
-    def tier_counts_waiter(self) -> Callable[[bool], tuple[Any, ...] | None]:
-        """As counts_waiter, of the last notify between nodes. The argument: was a dispatch launched
-        behind it, which says whether it has sent?"""
-    def plan_internode_layout(self) -> Callable[..., None]:
-        """Numbers as of plan_layout."""
-    def plan_internode_notify(self, **form: int) -> Callable[..., None]:
-        """Numbers as in ops/internode_plan.py; see InternodeNotifyArgs."""
-    def plan_internode_dispatch(self, **form: int) -> Callable[..., None]:
-        """Numbers as in ops/internode_plan.py; see InternodeDispatchArgs."""
-    def plan_internode_combine(self, *, dtype: str, **form: int) -> Callable[..., None]:
-        """Likewise; see InternodeCombineArgs."""
     low_latency_bytes: int  # of the low-latency region; 0: not enabled
     max_ranks: int  # of any group
     masked_offset: int  # from the heap's start: int32 [max_ranks], ranks that this one does without
@@ -424,185 +175,6 @@ class Engine:
     def close(self) -> None:
         """Free what the engine owns on this rank. Never waits for a peer. Idempotent."""
 
-def expanded_choices(
-    num_ranks: int,
-    most_rows: int,
-    num_tokens: int,
-    places: int,
-    num_experts: int,
-    expert_alignment: int,
-) -> tuple[int, int]:
-    """See csrc/host/likely_rows.hpp. The next one is not larger; 0: there is none."""
-
-class QuickNormal:
-    """Calls of normal mode in one step each, of one Buffer; see csrc/bind/bind_quick_normal.cpp.
-
-    The functions of ``calls`` return None, and nothing has happened, for whatever is not a plain
-    call of a form that ``add_*`` was told of.
-    """
-
-    def __init__(
-        self,
-        tensor_type: type,
-        exchange_api: object,  # DLPack's, of that type
-        empty: Callable[..., object],  # (shape, strides, dtype): on the current device
-        part: Callable[..., object],  # (tensor, shape, strides, offset)
-        device_type: int,  # as DLPack counts them
-        device_index: int,
-        *,
-        num_ranks: int,
-        ranks_per_node: int,
-        heap_base: int,
-        memory: object,  # kept by tensors over the heap
-        take: Callable[..., object],  # Region.taker()
-        count_layout: Callable[..., None],  # Engine.plan_layout() or plan_internode_layout()
-        streams: object,  # backends.cuda_launch.Streams; None: there are none
-        likely_rows: Callable[[int], tuple[int, ...]],  # ExpectedRows.choices
-        expected: object,  # ExpectedRows
-        likely_forwarded: Callable[[int], int],  # .forwarded
-        wait_counts: Callable[[], object],  # Engine.counts_waiter()
-        wait_tier_counts: Callable[[bool], object],  # Engine.tier_counts_waiter()
-        expand_calls: tuple[Callable[..., None], ...],  # Engine.expand_calls()
-        float32: object,  # torch's
-        int32: object,
-        uint8: object,
-    ) -> None: ...
-    def layout(
-        self,
-        *,
-        num_ranks: int,
-        num_nodes: int,
-        num_max_experts: int,
-        num_max_topk: int,
-        int32: object,  # torch's dtypes
-        boolean: object,
-        event_type: type,  # EventOverlap
-        is_synchronous: bool,  # Backend.is_synchronous
-    ) -> Callable[[object, object, object, object], Any]:
-        """Context, topk_idx, num_experts, asynchronous -> num_tokens_per_rank, num_tokens_per_node
-        or None, num_tokens_per_expert, is_token_in_rank and, of a synchronous call, its event.
-        """
-    def calls(self) -> tuple[Callable[..., Any], ...]:
-        """``asynchronous``: StreamOptions.asynchronous.
-        ``dispatch(x, KnownHandle.numbers, home_stream, config, default, asynchronous,
-        zero_padding)`` -> what has come.
-        ``new_dispatch(x, topk_idx, topk_weights, num_tokens_per_rank, num_tokens_per_expert,
-        is_token_in_rank, num_experts, num_worst_tokens, expert_alignment, zero_tail, config,
-        default, asynchronous, expand, zero_padding)`` -> (SlabLayout, its address, its block,
-        routing, stream, num_topk, with expand (storage of a Numbering, expert_offsets,
-        expert_counts), receive); ``receive(Context.owner, Handle.has_default_sms)``, once, ->
-        (rows, indices, weights, counts, number of rows, address of recv_rows, Handle._native).
-        Without num_worst_tokens it waits for the counts; None: a kernel failed. No rows: then, and
-        where they have not moved, as some rank had no room for its own.
-        ``combine(x, topk_weights, KnownHandle.numbers, home_stream, config, default,
-        asynchronous, apply_weights)`` -> (sums, sums of weights).
-        """
-
-    def layer(
-        self,
-        *,
-        context: object,  # the Buffer's
-        buffer: object,
-        default_of: Callable[[str, None], object],  # Buffer._default
-        default_config_type: type,
-        is_synchronous: bool,  # Backend.is_synchronous
-        finish_unmoved: Callable[..., object],  # see layer/quick_prefill.py
-        maker: object,  # of handles, as told_of_batch gives it back
-        dtype: tuple[int, int],  # DLPack's code and bits
-        hidden: int,
-        max_tokens: int,
-        num_topk: int,
-        num_experts: int,
-        max_rows: int,  # of a bounded call
-        alignment: int,
-        batch_type: type,  # ExpertBatch, and what is alike in all of them
-        common: dict[str, Any],
-        state_type: type,  # Prefilled
-        rule: object,  # ModeRule
-    ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """begin and end of PrefillCalls."""
-    @staticmethod
-    def told_of_batch(made: object) -> tuple[Any, ...]:
-        """Of Prefilled._made: the arguments of quick_prefill._handle_of."""
-
-    def handled_calls(
-        self,
-        *,
-        is_internode: bool,
-        event_type: type,  # EventOverlap
-        is_synchronous: bool,  # Backend.is_synchronous
-    ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """Of synchronous calls along a handle, their Context given: ``dispatch(Context, handle, x,
-        config, default, zero_padding, cast)`` and ``combine(Context, handle, x, topk_weights,
-        config, default, apply_weights)`` return what Buffer's methods do, or None."""
-
-    def tier_calls(self) -> tuple[Callable[..., Any], ...]:
-        """The same between nodes, with KnownTierHandle.numbers. ``new_dispatch`` takes
-        num_tokens_per_rdma_rank as well and returns (TierSlabLayout, its address, its block,
-        KnownTierHandle.routing, addresses of send_nvl_head and recv_src_idx, rows that there is
-        room for, received and forwarded, stream, num_topk, receive); ``receive()`` -> (rows,
-        indices, weights, counts).
-        """
-
-    def add_dispatch(
-        self,
-        *,
-        config: object,
-        default: object,  # where there is no config
-        dtype: tuple[int, int],  # DLPack's code and bits
-        scale_dtype: tuple[int, int],
-        hidden: int,
-        num_scales: int,  # 0: without
-        num_channels: int,
-        num_local_blocks: int,
-        is_expanded: bool,
-        cast: int = 0,  # ScaleOptions.cast
-        launch: Callable[..., None],  # of the plan
-    ) -> None: ...
-    def add_tier_dispatch(self, **form: Any) -> None:
-        """As add_dispatch, between nodes."""
-    def add_new_tier_dispatch(self, **form: Any) -> None:
-        """As add_new_dispatch, between nodes."""
-    def add_tier_combine(self, **form: Any) -> None:
-        """As add_combine, between nodes."""
-    def add_new_dispatch(
-        self,
-        *,
-        config: object,
-        default: object,
-        dtype: tuple[int, int],
-        scale_dtype: tuple[int, int],
-        hidden: int,
-        num_scales: int,
-        num_topk: int,
-        num_experts: int,
-        alignment: int,
-        idx_bytes: int,
-        has_layout: bool,
-        is_expanded: bool,
-        num_local_experts: int,
-        num_local_blocks: int,
-        cast: int,
-        notify: Callable[..., None] | None,
-        launch: Callable[..., None],
-        slab_of: Callable[[int], object],  # SlabLayout for so many tokens
-    ) -> None: ...
-    def add_combine(
-        self,
-        *,
-        config: object,
-        default: object,
-        dtype: tuple[int, int],
-        torch_dtype: object,
-        hidden: int,
-        num_topk: int,  # of weights that come along; 0: none do
-        num_channels: int,
-        num_local_blocks: int,
-        has_default_sms: bool,  # Handle.has_default_sms
-        staging_row_bytes: int,
-        launch: Callable[..., None],
-    ) -> None: ...
-
 def low_latency_available_blocks(num_sms: int, wanted: int | None) -> int:
     """Blocks that a low-latency call may have; ``wanted`` is taken as it is, unless it is None."""
 
@@ -629,14 +201,54 @@ class BufferCalls:
         num_ring_bytes: int,
         num_rdma_bytes: int,
         max_sms: int | None,
+        rail_reads_late: bool,  # rows are put on the rail, not stored
         raise_recorded: Callable[[], None],
         event_overlap: Callable[..., object],
         event_of: Callable[[Event | None], object],
+        handle_class: type,  # Handle
+        tier_handle_class: type,  # InternodeHandle
+        # (first tensor of a handle that does not say who made it) raises if rows go to absent ranks
+        require_present: Callable[[Any], None],
     ) -> None: ...
-    # Functions without keywords. Ask for each once: a property makes it anew.
+    # Functions without keywords, whose arguments are listed in csrc/bind/calls_normal.cpp. Ask for
+    # each once: a property makes it anew.
     get_dispatch_layout: Callable[..., Any]
+    dispatch: Callable[..., Any]
+    begin_dispatch: Callable[..., PendingDispatch]
+    combine: Callable[..., Any]
+    def set_members(self, members: Sequence[str]) -> None:
+        """Who makes handles from now on: see deep_comm/absent.py."""
+    def agree_on_tokens(self, num_tokens: int) -> None:
+        """That a rank will ever bring, as all of them say."""
+    def end_calls(self, *, was_destroyed: bool) -> None:
+        """Goes on without a dispatch that has not been received, and without what all ranks have
+        seen alike so far. Kernels have ended.
+        """
     def set_absent(self, ranks: Sequence[int]) -> None:
         """Ranks that the Buffer does without, in ascending order."""
+
+class PendingDispatch:
+    """A dispatch that has been sent, and whose counts the host has not waited for yet. It will in
+    ``result``, or in the Buffer's next call of normal mode, which comes after this one.
+    """
+
+    def result(self) -> Any:
+        """What dispatch returns; raises what went wrong. The same in every call."""
+    def settle(self) -> None:
+        """Waits and ends the call. What is wrong with it is for ``result`` to say."""
+
+class DispatchRecord:
+    """What a dispatch learned, as calls use it; see csrc/host/dispatch_record.hpp."""
+
+    is_given: bool  # made of a handle's tensors, which have its fields
+    is_expanded: bool
+    num_channels: int
+    num_tokens: int
+    num_recv_rows: int
+    num_forward_rows: int
+    num_output_rows: int
+    def field(self, name: str) -> Any:
+        """A field of Handle, InternodeHandle or Expansion; None: not known. Makes tensors anew."""
 
 class LowLatencyRecord:
     """What a low-latency dispatch learned: LowLatencyHandle is a view of it."""
@@ -787,8 +399,9 @@ class Streams:
         """Whether the device is current and ``stream``, of it, is not capturing."""
 
     def is_capturing(self, stream: int) -> bool: ...
-    def capture_check(self, device: int, exchange_api: object) -> Callable[[], bool]:
-        """Whether torch's current stream of the device is capturing. ``exchange_api``: DLPack's."""
+    def capture_check(self, device: int, exchange_api: object) -> Callable[[], bool] | None:
+        """Whether torch's current stream of the device is capturing. ``exchange_api``: DLPack's;
+        None without one."""
 
     def mark(self, stream: int) -> Event:
         """An event at this point of a stream, whichever device is current. In a capture it means

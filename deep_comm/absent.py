@@ -28,8 +28,8 @@ def makers(members: tuple[str, ...], absent: Iterable[int]) -> tuple[str, ...]:
 class RequirePresent:
     """Raises HandleMismatch if rows of a handle go to absent ranks, or come from them: such a call
     would wait for those. Of handles that do not say who made them, a sequence of tensors; these are
-    looked at, so that the host waits for the device, but not while a graph is captured. Native calls
-    hold it: it holds no Context.
+    looked at, so that the host waits for the device, but not while a graph is captured. Native
+    calls hold it: it holds no Context.
     """
 
     def __init__(self, backend: Backend) -> None:

@@ -305,7 +305,9 @@ class LowLatencyCalls:
         buffer: Tensor | None = self._low_latency.combine_buffer(handle)
         if buffer is None:
             with torch.inference_mode(False):  # or nobody could write to it outside of that
-                buffer = torch.empty(handle.rows_shape, dtype=torch.bfloat16, device=self._context.device)
+                buffer = torch.empty(
+                    handle.rows_shape, dtype=torch.bfloat16, device=self._context.device
+                )
             self._low_latency.keep_combine_buffer(handle, buffer)
         return buffer
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # `| Any`: what an item is follows from the arguments, and callers know it.
 DispatchResult = tuple[
-    Tensor | tuple[Tensor, Tensor] | Any,
+    Tensor | Any,
     Tensor | Any,
     Tensor | Any,
     list[int] | Any,

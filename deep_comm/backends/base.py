@@ -93,6 +93,9 @@ class Backend(Protocol):
     def comm_stream(self) -> torch.cuda.Stream:
         """Raises UnsupportedError on the host target."""
 
+    def mark(self) -> _core.Event | None:
+        """At this point of the current stream; None: nothing can be in flight."""
+
     def is_capturing(self) -> bool:
         """The current stream is recording a CUDA graph."""
 

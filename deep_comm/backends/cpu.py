@@ -18,7 +18,6 @@ from deep_comm.errors import UnsupportedError
 from deep_comm.rendezvous import Rendezvous
 from deep_comm.topology import Topology
 
-
 _PLACE = Place(torch.device("cpu"))
 
 
@@ -165,6 +164,9 @@ class CpuBackend:
 
     def comm_stream(self) -> torch.cuda.Stream:
         raise UnsupportedError("the host target has no streams")
+
+    def mark(self) -> None:
+        return None
 
     def is_capturing(self) -> bool:
         return False

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from deep_comm import _core, _cuda
+from deep_comm import _core, _cuda, env
 from deep_comm.backends import in_process
 from deep_comm.backends.base import EXCHANGE_API, Heap, OutputsEventMaker
 from deep_comm.backends.cuda_streams import current_raw_stream, make_framework, streams_of
@@ -140,8 +140,10 @@ class CudaBackend:
             OutputsEvent, comm=self._comm_stream
         )
         # Of every step of a layer's "auto".
+        self.is_capturing: Callable[[], bool] = self._is_capturing
         check = native.capture_check(self._index, EXCHANGE_API)
-        self.is_capturing: Callable[[], bool] = check or self._is_capturing
+        if check is not None:
+            self.is_capturing = check
 
     def create_heap(
         self,
@@ -176,6 +178,9 @@ class CudaBackend:
             num_max_experts=num_max_experts,
             timeout_ns=timeout_ns,
         )
+
+    def mark(self) -> _core.Event:
+        return streams_of(self._index).mark(current_raw_stream(self._index))
 
     def _is_capturing(self) -> bool:
         return streams_of(self._index).is_capturing(current_raw_stream(self._index))

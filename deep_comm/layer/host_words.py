@@ -80,8 +80,7 @@ def most_tokens(ctx: Context, words: HostWords, state: Decoded) -> int:
     most = words.most(state.exchange)
     if most is not None:
         return most
-    backend = ctx.backend
-    passed = backend.mark(backend.current_stream())
+    passed = ctx.backend.mark()
     try:
         while passed is not None and not passed.has_passed():
             most = words.most(state.exchange)

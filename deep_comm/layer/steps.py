@@ -151,8 +151,9 @@ class Steps:
         mode: Mode,
         bounded: bool,
     ) -> Tensor | None:
-        """A decode step that is two native calls: nothing in doubt, no gradients and, but for decode
-        by name, no capture. None: nothing has happened; ``way`` says how to go on, or what is wrong.
+        """A decode step that is two native calls: nothing in doubt, no gradients and, but for
+        decode by name, no capture. None: nothing has happened; ``way`` says how to go on, or what
+        is wrong.
 
         Every line is what the layer costs above the Buffer, and auto above decode: 2 % of a step
         are half a microsecond.

@@ -103,6 +103,7 @@ def rank_main(case: Case) -> Callable[[RankGroup], None]:
             assert recv_idx is not None and recv_weights is not None
             expected = case.dispatched[rank]
             assert expected.recv_topk_weights is not None
+            assert handle.recv_src_idx is not None
             _require_equal(rank, "recv_src_idx", handle.recv_src_idx, expected.recv_src_idx)
             _require_equal(rank, "recv_x", recv_x, expected.recv_x)
             _require_equal(rank, "recv_topk_idx", recv_idx, expected.recv_topk_idx)

@@ -2,7 +2,7 @@
 
 The module `deep_comm._cuda` is replaced by one whose engine is the host target's and whose streams
 and events (tests/native/fake_streams.cpp) write down what they are asked to do. Tensors live on the
-host. So the order of streams and the number of calls can be tested, and kernels still move the rows.
+host. So the order of streams and the number of calls can be tested, and kernels still move rows.
 """
 
 from __future__ import annotations
@@ -183,37 +183,6 @@ def _module(log: Log) -> types.ModuleType:
         def stub_counts(self, counts: tuple[int, int, bool, list[int]] | None) -> None:
             log.stub_counts = counts
 
-        def counts_waiter(self) -> Callable[[], object]:
-            wait = super().counts_waiter()
-
-            def wait_counts() -> object:
-                stub = log.wait_counts()
-                return wait() if stub is None else stub
-
-            return wait_counts
-
-    def written_down(name: str, plan: str) -> None:
-        """Calls of what Engine.plan_* returns; the stream is their last argument."""
-        make = getattr(_core.Engine, plan)
-
-        def plan_and_log(self: Engine, **options: object) -> Callable[..., object]:
-            call = make(self, **options)
-            if log.is_silent:
-                return call
-
-            def launch(*numbers: int) -> object:
-                log.launch(name, numbers[-1])
-                return call(*numbers)
-
-            return launch
-
-        setattr(Engine, plan, plan_and_log)
-
-    written_down("layout", "plan_layout")
-    written_down("notify", "plan_notify")
-    written_down("dispatch", "plan_dispatch")
-    written_down("combine", "plan_combine")
-
     module.architectures = "90a"
     module.Engine = Engine
     module.streams = lambda device: _simt_tests.fake_streams(log)
@@ -245,7 +214,7 @@ def installed() -> Iterator[Log]:
         patch.setitem(sys.modules, "deep_comm._cuda", _module(log))
         patch.setattr(events, "pool", None)  # or the stub's would outlive it
         patch.setattr(deep_comm, "_cuda", sys.modules["deep_comm._cuda"], raising=False)
-        for name in ("deep_comm.backends.cuda", "deep_comm.backends.cuda_launch"):
+        for name in ("deep_comm.backends.cuda", "deep_comm.backends.cuda_streams"):
             patch.delitem(sys.modules, name, raising=False)
         patch.setattr(
             torch._C, "_cuda_getCurrentRawStream", lambda index: log.current, raising=False
@@ -263,11 +232,11 @@ def installed() -> Iterator[Log]:
         patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
         patch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
         backend = importlib.import_module("deep_comm.backends.cuda").CudaBackend
-        patch.setattr("deep_comm.backends.cuda_launch.make_framework", _framework(log))
+        patch.setattr("deep_comm.backends.cuda_streams.make_framework", _framework(log))
         patch.setattr("deep_comm.context.resolve_device", lambda wanted: torch.device("cpu"))
         patch.setattr("deep_comm.context.create_backend", lambda wanted: backend(device))
         try:
             yield log
         finally:
-            for name in ("deep_comm.backends.cuda", "deep_comm.backends.cuda_launch"):
+            for name in ("deep_comm.backends.cuda", "deep_comm.backends.cuda_streams"):
                 sys.modules.pop(name, None)

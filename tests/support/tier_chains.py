@@ -1,5 +1,5 @@
-"""Layouts, dispatches (cached, bounded, counted, expanded) and combines between nodes, one behind the
-other and on several streams, give what the same calls give alone."""
+"""Layouts, dispatches (cached, bounded, counted, expanded) and combines between nodes, one after
+the other and on several streams, give what the same calls give alone."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from typing import Any, cast
 import forked
 import pytest
 import torch
+from deep_comm.ops.steps import PendingDispatch
 from interrupted import (
     INTERNODE,
     LOW_LATENCY,
@@ -19,7 +20,6 @@ from interrupted import (
 
 from deep_comm.errors import CallInterrupted
 from deep_comm.layer.pending import Pending
-from deep_comm.ops.steps import PendingDispatch
 
 CPU = torch.device("cpu")
 

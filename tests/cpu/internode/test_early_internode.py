@@ -8,11 +8,11 @@ from typing import Any
 import internode
 import pytest
 import torch
+from deep_comm._simt_tests import EarlyDispatches
 from internode import InternodeCase, run_case, verify
 from schedules import find_fault, pass_without_fault
 
 from deep_comm import Buffer, local, simulate
-from deep_comm._simt_tests import EarlyDispatches
 from deep_comm.errors import ConfigMismatch, ExpertIndexError, PeerTimeout
 
 pytestmark = pytest.mark.usefixtures("poison")

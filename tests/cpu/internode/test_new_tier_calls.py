@@ -108,7 +108,12 @@ def expanded_calls(buffer: Any, rank: int, call: Call, with_layout: bool, stream
     if with_layout:
         options.update(layout_of(buffer, options["topk_idx"]))
     payload, experts, weights, counts, handle, event = buffer.dispatch(
-        given, **options, num_worst_tokens=call.bound, expand=True, zero_padding=is_padded, **streams
+        given,
+        **options,
+        num_worst_tokens=call.bound,
+        expand=True,
+        zero_padding=is_padded,
+        **streams,
     )
     assert (event.event is not None) == bool(streams)
     if streams:
@@ -368,13 +373,13 @@ def test_handles_can_be_copied_and_outlive_the_rows(bound: int, direct_bytes: in
     on_normal(body, 2, **{**PAIR, "num_direct_bytes": direct_bytes})
 
 
-# ---- memory that the rail may still read -----------------------------------------------------------
+# ---- memory that the rail may still read ---------------------------------------------------------
 
 
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
 def test_what_a_dispatch_counts_spoils_no_sum_of_the_combine_before(ranks_per_node: int) -> None:
-    """A combine of few rows stages at the region's end, where the next dispatch would count; and its
-    sums cross when the network likes."""
+    """A combine of few rows stages at the region's end, where the next dispatch would count; and
+    its sums cross when the network likes."""
 
     def main(group: Any) -> None:
         with deep_comm.Buffer(

@@ -1,5 +1,5 @@
-"""Cached dispatches and combines between nodes, in all their forms: first and later calls of a Buffer
-give what the reference says.
+"""Cached dispatches and combines between nodes, in all their forms: first and later calls of a
+Buffer give what the reference says.
 """
 
 from __future__ import annotations
@@ -133,7 +133,11 @@ def test_what_does_not_fit_launches_nothing() -> None:
         for wrong in (None, rows[:-1], rows.t(), (rows,), rows.double()):
             with pytest.raises((ArgumentError, HandleMismatch)):
                 buffer.combine(wrong, handle)
-        for wrong in (weights[:-1, 0], torch.ones(len(rows) + 1, K), torch.ones(len(rows), K).half()):
+        for wrong in (
+            weights[:-1, 0],
+            torch.ones(len(rows) + 1, K),
+            torch.ones(len(rows), K).half(),
+        ):
             with pytest.raises(ArgumentError, match="topk_weights"):
                 buffer.combine(rows, handle, wrong)
         with pytest.raises(HandleMismatch, match="apply_weights"):

@@ -5,11 +5,11 @@ import gc
 import fake_cuda
 import pytest
 import torch
+from deep_comm.handle_parts import slab_layout
 
 import deep_comm
 from deep_comm import _core, _simt_tests, local
 from deep_comm.backends.base import EXCHANGE_API
-from deep_comm.handle_parts import slab_layout
 from deep_comm.region import Region
 
 WAITING = 99  # a stream that only waits

@@ -14,6 +14,7 @@ from typing import Any
 import fake_cuda
 import pytest
 import torch
+from deep_comm.layer.quick_prefill import NEVER
 from layer_cases import Experts, LayerCase, build, inputs
 from layer_spy import Spy, require_same
 
@@ -21,7 +22,6 @@ import deep_comm
 from deep_comm import ExpertIndexError, HandleMismatch, PeerTimeout, _core, defaults, local
 from deep_comm.layer.by_steps import by_steps
 from deep_comm.layer.prefill import ExpandedPrefill
-from deep_comm.layer.quick_prefill import NEVER
 
 CASE = LayerCase(((5, 2),), 24, 8, mode="prefill", alignment=2)
 WAYS = [("prefill", False), ("prefill", True), ("auto", False)]

@@ -162,6 +162,7 @@ def test_asynchronous_calls_run_on_the_communication_stream(
 ) -> None:
     """torch's allocator is told of what they are given; events keep what they write
     (test_outputs_event.py)."""
+
     def main(group: local.ThreadGroup) -> None:
         x, idx, weights = inputs(0)
         num_bytes = deep_comm.Buffer.get_low_latency_rdma_size_hint(M, H, 1, E)

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from cases import Case
+from deep_comm.handle_parts import slab_layout
 from roundtrip import run_case, verify
 
 import deep_comm
 from deep_comm import errors, local, simulate
-from deep_comm.handle_parts import slab_layout
 
 H, E = 64, 8
 FIRST_GUESS = 2  # launches of a dispatch whose outputs were reserved well: notify and dispatch

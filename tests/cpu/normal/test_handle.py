@@ -140,7 +140,15 @@ def test_a_handle_can_be_saved_and_copied(num_nvl_bytes: int, expand: bool) -> N
                 pickle.loads(pickle.dumps(handle)),
                 dataclasses.replace(handle),
             ]
-            if not expand:
+            if expand:
+                expansion = handle.expansion
+                others += [
+                    dataclasses.replace(handle, expansion=copy.copy(expansion)),
+                    dataclasses.replace(handle, expansion=dataclasses.replace(expansion)),
+                ]
+                with pytest.raises(AttributeError):
+                    _ = expansion.no_such_field
+            else:
                 others += [torch.load(file), tuple(t.clone() for t in handle), list(handle)]
             for other in others:
                 if isinstance(other, Handle):
@@ -153,16 +161,18 @@ def test_a_handle_can_be_saved_and_copied(num_nvl_bytes: int, expand: bool) -> N
     local.run(rank_main, 2, timeout_s=60)
 
 
-def test_another_buffer_of_the_group_takes_a_handle() -> None:
+@pytest.mark.parametrize("expand", [False, True])
+def test_another_buffer_of_the_group_takes_a_handle(expand: bool) -> None:
     def rank_main(group: Any) -> None:
         options = dict(device="cpu", timeout_s=20)
         with deep_comm.Buffer(group, 4 << 20, **options) as one:
             with deep_comm.Buffer(group, 4 << 20, **options) as other:
-                x, rows, handle = _dispatched(one, False)
+                x, rows, handle = _dispatched(one, expand)
                 given = dataclasses.replace(handle)
                 for buffer in (other, one, other):
-                    assert torch.equal(buffer.combine(rows, handle)[0], x)
-                    assert torch.equal(buffer.combine(rows, given)[0], x)
+                    for each in (handle, given):
+                        assert torch.equal(buffer.combine(rows, each)[0], x)
+                        assert torch.equal(buffer.dispatch(x, handle=each)[0], rows)
 
     local.run(rank_main, 2, timeout_s=60)
 
