@@ -1,4 +1,4 @@
-"""What tests of a layer's native calls share."""
+"""What tests of a layer's native decode calls share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from deep_comm.layer.decode import NEVER
 
 
 class Spy:
-    """Which halves of a layer's steps were one native step; ``is_off``: none may be."""
+    """Which halves of a layer's decode steps were one native call; ``is_off``: none may be, so that
+    the step is made of the Buffer's calls."""
 
     def __init__(self, layer: Any) -> None:
         self.made: list[bool] = []
@@ -20,8 +21,6 @@ class Spy:
         steps._begin, steps._end = map(self._spied, (steps._begin, steps._end))
         steps._finish = self._spied(steps._finish)
         steps.transport.quick = NEVER
-        steps._begin_prefill = self._spied(steps._begin_prefill)
-        steps._end_prefill = self._spied(steps._end_prefill)
 
     def _spied(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def spied(*arguments: Any) -> Any:

@@ -1,5 +1,5 @@
-"""Steps of a layer that are two native ones: what they give, what is left to Python, and what the
-other ranks are told when."""
+"""Steps of a layer: native decode steps against the Buffer's calls, what is refused and by whom,
+and what the other ranks are told when."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ MODES = [("decode", False), ("auto", False), ("prefill", False), ("prefill", Tru
 
 
 @pytest.mark.parametrize("idx_dtype", [torch.int64, torch.int32])
-@pytest.mark.parametrize(("mode", "bounded"), MODES)
-def test_a_step_gives_what_many_steps_do(mode: str, bounded: bool, idx_dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("mode", ["decode", "auto"])
+def test_a_step_gives_what_the_buffers_calls_do(mode: str, idx_dtype: torch.dtype) -> None:
+    """Also the first one of a layer."""
     case = LayerCase(((3, 0), (8, 1), (1, 8)), 24, 8, idx_dtype=idx_dtype, alignment=2)
 
     def main(group: Any) -> None:
@@ -32,22 +33,19 @@ def test_a_step_gives_what_many_steps_do(mode: str, bounded: bool, idx_dtype: to
                 parts = inputs(case, group.rank(), step)
 
                 def call(parts: Any = parts) -> torch.Tensor:
-                    return layer(*parts, experts, mode=mode, bounded=bounded)
+                    return layer(*parts, experts, mode=mode)
 
-                for _ in range(2):  # forms of a rank without tokens come one by one
-                    call()
-                spy.taken()
                 one = call()
                 assert spy.taken() == [True, True]
                 spy.is_off = True
                 require_same(one, call())
+                assert not any(spy.taken())
                 spy.is_off = False
 
     local.run(main, 2, timeout_s=30)
 
 
-@pytest.mark.parametrize("mode", ["decode", "prefill"])
-def test_batches_hold_what_many_steps_give_them(mode: str) -> None:
+def test_batches_hold_what_the_buffers_calls_give_them() -> None:
     case = LayerCase(((5, 2),), 24, 8)
 
     def main(group: Any) -> None:
@@ -59,12 +57,11 @@ def test_batches_hold_what_many_steps_give_them(mode: str) -> None:
                 found.append(batch)
                 return batch.x
 
-            for _ in range(2):
-                layer(*parts, experts, mode=mode)
+            layer(*parts, experts, mode="decode")
             spy = Spy(layer)
             spy.is_off = True
-            layer(*parts, experts, mode=mode)
-            _, one, other = found
+            layer(*parts, experts, mode="decode")
+            one, other = found
             assert type(one) is type(other) and vars(one).keys() == vars(other).keys()
             for name in ("capacity", "mode", "first_expert", "alignment", "counts"):
                 assert getattr(one, name) == getattr(other, name), name
@@ -80,7 +77,7 @@ def test_batches_hold_what_many_steps_give_them(mode: str) -> None:
 
 
 @pytest.mark.parametrize(("mode", "bounded"), MODES)
-def test_what_is_in_doubt_is_left_to_the_steps_which_name_it(mode: str, bounded: bool) -> None:
+def test_what_breaks_a_rule_is_named_and_nobody_is_told(mode: str, bounded: bool) -> None:
     case = LayerCase(((4,),), 24, 8, experts=4, topk=2)
 
     def main(group: Any) -> None:
@@ -89,7 +86,7 @@ def test_what_is_in_doubt_is_left_to_the_steps_which_name_it(mode: str, bounded:
             words = layer._steps._host_words
             x, idx, weights = inputs(case, 0, 0)
             options: Any = dict(mode=mode, bounded=bounded)
-            want = [layer(x, idx, weights, Experts(), **options) for _ in range(2)][1]
+            want = layer(x, idx, weights, Experts(), **options)
             spy, told = Spy(layer), words.exchange()
             columns = torch.zeros(4, 2 * case.hidden, dtype=x.dtype)
             refused: list[tuple[str, tuple[Any, Any, Any]]] = [
@@ -110,19 +107,20 @@ def test_what_is_in_doubt_is_left_to_the_steps_which_name_it(mode: str, bounded:
                 with pytest.raises(ArgumentError, match=name):
                     layer(*given, Experts(), **options)
             assert not any(spy.taken()) and words.exchange() == told
+            is_native = mode != "prefill"
             for rows in (None, torch.zeros(3, case.hidden, dtype=x.dtype)):
                 with pytest.raises(ArgumentError, match="rows"):
                     layer(x, idx, weights, lambda batch, rows=rows: rows, **options)
             with pytest.raises(ArgumentError, match="rows"):
                 layer(x, idx, weights, lambda batch: batch.x.float(), **options)
-            assert spy.taken() == 3 * [True, False]
-            # Rows that are not contiguous are copied first; in prefill Parameters go step by step.
+            assert spy.taken() == 3 * [True, False] * is_native
+            # Rows that are not contiguous are copied first.
             spread = Experts()
             y = layer(
                 torch.nn.Parameter(x, requires_grad=False), idx, weights,
                 lambda batch: spread(batch).T.contiguous().T, **options,
             )  # fmt: skip
-            assert spy.taken() == [mode != "prefill", False]
+            assert spy.taken() == [True, False] * is_native
             require_same(y, want)
 
     local.run(main, 1, timeout_s=30)
@@ -159,9 +157,9 @@ def test_a_captured_step_of_auto_asks_nobody() -> None:
             layer._steps.use_words(HostWords.create(layer.buffer._context.rendezvous))
             words, experts = layer._steps._host_words, Experts()
             parts = inputs(case, 0, 0)
-            want = [layer(*parts, experts) for _ in range(2)][1]
+            want = layer(*parts, experts)
             before = layer.rule.num_steps, words.exchange()
-            assert before[1] == 2
+            assert before[1] == 1
             log.capturing.update((log.current, 0))  # 0: what native code sees on the host
             captured = layer(*parts, experts)
             log.capturing.clear()
