@@ -52,26 +52,23 @@ def test_numbering_needs_no_more_than_a_warp(smem_bytes: int | None) -> None:
 def _numbered(group: Any, case: InternodeCase, smem_bytes: int | None) -> bool:
     inputs = make_inputs(case, group.rank())
     with expanded.buffer_of(group, case, "cpu") as buffer:
-        _, idx, _, counts, handle, _ = buffer.dispatch(
-            inputs.x, topk_idx=inputs.topk_idx, num_experts=case.experts, expand=True
-        )
-        received = buffer.dispatch(inputs.x, topk_idx=inputs.topk_idx, num_experts=case.experts)[1]
-        places = torch.empty_like(handle.expansion.recv_rows)
-        offsets, found = torch.empty(41, dtype=torch.int32), torch.empty(40, dtype=torch.int32)
+        # Given, since its kernel counts all experts in a block.
+        per_rank, _, per_expert, mask, _ = buffer.get_dispatch_layout(inputs.topk_idx, case.experts)
+
+        def numbered() -> Any:
+            return buffer.dispatch(
+                inputs.x, topk_idx=inputs.topk_idx, num_tokens_per_rank=per_rank,
+                num_tokens_per_expert=per_expert, is_token_in_rank=mask, expand=True,
+            )[4].expansion  # fmt: skip
+
+        want = numbered()
         if smem_bytes is not None:
             buffer.runtime.smem_bytes_limit = smem_bytes
-        buffer.runtime.number_received(
-            num_received=handle.recv_gbl_rank_prefix_sum[-1:].data_ptr(),
-            topk_idx=received.data_ptr(), topk_idx_bytes=8, num_tokens_limit=received.shape[0],
-            num_topk=8, num_local_experts=40, expert_alignment=1, num_rows=idx.shape[0],
-            expert_offsets=offsets.data_ptr(), expert_counts=found.data_ptr(),
-            recv_rows=places.data_ptr(), num_channels=3, stream=0,
-        )  # fmt: skip
-    return (
-        torch.equal(places, handle.expansion.recv_rows)
-        and torch.equal(offsets, handle.expansion.expert_offsets)
-        and found.tolist() == counts
-    )
+        got = numbered()
+        return all(
+            torch.equal(getattr(got, name), getattr(want, name))
+            for name in ("recv_rows", "expert_offsets", "expert_counts")
+        )
 
 
 def test_processes_over_shared_memory() -> None:

@@ -101,7 +101,7 @@ def test_one_rank_without_room_sends_all_to_the_rings(way: str) -> None:
             free = internode.call_once(buffer, internode.direct(case), 0)
             kept, num_bytes = [], 2 << 20
             while group.rank() == 3 and num_bytes >= 256:
-                block = buffer._context.take(num_bytes, 0, False, False, False)
+                block = buffer._context.region.allocate(num_bytes)
                 if block is None:
                     num_bytes //= 2
                 else:

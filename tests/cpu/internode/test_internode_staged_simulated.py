@@ -110,12 +110,9 @@ def test_all_ranks_take_the_rings_if_one_has_no_room(without: int) -> None:
         ) as buffer:  # fmt: skip
             from internode import call_once
 
-            context = buffer._context
-            kept = (
-                context.take(FAULTY.direct_bytes, 0, False, False, True)
-                if buffer.rank == without
-                else None
-            )
+            kept = None
+            if buffer.rank == without:
+                kept = buffer._context.region.allocate(FAULTY.direct_bytes)
             assert buffer.rank != without or kept is not None
             calls = [call_once(buffer, FAULTY, call) for call in range(FAULTY.calls)]
             del kept
