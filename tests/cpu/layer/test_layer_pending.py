@@ -2,8 +2,8 @@
 the counts in ``result()``, or in the Buffer's next operation.
 
 On the host target a launch is the kernel's run. So these tests run the CUDA backend over stubbed
-driver calls (fake_cuda), which defer launches from a notify on, until the host waits for its counts.
-Other launches end before they return, since torch's memory on the host knows no streams.
+driver calls (fake_cuda), which defer launches from a notify on, until the host waits for its
+counts. Other launches end before they return, since torch's memory on the host knows no streams.
 """
 
 from __future__ import annotations
