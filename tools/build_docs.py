@@ -28,7 +28,6 @@ API = {
     "layer": ["deep_comm.layer"],
     "handles": [
         "deep_comm.handle",
-        "deep_comm.internode_handle",
         "deep_comm.low_latency_handle",
     ],
     "groups": ["deep_comm.local", "deep_comm.simulate", "deep_comm.processes"],

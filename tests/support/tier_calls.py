@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from payload import assert_same_bits
-from quick_calls import E, form_of
+from small_calls import E, form_of
 
 from deep_comm import reference, reference_internode
 from deep_comm.topology import num_local_experts

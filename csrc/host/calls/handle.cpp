@@ -61,12 +61,15 @@ void require_group(const CallContext& context, int64_t num_ranks, int64_t num_no
 bool differ_in_absence(const std::vector<std::string>& first,
                        const std::vector<std::string>& second) {
   const auto is_absent = [](const std::string& name) { return name.rfind(kAbsent, 0) == 0; };
+  bool has_difference = false;
   const auto lacks_others = [&](const auto& some, const auto& others) {
     return std::all_of(some.begin(), some.end(), [&](const std::string& name) {
-      return is_absent(name) || std::find(others.begin(), others.end(), name) != others.end();
+      if (std::find(others.begin(), others.end(), name) != others.end()) return true;
+      has_difference = true;
+      return is_absent(name);
     });
   };
-  return first != second && lacks_others(first, second) && lacks_others(second, first);
+  return lacks_others(first, second) && lacks_others(second, first) && has_difference;
 }
 
 void require_rank(const CallContext& context, int64_t rank) {

@@ -118,9 +118,7 @@ def test_a_dispatch_launches_all_before_it_waits(empties: list[object]) -> None:
         with Counter() as counter:
             buffer.dispatch(x, topk_idx=idx, topk_weights=idx.float(), num_experts=E, config=CONFIG)
         assert empties == []  # what the handle keeps lies in the region, too
-        assert log[:4] == [
-            ("notify", COMPUTE), ("dispatch", COMPUTE), ("record", COMPUTE), ("wait_counts",)
-        ], log  # fmt: skip
+        assert log[:3] == [("notify", COMPUTE), ("dispatch", COMPUTE), ("wait_counts",)], log
         assert len(counter.functions) <= 24, counter.functions
 
     _on_fake_cuda(body)
@@ -162,20 +160,14 @@ def test_a_layout_takes_three_tensors(empties: list[object]) -> None:
     _on_fake_cuda(body)
 
 
-def test_a_handle_is_checked_once_and_copies_of_it_again() -> None:
+def test_copies_of_a_handle_serve_as_it_does() -> None:
     import copy
     import dataclasses
 
     def body(buffer: Any, log: Any, x: Any, handle: Any, idx: Any) -> None:
         rows = buffer.dispatch(x, handle=handle, config=CONFIG)[0]
         for same in (dataclasses.replace(handle), copy.deepcopy(handle), tuple(handle)):
-            with Counter() as counter:
-                sums = buffer.combine(rows, same, config=CONFIG)[0]
-            assert "require_group" in counter.functions
-            assert torch.equal(sums, x)
-        with Counter() as counter:
-            buffer.combine(rows, handle, config=CONFIG)
-        assert "require_group" not in counter.functions
+            assert torch.equal(buffer.combine(rows, same, config=CONFIG)[0], x)
 
     _on_fake_cuda(body)
 

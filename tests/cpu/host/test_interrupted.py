@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, cast
-
 import forked
 import pytest
 import torch
-from deep_comm.ops.steps import PendingDispatch
 from interrupted import (
     INTERNODE,
     LOW_LATENCY,
@@ -18,7 +14,6 @@ from interrupted import (
     interrupted_then_reset,
 )
 
-from deep_comm.errors import CallInterrupted
 from deep_comm.layer.pending import Pending
 
 CPU = torch.device("cpu")
@@ -36,20 +31,6 @@ def test_a_program_that_was_interrupted_ends_without_its_peers() -> None:
 
 def test_a_handler_that_raises_nothing_runs_during_the_call() -> None:
     forked.run(handled_in_the_call, 2, 1, CPU, timeout_s=90)
-
-
-def test_a_pending_dispatch_that_was_interrupted_says_so_when_asked_again() -> None:
-    def finish() -> None:
-        raise KeyboardInterrupt
-
-    ctx = SimpleNamespace(pending=None, rank=3)
-    pending = PendingDispatch(cast(Any, ctx), finish)
-    with pytest.raises(KeyboardInterrupt):
-        pending.result()
-    assert ctx.pending is None
-    for _ in range(2):
-        with pytest.raises(CallInterrupted, match="rank 3"):
-            pending.result()
 
 
 def test_a_block_in_which_receiving_was_interrupted_ends_with_that() -> None:

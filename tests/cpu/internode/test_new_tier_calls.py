@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from quick_calls import E, H, T, inputs, layout_of, on_normal, to_rank
+from small_calls import E, H, T, inputs, layout_of, on_normal, to_rank
 from tier_calls import (
     Call,
     require_received,

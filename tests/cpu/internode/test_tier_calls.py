@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from payload import assert_same_bits
-from quick_calls import E, H, K, T, inputs, on_normal
+from small_calls import E, H, K, T, inputs, on_normal
 from tier_calls import rows_of
 from tier_chains import run_tier_calls
 

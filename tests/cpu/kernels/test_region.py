@@ -5,7 +5,7 @@ import gc
 import fake_cuda
 import pytest
 import torch
-from deep_comm.handle_parts import slab_layout
+from small_calls import routing_bytes
 
 import deep_comm
 from deep_comm import _core, _simt_tests, local
@@ -207,9 +207,8 @@ def test_a_handle_does_not_keep_the_payload() -> None:
             whole = buffer._context.region.num_free_bytes
             handle = buffer.dispatch(x, topk_idx=idx, topk_weights=idx.float(), num_experts=4)[4]
             gc.collect()
-            routing = slab_layout(2, handle.num_channels, 2, 64, True).num_bytes
             used = whole - buffer._context.region.num_free_bytes
-            return used - routing, handle.recv_src_idx.numel()
+            return used - routing_bytes(handle), handle.recv_src_idx.numel()
 
     for used, num_rows in local.run(rank_main, 2):
         assert used <= 4 * num_rows + 128

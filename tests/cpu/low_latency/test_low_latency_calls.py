@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from low_latency import LowLatencyCase, run_case, verify
-from quick_calls import (
+from small_calls import (
     E,
     H,
     M,

@@ -10,7 +10,7 @@ import fake_cuda
 import pytest
 import torch
 from low_latency import LowLatencyCase, run_case, verify
-from quick_calls import E, H, K, M, R, T, inputs, on_ranks
+from small_calls import E, H, K, M, R, T, inputs, on_ranks
 
 import deep_comm
 from deep_comm import _core, local

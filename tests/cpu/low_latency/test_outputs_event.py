@@ -11,7 +11,7 @@ from typing import Any
 import fake_cuda
 import pytest
 import torch
-from quick_calls import E, M, inputs
+from small_calls import E, M, inputs
 
 import deep_comm
 from deep_comm import local

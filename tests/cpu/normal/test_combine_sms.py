@@ -3,12 +3,14 @@ many SMs there may be. What it gives does not depend on it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fake_cuda
 import pytest
 import torch
-from quick_calls import E, NormalSpy, R, T, inputs, on_normal
+from small_calls import E, R, T, inputs, on_normal
 
 import deep_comm
 from deep_comm import Config, local, simulate, tuning
@@ -47,46 +49,39 @@ def test_sums_do_not_depend_on_it(num_direct_bytes: int, model: None) -> None:
     """Staged or through rings, of as many rows as are few and of more."""
 
     def body(buffer: Any, rank: int) -> None:
-        spy = NormalSpy(buffer)
         for tokens in ((1, T), (T, 0), (T, T), (3 * T, 3 * T)) * 2:
             _sums(buffer, rank, tokens[rank])
-        assert spy.made[-1]
         # A combine of one rank on more SMs, of the other one on fewer.
         _sums(buffer, rank, (2, 4 * T)[rank])
 
     on_normal(body, num_direct_bytes=num_direct_bytes)
 
 
-def _planned(buffer: Any) -> list[tuple[int, int]]:
-    """(few_rows, few_rows_sms) of combines that are planned from now on."""
-    told: list[tuple[int, int]] = []
-    engine = buffer._context.engine
-
-    def plan(**given: Any) -> Any:
-        told.append((given["few_rows"], given["few_rows_sms"]))
-        return engine.plan_combine(**given)
-
-    class Engine:
-        def __getattr__(self, name: str) -> Any:
-            return plan if name == "plan_combine" else getattr(engine, name)
-
-    buffer._context.engine = Engine()
-    return told
+def _planned(log: fake_cuda.Log) -> list[tuple[int, int]]:
+    """(few_rows, few_rows_sms) of combines that have been planned."""
+    return [what for name, what in log.planned if name == "combine"]
 
 
-def test_who_names_a_number_gets_no_more(model: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def log() -> Iterator[fake_cuda.Log]:
+    with fake_cuda.installed() as log:
+        yield log
+
+
+def test_who_names_a_number_gets_no_more(
+    model: None, log: fake_cuda.Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config, default_num_sms = Config(2, 4, 16), deep_comm.Buffer.num_sms
 
     def body(buffer: Any, rank: int) -> None:
-        told = _planned(buffer)
         x, idx, weights = inputs(rank)
         routing: dict[str, Any] = dict(topk_idx=idx, topk_weights=weights, num_experts=E)
 
         def combined(named: Any, handle: Any, rows: Any) -> tuple[int, int]:
-            before = len(told)
+            before = len(_planned(log))
             buffer.combine(rows, handle, config=named)
-            assert len(told) == before + 1  # a form of its own
-            return told[-1]
+            assert len(_planned(log)) == before + 1  # a form of its own
+            return _planned(log)[-1]
 
         rows, _, _, _, ours, _ = buffer.dispatch(x, **routing)
         theirs = buffer.dispatch(x, **routing, config=config)[4]
@@ -95,36 +90,30 @@ def test_who_names_a_number_gets_no_more(model: None, monkeypatch: pytest.Monkey
         assert combined(None, ours, rows) == (FEW, SMS)
         assert combined(None, theirs, rows) == (0, 0)
         assert combined(config, ours, rows) == (0, 0)
-        # The same forms again, in one step, are still told apart.
-        spy, before = NormalSpy(buffer), len(told)
+        # The same forms again are still told apart.
+        before = len(_planned(log))
         for handle in (ours, theirs):
             buffer.combine(rows, handle)
-        assert spy.made == [True, True] and len(told) == before
-        # In one step, too; and of six tensors nobody knows whose choice they were.
+        assert len(_planned(log)) == before
+        # Of six tensors nobody knows whose choice they were.
         assert buffer.dispatch(x, **routing)[4].has_default_sms
         assert not buffer.dispatch(x, **routing, config=config)[4].has_default_sms
-        assert all(spy.made)
-        told.clear()
-        buffer.combine(rows.float(), tuple(ours))
-        assert told == [(0, 0)]
+        assert combined(None, tuple(ours), rows.float()) == (0, 0)
         monkeypatch.setattr(deep_comm.Buffer, "num_sms", 2)  # as set_num_sms does
         assert not buffer.dispatch(x, **routing)[4].has_default_sms
-        told.clear()
-        buffer.combine(rows, ours)
-        assert told == [(0, 0)]
+        assert combined(None, ours, rows) == (0, 0)
 
     on_normal(body, 1, num_direct_bytes=4 << 20)
     monkeypatch.setattr(deep_comm.Buffer, "num_sms", default_num_sms)
     monkeypatch.setenv("DEEP_COMM_NUM_SMS", "2")
 
     def with_variable(buffer: Any, rank: int) -> None:
-        told = _planned(buffer)
         x, idx, weights = inputs(rank)
         rows, _, _, _, handle, _ = buffer.dispatch(
             x, topk_idx=idx, topk_weights=weights, num_experts=E
         )
         buffer.combine(rows, handle)
-        assert told == [(0, 0)] and not handle.has_default_sms
+        assert _planned(log)[-1] == (0, 0) and not handle.has_default_sms
 
     on_normal(with_variable, 1, num_direct_bytes=4 << 20)
 

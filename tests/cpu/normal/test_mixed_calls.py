@@ -154,9 +154,9 @@ def test_programs_of_calls_of_every_kind(seed: int, monkeypatch: pytest.MonkeyPa
     mixed_calls.verify(operations, results)
 
 
-# In the first two, what the second dispatch counted, before any peer had come, once lay over sums that
-# the rail had yet to read; tests/cpu/internode/test_new_tier_calls.py makes sure that it would. More
-# than four ranks take long.
+# In the first two, what the second dispatch counted, before any peer had come, once lay over sums
+# that the rail had yet to read; tests/cpu/internode/test_new_tier_calls.py makes sure that it
+# would. More than four ranks take long.
 FOUND = [2138, 2983]
 SMALL = [seed for seed in range(3000, 3030) if mixed_calls.draw(seed, 7)[0].num_ranks <= 4]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from quick_calls import CASTS, E, H, K, Marked, R, T, form_of, inputs, layout_of, on_normal, to_rank
+from small_calls import CASTS, E, H, K, Marked, R, T, form_of, inputs, layout_of, on_normal, to_rank
 from torch import Tensor
 
 import deep_comm

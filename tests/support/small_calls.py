@@ -64,6 +64,20 @@ def layout_of(buffer: Any, idx: torch.Tensor) -> dict[str, torch.Tensor]:
     return given if per_node is None else {**given, "num_tokens_per_rdma_rank": per_node}
 
 
+def routing_bytes(handle: deep_comm.Handle) -> int:
+    """Of the routing block: parts begin at multiples of 16 bytes, what lies after it at one of 128."""
+    parts = [
+        4 * handle.num_ranks**2,
+        4 * handle.channel_prefix_matrix.numel(),
+        4 * handle.recv_channel_prefix_matrix.numel(),
+        4 * handle.num_recv_tokens_per_expert.numel(),
+        4 * handle.send_head.numel(),
+        4 * (1 + handle.num_ranks),
+        handle.is_token_in_rank.numel(),
+    ]
+    return -(-sum(-(-part // 16) * 16 for part in parts) // 128) * 128
+
+
 class Marked(torch.Tensor):
     """A subclass may mean anything."""
 
