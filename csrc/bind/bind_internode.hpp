@@ -14,8 +14,8 @@ void bind_internode(pybind11::class_<Engine<Target>>& engine) {
 
   engine.def_property_readonly_static("has_rail",
                                       [](const py::object&) { return Target::kHasRail; });
-  engine.def_static("rail_workspace_bytes", &rail_workspace_bytes, py::kw_only(),
-                    "num_nodes"_a, "ranks_per_node"_a, "num_max_experts"_a);
+  engine.def_static("rail_workspace_bytes", &rail_workspace_bytes, py::kw_only(), "num_nodes"_a,
+                    "ranks_per_node"_a, "num_max_experts"_a);
   engine.def(
       "enable_internode",
       [](Type& self, int node, int num_nodes, std::vector<uintptr_t> rail_bases, int num_qps,

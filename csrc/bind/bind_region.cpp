@@ -33,7 +33,8 @@ py::object allocate(const std::shared_ptr<Region>& region, size_t num_bytes, boo
                     bool is_scratch) {
   StreamTarget& streams = region->streams();
   const uint64_t stream = streams.has_streams() ? region->framework().current_stream() : 0;
-  return take(region, {num_bytes, stream, is_behind_caller, streams.is_capturing(stream), is_scratch});
+  return take(region,
+              {num_bytes, stream, is_behind_caller, streams.is_capturing(stream), is_scratch});
 }
 
 // For those who do.
@@ -76,8 +77,8 @@ PyMethodDef kMatrix = {"matrix", reinterpret_cast<PyCFunction>(reinterpret_cast<
 }  // namespace
 
 void bind_region(py::module_& m) {
-  py::class_<Block, std::shared_ptr<Block>>(m, "Block", py::module_local(),
-                    "Bytes of the heap, given back when the last reference goes.")
+  py::class_<Block, std::shared_ptr<Block>>(
+      m, "Block", py::module_local(), "Bytes of the heap, given back when the last reference goes.")
       .def_readonly("offset", &Block::offset)
       .def_readonly("num_bytes", &Block::num_bytes)
       .def("expose", &Block::expose)

@@ -71,14 +71,14 @@ void bind_streams(py::module_& m) {
       .def("synchronize", &StreamTarget::synchronize, Unlocked());
   py::class_<StreamOrder, std::shared_ptr<StreamOrder>>(m, "StreamOrder", py::module_local(),
                                                         "Of the calls of one Buffer.")
-      .def(py::init([](const py::object& streams, std::shared_ptr<Framework> framework,
-                       uint64_t comm) {
-             return std::make_shared<StreamOrder>(behind<StreamTarget>(streams),
-                                                  std::move(framework), comm);
-           }),
+      .def(py::init(
+               [](const py::object& streams, std::shared_ptr<Framework> framework, uint64_t comm) {
+                 return std::make_shared<StreamOrder>(behind<StreamTarget>(streams),
+                                                      std::move(framework), comm);
+               }),
            py::arg("streams"), py::arg("framework"), py::arg("comm"))
-      .def_property_readonly("door",
-                             [](std::shared_ptr<StreamOrder> self) { return door_of(std::move(self)); })
+      .def_property_readonly(
+          "door", [](std::shared_ptr<StreamOrder> self) { return door_of(std::move(self)); })
       .def_property_readonly("hop", &StreamOrder::hop)
       .def_property_readonly("done", &StreamOrder::done)
       .def_property("last", &StreamOrder::last, &StreamOrder::set_last)

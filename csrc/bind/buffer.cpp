@@ -86,7 +86,8 @@ StreamOptions BoundBuffer::read_streams(PyObject* event, PyObject* async_finish,
 
 py::object BoundBuffer::overlap_of(std::shared_ptr<Event> event) const {
   if (event == nullptr) return python.event_overlap();
-  if (!context.order.target().has_streams()) return python.event_overlap(python.event_of(py::none()));
+  if (!context.order.target().has_streams())
+    return python.event_overlap(python.event_of(py::none()));
   return python.event_overlap(python.event_of(py::cast(std::move(event))));
 }
 
@@ -115,9 +116,9 @@ void bind_buffer(py::module_& m) {
                   bool poisons, int rank, int num_ranks, int num_nodes, int ranks_per_node,
                   int num_max_experts, size_t num_nvl_bytes, size_t num_ring_bytes,
                   size_t num_rdma_bytes, std::optional<int> max_sms, bool rail_reads_late,
-                  py::object raise_recorded,
-                  py::object event_overlap, py::object event_of, py::object handle_class,
-                  py::object tier_handle_class, py::object require_present) {
+                  py::object raise_recorded, py::object event_overlap, py::object event_of,
+                  py::object handle_class, py::object tier_handle_class,
+                  py::object require_present) {
         Memory memory(order, heap_base, owner_of(std::move(heap_memory)), std::move(region),
                       poisons);
         auto made = std::make_shared<BoundBuffer>(
@@ -134,11 +135,11 @@ void bind_buffer(py::module_& m) {
         made->context.recorded_error = [raise_recorded] { return recorded_error(raise_recorded); };
         return made;
       }),
-      py::kw_only(), "engine"_a, "order"_a, "region"_a, "device"_a, "exchange_api"_a,
-      "heap_base"_a, "heap_memory"_a, "poisons"_a, "rank"_a, "num_ranks"_a, "num_nodes"_a,
-      "ranks_per_node"_a, "num_max_experts"_a, "num_nvl_bytes"_a, "num_ring_bytes"_a,
-      "num_rdma_bytes"_a, "max_sms"_a, "rail_reads_late"_a, "raise_recorded"_a, "event_overlap"_a, "event_of"_a,
-      "handle_class"_a, "tier_handle_class"_a, "require_present"_a);
+      py::kw_only(), "engine"_a, "order"_a, "region"_a, "device"_a, "exchange_api"_a, "heap_base"_a,
+      "heap_memory"_a, "poisons"_a, "rank"_a, "num_ranks"_a, "num_nodes"_a, "ranks_per_node"_a,
+      "num_max_experts"_a, "num_nvl_bytes"_a, "num_ring_bytes"_a, "num_rdma_bytes"_a, "max_sms"_a,
+      "rail_reads_late"_a, "raise_recorded"_a, "event_overlap"_a, "event_of"_a, "handle_class"_a,
+      "tier_handle_class"_a, "require_present"_a);
   buffer.def(
       "set_absent",
       [](BoundBuffer& self, std::vector<int> ranks) { self.context.absent = std::move(ranks); },

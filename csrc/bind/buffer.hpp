@@ -18,9 +18,9 @@ namespace deep_comm {
 // Classes and functions of the package that calls need. Given once a Buffer, since this module does not
 // import the package.
 struct PythonParts {
-  pybind11::object raise_recorded;  // () raises what a kernel has recorded
-  pybind11::object event_overlap;   // EventOverlap(event: EventHandle | None)
-  pybind11::object event_of;        // EventHandle.of(Event | None)
+  pybind11::object raise_recorded;                   // () raises what a kernel has recorded
+  pybind11::object event_overlap;                    // EventOverlap(event: EventHandle | None)
+  pybind11::object event_of;                         // EventHandle.of(Event | None)
   pybind11::object handle_class, tier_handle_class;  // Handle, InternodeHandle
   // (first tensor of a handle) raises if rows of it go to absent ranks
   pybind11::object require_present;

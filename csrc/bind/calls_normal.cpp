@@ -154,7 +154,8 @@ py::object BoundBuffer::dispatch(const Arguments<24>& given) {
 }
 
 py::object BoundBuffer::begin_dispatch(const Arguments<24>& given) {
-  std::shared_ptr<PendingDispatch> pending = deep_comm::begin_dispatch(context, read_dispatch(given));
+  std::shared_ptr<PendingDispatch> pending =
+      deep_comm::begin_dispatch(context, read_dispatch(given));
   return py::cast(std::make_shared<BoundPending>(shared_from_this(), std::move(pending)));
 }
 
@@ -188,8 +189,7 @@ void bind_normal_calls(py::module_& m, BufferClass& buffer) {
   def_call<&BoundBuffer::combine>(buffer, "combine");
   buffer
       .def_property_readonly(
-          "has_pending",
-          [](const BoundBuffer& self) { return self.context.pending != nullptr; })
+          "has_pending", [](const BoundBuffer& self) { return self.context.pending != nullptr; })
       .def(
           "set_members",
           [](BoundBuffer& self, std::vector<std::string> members) {

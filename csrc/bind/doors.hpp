@@ -47,10 +47,9 @@ inline pybind11::object make_door(void* held, const char* name, PyCapsule_Destru
 
 // Engine.calls. The door keeps the engine: whoever uses the pointer keeps the door.
 inline pybind11::object door_of_calls(EngineCalls& calls, pybind11::object owner) {
-  pybind11::object door =
-      detail::make_door(&calls, DoorName<EngineCalls>::kName, [](PyObject* self) {
-        Py_XDECREF(static_cast<PyObject*>(PyCapsule_GetContext(self)));
-      });
+  pybind11::object door = detail::make_door(
+      &calls, DoorName<EngineCalls>::kName,
+      [](PyObject* self) { Py_XDECREF(static_cast<PyObject*>(PyCapsule_GetContext(self))); });
   PyCapsule_SetContext(door.ptr(), owner.release().ptr());
   return door;
 }

@@ -32,8 +32,8 @@ py::object shown(const GivenProperty& given) {
     case Which::kShape:
       return py::list(object.attr("shape"));
     case Which::kTypeShapeDevice:
-      return py::str("{} {} on {}").format(object.attr("dtype"), py::list(object.attr("shape")),
-                                           object.attr("device"));
+      return py::str("{} {} on {}")
+          .format(object.attr("dtype"), py::list(object.attr("shape")), object.attr("device"));
   }
   return py::none();
 }

@@ -23,7 +23,8 @@ PyObject* record_name() {
 // Handles are frozen; what they are views of is set around that.
 void set_record(PyObject* handle, const std::shared_ptr<DispatchRecord>& record) {
   const py::object held = py::cast(record);
-  if (PyObject_GenericSetAttr(handle, record_name(), held.ptr()) != 0) throw py::error_already_set();
+  if (PyObject_GenericSetAttr(handle, record_name(), held.ptr()) != 0)
+    throw py::error_already_set();
 }
 
 bool is_sequence(PyObject* object) { return PyTuple_Check(object) || PyList_Check(object); }
@@ -31,8 +32,7 @@ bool is_sequence(PyObject* object) { return PyTuple_Check(object) || PyList_Chec
 // Empty: there is none.
 std::shared_ptr<DispatchRecord> record_in(PyObject* handle) {
   if (is_sequence(handle)) return nullptr;
-  const auto found =
-      py::reinterpret_steal<py::object>(PyObject_GetAttr(handle, record_name()));
+  const auto found = py::reinterpret_steal<py::object>(PyObject_GetAttr(handle, record_name()));
   if (!found) {
     PyErr_Clear();
     return nullptr;
@@ -69,7 +69,8 @@ class HandleReader {
   void read_tensors(const py::object& sequence) {
     sequence_ = py::tuple(sequence);
     given_.num_items = static_cast<int>(sequence_.size());
-    for (const py::handle item : sequence_) given_.tensors.push_back(buffer_.reader.read(item.ptr()));
+    for (const py::handle item : sequence_)
+      given_.tensors.push_back(buffer_.reader.read(item.ptr()));
   }
 
   template <class T>
@@ -89,9 +90,12 @@ class HandleReader {
     given_.owner_stream = optional<uint64_t>("home_stream");
     const py::object expansion = handle_.attr("expansion");
     if (!expansion.is_none()) {
-      given_.expansion = {tensor(expansion, "expert_offsets"), tensor(expansion, "expert_counts"),
-                          tensor(expansion, "recv_rows"),      tensor(expansion, "send_row"),
-                          tensor(expansion, "num_expanded"),   expansion.attr("num_rows").cast<int64_t>(),
+      given_.expansion = {tensor(expansion, "expert_offsets"),
+                          tensor(expansion, "expert_counts"),
+                          tensor(expansion, "recv_rows"),
+                          tensor(expansion, "send_row"),
+                          tensor(expansion, "num_expanded"),
+                          expansion.attr("num_rows").cast<int64_t>(),
                           expansion.attr("expert_alignment").cast<int>()};
     }
     if (!buffer_.context.group.is_internode()) {
@@ -137,8 +141,8 @@ py::object field_of(const DispatchRecord& record, const std::string& name) {
 py::object handle_of(const BoundBuffer& buffer, std::shared_ptr<DispatchRecord> record) {
   static const py::tuple* const nothing = new py::tuple();
   const auto type = reinterpret_cast<PyTypeObject*>(buffer.handle_class().ptr());
-  auto handle = py::reinterpret_steal<py::object>(
-      PyBaseObject_Type.tp_new(type, nothing->ptr(), nullptr));
+  auto handle =
+      py::reinterpret_steal<py::object>(PyBaseObject_Type.tp_new(type, nothing->ptr(), nullptr));
   if (!handle) throw py::error_already_set();
   set_record(handle.ptr(), record);
   return handle;

@@ -27,8 +27,7 @@ Object part_of_expansion(const DispatchRecord& record, std::string_view name) {
   if (name == "send_row") return numbered(expansion.send_row, {record.num_tokens, num_ranks});
   if (name == "num_expanded") return numbered(expansion.num_expanded, {num_ranks});
   if (name != "recv_rows") return {};
-  const TensorSpec rows =
-      TensorSpec::of(kInt32, {expansion.num_tokens_limit, expansion.num_topk});
+  const TensorSpec rows = TensorSpec::of(kInt32, {expansion.num_tokens_limit, expansion.num_topk});
   return expansion.placed.make(*record.framework, expansion.recv_rows, rows);
 }
 

@@ -50,7 +50,7 @@ struct PartMemory {
   uintptr_t base = 0;
   std::shared_ptr<void> keeper;  // of the receive region's memory: the heap and the block
   std::shared_ptr<Block> block;
-  Object tensor;  // or one of the framework's that begins at `base`
+  Object tensor;           // or one of the framework's that begins at `base`
   bool is_viewed = false;  // parts are views of that
 
   // For parts of several types.
@@ -82,9 +82,9 @@ struct RecordPart {
 
 // Where rows of an expanded output lie. L local experts, K selections, N received tokens.
 struct ExpansionRecord {
-  uintptr_t send_row = 0;      // int32 [T, R] first row of a token at each rank; 0 between nodes
-  uintptr_t num_expanded = 0;  // int32 [R]; 0 between nodes
-  uintptr_t recv_rows = 0;     // int32 [N, K] row of a selection, or -1
+  uintptr_t send_row = 0;        // int32 [T, R] first row of a token at each rank; 0 between nodes
+  uintptr_t num_expanded = 0;    // int32 [R]; 0 between nodes
+  uintptr_t recv_rows = 0;       // int32 [N, K] row of a selection, or -1
   uintptr_t expert_offsets = 0;  // int32 [L + 1]
   uintptr_t expert_counts = 0;   // int32 [L]
   int num_topk = 0;
@@ -121,13 +121,14 @@ struct DispatchRecord {
   int num_experts = 0;  // 0: not known
   int num_topk = 0;     // 0: dispatched without top-k, or not known
   int num_channels = 0;
-  int64_t num_tokens = 0;       // T
-  int64_t num_recv_rows = 0;    // received tokens, or the bound of them
-  int64_t num_output_rows = 0;  // rows that dispatch returned and combine takes
-  int64_t num_forward_rows = 0;                 // between nodes
-  std::optional<int64_t> num_returning_rows;    // between nodes
+  int64_t num_tokens = 0;                     // T
+  int64_t num_recv_rows = 0;                  // received tokens, or the bound of them
+  int64_t num_output_rows = 0;                // rows that dispatch returned and combine takes
+  int64_t num_forward_rows = 0;               // between nodes
+  std::optional<int64_t> num_returning_rows;  // between nodes
   std::optional<int64_t> num_recv_tokens, max_num_tokens;  // empty: the host has not been told
-  bool has_default_sms = false;  // nobody said how many SMs the dispatch gets: combine may take more
+  bool has_default_sms =
+      false;  // nobody said how many SMs the dispatch gets: combine may take more
   RoutingAddresses routing;
   std::optional<ExpansionRecord> expansion;
   // The framework's tensors in it, which streams may have to be recorded on.

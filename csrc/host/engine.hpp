@@ -75,7 +75,8 @@ class Engine final : public EngineCalls {
 
   // Between nodes these two stand for number_rows and expand_rows, and rank_prefix_matrix is [1, 1],
   // here and in reduce_experts: the rows received.
-  void number_received(NumberReceivedArgs args, const ChannelConfig& config, uint64_t stream) override;
+  void number_received(NumberReceivedArgs args, const ChannelConfig& config,
+                       uint64_t stream) override;
   void expand_received(const ExpandReceivedArgs& args, const ChannelConfig& config,
                        uint64_t stream) override;
   void transpose_scales(const TransposeScalesArgs& args, const ChannelConfig& config,
@@ -125,9 +126,11 @@ class Engine final : public EngineCalls {
   std::optional<TwoTierCounts> wait_internode_counts(bool is_early) override;
   // args.output_line, args.src_line: of blocks in the receive region, or 0.
   void internode_dispatch(InternodeDispatchArgs args, const ChannelConfig& config,
-                          const RailConfig& rail, int num_topk, int row_bytes, uint64_t stream) override;
+                          const RailConfig& rail, int num_topk, int row_bytes,
+                          uint64_t stream) override;
   void internode_combine(InternodeCombineArgs args, Dtype dtype, const ChannelConfig& config,
-                         const RailConfig& rail, int num_topk, int row_bytes, uint64_t stream) override;
+                         const RailConfig& rail, int num_topk, int row_bytes,
+                         uint64_t stream) override;
   // Bytes that this rank has put, [num_nodes, num_qps].
   std::vector<uint64_t> rail_put_bytes() const;
   // Waits for what this rank has put on the rail; before a reset.
@@ -175,7 +178,9 @@ class Engine final : public EngineCalls {
   // Whether a low-latency launch of now may begin while the one before it ends.
   bool begins_early() const { return early_launches_.are_safe(); }
   // Of all nodes.
-  int num_group_ranks() const override { return is_internode() ? tiers_.num_ranks() : world_.num_ranks; }
+  int num_group_ranks() const override {
+    return is_internode() ? tiers_.num_ranks() : world_.num_ranks;
+  }
   // Shared memory a block may use: smaller values cut rows into more pieces (tests, smaller GPUs).
   int smem_bytes_limit = Target::kTuning.smem_bytes_limit;
   // Between nodes: with at least so many tokens of this rank a low-latency dispatch

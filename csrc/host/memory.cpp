@@ -89,9 +89,8 @@ const std::shared_ptr<Framework>& Memory::shared_framework() const {
 std::shared_ptr<Block> Memory::take(size_t num_bytes, const CallOrder& order, bool is_scratch) {
   const BlockRequest request{num_bytes, order.caller(), order.is_behind_caller(),
                              order.is_captured(), is_scratch};
-  return take_block(region_, request, [&](const std::shared_ptr<Event>& event) {
-    event->wait(order.stream());
-  });
+  return take_block(region_, request,
+                    [&](const std::shared_ptr<Event>& event) { event->wait(order.stream()); });
 }
 
 void Memory::poison(size_t offset, size_t num_bytes, const CallOrder& order) {

@@ -113,16 +113,17 @@ void require_aligned(const char* name, const TensorRef& given) {
   if (given.address % kRowAlignment == 0) return;
   constexpr char kDigits[] = "0123456789abcdef";
   std::string digits;
-  for (uintptr_t rest = given.address; rest != 0; rest /= 16) digits.insert(0, 1, kDigits[rest % 16]);
+  for (uintptr_t rest = given.address; rest != 0; rest /= 16)
+    digits.insert(0, 1, kDigits[rest % 16]);
   refuse_argument(name, "address 0x" + digits,
                   "must start at a multiple of " + std::to_string(kRowAlignment) + " bytes");
 }
 
 void require_row_bytes(const char* name, int64_t row_bytes) {
   if (row_bytes > 0 && row_bytes % kRowAlignment == 0) return;
-  refuse_argument(name, "rows of " + std::to_string(row_bytes) + " bytes",
-                  "must have rows of a positive multiple of " + std::to_string(kRowAlignment) +
-                      " bytes");
+  refuse_argument(
+      name, "rows of " + std::to_string(row_bytes) + " bytes",
+      "must have rows of a positive multiple of " + std::to_string(kRowAlignment) + " bytes");
 }
 
 void require_topk(const TensorRef& idx, const TensorRef& weights, int64_t num_tokens,

@@ -62,8 +62,7 @@ class CallError : public std::exception {
   error.rule = std::move(rule);
   throw error;
 }
-[[noreturn]] inline void refuse_argument(std::string argument, GivenValue value,
-                                         std::string rule) {
+[[noreturn]] inline void refuse_argument(std::string argument, GivenValue value, std::string rule) {
   refuse(CallError::Class::kArgument, std::move(argument), std::move(value), std::move(rule));
 }
 [[noreturn]] inline void refuse_handle(GivenValue value, std::string rule) {
@@ -88,7 +87,8 @@ struct IntegerRef {
 
 inline constexpr int64_t kLargestInteger = INT32_MAX;  // what kernels count in
 inline constexpr int kMaxTopk = 64;
-inline constexpr int kMaxExpertAlignment = 1 << 16;  // so that sums of padded counts stay below 2**31
+inline constexpr int kMaxExpertAlignment = 1
+                                           << 16;  // so that sums of padded counts stay below 2**31
 inline constexpr int kRowAlignment = 16;
 inline constexpr int kScaleBlockColumns = 128;  // share a scale where the engine quantises
 

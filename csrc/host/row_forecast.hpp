@@ -66,9 +66,8 @@ class RowForecast {
     const int64_t padding = num_local * (expert_alignment - 1);
     const int64_t even = rounded_up(num_ranks_ * num_tokens * num_topk * num_local, num_experts);
     const int64_t alike = even + even / 4 + padding;
-    const int64_t likely = most_expanded_rows_ == 0
-                               ? 2 * even + padding
-                               : most_expanded_rows_ + most_expanded_rows_ / 8;
+    const int64_t likely = most_expanded_rows_ == 0 ? 2 * even + padding
+                                                    : most_expanded_rows_ + most_expanded_rows_ / 8;
     RowChoices choices;
     choices.add(std::max(likely, alike));
     choices.add(alike);

@@ -165,9 +165,7 @@ uint64_t CudaStreams::capture_of(uint64_t stream) const {
   return status == cudaStreamCaptureStatusActive ? id : 0;
 }
 
-std::shared_ptr<Event> CudaStreams::make_event() {
-  return std::make_shared<CudaEvent>(device_);
-}
+std::shared_ptr<Event> CudaStreams::make_event() { return std::make_shared<CudaEvent>(device_); }
 
 void CudaStreams::fill(uintptr_t address, uint8_t byte, size_t num_bytes, uint64_t stream) {
   check(cudaMemsetAsync(reinterpret_cast<void*>(address), byte, num_bytes, as_stream(stream)),

@@ -7,8 +7,8 @@
 
 namespace deep_comm {
 
-StreamOrder::StreamOrder(std::shared_ptr<StreamTarget> target,
-                         std::shared_ptr<Framework> framework, uint64_t comm)
+StreamOrder::StreamOrder(std::shared_ptr<StreamTarget> target, std::shared_ptr<Framework> framework,
+                         uint64_t comm)
     : target_(std::move(target)),
       framework_(std::move(framework)),
       comm_(comm),

@@ -63,9 +63,9 @@ struct ElementType {
 };
 
 inline constexpr ElementType kBool{ScalarType::kBool, 1}, kUint8{ScalarType::kUint8, 1},
-    kInt32{ScalarType::kInt32, 4}, kInt64{ScalarType::kInt64, 8},
-    kFloat16{ScalarType::kFloat16, 2}, kBfloat16{ScalarType::kBfloat16, 2},
-    kFloat32{ScalarType::kFloat32, 4}, kFloat8E4m3{ScalarType::kFloat8E4m3, 1};
+    kInt32{ScalarType::kInt32, 4}, kInt64{ScalarType::kInt64, 8}, kFloat16{ScalarType::kFloat16, 2},
+    kBfloat16{ScalarType::kBfloat16, 2}, kFloat32{ScalarType::kFloat32, 4},
+    kFloat8E4m3{ScalarType::kFloat8E4m3, 1};
 
 inline constexpr int kMaxTensorDims = 8;
 

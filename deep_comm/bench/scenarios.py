@@ -194,7 +194,9 @@ def _low_latency(options: Options, num_ranks: int, ranks_per_node: int | None) -
     scenarios = []
     for num_tokens, dtype, combine, layout in shapes:
         if options.quick:
-            calls = _quick_calls(num_tokens if dtype == "fp8" else 0, options.execution[-1])
+            calls = _calls_of_a_quick_run(
+                num_tokens if dtype == "fp8" else 0, options.execution[-1]
+            )
         is_first = layout == options.layout[0] and combine == "bf16"
         is_first &= not options.quick or dtype == "fp8"
         workload = replace(_workload(options, num_ranks, num_tokens, dtype), combine_format=combine)
@@ -207,7 +209,7 @@ def _low_latency(options: Options, num_ranks: int, ranks_per_node: int | None) -
     return scenarios
 
 
-def _quick_calls(num_tokens: int, fastest: str) -> tuple[Call, ...]:
+def _calls_of_a_quick_run(num_tokens: int, fastest: str) -> tuple[Call, ...]:
     """What the targets are about: FP8 pairs in graphs, and host time at 16 tokens. Also hooks and
     single kernels where they say most."""
     calls = [("pair", "fused", fastest)]

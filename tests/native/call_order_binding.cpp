@@ -85,9 +85,9 @@ void bind_call_order(py::module_& m) {
   Object::release = [](void* pointer) { Py_DECREF(static_cast<PyObject*>(pointer)); };
   py::class_<StreamOrder>(m, "StreamOrder", py::module_local())
       .def(py::init([](const py::object& streams, py::object log, uint64_t comm) {
-             return std::make_unique<StreamOrder>(
-                 behind<StreamTarget>(streams), std::make_shared<LoggedFramework>(std::move(log)),
-                 comm);
+             return std::make_unique<StreamOrder>(behind<StreamTarget>(streams),
+                                                  std::make_shared<LoggedFramework>(std::move(log)),
+                                                  comm);
            }),
            "streams"_a, "log"_a, "comm"_a)
       .def("synchronize", &StreamOrder::synchronize)

@@ -204,7 +204,8 @@ class LoggedEngine final : public EngineCalls {
   void reduce_experts(const ReduceExpertsArgs& args, Dtype dtype, const ChannelConfig& config,
                       uint64_t stream) override {
     log_.tell("plan", "reduce_experts", config.num_channels);
-    launch("reduce_experts", stream, [=, this] { engine_.reduce_experts(args, dtype, config, stream); });
+    launch("reduce_experts", stream,
+           [=, this] { engine_.reduce_experts(args, dtype, config, stream); });
   }
   void number_received(NumberReceivedArgs args, const ChannelConfig& config,
                        uint64_t stream) override {
@@ -219,7 +220,8 @@ class LoggedEngine final : public EngineCalls {
   void transpose_scales(const TransposeScalesArgs& args, const ChannelConfig& config,
                         uint64_t stream) override {
     log_.tell("plan", "transpose_scales", config.num_channels);
-    launch("transpose_scales", stream, [=, this] { engine_.transpose_scales(args, config, stream); });
+    launch("transpose_scales", stream,
+           [=, this] { engine_.transpose_scales(args, config, stream); });
   }
 
   LowLatencyPlan plan_low_latency(const LowLatencyOptions& options) const override {
@@ -239,7 +241,8 @@ class LoggedEngine final : public EngineCalls {
   }
   void low_latency_combine(const LowLatencyPlan& plan, const LowLatencyCombineCall& call,
                            uint64_t stream) override {
-    launch("low_latency_combine", stream, [=, this] { engine_.low_latency_combine(plan, call, stream); });
+    launch("low_latency_combine", stream,
+           [=, this] { engine_.low_latency_combine(plan, call, stream); });
   }
 
   void internode_layout(InternodeLayoutArgs args, uint64_t stream) override {

@@ -24,7 +24,7 @@ FIELDS = (
 
 @dataclass(frozen=True)
 class Call:
-    """Calls of all ranks: a form of quick_calls.form_of, tokens by rank, a bound of rows or 0."""
+    """Calls of all ranks: a form of small_calls.form_of, tokens by rank, a bound of rows or 0."""
 
     form: str
     tokens: tuple[int, ...]

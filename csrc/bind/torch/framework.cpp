@@ -297,7 +297,8 @@ Object TorchFramework::part(const void* tensor, const TensorSpec& spec, size_t o
     return to_object(whole.attr("as_strided")(shape_of(spec), strides_of(spec), begin));
   }
   const size_t end = begin + spec.num_bytes() / found.type.num_bytes;
-  const py::object first = checked(PyLong_FromSize_t(begin)), last = checked(PyLong_FromSize_t(end));
+  const py::object first = checked(PyLong_FromSize_t(begin)),
+                   last = checked(PyLong_FromSize_t(end));
   const py::object range = checked(PySlice_New(first.ptr(), last.ptr(), nullptr));
   py::object made = checked(PyObject_GetItem(whole.ptr(), range.ptr()));
   if (!(spec.type == found.type)) made = made.attr("view")(py::handle(types_.dtype_of(spec.type)));

@@ -57,7 +57,7 @@ class PendingCall {
 // Between nodes: what the rail may still read when the kernel that put it has ended, until the rail peers
 // have come to a later call. That is the sums that combine stages (docs/design/0022).
 struct RailReads {
-  bool are_late = false;       // rows are put, not stored
+  bool are_late = false;      // rows are put, not stored
   size_t begin = 0, end = 0;  // of the last combine's staging, from the heap's base
 
   bool meet(const Block& block) const {
@@ -98,7 +98,8 @@ class CallContext {
   // Takes what the engine has recorded, as the bindings can throw it. Set by them.
   std::function<std::exception_ptr()> recorded_error;
 
-  std::vector<int> absent;  // ranks that the Buffer does without, ascending: Buffer.reset(without=...)
+  std::vector<int>
+      absent;  // ranks that the Buffer does without, ascending: Buffer.reset(without=...)
 
   // Handles are from now on those of these ranks; see BufferToken.
   void set_members(std::vector<std::string> members) {

@@ -99,8 +99,7 @@ void require_handle(const DispatchRecord& handle, int64_t num_tokens, bool needs
   }
 }
 
-void require_channels(const DispatchRecord& handle, int num_channels,
-                      const char* sms_of_channels) {
+void require_channels(const DispatchRecord& handle, int num_channels, const char* sms_of_channels) {
   if (handle.num_channels == num_channels) return;
   refuse_handle(std::to_string(handle.num_channels) + " channels",
                 "must have the config's " + std::to_string(num_channels) + " channels (" +
@@ -201,8 +200,7 @@ ReducedRows reduce_experts(CallContext& context, CheckedCombine& combine,
   args.weights = reinterpret_cast<const float*>(weights);
   args.reduced_weights = reinterpret_cast<float*>(weights != 0 ? combine.weights : 0);
   context.launch([&] {
-    context.engine.reduce_experts(args, combine.dtype, {num_local_blocks, 1, 1},
-                                  order.stream());
+    context.engine.reduce_experts(args, combine.dtype, {num_local_blocks, 1, 1}, order.stream());
   });
   return reduced;
 }

@@ -34,8 +34,8 @@ class ReservedCombine {
     Memory& memory = context.memory;
     reduced_ = reduce_experts(context, combine_, handle, plan.rings.num_local_blocks, order);
     num_staging_rows_ = num_staging_rows(context, handle);
-    staging_ = memory.take(static_cast<size_t>(num_staging_rows_) * plan.staging_row_bytes, order,
-                           true);
+    staging_ =
+        memory.take(static_cast<size_t>(num_staging_rows_) * plan.staging_row_bytes, order, true);
     combined_x_ =
         memory.empty(TensorSpec::of(combine.type, {handle.num_tokens, combine.hidden}), order);
     if (combine_.weights != 0) {

@@ -32,9 +32,9 @@ struct CheckedCombine {
   ElementType type;
   int64_t num_rows = 0, hidden = 0;
   int row_bytes = 0;
-  int num_topk = 0;          // of weights that come home; 0: none do
+  int num_topk = 0;  // of weights that come home; 0: none do
   uintptr_t x = 0;
-  uintptr_t weights = 0;     // that come home, [N, K] or of an expanded output [M]; 0: none
+  uintptr_t weights = 0;      // that come home, [N, K] or of an expanded output [M]; 0: none
   uintptr_t row_weights = 0;  // [M], multiplied with the rows; 0: none
   uintptr_t bias[2] = {0, 0};
 };

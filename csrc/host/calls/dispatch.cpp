@@ -103,8 +103,8 @@ class LaunchedCached {
     DispatchResult result;
     fill_result(context, call_.payload_, {.payload = call_.payload_.form, .makes_handle = false},
                 rings.channels.num_channels, std::move(call_.out_), call_.order_, &result);
-    result.event = call_.order_.finish(inputs_of(call_.payload_, call_.request_),
-                                       &call_.handle_->held);
+    result.event =
+        call_.order_.finish(inputs_of(call_.payload_, call_.request_), &call_.handle_->held);
     return result;
   }
 
@@ -198,8 +198,8 @@ class CheckedDispatch : private NewDispatch {
             .is_expanded = is_expanded};
     const GroupShape& group = call_context.group;
     layout = RoutingBlock::in_node(group.num_ranks, plan->rings.channels.num_channels,
-                                   group.num_local_experts(routing.num_experts),
-                                   payload.num_tokens, !routing.has_layout);
+                                   group.num_local_experts(routing.num_experts), payload.num_tokens,
+                                   !routing.has_layout);
   }
 
   // For as long as the call may go on.
@@ -247,8 +247,7 @@ class ReservedDispatch : private NewDispatch {
   // is too much goes back when they have come.
   void reserve_rows() {
     const auto reserve = [&](int64_t num_rows) {
-      reservation =
-          Reservation::take(context->memory, form, num_rows, layout.num_bytes(), *order);
+      reservation = Reservation::take(context->memory, form, num_rows, layout.num_bytes(), *order);
       return reservation.has_value();
     };
     if (is_bounded()) {
@@ -293,8 +292,7 @@ class ReservedDispatch : private NewDispatch {
     args.send_head = pointer_of<int32_t>(addresses.send_head);
     args.num_recv_tokens_per_expert =
         pointer_of<int32_t>(layout.address(block.base, RoutingPart::kTokensPerExpert));
-    args.recv_counts =
-        pointer_of<int32_t>(layout.address(block.base, RoutingPart::kRecvCounts));
+    args.recv_counts = pointer_of<int32_t>(layout.address(block.base, RoutingPart::kRecvCounts));
     if (is_expanded) args.expansion = numbering.notify_args();
     context->launch([&] { context->engine.notify_dispatch(plan->notify, args, order->stream()); });
     context->end();
@@ -306,8 +304,7 @@ class ReservedDispatch : private NewDispatch {
   }
 
   void launch_dispatch(bool is_speculative) {
-    DispatchArgs args =
-        dispatch_args(plan->dispatch, payload, addresses, routing.num_experts, out);
+    DispatchArgs args = dispatch_args(plan->dispatch, payload, addresses, routing.num_experts, out);
     args.follows_notify = true;
     args.is_speculative = is_speculative;
     args.fill_tail = is_bounded();
@@ -416,8 +413,11 @@ class LaunchedDispatch final : private ReservedDispatch, public LaunchedCall {
     if (mask != nullptr) {
       record->parts.push_back(RecordPart::of("is_token_in_rank", Object::borrow(mask)));
     }
-    record->parts.push_back({"recv_src_idx", {}, out.src_idx,
-                             TensorSpec::of(kInt32, {record->num_recv_rows}), out.sources});
+    record->parts.push_back({"recv_src_idx",
+                             {},
+                             out.src_idx,
+                             TensorSpec::of(kInt32, {record->num_recv_rows}),
+                             out.sources});
     if (is_expanded) record->expansion = make_expansion(record->num_recv_rows);
     const auto hold = [&](const Object& tensor) {
       if (tensor) record->held.tensors.push_back(tensor);
@@ -480,8 +480,7 @@ std::shared_ptr<PendingDispatch> begin_dispatch_in_node(CallContext& context,
   CheckedDispatch checked(context, request);
   std::vector<Object> inputs = checked.kept_inputs();
   auto order = std::make_unique<CallOrder>(context.order, request.streams);
-  auto launched =
-      std::make_unique<LaunchedDispatch>(std::move(checked).reserve(*order).launch());
+  auto launched = std::make_unique<LaunchedDispatch>(std::move(checked).reserve(*order).launch());
   order->pause();
   return make_pending(context, std::move(order), std::move(launched), std::move(inputs));
 }

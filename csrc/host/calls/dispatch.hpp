@@ -27,8 +27,8 @@ struct DispatchResult {
   Object recv_topk_idx, recv_topk_weights;  // null without
   bool has_counts = false;                  // false: cached
   std::vector<int> num_recv_tokens_per_expert;
-  std::shared_ptr<DispatchRecord> record;   // null: cached
-  std::shared_ptr<Event> event;             // null: synchronous
+  std::shared_ptr<DispatchRecord> record;  // null: cached
+  std::shared_ptr<Event> event;            // null: synchronous
 };
 
 // ---- new routing, of either tier

@@ -18,7 +18,7 @@ struct OutputForm {
   int num_topk = 0;  // of a received token; 0: no indices come
   int topk_idx_bytes = 0;
   bool has_weights = false;
-  bool is_expanded = false;   // a row is of one selection
+  bool is_expanded = false;  // a row is of one selection
   bool makes_handle = true;  // there are source tokens
 
   ElementType idx_type() const { return topk_idx_bytes == 8 ? kInt64 : kInt32; }
@@ -43,7 +43,7 @@ struct DispatchOutputs {
   uintptr_t recv_rows = 0;  // of expanded outputs
   std::shared_ptr<Block> block;
   MadeTensor made_x, made_scales, made_idx, made_weights;  // without a block
-  PartMemory sources, placed;  // of src_idx, of recv_rows
+  PartMemory sources, placed;                              // of src_idx, of recv_rows
 
   // The caller's tensors.
   struct Tensors {

@@ -15,18 +15,17 @@ Numbering Numbering::make(CallContext& context, int num_experts, int64_t num_tok
                           CallOrder& order) {
   const GroupShape& group = context.group;
   Numbering numbering;
-  numbering.layout = NumberingLayout::make(group.num_ranks, num_experts,
-                                           group.num_local_experts(num_experts), num_tokens,
-                                           num_topk);
+  numbering.layout = NumberingLayout::make(
+      group.num_ranks, num_experts, group.num_local_experts(num_experts), num_tokens, num_topk);
   const auto num_words = static_cast<int64_t>(numbering.layout.num_bytes / sizeof(int32_t));
   numbering.storage = context.memory.empty(TensorSpec::of(kInt32, {num_words}), order);
   return numbering;
 }
 
 ExpansionArgs Numbering::notify_args() const {
-  return {pointer_of<int32_t>(at(layout.first_rows)), pointer_of<int32_t>(at(layout.expert_offsets)),
-          pointer_of<int32_t>(at(layout.expert_counts)),
-          pointer_of<int32_t>(at(layout.num_expanded))};
+  return {
+      pointer_of<int32_t>(at(layout.first_rows)), pointer_of<int32_t>(at(layout.expert_offsets)),
+      pointer_of<int32_t>(at(layout.expert_counts)), pointer_of<int32_t>(at(layout.num_expanded))};
 }
 
 void number_rows(CallContext& context, const Numbering& numbering, const Selections& selections,

@@ -32,7 +32,8 @@ void require_kinds(const GivenHandle& given, const std::array<Kind, kCount>& kin
   if (given.num_items != static_cast<int>(kCount)) {
     std::string value = given.type_name;
     if (given.num_items >= 0) value += " of " + std::to_string(given.num_items) + " items";
-    refuse_argument("handle", std::move(value), std::string("must be what ") + made_by + " returned");
+    refuse_argument("handle", std::move(value),
+                    std::string("must be what ") + made_by + " returned");
   }
   for (size_t position = 0; position < kCount; ++position) {
     const Kind& kind = kinds[position];
@@ -40,9 +41,10 @@ void require_kinds(const GivenHandle& given, const std::array<Kind, kCount>& kin
     const char* type = kind.type == kBool    ? "torch.bool"
                        : kind.type == kUint8 ? "torch.uint8"
                                              : "torch.int32";
-    refuse_argument("handle[" + std::to_string(position) + "]",
-                    given_property(GivenProperty::Which::kTypeName, given.tensors[position].object),
-                    "must be a contiguous " + std::to_string(kind.num_dims) + "-D tensor of " + type);
+    refuse_argument(
+        "handle[" + std::to_string(position) + "]",
+        given_property(GivenProperty::Which::kTypeName, given.tensors[position].object),
+        "must be a contiguous " + std::to_string(kind.num_dims) + "-D tensor of " + type);
   }
 }
 

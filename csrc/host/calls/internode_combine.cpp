@@ -54,7 +54,8 @@ class ReservedTierCombine : public CheckedTierCombine {
         reduced_(reduce_experts(context_, checked_, handle(), plan_.num_local_blocks, order_)) {
     Memory& memory = context_.memory;
     const int64_t num_tokens = handle().num_tokens;
-    combined_x_ = memory.empty(TensorSpec::of(checked_.type, {num_tokens, checked_.hidden}), order_);
+    combined_x_ =
+        memory.empty(TensorSpec::of(checked_.type, {num_tokens, checked_.hidden}), order_);
     if (checked_.weights != 0) {
       combined_weights_ =
           memory.empty(TensorSpec::of(kFloat32, {num_tokens, checked_.num_topk}), order_);
@@ -103,8 +104,7 @@ class LaunchedTierCombine : public ReservedTierCombine {
     args.bias[1] = pointer_of<uint8_t>(checked_.bias[1]);
     args.combined_x = pointer_of<uint8_t>(memory.non_null(combined_x_.address));
     if (checked_.weights != 0) {
-      args.combined_topk_weights =
-          pointer_of<float>(memory.non_null(combined_weights_.address));
+      args.combined_topk_weights = pointer_of<float>(memory.non_null(combined_weights_.address));
     }
     if (staging_ != nullptr) {
       args.staging_line = static_cast<uint32_t>(staging_->offset / kLineBytes);

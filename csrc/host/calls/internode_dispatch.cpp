@@ -1,9 +1,8 @@
 // dispatch of a group of several nodes, whose tokens cross once to a node.
-#include "host/calls/dispatch.hpp"
-
 #include <algorithm>
 #include <utility>
 
+#include "host/calls/dispatch.hpp"
 #include "host/calls/internode_expand.hpp"
 #include "host/calls/internode_plan.hpp"
 #include "host/calls/internode_rows.hpp"
@@ -21,8 +20,7 @@ T* pointer_of(uintptr_t address) {
 
 // Address of an int32: how many tokens this rank has received.
 uintptr_t num_received_of(const CallContext& context, const RoutingAddresses& routing) {
-  return routing.recv_rank_sum +
-         sizeof(int32_t) * static_cast<size_t>(context.group.num_ranks - 1);
+  return routing.recv_rank_sum + sizeof(int32_t) * static_cast<size_t>(context.group.num_ranks - 1);
 }
 
 // A launch of the dispatch kernel.
@@ -110,8 +108,8 @@ void give_rows(CallContext& context, const RingPlan& plan, const Payload& payloa
   }
 }
 
-void give_rows(CallContext& context, const RingPlan& plan, const Payload& payload,
-               int64_t num_rows, GatheredRows rows, CallOrder& order, DispatchResult* result) {
+void give_rows(CallContext& context, const RingPlan& plan, const Payload& payload, int64_t num_rows,
+               GatheredRows rows, CallOrder& order, DispatchResult* result) {
   result->recv_x = std::move(rows.x.tensor);
   result->recv_topk_idx = std::move(rows.topk_idx.tensor);
   result->recv_topk_weights = std::move(rows.topk_weights.tensor);
@@ -156,8 +154,8 @@ class ReservedTierRepeat : public CheckedTierRepeat {
         form_{.payload = payload_.form,
               .makes_handle = false,
               .is_scratch = handle_->expansion.has_value()},
-        rows_(TierRows::allocate(context_, form_, handle_->num_recv_rows,
-                                 handle_->num_forward_rows, order_)) {
+        rows_(TierRows::allocate(context_, form_, handle_->num_recv_rows, handle_->num_forward_rows,
+                                 order_)) {
     // A handle that was given as ten tensors does not bring them along.
     if (handle_->routing.send_places != 0 || !rows_.are_in_region()) return;
     const GroupShape& group = context_.group;
@@ -175,16 +173,15 @@ class ReservedTierRepeat : public CheckedTierRepeat {
 
 class LaunchedTierRepeat : public ReservedTierRepeat {
  public:
-  explicit LaunchedTierRepeat(ReservedTierRepeat&& reserved) : ReservedTierRepeat(std::move(reserved)) {
+  explicit LaunchedTierRepeat(ReservedTierRepeat&& reserved)
+      : ReservedTierRepeat(std::move(reserved)) {
     RoutingAddresses routing = handle_->routing;
     if (places_.tensor) {
       routing.send_places = context_.memory.non_null(places_.address);
       context_.launch([&] {
-        context_.engine.internode_places(pointer_of<uint8_t>(routing.is_token_in_rank),
-                                         static_cast<int>(payload_.num_tokens),
-                                         handle_->num_channels,
-                                         pointer_of<int32_t>(routing.send_places),
-                                         order_.stream());
+        context_.engine.internode_places(
+            pointer_of<uint8_t>(routing.is_token_in_rank), static_cast<int>(payload_.num_tokens),
+            handle_->num_channels, pointer_of<int32_t>(routing.send_places), order_.stream());
       });
     }
     const Movement movement{.plan = plan_,
@@ -198,9 +195,9 @@ class LaunchedTierRepeat : public ReservedTierRepeat {
     DispatchResult result;
     if (handle_->expansion) {
       const ExpansionRecord& expansion = *handle_->expansion;
-      GatheredRows gathered = expand_received(
-          context_, rows_, form_, num_received_of(context_, handle_->routing), expansion,
-          request_.zero_padding, plan_.num_local_blocks, order_);
+      GatheredRows gathered =
+          expand_received(context_, rows_, form_, num_received_of(context_, handle_->routing),
+                          expansion, request_.zero_padding, plan_.num_local_blocks, order_);
       give_rows(context_, plan_, payload_, expansion.num_rows, std::move(gathered), order_,
                 &result);
     } else {
@@ -265,8 +262,8 @@ class ReservedTierDispatch : public CheckedTierDispatch {
     const int64_t num_forward = context_.forecast.forwarded_rows(payload_.num_tokens);
     if (is_bounded()) {
       const int64_t num_rows = routing_.num_worst_tokens;
-      rows_ = TierRows::allocate(context_, form_, num_rows, std::max(num_rows, num_forward),
-                                 order_);
+      rows_ =
+          TierRows::allocate(context_, form_, num_rows, std::max(num_rows, num_forward), order_);
     } else if (context_.has_region() && context_.early_dispatches.is_next()) {
       is_early_ = true;
       // For as many rows as may come, before anybody knows the number.
@@ -318,8 +315,7 @@ class ReservedTierDispatch : public CheckedTierDispatch {
     }
     using enum RoutingPart;
     const auto at = [&](RoutingPart part) { return layout_.address(block_.base, part); };
-    addresses_.is_token_in_rank =
-        routing_.has_layout ? routing_.is_token_in_rank : at(kTokenMask);
+    addresses_.is_token_in_rank = routing_.has_layout ? routing_.is_token_in_rank : at(kTokenMask);
     addresses_.channel_prefix = at(kChannelPrefix);
     addresses_.recv_channel_prefix = at(kRecvChannelPrefix);
     addresses_.send_node_head = at(kSendNodeHead);
@@ -406,8 +402,7 @@ class LaunchedTierDispatch final : public ReservedTierDispatch, public LaunchedC
       context_.engine.internode_notify(
           args, pointer_of<uint8_t>(addresses_.is_token_in_rank),
           static_cast<int>(payload_.num_tokens), pointer_of<int32_t>(addresses_.send_node_head),
-          pointer_of<int32_t>(addresses_.send_places), plan_.channels, plan_.rail,
-          order_.stream());
+          pointer_of<int32_t>(addresses_.send_places), plan_.channels, plan_.rail, order_.stream());
     });
     context_.end();
   }
@@ -454,13 +449,13 @@ class LaunchedTierDispatch final : public ReservedTierDispatch, public LaunchedC
         for (const int count : counts->num_recv_tokens_per_expert) num_rows += count;
       }
       const uintptr_t num_received = num_received_of(context_, addresses_);
-      ReceivedNumbering numbering = number_received(
-          context_, *rows_, form_, num_received,
-          context_.group.num_local_experts(routing_.num_experts), routing_.expert_alignment,
-          num_rows, plan_.num_local_blocks, order_);
+      ReceivedNumbering numbering =
+          number_received(context_, *rows_, form_, num_received,
+                          context_.group.num_local_experts(routing_.num_experts),
+                          routing_.expert_alignment, num_rows, plan_.num_local_blocks, order_);
       GatheredRows gathered =
-          expand_received(context_, *rows_, form_, num_received, numbering.expansion,
-                          zero_padding_, plan_.num_local_blocks, order_);
+          expand_received(context_, *rows_, form_, num_received, numbering.expansion, zero_padding_,
+                          plan_.num_local_blocks, order_);
       give_rows(context_, plan_, payload_, num_rows, std::move(gathered), order_, &result);
       record.num_output_rows = num_rows;
       record.expansion = std::move(numbering.expansion);

@@ -74,8 +74,10 @@ GatheredRows expand_received(CallContext& context, const TierRows& received,
         memory.empty(TensorSpec::of(payload.scale_type, {num_rows, payload.num_scales}), order);
   }
   const bool has_topk = received.topk_idx() != 0;
-  if (has_topk) rows.topk_idx = memory.empty(TensorSpec::of(form.topk_idx_type(), {num_rows}), order);
-  if (form.has_weights) rows.topk_weights = memory.empty(TensorSpec::of(kFloat32, {num_rows}), order);
+  if (has_topk)
+    rows.topk_idx = memory.empty(TensorSpec::of(form.topk_idx_type(), {num_rows}), order);
+  if (form.has_weights)
+    rows.topk_weights = memory.empty(TensorSpec::of(kFloat32, {num_rows}), order);
   const auto address = [&](const MadeTensor& made) {
     return made.tensor ? memory.non_null(made.address) : 0;
   };

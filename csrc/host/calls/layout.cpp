@@ -44,8 +44,7 @@ LayoutResult get_dispatch_layout(CallContext& context, const LayoutRequest& requ
   const TensorRef& idx = request.topk_idx;
   require_tensor("topk_idx", idx, {{-1, -1}, {kInt64, kInt32}}, context.device_name);
   require_topk(idx, {}, -1, context.device_name);
-  const int num_experts =
-      require_num_experts(request.num_experts, context.group.num_max_experts);
+  const int num_experts = require_num_experts(request.num_experts, context.group.num_max_experts);
   const GroupShape& group = context.group;
 
   CallOrder order(context.order, request.streams);
@@ -57,10 +56,10 @@ LayoutResult get_dispatch_layout(CallContext& context, const LayoutRequest& requ
   if (group.is_internode()) {
     per_node = memory.empty(TensorSpec::of(kInt32, {group.num_nodes}), order);
   }
-  launch_layout(context, idx, num_experts,
-                {per_rank.address, per_node.address, per_expert.address,
-                 memory.non_null(mask.address)},
-                order.stream());
+  launch_layout(
+      context, idx, num_experts,
+      {per_rank.address, per_node.address, per_expert.address, memory.non_null(mask.address)},
+      order.stream());
   std::shared_ptr<Event> event = order.finish({idx.object}, nullptr);
   context.end();
   return {std::move(per_rank.tensor), std::move(per_node.tensor), std::move(per_expert.tensor),

@@ -14,8 +14,7 @@ std::string items(int num_items) { return std::to_string(num_items) + " items"; 
 Payload check_cast(const CallContext& context, const PayloadRequest& request) {
   const TensorRef& x = request.x;
   if (request.num_items >= 0) {
-    refuse_argument("x", items(request.num_items),
-                    "must be a tensor without scales with use_fp8");
+    refuse_argument("x", items(request.num_items), "must be a tensor without scales with use_fp8");
   }
   require_tensor("x", x, {{-1, -1}, {kBfloat16}}, context.device_name);
   const int64_t hidden = x.shape[1];
@@ -86,8 +85,7 @@ Payload check_payload(const CallContext& context, const PayloadRequest& request)
   if (options.use_ue8m0 && !(options.round_scale && options.use_fp8)) {
     refuse_argument("use_ue8m0", true, "needs use_fp8 and round_scale");
   }
-  Payload payload =
-      options.use_fp8 ? check_cast(context, request) : check_plain(context, request);
+  Payload payload = options.use_fp8 ? check_cast(context, request) : check_plain(context, request);
   payload.is_column_major = options.column_major;
   if (options.column_major && payload.form.scale_bytes() != 4) {
     refuse_argument("column_major_scales", true, "needs scales of 4 bytes");
@@ -100,8 +98,7 @@ CastScratch allocate_scratch(CallContext& context, Payload& payload, CallOrder& 
   const PayloadForm& form = payload.form;
   if (!form.is_quantised) return scratch;
   Memory& memory = context.memory;
-  scratch.x =
-      memory.empty(TensorSpec::of(form.type, {payload.num_tokens, form.hidden}), order);
+  scratch.x = memory.empty(TensorSpec::of(form.type, {payload.num_tokens, form.hidden}), order);
   scratch.scales =
       memory.empty(TensorSpec::of(form.scale_type, {payload.num_tokens, form.num_scales}), order);
   payload.x = memory.non_null(scratch.x.address);

@@ -22,7 +22,7 @@ struct Payload {
   uintptr_t x = 0;
   uintptr_t scales = 0;
   int64_t scale_token_stride = 0, scale_column_stride = 0;
-  uintptr_t source = 0;  // bfloat16 rows that are to be cast; x and scales are then scratch
+  uintptr_t source = 0;          // bfloat16 rows that are to be cast; x and scales are then scratch
   bool is_column_major = false;  // received scales are to be stored column by column
   // The caller's tensors, borrowed: they outlive the call.
   const void* x_object = nullptr;

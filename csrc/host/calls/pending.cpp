@@ -90,8 +90,8 @@ std::shared_ptr<PendingDispatch> make_pending(CallContext& context,
                                               std::unique_ptr<CallOrder> order,
                                               std::unique_ptr<LaunchedCall> launched,
                                               std::vector<Object> inputs) {
-  auto pending = std::make_shared<Pending>(context, std::move(order), std::move(launched),
-                                           std::move(inputs));
+  auto pending =
+      std::make_shared<Pending>(context, std::move(order), std::move(launched), std::move(inputs));
   context.pending = pending;
   return pending;
 }

@@ -72,8 +72,8 @@ const NewDispatchPlan& plan_of(CallContext& context, const NewDispatchKey& key) 
                                               .expert_alignment = key.expert_alignment,
                                               .counts_choices = key.counts_choices,
                                               .is_expanded = key.is_expanded});
-    plan.dispatch = plan_dispatch(context, plan.rings, form, key.num_topk, key.topk_idx_bytes,
-                                  true, key.is_expanded);
+    plan.dispatch = plan_dispatch(context, plan.rings, form, key.num_topk, key.topk_idx_bytes, true,
+                                  key.is_expanded);
     return plan;
   });
 }
@@ -81,8 +81,7 @@ const NewDispatchPlan& plan_of(CallContext& context, const NewDispatchKey& key) 
 const InNodeCombinePlan& plan_of(CallContext& context, const CombineKey& key) {
   return context.plans_in_node.combines.get(key, [&] {
     InNodeCombinePlan plan;
-    plan.rings =
-        plan_rings(context, key.config, key.row_bytes, 0, key.num_topk, key.num_channels);
+    plan.rings = plan_rings(context, key.config, key.row_bytes, 0, key.num_topk, key.num_channels);
     FewRows few_rows{0, 0};
     if (key.has_default_sms && key.config.has_default_sms()) {
       few_rows = key.config.chooser->few_rows(key.row_bytes, key.num_channels);

@@ -47,7 +47,7 @@ struct CombineKey {
   ConfigChoice config;
   Dtype dtype;
   int row_bytes, num_topk;
-  int num_channels;  // of the handle
+  int num_channels;      // of the handle
   bool has_default_sms;  // of the handle
 
   bool operator==(const CombineKey&) const = default;
