@@ -65,7 +65,7 @@ def layout_of(buffer: Any, idx: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def routing_bytes(handle: deep_comm.Handle) -> int:
-    """Of the routing block: parts begin at multiples of 16 bytes, what lies after it at one of 128."""
+    """Of the routing block, whose parts begin at multiples of 16 bytes."""
     parts = [
         4 * handle.num_ranks**2,
         4 * handle.channel_prefix_matrix.numel(),
