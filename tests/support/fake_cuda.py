@@ -69,6 +69,27 @@ class Log(list):
         """Of the caller, on its stream."""
         self.known[self.current].add(name)
 
+    def assert_in_order(self) -> None:
+        """Each kernel comes after the one before it."""
+        for number, (stream, known) in enumerate(self.kernels):
+            assert number == 0 or number - 1 in known, (number, stream, self)
+
+    @contextlib.contextmanager
+    def capture_on(self, stream: int) -> Iterator[None]:
+        """A graph is recorded, with `stream` as the caller's."""
+        before, self.current = self.current, stream
+        self.capturing.add(stream)
+        known = {key: set(value) for key, value in self.known.items()}
+        try:
+            yield
+        finally:
+            assert self.current == stream
+            self.capturing.clear()
+            self.capture += 1
+            self.known.clear()
+            self.known.update(known)  # what was captured has not run
+            self.current = before
+
     # What the native engine and streams ask.
 
     def plan(self, name: str, what: Any) -> None:

@@ -4,10 +4,9 @@ stream; and what the framework's allocator is told of."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import fake_cuda
@@ -57,11 +56,6 @@ class Bench:
         del call
         gc.collect()
 
-    def assert_in_order(self) -> None:
-        """Each kernel comes after the one before it."""
-        for number, (stream, known) in enumerate(self.log.kernels):
-            assert number == 0 or number - 1 in known, (number, stream, self.log)
-
 
 def test_a_synchronous_call_runs_on_the_callers_stream_without_a_hop() -> None:
     bench = Bench()
@@ -79,7 +73,7 @@ def test_a_call_waits_where_the_stream_changes_alone() -> None:
     bench.call()
     bench.call()
     assert bench.log.names() == ["wait", "kernel", "record", "kernel", "record"]
-    bench.assert_in_order()
+    bench.log.assert_in_order()
 
 
 def test_the_order_of_streams_is_seen_by_this_test(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +84,7 @@ def test_the_order_of_streams_is_seen_by_this_test(monkeypatch: pytest.MonkeyPat
     bench.log.current = OTHER
     bench.call()
     with pytest.raises(AssertionError):
-        bench.assert_in_order()
+        bench.log.assert_in_order()
 
 
 def test_an_asynchronous_call_leaves_the_callers_stream_alone() -> None:
@@ -104,7 +98,7 @@ def test_an_asynchronous_call_leaves_the_callers_stream_alone() -> None:
     assert wait is not None
     wait(COMPUTE)
     assert 1 in bench.log.known[COMPUTE]
-    bench.assert_in_order()
+    bench.log.assert_in_order()
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -122,7 +116,7 @@ def test_a_call_after_an_event_does_not_wait_for_later_work(is_async: bool) -> N
     assert stream == COMM and "before" in known and "after" not in known
     assert (1 in bench.log.known[COMPUTE]) is not is_async
     bench.call()
-    bench.assert_in_order()
+    bench.log.assert_in_order()
 
 
 def test_the_comm_stream_may_be_the_current_stream() -> None:
@@ -133,7 +127,7 @@ def test_the_comm_stream_may_be_the_current_stream() -> None:
     assert "order" not in bench.log.names() and "wait" not in bench.log.names()
     bench.log.current = COMPUTE
     bench.call()
-    bench.assert_in_order()
+    bench.log.assert_in_order()
 
 
 def test_a_call_without_order_leaves_no_event() -> None:
@@ -147,22 +141,6 @@ def test_a_call_without_order_leaves_no_event() -> None:
     assert bench.log == []
 
 
-@contextlib.contextmanager
-def _capture(log: Log, stream: int) -> Iterator[None]:
-    before, log.current = log.current, stream
-    log.capturing.add(stream)
-    known = {key: set(value) for key, value in log.known.items()}
-    try:
-        yield
-    finally:
-        assert log.current == stream
-        log.capturing.clear()
-        log.capture += 1
-        log.known.clear()
-        log.known.update(known)  # what was captured has not run
-        log.current = before
-
-
 @pytest.mark.parametrize("streams", [(44,), (44, 55)])
 def test_a_graph_takes_its_order_with_it(streams: tuple[int, ...]) -> None:
     bench = Bench()
@@ -170,7 +148,7 @@ def test_a_graph_takes_its_order_with_it(streams: tuple[int, ...]) -> None:
     bench.call()
     first_eager = list(log.kernels)
     log.kernels.clear()
-    with _capture(log, streams[0]):
+    with log.capture_on(streams[0]):
         log.capturing.update(streams)
         for number in range(4):
             log.current = streams[number % len(streams)]
@@ -183,14 +161,14 @@ def test_a_graph_takes_its_order_with_it(streams: tuple[int, ...]) -> None:
         wait = bench.call(is_async=True)
         assert wait is not None
         wait(log.current)
-        bench.assert_in_order()
+        bench.log.assert_in_order()
         log.current = streams[0]
     log.kernels[:] = first_eager
     log.known[COMPUTE] = {0}
     log.current = OTHER
     bench.call()  # after the eager call; no captured event is waited for
     bench.call(is_async=True)
-    bench.assert_in_order()
+    bench.log.assert_in_order()
     log.clear()
     bench.order.synchronize()
     assert log.names() == ["synchronize", "synchronize device"]
@@ -222,7 +200,7 @@ def test_any_mixture_of_calls_is_in_order(seed: int) -> None:
         if wait is not None and choose.random() < 0.5:
             wait(log.current)
         events.append(Captured(log))
-    bench.assert_in_order()
+    bench.log.assert_in_order()
     log.clear()
     bench.order.synchronize()
     assert log.names() == ["synchronize"]
@@ -245,7 +223,7 @@ def test_a_paused_call_goes_on_as_if_the_stream_were_the_same(current: int) -> N
     assert call.finish() is not None
     assert log.current == current
     bench.call()
-    bench.assert_in_order()
+    bench.log.assert_in_order()
 
 
 def test_nothing_follows_the_caller_of_a_call_that_never_paused() -> None:

@@ -1,13 +1,11 @@
-"""On which streams the CUDA backend launches, and what each call is behind: with stubbed
-driver calls that keep CUDA's rules (fake_cuda). Kernels of one Buffer must run one at a
-time, in the order of the
-calls, on every stream."""
+"""On which streams the CUDA backend launches, and what each call is behind: with stubbed driver
+calls that keep CUDA's rules (fake_cuda). Kernels of one Buffer must run one at a time, in the order
+of the calls, on every stream."""
 
 from __future__ import annotations
 
-import contextlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import fake_cuda
@@ -46,11 +44,6 @@ class Bench:
     def layout(self, **options: Any) -> Any:
         return self.buffer.get_dispatch_layout(self.idx, E, **options)
 
-    def assert_in_order(self) -> None:
-        """Each kernel is behind the one before it."""
-        for number, (stream, known) in enumerate(self.log.kernels):
-            assert number == 0 or number - 1 in known, (number, stream, self.log)
-
 
 def _with_bench(body: Callable[[Bench], None]) -> None:
     def main(group: local.ThreadGroup) -> None:
@@ -81,7 +74,7 @@ def test_calls_on_several_streams_run_one_behind_the_other() -> None:
         bench.cached()
         bench.log.clear()
         bench.cached()
-        bench.assert_in_order()
+        bench.log.assert_in_order()
         assert [stream for stream, _ in bench.log.kernels] == [COMPUTE, OTHER, COMPUTE, COMPUTE]
         assert "wait" not in bench.log.names()  # only where the stream changes
 
@@ -97,7 +90,7 @@ def test_the_order_of_streams_is_seen_by_this_test(monkeypatch: pytest.MonkeyPat
         bench.log.current = OTHER
         bench.combine()
         with pytest.raises(AssertionError):
-            bench.assert_in_order()
+            bench.log.assert_in_order()
 
     _with_bench(body)
 
@@ -112,7 +105,7 @@ def test_an_asynchronous_call_leaves_the_callers_stream_alone() -> None:
         assert 1 not in bench.log.known[COMPUTE]
         event.current_stream_wait()
         assert 1 in bench.log.known[COMPUTE]
-        bench.assert_in_order()
+        bench.log.assert_in_order()
 
     _with_bench(body)
 
@@ -127,10 +120,10 @@ def test_a_call_behind_an_event_does_not_wait_for_later_work(async_finish: bool)
         bench.combine(previous_event=event, async_finish=async_finish)
         stream, known = bench.log.kernels[-1]
         assert stream == COMM and "before" in known and "after" not in known
-        bench.assert_in_order()
+        bench.log.assert_in_order()
         assert (1 in bench.log.known[COMPUTE]) is not async_finish
         bench.cached()
-        bench.assert_in_order()
+        bench.log.assert_in_order()
 
     _with_bench(body)
 
@@ -143,25 +136,9 @@ def test_the_comm_stream_may_be_the_current_stream() -> None:
         bench.cached(async_finish=True)
         bench.log.current = COMPUTE
         bench.cached()
-        bench.assert_in_order()
+        bench.log.assert_in_order()
 
     _with_bench(body)
-
-
-@contextlib.contextmanager
-def _capture(log: Any, stream: int) -> Iterator[None]:
-    before, log.current = log.current, stream
-    log.capturing.add(stream)
-    known = {key: set(value) for key, value in log.known.items()}
-    try:
-        yield
-    finally:
-        assert log.current == stream
-        log.capturing.clear()
-        log.capture += 1
-        log.known.clear()
-        log.known.update(known)  # what was captured has not run
-        log.current = before
 
 
 @pytest.mark.parametrize("streams", [(44,), (44, 55)])
@@ -175,21 +152,21 @@ def test_a_graph_takes_its_order_with_it(streams: tuple[int, ...]) -> None:
         bench.cached()
         first_eager = list(log.kernels)
         log.kernels.clear()
-        with _capture(log, streams[0]):
+        with log.capture_on(streams[0]):
             log.capturing.update(streams)
             for number in range(4):
                 log.current = streams[number % len(streams)]
                 bench.cached() if number % 2 else bench.combine()
                 assert number in log.known[log.current]
             bench.cached(async_finish=True)[5].current_stream_wait()
-            bench.assert_in_order()
+            bench.log.assert_in_order()
             log.current = streams[0]
         log.kernels[:] = first_eager
         log.known[COMPUTE] = {0}
         log.current = OTHER
         bench.combine()  # behind the eager call, and no captured event is waited for
         bench.cached(async_finish=True)
-        bench.assert_in_order()
+        bench.log.assert_in_order()
         assert log.capturing == set()
 
     _with_bench(body)
@@ -203,7 +180,7 @@ def test_memory_within_a_graph_is_written_behind_its_readers(reader: int) -> Non
     def body(bench: Bench) -> None:
         log = bench.log
         for _ in range(2):  # the second graph gets memory of the first, and waits for none of that
-            with _capture(log, 44):
+            with log.capture_on(44):
                 rows = bench.cached()[0]
                 options: dict[str, Any] = {}
                 if reader == 44:
@@ -231,7 +208,7 @@ def test_what_ends_a_buffer_waits_for_graphs_as_well() -> None:
         bench.cached()
         bench.buffer._context.synchronize()
         assert "synchronize device" not in bench.log.names()
-        with _capture(bench.log, 44):
+        with bench.log.capture_on(44):
             bench.cached()
         bench.buffer._context.synchronize()
         assert "synchronize device" in bench.log.names()
@@ -262,7 +239,7 @@ def test_any_mixture_of_calls_is_in_order(seed: int) -> None:
             elif choose.random() < 0.5:
                 event.current_stream_wait()
             events.append(event if is_async else deep_comm.Buffer.capture())
-        bench.assert_in_order()
+        bench.log.assert_in_order()
         bench.log.clear()
         bench.buffer._context.backend.synchronize()
         assert bench.log.names() == ["synchronize"]
