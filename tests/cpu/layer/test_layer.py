@@ -311,7 +311,7 @@ def test_groups_hold_rows_by_source_rank_and_token() -> None:
                     )
                 ]
                 if mode == "decode":
-                    assert batch.masked().shape == (2, layer._steps.transport.capacity, 64)
+                    assert batch.masked().shape == (2, layer._steps.calls.capacity, 64)
                     assert batch.masked(batch.x).data_ptr() == batch.x.data_ptr()
                 else:
                     with pytest.raises(ArgumentError, match="decode batch"):
