@@ -46,8 +46,8 @@ Object DispatchRecord::part(std::string_view name) const {
   for (const RecordPart& part : parts) {
     if (part.name == name) return part.make(*framework);
   }
-  Object made = part_of_block(*this, name);
-  return made || !expansion ? made : part_of_expansion(*this, name);
+  Object made = expansion ? part_of_expansion(*this, name) : Object();
+  return made ? made : part_of_block(*this, name);
 }
 
 }  // namespace deep_comm
