@@ -37,7 +37,7 @@ struct Decoded {
 struct Prefilled {
   std::shared_ptr<BoundBuffer> buffer;
   std::shared_ptr<DispatchRecord> record;
-  RecordPart weights;       // float32 [S], of each row
+  RecordPart weights;        // float32 [S], of each row
   py::object given_weights;  // instead of them: what autograd knows them by
 
   py::object tensor(const char* name) const { return object_of(record->part(name)); }
@@ -111,7 +111,7 @@ struct LayerCalls : std::enable_shared_from_this<LayerCalls> {
   std::shared_ptr<BoundBuffer> buffer;
   std::shared_ptr<BoundLowLatency> low_latency;  // null: the layer does not decode
   LayerForm form;
-  py::object batch_type;                 // ExpertBatch
+  py::object batch_type;                   // ExpertBatch
   py::dict decode_values, prefill_values;  // alike in all batches of a mode
   // ("dispatch" or "combine") -> (Config or DefaultConfig, has somebody named a number of SMs?)
   py::object default_config;
@@ -241,10 +241,10 @@ TensorRef LayerCalls::read_rows(PyObject* given, int64_t num_rows, py::object* k
   if (rows.kind != TensorRef::Kind::kTensor || rows.num_dims != 2 || rows.shape[0] != num_rows ||
       rows.shape[1] != form.hidden || !(rows.type == form.type)) {
     const bool is_tensor = rows.kind == TensorRef::Kind::kTensor;
-    refuse_argument("rows",
-                    given_property(is_tensor ? Which::kShapeAndType : Which::kTypeName, rows.object),
-                    "must be what experts made of the batch: [" + std::to_string(num_rows) + ", " +
-                        std::to_string(form.hidden) + "] of " + form.type_name);
+    refuse_argument(
+        "rows", given_property(is_tensor ? Which::kShapeAndType : Which::kTypeName, rows.object),
+        "must be what experts made of the batch: [" + std::to_string(num_rows) + ", " +
+            std::to_string(form.hidden) + "] of " + form.type_name);
   }
   if (rows.is_contiguous()) return rows;
   *kept = py::handle(given).attr("contiguous")();
@@ -290,8 +290,8 @@ py::object LayerCalls::prefill_batch(DispatchResult result, bool is_bounded) con
   set_value(values, keys.counts,
             is_bounded ? py::object(py::none()) : list_of(result.num_recv_tokens_per_expert));
   set_value(values, keys.state,
-            py::cast(Prefilled{buffer, std::move(result.record),
-                               std::move(result.deferred_topk_weights), {}}));
+            py::cast(Prefilled{
+                buffer, std::move(result.record), std::move(result.deferred_topk_weights), {}}));
   return batch_of(values);
 }
 
@@ -497,40 +497,39 @@ void bind_layer_calls(py::module_& m) {
       m, "LayerCalls", py::module_local(),
       "What the steps of one layer are made of; see deep_comm/layer/calls.py.");
   calls
-      .def(py::init([](std::shared_ptr<BoundBuffer> buffer,
-                       std::shared_ptr<BoundLowLatency> low_latency, int64_t hidden,
-                       int64_t num_topk, int64_t num_experts, int64_t max_tokens,
-                       int64_t decode_tokens, int64_t num_slots, const py::object& dtype,
-                       bool use_fp8, int64_t alignment, int64_t max_recv_rows,
-                       py::object batch_type, py::dict decode_values, py::dict prefill_values,
-                       py::object default_config, py::object learn,
-                       std::array<py::object, 2> nowhere, py::object no_weights) {
-             const std::optional<ElementType> type = TorchTypes::get().of_dtype(dtype.ptr());
-             if (!type) throw py::type_error("dtype must be a torch.dtype");
-             auto made = std::make_shared<LayerCalls>();
-             made->buffer = std::move(buffer);
-             made->low_latency = std::move(low_latency);
-             made->form = {.hidden = hidden,
-                           .num_topk = num_topk,
-                           .num_experts = num_experts,
-                           .max_tokens = max_tokens,
-                           .decode_tokens = decode_tokens,
-                           .num_slots = num_slots,
-                           .type = *type,
-                           .type_name = py::str(dtype).cast<std::string>(),
-                           .use_fp8 = use_fp8,
-                           .alignment = alignment,
-                           .max_recv_rows = max_recv_rows};
-             made->batch_type = std::move(batch_type);
-             made->decode_values = std::move(decode_values);
-             made->prefill_values = std::move(prefill_values);
-             made->default_config = std::move(default_config);
-             made->learn = std::move(learn);
-             made->nowhere_int64 = std::move(nowhere[0]);
-             made->nowhere_int32 = std::move(nowhere[1]);
-             made->no_weights = std::move(no_weights);
-             return made;
-           }),
+      .def(py::init(
+               [](std::shared_ptr<BoundBuffer> buffer, std::shared_ptr<BoundLowLatency> low_latency,
+                  int64_t hidden, int64_t num_topk, int64_t num_experts, int64_t max_tokens,
+                  int64_t decode_tokens, int64_t num_slots, const py::object& dtype, bool use_fp8,
+                  int64_t alignment, int64_t max_recv_rows, py::object batch_type,
+                  py::dict decode_values, py::dict prefill_values, py::object default_config,
+                  py::object learn, std::array<py::object, 2> nowhere, py::object no_weights) {
+                 const std::optional<ElementType> type = TorchTypes::get().of_dtype(dtype.ptr());
+                 if (!type) throw py::type_error("dtype must be a torch.dtype");
+                 auto made = std::make_shared<LayerCalls>();
+                 made->buffer = std::move(buffer);
+                 made->low_latency = std::move(low_latency);
+                 made->form = {.hidden = hidden,
+                               .num_topk = num_topk,
+                               .num_experts = num_experts,
+                               .max_tokens = max_tokens,
+                               .decode_tokens = decode_tokens,
+                               .num_slots = num_slots,
+                               .type = *type,
+                               .type_name = py::str(dtype).cast<std::string>(),
+                               .use_fp8 = use_fp8,
+                               .alignment = alignment,
+                               .max_recv_rows = max_recv_rows};
+                 made->batch_type = std::move(batch_type);
+                 made->decode_values = std::move(decode_values);
+                 made->prefill_values = std::move(prefill_values);
+                 made->default_config = std::move(default_config);
+                 made->learn = std::move(learn);
+                 made->nowhere_int64 = std::move(nowhere[0]);
+                 made->nowhere_int32 = std::move(nowhere[1]);
+                 made->no_weights = std::move(no_weights);
+                 return made;
+               }),
            py::kw_only(), "buffer"_a, "low_latency"_a, "hidden"_a, "num_topk"_a, "num_experts"_a,
            "max_tokens"_a, "decode_tokens"_a, "num_slots"_a, "dtype"_a, "use_fp8"_a, "alignment"_a,
            "max_recv_rows"_a, "batch_type"_a, "decode_values"_a, "prefill_values"_a,

@@ -36,9 +36,7 @@ def dispatched(
     return batch
 
 
-def combine(
-    buffer: Buffer, rows: Tensor, state: Prefilled, send: Callable[[], Tensor]
-) -> Tensor:
+def combine(buffer: Buffer, rows: Tensor, state: Prefilled, send: Callable[[], Tensor]) -> Tensor:
     """``send()``, whose sums have gradients of the rows and of their weights."""
     combined: Tensor = Combine.apply(  # type: ignore[no-untyped-call]
         rows, state.weights, buffer, state.handle, send
@@ -91,7 +89,8 @@ class Combine(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        grads = combine_grads(ctx.buffer, grad, *ctx.saved_tensors, ctx.handle)
+        rows, weights = ctx.saved_tensors
+        grads = combine_grads(ctx.buffer, grad, rows, weights, ctx.handle)
         return (*grads, None, None, None)
 
 

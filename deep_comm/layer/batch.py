@@ -48,7 +48,7 @@ class ExpertBatch:
     _MADE_LATER: ClassVar = ("num_tokens_per_expert", "offsets")
 
     def __getattr__(self, name: str) -> Any:
-        """Called for what is missing: tensors of a prefill batch are made when they are asked for."""
+        """Called for what is missing: tensors of a prefill batch, made when they are asked for."""
         if name not in self._MADE_LATER:
             raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
         value = self.__dict__[name] = getattr(self.state, name)

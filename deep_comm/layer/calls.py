@@ -1,5 +1,5 @@
-"""The calls that the steps of one layer are made of: from the layer's arguments to a batch, and from
-the experts' rows to sums. What they do is in csrc/bind/calls_layer.cpp.
+"""The calls that the steps of one layer are made of: from its arguments to a batch, and from the
+experts' rows to sums. What they do is in csrc/bind/calls_layer.cpp.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Receive = Callable[[], ExpertBatch]
 class LayerCalls:
     """Of one layer on one rank. No rule of "auto", no autograd: see steps.py.
 
-    Functions take their arguments by position. All raise ArgumentError for what breaks a rule of the
-    layer, and what the Buffer's calls raise.
+    Functions take their arguments by position. All raise ArgumentError for what breaks a rule of
+    the layer, and what the Buffer's calls raise.
 
     Attributes:
         num_local, first_expert: experts of this rank.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -90,7 +90,8 @@ class Steps:
             return "decode"
         if mode == "prefill":
             return "prefill"
-        check_mode(mode)
+        if mode != "decode":
+            check_mode(mode)
         if not self.can_decode:
             raise ArgumentError("mode", mode, "needs a layer that is built for it")
         return "decode"
@@ -238,9 +239,7 @@ class Steps:
     ) -> Receive:
         if not (is_grad_enabled() and self._needs_grad(x, topk_weights)):
             return self.calls.begin_prefill(x, topk_idx, topk_weights, is_bounded)
-        receive = self.calls.begin_prefill(
-            x.detach(), topk_idx, topk_weights.detach(), is_bounded
-        )
+        receive = self.calls.begin_prefill(x.detach(), topk_idx, topk_weights.detach(), is_bounded)
 
         def finish() -> ExpertBatch:
             with torch.enable_grad():  # as it was when the exchange was sent

@@ -28,7 +28,7 @@ struct DispatchResult {
   Object recv_x, recv_scales;               // scales: null without
   Object recv_topk_idx, recv_topk_weights;  // null without, and if they are deferred
   RecordPart deferred_topk_weights;
-  bool has_counts = false;                  // false: cached
+  bool has_counts = false;  // false: cached
   std::vector<int> num_recv_tokens_per_expert;
   std::shared_ptr<DispatchRecord> record;  // null: cached
   std::shared_ptr<Event> event;            // null: synchronous

@@ -459,8 +459,11 @@ class LaunchedTierDispatch final : public ReservedTierDispatch, public LaunchedC
                           !defers_topk_, plan_.num_local_blocks, order_);
       if (defers_topk_) {
         MadeTensor weights = std::exchange(gathered.topk_weights, {});
-        result.deferred_topk_weights = {
-            {}, std::move(weights.tensor), weights.address, TensorSpec::of(kFloat32, {num_rows}), {}};
+        result.deferred_topk_weights = {{},
+                                        std::move(weights.tensor),
+                                        weights.address,
+                                        TensorSpec::of(kFloat32, {num_rows}),
+                                        {}};
       }
       give_rows(context_, plan_, payload_, num_rows, std::move(gathered), order_, &result);
       record.num_output_rows = num_rows;
