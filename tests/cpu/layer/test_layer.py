@@ -195,7 +195,7 @@ def test_bad_inputs_are_named_before_anything_is_launched() -> None:
             with pytest.raises(ArgumentError, match="decode_tokens"):
                 layer(many, idx, weights, same, mode="decode")
             with pytest.raises(ArgumentError, match="mode"):
-                layer(x, idx, weights, same, mode="quick")
+                layer(x, idx, weights, same, mode="other")
             with pytest.raises(ArgumentError, match="bounded"):
                 layer(x, idx, weights, same, bounded=True)
             assert same.modes == []
