@@ -270,7 +270,7 @@ class LowLatencyCalls:
         can_shrink: bool,  # the Buffer has rank masks
         num_wanted_blocks: int | None,
         handle_type: Callable[[LowLatencyRecord], object],
-        outputs_event: Callable[..., object] | None,  # (event, outputs, the stream that owns these)
+        tensors_event: Callable[..., object] | None,  # (event, tensors, the stream that owns these)
     ) -> None: ...
     # Functions without keywords. Ask for each once: a property makes it anew.
     dispatch: Callable[..., Any]  # (x, topk_idx, num_max_tokens, num_experts, cumulative_stats,

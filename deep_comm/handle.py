@@ -36,7 +36,7 @@ class Handle(TensorSequence):
         members: who the ranks are.
         expansion: Expansion, of a dispatch with expand=True.
         has_default_sms: nobody said how many SMs the dispatch gets: combine may take more.
-        home_stream: the raw CUDA stream that owns torch's tensors in it; None: there are none.
+        owner_stream: the raw CUDA stream that owns torch's tensors in it; None: there are none.
     """
 
     _SIZE: ClassVar = 6
@@ -118,7 +118,7 @@ class InternodeHandle(TensorSequence):
         send_places: int32 [T, N + R], ordinal of a token among all that go to node n, then to rank
             r; -1: not sent.
         expansion: Expansion, of a dispatch with expand=True.
-        home_stream: the raw CUDA stream that owns torch's tensors in it; None: there are none.
+        owner_stream: the raw CUDA stream that owns torch's tensors in it; None: there are none.
     """
 
     _SIZE: ClassVar = 10

@@ -44,7 +44,7 @@ class TensorSequence(Sequence[Tensor]):
     num_recv_tokens_per_rank: Tensor | None = made_later()
     members: tuple[str, ...] | None = made_later()
     expansion: Expansion | None = made_later()
-    home_stream: int | None = field(default_factory=lambda: None, repr=False)
+    owner_stream: int | None = field(default_factory=lambda: None, repr=False)
 
     def __getattr__(self, name: str) -> Any:
         """Called for what is missing: the fields of a view."""

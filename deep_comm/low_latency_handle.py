@@ -36,11 +36,10 @@ class LowLatencyHandle:
         recv_topk_weights: float32 [N, K], 0 where the index is -1; None without weights.
     """
 
-    __slots__ = ("_parts", "_record")
+    __slots__ = ("_record",)
 
     def __init__(self, record: _core.LowLatencyRecord) -> None:
         self._record = record
-        self._parts: dict[str, Tensor | None] = {}
 
     @property
     def num_max_dispatch_tokens_per_rank(self) -> int:
@@ -84,9 +83,7 @@ class LowLatencyHandle:
         return self._record.rows_shape
 
     def _part(self, name: str) -> Any:
-        if name not in self._parts:
-            self._parts[name] = self._record.part(name)
-        return self._parts[name]
+        return self._record.part(name)
 
     @property
     def src_info(self) -> Tensor:

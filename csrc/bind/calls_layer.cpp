@@ -15,6 +15,7 @@
 #include "bind/handle.hpp"
 #include "bind/interpreter.hpp"
 #include "bind/patient_words.hpp"
+#include "bind/views.hpp"
 #include "host/calls/combine.hpp"
 #include "host/calls/dispatch.hpp"
 
@@ -266,11 +267,8 @@ ConfigChoice LayerCalls::config_of(PyObject* operation) {
 
 // An ExpertBatch, which is frozen, over these values.
 py::object LayerCalls::batch_of(const py::dict& values) const {
-  static const py::tuple* const nothing = new py::tuple();
-  const auto type = reinterpret_cast<PyTypeObject*>(batch_type.ptr());
-  auto batch =
-      py::reinterpret_steal<py::object>(PyBaseObject_Type.tp_new(type, nothing->ptr(), nullptr));
-  if (!batch || PyObject_GenericSetAttr(batch.ptr(), Keys::get().dict, values.ptr()) != 0) {
+  py::object batch = new_instance(batch_type);
+  if (PyObject_GenericSetAttr(batch.ptr(), Keys::get().dict, values.ptr()) != 0) {
     throw py::error_already_set();
   }
   return batch;
