@@ -158,8 +158,7 @@ void bind_low_latency_calls(py::module_& m) {
       .def_property_readonly(
           "metadata", [](const Record& self) { return object_of(Object(self.metadata.tensor)); })
       .def(
-          "part",
-          [](Record& self, const std::string& name) { return object_of(self.part(name)); },
+          "part", [](Record& self, const std::string& name) { return object_of(self.part(name)); },
           "name"_a);
 
   py::class_<BoundLowLatency, std::shared_ptr<BoundLowLatency>> calls(

@@ -41,8 +41,8 @@ pybind11::object view_of(pybind11::handle type, std::shared_ptr<Record> record) 
 // Null: the object is no view of such a record.
 template <class Record>
 std::shared_ptr<Record> record_of_view(PyObject* object) {
-  const auto found = pybind11::reinterpret_steal<pybind11::object>(
-      PyObject_GetAttr(object, name_of_record()));
+  const auto found =
+      pybind11::reinterpret_steal<pybind11::object>(PyObject_GetAttr(object, name_of_record()));
   if (!found) {
     PyErr_Clear();
     return nullptr;

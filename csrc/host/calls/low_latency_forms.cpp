@@ -178,9 +178,9 @@ LowLatencyForm LowLatencyCalls::make_form(LowLatencyOptions options) const {
   }
   // One tensor of torch's for both: making one takes four times what a view of it does.
   form.scales_offset = align_block(form.plan.metadata.num_bytes);
-  const size_t num_bytes =
-      form.has_scales() ? align_block(form.scales_offset + form.recv_scales.num_bytes())
-                        : form.plan.metadata.num_bytes;
+  const size_t num_bytes = form.has_scales()
+                               ? align_block(form.scales_offset + form.recv_scales.num_bytes())
+                               : form.plan.metadata.num_bytes;
   form.metadata = TensorSpec::of(kInt32, {static_cast<int64_t>(num_bytes / kInt32.num_bytes)});
   form.parts = parts_of(form, num_ranks);
   return form;
