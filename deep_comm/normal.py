@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -11,9 +11,6 @@ from deep_comm.config import Config
 from deep_comm.defaults import DefaultConfigs
 from deep_comm.events import EventOverlap, event_of_call
 from deep_comm.handle import Handle, InternodeHandle
-
-if TYPE_CHECKING:
-    from deep_comm._core import PendingDispatch
 
 # `| Any`: what an item is follows from the arguments, and callers know it.
 DispatchResult = tuple[
@@ -168,25 +165,6 @@ class NormalCalls(DefaultConfigs):
             None if config is not None else self._default("dispatch"), self._names_sms(),
         )  # fmt: skip
         return made
-
-    def _begin_expanded_dispatch(
-        self,
-        x: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor,
-        *,
-        num_experts: int,
-        expert_alignment: int,
-        zero_padding: bool,
-        use_fp8: bool,
-    ) -> PendingDispatch:
-        """dispatch with expand and async_finish, for the layer: returns before the host knows how
-        many rows come. Collective."""
-        return self._context.begin_dispatch(
-            x, None, None, None, None, None, topk_idx, topk_weights, expert_alignment, 0, None,
-            None, True, False, num_experts, False, True, zero_padding, use_fp8, False, False, False,
-            self._default("dispatch"), self._names_sms(),
-        )  # fmt: skip
 
     def combine(
         self,

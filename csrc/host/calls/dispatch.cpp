@@ -49,18 +49,19 @@ DispatchArgs dispatch_args(const DispatchPlan& plan, const Payload& payload,
 
 // After all rows have come: the caller's tensors.
 void fill_result(CallContext& context, const Payload& payload, const OutputForm& form,
-                 int num_channels, DispatchOutputs&& out, CallOrder& order,
+                 int num_channels, bool defers_topk, DispatchOutputs&& out, CallOrder& order,
                  DispatchResult* result) {
   Object by_column;
   if (payload.is_column_major) {
     by_column = transpose_scales(context, payload.form, std::exchange(out.scales, 0), out.num_rows,
                                  num_channels, order);
   }
-  DispatchOutputs::Tensors tensors = std::move(out).tensors(context.memory, form);
+  DispatchOutputs::Tensors tensors = std::move(out).tensors(context.memory, form, defers_topk);
   result->recv_x = std::move(tensors.x);
   result->recv_scales = by_column ? std::move(by_column) : std::move(tensors.scales);
   result->recv_topk_idx = std::move(tensors.topk_idx);
   result->recv_topk_weights = std::move(tensors.topk_weights);
+  result->deferred_topk_weights = std::move(tensors.deferred_topk_weights);
 }
 
 // ---- the routing of a handle: no counts to exchange, no wait of the host
@@ -125,7 +126,7 @@ class LaunchedRepeat : public ReservedRepeat {
   DispatchResult receive() {
     DispatchResult result;
     fill_result(context_, payload_, {.payload = payload_.form, .makes_handle = false},
-                plan_->rings.channels.num_channels, std::move(out_), order_, &result);
+                plan_->rings.channels.num_channels, false, std::move(out_), order_, &result);
     result.event = order_.finish(inputs_of(payload_, request_), &handle_->held);
     return result;
   }
@@ -151,7 +152,7 @@ struct NewDispatch {
   RoutingBlock layout;
   std::vector<const void*> inputs;  // the caller's tensors
   const void* mask = nullptr;       // is_token_in_rank, where the caller gave it
-  bool is_expanded, zero_tail, zero_padding, has_default_sms;
+  bool is_expanded, zero_tail, zero_padding, defers_topk, has_default_sms;
 
   int64_t num_worst_tokens() const { return routing.num_worst_tokens; }
   bool is_bounded() const { return num_worst_tokens() > 0; }
@@ -169,6 +170,7 @@ class CheckedDispatch : private NewDispatch {
     is_expanded = request.expand;
     zero_tail = request.zero_tail;
     zero_padding = request.zero_padding;
+    defers_topk = request.defers_topk;
     has_default_sms = request.config.has_default_sms();
     inputs = inputs_of(payload, request);
     // Counts that contradict the choices would put expanded rows past their groups.
@@ -333,8 +335,8 @@ class LaunchedDispatch final : private ReservedDispatch, public LaunchedCall {
                   out, plan->rings.num_local_blocks, order->stream());
     }
     DispatchResult result;
-    fill_result(*context, payload, form, plan->rings.channels.num_channels, std::move(out), *order,
-                &result);
+    fill_result(*context, payload, form, plan->rings.channels.num_channels, defers_topk,
+                std::move(out), *order, &result);
     result.has_counts = true;
     if (counts) result.num_recv_tokens_per_expert = std::move(counts->num_recv_tokens_per_expert);
     result.record = record;
