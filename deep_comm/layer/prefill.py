@@ -13,7 +13,7 @@ from torch import Tensor
 from deep_comm.events import EventOverlap
 from deep_comm.layer.batch import ExpertBatch
 from deep_comm.layer.shape import MoEShape
-from deep_comm.topology import first_expert
+from deep_comm.ranks.topology import first_expert
 
 if TYPE_CHECKING:
     from deep_comm.buffer import Buffer

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from deep_comm._core import Decoded
+from deep_comm.handle import LowLatencyHandle
 from deep_comm.layer.batch import ExpertBatch
 from deep_comm.layer.decode import NEVER, decode_calls
 from deep_comm.layer.host_words import HostWords
 from deep_comm.layer.mode import ModeRule
 from deep_comm.layer.prefill import prefill_of
 from deep_comm.layer.shape import MoEShape
-from deep_comm.low_latency_handle import LowLatencyHandle
-from deep_comm.topology import first_expert, num_local_experts
+from deep_comm.ranks.topology import first_expert, num_local_experts
 
 if TYPE_CHECKING:
     from deep_comm.buffer import Buffer

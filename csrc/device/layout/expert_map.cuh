@@ -1,5 +1,5 @@
 // Which rank holds which expert. Ranks hold contiguous ranges. If the experts do not divide evenly,
-// the first `num_experts % num_ranks` ranks hold one more. deep_comm/topology.py has the same rule
+// the first `num_experts % num_ranks` ranks hold one more. deep_comm/ranks/topology.py has the same rule
 // in Python.
 #pragma once
 
