@@ -21,13 +21,13 @@ from deep_comm.internode import InternodeCalls
 from deep_comm.low_latency import LowLatencyCalls
 from deep_comm.settings import env, integers
 from deep_comm.settings.buffer import Settings
-from deep_comm.tuning import DEFAULT_NUM_SMS, Defaults
+from deep_comm.tuning import Defaults
 
 if TYPE_CHECKING:
     from deep_comm._core import Engine
     from deep_comm.trace import Recording
 
-__all__ = ["DEFAULT_NUM_SMS", "Buffer"]
+__all__ = ["Buffer"]
 
 
 _living: weakref.WeakSet[Buffer] = weakref.WeakSet()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from deep_comm import _core
 
@@ -15,4 +16,4 @@ def bytes_at(address: int, num_bytes: int, device: torch.device, owner: object) 
     capsule = _core.bytes_capsule(
         address, num_bytes, _DEVICE_TYPES[device.type], device.index or 0, owner
     )
-    return torch.from_dlpack(capsule).view(num_bytes)
+    return from_dlpack(capsule).view(num_bytes)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 import deep_comm
-from deep_comm.buffer import DEFAULT_NUM_SMS
 from deep_comm.compat.elastic_calls import (
     DispatchResult,
     ElasticCalls,
@@ -32,6 +31,7 @@ from deep_comm.errors import ArgumentError, UnsupportedError
 from deep_comm.events import EventHandle, EventOverlap, unwrap
 from deep_comm.ranks.topology import num_local_experts
 from deep_comm.settings import checks
+from deep_comm.tuning import DEFAULT_NUM_SMS
 
 __all__ = ["EPHandle", "ElasticBuffer", "get_logical_domain_size", "get_physical_domain_size"]
 

@@ -20,10 +20,9 @@ py::object plan(int num_sms, int nvl_send_tokens, int nvl_recv_tokens, bool is_g
   const Config config = {num_sms, nvl_send_tokens, nvl_recv_tokens};
   const RingResources resources = {num_nvl_bytes, num_ring_bytes, 0, max_sms};
   PyObject* made = translate(nullptr, [&]() -> py::object {
-    const ChannelConfig rings =
-        plan_channels(config, is_given, num_channels, resources, [](int channels, int slots) {
-          return static_cast<size_t>(100) * channels * slots;
-        });
+    const ChannelConfig rings = plan_channels(
+        config, is_given, num_channels, resources,
+        [](int channels, int slots) { return static_cast<size_t>(100) * channels * slots; });
     return py::make_tuple(rings.num_channels, rings.num_send_tokens, rings.num_slots);
   });
   if (made == nullptr) throw py::error_already_set();

@@ -23,7 +23,7 @@ TREE = {
     "ranks/__init__.py": "from deep_comm.ranks import topology\n",
     "ranks/topology.py": "from deep_comm.settings import checks, env\n",
     "trace/__init__.py": "import deep_comm._core\n",
-    "buffer.py": "from typing import TYPE_CHECKING\nfrom deep_comm.ranks.topology import Topology\n",
+    "buffer.py": "from deep_comm.ranks.topology import Topology\n",
     "bench/__init__.py": "",
     "bench/__main__.py": "from deep_comm import Buffer\nfrom deep_comm.bench import tables\n",
     "bench/tables.py": "import deep_comm\n",
