@@ -217,7 +217,7 @@ class BufferCalls:
     combine: Callable[..., Any]
     has_pending: bool  # a dispatch has been sent, and not been received
     def set_members(self, members: Sequence[str]) -> None:
-        """Who makes handles from now on: see deep_comm/absent.py."""
+        """Who makes handles from now on: see deep_comm/context/absent.py."""
     def agree_on_tokens(self, num_tokens: int) -> None:
         """That a rank will ever bring, as all of them say."""
     def end_calls(self, *, was_destroyed: bool) -> None:
@@ -419,10 +419,6 @@ class Streams:
         """``door``: of _core.streams or _cuda.streams."""
     door: object
     has_streams: bool
-    def is_device_current(self) -> bool: ...
-    def is_ready(self, stream: int) -> bool:
-        """Whether the device is current and ``stream``, of it, is not capturing."""
-
     def is_capturing(self, stream: int) -> bool: ...
     def capture_check(self, device: int, exchange_api: object) -> Callable[[], bool] | None:
         """Whether torch's current stream of the device is capturing. ``exchange_api``: DLPack's;
@@ -462,8 +458,6 @@ class Block:
 
     offset: int
     num_bytes: int
-    def expose(self) -> None:
-        """Of a scratch block: from now on others than the engine's kernels use it."""
     def shrink(self, num_bytes: int) -> None:
         """Give back what lies behind the first num_bytes; nobody but the
         block's own stream has used it.
@@ -486,16 +480,6 @@ class Region:
         streams: object,  # a door: see `streams`
         framework: Framework,
     ) -> None: ...
-    def allocate_scratch(
-        self, num_bytes: int, is_behind_caller: bool = False
-    ) -> tuple[Block, list[Event]] | None:
-        """A block that only the engine's kernels use, which run one behind
-        the other; see ``allocate``.
-        """
-    def taker(self) -> Callable[[int, int, bool, bool, bool], tuple[Block, list[Event]] | None]:
-        """take(num_bytes, stream, is_behind_stream, is_captured, is_scratch): the same for those
-        who know the current stream.
-        """
     def allocate(
         self, num_bytes: int, is_behind_caller: bool = False
     ) -> tuple[Block, list[Event]] | None:
@@ -507,17 +491,15 @@ class Region:
         """
     num_free_bytes: int
 
-def matrix(
+def bytes_capsule(
     address: int,
-    num_rows: int,
-    num_columns: int,
-    type_code: int,  # DLPack's
-    type_bits: int,
+    num_bytes: int,
     device_type: int,  # DLPack's
     device_index: int,
     owner: object,  # lives as long as the last tensor over the memory
 ) -> object:
-    """A DLPack capsule for torch.from_dlpack: contiguous memory that somebody else owns."""
+    """A DLPack capsule for torch.from_dlpack: memory that somebody else owns, as uint8
+    [1, num_bytes]."""
 
 def allocate(num_bytes: int) -> int:
     """Zeroed, 4096-byte aligned memory of this process: the heap of ranks that are threads."""

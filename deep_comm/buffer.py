@@ -12,22 +12,22 @@ import torch
 from torch import Tensor
 
 from deep_comm import config as configs
-from deep_comm import env, integers
 from deep_comm._version import __version__
 from deep_comm.config import Config
 from deep_comm.context import Context
-from deep_comm.defaults import DEFAULT_NUM_SMS
 from deep_comm.errors import ArgumentError, UnsupportedError
 from deep_comm.events import EventHandle, EventOverlap
 from deep_comm.internode import InternodeCalls
 from deep_comm.low_latency import LowLatencyCalls
-from deep_comm.settings import Settings
+from deep_comm.settings import env, integers
+from deep_comm.settings.buffer import Settings
+from deep_comm.tuning import Defaults
 
 if TYPE_CHECKING:
     from deep_comm._core import Engine
     from deep_comm.trace import Recording
 
-__all__ = ["DEFAULT_NUM_SMS", "Buffer"]
+__all__ = ["Buffer"]
 
 
 _living: weakref.WeakSet[Buffer] = weakref.WeakSet()
@@ -147,7 +147,6 @@ class Buffer(InternodeCalls, LowLatencyCalls):
             trace_calls=env.TRACE.get() if trace is None else trace,
         )
         self._context = Context(group, comm, settings)
-        self._is_internode = self._context.topology.num_nodes > 1
         self._enable_low_latency()
         self._finalizer = weakref.finalize(self, self._context.close)
         # At exit the process gives back everything at once, and the CUDA driver may be gone.
@@ -162,7 +161,13 @@ class Buffer(InternodeCalls, LowLatencyCalls):
         self.explicitly_destroy = explicitly_destroy
         self.enable_shrink = enable_shrink
         self.device = self._context.device
-        self._choose_defaults()
+        self._defaults = Defaults(
+            self.device,
+            self._context.tuned,
+            self._context.num_ranks,
+            self._context.backend.max_sms,
+            is_internode=self._context.topology.num_nodes > 1,
+        )
 
     # ---- life cycle ----------------------------------------------------------------------------
 

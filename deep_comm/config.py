@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from deep_comm import integers
-from deep_comm.errors import ArgumentError, BufferTooSmall
-from deep_comm.topology import MAX_RANKS_PER_NODE, requested_ranks_per_node
+from deep_comm.errors import ArgumentError
+from deep_comm.ranks.topology import MAX_RANKS_PER_NODE, requested_ranks_per_node
+from deep_comm.settings import integers
 
 # What the size hints allow for beside the payload of a slot: the source index, and top-k indices
 # (int64), top-k weights and scales (4 bytes) of up to this many columns each.
 _HINT_COLUMNS = 128
 _SLOT_METADATA_BYTES = 8 + _HINT_COLUMNS * (8 + 4 + 4)
 _ALIGNMENT = 128
-MAX_CHANNELS = 256  # control words exist for so many
 
 
 @dataclass(frozen=True)
@@ -201,10 +199,6 @@ def _recommended(
     return Config(num_sms, *table[_known_size(num_ranks)])
 
 
-Recommend = Callable[[int, int], Config]
-"""(ranks, SMs) -> Config."""
-
-
 @functools.cache
 def host_default(num_sms: int | None = None) -> Config:
     """The Config of the host target when none is given.
@@ -213,75 +207,3 @@ def host_default(num_sms: int | None = None) -> Config:
     ranks quick on few cores.
     """
     return Config(1 if num_sms is None else num_sms, 4, 32)
-
-
-def require_config(config: object) -> None:
-    """Raise ArgumentError unless it is a Config or None."""
-    if config is not None and not isinstance(config, Config):
-        raise ArgumentError("config", type(config).__name__, "must be a Config or None")
-
-
-@dataclass(frozen=True)
-class RingPlan:
-    """Geometry of the rings of one call.
-
-    Attributes:
-        num_local_blocks: of its kernels that only work in this rank's memory.
-    """
-
-    num_channels: int
-    num_send_tokens: int
-    num_slots: int
-    num_local_blocks: int
-
-
-def plan_rings(
-    config: Config | None,
-    default: Config,
-    *,
-    num_channels: int | None,
-    max_sms: int | None,
-    num_nvl_bytes: int,
-    ring_bytes: Callable[[int, int], int],
-    num_ring_bytes: int | None = None,
-) -> RingPlan:
-    """Rings for the caller's ``config``, which ``num_nvl_bytes`` must hold, or for ``default``.
-
-    Either is shrunk until it fits into ``num_ring_bytes``, what the receive
-    region leaves (default: all).
-
-    ``num_channels`` replaces the channel count of the default. ``ring_bytes(channels, slots)`` says
-    what rings need. Ranks with equal arguments get equal plans, as the protocol wants.
-    """
-    given = config is not None
-    if num_ring_bytes is None:
-        num_ring_bytes = num_nvl_bytes
-    chosen = config if config is not None else default
-    if not given and num_channels is not None:
-        chosen = replace(chosen, num_sms=num_channels)
-    if not 1 <= chosen.num_sms <= MAX_CHANNELS:
-        raise ArgumentError("config.num_sms", chosen.num_sms, f"must lie in 1..{MAX_CHANNELS}")
-    if max_sms is not None and chosen.num_sms > max_sms:
-        raise ArgumentError(
-            "config.num_sms", chosen.num_sms, f"must not exceed the device's {max_sms} SMs"
-        )
-    channels = chosen.num_channels
-    slots = chosen.num_slots
-    wanted_bytes = ring_bytes(channels, slots)
-    if given and wanted_bytes > num_nvl_bytes:
-        raise BufferTooSmall(
-            num_nvl_bytes, wanted_bytes, f"{channels} channels with rings of {slots} slots"
-        )
-    while ring_bytes(channels, slots) > num_ring_bytes:
-        if slots == 1:
-            raise BufferTooSmall(
-                num_nvl_bytes,
-                ring_bytes(channels, 1) + num_nvl_bytes - num_ring_bytes,
-                f"{channels} channels with rings of one slot ({wanted_bytes} bytes hold the "
-                f"default of {chosen.num_slots} slots)",
-            )
-        slots //= 2
-    send = min(chosen.num_max_nvl_chunked_send_tokens, slots)
-    return RingPlan(
-        num_channels=channels, num_send_tokens=send, num_slots=slots, num_local_blocks=channels
-    )

@@ -2,12 +2,154 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+import abc
+from collections.abc import Iterator, Sequence
+from dataclasses import Field, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 from torch import Tensor
 
-from deep_comm.handle_base import TensorSequence, made_later
+if TYPE_CHECKING:
+    from deep_comm._core import DispatchRecord, LowLatencyRecord
+
+__all__ = ["Expansion", "Handle", "InternodeHandle", "LowLatencyHandle"]
+
+
+class _View:
+    """Made of tensors, or a view of what a dispatch recorded, whose fields are read when they are
+    asked for.
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    _record: ClassVar[DispatchRecord | None] = None
+
+    def _read(self, record: DispatchRecord, name: str) -> Any:
+        return record.field(name)
+
+    def __getattr__(self, name: str) -> Any:
+        """Called for what is missing: the fields of a view."""
+        if name.startswith("_") or self._record is None or name not in self.__dataclass_fields__:
+            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+        value = self.__dict__[name] = self._read(self._record, name)
+        return value
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: with all tensors, without what belongs to this one."""
+        return {entry.name: getattr(self, entry.name) for entry in fields(self)}
+
+
+@dataclass(frozen=True, eq=False)
+class Expansion(_View):
+    """How an expanded dispatch has laid out its rows: grouped by local expert, for grouped GEMMs.
+
+    Part of a Handle or InternodeHandle, of one rank's output.
+
+    N received tokens, L local experts, K top-k, R ranks, T tokens of this rank, M rows of the
+    output. A received token has one row for each of its selections here. The rows of local expert e
+    are ``expert_offsets[e]`` to ``expert_offsets[e] + expert_counts[e]``, by (source rank, source
+    token, selection); what follows up to ``expert_offsets[e + 1]``, and from ``expert_offsets[L]``
+    to M, belongs to no token.
+
+    Tensors of what a dispatch recorded are made when they are asked for.
+    """
+
+    expert_offsets: Tensor  # int32 [L + 1]: starts of the groups, multiples of the alignment
+    expert_counts: Tensor  # int32 [L]: rows of a group without padding
+    recv_rows: Tensor  # int32 [N, K]: row of a token's selection, or -1: not on this rank
+    num_rows: int  # M
+    expert_alignment: int
+    # Between nodes None: rows are placed by the rank that has them.
+    # int32 [T, R]: first row of a token at each rank, or -1
+    send_row: Tensor | None = field(default_factory=lambda: None)
+    # int32 [R]: rows that each rank's output needs
+    num_expanded: Tensor | None = field(default_factory=lambda: None)
+
+    @classmethod
+    def of(cls, record: DispatchRecord) -> Expansion:
+        """A view of an expanded dispatch."""
+        expansion = object.__new__(cls)
+        expansion.__dict__["_record"] = record
+        return expansion
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        parts = (
+            self.expert_offsets,
+            self.expert_counts,
+            self.recv_rows,
+            self.send_row,
+            self.num_expanded,
+        )
+        return tuple(part for part in parts if part is not None)
+
+
+def made_later(default: Any = None) -> Any:
+    """A field that is None, or ``default``, in handles of tensors. Not as an attribute of the
+    class, which would hide what _View.__getattr__ makes.
+    """
+    return field(default_factory=lambda: default, kw_only=True)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TensorSequence(_View, Sequence[Tensor]):
+    """What the handles of both tiers share: a sequence of tensors, made by one rank of one group.
+
+    The tensors that DeepEP's callers know by position are fields of each kind of handle, in that
+    order; those here, by name alone, describe the dispatch.
+
+    A handle is either a view of what a dispatch recorded, ``_record``, or made of tensors; the
+    first call that takes those makes a record of them.
+    """
+
+    _SIZE: ClassVar[int]
+
+    rank: int | None = made_later()
+    num_experts: int | None = made_later()
+    num_topk: int | None = made_later()
+    num_recv_tokens: int | None = made_later()
+    max_num_tokens: int | None = made_later()
+    num_recv_tokens_per_expert: Tensor | None = made_later()
+    num_recv_tokens_tensor: Tensor | None = made_later()
+    num_recv_tokens_per_rank: Tensor | None = made_later()
+    members: tuple[str, ...] | None = made_later()
+    expansion: Expansion | None = made_later()
+    owner_stream: int | None = field(default_factory=lambda: None, repr=False)
+
+    def _read(self, record: DispatchRecord, name: str) -> Any:
+        if name == "expansion":
+            return Expansion.of(record) if record.is_expanded else None
+        return super()._read(record, name)
+
+    @abc.abstractmethod
+    def as_tuple(self) -> tuple[Tensor, ...]:
+        """The tensors, in the order of DeepEP's handle."""
+
+    @property
+    @abc.abstractmethod
+    def num_channels(self) -> int: ...
+
+    @property
+    @abc.abstractmethod
+    def num_recv_rows(self) -> int: ...
+
+    @property
+    def num_output_rows(self) -> int:
+        """Rows that dispatch returned and combine takes: those received, or the M of an expanded
+        dispatch."""
+        return self.num_recv_rows if self.expansion is None else self.expansion.num_rows
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Tensor, ...]: ...
+    def __getitem__(self, index: int | slice) -> Tensor | tuple[Tensor, ...]:
+        return self.as_tuple()[index]
+
+    def __len__(self) -> int:
+        return self._SIZE
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.as_tuple())
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,3 +322,134 @@ class InternodeHandle(TensorSequence):
             self.send_rdma_head,
             self.send_nvl_head,
         )
+
+
+class LowLatencyHandle:
+    """What a low-latency dispatch learned, for the combine that follows.
+
+    R ranks, M tokens a rank may have, K top-k, L local experts, N = R * M.
+
+    The first five fields are also a sequence of that order, as DeepEP's handle is a tuple of them.
+    Tensors are complete when the receive phase has run. They may be looked at by their names;
+    combine takes the handle as it is. All of them lie in one block of memory, ``metadata``; a
+    tensor is made when it is first asked for.
+
+    Attributes:
+        src_info: int32 [L, N], source token of each row; compact: [N].
+        layout_range: int64 [L, R], first row << 32 | rows of a source; compact: [R].
+        num_max_dispatch_tokens_per_rank: M.
+        hidden, num_experts, num_topk, is_compact: of the dispatch.
+        num_tokens: of this rank.
+        rank, members: of the group.
+        recv_tokens: int32 [R], tokens that each source has.
+        (In a group of several nodes the second index of the next two is not the source's token, but
+        the slot that its row came in: of num_max_dispatch_tokens_per_rank a source has here.)
+        places: int32 [R, M, K], row of a selection here, or -1; compact: [R, M].
+        recv_weights: float32 [R, M, K], if they came with dispatch; compact: None.
+        num_recv_tokens: int32 [1]; None unless compact, like the next two.
+        recv_topk_idx: int32 [N, K], local expert, or -1.
+        recv_topk_weights: float32 [N, K], 0 where the index is -1; None without weights.
+    """
+
+    __slots__ = ("_record",)
+
+    def __init__(self, record: LowLatencyRecord) -> None:
+        self._record = record
+
+    @property
+    def num_max_dispatch_tokens_per_rank(self) -> int:
+        return self._record.num_max_tokens
+
+    @property
+    def hidden(self) -> int:
+        return self._record.hidden
+
+    @property
+    def num_experts(self) -> int:
+        return self._record.num_experts
+
+    @property
+    def num_topk(self) -> int:
+        return self._record.num_topk
+
+    @property
+    def num_tokens(self) -> int:
+        return self._record.num_tokens
+
+    @property
+    def is_compact(self) -> bool:
+        return self._record.is_compact
+
+    @property
+    def rank(self) -> int:
+        return self._record.rank
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        return self._record.members
+
+    @property
+    def metadata(self) -> Tensor:
+        return self._record.metadata
+
+    @property
+    def rows_shape(self) -> tuple[int, ...]:
+        """Of what dispatch returned and combine takes."""
+        return self._record.rows_shape
+
+    def _part(self, name: str) -> Any:
+        return self._record.part(name)
+
+    @property
+    def src_info(self) -> Tensor:
+        return self._part("src_info")
+
+    @property
+    def layout_range(self) -> Tensor:
+        return self._part("layout_range")
+
+    @property
+    def recv_tokens(self) -> Tensor:
+        return self._part("recv_tokens")
+
+    @property
+    def places(self) -> Tensor:
+        return self._part("places")
+
+    @property
+    def recv_weights(self) -> Tensor | None:
+        return self._part("recv_weights")
+
+    @property
+    def num_recv_tokens(self) -> Tensor | None:
+        return self._part("num_recv_tokens")
+
+    @property
+    def recv_topk_idx(self) -> Tensor | None:
+        return self._part("recv_topk_idx")
+
+    @property
+    def recv_topk_weights(self) -> Tensor | None:
+        return self._part("recv_topk_weights")
+
+    def as_tuple(self) -> tuple[Tensor, Tensor, int, int, int]:
+        return (
+            self.src_info,
+            self.layout_range,
+            self.num_max_dispatch_tokens_per_rank,
+            self.hidden,
+            self.num_experts,
+        )
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor | int: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Tensor | int, ...]: ...
+    def __getitem__(self, index: int | slice) -> Tensor | int | tuple[Tensor | int, ...]:
+        return self.as_tuple()[index]
+
+    def __len__(self) -> int:
+        return 5
+
+    def __iter__(self) -> Iterator[Tensor | int]:
+        return iter(self.as_tuple())

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from deep_comm import integers
+from deep_comm import _core
+from deep_comm.context import Context
+from deep_comm.context.low_latency_region import LowLatencyRegion, native_calls, region_bytes
 from deep_comm.errors import ArgumentError
 from deep_comm.events import EventOverlap
-from deep_comm.low_latency_handle import LowLatencyHandle
-from deep_comm.low_latency_region import LowLatencyRegion, native_calls, region_bytes
-from deep_comm.topology import MAX_RANKS_PER_NODE
-
-if TYPE_CHECKING:
-    from deep_comm import _core
-    from deep_comm.context import Context
+from deep_comm.handle import LowLatencyHandle
+from deep_comm.ranks.topology import MAX_RANKS_PER_NODE
+from deep_comm.settings import integers
 
 Hook = Callable[[], None]
 Payload = Tensor | tuple[Tensor, Tensor]

@@ -8,9 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from deep_comm.config import Config
-from deep_comm.defaults import DefaultConfigs
+from deep_comm.context import Context
 from deep_comm.events import EventOverlap, event_of_call
 from deep_comm.handle import Handle, InternodeHandle
+from deep_comm.tuning import DEFAULT_NUM_SMS, DefaultConfig, Defaults
 
 # `| Any`: what an item is follows from the arguments, and callers know it.
 DispatchResult = tuple[
@@ -23,11 +24,25 @@ DispatchResult = tuple[
 ]
 
 
-class NormalCalls(DefaultConfigs):
+class NormalCalls:
     """Dispatch and combine for any number of tokens, inside a node or between nodes.
 
     R ranks, T tokens of this rank, H hidden, K top-k, E experts, L local experts, N received rows.
     """
+
+    num_sms: int = DEFAULT_NUM_SMS
+    """SMs of the recommended configs; see set_num_sms. Until it is set, calls without a Config get
+    as many as was measured to be best, or a model says (docs/guide/sms.md).
+    """
+
+    _context: Context
+    _defaults: Defaults
+
+    def _default(self, operation: str) -> Config | DefaultConfig:
+        return self._defaults.config(operation, self.num_sms)
+
+    def _names_sms(self) -> bool:
+        return self._defaults.names_sms(self.num_sms)
 
     def get_dispatch_layout(
         self,

@@ -17,9 +17,14 @@ from typing import Any
 
 import torch
 
-from deep_comm import env
-from deep_comm.config import Config
+from deep_comm.config import (
+    Config,
+    host_default,
+    recommended_combine_config,
+    recommended_dispatch_config,
+)
 from deep_comm.errors import ArgumentError
+from deep_comm.settings import env
 
 TOLERANCE = 0.03
 """SMs are worth more to the experts than this part of a call's time is to the caller."""
@@ -276,3 +281,59 @@ class DefaultConfig:
         """As few_rows; (0, 0) where that is no more than ``num_channels``, its handle's."""
         most_rows, num_sms = few_rows(row_bytes, self._num_ranks, self._max_sms)
         return (most_rows, num_sms) if num_sms > num_channels else (0, 0)
+
+
+class _DefaultNumSms(int):
+    """Tells "nobody has chosen" from the same number chosen."""
+
+
+DEFAULT_NUM_SMS = _DefaultNumSms(20)
+RECOMMENDED = {
+    "dispatch": recommended_dispatch_config,
+    "combine": recommended_combine_config,
+}
+
+
+class Defaults:
+    """What calls of one Buffer get without a Config, in the order of docs/guide/sms.md.
+
+    ``num_sms``: the Buffer's; DEFAULT_NUM_SMS: nobody has set it.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        entries: Sequence[Entry],
+        num_ranks: int,
+        max_sms: int | None,
+        is_internode: bool,
+    ) -> None:
+        """``entries``: what read() gave."""
+        self._env_num_sms = env.NUM_SMS.get()
+        self._is_host = device.type == "cpu"
+        self._num_ranks, self._max_sms, self._is_internode = num_ranks, max_sms, is_internode
+        self.can_choose = self._env_num_sms is None and (not self._is_host or bool(entries))
+        self._of_rows = {
+            operation: DefaultConfig(operation, recommended, entries, num_ranks, max_sms)
+            for operation, recommended in RECOMMENDED.items()
+        }
+
+    def names_sms(self, num_sms: int) -> bool:
+        """Whether somebody has said how many SMs a call without a Config may have."""
+        return not self.can_choose or num_sms is not DEFAULT_NUM_SMS
+
+    def config(self, operation: str, num_sms: int) -> Config | DefaultConfig:
+        """Of a "dispatch" or "combine"."""
+        if self.names_sms(num_sms) or self._is_internode:
+            return self.config_of_any_rows(operation, num_sms)
+        return self._of_rows[operation]
+
+    def config_of_any_rows(self, operation: str, num_sms: int) -> Config:
+        """The same where the rows are not known."""
+        if self._is_host:
+            return host_default(self._env_num_sms)
+        if self._env_num_sms is not None:
+            num_sms = self._env_num_sms
+        elif self._max_sms is not None:
+            num_sms = min(num_sms, self._max_sms)
+        return RECOMMENDED[operation](self._num_ranks, num_sms)

@@ -26,18 +26,15 @@ GUIDE = ROOT / "docs" / "guide"
 API = {
     "deep_comm": ["deep_comm"],
     "layer": ["deep_comm.layer"],
-    "handles": [
-        "deep_comm.handle",
-        "deep_comm.low_latency_handle",
-    ],
+    "handles": ["deep_comm.handle"],
     "groups": ["deep_comm.local", "deep_comm.simulate", "deep_comm.processes"],
     "reference": [
         "deep_comm.reference",
-        "deep_comm.reference_internode",
-        "deep_comm.reference_low_latency",
+        "deep_comm.reference.internode",
+        "deep_comm.reference.low_latency",
     ],
     "trace": ["deep_comm.trace"],
-    "environment": ["deep_comm.env"],
+    "environment": ["deep_comm.settings.env"],
     "compat": [
         "deep_comm.compat.legacy",
         "deep_comm.compat.elastic",
@@ -215,7 +212,7 @@ def errors_page() -> str:
 
 
 def environment_page() -> str:
-    from deep_comm import env
+    from deep_comm.settings import env
 
     lines = [
         _NOTE,

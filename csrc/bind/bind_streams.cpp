@@ -48,13 +48,6 @@ void bind_streams(py::module_& m) {
            py::arg("door"))
       .def_property_readonly("door", [](const Target& self) { return door_of(self); })
       .def_property_readonly("has_streams", &StreamTarget::has_streams)
-      .def("is_device_current", &StreamTarget::is_device_current)
-      .def(
-          "is_ready",
-          [](const StreamTarget& self, uint64_t stream) {
-            return self.is_device_current() && !self.is_capturing(stream);
-          },
-          py::arg("stream"))
       .def("is_capturing", &StreamTarget::is_capturing, py::arg("stream"))
       .def(
           "capture_check",

@@ -143,7 +143,7 @@ void bind_normal_calls(py::module_& m, BufferClass& buffer) {
           [](BoundBuffer& self, std::vector<std::string> members) {
             self.context.set_members(std::move(members));
           },
-          py::arg("members"), "Who makes handles from now on: see deep_comm/absent.py.")
+          py::arg("members"), "Who makes handles from now on: see deep_comm/context/absent.py.")
       .def(
           "agree_on_tokens",
           [](BoundBuffer& self, int64_t num_tokens) {

@@ -41,7 +41,7 @@ namespace deep_comm {
 struct BufferToken {
   int num_ranks = 0, num_nodes = 0;
   std::string device_name;
-  // Who the ranks are, and which of them were absent (deep_comm/absent.py).
+  // Who the ranks are, and which of them were absent (deep_comm/context/absent.py).
   std::vector<std::string> members;
 };
 

@@ -93,7 +93,7 @@ inline constexpr int kMaxExpertAlignment = 1
 inline constexpr int kRowAlignment = 16;
 inline constexpr int kScaleBlockColumns = 128;  // share a scale where the engine quantises
 
-// As deep_comm.integers.require. `note` is appended to the rule.
+// As deep_comm.settings.integers.require. `note` is appended to the rule.
 int64_t require_integer(const char* name, const IntegerRef& given, int64_t smallest,
                         int64_t largest = INT64_MAX, const char* note = "");
 

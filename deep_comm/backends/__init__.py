@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from deep_comm import env
 from deep_comm.backends.base import Backend, Heap
 from deep_comm.errors import ArgumentError, UnsupportedError
+from deep_comm.settings import env
 
 __all__ = ["Backend", "Heap", "create_backend", "resolve_device"]
 

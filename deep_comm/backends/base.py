@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 
 from deep_comm.events import EventHandle
-from deep_comm.rendezvous import Rendezvous
-from deep_comm.topology import Topology
+from deep_comm.ranks.rendezvous import Rendezvous
+from deep_comm.ranks.topology import Topology
 
 if TYPE_CHECKING:
     from deep_comm import _core
-    from deep_comm._core import Engine
-    from deep_comm.backends.foreign import Place
 
 TensorsEventMaker = Callable[..., EventHandle]
 """(event, tensors, the stream that owns these): of a call on the communication stream."""
@@ -32,20 +30,11 @@ class Heap(Protocol):
     num_bytes: int
     peer_bases: Sequence[int]
 
-    place: Place  # the device's, for tensors over the memory
-
     def memory(self) -> object:
         """What keeps this rank's part."""
 
-    def view(self, offset: int, num_bytes: int, owner: object = None) -> Tensor:
-        """uint8 tensor over this rank's part; the memory, and ``owner``,
-        live as long as the tensor.
-        """
-
-    def matrix(
-        self, offset: int, num_rows: int, num_columns: int, dtype: torch.dtype, owner: object
-    ) -> Tensor:
-        """The same as a contiguous [num_rows, num_columns] tensor of ``dtype``."""
+    def view(self, offset: int, num_bytes: int) -> Tensor:
+        """uint8 tensor over this rank's part, which lives as long as the tensor."""
 
     def rail_arguments(self, peers: Sequence[int]) -> dict[str, Any]:
         """What Engine.enable_internode is told of the rail's peers, given as ranks."""
@@ -76,8 +65,8 @@ class Backend(Protocol):
         rail: str | None,
         num_qps: int,
     ) -> Heap:
-        """Where ``rail`` (see deep_comm.rail) has its memory. Collective. Raises on
-        every rank if it fails on one.
+        """Where ``rail`` (see deep_comm.ranks.rail) has its memory. Collective. Raises
+        on every rank if it fails on one.
         """
 
     def create_engine(
@@ -87,7 +76,7 @@ class Backend(Protocol):
         heap: Heap,
         num_max_experts: int,
         timeout_ns: int,
-    ) -> Engine:
+    ) -> _core.Engine:
         """Of this rank and the others of its node."""
 
     def comm_stream(self) -> torch.cuda.Stream:

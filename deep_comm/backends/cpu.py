@@ -10,36 +10,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deep_comm import _core, env
+from deep_comm import _core
 from deep_comm.backends import in_process
 from deep_comm.backends.base import EXCHANGE_API, Heap, TensorsEventMaker
-from deep_comm.backends.foreign import Place
+from deep_comm.backends.foreign import bytes_at
 from deep_comm.errors import UnsupportedError
-from deep_comm.rendezvous import Rendezvous
-from deep_comm.topology import Topology
+from deep_comm.ranks.rendezvous import Rendezvous
+from deep_comm.ranks.topology import Topology
+from deep_comm.settings import env
 
-_PLACE = Place(torch.device("cpu"))
+_HOST = torch.device("cpu")
 
 
 class _HostHeap(abc.ABC):
     """What both kinds of heap have in common: tensors over this rank's part."""
 
     base: int
-    place = _PLACE
     peer_bases: Sequence[int]
 
     @abc.abstractmethod
     def memory(self) -> object:
         """What keeps this rank's part in place."""
 
-    def view(self, offset: int, num_bytes: int, owner: object = None) -> Tensor:
-        return self.matrix(offset, 1, num_bytes, torch.uint8, owner).view(num_bytes)
-
-    def matrix(
-        self, offset: int, num_rows: int, num_columns: int, dtype: torch.dtype, owner: object
-    ) -> Tensor:
-        address = self.base + offset
-        return _PLACE.matrix(address, num_rows, num_columns, dtype, (self.memory(), owner))
+    def view(self, offset: int, num_bytes: int) -> Tensor:
+        return bytes_at(self.base + offset, num_bytes, _HOST, self.memory())
 
     def rail_arguments(self, peers: Sequence[int]) -> dict[str, Any]:
         return {
@@ -118,7 +112,7 @@ class _SegmentHeap(_HostHeap):
 
 
 class CpuBackend:
-    device = torch.device("cpu")
+    device = _HOST
     is_synchronous = True
     max_sms: int | None = None
 

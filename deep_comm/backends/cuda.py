@@ -12,16 +12,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from deep_comm import _core, _cuda, env
+from deep_comm import _core, _cuda
 from deep_comm.backends import in_process
 from deep_comm.backends.base import EXCHANGE_API, Heap, TensorsEventMaker
 from deep_comm.backends.cuda_streams import current_raw_stream, make_framework, streams_of
-from deep_comm.backends.foreign import Place
+from deep_comm.backends.foreign import bytes_at
 from deep_comm.errors import TopologyError, UnsupportedError
 from deep_comm.events import TensorsEvent
-from deep_comm.rail import NVSHMEM
-from deep_comm.rendezvous import Rendezvous
-from deep_comm.topology import Topology, host_identity
+from deep_comm.ranks.rail import NVSHMEM
+from deep_comm.ranks.rendezvous import Rendezvous
+from deep_comm.ranks.topology import Topology, host_identity
+from deep_comm.settings import env
 
 # The engine of either target has the same methods; their types are written down once.
 _Engine = cast("type[_core.Engine]", _cuda.Engine)
@@ -34,8 +35,7 @@ class _CudaHeap:
     the address itself.
     """
 
-    def __init__(self, rendezvous: Rendezvous, place: Place, device: int, num_bytes: int) -> None:
-        self.place = place
+    def __init__(self, rendezvous: Rendezvous, device: int, num_bytes: int) -> None:
         self._device = device
         self._rank = rendezvous.rank
         self._opened: list[int] = []
@@ -90,14 +90,13 @@ class _CudaHeap:
     def memory(self) -> object:
         return self._blocks[self._rank]
 
-    def view(self, offset: int, num_bytes: int, owner: object = None) -> Tensor:
-        return self.matrix(offset, 1, num_bytes, torch.uint8, owner).view(num_bytes)
-
-    def matrix(
-        self, offset: int, num_rows: int, num_columns: int, dtype: torch.dtype, owner: object
-    ) -> Tensor:
-        owner = (self._blocks[self._rank], owner)
-        return self.place.matrix(self.base + offset, num_rows, num_columns, dtype, owner)
+    def view(self, offset: int, num_bytes: int) -> Tensor:
+        return bytes_at(
+            self.base + offset,
+            num_bytes,
+            torch.device("cuda", self._device),
+            self._blocks[self._rank],
+        )
 
     def rail_arguments(self, peers: Sequence[int]) -> dict[str, Any]:
         return {
@@ -157,9 +156,8 @@ class CudaBackend:
             # Loaded where it is needed: all else works without NVSHMEM.
             from deep_comm.backends.nvshmem import NvshmemHeap
 
-            place = Place(self.device)
-            return NvshmemHeap(rendezvous, place, self._index, num_bytes, topology, num_qps)
-        return _CudaHeap(rendezvous, Place(self.device), self._index, num_bytes)
+            return NvshmemHeap(rendezvous, self._index, num_bytes, topology, num_qps)
+        return _CudaHeap(rendezvous, self._index, num_bytes)
 
     def create_engine(
         self,

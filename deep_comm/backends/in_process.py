@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from deep_comm.errors import AllocationError, DeepCommError
-from deep_comm.rendezvous import Rendezvous
+from deep_comm.ranks.rendezvous import Rendezvous
 
 
 class Block:

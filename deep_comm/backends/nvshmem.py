@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deep_comm import env
 from deep_comm.backends import in_process
-from deep_comm.backends.foreign import Place
+from deep_comm.backends.foreign import bytes_at
 from deep_comm.errors import AllocationError, TopologyError, UnsupportedError
-from deep_comm.rendezvous import Rendezvous
-from deep_comm.topology import Topology, host_identity
+from deep_comm.ranks.rendezvous import Rendezvous
+from deep_comm.ranks.topology import Topology, host_identity
+from deep_comm.settings import env
 
 _log = logging.getLogger("deep_comm.rail")
 _lock = threading.Lock()
@@ -224,14 +224,13 @@ class NvshmemHeap:
     def __init__(
         self,
         rendezvous: Rendezvous,
-        place: Place,
         device: int,
         num_bytes: int,
         topology: Topology,
         num_qps: int,
     ) -> None:
         hosts = rendezvous.all_gather_object(host_identity())
-        self.place = place
+        self._device = torch.device("cuda", device)
         self._rank = rendezvous.rank
         self._topology = topology
         self._job = join(rendezvous, device, num_qps, num_bytes, hosts)
@@ -282,14 +281,8 @@ class NvshmemHeap:
     def memory(self) -> object:
         return self._block
 
-    def view(self, offset: int, num_bytes: int, owner: object = None) -> Tensor:
-        return self.matrix(offset, 1, num_bytes, torch.uint8, owner).view(num_bytes)
-
-    def matrix(
-        self, offset: int, num_rows: int, num_columns: int, dtype: torch.dtype, owner: object
-    ) -> Tensor:
-        owner = (self._block, owner)
-        return self.place.matrix(self.base + offset, num_rows, num_columns, dtype, owner)
+    def view(self, offset: int, num_bytes: int) -> Tensor:
+        return bytes_at(self.base + offset, num_bytes, self._device, self._block)
 
     def close(self) -> None:
         self._block = None  # put aside when the last view has gone

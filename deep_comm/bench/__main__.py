@@ -6,8 +6,6 @@ says what can be chosen, deep_comm.bench.measure how calls are timed.
 
 from __future__ import annotations
 
-import faulthandler
-import gc
 import os
 import shlex
 import sys
@@ -22,32 +20,7 @@ from deep_comm import processes
 from deep_comm.bench import layer, report
 from deep_comm.bench.measure import GROUP_TIMEOUT
 from deep_comm.bench.options import Options, parse
-from deep_comm.bench.runner import Runner
-
-
-def run_rank(_group: Any, options: Options) -> Any:
-    """One rank, however it was started. The default group carries rendezvous and statistics."""
-    # Everything is collected before each timing; what the imports have left, 0.1 s a time, stays.
-    gc.freeze()
-    # Everything that waits has a limit of its own; this one is for what nobody thought of.
-    faulthandler.dump_traceback_later(options.deadline_s, exit=True)
-    try:
-        torch.set_num_threads(1)
-        device, rank = torch.device("cpu"), dist.get_rank()
-        if options.on_gpu:
-            # NVLink multicast stays off unless the user asks for it.
-            os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-            device = torch.device("cuda", rank % torch.cuda.device_count())
-            torch.cuda.set_device(device)
-
-        def say(text: str) -> None:
-            if rank == 0:
-                print(text, flush=True)
-
-        make = layer.Runner if options.family == "layer" else Runner
-        return make(options, device, say).run()
-    finally:
-        faulthandler.cancel_dump_traceback_later()
+from deep_comm.bench.rank import run_rank
 
 
 def publish(options: Options, figures: Any, num_ranks: int, started: float) -> None:
@@ -79,7 +52,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # Ranks are started by pickling a function by name; this module's real name serves in them too.
-    from deep_comm.bench.__main__ import main as named_main
-
-    sys.exit(named_main())
+    sys.exit(main())

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deep_comm import reference, reference_low_latency
+from deep_comm import reference
 from deep_comm.bench.payload import integers, row_bytes, same_bits
 from deep_comm.bench.workload import DTYPES, Plan, Routing, Workload, plan_of
+from deep_comm.reference import low_latency as reference_low_latency
 
 Payload = Tensor | tuple[Tensor, Tensor]
 

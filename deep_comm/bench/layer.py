@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deep_comm import DeepCommError, ExpertBatch, ExpertParallel, reference_layer, tuning
+from deep_comm import DeepCommError, ExpertBatch, ExpertParallel, tuning
 from deep_comm.bench.measure import (
     Effort,
     Graph,
@@ -47,6 +47,7 @@ from deep_comm.bench.options import THRESHOLDS, Options
 from deep_comm.bench.payload import same_bits
 from deep_comm.bench.report import heading, machine
 from deep_comm.layer.shape import DEFAULT_DECODE_TOKENS
+from deep_comm.reference import layer as reference_layer
 
 TARGET = 1.05  # auto over the better mode
 CHECKED_TOKENS = 16

@@ -34,7 +34,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from deep_comm.rendezvous import all_gather_object
+from deep_comm.ranks.rendezvous import all_gather_object
 
 T = TypeVar("T")
 Work = Callable[[int], object]

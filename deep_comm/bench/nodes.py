@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from deep_comm import Buffer
+from deep_comm.bench.line import Line
 from deep_comm.bench.measure import gather
 from deep_comm.bench.operations import TWO_TIER, Operation
 from deep_comm.bench.scenarios import MAX_TWO_TIER_SMS, Scenario
 from deep_comm.bench.tables import align
 from deep_comm.bench.workload import plan_of
+from deep_comm.ranks.topology import discover, host_identity, requested_ranks_per_node
 from deep_comm.scale.traffic import count
-from deep_comm.topology import discover, host_identity, requested_ranks_per_node
-
-if TYPE_CHECKING:
-    from deep_comm.bench.report import Line
 
 MAX_RATIO = 1.35  # two tiers over one, both with at most MAX_TWO_TIER_SMS
 

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deep_comm import Buffer, Config, reference, reference_low_latency
+from deep_comm import Buffer, Config, reference
 from deep_comm.bench.expected import ALIGNMENT, Expected, Rows
 from deep_comm.bench.payload import same_bits
 from deep_comm.bench.workload import Volume, mean_volume
+from deep_comm.reference import low_latency as reference_low_latency
 
 MEANINGS = {
     "layout": "get_dispatch_layout alone",

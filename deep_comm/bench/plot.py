@@ -7,13 +7,11 @@ import importlib.util
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from deep_comm.bench import rivals
-
-if TYPE_CHECKING:
-    from deep_comm.bench.link import LinkLimit
-    from deep_comm.bench.report import Line
+from deep_comm.bench.line import Line
+from deep_comm.bench.link import LinkLimit
 
 Points = list[tuple[float, float]]
 

@@ -11,15 +11,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deep_comm import Buffer, env
+from deep_comm import Buffer
 from deep_comm.bench import link, measure, nodes, rivals
 from deep_comm.bench.expected import Expected
+from deep_comm.bench.line import Line
 from deep_comm.bench.measure import Effort, Graph, Timing, gather, require_on_all_ranks
 from deep_comm.bench.operations import Calls, LowLatencyCalls, NormalCalls, Operation
 from deep_comm.bench.options import AUTO, Options
-from deep_comm.bench.report import Line, Report, table
+from deep_comm.bench.report import Report, table
 from deep_comm.bench.scenarios import Scenario, scenarios_of
 from deep_comm.bench.targets import HOST_TOKENS
+from deep_comm.settings import env
 
 L2_BYTES = 128 << 20  # inputs take turns until they are together larger than any L2
 _NUM_PROFILED_CALLS = 200

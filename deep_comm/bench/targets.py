@@ -11,15 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from deep_comm.bench import rivals
+from deep_comm.bench.line import Line
 from deep_comm.bench.tables import align
 
-if TYPE_CHECKING:
-    from deep_comm.bench.report import Line
-
-Lines = Sequence["Line"]
+Lines = Sequence[Line]
 
 HOST_TOKENS = 16  # of low-latency calls whose host time is judged
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deep_comm import reference
-from deep_comm.topology import first_expert, num_local_experts
+from deep_comm.ranks.topology import first_expert, num_local_experts
 
 ROUTINGS = {
     "uniform": "every expert is as likely as any other",

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 
 import deep_comm
-from deep_comm import checks
-from deep_comm.buffer import DEFAULT_NUM_SMS
 from deep_comm.compat.elastic_calls import (
     DispatchResult,
     ElasticCalls,
@@ -31,7 +29,9 @@ from deep_comm.compat.ep_handle import EPHandle
 from deep_comm.compat.runtime import Runtime
 from deep_comm.errors import ArgumentError, UnsupportedError
 from deep_comm.events import EventHandle, EventOverlap, unwrap
-from deep_comm.topology import num_local_experts
+from deep_comm.ranks.topology import num_local_experts
+from deep_comm.settings import checks
+from deep_comm.tuning import DEFAULT_NUM_SMS
 
 __all__ = ["EPHandle", "ElasticBuffer", "get_logical_domain_size", "get_physical_domain_size"]
 
@@ -192,7 +192,7 @@ class ElasticBuffer(ElasticCalls, Refused):
         (docs/performance.md), which is worth it only where no compute runs beside them.
         """
         context = self._buffer._context
-        default = self._buffer._default_config(deep_comm.config.recommended_dispatch_config)
+        default = self._buffer._defaults.config_of_any_rows("dispatch", self._buffer.num_sms)
         if self.device.type == "cpu":
             return default.num_sms
         wanted = _OVERLAPPED_SMS if self.prefer_overlap_with_compute else _ALONE_SMS

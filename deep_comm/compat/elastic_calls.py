@@ -17,7 +17,7 @@ from deep_comm.compat.expand import Expansion, num_rows_bound, reduce, reduce_we
 from deep_comm.compat.section import Section
 from deep_comm.errors import ArgumentError, HandleMismatch
 from deep_comm.events import EventHandle, EventOverlap
-from deep_comm.topology import num_local_experts
+from deep_comm.ranks.topology import num_local_experts
 
 Payload = Tensor | tuple[Tensor, Tensor]
 DispatchResult = tuple[Payload, Tensor | None, Tensor | None, EPHandle, EventOverlap]

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from deep_comm.defaults import DEFAULT_NUM_SMS, RECOMMENDED
 from deep_comm.errors import ArgumentError
-from deep_comm.rendezvous import Rendezvous
-from deep_comm.topology import (
+from deep_comm.ranks.rendezvous import Rendezvous
+from deep_comm.ranks.topology import (
     MAX_RANKS_PER_NODE,
     Topology,
     discover,
     host_identity,
     requested_ranks_per_node,
 )
+from deep_comm.tuning import DEFAULT_NUM_SMS, RECOMMENDED
 
 _SIZE_ALIGNMENT = 2 << 20
 _RING_BYTES = 64 << 20  # what deep_comm.Buffer keeps for rings beside its receive region

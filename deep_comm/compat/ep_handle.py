@@ -12,8 +12,7 @@ from torch import Tensor
 
 from deep_comm.compat import expand
 from deep_comm.errors import HandleMismatch
-from deep_comm.expansion import Expansion
-from deep_comm.handle import Handle, InternodeHandle
+from deep_comm.handle import Expansion, Handle, InternodeHandle
 
 AnyHandle = Handle | InternodeHandle
 

@@ -42,7 +42,7 @@ LOW_LATENCY_DISPATCH = {
     "use_eager": Extension("eager-rdma", (False,), "there is no eager protocol"),
     "align_fp8_quantization": Extension(
         "zhuzilin/DeepEP", (False,),
-        "rows are scaled as deep_comm/reference_low_latency.py says, bit for bit, and no other way",
+        "rows are scaled as deep_comm/reference/low_latency.py says, bit for bit, and no other way",
     ),
 }  # fmt: skip
 LOW_LATENCY_COMBINE = {

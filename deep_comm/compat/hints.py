@@ -7,11 +7,11 @@ shape it was asked for, and allocates the latter when a Buffer is built with tha
 
 from __future__ import annotations
 
-from deep_comm import env
 from deep_comm.compat.elastic_sizes import ring_bytes
-from deep_comm.low_latency_region import region_bytes
-from deep_comm.rendezvous import Rendezvous
-from deep_comm.topology import Topology, discover, host_identity, requested_ranks_per_node
+from deep_comm.context.low_latency_region import region_bytes
+from deep_comm.ranks.rendezvous import Rendezvous
+from deep_comm.ranks.topology import Topology, discover, host_identity, requested_ranks_per_node
+from deep_comm.settings import env
 
 _ALIGNMENT = 128
 Shape = tuple[int, int, int]  # ranks, tokens a rank, hidden

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 import deep_comm
-from deep_comm.buffer import DEFAULT_NUM_SMS
 from deep_comm.compat import extensions as extended
 from deep_comm.compat import hints
+from deep_comm.compat.nvfp4 import experts_last
 from deep_comm.compat.runtime import Runtime
 from deep_comm.config import Config
 from deep_comm.errors import ArgumentError
 from deep_comm.events import EventHandle, EventOverlap
-from deep_comm.fp4 import experts_last
+from deep_comm.tuning import DEFAULT_NUM_SMS
 
 topk_idx_t: torch.dtype = torch.int64
 

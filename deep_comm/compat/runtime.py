@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from deep_comm.buffer import Buffer
+from deep_comm.buffer import Buffer
 
 # What the native object has under the Buffer's own name, with its arguments by position.
 _OF_THE_BUFFER = frozenset(

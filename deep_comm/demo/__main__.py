@@ -17,7 +17,7 @@ from deep_comm.bench.payload import same_bits
 from deep_comm.demo import report
 from deep_comm.demo.forward import Forward, forward
 from deep_comm.demo.layer import HIDDEN, NUM_EXPERTS, NUM_TOPK, Experts, Tokens, split, tokens_of
-from deep_comm.rendezvous import all_gather_object
+from deep_comm.ranks.rendezvous import all_gather_object
 
 # Far longer than any step takes; a rank that is stuck ends the demo then.
 GROUP_TIMEOUT = datetime.timedelta(seconds=300)

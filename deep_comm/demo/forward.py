@@ -10,8 +10,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from deep_comm import Buffer, topology
+from deep_comm import Buffer
 from deep_comm.demo.layer import NUM_EXPERTS, Experts, Tokens
+from deep_comm.ranks import topology
 from deep_comm.reference import local_experts
 
 T = TypeVar("T")

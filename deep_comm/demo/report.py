@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from deep_comm import reference, reference_internode
+from deep_comm import reference
 from deep_comm.bench.payload import same_bits
 from deep_comm.demo.forward import STAGES, Forward
 from deep_comm.demo.layer import NUM_EXPERTS, Experts, Tokens
+from deep_comm.reference import internode as reference_internode
 
 
 def table(forwards: Sequence[Forward]) -> str:

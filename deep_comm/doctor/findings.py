@@ -160,7 +160,7 @@ def devices() -> Section:
 
 
 def environment() -> Section:
-    from deep_comm import env
+    from deep_comm.settings import env
 
     section = Section("environment variables")
     section.lines.extend(env.describe().splitlines())

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 import deep_comm
-from deep_comm import reference_layer
 from deep_comm.examples.launch import device_of, on_ranks, say
+from deep_comm.reference import layer as reference_layer
 
 NUM_EXPERTS, NUM_TOPK = 16, 4
 

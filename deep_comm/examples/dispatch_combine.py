@@ -42,7 +42,7 @@ def rank_main(group: Any) -> bool:
         )
         # idx holds local experts, -1 where the expert lives elsewhere;
         # counts are tokens per expert.
-        first = deep_comm.topology.first_expert(group.rank(), NUM_EXPERTS, group.size())
+        first = deep_comm.ranks.topology.first_expert(group.rank(), NUM_EXPERTS, group.size())
         lines = [
             f"  token {int(row[0])} for local experts {[e for e in chosen if e >= 0]}"
             for row, chosen in zip(rows.cpu(), idx.tolist(), strict=True)

@@ -20,8 +20,8 @@ from torch import Tensor
 
 import deep_comm
 from deep_comm.examples.launch import device_of, on_ranks, say
-from deep_comm.rendezvous import all_gather_object
-from deep_comm.topology import first_expert, num_local_experts
+from deep_comm.ranks.rendezvous import all_gather_object
+from deep_comm.ranks.topology import first_expert, num_local_experts
 
 WIDTH, EXPERT_WIDTH, NUM_LAYERS, NUM_HEADS = 32, 64, 2, 2
 NUM_EXPERTS, NUM_TOPK = 8, 2

@@ -37,7 +37,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import deep_comm
 from deep_comm.examples import picture
 from deep_comm.examples.launch import device_of, on_ranks, say
-from deep_comm.topology import first_expert, num_local_experts
+from deep_comm.ranks.topology import first_expert, num_local_experts
 
 NUM_LAYERS = 3
 NUM_PASSES, NUM_TURNS = 3, 3

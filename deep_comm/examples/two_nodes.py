@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 import deep_comm
-from deep_comm import reference_layer
 from deep_comm.examples.launch import on_ranks, say
+from deep_comm.reference import layer as reference_layer
 
 HIDDEN, NUM_EXPERTS, NUM_TOPK = 256, 16, 4
 RANKS_PER_NODE = 2

@@ -3,7 +3,7 @@
 Apart from the adapter, so that nothing of it is imported unless asked for.
 """
 
-from deep_comm import env
+from deep_comm.settings import env
 
 
 def register_if_asked() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from deep_comm import _core
 from deep_comm._core import Decoded, Prefilled
 from deep_comm.layer.batch import ExpertBatch
-from deep_comm.topology import first_expert, num_local_experts
+from deep_comm.ranks.topology import first_expert, num_local_experts
 
 if TYPE_CHECKING:
     from deep_comm.buffer import Buffer

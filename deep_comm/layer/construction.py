@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from deep_comm import checks, env, integers, tuning
+from deep_comm import tuning
 from deep_comm.backends import resolve_device
 from deep_comm.buffer import Buffer
 from deep_comm.context import Context
@@ -19,14 +19,15 @@ from deep_comm.layer.shape import (
     MoEShape,
     estimate_memory,
 )
-from deep_comm.rendezvous import Rendezvous
-from deep_comm.topology import (
+from deep_comm.ranks.rendezvous import Rendezvous
+from deep_comm.ranks.topology import (
     MAX_RANKS_PER_NODE,
     discover,
     host_identity,
     num_local_experts,
     requested_ranks_per_node,
 )
+from deep_comm.settings import checks, env, integers
 
 
 def preset_decode_tokens(max_tokens: Any) -> Any:

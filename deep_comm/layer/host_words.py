@@ -19,12 +19,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from deep_comm import _core
-from deep_comm.low_latency_handle import LowLatencyHandle
+from deep_comm.handle import LowLatencyHandle
 
 if TYPE_CHECKING:
     from deep_comm._core import Decoded
     from deep_comm.context import Context
-    from deep_comm.rendezvous import Rendezvous
+    from deep_comm.ranks.rendezvous import Rendezvous
 
 
 class HostWords:

@@ -15,23 +15,33 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 from torch._higher_order_ops import effects
 
 from deep_comm._core import Prefilled
+from deep_comm.buffer import Buffer
 from deep_comm.errors import ArgumentError, DeepCommError
 from deep_comm.layer import autograd
 from deep_comm.layer.batch import ExpertBatch
 from deep_comm.layer.construction import check_mode
+from deep_comm.layer.shape import Mode, MoEShape
+from deep_comm.layer.steps import Steps, Way
 
-if TYPE_CHECKING:
-    from deep_comm.layer.expert_parallel import ExpertParallel
-    from deep_comm.layer.steps import Way
 
-_layers: weakref.WeakValueDictionary[str, ExpertParallel] = weakref.WeakValueDictionary()
+class Layer(Protocol):
+    """What is needed of an ExpertParallel."""
+
+    buffer: Buffer
+    mode: Mode
+    shape: MoEShape
+    _key: str
+    _steps: Steps
+
+
+_layers: weakref.WeakValueDictionary[str, Layer] = weakref.WeakValueDictionary()
 _keys = itertools.count(1)
 # Operators pass tensors only: a state tensor holds the number under which the rest is found here.
 _states: dict[int, Any] = {}
@@ -41,13 +51,13 @@ class _Number(bytearray):
     """Memory of a state tensor. It dies with the tensor's storage, and with it the state."""
 
 
-def register(layer: ExpertParallel) -> str:
+def register(layer: Layer) -> str:
     key = str(next(_keys))  # a number would be traced as a symbol
     _layers[key] = layer
     return key
 
 
-def _layer(key: str) -> ExpertParallel:
+def _layer(key: str) -> Layer:
     layer = _layers.get(key)
     if layer is None:
         raise DeepCommError("a compiled graph outlived its ExpertParallel")
@@ -243,7 +253,7 @@ for operator in (ep_dispatch, ep_combine, ep_dispatch_grads, ep_combine_grads):
 
 
 def traced_forward(
-    layer: ExpertParallel,
+    layer: Layer,
     x: Tensor,
     topk_idx: Tensor,
     topk_weights: Tensor,

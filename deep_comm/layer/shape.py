@@ -8,11 +8,12 @@ from typing import Literal
 
 import torch
 
-from deep_comm import _core, integers
+from deep_comm import _core
 from deep_comm.config import host_default
+from deep_comm.context.low_latency_region import region_bytes
 from deep_comm.errors import ArgumentError
-from deep_comm.low_latency_region import region_bytes
-from deep_comm.topology import num_local_experts
+from deep_comm.ranks.topology import num_local_experts
+from deep_comm.settings import integers
 
 Mode = Literal["auto", "prefill", "decode"]
 MODES: tuple[Mode, ...] = ("auto", "prefill", "decode")

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from deep_comm import _core
 from deep_comm.errors import ArgumentError
+from deep_comm.ranks.topology import num_local_experts
 from deep_comm.scale.machine import Machine
 from deep_comm.scale.routing import Job
 from deep_comm.scale.traffic import Traffic
-from deep_comm.topology import num_local_experts
 
 WAYS = ("expert", "rank", "node")
 _HEADER_BYTES = 16  # beside a row of "expert"

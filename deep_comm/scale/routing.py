@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deep_comm import integers
 from deep_comm.errors import ArgumentError
+from deep_comm.settings import integers
 
 ROUTINGS = {
     "uniform": "every expert is as likely as any other",

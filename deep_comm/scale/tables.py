@@ -11,7 +11,7 @@ from deep_comm.config import (
     recommended_combine_config,
     recommended_dispatch_config,
 )
-from deep_comm.low_latency_region import region_bytes
+from deep_comm.context.low_latency_region import region_bytes
 from deep_comm.scale import low_latency, normal
 from deep_comm.scale.machine import H200, H800, Machine
 from deep_comm.scale.published import DEEPEP, FIGURES, Figure

@@ -15,8 +15,8 @@ from torch import Tensor
 from deep_comm import _core
 from deep_comm.config import Config
 from deep_comm.errors import ArgumentError
+from deep_comm.ranks.topology import first_expert, num_local_experts
 from deep_comm.scale.routing import Job
-from deep_comm.topology import first_expert, num_local_experts
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from deep_comm import reference
 from deep_comm.buffer import Buffer
 from deep_comm.config import Config
-from deep_comm.rendezvous import RankGroup
+from deep_comm.ranks.rendezvous import RankGroup
 
 
 class WrongResult(AssertionError):

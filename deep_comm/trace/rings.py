@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from deep_comm import _core, env
+from deep_comm import _core
 from deep_comm.errors import DeepCommError, PeerTimeout
+from deep_comm.settings import env
 from deep_comm.trace.recording import Event, Recording
 from deep_comm.trace.story import story
 

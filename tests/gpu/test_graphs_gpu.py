@@ -11,7 +11,7 @@ from gpu_cases import run
 from graph_bodies import Step, check, expected, fill, make_step, run_step
 
 import deep_comm
-from deep_comm.rendezvous import Rendezvous
+from deep_comm.ranks.rendezvous import Rendezvous
 
 NUM_REPLAYS = 9
 

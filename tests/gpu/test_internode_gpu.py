@@ -12,7 +12,8 @@ from gpu_cases import run
 from internode import InternodeCase, direct, random_case
 
 import deep_comm
-from deep_comm import env, errors
+from deep_comm import errors
+from deep_comm.settings import env
 
 
 def shapes(num_ranks: int) -> list[tuple[int, int]]:

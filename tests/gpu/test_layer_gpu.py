@@ -10,7 +10,7 @@ from cases import ROUTINGS
 from layer_cases import Experts, LayerCase, build, expert, inputs, random_steps, run, verify
 from payload import assert_same_bits
 
-from deep_comm import reference_layer
+from deep_comm.reference import layer as reference_layer
 
 POISON = {"DEEP_COMM_POISON": "1"}
 

@@ -12,7 +12,7 @@ from payload import assert_same_bits
 from test_internode_gpu import shapes
 
 import deep_comm
-from deep_comm import reference_layer
+from deep_comm.reference import layer as reference_layer
 
 
 def case_of(num_ranks: int) -> LayerCase:

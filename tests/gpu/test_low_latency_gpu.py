@@ -11,7 +11,7 @@ from cases import verify_each
 from low_latency import LowLatencyCase, Pair, Range, inputs_of, run_pairs, verify
 
 import deep_comm
-from deep_comm import reference_low_latency
+from deep_comm.reference import low_latency as reference_low_latency
 
 POISON = {"DEEP_COMM_POISON": "1"}
 

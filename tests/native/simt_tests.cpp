@@ -19,6 +19,7 @@ void bind_torch_leaf(py::module_& m);    // torch_binding.cpp
 void bind_call_order(py::module_& m);    // call_order_binding.cpp
 void bind_fake_streams(py::module_& m);  // fake_streams.cpp
 void bind_forecast(py::module_& m);      // forecast_binding.cpp
+void bind_ring_plan(py::module_& m);     // ring_plan_binding.cpp
 
 namespace {
 
@@ -88,6 +89,7 @@ PYBIND11_MODULE(_simt_tests, m) {
   test::bind_call_order(m);
   test::bind_fake_streams(m);
   test::bind_forecast(m);
+  test::bind_ring_plan(m);
   m.def("run", &test::run, py::kw_only(), py::arg("memory").noconvert(), py::arg("kernel"),
         py::arg("rank"), py::arg("num_blocks"), py::arg("num_threads"), py::arg("smem_bytes"),
         py::arg("params"));

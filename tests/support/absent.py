@@ -276,7 +276,7 @@ DIRECT_BYTES = (0, 4 << 20)
 
 
 def group_barrier(group: Any) -> None:
-    from deep_comm.rendezvous import Rendezvous
+    from deep_comm.ranks.rendezvous import Rendezvous
 
     Rendezvous(group).barrier()
 

@@ -13,7 +13,7 @@ import payload
 import torch
 from torch import Tensor
 
-from deep_comm.topology import first_expert, num_local_experts
+from deep_comm.ranks.topology import first_expert, num_local_experts
 
 ROUTINGS = ("random", "skewed", "holes", "one_expert", "none", "duplicates")  # see make_topk_idx
 

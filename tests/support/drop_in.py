@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deep_comm import env, local
+from deep_comm import local
 from deep_comm.compat.installer import SITE
-from deep_comm.rendezvous import Rendezvous
-from deep_comm.topology import first_expert, num_local_experts
+from deep_comm.ranks.rendezvous import Rendezvous
+from deep_comm.ranks.topology import first_expert, num_local_experts
+from deep_comm.settings import env
 
 if str(SITE) not in sys.path:
     sys.path.insert(0, str(SITE))

@@ -10,7 +10,7 @@ from drop_in import NUM_EXPERTS
 
 from deep_comm import local
 from deep_comm.compat.elastic import ElasticBuffer, EPHandle
-from deep_comm.topology import first_expert, num_local_experts
+from deep_comm.ranks.topology import first_expert, num_local_experts
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,10 @@ from roundtrip import _to_host as _view_on_host
 from torch import Tensor
 
 import deep_comm
-from deep_comm import reference, reference_internode
+from deep_comm import reference
 from deep_comm.errors import ArgumentError, HandleMismatch
-from deep_comm.topology import num_local_experts
+from deep_comm.ranks.topology import num_local_experts
+from deep_comm.reference import internode as reference_internode
 
 
 @dataclass(frozen=True)

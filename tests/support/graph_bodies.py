@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import deep_comm
-from deep_comm.topology import first_expert, num_local_experts
+from deep_comm.ranks.topology import first_expert, num_local_experts
 
 TOKENS, HIDDEN, EXPERTS, TOPK = 24, 256, 10, 3
 

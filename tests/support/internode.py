@@ -31,7 +31,7 @@ from torch import Tensor
 
 import deep_comm
 from deep_comm import local
-from deep_comm import reference_internode as reference
+from deep_comm.reference import internode as reference
 
 # (nodes, ranks per node); one node takes the single-tier path and has tests of its own.
 SHAPES = [(2, 2), (2, 4), (4, 2), (3, 3), (8, 1), (2, 1), (3, 2), (2, 3)]

@@ -1,4 +1,4 @@
-"""ExpertParallel on every rank against deep_comm.reference_layer, bit for bit."""
+"""ExpertParallel on every rank against deep_comm.reference.layer, bit for bit."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from payload import assert_same_bits
 from torch import Tensor
 
 import deep_comm
-from deep_comm import reference_layer
-from deep_comm.reference_low_latency import quantise
+from deep_comm.reference import layer as reference_layer
+from deep_comm.reference.low_latency import quantise
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import deep_comm
-from deep_comm.rendezvous import Rendezvous
+from deep_comm.ranks.rendezvous import Rendezvous
 
 HIDDEN, EXPERTS = 64, 6
 

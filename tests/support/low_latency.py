@@ -13,9 +13,9 @@ from payload import assert_same_bits
 from torch import Tensor
 
 import deep_comm
-from deep_comm import reference_low_latency as reference
 from deep_comm import simulate
-from deep_comm.topology import num_local_experts
+from deep_comm.ranks.topology import num_local_experts
+from deep_comm.reference import low_latency as reference
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from payload import assert_same_bits
 from torch import Tensor
 
 from deep_comm import ArgumentError, Buffer, MaskedOut, errors, local, processes, simulate
-from deep_comm import reference_low_latency as reference
-from deep_comm.topology import first_expert, num_local_experts
+from deep_comm.ranks.topology import first_expert, num_local_experts
+from deep_comm.reference import low_latency as reference
 
 NUM_CALLS, LAST_CALL, DEAD = 5, 2, 1  # the dead ranks end in the third call
 STAGES = ("before dispatch", "in dispatch", "after dispatch", "in combine", "after combine")

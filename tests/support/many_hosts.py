@@ -17,7 +17,7 @@ from cases import Case
 from internode import InternodeCase
 
 import deep_comm
-from deep_comm.rendezvous import all_gather_object
+from deep_comm.ranks.rendezvous import all_gather_object
 
 RANKS_PER_HOST = 3
 HOSTS = 2

@@ -20,8 +20,9 @@ from roundtrip import CACHED_CALL, Steps, _to, _wait, completed, config_of, made
 from torch import Tensor
 
 import deep_comm
-from deep_comm import reference, reference_internode
-from deep_comm.reference_low_latency import pack_ue8m0, quantise
+from deep_comm import reference
+from deep_comm.reference import internode as reference_internode
+from deep_comm.reference.low_latency import pack_ue8m0, quantise
 
 
 @dataclass(frozen=True)

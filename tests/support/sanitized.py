@@ -21,7 +21,8 @@ import torch
 from cases import Case, Scales
 
 import deep_comm
-from deep_comm import local, reference_low_latency
+from deep_comm import local
+from deep_comm.reference import low_latency as reference_low_latency
 
 CASES = [
     Case(

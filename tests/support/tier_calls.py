@@ -11,8 +11,9 @@ import torch
 from payload import assert_same_bits
 from small_calls import E, form_of
 
-from deep_comm import reference, reference_internode
-from deep_comm.topology import num_local_experts
+from deep_comm import reference
+from deep_comm.ranks.topology import num_local_experts
+from deep_comm.reference import internode as reference_internode
 
 ALIGNMENTS = {"aligned": 4, "padded": 4}
 FIELDS = (

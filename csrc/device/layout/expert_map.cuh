@@ -1,6 +1,6 @@
 // Which rank holds which expert. Ranks hold contiguous ranges. If the experts do not divide evenly,
-// the first `num_experts % num_ranks` ranks hold one more. deep_comm/topology.py has the same rule
-// in Python.
+// the first `num_experts % num_ranks` ranks hold one more. deep_comm/ranks/topology.py has the same
+// rule in Python.
 #pragma once
 
 #include "device/layout/divisor.cuh"

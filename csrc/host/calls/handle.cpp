@@ -7,7 +7,7 @@ namespace deep_comm {
 
 namespace {
 
-constexpr char kAbsent[] = "without rank ";  // of members, see deep_comm/absent.py
+constexpr char kAbsent[] = "without rank ";  // of members, see deep_comm/context/absent.py
 constexpr char kSinceTheReset[] =
     "must be of a dispatch since the last reset(without=...), or reset() of all ranks";
 

@@ -51,7 +51,7 @@ struct LowLatencyForm {
   const LowLatencyHandlePart* find_part(std::string_view name) const;
 };
 
-// What a dispatch learned. LowLatencyHandle is a view of it (deep_comm/low_latency_handle.py).
+// What a dispatch learned. LowLatencyHandle is a view of it (deep_comm/handle.py).
 struct LowLatencyDispatchRecord {
   enum class State : uint8_t {
     kReceived,

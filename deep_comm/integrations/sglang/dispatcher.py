@@ -17,8 +17,8 @@ from torch import Tensor
 
 import deep_comm
 from deep_comm.compat.elastic_sizes import ring_bytes, topology_of
+from deep_comm.compat.nvfp4 import experts_last
 from deep_comm.errors import ArgumentError, UnsupportedError
-from deep_comm.fp4 import experts_last
 from deep_comm.integrations.sglang import interface as sglang
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import deep_comm
+from deep_comm.compat.nvfp4 import experts_last
 from deep_comm.errors import ArgumentError, UnsupportedError
-from deep_comm.fp4 import experts_last
 from deep_comm.integrations.vllm import interface as vllm
 from deep_comm.integrations.vllm.normal import is_fp8_in_blocks
 from deep_comm.integrations.vllm.prepare_finalize import (

@@ -15,7 +15,7 @@ import deep_comm
 from deep_comm.compat.elastic_sizes import topology_of
 from deep_comm.errors import ArgumentError, UnsupportedError
 from deep_comm.integrations.vllm import interface as vllm
-from deep_comm.topology import Topology
+from deep_comm.ranks.topology import Topology
 
 _DEFAULT_MEBIBYTES = 1024
 

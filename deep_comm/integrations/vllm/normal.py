@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 import deep_comm
-from deep_comm import env
 from deep_comm.errors import ArgumentError
 from deep_comm.integrations.vllm import interface as vllm
 from deep_comm.integrations.vllm.prepare_finalize import (
@@ -20,6 +19,7 @@ from deep_comm.integrations.vllm.prepare_finalize import (
     PrepareFinalize,
     Step,
 )
+from deep_comm.settings import env
 
 _ROW_BYTES = 16
 

@@ -7,7 +7,7 @@ import torch
 
 import deep_comm
 from deep_comm import local
-from deep_comm.topology import first_expert, num_local_experts
+from deep_comm.ranks.topology import first_expert, num_local_experts
 
 NUM_EXPERTS, NUM_TOPK, HIDDEN = 8, 2, 256
 

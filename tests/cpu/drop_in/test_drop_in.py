@@ -13,7 +13,7 @@ from drop_in import alone
 import deep_comm
 from deep_comm import local
 from deep_comm.compat import hints, legacy
-from deep_comm.low_latency_region import region_bytes
+from deep_comm.context.low_latency_region import region_bytes
 
 import deep_ep  # isort: skip
 import deep_ep.buffer  # isort: skip

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from deep_comm import ArgumentError, Buffer, BufferTooSmall, Config
-from deep_comm.config import host_default, plan_rings
+from deep_comm import ArgumentError, Buffer, BufferTooSmall, Config, _simt_tests
+from deep_comm.config import host_default
 
 
 def test_defaults_are_those_that_callers_know() -> None:
@@ -112,22 +112,34 @@ def test_set_num_sms_changes_recommended_configs(monkeypatch: pytest.MonkeyPatch
             Buffer.set_num_sms(bad)
 
 
-def _plan(config: Config | None, num_nvl_bytes: int, **options: int | None):
-    return plan_rings(
-        config,
-        options.pop("default", None) or host_default(),
-        num_channels=options.get("num_channels"),
-        max_sms=options.get("max_sms"),
-        num_nvl_bytes=num_nvl_bytes,
-        ring_bytes=lambda channels, slots: 100 * channels * slots,
+def _plan(
+    config: Config | None,
+    num_nvl_bytes: int,
+    *,
+    num_ring_bytes: int | None = None,
+    num_channels: int = 0,
+    max_sms: int | None = None,
+) -> tuple[int, int, int]:
+    """(channels, send tokens, slots) of ``config``, or of the host's default; a slot has 100
+    bytes."""
+    planned = host_default() if config is None else config
+    plan: tuple[int, int, int] = _simt_tests.plan_channels(
+        planned.num_sms,
+        planned.num_max_nvl_chunked_send_tokens,
+        planned.num_max_nvl_chunked_recv_tokens,
+        config is not None,
+        num_channels,
+        num_nvl_bytes,
+        num_nvl_bytes if num_ring_bytes is None else num_ring_bytes,
+        max_sms,
     )
+    return plan
 
 
 def test_a_default_config_shrinks_until_it_fits() -> None:
-    assert _plan(None, 1600).num_slots == 16
-    assert _plan(None, 1599).num_slots == 8
-    plan = _plan(None, 100)
-    assert (plan.num_slots, plan.num_send_tokens) == (1, 1)
+    assert _plan(None, 1600) == (1, 4, 16)
+    assert _plan(None, 1599) == (1, 4, 8)
+    assert _plan(None, 100) == (1, 1, 1)
     with pytest.raises(BufferTooSmall) as caught:
         _plan(None, 99)
     assert caught.value.needed_bytes == 100
@@ -135,17 +147,23 @@ def test_a_default_config_shrinks_until_it_fits() -> None:
 
 
 def test_a_given_config_is_taken_as_it_is_or_refused() -> None:
-    plan = _plan(Config(4, 6, 256), 51200)
-    assert (plan.num_channels, plan.num_send_tokens, plan.num_slots) == (4, 6, 128)
+    assert _plan(Config(4, 6, 256), 51200) == (4, 6, 128)
     with pytest.raises(BufferTooSmall) as caught:
         _plan(Config(4, 6, 256), 51199)
     assert caught.value.needed_bytes == 51200
     assert caught.value.value == 51199
 
 
+def test_rings_take_what_the_receive_region_leaves() -> None:
+    assert _plan(Config(4, 6, 256), 51200, num_ring_bytes=51199) == (4, 6, 64)
+    with pytest.raises(BufferTooSmall) as caught:
+        _plan(None, 1600, num_ring_bytes=99)
+    assert caught.value.needed_bytes == 100 + 1600 - 99
+
+
 def test_the_handle_decides_the_channels_of_a_default_config_only() -> None:
-    assert _plan(None, 10**6, num_channels=3).num_channels == 3
-    assert _plan(Config(4, 1, 1), 10**6, num_channels=3).num_channels == 4
+    assert _plan(None, 10**6, num_channels=3)[0] == 3
+    assert _plan(Config(4, 1, 1), 10**6, num_channels=3)[0] == 4
 
 
 @pytest.mark.parametrize("num_sms", [0, 257])

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deep_comm import rendezvous
+from deep_comm.ranks import rendezvous
 
 PROGRAM = """
 import gc, os, sys
@@ -51,7 +51,7 @@ for run in range(NUM_RUNS):
     "body",
     [
         "deep_comm.Buffer(dist.group.WORLD, 1 << 20, device='cpu').destroy()",
-        "deep_comm.rendezvous.all_gather_object(dist.group.WORLD, rank)",
+        "deep_comm.ranks.rendezvous.all_gather_object(dist.group.WORLD, rank)",
     ],
 )
 def test_a_program_may_end_right_after_a_rendezvous(body: str, tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 import deep_comm
-from deep_comm import ArgumentError, env
+from deep_comm import ArgumentError
 from deep_comm.backends import resolve_device
+from deep_comm.settings import env
 
 
 def test_unset_variables_have_their_defaults() -> None:

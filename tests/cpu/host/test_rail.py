@@ -7,10 +7,12 @@ import logging
 
 import pytest
 
-from deep_comm import ArgumentError, Buffer, TopologyError, UnsupportedError, env, local, rail
+from deep_comm import ArgumentError, Buffer, TopologyError, UnsupportedError, local
 from deep_comm.backends import nvshmem
-from deep_comm.rendezvous import Rendezvous
-from deep_comm.topology import Topology
+from deep_comm.ranks import rail
+from deep_comm.ranks.rendezvous import Rendezvous
+from deep_comm.ranks.topology import Topology
+from deep_comm.settings import env
 
 ONE_HOST, TWO_HOSTS = ["a"] * 4, ["a", "a", "b", "b"]
 TWO_NODES = Topology(4, 2)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from deep_comm import ArgumentError, ConfigMismatch, PeerLost, TopologyError, local
-from deep_comm.rendezvous import Rendezvous
-from deep_comm.topology import discover, require_supported
+from deep_comm.ranks.rendezvous import Rendezvous
+from deep_comm.ranks.topology import discover, require_supported
 
 
 class FakeComm:

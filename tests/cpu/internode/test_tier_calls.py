@@ -17,8 +17,9 @@ from tier_calls import rows_of
 from tier_chains import run_tier_calls
 
 import deep_comm
-from deep_comm import local, reference_internode
+from deep_comm import local
 from deep_comm.errors import ArgumentError, BufferDestroyed, HandleMismatch
+from deep_comm.reference import internode as reference_internode
 
 NODES = dict(num_rdma_bytes=4 << 20, num_direct_bytes=4 << 20, ranks_per_node=2, device="cpu")
 PAIR = {**NODES, "ranks_per_node": 1}

@@ -12,6 +12,7 @@ import torch
 
 import deep_comm
 from deep_comm import local
+from deep_comm.settings import env
 
 T, H, K, E, SMS = 6, 64, 2, 4, 132
 NAMES = ("number_rows", "expand_rows", "reduce_experts")
@@ -31,7 +32,7 @@ def _blocks_of_a_step(
     def body(group: Any) -> dict[str, int]:
         with deep_comm.Buffer(group, 8 << 20, timeout_s=20, **nodes) as buffer:
             # As on a GPU: on the host target default calls are small.
-            buffer._has_defaults = buffer._env_num_sms is None
+            buffer._defaults.can_choose = env.NUM_SMS.get() is None
             x = torch.randn(T, H).bfloat16()
             weights, idx = torch.rand(T, E).topk(K)
             rows, _, row_weights, _, handle, _ = buffer.dispatch(

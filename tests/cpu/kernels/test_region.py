@@ -9,8 +9,8 @@ from small_calls import routing_bytes
 
 import deep_comm
 from deep_comm import _core, _simt_tests, local
+from deep_comm._core import Region
 from deep_comm.backends.base import EXCHANGE_API
-from deep_comm.region import Region
 
 WAITING = 99  # a stream that only waits
 

@@ -107,7 +107,7 @@ def test_fp8_scales_of_a_decode_step_that_is_received_later(ranks_per_node: int 
 
 def test_fp8_rows_are_those_of_quantising_first() -> None:
     """Both modes hand experts the same bytes, of which experts make the same rows."""
-    from deep_comm.reference_low_latency import quantise
+    from deep_comm.reference.low_latency import quantise
 
     hidden, experts, topk = 256, 6, 3
 

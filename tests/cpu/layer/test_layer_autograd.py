@@ -12,7 +12,8 @@ from payload import assert_same_bits
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from deep_comm import ExpertBatch, local, reference_layer
+from deep_comm import ExpertBatch, local
+from deep_comm.reference import layer as reference_layer
 
 DTYPES = (torch.bfloat16, torch.float32)
 

@@ -15,7 +15,7 @@ from layer_cases import LayerCase, build, inputs, random_steps
 from deep_comm import PeerTimeout, _core, local, processes
 from deep_comm.layer import steps
 from deep_comm.layer.host_words import HostWords, most_tokens
-from deep_comm.rendezvous import Rendezvous
+from deep_comm.ranks.rendezvous import Rendezvous
 
 NUM_RANKS = 3
 

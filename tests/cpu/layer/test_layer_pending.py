@@ -21,8 +21,9 @@ import torch
 from fake_cuda import COMM, COMPUTE
 
 import deep_comm
-from deep_comm import local, reference_layer
+from deep_comm import local
 from deep_comm.errors import ArgumentError, BufferDestroyed, ExpertIndexError, PeerTimeout
+from deep_comm.reference import layer as reference_layer
 
 H, E, K, MOST = 64, 6, 2, 40
 OTHER = 33

@@ -23,7 +23,7 @@ from schedules import on_threads, run_seeds
 import deep_comm
 from deep_comm import local, simulate
 from deep_comm._core import low_latency_available_blocks as available_blocks
-from deep_comm.reference_low_latency import logfmt_bound
+from deep_comm.reference.low_latency import logfmt_bound
 
 pytestmark = pytest.mark.usefixtures("poison")
 

@@ -19,9 +19,9 @@ from deep_comm import (
     HandleMismatch,
     PeerTimeout,
     _simt_tests,
-    checks,
     local,
 )
+from deep_comm.settings import checks
 
 CASE = LowLatencyCase((4, 4), 4)
 

@@ -22,8 +22,9 @@ from low_latency import (
 from schedules import on_threads, run_seeds
 
 import deep_comm
-from deep_comm import errors, local, reference_low_latency
-from deep_comm.reference_low_latency import logfmt_bound
+from deep_comm import errors, local
+from deep_comm.reference import low_latency as reference_low_latency
+from deep_comm.reference.low_latency import logfmt_bound
 
 SHAPES = [(2, 2), (2, 4), (4, 2), (3, 3), (8, 1), (2, 1), (3, 1)]
 

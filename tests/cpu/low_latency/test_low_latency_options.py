@@ -16,7 +16,7 @@ import deep_comm
 from deep_comm import _core, local
 from deep_comm.errors import ArgumentError, BufferTooSmall
 from deep_comm.events import TensorsEvent
-from deep_comm.reference_low_latency import rows_of_scale_tiles
+from deep_comm.reference.low_latency import rows_of_scale_tiles
 
 COMBINES: dict[str, dict[str, bool]] = {
     "plain": {},

@@ -9,12 +9,8 @@ import torch
 from low_latency import LowLatencyCase, Range, found_in_dispatches, run_case, verify
 from schedules import POLICIES, run_policy, run_seeds
 
-from deep_comm import (
-    Buffer,
-    PeerTimeout,
-    env,
-    simulate,
-)
+from deep_comm import Buffer, PeerTimeout, simulate
+from deep_comm.settings import env
 
 NUM_SEEDS = 400
 SEEDS_PER_TEST = 50

@@ -14,7 +14,7 @@ from low_latency import LowLatencyCase, Range, run_case, verify
 
 import deep_comm
 from deep_comm import local, simulate
-from deep_comm import reference_low_latency as reference
+from deep_comm.reference import low_latency as reference
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 

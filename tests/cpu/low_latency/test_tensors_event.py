@@ -47,9 +47,7 @@ def dispatched(buffer: Any, told: Told) -> tuple[Any, list[int], list[weakref.re
     """The event of a dispatch whose tensors nobody else has, their addresses, and what says whether
     they are there."""
     x, idx, _ = inputs(0)
-    (rows, _), _, handle, event, _ = buffer.low_latency_dispatch(
-        x, idx, M, E, async_finish=True
-    )
+    (rows, _), _, handle, event, _ = buffer.low_latency_dispatch(x, idx, M, E, async_finish=True)
     tensors = rows, handle.metadata, x, idx  # scales are of the metadata
     assert told == []
     return event, [each.data_ptr() for each in tensors], [weakref.ref(each) for each in tensors]
@@ -122,9 +120,7 @@ def test_an_interrupted_call_tells_torchs_allocator(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("is_given", [False, True])
-def test_sums_are_kept_given_or_not(
-    monkeypatch: pytest.MonkeyPatch, is_given: bool
-) -> None:
+def test_sums_are_kept_given_or_not(monkeypatch: pytest.MonkeyPatch, is_given: bool) -> None:
     def body(buffer: Any, log: Any, told: Told) -> None:
         x, idx, weights = inputs(0)
         handle = buffer.low_latency_dispatch(x, idx, M, E)[2]

@@ -22,9 +22,9 @@ from deep_comm import (
     Handle,
     HandleMismatch,
     TopologyError,
-    checks,
     local,
 )
+from deep_comm.settings import checks
 
 T, H, K, E = 6, 64, 2, 4
 

@@ -15,7 +15,7 @@ from torch import Tensor
 import deep_comm
 from deep_comm import reference, simulate
 from deep_comm.errors import ArgumentError, BufferDestroyed
-from deep_comm.reference_low_latency import pack_ue8m0, quantise
+from deep_comm.reference.low_latency import pack_ue8m0, quantise
 
 FORMS = ["bf16", "fp8", "without-weights", "int32", "aligned", *CASTS]
 CONFIGS = [None, deep_comm.Config(2, 4, 16)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deep_comm import reference
-from deep_comm.topology import first_expert, num_local_experts
+from deep_comm.ranks.topology import first_expert, num_local_experts
 
 RANKS, EXPERTS, TOPK, HIDDEN = 5, 13, 4, 16
 TOKENS = (7, 0, 40, 1, 12)

@@ -7,11 +7,11 @@ import pytest
 import torch
 from payload import assert_same_bits
 
-from deep_comm import Config, reference, reference_low_latency
+from deep_comm import Config, reference
 from deep_comm.bench import link, measure, operations, options, payload, plot, report, targets, tune
 from deep_comm.bench.expected import ALIGNMENT, Expected, cast
+from deep_comm.bench.line import Line
 from deep_comm.bench.measure import Effort, Sample, Timing
-from deep_comm.bench.report import Line
 from deep_comm.bench.scenarios import MAX_TWO_TIER_SMS, configs_of, scenarios_of
 from deep_comm.bench.workload import (
     ROUTINGS,
@@ -22,6 +22,7 @@ from deep_comm.bench.workload import (
     routing_of,
     volume,
 )
+from deep_comm.reference import low_latency as reference_low_latency
 
 SMALL = Workload(num_ranks=3, num_tokens=12, hidden=160, num_experts=7, num_topk=2)
 HOST = torch.device("cpu")

@@ -11,8 +11,8 @@ import warm
 from test_bench import BENCH, SHORT, SMALL, run
 
 from deep_comm.bench import targets
+from deep_comm.bench.line import Line
 from deep_comm.bench.measure import Timing
-from deep_comm.bench.report import Line
 from deep_comm.bench.workload import Volume, Workload
 
 LOW_LATENCY = [*BENCH, "--mode", "low-latency", "--ranks", "2", *SMALL, *SHORT]

@@ -167,9 +167,9 @@ def test_modules_and_files_that_commands_name_exist(page: Path) -> None:
             assert importlib.util.find_spec(f"{module}.__main__") is not None, module
     for path in re.findall(r"`((?:tests|tools|docs|deep_comm)/[\w/.-]+)`", text):
         assert (ROOT / path).exists(), path
-    known = {variable.name for variable in deep_comm.env.REGISTRY}
+    known = {variable.name for variable in deep_comm.settings.env.REGISTRY}
     for variable in re.findall(r"DEEP_COMM_\w+", text):
-        assert variable in known or variable in deep_comm.env.BUILD_VARIABLES, variable
+        assert variable in known or variable in deep_comm.settings.env.BUILD_VARIABLES, variable
 
 
 PROGRAMS = [

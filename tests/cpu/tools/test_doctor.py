@@ -5,9 +5,9 @@ import sys
 import pytest
 import warm
 
-from deep_comm import env
 from deep_comm.doctor import __main__ as doctor
 from deep_comm.doctor import findings
+from deep_comm.settings import env
 
 
 def test_doctor_finds_this_machine_fit(tmp_path) -> None:

@@ -52,7 +52,7 @@ def test_every_block_of_python_is_python(page: str) -> None:
 
 
 def test_variables_named_in_the_pages_are_registered() -> None:
-    from deep_comm import env
+    from deep_comm.settings import env
 
     known = {variable.name for variable in env.REGISTRY}
     for page in PAGES:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from drop_in import NUM_EXPERTS, NUM_TOPK
 from torch import Tensor
 
-from deep_comm import env
+from deep_comm.settings import env
 from released import host
 from released.package import released
 from released.program import Checks, Release, synchronise

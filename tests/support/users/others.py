@@ -8,7 +8,7 @@ import drop_in
 import torch
 from drop_in import HIDDEN, NUM_EXPERTS, NUM_TOPK
 
-from deep_comm.rendezvous import Rendezvous
+from deep_comm.ranks.rendezvous import Rendezvous
 
 import deep_ep  # type: ignore[import-not-found]  # isort: skip
 

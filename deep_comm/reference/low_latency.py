@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deep_comm.topology import first_expert, num_local_experts
+from deep_comm.ranks.topology import first_expert, num_local_experts
 
 SCALE_BLOCK = 128
 FP4_SCALE_BLOCK = 16

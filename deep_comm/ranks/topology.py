@@ -8,8 +8,8 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from deep_comm import env, integers
 from deep_comm.errors import TopologyError
+from deep_comm.settings import env, integers
 
 MAX_RANKS_PER_NODE = 8
 

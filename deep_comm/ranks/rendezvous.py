@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from deep_comm.errors import ArgumentError, BufferDestroyed, ConfigMismatch, PeerLost
-from deep_comm.topology import member_identity
+from deep_comm.ranks.topology import member_identity
 
 T = TypeVar("T")
 

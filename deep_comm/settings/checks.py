@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deep_comm import integers
 from deep_comm.errors import ArgumentError
+from deep_comm.settings import integers
 
 MAX_EXPERTS = 56 << 10  # counters of 4 bytes, and a little more, in 227 KiB of shared memory
 SCALE_BLOCK = 128  # columns of a row that share a scale when the engine quantises

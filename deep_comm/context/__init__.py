@@ -7,16 +7,17 @@ import uuid
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from deep_comm import _core, absent, env, errors, tuning
-from deep_comm import rail as rails
+from deep_comm import _core, errors, tuning
 from deep_comm.backends import Backend, Heap, create_backend, resolve_device
 from deep_comm.backends.base import EXCHANGE_API
+from deep_comm.context import absent
+from deep_comm.context.absent import Absence
+from deep_comm.context.failures import Failures
 from deep_comm.events import EventHandle, EventOverlap
-from deep_comm.failures import Failures
 from deep_comm.handle import Handle, InternodeHandle
-from deep_comm.rendezvous import Rendezvous
-from deep_comm.settings import Settings
-from deep_comm.topology import (
+from deep_comm.ranks import rail as rails
+from deep_comm.ranks.rendezvous import Rendezvous
+from deep_comm.ranks.topology import (
     Topology,
     discover,
     host_identity,
@@ -24,6 +25,8 @@ from deep_comm.topology import (
     requested_ranks_per_node,
     require_supported,
 )
+from deep_comm.settings import env
+from deep_comm.settings.buffer import Settings
 
 if TYPE_CHECKING:
     from deep_comm._core import Engine
@@ -53,9 +56,7 @@ class Context:
         self.num_qps = settings.num_qps
         self.num_max_experts = settings.num_max_experts
         self.is_open = False
-        self.absent: frozenset[int] = frozenset()  # ranks that the Buffer does without
-        self.last_meeting = 0  # of those that go on without others: its number
-        self._require_present = absent.RequirePresent(self.backend)
+        self._absence = Absence(self.backend)
         with self.backend.device_scope():
             self.rendezvous.require_equal(
                 {
@@ -167,15 +168,10 @@ class Context:
             self.heap.close()
             raise
         self.engine: Engine = engines[0]
-        from deep_comm.region import Region  # native: loaded no earlier than the backend's module
-
         end = self.engine.data_offset + self.engine.data_bytes
         direct_bytes = self.num_direct_bytes = settings.direct_bytes()
-        self.region = Region(
-            end - direct_bytes,
-            end,
-            self.backend.streams,
-            self.backend.framework,
+        self.region = _core.Region(
+            end - direct_bytes, end, self.backend.streams, self.backend.framework
         )
         self.num_ring_bytes = self.num_nvl_bytes - direct_bytes
         self.failures = Failures(self.engine, self.backend, self.low_latency_bytes > 0)
@@ -212,7 +208,7 @@ class Context:
             event_of=EventHandle.of,
             handle_class=Handle,
             tier_handle_class=InternodeHandle,
-            require_present=self._require_present,
+            require_present=self._absence.require_present,
         )
 
     def _trace(self, num_calls: int, name: str) -> None:
@@ -244,8 +240,8 @@ class Context:
         named = absent.checked(without, self.rank, self.num_ranks)
         if not named:
             self._reset(self.engine.reset)
-            self.last_meeting = 0
-            self._set_absent(named)
+            self._absence.end()
+            self._tell_absent()
             return
         if self.topology.num_nodes > 1:
             raise errors.UnsupportedError(
@@ -255,18 +251,22 @@ class Context:
         with self.backend.device_scope():
             self._end_calls()
             try:
-                absent.go_on(self, self.absent | named)
+                self._absence.go_on(self.engine, self.absent | named)
             finally:
-                self._set_absent(self.absent)
+                self._tell_absent()
 
-    def _set_absent(self, ranks: frozenset[int]) -> None:
+    @property
+    def absent(self) -> frozenset[int]:
+        """Ranks that the Buffer does without."""
+        return self._absence.ranks
+
+    def _tell_absent(self) -> None:
         """Handles are then those of dispatches with these ranks absent."""
-        makers = absent.makers(self.members, ranks)
+        makers = absent.makers(self.members, self.absent)
         if makers != self.makers:
             self.makers = makers
             self.native_calls.set_members(list(makers))
-        self.absent = self._require_present.absent = ranks
-        self.native_calls.set_absent(sorted(ranks))
+        self.native_calls.set_absent(sorted(self.absent))
 
     def reset_low_latency(self) -> None:
         """Collective; see Buffer.low_latency_clean_mask_buffer."""

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deep_comm import _core, checks, env
+from deep_comm import _core
 from deep_comm.context import Context
 from deep_comm.errors import ArgumentError, UnsupportedError
-from deep_comm.low_latency_handle import LowLatencyHandle
+from deep_comm.handle import LowLatencyHandle
+from deep_comm.settings import checks, env
 
 _MAX_BLOCKS = 160  # of a low-latency kernel
 _MAX_TOPK = 64

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from deep_comm.ranks.topology import first_expert, num_local_experts
 from deep_comm.reference import get_dispatch_layout
-from deep_comm.topology import first_expert, num_local_experts
 
 Expert = Callable[[int, Tensor], Tensor]
 """(global expert index, rows [n, H]) -> rows [n, H]."""

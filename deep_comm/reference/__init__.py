@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deep_comm.topology import first_expert, num_local_experts
+from deep_comm.ranks.topology import first_expert, num_local_experts
 
 Payload = Tensor | tuple[Tensor, Tensor]
 Bias = Tensor | tuple[Tensor, Tensor] | None

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from deep_comm import checks, errors, integers
+from deep_comm import errors
+from deep_comm.settings import checks, integers
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +34,7 @@ class Settings:
     enable_shrink: bool = False
     num_rdma_bytes: int = 0  # for rings between nodes, if there are several
     num_qps: int = 24  # queues to each node
-    rail: str | None = None  # see deep_comm.rail
+    rail: str | None = None  # see deep_comm.ranks.rail
     trace_calls: int = 0  # see deep_comm.trace; may differ between ranks
 
     def __post_init__(self) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from deep_comm import env
 from deep_comm.errors import ArgumentError, TopologyError
-from deep_comm.topology import Topology
+from deep_comm.ranks.topology import Topology
+from deep_comm.settings import env
 
 SIMULATED, SOFTWARE, NVSHMEM = "simulated", "software", "nvshmem"
 RAILS = (SIMULATED, SOFTWARE, NVSHMEM)

@@ -1,0 +1,1 @@
+"""What a user or the environment sets, and the rules it must keep."""
