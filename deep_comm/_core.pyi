@@ -214,7 +214,6 @@ class BufferCalls:
     # each once: a property makes it anew.
     get_dispatch_layout: Callable[..., Any]
     dispatch: Callable[..., Any]
-    begin_dispatch: Callable[..., PendingDispatch]
     combine: Callable[..., Any]
     has_pending: bool  # a dispatch has been sent, and not been received
     def set_members(self, members: Sequence[str]) -> None:
@@ -227,16 +226,6 @@ class BufferCalls:
         """
     def set_absent(self, ranks: Sequence[int]) -> None:
         """Ranks that the Buffer does without, in ascending order."""
-
-class PendingDispatch:
-    """A dispatch that has been sent, and whose counts the host has not waited for yet. It will in
-    ``result``, or in the Buffer's next call of normal mode, which comes after this one.
-    """
-
-    def result(self) -> Any:
-        """What dispatch returns; raises what went wrong. The same in every call."""
-    def settle(self) -> None:
-        """Waits and ends the call. What is wrong with it is for ``result`` to say."""
 
 class DispatchRecord:
     """What a dispatch learned, as calls use it; see csrc/host/dispatch_record.hpp."""
@@ -281,7 +270,7 @@ class LowLatencyCalls:
         can_shrink: bool,  # the Buffer has rank masks
         num_wanted_blocks: int | None,
         handle_type: Callable[[LowLatencyRecord], object],
-        outputs_event: Callable[..., object] | None,  # (event, outputs, the stream that owns these)
+        tensors_event: Callable[..., object] | None,  # (event, tensors, the stream that owns these)
     ) -> None: ...
     # Functions without keywords. Ask for each once: a property makes it anew.
     dispatch: Callable[..., Any]  # (x, topk_idx, num_max_tokens, num_experts, cumulative_stats,
@@ -310,22 +299,57 @@ class Decoded:
     record: LowLatencyRecord
     topk_idx: Any
     exchange: int  # that its ranks have told of; 0: none
-    def __init__(self, handle: object, topk_idx: object, exchange: int) -> None: ...
 
-def layer_decode(
-    *,
-    low_latency: LowLatencyCalls,
-    num_slots: int,
-    hidden: int,
-    num_topk: int,
-    num_experts: int,
-    decode_tokens: int,  # the most of a step
-    batch_of: Callable[[dict[str, Any]], object],
-    common: dict[str, Any],  # what all batches hold
-    words: object,  # HostWords.place, or None
-    learn: Callable[[int], object],  # ModeRule.learn
-) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
-    """begin, end and finish of one layer's decode steps: see deep_comm/layer/decode.py."""
+class Prefilled:
+    """What combine needs of a layer's prefill batch, and tensors of it that are made when they are
+    asked for."""
+
+    num_tokens_per_expert: Any  # int32 [L]
+    offsets: Any  # int32 [L + 1]
+    weights: Any  # float32 [S], of each row
+    handle: Any  # of the dispatch
+    max_num_tokens: int | None  # of all ranks; None: the host has not waited
+    def weighed_by(self, weights: object) -> Prefilled:
+        """The same with these weights, as autograd knows them."""
+
+class LayerCalls:
+    """What the steps of one layer are made of; see deep_comm/layer/calls.py."""
+
+    def __init__(
+        self,
+        *,
+        buffer: BufferCalls,
+        low_latency: LowLatencyCalls | None,  # None: the layer does not decode
+        hidden: int,
+        num_topk: int,
+        num_experts: int,
+        max_tokens: int,
+        decode_tokens: int,
+        num_slots: int,  # tokens of a rank that decode has room for
+        dtype: object,
+        use_fp8: bool,
+        alignment: int,
+        max_recv_rows: int,
+        batch_type: type,  # ExpertBatch
+        decode_values: dict[str, Any],  # what all batches of a mode hold
+        prefill_values: dict[str, Any],
+        # ("dispatch" or "combine") -> (Config or DefaultConfig, somebody named a number of SMs)
+        default_config: Callable[[str], tuple[Any, bool]],
+        learn: Callable[[int], bool],  # ModeRule.learn
+        # What a rank with too many tokens for a decode step sends: indices of int64, of int32
+        nowhere: Sequence[object],
+        no_weights: object,
+    ) -> None: ...
+    # Functions without keywords. Ask for each once: a property makes it anew.
+    decode: Callable[..., Any]
+    begin_decode: Callable[..., Any]
+    prefill: Callable[..., Any]
+    begin_prefill: Callable[..., Any]
+    combine: Callable[..., Any]
+    begin_combine: Callable[..., Any]
+    finish: Callable[..., Any]
+    def use_words(self, words: object) -> None:
+        """``words``: HostWords.place, or None."""
 
 class Framework:
     """What calls ask of the program's tensor library."""

@@ -72,22 +72,26 @@ class EventHandle:
             stream.wait_event(self._event)
 
 
-class OutputsEvent(EventHandle):
-    """The end of an operation on a communication stream, which writes ``outputs`` of the stream
-    ``home``: their memory must not go back to that stream before it waits for this event.
+class TensorsEvent(EventHandle):
+    """The end of an operation on a communication stream, which reads and writes ``tensors`` of the
+    stream ``owner_stream``: their memory must not go back to it before it waits for this event.
 
     So they are kept until it does. That costs nothing; telling torch's allocator of another stream
     (``record_stream``) takes it an event a tensor, and is left for events that nobody waits for.
     """
 
-    _outputs: Sequence[torch.Tensor] = ()
+    _tensors: Sequence[torch.Tensor] = ()
 
     def __init__(
-        self, pooled: Any, outputs: Sequence[torch.Tensor], home: int, comm: torch.cuda.Stream
+        self,
+        pooled: Any,
+        tensors: Sequence[torch.Tensor],
+        owner_stream: int,
+        comm: torch.cuda.Stream,
     ) -> None:
         self._pooled = pooled
-        self._outputs = outputs
-        self._home = home
+        self._tensors = tensors
+        self._owner_stream = owner_stream
         self._comm = comm
 
     def current_stream_wait(self) -> None:
@@ -99,13 +103,13 @@ class OutputsEvent(EventHandle):
 
     def _wait(self, stream: int) -> None:
         self._pooled.wait(stream)
-        if stream == self._home:
-            self._outputs = ()
+        if stream == self._owner_stream:
+            self._tensors = ()
 
     def __del__(self) -> None:
-        if not self._outputs or sys.is_finalizing() or self._pooled.has_passed():
+        if not self._tensors or sys.is_finalizing() or self._pooled.has_passed():
             return
-        for tensor in self._outputs:
+        for tensor in self._tensors:
             if tensor.numel() > 0:
                 tensor.record_stream(self._comm)
 

@@ -113,7 +113,7 @@ class TensorSequence(_View, Sequence[Tensor]):
     num_recv_tokens_per_rank: Tensor | None = made_later()
     members: tuple[str, ...] | None = made_later()
     expansion: Expansion | None = made_later()
-    home_stream: int | None = field(default_factory=lambda: None, repr=False)
+    owner_stream: int | None = field(default_factory=lambda: None, repr=False)
 
     def _read(self, record: DispatchRecord, name: str) -> Any:
         if name == "expansion":
@@ -178,7 +178,7 @@ class Handle(TensorSequence):
         members: who the ranks are.
         expansion: Expansion, of a dispatch with expand=True.
         has_default_sms: nobody said how many SMs the dispatch gets: combine may take more.
-        home_stream: the raw CUDA stream that owns torch's tensors in it; None: there are none.
+        owner_stream: the raw CUDA stream that owns torch's tensors in it; None: there are none.
     """
 
     _SIZE: ClassVar = 6
@@ -260,7 +260,7 @@ class InternodeHandle(TensorSequence):
         send_places: int32 [T, N + R], ordinal of a token among all that go to node n, then to rank
             r; -1: not sent.
         expansion: Expansion, of a dispatch with expand=True.
-        home_stream: the raw CUDA stream that owns torch's tensors in it; None: there are none.
+        owner_stream: the raw CUDA stream that owns torch's tensors in it; None: there are none.
     """
 
     _SIZE: ClassVar = 10
@@ -351,11 +351,10 @@ class LowLatencyHandle:
         recv_topk_weights: float32 [N, K], 0 where the index is -1; None without weights.
     """
 
-    __slots__ = ("_parts", "_record")
+    __slots__ = ("_record",)
 
     def __init__(self, record: LowLatencyRecord) -> None:
         self._record = record
-        self._parts: dict[str, Tensor | None] = {}
 
     @property
     def num_max_dispatch_tokens_per_rank(self) -> int:
@@ -399,9 +398,7 @@ class LowLatencyHandle:
         return self._record.rows_shape
 
     def _part(self, name: str) -> Any:
-        if name not in self._parts:
-            self._parts[name] = self._record.part(name)
-        return self._parts[name]
+        return self._record.part(name)
 
     @property
     def src_info(self) -> Tensor:

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from deep_comm._core import PendingDispatch
 from deep_comm.config import Config
 from deep_comm.context import Context
 from deep_comm.events import EventOverlap, event_of_call
@@ -181,25 +180,6 @@ class NormalCalls:
             None if config is not None else self._default("dispatch"), self._names_sms(),
         )  # fmt: skip
         return made
-
-    def _begin_expanded_dispatch(
-        self,
-        x: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor,
-        *,
-        num_experts: int,
-        expert_alignment: int,
-        zero_padding: bool,
-        use_fp8: bool,
-    ) -> PendingDispatch:
-        """dispatch with expand and async_finish, for the layer: returns before the host knows how
-        many rows come. Collective."""
-        return self._context.begin_dispatch(
-            x, None, None, None, None, None, topk_idx, topk_weights, expert_alignment, 0, None,
-            None, True, False, num_experts, False, True, zero_padding, use_fp8, False, False, False,
-            self._default("dispatch"), self._names_sms(),
-        )  # fmt: skip
 
     def combine(
         self,

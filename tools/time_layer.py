@@ -4,10 +4,9 @@
 
 A round of each, then the next round of each, in one process a rank; medians of the rounds, of the
 slower rank, in µs of the calling thread, launches and the host's waits included. "raw" are the two
-calls that a step makes, with the same arguments; "by steps" is the same step of the layer where
-none of its parts is one native call of the layer's own. Rounds of decode stand on both sides of
-auto, as "decode" and "decode again": what differs between two rounds of the same thing is the
-machine's. For auto it also says how often the others' words were not there in time, by rank.
+calls of the Buffer that a step stands for, with the same arguments. Rounds of decode stand on both
+sides of auto, as "decode" and "decode again": what differs between two rounds of the same thing is
+the machine's. For auto it also says how often the others' words were not there in time, by rank.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ import torch.distributed as dist
 
 import deep_comm
 from deep_comm.bench.measure import clock_of, gather, host_round
-from deep_comm.layer.by_steps import by_steps
 
 HIDDEN, EXPERTS, TOPK = 7168, 256, 8
 Steps = dict[str, Callable[[int], object]]
@@ -54,24 +52,18 @@ def steps_of(layer: deep_comm.ExpertParallel, num_tokens: int, max_rows: int) ->
         )  # fmt: skip
         return buffer.combine(sent[0], sent[4], topk_weights=sent[2], apply_weights=True)[0]
 
-    slow = by_steps(layer)
-
-    def step(mode: Any, bounded: bool = False, of: Any = layer) -> Callable[[int], object]:
-        return lambda call: of(x, idx, weights, experts, mode=mode, bounded=bounded)
+    def step(mode: Any, bounded: bool = False) -> Callable[[int], object]:
+        return lambda call: layer(x, idx, weights, experts, mode=mode, bounded=bounded)
 
     return {
         "raw decode": raw_decode,
         "decode": step("decode"),
         "auto": step("auto"),
         "decode again": step("decode"),
-        "decode by steps": step("decode", of=slow),
-        "auto by steps": step("auto", of=slow),
         "raw counted": lambda call: raw_prefill(0),
         "counted": step("prefill"),
-        "counted by steps": step("prefill", of=slow),
         "raw bounded": lambda call: raw_prefill(max_rows),
         "bounded": step("prefill", True),
-        "bounded by steps": step("prefill", True, of=slow),
     }
 
 

@@ -11,7 +11,7 @@ void bind_segment(pybind11::module_& m);
 void bind_buffer(pybind11::module_& m);
 void bind_handle(pybind11::module_& m);
 void bind_low_latency_calls(pybind11::module_& m);
-void bind_layer_decode(pybind11::module_& m);
+void bind_layer_calls(pybind11::module_& m);
 void bind_streams(pybind11::module_& m);
 void bind_region(pybind11::module_& m);
 void bind_host_words(pybind11::module_& m);

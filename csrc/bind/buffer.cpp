@@ -8,6 +8,7 @@
 #include "bind/bindings.hpp"
 #include "bind/doors.hpp"
 #include "bind/errors.hpp"
+#include "bind/views.hpp"
 #include "host/calls/layout.hpp"
 
 namespace deep_comm {
@@ -85,7 +86,7 @@ StreamOptions BoundBuffer::read_streams(PyObject* event, PyObject* async_finish,
 }
 
 py::object BoundBuffer::overlap_of(std::shared_ptr<Event> event) const {
-  if (event == nullptr) return python.event_overlap();
+  if (event == nullptr) return new_instance(python.event_overlap);
   if (!context.order.target().has_streams())
     return python.event_overlap(python.event_of(py::none()));
   return python.event_overlap(python.event_of(py::cast(std::move(event))));

@@ -66,7 +66,6 @@ struct BoundBuffer : std::enable_shared_from_this<BoundBuffer> {
   // ---- calls
   pybind11::object get_dispatch_layout(const Arguments<5>& given);
   pybind11::object dispatch(const Arguments<24>& given);
-  pybind11::object begin_dispatch(const Arguments<24>& given);
   pybind11::object combine(const Arguments<11>& given);
 
   // ---- results
@@ -82,6 +81,8 @@ using BufferClass = pybind11::class_<BoundBuffer, std::shared_ptr<BoundBuffer>>;
 
 // The calls of BufferCalls, each in the file of its name.
 void bind_normal_calls(pybind11::module_& m, BufferClass& buffer);
+
+pybind11::object list_of(const std::vector<int>& numbers);
 
 // Of a member of CallContext's results: None where there is none.
 inline pybind11::object object_of(Object object) {

@@ -7,6 +7,7 @@
 
 #include "bind/bindings.hpp"
 #include "bind/interpreter.hpp"
+#include "bind/views.hpp"
 
 namespace deep_comm {
 
@@ -33,35 +34,21 @@ py::tuple tuple_of(const TensorSpec& spec) {
   return shape;
 }
 
-PyObject* name_of_record() {
-  static PyObject* const name = PyUnicode_InternFromString("_record");
-  return name;
-}
-
 }  // namespace
 
-std::shared_ptr<Record> BoundLowLatency::read_handle(PyObject* handle) const {
-  const int is_handle = PyObject_IsInstance(handle, handle_type.ptr());
-  if (is_handle < 0) throw py::error_already_set();
-  if (is_handle == 0) return nullptr;
-  const auto record = py::reinterpret_steal<py::object>(PyObject_GetAttr(handle, name_of_record()));
-  if (!record) throw py::error_already_set();
-  return record.cast<std::shared_ptr<Record>>();
-}
-
 py::object BoundLowLatency::overlap_of(LowLatencyCompletion& completion) const {
-  if (completion.outputs.empty()) return buffer->overlap_of(std::move(completion.event));
+  if (completion.tensors.empty()) return buffer->overlap_of(std::move(completion.event));
   try {
-    py::list outputs;
-    for (const Object& output : completion.outputs) {
-      outputs.append(py::handle(static_cast<PyObject*>(output.get())));
+    py::tuple tensors(completion.tensors.size());
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      tensors[i] = py::handle(static_cast<PyObject*>(completion.tensors[i].get()));
     }
-    return buffer->python.event_overlap(outputs_event(py::cast(std::move(completion.event)),
-                                                      std::move(outputs), completion.owner_stream));
-  } catch (...) {  // a signal's handler may raise: the kernel writes nevertheless
+    return buffer->python.event_overlap(tensors_event(py::cast(std::move(completion.event)),
+                                                      std::move(tensors), completion.owner_stream));
+  } catch (...) {  // a signal's handler may raise: the kernel runs nevertheless
     const py::error_scope kept;
-    for (const Object& output : completion.outputs) {
-      buffer->context.order.framework().record_on_comm(output.get());
+    for (const Object& tensor : completion.tensors) {
+      buffer->context.order.framework().record_on_comm(tensor.get());
     }
     throw;
   }
@@ -104,7 +91,7 @@ py::object BoundLowLatency::dispatch(const Arguments<16>& given) {
   if (result.recv_scales) {
     payload = py::make_tuple(std::move(payload), object_of(std::move(result.recv_scales)));
   }
-  py::object handle = handle_type(py::cast(std::move(result.record)));
+  py::object handle = view_of(handle_type, std::move(result.record));
   return py::make_tuple(std::move(payload), object_of(std::move(result.recv_count)),
                         std::move(handle), std::move(event), std::move(hook));
 }
@@ -119,7 +106,7 @@ py::object BoundLowLatency::combine(const Arguments<11>& given) {
                                                   .topk_weights = reader.read(topk_weights),
                                                   .out = reader.read(out),
                                                   .wait_stats = reader.read(wait_stats),
-                                                  .handle = read_handle(handle),
+                                                  .handle = record_of_view<Record>(handle),
                                                   .handle_object = handle,
                                                   .use_logfmt = read_flag(use_logfmt),
                                                   .zero_copy = read_flag(zero_copy),
@@ -171,8 +158,7 @@ void bind_low_latency_calls(py::module_& m) {
       .def_property_readonly(
           "metadata", [](const Record& self) { return object_of(Object(self.metadata.tensor)); })
       .def(
-          "part",
-          [](const Record& self, const std::string& name) { return object_of(self.part(name)); },
+          "part", [](Record& self, const std::string& name) { return object_of(self.part(name)); },
           "name"_a);
 
   py::class_<BoundLowLatency, std::shared_ptr<BoundLowLatency>> calls(
@@ -182,7 +168,7 @@ void bind_low_latency_calls(py::module_& m) {
       .def(py::init([](std::shared_ptr<BoundBuffer> buffer, std::shared_ptr<Framework> framework,
                        std::vector<std::string> members, bool can_shrink,
                        std::optional<int> num_wanted_blocks, py::object handle_type,
-                       py::object outputs_event) {
+                       py::object tensors_event) {
              const int rank = buffer->context.group.rank;
              auto whose = std::make_shared<const LowLatencyMembers>(
                  LowLatencyMembers{rank, std::move(members)});
@@ -190,10 +176,10 @@ void bind_low_latency_calls(py::module_& m) {
                  std::move(buffer),
                  LowLatencySettings{std::move(whose), std::move(framework), can_shrink,
                                     num_wanted_blocks},
-                 std::move(handle_type), std::move(outputs_event));
+                 std::move(handle_type), std::move(tensors_event));
            }),
            "buffer"_a, py::kw_only(), "framework"_a, "members"_a, "can_shrink"_a,
-           "num_wanted_blocks"_a, "handle_type"_a, "outputs_event"_a)
+           "num_wanted_blocks"_a, "handle_type"_a, "tensors_event"_a)
       .def(
           "num_blocks",
           [](const BoundLowLatency& self, py::handle num_max_tokens, py::handle hidden,
@@ -206,7 +192,7 @@ void bind_low_latency_calls(py::module_& m) {
       .def(
           "combine_buffer",
           [](const BoundLowLatency& self, py::handle handle) {
-            const std::shared_ptr<Record> record = self.read_handle(handle.ptr());
+            const std::shared_ptr<Record> record = record_of_view<Record>(handle.ptr());
             self.calls.require_handle(record.get(), handle.ptr());
             const MadeTensor* found = self.calls.combine_buffer(*record->form);
             return found == nullptr ? py::object(py::none()) : object_of(Object(found->tensor));
@@ -215,7 +201,7 @@ void bind_low_latency_calls(py::module_& m) {
       .def(
           "keep_combine_buffer",
           [](BoundLowLatency& self, py::handle handle, py::object buffer) {
-            const std::shared_ptr<Record> record = self.read_handle(handle.ptr());
+            const std::shared_ptr<Record> record = record_of_view<Record>(handle.ptr());
             self.calls.require_handle(record.get(), handle.ptr());
             const uintptr_t address = self.buffer->reader.read(buffer.ptr()).address;
             self.calls.keep_combine_buffer(*record->form, {to_object(std::move(buffer)), address});

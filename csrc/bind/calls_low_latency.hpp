@@ -11,23 +11,21 @@ namespace deep_comm {
 
 struct BoundLowLatency : std::enable_shared_from_this<BoundLowLatency> {
   BoundLowLatency(std::shared_ptr<BoundBuffer> of, LowLatencySettings settings,
-                  pybind11::object handle_type, pybind11::object outputs_event)
+                  pybind11::object handle_type, pybind11::object tensors_event)
       : buffer(std::move(of)),
         handle_type(std::move(handle_type)),
-        outputs_event(std::move(outputs_event)),
+        tensors_event(std::move(tensors_event)),
         calls(buffer->context, std::move(settings)) {}
 
   std::shared_ptr<BoundBuffer> buffer;
-  pybind11::object handle_type;    // LowLatencyHandle(record)
-  pybind11::object outputs_event;  // OutputsEvent(event, outputs, the stream that owns these)
+  pybind11::object handle_type;    // LowLatencyHandle
+  pybind11::object tensors_event;  // TensorsEvent(event, tensors, the stream that owns these)
   LowLatencyCalls calls;
 
   pybind11::object dispatch(const Arguments<16>& given);
   pybind11::object combine(const Arguments<11>& given);
   pybind11::object wait_num_tokens(const Arguments<0>& none);
 
-  // What a handle is a view of; null: it is no LowLatencyHandle.
-  std::shared_ptr<LowLatencyDispatchRecord> read_handle(PyObject* handle) const;
   pybind11::object overlap_of(LowLatencyCompletion& completion) const;
   pybind11::object hook_of(LowLatencyCompletion& completion);
 };

@@ -38,14 +38,6 @@ void read_pair(const TensorReader& reader, PyObject* given, int num_items, Tenso
   if (num_items > 1) *second = reader.read(items[1]);
 }
 
-py::object list_of(const std::vector<int>& numbers) {
-  py::list list(numbers.size());
-  for (size_t i = 0; i < numbers.size(); ++i) {
-    PyList_SET_ITEM(list.ptr(), i, PyLong_FromLong(numbers[i]));
-  }
-  return list;
-}
-
 // (recv_x or (recv_x, scales), recv_topk_idx, recv_topk_weights, counts of experts, handle, event)
 py::object tuple_of(const BoundBuffer& buffer, DispatchResult result) {
   py::object rows = object_of(std::move(result.recv_x));
@@ -72,48 +64,15 @@ void end_calls(BoundBuffer& buffer, bool was_destroyed) {
   pending->forget(error);
 }
 
-// A dispatch that has been sent; see PendingDispatch.
-class BoundPending {
- public:
-  BoundPending(std::shared_ptr<BoundBuffer> buffer, std::shared_ptr<PendingDispatch> pending)
-      : buffer_(std::move(buffer)), pending_(std::move(pending)) {}
-
-  // Every call returns, or raises, the same.
-  py::object result() {
-    if (pending_ != nullptr) receive();
-    if (error_) {
-      PyErr_SetObject(py::type::handle_of(error_).ptr(), error_.ptr());
-      throw py::error_already_set();
-    }
-    return result_;
-  }
-  void settle() {
-    if (pending_ != nullptr) pending_->settle();
-  }
-
- private:
-  void receive() {
-    const std::shared_ptr<PendingDispatch> pending = std::exchange(pending_, nullptr);
-    PyObject* made = translate(buffer_->python.raise_recorded.ptr(),
-                               [&] { return tuple_of(*buffer_, pending->result()); });
-    result_ = py::reinterpret_steal<py::object>(made);
-    if (result_) return;
-    // Also what a signal's handler has raised: of later calls it is that one was interrupted.
-    py::error_already_set raised;
-    const bool is_exception = raised.matches(PyExc_Exception);
-    if (!is_exception) {
-      pending_ = pending;
-      throw raised;
-    }
-    error_ = raised.value();
-  }
-
-  std::shared_ptr<BoundBuffer> buffer_;
-  std::shared_ptr<PendingDispatch> pending_;  // null: it has been received
-  py::object result_, error_;
-};
-
 }  // namespace
+
+py::object list_of(const std::vector<int>& numbers) {
+  py::list list(numbers.size());
+  for (size_t i = 0; i < numbers.size(); ++i) {
+    PyList_SET_ITEM(list.ptr(), i, PyLong_FromLong(numbers[i]));
+  }
+  return list;
+}
 
 // (x, handle, num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert,
 //  topk_idx, topk_weights, expert_alignment, num_worst_tokens, config, previous_event, async_finish,
@@ -153,12 +112,6 @@ py::object BoundBuffer::dispatch(const Arguments<24>& given) {
   return tuple_of(*this, deep_comm::dispatch(context, read_dispatch(given)));
 }
 
-py::object BoundBuffer::begin_dispatch(const Arguments<24>& given) {
-  std::shared_ptr<PendingDispatch> pending =
-      deep_comm::begin_dispatch(context, read_dispatch(given));
-  return py::cast(std::make_shared<BoundPending>(shared_from_this(), std::move(pending)));
-}
-
 // (x, handle, topk_weights, bias, config, previous_event, async_finish, allocate_on_comm_stream,
 //  apply_weights, fallback, names_sms) -> (combined_x, combined_topk_weights, event)
 py::object BoundBuffer::combine(const Arguments<11>& given) {
@@ -180,12 +133,7 @@ py::object BoundBuffer::combine(const Arguments<11>& given) {
 }
 
 void bind_normal_calls(py::module_& m, BufferClass& buffer) {
-  py::class_<BoundPending, std::shared_ptr<BoundPending>>(m, "PendingDispatch", py::module_local(),
-                                                          "A dispatch that has been sent.")
-      .def("result", &BoundPending::result)
-      .def("settle", &BoundPending::settle);
   def_call<&BoundBuffer::dispatch>(buffer, "dispatch");
-  def_call<&BoundBuffer::begin_dispatch>(buffer, "begin_dispatch");
   def_call<&BoundBuffer::combine>(buffer, "combine");
   buffer
       .def_property_readonly(

@@ -11,7 +11,7 @@ PYBIND11_MODULE(_core, m) {
   deep_comm::bind_handle(m);
   deep_comm::bind_buffer(m);
   deep_comm::bind_low_latency_calls(m);
-  deep_comm::bind_layer_decode(m);
+  deep_comm::bind_layer_calls(m);
   deep_comm::bind_host_words(m);
   // Before the engine, whose signatures name the Simulation.
   deep_comm::bind_simulation(m);

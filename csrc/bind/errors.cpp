@@ -31,6 +31,8 @@ py::object shown(const GivenProperty& given) {
       return object.attr("dtype");
     case Which::kShape:
       return py::list(object.attr("shape"));
+    case Which::kShapeAndType:
+      return py::str("{} of {}").format(py::list(object.attr("shape")), object.attr("dtype"));
     case Which::kTypeShapeDevice:
       return py::str("{} {} on {}")
           .format(object.attr("dtype"), py::list(object.attr("shape")), object.attr("device"));

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "bind/bindings.hpp"
+#include "bind/views.hpp"
 
 namespace deep_comm {
 
@@ -15,31 +16,7 @@ namespace py = pybind11;
 
 namespace {
 
-PyObject* record_name() {
-  static PyObject* const name = PyUnicode_InternFromString("_record");
-  return name;
-}
-
-// Handles are frozen; what they are views of is set around that.
-void set_record(PyObject* handle, const std::shared_ptr<DispatchRecord>& record) {
-  const py::object held = py::cast(record);
-  if (PyObject_GenericSetAttr(handle, record_name(), held.ptr()) != 0)
-    throw py::error_already_set();
-}
-
 bool is_sequence(PyObject* object) { return PyTuple_Check(object) || PyList_Check(object); }
-
-// Empty: there is none.
-std::shared_ptr<DispatchRecord> record_in(PyObject* handle) {
-  if (is_sequence(handle)) return nullptr;
-  const auto found = py::reinterpret_steal<py::object>(PyObject_GetAttr(handle, record_name()));
-  if (!found) {
-    PyErr_Clear();
-    return nullptr;
-  }
-  if (found.is_none() || !py::isinstance<DispatchRecord>(found)) return nullptr;
-  return found.cast<std::shared_ptr<DispatchRecord>>();
-}
 
 // What a sequence of tensors, or a Handle of them, says.
 class HandleReader {
@@ -61,7 +38,7 @@ class HandleReader {
     const BufferToken& token = *buffer_.context.token;
     const bool has_absent = token.members.size() > static_cast<size_t>(token.num_ranks);
     if (!given_.members && has_absent) buffer_.python.require_present(sequence_[0]);
-    if (is_handle) set_record(handle_.ptr(), record);
+    if (is_handle) set_record(handle_, record);
     return record;
   }
 
@@ -87,7 +64,7 @@ class HandleReader {
     given_.members = optional<std::vector<std::string>>("members");
     given_.num_experts = optional<int>("num_experts").value_or(0);
     given_.num_topk = optional<int>("num_topk").value_or(0);
-    given_.owner_stream = optional<uint64_t>("home_stream");
+    given_.owner_stream = optional<uint64_t>("owner_stream");
     const py::object expansion = handle_.attr("expansion");
     if (!expansion.is_none()) {
       given_.expansion = {tensor(expansion, "expert_offsets"),
@@ -128,7 +105,10 @@ py::object field_of(const DispatchRecord& record, const std::string& name) {
   if (name == "num_returning_rows") return py::cast(record.num_returning_rows);
   if (name == "members") return py::tuple(py::cast(record.owner->members));
   if (name == "has_default_sms") return py::bool_(record.has_default_sms);
-  if (name == "home_stream") return py::cast(record.held.owner_stream);
+  if (name == "owner_stream") {
+    if (record.held.tensors.empty()) return py::none();
+    return py::cast(record.held.owner_stream);
+  }
   if (record.expansion) {
     if (name == "num_rows") return py::int_(record.expansion->num_rows);
     if (name == "expert_alignment") return py::int_(record.expansion->expert_alignment);
@@ -139,20 +119,14 @@ py::object field_of(const DispatchRecord& record, const std::string& name) {
 }  // namespace
 
 py::object handle_of(const BoundBuffer& buffer, std::shared_ptr<DispatchRecord> record) {
-  static const py::tuple* const nothing = new py::tuple();
-  const auto type = reinterpret_cast<PyTypeObject*>(buffer.handle_class().ptr());
-  auto handle =
-      py::reinterpret_steal<py::object>(PyBaseObject_Type.tp_new(type, nothing->ptr(), nullptr));
-  if (!handle) throw py::error_already_set();
-  set_record(handle.ptr(), record);
-  return handle;
+  return view_of(buffer.handle_class(), std::move(record));
 }
 
 HandleRequest read_handle(BoundBuffer& buffer, PyObject* handle) {
   HandleRequest request;
   request.is_given = handle != Py_None;
   const CallContext& context = buffer.context;
-  if (std::shared_ptr<DispatchRecord> record = record_in(handle)) {
+  if (std::shared_ptr<DispatchRecord> record = record_of_view<DispatchRecord>(handle)) {
     const bool is_of_tier = (record->owner->num_nodes > 1) == context.group.is_internode();
     if (is_of_tier && (record->owner == context.token || !record->is_given())) {
       request.record = std::move(record);

@@ -44,11 +44,10 @@ Object PartMemory::make(Framework& framework, uintptr_t address, const TensorSpe
 Object DispatchRecord::part(std::string_view name) const {
   if (is_given()) return {};
   for (const RecordPart& part : parts) {
-    if (part.name != name) continue;
-    return part.made ? part.made : part.memory.make(*framework, part.address, part.spec);
+    if (part.name == name) return part.make(*framework);
   }
-  Object made = part_of_block(*this, name);
-  return made || !expansion ? made : part_of_expansion(*this, name);
+  Object made = expansion ? part_of_expansion(*this, name) : Object();
+  return made ? made : part_of_block(*this, name);
 }
 
 }  // namespace deep_comm

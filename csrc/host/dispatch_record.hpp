@@ -67,7 +67,7 @@ struct PartMemory {
   Object make(Framework& framework, uintptr_t address, const TensorSpec& spec) const;
 };
 
-// A tensor of a handle.
+// A tensor of a handle, or of a batch.
 struct RecordPart {
   std::string_view name;
   Object made;  // null: to be made
@@ -77,6 +77,9 @@ struct RecordPart {
 
   static RecordPart of(std::string_view name, Object made) {
     return {name, std::move(made), 0, {}, {}};
+  }
+  Object make(Framework& framework) const {
+    return made ? made : memory.make(framework, address, spec);
   }
 };
 

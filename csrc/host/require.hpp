@@ -22,6 +22,7 @@ struct GivenProperty {
     kDevice,
     kType,
     kShape,
+    kShapeAndType,    // [2] of torch.float32
     kTypeShapeDevice  // torch.float32 [2] on cpu
   };
   Which which;

@@ -16,8 +16,8 @@ from deep_comm.ranks.topology import Topology
 if TYPE_CHECKING:
     from deep_comm import _core
 
-OutputsEventMaker = Callable[..., EventHandle]
-"""(event, outputs, the stream that owns these): of a call on the communication stream."""
+TensorsEventMaker = Callable[..., EventHandle]
+"""(event, tensors, the stream that owns these): of a call on the communication stream."""
 
 EXCHANGE_API: object = getattr(Tensor, "__dlpack_c_exchange_api__", None)
 """DLPack's, for native code; None: this torch has none, and its attributes serve."""
@@ -55,7 +55,7 @@ class Backend(Protocol):
     streams: object  # of the device, for native code: see _core.streams
     framework: _core.Framework  # torch, for native code
     order: _core.StreamOrder  # of the Buffer's calls
-    outputs_event: OutputsEventMaker | None  # None: there are no streams
+    tensors_event: TensorsEventMaker | None  # None: there are no streams
 
     def create_heap(
         self,

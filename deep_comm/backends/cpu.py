@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deep_comm import _core
 from deep_comm.backends import in_process
-from deep_comm.backends.base import EXCHANGE_API, Heap, OutputsEventMaker
+from deep_comm.backends.base import EXCHANGE_API, Heap, TensorsEventMaker
 from deep_comm.backends.foreign import bytes_at
 from deep_comm.errors import UnsupportedError
 from deep_comm.ranks.rendezvous import Rendezvous
@@ -122,7 +122,7 @@ class CpuBackend:
             device=self.device, comm_stream=None, exchange_api=EXCHANGE_API, current_stream=None
         )
         self.order = _core.StreamOrder(self.streams, self.framework, 0)
-        self.outputs_event: OutputsEventMaker | None = None
+        self.tensors_event: TensorsEventMaker | None = None
 
     def create_heap(
         self,

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from deep_comm import _core, _cuda
 from deep_comm.backends import in_process
-from deep_comm.backends.base import EXCHANGE_API, Heap, OutputsEventMaker
+from deep_comm.backends.base import EXCHANGE_API, Heap, TensorsEventMaker
 from deep_comm.backends.cuda_streams import current_raw_stream, make_framework, streams_of
 from deep_comm.backends.foreign import bytes_at
 from deep_comm.errors import TopologyError, UnsupportedError
-from deep_comm.events import OutputsEvent
+from deep_comm.events import TensorsEvent
 from deep_comm.ranks.rail import NVSHMEM
 from deep_comm.ranks.rendezvous import Rendezvous
 from deep_comm.ranks.topology import Topology, host_identity
@@ -135,8 +135,8 @@ class CudaBackend:
         self.streams: object = native.door
         self.framework = make_framework(device, self._comm_stream)
         self.order = _core.StreamOrder(native.door, self.framework, self._comm_stream.cuda_stream)
-        self.outputs_event: OutputsEventMaker | None = functools.partial(
-            OutputsEvent, comm=self._comm_stream
+        self.tensors_event: TensorsEventMaker | None = functools.partial(
+            TensorsEvent, comm=self._comm_stream
         )
         # Of every step of a layer's "auto".
         self.is_capturing: Callable[[], bool] = self._is_capturing

@@ -179,7 +179,6 @@ class Context:
         self.native_calls.set_members(list(self.makers))
         self.get_dispatch_layout = self.native_calls.get_dispatch_layout
         self.dispatch = self.native_calls.dispatch
-        self.begin_dispatch = self.native_calls.begin_dispatch
         self.combine = self.native_calls.combine
         self.is_open = True
 

@@ -47,7 +47,7 @@ def native_calls(ctx: Context) -> _core.LowLatencyCalls:
         can_shrink=ctx.enable_shrink,
         num_wanted_blocks=env.NUM_SMS.get(),
         handle_type=LowLatencyHandle,
-        outputs_event=ctx.backend.outputs_event,
+        tensors_event=ctx.backend.tensors_event,
     )
 
 

@@ -28,7 +28,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -38,7 +37,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import deep_comm
 from deep_comm.examples import picture
 from deep_comm.examples.launch import device_of, on_ranks, say
-from deep_comm.layer.by_steps import by_steps
 from deep_comm.ranks.topology import first_expert, num_local_experts
 
 NUM_LAYERS = 3
@@ -218,34 +216,29 @@ def _synchronize(device: torch.device) -> None:
 @contextmanager
 def _named_ranges(model: Model) -> Iterator[None]:
     """On the host target communication is calls, not kernels: they get names in the trace."""
-    parallel = model.parallel
-    buffer: Any = parallel.buffer
-    names = ("dispatch", "combine", "low_latency_dispatch", "low_latency_combine")
-    calls = {**{name: name for name in names}, "_begin_expanded_dispatch": "dispatch"}
+    calls: Any = model.parallel._steps.calls
+    plain = vars(calls).copy()
 
     def named(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **options: Any) -> Any:
+        def run(*args: Any) -> Any:
             with record_function(picture.RANGE + name):
-                result = call(*args, **options)
-            if hasattr(result, "result"):  # a dispatch whose counts the host has not seen yet
-                return SimpleNamespace(result=named(name + " receive", result.result))
-            # A receive hook. Events can be called as well.
-            is_low_latency = isinstance(result, tuple) and name.startswith("low_latency")
-            if is_low_latency and result[-1] is not None:
-                return (*result[:-1], named(name + " receive", result[-1]))
+                result = call(*args)
+            if callable(result):  # receives what has been sent
+                return named(name + " receive", result)
+            if isinstance(result, tuple):
+                return (result[0], named(name + " receive", result[1]))
             return result
 
         return run
 
-    for method, name in calls.items():
-        setattr(buffer, method, named(name, getattr(buffer, method)))
-    model.parallel = by_steps(parallel)
+    for name in ("decode", "prefill", "begin_decode", "begin_prefill"):
+        setattr(calls, name, named("dispatch", plain[name]))
+    for name in ("combine", "begin_combine"):
+        setattr(calls, name, named("combine", plain[name]))
     try:
         yield
     finally:
-        model.parallel = parallel
-        for method in calls:
-            delattr(buffer, method)
+        vars(calls).update(plain)
 
 
 def _trace(

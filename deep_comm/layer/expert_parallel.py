@@ -24,7 +24,6 @@ from deep_comm.layer.shape import (
     estimate_memory,
 )
 from deep_comm.layer.steps import Experts, Steps
-from deep_comm.layer.transport import Transport
 
 
 class ExpertParallel:
@@ -143,8 +142,7 @@ class ExpertParallel:
             raise
         if max_recv_rows is None:
             max_recv_rows = construction.most_rows(self.shape, num_ranks, expert_alignment)
-        transport = Transport(buffer, self.shape, expert_alignment, max_recv_rows)
-        self._steps = Steps(buffer, transport, can_decode)
+        self._steps = Steps(buffer, self.shape, expert_alignment, max_recv_rows, can_decode)
         self._key = ops.register(self)
 
     @property
@@ -278,13 +276,7 @@ class ExpertParallel:
             y = ops.traced_forward(self, x, topk_idx, topk_weights, experts, mode, bounded)
             return y if shared is None else y + shared(x)
         steps = self._steps
-        if mode is None:
-            mode = self.mode
-        if shared is None:
-            done = steps.forward_quick(x, topk_idx, topk_weights, experts, mode, bounded)
-            if done is not None:
-                return done
-        way = steps.way(x, topk_idx, topk_weights, mode, bounded)
+        way = steps.way(self.mode if mode is None else mode, bounded)
         if way == "ask":
             return steps.ask(x, topk_idx, topk_weights, experts, shared)
         if shared is None:
@@ -311,12 +303,7 @@ class ExpertParallel:
         forward.
         """
         steps = self._steps
-        if mode is None:
-            mode = self.mode
-        batch = steps.dispatch_quick(x, topk_idx, topk_weights, mode, bounded)
-        if batch is not None:
-            return batch
-        way = steps.way(x, topk_idx, topk_weights, mode, bounded)
+        way = steps.way(self.mode if mode is None else mode, bounded)
         return steps.dispatch(way, x, topk_idx, topk_weights, bounded)
 
     def dispatch_async(
@@ -330,7 +317,7 @@ class ExpertParallel:
     ) -> Pending[ExpertBatch]:
         """dispatch in two halves: this one sends, ``result()`` receives. See Pending."""
         steps = self._steps
-        way = steps.way(x, topk_idx, topk_weights, self.mode if mode is None else mode, bounded)
+        way = steps.way(self.mode if mode is None else mode, bounded)
         return steps.dispatch_async(way, x, topk_idx, topk_weights, bounded)
 
     def combine(self, batch: ExpertBatch, rows: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ class HostWords:
         most(exchange): that any rank has told of this one; None: not all have, after a while in
             which the GIL was free.
         exchange(), set_exchange(number): the last one that this rank has told of.
-        place: arguments of what native calls (decode.py) tell and count by, in this memory.
+        place: arguments of what native calls (calls.py) tell and count by, in this memory.
     """
 
     __slots__ = ("exchange", "most", "place", "set_exchange", "tell")

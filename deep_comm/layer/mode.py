@@ -18,7 +18,7 @@ from __future__ import annotations
 
 
 class ModeRule:
-    """State of one layer, the same on every rank. Native code tells it (decode.py)."""
+    """State of one layer, the same on every rank. Native code tells it (calls.py)."""
 
     __slots__ = ("decode_tokens", "begins_with_decode", "num_steps", "num_changes")
 

@@ -21,10 +21,12 @@ import torch
 from torch import Tensor
 from torch._higher_order_ops import effects
 
+from deep_comm._core import Prefilled
+from deep_comm.buffer import Buffer
 from deep_comm.errors import ArgumentError, DeepCommError
+from deep_comm.layer import autograd
 from deep_comm.layer.batch import ExpertBatch
 from deep_comm.layer.construction import check_mode
-from deep_comm.layer.prefill import Prefilled
 from deep_comm.layer.shape import Mode, MoEShape
 from deep_comm.layer.steps import Steps, Way
 
@@ -34,6 +36,7 @@ class Layer(Protocol):
 
     mode: Mode
     shape: MoEShape
+    buffer: Buffer
     _key: str
     _steps: Steps
 
@@ -101,11 +104,7 @@ def ep_dispatch(
     """The state of a batch that has come."""
     steps = _layer(layer)._steps
     with torch.no_grad():
-        chosen = (
-            steps.way(x, topk_idx, topk_weights, "auto", bounded)
-            if way == "auto"
-            else cast("Way", way)
-        )
+        chosen = steps.way("auto", bounded) if way == "auto" else cast("Way", way)
         return _keep(_Kept(steps.dispatch(chosen, x, topk_idx, topk_weights, bounded)))
 
 
@@ -142,8 +141,8 @@ def _(
     x: Tensor, topk_idx: Tensor, topk_weights: Tensor, state: Tensor, layer: str, way: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     owner = _layer(layer)
-    shape, transport = owner.shape, owner._steps.transport
-    num_rows: Any = transport.num_local * transport.capacity
+    shape, calls = owner.shape, owner._steps.calls
+    num_rows: Any = calls.num_local * calls.capacity
     num_weights: Any = 0
     if way != "decode":
         ctx = torch.library.get_ctx()
@@ -154,8 +153,8 @@ def _(
         x.new_empty(num_rows, shape.hidden, dtype=torch.float8_e4m3fn if shape.fp8 else x.dtype),
         x.new_empty(*scales, dtype=torch.float32),
         topk_weights.new_empty(num_weights),
-        x.new_empty(transport.num_local, dtype=torch.int32),
-        x.new_empty(transport.num_local + 1, dtype=torch.int32),
+        x.new_empty(calls.num_local, dtype=torch.int32),
+        x.new_empty(calls.num_local + 1, dtype=torch.int32),
     )
 
 
@@ -165,9 +164,7 @@ def ep_dispatch_grads(
 ) -> tuple[Tensor, Tensor]:
     """Of x and of topk_weights."""
     kept: Prefilled = _kept(state).state
-    return _layer(layer)._steps.transport.prefill.dispatch_grads(
-        grad_rows, grad_weights, kept.handle
-    )
+    return autograd.dispatch_grads(_layer(layer).buffer, grad_rows, grad_weights, kept.handle)
 
 
 @ep_dispatch_grads.register_fake
@@ -185,11 +182,11 @@ def _(
 def ep_combine(
     rows: Tensor, weights: Tensor, topk_idx: Tensor, state: Tensor, layer: str
 ) -> Tensor:
-    transport, kept = _layer(layer)._steps.transport, _kept(state).state
+    kept = _kept(state).state
     with torch.no_grad():
         if type(kept) is Prefilled:
-            return transport.prefill.combine(rows.contiguous(), weights, kept.handle, False)[0]
-        return transport.decode_combine(rows.contiguous(), kept, False)[0]
+            kept = kept.weighed_by(weights)
+        return _layer(layer)._steps.calls.combine(rows, kept)
 
 
 @ep_combine.register_fake
@@ -203,7 +200,7 @@ def ep_combine_grads(
 ) -> tuple[Tensor, Tensor]:
     """Of rows and of weights."""
     kept: Prefilled = _kept(state).state
-    return _layer(layer)._steps.transport.prefill.combine_grads(grad, rows, weights, kept.handle)
+    return autograd.combine_grads(_layer(layer).buffer, grad, rows, weights, kept.handle)
 
 
 @ep_combine_grads.register_fake
@@ -282,7 +279,7 @@ def traced_forward(
     rows, scales, weights, counts, offsets = ep_rows(
         x, topk_idx, topk_weights, state, layer._key, way
     )
-    transport = layer._steps.transport
+    calls = layer._steps.calls
     is_decode = way == "decode"
     batch = ExpertBatch(
         x=rows,
@@ -290,10 +287,10 @@ def traced_forward(
         num_tokens_per_expert=counts,
         offsets=offsets,
         counts=None,
-        capacity=transport.capacity if is_decode else None,
+        capacity=calls.capacity if is_decode else None,
         mode="decode" if is_decode else "prefill",
-        first_expert=transport.first_expert,
-        alignment=transport.alignment,
+        first_expert=calls.first_expert,
+        alignment=calls.alignment,
         state=None,
     )
     return ep_combine(experts(batch), weights, topk_idx, state, layer._key)

@@ -49,105 +49,93 @@ DispatchArgs dispatch_args(const DispatchPlan& plan, const Payload& payload,
 
 // After all rows have come: the caller's tensors.
 void fill_result(CallContext& context, const Payload& payload, const OutputForm& form,
-                 int num_channels, DispatchOutputs&& out, CallOrder& order,
+                 int num_channels, bool defers_topk, DispatchOutputs&& out, CallOrder& order,
                  DispatchResult* result) {
   Object by_column;
   if (payload.is_column_major) {
     by_column = transpose_scales(context, payload.form, std::exchange(out.scales, 0), out.num_rows,
                                  num_channels, order);
   }
-  DispatchOutputs::Tensors tensors = std::move(out).tensors(context.memory, form);
+  DispatchOutputs::Tensors tensors = std::move(out).tensors(context.memory, form, defers_topk);
   result->recv_x = std::move(tensors.x);
   result->recv_scales = by_column ? std::move(by_column) : std::move(tensors.scales);
   result->recv_topk_idx = std::move(tensors.topk_idx);
   result->recv_topk_weights = std::move(tensors.topk_weights);
+  result->deferred_topk_weights = std::move(tensors.deferred_topk_weights);
 }
 
-// ---- with a handle: no counts to exchange, no wait of the host
+// ---- the routing of a handle: no counts to exchange, no wait of the host
 
-class LaunchedCached;
-
-class ReservedCached {
+class CheckedRepeat {
  public:
-  ReservedCached(CallContext& context, const DispatchRequest& request, Payload payload,
-                 std::shared_ptr<DispatchRecord> handle, const CachedDispatchPlan& plan,
-                 CallOrder& order)
-      : context_(context),
-        request_(request),
-        payload_(payload),
-        handle_(std::move(handle)),
-        plan_(plan),
-        order_(order),
-        scratch_(allocate_scratch(context, payload_, order)),
-        out_(cached_outputs(context.memory, payload_.form, handle_->num_output_rows, order)) {}
+  CheckedRepeat(CallContext& context, const DispatchRequest& request)
+      : context_(context), request_(request) {
+    require_no_routing(request);
+    context.begin();
+    payload_ = check_payload(context, request.payload);
+    handle_ = check_handle(context, request.handle);
+    require_handle(*handle_, payload_.num_tokens, request.expand || request.zero_padding);
+    plan_ =
+        &plan_of(context, CachedDispatchKey{request.config, payload_.form, handle_->num_channels,
+                                            handle_->expansion.has_value()});
+    require_channels(*handle_, plan_->rings.channels.num_channels, "num_sms");
+  }
 
-  LaunchedCached launch() &&;
-
- private:
-  friend class LaunchedCached;
+ protected:
   CallContext& context_;
   const DispatchRequest& request_;
   Payload payload_;
   std::shared_ptr<DispatchRecord> handle_;
-  const CachedDispatchPlan& plan_;
+  const CachedDispatchPlan* plan_;  // holds until the Buffer's next call of normal mode
+};
+
+class ReservedRepeat : public CheckedRepeat {
+ public:
+  ReservedRepeat(CheckedRepeat&& checked, CallOrder& order)
+      : CheckedRepeat(std::move(checked)),
+        order_(order),
+        scratch_(allocate_scratch(context_, payload_, order)),
+        out_(cached_outputs(context_.memory, payload_.form, handle_->num_output_rows, order)) {}
+
+ protected:
   CallOrder& order_;
   CastScratch scratch_;
   DispatchOutputs out_;
 };
 
-class LaunchedCached {
+class LaunchedRepeat : public ReservedRepeat {
  public:
-  DispatchResult finish() && {
-    CallContext& context = call_.context_;
-    const RingPlan& rings = call_.plan_.rings;
-    DispatchResult result;
-    fill_result(context, call_.payload_, {.payload = call_.payload_.form, .makes_handle = false},
-                rings.channels.num_channels, std::move(call_.out_), call_.order_, &result);
-    result.event =
-        call_.order_.finish(inputs_of(call_.payload_, call_.request_), &call_.handle_->held);
-    return result;
-  }
-
- private:
-  friend class ReservedCached;
-  explicit LaunchedCached(ReservedCached&& call) : call_(std::move(call)) {}
-  ReservedCached call_;
-};
-
-LaunchedCached ReservedCached::launch() && {
-  const DispatchRecord& handle = *handle_;
-  DispatchArgs args =
-      dispatch_args(plan_.dispatch, payload_, handle.routing, handle.num_experts, out_);
-  if (handle.expansion) {
-    args.send_row = pointer_of<int32_t>(handle.expansion->send_row);
-    args.num_expanded = pointer_of<int32_t>(handle.expansion->num_expanded);
-  }
-  context_.launch([&] { context_.engine.dispatch(plan_.dispatch, args, order_.stream()); });
-  if (handle.expansion) {
+  explicit LaunchedRepeat(ReservedRepeat&& reserved) : ReservedRepeat(std::move(reserved)) {
+    const DispatchRecord& handle = *handle_;
+    DispatchArgs args =
+        dispatch_args(plan_->dispatch, payload_, handle.routing, handle.num_experts, out_);
+    if (handle.expansion) {
+      args.send_row = pointer_of<int32_t>(handle.expansion->send_row);
+      args.num_expanded = pointer_of<int32_t>(handle.expansion->num_expanded);
+    }
+    context_.launch([&] { context_.engine.dispatch(plan_->dispatch, args, order_.stream()); });
+    if (!handle.expansion) return;
     expand_rows(context_,
                 {.rank_prefix = handle.routing.rank_prefix,
                  .expansion = *handle.expansion,
                  .form = payload_.form,
                  .zero_padding = request_.zero_padding},
-                out_, plan_.rings.num_local_blocks, order_.stream());
+                out_, plan_->rings.num_local_blocks, order_.stream());
   }
-  return LaunchedCached(std::move(*this));
-}
+
+  DispatchResult receive() {
+    DispatchResult result;
+    fill_result(context_, payload_, {.payload = payload_.form, .makes_handle = false},
+                plan_->rings.channels.num_channels, false, std::move(out_), order_, &result);
+    result.event = order_.finish(inputs_of(payload_, request_), &handle_->held);
+    return result;
+  }
+};
 
 DispatchResult dispatch_cached(CallContext& context, const DispatchRequest& request) {
-  require_no_routing(request);
-  context.begin();
-  const Payload payload = check_payload(context, request.payload);
-  std::shared_ptr<DispatchRecord> handle = check_handle(context, request.handle);
-  require_handle(*handle, payload.num_tokens, request.expand || request.zero_padding);
-  const CachedDispatchPlan& plan =
-      plan_of(context, CachedDispatchKey{request.config, payload.form, handle->num_channels,
-                                         handle->expansion.has_value()});
-  require_channels(*handle, plan.rings.channels.num_channels, "num_sms");
-
+  CheckedRepeat checked(context, request);
   CallOrder order(context.order, request.streams);
-  DispatchResult result =
-      ReservedCached(context, request, payload, std::move(handle), plan, order).launch().finish();
+  DispatchResult result = LaunchedRepeat(ReservedRepeat(std::move(checked), order)).receive();
   context.end();
   return result;
 }
@@ -164,7 +152,7 @@ struct NewDispatch {
   RoutingBlock layout;
   std::vector<const void*> inputs;  // the caller's tensors
   const void* mask = nullptr;       // is_token_in_rank, where the caller gave it
-  bool is_expanded, zero_tail, zero_padding, has_default_sms;
+  bool is_expanded, zero_tail, zero_padding, defers_topk, has_default_sms;
 
   int64_t num_worst_tokens() const { return routing.num_worst_tokens; }
   bool is_bounded() const { return num_worst_tokens() > 0; }
@@ -182,6 +170,7 @@ class CheckedDispatch : private NewDispatch {
     is_expanded = request.expand;
     zero_tail = request.zero_tail;
     zero_padding = request.zero_padding;
+    defers_topk = request.defers_topk;
     has_default_sms = request.config.has_default_sms();
     inputs = inputs_of(payload, request);
     // Counts that contradict the choices would put expanded rows past their groups.
@@ -346,8 +335,8 @@ class LaunchedDispatch final : private ReservedDispatch, public LaunchedCall {
                   out, plan->rings.num_local_blocks, order->stream());
     }
     DispatchResult result;
-    fill_result(*context, payload, form, plan->rings.channels.num_channels, std::move(out), *order,
-                &result);
+    fill_result(*context, payload, form, plan->rings.channels.num_channels, defers_topk,
+                std::move(out), *order, &result);
     result.has_counts = true;
     if (counts) result.num_recv_tokens_per_expert = std::move(counts->num_recv_tokens_per_expert);
     result.record = record;
@@ -427,7 +416,7 @@ class LaunchedDispatch final : private ReservedDispatch, public LaunchedCall {
     hold(out.sources.tensor);
     hold(numbering.storage.tensor);
     hold(out.placed.tensor);
-    if (!record->held.tensors.empty()) record->held.owner_stream = order->owner_stream();
+    if (context->order.target().has_streams()) record->held.owner_stream = order->owner_stream();
     return record;
   }
 

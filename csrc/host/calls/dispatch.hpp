@@ -18,14 +18,17 @@ struct DispatchRequest {
   TensorRef topk_idx, topk_weights;
   IntegerRef expert_alignment, num_worst_tokens, num_experts;
   bool zero_tail = false, expand = false, zero_padding = false;
+  // With expand: whoever calls takes the weights when it needs a tensor of them, and no indices.
+  bool defers_topk = false;
   ConfigChoice config;
   StreamOptions streams;
 };
 
 struct DispatchResult {
   Object recv_x, recv_scales;               // scales: null without
-  Object recv_topk_idx, recv_topk_weights;  // null without
-  bool has_counts = false;                  // false: cached
+  Object recv_topk_idx, recv_topk_weights;  // null without, and if they are deferred
+  RecordPart deferred_topk_weights;
+  bool has_counts = false;  // false: cached
   std::vector<int> num_recv_tokens_per_expert;
   std::shared_ptr<DispatchRecord> record;  // null: cached
   std::shared_ptr<Event> event;            // null: synchronous

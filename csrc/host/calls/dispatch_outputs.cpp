@@ -126,23 +126,34 @@ DispatchOutputs cached_outputs(Memory& memory, const PayloadForm& form, int64_t 
   return out;
 }
 
-DispatchOutputs::Tensors DispatchOutputs::tensors(Memory& memory, const OutputForm& form) && {
-  if (block == nullptr) {
-    return {std::move(made_x.tensor), std::move(made_scales.tensor), std::move(made_idx.tensor),
-            std::move(made_weights.tensor)};
-  }
-  const std::shared_ptr<void> keeper = memory.keep(std::move(block));
-  const auto over = [&](uintptr_t address, const TensorSpec& spec) {
-    return memory.over(address - memory.heap_base(), spec, keeper);
-  };
+DispatchOutputs::Tensors DispatchOutputs::tensors(Memory& memory, const OutputForm& form,
+                                                  bool defers_topk) && {
+  const TensorSpec weights = selections_of(form, kFloat32, num_rows);
   Tensors made;
+  if (block == nullptr) {
+    made.x = std::move(made_x.tensor);
+    made.scales = std::move(made_scales.tensor);
+    if (defers_topk) {
+      made.deferred_topk_weights = {{}, std::move(made_weights.tensor), topk_weights, weights, {}};
+      return made;
+    }
+    made.topk_idx = std::move(made_idx.tensor);
+    made.topk_weights = std::move(made_weights.tensor);
+    return made;
+  }
+  const PartMemory part = PartMemory::of(memory, std::move(block));
+  const auto over = [&](uintptr_t address, const TensorSpec& spec) {
+    return memory.over(address - memory.heap_base(), spec, part.keeper);
+  };
   made.x = over(x, rows_of(form.payload, num_rows));
   // Scales by column are made elsewhere.
   if (scales != 0) made.scales = over(scales, scales_of(form.payload, num_rows));
-  if (topk_idx != 0) made.topk_idx = over(topk_idx, selections_of(form, form.idx_type(), num_rows));
-  if (topk_weights != 0) {
-    made.topk_weights = over(topk_weights, selections_of(form, kFloat32, num_rows));
+  if (defers_topk) {
+    made.deferred_topk_weights = {{}, {}, topk_weights, weights, part};
+    return made;
   }
+  if (topk_idx != 0) made.topk_idx = over(topk_idx, selections_of(form, form.idx_type(), num_rows));
+  if (topk_weights != 0) made.topk_weights = over(topk_weights, weights);
   return made;
 }
 

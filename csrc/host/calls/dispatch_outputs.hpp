@@ -48,8 +48,9 @@ struct DispatchOutputs {
   // The caller's tensors.
   struct Tensors {
     Object x, scales, topk_idx, topk_weights;
+    RecordPart deferred_topk_weights;  // instead of the last two
   };
-  Tensors tensors(Memory& memory, const OutputForm& form) &&;
+  Tensors tensors(Memory& memory, const OutputForm& form, bool defers_topk) &&;
 };
 
 // Blocks for the outputs of a dispatch, of as many rows as there is room for.

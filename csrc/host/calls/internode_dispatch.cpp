@@ -197,7 +197,7 @@ class LaunchedTierRepeat : public ReservedTierRepeat {
       const ExpansionRecord& expansion = *handle_->expansion;
       GatheredRows gathered =
           expand_received(context_, rows_, form_, num_received_of(context_, handle_->routing),
-                          expansion, request_.zero_padding, plan_.num_local_blocks, order_);
+                          expansion, request_.zero_padding, true, plan_.num_local_blocks, order_);
       give_rows(context_, plan_, payload_, expansion.num_rows, std::move(gathered), order_,
                 &result);
     } else {
@@ -218,7 +218,8 @@ class CheckedTierDispatch {
         topk_idx_(request.topk_idx),
         zero_tail_(request.zero_tail),
         expand_(request.expand),
-        zero_padding_(request.zero_padding) {
+        zero_padding_(request.zero_padding),
+        defers_topk_(request.defers_topk) {
     context.begin();
     payload_ = check_payload(context, request.payload);
     routing_ = check_routing(context, request, payload_.num_tokens);
@@ -242,7 +243,7 @@ class CheckedTierDispatch {
   CheckedRouting routing_;
   TensorRef topk_idx_;
   RingPlan plan_;
-  bool zero_tail_, expand_, zero_padding_;
+  bool zero_tail_, expand_, zero_padding_, defers_topk_;
   std::vector<const void*> inputs_;
   Object mask_;  // the caller's
 };
@@ -455,7 +456,15 @@ class LaunchedTierDispatch final : public ReservedTierDispatch, public LaunchedC
                           routing_.expert_alignment, num_rows, plan_.num_local_blocks, order_);
       GatheredRows gathered =
           expand_received(context_, *rows_, form_, num_received, numbering.expansion, zero_padding_,
-                          plan_.num_local_blocks, order_);
+                          !defers_topk_, plan_.num_local_blocks, order_);
+      if (defers_topk_) {
+        MadeTensor weights = std::exchange(gathered.topk_weights, {});
+        result.deferred_topk_weights = {{},
+                                        std::move(weights.tensor),
+                                        weights.address,
+                                        TensorSpec::of(kFloat32, {num_rows}),
+                                        {}};
+      }
       give_rows(context_, plan_, payload_, num_rows, std::move(gathered), order_, &result);
       record.num_output_rows = num_rows;
       record.expansion = std::move(numbering.expansion);

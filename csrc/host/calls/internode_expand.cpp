@@ -63,7 +63,7 @@ ReceivedNumbering number_received(CallContext& context, const TierRows& received
 GatheredRows expand_received(CallContext& context, const TierRows& received,
                              const TierRowForm& form, uintptr_t num_received,
                              const ExpansionRecord& expansion, bool zero_padding,
-                             int num_local_blocks, CallOrder& order) {
+                             bool needs_experts, int num_local_blocks, CallOrder& order) {
   Memory& memory = context.memory;
   const PayloadForm& payload = form.payload;
   const int64_t num_rows = expansion.num_rows;
@@ -73,8 +73,8 @@ GatheredRows expand_received(CallContext& context, const TierRows& received,
     rows.scales =
         memory.empty(TensorSpec::of(payload.scale_type, {num_rows, payload.num_scales}), order);
   }
-  const bool has_topk = received.topk_idx() != 0;
-  if (has_topk)
+  const bool has_experts = needs_experts && received.topk_idx() != 0;
+  if (has_experts)
     rows.topk_idx = memory.empty(TensorSpec::of(form.topk_idx_type(), {num_rows}), order);
   if (form.has_weights)
     rows.topk_weights = memory.empty(TensorSpec::of(kFloat32, {num_rows}), order);
@@ -100,7 +100,7 @@ GatheredRows expand_received(CallContext& context, const TierRows& received,
   args.x = pointer_of<uint8_t>(address(rows.x));
   args.scales = pointer_of<uint8_t>(address(rows.scales));
   args.expert_idx = pointer_of<void>(address(rows.topk_idx));
-  args.expert_idx_bytes = has_topk ? form.topk_idx_bytes : 0;
+  args.expert_idx_bytes = has_experts ? form.topk_idx_bytes : 0;
   args.weights = pointer_of<float>(address(rows.topk_weights));
   context.launch([&] {
     context.engine.expand_received(args, {num_local_blocks, 1, 1}, order.stream());

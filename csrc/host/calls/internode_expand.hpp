@@ -23,10 +23,11 @@ ReceivedNumbering number_received(CallContext& context, const TierRows& received
 struct GatheredRows {
   MadeTensor x, scales, topk_idx, topk_weights;
 };
-// `received` by expert. What came without top-k has neither experts nor weights.
+// `received` by expert. What came without top-k has neither experts nor weights; experts only if the
+// caller needs them.
 GatheredRows expand_received(CallContext& context, const TierRows& received,
                              const TierRowForm& form, uintptr_t num_received,
                              const ExpansionRecord& expansion, bool zero_padding,
-                             int num_local_blocks, CallOrder& order);
+                             bool needs_experts, int num_local_blocks, CallOrder& order);
 
 }  // namespace deep_comm

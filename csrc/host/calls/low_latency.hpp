@@ -41,7 +41,8 @@ struct LowLatencyForm {
   TensorSpec rows;            // bfloat16, what combine takes: [L, N, H] or [N, H]
   TensorSpec recv_x;          // what dispatch returns
   TensorSpec recv_scales;     // of no dimension: there are none
-  TensorSpec metadata;        // int32, flat
+  size_t scales_offset = 0;   // in the metadata block
+  TensorSpec metadata;        // int32, flat: the block
   std::vector<LowLatencyHandlePart> parts;
 
   const LowLatencyOptions& options() const { return plan.options; }
@@ -62,9 +63,11 @@ struct LowLatencyDispatchRecord {
   int num_tokens = 0;
   MadeTensor metadata;
   State state = State::kReceived;
+  std::vector<Object> parts{};  // made so far, as the form lists them
 
-  // A tensor of a part; null: there is no such part.
-  Object part(std::string_view name) const;
+  // A tensor of a part, the same each time; null: there is no such part.
+  Object part(std::string_view name);
+  Object over(const LowLatencyHandlePart& part) const;
 };
 
 // A call whose receive phase waits for its hook, and what both phases work on.
@@ -103,10 +106,10 @@ struct LowLatencyCombineRequest {
 // How a call runs among streams, and what its results need.
 struct LowLatencyCompletion {
   std::shared_ptr<Event> event;  // of an asynchronous call
-  // What that call writes, of memory that goes back to `owner_stream`: the framework's allocator does
-  // not know that the communication stream uses it. The owner of the event keeps them until that
-  // stream waits for it, or tells the allocator. Empty: it has been told.
-  std::vector<Object> outputs;
+  // What that call reads and writes, of memory that goes back to `owner_stream`: the framework's
+  // allocator does not know that the communication stream uses it. The owner of the event keeps them
+  // until that stream waits for it, or tells the allocator. Empty: it has been told.
+  std::vector<Object> tensors;
   uint64_t owner_stream = 0;
   std::shared_ptr<LowLatencyPending> pending;  // of a call with a hook
 };

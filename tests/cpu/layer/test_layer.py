@@ -195,7 +195,7 @@ def test_bad_inputs_are_named_before_anything_is_launched() -> None:
             with pytest.raises(ArgumentError, match="decode_tokens"):
                 layer(many, idx, weights, same, mode="decode")
             with pytest.raises(ArgumentError, match="mode"):
-                layer(x, idx, weights, same, mode="quick")
+                layer(x, idx, weights, same, mode="other")
             with pytest.raises(ArgumentError, match="bounded"):
                 layer(x, idx, weights, same, bounded=True)
             assert same.modes == []
@@ -311,7 +311,7 @@ def test_groups_hold_rows_by_source_rank_and_token() -> None:
                     )
                 ]
                 if mode == "decode":
-                    assert batch.masked().shape == (2, layer._steps.transport.capacity, 64)
+                    assert batch.masked().shape == (2, layer._steps.calls.capacity, 64)
                     assert batch.masked(batch.x).data_ptr() == batch.x.data_ptr()
                 else:
                     with pytest.raises(ArgumentError, match="decode batch"):

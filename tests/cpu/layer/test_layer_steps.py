@@ -1,9 +1,11 @@
-"""Steps of a layer: native decode steps against the Buffer's calls, what is refused and by whom,
-and what the other ranks are told when."""
+"""Steps of a layer: what they are made of against the Buffer's calls, what is refused, and what the
+other ranks are told when."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import dataclasses
 import threading
 from typing import Any
 
@@ -11,67 +13,156 @@ import fake_cuda
 import pytest
 import torch
 from layer_cases import Experts, LayerCase, build, inputs
-from layer_spy import Spy, require_same
+from payload import assert_same_bits
 
-from deep_comm import local
+import deep_comm
+from deep_comm import ExpertBatch, local
 from deep_comm.errors import ArgumentError
+from deep_comm.layer.construction import most_rows
 from deep_comm.layer.host_words import HostWords
 
 MODES = [("decode", False), ("auto", False), ("prefill", False), ("prefill", True)]
 
 
-@pytest.mark.parametrize("idx_dtype", [torch.int64, torch.int32])
-@pytest.mark.parametrize("mode", ["decode", "auto"])
-def test_a_step_gives_what_the_buffers_calls_do(mode: str, idx_dtype: torch.dtype) -> None:
-    """Also the first one of a layer."""
-    case = LayerCase(((3, 0), (8, 1), (1, 8)), 24, 8, idx_dtype=idx_dtype, alignment=2)
+def raw_batch(layer: Any, parts: Any, mode: str, bounded: bool) -> tuple[ExpertBatch, Any]:
+    """What a step hands to the experts, of the Buffer's call; and what its combine needs."""
+    x, idx, weights = parts
+    shape, buffer, calls = layer.shape, layer.buffer, layer._steps.calls
+    if mode in ("decode", "auto"):
+        recv, counts, handle, _, _ = buffer.low_latency_dispatch(
+            x, idx, shape.num_slots, shape.num_experts, use_fp8=shape.fp8, topk_weights=weights
+        )
+        rows, scales = recv if shape.fp8 else (recv, None)
+        offsets = torch.arange(calls.num_local + 1, dtype=torch.int32) * calls.capacity
+        batch = ExpertBatch(
+            rows.view(-1, shape.hidden),
+            None if scales is None else scales.reshape(-1, scales.shape[-1]),
+            counts, offsets, None, calls.capacity, "decode", calls.first_expert, 1, handle,
+        )  # fmt: skip
+        return batch, (handle, idx)
+    num_rows = most_rows(shape, buffer.group_size, calls.alignment) if bounded else 0
+    recv, _, recv_weights, recv_counts, handle, _ = buffer.dispatch(
+        x, topk_idx=idx, topk_weights=weights, num_experts=shape.num_experts, expand=True,
+        expert_alignment=calls.alignment, num_worst_tokens=num_rows, zero_padding=True,
+        use_fp8=shape.fp8,
+    )  # fmt: skip
+    rows, scales = recv if shape.fp8 else (recv, None)
+    expansion = handle.expansion
+    batch = ExpertBatch(
+        rows, scales, expansion.expert_counts, expansion.expert_offsets,
+        None if bounded else recv_counts, None, "prefill", calls.first_expert, calls.alignment,
+        handle,
+    )  # fmt: skip
+    return batch, (handle, recv_weights)
+
+
+def raw_sums(layer: Any, mode: str, rows: torch.Tensor, state: Any) -> torch.Tensor:
+    handle, given = state
+    if mode in ("decode", "auto"):
+        rows = rows.view(handle.rows_shape)
+        return layer.buffer.low_latency_combine(rows, given, None, handle)[0]
+    return layer.buffer.combine(rows, handle, topk_weights=given, apply_weights=True)[0]
+
+
+def require_same_batch(one: ExpertBatch, other: ExpertBatch) -> None:
+    assert type(one) is type(other)
+    for name in ("capacity", "mode", "first_expert", "alignment", "counts"):
+        assert getattr(one, name) == getattr(other, name), name
+    for name in ("offsets", "num_tokens_per_expert"):
+        found, want = getattr(one, name), getattr(other, name)
+        assert found.dtype == torch.int32 and torch.equal(found, want), name
+        assert getattr(one, name) is found  # made once
+    is_row = one.mask()
+    assert one.x.stride() == other.x.stride()
+    assert_same_bits(one.x[is_row], other.x[is_row], "rows")
+    assert (one.scales is None) == (other.scales is None)
+    if one.scales is not None and other.scales is not None:
+        assert_same_bits(one.scales[is_row], other.scales[is_row], "scales")
+
+
+@pytest.mark.parametrize("form", ["int64", "int32", "fp8", "nodes", "rings"])
+@pytest.mark.parametrize(("mode", "bounded"), MODES)
+def test_a_step_is_what_the_buffers_calls_make(mode: str, bounded: bool, form: str) -> None:
+    """Also the first one of a layer: the batch, what is made of it later, and the sums."""
+    case = LayerCase(
+        ((3, 0), (8, 1), (1, 8)), 24, 8, hidden=128, fp8=form == "fp8", alignment=2,
+        idx_dtype=torch.int32 if form == "int32" else torch.int64,
+        ranks_per_node=1 if form == "nodes" else None,
+    )  # fmt: skip
 
     def main(group: Any) -> None:
-        with build(group, case) as layer, torch.inference_mode():
-            spy, experts = Spy(layer), Experts()
+        with contextlib.ExitStack() as stack:
+            options: dict[str, Any] = {}
+            if form == "rings":  # outputs are tensors of torch's memory
+                options["buffer"] = stack.enter_context(
+                    deep_comm.Buffer(
+                        group, 32 << 20, 8 << 20, low_latency_mode=True, num_direct_bytes=0,
+                        device="cpu", timeout_s=60,
+                    )
+                )  # fmt: skip
+            layer = stack.enter_context(build(group, case, **options))
+            stack.enter_context(torch.inference_mode())
             for step in range(len(case.steps)):
-                parts = inputs(case, group.rank(), step)
+                parts, found = inputs(case, group.rank(), step), []
 
-                def call(parts: Any = parts) -> torch.Tensor:
-                    return layer(*parts, experts, mode=mode)
+                def experts(batch: Any, found: list[Any] = found) -> torch.Tensor:
+                    found.append(batch)
+                    return Experts()(batch)
 
-                one = call()
-                assert spy.taken() == [True, True]
-                spy.is_off = True
-                require_same(one, call())
-                assert not any(spy.taken())
-                spy.is_off = False
+                y = layer(*parts, experts, mode=mode, bounded=bounded)
+                batch, state = raw_batch(layer, parts, mode, bounded)
+                require_same_batch(found[0], batch)
+                want = raw_sums(layer, mode, Experts()(batch), state)
+                assert_same_bits(y, want, f"step {step}")
+                with layer.dispatch_async(*parts, mode=mode, bounded=bounded) as sent:
+                    pass
+                require_same_batch(sent.result(), batch)
+                with layer.combine_async(sent.result(), Experts()(sent.result())) as sums:
+                    pass
+                assert_same_bits(sums.result(), want, f"step {step} in halves")
 
-    local.run(main, 2, timeout_s=30)
+    local.run(main, 2, timeout_s=60)
 
 
-def test_batches_hold_what_the_buffers_calls_give_them() -> None:
+def test_batches_are_frozen_and_can_be_copied_and_shown() -> None:
     case = LayerCase(((5, 2),), 24, 8)
 
     def main(group: Any) -> None:
         with build(group, case) as layer, torch.inference_mode():
-            parts = inputs(case, group.rank(), 0)
-            found: list[Any] = []
+            for mode in ("decode", "prefill"):
+                batch = layer.dispatch(*inputs(case, group.rank(), 0), mode=mode)
+                with pytest.raises(AttributeError):
+                    batch.x = batch.x  # frozen
+                with pytest.raises(AttributeError, match="no_such"):
+                    batch.no_such  # noqa: B018
+                copied = copy.copy(batch)
+                assert f"mode='{mode}'" in repr(copied) and copied.x is batch.x
+                assert torch.equal(copied.offsets, batch.offsets)
+                changed = dataclasses.replace(batch, x=batch.x * 1)
+                assert torch.equal(changed.offsets, batch.offsets)
+                layer.combine(changed, changed.x)
 
-            def experts(batch: Any) -> torch.Tensor:
-                found.append(batch)
-                return batch.x
+    local.run(main, 2, timeout_s=30)
 
-            layer(*parts, experts, mode="decode")
-            spy = Spy(layer)
-            spy.is_off = True
-            layer(*parts, experts, mode="decode")
-            one, other = found
-            assert type(one) is type(other) and vars(one).keys() == vars(other).keys()
-            for name in ("capacity", "mode", "first_expert", "alignment", "counts"):
-                assert getattr(one, name) == getattr(other, name), name
-            assert one.x.shape == other.x.shape and one.x.stride() == other.x.stride()
-            assert one.scales is None and torch.equal(one.offsets, other.offsets)
-            assert torch.equal(one.num_tokens_per_expert, other.num_tokens_per_expert)
-            assert torch.equal(one.x[one.mask()], other.x[other.mask()])
-            with pytest.raises(AttributeError):
-                one.x = other.x  # frozen
-            assert "mode=" in repr(one) and copy.copy(one).x is one.x
+
+def test_tensors_of_a_prefill_batch_outlive_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They lie in blocks that the next calls would take."""
+    monkeypatch.setenv("DEEP_COMM_POISON", "1")
+    case = LayerCase(((5, 2), (9, 11)), 24, 8, mode="prefill")
+
+    def main(group: Any) -> None:
+        with build(group, case) as layer, torch.inference_mode():
+            batch = layer.dispatch(*inputs(case, group.rank(), 0))
+            counts, offsets = batch.num_tokens_per_expert, batch.offsets
+            weights = batch.state.weights
+            kept = [each.clone() for each in (counts, offsets, weights)]
+            rows = Experts()(batch)
+            layer.combine(batch, rows)
+            del batch
+            for _ in range(4):
+                layer(*inputs(case, group.rank(), 1), Experts())
+            for now, then in zip((counts, offsets, weights), kept, strict=True):
+                assert torch.equal(now, then)
 
     local.run(main, 2, timeout_s=30)
 
@@ -87,41 +178,69 @@ def test_what_breaks_a_rule_is_named_and_nobody_is_told(mode: str, bounded: bool
             x, idx, weights = inputs(case, 0, 0)
             options: Any = dict(mode=mode, bounded=bounded)
             want = layer(x, idx, weights, Experts(), **options)
-            spy, told = Spy(layer), words.exchange()
+            told = words.exchange()
             columns = torch.zeros(4, 2 * case.hidden, dtype=x.dtype)
-            refused: list[tuple[str, tuple[Any, Any, Any]]] = [
-                ("x", (x.float(), idx, weights)),
-                ("x", (x[:, :32].contiguous(), idx, weights)),
-                ("x", (x[0], idx, weights)),
-                ("x", (columns[:, ::2], idx, weights)),
-                ("x", ([1], idx, weights)),
-                ("x", (x.new_zeros(25, case.hidden), idx.new_zeros(25, 2), weights)),
-                ("topk_idx", (x, idx[:3], weights)),
-                ("topk_idx", (x, idx.float(), weights)),
-                ("topk_idx", (x, None, weights)),
-                ("topk_weights", (x, idx, weights.double())),
-                ("topk_weights", (x, idx, weights[:, :1].contiguous())),
-                ("topk_weights", (x, idx, None)),
+            rows_rule = "must be [T, 64] of torch.bfloat16"
+            idx_rule = "must be [T, 2] (num_topk)"
+            refused: list[tuple[tuple[Any, Any, Any], tuple[str, Any, str]]] = [
+                ((x.float(), idx, weights), ("x", "[4, 64] of torch.float32", rows_rule)),
+                ((x[:, :32], idx, weights), ("x", "[4, 32] of torch.bfloat16", rows_rule)),
+                ((x[0], idx, weights), ("x", "[64] of torch.bfloat16", rows_rule)),
+                ((columns[:, ::2], idx, weights), ("x", "strides (128, 2)", "must be contiguous")),
+                (([1], idx, weights), ("x", "list", "must be a tensor")),
+                (
+                    (x.new_zeros(25, case.hidden), idx.new_zeros(25, 2), weights),
+                    ("x", "25 tokens", "must have at most 24 (max_tokens)"),
+                ),
+                ((x, idx[:3], weights), ("topk_idx", [3, 2], "must have shape [4, any]")),
+                ((x, idx[:, :1], weights), ("topk_idx", [4, 1], idx_rule)),
+                ((x, idx[0], weights), ("topk_idx", [2], idx_rule)),
+                (
+                    (x, idx.float(), weights),
+                    ("topk_idx", torch.float32, "must have dtype torch.int64 or torch.int32"),
+                ),
+                ((x, None, weights), ("topk_idx", "NoneType", "must be a tensor")),
+                (
+                    (x, idx, weights.double()),
+                    ("topk_weights", torch.float64, "must have dtype torch.float32"),
+                ),
+                (
+                    (x, idx, weights[:, :1].contiguous()),
+                    ("topk_weights", [4, 1], "must have shape [4, 2]"),
+                ),
+                ((x, idx, None), ("topk_weights", "NoneType", "must be a tensor")),
             ]
-            for name, given in refused:
+            if mode == "decode":
+                nine = x.new_zeros(9, case.hidden), idx.new_zeros(9, 2), weights.new_zeros(9, 2)
+                rule = "must have at most 8 (decode_tokens) in a decode step or in a captured one"
+                refused.append((nine, ("x", "9 tokens", rule)))
+            for given, (name, value, rule) in refused:
+                for call in (layer.dispatch, layer.dispatch_async):
+                    with pytest.raises(ArgumentError) as caught:
+                        call(*given, **options)
+                    error = caught.value
+                    assert (error.argument, error.value, error.rule) == (name, value, rule)
                 with pytest.raises(ArgumentError, match=name):
                     layer(*given, Experts(), **options)
-            assert not any(spy.taken()) and words.exchange() == told
-            is_native = mode != "prefill"
-            for rows in (None, torch.zeros(3, case.hidden, dtype=x.dtype)):
-                with pytest.raises(ArgumentError, match="rows"):
+            assert words.exchange() == told
+            wrong: list[Any] = [None, torch.zeros(3, case.hidden, dtype=x.dtype), x.double()]
+            for rows in wrong:
+                with pytest.raises(ArgumentError) as caught:
                     layer(x, idx, weights, lambda batch, rows=rows: rows, **options)
-            with pytest.raises(ArgumentError, match="rows"):
-                layer(x, idx, weights, lambda batch: batch.x.float(), **options)
-            assert spy.taken() == 3 * [True, False] * is_native
+                error = caught.value
+                shown = "NoneType"
+                if rows is not None:
+                    shown = f"{list(rows.shape)} of {rows.dtype}"
+                assert (error.argument, error.value) == ("rows", shown)
+                assert error.rule.startswith("must be what experts made of the batch: [")
+                assert error.rule.endswith(", 64] of torch.bfloat16")
             # Rows that are not contiguous are copied first.
             spread = Experts()
             y = layer(
                 torch.nn.Parameter(x, requires_grad=False), idx, weights,
                 lambda batch: spread(batch).T.contiguous().T, **options,
             )  # fmt: skip
-            assert spy.taken() == [True, False] * is_native
-            require_same(y, want)
+            assert_same_bits(y, want, "rows by column")
 
     local.run(main, 1, timeout_s=30)
 
@@ -163,7 +282,7 @@ def test_a_captured_step_of_auto_asks_nobody() -> None:
             log.capturing.update((log.current, 0))  # 0: what native code sees on the host
             captured = layer(*parts, experts)
             log.capturing.clear()
-            require_same(captured, want)
+            assert_same_bits(captured, want, "captured")
             assert (layer.rule.num_steps, words.exchange()) == before
             assert set(experts.modes) == {"decode"}
 

@@ -1,4 +1,4 @@
-"""Outputs of an asynchronous low-latency call: the communication stream writes
+"""Tensors of an asynchronous low-latency call: the communication stream reads and writes
 them, the caller's owns their memory, and the call's event sees that it is not handed out again."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from small_calls import E, M, inputs
 
 import deep_comm
 from deep_comm import local
-from deep_comm.events import OutputsEvent
+from deep_comm.events import TensorsEvent
 
 OTHER = 33
 Told = list[tuple[int, int]]
@@ -44,22 +44,20 @@ def with_calls(monkeypatch: pytest.MonkeyPatch, body: Callable[[Any, Any, Told],
 
 
 def dispatched(buffer: Any, told: Told) -> tuple[Any, list[int], list[weakref.ref[Any]]]:
-    """The event of a dispatch whose outputs nobody else has, their addresses, and what says whether
+    """The event of a dispatch whose tensors nobody else has, their addresses, and what says whether
     they are there."""
     x, idx, _ = inputs(0)
     (rows, scales), _, handle, event, _ = buffer.low_latency_dispatch(
         x, idx, M, E, async_finish=True
     )
-    outputs = rows, scales, handle.metadata
-    addresses = [tensor.data_ptr() for tensor in outputs]
-    assert told == [(tensor.data_ptr(), fake_cuda.COMM) for tensor in (x, idx)]
-    told.clear()
-    return event, addresses, [weakref.ref(tensor) for tensor in outputs]
+    tensors = rows, scales, handle.metadata, x, idx
+    assert told == []
+    return event, [each.data_ptr() for each in tensors], [weakref.ref(each) for each in tensors]
 
 
-def are_there(outputs: list[weakref.ref[Any]]) -> bool:
+def are_there(tensors: list[weakref.ref[Any]]) -> bool:
     gc.collect()
-    there = [output() is not None for output in outputs]
+    there = [tensor() is not None for tensor in tensors]
     assert len(set(there)) == 1
     return there[0]
 
@@ -70,14 +68,14 @@ def wait_on(log: Any, event: Any, stream: int) -> None:
     log.current = fake_cuda.COMPUTE
 
 
-def test_outputs_are_kept_until_their_stream_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_are_kept_until_their_stream_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     def body(buffer: Any, log: Any, told: Told) -> None:
-        event, _, outputs = dispatched(buffer, told)
-        assert are_there(outputs)
+        event, _, tensors = dispatched(buffer, told)
+        assert are_there(tensors)
         wait_on(log, event, OTHER)
-        assert are_there(outputs)
+        assert are_there(tensors)
         wait_on(log, event, fake_cuda.COMPUTE)
-        assert not are_there(outputs)
+        assert not are_there(tensors)
         del event
         gc.collect()
         assert told == []
@@ -91,12 +89,12 @@ def test_an_event_that_goes_before_tells_torchs_allocator(
     monkeypatch: pytest.MonkeyPatch, has_passed: bool, waits_elsewhere: bool
 ) -> None:
     def body(buffer: Any, log: Any, told: Told) -> None:
-        event, addresses, outputs = dispatched(buffer, told)
+        event, addresses, tensors = dispatched(buffer, told)
         if waits_elsewhere:
             wait_on(log, event, OTHER)
         log.has_passed = has_passed
         del event
-        assert not are_there(outputs)
+        assert not are_there(tensors)
         assert told == ([] if has_passed else [(each, fake_cuda.COMM) for each in addresses])
 
     with_calls(monkeypatch, body)
@@ -109,25 +107,22 @@ def test_an_interrupted_call_tells_torchs_allocator(monkeypatch: pytest.MonkeyPa
         x, idx, _ = inputs(0)
         interrupted: list[Any] = []
 
-        def interrupt(self: Any, pooled: Any, outputs: Any, *rest: Any, **others: Any) -> None:
-            interrupted.extend(tensor.data_ptr() for tensor in outputs)
+        def interrupt(self: Any, pooled: Any, tensors: Any, *rest: Any, **others: Any) -> None:
+            interrupted.extend(tensor.data_ptr() for tensor in tensors)
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(OutputsEvent, "__init__", interrupt)
+            patch.setattr(TensorsEvent, "__init__", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 buffer.low_latency_dispatch(x, idx, M, E, async_finish=True)
-        assert len(interrupted) == 3
-        addresses = [x.data_ptr(), idx.data_ptr(), *interrupted]
-        assert told == [(address, fake_cuda.COMM) for address in addresses]
+        assert len(interrupted) == 5 and {x.data_ptr(), idx.data_ptr()} < set(interrupted)
+        assert told == [(address, fake_cuda.COMM) for address in interrupted]
 
     with_calls(monkeypatch, body)
 
 
 @pytest.mark.parametrize("is_given", [False, True])
-def test_sums_are_kept_unless_they_were_given(
-    monkeypatch: pytest.MonkeyPatch, is_given: bool
-) -> None:
+def test_sums_are_kept_given_or_not(monkeypatch: pytest.MonkeyPatch, is_given: bool) -> None:
     def body(buffer: Any, log: Any, told: Told) -> None:
         x, idx, weights = inputs(0)
         handle = buffer.low_latency_dispatch(x, idx, M, E)[2]
@@ -137,11 +132,10 @@ def test_sums_are_kept_unless_they_were_given(
         combined, event, _ = buffer.low_latency_combine(
             rows, idx, weights, handle, async_finish=True, out=out
         )
-        given = [rows, idx, weights, handle.metadata] + ([out] if out is not None else [])
-        assert sorted(told) == sorted((each.data_ptr(), fake_cuda.COMM) for each in given)
-        there = [weakref.ref(combined)]
-        del combined, out, given
-        assert are_there(there) == (not is_given)
+        assert told == []
+        there = [weakref.ref(each) for each in (combined, rows, idx, weights, handle.metadata)]
+        del combined, out, rows, idx, weights, handle
+        assert are_there(there)
         wait_on(log, event, fake_cuda.COMPUTE)
         assert not are_there(there)
 
