@@ -34,6 +34,7 @@ from deep_comm.layer.steps import Steps, Way
 class Layer(Protocol):
     """What is needed of an ExpertParallel."""
 
+    buffer: Buffer
     mode: Mode
     shape: MoEShape
     buffer: Buffer

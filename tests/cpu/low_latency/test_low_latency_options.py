@@ -219,7 +219,7 @@ def test_tensors_of_a_captured_asynchronous_call_are_torchs_allocators_to_keep(
                     x, idx, M, E, async_finish=True
                 )
                 event.current_stream_wait()
-                tensors = {each.data_ptr() for each in (*payload, handle.metadata, x, idx)}
+                tensors = {each.data_ptr() for each in (payload[0], handle.metadata, x, idx)}
                 assert set(recorded) == (tensors if is_capturing else set())
                 assert isinstance(event.event, TensorsEvent) != is_capturing
             log.capturing.clear()
