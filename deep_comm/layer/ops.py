@@ -37,7 +37,6 @@ class Layer(Protocol):
     buffer: Buffer
     mode: Mode
     shape: MoEShape
-    buffer: Buffer
     _key: str
     _steps: Steps
 
