@@ -13,10 +13,9 @@ import test_internode_gpu as over_nic
 import test_low_latency_internode_gpu as low_latency
 import test_nvshmem_gpu as over_nvshmem
 import torch
-from cases import Case, verify_each
-from checked_runs import INTERNODE, ROUNDTRIP, check
+from cases import Case, InternodeCase, direct, verify_each
+from checked_runs import ROUNDTRIP, check
 from gpu_cases import POISON, matrix_for
-from internode import InternodeCase, direct
 from low_latency import verify as verify_low_latency
 
 from deep_comm import processes
@@ -71,7 +70,7 @@ def test_a_node_of_eight_at_a_model_shape(pool: processes.Pool) -> None:
 def test_nodes_over_the_software_nic(pool: processes.Pool, shape: tuple[int, int]) -> None:
     cases = over_nic.random_cases(shape, first_seed=2400, num_cases=6)
     cases = [dataclasses.replace(case, calls=min(case.calls, 2)) for case in cases]
-    check(functools.partial(run, pool), INTERNODE, cases)
+    check(functools.partial(run, pool), ROUNDTRIP, cases)
 
 
 def test_two_nodes_of_four_at_a_model_shape(pool: processes.Pool) -> None:
@@ -82,7 +81,7 @@ def test_two_nodes_of_four_at_a_model_shape(pool: processes.Pool) -> None:
     )  # fmt: skip
     check(
         functools.partial(run, pool),
-        INTERNODE,
+        ROUNDTRIP,
         [dataclasses.replace(case, direct_bytes=0), direct(case)],
     )
 
@@ -99,4 +98,4 @@ def test_two_nodes_of_four_over_nvshmem() -> None:
     cases = over_nic.random_cases(SHAPES[0], first_seed=2500, num_cases=4)
     cases = [dataclasses.replace(case, calls=min(case.calls, 2)) for case in cases]
     on_few = functools.partial(over_nvshmem.run, devices=places(8), timeout_s=100.0)
-    check(on_few, INTERNODE, cases)
+    check(on_few, ROUNDTRIP, cases)

@@ -3,10 +3,9 @@
 import dataclasses
 
 import torch
-from cases import Scales
+from cases import InternodeCase, Scales, direct
 from checked_runs import EXPANDED, check
 from gpu_cases import run
-from internode import InternodeCase, direct
 from test_internode_gpu import random_cases, shapes
 
 

@@ -7,9 +7,10 @@ import time
 
 import pytest
 import torch
-from checked_runs import INTERNODE, check
+from cases import InternodeCase, direct
+from checked_runs import ROUNDTRIP, check
 from gpu_cases import run
-from internode import InternodeCase, direct, random_case
+from internode import random_case
 
 import deep_comm
 from deep_comm import errors
@@ -35,17 +36,17 @@ def random_cases(shape: tuple[int, int], first_seed: int, num_cases: int) -> lis
 def test_every_rank_gets_its_rows_and_sums(num_ranks: int) -> None:
     for shape in shapes(num_ranks):
         first_seed = 100 * shape[0] + shape[1]
-        check(run, INTERNODE, random_cases(shape, first_seed, num_cases=24))
+        check(run, ROUNDTRIP, random_cases(shape, first_seed, num_cases=24))
 
 
 def test_asynchronous_calls_give_the_same(num_ranks: int) -> None:
     shape = shapes(num_ranks)[-1]
-    check(run, INTERNODE, random_cases(shape, first_seed=900, num_cases=8), async_finish=True)
+    check(run, ROUNDTRIP, random_cases(shape, first_seed=900, num_cases=8), async_finish=True)
 
 
 def test_nccl_group_serves_as_well(num_ranks: int) -> None:
     cases = random_cases(shapes(num_ranks)[-1], first_seed=950, num_cases=4)
-    check(functools.partial(run, backend="nccl"), INTERNODE, cases)
+    check(functools.partial(run, backend="nccl"), ROUNDTRIP, cases)
 
 
 def test_many_tokens_at_a_model_shape(num_ranks: int) -> None:
@@ -56,7 +57,7 @@ def test_many_tokens_at_a_model_shape(num_ranks: int) -> None:
             biases=1, calls=3, nvl_bytes=512 << 20, rdma_bytes=512 << 20, num_sms=24,
             send_chunk=6, slots=64, rail_chunk=6, rail_slots=64, ranks_per_node=ranks_per_node,
         )  # fmt: skip
-        check(run, INTERNODE, [dataclasses.replace(case, direct_bytes=0), direct(case)])
+        check(run, ROUNDTRIP, [dataclasses.replace(case, direct_bytes=0), direct(case)])
 
 
 def test_a_hundred_calls_with_rings_of_few_slots(num_ranks: int) -> None:
@@ -66,7 +67,7 @@ def test_a_hundred_calls_with_rings_of_few_slots(num_ranks: int) -> None:
         topk=4, num_sms=4, send_chunk=2, slots=3, rail_chunk=1, rail_slots=2, calls=100,
         ranks_per_node=ranks_per_node,
     )  # fmt: skip
-    check(run, INTERNODE, [case])
+    check(run, ROUNDTRIP, [case])
 
 
 def silent_rank(group, silent: int, ranks_per_node: int):

@@ -15,10 +15,9 @@ from collections.abc import Sequence
 import pytest
 import test_internode_gpu as over_nic
 import test_low_latency_internode_gpu as low_latency_over_nic
-from cases import verify_each
-from checked_runs import INTERNODE
+from cases import InternodeCase, direct, verify_each
+from checked_runs import ROUNDTRIP
 from checked_runs import check as check_on
-from internode import InternodeCase, direct
 from low_latency import LowLatencyCase
 from low_latency import verify as verify_low_latency
 
@@ -64,7 +63,7 @@ def shapes(num_ranks: int) -> list[tuple[int, int]]:
 
 
 def check(cases: list[InternodeCase], near: bool = True, **options) -> None:
-    check_on(functools.partial(run, near=near), INTERNODE, cases, **options)
+    check_on(functools.partial(run, near=near), ROUNDTRIP, cases, **options)
 
 
 @pytest.mark.parametrize("near", [True, False], ids=["stores", "puts"])

@@ -10,9 +10,9 @@ import pytest
 import test_internode_gpu as over_nic
 import test_nvshmem_gpu as over_nvshmem
 import torch
+from cases import InternodeCase, direct
 from checked_runs import QUANTISED, check
 from gpu_cases import run
-from internode import InternodeCase, direct
 from quantised import FORMS, Form
 
 Cases = list[tuple[InternodeCase, Form]]

@@ -16,9 +16,8 @@ import test_low_latency_internode_gpu as low_latency
 import test_low_latency_internode_masks_gpu as masks
 import test_nvshmem_gpu as over_nvshmem
 import torch
-from cases import verify_each
-from checked_runs import INTERNODE, check
-from internode import InternodeCase, direct
+from cases import InternodeCase, direct, verify_each
+from checked_runs import ROUNDTRIP, check
 from low_latency import verify as verify_low_latency
 from low_latency_masks import DEAD, survive, verify_outcomes
 
@@ -56,13 +55,13 @@ def run(pool: processes.Pool, fn, num_ranks: int, *arguments, devices: list[int]
 
 def test_every_rank_gets_its_rows_and_sums(pool: processes.Pool, devices: list[int]) -> None:
     cases = over_nic.random_cases(SHAPE, first_seed=2200, num_cases=12)
-    check(functools.partial(run, pool, devices=devices), INTERNODE, cases)
+    check(functools.partial(run, pool, devices=devices), ROUNDTRIP, cases)
 
 
 def test_asynchronous_calls_give_the_same(pool: processes.Pool) -> None:
     cases = over_nic.random_cases(SHAPE, first_seed=2220, num_cases=4)
     on_two = functools.partial(run, pool, devices=PLACES["nodes"])
-    check(on_two, INTERNODE, cases, async_finish=True)
+    check(on_two, ROUNDTRIP, cases, async_finish=True)
 
 
 def test_many_tokens_at_a_model_shape(pool: processes.Pool, devices: list[int]) -> None:
@@ -73,7 +72,7 @@ def test_many_tokens_at_a_model_shape(pool: processes.Pool, devices: list[int]) 
             rail_slots=64, ranks_per_node=2,
         )
     )  # fmt: skip
-    check(functools.partial(run, pool, devices=devices), INTERNODE, [case])
+    check(functools.partial(run, pool, devices=devices), ROUNDTRIP, [case])
 
 
 def test_a_silent_rank_is_named_and_the_buffer_recovers(pool: processes.Pool) -> None:
@@ -106,4 +105,4 @@ def test_over_nvshmem(near: bool) -> None:
     on_two = functools.partial(
         over_nvshmem.run, near=near, devices=PLACES["nodes"], timeout_s=100.0
     )
-    check(on_two, INTERNODE, cases)
+    check(on_two, ROUNDTRIP, cases)

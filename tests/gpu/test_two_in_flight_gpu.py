@@ -65,7 +65,7 @@ def _interleaved(
     for call in range(pair[0].calls):
         for which, buffer in enumerate((first, second)):
             with torch.cuda.stream(streams[which]):
-                results[which].append(call_once(buffer, pair[which], call, device, options))
+                results[which].append(call_once(buffer, pair[which], call, options))
     torch.cuda.synchronize()
     second.destroy()
     first.destroy()

@@ -74,11 +74,13 @@ def form_of(name: str) -> quantised.Form:
 def call_form(buffer: Buffer, case: Case, form: str, options: dict | None = None) -> list:
     """All calls of a case."""
     if form == "plain":
-        one = lambda call: roundtrip.call_once(buffer, case, call, buffer.device, options)
+        one = lambda call: roundtrip.call_once(buffer, case, call, options)
     elif form == "expanded":
         one = lambda call: expanded.call_once(buffer, case, call, options)
     else:
-        one = lambda call: quantised.call_once(buffer, case, form_of(form), call, options)
+        one = lambda call: quantised.call_once(
+            buffer, quantised.Formed(case, form_of(form)), call, options
+        )
     return [one(call) for call in range(case.calls)]
 
 
@@ -91,7 +93,7 @@ def verify_form(case: Case, form: str, absent: Sequence[int], results: Sequence[
     elif form == "expanded":
         expanded.verify(checked, given)
     else:
-        quantised.verify(checked, form_of(form), given)
+        quantised.verify(quantised.Formed(checked, form_of(form)), given)
 
 
 def open_buffer(group: Any, case: Case, timeout_s: float, **options: Any) -> Buffer:

@@ -1,10 +1,12 @@
-"""One end-to-end case: shapes, routing and options of a dispatch and a combine, and its inputs.
+"""One end-to-end case, of one tier or two: shapes, routing and options of a dispatch and a combine,
+and its inputs.
 
 Inputs are a function of (case, rank, call), so that the process that checks can make them again.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +15,7 @@ import payload
 import torch
 from torch import Tensor
 
+from deep_comm import Config
 from deep_comm.ranks.topology import first_expert, num_local_experts
 
 ROUTINGS = ("random", "skewed", "holes", "one_expert", "none", "duplicates")  # see make_topk_idx
@@ -86,6 +89,57 @@ class Case:
         if self.fused_layout:
             parts.append("fused")
         return "-".join(parts)
+
+    def config(self) -> Config | None:
+        if self.num_sms is None:
+            return None
+        return Config(self.num_sms, self.send_chunk, 2 * self.slots)
+
+    def buffer_arguments(self) -> dict[str, Any]:
+        return {"num_nvl_bytes": self.nvl_bytes, "num_direct_bytes": self.direct_bytes}
+
+
+# (nodes, ranks per node); one node takes the single-tier path and has tests of its own.
+SHAPES = [(2, 2), (2, 4), (4, 2), (3, 3), (8, 1), (2, 1), (3, 2), (2, 3)]
+
+
+@dataclass(frozen=True)
+class InternodeCase(Case):
+    """A case of ``len(tokens)`` ranks, ``ranks_per_node`` to a logical node."""
+
+    ranks_per_node: int = 2
+    rail_chunk: int = 2
+    rail_slots: int = 4
+    rdma_bytes: int = 16 << 20
+    num_qps: int = 4
+    is_direct: bool = False  # every row must have had a place of its own, no ring been used
+
+    @property
+    def num_nodes(self) -> int:
+        return self.num_ranks // self.ranks_per_node
+
+    def __str__(self) -> str:
+        shape = f"{self.num_nodes}x{self.ranks_per_node}-"
+        rail = f"-rail{self.rail_slots}by{self.rail_chunk}q{self.num_qps}"
+        direct = "-direct" if self.is_direct else ""
+        return shape + super().__str__() + (rail if self.num_sms is not None else "") + direct
+
+    def config(self) -> Config | None:
+        if self.num_sms is None:
+            return None
+        rings = self.send_chunk, self.slots, self.rail_chunk, self.rail_slots
+        return Config(self.num_sms, *rings)
+
+    def buffer_arguments(self) -> dict[str, Any]:
+        return super().buffer_arguments() | {
+            "num_rdma_bytes": self.rdma_bytes, "num_qps_per_rank": self.num_qps,
+            "ranks_per_node": self.ranks_per_node, "num_max_experts": max(self.experts, 64),
+        }  # fmt: skip
+
+
+def direct(case: InternodeCase) -> InternodeCase:
+    """The same with a place for every row."""
+    return dataclasses.replace(case, direct_bytes=case.nvl_bytes // 2, is_direct=True)
 
 
 @dataclass(frozen=True)

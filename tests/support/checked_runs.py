@@ -14,12 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import expanded
-import internode
 import quantised
 import roundtrip
 import torch
-
-import deep_comm
 
 
 @dataclass(frozen=True)
@@ -30,22 +27,9 @@ class Kind:
     verify: Callable[[Any, Sequence[Sequence[Any]]], None]  # (case, results by rank and call)
 
 
-def _roundtrip_call(buffer: deep_comm.Buffer, case: Any, call: int, options: dict) -> Any:
-    return roundtrip.call_once(buffer, case, call, buffer.device, options)
-
-
-def _quantised_call(buffer: deep_comm.Buffer, case: Any, call: int, options: dict) -> Any:
-    return quantised.call_once(buffer, *case, call, options)
-
-
-def _verify_quantised(case: Any, results: Sequence[Sequence[Any]]) -> None:
-    quantised.verify(*case, results)
-
-
-ROUNDTRIP = Kind(_roundtrip_call, roundtrip.verify)
-INTERNODE = Kind(internode.call_once, internode.verify)
+ROUNDTRIP = Kind(roundtrip.call_once, roundtrip.verify)
 EXPANDED = Kind(expanded.call_once, expanded.verify)
-QUANTISED = Kind(_quantised_call, _verify_quantised)  # cases come with their forms
+QUANTISED = Kind(quantised.call_once, quantised.verify)  # cases come with their forms
 
 
 def plain_case(case: Any) -> Any:
@@ -54,12 +38,7 @@ def plain_case(case: Any) -> Any:
 
 def _buffer_wanted(case: Any) -> tuple[Any, ...]:
     """Equal for cases that can share a Buffer."""
-    case = plain_case(case)
-    wanted = (case.nvl_bytes, case.direct_bytes)
-    if isinstance(case, internode.InternodeCase):
-        experts = max(case.experts, 64)
-        return *wanted, case.rdma_bytes, case.num_qps, case.ranks_per_node, experts
-    return wanted
+    return tuple(plain_case(case).buffer_arguments().items())
 
 
 def failures_of(
@@ -78,7 +57,7 @@ def failures_of(
         sharing.setdefault(_buffer_wanted(case), []).append(case)
     failures = []
     for same in sharing.values():
-        with expanded.buffer_of(group, plain_case(same[0]), device) as buffer:
+        with roundtrip.buffer_of(group, plain_case(same[0]), device) as buffer:
             assert buffer.runtime is not None
             whole_sm = buffer.runtime.smem_bytes_limit
             for case in same:

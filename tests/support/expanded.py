@@ -3,26 +3,31 @@ bit."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import internode
 import payload
 import pytest
+import roundtrip
 import torch
-from cases import Case, Inputs, make_inputs
-from internode import InternodeCase
+from cases import Case, InternodeCase, make_inputs
 from roundtrip import (
     CACHED_CALL,
+    Given,
     Steps,
-    _reference_dispatch,
     _to,
     _wait,
+    bytes_since,
+    combined_by_reference,
     completed,
-    config_of,
+    dispatched_by_reference,
     made_for,
+    parts_of,
+    rail_bytes,
     routing_arguments,
+    run_calls,
 )
 from roundtrip import _to_host as _view_on_host
 from torch import Tensor
@@ -31,7 +36,6 @@ import deep_comm
 from deep_comm import reference
 from deep_comm.errors import ArgumentError, HandleMismatch
 from deep_comm.ranks.topology import num_local_experts
-from deep_comm.reference import internode as reference_internode
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ class ReceivedExpanded:
     combined_x: Tensor  # rows as they are, weights sent back
     combined_weights: Tensor
     weighted_x: Tensor  # rows times weights
-    cached_bytes: list[list[int]] | None  # that the cached dispatch has put on the rail
+    cached_bytes: list[list[int]]  # that the cached dispatch has put on the rail
 
 
 def _to_host(tensor: Tensor) -> Tensor:
@@ -87,18 +91,12 @@ def outputs_of(case: Case, rank: int, num_rows: int, call: int) -> Tensor:
 def call_in_steps(
     buffer: deep_comm.Buffer, case: Case, call: int, options: dict | None = None
 ) -> Steps[ReceivedExpanded]:
-    rank, device = buffer.rank, buffer.device
+    config = case.config()
     options = dict(options or {})
-    with made_for(device):
-        inputs = make_inputs(case, rank, call)
-        second = payload.rows(rank, case.tokens[rank], case.hidden, case.dtype, call + CACHED_CALL)
-    x, scales = _to(inputs.x, device), _to(inputs.scales, device)
-    topk_idx, weights = _to(inputs.topk_idx, device), _to(inputs.topk_weights, device)
-    config = internode.config_of(case) if isinstance(case, InternodeCase) else config_of(case)
-    arguments = routing_arguments(buffer, case, topk_idx, weights, options)
+    given = Given.to(buffer, case, call)
     recv, recv_topk_idx, recv_weights, counts, handle, event = buffer.dispatch(
-        x if scales is None else (x, scales),
-        **arguments,
+        given.x,
+        **routing_arguments(buffer, case, given, options),
         expert_alignment=case.alignment,
         num_worst_tokens=worst_rows(case),
         config=config,
@@ -108,26 +106,20 @@ def call_in_steps(
     )
     _wait(event)
     yield
-    recv_x, recv_scales = recv if isinstance(recv, tuple) else (recv, None)
+    recv_x, recv_scales = parts_of(recv)
     expansion = handle.expansion
-    before = _rail_bytes(buffer, case)
-    again = _to(second, device)
+    before = rail_bytes(buffer)
     cached, *nothing, event = buffer.dispatch(
-        again if scales is None else (again, scales),
-        handle=handle,
-        config=config,
-        zero_padding=True,
-        **options,
+        given.again, handle=handle, config=config, zero_padding=True, **options
     )
     _wait(event)
     assert nothing == [None, None, None, None]
-    after = _rail_bytes(buffer, case)
+    cached_bytes = bytes_since(before, buffer)
     yield
-    cached_x, cached_scales = cached if isinstance(cached, tuple) else (cached, None)
-    with made_for(device):
-        outputs = outputs_of(case, rank, recv_x.shape[0], call)
-    y = _to(outputs, device)
-    bias = _to(inputs.bias, device)
+    cached_x, cached_scales = parts_of(cached)
+    with made_for(buffer.device):
+        outputs = outputs_of(case, buffer.rank, recv_x.shape[0], call)
+    y, bias = _to(outputs, buffer.device), given.bias
     combined_x, combined_weights, event = buffer.combine(
         y, handle, topk_weights=recv_weights, bias=bias, config=config, **options
     )
@@ -160,7 +152,7 @@ def call_in_steps(
         combined_x=_to_host(combined_x),
         combined_weights=_to_host(combined_weights),
         weighted_x=_to_host(weighted_x),
-        cached_bytes=internode.bytes_since(before, after),
+        cached_bytes=cached_bytes,
     )
 
 
@@ -169,46 +161,22 @@ def call_once(*given: Any) -> ReceivedExpanded:
     return completed(call_in_steps(*given))
 
 
-def _rail_bytes(buffer: deep_comm.Buffer, case: Case) -> list[list[int]] | None:
-    if not isinstance(case, InternodeCase):
-        return None
-    internode.settle_rail(buffer)
-    return buffer.rail_put_bytes
-
-
 def run_case(
     group: Any, case: Case, device: torch.device | str = "cpu", options: dict | None = None
 ) -> list[ReceivedExpanded]:
     """All calls of a case on one rank."""
-    with buffer_of(group, case, device) as buffer:
-        if case.smem_bytes is not None:
-            buffer.runtime.smem_bytes_limit = case.smem_bytes
-        return [call_once(buffer, case, call, options) for call in range(case.calls)]
-
-
-def buffer_of(group: Any, case: Case, device: torch.device | str) -> deep_comm.Buffer:
-    two_tiers: dict[str, Any] = {}
-    if isinstance(case, InternodeCase):
-        two_tiers = dict(
-            num_rdma_bytes=case.rdma_bytes,
-            num_qps_per_rank=case.num_qps,
-            ranks_per_node=case.ranks_per_node,
-            num_max_experts=max(case.experts, 64),
-        )
-    return deep_comm.Buffer(
-        group,
-        case.nvl_bytes,
-        device=device,
-        timeout_s=60.0,
-        num_direct_bytes=case.direct_bytes,
-        **two_tiers,
-    )
+    one = lambda buffer, call: call_once(buffer, case, call, options)
+    return run_calls(group, case, device, one)
 
 
 def verify(case: Case, results: Sequence[Sequence[ReceivedExpanded]]) -> None:
     """``results[rank][call]`` against the reference."""
     for call in range(case.calls):
         _verify_call(case, [calls[call] for calls in results], call)
+
+
+check = functools.partial(roundtrip.check, run_case=run_case, verify=verify)
+check_processes = functools.partial(roundtrip.check_processes, run_case=run_case, verify=verify)
 
 
 def _expanded(case: Case, received: Sequence[reference.Dispatched]) -> list[reference.Expanded]:
@@ -221,7 +189,9 @@ def _expanded(case: Case, received: Sequence[reference.Dispatched]) -> list[refe
 def _verify_call(case: Case, results: Sequence[ReceivedExpanded], call: int) -> None:
     same = payload.assert_same_bits
     inputs = [make_inputs(case, rank, call) for rank in range(case.num_ranks)]
-    plain = _reference_dispatch(case, inputs, 1, num_worst_tokens=worst_rows(case))
+    worst = worst_rows(case)
+    crossed = dispatched_by_reference(case, inputs, num_worst_tokens=worst)
+    plain = [one.received if isinstance(case, InternodeCase) else one for one in crossed]
     again = [
         payload.rows(rank, num_tokens, case.hidden, case.dtype, call + CACHED_CALL)
         for rank, num_tokens in enumerate(case.tokens)
@@ -230,7 +200,7 @@ def _verify_call(case: Case, results: Sequence[ReceivedExpanded], call: int) -> 
         [x if i.scales is None else (x, i.scales) for x, i in zip(again, inputs, strict=True)],
         [i.topk_idx for i in inputs],
         case.experts,
-        num_worst_tokens=worst_rows(case),
+        num_worst_tokens=worst,
     )
     wanted, wanted_again = _expanded(case, plain), _expanded(case, repeated)
     for rank, (got, want, want_again) in enumerate(zip(results, wanted, wanted_again, strict=True)):
@@ -257,23 +227,22 @@ def _verify_call(case: Case, results: Sequence[ReceivedExpanded], call: int) -> 
     outputs = [outputs_of(case, rank, one.recv_x.shape[0], call) for rank, one in enumerate(wanted)]
     weights = [one.recv_topk_weights for one in wanted]
     biases = [i.bias for i in inputs]
-    combined = _combine(
+    combined = combined_by_reference(
         case,
-        inputs,
         [reference.reduce_experts(y, one) for y, one in zip(outputs, wanted, strict=True)],
-        plain,
+        crossed,
         [reference.selection_weights(w, one) for w, one in zip(weights, wanted, strict=True)],
         biases,
     )
-    weighted = _combine(
+    weighted = combined_by_reference(
         case,
-        inputs,
         [
             reference.reduce_experts(y, one, w)
             for y, one, w in zip(outputs, wanted, weights, strict=True)
         ],
-        plain,
-        biases=biases,
+        crossed,
+        None,
+        biases,
     )
     for rank, got in enumerate(results):
         if got is None:
@@ -282,38 +251,8 @@ def _verify_call(case: Case, results: Sequence[ReceivedExpanded], call: int) -> 
         same(got.combined_x, combined[rank][0], f"{who}: combined_x")
         same(got.combined_weights, combined[rank][1], f"{who}: combined weights")
         same(got.weighted_x, weighted[rank][0], f"{who}: combined_x with weights")
-    if isinstance(case, InternodeCase):  # a row crosses once to a node, however many experts it has
-        for rank, (got, sent) in enumerate(zip(results, _two_tiers(case, inputs), strict=True)):
-            if got is None:
-                continue
-            assert got.cached_bytes is not None
-            internode.verify_bytes(case, got.cached_bytes, sent, rank)
-
-
-def _combine(
-    case: Case,
-    inputs: Sequence[Inputs],
-    rows: Sequence[Tensor],
-    plain: Sequence[reference.Dispatched],
-    weights: Sequence[Tensor] | None = None,
-    biases: Sequence[reference.Bias] | None = None,
-) -> list[tuple[Tensor, Tensor | None]]:
-    """Of rows that each rank has reduced; between nodes sums are rounded once a node more."""
-    if not isinstance(case, InternodeCase):
-        return reference.combine(rows, plain, weights, biases)
-    return reference_internode.combine(rows, _two_tiers(case, inputs), weights, biases)
-
-
-def _two_tiers(
-    case: InternodeCase, inputs: Sequence[Inputs]
-) -> list[reference_internode.InternodeDispatched]:
-    return reference_internode.dispatch(
-        [i.x if i.scales is None else (i.x, i.scales) for i in inputs],
-        [i.topk_idx for i in inputs],
-        case.experts,
-        case.ranks_per_node,
-        num_worst_tokens=worst_rows(case),
-    )
+        if isinstance(case, InternodeCase):  # a row crosses once, however many experts it has
+            roundtrip.verify_bytes(case, got.cached_bytes, crossed[rank], rank)
 
 
 def _rows(tensor: Tensor, mask: Any = slice(None)) -> Tensor:

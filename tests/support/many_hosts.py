@@ -10,11 +10,9 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-import internode
 import roundtrip
 import torch.distributed as dist
-from cases import Case
-from internode import InternodeCase
+from cases import Case, InternodeCase
 
 import deep_comm
 from deep_comm.ranks.rendezvous import all_gather_object
@@ -54,8 +52,7 @@ def two_tier_buffer(group: Any, case: InternodeCase) -> deep_comm.Buffer:
 def check(group: Any, case: Case, mine: Any) -> None:
     results = all_gather_object(group, mine)
     if dist.get_rank(group) == 0:
-        verify = internode.verify if isinstance(case, InternodeCase) else roundtrip.verify
-        verify(case, [[result] for result in results])
+        roundtrip.verify(case, [[result] for result in results])
 
 
 def world_and_host_at_once(world: Any, host: Any) -> None:
@@ -69,8 +66,8 @@ def world_and_host_at_once(world: Any, host: Any) -> None:
         nodes = len(outer.rail_put_bytes), len(inner.rail_put_bytes)
         assert nodes == (HOSTS, 0), nodes
         for _ in range(2):
-            far = internode.call_once(outer, between, 0)
-            near = roundtrip.call_once(inner, inside, 0, inner.device)
+            far = roundtrip.call_once(outer, between, 0)
+            near = roundtrip.call_once(inner, inside, 0)
             check(world, between, far)
             check(host, inside, near)
     say("a Buffer over all hosts and one inside each, at once: equal")
@@ -81,7 +78,7 @@ def part_of_the_world(group: Any) -> None:
     if group is not None:
         case = InternodeCase((6, 11, 0, 4), ranks_per_node=2, seed=3, **TWO_TIER)
         with two_tier_buffer(group, case) as buffer:
-            check(group, case, internode.call_once(buffer, case, 0))
+            check(group, case, roundtrip.call_once(buffer, case, 0))
     say("a Buffer over some ranks of each host: equal")
 
 

@@ -12,15 +12,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import expanded
-import internode
 import layer_cases
 import low_latency
 import quantised
 import random_calls
 import roundtrip
 import torch
-from cases import Case
-from internode import InternodeCase
+from cases import Case, InternodeCase
 from layer_cases import LayerCase
 
 import deep_comm
@@ -140,21 +138,19 @@ class NormalOperation:
     def steps(self, site: Site) -> Steps:
         buffer, case = site.buffers[self.which], self.case
         if isinstance(self.form, quantised.Form):
-            return quantised.call_in_steps(buffer, case, self.form, 0, self.options)
+            return quantised.call_in_steps(
+                buffer, quantised.Formed(case, self.form), 0, self.options
+            )
         if self.form == "expanded":
             return expanded.call_in_steps(buffer, case, 0, self.options)
-        if isinstance(case, InternodeCase):
-            return internode.call_in_steps(buffer, case, 0, self.options)
-        return roundtrip.call_in_steps(buffer, case, 0, buffer.device, self.options)
+        return roundtrip.call_in_steps(buffer, case, 0, self.options)
 
     def verify(self, results: list[Any]) -> None:
         received = [[one] for one in results]
         if isinstance(self.form, quantised.Form):
-            quantised.verify(self.case, self.form, received)
+            quantised.verify(quantised.Formed(self.case, self.form), received)
         elif self.form == "expanded":
             expanded.verify(self.case, received)
-        elif isinstance(self.case, InternodeCase):
-            internode.verify(self.case, received)
         else:
             roundtrip.verify(self.case, received)
 

@@ -8,20 +8,29 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-import internode
 import payload
+import roundtrip
 import torch
-from cases import Case, Scales, here, make_inputs, verify_each
-from expanded import _rail_bytes, _rows, _to_host, buffer_of, num_local, worst_rows
-from internode import InternodeCase
-from roundtrip import CACHED_CALL, Steps, _to, _wait, completed, config_of, made_for
+from cases import Case, InternodeCase, Scales, here, make_inputs
+from expanded import _rows, _to_host, num_local, worst_rows
+from roundtrip import (
+    CACHED_CALL,
+    Steps,
+    _to,
+    _wait,
+    bytes_since,
+    completed,
+    dispatched_by_reference,
+    made_for,
+    rail_bytes,
+    run_calls,
+)
 from torch import Tensor
 
 import deep_comm
 from deep_comm import reference
-from deep_comm.reference import internode as reference_internode
 from deep_comm.reference.low_latency import pack_ue8m0, quantise
 
 
@@ -33,6 +42,17 @@ class Form:
     use_ue8m0: bool = False
     column_major: bool = False
     expand: bool = False
+
+
+class Formed(NamedTuple):
+    """A case, and what it asks for."""
+
+    case: Case
+    form: Form
+
+    @property
+    def num_ranks(self) -> int:
+        return self.case.num_ranks
 
 
 FORMS = [
@@ -55,7 +75,7 @@ class ReceivedFp8:
     scales: tuple[Tensor, Tensor]
     recv_topk_idx: Tensor
     recv_src_idx: Tensor
-    cached_bytes: list[list[int]] | None  # that the cached dispatch has put on the rail
+    cached_bytes: list[list[int]]  # that the cached dispatch has put on the rail
 
 
 def rows_of(case: Case, rank: int, call: int) -> Tensor:
@@ -80,16 +100,16 @@ def _drawn(seed: int, num_tokens: int, hidden: int) -> Tensor:
 
 
 def call_in_steps(
-    buffer: deep_comm.Buffer, case: Case, form: Form, call: int, options: dict | None = None
+    buffer: deep_comm.Buffer, formed: Formed, call: int, options: dict | None = None
 ) -> Steps[ReceivedFp8]:
+    case, form = formed
     rank, device = buffer.rank, buffer.device
     options = dict(options or {})
     with made_for(device):
         inputs = make_inputs(case, rank, call)
         rows = [rows_of(case, rank, number) for number in (call, call + CACHED_CALL)]
-    config = internode.config_of(case) if isinstance(case, InternodeCase) else config_of(case)
     options.update(
-        config=config,
+        config=case.config(),
         use_fp8=True,
         round_scale=form.round_scale,
         use_ue8m0=form.use_ue8m0,
@@ -107,7 +127,7 @@ def call_in_steps(
     )
     _wait(event)
     yield
-    before = _rail_bytes(buffer, case)
+    before = rail_bytes(buffer)
     again = _to(rows[1], device)
     second, *_, event = buffer.dispatch(again, handle=handle, **options)
     _wait(event)
@@ -117,7 +137,7 @@ def call_in_steps(
         scales=(_to_host(first[1].contiguous()), _to_host(second[1].contiguous())),
         recv_topk_idx=_to_host(recv_topk_idx),
         recv_src_idx=_to_host(handle.recv_src_idx),
-        cached_bytes=internode.bytes_since(before, _rail_bytes(buffer, case)),
+        cached_bytes=bytes_since(before, buffer),
     )
 
 
@@ -127,22 +147,16 @@ def call_once(*given: Any) -> ReceivedFp8:
 
 
 def run_case(
-    group: Any,
-    case: Case,
-    form: Form,
-    device: torch.device | str = "cpu",
-    options: dict | None = None,
+    group: Any, formed: Formed, device: torch.device | str = "cpu", options: dict | None = None
 ) -> list[ReceivedFp8]:
     """All calls of a case on one rank."""
-    with buffer_of(group, case, device) as buffer:
-        assert buffer.runtime is not None
-        if case.smem_bytes is not None:
-            buffer.runtime.smem_bytes_limit = case.smem_bytes
-        return [call_once(buffer, case, form, call, options) for call in range(case.calls)]
+    one = lambda buffer, call: call_once(buffer, formed, call, options)
+    return run_calls(group, formed.case, device, one)
 
 
-def verify(case: Case, form: Form, results: Sequence[Sequence[ReceivedFp8]]) -> None:
+def verify(formed: Formed, results: Sequence[Sequence[ReceivedFp8]]) -> None:
     """``results[rank][call]`` against the reference."""
+    case, form = formed
     for call in range(case.calls):
         received = [calls[call] for calls in results]
         _verify_dispatch(case, form, received, call, 0)
@@ -151,8 +165,8 @@ def verify(case: Case, form: Form, results: Sequence[Sequence[ReceivedFp8]]) -> 
             _verify_bytes(case, form, received, call)
 
 
-def verify_all(cases: list[tuple[Case, Form]], results: list) -> None:
-    verify_each(lambda case_and_form, ranks: verify(*case_and_form, ranks), cases, results)
+check = functools.partial(roundtrip.check, run_case=run_case, verify=verify)
+check_processes = functools.partial(roundtrip.check_processes, run_case=run_case, verify=verify)
 
 
 def _verify_dispatch(
@@ -214,11 +228,8 @@ def _verify_bytes(
     scales = Scales(-(-num_scales // 4) if form.use_ue8m0 else num_scales)
     sent = dataclasses.replace(case, dtype=torch.float8_e4m3fn, scales=scales)
     inputs = [make_inputs(case, rank, call) for rank in range(case.num_ranks)]
-    expected = reference_internode.dispatch(
-        [i.x for i in inputs], [i.topk_idx for i in inputs], case.experts, case.ranks_per_node,
-    )  # fmt: skip
+    expected = dispatched_by_reference(case, inputs, [i.x for i in inputs])
     for rank, (got, want) in enumerate(zip(results, expected, strict=True)):
         if got is None:
             continue
-        assert got.cached_bytes is not None
-        internode.verify_bytes(sent, got.cached_bytes, want, rank)
+        roundtrip.verify_bytes(sent, got.cached_bytes, want, rank)

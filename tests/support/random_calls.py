@@ -10,8 +10,7 @@ from typing import Any
 
 import matrix
 import torch
-from cases import Case
-from internode import InternodeCase
+from cases import Case, InternodeCase
 
 CALLS_PER_TEST = 125
 NVL_BYTES = 4 << 20

@@ -1,20 +1,23 @@
-"""Run a case on every rank, and check what came out against the reference, bit for bit."""
+"""Run a case of one tier or two on every rank, and check what came out against the reference, bit
+for bit."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import forked
 import payload
 import torch
-from cases import Case, Inputs, make_inputs
+from cases import Case, Inputs, InternodeCase, make_inputs, verify_each
 from torch import Tensor
 
 import deep_comm
-from deep_comm import reference
+from deep_comm import local, reference
+from deep_comm.reference import internode as reference_internode
 
 # Whether a rank makes its inputs and leaves its results on its device, where they are checked.
 _stays: ContextVar[bool] = ContextVar("stays", default=False)
@@ -47,8 +50,10 @@ class Received:
     recv_topk_idx: Tensor
     recv_topk_weights: Tensor
     counts: list[int]
+    num_tokens_per_node: Tensor | None  # of the layout, between nodes
     handle: dict[str, Tensor]
     cached_x: Tensor  # a second dispatch with the handle, payload of call + CACHED_CALL
+    cached_bytes: list[list[int]]  # that it has put on the rail, by node and queue
     combined_x: Tensor
     combined_weights: Tensor
 
@@ -69,28 +74,38 @@ def completed(steps: Steps[T]) -> T:
 # The cached dispatch of a call carries a payload of its own, or a stale ring would look right.
 CACHED_CALL = 512
 
-HANDLE_FIELDS = (
+ONE_TIER_FIELDS = (
+    "is_token_in_rank",
     "rank_prefix_matrix",
     "channel_prefix_matrix",
     "recv_channel_prefix_matrix",
     "recv_src_idx",
+)
+TWO_TIER_FIELDS = (
     "is_token_in_rank",
+    "rdma_channel_prefix_matrix",
+    "gbl_channel_prefix_matrix",
+    "recv_rdma_channel_prefix_matrix",
+    "recv_rdma_rank_prefix_sum",
+    "recv_gbl_channel_prefix_matrix",
+    "recv_gbl_rank_prefix_sum",
+    "send_rdma_head",
 )
 DEVICE_COUNTS = (
     "num_recv_tokens_tensor",
     "num_recv_tokens_per_rank",
     "num_recv_tokens_per_expert",
 )
+HANDLE_FIELDS = {
+    False: ONE_TIER_FIELDS + DEVICE_COUNTS,
+    True: (*TWO_TIER_FIELDS, "recv_src_idx", "recv_src_meta", "send_nvl_head", *DEVICE_COUNTS),
+}
+"""Of a handle between nodes, or not."""
 
 
-def config_of(case: Case) -> deep_comm.Config | None:
-    if case.num_sms is None:
-        return None
-    return deep_comm.Config(case.num_sms, case.send_chunk, 2 * case.slots)
-
-
-def num_channels_of(case: Case, received: Received) -> int:
-    return received.handle["channel_prefix_matrix"].shape[1]
+def num_channels_of(received: Received) -> int:
+    name = "channel_prefix_matrix"
+    return received.handle[name if name in received.handle else f"rdma_{name}"].shape[1]
 
 
 def _to(value: Any, device: torch.device) -> Any:
@@ -107,9 +122,12 @@ def _to(value: Any, device: torch.device) -> Any:
     return value
 
 
-def source_ranks(rank_prefix_matrix: Tensor, rank: int, num_rows: int) -> Tensor:
+def source_ranks(handle: Any, rank: int, num_rows: int) -> Tensor:
     """Source rank of every row that ``rank`` received (the last rank's past the end)."""
-    ends = _to_host(rank_prefix_matrix[:, rank].long())
+    if isinstance(handle, deep_comm.InternodeHandle):
+        ends = _to_host(handle.recv_gbl_rank_prefix_sum).long()
+    else:
+        ends = _to_host(handle.rank_prefix_matrix[:, rank].long())
     return torch.searchsorted(ends, torch.arange(num_rows), right=True).clamp(max=len(ends) - 1)
 
 
@@ -121,15 +139,45 @@ def expert_outputs(
     )
 
 
+@dataclass(frozen=True)
+class Given:
+    """What one rank gives to one call, on its device."""
+
+    x: Any  # with scales a pair
+    again: Any  # for the cached dispatch
+    topk_idx: Tensor
+    topk_weights: Tensor
+    bias: Any
+
+    @classmethod
+    def to(cls, buffer: deep_comm.Buffer, case: Case, call: int) -> Given:
+        rank, device = buffer.rank, buffer.device
+        with made_for(device):
+            inputs = make_inputs(case, rank, call)
+            again = payload.rows(
+                rank, case.tokens[rank], case.hidden, case.dtype, call + CACHED_CALL
+            )
+        xs = _to((inputs.x, again), device)
+        if inputs.scales is not None:
+            scales = _to(inputs.scales, device)
+            xs = ((xs[0], scales), (xs[1], scales))
+        return cls(*xs, *_to((inputs.topk_idx, inputs.topk_weights, inputs.bias), device))
+
+
+def parts_of(recv: Any) -> tuple[Tensor, Tensor | None]:
+    """(rows, scales)"""
+    return recv if isinstance(recv, tuple) else (recv, None)
+
+
 def routing_arguments(
-    buffer: deep_comm.Buffer, case: Case, topk_idx: Tensor, weights: Tensor, options: dict
+    buffer: deep_comm.Buffer, case: Case, given: Given, options: dict
 ) -> dict[str, Any]:
     """Of dispatch: with a layout, or with what it takes to make one."""
-    arguments: dict[str, Any] = dict(topk_idx=topk_idx, topk_weights=weights)
+    arguments: dict[str, Any] = dict(topk_idx=given.topk_idx, topk_weights=given.topk_weights)
     if case.fused_layout:
         return arguments | {"num_experts": case.experts}
     per_rank, per_node, per_expert, mask, event = buffer.get_dispatch_layout(
-        topk_idx, case.experts, **options
+        given.topk_idx, case.experts, **options
     )
     _wait(event)
     return arguments | dict(
@@ -140,28 +188,35 @@ def routing_arguments(
     )
 
 
+def rail_bytes(buffer: deep_comm.Buffer) -> list[list[int]]:
+    """Put so far, by node and queue; [] inside a node. On CUDA kernels have ended then, and the NIC
+    has taken all.
+    """
+    if buffer.num_nodes > 1 and buffer.device.type == "cuda":
+        torch.cuda.synchronize()
+        buffer.runtime.quiet_rail()
+    return buffer.rail_put_bytes
+
+
+def bytes_since(before: list[list[int]], buffer: deep_comm.Buffer) -> list[list[int]]:
+    return [
+        [later - earlier for later, earlier in zip(*queues, strict=True)]
+        for queues in zip(rail_bytes(buffer), before, strict=True)
+    ]
+
+
 def call_in_steps(
-    buffer: deep_comm.Buffer,
-    case: Case,
-    call: int,
-    device: torch.device,
-    options: dict | None = None,
+    buffer: deep_comm.Buffer, case: Case, call: int, options: dict | None = None
 ) -> Steps[Received]:
     """Layout, dispatch, cached dispatch, combine of one rank, with a stop after each call.
     ``options``: stream arguments.
     """
-    rank = buffer.rank
+    rank, config = buffer.rank, case.config()
     options = dict(options or {})
-    with made_for(device):
-        inputs = make_inputs(case, rank, call)
-        second = payload.rows(rank, case.tokens[rank], case.hidden, case.dtype, call + CACHED_CALL)
-    x, scales = _to(inputs.x, device), _to(inputs.scales, device)
-    topk_idx, weights = _to(inputs.topk_idx, device), _to(inputs.topk_weights, device)
-    config = config_of(case)
-    arguments = routing_arguments(buffer, case, topk_idx, weights, options)
-    payload_in = x if scales is None else (x, scales)
+    given = Given.to(buffer, case, call)
+    arguments = routing_arguments(buffer, case, given, options)
     recv, recv_topk_idx, recv_weights, counts, handle, event = buffer.dispatch(
-        payload_in,
+        given.x,
         **arguments,
         expert_alignment=case.alignment,
         num_worst_tokens=case.num_worst_tokens,
@@ -171,38 +226,36 @@ def call_in_steps(
     )
     _wait(event)
     yield
-    recv_x, recv_scales = recv if isinstance(recv, tuple) else (recv, None)
-
-    again = _to(second, device)
-    cached, no_idx, no_weights, no_counts, no_handle, event = buffer.dispatch(
-        again if scales is None else (again, scales), handle=handle, config=config, **options
+    recv_x, recv_scales = parts_of(recv)
+    is_internode = isinstance(handle, deep_comm.InternodeHandle)
+    before = rail_bytes(buffer)
+    cached, *nothing, event = buffer.dispatch(
+        given.again, handle=tuple(handle) if is_internode else handle, config=config, **options
     )
     _wait(event)
+    cached_bytes = bytes_since(before, buffer)
+    assert nothing == [None, None, None, None]
     yield
-    assert (no_idx, no_weights, no_counts, no_handle) == (None, None, None, None)
-
-    with made_for(device):
-        src_rank = source_ranks(handle.rank_prefix_matrix, rank, recv_x.shape[0])
+    with made_for(buffer.device):
+        src_rank = source_ranks(handle, rank, recv_x.shape[0])
         outputs = expert_outputs(case, src_rank, _to_host(handle.recv_src_idx), rank, call)
-    y = _to(outputs, device)
+    y = _to(outputs, buffer.device)
     combined_x, combined_weights, event = buffer.combine(
-        y,
-        handle,
-        topk_weights=recv_weights,
-        bias=_to(inputs.bias, device),
-        config=config,
-        **options,
+        y, handle, topk_weights=recv_weights, bias=given.bias, config=config, **options
     )
     _wait(event)
     yield
+    per_node = arguments.get("num_tokens_per_rdma_rank")
     return Received(
         recv_x=_to_host(recv_x),
         recv_scales=None if recv_scales is None else _to_host(recv_scales),
         recv_topk_idx=_to_host(recv_topk_idx),
         recv_topk_weights=_to_host(recv_weights),
         counts=list(counts),
-        handle={name: _to_host(getattr(handle, name)) for name in HANDLE_FIELDS + DEVICE_COUNTS},
-        cached_x=_to_host(cached[0] if isinstance(cached, tuple) else cached),
+        num_tokens_per_node=None if per_node is None else _to_host(per_node),
+        handle={name: _to_host(getattr(handle, name)) for name in HANDLE_FIELDS[is_internode]},
+        cached_x=_to_host(parts_of(cached)[0]),
+        cached_bytes=cached_bytes,
         combined_x=_to_host(combined_x),
         combined_weights=_to_host(combined_weights),
     )
@@ -234,42 +287,126 @@ def _wait(event: deep_comm.EventOverlap) -> None:
         event.current_stream_wait()
 
 
-def run_case(
-    group: Any, case: Case, device: torch.device | str = "cpu", options: dict | None = None
-) -> list[Received]:
-    """All calls of a case on one rank."""
-    with deep_comm.Buffer(
-        group,
-        case.nvl_bytes,
-        device=device,
-        timeout_s=60.0,
-        num_direct_bytes=case.direct_bytes,
-    ) as buffer:
+def buffer_of(
+    group: Any, case: Case, device: torch.device | str, timeout_s: float = 60.0
+) -> deep_comm.Buffer:
+    return deep_comm.Buffer(group, device=device, timeout_s=timeout_s, **case.buffer_arguments())
+
+
+def run_calls(
+    group: Any,
+    case: Case,
+    device: torch.device | str,
+    call_once: Callable[[deep_comm.Buffer, int], T],
+    timeout_s: float = 60.0,
+) -> list[T]:
+    """``call_once(buffer, call)`` for all calls of a case on one rank."""
+    with buffer_of(group, case, device, timeout_s) as buffer:
         if case.smem_bytes is not None:
             buffer.runtime.smem_bytes_limit = case.smem_bytes
-        return [call_once(buffer, case, call, buffer.device, options) for call in range(case.calls)]
+        return [call_once(buffer, call) for call in range(case.calls)]
 
 
-def verify(case: Case, results: Sequence[Sequence[Received]]) -> None:
-    """``results[rank][call]`` against the reference."""
+def run_case(
+    group: Any,
+    case: Case,
+    device: torch.device | str = "cpu",
+    options: dict | None = None,
+    timeout_s: float = 60.0,
+) -> list[Received]:
+    """All calls of a case on one rank."""
+    one = lambda buffer, call: call_once(buffer, case, call, options)
+    return run_calls(group, case, device, one, timeout_s)
+
+
+def verify(case: Case, results: Sequence[Sequence[Received | None]]) -> None:
+    """``results[rank][call]`` against the reference; None: another process checks that rank, or it
+    is absent.
+    """
     for call in range(case.calls):
         verify_call(case, [calls[call] for calls in results], call)
 
 
-def verify_call(case: Case, received: Sequence[Received], call: int) -> None:
+def check(
+    case: Any,
+    *,
+    run_case: Callable[..., Any] = run_case,
+    verify: Callable[[Any, Any], None] = verify,
+) -> None:
+    """All calls of a case on ranks that are threads, verified. ``run_case``, ``verify``: of another
+    kind of call."""
+    verify(case, local.run(lambda group: run_case(group, case), case.num_ranks, timeout_s=120))
+
+
+def _run_all(group: Any, run_case: Callable[..., Any], cases: Sequence[Any]) -> list[Any]:
+    return [run_case(group, case) for case in cases]
+
+
+def check_processes(
+    cases: Sequence[Any], *, run_case: Callable[..., Any], verify: Callable[[Any, Any], None]
+) -> None:
+    """The same of cases of equally many ranks, which are processes."""
+    results = forked.run(_run_all, cases[0].num_ranks, run_case, cases, timeout_s=120)
+    verify_each(verify, cases, results)
+
+
+def verify_call(case: Case, received: Sequence[Received | None], call: int) -> None:
+    same = payload.assert_same_bits
     inputs = [make_inputs(case, rank, call) for rank in range(case.num_ranks)]
-    num_channels = next(num_channels_of(case, got) for got in received if got is not None)
-    expected = _reference_dispatch(case, inputs, num_channels)
-    for rank, (got, want) in enumerate(zip(received, expected, strict=True)):
-        if got is None:  # an absent rank
+    num_channels = next(num_channels_of(got) for got in received if got is not None)
+    expected: Any = dispatched_by_reference(
+        case,
+        inputs,
+        num_channels=num_channels,
+        expert_alignment=case.alignment,
+        num_worst_tokens=case.num_worst_tokens,
+    )
+    is_internode = isinstance(case, InternodeCase)
+    wanted = [want.received if is_internode else want for want in expected]
+    outputs = [
+        expert_outputs(case, want.recv_src_rank.clamp(min=0), want.recv_src_idx, rank, call)
+        for rank, want in enumerate(wanted)
+    ]
+    combined = combined_by_reference(
+        case, outputs, expected, [want.recv_topk_weights for want in wanted],
+        [i.bias for i in inputs],
+    )  # fmt: skip
+    for rank, (got, want) in enumerate(zip(received, wanted, strict=True)):
+        if got is None:
             continue
-        verify_dispatch(case, got, want, f"rank {rank} call {call}")
-        payload.assert_same_bits(
-            got.cached_x[: want.num_recv_tokens],
-            cached_rows(case, want, call),
-            f"rank {rank} call {call}: cached recv_x",
+        who = f"rank {rank} call {call}"
+        verify_payload(case, got, want, who)
+        verify_device_counts(case, got, want, who)
+        if isinstance(case, InternodeCase):
+            verify_two_tier_handle(got, expected[rank], who)
+            verify_bytes(case, got.cached_bytes, expected[rank], rank)
+        else:
+            for name in ONE_TIER_FIELDS:
+                same(got.handle[name], getattr(want, name), f"{who}: handle.{name}")
+        rows = cached_rows(case, want, call)
+        same(got.cached_x[: want.num_recv_tokens], rows, f"{who}: cached recv_x")
+        same(got.combined_x, combined[rank][0], f"{who}: combined_x")
+        same(got.combined_weights, combined[rank][1], f"{who}: combined weights")
+
+
+def dispatched_by_reference(
+    case: Case, inputs: Sequence[Inputs], xs: Sequence[Any] | None = None, **options: Any
+) -> list[Any]:
+    """Of the tiers that the case has. ``xs``: instead of the inputs' rows and scales."""
+    if xs is None:
+        xs = [i.x if i.scales is None else (i.x, i.scales) for i in inputs]
+    idx, weights = [i.topk_idx for i in inputs], [i.topk_weights for i in inputs]
+    if isinstance(case, InternodeCase):
+        return reference_internode.dispatch(
+            xs, idx, case.experts, case.ranks_per_node, weights, **options
         )
-    verify_combine(case, received, expected, inputs, call)
+    return reference.dispatch(xs, idx, case.experts, weights, **options)
+
+
+def combined_by_reference(case: Case, *given: Any) -> list[tuple[Tensor, Tensor | None]]:
+    """Between nodes sums are rounded once a node more."""
+    tiers: Any = reference_internode if isinstance(case, InternodeCase) else reference
+    return tiers.combine(*given)
 
 
 def cached_rows(case: Case, want: reference.Dispatched, call: int) -> Tensor:
@@ -283,27 +420,6 @@ def cached_rows(case: Case, want: reference.Dispatched, call: int) -> Tensor:
         for peer, num_tokens in enumerate(case.tokens)
     ]
     return torch.cat(rows).view(case.dtype)
-
-
-def _reference_dispatch(
-    case: Case, inputs: Sequence[Inputs], num_channels: int, num_worst_tokens: int | None = None
-) -> list[reference.Dispatched]:
-    return reference.dispatch(
-        [i.x if i.scales is None else (i.x, i.scales) for i in inputs],
-        [i.topk_idx for i in inputs],
-        case.experts,
-        [i.topk_weights for i in inputs],
-        num_channels=num_channels,
-        expert_alignment=case.alignment,
-        num_worst_tokens=case.num_worst_tokens if num_worst_tokens is None else num_worst_tokens,
-    )
-
-
-def verify_dispatch(case: Case, got: Received, want: reference.Dispatched, who: str) -> None:
-    verify_payload(case, got, want, who)
-    verify_device_counts(case, got, want, who)
-    for name in HANDLE_FIELDS:
-        payload.assert_same_bits(got.handle[name], getattr(want, name), f"{who}: handle.{name}")
 
 
 def verify_payload(case: Case, got: Any, want: reference.Dispatched, who: str) -> None:
@@ -338,26 +454,48 @@ def verify_device_counts(case: Case, got: Received, want: reference.Dispatched, 
     assert per_expert.tolist() == aligned.tolist(), who
 
 
-def verify_combine(
-    case: Case,
-    received: Sequence[Received],
-    expected: Sequence[reference.Dispatched],
-    inputs: Sequence[Inputs],
-    call: int,
+def verify_two_tier_handle(
+    got: Received, want: reference_internode.InternodeDispatched, who: str
 ) -> None:
-    outputs = [
-        expert_outputs(case, want.recv_src_rank.clamp(min=0), want.recv_src_idx, rank, call)
-        for rank, want in enumerate(expected)
-    ]
-    combined = reference.combine(
-        outputs,
-        expected,
-        [want.recv_topk_weights for want in expected],
-        [i.bias for i in inputs],
-    )
-    for rank, (got, (want_x, want_weights)) in enumerate(zip(received, combined, strict=True)):
-        if got is None:
-            continue
-        who = f"rank {rank} call {call}"
-        payload.assert_same_bits(got.combined_x, want_x, f"{who}: combined_x")
-        payload.assert_same_bits(got.combined_weights, want_weights, f"{who}: combined weights")
+    same, handle = payload.assert_same_bits, got.handle
+    num, num_forward = want.received.num_recv_tokens, want.send_nvl_head.shape[0]
+    for name in TWO_TIER_FIELDS:
+        wanted = want.received if name == "is_token_in_rank" else want
+        same(handle[name], getattr(wanted, name), f"{who}: handle.{name}")
+    same(handle["recv_src_idx"], want.received.recv_src_idx, f"{who}: recv_src_idx")
+    meta = handle["recv_src_meta"][:num].view(torch.int32)
+    same(meta, want.recv_src_meta, f"{who}: handle.recv_src_meta")
+    heads = handle["send_nvl_head"]
+    same(heads[:num_forward], want.send_nvl_head, f"{who}: handle.send_nvl_head")
+    assert (heads[num_forward:] == -1).all()
+    if got.num_tokens_per_node is not None:
+        sent = want.rdma_channel_prefix_matrix[:, -1].contiguous()
+        same(got.num_tokens_per_node, sent, f"{who}: num_tokens_per_rdma_rank")
+
+
+def slot_bytes(case: InternodeCase, num_topk: int) -> int:
+    """A row on its way in dispatch, with all that travels beside it."""
+    if case.is_direct:
+        scales = 0 if case.scales is None else case.scales.num * case.scales.dtype.itemsize
+        meta = -(-scales // 4) * 4 + 8 * num_topk + 4 + 4 * case.ranks_per_node
+        return -(-meta // 128) * 128 + -(-case.hidden * case.dtype.itemsize // 128) * 128
+    scales = 0 if case.scales is None else case.scales.num * case.scales.dtype.itemsize
+    meta = -(-scales // 4) * 4 + 8 * num_topk + 4 + 4
+    row = case.hidden * case.dtype.itemsize + -(-meta // 16) * 16
+    return -(-row // 128) * 128
+
+
+def verify_bytes(
+    case: InternodeCase,
+    cached_bytes: Sequence[Sequence[int]],
+    want: reference_internode.InternodeDispatched,
+    rank: int,
+) -> None:
+    """A cached dispatch puts exactly one row per (token, remote node),
+    and none for the own node.
+    """
+    sent = want.rdma_channel_prefix_matrix[:, -1].tolist()
+    for node, queues in enumerate(cached_bytes):
+        is_own = node == rank // case.ranks_per_node
+        rows = 0 if is_own else sent[node]
+        assert sum(queues) == rows * slot_bytes(case, 0), f"rank {rank} to node {node}: {queues}"

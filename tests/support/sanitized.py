@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -110,39 +111,26 @@ def main() -> None:
     os.environ["DEEP_COMM_TIMEOUT_S"] = "600"
     os.environ["DEEP_COMM_POISON"] = "1"
 
-    def check(subject: Any, run: Callable[..., Any], verify: Callable[..., None]) -> None:
-        verify(local.run(run, 1, timeout_s=600))
+    def check(
+        subject: Any, case: Any, run_case: Callable[..., Any], verify: Callable[..., None]
+    ) -> None:
+        verify(case, local.run(lambda group: run_case(group, case), 1, timeout_s=600))
         print(f"{subject}: same bits", flush=True)
 
     for case in CASES:
         case = dataclasses.replace(case, nvl_bytes=128 << 20)
-        check(
-            case,
-            lambda group, case=case: roundtrip.run_case(group, case, device),
-            lambda results, case=case: roundtrip.verify(case, results),
-        )
+        check(case, case, functools.partial(roundtrip.run_case, device=device), roundtrip.verify)
     for case in EXPANDED:
         case = dataclasses.replace(case, nvl_bytes=128 << 20)
-        check(
-            f"expanded {case}",
-            lambda group, case=case: expanded.run_case(group, case, device),
-            lambda results, case=case: expanded.verify(case, results),
-        )
+        run_case = functools.partial(expanded.run_case, device=device)
+        check(f"expanded {case}", case, run_case, expanded.verify)
     for case, form in QUANTISED:
-        case = dataclasses.replace(case, nvl_bytes=128 << 20)
-        check(
-            f"{form} {case}",
-            lambda group, given=(case, form): quantised.run_case(group, *given, device),
-            lambda results, given=(case, form): quantised.verify(*given, results),
-        )
+        formed = quantised.Formed(dataclasses.replace(case, nvl_bytes=128 << 20), form)
+        run_case = functools.partial(quantised.run_case, device=device)
+        check(f"{form} {case}", formed, run_case, quantised.verify)
     for pair in LOW_LATENCY:
-        check(
-            pair,
-            lambda group, pair=pair: low_latency.run_case(
-                group, pair, device=device, timeout_s=600
-            ),
-            lambda results, pair=pair: low_latency.verify(pair, results),
-        )
+        run_case = functools.partial(low_latency.run_case, device=device, timeout_s=600)
+        check(pair, pair, run_case, low_latency.verify)
     local.run(lambda group: log_format(group, device), 1, timeout_s=600)
     print("LogFMT-10: within its stated error")
 

@@ -88,10 +88,7 @@ def run_late(
                     results.append(
                         (
                             case,
-                            [
-                                call_once(late, case, call, buffer.device)
-                                for call in range(case.calls)
-                            ],
+                            [call_once(late, case, call) for call in range(case.calls)],
                         )
                     )
     return results

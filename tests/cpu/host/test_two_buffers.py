@@ -25,8 +25,8 @@ def test_two_buffers_of_one_group_do_not_disturb_each_other() -> None:
             for call in range(4):
                 results.append(
                     (
-                        call_once(one, left, call, one.device),
-                        call_once(two, right, call, two.device),
+                        call_once(one, left, call),
+                        call_once(two, right, call),
                     )
                 )
             return results

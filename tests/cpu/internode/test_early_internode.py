@@ -5,11 +5,11 @@ when that succeeds, when not, and what failures leave behind.
 import threading
 from typing import Any
 
-import internode
 import pytest
 import torch
+from cases import InternodeCase, direct
 from deep_comm._simt_tests import EarlyDispatches
-from internode import InternodeCase, run_case, verify
+from roundtrip import run_case, verify
 from schedules import find_fault, pass_without_fault
 
 from deep_comm import Buffer, local, simulate
@@ -189,7 +189,7 @@ def test_a_rank_that_ends_between_the_two_launches_is_named_by_all(
 
 # ---- simulated ----------------------------------------------------------------------------------
 
-CASE = internode.direct(
+CASE = direct(
     InternodeCase(
         (9, 6, 12, 5),
         experts=4,

@@ -2,14 +2,12 @@
 
 from typing import Any
 
-import expanded
-import forked
-import internode
 import pytest
+import roundtrip
 import torch
-from cases import Scales, make_inputs
-from expanded import check_refusals, dispatch_ones
-from internode import SHAPES, InternodeCase, random_case
+from cases import SHAPES, InternodeCase, Scales, direct, make_inputs
+from expanded import check, check_processes, check_refusals, dispatch_ones
+from internode import random_case
 
 from deep_comm import Buffer, local
 from deep_comm.errors import ArgumentError, CapacityError
@@ -17,15 +15,10 @@ from deep_comm.errors import ArgumentError, CapacityError
 pytestmark = pytest.mark.usefixtures("poison")
 
 
-def check(case: InternodeCase) -> None:
-    results = local.run(lambda group: expanded.run_case(group, case), case.num_ranks, timeout_s=120)
-    expanded.verify(case, results)
-
-
 @pytest.mark.parametrize("seed", range(48))
 def test_every_expert_gets_its_rows_and_every_token_its_sum(seed: int) -> None:
     case = random_case(seed)
-    check(internode.direct(case) if seed % 2 else case)
+    check(direct(case) if seed % 2 else case)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
@@ -36,7 +29,7 @@ def test_every_shape_with_alignment_and_scales(shape: tuple[int, int]) -> None:
         topk=5, dtype=torch.float8_e4m3fn, scales=Scales(5, layout="column"), routing="skewed",
         alignment=16, ranks_per_node=shape[1], calls=2, biases=1, seed=shape[0],
     )  # fmt: skip
-    check(internode.direct(case))
+    check(direct(case))
 
 
 @pytest.mark.parametrize("smem_bytes", [3 * 4 * 40, 2 * 4 * 40, None])
@@ -51,7 +44,7 @@ def test_numbering_needs_no_more_than_a_warp(smem_bytes: int | None) -> None:
 
 def _numbered(group: Any, case: InternodeCase, smem_bytes: int | None) -> bool:
     inputs = make_inputs(case, group.rank())
-    with expanded.buffer_of(group, case, "cpu") as buffer:
+    with roundtrip.buffer_of(group, case, "cpu") as buffer:
         # Given, since its kernel counts all experts in a block.
         per_rank, _, per_expert, mask, _ = buffer.get_dispatch_layout(inputs.topk_idx, case.experts)
 
@@ -73,14 +66,8 @@ def _numbered(group: Any, case: InternodeCase, smem_bytes: int | None) -> bool:
 
 def test_processes_over_shared_memory() -> None:
     cases = [random_case(seed, (2, 2)) for seed in range(500, 504)]
-    cases += [internode.direct(case) for case in cases]
-    results = forked.run(_run_cases, 4, cases, timeout_s=120)
-    for number, case in enumerate(cases):
-        expanded.verify(case, [ranks[number] for ranks in results])
-
-
-def _run_cases(group: Any, cases: list[InternodeCase]) -> list[list[expanded.ReceivedExpanded]]:
-    return [expanded.run_case(group, case) for case in cases]
+    cases += [direct(case) for case in cases]
+    check_processes(cases)
 
 
 def _buffer(group: Any, **options: Any) -> Buffer:
@@ -153,7 +140,7 @@ def test_scales_come_back_column_by_column(expand: bool, num_tokens: tuple[int, 
         arguments = dict(
             topk_idx=inputs.topk_idx, num_experts=case.experts, expand=expand, expert_alignment=2
         )
-        with expanded.buffer_of(group, case, "cpu") as buffer:
+        with roundtrip.buffer_of(group, case, "cpu") as buffer:
             x = inputs.x, inputs.scales
             by_row, *_, handle, _ = buffer.dispatch(x, **arguments, **options)
             found = [

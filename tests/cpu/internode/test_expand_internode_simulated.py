@@ -7,12 +7,10 @@ import random
 
 import expanded
 import pytest
-from internode import InternodeCase
+from cases import InternodeCase
+from schedules import find_fault, pass_without_fault, run_seeds, simulated
 from test_internode_direct_simulated import SEVERAL, direct
 from test_internode_simulated import FAULTY, SEEDS_PER_TEST, small_case
-
-from deep_comm import simulate
-from deep_comm.errors import DeepCommError
 
 NUM_SEEDS = 320
 
@@ -26,33 +24,14 @@ def expanded_case(seed: int) -> InternodeCase:
     return direct(case) if choose.random() < 0.6 else case
 
 
-def check(case: InternodeCase, seed: int, **options: object) -> None:
-    results = simulate.run(
-        lambda group: expanded.run_case(group, case), case.num_ranks, seed, timeout_s=120, **options
-    )
-    expanded.verify(case, results)
-
-
 @pytest.mark.parametrize("first_seed", range(7000, 7000 + NUM_SEEDS, SEEDS_PER_TEST))
 def test_every_schedule_gives_the_same_bits(first_seed: int, way: str) -> None:
-    for seed in range(first_seed, first_seed + SEEDS_PER_TEST):
-        case = expanded_case(seed)
-        try:
-            check(case, seed)
-        except Exception as error:
-            raise AssertionError(f"seed {seed}, {case}: {error}") from error
+    seeds = range(first_seed, first_seed + SEEDS_PER_TEST)
+    run_seeds(seeds, expanded_case, expanded.run_case, expanded.verify)
 
 
 RINGS = dataclasses.replace(FAULTY, alignment=2, seed=2)
 PLACES = dataclasses.replace(SEVERAL, alignment=2, seed=2)
-
-
-def notices(case: InternodeCase, seed: int, faults: tuple[str, ...]) -> str | None:
-    try:
-        check(case, seed, faults=faults)
-    except (AssertionError, DeepCommError, simulate.MachineError) as error:
-        return f"{type(error).__name__}: {error}"
-    return None
 
 
 @pytest.mark.parametrize(
@@ -74,20 +53,16 @@ def test_a_protocol_with_a_step_left_out_fails(
     case: InternodeCase, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", "0")
-    for seed in range(60):
-        if notices(case, seed, (fault,)) is not None:
-            return
-    pytest.fail(f"60 seeds did not notice {fault}")
+    find_fault(fault, case, expanded.run_case, expanded.verify)
 
 
 @pytest.mark.parametrize("case", [RINGS, PLACES], ids=["rings", "direct"])
 def test_the_same_runs_pass_without_a_fault(case: InternodeCase, way: str) -> None:
-    for seed in range(12):
-        found = notices(case, seed, ())
-        assert found is None, f"seed {seed}: {found}"
+    pass_without_fault(case, expanded.run_case, expanded.verify, num_seeds=12)
 
 
 @pytest.mark.parametrize("stalled", [0, 3])
 def test_a_rank_that_stalls_for_a_while_changes_nothing(stalled: int, way: str) -> None:
     for seed in range(3):
-        check(PLACES, seed, stalls=[(stalled, 300 * seed, 4000)])
+        stalls = [(stalled, 300 * seed, 4000)]
+        expanded.verify(PLACES, simulated(PLACES, expanded.run_case, seed, stalls=stalls))

@@ -1,17 +1,11 @@
 """Dispatch, cached dispatch and combine between logical nodes, bit for bit; ranks are threads."""
 
 import pytest
-import torch
-from cases import Scales
-from internode import InternodeCase, hundred_calls, random_case, run_case, verify
-
-from deep_comm import local
+from cases import InternodeCase, Scales
+from internode import SKEWED, SKEWED_CASE, hundred_calls, random_case, skew_routing
+from roundtrip import check
 
 pytestmark = pytest.mark.usefixtures("poison")
-
-
-def check(case: InternodeCase) -> None:
-    verify(case, local.run(lambda group: run_case(group, case), case.num_ranks, timeout_s=120))
 
 
 @pytest.mark.parametrize("case", [random_case(seed) for seed in range(96)], ids=str)
@@ -53,29 +47,11 @@ def test_rail_ring_wraps_at_every_offset(rail_slots: int) -> None:
         )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "wanted"),
-    [("one node", range(4, 6)), ("own node", None), ("one rank", [5]), ("not node 0", range(2, 6))],
-)
-def test_skewed_routing(name: str, wanted, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", SKEWED)
+def test_skewed_routing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All tokens to one node, none to another, to the own node alone, one hot rank."""
-    import internode
-
-    case = InternodeCase(
-        (23, 9, 31, 14, 0, 27), experts=6, topk=2, num_sms=4, slots=2, send_chunk=1,
-        rail_slots=2, rail_chunk=1, ranks_per_node=2,
-    )  # fmt: skip
-    plain = internode.make_inputs
-
-    def skewed(case, rank, call):
-        inputs = plain(case, rank, call)
-        experts = torch.tensor(
-            [rank - rank % 2, rank - rank % 2 + 1] if wanted is None else [*wanted]
-        )
-        return type(inputs)(**{**vars(inputs), "topk_idx": experts[inputs.topk_idx % len(experts)]})
-
-    monkeypatch.setattr(internode, "make_inputs", skewed)
-    check(case)
+    skew_routing(name, monkeypatch)
+    check(SKEWED_CASE)
 
 
 def test_sixteen_ranks_of_four_nodes() -> None:

@@ -4,19 +4,16 @@ do not fit; ranks are threads.
 
 import dataclasses
 
-import internode
 import pytest
-from cases import Scales
-from internode import InternodeCase, direct, hundred_calls, random_case, run_case, verify
+import roundtrip
+from cases import InternodeCase, Scales, direct
+from internode import hundred_calls, random_case
+from roundtrip import check, verify
 
 import deep_comm
 from deep_comm import local
 
 pytestmark = pytest.mark.usefixtures("poison")
-
-
-def check(case: InternodeCase) -> None:
-    verify(case, local.run(lambda group: run_case(group, case), case.num_ranks, timeout_s=120))
 
 
 @pytest.mark.parametrize("case", [direct(random_case(seed)) for seed in range(400, 448)], ids=str)
@@ -82,7 +79,7 @@ def test_without_room_rows_take_the_rings(reason: str, way: str) -> None:
 
 def test_where_puts_do_not_fit_stores_may(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots to put from are needed only where there are puts."""
-    slot = internode.slot_bytes(direct(PLENTY), PLENTY.topk)
+    slot = roundtrip.slot_bytes(direct(PLENTY), PLENTY.topk)
     case = dataclasses.replace(direct(PLENTY), rdma_bytes=61 * slot)  # 60 tokens at most
     monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", "1")
     check(case)
@@ -98,7 +95,7 @@ def test_one_rank_without_room_sends_all_to_the_rings(way: str) -> None:
         with deep_comm.Buffer(
             group, 4 << 20, 4 << 20, device="cpu", ranks_per_node=2, num_direct_bytes=2 << 20
         ) as buffer:
-            free = internode.call_once(buffer, internode.direct(case), 0)
+            free = roundtrip.call_once(buffer, direct(case), 0)
             kept, num_bytes = [], 2 << 20
             while group.rank() == 3 and num_bytes >= 256:
                 block = buffer._context.region.allocate(num_bytes)
@@ -106,13 +103,13 @@ def test_one_rank_without_room_sends_all_to_the_rings(way: str) -> None:
                     num_bytes //= 2
                 else:
                     kept.append(block)
-            full = internode.call_once(buffer, case, 0)
+            full = roundtrip.call_once(buffer, case, 0)
             kept.clear()
-            again = internode.call_once(buffer, internode.direct(case), 0)
+            again = roundtrip.call_once(buffer, direct(case), 0)
             return free, full, again
 
     results = local.run(fn, 4, timeout_s=100)
-    for number, wanted in enumerate((internode.direct(case), case, internode.direct(case))):
+    for number, wanted in enumerate((direct(case), case, direct(case))):
         verify(wanted, [[calls[number]] for calls in results])
 
 

@@ -4,9 +4,10 @@ schedules, with rows put by a network of every order or stored into near nodes.
 
 import dataclasses
 
-import internode
+import cases
 import pytest
-from internode import InternodeCase, run_case, verify
+from cases import InternodeCase
+from roundtrip import run_case, verify
 from schedules import find_fault, pass_without_fault, run_seeds, simulated
 from test_internode_simulated import FAULTY, SEEDS_PER_TEST, small_case
 
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("poison")
 
 
 def direct(case: InternodeCase) -> InternodeCase:
-    return internode.direct(dataclasses.replace(case, nvl_bytes=1 << 19, rdma_bytes=1 << 19))
+    return cases.direct(dataclasses.replace(case, nvl_bytes=1 << 19, rdma_bytes=1 << 19))
 
 
 @pytest.mark.parametrize("first_seed", range(2000, 2000 + NUM_SEEDS, SEEDS_PER_TEST))

@@ -7,8 +7,10 @@ import threading
 
 import forked
 import pytest
+import roundtrip
 import torch
-from internode import InternodeCase, direct, run_case, verify
+from cases import InternodeCase, direct
+from roundtrip import num_channels_of, run_case, verify
 
 import deep_comm
 from deep_comm import context, errors, local, simulate
@@ -183,24 +185,23 @@ def test_reset_makes_the_buffer_usable_after_a_stalled_rail(region: str) -> None
         rail_slots=2,
         rail_chunk=1,
     )
-    import internode
 
     def fn(group):
         with make_buffer(group, timeout_s=2.0, num_direct_bytes=REGIONS[region]) as buffer:
-            internode.call_once(buffer, case, 0)
+            roundtrip.call_once(buffer, case, 0)
             group.barrier()  # the others need not its last signals any more
             if group.rank() == 1:
                 group.simulation.stall_rail(1)
             try:
-                internode.call_once(buffer, case, 1)
+                roundtrip.call_once(buffer, case, 1)
             except errors.PeerTimeout:
                 pass
             buffer.reset()
-            return [internode.call_once(buffer, case, 2)]
+            return [roundtrip.call_once(buffer, case, 2)]
 
     for seed in range(8):
         results = simulate.run(fn, 4, seed, on_stuck="clock", timeout_s=120)
-        internode.verify_call(case, [calls[0] for calls in results], 2)
+        roundtrip.verify_call(case, [calls[0] for calls in results], 2)
 
 
 def test_buffer_sizes_name_the_bytes_that_are_needed() -> None:
@@ -234,7 +235,7 @@ def test_size_hints_suffice(num_nodes: int, ranks_per_node: int) -> None:
         rdma_bytes=config.get_rdma_buffer_size_hint(224, num_ranks, ranks_per_node),
     )  # fmt: skip
     results = local.run(lambda group: run_case(group, case), num_ranks, timeout_s=120)
-    assert results[0][0].handle.num_channels == 2  # two SMs make a channel
+    assert num_channels_of(results[0][0]) == 2  # two SMs make a channel
     verify(case, results)
 
 

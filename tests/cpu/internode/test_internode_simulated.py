@@ -6,8 +6,8 @@ import random
 
 import pytest
 import torch
-from cases import ROUTINGS, Scales
-from internode import InternodeCase, run_case, verify
+from cases import ROUTINGS, InternodeCase, Scales
+from roundtrip import run_case, verify
 from schedules import find_fault, pass_without_fault, run_seeds, simulated
 
 NUM_SEEDS = 320

@@ -2,22 +2,16 @@
 
 import dataclasses
 
-import internode
 import pytest
-import torch
-from internode import InternodeCase, hundred_calls, random_case, run_case, verify
-
-from deep_comm import local
+from cases import InternodeCase
+from internode import SKEWED, SKEWED_CASE, hundred_calls, random_case, skew_routing
+from roundtrip import check
 
 pytestmark = pytest.mark.usefixtures("poison")
 
 
 def with_room(case: InternodeCase) -> InternodeCase:
     return dataclasses.replace(case, nvl_bytes=6 << 20, direct_bytes=4 << 20, is_direct=True)
-
-
-def check(case: InternodeCase) -> None:
-    verify(case, local.run(lambda group: run_case(group, case), case.num_ranks, timeout_s=120))
 
 
 @pytest.mark.parametrize(
@@ -37,24 +31,10 @@ def test_sums_stored_into_near_nodes_are_the_same(
     check(case)
 
 
-@pytest.mark.parametrize("name", ["one node", "own node", "one rank", "not node 0"])
+@pytest.mark.parametrize("name", SKEWED)
 def test_skewed_routing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = {"one node": range(4, 6), "own node": None, "one rank": [5], "not node 0": range(2, 6)}
-    case = InternodeCase(
-        (23, 9, 31, 14, 0, 27), experts=6, topk=2, num_sms=4, slots=2, send_chunk=1,
-        rail_slots=4, rail_chunk=2, ranks_per_node=2,
-    )  # fmt: skip
-    plain = internode.make_inputs
-
-    def skewed(case, rank, call):
-        inputs = plain(case, rank, call)
-        own = [rank - rank % 2, rank - rank % 2 + 1]
-        experts = torch.tensor([*(wanted[name] or own)])
-        topk_idx = experts[inputs.topk_idx % len(experts)]
-        return type(inputs)(**{**vars(inputs), "topk_idx": topk_idx})
-
-    monkeypatch.setattr(internode, "make_inputs", skewed)
-    check(with_room(case))
+    skew_routing(name, monkeypatch)
+    check(with_room(dataclasses.replace(SKEWED_CASE, rail_slots=4, rail_chunk=2)))
 
 
 def test_eight_ranks_a_node() -> None:

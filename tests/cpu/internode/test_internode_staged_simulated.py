@@ -1,57 +1,40 @@
 """Combine's staged mode between nodes under seeded schedules; and faults that must be found."""
 
+import dataclasses
 import random
 
 import pytest
 import torch
-from internode import InternodeCase, run_case, verify
+from cases import InternodeCase
+from roundtrip import buffer_of, call_once, run_case, verify
 from schedules import find_fault, pass_without_fault, run_seeds
+from test_internode_simulated import SEEDS_PER_TEST, small_case
 
 from deep_comm import simulate
 
 NUM_SEEDS = 320
-SEEDS_PER_TEST = 40
-SHAPES = [(2, 2), (2, 4), (4, 2), (3, 3), (8, 1), (2, 1), (3, 2)]
-ROUTINGS = ("random", "skewed", "holes", "one_expert", "none", "duplicates")
 
 
 pytestmark = pytest.mark.usefixtures("poison")
 
 
-def small_case(seed: int) -> InternodeCase:
-    choose = random.Random(seed)
-    num_nodes, ranks_per_node = SHAPES[seed % len(SHAPES)]
-    num_ranks = num_nodes * ranks_per_node
-    slots, rail_slots = choose.choice((1, 2, 3)), choose.choice((2, 4, 9))
-    return InternodeCase(
-        tuple(choose.choice((0, 1, 3, 6, 9)) for _ in range(num_ranks)),
-        hidden=choose.choice((16, 32, 48)),
-        experts=choose.choice((num_ranks, 2 * num_ranks + 1)),
-        topk=choose.choice((1, 2, 4)),
+def staged_case(seed: int) -> InternodeCase:
+    choose = random.Random(seed + 33)
+    rail_slots = choose.choice((2, 4, 9))
+    return dataclasses.replace(
+        small_case(seed),
         combine_dtype=choose.choice((torch.bfloat16, torch.bfloat16, torch.float32)),
-        routing=choose.choice(ROUTINGS),
-        num_sms=choose.choice((2, 2, 4)),
-        send_chunk=1,
-        slots=slots,
         rail_chunk=choose.randint(1, rail_slots // 2),
         rail_slots=rail_slots,
-        num_qps=choose.choice((1, 2, 5)),
-        worst=choose.choice((0, 0, 2)),
-        biases=choose.choice((0, 1)),
-        fused_layout=choose.choice((False, True)),
-        calls=choose.choice((1, 2)),
         nvl_bytes=1 << 19,
         direct_bytes=1 << 18,
-        rdma_bytes=1 << 18,
         is_direct=True,
-        ranks_per_node=ranks_per_node,
-        seed=seed,
     )
 
 
 @pytest.mark.parametrize("first_seed", range(0, NUM_SEEDS, SEEDS_PER_TEST))
 def test_every_schedule_gives_the_same_bits(first_seed: int) -> None:
-    run_seeds(range(first_seed, first_seed + SEEDS_PER_TEST), small_case, run_case, verify)
+    run_seeds(range(first_seed, first_seed + SEEDS_PER_TEST), staged_case, run_case, verify)
 
 
 @pytest.mark.parametrize("first_seed", [1000, 1040])
@@ -59,7 +42,7 @@ def test_sums_stored_into_near_nodes_are_the_same(
     first_seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", "1")
-    run_seeds(range(first_seed, first_seed + SEEDS_PER_TEST), small_case, run_case, verify)
+    run_seeds(range(first_seed, first_seed + SEEDS_PER_TEST), staged_case, run_case, verify)
 
 
 # Several rows a chunk, several calls and unequal ranks give each fault a chance. Between nodes is
@@ -102,14 +85,7 @@ def test_all_ranks_take_the_rings_if_one_has_no_room(without: int) -> None:
     """Nothing but memory of its own differs on that rank: it keeps its region's blocks."""
 
     def fn(group):
-        import deep_comm
-
-        with deep_comm.Buffer(
-            group, FAULTY.nvl_bytes, FAULTY.rdma_bytes, device="cpu", ranks_per_node=2,
-            num_qps_per_rank=4, num_direct_bytes=FAULTY.direct_bytes, num_max_experts=64,
-        ) as buffer:  # fmt: skip
-            from internode import call_once
-
+        with buffer_of(group, FAULTY, "cpu") as buffer:
             kept = None
             if buffer.rank == without:
                 kept = buffer._context.region.allocate(FAULTY.direct_bytes)

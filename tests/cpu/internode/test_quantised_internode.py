@@ -6,17 +6,16 @@ import dataclasses
 import random
 from typing import Any
 
-import forked
-import internode
 import pytest
 import quantised
 import torch
-from internode import SHAPES, InternodeCase, random_case
-from quantised import FORMS, Form
-from schedules import notices
+from cases import SHAPES, InternodeCase, direct
+from internode import random_case
+from quantised import FORMS, Form, Formed, check, check_processes
+from schedules import find_fault, pass_without_fault, run_seeds, simulated
 from test_internode_simulated import small_case
 
-from deep_comm import Buffer, local, simulate
+from deep_comm import Buffer, local
 from deep_comm.errors import ArgumentError, ConfigMismatch, HandleMismatch
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -29,17 +28,10 @@ def bfloat16(case: InternodeCase, seed: int) -> InternodeCase:
     return dataclasses.replace(case, hidden=hidden, dtype=torch.bfloat16, scales=None)
 
 
-def check(case: InternodeCase, form: Form) -> None:
-    results = local.run(
-        lambda group: quantised.run_case(group, case, form), case.num_ranks, timeout_s=120
-    )
-    quantised.verify(case, form, results)
-
-
 @pytest.mark.parametrize("seed", range(36))
 def test_rows_are_cast_once_and_bit_for_bit(seed: int) -> None:
     case = bfloat16(random_case(seed), seed)
-    check(internode.direct(case) if seed % 2 else case, FORMS[seed // 2 % len(FORMS)])
+    check(Formed(direct(case) if seed % 2 else case, FORMS[seed // 2 % len(FORMS)]))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
@@ -49,8 +41,8 @@ def test_every_shape(shape: tuple[int, int]) -> None:
         tuple((7 * rank) % 19 for rank in range(num_ranks)), hidden=640, experts=2 * num_ranks + 3,
         topk=5, routing="skewed", alignment=16, ranks_per_node=shape[1], calls=2, seed=shape[0],
     )  # fmt: skip
-    check(case, Form(round_scale=True, use_ue8m0=True))
-    check(internode.direct(case), Form())
+    check(Formed(case, Form(round_scale=True, use_ue8m0=True)))
+    check(Formed(direct(case), Form()))
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -61,13 +53,13 @@ def test_rows_in_pieces(form: Form, is_direct: bool) -> None:
         (13, 0, 22, 8), hidden=2176, experts=12, topk=5, num_sms=4, alignment=8, smem_bytes=24000,
         nvl_bytes=1 << 20, is_direct=is_direct, direct_bytes=(1 << 19) * is_direct,
     )  # fmt: skip
-    check(case, form)
+    check(Formed(case, form))
 
 
 def test_without_room_for_a_stage_rows_take_the_rings() -> None:
     """A stage of BF16 must hold 512 columns; FP8 rows in rings need none."""
     case = InternodeCase((5, 9), hidden=1024, ranks_per_node=1, smem_bytes=12000)
-    check(dataclasses.replace(case, direct_bytes=case.nvl_bytes // 2), Form())
+    check(Formed(dataclasses.replace(case, direct_bytes=case.nvl_bytes // 2), Form()))
 
 
 def test_many_nodes_have_destinations_past_a_warp() -> None:
@@ -75,51 +67,34 @@ def test_many_nodes_have_destinations_past_a_warp() -> None:
         (3,) * 36, hidden=256, experts=36, topk=8, num_sms=2, slots=2, send_chunk=1, rail_chunk=1,
         rail_slots=2, ranks_per_node=1, nvl_bytes=1 << 20, rdma_bytes=1 << 21,
     )  # fmt: skip
-    check(internode.direct(case), Form())
+    check(Formed(direct(case), Form()))
 
 
 def test_processes_over_shared_memory() -> None:
     cases = [
-        (bfloat16(random_case(seed, (2, 2)), seed), FORMS[seed % len(FORMS)])
+        Formed(bfloat16(random_case(seed, (2, 2)), seed), FORMS[seed % len(FORMS)])
         for seed in range(500, 503)
     ]
-    cases += [(internode.direct(case), form) for case, form in cases]
-    results = forked.run(_run_cases, 4, cases, timeout_s=120)
-    for number, (case, form) in enumerate(cases):
-        quantised.verify(case, form, [ranks[number] for ranks in results])
-
-
-def _run_cases(group: Any, cases: list[Any]) -> list[list[quantised.ReceivedFp8]]:
-    return [quantised.run_case(group, case, form) for case, form in cases]
+    check_processes([*cases, *(Formed(direct(case), form) for case, form in cases)])
 
 
 # ---- simulated ----------------------------------------------------------------------------------
 
 
-def sampled(seed: int) -> tuple[InternodeCase, Form]:
+def sampled(seed: int) -> Formed:
     choose = random.Random(seed + 99)
     case = dataclasses.replace(
         small_case(seed), hidden=choose.choice((128, 384, 640)), dtype=torch.bfloat16, scales=None,
         nvl_bytes=1 << 19, rdma_bytes=1 << 19, smem_bytes=choose.choice((None, 20000)),
     )  # fmt: skip
     form = choose.choice(FORMS)
-    return (internode.direct(case) if choose.random() < 0.6 else case), form
+    return Formed(direct(case) if choose.random() < 0.6 else case, form)
 
 
 @pytest.mark.parametrize("first_seed", range(8000, 8160, 40))
 def test_every_schedule_gives_the_same_bits(first_seed: int, way: str) -> None:
-    for seed in range(first_seed, first_seed + 40):
-        case, form = sampled(seed)
-        try:
-            results = simulate.run(
-                lambda group, case=case, form=form: quantised.run_case(group, case, form),
-                case.num_ranks,
-                seed,
-                timeout_s=120,
-            )
-            quantised.verify(case, form, results)
-        except Exception as error:
-            raise AssertionError(f"seed {seed}, {case}, {form}: {error}") from error
+    seeds = range(first_seed, first_seed + 40)
+    run_seeds(seeds, sampled, quantised.run_case, quantised.verify)
 
 
 FORM = Form(round_scale=True, use_ue8m0=True)
@@ -127,17 +102,7 @@ RINGS = InternodeCase(
     (9, 6, 12, 5), experts=4, topk=3, hidden=640, num_sms=2, slots=2, send_chunk=1, calls=2,
     rail_slots=2, rail_chunk=1, nvl_bytes=1 << 19, rdma_bytes=1 << 19, ranks_per_node=2,
 )  # fmt: skip
-PLACES = internode.direct(
-    dataclasses.replace(RINGS, num_sms=4, rail_chunk=2, rail_slots=4, smem_bytes=20000)
-)
-
-
-def _run(group: Any, case: InternodeCase) -> Any:
-    return quantised.run_case(group, case, FORM)
-
-
-def _verify(case: InternodeCase, results: Any) -> None:
-    quantised.verify(case, FORM, results)
+PLACES = direct(dataclasses.replace(RINGS, num_sms=4, rail_chunk=2, rail_slots=4, smem_bytes=20000))
 
 
 @pytest.mark.parametrize(
@@ -160,22 +125,21 @@ def test_a_protocol_with_a_step_left_out_fails(
     case: InternodeCase, fault: str, near: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", str(near))
-    if not any(notices(case, _run, _verify, seed, (fault,)) for seed in range(60)):
-        pytest.fail(f"60 seeds did not notice {fault}")
+    find_fault(fault, Formed(case, FORM), quantised.run_case, quantised.verify)
 
 
 @pytest.mark.parametrize("case", [RINGS, PLACES], ids=["rings", "places"])
 def test_the_same_runs_pass_without_a_fault(case: InternodeCase, way: str) -> None:
-    for seed in range(12):
-        found = notices(case, _run, _verify, seed)
-        assert found is None, f"seed {seed}: {found}"
+    formed = Formed(case, FORM)
+    pass_without_fault(formed, quantised.run_case, quantised.verify, num_seeds=12)
 
 
 @pytest.mark.parametrize("stalled", [0, 3])
 def test_a_rank_that_stalls_for_a_while_changes_nothing(stalled: int, way: str) -> None:
+    formed = Formed(PLACES, FORM)
     for seed in range(3):
-        found = notices(PLACES, _run, _verify, seed, stalls=[(stalled, 300 * seed, 4000)])
-        assert found is None, f"seed {seed}: {found}"
+        stalls = [(stalled, 300 * seed, 4000)]
+        quantised.verify(formed, simulated(formed, quantised.run_case, seed, stalls=stalls))
 
 
 # ---- errors -------------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ import random
 
 import pytest
 import torch
-from cases import Scales
-from internode import InternodeCase, run_case, verify
+from cases import InternodeCase, Scales
+from roundtrip import run_case, verify
 
 from deep_comm import simulate
 

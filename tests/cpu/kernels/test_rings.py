@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases import Case, Scales
-from roundtrip import call_once, run_case, verify
+from roundtrip import call_once, check, verify
 
 import deep_comm
 from deep_comm import local
@@ -20,20 +20,20 @@ def test_ring_wraps_at_every_offset(slots: int, num_tokens: int) -> None:
         (num_tokens, num_tokens + slots, 3), experts=3, topk=1, hidden=16, num_sms=1,
         send_chunk=1 + slots // 2, slots=slots, calls=2, seed=slots,
     )  # fmt: skip
-    verify(case, local.run(lambda group: run_case(group, case), 3, timeout_s=60))
+    check(case)
 
 
 @pytest.mark.parametrize("send_chunk", [1, 2, 3, 5, 8])
 def test_chunk_size_never_shows(send_chunk: int) -> None:
     case = Case((23, 0, 31, 8), experts=8, topk=3, num_sms=2, send_chunk=send_chunk, slots=8)
-    verify(case, local.run(lambda group: run_case(group, case), 4, timeout_s=60))
+    check(case)
 
 
 def test_forty_calls_in_a_row_on_one_buffer() -> None:
     case = Case(
         (13, 5, 29), experts=7, topk=3, hidden=64, num_sms=2, slots=3, send_chunk=2, calls=40
     )
-    verify(case, local.run(lambda group: run_case(group, case), 3, timeout_s=120))
+    check(case)
 
 
 def test_shapes_may_change_from_call_to_call_on_one_buffer() -> None:
@@ -46,7 +46,7 @@ def test_shapes_may_change_from_call_to_call_on_one_buffer() -> None:
 
     def fn(group):
         with deep_comm.Buffer(group, 16 << 20, device="cpu") as buffer:
-            return [call_once(buffer, case, 0, buffer.device) for case in cases * 3]
+            return [call_once(buffer, case, 0) for case in cases * 3]
 
     results = local.run(fn, 2, timeout_s=120)
     for number, case in enumerate(cases * 3):
@@ -68,7 +68,7 @@ def test_one_handle_serves_many_combines() -> None:
                 topk_weights=inputs.topk_weights,
                 num_experts=case.experts,
             )
-            src_rank = source_ranks(handle.rank_prefix_matrix, buffer.rank, recv_x.shape[0])
+            src_rank = source_ranks(handle, buffer.rank, recv_x.shape[0])
             y = expert_outputs(case, src_rank, handle.recv_src_idx, buffer.rank, 0)
             return [buffer.combine(y, handle)[0] for _ in range(5)]
 

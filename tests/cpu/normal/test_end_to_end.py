@@ -3,15 +3,9 @@
 import matrix
 import pytest
 from cases import Case
-from roundtrip import run_case, verify
-
-from deep_comm import local
+from roundtrip import check
 
 pytestmark = pytest.mark.usefixtures("poison")
-
-
-def check(case: Case) -> None:
-    verify(case, local.run(lambda group: run_case(group, case), case.num_ranks, timeout_s=120))
 
 
 @pytest.mark.parametrize("case", matrix.sample(200, seed=1), ids=str)

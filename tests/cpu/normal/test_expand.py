@@ -1,25 +1,17 @@
 """Expanded dispatch and combine over a matrix of shapes, bit for bit; ranks are threads."""
 
 from dataclasses import replace
-from typing import Any
 
-import expanded
-import forked
 import matrix
 import pytest
 import torch
 from cases import Case, Scales
-from expanded import check_refusals, dispatch_ones
+from expanded import check, check_processes, check_refusals, dispatch_ones
 
 from deep_comm import Buffer, local
 from deep_comm.errors import CapacityError, ConfigMismatch
 
 pytestmark = pytest.mark.usefixtures("poison")
-
-
-def check(case: Case) -> None:
-    results = local.run(lambda group: expanded.run_case(group, case), case.num_ranks, timeout_s=120)
-    expanded.verify(case, results)
 
 
 @pytest.mark.parametrize("case", matrix.sample(60, seed=5, alignment=[1, 16, 128]), ids=str)
@@ -60,13 +52,7 @@ def test_pieces_know_where_rows_belong(smem_bytes: int | None, direct_bytes: int
 
 def test_processes_over_shared_memory() -> None:
     cases = matrix.sample(6, seed=6, ranks=[3], alignment=[1, 16])
-    results = forked.run(_run_cases, 3, cases, timeout_s=120)
-    for number, case in enumerate(cases):
-        expanded.verify(case, [ranks[number] for ranks in results])
-
-
-def _run_cases(group: Any, cases: list[Case]) -> list[list[expanded.ReceivedExpanded]]:
-    return [expanded.run_case(group, case) for case in cases]
+    check_processes(cases)
 
 
 def test_without_weights() -> None:

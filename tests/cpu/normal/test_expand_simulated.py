@@ -6,10 +6,8 @@ import random
 import expanded
 import pytest
 from cases import Case
-from schedules import find_fault
+from schedules import find_fault, run_seeds
 from test_simulated_end_to_end import small_case
-
-from deep_comm import simulate
 
 NUM_SEEDS = 600
 SEEDS_PER_TEST = 60
@@ -31,18 +29,8 @@ def expanded_case(seed: int) -> Case:
 
 @pytest.mark.parametrize("first_seed", range(0, NUM_SEEDS, SEEDS_PER_TEST))
 def test_every_schedule_gives_the_same_bits(first_seed: int) -> None:
-    for seed in range(first_seed, first_seed + SEEDS_PER_TEST):
-        case = expanded_case(seed)
-        try:
-            results = simulate.run(
-                lambda group, case=case: expanded.run_case(group, case),
-                case.num_ranks,
-                seed,
-                timeout_s=60,
-            )
-            expanded.verify(case, results)
-        except Exception as error:
-            raise AssertionError(f"seed {seed}, {case}: {error}") from error
+    seeds = range(first_seed, first_seed + SEEDS_PER_TEST)
+    run_seeds(seeds, expanded_case, expanded.run_case, expanded.verify)
 
 
 RINGS = Case(

@@ -285,7 +285,7 @@ def test_buffer_goes_on_after_reset() -> None:
             buffer.reset()
             from roundtrip import call_once
 
-            return [call_once(buffer, case, 0, buffer.device)]
+            return [call_once(buffer, case, 0)]
 
     verify(case, local.run(fn, 3, timeout_s=60))
 

@@ -29,7 +29,7 @@ def rounds_from(group: Any, case: Case, generation: int, **options: Any) -> list
         assert buffer.runtime is not None
         buffer.runtime.set_generation(generation)
         group.barrier()
-        return [call_once(buffer, case, call, buffer.device) for call in range(case.calls)]
+        return [call_once(buffer, case, call) for call in range(case.calls)]
 
 
 # Four generations a round: each role meets the last number once, and the first ones after it.

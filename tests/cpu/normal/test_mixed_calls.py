@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import internode
 import mixed_calls
 import pytest
+import roundtrip
 import torch
 from layer_cases import expert
 
@@ -142,7 +142,7 @@ def test_programs_of_calls_of_every_kind(seed: int, monkeypatch: pytest.MonkeyPa
     """In every third one outputs are poisoned, and calls go step by step."""
     monkeypatch.setenv("DEEP_COMM_POISON", "1" if seed % 3 == 0 else "0")
     # How long a row on its way is depends on whether there was room for it.
-    monkeypatch.setattr(internode, "verify_bytes", lambda *_: None)
+    monkeypatch.setattr(roundtrip, "verify_bytes", lambda *_: None)
     setting, operations = mixed_calls.draw(seed, 12)
     results = local.run(
         functools.partial(
@@ -163,7 +163,7 @@ SMALL = [seed for seed in range(3000, 3030) if mixed_calls.draw(seed, 7)[0].num_
 
 @pytest.mark.parametrize("seed", [*FOUND, *SMALL])
 def test_programs_under_a_schedule(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(internode, "verify_bytes", lambda *_: None)
+    monkeypatch.setattr(roundtrip, "verify_bytes", lambda *_: None)
     setting, operations = mixed_calls.draw(seed, 7)
     run = functools.partial(mixed_calls.run, seed=seed, setting=setting, operations=operations)
     results = simulate.run(run, setting.num_ranks, seed, timeout_s=120)

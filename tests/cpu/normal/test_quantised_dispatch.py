@@ -4,16 +4,16 @@ import dataclasses
 import random
 from typing import Any
 
-import forked
 import matrix
 import pytest
 import quantised
 import torch
 from cases import Case
-from quantised import FORMS, Form
+from quantised import FORMS, Form, Formed, check, check_processes
+from schedules import run_seeds
 from test_simulated_end_to_end import small_case
 
-from deep_comm import Buffer, local, simulate
+from deep_comm import Buffer, local
 from deep_comm.errors import ArgumentError, ConfigMismatch
 
 HIDDEN = [128, 256, 384, 640, 1024, 2176]
@@ -21,7 +21,7 @@ HIDDEN = [128, 256, 384, 640, 1024, 2176]
 pytestmark = pytest.mark.usefixtures("poison")
 
 
-def sample(num_cases: int, seed: int, **fixed: Any) -> list[tuple[Case, Form]]:
+def sample(num_cases: int, seed: int, **fixed: Any) -> list[Formed]:
     cases = matrix.sample(
         num_cases,
         seed,
@@ -30,19 +30,12 @@ def sample(num_cases: int, seed: int, **fixed: Any) -> list[tuple[Case, Form]]:
         alignment=[1, 16, 128],
         **fixed,
     )
-    return [(case, FORMS[number % len(FORMS)]) for number, case in enumerate(cases)]
-
-
-def check(case: Case, form: Form) -> None:
-    results = local.run(
-        lambda group: quantised.run_case(group, case, form), case.num_ranks, timeout_s=120
-    )
-    quantised.verify(case, form, results)
+    return [Formed(case, FORMS[number % len(FORMS)]) for number, case in enumerate(cases)]
 
 
 @pytest.mark.parametrize(("case", "form"), sample(30, seed=7), ids=str)
 def test_rows_are_cast_once_and_bit_for_bit(case: Case, form: Form) -> None:
-    check(case, form)
+    check(Formed(case, form))
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -53,39 +46,26 @@ def test_rows_in_pieces(form: Form, direct_bytes: int) -> None:
         (13, 0, 22, 8), hidden=2176, experts=12, topk=5, num_sms=4, alignment=8,
         direct_bytes=direct_bytes, smem_bytes=20000,
     )  # fmt: skip
-    check(case, form)
+    check(Formed(case, form))
 
 
 @pytest.mark.parametrize("first_seed", range(0, 180, 60))
 def test_every_schedule_gives_the_same_bits(first_seed: int) -> None:
-    for seed in range(first_seed, first_seed + 60):
+    def sampled(seed: int) -> Formed:
         choose = random.Random(seed + 99)
         case = dataclasses.replace(
             small_case(seed), hidden=choose.choice((128, 384, 640)), scales=None,
             dtype=torch.bfloat16, nvl_bytes=1 << 20, smem_bytes=choose.choice((None, 20000)),
             direct_bytes=choose.choice((0, 1 << 13, 1 << 19, 1 << 19)),
         )  # fmt: skip
-        form = choose.choice(FORMS)
-        try:
-            results = simulate.run(
-                lambda group, case=case, form=form: quantised.run_case(group, case, form),
-                case.num_ranks,
-                seed,
-                timeout_s=60,
-            )
-            quantised.verify(case, form, results)
-        except Exception as error:
-            raise AssertionError(f"seed {seed}, {case}, {form}: {error}") from error
+        return Formed(case, choose.choice(FORMS))
+
+    seeds = range(first_seed, first_seed + 60)
+    run_seeds(seeds, sampled, quantised.run_case, quantised.verify)
 
 
 def test_processes_over_shared_memory() -> None:
-    cases = sample(6, seed=8, ranks=[3])
-    results = forked.run(_run_cases, 3, cases, timeout_s=120)
-    quantised.verify_all(cases, results)
-
-
-def _run_cases(group: Any, cases: list[tuple[Case, Form]]) -> list[list[quantised.ReceivedFp8]]:
-    return [quantised.run_case(group, case, form) for case, form in cases]
+    check_processes(sample(6, seed=8, ranks=[3]))
 
 
 def test_given_scales_come_back_column_by_column() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import internode
 import pytest
 import roundtrip
 from random_calls import NVL_BYTES, cases_of, single_tier, two_tier, verified
@@ -31,7 +30,7 @@ def test_a_thousand_calls_inside_a_node(first: int) -> None:
         with deep_comm.Buffer(
             group, NVL_BYTES, num_direct_bytes=direct_bytes, device="cpu", timeout_s=100
         ) as buffer:
-            return [roundtrip.call_once(buffer, case, 0, buffer.device) for case in cases]
+            return [roundtrip.call_once(buffer, case, 0) for case in cases]
 
     verified(cases, local.run(fn, num_ranks, timeout_s=250), roundtrip.verify)
 
@@ -45,11 +44,11 @@ def test_a_thousand_calls_between_nodes(first: int) -> None:
     num_ranks = num_nodes * ranks_per_node
     cases = cases_of(two_tier(ranks_per_node), num_ranks, first)
 
-    def fn(group: Any) -> list[internode.Received]:
+    def fn(group: Any) -> list[roundtrip.Received]:
         with deep_comm.Buffer(
             group, NVL_BYTES, 1 << 20, num_qps_per_rank=(1, 4, 24)[first // 1000 % 3], device="cpu",
             ranks_per_node=ranks_per_node, timeout_s=100,
         ) as buffer:  # fmt: skip
-            return [internode.call_once(buffer, case, 0) for case in cases]
+            return [roundtrip.call_once(buffer, case, 0) for case in cases]
 
-    verified(cases, local.run(fn, num_ranks, timeout_s=250), internode.verify)
+    verified(cases, local.run(fn, num_ranks, timeout_s=250), roundtrip.verify)

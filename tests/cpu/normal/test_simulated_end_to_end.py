@@ -10,9 +10,7 @@ import pytest
 import torch
 from cases import ROUTINGS, Case, Scales
 from roundtrip import run_case, verify
-from schedules import POLICIES, run_policy, run_seeds
-
-from deep_comm import simulate
+from schedules import POLICIES, run_policy, run_seeds, simulated
 
 NUM_SEEDS = 1200
 SEEDS_PER_TEST = 60
@@ -118,10 +116,7 @@ def test_every_policy_serves_eight_ranks(policy: str) -> None:
 
 def test_a_seed_replays_its_run_step_by_step() -> None:
     case = small_case(11)
-    first, second = (
-        simulate.run(lambda group: run_case(group, case), case.num_ranks, 11, timeout_s=60)
-        for _ in range(2)
-    )
+    first, second = (simulated(case, run_case, 11) for _ in range(2))
     assert first.num_steps == second.num_steps
     assert first.time_ns == second.time_ns
 
@@ -132,11 +127,7 @@ def test_a_rank_that_stalls_for_a_while_changes_nothing(stalled: int) -> None:
         (7, 4, 9), experts=6, hidden=16, num_sms=1, slots=1, send_chunk=1, nvl_bytes=1 << 18
     )
     for seed in range(6):
-        stalls = [(stalled, 200 * seed, 3000)]
-        results = simulate.run(
-            lambda group: run_case(group, case), 3, seed, stalls=stalls, timeout_s=60
-        )
-        verify(case, results)
+        verify(case, simulated(case, run_case, seed, stalls=[(stalled, 200 * seed, 3000)]))
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -146,5 +137,4 @@ def test_eight_ranks_with_full_rings(seed: int) -> None:
         (64,) * 8, hidden=64, experts=32, topk=4, send_chunk=4, slots=16, num_sms=1,
         nvl_bytes=1 << 20, seed=seed,
     )  # fmt: skip
-    results = simulate.run(lambda group: run_case(group, case), 8, seed, timeout_s=120)
-    verify(case, results)
+    verify(case, simulated(case, run_case, seed))

@@ -58,7 +58,7 @@ def two_at_once(group: Any, left: Case, right: Case) -> list[Any]:
     ):
 
         def calls(buffer: deep_comm.Buffer, case: Case) -> list[Any]:
-            return [call_once(buffer, case, call, buffer.device) for call in range(case.calls)]
+            return [call_once(buffer, case, call) for call in range(case.calls)]
 
         return _both([lambda: calls(one, left), lambda: calls(two, right)])
 

@@ -6,12 +6,11 @@ import dataclasses
 from typing import Any
 
 import checked_runs
-import expanded
 import pytest
+import roundtrip
 import torch
-from cases import Case
-from checked_runs import EXPANDED, INTERNODE, QUANTISED, ROUNDTRIP, Kind, check
-from internode import InternodeCase
+from cases import Case, InternodeCase
+from checked_runs import EXPANDED, QUANTISED, ROUNDTRIP, Kind, check
 from quantised import FORMS
 
 from deep_comm import local
@@ -32,7 +31,7 @@ def run(fn: Any, num_ranks: int, *arguments: Any) -> list[Any]:
         (ROUNDTRIP, [SMALL, LARGE, dataclasses.replace(SMALL, smem_bytes=40000, seed=4)]),
         (EXPANDED, [SMALL, dataclasses.replace(SMALL, alignment=16, seed=4)]),
         (QUANTISED, [(SMALL, form) for form in FORMS]),
-        (INTERNODE, [TWO_TIERS, dataclasses.replace(TWO_TIERS, calls=3, seed=1)]),
+        (ROUNDTRIP, [TWO_TIERS, dataclasses.replace(TWO_TIERS, calls=3, seed=1)]),
         (EXPANDED, [TWO_TIERS]),
         (QUANTISED, [(TWO_TIERS, FORMS[0])]),
     ],
@@ -58,14 +57,14 @@ def test_one_wrong_bit_of_one_rank_is_found(case: Case) -> None:
 
 def test_equal_buffers_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    buffer_of = expanded.buffer_of
+    buffer_of = roundtrip.buffer_of
 
     def counted(group: Any, case: Case, device: torch.device) -> Any:
         if group.rank() == 0:
             made.append(case)
         return buffer_of(group, case, device)
 
-    monkeypatch.setattr(checked_runs.expanded, "buffer_of", counted)
+    monkeypatch.setattr(checked_runs.roundtrip, "buffer_of", counted)
     other = dataclasses.replace(SMALL, direct_bytes=1 << 20)
     check(run, ROUNDTRIP, [SMALL, other, dataclasses.replace(SMALL, seed=9), other])
     assert made == [SMALL, other]

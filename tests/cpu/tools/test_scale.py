@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Scales, make_inputs
-from internode import InternodeCase, config_of
+from cases import InternodeCase, Scales, make_inputs
 
 import deep_comm
 from deep_comm import _core, simulate
@@ -84,7 +83,7 @@ def counted(case: InternodeCase) -> list[Posts]:
     def main(group: Any) -> list[Posts]:
         inputs = make_inputs(case, group.rank(), 0)
         x = inputs.x if inputs.scales is None else (inputs.x, inputs.scales)
-        config = config_of(case)
+        config = case.config()
         with deep_comm.Buffer(
             group, case.nvl_bytes, case.rdma_bytes, num_qps_per_rank=case.num_qps, device="cpu",
             ranks_per_node=case.ranks_per_node, timeout_s=60,
@@ -114,7 +113,7 @@ def traffic_of(case: InternodeCase, num_channels: int) -> Traffic:
 def wire_of(case: InternodeCase, num_topk: int) -> Wire:
     scales = 0 if case.scales is None else case.scales.num * case.scales.dtype.itemsize
     row_bytes = case.hidden * case.dtype.itemsize
-    config = config_of(case)
+    config = case.config()
     assert config is not None
     return Wire.of(config, row_bytes, scales, num_topk, case.hidden * 2)
 
