@@ -296,7 +296,9 @@ def test_no_memory_for_an_output_is_raised_as_torch_raises_it() -> None:
 
     def main(group: local.ThreadGroup) -> None:
         num_bytes = deep_comm.Buffer.get_low_latency_rdma_size_hint(tokens, hidden, 1, experts)
-        with deep_comm.Buffer(group, 0, num_bytes, low_latency_mode=True, timeout_s=20) as buffer:
+        with deep_comm.Buffer(
+            group, 0, num_bytes, low_latency_mode=True, device="cpu", timeout_s=20
+        ) as buffer:
             x, idx = torch.zeros(1, hidden).bfloat16(), torch.zeros(1, 2, dtype=torch.int64)
 
             def dispatch() -> Any:

@@ -147,7 +147,9 @@ def test_one_rounding_without_room_is_refused() -> None:
             _core.Engine.low_latency_region_bytes(**sizes, format=name)
             for name in ("fp8", "bfloat16")
         )
-        with deep_comm.Buffer(group, 0, exact, low_latency_mode=True, timeout_s=20) as buffer:
+        with deep_comm.Buffer(
+            group, 0, exact, low_latency_mode=True, device="cpu", timeout_s=20
+        ) as buffer:
             for _ in range(2):
                 handle = buffer.low_latency_dispatch(x, idx, M, E)[2]
             rows = torch.ones(handle.rows_shape, dtype=torch.bfloat16)
