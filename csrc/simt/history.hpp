@@ -18,7 +18,7 @@ struct Change {
   LineKey key = 0;
   // The buffer of the block or rank; null: memory itself, also the shared memory of a block.
   const void* place = nullptr;
-  const void* source = nullptr;  // the buffer or fiber from which they came
+  const void* source = nullptr;  // the buffer or fiber from which they came; never null
   uint32_t release = 0;          // of what was stored; 0: none
   uint16_t written = 0;          // bit i: byte i
   uint16_t old_valid = 0;        // which of the bytes the place held before
@@ -53,21 +53,26 @@ class History {
   uint32_t first_near(LineKey key) const { return live(near_heads_[near_bucket_of(key)]); }
   uint32_t next_near(const Change& change) const { return live(change.previous_near); }
   const Change& at(uint32_t time) const { return changes_[time & (kNumChanges - 1)]; }
+  Change& at(uint32_t time) { return changes_[time & (kNumChanges - 1)]; }
 
   // Lines of one neighbourhood have the same number.
   static LineKey neighbourhood(LineKey key) { return key >> kNearBits; }
   static constexpr int kNearBits = 6;
 
   uint32_t add_release(const Release& release);
-  // Null if it is forgotten.
-  const Release* release(uint32_t number) const {
-    return num_releases_ - number < kNumReleases ? &releases_[number & (kNumReleases - 1)]
-                                                 : nullptr;
+  // Of a store that carries nothing but what was visible at that time.
+  static uint32_t release_of_time(uint32_t time) { return kOfTime | time; }
+  // `time`: of a change that carries it. A forgotten release was of all that was visible then.
+  Release release(uint32_t number, uint32_t time) const {
+    if ((number & kOfTime) != 0) return {.view = View::all(number & ~kOfTime), .rank = -1};
+    if (num_releases_ - number < kNumReleases) return releases_[number & (kNumReleases - 1)];
+    return {.view = View::all(time), .rank = -1};
   }
 
  private:
   static constexpr uint32_t kNumChanges = 1 << 15;
   static constexpr uint32_t kNumReleases = 1 << 13;
+  static constexpr uint32_t kOfTime = 1u << 31;
   static constexpr int kBucketBits = 14;
 
   static size_t bucket_of(LineKey key) { return line_hash(key) >> (64 - kBucketBits); }

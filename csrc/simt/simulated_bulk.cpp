@@ -144,13 +144,13 @@ void BulkQueue::drop_grid(const GridRun& run) {
 
 void issue_bulk_load(Fiber* self, void* smem_dst, const void* global_src, uint32_t num_bytes,
                      uint64_t* barrier) {
-  simulated_touch(global_src);
+  require_begun(self, global_src);
   t_state.simulated->bulk().issue_load(self, smem_dst, global_src, num_bytes, barrier);
   t_state.simulated->maybe_preempt(self);
 }
 
 void issue_bulk_store(Fiber* self, void* global_dst, const void* smem_src, uint32_t num_bytes) {
-  simulated_touch(global_dst);
+  require_begun(self, global_dst);
   t_state.simulated->bulk().issue_store(self, global_dst, smem_src, num_bytes);
   t_state.simulated->maybe_preempt(self);
 }

@@ -45,6 +45,7 @@ SimulatedMemory::SimulatedMemory(bool weak, int num_ranks, Random& random, Execu
       executor_(executor),
       stale_load_(weak ? kStaleMeans[random.below(std::size(kStaleMeans))] : 0, random),
       stale_bulk_(weak ? kStaleMeans[random.below(std::size(kStaleMeans))] : 0, random),
+      past_store_(weak ? kStaleMeans[random.below(std::size(kStaleMeans))] : 0, random),
       ranks_(static_cast<size_t>(num_ranks)) {
   for (size_t rank = 0; rank < ranks_.size(); ++rank) {
     ranks_[rank].bound = kRankLines;
@@ -176,41 +177,41 @@ Release SimulatedMemory::release_of(const Fiber* fiber, Scope scope) const {
 uint32_t SimulatedMemory::join_releases(uint32_t earlier, uint32_t later) {
   if (earlier == 0 || earlier == later) return later;
   if (later == 0) return earlier;
-  const Release* first = history_.release(earlier);
-  const Release* second = history_.release(later);
-  if (!first || !second) return earlier < later ? earlier : later;  // everybody sees the older
-  Release joined = *second;
-  joined.view.join(first->view);
-  joined.scope = std::max(first->scope, second->scope);
+  const Release first = history_.release(earlier, history_.now());
+  Release joined = history_.release(later, history_.now());
+  if (joined.scope >= first.scope && joined.view.covers(first.view)) return later;
+  if (joined.rank < 0) {
+    joined.rank = first.rank;
+    joined.block = first.block;
+  }
+  joined.view.join(first.view);
+  joined.scope = std::max(first.scope, joined.scope);
   return history_.add_release(joined);
 }
 
 // What a relaxed store carries because of a fence before it; 0: nothing.
-uint32_t SimulatedMemory::fence_release(Fiber* fiber, Scope scope) {
-  if (!fiber->reads || !fiber->reads->has_fence) return 0;
+uint32_t SimulatedMemory::relaxed_release(Fiber* fiber, Scope scope) {
+  if (!fiber->reads || !fiber->reads->has_fence) {
+    return kLaunchesRelease ? History::release_of_time(grid_of(fiber)->start_time) : 0;
+  }
   Release release = fiber->reads->fence;
   release.scope = std::min(release.scope, scope);
   return history_.add_release(release);
 }
 
-// The fiber has read a value that carries `release`, in a change of that time.
+// The fiber has read a value that carries a release, in a change of that time.
 void SimulatedMemory::observe(Fiber* fiber, uint32_t number, uint32_t time, bool acquires,
                               Scope scope) {
   if (number == 0) return;
-  const Release* release = history_.release(number);
-  Release everything;
-  if (!release) {
-    everything.view = View::all(time);
-    everything.rank = -1;
-    release = &everything;
-  }
-  const Scope needed = release->block == block_of(fiber)               ? Scope::kCta
-                       : release->rank == grid_of(fiber)->grid.rank ? Scope::kGpu
-                                                                       : Scope::kSys;
-  if (release->scope < needed) return;
-  View view = release->view;
+  const Release release = history_.release(number, time);
+  const Scope needed = release.block == block_of(fiber)               ? Scope::kCta
+                       : release.rank == grid_of(fiber)->grid.rank ? Scope::kGpu
+                                                                      : Scope::kSys;
+  if (release.scope < needed) return;
+  View view = release.view;
   if (needed != Scope::kCta) view.block = 0;
   if (needed == Scope::kSys) view.gpu = 0;
+  if (fiber->view.covers(view)) return;
   if (acquires && scope >= needed) {
     fiber->view.join(view);
     return;
@@ -498,13 +499,54 @@ void SimulatedMemory::store(Fiber* fiber, void* address, const void* value, unsi
 
 void SimulatedMemory::relaxed_store(Fiber* fiber, void* address, const void* value,
                                     unsigned num_bytes, Scope scope) {
-  store(fiber, address, value, num_bytes, fence_release(fiber, scope));
+  store(fiber, address, value, num_bytes, relaxed_release(fiber, scope));
+}
+
+// Nothing orders this store after a change that its fiber need not see, so it may come before that
+// change: then nobody sees the store who sees the change.
+bool SimulatedMemory::store_in_the_past(Fiber* fiber, void* address, const void* value,
+                                        unsigned num_bytes) {
+  if (!past_store_.strikes(random_)) [[likely]]
+    return false;
+  const LineKey key = line_key(address);
+  const uint16_t written = valid_mask(address, num_bytes);
+  for (StoreBuffer* own : {buffer_of_rank(fiber), fiber->warp->block->stores,
+                           fiber->warp->stores, fiber->stores}) {
+    if (own && own->find(key)) return false;
+  }
+  uint32_t time = history_.first(key);
+  while (time != 0) {
+    const Change& change = history_.at(time);
+    if (change.key == key && (change.written & written) != 0) break;
+    time = history_.next(change);
+  }
+  if (time == 0) return false;
+  Change& change = history_.at(time);
+  const ReadState::Floor* floor = fiber->reads ? fiber->reads->find(key) : nullptr;
+  if (change.scope != Scope::kSys || (written & ~change.written) != 0 ||
+      must_see(change, time, fiber, fiber->view) || (floor && floor->time >= time)) {
+    return false;
+  }
+  memcpy(change.old + reinterpret_cast<uintptr_t>(address) % kLineBytes, value, num_bytes);
+  return true;
+}
+
+bool SimulatedMemory::was_written(const Fiber* fiber, const void* address) const {
+  const LineKey key = line_key(address);
+  const uint16_t wanted = valid_mask(address, 1);
+  for (uint32_t time = history_.first(key); time > grid_of(fiber)->start_time;) {
+    const Change& change = history_.at(time);
+    if (change.key == key && (change.written & wanted) != 0) return true;
+    time = history_.next(change);
+  }
+  return false;
 }
 
 void SimulatedMemory::store(Fiber* fiber, void* address, const void* value, unsigned num_bytes,
                             uint32_t release) {
   check_aligned(executor_, fiber, address, num_bytes);
   const bool is_shared = block_of(fiber)->owns(address);
+  if (!is_shared && store_in_the_past(fiber, address, value, num_bytes)) return;
   if (!weak_ || is_shared) {
     if (weak_) note_change_of_block(fiber, address, num_bytes, release);
     memcpy(address, value, num_bytes);
@@ -528,7 +570,7 @@ void SimulatedMemory::release_store(Fiber* fiber, void* address, const void* val
     executor_.notify(address);
     return;
   }
-  const uint32_t release = join_releases(fence_release(fiber, scope), add_release(fiber, scope));
+  const uint32_t release = join_releases(relaxed_release(fiber, scope), add_release(fiber, scope));
   if (block_of(fiber)->owns(address)) {
     note_change_of_block(fiber, address, num_bytes, release);
     memcpy(address, value, num_bytes);
@@ -570,7 +612,7 @@ void SimulatedMemory::end_atomic(Fiber* fiber, const void* address, unsigned num
     read_release = history_.at(time).release;
     observe(fiber, read_release, time, is_ordered, scope);
   }
-  uint32_t release = join_releases(read_release, fence_release(fiber, scope));
+  uint32_t release = join_releases(read_release, relaxed_release(fiber, scope));
   if (is_ordered) release = join_releases(release, add_release(fiber, scope));
   const bool is_shared = block_of(fiber)->owns(address);
   Change change;
@@ -733,7 +775,7 @@ void SimulatedMemory::read_bulk(Fiber* fiber, const View& view, uint8_t* dst, co
 }
 
 void SimulatedMemory::land(int rank, uint8_t* dst, const uint8_t* src, size_t num_bytes) {
-  if (weak_) note_lines(dst, num_bytes / kLineBytes, nullptr, rank, nullptr);
+  if (weak_) note_lines(dst, num_bytes / kLineBytes, this, rank, nullptr);
   memcpy(dst, src, num_bytes);
 }
 
@@ -743,8 +785,8 @@ void SimulatedMemory::land_signal(int rank, uint64_t* word, uint64_t value) {
     release.view.sys_of(rank) = history_.now();
     const auto offset = reinterpret_cast<uintptr_t>(word) % kLineBytes;
     uint8_t* line = reinterpret_cast<uint8_t*>(word) - offset;
-    note_change(line_key(word), valid_mask(word, sizeof *word), nullptr, line, 0xffff, nullptr,
-                rank, nullptr, history_.add_release(release));
+    note_change(line_key(word), valid_mask(word, sizeof *word), nullptr, line, 0xffff, this, rank,
+                nullptr, history_.add_release(release));
   }
   *word = value;
 }

@@ -19,6 +19,11 @@
 
 namespace deep_comm::simt {
 
+// Beyond PTX, which orders launches of a stream on their own GPU alone: what was visible when a
+// launch began is visible to whoever acquires a word that the launch has stored, as if it began
+// with a fence of scope sys.
+inline constexpr bool kLaunchesRelease = true;
+
 // What a fiber has read and fenced; only of those that did either.
 struct ReadState {
   // By whose release was read: of the own block, of the own rank, of another rank. A fence of that
@@ -66,6 +71,8 @@ class SimulatedMemory {
                      Scope scope);
   void release_store(Fiber* fiber, void* address, const void* value, unsigned num_bytes,
                      Scope scope);
+  // A load of what nobody writes while the grid runs: true if somebody has.
+  bool was_written(const Fiber* fiber, const void* address) const;
   // Before and after an atomic acts on memory itself.
   void begin_atomic(Fiber* fiber, const void* address, unsigned num_bytes, AtomicOrder order,
                     Scope scope);
@@ -121,8 +128,9 @@ class SimulatedMemory {
     return history_.add_release(release_of(fiber, scope));
   }
   uint32_t join_releases(uint32_t earlier, uint32_t later);
-  uint32_t fence_release(Fiber* fiber, Scope scope);
+  uint32_t relaxed_release(Fiber* fiber, Scope scope);
   void observe(Fiber* fiber, uint32_t release, uint32_t time, bool acquires, Scope scope);
+  bool store_in_the_past(Fiber* fiber, void* address, const void* value, unsigned num_bytes);
   static void see_all_until(Fiber* fiber, uint32_t time);
   bool can_see(const Change& change, const Fiber* fiber) const;
   bool must_see(const Change& change, uint32_t time, const Fiber* fiber, const View& view) const;
@@ -152,6 +160,7 @@ class SimulatedMemory {
   Executor& executor_;
   Whim stale_load_;
   Whim stale_bulk_;
+  Whim past_store_;
   History history_;
   size_t num_lines_ = 0;
   std::vector<StoreBuffer*> filled_;
@@ -162,6 +171,9 @@ class SimulatedMemory {
   std::vector<ReadState*> free_reads_;
   uint8_t before_atomic_[kLineBytes];
 };
+
+// Before any access of a fiber to global memory.
+void require_begun(Fiber* self, const void* address);
 
 // For code that serves both machines.
 // An arrival at a barrier of the block: `view` gets what the others then see. And its end.

@@ -4,7 +4,6 @@
 #include "simulated_executor.hpp"
 
 namespace deep_comm::simt {
-namespace {
 
 // The launch before this one may still read and write whatever is not this block's own.
 void require_begun(Fiber* self, const void* address) {
@@ -12,8 +11,6 @@ void require_begun(Fiber* self, const void* address) {
     return;
   t_state.executor->fail(self, "touches memory before await_earlier_launch");
 }
-
-}  // namespace
 
 void await_earlier_launch() { t_state.current->is_early = false; }
 
@@ -25,7 +22,13 @@ void allow_later_launch() {
                          "not wait for the earlier one");
 }
 
-void simulated_touch(const void* address) { require_begun(t_state.current, address); }
+void simulated_touch(const void* address) {
+  Fiber* self = t_state.current;
+  require_begun(self, address);
+  if (!t_state.simulated->memory().was_written(self, address)) [[likely]]
+    return;
+  t_state.executor->fail(self, "ld_nc reads memory that was written since the kernel began");
+}
 
 void simulated_load(void* value, const void* address, unsigned num_bytes) {
   require_begun(t_state.current, address);

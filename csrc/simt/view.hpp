@@ -25,6 +25,13 @@ struct View {
   uint32_t& sys_of(int rank) { return sys[static_cast<uint32_t>(rank) % kNumRanks]; }
   uint32_t sys_of(int rank) const { return sys[static_cast<uint32_t>(rank) % kNumRanks]; }
 
+  // True if `other` adds nothing.
+  bool covers(const View& other) const {
+    bool all = block >= other.block && gpu >= other.gpu;
+    for (uint32_t i = 0; i < kNumRanks; ++i) all = all && sys[i] >= other.sys[i];
+    return all;
+  }
+
   void join(const View& other) {
     block = std::max(block, other.block);
     gpu = std::max(gpu, other.gpu);
