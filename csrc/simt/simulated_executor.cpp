@@ -146,6 +146,9 @@ void SimulatedExecutor::retire_finished() {
 // ---- the network ----------------------------------------------------------------------
 
 void SimulatedExecutor::post_rail(const RailOp& op) {
+  if (op.num_bytes == 0) {
+    memory_.post_signal(t_state.current, reinterpret_cast<const uint64_t*>(op.dst));
+  }
   rail_.post(op);
   note_progress();
 }

@@ -466,6 +466,7 @@ void SimulatedMemory::finish_load(const Fiber* fiber, void* value, const void* a
 void SimulatedMemory::ordered_load(Fiber* fiber, void* value, const void* address,
                                    unsigned num_bytes, bool acquires, Scope scope) {
   const LineKey key = line_key(address);
+  bool goes_back = stale_load_.strikes(random_);
   if (!weak_ || history_.first(key) == 0) {
     peek(fiber, value, address, num_bytes);
     return;
@@ -473,8 +474,7 @@ void SimulatedMemory::ordered_load(Fiber* fiber, void* value, const void* addres
   const uint16_t wanted = valid_mask(address, num_bytes);
   Layers layers = layers_of(fiber, key, wanted, false);
   ReadState::Floor* floor = fiber->reads ? fiber->reads->find(key) : nullptr;
-  const bool goes_back =
-      (!floor || floor->num_stale < kMaxStaleReads) && stale_load_.strikes(random_);
+  goes_back = goes_back && (!floor || floor->num_stale < kMaxStaleReads);
   const uint32_t time = take_back(fiber, fiber->view, key, wanted, floor ? floor->time : 0,
                                   goes_back, layers);
   finish_load(fiber, value, address, num_bytes, layers);
@@ -782,11 +782,17 @@ void SimulatedMemory::land(int rank, uint8_t* dst, const uint8_t* src, size_t nu
 void SimulatedMemory::land_signal(int rank, uint64_t* word, uint64_t value) {
   if (weak_) {
     Release release{.view = {}, .scope = Scope::kSys, .rank = rank, .block = nullptr};
-    release.view.sys_of(rank) = history_.now();
+    release.view.sys_of(rank) = history_.now();  // the puts before it
+    uint32_t carried = history_.add_release(release);
+    if (auto posted = signals_.find(word); posted != signals_.end()) {
+      carried = join_releases(posted->second.front(), carried);
+      posted->second.pop_front();
+      if (posted->second.empty()) signals_.erase(posted);
+    }
     const auto offset = reinterpret_cast<uintptr_t>(word) % kLineBytes;
     uint8_t* line = reinterpret_cast<uint8_t*>(word) - offset;
     note_change(line_key(word), valid_mask(word, sizeof *word), nullptr, line, 0xffff, this, rank,
-                nullptr, history_.add_release(release));
+                nullptr, carried);
   }
   *word = value;
 }

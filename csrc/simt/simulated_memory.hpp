@@ -8,6 +8,8 @@
 // more as possible.
 #pragma once
 
+#include <deque>
+#include <map>
 #include <memory>
 #include <vector>
 
@@ -92,6 +94,10 @@ class SimulatedMemory {
   // `view`: of the issuer when it issued the copy.
   void read_bulk(Fiber* fiber, const View& view, uint8_t* dst, const void* src, size_t num_bytes);
 
+  // A thread hands a signal to its NIC: like a relaxed store, it carries what was fenced before.
+  void post_signal(Fiber* fiber, const uint64_t* word) {
+    if (weak_) signals_[word].push_back(relaxed_release(fiber, Scope::kSys));
+  }
   // What the NIC of `rank` writes.
   void land(int rank, uint8_t* dst, const uint8_t* src, size_t num_bytes);
   void land_signal(int rank, uint64_t* word, uint64_t value);
@@ -170,6 +176,8 @@ class SimulatedMemory {
   std::vector<std::unique_ptr<ReadState>> all_reads_;
   std::vector<ReadState*> free_reads_;
   uint8_t before_atomic_[kLineBytes];
+  // Under way, by word: what they carry, the oldest first. They land in that order.
+  std::map<const uint64_t*, std::deque<uint32_t>> signals_;
 };
 
 // Before any access of a fiber to global memory.
