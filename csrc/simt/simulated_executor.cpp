@@ -85,12 +85,13 @@ SimulatedExecutor::~SimulatedExecutor() {
 }
 
 void SimulatedExecutor::enter_thread() {
-  t_state = ThreadState{.current = nullptr,
-                        .executor = this,
-                        .simulated = this,
-                        .faults = fault_bits(options_.faults),
-                        .sites = options_.note_sites || !options_.weaken.empty() ? &sites_ : nullptr,
-                        .polls_left = 0};
+  t_state =
+      ThreadState{.current = nullptr,
+                  .executor = this,
+                  .simulated = this,
+                  .faults = fault_bits(options_.faults),
+                  .sites = options_.note_sites || !options_.weaken.empty() ? &sites_ : nullptr,
+                  .polls_left = 0};
 }
 
 // ---- grids ----------------------------------------------------------------------------

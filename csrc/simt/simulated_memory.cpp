@@ -55,8 +55,7 @@ SimulatedMemory::SimulatedMemory(bool weak, int num_ranks, Random& random, Execu
 
 // ---- buffers --------------------------------------------------------------------------
 
-StoreBuffer* SimulatedMemory::take_buffer(StoreBuffer* outer, size_t bound,
-                                          LastPushes* pushes) {
+StoreBuffer* SimulatedMemory::take_buffer(StoreBuffer* outer, size_t bound, LastPushes* pushes) {
   if (free_.empty()) {
     all_.push_back(std::make_unique<StoreBuffer>());
     free_.push_back(all_.back().get());
@@ -129,9 +128,9 @@ uint32_t SimulatedMemory::note_change(LineKey key, uint16_t written, const Store
   change.written = written;
   change.old_valid = old_valid;
   change.rank = static_cast<uint16_t>(rank);
-  change.scope = place == nullptr                                   ? Scope::kSys
+  change.scope = place == nullptr                              ? Scope::kSys
                  : place == &ranks_[static_cast<size_t>(rank)] ? Scope::kGpu
-                                                                    : Scope::kCta;
+                                                               : Scope::kCta;
   copy_valid(change.old, old_bytes, written & old_valid);
   const uint32_t time = history_.add(change);
   if (pushes) {
@@ -204,9 +203,9 @@ void SimulatedMemory::observe(Fiber* fiber, uint32_t number, uint32_t time, bool
                               Scope scope) {
   if (number == 0) return;
   const Release release = history_.release(number, time);
-  const Scope needed = release.block == block_of(fiber)               ? Scope::kCta
+  const Scope needed = release.block == block_of(fiber)            ? Scope::kCta
                        : release.rank == grid_of(fiber)->grid.rank ? Scope::kGpu
-                                                                      : Scope::kSys;
+                                                                   : Scope::kSys;
   if (release.scope < needed) return;
   View view = release.view;
   if (needed != Scope::kCta) view.block = 0;
@@ -263,13 +262,13 @@ struct SimulatedMemory::Layers {
     }
     StoreLine& line = change.scope == Scope::kGpu ? rank : block;
     copy_valid(line.bytes, change.old, change.written & change.old_valid);
-    line.valid = static_cast<uint16_t>((line.valid & ~change.written) |
-                                       (change.written & change.old_valid));
+    line.valid =
+        static_cast<uint16_t>((line.valid & ~change.written) | (change.written & change.old_valid));
   }
 };
 
-SimulatedMemory::Layers SimulatedMemory::layers_of(const Fiber* fiber, LineKey key,
-                                                   uint16_t wanted, bool only_of_rank) {
+SimulatedMemory::Layers SimulatedMemory::layers_of(const Fiber* fiber, LineKey key, uint16_t wanted,
+                                                   bool only_of_rank) {
   Layers layers;
   copy_valid(layers.memory, reinterpret_cast<const uint8_t*>(key * kLineBytes), wanted);
   const auto find = [key](StoreBuffer* buffer, StoreLine& copy) {
@@ -458,7 +457,8 @@ void SimulatedMemory::finish_load(const Fiber* fiber, void* value, const void* a
   overlay(layers.memory, layers.rank, wanted);
   overlay(layers.memory, layers.block, wanted);
   for (StoreBuffer* own : {fiber->warp->stores, fiber->stores}) {
-    if (const StoreLine* line = own ? own->find(key) : nullptr) overlay(layers.memory, *line, wanted);
+    if (const StoreLine* line = own ? own->find(key) : nullptr)
+      overlay(layers.memory, *line, wanted);
   }
   memcpy(value, layers.memory + reinterpret_cast<uintptr_t>(address) % kLineBytes, num_bytes);
 }
@@ -475,8 +475,8 @@ void SimulatedMemory::ordered_load(Fiber* fiber, void* value, const void* addres
   Layers layers = layers_of(fiber, key, wanted, false);
   ReadState::Floor* floor = fiber->reads ? fiber->reads->find(key) : nullptr;
   goes_back = goes_back && (!floor || floor->num_stale < kMaxStaleReads);
-  const uint32_t time = take_back(fiber, fiber->view, key, wanted, floor ? floor->time : 0,
-                                  goes_back, layers);
+  const uint32_t time =
+      take_back(fiber, fiber->view, key, wanted, floor ? floor->time : 0, goes_back, layers);
   finish_load(fiber, value, address, num_bytes, layers);
   if (time == 0) return;
   const Change& change = history_.at(time);
@@ -510,8 +510,8 @@ bool SimulatedMemory::store_in_the_past(Fiber* fiber, void* address, const void*
     return false;
   const LineKey key = line_key(address);
   const uint16_t written = valid_mask(address, num_bytes);
-  for (StoreBuffer* own : {buffer_of_rank(fiber), fiber->warp->block->stores,
-                           fiber->warp->stores, fiber->stores}) {
+  for (StoreBuffer* own :
+       {buffer_of_rank(fiber), fiber->warp->block->stores, fiber->warp->stores, fiber->stores}) {
     if (own && own->find(key)) return false;
   }
   uint32_t time = history_.first(key);

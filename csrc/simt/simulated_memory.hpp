@@ -127,8 +127,7 @@ class SimulatedMemory {
                        LastPushes* pushes, uint32_t release);
   void note_change_of_block(Fiber* fiber, const void* address, unsigned num_bytes,
                             uint32_t release);
-  void note_lines(uint8_t* dst, size_t num_lines, const void* source, int rank,
-                  LastPushes* pushes);
+  void note_lines(uint8_t* dst, size_t num_lines, const void* source, int rank, LastPushes* pushes);
   Release release_of(const Fiber* fiber, Scope scope) const;
   uint32_t add_release(const Fiber* fiber, Scope scope) {
     return history_.add_release(release_of(fiber, scope));
@@ -145,13 +144,12 @@ class SimulatedMemory {
   uint32_t take_back(const Fiber* fiber, const View& view, LineKey key, uint16_t wanted,
                      uint32_t floor, bool goes_back, Layers& layers);
   Layers layers_of(const Fiber* fiber, LineKey key, uint16_t wanted, bool only_of_rank);
-  static void finish_load(const Fiber* fiber, void* value, const void* address,
-                          unsigned num_bytes, Layers& layers);
-  void store(Fiber* fiber, void* address, const void* value, unsigned num_bytes,
-             uint32_t release);
+  static void finish_load(const Fiber* fiber, void* value, const void* address, unsigned num_bytes,
+                          Layers& layers);
+  void store(Fiber* fiber, void* address, const void* value, unsigned num_bytes, uint32_t release);
 
-  void put(StoreBuffer* buffer, LineKey key, uint16_t valid, const uint8_t* bytes,
-           uint32_t release, const void* source, LastPushes* pushes);
+  void put(StoreBuffer* buffer, LineKey key, uint16_t valid, const uint8_t* bytes, uint32_t release,
+           const void* source, LastPushes* pushes);
   void move(StoreBuffer* from, StoreBuffer* to);
   void drain_all(StoreBuffer* buffer);
   void drain(StoreBuffer* buffer, StoreLine* line, uint16_t part);

@@ -35,8 +35,7 @@ Sites::Sites(const std::string& weakened) {
 }
 
 Weakening Sites::visit(const char* op, CallSite site) {
-  const auto [place, is_new] =
-      visited_.try_emplace({site.file, site.line, op}, Weakening::kNone);
+  const auto [place, is_new] = visited_.try_emplace({site.file, site.line, op}, Weakening::kNone);
   if (is_new && how_ != Weakening::kNone && name_of(site.file, site.line, op) == weakened_) {
     place->second = how_;
   }

@@ -62,11 +62,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--weaken",
         default="",
         metavar="FILE:LINE:OP:HOW",
-        help="leave out the order of one place in the kernels: relaxed, or narrow its scope: narrow",
+        help="weaken one place in the kernels; HOW is relaxed, or narrow: a smaller scope",
     )
-    parser.add_argument(
-        "--strong-memory", action="store_true", help="stores and loads act at once"
-    )
+    parser.add_argument("--strong-memory", action="store_true", help="stores and loads act at once")
     parser.add_argument(
         "--ordered-collectives", action="store_true", help="shuffles and votes order memory"
     )

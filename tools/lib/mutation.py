@@ -1,4 +1,4 @@
-"""The pytest plugin of tools/mutate: runs the suites over a simulated machine with one site weakened.
+"""The pytest plugin of tools/mutate: runs suites on a simulated machine with one site weakened.
 
 It does as the JSON file named by MUTATE_JOB says:
 
@@ -145,4 +145,4 @@ class Mutation:
 
 def pytest_configure(config: pytest.Config) -> None:
     job = json.loads(Path(os.environ["MUTATE_JOB"]).read_text())
-    config.pluginmanager.register(Mutation(job), "mutation")
+    config.pluginmanager.register(Mutation(job), "mutation_of_a_job")

@@ -278,31 +278,37 @@ inline void st_streaming(T* address, T value) {
 
 template <class T>
 inline T ld_relaxed_cta(const T* address, simt::CallSite site = simt::CallSite::here()) {
-  return detail::load_ordered<__ATOMIC_RELAXED>(address, detail::Scope::kCta, {"ld_relaxed_cta", site});
+  return detail::load_ordered<__ATOMIC_RELAXED>(address, detail::Scope::kCta,
+                                                {"ld_relaxed_cta", site});
 }
 template <class T>
 inline T ld_relaxed_gpu(const T* address, simt::CallSite site = simt::CallSite::here()) {
-  return detail::load_ordered<__ATOMIC_RELAXED>(address, detail::Scope::kGpu, {"ld_relaxed_gpu", site});
+  return detail::load_ordered<__ATOMIC_RELAXED>(address, detail::Scope::kGpu,
+                                                {"ld_relaxed_gpu", site});
 }
 template <class T>
 inline T ld_relaxed_sys(const T* address, simt::CallSite site = simt::CallSite::here()) {
   if constexpr (sizeof(T) == 16) {
     return detail::load_words(address);
   } else {
-    return detail::load_ordered<__ATOMIC_RELAXED>(address, detail::Scope::kSys, {"ld_relaxed_sys", site});
+    return detail::load_ordered<__ATOMIC_RELAXED>(address, detail::Scope::kSys,
+                                                  {"ld_relaxed_sys", site});
   }
 }
 template <class T>
 inline T ld_acquire_cta(const T* address, simt::CallSite site = simt::CallSite::here()) {
-  return detail::load_ordered<__ATOMIC_ACQUIRE>(address, detail::Scope::kCta, {"ld_acquire_cta", site});
+  return detail::load_ordered<__ATOMIC_ACQUIRE>(address, detail::Scope::kCta,
+                                                {"ld_acquire_cta", site});
 }
 template <class T>
 inline T ld_acquire_gpu(const T* address, simt::CallSite site = simt::CallSite::here()) {
-  return detail::load_ordered<__ATOMIC_ACQUIRE>(address, detail::Scope::kGpu, {"ld_acquire_gpu", site});
+  return detail::load_ordered<__ATOMIC_ACQUIRE>(address, detail::Scope::kGpu,
+                                                {"ld_acquire_gpu", site});
 }
 template <class T>
 inline T ld_acquire_sys(const T* address, simt::CallSite site = simt::CallSite::here()) {
-  return detail::load_ordered<__ATOMIC_ACQUIRE>(address, detail::Scope::kSys, {"ld_acquire_sys", site});
+  return detail::load_ordered<__ATOMIC_ACQUIRE>(address, detail::Scope::kSys,
+                                                {"ld_acquire_sys", site});
 }
 
 template <class T>
@@ -336,43 +342,52 @@ inline void st_release_sys(T* address, T value, simt::CallSite site = simt::Call
 
 template <class T>
 inline T atomic_add_relaxed_cta(T* address, T value, simt::CallSite site = simt::CallSite::here()) {
-  return detail::atomic_add<__ATOMIC_RELAXED>(address, value, detail::Scope::kCta, {"atomic_add_relaxed_cta", site});
+  return detail::atomic_add<__ATOMIC_RELAXED>(address, value, detail::Scope::kCta,
+                                              {"atomic_add_relaxed_cta", site});
 }
 template <class T>
 inline T atomic_add_relaxed_gpu(T* address, T value, simt::CallSite site = simt::CallSite::here()) {
-  return detail::atomic_add<__ATOMIC_RELAXED>(address, value, detail::Scope::kGpu, {"atomic_add_relaxed_gpu", site});
+  return detail::atomic_add<__ATOMIC_RELAXED>(address, value, detail::Scope::kGpu,
+                                              {"atomic_add_relaxed_gpu", site});
 }
 template <class T>
 inline T atomic_add_relaxed_sys(T* address, T value, simt::CallSite site = simt::CallSite::here()) {
-  return detail::atomic_add<__ATOMIC_RELAXED>(address, value, detail::Scope::kSys, {"atomic_add_relaxed_sys", site});
+  return detail::atomic_add<__ATOMIC_RELAXED>(address, value, detail::Scope::kSys,
+                                              {"atomic_add_relaxed_sys", site});
 }
 template <class T>
 inline T atomic_add_acq_rel_cta(T* address, T value, simt::CallSite site = simt::CallSite::here()) {
-  return detail::atomic_add<__ATOMIC_ACQ_REL>(address, value, detail::Scope::kCta, {"atomic_add_acq_rel_cta", site});
+  return detail::atomic_add<__ATOMIC_ACQ_REL>(address, value, detail::Scope::kCta,
+                                              {"atomic_add_acq_rel_cta", site});
 }
 template <class T>
 inline T atomic_add_acq_rel_gpu(T* address, T value, simt::CallSite site = simt::CallSite::here()) {
-  return detail::atomic_add<__ATOMIC_ACQ_REL>(address, value, detail::Scope::kGpu, {"atomic_add_acq_rel_gpu", site});
+  return detail::atomic_add<__ATOMIC_ACQ_REL>(address, value, detail::Scope::kGpu,
+                                              {"atomic_add_acq_rel_gpu", site});
 }
 template <class T>
 inline T atomic_add_acq_rel_sys(T* address, T value, simt::CallSite site = simt::CallSite::here()) {
-  return detail::atomic_add<__ATOMIC_ACQ_REL>(address, value, detail::Scope::kSys, {"atomic_add_acq_rel_sys", site});
+  return detail::atomic_add<__ATOMIC_ACQ_REL>(address, value, detail::Scope::kSys,
+                                              {"atomic_add_acq_rel_sys", site});
 }
 
 template <class T>
 inline T atomic_cas_acq_rel_cta(T* address, T expected, T desired,
-                             simt::CallSite site = simt::CallSite::here()) {
-  return detail::atomic_cas(address, expected, desired, detail::Scope::kCta, {"atomic_cas_acq_rel_cta", site});
+                                simt::CallSite site = simt::CallSite::here()) {
+  return detail::atomic_cas(address, expected, desired, detail::Scope::kCta,
+                            {"atomic_cas_acq_rel_cta", site});
 }
 template <class T>
 inline T atomic_cas_acq_rel_gpu(T* address, T expected, T desired,
-                             simt::CallSite site = simt::CallSite::here()) {
-  return detail::atomic_cas(address, expected, desired, detail::Scope::kGpu, {"atomic_cas_acq_rel_gpu", site});
+                                simt::CallSite site = simt::CallSite::here()) {
+  return detail::atomic_cas(address, expected, desired, detail::Scope::kGpu,
+                            {"atomic_cas_acq_rel_gpu", site});
 }
 template <class T>
 inline T atomic_cas_acq_rel_sys(T* address, T expected, T desired,
-                             simt::CallSite site = simt::CallSite::here()) {
-  return detail::atomic_cas(address, expected, desired, detail::Scope::kSys, {"atomic_cas_acq_rel_sys", site});
+                                simt::CallSite site = simt::CallSite::here()) {
+  return detail::atomic_cas(address, expected, desired, detail::Scope::kSys,
+                            {"atomic_cas_acq_rel_sys", site});
 }
 
 inline uint32_t atomic_increment_relaxed_gpu(uint32_t* address,
@@ -423,8 +438,7 @@ inline void fence_proxy_async_global(simt::CallSite site = simt::CallSite::here(
 
 // ---- warp -----------------------------------------------------------------------------
 
-inline void sync_warp(uint32_t mask = kFullMask,
-                      simt::CallSite site = simt::CallSite::here()) {
+inline void sync_warp(uint32_t mask = kFullMask, simt::CallSite site = simt::CallSite::here()) {
   if (detail::Site{"sync_warp", site}.is_left_out()) return;
   simt::warp_collective(simt::WarpOp::kSync, mask, 0, 0);
 }
