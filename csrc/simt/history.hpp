@@ -25,6 +25,7 @@ struct Change {
   uint16_t rank = 0;             // of the thread that stored
   Scope scope = Scope::kSys;     // kCta: visible in one block; kGpu: in one rank
   uint8_t old[kLineBytes] = {};
+  bool is_atomic = false;      // no store comes between what it has read and what it stored
   uint32_t previous = 0;       // time of the change before in the same list of lines
   uint32_t previous_near = 0;  // and of neighbouring lines
 };

@@ -523,7 +523,7 @@ bool SimulatedMemory::store_in_the_past(Fiber* fiber, void* address, const void*
   if (time == 0) return false;
   Change& change = history_.at(time);
   const ReadState::Floor* floor = fiber->reads ? fiber->reads->find(key) : nullptr;
-  if (change.scope != Scope::kSys || (written & ~change.written) != 0 ||
+  if (change.is_atomic || change.scope != Scope::kSys || (written & ~change.written) != 0 ||
       must_see(change, time, fiber, fiber->view) || (floor && floor->time >= time)) {
     return false;
   }
@@ -623,6 +623,7 @@ void SimulatedMemory::end_atomic(Fiber* fiber, const void* address, unsigned num
   change.old_valid = 0xffff;
   change.rank = static_cast<uint16_t>(grid_of(fiber)->grid.rank);
   change.scope = is_shared ? Scope::kCta : Scope::kSys;
+  change.is_atomic = true;
   copy_valid(change.old, before_atomic_, wanted);
   const uint32_t time = history_.add(change);
   (is_shared ? fiber->warp->pushes.block : fiber->warp->pushes.sys) = time;
