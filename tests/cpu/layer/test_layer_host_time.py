@@ -18,7 +18,7 @@ from deep_comm.layer.host_words import HostWords
 MAX_ROWS = 256  # of bounded steps
 # What a step adds to the Buffer's dispatch and combine. A prefill step costs less than they do, by
 # the tensors that it does not make.
-TARGET_US = {"decode": 5.0, "auto": 5.0, "prefill": 4.0, "bounded": 4.0}
+TARGET_US = {"decode": 8.0, "auto": 12.0, "prefill": 8.0, "bounded": 8.0}
 MAX_FUNCTIONS = {"decode": 5, "auto": 5, "prefill": 14, "bounded": 14}
 """Of the whole package, in a step."""
 IMPORT_TARGET_S = 0.5
