@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 from payload import assert_same_bits
-from small_calls import E, H, K, T, inputs, on_normal
-from tier_calls import rows_of
+from small_calls import E, H, K, T, inputs, on_normal, parts_of
 from tier_chains import run_tier_calls
 
 import deep_comm
@@ -72,7 +71,7 @@ def test_calls_along_a_known_routing(
                 sent[rank], handle=handle, config=config, **streams
             )
             assert nothing == [None] * 4 and (event.event is not None) == bool(streams)
-            parts = rows_of(got)
+            parts = parts_of(got)
             assert_same_bits(parts[0], want.recv_x, "rows")
             if want.recv_x_scales is not None:
                 assert_same_bits(parts[1], want.recv_x_scales, "scales")
