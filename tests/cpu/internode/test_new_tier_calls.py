@@ -189,8 +189,9 @@ def failures(buffer: Any, rank: int) -> None:
         if rank == step:
             bad[1, 1] = E
         for bound in bounds:
-            with pytest.raises(ExpertIndexError):
+            with pytest.raises(ExpertIndexError) as caught:
                 buffer.dispatch(x, topk_idx=bad, num_worst_tokens=bound, **options)
+            assert (caught.value.rank, caught.value.num_experts) == (step, E)
             rows = wide if rank == 1 else x
             with pytest.raises(ConfigMismatch, match="row_bytes"):
                 buffer.dispatch(rows, topk_idx=idx, num_worst_tokens=bound, **options)
@@ -218,8 +219,10 @@ def test_more_rows_than_the_bound() -> None:
     def body(buffer: Any, rank: int) -> None:
         for _ in range(2):
             if rank == 1:
-                with pytest.raises(CapacityError):
+                with pytest.raises(CapacityError) as caught:
                     buffer.dispatch(**to_rank(1, T), num_worst_tokens=2 * T - 1)
+                rows = caught.value.needed_rows, caught.value.available_rows
+                assert rows == (2 * T, 2 * T - 1)
             else:
                 buffer.dispatch(**to_rank(1, T), num_worst_tokens=2 * T - 1)
             handle = buffer.dispatch(**to_rank(1, T), num_worst_tokens=2 * T)[4]
