@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from chained_calls import run_calls
 from payload import assert_same_bits
 from small_calls import E, H, K, T, inputs, on_normal, parts_of
-from tier_chains import run_tier_calls
 
 import deep_comm
 from deep_comm import local
@@ -192,4 +192,4 @@ def test_blocks_go_back() -> None:
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
 def test_calls_behind_each_other_give_what_they_give_alone(ranks_per_node: int) -> None:
     """What tests/gpu/test_tier_calls_gpu.py runs over streams."""
-    local.run(lambda group: run_tier_calls(group, "cpu", 4, ranks_per_node), 4, timeout_s=60)
+    local.run(lambda group: run_calls(group, "cpu", 4, ranks_per_node), 4, timeout_s=60)

@@ -12,15 +12,7 @@ from typing import Any
 import pytest
 import torch
 from low_latency import LowLatencyCase, run_case, verify
-from small_calls import (
-    E,
-    H,
-    M,
-    Marked,
-    T,
-    inputs,
-    on_ranks,
-)
+from small_calls import E, H, M, Marked, T, inputs, on_ranks
 
 import deep_comm
 from deep_comm import local

@@ -14,6 +14,7 @@ from low_latency import (
     Range,
     check_logfmt,
     inputs_of,
+    open_buffer,
     pairs_amid_normal_calls,
     run_case,
     run_pairs,
@@ -93,9 +94,7 @@ def test_the_model_knows_what_a_nic_takes_at_least() -> None:
 
 def put_bytes(group: local.ThreadGroup, case: LowLatencyCase) -> list[list[int]]:
     """What one call of each kind puts, [dispatch, combine] by node."""
-    with deep_comm.Buffer(
-        group, 0, case.num_bytes, low_latency_mode=True, device="cpu", ranks_per_node=2
-    ) as buffer:
+    with open_buffer(group, case) as buffer:
         buffer.runtime.low_latency_hand_on_tokens = case.hand_on
         pair, counted = Pair(buffer, case, 0), []
         for stage in (pair.dispatch, pair.combine):
@@ -248,10 +247,7 @@ def test_ranks_that_disagree_are_told_and_one_reset_helps() -> None:
     case = LowLatencyCase((3, 2, 4, 1), 8, hidden=128, ranks_per_node=2, calls=2)
 
     def main(group: local.ThreadGroup) -> list:
-        with deep_comm.Buffer(
-            group, 0, case.num_bytes, low_latency_mode=True, device="cpu", ranks_per_node=2,
-            timeout_s=2.0,
-        ) as buffer:  # fmt: skip
+        with open_buffer(group, case, timeout_s=2.0) as buffer:
             x, idx = torch.zeros(2, 128, dtype=torch.bfloat16), torch.zeros(2, 2, dtype=torch.int64)
             with pytest.raises((errors.ConfigMismatch, errors.PeerTimeout)):
                 buffer.low_latency_dispatch(x, idx, 8 - (buffer.rank == 2), 8, use_fp8=False)
@@ -283,10 +279,7 @@ def test_an_expert_out_of_range_is_reported_and_the_rest_is_sent() -> None:
 
 def late_rank(group: object, silent: int) -> str:
     case = LowLatencyCase((3,) * 4, 4, experts=4, topk=4, ranks_per_node=2)
-    with deep_comm.Buffer(
-        group, 0, case.num_bytes, low_latency_mode=True, device="cpu", timeout_s=4.0,
-        ranks_per_node=2,
-    ) as buffer:  # fmt: skip
+    with open_buffer(group, case, timeout_s=4.0) as buffer:
         pair = Pair(buffer, case, 0)
         pair.dispatch()
         if buffer.rank == silent:

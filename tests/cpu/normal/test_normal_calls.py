@@ -10,19 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_calls import (
-    CASTS,
-    E,
-    H,
-    Marked,
-    R,
-    T,
-    inputs,
-    layout_of,
-    on_normal,
-    parts_of,
-    to_rank,
-)
+from small_calls import CASTS, E, H, Marked, R, T, inputs, layout_of, on_normal, parts_of, to_rank
 from torch import Tensor
 
 import deep_comm
