@@ -38,11 +38,8 @@ class NormalCalls:
     _context: Context
     _defaults: Defaults
 
-    def _default(self, operation: str) -> Config | DefaultConfig:
-        return self._defaults.config(operation, self.num_sms)
-
-    def _names_sms(self) -> bool:
-        return self._defaults.names_sms(self.num_sms)
+    def _default(self, operation: str) -> tuple[Config | DefaultConfig, bool]:
+        return self._defaults.choose(operation, self.num_sms)
 
     def get_dispatch_layout(
         self,
@@ -177,7 +174,7 @@ class NormalCalls:
             num_tokens_per_expert, topk_idx, topk_weights, expert_alignment, num_worst_tokens,
             config, event, async_finish, allocate_on_comm_stream, num_experts, zero_tail, expand,
             zero_padding, use_fp8, round_scale, use_ue8m0, column_major_scales,
-            None if config is not None else self._default("dispatch"), self._names_sms(),
+            None if config is not None else self._default("dispatch"),
         )  # fmt: skip
         return made
 
@@ -230,6 +227,5 @@ class NormalCalls:
         made: tuple[Tensor, Tensor | Any, EventOverlap] = self._context.combine(
             x, handle, topk_weights, bias, config, event, async_finish, allocate_on_comm_stream,
             apply_weights, None if config is not None else self._default("combine"),
-            self._names_sms(),
         )  # fmt: skip
         return made

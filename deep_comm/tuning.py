@@ -318,15 +318,12 @@ class Defaults:
             for operation, recommended in RECOMMENDED.items()
         }
 
-    def names_sms(self, num_sms: int) -> bool:
-        """Whether somebody has said how many SMs a call without a Config may have."""
-        return not self.can_choose or num_sms is not DEFAULT_NUM_SMS
-
-    def config(self, operation: str, num_sms: int) -> Config | DefaultConfig:
-        """Of a "dispatch" or "combine"."""
-        if self.names_sms(num_sms) or self._is_internode:
-            return self.config_of_any_rows(operation, num_sms)
-        return self._of_rows[operation]
+    def choose(self, operation: str, num_sms: int) -> tuple[Config | DefaultConfig, bool]:
+        """Of a "dispatch" or "combine"; and whether somebody has said how many SMs it may have."""
+        names_sms = not self.can_choose or num_sms is not DEFAULT_NUM_SMS
+        if names_sms or self._is_internode:
+            return self.config_of_any_rows(operation, num_sms), names_sms
+        return self._of_rows[operation], False
 
     def config_of_any_rows(self, operation: str, num_sms: int) -> Config:
         """The same where the rows are not known."""

@@ -54,9 +54,8 @@ FewRows PythonChooser::few_rows(int64_t row_bytes, int num_channels) const {
   return {most_rows, num_sms};
 }
 
-ConfigChoice BoundBuffer::read_config(PyObject* config, PyObject* fallback, bool names_sms) {
+ConfigChoice BoundBuffer::read_config(PyObject* config, PyObject* fallback) {
   ConfigChoice choice;
-  choice.names_sms = names_sms;
   if (config != Py_None) {
     if (!is_config(config)) {
       refuse_argument("config", given_property(GivenProperty::Which::kTypeName, config),
@@ -65,16 +64,20 @@ ConfigChoice BoundBuffer::read_config(PyObject* config, PyObject* fallback, bool
     choice.given = config_of(config);
     return choice;
   }
-  if (is_config(fallback)) {
-    choice.fallback = config_of(fallback);
+  if (!PyTuple_Check(fallback) || PyTuple_GET_SIZE(fallback) != 2) {
+    throw py::type_error("what stands in for a Config must be a pair");
+  }
+  PyObject* const chosen = PyTuple_GET_ITEM(fallback, 0);
+  choice.names_sms = read_flag(PyTuple_GET_ITEM(fallback, 1));
+  if (is_config(chosen)) {
+    choice.fallback = config_of(chosen);
     return choice;
   }
   for (const auto& known : choosers) {
-    if (known->is(fallback)) choice.chooser = known.get();
+    if (known->is(chosen)) choice.chooser = known.get();
   }
   if (choice.chooser == nullptr) {
-    choosers.push_back(
-        std::make_unique<PythonChooser>(py::reinterpret_borrow<py::object>(fallback)));
+    choosers.push_back(std::make_unique<PythonChooser>(py::reinterpret_borrow<py::object>(chosen)));
     choice.chooser = choosers.back().get();
   }
   return choice;

@@ -56,17 +56,17 @@ struct BoundBuffer : std::enable_shared_from_this<BoundBuffer> {
 
   // ---- arguments (borrowed)
   // deep_comm.Config, or None; throws CallError for anything else. `fallback`: what stands in for
-  // None, a Config or a DefaultConfig.
-  ConfigChoice read_config(PyObject* config, PyObject* fallback, bool names_sms = true);
+  // None: (a Config or a DefaultConfig, has somebody named a number of SMs?).
+  ConfigChoice read_config(PyObject* config, PyObject* fallback);
   // `event`: EventHandle, or None.
   StreamOptions read_streams(PyObject* event, PyObject* async_finish, PyObject* on_comm) const;
 
-  DispatchRequest read_dispatch(const Arguments<24>& given);
+  DispatchRequest read_dispatch(const Arguments<23>& given);
 
   // ---- calls
   pybind11::object get_dispatch_layout(const Arguments<5>& given);
-  pybind11::object dispatch(const Arguments<24>& given);
-  pybind11::object combine(const Arguments<11>& given);
+  pybind11::object dispatch(const Arguments<23>& given);
+  pybind11::object combine(const Arguments<10>& given);
 
   // ---- results
   // EventOverlap of a call; null: of a synchronous one.

@@ -114,7 +114,7 @@ struct LayerCalls : std::enable_shared_from_this<LayerCalls> {
   LayerForm form;
   py::object batch_type;                   // ExpertBatch
   py::dict decode_values, prefill_values;  // alike in all batches of a mode
-  // ("dispatch" or "combine") -> (Config or DefaultConfig, has somebody named a number of SMs?)
+  // ("dispatch" or "combine") -> what stands in for a Config, see BoundBuffer::read_config
   py::object default_config;
   py::object learn;  // ModeRule.learn(num_tokens)
   // What a rank with too many tokens for a decode step sends: tokens that go nowhere.
@@ -256,11 +256,7 @@ ConfigChoice LayerCalls::config_of(PyObject* operation) {
   const auto found =
       py::reinterpret_steal<py::object>(PyObject_CallOneArg(default_config.ptr(), operation));
   if (!found) throw py::error_already_set();
-  if (!PyTuple_Check(found.ptr()) || PyTuple_GET_SIZE(found.ptr()) != 2) {
-    throw py::type_error("default_config must return a pair");
-  }
-  return buffer->read_config(Py_None, PyTuple_GET_ITEM(found.ptr(), 0),
-                             read_flag(PyTuple_GET_ITEM(found.ptr(), 1)));
+  return buffer->read_config(Py_None, found.ptr());
 }
 
 // ---- batches ----------------------------------------------------------------------------------------

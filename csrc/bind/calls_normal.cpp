@@ -77,13 +77,13 @@ py::object list_of(const std::vector<int>& numbers) {
 // (x, handle, num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert,
 //  topk_idx, topk_weights, expert_alignment, num_worst_tokens, config, previous_event, async_finish,
 //  allocate_on_comm_stream, num_experts, zero_tail, expand, zero_padding, use_fp8, round_scale,
-//  use_ue8m0, column_major_scales, fallback, names_sms): as of Buffer.dispatch; the last two are what
-// stands in for a Config, see read_config.
-DispatchRequest BoundBuffer::read_dispatch(const Arguments<24>& given) {
+//  use_ue8m0, column_major_scales, fallback): as of Buffer.dispatch; the last is what stands in for a
+// Config, see read_config.
+DispatchRequest BoundBuffer::read_dispatch(const Arguments<23>& given) {
   const auto [x, handle, per_rank, per_rdma_rank, mask, per_expert, topk_idx, topk_weights,
               expert_alignment, num_worst_tokens, config, event, async_finish, on_comm, num_experts,
               zero_tail, expand, zero_padding, use_fp8, round_scale, use_ue8m0, column_major,
-              fallback, names_sms] = given;
+              fallback] = given;
   DispatchRequest request;
   PayloadRequest& payload = request.payload;
   payload.num_items = num_items_of(x);
@@ -103,20 +103,20 @@ DispatchRequest BoundBuffer::read_dispatch(const Arguments<24>& given) {
   request.zero_tail = read_flag(zero_tail);
   request.expand = read_flag(expand);
   request.zero_padding = read_flag(zero_padding);
-  request.config = read_config(config, fallback, read_flag(names_sms));
+  request.config = read_config(config, fallback);
   request.streams = read_streams(event, async_finish, on_comm);
   return request;
 }
 
-py::object BoundBuffer::dispatch(const Arguments<24>& given) {
+py::object BoundBuffer::dispatch(const Arguments<23>& given) {
   return tuple_of(*this, deep_comm::dispatch(context, read_dispatch(given)));
 }
 
 // (x, handle, topk_weights, bias, config, previous_event, async_finish, allocate_on_comm_stream,
-//  apply_weights, fallback, names_sms) -> (combined_x, combined_topk_weights, event)
-py::object BoundBuffer::combine(const Arguments<11>& given) {
+//  apply_weights, fallback) -> (combined_x, combined_topk_weights, event)
+py::object BoundBuffer::combine(const Arguments<10>& given) {
   const auto [x, handle, topk_weights, bias, config, event, async_finish, on_comm, apply_weights,
-              fallback, names_sms] = given;
+              fallback] = given;
   CombineRequest request;
   request.x = reader.read(x);
   request.handle = read_handle(*this, handle);
@@ -124,7 +124,7 @@ py::object BoundBuffer::combine(const Arguments<11>& given) {
   request.num_bias_items = num_items_of(bias);
   read_pair(reader, bias, request.num_bias_items, &request.bias[0], &request.bias[1]);
   request.apply_weights = read_flag(apply_weights);
-  request.config = read_config(config, fallback, read_flag(names_sms));
+  request.config = read_config(config, fallback);
   request.streams = read_streams(event, async_finish, on_comm);
   CombineResult result = deep_comm::combine(context, request);
   return py::make_tuple(object_of(std::move(result.combined_x)),

@@ -27,8 +27,8 @@ class Framework {
   // is allowed if the tensor has no elements.
   virtual Object over(uintptr_t address, const TensorSpec& spec, std::shared_ptr<void> owner) = 0;
   // A tensor over a part of another one's memory, which begins `offset` bytes behind its first element.
-  // `tensor` (borrowed) is flat; offset and the part's bytes are multiples of both element sizes. One
-  // with strides of its own is of the same type, and `tensor` begins where its memory does.
+  // `tensor` (borrowed) is flat and begins where its memory does; offset and the part's bytes are
+  // multiples of both element sizes. A part with strides of its own is of the same type.
   virtual Object part(const void* tensor, const TensorSpec& spec, size_t offset) = 0;
   // While gradients are off for good (torch's inference mode), tensors that are made then can never
   // have any.

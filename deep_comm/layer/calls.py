@@ -66,9 +66,6 @@ class LayerCalls:
         firsts = torch.arange(self.num_local + 1, dtype=torch.int32, device=buffer.device)
         asking = (shape.decode_tokens + 1, shape.num_topk)
 
-        def default_config(operation: str) -> tuple[Any, bool]:
-            return buffer._default(operation), buffer._names_sms()
-
         buffer._context.native_calls.agree_on_tokens(shape.max_tokens)
         calls = self._calls = _core.LayerCalls(
             buffer=buffer._context.native_calls,
@@ -92,7 +89,7 @@ class LayerCalls:
                 alignment=1,
             ),
             prefill_values=alike | dict(capacity=None, mode="prefill", alignment=alignment),
-            default_config=default_config,
+            default_config=buffer._default,
             learn=rule.learn,
             nowhere=[
                 torch.full(asking, -1, dtype=dtype, device=buffer.device)

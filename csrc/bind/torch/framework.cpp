@@ -293,16 +293,13 @@ Object TorchFramework::part(const void* tensor, const TensorSpec& spec, size_t o
   const py::handle whole = borrowed(tensor);
   const TensorRef found = reader_.read(whole.ptr());
   const size_t begin = offset / found.type.num_bytes;
-  if (spec.has_own_strides()) {
-    return to_object(whole.attr("as_strided")(shape_of(spec), strides_of(spec), begin));
+  const bool is_of_type = spec.type == found.type;
+  const auto num_elements = static_cast<int64_t>(spec.num_bytes() / found.type.num_bytes);
+  const TensorSpec range = is_of_type ? spec : TensorSpec::of(found.type, {num_elements});
+  py::object made = whole.attr("as_strided")(shape_of(range), strides_of(range), begin);
+  if (!is_of_type) {
+    made = made.attr("view")(py::handle(types_.dtype_of(spec.type))).attr("view")(shape_of(spec));
   }
-  const size_t end = begin + spec.num_bytes() / found.type.num_bytes;
-  const py::object first = checked(PyLong_FromSize_t(begin)),
-                   last = checked(PyLong_FromSize_t(end));
-  const py::object range = checked(PySlice_New(first.ptr(), last.ptr(), nullptr));
-  py::object made = checked(PyObject_GetItem(whole.ptr(), range.ptr()));
-  if (!(spec.type == found.type)) made = made.attr("view")(py::handle(types_.dtype_of(spec.type)));
-  if (spec.num_dims != 1) made = made.attr("view")(shape_of(spec));
   return to_object(std::move(made));
 }
 

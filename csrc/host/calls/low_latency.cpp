@@ -297,20 +297,21 @@ ReservedLowLatencyDispatch::ReservedLowLatencyDispatch(CallContext& context,
   const LowLatencyForm& form = *checked_.form_;
   Memory& memory = context.memory;
   LowLatencyDispatchCall& call = checked_.call_;
-  // Rows have memory of their own: the rest is kept until combine.
+  // Rows and scales have memory of their own, since the rest is kept until combine.
   const TensorSpec flat = TensorSpec::of(
       form.recv_x.type, {form.num_local_experts * form.num_rows, form.options().hidden});
   MadeTensor rows = memory.empty(checked_.is_flat_ ? flat : form.recv_x, order_);
   call.recv_x = memory.non_null(rows.address);
   result_.recv_x = std::move(rows.tensor);
+  if (form.has_scales()) {
+    MadeTensor scales = memory.empty(form.recv_scales, order_);
+    call.recv_scales = memory.non_null(scales.address);
+    result_.recv_scales = std::move(scales.tensor);
+  }
   MadeTensor metadata = memory.empty(form.metadata, order_);
   call.metadata = metadata.address;
   result_.record = std::make_shared<LowLatencyDispatchRecord>(
       LowLatencyDispatchRecord{checked_.form_, call.num_tokens, std::move(metadata)});
-  if (form.has_scales()) {
-    call.recv_scales = call.metadata + form.scales_offset;
-    result_.recv_scales = result_.record->over({"", form.recv_scales, form.scales_offset});
-  }
   result_.recv_count = result_.record->part("recv_count");
 }
 

@@ -41,8 +41,7 @@ struct LowLatencyForm {
   TensorSpec rows;            // bfloat16, what combine takes: [L, N, H] or [N, H]
   TensorSpec recv_x;          // what dispatch returns
   TensorSpec recv_scales;     // of no dimension: there are none
-  size_t scales_offset = 0;   // in the metadata block
-  TensorSpec metadata;        // int32, flat: the block
+  TensorSpec metadata;        // int32, flat
   std::vector<LowLatencyHandlePart> parts;
 
   const LowLatencyOptions& options() const { return plan.options; }
@@ -67,7 +66,6 @@ struct LowLatencyDispatchRecord {
 
   // A tensor of a part, the same each time; null: there is no such part.
   Object part(std::string_view name);
-  Object over(const LowLatencyHandlePart& part) const;
 };
 
 // A call whose receive phase waits for its hook, and what both phases work on.

@@ -93,13 +93,8 @@ Object LowLatencyDispatchRecord::part(std::string_view name) {
   if (found == nullptr) return {};
   parts.resize(form->parts.size());
   Object& part = parts[found - form->parts.data()];
-  if (!part) part = over(*found);
+  if (!part) part = form->framework->part(metadata.tensor.get(), found->spec, found->offset);
   return part;
-}
-
-Object LowLatencyDispatchRecord::over(const LowLatencyHandlePart& part) const {
-  return form->framework->over(metadata.address + part.offset, part.spec,
-                               std::make_shared<Object>(metadata.tensor));
 }
 
 int LowLatencyCalls::checked_num_blocks(const LowLatencyOptions& options) const {
@@ -176,12 +171,8 @@ LowLatencyForm LowLatencyCalls::make_form(LowLatencyOptions options) const {
     form.recv_scales =
         grouped(form, kFloat8E4m3, {num_tiles, options.hidden / kFp4ScaleWord, 32, 4, 4});
   }
-  // One tensor of torch's for both: making one takes four times what a view of it does.
-  form.scales_offset = align_block(form.plan.metadata.num_bytes);
-  const size_t num_bytes = form.has_scales()
-                               ? align_block(form.scales_offset + form.recv_scales.num_bytes())
-                               : form.plan.metadata.num_bytes;
-  form.metadata = TensorSpec::of(kInt32, {static_cast<int64_t>(num_bytes / kInt32.num_bytes)});
+  form.metadata = TensorSpec::of(
+      kInt32, {static_cast<int64_t>(form.plan.metadata.num_bytes / kInt32.num_bytes)});
   form.parts = parts_of(form, num_ranks);
   return form;
 }

@@ -147,7 +147,9 @@ def test_one_rounding_without_room_is_refused() -> None:
             _core.Engine.low_latency_region_bytes(**sizes, format=name)
             for name in ("fp8", "bfloat16")
         )
-        with deep_comm.Buffer(group, 0, exact, low_latency_mode=True, timeout_s=20) as buffer:
+        with deep_comm.Buffer(
+            group, 0, exact, low_latency_mode=True, device="cpu", timeout_s=20
+        ) as buffer:
             for _ in range(2):
                 handle = buffer.low_latency_dispatch(x, idx, M, E)[2]
             rows = torch.ones(handle.rows_shape, dtype=torch.bfloat16)
@@ -219,7 +221,7 @@ def test_tensors_of_a_captured_asynchronous_call_are_torchs_allocators_to_keep(
                     x, idx, M, E, async_finish=True
                 )
                 event.current_stream_wait()
-                tensors = {each.data_ptr() for each in (payload[0], handle.metadata, x, idx)}
+                tensors = {each.data_ptr() for each in (*payload, handle.metadata, x, idx)}
                 assert set(recorded) == (tensors if is_capturing else set())
                 assert isinstance(event.event, TensorsEvent) != is_capturing
             log.capturing.clear()

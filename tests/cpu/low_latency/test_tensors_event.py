@@ -47,8 +47,10 @@ def dispatched(buffer: Any, told: Told) -> tuple[Any, list[int], list[weakref.re
     """The event of a dispatch whose tensors nobody else has, their addresses, and what says whether
     they are there."""
     x, idx, _ = inputs(0)
-    (rows, _), _, handle, event, _ = buffer.low_latency_dispatch(x, idx, M, E, async_finish=True)
-    tensors = rows, handle.metadata, x, idx  # scales are of the metadata
+    (rows, scales), _, handle, event, _ = buffer.low_latency_dispatch(
+        x, idx, M, E, async_finish=True
+    )
+    tensors = rows, scales, handle.metadata, x, idx
     assert told == []
     return event, [each.data_ptr() for each in tensors], [weakref.ref(each) for each in tensors]
 
@@ -113,7 +115,7 @@ def test_an_interrupted_call_tells_torchs_allocator(monkeypatch: pytest.MonkeyPa
             patch.setattr(TensorsEvent, "__init__", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 buffer.low_latency_dispatch(x, idx, M, E, async_finish=True)
-        assert len(interrupted) == 4 and {x.data_ptr(), idx.data_ptr()} < set(interrupted)
+        assert len(interrupted) == 5 and {x.data_ptr(), idx.data_ptr()} < set(interrupted)
         assert told == [(address, fake_cuda.COMM) for address in interrupted]
 
     with_calls(monkeypatch, body)

@@ -142,7 +142,9 @@ def test_schedules_of_more_blocks_than_channels(
 
 def test_a_rank_that_stays_away_is_named(model: None) -> None:
     def main(group: Any) -> None:
-        with deep_comm.Buffer(group, 8 << 20, num_direct_bytes=4 << 20, timeout_s=1) as buffer:
+        with deep_comm.Buffer(
+            group, 8 << 20, num_direct_bytes=4 << 20, device="cpu", timeout_s=1
+        ) as buffer:
             x, idx, weights = inputs(group.rank(), 3)
             rows, _, _, _, handle, _ = buffer.dispatch(
                 x, topk_idx=idx, topk_weights=weights, num_experts=E
