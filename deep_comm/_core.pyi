@@ -531,13 +531,17 @@ class Simulation:
         # "random" | "fifo" | "lifo" | "starve" | "priority" | "any" (chosen by the seed)
         policy: str = "random",
         weak_memory: bool = True,  # hold stores that are not releases
+        weak_loads: bool = True,  # with weak_memory: read what was there before
         delay_bulk: bool = True,  # complete bulk copies late
+        collectives_order_memory: bool = False,  # shuffles and votes, as sync_warp
         faults: Sequence[str] = (),  # names of Fault: "weaken_release", "skip_credit", ...
         stalls: Sequence[
             tuple[int, int, int]
         ] = (),  # (rank, after step, for so many steps); 0 steps: for ever
         # "report": raise SimulationStuck; "clock": jump to the next deadline
         on_stuck: str = "report",
+        weaken: str = "",  # "file:line:op:relaxed" or "file:line:op:narrow"
+        note_sites: bool = False,  # for visited_sites
     ) -> None: ...
     num_steps: int  # fiber switches so far
     time_ns: int  # virtual clock
@@ -551,6 +555,8 @@ class Simulation:
         """The rank's NIC delivers nothing any more."""
     def rail_traffic(self) -> list[RailTraffic]:
         """What the ranks have posted on the network so far, by queue."""
+    def visited_sites(self) -> list[str]:
+        """Where kernels came to an operation that orders something: "file:line:op"."""
     def kill(self, rank: int) -> None:
         """The rank's fibers stop where they are and never run again, like
         a process that was killed.

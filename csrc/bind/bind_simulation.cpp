@@ -15,16 +15,22 @@ namespace {
 using StallTuple = std::tuple<int, uint64_t, uint64_t>;
 
 std::unique_ptr<simt::Simulation> make_simulation(int num_ranks, uint64_t seed, std::string policy,
-                                                  bool weak_memory, bool delay_bulk,
+                                                  bool weak_memory, bool weak_loads,
+                                                  bool delay_bulk, bool collectives_order_memory,
                                                   std::vector<std::string> faults,
                                                   const std::vector<StallTuple>& stalls,
-                                                  std::string on_stuck) {
+                                                  std::string on_stuck, std::string weaken,
+                                                  bool note_sites) {
   simt::SimulationOptions options{.num_ranks = num_ranks,
                                   .seed = seed,
                                   .policy = std::move(policy),
                                   .weak_memory = weak_memory,
+                                  .weak_loads = weak_loads,
                                   .delay_bulk = delay_bulk,
+                                  .collectives_order_memory = collectives_order_memory,
                                   .faults = std::move(faults),
+                                  .weaken = std::move(weaken),
+                                  .note_sites = note_sites,
                                   .stalls = {},
                                   .on_stuck = std::move(on_stuck)};
   for (const auto& [rank, after_step, num_steps] : stalls) {
@@ -64,8 +70,11 @@ void bind_simulation(py::module_& m) {
   py::class_<Simulation>(m, "Simulation", py::module_local())
       .def(py::init(&make_simulation), py::kw_only(), py::arg("num_ranks"), py::arg("seed"),
            py::arg("policy") = "random", py::arg("weak_memory") = true,
-           py::arg("delay_bulk") = true, py::arg("faults") = std::vector<std::string>(),
-           py::arg("stalls") = std::vector<StallTuple>(), py::arg("on_stuck") = "report")
+           py::arg("weak_loads") = true, py::arg("delay_bulk") = true,
+           py::arg("collectives_order_memory") = false,
+           py::arg("faults") = std::vector<std::string>(),
+           py::arg("stalls") = std::vector<StallTuple>(), py::arg("on_stuck") = "report",
+           py::arg("weaken") = "", py::arg("note_sites") = false)
       .def_property_readonly("num_steps", py::cpp_function(&Simulation::num_steps, release_gil))
       .def_property_readonly("time_ns", py::cpp_function(&Simulation::time_ns, release_gil))
       .def("exchange", &exchange, py::arg("rank"), py::arg("payload"))
@@ -73,6 +82,7 @@ void bind_simulation(py::module_& m) {
       .def("kill", &Simulation::kill, py::arg("rank"), release_gil)
       .def("stall_rail", &Simulation::stall_rail, py::arg("rank"), release_gil)
       .def("rail_traffic", &Simulation::rail_traffic, release_gil)
+      .def("visited_sites", &Simulation::visited_sites, release_gil)
       .def("describe", &Simulation::describe, release_gil);
 }
 

@@ -10,16 +10,18 @@
 namespace deep_comm::simt {
 namespace {
 
-void wake_all(FiberList& waiting) {
-  while (Fiber* fiber = waiting.pop_front()) {
+// Those who wait see what those who have arrived had stored and seen.
+void wake_all(NamedBarrier& state) {
+  while (Fiber* fiber = state.waiting.pop_front()) {
     fiber->wait = Wait::kNone;
+    if (t_state.simulated) leave_barrier(fiber, state.view);
     t_state.executor->make_ready(fiber);
   }
 }
 
 // Stores of the arriving thread and of those its warp has seen become visible to the block.
-void publish_to_block(Fiber* self) {
-  if (t_state.simulated) order_stores(self, Scope::kCta);
+void publish_to_block(Fiber* self, NamedBarrier& state) {
+  if (t_state.simulated) arrive_at_block(self, state.view);
 }
 
 NamedBarrier& named_barrier(Fiber* self, int barrier, int num_threads, const char* op) {
@@ -59,7 +61,7 @@ void check_site(Fiber* self, NamedBarrier& state, CallSite site) {
 bool arrive(NamedBarrier& state) {
   if (++state.arrived < state.expected) return false;
   state.arrived = state.expected = 0;
-  wake_all(state.waiting);
+  wake_all(state);
   return true;
 }
 
@@ -71,7 +73,7 @@ void complete_block_barrier(NamedBarrier& state) {
   state.arrived = 0;
   state.result = state.any;
   state.any = false;
-  wake_all(state.waiting);
+  wake_all(state);
 }
 
 }  // namespace
@@ -81,11 +83,12 @@ bool sync_block_any(bool predicate, CallSite site) {
   Block* block = block_of(self);
   NamedBarrier& state = block->barriers[0];
   check_site(self, state, site);
-  publish_to_block(self);
+  publish_to_block(self, state);
   state.any = state.any || predicate;
   if (++state.arrived == block->num_live) {
     note_progress();
     complete_block_barrier(state);
+    if (t_state.simulated) leave_barrier(self, state.view);
     return state.result;
   }
   self->wait = Wait::kBlockBarrier;
@@ -106,9 +109,10 @@ void complete_block_barrier_after_exit(Block* block) {
 void sync_named(int barrier, int num_threads) {
   Fiber* self = t_state.current;
   NamedBarrier& state = named_barrier(self, barrier, num_threads, "sync_named");
-  publish_to_block(self);
+  publish_to_block(self, state);
   if (arrive(state)) {
     note_progress();
+    if (t_state.simulated) leave_barrier(self, state.view);
     return;
   }
   self->wait = Wait::kNamedBarrier;
@@ -120,7 +124,7 @@ void sync_named(int barrier, int num_threads) {
 void arrive_named(int barrier, int num_threads) {
   Fiber* self = t_state.current;
   NamedBarrier& state = named_barrier(self, barrier, num_threads, "arrive_named");
-  publish_to_block(self);
+  publish_to_block(self, state);
   if (arrive(state)) note_progress();
 }
 

@@ -76,12 +76,12 @@ class DirectExecutor final : public Executor, private RailMemory {
   }
 
   void post_rail(const RailOp& op) override { rail_.post(op); }
-  void land(uint8_t* dst, const uint8_t* src, size_t num_bytes) override {
+  void land(int, uint8_t* dst, const uint8_t* src, size_t num_bytes) override {
     // Each word once, and whole: a reader may take it away at once and leave a zero, which must
     // stay. A copy of many bytes at a time may write some of them twice.
     copy_words(dst, src, num_bytes);
   }
-  void land_signal(uint64_t* word, uint64_t value) override {
+  void land_signal(int, uint64_t* word, uint64_t value) override {
     __atomic_store_n(word, value, __ATOMIC_RELEASE);  // after all that has landed before it
   }
 
@@ -166,6 +166,7 @@ void DirectExecutor::run(const Grid& grid, Body body, const void* args, void (*o
                         .executor = this,
                         .simulated = nullptr,
                         .faults = 0,
+                        .sites = nullptr,
                         .polls_left = kPollsPerYield};
   struct AtRestAgain {
     DirectExecutor& executor;

@@ -5,11 +5,13 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "context.hpp"
 #include "machine.hpp"
 #include "stack_pool.hpp"
+#include "view.hpp"
 
 namespace deep_comm::simt {
 
@@ -46,6 +48,7 @@ struct Warp;
 struct Block;
 struct GridRun;
 class StoreBuffer;
+struct ReadState;
 struct BulkCopy;
 
 // The same fields as deep_comm::WaitNote; this layer does not know the kernels' headers.
@@ -88,7 +91,9 @@ struct Fiber {
   uint64_t* canary = nullptr;  // of a stack without a guard page
 
   // Simulated machine only.
+  View view;
   StoreBuffer* stores = nullptr;
+  ReadState* reads = nullptr;
   BulkCopy* first_bulk = nullptr;  // oldest first
   BulkCopy* last_bulk = nullptr;
   uint64_t priority = 0;
@@ -127,6 +132,15 @@ struct PendingCollective {
   uint32_t mask;
   uint32_t arrived;
   WarpOp op;
+  View view;  // simulated machine: of those that have arrived
+};
+
+// Simulated machine: when stores that came from a warp's or block's own buffers last became visible
+// further out.
+struct LastPushes {
+  uint32_t block = 0;
+  uint32_t gpu = 0;
+  uint32_t sys = 0;
 };
 
 struct Warp {
@@ -140,6 +154,7 @@ struct Warp {
   uint64_t results[kLanes];
   Fiber* lanes[kLanes] = {};
   StoreBuffer* stores = nullptr;
+  LastPushes pushes;  // of the lanes' buffers and of its own
 };
 
 struct NamedBarrier {
@@ -149,6 +164,7 @@ struct NamedBarrier {
   int arrived = 0;
   bool any = false;     // of those that have arrived; sync_block_any
   bool result = false;  // of the last time that it completed
+  View view;            // simulated machine: of those that have arrived
   FiberList waiting;
 };
 
@@ -170,6 +186,9 @@ struct Block {
   SharedMemory smem;
   NamedBarrier barriers[kNumBarriers];
   StoreBuffer* stores = nullptr;
+  LastPushes pushes;  // of its own buffer
+  // Simulated machine: what those who have arrived at an mbarrier had seen.
+  std::vector<std::pair<const uint64_t*, View>> mbarrier_views;
 
   bool owns(const void* address) const {
     return static_cast<size_t>(static_cast<const uint8_t*>(address) - smem.base) < smem.num_bytes;
@@ -183,6 +202,7 @@ struct GridRun {
   uint64_t stream = 0;
   int num_live_blocks = 0;
   bool finished = false;
+  uint32_t start_time = 0;  // simulated machine: of the history
   int num_warps_per_block = 0;
   std::vector<Stack> stacks;
   std::unique_ptr<Fiber*[]> fibers;  // [num_blocks * num_threads]

@@ -54,8 +54,13 @@ struct SimulationOptions {
   uint64_t seed = 0;
   std::string policy = "random";  // random | fifo | lifo | starve | priority | any
   bool weak_memory = true;        // hold stores that are not releases
+  bool weak_loads = true;         // with weak_memory: read what was there before
   bool delay_bulk = true;         // complete bulk copies late
+  // Shuffles and votes order memory as sync_warp does. GPUs do this, PTX does not promise it.
+  bool collectives_order_memory = false;
   std::vector<std::string> faults;
+  std::string weaken;       // one site of the kernels, and how: see sites.hpp
+  bool note_sites = false;  // for Simulation::visited_sites
   std::vector<Stall> stalls;
   std::string on_stuck = "report";     // report | clock
   uint64_t max_steps = 2'000'000'000;  // of the whole simulation
@@ -92,6 +97,8 @@ class Simulation {
   void flush_rail(int rank);
   // What the ranks have posted on the network so far, by queue.
   std::vector<RailTraffic> rail_traffic() const;
+  // Where the kernels have come to an operation that orders something: "file:line:op".
+  std::vector<std::string> visited_sites() const;
   // Every fiber that waits, and for what.
   std::string describe() const;
   uint64_t num_steps() const;

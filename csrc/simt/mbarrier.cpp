@@ -58,6 +58,15 @@ void check_address(Fiber* self, const uint64_t* barrier) {
   }
 }
 
+// Of those who have arrived there.
+View& view_of(Fiber* self, const uint64_t* barrier) {
+  auto& views = block_of(self)->mbarrier_views;
+  for (auto& [address, view] : views) {
+    if (address == barrier) return view;
+  }
+  return views.emplace_back(barrier, View{}).second;
+}
+
 }  // namespace
 
 bool mbarrier_phase_done(uint64_t barrier, uint32_t parity) {
@@ -88,7 +97,7 @@ void mbarrier_init(uint64_t* barrier, int num_arrivals) {
 void mbarrier_arrive(uint64_t* barrier, uint32_t expected_bytes) {
   Fiber* self = t_state.current;
   check_address(self, barrier);
-  if (t_state.simulated) order_stores(self, Scope::kCta);
+  if (t_state.simulated) arrive_at_block(self, view_of(self, barrier));
   State state = unpack(*barrier);
   if (!is_initialised(*barrier)) {
     t_state.executor->fail(self, "arrives at an mbarrier that was not initialised");
@@ -129,8 +138,11 @@ bool mbarrier_try_wait_parity(uint64_t* barrier, uint32_t parity) {
     t_state.executor->park(self);
   }
   const bool done = mbarrier_phase_done(*barrier, parity);
-  if (done) self->word = nullptr;
-  return done;
+  if (!done) return false;
+  self->word = nullptr;
+  // Also of arrivals at the next phase, if there are any by now.
+  if (t_state.simulated) leave_barrier(self, view_of(self, barrier));
+  return true;
 }
 
 }  // namespace deep_comm::simt

@@ -6,11 +6,13 @@
 #include <cstdint>
 
 #include "fiber.hpp"
+#include "sites.hpp"
 
 namespace deep_comm::simt {
 
 // How far a store, release or fence reaches: the order is that of the buffers a store passes.
 enum class Scope : uint8_t { kCta, kGpu, kSys };
+enum class AtomicOrder : uint8_t { kRelaxed, kAcqRel };
 
 class Executor;
 class SimulatedExecutor;
@@ -20,6 +22,7 @@ struct ThreadState {
   Executor* executor;
   SimulatedExecutor* simulated;  // null in direct mode
   uint32_t faults;               // bits of Fault; only a simulated machine has any
+  Sites* sites;                  // null unless a simulation notes or weakens sites
   uint32_t polls_left;           // direct mode: loads with an order until the fiber yields
 };
 
@@ -30,11 +33,6 @@ extern constinit thread_local ThreadState t_state __attribute__((tls_model("init
 uint64_t warp_collective(WarpOp op, uint32_t mask, uint64_t value, uint32_t argument);
 
 // ---- block ----------------------------------------------------------------------------
-// Where in a kernel a thread stands; an empty file: anywhere.
-struct CallSite {
-  const char* file = "";
-  int line = 0;
-};
 // A GPU defines the block barrier only where all threads meet at one call: so it is checked here.
 void sync_block(CallSite site = {});
 bool sync_block_any(bool predicate, CallSite site = {});
@@ -76,12 +74,16 @@ void simulated_touch(const void* address);
 
 // ---- memory of the simulated machine (size: 1, 2, 4, 8 or 16) -------------------------
 void simulated_load(void* value, const void* address, unsigned num_bytes);
-void simulated_ordered_load(void* value, const void* address, unsigned num_bytes);
+void simulated_ordered_load(void* value, const void* address, unsigned num_bytes, bool acquires,
+                            Scope scope);
 void simulated_store(void* address, const void* value, unsigned num_bytes);
+void simulated_relaxed_store(void* address, const void* value, unsigned num_bytes, Scope scope);
 void simulated_release_store(void* address, const void* value, unsigned num_bytes, Scope scope);
 void simulated_fence(Scope scope);
 // Before and after an atomic that acts on `address` itself.
-void simulated_atomic_begin(void* address, unsigned num_bytes, bool releases, Scope scope);
-void simulated_atomic_end(void* address);
+void simulated_atomic_begin(void* address, unsigned num_bytes, AtomicOrder order, Scope scope);
+void simulated_atomic_end(void* address, unsigned num_bytes, AtomicOrder order, Scope scope);
+// Bulk copies that this thread issues afterwards see its stores.
+void simulated_proxy_fence();
 
 }  // namespace deep_comm::simt

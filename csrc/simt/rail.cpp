@@ -50,7 +50,7 @@ void RailNetwork::land_piece(Pending& pending) {
   const RailOp& op = pending.op;
   if (op.num_bytes == 0) {
     pending.pieces_left = 0;
-    memory_.land_signal(reinterpret_cast<uint64_t*>(op.dst), op.value);
+    memory_.land_signal(op.rank, reinterpret_cast<uint64_t*>(op.dst), op.value);
     return;
   }
   uint32_t skip = static_cast<uint32_t>(
@@ -61,7 +61,7 @@ void RailNetwork::land_piece(Pending& pending) {
   pending.pieces_left &= ~(1u << piece);
   const uint32_t bytes = piece_bytes(op.num_bytes, num_pieces_);
   const uint32_t begin = piece * bytes;
-  memory_.land(op.dst + begin, op.src + begin, std::min(bytes, op.num_bytes - begin));
+  memory_.land(op.rank, op.dst + begin, op.src + begin, std::min(bytes, op.num_bytes - begin));
 }
 
 void RailNetwork::advance_one() { land_one(*active_[random_.below(active_.size())]); }

@@ -44,8 +44,9 @@ struct RailTraffic {
 class RailMemory {
  public:
   virtual ~RailMemory() = default;
-  virtual void land(uint8_t* dst, const uint8_t* src, size_t num_bytes) = 0;
-  virtual void land_signal(uint64_t* word, uint64_t value) = 0;
+  // `rank`: whose NIC writes
+  virtual void land(int rank, uint8_t* dst, const uint8_t* src, size_t num_bytes) = 0;
+  virtual void land_signal(int rank, uint64_t* word, uint64_t value) = 0;
 };
 
 class RailNetwork {

@@ -48,6 +48,7 @@ void BulkQueue::issue_load(Fiber* self, void* smem_dst, const void* src, uint32_
   copy->dst = static_cast<uint8_t*>(smem_dst);
   copy->src = static_cast<const uint8_t*>(src);
   copy->barrier = barrier;
+  copy->view = self->view;
   copy->num_bytes = num_bytes;
   if (!delay_) finish_load(copy);
 }
@@ -80,7 +81,7 @@ void BulkQueue::finish_store(BulkCopy* copy, bool waited_for) {
 }
 
 void BulkQueue::finish_load(BulkCopy* copy) {
-  memory_.read_bulk(copy->issuer, copy->dst, copy->src, copy->num_bytes);
+  memory_.read_bulk(copy->issuer, copy->view, copy->dst, copy->src, copy->num_bytes);
   const char* error = nullptr;
   const bool done = mbarrier_complete_bytes(copy->barrier, copy->num_bytes, &error);
   if (error) executor_.fail(copy->issuer, std::string("bulk_load: ") + error);
@@ -143,13 +144,13 @@ void BulkQueue::drop_grid(const GridRun& run) {
 
 void issue_bulk_load(Fiber* self, void* smem_dst, const void* global_src, uint32_t num_bytes,
                      uint64_t* barrier) {
-  simulated_touch(global_src);
+  require_begun(self, global_src);
   t_state.simulated->bulk().issue_load(self, smem_dst, global_src, num_bytes, barrier);
   t_state.simulated->maybe_preempt(self);
 }
 
 void issue_bulk_store(Fiber* self, void* global_dst, const void* smem_src, uint32_t num_bytes) {
-  simulated_touch(global_dst);
+  require_begun(self, global_dst);
   t_state.simulated->bulk().issue_store(self, global_dst, smem_src, num_bytes);
   t_state.simulated->maybe_preempt(self);
 }

@@ -23,6 +23,7 @@ struct BulkCopy {
   uint32_t num_bytes = 0;
   uint32_t group = 0;  // stores only: how many groups the issuer had committed before
   size_t index = 0;    // in the list of those under way
+  View view;           // loads only: of the issuer
   bool read = false;   // stores only: `staged` holds what was in shared memory
   std::vector<uint8_t> staged;
 };

@@ -65,9 +65,11 @@ const SimulationOptions& check_options(const SimulationOptions& options) {
 
 SimulatedExecutor::SimulatedExecutor(const SimulationOptions& options)
     : options_(check_options(options)),
+      sites_(options.weaken),
       random_(options.seed),
       ready_(parse_policy(options.policy, random_), options.num_ranks, random_),
-      memory_(options.weak_memory, options.num_ranks, random_, *this),
+      memory_(options.weak_memory, options.weak_memory && options.weak_loads, options.num_ranks,
+              random_, *this),
       bulk_(options.delay_bulk, memory_, random_, *this),
       rail_(*this, random_, kRailPieces, (fault_bits(options.faults) & kReorderRail) == 0),
       preempt_(take_one(kPreemptMeans, random_), random_),
@@ -84,11 +86,13 @@ SimulatedExecutor::~SimulatedExecutor() {
 }
 
 void SimulatedExecutor::enter_thread() {
-  t_state = ThreadState{.current = nullptr,
-                        .executor = this,
-                        .simulated = this,
-                        .faults = fault_bits(options_.faults),
-                        .polls_left = 0};
+  t_state =
+      ThreadState{.current = nullptr,
+                  .executor = this,
+                  .simulated = this,
+                  .faults = fault_bits(options_.faults),
+                  .sites = options_.note_sites || !options_.weaken.empty() ? &sites_ : nullptr,
+                  .polls_left = 0};
 }
 
 // ---- grids ----------------------------------------------------------------------------
@@ -108,7 +112,17 @@ void SimulatedExecutor::start_next(Stream& stream) {
   last_progress_step_ = step_;
   ++num_changes_;
   num_fibers_ += static_cast<uint64_t>(stream.front()->num_fibers());
+  stream.front()->start_time = memory_.now();
   start(*stream.front());
+}
+
+// What became visible before all running grids began, all of them see.
+void SimulatedExecutor::settle_history() {
+  uint32_t earliest = memory_.now();
+  for (const auto& [key, stream] : streams_) {
+    if (!stream.empty()) earliest = std::min(earliest, stream.front()->start_time);
+  }
+  memory_.settle_history(earliest);
 }
 
 bool SimulatedExecutor::is_drained(int rank, uint64_t stream) const {
@@ -128,23 +142,27 @@ void SimulatedExecutor::retire_finished() {
     stream.pop_front();
     if (!stream.empty()) start_next(stream);
   }
+  settle_history();
 }
 
 // ---- the network ----------------------------------------------------------------------
 
 void SimulatedExecutor::post_rail(const RailOp& op) {
+  if (op.num_bytes == 0) {
+    memory_.post_signal(t_state.current, reinterpret_cast<const uint64_t*>(op.dst));
+  }
   rail_.post(op);
   note_progress();
 }
 
-void SimulatedExecutor::land(uint8_t* dst, const uint8_t* src, size_t num_bytes) {
-  memcpy(dst, src, num_bytes);
+void SimulatedExecutor::land(int rank, uint8_t* dst, const uint8_t* src, size_t num_bytes) {
+  memory_.land(rank, dst, src, num_bytes);
   note_progress();
   for (size_t i = 0; i < num_bytes; i += kLineBytes) notify(dst + i);
 }
 
-void SimulatedExecutor::land_signal(uint64_t* word, uint64_t value) {
-  *word = value;
+void SimulatedExecutor::land_signal(int rank, uint64_t* word, uint64_t value) {
+  memory_.land_signal(rank, word, value);
   note_progress();
   notify(word);
 }
@@ -290,8 +308,11 @@ std::string SimulatedExecutor::describe_run() const {
   text += "replay: python -m deep_comm.simulate --seed " + std::to_string(options_.seed) +
           " --policy " + options_.policy + " --ranks " + std::to_string(options_.num_ranks);
   if (!options_.weak_memory) text += " --strong-memory";
+  if (options_.weak_memory && options_.weak_loads) text += " --weak-loads";
   if (!options_.delay_bulk) text += " --prompt-bulk";
+  if (options_.collectives_order_memory) text += " --ordered-collectives";
   if (options_.on_stuck != "report") text += " --on-stuck " + options_.on_stuck;
+  if (!options_.weaken.empty()) text += " --weaken " + options_.weaken;
   for (const std::string& fault : options_.faults) text += " --fault " + fault;
   for (const Stall& stall : options_.stalls) {
     text += " --stall " + std::to_string(stall.rank) + ":" + std::to_string(stall.after_step) +

@@ -41,12 +41,14 @@ class SimulatedExecutor final : public Executor, private RailMemory {
   bool is_killed(int rank) const { return killed_[static_cast<size_t>(rank)]; }
   std::string describe_all();
   std::string describe_run() const;  // seed, policy, and how to do it again
+  std::vector<std::string> visited_sites() const { return sites_.visited(); }
   uint64_t num_steps() const { return step_; }
   uint64_t time_ns() const { return time_ns_; }
 
   // ---- called by fibers ---------------------------------------------------------------
   SimulatedMemory& memory() { return memory_; }
   BulkQueue& bulk() { return bulk_; }
+  bool collectives_order_memory() const { return options_.collectives_order_memory; }
   // Where the order of accesses shows: perhaps another fiber comes first.
   void maybe_preempt(Fiber* self) {
     if (memory_whim_.strikes(random_)) [[unlikely]]
@@ -68,6 +70,7 @@ class SimulatedExecutor final : public Executor, private RailMemory {
   Fiber* pick_next() override;
   void on_fiber_start(Fiber* fiber) override {
     fiber->is_early = grid_of(fiber)->grid.begins_early;
+    memory_.start_fiber(fiber);
     ready_.adopt(fiber);
   }
   void on_block_exit(Block* block) override;
@@ -84,8 +87,8 @@ class SimulatedExecutor final : public Executor, private RailMemory {
     return line_hash(line_key(word)) >> (64 - kWaiterBucketBits);
   }
 
-  void land(uint8_t* dst, const uint8_t* src, size_t num_bytes) override;
-  void land_signal(uint64_t* word, uint64_t value) override;
+  void land(int rank, uint8_t* dst, const uint8_t* src, size_t num_bytes) override;
+  void land_signal(int rank, uint64_t* word, uint64_t value) override;
 
   bool memory_event();
   bool is_livelock() const {
@@ -95,6 +98,7 @@ class SimulatedExecutor final : public Executor, private RailMemory {
   bool is_stalled(int rank);
   void retire_finished();
   void start_next(Stream& stream);
+  void settle_history();
   bool go_on_after_idling();
   bool wake_where_condition_holds();
   bool end_stalls();
@@ -103,6 +107,7 @@ class SimulatedExecutor final : public Executor, private RailMemory {
   void wake(Fiber* fiber);
 
   const SimulationOptions options_;
+  Sites sites_;
   Random random_;
   ReadySet ready_;
   SimulatedMemory memory_;

@@ -17,6 +17,14 @@ constexpr size_t kRankLines = 4096;
 // is too early has to meet one.
 constexpr size_t kMaxBulkLinesHeld = 16;
 
+// Lines of a bulk copy, or of a put, of which the history remembers what they held before.
+constexpr size_t kMaxBulkLinesNoted = 8;
+
+// How often a load looks into the past: the seed takes one.
+constexpr uint32_t kStaleMeans[] = {2, 6, 40, 0};
+// So often in a row a word may be read that is older than what has arrived.
+constexpr uint32_t kMaxStaleReads = 6;
+
 uint16_t valid_mask(const void* address, unsigned num_bytes) {
   const unsigned offset = reinterpret_cast<uintptr_t>(address) % kLineBytes;
   return static_cast<uint16_t>(((1u << num_bytes) - 1) << offset);
@@ -31,14 +39,24 @@ void check_aligned(Executor& executor, const Fiber* fiber, const void* address,
 
 }  // namespace
 
-SimulatedMemory::SimulatedMemory(bool weak, int num_ranks, Random& random, Executor& executor)
-    : weak_(weak), random_(random), executor_(executor), ranks_(static_cast<size_t>(num_ranks)) {
-  for (StoreBuffer& buffer : ranks_) buffer.bound = kRankLines;
+SimulatedMemory::SimulatedMemory(bool weak, bool weak_loads, int num_ranks, Random& random,
+                                 Executor& executor)
+    : weak_(weak),
+      random_(random),
+      executor_(executor),
+      stale_load_(weak_loads ? kStaleMeans[random.below(std::size(kStaleMeans))] : 0, random),
+      stale_bulk_(weak_loads ? kStaleMeans[random.below(std::size(kStaleMeans))] : 0, random),
+      past_store_(weak_loads ? kStaleMeans[random.below(std::size(kStaleMeans))] : 0, random),
+      ranks_(static_cast<size_t>(num_ranks)) {
+  for (size_t rank = 0; rank < ranks_.size(); ++rank) {
+    ranks_[rank].bound = kRankLines;
+    ranks_[rank].rank = static_cast<int>(rank);
+  }
 }
 
 // ---- buffers --------------------------------------------------------------------------
 
-StoreBuffer* SimulatedMemory::take_buffer(StoreBuffer* outer, size_t bound) {
+StoreBuffer* SimulatedMemory::take_buffer(StoreBuffer* outer, size_t bound, LastPushes* pushes) {
   if (free_.empty()) {
     all_.push_back(std::make_unique<StoreBuffer>());
     free_.push_back(all_.back().get());
@@ -47,6 +65,8 @@ StoreBuffer* SimulatedMemory::take_buffer(StoreBuffer* outer, size_t bound) {
   free_.pop_back();
   buffer->outer = outer;
   buffer->bound = bound;
+  buffer->rank = outer->rank;
+  buffer->pushes = pushes;
   return buffer;
 }
 
@@ -56,28 +76,234 @@ void SimulatedMemory::give_back(StoreBuffer*& buffer) {
   buffer = nullptr;
 }
 
+void SimulatedMemory::give_back(Fiber* fiber) {
+  give_back(fiber->stores);
+  if (!fiber->reads) return;
+  free_reads_.push_back(fiber->reads);
+  fiber->reads = nullptr;
+}
+
 StoreBuffer* SimulatedMemory::buffer_of_rank(const Fiber* fiber) {
   return &ranks_[static_cast<size_t>(grid_of(fiber)->grid.rank)];
 }
 StoreBuffer* SimulatedMemory::buffer_of(Block* block) {
   if (!block->stores) {
-    block->stores = take_buffer(&ranks_[static_cast<size_t>(block->grid->grid.rank)], kBlockLines);
+    block->stores = take_buffer(&ranks_[static_cast<size_t>(block->grid->grid.rank)], kBlockLines,
+                                &block->pushes);
   }
   return block->stores;
 }
 StoreBuffer* SimulatedMemory::buffer_of(Warp* warp) {
-  if (!warp->stores) warp->stores = take_buffer(buffer_of(warp->block), kWarpLines);
+  if (!warp->stores) warp->stores = take_buffer(buffer_of(warp->block), kWarpLines, &warp->pushes);
   return warp->stores;
 }
 StoreBuffer* SimulatedMemory::buffer_of(Fiber* fiber) {
-  if (!fiber->stores) fiber->stores = take_buffer(buffer_of(fiber->warp), kFiberLines);
+  if (!fiber->stores) {
+    fiber->stores = take_buffer(buffer_of(fiber->warp), kFiberLines, &fiber->warp->pushes);
+  }
   return fiber->stores;
+}
+ReadState& SimulatedMemory::reads_of(Fiber* fiber) {
+  if (fiber->reads) return *fiber->reads;
+  if (free_reads_.empty()) {
+    all_reads_.push_back(std::make_unique<ReadState>());
+    free_reads_.push_back(all_reads_.back().get());
+  }
+  fiber->reads = free_reads_.back();
+  free_reads_.pop_back();
+  *fiber->reads = ReadState{};
+  return *fiber->reads;
+}
+
+// ---- what is remembered ---------------------------------------------------------------
+
+uint32_t SimulatedMemory::note_change(LineKey key, uint16_t written, const StoreBuffer* place,
+                                      const uint8_t* old_bytes, uint16_t old_valid,
+                                      const void* source, int rank, LastPushes* pushes,
+                                      uint32_t release) {
+  Change change;
+  change.key = key;
+  change.place = place;
+  change.source = source;
+  change.release = release;
+  change.written = written;
+  change.old_valid = old_valid;
+  change.rank = static_cast<uint16_t>(rank);
+  change.scope = place == nullptr                              ? Scope::kSys
+                 : place == &ranks_[static_cast<size_t>(rank)] ? Scope::kGpu
+                                                               : Scope::kCta;
+  copy_valid(change.old, old_bytes, written & old_valid);
+  const uint32_t time = history_.add(change);
+  if (pushes) {
+    (change.scope == Scope::kCta   ? pushes->block
+     : change.scope == Scope::kGpu ? pushes->gpu
+                                   : pushes->sys) = time;
+  }
+  return time;
+}
+
+// Before a fiber changes a word of its block's shared memory.
+void SimulatedMemory::note_change_of_block(Fiber* fiber, const void* address, unsigned num_bytes,
+                                           uint32_t release) {
+  Change change;
+  change.key = line_key(address);
+  change.source = fiber;
+  change.release = release;
+  change.written = valid_mask(address, num_bytes);
+  change.old_valid = 0xffff;
+  change.rank = static_cast<uint16_t>(grid_of(fiber)->grid.rank);
+  change.scope = Scope::kCta;
+  memcpy(change.old + reinterpret_cast<uintptr_t>(address) % kLineBytes, address, num_bytes);
+  fiber->warp->pushes.block = history_.add(change);
+}
+
+// After all that the fiber has met was moved as far as `scope`.
+Release SimulatedMemory::release_of(const Fiber* fiber, Scope scope) const {
+  const int rank = grid_of(fiber)->grid.rank;
+  const Block* block = block_of(fiber);
+  Release release{.view = view_for_warp(fiber), .scope = scope, .rank = rank, .block = block};
+  const uint32_t now = history_.now();
+  View& view = release.view;
+  view.block = now;
+  if (scope != Scope::kCta) {
+    view.gpu = now;
+    view.sys_of(rank) = std::max(view.sys_of(rank), block->pushes.sys);
+  }
+  if (scope == Scope::kSys) view.sys_of(rank) = now;
+  return release;
+}
+
+// An atomic, or a store to a line of a buffer, after one that was released.
+uint32_t SimulatedMemory::join_releases(uint32_t earlier, uint32_t later) {
+  if (earlier == 0 || earlier == later) return later;
+  if (later == 0) return earlier;
+  const Release first = history_.release(earlier, history_.now());
+  Release joined = history_.release(later, history_.now());
+  if (joined.scope >= first.scope && joined.view.covers(first.view)) return later;
+  if (joined.rank < 0) {
+    joined.rank = first.rank;
+    joined.block = first.block;
+  }
+  joined.view.join(first.view);
+  joined.scope = std::max(first.scope, joined.scope);
+  return history_.add_release(joined);
+}
+
+// What a relaxed store carries because of a fence before it; 0: nothing.
+uint32_t SimulatedMemory::relaxed_release(Fiber* fiber, Scope scope) {
+  if (!fiber->reads || !fiber->reads->has_fence) {
+    return kLaunchesRelease ? History::release_of_time(grid_of(fiber)->start_time) : 0;
+  }
+  Release release = fiber->reads->fence;
+  release.scope = std::min(release.scope, scope);
+  return history_.add_release(release);
+}
+
+// The fiber has read a value that carries a release, in a change of that time.
+void SimulatedMemory::observe(Fiber* fiber, uint32_t number, uint32_t time, bool acquires,
+                              Scope scope) {
+  if (number == 0) return;
+  const Release release = history_.release(number, time);
+  const Scope needed = release.block == block_of(fiber)            ? Scope::kCta
+                       : release.rank == grid_of(fiber)->grid.rank ? Scope::kGpu
+                                                                   : Scope::kSys;
+  if (release.scope < needed) return;
+  View view = release.view;
+  if (needed != Scope::kCta) view.block = 0;
+  if (needed == Scope::kSys) view.gpu = 0;
+  if (fiber->view.covers(view)) return;
+  if (acquires && scope >= needed) {
+    fiber->view.join(view);
+    return;
+  }
+  ReadState& reads = reads_of(fiber);
+  const auto place = static_cast<size_t>(needed);
+  reads.has_relaxed[place] = true;
+  reads.relaxed[place].join(view);
+}
+
+// There is no room to remember that a fiber has read this change: so it sees all others, too.
+void SimulatedMemory::see_all_until(Fiber* fiber, uint32_t time) {
+  fiber->view.join(View::all(time));
+}
+
+bool SimulatedMemory::can_see(const Change& change, const Fiber* fiber) const {
+  if (change.place == nullptr) return true;
+  return change.place == fiber->warp->block->stores ||
+         change.place == &ranks_[static_cast<size_t>(grid_of(fiber)->grid.rank)];
+}
+
+bool SimulatedMemory::must_see(const Change& change, uint32_t time, const Fiber* fiber,
+                               const View& view) const {
+  switch (change.scope) {
+    case Scope::kCta:
+      if (time <= view.block) return true;
+      break;
+    case Scope::kGpu:
+      if (time <= view.gpu) return true;
+      break;
+    case Scope::kSys:
+      if (time <= view.sys_of(change.rank)) return true;
+      break;
+  }
+  const Warp* warp = fiber->warp;
+  return change.source == fiber || change.source == fiber->stores ||
+         change.source == warp->stores || change.source == warp->block->stores ||
+         change.source == &ranks_[static_cast<size_t>(grid_of(fiber)->grid.rank)];
+}
+
+struct SimulatedMemory::Layers {
+  uint8_t memory[kLineBytes];
+  StoreLine rank, block;  // valid 0: none
+
+  void take_back(const Change& change) {
+    if (change.place == nullptr) {
+      copy_valid(memory, change.old, change.written);
+      return;
+    }
+    StoreLine& line = change.scope == Scope::kGpu ? rank : block;
+    copy_valid(line.bytes, change.old, change.written & change.old_valid);
+    line.valid =
+        static_cast<uint16_t>((line.valid & ~change.written) | (change.written & change.old_valid));
+  }
+};
+
+SimulatedMemory::Layers SimulatedMemory::layers_of(const Fiber* fiber, LineKey key, uint16_t wanted,
+                                                   bool only_of_rank) {
+  Layers layers;
+  copy_valid(layers.memory, reinterpret_cast<const uint8_t*>(key * kLineBytes), wanted);
+  const auto find = [key](StoreBuffer* buffer, StoreLine& copy) {
+    const StoreLine* line = buffer ? buffer->find(key) : nullptr;
+    copy.valid = 0;
+    if (line) copy = *line;
+  };
+  find(buffer_of_rank(fiber), layers.rank);
+  find(only_of_rank ? nullptr : fiber->warp->block->stores, layers.block);
+  return layers;
+}
+
+uint32_t SimulatedMemory::take_back(const Fiber* fiber, const View& view, LineKey key,
+                                    uint16_t wanted, uint32_t floor, bool goes_back,
+                                    Layers& layers) {
+  uint32_t time = history_.first(key);
+  while (time != 0) {
+    const Change& change = history_.at(time);
+    if (change.key == key && (change.written & wanted) != 0 && can_see(change, fiber)) {
+      if (!goes_back || time <= floor || must_see(change, time, fiber, view)) return time;
+      layers.take_back(change);
+      goes_back = random_.coin();
+    }
+    time = history_.next(change);
+  }
+  return 0;
 }
 
 // ---- lines ----------------------------------------------------------------------------
 
-void SimulatedMemory::write(LineKey key, uint16_t valid, const uint8_t* bytes) {
+void SimulatedMemory::write(LineKey key, uint16_t valid, const uint8_t* bytes, uint32_t release,
+                            const void* source, int rank, LastPushes* pushes) {
   auto* address = reinterpret_cast<uint8_t*>(key * kLineBytes);
+  note_change(key, valid, nullptr, address, valid, source, rank, pushes, release);
   copy_valid(address, bytes, valid);
   note_progress();
   executor_.notify(address);
@@ -98,8 +324,19 @@ void SimulatedMemory::drop(StoreBuffer* buffer, StoreLine* line) {
   if (buffer->empty()) empty(buffer);
 }
 
-void SimulatedMemory::put(StoreBuffer* buffer, LineKey key, uint16_t valid, const uint8_t* bytes) {
-  if (!buffer->merge(key, valid, bytes)) return;
+void SimulatedMemory::put(StoreBuffer* buffer, LineKey key, uint16_t valid, const uint8_t* bytes,
+                          uint32_t release, const void* source, LastPushes* pushes) {
+  StoreLine* line = buffer->find_or_add(key);
+  const bool is_new = line->valid == 0;
+  // Only blocks and ranks have readers that need not see it.
+  if (buffer->outer == nullptr || buffer->outer->outer == nullptr) {
+    note_change(key, valid, buffer, line->bytes, line->valid, source, buffer->rank, pushes,
+                release);
+  }
+  copy_valid(line->bytes, bytes, valid);
+  line->valid |= valid;
+  line->release = join_releases(line->release, release);
+  if (!is_new) return;
   ++num_lines_;
   if (buffer->list_index < 0) {
     buffer->list_index = static_cast<int>(filled_.size());
@@ -123,7 +360,8 @@ void SimulatedMemory::drain(StoreBuffer* buffer, StoreLine* line, uint16_t part)
     if (!older_line) continue;
     const StoreLine copy = *older_line;
     drop(older[num_older], older_line);
-    write(key, copy.valid, copy.bytes);
+    write(key, copy.valid, copy.bytes, copy.release, older[num_older], buffer->rank,
+          older[num_older]->pushes);
   }
   const StoreLine copy = *line;
   const uint16_t rest = copy.valid & static_cast<uint16_t>(~part);
@@ -132,7 +370,7 @@ void SimulatedMemory::drain(StoreBuffer* buffer, StoreLine* line, uint16_t part)
   } else {
     line->valid = rest;
   }
-  write(key, copy.valid & part, copy.bytes);
+  write(key, copy.valid & part, copy.bytes, copy.release, buffer, buffer->rank, buffer->pushes);
 }
 
 void SimulatedMemory::drain_one() {
@@ -151,7 +389,7 @@ void SimulatedMemory::move(StoreBuffer* from, StoreBuffer* to) {
   empty(from);
   for (size_t i = 0; i < from->size(); ++i) {
     const StoreLine& line = from->line(i);
-    put(to, line.key, line.valid, line.bytes);
+    put(to, line.key, line.valid, line.bytes, line.release, from, from->pushes);
   }
   // Only now: a fiber that wakes looks through both buffers.
   for (size_t i = 0; i < from->size(); ++i) {
@@ -166,14 +404,14 @@ void SimulatedMemory::drain_all(StoreBuffer* buffer) {
   empty(buffer);
   for (size_t i = 0; i < buffer->size(); ++i) {
     const StoreLine& line = buffer->line(i);
-    write(line.key, line.valid, line.bytes);
+    write(line.key, line.valid, line.bytes, line.release, buffer, buffer->rank, buffer->pushes);
   }
   buffer->clear();
 }
 
 // ---- accesses -------------------------------------------------------------------------
 
-void SimulatedMemory::load(const Fiber* fiber, void* value, const void* address,
+void SimulatedMemory::peek(const Fiber* fiber, void* value, const void* address,
                            unsigned num_bytes) {
   memcpy(value, address, num_bytes);
   if (num_lines_ == 0) return;
@@ -193,9 +431,125 @@ void SimulatedMemory::load(const Fiber* fiber, void* value, const void* address,
   }
 }
 
+namespace {
+
+void overlay(uint8_t* bytes, const StoreLine& line, uint16_t wanted) {
+  copy_valid(bytes, line.bytes, line.valid & wanted);
+}
+
+}  // namespace
+
+void SimulatedMemory::load(Fiber* fiber, void* value, const void* address, unsigned num_bytes) {
+  if (!stale_load_.strikes(random_)) [[likely]] {
+    peek(fiber, value, address, num_bytes);
+    return;
+  }
+  const LineKey key = line_key(address);
+  const uint16_t wanted = valid_mask(address, num_bytes);
+  Layers layers = layers_of(fiber, key, wanted, false);
+  take_back(fiber, fiber->view, key, wanted, 0, true, layers);
+  finish_load(fiber, value, address, num_bytes, layers);
+}
+
+void SimulatedMemory::finish_load(const Fiber* fiber, void* value, const void* address,
+                                  unsigned num_bytes, Layers& layers) {
+  const LineKey key = line_key(address);
+  const uint16_t wanted = valid_mask(address, num_bytes);
+  overlay(layers.memory, layers.rank, wanted);
+  overlay(layers.memory, layers.block, wanted);
+  for (StoreBuffer* own : {fiber->warp->stores, fiber->stores}) {
+    if (const StoreLine* line = own ? own->find(key) : nullptr)
+      overlay(layers.memory, *line, wanted);
+  }
+  memcpy(value, layers.memory + reinterpret_cast<uintptr_t>(address) % kLineBytes, num_bytes);
+}
+
+void SimulatedMemory::ordered_load(Fiber* fiber, void* value, const void* address,
+                                   unsigned num_bytes, bool acquires, Scope scope) {
+  const LineKey key = line_key(address);
+  bool goes_back = stale_load_.strikes(random_);
+  if (!weak_ || history_.first(key) == 0) {
+    peek(fiber, value, address, num_bytes);
+    return;
+  }
+  const uint16_t wanted = valid_mask(address, num_bytes);
+  Layers layers = layers_of(fiber, key, wanted, false);
+  ReadState::Floor* floor = fiber->reads ? fiber->reads->find(key) : nullptr;
+  goes_back = goes_back && (!floor || floor->num_stale < kMaxStaleReads);
+  const uint32_t time =
+      take_back(fiber, fiber->view, key, wanted, floor ? floor->time : 0, goes_back, layers);
+  finish_load(fiber, value, address, num_bytes, layers);
+  if (time == 0) return;
+  const Change& change = history_.at(time);
+  if (!must_see(change, time, fiber, fiber->view)) {
+    if (!floor) {
+      ReadState& reads = reads_of(fiber);
+      floor = &reads.floors[reads.next_floor++ % ReadState::kNumFloors];
+      if (floor->key != 0) see_all_until(fiber, floor->time);
+      *floor = {.key = key, .time = 0, .num_stale = 0};
+    }
+    floor->time = std::max(floor->time, time);
+  }
+  if (floor) floor->num_stale = goes_back ? floor->num_stale + 1 : 0;
+  observe(fiber, change.release, time, acquires, scope);
+}
+
 void SimulatedMemory::store(Fiber* fiber, void* address, const void* value, unsigned num_bytes) {
+  store(fiber, address, value, num_bytes, 0);
+}
+
+void SimulatedMemory::relaxed_store(Fiber* fiber, void* address, const void* value,
+                                    unsigned num_bytes, Scope scope) {
+  store(fiber, address, value, num_bytes, relaxed_release(fiber, scope));
+}
+
+// Nothing orders this store after a change that its fiber need not see, so it may come before that
+// change: then nobody sees the store who sees the change.
+bool SimulatedMemory::store_in_the_past(Fiber* fiber, void* address, const void* value,
+                                        unsigned num_bytes) {
+  if (!past_store_.strikes(random_)) [[likely]]
+    return false;
+  const LineKey key = line_key(address);
+  const uint16_t written = valid_mask(address, num_bytes);
+  for (StoreBuffer* own :
+       {buffer_of_rank(fiber), fiber->warp->block->stores, fiber->warp->stores, fiber->stores}) {
+    if (own && own->find(key)) return false;
+  }
+  uint32_t time = history_.first(key);
+  while (time != 0) {
+    const Change& change = history_.at(time);
+    if (change.key == key && (change.written & written) != 0) break;
+    time = history_.next(change);
+  }
+  if (time == 0) return false;
+  Change& change = history_.at(time);
+  const ReadState::Floor* floor = fiber->reads ? fiber->reads->find(key) : nullptr;
+  if (change.is_atomic || change.scope != Scope::kSys || (written & ~change.written) != 0 ||
+      must_see(change, time, fiber, fiber->view) || (floor && floor->time >= time)) {
+    return false;
+  }
+  memcpy(change.old + reinterpret_cast<uintptr_t>(address) % kLineBytes, value, num_bytes);
+  return true;
+}
+
+bool SimulatedMemory::was_written(const Fiber* fiber, const void* address) const {
+  const LineKey key = line_key(address);
+  const uint16_t wanted = valid_mask(address, 1);
+  for (uint32_t time = history_.first(key); time > grid_of(fiber)->start_time;) {
+    const Change& change = history_.at(time);
+    if (change.key == key && (change.written & wanted) != 0) return true;
+    time = history_.next(change);
+  }
+  return false;
+}
+
+void SimulatedMemory::store(Fiber* fiber, void* address, const void* value, unsigned num_bytes,
+                            uint32_t release) {
   check_aligned(executor_, fiber, address, num_bytes);
-  if (!weak_ || block_of(fiber)->owns(address)) {
+  const bool is_shared = block_of(fiber)->owns(address);
+  if (!is_shared && store_in_the_past(fiber, address, value, num_bytes)) return;
+  if (!weak_ || is_shared) {
+    if (weak_) note_change_of_block(fiber, address, num_bytes, release);
     memcpy(address, value, num_bytes);
     note_progress();
     executor_.notify(address);
@@ -203,23 +557,105 @@ void SimulatedMemory::store(Fiber* fiber, void* address, const void* value, unsi
   }
   uint8_t bytes[kLineBytes];
   memcpy(bytes + reinterpret_cast<uintptr_t>(address) % kLineBytes, value, num_bytes);
-  put(buffer_of(fiber), line_key(address), valid_mask(address, num_bytes), bytes);
+  put(buffer_of(fiber), line_key(address), valid_mask(address, num_bytes), bytes, release, fiber,
+      nullptr);
 }
 
 void SimulatedMemory::release_store(Fiber* fiber, void* address, const void* value,
                                     unsigned num_bytes, Scope scope) {
   check_aligned(executor_, fiber, address, num_bytes);
   order(fiber, scope);
-  if (!weak_ || scope == Scope::kSys || block_of(fiber)->owns(address)) {
+  if (!weak_) {
+    memcpy(address, value, num_bytes);
+    note_progress();
+    executor_.notify(address);
+    return;
+  }
+  const uint32_t release = join_releases(relaxed_release(fiber, scope), add_release(fiber, scope));
+  if (block_of(fiber)->owns(address)) {
+    note_change_of_block(fiber, address, num_bytes, release);
     memcpy(address, value, num_bytes);
   } else {
     uint8_t bytes[kLineBytes];
     memcpy(bytes + reinterpret_cast<uintptr_t>(address) % kLineBytes, value, num_bytes);
-    put(scope == Scope::kCta ? buffer_of(block_of(fiber)) : buffer_of_rank(fiber),
-        line_key(address), valid_mask(address, num_bytes), bytes);
+    const LineKey key = line_key(address);
+    const uint16_t valid = valid_mask(address, num_bytes);
+    LastPushes* pushes = &fiber->warp->pushes;
+    if (scope == Scope::kSys) {
+      write(key, valid, bytes, release, fiber, grid_of(fiber)->grid.rank, pushes);
+    } else {
+      StoreBuffer* place =
+          scope == Scope::kCta ? buffer_of(block_of(fiber)) : buffer_of_rank(fiber);
+      put(place, key, valid, bytes, release, fiber, pushes);
+    }
   }
   note_progress();
   executor_.notify(address);
+}
+
+void SimulatedMemory::begin_atomic(Fiber* fiber, const void* address, unsigned num_bytes,
+                                   AtomicOrder atomic_order, Scope scope) {
+  if (atomic_order == AtomicOrder::kAcqRel) order(fiber, scope);
+  settle(fiber, address, num_bytes);
+  memcpy(before_atomic_ + reinterpret_cast<uintptr_t>(address) % kLineBytes, address, num_bytes);
+}
+
+// An atomic reads the newest value. What it stores carries what it has read, too.
+void SimulatedMemory::end_atomic(Fiber* fiber, const void* address, unsigned num_bytes,
+                                 AtomicOrder atomic_order, Scope scope) {
+  if (!weak_) return;
+  const bool is_ordered = atomic_order == AtomicOrder::kAcqRel;
+  const LineKey key = line_key(address);
+  const uint16_t wanted = valid_mask(address, num_bytes);
+  uint32_t read_release = 0;
+  Layers unused;
+  if (const uint32_t time = take_back(fiber, fiber->view, key, wanted, 0, false, unused)) {
+    read_release = history_.at(time).release;
+    observe(fiber, read_release, time, is_ordered, scope);
+  }
+  uint32_t release = join_releases(read_release, relaxed_release(fiber, scope));
+  if (is_ordered) release = join_releases(release, add_release(fiber, scope));
+  const bool is_shared = block_of(fiber)->owns(address);
+  Change change;
+  change.key = key;
+  change.source = fiber;
+  change.release = release;
+  change.written = wanted;
+  change.old_valid = 0xffff;
+  change.rank = static_cast<uint16_t>(grid_of(fiber)->grid.rank);
+  change.scope = is_shared ? Scope::kCta : Scope::kSys;
+  change.is_atomic = true;
+  copy_valid(change.old, before_atomic_, wanted);
+  const uint32_t time = history_.add(change);
+  (is_shared ? fiber->warp->pushes.block : fiber->warp->pushes.sys) = time;
+}
+
+void SimulatedMemory::fence(Fiber* fiber, Scope scope) {
+  order(fiber, scope);
+  if (!weak_) return;
+  ReadState& reads = reads_of(fiber);
+  for (size_t place = 0; place <= static_cast<size_t>(scope); ++place) {
+    if (reads.has_relaxed[place]) fiber->view.join(reads.relaxed[place]);
+  }
+  // A narrower fence after a wider one counts as a wide one.
+  if (reads.has_fence && reads.fence.scope > scope) scope = reads.fence.scope;
+  reads.has_fence = true;
+  reads.fence = release_of(fiber, scope);
+}
+
+View SimulatedMemory::view_for_warp(const Fiber* fiber) const {
+  View view = fiber->view;
+  const LastPushes& pushes = fiber->warp->pushes;
+  view.block = std::max(view.block, pushes.block);
+  view.gpu = std::max(view.gpu, pushes.gpu);
+  uint32_t& sys = view.sys_of(grid_of(fiber)->grid.rank);
+  sys = std::max(sys, pushes.sys);
+  return view;
+}
+
+View SimulatedMemory::view_for_block(Fiber* fiber) {
+  order(fiber, Scope::kCta);
+  return release_of(fiber, Scope::kCta).view;
 }
 
 void SimulatedMemory::order(Fiber* fiber, Scope scope) {
@@ -262,7 +698,26 @@ void SimulatedMemory::settle(Fiber* fiber, const void* address, size_t num_bytes
   }
 }
 
-// ---- bulk copies ----------------------------------------------------------------------
+// ---- bulk copies and the network ------------------------------------------------------
+
+// Notes what some of the lines hold that are about to be written.
+void SimulatedMemory::note_lines(uint8_t* dst, size_t num_lines, const void* source, int rank,
+                                 LastPushes* pushes) {
+  const auto note = [&](size_t line) {
+    uint8_t* address = dst + line * kLineBytes;
+    note_change(line_key(address), 0xffff, nullptr, address, 0xffff, source, rank, pushes, 0);
+  };
+  if (num_lines <= kMaxBulkLinesNoted) {
+    for (size_t line = 0; line < num_lines; ++line) note(line);
+  } else {
+    // One in each part: a line that is noted twice would look as if it had been written twice.
+    for (size_t part = 0; part < kMaxBulkLinesNoted; ++part) {
+      const size_t begin = part * num_lines / kMaxBulkLinesNoted;
+      const size_t end = (part + 1) * num_lines / kMaxBulkLinesNoted;
+      note(begin + random_.below(end - begin));
+    }
+  }
+}
 
 void SimulatedMemory::write_bulk(Fiber* fiber, void* dst, const uint8_t* src, size_t num_bytes,
                                  bool waited_for) {
@@ -278,24 +733,70 @@ void SimulatedMemory::write_bulk(Fiber* fiber, void* dst, const uint8_t* src, si
   }
   uint8_t before[kMaxBulkLinesHeld][kLineBytes];
   for (size_t i = 0; i < num_held; ++i) memcpy(before[i], out + held[i] * kLineBytes, kLineBytes);
+  if (weak_) {
+    note_lines(out, num_lines, fiber, grid_of(fiber)->grid.rank, &fiber->warp->pushes);
+  }
   memcpy(dst, src, num_bytes);
   for (size_t i = 0; i < num_held; ++i) {
     memcpy(out + held[i] * kLineBytes, before[i], kLineBytes);
-    put(buffer_of(fiber), line_key(out) + held[i], 0xffff, src + held[i] * kLineBytes);
+    put(buffer_of(fiber), line_key(out) + held[i], 0xffff, src + held[i] * kLineBytes, 0, fiber,
+        nullptr);
   }
   note_progress();
   for (size_t i = 0; i < num_lines; ++i) executor_.notify(out + i * kLineBytes);
 }
 
-void SimulatedMemory::read_bulk(const Fiber* fiber, uint8_t* dst, const void* src,
+void SimulatedMemory::read_bulk(Fiber* fiber, const View& view, uint8_t* dst, const void* src,
                                 size_t num_bytes) {
   memcpy(dst, src, num_bytes);
   StoreBuffer* buffer = buffer_of_rank(fiber);
-  if (buffer->empty()) return;
-  for (size_t offset = 0; offset < num_bytes; offset += kLineBytes) {
-    const StoreLine* line = buffer->find(line_key(src) + offset / kLineBytes);
-    if (line) copy_valid(dst + offset, line->bytes, line->valid);
+  if (!buffer->empty()) {
+    for (size_t offset = 0; offset < num_bytes; offset += kLineBytes) {
+      const StoreLine* line = buffer->find(line_key(src) + offset / kLineBytes);
+      if (line) copy_valid(dst + offset, line->bytes, line->valid);
+    }
   }
+  if (!stale_bulk_.strikes(random_)) return;
+  const LineKey first = line_key(src), last = first + num_bytes / kLineBytes - 1;
+  for (LineKey near = History::neighbourhood(first); near <= History::neighbourhood(last); ++near) {
+    uint64_t done = 0;  // lines of this neighbourhood
+    uint32_t time = history_.first_near(near << History::kNearBits);
+    for (; time != 0; time = history_.next_near(history_.at(time))) {
+      const Change& change = history_.at(time);
+      const uint64_t bit = uint64_t{1} << (change.key & 63);
+      if (change.key < first || change.key > last || (done & bit) != 0) continue;
+      if (History::neighbourhood(change.key) != near || !can_see(change, fiber)) continue;
+      done |= bit;
+      if (must_see(change, time, fiber, view)) continue;
+      Layers layers = layers_of(fiber, change.key, 0xffff, true);
+      take_back(fiber, view, change.key, 0xffff, 0, true, layers);
+      copy_valid(layers.memory, layers.rank.bytes, layers.rank.valid);
+      memcpy(dst + (change.key - first) * kLineBytes, layers.memory, kLineBytes);
+    }
+  }
+}
+
+void SimulatedMemory::land(int rank, uint8_t* dst, const uint8_t* src, size_t num_bytes) {
+  if (weak_) note_lines(dst, num_bytes / kLineBytes, this, rank, nullptr);
+  memcpy(dst, src, num_bytes);
+}
+
+void SimulatedMemory::land_signal(int rank, uint64_t* word, uint64_t value) {
+  if (weak_) {
+    Release release{.view = {}, .scope = Scope::kSys, .rank = rank, .block = nullptr};
+    release.view.sys_of(rank) = history_.now();  // the puts before it
+    uint32_t carried = history_.add_release(release);
+    if (auto posted = signals_.find(word); posted != signals_.end()) {
+      carried = join_releases(posted->second.front(), carried);
+      posted->second.pop_front();
+      if (posted->second.empty()) signals_.erase(posted);
+    }
+    const auto offset = reinterpret_cast<uintptr_t>(word) % kLineBytes;
+    uint8_t* line = reinterpret_cast<uint8_t*>(word) - offset;
+    note_change(line_key(word), valid_mask(word, sizeof *word), nullptr, line, 0xffff, this, rank,
+                nullptr, carried);
+  }
+  *word = value;
 }
 
 // ---- the end of a grid ----------------------------------------------------------------
@@ -305,7 +806,7 @@ void SimulatedMemory::finish_grid(GridRun& run) {
   for (int i = 0; i < run.grid.num_blocks; ++i) drain_all(run.blocks[i].stores);
   for (int i = 0; i < run.num_warps(); ++i) drain_all(run.warps[i].stores);
   for (int i = 0; i < run.num_fibers(); ++i) drain_all(run.fibers[i]->stores);
-  for (int i = 0; i < run.num_fibers(); ++i) give_back(run.fibers[i]->stores);
+  for (int i = 0; i < run.num_fibers(); ++i) give_back(run.fibers[i]);
   for (int i = 0; i < run.num_warps(); ++i) give_back(run.warps[i].stores);
   for (int i = 0; i < run.grid.num_blocks; ++i) give_back(run.blocks[i].stores);
 }
@@ -322,7 +823,10 @@ void SimulatedMemory::drop_grid(GridRun& run) {
   num_lines_ -= rank->size();
   empty(rank);
   rank->clear();
-  for (int i = 0; i < run.num_fibers(); ++i) discard(run.fibers[i]->stores);
+  for (int i = 0; i < run.num_fibers(); ++i) {
+    discard(run.fibers[i]->stores);
+    give_back(run.fibers[i]);
+  }
   for (int i = 0; i < run.num_warps(); ++i) discard(run.warps[i].stores);
   for (int i = 0; i < run.grid.num_blocks; ++i) discard(run.blocks[i].stores);
 }

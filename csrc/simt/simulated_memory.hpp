@@ -2,43 +2,105 @@
 //
 // A store that is not a release waits in a buffer of its fiber; synchronisation carries it outward,
 // fiber -> warp -> block -> rank -> memory, as far as the scope of that synchronisation reaches;
-// and at any moment chance may send single lines to memory. A load looks from its fiber outward, so
-// that everybody sees what the memory model of PTX promises to them, and as little more as
-// possible.
+// and at any moment chance may send single lines to memory. A load looks from its fiber outward,
+// and may then take back, by chance, what became visible there without its fiber having to see it:
+// see history.hpp. So everybody sees what the memory model of PTX promises to them, and as little
+// more as possible.
 #pragma once
 
+#include <deque>
+#include <map>
 #include <memory>
 #include <vector>
 
 #include "fiber.hpp"
+#include "history.hpp"
 #include "ops.hpp"
 #include "random.hpp"
 #include "store_buffer.hpp"
 
 namespace deep_comm::simt {
 
-// Beyond PTX, which orders memory at sync_warp alone: shuffles and votes carry stores to the warp
-// too.
-inline constexpr bool kCollectivesOrderMemory = true;
+// Beyond PTX, which orders launches of a stream on their own GPU alone: what was visible when a
+// launch began is visible to whoever acquires a word that the launch has stored, as if it began
+// with a fence of scope sys.
+inline constexpr bool kLaunchesRelease = true;
+
+// What a fiber has read and fenced; only of those that did either.
+struct ReadState {
+  // By whose release was read: of the own block, of the own rank, of another rank. A fence of that
+  // scope makes it part of the fiber's view.
+  View relaxed[3];
+  bool has_relaxed[3] = {};
+  // Of the last fence: what later stores with an order carry.
+  Release fence;
+  bool has_fence = false;
+
+  // Lines of which this fiber has read a change that it need not see: later reads are not older.
+  struct Floor {
+    LineKey key;
+    uint32_t time;
+    uint32_t num_stale;  // reads since a newer one
+  };
+  static constexpr uint32_t kNumFloors = 16;
+  Floor floors[kNumFloors] = {};
+  uint32_t next_floor = 0;
+
+  Floor* find(LineKey key) {
+    for (Floor& floor : floors) {
+      if (floor.key == key) return &floor;
+    }
+    return nullptr;
+  }
+};
 
 class SimulatedMemory {
  public:
-  SimulatedMemory(bool weak, int num_ranks, Random& random, Executor& executor);
+  SimulatedMemory(bool weak, bool weak_loads, int num_ranks, Random& random, Executor& executor);
 
-  void load(const Fiber* fiber, void* value, const void* address, unsigned num_bytes);
+  void start_fiber(Fiber* fiber) { fiber->view = View::all(history_.now()); }
+  uint32_t now() const { return history_.now(); }
+  // No fiber runs that began before.
+  void settle_history(uint32_t time) { history_.settle(time); }
+
+  // The newest value on the way from the fiber to memory.
+  void peek(const Fiber* fiber, void* value, const void* address, unsigned num_bytes);
+  void load(Fiber* fiber, void* value, const void* address, unsigned num_bytes);
+  void ordered_load(Fiber* fiber, void* value, const void* address, unsigned num_bytes,
+                    bool acquires, Scope scope);
   void store(Fiber* fiber, void* address, const void* value, unsigned num_bytes);
+  void relaxed_store(Fiber* fiber, void* address, const void* value, unsigned num_bytes,
+                     Scope scope);
   void release_store(Fiber* fiber, void* address, const void* value, unsigned num_bytes,
                      Scope scope);
+  // A load of what nobody writes while the grid runs: true if somebody has.
+  bool was_written(const Fiber* fiber, const void* address) const;
+  // Before and after an atomic acts on memory itself.
+  void begin_atomic(Fiber* fiber, const void* address, unsigned num_bytes, AtomicOrder order,
+                    Scope scope);
+  void end_atomic(Fiber* fiber, const void* address, unsigned num_bytes, AtomicOrder order,
+                  Scope scope);
+  void fence(Fiber* fiber, Scope scope);
   // What this fiber has stored or seen through its warp and block reaches at least that scope.
   void order(Fiber* fiber, Scope scope);
   void order_to_warp(Fiber* fiber);
-  // Older stores of this fiber's own chain to these lines reach memory.
-  void settle(Fiber* fiber, const void* address, size_t num_bytes);
+  // What this fiber tells whoever meets it at a barrier of its block, or of its warp.
+  View view_for_block(Fiber* fiber);
+  View view_for_warp(const Fiber* fiber) const;
 
   // Bulk copies. A write that the issuer waited for is as visible as its own stores: a few lines,
   // taken by chance, stay in its buffer. A write that completed by itself is in memory.
   void write_bulk(Fiber* fiber, void* dst, const uint8_t* src, size_t num_bytes, bool waited_for);
-  void read_bulk(const Fiber* fiber, uint8_t* dst, const void* src, size_t num_bytes);
+  // `view`: of the issuer when it issued the copy.
+  void read_bulk(Fiber* fiber, const View& view, uint8_t* dst, const void* src, size_t num_bytes);
+
+  // A thread hands a signal to its NIC: like a relaxed store, it carries what was fenced before.
+  void post_signal(Fiber* fiber, const uint64_t* word) {
+    if (weak_) signals_[word].push_back(relaxed_release(fiber, Scope::kSys));
+  }
+  // What the NIC of `rank` writes.
+  void land(int rank, uint8_t* dst, const uint8_t* src, size_t num_bytes);
+  void land_signal(int rank, uint64_t* word, uint64_t value);
 
   bool has_pending() const { return num_lines_ > 0; }
   void drain_one();  // one line, or a part of it, by chance
@@ -47,34 +109,84 @@ class SimulatedMemory {
   void drop_grid(GridRun& run);    // a killed rank: what nobody has seen is lost
 
  private:
-  StoreBuffer* take_buffer(StoreBuffer* outer, size_t bound);
+  // How a line looks to a fiber, place by place.
+  struct Layers;
+
+  StoreBuffer* take_buffer(StoreBuffer* outer, size_t bound, LastPushes* pushes);
   void give_back(StoreBuffer*& buffer);
+  void give_back(Fiber* fiber);
   StoreBuffer* buffer_of(Block* block);
   StoreBuffer* buffer_of(Warp* warp);
   StoreBuffer* buffer_of(Fiber* fiber);
   StoreBuffer* buffer_of_rank(const Fiber* fiber);
 
-  void put(StoreBuffer* buffer, LineKey key, uint16_t valid, const uint8_t* bytes);
+  ReadState& reads_of(Fiber* fiber);
+
+  uint32_t note_change(LineKey key, uint16_t written, const StoreBuffer* place,
+                       const uint8_t* old_bytes, uint16_t old_valid, const void* source, int rank,
+                       LastPushes* pushes, uint32_t release);
+  void note_change_of_block(Fiber* fiber, const void* address, unsigned num_bytes,
+                            uint32_t release);
+  void note_lines(uint8_t* dst, size_t num_lines, const void* source, int rank, LastPushes* pushes);
+  Release release_of(const Fiber* fiber, Scope scope) const;
+  uint32_t add_release(const Fiber* fiber, Scope scope) {
+    return history_.add_release(release_of(fiber, scope));
+  }
+  uint32_t join_releases(uint32_t earlier, uint32_t later);
+  uint32_t relaxed_release(Fiber* fiber, Scope scope);
+  void observe(Fiber* fiber, uint32_t release, uint32_t time, bool acquires, Scope scope);
+  bool store_in_the_past(Fiber* fiber, void* address, const void* value, unsigned num_bytes);
+  static void see_all_until(Fiber* fiber, uint32_t time);
+  bool can_see(const Change& change, const Fiber* fiber) const;
+  bool must_see(const Change& change, uint32_t time, const Fiber* fiber, const View& view) const;
+  // Takes changes back that the fiber need not see, the newest ones first and by chance as many as
+  // it likes. Returns the newest one that is left, or 0. `floor`: of changes that it has read.
+  uint32_t take_back(const Fiber* fiber, const View& view, LineKey key, uint16_t wanted,
+                     uint32_t floor, bool goes_back, Layers& layers);
+  Layers layers_of(const Fiber* fiber, LineKey key, uint16_t wanted, bool only_of_rank);
+  static void finish_load(const Fiber* fiber, void* value, const void* address, unsigned num_bytes,
+                          Layers& layers);
+  void store(Fiber* fiber, void* address, const void* value, unsigned num_bytes, uint32_t release);
+
+  void put(StoreBuffer* buffer, LineKey key, uint16_t valid, const uint8_t* bytes, uint32_t release,
+           const void* source, LastPushes* pushes);
   void move(StoreBuffer* from, StoreBuffer* to);
   void drain_all(StoreBuffer* buffer);
   void drain(StoreBuffer* buffer, StoreLine* line, uint16_t part);
   void drop(StoreBuffer* buffer, StoreLine* line);
   void empty(StoreBuffer* buffer);
-  void write(LineKey key, uint16_t valid, const uint8_t* bytes);
+  void write(LineKey key, uint16_t valid, const uint8_t* bytes, uint32_t release,
+             const void* source, int rank, LastPushes* pushes);
+  void settle(Fiber* fiber, const void* address, size_t num_bytes);
 
   bool weak_;
   Random& random_;
   Executor& executor_;
+  Whim stale_load_;
+  Whim stale_bulk_;
+  Whim past_store_;
+  History history_;
   size_t num_lines_ = 0;
   std::vector<StoreBuffer*> filled_;
   std::vector<StoreBuffer> ranks_;
   std::vector<std::unique_ptr<StoreBuffer>> all_;
   std::vector<StoreBuffer*> free_;
+  std::vector<std::unique_ptr<ReadState>> all_reads_;
+  std::vector<ReadState*> free_reads_;
+  uint8_t before_atomic_[kLineBytes];
+  // Under way, by word: what they carry, the oldest first. They land in that order.
+  std::map<const uint64_t*, std::deque<uint32_t>> signals_;
 };
 
+// Before any access of a fiber to global memory.
+void require_begun(Fiber* self, const void* address);
+
 // For code that serves both machines.
-void order_stores(Fiber* self, Scope scope);
-void order_stores_to_warp(Fiber* self, WarpOp op);
+// An arrival at a barrier of the block: `view` gets what the others then see. And its end.
+void arrive_at_block(Fiber* self, View& view);
+void leave_barrier(Fiber* self, const View& view);
+// The same in a warp.
+void arrive_at_warp(Fiber* self, WarpOp op, View& view);
 // Something other than a poll happened.
 void note_progress();
 

@@ -4,7 +4,6 @@
 #include "simulated_executor.hpp"
 
 namespace deep_comm::simt {
-namespace {
 
 // The launch before this one may still read and write whatever is not this block's own.
 void require_begun(Fiber* self, const void* address) {
@@ -12,8 +11,6 @@ void require_begun(Fiber* self, const void* address) {
     return;
   t_state.executor->fail(self, "touches memory before await_earlier_launch");
 }
-
-}  // namespace
 
 void await_earlier_launch() { t_state.current->is_early = false; }
 
@@ -25,23 +22,35 @@ void allow_later_launch() {
                          "not wait for the earlier one");
 }
 
-void simulated_touch(const void* address) { require_begun(t_state.current, address); }
+void simulated_touch(const void* address) {
+  Fiber* self = t_state.current;
+  require_begun(self, address);
+  if (!t_state.simulated->memory().was_written(self, address)) [[likely]]
+    return;
+  t_state.executor->fail(self, "ld_nc reads memory that was written since the kernel began");
+}
 
 void simulated_load(void* value, const void* address, unsigned num_bytes) {
   require_begun(t_state.current, address);
   t_state.simulated->memory().load(t_state.current, value, address, num_bytes);
 }
 
-void simulated_ordered_load(void* value, const void* address, unsigned num_bytes) {
+void simulated_ordered_load(void* value, const void* address, unsigned num_bytes, bool acquires,
+                            Scope scope) {
   require_begun(t_state.current, address);
   SimulatedExecutor* machine = t_state.simulated;
   machine->maybe_preempt(t_state.current);
-  machine->memory().load(t_state.current, value, address, num_bytes);
+  machine->memory().ordered_load(t_state.current, value, address, num_bytes, acquires, scope);
 }
 
 void simulated_store(void* address, const void* value, unsigned num_bytes) {
   require_begun(t_state.current, address);
   t_state.simulated->memory().store(t_state.current, address, value, num_bytes);
+}
+
+void simulated_relaxed_store(void* address, const void* value, unsigned num_bytes, Scope scope) {
+  require_begun(t_state.current, address);
+  t_state.simulated->memory().relaxed_store(t_state.current, address, value, num_bytes, scope);
 }
 
 void simulated_release_store(void* address, const void* value, unsigned num_bytes, Scope scope) {
@@ -54,29 +63,40 @@ void simulated_release_store(void* address, const void* value, unsigned num_byte
 void simulated_fence(Scope scope) {
   SimulatedExecutor* machine = t_state.simulated;
   machine->maybe_preempt(t_state.current);
-  machine->memory().order(t_state.current, scope);
+  machine->memory().fence(t_state.current, scope);
 }
 
-void simulated_atomic_begin(void* address, unsigned num_bytes, bool releases, Scope scope) {
+void simulated_proxy_fence() {
+  SimulatedExecutor* machine = t_state.simulated;
+  machine->maybe_preempt(t_state.current);
+  machine->memory().order(t_state.current, Scope::kGpu);
+}
+
+void simulated_atomic_begin(void* address, unsigned num_bytes, AtomicOrder order, Scope scope) {
   require_begun(t_state.current, address);
   SimulatedExecutor* machine = t_state.simulated;
   Fiber* self = t_state.current;
   machine->maybe_preempt(self);
-  if (releases) machine->memory().order(self, scope);
-  machine->memory().settle(self, address, num_bytes);
+  machine->memory().begin_atomic(self, address, num_bytes, order, scope);
 }
 
-void simulated_atomic_end(void* address) {
+void simulated_atomic_end(void* address, unsigned num_bytes, AtomicOrder order, Scope scope) {
+  t_state.simulated->memory().end_atomic(t_state.current, address, num_bytes, order, scope);
   t_state.simulated->note_progress();
   t_state.simulated->notify(address);
 }
 
-void order_stores(Fiber* self, Scope scope) { t_state.simulated->memory().order(self, scope); }
+void arrive_at_block(Fiber* self, View& view) {
+  view.join(t_state.simulated->memory().view_for_block(self));
+}
 
-void order_stores_to_warp(Fiber* self, WarpOp op) {
-  if (op == WarpOp::kSync || kCollectivesOrderMemory) {
-    t_state.simulated->memory().order_to_warp(self);
-  }
+void leave_barrier(Fiber* self, const View& view) { self->view.join(view); }
+
+void arrive_at_warp(Fiber* self, WarpOp op, View& view) {
+  if (op != WarpOp::kSync && !t_state.simulated->collectives_order_memory()) return;
+  SimulatedMemory& memory = t_state.simulated->memory();
+  memory.order_to_warp(self);
+  view.join(memory.view_for_warp(self));
 }
 
 void note_progress() {

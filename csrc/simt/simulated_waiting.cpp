@@ -68,7 +68,7 @@ uint64_t SimulatedExecutor::now_ns() { return time_ns_ += kNsPerClockRead; }
 
 uint64_t SimulatedExecutor::peek(const Fiber* fiber, const void* word, unsigned num_bytes) {
   uint64_t value = 0;
-  memory_.load(fiber, &value, word, num_bytes);
+  memory_.peek(fiber, &value, word, num_bytes);
   return value;
 }
 

@@ -140,6 +140,10 @@ class SimulationState {
     std::lock_guard lock(mutex_);
     return machine_.num_steps();
   }
+  std::vector<std::string> visited_sites() {
+    std::lock_guard lock(mutex_);
+    return machine_.visited_sites();
+  }
   uint64_t time_ns() {
     std::lock_guard lock(mutex_);
     return machine_.time_ns();
@@ -343,6 +347,7 @@ void Simulation::kill(int rank) { state_->kill(rank); }
 void Simulation::stall_rail(int rank) { state_->stall_rail(rank); }
 void Simulation::flush_rail(int rank) { state_->flush_rail(rank); }
 std::vector<RailTraffic> Simulation::rail_traffic() const { return state_->rail_traffic(); }
+std::vector<std::string> Simulation::visited_sites() const { return state_->visited_sites(); }
 std::string Simulation::describe() const { return state_->describe(); }
 uint64_t Simulation::num_steps() const { return state_->num_steps(); }
 uint64_t Simulation::time_ns() const { return state_->time_ns(); }

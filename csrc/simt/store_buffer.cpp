@@ -48,17 +48,13 @@ StoreLine* StoreBuffer::find(LineKey key) {
   return place == 0 ? nullptr : &lines_[place - 1];
 }
 
-bool StoreBuffer::merge(LineKey key, uint16_t valid, const uint8_t* bytes) {
-  if (StoreLine* line = find(key)) {
-    copy_valid(line->bytes, bytes, valid);
-    line->valid |= valid;
-    return false;
-  }
+StoreLine* StoreBuffer::find_or_add(LineKey key) {
+  if (StoreLine* line = find(key)) return line;
   filter_ |= uint64_t{1} << (line_hash(key) >> 58);
   StoreLine& line = lines_.emplace_back();
   line.key = key;
-  line.valid = valid;
-  copy_valid(line.bytes, bytes, valid);
+  line.release = 0;
+  line.valid = 0;
   if (slots_.empty()) {
     if (lines_.size() > kMaxLinesWithoutIndex) rebuild(4 * kMaxLinesWithoutIndex);
   } else if (2 * lines_.size() > slots_.size()) {
@@ -66,7 +62,7 @@ bool StoreBuffer::merge(LineKey key, uint16_t valid, const uint8_t* bytes) {
   } else {
     slots_[slot_of(key)] = static_cast<uint32_t>(lines_.size());
   }
-  return true;
+  return &line;
 }
 
 void StoreBuffer::erase(StoreLine* line) {

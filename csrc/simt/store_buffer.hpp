@@ -15,9 +15,12 @@ inline LineKey line_key(const void* address) {
 }
 inline uint64_t line_hash(LineKey key) { return key * 0x9e3779b97f4a7c15u; }
 
+struct LastPushes;
+
 struct StoreLine {
   LineKey key;
-  uint16_t valid;  // bit i: bytes[i] was stored
+  uint32_t release;  // of the bytes; 0: none (history.hpp)
+  uint16_t valid;    // bit i: bytes[i] was stored
   uint8_t bytes[kLineBytes];
 };
 
@@ -33,14 +36,16 @@ class StoreBuffer {
   // False says that no line of that key is here; most lookups end with it.
   bool may_hold(LineKey key) const { return filter_ >> (line_hash(key) >> 58) & 1; }
   StoreLine* find(LineKey key);
-  // Newer bytes over older ones. True: the line is new.
-  bool merge(LineKey key, uint16_t valid, const uint8_t* bytes);
+  // The line of that key, which may be new and without bytes.
+  StoreLine* find_or_add(LineKey key);
   void erase(StoreLine* line);
   void clear();
 
   StoreBuffer* outer = nullptr;  // whose stores are older for whoever looks through this one
   size_t bound = 0;              // lines it holds before it must let one go
   int list_index = -1;           // in the memory's list of buffers that hold something
+  int rank = 0;
+  LastPushes* pushes = nullptr;  // of whose buffer it is; null: the rank's
 
  private:
   size_t slot_of(LineKey key) const;

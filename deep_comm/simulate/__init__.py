@@ -1,7 +1,8 @@
 """Deterministic simulation: all ranks of a job in this process, under one seeded scheduler.
 
 The kernels are the real ones. The scheduler permutes their threads, holds back stores that are not
-releases, completes bulk copies late and stalls ranks, all from a seed: equal seeds give equal runs.
+releases, lets loads return what was there before, completes bulk copies late and stalls ranks, all
+from a seed: equal seeds give equal runs.
 A run without progress raises SimulationStuck, which lists every waiting thread::
 
     def rank_main(group):
@@ -78,11 +79,14 @@ def run(
     seed: int,
     policy: str = "any",
     weak_memory: bool = True,
+    weak_loads: bool = False,
     delay_bulk: bool = True,
     faults: Sequence[str] = (),
     stalls: Sequence[tuple[int, int, int]] = (),
     on_stuck: str = "report",
     *,
+    collectives_order_memory: bool = False,
+    weaken: str = "",
     timeout_s: float = 300.0,
     return_errors: bool = False,
 ) -> SimulationResults:
@@ -92,11 +96,17 @@ def run(
         seed: decides every choice of the scheduler.
         policy: "random", "fifo", "lifo", "starve", "priority", or "any": the seed picks one.
         weak_memory: hold back stores that are not releases.
+        weak_loads: with weak_memory, let loads that nothing orders return what was there before.
+            Off until low latency with masks passes with it: docs/design/0045-weak-loads.md.
         delay_bulk: complete bulk copies late.
         faults: protocol parts to break on purpose, e.g. "weaken_release", "skip_credit".
         stalls: (rank, after step, for so many steps); 0 steps: for ever.
         on_stuck: "report" raises SimulationStuck; "clock" jumps to the next deadline, so that
             kernels time out as they would in life.
+        collectives_order_memory: shuffles and votes order memory as sync_warp does. GPUs do this,
+            PTX does not promise it.
+        weaken: a place in the kernels whose order is left out, "file:line:op:relaxed", or reaches
+            less far, "file:line:op:narrow". See tools/mutate.
         timeout_s: real time after which ranks still running are given up.
         return_errors: put exceptions into the list instead of raising the root cause.
     """
@@ -106,10 +116,13 @@ def run(
         seed=seed,
         policy=policy,
         weak_memory=weak_memory,
+        weak_loads=weak_loads,
         delay_bulk=delay_bulk,
         faults=list(faults),
         stalls=list(stalls),
         on_stuck=on_stuck,
+        collectives_order_memory=collectives_order_memory,
+        weaken=weaken,
     )
     results = run_threads(
         lambda rank: fn(SimulatedGroup(simulation, rank, num_ranks)),

@@ -58,7 +58,19 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="RANK:AFTER:STEPS",
         help="stop a rank after a step for so many steps, 0: for ever",
     )
-    parser.add_argument("--strong-memory", action="store_true", help="stores act at once")
+    parser.add_argument(
+        "--weaken",
+        default="",
+        metavar="FILE:LINE:OP:HOW",
+        help="weaken one place in the kernels; HOW is relaxed, or narrow: a smaller scope",
+    )
+    parser.add_argument("--strong-memory", action="store_true", help="stores and loads act at once")
+    parser.add_argument(
+        "--weak-loads", action="store_true", help="loads may return what was there before"
+    )
+    parser.add_argument(
+        "--ordered-collectives", action="store_true", help="shuffles and votes order memory"
+    )
     parser.add_argument("--prompt-bulk", action="store_true", help="bulk copies complete at once")
     parser.add_argument("--on-stuck", default="report", choices=["report", "clock"])
     options = parser.parse_args(arguments)
@@ -92,10 +104,13 @@ def main(arguments: list[str] | None = None) -> int:
                 seed,
                 options.policy,
                 weak_memory=not options.strong_memory,
+                weak_loads=options.weak_loads,
                 delay_bulk=not options.prompt_bulk,
                 faults=options.fault,
                 stalls=options.stall,
                 on_stuck=options.on_stuck,
+                collectives_order_memory=options.ordered_collectives,
+                weaken=options.weaken,
             )
         except (DeepCommError, MachineError, WrongResult) as error:
             rank = getattr(error, "failed_rank", None)

@@ -72,24 +72,218 @@ void count_stale(const Args& args, const uint64_t* data, int num_words) {
   st_weak(args.memory + 8, stale);
 }
 
-// One thread writes and publishes, another reads. params: how, where the reader is: 0 another rank,
-// 1 another block of rank 0, 2 another warp of the same block, 3 another lane of the same warp.
+enum class Observe : int64_t {
+  kAcquireSys,
+  kAcquireGpu,
+  kAcquireCta,
+  kRelaxed,
+  kRelaxedThenFenceSys,
+  kRelaxedThenFenceGpu,
+  kAcqRelAdd,
+  kRelaxedAdd,
+  kWeakThenFenceSys,
+  kAcquireThenSyncWarp,  // and another lane reads
+  kAcquireThenShuffle,
+  kRelaxedThenSyncWarp,
+};
+
+// Waits for the flag; the lane that is to read the data then goes on.
+void observe(uint64_t* flag, Observe how) {
+  const auto poll = [&] {
+    switch (how) {
+      case Observe::kAcquireSys:
+      case Observe::kAcquireThenSyncWarp:
+      case Observe::kAcquireThenShuffle:
+        return ld_acquire_sys(flag);
+      case Observe::kAcquireGpu:
+        return ld_acquire_gpu(flag);
+      case Observe::kAcquireCta:
+        return ld_acquire_cta(flag);
+      case Observe::kAcqRelAdd:
+        return atomic_add_acq_rel_sys(flag, uint64_t{0});
+      case Observe::kRelaxedAdd:
+        return atomic_add_relaxed_sys(flag, uint64_t{0});
+      case Observe::kWeakThenFenceSys:
+        return ld_weak(flag);
+      default:
+        return ld_relaxed_sys(flag);
+    }
+  };
+  if (lane_idx() == 0) {
+    while (poll() == 0) wait_hint<uint64_t>(flag, 0, nullptr, ~uint64_t{0});
+  }
+  if (how == Observe::kRelaxedThenFenceSys || how == Observe::kWeakThenFenceSys)
+    fence_acq_rel_sys();
+  if (how == Observe::kRelaxedThenFenceGpu) fence_acq_rel_gpu();
+  if (how == Observe::kAcquireThenSyncWarp || how == Observe::kRelaxedThenSyncWarp) sync_warp();
+  if (how == Observe::kAcquireThenShuffle) shfl(kFullMask, 0, 0);
+}
+
+// One thread writes and publishes, a warp reads. params: how, where the reader is: 0 another rank,
+// 1 another block of rank 0, 2 another warp of the same block; how it observes the flag; which of
+// its lanes reads the data.
 void message_passing(const Args& args) {
   uint64_t* flag = args.memory;
   uint64_t* data = args.memory + 64;
   const auto reader = args.params[1];
   const bool first = args.rank == 0 && block_idx() == 0 && thread_idx() == 0;
-  const bool reads = (reader == 0 && args.rank == 1 && block_idx() == 0 && thread_idx() == 0) ||
-                     (args.rank == 0 && reader == 1 && block_idx() == 1 && thread_idx() == 0) ||
-                     (args.rank == 0 && reader == 2 && block_idx() == 0 && thread_idx() == 32) ||
-                     (args.rank == 0 && reader == 3 && block_idx() == 0 && thread_idx() == 1);
+  const bool reads = (reader == 0 && args.rank == 1 && block_idx() == 0 && warp_idx() == 0) ||
+                     (args.rank == 0 && reader == 1 && block_idx() == 1 && warp_idx() == 0) ||
+                     (args.rank == 0 && reader == 2 && block_idx() == 0 && warp_idx() == 1);
   if (first) {
     write_data(data);
     publish(flag, static_cast<Publish>(args.params[0]));
   } else if (reads) {
-    await(flag);
+    observe(flag, static_cast<Observe>(args.params[2]));
+    if (lane_idx() == args.params[3]) count_stale(args, data, kDataWords);
+  }
+}
+
+// Another lane of the writer's warp reads. params: how it is published.
+void message_in_warp(const Args& args) {
+  if (args.rank != 0 || block_idx() != 0 || warp_idx() != 0) return;
+  if (thread_idx() == 0) {
+    write_data(args.memory + 64);
+    publish(args.memory, static_cast<Publish>(args.params[0]));
+  } else if (thread_idx() == 1) {
+    await(args.memory);
+    count_stale(args, args.memory + 64, kDataWords);
+  }
+}
+
+// Thread 0 of each rank only. Rank 0 stores x and reads y, rank 1 the other way round: memory + 8 + 2
+// * rank gets 1 + what was read. params: 1: a fence between.
+void store_buffering(const Args& args) {
+  if (thread_idx() != 0 || block_idx() != 0) return;
+  uint64_t* word[2] = {args.memory, args.memory + 4};
+  st_relaxed_sys(word[args.rank], uint64_t{1});
+  if (args.params[0] == 1) fence_acq_rel_sys();
+  st_weak(args.memory + 8 + 2 * args.rank, 1 + ld_relaxed_sys(word[1 - args.rank]));
+}
+
+// The same, but each reads before it stores.
+void load_buffering(const Args& args) {
+  if (thread_idx() != 0 || block_idx() != 0) return;
+  uint64_t* word[2] = {args.memory, args.memory + 4};
+  const uint64_t seen = ld_relaxed_sys(word[1 - args.rank]);
+  st_relaxed_sys(word[args.rank], uint64_t{1});
+  st_weak(args.memory + 8 + 2 * args.rank, 1 + seen);
+}
+
+// Ranks 0 and 1 store a word each, ranks 2 and 3 read both, in opposite orders: memory + 8 + 2 *
+// rank gets 1 + 2 * first + second. params: 1: with acquires.
+void independent_reads(const Args& args) {
+  if (thread_idx() != 0 || block_idx() != 0) return;
+  uint64_t* word[2] = {args.memory, args.memory + 4};
+  if (args.rank < 2) {
+    st_release_sys(word[args.rank], uint64_t{1});
+    return;
+  }
+  const auto read = [&](const uint64_t* from) {
+    return args.params[0] == 1 ? ld_acquire_sys(from) : ld_relaxed_sys(from);
+  };
+  const uint64_t first = read(word[args.rank - 2]);
+  const uint64_t second = read(word[3 - args.rank]);
+  st_weak(args.memory + 8 + 2 * args.rank, 1 + 2 * first + second);
+}
+
+// Rank 0 releases a flag, rank 1 changes it without an order, rank 2 acquires that. params: 0 by an
+// atomic, which continues the release; 1 by a store, which does not; 2 by a store after an acquire
+// and a fence.
+void release_sequence(const Args& args) {
+  if (thread_idx() != 0 || block_idx() != 0) return;
+  uint64_t* flag = args.memory;
+  uint64_t* data = args.memory + 64;
+  if (args.rank == 0) {
+    write_data(data);
+    st_release_sys(flag, uint64_t{1});
+  } else if (args.rank == 1) {
+    while (ld_relaxed_sys(flag) == 0) wait_hint<uint64_t>(flag, 0, nullptr, ~uint64_t{0});
+    if (args.params[0] == 0) {
+      atomic_add_relaxed_sys(flag, uint64_t{1});
+    } else {
+      if (args.params[0] == 2) fence_acq_rel_sys();
+      st_relaxed_sys(flag, uint64_t{2});
+    }
+  } else {
+    uint64_t seen = 0;
+    while ((seen = ld_acquire_sys(flag)) != 2) {
+      wait_hint<uint64_t>(flag, seen, nullptr, ~uint64_t{0});
+    }
     count_stale(args, data, kDataWords);
   }
+}
+
+// One warp writes to global memory, another reads after a hand-over in shared memory. params: 0 an
+// mbarrier, 1 a released word that is acquired, 2 that is read relaxed, 3 a named barrier.
+void hand_over_in_block(const Args& args) {
+  if (args.rank != 0 || block_idx() != 0) return;
+  auto* barrier = reinterpret_cast<Mbarrier*>(dynamic_smem());
+  auto* word = reinterpret_cast<uint32_t*>(dynamic_smem() + 64);
+  uint64_t* data = args.memory + 64;
+  if (thread_idx() == 0) {
+    mbarrier_init(barrier, 1);
+    *word = 0;
+  }
+  sync_block();
+  if (warp_idx() == 0) {
+    if (lane_idx() == 0) {
+      write_data(data);
+      if (args.params[0] == 0) mbarrier_arrive(barrier);
+      if (args.params[0] == 1 || args.params[0] == 2) st_release_cta(word, 1u);
+    }
+    if (args.params[0] == 3) {
+      sync_warp();
+      arrive_named(3, 64);
+    }
+    return;
+  }
+  if (args.params[0] == 3) sync_named(3, 64);
+  if (lane_idx() != 0) return;
+  switch (args.params[0]) {
+    case 0:
+      while (!mbarrier_try_wait_parity(barrier, 0)) {
+      }
+      break;
+    case 1:
+      while (ld_acquire_cta(word) == 0) wait_hint<uint32_t>(word, 0, nullptr, ~uint64_t{0});
+      break;
+    case 2:
+      while (ld_relaxed_cta(word) == 0) wait_hint<uint32_t>(word, 0, nullptr, ~uint64_t{0});
+      break;
+    default:
+      break;
+  }
+  count_stale(args, data, kDataWords);
+}
+
+// Rank 0 writes and releases, rank 1 observes the flag and loads the data by a bulk copy. params:
+// how it observes.
+void message_by_bulk_load(const Args& args) {
+  if (block_idx() != 0 || warp_idx() != 0) return;
+  uint64_t* flag = args.memory;
+  uint64_t* data = args.memory + 64;
+  constexpr int kNumBytes = 2 * kDataWords * sizeof(uint64_t);
+  if (args.rank == 0) {
+    if (thread_idx() != 0) return;
+    write_data(data);
+    st_release_sys(flag, uint64_t{1});
+    return;
+  }
+  auto* barrier = reinterpret_cast<Mbarrier*>(dynamic_smem());
+  auto* copy = reinterpret_cast<uint64_t*>(dynamic_smem() + 128);
+  observe(flag, static_cast<Observe>(args.params[0]));
+  if (lane_idx() != 0) return;
+  mbarrier_init(barrier, 1);
+  fence_mbarrier_init();
+  fence_proxy_async();
+  mbarrier_arrive_expect_tx(barrier, kNumBytes);
+  bulk_load(copy, data, kNumBytes, barrier);
+  while (!mbarrier_try_wait_parity(barrier, 0)) {
+  }
+  uint64_t stale = 0;
+  for (int i = 0; i < kDataWords; ++i) stale += copy[2 * i] != 1;
+  st_weak(args.memory + 8, stale);
 }
 
 enum class Meet : int64_t { kNothing, kSyncWarp, kPartialSyncWarp, kSyncBlock, kNamed };
@@ -269,6 +463,13 @@ void across_grids(const Args& args) {
 
 constexpr Kernel kKernels[] = {
     kernel<message_passing>("message_passing"),
+    kernel<message_in_warp>("message_in_warp"),
+    kernel<store_buffering>("store_buffering"),
+    kernel<load_buffering>("load_buffering"),
+    kernel<independent_reads>("independent_reads"),
+    kernel<release_sequence>("release_sequence"),
+    kernel<hand_over_in_block>("hand_over_in_block"),
+    kernel<message_by_bulk_load>("message_by_bulk_load"),
     kernel<cumulativity>("cumulativity"),
     kernel<relay>("relay"),
     kernel<coherence>("coherence"),

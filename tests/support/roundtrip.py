@@ -291,8 +291,8 @@ def _settle() -> None:
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """What a later call may not change."""
-    if _stays.get():
+    """What neither a later call may change, nor a peer whose kernel has not ended yet."""
+    if _stays.get() or tensor.device.type == "cpu":
         return tensor.clone()
     _settle()
     return tensor.cpu()

@@ -121,8 +121,21 @@ def simulate(
     **options: Any,
 ) -> Run:
     """The same kernel on every rank."""
-    memory = words() if memory is None else memory
     simulation = native.Simulation(num_ranks=num_ranks, seed=seed, policy=policy, **options)
+    return run_simulation(simulation, num_ranks, kernel, params, shape=shape, memory=memory)
+
+
+def run_simulation(
+    simulation: Any,
+    num_ranks: int,
+    kernel: str,
+    params: Sequence[int] = (),
+    *,
+    shape: Shape | None = None,
+    memory: np.ndarray | None = None,
+) -> Run:
+    """The same kernel on every rank of a simulation that has not run yet."""
+    memory = words() if memory is None else memory
 
     def body(rank: int) -> Callable[[], None]:
         def run() -> None:

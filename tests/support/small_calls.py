@@ -23,7 +23,7 @@ def on_ranks(body: Callable[[Any, int], Any], num_ranks: int = R, **options: Any
     def main(group: local.ThreadGroup) -> Any:
         num_bytes = deep_comm.Buffer.get_low_latency_rdma_size_hint(M, H, num_ranks, E)
         with deep_comm.Buffer(
-            group, 0, num_bytes, low_latency_mode=True, timeout_s=20, device="cpu", **options
+            group, 0, num_bytes, low_latency_mode=True, timeout_s=20, **{"device": "cpu", **options}
         ) as buffer:
             return body(buffer, group.rank())
 
@@ -68,7 +68,9 @@ class Marked(torch.Tensor):
 
 def on_normal(body: Callable[[Any, int], Any], num_ranks: int = R, **options: Any) -> None:
     def main(group: local.ThreadGroup) -> Any:
-        with deep_comm.Buffer(group, 8 << 20, timeout_s=20, device="cpu", **options) as buffer:
+        with deep_comm.Buffer(
+            group, 8 << 20, timeout_s=20, **{"device": "cpu", **options}
+        ) as buffer:
             return body(buffer, group.rank())
 
     local.run(main, num_ranks, timeout_s=120)

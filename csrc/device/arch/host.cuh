@@ -43,9 +43,37 @@ inline bool fault(Fault which) {
 
 namespace detail {
 
+using simt::AtomicOrder;
 using simt::Scope;
 
 inline bool simulated() { return simt::t_state.simulated != nullptr; }
+
+// An operation that orders something, and where in a kernel it stands: a simulation may weaken it.
+struct Site {
+  const char* op;
+  simt::CallSite at;
+
+  simt::Weakening weakening() const {
+    simt::Sites* sites = simt::t_state.sites;
+    return sites == nullptr ? simt::Weakening::kNone : sites->visit(op, at);
+  }
+  // True if the whole operation is left out.
+  bool is_left_out() const { return weakening() == simt::Weakening::kRelaxed; }
+  // Which order is left, and of which scope.
+  template <class Order>
+  Order weakened(Order strong, Order relaxed, Scope* scope) const {
+    switch (weakening()) {
+      case simt::Weakening::kRelaxed:
+        return relaxed;
+      case simt::Weakening::kNarrow:
+        if (*scope != Scope::kCta) *scope = static_cast<Scope>(static_cast<int>(*scope) - 1);
+        return strong;
+      case simt::Weakening::kNone:
+        break;
+    }
+    return strong;
+  }
+};
 
 inline void count_poll() {
   if (--simt::t_state.polls_left == 0) [[unlikely]]
@@ -85,11 +113,12 @@ inline void store_weak(T* address, T value) {
 }
 
 template <int kOrder, class T>
-inline T load_ordered(const T* address) {
+inline T load_ordered(const T* address, Scope scope, Site site) {
   check_word<T>();
   T value;
   if (simulated()) {
-    simt::simulated_ordered_load(&value, address, sizeof(T));
+    const bool acquires = site.weakened(kOrder == __ATOMIC_ACQUIRE, false, &scope);
+    simt::simulated_ordered_load(&value, address, sizeof(T), acquires, scope);
   } else {
     __atomic_load(const_cast<T*>(address), &value, kOrder);
     count_poll();
@@ -98,9 +127,13 @@ inline T load_ordered(const T* address) {
 }
 
 template <class T>
-inline void store_relaxed(T* address, T value) {
+inline void store_relaxed(T* address, T value, Scope scope) {
   check_word<T>();
-  store_weak(address, value);
+  if (simulated()) {
+    simt::simulated_relaxed_store(address, &value, sizeof(T), scope);
+  } else {
+    __atomic_store(address, &value, __ATOMIC_RELAXED);
+  }
 }
 
 // Vectors of four words. On the simulated machine one half of a vector may become visible before
@@ -110,7 +143,7 @@ inline T load_words(const T* address) {
   static_assert(sizeof(T) == 16);
   T value;
   if (simulated()) {
-    simt::simulated_ordered_load(&value, address, sizeof(T));
+    simt::simulated_ordered_load(&value, address, sizeof(T), false, Scope::kSys);
     return value;
   }
   uint32_t words[4];
@@ -127,7 +160,7 @@ template <class T>
 inline void store_words(T* address, T value) {
   static_assert(sizeof(T) == 16);
   if (simulated()) {
-    simt::simulated_store(address, &value, sizeof(T));
+    simt::simulated_relaxed_store(address, &value, sizeof(T), Scope::kSys);
     return;
   }
   uint32_t words[4];
@@ -138,12 +171,12 @@ inline void store_words(T* address, T value) {
 }
 
 template <class T>
-inline void store_release(T* address, T value, Scope scope) {
+inline void store_release(T* address, T value, Scope scope, Site site) {
   check_word<T>();
   if (!simulated()) {
     __atomic_store(address, &value, __ATOMIC_RELEASE);
-  } else if (fault(Fault::kWeakenRelease)) {
-    simt::simulated_store(address, &value, sizeof(T));
+  } else if (!site.weakened(true, false, &scope) || fault(Fault::kWeakenRelease)) {
+    simt::simulated_relaxed_store(address, &value, sizeof(T), scope);
   } else {
     simt::simulated_release_store(address, &value, sizeof(T), scope);
   }
@@ -151,35 +184,38 @@ inline void store_release(T* address, T value, Scope scope) {
 
 // Runs `update` on the word itself. On the simulated machine no other fiber runs meanwhile.
 template <class T, class Update>
-inline T atomic(T* address, bool releases, Scope scope, Update update) {
+inline T atomic(T* address, AtomicOrder order, Scope scope, Site site, Update update) {
   static_assert(sizeof(T) == 4 || sizeof(T) == 8);
   if (!simulated()) return update(address);
-  simt::simulated_atomic_begin(address, sizeof(T), releases && !fault(Fault::kWeakenRelease),
-                               scope);
+  order = site.weakened(order, AtomicOrder::kRelaxed, &scope);
+  if (fault(Fault::kWeakenRelease)) order = AtomicOrder::kRelaxed;
+  simt::simulated_atomic_begin(address, sizeof(T), order, scope);
   const T old = update(address);
-  simt::simulated_atomic_end(address);
+  simt::simulated_atomic_end(address, sizeof(T), order, scope);
   return old;
 }
 
 template <int kOrder, class T>
-inline T atomic_add(T* address, T value, Scope scope) {
-  return atomic(address, kOrder == __ATOMIC_ACQ_REL, scope,
+inline T atomic_add(T* address, T value, Scope scope, Site site) {
+  constexpr auto kAtomicOrder =
+      kOrder == __ATOMIC_ACQ_REL ? AtomicOrder::kAcqRel : AtomicOrder::kRelaxed;
+  return atomic(address, kAtomicOrder, scope, site,
                 [value](T* word) { return __atomic_fetch_add(word, value, kOrder); });
 }
 
 template <class T>
-inline T atomic_cas(T* address, T expected, T desired, Scope scope) {
-  return atomic(address, true, scope, [expected, desired](T* word) {
+inline T atomic_cas(T* address, T expected, T desired, Scope scope, Site site) {
+  return atomic(address, AtomicOrder::kAcqRel, scope, site, [expected, desired](T* word) {
     T old = expected;
     __atomic_compare_exchange_n(word, &old, desired, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
     return old;
   });
 }
 
-inline void fence(Scope scope) {
+inline void fence(Scope scope, Site site) {
   if (!simulated()) {
     __atomic_thread_fence(__ATOMIC_ACQ_REL);
-  } else if (!fault(Fault::kWeakenFence)) {
+  } else if (site.weakened(true, false, &scope) && !fault(Fault::kWeakenFence)) {
     simt::simulated_fence(scope);
   }
 }
@@ -241,130 +277,169 @@ inline void st_streaming(T* address, T value) {
 }
 
 template <class T>
-inline T ld_relaxed_cta(const T* address) {
-  return detail::load_ordered<__ATOMIC_RELAXED>(address);
+inline T ld_relaxed_cta(const T* address, simt::CallSite site = simt::CallSite::here()) {
+  return detail::load_ordered<__ATOMIC_RELAXED>(address, detail::Scope::kCta,
+                                                {"ld_relaxed_cta", site});
 }
 template <class T>
-inline T ld_relaxed_gpu(const T* address) {
-  return detail::load_ordered<__ATOMIC_RELAXED>(address);
+inline T ld_relaxed_gpu(const T* address, simt::CallSite site = simt::CallSite::here()) {
+  return detail::load_ordered<__ATOMIC_RELAXED>(address, detail::Scope::kGpu,
+                                                {"ld_relaxed_gpu", site});
 }
 template <class T>
-inline T ld_relaxed_sys(const T* address) {
+inline T ld_relaxed_sys(const T* address, simt::CallSite site = simt::CallSite::here()) {
   if constexpr (sizeof(T) == 16) {
     return detail::load_words(address);
   } else {
-    return detail::load_ordered<__ATOMIC_RELAXED>(address);
+    return detail::load_ordered<__ATOMIC_RELAXED>(address, detail::Scope::kSys,
+                                                  {"ld_relaxed_sys", site});
   }
 }
 template <class T>
-inline T ld_acquire_cta(const T* address) {
-  return detail::load_ordered<__ATOMIC_ACQUIRE>(address);
+inline T ld_acquire_cta(const T* address, simt::CallSite site = simt::CallSite::here()) {
+  return detail::load_ordered<__ATOMIC_ACQUIRE>(address, detail::Scope::kCta,
+                                                {"ld_acquire_cta", site});
 }
 template <class T>
-inline T ld_acquire_gpu(const T* address) {
-  return detail::load_ordered<__ATOMIC_ACQUIRE>(address);
+inline T ld_acquire_gpu(const T* address, simt::CallSite site = simt::CallSite::here()) {
+  return detail::load_ordered<__ATOMIC_ACQUIRE>(address, detail::Scope::kGpu,
+                                                {"ld_acquire_gpu", site});
 }
 template <class T>
-inline T ld_acquire_sys(const T* address) {
-  return detail::load_ordered<__ATOMIC_ACQUIRE>(address);
+inline T ld_acquire_sys(const T* address, simt::CallSite site = simt::CallSite::here()) {
+  return detail::load_ordered<__ATOMIC_ACQUIRE>(address, detail::Scope::kSys,
+                                                {"ld_acquire_sys", site});
 }
 
 template <class T>
 inline void st_relaxed_cta(T* address, T value) {
-  detail::store_relaxed(address, value);
+  detail::store_relaxed(address, value, detail::Scope::kCta);
 }
 template <class T>
 inline void st_relaxed_gpu(T* address, T value) {
-  detail::store_relaxed(address, value);
+  detail::store_relaxed(address, value, detail::Scope::kGpu);
 }
 template <class T>
 inline void st_relaxed_sys(T* address, T value) {
   if constexpr (sizeof(T) == 16) {
     detail::store_words(address, value);
   } else {
-    detail::store_relaxed(address, value);
+    detail::store_relaxed(address, value, detail::Scope::kSys);
   }
 }
 template <class T>
-inline void st_release_cta(T* address, T value) {
-  detail::store_release(address, value, detail::Scope::kCta);
+inline void st_release_cta(T* address, T value, simt::CallSite site = simt::CallSite::here()) {
+  detail::store_release(address, value, detail::Scope::kCta, {"st_release_cta", site});
 }
 template <class T>
-inline void st_release_gpu(T* address, T value) {
-  detail::store_release(address, value, detail::Scope::kGpu);
+inline void st_release_gpu(T* address, T value, simt::CallSite site = simt::CallSite::here()) {
+  detail::store_release(address, value, detail::Scope::kGpu, {"st_release_gpu", site});
 }
 template <class T>
-inline void st_release_sys(T* address, T value) {
-  detail::store_release(address, value, detail::Scope::kSys);
+inline void st_release_sys(T* address, T value, simt::CallSite site = simt::CallSite::here()) {
+  detail::store_release(address, value, detail::Scope::kSys, {"st_release_sys", site});
 }
 
 template <class T>
-inline T atomic_add_relaxed_cta(T* address, T value) {
-  return detail::atomic_add<__ATOMIC_RELAXED>(address, value, detail::Scope::kCta);
+inline T atomic_add_relaxed_cta(T* address, T value, simt::CallSite site = simt::CallSite::here()) {
+  return detail::atomic_add<__ATOMIC_RELAXED>(address, value, detail::Scope::kCta,
+                                              {"atomic_add_relaxed_cta", site});
 }
 template <class T>
-inline T atomic_add_relaxed_gpu(T* address, T value) {
-  return detail::atomic_add<__ATOMIC_RELAXED>(address, value, detail::Scope::kGpu);
+inline T atomic_add_relaxed_gpu(T* address, T value, simt::CallSite site = simt::CallSite::here()) {
+  return detail::atomic_add<__ATOMIC_RELAXED>(address, value, detail::Scope::kGpu,
+                                              {"atomic_add_relaxed_gpu", site});
 }
 template <class T>
-inline T atomic_add_relaxed_sys(T* address, T value) {
-  return detail::atomic_add<__ATOMIC_RELAXED>(address, value, detail::Scope::kSys);
+inline T atomic_add_relaxed_sys(T* address, T value, simt::CallSite site = simt::CallSite::here()) {
+  return detail::atomic_add<__ATOMIC_RELAXED>(address, value, detail::Scope::kSys,
+                                              {"atomic_add_relaxed_sys", site});
 }
 template <class T>
-inline T atomic_add_acq_rel_cta(T* address, T value) {
-  return detail::atomic_add<__ATOMIC_ACQ_REL>(address, value, detail::Scope::kCta);
+inline T atomic_add_acq_rel_cta(T* address, T value, simt::CallSite site = simt::CallSite::here()) {
+  return detail::atomic_add<__ATOMIC_ACQ_REL>(address, value, detail::Scope::kCta,
+                                              {"atomic_add_acq_rel_cta", site});
 }
 template <class T>
-inline T atomic_add_acq_rel_gpu(T* address, T value) {
-  return detail::atomic_add<__ATOMIC_ACQ_REL>(address, value, detail::Scope::kGpu);
+inline T atomic_add_acq_rel_gpu(T* address, T value, simt::CallSite site = simt::CallSite::here()) {
+  return detail::atomic_add<__ATOMIC_ACQ_REL>(address, value, detail::Scope::kGpu,
+                                              {"atomic_add_acq_rel_gpu", site});
 }
 template <class T>
-inline T atomic_add_acq_rel_sys(T* address, T value) {
-  return detail::atomic_add<__ATOMIC_ACQ_REL>(address, value, detail::Scope::kSys);
+inline T atomic_add_acq_rel_sys(T* address, T value, simt::CallSite site = simt::CallSite::here()) {
+  return detail::atomic_add<__ATOMIC_ACQ_REL>(address, value, detail::Scope::kSys,
+                                              {"atomic_add_acq_rel_sys", site});
 }
 
 template <class T>
-inline T atomic_cas_acq_rel_cta(T* address, T expected, T desired) {
-  return detail::atomic_cas(address, expected, desired, detail::Scope::kCta);
+inline T atomic_cas_acq_rel_cta(T* address, T expected, T desired,
+                                simt::CallSite site = simt::CallSite::here()) {
+  return detail::atomic_cas(address, expected, desired, detail::Scope::kCta,
+                            {"atomic_cas_acq_rel_cta", site});
 }
 template <class T>
-inline T atomic_cas_acq_rel_gpu(T* address, T expected, T desired) {
-  return detail::atomic_cas(address, expected, desired, detail::Scope::kGpu);
+inline T atomic_cas_acq_rel_gpu(T* address, T expected, T desired,
+                                simt::CallSite site = simt::CallSite::here()) {
+  return detail::atomic_cas(address, expected, desired, detail::Scope::kGpu,
+                            {"atomic_cas_acq_rel_gpu", site});
 }
 template <class T>
-inline T atomic_cas_acq_rel_sys(T* address, T expected, T desired) {
-  return detail::atomic_cas(address, expected, desired, detail::Scope::kSys);
+inline T atomic_cas_acq_rel_sys(T* address, T expected, T desired,
+                                simt::CallSite site = simt::CallSite::here()) {
+  return detail::atomic_cas(address, expected, desired, detail::Scope::kSys,
+                            {"atomic_cas_acq_rel_sys", site});
 }
 
-inline uint32_t atomic_increment_relaxed_gpu(uint32_t* address) {
-  return atomic_add_relaxed_gpu(address, 1u);
+inline uint32_t atomic_increment_relaxed_gpu(uint32_t* address,
+                                             simt::CallSite site = simt::CallSite::here()) {
+  return atomic_add_relaxed_gpu(address, 1u, site);
 }
-inline uint32_t atomic_or_relaxed_gpu(uint32_t* address, uint32_t value) {
-  return detail::atomic(address, false, detail::Scope::kGpu, [value](uint32_t* word) {
-    return __atomic_fetch_or(word, value, __ATOMIC_RELAXED);
-  });
+inline uint32_t atomic_or_relaxed_gpu(uint32_t* address, uint32_t value,
+                                      simt::CallSite site = simt::CallSite::here()) {
+  return detail::atomic(
+      address, detail::AtomicOrder::kRelaxed, detail::Scope::kGpu, {"atomic_or_relaxed_gpu", site},
+      [value](uint32_t* word) { return __atomic_fetch_or(word, value, __ATOMIC_RELAXED); });
 }
 
-inline void fence_acq_rel_cta() { detail::fence(detail::Scope::kCta); }
-inline void fence_acq_rel_gpu() { detail::fence(detail::Scope::kGpu); }
-inline void fence_acq_rel_sys() { detail::fence(detail::Scope::kSys); }
+inline void fence_acq_rel_cta(simt::CallSite site = simt::CallSite::here()) {
+  detail::fence(detail::Scope::kCta, {"fence_acq_rel_cta", site});
+}
+inline void fence_acq_rel_gpu(simt::CallSite site = simt::CallSite::here()) {
+  detail::fence(detail::Scope::kGpu, {"fence_acq_rel_gpu", site});
+}
+inline void fence_acq_rel_sys(simt::CallSite site = simt::CallSite::here()) {
+  detail::fence(detail::Scope::kSys, {"fence_acq_rel_sys", site});
+}
 
 // Both proxies see one memory here, but a bulk copy does not see buffered stores. The fence empties
 // this thread's buffer.
-inline void fence_proxy_async() {
-  if (detail::simulated()) {
-    simt::simulated_fence(detail::Scope::kGpu);
-  } else {
+namespace detail {
+
+inline void proxy_fence(Site site) {
+  if (!simulated()) {
     __atomic_signal_fence(__ATOMIC_SEQ_CST);
+  } else if (!site.is_left_out()) {
+    simt::simulated_proxy_fence();
   }
 }
+
+}  // namespace detail
+
+inline void fence_proxy_async(simt::CallSite site = simt::CallSite::here()) {
+  detail::proxy_fence({"fence_proxy_async", site});
+}
 // The executor does not distinguish the spaces: a fence for one is a fence for both.
-inline void fence_proxy_async_shared() { fence_proxy_async(); }
-inline void fence_proxy_async_global() { fence_proxy_async(); }
+inline void fence_proxy_async_shared(simt::CallSite site = simt::CallSite::here()) {
+  detail::proxy_fence({"fence_proxy_async_shared", site});
+}
+inline void fence_proxy_async_global(simt::CallSite site = simt::CallSite::here()) {
+  detail::proxy_fence({"fence_proxy_async_global", site});
+}
 
 // ---- warp -----------------------------------------------------------------------------
 
-inline void sync_warp(uint32_t mask = kFullMask) {
+inline void sync_warp(uint32_t mask = kFullMask, simt::CallSite site = simt::CallSite::here()) {
+  if (detail::Site{"sync_warp", site}.is_left_out()) return;
   simt::warp_collective(simt::WarpOp::kSync, mask, 0, 0);
 }
 template <class T>
@@ -406,13 +481,14 @@ inline bool elect_one() {
 
 // ---- block ----------------------------------------------------------------------------
 
-inline void sync_block(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
-  simt::sync_block({file, line});
+inline void sync_block(simt::CallSite site = simt::CallSite::here()) {
+  if (!detail::Site{"sync_block", site}.is_left_out()) simt::sync_block(site);
 }
-inline void sync_block_apart() { simt::sync_block(); }
-inline bool sync_block_any(bool predicate, const char* file = __builtin_FILE(),
-                           int line = __builtin_LINE()) {
-  return simt::sync_block_any(predicate, {file, line});
+inline void sync_block_apart(simt::CallSite site = simt::CallSite::here()) {
+  if (!detail::Site{"sync_block_apart", site}.is_left_out()) simt::sync_block();
+}
+inline bool sync_block_any(bool predicate, simt::CallSite site = simt::CallSite::here()) {
+  return simt::sync_block_any(predicate, site);
 }
 inline void sync_named(int barrier, int num_threads) { simt::sync_named(barrier, num_threads); }
 inline void arrive_named(int barrier, int num_threads) { simt::arrive_named(barrier, num_threads); }
@@ -427,7 +503,9 @@ inline void mbarrier_arrive(Mbarrier* barrier) { simt::mbarrier_arrive(barrier, 
 inline void mbarrier_arrive_expect_tx(Mbarrier* barrier, uint32_t num_bytes) {
   simt::mbarrier_arrive(barrier, num_bytes);
 }
-inline bool mbarrier_try_wait_parity(Mbarrier* barrier, uint32_t parity) {
+inline bool mbarrier_try_wait_parity(Mbarrier* barrier, uint32_t parity,
+                                     simt::CallSite site = simt::CallSite::here()) {
+  if (detail::Site{"mbarrier_try_wait_parity", site}.is_left_out()) return true;
   return simt::mbarrier_try_wait_parity(barrier, parity);
 }
 inline void bulk_load(void* smem_dst, const void* global_src, uint32_t num_bytes,
@@ -440,12 +518,14 @@ inline void bulk_store(void* global_dst, const void* smem_src, uint32_t num_byte
 }
 inline void bulk_commit() { simt::bulk_commit(); }
 template <int N>
-inline void bulk_wait_read() {
-  if (!fault(Fault::kSkipBulkWaitRead)) simt::bulk_wait(N, true);
+inline void bulk_wait_read(simt::CallSite site = simt::CallSite::here()) {
+  const bool is_left_out = detail::Site{"bulk_wait_read", site}.is_left_out();
+  if (!is_left_out && !fault(Fault::kSkipBulkWaitRead)) simt::bulk_wait(N, true);
 }
 template <int N>
-inline void bulk_wait() {
-  if (!fault(Fault::kSkipBulkWait)) simt::bulk_wait(N, false);
+inline void bulk_wait(simt::CallSite site = simt::CallSite::here()) {
+  const bool is_left_out = detail::Site{"bulk_wait", site}.is_left_out();
+  if (!is_left_out && !fault(Fault::kSkipBulkWait)) simt::bulk_wait(N, false);
 }
 
 // ---- rail -----------------------------------------------------------------------------

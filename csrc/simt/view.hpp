@@ -1,0 +1,42 @@
+// What a thread of the simulated machine must see at least.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+
+namespace deep_comm::simt {
+
+// Times of the history (history.hpp), one per place where stores become visible: the thread's
+// block, its rank, and memory by the rank that stored there.
+struct View {
+  static constexpr uint32_t kNumRanks = 8;  // of more ranks some share a time, which is stronger
+
+  uint32_t block = 0;
+  uint32_t gpu = 0;
+  std::array<uint32_t, kNumRanks> sys{};
+
+  static View all(uint32_t time) {
+    View view{.block = time, .gpu = time, .sys = {}};
+    view.sys.fill(time);
+    return view;
+  }
+
+  uint32_t& sys_of(int rank) { return sys[static_cast<uint32_t>(rank) % kNumRanks]; }
+  uint32_t sys_of(int rank) const { return sys[static_cast<uint32_t>(rank) % kNumRanks]; }
+
+  // True if `other` adds nothing.
+  bool covers(const View& other) const {
+    bool all = block >= other.block && gpu >= other.gpu;
+    for (uint32_t i = 0; i < kNumRanks; ++i) all = all && sys[i] >= other.sys[i];
+    return all;
+  }
+
+  void join(const View& other) {
+    block = std::max(block, other.block);
+    gpu = std::max(gpu, other.gpu);
+    for (uint32_t i = 0; i < kNumRanks; ++i) sys[i] = std::max(sys[i], other.sys[i]);
+  }
+};
+
+}  // namespace deep_comm::simt

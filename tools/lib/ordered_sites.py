@@ -1,0 +1,93 @@
+"""The places in csrc/device that order something, as tools/mutate weakens them one at a time."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+FOLDER = "csrc/device"
+# They are the primitives, or run nothing that ships.
+EXCLUDED = ("arch", "bench", "examples")
+
+# An operation of arch that orders something -> what it can be weakened to.
+ACCESS = ("relaxed", "narrow")
+LEFT_OUT = ("relaxed",)
+OPERATIONS = {
+    **{f"ld_acquire_{scope}": ACCESS for scope in ("gpu", "sys")},
+    **{f"st_release_{scope}": ACCESS for scope in ("gpu", "sys")},
+    **{f"atomic_add_acq_rel_{scope}": ACCESS for scope in ("gpu", "sys")},
+    **{f"atomic_cas_acq_rel_{scope}": ACCESS for scope in ("gpu", "sys")},
+    **{f"fence_acq_rel_{scope}": ACCESS for scope in ("gpu", "sys")},
+    "ld_acquire_cta": LEFT_OUT,
+    "st_release_cta": LEFT_OUT,
+    "atomic_add_acq_rel_cta": LEFT_OUT,
+    "atomic_cas_acq_rel_cta": LEFT_OUT,
+    "fence_acq_rel_cta": LEFT_OUT,
+    "fence_proxy_async": LEFT_OUT,
+    "fence_proxy_async_shared": LEFT_OUT,
+    "fence_proxy_async_global": LEFT_OUT,
+    "sync_warp": LEFT_OUT,
+    "sync_block": LEFT_OUT,
+    "sync_block_apart": LEFT_OUT,
+    "mbarrier_try_wait_parity": LEFT_OUT,
+    "bulk_wait": LEFT_OUT,
+    "bulk_wait_read": LEFT_OUT,
+}
+
+CALL = re.compile(r"\barch::(?P<op>[a-z_]+)(?:<[^>\n]*>)?\(")
+# // survives mutate (relaxed): the proof, which may go on in the next lines of the comment
+PROOF = re.compile(r"//\s*survives mutate \((?P<how>relaxed|narrow)\): (?P<proof>.*)")
+
+
+@dataclass(frozen=True)
+class OrderedSite:
+    file: str  # from csrc/ on
+    line: int
+    op: str
+    # How it can be weakened -> why nobody can see that, by the comment before it.
+    proofs: dict[str, str] = field(default_factory=dict, compare=False)
+
+    @property
+    def name(self) -> str:
+        return f"{self.file}:{self.line}:{self.op}"
+
+
+def sites_of(root: Path, source: Path) -> list[OrderedSite]:
+    """The ordered sites of one file, in its order."""
+    sites = []
+    comment: list[str] = []
+    name = str(source.relative_to(root / "csrc"))
+    for number, line in enumerate(source.read_text().splitlines(), 1):
+        code = line.split("//")[0]
+        if not code.strip():
+            comment = [*comment, line] if "//" in line else []
+            continue
+        for match in CALL.finditer(code):
+            if match["op"] in OPERATIONS:
+                sites.append(OrderedSite(name, number, match["op"], _proofs([*comment, line])))
+        # A statement may begin before the line of the call.
+        if code.rstrip().endswith((";", "{", "}")):
+            comment = []
+    return sites
+
+
+def _proofs(comment: list[str]) -> dict[str, str]:
+    proofs: dict[str, str] = {}
+    how = ""
+    for line in comment:
+        if match := PROOF.search(line):
+            how = match["how"]
+            proofs[how] = match["proof"].strip()
+        elif how and line.strip().startswith("//"):
+            proofs[how] += " " + line.strip().removeprefix("//").strip()
+    return proofs
+
+
+def all_sites(root: Path) -> list[OrderedSite]:
+    """Every ordered site of the kernels, by file and line."""
+    sites = []
+    for source in sorted((root / FOLDER).rglob("*.cuh")):
+        if source.relative_to(root / FOLDER).parts[0] not in EXCLUDED:
+            sites += sites_of(root, source)
+    return sites
