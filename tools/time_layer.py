@@ -118,7 +118,7 @@ def main() -> None:
             for name, work in steps.items():
                 is_long = "counted" in name or "bounded" in name
                 calls = options.calls // 2 if is_long else options.calls
-                times[name].append(host_round(work, calls, clock)[0])
+                times[name].append(host_round(work, calls, clock))
                 num_auto += calls if name == "auto" else 0
         medians = {name: gather(statistics.median(found)) for name, found in times.items()}
         spreads = {name: gather(statistics.quantiles(found, n=4)) for name, found in times.items()}

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from deep_comm.backends.foreign import bytes_at
 from deep_comm.bench.measure import Effort, Work, gather, require_on_all_ranks, time_over_ranks
 from deep_comm.bench.payload import integers, same_bits
 
@@ -46,15 +47,6 @@ class LinkLimit:
             f"link limit: bulk-store all-to-all of {self.row_bytes}-byte rows {pushes} GB/s with "
             f"{blocks} blocks; copy-engine ring {self.copy_ring_gb_per_s:.0f} GB/s (both checked)"
         )
-
-
-class _Memory:
-    """Foreign device memory in the form that torch takes."""
-
-    def __init__(self, address: int, num_bytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3,
-        }  # fmt: skip
 
 
 @contextmanager
@@ -95,7 +87,7 @@ def measure(device: torch.device, row_bytes: int, effort: Effort) -> LinkLimit:
     num_rows = min(4096, AREA_BYTES // (num_ranks * row_bytes))
     max_blocks = torch.cuda.get_device_properties(device).multi_processor_count
     with _receive_areas(device.index, AREA_BYTES) as areas:
-        area = torch.as_tensor(_Memory(areas[rank], AREA_BYTES), device=device)
+        area = bytes_at(areas[rank], AREA_BYTES, device, None)
         source = torch.zeros(AREA_BYTES, dtype=torch.uint8, device=device)
         own_rows = _pushed_rows(rank, num_rows, row_bytes, device).view(-1)
         source[: own_rows.numel()] = own_rows

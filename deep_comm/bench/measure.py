@@ -85,7 +85,6 @@ class Sample:
     means_us: list[float] = field(default_factory=list)  # by round
     calls_us: list[float] = field(default_factory=list)  # by single call
     hosts_us: list[float] = field(default_factory=list)  # by round: host time of a call
-    first_hosts_us: list[float] = field(default_factory=list)  # by round: of its first call
     firsts_us: list[float] = field(default_factory=list)  # by round: the call that leads in
 
 
@@ -100,7 +99,6 @@ class Timing:
     spread_us: float  # of the means, slowest minus fastest rank, the median of the rounds
     host_us: float | None  # of the slowest rank; None where the call itself does the work
     fastest_host_us: float | None = None  # of the fastest rank
-    first_host_us: float | None = None  # of a round's first call, slowest rank
     first_us: float | None = None  # the call that leads in, as mean_us; None: single calls alone
     largest_host_us: float | None = None  # of any round and rank; None: not from host_turns()
 
@@ -118,7 +116,6 @@ def summarise(samples: Sequence[Sample], *, with_host: bool) -> Timing:
     calls = list(map(max, zip(*(sample.calls_us for sample in samples), strict=True)))
     firsts = list(map(max, zip(*(sample.firsts_us for sample in samples), strict=True)))
     hosts = [statistics.median(sample.hosts_us) for sample in samples]
-    first_hosts = [statistics.median(it.first_hosts_us) for it in samples if it.first_hosts_us]
     return Timing(
         mean_us=statistics.median(means),
         best_us=min(means),
@@ -127,7 +124,6 @@ def summarise(samples: Sequence[Sample], *, with_host: bool) -> Timing:
         spread_us=statistics.median(max(ranks) - min(ranks) for ranks in rounds),
         host_us=max(hosts) if with_host else None,
         fastest_host_us=min(hosts) if with_host else None,
-        first_host_us=max(first_hosts, default=None) if with_host else None,
         first_us=statistics.median(firsts) if firsts else None,
     )
 
@@ -239,9 +235,9 @@ def take_samples(
             if not effort.flush_l2:  # apart from the mean: the marks between calls take time
                 sample.calls_us, _ = _single_calls(work, effort.num_single_calls, clock)
             if effort.num_host_calls > 0:
-                num_calls = effort.num_host_calls
-                rounds = [host_round(work, num_calls, clock) for _ in range(effort.num_rounds)]
-                sample.hosts_us, sample.first_hosts_us = map(list, zip(*rounds, strict=True))
+                sample.hosts_us = [
+                    host_round(work, effort.num_host_calls, clock) for _ in range(effort.num_rounds)
+                ]
     finally:
         gc.enable()
     return [
@@ -285,17 +281,15 @@ def _single_calls(
     return [clock.between_us(*pair) for pair in marks], host_s * 1e6 / num_calls
 
 
-def host_round(work: Work, num_calls: int, clock: Clock) -> tuple[float, float]:
-    """Time of the calling thread: the mean of all calls, and the first one."""
+def host_round(work: Work, num_calls: int, clock: Clock) -> float:
+    """Time of the calling thread in a call: the mean."""
     clock.start_together()
     started = time.perf_counter()
-    work(0)
-    first = time.perf_counter()
-    for call in range(1, num_calls):
+    for call in range(num_calls):
         work(call)
     ended = time.perf_counter()
     clock.finish()
-    return (ended - started) * 1e6 / num_calls, (first - started) * 1e6
+    return (ended - started) * 1e6 / num_calls
 
 
 def time_in_turns(
@@ -353,7 +347,7 @@ def host_turns(works: Sequence[Work], num_calls: int, device: torch.device) -> l
         if turn > 0:
             time.sleep(PAUSE_S)
         for work, found in zip(works, rounds, strict=True):
-            found.append(host_round(work, num_calls, clock_of(device))[0])
+            found.append(host_round(work, num_calls, clock_of(device)))
     times = []
     for ranks in map(gather, rounds):
         medians = [statistics.median(rank) for rank in ranks]

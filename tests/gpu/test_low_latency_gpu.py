@@ -8,7 +8,7 @@ import low_latency
 import pytest
 import torch
 from cases import verify_each
-from low_latency import LowLatencyCase, Pair, Range, inputs_of, run_pairs, verify
+from low_latency import LowLatencyCase, Pair, Range, inputs_of, open_buffer, run_pairs, verify
 
 import deep_comm
 from deep_comm.reference import low_latency as reference_low_latency
@@ -78,9 +78,7 @@ def replay_graphs(group, case: LowLatencyCase) -> list:
     """Two graphs of one and two pairs, and eager pairs, in turn; inputs change between replays."""
     device = torch.device("cuda", group.rank())
     results = []
-    with deep_comm.Buffer(
-        group, 0, case.num_bytes, low_latency_mode=True, device=device, timeout_s=60
-    ) as buffer:
+    with open_buffer(group, case, device=device, timeout_s=60) as buffer:
         pairs = [Pair(buffer, case, 0) for _ in range(3)]
         for pair in pairs:  # what is made on first use, before the capture
             for stage in (pair.dispatch, pair.combine):
@@ -135,9 +133,7 @@ def test_graphs_and_eager_calls_alternate(mode: str, monkeypatch: pytest.MonkeyP
 
 def many_pairs(group, case: LowLatencyCase, num_pairs: int) -> list:
     device = torch.device("cuda", group.rank())
-    with deep_comm.Buffer(
-        group, 0, case.num_bytes, low_latency_mode=True, device=device, timeout_s=60
-    ) as buffer:
+    with open_buffer(group, case, device=device, timeout_s=60) as buffer:
         pair = Pair(buffer, case, 0)
         for _ in range(num_pairs):
             pair.dispatch()

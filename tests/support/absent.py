@@ -21,15 +21,7 @@ import torch
 from cases import ROUTINGS, Case, Scales, without_absent
 
 import deep_comm
-from deep_comm import (
-    Buffer,
-    HandleMismatch,
-    MaskedOut,
-    PeerTimeout,
-    errors,
-    processes,
-    simulate,
-)
+from deep_comm import Buffer, HandleMismatch, MaskedOut, PeerTimeout, errors, processes, simulate
 
 FORMS = ("plain", "expanded", "fp8", "fp8_expanded")
 

@@ -50,6 +50,7 @@ class Case:
     worst: int = 0  # num_worst_tokens: 0, or rows beyond the sum of all tokens + 1
     zero_tail: bool = False
     biases: int = 0
+    has_weights: bool = True
     fused_layout: bool = False  # dispatch(topk_idx=, num_experts=) instead of get_dispatch_layout
     calls: int = 1
     nvl_bytes: int = 16 << 20
@@ -88,6 +89,8 @@ class Case:
             parts.append(f"bias{self.biases}")
         if self.fused_layout:
             parts.append("fused")
+        if not self.has_weights:
+            parts.append("unweighted")
         return "-".join(parts)
 
     def config(self) -> Config | None:
@@ -149,7 +152,7 @@ class Inputs:
     x: Tensor
     scales: Tensor | None
     topk_idx: Tensor
-    topk_weights: Tensor
+    topk_weights: Tensor | None
     bias: Tensor | tuple[Tensor, Tensor] | None
 
 
@@ -231,7 +234,7 @@ def make_inputs(case: Case, rank: int, call: int = 0) -> Inputs:
         x=payload.rows(rank, num_tokens, case.hidden, case.dtype, call),
         scales=None if scales is None else here(scales),
         topk_idx=here(topk_idx),
-        topk_weights=here(weights),
+        topk_weights=here(weights) if case.has_weights else None,
         bias=None if not biases else biases[0] if len(biases) == 1 else (biases[0], biases[1]),
     )
 

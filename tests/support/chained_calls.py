@@ -1,5 +1,6 @@
-"""Inside a node: layouts, dispatches (cached, bounded, counted, expanded) and combines one after
-the other and on several streams give what the same calls of another Buffer give, each alone."""
+"""Layouts, dispatches (cached, bounded, counted, expanded) and combines, inside a node and between
+nodes, one after the other and on several streams, give what the same calls of another Buffer give,
+each alone."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def _device(device_type: str) -> torch.device:
 
 
 class _Calls:
-    """Of one Buffer inside a node."""
+    """Of one Buffer."""
 
     def __init__(self, buffer: Any, inputs: _Inputs) -> None:
         self._buffer, self._inputs = buffer, inputs
@@ -124,15 +125,16 @@ class _Calls:
         return rows, sums, *(part.clone() for part in counted[:3]), back, back_weights
 
 
-def run_calls(group: Any, device_type: str, calls: int) -> None:
+def run_calls(group: Any, device_type: str, calls: int, ranks_per_node: int | None = None) -> None:
     device = _device(device_type)
     inputs = _Inputs(group, device, calls)
     num_bytes = (128 if device_type == "cuda" else 8) << 20
 
     def buffer() -> Any:
         return deep_comm.Buffer(
-            group, num_bytes, num_direct_bytes=num_bytes // 2, device=device, timeout_s=30
-        )
+            group, num_bytes, 0 if ranks_per_node is None else num_bytes, device=device,
+            num_direct_bytes=num_bytes // 2, timeout_s=30, ranks_per_node=ranks_per_node,
+        )  # fmt: skip
 
     with buffer() as other:
         expected = _alone(_Calls(other, inputs).one, calls, device)

@@ -28,6 +28,7 @@ from roundtrip import (
     rail_bytes,
     routing_arguments,
     run_calls,
+    same_if_any,
 )
 from roundtrip import _to_host as _view_on_host
 from torch import Tensor
@@ -45,7 +46,7 @@ class ReceivedExpanded:
     recv_x: Tensor
     recv_scales: Tensor | None
     recv_topk_idx: Tensor
-    recv_topk_weights: Tensor
+    recv_topk_weights: Tensor | None
     counts: list[int]
     expert_offsets: Tensor
     expert_counts: Tensor
@@ -54,14 +55,18 @@ class ReceivedExpanded:
     cached_x: Tensor
     cached_scales: Tensor | None
     combined_x: Tensor  # rows as they are, weights sent back
-    combined_weights: Tensor
-    weighted_x: Tensor  # rows times weights
+    combined_weights: Tensor | None
+    weighted_x: Tensor | None  # rows times weights
     cached_bytes: list[list[int]]  # that the cached dispatch has put on the rail
 
 
 def _to_host(tensor: Tensor) -> Tensor:
     """A copy: parts of no rows share an address, which torch.save refuses."""
     return _view_on_host(tensor).clone()
+
+
+def _to_host_if(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else _to_host(tensor)
 
 
 def num_local(case: Case, rank: int) -> int:
@@ -108,6 +113,10 @@ def call_in_steps(
     yield
     recv_x, recv_scales = parts_of(recv)
     expansion = handle.expansion
+    assert expansion.num_rows == handle.num_output_rows == len(recv_x)
+    assert expansion.expert_alignment == case.alignment
+    assert (handle.num_recv_tokens is None) == bool(case.worst)
+    assert (event.event is not None) == bool(options.get("async_finish"))
     before = rail_bytes(buffer)
     cached, *nothing, event = buffer.dispatch(
         given.again, handle=handle, config=config, zero_padding=True, **options
@@ -125,33 +134,35 @@ def call_in_steps(
     )
     _wait(event)
     yield
-    weighted_x, no_weights, event = buffer.combine(
-        y,
-        handle,
-        topk_weights=recv_weights,
-        bias=bias,
-        config=config,
-        apply_weights=True,
-        **options,
-    )
-    _wait(event)
+    weighted_x = None
+    if recv_weights is not None:
+        weighted_x, no_weights, event = buffer.combine(
+            y,
+            handle,
+            topk_weights=recv_weights,
+            bias=bias,
+            config=config,
+            apply_weights=True,
+            **options,
+        )
+        _wait(event)
+        assert no_weights is None
     yield
-    assert no_weights is None
     return ReceivedExpanded(
         recv_x=_to_host(recv_x),
-        recv_scales=None if recv_scales is None else _to_host(recv_scales),
+        recv_scales=_to_host_if(recv_scales),
         recv_topk_idx=_to_host(recv_topk_idx),
-        recv_topk_weights=_to_host(recv_weights),
+        recv_topk_weights=_to_host_if(recv_weights),
         counts=list(counts),
         expert_offsets=_to_host(expansion.expert_offsets),
         expert_counts=_to_host(expansion.expert_counts),
         recv_rows=_to_host(expansion.recv_rows),
         recv_src_idx=_to_host(handle.recv_src_idx),
         cached_x=_to_host(cached_x),
-        cached_scales=None if cached_scales is None else _to_host(cached_scales),
+        cached_scales=_to_host_if(cached_scales),
         combined_x=_to_host(combined_x),
-        combined_weights=_to_host(combined_weights),
-        weighted_x=_to_host(weighted_x),
+        combined_weights=_to_host_if(combined_weights),
+        weighted_x=_to_host_if(weighted_x),
         cached_bytes=cached_bytes,
     )
 
@@ -213,7 +224,7 @@ def _verify_call(case: Case, results: Sequence[ReceivedExpanded], call: int) -> 
             same(getattr(got, name), getattr(want, name), f"{who}: {name}")
         same(got.recv_src_idx, plain[rank].recv_src_idx, f"{who}: recv_src_idx")
         same(got.recv_topk_idx, want.recv_topk_idx, f"{who}: recv_topk_idx")
-        same(got.recv_topk_weights, want.recv_topk_weights, f"{who}: recv_topk_weights")
+        same_if_any(got.recv_topk_weights, want.recv_topk_weights, f"{who}: recv_topk_weights")
         # Rows of no token are promised with zero_padding alone.
         is_row = want.recv_topk_idx >= 0
         mask = slice(None) if case.seed % 2 == 0 else is_row
@@ -231,7 +242,9 @@ def _verify_call(case: Case, results: Sequence[ReceivedExpanded], call: int) -> 
         case,
         [reference.reduce_experts(y, one) for y, one in zip(outputs, wanted, strict=True)],
         crossed,
-        [reference.selection_weights(w, one) for w, one in zip(weights, wanted, strict=True)],
+        [reference.selection_weights(w, one) for w, one in zip(weights, wanted, strict=True)]
+        if case.has_weights
+        else None,
         biases,
     )
     weighted = combined_by_reference(
@@ -249,8 +262,9 @@ def _verify_call(case: Case, results: Sequence[ReceivedExpanded], call: int) -> 
             continue
         who = f"rank {rank} call {call}"
         same(got.combined_x, combined[rank][0], f"{who}: combined_x")
-        same(got.combined_weights, combined[rank][1], f"{who}: combined weights")
-        same(got.weighted_x, weighted[rank][0], f"{who}: combined_x with weights")
+        same_if_any(got.combined_weights, combined[rank][1], f"{who}: combined weights")
+        if got.weighted_x is not None:
+            same(got.weighted_x, weighted[rank][0], f"{who}: combined_x with weights")
         if isinstance(case, InternodeCase):  # a row crosses once, however many experts it has
             roundtrip.verify_bytes(case, got.cached_bytes, crossed[rank], rank)
 

@@ -13,7 +13,7 @@ from payload import assert_same_bits
 from torch import Tensor
 
 import deep_comm
-from deep_comm import simulate
+from deep_comm import local, simulate
 from deep_comm.ranks.topology import num_local_experts
 from deep_comm.reference import low_latency as reference
 
@@ -376,3 +376,54 @@ def verify_dispatch(
                 for part in (got.recv_scales, expected.recv_scales)
             )
             assert_same_bits(scales, expected_scales, f"{what} scales")
+
+
+def check_logfmt(case: LowLatencyCase, scale: float) -> None:
+    """Rows whose elements span ``scale`` binary orders: sums of use_logfmt within the stated error,
+    bit for bit the same in one phase and in two; ranks are threads."""
+
+    def main(group: Any) -> tuple[Tensor, Tensor]:
+        with open_buffer(group, case) as buffer:
+            pair = Pair(buffer, case, 0)
+            pair.dispatch()
+            generator = torch.Generator().manual_seed(buffer.rank)
+            shape = pair.handle.rows_shape
+            exponents = torch.rand(*shape, generator=generator) * scale - scale / 2
+            signs = torch.randint(0, 2, shape, generator=generator) * 2 - 1
+            rows = (torch.exp2(exponents) * signs).to(torch.bfloat16)
+            rows[..., 3::16] = 0.0
+            weights = None if case.weights_ahead or case.compact else pair.weights
+            arguments = (rows, pair.idx, weights, pair.handle, True)
+            combined = buffer.low_latency_combine(*arguments)[0]
+            out = torch.empty_like(combined)
+            hook = buffer.low_latency_combine(*arguments, return_recv_hook=True, out=out)[2]
+            hook()
+            assert torch.equal(out, combined)
+            return rows, combined
+
+    results = local.run(main, case.num_ranks, timeout_s=60)
+    xs, idxs, weights = zip(
+        *(inputs_of(case, rank, 0) for rank in range(case.num_ranks)), strict=True
+    )
+    dispatched = reference.low_latency_dispatch(
+        xs, idxs, case.max_tokens, case.experts, topk_weights=weights, compact=case.compact
+    )
+    for rank, (_, combined) in enumerate(results):
+        num_tokens = len(xs[rank])
+        total = torch.zeros(num_tokens, case.hidden)
+        bound = torch.zeros_like(total)
+        for (rows, _), received in zip(results, dispatched, strict=True):
+            places = received.places[rank, :num_tokens]
+            places = places.reshape(num_tokens, 1 if case.compact else case.topk)
+            taken = rows.view(-1, case.hidden)[places.clamp(min=0)].float()
+            taken *= (places >= 0)[:, :, None]
+            if not case.compact:
+                taken *= weights[rank][:, :, None]
+            partial = taken.sum(dim=1)
+            total += partial
+            bound += reference.logfmt_bound(partial)
+        got = combined.float()
+        bound = bound * 1.001 + total.abs() * 2.0**-8 + 1e-30
+        assert bool(((got - total).abs() <= bound).all()), (rank, (got - total).abs().max())
+        similarity = 2 * (got * total).sum() / (got.square().sum() + total.square().sum())
+        assert num_tokens == 0 or 1 - float(similarity) < 1e-4

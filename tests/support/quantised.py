@@ -182,7 +182,7 @@ def _verify_dispatch(
         quantised,
         [i.topk_idx for i in inputs],
         case.experts,
-        [i.topk_weights for i in inputs],
+        [i.topk_weights for i in inputs] if case.has_weights else None,
         num_worst_tokens=worst_rows(case),
     )
     for rank, (got, one) in enumerate(zip(results, plain, strict=True)):

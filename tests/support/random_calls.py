@@ -52,6 +52,7 @@ def single_tier(choose: random.Random, num_ranks: int, number: int) -> Case:
         tokens_of(choose, num_ranks),
         **common(choose, num_ranks),
         num_sms=choose.choice((None, 1, 2, 3)),
+        has_weights=number % 5 > 0,
         seed=number,
     )
 
@@ -66,6 +67,7 @@ def two_tier(ranks_per_node: int) -> Callable[[random.Random, int, int], Interno
             rail_slots=rail_slots,
             rail_chunk=choose.randint(1, rail_slots // 2),
             ranks_per_node=ranks_per_node,
+            has_weights=number % 5 > 0,
             seed=number,
         )
 

@@ -48,14 +48,14 @@ class Received:
     recv_x: Tensor
     recv_scales: Tensor | None
     recv_topk_idx: Tensor
-    recv_topk_weights: Tensor
+    recv_topk_weights: Tensor | None
     counts: list[int]
     num_tokens_per_node: Tensor | None  # of the layout, between nodes
     handle: dict[str, Tensor]
     cached_x: Tensor  # a second dispatch with the handle, payload of call + CACHED_CALL
     cached_bytes: list[list[int]]  # that it has put on the rail, by node and queue
     combined_x: Tensor
-    combined_weights: Tensor
+    combined_weights: Tensor | None
 
 
 T = TypeVar("T")
@@ -97,7 +97,7 @@ DEVICE_COUNTS = (
     "num_recv_tokens_per_expert",
 )
 HANDLE_FIELDS = {
-    False: ONE_TIER_FIELDS + DEVICE_COUNTS,
+    False: (*ONE_TIER_FIELDS, "send_head", *DEVICE_COUNTS),
     True: (*TWO_TIER_FIELDS, "recv_src_idx", "recv_src_meta", "send_nvl_head", *DEVICE_COUNTS),
 }
 """Of a handle between nodes, or not."""
@@ -146,7 +146,7 @@ class Given:
     x: Any  # with scales a pair
     again: Any  # for the cached dispatch
     topk_idx: Tensor
-    topk_weights: Tensor
+    topk_weights: Tensor | None
     bias: Any
 
     @classmethod
@@ -205,6 +205,20 @@ def bytes_since(before: list[list[int]], buffer: deep_comm.Buffer) -> list[list[
     ]
 
 
+def require_described(case: Case, handle: Any, rank: int, recv_x: Tensor) -> None:
+    """What a handle says of its dispatch, beside the tensors."""
+    shape = handle.rank, handle.num_experts, handle.num_topk, handle.num_tokens
+    assert shape == (rank, case.experts, case.topk, case.tokens[rank])
+    is_counted = case.num_worst_tokens == 0
+    counts = handle.num_recv_tokens, handle.max_num_tokens
+    assert counts == ((len(recv_x), max(case.tokens)) if is_counted else (None, None))
+    assert handle.num_recv_rows == handle.num_output_rows == len(recv_x)
+    assert recv_x.is_contiguous()
+    if isinstance(case, InternodeCase):
+        assert (handle.num_returning_rows is not None) == is_counted
+        assert (handle.num_nodes, handle.num_ranks) == (case.num_nodes, case.num_ranks)
+
+
 def call_in_steps(
     buffer: deep_comm.Buffer, case: Case, call: int, options: dict | None = None
 ) -> Steps[Received]:
@@ -227,6 +241,8 @@ def call_in_steps(
     _wait(event)
     yield
     recv_x, recv_scales = parts_of(recv)
+    require_described(case, handle, rank, recv_x)
+    assert (event.event is not None) == bool(options.get("async_finish"))
     is_internode = isinstance(handle, deep_comm.InternodeHandle)
     before = rail_bytes(buffer)
     cached, *nothing, event = buffer.dispatch(
@@ -248,16 +264,16 @@ def call_in_steps(
     per_node = arguments.get("num_tokens_per_rdma_rank")
     return Received(
         recv_x=_to_host(recv_x),
-        recv_scales=None if recv_scales is None else _to_host(recv_scales),
+        recv_scales=_to_host_if(recv_scales),
         recv_topk_idx=_to_host(recv_topk_idx),
-        recv_topk_weights=_to_host(recv_weights),
+        recv_topk_weights=_to_host_if(recv_weights),
         counts=list(counts),
-        num_tokens_per_node=None if per_node is None else _to_host(per_node),
+        num_tokens_per_node=_to_host_if(per_node),
         handle={name: _to_host(getattr(handle, name)) for name in HANDLE_FIELDS[is_internode]},
         cached_x=_to_host(parts_of(cached)[0]),
         cached_bytes=cached_bytes,
         combined_x=_to_host(combined_x),
-        combined_weights=_to_host(combined_weights),
+        combined_weights=_to_host_if(combined_weights),
     )
 
 
@@ -280,6 +296,10 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
     _settle()
     return tensor.cpu()
+
+
+def _to_host_if(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else _to_host(tensor)
 
 
 def _wait(event: deep_comm.EventOverlap) -> None:
@@ -368,7 +388,8 @@ def verify_call(case: Case, received: Sequence[Received | None], call: int) -> N
         for rank, want in enumerate(wanted)
     ]
     combined = combined_by_reference(
-        case, outputs, expected, [want.recv_topk_weights for want in wanted],
+        case, outputs, expected,
+        [want.recv_topk_weights for want in wanted] if case.has_weights else None,
         [i.bias for i in inputs],
     )  # fmt: skip
     for rank, (got, want) in enumerate(zip(received, wanted, strict=True)):
@@ -383,10 +404,19 @@ def verify_call(case: Case, received: Sequence[Received | None], call: int) -> N
         else:
             for name in ONE_TIER_FIELDS:
                 same(got.handle[name], getattr(want, name), f"{who}: handle.{name}")
+            sent, heads = want.send_head >= 0, got.handle["send_head"]
+            same(heads[sent], want.send_head[sent], f"{who}: handle.send_head")
+            assert (heads[~sent] < 0).all()
         rows = cached_rows(case, want, call)
         same(got.cached_x[: want.num_recv_tokens], rows, f"{who}: cached recv_x")
         same(got.combined_x, combined[rank][0], f"{who}: combined_x")
-        same(got.combined_weights, combined[rank][1], f"{who}: combined weights")
+        same_if_any(got.combined_weights, combined[rank][1], f"{who}: combined weights")
+
+
+def same_if_any(got: Tensor | None, want: Tensor | None, what: str) -> None:
+    assert (got is None) == (want is None), what
+    if got is not None and want is not None:
+        payload.assert_same_bits(got, want, what)
 
 
 def dispatched_by_reference(
@@ -395,7 +425,8 @@ def dispatched_by_reference(
     """Of the tiers that the case has. ``xs``: instead of the inputs' rows and scales."""
     if xs is None:
         xs = [i.x if i.scales is None else (i.x, i.scales) for i in inputs]
-    idx, weights = [i.topk_idx for i in inputs], [i.topk_weights for i in inputs]
+    idx = [i.topk_idx for i in inputs]
+    weights = [i.topk_weights for i in inputs] if case.has_weights else None
     if isinstance(case, InternodeCase):
         return reference_internode.dispatch(
             xs, idx, case.experts, case.ranks_per_node, weights, **options
@@ -433,7 +464,7 @@ def verify_payload(case: Case, got: Any, want: reference.Dispatched, who: str) -
         same(got.recv_scales[:num], want.recv_x_scales[:num], f"{who}: recv_x_scales")
     # Indices, weights and source indices are promised for the whole tensor, received or not.
     same(got.recv_topk_idx, want.recv_topk_idx, f"{who}: recv_topk_idx")
-    same(got.recv_topk_weights, want.recv_topk_weights, f"{who}: recv_topk_weights")
+    same_if_any(got.recv_topk_weights, want.recv_topk_weights, f"{who}: recv_topk_weights")
     assert got.counts == want.num_recv_tokens_per_expert, f"{who}: {got.counts} tokens per expert"
     if case.zero_tail and case.num_worst_tokens:
         for tail in (

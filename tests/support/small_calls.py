@@ -39,22 +39,6 @@ def inputs(rank: int, num_tokens: int = T, idx_dtype: torch.dtype = torch.int64)
     return x, idx, torch.rand(num_tokens, K, generator=generator)
 
 
-def form_of(form: str, rank: int, num_tokens: int) -> tuple[Any, dict[str, Any]]:
-    """What a dispatch is given: its rows, and routing with what else the form is about, one of
-    CASTS or "bf16", "fp8", "without-weights", "int32", "aligned"."""
-    idx_dtype = torch.int32 if form == "int32" else torch.int64
-    x, idx, weights = inputs(rank, num_tokens, idx_dtype)
-    options: dict[str, Any] = dict(topk_idx=idx, num_experts=E, **CASTS.get(form, {}))
-    if form != "without-weights":
-        options["topk_weights"] = weights
-    if form == "aligned":
-        options["expert_alignment"] = 4
-    if form != "fp8":
-        return x, options
-    scales = torch.rand(len(x), 2, generator=torch.Generator().manual_seed(5))
-    return (x.to(torch.float8_e4m3fn), scales), options
-
-
 def layout_of(buffer: Any, idx: torch.Tensor) -> dict[str, torch.Tensor]:
     """What dispatch takes of a layout."""
     per_rank, per_node, per_expert, mask, _ = buffer.get_dispatch_layout(idx, E)
@@ -98,3 +82,7 @@ def to_rank(rank: int, num_tokens: int) -> dict[str, Any]:
     idx = torch.full((num_tokens, K), -1)
     idx[:, 0] = rank * (E // R)
     return dict(x=x, topk_idx=idx, topk_weights=torch.ones(num_tokens, K), num_experts=E)
+
+
+def parts_of(payload: Any) -> list[torch.Tensor]:
+    return list(payload) if isinstance(payload, tuple) else [payload]

@@ -1,6 +1,6 @@
 """The order of native calls among streams (csrc/host/stream_order.hpp), on streams that keep CUDA's
 rules (fake_cuda): kernels of one Buffer must run one at a time, in the order of the calls, on every
-stream; and what the framework's allocator is told of."""
+stream; and what the framework's allocator is told of. Whole calls: test_stream_order.py."""
 
 from __future__ import annotations
 
@@ -57,25 +57,6 @@ class Bench:
         gc.collect()
 
 
-def test_a_synchronous_call_runs_on_the_callers_stream_without_a_hop() -> None:
-    bench = Bench()
-    for _ in range(2):
-        bench.log.clear()
-        assert bench.call() is None
-        assert bench.log == [("kernel", COMPUTE), ("record", COMPUTE)]
-
-
-def test_a_call_waits_where_the_stream_changes_alone() -> None:
-    bench = Bench()
-    bench.call()
-    bench.log.current = OTHER
-    bench.log.clear()
-    bench.call()
-    bench.call()
-    assert bench.log.names() == ["wait", "kernel", "record", "kernel", "record"]
-    bench.log.assert_in_order()
-
-
 def test_the_order_of_streams_is_seen_by_this_test(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: without the wait, the check fails."""
     bench = Bench()
@@ -85,49 +66,6 @@ def test_the_order_of_streams_is_seen_by_this_test(monkeypatch: pytest.MonkeyPat
     bench.call()
     with pytest.raises(AssertionError):
         bench.log.assert_in_order()
-
-
-def test_an_asynchronous_call_leaves_the_callers_stream_alone() -> None:
-    bench = Bench()
-    bench.call()
-    bench.log.work("before")
-    wait = bench.call(is_async=True)
-    stream, known = bench.log.kernels[-1]
-    assert stream == COMM and "before" in known
-    assert 1 not in bench.log.known[COMPUTE]
-    assert wait is not None
-    wait(COMPUTE)
-    assert 1 in bench.log.known[COMPUTE]
-    bench.log.assert_in_order()
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-def test_a_call_after_an_event_does_not_wait_for_later_work(is_async: bool) -> None:
-    bench = Bench()
-    bench.log.work("before")
-    bench.call()
-    event = Captured(bench.log)
-    bench.log.work("after")
-    call = bench.order.begin(event, is_async)
-    assert not call.is_behind_caller and call.owner_stream == COMM and call.caller == COMPUTE
-    bench.log.launch("kernel", call.stream)
-    call.finish()
-    stream, known = bench.log.kernels[-1]
-    assert stream == COMM and "before" in known and "after" not in known
-    assert (1 in bench.log.known[COMPUTE]) is not is_async
-    bench.call()
-    bench.log.assert_in_order()
-
-
-def test_the_comm_stream_may_be_the_current_stream() -> None:
-    bench = Bench()
-    bench.log.current = COMM
-    bench.call()
-    bench.call(is_async=True)
-    assert "order" not in bench.log.names() and "wait" not in bench.log.names()
-    bench.log.current = COMPUTE
-    bench.call()
-    bench.log.assert_in_order()
 
 
 def test_a_call_without_order_leaves_no_event() -> None:

@@ -86,30 +86,6 @@ def test_a_cached_call_with_another_config_is_found_on_all_ranks(operation: str)
     local.run(fn, NUM_RANKS, timeout_s=120)
 
 
-def test_bad_expert_index_is_reported_on_every_rank() -> None:
-    def fn(group):
-        with make_buffer(group) as buffer:
-            arguments = arguments_of()
-            if group.rank() == 4:
-                arguments["topk_idx"][3, 0] = 12
-            with pytest.raises(errors.ExpertIndexError) as caught:
-                buffer.dispatch(**arguments)
-            assert (caught.value.rank, caught.value.num_experts) == (4, 12)
-
-    local.run(fn, NUM_RANKS, timeout_s=60)
-
-
-def test_too_few_worst_case_rows_are_reported() -> None:
-    def fn(group):
-        with make_buffer(group) as buffer:
-            buffer.dispatch(**arguments_of(), num_worst_tokens=3)
-
-    ended = local.run(fn, NUM_RANKS, timeout_s=60, return_errors=True)
-    found = [error for error in ended if isinstance(error, errors.CapacityError)]
-    assert len(found) == NUM_RANKS
-    assert all(error.available_rows == 3 and error.needed_rows > 3 for error in found)
-
-
 # Of 2**18 bytes: with a region every row and sum of combine has a slot, without it takes the rings.
 REGIONS = {"staged": 1 << 17, "rings": 0}
 
@@ -237,14 +213,6 @@ def test_size_hints_suffice(num_nodes: int, ranks_per_node: int) -> None:
     results = local.run(lambda group: run_case(group, case), num_ranks, timeout_s=120)
     assert num_channels_of(results[0][0]) == 2  # two SMs make a channel
     verify(case, results)
-
-
-def test_an_odd_number_of_sms_is_refused() -> None:
-    def fn(group):
-        with make_buffer(group) as buffer, pytest.raises(errors.ArgumentError, match="even"):
-            buffer.dispatch(**{**arguments_of(), "config": deep_comm.Config(3, 1, 2, 1, 2)})
-
-    local.run(fn, NUM_RANKS, timeout_s=60)
 
 
 def test_handles_are_checked() -> None:

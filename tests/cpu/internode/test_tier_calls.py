@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from chained_calls import run_calls
 from payload import assert_same_bits
-from small_calls import E, H, K, T, inputs, on_normal
-from tier_calls import rows_of
-from tier_chains import run_tier_calls
+from small_calls import E, H, K, T, inputs, on_normal, parts_of
 
 import deep_comm
 from deep_comm import local
@@ -72,7 +71,7 @@ def test_calls_along_a_known_routing(
                 sent[rank], handle=handle, config=config, **streams
             )
             assert nothing == [None] * 4 and (event.event is not None) == bool(streams)
-            parts = rows_of(got)
+            parts = parts_of(got)
             assert_same_bits(parts[0], want.recv_x, "rows")
             if want.recv_x_scales is not None:
                 assert_same_bits(parts[1], want.recv_x_scales, "scales")
@@ -193,4 +192,4 @@ def test_blocks_go_back() -> None:
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
 def test_calls_behind_each_other_give_what_they_give_alone(ranks_per_node: int) -> None:
     """What tests/gpu/test_tier_calls_gpu.py runs over streams."""
-    local.run(lambda group: run_tier_calls(group, "cpu", 4, ranks_per_node), 4, timeout_s=60)
+    local.run(lambda group: run_calls(group, "cpu", 4, ranks_per_node), 4, timeout_s=60)

@@ -12,19 +12,11 @@ from typing import Any
 import pytest
 import torch
 from low_latency import LowLatencyCase, run_case, verify
-from small_calls import (
-    E,
-    H,
-    M,
-    Marked,
-    T,
-    inputs,
-    on_ranks,
-)
+from small_calls import E, H, M, Marked, T, inputs, on_ranks
 
 import deep_comm
 from deep_comm import local
-from deep_comm.errors import ArgumentError, BufferDestroyed
+from deep_comm.errors import ArgumentError, BufferDestroyed, HandleMismatch
 
 FORMS: dict[str, dict[str, bool]] = {
     "fp8": dict(use_fp8=True),
@@ -171,15 +163,23 @@ def test_what_breaks_a_rule_is_named_and_launches_nothing(way: str) -> None:
             (waits, torch.zeros(1, dtype=torch.int32)), (waits, 3),
             ("use_ue8m0", True), ("x_global_scale", torch.ones(1)),
             ("topk_weights", weights.double()), ("topk_weights", weights[:-1]),
-            ("topk_weights", weights[:, :-1]), ("topk_weights", weights.t()),
+            ("topk_weights", weights[:, :-1]), ("topk_weights", weights.t()), (tokens, 0),
+            (tokens, 1 << 16),
         ]  # fmt: skip
+        # With more than the argument that is named.
+        together: list[tuple[str, dict[str, Any]]] = [
+            ("x", dict(x=x[:, :12].clone(), use_fp8=False)),
+            ("x", dict(x=x[:, :0].clone(), use_fp8=False)),
+            ("round_scale", dict(use_fp8=False, round_scale=True)),
+        ]
+        together += [(name, {name: value}) for name, value in refused]
         engine = buffer.runtime
 
         def refuse_all(launched: int) -> None:
-            for name, value in refused:
+            for name, changes in together:
                 with pytest.raises(ArgumentError) as caught:
-                    buffer.low_latency_dispatch(**(plain | {name: value}))
-                assert caught.value.argument == name, (name, value)
+                    buffer.low_latency_dispatch(**(plain | changes))
+                assert caught.value.argument == name, changes
                 assert engine.num_launches == launched
             for max_tokens in (T - 1, True):
                 with pytest.raises(ArgumentError, match=f"^x must have at most {int(max_tokens)}"):
@@ -206,6 +206,9 @@ def test_what_breaks_a_rule_is_named_and_launches_nothing(way: str) -> None:
             with pytest.raises(ArgumentError) as caught:
                 buffer.low_latency_combine(**(plain | {name: value}))
             assert caught.value.argument == name, (name, value)
+        with pytest.raises(HandleMismatch):  # of another top-k
+            few = dict(topk_idx=idx[:, :1].clone(), topk_weights=weights[:, :1].clone())
+            buffer.low_latency_combine(**(plain | few))
         assert engine.num_launches == 1
         buffer.low_latency_combine(**plain)
         assert engine.num_launches == 2
@@ -232,19 +235,6 @@ def test_tensors_of_other_classes_and_flags_of_other_types_will_do() -> None:
         assert combined is out
         with pytest.raises(RuntimeError, match="ambiguous"):  # torch's
             buffer.low_latency_dispatch(x, idx, M, E, use_fp8=torch.ones(2))
-
-    on_ranks(body, 1)
-
-
-def test_errors_of_kernels_are_raised_by_the_call() -> None:
-    def body(buffer: Any, rank: int) -> None:
-        x, idx, weights = inputs(rank)
-        wrong = idx.clone()
-        wrong[1, 0] = E
-        for _ in range(2):
-            with pytest.raises(deep_comm.ExpertIndexError):
-                buffer.low_latency_dispatch(x, wrong, M, E)
-            buffer.low_latency_dispatch(x, idx, M, E)
 
     on_ranks(body, 1)
 

@@ -12,6 +12,7 @@ from low_latency import (
     Pair,
     Range,
     found_in_dispatches,
+    open_buffer,
     run_case,
     run_pairs,
     verify,
@@ -190,10 +191,7 @@ def test_a_rank_that_stays_away_is_named_on_all_nodes(stage: str, silent: int) -
     case = LowLatencyCase((3,) * 6, 4, experts=6, topk=4, ranks_per_node=2)
 
     def main(group: simulate.SimulatedGroup) -> None:
-        buffer = Buffer(
-            group, 0, case.num_bytes, low_latency_mode=True, device="cpu", timeout_s=1000,
-            ranks_per_node=2,
-        )  # fmt: skip
+        buffer = open_buffer(group, case, timeout_s=1000)
         pair = Pair(buffer, case, 0)
         if stage == "combine":
             pair.dispatch()
@@ -215,10 +213,7 @@ def test_a_reset_after_a_timeout_makes_the_group_usable_again() -> None:
     case = LowLatencyCase((3, 2, 4, 1), 4, hidden=64, ranks_per_node=2, calls=3)
 
     def main(group: simulate.SimulatedGroup) -> list:
-        with Buffer(
-            group, 0, case.num_bytes, low_latency_mode=True, device="cpu", timeout_s=1000,
-            ranks_per_node=2,
-        ) as buffer:  # fmt: skip
+        with open_buffer(group, case, timeout_s=1000) as buffer:
             pair = Pair(buffer, case, 0)
             pair.dispatch()
             if buffer.rank != 3:
@@ -235,9 +230,7 @@ def test_numbers_of_operations_may_wrap_around() -> None:
     case = LowLatencyCase((3, 2, 4, 1), 4, hidden=64, ranks_per_node=2, calls=8)
 
     def main(group: simulate.SimulatedGroup) -> list:
-        with Buffer(
-            group, 0, case.num_bytes, low_latency_mode=True, device="cpu", ranks_per_node=2
-        ) as buffer:
+        with open_buffer(group, case) as buffer:
             group.barrier()
             buffer.runtime.set_low_latency_sequence(0xFFFFFFFC)
             group.barrier()

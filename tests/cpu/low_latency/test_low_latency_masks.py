@@ -7,7 +7,7 @@ import random
 import forked
 import pytest
 import torch
-from low_latency import LowLatencyCase, Pair
+from low_latency import LowLatencyCase, Pair, open_buffer
 from low_latency_masks import (
     DEAD,
     STAGES,
@@ -125,9 +125,7 @@ def test_without_masks_a_silent_rank_is_still_an_error() -> None:
     case = case_of(calls=1, mode="plain")
 
     def main(group: local.ThreadGroup) -> None:
-        with Buffer(
-            group, 0, case.num_bytes, low_latency_mode=True, device="cpu", timeout_s=0.2
-        ) as buffer:
+        with open_buffer(group, case, timeout_s=0.2) as buffer:
             if buffer.rank != DEAD:
                 with pytest.raises(deep_comm.PeerTimeout) as caught:
                     Pair(buffer, case, 0).dispatch()

@@ -6,10 +6,10 @@ import random
 import pytest
 import schedules
 import torch
-from low_latency import LowLatencyCase, Range, found_in_dispatches, run_case, verify
+from low_latency import LowLatencyCase, Range, found_in_dispatches, open_buffer, run_case, verify
 from schedules import POLICIES, run_policy, run_seeds
 
-from deep_comm import Buffer, PeerTimeout, simulate
+from deep_comm import PeerTimeout, simulate
 from deep_comm.settings import env
 
 NUM_SEEDS = 400
@@ -106,9 +106,7 @@ def test_a_rank_that_stays_away_is_named_in_virtual_time() -> None:
     case = LowLatencyCase((3, 3, 3), 4)
 
     def main(group: simulate.SimulatedGroup) -> None:
-        buffer = Buffer(
-            group, 0, case.num_bytes, low_latency_mode=True, device="cpu", timeout_s=1000
-        )
+        buffer = open_buffer(group, case, timeout_s=1000)
         if group.rank() != 1:
             x, idx = torch.zeros(2, 128, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.int64)
             buffer.low_latency_dispatch(x, idx, 4, 3, use_fp8=False)

@@ -291,22 +291,6 @@ def test_an_expert_index_out_of_range_is_named_with_its_place(bad: int) -> None:
     _alone(body)
 
 
-def test_an_expert_index_out_of_range_reaches_all_ranks_when_dispatch_makes_the_layout() -> None:
-    def main(group: local.ThreadGroup) -> None:
-        buffer = Buffer(group, 1 << 20, device="cpu")
-        given = _inputs()
-        if group.rank() == 1:
-            given["topk_idx"][2, 0] = 99
-        with pytest.raises(ExpertIndexError) as caught:
-            buffer.dispatch(**given, num_experts=E)
-        assert caught.value.rank == 1
-        group.barrier()
-        _, _, _, _, handle, _ = buffer.dispatch(**_inputs(), num_experts=E)
-        assert handle.num_experts == E
-
-    local.run(main, 3)
-
-
 def test_a_handle_is_refused_for_another_token_count_channel_count_or_group() -> None:
     def main(group: local.ThreadGroup) -> None:
         given = _inputs()
@@ -332,20 +316,6 @@ def test_a_handle_is_refused_for_another_token_count_channel_count_or_group() ->
         buffer.dispatch(x, handle)
 
     local.run(main, 3)
-
-
-def test_a_handle_serves_another_buffer_of_the_same_ranks() -> None:
-    def main(group: local.ThreadGroup) -> None:
-        given = _inputs()
-        recv_x, _, _, _, handle, _ = Buffer(group, 1 << 20, device="cpu").dispatch(
-            **given, num_experts=E
-        )
-        other = Buffer(group, 1 << 21, device="cpu")
-        again, *nothing, _ = other.dispatch(given["x"], handle)
-        assert torch.equal(again, recv_x) and nothing == [None] * 4
-        other.combine(recv_x, tuple(handle))
-
-    local.run(main, 2)
 
 
 def test_a_buffer_that_is_too_small_says_how_many_bytes_would_do() -> None:

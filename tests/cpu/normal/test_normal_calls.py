@@ -1,6 +1,7 @@
-"""One Buffer's calls with other numbers of tokens, in every form: the first ones and later ones,
-which know what came before, bring what the reference says; what is refused launches nothing and
-takes nothing."""
+"""One Buffer's calls where what it knows of earlier ones is wrong, where there is no room, and
+where they are refused: that launches nothing and takes nothing. Calls of all forms and sizes:
+test_random_calls.py, test_mixed_calls.py.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from small_calls import CASTS, E, H, K, Marked, R, T, form_of, inputs, layout_of, on_normal, to_rank
+from small_calls import CASTS, E, H, Marked, R, T, inputs, layout_of, on_normal, parts_of, to_rank
 from torch import Tensor
 
 import deep_comm
 from deep_comm import reference, simulate
-from deep_comm.errors import ArgumentError, BufferDestroyed
-from deep_comm.reference.low_latency import pack_ue8m0, quantise
-
-FORMS = ["bf16", "fp8", "without-weights", "int32", "aligned", *CASTS]
-CONFIGS = [None, deep_comm.Config(2, 4, 16)]
-BOUND = 90
+from deep_comm.errors import BufferDestroyed
+from deep_comm.reference.low_latency import quantise
 
 
 def require_same(got: Tensor, want: Tensor, what: str) -> None:
@@ -27,184 +24,6 @@ def require_same(got: Tensor, want: Tensor, what: str) -> None:
     if got.dtype == torch.float8_e4m3fn:
         got, want = got.view(torch.uint8), want.view(torch.uint8)
     assert torch.equal(got, want), what
-
-
-class Expected:
-    """What dispatches of ``form`` bring to a rank, and what combines of it return."""
-
-    def __init__(self, form: str, rank: int, tokens: tuple[int, ...], num_channels: int) -> None:
-        given = [form_of(form, r, tokens[r]) for r in range(R)]
-        payloads, options = [x for x, _ in given], [options for _, options in given]
-        if form in CASTS:
-            payloads = [self._cast(x, **CASTS[form]) for x in payloads]
-        self.alignment = 4 if form == "aligned" else 1
-        self._weights = [each["topk_weights"] for each in options if "topk_weights" in each] or None
-        self._all = reference.dispatch(
-            payloads, [each["topk_idx"] for each in options], E, self._weights,
-            num_channels=num_channels, expert_alignment=self.alignment,
-        )  # fmt: skip
-        self.rank, self.tokens = rank, tokens
-        self.plain = self._all[rank]
-        self.max_num_tokens = max(tokens)
-
-    @staticmethod
-    def _cast(x: Tensor, use_fp8: bool, round_scale: bool = False, use_ue8m0: bool = False) -> Any:
-        rows, scales = quantise(x, round_scale)
-        return rows, pack_ue8m0(scales) if use_ue8m0 else scales
-
-    def expanded(self, rank: int, num_rows: int) -> reference.Expanded:
-        return reference.expand(self._all[rank], E // R, self.alignment, num_rows)
-
-    def sums(self, num_rows: int, weighs: bool) -> tuple[Tensor, Tensor | None]:
-        """Of rows as they came, each rank's as ``rows_of`` makes them. num_rows: of expanded
-        outputs; -1: they are not."""
-        weights = None if self._weights is None else [one.recv_topk_weights for one in self._all]
-        if num_rows < 0:
-            rows = [rows_of(one.recv_x) for one in self._all]
-            return reference.combine(rows, self._all, weights)[self.rank]
-        expanded = [self.expanded(rank, num_rows) for rank in range(R)]
-        reduced = [
-            reference.reduce_experts(
-                rows_of(one.recv_x), one, one.recv_topk_weights if weighs else None
-            )
-            for one in expanded
-        ]
-        return reference.combine(reduced, self._all, None if weighs else weights)[self.rank]
-
-
-def rows_of(recv: Tensor) -> Tensor:
-    return recv.float().nan_to_num(1.0).clamp(-100, 100).bfloat16()
-
-
-def parts_of(payload: Any) -> list[Tensor]:
-    return list(payload) if isinstance(payload, tuple) else [payload]
-
-
-def require_dispatched(
-    received: tuple[Any, ...], want: Expected, form: str, bound: int, has_layout: bool
-) -> None:
-    rows, recv_idx, recv_weights, counts, handle, event = received
-    plain, num = want.plain, want.plain.num_recv_tokens
-    assert event.event is None
-    num_rows = bound or num
-    wanted = [plain.recv_x] if plain.recv_x_scales is None else [plain.recv_x, plain.recv_x_scales]
-    for got, part in zip(parts_of(rows), wanted, strict=True):
-        assert got.shape[0] == num_rows and got.is_contiguous()
-        require_same(got[:num], part, "rows")
-    require_same(recv_idx[:num], plain.recv_topk_idx, "indices")
-    assert (recv_idx[num:] == -1).all()
-    assert (
-        (recv_weights is None) == (plain.recv_topk_weights is None) == (form == "without-weights")
-    )
-    if recv_weights is not None:
-        require_same(recv_weights[:num], plain.recv_topk_weights, "weights")
-        assert not recv_weights[num:].any()
-    assert counts == ([] if bound else plain.num_recv_tokens_per_expert)
-    assert handle.num_recv_tokens == (None if bound else num)
-    assert handle.max_num_tokens == (None if bound else want.max_num_tokens)
-    assert (handle.rank, handle.num_experts, handle.num_topk) == (want.rank, E, K)
-    assert (handle.num_tokens, handle.num_recv_rows) == (want.tokens[want.rank], num_rows)
-    assert handle.num_recv_tokens_tensor.tolist() == [num]
-    assert handle.num_recv_tokens_per_expert.tolist() == plain.num_recv_tokens_per_expert
-    for name in (
-        "rank_prefix_matrix", "channel_prefix_matrix", "recv_channel_prefix_matrix",
-        "is_token_in_rank",
-    ):  # fmt: skip
-        require_same(getattr(handle, name), getattr(plain, name), name)
-    require_same(handle.recv_src_idx[:num], plain.recv_src_idx[:num], "recv_src_idx")
-    sent = plain.send_head >= 0
-    require_same(handle.send_head[sent], plain.send_head[sent], "send_head")
-    assert (handle.send_head[~sent] < 0).all()
-
-
-@pytest.mark.parametrize("num_direct_bytes", [0, 4 << 20], ids=["rings", "region"])
-@pytest.mark.parametrize("bound", [0, BOUND])
-@pytest.mark.parametrize("with_layout", [False, True])
-@pytest.mark.parametrize("config", CONFIGS, ids=["default", "config"])
-@pytest.mark.parametrize("form", FORMS)
-def test_calls_of_other_numbers_of_tokens(
-    form: str, config: Any, with_layout: bool, bound: int, num_direct_bytes: int
-) -> None:
-    """New routing, the same along its handle, and combine."""
-
-    def body(buffer: Any, rank: int) -> None:
-        cast = CASTS.get(form, {})
-        for tokens in ((T, 0), (T, 0), (3, T), (0, 0), (T, T), (2 * T, 1)):
-            given, options = form_of(form, rank, tokens[rank])
-            if with_layout:
-                options.update(layout_of(buffer, options["topk_idx"]))
-            received = buffer.dispatch(given, config=config, num_worst_tokens=bound, **options)
-            rows, _, recv_weights, _, handle, _ = received
-            want = Expected(form, rank, tokens, handle.num_channels)
-            require_dispatched(received, want, form, bound, with_layout)
-            num = want.plain.num_recv_tokens
-            again, *nothing, event = buffer.dispatch(given, handle=handle, config=config, **cast)
-            assert nothing == [None] * 4 and event.event is None
-            for got, part in zip(parts_of(again), parts_of(rows), strict=True):
-                require_same(got[:num], part[:num], "rows of a cached dispatch")
-            back = rows_of(parts_of(rows)[0])
-            sums, weight_sums, _ = buffer.combine(back, handle, recv_weights, config=config)
-            wanted, weights_wanted = want.sums(-1, False)
-            require_same(sums, wanted, "sums")
-            assert (weight_sums is None) == (weights_wanted is None)
-            if weight_sums is not None:
-                require_same(weight_sums, weights_wanted, "sums of weights")
-
-    on_normal(body, num_direct_bytes=num_direct_bytes)
-
-
-@pytest.mark.parametrize("num_direct_bytes", [0, 4 << 20], ids=["rings", "region"])
-@pytest.mark.parametrize("zero_padding", [False, True])
-@pytest.mark.parametrize("bound", [0, BOUND])
-@pytest.mark.parametrize("config", CONFIGS, ids=["default", "config"])
-@pytest.mark.parametrize("form", [*FORMS, "layout"])
-def test_expanded_calls_of_other_numbers_of_tokens(
-    form: str, config: Any, bound: int, zero_padding: bool, num_direct_bytes: int
-) -> None:
-    def body(buffer: Any, rank: int) -> None:
-        cast = CASTS.get(form, {})
-        for tokens in ((T, 1), (T, 1), (3, T), (T, T), (2 * T, 1)):
-            given, options = form_of(form, rank, tokens[rank])
-            if form == "layout":
-                options.update(layout_of(buffer, options["topk_idx"]))
-            options.update(num_worst_tokens=bound, zero_padding=zero_padding, expand=True)
-            received = buffer.dispatch(given, config=config, **options)
-            rows, recv_idx, recv_weights, counts, handle, _ = received
-            want = Expected(form, rank, tokens, handle.num_channels)
-            one, num = want.expanded(rank, bound), want.plain.num_recv_tokens
-            expansion, num_rows = handle.expansion, one.recv_x.shape[0]
-            taken = one.recv_topk_idx >= 0
-            assert counts == ([] if bound else want.plain.num_recv_tokens_per_expert)
-            assert (expansion.num_rows, expansion.expert_alignment) == (num_rows, want.alignment)
-            assert handle.num_output_rows == num_rows
-            assert handle.num_recv_tokens == (None if bound else num)
-            for name in ("expert_offsets", "expert_counts"):
-                require_same(getattr(expansion, name), getattr(one, name), name)
-            require_same(expansion.recv_rows[:num], one.recv_rows[:num], "recv_rows")
-            assert (expansion.recv_rows[num:] == -1).all()
-            require_same(recv_idx, one.recv_topk_idx.to(recv_idx.dtype), "indices")
-            assert (recv_weights is None) == (form == "without-weights")
-            if recv_weights is not None:
-                require_same(recv_weights, one.recv_topk_weights, "weights")
-            wanted = [one.recv_x] if one.recv_x_scales is None else [one.recv_x, one.recv_x_scales]
-            again = buffer.dispatch(given, handle=handle, config=config, zero_padding=True, **cast)
-            for got, cached, part in zip(parts_of(rows), parts_of(again[0]), wanted, strict=True):
-                require_same(got[taken], part[taken], "rows")
-                require_same(cached, part, "rows of a cached dispatch")
-                if zero_padding:
-                    require_same(got, part, "rows and padding")
-            back = rows_of(parts_of(rows)[0])
-            for weighs in (False, True)[: 1 if recv_weights is None else 2]:
-                sums, weight_sums, _ = buffer.combine(
-                    back, handle, recv_weights, config=config, apply_weights=weighs
-                )
-                sums_wanted, weights_wanted = want.sums(bound, weighs)
-                require_same(sums, sums_wanted, "sums")
-                assert (weight_sums is None) == (weights_wanted is None)
-                if weight_sums is not None:
-                    require_same(weight_sums, weights_wanted, "sums of weights")
-
-    on_normal(body, num_direct_bytes=num_direct_bytes)
 
 
 @pytest.mark.parametrize("idx_dtype", [torch.int32, torch.int64])
@@ -335,8 +154,9 @@ def test_after_an_error_of_a_kernel_the_buffer_goes_on(options: dict[str, Any]) 
         want = buffer.dispatch(x, topk_idx=idx, **given)[0].clone()
         free = buffer._context.region.num_free_bytes
         for _ in range(2):
-            with pytest.raises(deep_comm.ExpertIndexError):
+            with pytest.raises(deep_comm.ExpertIndexError) as caught:
                 buffer.dispatch(x, topk_idx=bad if rank == 0 else idx, **given)
+            assert (caught.value.rank, caught.value.num_experts) == (0, E)
             again = buffer.dispatch(x, topk_idx=idx, **given)
             num = int(again[4].num_recv_tokens_tensor)
             assert torch.equal(again[0][:num], want[:num]) or "expand" in options
@@ -489,21 +309,3 @@ def test_memory_goes_back_and_a_full_region_is_no_error() -> None:
         assert region.num_free_bytes == free
 
     on_normal(body, 1, num_direct_bytes=1 << 20)
-
-
-def test_a_refused_argument_is_named() -> None:
-    def body(buffer: Any, rank: int) -> None:
-        x, idx, weights = inputs(rank)
-        for name, given in (
-            ("topk_idx", dict(topk_idx=idx.float())),
-            ("topk_weights", dict(topk_weights=weights.half())),
-            ("num_experts", dict(num_experts="6")),
-            ("x", dict(x=())),
-            ("config", dict(config=7)),
-        ):
-            arguments = dict(x=x, topk_idx=idx, topk_weights=weights, num_experts=E)
-            with pytest.raises(ArgumentError) as caught:
-                buffer.dispatch(**{**arguments, **given})
-            assert caught.value.argument == name
-
-    on_normal(body, 1)

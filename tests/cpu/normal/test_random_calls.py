@@ -8,47 +8,74 @@ what the Buffer's memory holds.
 
 from __future__ import annotations
 
+import dataclasses
+from types import ModuleType
 from typing import Any
 
+import expanded
 import pytest
+import quantised
 import roundtrip
+import torch
+from cases import Case
 from random_calls import NVL_BYTES, cases_of, single_tier, two_tier, verified
 
 import deep_comm
 from deep_comm import local
 
+pytestmark = pytest.mark.usefixtures("poison")
 
-# 8 * random_calls.CALLS_PER_TEST = 1000: rings alone, and with a receive region that outputs fit
-# into, or only sometimes.
-@pytest.mark.parametrize("first", range(0, 8000, 1000))
-def test_a_thousand_calls_inside_a_node(first: int) -> None:
+# 8 * random_calls.CALLS_PER_TEST = 1000. Plain calls; and fewer of the other kinds.
+RUNS = [
+    *((roundtrip, first) for first in range(0, 8000, 1000)),
+    *((kind, first) for kind in (expanded, quantised) for first in range(8000, 11000, 1000)),
+]
+
+
+def of_kind(kind: ModuleType, cases: list[Case]) -> list[Any]:
+    """Cases of one kind of calls: those that cast want rows to cast."""
+    if kind is not quantised:
+        return cases
+    rows: dict[str, Any] = dict(dtype=torch.bfloat16, scales=None)
+    forms = (quantised.FORMS[number % len(quantised.FORMS)] for number in range(len(cases)))
+    return [
+        quantised.Formed(
+            dataclasses.replace(case, hidden=128 + case.hidden // 128 * 128, **rows), form
+        )
+        for case, form in zip(cases, forms, strict=True)
+    ]
+
+
+def run(kind: ModuleType, cases: list[Case], num_ranks: int, **options: Any) -> None:
+    wanted = of_kind(kind, cases)
+
+    def fn(group: Any) -> list[Any]:
+        with deep_comm.Buffer(group, NVL_BYTES, device="cpu", timeout_s=100, **options) as buffer:
+            return [kind.call_once(buffer, case, 0) for case in wanted]
+
+    verified(wanted, local.run(fn, num_ranks, timeout_s=250), kind.verify)
+
+
+@pytest.mark.parametrize(("kind", "first"), RUNS, ids=lambda it: getattr(it, "__name__", str(it)))
+def test_a_thousand_calls_inside_a_node(kind: ModuleType, first: int) -> None:
+    """Rings alone, and with a receive region that outputs fit into, or only sometimes."""
     num_ranks = (2, 5, 4, 3)[first // 1000 % 4]
     direct_bytes = (0, 1 << 21, 1 << 16)[first // 1000 % 3]
     cases = cases_of(single_tier, num_ranks, first)
-
-    def fn(group: Any) -> list[roundtrip.Received]:
-        with deep_comm.Buffer(
-            group, NVL_BYTES, num_direct_bytes=direct_bytes, device="cpu", timeout_s=100
-        ) as buffer:
-            return [roundtrip.call_once(buffer, case, 0) for case in cases]
-
-    verified(cases, local.run(fn, num_ranks, timeout_s=250), roundtrip.verify)
+    run(kind, cases, num_ranks, num_direct_bytes=direct_bytes)
 
 
-pytestmark = pytest.mark.usefixtures("poison")
-
-
-@pytest.mark.parametrize("first", range(0, 8000, 1000))
-def test_a_thousand_calls_between_nodes(first: int) -> None:
+@pytest.mark.parametrize(("kind", "first"), RUNS, ids=lambda it: getattr(it, "__name__", str(it)))
+def test_a_thousand_calls_between_nodes(
+    kind: ModuleType, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows put by the rail, or stored."""
+    monkeypatch.setenv("DEEP_COMM_RAIL_NEAR", str(first // 1000 % 2))
     num_nodes, ranks_per_node = ((2, 2), (3, 1), (2, 3), (2, 1))[first // 1000 % 4]
     num_ranks = num_nodes * ranks_per_node
     cases = cases_of(two_tier(ranks_per_node), num_ranks, first)
-
-    def fn(group: Any) -> list[roundtrip.Received]:
-        with deep_comm.Buffer(
-            group, NVL_BYTES, 1 << 20, num_qps_per_rank=(1, 4, 24)[first // 1000 % 3], device="cpu",
-            ranks_per_node=ranks_per_node, timeout_s=100,
-        ) as buffer:  # fmt: skip
-            return [roundtrip.call_once(buffer, case, 0) for case in cases]
-
-    verified(cases, local.run(fn, num_ranks, timeout_s=250), roundtrip.verify)
+    num_qps = (1, 4, 24)[first // 1000 % 3]
+    run(
+        kind, cases, num_ranks, num_rdma_bytes=1 << 20, num_qps_per_rank=num_qps,
+        ranks_per_node=ranks_per_node,
+    )  # fmt: skip

@@ -223,7 +223,7 @@ def test_host_time_outlasts_a_slow_stretch(monkeypatch: pytest.MonkeyPatch) -> N
     """A stretch of six turns takes twice as long on one rank; the largest turn says so."""
     rounds = iter([12.0] * 5 + [24.0] * 6 + [30.0] + [13.0] * 3)
     pauses: list[float] = []
-    monkeypatch.setattr(measure, "host_round", lambda _work, _calls, _clock: (next(rounds), 99.0))
+    monkeypatch.setattr(measure, "host_round", lambda _work, _calls, _clock: next(rounds))
     monkeypatch.setattr(measure, "gather", lambda own: [own, [10.0] * len(own)])
     monkeypatch.setattr(measure.time, "sleep", pauses.append)
     (found,) = measure.host_turns([lambda _call: None], 200, HOST)
